@@ -1,0 +1,190 @@
+/*
+ * fserver.h: the C interface of the engine.
+ *
+ * Every function may be called from any thread, blocks only where it says so,
+ * and returns 0 (or a count) or a negative errno; fs_errmsg then gives the
+ * text. Handles are numbers with a generation: a stale one is refused, never
+ * followed. Pointers that are passed in are read during the call only, except
+ * the tensor memory itself (see fs_push_pull, fs_respond).
+ *
+ * The errno values in use and what they mean:
+ *   EINVAL       an argument or a setting is wrong              (ConfigError)
+ *   EMSGSIZE     a count, shape or size of tensors is wrong      (ShapeError)
+ *   ETIMEDOUT    the time given to the operation is up         (TimeoutError)
+ *   ECONNRESET   a peer is gone; fs_error names it            (PeerLostError)
+ *   ESHUTDOWN    the node is closed, or the cluster has ended   (ClosedError)
+ *   EBADF        no such handle                                 (ClosedError)
+ *   EAGAIN       the slice of a waiting call is over: call again
+ *   ENOBUFS      the buffer is too small; *need says what is needed
+ *   everything else: a failure of the system or of the engine   (Error)
+ */
+#ifndef FSERVER_H
+#define FSERVER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FS_ABI 1
+
+typedef uint64_t fs_node;   /* one worker, server or scheduler */
+typedef uint64_t fs_ticket; /* one push_pull or one answer; grows by one */
+
+enum { FS_ROLE_SCHEDULER = 0, FS_ROLE_WORKER = 1, FS_ROLE_SERVER = 2 };
+
+typedef struct fs_error {
+  int32_t code; /* the negative errno */
+  int32_t role; /* ECONNRESET: role of the lost peer, else -1 */
+  int32_t rank; /* ECONNRESET: its rank, else -1 */
+  char address[128];
+  char reason[512];
+  char text[1024]; /* the whole message */
+} fs_error;
+
+/* One tensor: contiguous memory and what it means. */
+typedef struct fs_tensor {
+  void *data;
+  uint64_t bytes;
+  uint64_t key;
+  void *base;          /* the allocation that data lies in, ... */
+  uint64_t base_bytes; /* ... its size, ... */
+  uint64_t alloc;      /* ... and a number of the caller's that is never given
+                          to another allocation; 0: do not cache */
+  const int64_t *dims;
+  uint32_t ndim;
+  int32_t device; /* -1: CPU */
+  uint8_t dtype;  /* opaque to the engine; the receiver gets the same number */
+} fs_tensor;
+
+typedef struct fs_info {
+  int32_t role;      /* FS_ROLE_* */
+  int32_t rank;      /* within the role */
+  int32_t group;     /* index of the group */
+  int32_t instance;  /* rail */
+  int32_t workers;   /* worker groups: requests in a batch */
+  int32_t servers;   /* server groups: answers to a push_pull */
+  int32_t device;    /* -1: CPU */
+  int32_t reserved;
+  const volatile uint64_t *words; /* completion words, see fs_push_pull */
+  uint64_t mask;
+  char address[128]; /* where peers find this node; empty if nowhere */
+} fs_info;
+
+/* The ABI number that the archive was built with; compare with FS_ABI. */
+int fs_abi(void);
+
+/* Nanoseconds of the clock that traces use (CLOCK_MONOTONIC). */
+int64_t fs_now(void);
+
+/* The calling thread's last error, which is then forgotten. Returns 0, or
+ * -ENOENT if there is none. */
+int fs_errmsg(fs_error *out);
+
+/* Opens a node and starts to connect it. settings is n strings "NAME=value";
+ * nothing is read from the process environment. Does not block. */
+int fs_open(const char *const *settings, size_t n, fs_node *out);
+
+/* Waits until the cluster is complete, at most slice_ns (then -EAGAIN). The
+ * bound on the whole is the setting FSERVER_INIT_TIMEOUT. */
+int fs_wait_ready(fs_node node, int64_t slice_ns);
+
+int fs_get_info(fs_node node, fs_info *out);
+
+/* Worker: sends np push tensors to every server of the rail and takes nq pull
+ * tensors, server-major, nq divisible by the number of servers. Does not wait
+ * for the peer. The memory of all tensors must stay valid and the pushed bytes
+ * unchanged until the ticket's word says done:
+ * words[ticket & mask] == ticket << 2 | 1 (done), | 2 (failed); any other
+ * value with the ticket in the upper bits: under way. */
+int fs_push_pull(fs_node node, const fs_tensor *push, size_t np,
+                 const fs_tensor *pull, size_t nq, fs_ticket *out);
+
+#define FS_NOSPIN 1u /* goes on with a wait whose slice was over: no spinning */
+
+/* Waits until the ticket is done or failed, at most slice_ns (then -EAGAIN).
+ * A failed one gives its error each time it is asked. A ticket that is no
+ * longer known (4,096 later ones have been issued and it has ended) gives
+ * -EBADF. */
+int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags);
+
+/* Server: takes one request of each worker group of the rail, at most slice_ns
+ * (then -EAGAIN). Fills buf, an array of cap 64-bit words:
+ *
+ *   n
+ *   n times: handler, worker rank, np, nq,
+ *            np times: key, slot, buffer, address, bytes, dtype, device, ndim,
+ *                      ndim dims
+ *            nq times: bytes of the answer at that position
+ *
+ * in the order of the worker groups. *need is the number of words; if cap is
+ * smaller, -ENOBUFS, and the batch stays for the next call. slot numbers (worker
+ * rank, key) from 0; buffer names the receive buffer: the first time that a
+ * buffer is seen, the caller owes one fs_buffer_release for it when nobody
+ * looks at its memory any more. buffer 0 is memory of the caller's own
+ * (fs_register_recv). */
+int fs_get_batch(fs_node node, uint64_t *buf, size_t cap, size_t *need,
+                 int64_t slice_ns, uint32_t flags);
+
+/* Gives back a receive buffer; also valid after its node has been closed. */
+int fs_buffer_release(uint64_t buffer);
+
+/* Server: answers nh requests; request i takes the next counts[i] tensors of
+ * t. Each tensor goes to the pull tensor of that position, whose bytes it must
+ * match. tickets (nh of them) work as in fs_push_pull. On an error in request i,
+ * *answered is i, and the requests before it have been answered. */
+int fs_respond(fs_node node, const uint64_t *handlers, const size_t *counts,
+               size_t nh, const fs_tensor *t, fs_ticket *tickets,
+               size_t *answered);
+
+/* Server: cuts memory into n equal slices; slice i receives keys[i] of worker
+ * ranks[i]. The memory must stay valid until fs_close. */
+int fs_register_recv(fs_node node, const fs_tensor *t, const int32_t *ranks,
+                     const uint64_t *keys, size_t n);
+
+#define FS_BARRIER_SERVERS 1u
+#define FS_BARRIER_WORKERS 2u
+#define FS_BARRIER_GROUPS 4u /* one call per group, not per instance */
+
+/* *token is 0 for a new barrier and is set; call again with it after -EAGAIN.
+ * timeout_ns bounds the whole barrier and counts from the first call; 0: the
+ * setting FSERVER_BARRIER_TIMEOUT. */
+int fs_barrier(fs_node node, uint32_t flags, int64_t timeout_ns,
+               uint64_t *token, int64_t slice_ns);
+
+/* The 8 stamps of a ticket (fetch_trace), among the last 4,096. */
+int fs_trace(fs_node node, fs_ticket ticket, int64_t stamps[8]);
+
+/* The allocation is gone: drop what is cached for it. */
+int fs_forget(fs_node node, uint64_t alloc);
+
+/* JSON about a node: links, counters, settings. *need as in fs_get_batch, in
+ * bytes, without a final zero. */
+int fs_describe(fs_node node, char *buf, size_t cap, size_t *need);
+
+/* Leaves the cluster together with the others; -EAGAIN after slice_ns. When it
+ * returns anything else, the node is closed. Idempotent. */
+int fs_stop(fs_node node, int64_t slice_ns);
+
+/* Closes the node at once: every blocked call returns -ESHUTDOWN. When it
+ * returns, no memory of the caller's is touched any more. The words of fs_info
+ * stay readable until fs_free. */
+int fs_close(fs_node node);
+
+/* fs_close, and forgets the handle and its words. */
+int fs_free(fs_node node);
+
+/* What is alive, for leak tests: nodes, receive buffers, goroutines. */
+int fs_live(int64_t *nodes, int64_t *buffers, int64_t *goroutines);
+
+/* JSON of every setting: name, default, meaning, and, for the n settings given
+ * as in fs_open, value and source. Also the warnings about unknown names. */
+int fs_settings(const char *const *settings, size_t n, char *buf, size_t cap,
+                size_t *need);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,89 @@
+package exchange
+
+import (
+	"fmt"
+	"sync"
+
+	"fserver/engine/mem"
+)
+
+// Buffers owns the receive buffers of all nodes of a process. A buffer lives
+// as long as its server uses it or somebody looks at it: tensors over it may
+// outlive the server.
+type Buffers struct {
+	mu   sync.Mutex
+	next uint64
+	all  map[uint64]*buffer
+}
+
+type buffer struct {
+	region mem.Region
+	used   bool // by its server
+	seen   bool // handed out, and not released
+}
+
+// NewBuffers makes an empty set.
+func NewBuffers() *Buffers { return &Buffers{all: map[uint64]*buffer{}} }
+
+// Len is the number of buffers that are alive.
+func (b *Buffers) Len() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.all)
+}
+
+// Release says that nobody looks at buffer id any more.
+func (b *Buffers) Release(id uint64) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	e := b.all[id]
+	if e == nil || !e.seen {
+		return fmt.Errorf("exchange: release of buffer %d, which nobody holds", id)
+	}
+	e.seen = false
+	return b.collect(id, e)
+}
+
+// maxBuffer bounds one receive buffer, bytes. A request for more is a mistake,
+// and an honest limit of memory comes long before.
+const maxBuffer = 1 << 42
+
+// make maps a buffer of at least n bytes.
+func (b *Buffers) make(n uint64) (uint64, mem.Region, error) {
+	if n > maxBuffer {
+		return 0, mem.Region{}, fmt.Errorf("exchange: a receive buffer of %d bytes is more than %d", n, uint64(maxBuffer))
+	}
+	r, err := mem.Map((n + 4095) &^ 4095)
+	if err != nil {
+		return 0, mem.Region{}, err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.next++
+	b.all[b.next] = &buffer{region: r, used: true}
+	return b.next, r, nil
+}
+
+// hand marks a buffer as seen by the application.
+func (b *Buffers) hand(id uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.all[id].seen = true
+}
+
+// drop says that the server does not use the buffer any more.
+func (b *Buffers) drop(id uint64) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	e := b.all[id]
+	e.used = false
+	return b.collect(id, e)
+}
+
+func (b *Buffers) collect(id uint64, e *buffer) error {
+	if e.used || e.seen {
+		return nil
+	}
+	delete(b.all, id)
+	return mem.Unmap(e.region)
+}

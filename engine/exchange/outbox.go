@@ -1,0 +1,56 @@
+package exchange
+
+import "fserver/engine/transport"
+
+// outbox posts the operations of one ticket, or of none, to one Conn at a time
+// and keeps what back-pressure left over.
+type outbox struct {
+	conn   transport.Conn
+	ops    []transport.Op
+	next   int     // the first that has not been taken
+	ticket *Ticket // whose operations these are, or nil
+	frame  []byte  // of the frame in ops; free for reuse when all are taken
+}
+
+// begin starts a new set of operations; the last one must be flushed.
+func (o *outbox) begin(t *Ticket) {
+	o.ops, o.next, o.ticket, o.frame = o.ops[:0], 0, t, o.frame[:0]
+}
+
+// write adds a write of pushed tensor i of the ticket.
+func (o *outbox) write(i int, to transport.Key, off uint64) {
+	o.ops = append(o.ops, transport.Op{
+		Kind: transport.OpWrite, Key: to, Off: off, Src: o.ticket.source(i),
+	})
+}
+
+// send adds o.frame.
+func (o *outbox) send() {
+	o.ops = append(o.ops, transport.Op{Kind: transport.OpFrame, Frame: o.frame})
+}
+
+// stamp gives every operation what ties it to its ticket.
+func (o *outbox) stamp(imm uint32) {
+	for i := range o.ops {
+		o.ops[i].User, o.ops[i].Imm = o.ticket.id, imm
+	}
+}
+
+// empty says whether everything has been taken.
+func (o *outbox) empty() bool { return o.next == len(o.ops) }
+
+// flush posts what is left. An error means that the Conn is unusable.
+func (o *outbox) flush() error {
+	if o.empty() {
+		return nil
+	}
+	n, err := o.conn.Post(o.ops[o.next:])
+	o.next += n
+	if o.ticket != nil {
+		o.ticket.ops += n
+	}
+	return err
+}
+
+// drop forgets what has not been taken.
+func (o *outbox) drop() { o.ops, o.next, o.ticket = o.ops[:0], 0, nil }

@@ -1,0 +1,175 @@
+package exchange
+
+import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"fserver/engine/mem"
+	"fserver/engine/wire"
+)
+
+// Received is a pushed tensor as the application sees it: a view of the
+// receive buffer, valid until the key's next push is accepted.
+type Received struct {
+	Key    uint64
+	Slot   uint64 // numbers (worker, key) from 0
+	Buffer uint64 // the receive buffer, 0 for the application's own memory
+	Span   mem.Span
+	Dev    mem.Device
+	DType  uint8
+	NDim   int
+	Rows   int64
+	Tail   []int64
+}
+
+// Request is one push-pull at the server.
+type Request struct {
+	handler uint64 // generation above, place in the list of requests below
+	state   atomic.Uint32
+	client  *client
+	seq     uint64
+	writes  uint64 // that must have arrived
+	push    []Received
+	pull    []answer
+	stamps  [4]int64
+}
+
+// answer is where a pull tensor of a request is to be written.
+type answer struct {
+	bytes uint64
+	target
+}
+
+// The life of a request. The owner moves it up to delivered; from there on a
+// caller may take it by moving it to responding, and the owner frees it. One
+// whose worker is gone becomes lost, and is freed by whoever asks for it.
+const (
+	reqFree = iota
+	reqFilling
+	reqReady
+	reqDelivered
+	reqResponding
+	reqLost
+)
+
+// handlerPlace is the number of bits of a handler that name the place.
+const handlerPlace = 24
+
+// Handler is the number under which the request is answered.
+func (r *Request) Handler() uint64 { return r.handler }
+
+// Rank is the worker that asks.
+func (r *Request) Rank() int32 { return r.client.rank }
+
+// Push gives the tensors of the request; valid until it is answered.
+func (r *Request) Push() []Received { return r.push }
+
+// Pulls is the number of answers that the worker expects.
+func (r *Request) Pulls() int { return len(r.pull) }
+
+// PullBytes is the size of answer i.
+func (r *Request) PullBytes(i int) uint64 { return r.pull[i].bytes }
+
+// requests is the list of all requests of a server, by place.
+type requests struct {
+	mu   sync.Mutex // guards the slices; never held while waiting
+	all  []*Request
+	free []*Request
+}
+
+func (rs *requests) get() *Request {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	if n := len(rs.free); n > 0 {
+		r := rs.free[n-1]
+		rs.free = rs.free[:n-1]
+		return r
+	}
+	r := &Request{handler: uint64(len(rs.all))}
+	rs.all = append(rs.all, r)
+	return r
+}
+
+// put frees r. The generation of its handler goes up, so that the old handler
+// is not taken for the next request in this place.
+func (rs *requests) put(r *Request) {
+	r.state.Store(reqFree)
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	r.handler += 1 << handlerPlace
+	r.client = nil
+	rs.free = append(rs.free, r)
+}
+
+// claim takes the delivered request of a handler to answer it. lost says that
+// its worker is gone.
+func (rs *requests) claim(handler uint64) (r *Request, lost bool, err error) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	place := handler & (1<<handlerPlace - 1)
+	if place < uint64(len(rs.all)) {
+		if r := rs.all[place]; r.handler == handler {
+			if r.state.CompareAndSwap(reqDelivered, reqResponding) {
+				return r, false, nil
+			}
+			if r.state.CompareAndSwap(reqLost, reqResponding) {
+				return r, true, nil
+			}
+		}
+	}
+	return nil, false, Shapef("exchange: respond to handler %d: no such request is waiting for an answer (each handler of get_batch is answered once)", handler)
+}
+
+// lose marks the delivered requests of c, whose worker is gone.
+func (rs *requests) lose(c *client) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	for _, r := range rs.all {
+		if r.client == c {
+			r.state.CompareAndSwap(reqDelivered, reqLost)
+		}
+	}
+}
+
+// match checks the tensors of an answer against what the worker expects.
+func (r *Request) match(t *Ticket) error {
+	if len(t.push) != len(r.pull) {
+		return Shapef("exchange: respond to worker %d: %d tensors, want %d, one for each pull tensor of the request", r.client.rank, len(t.push), len(r.pull))
+	}
+	for i := range r.pull {
+		if got, want := t.push[i].Span.Len, r.pull[i].bytes; got != want {
+			return Shapef("exchange: respond to worker %d: tensor %d has %d bytes, want %d as in the pull tensor of the request", r.client.rank, i, got, want)
+		}
+	}
+	return nil
+}
+
+// fill takes what a request frame says, checked against its plan and buffers.
+func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
+	if len(q.Push) != len(p.plan.Push) || len(q.Pull) != len(p.plan.Pull) {
+		return fmt.Errorf("exchange: request with %d pushed and %d pulled tensors under a plan of %d and %d", len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
+	}
+	r.client, r.seq, r.writes = c, q.Seq, q.Writes
+	r.push, r.pull = r.push[:0], r.pull[:0]
+	for i := range q.Push {
+		d, k := &p.plan.Push[i], p.keys[i]
+		if q.Push[i].Bytes > k.cap {
+			return fmt.Errorf("exchange: push of %d bytes for key %d into a buffer of %d", q.Push[i].Bytes, d.Key, k.cap)
+		}
+		v := Received{Key: d.Key, Slot: k.slot, Dev: mem.CPU, DType: d.DType, NDim: d.NDim, Rows: q.Push[i].Rows, Tail: d.Tail}
+		if n := q.Push[i].Bytes; n != 0 {
+			k.hand()
+			v.Buffer, v.Dev, v.Span = k.id, k.region.Dev, mem.Span{Addr: k.region.Addr, Len: n}
+		}
+		r.push = append(r.push, v)
+	}
+	for j := range q.Pull {
+		t := &q.Pull[j]
+		if t.Changed {
+			p.targets[j] = target{transportKey(t.Region), t.Off}
+		}
+		r.pull = append(r.pull, answer{t.Bytes, p.targets[j]})
+	}
+	return nil
+}

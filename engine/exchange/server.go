@@ -1,0 +1,566 @@
+package exchange
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"fserver/engine/mem"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
+	"fserver/engine/wire"
+)
+
+// maxKeys bounds the keys of one worker: each has a receive buffer, which is a
+// mapping of its own.
+const maxKeys = 1 << 15
+
+// maxReplies bounds the answers to Needs that a worker has not taken. One that
+// keeps to the protocol asks again only after the answer.
+const maxReplies = 4
+
+// ErrLeft says that a worker has left in good order, so that no batch will be
+// complete any more.
+var ErrLeft = errors.New("exchange: a worker has left, so no further batch can be complete")
+
+// receiver is where the tensors of one (worker, key) are received.
+type receiver struct {
+	key     uint64
+	slot    uint64
+	region  mem.Region
+	cap     uint64
+	id      uint64 // in Buffers; 0: memory of the application's own
+	token   transport.Key
+	granted bool // token is valid
+	handed  bool // the application has seen buffer id
+	buffers *Buffers
+}
+
+// hand notes that the application is about to see the buffer.
+func (k *receiver) hand() {
+	if !k.handed && k.id != 0 {
+		k.buffers.hand(k.id)
+	}
+	k.handed = true
+}
+
+// clientPlan is a plan of a worker, with what it means here.
+type clientPlan struct {
+	plan    *wire.Plan
+	keys    []*receiver
+	targets []target
+}
+
+// client is one worker of the rail.
+type client struct {
+	outbox
+	index   int
+	rank    int32
+	fabric  transport.Fabric
+	plans   []*clientPlan
+	keys    map[uint64]*receiver
+	arrived []arrival  // writes whose request is not here, by immediate % Window
+	open    []*Request // frame here, writes missing
+	ready   ring[*Request]
+	answers ring[*Ticket] // not wholly posted
+	replies ring[[]byte]  // frames with Buffers, likewise
+	count   int           // requests that are not answered
+	left    bool
+	down    error
+}
+
+// arrival counts the writes of one immediate.
+type arrival struct {
+	imm uint32
+	n   uint64
+}
+
+// Server takes the requests of the workers of its rail and answers them.
+type Server struct {
+	*Table
+	counters *trace.Counters
+	buffers  *Buffers
+	inbox    inbox
+	clients  []*client
+	requests requests
+	batch    []*Request // scratch
+	ready    atomic.Bool
+	broken   atomic.Pointer[error] // why no batch can be complete, if so
+	slots    uint64
+	req      wire.Request
+	resp     wire.Response
+	needs    []wire.Need
+
+	mu    sync.Mutex // guards fixed
+	fixed map[fixedKey]fixed
+}
+
+// fixed is the application's own memory for a key.
+type fixed struct {
+	region mem.Region
+	used   bool // the key has been pushed: too late for another
+}
+
+type fixedKey struct {
+	rank int32
+	key  uint64
+}
+
+// NewServer makes a server of the workers with the given ranks, in the order
+// of their groups.
+func NewServer(ranks []int32, b *Buffers, c *trace.Counters) (*Server, error) {
+	tb, err := newTable()
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{Table: tb, counters: c, buffers: b, fixed: map[fixedKey]fixed{}}
+	for i, r := range ranks {
+		s.clients = append(s.clients, &client{
+			index: i, rank: r, keys: map[uint64]*receiver{}, arrived: make([]arrival, Window),
+		})
+	}
+	return s, nil
+}
+
+// Connect gives worker i its path. For the owner.
+func (s *Server) Connect(i int, f transport.Fabric, c transport.Conn) {
+	s.clients[i].fabric, s.clients[i].conn = f, c
+}
+
+// Fix makes r the receive buffer of a key of a worker; it must come before the
+// key's first push. Safe from any goroutine.
+func (s *Server) Fix(rank int32, key uint64, r mem.Region) error {
+	if !slices.ContainsFunc(s.clients, func(c *client) bool { return c.rank == rank }) {
+		return Shapef("exchange: register_recv_buffer for worker %d: this server has no such worker", rank)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.fixed[fixedKey{rank, key}].used {
+		return Shapef("exchange: register_recv_buffer for key %d of worker %d: the key has been pushed already (register before its first push)", key, rank)
+	}
+	s.fixed[fixedKey{rank, key}] = fixed{region: r}
+	return nil
+}
+
+// Begin issues a ticket for an answer. Safe from any goroutine.
+func (s *Server) Begin() (*Ticket, error) { return s.begin() }
+
+// Abandon gives back a ticket that was not submitted.
+func (s *Server) Abandon(t *Ticket) { s.release(t) }
+
+// Respond answers the request of a handler with the pushed tensors of t. With
+// an error t is gone, and the request, unless its worker is lost, can still be
+// answered. Safe from any goroutine.
+func (s *Server) Respond(handler uint64, t *Ticket) error {
+	r, lost, err := s.requests.claim(handler)
+	if err != nil {
+		s.Abandon(t)
+		return err
+	}
+	if lost {
+		err := r.client.down // written before the request was marked
+		s.requests.put(r)
+		s.Abandon(t)
+		return err
+	}
+	if err := r.match(t); err != nil {
+		r.state.Store(reqDelivered)
+		s.Abandon(t)
+		return err
+	}
+	r.stamps[trace.Respond-trace.Received] = t.rec.stamps[trace.Start]
+	t.request = r
+	s.inbox.put(submission{ticket: t})
+	return nil
+}
+
+// Pending says whether Drain has something to do. Safe from any goroutine.
+func (s *Server) Pending() bool { return s.inbox.waiting.Load() }
+
+// Ready says whether Batch would give a batch, or an error. Safe from any
+// goroutine.
+func (s *Server) Ready() bool { return s.ready.Load() || s.broken.Load() != nil }
+
+// Drain takes the answers that callers have submitted and posts what can be
+// posted. For the owner, as everything below.
+func (s *Server) Drain() {
+	for _, m := range s.inbox.take() {
+		t := m.ticket
+		c := t.request.client
+		s.adopt(t)
+		s.counters.Responses.Add(1)
+		t.open = 1
+		if c.down != nil {
+			s.drop(t, c.down)
+			continue
+		}
+		c.answers.push(t)
+	}
+	for _, c := range s.clients {
+		if c.answers.len()+c.replies.len() != 0 || !c.empty() {
+			s.advance(c)
+		}
+	}
+}
+
+// drop ends an answer that was not wholly posted.
+func (s *Server) drop(t *Ticket, err error) {
+	s.requests.put(t.request)
+	t.open = 0
+	s.settle(t, err)
+}
+
+// advance posts answers to c until there is none or back-pressure.
+func (s *Server) advance(c *client) {
+	for {
+		if err := c.flush(); err != nil {
+			s.Down(c.index, err)
+			return
+		}
+		if !c.empty() {
+			return
+		}
+		if t := c.ticket; t != nil {
+			c.answers.pop()
+			c.ticket = nil
+			c.count--
+			s.requests.put(t.request)
+			t.open = 0
+			s.settle(t, nil)
+		}
+		switch {
+		case c.replies.len() != 0:
+			c.begin(nil)
+			c.frame = append(c.frame, c.replies.pop()...)
+			c.send()
+		case c.answers.len() != 0:
+			s.compose(c, c.answers.at(0))
+		default:
+			return
+		}
+	}
+}
+
+func (s *Server) compose(c *client, t *Ticket) {
+	r := t.request
+	c.begin(t)
+	s.resp.Seq, s.resp.Writes = r.seq, 0
+	for i := range r.pull {
+		if r.pull[i].bytes != 0 {
+			c.write(i, r.pull[i].region, r.pull[i].off)
+			s.resp.Writes++
+			s.counters.BytesOut.Add(r.pull[i].bytes)
+		}
+	}
+	r.stamps[trace.Answered-trace.Received] = trace.Now()
+	s.resp.Stamps = r.stamps
+	c.frame = wire.AppendResponse(c.frame, &s.resp)
+	c.send()
+	c.stamp(uint32(r.seq))
+}
+
+func (s *Server) settle(t *Ticket, err error) {
+	if err != nil {
+		s.fail(t, err)
+	}
+	if t.open == 0 && t.ops == 0 {
+		t.rec.stamps[trace.Completed] = trace.Now()
+		s.end(t)
+	}
+}
+
+// Done takes the end of an operation.
+func (s *Server) Done(user uint64, err error) {
+	t := s.ticket(user)
+	if t == nil { // a frame of no ticket
+		return
+	}
+	t.ops--
+	s.settle(t, err)
+}
+
+// Written takes a write of n bytes with an immediate from worker i.
+func (s *Server) Written(i int, imm uint32, n uint64) error {
+	c := s.clients[i]
+	a := &c.arrived[imm%Window]
+	if a.n != 0 && a.imm != imm {
+		return fmt.Errorf("exchange: writes for push_pulls %d and %d, which are %d apart or more", a.imm, imm, Window)
+	}
+	a.imm = imm
+	a.n++
+	s.counters.BytesIn.Add(n)
+	if len(c.open) != 0 {
+		return s.match(c)
+	}
+	return nil
+}
+
+// Frame takes a frame of worker i. An error means that the worker does not
+// keep to the protocol.
+func (s *Server) Frame(i int, b []byte) error {
+	c := s.clients[i]
+	switch wire.FrameType(b) {
+	case wire.TypeRequest:
+		return s.request(c, b)
+	case wire.TypePlan:
+		return s.plan(c, b)
+	case wire.TypeNeed:
+		return s.need(c, b)
+	case wire.TypeBye:
+		c.left = true
+		s.publish()
+		return nil
+	default:
+		return fmt.Errorf("exchange: a frame of type %d, which no worker sends", wire.FrameType(b))
+	}
+}
+
+func (s *Server) plan(c *client, b []byte) error {
+	p, err := wire.ParsePlan(b)
+	if err != nil {
+		return err
+	}
+	if p.Number >= wire.MaxPlans {
+		return fmt.Errorf("exchange: plan %d is above %d", p.Number, wire.MaxPlans-1)
+	}
+	cp := &clientPlan{plan: p, targets: make([]target, len(p.Pull))}
+	for i := range p.Push {
+		k, err := s.receiver(c, p.Push[i].Key)
+		if err != nil {
+			return err
+		}
+		cp.keys = append(cp.keys, k)
+	}
+	for uint64(len(c.plans)) <= p.Number {
+		c.plans = append(c.plans, nil)
+	}
+	c.plans[p.Number] = cp
+	return nil
+}
+
+// receiver finds or makes the receiver of a key; it has no buffer yet.
+func (s *Server) receiver(c *client, key uint64) (*receiver, error) {
+	if k := c.keys[key]; k != nil {
+		return k, nil
+	}
+	if len(c.keys) == maxKeys {
+		return nil, fmt.Errorf("exchange: worker %d pushes more than %d keys", c.rank, maxKeys)
+	}
+	k := &receiver{key: key, slot: s.slots, buffers: s.buffers}
+	s.mu.Lock()
+	f := s.fixed[fixedKey{c.rank, key}]
+	f.used = true
+	s.fixed[fixedKey{c.rank, key}] = f
+	s.mu.Unlock()
+	k.region, k.cap = f.region, f.region.Len
+	s.slots++
+	c.keys[key] = k
+	return k, nil
+}
+
+// need makes or enlarges receive buffers and tells the worker where they are.
+func (s *Server) need(c *client, b []byte) error {
+	var err error
+	if s.needs, err = wire.ParseNeed(b, s.needs[:0]); err != nil {
+		return err
+	}
+	var v wire.Buffers
+	for _, n := range s.needs {
+		k, err := s.receiver(c, n.Key)
+		if err != nil {
+			return err
+		}
+		if err := s.grant(c, k, n.Bytes); err != nil {
+			v = wire.Buffers{Reason: err.Error()}
+			break
+		}
+		v.List = append(v.List, wire.Buffer{Key: n.Key, Region: wireKey(k.token), Cap: k.cap})
+	}
+	if c.replies.len() == maxReplies {
+		return fmt.Errorf("exchange: worker %d asks for buffers and does not take the answers", c.rank)
+	}
+	c.replies.push(wire.AppendBuffers(nil, &v))
+	s.advance(c)
+	return nil
+}
+
+// grant makes sure that k takes n bytes and that its worker may write there.
+func (s *Server) grant(c *client, k *receiver, n uint64) error {
+	if k.granted && n <= k.cap {
+		return nil
+	}
+	if n > k.cap {
+		if k.id == 0 && k.cap != 0 {
+			return fmt.Errorf("a push of %d bytes for key %d of worker %d is more than the %d bytes that register_recv_buffer gave it", n, k.key, c.rank, k.cap)
+		}
+		id, r, err := s.buffers.make(max(n, k.cap+k.cap/2))
+		if err != nil {
+			return err
+		}
+		if err := s.retire(c, k); err != nil {
+			return err
+		}
+		k.id, k.region, k.cap, k.handed = id, r, r.Len, false
+	}
+	token, err := c.fabric.Register(k.region)
+	if err != nil {
+		return err
+	}
+	k.token, k.granted = token, true
+	return nil
+}
+
+// retire gives up the buffer of k.
+func (s *Server) retire(c *client, k *receiver) error {
+	if k.granted {
+		k.granted = false
+		if err := c.fabric.Deregister(k.token); err != nil {
+			return err
+		}
+	}
+	if k.id != 0 {
+		id := k.id
+		k.id, k.cap, k.region = 0, 0, mem.Region{}
+		return s.buffers.drop(id)
+	}
+	return nil
+}
+
+func (s *Server) request(c *client, b []byte) error {
+	q := &s.req
+	if err := wire.ParseRequest(b, q); err != nil {
+		return err
+	}
+	if q.Plan >= uint64(len(c.plans)) || c.plans[q.Plan] == nil {
+		return fmt.Errorf("exchange: a request under plan %d, which was never sent", q.Plan)
+	}
+	if c.count == Window {
+		return fmt.Errorf("exchange: worker %d has more than %d requests open", c.rank, Window)
+	}
+	r := s.requests.get()
+	if err := r.fill(c, c.plans[q.Plan], q); err != nil {
+		s.requests.put(r)
+		return err
+	}
+	c.count++
+	s.counters.Requests.Add(1)
+	r.state.Store(reqFilling)
+	r.writes = q.Writes
+	c.open = append(c.open, r)
+	return s.match(c)
+}
+
+// match moves the requests whose writes have all arrived to the ready ones, in
+// the order of their frames.
+func (s *Server) match(c *client) error {
+	n := 0
+	for _, r := range c.open {
+		a := &c.arrived[uint32(r.seq)%Window]
+		if r.writes != 0 && (a.imm != uint32(r.seq) || a.n < r.writes) {
+			break
+		}
+		if r.writes != 0 {
+			if a.n > r.writes {
+				return fmt.Errorf("exchange: %d writes for push_pull %d, which has %d", a.n, r.seq, r.writes)
+			}
+			*a = arrival{}
+		}
+		r.stamps[0] = trace.Now()
+		r.state.Store(reqReady)
+		c.ready.push(r)
+		n++
+	}
+	if n != 0 {
+		c.open = append(c.open[:0], c.open[n:]...)
+		s.publish()
+	}
+	return nil
+}
+
+// publish works out whether a batch is complete, or never will be.
+func (s *Server) publish() {
+	all := true
+	var broken error
+	for _, c := range s.clients {
+		if c.ready.len() != 0 {
+			continue
+		}
+		all = false
+		switch {
+		case c.down != nil && !c.left:
+			broken = c.down
+		case c.left && broken == nil:
+			broken = ErrLeft
+		}
+	}
+	s.ready.Store(all)
+	if broken != nil {
+		s.broken.Store(&broken)
+	}
+}
+
+// Batch gives the next batch: one request of each worker, in the order of the
+// groups; nil if it is not complete; an error if it will never be. The requests
+// stay until Deliver. The slice is valid until the next call.
+func (s *Server) Batch() ([]*Request, error) {
+	if !s.ready.Load() {
+		if err := s.broken.Load(); err != nil {
+			return nil, *err
+		}
+		return nil, nil
+	}
+	s.batch = s.batch[:0]
+	for _, c := range s.clients {
+		s.batch = append(s.batch, c.ready.at(0))
+	}
+	return s.batch, nil
+}
+
+// Deliver takes the batch that Batch gave out of the queues.
+func (s *Server) Deliver() {
+	now := trace.Now()
+	for _, c := range s.clients {
+		r := c.ready.pop()
+		r.stamps[trace.Delivered-trace.Received] = now
+		r.state.Store(reqDelivered)
+	}
+	s.publish()
+}
+
+// Down ends everything that belongs to worker i with err. The operations on
+// its Conn must have ended, or be about to.
+func (s *Server) Down(i int, err error) {
+	c := s.clients[i]
+	if c.down != nil {
+		return
+	}
+	c.down = err
+	c.outbox.drop()
+	for c.answers.len() != 0 {
+		s.drop(c.answers.pop(), err)
+	}
+	for c.ready.len() != 0 {
+		s.requests.put(c.ready.pop())
+	}
+	for _, r := range c.open {
+		s.requests.put(r)
+	}
+	c.open = nil
+	s.requests.lose(c)
+	s.publish()
+}
+
+// Close gives up all receive buffers. The Fabrics must be closed.
+func (s *Server) Close() error {
+	var errs []error
+	for _, c := range s.clients {
+		for _, k := range c.keys {
+			k.granted = false // the Fabric is closed: its keys are gone
+			errs = append(errs, s.retire(c, k))
+		}
+		clear(c.keys)
+	}
+	return errors.Join(errs...)
+}

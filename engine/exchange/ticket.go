@@ -1,0 +1,292 @@
+package exchange
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"fserver/engine/mem"
+	"fserver/engine/trace"
+	"fserver/engine/wire"
+)
+
+// Window is how many tickets can be under way, and how many of the last ones
+// are remembered.
+const Window = 4096
+
+// The states in the low two bits of a ticket's word.
+const (
+	StateOpen    = 0 // under way
+	StateDone    = 1
+	StateFailed  = 2
+	StateFailing = 3 // failed, but a peer may still write to its memory
+)
+
+// ErrNoTicket says that a ticket was never issued or is forgotten.
+var ErrNoTicket = errors.New("exchange: no such ticket")
+
+// Ticket is one push-pull, or one answer, on its way. Between Begin and Submit
+// it is the caller's, then the owner's.
+type Ticket struct {
+	id    uint64 // also the User of its operations
+	rec   *record
+	push  []Tensor // of an answer: its tensors
+	pull  []Tensor
+	spans []mem.Span // of push: what the operations' sources point to
+	dims  []int64    // what the tensors' Dims point to
+	legs  []leg      // one per server
+	plan  *plan
+	open  int // legs that have not ended
+	ops   int // operations that have not ended
+	err   error
+
+	regs []registration // of pull; dropped at the end if they are not cached
+
+	request *Request // answers only
+}
+
+// leg is the part of a push-pull that one server has.
+type leg struct {
+	state   uint8 // legQueued, legPosted, legEnded
+	replied bool  // the response frame is here
+	writes  uint64
+	arrived uint64 // writes that have arrived
+	keys    []*credit
+}
+
+const (
+	legQueued = iota
+	legPosted
+	legEnded
+)
+
+// record is what stays of a ticket when it has ended.
+type record struct {
+	id     uint64
+	stamps trace.Stamps
+	err    error
+	ticket *Ticket // while it is open
+}
+
+// Table issues tickets and tells how they ended.
+type Table struct {
+	region mem.Region
+	words  []atomic.Uint64 // id<<2 | state, at id % Window; in C memory
+
+	active []*Ticket // the owner's: submitted and not ended, at id % Window
+
+	mu     sync.Mutex // held for a few instructions, never while waiting
+	next   uint64
+	free   []*Ticket
+	recs   []record
+	closed error
+}
+
+func newTable() (*Table, error) {
+	r, err := mem.Map(Window * 8)
+	if err != nil {
+		return nil, fmt.Errorf("exchange: words of tickets: %w", err)
+	}
+	return &Table{
+		region: r,
+		words:  wordsIn(r, Window),
+		next:   1,
+		active: make([]*Ticket, Window),
+		recs:   make([]record, Window),
+	}, nil
+}
+
+// Words is the memory of the ticket words: word i is that of the tickets whose
+// number is i modulo Window.
+func (tb *Table) Words() mem.Region { return tb.region }
+
+// begin issues a ticket.
+func (tb *Table) begin() (*Ticket, error) {
+	now := trace.Now()
+	tb.mu.Lock()
+	defer tb.mu.Unlock()
+	if tb.closed != nil {
+		return nil, tb.closed
+	}
+	id := tb.next
+	for tb.recs[id%Window].ticket != nil { // an older one is still under way: skip its place
+		if id++; id-tb.next == Window {
+			return nil, Shapef("exchange: %d push_pulls or answers are under way: wait for some before the next", Window)
+		}
+	}
+	tb.next = id + 1
+	var t *Ticket
+	if n := len(tb.free); n > 0 {
+		t, tb.free = tb.free[n-1], tb.free[:n-1]
+	} else {
+		t = &Ticket{}
+	}
+	t.id, t.rec = id, &tb.recs[id%Window]
+	*t.rec = record{id: id, ticket: t}
+	t.rec.stamps[trace.Start] = now
+	tb.words[id%Window].Store(id<<2 | StateOpen)
+	return t, nil
+}
+
+// fail makes the error of t known while its memory may still be written to.
+func (tb *Table) fail(t *Ticket, err error) {
+	if t.err != nil {
+		return
+	}
+	t.err, t.rec.err = err, err
+	tb.words[t.id%Window].Store(t.id<<2 | StateFailing)
+}
+
+// adopt makes t known to the owner.
+func (tb *Table) adopt(t *Ticket) {
+	t.ops = 0
+	tb.active[t.id%Window] = t
+}
+
+// end makes known how t ended and takes it back.
+func (tb *Table) end(t *Ticket) {
+	tb.active[t.id%Window] = nil
+	tb.release(t)
+}
+
+// release takes back a ticket that the owner does not know, or no longer.
+func (tb *Table) release(t *Ticket) {
+	state := uint64(StateDone)
+	if t.err != nil {
+		state = StateFailed
+	}
+	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
+	t.plan, t.err, t.request, t.open = nil, nil, nil, 0
+	tb.mu.Lock()
+	defer tb.mu.Unlock()
+	t.rec.ticket = nil
+	tb.free = append(tb.free, t)
+	// Inside the lock: after it, the place may belong to a later ticket.
+	tb.words[t.id%Window].Store(t.id<<2 | state)
+}
+
+// ticket is the active ticket with number id, or nil. For the owner.
+func (tb *Table) ticket(id uint64) *Ticket {
+	if t := tb.active[id%Window]; t != nil && t.id == id {
+		return t
+	}
+	return nil
+}
+
+// immediate is the active ticket whose writes carry imm, or nil. For the owner.
+func (tb *Table) immediate(imm uint32) *Ticket {
+	if t := tb.active[imm%Window]; t != nil && uint32(t.id) == imm {
+		return t
+	}
+	return nil
+}
+
+// State is the state of a ticket; ok is false if it is no longer known.
+func (tb *Table) State(id uint64) (state int, ok bool) {
+	w := tb.words[id%Window].Load()
+	return int(w & 3), w>>2 == id && id != 0
+}
+
+// Result is nil for a ticket that is done, its error if it failed, and
+// ErrNoTicket if it is not known. Ask only when State is not StateOpen.
+func (tb *Table) Result(id uint64) error {
+	tb.mu.Lock()
+	defer tb.mu.Unlock()
+	r := &tb.recs[id%Window]
+	if r.id != id || id == 0 {
+		return fmt.Errorf("%w: %d", ErrNoTicket, id)
+	}
+	return r.err
+}
+
+// Stamps are the time stamps of a ticket that has ended.
+func (tb *Table) Stamps(id uint64) (trace.Stamps, error) {
+	state, ok := tb.State(id)
+	tb.mu.Lock()
+	defer tb.mu.Unlock()
+	r := &tb.recs[id%Window]
+	switch {
+	case !ok || r.id != id:
+		return trace.Stamps{}, fmt.Errorf("%w: %d (the last %d are remembered)", ErrNoTicket, id, Window)
+	case state == StateOpen || state == StateFailing:
+		return trace.Stamps{}, Shapef("exchange: ticket %d is under way: its trace is complete when wait has returned", id)
+	}
+	return r.stamps, nil
+}
+
+// shut refuses further tickets, with err.
+func (tb *Table) shut(err error) {
+	tb.mu.Lock()
+	defer tb.mu.Unlock()
+	tb.closed = err
+}
+
+// Free returns the memory of the words. Nobody may look at them any more.
+func (tb *Table) Free() error { return mem.Unmap(tb.region) }
+
+// ID is the number of the ticket.
+func (t *Ticket) ID() uint64 { return t.id }
+
+// AddPush adds a tensor to push, or to answer with. x.Dims is copied.
+func (t *Ticket) AddPush(x Tensor) error {
+	if err := t.add(&t.push, "push", x); err != nil {
+		return err
+	}
+	t.spans = append(t.spans, x.Span)
+	return nil
+}
+
+// AddPull adds a tensor to pull. x.Dims is copied.
+func (t *Ticket) AddPull(x Tensor) error { return t.add(&t.pull, "pull", x) }
+
+func (t *Ticket) add(to *[]Tensor, what string, x Tensor) error {
+	n := len(*to)
+	if n == wire.MaxTensors {
+		return Shapef("exchange: more than %d %s tensors", wire.MaxTensors, what)
+	}
+	if err := x.check(what, n); err != nil {
+		return err
+	}
+	d := len(t.dims)
+	t.dims = append(t.dims, x.Dims...)
+	x.Dims = t.dims[d:len(t.dims):len(t.dims)]
+	*to = append(*to, x)
+	return nil
+}
+
+// source is the gather list of pushed tensor i. It stays in place until the
+// ticket ends.
+func (t *Ticket) source(i int) []mem.Span { return t.spans[i : i+1 : i+1] }
+
+// submission hands work of callers to the owner.
+type submission struct {
+	ticket *Ticket
+	forget uint64 // number of an allocation that is gone
+}
+
+// inbox is the queue of submissions. Its lock is held for a few instructions.
+type inbox struct {
+	mu      sync.Mutex
+	in, out []submission
+	waiting atomic.Bool
+}
+
+func (b *inbox) put(s submission) {
+	b.mu.Lock()
+	b.in = append(b.in, s)
+	b.mu.Unlock()
+	b.waiting.Store(true)
+}
+
+// take gives what has been put since the last take; valid until the next.
+func (b *inbox) take() []submission {
+	if !b.waiting.Load() {
+		return nil
+	}
+	b.waiting.Store(false)
+	b.mu.Lock()
+	b.in, b.out = b.out[:0], b.in
+	b.mu.Unlock()
+	return b.out
+}

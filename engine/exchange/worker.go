@@ -1,0 +1,531 @@
+package exchange
+
+import (
+	"fmt"
+	"slices"
+
+	"fserver/engine/mem"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
+	"fserver/engine/wire"
+)
+
+// credit is what a worker knows of one key at one server: where its tensor is
+// received, and whether the last one has been answered.
+type credit struct {
+	region transport.Key
+	cap    uint64
+	busy   bool // pushed and not answered: must not be overwritten
+}
+
+// target is where a pull tensor was, the last time the server was told.
+type target struct {
+	region transport.Key
+	off    uint64
+}
+
+// sent is a plan as one server knows it.
+type sent struct {
+	plan    *plan
+	keys    []*credit // of plan.push
+	targets []target  // of this server's share of plan.pull
+}
+
+// server is one server of the rail.
+type server struct {
+	outbox
+	index  int
+	fabric transport.Fabric
+	plans  []*sent // by number
+	keys   map[uint64]*credit
+	queue  ring[*Ticket] // those whose request is not wholly posted
+	asked  bool          // a Need is not answered yet
+	down   error
+	needs  []wire.Need // scratch
+	req    wire.Request
+	want   *Ticket // whose needs were asked
+}
+
+// registration is the key of an allocation at one Fabric.
+type registration struct {
+	fabric transport.Fabric
+	key    transport.Key
+	region mem.Region
+	cached bool
+}
+
+// Worker pushes to every server of its rail and takes their answers.
+type Worker struct {
+	*Table
+	counters *trace.Counters
+	inbox    inbox
+	servers  []*server
+	plans    map[uint64]*plan // by signature
+	numbers  []*plan
+	nextPlan int
+	regs     map[uint64][]registration // by allocation, one per Fabric
+	resp     wire.Response
+}
+
+// NewWorker makes a worker of n servers. Each must be given its Conn before the
+// first submission.
+func NewWorker(n int, c *trace.Counters) (*Worker, error) {
+	tb, err := newTable()
+	if err != nil {
+		return nil, err
+	}
+	w := &Worker{
+		Table: tb, counters: c, servers: make([]*server, n),
+		plans: map[uint64]*plan{}, regs: map[uint64][]registration{},
+	}
+	for i := range w.servers {
+		w.servers[i] = &server{index: i, keys: map[uint64]*credit{}}
+	}
+	return w, nil
+}
+
+// Connect gives server i its path. For the owner.
+func (w *Worker) Connect(i int, f transport.Fabric, c transport.Conn) {
+	w.servers[i].fabric, w.servers[i].conn = f, c
+}
+
+// Begin issues a ticket, to be filled and then submitted or abandoned. It is
+// safe from any goroutine, and so are Submit, Abandon and Forget.
+func (w *Worker) Begin() (*Ticket, error) { return w.begin() }
+
+// Submit checks t and hands it to the owner. With an error, t is gone.
+func (w *Worker) Submit(t *Ticket) error {
+	if err := w.check(t); err != nil {
+		w.Abandon(t)
+		return err
+	}
+	t.legs = slices.Grow(t.legs, len(w.servers))[:len(w.servers)] // keeps the memory of the legs' keys
+	t.regs = slices.Grow(t.regs[:0], len(t.pull))[:len(t.pull)]
+	t.open = len(w.servers)
+	w.inbox.put(submission{ticket: t})
+	return nil
+}
+
+func (w *Worker) check(t *Ticket) error {
+	if len(t.push)+len(t.pull) == 0 {
+		return Shapef("exchange: push_pull of no tensors at all")
+	}
+	if len(t.pull)%len(w.servers) != 0 {
+		return Shapef("exchange: %d pull tensors for %d servers: give the same number for each server, those of server 0 first", len(t.pull), len(w.servers))
+	}
+	return nil
+}
+
+// Abandon gives back a ticket that was not submitted.
+func (w *Worker) Abandon(t *Ticket) { w.release(t) }
+
+// Forget drops what is cached for an allocation that is gone.
+func (w *Worker) Forget(alloc uint64) { w.inbox.put(submission{forget: alloc}) }
+
+// Pending says whether Drain has something to do. Safe from any goroutine.
+func (w *Worker) Pending() bool { return w.inbox.waiting.Load() }
+
+// Drain takes what callers have submitted and posts what can be posted. For
+// the owner, as everything below.
+func (w *Worker) Drain() {
+	for _, s := range w.inbox.take() {
+		if s.ticket == nil {
+			w.forget(s.forget)
+			continue
+		}
+		w.start(s.ticket)
+	}
+	for _, s := range w.servers {
+		if s.queue.len() != 0 || !s.empty() {
+			w.advance(s)
+		}
+	}
+}
+
+func (w *Worker) start(t *Ticket) {
+	w.adopt(t)
+	w.counters.PushPulls.Add(1)
+	err := w.assign(t)
+	for i, s := range w.servers {
+		t.legs[i] = leg{keys: t.legs[i].keys[:0]}
+		switch {
+		case err != nil:
+			w.endLeg(t, s, err)
+		case s.down != nil:
+			w.endLeg(t, s, s.down)
+		default:
+			s.queue.push(t)
+		}
+	}
+}
+
+// assign gives t its plan and its pull tensors their registrations.
+func (w *Worker) assign(t *Ticket) error {
+	h := t.signature()
+	p := w.plans[h]
+	if p == nil || !p.fits(t) {
+		var err error
+		if p, err = w.newPlan(h, t); err != nil {
+			return err
+		}
+	}
+	t.plan = p
+	share := len(t.pull) / len(w.servers)
+	clear(t.regs)
+	for i := range t.pull {
+		s := w.servers[i/share]
+		if s.down != nil || t.pull[i].Span.Len == 0 {
+			continue
+		}
+		r, err := w.register(s.fabric, &t.pull[i])
+		if err != nil {
+			w.unregister(t)
+			return fmt.Errorf("exchange: pull tensor %d: %w", i, err)
+		}
+		t.regs[i] = r
+	}
+	return nil
+}
+
+func (w *Worker) newPlan(h uint64, t *Ticket) (*plan, error) {
+	seen := make(map[uint64]int, len(t.push))
+	p := &plan{hash: h, push: make([]wire.PlanTensor, len(t.push)), pull: make([]uint64, len(t.pull))}
+	for i := range t.push {
+		x := &t.push[i]
+		if j, dup := seen[x.Key]; dup {
+			return nil, Shapef("exchange: push tensors %d and %d have the same key %d (each needs its own receive buffer)", j, i, x.Key)
+		}
+		seen[x.Key] = i
+		p.push[i] = wire.PlanTensor{Key: x.Key, DType: x.DType, NDim: len(x.Dims), Tail: append([]int64(nil), x.tail()...)}
+	}
+	for i := range t.pull {
+		p.pull[i] = t.pull[i].Key
+	}
+	if len(w.numbers) < wire.MaxPlans {
+		p.number = uint64(len(w.numbers))
+		w.numbers = append(w.numbers, p)
+	} else {
+		p.number = uint64(w.nextPlan)
+		w.nextPlan = (w.nextPlan + 1) % wire.MaxPlans
+		if old := w.numbers[p.number]; w.plans[old.hash] == old {
+			delete(w.plans, old.hash)
+		}
+		w.numbers[p.number] = p
+	}
+	w.plans[h] = p
+	return p, nil
+}
+
+func (w *Worker) register(f transport.Fabric, x *Tensor) (registration, error) {
+	if x.Alloc != 0 {
+		list := w.regs[x.Alloc]
+		for i := range list {
+			if list[i].fabric != f {
+				continue
+			}
+			if list[i].region == x.Base {
+				return list[i], nil
+			}
+			// The allocation has been resized in place.
+			if err := f.Deregister(list[i].key); err != nil {
+				return registration{}, err
+			}
+			w.regs[x.Alloc] = append(list[:i], list[i+1:]...)
+			break
+		}
+	}
+	k, err := f.Register(x.Base)
+	if err != nil {
+		return registration{}, err
+	}
+	r := registration{f, k, x.Base, x.Alloc != 0}
+	if r.cached {
+		w.regs[x.Alloc] = append(w.regs[x.Alloc], r)
+	}
+	return r, nil
+}
+
+// unregister drops the registrations of t that are not cached.
+func (w *Worker) unregister(t *Ticket) {
+	for i := range t.regs {
+		if r := &t.regs[i]; r.fabric != nil && !r.cached {
+			_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
+		}
+		t.regs[i] = registration{}
+	}
+}
+
+func (w *Worker) forget(alloc uint64) {
+	for _, r := range w.regs[alloc] {
+		_ = r.fabric.Deregister(r.key)
+	}
+	delete(w.regs, alloc)
+}
+
+// advance posts to s as much as credit, buffers and back-pressure allow. The
+// order of submission is kept: a request that waits holds up those behind it,
+// because the server pairs the n-th requests of its workers.
+func (w *Worker) advance(s *server) {
+	for {
+		if err := s.flush(); err != nil {
+			w.Down(s.index, err)
+			return
+		}
+		if !s.empty() {
+			return
+		}
+		if t := s.ticket; t != nil { // its request is out
+			t.legs[s.index].state = legPosted
+			s.queue.pop()
+			s.ticket = nil
+		}
+		if s.asked || s.queue.len() == 0 {
+			return
+		}
+		if t := s.queue.at(0); !w.compose(s, t) {
+			return
+		}
+	}
+}
+
+// compose puts into the outbox of s what t needs next; false if t must wait.
+func (w *Worker) compose(s *server, t *Ticket) bool {
+	l := &t.legs[s.index]
+	if len(l.keys) == 0 {
+		for i := range t.push {
+			k := s.keys[t.push[i].Key]
+			if k == nil {
+				k = &credit{}
+				s.keys[t.push[i].Key] = k
+			}
+			l.keys = append(l.keys, k)
+		}
+	}
+	s.needs = s.needs[:0]
+	for i, k := range l.keys {
+		if k.busy {
+			return false
+		}
+		if n := t.push[i].Span.Len; n > k.cap {
+			s.needs = append(s.needs, wire.Need{Key: t.push[i].Key, Bytes: n})
+		}
+	}
+	if len(s.needs) != 0 {
+		s.begin(nil)
+		s.frame = wire.AppendNeed(s.frame, s.needs)
+		s.send()
+		s.asked = true
+		return true
+	}
+	known := w.know(s, t)
+	if known == nil {
+		return true
+	}
+	w.request(s, t, l, known)
+	return true
+}
+
+// know gives the plan of t as s knows it, or nil after it has put the plan into
+// the outbox.
+func (w *Worker) know(s *server, t *Ticket) *sent {
+	n := t.plan.number
+	if n < uint64(len(s.plans)) && s.plans[n].plan == t.plan {
+		return s.plans[n]
+	}
+	share := len(t.pull) / len(w.servers)
+	k := &sent{plan: t.plan, targets: make([]target, share)}
+	first := s.index * share
+	s.begin(nil)
+	s.frame = wire.AppendPlan(s.frame, &wire.Plan{Number: n, Push: t.plan.push, Pull: t.plan.pull[first : first+share]})
+	s.send()
+	for uint64(len(s.plans)) <= n {
+		s.plans = append(s.plans, k)
+	}
+	s.plans[n] = k
+	return nil
+}
+
+func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
+	s.begin(t)
+	q := &s.req
+	q.Seq, q.Plan, q.Writes = t.id, t.plan.number, 0
+	q.Push, q.Pull = q.Push[:0], q.Pull[:0]
+	for i := range t.push {
+		x := &t.push[i]
+		q.Push = append(q.Push, wire.Pushed{Rows: x.rows(), Bytes: x.Span.Len})
+		l.keys[i].busy = true
+		if x.Span.Len != 0 {
+			s.write(i, l.keys[i].region, 0)
+			q.Writes++
+			w.counters.BytesOut.Add(x.Span.Len)
+		}
+	}
+	share := len(known.targets)
+	l.writes = 0
+	for j := range known.targets {
+		i := s.index*share + j
+		x := &t.pull[i]
+		p := wire.Target{Bytes: x.Span.Len}
+		if x.Span.Len != 0 {
+			l.writes++
+			at := target{t.regs[i].key, uint64(x.Span.Addr - x.Base.Addr)}
+			if at != known.targets[j] {
+				known.targets[j] = at
+				p.Changed, p.Region, p.Off = true, wireKey(at.region), at.off
+			}
+		}
+		q.Pull = append(q.Pull, p)
+	}
+	t.rec.stamps[trace.Posted] = trace.Now()
+	s.frame = wire.AppendRequest(s.frame, q)
+	s.send()
+	s.stamp(uint32(t.id))
+}
+
+// endLeg ends the part of t that s has, with an error or without.
+func (w *Worker) endLeg(t *Ticket, s *server, err error) {
+	l := &t.legs[s.index]
+	if l.state == legEnded {
+		return
+	}
+	if l.state == legPosted {
+		for _, k := range l.keys {
+			k.busy = false
+		}
+	}
+	l.state = legEnded
+	t.open--
+	w.settle(t, err)
+}
+
+// settle ends t if nothing of it is under way any more.
+func (w *Worker) settle(t *Ticket, err error) {
+	if err != nil {
+		w.fail(t, err)
+	}
+	if t.open == 0 && t.ops == 0 {
+		w.unregister(t)
+		t.rec.stamps[trace.Completed] = trace.Now()
+		w.end(t)
+	}
+}
+
+// Done takes the end of an operation.
+func (w *Worker) Done(user uint64, err error) {
+	t := w.ticket(user)
+	if t == nil { // a frame of no ticket
+		return
+	}
+	t.ops--
+	w.settle(t, err)
+}
+
+// Written takes a write of n bytes with an immediate from server i. An error
+// means that the server does not keep to the protocol.
+func (w *Worker) Written(i int, imm uint32, n uint64) error {
+	t := w.immediate(imm)
+	if t == nil || t.legs[i].state != legPosted {
+		return fmt.Errorf("exchange: a write for push_pull %d, which is not under way", imm)
+	}
+	l := &t.legs[i]
+	l.arrived++
+	w.counters.BytesIn.Add(n)
+	return w.complete(t, i)
+}
+
+// Frame takes a frame of server i. An error means that the server does not
+// keep to the protocol.
+func (w *Worker) Frame(i int, b []byte) error {
+	s := w.servers[i]
+	switch wire.FrameType(b) {
+	case wire.TypeResponse:
+		if err := wire.ParseResponse(b, &w.resp); err != nil {
+			return err
+		}
+		t := w.ticket(w.resp.Seq)
+		if t == nil || t.legs[i].state != legPosted || t.legs[i].replied || t.legs[i].writes != w.resp.Writes {
+			return fmt.Errorf("exchange: a response to push_pull %d with %d writes, which nobody asked for", w.resp.Seq, w.resp.Writes)
+		}
+		t.legs[i].replied = true
+		copy(t.rec.stamps[trace.Received:trace.Arrived], w.resp.Stamps[:])
+		return w.complete(t, i)
+	case wire.TypeBuffers:
+		v, err := wire.ParseBuffers(b)
+		if err != nil {
+			return err
+		}
+		if !s.asked || s.queue.len() == 0 {
+			return fmt.Errorf("exchange: %d buffers that nobody asked for", len(v.List))
+		}
+		s.asked = false
+		return w.granted(s, v)
+	default:
+		return fmt.Errorf("exchange: a frame of type %d, which no server sends", wire.FrameType(b))
+	}
+}
+
+// granted takes the answer to a Need.
+func (w *Worker) granted(s *server, v *wire.Buffers) error {
+	t := s.queue.at(0)
+	if v.Reason != "" {
+		s.queue.pop()
+		w.endLeg(t, s, Shapef("exchange: server %d has no receive buffer: %s", s.index, v.Reason))
+		w.advance(s)
+		return nil
+	}
+	for i := range v.List {
+		b := &v.List[i]
+		k := s.keys[b.Key]
+		if k == nil {
+			return fmt.Errorf("exchange: a buffer for key %d, which was never pushed", b.Key)
+		}
+		if k.busy {
+			return fmt.Errorf("exchange: a new buffer for key %d, which is in use", b.Key)
+		}
+		k.region, k.cap = transportKey(b.Region), b.Cap
+	}
+	for _, n := range s.needs {
+		if s.keys[n.Key].cap < n.Bytes {
+			return fmt.Errorf("exchange: a buffer of %d bytes for key %d, which needs %d", s.keys[n.Key].cap, n.Key, n.Bytes)
+		}
+	}
+	w.advance(s)
+	return nil
+}
+
+// complete ends the leg if the response and all its writes are here.
+func (w *Worker) complete(t *Ticket, i int) error {
+	l := &t.legs[i]
+	if l.arrived > l.writes {
+		return fmt.Errorf("exchange: more writes for push_pull %d than it has pull tensors", t.id)
+	}
+	if !l.replied || l.arrived != l.writes {
+		return nil
+	}
+	t.rec.stamps[trace.Arrived] = trace.Now()
+	s := w.servers[i]
+	w.endLeg(t, s, nil)
+	if s.queue.len() != 0 {
+		w.advance(s) // somebody may have waited for the credit
+	}
+	return nil
+}
+
+// Down ends everything that waits for server i with err. The operations on its
+// Conn must have ended, or be about to.
+func (w *Worker) Down(i int, err error) {
+	s := w.servers[i]
+	if s.down != nil {
+		return
+	}
+	s.down = err
+	s.drop()
+	for s.queue.len() != 0 {
+		s.queue.pop()
+	}
+	for _, t := range w.active {
+		if t != nil {
+			w.endLeg(t, s, err)
+		}
+	}
+}

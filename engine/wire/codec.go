@@ -1,0 +1,144 @@
+// Package wire is the codec of everything that travels: the handshake, the
+// control frames of the cluster and the frames of push-pull. Append functions
+// never fail and never allocate when dst has room; Parse functions trust
+// nothing: every length is bounded before it is used. docs/wire.md is the
+// description for people, testdata/ holds golden frames.
+//
+// Integers are little-endian and of fixed width, except counts and sizes that
+// are mostly small, which are unsigned varints (LEB128, as encoding/binary).
+package wire
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+)
+
+// Version of the wire format. It changes with every change that an older
+// build would not understand.
+const Version = 1
+
+// Type is the first byte of every frame.
+type Type uint8
+
+// The frames. Those below 32 belong to the cluster, the others to push-pull.
+const (
+	TypeRegister  Type = 1  // member -> scheduler: I am here
+	TypeRoster    Type = 2  // scheduler -> member: these are all members
+	TypeReady     Type = 3  // member -> scheduler: I am connected
+	TypeGo        Type = 4  // scheduler -> member: all are connected
+	TypeBarrier   Type = 5  // member -> scheduler: I have reached the barrier
+	TypeRelease   Type = 6  // scheduler -> member: the barrier is open
+	TypeLeave     Type = 7  // member -> scheduler: I want to leave
+	TypeLeft      Type = 8  // scheduler -> member: all leave now
+	TypeLost      Type = 9  // scheduler -> member: a member is gone
+	TypeRefuse    Type = 10 // scheduler -> member: you cannot take part, and why
+	TypeHeartbeat Type = 11 // both ways: I am alive
+
+	TypePlan     Type = 32 // worker -> server: the shape of a push-pull, under a number
+	TypeNeed     Type = 33 // worker -> server: receive buffers must grow
+	TypeBuffers  Type = 34 // server -> worker: where keys are received
+	TypeRequest  Type = 35 // worker -> server: a push-pull of a plan is complete
+	TypeResponse Type = 36 // server -> worker: an answer is complete
+	TypeBye      Type = 37 // either: I close this connection in good order
+)
+
+// ErrShort says that a frame ends too early.
+var ErrShort = errors.New("wire: frame ends too early")
+
+// FrameType is the type of a frame, or 0 if it is empty.
+func FrameType(b []byte) Type {
+	if len(b) == 0 {
+		return 0
+	}
+	return Type(b[0])
+}
+
+// reader takes values off a frame; after the first error it gives zeros.
+type reader struct {
+	b   []byte
+	err error
+}
+
+func (r *reader) fail(err error) {
+	if r.err == nil {
+		r.err = err
+	}
+	r.b = nil
+}
+
+func (r *reader) u8() uint8 {
+	if len(r.b) < 1 {
+		r.fail(ErrShort)
+		return 0
+	}
+	v := r.b[0]
+	r.b = r.b[1:]
+	return v
+}
+
+func (r *reader) u32() uint32 {
+	if len(r.b) < 4 {
+		r.fail(ErrShort)
+		return 0
+	}
+	v := binary.LittleEndian.Uint32(r.b)
+	r.b = r.b[4:]
+	return v
+}
+
+func (r *reader) u64() uint64 {
+	if len(r.b) < 8 {
+		r.fail(ErrShort)
+		return 0
+	}
+	v := binary.LittleEndian.Uint64(r.b)
+	r.b = r.b[8:]
+	return v
+}
+
+func (r *reader) uvarint() uint64 {
+	v, n := binary.Uvarint(r.b)
+	if n <= 0 {
+		r.fail(ErrShort)
+		return 0
+	}
+	r.b = r.b[n:]
+	return v
+}
+
+// count reads a number of things of which each takes at least size bytes, so
+// that what a peer announces can never make us allocate more than it sent.
+func (r *reader) count(what string, limit, size int) int {
+	n := r.uvarint()
+	if r.err != nil {
+		return 0
+	}
+	if n > uint64(limit) || n > uint64(len(r.b)/size) {
+		r.fail(fmt.Errorf("wire: %d %s: more than %d or than the frame holds", n, what, limit))
+		return 0
+	}
+	return int(n)
+}
+
+// bytes reads a counted byte string of at most limit bytes. It aliases the
+// frame.
+func (r *reader) bytes(what string, limit int) []byte {
+	n := r.count(what, limit, 1)
+	v := r.b[:n]
+	r.b = r.b[n:]
+	return v
+}
+
+// end is the error so far, or one if bytes are left over.
+func (r *reader) end() error {
+	if r.err == nil && len(r.b) != 0 {
+		return fmt.Errorf("wire: %d bytes left over", len(r.b))
+	}
+	return r.err
+}
+
+func appendBytes[T ~[]byte | ~string](dst []byte, v T) []byte {
+	dst = binary.AppendUvarint(dst, uint64(len(v)))
+	return append(dst, v...)
+}

@@ -1,0 +1,303 @@
+package wire
+
+import (
+	"encoding/binary"
+	"fmt"
+)
+
+// Bounds of the frames of push-pull.
+const (
+	MaxTensors = 4096 // push or pull tensors of one request
+	MaxDims    = 64   // rank of a tensor
+	maxBlob    = 4096 // what a key needs once, bytes
+	maxReason  = 1024 // text of an error, bytes
+)
+
+// Key is transport.Key as it travels.
+type Key struct {
+	ID    uint64
+	Token uint64
+	Blob  string
+}
+
+func appendKey(dst []byte, k Key) []byte {
+	dst = binary.LittleEndian.AppendUint64(dst, k.ID)
+	dst = binary.LittleEndian.AppendUint64(dst, k.Token)
+	return appendBytes(dst, k.Blob)
+}
+
+// keySize is the least that a Key takes.
+const keySize = 17
+
+func (r *reader) key() Key {
+	k := Key{ID: r.u64(), Token: r.u64()}
+	if b := r.bytes("bytes of a key", maxBlob); len(b) != 0 {
+		k.Blob = string(b)
+	}
+	return k
+}
+
+// PlanTensor is what stays the same of one pushed tensor: its key, type and
+// shape but for the number of rows. A tensor of rank 0 has no rows and no tail.
+type PlanTensor struct {
+	Key   uint64
+	DType uint8
+	NDim  int
+	Tail  []int64 // the dimensions after the first
+}
+
+// MaxPlans bounds the plans that are known at a time.
+const MaxPlans = 1024
+
+// Plan describes the push-pulls that will name Number, which is below
+// MaxPlans. A plan under a known number takes its place.
+type Plan struct {
+	Number uint64
+	Push   []PlanTensor
+	Pull   []uint64 // keys
+}
+
+// AppendPlan appends p as a frame.
+func AppendPlan(dst []byte, p *Plan) []byte {
+	dst = append(dst, byte(TypePlan))
+	dst = binary.AppendUvarint(dst, p.Number)
+	dst = binary.AppendUvarint(dst, uint64(len(p.Push)))
+	for i := range p.Push {
+		t := &p.Push[i]
+		dst = binary.LittleEndian.AppendUint64(dst, t.Key)
+		dst = append(dst, t.DType)
+		dst = binary.AppendUvarint(dst, uint64(t.NDim))
+		for _, d := range t.Tail {
+			dst = binary.AppendUvarint(dst, uint64(d))
+		}
+	}
+	dst = binary.AppendUvarint(dst, uint64(len(p.Pull)))
+	for _, k := range p.Pull {
+		dst = binary.LittleEndian.AppendUint64(dst, k)
+	}
+	return dst
+}
+
+// ParsePlan parses a frame; the result does not alias it.
+func ParsePlan(b []byte) (*Plan, error) {
+	r := reader{b: b}
+	r.kind(TypePlan)
+	p := &Plan{Number: r.uvarint()}
+	p.Push = make([]PlanTensor, r.count("pushed tensors", MaxTensors, 10))
+	for i := range p.Push {
+		t := &p.Push[i]
+		t.Key = r.u64()
+		t.DType = r.u8()
+		if t.NDim = r.count("dimensions", MaxDims, 1); t.NDim > 1 {
+			t.Tail = make([]int64, t.NDim-1)
+		}
+		for j := range t.Tail {
+			t.Tail[j] = r.size("dimension")
+		}
+	}
+	p.Pull = make([]uint64, r.count("pulled tensors", MaxTensors, 8))
+	for i := range p.Pull {
+		p.Pull[i] = r.u64()
+	}
+	return p, r.end()
+}
+
+// Need asks for receive buffers of at least Bytes each.
+type Need struct {
+	Key   uint64
+	Bytes uint64
+}
+
+// AppendNeed appends a frame that asks for ns.
+func AppendNeed(dst []byte, ns []Need) []byte {
+	dst = append(dst, byte(TypeNeed))
+	dst = binary.AppendUvarint(dst, uint64(len(ns)))
+	for _, n := range ns {
+		dst = binary.LittleEndian.AppendUint64(dst, n.Key)
+		dst = binary.AppendUvarint(dst, n.Bytes)
+	}
+	return dst
+}
+
+// ParseNeed appends what a frame asks for to dst.
+func ParseNeed(b []byte, dst []Need) ([]Need, error) {
+	r := reader{b: b}
+	r.kind(TypeNeed)
+	for range r.count("needs", MaxTensors, 9) {
+		dst = append(dst, Need{r.u64(), uint64(r.size("bytes of a buffer"))})
+	}
+	return dst, r.end()
+}
+
+// Buffer says where the tensor of a key is received: at the start of Region.
+type Buffer struct {
+	Key    uint64 // of the tensor
+	Region Key
+	Cap    uint64 // bytes
+}
+
+// Buffers answers a Need: either every buffer that was asked for, or
+// Reason, why there is none.
+type Buffers struct {
+	Reason string
+	List   []Buffer
+}
+
+// AppendBuffers appends b as a frame.
+func AppendBuffers(dst []byte, b *Buffers) []byte {
+	dst = append(dst, byte(TypeBuffers))
+	dst = appendBytes(dst, clip(b.Reason))
+	dst = binary.AppendUvarint(dst, uint64(len(b.List)))
+	for i := range b.List {
+		e := &b.List[i]
+		dst = binary.LittleEndian.AppendUint64(dst, e.Key)
+		dst = appendKey(dst, e.Region)
+		dst = binary.AppendUvarint(dst, e.Cap)
+	}
+	return dst
+}
+
+// ParseBuffers parses a frame; the result does not alias it.
+func ParseBuffers(b []byte) (*Buffers, error) {
+	r := reader{b: b}
+	r.kind(TypeBuffers)
+	v := &Buffers{Reason: string(r.bytes("bytes of a reason", maxReason))}
+	v.List = make([]Buffer, r.count("buffers", MaxTensors, 8+keySize+1))
+	for i := range v.List {
+		v.List[i] = Buffer{r.u64(), r.key(), r.uvarint()}
+	}
+	return v, r.end()
+}
+
+// Pushed is what one request changes about a pushed tensor of its plan.
+type Pushed struct {
+	Rows  int64 // the first dimension; 1 where the tensor has none
+	Bytes uint64
+}
+
+// Target is where an answer goes. Region and Off are sent only when they
+// differ from the last request of the plan (Changed).
+type Target struct {
+	Bytes   uint64
+	Changed bool
+	Region  Key
+	Off     uint64
+}
+
+// Request completes a push-pull at the server. Its writes carry the low 32
+// bits of Seq as their immediate; there are Writes of them.
+type Request struct {
+	Seq    uint64
+	Plan   uint64
+	Writes uint64
+	Push   []Pushed
+	Pull   []Target
+}
+
+// AppendRequest appends q as a frame.
+func AppendRequest(dst []byte, q *Request) []byte {
+	dst = append(dst, byte(TypeRequest))
+	dst = binary.LittleEndian.AppendUint64(dst, q.Seq)
+	dst = binary.AppendUvarint(dst, q.Plan)
+	dst = binary.AppendUvarint(dst, q.Writes)
+	dst = binary.AppendUvarint(dst, uint64(len(q.Push)))
+	for _, p := range q.Push {
+		dst = binary.AppendUvarint(dst, uint64(p.Rows))
+		dst = binary.AppendUvarint(dst, p.Bytes)
+	}
+	dst = binary.AppendUvarint(dst, uint64(len(q.Pull)))
+	for i := range q.Pull {
+		p := &q.Pull[i]
+		dst = binary.AppendUvarint(dst, p.Bytes)
+		if !p.Changed {
+			dst = append(dst, 0)
+			continue
+		}
+		dst = append(dst, 1)
+		dst = appendKey(dst, p.Region)
+		dst = binary.AppendUvarint(dst, p.Off)
+	}
+	return dst
+}
+
+// ParseRequest parses a frame into q and reuses q's slices. It allocates only
+// when they are too small or a key has a blob.
+func ParseRequest(b []byte, q *Request) error {
+	r := reader{b: b}
+	r.kind(TypeRequest)
+	q.Seq, q.Plan, q.Writes = r.u64(), r.uvarint(), r.uvarint()
+	q.Push = q.Push[:0]
+	for range r.count("pushed tensors", MaxTensors, 2) {
+		q.Push = append(q.Push, Pushed{r.size("rows"), uint64(r.size("bytes of a tensor"))})
+	}
+	q.Pull = q.Pull[:0]
+	for range r.count("pulled tensors", MaxTensors, 2) {
+		t := Target{Bytes: uint64(r.size("bytes of an answer")), Changed: r.u8() != 0}
+		if t.Changed {
+			t.Region, t.Off = r.key(), r.uvarint()
+		}
+		q.Pull = append(q.Pull, t)
+	}
+	return r.end()
+}
+
+// Response completes the answer to the request Seq. Its writes carry the low
+// 32 bits of Seq. Stamps are the server's four of the trace, in nanoseconds of
+// its own clock: request received, handed to the application, response
+// started, response posted.
+type Response struct {
+	Seq    uint64
+	Writes uint64
+	Stamps [4]int64
+}
+
+// AppendResponse appends p as a frame.
+func AppendResponse(dst []byte, p *Response) []byte {
+	dst = append(dst, byte(TypeResponse))
+	dst = binary.LittleEndian.AppendUint64(dst, p.Seq)
+	dst = binary.AppendUvarint(dst, p.Writes)
+	for _, s := range p.Stamps {
+		dst = binary.LittleEndian.AppendUint64(dst, uint64(s))
+	}
+	return dst
+}
+
+// ParseResponse parses a frame into p without allocating.
+func ParseResponse(b []byte, p *Response) error {
+	r := reader{b: b}
+	r.kind(TypeResponse)
+	p.Seq, p.Writes = r.u64(), r.uvarint()
+	for i := range p.Stamps {
+		p.Stamps[i] = int64(r.u64())
+	}
+	return r.end()
+}
+
+// AppendBye appends the frame that announces the end of a connection.
+func AppendBye(dst []byte) []byte { return append(dst, byte(TypeBye)) }
+
+// kind takes the type byte.
+func (r *reader) kind(want Type) {
+	if got := Type(r.u8()); r.err == nil && got != want {
+		r.fail(fmt.Errorf("wire: frame of type %d, want %d", got, want))
+	}
+}
+
+// size takes a number that must fit an int64: sizes are added and multiplied
+// later, and torch counts in int64.
+func (r *reader) size(what string) int64 {
+	v := r.uvarint()
+	if v > 1<<62 {
+		r.fail(fmt.Errorf("wire: %s %d is absurd", what, v))
+		return 0
+	}
+	return int64(v)
+}
+
+// clip bounds a text that we send to what the peer takes.
+func clip(s string) string {
+	if len(s) > maxReason {
+		return s[:maxReason]
+	}
+	return s
+}
