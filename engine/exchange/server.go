@@ -108,25 +108,25 @@ type fixedKey struct {
 	key  uint64
 }
 
-// NewServer makes a server of the workers with the given ranks, in the order
-// of their groups.
-func NewServer(ranks []int32, b *Buffers, c *trace.Counters) (*Server, error) {
+// NewServer makes a server of n workers, in the order of their groups. Each
+// must be given its Conn before the first call of another kind.
+func NewServer(n int, b *Buffers, c *trace.Counters) (*Server, error) {
 	tb, err := newTable()
 	if err != nil {
 		return nil, err
 	}
 	s := &Server{Table: tb, counters: c, buffers: b, fixed: map[fixedKey]fixed{}}
-	for i, r := range ranks {
+	for i := range n {
 		s.clients = append(s.clients, &client{
-			index: i, rank: r, keys: map[uint64]*receiver{}, arrived: make([]arrival, Window),
+			index: i, keys: map[uint64]*receiver{}, arrived: make([]arrival, Window),
 		})
 	}
 	return s, nil
 }
 
-// Connect gives worker i its path. For the owner.
-func (s *Server) Connect(i int, f transport.Fabric, c transport.Conn) {
-	s.clients[i].fabric, s.clients[i].conn = f, c
+// Connect gives worker i its rank and its path. For the owner.
+func (s *Server) Connect(i int, rank int32, f transport.Fabric, c transport.Conn) {
+	s.clients[i].rank, s.clients[i].fabric, s.clients[i].conn = rank, f, c
 }
 
 // Fix makes r the receive buffer of a key of a worker; it must come before the
@@ -497,7 +497,8 @@ func (s *Server) publish() {
 	}
 	s.ready.Store(all)
 	if broken != nil {
-		s.broken.Store(&broken)
+		why := broken // its own variable: broken would be allocated at each call
+		s.broken.Store(&why)
 	}
 }
 

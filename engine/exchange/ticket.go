@@ -215,8 +215,8 @@ func (tb *Table) Stamps(id uint64) (trace.Stamps, error) {
 	return r.stamps, nil
 }
 
-// shut refuses further tickets, with err.
-func (tb *Table) shut(err error) {
+// Shut refuses further tickets, with err.
+func (tb *Table) Shut(err error) {
 	tb.mu.Lock()
 	defer tb.mu.Unlock()
 	tb.closed = err
@@ -289,4 +289,17 @@ func (b *inbox) take() []submission {
 	b.in, b.out = b.out[:0], b.in
 	b.mu.Unlock()
 	return b.out
+}
+
+// Device is CPU if all tensors of t are there, else the device of one that is
+// not.
+func (t *Ticket) Device() mem.Device {
+	for _, list := range [...][]Tensor{t.push, t.pull} {
+		for i := range list {
+			if list[i].Dev != mem.CPU {
+				return list[i].Dev
+			}
+		}
+	}
+	return mem.CPU
 }

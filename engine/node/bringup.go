@@ -1,0 +1,331 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"time"
+
+	"go.uber.org/zap"
+
+	"fserver/engine/cluster"
+	"fserver/engine/conf"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
+	"fserver/engine/transport/tcp"
+	"fserver/engine/wire"
+)
+
+// gate checks who connects, and says who we are.
+type gate struct {
+	me     wire.Hello
+	secret []byte
+}
+
+func newGate(cfg *conf.Config) *gate {
+	g := &gate{me: wire.Hello{
+		Build: "fserver " + Version, Cluster: cfg.Cluster, Role: wire.Role(cfg.Role), Rank: int32(cfg.Rank),
+		Epoch: uint64(time.Now().UnixNano()),
+	}}
+	if cfg.Secret.IsSet() {
+		g.secret = cfg.Secret.Bytes()
+	}
+	return g
+}
+
+// Open implements transport.Gate.
+func (g *gate) Open(dialer bool) transport.Handshake {
+	return wire.NewHandshake(g.me, g.secret, dialer)
+}
+
+// stderr is where the log goes. The descriptor is looked up at each line, so
+// that a caller who puts another file in its place is respected.
+type stderr struct{}
+
+func (stderr) Write(b []byte) (int, error) { return os.Stderr.Write(b) }
+func (stderr) Sync() error                 { return nil }
+
+// openFabric opens the TCP Fabric of a node. Workers dial and take no
+// connections.
+func openFabric(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
+	o := tcp.Options{
+		Gate:   g,
+		Limits: transport.Limits{Stall: cfg.StallTimeout},
+		Refused: func(remote string, err error) {
+			log.Warn("connection refused", zap.String("from", remote), zap.Error(err))
+		},
+	}
+	listen := cfg.Listen()
+	host, err := address(listen)
+	switch {
+	case cfg.Role == conf.Scheduler:
+		o.Listen = cfg.Scheduler()
+		if cfg.NodeHost != "" {
+			o.Listen = net.JoinHostPort(cfg.NodeHost, fmt.Sprint(cfg.SchedulerPort))
+		}
+	case err != nil:
+		return nil, err
+	case cfg.Role == conf.Server:
+		o.Listen = net.JoinHostPort(host, fmt.Sprint(cfg.Port))
+	case listen.Kind == conf.ListenHost || listen.Kind == conf.ListenInterface:
+		o.Bind = host
+	}
+	f, err := tcp.Open(o)
+	if err != nil {
+		return nil, err
+	}
+	if at := place(f.Addr()); at != "" && listen.Open && !isLoopback(at) {
+		log.Warn(conf.OpenWarning(at))
+	}
+	return f, nil
+}
+
+func isLoopback(hostport string) bool {
+	h, _, err := net.SplitHostPort(hostport)
+	ip := net.ParseIP(h)
+	return err == nil && ip != nil && ip.IsLoopback()
+}
+
+// address turns the settings' wish into one address of this host.
+func address(l conf.Listen) (string, error) {
+	switch l.Kind {
+	case conf.ListenHost:
+		if ip := net.ParseIP(l.Name); ip != nil && ip.IsUnspecified() {
+			return "", badSetting("node: DMLC_NODE_HOST=%s is not an address that peers can connect to (name one of this host's, or set DMLC_INTERFACE)", l.Name)
+		}
+		return l.Name, nil
+	case conf.ListenInterface:
+		return interfaceAddress(l.Name)
+	case conf.ListenRoute:
+		// Connecting a UDP socket sends nothing; it asks the routing table.
+		c, err := net.Dial("udp", net.JoinHostPort(l.Name, "9"))
+		if err != nil {
+			return "", badSetting("node: no route to the scheduler's host %s: %v (DMLC_PS_ROOT_URI)", l.Name, err)
+		}
+		defer c.Close()
+		h, _, err := net.SplitHostPort(c.LocalAddr().String())
+		return h, err
+	}
+	if strings.Contains(l.Name, ":") {
+		return "::1", nil
+	}
+	return "127.0.0.1", nil
+}
+
+func interfaceAddress(name string) (string, error) {
+	i, err := net.InterfaceByName(name)
+	if err != nil {
+		all, _ := net.Interfaces()
+		names := make([]string, len(all))
+		for j := range all {
+			names[j] = all[j].Name
+		}
+		return "", badSetting("node: DMLC_INTERFACE=%s: %v (this host has %s)", name, err, strings.Join(names, ", "))
+	}
+	addrs, err := i.Addrs()
+	if err != nil {
+		return "", fmt.Errorf("node: DMLC_INTERFACE=%s: %w", name, err)
+	}
+	var found string
+	for _, a := range addrs {
+		p, ok := a.(*net.IPNet)
+		if !ok || p.IP.IsLinkLocalUnicast() {
+			continue
+		}
+		if p.IP.To4() != nil {
+			return p.IP.String(), nil
+		}
+		if found == "" {
+			found = p.IP.String()
+		}
+	}
+	if found == "" {
+		return "", badSetting("node: DMLC_INTERFACE=%s has no address", name)
+	}
+	return found, nil
+}
+
+// place is an address for people: without the name of its transport.
+func place(a transport.Addr) string {
+	_, rest, _ := strings.Cut(string(a), ":")
+	return rest
+}
+
+// join connects a member to the scheduler. It runs in a goroutine of its own.
+func (n *Node) join() {
+	defer n.dials.Done()
+	at := transport.Addr(n.scheme() + ":" + n.cfg.Scheduler())
+	c, err := n.dial(at)
+	if err != nil {
+		n.failDial(fmt.Errorf("node: scheduler at %s: %w (is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?)", n.cfg.Scheduler(), err))
+		return
+	}
+	if !n.own() {
+		_ = c.Close()
+		return
+	}
+	defer n.disown()
+	h, err := wire.ParseHello(c.Hello())
+	if err != nil || h.Role != wire.RoleScheduler {
+		n.fail(badSetting("node: what listens at %s is %v %d, not a scheduler (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)", n.cfg.Scheduler(), h.Role, h.Rank))
+		_ = c.Close()
+		return
+	}
+	l := &link{conn: c, kind: linkScheduler, hello: h}
+	n.links[c] = l
+	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
+}
+
+// scheme is the name that starts the addresses of our Fabric's kind.
+func (n *Node) scheme() string {
+	s, _, _ := strings.Cut(n.fabric.Name(), "/")
+	return s
+}
+
+// dial connects to at, again and again until it works, the peer says no, or
+// the time for the bring-up is up.
+func (n *Node) dial(at transport.Addr) (transport.Conn, error) {
+	pause := 20 * time.Millisecond
+	for {
+		ctx, cancel := context.WithTimeout(n.ctx, 10*time.Second)
+		c, err := n.fabric.Connect(ctx, at)
+		cancel()
+		if err == nil {
+			return c, nil
+		}
+		var no *wire.HandshakeError
+		if errors.As(err, &no) || errors.Is(err, transport.ErrClosed) {
+			return nil, err
+		}
+		n.log.Info("not connected yet", zap.String("to", string(at)), zap.Error(err))
+		select {
+		case <-n.ctx.Done():
+			return nil, &TimeoutError{fmt.Sprintf("no connection within %v; the last attempt: %v", n.cfg.InitTimeout, err)}
+		case <-time.After(pause):
+		}
+		pause = min(2*pause, 500*time.Millisecond)
+	}
+}
+
+// failDial fails the node from a dialling goroutine.
+func (n *Node) failDial(err error) {
+	if n.own() {
+		n.fail(closedError(err))
+		n.disown()
+	}
+}
+
+// introduced takes the roster: now we know whom to connect to, or to expect.
+func (n *Node) introduced(rail []wire.Member) {
+	n.rail = rail
+	if n.worker != nil {
+		for i := range n.rail {
+			n.dials.Add(1)
+			go n.reach(i, n.rail[i])
+		}
+		return
+	}
+	for _, l := range n.waiting {
+		n.admit(l)
+	}
+	n.waiting = nil
+}
+
+// reach connects a worker to server i. It runs in a goroutine of its own.
+func (n *Node) reach(i int, m wire.Member) {
+	defer n.dials.Done()
+	at := ""
+	for _, a := range m.Addrs {
+		if n.fabric.Reaches(transport.Addr(a)) {
+			at = a
+			break
+		}
+	}
+	if at == "" {
+		n.failDial(badSetting("node: server %d listens at %v, which %s cannot reach", m.Rank, m.Addrs, n.fabric.Name()))
+		return
+	}
+	c, err := n.dial(transport.Addr(at))
+	if err != nil {
+		n.failDial(fmt.Errorf("node: server %d: %w", m.Rank, err))
+		return
+	}
+	if !n.own() {
+		_ = c.Close()
+		return
+	}
+	defer n.disown()
+	h, err := wire.ParseHello(c.Hello())
+	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) || h.Epoch != m.Epoch {
+		n.fail(&LostError{Role: m.Role, Rank: m.Rank, Address: c.Remote(), Reason: fmt.Sprintf("%v %d answers in its place", h.Role, h.Rank)})
+		_ = c.Close()
+		return
+	}
+	l := &link{conn: c, kind: linkPeer, index: i, hello: h}
+	n.links[c], n.peers[i] = l, l
+	n.worker.Connect(i, n.fabric, c)
+	n.meet()
+}
+
+// accept takes a new connection: of a member by the scheduler, of a worker by
+// a server.
+func (n *Node) accept(c transport.Conn) {
+	h, err := wire.ParseHello(c.Hello())
+	l := &link{conn: c, hello: h}
+	switch {
+	case err != nil:
+	case n.scheduler != nil:
+		n.lastID++
+		l.kind, l.id = linkMember, n.lastID
+		n.links[c] = l
+		n.control(cluster.Input{Kind: cluster.Up, Conn: l.id, Remote: c.Remote()})
+		return
+	case n.server != nil && h.Role == wire.RoleWorker:
+		n.links[c] = l
+		if n.rail == nil {
+			n.waiting = append(n.waiting, l)
+		} else {
+			n.admit(l)
+		}
+		return
+	default:
+		err = fmt.Errorf("%v %d has nothing to say to a %v", h.Role, h.Rank, n.cfg.Role)
+	}
+	n.log.Warn("connection closed", zap.String("from", c.Remote()), zap.Error(err))
+	_ = c.Close()
+}
+
+// admit gives a worker that connected its place in the rail.
+func (n *Node) admit(l *link) {
+	for i, m := range n.rail {
+		if int32(m.Rank) == l.hello.Rank && m.Epoch == l.hello.Epoch && n.peers[i] == nil {
+			l.kind, l.index = linkPeer, i
+			n.peers[i] = l
+			n.server.Connect(i, int32(m.Rank), n.fabric, l.conn)
+			n.meet()
+			return
+		}
+	}
+	n.log.Warn("connection closed", zap.String("from", l.conn.Remote()),
+		zap.String("reason", fmt.Sprintf("worker %d is not expected on this rail", l.hello.Rank)))
+	delete(n.links, l.conn)
+	n.last = nil
+	_ = l.conn.Close()
+}
+
+// meet tells the cluster when all peers are connected.
+func (n *Node) meet() {
+	if n.rail == nil || n.phase.Load() != joining || n.met {
+		return
+	}
+	for _, l := range n.peers {
+		if l == nil {
+			return
+		}
+	}
+	n.met = true
+	n.outputs(n.member.Connected(trace.Now()))
+}

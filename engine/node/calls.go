@@ -1,0 +1,203 @@
+package node
+
+import (
+	"fmt"
+	"time"
+
+	"fserver/engine/exchange"
+	"fserver/engine/mem"
+	"fserver/engine/trace"
+)
+
+// ready gives the error of a call that needs a running node of a role.
+func (n *Node) ready(is bool, call, role string) error {
+	if !is {
+		return badSetting("node: %s on a %v: only a %s does that", call, n.cfg.Role, role)
+	}
+	if err := n.failed(); err != nil {
+		return err
+	}
+	switch n.phase.Load() {
+	case joining:
+		return badSetting("node: %s before the cluster is complete (wait for init)", call)
+	case running:
+		return nil
+	}
+	return ErrClosed
+}
+
+// BeginPushPull issues the ticket of a push-pull. It ends in PushPull or
+// Abandon.
+func (n *Node) BeginPushPull() (*exchange.Ticket, error) {
+	if err := n.ready(n.worker != nil, "push_pull", "worker"); err != nil {
+		return nil, err
+	}
+	return n.worker.Begin()
+}
+
+// BeginAnswer issues the ticket of an answer. It ends in Respond or Abandon.
+func (n *Node) BeginAnswer() (*exchange.Ticket, error) {
+	if err := n.ready(n.server != nil, "respond", "server"); err != nil {
+		return nil, err
+	}
+	return n.server.Begin()
+}
+
+// Abandon gives back a ticket that was not handed on.
+func (n *Node) Abandon(t *exchange.Ticket) {
+	if n.worker != nil {
+		n.worker.Abandon(t)
+	} else {
+		n.server.Abandon(t)
+	}
+}
+
+// PushPull starts the push-pull of t. With an error t is gone.
+func (n *Node) PushPull(t *exchange.Ticket) error {
+	if err := checkDevices(t); err != nil {
+		n.Abandon(t)
+		return err
+	}
+	if err := n.worker.Submit(t); err != nil {
+		return err
+	}
+	n.submit()
+	return nil
+}
+
+// Respond answers the request of a handler with t. Flush after the last one.
+// With an error t is gone.
+func (n *Node) Respond(handler uint64, t *exchange.Ticket) error {
+	if err := checkDevices(t); err != nil {
+		n.Abandon(t)
+		return err
+	}
+	return n.server.Respond(handler, t)
+}
+
+// Flush posts what Respond was given.
+func (n *Node) Flush() { n.submit() }
+
+func checkDevices(t *exchange.Ticket) error {
+	if d := t.Device(); d != mem.CPU {
+		return badSetting("node: a tensor on %v: this build moves CPU tensors only (copy it with .cpu())", d)
+	}
+	return nil
+}
+
+// ticketEnded is met when the result of a ticket is known.
+type ticketEnded struct {
+	n  *Node
+	tb *exchange.Table
+	id uint64
+}
+
+func (c ticketEnded) met() bool {
+	state, ok := c.tb.State(c.id)
+	return !ok || state != exchange.StateOpen || c.n.stopped.Load()
+}
+
+// Wait waits until a ticket is done or failed, at most limit; then ErrAgain.
+func (n *Node) Wait(id uint64, limit time.Duration, spin bool) error {
+	tb := n.tickets()
+	if tb == nil {
+		return badSetting("node: wait on a %v, which has no push_pulls", n.cfg.Role)
+	}
+	c := ticketEnded{n, tb, id}
+	if !await(n, c, limit, spin) {
+		return ErrAgain
+	}
+	if state, ok := tb.State(id); ok && state == exchange.StateOpen {
+		return ErrClosed // submitted while the node was being closed
+	}
+	return tb.Result(id)
+}
+
+// BatchSink takes a batch of requests. With an error the batch stays.
+type BatchSink interface {
+	Batch(reqs []*exchange.Request) error
+}
+
+// batchReady is met when Server.Batch has something to say.
+type batchReady struct{ n *Node }
+
+func (c batchReady) met() bool { return c.n.server.Ready() || c.n.failure.Load() != nil }
+
+// GetBatch gives the next batch, one request of each worker group, to s. It
+// waits for at most limit; then ErrAgain.
+func (n *Node) GetBatch(s BatchSink, limit time.Duration, spin bool) error {
+	if err := n.ready(n.server != nil, "get_batch", "server"); err != nil {
+		return err
+	}
+	end := trace.Now() + int64(min(limit, forever))
+	for {
+		if !await(n, batchReady{n}, limit, spin) {
+			return ErrAgain
+		}
+		if err := n.failed(); err != nil {
+			return err
+		}
+		if taken, err := n.takeBatch(s); taken || err != nil {
+			return err
+		}
+		// Another thread was faster.
+		limit = time.Duration(end - trace.Now())
+	}
+}
+
+func (n *Node) takeBatch(s BatchSink) (taken bool, err error) {
+	if !n.own() {
+		return false, n.failed()
+	}
+	defer func() {
+		n.token.Store(false)
+		n.submit()
+	}()
+	reqs, err := n.server.Batch()
+	if reqs == nil || err != nil {
+		return false, err
+	}
+	if err := s.Batch(reqs); err != nil {
+		return false, err
+	}
+	n.server.Deliver()
+	return true, nil
+}
+
+// RegisterRecv cuts t into len(keys) equal slices; slice i receives keys[i] of
+// worker ranks[i]. The memory must stay valid until Close.
+func (n *Node) RegisterRecv(t exchange.Tensor, ranks []int32, keys []uint64) error {
+	if err := n.ready(n.server != nil, "register_recv_buffer", "server"); err != nil {
+		return err
+	}
+	if t.Dev != mem.CPU {
+		return badSetting("node: register_recv_buffer: a tensor on %v: this build moves CPU tensors only", t.Dev)
+	}
+	k := uint64(len(keys))
+	if k == 0 || len(ranks) != len(keys) || t.Span.Len%k != 0 || t.Span.Len == 0 {
+		return exchange.Shapef("node: register_recv_buffer: %d bytes for %d worker ranks and %d keys (give as many ranks as keys, and a tensor that can be cut into so many equal slices)", t.Span.Len, len(ranks), k)
+	}
+	each := t.Span.Len / k
+	for i := range keys {
+		r := mem.Region{Addr: t.Span.Addr + uintptr(uint64(i)*each), Len: each, Dev: t.Dev}
+		if err := n.server.Fix(ranks[i], keys[i], r); err != nil {
+			return fmt.Errorf("slice %d: %w", i, err)
+		}
+	}
+	return nil
+}
+
+// Stamps are the time stamps of a ticket that has ended.
+func (n *Node) Stamps(id uint64) (trace.Stamps, error) {
+	if n.worker == nil {
+		return trace.Stamps{}, badSetting("node: fetch_trace on a %v: the traces are the worker's", n.cfg.Role)
+	}
+	return n.worker.Stamps(id)
+}
+
+// Forget drops what is cached for an allocation that is gone.
+func (n *Node) Forget(alloc uint64) {
+	if n.worker != nil && n.failed() == nil {
+		n.worker.Forget(alloc)
+	}
+}

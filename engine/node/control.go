@@ -1,0 +1,346 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"fserver/engine/cluster"
+	"fserver/engine/exchange"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
+	"fserver/engine/wire"
+)
+
+// control hands an input to the state machine of the cluster.
+func (n *Node) control(in cluster.Input) {
+	switch {
+	case n.scheduler != nil:
+		n.outputs(n.scheduler.Step(trace.Now(), in))
+	case n.member != nil:
+		n.outputs(n.member.Step(trace.Now(), in))
+	}
+}
+
+// tick tells the state machine the time.
+func (n *Node) tick() {
+	if n.failed() == nil {
+		n.control(cluster.Input{Kind: cluster.Tick})
+	}
+}
+
+// nextTimer is when tick must be called.
+func (n *Node) nextTimer() int64 {
+	switch {
+	case n.scheduler != nil:
+		return n.scheduler.Next()
+	case n.member != nil:
+		return n.member.Next()
+	}
+	return cluster.Never
+}
+
+// outputs does what the state machine asks for.
+func (n *Node) outputs(out []cluster.Output) {
+	out = slices.Clone(out) // what we do may step the machine again
+	for i := range out {
+		o := &out[i]
+		switch o.Kind {
+		case cluster.Send:
+			if l := n.controlLink(o.Conn); l != nil {
+				n.sendFrame(l, o.Frame)
+			}
+		case cluster.Close:
+			if l := n.controlLink(o.Conn); l != nil {
+				delete(n.links, l.conn)
+				n.last = nil
+				_ = l.conn.Close()
+			}
+		case cluster.Log:
+			n.log.Info(o.Text)
+		case cluster.Warn:
+			n.log.Warn(o.Text)
+		case cluster.Roster:
+			n.introduced(o.Peers)
+		case cluster.Running:
+			n.cancel() // nobody dials any more
+			n.phase.CompareAndSwap(joining, running)
+			n.log.Info("the cluster is running")
+		case cluster.Released:
+			if b := n.barriers[o.Seq]; b != nil {
+				b.end(nil)
+			}
+		case cluster.Lost:
+			n.nodeLost(o.Err)
+		case cluster.Ended:
+			n.over(o.Err)
+		}
+	}
+}
+
+// controlLink finds the connection that an output means.
+func (n *Node) controlLink(id int64) *link {
+	for _, l := range n.links {
+		switch {
+		case n.scheduler != nil && l.kind == linkMember && l.id == id:
+			return l
+		case n.scheduler == nil && l.kind == linkScheduler:
+			return l
+		}
+	}
+	return nil
+}
+
+// maxStuck bounds the control frames that a peer does not take.
+const maxStuck = 1024
+
+// sendFrame posts a control frame, now or, under back-pressure, later. If the
+// connection is broken its end is reported by itself.
+func (n *Node) sendFrame(l *link, frame []byte) {
+	if len(l.frames) == 0 {
+		k, err := l.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: frame}})
+		if k == 1 || err != nil {
+			return
+		}
+		n.stuck = append(n.stuck, l)
+	}
+	l.frames = append(l.frames, frame)
+}
+
+// unstick posts what sendFrame could not.
+func (n *Node) unstick() {
+	stuck := n.stuck
+	n.stuck = nil
+	for _, l := range stuck {
+		frames := l.frames
+		l.frames = nil
+		if len(frames) > maxStuck && n.links[l.conn] == l {
+			n.breach(l, fmt.Errorf("node: it does not take what it is sent (%d frames wait)", len(frames)))
+			continue
+		}
+		for _, f := range frames {
+			n.sendFrame(l, f)
+		}
+	}
+}
+
+// nodeLost takes the news that a node is gone. What waits for a peer ends when
+// its own connection does, or here if that is silent; barriers end in any case.
+func (n *Node) nodeLost(err error) {
+	n.log.Warn("a node is lost", zap.Error(err))
+	if n.phase.Load() == joining {
+		n.fail(err) // without it the cluster cannot come to be
+		return
+	}
+	if n.phase.Load() == leaving {
+		n.stopErr = errors.Join(n.stopErr, err)
+	}
+	for _, b := range n.barriers {
+		b.end(err)
+	}
+	var lost *LostError
+	if !errors.As(err, &lost) {
+		return
+	}
+	for i, l := range n.peers {
+		if l != nil && n.rail[i].Role == lost.Role && n.rail[i].Rank == lost.Rank && n.links[l.conn] != nil {
+			delete(n.links, l.conn)
+			n.last = nil
+			_ = l.conn.Close()
+			n.peerDown(l, err)
+		}
+	}
+}
+
+// over takes the end of the cluster.
+func (n *Node) over(err error) {
+	if n.phase.Load() == leaving {
+		n.stopErr = errors.Join(n.stopErr, err)
+		n.phase.Store(ended)
+		return
+	}
+	if n.scheduler != nil && err == nil {
+		n.phase.Store(ended) // all have left; stop will find it so
+		return
+	}
+	if err == nil {
+		err = &cluster.EndedError{Reason: "all other members have left"}
+	}
+	n.fail(err)
+}
+
+// barrier is one call of Barrier.
+type barrier struct {
+	flags    wire.BarrierFlags
+	deadline time.Time
+	timeout  time.Duration
+	done     atomic.Bool
+	err      error // valid when done
+}
+
+func (b *barrier) end(err error) {
+	if !b.done.Load() {
+		b.err = err
+		b.done.Store(true)
+	}
+}
+
+func (b *barrier) met() bool { return b.done.Load() }
+
+// BarrierOf makes the flags of a barrier.
+func BarrierOf(servers, workers, groups bool) wire.BarrierFlags {
+	var f wire.BarrierFlags
+	if servers {
+		f |= wire.BarrierServers
+	}
+	if workers {
+		f |= wire.BarrierWorkers
+	}
+	if groups {
+		f |= wire.BarrierGroups
+	}
+	return f
+}
+
+// Barrier begins a barrier; WaitBarrier waits for it. timeout bounds the whole;
+// 0 means the setting.
+func (n *Node) Barrier(f wire.BarrierFlags, timeout time.Duration) (uint64, error) {
+	if n.member == nil {
+		return 0, badSetting("node: barrier: the scheduler takes part in none (call it on workers and servers)")
+	}
+	if !f.Valid() {
+		return 0, badSetting("node: barrier: neither servers nor workers take part (set include_server or include_client)")
+	}
+	if !f.Has(wire.Role(n.cfg.Role)) {
+		return 0, badSetting("node: barrier of %v called by a %v, which does not take part (include its role)", f, n.cfg.Role)
+	}
+	if timeout <= 0 {
+		timeout = n.cfg.BarrierTimeout
+	}
+	if !n.own() {
+		return 0, n.failed()
+	}
+	defer n.disown()
+	if err := n.failed(); err != nil {
+		return 0, err
+	}
+	seq, out, err := n.member.Barrier(trace.Now(), f)
+	if err != nil {
+		return 0, err
+	}
+	n.barriers[seq] = &barrier{flags: f, timeout: timeout, deadline: time.Now().Add(timeout)}
+	n.outputs(out)
+	return seq, nil
+}
+
+// WaitBarrier waits for a barrier, at most limit; then ErrAgain.
+func (n *Node) WaitBarrier(seq uint64, limit time.Duration) error {
+	if !n.own() {
+		return n.failed()
+	}
+	b := n.barriers[seq]
+	n.disown()
+	if b == nil {
+		return fmt.Errorf("node: %w: no barrier %d is under way", exchange.ErrNoTicket, seq)
+	}
+	done := await(n, b, min(limit, time.Until(b.deadline)), true)
+	if !done && time.Now().Before(b.deadline) {
+		return ErrAgain
+	}
+	if !n.own() {
+		return n.failed()
+	}
+	defer n.disown()
+	delete(n.barriers, seq)
+	if !b.done.Load() {
+		n.member.GiveUp(seq)
+		return &TimeoutError{fmt.Sprintf("node: %v was not reached by all within %v", b.flags, b.timeout)}
+	}
+	return b.err
+}
+
+// phaseReached is met when the node has come to a phase, or failed.
+type phaseReached struct {
+	n     *Node
+	phase int32
+}
+
+func (c phaseReached) met() bool {
+	return c.n.phase.Load() >= c.phase || c.n.failure.Load() != nil
+}
+
+// WaitReady waits until the cluster is complete, at most limit; then ErrAgain.
+// When the time of the whole bring-up is over it says what was missing.
+func (n *Node) WaitReady(limit time.Duration) error {
+	done := await(n, phaseReached{n, running}, min(limit, time.Until(n.deadline)), true)
+	if err := n.failed(); err != nil {
+		return err
+	}
+	if done {
+		return nil
+	}
+	if time.Now().Before(n.deadline) {
+		return ErrAgain
+	}
+	return n.late()
+}
+
+// late fails the node because the cluster did not come to be in time.
+func (n *Node) late() error {
+	n.dials.Wait() // its goroutines end with the deadline and know more
+	if n.own() {
+		if n.failed() == nil && n.phase.Load() == joining {
+			missing := ""
+			if n.scheduler != nil {
+				missing = n.scheduler.Waiting()
+			} else {
+				missing = n.member.Waiting()
+			}
+			n.fail(&TimeoutError{fmt.Sprintf("node: the cluster is not complete after %v: %s (start the missing nodes, or raise FSERVER_INIT_TIMEOUT)", n.cfg.InitTimeout, missing)})
+		}
+		n.disown()
+	}
+	return n.failed()
+}
+
+// Stop leaves the cluster together with the others, waiting at most limit;
+// then ErrAgain. With any other result the node is closed: the error says who
+// was lost meanwhile, or that not all left in time.
+func (n *Node) Stop(limit time.Duration) error {
+	if !n.own() {
+		return nil // closed before
+	}
+	if n.failed() == nil && n.phase.Load() <= running {
+		n.leave()
+	}
+	n.disown()
+	if !await(n, phaseReached{n, ended}, limit, true) {
+		return ErrAgain
+	}
+	err := n.stopErr
+	if cerr := n.Close(); err == nil {
+		err = cerr
+	}
+	return err
+}
+
+// leave says goodbye. The scheduler stays for as long as others do.
+func (n *Node) leave() {
+	was := n.phase.Swap(leaving)
+	if n.scheduler != nil {
+		if was == joining {
+			n.phase.Store(ended)
+		}
+		return
+	}
+	for _, l := range n.peers {
+		if l != nil && n.links[l.conn] != nil {
+			n.sendFrame(l, wire.AppendBye(nil))
+		}
+	}
+	n.outputs(n.member.Leave(trace.Now()))
+}

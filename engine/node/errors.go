@@ -1,0 +1,89 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"syscall"
+
+	"fserver/engine/cluster"
+	"fserver/engine/exchange"
+	"fserver/engine/transport"
+	"fserver/engine/wire"
+)
+
+// LostError says that a node is gone.
+type LostError = cluster.LostError
+
+var (
+	// ErrClosed says that the node has been closed.
+	ErrClosed = fmt.Errorf("node: %w", errClosed)
+	// ErrAgain says that the slice of a waiting call is over.
+	ErrAgain = syscall.EAGAIN
+
+	errClosed = errors.New("closed")
+)
+
+// TimeoutError says that the time of a whole operation is up.
+type TimeoutError struct{ text string }
+
+func (e *TimeoutError) Error() string { return e.text }
+
+// settingError says that a setting or argument is wrong.
+type settingError struct{ text string }
+
+func (e *settingError) Error() string { return e.text }
+
+func badSetting(format string, args ...any) error {
+	return &settingError{fmt.Sprintf(format, args...)}
+}
+
+// closedError turns what a transport says of its own end into ErrClosed.
+func closedError(err error) error {
+	if errors.Is(err, transport.ErrClosed) {
+		return ErrClosed
+	}
+	return err
+}
+
+// reason is why a connection has ended, for people.
+func reason(err error) string {
+	switch {
+	case err == nil:
+		return "the connection ended"
+	case errors.Is(err, io.EOF):
+		return "it closed the connection: its process has ended"
+	}
+	return err.Error()
+}
+
+// Errno is the code that fserver.h gives an error.
+func Errno(err error) syscall.Errno {
+	var (
+		shape   *exchange.ShapeError
+		lost    *LostError
+		refused *cluster.RefusedError
+		over    *cluster.EndedError
+		timeout *TimeoutError
+		setting *settingError
+		gate    *wire.HandshakeError
+		errno   syscall.Errno
+	)
+	switch {
+	case errors.As(err, &lost):
+		return syscall.ECONNRESET
+	case errors.As(err, &shape):
+		return syscall.EMSGSIZE
+	case errors.As(err, &timeout):
+		return syscall.ETIMEDOUT
+	case errors.As(err, &setting), errors.As(err, &refused), errors.As(err, &gate):
+		return syscall.EINVAL
+	case errors.Is(err, errClosed), errors.Is(err, exchange.ErrLeft), errors.As(err, &over), errors.Is(err, cluster.ErrNotRunning):
+		return syscall.ESHUTDOWN
+	case errors.Is(err, exchange.ErrNoTicket):
+		return syscall.EBADF
+	case errors.As(err, &errno):
+		return errno
+	}
+	return syscall.EIO
+}

@@ -1,0 +1,266 @@
+package node
+
+import (
+	"io"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/conf"
+	"fserver/engine/exchange"
+)
+
+// lostWithin waits for call to give a LostError of a node.
+func lostWithin(t *testing.T, call func() error, role string, rank int) {
+	t.Helper()
+	start := time.Now()
+	err := call()
+	var lost *LostError
+	require.ErrorAs(t, err, &lost)
+	require.Equal(t, role, lost.Role.String())
+	require.Equal(t, rank, lost.Rank)
+	require.NotEmpty(t, lost.Reason)
+	require.Less(t, time.Since(start), 5*time.Second)
+}
+
+// TestServerLost closes one of two servers while a push_pull waits for both.
+func TestServerLost(t *testing.T) {
+	m := newMesh(t, openFabric, shape{1, 2, 1})
+	w := m.workers[0]
+	x, out := tensor(t, 1, 9), []exchange.Tensor{tensor(t, 0, 9), tensor(t, 0, 9)}
+	id := pushPull(t, w, []exchange.Tensor{x}, out)
+	b, err := getBatch(m.servers[0])
+	require.NoError(t, err)
+	require.NoError(t, m.servers[1].Close())
+
+	lostWithin(t, func() error { return wait(w, id) }, "server", 1)
+	state, ok := w.worker.State(id)
+	require.True(t, ok)
+	require.Equal(t, exchange.StateFailing, state, "server 0 may still write")
+	respond(t, m.servers[0], b.reqs[0].handler, tensor(t, 0, 9))
+	require.Eventually(t, func() bool {
+		state, _ := w.worker.State(id)
+		return state == exchange.StateFailed
+	}, 10*time.Second, time.Millisecond)
+
+	lostWithin(t, func() error { return wait(w, pushPull(t, w, []exchange.Tensor{x}, out)) }, "server", 1)
+	lostWithin(t, func() error { return barrierOf(w) }, "server", 1)
+}
+
+func barrierOf(n *Node) error {
+	seq, err := n.Barrier(BarrierOf(true, true, false), 0)
+	for err == nil {
+		if err = n.WaitBarrier(seq, time.Second); err == nil {
+			return nil
+		}
+		if err == ErrAgain {
+			err = nil
+		}
+	}
+	return err
+}
+
+// TestWorkerLost closes one of two workers while the server waits for its
+// request, and after it has got one of it.
+func TestWorkerLost(t *testing.T) {
+	m := newMesh(t, openFabric, shape{2, 1, 1})
+	s := m.servers[0]
+	x := tensor(t, 1, 9)
+	for _, n := range m.workers {
+		pushPull(t, n, []exchange.Tensor{x}, nil)
+	}
+	b, err := getBatch(s)
+	require.NoError(t, err)
+	done := make(chan error, 1)
+	go func() {
+		_, err := getBatch(s)
+		done <- err
+	}()
+	require.NoError(t, m.workers[1].Close())
+	lostWithin(t, func() error { return <-done }, "worker", 1)
+	ticket, err := s.BeginAnswer()
+	require.NoError(t, err)
+	lostWithin(t, func() error { return s.Respond(b.reqs[1].handler, ticket) }, "worker", 1)
+	respond(t, s, b.reqs[0].handler)
+}
+
+// TestLostInBarrier closes a server while everybody else is in a barrier.
+func TestLostInBarrier(t *testing.T) {
+	m := newMesh(t, openFabric, shape{2, 2, 1})
+	done := make(chan error, 3)
+	for _, n := range append(m.workers, m.servers[0]) {
+		go func() { done <- barrierOf(n) }()
+	}
+	require.NoError(t, m.servers[1].Close())
+	for range 3 {
+		lostWithin(t, func() error { return <-done }, "server", 1)
+	}
+}
+
+// TestLostInInit closes a server while the others wait for one more.
+func TestLostInInit(t *testing.T) {
+	s := shape{1, 2, 1}
+	m := &mesh{tb: t, fabrics: openFabric, buffers: exchange.NewBuffers()}
+	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
+	_, port := splitPort(t, m.scheduler.Info().Address)
+	w := m.start(s.settings("worker", 0, 0, port))
+	lone := m.start(s.settings("server", 0, 0, port))
+	require.Eventually(t, func() bool {
+		require.True(t, m.scheduler.own())
+		defer m.scheduler.disown()
+		return len(m.scheduler.links) == 2
+	}, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool {
+		require.True(t, w.own())
+		defer w.disown()
+		return len(w.links) == 1
+	}, 10*time.Second, time.Millisecond)
+	require.NoError(t, lone.Close())
+	for _, n := range []*Node{w, m.scheduler} {
+		lostWithin(t, func() error {
+			for {
+				if err := n.WaitReady(time.Second); err != ErrAgain {
+					return err
+				}
+			}
+		}, "server", 0)
+	}
+}
+
+// TestLostInStop closes a worker while the others wait for it to leave.
+func TestLostInStop(t *testing.T) {
+	m := newMesh(t, openFabric, shape{2, 1, 1})
+	done := make(chan error, 3)
+	for _, n := range []*Node{m.workers[0], m.servers[0]} {
+		go func() {
+			for {
+				if err := n.Stop(time.Second); err != ErrAgain {
+					done <- err
+					return
+				}
+			}
+		}()
+	}
+	for _, n := range []*Node{m.workers[0], m.servers[0]} {
+		require.Eventually(t, func() bool { return n.phase.Load() == leaving }, 10*time.Second, time.Millisecond)
+	}
+	require.NoError(t, m.workers[1].Close())
+	for range 2 {
+		lostWithin(t, func() error { return <-done }, "worker", 1)
+	}
+}
+
+// TestSchedulerLost closes the scheduler: push_pulls go on, barriers do not.
+func TestSchedulerLost(t *testing.T) {
+	m := newMesh(t, openFabric, shape{1, 1, 1})
+	require.NoError(t, m.scheduler.Close())
+	w, s := m.workers[0], m.servers[0]
+	done := make(chan error, 1)
+	go func() { done <- serve(t, s, 5) }()
+	for range 5 {
+		x, y := tensor(t, 1, 3), tensor(t, 1, 3)
+		require.NoError(t, wait(w, pushPull(t, w, []exchange.Tensor{x}, []exchange.Tensor{y})))
+	}
+	require.NoError(t, <-done)
+	lostWithin(t, func() error { return barrierOf(w) }, "scheduler", 0)
+}
+
+// TestWorkersLeave ends the server's loop when its workers stop.
+func TestWorkersLeave(t *testing.T) {
+	m := newMesh(t, openFabric, shape{1, 1, 1})
+	done := make(chan error, 1)
+	go func() {
+		_, err := getBatch(m.servers[0])
+		done <- err
+	}()
+	w := m.workers[0]
+	require.ErrorIs(t, w.Stop(time.Millisecond), ErrAgain)
+	require.ErrorIs(t, <-done, exchange.ErrLeft)
+	m.stop()
+	require.NoError(t, w.Stop(0), "again")
+	_, err := w.BeginPushPull()
+	require.ErrorIs(t, err, ErrClosed)
+}
+
+// TestBring-up errors name what was tried.
+func TestBringUpErrors(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	_, port := splitPort(t, l.Addr().String())
+	one := shape{1, 1, 1}
+
+	cfg, _, err := conf.Parse(one.settings("scheduler", 0, 0, port))
+	require.NoError(t, err)
+	_, err = open(cfg, logger(cfg), exchange.NewBuffers(), openFabric)
+	require.ErrorContains(t, err, "127.0.0.1:"+port)
+	require.ErrorContains(t, err, "address already in use")
+	require.NoError(t, l.Close())
+
+	_, err = Open(append(one.settings("server", 0, 0, port), "DMLC_INTERFACE=nosuch0"), exchange.NewBuffers())
+	require.ErrorContains(t, err, "DMLC_INTERFACE=nosuch0")
+	require.ErrorContains(t, err, "lo")
+
+	n, err := Open(append(one.settings("worker", 0, 0, port), "FSERVER_INIT_TIMEOUT=1"), exchange.NewBuffers())
+	require.NoError(t, err)
+	defer n.Free()
+	err = n.WaitReady(20 * time.Second)
+	require.ErrorContains(t, err, "scheduler at 127.0.0.1:"+port)
+	require.ErrorContains(t, err, "refused")
+	require.EqualValues(t, 110, Errno(err))
+}
+
+// TestStrangers connects to the scheduler and to a server with bytes that are
+// no handshake, a wrong cluster and a wrong secret, while the cluster works.
+func TestStrangers(t *testing.T) {
+	m := newMesh(t, openFabric, shape{1, 1, 1}, "FSERVER_SECRET=a secret of some length")
+	for _, n := range []*Node{m.scheduler, m.servers[0]} {
+		for _, b := range []string{"GET / HTTP/1.1\r\n\r\n", "\x00", "fsv1\xff\xff\xff\xff", "FSRV\x05\x00\x00\x00hello"} {
+			c, err := net.Dial("tcp", n.Info().Address)
+			require.NoError(t, err)
+			_, err = c.Write([]byte(b))
+			require.NoError(t, err)
+			require.NoError(t, c.(*net.TCPConn).CloseWrite())
+			_, err = io.ReadAll(c)
+			require.NotErrorIs(t, err, net.ErrClosed)
+			require.NoError(t, c.Close())
+		}
+	}
+	_, port := splitPort(t, m.scheduler.Info().Address)
+	for _, extra := range [][]string{{"FSERVER_SECRET=another secret, also long"}, {"FSERVER_CLUSTER=other", "FSERVER_SECRET=a secret of some length"}, {}} {
+		n, err := Open(append(shape{1, 1, 1}.settings("worker", 0, 0, port), extra...), m.buffers)
+		require.NoError(t, err)
+		err = n.WaitReady(20 * time.Second)
+		require.EqualValues(t, 22, Errno(err), "%v", err)
+		require.NoError(t, n.Free())
+	}
+	done := make(chan error, 1)
+	go func() { done <- serve(t, m.servers[0], 1) }()
+	x, y := tensor(t, 1, 3), tensor(t, 1, 3)
+	require.NoError(t, wait(m.workers[0], pushPull(t, m.workers[0], []exchange.Tensor{x}, []exchange.Tensor{y})))
+	require.NoError(t, <-done)
+	m.stop()
+}
+
+// TestClose releases whoever waits.
+func TestClose(t *testing.T) {
+	m := newMesh(t, openFabric, shape{1, 1, 1})
+	w, s := m.workers[0], m.servers[0]
+	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 1)}, nil)
+	done := make(chan error, 2)
+	go func() { done <- wait(w, id) }()
+	go func() {
+		for {
+			if _, err := getBatch(s); err != nil {
+				done <- err
+				return
+			}
+		}
+	}()
+	require.Eventually(t, func() bool { return w.callers.Load() > 0 && s.callers.Load() > 0 }, 10*time.Second, time.Millisecond)
+	require.NoError(t, w.Close())
+	require.ErrorIs(t, <-done, ErrClosed)
+	require.NoError(t, s.Close())
+	<-done
+}

@@ -1,0 +1,207 @@
+package node
+
+import (
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/conf"
+	"fserver/engine/exchange"
+	"fserver/engine/mem"
+)
+
+// mesh is a whole cluster in one process.
+type mesh struct {
+	tb        testing.TB
+	fabrics   Fabrics
+	buffers   *exchange.Buffers
+	scheduler *Node
+	workers   []*Node
+	servers   []*Node
+}
+
+// shape of a cluster: groups, and instances of each group.
+type shape struct{ workers, servers, instances int }
+
+func (s shape) settings(role string, group, instance int, port string, extra ...string) []string {
+	return append([]string{
+		"DMLC_ROLE=" + role,
+		fmt.Sprintf("DMLC_NUM_WORKER=%d", s.workers),
+		fmt.Sprintf("DMLC_NUM_SERVER=%d", s.servers),
+		fmt.Sprintf("DMLC_GROUP_SIZE=%d", s.instances),
+		fmt.Sprintf("DMLC_NODE_RANK=%d", group),
+		fmt.Sprintf("STEPMESH_GPU=%d", instance),
+		"DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT=" + port,
+		"STEPMESH_BACKEND=CPU", "FSERVER_INIT_TIMEOUT=20", "FSERVER_STOP_TIMEOUT=10",
+	}, extra...)
+}
+
+// start opens one node.
+func (m *mesh) start(settings []string) *Node {
+	cfg, _, err := conf.Parse(settings)
+	require.NoError(m.tb, err)
+	n, err := open(cfg, logger(cfg), m.buffers, m.fabrics)
+	require.NoError(m.tb, err)
+	m.tb.Cleanup(func() { require.NoError(m.tb, n.Free()) })
+	return n
+}
+
+// newMesh brings a cluster up.
+func newMesh(tb testing.TB, f Fabrics, s shape, extra ...string) *mesh {
+	m := &mesh{tb: tb, fabrics: f, buffers: exchange.NewBuffers()}
+	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
+	_, port := splitPort(tb, m.scheduler.Info().Address)
+	for i := range s.instances {
+		for g := range s.workers {
+			m.workers = append(m.workers, m.start(s.settings("worker", g, i, port, extra...)))
+		}
+		for g := range s.servers {
+			m.servers = append(m.servers, m.start(s.settings("server", g, i, port, extra...)))
+		}
+	}
+	for _, n := range m.all() {
+		waitReady(tb, n)
+	}
+	return m
+}
+
+func (m *mesh) all() []*Node {
+	return append(append([]*Node{m.scheduler}, m.workers...), m.servers...)
+}
+
+func waitReady(tb testing.TB, n *Node) {
+	tb.Helper()
+	for {
+		if err := n.WaitReady(time.Second); err != ErrAgain {
+			require.NoError(tb, err)
+			return
+		}
+	}
+}
+
+// stop lets everybody leave together.
+func (m *mesh) stop() {
+	var wg sync.WaitGroup
+	for _, n := range m.all() {
+		wg.Go(func() {
+			for {
+				if err := n.Stop(time.Second); err != ErrAgain {
+					require.NoError(m.tb, err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// tensor is memory outside the Go heap with n rows of 8 bytes.
+func tensor(tb testing.TB, key uint64, rows int) exchange.Tensor {
+	r, err := mem.Map(uint64(max(rows, 1)) * 8)
+	require.NoError(tb, err)
+	tb.Cleanup(func() { _ = mem.Unmap(r) })
+	return exchange.Tensor{
+		Span: mem.Span{Addr: r.Addr, Len: uint64(rows) * 8}, Dev: mem.CPU, Key: key, Base: r,
+		Alloc: uint64(r.Addr), DType: 7, Dims: []int64{int64(rows), 8},
+	}
+}
+
+func fill(t exchange.Tensor, v byte) {
+	for i, b := 0, t.Span.Bytes(); i < len(b); i++ {
+		b[i] = v + byte(i)
+	}
+}
+
+func pushPull(tb testing.TB, n *Node, push, pull []exchange.Tensor) uint64 {
+	tb.Helper()
+	t, err := n.BeginPushPull()
+	require.NoError(tb, err)
+	for _, x := range push {
+		require.NoError(tb, t.AddPush(x))
+	}
+	for _, x := range pull {
+		require.NoError(tb, t.AddPull(x))
+	}
+	id := t.ID()
+	require.NoError(tb, n.PushPull(t))
+	return id
+}
+
+func wait(n *Node, id uint64) error {
+	for end := time.Now().Add(20 * time.Second); ; {
+		if err := n.Wait(id, 100*time.Millisecond, true); err != ErrAgain || time.Now().After(end) {
+			return err
+		}
+	}
+}
+
+// batch is a copy of what GetBatch gave.
+type batch struct{ reqs []request }
+
+type request struct {
+	handler uint64
+	rank    int32
+	push    []exchange.Received
+	pulls   []uint64
+}
+
+func (b *batch) Batch(reqs []*exchange.Request) error {
+	b.reqs = b.reqs[:0]
+	for _, r := range reqs {
+		q := request{handler: r.Handler(), rank: r.Rank(), push: append([]exchange.Received(nil), r.Push()...)}
+		for i := range r.Pulls() {
+			q.pulls = append(q.pulls, r.PullBytes(i))
+		}
+		b.reqs = append(b.reqs, q)
+	}
+	return nil
+}
+
+func getBatch(n *Node) (batch, error) {
+	var b batch
+	for end := time.Now().Add(20 * time.Second); ; {
+		err := n.GetBatch(&b, 100*time.Millisecond, true)
+		if err != ErrAgain || time.Now().After(end) {
+			return b, err
+		}
+	}
+}
+
+func respond(tb testing.TB, n *Node, handler uint64, tensors ...exchange.Tensor) {
+	tb.Helper()
+	t, err := n.BeginAnswer()
+	require.NoError(tb, err)
+	for _, x := range tensors {
+		require.NoError(tb, t.AddPush(x))
+	}
+	id := t.ID()
+	require.NoError(tb, n.Respond(handler, t))
+	n.Flush()
+	require.NoError(tb, wait(n, id))
+}
+
+func TestOneToOne(t *testing.T) {
+	m := newMesh(t, openFabric, shape{1, 1, 1})
+	w, s := m.workers[0], m.servers[0]
+	for round := range 100 {
+		rows := round % 17 * 3
+		x, y, out := tensor(t, 1, rows), tensor(t, 2, 5), tensor(t, 0, rows)
+		fill(x, byte(round))
+		fill(y, byte(2*round))
+		id := pushPull(t, w, []exchange.Tensor{x, y}, []exchange.Tensor{out})
+		b, err := getBatch(s)
+		require.NoError(t, err)
+		require.Len(t, b.reqs, 1)
+		require.Equal(t, x.Span.Bytes(), b.reqs[0].push[0].Span.Bytes())
+		require.Equal(t, y.Span.Bytes(), b.reqs[0].push[1].Span.Bytes())
+		answer := tensor(t, 0, rows)
+		fill(answer, byte(3*round))
+		respond(t, s, b.reqs[0].handler, answer)
+		require.NoError(t, wait(w, id))
+		require.Equal(t, answer.Span.Bytes(), out.Span.Bytes())
+	}
+	m.stop()
+}

@@ -1,0 +1,566 @@
+// Package node is the composition root: it opens the Fabrics, brings a worker,
+// server or scheduler into the cluster, drives progress for it, and ends it.
+package node
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+
+	"fserver/engine/cluster"
+	"fserver/engine/conf"
+	"fserver/engine/exchange"
+	"fserver/engine/mem"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
+	"fserver/engine/wire"
+)
+
+// forever is longer than any process lives, and can be added to a clock.
+const forever = 100 * 365 * 24 * time.Hour
+
+// Version of the library; peers tell it each other.
+const Version = "0.1.0"
+
+// Node is one worker, server or scheduler. All methods are safe from any
+// goroutine.
+type Node struct {
+	progress
+	cfg      *conf.Config
+	log      *zap.Logger
+	gate     *gate
+	spin     time.Duration
+	counters trace.Counters
+	fabric   transport.Fabric
+	worker   *exchange.Worker // of a worker, else nil
+	server   *exchange.Server // of a server, else nil
+
+	ctx      context.Context // of dialling; ended by Close
+	cancel   context.CancelFunc
+	dials    sync.WaitGroup
+	deadline time.Time // of the bring-up
+
+	phase   atomic.Int32
+	failure atomic.Pointer[error] // why the node is of no use any more
+	timer   atomic.Int64          // when pass must look at the clock
+
+	stop      chan struct{} // closed to end the background goroutine
+	stopped   atomic.Bool
+	gone      chan struct{} // closed when it has ended
+	napper    *time.Timer
+	closeOnce sync.Once
+	closeErr  error
+	freeOnce  sync.Once
+
+	// What follows belongs to who holds the token.
+	events    [64]transport.Event
+	member    *cluster.Member    // of a worker or server, else nil
+	scheduler *cluster.Scheduler // of a scheduler, else nil
+	links     map[transport.Conn]*link
+	last      *link         // whose event came last
+	lastID    int64         // of a connection of the scheduler
+	peers     []*link       // the other side of the rail, by group; nil: not connected
+	rail      []wire.Member // those of peers; nil before the roster came
+	waiting   []*link       // workers that connected before the roster came
+	met       bool          // all peers are connected
+	stuck     []*link       // with frames that back-pressure held up
+	stopErr   error         // what happened while leaving
+	barriers  map[uint64]*barrier
+}
+
+// The phases of a node, in order.
+const (
+	joining = iota
+	running
+	leaving
+	ended
+)
+
+// link is a connection and what it is for.
+type link struct {
+	conn   transport.Conn
+	kind   linkKind
+	id     int64 // member of the scheduler: its number
+	index  int   // peer: place in the rail
+	hello  wire.Hello
+	left   bool     // it said Bye
+	frames [][]byte // not posted yet
+}
+
+type linkKind uint8
+
+const (
+	linkWaiting   linkKind = iota // a worker that the roster has not named yet
+	linkScheduler                 // ours to the scheduler
+	linkMember                    // the scheduler's to a member
+	linkPeer                      // between worker and server
+)
+
+// Fabrics opens the Fabric of a node; tests put their own in place.
+type Fabrics func(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error)
+
+// Open parses settings ("NAME=value") and starts to bring a node into its
+// cluster. It does not wait; WaitReady does.
+func Open(settings []string, b *exchange.Buffers) (*Node, error) {
+	cfg, warnings, err := conf.Parse(settings)
+	if err != nil {
+		return nil, &settingError{err.Error()}
+	}
+	log := logger(cfg)
+	for _, w := range warnings {
+		log.Warn(string(w))
+	}
+	return open(cfg, log, b, openFabric)
+}
+
+func logger(cfg *conf.Config) *zap.Logger {
+	level := [...]zapcore.Level{zap.ErrorLevel, zap.WarnLevel, zap.InfoLevel, zap.DebugLevel}[cfg.Log]
+	enc := zap.NewDevelopmentEncoderConfig()
+	enc.CallerKey, enc.StacktraceKey, enc.NameKey = "", "", "node"
+	core := zapcore.NewCore(zapcore.NewConsoleEncoder(enc), stderr{}, level)
+	name := cfg.Role.String()
+	if cfg.Role != conf.Scheduler {
+		name = fmt.Sprintf("%s %d", name, cfg.Rank)
+	}
+	return zap.New(core).Named(name)
+}
+
+func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabrics) (n *Node, err error) {
+	if cfg.Role == conf.Joint {
+		return nil, badSetting("DMLC_ROLE=joint: a node is a worker, a server or a scheduler (init() of the Python package starts one process for each)")
+	}
+	if cfg.Backend == conf.GPU {
+		return nil, badSetting("STEPMESH_BACKEND=GPU: this build moves CPU tensors only (set STEPMESH_BACKEND=CPU)")
+	}
+	n = &Node{
+		cfg: cfg, log: log, spin: cfg.Spin,
+		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
+		stop: make(chan struct{}), gone: make(chan struct{}), napper: time.NewTimer(0),
+		deadline: time.Now().Add(cfg.InitTimeout),
+	}
+	n.ctx, n.cancel = context.WithDeadline(context.Background(), n.deadline)
+	n.gate = newGate(cfg)
+	// The scheduler stays for as long as members do; how long a member waits
+	// for the others to leave is its own setting.
+	timing := cluster.Timing{Interval: cfg.HeartbeatInterval, Timeout: cfg.HeartbeatTimeout, Leave: forever}
+	shape := wire.Shape{Workers: cfg.Workers, Servers: cfg.Servers, GroupSize: cfg.GroupSize}
+	switch cfg.Role {
+	case conf.Worker:
+		n.peers = make([]*link, cfg.Servers)
+		n.worker, err = exchange.NewWorker(cfg.Servers, &n.counters)
+	case conf.Server:
+		n.peers = make([]*link, cfg.Workers)
+		n.server, err = exchange.NewServer(cfg.Workers, b, &n.counters)
+	case conf.Scheduler:
+		n.scheduler, err = cluster.NewScheduler(cluster.SchedulerConfig{Shape: shape, Timing: timing})
+	}
+	if err == nil {
+		err = n.progress.open()
+	}
+	if err == nil {
+		n.fabric, err = fabrics(cfg, n.gate, log)
+	}
+	if err == nil && n.scheduler == nil {
+		timing.Leave = cfg.StopTimeout
+		n.member = cluster.NewMember(cluster.MemberConfig{
+			Self: n.self(), Shape: shape, Scheduler: cfg.Scheduler(), Timing: timing,
+		})
+	}
+	if err == nil {
+		if s, ok := n.fabric.(transport.Sleeper); ok {
+			err = n.watch(s.FD())
+		} else {
+			err = fmt.Errorf("node: transport %s cannot be slept on", n.fabric.Name())
+		}
+	}
+	if err != nil {
+		n.abandon()
+		return nil, err
+	}
+	n.timer.Store(n.nextTimer())
+	go n.background()
+	if n.member != nil {
+		n.dials.Add(1)
+		go n.join()
+	}
+	return n, nil
+}
+
+// abandon undoes what open has done when it cannot finish.
+func (n *Node) abandon() {
+	n.cancel()
+	if n.fabric != nil {
+		_ = n.fabric.Close()
+	}
+	n.progress.close()
+	n.freeWords()
+}
+
+// self is how the roster names this node.
+func (n *Node) self() wire.Member {
+	m := wire.Member{
+		Role: wire.Role(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group,
+		Instance: n.cfg.Instance, Epoch: n.gate.me.Epoch,
+	}
+	if a := n.fabric.Addr(); a != "" {
+		m.Addrs = []string{string(a)}
+	}
+	return m
+}
+
+// Info is what is known of a node from outside.
+type Info struct {
+	Role                  int
+	Rank, Group, Instance int
+	Workers, Servers      int // groups
+	Device                mem.Device
+	Words                 mem.Region // of the tickets; none for a scheduler
+	Address               string     // without the name of the transport
+}
+
+// Info describes the node.
+func (n *Node) Info() Info {
+	v := Info{
+		Role: int(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group, Instance: n.cfg.Instance,
+		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: mem.CPU,
+		Address: place(n.fabric.Addr()),
+	}
+	if tb := n.tickets(); tb != nil {
+		v.Words = tb.Words()
+	}
+	return v
+}
+
+func (n *Node) tickets() *exchange.Table {
+	switch {
+	case n.worker != nil:
+		return n.worker.Table
+	case n.server != nil:
+		return n.server.Table
+	}
+	return nil
+}
+
+// description is the JSON of Describe.
+type description struct {
+	Role      string            `json:"role"`
+	Rank      int               `json:"rank"`
+	Group     int               `json:"group"`
+	Instance  int               `json:"instance"`
+	Address   string            `json:"address"`
+	Fabric    string            `json:"fabric"`
+	Links     []linkDescription `json:"links"`
+	PushPulls uint64            `json:"push_pulls"`
+	Requests  uint64            `json:"requests"`
+	Responses uint64            `json:"responses"`
+	BytesOut  uint64            `json:"bytes_out"`
+	BytesIn   uint64            `json:"bytes_in"`
+	Sleeps    uint64            `json:"sleeps"`
+}
+
+type linkDescription struct {
+	Role   string `json:"role"`
+	Rank   int    `json:"rank"`
+	Remote string `json:"remote"`
+	Fabric string `json:"fabric"`
+}
+
+// Describe gives JSON about the node: who it is, its links and its counters.
+func (n *Node) Describe() ([]byte, error) {
+	i := n.Info()
+	d := description{
+		Role: n.cfg.Role.String(), Rank: i.Rank, Group: i.Group, Instance: i.Instance,
+		Address: i.Address, Fabric: n.fabric.Name(), Links: []linkDescription{},
+		PushPulls: n.counters.PushPulls.Load(), Requests: n.counters.Requests.Load(),
+		Responses: n.counters.Responses.Load(), BytesOut: n.counters.BytesOut.Load(),
+		BytesIn: n.counters.BytesIn.Load(), Sleeps: n.counters.Sleeps.Load(),
+	}
+	if n.own() {
+		for i, l := range n.peers {
+			if l != nil {
+				d.Links = append(d.Links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, l.conn.Remote(), n.fabric.Name()})
+			}
+		}
+		n.disown()
+	}
+	return json.Marshal(d)
+}
+
+// own takes the token, waiting for the pass that is under way. False means
+// that the node is closed.
+func (n *Node) own() bool {
+	for !n.token.CompareAndSwap(false, true) {
+		if n.stopped.Load() {
+			return false
+		}
+		runtime.Gosched()
+		yield()
+	}
+	return true
+}
+
+// disown gives the token back and makes the pass that others may have missed.
+func (n *Node) disown() {
+	n.timer.Store(n.nextTimer())
+	n.token.Store(false)
+	n.wakeAll()
+	n.submit()
+}
+
+// pending says whether callers have put something into a queue of the exchange.
+func (n *Node) pending() bool {
+	switch {
+	case n.worker != nil:
+		return n.worker.Pending()
+	case n.server != nil:
+		return n.server.Pending()
+	}
+	return false
+}
+
+// take hands the exchange what callers have put into its queue, and lets it
+// post what back-pressure held up.
+func (n *Node) take() {
+	switch {
+	case n.worker != nil:
+		n.worker.Drain()
+	case n.server != nil:
+		n.server.Drain()
+	}
+}
+
+// pass makes one round over everything, and returns how much it found.
+func (n *Node) pass() int {
+	n.take()
+	if len(n.stuck) != 0 {
+		n.unstick()
+	}
+	found, err := n.fabric.Poll(n.events[:])
+	for i := range found {
+		n.event(&n.events[i])
+	}
+	if err != nil {
+		n.fail(fmt.Errorf("node: %s: %w", n.fabric.Name(), err))
+	}
+	if now := trace.Now(); now >= n.timer.Load() {
+		n.tick()
+		n.timer.Store(n.nextTimer())
+	}
+	if found > 0 && n.others() {
+		n.wakeAll()
+	}
+	return found
+}
+
+func (n *Node) event(ev *transport.Event) {
+	switch ev.Kind {
+	case transport.EvDone:
+		switch {
+		case ev.User == 0: // a frame of no ticket
+		case n.worker != nil:
+			n.worker.Done(ev.User, n.operation(ev))
+		case n.server != nil:
+			n.server.Done(ev.User, n.operation(ev))
+		}
+		return
+	case transport.EvAccept:
+		n.accept(ev.Conn)
+		return
+	}
+	l := n.last
+	if l == nil || l.conn != ev.Conn {
+		if l = n.links[ev.Conn]; l == nil {
+			return // we have closed it
+		}
+		n.last = l
+	}
+	var err error
+	switch {
+	case ev.Kind == transport.EvDown:
+		n.down(l, ev.Err)
+	case l.kind == linkPeer:
+		err = n.data(l, ev)
+	case ev.Kind == transport.EvFrame:
+		n.control(cluster.Input{Kind: cluster.Frame, Conn: l.id, Data: ev.Data})
+	default:
+		err = errors.New("node: a write on a connection that takes none")
+	}
+	if err != nil {
+		n.breach(l, err)
+	}
+}
+
+// data takes a frame or write of a peer.
+func (n *Node) data(l *link, ev *transport.Event) error {
+	if ev.Kind == transport.EvWritten {
+		if n.worker != nil {
+			return n.worker.Written(l.index, ev.Imm, ev.Len)
+		}
+		return n.server.Written(l.index, ev.Imm, ev.Len)
+	}
+	if wire.FrameType(ev.Data) == wire.TypeBye {
+		l.left = true
+	}
+	if n.server != nil {
+		return n.server.Frame(l.index, ev.Data)
+	}
+	if l.left {
+		n.worker.Down(l.index, n.lostPeer(l, "it has left the cluster"))
+		return nil
+	}
+	return n.worker.Frame(l.index, ev.Data)
+}
+
+// breach ends the connection of somebody who does not keep to the protocol.
+func (n *Node) breach(l *link, err error) {
+	n.log.Warn("connection closed", zap.String("peer", l.conn.Remote()), zap.Error(err))
+	_ = l.conn.Close()
+	n.down(l, err)
+}
+
+// down takes the end of a connection.
+func (n *Node) down(l *link, err error) {
+	delete(n.links, l.conn)
+	n.last = nil
+	switch l.kind {
+	case linkScheduler:
+		n.control(cluster.Input{Kind: cluster.Down, Err: err})
+	case linkMember:
+		n.control(cluster.Input{Kind: cluster.Down, Conn: l.id, Err: err})
+	case linkPeer:
+		n.peerDown(l, n.lostPeer(l, reason(err)))
+	case linkWaiting:
+		for i := range n.waiting {
+			if n.waiting[i] == l {
+				n.waiting = append(n.waiting[:i], n.waiting[i+1:]...)
+				break
+			}
+		}
+	}
+}
+
+// peerDown ends everything that waits for a peer.
+func (n *Node) peerDown(l *link, err error) {
+	if n.phase.Load() == joining {
+		n.fail(err)
+		return
+	}
+	if n.worker != nil {
+		n.worker.Down(l.index, err)
+	} else {
+		n.server.Down(l.index, err)
+	}
+}
+
+// lostPeer is the error for the loss of a peer.
+func (n *Node) lostPeer(l *link, why string) error {
+	m := &n.rail[l.index]
+	return &LostError{Role: m.Role, Rank: m.Rank, Address: l.conn.Remote(), Reason: why}
+}
+
+// operation is the error of an operation as the exchange is to tell it.
+func (n *Node) operation(ev *transport.Event) error {
+	if ev.Err == nil {
+		return nil
+	}
+	if l := n.links[ev.Conn]; l != nil && l.kind == linkPeer && !errors.Is(ev.Err, transport.ErrClosed) {
+		return n.lostPeer(l, reason(ev.Err))
+	}
+	return closedError(ev.Err)
+}
+
+// fail makes the node useless: everything that waits, and every later call,
+// gets err. The first call counts.
+func (n *Node) fail(err error) {
+	if !n.failure.CompareAndSwap(nil, &err) {
+		return
+	}
+	if tb := n.tickets(); tb != nil {
+		tb.Shut(err)
+	}
+	for i := range n.peers {
+		if n.worker != nil {
+			n.worker.Down(i, err)
+		} else {
+			n.server.Down(i, err)
+		}
+	}
+	for _, b := range n.barriers {
+		b.end(err)
+	}
+}
+
+// failed is the error of fail, or nil.
+func (n *Node) failed() error {
+	if p := n.failure.Load(); p != nil {
+		return *p
+	}
+	return nil
+}
+
+// Close ends the node at once. Whoever waits gets ErrClosed. When it has
+// returned, no goroutine, descriptor or foreign memory is in use any more.
+func (n *Node) Close() error {
+	n.closeOnce.Do(func() {
+		n.cancel()
+		n.own()
+		n.phase.Store(ended)
+		n.fail(ErrClosed)
+		n.closeErr = n.fabric.Close()
+		n.take() // what was submitted meanwhile ends at once
+		for {
+			k, err := n.fabric.Poll(n.events[:])
+			for i := range k {
+				n.event(&n.events[i])
+			}
+			if k == 0 || err != nil {
+				break
+			}
+		}
+		if n.server != nil {
+			n.closeErr = errors.Join(n.closeErr, n.server.Close())
+		}
+		n.stopped.Store(true) // and the token stays taken: nobody drives again
+		close(n.stop)
+		n.dials.Wait()
+		for n.callers.Load() > 0 || !n.backgroundGone() {
+			n.kick()
+			n.wakeAll()
+			time.Sleep(100 * time.Microsecond)
+		}
+		n.progress.close()
+		_ = n.log.Sync()
+	})
+	return n.closeErr
+}
+
+func (n *Node) backgroundGone() bool {
+	select {
+	case <-n.gone:
+		return true
+	default:
+		return false
+	}
+}
+
+// Free is Close, and gives back the words of the tickets too.
+func (n *Node) Free() error {
+	err := n.Close()
+	n.freeOnce.Do(func() { err = errors.Join(err, n.freeWords()) })
+	return err
+}
+
+func (n *Node) freeWords() error {
+	if tb := n.tickets(); tb != nil {
+		return tb.Free()
+	}
+	return nil
+}

@@ -1,0 +1,325 @@
+package node
+
+import (
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/trace"
+)
+
+// Progress and waiting. One goroutine at a time holds the token and makes a
+// pass over everything that the node owns. It may be a caller inside a waiting
+// call, who polls, then yields between polls, then sleeps; or the background
+// goroutine, which steps in when no caller drives. Nobody holds the token while
+// asleep.
+//
+// At most one goroutine sleeps on the descriptors; the others park on channels
+// and are woken when something has ended, or to take over.
+type progress struct {
+	token   atomic.Bool  // held: somebody makes a pass
+	callers atomic.Int32 // inside await
+	driven  atomic.Int64 // when the last caller left await, nanoseconds
+
+	sleeping atomic.Bool // somebody sleeps on the descriptors, or is about to
+	resting  atomic.Bool // it is the background goroutine
+
+	mu     sync.Mutex
+	parked []*parking
+	spare  []*parking
+	count  atomic.Int32 // of parked
+
+	epoll  int
+	kickfd int
+	kicked atomic.Bool // kickfd has been written and not read
+}
+
+// parking is where one caller waits without descriptors.
+type parking struct {
+	wake  chan struct{} // of size 1
+	timer *time.Timer
+}
+
+// Waiting callers and the background goroutine look at the clock and at each
+// other at these intervals.
+const (
+	yieldAfter = 20 * time.Microsecond // of polling; then every poll is followed by a yield
+	busyTick   = time.Millisecond      // background, while callers drive
+	idleTick   = 10 * time.Millisecond // background, while a caller sleeps
+	longSleep  = time.Second
+)
+
+// condition is what a caller waits for. met is asked without the token.
+type condition interface{ met() bool }
+
+func (p *progress) open() error {
+	var err error
+	if p.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+		return err
+	}
+	if p.kickfd, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		unix.Close(p.epoll)
+		return err
+	}
+	if err = p.watch(p.kickfd); err != nil {
+		p.close()
+	}
+	return err
+}
+
+// watch makes a sleeper wake when fd is readable.
+func (p *progress) watch(fd int) error {
+	return unix.EpollCtl(p.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)})
+}
+
+func (p *progress) close() {
+	unix.Close(p.kickfd)
+	unix.Close(p.epoll)
+}
+
+// kick wakes whoever sleeps on the descriptors.
+func (p *progress) kick() {
+	if p.kicked.Swap(true) {
+		return
+	}
+	one := [8]byte{1}
+	_, _ = unix.Write(p.kickfd, one[:]) // full means that it is readable already
+}
+
+func (p *progress) unkick() {
+	if p.kicked.Load() {
+		var b [8]byte
+		_, _ = unix.Read(p.kickfd, b[:])
+		p.kicked.Store(false)
+	}
+}
+
+// others says whether a caller sleeps or is parked. The one who asks does not.
+func (p *progress) others() bool {
+	return p.count.Load() > 0 || p.sleeping.Load() && !p.resting.Load()
+}
+
+// wakeAll makes everybody who sleeps look again.
+func (p *progress) wakeAll() {
+	if p.sleeping.Load() {
+		p.kick()
+	}
+	if p.count.Load() == 0 {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, k := range p.parked {
+		select {
+		case k.wake <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// drive makes a pass if nobody else does; false if somebody else does.
+func (n *Node) drive() (found int, mine bool) {
+	if !n.token.CompareAndSwap(false, true) {
+		return 0, false
+	}
+	for {
+		found += n.pass()
+		n.token.Store(false)
+		// What was submitted after the pass looked, by somebody who then
+		// found the token taken, is ours.
+		if !n.pending() || !n.token.CompareAndSwap(false, true) {
+			break
+		}
+	}
+	return found, true
+}
+
+// submit takes what the caller has just put into a queue of the exchange.
+func (n *Node) submit() {
+	for n.pending() && n.token.CompareAndSwap(false, true) {
+		n.take()
+		n.token.Store(false)
+	}
+}
+
+// await drives or waits until c is met or limit has passed. spin says whether
+// to poll before sleeping. False means that the time is up.
+func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
+	if c.met() {
+		return true
+	}
+	n.callers.Add(1)
+	defer func() {
+		n.driven.Store(trace.Now())
+		if n.callers.Add(-1) > 0 {
+			n.relay()
+		}
+	}()
+	start := trace.Now()
+	end := start + int64(max(0, min(limit, 1<<61)))
+	quiet := start // since when nothing was found
+	if !spin {
+		quiet = start - int64(n.spin)
+	}
+	for {
+		found, mine := n.drive()
+		if c.met() {
+			return true
+		}
+		now := trace.Now()
+		if now >= end {
+			return false
+		}
+		if found > 0 {
+			quiet = now
+			continue
+		}
+		switch idle := now - quiet; {
+		case idle < int64(yieldAfter) && mine:
+		case idle < int64(n.spin):
+			yield()
+		default:
+			if rest(n, c, time.Duration(end-now)) {
+				return false // a signal: the caller wants to look at it
+			}
+			quiet = trace.Now() - int64(n.spin) + int64(yieldAfter)
+		}
+	}
+}
+
+// yield gives the core to whoever else wants it, another process above all.
+func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
+
+// rest sleeps until there may be something to do, at most limit. True means
+// that a signal came.
+func rest[C condition](n *Node, c C, limit time.Duration) (interrupted bool) {
+	n.counters.Sleeps.Add(1)
+	if n.sleeping.CompareAndSwap(false, true) {
+		defer n.sleeping.Store(false)
+		// Between our pass and the line above, somebody else may have ended
+		// what we wait for without seeing us sleep.
+		if c.met() || n.pending() {
+			return false
+		}
+		return n.sleep(limit)
+	}
+	if n.resting.Load() { // the background goroutine has the descriptors: take them over
+		n.kick()
+		runtime.Gosched()
+		yield()
+		return false
+	}
+	park(n, c, limit)
+	return false
+}
+
+// sleep waits on the descriptors, for at most limit or until the next timer.
+func (n *Node) sleep(limit time.Duration) (interrupted bool) {
+	var ev [4]unix.EpollEvent
+	ms := min(limit, longSleep, time.Duration(n.timer.Load()-trace.Now()))
+	_, err := unix.EpollWait(n.epoll, ev[:], int(max(0, (ms+time.Millisecond-1)/time.Millisecond)))
+	n.unkick()
+	return err == unix.EINTR
+}
+
+// park waits until somebody calls wakeAll or relay.
+func park[C condition](n *Node, c C, limit time.Duration) {
+	k := n.parking(limit)
+	defer n.unpark(k)
+	if c.met() || !n.sleeping.Load() {
+		return
+	}
+	select {
+	case <-k.wake:
+	case <-k.timer.C:
+	}
+}
+
+func (p *progress) parking(limit time.Duration) *parking {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var k *parking
+	if i := len(p.spare) - 1; i >= 0 {
+		k, p.spare = p.spare[i], p.spare[:i]
+		k.timer.Reset(limit)
+	} else {
+		k = &parking{make(chan struct{}, 1), time.NewTimer(limit)}
+	}
+	p.parked = append(p.parked, k)
+	p.count.Add(1)
+	return k
+}
+
+func (p *progress) unpark(k *parking) {
+	k.timer.Stop()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i := range p.parked {
+		if p.parked[i] == k {
+			p.parked = append(p.parked[:i], p.parked[i+1:]...)
+			p.count.Add(-1)
+			break
+		}
+	}
+	select {
+	case <-k.wake:
+	default:
+	}
+	p.spare = append(p.spare, k)
+}
+
+// relay wakes one parked caller, to take over from one who leaves.
+func (p *progress) relay() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.parked) > 0 {
+		select {
+		case p.parked[0].wake <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// background drives when no caller does: heartbeats, timers, what is left to
+// be sent. While callers drive it only looks on from time to time, so that it
+// never takes a core, or an event, from them.
+func (n *Node) background() {
+	defer close(n.gone)
+	for !n.stopped.Load() {
+		if n.callers.Load() > 0 {
+			if n.sleeping.Load() {
+				n.nap(idleTick)
+			} else {
+				n.nap(busyTick)
+			}
+			continue
+		}
+		if since := time.Duration(trace.Now() - n.driven.Load()); since < busyTick {
+			n.nap(busyTick - since)
+			continue
+		}
+		if found, mine := n.drive(); found > 0 || !mine {
+			continue
+		}
+		n.resting.Store(true)
+		rest(n, never{}, longSleep)
+		n.resting.Store(false)
+	}
+}
+
+type never struct{}
+
+func (never) met() bool { return false }
+
+// nap sleeps unless the node is being stopped.
+func (n *Node) nap(d time.Duration) {
+	n.napper.Reset(d)
+	select {
+	case <-n.napper.C:
+	case <-n.stop:
+	}
+}
