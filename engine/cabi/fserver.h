@@ -31,7 +31,7 @@ extern "C" {
 #define FS_ABI 1
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
-typedef uint64_t fs_ticket; /* one push_pull or one answer; grows by one */
+typedef uint64_t fs_ticket; /* one push_pull or one answer; they grow */
 
 enum { FS_ROLE_SCHEDULER = 0, FS_ROLE_WORKER = 1, FS_ROLE_SERVER = 2 };
 
@@ -97,8 +97,9 @@ int fs_get_info(fs_node node, fs_info *out);
  * tensors, server-major, nq divisible by the number of servers. Does not wait
  * for the peer. The memory of all tensors must stay valid and the pushed bytes
  * unchanged until the ticket's word says done:
- * words[ticket & mask] == ticket << 2 | 1 (done), | 2 (failed); any other
- * value with the ticket in the upper bits: under way. */
+ * words[ticket & mask] == ticket << 2 | 1 (done) or | 2 (failed). | 3 means
+ * failed, so that fs_wait gives the error, while another peer may still write
+ * to the memory; | 0 under way. Other upper bits: forgotten, ended before. */
 int fs_push_pull(fs_node node, const fs_tensor *push, size_t np,
                  const fs_tensor *pull, size_t nq, fs_ticket *out);
 

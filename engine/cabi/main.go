@@ -1,0 +1,310 @@
+// Command cabi is the engine as a C archive: fserver.h in Go. It translates
+// between C and package node, and holds nothing but the tables of handles and
+// of errors.
+package main
+
+// The header promises const where Go cannot say it. Without the word, its
+// prototypes and those of the exports must be the same, and the compiler
+// checks that they are.
+
+/*
+#include <stddef.h>
+#include <stdint.h>
+#define const
+#include "fserver.h"
+#undef const
+*/
+import "C"
+
+import (
+	"fmt"
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"fserver/engine/conf"
+	"fserver/engine/exchange"
+	"fserver/engine/node"
+	"fserver/engine/trace"
+)
+
+func main() {}
+
+// Threads of C enter Go while others poll inside it, and each of both holds a
+// P. With one P per core, entry takes up to 15 ms.
+func init() { runtime.GOMAXPROCS(max(8, runtime.NumCPU()+2)) }
+
+// buffers outlives the nodes: tensors over receive buffers may.
+var buffers = exchange.NewBuffers()
+
+//export fs_abi
+func fs_abi() C.int { return C.FS_ABI }
+
+//export fs_now
+func fs_now() C.int64_t { return C.int64_t(trace.Now()) }
+
+//export fs_errmsg
+func fs_errmsg(out *C.fs_error) C.int { return lastError(out) }
+
+//export fs_open
+func fs_open(settings **C.char, n C.size_t, out *C.fs_node) (rc C.int) {
+	defer guard(&rc)
+	nd, err := node.Open(goStrings(settings, n), buffers)
+	if err != nil {
+		return fail(err)
+	}
+	*out = C.fs_node(nodes.add(nd))
+	return 0
+}
+
+//export fs_wait_ready
+func fs_wait_ready(h C.fs_node, slice C.int64_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.WaitReady(time.Duration(slice)))
+}
+
+//export fs_get_info
+func fs_get_info(h C.fs_node, out *C.fs_info) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	fillInfo(out, nd.Info())
+	return 0
+}
+
+//export fs_push_pull
+func fs_push_pull(h C.fs_node, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	t, err := nd.BeginPushPull()
+	if err != nil {
+		return fail(err)
+	}
+	if err := addTensors(t, push, np, pull, nq); err != nil {
+		nd.Abandon(t)
+		return fail(err)
+	}
+	id := t.ID()
+	if err := nd.PushPull(t); err != nil {
+		return fail(err)
+	}
+	*out = C.fs_ticket(id)
+	return 0
+}
+
+//export fs_wait
+func fs_wait(h C.fs_node, ticket C.fs_ticket, slice C.int64_t, flags C.uint32_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.Wait(uint64(ticket), time.Duration(slice), flags&C.FS_NOSPIN == 0))
+}
+
+//export fs_get_batch
+func fs_get_batch(h C.fs_node, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	s := sinks.Get().(*sink)
+	defer sinks.Put(s)
+	s.buf, s.need = words(buf, room), 0
+	err = nd.GetBatch(s, time.Duration(slice), flags&C.FS_NOSPIN == 0)
+	*need = C.size_t(s.need)
+	return fail(err)
+}
+
+//export fs_buffer_release
+func fs_buffer_release(id C.uint64_t) (rc C.int) {
+	defer guard(&rc)
+	return fail(buffers.Release(uint64(id)))
+}
+
+//export fs_respond
+func fs_respond(h C.fs_node, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (rc C.int) {
+	defer guard(&rc)
+	*answered = 0
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	err = respond(nd, words(handlers, nh), sizes(counts, nh), t, ticketsOf(tickets, nh), answered)
+	nd.Flush()
+	return fail(err)
+}
+
+//export fs_register_recv
+func fs_register_recv(h C.fs_node, t *C.fs_tensor, ranks *C.int32_t, keys *C.uint64_t, n C.size_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.RegisterRecv(tensor(t), int32s(ranks, n), words(keys, n)))
+}
+
+//export fs_barrier
+func fs_barrier(h C.fs_node, flags C.uint32_t, timeout C.int64_t, token *C.uint64_t, slice C.int64_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	if *token == 0 {
+		id, err := nd.Barrier(node.BarrierOf(
+			flags&C.FS_BARRIER_SERVERS != 0, flags&C.FS_BARRIER_WORKERS != 0, flags&C.FS_BARRIER_GROUPS != 0,
+		), time.Duration(timeout))
+		if err != nil {
+			return fail(err)
+		}
+		*token = C.uint64_t(id)
+	}
+	return fail(nd.WaitBarrier(uint64(*token), time.Duration(slice)))
+}
+
+//export fs_trace
+func fs_trace(h C.fs_node, ticket C.fs_ticket, out *C.int64_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	s, err := nd.Stamps(uint64(ticket))
+	if err != nil {
+		return fail(err)
+	}
+	copy(int64s(out, trace.NumStamps), s[:])
+	return 0
+}
+
+//export fs_forget
+func fs_forget(h C.fs_node, alloc C.uint64_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	nd.Forget(uint64(alloc))
+	return 0
+}
+
+//export fs_describe
+func fs_describe(h C.fs_node, buf *C.char, room C.size_t, need *C.size_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	b, err := nd.Describe()
+	if err != nil {
+		return fail(err)
+	}
+	return text(b, buf, room, need)
+}
+
+//export fs_stop
+func fs_stop(h C.fs_node, slice C.int64_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.Stop(time.Duration(slice)))
+}
+
+//export fs_close
+func fs_close(h C.fs_node) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.Close())
+}
+
+//export fs_free
+func fs_free(h C.fs_node) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.take(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.Free())
+}
+
+//export fs_live
+func fs_live(n, b, goroutines *C.int64_t) (rc C.int) {
+	defer guard(&rc)
+	*n, *b, *goroutines = C.int64_t(nodes.len()), C.int64_t(buffers.Len()), C.int64_t(runtime.NumGoroutine())
+	return 0
+}
+
+//export fs_settings
+func fs_settings(settings **C.char, n C.size_t, buf *C.char, room C.size_t, need *C.size_t) (rc C.int) {
+	defer guard(&rc)
+	return text(conf.Describe(goStrings(settings, n)), buf, room, need)
+}
+
+// guard turns a panic into an error: no fault of the engine ends the process.
+func guard(rc *C.int) {
+	if p := recover(); p != nil {
+		*rc = fail(fmt.Errorf("engine: panic: %v\n%s", p, debug.Stack()))
+	}
+}
+
+// table gives nodes numbers that are never used twice.
+type table struct {
+	mu    sync.RWMutex
+	gen   uint64
+	nodes map[uint64]*node.Node
+}
+
+var nodes = table{nodes: map[uint64]*node.Node{}}
+
+func (tb *table) add(n *node.Node) uint64 {
+	tb.mu.Lock()
+	defer tb.mu.Unlock()
+	tb.gen++
+	tb.nodes[tb.gen] = n
+	return tb.gen
+}
+
+func (tb *table) get(h C.fs_node) (*node.Node, error) {
+	tb.mu.RLock()
+	n := tb.nodes[uint64(h)]
+	tb.mu.RUnlock()
+	if n == nil {
+		return nil, errHandle(h)
+	}
+	return n, nil
+}
+
+func (tb *table) take(h C.fs_node) (*node.Node, error) {
+	tb.mu.Lock()
+	defer tb.mu.Unlock()
+	n := tb.nodes[uint64(h)]
+	if n == nil {
+		return nil, errHandle(h)
+	}
+	delete(tb.nodes, uint64(h))
+	return n, nil
+}
+
+func (tb *table) len() int {
+	tb.mu.RLock()
+	defer tb.mu.RUnlock()
+	return len(tb.nodes)
+}

@@ -1,0 +1,478 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"fserver/engine/wire"
+)
+
+// SchedulerConfig is what a Scheduler is told.
+type SchedulerConfig struct {
+	Shape  wire.Shape
+	Timing Timing
+}
+
+// Scheduler introduces the members to each other, counts them at barriers, and
+// tells the others when one is gone. Its outputs are Send, Close, Log, Warn,
+// Running, Lost and Ended. It ends when all members have left, or when one is
+// lost before the cluster is running: then the cluster cannot come to be.
+type Scheduler struct {
+	shape wire.Shape
+	leave int64 // Timing.Leave
+	hb    heartbeat
+
+	now      int64
+	phase    phase
+	conns    map[int64]*conn
+	seats    []*conn        // by role and rank; nil: empty, or its member is gone
+	rails    map[rail]*conn // the same by rail
+	seated   int            // seats taken
+	ready    int            // members that said so
+	leaving  int            // members that want to leave
+	lost     bool           // a member has been lost
+	barriers [wire.BarrierKinds]barrier
+	scan     int64 // no connection's time is up before this
+	leaveBy  int64
+	endBy    int64
+	err      error // of Ended
+	out      []Output
+}
+
+// phase is where a Scheduler is in its life.
+type phase uint8
+
+const (
+	forming phase = iota // members register
+	linking              // they connect to each other
+	running
+	ending // all have been told to go
+	over
+)
+
+// conn is a connection; a member once it has registered.
+type conn struct {
+	wire.Member
+	id      int64
+	remote  string
+	heard   int64 // or when it opened, or was told to go
+	member  bool  // has registered
+	told    bool  // has been told to go
+	ready   bool
+	leaving bool
+	calls   int // barrier calls that are pending
+}
+
+func (c *conn) who() string { return who(c.Role, c.Rank) }
+
+// address is where people find the member.
+func (c *conn) address() string {
+	if len(c.Addrs) != 0 {
+		return place(c.Addrs[0])
+	}
+	return c.remote
+}
+
+// rail is a place in a group.
+type rail struct {
+	role            wire.Role
+	group, instance int
+}
+
+func (c *conn) rail() rail { return rail{c.Role, c.Group, c.Instance} }
+
+// NewScheduler makes a Scheduler that waits for the members of cfg.Shape.
+func NewScheduler(cfg SchedulerConfig) (*Scheduler, error) {
+	s := cfg.Shape
+	for _, n := range []int{s.Workers, s.Servers, s.GroupSize} {
+		if n < 1 || n > wire.MaxMembers {
+			return nil, fmt.Errorf("cluster: %v: each must be from 1 to %d", s, wire.MaxMembers)
+		}
+	}
+	if n := s.Members(); n > wire.MaxMembers {
+		return nil, fmt.Errorf("cluster: %v are %d members: more than %d", s, n, wire.MaxMembers)
+	}
+	return &Scheduler{
+		shape:   s,
+		leave:   int64(cfg.Timing.Leave),
+		hb:      newHeartbeat(cfg.Timing),
+		conns:   make(map[int64]*conn),
+		seats:   make([]*conn, s.Members()),
+		rails:   make(map[rail]*conn),
+		scan:    Never,
+		leaveBy: Never,
+		endBy:   Never,
+	}, nil
+}
+
+// Step takes one input at time now. What it returns is valid until the next
+// Step. A time that is up is noticed at any Step after it.
+func (s *Scheduler) Step(now int64, in Input) []Output {
+	s.out = s.out[:0]
+	if s.phase == over {
+		return nil
+	}
+	s.now = now
+	if late := s.hb.step(now); late != 0 {
+		for _, c := range s.conns {
+			c.heard += late
+		}
+		s.scan = now
+	}
+	c := s.conns[in.Conn]
+	switch {
+	case in.Kind == Up:
+		c = &conn{id: in.Conn, remote: in.Remote, heard: now}
+		s.conns[in.Conn] = c
+		s.scan = min(s.scan, s.deadline(c))
+	case c == nil: // closed by us, or no input of a connection
+	case in.Kind == Frame:
+		s.frame(c, in.Data)
+	case in.Kind == Down:
+		s.drop(c, reason(in.Err))
+	}
+	s.tick()
+	return s.out
+}
+
+// Next is when Step must be called at the latest.
+func (s *Scheduler) Next() int64 {
+	if s.phase == over {
+		return Never
+	}
+	return min(s.hb.beat, s.scan, s.leaveBy, s.endBy)
+}
+
+// Waiting says what the cluster waits for before it runs.
+func (s *Scheduler) Waiting() string {
+	switch s.phase {
+	case forming:
+		return fmt.Sprintf("%d of %d members have registered; missing: %s", s.seated, len(s.seats),
+			s.names(func(c *conn) bool { return c == nil }))
+	case linking:
+		return "not connected to all their peers: " + s.names(func(c *conn) bool { return c != nil && !c.ready })
+	}
+	return "nothing"
+}
+
+func (s *Scheduler) emit(o Output) { s.out = append(s.out, o) }
+
+func (s *Scheduler) send(c *conn, frame []byte) {
+	s.emit(Output{Kind: Send, Conn: c.id, Frame: frame})
+}
+
+// all sends frame to every member.
+func (s *Scheduler) all(frame []byte) {
+	for _, c := range s.seats {
+		if c != nil {
+			s.send(c, frame)
+		}
+	}
+}
+
+func (s *Scheduler) logf(format string, args ...any) {
+	s.emit(Output{Kind: Log, Text: fmt.Sprintf(format, args...)})
+}
+
+func (s *Scheduler) warnf(format string, args ...any) {
+	s.emit(Output{Kind: Warn, Text: fmt.Sprintf(format, args...)})
+}
+
+// seat is the index of a member in seats.
+func (s *Scheduler) seat(r wire.Role, rank int) int {
+	if r == wire.RoleServer {
+		rank += s.shape.Workers * s.shape.GroupSize
+	}
+	return rank
+}
+
+// names lists the members whose seats are chosen, at most some of them.
+func (s *Scheduler) names(chosen func(*conn) bool) string {
+	const most = 8
+	var names []string
+	n := 0
+	for i, c := range s.seats {
+		if !chosen(c) {
+			continue
+		}
+		if n++; n <= most {
+			role, rank := wire.RoleWorker, i
+			if first := s.seat(wire.RoleServer, 0); i >= first {
+				role, rank = wire.RoleServer, i-first
+			}
+			names = append(names, who(role, rank))
+		}
+	}
+	if n > most {
+		names = append(names, fmt.Sprintf("%d more", n-most))
+	}
+	return strings.Join(names, ", ")
+}
+
+// deadline is when the time of a connection is up.
+func (s *Scheduler) deadline(c *conn) int64 {
+	if c.member {
+		return s.hb.silence(c.heard)
+	}
+	return c.heard + int64(patience)
+}
+
+// tick does what is due.
+func (s *Scheduler) tick() {
+	if s.now >= s.scan {
+		for _, id := range slices.Sorted(maps.Keys(s.conns)) {
+			c, ok := s.conns[id]
+			if !ok || s.now < s.deadline(c) {
+				continue
+			}
+			why := "it did not register"
+			if c.member {
+				why = s.hb.reason()
+			}
+			s.emit(Output{Kind: Close, Conn: id})
+			s.drop(c, why)
+		}
+		s.scan = Never
+		for _, c := range s.conns {
+			s.scan = min(s.scan, s.deadline(c))
+		}
+	}
+	if s.hb.due(s.now) {
+		s.all(wire.AppendSignal(nil, wire.TypeHeartbeat))
+	}
+	if s.now >= s.leaveBy {
+		why := fmt.Sprintf("%s did not leave within %v of the first that did",
+			s.names(func(c *conn) bool { return c != nil && !c.leaving }), time.Duration(s.leave))
+		s.warnf("the cluster ends: %s", why)
+		s.all(wire.AppendReason(nil, wire.TypeLeft, why))
+		s.end(&EndedError{why})
+	}
+	if s.phase == ending && (len(s.conns) == 0 || s.now >= s.endBy) {
+		for _, id := range slices.Sorted(maps.Keys(s.conns)) {
+			s.emit(Output{Kind: Close, Conn: id})
+		}
+		s.phase = over
+		s.emit(Output{Kind: Ended, Err: s.err})
+	}
+}
+
+func (s *Scheduler) frame(c *conn, data []byte) {
+	t := wire.FrameType(data)
+	var err error
+	if c.told {
+		return
+	}
+	c.heard = s.now
+	switch {
+	case t == wire.TypeRegister && !c.member:
+		var g *wire.Register
+		if g, err = wire.ParseRegister(data); err == nil {
+			s.register(c, g)
+		}
+	case !c.member:
+		err = unexpected(t)
+	case t == wire.TypeHeartbeat:
+		err = wire.ParseSignal(data)
+	case t == wire.TypeReady && s.phase == linking && !c.ready:
+		if err = wire.ParseSignal(data); err == nil {
+			s.isReady(c)
+		}
+	case t == wire.TypeBarrier && s.phase == running && !c.leaving:
+		var v wire.Barrier
+		if v, err = wire.ParseBarrier(data); err == nil {
+			err = s.barrier(c, v)
+		}
+	case t == wire.TypeLeave && s.phase == running && !c.leaving:
+		if err = wire.ParseSignal(data); err == nil {
+			s.wantsToLeave(c)
+		}
+	default:
+		err = unexpected(t)
+	}
+	if err != nil {
+		s.emit(Output{Kind: Close, Conn: c.id})
+		s.drop(c, "it broke the protocol: "+err.Error())
+	}
+}
+
+func (s *Scheduler) register(c *conn, g *wire.Register) {
+	if why := s.judge(g); why != "" {
+		s.warnf("%s at %s is refused: %s", who(g.Role, g.Rank), c.remote, why)
+		s.refuse(c, why)
+		return
+	}
+	c.Member, c.member = g.Member, true
+	s.seats[s.seat(c.Role, c.Rank)] = c
+	s.rails[c.rail()] = c
+	s.seated++
+	s.scan = min(s.scan, s.deadline(c))
+	s.logf("%s at %s has registered, %d of %d", c.who(), c.address(), s.seated, len(s.seats))
+	if s.seated < len(s.seats) {
+		return
+	}
+	members := make([]wire.Member, len(s.seats))
+	for i, c := range s.seats {
+		members[i] = c.Member
+	}
+	roster := wire.AppendRoster(nil, members)
+	if len(roster) > wire.MaxRoster {
+		why := fmt.Sprintf("the list of %d members takes %d bytes, more than %d: they have too many addresses",
+			len(members), len(roster), wire.MaxRoster)
+		s.all(wire.AppendReason(nil, wire.TypeRefuse, why))
+		s.end(errors.New("cluster: " + why))
+		return
+	}
+	s.phase = linking
+	s.all(roster)
+}
+
+// judge says why a member cannot take part, or nothing. Once all seats are
+// taken, each group has each instance once: the rails are complete.
+func (s *Scheduler) judge(g *wire.Register) (why string) {
+	if s.phase == ending {
+		why = "the cluster has ended"
+		if s.err != nil {
+			why += ": " + strings.TrimPrefix(s.err.Error(), "cluster: ")
+		}
+		return why
+	}
+	if g.Shape != s.shape {
+		return fmt.Sprintf("it is configured with %v, the scheduler with %v: "+
+			"DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_GROUP_SIZE must be the same on all nodes", g.Shape, s.shape)
+	}
+	if g.Role == wire.RoleScheduler {
+		return "it is a scheduler, and there is one already"
+	}
+	groups, size := s.shape.Groups(g.Role), s.shape.GroupSize
+	for _, v := range []struct {
+		what   string
+		is, to int
+	}{{"rank", g.Rank, groups * size}, {"group", g.Group, groups}, {"instance", g.Instance, size}} {
+		if v.is >= v.to {
+			return fmt.Sprintf("%s %d of a %v is not from 0 to %d, for %v", v.what, v.is, g.Role, v.to-1, s.shape)
+		}
+	}
+	if c := s.seats[s.seat(g.Role, g.Rank)]; c != nil {
+		return fmt.Sprintf("%s is there already, at %s: each %v needs a rank of its own "+
+			"(DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET)", c.who(), c.address(), g.Role)
+	}
+	if s.phase != forming {
+		return "the cluster is complete and takes no members any more"
+	}
+	if c := s.rails[rail{g.Role, g.Group, g.Instance}]; c != nil {
+		return fmt.Sprintf("instance %d of %v group %d is %s already: each process of a group needs an instance of its own "+
+			"(DMLC_INSTANCE_ID, else STEPMESH_GPU + DMLC_RANK_OFFSET)", g.Instance, g.Role, g.Group, c.who())
+	}
+	return ""
+}
+
+func (s *Scheduler) refuse(c *conn, why string) {
+	s.send(c, wire.AppendReason(nil, wire.TypeRefuse, why))
+	s.dismiss(c)
+}
+
+// dismiss leaves it to the other end to close a connection, for a while: what
+// it was told would be lost if we closed it.
+func (s *Scheduler) dismiss(c *conn) {
+	c.member, c.told, c.heard = false, true, s.now
+	s.scan = min(s.scan, s.deadline(c))
+}
+
+func (s *Scheduler) isReady(c *conn) {
+	c.ready = true
+	if s.ready++; s.ready < len(s.seats) {
+		return
+	}
+	s.phase = running
+	s.all(wire.AppendSignal(nil, wire.TypeGo))
+	s.logf("the cluster is running: %v", s.shape)
+	s.emit(Output{Kind: Running})
+}
+
+// wantsToLeave counts c, which keeps its seat until all leave.
+func (s *Scheduler) wantsToLeave(c *conn) {
+	c.leaving = true
+	s.leaving++
+	s.logf("%s wants to leave, %d of %d", c.who(), s.leaving, s.seated)
+	if s.leaving == 1 {
+		s.leaveBy = s.now + s.leave
+	}
+	s.leaveTogether()
+}
+
+// leaveTogether ends the cluster if all members that there still are want it.
+func (s *Scheduler) leaveTogether() {
+	switch s.leaving {
+	case 0:
+		s.leaveBy = Never
+	case s.seated:
+		s.all(wire.AppendReason(nil, wire.TypeLeft, ""))
+		s.end(nil)
+	}
+}
+
+// drop forgets a connection that is gone. A member that has not asked to leave
+// is lost.
+func (s *Scheduler) drop(c *conn, why string) {
+	delete(s.conns, c.id)
+	if !c.member {
+		if !c.told {
+			s.warnf("a connection from %s is gone: %s", c.remote, why)
+		}
+		return
+	}
+	c.member = false
+	s.seats[s.seat(c.Role, c.Rank)] = nil
+	s.seated--
+	var err error
+	if c.leaving {
+		s.leaving--
+		s.logf("%s has left before the others", c.who())
+	} else {
+		err = s.lose(c, why)
+	}
+	if s.phase < running || s.seated == 0 {
+		s.end(err)
+		return
+	}
+	s.leaveTogether()
+}
+
+func (s *Scheduler) lose(c *conn, why string) error {
+	err := &LostError{c.Role, c.Rank, c.address(), why}
+	s.all(wire.AppendLost(nil, &wire.Lost{Role: c.Role, Rank: c.Rank, Epoch: c.Epoch, Address: err.Address, Reason: why}))
+	s.emit(Output{Kind: Lost, Err: err})
+	s.lost = true
+	s.barriers = [wire.BarrierKinds]barrier{}
+	return err
+}
+
+// end is called when every member has been told why.
+func (s *Scheduler) end(err error) {
+	s.phase, s.err = ending, err
+	s.leaveBy, s.endBy = Never, s.now+int64(patience)
+	for _, c := range s.seats {
+		if c != nil {
+			s.dismiss(c)
+		}
+	}
+	clear(s.seats)
+	s.seated = 0
+}
+
+func unexpected(t wire.Type) error {
+	return fmt.Errorf("cluster: a frame of type %d was not expected", t)
+}
+
+// reason says why a connection is gone.
+func reason(err error) string {
+	if err == nil || errors.Is(err, io.EOF) {
+		return "it closed its connection"
+	}
+	return err.Error()
+}

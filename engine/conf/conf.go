@@ -1,0 +1,247 @@
+// Package conf turns settings ("NAME=value", from the environment or from
+// keyword arguments) into one typed Config. It owns every variable name: the
+// table in table.go is the only place that knows one, and docs/settings.md is
+// generated from it. Nothing here reads the process environment.
+package conf
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Role is what a process is in the cluster. The first three have the numbers
+// of FS_ROLE_* in fserver.h.
+type Role uint8
+
+// The roles. Joint stands for one process tree of all three on this host; an
+// engine node is never joint.
+const (
+	Scheduler Role = iota
+	Worker
+	Server
+	Joint
+)
+
+func (r Role) String() string { return name(roles, r) }
+
+// Transport is the user's choice of how bytes travel.
+type Transport uint8
+
+// The transports. Auto is the best that reaches the peer.
+const (
+	Auto Transport = iota
+	TCP
+	Inproc
+	CMA
+	CUDAIPC
+	Verbs
+	OFI
+	UCX
+)
+
+func (t Transport) String() string { return name(transports, t) }
+
+// built says which transports a user can choose in this build.
+func (t Transport) built() bool { return t <= Inproc }
+
+// Backend is the kind of device that the tensors are on.
+type Backend uint8
+
+// The backends. AnyBackend was not chosen: the GPU if the build and the host
+// have one. GPU was asked for by name: a node that has none refuses to open.
+const (
+	AnyBackend Backend = iota
+	CPU
+	GPU
+)
+
+func (b Backend) String() string { return name(backends, b) }
+
+// Level is how much is logged; each level includes those before it.
+type Level uint8
+
+// The levels.
+const (
+	LogError Level = iota
+	LogWarn
+	LogInfo  // connection set-up
+	LogDebug // every message
+)
+
+func (l Level) String() string { return name(levels, l) }
+
+// Lag says how queue pairs use the ports of a bonded NIC.
+type Lag uint8
+
+// The ways: no care taken, spread over both ports, or all on one of them.
+const (
+	LagOff Lag = iota
+	LagSpread
+	LagPort1
+	LagPort2
+)
+
+func (l Lag) String() string { return name(lags, l) }
+
+var (
+	roles      = []string{"scheduler", "worker", "server", "joint"}
+	transports = []string{"auto", "tcp", "inproc", "cma", "cudaipc", "verbs", "ofi", "ucx"}
+	backends   = []string{"any", "CPU", "GPU"}
+	levels     = []string{"error", "warn", "info", "debug"}
+	lags       = []string{"0", "1", "port1", "port2"}
+)
+
+func name[T ~uint8](names []string, v T) string {
+	if int(v) < len(names) {
+		return names[v]
+	}
+	return strconv.Itoa(int(v))
+}
+
+// Config is what one node is to be. Parse makes it; nobody changes it after
+// that. It holds no references, so a copy is independent.
+type Config struct {
+	Role       Role
+	Workers    int // worker groups
+	Servers    int // server groups
+	GroupSize  int // processes in a group
+	NodeRank   int // index of the group's host within the role
+	RankOffset int
+	GPU        int // device index, also when Rank and Instance say otherwise
+
+	// Derived: Rank is GroupSize*NodeRank + GPU + RankOffset, Group is
+	// Rank/GroupSize, and Instance (the rail) is DMLC_INSTANCE_ID, else
+	// GPU + RankOffset. All three are 0 for a scheduler and for Joint.
+	Rank     int
+	Group    int
+	Instance int
+
+	SchedulerHost string // name or address, without brackets
+	SchedulerPort int    // 0: any free one, only where this process listens on it
+	HostScheduler bool   // this server runs the scheduler too
+
+	NodeHost  string // name or address of this host to use; empty: not named
+	Interface string // interface to use; empty: not named
+	NearGPU   bool   // DMLC_INTERFACE=auto: prefer the NIC nearest the GPU
+	Port      int    // port to listen on; 0: any free one
+	Local     bool   // everything is on this host
+
+	Transport Transport
+	SameHost  bool // same-host transports may be used
+	Backend   Backend
+
+	Cluster    string // only nodes of the same cluster id talk to each other
+	Secret     Secret
+	secretFile string // where Secret was read, if it was
+
+	InitTimeout       time.Duration // until the cluster is complete
+	StopTimeout       time.Duration // to leave together
+	BarrierTimeout    time.Duration
+	StallTimeout      time.Duration // without progress while bytes are owed
+	HeartbeatInterval time.Duration // 0: no heartbeats are sent
+	HeartbeatTimeout  time.Duration // 0: silence is not a fault
+	Spin              time.Duration // a waiting call spins this long before it sleeps
+
+	Log Level
+
+	// What follows is read and checked, and takes effect with what the table
+	// names in its column "takes effect".
+	SplitLag       Lag
+	QueuePairs     int
+	RecvDepth      int
+	StartDepth     int
+	MemSync        bool
+	BindCores      bool
+	CoresPerSocket int
+	CoresPerGPU    int
+	CoreOffset     int
+	Resend         bool
+	ResendTimeout  time.Duration
+	DropPercent    int
+}
+
+// Scheduler is the scheduler's address, "host:port".
+func (c *Config) Scheduler() string {
+	return net.JoinHostPort(c.SchedulerHost, strconv.Itoa(c.SchedulerPort))
+}
+
+// Secret is what members prove to each other that they know. It does not show
+// what it holds, however it is printed.
+type Secret struct{ s string }
+
+// IsSet says whether there is a secret at all.
+func (s Secret) IsSet() bool { return s.s != "" }
+
+// Bytes is the secret itself, a new copy.
+func (s Secret) Bytes() []byte { return []byte(s.s) }
+
+// String gives "set" or nothing.
+func (s Secret) String() string {
+	if s.IsSet() {
+		return "set"
+	}
+	return ""
+}
+
+// Format prints String for every verb.
+func (s Secret) Format(f fmt.State, _ rune) { io.WriteString(f, s.String()) }
+
+// ListenKind says how the address to listen on is found.
+type ListenKind uint8
+
+// The ways. A node turns each into one address of this host.
+const (
+	ListenLoopback  ListenKind = iota // 127.0.0.1, or ::1 if the scheduler is there
+	ListenHost                        // Name is an address or host name of this host
+	ListenInterface                   // Name is an interface of this host
+	ListenRoute                       // the address of this host that routes to the host Name
+)
+
+// Listen is where a node listens, as far as settings can tell.
+type Listen struct {
+	Kind ListenKind
+	Name string
+	Open bool // other hosts can connect, and no secret keeps them out
+}
+
+// Listen says where this node listens. What the user named comes first
+// (DMLC_NODE_HOST, then DMLC_INTERFACE); else the address that routes to a
+// scheduler elsewhere; else loopback. A scheduler follows the same rule: the
+// address that routes to its own address is that address.
+//
+// Open is decided before names are resolved: when ListenHost or ListenRoute
+// turns out to be a loopback address, nothing is open after all.
+func (c *Config) Listen() Listen {
+	open := !c.Secret.IsSet()
+	switch {
+	case c.Local || c.Transport == Inproc:
+		return Listen{Kind: ListenLoopback}
+	case c.NodeHost != "":
+		return Listen{ListenHost, c.NodeHost, open && !loopback(c.NodeHost)}
+	case c.Interface != "":
+		return Listen{ListenInterface, c.Interface, open && c.Interface != "lo"}
+	case !loopback(c.SchedulerHost):
+		return Listen{ListenRoute, c.SchedulerHost, open}
+	}
+	return Listen{Kind: ListenLoopback}
+}
+
+// OpenWarning is the text for a node that listens on addr without a secret
+// where other hosts can connect.
+func OpenWarning(addr string) string {
+	return fmt.Sprintf("conf: listening on %s without a secret: whoever can connect can join the cluster "+
+		"(set FSERVER_SECRET or FSERVER_SECRET_FILE on all its nodes)", addr)
+}
+
+// loopback says whether host is certain to be this host's loopback.
+func loopback(host string) bool {
+	if a, err := netip.ParseAddr(host); err == nil {
+		return a.Unmap().IsLoopback()
+	}
+	return strings.EqualFold(host, "localhost")
+}

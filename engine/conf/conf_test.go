@@ -1,0 +1,442 @@
+package conf
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// with is settings that a worker can open with, and more.
+func with(more ...string) []string {
+	return append([]string{"DMLC_ROLE=worker", "DMLC_PS_ROOT_PORT=7000"}, more...)
+}
+
+func good(t *testing.T, settings ...string) *Config {
+	t.Helper()
+	c, warnings, err := Parse(settings)
+	require.NoError(t, err)
+	require.Empty(t, warnings)
+	return c
+}
+
+func bad(t *testing.T, settings ...string) string {
+	t.Helper()
+	c, _, err := Parse(settings)
+	require.Error(t, err)
+	require.Nil(t, c)
+	return err.Error()
+}
+
+func warned(t *testing.T, settings ...string) (*Config, string) {
+	t.Helper()
+	c, warnings, err := Parse(settings)
+	require.NoError(t, err)
+	require.Len(t, warnings, 1)
+	return c, string(warnings[0])
+}
+
+func TestDefaults(t *testing.T) {
+	require.Equal(t, &Config{
+		Role: Server, Workers: 1, Servers: 1, GroupSize: 1,
+		SchedulerHost: "127.0.0.1", SchedulerPort: 7000,
+		Transport: Auto, SameHost: true, Backend: AnyBackend,
+		Cluster:     "default",
+		InitTimeout: time.Minute, StopTimeout: 30 * time.Second, BarrierTimeout: 5 * time.Minute,
+		StallTimeout: 30 * time.Second, HeartbeatInterval: time.Second, HeartbeatTimeout: 10 * time.Second,
+		Spin: time.Millisecond, Log: LogWarn,
+		QueuePairs: 2, RecvDepth: 256, StartDepth: 128, MemSync: true,
+		CoresPerSocket: 48, CoresPerGPU: 5, CoreOffset: 10, ResendTimeout: time.Second,
+	}, good(t, "DMLC_PS_ROOT_PORT=7000"))
+}
+
+// TestEverySpelling goes through each name of the table: values that are taken,
+// with what they come to, and values that are refused.
+func TestEverySpelling(t *testing.T) {
+	type cases struct {
+		take   map[string]string
+		refuse []string
+	}
+	whole := func(lo, hi int) cases {
+		l, h := fmt.Sprint(lo), fmt.Sprint(hi)
+		return cases{map[string]string{l: l, h: h, " " + h + "\t": h},
+			[]string{fmt.Sprint(lo - 1), fmt.Sprint(hi + 1), "two", "1.5", "1e3", "0x10", "9999999999999999999999"}}
+	}
+	onOff := cases{map[string]string{"0": "0", "1": "1"}, []string{"2", "-1", "true", "yes"}}
+	times := func(lo, hi string, outside ...string) cases {
+		return cases{map[string]string{lo: lo, hi: hi, "1.5": "1.5"},
+			append(outside, "-1", "nan", "inf", "-inf", "1s", "1e300", "soon")}
+	}
+	limit := times("0.01", "604800", "0", "0.001", "604800.1")
+	hosts := cases{
+		map[string]string{"10.0.0.9": "10.0.0.9", "node-7.rack2": "node-7.rack2", "fe80::1%eth0": "fe80::1%eth0", "[::1]": "::1", "localhost": "localhost"},
+		[]string{"0.0.0.0", "::", "224.0.0.1", "10.0.0.9:7000", "tcp://10.0.0.9", "a b", "[10.0.0.9]", "[]", "é", strings.Repeat("a", 254)}}
+	vans := cases{map[string]string{"0": "tcp", "zmq": "tcp", "ZMQ": "tcp"}, []string{"tcp", "rdma", "2"}}
+
+	all := map[string]cases{
+		"DMLC_ROLE":               {map[string]string{"worker": "worker", "Server": "server", "scheduler": "scheduler", "joint": "joint"}, []string{"master", "2"}},
+		"DMLC_NUM_WORKER":         whole(1, 65535),
+		"DMLC_NUM_SERVER":         whole(1, 65535),
+		"DMLC_GROUP_SIZE":         whole(1, 1024),
+		"DMLC_NODE_RANK":          whole(0, 65534),
+		"DMLC_RANK_OFFSET":        whole(-65535, 65535),
+		"DMLC_INSTANCE_ID":        whole(0, 1023),
+		"STEPMESH_GPU":            whole(0, 1023),
+		"DMLC_PS_ROOT_URI":        hosts,
+		"DMLC_PS_ROOT_PORT":       whole(0, 65535),
+		"FSERVER_HOST_SCHEDULER":  onOff,
+		"DMLC_NODE_HOST":          hosts,
+		"DMLC_INTERFACE":          {map[string]string{"eth0": "eth0", "AUTO": "auto", "bond0.7": "bond0.7"}, []string{"a/b", "a b", "sixteencharacter"}},
+		"DMLC_PORT":               whole(0, 65535),
+		"DMLC_LOCAL":              onOff,
+		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp", "inproc": "inproc"}, []string{"zmq", "1"}},
+		"DMLC_ENABLE_RDMA":        vans,
+		"DMLC_ENABLE_UCX":         {map[string]string{"0": "auto"}, []string{"ucx", "2"}},
+		"DMLC_PS_VAN_TYPE":        vans,
+		"BYTEPS_ENABLE_IPC":       onOff,
+		"STEPMESH_BACKEND":        {map[string]string{"CPU": "CPU", "gpu": "GPU"}, []string{"any", "ROCM"}},
+		"STEPMESH_BAKCEND":        {map[string]string{"cpu": "CPU", "GPU": "GPU"}, []string{"any", "ROCM"}},
+		"FSERVER_CLUSTER":         {map[string]string{"a": "a", strings.Repeat("x", 64): strings.Repeat("x", 64)}, []string{"a b", "a\x00", "é", strings.Repeat("x", 65)}},
+		"FSERVER_SECRET":          {map[string]string{" 0123456789abcdef ": "set"}, []string{"", "  "}},
+		"FSERVER_SECRET_FILE":     {nil, []string{"", "/nowhere/at/all", "/", "/dev/zero"}},
+		"FSERVER_INIT_TIMEOUT":    limit,
+		"FSERVER_STOP_TIMEOUT":    limit,
+		"FSERVER_BARRIER_TIMEOUT": limit,
+		"FSERVER_STALL_TIMEOUT":   limit,
+		"PS_HEARTBEAT_INTERVAL":   {map[string]string{"0": "0", "2.5": "2.5"}, []string{"604801", "-1", "nan", "1m"}},
+		"PS_HEARTBEAT_TIMEOUT":    times("0", "604800", "604801"),
+		"FSERVER_SPIN_US":         times("0", "1000000", "1000001"),
+		"FSERVER_LOG":             {map[string]string{"error": "error", "WARN": "warn", "info": "info", "debug": "debug"}, []string{"trace", "1"}},
+		"PS_VERBOSE":              {map[string]string{"0": "warn", "1": "info", "2": "debug", "9": "debug"}, []string{"10", "-1", "info"}},
+		"STEPMESH_SPLIT_QP_LAG":   {map[string]string{"0": "0", "1": "1", "port1": "port1", "port2": "port2"}, []string{"2", "on"}},
+		"DMLC_SPLIT_QP_LAG":       {map[string]string{"0": "1", "1": "port1", "2": "port2", "-1": "0", "7": "0"}, []string{"port1", "on"}},
+		"STEPAF_QP_NUM":           whole(1, 64),
+		"BYTEPS_RDMA_RX_DEPTH":    whole(1, 65536),
+		"BYTEPS_RDMA_START_DEPTH": whole(1, 65536),
+
+		"STEPMESH_MEM_SYNC":             onOff,
+		"STEPMESH_BIND_CPU_CORE":        onOff,
+		"STEPMESH_CPU_CORES_PER_SOCKET": whole(1, 4096),
+		"STEPMESH_CPU_CORES_PER_GPU":    whole(1, 4096),
+		"STEPMESH_CPU_START_OFFSET":     whole(0, 4095),
+
+		"PS_RESEND":          onOff,
+		"PS_RESEND_TIMEOUT":  times("1", "3600000", "0", "3600001"),
+		"PS_DROP_MSG":        whole(0, 100),
+		"STEPMESH_DROP_RATE": whole(0, 100),
+	}
+	require.ElementsMatch(t, names(), keys(all))
+
+	for _, s := range table {
+		for _, sp := range append([]spelling{{name: s.name, want: s.want}}, s.older...) {
+			for v, come := range all[sp.name].take {
+				p := &parser{given: map[string]string{}, source: map[string]string{}}
+				p.collect([]string{sp.name + "=" + v})
+				p.resolve(&s)
+				require.Empty(t, p.errs, "%s=%q", sp.name, v)
+				require.Equal(t, come, s.get(&p.cfg), "%s=%q", sp.name, v)
+			}
+			for _, v := range all[sp.name].refuse {
+				text := bad(t, with(sp.name+"="+v)...)
+				if s.secret {
+					require.Contains(t, text, "conf: "+sp.name+": want "+s.want)
+				} else {
+					require.Contains(t, text, fmt.Sprintf("conf: %s=%.100q: ", sp.name, strings.TrimSpace(v)))
+				}
+			}
+		}
+	}
+}
+
+func keys[V any](m map[string]V) []string {
+	var k []string
+	for name := range m {
+		k = append(k, name)
+	}
+	return k
+}
+
+func TestErrorText(t *testing.T) {
+	require.Equal(t, `conf: DMLC_NUM_WORKER="two": want a whole number from 1 to 65535`, bad(t, with("DMLC_NUM_WORKER=two")...))
+	require.Equal(t, `conf: DMLC_ROLE="boss": want scheduler, worker, server or joint
+conf: PS_VERBOSE="loud": want a whole number from 0 to 9
+conf: DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to 65535`, bad(t, "PS_VERBOSE=loud", "DMLC_ROLE=boss"))
+	require.Equal(t, "conf: setting 3 of 3 has no '=': want NAME=value", bad(t, with("hunter2")...))
+}
+
+func TestLaterEntryCounts(t *testing.T) {
+	require.Equal(t, 3, good(t, with("DMLC_NUM_WORKER=2", "DMLC_NUM_WORKER=3")...).Workers)
+	require.Equal(t, 1, good(t, with("DMLC_NUM_WORKER=two", "DMLC_NUM_WORKER=")...).Workers)
+}
+
+func TestNewerSpellingWins(t *testing.T) {
+	c, w := warned(t, with("STEPMESH_BAKCEND=GPU", "STEPMESH_BACKEND=CPU")...)
+	require.Equal(t, CPU, c.Backend)
+	require.Equal(t, `conf: STEPMESH_BAKCEND="GPU" has no effect: STEPMESH_BACKEND="CPU" is the newer spelling and says otherwise`, w)
+
+	// What a newer spelling overrides need not be in this build.
+	c, w = warned(t, with("FSERVER_TRANSPORT=tcp", "DMLC_ENABLE_RDMA=ibverbs")...)
+	require.Equal(t, TCP, c.Transport)
+	require.Contains(t, w, `DMLC_ENABLE_RDMA="ibverbs" has no effect`)
+
+	// The same said twice, or nothing said, is no contradiction.
+	require.Equal(t, TCP, good(t, with("FSERVER_TRANSPORT=TCP", "DMLC_ENABLE_RDMA=zmq", "DMLC_ENABLE_UCX=0")...).Transport)
+	require.Equal(t, LogDebug, good(t, with("FSERVER_LOG=debug", "PS_VERBOSE=0")...).Log)
+	require.Equal(t, LogDebug, good(t, with("FSERVER_LOG=debug", "PS_VERBOSE=3")...).Log)
+
+	// An overridden value still has to be one.
+	require.Contains(t, bad(t, with("FSERVER_LOG=debug", "PS_VERBOSE=loud")...), "PS_VERBOSE")
+}
+
+func TestTransportNotBuilt(t *testing.T) {
+	for _, v := range []string{"cma", "cudaipc", "verbs", "ofi", "ucx"} {
+		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp and inproc "+
+			"(unset it, or use tcp)", v, v), bad(t, with("FSERVER_TRANSPORT="+v)...))
+	}
+	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp and inproc `+
+		`(FSERVER_TRANSPORT=tcp overrides it)`, bad(t, with("DMLC_ENABLE_RDMA=1")...))
+	require.Contains(t, bad(t, with("DMLC_ENABLE_UCX=1")...), `DMLC_ENABLE_UCX="1": transport ucx is not in this build`)
+	require.Contains(t, bad(t, with("DMLC_PS_VAN_TYPE=fabric")...), `DMLC_PS_VAN_TYPE="fabric": transport ofi is not in this build`)
+}
+
+func TestUnknownNames(t *testing.T) {
+	_, w := warned(t, with("STEPMESH_BACKNED=CPU", "STEPMESH_BACKNED=GPU", "PATH=/bin", "PS_UNKNOWN=1")...)
+	require.Equal(t, "conf: unknown setting STEPMESH_BACKNED has no effect (the nearest known name is STEPMESH_BACKEND)", w)
+	for name, want := range map[string]string{
+		"DMLC_NUM_WORKERS":  "DMLC_NUM_WORKER",
+		"FSERVER_SPINUS":    "FSERVER_SPIN_US",
+		"FSERVER_SECERT":    "FSERVER_SECRET",
+		"DMLC_ROOT_URI":     "DMLC_PS_ROOT_URI",
+		"STEPMESH_VERBOSE":  "PS_VERBOSE",
+		"DMLC_PS_ROOT_PROT": "DMLC_PS_ROOT_PORT",
+	} {
+		_, w := warned(t, with(name+"=1")...)
+		require.Contains(t, w, "(the nearest known name is "+want+")", name)
+	}
+	_, w = warned(t, with("DMLC_"+strings.Repeat("X", 1<<20)+"=1")...)
+	require.Less(t, len(w), 256)
+}
+
+func TestDistance(t *testing.T) {
+	for _, c := range []struct {
+		a, b string
+		want int
+	}{{"", "", 0}, {"abc", "", 3}, {"", "abc", 3}, {"abc", "abc", 0}, {"abc", "acb", 1}, {"abc", "axc", 1}, {"abcd", "bcd", 1}, {"kitten", "sitting", 3}} {
+		require.Equal(t, c.want, distance(c.a, c.b), "%q %q", c.a, c.b)
+	}
+}
+
+func TestRanks(t *testing.T) {
+	for _, c := range []struct {
+		settings              string
+		rank, group, instance int
+	}{
+		{"DMLC_ROLE=worker", 0, 0, 0},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=40 DMLC_NODE_RANK=39", 39, 39, 0},
+		{"DMLC_ROLE=server DMLC_NUM_SERVER=2 DMLC_GROUP_SIZE=8 DMLC_NODE_RANK=1 STEPMESH_GPU=5", 13, 1, 5},
+		{"DMLC_ROLE=worker DMLC_GROUP_SIZE=4 STEPMESH_GPU=6 DMLC_RANK_OFFSET=-4", 2, 0, 2},
+		{"DMLC_ROLE=worker DMLC_GROUP_SIZE=4 STEPMESH_GPU=1 DMLC_RANK_OFFSET=2", 3, 0, 3},
+		{"DMLC_ROLE=worker DMLC_GROUP_SIZE=4 STEPMESH_GPU=3 DMLC_INSTANCE_ID=0", 3, 0, 0},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=4 STEPMESH_GPU=3 DMLC_INSTANCE_ID=0", 3, 3, 0},
+		{"DMLC_ROLE=scheduler DMLC_NODE_RANK=7 STEPMESH_GPU=3 DMLC_INSTANCE_ID=2", 0, 0, 0},
+		{"DMLC_ROLE=joint STEPMESH_GPU=3", 0, 0, 0},
+	} {
+		got := good(t, append(strings.Fields(c.settings), "DMLC_PS_ROOT_PORT=7000")...)
+		require.Equal(t, []int{c.rank, c.group, c.instance}, []int{got.Rank, got.Group, got.Instance}, c.settings)
+	}
+	require.Equal(t, "conf: rank 1 of a worker (DMLC_GROUP_SIZE 1 × DMLC_NODE_RANK 0 + STEPMESH_GPU 1 + DMLC_RANK_OFFSET 0): "+
+		"want 0 to 0, for DMLC_NUM_WORKER=1 groups of DMLC_GROUP_SIZE=1 (DMLC_RANK_OFFSET=-1 makes the rank independent of the device)",
+		bad(t, with("STEPMESH_GPU=1")...))
+	require.Contains(t, bad(t, with("DMLC_RANK_OFFSET=-1")...), "rank -1 of a worker")
+	require.Contains(t, bad(t, "DMLC_NODE_RANK=1", "DMLC_PS_ROOT_PORT=7000"), "rank 1 of a server")
+	require.Equal(t, "conf: instance 3: want 0 to 0, for DMLC_GROUP_SIZE=1 (it is DMLC_INSTANCE_ID, else STEPMESH_GPU 3 + DMLC_RANK_OFFSET 0)",
+		bad(t, with("DMLC_NUM_WORKER=4", "STEPMESH_GPU=3")...))
+	require.Contains(t, bad(t, with("DMLC_INSTANCE_ID=1")...), "instance 1: want 0 to 0")
+}
+
+func TestScheduler(t *testing.T) {
+	require.Equal(t, "[fd00::9]:7000", good(t, with("DMLC_PS_ROOT_URI=[fd00::9]")...).Scheduler())
+	require.Equal(t, "10.0.0.9:7000", good(t, with("DMLC_PS_ROOT_URI=10.0.0.9")...).Scheduler())
+
+	// On one host the address is known; where another host is named it is not.
+	for _, s := range []string{"DMLC_NODE_HOST=localhost", "DMLC_NODE_HOST=::1", "DMLC_INTERFACE=lo", "DMLC_INTERFACE=auto"} {
+		require.Equal(t, "127.0.0.1:7000", good(t, with(s)...).Scheduler(), s)
+	}
+	for _, s := range []string{"DMLC_NODE_HOST=10.0.0.9", "DMLC_INTERFACE=eth0"} {
+		require.Contains(t, bad(t, with(s)...), "conf: DMLC_PS_ROOT_URI is not set: want the host of the scheduler", s)
+	}
+
+	// The port may be any one only where the scheduler runs.
+	for _, s := range []string{"DMLC_ROLE=scheduler", "DMLC_ROLE=joint", "FSERVER_HOST_SCHEDULER=1"} {
+		require.Equal(t, "127.0.0.1:0", good(t, s).Scheduler())
+	}
+	for _, s := range []string{"DMLC_ROLE=worker", "DMLC_ROLE=server"} {
+		require.Contains(t, bad(t, s, "DMLC_PS_ROOT_PORT=0"), "conf: DMLC_PS_ROOT_PORT is not set")
+	}
+	require.Equal(t, "conf: FSERVER_HOST_SCHEDULER=1 for DMLC_ROLE=worker: only a server can run the scheduler too",
+		bad(t, with("FSERVER_HOST_SCHEDULER=1")...))
+}
+
+func TestLocal(t *testing.T) {
+	c := good(t, with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=::1")...)
+	require.Equal(t, "[::1]:7000", c.Scheduler())
+	require.Equal(t, Listen{Kind: ListenLoopback}, c.Listen())
+
+	c, w, err := Parse(with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=10.0.0.9", "DMLC_NODE_HOST=10.0.0.9", "DMLC_INTERFACE=eth0"))
+	require.NoError(t, err)
+	require.Equal(t, "127.0.0.1:7000", c.Scheduler())
+	require.Equal(t, Listen{Kind: ListenLoopback}, c.Listen())
+	require.Equal(t, []Warning{
+		`conf: DMLC_PS_ROOT_URI="10.0.0.9" has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1`,
+		`conf: DMLC_NODE_HOST="10.0.0.9" has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1`,
+		`conf: DMLC_INTERFACE="eth0" has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1`,
+	}, w)
+}
+
+func TestListen(t *testing.T) {
+	const secret = "FSERVER_SECRET=0123456789abcdef"
+	for _, c := range []struct {
+		settings string
+		want     Listen
+	}{
+		{"", Listen{Kind: ListenLoopback}},
+		{"DMLC_PS_ROOT_URI=localhost", Listen{Kind: ListenLoopback}},
+		{"DMLC_PS_ROOT_URI=127.8.8.8", Listen{Kind: ListenLoopback}},
+		{"DMLC_PS_ROOT_URI=::ffff:127.0.0.1", Listen{Kind: ListenLoopback}},
+		{"DMLC_PS_ROOT_URI=10.0.0.9 FSERVER_TRANSPORT=inproc", Listen{Kind: ListenLoopback}},
+		{"DMLC_PS_ROOT_URI=10.0.0.9", Listen{ListenRoute, "10.0.0.9", true}},
+		{"DMLC_PS_ROOT_URI=head", Listen{ListenRoute, "head", true}},
+		{"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=auto", Listen{ListenRoute, "10.0.0.9", true}},
+		{"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=eth0", Listen{ListenInterface, "eth0", true}},
+		{"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=eth0 DMLC_NODE_HOST=10.0.0.8", Listen{ListenHost, "10.0.0.8", true}},
+		{"DMLC_NODE_HOST=::1", Listen{ListenHost, "::1", false}},
+		{"DMLC_INTERFACE=lo", Listen{ListenInterface, "lo", false}},
+		{secret + " DMLC_PS_ROOT_URI=10.0.0.9", Listen{ListenRoute, "10.0.0.9", false}},
+		{secret + " DMLC_PS_ROOT_URI=10.0.0.9 DMLC_NODE_HOST=10.0.0.8", Listen{ListenHost, "10.0.0.8", false}},
+		{secret + " DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=eth0", Listen{ListenInterface, "eth0", false}},
+		{"DMLC_ROLE=scheduler DMLC_PS_ROOT_URI=10.0.0.9", Listen{ListenRoute, "10.0.0.9", true}},
+	} {
+		require.Equal(t, c.want, good(t, with(strings.Fields(c.settings)...)...).Listen(), c.settings)
+	}
+	require.Contains(t, OpenWarning("10.0.0.9:7000"), "conf: listening on 10.0.0.9:7000 without a secret")
+}
+
+func TestSecret(t *testing.T) {
+	file := func(name, text string) string {
+		path := filepath.Join(t.TempDir(), name)
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+		return path
+	}
+	const s = "correct horse battery staple"
+	ok := file("ok", "\n  "+s+" \r\n")
+
+	require.False(t, good(t, with()...).Secret.IsSet())
+	require.Equal(t, s, string(good(t, with("FSERVER_SECRET= "+s+" ")...).Secret.Bytes()))
+	require.Equal(t, s, string(good(t, with("FSERVER_SECRET_FILE="+ok)...).Secret.Bytes()))
+	require.Equal(t, strings.Repeat("x", 4096), string(good(t, with("FSERVER_SECRET_FILE="+file("full", strings.Repeat("x", 4096)))...).Secret.Bytes()))
+
+	c, w := warned(t, with("FSERVER_SECRET_FILE="+ok, "FSERVER_SECRET=0123456789abcdef")...)
+	require.Equal(t, "0123456789abcdef", string(c.Secret.Bytes()))
+	require.Contains(t, w, "has no effect: FSERVER_SECRET is set")
+
+	_, w = warned(t, with("FSERVER_SECRET=hunter2")...)
+	require.Equal(t, "conf: the secret is shorter than 16 bytes: who sees one connection start can find it by trying", w)
+
+	for path, want := range map[string]string{
+		"/nowhere/at/all":                        "no such file or directory",
+		t.TempDir():                              "not a regular file",
+		"/dev/zero":                              "not a regular file",
+		file("blank", " \n"):                     "no secret in it",
+		file("large", strings.Repeat("x", 4097)): "more than 4096 bytes",
+	} {
+		require.Equal(t, fmt.Sprintf("conf: FSERVER_SECRET_FILE=%.100q: %s", path, want), bad(t, with("FSERVER_SECRET_FILE="+path)...))
+	}
+
+	// It does not show.
+	c = good(t, with("FSERVER_SECRET="+s)...)
+	for _, format := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x", "%d"} {
+		require.NotContains(t, fmt.Sprintf(format, c.Secret), s)
+	}
+	require.NotContains(t, fmt.Sprintf("%+v", *c), s)
+	js, err := json.Marshal(c)
+	require.NoError(t, err)
+	require.NotContains(t, string(js), s)
+	require.NotContains(t, string(Describe(with("FSERVER_SECRET="+s))), s)
+	require.NotContains(t, string(Describe(with("FSERVER_SECRET_FILE="+ok))), s)
+}
+
+func TestHeartbeat(t *testing.T) {
+	require.Equal(t, `conf: PS_HEARTBEAT_TIMEOUT is 10s and PS_HEARTBEAT_INTERVAL is 20s: want the time-out to be longer (0 turns either off)`,
+		bad(t, with("PS_HEARTBEAT_INTERVAL=20")...))
+	require.Zero(t, good(t, with("PS_HEARTBEAT_INTERVAL=20", "PS_HEARTBEAT_TIMEOUT=0")...).HeartbeatTimeout)
+	require.Zero(t, good(t, with("PS_HEARTBEAT_INTERVAL=0")...).HeartbeatInterval)
+}
+
+func TestDescribe(t *testing.T) {
+	var got struct {
+		Settings []map[string]any
+		Warnings []string
+		Errors   []string
+	}
+	require.NoError(t, json.Unmarshal(Describe(with("DMLC_ENABLE_RDMA=zmq", "FSERVER_TYPO=1", "DMLC_PORT=many")), &got))
+	require.Len(t, got.Settings, len(table))
+	require.Equal(t, []string{`conf: DMLC_PORT="many": want a whole number from 0 to 65535`}, got.Errors)
+	require.Len(t, got.Warnings, 1)
+	rows := map[string]map[string]any{}
+	for _, s := range got.Settings {
+		rows[s["name"].(string)] = s
+		for _, field := range []string{"section", "type", "allowed", "default", "meaning", "source"} {
+			require.NotEmpty(t, s[field], "%s of %s", field, s["name"])
+		}
+	}
+	row := rows["FSERVER_TRANSPORT"]
+	require.Equal(t, "tcp", row["value"])
+	require.Equal(t, "DMLC_ENABLE_RDMA", row["source"])
+	require.Equal(t, []any{"DMLC_ENABLE_RDMA", "DMLC_ENABLE_UCX", "DMLC_PS_VAN_TYPE"}, row["older"])
+	require.Equal(t, "worker", rows["DMLC_ROLE"]["value"])
+	require.Equal(t, "127.0.0.1", rows["DMLC_PS_ROOT_URI"]["value"])
+	require.Equal(t, "default", rows["DMLC_PS_ROOT_URI"]["source"])
+	require.Equal(t, "transport verbs", rows["STEPAF_QP_NUM"]["takes_effect_with"])
+
+	require.NoError(t, json.Unmarshal(Describe(nil), &got))
+	require.Equal(t, []string{}, got.Warnings)
+}
+
+// FuzzParse holds what is true for any settings: no panic, an error or a
+// Config, a Config within its limits, JSON that is JSON.
+func FuzzParse(f *testing.F) {
+	f.Add("DMLC_ROLE=worker\nDMLC_PS_ROOT_PORT=7000")
+	f.Add("DMLC_NUM_WORKER=two\nFSERVER_SECRET=\nX")
+	f.Add("DMLC_PS_ROOT_URI=[::1]\nDMLC_INTERFACE=auto\nDMLC_LOCAL=1\nFSERVER_HOST_SCHEDULER=1")
+	f.Add("FSERVER_INIT_TIMEOUT=1e-999\nPS_HEARTBEAT_INTERVAL=0x1p3\nFSERVER_SPIN_US=+Inf\n=\n==")
+	f.Add("STEPMESH_BAKCEND=GPU\nSTEPMESH_BACKEND=cpu\nDMLC_SPLIT_QP_LAG=-9\nDMLC_\xff=\xff")
+	f.Fuzz(func(t *testing.T, text string) {
+		settings := strings.Split(text, "\n")
+		c, _, err := Parse(settings)
+		if js := Describe(settings); !json.Valid(js) {
+			t.Fatalf("not JSON: %s", js)
+		}
+		if (c == nil) != (err != nil) {
+			t.Fatalf("config %v with error %v", c, err)
+		}
+		if c == nil {
+			return
+		}
+		groups := c.Workers
+		if c.Role == Server {
+			groups = c.Servers
+		}
+		if c.Rank < 0 || c.Rank >= groups*c.GroupSize || c.Instance < 0 || c.Instance >= c.GroupSize || c.Group < 0 || c.Group >= groups {
+			t.Fatalf("rank %d group %d instance %d of %d groups of %d", c.Rank, c.Group, c.Instance, groups, c.GroupSize)
+		}
+		if c.InitTimeout <= 0 || c.StopTimeout <= 0 || c.BarrierTimeout <= 0 || c.StallTimeout <= 0 || c.Spin < 0 || c.SchedulerHost == "" || !c.Transport.built() {
+			t.Fatalf("out of limits: %+v", *c)
+		}
+		c.Listen()
+	})
+}

@@ -1,0 +1,325 @@
+package conf
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+)
+
+// Warning is something that the user should know and that stops nothing.
+type Warning string
+
+// minSecret is the length, in bytes, below which a secret is warned of: whoever
+// has recorded one handshake can try secrets without asking anybody.
+const minSecret = 16
+
+// Parse reads settings, each "NAME=value". Names that are not ours are passed
+// over, so a whole environment can be given.
+//
+//   - Of two entries with the same name the later one counts. An empty value is
+//     as good as none, except that of a secret, which is an error.
+//   - Of two spellings of one setting the newer one counts. If the older one
+//     says something else, a warning names both: programs written for StepMesh
+//     set the older names themselves, and the newer name has to override them.
+//   - A name that looks like one of ours and is none is warned of once, with the
+//     nearest known name.
+//
+// The error holds everything that is wrong, one line for each. Config is nil
+// then.
+func Parse(settings []string) (*Config, []Warning, error) {
+	p := parse(settings)
+	if err := errors.Join(p.errs...); err != nil {
+		return nil, p.warnings, err
+	}
+	return &p.cfg, p.warnings, nil
+}
+
+// parser is one run of Parse.
+type parser struct {
+	cfg      Config
+	given    map[string]string // by name, as it was written
+	source   map[string]string // of a setting: the spelling that counts, if any
+	warnings []Warning
+	errs     []error
+}
+
+func parse(settings []string) *parser {
+	p := &parser{given: map[string]string{}, source: map[string]string{}}
+	p.collect(settings)
+	for i := range table {
+		p.resolve(&table[i])
+	}
+	p.finish()
+	return p
+}
+
+func (p *parser) warn(format string, args ...any) {
+	p.warnings = append(p.warnings, Warning("conf: "+fmt.Sprintf(format, args...)))
+}
+
+func (p *parser) fail(format string, args ...any) {
+	p.errs = append(p.errs, fmt.Errorf("conf: "+format, args...))
+}
+
+// collect fills given and warns of unknown names.
+func (p *parser) collect(settings []string) {
+	known := names()
+	var unknown []string
+	for i, s := range settings {
+		name, v, ok := strings.Cut(s, "=")
+		switch {
+		case !ok:
+			// What it says is not shown: it may be a misplaced secret.
+			p.fail("setting %d of %d has no '=': want NAME=value", i+1, len(settings))
+		case slices.Contains(known, name):
+			p.given[name] = strings.TrimSpace(v)
+		case ours(name) && !slices.Contains(unknown, name):
+			unknown = append(unknown, name)
+			p.warn("unknown setting %.64s has no effect (the nearest known name is %s)", name, nearest(name, known))
+		}
+	}
+}
+
+func ours(name string) bool {
+	for _, prefix := range []string{"DMLC_", "STEPMESH_", "FSERVER_"} {
+		if strings.HasPrefix(name, prefix) {
+			return true
+		}
+	}
+	return false
+}
+
+// resolve gives one setting its value: that of the newest spelling that says
+// something, else the default. All spellings are checked.
+func (p *parser) resolve(s *setting) {
+	if s.def != "" {
+		s.set(&p.cfg, s.def)
+	}
+	chosen := ""
+	for _, sp := range append([]spelling{{name: s.name}}, s.older...) {
+		v, ok := p.given[sp.name]
+		if !ok || v == "" && !s.strict {
+			continue
+		}
+		now, want := v, s.want
+		if sp.to != nil {
+			want = sp.want
+			if now, ok = sp.to(v); ok && now == "" {
+				continue
+			}
+		}
+		var try Config
+		if !ok || !s.set(&try, now) {
+			p.fail("%s: want %s", s.show(sp.name, v), want)
+			continue
+		}
+		switch said := s.get(&try); {
+		case chosen == "":
+			s.set(&p.cfg, now)
+			chosen, p.source[s.name] = said, sp.name
+		case said != chosen:
+			newer := p.source[s.name]
+			p.warn("%s has no effect: %s is the newer spelling and says otherwise",
+				s.show(sp.name, v), s.show(newer, p.given[newer]))
+		}
+	}
+}
+
+// show is a setting as it was given, for messages.
+func (s *setting) show(name, v string) string {
+	if s.secret {
+		return name
+	}
+	return fmt.Sprintf("%s=%.100q", name, v)
+}
+
+// finish derives what follows from several settings, and checks it.
+func (p *parser) finish() {
+	p.rank()
+	p.scheduler()
+	p.network()
+	p.secret()
+	p.transport()
+	c := &p.cfg
+	if c.HeartbeatInterval > 0 && c.HeartbeatTimeout > 0 && c.HeartbeatTimeout <= c.HeartbeatInterval {
+		p.fail("PS_HEARTBEAT_TIMEOUT is %v and PS_HEARTBEAT_INTERVAL is %v: want the time-out to be longer (0 turns either off)",
+			c.HeartbeatTimeout, c.HeartbeatInterval)
+	}
+}
+
+func (p *parser) rank() {
+	c := &p.cfg
+	if c.Role != Worker && c.Role != Server {
+		c.Instance = 0
+		return
+	}
+	groups, variable := c.Workers, "DMLC_NUM_WORKER"
+	if c.Role == Server {
+		groups, variable = c.Servers, "DMLC_NUM_SERVER"
+	}
+	// Where no instance is given, the rank's own mistake is reported alone.
+	c.Rank = c.GroupSize*c.NodeRank + c.GPU + c.RankOffset
+	if c.Rank < 0 || c.Rank >= groups*c.GroupSize {
+		p.fail("rank %d of a %v (DMLC_GROUP_SIZE %d × DMLC_NODE_RANK %d + STEPMESH_GPU %d + DMLC_RANK_OFFSET %d): "+
+			"want 0 to %d, for %s=%d groups of DMLC_GROUP_SIZE=%d (DMLC_RANK_OFFSET=%d makes the rank independent of the device)",
+			c.Rank, c.Role, c.GroupSize, c.NodeRank, c.GPU, c.RankOffset, groups*c.GroupSize-1, variable, groups, c.GroupSize, -c.GPU)
+		return
+	}
+	c.Group = c.Rank / c.GroupSize
+	if p.source["DMLC_INSTANCE_ID"] == "" {
+		c.Instance = c.GPU + c.RankOffset
+	}
+	if c.Instance < 0 || c.Instance >= c.GroupSize {
+		p.fail("instance %d: want 0 to %d, for DMLC_GROUP_SIZE=%d (it is DMLC_INSTANCE_ID, else STEPMESH_GPU %d + DMLC_RANK_OFFSET %d)",
+			c.Instance, c.GroupSize-1, c.GroupSize, c.GPU, c.RankOffset)
+	}
+}
+
+func (p *parser) scheduler() {
+	c := &p.cfg
+	if c.HostScheduler && c.Role != Server {
+		p.fail("FSERVER_HOST_SCHEDULER=1 for DMLC_ROLE=%v: only a server can run the scheduler too", c.Role)
+	}
+	if c.SchedulerPort == 0 && c.Role != Scheduler && c.Role != Joint && !c.HostScheduler {
+		p.fail("DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to %d", maxPort)
+	}
+	switch {
+	case c.Local && c.SchedulerHost != "" && !loopback(c.SchedulerHost):
+		p.warn("DMLC_PS_ROOT_URI=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", c.SchedulerHost)
+		c.SchedulerHost = "127.0.0.1"
+	case c.SchedulerHost != "":
+	case c.Local || c.Role == Joint || (c.NodeHost == "" || loopback(c.NodeHost)) && (c.Interface == "" || c.Interface == "lo"):
+		c.SchedulerHost = "127.0.0.1"
+	default:
+		p.fail("DMLC_PS_ROOT_URI is not set: want the host of the scheduler, as DMLC_NODE_HOST or DMLC_INTERFACE says that it can be another one")
+	}
+}
+
+func (p *parser) network() {
+	c := &p.cfg
+	if !c.Local {
+		return
+	}
+	if c.NodeHost != "" && !loopback(c.NodeHost) {
+		p.warn("DMLC_NODE_HOST=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", c.NodeHost)
+	}
+	if c.Interface != "" && c.Interface != "lo" {
+		p.warn("DMLC_INTERFACE=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", c.Interface)
+	}
+	c.NodeHost, c.Interface = "", ""
+}
+
+func (p *parser) secret() {
+	c := &p.cfg
+	switch {
+	case c.secretFile != "" && p.source["FSERVER_SECRET"] != "":
+		p.warn("FSERVER_SECRET_FILE=%.100q has no effect: FSERVER_SECRET is set", c.secretFile)
+	case c.secretFile != "":
+		s, err := readSecret(c.secretFile)
+		if err != nil {
+			p.fail("FSERVER_SECRET_FILE=%.100q: %w", c.secretFile, err)
+			return
+		}
+		c.Secret = Secret{s}
+	}
+	if c.Secret.IsSet() && len(c.Secret.s) < minSecret {
+		p.warn("the secret is shorter than %d bytes: who sees one connection start can find it by trying", minSecret)
+	}
+}
+
+// readSecret reads a file, but never waits for one: a pipe is refused.
+func readSecret(path string) (string, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return "", reason(err)
+	}
+	if !info.Mode().IsRegular() {
+		return "", errors.New("not a regular file")
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return "", reason(err)
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, maxSecret+1))
+	if err != nil {
+		return "", reason(err)
+	}
+	if len(b) > maxSecret {
+		return "", fmt.Errorf("more than %d bytes", maxSecret)
+	}
+	s := strings.TrimSpace(string(b))
+	if s == "" {
+		return "", errors.New("no secret in it")
+	}
+	return s, nil
+}
+
+// reason is a file error without the path, which the message has already.
+func reason(err error) error {
+	var pe *os.PathError
+	if errors.As(err, &pe) {
+		return pe.Err
+	}
+	return err
+}
+
+func (p *parser) transport() {
+	c := &p.cfg
+	if c.Transport.built() {
+		return
+	}
+	by := p.source["FSERVER_TRANSPORT"]
+	remedy := "unset it, or use tcp"
+	if by != "FSERVER_TRANSPORT" {
+		remedy = "FSERVER_TRANSPORT=tcp overrides it"
+	}
+	p.fail("%s=%q: transport %v is not in this build, which has tcp and inproc (%s)", by, p.given[by], c.Transport, remedy)
+}
+
+// names is every name in the table, all spellings.
+func names() []string {
+	var all []string
+	for _, s := range table {
+		all = append(all, s.name)
+		for _, o := range s.older {
+			all = append(all, o.name)
+		}
+	}
+	return all
+}
+
+// nearest is the one of known that takes the fewest edits to become name.
+func nearest(name string, known []string) string {
+	if len(name) > 64 {
+		name = name[:64]
+	}
+	return slices.MinFunc(known, func(a, b string) int { return distance(name, a) - distance(name, b) })
+}
+
+// distance counts insertions, deletions, replacements and swaps of neighbours
+// that turn a into b (optimal string alignment).
+func distance(a, b string) int {
+	before, last, row := make([]int, len(b)+1), make([]int, len(b)+1), make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := 1; i <= len(a); i++ {
+		before, last, row = last, row, before
+		row[0] = i
+		for j := 1; j <= len(b); j++ {
+			cost := 1
+			if a[i-1] == b[j-1] {
+				cost = 0
+			}
+			row[j] = min(last[j]+1, row[j-1]+1, last[j-1]+cost)
+			if i > 1 && j > 1 && a[i-1] == b[j-2] && a[i-2] == b[j-1] {
+				row[j] = min(row[j], before[j-2]+1)
+			}
+		}
+	}
+	return row[len(b)]
+}

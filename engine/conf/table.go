@@ -1,0 +1,492 @@
+package conf
+
+import (
+	"fmt"
+	"math"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// setting is one row of the table: a variable and everything that is known
+// about it.
+type setting struct {
+	name    string
+	older   []spelling // in order of precedence, all after name
+	section string     // set on the first row of a section
+	value
+	unset   string // what it means that no value is given, if there is no default
+	effect  string // with what it takes effect; empty: in every build
+	meaning string
+	strict  bool // an empty value is an error, not as good as none
+	secret  bool // the value is never shown
+}
+
+// spelling is an older name of a setting. With to, its values have a meaning
+// of their own: to gives the value of the newer name, empty if this one says
+// nothing about it.
+type spelling struct {
+	name string
+	want string
+	to   func(string) (string, bool)
+}
+
+// value is the type of a setting.
+type value struct {
+	typ  string // one word for JSON
+	want string // what is allowed, as errors and the documentation say it
+	def  string // as the user would write it; empty: none
+	set  func(*Config, string) bool
+	get  func(*Config) string
+}
+
+const (
+	maxGroups = 65535
+	maxPort   = 65535
+	maxWait   = 7 * 24 * time.Hour
+	maxSecret = 4096
+)
+
+// table is in the order of docs/settings.md. Values are read in this order.
+var table = []setting{
+	{
+		section: "Roles and ranks",
+		name:    "DMLC_ROLE",
+		value:   choice("server", roles, nil, func(c *Config) *Role { return &c.Role }),
+		meaning: "what this process is; `joint` starts all three on this host",
+	}, {
+		name:    "DMLC_NUM_WORKER",
+		value:   number("1", 1, maxGroups, func(c *Config) *int { return &c.Workers }),
+		meaning: "number of worker groups",
+	}, {
+		name:    "DMLC_NUM_SERVER",
+		value:   number("1", 1, maxGroups, func(c *Config) *int { return &c.Servers }),
+		meaning: "number of server groups",
+	}, {
+		name:    "DMLC_GROUP_SIZE",
+		value:   number("1", 1, 1024, func(c *Config) *int { return &c.GroupSize }),
+		meaning: "processes in a group, one per GPU; as many rails",
+	}, {
+		name:    "DMLC_NODE_RANK",
+		value:   number("0", 0, maxGroups-1, func(c *Config) *int { return &c.NodeRank }),
+		meaning: "index of this group within its role; the rank is DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET",
+	}, {
+		name:    "DMLC_RANK_OFFSET",
+		value:   number("0", -maxGroups, maxGroups, func(c *Config) *int { return &c.RankOffset }),
+		meaning: "added to the rank and to the instance, so that they can differ from the device",
+	}, {
+		name:    "DMLC_INSTANCE_ID",
+		value:   number("", 0, 1023, func(c *Config) *int { return &c.Instance }),
+		unset:   "STEPMESH_GPU + DMLC_RANK_OFFSET",
+		meaning: "index of the rail: this process talks to the same instance of the other role's groups",
+	}, {
+		name:    "STEPMESH_GPU",
+		value:   number("0", 0, 1023, func(c *Config) *int { return &c.GPU }),
+		meaning: "device index; part of the rank also where there is no GPU",
+	}, {
+		section: "Scheduler and addresses",
+		name:    "DMLC_PS_ROOT_URI",
+		value:   host(func(c *Config) *string { return &c.SchedulerHost }),
+		unset:   "127.0.0.1; required when DMLC_NODE_HOST or DMLC_INTERFACE names something else than loopback",
+		meaning: "host of the scheduler",
+	}, {
+		name:    "DMLC_PS_ROOT_PORT",
+		value:   number("", 0, maxPort, func(c *Config) *int { return &c.SchedulerPort }),
+		unset:   "any free port where the scheduler runs; required elsewhere",
+		meaning: "port of the scheduler; 0, only where it runs: any free one",
+	}, {
+		name:    "FSERVER_HOST_SCHEDULER",
+		value:   onOff("0", func(c *Config) *bool { return &c.HostScheduler }),
+		meaning: "this server runs the scheduler too",
+	}, {
+		name:    "DMLC_NODE_HOST",
+		value:   host(func(c *Config) *string { return &c.NodeHost }),
+		unset:   "chosen",
+		meaning: "address of this host to use; comes before DMLC_INTERFACE",
+	}, {
+		name:    "DMLC_INTERFACE",
+		value:   iface(),
+		unset:   "chosen",
+		meaning: "network interface to use; `auto`: the one nearest the GPU, in a build with topology, else chosen",
+	}, {
+		name:    "DMLC_PORT",
+		value:   number("0", 0, maxPort, func(c *Config) *int { return &c.Port }),
+		meaning: "port to listen on; 0: any free one",
+	}, {
+		name:    "DMLC_LOCAL",
+		value:   onOff("0", func(c *Config) *bool { return &c.Local }),
+		meaning: "everything is on this host: loopback is used, whatever the other addresses say",
+	}, {
+		section: "Transport and device",
+		name:    "FSERVER_TRANSPORT",
+		older: []spelling{
+			{"DMLC_ENABLE_RDMA", vans, van},
+			{"DMLC_ENABLE_UCX", "0 or 1", oneOf("0", "", "1", "ucx")},
+			{"DMLC_PS_VAN_TYPE", vans, van},
+		},
+		value:   choice("auto", transports, nil, func(c *Config) *Transport { return &c.Transport }),
+		meaning: "how bytes travel; `auto`: the best that reaches the peer. This build has tcp and inproc (inside one process) and refuses the others. Older values: `ibverbs`, `multivan` and 1 are verbs, `fabric` is ofi, `zmq` and 0 are tcp",
+	}, {
+		name:    "BYTEPS_ENABLE_IPC",
+		value:   onOff("1", func(c *Config) *bool { return &c.SameHost }),
+		effect:  "transports cma and cudaipc",
+		meaning: "same-host transports may be used",
+	}, {
+		name:    "STEPMESH_BACKEND",
+		older:   []spelling{{name: "STEPMESH_BAKCEND"}},
+		value:   choice("", backends, []string{"CPU", "GPU"}, func(c *Config) *Backend { return &c.Backend }),
+		unset:   "GPU if there is one",
+		meaning: "where the tensors are; a build or host without a GPU refuses `GPU`",
+	}, {
+		section: "Who may talk",
+		name:    "FSERVER_CLUSTER",
+		value:   text("default", 64, func(c *Config) *string { return &c.Cluster }),
+		meaning: "cluster id; nodes of another one are refused",
+	}, {
+		name:    "FSERVER_SECRET",
+		value:   secret(),
+		unset:   "none",
+		strict:  true,
+		secret:  true,
+		meaning: "what the nodes prove to each other that they know",
+	}, {
+		name:    "FSERVER_SECRET_FILE",
+		value:   secretFile(),
+		unset:   "none",
+		strict:  true,
+		meaning: "the file that holds the secret, where FSERVER_SECRET is not set; white space around it does not count",
+	}, {
+		section: "Time limits and waiting",
+		name:    "FSERVER_INIT_TIMEOUT",
+		value:   seconds("60", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.InitTimeout }),
+		meaning: "for the cluster to become complete, from when this process starts to connect",
+	}, {
+		name:    "FSERVER_STOP_TIMEOUT",
+		value:   seconds("30", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.StopTimeout }),
+		meaning: "for all to leave together; then this node leaves alone",
+	}, {
+		name:    "FSERVER_BARRIER_TIMEOUT",
+		value:   seconds("300", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.BarrierTimeout }),
+		meaning: "for a barrier whose call gives no limit",
+	}, {
+		name:    "FSERVER_STALL_TIMEOUT",
+		value:   seconds("30", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.StallTimeout }),
+		meaning: "a connection that owes bytes and makes no progress for so long is lost",
+	}, {
+		name:    "PS_HEARTBEAT_INTERVAL",
+		value:   seconds("1", 0, maxWait, func(c *Config) *time.Duration { return &c.HeartbeatInterval }),
+		meaning: "between two signs of life; 0: none are sent",
+	}, {
+		name:    "PS_HEARTBEAT_TIMEOUT",
+		value:   seconds("10", 0, maxWait, func(c *Config) *time.Duration { return &c.HeartbeatTimeout }),
+		meaning: "a peer that is silent for so long is lost; 0: never. More than PS_HEARTBEAT_INTERVAL",
+	}, {
+		name:    "FSERVER_SPIN_US",
+		value:   microseconds("1000", 0, time.Second, func(c *Config) *time.Duration { return &c.Spin }),
+		meaning: "a waiting call spins and yields for so long before it sleeps",
+	}, {
+		section: "Log",
+		name:    "FSERVER_LOG",
+		older: []spelling{{"PS_VERBOSE", "a whole number from 0 to 9", func(v string) (string, bool) {
+			n, err := strconv.Atoi(v)
+			switch {
+			case err != nil || n < 0 || n > 9:
+				return "", false
+			case n == 0:
+				return "", true
+			case n == 1:
+				return "info", true
+			}
+			return "debug", true
+		}}},
+		value:   choice("warn", levels, nil, func(c *Config) *Level { return &c.Log }),
+		meaning: "what is logged; `info`: connection set-up, `debug`: every message. PS_VERBOSE 1 is info, 2 and above debug, 0 says nothing",
+	}, {
+		section: "RDMA",
+		name:    "STEPMESH_SPLIT_QP_LAG",
+		older: []spelling{{"DMLC_SPLIT_QP_LAG", "a whole number", func(v string) (string, bool) {
+			n, err := strconv.Atoi(v)
+			if err != nil {
+				return "", false
+			}
+			switch n {
+			case 0:
+				return "1", true
+			case 1:
+				return "port1", true
+			case 2:
+				return "port2", true
+			}
+			return "0", true
+		}}},
+		value:   choice("0", lags, nil, func(c *Config) *Lag { return &c.SplitLag }),
+		effect:  "transport verbs",
+		meaning: "spread queue pairs over the ports of a bonded NIC (1), keep them on one, or leave it to the NIC (0). DMLC_SPLIT_QP_LAG counts otherwise: 0 spreads, 1 and 2 are ports, all else is off",
+	}, {
+		name:    "STEPAF_QP_NUM",
+		value:   number("2", 1, 64, func(c *Config) *int { return &c.QueuePairs }),
+		effect:  "transport verbs",
+		meaning: "queue pairs per peer",
+	}, {
+		name:    "BYTEPS_RDMA_RX_DEPTH",
+		value:   number("256", 1, 65536, func(c *Config) *int { return &c.RecvDepth }),
+		effect:  "transport verbs",
+		meaning: "depth of the receive queue",
+	}, {
+		name:    "BYTEPS_RDMA_START_DEPTH",
+		value:   number("128", 1, 65536, func(c *Config) *int { return &c.StartDepth }),
+		effect:  "transport verbs",
+		meaning: "depth of the send queue",
+	}, {
+		section: "GPU and cores",
+		name:    "STEPMESH_MEM_SYNC",
+		value:   onOff("1", func(c *Config) *bool { return &c.MemSync }),
+		effect:  "GPU tensors",
+		meaning: "how the CPU learns that a stream has reached a point: 1 by memory, 0 by an event",
+	}, {
+		name:    "STEPMESH_BIND_CPU_CORE",
+		value:   onOff("0", func(c *Config) *bool { return &c.BindCores }),
+		effect:  "polling threads",
+		meaning: "pin the polling threads",
+	}, {
+		name:    "STEPMESH_CPU_CORES_PER_SOCKET",
+		value:   number("48", 1, 4096, func(c *Config) *int { return &c.CoresPerSocket }),
+		effect:  "polling threads",
+		meaning: "cores of a socket",
+	}, {
+		name:    "STEPMESH_CPU_CORES_PER_GPU",
+		value:   number("5", 1, 4096, func(c *Config) *int { return &c.CoresPerGPU }),
+		effect:  "polling threads",
+		meaning: "cores for each GPU",
+	}, {
+		name:    "STEPMESH_CPU_START_OFFSET",
+		value:   number("10", 0, 4095, func(c *Config) *int { return &c.CoreOffset }),
+		effect:  "polling threads",
+		meaning: "first core of a socket to use",
+	}, {
+		section: "Loss",
+		name:    "PS_RESEND",
+		value:   onOff("0", func(c *Config) *bool { return &c.Resend }),
+		effect:  "transports that lose messages",
+		meaning: "send again what is not acknowledged",
+	}, {
+		name:    "PS_RESEND_TIMEOUT",
+		value:   milliseconds("1000", time.Millisecond, time.Hour, func(c *Config) *time.Duration { return &c.ResendTimeout }),
+		effect:  "transports that lose messages",
+		meaning: "how long to wait for that",
+	}, {
+		name:    "PS_DROP_MSG",
+		older:   []spelling{{name: "STEPMESH_DROP_RATE"}},
+		value:   number("0", 0, 100, func(c *Config) *int { return &c.DropPercent }),
+		effect:  "transports that lose messages",
+		meaning: "percentage of messages to lose on purpose",
+	},
+}
+
+// vans are the values of the older spellings of the transport.
+const vans = "ibverbs, fabric, ucx, zmq, multivan, 0 or 1"
+
+var van = oneOf("ibverbs", "verbs", "1", "verbs", "multivan", "verbs", "fabric", "ofi", "ucx", "ucx", "zmq", "tcp", "0", "tcp")
+
+// oneOf makes the to of a spelling from pairs of its value and the newer one.
+func oneOf(pairs ...string) func(string) (string, bool) {
+	return func(v string) (string, bool) {
+		for i := 0; i < len(pairs); i += 2 {
+			if strings.EqualFold(v, pairs[i]) {
+				return pairs[i+1], true
+			}
+		}
+		return "", false
+	}
+}
+
+func number(def string, lo, hi int, at func(*Config) *int) value {
+	return value{
+		typ:  "number",
+		want: fmt.Sprintf("a whole number from %d to %d", lo, hi),
+		def:  def,
+		set: func(c *Config, v string) bool {
+			n, err := strconv.Atoi(v)
+			if err != nil || n < lo || n > hi {
+				return false
+			}
+			*at(c) = n
+			return true
+		},
+		get: func(c *Config) string { return strconv.Itoa(*at(c)) },
+	}
+}
+
+func onOff(def string, at func(*Config) *bool) value {
+	return value{
+		typ:  "flag",
+		want: "0 or 1",
+		def:  def,
+		set: func(c *Config, v string) bool {
+			*at(c) = v == "1"
+			return v == "0" || v == "1"
+		},
+		get: func(c *Config) string {
+			if *at(c) {
+				return "1"
+			}
+			return "0"
+		},
+	}
+}
+
+// choice is one of names, each of which stands for its index; allowed (nil: all
+// of names) are those that a user can write, in any case.
+func choice[T ~uint8](def string, names, allowed []string, at func(*Config) *T) value {
+	if allowed == nil {
+		allowed = names
+	}
+	last := len(allowed) - 1
+	return value{
+		typ:  "choice",
+		want: strings.Join(allowed[:last], ", ") + " or " + allowed[last],
+		def:  def,
+		set: func(c *Config, v string) bool {
+			for _, a := range allowed {
+				if !strings.EqualFold(a, v) {
+					continue
+				}
+				for i, n := range names {
+					if n == a {
+						*at(c) = T(i)
+						return true
+					}
+				}
+			}
+			return false
+		},
+		get: func(c *Config) string { return name(names, *at(c)) },
+	}
+}
+
+// duration is a decimal number of units. lo and hi are what is allowed.
+func duration(typ, units string, unit time.Duration, def string, lo, hi time.Duration, at func(*Config) *time.Duration) value {
+	show := func(d time.Duration) string {
+		return strconv.FormatFloat(float64(d)/float64(unit), 'f', -1, 64)
+	}
+	return value{
+		typ:  typ,
+		want: fmt.Sprintf("%s from %s to %s", units, show(lo), show(hi)),
+		def:  def,
+		set: func(c *Config, v string) bool {
+			f, err := strconv.ParseFloat(v, 64)
+			f = math.Round(f * float64(unit))
+			if err != nil || !(f >= float64(lo) && f <= float64(hi)) { // also not a number
+				return false
+			}
+			*at(c) = time.Duration(f)
+			return true
+		},
+		get: func(c *Config) string { return show(*at(c)) },
+	}
+}
+
+func seconds(def string, lo, hi time.Duration, at func(*Config) *time.Duration) value {
+	return duration("seconds", "seconds", time.Second, def, lo, hi, at)
+}
+
+func milliseconds(def string, lo, hi time.Duration, at func(*Config) *time.Duration) value {
+	return duration("milliseconds", "milliseconds", time.Millisecond, def, lo, hi, at)
+}
+
+func microseconds(def string, lo, hi time.Duration, at func(*Config) *time.Duration) value {
+	return duration("microseconds", "microseconds", time.Microsecond, def, lo, hi, at)
+}
+
+// text is at most max visible ASCII characters.
+func text(def string, max int, at func(*Config) *string) value {
+	return value{
+		typ:  "text",
+		want: fmt.Sprintf("1 to %d visible ASCII characters without spaces", max),
+		def:  def,
+		set: func(c *Config, v string) bool {
+			*at(c) = v
+			return visible(v, max)
+		},
+		get: func(c *Config) string { return *at(c) },
+	}
+}
+
+func visible(v string, max int) bool {
+	for i := 0; i < len(v); i++ {
+		if v[i] <= ' ' || v[i] > '~' {
+			return false
+		}
+	}
+	return v != "" && len(v) <= max
+}
+
+// host is a host name, or an IP address that names one host, with or without
+// the brackets of IPv6.
+func host(at func(*Config) *string) value {
+	return value{
+		typ:  "host",
+		want: "a host name, or an IP address of one host, without port or scheme",
+		set: func(c *Config, v string) bool {
+			if n := len(v); n > 2 && v[0] == '[' && v[n-1] == ']' {
+				v = v[1 : n-1]
+				if !strings.Contains(v, ":") {
+					return false
+				}
+			}
+			*at(c) = v
+			if a, err := netip.ParseAddr(v); err == nil {
+				return !a.IsUnspecified() && !a.IsMulticast()
+			}
+			return visible(v, 253) && !strings.ContainsAny(v, `:/\@[]`)
+		},
+		get: func(c *Config) string { return *at(c) },
+	}
+}
+
+func iface() value {
+	return value{
+		typ:  "interface",
+		want: "auto, or the name of an interface of at most 15 characters",
+		set: func(c *Config, v string) bool {
+			if strings.EqualFold(v, "auto") {
+				c.NearGPU = true
+				return true
+			}
+			c.Interface = v
+			return visible(v, 15) && !strings.Contains(v, "/")
+		},
+		get: func(c *Config) string {
+			if c.NearGPU {
+				return "auto"
+			}
+			return c.Interface
+		},
+	}
+}
+
+func secret() value {
+	return value{
+		typ:  "secret",
+		want: "at least one character that is not white space",
+		set: func(c *Config, v string) bool {
+			c.Secret = Secret{v}
+			return v != ""
+		},
+		get: func(c *Config) string { return c.Secret.String() },
+	}
+}
+
+// secretFile only names the file; finish reads it.
+func secretFile() value {
+	return value{
+		typ:  "file",
+		want: fmt.Sprintf("a readable file of 1 to %d bytes", maxSecret),
+		set: func(c *Config, v string) bool {
+			c.secretFile = v
+			return v != ""
+		},
+		get: func(c *Config) string { return c.secretFile },
+	}
+}

@@ -1,0 +1,211 @@
+package exchange
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/mem"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
+)
+
+// fakeFabric registers and moves nothing.
+type fakeFabric struct {
+	next uint64
+	keys map[transport.Key]mem.Region
+}
+
+func newFabric() *fakeFabric { return &fakeFabric{keys: map[transport.Key]mem.Region{}} }
+
+func (f *fakeFabric) Name() string                { return "fake" }
+func (f *fakeFabric) Addr() transport.Addr        { return "fake:" }
+func (f *fakeFabric) Reaches(transport.Addr) bool { return true }
+func (f *fakeFabric) Register(r mem.Region) (transport.Key, error) {
+	f.next++
+	k := transport.Key{ID: f.next, Token: 7 * f.next}
+	f.keys[k] = r
+	return k, nil
+}
+
+func (f *fakeFabric) Deregister(k transport.Key) error {
+	if _, ok := f.keys[k]; !ok {
+		return errors.New("fake: no such key")
+	}
+	delete(f.keys, k)
+	return nil
+}
+func (f *fakeFabric) Connect(context.Context, transport.Addr) (transport.Conn, error) {
+	return nil, nil
+}
+func (f *fakeFabric) Poll([]transport.Event) (int, error) { return 0, nil }
+func (f *fakeFabric) Close() error                        { return nil }
+
+// wireConn is one direction of a path: what is posted waits in it until the
+// test lets it through.
+type wireConn struct {
+	room int // operations that Post takes at once
+	ops  []transport.Op
+	dead error
+}
+
+func (c *wireConn) Post(ops []transport.Op) (int, error) {
+	if c.dead != nil {
+		return 0, c.dead
+	}
+	n := min(len(ops), c.room)
+	for _, o := range ops[:n] {
+		o.Frame = append([]byte(nil), o.Frame...)
+		c.ops = append(c.ops, o)
+	}
+	return n, nil
+}
+func (c *wireConn) Close() error   { return nil }
+func (c *wireConn) Hello() []byte  { return nil }
+func (c *wireConn) Remote() string { return "fake" }
+
+// pair is one worker and its servers without transports. Nothing moves unless
+// the test says so.
+type pair struct {
+	t       *testing.T
+	w       *Worker
+	wf      *fakeFabric
+	servers []*Server
+	sf      []*fakeFabric
+	to      []*wireConn // worker to server i
+	from    []*wireConn
+	copies  bool // move the bytes
+	buffers *Buffers
+}
+
+func newPair(t *testing.T, servers int) *pair {
+	p := &pair{t: t, wf: newFabric(), copies: true, buffers: NewBuffers()}
+	var err error
+	p.w, err = NewWorker(servers, new(trace.Counters))
+	require.NoError(t, err)
+	for i := range servers {
+		s, err := NewServer(1, p.buffers, new(trace.Counters))
+		require.NoError(t, err)
+		p.servers = append(p.servers, s)
+		p.sf = append(p.sf, newFabric())
+		p.to = append(p.to, &wireConn{room: 1000})
+		p.from = append(p.from, &wireConn{room: 1000})
+		p.w.Connect(i, p.wf, p.to[i])
+		s.Connect(0, 0, p.sf[i], p.from[i])
+		t.Cleanup(func() { require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
+	}
+	t.Cleanup(func() { require.NoError(t, p.w.Free()) })
+	return p
+}
+
+// settle lets everything through until nothing moves, and returns the first
+// breach of the protocol that a side reports.
+func (p *pair) settle() error {
+	for moved := true; moved; {
+		moved = false
+		p.w.Drain()
+		for i, s := range p.servers {
+			s.Drain()
+			a, errA := deliver(p.to[i], p.sf[i], p.copies, p.w.Done, func(imm uint32, n uint64) error { return s.Written(0, imm, n) }, func(b []byte) error { return s.Frame(0, b) })
+			b, errB := deliver(p.from[i], p.wf, p.copies, s.Done, func(imm uint32, n uint64) error { return p.w.Written(i, imm, n) }, func(b []byte) error { return p.w.Frame(i, b) })
+			if err := errors.Join(errA, errB); err != nil {
+				return err
+			}
+			moved = moved || a || b
+		}
+		moved = moved || p.w.Pending()
+	}
+	return nil
+}
+
+func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error), written func(uint32, uint64) error, frame func([]byte) error) (bool, error) {
+	ops := c.ops
+	c.ops = nil
+	for i := range ops {
+		o := &ops[i]
+		if o.Kind == transport.OpFrame {
+			if err := frame(o.Frame); err != nil {
+				return true, err
+			}
+		} else {
+			r, ok := to.keys[o.Key]
+			if !ok {
+				return true, fmt.Errorf("fake: no key %v", o.Key)
+			}
+			n := o.Src[0].Len
+			at, err := r.Slice(o.Off, n)
+			if err != nil {
+				return true, err
+			}
+			if copies {
+				copy(at.Bytes(), o.Src[0].Bytes())
+			}
+			if err := written(o.Imm, n); err != nil {
+				return true, err
+			}
+		}
+		done(o.User, nil)
+	}
+	return len(ops) != 0, nil
+}
+
+func (p *pair) pushPull(push, pull []Tensor) (uint64, error) {
+	t, err := p.w.Begin()
+	require.NoError(p.t, err)
+	for _, x := range push {
+		if err := t.AddPush(x); err != nil {
+			p.w.Abandon(t)
+			return 0, err
+		}
+	}
+	for _, x := range pull {
+		if err := t.AddPull(x); err != nil {
+			p.w.Abandon(t)
+			return 0, err
+		}
+	}
+	id := t.ID()
+	return id, p.w.Submit(t)
+}
+
+// take gives the requests of the next batch of server i.
+func (p *pair) take(i int) []*Request {
+	b, err := p.servers[i].Batch()
+	require.NoError(p.t, err)
+	if b != nil {
+		p.servers[i].Deliver()
+	}
+	return b
+}
+
+func (p *pair) respond(i int, r *Request, tensors ...Tensor) error {
+	t, err := p.servers[i].Begin()
+	require.NoError(p.t, err)
+	for _, x := range tensors {
+		require.NoError(p.t, t.AddPush(x))
+	}
+	return p.servers[i].Respond(r.Handler(), t)
+}
+
+func (p *pair) state(id uint64) int {
+	s, ok := p.w.State(id)
+	require.True(p.t, ok)
+	return s
+}
+
+// bytes is a tensor over mapped memory.
+func bytesOf(t *testing.T, key uint64, n uint64, fill byte) Tensor {
+	r, err := mem.Map(max(n, 1))
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = mem.Unmap(r) })
+	x := Tensor{Span: mem.Span{Addr: r.Addr, Len: n}, Dev: mem.CPU, Key: key, Base: r, Alloc: uint64(r.Addr), Dims: []int64{int64(n)}}
+	if n < 1<<30 {
+		for i, b := 0, x.Span.Bytes(); i < len(b); i++ {
+			b[i] = fill
+		}
+	}
+	return x
+}

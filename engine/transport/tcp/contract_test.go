@@ -1,0 +1,35 @@
+package tcp
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+	"fserver/engine/transport/transporttest"
+)
+
+func TestContract(t *testing.T) {
+	transporttest.Run(t, func(testing.TB) transporttest.Bed {
+		return transporttest.Bed{Open: openForContract, Kill: kill}
+	})
+}
+
+func openForContract(o transporttest.Options) (transport.Fabric, error) {
+	opts := Options{Gate: o.Gate, Limits: o.Limits}
+	if o.Listen {
+		opts.Listen = "127.0.0.1:0"
+	}
+	return Open(opts)
+}
+
+// kill does what the kernel does to the sockets of a process that dies.
+func kill(tf transport.Fabric) {
+	f := tf.(*Fabric)
+	f.listener.Close()
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	for _, c := range f.conns {
+		unix.Shutdown(c.fd, unix.SHUT_RDWR)
+	}
+}

@@ -1,0 +1,282 @@
+package tcp
+
+import (
+	"errors"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+)
+
+var (
+	// quantum is how many bytes one system call moves at most, and so what one
+	// visit to a Conn moves in each direction.
+	quantum uint64 = 512 << 10
+	// pollBytes is how many bytes one Poll moves before it returns.
+	pollBytes uint64 = 2 << 20
+	// direct is up to how many Conns Poll reads without asking epoll which.
+	direct = 2
+)
+
+// Poll implements transport.Fabric.
+func (f *Fabric) Poll(ev []transport.Event) (int, error) {
+	if !f.owner.TryLock() {
+		return 0, nil // tear-down or set-up in another goroutine, for a moment
+	}
+	n, err := f.poll(ev)
+	f.owner.Unlock()
+	return n, err
+}
+
+func (f *Fabric) poll(ev []transport.Event) (int, error) {
+	f.seq++
+	if f.rung.Load() {
+		f.quiet()
+	}
+	if !f.closed {
+		if err := f.find(); err != nil {
+			return 0, err
+		}
+	}
+	n, moved := 0, uint64(0)
+	for left := f.queue.n; left > 0 && n < len(ev) && moved < pollBytes; left-- {
+		k, m := f.visit(f.queue.pop(), ev[n:])
+		n += k
+		moved += m
+	}
+	if f.closed {
+		if n == 0 && f.queue.n == 0 {
+			return 0, transport.ErrClosed
+		}
+	} else if f.queue.n > 0 {
+		f.ring() // epoll does not know of what is left
+	}
+	return n, nil
+}
+
+// find queues the Conns that are worth a visit. A socket without bytes costs
+// 0.45 µs to read and epoll 0.24 µs to ask, but a socket that has bytes must be
+// read in any case.
+func (f *Fabric) find() error {
+	if len(f.conns) <= direct {
+		for _, c := range f.conns {
+			c.readable = true
+			f.queue.push(c)
+		}
+		return nil
+	}
+	n, e := epollNow(f.epoll, f.ready[:])
+	if e != 0 && e != unix.EINTR {
+		return fmt.Errorf("tcp: poll: ask epoll: %w", e)
+	}
+	for i := range max(n, 0) {
+		if c := f.byFD[f.ready[i].Fd]; c != nil {
+			c.readable = c.readable || f.ready[i].Events&^unix.EPOLLOUT != 0
+			f.queue.push(c)
+		}
+	}
+	return nil
+}
+
+// visit does what there is to do for c and returns the number of events and
+// of bytes moved. c is queued again if more can be done without waiting for
+// its socket.
+func (f *Fabric) visit(c *Conn, ev []transport.Event) (n int, moved uint64) {
+	before := c.tx.taken + c.rx.came
+	if c.announce && !c.closed {
+		ev[n] = transport.Event{Kind: transport.EvAccept, Conn: c}
+		n++
+		c.announce = false
+	}
+	if c.err == nil && c.txErr == nil && c.tx.unsent() {
+		f.send(c)
+	}
+	n += c.complete(ev[n:])
+	if c.err == nil {
+		n += f.receive(c, ev[n:])
+		if c.err != nil {
+			n += c.complete(ev[n:])
+		}
+	}
+	moved = c.tx.taken + c.rx.came - before
+	if c.err != nil && c.tx.done == c.tx.tail {
+		if c.closed {
+			f.retire(c)
+			return n, moved
+		}
+		if n < len(ev) {
+			ev[n] = transport.Event{Kind: transport.EvDown, Conn: c, Err: c.err}
+			f.retire(c)
+			return n + 1, moved
+		}
+	}
+	if c.due() {
+		f.queue.push(c)
+	}
+	return n, moved
+}
+
+// retire forgets c, which has no more events to give.
+func (f *Fabric) retire(c *Conn) {
+	last := len(f.conns) - 1
+	f.conns[c.at] = f.conns[last]
+	f.conns[c.at].at = c.at
+	f.conns[last] = nil
+	f.conns = f.conns[:last]
+}
+
+// complete reports operations that have ended.
+func (c *Conn) complete(ev []transport.Event) (n int) {
+	for n < len(ev) {
+		user, sent, ok := c.tx.complete(c.err != nil)
+		if !ok {
+			break
+		}
+		ev[n] = transport.Event{Kind: transport.EvDone, Conn: c, User: user}
+		if !sent {
+			ev[n].Err = c.err
+		}
+		n++
+	}
+	return n
+}
+
+// send gives the socket up to quantum bytes, and lets epoll watch for room as
+// long as some are left.
+func (f *Fabric) send(c *Conn) {
+	c.tx.gather(&f.vec, quantum)
+	switch n, e := f.vec.send(c.fd); e {
+	case 0:
+		c.tx.advance(uint64(n))
+	case unix.EAGAIN, unix.EINTR:
+	default:
+		c.txErr = failure("send", e)
+	}
+	if more := c.tx.unsent() && c.txErr == nil; more != c.armed {
+		c.armed = more
+		ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(c.fd)}
+		if more {
+			ev.Events |= unix.EPOLLOUT
+		}
+		if err := unix.EpollCtl(f.epoll, unix.EPOLL_CTL_MOD, c.fd, &ev); err != nil {
+			f.fail(c, fmt.Errorf("watch the socket: %w", err))
+		}
+	}
+}
+
+// receive reads what c's socket has, up to quantum bytes, and turns it into
+// events.
+func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
+	x := &c.rx
+	if len(ev) == 0 {
+		return 0
+	}
+	fresh := c.readable || c.txErr != nil
+	c.readable = false
+	if x.more {
+		var bad error
+		if n, bad = x.parse(c, ev, f.seq); bad != nil {
+			f.fail(c, bad)
+			return n
+		}
+	}
+	for limit := x.came + quantum; fresh && !x.more && n < len(ev) && x.came < limit; {
+		x.want(&f.vec, f.seq, limit-x.came)
+		if f.vec.n == 0 {
+			break
+		}
+		k, e := f.vec.recv(c.fd)
+		if e == unix.EAGAIN || e == unix.EINTR {
+			if c.txErr != nil {
+				f.fail(c, c.txErr)
+			}
+			break
+		}
+		if e != 0 {
+			f.fail(c, failure("receive", e))
+			break
+		}
+		if k == 0 {
+			if c.txErr != nil && !errors.Is(c.txErr, unix.EPIPE) {
+				f.fail(c, c.txErr) // it took the error that recv would give
+			} else {
+				f.fail(c, x.end())
+			}
+			break
+		}
+		x.take(uint64(k))
+		m, bad := x.parse(c, ev[n:], f.seq)
+		n += m
+		if bad != nil {
+			f.fail(c, bad)
+			break
+		}
+		if uint64(k) < f.vec.sum {
+			break // the socket is empty; epoll or the next Poll finds what comes
+		}
+	}
+	return n
+}
+
+// failure describes an error of a system call.
+func failure(call string, e unix.Errno) error {
+	switch e {
+	case unix.ECONNRESET, unix.EPIPE, unix.ETIMEDOUT, unix.EHOSTUNREACH, unix.ENETUNREACH:
+		return e // says all
+	}
+	return fmt.Errorf("%s: %w", call, e)
+}
+
+// wake makes the next Poll visit c, and whoever sleeps on FD wake up.
+func (f *Fabric) wake(c *Conn) {
+	f.queue.push(c)
+	f.ring()
+}
+
+func (f *Fabric) ring() {
+	unix.Write(f.bell, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+	f.rung.Store(true)
+}
+
+func (f *Fabric) quiet() {
+	f.rung.Store(false)
+	var b [8]byte
+	unix.Read(f.bell, b[:])
+}
+
+// queue holds Conns, each once, in the order in which they came.
+type queue struct {
+	ring    []*Conn // its length is a power of two
+	head, n int
+}
+
+// reserve makes room for n Conns.
+func (q *queue) reserve(n int) {
+	if n <= len(q.ring) {
+		return
+	}
+	ring := make([]*Conn, max(8, 2*len(q.ring)))
+	for i := range q.n {
+		ring[i] = q.ring[(q.head+i)&(len(q.ring)-1)]
+	}
+	q.ring, q.head = ring, 0
+}
+
+func (q *queue) push(c *Conn) {
+	if c.queued {
+		return
+	}
+	c.queued = true
+	q.ring[(q.head+q.n)&(len(q.ring)-1)] = c
+	q.n++
+}
+
+func (q *queue) pop() *Conn {
+	c := q.ring[q.head]
+	q.ring[q.head] = nil
+	q.head = (q.head + 1) & (len(q.ring) - 1)
+	q.n--
+	c.queued = false
+	return c
+}

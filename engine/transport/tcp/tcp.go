@@ -1,0 +1,329 @@
+// Package tcp is the transport over TCP. Writes into registered memory are
+// emulated: the receiver puts what comes straight from the socket to its place
+// and reports it when it is complete.
+//
+// Connections are set up with package net, each in a goroutine of its own.
+// What passed the Gate becomes a bare descriptor: Post and Poll do their own
+// system calls, without the runtime's poller, and copy no payload in user
+// space (see rxStage for the one exception). record.go describes the stream.
+//
+// A Conn takes about 70 KiB of memory, and up to 2 MiB more while frames
+// travel that are larger than its buffers.
+package tcp
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// Options say what Open opens.
+type Options struct {
+	// Name is what Fabric.Name gives; empty means "tcp".
+	Name string
+	// Listen is where connections are taken, "host:port"; port 0 is any free
+	// one. Empty means that none are taken.
+	Listen string
+	// Host is the host that Addr names; empty means the address that is
+	// listened on. It is needed when that is a wildcard and peers are on other
+	// hosts.
+	Host string
+	// Bind is the local address, without a port, that Connect dials from;
+	// empty leaves it to the system.
+	Bind string
+	// Gate decides who may talk, on both sides.
+	Gate transport.Gate
+	// Limits are the bounds to keep; Stall bounds also how long the peer's
+	// kernel may leave bytes without an answer.
+	Limits transport.Limits
+	// Refused, if set, is told once of each connection that was taken and did
+	// not pass the Gate, and of failures to take one. It is called by several
+	// goroutines at once and must not call the Fabric.
+	Refused func(remote string, err error)
+}
+
+// Fabric is the TCP transport of one host address. See transport.Fabric.
+type Fabric struct {
+	opts Options
+	addr transport.Addr
+	bind *net.TCPAddr // or nil
+
+	listener net.Listener // or nil
+	pending  chan struct{}
+	ctx      context.Context // ends with Close
+	cancel   context.CancelFunc
+	tasks    sync.WaitGroup // goroutines, and calls of Connect; added to by the owner
+	once     sync.Once      // Close
+
+	// owner guards all below. Post and Poll only try to lock it and do nothing
+	// if they cannot, so they never wait; what waits for them is set-up and
+	// tear-down. Being the owner is what keeps a descriptor open and a region
+	// registered while a system call uses them.
+	owner   sync.Mutex
+	closing bool // nothing new is taken
+	closed  bool // all has ended but for events to give
+	regions regions
+	conns   []*Conn // those with events to come; Conn.at is the index
+	byFD    []*Conn // by descriptor, which is a small number
+	queue   queue   // what the next Poll visits at least
+	seq     uint64  // number of the Poll
+	vec     vec
+	ready   [64]unix.EpollEvent
+	epoll   int
+	bell    int // an eventfd in epoll
+
+	// rung says that bell may be readable. It is set after bell and cleared
+	// before bell is, so that no ring is lost or left over.
+	rung atomic.Bool
+}
+
+// Open opens a Fabric.
+func Open(o Options) (*Fabric, error) {
+	if o.Gate == nil {
+		return nil, fmt.Errorf("tcp: open: no gate to decide who may talk")
+	}
+	if o.Name == "" {
+		o.Name = "tcp"
+	}
+	if o.Limits.Handshake <= 0 {
+		o.Limits.Handshake = 10 * time.Second
+	}
+	if o.Limits.Stall <= 0 {
+		o.Limits.Stall = 30 * time.Second
+	}
+	if o.Limits.Pending <= 0 {
+		o.Limits.Pending = 256
+	}
+	f := &Fabric{
+		opts:    o,
+		pending: make(chan struct{}, o.Limits.Pending),
+		regions: regions{byID: map[uint64]region{}},
+		epoll:   -1,
+		bell:    -1,
+	}
+	f.ctx, f.cancel = context.WithCancel(context.Background())
+	if err := f.open(); err != nil {
+		f.release()
+		return nil, err
+	}
+	f.tasks.Go(f.keep)
+	if f.listener != nil {
+		f.tasks.Go(f.accept)
+	}
+	return f, nil
+}
+
+// open acquires what release gives back.
+func (f *Fabric) open() (err error) {
+	if f.opts.Bind != "" {
+		if f.bind, err = localAddr(f.ctx, f.opts.Bind); err != nil {
+			return err
+		}
+	}
+	if f.opts.Listen != "" {
+		if err = f.listen(); err != nil {
+			return err
+		}
+	}
+	if f.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+		return fmt.Errorf("tcp: open an epoll descriptor: %w (see ulimit -n)", err)
+	}
+	if f.bell, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return fmt.Errorf("tcp: open an event descriptor: %w (see ulimit -n)", err)
+	}
+	ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(f.bell)}
+	if err = unix.EpollCtl(f.epoll, unix.EPOLL_CTL_ADD, f.bell, &ev); err != nil {
+		return fmt.Errorf("tcp: watch an event descriptor: %w", err)
+	}
+	f.watchSlot(f.bell)
+	return nil
+}
+
+// release gives back what open acquired.
+func (f *Fabric) release() {
+	f.cancel()
+	if f.listener != nil {
+		f.listener.Close()
+	}
+	for _, fd := range []int{f.epoll, f.bell} {
+		if fd >= 0 {
+			unix.Close(fd)
+		}
+	}
+}
+
+// Name implements transport.Fabric.
+func (f *Fabric) Name() string { return f.opts.Name }
+
+// Addr implements transport.Fabric.
+func (f *Fabric) Addr() transport.Addr { return f.addr }
+
+// Reaches implements transport.Fabric: whatever is written like an address of
+// this transport can be tried.
+func (f *Fabric) Reaches(peer transport.Addr) bool {
+	_, err := hostPort(peer)
+	return err == nil
+}
+
+// scheme starts an address.
+const scheme = "tcp:"
+
+// hostPort is the part of peer that package net understands.
+func hostPort(peer transport.Addr) (string, error) {
+	s, ok := strings.CutPrefix(string(peer), scheme)
+	if !ok {
+		return "", fmt.Errorf("want %sHOST:PORT", scheme)
+	}
+	host, port, err := net.SplitHostPort(s)
+	if err != nil || host == "" {
+		return "", fmt.Errorf("want %sHOST:PORT, with brackets around an IPv6 host", scheme)
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return "", fmt.Errorf("port %q: want 1 to 65535", port)
+	}
+	return s, nil
+}
+
+// FD implements transport.Sleeper: an epoll descriptor. Ask for it before each
+// wait: what Post has completed rings here, not in Post, where it would cost
+// 0.7 µs each time.
+func (f *Fabric) FD() int {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	if !f.closed && f.queue.n > 0 {
+		f.ring()
+	}
+	return f.epoll
+}
+
+// Register implements transport.Fabric.
+func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	if f.closing {
+		return transport.Key{}, fmt.Errorf("tcp: register %d bytes: %w", r.Len, transport.ErrClosed)
+	}
+	return f.regions.add(r)
+}
+
+// Deregister implements transport.Fabric. A Conn that is in the middle of a
+// write into the region goes down.
+func (f *Fabric) Deregister(k transport.Key) error {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	if err := f.regions.remove(k); err != nil {
+		return err
+	}
+	for _, c := range f.conns {
+		if c.err == nil && c.rx.writes(k.ID) {
+			f.fail(c, fmt.Errorf("key %d was deregistered in the middle of the peer's write of %d bytes", k.ID, c.rx.size))
+			f.wake(c)
+		}
+	}
+	return nil
+}
+
+// Close implements transport.Fabric.
+func (f *Fabric) Close() error {
+	f.once.Do(func() {
+		// All tasks end by themselves from here on, and none begins. They may
+		// need to be the owner.
+		f.cancel()
+		f.owner.Lock()
+		f.closing = true
+		f.owner.Unlock()
+		if f.listener != nil {
+			f.listener.Close()
+		}
+		f.tasks.Wait()
+
+		f.owner.Lock()
+		f.closed = true
+		for _, c := range f.conns {
+			c.close()
+		}
+		f.release()
+		f.owner.Unlock()
+	})
+	return nil
+}
+
+// begin starts a task, which Close waits for; it is false after Close.
+func (f *Fabric) begin() bool {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	if !f.closing {
+		f.tasks.Add(1)
+	}
+	return !f.closing
+}
+
+// keep ends what stalls and frees what is idle, every eighth of Limits.Stall.
+func (f *Fabric) keep() {
+	const parts = 8
+	tick := time.NewTicker(max(f.opts.Limits.Stall/parts, time.Millisecond))
+	defer tick.Stop()
+	seq := uint64(0)
+	for {
+		select {
+		case <-f.ctx.Done():
+			return
+		case <-tick.C:
+		}
+		f.owner.Lock()
+		// Bytes that our own user leaves in the socket are no fault of a peer.
+		polled := seq != f.seq || !readable(f.epoll)
+		seq = f.seq
+		for _, c := range f.conns {
+			if c.err != nil {
+				continue
+			}
+			if polled {
+				in := c.in.stalled(c.rx.inside(), c.rx.came)
+				out := c.out.stalled(c.tx.unsent(), c.tx.taken)
+				if max(in, out) >= parts {
+					f.fail(c, fmt.Errorf("no progress in the middle of a record for %v: %w", f.opts.Limits.Stall, unix.ETIMEDOUT))
+					f.wake(c)
+					continue
+				}
+			}
+			c.rx.trim()
+			c.tx.trim()
+		}
+		f.owner.Unlock()
+	}
+}
+
+// progress watches one direction of a Conn.
+type progress struct {
+	seen uint64
+	idle int // ticks without progress
+}
+
+// stalled counts the ticks in which bytes were owed and the count of bytes did
+// not change.
+func (p *progress) stalled(owed bool, count uint64) int {
+	if !owed || count != p.seen {
+		p.seen, p.idle = count, 0
+		return 0
+	}
+	p.idle++
+	return p.idle
+}
+
+// readable says whether a wait on fd would end at once.
+func readable(fd int) bool {
+	p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	n, err := unix.Poll(p, 0)
+	return err == nil && n > 0
+}

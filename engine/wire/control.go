@@ -1,0 +1,306 @@
+package wire
+
+import (
+	"encoding/binary"
+	"fmt"
+)
+
+// Role is what a node is in the cluster.
+type Role uint8
+
+// The roles, with the numbers of FS_ROLE_* in fserver.h.
+const (
+	RoleScheduler Role = iota
+	RoleWorker
+	RoleServer
+)
+
+func (r Role) String() string {
+	switch r {
+	case RoleScheduler:
+		return "scheduler"
+	case RoleWorker:
+		return "worker"
+	case RoleServer:
+		return "server"
+	}
+	return fmt.Sprintf("role %d", uint8(r))
+}
+
+// Bounds of the control frames. A roster is one frame, so it is what bounds a
+// cluster: 27,000 members with one IPv4 address each (38 bytes), or 9,900
+// with four (105 bytes).
+const (
+	MaxMembers = 65536
+	MaxRoster  = 1 << 20 // bytes: what a transport takes as one frame
+	MaxAddrs   = 64      // of one member
+	maxAddr    = 255     // one address, bytes
+)
+
+// Member is one worker or server.
+type Member struct {
+	Role     Role
+	Rank     int // within the role
+	Group    int
+	Instance int      // rail
+	Epoch    uint64   // which run of the process: a restarted one has a larger one
+	Addrs    []string // where it listens, best first; printable, at most 255 bytes each
+}
+
+// memberSize is the least that a Member takes.
+const memberSize = 13
+
+func appendMember(dst []byte, m *Member) []byte {
+	dst = append(dst, byte(m.Role))
+	dst = binary.AppendUvarint(dst, uint64(m.Rank))
+	dst = binary.AppendUvarint(dst, uint64(m.Group))
+	dst = binary.AppendUvarint(dst, uint64(m.Instance))
+	dst = binary.LittleEndian.AppendUint64(dst, m.Epoch)
+	dst = binary.AppendUvarint(dst, uint64(len(m.Addrs)))
+	for _, a := range m.Addrs {
+		dst = appendBytes(dst, a)
+	}
+	return dst
+}
+
+func (r *reader) member() Member {
+	m := Member{
+		Role:     r.role(),
+		Rank:     r.number("rank", MaxMembers-1),
+		Group:    r.number("group", MaxMembers-1),
+		Instance: r.number("instance", MaxMembers-1),
+		Epoch:    r.u64(),
+	}
+	if n := r.count("addresses", MaxAddrs, 1); n != 0 {
+		m.Addrs = make([]string, n)
+		for i := range m.Addrs {
+			m.Addrs[i] = r.name("bytes of an address", maxAddr)
+		}
+	}
+	return m
+}
+
+// Shape is how large the cluster is. All nodes are configured with the same.
+type Shape struct {
+	Workers   int // groups
+	Servers   int // groups
+	GroupSize int // members of a group: as many rails
+}
+
+// Groups is the number of groups of a role.
+func (s Shape) Groups(r Role) int {
+	if r == RoleWorker {
+		return s.Workers
+	}
+	return s.Servers
+}
+
+// Members is the number of workers and servers.
+func (s Shape) Members() int { return (s.Workers + s.Servers) * s.GroupSize }
+
+func (s Shape) String() string {
+	return fmt.Sprintf("workers=%d servers=%d group_size=%d", s.Workers, s.Servers, s.GroupSize)
+}
+
+// Register is a member's first frame.
+type Register struct {
+	Shape Shape // as the member is configured
+	Member
+}
+
+// AppendRegister appends g as a frame.
+func AppendRegister(dst []byte, g *Register) []byte {
+	dst = append(dst, byte(TypeRegister))
+	dst = binary.AppendUvarint(dst, uint64(g.Shape.Workers))
+	dst = binary.AppendUvarint(dst, uint64(g.Shape.Servers))
+	dst = binary.AppendUvarint(dst, uint64(g.Shape.GroupSize))
+	return appendMember(dst, &g.Member)
+}
+
+// ParseRegister parses a frame; the result does not alias it.
+func ParseRegister(b []byte) (*Register, error) {
+	r := reader{b: b}
+	r.kind(TypeRegister)
+	g := &Register{Shape: Shape{
+		Workers:   r.number("worker groups", MaxMembers),
+		Servers:   r.number("server groups", MaxMembers),
+		GroupSize: r.number("group size", MaxMembers),
+	}, Member: r.member()}
+	return g, r.end()
+}
+
+// AppendRoster appends the list of all members as a frame.
+func AppendRoster(dst []byte, ms []Member) []byte {
+	dst = append(dst, byte(TypeRoster))
+	dst = binary.AppendUvarint(dst, uint64(len(ms)))
+	for i := range ms {
+		dst = appendMember(dst, &ms[i])
+	}
+	return dst
+}
+
+// ParseRoster parses a frame; the result does not alias it.
+func ParseRoster(b []byte) ([]Member, error) {
+	r := reader{b: b}
+	r.kind(TypeRoster)
+	ms := make([]Member, r.count("members", MaxMembers, memberSize))
+	for i := range ms {
+		ms[i] = r.member()
+	}
+	return ms, r.end()
+}
+
+// AppendSignal appends a frame that is its type alone: Ready, Go, Leave,
+// Heartbeat.
+func AppendSignal(dst []byte, t Type) []byte { return append(dst, byte(t)) }
+
+// ParseSignal checks that a frame is its type alone.
+func ParseSignal(b []byte) error {
+	r := reader{b: b}
+	r.u8()
+	return r.end()
+}
+
+// BarrierFlags say whom a barrier is for; with these numbers in fserver.h.
+type BarrierFlags uint8
+
+// The flags. A barrier has at least one role.
+const (
+	BarrierServers BarrierFlags = 1 << iota
+	BarrierWorkers
+	BarrierGroups // one call per group, not per instance
+
+	// BarrierKinds is the number of values, for tables.
+	BarrierKinds = 8
+)
+
+// Has says whether members of the role take part.
+func (f BarrierFlags) Has(r Role) bool {
+	return r == RoleServer && f&BarrierServers != 0 || r == RoleWorker && f&BarrierWorkers != 0
+}
+
+// Valid says whether f names at least one role and nothing unknown.
+func (f BarrierFlags) Valid() bool {
+	return f&(BarrierServers|BarrierWorkers) != 0 && f < BarrierKinds
+}
+
+func (f BarrierFlags) String() string {
+	s := "barrier of"
+	switch f & (BarrierServers | BarrierWorkers) {
+	case BarrierServers:
+		s += " servers"
+	case BarrierWorkers:
+		s += " workers"
+	case BarrierServers | BarrierWorkers:
+		s += " servers and workers"
+	default:
+		s += " nobody"
+	}
+	if f&BarrierGroups != 0 {
+		s += " by groups"
+	}
+	return s
+}
+
+// Barrier says that a member has reached a barrier. Seq is the member's own
+// count of its calls, from 1.
+type Barrier struct {
+	Flags BarrierFlags
+	Seq   uint64
+}
+
+// AppendBarrier appends v as a frame.
+func AppendBarrier(dst []byte, v Barrier) []byte {
+	dst = append(dst, byte(TypeBarrier), byte(v.Flags))
+	return binary.AppendUvarint(dst, v.Seq)
+}
+
+// ParseBarrier parses a frame. The flags are valid.
+func ParseBarrier(b []byte) (Barrier, error) {
+	r := reader{b: b}
+	r.kind(TypeBarrier)
+	v := Barrier{BarrierFlags(r.u8()), r.uvarint()}
+	if r.err == nil && !v.Flags.Valid() {
+		r.fail(fmt.Errorf("wire: barrier flags %#x", uint8(v.Flags)))
+	}
+	return v, r.end()
+}
+
+// AppendRelease appends the frame that ends the receiver's barrier call seq.
+func AppendRelease(dst []byte, seq uint64) []byte {
+	dst = append(dst, byte(TypeRelease))
+	return binary.AppendUvarint(dst, seq)
+}
+
+// ParseRelease parses a frame.
+func ParseRelease(b []byte) (seq uint64, err error) {
+	r := reader{b: b}
+	r.kind(TypeRelease)
+	seq = r.uvarint()
+	return seq, r.end()
+}
+
+// Lost says that a member is gone. Epoch tells which run of it.
+type Lost struct {
+	Role    Role
+	Rank    int
+	Epoch   uint64
+	Address string // for people
+	Reason  string
+}
+
+// AppendLost appends l as a frame. A reason that is too long is cut.
+func AppendLost(dst []byte, l *Lost) []byte {
+	dst = append(dst, byte(TypeLost), byte(l.Role))
+	dst = binary.AppendUvarint(dst, uint64(l.Rank))
+	dst = binary.LittleEndian.AppendUint64(dst, l.Epoch)
+	dst = appendBytes(dst, clip(l.Address))
+	return appendBytes(dst, clip(l.Reason))
+}
+
+// ParseLost parses a frame; the result does not alias it.
+func ParseLost(b []byte) (*Lost, error) {
+	r := reader{b: b}
+	r.kind(TypeLost)
+	l := &Lost{
+		Role:    r.role(),
+		Rank:    r.number("rank", MaxMembers-1),
+		Epoch:   r.u64(),
+		Address: r.text("bytes of an address", maxReason),
+		Reason:  r.text("bytes of a reason", maxReason),
+	}
+	return l, r.end()
+}
+
+// AppendReason appends a frame that is its type and a text for people: Left
+// (empty when all have left in good order) and Refuse. A text that is too long
+// is cut.
+func AppendReason(dst []byte, t Type, reason string) []byte {
+	return appendBytes(append(dst, byte(t)), clip(reason))
+}
+
+// ParseReason parses a frame of a type and a text.
+func ParseReason(b []byte) (reason string, err error) {
+	r := reader{b: b}
+	r.u8()
+	reason = r.text("bytes of a reason", maxReason)
+	return reason, r.end()
+}
+
+func (r *reader) role() Role {
+	v := Role(r.u8())
+	if r.err == nil && v > RoleServer {
+		r.fail(fmt.Errorf("wire: %v is unknown", v))
+	}
+	return v
+}
+
+// number reads a number that is at most limit.
+func (r *reader) number(what string, limit int) int {
+	v := r.uvarint()
+	if r.err == nil && v > uint64(limit) {
+		r.fail(fmt.Errorf("wire: %s %d: more than %d", what, v, limit))
+		return 0
+	}
+	return int(v)
+}

@@ -1,0 +1,251 @@
+package wire
+
+import (
+	"encoding/hex"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+var updateControl = flag.Bool("update-control", false, "rewrite the golden files of handshake and control frames")
+
+// golden collects frames as lines of a golden file: name, colon, hex.
+type golden struct{ strings.Builder }
+
+func (g *golden) add(name string, frame []byte) {
+	fmt.Fprintf(g, "%s:\n", name)
+	for line := range strings.SplitSeq(strings.TrimRight(hex.Dump(frame), "\n"), "\n") {
+		fmt.Fprintf(g, "\t%s\n", line)
+	}
+}
+
+func (g *golden) compare(t *testing.T, file string) {
+	t.Helper()
+	if *updateControl {
+		require.NoError(t, os.WriteFile(file, []byte(g.String()), 0o644))
+	}
+	want, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, string(want), g.String())
+}
+
+// control is one frame of each kind, and how to parse it and append it again.
+var control = []struct {
+	name  string
+	frame []byte
+	again func(b []byte) (any, []byte, error)
+}{
+	{"register", AppendRegister(nil, &Register{Shape{3, 2, 4}, member}), func(b []byte) (any, []byte, error) {
+		g, err := ParseRegister(b)
+		return g, AppendRegister(nil, g), err
+	}},
+	{"register without addresses", AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Role: RoleWorker}}), func(b []byte) (any, []byte, error) {
+		g, err := ParseRegister(b)
+		return g, AppendRegister(nil, g), err
+	}},
+	{"roster", AppendRoster(nil, []Member{member, {Role: RoleWorker, Rank: 300, Group: 75, Instance: 3, Epoch: 1}}), func(b []byte) (any, []byte, error) {
+		ms, err := ParseRoster(b)
+		return ms, AppendRoster(nil, ms), err
+	}},
+	{"ready", AppendSignal(nil, TypeReady), signal},
+	{"go", AppendSignal(nil, TypeGo), signal},
+	{"barrier", AppendBarrier(nil, Barrier{BarrierWorkers | BarrierGroups, 300}), func(b []byte) (any, []byte, error) {
+		v, err := ParseBarrier(b)
+		return v, AppendBarrier(nil, v), err
+	}},
+	{"release", AppendRelease(nil, 300), func(b []byte) (any, []byte, error) {
+		seq, err := ParseRelease(b)
+		return seq, AppendRelease(nil, seq), err
+	}},
+	{"leave", AppendSignal(nil, TypeLeave), signal},
+	{"left", AppendReason(nil, TypeLeft, ""), reason},
+	{"left, but not all", AppendReason(nil, TypeLeft, "worker 2 did not"), reason},
+	{"lost", AppendLost(nil, &Lost{RoleServer, 5, 0x1122334455667788, "10.0.0.9:7000", "connection reset by peer"}), func(b []byte) (any, []byte, error) {
+		l, err := ParseLost(b)
+		return l, AppendLost(nil, l), err
+	}},
+	{"refuse", AppendReason(nil, TypeRefuse, "rank 9 is taken"), reason},
+	{"heartbeat", AppendSignal(nil, TypeHeartbeat), signal},
+}
+
+var member = Member{
+	Role: RoleServer, Rank: 5, Group: 1, Instance: 2, Epoch: 0x1122334455667788,
+	Addrs: []string{"tcp:10.0.0.9:7000", "tcp:[fe80::1]:7000"},
+}
+
+func signal(b []byte) (any, []byte, error) {
+	return nil, AppendSignal(nil, FrameType(b)), ParseSignal(b)
+}
+
+func reason(b []byte) (any, []byte, error) {
+	why, err := ParseReason(b)
+	return why, AppendReason(nil, FrameType(b), why), err
+}
+
+func TestControlGolden(t *testing.T) {
+	var g golden
+	for _, c := range control {
+		g.add(c.name, c.frame)
+		_, again, err := c.again(c.frame)
+		require.NoError(t, err, c.name)
+		require.Equal(t, c.frame, again, c.name)
+	}
+	g.compare(t, "testdata/control_golden.txt")
+}
+
+func TestControlValues(t *testing.T) {
+	g, err := ParseRegister(control[0].frame)
+	require.NoError(t, err)
+	require.Equal(t, &Register{Shape{3, 2, 4}, member}, g)
+	require.Equal(t, 20, g.Shape.Members())
+	require.Equal(t, 3, g.Shape.Groups(RoleWorker))
+	require.Equal(t, 2, g.Shape.Groups(RoleServer))
+
+	l, err := ParseLost(AppendLost(nil, &Lost{Role: RoleWorker, Address: "a\x00b", Reason: "line\nline\xff" + strings.Repeat("x", 5000)}))
+	require.NoError(t, err)
+	require.Equal(t, "a?b", l.Address)
+	require.Len(t, l.Reason, maxReason)
+	require.Equal(t, "line?line?x", l.Reason[:11])
+
+	require.Equal(t, "scheduler worker server role 9", fmt.Sprint(RoleScheduler, " ", RoleWorker, " ", RoleServer, " ", Role(9)))
+	require.Equal(t, "barrier of servers and workers by groups", BarrierFlags(7).String())
+	require.Equal(t, "barrier of nobody", BarrierFlags(0).String())
+	for f := range BarrierFlags(16) {
+		require.Equal(t, f&3 != 0 && f < 8, f.Valid())
+	}
+}
+
+// TestControlNotAliased checks that nothing parsed changes with the frame.
+func TestControlNotAliased(t *testing.T) {
+	for _, c := range control {
+		b := append([]byte(nil), c.frame...)
+		got, _, err := c.again(b)
+		require.NoError(t, err)
+		before := fmt.Sprintf("%+v", got)
+		clear(b)
+		require.Equal(t, before, fmt.Sprintf("%+v", got), c.name)
+	}
+}
+
+// TestControlShort cuts each frame everywhere, and lengthens it.
+func TestControlShort(t *testing.T) {
+	for _, c := range control {
+		for n := range c.frame {
+			_, _, err := c.again(c.frame[:n])
+			require.Error(t, err, "%s of %d bytes", c.name, n)
+		}
+		_, _, err := c.again(append(c.frame[:len(c.frame):len(c.frame)], 0))
+		require.Error(t, err, c.name)
+	}
+}
+
+func TestControlBounds(t *testing.T) {
+	many := make([]string, MaxAddrs+1)
+	for _, c := range []struct {
+		frame []byte
+		want  string
+	}{
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Role: 3}}), "role 3 is unknown"},
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Rank: MaxMembers}}), "rank 65536: more than 65535"},
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Rank: -1}}), "more than 65535"},
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Group: MaxMembers}}), "group 65536"},
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Instance: MaxMembers}}), "instance 65536"},
+		{AppendRegister(nil, &Register{Shape{MaxMembers + 1, 1, 1}, Member{}}), "worker groups 65537"},
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Addrs: many}}), "65 addresses"},
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Addrs: []string{strings.Repeat("a", 256)}}}), "256 bytes of an address"},
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Addrs: []string{"a\x7f"}}}), "cannot be printed"},
+		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Addrs: []string{"\xc3"}}}), "cannot be printed"},
+	} {
+		_, err := ParseRegister(c.frame)
+		require.ErrorContains(t, err, c.want)
+	}
+	for _, b := range []string{"\x02\xff\xff\x7f", "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "\x02\x02" + strings.Repeat("\x00", 13)} {
+		_, err := ParseRoster([]byte(b))
+		require.ErrorContains(t, err, "members: more than 65536 or than the frame holds")
+	}
+	_, err := ParseBarrier([]byte{byte(TypeBarrier), 4, 1})
+	require.ErrorContains(t, err, "barrier flags 0x4")
+	_, err = ParseBarrier([]byte{byte(TypeBarrier), 9, 1})
+	require.ErrorContains(t, err, "barrier flags 0x9")
+	_, err = ParseReason(append([]byte{byte(TypeRefuse), 0x81, 0x08}, make([]byte, maxReason+1)...))
+	require.ErrorContains(t, err, "1025 bytes of a reason")
+	_, err = ParseRoster(control[0].frame)
+	require.ErrorContains(t, err, "frame of type 1, want 2")
+}
+
+// TestControlRoster shows how large a cluster a roster holds.
+func TestControlRoster(t *testing.T) {
+	cluster := func(groups, instances, addrs int) []Member {
+		var ms []Member
+		for _, role := range []Role{RoleWorker, RoleServer} {
+			for g := range groups {
+				for i := range instances {
+					m := Member{Role: role, Rank: g*instances + i, Group: g, Instance: i, Epoch: 1 << 60}
+					for a := range addrs {
+						m.Addrs = append(m.Addrs, fmt.Sprintf("tcp:10.%d.%d.%d:%d", a, g%256, i+100, 40000+i))
+					}
+					ms = append(ms, m)
+				}
+			}
+		}
+		return ms
+	}
+	for _, c := range []struct{ groups, instances, addrs int }{{40, 8, 4}, {1700, 8, 1}, {620, 8, 4}} {
+		ms := cluster(c.groups, c.instances, c.addrs)
+		b := AppendRoster(nil, ms)
+		require.LessOrEqual(t, len(b), MaxRoster)
+		t.Logf("%d members with %d addresses: %d bytes, %.1f each", len(ms), c.addrs, len(b), float64(len(b))/float64(len(ms)))
+		got, err := ParseRoster(b)
+		require.NoError(t, err)
+		require.Equal(t, ms, got)
+	}
+}
+
+func TestControlAllocs(t *testing.T) {
+	buf := make([]byte, 0, 1<<16)
+	g := &Register{Shape{3, 2, 4}, member}
+	ms := []Member{member, member}
+	l := &Lost{RoleServer, 5, 9, "10.0.0.9:7000", "connection reset by peer"}
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		buf = AppendRegister(buf[:0], g)
+		buf = AppendRoster(buf[:0], ms)
+		buf = AppendLost(buf[:0], l)
+		buf = AppendReason(buf[:0], TypeRefuse, "rank 9 is taken")
+		buf = AppendRelease(buf[:0], 9)
+		if _, err := ParseRelease(buf); err != nil {
+			t.Error(err)
+		}
+		buf = AppendBarrier(buf[:0], Barrier{BarrierServers, 1 << 40})
+		if _, err := ParseBarrier(buf); err != nil {
+			t.Error(err)
+		}
+		buf = AppendSignal(buf[:0], TypeHeartbeat)
+		if err := ParseSignal(buf); err != nil {
+			t.Error(err)
+		}
+	}))
+}
+
+// FuzzControl parses anything as every kind of frame; what parses is the same
+// after Append and Parse.
+func FuzzControl(f *testing.F) {
+	for _, c := range control {
+		f.Add(c.frame)
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		for _, c := range control {
+			v, again, err := c.again(b)
+			if err != nil {
+				continue
+			}
+			v2, again2, err := c.again(again)
+			require.NoError(t, err, c.name)
+			require.Equal(t, v, v2, c.name)
+			require.Equal(t, again, again2, c.name)
+		}
+	})
+}
