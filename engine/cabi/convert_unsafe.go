@@ -8,7 +8,6 @@ import (
 	"syscall"
 	"unsafe"
 
-	"fserver/engine/exchange"
 	"fserver/engine/mem"
 	"fserver/engine/node"
 )
@@ -38,8 +37,8 @@ func int32s(p *C.int32_t, n C.size_t) []int32 {
 }
 
 // tensor translates; the dims alias C's.
-func tensor(c *C.fs_tensor) exchange.Tensor {
-	return exchange.Tensor{
+func tensor(c *C.fs_tensor) node.Tensor {
+	return node.Tensor{
 		Span:  mem.Span{Addr: uintptr(c.data), Len: uint64(c.bytes)},
 		Dev:   mem.Device(c.device),
 		Key:   uint64(c.key),
@@ -50,7 +49,7 @@ func tensor(c *C.fs_tensor) exchange.Tensor {
 	}
 }
 
-func addTensors(t *exchange.Ticket, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t) error {
+func addTensors(t *node.Ticket, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t) error {
 	for i := range unsafe.Slice(push, np) {
 		if err := t.AddPush(tensor(&unsafe.Slice(push, np)[i])); err != nil {
 			return err
@@ -101,7 +100,7 @@ type sink struct {
 var sinks = sync.Pool{New: func() any { return new(sink) }}
 
 // Batch implements node.BatchSink.
-func (s *sink) Batch(reqs []*exchange.Request) error {
+func (s *sink) Batch(reqs []*node.Request) error {
 	s.need = 1
 	for _, r := range reqs {
 		s.need += 4 + r.Pulls()

@@ -155,6 +155,10 @@ int fs_register_recv(fs_node node, const fs_tensor *t, const int32_t *ranks,
 int fs_barrier(fs_node node, uint32_t flags, int64_t timeout_ns,
                uint64_t *token, int64_t slice_ns);
 
+/* Nobody waits for this barrier any more. The node has reached it all the same:
+ * the next barrier of the same kind goes on with it. */
+int fs_barrier_drop(fs_node node, uint64_t token);
+
 /* The 8 stamps of a ticket (fetch_trace), among the last 4,096. */
 int fs_trace(fs_node node, fs_ticket ticket, int64_t stamps[8]);
 

@@ -24,9 +24,7 @@ import (
 	"time"
 
 	"fserver/engine/conf"
-	"fserver/engine/exchange"
 	"fserver/engine/node"
-	"fserver/engine/trace"
 )
 
 func main() {}
@@ -36,13 +34,13 @@ func main() {}
 func init() { runtime.GOMAXPROCS(max(8, runtime.NumCPU()+2)) }
 
 // buffers outlives the nodes: tensors over receive buffers may.
-var buffers = exchange.NewBuffers()
+var buffers = node.NewBuffers()
 
 //export fs_abi
 func fs_abi() C.int { return C.FS_ABI }
 
 //export fs_now
-func fs_now() C.int64_t { return C.int64_t(trace.Now()) }
+func fs_now() C.int64_t { return C.int64_t(node.Now()) }
 
 //export fs_errmsg
 func fs_errmsg(out *C.fs_error) C.int { return lastError(out) }
@@ -175,6 +173,17 @@ func fs_barrier(h C.fs_node, flags C.uint32_t, timeout C.int64_t, token *C.uint6
 	return fail(nd.WaitBarrier(uint64(*token), time.Duration(slice)))
 }
 
+//export fs_barrier_drop
+func fs_barrier_drop(h C.fs_node, token C.uint64_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	nd.DropBarrier(uint64(token))
+	return 0
+}
+
 //export fs_trace
 func fs_trace(h C.fs_node, ticket C.fs_ticket, out *C.int64_t) (rc C.int) {
 	defer guard(&rc)
@@ -186,7 +195,7 @@ func fs_trace(h C.fs_node, ticket C.fs_ticket, out *C.int64_t) (rc C.int) {
 	if err != nil {
 		return fail(err)
 	}
-	copy(int64s(out, trace.NumStamps), s[:])
+	copy(int64s(out, node.NumStamps), s[:])
 	return 0
 }
 

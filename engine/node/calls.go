@@ -9,6 +9,23 @@ import (
 	"fserver/engine/trace"
 )
 
+// What callers hold of the layer below.
+type (
+	Tensor  = exchange.Tensor
+	Ticket  = exchange.Ticket
+	Request = exchange.Request
+	Buffers = exchange.Buffers
+)
+
+// NewBuffers makes the set of receive buffers of a process.
+func NewBuffers() *Buffers { return exchange.NewBuffers() }
+
+// NumStamps is the number of time stamps of a ticket.
+const NumStamps = trace.NumStamps
+
+// Now is the clock of the stamps, CLOCK_MONOTONIC in nanoseconds.
+func Now() int64 { return trace.Now() }
+
 // ready gives the error of a call that needs a running node of a role.
 func (n *Node) ready(is bool, call, role string) error {
 	if !is {
@@ -28,7 +45,7 @@ func (n *Node) ready(is bool, call, role string) error {
 
 // BeginPushPull issues the ticket of a push-pull. It ends in PushPull or
 // Abandon.
-func (n *Node) BeginPushPull() (*exchange.Ticket, error) {
+func (n *Node) BeginPushPull() (*Ticket, error) {
 	if err := n.ready(n.worker != nil, "push_pull", "worker"); err != nil {
 		return nil, err
 	}
@@ -36,7 +53,7 @@ func (n *Node) BeginPushPull() (*exchange.Ticket, error) {
 }
 
 // BeginAnswer issues the ticket of an answer. It ends in Respond or Abandon.
-func (n *Node) BeginAnswer() (*exchange.Ticket, error) {
+func (n *Node) BeginAnswer() (*Ticket, error) {
 	if err := n.ready(n.server != nil, "respond", "server"); err != nil {
 		return nil, err
 	}
@@ -44,7 +61,7 @@ func (n *Node) BeginAnswer() (*exchange.Ticket, error) {
 }
 
 // Abandon gives back a ticket that was not handed on.
-func (n *Node) Abandon(t *exchange.Ticket) {
+func (n *Node) Abandon(t *Ticket) {
 	if n.worker != nil {
 		n.worker.Abandon(t)
 	} else {
@@ -53,7 +70,7 @@ func (n *Node) Abandon(t *exchange.Ticket) {
 }
 
 // PushPull starts the push-pull of t. With an error t is gone.
-func (n *Node) PushPull(t *exchange.Ticket) error {
+func (n *Node) PushPull(t *Ticket) error {
 	if err := checkDevices(t); err != nil {
 		n.Abandon(t)
 		return err
@@ -67,7 +84,7 @@ func (n *Node) PushPull(t *exchange.Ticket) error {
 
 // Respond answers the request of a handler with t. Flush after the last one.
 // With an error t is gone.
-func (n *Node) Respond(handler uint64, t *exchange.Ticket) error {
+func (n *Node) Respond(handler uint64, t *Ticket) error {
 	if err := checkDevices(t); err != nil {
 		n.Abandon(t)
 		return err
@@ -78,7 +95,7 @@ func (n *Node) Respond(handler uint64, t *exchange.Ticket) error {
 // Flush posts what Respond was given.
 func (n *Node) Flush() { n.submit() }
 
-func checkDevices(t *exchange.Ticket) error {
+func checkDevices(t *Ticket) error {
 	if d := t.Device(); d != mem.CPU {
 		return badSetting("node: a tensor on %v: this build moves CPU tensors only (copy it with .cpu())", d)
 	}
@@ -115,7 +132,7 @@ func (n *Node) Wait(id uint64, limit time.Duration, spin bool) error {
 
 // BatchSink takes a batch of requests. With an error the batch stays.
 type BatchSink interface {
-	Batch(reqs []*exchange.Request) error
+	Batch(reqs []*Request) error
 }
 
 // batchReady is met when Server.Batch has something to say.
@@ -166,7 +183,7 @@ func (n *Node) takeBatch(s BatchSink) (taken bool, err error) {
 
 // RegisterRecv cuts t into len(keys) equal slices; slice i receives keys[i] of
 // worker ranks[i]. The memory must stay valid until Close.
-func (n *Node) RegisterRecv(t exchange.Tensor, ranks []int32, keys []uint64) error {
+func (n *Node) RegisterRecv(t Tensor, ranks []int32, keys []uint64) error {
 	if err := n.ready(n.server != nil, "register_recv_buffer", "server"); err != nil {
 		return err
 	}

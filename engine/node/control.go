@@ -263,6 +263,19 @@ func (n *Node) WaitBarrier(seq uint64, limit time.Duration) error {
 	return b.err
 }
 
+// DropBarrier says that nobody waits for a barrier any more. This node has
+// reached it all the same: its next barrier of the same kind goes on with it.
+func (n *Node) DropBarrier(seq uint64) {
+	if !n.own() {
+		return
+	}
+	defer n.disown()
+	if n.barriers[seq] != nil {
+		delete(n.barriers, seq)
+		n.member.GiveUp(seq)
+	}
+}
+
 // phaseReached is met when the node has come to a phase, or failed.
 type phaseReached struct {
 	n     *Node

@@ -248,19 +248,19 @@ func TestClose(t *testing.T) {
 	m := newMesh(t, openFabric, shape{1, 1, 1})
 	w, s := m.workers[0], m.servers[0]
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 1)}, nil)
-	done := make(chan error, 2)
-	go func() { done <- wait(w, id) }()
+	waited, served := make(chan error, 1), make(chan error, 1)
+	go func() { waited <- wait(w, id) }()
 	go func() {
 		for {
 			if _, err := getBatch(s); err != nil {
-				done <- err
+				served <- err
 				return
 			}
 		}
 	}()
 	require.Eventually(t, func() bool { return w.callers.Load() > 0 && s.callers.Load() > 0 }, 10*time.Second, time.Millisecond)
 	require.NoError(t, w.Close())
-	require.ErrorIs(t, <-done, ErrClosed)
+	require.ErrorIs(t, <-waited, ErrClosed)
 	require.NoError(t, s.Close())
-	<-done
+	<-served
 }

@@ -21,7 +21,8 @@ const Version = 1
 // Type is the first byte of every frame.
 type Type uint8
 
-// The frames. Those below 32 belong to the cluster, the others to push-pull.
+// The frames. Those below 32 belong to the cluster, those from 32 to
+// push-pull, and those from 240, in hello.go, to the handshake.
 const (
 	TypeRegister  Type = 1  // member -> scheduler: I am here
 	TypeRoster    Type = 2  // scheduler -> member: these are all members

@@ -161,7 +161,7 @@ func AppendBuffers(dst []byte, b *Buffers) []byte {
 func ParseBuffers(b []byte) (*Buffers, error) {
 	r := reader{b: b}
 	r.kind(TypeBuffers)
-	v := &Buffers{Reason: string(r.bytes("bytes of a reason", maxReason))}
+	v := &Buffers{Reason: r.text("bytes of a reason", maxReason)}
 	v.List = make([]Buffer, r.count("buffers", MaxTensors, 8+keySize+1))
 	for i := range v.List {
 		v.List[i] = Buffer{r.u64(), r.key(), r.uvarint()}
