@@ -72,7 +72,7 @@ type Output struct {
 type Timing struct {
 	Interval time.Duration // between heartbeats; 0: none are sent or expected
 	Timeout  time.Duration // a node that is silent for so long is lost; 0: never
-	Leave    time.Duration // from the first wish to leave until all leave
+	Leave    time.Duration // of a Member: how long it waits for the others to leave
 }
 
 // Never is the deadline of a machine that waits for no time to pass.
@@ -108,7 +108,7 @@ func (e *RefusedError) Error() string {
 	return "cluster: refused by the scheduler: " + e.Reason
 }
 
-// EndedError says that the cluster has ended without the wish of all.
+// EndedError says that a member's part has ended otherwise than by the wish of all.
 type EndedError struct{ Reason string }
 
 func (e *EndedError) Error() string { return "cluster: ended: " + e.Reason }

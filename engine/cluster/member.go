@@ -176,15 +176,14 @@ func (m *Member) GiveUp(seq uint64) {
 }
 
 // Leave asks to leave together with the others; Ended answers, at the latest
-// when Timing.Leave is over. A member that is not running or has lost the
+// when Timing.Leave is over: then this member leaves alone, and the others go on. A member that is not running or has lost the
 // scheduler ends at once.
 func (m *Member) Leave(now int64) []Output {
 	m.out = m.out[:0]
 	switch {
 	case m.stage == active && m.online:
 		m.stage = parting
-		// The scheduler ends it earlier, unless it is not what it should be.
-		m.leaveBy = now + int64(m.cfg.Timing.Leave) + int64(patience)
+		m.leaveBy = now + int64(m.cfg.Timing.Leave)
 		m.send(wire.AppendSignal(nil, wire.TypeLeave))
 	case m.stage == active:
 		m.end(m.lost)
@@ -211,7 +210,7 @@ func (m *Member) tick() {
 		m.emit(Output{Kind: Close})
 		m.schedulerLost(m.hb.reason())
 	case m.now >= m.leaveBy:
-		m.end(&EndedError{"the scheduler did not say that all leave"})
+		m.end(&EndedError{fmt.Sprintf("not all members wanted to leave within %v", m.cfg.Timing.Leave)})
 	case m.hb.due(m.now):
 		m.send(wire.AppendSignal(nil, wire.TypeHeartbeat))
 	}
@@ -241,7 +240,7 @@ func (m *Member) frame(data []byte) error {
 	case t == wire.TypeHeartbeat:
 		return wire.ParseSignal(data)
 	case t == wire.TypeRefuse && m.stage < active:
-		why, err := wire.ParseReason(data)
+		why, err := wire.ParseRefuse(data)
 		if err != nil {
 			return err
 		}
@@ -276,15 +275,10 @@ func (m *Member) frame(data []byte) error {
 		}
 		m.lose(&LostError{l.Role, l.Rank, l.Address, l.Reason})
 	case t == wire.TypeLeft && m.stage >= active:
-		why, err := wire.ParseReason(data)
-		if err != nil {
+		if err := wire.ParseSignal(data); err != nil {
 			return err
 		}
-		if why != "" {
-			m.end(&EndedError{why})
-		} else {
-			m.end(nil)
-		}
+		m.end(nil)
 	default:
 		return unexpected(t)
 	}

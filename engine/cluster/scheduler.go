@@ -7,7 +7,6 @@ import (
 	"maps"
 	"slices"
 	"strings"
-	"time"
 
 	"fserver/engine/wire"
 )
@@ -24,7 +23,6 @@ type SchedulerConfig struct {
 // lost before the cluster is running: then the cluster cannot come to be.
 type Scheduler struct {
 	shape wire.Shape
-	leave int64 // Timing.Leave
 	hb    heartbeat
 
 	now      int64
@@ -38,7 +36,6 @@ type Scheduler struct {
 	lost     bool           // a member has been lost
 	barriers [wire.BarrierKinds]barrier
 	scan     int64 // no connection's time is up before this
-	leaveBy  int64
 	endBy    int64
 	err      error // of Ended
 	out      []Output
@@ -99,13 +96,11 @@ func NewScheduler(cfg SchedulerConfig) (*Scheduler, error) {
 	}
 	return &Scheduler{
 		shape:   s,
-		leave:   int64(cfg.Timing.Leave),
 		hb:      newHeartbeat(cfg.Timing),
 		conns:   make(map[int64]*conn),
 		seats:   make([]*conn, s.Members()),
 		rails:   make(map[rail]*conn),
 		scan:    Never,
-		leaveBy: Never,
 		endBy:   Never,
 	}, nil
 }
@@ -145,7 +140,7 @@ func (s *Scheduler) Next() int64 {
 	if s.phase == over {
 		return Never
 	}
-	return min(s.hb.beat, s.scan, s.leaveBy, s.endBy)
+	return min(s.hb.beat, s.scan, s.endBy)
 }
 
 // Waiting says what the cluster waits for before it runs.
@@ -245,13 +240,6 @@ func (s *Scheduler) tick() {
 	if s.hb.due(s.now) {
 		s.all(wire.AppendSignal(nil, wire.TypeHeartbeat))
 	}
-	if s.now >= s.leaveBy {
-		why := fmt.Sprintf("%s did not leave within %v of the first that did",
-			s.names(func(c *conn) bool { return c != nil && !c.leaving }), time.Duration(s.leave))
-		s.warnf("the cluster ends: %s", why)
-		s.all(wire.AppendReason(nil, wire.TypeLeft, why))
-		s.end(&EndedError{why})
-	}
 	if s.phase == ending && (len(s.conns) == 0 || s.now >= s.endBy) {
 		for _, id := range slices.Sorted(maps.Keys(s.conns)) {
 			s.emit(Output{Kind: Close, Conn: id})
@@ -323,7 +311,7 @@ func (s *Scheduler) register(c *conn, g *wire.Register) {
 	if len(roster) > wire.MaxRoster {
 		why := fmt.Sprintf("the list of %d members takes %d bytes, more than %d: they have too many addresses",
 			len(members), len(roster), wire.MaxRoster)
-		s.all(wire.AppendReason(nil, wire.TypeRefuse, why))
+		s.all(wire.AppendRefuse(nil, why))
 		s.end(errors.New("cluster: " + why))
 		return
 	}
@@ -372,7 +360,7 @@ func (s *Scheduler) judge(g *wire.Register) (why string) {
 }
 
 func (s *Scheduler) refuse(c *conn, why string) {
-	s.send(c, wire.AppendReason(nil, wire.TypeRefuse, why))
+	s.send(c, wire.AppendRefuse(nil, why))
 	s.dismiss(c)
 }
 
@@ -399,19 +387,13 @@ func (s *Scheduler) wantsToLeave(c *conn) {
 	c.leaving = true
 	s.leaving++
 	s.logf("%s wants to leave, %d of %d", c.who(), s.leaving, s.seated)
-	if s.leaving == 1 {
-		s.leaveBy = s.now + s.leave
-	}
 	s.leaveTogether()
 }
 
 // leaveTogether ends the cluster if all members that there still are want it.
 func (s *Scheduler) leaveTogether() {
-	switch s.leaving {
-	case 0:
-		s.leaveBy = Never
-	case s.seated:
-		s.all(wire.AppendReason(nil, wire.TypeLeft, ""))
+	if s.leaving != 0 && s.leaving == s.seated {
+		s.all(wire.AppendSignal(nil, wire.TypeLeft))
 		s.end(nil)
 	}
 }
@@ -455,7 +437,7 @@ func (s *Scheduler) lose(c *conn, why string) error {
 // end is called when every member has been told why.
 func (s *Scheduler) end(err error) {
 	s.phase, s.err = ending, err
-	s.leaveBy, s.endBy = Never, s.now+int64(patience)
+	s.endBy = s.now + int64(patience)
 	for _, c := range s.seats {
 		if c != nil {
 			s.dismiss(c)

@@ -510,9 +510,9 @@ func describe(b []byte) string {
 		if ms, err := wire.ParseRoster(b); err == nil {
 			return fmt.Sprintf("roster of %d", len(ms))
 		}
-	case wire.TypeReady, wire.TypeGo, wire.TypeLeave:
+	case wire.TypeReady, wire.TypeGo, wire.TypeLeave, wire.TypeLeft:
 		if wire.ParseSignal(b) == nil {
-			return map[wire.Type]string{wire.TypeReady: "ready", wire.TypeGo: "go", wire.TypeLeave: "leave"}[t]
+			return map[wire.Type]string{wire.TypeReady: "ready", wire.TypeGo: "go", wire.TypeLeave: "leave", wire.TypeLeft: "left"}[t]
 		}
 	case wire.TypeBarrier:
 		if v, err := wire.ParseBarrier(b); err == nil {
@@ -526,9 +526,9 @@ func describe(b []byte) string {
 		if l, err := wire.ParseLost(b); err == nil {
 			return fmt.Sprintf("lost %v %d", l.Role, l.Rank)
 		}
-	case wire.TypeLeft, wire.TypeRefuse:
-		if why, err := wire.ParseReason(b); err == nil {
-			return strings.TrimSpace(map[wire.Type]string{wire.TypeLeft: "left ", wire.TypeRefuse: "refuse: "}[t] + why)
+	case wire.TypeRefuse:
+		if why, err := wire.ParseRefuse(b); err == nil {
+			return strings.TrimSpace("refuse: " + why)
 		}
 	}
 	return "frame " + hex.EncodeToString(b)

@@ -335,6 +335,9 @@ func (n *Node) Stop(limit time.Duration) error {
 		return ErrAgain
 	}
 	err := n.stopErr
+	if over := (*cluster.EndedError)(nil); errors.As(err, &over) {
+		err = &TimeoutError{fmt.Sprintf("node: stop: %s (FSERVER_STOP_TIMEOUT); this one has left alone", over.Reason)}
+	}
 	if cerr := n.Close(); err == nil {
 		err = cerr
 	}

@@ -51,8 +51,10 @@ func reason(err error) string {
 	switch {
 	case err == nil:
 		return "the connection ended"
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return "the connection was cut: its process has died"
 	case errors.Is(err, io.EOF):
-		return "it closed the connection: its process has ended"
+		return "it closed the connection"
 	}
 	return err.Error()
 }

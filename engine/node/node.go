@@ -148,9 +148,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	}
 	n.ctx, n.cancel = context.WithDeadline(context.Background(), n.deadline)
 	n.gate = newGate(cfg)
-	// The scheduler stays for as long as members do; how long a member waits
-	// for the others to leave is its own setting.
-	timing := cluster.Timing{Interval: cfg.HeartbeatInterval, Timeout: cfg.HeartbeatTimeout, Leave: forever}
+	timing := cluster.Timing{Interval: cfg.HeartbeatInterval, Timeout: cfg.HeartbeatTimeout, Leave: cfg.StopTimeout}
 	shape := wire.Shape{Workers: cfg.Workers, Servers: cfg.Servers, GroupSize: cfg.GroupSize}
 	switch cfg.Role {
 	case conf.Worker:
@@ -169,7 +167,6 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		n.fabric, err = fabrics(cfg, n.gate, log)
 	}
 	if err == nil && n.scheduler == nil {
-		timing.Leave = cfg.StopTimeout
 		n.member = cluster.NewMember(cluster.MemberConfig{
 			Self: n.self(), Shape: shape, Scheduler: cfg.Scheduler(), Timing: timing,
 		})

@@ -150,7 +150,7 @@ func ParseRoster(b []byte) ([]Member, error) {
 	return ms, r.end()
 }
 
-// AppendSignal appends a frame that is its type alone: Ready, Go, Leave,
+// AppendSignal appends a frame that is its type alone: Ready, Go, Leave, Left,
 // Heartbeat.
 func AppendSignal(dst []byte, t Type) []byte { return append(dst, byte(t)) }
 
@@ -272,17 +272,15 @@ func ParseLost(b []byte) (*Lost, error) {
 	return l, r.end()
 }
 
-// AppendReason appends a frame that is its type and a text for people: Left
-// (empty when all have left in good order) and Refuse. A text that is too long
-// is cut.
-func AppendReason(dst []byte, t Type, reason string) []byte {
-	return appendBytes(append(dst, byte(t)), clip(reason))
+// AppendRefuse appends the frame that turns a member away, with the reason.
+func AppendRefuse(dst []byte, reason string) []byte {
+	return appendBytes(append(dst, byte(TypeRefuse)), clip(reason))
 }
 
-// ParseReason parses a frame of a type and a text.
-func ParseReason(b []byte) (reason string, err error) {
+// ParseRefuse parses a frame.
+func ParseRefuse(b []byte) (reason string, err error) {
 	r := reader{b: b}
-	r.u8()
+	r.kind(TypeRefuse)
 	reason = r.text("bytes of a reason", maxReason)
 	return reason, r.end()
 }

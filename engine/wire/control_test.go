@@ -62,13 +62,12 @@ var control = []struct {
 		return seq, AppendRelease(nil, seq), err
 	}},
 	{"leave", AppendSignal(nil, TypeLeave), signal},
-	{"left", AppendReason(nil, TypeLeft, ""), reason},
-	{"left, but not all", AppendReason(nil, TypeLeft, "worker 2 did not"), reason},
+	{"left", AppendSignal(nil, TypeLeft), signal},
 	{"lost", AppendLost(nil, &Lost{RoleServer, 5, 0x1122334455667788, "10.0.0.9:7000", "connection reset by peer"}), func(b []byte) (any, []byte, error) {
 		l, err := ParseLost(b)
 		return l, AppendLost(nil, l), err
 	}},
-	{"refuse", AppendReason(nil, TypeRefuse, "rank 9 is taken"), reason},
+	{"refuse", AppendRefuse(nil, "rank 9 is taken"), reason},
 	{"heartbeat", AppendSignal(nil, TypeHeartbeat), signal},
 }
 
@@ -82,8 +81,8 @@ func signal(b []byte) (any, []byte, error) {
 }
 
 func reason(b []byte) (any, []byte, error) {
-	why, err := ParseReason(b)
-	return why, AppendReason(nil, FrameType(b), why), err
+	why, err := ParseRefuse(b)
+	return why, AppendRefuse(nil, why), err
 }
 
 func TestControlGolden(t *testing.T) {
@@ -171,7 +170,7 @@ func TestControlBounds(t *testing.T) {
 	require.ErrorContains(t, err, "barrier flags 0x4")
 	_, err = ParseBarrier([]byte{byte(TypeBarrier), 9, 1})
 	require.ErrorContains(t, err, "barrier flags 0x9")
-	_, err = ParseReason(append([]byte{byte(TypeRefuse), 0x81, 0x08}, make([]byte, maxReason+1)...))
+	_, err = ParseRefuse(append([]byte{byte(TypeRefuse), 0x81, 0x08}, make([]byte, maxReason+1)...))
 	require.ErrorContains(t, err, "1025 bytes of a reason")
 	_, err = ParseRoster(control[0].frame)
 	require.ErrorContains(t, err, "frame of type 1, want 2")
@@ -214,7 +213,7 @@ func TestControlAllocs(t *testing.T) {
 		buf = AppendRegister(buf[:0], g)
 		buf = AppendRoster(buf[:0], ms)
 		buf = AppendLost(buf[:0], l)
-		buf = AppendReason(buf[:0], TypeRefuse, "rank 9 is taken")
+		buf = AppendRefuse(buf[:0], "rank 9 is taken")
 		buf = AppendRelease(buf[:0], 9)
 		if _, err := ParseRelease(buf); err != nil {
 			t.Error(err)
