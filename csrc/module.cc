@@ -1,0 +1,231 @@
+// fserver._C: registers what the other files define.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "args.h"
+#include "error.h"
+#include "node.h"
+#include "process.h"
+#include "server.h"
+#include "worker.h"
+
+namespace py = pybind11;
+
+namespace fserver {
+namespace {
+
+using Settings = std::vector<std::string>;
+
+// A method on the hot path. Costs 45 ns a call where pybind11's own dispatch
+// costs 170, or 390 with a keyword argument; a round trip makes four.
+using FastCall = PyObject *(*)(PyObject *, PyObject *const *, Py_ssize_t,
+                               PyObject *);
+
+// What f gives, or nullptr with the Python error set.
+template <class F> PyObject *guarded(F &&f) {
+  try {
+    return f();
+  } catch (const Raised &) {
+  } catch (const std::bad_alloc &) {
+    PyErr_NoMemory();
+  } catch (const std::exception &e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  return nullptr;
+}
+
+// Checked by the method descriptor: self is an instance of the class.
+template <class T> T &self_as(PyObject *self) {
+  return py::handle(self).cast<T &>();
+}
+
+PyObject *push_pull(PyObject *self, PyObject *const *args, Py_ssize_t n,
+                    PyObject *kw) {
+  return guarded([&] {
+    static constexpr const char *kNames[] = {"push_tensors", "push_keys",
+                                             "pull_tensors", "pull_keys",
+                                             "need_event"};
+    PyObject *a[5];
+    bind_args("push_pull", kNames, 5, 4, args, n, kw, a);
+    return PyLong_FromUnsignedLongLong(
+        self_as<Worker>(self).push_pull(a[0], a[1], a[2], a[3]));
+  });
+}
+
+PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t n,
+               PyObject *kw) {
+  return guarded([&] {
+    static constexpr const char *kNames[] = {"handler", "timeout_ms"};
+    PyObject *a[2];
+    bind_args("wait", kNames, 2, 1, args, n, kw, a);
+    self_as<Worker>(self).wait(a[0], a[1]);
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject *get_batch(PyObject *self, PyObject *const *args, Py_ssize_t n,
+                    PyObject *kw) {
+  return guarded([&] {
+    static constexpr const char *kNames[] = {"timeout_ms"};
+    PyObject *a[1];
+    bind_args("get_batch", kNames, 1, 0, args, n, kw, a);
+    return self_as<Server>(self).get_batch(a[0]);
+  });
+}
+
+PyObject *respond(PyObject *self, PyObject *const *args, Py_ssize_t n,
+                  PyObject *kw) {
+  return guarded([&] {
+    static constexpr const char *kNames[] = {"tensors", "handler",
+                                             "need_event"};
+    PyObject *a[3];
+    bind_args("respond", kNames, 3, 2, args, n, kw, a);
+    self_as<Server>(self).respond(a[0], a[1]);
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject *respond_vec(PyObject *self, PyObject *const *args, Py_ssize_t n,
+                      PyObject *kw) {
+  return guarded([&] {
+    static constexpr const char *kNames[] = {"ret_buffer", "tensors_vec",
+                                             "handler_vec"};
+    PyObject *a[3];
+    bind_args("respond_vec", kNames, 3, 3, args, n, kw, a);
+    self_as<Server>(self).respond_vec(a[0], a[1], a[2]);
+    return Py_NewRef(Py_None);
+  });
+}
+
+void add_fast(py::handle cls, const char *name, FastCall f, const char *doc) {
+  // The type keeps a pointer to the definition: it lives as long as the module.
+  auto *def = new PyMethodDef{
+      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f)),
+      METH_FASTCALL | METH_KEYWORDS, doc};
+  cls.attr(name) = py::reinterpret_steal<py::object>(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject *>(cls.ptr()), def));
+}
+
+py::dict info(const Node &n) {
+  static constexpr const char *kRoles[] = {"scheduler", "worker", "server"};
+  const fs_info &i = n.info();
+  py::dict d;
+  d["role"] = kRoles[i.role];
+  d["rank"] = i.rank;
+  d["group"] = i.group;
+  d["instance"] = i.instance;
+  d["workers"] = i.workers;
+  d["servers"] = i.servers;
+  d["device"] = i.device;
+  d["address"] = i.address;
+  return d;
+}
+
+void define(py::module_ &m) {
+  m.doc() = "The engine of fserver, for CPU tensors.";
+  if (fs_abi() != FS_ABI)
+    throw py::import_error("fserver._C was built with another fserver.h than "
+                           "its engine: run make ext");
+  py::register_local_exception_translator([](std::exception_ptr p) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const Raised &) { // the Python error is set
+    }
+  });
+  try {
+    load_errors();
+  } catch (const Raised &) {
+    throw py::error_already_set();
+  }
+  watch_fork();
+
+  py::class_<Node>(m, "Node", "A node of a cluster: what all roles have.")
+      .def("connect", &Node::connect)
+      .def("barrier",
+           [](Node &n, bool include_server, bool include_client,
+              bool instance_barrier, py::handle timeout_ms) {
+             n.barrier(include_server, include_client, instance_barrier,
+                       timeout_ms.ptr());
+           },
+           py::arg("include_server"), py::arg("include_client"),
+           py::arg("instance_barrier") = true,
+           py::arg("timeout_ms") = py::none())
+      .def("stop", &Node::stop)
+      .def("close", &Node::close)
+      .def("info", &info)
+      .def("describe", &Node::describe)
+      .def_property_readonly("closed", &Node::closed)
+      .def_property_readonly("connected", &Node::connected)
+      .def_property_readonly("held", &Node::held,
+                             "Tickets whose tensors are kept alive.");
+
+  py::class_<Scheduler, Node>(m, "Scheduler").def(py::init<const Settings &>());
+
+  auto worker =
+      py::class_<Worker, Node>(m, "Worker")
+          .def(py::init<const Settings &, uint64_t>(), py::arg("settings"),
+               py::arg("next_handler") = 0)
+          .def("get_all_handlers",
+               [](Worker &w, py::handle handler) {
+                 auto [first, n] = w.handlers(handler.ptr());
+                 py::list l;
+                 for (uint64_t i = 0; i < n; i++)
+                   l.append(first + i);
+                 return l;
+               },
+               py::arg("handler"))
+          .def("fetch_trace",
+               [](Worker &w, py::handle handler) {
+                 int64_t stamps[8];
+                 w.trace(handler.ptr(), stamps);
+                 return std::vector<int64_t>(stamps, stamps + 8);
+               },
+               py::arg("handler"))
+          .def_property_readonly("next_handler", &Worker::next_handler);
+  add_fast(worker, "push_pull", push_pull,
+           "push_pull($self, /, push_tensors, push_keys, pull_tensors, "
+           "pull_keys, need_event=True)\n--\n\n"
+           "Sends tensors to every server and takes their answers.");
+  add_fast(worker, "wait", wait,
+           "wait($self, /, handler, timeout_ms=10000)\n--\n\n"
+           "Returns when the push_pull has completed.");
+
+  auto server =
+      py::class_<Server, Node>(m, "Server")
+          .def(py::init<const Settings &>())
+          .def("register_recv_buffer",
+               [](Server &s, py::handle tensor, py::handle ranks,
+                  py::handle keys) {
+                 s.register_recv_buffer(tensor.ptr(), ranks.ptr(), keys.ptr());
+               },
+               py::arg("tensor"), py::arg("worker_ranks"),
+               py::arg("push_keys"));
+  add_fast(server, "get_batch", get_batch,
+           "get_batch($self, /, timeout_ms=None)\n--\n\n"
+           "Takes one request of each worker group.");
+  add_fast(server, "respond", respond,
+           "respond($self, /, tensors, handler, need_event=False)\n--\n\n"
+           "Answers a request.");
+  add_fast(server, "respond_vec", respond_vec,
+           "respond_vec($self, /, ret_buffer, tensors_vec, handler_vec)\n--\n\n"
+           "Answers several requests with the rows of one tensor.");
+
+  m.def("settings", &settings_json, py::arg("settings"),
+        "JSON of every setting, for \"NAME=value\" strings.");
+  m.def("live", [] {
+    int64_t nodes = 0, buffers = 0, goroutines = 0;
+    enter("live");
+    check("live", fs_live(&nodes, &buffers, &goroutines));
+    return py::make_tuple(nodes, buffers, goroutines);
+  }, "What is alive: nodes, receive buffers, goroutines.");
+  py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
+}
+
+} // namespace
+} // namespace fserver
+
+PYBIND11_MODULE(_C, m) { fserver::define(m); }

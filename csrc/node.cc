@@ -1,0 +1,167 @@
+#include "node.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "args.h"
+#include "error.h"
+#include "process.h"
+
+namespace fserver {
+namespace {
+
+std::vector<fs_node> open_nodes; // guarded by the GIL
+
+std::vector<const char *> pointers(const std::vector<std::string> &v) {
+  std::vector<const char *> p;
+  for (const std::string &s : v)
+    p.push_back(s.c_str());
+  return p;
+}
+
+// Text of a call f(buf, cap, &need) that says -ENOBUFS when it needs more.
+template <class F> std::string text_from(const char *call, F &&f) {
+  std::string text(4096, '\0');
+  for (;;) {
+    size_t need = 0;
+    int rc = f(text.data(), text.size(), &need);
+    if (rc != -ENOBUFS)
+      check(call, rc);
+    if (rc != -ENOBUFS) {
+      text.resize(need);
+      return text;
+    }
+    text.resize(need);
+  }
+}
+
+} // namespace
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * INT64_C(1'000'000'000) + t.tv_nsec;
+}
+
+Node::Node(const std::vector<std::string> &settings) {
+  fserver::enter("open");
+  auto list = pointers(settings);
+  check("open", unlocked([&] { return fs_open(list.data(), list.size(), &id_); }));
+  if (int rc = fs_get_info(id_, &info_); rc < 0) {
+    fs_free(id_);
+    raise(Kind::kError, "open: a node without information (%d)", rc);
+  }
+  open_nodes.push_back(id_);
+  holder_.attach(info_.words, info_.mask);
+}
+
+Node::~Node() {
+  shut();
+  if (!forked.load())
+    fs_free(id_);
+}
+
+void Node::enter(const char *call) const {
+  fserver::enter(call);
+  if (closed_)
+    raise(Kind::kClosed, "%s: the node is closed", call);
+}
+
+void Node::enter_connected(const char *call) const {
+  enter(call);
+  if (!connected_)
+    raise(Kind::kClosed, "%s: the node is not connected: call connect() first",
+          call);
+}
+
+void Node::connect() {
+  enter("connect");
+  check("connect", in_slices(kForever, [&](int64_t slice, uint32_t) {
+          return fs_wait_ready(id_, slice);
+        }));
+  check("connect", fs_get_info(id_, &info_));
+  connected_ = true;
+}
+
+void Node::barrier(bool include_server, bool include_client,
+                   bool instance_barrier, PyObject *timeout_ms) {
+  enter_connected("barrier");
+  uint32_t flags = (include_server ? FS_BARRIER_SERVERS : 0) |
+                   (include_client ? FS_BARRIER_WORKERS : 0) |
+                   (instance_barrier ? 0 : FS_BARRIER_GROUPS);
+  int64_t timeout = 0;
+  if (timeout_ms != Py_None)
+    timeout = std::max<int64_t>(1, read_ms(timeout_ms, {"barrier", "timeout_ms"}));
+  uint64_t token = 0;
+  check("barrier", in_slices(kForever, [&](int64_t slice, uint32_t) {
+          return fs_barrier(id_, flags, timeout, &token, slice);
+        }));
+}
+
+void Node::stop() {
+  fserver::enter("stop");
+  if (closed_)
+    return;
+  int rc = in_slices(kForever, [&](int64_t slice, uint32_t) {
+    return fs_stop(id_, slice);
+  });
+  released();
+  if (rc != -ESHUTDOWN)
+    check("stop", rc);
+}
+
+void Node::close() { check("close", shut()); }
+
+int Node::shut() {
+  if (closed_ || forked.load()) // a forked child has no engine
+    return 0;
+  closed_ = true; // refuses new calls while this one waits
+  int rc = unlocked([&] { return fs_close(id_); });
+  released();
+  return rc;
+}
+
+// The engine touches no memory of ours any more.
+void Node::released() {
+  closed_ = true;
+  open_nodes.erase(std::remove(open_nodes.begin(), open_nodes.end(), id_),
+                   open_nodes.end());
+  forget();
+  holder_.clear();
+}
+
+std::string Node::describe() {
+  enter("describe");
+  return text_from("describe", [&](char *buf, size_t cap, size_t *need) {
+    return fs_describe(id_, buf, cap, need);
+  });
+}
+
+void close_all() {
+  if (forked.load())
+    return;
+  exiting.store(true);
+  std::vector<fs_node> nodes = std::move(open_nodes);
+  PyThreadState *state = PyEval_SaveThread();
+  for (fs_node n : nodes)
+    fs_close(n);
+  // The threads that this has released need the GIL to get out of our calls;
+  // then the next call of each is refused. A thread that is still inside when
+  // the interpreter goes would be ended in the middle of C++.
+  using std::chrono::milliseconds;
+  for (int i = 0; i < 2000 && outside.load() != 0; i++)
+    std::this_thread::sleep_for(milliseconds(1));
+  PyEval_RestoreThread(state);
+}
+
+std::string settings_json(const std::vector<std::string> &settings) {
+  fserver::enter("settings");
+  auto list = pointers(settings);
+  return text_from("settings", [&](char *buf, size_t cap, size_t *need) {
+    return fs_settings(list.data(), list.size(), buf, cap, need);
+  });
+}
+
+} // namespace fserver

@@ -1,0 +1,76 @@
+// A node: life cycle, and what workers and servers have in common.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fserver.h"
+#include "holder.h"
+
+namespace fserver {
+
+// One worker, server or scheduler. All methods may be called from several
+// Python threads; what they share is guarded by the GIL, and no method counts
+// on it across a call that waits.
+class Node {
+public:
+  explicit Node(const std::vector<std::string> &settings);
+  virtual ~Node();
+  Node(const Node &) = delete;
+  Node &operator=(const Node &) = delete;
+
+  void connect(); // waits until the cluster is complete
+  void barrier(bool include_server, bool include_client, bool instance_barrier,
+               PyObject *timeout_ms);
+  void stop();
+  void close();
+  std::string describe();
+
+  const fs_info &info() const { return info_; }
+  bool closed() const { return closed_; }
+  bool connected() const { return connected_; }
+  size_t held() const { return holder_.size(); }
+
+protected:
+  // Refuses a call on a node that cannot take it.
+  void enter(const char *call) const;
+  void enter_connected(const char *call) const;
+
+  // Closes the node and lets go of all memory. Every class that adds memory
+  // calls it in its destructor, while that memory is still there.
+  int shut();
+  virtual void forget() {}
+
+  fs_node id_ = 0;
+  Holder holder_;
+
+private:
+  void released();
+
+  fs_info info_{};
+  bool connected_ = false;
+  bool closed_ = false;
+};
+
+class Scheduler : public Node {
+public:
+  explicit Scheduler(const std::vector<std::string> &settings)
+      : Node(settings) {}
+  ~Scheduler() override { shut(); }
+};
+
+// Closes every node that is open, so that no thread stays in the engine when
+// the interpreter ends. For atexit.
+void close_all();
+
+// JSON of the settings (fs_settings).
+std::string settings_json(const std::vector<std::string> &settings);
+
+// CLOCK_MONOTONIC, as fs_now, without the way into the engine.
+int64_t now_ns();
+
+} // namespace fserver

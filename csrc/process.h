@@ -1,0 +1,69 @@
+// What concerns the process: threads, signals, fork and exit.
+#pragma once
+
+#include <Python.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <limits>
+
+#include "error.h"
+#include "fserver.h"
+
+namespace fserver {
+
+// Longest time between two looks at pending signals: bounds how late Ctrl-C is.
+constexpr int64_t kSlice = 100'000'000;
+
+// From this size on, sending takes longer than another thread should wait for
+// the GIL.
+constexpr uint64_t kLarge = 256 << 10;
+
+constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
+
+extern std::atomic<bool> forked;  // set in a child of fork: the engine hangs there
+extern std::atomic<bool> exiting; // set when the interpreter ends
+extern std::atomic<int> outside;  // threads in unlocked()
+
+// Installs the fork handler. Called once, when the module is loaded.
+void watch_fork();
+
+// Refuses a call that must not enter the engine any more.
+void refuse(const char *call);
+inline void enter(const char *call) {
+  if (forked.load(std::memory_order_relaxed) ||
+      exiting.load(std::memory_order_relaxed))
+    refuse(call);
+}
+
+// Calls f, which knows no Python, without the GIL. Nothing of ours is locked
+// meanwhile. RestoreThread does not return once the interpreter is finalizing;
+// leave_all() sees to it that no thread is here then.
+template <class F> auto unlocked(F &&f) {
+  outside.fetch_add(1);
+  PyThreadState *state = PyEval_SaveThread();
+  auto r = f();
+  PyEval_RestoreThread(state);
+  outside.fetch_sub(1);
+  return r;
+}
+
+// Calls f(slice_ns, flags) without the GIL for as long as it returns -EAGAIN
+// and the deadline (CLOCK_MONOTONIC) has not passed; runs signal handlers in
+// between. The first call is made even if the deadline has passed.
+template <class F> int in_slices(int64_t deadline, F &&f) {
+  for (uint32_t flags = 0;; flags = FS_NOSPIN) {
+    int64_t left = deadline == kForever ? kSlice : deadline - fs_now();
+    int64_t slice = left < 0 ? 0 : left < kSlice ? left : kSlice;
+    int rc = unlocked([&] { return f(slice, flags); });
+    if (rc != -EAGAIN)
+      return rc;
+    if (PyErr_CheckSignals() < 0)
+      throw Raised{};
+    if (left <= kSlice && deadline != kForever && fs_now() >= deadline)
+      return rc;
+  }
+}
+
+} // namespace fserver

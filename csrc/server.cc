@@ -1,0 +1,311 @@
+#include "server.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "error.h"
+#include "process.h"
+
+namespace fserver {
+namespace {
+
+constexpr size_t kMostDims = 64; // as in the engine
+
+constexpr Arg kTensors{"respond", "tensors"};
+constexpr Arg kBuffer{"respond_vec", "ret_buffer"};
+constexpr Arg kTensorsVec{"respond_vec", "tensors_vec"};
+constexpr Arg kHandlerVec{"respond_vec", "handler_vec"};
+constexpr Arg kTensor{"register_recv_buffer", "tensor"};
+constexpr Arg kRanks{"register_recv_buffer", "worker_ranks"};
+constexpr Arg kKeys{"register_recv_buffer", "push_keys"};
+
+void *pointer(uint64_t v) { return reinterpret_cast<void *>(v); }
+
+// Runs when the last tensor over a receive buffer is gone, in any thread.
+void release_buffer(void *buffer) {
+  if (!forked.load()) // the engine is not in a forked child
+    fs_buffer_release(reinterpret_cast<uint64_t>(buffer));
+}
+
+void release_memory(void *storage) { Memory{storage}; }
+
+} // namespace
+
+// Reads what fs_get_batch has written.
+class Server::Words {
+public:
+  Words(const uint64_t *p, size_t n) : p_(p), end_(p + n) {}
+  uint64_t next() { return *take(1); }
+  const uint64_t *take(size_t n) {
+    if (static_cast<size_t>(end_ - p_) < n)
+      raise(Kind::kError, "get_batch: the engine's description of the batch is "
+                          "cut short");
+    const uint64_t *p = p_;
+    p_ += n;
+    return p;
+  }
+
+private:
+  const uint64_t *p_, *end_;
+};
+
+void Server::forget() {
+  slots_.clear();
+  fixed_.clear();
+}
+
+PyObject *Server::get_batch(PyObject *timeout_ms) {
+  enter_connected("get_batch");
+  int64_t deadline = kForever;
+  if (timeout_ms && timeout_ms != Py_None)
+    deadline = now_ns() + read_ms(timeout_ms, {"get_batch", "timeout_ms"});
+  holder_.reap();
+  for (;;) {
+    Array<uint64_t, 512> buf(std::max<size_t>(batch_words_, 512));
+    size_t need = 0;
+    int rc = in_slices(deadline, [&](int64_t slice, uint32_t flags) {
+      return fs_get_batch(id_, buf.data(), buf.size(), &need, slice, flags);
+    });
+    if (rc == -EAGAIN)
+      return PyList_New(0);
+    if (rc == -ENOBUFS) { // the batch waits for us
+      batch_words_ = std::max(batch_words_, need);
+      continue;
+    }
+    check("get_batch", rc);
+    Words words(buf.data(), std::min(need, buf.size()));
+    const size_t n = words.next();
+    Ref batch = Ref::steal(PyList_New(static_cast<Py_ssize_t>(n)));
+    for (size_t i = 0; i < n; i++)
+      PyList_SET_ITEM(batch.get(), static_cast<Py_ssize_t>(i),
+                      take_request(words).release());
+    return batch.release();
+  }
+}
+
+Ref Server::take_request(Words &words) {
+  const uint64_t handler = words.next(), rank = words.next();
+  const uint64_t np = words.next(), nq = words.next();
+  Ref tensors = Ref::steal(PyList_New(static_cast<Py_ssize_t>(np)));
+  Ref keys = Ref::steal(PyList_New(static_cast<Py_ssize_t>(np)));
+  for (uint64_t i = 0; i < np; i++) {
+    Ref key;
+    Ref tensor = take_tensor(words, rank, &key);
+    PyList_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i), tensor.release());
+    PyList_SET_ITEM(keys.get(), static_cast<Py_ssize_t>(i), key.release());
+  }
+  words.take(nq); // the engine checks the sizes of the answers itself
+  Ref number = Ref::steal(PyLong_FromUnsignedLongLong(handler));
+  return Ref::steal(PyTuple_Pack(3, number.get(), tensors.get(), keys.get()));
+}
+
+// A tensor over the receive buffer. The worker chose dtype and dims.
+Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
+  const uint64_t *w = words.take(8);
+  const uint64_t k = w[0], slot = w[1], buffer = w[2], address = w[3];
+  const uint64_t bytes = w[4], dtype = w[5], device = w[6], ndim = w[7];
+  const uint64_t *d = words.take(ndim);
+  const size_t element = dtype_bytes(dtype);
+  auto refuse = [&](const char *what, uint64_t value) {
+    raise(Kind::kError,
+          "get_batch: worker %llu sent a tensor with key %llu, %s %llu, which "
+          "this torch cannot hold: is the worker's torch the same as here? "
+          "The batch is lost",
+          static_cast<unsigned long long>(rank),
+          static_cast<unsigned long long>(k), what,
+          static_cast<unsigned long long>(value));
+  };
+  if (element == 0)
+    refuse("dtype", dtype);
+  if (ndim > kMostDims)
+    refuse("number of dimensions", ndim);
+  if (device != UINT64_MAX)
+    refuse("device", device);
+  int64_t dims[kMostDims];
+  uint64_t size = element;
+  for (size_t i = 0; i < ndim; i++) {
+    dims[i] = static_cast<int64_t>(d[i]);
+    if (dims[i] < 0 || __builtin_mul_overflow(size, d[i], &size) ||
+        size > INT64_MAX)
+      refuse("dimension", d[i]);
+  }
+  if (size != bytes)
+    refuse("size in bytes", bytes);
+  *key = Ref::steal(PyLong_FromUnsignedLongLong(k));
+  // Without bytes there is no receive buffer.
+  return Ref::steal(
+      bytes ? make_tensor(memory_of(slot, buffer, address, bytes), dtype, dims,
+                          ndim)
+            : make_tensor(nothing(), dtype, dims, ndim));
+}
+
+// A new buffer in a slot replaces the old one, which lives on as long as the
+// tensors over it.
+const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
+                                uint64_t address, uint64_t bytes) {
+  if (slot >= slots_.size())
+    slots_.resize(slot + 1);
+  Slot &s = slots_[slot];
+  if (s.memory && s.buffer == buffer && s.address == address) {
+    extend(s.memory, bytes);
+    return s.memory;
+  }
+  Memory m;
+  if (buffer) {
+    m = adopt(pointer(address), bytes, pointer(buffer), release_buffer);
+  } else {
+    auto f = std::find_if(fixed_.begin(), fixed_.end(), [&](const Fixed &x) {
+      return address >= x.begin && address + bytes <= x.end;
+    });
+    if (f == fixed_.end())
+      raise(Kind::kError, "get_batch: a tensor outside every registered "
+                          "receive buffer");
+    m = adopt(pointer(address), bytes, f->memory.share().release(),
+              release_memory);
+  }
+  Slot old = std::move(s);
+  s = Slot{buffer, address, std::move(m)};
+  return s.memory;
+}
+
+void Server::respond(PyObject *tensors, PyObject *handler) {
+  enter_connected("respond");
+  holder_.reap();
+  const Items items = tensor_items(tensors, kTensors);
+  const size_t n = items.size();
+  const uint64_t h = read_u64(handler, {"respond", "handler"});
+  Array<fs_tensor, 16> t(n);
+  Pins pins(n);
+  Lease lease(holder_);
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < n; i++) {
+    lease.add(read_tensor(pins.add(items.at(i)), kTensors,
+                          static_cast<Py_ssize_t>(i), Access::kRead, &t[i]));
+    bytes += t[i].bytes;
+  }
+  fs_ticket ticket = 0;
+  size_t answered = 0;
+  auto send = [&] {
+    return fs_respond(id_, &h, &n, 1, t.data(), &ticket, &answered);
+  };
+  check("respond", bytes < kLarge ? send() : unlocked(send));
+  lease.keep(ticket);
+}
+
+void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
+                         PyObject *handler_vec) {
+  enter_connected("respond_vec");
+  holder_.reap();
+  fs_tensor whole;
+  Pins pins(1);
+  const Memory memory =
+      read_tensor(pins.add(ret_buffer), kBuffer, -1, Access::kRead, &whole);
+  if (whole.ndim == 0)
+    raise(Kind::kShape, "respond_vec: ret_buffer has no dimension: want one "
+                        "with a row for each row of the answers");
+  const size_t ndim = whole.ndim;
+  const int64_t rows = whole.dims[0];
+  const uint64_t row = rows ? whole.bytes / static_cast<uint64_t>(rows) : 0;
+  const Items vec(tensors_vec, kTensorsVec, "lists of tensors");
+  const Items handlers(handler_vec, kHandlerVec, "ints");
+  const size_t n = vec.size();
+  if (handlers.size() != n)
+    raise(Kind::kShape,
+          "respond_vec: handler_vec has %zu handlers for %zu tensors_vec: give "
+          "one for each",
+          handlers.size(), n);
+
+  Array<fs_tensor, 16> t(n);
+  Array<int64_t, 64> dims(n * ndim);
+  Array<uint64_t, 16> h(n);
+  Array<size_t, 16> counts(n);
+  int64_t total = 0;
+  for (size_t k = 0; k < n; k++) {
+    const auto i = static_cast<Py_ssize_t>(k);
+    Ref item = Ref::borrow(vec.at(k));
+    if (!is_tensor(item.get())) {
+      const Items list(item.get(), kTensorsVec, "tensors");
+      if (list.size() == 0)
+        raise(Kind::kShape, "respond_vec: tensors_vec[%zu] is empty: want the "
+                            "tensors of its request",
+              k);
+      item = Ref::borrow(list.at(0));
+    }
+    const int64_t r = rows_of(item.get(), kTensorsVec, i);
+    if (r > rows)
+      raise(Kind::kShape,
+            "respond_vec: tensors_vec[%zu] has %lld rows, and ret_buffer %lld: "
+            "make ret_buffer as large as all answers",
+            k, static_cast<long long>(r), static_cast<long long>(rows));
+    h[k] = read_u64(handlers.at(k), kHandlerVec, i);
+    int64_t *d = dims.data() + k * ndim;
+    std::copy(whole.dims, whole.dims + ndim, d);
+    d[0] = r;
+    t[k] = whole;
+    t[k].dims = d;
+    t[k].bytes = static_cast<uint64_t>(r) * row;
+    t[k].data = static_cast<char *>(whole.data) +
+                static_cast<uint64_t>(total) * row;
+    counts[k] = 1;
+    total += r;
+  }
+  if (total > rows) { // what StepMesh's callers with one small buffer rely on
+    for (size_t k = 0; k < n; k++)
+      t[k].data = whole.data;
+  }
+
+  Array<fs_ticket, 16> tickets(n);
+  size_t answered = n;
+  auto send = [&] {
+    return fs_respond(id_, h.data(), counts.data(), n, t.data(), tickets.data(),
+                      &answered);
+  };
+  int rc = whole.bytes < kLarge ? send() : unlocked(send);
+  for (size_t k = 0; k < (rc < 0 ? answered : n); k++) {
+    Lease lease(holder_);
+    lease.add(memory.share());
+    lease.keep(tickets[k]);
+  }
+  check("respond_vec", rc);
+}
+
+void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
+                                  PyObject *push_keys) {
+  enter("register_recv_buffer");
+  fs_tensor t;
+  Memory memory = read_tensor(tensor, kTensor, -1, Access::kWrite, &t);
+  const Items ranks(worker_ranks, kRanks, "ints");
+  const Items keys(push_keys, kKeys, "ints");
+  const size_t n = ranks.size();
+  if (n == 0)
+    raise(Kind::kShape, "register_recv_buffer: worker_ranks is empty: give the "
+                        "rank that each slice of tensor receives from");
+  if (keys.size() != n)
+    raise(Kind::kShape,
+          "register_recv_buffer: push_keys has %zu keys for %zu worker_ranks: "
+          "give one for each",
+          keys.size(), n);
+  if (t.bytes == 0 || t.bytes % n)
+    raise(Kind::kShape,
+          "register_recv_buffer: tensor has %llu bytes, which %zu worker_ranks "
+          "do not divide: give equal slices of at least one byte",
+          static_cast<unsigned long long>(t.bytes), n);
+  Array<int32_t, 64> r(n);
+  Array<uint64_t, 64> k(n);
+  for (size_t i = 0; i < n; i++) {
+    r[i] = read_rank(ranks.at(i), kRanks, static_cast<Py_ssize_t>(i));
+    k[i] = read_u64(keys.at(i), kKeys, static_cast<Py_ssize_t>(i));
+  }
+  const auto begin = reinterpret_cast<uint64_t>(t.data);
+  const uint64_t end = begin + t.bytes;
+  for (const Fixed &f : fixed_) {
+    if (begin < f.end && f.begin < end)
+      raise(Kind::kConfig, "register_recv_buffer: tensor shares memory with one "
+                           "that is registered already: give memory of its own");
+  }
+  check("register_recv_buffer",
+        fs_register_recv(id_, &t, r.data(), k.data(), n));
+  fixed_.push_back({begin, end, std::move(memory)});
+}
+
+} // namespace fserver

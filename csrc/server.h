@@ -1,0 +1,55 @@
+// The server's side: get_batch and respond.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "args.h"
+#include "node.h"
+
+namespace fserver {
+
+class Server : public Node {
+public:
+  explicit Server(const std::vector<std::string> &settings) : Node(settings) {}
+  ~Server() override { shut(); }
+
+  // A list of (handler, [tensor, ...], [key, ...]), one for each worker group;
+  // empty when timeout_ms (nullptr or None: no limit) is over.
+  PyObject *get_batch(PyObject *timeout_ms);
+  void respond(PyObject *tensors, PyObject *handler);
+  void respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
+                   PyObject *handler_vec);
+  void register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
+                            PyObject *push_keys);
+
+private:
+  // The receive buffer of one (worker rank, key), as it was last seen. The
+  // storage is shared by all tensors that are made over it.
+  struct Slot {
+    uint64_t buffer = 0;
+    uint64_t address = 0;
+    Memory memory;
+  };
+  // Memory of register_recv_buffer.
+  struct Fixed {
+    uint64_t begin, end;
+    Memory memory;
+  };
+  class Words;
+
+  void forget() override;
+  Ref take_request(Words &words);
+  Ref take_tensor(Words &words, uint64_t rank, Ref *key);
+  const Memory &memory_of(uint64_t slot, uint64_t buffer, uint64_t address,
+                          uint64_t bytes);
+
+  std::vector<Slot> slots_;
+  std::vector<Fixed> fixed_;
+  size_t batch_words_ = 0; // of the largest batch so far
+};
+
+} // namespace fserver

@@ -1,0 +1,217 @@
+#include "tensor.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <string>
+
+namespace fserver {
+namespace {
+
+using Storage = c10::intrusive_ptr<c10::StorageImpl>;
+using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+c10::StorageImpl *impl(void *storage) {
+  return static_cast<c10::StorageImpl *>(storage);
+}
+
+std::string text_of(c10::IntArrayRef v) {
+  std::string s = "[";
+  for (size_t i = 0; i < v.size() && i < 16; i++)
+    s += (i ? ", " : "") + std::to_string(v[i]);
+  return s + (v.size() > 16 ? ", ...]" : "]");
+}
+
+// "pull_tensors[3]".
+std::string name_of(Arg arg, Py_ssize_t i) {
+  return i < 0 ? arg.name
+               : std::string(arg.name) + "[" + std::to_string(i) + "]";
+}
+
+[[noreturn]] void refuse(Arg arg, Py_ssize_t i, Kind kind,
+                         const std::string &text) {
+  raise(kind, "%s: %s %s", arg.call, name_of(arg, i).c_str(), text.c_str());
+}
+
+// Says what is wrong with a tensor that is not plain memory of the CPU.
+[[noreturn]] void explain(const at::Tensor &t, Arg arg, Py_ssize_t i) {
+  std::string name = name_of(arg, i);
+  if (!t.defined())
+    refuse(arg, i, Kind::kConfig, "is undefined: pass a tensor");
+  if (t.is_meta())
+    refuse(arg, i, Kind::kConfig,
+           "is on device meta and has no memory: pass a CPU tensor");
+  if (!t.device().is_cpu())
+    refuse(arg, i, Kind::kConfig,
+           "is on device " + t.device().str() +
+               ", and this build takes CPU tensors only: pass " + name +
+               ".cpu()");
+  if (t.layout() != c10::kStrided)
+    refuse(arg, i, Kind::kConfig,
+           std::string("has layout ") +
+               (t.is_sparse() ? "sparse" : "other than strided") +
+               ": pass " + name + ".to_dense()");
+  if (t.is_quantized())
+    refuse(arg, i, Kind::kConfig,
+           "is quantized: pass " + name + ".int_repr() and the scale beside it");
+  if (!t.is_contiguous())
+    refuse(arg, i, Kind::kShape,
+           "of shape " + text_of(t.sizes()) + " and strides " +
+               text_of(t.strides()) +
+               " is not contiguous: use .contiguous()");
+  if (t.is_conj())
+    refuse(arg, i, Kind::kConfig,
+           "is a conjugate view: pass " + name + ".resolve_conj()");
+  if (t.is_neg())
+    refuse(arg, i, Kind::kConfig,
+           "is a negated view: pass " + name + ".resolve_neg()");
+  refuse(arg, i, Kind::kConfig,
+         "has no memory of its own (fake, functional or wrapped): pass a plain "
+         "tensor");
+}
+
+bool plain(const at::Tensor &t) {
+  return t.defined() && t.device().is_cpu() && t.layout() == c10::kStrided &&
+         !t.is_quantized() && t.is_contiguous() && !t.is_conj() &&
+         !t.is_neg() && t.has_storage();
+}
+
+Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
+            fs_tensor *out) {
+  if (!plain(t))
+    explain(t, arg, i);
+  c10::TensorImpl *ti = t.unsafeGetTensorImpl();
+  const c10::Storage &storage = ti->unsafe_storage();
+  size_t bytes = static_cast<size_t>(ti->numel()) * ti->itemsize();
+  if (access == Access::kWrite) {
+    if (t.requires_grad() && t.is_leaf() && c10::GradMode::is_enabled())
+      refuse(arg, i, Kind::kConfig,
+             "is a leaf that requires grad, and would be written in place: "
+             "pass " + name_of(arg, i) + ".detach(), or use torch.no_grad()");
+    out->data = bytes ? ti->mutable_data() : nullptr;
+    out->base = storage.mutable_data();
+    if (!ti->is_inference())
+      ti->bump_version();
+  } else {
+    out->data = bytes ? const_cast<void *>(ti->data()) : nullptr;
+    out->base = const_cast<void *>(storage.data());
+  }
+  if (bytes && !out->data)
+    explain(t, arg, i);
+  if (!bytes)
+    out->data = out->base;
+  out->bytes = bytes;
+  out->key = 0;
+  out->base_bytes = storage.nbytes();
+  out->alloc = 0;
+  out->dims = ti->sizes().data();
+  out->ndim = static_cast<uint32_t>(ti->dim());
+  out->device = -1;
+  out->dtype = static_cast<uint8_t>(t.scalar_type());
+  return Memory(Storage::reclaim_copy(storage.unsafeGetStorageImpl()).release());
+}
+
+} // namespace
+
+void Memory::drop(void *storage) { Storage::reclaim(impl(storage)); }
+
+Memory Memory::share() const {
+  return Memory(
+      storage_ ? Storage::reclaim_copy(impl(storage_)).release() : nullptr);
+}
+
+WeakMemory::WeakMemory(const Memory &m)
+    : storage_(Weak(Storage::reclaim_copy(impl(m.get()))).release()) {}
+
+WeakMemory::~WeakMemory() {
+  if (storage_)
+    Weak::reclaim(impl(storage_));
+}
+
+bool WeakMemory::expired() const {
+  Weak w = Weak::reclaim(impl(storage_));
+  bool gone = w.expired();
+  w.release();
+  return gone;
+}
+
+bool is_tensor(PyObject *o) { return THPVariable_Check(o); }
+
+Items tensor_items(PyObject *o, Arg arg) {
+  if (!PyList_CheckExact(o) && is_tensor(o))
+    raise(Kind::kConfig, "%s: %s is a tensor, want a list of tensors: pass [%s]",
+          arg.call, arg.name, arg.name);
+  return Items(o, arg, "tensors");
+}
+
+Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
+                   fs_tensor *t) {
+  if (!is_tensor(o))
+    refuse(arg, i, Kind::kConfig,
+           std::string("is of type ") + Py_TYPE(o)->tp_name +
+               ", want a torch.Tensor");
+  try {
+    return read(THPVariable_Unpack(o), arg, i, access, t);
+  } catch (const c10::Error &e) {
+    refuse(arg, i, Kind::kConfig,
+           std::string("cannot be used: ") + e.what_without_backtrace());
+  }
+}
+
+int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i) {
+  if (!is_tensor(o))
+    refuse(arg, i, Kind::kConfig,
+           std::string("is of type ") + Py_TYPE(o)->tp_name +
+               ", want a torch.Tensor, or a list that begins with one");
+  const at::Tensor &t = THPVariable_Unpack(o);
+  if (t.dim() == 0)
+    refuse(arg, i, Kind::kShape,
+           "has no dimension: want a tensor with as many rows as its handler "
+           "gets");
+  return t.size(0);
+}
+
+size_t dtype_bytes(uint64_t dtype) {
+#define FS_SIZE(type, name)                                                    \
+  case static_cast<uint64_t>(c10::ScalarType::name):                           \
+    return c10::isQIntType(c10::ScalarType::name) ? 0 : sizeof(type);
+  switch (dtype) {
+    AT_FORALL_SCALAR_TYPES_WITH_COMPLEX_AND_QINTS(FS_SIZE)
+  default:
+    return 0;
+  }
+#undef FS_SIZE
+}
+
+Memory adopt(void *data, size_t bytes, void *ctx, void (*free)(void *)) {
+  return Memory(c10::make_intrusive<c10::StorageImpl>(
+                    c10::StorageImpl::use_byte_size_t(), bytes,
+                    at::DataPtr(data, ctx, free, c10::Device(c10::kCPU)),
+                    nullptr, false)
+                    .release());
+}
+
+Memory nothing() {
+  return Memory(c10::make_intrusive<c10::StorageImpl>(
+                    c10::StorageImpl::use_byte_size_t(), 0,
+                    at::DataPtr(nullptr, c10::Device(c10::kCPU)), nullptr,
+                    false)
+                    .release());
+}
+
+void extend(const Memory &m, size_t bytes) {
+  c10::StorageImpl *s = impl(m.get());
+  if (s->nbytes() < bytes)
+    s->set_nbytes(bytes);
+}
+
+PyObject *make_tensor(const Memory &m, uint64_t dtype, const int64_t *dims,
+                      size_t ndim) {
+  at::Tensor t = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(Storage::reclaim_copy(impl(m.get()))),
+      c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(dtype)));
+  t.unsafeGetTensorImpl()->set_sizes_contiguous({dims, ndim});
+  return Ref::steal(THPVariable_Wrap(std::move(t))).release();
+}
+
+} // namespace fserver

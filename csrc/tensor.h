@@ -1,0 +1,99 @@
+// Torch, as the rest of the extension sees it. Only tensor.cc includes torch.
+#pragma once
+
+#include <Python.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "args.h"
+#include "fserver.h"
+
+namespace fserver {
+
+// Keeps the memory of a tensor (its storage, not the tensor) alive. Letting go
+// may run Python code; needs the GIL.
+class Memory {
+public:
+  Memory() = default;
+  explicit Memory(void *storage) : storage_(storage) {} // takes over a reference
+  Memory(Memory &&o) noexcept : storage_(o.storage_) { o.storage_ = nullptr; }
+  Memory &operator=(Memory &&o) noexcept {
+    void *old = storage_;
+    storage_ = o.storage_;
+    o.storage_ = nullptr;
+    if (old)
+      drop(old);
+    return *this;
+  }
+  ~Memory() {
+    if (storage_)
+      drop(storage_);
+  }
+
+  Memory share() const; // another reference
+  void *get() const { return storage_; }
+  void *release() { // the reference is the caller's now
+    void *s = storage_;
+    storage_ = nullptr;
+    return s;
+  }
+  explicit operator bool() const { return storage_ != nullptr; }
+
+private:
+  static void drop(void *storage);
+  void *storage_ = nullptr;
+};
+
+// Knows a storage without keeping its memory. While this lives, no other
+// storage gets the same address.
+class WeakMemory {
+public:
+  explicit WeakMemory(const Memory &m);
+  WeakMemory(WeakMemory &&o) noexcept : storage_(o.storage_) {
+    o.storage_ = nullptr;
+  }
+  ~WeakMemory();
+  bool expired() const;
+
+private:
+  void *storage_;
+};
+
+bool is_tensor(PyObject *o);
+
+// The items of a list of tensors; refuses a lone tensor, which is a sequence
+// too.
+Items tensor_items(PyObject *o, Arg arg);
+
+enum class Access { kRead, kWrite };
+
+// Fills t, but key and alloc, from argument i (i < 0: the argument itself).
+// Refuses what the engine cannot read or write as plain memory. t->dims lives
+// as long as the tensor.
+Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
+                   fs_tensor *t);
+
+// The first dimension of a tensor of any kind.
+int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i);
+
+// Bytes of an element; 0 if no tensor of this torch can have the dtype, whose
+// number a peer chose.
+size_t dtype_bytes(uint64_t dtype);
+
+// A storage over memory of somebody else; free(ctx) is called once, from any
+// thread, when it is gone. ctx is not null.
+Memory adopt(void *data, size_t bytes, void *ctx, void (*free)(void *));
+
+// A storage of no bytes.
+Memory nothing();
+
+// Makes a storage as large as bytes, if it is smaller.
+void extend(const Memory &m, size_t bytes);
+
+// A new CPU tensor, contiguous, from the start of m. dtype and dims have been
+// checked against the size.
+PyObject *make_tensor(const Memory &m, uint64_t dtype, const int64_t *dims,
+                      size_t ndim);
+
+} // namespace fserver

@@ -1,0 +1,203 @@
+#include "worker.h"
+
+#include <algorithm>
+
+#include "args.h"
+#include "error.h"
+#include "process.h"
+
+namespace fserver {
+namespace {
+
+constexpr int64_t kDefaultTimeout = 10'000'000'000;
+
+constexpr Arg kPush{"push_pull", "push_tensors"};
+constexpr Arg kPushKeys{"push_pull", "push_keys"};
+constexpr Arg kPull{"push_pull", "pull_tensors"};
+constexpr Arg kPullKeys{"push_pull", "pull_keys"};
+
+// Refuses keys that are pushed twice: both would go to one receive buffer.
+void check_distinct(fs_tensor *t, size_t n) {
+  Array<uint64_t, 32> keys(n);
+  for (size_t i = 0; i < n; i++)
+    keys[i] = t[i].key;
+  std::sort(keys.data(), keys.data() + n);
+  for (size_t i = 1; i < n; i++) {
+    if (keys[i] == keys[i - 1])
+      raise(Kind::kConfig,
+            "push_pull: push_keys has %llu twice: give each tensor of a call a "
+            "key of its own",
+            static_cast<unsigned long long>(keys[i]));
+  }
+}
+
+// Refuses memory that is written twice, and, if strict, memory that is written
+// while it is sent.
+void check_overlap(const fs_tensor *t, size_t np, size_t nq, bool strict) {
+  struct Span {
+    uintptr_t begin, end;
+    size_t i;
+  };
+  Array<Span, 16> spans(np + nq);
+  size_t n = 0;
+  for (size_t i = strict ? 0 : np; i < np + nq; i++) {
+    auto begin = reinterpret_cast<uintptr_t>(t[i].data);
+    if (t[i].bytes)
+      spans[n++] = {begin, begin + t[i].bytes, i};
+  }
+  std::sort(spans.data(), spans.data() + n,
+            [](const Span &a, const Span &b) { return a.begin < b.begin; });
+  // The furthest end so far of any tensor, and of a pull tensor.
+  size_t any = 0, pull = n;
+  for (size_t k = 0; k < n; k++) {
+    const Span &s = spans[k];
+    const bool writes = s.i >= np;
+    size_t other = n;
+    if (k > 0 && writes && spans[any].end > s.begin)
+      other = any;
+    else if (pull < n && spans[pull].end > s.begin)
+      other = pull;
+    if (other < n) {
+      size_t a = spans[other].i, b = s.i;
+      if (a < np) // name the pull tensor first
+        std::swap(a, b);
+      raise(Kind::kConfig,
+            "push_pull: pull_tensors[%zu] and %s[%zu] share memory: give each "
+            "a tensor of its own",
+            a - np, b < np ? "push_tensors" : "pull_tensors",
+            b < np ? b : b - np);
+    }
+    if (k == 0 || s.end > spans[any].end)
+      any = k;
+    if (writes && (pull == n || s.end > spans[pull].end))
+      pull = k;
+  }
+}
+
+} // namespace
+
+Worker::Worker(const std::vector<std::string> &settings, uint64_t next_handler)
+    : Node(settings), requests_(info().mask + 1), next_(next_handler) {}
+
+uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
+                           PyObject *pull_tensors, PyObject *pull_keys) {
+  enter_connected("push_pull");
+  const int64_t started = now_ns();
+  holder_.reap();
+
+  const Items push = tensor_items(push_tensors, kPush);
+  const Items pull = tensor_items(pull_tensors, kPull);
+  const Items pkeys(push_keys, kPushKeys, "ints");
+  const Items qkeys(pull_keys, kPullKeys, "ints");
+  const size_t np = push.size(), nq = pull.size();
+  const size_t nqk = qkeys.size();
+  const size_t servers = static_cast<size_t>(info().servers);
+  if (np + nq == 0)
+    raise(Kind::kShape, "push_pull: push_tensors and pull_tensors are both "
+                        "empty: give at least one tensor");
+  if (pkeys.size() != np)
+    raise(Kind::kShape,
+          "push_pull: push_keys has %zu keys for %zu push_tensors: give one for "
+          "each",
+          pkeys.size(), np);
+  if (nq % servers)
+    raise(Kind::kShape,
+          "push_pull: pull_tensors has %zu tensors, which %zu servers do not "
+          "divide: give pull[i*Q + j], tensor j of Q from server i",
+          nq, servers);
+  if (nqk != nq && nqk != nq / servers)
+    raise(Kind::kShape,
+          "push_pull: pull_keys has %zu keys for %zu pull_tensors of %zu "
+          "servers: give one for each tensor (%zu), or one for each position "
+          "(%zu)",
+          nqk, nq, servers, nq, nq / servers);
+
+  Array<fs_tensor, 16> t(np + nq);
+  Pins pins(np + nq);
+  Lease lease(holder_);
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < np; i++) {
+    lease.add(read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead, &t[i]));
+    t[i].key = read_u64(pkeys.at(i), kPushKeys, i);
+    bytes += t[i].bytes;
+  }
+  for (size_t j = 0; j < nq; j++) {
+    fs_tensor &q = t[np + j];
+    Memory m = read_tensor(pins.add(pull.at(j)), kPull, j, Access::kWrite, &q);
+    q.key = read_u64(qkeys.at(j % nqk), kPullKeys, j % nqk);
+    if (q.bytes)
+      allocations_.number(id_, m, q);
+    lease.add(std::move(m));
+  }
+  if (np > 1)
+    check_distinct(t.data(), np);
+  if (nq > 1 || (np && servers > 1))
+    check_overlap(t.data(), np, nq, servers > 1);
+
+  fs_ticket ticket = 0;
+  auto send = [&] {
+    return fs_push_pull(id_, t.data(), np, t.data() + np, nq, &ticket);
+  };
+  check("push_pull", bytes < kLarge ? send() : unlocked(send));
+  lease.keep(ticket);
+  const uint64_t first = next_;
+  next_ += np + nq;
+  requests_[ticket & (requests_.size() - 1)] = {
+      ticket, first, static_cast<uint32_t>(np + nq), started};
+  newest_ = std::max(newest_, ticket);
+  return first;
+}
+
+const Worker::Request &Worker::find(PyObject *handler, const char *call) const {
+  const uint64_t h = read_u64(handler, {call, "handler"});
+  const size_t n = requests_.size();
+  for (size_t i = 0; i < n; i++) { // from the newest: most waits are for it
+    const Request &r = requests_[(newest_ - i) & (n - 1)];
+    if (h - r.first < r.count)
+      return r;
+  }
+  if (next_ == 0)
+    raise(Kind::kConfig, "%s: handler %llu is not known: there has been no "
+                         "push_pull yet",
+          call, static_cast<unsigned long long>(h));
+  raise(Kind::kConfig,
+        "%s: handler %llu is not known: push_pull has given 0 to %llu, and the "
+        "last %zu requests are remembered",
+        call, static_cast<unsigned long long>(h),
+        static_cast<unsigned long long>(next_ - 1), n);
+}
+
+void Worker::wait(PyObject *handler, PyObject *timeout_ms) {
+  enter_connected("wait");
+  const int64_t timeout =
+      timeout_ms ? read_ms(timeout_ms, {"wait", "timeout_ms"}) : kDefaultTimeout;
+  const Request r = find(handler, "wait");
+  if (!holder_.done(r.ticket)) {
+    int rc = in_slices(r.started + timeout, [&](int64_t slice, uint32_t flags) {
+      return fs_wait(id_, r.ticket, slice, flags);
+    });
+    if (rc == -EAGAIN)
+      raise(Kind::kTimeout,
+            "wait: handler %llu has not completed within %g ms of its "
+            "push_pull: wait again with a larger timeout_ms, the handler stays "
+            "valid",
+            static_cast<unsigned long long>(r.first),
+            static_cast<double>(timeout) / 1e6);
+    check("wait", rc);
+  }
+  holder_.reap(r.ticket);
+}
+
+std::pair<uint64_t, uint64_t> Worker::handlers(PyObject *handler) {
+  enter("get_all_handlers");
+  const Request &r = find(handler, "get_all_handlers");
+  return {r.first, r.count};
+}
+
+void Worker::trace(PyObject *handler, int64_t (&stamps)[8]) {
+  enter("fetch_trace");
+  check("fetch_trace",
+        fs_trace(id_, find(handler, "fetch_trace").ticket, stamps));
+}
+
+} // namespace fserver

@@ -1,0 +1,51 @@
+// The worker's side: push_pull and wait.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "allocations.h"
+#include "node.h"
+
+namespace fserver {
+
+class Worker : public Node {
+public:
+  // Handlers are numbered from next_handler on.
+  Worker(const std::vector<std::string> &settings, uint64_t next_handler);
+  ~Worker() override { shut(); }
+
+  // Gives the first of np + nq new handlers.
+  uint64_t push_pull(PyObject *push_tensors, PyObject *push_keys,
+                     PyObject *pull_tensors, PyObject *pull_keys);
+  // timeout_ms: nullptr is 10 s.
+  void wait(PyObject *handler, PyObject *timeout_ms);
+  // The handlers from first on of the push_pull that handler belongs to.
+  std::pair<uint64_t, uint64_t> handlers(PyObject *handler);
+  void trace(PyObject *handler, int64_t (&stamps)[8]);
+
+  uint64_t next_handler() const { return next_; }
+
+private:
+  // One push_pull. It is forgotten when a later ticket gets its place, which
+  // the engine does only when it has ended and 4,096 others have come.
+  struct Request {
+    fs_ticket ticket = 0;
+    uint64_t first = 0;
+    uint32_t count = 0; // of handlers; 0: none here
+    int64_t started = 0;
+  };
+
+  void forget() override { allocations_.clear(); }
+  const Request &find(PyObject *handler, const char *call) const;
+
+  Allocations allocations_;
+  std::vector<Request> requests_; // by ticket & mask
+  fs_ticket newest_ = 0;
+  uint64_t next_;
+};
+
+} // namespace fserver

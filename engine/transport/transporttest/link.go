@@ -1,0 +1,100 @@
+package transporttest
+
+import (
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/transport"
+)
+
+// A link is one end of a Conn and all that its node saw on it.
+type link struct {
+	n        *node
+	c        transport.Conn
+	accepted bool            // came with EvAccept
+	dialed   bool            // Connect returned it
+	closed   bool            // closed by the test
+	open     map[uint64]bool // Users of the ops that were taken and have not ended
+	done     []doneOp
+	frames   [][]byte
+	writes   []written
+	order    []seen // frames and writes as they came
+	isDown   bool
+	down     error
+
+	onDone    func(user uint64, err error)
+	onFrame   func(data []byte)
+	onWritten func(imm uint32, n uint64)
+}
+
+type doneOp struct {
+	user uint64
+	err  error
+}
+
+type written struct {
+	imm uint32
+	n   uint64
+}
+
+// seen is an entry of frames or of writes.
+type seen struct {
+	frame bool
+	n     int
+}
+
+// try posts ops in one call, numbers them, and returns how many were taken.
+func (l *link) try(ops ...transport.Op) (int, error) {
+	first := l.n.user + 1
+	for i := range ops {
+		l.n.user++
+		ops[i].User = l.n.user
+	}
+	k, err := l.c.Post(ops)
+	if k < 0 || k > len(ops) {
+		l.n.w.Fatalf("%s: post took %d of %d ops", l.n.name, k, len(ops))
+	}
+	for i := range k {
+		l.open[first+uint64(i)] = true
+	}
+	return k, err
+}
+
+// post posts all of ops and polls while there is back-pressure.
+func (l *link) post(ops ...transport.Op) {
+	l.n.w.Helper()
+	l.n.w.until("post takes the ops", func() bool {
+		k, err := l.try(ops...)
+		require.NoError(l.n.w, err)
+		ops = ops[k:]
+		return len(ops) == 0
+	})
+}
+
+// idle says whether every op that was taken has ended.
+func (l *link) idle() bool { return len(l.open) == 0 }
+
+// failed is the number of ops that ended with an error.
+func (l *link) failed() int {
+	k := 0
+	for _, d := range l.done {
+		if d.err != nil {
+			k++
+		}
+	}
+	return k
+}
+
+// ordered says whether the Conn keeps writes and frames in order.
+func (l *link) ordered() bool {
+	o, ok := l.c.(transport.Orderer)
+	return ok && o.Ordered()
+}
+
+func (l *link) close() {
+	l.n.w.Helper()
+	l.closed = true
+	require.NoError(l.n.w, l.c.Close())
+}
+
+// frame is an op that sends b.
+func frame(b []byte) transport.Op { return transport.Op{Kind: transport.OpFrame, Frame: b} }

@@ -1,0 +1,170 @@
+package transporttest
+
+import (
+	"bytes"
+	"errors"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// A node drives one Fabric and checks each event against the contract. One
+// goroutine at a time uses it.
+type node struct {
+	w      *world
+	f      transport.Fabric
+	name   string
+	ev     []transport.Event // handed to Poll; tests change its length
+	links  map[transport.Conn]*link
+	fresh  []*link // accepted, and not yet claimed by connect
+	held   []heldData
+	user   uint64
+	polls  int
+	asleep bool // not polled by turn
+	closed bool
+	killed bool
+}
+
+// heldData is an Event.Data and what was in it when Poll returned.
+type heldData struct{ data, was []byte }
+
+// link is this node's view of c.
+func (n *node) link(c transport.Conn) *link {
+	l := n.links[c]
+	if l == nil {
+		l = &link{n: n, c: c, open: map[uint64]bool{}}
+		n.links[c] = l
+	}
+	return l
+}
+
+// poll polls once, takes what came and returns how many events that were.
+func (n *node) poll() int {
+	for _, h := range n.held {
+		if !bytes.Equal(h.data, h.was) {
+			n.w.Errorf("%s: the data of a frame changed before the next Poll", n.name)
+		}
+	}
+	n.held = n.held[:0]
+	n.polls++
+	k, err := n.f.Poll(n.ev)
+	if err != nil && !n.killed && !(n.closed && errors.Is(err, transport.ErrClosed)) {
+		n.w.Errorf("%s: poll: %v", n.name, err)
+	}
+	if k < 0 || k > len(n.ev) {
+		n.w.Errorf("%s: poll found %d events in room for %d", n.name, k, len(n.ev))
+		return 0
+	}
+	for i := range n.ev[:k] {
+		n.take(&n.ev[i])
+	}
+	return k
+}
+
+// take files one event.
+func (n *node) take(e *transport.Event) {
+	if e.Conn == nil {
+		n.w.Errorf("%s: event %+v names no conn", n.name, *e)
+		return
+	}
+	_, known := n.links[e.Conn]
+	l := n.link(e.Conn)
+	if l.isDown {
+		n.w.Errorf("%s: event %+v after EvDown", n.name, *e)
+	}
+	switch e.Kind {
+	case transport.EvAccept:
+		if known {
+			n.w.Errorf("%s: EvAccept is not the first event of its conn", n.name)
+		}
+		l.accepted = true
+		n.fresh = append(n.fresh, l)
+	case transport.EvDone:
+		if !l.open[e.User] {
+			n.w.Errorf("%s: EvDone for op %d, which is not open (err %v)", n.name, e.User, e.Err)
+		}
+		delete(l.open, e.User)
+		l.done = append(l.done, doneOp{e.User, e.Err})
+		if l.onDone != nil {
+			l.onDone(e.User, e.Err)
+		}
+	case transport.EvFrame:
+		n.held = append(n.held, heldData{e.Data, bytes.Clone(e.Data)})
+		l.frames = append(l.frames, bytes.Clone(e.Data))
+		l.order = append(l.order, seen{frame: true, n: len(l.frames) - 1})
+		if l.onFrame != nil {
+			l.onFrame(e.Data)
+		}
+	case transport.EvWritten:
+		l.writes = append(l.writes, written{e.Imm, e.Len})
+		l.order = append(l.order, seen{n: len(l.writes) - 1})
+		if l.onWritten != nil {
+			l.onWritten(e.Imm, e.Len)
+		}
+	case transport.EvDown:
+		if len(l.open) > 0 {
+			n.w.Errorf("%s: EvDown with %d ops open", n.name, len(l.open))
+		}
+		if l.closed || n.closed {
+			n.w.Errorf("%s: EvDown for a conn that its own user closed: %v", n.name, e.Err)
+		}
+		if e.Err == nil {
+			n.w.Errorf("%s: EvDown says no reason", n.name)
+		}
+		l.isDown, l.down = true, e.Err
+	default:
+		n.w.Errorf("%s: event of unknown kind %+v", n.name, *e)
+	}
+}
+
+// target is memory that a node has registered for its peers.
+type target struct {
+	mem.Region
+	key transport.Key
+}
+
+// target allocates and registers size bytes.
+func (n *node) target(size uint64) target {
+	n.w.Helper()
+	r := n.w.alloc(size)
+	return target{r, n.register(r)}
+}
+
+func (n *node) register(r mem.Region) transport.Key {
+	n.w.Helper()
+	k, err := n.f.Register(r)
+	require.NoError(n.w, err)
+	return k
+}
+
+// close closes the Fabric once more or for the first time.
+func (n *node) close() {
+	n.closed = true
+	if err := n.f.Close(); err != nil {
+		n.w.Errorf("%s: close: %v", n.name, err)
+	}
+}
+
+// drain polls a closed Fabric until it has nothing more to give.
+func (n *node) drain() {
+	if len(n.ev) == 0 {
+		n.ev = make([]transport.Event, 1)
+	}
+	for n.poll() > 0 {
+	}
+}
+
+// settled checks that every Op has ended and that every Conn is one that
+// Connect returned or EvAccept brought.
+func (n *node) settled() {
+	for _, l := range n.links {
+		if len(l.open) > 0 && !n.killed {
+			n.w.Errorf("%s: %d ops never ended", n.name, len(l.open))
+		}
+		if l.accepted == l.dialed {
+			n.w.Errorf("%s: a conn was accepted: %v, dialed: %v", n.name, l.accepted, l.dialed)
+		}
+	}
+}

@@ -1,0 +1,68 @@
+// Package transporttest is the contract of package transport as a test suite.
+// Every transport runs it from its own tests:
+//
+//	func TestContract(t *testing.T) {
+//		transporttest.Run(t, func(testing.TB) transporttest.Bed {
+//			return transporttest.Bed{Open: func(o transporttest.Options) (transport.Fabric, error) {
+//				return tcp.Open(tcp.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits})
+//			}}
+//		})
+//	}
+//
+// The suite opens all its Fabrics in the test's own process and drives them
+// from one goroutine, in turn, until what it waits for has happened; a few
+// tests give each Fabric a goroutine of its own. It knows nothing of a
+// transport but the interfaces. Every event of every test passes the same
+// checks: an Op ends exactly once, EvAccept is the first event of a Conn and
+// EvDown the last, nothing is left when all is closed.
+package transporttest
+
+import (
+	"slices"
+	"testing"
+
+	"fserver/engine/transport"
+)
+
+// Options say what Fabric a test wants.
+type Options struct {
+	// Gate guards the Fabric's connections, those it takes and those it opens.
+	Gate transport.Gate
+	// Limits are the bounds to keep; the zero value asks for the defaults.
+	Limits transport.Limits
+	// Listen asks for a Fabric that takes connections, at an address that the
+	// transport picks. Without it Addr is empty.
+	Listen bool
+}
+
+// A Bed is what a transport brings to one test. All Fabrics of a Bed can reach
+// each other. The test closes what it opened.
+type Bed struct {
+	// Open makes a Fabric. When it gives an ErrUnavailable the test is skipped
+	// with its reason.
+	Open func(Options) (transport.Fabric, error)
+	// Memory is where regions and sources lie; nil means host memory.
+	Memory Memory
+	// Kill ends a Fabric as the death of its process would: its peers are not
+	// told, they find out. The test still calls Close. nil skips the tests
+	// that need it.
+	Kill func(transport.Fabric)
+}
+
+// Run runs the suite. It calls bed once for each test, with that test's tb.
+func Run(t *testing.T, bed func(tb testing.TB) Bed) {
+	t.Helper()
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			c.run(newWorld(t, bed(t)))
+		})
+	}
+}
+
+var cases = slices.Concat(connectCases, frameCases, writeCases, boundsCases, closingCases,
+	pressureCases, sleepCases, parallelCases, allocCases, soakCases)
+
+type testCase struct {
+	name string
+	run  func(*world)
+}

@@ -1,0 +1,69 @@
+"""Communication for serving large models with attention and FFN on separate machines.
+
+Objects: ``Worker``, ``Server``, ``Scheduler``. The functions of StepMesh's ``fserver_lib`` work
+on one node of the process, which the environment describes. Importing loads no engine: the
+first node does.
+"""
+
+from fserver import fserver_lib
+from fserver.api import Node, Scheduler, Server, Worker
+from fserver.errors import (
+    ClosedError,
+    ConfigError,
+    Error,
+    PeerLostError,
+    ShapeError,
+    TimeoutError,
+)
+from fserver.fserver_lib import (
+    SimpleNotify,
+    barrier,
+    fetch_trace,
+    finalize,
+    get_all_handlers,
+    get_batch,
+    get_nanosecond,
+    init,
+    map_pinned_tensor,
+    push_pull,
+    register_recv_buffer,
+    respond,
+    respond_vec,
+    seq_add_one,
+    stop,
+    wait,
+    wait_flag,
+    write_flag,
+)
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "Error",
+    "Node",
+    "PeerLostError",
+    "Scheduler",
+    "Server",
+    "ShapeError",
+    "SimpleNotify",
+    "TimeoutError",
+    "Worker",
+    "barrier",
+    "fetch_trace",
+    "finalize",
+    "fserver_lib",
+    "get_all_handlers",
+    "get_batch",
+    "get_nanosecond",
+    "init",
+    "map_pinned_tensor",
+    "push_pull",
+    "register_recv_buffer",
+    "respond",
+    "respond_vec",
+    "seq_add_one",
+    "stop",
+    "wait",
+    "wait_flag",
+    "write_flag",
+]

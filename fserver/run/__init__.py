@@ -1,0 +1,191 @@
+"""`fserver run`: starts the roles of this host. See --help."""
+
+import argparse
+import contextlib
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+
+from .roles import Layout, Process, plan
+from .supervisor import Supervisor
+
+USAGE = """\
+fserver run [options] SCRIPT [ARGS...]            a Python script for both roles
+       fserver run [options] -m MODULE [ARGS...]         a Python module
+       fserver run [options] -- PROGRAM [ARGS...]        any program
+       fserver run [options] --worker-script W.py --server-script S.py [-- ARGS...]"""
+
+EPILOG = """\
+Every process finds in its environment who it is: DMLC_ROLE, DMLC_NUM_WORKER,
+DMLC_NUM_SERVER, DMLC_GROUP_SIZE, DMLC_NODE_RANK (its group), STEPMESH_GPU (its place in
+the group), DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT (the scheduler), and RANK, LOCAL_RANK
+and WORLD_SIZE, which count the processes of its own role. On one host the scheduler gets
+a free port and the processes a secret of their own, unless they are given.
+
+Several hosts: give all of them the same options and --node-rank 0, 1, ...; the scheduler
+runs on host 0. The groups, the workers' first, are dealt to the hosts in equal runs, as
+--dry-run shows.
+
+A process that fails ends all, and its exit status (128 + n for signal n) is that of the
+run. SIGINT, SIGTERM and SIGHUP are passed on. When the last worker has ended well,
+servers that do not end by themselves are ended."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the roles of this host to their end; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    layout = _layout(parser, options)
+    commands = _commands(parser, options)
+    with _scheduler(parser, options) as scheduler:
+        processes = plan(layout, scheduler, commands, _common(options))
+        if not processes:
+            parser.error(
+                f"--nnodes {layout.hosts}: there are only {layout.workers + layout.servers} "
+                f"groups, nothing is left to run on host {layout.host}"
+            )
+        if options.dry_run:
+            print(*processes, sep="\n")
+            return 0
+        return Supervisor(processes, options.grace, layout.hosts > 1).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fserver run",
+        usage=USAGE,
+        description="Starts scheduler, servers and workers of this host and stays with them.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workers", type=count, default=1, metavar="N", help="worker groups (default 1)")
+    add("--servers", type=count, default=1, metavar="N", help="server groups (default 1)")
+    add("--group-size", type=count, default=1, metavar="N", help="processes per group (default 1)")
+    add("--nnodes", type=count, default=1, metavar="N", help="hosts (default 1)")
+    add("--node-rank", type=int, default=0, metavar="R", help="this host, from 0")
+    add("--scheduler", type=_address, metavar="HOST:PORT", help="where the scheduler listens")
+    add("--worker-script", metavar="W.py", help="what workers run")
+    add("--server-script", metavar="S.py", help="what servers run")
+    add("-m", "--module", action="store_true", help="scripts are names of Python modules")
+    add("--no-python", action="store_true", help="scripts are programs, as after --")
+    add(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="time to end after a request to, or after the last worker (default 5)",
+    )
+    add("--dry-run", action="store_true", help="print commands and their environment, run nothing")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _layout(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Layout:
+    if not 0 <= options.node_rank < options.nnodes:
+        parser.error(
+            f"--node-rank {options.node_rank}: with --nnodes {options.nnodes} "
+            f"it goes from 0 to {options.nnodes - 1}"
+        )
+    if options.nnodes > 1 and options.scheduler is None:
+        parser.error("--nnodes: several hosts need --scheduler HOST:PORT, an address of host 0")
+    return Layout(
+        options.workers, options.servers, options.group_size, options.nnodes, options.node_rank
+    )
+
+
+def _commands(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> dict[str, tuple[str, ...]]:
+    """Command line of each role."""
+    program, args = options.no_python, options.command
+    scripts = {"worker": options.worker_script, "server": options.server_script}
+    if any(scripts.values()):
+        if not all(scripts.values()):
+            parser.error("--worker-script and --server-script go together")
+        if args and args[0] != "--":
+            parser.error(
+                f"{args[0]}: with --worker-script, arguments for both scripts stand after --"
+            )
+        args = args[1:]
+    else:
+        if args and args[0] == "--":
+            program, args = True, args[1:]
+        if not args:
+            parser.error("what shall be run? A script, -m MODULE, or -- PROGRAM")
+        scripts, args = dict.fromkeys(scripts, args[0]), args[1:]
+    if program and options.module:
+        parser.error("-m names a Python module: it does not go with --no-python or --")
+    if program:
+        prefix: tuple[str, ...] = ()
+    elif options.module:
+        prefix = (sys.executable, "-m")
+    else:
+        prefix = (sys.executable,)
+        for script in scripts.values():
+            if not os.path.exists(script):
+                parser.error(f"{script}: no such file")
+    return {role: (*prefix, script, *args) for role, script in scripts.items()}
+
+
+@contextlib.contextmanager
+def _scheduler(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> Iterator[tuple[str, int | str]]:
+    """Host and port of the scheduler, which nobody else gets meanwhile.
+
+    A socket that is bound but does not listen keeps the port: the kernel gives
+    it to nobody who asks for a free one, and the scheduler, which asks for this
+    one and sets SO_REUSEADDR as this socket does, can listen there.
+    """
+    if options.scheduler is not None:
+        yield options.scheduler
+    elif options.dry_run:
+        yield "127.0.0.1", "<free>"
+    else:
+        with socket.socket() as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            yield holder.getsockname()
+
+
+def _common(options: argparse.Namespace) -> dict[str, str]:
+    """Settings that every process of the run gets."""
+    common = {}
+    if options.scheduler is None:
+        common["DMLC_LOCAL"] = "1"
+        if not os.environ.get("FSERVER_SECRET") and not os.environ.get("FSERVER_SECRET_FILE"):
+            common["FSERVER_SECRET"] = "<random>" if options.dry_run else secrets.token_hex(16)
+    if "PYTHONUNBUFFERED" not in os.environ:
+        common["PYTHONUNBUFFERED"] = "1"
+    return common
+
+
+def count(text: str) -> int:
+    """An argument that is a number of things, at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of seconds, 0 or more")
+    return value
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: HOST:PORT, with a port from 1 to 65535")
+    return host.strip("[]"), int(port)
+
+
+__all__ = ["Process", "count", "main"]

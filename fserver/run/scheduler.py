@@ -1,0 +1,22 @@
+"""`fserver scheduler`: the process that introduces the others to each other."""
+
+import argparse
+import os
+
+
+def main(argv: list[str]) -> int:
+    """Runs a scheduler until the cluster has ended; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="fserver scheduler",
+        description="Runs the scheduler of a cluster until all have left. It is configured by the "
+        "environment, as workers and servers are: DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, "
+        "DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_GROUP_SIZE (fserver env says more).",
+    )
+    parser.parse_args(argv)
+    os.environ["DMLC_ROLE"] = "scheduler"
+
+    import fserver
+
+    with fserver.Scheduler.from_env() as scheduler:
+        scheduler.stop()
+    return 0

@@ -1,0 +1,227 @@
+"""Life of the processes of one host: start, output, signals, end.
+
+- Every process leads a session of its own, so a signal reaches it once, from
+  here, with whatever it has started. It dies with the launcher (child.py).
+- One that fails ends all: SIGTERM, and SIGKILL when the grace is over. The
+  launcher's status is that of the first that failed, 128 + n for signal n.
+- SIGINT, SIGTERM and SIGHUP are passed on to workers and servers, and SIGKILL
+  follows when the grace is over, or at once with a second signal. The status is
+  128 + n, or 0 if all of them took the signal for a request to end well.
+- Servers end by themselves when the workers have left, and so does the
+  scheduler. Those that have not when the grace after the last worker is over
+  are ended, which is no failure. On one of several hosts all are waited for,
+  because the workers may be elsewhere.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .output import Screen, Stream
+from .roles import Process, inherited
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LAST_WORDS = 1.0  # seconds that output is read for when every process has ended
+
+
+class Child:
+    """A started process. It is not reaped before the end, so that nobody else gets its number."""
+
+    def __init__(self, process: Process) -> None:
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py"))]
+        self.process = process
+        self.told = False  # to end, by the launcher: its status is no failure
+        self.status: int | None = None  # as a shell shows it, once it has ended
+        self._popen = subprocess.Popen(
+            [*command, str(os.getpid()), *process.command],
+            env={**inherited(os.environ), **process.env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.outputs = {1: self._popen.stdout, 2: self._popen.stderr}
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def look(self) -> bool:
+        """Whether it has ended since the last look."""
+        if self.status is not None:
+            return False
+        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            return False
+        self.status = end.si_status + (0 if end.si_code == os.CLD_EXITED else 128)
+        return True
+
+    def signal(self, number: int) -> None:
+        """To it and to what it has started; what is left of that when it has ended, too."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def reap(self) -> None:
+        self._popen.wait()
+
+
+class Supervisor:
+    def __init__(self, processes: list[Process], grace: float, several_hosts: bool) -> None:
+        self._processes, self._grace, self._several_hosts = processes, grace, several_hosts
+        self._screen = Screen()
+        self._selector = selectors.DefaultSelector()
+        self._children: list[Child] = []
+        self._failed: int | None = None  # status of the first that failed
+        self._signal: int | None = None  # the first that was passed on
+        self._end_at: float | None = None  # when those that should have ended are told to
+        self._kill_at: float | None = None  # when those that are left are killed
+
+    def run(self) -> int:
+        """Starts all, returns the exit status when all have ended. Main thread only."""
+        with self._signals():
+            try:
+                for number, process in enumerate(self._processes):
+                    self._start(process, number)
+                while any(c.status is None for c in self._children):
+                    self._read(self._patience())
+                    for child in self._children:
+                        if child.look():
+                            self._ended(child)
+                    self._advance(time.monotonic())
+                until = time.monotonic() + LAST_WORDS
+                while self._streams() and (left := until - time.monotonic()) > 0:
+                    self._read(left)
+                return self._result()
+            except BrokenPipeError:  # nobody reads the output any more
+                return 128 + signal.SIGPIPE
+            finally:
+                for child in self._children:
+                    child.signal(signal.SIGKILL)
+                    child.reap()
+                for stream in self._streams():
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+                with contextlib.suppress(BrokenPipeError):
+                    self._screen.close()
+
+    def _start(self, process: Process, number: int) -> None:
+        child = Child(process)
+        self._children.append(child)
+        for fd, pipe in child.outputs.items():
+            stream = self._screen.stream(fd, process.name, number)
+            self._selector.register(pipe, selectors.EVENT_READ, stream)
+
+    # -- events
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Signals interrupt the selector, and are acted on in the loop."""
+        receive, send = os.pipe()
+        os.set_blocking(receive, False)
+        os.set_blocking(send, False)
+        heard = [n for n in PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]  # nohup
+        before = {n: signal.signal(n, lambda *_: None) for n in (*heard, signal.SIGCHLD)}
+        wakeup = signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+        self._selector.register(receive, selectors.EVENT_READ, None)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._selector.close()
+            os.close(receive)
+            os.close(send)
+
+    def _patience(self) -> float | None:
+        times = [t for t in (self._end_at, self._kill_at) if t is not None]
+        return max(min(times) - time.monotonic(), 0) if times else None
+
+    def _streams(self) -> list[Stream]:
+        return [key.data for key in self._selector.get_map().values() if key.data]
+
+    def _read(self, patience: float | None) -> None:
+        """Waits for output, a signal or the end of a child, and takes what there is."""
+        for key, _ in self._selector.select(patience):
+            data = os.read(key.fd, 1 << 16)
+            if key.data is None:
+                for number in data:
+                    if number in PASSED_ON:
+                        self._pass_on(number)
+            elif data:
+                key.data.feed(data)
+            else:
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()
+                key.data.close()
+
+    # -- decisions
+
+    def _pass_on(self, number: int) -> None:
+        if self._signal is not None:
+            self._kill_at = time.monotonic()
+            return
+        self._signal = number
+        self._kill_at = time.monotonic() + self._grace
+        for child in self._children:
+            if child.process.role != "scheduler":
+                child.told = True
+                child.signal(number)
+
+    def _ended(self, child: Child) -> None:
+        child.signal(signal.SIGTERM)  # to what it has started and left behind
+        if child.status == 0 or child.told or self._failed is not None:
+            return
+        self._failed = child.status
+        self._screen.say(f"{child.process.name} (pid {child.pid}) {_how(child.status)}")
+        if self._signal is None:
+            self._tell([c for c in self._children if c.status is None])
+
+    def _tell(self, children: list[Child]) -> None:
+        for child in children:
+            child.told = True
+            child.signal(signal.SIGTERM)
+        self._kill_at = time.monotonic() + self._grace
+
+    def _advance(self, now: float) -> None:
+        """What is due when so many have ended and it is so late."""
+        left = [c for c in self._children if c.status is None]
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            for child in left:
+                child.told = True
+                child.signal(signal.SIGKILL)
+            return
+        roles = {c.process.role for c in left}
+        if self._signal is not None and roles == {"scheduler"}:
+            self._tell([c for c in left if not c.told])
+        if self._kill_at is not None or self._several_hosts or not left or "worker" in roles:
+            return
+        if self._end_at is None:
+            self._end_at = now + self._grace
+        elif now >= self._end_at:
+            names = ", ".join(c.process.name for c in left)
+            self._screen.say(f"{names}: still there {self._grace:g} s after the last worker, ended")
+            self._end_at = None
+            self._tell(left)
+
+    def _result(self) -> int:
+        roles = [c for c in self._children if c.process.role != "scheduler"]
+        if self._signal is not None and any(c.status for c in roles):
+            return 128 + self._signal
+        return self._failed or 0
+
+
+def _how(status: int) -> str:
+    if status <= 128:
+        return f"failed with status {status}"
+    try:
+        return f"was ended by {signal.Signals(status - 128).name}"
+    except ValueError:
+        return f"failed with status {status}"

@@ -1,0 +1,60 @@
+"""The part of the packaging that pyproject.toml cannot say: the extension and its torch."""
+
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+import builder  # noqa: E402  (tools/ is no package)
+
+
+class BuildPackage(build_py):
+    """Into a wheel go the examples too, which `fserver demo` runs."""
+
+    def run(self) -> None:
+        if self.editable_mode:
+            return super().run()
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # modules that are gone
+        super().run()
+        examples = Path(self.build_lib) / "fserver/examples/afd"
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(builder.ROOT / "examples/afd", examples, ignore=skip)
+
+
+class BuildExtension(build_ext):
+    """Lets tools/builder.py do the work, into the tree or into the wheel."""
+
+    def run(self) -> None:
+        root = builder.ROOT if self.inplace else Path(self.build_lib)
+        try:
+            builder.extension(root / "fserver")
+        except builder.BuildError as error:
+            sys.exit(f"build: {error}")
+
+
+def requirements() -> list[str]:
+    """A wheel works with the torch it was built for and with no other."""
+    version = builder.torch_version()
+    return [f"torch=={version.partition('+')[0]}" if version else "torch"]
+
+
+def build_requirements() -> list[str]:
+    """What an isolated build needs beside pyproject.toml: a Go toolchain, unless there is one."""
+    try:
+        if not builder.prebuilt():
+            builder.find_go()
+    except builder.BuildError:
+        return (builder.ROOT / "requirements/go.txt").read_text().splitlines()[-1:]
+    return []
+
+
+setup(
+    ext_modules=[Extension("fserver._C", sources=[])],
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildPackage},
+    install_requires=requirements(),
+    setup_requires=build_requirements(),
+)

@@ -1,0 +1,451 @@
+/*
+ * The engine through fserver.h, as a C program sees it. `abi_test NAME` runs
+ * one case; test_cabi.py builds it and runs them all.
+ */
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fserver.h"
+
+#define MS INT64_C(1000000)
+#define SECOND (1000 * MS)
+#define COUNT(a) (sizeof(a) / sizeof((a)[0]))
+
+#define CHECK(ok)                                                              \
+  do {                                                                         \
+    if (!(ok))                                                                 \
+      die(__LINE__, #ok);                                                      \
+  } while (0)
+
+/* The call gives this code, and an error whose text has this part. */
+#define FAILS(call, errno_, part)                                              \
+  do {                                                                         \
+    CHECK((call) == -(errno_));                                                \
+    fs_error e_;                                                               \
+    CHECK(fs_errmsg(&e_) == 0);                                                \
+    CHECK(e_.code == -(errno_));                                               \
+    if (!strstr(e_.text, part))                                                \
+      die(__LINE__, e_.text);                                                  \
+  } while (0)
+
+static void die(int line, const char *what) {
+  fs_error e;
+  fprintf(stderr, "abi_test.c:%d: %s\n", line, what);
+  if (fs_errmsg(&e) == 0)
+    fprintf(stderr, "  last error of this thread: %s\n", e.text);
+  exit(1);
+}
+
+struct test {
+  const char *name;
+  void (*run)(void);
+  struct test *next;
+};
+static struct test *tests;
+
+#define CASE(name)                                                             \
+  static void name(void);                                                      \
+  __attribute__((constructor)) static void add_##name(void) {                  \
+    static struct test t = {#name, name, NULL};                                \
+    t.next = tests;                                                            \
+    tests = &t;                                                                \
+  }                                                                            \
+  static void name(void)
+
+/* A cluster of one scheduler, one worker and one server. */
+struct mesh {
+  fs_node scheduler, worker, server;
+};
+
+static fs_node open_node(const char *role, const char *port,
+                         const char *timeout) {
+  char role_[64], port_[64], timeout_[64];
+  snprintf(role_, sizeof(role_), "DMLC_ROLE=%s", role);
+  snprintf(port_, sizeof(port_), "DMLC_PS_ROOT_PORT=%s", port);
+  snprintf(timeout_, sizeof(timeout_), "FSERVER_INIT_TIMEOUT=%s", timeout);
+  const char *settings[] = {role_,
+                            port_,
+                            timeout_,
+                            "DMLC_PS_ROOT_URI=127.0.0.1",
+                            "DMLC_NUM_WORKER=1",
+                            "DMLC_NUM_SERVER=1",
+                            "STEPMESH_BACKEND=CPU",
+                            "FSERVER_STOP_TIMEOUT=10"};
+  fs_node node = 0;
+  CHECK(fs_open(settings, COUNT(settings), &node) == 0);
+  CHECK(node != 0);
+  return node;
+}
+
+static void wait_ready(fs_node node) {
+  int rc;
+  while ((rc = fs_wait_ready(node, 100 * MS)) == -EAGAIN)
+    ;
+  CHECK(rc == 0);
+}
+
+static struct mesh open_mesh(void) {
+  struct mesh m;
+  fs_info info;
+  m.scheduler = open_node("scheduler", "0", "20");
+  CHECK(fs_get_info(m.scheduler, &info) == 0);
+  const char *port = strrchr(info.address, ':');
+  CHECK(port);
+  m.worker = open_node("worker", port + 1, "20");
+  m.server = open_node("server", port + 1, "20");
+  wait_ready(m.scheduler);
+  wait_ready(m.worker);
+  wait_ready(m.server);
+  return m;
+}
+
+/* Nothing is left of it. */
+static void free_mesh(struct mesh *m) {
+  int64_t nodes, buffers, goroutines;
+  CHECK(fs_free(m->worker) == 0);
+  CHECK(fs_free(m->server) == 0);
+  CHECK(fs_free(m->scheduler) == 0);
+  CHECK(fs_live(&nodes, &buffers, &goroutines) == 0);
+  CHECK(nodes == 0 && buffers == 0);
+}
+
+static fs_tensor tensor(void *data, const int64_t *dims, uint64_t key) {
+  fs_tensor t = {.data = data,
+                 .bytes = (uint64_t)(dims[0] * dims[1]),
+                 .key = key,
+                 .base = data,
+                 .base_bytes = (uint64_t)(dims[0] * dims[1]),
+                 .dims = dims,
+                 .ndim = 2,
+                 .device = -1,
+                 .dtype = 5};
+  return t;
+}
+
+static int wait_ticket(fs_node node, fs_ticket ticket) {
+  int rc;
+  uint32_t flags = 0;
+  int64_t end = fs_now() + 20 * SECOND;
+  while ((rc = fs_wait(node, ticket, 100 * MS, flags)) == -EAGAIN &&
+         fs_now() < end)
+    flags = FS_NOSPIN;
+  return rc;
+}
+
+static int next_batch(fs_node node, uint64_t *buf, size_t cap, size_t *need) {
+  int rc;
+  int64_t end = fs_now() + 20 * SECOND;
+  while ((rc = fs_get_batch(node, buf, cap, need, 100 * MS, 0)) == -EAGAIN &&
+         fs_now() < end)
+    ;
+  return rc;
+}
+
+CASE(basics) {
+  fs_error e;
+  CHECK(fs_abi() == FS_ABI);
+  int64_t before = fs_now();
+  CHECK(before > 0 && fs_now() >= before);
+  CHECK(fs_errmsg(&e) == -ENOENT);
+}
+
+CASE(settings) {
+  const char *given[] = {"DMLC_NUM_WORKER=3", "DMLC_NUM_WORKERS=3"};
+  size_t need = 0, again = 0;
+  CHECK(fs_settings(given, COUNT(given), NULL, 0, &need) == -ENOBUFS);
+  char *json = calloc(need + 1, 1);
+  CHECK(json);
+  CHECK(fs_settings(given, COUNT(given), json, need, &again) == 0);
+  CHECK(again == need && strlen(json) == need);
+  CHECK(json[0] == '{' && strstr(json, "\"DMLC_NUM_WORKER\""));
+  CHECK(strstr(json, "DMLC_NUM_WORKERS")); /* the warning */
+  free(json);
+}
+
+CASE(wrong_setting) {
+  const char *given[] = {"DMLC_ROLE=attention"};
+  fs_node node = 0;
+  FAILS(fs_open(given, COUNT(given), &node), EINVAL, "DMLC_ROLE");
+  fs_error e;
+  CHECK(fs_errmsg(&e) == -ENOENT); /* it was given once */
+  CHECK(node == 0);
+}
+
+CASE(no_such_node) {
+  fs_info info;
+  fs_ticket ticket;
+  uint64_t word = 0, token = 0;
+  size_t need = 0, count = 0;
+  int64_t stamps[8], dims[] = {1, 1};
+  int32_t rank = 0;
+  char byte;
+  fs_tensor t = tensor(&byte, dims, 0);
+  for (fs_node node = 0; node < 3; node++) {
+    FAILS(fs_wait_ready(node, 0), EBADF, "handle");
+    FAILS(fs_get_info(node, &info), EBADF, "handle");
+    FAILS(fs_push_pull(node, &t, 1, NULL, 0, &ticket), EBADF, "handle");
+    FAILS(fs_wait(node, 0, 0, 0), EBADF, "handle");
+    FAILS(fs_get_batch(node, &word, 1, &need, 0, 0), EBADF, "handle");
+    FAILS(fs_respond(node, &word, &count, 1, NULL, &ticket, &need), EBADF,
+          "handle");
+    FAILS(fs_register_recv(node, &t, &rank, &word, 1), EBADF, "handle");
+    FAILS(fs_barrier(node, FS_BARRIER_WORKERS, 0, &token, 0), EBADF, "handle");
+    FAILS(fs_trace(node, 0, stamps), EBADF, "handle");
+    FAILS(fs_forget(node, 1), EBADF, "handle");
+    FAILS(fs_describe(node, &byte, 1, &need), EBADF, "handle");
+    FAILS(fs_stop(node, 0), EBADF, "handle");
+    FAILS(fs_close(node), EBADF, "handle");
+    FAILS(fs_free(node), EBADF, "handle");
+  }
+  CHECK(fs_buffer_release(12345) < 0);
+}
+
+CASE(no_scheduler) {
+  fs_node node = open_node("worker", "9", "0.3"); /* port 9: nobody is there */
+  int rc;
+  int64_t start = fs_now();
+  while ((rc = fs_wait_ready(node, 20 * MS)) == -EAGAIN)
+    CHECK(fs_now() - start < 20 * SECOND);
+  FAILS(rc, ETIMEDOUT, "127.0.0.1:9");
+  CHECK(fs_free(node) == 0);
+  FAILS(fs_free(node), EBADF, "handle");
+}
+
+CASE(round_trip) {
+  struct mesh m = open_mesh();
+  fs_info info;
+  CHECK(fs_get_info(m.worker, &info) == 0);
+  CHECK(info.role == FS_ROLE_WORKER && info.rank == 0 && info.group == 0);
+  CHECK(info.workers == 1 && info.servers == 1 && info.device == -1);
+
+  char out[2][64], back[32], answer[32];
+  const int64_t out_dims[][2] = {{8, 8}, {0, 16}}, back_dims[] = {4, 8};
+  memset(out, 'x', sizeof(out));
+  memset(answer, 'y', sizeof(answer));
+  memset(back, 0, sizeof(back));
+  fs_tensor push[] = {tensor(out[0], out_dims[0], UINT64_MAX),
+                      tensor(out[1], out_dims[1], 7)};
+  fs_tensor pull = tensor(back, back_dims, 8);
+  fs_ticket asked = 0;
+  CHECK(fs_push_pull(m.worker, push, 2, &pull, 1, &asked) == 0);
+  CHECK(fs_wait(m.worker, asked, 5 * MS, 0) == -EAGAIN);
+  CHECK(info.words[asked & info.mask] == asked << 2);
+
+  uint64_t batch[64], *b = batch;
+  size_t need = 0;
+  CHECK(next_batch(m.server, batch, 3, &need) == -ENOBUFS);
+  CHECK(need == 1 + 4 + 2 * (8 + 2) + 1);
+  CHECK(next_batch(m.server, batch, need, &need) == 0);
+  CHECK(*b++ == 1);
+  uint64_t handler = *b++;
+  CHECK(*b++ == 0 && *b++ == 2 && *b++ == 1); /* rank, pushes, pulls */
+  uint64_t owed[2] = {0, 0};
+  for (int i = 0; i < 2; i++) {
+    CHECK(*b++ == push[i].key);
+    b++; /* slot */
+    owed[i] = *b++;
+    const void *data = (const void *)(uintptr_t)*b++;
+    CHECK(*b++ == push[i].bytes);
+    CHECK(memcmp(data, push[i].data, push[i].bytes) == 0);
+    CHECK(*b++ == push[i].dtype && (int64_t)*b++ == -1 && *b++ == 2);
+    CHECK(b[0] == (uint64_t)push[i].dims[0]);
+    CHECK(b[1] == (uint64_t)push[i].dims[1]);
+    b += 2;
+  }
+  CHECK(*b++ == sizeof(back));
+
+  /* An answer of another size is refused, and the request stays. */
+  const int64_t wrong_dims[] = {4, 4};
+  fs_tensor wrong = tensor(answer, wrong_dims, 0);
+  fs_tensor right = tensor(answer, back_dims, 0);
+  fs_ticket answered = 0;
+  size_t count = 1, done = 9;
+  FAILS(fs_respond(m.server, &handler, &count, 1, &wrong, &answered, &done),
+        EMSGSIZE, "16");
+  CHECK(done == 0);
+  CHECK(fs_respond(m.server, &handler, &count, 1, &right, &answered, &done) ==
+        0);
+  CHECK(done == 1);
+  CHECK(fs_respond(m.server, &handler, &count, 1, &right, &answered, &done) <
+        0);
+  CHECK(done == 0);
+
+  CHECK(wait_ticket(m.worker, asked) == 0);
+  CHECK(info.words[asked & info.mask] == (asked << 2 | 1));
+  CHECK(memcmp(back, answer, sizeof(back)) == 0);
+  CHECK(wait_ticket(m.worker, asked) == 0); /* it may be asked again */
+  FAILS(fs_wait(m.worker, asked + 1000, 0, 0), EBADF, "ticket");
+
+  /* What each side stamped is in order: 0 1 6 7 the worker, 2 3 4 5 the
+     server. One host, one clock. */
+  int64_t s[8];
+  CHECK(fs_trace(m.worker, asked, s) == 0);
+  CHECK(0 < s[0] && s[0] <= s[1] && s[1] <= s[6] && s[6] <= s[7]);
+  CHECK(s[0] <= s[2] && s[2] <= s[3] && s[3] <= s[4] && s[4] <= s[5]);
+  CHECK(s[5] <= s[7] && s[7] <= fs_now());
+
+  char json[1 << 16];
+  CHECK(fs_describe(m.worker, json, sizeof(json), &need) == 0);
+  CHECK(json[0] == '{' && json[need - 1] == '}');
+
+  for (int i = 0; i < 2; i++)
+    CHECK(owed[i] == 0 || fs_buffer_release(owed[i]) == 0);
+  free_mesh(&m);
+}
+
+CASE(own_receive_buffer) {
+  struct mesh m = open_mesh();
+  char mine[128], out[64];
+  const int64_t mine_dims[] = {2, 64}, dims[] = {1, 64};
+  const int32_t ranks[] = {0, 0};
+  const uint64_t keys[] = {1, 2};
+  memset(mine, 0, sizeof(mine));
+  memset(out, 'z', sizeof(out));
+  fs_tensor whole = tensor(mine, mine_dims, 0);
+  CHECK(fs_register_recv(m.server, &whole, ranks, keys, 2) == 0);
+  FAILS(fs_register_recv(m.server, &whole, ranks, keys, 0), EMSGSIZE, "keys");
+
+  fs_tensor push = tensor(out, dims, 2);
+  fs_ticket ticket, answer;
+  CHECK(fs_push_pull(m.worker, &push, 1, NULL, 0, &ticket) == 0);
+  uint64_t batch[32];
+  size_t need, count = 0, done;
+  CHECK(next_batch(m.server, batch, COUNT(batch), &need) == 0);
+  CHECK(batch[7] == 0); /* nobody owes a release */
+  CHECK(batch[8] == (uint64_t)(uintptr_t)(mine + 64));
+  CHECK(memcmp(mine + 64, out, sizeof(out)) == 0 && mine[63] == 0);
+  CHECK(fs_respond(m.server, &batch[1], &count, 1, NULL, &answer, &done) == 0);
+  CHECK(wait_ticket(m.worker, ticket) == 0);
+  free_mesh(&m);
+}
+
+CASE(wrong_role) {
+  struct mesh m = open_mesh();
+  char byte = 0;
+  const int64_t dims[] = {1, 1};
+  fs_tensor t = tensor(&byte, dims, 0);
+  fs_ticket ticket;
+  uint64_t word;
+  size_t need;
+  FAILS(fs_push_pull(m.server, &t, 1, NULL, 0, &ticket), EINVAL, "worker");
+  FAILS(fs_get_batch(m.worker, &word, 1, &need, 0, 0), EINVAL, "server");
+  t.device = 0;
+  FAILS(fs_push_pull(m.worker, &t, 1, NULL, 0, &ticket), EINVAL, "CPU");
+  free_mesh(&m);
+}
+
+struct call {
+  fs_node node;
+  int rc;
+  fs_error error;
+};
+
+static void *blocked_get_batch(void *arg) {
+  struct call *c = arg;
+  uint64_t buf[8];
+  size_t need;
+  c->rc = fs_get_batch(c->node, buf, COUNT(buf), &need, 60 * SECOND, 0);
+  fs_errmsg(&c->error);
+  return NULL;
+}
+
+static void *stop(void *arg) {
+  struct call *c = arg;
+  while ((c->rc = fs_stop(c->node, 100 * MS)) == -EAGAIN)
+    ;
+  return NULL;
+}
+
+static void *barrier(void *arg) {
+  struct call *c = arg;
+  uint64_t token = 0;
+  while ((c->rc = fs_barrier(c->node, FS_BARRIER_SERVERS | FS_BARRIER_WORKERS,
+                             20 * SECOND, &token, 100 * MS)) == -EAGAIN)
+    ;
+  return NULL;
+}
+
+CASE(close_ends_a_blocked_call) {
+  struct mesh m = open_mesh();
+  struct call c = {.node = m.server, .rc = 1};
+  pthread_t thread;
+  CHECK(pthread_create(&thread, NULL, blocked_get_batch, &c) == 0);
+  CHECK(fs_close(m.server) == 0);
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(c.rc == -ESHUTDOWN && c.error.code == -ESHUTDOWN);
+  CHECK(fs_close(m.server) == 0);
+  free_mesh(&m);
+}
+
+CASE(lost_peer) {
+  struct mesh m = open_mesh();
+  struct call c = {.node = m.server, .rc = 1};
+  pthread_t thread;
+  CHECK(pthread_create(&thread, NULL, blocked_get_batch, &c) == 0);
+  int64_t start = fs_now();
+  CHECK(fs_close(m.worker) == 0);
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(fs_now() - start < 5 * SECOND);
+  CHECK(c.rc == -ECONNRESET && c.error.code == -ECONNRESET);
+  CHECK(c.error.role == FS_ROLE_WORKER && c.error.rank == 0);
+  CHECK(c.error.address[0] && c.error.reason[0]);
+  free_mesh(&m);
+}
+
+CASE(barrier_and_stop) {
+  struct mesh m = open_mesh();
+  struct call calls[] = {
+      {.node = m.worker}, {.node = m.server}, {.node = m.scheduler}};
+  pthread_t threads[COUNT(calls)];
+  for (int i = 0; i < 2; i++)
+    CHECK(pthread_create(&threads[i], NULL, barrier, &calls[i]) == 0);
+  for (int i = 0; i < 2; i++) {
+    CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK(calls[i].rc == 0);
+  }
+  for (size_t i = 0; i < COUNT(calls); i++)
+    CHECK(pthread_create(&threads[i], NULL, stop, &calls[i]) == 0);
+  for (size_t i = 0; i < COUNT(calls); i++) {
+    CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK(calls[i].rc == 0);
+    CHECK(fs_stop(calls[i].node, 0) == 0);
+  }
+  fs_ticket ticket;
+  char byte = 0;
+  const int64_t dims[] = {1, 1};
+  fs_tensor t = tensor(&byte, dims, 0);
+  FAILS(fs_push_pull(m.worker, &t, 1, NULL, 0, &ticket), ESHUTDOWN, "");
+  free_mesh(&m);
+}
+
+static void *wrong_handle(void *arg) {
+  (void)arg;
+  fs_error e;
+  CHECK(fs_errmsg(&e) == -ENOENT);
+  CHECK(fs_close(1234) == -EBADF);
+  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "1234"));
+  return NULL;
+}
+
+CASE(errors_belong_to_their_thread) {
+  pthread_t thread;
+  fs_error e;
+  CHECK(fs_close(5678) == -EBADF);
+  CHECK(pthread_create(&thread, NULL, wrong_handle, NULL) == 0);
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "5678"));
+}
+
+int main(int argc, char **argv) {
+  for (struct test *t = tests; t && argc == 2; t = t->next) {
+    if (strcmp(t->name, argv[1]) == 0) {
+      t->run();
+      return 0;
+    }
+  }
+  fprintf(stderr, "usage: abi_test CASE\n");
+  return 2;
+}

@@ -1,0 +1,378 @@
+"""What the build makes: how the extension is linked, what is built again, and what the loader
+refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from fserver import _loader
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+# A whole program in the shape of this one, small enough to be built by a test: an engine that
+# needs its Go runtime to answer, and an extension around it.
+PROJECT = {
+    "go.mod": "module fserver\n\ngo 1.26.0\n",
+    "engine/cabi/fserver.h": "int answer(void);\n",
+    "engine/cabi/main.go": """
+        package main
+
+        import "C"
+        import "runtime"
+
+        func main() {}
+
+        //export answer
+        func answer() C.int {
+            c := make(chan C.int)
+            go func() { runtime.GC(); c <- 42 }()
+            return <-c
+        }
+        """,
+    "csrc/answer.cc": """
+        #include "answer.h"
+        extern "C" {
+        #include "fserver.h"
+        }
+        PyObject *call(PyObject *, PyObject *) { return PyLong_FromLong(answer()); }
+        """,
+    "csrc/answer.h": """
+        #include <Python.h>
+        PyObject *call(PyObject *, PyObject *);
+        """,
+    "csrc/module.cc": """
+        #include <Python.h>
+        #include "answer.h"
+        static PyMethodDef methods[] = {{"answer", call, METH_NOARGS, ""}, {}};
+        static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "", -1, methods};
+        PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module); }
+        """,
+}
+
+
+class Project:
+    """A tree of its own with its own copy of the builder; the package is named `other`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name, text in PROJECT.items():
+            self.write(name, textwrap.dedent(text).lstrip())
+        self.write("tools/builder.py", (ROOT / "tools/builder.py").read_text())
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def build(self, **env: str) -> list[str]:
+        """Builds; returns what was done."""
+        command = "from builder import *; extension(ROOT / 'other')"
+        done = subprocess.run(
+            [sys.executable, "-c", command],
+            env={**os.environ, "PYTHONPATH": str(self.root / "tools"), **env},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        steps = re.findall(r"^build: (.*)$", done.stdout, re.MULTILINE)
+        return sorted(step for step in steps if not step.startswith("go "))
+
+    def answer(self) -> int:
+        code = "import other._C; print(other._C.answer())"
+        return int(run(code, PYTHONPATH=str(self.root)))
+
+
+def run(code: str, **env: str) -> str:
+    """Output of a new interpreter, with fserver importable."""
+    path = os.pathsep.join(filter(None, [env.pop("PYTHONPATH", ""), str(ROOT)]))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": path, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def tool(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("builder", ROOT / "tools/builder.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def project(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    try:
+        builder.find_go()
+    except builder.BuildError as error:
+        pytest.skip(str(error))
+    project = Project(tmp_path_factory.mktemp("project"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FSERVER_ARCHIVE", raising=False)
+        steps = project.build()
+    assert steps == ["c++ csrc/answer.cc", "c++ csrc/module.cc", f"link {EXTENSION}"]
+    return project
+
+
+@pytest.fixture(scope="module")
+def extension() -> Path:
+    path = ROOT / "fserver" / EXTENSION
+    assert path.is_file(), "the extension has not been built: make ext"
+    return path
+
+
+# How the extension is linked
+
+
+def test_exports_only_its_initialiser(extension: Path) -> None:
+    symbols = tool("nm", "-D", "--defined-only", extension).split("\n")
+    assert [line.split()[-1] for line in symbols if line] == ["PyInit__C"]
+
+
+def test_needs_only_torch_and_the_c_libraries(extension: Path) -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", tool("readelf", "-dW", extension))
+    assert {name.split(".so")[0] for name in needed} <= {
+        *("libtorch_python", "libtorch_cpu", "libc10"),
+        *("libstdc++", "libgcc_s", "libm", "libc", "ld-linux-x86-64", "ld-linux-aarch64"),
+        *("libresolv", "libpthread", "libdl"),  # parts of libc before 2.34
+    }
+
+
+def test_dynamic_section(extension: Path) -> None:
+    section = tool("readelf", "-dW", extension)
+    assert "TEXTREL" not in section
+    assert "NODELETE" in section
+    assert not re.search(r"BIND_NOW|Flags:.*\bNOW\b", section), "binds at once"
+    assert not re.search(r"RPATH|RUNPATH", section), "names a path of the build machine"
+
+
+@pytest.mark.parametrize("first", ["other", "ours"])
+def test_second_go_runtime(project: Project, extension: Path, first: str) -> None:
+    code = f"""
+        import threading, torch
+        from fserver import _loader
+        def other():
+            import other._C
+            assert other._C.answer() == 42
+        def ours():
+            assert _loader.load().live()[:2] == (0, 0)
+        def both():
+            for _ in range(200):
+                other(), ours()
+        {first}()
+        both()
+        threads = [threading.Thread(target=both) for _ in range(4)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        print("done")
+        """
+    assert run(code, PYTHONPATH=str(project.root)) == "done"
+
+
+def test_immediate_binding_works_or_says_why(extension: Path) -> None:
+    code = """
+        from fserver import _loader
+        try:
+            print(_loader.load().live()[0])
+        except _loader.LoadError as error:
+            print(error)
+        """
+    answer = run(code, LD_BIND_NOW="1")
+    assert answer == "0" or "unset LD_BIND_NOW" in answer
+
+
+# The loader
+
+
+def test_lazy_binding_around_the_import_only(tmp_path: Path) -> None:
+    (tmp_path / "lazy.c").write_text(
+        "#include <Python.h>\n"
+        "void *absent(void);\n"
+        "static PyObject *call(PyObject *s, PyObject *a) { return absent(); }\n"
+        'static PyMethodDef methods[] = {{"call", call, METH_NOARGS, ""}, {0}};\n'
+        'static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "lazy", "", -1, methods};\n'
+        "PyMODINIT_FUNC PyInit_lazy(void) { return PyModule_Create(&def); }\n"
+    )
+    include, module = sysconfig.get_path("include"), tmp_path / "lazy.so"
+    tool(
+        *("gcc", "-shared", "-fPIC", "-Wl,-z,lazy", f"-I{include}"),
+        *(tmp_path / "lazy.c", "-o", module),
+    )
+    code = """
+        import sys
+        from fserver import _loader
+        flags = sys.getdlopenflags()
+        try:
+            print(_loader._import("lazy").__name__)
+        except _loader.LoadError as error:
+            print(error)
+        assert sys.getdlopenflags() == flags
+        """
+    assert run(code, PYTHONPATH=str(tmp_path)) == "lazy"
+    answer = run(code, PYTHONPATH=str(tmp_path), LD_BIND_NOW="1")
+    assert "undefined symbol: absent" in answer and "unset LD_BIND_NOW" in answer
+
+
+def test_load_from_many_threads(extension: Path) -> None:
+    code = """
+        import sys, threading
+        from fserver import _loader
+        assert "fserver._C" not in sys.modules
+        start, seen = threading.Barrier(8), set()
+        def load():
+            start.wait()
+            seen.add(_loader.load())
+        threads = [threading.Thread(target=load) for _ in range(8)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        print(len(seen))
+        """
+    assert run(code) == "1"
+
+
+def install(package: Path, name: str, torch_version: str) -> None:
+    (package / name).touch()
+    (package / name).with_suffix(".json").write_text(json.dumps({"torch": torch_version}))
+
+
+def test_refuses_another_torch(tmp_path: Path) -> None:
+    install(tmp_path, EXTENSION, "2.0.1+cu117")
+    with pytest.raises(ImportError) as caught:
+        _loader._check(tmp_path)
+    for part in ("2.0.1+cu117", torch.__version__, "pip install --no-build-isolation"):
+        assert part in str(caught.value)
+
+
+def test_takes_another_cuda_of_the_same_torch(tmp_path: Path) -> None:
+    install(tmp_path, EXTENSION, torch.__version__.partition("+")[0] + "+cpu")
+    _loader._check(tmp_path)
+
+
+def test_missing_extension(tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match="has not been built.*make af"):
+        _loader._check(tmp_path)
+    install(tmp_path, "_C.cpython-30-x.so", torch.__version__)
+    with pytest.raises(ImportError, match=r"there is _C\.cpython-30-x\.so.*pip install"):
+        _loader._check(tmp_path)
+
+
+# What is built again
+
+
+def test_nothing_changed(project: Project) -> None:
+    made = (project.root / "other" / EXTENSION).stat()
+    assert project.build() == []
+    assert (project.root / "other" / EXTENSION).stat().st_mtime_ns == made.st_mtime_ns
+
+
+def test_changed_go_file(project: Project) -> None:
+    project.write(
+        "engine/cabi/main.go",
+        (project.root / "engine/cabi/main.go").read_text().replace("42", "43"),
+    )
+    assert project.build() == [f"link {EXTENSION}"]
+    assert project.answer() == 43
+
+
+def test_changed_header(project: Project) -> None:
+    project.write("csrc/answer.h", PROJECT["csrc/answer.h"] + "// changed\n")
+    # The objects come out the same, so there is nothing to link.
+    assert project.build() == ["c++ csrc/answer.cc", "c++ csrc/module.cc"]
+
+
+def test_changed_source_and_failed_build(project: Project) -> None:
+    good = (project.root / "csrc/module.cc").read_text()
+    project.write("csrc/module.cc", good + "#error broken\n")
+    with pytest.raises(AssertionError, match="broken"):
+        project.build()
+    project.write("csrc/module.cc", good)
+    assert project.build() == ["c++ csrc/module.cc"]
+    assert project.build() == []
+
+
+def test_changed_flags(project: Project) -> None:
+    assert project.build(CXXFLAGS="-DCHANGED") == ["c++ csrc/answer.cc", "c++ csrc/module.cc"]
+    project.build()
+
+
+def test_archive_from_elsewhere(project: Project) -> None:
+    archive = (project.root / "build/libfserver.a").rename(project.root / "given.a")
+    assert project.build(FSERVER_ARCHIVE=str(archive), PATH="/usr/bin:/bin") == []
+    assert not (project.root / "build/libfserver.a").exists()
+    with pytest.raises(AssertionError, match="FSERVER_ARCHIVE=/absent.a: no such file"):
+        project.build(FSERVER_ARCHIVE="/absent.a")
+
+
+@pytest.mark.parametrize(
+    ("env", "error"),
+    [
+        ({"CXX": "no-cxx"}, "no-cxx: no such compiler.*apt-get install g"),
+        ({"CC": "no-cc"}, "no-cc: no such compiler.*apt-get install gcc"),
+    ],
+)
+def test_missing_compiler(project: Project, env: dict[str, str], error: str) -> None:
+    with pytest.raises(AssertionError, match=error):
+        project.build(**env)
+
+
+def test_go_that_is_too_old(builder: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    go = tmp_path / "go"
+    go.write_text("#!/bin/sh\necho go version go1.19.8 linux/amd64\n")
+    go.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(builder.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(builder.BuildError, match=r"go 1\.26\.0 or later.*1\.19\.8.*go\.txt"):
+        builder.find_go()
+
+
+# The package
+
+
+def test_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path)]
+    tool(sys.executable, "-m", "pip", "wheel", *options, str(ROOT))
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        (metadata,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+        requires = re.findall(r"^Requires-Dist: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
+    assert f"torch=={torch.__version__.partition('+')[0]}" in requires
+    for name in (
+        *(EXTENSION, str(Path(EXTENSION).with_suffix(".json")), "_C.pyi", "py.typed"),
+        *("__init__.py", "_loader.py", "api.py", "include/fserver.h", "examples/afd/model.py"),
+    ):
+        assert f"fserver/{name}" in names
+    assert {name for name in names if not name.startswith("fserver/")} == {"fserver_lib.py"}
+    assert not [name for name in names if "__pycache__" in name or "test" in name]
+
+
+def test_isolated_builds_use_the_same_pins() -> None:
+    requires = re.search(
+        r"^requires = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert requires
+    pins = (ROOT / "requirements/build.txt").read_text()
+    for _, requirement in re.findall(r"""(["'])(.*)\1,""", requires[1]):
+        assert requirement in pins

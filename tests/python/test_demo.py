@@ -1,0 +1,264 @@
+"""The split of examples/afd, with a stand-in for the communication, and the whole demo."""
+
+import copy
+import functools
+import importlib
+import os
+import queue
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import fserver
+
+ROOT = Path(__file__).parents[2]
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(ROOT / "examples" / "afd"))
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="needs fserver[demo]")
+afd, protocol, server_script, worker_script = map(
+    importlib.import_module, ("model", "protocol", "server", "worker")
+)
+
+# -- the communication's stand-in: same methods, threads instead of processes
+
+
+class FakeMesh:
+    """One queue of requests per worker and server; a request carries its own completion."""
+
+    def __init__(self, workers: int, servers: int):
+        self.queues = [[queue.Queue() for _ in range(workers)] for _ in range(servers)]
+        self.order = []  # what worker 0 asked and awaited, as ("ask" or "wait", key)
+
+
+class FakeWorker:
+    def __init__(self, mesh: FakeMesh, rank: int):
+        self.mesh, self.rank = mesh, rank
+        self.workers, self.servers = len(mesh.queues[0]), len(mesh.queues)
+        self.pending = []
+
+    def push_pull(self, push, push_keys, pull, pull_keys):
+        assert len(push) == len(push_keys) == len(pull_keys) == 1
+        assert len(pull) == self.servers
+        assert all(t.is_contiguous() for t in (*push, *pull))
+        requests = []
+        for i, queues in enumerate(self.mesh.queues):
+            done = threading.Event()
+            requests.append((done, push[0].clone(), push_keys[0], pull[i]))
+            queues[self.rank].put(requests[-1])
+        self._note("ask", push_keys[0])
+        self.pending.append((push_keys[0], requests))
+        return len(self.pending) - 1
+
+    def wait(self, handle, timeout_ms=10000):
+        key, requests = self.pending[handle]
+        self._note("wait", key)
+        for done, *_ in requests:
+            assert done.wait(timeout_ms / 1000), f"key {key} was not answered"
+
+    def fetch_trace(self, handle):
+        return list(range(8))
+
+    def leave(self):
+        for queues in self.mesh.queues:
+            queues[self.rank].put(None)
+
+    def _note(self, what, key):
+        if self.rank == 0:
+            self.mesh.order.append((what, key))
+
+
+class FakeServer:
+    def __init__(self, mesh: FakeMesh, rank: int):
+        self.rank, self.servers = rank, len(mesh.queues)
+        self.queues = mesh.queues[rank]
+
+    def get_batch(self):
+        batch = [q.get(timeout=60) for q in self.queues]
+        if None in batch:
+            raise fserver.ClosedError("all workers have left")
+        return [(request, [request[1]], [request[2]]) for request in batch]
+
+    def respond(self, tensors, handler):
+        done, _, _, pull = handler
+        pull.copy_(tensors[0])
+        done.set()
+
+    def respond_vec(self, ret_buffer, tensors_vec, handler_vec):
+        parts = ret_buffer.split([len(t) for t in tensors_vec])
+        for part, handler in zip(parts, handler_vec, strict=True):
+            self.respond([part], handler)
+
+
+# -- a model that loads in no time
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A Llama with random weights and a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    symbols = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {c: i for i, c in enumerate(["<end>", *sorted(symbols)])}
+    bytes_only = Tokenizer(models.BPE(vocabulary, []))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only, eos_token="<end>"
+    ).save_pretrained(path)
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=101,  # does not divide by the number of servers
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        mlp_bias=True,
+        eos_token_id=0,
+        bos_token_id=0,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(5)
+    whole = transformers.LlamaForCausalLM(config)
+    for name, parameter in whole.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    whole.save_pretrained(path)
+    return path
+
+
+@functools.cache
+def _loaded(folder: Path):
+    return afd.load(folder)
+
+
+def load(folder: Path):
+    """Tokenizer, and a model of one's own."""
+    tokenizer, model = _loaded(folder)
+    return tokenizer, copy.deepcopy(model)
+
+
+def whole_model_says(folder: Path, prompt: str, limit: int) -> list[int]:
+    """Greedy answer of transformers alone."""
+    tokenizer, model = _loaded(folder)
+    ids = torch.tensor([afd.encode(tokenizer, prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def split_model_says(folder, prompts, workers, servers, micro_batches, limits):
+    """(ids per prompt, mesh). limits: most tokens, per worker."""
+    _loaded(folder)  # transformers does not load in several threads at once
+    mesh = FakeMesh(workers, servers)
+    written, failures = {}, []
+
+    def guarded(run):
+        @functools.wraps(run)
+        def wrapped(rank):
+            try:
+                with torch.inference_mode():
+                    run(rank)
+            except BaseException as e:
+                failures.append(e)
+                raise
+
+        return wrapped
+
+    @guarded
+    def serve(rank):
+        ffn = afd.FFN(load(folder)[1], rank, servers)
+        server_script.serve(FakeServer(mesh, rank), ffn)
+
+    @guarded
+    def write(rank):
+        worker = FakeWorker(mesh, rank)
+        try:
+            tokenizer, whole = load(folder)
+            model = afd.Attention(whole)
+            texts = [
+                afd.Text(i, afd.encode(tokenizer, prompts[i]), model.config)
+                for i in range(rank, len(prompts), workers)
+            ]
+            writer = worker_script.Writer(worker, model, texts, micro_batches)
+            while writer.step(limits[rank]):
+                pass
+            written.update({text.number: text.written for text in texts})
+        finally:
+            worker.leave()
+
+    threads = [threading.Thread(target=serve, args=(i,)) for i in range(servers)]
+    threads += [threading.Thread(target=write, args=(i,)) for i in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    return written, mesh
+
+
+PROMPTS = ["one", "a second text", "3", "the fourth is the longest", "5", "six", "seven"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "micro_batches", "prompts"),
+    [(1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 3, 7), (3, 2, 2, 7), (1, 3, 1, 2), (3, 1, 2, 1)],
+)
+def test_split_model_writes_what_the_whole_one_does(
+    folder, workers, servers, micro_batches, prompts
+):
+    limit = 12
+    written, _ = split_model_says(
+        folder, PROMPTS[:prompts], workers, servers, micro_batches, [limit] * workers
+    )
+    assert written == {i: whole_model_says(folder, PROMPTS[i], limit) for i in range(prompts)}
+
+
+def test_finished_worker_goes_on_with_zero_rows(folder):
+    written, mesh = split_model_says(folder, PROMPTS[:2], 2, 1, 1, [2, 9])
+    assert [len(written[i]) for i in range(2)] == [2, 9]
+    votes = [key for what, key in mesh.order if what == "ask" and key == protocol.VOTE]
+    assert len(votes) == 9
+
+
+def test_micro_batches_overlap(folder):
+    """The answer of one micro-batch is awaited only when that of the other has been asked for."""
+    _, mesh = split_model_says(folder, PROMPTS[:2], 1, 1, 2, [1])
+    a0, b0, a1, b1 = (protocol.key_of(layer, m, 3) for layer in (0, 1) for m in (0, 1))
+    assert mesh.order[:6] == [
+        ("ask", a0), ("ask", b0),
+        ("wait", a0), ("ask", a1),
+        ("wait", b0), ("ask", b1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_each_half_drops_what_it_does_not_need(folder, servers):
+    def fresh():
+        return load(folder)[1]
+
+    whole = afd.weight_bytes(fresh())
+    attention = afd.weight_bytes(afd.Attention(fresh()))
+    shards = [afd.weight_bytes(afd.FFN(fresh(), i, servers)) for i in range(servers)]
+    assert attention + sum(shards) == whole
+    assert max(shards) - min(shards) <= 3 * 4 * (64 * 4 + 2)  # one column, and the bias once
+
+
+def test_other_models_are_refused(tmp_path):
+    other = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)
+    )
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is not like Llama"):
+        afd.check(other)
+    config = transformers.Gemma2Config(
+        num_hidden_layers=1, hidden_size=8, intermediate_size=8, head_dim=4, vocab_size=9,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="pre_feedforward_layernorm"):
+        afd.check(transformers.Gemma2ForCausalLM(config))

@@ -1,0 +1,508 @@
+"""`fserver run`: what it starts, what it prints, and how everything ends."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from fserver.run import output
+from fserver.run.roles import Layout, inherited, plan
+
+ROOT = Path(__file__).parents[2]
+FOREVER = "import time; print('ready', flush=True); time.sleep(600)"
+BOUND = 20  # seconds, for everything that should take far less
+
+
+# -- running it
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def fserver(*args: str, **kwargs) -> subprocess.CompletedProcess:
+    """The command line, to its end."""
+    command = [sys.executable, "-m", "fserver", *args]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=BOUND, **kwargs
+    )
+
+
+DRIVER = """
+import json, sys
+from fserver.run.roles import Process
+from fserver.run.supervisor import Supervisor
+processes = [
+    Process(role, rank, (sys.executable, "-c", code), {"NAME": f"{role}-{rank}"})
+    for role, rank, code in json.loads(sys.argv[1])
+]
+sys.exit(Supervisor(processes, float(sys.argv[2]), sys.argv[3] == "1").run())
+"""
+
+
+class Run:
+    """A supervisor in a process of its own, over Python one-liners: (role, rank, code)."""
+
+    def __init__(self, *processes, grace: float = 2.0, several_hosts: bool = False, **kwargs):
+        spec = [(role, rank, textwrap.dedent(code)) for role, rank, code in processes]
+        self.began = time.monotonic()
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, json.dumps(spec), str(grace), str(int(several_hosts))],
+            env=environment(),
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs},
+        )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+    def wait_for(self, *lines: str) -> list[str]:
+        """Reads standard output until all these lines have come; returns all that came."""
+        wanted, seen = set(lines), []
+        while wanted:
+            line = self.popen.stdout.readline()
+            assert line, f"ended before {wanted}: {seen}, {self.popen.stderr.read()}"
+            seen.append(line.rstrip("\n"))
+            wanted.discard(seen[-1])
+        return seen
+
+    def end(self) -> tuple[int, str, str, float]:
+        """(status, stdout, stderr, seconds since the start)."""
+        out, err = self.popen.communicate(timeout=BOUND)
+        return self.popen.returncode, out, err, time.monotonic() - self.began
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_gone(*pids: int) -> None:
+    until = time.monotonic() + BOUND
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < until, f"still there: {left}"
+        time.sleep(0.01)
+
+
+# -- the end
+
+
+def test_all_well():
+    with Run(("scheduler", 0, ""), ("server", 0, ""), ("worker", 0, ""), ("worker", 1, "")) as run:
+        status, out, err, _ = run.end()
+    assert (status, out, err) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "how"),
+    [
+        ("raise SystemExit(7)", 7, "failed with status 7"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 6)", 134, "was ended by SIGABRT"),
+        ("raise SystemExit(255)", 255, "failed with status 255"),
+    ],
+)
+@pytest.mark.parametrize("role", ["worker", "server", "scheduler"])
+def test_one_failure_ends_all(role, code, status, how):
+    others = [("server", 5, FOREVER), ("worker", 5, FOREVER)]
+    with Run((role, 0, code), *others, grace=BOUND) as run:
+        got, _, err, seconds = run.end()
+    assert got == status
+    name = role if role == "scheduler" else f"{role} 0"
+    assert re.fullmatch(rf"fserver run: {name} \(pid \d+\) {how}\n", err)
+    assert seconds < BOUND / 2
+
+
+def test_the_first_failure_counts():
+    late = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(3))\n" + FOREVER
+    first = "import sys; sys.exit(5)"
+    with Run(("server", 0, late), ("worker", 0, first)) as run:
+        assert run.end()[0] == 5
+
+
+def test_who_ignores_the_request_to_end_is_killed():
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n" + FOREVER
+    mortal = "import os; print(os.getpid(), flush=True)\n" + FOREVER
+    with Run(("server", 0, deaf), ("worker", 0, mortal), grace=0.3) as run:
+        seen = run.wait_for("[server 0] ready", "[worker 0] ready")
+        os.kill(next(int(line.split()[-1]) for line in seen if line[-1].isdigit()), signal.SIGKILL)
+        status, _, _, seconds = run.end()
+    assert status == 137
+    assert seconds < BOUND / 2
+
+
+def test_a_command_that_cannot_be_started():
+    done = fserver("run", "--", "/no/such/program")
+    assert done.returncode == 127
+    assert "fserver run: start /no/such/program: No such file or directory" in done.stderr
+
+
+def test_servers_that_stay_are_ended_without_failure():
+    with Run(("scheduler", 0, FOREVER), ("server", 0, FOREVER), ("worker", 0, ""), grace=0.3) as r:
+        status, _, err, _ = r.end()
+    assert status == 0
+    assert err == (
+        "fserver run: scheduler, server 0: still there 0.3 s after the last worker, ended\n"
+    )
+
+
+def test_servers_get_time_to_end_and_can_still_fail():
+    slow = "import time; time.sleep(0.5); print('bye')"
+    with Run(("server", 0, slow), ("worker", 0, "")) as run:
+        assert run.end()[:3] == (0, "[server 0] bye\n", "")
+    with Run(("server", 0, slow + "; raise SystemExit(4)"), ("worker", 0, "")) as run:
+        assert run.end()[0] == 4
+
+
+def test_one_of_several_hosts_waits_for_its_servers():
+    slow = "import time; time.sleep(1); print('bye')"
+    with Run(("server", 0, slow), ("worker", 0, ""), grace=0.1, several_hosts=True) as run:
+        assert run.end()[:3] == (0, "[server 0] bye\n", "")
+
+
+# -- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_passed_on(number):
+    roles = [("scheduler", 0, FOREVER), ("server", 0, FOREVER), ("worker", 0, FOREVER)]
+    with Run(*roles, grace=BOUND) as run:
+        run.wait_for("[scheduler] ready", "[server 0] ready", "[worker 0] ready")
+        run.popen.send_signal(number)
+        status, _, err, seconds = run.end()
+    assert status == 128 + number
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
+    assert seconds < BOUND / 2
+
+
+def test_a_signal_may_end_the_run_well():
+    polite = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('bye')))
+        print('ready')
+        time.sleep(600)
+    """
+    with Run(("scheduler", 0, FOREVER), ("worker", 0, polite), ("worker", 1, polite)) as run:
+        run.wait_for("[scheduler] ready", "[worker 0] ready", "[worker 1] ready")
+        run.popen.terminate()
+        status, out, _, _ = run.end()
+    assert status == 0
+    assert sorted(out.splitlines()) == ["[worker 0] bye", "[worker 1] bye"]
+
+
+def test_the_second_signal_kills():
+    deaf = "import signal; signal.signal(2, lambda *_: print('no', flush=True))\n" + FOREVER
+    with Run(("worker", 0, deaf), grace=600) as run:
+        run.wait_for("[worker 0] ready")
+        run.popen.send_signal(signal.SIGINT)
+        run.wait_for("[worker 0] no")
+        run.popen.send_signal(signal.SIGINT)
+        assert run.end()[0] == 130
+
+
+def test_nothing_outlives_a_killed_launcher():
+    code = "import os; print(os.getpid(), flush=True)\n" + FOREVER
+    with Run(("scheduler", 0, code), ("server", 0, code), ("worker", 0, code)) as run:
+        seen = run.wait_for("[scheduler] ready", "[server 0] ready", "[worker 0] ready")
+        pids = [int(line.split()[-1]) for line in seen if line[-1].isdigit()]
+        assert len(pids) == 3
+        run.popen.kill()
+        wait_gone(*pids)
+
+
+def test_what_a_process_has_started_ends_with_it():
+    code = """
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"])
+        print(child.pid)
+    """
+    with Run(("worker", 0, code)) as run:
+        status, out, _, seconds = run.end()
+    assert status == 0
+    wait_gone(int(out.split()[-1]))
+    assert seconds < BOUND / 2
+
+
+# -- output
+
+
+def test_lines_carry_role_and_rank():
+    code = """
+        import os, sys
+        print("out of", os.environ["NAME"])
+        print("err", file=sys.stderr)
+        sys.stdout.write("no newline")
+    """
+    with Run(("worker", 3, code), ("server", 0, code)) as run:
+        status, out, err, _ = run.end()
+    assert status == 0
+    lines = out.splitlines()
+    assert [x for x in lines if "worker" in x] == [
+        "[worker 3] out of worker-3",
+        "[worker 3] no newline",
+    ]
+    assert [x for x in lines if "server" in x] == [
+        "[server 0] out of server-0",
+        "[server 0] no newline",
+    ]
+    assert sorted(err.splitlines()) == ["[server 0] err", "[worker 3] err"]
+
+
+def test_lines_come_at_once_and_whole():
+    code = """
+        import sys, time
+        for part in ("half ", "and half\\n"):
+            sys.stdout.write(part)
+            sys.stdout.flush()
+        time.sleep(600)
+    """
+    with Run(("worker", 0, code)) as run:
+        assert run.wait_for("[worker 0] half and half") == ["[worker 0] half and half"]
+
+
+def test_much_output_is_not_mixed():
+    code = "import os\nfor i in range(2000): print(os.environ['NAME'], i, 'x' * 50)"
+    with Run(("worker", 0, code), ("worker", 1, code)) as run:
+        _, out, _, _ = run.end()
+    for rank in (0, 1):
+        mine = [line for line in out.splitlines() if line.startswith(f"[worker {rank}] ")]
+        assert mine == [f"[worker {rank}] worker-{rank} {i} {'x' * 50}" for i in range(2000)]
+
+
+def test_a_reader_that_leaves_ends_all():
+    code = "import os; print(os.getpid())\nwhile True: print('x' * 1000)"
+    with Run(("worker", 0, code)) as run:
+        pid = int(run.popen.stdout.readline().split()[-1])
+        run.popen.stdout.close()
+        assert run.popen.wait(BOUND) == 128 + signal.SIGPIPE
+        wait_gone(pid)
+        assert run.popen.stderr.read() == ""
+
+
+class Recorder(output.Screen):
+    def __init__(self, tty: bool):
+        super().__init__()
+        self.tty = {1: tty, 2: tty}
+        self.text = b""
+        output.write = lambda fd, data: setattr(self, "text", self.text + data)
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    monkeypatch.setattr(output, "write", output.write)  # puts it back
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    return Recorder
+
+
+@pytest.mark.parametrize(
+    ("chunks", "text"),
+    [
+        ([b"a\nb\n"], b"[w] a\n[w] b\n"),
+        ([b"a", b"b", b"\n"], b"[w] ab\n"),
+        ([b"\n"], b"[w] \n"),
+        ([b"10%\r20%\r", b"30%\n"], b"[w] 30%\n"),
+        ([b"\r10%", b"\r20%", b"\r30%"], b"[w] 30%\n"),
+        ([b"10%\r", b"\r\n"], b"[w] 10%\n"),
+        ([b"dos\r\nlines\r", b"\n"], b"[w] dos\n[w] lines\n"),
+        ([b"bar\r   \r"], b""),
+        ([b"x" * (1 << 17)], b"[w] " + b"x" * (1 << 17) + b"\n"),
+        ([b"\xff\xfe\n"], b"[w] \xff\xfe\n"),
+    ],
+)
+def test_a_line_is_what_a_terminal_shows_at_its_end(screen, chunks, text):
+    recorder = screen(tty=False)
+    stream = recorder.stream(1, "w", 0)
+    for chunk in chunks:
+        stream.feed(chunk)
+    stream.close()
+    recorder.close()
+    assert recorder.text == text
+
+
+def test_a_moving_bar_stands_below_the_lines_of_a_terminal(screen):
+    recorder = screen(tty=True)
+    bar, lines = recorder.stream(2, "a", 0), recorder.stream(1, "b", 1)
+    bar.feed(b"\r50% " + "█".encode() * 100)
+    lines.feed(b"hello\n")
+    bar.feed(b"\r60%")
+    recorder.close()
+    erase = b"\r\x1b[K"
+    room = 40 - len("[a] ") - 1 - len("50% ")
+    assert recorder.text == (
+        erase + b"[a] 50% " + "█".encode() * room  # cut: a wrapped line cannot be erased
+        + erase + b"[b] hello\n"
+        + erase + b"[a] 60%"
+        + erase
+    )  # fmt: skip
+
+
+def test_colours_only_on_a_terminal():
+    ours, theirs = pty.openpty()
+    env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+    command = [
+        sys.executable,
+        "-c",
+        DRIVER,
+        json.dumps([("worker", 0, "print('hello')")]),
+        "1",
+        "0",
+    ]
+    popen = subprocess.Popen(command, env={**env, "PYTHONPATH": str(ROOT)}, stdout=theirs)
+    os.close(theirs)
+    try:
+        assert select.select([ours], [], [], BOUND)[0]
+        assert b"\x1b[36m[worker 0] \x1b[0mhello" in os.read(ours, 1 << 12)
+        assert popen.wait(BOUND) == 0
+    finally:
+        popen.kill()
+        popen.wait()
+        os.close(ours)
+
+
+# -- who runs what, where
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [
+        (Layout(2, 1), ["w0 w1 s0"]),
+        (Layout(1, 1, hosts=2), ["w0", "s0"]),
+        (Layout(2, 1, hosts=2), ["w0 w1", "s0"]),
+        (Layout(3, 2, hosts=3), ["w0 w1", "w2 s0", "s1"]),
+        (Layout(1, 1, hosts=3), ["w0", "s0", ""]),
+    ],
+)
+def test_groups_are_dealt_to_the_hosts(layout, shares):
+    for host, share in enumerate(shares):
+        mine = Layout(layout.workers, layout.servers, hosts=layout.hosts, host=host)
+        assert " ".join(f"{role[0]}{group}" for role, group in mine.groups()) == share
+
+
+def test_environment_of_a_group():
+    commands = {"worker": ("w",), "server": ("s",)}
+    processes = plan(Layout(2, 1, group_size=2), ("10.0.0.1", 7000), commands, {"A": "b"})
+    assert [p.name for p in processes] == [
+        "scheduler", "worker 0", "worker 1", "worker 2", "worker 3", "server 0", "server 1",
+    ]  # fmt: skip
+    assert processes[4].command == ("w",)
+    assert processes[4].env == {
+        "DMLC_ROLE": "worker",
+        "DMLC_NUM_WORKER": "2",
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_GROUP_SIZE": "2",
+        "DMLC_NODE_RANK": "1",
+        "STEPMESH_GPU": "1",
+        "DMLC_PS_ROOT_URI": "10.0.0.1",
+        "DMLC_PS_ROOT_PORT": "7000",
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "A": "b",
+    }
+    assert processes[0].env["DMLC_ROLE"] == "scheduler"
+
+
+def test_identity_is_not_inherited():
+    outer = {"DMLC_RANK_OFFSET": "3", "DMLC_INSTANCE_ID": "1", "DMLC_INTERFACE": "eth0"}
+    assert inherited(outer) == {"DMLC_INTERFACE": "eth0"}
+
+
+def test_dry_run_prints_commands_and_environment(tmp_path):
+    script = tmp_path / "my script.py"
+    script.touch()
+    done = fserver(
+        "run", "--dry-run", "--workers", "2", "--scheduler", "[::1]:7000", str(script), "--lr", "3"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.partition("]")[0] for line in lines] == [
+        "[scheduler", "[worker 0", "[worker 1", "[server 0",
+    ]  # fmt: skip
+    assert lines[0].endswith(f"{sys.executable} -m fserver scheduler")
+    assert lines[1].startswith("[worker 0] DMLC_ROLE=worker DMLC_NODE_RANK=0 STEPMESH_GPU=0 ")
+    assert " DMLC_PS_ROOT_URI=::1 DMLC_PS_ROOT_PORT=7000 " in lines[1]
+    assert lines[2].endswith(f"{sys.executable} '{script}' --lr 3")
+    assert "SECRET" not in done.stdout
+
+
+def test_dry_run_shows_no_secret_and_no_port_by_luck():
+    done = fserver("run", "--dry-run", "--", "true")
+    assert "DMLC_PS_ROOT_PORT='<free>'" in done.stdout
+    assert "FSERVER_SECRET='<random>'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "worker", "server"),
+    [
+        (["-m", "pkg.mod", "-x"], [sys.executable, "-m", "pkg.mod", "-x"], None),
+        (["--", "echo", "--workers", "--", "a"], ["echo", "--workers", "--", "a"], None),
+        (["--no-python", "echo", "a"], ["echo", "a"], None),
+        (["{script}", "--", "-m"], [sys.executable, "{script}", "--", "-m"], None),
+        (
+            ["--worker-script", "{script}", "--server-script", "{other}", "--", "-a", "1"],
+            [sys.executable, "{script}", "-a", "1"],
+            [sys.executable, "{other}", "-a", "1"],
+        ),
+    ],
+)
+def test_ways_to_name_a_command(tmp_path, args, worker, server):
+    names = {"script": str(tmp_path / "w.py"), "other": str(tmp_path / "s.py")}
+    for path in names.values():
+        Path(path).touch()
+    done = fserver("run", "--dry-run", *(a.format(**names) for a in args))
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    for role, command in (("[worker", worker), ("[server", server or worker)):
+        assert lines[role].endswith(" " + " ".join(c.format(**names) for c in command))
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ([], "what shall be run"),
+        (["--workers", "0", "x.py"], "--workers: '0': a whole number, 1 or more"),
+        (["--servers", "two", "x.py"], "--servers: 'two': a whole number, 1 or more"),
+        (["--grace", "-1", "x.py"], "--grace: '-1': a number of seconds, 0 or more"),
+        (["--scheduler", "host", "x.py"], "'host': HOST:PORT"),
+        (["--scheduler", "host:0", "x.py"], "'host:0': HOST:PORT"),
+        (["--nnodes", "2", "--", "x"], "--nnodes: several hosts need --scheduler HOST:PORT"),
+        (["--node-rank", "1", "--", "x"], "--node-rank 1: with --nnodes 1 it goes from 0 to 0"),
+        (
+            ["--nnodes", "3", "--node-rank", "2", "--scheduler", "h:1", "--", "x"],
+            "--nnodes 3: there are only 2 groups",
+        ),
+        (["no such.py"], "no such.py: no such file"),
+        (["--worker-script", "w.py"], "--worker-script and --server-script go together"),
+        (["-m", "--", "x"], "-m names a Python module"),
+        (["--worker", "2", "x.py"], "--worker"),
+    ],
+)
+def test_bad_arguments(args, text):
+    done = fserver("run", *args)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_command():
+    done = fserver("fly")
+    assert done.returncode == 2
+    assert "fserver: fly: no such command" in done.stderr
+    assert "  run " in fserver("--help").stdout

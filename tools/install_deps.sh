@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Installs what a build needs from the system, on Debian or Ubuntu. Run it as often as you like.
+#
+#   tools/install_deps.sh [--dry-run]
+#
+# The rest comes with `make setup`, a Go toolchain included if there is none.
+set -euo pipefail
+
+packages=(gcc g++ libc6-dev make python3 python3-dev python3-venv)
+
+case "${1:-}" in
+"") run=() ;;
+--dry-run) run=(echo) ;;
+*)
+  sed -n '2,6s/^# \{0,1\}//p' "$0" >&2
+  exit 2
+  ;;
+esac
+
+if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
+  echo "install_deps: not a Debian or Ubuntu system; install the equivalents of: ${packages[*]}" >&2
+  exit 1
+fi
+
+missing=()
+for package in "${packages[@]}"; do
+  state=$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null || true)
+  [[ $state == installed ]] || missing+=("$package")
+done
+if ((${#missing[@]} == 0)); then
+  echo "install_deps: nothing to do"
+  exit 0
+fi
+
+if ((EUID != 0)); then
+  if ! command -v sudo >/dev/null; then
+    echo "install_deps: run as root: apt-get install ${missing[*]}" >&2
+    exit 1
+  fi
+  run+=(sudo)
+fi
+"${run[@]}" apt-get update
+"${run[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"

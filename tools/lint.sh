@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Runs every check and says which failed. `make lint` sets GO and BIN.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+staticcheck=honnef.co/go/tools/cmd/staticcheck@v0.8.2
+failed=()
+
+check() {
+  local name=$1
+  shift
+  echo "lint: $name"
+  "$@" || failed+=("$name")
+}
+
+# gofmt has no exit status for a file that it would change.
+gofmt_clean() {
+  local files
+  files=$("$("$GO" env GOROOT)/bin/gofmt" -l -s engine) && [[ -z $files ]] || {
+    echo "gofmt -s -w" $files
+    return 1
+  }
+}
+
+shell_syntax() {
+  local script status=0
+  for script in .ci/run tools/*.sh; do
+    bash -n "$script" || status=1
+  done
+  return $status
+}
+
+mapfile -t c_files < <(find csrc engine tests tools -name '*.[ch]' -o -name '*.cc' | sort)
+
+check gofmt gofmt_clean
+check "go vet" "$GO" vet ./...
+check staticcheck "$GO" run "$staticcheck" ./...
+check "generated files (go test ./engine/conf -run TestSettingsPage -update)" \
+  "$GO" test ./engine/conf -run TestSettingsPage
+check "ruff check" "$BIN/ruff" check .
+check "ruff format" "$BIN/ruff" format --check .
+check clang-format "$BIN/clang-format" --dry-run -Werror "${c_files[@]}"
+check "bash -n" shell_syntax
+
+if ((${#failed[@]})); then
+  printf 'lint: failed: %s\n' "${failed[@]}" >&2
+  exit 1
+fi
+echo "lint: clean"
