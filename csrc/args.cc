@@ -37,11 +37,12 @@ Items::Items(PyObject *o, Arg arg, const char *what) : arg_(arg) {
     fast_ = Ref::borrow(o);
     return;
   }
-  // A torch.Tensor of keys is no sequence to PySequence_Check, but has a length.
-  const bool sequence = PyObject_HasAttrString(o, "__len__") &&
-                        PyObject_HasAttrString(o, "__getitem__") &&
-                        !PyUnicode_Check(o) && !PyBytes_Check(o) &&
-                        !PyDict_Check(o);
+  // A torch.Tensor has the methods, but is no sequence to PySequence_Check.
+  const bool sequence =
+      PySequence_Check(o)
+          ? !PyUnicode_Check(o) && !PyBytes_Check(o)
+          : !PyDict_Check(o) && PyObject_HasAttrString(o, "__len__") &&
+                PyObject_HasAttrString(o, "__getitem__");
   if (!sequence)
     raise(Kind::kConfig, "%s: %s is %s, want a sequence of %s: write [x]",
           arg.call, arg.name, Repr(o).text, what);

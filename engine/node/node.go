@@ -40,8 +40,9 @@ type Node struct {
 	spin     time.Duration
 	counters trace.Counters
 	fabric   transport.Fabric
-	worker   *exchange.Worker // of a worker, else nil
-	server   *exchange.Server // of a server, else nil
+	sleeper  transport.Sleeper // the same
+	worker   *exchange.Worker  // of a worker, else nil
+	server   *exchange.Server  // of a server, else nil
 
 	ctx      context.Context // of dialling; ended by Close
 	cancel   context.CancelFunc
@@ -172,8 +173,9 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		})
 	}
 	if err == nil {
-		if s, ok := n.fabric.(transport.Sleeper); ok {
-			err = n.watch(s.FD())
+		var ok bool
+		if n.sleeper, ok = n.fabric.(transport.Sleeper); ok {
+			err = n.watch(n.sleeper.FD())
 		} else {
 			err = fmt.Errorf("node: transport %s cannot be slept on", n.fabric.Name())
 		}

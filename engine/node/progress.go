@@ -219,6 +219,7 @@ func rest[C condition](n *Node, c C, limit time.Duration) (interrupted bool) {
 
 // sleep waits on the descriptors, for at most limit or until the next timer.
 func (n *Node) sleep(limit time.Duration) (interrupted bool) {
+	n.sleeper.FD() // makes it readable if Post has left something to find
 	var ev [4]unix.EpollEvent
 	ms := min(limit, longSleep, time.Duration(n.timer.Load()-trace.Now()))
 	_, err := unix.EpollWait(n.epoll, ev[:], int(max(0, (ms+time.Millisecond-1)/time.Millisecond)))

@@ -153,8 +153,9 @@ type Conn interface {
 type Orderer interface{ Ordered() bool }
 
 // Sleeper is a Fabric whose user need not spin. FD is readable (for poll,
-// epoll) whenever Poll would find something or could make progress; it stays
-// valid until Close.
+// epoll) whenever Poll would find something or could make progress. Ask for it
+// before each wait: what Post has completed may show only then. It is always
+// the same descriptor, and stays valid until Close.
 type Sleeper interface{ FD() int }
 
 // A Gate decides who may talk: it runs over each new connection before the

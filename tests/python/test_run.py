@@ -6,10 +6,12 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,12 +32,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
-def fserver(*args: str, **kwargs) -> subprocess.CompletedProcess:
+def fserver(*args: str, bound: float = BOUND) -> subprocess.CompletedProcess:
     """The command line, to its end."""
     command = [sys.executable, "-m", "fserver", *args]
-    return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=BOUND, **kwargs
-    )
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=bound)
 
 
 DRIVER = """
@@ -506,3 +506,68 @@ def test_unknown_command():
     assert done.returncode == 2
     assert "fserver: fly: no such command" in done.stderr
     assert "  run " in fserver("--help").stdout
+
+
+# -- with the engine
+
+CLUSTER = """
+import os, torch, fserver
+if os.environ["DMLC_ROLE"] == "worker":
+    with fserver.Worker.from_env() as worker:
+        assert worker.rank == int(os.environ["RANK"])
+        x, y = torch.full((3,), worker.rank + 1.0), torch.empty(3)
+        worker.wait(worker.push_pull([x], [0], [y], [0]))
+        print("got", y.tolist())
+else:
+    with fserver.Server.from_env() as server:
+        try:
+            while True:
+                for handler, tensors, _ in server.get_batch():
+                    server.respond([tensors[0] * 2], handler)
+        except fserver.ClosedError:
+            print("no more")
+"""
+
+
+@pytest.fixture
+def cluster_script(tmp_path) -> str:
+    script = tmp_path / "cluster.py"
+    script.write_text(CLUSTER)
+    return str(script)
+
+
+def test_a_cluster_on_one_host(cluster_script):
+    done = fserver("run", "--group-size", "2", cluster_script, bound=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[server 0] no more",
+        "[server 1] no more",
+        "[worker 0] got [2.0, 2.0, 2.0]",
+        "[worker 1] got [4.0, 4.0, 4.0]",
+    ]
+    assert "still there" not in done.stderr  # the scheduler ended by itself
+
+
+def test_a_cluster_of_two_launchers(cluster_script):
+    with socket.socket() as holder:  # as the launcher does where it chooses the port
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        scheduler = f"127.0.0.1:{holder.getsockname()[1]}"
+        common = ["--nnodes=2", f"--scheduler={scheduler}", cluster_script]
+        with ThreadPoolExecutor() as pool:
+            hosts = [
+                pool.submit(fserver, "run", f"--node-rank={i}", *common, bound=120) for i in (0, 1)
+            ]
+            done = [host.result() for host in hosts]
+    assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
+    assert done[0].stdout == "[worker 0] got [2.0, 2.0, 2.0]\n"
+    assert done[1].stdout == "[server 0] no more\n"
+
+
+def test_env_prints_settings():
+    done = fserver("env", "--json", bound=120)
+    assert done.returncode == 0, done.stderr
+    names = [setting["name"] for setting in json.loads(done.stdout)["settings"]]
+    assert {"DMLC_ROLE", "FSERVER_TRANSPORT"} <= set(names)
+    lines = fserver("env", bound=120).stdout.splitlines()
+    assert "  DMLC_NUM_WORKER = 1" in lines
