@@ -134,7 +134,10 @@ func (tb *Table) fail(t *Ticket, err error) {
 	if t.err != nil {
 		return
 	}
-	t.err, t.rec.err = err, err
+	t.err = err
+	tb.mu.Lock()
+	t.rec.err = err
+	tb.mu.Unlock()
 	tb.words[t.id%Window].Store(t.id<<2 | StateFailing)
 }
 
