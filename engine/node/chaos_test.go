@@ -35,7 +35,7 @@ func TestChaos(t *testing.T) {
 			net.SetFaults(inproc.Chaos)
 			s := shape{2, 2, 1}
 			m := newMesh(t, over(net), s)
-			const rounds, keys = 40, 3
+			const rounds, keys = 20, 3
 			done := make(chan error, len(m.servers)+len(m.workers))
 			for _, n := range m.servers {
 				go func() { done <- serve(t, n, rounds*keys) }()

@@ -33,13 +33,12 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         f"{options.count} push_pulls of {report.show_size(options.size)} each way "
         f"in {seconds:.1f} s, after {options.warmup} to warm up"
     )
-    print(
-        f"{'resident bytes':<16}{'after warm-up':>15}{'half way':>15}{'at the end':>15}{'growth':>12}"
-    )
+    titles = "after warm-up", "half way", "at the end", "growth"
+    print("resident bytes  " + "".join(f"{title:>15}" for title in titles))
     rows = []
     for role, sizes in zip(("worker", "server"), zip(*resident, strict=True), strict=True):
         growth = sizes[-1] - sizes[0]
-        print(f"{role:<16}{sizes[0]:>15}{sizes[PARTS // 2]:>15}{sizes[-1]:>15}{growth:>12}")
+        print(f"{role:<16}{sizes[0]:>15}{sizes[PARTS // 2]:>15}{sizes[-1]:>15}{growth:>15}")
         rows.append({"role": role, "resident_bytes": sizes, "growth_bytes": growth})
     if options.json:
         report.write_json(

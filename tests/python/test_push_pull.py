@@ -308,9 +308,7 @@ def test_respond_vec_gives_each_its_own_rows(cluster: MakeCluster) -> None:
     y = [torch.empty(n, 4) for n in rows]
 
     def ask() -> list[int]:
-        return [
-            w.push_pull([x[i]], [0], [y[i].zero_()], [0]) for i, w in enumerate(c.workers)
-        ]
+        return [w.push_pull([x[i]], [0], [y[i].zero_()], [0]) for i, w in enumerate(c.workers)]
 
     for vec_of in (lambda tensors: tensors, lambda tensors: tensors[0]):
         handlers = ask()

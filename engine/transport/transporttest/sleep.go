@@ -13,6 +13,7 @@ import (
 var sleepCases = []testCase{
 	{"FDWakesForEverything", testWakes},
 	{"FDCarriesAllTraffic", testSleepTraffic},
+	{"FDWakesAfterBackPressure", testSleepPressure},
 	{"FDIsQuietWhenIdle", testSleepQuiet},
 }
 
@@ -116,6 +117,7 @@ func testSleepTraffic(w *world) {
 	var sides [2]struct {
 		from, to *link
 		ops      []transport.Op
+		last     int // polls of from's node at its last Post
 	}
 	sides[0].from, sides[0].to = a, b
 	sides[1].from, sides[1].to = b, a
@@ -133,12 +135,36 @@ func testSleepTraffic(w *world) {
 		over := true
 		for i := range sides {
 			s := &sides[i]
-			k, err := s.from.try(s.ops...)
-			require.NoError(w, err)
-			s.ops = s.ops[k:]
+			if s.from.n.polls > s.last { // else it has not been woken
+				s.last = s.from.n.polls
+				k, err := s.from.try(s.ops...)
+				require.NoError(w, err)
+				s.ops = s.ops[k:]
+			}
 			over = over && len(s.ops) == 0 && s.from.idle() && len(s.to.frames) == frames && len(s.to.writes) == writes
 		}
 		return over
+	})
+}
+
+// testSleepPressure posts until there is back-pressure and sleeps over it: room
+// for the next op must wake the sender.
+func testSleepPressure(w *world) {
+	a, b := w.pair()
+	a.n.fd()
+	b.n.asleep = true
+	buf := make([]byte, 4096)
+	taken := a.fill(pressureBytes/len(buf), func(int) transport.Op { return frame(buf) })
+	b.n.asleep = false
+	more, last := 0, 0
+	w.untilWoken("post takes ops again", func() bool {
+		if a.n.polls > last && more < 100 { // else a has not been woken
+			last = a.n.polls
+			k, err := a.try(frame(buf))
+			require.NoError(w, err)
+			more += k
+		}
+		return more == 100 && a.idle() && len(b.frames) == taken+more
 	})
 }
 
