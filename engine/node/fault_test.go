@@ -102,7 +102,7 @@ func TestLostInBarrier(t *testing.T) {
 // TestLostInInit closes a server while the others wait for one more.
 func TestLostInInit(t *testing.T) {
 	s := shape{1, 2, 1}
-	m := &mesh{tb: t, fabrics: openFabric, buffers: exchange.NewBuffers()}
+	m := newCluster(t, openFabric)
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	w := m.start(s.settings("worker", 0, 0, port))

@@ -2,6 +2,8 @@ package node
 
 import (
 	"fmt"
+	"os"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -27,6 +29,7 @@ type mesh struct {
 type shape struct{ workers, servers, instances int }
 
 func (s shape) settings(role string, group, instance int, port string, extra ...string) []string {
+	// Of two entries with one name the later counts.
 	return append([]string{
 		"DMLC_ROLE=" + role,
 		fmt.Sprintf("DMLC_NUM_WORKER=%d", s.workers),
@@ -49,9 +52,32 @@ func (m *mesh) start(settings []string) *Node {
 	return n
 }
 
+// newCluster is a mesh without nodes. When the test has ended and all its nodes
+// are freed, nothing of them is left.
+func newCluster(tb testing.TB, f Fabrics) *mesh {
+	m := &mesh{tb: tb, fabrics: f, buffers: exchange.NewBuffers()}
+	goroutines, fds := runtime.NumGoroutine(), descriptors(tb)
+	tb.Cleanup(func() {
+		for end := time.Now().Add(10 * time.Second); ; runtime.Gosched() {
+			g, d := runtime.NumGoroutine(), descriptors(tb)
+			if g <= goroutines && d <= fds {
+				return
+			}
+			require.True(tb, time.Now().Before(end), "%d goroutines and %d descriptors are left", g-goroutines, d-fds)
+		}
+	})
+	return m
+}
+
+func descriptors(tb testing.TB) int {
+	list, err := os.ReadDir("/proc/self/fd")
+	require.NoError(tb, err)
+	return len(list)
+}
+
 // newMesh brings a cluster up.
 func newMesh(tb testing.TB, f Fabrics, s shape, extra ...string) *mesh {
-	m := &mesh{tb: tb, fabrics: f, buffers: exchange.NewBuffers()}
+	m := newCluster(tb, f)
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
 	_, port := splitPort(tb, m.scheduler.Info().Address)
 	for i := range s.instances {
@@ -184,7 +210,13 @@ func respond(tb testing.TB, n *Node, handler uint64, tensors ...exchange.Tensor)
 }
 
 func TestOneToOne(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1})
+	for _, host := range []string{"127.0.0.1", "::1"} {
+		t.Run(host, func(t *testing.T) { oneToOne(t, "DMLC_PS_ROOT_URI="+host) })
+	}
+}
+
+func oneToOne(t *testing.T, extra string) {
+	m := newMesh(t, openFabric, shape{1, 1, 1}, extra)
 	w, s := m.workers[0], m.servers[0]
 	for round := range 100 {
 		rows := round % 17 * 3

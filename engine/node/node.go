@@ -53,7 +53,8 @@ type Node struct {
 	failure atomic.Pointer[error] // why the node is of no use any more
 	timer   atomic.Int64          // when pass must look at the clock
 
-	stop      chan struct{} // closed to end the background goroutine
+	nudge     chan struct{} // of size 1: ends a nap of the background goroutine
+	stop      chan struct{} // closed to end it
 	stopped   atomic.Bool
 	gone      chan struct{} // closed when it has ended
 	napper    *time.Timer
@@ -144,7 +145,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	n = &Node{
 		cfg: cfg, log: log, spin: cfg.Spin,
 		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
-		stop: make(chan struct{}), gone: make(chan struct{}), napper: time.NewTimer(0),
+		nudge: make(chan struct{}, 1), stop: make(chan struct{}), gone: make(chan struct{}), napper: time.NewTimer(0),
 		deadline: time.Now().Add(cfg.InitTimeout),
 	}
 	n.ctx, n.cancel = context.WithDeadline(context.Background(), n.deadline)

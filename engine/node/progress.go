@@ -48,9 +48,8 @@ type parking struct {
 // other at these intervals.
 const (
 	yieldAfter = 20 * time.Microsecond // of polling; then every poll is followed by a yield
-	busyTick   = time.Millisecond      // background, while callers drive
-	idleTick   = 10 * time.Millisecond // background, while a caller sleeps
-	longSleep  = time.Second
+	busyTick   = time.Millisecond      // of the background goroutine, while callers drive
+	longSleep  = time.Second           // and while one of them sleeps; see nudge
 )
 
 // condition is what a caller waits for. met is asked without the token.
@@ -153,10 +152,13 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 		return true
 	}
 	n.callers.Add(1)
+	slept := false
 	defer func() {
 		n.driven.Store(trace.Now())
 		if n.callers.Add(-1) > 0 {
 			n.relay()
+		} else if slept {
+			n.wakeBackground()
 		}
 	}()
 	start := trace.Now()
@@ -183,6 +185,7 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 		case idle < int64(n.spin):
 			yield()
 		default:
+			slept = true
 			if rest(n, c, time.Duration(end-now)) {
 				return false // a signal: the caller wants to look at it
 			}
@@ -293,7 +296,7 @@ func (n *Node) background() {
 	for !n.stopped.Load() {
 		if n.callers.Load() > 0 {
 			if n.sleeping.Load() {
-				n.nap(idleTick)
+				n.nap(longSleep)
 			} else {
 				n.nap(busyTick)
 			}
@@ -316,11 +319,21 @@ type never struct{}
 
 func (never) met() bool { return false }
 
-// nap sleeps unless the node is being stopped.
+// nap sleeps unless there is something to do for the background goroutine.
 func (n *Node) nap(d time.Duration) {
 	n.napper.Reset(d)
 	select {
 	case <-n.napper.C:
+	case <-n.nudge:
 	case <-n.stop:
+	}
+}
+
+// wakeBackground is called by the last caller that leaves, if it has slept: the
+// background goroutine may be in a long nap, counting on it.
+func (n *Node) wakeBackground() {
+	select {
+	case n.nudge <- struct{}{}:
+	default:
 	}
 }
