@@ -38,11 +38,11 @@ Items::Items(PyObject *o, Arg arg, const char *what) : arg_(arg) {
     return;
   }
   // A torch.Tensor has the methods, but is no sequence to PySequence_Check.
-  const bool sequence =
-      PySequence_Check(o)
-          ? !PyUnicode_Check(o) && !PyBytes_Check(o)
-          : !PyDict_Check(o) && PyObject_HasAttrString(o, "__len__") &&
-                PyObject_HasAttrString(o, "__getitem__");
+  const bool sequence = PySequence_Check(o)
+                            ? !PyUnicode_Check(o) && !PyBytes_Check(o)
+                            : !PyDict_Check(o) &&
+                                  PyObject_HasAttrString(o, "__len__") &&
+                                  PyObject_HasAttrString(o, "__getitem__");
   if (!sequence)
     raise(Kind::kConfig, "%s: %s is %s, want a sequence of %s: write [x]",
           arg.call, arg.name, Repr(o).text, what);
@@ -89,8 +89,8 @@ int64_t read_ms(PyObject *o, Arg arg) {
     ms = NAN;
   }
   if (!(ms >= 0))
-    raise(Kind::kConfig, "%s: %s is %s, want milliseconds, 0 or more",
-          arg.call, arg.name, Repr(o).text);
+    raise(Kind::kConfig, "%s: %s is %s, want milliseconds, 0 or more", arg.call,
+          arg.name, Repr(o).text);
   constexpr double kMost = 1e12; // 31 years; what is more is the same
   return static_cast<int64_t>((ms < kMost ? ms : kMost) * 1e6);
 }
@@ -121,8 +121,7 @@ void bind_args(const char *call, const char *const *names, size_t n,
   }
   for (size_t i = 0; i < required; i++) {
     if (!out[i]) {
-      PyErr_Format(PyExc_TypeError, "%s() needs argument '%s'", call,
-                   names[i]);
+      PyErr_Format(PyExc_TypeError, "%s() needs argument '%s'", call, names[i]);
       throw Raised{};
     }
   }

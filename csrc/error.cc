@@ -13,8 +13,9 @@ namespace fserver {
 namespace {
 
 constexpr int kKinds = 6;
-const char *const kNames[kKinds] = {"Error",       "TimeoutError", "PeerLostError",
-                                    "ConfigError", "ShapeError",   "ClosedError"};
+const char *const kNames[kKinds] = {"Error",         "TimeoutError",
+                                    "PeerLostError", "ConfigError",
+                                    "ShapeError",    "ClosedError"};
 PyObject *classes[kKinds]; // never freed: errors are raised until the very end
 
 PyObject *of(Kind kind) { return classes[static_cast<int>(kind)]; }
@@ -94,9 +95,8 @@ void raise_engine(const char *call, int rc) {
   PyObject *message = decode(e.text), *address = decode(e.address),
            *reason = decode(e.reason);
   if (message && address && reason) {
-    PyObject *x = PyObject_CallFunction(of(kind), "OsiOO", message,
-                                        role_name(e.role), e.rank, address,
-                                        reason);
+    PyObject *x = PyObject_CallFunction(
+        of(kind), "OsiOO", message, role_name(e.role), e.rank, address, reason);
     if (x) {
       PyErr_SetObject(of(kind), x);
       Py_DECREF(x);

@@ -33,7 +33,10 @@ template <class F> PyObject *guarded(F &&f) {
   } catch (const std::bad_alloc &) {
     PyErr_NoMemory();
   } catch (const std::exception &e) {
-    PyErr_SetString(PyExc_RuntimeError, e.what());
+    try {
+      raise(Kind::kError, "%s", e.what());
+    } catch (const Raised &) {
+    }
   }
   return nullptr;
 }
@@ -46,9 +49,8 @@ template <class T> T &self_as(PyObject *self) {
 PyObject *push_pull(PyObject *self, PyObject *const *args, Py_ssize_t n,
                     PyObject *kw) {
   return guarded([&] {
-    static constexpr const char *kNames[] = {"push_tensors", "push_keys",
-                                             "pull_tensors", "pull_keys",
-                                             "need_event"};
+    static constexpr const char *kNames[] = {
+        "push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event"};
     PyObject *a[5];
     bind_args("push_pull", kNames, 5, 4, args, n, kw, a);
     return PyLong_FromUnsignedLongLong(
@@ -110,21 +112,6 @@ void add_fast(py::handle cls, const char *name, FastCall f, const char *doc) {
       PyDescr_NewMethod(reinterpret_cast<PyTypeObject *>(cls.ptr()), def));
 }
 
-py::dict info(const Node &n) {
-  static constexpr const char *kRoles[] = {"scheduler", "worker", "server"};
-  const fs_info &i = n.info();
-  py::dict d;
-  d["role"] = kRoles[i.role];
-  d["rank"] = i.rank;
-  d["group"] = i.group;
-  d["instance"] = i.instance;
-  d["workers"] = i.workers;
-  d["servers"] = i.servers;
-  d["device"] = i.device;
-  d["address"] = i.address;
-  return d;
-}
-
 void define(py::module_ &m) {
   m.doc() = "The engine of fserver, for CPU tensors.";
   if (fs_abi() != FS_ABI)
@@ -145,19 +132,29 @@ void define(py::module_ &m) {
 
   py::class_<Node>(m, "Node", "A node of a cluster: what all roles have.")
       .def("connect", &Node::connect)
-      .def("barrier",
-           [](Node &n, bool include_server, bool include_client,
-              bool instance_barrier, py::handle timeout_ms) {
-             n.barrier(include_server, include_client, instance_barrier,
-                       timeout_ms.ptr());
-           },
-           py::arg("include_server"), py::arg("include_client"),
-           py::arg("instance_barrier") = true,
-           py::arg("timeout_ms") = py::none())
+      .def(
+          "barrier",
+          [](Node &n, bool include_server, bool include_client,
+             bool instance_barrier, py::handle timeout_ms) {
+            n.barrier(include_server, include_client, instance_barrier,
+                      timeout_ms.ptr());
+          },
+          py::arg("include_server"), py::arg("include_client"),
+          py::arg("instance_barrier") = true,
+          py::arg("timeout_ms") = py::none())
       .def("stop", &Node::stop)
       .def("close", &Node::close)
-      .def("info", &info)
       .def("describe", &Node::describe)
+      .def_property_readonly("rank", [](Node &n) { return n.info().rank; })
+      .def_property_readonly("group", [](Node &n) { return n.info().group; })
+      .def_property_readonly("instance",
+                             [](Node &n) { return n.info().instance; })
+      .def_property_readonly("workers",
+                             [](Node &n) { return n.info().workers; })
+      .def_property_readonly("servers",
+                             [](Node &n) { return n.info().servers; })
+      .def_property_readonly("address",
+                             [](Node &n) { return n.info().address; })
       .def_property_readonly("closed", &Node::closed)
       .def_property_readonly("connected", &Node::connected)
       .def_property_readonly("held", &Node::held,
@@ -169,22 +166,24 @@ void define(py::module_ &m) {
       py::class_<Worker, Node>(m, "Worker")
           .def(py::init<const Settings &, uint64_t>(), py::arg("settings"),
                py::arg("next_handler") = 0)
-          .def("get_all_handlers",
-               [](Worker &w, py::handle handler) {
-                 auto [first, n] = w.handlers(handler.ptr());
-                 py::list l;
-                 for (uint64_t i = 0; i < n; i++)
-                   l.append(first + i);
-                 return l;
-               },
-               py::arg("handler"))
-          .def("fetch_trace",
-               [](Worker &w, py::handle handler) {
-                 int64_t stamps[8];
-                 w.trace(handler.ptr(), stamps);
-                 return std::vector<int64_t>(stamps, stamps + 8);
-               },
-               py::arg("handler"))
+          .def(
+              "get_all_handlers",
+              [](Worker &w, py::handle handler) {
+                auto [first, n] = w.handlers(handler.ptr());
+                py::list l;
+                for (uint64_t i = 0; i < n; i++)
+                  l.append(first + i);
+                return l;
+              },
+              py::arg("handler"))
+          .def(
+              "fetch_trace",
+              [](Worker &w, py::handle handler) {
+                int64_t stamps[8];
+                w.trace(handler.ptr(), stamps);
+                return std::vector<int64_t>(stamps, stamps + 8);
+              },
+              py::arg("handler"))
           .def_property_readonly("next_handler", &Worker::next_handler);
   add_fast(worker, "push_pull", push_pull,
            "push_pull($self, /, push_tensors, push_keys, pull_tensors, "
@@ -197,13 +196,13 @@ void define(py::module_ &m) {
   auto server =
       py::class_<Server, Node>(m, "Server")
           .def(py::init<const Settings &>())
-          .def("register_recv_buffer",
-               [](Server &s, py::handle tensor, py::handle ranks,
-                  py::handle keys) {
-                 s.register_recv_buffer(tensor.ptr(), ranks.ptr(), keys.ptr());
-               },
-               py::arg("tensor"), py::arg("worker_ranks"),
-               py::arg("push_keys"));
+          .def(
+              "register_recv_buffer",
+              [](Server &s, py::handle tensor, py::handle ranks,
+                 py::handle keys) {
+                s.register_recv_buffer(tensor.ptr(), ranks.ptr(), keys.ptr());
+              },
+              py::arg("tensor"), py::arg("worker_ranks"), py::arg("push_keys"));
   add_fast(server, "get_batch", get_batch,
            "get_batch($self, /, timeout_ms=None)\n--\n\n"
            "Takes one request of each worker group.");
@@ -216,12 +215,15 @@ void define(py::module_ &m) {
 
   m.def("settings", &settings_json, py::arg("settings"),
         "JSON of every setting, for \"NAME=value\" strings.");
-  m.def("live", [] {
-    int64_t nodes = 0, buffers = 0, goroutines = 0;
-    enter("live");
-    check("live", fs_live(&nodes, &buffers, &goroutines));
-    return py::make_tuple(nodes, buffers, goroutines);
-  }, "What is alive: nodes, receive buffers, goroutines.");
+  m.def(
+      "live",
+      [] {
+        int64_t nodes = 0, buffers = 0, goroutines = 0;
+        enter("live");
+        check("live", fs_live(&nodes, &buffers, &goroutines));
+        return py::make_tuple(nodes, buffers, goroutines);
+      },
+      "What is alive: nodes, receive buffers, goroutines.");
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
 }
 

@@ -48,7 +48,8 @@ int64_t now_ns() {
 Node::Node(const std::vector<std::string> &settings) {
   fserver::enter("open");
   auto list = pointers(settings);
-  check("open", unlocked([&] { return fs_open(list.data(), list.size(), &id_); }));
+  check("open",
+        unlocked([&] { return fs_open(list.data(), list.size(), &id_); }));
   if (int rc = fs_get_info(id_, &info_); rc < 0) {
     fs_free(id_);
     raise(Kind::kError, "open: a node without information (%d)", rc);
@@ -93,7 +94,8 @@ void Node::barrier(bool include_server, bool include_client,
                    (instance_barrier ? 0 : FS_BARRIER_GROUPS);
   int64_t timeout = 0;
   if (timeout_ms != Py_None)
-    timeout = std::max<int64_t>(1, read_ms(timeout_ms, {"barrier", "timeout_ms"}));
+    timeout =
+        std::max<int64_t>(1, read_ms(timeout_ms, {"barrier", "timeout_ms"}));
   uint64_t token = 0;
   check("barrier", in_slices(kForever, [&](int64_t slice, uint32_t) {
           return fs_barrier(id_, flags, timeout, &token, slice);
@@ -104,9 +106,8 @@ void Node::stop() {
   fserver::enter("stop");
   if (closed_)
     return;
-  int rc = in_slices(kForever, [&](int64_t slice, uint32_t) {
-    return fs_stop(id_, slice);
-  });
+  int rc = in_slices(
+      kForever, [&](int64_t slice, uint32_t) { return fs_stop(id_, slice); });
   released();
   if (rc != -ESHUTDOWN)
     check("stop", rc);

@@ -22,7 +22,8 @@ constexpr uint64_t kLarge = 256 << 10;
 
 constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
-extern std::atomic<bool> forked;  // set in a child of fork: the engine hangs there
+extern std::atomic<bool>
+    forked; // set in a child of fork: the engine hangs there
 extern std::atomic<bool> exiting; // set when the interpreter ends
 extern std::atomic<int> outside;  // threads in unlocked()
 
@@ -39,7 +40,7 @@ inline void enter(const char *call) {
 
 // Calls f, which knows no Python, without the GIL. Nothing of ours is locked
 // meanwhile. RestoreThread does not return once the interpreter is finalizing;
-// leave_all() sees to it that no thread is here then.
+// close_all() sees to it that no thread is here then.
 template <class F> auto unlocked(F &&f) {
   outside.fetch_add(1);
   PyThreadState *state = PyEval_SaveThread();

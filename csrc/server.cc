@@ -91,7 +91,8 @@ Ref Server::take_request(Words &words) {
   for (uint64_t i = 0; i < np; i++) {
     Ref key;
     Ref tensor = take_tensor(words, rank, &key);
-    PyList_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i), tensor.release());
+    PyList_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i),
+                    tensor.release());
     PyList_SET_ITEM(keys.get(), static_cast<Py_ssize_t>(i), key.release());
   }
   words.take(nq); // the engine checks the sizes of the answers itself
@@ -133,10 +134,9 @@ Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
     refuse("size in bytes", bytes);
   *key = Ref::steal(PyLong_FromUnsignedLongLong(k));
   // Without bytes there is no receive buffer.
-  return Ref::steal(
-      bytes ? make_tensor(memory_of(slot, buffer, address, bytes), dtype, dims,
-                          ndim)
-            : make_tensor(nothing(), dtype, dims, ndim));
+  return Ref::steal(bytes ? make_tensor(memory_of(slot, buffer, address, bytes),
+                                        dtype, dims, ndim)
+                          : make_tensor(nothing(), dtype, dims, ndim));
 }
 
 // A new buffer in a slot replaces the old one, which lives on as long as the
@@ -226,8 +226,9 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
     if (!is_tensor(item.get())) {
       const Items list(item.get(), kTensorsVec, "tensors");
       if (list.size() == 0)
-        raise(Kind::kShape, "respond_vec: tensors_vec[%zu] is empty: want the "
-                            "tensors of its request",
+        raise(Kind::kShape,
+              "respond_vec: tensors_vec[%zu] is empty: want the "
+              "tensors of its request",
               k);
       item = Ref::borrow(list.at(0));
     }
@@ -244,8 +245,8 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
     t[k] = whole;
     t[k].dims = d;
     t[k].bytes = static_cast<uint64_t>(r) * row;
-    t[k].data = static_cast<char *>(whole.data) +
-                static_cast<uint64_t>(total) * row;
+    t[k].data =
+        static_cast<char *>(whole.data) + static_cast<uint64_t>(total) * row;
     counts[k] = 1;
     total += r;
   }
@@ -300,8 +301,9 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
   const uint64_t end = begin + t.bytes;
   for (const Fixed &f : fixed_) {
     if (begin < f.end && f.begin < end)
-      raise(Kind::kConfig, "register_recv_buffer: tensor shares memory with one "
-                           "that is registered already: give memory of its own");
+      raise(Kind::kConfig,
+            "register_recv_buffer: tensor shares memory with one "
+            "that is registered already: give memory of its own");
   }
   check("register_recv_buffer",
         fs_register_recv(id_, &t, r.data(), k.data(), n));

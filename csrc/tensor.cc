@@ -48,16 +48,16 @@ std::string name_of(Arg arg, Py_ssize_t i) {
   if (t.layout() != c10::kStrided)
     refuse(arg, i, Kind::kConfig,
            std::string("has layout ") +
-               (t.is_sparse() ? "sparse" : "other than strided") +
-               ": pass " + name + ".to_dense()");
+               (t.is_sparse() ? "sparse" : "other than strided") + ": pass " +
+               name + ".to_dense()");
   if (t.is_quantized())
     refuse(arg, i, Kind::kConfig,
-           "is quantized: pass " + name + ".int_repr() and the scale beside it");
+           "is quantized: pass " + name +
+               ".int_repr() and the scale beside it");
   if (!t.is_contiguous())
     refuse(arg, i, Kind::kShape,
            "of shape " + text_of(t.sizes()) + " and strides " +
-               text_of(t.strides()) +
-               " is not contiguous: use .contiguous()");
+               text_of(t.strides()) + " is not contiguous: use .contiguous()");
   if (t.is_conj())
     refuse(arg, i, Kind::kConfig,
            "is a conjugate view: pass " + name + ".resolve_conj()");
@@ -86,7 +86,8 @@ Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
     if (t.requires_grad() && t.is_leaf() && c10::GradMode::is_enabled())
       refuse(arg, i, Kind::kConfig,
              "is a leaf that requires grad, and would be written in place: "
-             "pass " + name_of(arg, i) + ".detach(), or use torch.no_grad()");
+             "pass " +
+                 name_of(arg, i) + ".detach(), or use torch.no_grad()");
     out->data = bytes ? ti->mutable_data() : nullptr;
     out->base = storage.mutable_data();
     if (!ti->is_inference())
@@ -107,7 +108,8 @@ Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
   out->ndim = static_cast<uint32_t>(ti->dim());
   out->device = -1;
   out->dtype = static_cast<uint8_t>(t.scalar_type());
-  return Memory(Storage::reclaim_copy(storage.unsafeGetStorageImpl()).release());
+  return Memory(
+      Storage::reclaim_copy(storage.unsafeGetStorageImpl()).release());
 }
 
 } // namespace
@@ -115,8 +117,8 @@ Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
 void Memory::drop(void *storage) { Storage::reclaim(impl(storage)); }
 
 Memory Memory::share() const {
-  return Memory(
-      storage_ ? Storage::reclaim_copy(impl(storage_)).release() : nullptr);
+  return Memory(storage_ ? Storage::reclaim_copy(impl(storage_)).release()
+                         : nullptr);
 }
 
 WeakMemory::WeakMemory(const Memory &m)
@@ -138,8 +140,9 @@ bool is_tensor(PyObject *o) { return THPVariable_Check(o); }
 
 Items tensor_items(PyObject *o, Arg arg) {
   if (!PyList_CheckExact(o) && is_tensor(o))
-    raise(Kind::kConfig, "%s: %s is a tensor, want a list of tensors: pass [%s]",
-          arg.call, arg.name, arg.name);
+    raise(Kind::kConfig,
+          "%s: %s is a tensor, want a list of tensors: pass [%s]", arg.call,
+          arg.name, arg.name);
   return Items(o, arg, "tensors");
 }
 

@@ -16,7 +16,8 @@ namespace fserver {
 class Memory {
 public:
   Memory() = default;
-  explicit Memory(void *storage) : storage_(storage) {} // takes over a reference
+  explicit Memory(void *storage)
+      : storage_(storage) {} // takes over a reference
   Memory(Memory &&o) noexcept : storage_(o.storage_) { o.storage_ = nullptr; }
   Memory &operator=(Memory &&o) noexcept {
     void *old = storage_;

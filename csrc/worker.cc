@@ -96,10 +96,11 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     raise(Kind::kShape, "push_pull: push_tensors and pull_tensors are both "
                         "empty: give at least one tensor");
   if (pkeys.size() != np)
-    raise(Kind::kShape,
-          "push_pull: push_keys has %zu keys for %zu push_tensors: give one for "
-          "each",
-          pkeys.size(), np);
+    raise(
+        Kind::kShape,
+        "push_pull: push_keys has %zu keys for %zu push_tensors: give one for "
+        "each",
+        pkeys.size(), np);
   if (nq % servers)
     raise(Kind::kShape,
           "push_pull: pull_tensors has %zu tensors, which %zu servers do not "
@@ -117,7 +118,8 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   Lease lease(holder_);
   uint64_t bytes = 0;
   for (size_t i = 0; i < np; i++) {
-    lease.add(read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead, &t[i]));
+    lease.add(
+        read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead, &t[i]));
     t[i].key = read_u64(pkeys.at(i), kPushKeys, i);
     bytes += t[i].bytes;
   }
@@ -157,8 +159,9 @@ const Worker::Request &Worker::find(PyObject *handler, const char *call) const {
       return r;
   }
   if (next_ == 0)
-    raise(Kind::kConfig, "%s: handler %llu is not known: there has been no "
-                         "push_pull yet",
+    raise(Kind::kConfig,
+          "%s: handler %llu is not known: there has been no "
+          "push_pull yet",
           call, static_cast<unsigned long long>(h));
   raise(Kind::kConfig,
         "%s: handler %llu is not known: push_pull has given 0 to %llu, and the "
@@ -169,8 +172,9 @@ const Worker::Request &Worker::find(PyObject *handler, const char *call) const {
 
 void Worker::wait(PyObject *handler, PyObject *timeout_ms) {
   enter_connected("wait");
-  const int64_t timeout =
-      timeout_ms ? read_ms(timeout_ms, {"wait", "timeout_ms"}) : kDefaultTimeout;
+  const int64_t timeout = timeout_ms
+                              ? read_ms(timeout_ms, {"wait", "timeout_ms"})
+                              : kDefaultTimeout;
   const Request r = find(handler, "wait");
   if (!holder_.done(r.ticket)) {
     int rc = in_slices(r.started + timeout, [&](int64_t slice, uint32_t flags) {

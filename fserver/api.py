@@ -211,32 +211,32 @@ class Node:
     @property
     def rank(self) -> int:
         """Number of the node within its role."""
-        return self._node.info()["rank"]
+        return self._node.rank
 
     @property
     def group(self) -> int:
         """Index of the node's group within its role."""
-        return self._node.info()["group"]
+        return self._node.group
 
     @property
     def instance(self) -> int:
         """The rail: the node talks to the same instance of the other role's groups."""
-        return self._node.info()["instance"]
+        return self._node.instance
 
     @property
     def workers(self) -> int:
         """Worker groups: as many requests are in a batch."""
-        return self._node.info()["workers"]
+        return self._node.workers
 
     @property
     def servers(self) -> int:
         """Server groups: as many answers belong to a push_pull."""
-        return self._node.info()["servers"]
+        return self._node.servers
 
     @property
     def address(self) -> str:
         """Where other nodes reach this one: ``"tcp:10.0.0.1:7000"``; empty if nowhere."""
-        return self._node.info()["address"]
+        return self._node.address
 
     @property
     def closed(self) -> bool:
@@ -309,8 +309,8 @@ class Worker(Node):
 
         Raises:
             ConfigError: an argument is not what it should be.
-            ShapeError: counts do not fit, or a tensor is not contiguous.
-            PeerLostError: a server is gone.
+            ShapeError: counts do not fit, or a tensor is not contiguous. That a server is gone
+                is for wait to say.
         """
         return self._node.push_pull(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
 

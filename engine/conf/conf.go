@@ -36,7 +36,6 @@ type Transport uint8
 const (
 	Auto Transport = iota
 	TCP
-	Inproc
 	CMA
 	CUDAIPC
 	Verbs
@@ -47,7 +46,7 @@ const (
 func (t Transport) String() string { return name(transports, t) }
 
 // built says which transports a user can choose in this build.
-func (t Transport) built() bool { return t <= Inproc }
+func (t Transport) built() bool { return t <= TCP }
 
 // Backend is the kind of device that the tensors are on.
 type Backend uint8
@@ -90,7 +89,7 @@ func (l Lag) String() string { return name(lags, l) }
 
 var (
 	roles      = []string{"scheduler", "worker", "server", "joint"}
-	transports = []string{"auto", "tcp", "inproc", "cma", "cudaipc", "verbs", "ofi", "ucx"}
+	transports = []string{"auto", "tcp", "cma", "cudaipc", "verbs", "ofi", "ucx"}
 	backends   = []string{"any", "CPU", "GPU"}
 	levels     = []string{"error", "warn", "info", "debug"}
 	lags       = []string{"0", "1", "port1", "port2"}
@@ -219,7 +218,7 @@ type Listen struct {
 func (c *Config) Listen() Listen {
 	open := !c.Secret.IsSet()
 	switch {
-	case c.Local || c.Transport == Inproc:
+	case c.Local:
 		return Listen{Kind: ListenLoopback}
 	case c.NodeHost != "":
 		return Listen{ListenHost, c.NodeHost, open && !loopback(c.NodeHost)}

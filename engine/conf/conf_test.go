@@ -94,7 +94,7 @@ func TestEverySpelling(t *testing.T) {
 		"DMLC_INTERFACE":          {map[string]string{"eth0": "eth0", "AUTO": "auto", "bond0.7": "bond0.7"}, []string{"a/b", "a b", "sixteencharacter"}},
 		"DMLC_PORT":               whole(0, 65535),
 		"DMLC_LOCAL":              onOff,
-		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp", "inproc": "inproc"}, []string{"zmq", "1"}},
+		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp"}, []string{"zmq", "1", "inproc"}},
 		"DMLC_ENABLE_RDMA":        vans,
 		"DMLC_ENABLE_UCX":         {map[string]string{"0": "auto"}, []string{"ucx", "2"}},
 		"DMLC_PS_VAN_TYPE":        vans,
@@ -195,10 +195,10 @@ func TestNewerSpellingWins(t *testing.T) {
 
 func TestTransportNotBuilt(t *testing.T) {
 	for _, v := range []string{"cma", "cudaipc", "verbs", "ofi", "ucx"} {
-		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp and inproc "+
+		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp "+
 			"(unset it, or use tcp)", v, v), bad(t, with("FSERVER_TRANSPORT="+v)...))
 	}
-	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp and inproc `+
+	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp `+
 		`(FSERVER_TRANSPORT=tcp overrides it)`, bad(t, with("DMLC_ENABLE_RDMA=1")...))
 	require.Contains(t, bad(t, with("DMLC_ENABLE_UCX=1")...), `DMLC_ENABLE_UCX="1": transport ucx is not in this build`)
 	require.Contains(t, bad(t, with("DMLC_PS_VAN_TYPE=fabric")...), `DMLC_PS_VAN_TYPE="fabric": transport ofi is not in this build`)
@@ -308,7 +308,6 @@ func TestListen(t *testing.T) {
 		{"DMLC_PS_ROOT_URI=localhost", Listen{Kind: ListenLoopback}},
 		{"DMLC_PS_ROOT_URI=127.8.8.8", Listen{Kind: ListenLoopback}},
 		{"DMLC_PS_ROOT_URI=::ffff:127.0.0.1", Listen{Kind: ListenLoopback}},
-		{"DMLC_PS_ROOT_URI=10.0.0.9 FSERVER_TRANSPORT=inproc", Listen{Kind: ListenLoopback}},
 		{"DMLC_PS_ROOT_URI=10.0.0.9", Listen{ListenRoute, "10.0.0.9", true}},
 		{"DMLC_PS_ROOT_URI=head", Listen{ListenRoute, "head", true}},
 		{"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=auto", Listen{ListenRoute, "10.0.0.9", true}},

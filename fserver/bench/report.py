@@ -7,6 +7,7 @@ import re
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -108,11 +109,19 @@ def _line(cells: Any) -> str:
 
 
 def machine(cores: tuple[int, int] | None) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures are measured on. Warns if the cores have other work to do."""
+    busy = _busy(cores) if cores else None
+    if busy and max(busy) > 10:
+        print(
+            f"bench: cores {cores} are {busy[0]} and {busy[1]} % busy with something else: expect "
+            "noise, most of all from the raw baseline, which spins",
+            file=sys.stderr,
+        )
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "pinned": list(cores) if cores else None,
+        "busy_percent": busy,
         "kernel": f"{platform.system()} {platform.release()}",
         "arch": platform.machine(),
         "python": platform.python_version(),
@@ -129,6 +138,27 @@ def show_machine(facts: dict[str, Any]) -> str:
         f"{facts['cpu']}, {facts['cores']} cores ({where}), {facts['kernel']}, "
         f"python {facts['python']}, torch {facts['torch']}, fserver {facts['fserver']}"
     )
+
+
+def _busy(cores: tuple[int, int], seconds: float = 0.3) -> list[int]:
+    """Percent of each core that others use, the hypervisor included."""
+
+    def ticks(core: int) -> tuple[int, int]:
+        with open("/proc/stat") as stat:
+            for text in stat:
+                name, *fields = text.split()
+                if name == f"cpu{core}":
+                    user_to_steal = [int(field) for field in fields[:8]]
+                    return sum(user_to_steal[3:5]), sum(user_to_steal)
+        return 0, 0
+
+    before = [ticks(core) for core in cores]
+    time.sleep(seconds)
+    after = [ticks(core) for core in cores]
+    busy = []
+    for (idle0, all0), (idle1, all1) in zip(before, after, strict=True):
+        busy.append(round(100 - 100 * (idle1 - idle0) / max(all1 - all0, 1)))
+    return busy
 
 
 def _cpu_model() -> str:

@@ -109,8 +109,8 @@ def _ended_by_signal() -> Iterator[None]:
 
 
 def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path) -> int:
-    afd = _load_module(examples / "model.py")
     print(f"loading {path.name}", flush=True)
+    afd = _load_module(examples / "model.py")
     try:
         with _gguf_read_once():
             tokenizer, model = afd.load(path)

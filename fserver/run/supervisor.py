@@ -2,8 +2,11 @@
 
 - Every process leads a session of its own, so a signal reaches it once, from
   here, with whatever it has started. It dies with the launcher (child.py).
-- One that fails ends all: SIGTERM, and SIGKILL when the grace is over. The
-  launcher's status is that of the first that failed, 128 + n for signal n.
+- One that fails ends all: SIGTERM, and SIGKILL when the grace is over. Its
+  status, 128 + n for signal n, is the launcher's. Its peers may see that it has
+  gone before it has, and fail too: what fails within a second counts as one
+  failure. The status is that of the first which did not end with 1, as Python
+  does on an exception (such as a lost peer), or of the first.
 - SIGINT, SIGTERM and SIGHUP are passed on to workers and servers, and SIGKILL
   follows when the grace is over, or at once with a second signal. The status is
   128 + n, or 0 if all of them took the signal for a request to end well.
@@ -27,6 +30,7 @@ from .output import Screen, Stream
 from .roles import Process, inherited
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SETTLE = 1.0  # seconds in which failures count as one
 LAST_WORDS = 1.0  # seconds that output is read for when every process has ended
 
 
@@ -77,7 +81,9 @@ class Supervisor:
         self._screen = Screen()
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
-        self._failed: int | None = None  # status of the first that failed
+        self._failures: list[Child] = []
+        self._settle_at: float | None = None  # when it is decided which of them counts
+        self._status = 0  # of that one
         self._signal: int | None = None  # the first that was passed on
         self._end_at: float | None = None  # when those that should have ended are told to
         self._kill_at: float | None = None  # when those that are left are killed
@@ -140,7 +146,7 @@ class Supervisor:
             os.close(send)
 
     def _patience(self) -> float | None:
-        times = [t for t in (self._end_at, self._kill_at) if t is not None]
+        times = [t for t in (self._settle_at, self._end_at, self._kill_at) if t is not None]
         return max(min(times) - time.monotonic(), 0) if times else None
 
     def _streams(self) -> list[Stream]:
@@ -176,12 +182,17 @@ class Supervisor:
 
     def _ended(self, child: Child) -> None:
         child.signal(signal.SIGTERM)  # to what it has started and left behind
-        if child.status == 0 or child.told or self._failed is not None:
+        if child.status == 0 or child.told:
             return
-        self._failed = child.status
-        self._screen.say(f"{child.process.name} (pid {child.pid}) {_how(child.status)}")
-        if self._signal is None:
-            self._tell([c for c in self._children if c.status is None])
+        if not self._failures:
+            self._settle_at = time.monotonic() + SETTLE
+        self._failures.append(child)
+
+    def _settle(self) -> None:
+        self._settle_at = None
+        first = next((c for c in self._failures if c.status != 1), self._failures[0])
+        self._status = first.status
+        self._screen.say(f"{first.process.name} (pid {first.pid}) {_how(first.status)}")
 
     def _tell(self, children: list[Child]) -> None:
         for child in children:
@@ -198,6 +209,12 @@ class Supervisor:
                 child.told = True
                 child.signal(signal.SIGKILL)
             return
+        if self._settle_at is not None:
+            if left and now < self._settle_at:
+                return
+            self._settle()
+            if self._kill_at is None:
+                self._tell(left)
         roles = {c.process.role for c in left}
         if self._signal is not None and roles == {"scheduler"}:
             self._tell([c for c in left if not c.told])
@@ -215,7 +232,7 @@ class Supervisor:
         roles = [c for c in self._children if c.process.role != "scheduler"]
         if self._signal is not None and any(c.status for c in roles):
             return 128 + self._signal
-        return self._failed or 0
+        return self._status
 
 
 def _how(status: int) -> str:

@@ -129,11 +129,20 @@ def test_one_failure_ends_all(role, code, status, how):
     assert seconds < BOUND / 2
 
 
-def test_the_first_failure_counts():
-    late = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(3))\n" + FOREVER
-    first = "import sys; sys.exit(5)"
-    with Run(("server", 0, late), ("worker", 0, first)) as run:
-        assert run.end()[0] == 5
+def test_the_cause_of_a_failure_counts():
+    """A worker says how it failed, but its peer is faster to fail for the loss of it."""
+    peer = "raise SystemExit(1)"
+    worker = "import time; time.sleep(0.3); raise SystemExit(3)"
+    with Run(("server", 0, peer), ("worker", 0, worker)) as run:
+        status, _, err, _ = run.end()
+    assert status == 3
+    assert re.fullmatch(r"fserver run: worker 0 \(pid \d+\) failed with status 3\n", err)
+
+
+def test_those_that_are_told_to_end_do_not_count():
+    told = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(3))\n" + FOREVER
+    with Run(("server", 0, told), ("worker", 0, "raise SystemExit(1)")) as run:
+        assert run.end()[0] == 1
 
 
 def test_who_ignores_the_request_to_end_is_killed():
@@ -565,9 +574,19 @@ def test_a_cluster_of_two_launchers(cluster_script):
 
 
 def test_env_prints_settings():
-    done = fserver("env", "--json", bound=120)
+    both = "from fserver.cli import main; main(['env', '--json']); print('---'); main(['env'])"
+    command = [sys.executable, "-c", both]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    names = [setting["name"] for setting in json.loads(done.stdout)["settings"]]
+    data, _, text = done.stdout.partition("---")
+    names = [setting["name"] for setting in json.loads(data)["settings"]]
     assert {"DMLC_ROLE", "FSERVER_TRANSPORT"} <= set(names)
-    lines = fserver("env", bound=120).stdout.splitlines()
-    assert "  DMLC_NUM_WORKER = 1" in lines
+    assert "  DMLC_NUM_WORKER = 1\n" in text
+
+
+def test_status_of_the_one_that_failed(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(CLUSTER.replace('print("got", y.tolist())', "raise SystemExit(3)"))
+    done = fserver("run", str(script), bound=120)
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"fserver run: worker 0 \(pid \d+\) failed with status 3", done.stderr)

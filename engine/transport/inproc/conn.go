@@ -94,7 +94,7 @@ func (c *Conn) accept(op *transport.Op) {
 		c.progress = time.Now()
 	}
 	e := c.out.push(op)
-	e.due = c.peer.f.polls + c.delay()
+	e.due = c.peer.f.polls + 1 + c.delay()
 	if op.Kind == transport.OpFrame {
 		e.buf = f.net.spare.get(len(op.Frame))
 		c.out.owned += copy(e.buf, op.Frame)

@@ -171,7 +171,7 @@ func (f *Fabric) join(p *Fabric, helloOfPeer, helloOfUs []byte) (*Conn, error) {
 	ours := newConn(f, p, r, helloOfPeer)
 	theirs := newConn(p, f, r, helloOfUs)
 	ours.peer, theirs.peer = theirs, ours
-	theirs.fresh, theirs.due = true, p.polls+ours.delay()
+	theirs.fresh, theirs.due = true, p.polls+1+ours.delay()
 	f.conns = append(f.conns, ours)
 	p.conns = append(p.conns, theirs)
 	n.mu.Unlock()

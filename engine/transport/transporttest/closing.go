@@ -254,7 +254,7 @@ func testDeath(w *world) {
 
 // testStall owes bytes to a peer that takes nothing.
 func testStall(w *world) {
-	const limit = 200 * time.Millisecond
+	const limit = 400 * time.Millisecond
 	a := w.openWith(Options{Gate: Gate{Hello: "a"}, Listen: true, Limits: transport.Limits{Stall: limit}})
 	b, c := w.open("b"), w.open("c")
 	ab, ba := w.connect(a, b)

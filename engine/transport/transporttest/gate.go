@@ -13,9 +13,10 @@ import (
 // and a hello or a reason.
 type Gate struct {
 	Hello  string // what the peer's Conn.Hello gives
-	Refuse string // the reason for which every peer is turned away; empty lets them in
+	Refuse string // the reason for which peers are turned away; empty lets them in
+	Only   string // the hello of the peers that Refuse is for; empty means all
 	Mute   bool   // a listener with it never answers
-	Trips  int    // messages from the dialer, each with an answer; 0 means 1
+	Trips  int    // messages from the dialer, each with an answer, and the same at the peer; 0 means 1
 }
 
 // The first byte of a message.
@@ -50,7 +51,7 @@ func (h *handshake) Next(in []byte) (out []byte, done bool, err error) {
 	if err := h.take(in); err != nil {
 		return nil, false, err
 	}
-	if h.g.Refuse != "" {
+	if h.g.Refuse != "" && (h.g.Only == "" || h.g.Only == string(h.peer)) {
 		err := fmt.Errorf("gate: refused %q: %s", h.peer, h.g.Refuse)
 		return append([]byte{gateRefuse}, h.g.Refuse...), false, err
 	}

@@ -98,3 +98,29 @@ func (l *link) close() {
 
 // frame is an op that sends b.
 func frame(b []byte) transport.Op { return transport.Op{Kind: transport.OpFrame, Frame: b} }
+
+// echo sends a frame each way and checks that both arrive.
+func (w *world) echo(a, b *link) {
+	w.Helper()
+	na, nb := len(a.frames), len(b.frames)
+	a.post(frame([]byte("there")))
+	b.post(frame([]byte("and back")))
+	w.until("a frame arrives each way", func() bool { return len(a.frames) > na && len(b.frames) > nb })
+	require.Equal(w, "there", string(b.frames[nb]))
+	require.Equal(w, "and back", string(a.frames[na]))
+}
+
+// transfer writes a few bytes each way and checks them.
+func (w *world) transfer(a, b *link) {
+	w.Helper()
+	for _, p := range [][2]*link{{a, b}, {b, a}} {
+		from, to := p[0], p[1]
+		dst, k := to.n.target(1000), len(to.writes)
+		from.post(dst.write(0, 7, w.source(1, 1000)))
+		w.until("a write arrives", func() bool { return len(to.writes) > k })
+		require.Equal(w, written{7, 1000}, to.writes[k])
+		w.holds("target", dst.Span(), 1)
+	}
+	w.until("the writes end", func() bool { return a.idle() && b.idle() })
+	require.Zero(w, a.failed()+b.failed())
+}

@@ -152,7 +152,7 @@ type path struct {
 // soak runs random traffic between a few Fabrics whose users are slow at
 // random, and closes a Conn with probability loss at each step.
 func soak(w *world, seed uint64, loss float64) {
-	const nodes, steps = 4, 1500
+	const nodes, steps = 4, 1000
 	r := rand.New(rand.NewPCG(seed, 0))
 	var paths []*path
 	for i := range nodes {

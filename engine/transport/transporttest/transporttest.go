@@ -59,7 +59,7 @@ func Run(t *testing.T, bed func(tb testing.TB) Bed) {
 	}
 }
 
-var cases = slices.Concat(connectCases, frameCases, writeCases, boundsCases, closingCases,
+var cases = slices.Concat(connectCases, gateCases, peerCases, frameCases, writeCases, boundsCases, closingCases,
 	pressureCases, sleepCases, parallelCases, allocCases, soakCases)
 
 type testCase struct {
