@@ -79,7 +79,7 @@ const (
 	// EvAccept brings a new Conn that a peer opened and that passed the Gate.
 	EvAccept
 	// EvDown is the last event of a Conn: it is unusable, and Err says why
-	// (io.EOF inside it when the peer closed in good order). The completions
+	// (io.EOF inside it when the peer closed in good order, and only then). The completions
 	// of its open Ops come before it. A Conn that its own user closed gives
 	// none.
 	EvDown
@@ -117,7 +117,8 @@ type Fabric interface {
 	// peer that names this Key touches the memory any more.
 	Deregister(k Key) error
 	// Connect opens a path to the Fabric at peer: it blocks until both sides
-	// have passed the Gate, ctx ends or the attempt fails.
+	// have passed the Gate, ctx ends or the attempt fails. It needs no Poll of
+	// its own Fabric.
 	Connect(ctx context.Context, peer Addr) (Conn, error)
 	// Poll makes progress on everything that is open and fills ev with what
 	// was found, in the order in which it happened on each Conn. It never
@@ -153,7 +154,8 @@ type Conn interface {
 type Orderer interface{ Ordered() bool }
 
 // Sleeper is a Fabric whose user need not spin. FD is readable (for poll,
-// epoll) whenever Poll would find something or could make progress. Ask for it
+// epoll) whenever Poll would find something or could make progress, and when
+// back-pressure ends. Ask for it
 // before each wait: what Post has completed may show only then. It is always
 // the same descriptor, and stays valid until Close.
 type Sleeper interface{ FD() int }
