@@ -39,7 +39,11 @@ _VARIABLES = {
 
 def environment() -> dict[str, str]:
     """The settings in the environment of this process."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_PREFIXES) and name != "FSERVER_ARCHIVE"  # which is for the build
+    }
 
 
 def _split(scheduler: str) -> tuple[str, str]:

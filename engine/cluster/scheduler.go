@@ -95,13 +95,13 @@ func NewScheduler(cfg SchedulerConfig) (*Scheduler, error) {
 		return nil, fmt.Errorf("cluster: %v are %d members: more than %d", s, n, wire.MaxMembers)
 	}
 	return &Scheduler{
-		shape:   s,
-		hb:      newHeartbeat(cfg.Timing),
-		conns:   make(map[int64]*conn),
-		seats:   make([]*conn, s.Members()),
-		rails:   make(map[rail]*conn),
-		scan:    Never,
-		endBy:   Never,
+		shape: s,
+		hb:    newHeartbeat(cfg.Timing),
+		conns: make(map[int64]*conn),
+		seats: make([]*conn, s.Members()),
+		rails: make(map[rail]*conn),
+		scan:  Never,
+		endBy: Never,
 	}, nil
 }
 

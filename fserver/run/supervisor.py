@@ -192,7 +192,8 @@ class Supervisor:
         self._settle_at = None
         first = next((c for c in self._failures if c.status != 1), self._failures[0])
         self._status = first.status
-        self._screen.say(f"{first.process.name} (pid {first.pid}) {_how(first.status)}")
+        for c in (first, *(c for c in self._failures if c is not first)):
+            self._screen.say(f"{c.process.name} (pid {c.pid}) {_how(c.status)}")
 
     def _tell(self, children: list[Child]) -> None:
         for child in children:

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,25 +116,38 @@ def folder(tmp_path_factory) -> Path:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=bytes_only, eos_token="<end>"
     ).save_pretrained(path)
-    config = transformers.LlamaConfig(
-        vocab_size=len(vocabulary),
+    save(transformers.LlamaConfig, path, attention_bias=True, mlp_bias=True)
+    return path
+
+
+def save(kind: type, path: Path, **options) -> None:
+    """A small model with random weights, all of which matter."""
+    config = kind(
+        vocab_size=257,
         hidden_size=64,
         intermediate_size=101,  # does not divide by the number of servers
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        attention_bias=True,
-        mlp_bias=True,
+        head_dim=16,
         eos_token_id=0,
         bos_token_id=0,
         initializer_range=0.3,
+        **options,
     )
     torch.manual_seed(5)
-    whole = transformers.LlamaForCausalLM(config)
+    whole = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in whole.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     whole.save_pretrained(path)
+
+
+def like(folder: Path, path: Path, kind: type, **options) -> Path:
+    """Another model with the tokenizer of that in folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, path)
+    save(kind, path, **options)
     return path
 
 
@@ -225,6 +239,13 @@ def test_split_model_writes_what_the_whole_one_does(
     assert written == {i: whole_model_says(folder, PROMPTS[i], limit) for i in range(prompts)}
 
 
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+def test_other_families(folder, tmp_path, family):
+    path = like(folder, tmp_path, getattr(transformers, f"{family}Config"))
+    written, _ = split_model_says(path, PROMPTS[:2], 2, 2, 1, [8, 8])
+    assert written == {i: whole_model_says(path, PROMPTS[i], 8) for i in range(2)}
+
+
 def test_finished_worker_goes_on_with_zero_rows(folder):
     written, mesh = split_model_says(folder, PROMPTS[:2], 2, 1, 1, [2, 9])
     assert [len(written[i]) for i in range(2)] == [2, 9]
@@ -310,15 +331,7 @@ def test_report(folder, monkeypatch, capsys):
 
 def test_report_says_if_the_texts_differ(folder, tmp_path, monkeypatch, capsys):
     """Granite has the modules of Llama, but scales what they give, which the split does not."""
-    config = transformers.GraniteConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, residual_multiplier=0.1,
-        initializer_range=0.5, eos_token_id=0, bos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    transformers.GraniteForCausalLM(config).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    like(folder, tmp_path, transformers.GraniteConfig, residual_multiplier=0.1)
     monkeypatch.setattr(demo.run, "main", functools.partial(stand_in, tmp_path))
     assert demo.main([f"--model={tmp_path}", "--max-new-tokens=5", "--prompt=a"]) == 1
     out = capsys.readouterr().out

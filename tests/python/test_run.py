@@ -136,7 +136,10 @@ def test_the_cause_of_a_failure_counts():
     with Run(("server", 0, peer), ("worker", 0, worker)) as run:
         status, _, err, _ = run.end()
     assert status == 3
-    assert re.fullmatch(r"fserver run: worker 0 \(pid \d+\) failed with status 3\n", err)
+    assert [line.partition(" (pid")[0] + line[-2:] for line in err.splitlines()] == [
+        "fserver run: worker 0 3",
+        "fserver run: server 0 1",
+    ]
 
 
 def test_those_that_are_told_to_end_do_not_count():
