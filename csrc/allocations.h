@@ -18,7 +18,6 @@ public:
   void number(fs_node node, const Memory &m, fs_tensor &t);
 
   void clear() { known_.clear(); }
-  size_t size() const { return known_.size(); }
 
 private:
   struct Known {

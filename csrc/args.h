@@ -17,7 +17,7 @@ template <class T, size_t N> class Array {
   static_assert(std::is_trivially_copyable_v<T>);
 
 public:
-  explicit Array(size_t n) : data_(n <= N ? inline_ : new T[n]), size_(n) {}
+  explicit Array(size_t n) : data_(n <= N ? inline_ : new T[n]) {}
   ~Array() {
     if (data_ != inline_)
       delete[] data_;
@@ -27,12 +27,10 @@ public:
 
   T &operator[](size_t i) { return data_[i]; }
   T *data() { return data_; }
-  size_t size() const { return size_; }
 
 private:
   T inline_[N];
   T *data_;
-  size_t size_;
 };
 
 // A reference to a Python object.
@@ -100,7 +98,6 @@ public:
     return static_cast<size_t>(PySequence_Fast_GET_SIZE(fast_.get()));
   }
   PyObject *at(size_t i) const;
-  Arg arg() const { return arg_; }
 
 private:
   Ref fast_;

@@ -61,10 +61,11 @@ PyObject *Server::get_batch(PyObject *timeout_ms) {
     deadline = now_ns() + read_ms(timeout_ms, {"get_batch", "timeout_ms"});
   holder_.reap();
   for (;;) {
-    Array<uint64_t, 512> buf(std::max<size_t>(batch_words_, 512));
+    const size_t room = std::max<size_t>(batch_words_, 512);
+    Array<uint64_t, 512> buf(room);
     size_t need = 0;
     int rc = in_slices(deadline, [&](int64_t slice, uint32_t flags) {
-      return fs_get_batch(id_, buf.data(), buf.size(), &need, slice, flags);
+      return fs_get_batch(id_, buf.data(), room, &need, slice, flags);
     });
     if (rc == -EAGAIN)
       return PyList_New(0);
@@ -73,7 +74,7 @@ PyObject *Server::get_batch(PyObject *timeout_ms) {
       continue;
     }
     check("get_batch", rc);
-    Words words(buf.data(), std::min(need, buf.size()));
+    Words words(buf.data(), std::min(need, room));
     const size_t n = words.next();
     Ref batch = Ref::steal(PyList_New(static_cast<Py_ssize_t>(n)));
     for (size_t i = 0; i < n; i++)

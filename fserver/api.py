@@ -129,8 +129,6 @@ class Node:
         merged.update(
             {_VARIABLES[name]: _text(value) for name, value in given.items() if value is not None}
         )
-        if secret is not None:
-            merged.pop("FSERVER_SECRET_FILE", None)
         if scheduler is not None:
             merged["DMLC_PS_ROOT_URI"], merged["DMLC_PS_ROOT_PORT"] = _split(scheduler)
         self._open(merged)
@@ -359,7 +357,7 @@ class Server(Node):
         if hosts not in ("0", "1"):
             raise ConfigError(f"FSERVER_HOST_SCHEDULER={hosts!r}: want 0 or 1")
         if hosts == "1":
-            own = {**settings, "DMLC_PORT": "0", "DMLC_INSTANCE_ID": "0"}
+            own = {**settings, "FSERVER_HOST_SCHEDULER": "0"}
             self._hosted = Scheduler(settings=own, connect=False)
             host, port = _split(self._hosted.scheduler)
             settings = {**settings, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": port}

@@ -7,6 +7,8 @@ import os
 import sys
 from importlib import metadata
 
+from fserver import _loader
+
 COMMANDS = {
     "run": ("fserver.run", "start the roles of this host"),
     "demo": ("fserver.demo", "serve a language model, split into attention and FFN"),
@@ -32,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv[0] == "env":
             return _env(argv[1:])
         return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+    except _loader.LoadError as e:
+        print(e, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # nobody reads the output any more, as in `fserver env | head`
@@ -54,9 +59,6 @@ def _env(argv: list[str]) -> int:
     parser.add_argument("--set", action="store_true", help="only those that are set")
     parser.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(argv)
-
-    from fserver import _loader
-
     text = _loader.load().settings([f"{name}={value}" for name, value in os.environ.items()])
     found = json.loads(text)
     if options.set:

@@ -20,9 +20,8 @@ fserver run [options] SCRIPT [ARGS...]            a Python script for both roles
 EPILOG = """\
 Every process finds in its environment who it is: DMLC_ROLE, DMLC_NUM_WORKER,
 DMLC_NUM_SERVER, DMLC_GROUP_SIZE, DMLC_NODE_RANK (its group), STEPMESH_GPU (its place in
-the group), DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT (the scheduler), and RANK, LOCAL_RANK
-and WORLD_SIZE, which count the processes of its own role. On one host the scheduler gets
-a free port and the processes a secret of their own, unless they are given.
+the group), DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT (the scheduler). On one host the
+scheduler gets a free port and the processes a secret of their own, unless they are given.
 
 Several hosts: give all of them the same options and --node-rank 0, 1, ...; the scheduler
 runs on host 0. The groups, the workers' first, are dealt to the hosts in equal runs, as
@@ -30,7 +29,7 @@ runs on host 0. The groups, the workers' first, are dealt to the hosts in equal 
 
 A process that fails ends all, and its exit status (128 + n for signal n) is that of the
 run. SIGINT, SIGTERM and SIGHUP are passed on. When the last worker has ended well,
-servers that do not end by themselves are ended."""
+servers that do not end by themselves are ended, except in a run over several hosts."""
 
 
 def main(argv: list[str]) -> int:

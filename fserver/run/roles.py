@@ -88,16 +88,12 @@ def plan(
         command = (sys.executable, "-m", "fserver", "scheduler")
         processes.append(Process("scheduler", 0, command, {"DMLC_ROLE": "scheduler", **cluster}))
     for role, group in layout.groups():
-        count = layout.workers if role == "worker" else layout.servers
         for i in range(layout.group_size):
             rank = group * layout.group_size + i
             env = {
                 "DMLC_ROLE": role,
                 "DMLC_NODE_RANK": str(group),
                 "STEPMESH_GPU": str(i),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(i),
-                "WORLD_SIZE": str(count * layout.group_size),
                 **cluster,
             }
             processes.append(Process(role, rank, commands[role], env))

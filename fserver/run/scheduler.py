@@ -18,9 +18,10 @@ def main(argv: list[str]) -> int:
 
     import fserver
 
-    with fserver.Scheduler.from_env() as scheduler:
-        try:
+    try:
+        with fserver.Scheduler.from_env() as scheduler:
             scheduler.stop()
-        except fserver.PeerLostError as e:  # its failure, not this one's
-            print(f"fserver scheduler: {e}", file=sys.stderr)
+    except fserver.Error as e:
+        print(f"fserver scheduler: {e}", file=sys.stderr)
+        return 0 if isinstance(e, fserver.PeerLostError) else 1  # a lost peer is its own failure
     return 0

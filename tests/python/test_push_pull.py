@@ -470,6 +470,16 @@ def test_server_with_a_scheduler_and_context_managers() -> None:
     assert server.closed
 
 
+def test_a_scheduler_in_the_server_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSERVER_HOST_SCHEDULER", "1")
+    monkeypatch.setenv("DMLC_PS_ROOT_PORT", "0")
+    server = fserver.Server.from_env(connect=False)
+    monkeypatch.delenv("FSERVER_HOST_SCHEDULER")
+    worker = fserver.Worker(scheduler=server.scheduler, connect=False)
+    together([server.connect, worker.connect])
+    together([server.stop, worker.stop])
+
+
 def test_a_failed_block_does_not_wait_for_the_others(pair: Cluster) -> None:
     with pytest.raises(KeyError), pair.worker:
         raise KeyError

@@ -423,9 +423,6 @@ def test_environment_of_a_group():
         "STEPMESH_GPU": "1",
         "DMLC_PS_ROOT_URI": "10.0.0.1",
         "DMLC_PS_ROOT_PORT": "7000",
-        "RANK": "3",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "4",
         "A": "b",
     }
     assert processes[0].env["DMLC_ROLE"] == "scheduler"
@@ -526,7 +523,7 @@ CLUSTER = """
 import os, torch, fserver
 if os.environ["DMLC_ROLE"] == "worker":
     with fserver.Worker.from_env() as worker:
-        assert worker.rank == int(os.environ["RANK"])
+        assert worker.rank == int(os.environ["STEPMESH_GPU"])
         x, y = torch.full((3,), worker.rank + 1.0), torch.empty(3)
         worker.wait(worker.push_pull([x], [0], [y], [0]))
         print("got", y.tolist())
@@ -593,3 +590,14 @@ def test_status_of_the_one_that_failed(tmp_path):
     done = fserver("run", str(script), bound=120)
     assert done.returncode == 3, done.stderr
     assert re.search(r"fserver run: worker 0 \(pid \d+\) failed with status 3", done.stderr)
+
+
+def test_scheduler_says_what_is_wrong():
+    env = {**environment(), "DMLC_PS_ROOT_PORT": "many"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fserver", "scheduler"],
+        env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("fserver scheduler: conf: DMLC_PS_ROOT_PORT")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,58 @@
+// A worker that pushes one tensor whose description no torch would make, under
+// key 1, and then a good one, float32[4], under key 2.
+// usage: odd_worker PORT DTYPE BYTES [DIM...]
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "fserver.h"
+
+static void check(const char *call, int rc) {
+  fs_error e;
+  if (rc >= 0)
+    return;
+  fprintf(stderr, "%s: %s\n", call, fs_errmsg(&e) == 0 ? e.text : "?");
+  exit(1);
+}
+
+static fs_ticket push(fs_node node, uint64_t key, uint8_t dtype, uint64_t bytes,
+                      const int64_t *dims, uint32_t ndim) {
+  static char memory[4096];
+  fs_tensor t = {.data = memory,
+                 .bytes = bytes,
+                 .key = key,
+                 .base = memory,
+                 .base_bytes = sizeof memory,
+                 .dims = dims,
+                 .ndim = ndim,
+                 .device = -1,
+                 .dtype = dtype};
+  fs_ticket ticket;
+  check("push_pull", fs_push_pull(node, &t, 1, NULL, 0, &ticket));
+  return ticket;
+}
+
+int main(int argc, char **argv) {
+  char port[64];
+  const char *settings[] = {"DMLC_ROLE=worker", "DMLC_PS_ROOT_URI=127.0.0.1",
+                            port, "FSERVER_LOG=error"};
+  int64_t dims[128], four = 4;
+  int rc;
+  fs_node node;
+  snprintf(port, sizeof port, "DMLC_PS_ROOT_PORT=%s", argv[1]);
+  check("open", fs_open(settings, 4, &node));
+  while ((rc = fs_wait_ready(node, 1000000000)) == -EAGAIN)
+    ;
+  check("wait_ready", rc);
+  for (int i = 4; i < argc; i++)
+    dims[i - 4] = strtoll(argv[i], NULL, 10);
+  push(node, 1, (uint8_t)atoi(argv[2]), strtoull(argv[3], NULL, 10), dims,
+       (uint32_t)(argc - 4));
+  fs_ticket good = push(node, 2, 6, 16, &four, 1);
+  while ((rc = fs_wait(node, good, 1000000000, 0)) == -EAGAIN)
+    ;
+  check("wait", rc);
+  check("close", fs_close(node));
+  return 0;
+}

@@ -1,0 +1,617 @@
+"""Wrong arguments and settings: each error is typed, and has the argument, its value and what to
+do. Nothing wrong reaches a peer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Cluster, open_cluster
+
+import fserver
+
+X = torch.zeros(4, 6)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    c = open_cluster()
+    yield c
+    c.close()
+
+
+@pytest.fixture(scope="module")
+def two_servers() -> Iterator[Cluster]:
+    c = open_cluster(servers=2)
+    yield c
+    c.close()
+
+
+def refused(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    """The call raises, and the text has all the parts, in this order."""
+    with pytest.raises(error) as raised:
+        call()
+    assert isinstance(raised.value, fserver.Error)
+    pattern = ".*".join(re.escape(part) for part in text.split(" ... "))
+    assert re.search(pattern, str(raised.value), re.DOTALL), str(raised.value)
+
+
+def push(tensor: Any, keys: Any = (0,)) -> tuple[Any, ...]:
+    return [tensor], keys, [], []
+
+
+def pull(tensor: Any, keys: Any = (0,)) -> tuple[Any, ...]:
+    return [], [], [tensor], keys
+
+
+PUSH_PULL: list[tuple[str, type[Exception], str, Callable[[], tuple[Any, ...]]]] = [
+    (
+        "not a tensor",
+        fserver.ConfigError,
+        "push_pull: push_tensors[0] is of type list, want a torch.Tensor",
+        lambda: push([1.0]),
+    ),
+    (
+        "none",
+        fserver.ConfigError,
+        "push_pull: pull_tensors[0] is of type NoneType, want a torch.Tensor",
+        lambda: pull(None),
+    ),
+    (
+        "lone tensor",
+        fserver.ConfigError,
+        "push_pull: push_tensors is a tensor, want a list of tensors: pass [push_tensors]",
+        lambda: (X, [0], [], []),
+    ),
+    (
+        "not a sequence",
+        fserver.ConfigError,
+        "push_pull: pull_tensors is 3, want a sequence of tensors",
+        lambda: ([X], [0], 3, []),
+    ),
+    (
+        "not contiguous",
+        fserver.ShapeError,
+        "push_pull: push_tensors[0] ... shape [6, 4] ... strides [1, 6] ... not contiguous: use "
+        ".contiguous()",
+        lambda: push(X.t()),
+    ),
+    (
+        "pull not contiguous",
+        fserver.ShapeError,
+        "push_pull: pull_tensors[0] ... [4, 3] ... [6, 2] ... use .contiguous()",
+        lambda: pull(X[:, ::2]),
+    ),
+    (
+        "expanded",
+        fserver.ShapeError,
+        "pull_tensors[0] ... [3, 4] ... [0, 1] ... use .contiguous()",
+        lambda: pull(torch.zeros(4).expand(3, 4)),
+    ),
+    (
+        "meta",
+        fserver.ConfigError,
+        "push_tensors[0] is on device meta ... pass a CPU tensor",
+        lambda: push(X.to("meta")),
+    ),
+    (
+        "sparse",
+        fserver.ConfigError,
+        "push_tensors[0] has layout sparse: pass push_tensors[0].to_dense()",
+        lambda: push(X.to_sparse()),
+    ),
+    (
+        "conjugate",
+        fserver.ConfigError,
+        "push_tensors[0] is a conjugate view: pass push_tensors[0].resolve_conj()",
+        lambda: push(torch.zeros(2, dtype=torch.complex64).conj()),
+    ),
+    (
+        "negated",
+        fserver.ConfigError,
+        "pull_tensors[0] is a negated view: pass pull_tensors[0].resolve_neg()",
+        lambda: pull(torch.zeros(2, dtype=torch.complex64).conj().imag.clone()._neg_view()),
+    ),
+    (
+        "fake",
+        fserver.ConfigError,
+        "push_tensors[0] ... pass a plain tensor",
+        lambda: push(torch._efficientzerotensor(3)),
+    ),
+    (
+        "leaf with grad",
+        fserver.ConfigError,
+        "pull_tensors[0] is a leaf that requires grad ... pull_tensors[0].detach() ... no_grad",
+        lambda: pull(torch.zeros(3, requires_grad=True)),
+    ),
+    (
+        "more than 64 dimensions",
+        fserver.ShapeError,
+        "push tensor 0 has 65 dimensions (at most 64",
+        lambda: push(torch.zeros((1,) * 65)),
+    ),
+    (
+        "negative key",
+        fserver.ConfigError,
+        "push_pull: push_keys[0] is -1, want an int from 0 to 2**64-1",
+        lambda: push(X, [-1]),
+    ),
+    (
+        "large key",
+        fserver.ConfigError,
+        "push_pull: pull_keys[0] is 18446744073709551616, want an int from 0 to 2**64-1",
+        lambda: pull(X, [2**64]),
+    ),
+    (
+        "float key",
+        fserver.ConfigError,
+        "push_pull: push_keys[0] is 1.0, want an int",
+        lambda: push(X, [1.0]),
+    ),
+    (
+        "text as keys",
+        fserver.ConfigError,
+        "push_pull: push_keys is '0', want a sequence of ints",
+        lambda: push(X, "0"),
+    ),
+    (
+        "int as keys",
+        fserver.ConfigError,
+        "push_pull: push_keys is 0, want a sequence of ints",
+        lambda: push(X, 0),
+    ),
+    (
+        "dict as keys",
+        fserver.ConfigError,
+        "push_pull: push_keys is {0: 0}, want a sequence of ints",
+        lambda: push(X, {0: 0}),
+    ),
+    (
+        "key count",
+        fserver.ShapeError,
+        "push_pull: push_keys has 2 keys for 1 push_tensors: give one for each",
+        lambda: push(X, [0, 1]),
+    ),
+    (
+        "pull key count",
+        fserver.ShapeError,
+        "push_pull: pull_keys has 0 keys for 1 pull_tensors ... give one for each tensor (1)",
+        lambda: pull(X, []),
+    ),
+    (
+        "key twice",
+        fserver.ConfigError,
+        "push_pull: push_keys has 7 twice: give each tensor of a call a key of its own",
+        lambda: ([X, X, X], [7, 8, 7], [], []),
+    ),
+    (
+        "nothing",
+        fserver.ShapeError,
+        "push_pull: push_tensors and pull_tensors are both empty: give at least one",
+        lambda: ([], [], [], []),
+    ),
+    (
+        "pull twice",
+        fserver.ConfigError,
+        "push_pull: pull_tensors[0] and pull_tensors[1] share memory: give each a tensor",
+        lambda: ([], [], [X, X], [0, 1]),
+    ),
+    (
+        "pulls that overlap",
+        fserver.ConfigError,
+        "push_pull: pull_tensors[0] and pull_tensors[2] share memory",
+        lambda: ([], [], [X[1:3], X[3], X[2]], [0, 1, 2]),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"), [c[1:] for c in PUSH_PULL], ids=[c[0] for c in PUSH_PULL]
+)
+def test_push_pull(
+    pair: Cluster, error: type[Exception], text: str, arguments: Callable[[], tuple[Any, ...]]
+) -> None:
+    refused(error, text, lambda: pair.worker.push_pull(*arguments()))
+
+
+def test_nothing_of_that_has_reached_the_server(pair: Cluster) -> None:
+    assert pair.server.get_batch(timeout_ms=50) == []
+    assert pair.worker._node.held == 0
+
+
+def test_pulls_that_only_touch_are_fine(pair: Cluster) -> None:
+    y = torch.zeros(4, 6)
+    h = pair.worker.push_pull([y[3:]], [0], [y[0], y[1:3], y[3]], range(3))
+    pair.server.respond(
+        [torch.ones(6), torch.ones(2, 6), torch.ones(6)], pair.server.get_batch()[0][0]
+    )
+    pair.worker.wait(h)
+    assert y.sum() == 24
+
+
+def test_a_leaf_may_be_pulled_without_grad(pair: Cluster) -> None:
+    y = torch.zeros(3, requires_grad=True)
+    with torch.no_grad():
+        h = pair.worker.push_pull([], [], [y], [0])
+    pair.server.respond([torch.ones(3)], pair.server.get_batch()[0][0])
+    pair.worker.wait(h)
+    assert y.sum() == 3
+
+
+def test_pulls_that_servers_do_not_divide(two_servers: Cluster) -> None:
+    y = [torch.zeros(1) for _ in range(3)]
+    refused(
+        fserver.ShapeError,
+        "push_pull: pull_tensors has 3 tensors, which 2 servers do not divide: give pull[i*Q + j]",
+        lambda: two_servers.worker.push_pull([X], [0], y, range(3)),
+    )
+
+
+def test_pull_keys_for_two_servers(two_servers: Cluster) -> None:
+    y = [torch.zeros(1) for _ in range(4)]
+    refused(
+        fserver.ShapeError,
+        "push_pull: pull_keys has 3 keys for 4 pull_tensors of 2 servers: ... (4) ... (2)",
+        lambda: two_servers.worker.push_pull([X], [0], y, range(3)),
+    )
+
+
+def test_pull_into_what_is_pushed_to_two_servers(two_servers: Cluster) -> None:
+    refused(
+        fserver.ConfigError,
+        "push_pull: pull_tensors[1] and push_tensors[0] share memory",
+        lambda: two_servers.worker.push_pull([X], [0], [torch.zeros(1), X[0]], [0]),
+    )
+
+
+def test_pull_into_what_is_pushed_to_one_server(pair: Cluster) -> None:
+    x = torch.ones(3)
+    h = pair.worker.push_pull([x], [0], [x], [0])
+    [(handler, [seen], _)] = pair.server.get_batch()
+    pair.server.respond([seen + 1], handler)
+    pair.worker.wait(h)
+    assert x.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("handler", "text"),
+    [
+        (10**6, "wait: handler 1000000 is not known: push_pull has given 0 to"),
+        (-1, "wait: handler is -1, want an int from 0"),
+        ("0", "wait: handler is '0', want an int"),
+        (None, "wait: handler is None, want an int"),
+    ],
+)
+def test_handlers_of_wait(pair: Cluster, handler: Any, text: str) -> None:
+    refused(fserver.ConfigError, text, lambda: pair.worker.wait(handler))
+
+
+@pytest.mark.parametrize("method", ["get_all_handlers", "fetch_trace"])
+def test_unknown_handlers(pair: Cluster, method: str) -> None:
+    refused(
+        fserver.ConfigError,
+        f"{method}: handler 99999 is not known",
+        lambda: getattr(pair.worker, method)(99999),
+    )
+
+
+@pytest.mark.parametrize("timeout_ms", [-1, float("nan"), "1"])
+def test_time_limits(pair: Cluster, timeout_ms: Any) -> None:
+    h = pair.worker.push_pull([X], [0], [], [])
+    pair.server.respond([], pair.server.get_batch()[0][0])
+    text = f"timeout_ms is {timeout_ms!r}, want milliseconds, 0 or more"
+    refused(fserver.ConfigError, f"wait: {text}", lambda: pair.worker.wait(h, timeout_ms))
+    refused(fserver.ConfigError, f"get_batch: {text}", lambda: pair.server.get_batch(timeout_ms))
+    refused(
+        fserver.ConfigError,
+        f"barrier: {text}",
+        lambda: pair.server.barrier(True, True, timeout_ms=timeout_ms),
+    )
+    pair.worker.wait(h)
+
+
+def test_trace_of_a_request_under_way(pair: Cluster) -> None:
+    h = pair.worker.push_pull([X], [0], [], [])
+    refused(fserver.ShapeError, "is under way", lambda: pair.worker.fetch_trace(h))
+    pair.server.respond([], pair.server.get_batch()[0][0])
+    pair.worker.wait(h)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "answer"),
+    [
+        (fserver.ShapeError, "0 tensors, want 1", lambda: []),
+        (fserver.ShapeError, "2 tensors, want 1", lambda: [X, X]),
+        (fserver.ShapeError, "tensor 0 has 96 bytes, want 24", lambda: [X]),
+        (fserver.ShapeError, "tensor 0 has 20 bytes, want 24", lambda: [torch.zeros(5)]),
+        (fserver.ShapeError, "respond: tensors[0] ... use .contiguous()", lambda: [X[:, 0]]),
+        (fserver.ConfigError, "respond: tensors[0] is of type int", lambda: [1]),
+        (fserver.ConfigError, "respond: tensors is a tensor ... pass [tensors]", lambda: X),
+        (fserver.ConfigError, "respond: tensors is None, want a sequence", lambda: None),
+        (fserver.ConfigError, "respond: tensors[0] is on device meta", lambda: [X.to("meta")]),
+    ],
+)
+def test_respond(
+    pair: Cluster, error: type[Exception], text: str, answer: Callable[[], Any]
+) -> None:
+    y = torch.zeros(6)
+    h = pair.worker.push_pull([X], [0], [y], [0])
+    handler = pair.server.get_batch()[0][0]
+    refused(error, text, lambda: pair.server.respond(answer(), handler))
+    pair.server.respond([torch.ones(6)], handler)  # it can still be answered
+    pair.worker.wait(h)
+    assert y.sum() == 6
+
+
+def test_respond_twice_and_to_nobody(pair: Cluster) -> None:
+    h = pair.worker.push_pull([X], [0], [], [])
+    handler = pair.server.get_batch()[0][0]
+    pair.server.respond([], handler)
+    for wrong in (handler, 2**64 - 1, 12345):
+        refused(
+            fserver.ShapeError,
+            f"respond to handler {wrong}: no such request",
+            lambda wrong=wrong: pair.server.respond([], wrong),
+        )
+    refused(
+        fserver.ConfigError,
+        "respond: handler is -1, want an int",
+        lambda: pair.server.respond([], -1),
+    )
+    pair.worker.wait(h)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (
+            fserver.ShapeError,
+            "respond_vec: handler_vec has 0 handlers for 1 tensors_vec: give one for each",
+            lambda h: (X, [[X]], []),
+        ),
+        (
+            fserver.ShapeError,
+            "respond_vec: ret_buffer has no dimension",
+            lambda h: (torch.tensor(1.0), [[X]], [h]),
+        ),
+        (
+            fserver.ShapeError,
+            "respond_vec: tensors_vec[0] has no dimension",
+            lambda h: (X, [[torch.tensor(1.0)]], [h]),
+        ),
+        (
+            fserver.ShapeError,
+            "respond_vec: tensors_vec[0] is empty",
+            lambda h: (X, [[]], [h]),
+        ),
+        (
+            fserver.ShapeError,
+            "respond_vec: tensors_vec[0] has 5 rows, and ret_buffer 4",
+            lambda h: (X, [[torch.zeros(5)]], [h]),
+        ),
+        (
+            fserver.ShapeError,
+            "respond_vec: ret_buffer ... use .contiguous()",
+            lambda h: (X.t(), [[X]], [h]),
+        ),
+        (
+            fserver.ConfigError,
+            "respond_vec: ret_buffer is of type list",
+            lambda h: ([X], [[X]], [h]),
+        ),
+        (
+            fserver.ConfigError,
+            "respond_vec: tensors_vec[0] is of type int",
+            lambda h: (X, [[1]], [h]),
+        ),
+        (
+            fserver.ConfigError,
+            "respond_vec: handler_vec[0] is 'a', want an int",
+            lambda h: (X, [[X]], ["a"]),
+        ),
+        (
+            fserver.ShapeError,
+            "tensor 0 has 48 bytes, want 96",
+            lambda h: (X, [[X[:2]]], [h]),
+        ),
+    ],
+)
+def test_respond_vec(
+    pair: Cluster,
+    error: type[Exception],
+    text: str,
+    arguments: Callable[[int], tuple[Any, ...]],
+) -> None:
+    y = torch.zeros(4, 6)
+    h = pair.worker.push_pull([X], [0], [y], [0])
+    handler = pair.server.get_batch()[0][0]
+    refused(error, text, lambda: pair.server.respond_vec(*arguments(handler)))
+    pair.server.respond_vec(X, [[X]], [handler])
+    pair.worker.wait(h)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (
+            fserver.ShapeError,
+            "register_recv_buffer: worker_ranks is empty",
+            lambda: (X, [], []),
+        ),
+        (
+            fserver.ShapeError,
+            "register_recv_buffer: push_keys has 1 keys for 2 worker_ranks: give one for each",
+            lambda: (X, [0, 0], [1]),
+        ),
+        (
+            fserver.ShapeError,
+            "register_recv_buffer: tensor has 96 bytes, which 5 worker_ranks do not divide",
+            lambda: (X, [0] * 5, range(5)),
+        ),
+        (
+            fserver.ShapeError,
+            "register_recv_buffer: tensor has 0 bytes",
+            lambda: (torch.zeros(0), [0], [0]),
+        ),
+        (
+            fserver.ShapeError,
+            "register_recv_buffer: tensor ... use .contiguous()",
+            lambda: (X.t(), [0], [0]),
+        ),
+        (
+            fserver.ConfigError,
+            "register_recv_buffer: tensor is of type list",
+            lambda: ([X], [0], [0]),
+        ),
+        (
+            fserver.ConfigError,
+            "register_recv_buffer: worker_ranks[0] is -1",
+            lambda: (X, [-1], [0]),
+        ),
+        (
+            fserver.ConfigError,
+            "register_recv_buffer: push_keys[0] is 'a'",
+            lambda: (X, [0], ["a"]),
+        ),
+    ],
+)
+def test_register_recv_buffer(
+    pair: Cluster, error: type[Exception], text: str, arguments: Callable[[], tuple[Any, ...]]
+) -> None:
+    refused(error, text, lambda: pair.server.register_recv_buffer(*arguments()))
+
+
+def test_memory_is_registered_once(pair: Cluster) -> None:
+    buffer = torch.zeros(8)
+    pair.server.register_recv_buffer(buffer, [0], [100])
+    refused(
+        fserver.ConfigError,
+        "register_recv_buffer: tensor shares memory with one that is registered already",
+        lambda: pair.server.register_recv_buffer(buffer[4:], [0], [101]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda p: p.worker.push_pull([X], [0], []), r"push_pull\(\) needs argument 'pull_keys'"),
+        (lambda p: p.worker.wait(), r"wait\(\) needs argument 'handler'"),
+        (lambda p: p.worker.wait(0, timeout=1), r"wait\(\) got an unexpected argument 'timeout'"),
+        (lambda p: p.worker.wait(0, handler=1), r"wait\(\) got twice the argument 'handler'"),
+        (lambda p: p.worker.wait(0, 1, 2), r"wait\(\) takes 2 arguments, 3 given"),
+        (lambda p: p.server.get_batch(1, 2), r"get_batch\(\) takes 1 arguments, 2 given"),
+    ],
+)
+def test_signatures(pair: Cluster, call: Callable[[Cluster], Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call(pair)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("scheduler is 'nowhere', want \"host:port\"", {"scheduler": "nowhere"}),
+        ("scheduler is '::1:7000', want \"host:port\"", {"scheduler": "::1:7000"}),
+        ("scheduler is 'h:p', want", {"scheduler": "h:p"}),
+        ("DMLC_NUM_WORKER ... 0 ... 1 to", {"workers": 0}),
+        ("DMLC_NUM_SERVER ... two", {"servers": "two"}),
+        ("DMLC_GROUP_SIZE ... -1", {"group_size": -1}),
+        ("STEPMESH_GPU ... 5", {"gpu": 5, "group_size": 2}),
+        ("FSERVER_TRANSPORT ... pigeon ... tcp", {"transport": "pigeon"}),
+        ("STEPMESH_BACKEND ... TPU ... CPU", {"backend": "TPU"}),
+        ("FSERVER_INIT_TIMEOUT ... soon ... seconds", {"init_timeout": "soon"}),
+        ("FSERVER_SPIN_US ... fast", {"settings": {"FSERVER_SPIN_US": "fast"}}),
+        ("FSERVER_HOST_SCHEDULER", {"host_scheduler": True}),
+    ],
+)
+def test_settings(text: str, options: dict[str, Any]) -> None:
+    options = {"scheduler": "127.0.0.1:1", "connect": False, **options}
+    refused(fserver.ConfigError, text, lambda: fserver.Worker(**options))
+
+
+def test_unknown_keyword() -> None:
+    with pytest.raises(TypeError, match="wrokers"):
+        fserver.Worker(wrokers=2)  # type: ignore[call-arg]
+
+
+def test_keywords_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMLC_NUM_WORKER", "3")
+    monkeypatch.setenv("DMLC_NUM_SERVER", "4")
+    monkeypatch.setenv("DMLC_PS_ROOT_PORT", "0")
+    monkeypatch.setenv("DMLC_ROLE", "worker")
+    node = fserver.Scheduler.from_env(connect=False)
+    assert (node.workers, node.servers) == (3, 4)
+    node.close()
+    node = fserver.Scheduler(workers=2, settings={"DMLC_NUM_SERVER": 5}, connect=False)
+    assert (node.workers, node.servers) == (2, 5)
+    node.close()
+
+
+def test_scheduler_port_in_use(port: int) -> None:
+    first = fserver.Scheduler(scheduler=f"127.0.0.1:{port}", connect=False)
+    with pytest.raises(fserver.Error, match=rf"127.0.0.1:{port}.*address already in use"):
+        fserver.Scheduler(scheduler=f"127.0.0.1:{port}", connect=False)
+    first.close()
+
+
+def test_scheduler_that_never_comes(port: int) -> None:
+    with pytest.raises(fserver.TimeoutError, match=rf"127.0.0.1:{port}.*refused"):
+        fserver.Worker(scheduler=f"127.0.0.1:{port}", init_timeout=0.3)
+
+
+def test_cluster_that_is_never_complete() -> None:
+    server = fserver.Server(
+        scheduler="127.0.0.1:0", host_scheduler=True, init_timeout=0.3, connect=False
+    )
+    with pytest.raises(fserver.TimeoutError, match="not complete after 300ms: .* missing"):
+        server.connect()
+    assert server.closed
+
+
+def test_interface_that_does_not_exist() -> None:
+    with pytest.raises(fserver.Error, match="none0"):
+        fserver.Server(scheduler="10.0.0.1:7000", interface="none0", connect=False)
+
+
+def test_address_that_is_not_of_this_host() -> None:
+    with pytest.raises(fserver.Error, match=r"192\.0\.2\.1.*DMLC_NODE_HOST"):
+        fserver.Server(scheduler="192.0.2.2:7000", host="192.0.2.1", connect=False)
+
+
+def test_methods_before_connect() -> None:
+    worker = fserver.Worker(scheduler="127.0.0.1:1", connect=False)
+    for call in (
+        lambda: worker.push_pull([X], [0], [], []),
+        lambda: worker.wait(0),
+        lambda: worker.barrier(True, True),
+    ):
+        refused(fserver.ClosedError, "the node is not connected: call connect()", call)
+    worker.close()
+    refused(fserver.ClosedError, "connect: the node is closed", worker.connect)
+
+
+def test_a_server_without_a_scheduler_has_none_to_name() -> None:
+    server = fserver.Server(scheduler="127.0.0.1:1", connect=False)
+    refused(fserver.ClosedError, "hosts no scheduler", lambda: server.scheduler)
+    server.close()
+
+
+@pytest.mark.parametrize("connection", ["wrong cluster", "wrong secret", "no secret"])
+def test_strangers(port: int, connection: str) -> None:
+    """A node of another cluster, or without the secret, is refused, and says so."""
+    ours = {"cluster": "a", "secret": "s"}
+    theirs = {
+        "wrong cluster": {"cluster": "b", "secret": "s"},
+        "wrong secret": {"cluster": "a", "secret": "t"},
+        "no secret": {"cluster": "a"},
+    }[connection]
+    scheduler = fserver.Scheduler(scheduler=f"127.0.0.1:{port}", connect=False, **ours)
+    with pytest.raises(fserver.Error, match=f"(?i){connection.split()[1]}"):
+        fserver.Worker(scheduler=scheduler.scheduler, init_timeout=0.5, **theirs)
+    scheduler.close()
