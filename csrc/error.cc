@@ -85,13 +85,19 @@ void raise(Kind kind, const char *format, ...) {
   throw Raised{};
 }
 
-void raise_engine(const char *call, int rc) {
-  fs_error e;
-  if (fs_errmsg(&e) < 0)
-    raise(kind_of(rc), "%s: %s", call, strerror(-rc));
-  Kind kind = kind_of(e.code);
+EngineError::EngineError(const char *call, int rc) {
+  if (fs_errmsg(&error_) < 0) {
+    error_ = {};
+    error_.code = rc;
+    snprintf(error_.text, sizeof error_.text, "%s: %s", call, strerror(-rc));
+  }
+}
+
+void EngineError::raise() const {
+  const fs_error &e = error_;
+  const Kind kind = kind_of(e.code);
   if (kind != Kind::kPeerLost)
-    raise(kind, "%s", e.text);
+    fserver::raise(kind, "%s", e.text);
   PyObject *message = decode(e.text), *address = decode(e.address),
            *reason = decode(e.reason);
   if (message && address && reason) {

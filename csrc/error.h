@@ -1,7 +1,7 @@
 // The exceptions of fserver.errors, raised from C++.
 #pragma once
 
-#include <cstdint>
+#include "fserver.h"
 
 namespace fserver {
 
@@ -18,13 +18,20 @@ void load_errors();
 [[noreturn]] void raise(Kind kind, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-// The same with the thread's last error of the engine; rc is what the call
-// returned.
-[[noreturn]] void raise_engine(const char *call, int rc);
+// What a call of the engine that returned rc < 0 has left as the thread's last
+// error: taken at once, raised when what must come first is done.
+class EngineError {
+public:
+  EngineError(const char *call, int rc);
+  [[noreturn]] void raise() const;
+
+private:
+  fs_error error_;
+};
 
 inline void check(const char *call, int rc) {
   if (rc < 0)
-    raise_engine(call, rc);
+    EngineError(call, rc).raise();
 }
 
 } // namespace fserver

@@ -1,8 +1,8 @@
 #include "node.h"
 
-#include <time.h>
-
 #include <algorithm>
+#include <cerrno>
+#include <chrono>
 #include <thread>
 
 #include "args.h"
@@ -29,21 +29,13 @@ template <class F> std::string text_from(const char *call, F &&f) {
     int rc = f(text.data(), text.size(), &need);
     if (rc != -ENOBUFS)
       check(call, rc);
-    if (rc != -ENOBUFS) {
-      text.resize(need);
-      return text;
-    }
     text.resize(need);
+    if (rc != -ENOBUFS)
+      return text;
   }
 }
 
 } // namespace
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * INT64_C(1'000'000'000) + t.tv_nsec;
-}
 
 Node::Node(const std::vector<std::string> &settings) {
   fserver::enter("open");
@@ -51,8 +43,9 @@ Node::Node(const std::vector<std::string> &settings) {
   check("open",
         unlocked([&] { return fs_open(list.data(), list.size(), &id_); }));
   if (int rc = fs_get_info(id_, &info_); rc < 0) {
+    EngineError error("open", rc);
     fs_free(id_);
-    raise(Kind::kError, "open: a node without information (%d)", rc);
+    error.raise();
   }
   open_nodes.push_back(id_);
   holder_.attach(info_.words, info_.mask);
@@ -108,20 +101,21 @@ void Node::stop() {
     return;
   int rc = in_slices(
       kForever, [&](int64_t slice, uint32_t) { return fs_stop(id_, slice); });
+  if (rc >= 0 || rc == -ESHUTDOWN) {
+    released();
+    return;
+  }
+  EngineError error("stop", rc);
   released();
-  if (rc != -ESHUTDOWN)
-    check("stop", rc);
+  error.raise();
 }
 
-void Node::close() { check("close", shut()); }
-
-int Node::shut() {
+void Node::shut() {
   if (closed_ || forked.load()) // a forked child has no engine
-    return 0;
+    return;
   closed_ = true; // refuses new calls while this one waits
-  int rc = unlocked([&] { return fs_close(id_); });
+  unlocked([&] { return fs_close(id_); });
   released();
-  return rc;
 }
 
 // The engine touches no memory of ours any more.

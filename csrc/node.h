@@ -27,7 +27,7 @@ public:
   void barrier(bool include_server, bool include_client, bool instance_barrier,
                PyObject *timeout_ms);
   void stop();
-  void close();
+  void close() { shut(); }
   std::string describe();
 
   const fs_info &info() const { return info_; }
@@ -42,7 +42,7 @@ protected:
 
   // Closes the node and lets go of all memory. Every class that adds memory
   // calls it in its destructor, while that memory is still there.
-  int shut();
+  void shut();
   virtual void forget() {}
 
   fs_node id_ = 0;
@@ -69,8 +69,5 @@ void close_all();
 
 // JSON of the settings (fs_settings).
 std::string settings_json(const std::vector<std::string> &settings);
-
-// CLOCK_MONOTONIC, as fs_now, without the way into the engine.
-int64_t now_ns();
 
 } // namespace fserver

@@ -1,12 +1,19 @@
 #include "process.h"
 
 #include <pthread.h>
+#include <time.h>
 
 namespace fserver {
 
 std::atomic<bool> forked{false};
 std::atomic<bool> exiting{false};
 std::atomic<int> outside{0};
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * INT64_C(1'000'000'000) + t.tv_nsec;
+}
 
 void watch_fork() {
   pthread_atfork(nullptr, nullptr, [] { forked.store(true); });

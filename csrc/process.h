@@ -22,10 +22,12 @@ constexpr uint64_t kLarge = 256 << 10;
 
 constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
-extern std::atomic<bool>
-    forked; // set in a child of fork: the engine hangs there
-extern std::atomic<bool> exiting; // set when the interpreter ends
+extern std::atomic<bool> forked;  // in a child of fork: the engine hangs there
+extern std::atomic<bool> exiting; // the interpreter is ending
 extern std::atomic<int> outside;  // threads in unlocked()
+
+// CLOCK_MONOTONIC, as fs_now, without the way into the engine.
+int64_t now_ns();
 
 // Installs the fork handler. Called once, when the module is loaded.
 void watch_fork();
@@ -55,14 +57,14 @@ template <class F> auto unlocked(F &&f) {
 // between. The first call is made even if the deadline has passed.
 template <class F> int in_slices(int64_t deadline, F &&f) {
   for (uint32_t flags = 0;; flags = FS_NOSPIN) {
-    int64_t left = deadline == kForever ? kSlice : deadline - fs_now();
+    int64_t left = deadline == kForever ? kSlice : deadline - now_ns();
     int64_t slice = left < 0 ? 0 : left < kSlice ? left : kSlice;
     int rc = unlocked([&] { return f(slice, flags); });
     if (rc != -EAGAIN)
       return rc;
     if (PyErr_CheckSignals() < 0)
       throw Raised{};
-    if (left <= kSlice && deadline != kForever && fs_now() >= deadline)
+    if (left <= kSlice && deadline != kForever && now_ns() >= deadline)
       return rc;
   }
 }

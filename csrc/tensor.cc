@@ -1,5 +1,6 @@
 #include "tensor.h"
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>

@@ -125,7 +125,7 @@ int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags);
  * rank, key) from 0; buffer names the receive buffer: the first time that a
  * buffer is seen, the caller owes one fs_buffer_release for it when nobody
  * looks at its memory any more. buffer 0 is memory of the caller's own
- * (fs_register_recv). */
+ * (fs_register_recv), or no memory at all where the tensor has no bytes. */
 int fs_get_batch(fs_node node, uint64_t *buf, size_t cap, size_t *need,
                  int64_t slice_ns, uint32_t flags);
 
@@ -141,7 +141,8 @@ int fs_respond(fs_node node, const uint64_t *handlers, const size_t *counts,
                size_t *answered);
 
 /* Server: cuts memory into n equal slices; slice i receives keys[i] of worker
- * ranks[i]. The memory must stay valid until fs_close. */
+ * ranks[i]. The memory must stay valid until fs_close. Allowed
+ * before fs_wait_ready has returned, so that no push can come first. */
 int fs_register_recv(fs_node node, const fs_tensor *t, const int32_t *ranks,
                      const uint64_t *keys, size_t n);
 

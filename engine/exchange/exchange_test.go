@@ -403,7 +403,7 @@ func TestLeft(t *testing.T) {
 }
 
 func TestNewTable(t *testing.T) {
-	w, err := NewWorker(1, new(trace.Counters))
+	w, err := NewWorker(1, new(trace.Counters), same)
 	require.NoError(t, err)
 	require.EqualValues(t, Window*8, w.Words().Len)
 	w.Shut(errors.New("over"))

@@ -81,13 +81,16 @@ type pair struct {
 	buffers *Buffers
 }
 
+// same is a Lost that adds nothing.
+func same(_ int, err error) error { return err }
+
 func newPair(t *testing.T, servers int) *pair {
 	p := &pair{t: t, wf: newFabric(), copies: true, buffers: NewBuffers()}
 	var err error
-	p.w, err = NewWorker(servers, new(trace.Counters))
+	p.w, err = NewWorker(servers, new(trace.Counters), same)
 	require.NoError(t, err)
 	for i := range servers {
-		s, err := NewServer(1, p.buffers, new(trace.Counters))
+		s, err := NewServer(1, p.buffers, new(trace.Counters), same)
 		require.NoError(t, err)
 		p.servers = append(p.servers, s)
 		p.sf = append(p.sf, newFabric())

@@ -87,11 +87,13 @@ type Server struct {
 	requests requests
 	batch    []*Request // scratch
 	ready    atomic.Bool
+	ranked   atomic.Bool           // all clients have their ranks
 	broken   atomic.Pointer[error] // why no batch can be complete, if so
 	slots    uint64
 	req      wire.Request
 	resp     wire.Response
 	needs    []wire.Need
+	lost     Lost
 
 	mu    sync.Mutex // guards fixed
 	fixed map[fixedKey]fixed
@@ -110,12 +112,12 @@ type fixedKey struct {
 
 // NewServer makes a server of n workers, in the order of their groups. Each
 // must be given its Conn before the first call of another kind.
-func NewServer(n int, b *Buffers, c *trace.Counters) (*Server, error) {
+func NewServer(n int, b *Buffers, c *trace.Counters, lost Lost) (*Server, error) {
 	tb, err := newTable()
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{Table: tb, counters: c, buffers: b, fixed: map[fixedKey]fixed{}}
+	s := &Server{Table: tb, counters: c, buffers: b, lost: lost, fixed: map[fixedKey]fixed{}}
 	for i := range n {
 		s.clients = append(s.clients, &client{
 			index: i, keys: map[uint64]*receiver{}, arrived: make([]arrival, Window),
@@ -127,12 +129,14 @@ func NewServer(n int, b *Buffers, c *trace.Counters) (*Server, error) {
 // Connect gives worker i its rank and its path. For the owner.
 func (s *Server) Connect(i int, rank int32, f transport.Fabric, c transport.Conn) {
 	s.clients[i].rank, s.clients[i].fabric, s.clients[i].conn = rank, f, c
+	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.conn == nil }))
 }
 
 // Fix makes r the receive buffer of a key of a worker; it must come before the
-// key's first push. Safe from any goroutine.
+// key's first push. Once all workers are connected, the rank must be one of
+// theirs. Safe from any goroutine.
 func (s *Server) Fix(rank int32, key uint64, r mem.Region) error {
-	if !slices.ContainsFunc(s.clients, func(c *client) bool { return c.rank == rank }) {
+	if s.ranked.Load() && !slices.ContainsFunc(s.clients, func(c *client) bool { return c.rank == rank }) {
 		return Shapef("exchange: register_recv_buffer for worker %d: this server has no such worker", rank)
 	}
 	s.mu.Lock()
@@ -216,7 +220,7 @@ func (s *Server) drop(t *Ticket, err error) {
 func (s *Server) advance(c *client) {
 	for {
 		if err := c.flush(); err != nil {
-			s.Down(c.index, err)
+			s.Down(c.index, s.lost(c.index, err))
 			return
 		}
 		if !c.empty() {

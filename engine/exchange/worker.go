@@ -65,17 +65,21 @@ type Worker struct {
 	nextPlan int
 	regs     map[uint64][]registration // by allocation, one per Fabric
 	resp     wire.Response
+	lost     Lost
 }
+
+// Lost tells why peer i is lost, for callers, from what its Conn said.
+type Lost func(i int, err error) error
 
 // NewWorker makes a worker of n servers. Each must be given its Conn before the
 // first submission.
-func NewWorker(n int, c *trace.Counters) (*Worker, error) {
+func NewWorker(n int, c *trace.Counters, lost Lost) (*Worker, error) {
 	tb, err := newTable()
 	if err != nil {
 		return nil, err
 	}
 	w := &Worker{
-		Table: tb, counters: c, servers: make([]*server, n),
+		Table: tb, counters: c, lost: lost, servers: make([]*server, n),
 		plans: map[uint64]*plan{}, regs: map[uint64][]registration{},
 	}
 	for i := range w.servers {
@@ -268,7 +272,7 @@ func (w *Worker) forget(alloc uint64) {
 func (w *Worker) advance(s *server) {
 	for {
 		if err := s.flush(); err != nil {
-			w.Down(s.index, err)
+			w.Down(s.index, w.lost(s.index, err))
 			return
 		}
 		if !s.empty() {

@@ -182,10 +182,13 @@ func (n *Node) takeBatch(s BatchSink) (taken bool, err error) {
 }
 
 // RegisterRecv cuts t into len(keys) equal slices; slice i receives keys[i] of
-// worker ranks[i]. The memory must stay valid until Close.
+// worker ranks[i]. The memory must stay valid until Close. It may be called
+// before the cluster is complete, so that no push can come first.
 func (n *Node) RegisterRecv(t Tensor, ranks []int32, keys []uint64) error {
-	if err := n.ready(n.server != nil, "register_recv_buffer", "server"); err != nil {
-		return err
+	if n.server == nil || n.phase.Load() != joining {
+		if err := n.ready(n.server != nil, "register_recv_buffer", "server"); err != nil {
+			return err
+		}
 	}
 	if t.Dev != mem.CPU {
 		return badSetting("node: register_recv_buffer: a tensor on %v: this build moves CPU tensors only", t.Dev)

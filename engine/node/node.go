@@ -155,10 +155,10 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	switch cfg.Role {
 	case conf.Worker:
 		n.peers = make([]*link, cfg.Servers)
-		n.worker, err = exchange.NewWorker(cfg.Servers, &n.counters)
+		n.worker, err = exchange.NewWorker(cfg.Servers, &n.counters, n.lostBy)
 	case conf.Server:
 		n.peers = make([]*link, cfg.Workers)
-		n.server, err = exchange.NewServer(cfg.Workers, b, &n.counters)
+		n.server, err = exchange.NewServer(cfg.Workers, b, &n.counters, n.lostBy)
 	case conf.Scheduler:
 		n.scheduler, err = cluster.NewScheduler(cluster.SchedulerConfig{Shape: shape, Timing: timing})
 	}
@@ -466,13 +466,21 @@ func (n *Node) lostPeer(l *link, why string) error {
 	return &LostError{Role: m.Role, Rank: m.Rank, Address: l.conn.Remote(), Reason: why}
 }
 
+// lostBy is lostPeer from what the connection of peer i said.
+func (n *Node) lostBy(i int, err error) error {
+	if errors.Is(err, transport.ErrClosed) {
+		return closedError(err)
+	}
+	return n.lostPeer(n.peers[i], reason(err))
+}
+
 // operation is the error of an operation as the exchange is to tell it.
 func (n *Node) operation(ev *transport.Event) error {
 	if ev.Err == nil {
 		return nil
 	}
-	if l := n.links[ev.Conn]; l != nil && l.kind == linkPeer && !errors.Is(ev.Err, transport.ErrClosed) {
-		return n.lostPeer(l, reason(ev.Err))
+	if l := n.links[ev.Conn]; l != nil && l.kind == linkPeer {
+		return n.lostBy(l.index, ev.Err)
 	}
 	return closedError(ev.Err)
 }

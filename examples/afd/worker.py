@@ -96,7 +96,9 @@ def main() -> None:
         writer = Writer(worker, model, texts, args.micro_batches)
         begin = time.monotonic()
         with tqdm(total=len(texts) * args.max_new_tokens, desc="generating", unit="tok") as bar:
-            while writer.step(args.max_new_tokens):
+            going = True
+            while going:
+                going = writer.step(args.max_new_tokens)
                 bar.update(sum(len(text.written) for text in texts) - bar.n)
         seconds = time.monotonic() - begin
 

@@ -64,6 +64,13 @@ def table(workers: list[dict], servers: list[dict], whole: dict) -> None:
         (f"server {i}", _mb(s["weights"]), "", "", "", "", moved, moved)
         for i, s in enumerate(servers)
     ]
+    texts = [text for w in workers for text in w["texts"]]
+    every = {
+        "weights": sum(process["weights"] for process in (*workers, *servers)),
+        "seconds": max(w["seconds"] for w in workers),
+        "texts": texts,
+    }
+    rows.append(("split, all", *_speed(every), "", "", "", ""))
     rows.append(("unsplit", *_speed(whole), "", "", "", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()

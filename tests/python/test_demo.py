@@ -324,6 +324,7 @@ def test_report(folder, monkeypatch, capsys):
     assert out.count("token ids equal: yes, all 5") == 2
     assert "all token ids equal: yes" in out
     rows = {line[:8]: line.split() for line in out.splitlines()}
+    assert rows["split, a"][2:] == ["23.0", "10", "5.0"]
     assert rows["worker 0"][2:] == ["7.0", "5", "2.5", "20", "/", "20", "7", "3.0", "3.0"]
     assert rows["server 0"][2:] == ["9.0", "6.0", "6.0"]
     assert "2 batches, each of one request per worker: 3.0 rows on average, 4 at most" in out
