@@ -89,10 +89,20 @@ void Node::barrier(bool include_server, bool include_client,
   if (timeout_ms != Py_None)
     timeout =
         std::max<int64_t>(1, read_ms(timeout_ms, {"barrier", "timeout_ms"}));
-  uint64_t token = 0;
-  check("barrier", in_slices(kForever, [&](int64_t slice, uint32_t) {
-          return fs_barrier(id_, flags, timeout, &token, slice);
-        }));
+  // A barrier that its caller leaves early, by Ctrl-C, is given up.
+  struct Call {
+    ~Call() {
+      if (token)
+        fs_barrier_drop(node, token);
+    }
+    fs_node node;
+    uint64_t token;
+  } call{id_, 0};
+  int rc = in_slices(kForever, [&](int64_t slice, uint32_t) {
+    return fs_barrier(id_, flags, timeout, &call.token, slice);
+  });
+  call.token = 0;
+  check("barrier", rc);
 }
 
 void Node::stop() {

@@ -136,8 +136,8 @@ func (n *Node) nodeLost(err error) {
 		n.fail(err) // without it the cluster cannot come to be
 		return
 	}
-	if n.phase.Load() == leaving {
-		n.stopErr = errors.Join(n.stopErr, err)
+	if n.phase.Load() == leaving && n.stopErr == nil {
+		n.stopErr = err
 	}
 	for _, b := range n.barriers {
 		b.end(err)
@@ -159,7 +159,9 @@ func (n *Node) nodeLost(err error) {
 // over takes the end of the cluster.
 func (n *Node) over(err error) {
 	if n.phase.Load() == leaving {
-		n.stopErr = errors.Join(n.stopErr, err)
+		if n.stopErr == nil {
+			n.stopErr = err
+		}
 		n.phase.Store(ended)
 		return
 	}
