@@ -48,7 +48,8 @@ type parking struct {
 // other at these intervals.
 const (
 	yieldAfter = 20 * time.Microsecond // of polling; then every poll is followed by a yield
-	busyTick   = time.Millisecond      // of the background goroutine, while callers drive
+	restTick   = time.Millisecond      // without callers, until the background goroutine drives
+	busyTick   = 16 * time.Millisecond // at most between its looks while callers drive
 	longSleep  = time.Second           // and while one of them sleeps; see nudge
 )
 
@@ -289,29 +290,32 @@ func (p *progress) relay() {
 }
 
 // background drives when no caller does: heartbeats, timers, what is left to
-// be sent. While callers drive it only looks on from time to time, so that it
-// never takes a core, or an event, from them.
+// be sent. While callers drive it looks on, less and less often: where all
+// threads share a core, each look takes 10 µs from them.
 func (n *Node) background() {
 	defer close(n.gone)
+	tick := restTick
 	for !n.stopped.Load() {
-		if n.callers.Load() > 0 {
-			if n.sleeping.Load() {
-				n.nap(longSleep)
+		idle := time.Duration(trace.Now() - n.driven.Load())
+		switch {
+		case n.callers.Load() > 0 && n.sleeping.Load():
+			tick = restTick
+			n.nap(longSleep)
+		case n.callers.Load() > 0 || idle < restTick:
+			if n.nap(tick) {
+				tick = restTick
 			} else {
-				n.nap(busyTick)
+				tick = min(2*tick, busyTick)
 			}
-			continue
+		default:
+			tick = restTick
+			if found, mine := n.drive(); found > 0 || !mine {
+				continue
+			}
+			n.resting.Store(true)
+			rest(n, never{}, longSleep)
+			n.resting.Store(false)
 		}
-		if since := time.Duration(trace.Now() - n.driven.Load()); since < busyTick {
-			n.nap(busyTick - since)
-			continue
-		}
-		if found, mine := n.drive(); found > 0 || !mine {
-			continue
-		}
-		n.resting.Store(true)
-		rest(n, never{}, longSleep)
-		n.resting.Store(false)
 	}
 }
 
@@ -319,18 +323,20 @@ type never struct{}
 
 func (never) met() bool { return false }
 
-// nap sleeps unless there is something to do for the background goroutine.
-func (n *Node) nap(d time.Duration) {
+// nap sleeps for d; nudged says that something ended it earlier.
+func (n *Node) nap(d time.Duration) (nudged bool) {
 	n.napper.Reset(d)
 	select {
 	case <-n.napper.C:
+		return false
 	case <-n.nudge:
 	case <-n.stop:
 	}
+	return true
 }
 
-// wakeBackground is called by the last caller that leaves, if it has slept: the
-// background goroutine may be in a long nap, counting on it.
+// wakeBackground ends a nap of the background goroutine: by the last caller
+// that leaves, if it has slept, and by one that leaves much to be sent.
 func (n *Node) wakeBackground() {
 	select {
 	case n.nudge <- struct{}{}:
