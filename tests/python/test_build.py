@@ -336,6 +336,23 @@ def test_missing_compiler(project: Project, env: dict[str, str], error: str) -> 
         project.build(**env)
 
 
+def test_missing_python_headers(builder: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(builder.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(builder.BuildError, match="Python.h: no such file.*python3-dev"):
+        builder.extension(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "error"), [("2.6.0+cu124", "2.6.0.cu124 is too old: 2.11"), (None, "no torch")]
+)
+def test_unfit_torch(
+    builder: ModuleType, tmp_path: Path, monkeypatch, version: str | None, error: str
+) -> None:
+    monkeypatch.setattr(builder, "torch_version", lambda: version)
+    with pytest.raises(builder.BuildError, match=error):
+        builder.extension(tmp_path)
+
+
 def test_go_that_is_too_old(builder: ModuleType, tmp_path: Path, monkeypatch) -> None:
     go = tmp_path / "go"
     go.write_text("#!/bin/sh\necho go version go1.19.8 linux/amd64\n")

@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -11,10 +12,10 @@ import (
 	"os/exec"
 	"runtime"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/mem"
@@ -25,7 +26,7 @@ import (
 // The benchmark bounces a write and a frame between this process and a child,
 // each on a processor of its own, both spinning. In turns with it, the same
 // count of bytes bounces between the same two threads through bare system
-// calls, from and to one buffer.
+// calls. On a machine with other work, compare the medians of one run.
 
 const (
 	benchFrame = 64 // bytes of the frame that follows the write
@@ -35,14 +36,13 @@ const (
 )
 
 func TestMain(m *testing.M) {
-	if os.Getenv(peerEnv) != "" {
-		if err := benchPeer(os.Stdin, os.Stdout); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		return
+	if os.Getenv(peerEnv) == "" {
+		os.Exit(m.Run())
 	}
-	os.Exit(m.Run())
+	if err := benchPeer(os.Stdin, os.Stdout); err != nil {
+		fmt.Fprintln(os.Stderr, "peer of the benchmark:", err)
+		os.Exit(1)
+	}
 }
 
 // An end is one side of the benchmark: a Conn and a bare socket to the other.
@@ -60,23 +60,32 @@ type end struct {
 	vec    vec
 }
 
-func newEnd(listen string) (*end, error) {
-	e := &end{ev: make([]transport.Event, 16)}
-	var err error
-	if e.f, err = Open(Options{Listen: listen, Gate: transporttest.Gate{}}); err != nil {
+// newEnd opens an end without its connections. It sends what it received if
+// echo is set.
+func newEnd(echo bool) (e *end, err error) {
+	e = &end{ev: make([]transport.Event, 16)}
+	o := Options{Gate: transporttest.Gate{}}
+	if echo {
+		o.Listen = "127.0.0.1:0"
+	}
+	if e.f, err = Open(o); err != nil {
 		return nil, err
 	}
 	if e.in, err = mem.Map(benchMax + benchExtra); err != nil {
 		return nil, err
 	}
-	e.key, err = e.f.Register(e.in)
-	e.out = e.in
+	if e.out = e.in; !echo {
+		if e.out, err = mem.Map(benchMax + benchExtra); err != nil {
+			return nil, err
+		}
+	}
 	e.ops[0] = transport.Op{Kind: transport.OpWrite, Src: e.span[:]}
 	e.ops[1] = transport.Op{Kind: transport.OpFrame, Frame: make([]byte, benchFrame)}
+	e.key, err = e.f.Register(e.in)
 	return e, err
 }
 
-// poll takes all events that are there and says whether a frame has come.
+// poll polls once and returns the frame that came, if any.
 func (e *end) poll() (frame []byte, err error) {
 	n, err := e.f.Poll(e.ev)
 	for i := range e.ev[:n] {
@@ -100,6 +109,7 @@ func (e *end) waitFrame() ([]byte, error) {
 	}
 }
 
+// post sends n bytes and a frame.
 func (e *end) post(n uint64) error {
 	e.span[0] = mem.Span{Addr: e.out.Addr, Len: n}
 	e.ops[0].Key = e.remote
@@ -114,16 +124,9 @@ func (e *end) post(n uint64) error {
 	}
 }
 
-func (e *end) bareSend(n uint64) error {
-	return e.bareAll(e.out.Addr, n+benchExtra, e.vec.send)
-}
-
-func (e *end) bareRecv(n uint64) error {
-	return e.bareAll(e.in.Addr, n+benchExtra, e.vec.recv)
-}
-
-func (e *end) bareAll(base uintptr, n uint64, call func(int) (int, unix.Errno)) error {
-	for n > 0 {
+// bareAll sends or receives what travels for n bytes and a frame.
+func (e *end) bareAll(call func(fd int) (int, unix.Errno), base uintptr, n uint64) error {
+	for n += benchExtra; n > 0; {
 		e.vec.reset()
 		e.vec.add(base, n)
 		switch k, errno := call(e.bare); {
@@ -140,12 +143,26 @@ func (e *end) bareAll(base uintptr, n uint64, call func(int) (int, unix.Errno)) 
 	return nil
 }
 
-// pin binds the calling goroutine to a processor.
-func pin(cpu int) error {
+func (e *end) bareSend(n uint64) error { return e.bareAll(e.vec.send, e.out.Addr, n) }
+func (e *end) bareRecv(n uint64) error { return e.bareAll(e.vec.recv, e.in.Addr, n) }
+
+// pin binds the calling goroutine to the nth of the processors that it may
+// use.
+func pin(nth int) error {
 	runtime.LockOSThread()
-	var set unix.CPUSet
-	set.Set(cpu)
-	return unix.SchedSetaffinity(0, &set)
+	var all, one unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &all); err != nil {
+		return err
+	}
+	for cpu := 0; one.Count() == 0; cpu++ {
+		if all.IsSet(cpu) {
+			if nth == 0 {
+				one.Set(cpu)
+			}
+			nth--
+		}
+	}
+	return unix.SchedSetaffinity(0, &one)
 }
 
 // benchPeer answers in the child. Its commands are lines "KIND BYTES COUNT".
@@ -153,7 +170,7 @@ func benchPeer(in io.Reader, out io.Writer) error {
 	if err := pin(1); err != nil {
 		return err
 	}
-	e, err := newEnd("127.0.0.1:0")
+	e, err := newEnd(true)
 	if err != nil {
 		return err
 	}
@@ -194,7 +211,7 @@ func benchPeer(in io.Reader, out io.Writer) error {
 				return err
 			}
 		}
-		for kind == "conn" && e.conn.(*Conn).tx.done != e.conn.(*Conn).tx.tail {
+		for c := e.conn.(*Conn); c.tx.done != c.tx.tail; {
 			if _, err := e.poll(); err != nil {
 				return err
 			}
@@ -203,56 +220,59 @@ func benchPeer(in io.Reader, out io.Writer) error {
 	return nil
 }
 
+// dialPeer starts the child and connects to it.
+func dialPeer(b *testing.B) (e *end, commands io.Writer) {
+	self, err := os.Executable()
+	require.NoError(b, err)
+	child := exec.Command(self)
+	child.Env = append(os.Environ(), peerEnv+"=1")
+	child.Stderr = os.Stderr
+	stdin, err := child.StdinPipe()
+	require.NoError(b, err)
+	stdout, err := child.StdoutPipe()
+	require.NoError(b, err)
+	require.NoError(b, child.Start())
+	b.Cleanup(func() {
+		stdin.Close()
+		child.Wait()
+	})
+
+	e, err = newEnd(false)
+	require.NoError(b, err)
+	b.Cleanup(func() {
+		require.NoError(b, e.f.Close())
+		require.NoError(b, unix.Close(e.bare))
+		require.NoError(b, mem.Unmap(e.in))
+		require.NoError(b, mem.Unmap(e.out))
+	})
+	var addr, bare string
+	_, err = fmt.Fscan(stdout, &addr, &bare)
+	require.NoError(b, err)
+	e.conn, err = e.f.Connect(context.Background(), transport.Addr(addr))
+	require.NoError(b, err)
+	nc, err := net.Dial("tcp", bare)
+	require.NoError(b, err)
+	e.bare, err = e.f.detach(nc.(*net.TCPConn))
+	require.NoError(b, err)
+	require.NoError(b, nc.Close())
+	k := binary.LittleEndian.AppendUint64(nil, e.key.ID)
+	k = binary.LittleEndian.AppendUint64(k, e.key.Token)
+	_, err = e.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: k}})
+	require.NoError(b, err)
+	_, err = fmt.Fscan(stdout, &e.remote.ID, &e.remote.Token)
+	require.NoError(b, err)
+	return e, stdin
+}
+
 func BenchmarkEcho(b *testing.B) {
 	if runtime.NumCPU() < 2 {
 		b.Skip("needs two processors")
 	}
-	self, err := os.Executable()
-	if err != nil {
-		b.Fatal(err)
+	e, commands := dialPeer(b)
+	out := e.out.Span().Bytes()
+	for i := range out {
+		out[i] = byte(i * 7)
 	}
-	child := exec.Command(self)
-	child.Env = append(os.Environ(), peerEnv+"=1")
-	child.Stderr = os.Stderr
-	stdin, _ := child.StdinPipe()
-	stdout, _ := child.StdoutPipe()
-	if err := child.Start(); err != nil {
-		b.Fatal(err)
-	}
-	defer func() {
-		stdin.Close()
-		child.Wait()
-	}()
-	must := func(err error) {
-		if err != nil {
-			b.Helper()
-			b.Fatal(err)
-		}
-	}
-	must(pin(0))
-	defer runtime.UnlockOSThread()
-	e, err := newEnd("")
-	must(err)
-	defer e.f.Close()
-	e.out, err = mem.Map(benchMax + benchExtra)
-	must(err)
-	for i := range e.out.Span().Bytes() {
-		e.out.Span().Bytes()[i] = byte(i * 7)
-	}
-	var addr, bare string
-	fmt.Fscan(stdout, &addr, &bare)
-	e.conn, err = e.f.Connect(context.Background(), transport.Addr(addr))
-	must(err)
-	nc, err := net.Dial("tcp", bare)
-	must(err)
-	e.bare, err = e.f.detach(nc.(*net.TCPConn))
-	must(err)
-	k := binary.LittleEndian.AppendUint64(nil, e.key.ID)
-	k = binary.LittleEndian.AppendUint64(k, e.key.Token)
-	_, err = e.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: k}})
-	must(err)
-	fmt.Fscan(stdout, &e.remote.ID, &e.remote.Token)
-
 	echo := map[string]func(n uint64) error{
 		"bare": func(n uint64) error {
 			if err := e.bareSend(n); err != nil {
@@ -269,42 +289,36 @@ func BenchmarkEcho(b *testing.B) {
 		},
 	}
 	for _, n := range []uint64{64, 4 << 10, 64 << 10, 1 << 20, 64 << 20} {
-		b.Run(strings.TrimSuffix(fmt.Sprint(n), ""), func(b *testing.B) {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			// The thread ends with the goroutine, and its binding with it.
+			require.NoError(b, pin(0))
 			times := map[string][]time.Duration{}
 			count := max(2, int(min(1000, (16<<20)/n)))
-			for i := 0; i < b.N; i++ {
+			for range b.N {
 				for _, kind := range []string{"bare", "conn"} {
-					fmt.Fprintln(stdin, kind, n, count)
+					fmt.Fprintln(commands, kind, n, count)
 					for j := range count {
 						start := time.Now()
-						must(echo[kind](n))
-						if j > 0 {
+						require.NoError(b, echo[kind](n))
+						if j > 0 { // the first waits for the command
 							times[kind] = append(times[kind], time.Since(start))
 						}
 					}
-					if got, want := e.in.Span().Bytes()[:n], e.out.Span().Bytes()[:n]; !slices.Equal(got, want) {
-						b.Fatalf("%s: other bytes came back", kind)
-					}
-					clear(e.in.Span().Bytes()[:n])
+					in := e.in.Span().Bytes()[:n]
+					require.True(b, bytes.Equal(in, out[:n]), "%s: other bytes came back", kind)
+					clear(in)
 				}
 			}
-			median := func(kind string) float64 {
+			at := func(kind string, percent int) float64 {
 				slices.Sort(times[kind])
-				return float64(times[kind][len(times[kind])/2].Nanoseconds()) / 1e3
-			}
-			p99 := func(kind string) float64 {
-				return float64(times[kind][len(times[kind])*99/100].Nanoseconds()) / 1e3
+				return float64(times[kind][len(times[kind])*percent/100].Nanoseconds()) / 1e3
 			}
 			b.ReportMetric(0, "ns/op")
-			b.ReportMetric(median("bare"), "bare-µs")
-			b.ReportMetric(median("conn"), "conn-µs")
-			b.ReportMetric(p99("bare"), "bare-p99-µs")
-			b.ReportMetric(p99("conn"), "conn-p99-µs")
-			b.ReportMetric(median("conn")/median("bare"), "ratio")
-			p10 := func(kind string) float64 {
-				return float64(times[kind][len(times[kind])/20].Nanoseconds()) / 1e3
+			for _, kind := range []string{"bare", "conn"} {
+				b.ReportMetric(at(kind, 50), kind+"-p50-µs")
+				b.ReportMetric(at(kind, 99), kind+"-p99-µs")
 			}
-			fmt.Printf("p5 bare %.2f conn %.2f ratio %.3f\n", p10("bare"), p10("conn"), p10("conn")/p10("bare"))
+			b.ReportMetric(at("conn", 50)/at("bare", 50), "ratio")
 		})
 	}
 }

@@ -33,6 +33,7 @@ type Conn struct {
 // one system call; Poll goes on with the rest.
 func (c *Conn) Post(ops []transport.Op) (int, error) {
 	if !c.f.owner.TryLock() {
+		c.f.missed.Store(true)
 		return 0, nil // tear-down or set-up in another goroutine: a moment of back-pressure
 	}
 	n, err := c.post(ops)

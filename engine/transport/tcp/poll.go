@@ -9,14 +9,13 @@ import (
 	"fserver/engine/transport"
 )
 
-var (
+const (
 	// quantum is how many bytes one system call moves at most, and so what one
-	// visit to a Conn moves in each direction.
-	quantum uint64 = 512 << 10
-	// pollBytes is how many bytes one Poll moves before it returns.
-	pollBytes uint64 = 2 << 20
-	// direct is up to how many Conns Poll reads without asking epoll which.
-	direct = 2
+	// visit to a Conn moves in each direction. On loopback that takes 0.25 ms;
+	// half of it costs a tenth of the throughput, and more gains nothing.
+	quantum = 1 << 20
+	// pollBytes is after how many bytes Poll visits no further Conn.
+	pollBytes = 2 << 20
 )
 
 // Poll implements transport.Fabric.
@@ -34,12 +33,17 @@ func (f *Fabric) poll(ev []transport.Event) (int, error) {
 	if f.rung.Load() {
 		f.quiet()
 	}
-	if !f.closed {
+	n, moved, ask := 0, uint64(0), !f.closed
+	if c := f.guess(); c != nil && len(ev) > 0 {
+		c.readable = true
+		n, moved = f.visit(c, ev)
+		ask = len(f.conns) > 1 && (n == 0 || f.seq%4 == 0)
+	}
+	if ask {
 		if err := f.find(); err != nil {
-			return 0, err
+			return n, err
 		}
 	}
-	n, moved := 0, uint64(0)
 	for left := f.queue.n; left > 0 && n < len(ev) && moved < pollBytes; left-- {
 		k, m := f.visit(f.queue.pop(), ev[n:])
 		n += k
@@ -55,17 +59,19 @@ func (f *Fabric) poll(ev []transport.Event) (int, error) {
 	return n, nil
 }
 
-// find queues the Conns that are worth a visit. A socket without bytes costs
-// 0.45 µs to read and epoll 0.24 µs to ask, but a socket that has bytes must be
-// read in any case.
-func (f *Fabric) find() error {
-	if len(f.conns) <= direct {
-		for _, c := range f.conns {
-			c.readable = true
-			f.queue.push(c)
-		}
-		return nil
+// guess is the Conn from which all of the last bytes came. Poll reads it before
+// it asks epoll, and asks only if that was in vain, or now and then. Spinning
+// on one peer in this way takes 1.3 µs off a round trip of 12 µs; reading all
+// Conns in vain, at 0.45 µs each, would lose more than that from the third on.
+func (f *Fabric) guess() *Conn {
+	if c := f.recent; c != nil && f.streak >= 2 && c.err == nil && !c.queued {
+		return c
 	}
+	return nil
+}
+
+// find queues the Conns whose sockets are ready.
+func (f *Fabric) find() error {
 	n, e := epollNow(f.epoll, f.ready[:])
 	if e != 0 && e != unix.EINTR {
 		return fmt.Errorf("tcp: poll: ask epoll: %w", e)
@@ -124,6 +130,9 @@ func (f *Fabric) retire(c *Conn) {
 	f.conns[c.at].at = c.at
 	f.conns[last] = nil
 	f.conns = f.conns[:last]
+	if f.recent == c {
+		f.recent = nil
+	}
 }
 
 // complete reports operations that have ended.
@@ -205,6 +214,10 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 			}
 			break
 		}
+		if c != f.recent {
+			f.recent, f.streak = c, 0
+		}
+		f.streak++
 		x.take(uint64(k))
 		m, bad := x.parse(c, ev[n:], f.seq)
 		n += m
