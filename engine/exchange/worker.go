@@ -27,8 +27,7 @@ type target struct {
 // sent is a plan as one server knows it.
 type sent struct {
 	plan    *plan
-	keys    []*credit // of plan.push
-	targets []target  // of this server's share of plan.pull
+	targets []target // of this server's share of plan.pull
 }
 
 // server is one server of the rail.
@@ -43,7 +42,6 @@ type server struct {
 	down   error
 	needs  []wire.Need // scratch
 	req    wire.Request
-	want   *Ticket // whose needs were asked
 }
 
 // registration is the key of an allocation at one Fabric.

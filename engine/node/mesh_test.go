@@ -124,11 +124,11 @@ func (m *mesh) stop() {
 	wg.Wait()
 }
 
-// tensor is memory outside the Go heap with n rows of 8 bytes.
+// tensor is memory outside the Go heap with n rows of 8 bytes. It stays mapped:
+// where a test ends with push_pulls under way, a peer may still read it.
 func tensor(tb testing.TB, key uint64, rows int) exchange.Tensor {
 	r, err := mem.Map(uint64(max(rows, 1)) * 8)
 	require.NoError(tb, err)
-	tb.Cleanup(func() { _ = mem.Unmap(r) })
 	return exchange.Tensor{
 		Span: mem.Span{Addr: r.Addr, Len: uint64(rows) * 8}, Dev: mem.CPU, Key: key, Base: r,
 		Alloc: uint64(r.Addr), DType: 7, Dims: []int64{int64(rows), 8},

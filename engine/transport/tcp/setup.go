@@ -256,7 +256,8 @@ func (f *Fabric) adopt(nc *net.TCPConn, remote string, hello []byte, accepted bo
 	if err != nil {
 		return nil, fmt.Errorf("take over the socket: %w", err)
 	}
-	c := &Conn{f: f, fd: fd, remote: remote, hello: hello, announce: accepted}
+	now := progress{since: time.Now()}
+	c := &Conn{f: f, fd: fd, remote: remote, hello: hello, announce: accepted, in: now, out: now}
 	c.tx.init()
 	c.rx.init(&f.regions)
 

@@ -272,10 +272,11 @@ func (f *Fabric) begin() bool {
 	return !f.closing
 }
 
-// keep ends what stalls and frees what is idle, every eighth of Limits.Stall.
+// keep ends what stalls and frees what is idle. It looks eight times within
+// Limits.Stall.
 func (f *Fabric) keep() {
-	const parts = 8
-	tick := time.NewTicker(max(f.opts.Limits.Stall/parts, time.Millisecond))
+	limit := f.opts.Limits.Stall
+	tick := time.NewTicker(max(limit/8, time.Millisecond))
 	defer tick.Stop()
 	seq := uint64(0)
 	for {
@@ -284,6 +285,7 @@ func (f *Fabric) keep() {
 			return
 		case <-tick.C:
 		}
+		now := time.Now()
 		f.owner.Lock()
 		// Bytes that our own user leaves in the socket are no fault of a peer.
 		polled := seq != f.seq || !readable(f.epoll)
@@ -292,14 +294,12 @@ func (f *Fabric) keep() {
 			if c.err != nil {
 				continue
 			}
-			if polled {
-				in := c.in.stalled(c.rx.inside(), c.rx.came)
-				out := c.out.stalled(c.tx.unsent(), c.tx.taken)
-				if max(in, out) >= parts {
-					f.fail(c, fmt.Errorf("no progress in the middle of a record for %v: %w", f.opts.Limits.Stall, unix.ETIMEDOUT))
-					f.wake(c)
-					continue
-				}
+			in := c.in.stalled(now, polled && c.rx.inside(), c.rx.came)
+			out := c.out.stalled(now, polled && c.tx.unsent(), c.tx.taken)
+			if max(in, out) >= limit {
+				f.fail(c, fmt.Errorf("no progress in the middle of a record for %v: %w", limit, unix.ETIMEDOUT))
+				f.wake(c)
+				continue
 			}
 			c.rx.trim()
 			c.tx.trim()
@@ -310,19 +310,17 @@ func (f *Fabric) keep() {
 
 // progress watches one direction of a Conn.
 type progress struct {
-	seen uint64
-	idle int // ticks without progress
+	seen  uint64
+	since time.Time // when seen was new, or nothing was owed
 }
 
-// stalled counts the ticks in which bytes were owed and the count of bytes did
-// not change.
-func (p *progress) stalled(owed bool, count uint64) int {
+// stalled is for how long bytes have been owed while their count did not
+// change.
+func (p *progress) stalled(now time.Time, owed bool, count uint64) time.Duration {
 	if !owed || count != p.seen {
-		p.seen, p.idle = count, 0
-		return 0
+		p.seen, p.since = count, now
 	}
-	p.idle++
-	return p.idle
+	return now.Sub(p.since)
 }
 
 // readable says whether a wait on fd would end at once.
