@@ -294,14 +294,6 @@ func (b *inbox) take() []submission {
 	return b.out
 }
 
-// Bytes is the size of the pushed tensors together.
-func (t *Ticket) Bytes() (n uint64) {
-	for i := range t.push {
-		n += t.push[i].Span.Len
-	}
-	return n
-}
-
 // Device is CPU if all tensors of t are there, else the device of one that is
 // not.
 func (t *Ticket) Device() mem.Device {

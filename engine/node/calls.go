@@ -75,20 +75,12 @@ func (n *Node) PushPull(t *Ticket) error {
 		n.Abandon(t)
 		return err
 	}
-	large := t.Bytes() >= largePush
 	if err := n.worker.Submit(t); err != nil {
 		return err
 	}
 	n.submit()
-	if large {
-		n.wakeBackground()
-	}
 	return nil
 }
-
-// largePush is from how many bytes a push is likely to be still under way when
-// push_pull returns: somebody has to go on with it.
-const largePush = 1 << 20
 
 // Respond answers the request of a handler with t. Flush after the last one.
 // With an error t is gone.
@@ -97,14 +89,7 @@ func (n *Node) Respond(handler uint64, t *Ticket) error {
 		n.Abandon(t)
 		return err
 	}
-	large := t.Bytes() >= largePush
-	if err := n.server.Respond(handler, t); err != nil {
-		return err
-	}
-	if large {
-		n.wakeBackground()
-	}
-	return nil
+	return n.server.Respond(handler, t)
 }
 
 // Flush posts what Respond was given.

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/trace"
+	"fserver/engine/transport"
 )
 
 // Progress and waiting. One goroutine at a time holds the token and makes a
@@ -138,12 +139,31 @@ func (n *Node) drive() (found int, mine bool) {
 	return found, true
 }
 
-// submit takes what the caller has just put into a queue of the exchange.
+// submit takes what the caller has just put into a queue of the exchange. What
+// the transport cannot send at once is left to the background goroutine, unless
+// a caller drives.
 func (n *Node) submit() {
+	left := false
 	for n.pending() && n.token.CompareAndSwap(false, true) {
 		n.take()
+		left = n.unsent()
 		n.token.Store(false)
 	}
+	if left && n.callers.Load() == 0 {
+		n.wakeBackground()
+	}
+}
+
+// unsent says whether somebody has to poll for what was posted to get out.
+func (n *Node) unsent() bool {
+	for _, l := range n.peers {
+		if l != nil {
+			if u, ok := l.conn.(transport.Unsender); ok && u.Unsent() {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // await drives or waits until c is met or limit has passed. spin says whether
@@ -335,8 +355,8 @@ func (n *Node) nap(d time.Duration) (nudged bool) {
 	return true
 }
 
-// wakeBackground ends a nap of the background goroutine: by the last caller
-// that leaves, if it has slept, and by one that leaves much to be sent.
+// wakeBackground ends a nap of the background goroutine: for the last caller
+// that leaves, if it has slept, and for one that leaves something to be sent.
 func (n *Node) wakeBackground() {
 	select {
 	case n.nudge <- struct{}{}:

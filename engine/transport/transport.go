@@ -153,6 +153,10 @@ type Conn interface {
 // the order of their posting.
 type Orderer interface{ Ordered() bool }
 
+// Unsender is a Conn on which Ops that were taken may need further Polls to get
+// on their way. Unsent says whether that is so now; for whoever may Post.
+type Unsender interface{ Unsent() bool }
+
 // Sleeper is a Fabric whose user need not spin. FD is readable (for poll,
 // epoll) whenever Poll would find something or could make progress, and when
 // back-pressure ends. Ask for it

@@ -91,8 +91,11 @@ func (c *Conn) Ordered() bool { return true }
 
 // due says whether a visit finds something without a system call.
 func (c *Conn) due() bool {
-	return c.announce || c.err != nil || c.txErr != nil || c.rx.more || c.tx.done != c.tx.sent
+	return c.announce || c.err != nil || c.txErr != nil || c.rx.more || c.tx.done != c.tx.sent || c.tx.unsent() && !c.armed
 }
+
+// Unsent implements transport.Unsender.
+func (c *Conn) Unsent() bool { return c.tx.unsent() }
 
 // because wraps the reason for which c or a half of it ended.
 func (c *Conn) because(reason error) error {
