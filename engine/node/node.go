@@ -338,7 +338,7 @@ func (n *Node) take() {
 }
 
 // pass makes one round over everything, and returns how much it found.
-func (n *Node) pass() int {
+func (n *Node) pass(now int64) int {
 	n.take()
 	if len(n.stuck) != 0 {
 		n.unstick()
@@ -350,7 +350,7 @@ func (n *Node) pass() int {
 	if err != nil {
 		n.fail(fmt.Errorf("node: %s: %w", n.fabric.Name(), err))
 	}
-	if now := trace.Now(); now >= n.timer.Load() {
+	if now >= n.timer.Load() {
 		n.tick()
 		n.timer.Store(n.nextTimer())
 	}

@@ -122,13 +122,14 @@ func (p *progress) wakeAll() {
 	}
 }
 
-// drive makes a pass if nobody else does; false if somebody else does.
-func (n *Node) drive() (found int, mine bool) {
+// drive makes a pass if nobody else does; false if somebody else does. now is
+// the time, give or take what a pass takes.
+func (n *Node) drive(now int64) (found int, mine bool) {
 	if !n.token.CompareAndSwap(false, true) {
 		return 0, false
 	}
 	for {
-		found += n.pass()
+		found += n.pass(now)
 		n.token.Store(false)
 		// What was submitted after the pass looked, by somebody who then
 		// found the token taken, is ours.
@@ -173,27 +174,27 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 		return true
 	}
 	n.callers.Add(1)
+	now := trace.Now()
 	slept := false
 	defer func() {
-		n.driven.Store(trace.Now())
+		n.driven.Store(now)
 		if n.callers.Add(-1) > 0 {
 			n.relay()
 		} else if slept {
 			n.wakeBackground()
 		}
 	}()
-	start := trace.Now()
-	end := start + int64(max(0, min(limit, 1<<61)))
-	quiet := start // since when nothing was found
+	end := now + int64(max(0, min(limit, 1<<61)))
+	quiet := now // since when nothing was found
 	if !spin {
-		quiet = start - int64(n.spin)
+		quiet = now - int64(n.spin)
 	}
 	for {
-		found, mine := n.drive()
+		found, mine := n.drive(now)
 		if c.met() {
 			return true
 		}
-		now := trace.Now()
+		now = trace.Now()
 		if now >= end {
 			return false
 		}
@@ -210,7 +211,8 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 			if rest(n, c, time.Duration(end-now)) {
 				return false // a signal: the caller wants to look at it
 			}
-			quiet = trace.Now() - int64(n.spin) + int64(yieldAfter)
+			now = trace.Now()
+			quiet = now - int64(n.spin) + int64(yieldAfter)
 		}
 	}
 }
@@ -316,7 +318,8 @@ func (n *Node) background() {
 	defer close(n.gone)
 	tick := restTick
 	for !n.stopped.Load() {
-		idle := time.Duration(trace.Now() - n.driven.Load())
+		now := trace.Now()
+		idle := time.Duration(now - n.driven.Load())
 		switch {
 		case n.callers.Load() > 0 && n.sleeping.Load():
 			tick = restTick
@@ -329,7 +332,7 @@ func (n *Node) background() {
 			}
 		default:
 			tick = restTick
-			if found, mine := n.drive(); found > 0 || !mine {
+			if found, mine := n.drive(now); found > 0 || !mine {
 				continue
 			}
 			n.resting.Store(true)
