@@ -49,6 +49,7 @@ const (
 	Close                          // close Conn; no Down is needed for it
 	Log                            // Text is worth a line
 	Warn                           // Text is worth a line of warning
+	Redial                         // Member: connect to the scheduler again, then give another Up
 	Roster                         // Member: connect to the Peers, then call Connected
 	Running                        // all members are connected
 	Released                       // Member: the barrier call Seq is over

@@ -17,8 +17,8 @@ type MemberConfig struct {
 
 // Member is the side of a worker or server. Its life: Up (it registers),
 // Roster (the caller connects it to its peers, then calls Connected), Running,
-// Leave, Ended. Its outputs are Send, Close, Roster, Running, Released, Lost
-// and Ended.
+// Leave, Ended. Its outputs are Send, Close, Redial, Roster, Running, Released,
+// Lost and Ended.
 //
 // Before Running, the loss of any node is Ended. After it, it is Lost, and
 // everything but barriers goes on: that the scheduler is gone stops nothing
@@ -30,6 +30,7 @@ type Member struct {
 	now     int64
 	stage   stage
 	online  bool  // the scheduler is there
+	known   bool  // it has said something
 	heard   int64 // from it
 	leaveBy int64
 	lost    *LostError // the first
@@ -79,15 +80,19 @@ func (m *Member) Step(now int64, in Input) []Output {
 	m.heard += m.hb.step(now)
 	switch {
 	case in.Kind == Up && m.stage == alone:
-		m.stage, m.online, m.heard = joining, true, now
+		m.stage, m.online, m.known, m.heard = joining, true, false, now
 		m.send(wire.AppendRegister(nil, &wire.Register{Shape: m.cfg.Shape, Member: m.cfg.Self}))
 	case !m.online:
 	case in.Kind == Frame:
-		m.heard = now
+		m.heard, m.known = now, true
 		if err := m.frame(in.Data); err != nil {
 			m.emit(Output{Kind: Close})
 			m.schedulerLost("it broke the protocol: " + err.Error())
 		}
+	case in.Kind == Down && !m.known:
+		// A scheduler that ends just now, and is not the one that we look for.
+		m.stage, m.online = alone, false
+		m.emit(Output{Kind: Redial})
 	case in.Kind == Down:
 		m.schedulerLost(reason(in.Err))
 	}

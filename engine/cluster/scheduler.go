@@ -289,6 +289,12 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 }
 
 func (s *Scheduler) register(c *conn, g *wire.Register) {
+	if s.phase == ending && s.err == nil {
+		// It is early for the next cluster: it will find the next scheduler.
+		s.emit(Output{Kind: Close, Conn: c.id})
+		delete(s.conns, c.id)
+		return
+	}
 	if why := s.judge(g); why != "" {
 		s.warnf("%s at %s is refused: %s", who(g.Role, g.Rank), c.remote, why)
 		s.refuse(c, why)
@@ -301,6 +307,7 @@ func (s *Scheduler) register(c *conn, g *wire.Register) {
 	s.scan = min(s.scan, s.deadline(c))
 	s.logf("%s at %s has registered, %d of %d", c.who(), c.address(), s.seated, len(s.seats))
 	if s.seated < len(s.seats) {
+		s.send(c, wire.AppendSignal(nil, wire.TypeHeartbeat)) // so that it knows that it is here
 		return
 	}
 	members := make([]wire.Member, len(s.seats))
@@ -323,11 +330,7 @@ func (s *Scheduler) register(c *conn, g *wire.Register) {
 // taken, each group has each instance once: the rails are complete.
 func (s *Scheduler) judge(g *wire.Register) (why string) {
 	if s.phase == ending {
-		why = "the cluster has ended"
-		if s.err != nil {
-			why += ": " + strings.TrimPrefix(s.err.Error(), "cluster: ")
-		}
-		return why
+		return "the cluster has ended: " + strings.TrimPrefix(s.err.Error(), "cluster: ")
 	}
 	if g.Shape != s.shape {
 		return fmt.Sprintf("it is configured with %v, the scheduler with %v: "+

@@ -446,6 +446,8 @@ func (w *world) fromMember(n *node, out []Output) {
 		case Close:
 			w.say("%s: close", n.name)
 			w.hangUp(n)
+		case Redial:
+			w.say("%s: dials again", n.name)
 		case Roster:
 			var peers []string
 			for _, p := range o.Peers {

@@ -158,6 +158,12 @@ func place(a transport.Addr) string {
 func (n *Node) join() {
 	defer n.dials.Done()
 	at := transport.Addr(n.scheme() + ":" + n.cfg.Scheduler())
+	if n.joins.Add(1) > 1 { // the last one that we found was about to end
+		select {
+		case <-n.ctx.Done():
+		case <-time.After(firstPause):
+		}
+	}
 	c, err := n.dial(at)
 	if err != nil {
 		n.failDial(fmt.Errorf("node: scheduler at %s: %w (is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?)", n.cfg.Scheduler(), err))
@@ -185,10 +191,13 @@ func (n *Node) scheme() string {
 	return s
 }
 
+// firstPause is how long dial waits before it tries again; it doubles.
+const firstPause = 20 * time.Millisecond
+
 // dial connects to at, again and again until it works, the peer says no, or
 // the time for the bring-up is up.
 func (n *Node) dial(at transport.Addr) (transport.Conn, error) {
-	pause := 20 * time.Millisecond
+	pause := firstPause
 	for {
 		ctx, cancel := context.WithTimeout(n.ctx, 10*time.Second)
 		c, err := n.fabric.Connect(ctx, at)

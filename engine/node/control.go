@@ -64,6 +64,9 @@ func (n *Node) outputs(out []cluster.Output) {
 			n.log.Info(o.Text)
 		case cluster.Warn:
 			n.log.Warn(o.Text)
+		case cluster.Redial:
+			n.dials.Add(1)
+			go n.join()
 		case cluster.Roster:
 			n.introduced(o.Peers)
 		case cluster.Running:

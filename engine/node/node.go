@@ -47,7 +47,8 @@ type Node struct {
 	ctx      context.Context // of dialling; ended by Close
 	cancel   context.CancelFunc
 	dials    sync.WaitGroup
-	deadline time.Time // of the bring-up
+	joins    atomic.Int32 // calls of join
+	deadline time.Time    // of the bring-up
 
 	phase   atomic.Int32
 	failure atomic.Pointer[error] // why the node is of no use any more
