@@ -230,6 +230,9 @@ func (n *Node) failDial(err error) {
 // introduced takes the roster: now we know whom to connect to, or to expect.
 func (n *Node) introduced(rail []wire.Member) {
 	n.rail = rail
+	if n.ctx.Err() != nil {
+		return // the time is up, as WaitReady says
+	}
 	if n.worker != nil {
 		for i := range n.rail {
 			n.dials.Add(1)

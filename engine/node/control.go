@@ -65,8 +65,10 @@ func (n *Node) outputs(out []cluster.Output) {
 		case cluster.Warn:
 			n.log.Warn(o.Text)
 		case cluster.Redial:
-			n.dials.Add(1)
-			go n.join()
+			if n.ctx.Err() == nil { // else the time is up, as WaitReady says
+				n.dials.Add(1)
+				go n.join()
+			}
 		case cluster.Roster:
 			n.introduced(o.Peers)
 		case cluster.Running:
