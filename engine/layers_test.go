@@ -27,13 +27,14 @@ var layers = map[string][]string{
 	"trace":                   {},
 	"transport":               {"mem"},
 	"transport/transporttest": {"mem", "transport"},
+	"transport/cma":           {"mem", "transport"},
 	"transport/inproc":        {"mem", "transport"},
 	"transport/tcp":           {"mem", "transport"},
 	"cluster":                 {"wire"},
 	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
 		"cluster", "conf", "exchange", "mem", "trace", "transport",
-		"transport/inproc", "transport/tcp", "wire",
+		"transport/cma", "transport/inproc", "transport/tcp", "wire",
 	},
 	"cabi": {"conf", "mem", "node"},
 }
