@@ -41,8 +41,8 @@ type vec struct {
 	spaces [maxRemote]uint64 // their lengths
 }
 
-// behind is how many bytes a copy takes from beyond a frame that waits in the
-// queue: more would hold up the frame.
+// behind is how many bytes a copy takes with it from beyond something that
+// waits in the queue to go into the ring, and that more would hold up.
 const behind = 32 << 10
 
 // gather fills v and the iov of c with what is to be copied next, at most
@@ -51,13 +51,13 @@ func (c *Conn) gather(v *vec, limit uint64) (ready uint32, ahead cursor, err err
 	t := &c.tx
 	ready, ahead = t.ready, t.ahead
 	v.n, v.m, v.sum = 0, 0, 0
-	frames := false
+	others := false
 	for ready != t.end && v.sum < limit && v.m < maxRemote {
 		o := &t.ops[ready%txDepth]
-		if o.kind == transport.OpFrame {
-			frames = true
-		} else if o.n > 0 {
-			if frames && v.sum+o.n > behind {
+		if o.kind == transport.OpFrame || t.stages(o) {
+			others = true
+		} else {
+			if others && v.sum+o.n > behind {
 				break
 			}
 			to, bad := c.table.target(o.id, o.token, o.off, o.n)

@@ -43,7 +43,7 @@ const (
 
 	controlSize = 2048
 	ringsAt     = 2 * controlSize
-	ringDirect  = 64 << 10
+	ringDirect  = 256 << 10
 	ringStaged  = 2 << 20
 	segmentSize = ringsAt + 2*ringStaged
 

@@ -72,8 +72,8 @@ func (x *rx) take(f *Fabric, w uint64, ev *transport.Event) (made, taken bool, e
 	case recFrame:
 		return x.takeFrame(f, size, total, ev)
 	case recWritten, recPart, recLast:
-		if x.direct != (kind == recWritten) || x.direct && size != 0 {
-			return false, false, fmt.Errorf("the peer sent a write of kind %d with %d bytes in its record, which was not agreed on", kind, size)
+		if kind == recWritten && (!x.direct || size != 0) {
+			return false, false, fmt.Errorf("the peer told of a write that was not to go past the ring")
 		}
 		return x.takeWrite(kind, size, ev)
 	}
