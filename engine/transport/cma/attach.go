@@ -190,35 +190,36 @@ func credentials(nc *net.UnixConn) (u user, err error) {
 }
 
 // attach makes a Conn that is not open yet: it has its memory, and no socket.
-func (f *Fabric) attach(nc *net.UnixConn, dialer bool) (c *Conn, err error) {
+func (f *Fabric) attach(nc *net.UnixConn, dialer bool) (*Conn, error) {
 	who, err := credentials(nc)
 	if err != nil {
 		return nil, err
 	}
-	c = &Conn{f: f, remote: who.String(), peer: process{pid: who.pid}, announce: !dialer}
-	defer func() {
-		if err != nil {
-			if c.seg != nil {
-				c.seg.drop()
-			}
-			c.table.unmap()
-		}
-	}()
+	c := &Conn{f: f, remote: who.String(), peer: process{pid: who.pid}, announce: !dialer}
 	if dialer {
 		err = f.attachDialer(nc, c)
 	} else {
 		err = f.attachAcceptor(nc, c)
 	}
-	if err != nil {
-		return nil, err
-	}
-	if c.tx.direct {
+	if err == nil && c.tx.direct {
 		if c.peer, err = findProcess(who.pid); err != nil {
-			return nil, fmt.Errorf("look up the peer: %w", err)
+			err = fmt.Errorf("look up the peer: %w", err)
 		}
+	}
+	if err != nil {
+		c.discard()
+		return nil, err
 	}
 	c.arrange(dialer)
 	return c, nil
+}
+
+// discard gives back the memory of a Conn that is not open.
+func (c *Conn) discard() {
+	if c.seg != nil {
+		c.seg.drop()
+	}
+	c.table.unmap()
 }
 
 func (f *Fabric) attachDialer(nc *net.UnixConn, c *Conn) error {
@@ -350,6 +351,9 @@ func receiveNote(nc *net.UnixConn, n *note, c *Conn) error {
 	var b [noteLen]byte
 	rights := make([]byte, unix.CmsgSpace(4))
 	k, m, _, _, err := nc.ReadMsgUnix(b[:], rights)
+	if k == 0 && errors.Is(err, io.EOF) {
+		return fmt.Errorf("the peer closed the connection: %w", io.EOF)
+	}
 	if err != nil {
 		return err
 	}
@@ -361,9 +365,6 @@ func receiveNote(nc *net.UnixConn, n *note, c *Conn) error {
 	}()
 	if err != nil {
 		return err
-	}
-	if k == 0 {
-		return fmt.Errorf("the peer closed the connection: %w", io.EOF)
 	}
 	if _, err = io.ReadFull(nc, b[k:]); err != nil {
 		return fmt.Errorf("the peer sent a part of a message: %w", err)

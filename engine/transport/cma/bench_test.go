@@ -2,6 +2,7 @@ package cma
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"runtime"
 	"slices"
@@ -9,6 +10,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"fserver/engine/transport"
+	"fserver/engine/transport/transporttest"
 )
 
 // BenchmarkEcho bounces a write and a frame of 64 bytes between this process
@@ -71,6 +75,36 @@ func BenchmarkEcho(b *testing.B) {
 				b.ReportMetric(at(kind, 99), kind+"-p99-µs")
 			}
 			b.ReportMetric(at("direct", 50)/at("bare", 50), "ratio")
+		})
+	}
+}
+
+// BenchmarkIdlePoll is what a spinning receiver pays for Conns on which nothing
+// comes.
+func BenchmarkIdlePoll(b *testing.B) {
+	for _, conns := range []int{1, 40} {
+		b.Run(fmt.Sprint(conns), func(b *testing.B) {
+			f, err := Open(Options{Gate: transporttest.Gate{}, Listen: true})
+			require.NoError(b, err)
+			defer f.Close()
+			g, err := Open(Options{Gate: transporttest.Gate{}})
+			require.NoError(b, err)
+			defer g.Close()
+			ev := make([]transport.Event, 64)
+			for range conns {
+				_, err := g.Connect(context.Background(), f.Addr())
+				require.NoError(b, err)
+			}
+			for accepted := 0; accepted < conns; {
+				n, err := f.Poll(ev)
+				require.NoError(b, err)
+				accepted += n
+			}
+			for b.Loop() {
+				if n, err := f.Poll(ev); n != 0 || err != nil {
+					b.Fatal(n, err)
+				}
+			}
 		})
 	}
 }

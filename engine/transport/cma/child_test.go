@@ -1,6 +1,7 @@
 package cma
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -61,7 +62,9 @@ type end struct {
 	ops     [2]transport.Op
 	span    [1]mem.Span
 	written uint64
-	done    int
+
+	next, count int      // of ev: ev[next:count] came and has not been looked at
+	kept        [][]byte // frames that came while post waited
 }
 
 func newEnd(m Mode, listen bool, in, out mem.Region) (e *end, err error) {
@@ -75,15 +78,19 @@ func newEnd(m Mode, listen bool, in, out mem.Region) (e *end, err error) {
 	return e, err
 }
 
-// poll polls once and returns the frame that came, if any.
+// poll goes through what came up to the next frame, and polls for more if there
+// is nothing left.
 func (e *end) poll() (frame []byte, err error) {
-	n, err := e.f.Poll(e.ev[:])
-	for i := range e.ev[:n] {
-		switch ev := &e.ev[i]; ev.Kind {
+	if e.next == e.count {
+		e.next = 0
+		if e.count, err = e.f.Poll(e.ev[:]); err != nil {
+			return nil, err
+		}
+	}
+	for e.next < e.count && frame == nil && err == nil {
+		switch ev := &e.ev[e.next]; ev.Kind {
 		case transport.EvAccept:
 			e.conn = ev.Conn
-		case transport.EvDone:
-			e.done++
 		case transport.EvWritten:
 			e.written = ev.Len
 		case transport.EvFrame:
@@ -91,12 +98,18 @@ func (e *end) poll() (frame []byte, err error) {
 		case transport.EvDown:
 			err = ev.Err
 		}
+		e.next++
 	}
 	return frame, err
 }
 
 // waitFrame polls, and yields now and then if the processor is not its own.
 func (e *end) waitFrame(yield bool) ([]byte, error) {
+	if len(e.kept) > 0 {
+		f := e.kept[0]
+		e.kept = e.kept[1:]
+		return f, nil
+	}
 	for i := 1; ; i++ {
 		if f, err := e.poll(); f != nil || err != nil {
 			return f, err
@@ -121,8 +134,12 @@ func (e *end) post(n uint64, frame []byte) error {
 		if ops = ops[k:]; err != nil || len(ops) == 0 {
 			return err
 		}
-		if _, err := e.poll(); err != nil {
+		f, err := e.poll()
+		if err != nil {
 			return err
+		}
+		if f != nil {
+			e.kept = append(e.kept, bytes.Clone(f))
 		}
 	}
 }
@@ -209,6 +226,9 @@ func command(kind byte, count uint32, n uint64) []byte {
 	return b
 }
 
+// childUser is who runs the children; nil is the user of this process.
+var childUser *syscall.Credential
+
 // A family is this process and a child, with a Conn for each mode.
 type family struct {
 	child *exec.Cmd
@@ -237,6 +257,7 @@ func newFamily(tb testing.TB, modes, pinned string) *family {
 	fam.child.Env = append(os.Environ(), childEnv+"="+modes, pinEnv+"="+pinned)
 	fam.child.Stderr = os.Stderr
 	fam.child.ExtraFiles = []*os.File{file}
+	fam.child.SysProcAttr = &syscall.SysProcAttr{Credential: childUser}
 	stdin, err := fam.child.StdinPipe()
 	require.NoError(tb, err)
 	stdout, err := fam.child.StdoutPipe()

@@ -282,7 +282,7 @@ func (f *Fabric) Deregister(k transport.Key) error {
 	if len(busy) == 0 {
 		return err
 	}
-	if err = settle(busy); err != nil {
+	if err = settle(busy, settleLimit); err != nil {
 		err = fmt.Errorf("cma: deregister key %d: %w", k.ID, err)
 	}
 	f.owner.Lock()
@@ -351,7 +351,7 @@ func (f *Fabric) Close() error {
 		f.writers = nil
 		f.release()
 		f.owner.Unlock()
-		if err := settle(busy); err != nil {
+		if err := settle(busy, settleLimit); err != nil {
 			f.ended = fmt.Errorf("cma: close: %w", err)
 		}
 		f.owner.Lock()

@@ -45,8 +45,8 @@ func (w *writer) through() bool { return w.at.busy.Load() != w.busy }
 
 // settle waits until the copies of all writers are over or can do nothing any
 // more. It needs no lock.
-func settle(all []writer) error {
-	end := time.Now().Add(settleLimit)
+func settle(all []writer, limit time.Duration) error {
+	end := time.Now().Add(limit)
 	for _, w := range all {
 		for turn := 1; !w.through(); turn++ {
 			if turn < 100 {
@@ -57,7 +57,7 @@ func settle(all []writer) error {
 				break
 			}
 			if time.Now().After(end) {
-				return fmt.Errorf("process %d has been in the middle of a write for %v: keep the memory mapped until it is gone", w.peer.pid, settleLimit)
+				return fmt.Errorf("process %d has been in the middle of a write for %v: keep the memory mapped until it is gone", w.peer.pid, limit)
 			}
 			time.Sleep(100 * time.Microsecond)
 		}

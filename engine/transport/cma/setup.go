@@ -275,8 +275,7 @@ func (f *Fabric) adopt(c *Conn, nc *net.UnixConn) (err error) {
 	defer f.owner.Unlock()
 	defer func() {
 		if err != nil {
-			c.seg.drop()
-			c.table.unmap()
+			c.discard()
 		}
 	}()
 	if f.closing {
