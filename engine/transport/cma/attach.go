@@ -229,6 +229,9 @@ func (f *Fabric) attachDialer(nc *net.UnixConn, c *Conn) error {
 	}
 	c.seg = &segment{mem: b, refs: 1}
 	p := newProbe()
+	c.start = startOf(p.number)
+	c.seg.control(0).head.Store(c.start)
+	c.seg.control(1).head.Store(c.start)
 	err = sendNote(nc, &note{mode: f.opts.Mode, word: addressOf(&p.word), number: p.number}, fd)
 	unix.Close(fd)
 	if err != nil {
@@ -266,6 +269,7 @@ func (f *Fabric) attachAcceptor(nc *net.UnixConn, c *Conn) error {
 		return errors.New("the peer passed no shared memory")
 	}
 	mode := in.mode
+	c.start = startOf(in.number)
 	p := newProbe()
 	var here verdict // into the dialer
 	if f.opts.Mode != Staged && mode != Staged {
@@ -319,6 +323,11 @@ func (f *Fabric) decide(c *Conn, peer Mode, here, back verdict) error {
 	return nil
 }
 
+// startOf is where the rings of a Conn begin, by the dialer's random number: the
+// words that a Poll looks at would share one set of its cache if all Conns began
+// alike.
+func startOf(number uint64) uint64 { return number % 64 * 64 }
+
 // arrange gives c its halves of the segment.
 func (c *Conn) arrange(dialer bool) {
 	me, size := 1, ringStaged
@@ -329,9 +338,10 @@ func (c *Conn) arrange(dialer bool) {
 		size = ringDirect
 	}
 	c.mine, c.theirs = c.seg.control(me), c.seg.control(1-me)
-	c.tx.producer = producer{ring: c.seg.ring(me, size), peer: c.theirs}
-	c.rx.consumer = consumer{ring: c.seg.ring(1-me, size)}
+	c.tx.producer = producer{ring: c.seg.ring(me, size), peer: c.theirs, tail: c.start, head: c.start}
+	c.rx.consumer = consumer{ring: c.seg.ring(1-me, size), pos: c.start}
 	c.rx.regions = &c.f.regions
+	c.tx.ops = new([txDepth]op)
 	c.tx.held = make([]byte, 0, txHeld)
 }
 

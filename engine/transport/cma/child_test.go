@@ -65,6 +65,7 @@ type end struct {
 
 	next, count int      // of ev: ev[next:count] came and has not been looked at
 	kept        [][]byte // frames that came while post waited
+	sleeps      bool     // waitFrame does, between polls
 }
 
 func newEnd(m Mode, listen bool, in, out mem.Region) (e *end, err error) {
@@ -114,7 +115,12 @@ func (e *end) waitFrame(yield bool) ([]byte, error) {
 		if f, err := e.poll(); f != nil || err != nil {
 			return f, err
 		}
-		if yield && i%64 == 0 {
+		if e.sleeps {
+			p := []unix.PollFd{{Fd: int32(e.f.FD()), Events: unix.POLLIN}}
+			if n, err := unix.Poll(p, int(patience.Milliseconds())); n == 0 && err == nil {
+				return nil, errors.New("nothing wakes a sleeper")
+			}
+		} else if yield && i%64 == 0 {
 			runtime.Gosched()
 			syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 		}

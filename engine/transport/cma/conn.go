@@ -18,6 +18,7 @@ type Conn struct {
 	hello  []byte
 	peer   process
 	why    string
+	start  uint64 // of both rings
 
 	// The owner of the Fabric guards all below.
 	seg          *segment // unmapped when err is set

@@ -46,7 +46,7 @@ func TestBrokenRecords(t *testing.T) {
 			"bits that are zero":        func() { evil.inject(makeWord(recFrame, 0, 0) | 1<<8) },
 			"total of no frame":         func() { evil.inject(makeWord(recSkip, 0, 1)) },
 			"skip with bytes":           func() { evil.inject(makeWord(recSkip, 8, 0)) },
-			"skip at the start":         func() { evil.inject(makeWord(recSkip, 0, 0)) },
+			"skip at the start":         func() { word(evil.conn.(*Conn).tx.ring, 0).Store(recSkip); evil.inject(recSkip) },
 			"frame too large":           func() { evil.inject(makeWord(recFrame, 8, transport.MaxFrame+1)) },
 			"piece too large":           func() { evil.inject(makeWord(recFrame, framePiece+8, framePiece+16)) },
 			"piece larger than frame":   func() { evil.inject(makeWord(recFrame, 16, 8)) },

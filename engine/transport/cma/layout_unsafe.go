@@ -23,8 +23,8 @@ import (
 // one piece. The first word of a record is stored last, so it says by itself
 // that the record is there, and the reader waits for one cache line alone: the
 // writer keeps the word behind its newest record zero. No index of the writer
-// is shared. Integers are in the byte order of the host. The word has, from
-// the low bits:
+// is shared. Both rings of a segment begin at startOf, after which they wrap.
+// Integers are in the byte order of the host. The word has, from the low bits:
 //
 //	 8 bits  kind, never 0
 //	 8 bits  zero

@@ -139,6 +139,11 @@ func TestSecondProcess(t *testing.T) {
 				e.echo(t, n)
 			}
 		}
+		e.sleeps = true
+		for range 50 {
+			e.echo(t, 4096)
+			e.echo(t, 1<<20)
+		}
 	})
 }
 

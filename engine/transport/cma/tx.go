@@ -24,7 +24,7 @@ const (
 type tx struct {
 	producer
 	direct bool
-	ops    [txDepth]op
+	ops    *[txDepth]op
 	// Running numbers: ops[done:sent] are in the ring and wait for their
 	// EvDone, ops[sent:tail] are not, or not wholly. Of those, the writes in
 	// ops[sent:ready] have their bytes in the peer's memory.
