@@ -183,23 +183,24 @@ func (f *Fabric) fail(c *Conn, reason error) {
 	c.seg, c.mine, c.theirs, c.table = nil, nil, nil, nil
 }
 
-// progress watches whether the peer makes room in the ring.
+// progress watches whether the peer lets the queue move.
 type progress struct {
-	owed  bool // the queue waits for room
-	head  uint64
-	since time.Time // when that was first seen with this head
+	owed  bool // the queue waits for the peer
+	count uint64
+	since time.Time // when that was first seen with this count
 }
 
-// stalled is for how long what c owes has found no room.
+// stalled is for how long what c owes has found no room, or was not let into
+// the peer's memory.
 func (c *Conn) stalled(now time.Time) time.Duration {
-	head := c.theirs.head.Load()
-	owed := false
+	owed := c.tx.unsent() && c.tx.balked
 	if c.tx.need > 0 {
 		_, _, ok, err := c.tx.place(c.tx.need)
 		owed = !ok && err == nil
 	}
-	if !owed || !c.stuck.owed || head != c.stuck.head {
-		c.stuck = progress{owed, head, now}
+	count := c.theirs.head.Load() + c.tx.moved
+	if !owed || !c.stuck.owed || count != c.stuck.count {
+		c.stuck = progress{owed, count, now}
 	}
 	return now.Sub(c.stuck.since)
 }

@@ -100,6 +100,24 @@ func TestBrokenHead(t *testing.T) {
 	}
 }
 
+// TestPeerThatLetsNothingIn says that it has ended the Conn, and does not.
+func TestPeerThatLetsNothingIn(t *testing.T) {
+	evil, victim := pair(t, Direct, Direct)
+	evil.conn.(*Conn).mine.over.Store(overCut)
+	require.NoError(t, victim.post(1<<20, nil))
+	c := victim.conn.(*Conn)
+	now := time.Now()
+	require.Zero(t, c.stalled(now))
+	require.Equal(t, time.Second, c.stalled(now.Add(time.Second)))
+	evil.conn.(*Conn).mine.over.Store(0)
+	until(t, func() bool {
+		_, err := victim.poll()
+		require.NoError(t, err)
+		return !c.Unsent()
+	})
+	require.Zero(t, c.stalled(now.Add(2*time.Second)))
+}
+
 // TestGarbageEverywhere fills all that is shared with random bytes while both
 // sides use it.
 func TestGarbageEverywhere(t *testing.T) {

@@ -174,6 +174,7 @@ func (f *Fabric) send(c *Conn) {
 		var n uint64
 		if err == nil && t.direct && t.unsent() && t.need == 0 && t.moved < end {
 			n, err = c.copy(&f.vec, end-t.moved)
+			t.balked = n == 0
 		}
 		if err != nil {
 			f.fail(c, err)

@@ -32,6 +32,7 @@ type tx struct {
 	cur                    cursor // in ops[sent]
 	ahead                  cursor // in ops[ready]; for copy.go
 	need                   uint64 // bytes of the record for which the ring had no room; or 0
+	balked                 bool   // the last copy moved nothing
 	held                   []byte // frames of ops[sent:end]
 	moved                  uint64 // bytes of writes that went, ever
 }
