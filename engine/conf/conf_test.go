@@ -45,7 +45,7 @@ func TestDefaults(t *testing.T) {
 	require.Equal(t, &Config{
 		Role: Server, Workers: 1, Servers: 1, GroupSize: 1,
 		SchedulerHost: "127.0.0.1", SchedulerPort: 7000,
-		Transport: Auto, SameHost: true, Backend: AnyBackend,
+		Transport: Auto, SameHost: true, Ptracer: true, Backend: AnyBackend,
 		Cluster:     "default",
 		InitTimeout: time.Minute, StopTimeout: 30 * time.Second, BarrierTimeout: 5 * time.Minute,
 		StallTimeout: 30 * time.Second, HeartbeatInterval: time.Second, HeartbeatTimeout: 10 * time.Second,
@@ -94,7 +94,10 @@ func TestEverySpelling(t *testing.T) {
 		"DMLC_INTERFACE":          {map[string]string{"eth0": "eth0", "AUTO": "auto", "bond0.7": "bond0.7"}, []string{"a/b", "a b", "sixteencharacter"}},
 		"DMLC_PORT":               whole(0, 65535),
 		"DMLC_LOCAL":              onOff,
-		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp"}, []string{"zmq", "1", "inproc"}},
+		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp", "cma": "cma"}, []string{"zmq", "1", "inproc"}},
+		"FSERVER_CMA":             {map[string]string{"auto": "auto", "Direct": "direct", "staged": "staged"}, []string{"1", "shm"}},
+		"FSERVER_PTRACER":         onOff,
+		"FSERVER_PROGRESS":        {map[string]string{"auto": "auto", "Caller": "caller", "thread": "thread"}, []string{"1", "both"}},
 		"DMLC_ENABLE_RDMA":        vans,
 		"DMLC_ENABLE_UCX":         {map[string]string{"0": "auto"}, []string{"ucx", "2"}},
 		"DMLC_PS_VAN_TYPE":        vans,
@@ -194,11 +197,11 @@ func TestNewerSpellingWins(t *testing.T) {
 }
 
 func TestTransportNotBuilt(t *testing.T) {
-	for _, v := range []string{"cma", "cudaipc", "verbs", "ofi", "ucx"} {
-		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp "+
+	for _, v := range []string{"cudaipc", "verbs", "ofi", "ucx"} {
+		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp and cma "+
 			"(unset it, or use tcp)", v, v), bad(t, with("FSERVER_TRANSPORT="+v)...))
 	}
-	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp `+
+	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp and cma `+
 		`(FSERVER_TRANSPORT=tcp overrides it)`, bad(t, with("DMLC_ENABLE_RDMA=1")...))
 	require.Contains(t, bad(t, with("DMLC_ENABLE_UCX=1")...), `DMLC_ENABLE_UCX="1": transport ucx is not in this build`)
 	require.Contains(t, bad(t, with("DMLC_PS_VAN_TYPE=fabric")...), `DMLC_PS_VAN_TYPE="fabric": transport ofi is not in this build`)

@@ -126,12 +126,19 @@ var table = []setting{
 			{"DMLC_PS_VAN_TYPE", vans, van},
 		},
 		value:   choice("auto", transports, nil, func(c *Config) *Transport { return &c.Transport }),
-		meaning: "how bytes travel; `auto`: the best that reaches the peer. This build has tcp and refuses the others. Older values: `ibverbs`, `multivan` and 1 are verbs, `fabric` is ofi, `zmq` and 0 are tcp",
+		meaning: "how bytes travel; `auto`: the best that reaches the peer. This build has tcp and cma (this host only) and refuses the others. Older values: `ibverbs`, `multivan` and 1 are verbs, `fabric` is ofi, `zmq` and 0 are tcp",
 	}, {
 		name:    "BYTEPS_ENABLE_IPC",
 		value:   onOff("1", func(c *Config) *bool { return &c.SameHost }),
-		effect:  "transports cma and cudaipc",
-		meaning: "same-host transports may be used",
+		meaning: "same-host transports may be used; 0 leaves TCP",
+	}, {
+		name:    "FSERVER_CMA",
+		value:   choice("auto", cmaModes, nil, func(c *Config) *CMAMode { return &c.CMAMode }),
+		meaning: "how transport cma writes into a peer on this host: `direct`, one copy; `staged`, two through shared memory; `auto`: direct where the kernel lets both sides, else staged",
+	}, {
+		name:    "FSERVER_PTRACER",
+		value:   onOff("1", func(c *Config) *bool { return &c.Ptracer }),
+		meaning: "where Yama lets only parents write into a process (kernel.yama.ptrace_scope=1), let processes of the same user (PR_SET_PTRACER), which `cma` needs to be direct",
 	}, {
 		name:    "STEPMESH_BACKEND",
 		older:   []spelling{{name: "STEPMESH_BAKCEND"}},
@@ -182,9 +189,13 @@ var table = []setting{
 		value:   seconds("10", 0, maxWait, func(c *Config) *time.Duration { return &c.HeartbeatTimeout }),
 		meaning: "a peer that is silent for so long is lost; 0: never. More than PS_HEARTBEAT_INTERVAL",
 	}, {
+		name:    "FSERVER_PROGRESS",
+		value:   choice("auto", progresses, nil, func(c *Config) *Progress { return &c.Progress }),
+		meaning: "who moves the data: `caller`, the threads inside wait, get_batch and the like; `thread`, one of its own, which takes a core while there is traffic; `auto`: by the cores that are free",
+	}, {
 		name:    "FSERVER_SPIN_US",
 		value:   microseconds("1000", 0, time.Second, func(c *Config) *time.Duration { return &c.Spin }),
-		meaning: "a waiting call spins and yields for so long before it sleeps",
+		meaning: "a waiting call, or the thread of FSERVER_PROGRESS=thread, spins and yields for so long before it sleeps",
 	}, {
 		section: "Log",
 		name:    "FSERVER_LOG",

@@ -270,7 +270,6 @@ func (s *Server) settle(t *Ticket, err error) {
 		s.fail(t, err)
 	}
 	if t.open == 0 && t.ops == 0 {
-		t.rec.stamps[trace.Completed] = trace.Now()
 		s.end(t)
 	}
 }
@@ -471,7 +470,7 @@ func (s *Server) match(c *client) error {
 			}
 			*a = arrival{}
 		}
-		r.stamps[0] = trace.Now()
+		r.stamps[0] = s.found
 		r.state.Store(reqReady)
 		c.ready.push(r)
 		n++

@@ -15,6 +15,7 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
+	"fserver/engine/transport/cma"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/wire"
 )
@@ -48,15 +49,50 @@ type stderr struct{}
 func (stderr) Write(b []byte) (int, error) { return os.Stderr.Write(b) }
 func (stderr) Sync() error                 { return nil }
 
-// openFabric opens the TCP Fabric of a node. Workers dial and take no
+// openFabrics opens the Fabrics of a node: the one of this host if it can be had
+// and is wanted, then TCP.
+func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+	base, err := openTCP(cfg, g, log)
+	if err != nil {
+		return nil, err
+	}
+	here := cfg.Role != conf.Scheduler && (cfg.Transport == conf.CMA || cfg.Transport == conf.Auto && cfg.SameHost)
+	if !here {
+		return []transport.Fabric{base}, nil
+	}
+	f, err := cma.Open(cma.Options{
+		Listen:    cfg.Role == conf.Server,
+		Gate:      g,
+		Limits:    transport.Limits{Stall: cfg.StallTimeout},
+		Refused:   refused(log),
+		Mode:      [...]cma.Mode{cma.Auto, cma.Direct, cma.Staged}[cfg.CMAMode],
+		NoPtracer: !cfg.Ptracer,
+	})
+	switch {
+	case err == nil:
+		return []transport.Fabric{f, base}, nil
+	case cfg.Transport == conf.CMA:
+		_ = base.Close()
+		return nil, err
+	}
+	log.Warn("no transport inside this host", zap.Error(err))
+	return []transport.Fabric{base}, nil
+}
+
+// refused logs the connections that were not let in.
+func refused(log *zap.Logger) func(string, error) {
+	return func(remote string, err error) {
+		log.Warn("connection refused", zap.String("from", remote), zap.Error(err))
+	}
+}
+
+// openTCP opens the Fabric that reaches everybody. Workers dial and take no
 // connections.
-func openFabric(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
+func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
 	o := tcp.Options{
-		Gate:   g,
-		Limits: transport.Limits{Stall: cfg.StallTimeout},
-		Refused: func(remote string, err error) {
-			log.Warn("connection refused", zap.String("from", remote), zap.Error(err))
-		},
+		Gate:    g,
+		Limits:  transport.Limits{Stall: cfg.StallTimeout},
+		Refused: refused(log),
 	}
 	listen := cfg.Listen()
 	host, err := address(listen)
@@ -148,23 +184,18 @@ func interfaceAddress(name string) (string, error) {
 	return found, nil
 }
 
-// place is an address for people: without the name of its transport.
-func place(a transport.Addr) string {
-	_, rest, _ := strings.Cut(string(a), ":")
-	return rest
-}
-
 // join connects a member to the scheduler. It runs in a goroutine of its own.
 func (n *Node) join() {
 	defer n.dials.Done()
-	at := transport.Addr(n.scheme() + ":" + n.cfg.Scheduler())
+	base := n.base()
+	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
 	if n.joins.Add(1) > 1 { // the last one that we found was about to end
 		select {
 		case <-n.ctx.Done():
 		case <-time.After(firstPause):
 		}
 	}
-	c, err := n.dial(at)
+	c, err := n.dial(base, at)
 	if err != nil {
 		n.failDial(fmt.Errorf("node: scheduler at %s: %w (is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?)", n.cfg.Scheduler(), err))
 		return
@@ -180,27 +211,21 @@ func (n *Node) join() {
 		_ = c.Close()
 		return
 	}
-	l := &link{conn: c, kind: linkScheduler, hello: h}
+	l := &link{conn: c, plane: base, kind: linkScheduler, hello: h}
 	n.links[c] = l
 	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
-}
-
-// scheme is the name that starts the addresses of our Fabric's kind.
-func (n *Node) scheme() string {
-	s, _, _ := strings.Cut(n.fabric.Name(), "/")
-	return s
 }
 
 // firstPause is how long dial waits before it tries again; it doubles.
 const firstPause = 20 * time.Millisecond
 
-// dial connects to at, again and again until it works, the peer says no, or
-// the time for the bring-up is up.
-func (n *Node) dial(at transport.Addr) (transport.Conn, error) {
+// dial connects to at over f, again and again until it works, the peer says no,
+// or the time for the bring-up is up.
+func (n *Node) dial(f transport.Fabric, at transport.Addr) (transport.Conn, error) {
 	pause := firstPause
 	for {
 		ctx, cancel := context.WithTimeout(n.ctx, 10*time.Second)
-		c, err := n.fabric.Connect(ctx, at)
+		c, err := f.Connect(ctx, at)
 		cancel()
 		if err == nil {
 			return c, nil
@@ -249,18 +274,7 @@ func (n *Node) introduced(rail []wire.Member) {
 // reach connects a worker to server i. It runs in a goroutine of its own.
 func (n *Node) reach(i int, m wire.Member) {
 	defer n.dials.Done()
-	at := ""
-	for _, a := range m.Addrs {
-		if n.fabric.Reaches(transport.Addr(a)) {
-			at = a
-			break
-		}
-	}
-	if at == "" {
-		n.failDial(badSetting("node: server %d listens at %v, which %s cannot reach", m.Rank, m.Addrs, n.fabric.Name()))
-		return
-	}
-	c, err := n.dial(transport.Addr(at))
+	p, c, why, err := n.path(m)
 	if err != nil {
 		n.failDial(fmt.Errorf("node: server %d: %w", m.Rank, err))
 		return
@@ -276,17 +290,18 @@ func (n *Node) reach(i int, m wire.Member) {
 		_ = c.Close()
 		return
 	}
-	l := &link{conn: c, kind: linkPeer, index: i, hello: h}
+	l := &link{conn: c, plane: p, why: why, kind: linkPeer, index: i, hello: h}
 	n.links[c], n.peers[i] = l, l
-	n.worker.Connect(i, n.fabric, c)
+	p.peers++
+	n.worker.Connect(i, p.Fabric, c)
 	n.meet()
 }
 
 // accept takes a new connection: of a member by the scheduler, of a worker by
 // a server.
-func (n *Node) accept(c transport.Conn) {
+func (n *Node) accept(p *plane, c transport.Conn) {
 	h, err := wire.ParseHello(c.Hello())
-	l := &link{conn: c, hello: h}
+	l := &link{conn: c, plane: p, hello: h}
 	switch {
 	case err != nil:
 	case n.scheduler != nil:
@@ -316,15 +331,15 @@ func (n *Node) admit(l *link) {
 		if int32(m.Rank) == l.hello.Rank && m.Epoch == l.hello.Epoch && n.peers[i] == nil {
 			l.kind, l.index = linkPeer, i
 			n.peers[i] = l
-			n.server.Connect(i, int32(m.Rank), n.fabric, l.conn)
+			l.plane.peers++
+			n.server.Connect(i, int32(m.Rank), l.plane.Fabric, l.conn)
 			n.meet()
 			return
 		}
 	}
 	n.log.Warn("connection closed", zap.String("from", l.conn.Remote()),
 		zap.String("reason", fmt.Sprintf("worker %d is not expected on this rail", l.hello.Rank)))
-	delete(n.links, l.conn)
-	n.last = nil
+	n.unlink(l)
 	_ = l.conn.Close()
 }
 

@@ -56,8 +56,7 @@ func (n *Node) outputs(out []cluster.Output) {
 			}
 		case cluster.Close:
 			if l := n.controlLink(o.Conn); l != nil {
-				delete(n.links, l.conn)
-				n.last = nil
+				n.unlink(l)
 				_ = l.conn.Close()
 			}
 		case cluster.Log:
@@ -153,8 +152,7 @@ func (n *Node) nodeLost(err error) {
 	}
 	for i, l := range n.peers {
 		if l != nil && n.rail[i].Role == lost.Role && n.rail[i].Rank == lost.Rank && n.links[l.conn] != nil {
-			delete(n.links, l.conn)
-			n.last = nil
+			n.unlink(l)
 			_ = l.conn.Close()
 			n.peerDown(l, err)
 		}
