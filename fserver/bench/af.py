@@ -9,10 +9,9 @@ from . import report
 from .baseline import OF_TRANSPORT
 from .crew import Case, Member, Nodes, start
 from .options import choose_cores, open_baseline, parser, positive, size
-from .stamps import PARTS
+from .stamps import BUDGET_US, PARTS
 from .turns import CrewPlayer, take_turns
 
-BUDGET_US = 273.0  # 61 layers x 3 stages at 20 tokens/s
 TRACES = 4096  # push_pulls whose stamps a worker remembers
 COLUMNS = (
     report.Column("transport", -9, "transport", str),
@@ -92,9 +91,7 @@ def _measure(
             options.iters,
             done=bar.step,
         )
-    row = report.row(
-        transport, "af", out, back, measured, baseline[0] if raw else [], **says
-    )
+    row = report.row(transport, "af", out, back, measured, baseline[0] if raw else [], **says)
     medians = {
         name: round(statistics.median(r["parts_us"][name] for r in measured), 3) for name in PARTS
     }

@@ -113,8 +113,9 @@ class Peer:
 
     @classmethod
     def spawn(cls, member: Member, nodes: Nodes) -> "Peer":
-        """Starts the process."""
-        context = multiprocessing.get_context("spawn")
+        """Starts the process: a fork of one that has torch imported and nothing running."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([f"{__package__}.peers"])
         conn, theirs = context.Pipe()
         make = nodes.worker if member.role == "worker" else nodes.server
         process = context.Process(
@@ -145,7 +146,8 @@ class Peer:
         if outcome == "wrong":
             raise WrongDataError(f"the {self.name} got wrong data: {value}")
         if outcome != "ok":
-            raise BenchError(f"the {self.name} failed:\n{value}")
+            text, reason = value
+            raise BenchError(f"the {self.name} failed:\n{text}", reason)
         return value
 
     def end(self, timeout: float) -> None:
@@ -185,9 +187,9 @@ class Crew:
     def one(self, name: str, method: str, *args: Any) -> Any:
         """Runs a method in one process alone."""
         self[name].tell(method, *args)
-        return self.results(TIMEOUT, [self[name]])[0]
+        return self.results(peers=[self[name]])[0]
 
-    def results(self, timeout: float, peers: Sequence[Peer] | None = None) -> list[Any]:
+    def results(self, timeout: float = TIMEOUT, peers: Sequence[Peer] | None = None) -> list[Any]:
         """Waits for all (of `peers`). Who fails first is reported: the others often only wait
         for it."""
         peers = self.peers if peers is None else peers
@@ -302,8 +304,10 @@ def _port(host: str) -> Iterator[str]:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))
-        yield f"[{host}]:{holder.getsockname()[1]}" if ":" in host else (
-            f"{host}:{holder.getsockname()[1]}"
+        yield (
+            f"[{host}]:{holder.getsockname()[1]}"
+            if ":" in host
+            else (f"{host}:{holder.getsockname()[1]}")
         )
 
 
@@ -325,7 +329,11 @@ def load(part: str) -> type:
 
 
 def obey(conn: Connection, make: Callable[[], Any]) -> None:
-    """Does what the parent says until it says "end"; ends the process with status 1 if it fails."""
+    """Does what the parent says until it says "end"; ends the process with status 1 if it fails.
+
+    Each answer is a pair: "ok" and what the method returned, "wrong" and the text of a
+    WrongDataError, or "failed", the traceback and the text of the error.
+    """
     part = None
     try:
         part = make()
@@ -339,14 +347,14 @@ def obey(conn: Connection, make: Callable[[], Any]) -> None:
         status = 1  # the parent is gone
     except WrongDataError as error:
         status = _report(conn, "wrong", str(error))
-    except BaseException:
-        status = _report(conn, "failed", traceback.format_exc())
+    except BaseException as error:
+        status = _report(conn, "failed", (traceback.format_exc(), str(error)))
     if part is not None:
         part.close()
     sys.exit(status)
 
 
-def _report(conn: Connection, outcome: str, text: str) -> int:
+def _report(conn: Connection, outcome: str, value: Any) -> int:
     with contextlib.suppress(OSError):
-        conn.send((outcome, text))
+        conn.send((outcome, value))
     return 1

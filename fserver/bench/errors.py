@@ -2,7 +2,15 @@
 
 
 class BenchError(RuntimeError):
-    """The benchmark cannot run."""
+    """The benchmark cannot run.
+
+    Attributes:
+        reason: the same in one line.
+    """
+
+    def __init__(self, text: str, reason: str | None = None):
+        super().__init__(text)
+        self.reason = reason or text
 
 
 class WrongDataError(BenchError):

@@ -32,7 +32,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
             try:
                 players[transport] = CrewPlayer(_open(stack, nodes, transport, cores))
             except BenchError as error:
-                reasons[transport] = str(error).strip().splitlines()[-1]
+                reasons[transport] = error.reason
         for way in WAYS:
             raw, says[way] = open_baseline(stack, options, way, cores)
             if raw:
@@ -45,7 +45,10 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
                 else:
                     player.prepare(out, back)
             results = take_turns(
-                list(players.values()), options.rounds, options.seconds, options.iters,
+                list(players.values()),
+                options.rounds,
+                options.seconds,
+                options.iters,
                 done=bar.step,
             )
             found = dict(zip(players, results, strict=True))
@@ -57,9 +60,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
                     row = report.row(*moved, found[way], [])
                 else:
                     raw_way = OF_TRANSPORT[way]
-                    row = report.row(
-                        *moved, found[way], found.get(raw_way, []), **says[raw_way]
-                    )
+                    row = report.row(*moved, found[way], found.get(raw_way, []), **says[raw_way])
                 bar.print(table.line(row))
                 rows.append(row)
     report.finish(options, "ipc", facts, rows)
@@ -72,7 +73,7 @@ def _open(
     """A pair that uses this transport and no other.
 
     Raises:
-        BenchError: it cannot be had; the last line says why.
+        BenchError: it cannot be had.
     """
     with contextlib.ExitStack() as own:
         crew = own.enter_context(pair(nodes, transport, cores))

@@ -85,8 +85,7 @@ def _crew(
 ) -> Iterator[Crew]:
     """The worker, and the server if it is on this host."""
     if options.role:
-        # The baseline's two processes are on one host.
-        options.no_baseline = True
+        options.no_baseline = "both processes of the baseline are on one host"
         member = Member("worker", "remote.CommandingWorker", "worker", cores and cores[0])
         with start([member], nodes) as crew:
             with crew.cluster("tcp", host=options.host, scheduler=options.scheduler):

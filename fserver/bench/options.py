@@ -47,7 +47,12 @@ def parser(
     if rounds is not None:
         made.add_argument("--rounds", type=positive, default=rounds, help=f"rounds {SHOWN}")
         made.add_argument("--iters", type=positive, help="exchanges in a round, not --seconds")
-        made.add_argument("--no-baseline", action="store_true", help="without the raw baseline")
+        made.add_argument(
+            "--no-baseline",
+            action="store_const",
+            const="--no-baseline",  # which is the reason in the rows
+            help="without the raw baseline",
+        )
     made.set_defaults(plot=None)
     return made
 
@@ -62,7 +67,7 @@ def open_baseline(
     """The raw baseline of a way, and what report.row is to say of it: without a compiler the
     rows have none, and say why."""
     if options.no_baseline:
-        return None, {"missing": "--no-baseline"}
+        return None, {"missing": options.no_baseline}
     if way is None:
         return None, {"missing": "nothing raw does the same"}
     try:

@@ -170,9 +170,7 @@ class Lane:
     def __init__(self, node: Any, case: Case, stage: int, servers: int, rank: int):
         self.node, self.rank = node, rank
         self.push = [torch.empty(n, dtype=torch.uint8) for n in case.out]
-        self.pull = [
-            torch.empty(n, dtype=torch.uint8) for _ in range(servers) for n in case.back
-        ]
+        self.pull = [torch.empty(n, dtype=torch.uint8) for _ in range(servers) for n in case.back]
         first = case.key + stage * max(len(case.out), len(case.back))
         self.push_keys = list(range(first, first + len(case.out)))
         self.pull_keys = list(range(first, first + len(case.back)))
@@ -289,9 +287,7 @@ class WorkerPart(Part):
         """The answers are those of exchange i."""
         for got in lane.got:
             if got.value != i:
-                raise WrongDataError(
-                    f"{self.case}: exchange {i} brought the answer to {got.value}"
-                )
+                raise WrongDataError(f"{self.case}: exchange {i} brought the answer to {got.value}")
 
 
 class ServerPart(Part):

@@ -3,6 +3,8 @@
 import statistics
 from collections.abc import Sequence
 
+BUDGET_US = 273.0  # of a round trip: 61 layers x 3 stages at 20 tokens/s
+
 # In the order in which they happen; that in the network is there and back. They add up to the
 # whole of one round trip. Differences are taken within one process, so the clocks of the two need
 # not agree.
