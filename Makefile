@@ -78,7 +78,7 @@ test: ext ## all tests: go test and pytest
 lint: setup ## format, vet, static checks, generated files
 	@GO="$(GO)" BIN=$(BIN) tools/lint.sh
 
-bench: ext ## round trips between two processes, against raw sockets
+bench: ext ## round trips between two processes, against raw C (fserver bench --help: more)
 	@$(BIN)/fserver bench pingpong $(ARGS)
 
 fuzz: setup ## run each fuzz target for FUZZTIME (30s)

@@ -12,7 +12,7 @@ from fserver import _loader
 COMMANDS = {
     "run": ("fserver.run", "start the roles of this host"),
     "demo": ("fserver.demo", "serve a language model, split into attention and FFN"),
-    "bench": ("fserver.bench", "measure round trips between two processes"),
+    "bench": ("fserver.bench", "measure transports, layers, fan-in and memory; verify bytes"),
     "env": (__name__, "print every setting, its value and where that comes from"),
     "scheduler": ("fserver.run.scheduler", "be the scheduler of a cluster"),
 }

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from fserver.errors import Error
+
 from .errors import BenchError, WrongDataError
 
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
@@ -147,7 +149,7 @@ class Peer:
             raise WrongDataError(f"the {self.name} got wrong data: {value}")
         if outcome != "ok":
             text, reason = value
-            raise BenchError(f"the {self.name} failed:\n{text}", reason)
+            raise BenchError(f"the {self.name} failed: {text}", reason)
         return value
 
     def end(self, timeout: float) -> None:
@@ -332,7 +334,7 @@ def obey(conn: Connection, make: Callable[[], Any]) -> None:
     """Does what the parent says until it says "end"; ends the process with status 1 if it fails.
 
     Each answer is a pair: "ok" and what the method returned, "wrong" and the text of a
-    WrongDataError, or "failed", the traceback and the text of the error.
+    WrongDataError, or "failed", what to print and the text of the error.
     """
     part = None
     try:
@@ -348,7 +350,9 @@ def obey(conn: Connection, make: Callable[[], Any]) -> None:
     except WrongDataError as error:
         status = _report(conn, "wrong", str(error))
     except BaseException as error:
-        status = _report(conn, "failed", (traceback.format_exc(), str(error)))
+        expected = isinstance(error, Error)  # its text says it all
+        text = str(error) if expected else f"\n{traceback.format_exc()}"
+        status = _report(conn, "failed", (text, str(error)))
     if part is not None:
         part.close()
     sys.exit(status)

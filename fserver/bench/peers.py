@@ -64,8 +64,8 @@ def number(t: torch.Tensor) -> ctypes.c_int64:
 
 
 def own_seed(seed: int, role: str, rank: int, position: int) -> int:
-    """The pattern of a tensor: another one for each node and each place in the list."""
-    return seed + position + 16 * rank + (128 if role == "server" else 0)
+    """The pattern of a tensor: another one for each node (of 256) and for the next in its list."""
+    return seed + position + 37 * rank + (128 if role == "server" else 0)
 
 
 def resident() -> int:
