@@ -64,14 +64,18 @@ def open_baseline(
     cores: tuple[int, int] | None,
     address: str | None = None,
 ) -> tuple[baseline.Baseline | None, dict[str, Any]]:
-    """The raw baseline of a way, and what report.row is to say of it: without a compiler the
-    rows have none, and say why."""
+    """The raw baseline of a way, and what report.row is to say of it. Without a compiler, or where
+    the system refuses its calls, there is none, and the rows say why."""
     if options.no_baseline:
         return None, {"missing": options.no_baseline}
     if way is None:
         return None, {"missing": "nothing raw does the same"}
     try:
-        raw = stack.enter_context(baseline.Baseline(way, cores, address))
+        with contextlib.ExitStack() as own:
+            raw = own.enter_context(baseline.Baseline(way, cores, address))
+            raw.prepare(8, 8)
+            raw.measure(0, 1)
+            stack.enter_context(own.pop_all())
     except BenchError as error:
         print(f"bench: no baseline: {error}", file=sys.stderr)
         return None, {"missing": str(error)}
@@ -133,8 +137,8 @@ def sizes(text: str) -> list[int]:
 
 
 def numbers(text: str) -> list[int]:
-    """A list of whole numbers, 1 or more."""
-    return [positive(part) for part in text.split(",")]
+    """Whole numbers, 1 or more, in order."""
+    return sorted({positive(part) for part in text.split(",")})
 
 
 def one_of(allowed: tuple[str, ...]) -> Any:

@@ -439,6 +439,11 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
             baseline.compiled("rawecho")
     cache = tmp_path / "cache" / "fserver"
     assert list(cache.iterdir()) == []
+    if shutil.which("cc"):
+        (tmp_path / "rawecho.c").write_text("int main(void) { return 3; }\n")
+        with ExitStack() as stack:
+            raw_echo, says = options.open_baseline(stack, asked, "raw tcp", None)
+        assert raw_echo is None and says["missing"].startswith("raw tcp ended with status 3")
     cache.chmod(0o777)
     with pytest.raises(BenchError, match="others may write to it"):
         baseline.compiled("rawecho")
