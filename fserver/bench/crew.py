@@ -192,8 +192,13 @@ class Crew:
         return self.results(peers=[self[name]])[0]
 
     def results(self, timeout: float = TIMEOUT, peers: Sequence[Peer] | None = None) -> list[Any]:
-        """Waits for all (of `peers`). Who fails first is reported: the others often only wait
-        for it."""
+        """Waits for all (of `peers`).
+
+        Raises:
+            WrongDataError: one of them got wrong data.
+            BenchError: one of them failed. Who fails first is reported, and who has failed by
+                then: the others often only wait for it.
+        """
         peers = self.peers if peers is None else peers
         end = time.monotonic() + timeout
         results: dict[str, Any] = {}
@@ -203,9 +208,18 @@ class Crew:
             if not ready:
                 names = " and ".join(peer.name for peer in waiting)
                 raise BenchError(f"no answer from {names} in {timeout:g} s")
+            failures = []
             for peer in ready:
                 waiting.remove(peer)
-                results[peer.name] = peer.result()
+                try:
+                    results[peer.name] = peer.result()
+                except BenchError as error:
+                    failures.append(error)
+            wrong = [error for error in failures if isinstance(error, WrongDataError)]
+            if wrong or len(failures) == 1:
+                raise (wrong or failures)[0]
+            if failures:
+                raise BenchError("\n".join(map(str, failures)), failures[0].reason)
         return [results[peer.name] for peer in peers]
 
     @contextlib.contextmanager

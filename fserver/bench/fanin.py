@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import report
@@ -85,7 +85,7 @@ def _groups(
     cores: tuple[int, int] | None,
     nodes: Nodes,
     bar: report.Progress,
-) -> Any:
+) -> Iterator[dict[str, Any]]:
     """A cluster after the other, in the same processes."""
     worker_core, server_core = cores or (None, None)
     names = [f"worker {i}" for i in range(options.processes)]
@@ -121,7 +121,7 @@ def _idle(
     cores: tuple[int, int] | None,
     nodes: Nodes,
     bar: report.Progress,
-) -> Any:
+) -> Iterator[dict[str, Any]]:
     """A pair alone and a pair with idle groups beside it, in turn."""
     worker_core, server_core = cores or (None, None)
     worker = Member("worker", "peers.WorkerPart", "worker", worker_core)

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import report
-from .crew import Crew, Member, Nodes, pair, start
+from .crew import Case, Crew, Member, Nodes, pair, start
 from .joint import joint
 from .options import choose_cores, one_of, parser, sizes
 from .pingpong import OPS, cases, measure
 
 PLACES = ("local", "remote", "joint")
 DEVICES = ("cpu", "gpu")
+NO_ADDRESS = "this host has no address but loopback (two hosts: --scheduler and --role)"
+NO_GPU = "this benchmark makes CPU tensors only"
 COLUMNS = (
     report.Column("place", -6, "place", str),
     report.Column("device", -6, "device", str),
@@ -48,31 +50,26 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
 
 def _run(
     options: argparse.Namespace,
-    planned: list[Any],
+    planned: list[Case],
     cores: tuple[int, int] | None,
     nodes: Nodes,
     bar: report.Progress,
 ) -> Iterator[dict[str, Any]]:
     for place in options.places:
-        host = own_address() if place == "remote" and not options.role else None
-        refused = None
-        if place == "remote" and not host and not options.role:
-            refused = "this host has no address but loopback (two hosts: --scheduler and --role)"
+        through_itself = place == "remote" and not options.role
+        host = own_address() if through_itself else None
+        if through_itself and not host:
+            reasons = {"cpu": NO_ADDRESS, "gpu": NO_ADDRESS}
         else:
             with _crew(options, place, host, cores, nodes) as crew:
-                refused_gpu = crew.one("worker", "problem", {"STEPMESH_BACKEND": "GPU"})
+                refused = crew.one("worker", "problem", {"STEPMESH_BACKEND": "GPU"})
                 for row in measure(crew, options, planned, cores, bar, host):
                     yield {"place": place, "device": "cpu", **row}
-        for case in planned:
-            moved = (options.transport, case.op, sum(case.out), sum(case.back))
-            if refused:
-                yield report.skipped(*moved, refused, place=place, device="cpu")
-            yield report.skipped(
-                *moved, refused or refused_gpu or NO_GPU, place=place, device="gpu"
-            )
-
-
-NO_GPU = "this benchmark makes CPU tensors only"
+            reasons = {"gpu": refused or NO_GPU}
+        for device, reason in reasons.items():
+            for case in planned:
+                moved = (options.transport, case.op, sum(case.out), sum(case.back))
+                yield report.skipped(*moved, reason, place=place, device=device)
 
 
 @contextlib.contextmanager

@@ -70,8 +70,11 @@ def _play(
             now = time.monotonic()
             bar.step(count if options.steps else now - seen)
             seen = now
-            over = row["steps"] == options.steps if options.steps else None
-            if over or (over is None and now - start_time >= options.seconds):
+            if options.steps:
+                over = row["steps"] == options.steps
+            else:
+                over = now - start_time >= options.seconds
+            if over:
                 return
 
 

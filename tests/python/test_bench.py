@@ -566,6 +566,27 @@ def test_pair_reports_a_peer_that_died():
         pingpong.main(["--sizes", "64", "--no-baseline"], Nodes(worker, dying_server))
 
 
+def said(*messages):
+    """A peer of each message that has been received from it."""
+    made = []
+    for i, message in enumerate(messages):
+        ours, theirs = socket_pipe()
+        theirs.send(message)
+        made.append(crew.Peer(crew.Member(f"worker {i}", "", "worker"), ours))
+    return crew.Crew(made)
+
+
+def test_wrong_data_comes_before_other_failures():
+    lost, wrong = ("failed", ("worker 1 is gone", "worker 1 is gone")), ("wrong", "byte 3")
+    assert said(("ok", 1), ("ok", 2)).results() == [1, 2]
+    with pytest.raises(WrongDataError, match="the worker 1 got wrong data: byte 3"):
+        said(lost, wrong).results()
+    with pytest.raises(BenchError, match="(?s)the worker 0 failed: .*the worker 1 failed: "):
+        said(lost, lost).results()
+    with pytest.raises(BenchError, match="the worker 0 failed: worker 1 is gone$"):
+        said(lost, ("ok", 1)).results()
+
+
 def test_pingpong_ends_at_wrong_data():
     with pytest.raises(WrongDataError, match="the worker got wrong data: .* byte 63 of 64"):
         pingpong.main(["--sizes", "64", "--ops", "pull"], Nodes(worker, corrupting_server))
