@@ -22,9 +22,11 @@ import torch
 
 from fserver import bench
 from fserver.bench import (
+    af,
     baseline,
     crew,
     fanin,
+    ipc,
     matrix,
     options,
     peers,
@@ -151,7 +153,7 @@ def dying_server(place):
 
 
 class CorruptingNode:
-    """A server of fserver that changes a byte of the tenth answer that has one."""
+    """A server of fserver that changes a byte of each answer from the tenth on."""
 
     def __init__(self, node):
         self._node = node
@@ -170,7 +172,7 @@ class CorruptingNode:
         for t in tensors:
             data = randoms.as_bytes(t)
             self._answers += len(data) > 0
-            if self._answers == 10 and len(data):
+            if self._answers >= 10 and len(data):
                 data[len(data) // 2] ^= 1
         self._node.respond(tensors, handler)
 
@@ -731,6 +733,22 @@ def test_verify_sees_one_wrong_byte(tmp_path, capsys):
     (row,) = written(path, "verify")
     assert f"bench: {row['difference']}" in err
     assert "answer" in row["difference"] and " of server " in row["difference"]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "argv"),
+    [
+        (pingpong, ["--sizes", "64", "--no-baseline"]),
+        (ipc, ["--sizes", "64", "--transport", "tcp"]),
+        (matrix, ["--sizes", "64", "--places", "local", "--no-baseline"]),
+        (af, ["--layers", "2", "--bytes", "1K", "--back-bytes", "1K", "--no-baseline"]),
+        (fanin, ["--groups", "3", "--no-baseline"]),
+        (fanin, ["--idle", "1", "--no-baseline"]),
+    ],
+)
+def test_all_see_wrong_bytes(benchmark, argv):
+    with pytest.raises(WrongDataError, match=r"byte \d+ of \d+ is \d+, not \d+ \(exchange \d+\)"):
+        benchmark.main([*argv, "--iters", "20"], Nodes(server=corrupting_node))
 
 
 def test_plans_follow_from_the_seed():
