@@ -13,6 +13,7 @@ from .idlers import IdlersPlayer
 from .options import choose_cores, numbers, open_baseline, parser, positive, size
 from .turns import CrewPlayer, take_turns
 
+AHEAD = 2000  # exchanges of a round for which idle groups ask ahead; a worker remembers 4,096
 GROUPS = "1,2,4,8,16,32,40"
 COLUMNS = (
     report.TRANSPORT,
@@ -28,7 +29,10 @@ COLUMNS = (
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
-    options = _parser().parse_args(argv)
+    made = _parser()
+    options = made.parse_args(argv)
+    if options.idle and (options.iters or 0) > AHEAD:
+        made.error(f"--iters {options.iters}: with --idle at most {AHEAD}")
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
     table = report.Table(COLUMNS)
@@ -154,7 +158,7 @@ def _idle(
             options.rounds,
             options.seconds,
             options.iters,
-            longest=1000,
+            longest=AHEAD,
             done=bar.step,
         )
     for idle, measured in ((0, without), (options.idle, with_idle)):
