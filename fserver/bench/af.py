@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from . import report
-from .baseline import OF_TRANSPORT
+from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
 from .options import choose_cores, open_baseline, parser, positive, size
 from .stamps import BUDGET_US, PARTS
@@ -77,7 +77,7 @@ def _measure(
         crew = stack.enter_context(start(members, nodes))
         stack.enter_context(crew.cluster(options.transport))
         transport = "+".join(crew.workers("links")[0])
-        raw, says = open_baseline(stack, options, OF_TRANSPORT.get(transport), cores)
+        raw, says = open_baseline(stack, options, baseline_of(transport), cores)
         player = CrewPlayer(crew)
         for worker in members[: options.workers]:
             crew.one(worker.name, "plan", options.layers, options.in_flight)

@@ -26,6 +26,11 @@ WAYS = {
 OF_TRANSPORT = {"tcp": "raw tcp", "cma": "raw cma"}
 
 
+def baseline_of(transport: str) -> str | None:
+    """The baseline of a link, as Node.links() names it: "cma/staged" has that of "cma"."""
+    return OF_TRANSPORT.get(transport.partition("/")[0])
+
+
 class Baseline:
     """The two processes of one way. They use no CPU between rounds."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import report
-from .baseline import OF_TRANSPORT
+from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
 from .idlers import IdlersPlayer
 from .options import choose_cores, numbers, open_baseline, parser, positive, size
@@ -104,7 +104,7 @@ def _groups(
             with crew.cluster(options.transport, dealt):
                 transport = "+".join(crew.workers("links")[0])
                 if not says:
-                    way = OF_TRANSPORT.get(transport)
+                    way = baseline_of(transport)
                     raw, says = open_baseline(stack, options, way, cores)
                 player = CrewPlayer(crew)
                 player.prepare(case)
@@ -147,7 +147,7 @@ def _idle(
         for crew in (alone, beside):
             stack.enter_context(crew.cluster(options.transport))
         transport = "+".join(beside.workers("links")[0])
-        raw, says = open_baseline(stack, options, OF_TRANSPORT.get(transport), cores)
+        raw, says = open_baseline(stack, options, baseline_of(transport), cores)
         players = [CrewPlayer(alone), IdlersPlayer(beside, options.idle)]
         for player in players:
             player.prepare(case)

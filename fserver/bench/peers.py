@@ -69,7 +69,9 @@ def own_seed(seed: int, role: str, rank: int, position: int) -> int:
 
 
 def resident() -> int:
-    """Resident memory of this process in bytes, after a collection.
+    """Resident memory of this process in bytes, after a collection: heaps, stacks and other
+    anonymous memory. Pages of files that happen to be mapped, the code above all, are the
+    kernel's to keep or drop.
 
     From smaps_rollup, which counts pages; the kernel's running count in statm and status is off
     by up to 32 pages per core.
@@ -77,9 +79,9 @@ def resident() -> int:
     gc.collect()
     with open("/proc/self/smaps_rollup") as rollup:
         for line in rollup:
-            if line.startswith("Rss:"):
+            if line.startswith("Anonymous:"):
                 return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/self/smaps_rollup has no line Rss")
+    raise AssertionError("/proc/self/smaps_rollup has no line Anonymous")
 
 
 class Clock:
@@ -156,8 +158,7 @@ class Part:
 
     def links(self) -> list[str]:
         """The transports that this process's nodes use."""
-        found = {link["fabric"] for node in self.nodes for link in node.describe()["links"]}
-        return sorted(fabric.partition("/")[0] for fabric in found)
+        return sorted({link.transport for node in self.nodes for link in node.links()})
 
     def memory(self) -> int:
         """Resident memory in bytes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import report
-from .baseline import OF_TRANSPORT
+from .baseline import baseline_of
 from .crew import Case, Crew, Nodes, pair
 from .options import choose_cores, one_of, open_baseline, parser, sizes
 from .turns import CrewPlayer, take_turns
@@ -57,7 +57,7 @@ def measure(
     """The same with a pair that is there, in turn with the baseline of what connects it."""
     with contextlib.ExitStack() as stack:
         transport = "+".join(crew.workers("links")[0])
-        way = OF_TRANSPORT.get(transport)
+        way = baseline_of(transport)
         raw, says = open_baseline(stack, options, way, cores, host)
         player = CrewPlayer(crew)
         for case in planned:

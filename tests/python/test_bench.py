@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fserver import bench
+from fserver import Link, bench
 from fserver.bench import (
     af,
     baseline,
@@ -64,8 +64,8 @@ class Pipe:
     def __exit__(self, *_):
         self.conn.close()
 
-    def describe(self):
-        return {"links": [{"fabric": "pipe"}]}
+    def links(self):
+        return [Link("", 0, "", "pipe", "")]
 
 
 class FakeWorker(Pipe):
