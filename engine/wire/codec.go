@@ -44,6 +44,7 @@ const (
 	TypeRequest  Type = 35 // worker -> server: a push-pull of a plan is complete
 	TypeResponse Type = 36 // server -> worker: an answer is complete
 	TypeBye      Type = 37 // either: I close this connection in good order
+	TypeUp       Type = 38 // worker -> server, and back: I use this connection
 )
 
 // ErrShort says that a frame ends too early.
