@@ -35,6 +35,8 @@ _VARIABLES = {
     "cluster": "FSERVER_CLUSTER",
     "secret": "FSERVER_SECRET",
     "init_timeout": "FSERVER_INIT_TIMEOUT",
+    "on_peer_lost": "FSERVER_ON_PEER_LOST",
+    "rejoin_timeout": "FSERVER_REJOIN_TIMEOUT",
 }
 
 
@@ -99,6 +101,12 @@ class Node:
         cluster: nodes of another cluster id are refused.
         secret: what the nodes prove to each other that they know.
         init_timeout: seconds until the cluster must be complete (default 60).
+        on_peer_lost: what calls do that need a node that is lost: ``"raise"`` PeerLostError
+            (default), until a process has taken its rank again, or ``"wait"`` for that process.
+            Then requests that were not answered are sent to it again, so that an application
+            may see one twice, but only across a restart.
+        rejoin_timeout: seconds that ``"wait"`` waits, from the loss (default 60). A scheduler
+            stays for as long when all others are lost.
         settings: any other setting, by its name in the environment.
         connect: wait until the cluster is complete; else call ``connect()``.
 
@@ -134,6 +142,8 @@ class Node:
         cluster: str | None = None,
         secret: str | None = None,
         init_timeout: float | None = None,
+        on_peer_lost: str | None = None,
+        rejoin_timeout: float | None = None,
         settings: Mapping[str, Any] | None = None,
         connect: bool = True,
     ) -> None:
@@ -216,7 +226,9 @@ class Node:
 
         Raises:
             TimeoutError: not all came in time.
-            PeerLostError: one that was to come is gone.
+            PeerLostError: one that was to come is gone, or the scheduler is. Barriers are
+                counted anew after that; one that is called while there is no scheduler waits
+                for the next.
         """
         self._node.barrier(include_server, include_client, instance_barrier, timeout_ms)
 
@@ -344,7 +356,8 @@ class Worker(Node):
 
         Raises:
             TimeoutError: the limit is over. The request goes on, the handler stays valid.
-            PeerLostError: a server is gone; so does every later wait for this handler.
+            PeerLostError: a server is gone; so does every later wait for this handler. When
+                another process has taken the server's rank, new push_pulls succeed.
             ConfigError: no such handler. The last 4,096 requests are remembered.
         """
         self._node.wait(handler, timeout_ms)
@@ -419,7 +432,8 @@ class Server(Node):
 
         Raises:
             ClosedError: a worker has left, so there will be no further batch.
-            PeerLostError: a worker is gone.
+            PeerLostError: a worker is gone, and so it is until another process has taken its
+                rank. The requests of the others wait for that.
         """
         return self._node.get_batch(timeout_ms)
 
@@ -467,7 +481,8 @@ class Server(Node):
         """Receives pushed tensors in memory of the caller's.
 
         To be called before the first push of these keys: a barrier of all nodes after it makes
-        sure of that.
+        sure of that. A worker that is started again pushes into the slices of the one that is
+        lost, whether or not its last request has been answered.
 
         Args:
             tensor: contiguous tensor, kept until the node is closed. It is cut into

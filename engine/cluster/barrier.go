@@ -25,7 +25,7 @@ func (s *Scheduler) barrier(c *conn, v wire.Barrier) error {
 	if !v.Flags.Has(c.Role) {
 		return fmt.Errorf("cluster: %s calls a %v", c.who(), v.Flags)
 	}
-	if s.lost { // the call has crossed the frame that says so
+	if v.View < s.era { // the call has crossed the news of a loss, which ends it
 		return nil
 	}
 	if c.calls++; c.calls > maxCalls {

@@ -1,7 +1,8 @@
 // Package cluster makes nodes a cluster: who is there, where each of them
-// listens, barriers, who is gone, and leaving together. A Scheduler serves
-// Members; between the time that all are running and the time that they leave,
-// nothing that push-pull does needs either.
+// listens, barriers, who is gone and who takes its place, and leaving together.
+// A Scheduler serves Members; between the time that all are running and the time
+// that they leave, nothing that push-pull does needs either, and the scheduler
+// itself may be replaced.
 //
 // Both are state machines without I/O, clock or goroutine: an Input goes in,
 // Outputs come out. Times are nanoseconds of any clock that does not go
@@ -53,7 +54,9 @@ const (
 	Roster                         // Member: connect to the Peers, then call Connected
 	Running                        // all members are connected
 	Released                       // Member: the barrier call Seq is over
-	Lost                           // a node is gone, and so is every barrier: Err is a *LostError
+	Lost                           // a node is gone, and so are the barriers in Seqs: Err is a *LostError
+	Overdue                        // Member: a lost one has no successor in time, and the barriers in Seqs end in Err
+	Joined                         // the only one of Members has the place of one that is gone
 	Ended                          // the last output: close everything; Err is nil after an orderly end
 )
 
@@ -64,8 +67,10 @@ type Output struct {
 	Frame   []byte // never changed again: it may be kept
 	Text    string
 	Seq     uint64
+	Seqs    []uint64      // barrier calls that Err ends
 	Members []wire.Member // everybody, by role and rank
 	Peers   []wire.Member // those of this member's rail, by group
+	Late    bool          // of Roster: the cluster runs already
 	Err     error
 }
 
@@ -74,6 +79,7 @@ type Timing struct {
 	Interval time.Duration // between heartbeats; 0: none are sent or expected
 	Timeout  time.Duration // a node that is silent for so long is lost; 0: never
 	Leave    time.Duration // of a Member: how long it waits for the others to leave
+	Rejoin   time.Duration // how long the successor of a lost member is waited for
 }
 
 // Never is the deadline of a machine that waits for no time to pass.
@@ -116,6 +122,18 @@ func (e *EndedError) Error() string { return "cluster: ended: " + e.Reason }
 
 // ErrNotRunning is what Barrier gives before Running and after Leave.
 var ErrNotRunning = errors.New("cluster: not running")
+
+// seatOf is the place of a member in the list by role and rank; -1: it has none.
+func seatOf(s wire.Shape, r wire.Role, rank int) int {
+	workers := s.Workers * s.GroupSize
+	switch {
+	case r == wire.RoleWorker && rank < workers:
+		return rank
+	case r == wire.RoleServer && rank < s.Servers*s.GroupSize:
+		return workers + rank
+	}
+	return -1
+}
 
 // who names a node for people.
 func who(r wire.Role, rank int) string {

@@ -58,7 +58,7 @@ func activeMember(t testing.TB) *Member {
 	all := selves(shape)
 	m := NewMember(MemberConfig{Self: all[0], Shape: shape, Scheduler: "10.0.0.1:7000", Timing: timing})
 	m.Step(start, Input{Kind: Up})
-	require.Equal(t, Roster, m.Step(start, Input{Kind: Frame, Data: wire.AppendRoster(nil, all)})[0].Kind)
+	require.Equal(t, Roster, m.Step(start, Input{Kind: Frame, Data: wire.AppendRoster(nil, &wire.Roster{Members: all})})[0].Kind)
 	require.Equal(t, Send, m.Connected(start)[0].Kind)
 	require.Equal(t, Running, m.Step(start, Input{Kind: Frame, Data: wire.AppendSignal(nil, wire.TypeGo)})[0].Kind)
 	return m
@@ -117,7 +117,7 @@ func TestRosterTooLong(t *testing.T) {
 		why, err := wire.ParseRefuse(o.Frame)
 		require.NoError(t, err)
 		require.Equal(t, wire.TypeRefuse, wire.FrameType(o.Frame))
-		require.Contains(t, why, "the list of 65 members takes 1069967 bytes")
+		require.Contains(t, why, "the list of 65 members takes 1070034 bytes")
 	}
 	for i := range 65 {
 		out = s.Step(start, Input{Kind: Down, Conn: int64(i)})
@@ -242,7 +242,7 @@ func TestBadRoster(t *testing.T) {
 	} {
 		m := NewMember(MemberConfig{Self: selves(shape)[0], Shape: shape, Timing: timing})
 		m.Step(start, Input{Kind: Up})
-		out := m.Step(start, Input{Kind: Frame, Data: wire.AppendRoster(nil, change(selves(shape)))})
+		out := m.Step(start, Input{Kind: Frame, Data: wire.AppendRoster(nil, &wire.Roster{Members: change(selves(shape))})})
 		require.Len(t, out, 2, name)
 		require.Equal(t, Close, out[0].Kind, name)
 		require.Equal(t, Ended, out[1].Kind, name)
@@ -287,6 +287,28 @@ func TestFramesStay(t *testing.T) {
 	}
 }
 
+// TestComesBackTwice has a member whose connection has broken at its end alone.
+func TestComesBackTwice(t *testing.T) {
+	s := scheduler(t, 2, 1, 1)
+	members := run(t, s)
+	again := func(conn int64, known *wire.Roster) []Output {
+		s.Step(start, Input{Kind: Up, Conn: conn, Remote: "host"})
+		return slices.Clone(s.Step(start, Input{Kind: Frame, Conn: conn,
+			Data: wire.AppendRegister(nil, &wire.Register{Shape: s.shape, Member: members[0], Known: known})}))
+	}
+	out := again(10, &wire.Roster{Members: members})
+	require.Equal(t, []Output{{Kind: Close, Conn: 0}}, out[:1])
+	why, err := wire.ParseRefuse(out[len(out)-1].Frame)
+	require.NoError(t, err)
+	require.Contains(t, why, "it was taken for lost")
+	for i, known := range [][]wire.Member{nil, members[:2], {members[1], members[0], members[2]}, {{Role: wire.RoleWorker, Epoch: 9}, members[1], members[2]}} {
+		out = again(int64(11+i), &wire.Roster{View: 7, Members: known})
+		why, err = wire.ParseRefuse(out[len(out)-1].Frame)
+		require.NoError(t, err)
+		require.Contains(t, why, "is not that of a cluster of workers=2 servers=1 group_size=1 with itself in it")
+	}
+}
+
 // FuzzScheduler lets some connections send anything. Nothing panics, nothing
 // goes to a connection that is closed, and the end is the end.
 func FuzzScheduler(f *testing.F) {
@@ -299,7 +321,13 @@ func FuzzScheduler(f *testing.F) {
 	script = append(append(script, 0x11), register(wire.RoleWorker, 0)...)
 	script = append(append(script, 0x12), register(wire.RoleWorker, 1)...)
 	script = append(append(script, 0x13), register(wire.RoleServer, 0)...)
-	for _, frame := range []string{"\x03", "\x05\x02\x01", "\x05\x07\x02", "\x07"} {
+	known := wire.AppendRegister(nil, &wire.Register{
+		Shape:  wire.Shape{Workers: 2, Servers: 1, GroupSize: 1},
+		Member: wire.Member{Role: wire.RoleWorker, Epoch: 1},
+		Known:  &wire.Roster{View: 3, Members: selves(wire.Shape{Workers: 2, Servers: 1, GroupSize: 1})},
+	})
+	f.Add(append(append([]byte{0, 1, 0, 2, 0x11, byte(len(known))}, known...), append([]byte{0x12}, register(wire.RoleServer, 0)...)...))
+	for _, frame := range []string{"\x03", "\x05\x02\x01\x00", "\x05\x07\x02\x00", "\x07"} {
 		for c := byte(1); c < 4; c++ {
 			script = append(append(script, 0x10|c, byte(len(frame))), frame...)
 			f.Add(slices.Clone(script))
@@ -366,9 +394,11 @@ func FuzzScheduler(f *testing.F) {
 func FuzzMember(f *testing.F) {
 	shape := wire.Shape{Workers: 1, Servers: 1, GroupSize: 1}
 	all := selves(shape)
-	roster := wire.AppendRoster(nil, all)
+	roster := wire.AppendRoster(nil, &wire.Roster{Members: all})
 	lost := wire.AppendLost(nil, &wire.Lost{Role: wire.RoleServer})
-	f.Add(roster, []byte{4}, []byte{6, 1}, []byte{8, 0}, byte(0))
+	joined := wire.AppendJoined(nil, &wire.Joined{Member: all[1]})
+	f.Add(roster, []byte{4}, lost, joined, byte(9))
+	f.Add(roster, []byte{4}, []byte{6, 1}, []byte{8}, byte(0))
 	f.Add(roster, []byte{4}, lost, []byte{8, 2, 'n', 'o'}, byte(3))
 	f.Add([]byte{10, 2, 'n', 'o'}, roster, []byte{11}, lost, byte(1))
 	f.Fuzz(func(t *testing.T, a, b, c, d []byte, leave byte) {

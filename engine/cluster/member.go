@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 
 	"fserver/engine/wire"
@@ -13,31 +14,45 @@ type MemberConfig struct {
 	Shape     wire.Shape
 	Scheduler string // its address, for people
 	Timing    Timing
+	Patient   bool // a barrier waits for the successor of a lost member, for Timing.Rejoin
 }
 
 // Member is the side of a worker or server. Its life: Up (it registers),
 // Roster (the caller connects it to its peers, then calls Connected), Running,
 // Leave, Ended. Its outputs are Send, Close, Redial, Roster, Running, Released,
-// Lost and Ended.
+// Lost, Overdue, Joined and Ended.
 //
-// Before Running, the loss of any node is Ended. After it, it is Lost, and
-// everything but barriers goes on: that the scheduler is gone stops nothing
-// else either.
+// Before Running, the loss of any node is Ended, unless the cluster ran before
+// this member came. After it, it is Lost, and everything but barriers goes on:
+// that the scheduler is gone stops nothing else either. The member looks for the
+// next scheduler then (Redial, Up) and tells it what it knows.
 type Member struct {
 	cfg MemberConfig
 	hb  heartbeat
 
 	now     int64
 	stage   stage
-	online  bool  // the scheduler is there
+	online  bool  // connected to the scheduler
 	known   bool  // it has said something
+	agreed  bool  // once active: the scheduler has told its roster
 	heard   int64 // from it
 	leaveBy int64
-	lost    *LostError // the first
-	seq     uint64     // barrier calls so far
+	orphan  *LostError    // the last loss of the scheduler
+	late    bool          // the cluster ran before
+	roster  []wire.Member // by role and rank, and kept up to date
+	view    uint64        // of it
+	losses  []loss        // members that are gone, in order
+	seq     uint64        // barrier calls so far
 	waiting map[uint64]wire.BarrierFlags
 	left    [wire.BarrierKinds][]leftCall
 	out     []Output
+}
+
+// loss is a member that is gone and has no successor yet.
+type loss struct {
+	seat  int
+	err   *LostError
+	until int64 // a barrier of a patient member waits; Never: no longer
 }
 
 // stage is where a Member is in its life.
@@ -79,9 +94,15 @@ func (m *Member) Step(now int64, in Input) []Output {
 	m.now = now
 	m.heard += m.hb.step(now)
 	switch {
-	case in.Kind == Up && m.stage == alone:
-		m.stage, m.online, m.known, m.heard = joining, true, false, now
-		m.send(wire.AppendRegister(nil, &wire.Register{Shape: m.cfg.Shape, Member: m.cfg.Self}))
+	case in.Kind == Up && !m.online && (m.stage == alone || m.stage == active):
+		m.online, m.known, m.heard = true, false, now
+		g := wire.Register{Shape: m.cfg.Shape, Member: m.cfg.Self}
+		if m.stage == active {
+			g.Known = &wire.Roster{View: m.view, Running: true, Members: m.roster}
+		} else {
+			m.stage = joining
+		}
+		m.send(wire.AppendRegister(nil, &g))
 	case !m.online:
 	case in.Kind == Frame:
 		m.heard, m.known = now, true
@@ -89,7 +110,7 @@ func (m *Member) Step(now int64, in Input) []Output {
 			m.emit(Output{Kind: Close})
 			m.schedulerLost("it broke the protocol: " + err.Error())
 		}
-	case in.Kind == Down && !m.known:
+	case in.Kind == Down && !m.known && m.stage == joining:
 		// A scheduler that ends just now, and is not the one that we look for.
 		m.stage, m.online = alone, false
 		m.emit(Output{Kind: Redial})
@@ -102,10 +123,17 @@ func (m *Member) Step(now int64, in Input) []Output {
 
 // Next is when Step must be called at the latest.
 func (m *Member) Next() int64 {
-	if !m.online {
+	if m.stage == gone {
 		return Never
 	}
-	return min(m.hb.beat, m.hb.silence(m.heard), m.leaveBy)
+	next := int64(Never)
+	for i := range m.losses {
+		next = min(next, m.losses[i].until)
+	}
+	if m.online {
+		next = min(next, m.hb.beat, m.hb.silence(m.heard), m.leaveBy)
+	}
+	return next
 }
 
 // Waiting says what the member waits for before it runs.
@@ -134,8 +162,10 @@ func (m *Member) Connected(now int64) []Output {
 }
 
 // Barrier begins a call of a barrier; Released with the number seq ends it,
-// and may be among the outputs of this very call. Lost and Ended end all calls.
-// After a Lost no barrier can be called any more, and it is the error.
+// and may be among the outputs of this very call. A Lost that names it and Ended
+// end it too. While a member is lost a barrier cannot be called, and the loss is
+// the error, unless this member is patient. Without a scheduler the call waits
+// for the next one.
 func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Output, err error) {
 	m.out = m.out[:0]
 	switch self := m.cfg.Self; {
@@ -143,8 +173,11 @@ func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Outp
 		return 0, nil, fmt.Errorf("cluster: %v called by %s: it must take part", f, who(self.Role, self.Rank))
 	case m.stage != active:
 		return 0, nil, ErrNotRunning
-	case m.lost != nil:
-		return 0, nil, m.lost
+	}
+	for i := range m.losses {
+		if !m.cfg.Patient || m.losses[i].until == Never {
+			return 0, nil, m.losses[i].err
+		}
 	}
 	m.now = now
 	if len(m.left[f]) != 0 {
@@ -166,7 +199,9 @@ func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Outp
 	}
 	m.seq++
 	m.waiting[m.seq] = f
-	m.send(wire.AppendBarrier(nil, wire.Barrier{Flags: f, Seq: m.seq}))
+	if m.agreed {
+		m.call(m.seq, f)
+	}
 	return m.seq, m.out, nil
 }
 
@@ -181,17 +216,17 @@ func (m *Member) GiveUp(seq uint64) {
 }
 
 // Leave asks to leave together with the others; Ended answers, at the latest
-// when Timing.Leave is over: then this member leaves alone, and the others go on. A member that is not running or has lost the
-// scheduler ends at once.
+// when Timing.Leave is over: then this member leaves alone, and the others go on.
+// A member that is not running or is without a scheduler ends at once.
 func (m *Member) Leave(now int64) []Output {
 	m.out = m.out[:0]
 	switch {
-	case m.stage == active && m.online:
+	case m.stage == active && m.agreed:
 		m.stage = parting
 		m.leaveBy = now + int64(m.cfg.Timing.Leave)
 		m.send(wire.AppendSignal(nil, wire.TypeLeave))
 	case m.stage == active:
-		m.end(m.lost)
+		m.end(m.orphan)
 	case m.stage < active:
 		m.end(nil)
 	}
@@ -209,6 +244,12 @@ func (m *Member) end(err error) {
 
 // tick does what is due.
 func (m *Member) tick() {
+	for i := range m.losses {
+		if l := &m.losses[i]; m.now >= l.until {
+			l.until = Never
+			m.emit(Output{Kind: Overdue, Err: l.err, Seqs: m.abandon()})
+		}
+	}
 	switch {
 	case !m.online:
 	case m.now >= m.hb.silence(m.heard):
@@ -223,51 +264,122 @@ func (m *Member) tick() {
 
 func (m *Member) schedulerLost(why string) {
 	m.online = false
-	m.lose(&LostError{Role: wire.RoleScheduler, Address: m.cfg.Scheduler, Reason: why})
-}
-
-// lose takes note that a node is gone.
-func (m *Member) lose(e *LostError) {
-	if m.stage < active || m.stage == parting && !m.online {
+	e := &LostError{Role: wire.RoleScheduler, Address: m.cfg.Scheduler, Reason: why}
+	if m.stage != active {
 		m.end(e)
 		return
 	}
-	if m.lost == nil {
-		m.lost = e
+	if m.agreed { // else it is one that we have only tried
+		// Some may have seen a barrier open and some not: it cannot be called again.
+		m.agreed, m.orphan = false, e
+		m.emit(Output{Kind: Lost, Err: e, Seqs: m.abandon()})
 	}
+	m.emit(Output{Kind: Redial})
+}
+
+// lost takes note that the member in a seat is gone.
+func (m *Member) lost(seat int, e *LostError) {
+	m.roster[seat].State = wire.Gone
+	m.miss(seat, e)
+	var over []uint64
+	if !m.cfg.Patient {
+		over = m.abandon()
+	}
+	m.emit(Output{Kind: Lost, Err: e, Seqs: over})
+	m.callAgain()
+}
+
+// miss counts a member among those that are gone.
+func (m *Member) miss(seat int, e *LostError) {
+	l := loss{seat, e, Never}
+	if m.cfg.Patient {
+		l.until = m.now + int64(m.cfg.Timing.Rejoin)
+	}
+	m.losses = append(m.losses, l)
+}
+
+// joined takes note of a successor.
+func (m *Member) joined(seat int, j wire.Member) {
+	m.roster[seat] = j
+	m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == seat })
+	m.emit(Output{Kind: Joined, Members: []wire.Member{j}})
+}
+
+// abandon ends all barrier calls and gives those that somebody waits for.
+func (m *Member) abandon() []uint64 {
+	seqs := slices.Sorted(maps.Keys(m.waiting))
 	clear(m.waiting)
 	clear(m.left[:])
-	m.emit(Output{Kind: Lost, Err: e})
+	return seqs
+}
+
+// callAgain sends the barrier calls that are not released: the scheduler has
+// none of this view yet.
+func (m *Member) callAgain() {
+	if !m.agreed {
+		return
+	}
+	calls := maps.Clone(m.waiting)
+	for f, left := range m.left {
+		for _, c := range left {
+			if !c.released {
+				calls[c.seq] = wire.BarrierFlags(f)
+			}
+		}
+	}
+	for _, seq := range slices.Sorted(maps.Keys(calls)) {
+		m.call(seq, calls[seq])
+	}
+}
+
+func (m *Member) call(seq uint64, f wire.BarrierFlags) {
+	m.send(wire.AppendBarrier(nil, wire.Barrier{Flags: f, Seq: seq, View: m.view}))
 }
 
 func (m *Member) frame(data []byte) error {
 	switch t := wire.FrameType(data); {
 	case t == wire.TypeHeartbeat:
 		return wire.ParseSignal(data)
-	case t == wire.TypeRefuse && m.stage < active:
+	case t == wire.TypePing:
+		m.send(wire.AppendSignal(nil, wire.TypePing))
+		return wire.ParseSignal(data)
+	case t == wire.TypeRefuse:
 		why, err := wire.ParseRefuse(data)
 		if err != nil {
 			return err
 		}
-		m.end(&RefusedError{why})
-	case t == wire.TypeRoster && m.stage == joining:
-		members, err := wire.ParseRoster(data)
+		if m.stage >= active {
+			m.end(&EndedError{why})
+		} else {
+			m.end(&RefusedError{why})
+		}
+	case t == wire.TypeRoster && (m.stage == joining || m.stage == active && !m.agreed):
+		r, err := wire.ParseRoster(data)
 		if err != nil {
 			return err
 		}
-		peers, err := m.peers(members)
+		peers, err := m.peers(r.Members)
 		if err != nil {
 			return err
 		}
-		m.stage = meeting
-		m.emit(Output{Kind: Roster, Members: members, Peers: peers})
+		if m.stage == active {
+			m.agree(r)
+			break
+		}
+		m.stage, m.late, m.view, m.roster = meeting, r.Running, r.View, r.Members
+		for i := range m.roster {
+			if v := &m.roster[i]; v.State == wire.Gone {
+				m.miss(i, lostBefore(v))
+			}
+		}
+		m.emit(Output{Kind: Roster, Members: slices.Clone(m.roster), Peers: peers, Late: m.late})
 	case t == wire.TypeGo && m.stage == connected:
 		if err := wire.ParseSignal(data); err != nil {
 			return err
 		}
-		m.stage = active
+		m.stage, m.agreed = active, true
 		m.emit(Output{Kind: Running})
-	case t == wire.TypeRelease && m.stage >= active:
+	case t == wire.TypeRelease && m.agreed:
 		seq, err := wire.ParseRelease(data)
 		if err != nil {
 			return err
@@ -278,8 +390,29 @@ func (m *Member) frame(data []byte) error {
 		if err != nil {
 			return err
 		}
-		m.lose(&LostError{l.Role, l.Rank, l.Address, l.Reason})
-	case t == wire.TypeLeft && m.stage >= active:
+		e := &LostError{l.Role, l.Rank, l.Address, l.Reason}
+		if m.stage < active && !m.late {
+			m.end(e)
+			break
+		}
+		seat := seatOf(m.cfg.Shape, l.Role, l.Rank)
+		if seat < 0 || m.roster[seat].State == wire.Gone {
+			return fmt.Errorf("cluster: %s is lost, and is no member", who(l.Role, l.Rank))
+		}
+		m.view = l.View
+		m.lost(seat, e)
+	case t == wire.TypeJoined && m.roster != nil:
+		j, err := wire.ParseJoined(data)
+		if err != nil {
+			return err
+		}
+		seat := seatOf(m.cfg.Shape, j.Role, j.Rank)
+		if seat < 0 || m.roster[seat].Group != j.Group || m.roster[seat].Instance != j.Instance {
+			return fmt.Errorf("cluster: %s has joined group %d as instance %d, where there is no place for it", who(j.Role, j.Rank), j.Group, j.Instance)
+		}
+		m.view = j.View
+		m.joined(seat, j.Member)
+	case t == wire.TypeLeft && m.agreed:
 		if err := wire.ParseSignal(data); err != nil {
 			return err
 		}
@@ -288,6 +421,34 @@ func (m *Member) frame(data []byte) error {
 		return unexpected(t)
 	}
 	return nil
+}
+
+// lostBefore is the loss of a member of which only the result is known.
+func lostBefore(v *wire.Member) *LostError {
+	e := &LostError{Role: v.Role, Rank: v.Rank, Reason: "it was lost, and nobody has taken its place yet"}
+	if len(v.Addrs) != 0 {
+		e.Address = place(v.Addrs[0])
+	}
+	return e
+}
+
+// agree takes the roster of a scheduler that is new: what has happened while
+// there was none, happens now.
+func (m *Member) agree(r *wire.Roster) {
+	m.view = r.View
+	for i, v := range r.Members {
+		was := m.roster[i]
+		switch {
+		case v.State == wire.Gone && (was.State != wire.Gone || was.Epoch != v.Epoch):
+			m.roster[i] = v
+			m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == i })
+			m.lost(i, lostBefore(&v))
+		case v.State != wire.Gone && was.Epoch != v.Epoch:
+			m.joined(i, v)
+		}
+	}
+	m.agreed = true
+	m.callAgain()
 }
 
 // release ends a barrier call, or notes that it has ended.
@@ -318,7 +479,9 @@ func (m *Member) peers(members []wire.Member) ([]wire.Member, error) {
 	}
 	peers := make([]wire.Member, m.cfg.Shape.Groups(role))
 	found, own := 0, 0
-	for _, p := range members {
+	ordered := true
+	for i, p := range members {
+		ordered = ordered && seatOf(m.cfg.Shape, p.Role, p.Rank) == i
 		if p.Role == self.Role && p.Rank == self.Rank && p.Epoch == self.Epoch {
 			own++
 		}
@@ -329,7 +492,7 @@ func (m *Member) peers(members []wire.Member) ([]wire.Member, error) {
 		}
 	}
 	complete := !slices.ContainsFunc(peers, func(p wire.Member) bool { return p.Role != role })
-	if own != 1 || found != len(peers) || !complete || len(members) != m.cfg.Shape.Members() {
+	if own != 1 || found != len(peers) || !complete || !ordered || len(members) != m.cfg.Shape.Members() {
 		return nil, fmt.Errorf("cluster: the list of %d members is not of %v with %s in it once, and with instance %d in each %v group",
 			len(members), m.cfg.Shape, who(self.Role, self.Rank), self.Instance, role)
 	}

@@ -18,24 +18,33 @@ type SchedulerConfig struct {
 }
 
 // Scheduler introduces the members to each other, counts them at barriers, and
-// tells the others when one is gone. Its outputs are Send, Close, Log, Warn,
-// Running, Lost and Ended. It ends when all members have left, or when one is
-// lost before the cluster is running: then the cluster cannot come to be.
+// tells the others when one is gone and when one has taken its place. Its outputs
+// are Send, Close, Log, Warn, Running, Lost, Joined and Ended. It ends when all
+// members have left, when one is lost before the cluster is running, since then
+// the cluster cannot come to be, and when all are lost and none comes back. One
+// that starts while a cluster runs collects its members.
 type Scheduler struct {
-	shape wire.Shape
-	hb    heartbeat
+	shape  wire.Shape
+	hb     heartbeat
+	rejoin int64
 
 	now      int64
 	phase    phase
 	conns    map[int64]*conn
 	seats    []*conn        // by role and rank; nil: empty, or its member is gone
-	rails    map[rail]*conn // the same by rail
+	rails    map[rail]*conn // the same by rail, until the cluster runs
 	seated   int            // seats taken
-	ready    int            // members that said so
+	ready    int            // members that said so, until the cluster runs
 	leaving  int            // members that want to leave
-	lost     bool           // a member has been lost
+	known    []wire.Member  // once the cluster runs: who has each seat, or had it last
+	view     uint64         // changes of known so far
+	era      uint64         // the view of the last loss: barrier calls from before it are over
+	heard    uint64         // the latest view that a member of an earlier scheduler had
+	changed  []bool         // seats whose owner has been lost, or has come, since then
 	barriers [wire.BarrierKinds]barrier
 	scan     int64 // no connection's time is up before this
+	expectBy int64 // when a member is lost that an earlier scheduler knew and this one does not
+	emptyBy  int64 // when a cluster ends of which nobody is left
 	endBy    int64
 	err      error // of Ended
 	out      []Output
@@ -62,7 +71,9 @@ type conn struct {
 	told    bool  // has been told to go
 	ready   bool
 	leaving bool
-	calls   int // barrier calls that are pending
+	calls   int   // barrier calls that are pending
+	rival   *conn // who wants its seat, and waits to see whether it answers
+	waits   *conn // whose seat it wants
 }
 
 func (c *conn) who() string { return who(c.Role, c.Rank) }
@@ -95,13 +106,17 @@ func NewScheduler(cfg SchedulerConfig) (*Scheduler, error) {
 		return nil, fmt.Errorf("cluster: %v are %d members: more than %d", s, n, wire.MaxMembers)
 	}
 	return &Scheduler{
-		shape: s,
-		hb:    newHeartbeat(cfg.Timing),
-		conns: make(map[int64]*conn),
-		seats: make([]*conn, s.Members()),
-		rails: make(map[rail]*conn),
-		scan:  Never,
-		endBy: Never,
+		shape:    s,
+		hb:       newHeartbeat(cfg.Timing),
+		rejoin:   int64(cfg.Timing.Rejoin),
+		conns:    make(map[int64]*conn),
+		seats:    make([]*conn, s.Members()),
+		rails:    make(map[rail]*conn),
+		changed:  make([]bool, s.Members()),
+		scan:     Never,
+		expectBy: Never,
+		emptyBy:  Never,
+		endBy:    Never,
 	}, nil
 }
 
@@ -140,7 +155,7 @@ func (s *Scheduler) Next() int64 {
 	if s.phase == over {
 		return Never
 	}
-	return min(s.hb.beat, s.scan, s.endBy)
+	return min(s.hb.beat, s.scan, s.expectBy, s.emptyBy, s.endBy)
 }
 
 // Waiting says what the cluster waits for before it runs.
@@ -179,12 +194,7 @@ func (s *Scheduler) warnf(format string, args ...any) {
 }
 
 // seat is the index of a member in seats.
-func (s *Scheduler) seat(r wire.Role, rank int) int {
-	if r == wire.RoleServer {
-		rank += s.shape.Workers * s.shape.GroupSize
-	}
-	return rank
-}
+func (s *Scheduler) seat(m *wire.Member) int { return seatOf(s.shape, m.Role, m.Rank) }
 
 // names lists the members whose seats are chosen, at most some of them.
 func (s *Scheduler) names(chosen func(*conn) bool) string {
@@ -197,7 +207,7 @@ func (s *Scheduler) names(chosen func(*conn) bool) string {
 		}
 		if n++; n <= most {
 			role, rank := wire.RoleWorker, i
-			if first := s.seat(wire.RoleServer, 0); i >= first {
+			if first := seatOf(s.shape, wire.RoleServer, 0); i >= first {
 				role, rank = wire.RoleServer, i-first
 			}
 			names = append(names, who(role, rank))
@@ -211,7 +221,7 @@ func (s *Scheduler) names(chosen func(*conn) bool) string {
 
 // deadline is when the time of a connection is up.
 func (s *Scheduler) deadline(c *conn) int64 {
-	if c.member {
+	if c.member || c.waits != nil && s.hb.timeout != 0 {
 		return s.hb.silence(c.heard)
 	}
 	return c.heard + int64(patience)
@@ -226,7 +236,11 @@ func (s *Scheduler) tick() {
 				continue
 			}
 			why := "it did not register"
-			if c.member {
+			switch {
+			case c.waits != nil:
+				s.taken(c.waits)
+				continue
+			case c.member:
 				why = s.hb.reason()
 			}
 			s.emit(Output{Kind: Close, Conn: id})
@@ -238,7 +252,19 @@ func (s *Scheduler) tick() {
 		}
 	}
 	if s.hb.due(s.now) {
-		s.all(wire.AppendSignal(nil, wire.TypeHeartbeat))
+		beat := wire.AppendSignal(nil, wire.TypeHeartbeat)
+		s.all(beat)
+		for _, c := range s.seats {
+			if c != nil && c.rival != nil {
+				s.send(c.rival, beat)
+			}
+		}
+	}
+	if s.now >= s.expectBy {
+		s.giveUp()
+	}
+	if s.now >= s.emptyBy && s.phase == running {
+		s.end(s.err)
 	}
 	if s.phase == ending && (len(s.conns) == 0 || s.now >= s.endBy) {
 		for _, id := range slices.Sorted(maps.Keys(s.conns)) {
@@ -262,15 +288,19 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 		if g, err = wire.ParseRegister(data); err == nil {
 			s.register(c, g)
 		}
+	case t == wire.TypeHeartbeat && (c.member || c.waits != nil):
+		err = wire.ParseSignal(data)
 	case !c.member:
 		err = unexpected(t)
-	case t == wire.TypeHeartbeat:
-		err = wire.ParseSignal(data)
-	case t == wire.TypeReady && s.phase == linking && !c.ready:
+	case t == wire.TypePing:
+		if err = wire.ParseSignal(data); err == nil && c.rival != nil {
+			s.taken(c)
+		}
+	case t == wire.TypeReady && (s.phase == linking || s.phase == running) && !c.ready:
 		if err = wire.ParseSignal(data); err == nil {
 			s.isReady(c)
 		}
-	case t == wire.TypeBarrier && s.phase == running && !c.leaving:
+	case t == wire.TypeBarrier && s.phase == running && c.ready && !c.leaving:
 		var v wire.Barrier
 		if v, err = wire.ParseBarrier(data); err == nil {
 			err = s.barrier(c, v)
@@ -295,39 +325,65 @@ func (s *Scheduler) register(c *conn, g *wire.Register) {
 		delete(s.conns, c.id)
 		return
 	}
-	if why := s.judge(g); why != "" {
+	why := s.judge(g)
+	switch {
+	case why != "":
+	case g.Known != nil:
+		why = s.comesBack(c, g)
+	case s.phase == running:
+		why = s.succeeds(c, g)
+	default:
+		why = s.comes(c, g)
+	}
+	if why != "" {
 		s.warnf("%s at %s is refused: %s", who(g.Role, g.Rank), c.remote, why)
 		s.refuse(c, why)
-		return
 	}
-	c.Member, c.member = g.Member, true
-	s.seats[s.seat(c.Role, c.Rank)] = c
-	s.rails[c.rail()] = c
+}
+
+// sit gives c the seat of m, which is empty.
+func (s *Scheduler) sit(c *conn, m *wire.Member) {
+	c.Member, c.member = *m, true
+	s.seats[s.seat(m)] = c
 	s.seated++
+	s.emptyBy = Never
 	s.scan = min(s.scan, s.deadline(c))
 	s.logf("%s at %s has registered, %d of %d", c.who(), c.address(), s.seated, len(s.seats))
+}
+
+// comes takes a member before the cluster runs.
+func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
+	if c := s.seats[s.seat(&g.Member)]; c != nil {
+		return isThere(c)
+	}
+	if c := s.rails[rail{g.Role, g.Group, g.Instance}]; c != nil {
+		return fmt.Sprintf("instance %d of %v group %d is %s already: each process of a group needs an instance of its own "+
+			"(DMLC_INSTANCE_ID, else STEPMESH_GPU + DMLC_RANK_OFFSET)", g.Instance, g.Role, g.Group, c.who())
+	}
+	s.sit(c, &g.Member)
+	s.rails[c.rail()] = c
 	if s.seated < len(s.seats) {
 		s.send(c, wire.AppendSignal(nil, wire.TypeHeartbeat)) // so that it knows that it is here
-		return
+		return ""
 	}
-	members := make([]wire.Member, len(s.seats))
+	s.known = make([]wire.Member, len(s.seats))
 	for i, c := range s.seats {
-		members[i] = c.Member
+		s.known[i] = c.Member
 	}
-	roster := wire.AppendRoster(nil, members)
+	roster := wire.AppendRoster(nil, &wire.Roster{Members: s.known})
 	if len(roster) > wire.MaxRoster {
 		why := fmt.Sprintf("the list of %d members takes %d bytes, more than %d: they have too many addresses",
-			len(members), len(roster), wire.MaxRoster)
+			len(s.known), len(roster), wire.MaxRoster)
 		s.all(wire.AppendRefuse(nil, why))
 		s.end(errors.New("cluster: " + why))
-		return
+		return ""
 	}
 	s.phase = linking
 	s.all(roster)
+	return ""
 }
 
-// judge says why a member cannot take part, or nothing. Once all seats are
-// taken, each group has each instance once: the rails are complete.
+// judge says why nobody like this can take part, or nothing.
 func (s *Scheduler) judge(g *wire.Register) (why string) {
 	if s.phase == ending {
 		return "the cluster has ended: " + strings.TrimPrefix(s.err.Error(), "cluster: ")
@@ -348,18 +404,13 @@ func (s *Scheduler) judge(g *wire.Register) (why string) {
 			return fmt.Sprintf("%s %d of a %v is not from 0 to %d, for %v", v.what, v.is, g.Role, v.to-1, s.shape)
 		}
 	}
-	if c := s.seats[s.seat(g.Role, g.Rank)]; c != nil {
-		return fmt.Sprintf("%s is there already, at %s: each %v needs a rank of its own "+
-			"(DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET)", c.who(), c.address(), g.Role)
-	}
-	if s.phase != forming {
-		return "the cluster is complete and takes no members any more"
-	}
-	if c := s.rails[rail{g.Role, g.Group, g.Instance}]; c != nil {
-		return fmt.Sprintf("instance %d of %v group %d is %s already: each process of a group needs an instance of its own "+
-			"(DMLC_INSTANCE_ID, else STEPMESH_GPU + DMLC_RANK_OFFSET)", g.Instance, g.Role, g.Group, c.who())
-	}
 	return ""
+}
+
+// isThere says why nobody else can have the seat of c.
+func isThere(c *conn) string {
+	return fmt.Sprintf("%s is there already, at %s: each %v needs a rank of its own "+
+		"(DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET)", c.who(), c.address(), c.Role)
 }
 
 func (s *Scheduler) refuse(c *conn, why string) {
@@ -376,6 +427,10 @@ func (s *Scheduler) dismiss(c *conn) {
 
 func (s *Scheduler) isReady(c *conn) {
 	c.ready = true
+	if s.phase == running {
+		s.send(c, wire.AppendSignal(nil, wire.TypeGo))
+		return
+	}
 	if s.ready++; s.ready < len(s.seats) {
 		return
 	}
@@ -389,6 +444,7 @@ func (s *Scheduler) isReady(c *conn) {
 func (s *Scheduler) wantsToLeave(c *conn) {
 	c.leaving = true
 	s.leaving++
+	s.known[s.seat(&c.Member)].State = wire.Parting
 	s.logf("%s wants to leave, %d of %d", c.who(), s.leaving, s.seated)
 	s.leaveTogether()
 }
@@ -405,6 +461,9 @@ func (s *Scheduler) leaveTogether() {
 // is lost.
 func (s *Scheduler) drop(c *conn, why string) {
 	delete(s.conns, c.id)
+	if old := c.waits; old != nil {
+		old.rival, c.waits = nil, nil
+	}
 	if !c.member {
 		if !c.told {
 			s.warnf("a connection from %s is gone: %s", c.remote, why)
@@ -412,28 +471,47 @@ func (s *Scheduler) drop(c *conn, why string) {
 		return
 	}
 	c.member = false
-	s.seats[s.seat(c.Role, c.Rank)] = nil
+	s.seats[s.seat(&c.Member)] = nil
+	s.changed[s.seat(&c.Member)] = true
 	s.seated--
 	var err error
 	if c.leaving {
 		s.leaving--
 		s.logf("%s has left before the others", c.who())
 	} else {
-		err = s.lose(c, why)
+		err = s.lose(&c.Member, c.address(), why)
 	}
-	if s.phase < running || s.seated == 0 {
+	switch {
+	case s.phase < running:
 		s.end(err)
 		return
+	case c.rival != nil:
+		s.inherit(c)
+	case s.seated == 0 && (c.leaving || s.rejoin == 0):
+		s.end(err)
+		return
+	case s.seated == 0:
+		s.err, s.emptyBy = err, s.now+s.rejoin
 	}
 	s.leaveTogether()
 }
 
-func (s *Scheduler) lose(c *conn, why string) error {
-	err := &LostError{c.Role, c.Rank, c.address(), why}
-	s.all(wire.AppendLost(nil, &wire.Lost{Role: c.Role, Rank: c.Rank, Epoch: c.Epoch, Address: err.Address, Reason: why}))
+// lose tells everybody that a member is gone.
+func (s *Scheduler) lose(m *wire.Member, address, why string) error {
+	err := &LostError{m.Role, m.Rank, address, why}
+	s.view++
+	s.era = s.view
+	if s.known != nil {
+		s.known[s.seat(m)].State = wire.Gone
+	}
+	s.all(wire.AppendLost(nil, &wire.Lost{View: s.view, Role: m.Role, Rank: m.Rank, Epoch: m.Epoch, Address: address, Reason: why}))
 	s.emit(Output{Kind: Lost, Err: err})
-	s.lost = true
 	s.barriers = [wire.BarrierKinds]barrier{}
+	for _, c := range s.seats {
+		if c != nil {
+			c.calls = 0
+		}
+	}
 	return err
 }
 

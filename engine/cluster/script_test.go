@@ -27,15 +27,17 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 // rank (w0, s1; w0b is a second w0), the scheduler is S. After each command
 // every frame is delivered and answered until nothing moves.
 //
-//	cluster workers=1 servers=1 size=1 interval=1s timeout=5s leave=10s
+//	cluster workers=1 servers=1 size=1 interval=1s timeout=5s leave=10s rejoin=0s
 //	form           all members connect; it is not shown
-//	start w0-3 [group=] [instance=] [workers=] [servers=] [size=] [slow]
+//	start w0-3 [group=] [instance=] [workers=] [servers=] [size=] [slow] [patient]
 //	               members connect; slow ones wait for the command connected
 //	connected w0   it is connected to its peers
 //	barrier w0-3 servers|workers|all [groups]
 //	giveup w0 1    it waits for its call 1 no more
 //	leave w0-3
 //	kill w0 [why]  its process is gone, or the scheduler's (kill S)
+//	scheduler      a new one starts
+//	redial w0-3    members that dial again reach it
 //	mute w0        nothing reaches it or comes from it any more
 //	hold w0        frames from and to it wait, until
 //	free w0
@@ -99,6 +101,7 @@ type node struct {
 	name      string
 	m         *Member // nil: its process is gone, or it never was a member
 	slow      bool
+	dials     bool // it was asked to dial again
 	held      bool
 	muted     bool
 	shut      bool // the connection is closed
@@ -199,14 +202,26 @@ func (w *world) command(f []string) {
 	switch f[0] {
 	case "cluster":
 		w.shape = wire.Shape{Workers: number("workers", 1), Servers: number("servers", 1), GroupSize: number("size", 1)}
-		w.time = Timing{duration("interval", time.Second), duration("timeout", 5*time.Second), duration("leave", 10*time.Second)}
+		w.time = Timing{
+			duration("interval", time.Second), duration("timeout", 5*time.Second),
+			duration("leave", 10*time.Second), duration("rejoin", 0),
+		}
+		w.command([]string{"scheduler"})
+	case "scheduler":
 		s, err := NewScheduler(SchedulerConfig{w.shape, w.time})
 		require.NoError(w.t, err)
 		w.s = s
+	case "redial":
+		for _, name := range w.names(args[0]) {
+			old := w.find(name)
+			require.True(w.t, old.dials, "%s does not dial", name)
+			w.dial(&node{name: name, m: old.m})
+			old.name, old.m = "", nil
+		}
 	case "start":
-		slow := slices.Contains(args, "slow")
+		slow, patient := slices.Contains(args, "slow"), slices.Contains(args, "patient")
 		for _, a := range args {
-			if a == "slow" {
+			if a == "slow" || a == "patient" {
 				continue
 			}
 			for _, name := range w.names(a) {
@@ -224,13 +239,13 @@ func (w *world) command(f []string) {
 					Role: role, Rank: rank,
 					Group:    number("group", rank/shape.GroupSize),
 					Instance: number("instance", rank%shape.GroupSize),
-					Epoch:    1,
+					Epoch:    uint64(len(w.nodes) + 1),
 				}
 				if role == wire.RoleServer {
 					self.Addrs = []string{fmt.Sprintf("tcp:10.0.1.%d:7000", rank)}
 				}
 				w.dial(&node{name: name, slow: slow, m: NewMember(MemberConfig{
-					Self: self, Shape: shape, Scheduler: "10.0.0.1:7000", Timing: w.time,
+					Self: self, Shape: shape, Scheduler: "10.0.0.1:7000", Timing: w.time, Patient: patient,
 				})})
 			}
 		}
@@ -283,8 +298,11 @@ func (w *world) command(f []string) {
 			return
 		}
 		n := w.find(args[0])
+		was := n.shut
 		n.m, n.shut = nil, true
-		w.fromScheduler(w.s.Step(w.now, Input{Kind: Down, Conn: w.conn(n), Err: err}))
+		if w.s != nil && !was {
+			w.fromScheduler(w.s.Step(w.now, Input{Kind: Down, Conn: w.conn(n), Err: err}))
+		}
 	case "mute":
 		w.find(args[0]).muted = true
 	case "hold":
@@ -421,6 +439,8 @@ func (w *world) fromScheduler(out []Output) {
 			w.say("S: running")
 		case Lost:
 			w.say("S: lost: %v", o.Err)
+		case Joined:
+			w.say("S: joined: %s", who(o.Members[0].Role, o.Members[0].Rank))
 		case Ended:
 			w.say("S: ended: %v", o.Err)
 			require.Empty(w.t, w.s.Step(w.now, Input{}))
@@ -447,11 +467,13 @@ func (w *world) fromMember(n *node, out []Output) {
 			w.say("%s: close", n.name)
 			w.hangUp(n)
 		case Redial:
+			n.dials = true
 			w.say("%s: dials again", n.name)
 		case Roster:
 			var peers []string
 			for _, p := range o.Peers {
-				peers = append(peers, strings.Join(append([]string{who(p.Role, p.Rank)}, p.Addrs...), " "))
+				text := strings.Join(append([]string{who(p.Role, p.Rank)}, p.Addrs...), " ")
+				peers = append(peers, text+[]string{"", " (gone)", " (parting)"}[p.State])
 			}
 			w.say("%s: roster of %d, peers: %s", n.name, len(o.Members), strings.Join(peers, ", "))
 			ready = !n.slow
@@ -459,8 +481,17 @@ func (w *world) fromMember(n *node, out []Output) {
 			w.say("%s: running", n.name)
 		case Released:
 			w.say("%s: released %d", n.name, o.Seq)
-		case Lost:
-			w.say("%s: lost: %v", n.name, o.Err)
+		case Lost, Overdue, Joined:
+			text := map[OutputKind]string{Lost: "lost", Overdue: "overdue", Joined: "joined"}[o.Kind]
+			if o.Kind == Joined {
+				text += ": " + who(o.Members[0].Role, o.Members[0].Rank)
+			} else {
+				text += ": " + o.Err.Error()
+			}
+			if len(o.Seqs) != 0 {
+				text += fmt.Sprintf(", which ends calls %v", o.Seqs)
+			}
+			w.say("%s: %s", n.name, text)
 		case Ended:
 			w.say("%s: ended: %v", n.name, o.Err)
 			n.ended = true
@@ -506,15 +537,28 @@ func describe(b []byte) string {
 	switch t := wire.FrameType(b); t {
 	case wire.TypeRegister:
 		if g, err := wire.ParseRegister(b); err == nil {
-			return fmt.Sprintf("register %v %d, group %d, instance %d", g.Role, g.Rank, g.Group, g.Instance)
+			text := fmt.Sprintf("register %v %d, group %d, instance %d", g.Role, g.Rank, g.Group, g.Instance)
+			if g.Known != nil {
+				text += fmt.Sprintf(", runs with view %d", g.Known.View)
+			}
+			return text
 		}
 	case wire.TypeRoster:
 		if ms, err := wire.ParseRoster(b); err == nil {
-			return fmt.Sprintf("roster of %d", len(ms))
+			if ms.Running {
+				return fmt.Sprintf("roster of %d, view %d", len(ms.Members), ms.View)
+			}
+			return fmt.Sprintf("roster of %d", len(ms.Members))
 		}
-	case wire.TypeReady, wire.TypeGo, wire.TypeLeave, wire.TypeLeft:
+	case wire.TypeReady, wire.TypeGo, wire.TypeLeave, wire.TypeLeft, wire.TypePing:
 		if wire.ParseSignal(b) == nil {
-			return map[wire.Type]string{wire.TypeReady: "ready", wire.TypeGo: "go", wire.TypeLeave: "leave", wire.TypeLeft: "left"}[t]
+			return map[wire.Type]string{
+				wire.TypeReady: "ready", wire.TypeGo: "go", wire.TypeLeave: "leave", wire.TypeLeft: "left", wire.TypePing: "ping",
+			}[t]
+		}
+	case wire.TypeJoined:
+		if j, err := wire.ParseJoined(b); err == nil {
+			return fmt.Sprintf("joined %v %d, view %d", j.Role, j.Rank, j.View)
 		}
 	case wire.TypeBarrier:
 		if v, err := wire.ParseBarrier(b); err == nil {
@@ -526,7 +570,7 @@ func describe(b []byte) string {
 		}
 	case wire.TypeLost:
 		if l, err := wire.ParseLost(b); err == nil {
-			return fmt.Sprintf("lost %v %d", l.Role, l.Rank)
+			return fmt.Sprintf("lost %v %d, view %d", l.Role, l.Rank, l.View)
 		}
 	case wire.TypeRefuse:
 		if why, err := wire.ParseRefuse(b); err == nil {

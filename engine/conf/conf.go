@@ -113,6 +113,17 @@ const (
 
 func (l Lag) String() string { return name(lags, l) }
 
+// OnPeerLost says what becomes of the calls that need a peer that is lost.
+type OnPeerLost uint8
+
+// The ways: they fail, or wait for the process that takes its place.
+const (
+	RaiseLost OnPeerLost = iota
+	WaitForSuccessor
+)
+
+func (o OnPeerLost) String() string { return name(onPeerLost, o) }
+
 var (
 	roles      = []string{"scheduler", "worker", "server", "joint"}
 	transports = []string{"auto", "tcp", "cma", "cudaipc", "verbs", "ofi", "ucx"}
@@ -121,6 +132,7 @@ var (
 	backends   = []string{"any", "CPU", "GPU"}
 	levels     = []string{"error", "warn", "info", "debug"}
 	lags       = []string{"0", "1", "port1", "port2"}
+	onPeerLost = []string{"raise", "wait"}
 )
 
 func name[T ~uint8](names []string, v T) string {
@@ -175,6 +187,8 @@ type Config struct {
 	HeartbeatInterval time.Duration // 0: no heartbeats are sent
 	HeartbeatTimeout  time.Duration // 0: silence is not a fault
 	Progress          Progress
+	OnPeerLost        OnPeerLost
+	RejoinTimeout     time.Duration // for the successor of a lost peer
 	Spin              time.Duration // a waiting call spins this long before it sleeps
 
 	Log Level

@@ -189,6 +189,14 @@ var table = []setting{
 		value:   seconds("10", 0, maxWait, func(c *Config) *time.Duration { return &c.HeartbeatTimeout }),
 		meaning: "a peer that is silent for so long is lost; 0: never. More than PS_HEARTBEAT_INTERVAL",
 	}, {
+		name:    "FSERVER_ON_PEER_LOST",
+		value:   choice("raise", onPeerLost, nil, func(c *Config) *OnPeerLost { return &c.OnPeerLost }),
+		meaning: "what the calls do that need a lost peer: `raise` an error until a process has taken its rank again, or `wait` for it, and send the requests again that were not answered",
+	}, {
+		name:    "FSERVER_REJOIN_TIMEOUT",
+		value:   seconds("60", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.RejoinTimeout }),
+		meaning: "how long FSERVER_ON_PEER_LOST=wait waits, from the loss; and how long a scheduler stays when all others are lost",
+	}, {
 		name:    "FSERVER_PROGRESS",
 		value:   choice("auto", progresses, nil, func(c *Config) *Progress { return &c.Progress }),
 		meaning: "who moves the data: `caller`, the threads inside wait, get_batch and the like; `thread`, one of its own, which takes a core while there is traffic; `auto`: by the cores that are free",

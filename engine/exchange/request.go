@@ -28,6 +28,8 @@ type Request struct {
 	handler uint64 // generation above, place in the list of requests below
 	state   atomic.Uint32
 	client  *client
+	life    uint32 // of the client
+	lost    error  // why nobody can be answered; valid when lost
 	seq     uint64
 	writes  uint64 // that must have arrived
 	push    []Received
@@ -126,7 +128,8 @@ func (rs *requests) lose(c *client) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	for _, r := range rs.all {
-		if r.client == c {
+		if r.client == c && r.state.Load() == reqDelivered {
+			r.lost = c.lost
 			r.state.CompareAndSwap(reqDelivered, reqLost)
 		}
 	}
@@ -150,7 +153,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	if len(q.Push) != len(p.plan.Push) || len(q.Pull) != len(p.plan.Pull) {
 		return fmt.Errorf("exchange: request with %d pushed and %d pulled tensors under a plan of %d and %d", len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
-	r.client, r.seq, r.writes = c, q.Seq, q.Writes
+	r.client, r.life, r.seq, r.writes = c, c.life, q.Seq, q.Writes
 	r.push, r.pull = r.push[:0], r.pull[:0]
 	for i := range q.Push {
 		d, k := &p.plan.Push[i], p.keys[i]

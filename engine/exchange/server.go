@@ -68,7 +68,10 @@ type client struct {
 	replies ring[[]byte]  // frames with Buffers, likewise
 	count   int           // requests that are not answered
 	left    bool
-	down    error
+	down    error  // why there is no path to it
+	held    bool   // down, and its successor is waited for
+	lost    error  // the last down
+	life    uint32 // counts them
 }
 
 // arrival counts the writes of one immediate.
@@ -88,8 +91,9 @@ type Server struct {
 	batch    []*Request // scratch
 	ready    atomic.Bool
 	ranked   atomic.Bool           // all clients have their ranks
-	broken   atomic.Pointer[error] // why no batch can be complete, if so
+	broken   atomic.Pointer[error] // why no batch can be complete now, if so
 	slots    uint64
+	patient  bool
 	req      wire.Request
 	resp     wire.Response
 	needs    []wire.Need
@@ -164,7 +168,7 @@ func (s *Server) Respond(handler uint64, t *Ticket) error {
 		return err
 	}
 	if lost {
-		err := r.client.down // written before the request was marked
+		err := r.lost
 		s.requests.put(r)
 		s.Abandon(t)
 		return err
@@ -196,8 +200,8 @@ func (s *Server) Drain() {
 		s.adopt(t)
 		s.counters.Responses.Add(1)
 		t.open = 1
-		if c.down != nil {
-			s.drop(t, c.down)
+		if c.down != nil || t.request.life != c.life {
+			s.drop(t, c.lost)
 			continue
 		}
 		c.answers.push(t)
@@ -220,7 +224,7 @@ func (s *Server) drop(t *Ticket, err error) {
 func (s *Server) advance(c *client) {
 	for {
 		if err := c.flush(); err != nil {
-			s.Down(c.index, s.lost(c.index, err))
+			s.Lose(c.index, s.lost(c.index, err))
 			return
 		}
 		if !c.empty() {
@@ -482,7 +486,7 @@ func (s *Server) match(c *client) error {
 	return nil
 }
 
-// publish works out whether a batch is complete, or never will be.
+// publish works out whether a batch is complete, or will not be as things stand.
 func (s *Server) publish() {
 	all := true
 	var broken error
@@ -492,7 +496,7 @@ func (s *Server) publish() {
 		}
 		all = false
 		switch {
-		case c.down != nil && !c.left:
+		case c.down != nil && !c.left && !c.held:
 			broken = c.down
 		case c.left && broken == nil:
 			broken = ErrLeft
@@ -502,11 +506,13 @@ func (s *Server) publish() {
 	if broken != nil {
 		why := broken // its own variable: broken would be allocated at each call
 		s.broken.Store(&why)
+	} else if s.broken.Load() != nil {
+		s.broken.Store(nil)
 	}
 }
 
 // Batch gives the next batch: one request of each worker, in the order of the
-// groups; nil if it is not complete; an error if it will never be. The requests
+// groups; nil if it is not complete; an error if it will not be as things stand. The requests
 // stay until Deliver. The slice is valid until the next call.
 func (s *Server) Batch() ([]*Request, error) {
 	if !s.ready.Load() {
@@ -533,26 +539,14 @@ func (s *Server) Deliver() {
 	s.publish()
 }
 
-// Down ends everything that belongs to worker i with err. The operations on
-// its Conn must have ended, or be about to.
+// Down is Lose, and says that nobody waits for a successor of worker i, or no
+// longer.
 func (s *Server) Down(i int, err error) {
 	c := s.clients[i]
-	if c.down != nil {
-		return
+	if c.down == nil {
+		s.part(c, err)
 	}
-	c.down = err
-	c.outbox.drop()
-	for c.answers.len() != 0 {
-		s.drop(c.answers.pop(), err)
-	}
-	for c.ready.len() != 0 {
-		s.requests.put(c.ready.pop())
-	}
-	for _, r := range c.open {
-		s.requests.put(r)
-	}
-	c.open = nil
-	s.requests.lose(c)
+	c.held = false
 	s.publish()
 }
 

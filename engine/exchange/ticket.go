@@ -50,6 +50,7 @@ type Ticket struct {
 type leg struct {
 	state   uint8 // legQueued, legPosted, legEnded
 	replied bool  // the response frame is here
+	sends   uint8 // times that the request was posted
 	writes  uint64
 	arrived uint64 // writes that have arrived
 	keys    []*credit

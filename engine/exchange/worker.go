@@ -39,8 +39,9 @@ type server struct {
 	keys   map[uint64]*credit
 	queue  ring[*Ticket] // those whose request is not wholly posted
 	asked  bool          // a Need is not answered yet
-	down   error
-	needs  []wire.Need // scratch
+	down   error         // why there is no path to it
+	held   bool          // down, and its push_pulls wait for its successor
+	needs  []wire.Need   // scratch
 	req    wire.Request
 }
 
@@ -62,6 +63,8 @@ type Worker struct {
 	numbers  []*plan
 	nextPlan int
 	regs     map[uint64][]registration // by allocation, one per Fabric
+	stale    []registration            // taken out of regs, and still named by tickets
+	patient  bool
 	resp     wire.Response
 	lost     Lost
 }
@@ -153,7 +156,7 @@ func (w *Worker) start(t *Ticket) {
 		switch {
 		case err != nil:
 			w.endLeg(t, s, err)
-		case s.down != nil:
+		case s.down != nil && !s.held:
 			w.endLeg(t, s, s.down)
 		default:
 			s.queue.push(t)
@@ -255,6 +258,9 @@ func (w *Worker) unregister(t *Ticket) {
 		}
 		t.regs[i] = registration{}
 	}
+	if len(w.stale) != 0 {
+		w.sweep()
+	}
 }
 
 func (w *Worker) forget(alloc uint64) {
@@ -268,9 +274,12 @@ func (w *Worker) forget(alloc uint64) {
 // order of submission is kept: a request that waits holds up those behind it,
 // because the server pairs the n-th requests of its workers.
 func (w *Worker) advance(s *server) {
+	if s.down != nil {
+		return
+	}
 	for {
 		if err := s.flush(); err != nil {
-			w.Down(s.index, w.lost(s.index, err))
+			w.Lose(s.index, w.lost(s.index, err))
 			return
 		}
 		if !s.empty() {
@@ -278,6 +287,7 @@ func (w *Worker) advance(s *server) {
 		}
 		if t := s.ticket; t != nil { // its request is out
 			t.legs[s.index].state = legPosted
+			t.legs[s.index].sends++
 			s.queue.pop()
 			s.ticket = nil
 		}
@@ -418,6 +428,9 @@ func (w *Worker) Done(user uint64, err error) {
 	if t == nil { // a frame of no ticket
 		return
 	}
+	if w.patient {
+		err = nil // the end of the Conn follows, and decides
+	}
 	t.ops--
 	w.settle(t, err)
 }
@@ -513,15 +526,17 @@ func (w *Worker) complete(t *Ticket, i int) error {
 	return nil
 }
 
-// Down ends everything that waits for server i with err. The operations on its
-// Conn must have ended, or be about to.
+// Down ends everything that waits for server i, or for its successor, with err.
+// The operations on its Conn must have ended, or be about to.
 func (w *Worker) Down(i int, err error) {
 	s := w.servers[i]
-	if s.down != nil {
+	if s.down != nil && !s.held {
 		return
 	}
-	s.down = err
-	s.drop()
+	if s.down == nil {
+		w.part(s, err)
+	}
+	s.held = false
 	for s.queue.len() != 0 {
 		s.queue.pop()
 	}

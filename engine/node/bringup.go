@@ -113,7 +113,7 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 	if err != nil {
 		return nil, err
 	}
-	if at := place(f.Addr()); at != "" && listen.Open && !isLoopback(at) {
+	if at := location(f.Addr()); at != "" && listen.Open && !isLoopback(at) {
 		log.Warn(conf.OpenWarning(at))
 	}
 	return f, nil
@@ -190,12 +190,9 @@ func (n *Node) join() {
 	base := n.base()
 	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
 	if n.joins.Add(1) > 1 { // the last one that we found was about to end
-		select {
-		case <-n.ctx.Done():
-		case <-time.After(firstPause):
-		}
+		pause(n.ctx, firstPause)
 	}
-	c, err := n.dial(base, at)
+	c, err := n.dial(n.ctx, base, at)
 	if err != nil {
 		n.failDial(fmt.Errorf("node: scheduler at %s: %w (is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?)", n.cfg.Scheduler(), err))
 		return
@@ -219,13 +216,23 @@ func (n *Node) join() {
 // firstPause is how long dial waits before it tries again; it doubles.
 const firstPause = 20 * time.Millisecond
 
+// pause waits, unless ctx ends.
+func pause(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+	case <-t.C:
+	}
+}
+
 // dial connects to at over f, again and again until it works, the peer says no,
-// or the time for the bring-up is up.
-func (n *Node) dial(f transport.Fabric, at transport.Addr) (transport.Conn, error) {
-	pause := firstPause
+// or ctx ends: in the bring-up, because its time is up.
+func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr) (transport.Conn, error) {
+	wait := firstPause
 	for {
-		ctx, cancel := context.WithTimeout(n.ctx, 10*time.Second)
-		c, err := f.Connect(ctx, at)
+		try, cancel := context.WithTimeout(ctx, 10*time.Second)
+		c, err := f.Connect(try, at)
 		cancel()
 		if err == nil {
 			return c, nil
@@ -235,12 +242,10 @@ func (n *Node) dial(f transport.Fabric, at transport.Addr) (transport.Conn, erro
 			return nil, err
 		}
 		n.log.Info("not connected yet", zap.String("to", string(at)), zap.Error(err))
-		select {
-		case <-n.ctx.Done():
+		if pause(ctx, wait); ctx.Err() != nil {
 			return nil, &TimeoutError{fmt.Sprintf("no connection within %v; the last attempt: %v", n.cfg.InitTimeout, err)}
-		case <-time.After(pause):
 		}
-		pause = min(2*pause, 500*time.Millisecond)
+		wait = min(2*wait, 500*time.Millisecond)
 	}
 }
 
@@ -253,30 +258,37 @@ func (n *Node) failDial(err error) {
 }
 
 // introduced takes the roster: now we know whom to connect to, or to expect.
-func (n *Node) introduced(rail []wire.Member) {
-	n.rail = rail
+// late says that the cluster runs already.
+func (n *Node) introduced(rail []wire.Member, late bool) {
+	n.rail, n.back.late = rail, late
 	if n.ctx.Err() != nil {
 		return // the time is up, as WaitReady says
 	}
-	if n.worker != nil {
-		for i := range n.rail {
-			n.dials.Add(1)
-			go n.reach(i, n.rail[i])
+	for i := range n.rail {
+		switch {
+		case n.rail[i].State != wire.Present:
+			n.absent(i)
+		case n.worker != nil:
+			n.reach(i, 0)
 		}
-		return
 	}
-	for _, l := range n.waiting {
-		n.admit(l)
-	}
-	n.waiting = nil
+	n.admitAll()
+	n.meet()
 }
 
-// reach connects a worker to server i. It runs in a goroutine of its own.
-func (n *Node) reach(i int, m wire.Member) {
+// connect connects a worker to server i. It runs in a goroutine of its own, and
+// gives up when ctx ends or m is not that server any more.
+func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 	defer n.dials.Done()
-	p, c, why, err := n.path(m)
+	p, c, why, err := n.path(ctx, m)
 	if err != nil {
-		n.failDial(fmt.Errorf("node: server %d: %w", m.Rank, err))
+		n.unreached(ctx, i, &m, fmt.Errorf("node: server %d: %w", m.Rank, err))
+		return
+	}
+	h, err := wire.ParseHello(c.Hello())
+	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) || h.Epoch != m.Epoch {
+		n.unreached(ctx, i, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Remote(), Reason: fmt.Sprintf("%v %d answers in its place", h.Role, h.Rank)})
+		_ = c.Close()
 		return
 	}
 	if !n.own() {
@@ -284,24 +296,20 @@ func (n *Node) reach(i int, m wire.Member) {
 		return
 	}
 	defer n.disown()
-	h, err := wire.ParseHello(c.Hello())
-	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) || h.Epoch != m.Epoch {
-		n.fail(&LostError{Role: m.Role, Rank: m.Rank, Address: c.Remote(), Reason: fmt.Sprintf("%v %d answers in its place", h.Role, h.Rank)})
+	if !n.current(i, &m) {
 		_ = c.Close()
 		return
 	}
-	l := &link{conn: c, plane: p, why: why, kind: linkPeer, index: i, hello: h}
-	n.links[c], n.peers[i] = l, l
-	p.peers++
-	n.worker.Connect(i, p.Fabric, c)
-	n.meet()
+	l := &link{conn: c, plane: p, why: why, kind: linkPeer, index: i, hello: h, since: trace.Now()}
+	n.links[c] = l
+	n.linked(l)
 }
 
 // accept takes a new connection: of a member by the scheduler, of a worker by
 // a server.
 func (n *Node) accept(p *plane, c transport.Conn) {
 	h, err := wire.ParseHello(c.Hello())
-	l := &link{conn: c, plane: p, hello: h}
+	l := &link{conn: c, plane: p, hello: h, since: trace.Now()}
 	switch {
 	case err != nil:
 	case n.scheduler != nil:
@@ -312,11 +320,8 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 		return
 	case n.server != nil && h.Role == wire.RoleWorker:
 		n.links[c] = l
-		if n.rail == nil {
-			n.waiting = append(n.waiting, l)
-		} else {
-			n.admit(l)
-		}
+		n.waiting = append(n.waiting, l)
+		n.admitAll()
 		return
 	default:
 		err = fmt.Errorf("%v %d has nothing to say to a %v", h.Role, h.Rank, n.cfg.Role)
@@ -325,31 +330,13 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 	_ = c.Close()
 }
 
-// admit gives a worker that connected its place in the rail.
-func (n *Node) admit(l *link) {
-	for i, m := range n.rail {
-		if int32(m.Rank) == l.hello.Rank && m.Epoch == l.hello.Epoch && n.peers[i] == nil {
-			l.kind, l.index = linkPeer, i
-			n.peers[i] = l
-			l.plane.peers++
-			n.server.Connect(i, int32(m.Rank), l.plane.Fabric, l.conn)
-			n.meet()
-			return
-		}
-	}
-	n.log.Warn("connection closed", zap.String("from", l.conn.Remote()),
-		zap.String("reason", fmt.Sprintf("worker %d is not expected on this rail", l.hello.Rank)))
-	n.unlink(l)
-	_ = l.conn.Close()
-}
-
-// meet tells the cluster when all peers are connected.
+// meet tells the cluster when all peers are connected, and say so.
 func (n *Node) meet() {
 	if n.rail == nil || n.phase.Load() != joining || n.met {
 		return
 	}
-	for _, l := range n.peers {
-		if l == nil {
+	for i, l := range n.peers {
+		if n.rail[i].State == wire.Present && !(n.up(l) && l.used) {
 			return
 		}
 	}

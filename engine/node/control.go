@@ -24,11 +24,13 @@ func (n *Node) control(in cluster.Input) {
 	case n.member != nil:
 		n.outputs(n.member.Step(trace.Now(), in))
 	}
+	n.timer.Store(n.nextTimer())
 }
 
-// tick tells the state machine the time.
+// tick tells the state machine the time, and ends what is overdue here.
 func (n *Node) tick() {
 	if n.failed() == nil {
+		n.overdue(trace.Now())
 		n.control(cluster.Input{Kind: cluster.Tick})
 	}
 }
@@ -39,7 +41,7 @@ func (n *Node) nextTimer() int64 {
 	case n.scheduler != nil:
 		return n.scheduler.Next()
 	case n.member != nil:
-		return n.member.Next()
+		return min(n.member.Next(), n.back.next())
 	}
 	return cluster.Never
 }
@@ -64,22 +66,31 @@ func (n *Node) outputs(out []cluster.Output) {
 		case cluster.Warn:
 			n.log.Warn(o.Text)
 		case cluster.Redial:
-			if n.ctx.Err() == nil { // else the time is up, as WaitReady says
+			switch {
+			case n.phase.Load() != joining:
+				n.dials.Add(1)
+				go n.joinAgain()
+			case n.ctx.Err() == nil: // else the time is up, as WaitReady says
 				n.dials.Add(1)
 				go n.join()
 			}
 		case cluster.Roster:
-			n.introduced(o.Peers)
+			n.introduced(o.Peers, o.Late)
 		case cluster.Running:
-			n.cancel() // nobody dials any more
+			n.cancel() // the bring-up is over
 			n.phase.CompareAndSwap(joining, running)
+			n.reachAll()
 			n.log.Info("the cluster is running")
 		case cluster.Released:
 			if b := n.barriers[o.Seq]; b != nil {
 				b.end(nil)
 			}
 		case cluster.Lost:
-			n.nodeLost(o.Err)
+			n.nodeLost(o.Err, o.Seqs)
+		case cluster.Overdue:
+			n.endBarriers(o.Seqs, o.Err)
+		case cluster.Joined:
+			n.joined(o.Members[0])
 		case cluster.Ended:
 			n.over(o.Err)
 		}
@@ -102,11 +113,16 @@ func (n *Node) controlLink(id int64) *link {
 // maxStuck bounds the control frames that a peer does not take.
 const maxStuck = 1024
 
-// sendFrame posts a control frame, now or, under back-pressure, later. If the
-// connection is broken its end is reported by itself.
+// sendFrame posts a control frame, now or, under back-pressure, later. A
+// connection that we have opened and that is broken ends here: that may have been
+// reported before its link was known. The end of any other is reported by itself.
 func (n *Node) sendFrame(l *link, frame []byte) {
 	if len(l.frames) == 0 {
 		k, err := l.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: frame}})
+		if err != nil && l.kind != linkMember && n.links[l.conn] == l {
+			_ = l.conn.Close()
+			n.down(l, err)
+		}
 		if k == 1 || err != nil {
 			return
 		}
@@ -132,29 +148,31 @@ func (n *Node) unstick() {
 	}
 }
 
-// nodeLost takes the news that a node is gone. What waits for a peer ends when
-// its own connection does, or here if that is silent; barriers end in any case.
-func (n *Node) nodeLost(err error) {
+// nodeLost takes the news that a node is gone, which ends the barriers in seqs.
+// What waits for a peer ends when its own connection does, or here if that is
+// silent.
+func (n *Node) nodeLost(err error, seqs []uint64) {
 	n.log.Warn("a node is lost", zap.Error(err))
-	if n.phase.Load() == joining {
+	if n.scheduler != nil && n.phase.Load() == joining {
 		n.fail(err) // without it the cluster cannot come to be
 		return
 	}
 	if n.phase.Load() == leaving && n.stopErr == nil {
 		n.stopErr = err
 	}
-	for _, b := range n.barriers {
-		b.end(err)
-	}
+	n.endBarriers(seqs, err)
 	var lost *LostError
-	if !errors.As(err, &lost) {
-		return
+	if errors.As(err, &lost) {
+		if i := n.place(lost.Role, lost.Rank); i >= 0 {
+			n.peerLost(i, err)
+		}
 	}
-	for i, l := range n.peers {
-		if l != nil && n.rail[i].Role == lost.Role && n.rail[i].Rank == lost.Rank && n.links[l.conn] != nil {
-			n.unlink(l)
-			_ = l.conn.Close()
-			n.peerDown(l, err)
+}
+
+func (n *Node) endBarriers(seqs []uint64, err error) {
+	for _, seq := range seqs {
+		if b := n.barriers[seq]; b != nil {
+			b.end(err)
 		}
 	}
 }

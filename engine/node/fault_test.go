@@ -152,11 +152,14 @@ func TestLostInStop(t *testing.T) {
 	}
 }
 
-// TestSchedulerLost closes the scheduler: push_pulls go on, barriers do not.
+// TestSchedulerLost closes the scheduler: push_pulls go on, the barrier that is
+// under way does not, and those after it wait for another scheduler.
 func TestSchedulerLost(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1})
-	require.NoError(t, m.scheduler.Close())
 	w, s := m.workers[0], m.servers[0]
+	seq, err := w.Barrier(BarrierOf(true, true, false), 0)
+	require.NoError(t, err)
+	require.NoError(t, m.scheduler.Close())
 	done := make(chan error, 1)
 	go func() { done <- serve(t, s, 5) }()
 	for range 5 {
@@ -164,7 +167,11 @@ func TestSchedulerLost(t *testing.T) {
 		require.NoError(t, wait(w, pushPull(t, w, []exchange.Tensor{x}, []exchange.Tensor{y})))
 	}
 	require.NoError(t, <-done)
-	lostWithin(t, func() error { return barrierOf(w) }, "scheduler", 0)
+	lostWithin(t, func() error { return w.WaitBarrier(seq, 10*time.Second) }, "scheduler", 0)
+	seq, err = w.Barrier(BarrierOf(true, true, false), 50*time.Millisecond)
+	require.NoError(t, err)
+	var late *TimeoutError
+	require.ErrorAs(t, w.WaitBarrier(seq, 10*time.Second), &late)
 }
 
 // TestWorkersLeave ends the server's loop when its workers stop.

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -45,7 +46,9 @@ type Node struct {
 	worker   *exchange.Worker // of a worker, else nil
 	server   *exchange.Server // of a server, else nil
 
-	ctx      context.Context // of dialling; ended by Close
+	life     context.Context // ended by Close
+	die      context.CancelFunc
+	ctx      context.Context // of dialling during the bring-up
 	cancel   context.CancelFunc
 	dials    sync.WaitGroup
 	joins    atomic.Int32 // calls of join
@@ -77,6 +80,7 @@ type Node struct {
 	rail      []wire.Member // those of peers; nil before the roster came
 	waiting   []*link       // workers that connected before the roster came
 	met       bool          // all peers are connected
+	back      comingBack    // of peers and of this node
 	stuck     []*link       // with frames that back-pressure held up
 	stopErr   error         // what happened while leaving
 	barriers  map[uint64]*barrier
@@ -100,13 +104,16 @@ type link struct {
 	index  int   // peer: place in the rail
 	hello  wire.Hello
 	left   bool     // it said Bye
+	used   bool     // it said Up
 	frames [][]byte // not posted yet
+	early  [][]byte // linkWaiting: frames that came already
+	since  int64    // when it was opened
 }
 
 type linkKind uint8
 
 const (
-	linkWaiting   linkKind = iota // a worker that the roster has not named yet
+	linkWaiting   linkKind = iota // a worker that the scheduler has not named yet
 	linkScheduler                 // ours to the scheduler
 	linkMember                    // the scheduler's to a member
 	linkPeer                      // between worker and server
@@ -155,9 +162,10 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		nudge: make(chan struct{}, 1), stop: make(chan struct{}), gone: make(chan struct{}), napper: time.NewTimer(0),
 		deadline: time.Now().Add(cfg.InitTimeout),
 	}
-	n.ctx, n.cancel = context.WithDeadline(context.Background(), n.deadline)
+	n.life, n.die = context.WithCancel(context.Background())
+	n.ctx, n.cancel = context.WithDeadline(n.life, n.deadline)
 	n.gate = newGate(cfg)
-	timing := cluster.Timing{Interval: cfg.HeartbeatInterval, Timeout: cfg.HeartbeatTimeout, Leave: cfg.StopTimeout}
+	timing := cluster.Timing{Interval: cfg.HeartbeatInterval, Timeout: cfg.HeartbeatTimeout, Leave: cfg.StopTimeout, Rejoin: cfg.RejoinTimeout}
 	shape := wire.Shape{Workers: cfg.Workers, Servers: cfg.Servers, GroupSize: cfg.GroupSize}
 	switch cfg.Role {
 	case conf.Worker:
@@ -170,6 +178,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		n.scheduler, err = cluster.NewScheduler(cluster.SchedulerConfig{Shape: shape, Timing: timing})
 	}
 	if err == nil {
+		n.back.open(n)
 		err = n.progress.open()
 	}
 	if err == nil {
@@ -183,7 +192,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	}
 	if err == nil && n.scheduler == nil {
 		n.member = cluster.NewMember(cluster.MemberConfig{
-			Self: n.self(), Shape: shape, Scheduler: cfg.Scheduler(), Timing: timing,
+			Self: n.self(), Shape: shape, Scheduler: cfg.Scheduler(), Timing: timing, Patient: n.patient(),
 		})
 	}
 	if err != nil {
@@ -205,7 +214,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 
 // abandon undoes what open has done when it cannot finish.
 func (n *Node) abandon() {
-	n.cancel()
+	n.die()
 	for _, p := range n.planes {
 		_ = p.Close()
 	}
@@ -237,7 +246,7 @@ func (n *Node) Info() Info {
 	v := Info{
 		Role: int(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group, Instance: n.cfg.Instance,
 		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: mem.CPU,
-		Address: place(n.base().Addr()),
+		Address: location(n.base().Addr()),
 	}
 	if tb := n.tickets(); tb != nil {
 		v.Words = tb.Words()
@@ -393,6 +402,8 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 		n.down(l, ev.Err)
 	case l.kind == linkPeer:
 		err = n.data(l, ev)
+	case l.kind == linkWaiting:
+		err = l.keep(ev)
 	case ev.Kind == transport.EvFrame:
 		n.control(cluster.Input{Kind: cluster.Frame, Conn: l.id, Data: ev.Data})
 	default:
@@ -411,14 +422,22 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 		}
 		return n.server.Written(l.index, ev.Imm, ev.Len)
 	}
-	if wire.FrameType(ev.Data) == wire.TypeBye {
+	switch wire.FrameType(ev.Data) {
+	case wire.TypeBye:
 		l.left = true
+	case wire.TypeUp:
+		l.used = true
+		if n.server != nil {
+			n.sendFrame(l, wire.AppendUp(nil))
+		}
+		n.meet()
+		return nil
 	}
 	if n.server != nil {
 		return n.server.Frame(l.index, ev.Data)
 	}
 	if l.left {
-		n.worker.Down(l.index, n.lostPeer(l, "it has left the cluster"))
+		n.worker.Down(l.index, n.lostPeer(l, hasLeft))
 		return nil
 	}
 	return n.worker.Frame(l.index, ev.Data)
@@ -442,12 +461,7 @@ func (n *Node) down(l *link, err error) {
 	case linkPeer:
 		n.peerDown(l, n.lostPeer(l, reason(err)))
 	case linkWaiting:
-		for i := range n.waiting {
-			if n.waiting[i] == l {
-				n.waiting = append(n.waiting[:i], n.waiting[i+1:]...)
-				break
-			}
-		}
+		n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
 	}
 }
 
@@ -460,19 +474,6 @@ func (n *Node) unlink(l *link) {
 	n.last = nil
 	if l.kind == linkPeer {
 		l.plane.peers--
-	}
-}
-
-// peerDown ends everything that waits for a peer.
-func (n *Node) peerDown(l *link, err error) {
-	if n.phase.Load() == joining {
-		n.fail(err)
-		return
-	}
-	if n.worker != nil {
-		n.worker.Down(l.index, err)
-	} else {
-		n.server.Down(l.index, err)
 	}
 }
 
@@ -534,7 +535,7 @@ func (n *Node) failed() error {
 // returned, no goroutine, descriptor or foreign memory is in use any more.
 func (n *Node) Close() error {
 	n.closeOnce.Do(func() {
-		n.cancel()
+		n.die()
 		n.own()
 		n.phase.Store(ended)
 		n.fail(ErrClosed)

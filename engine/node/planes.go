@@ -108,8 +108,8 @@ func (n *Node) shutFabrics() error {
 	return errors.Join(errs...)
 }
 
-// place is an address for people: without the name of its transport.
-func place(a transport.Addr) string {
+// location is an address for people: without the name of its transport.
+func location(a transport.Addr) string {
 	_, rest, _ := strings.Cut(string(a), ":")
 	return rest
 }
@@ -135,7 +135,7 @@ func (l *link) via() (how, why string) {
 // path connects to m over the best Fabric that can. Only the last one that
 // reaches it is tried again and again. why is what spoke against the better
 // ones.
-func (n *Node) path(m wire.Member) (p *plane, c transport.Conn, why string, err error) {
+func (n *Node) path(ctx context.Context, m wire.Member) (p *plane, c transport.Conn, why string, err error) {
 	type way struct {
 		p  *plane
 		at transport.Addr
@@ -154,8 +154,8 @@ func (n *Node) path(m wire.Member) (p *plane, c transport.Conn, why string, err 
 	}
 	last := len(ways) - 1
 	for _, w := range ways[:last] {
-		ctx, cancel := context.WithTimeout(n.ctx, 10*time.Second)
-		c, err := w.p.Connect(ctx, w.at)
+		try, cancel := context.WithTimeout(ctx, 10*time.Second)
+		c, err := w.p.Connect(try, w.at)
 		cancel()
 		if err == nil {
 			return w.p, c, why, nil
@@ -163,7 +163,7 @@ func (n *Node) path(m wire.Member) (p *plane, c transport.Conn, why string, err 
 		n.log.Warn("no connection over "+scheme(w.p)+", taking another way", zap.String("to", string(w.at)), zap.Error(err))
 		why = err.Error()
 	}
-	c, err = n.dial(ways[last].p, ways[last].at)
+	c, err = n.dial(ctx, ways[last].p, ways[last].at)
 	return ways[last].p, c, why, err
 }
 

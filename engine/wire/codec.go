@@ -16,7 +16,7 @@ import (
 
 // Version of the wire format. It changes with every change that an older
 // build would not understand.
-const Version = 1
+const Version = 2
 
 // Type is the first byte of every frame.
 type Type uint8
@@ -35,6 +35,8 @@ const (
 	TypeLost      Type = 9  // scheduler -> member: a member is gone
 	TypeRefuse    Type = 10 // scheduler -> member: you cannot take part, and why
 	TypeHeartbeat Type = 11 // both ways: I am alive
+	TypeJoined    Type = 12 // scheduler -> member: a member has come back
+	TypePing      Type = 13 // scheduler -> member, and back at once: are you alive
 
 	TypePlan     Type = 32 // worker -> server: the shape of a push-pull, under a number
 	TypeNeed     Type = 33 // worker -> server: receive buffers must grow
@@ -42,6 +44,7 @@ const (
 	TypeRequest  Type = 35 // worker -> server: a push-pull of a plan is complete
 	TypeResponse Type = 36 // server -> worker: an answer is complete
 	TypeBye      Type = 37 // either: I close this connection in good order
+	TypeUp       Type = 38 // worker -> server, and back: I use this connection
 )
 
 // ErrShort says that a frame ends too early.

@@ -28,13 +28,13 @@ func (r Role) String() string {
 }
 
 // Bounds of the control frames. A roster is one frame, so it is what bounds a
-// cluster: 27,000 members with one IPv4 address each (38 bytes), or 9,900
-// with four (105 bytes).
+// cluster: 26,000 members with one IPv4 address each (39 bytes), or 9,500
+// with four (106 bytes).
 const (
 	MaxMembers = 65536
-	MaxRoster  = 1 << 20 // bytes: what a transport takes as one frame
-	MaxAddrs   = 64      // of one member
-	maxAddr    = 255     // one address, bytes
+	MaxRoster  = 1<<20 - 1<<15 // bytes: what a transport takes as one frame, less what Register has beside it
+	MaxAddrs   = 64            // of one member
+	maxAddr    = 255           // one address, bytes
 )
 
 // Member is one worker or server.
@@ -43,12 +43,23 @@ type Member struct {
 	Rank     int // within the role
 	Group    int
 	Instance int      // rail
-	Epoch    uint64   // which run of the process: a restarted one has a larger one
+	Epoch    uint64   // which run of the process: no two runs have the same
+	State    State    // in a roster
 	Addrs    []string // where it listens, best first; printable, at most 255 bytes each
 }
 
+// State is what has become of a member.
+type State uint8
+
+// The states.
+const (
+	Present State = iota
+	Gone          // lost
+	Parting       // it has asked to leave, or has left
+)
+
 // memberSize is the least that a Member takes.
-const memberSize = 13
+const memberSize = 14
 
 func appendMember(dst []byte, m *Member) []byte {
 	dst = append(dst, byte(m.Role))
@@ -56,6 +67,7 @@ func appendMember(dst []byte, m *Member) []byte {
 	dst = binary.AppendUvarint(dst, uint64(m.Group))
 	dst = binary.AppendUvarint(dst, uint64(m.Instance))
 	dst = binary.LittleEndian.AppendUint64(dst, m.Epoch)
+	dst = append(dst, byte(m.State))
 	dst = binary.AppendUvarint(dst, uint64(len(m.Addrs)))
 	for _, a := range m.Addrs {
 		dst = appendBytes(dst, a)
@@ -70,6 +82,10 @@ func (r *reader) member() Member {
 		Group:    r.number("group", MaxMembers-1),
 		Instance: r.number("instance", MaxMembers-1),
 		Epoch:    r.u64(),
+		State:    State(r.u8()),
+	}
+	if r.err == nil && m.State > Parting {
+		r.fail(fmt.Errorf("wire: state %d of a member is unknown", m.State))
 	}
 	if n := r.count("addresses", MaxAddrs, 1); n != 0 {
 		m.Addrs = make([]string, n)
@@ -102,10 +118,18 @@ func (s Shape) String() string {
 	return fmt.Sprintf("workers=%d servers=%d group_size=%d", s.Workers, s.Servers, s.GroupSize)
 }
 
+// Roster is the list of all members.
+type Roster struct {
+	View    uint64 // counts what has changed in it: of two rosters, the one with more is later
+	Running bool   // the cluster runs already, and its receiver joins it
+	Members []Member
+}
+
 // Register is a member's first frame.
 type Register struct {
 	Shape Shape // as the member is configured
 	Member
+	Known *Roster // of a member that runs and has lost its scheduler; nil: it is new
 }
 
 // AppendRegister appends g as a frame.
@@ -114,7 +138,11 @@ func AppendRegister(dst []byte, g *Register) []byte {
 	dst = binary.AppendUvarint(dst, uint64(g.Shape.Workers))
 	dst = binary.AppendUvarint(dst, uint64(g.Shape.Servers))
 	dst = binary.AppendUvarint(dst, uint64(g.Shape.GroupSize))
-	return appendMember(dst, &g.Member)
+	dst = appendMember(dst, &g.Member)
+	if g.Known == nil {
+		return append(dst, 0)
+	}
+	return appendRoster(append(dst, 1), g.Known)
 }
 
 // ParseRegister parses a frame; the result does not alias it.
@@ -126,32 +154,71 @@ func ParseRegister(b []byte) (*Register, error) {
 		Servers:   r.number("server groups", MaxMembers),
 		GroupSize: r.number("group size", MaxMembers),
 	}, Member: r.member()}
+	if r.flag() {
+		g.Known = r.roster()
+	}
 	return g, r.end()
 }
 
 // AppendRoster appends the list of all members as a frame.
-func AppendRoster(dst []byte, ms []Member) []byte {
-	dst = append(dst, byte(TypeRoster))
-	dst = binary.AppendUvarint(dst, uint64(len(ms)))
-	for i := range ms {
-		dst = appendMember(dst, &ms[i])
+func AppendRoster(dst []byte, v *Roster) []byte {
+	return appendRoster(append(dst, byte(TypeRoster)), v)
+}
+
+func appendRoster(dst []byte, v *Roster) []byte {
+	dst = binary.AppendUvarint(dst, v.View)
+	running := byte(0)
+	if v.Running {
+		running = 1
+	}
+	dst = append(dst, running)
+	dst = binary.AppendUvarint(dst, uint64(len(v.Members)))
+	for i := range v.Members {
+		dst = appendMember(dst, &v.Members[i])
 	}
 	return dst
 }
 
 // ParseRoster parses a frame; the result does not alias it.
-func ParseRoster(b []byte) ([]Member, error) {
+func ParseRoster(b []byte) (*Roster, error) {
 	r := reader{b: b}
 	r.kind(TypeRoster)
-	ms := make([]Member, r.count("members", MaxMembers, memberSize))
-	for i := range ms {
-		ms[i] = r.member()
+	v := r.roster()
+	return v, r.end()
+}
+
+func (r *reader) roster() *Roster {
+	v := &Roster{View: r.uvarint(), Running: r.flag()}
+	v.Members = make([]Member, r.count("members", MaxMembers, memberSize))
+	for i := range v.Members {
+		v.Members[i] = r.member()
 	}
-	return ms, r.end()
+	return v
+}
+
+// Joined says that a member has taken the place of one that is gone.
+type Joined struct {
+	View uint64 // of the roster, with it
+	Member
+}
+
+// AppendJoined appends j as a frame.
+func AppendJoined(dst []byte, j *Joined) []byte {
+	dst = append(dst, byte(TypeJoined))
+	dst = binary.AppendUvarint(dst, j.View)
+	return appendMember(dst, &j.Member)
+}
+
+// ParseJoined parses a frame; the result does not alias it.
+func ParseJoined(b []byte) (*Joined, error) {
+	r := reader{b: b}
+	r.kind(TypeJoined)
+	j := &Joined{r.uvarint(), r.member()}
+	return j, r.end()
 }
 
 // AppendSignal appends a frame that is its type alone: Ready, Go, Leave, Left,
-// Heartbeat.
+// Heartbeat, Ping.
 func AppendSignal(dst []byte, t Type) []byte { return append(dst, byte(t)) }
 
 // ParseSignal checks that a frame is its type alone.
@@ -203,23 +270,26 @@ func (f BarrierFlags) String() string {
 }
 
 // Barrier says that a member has reached a barrier. Seq is the member's own
-// count of its calls, from 1.
+// count of its calls, from 1. View is the roster's as the member knows it: a
+// call from before a loss is over.
 type Barrier struct {
 	Flags BarrierFlags
 	Seq   uint64
+	View  uint64
 }
 
 // AppendBarrier appends v as a frame.
 func AppendBarrier(dst []byte, v Barrier) []byte {
 	dst = append(dst, byte(TypeBarrier), byte(v.Flags))
-	return binary.AppendUvarint(dst, v.Seq)
+	dst = binary.AppendUvarint(dst, v.Seq)
+	return binary.AppendUvarint(dst, v.View)
 }
 
 // ParseBarrier parses a frame. The flags are valid.
 func ParseBarrier(b []byte) (Barrier, error) {
 	r := reader{b: b}
 	r.kind(TypeBarrier)
-	v := Barrier{BarrierFlags(r.u8()), r.uvarint()}
+	v := Barrier{BarrierFlags(r.u8()), r.uvarint(), r.uvarint()}
 	if r.err == nil && !v.Flags.Valid() {
 		r.fail(fmt.Errorf("wire: barrier flags %#x", uint8(v.Flags)))
 	}
@@ -242,6 +312,7 @@ func ParseRelease(b []byte) (seq uint64, err error) {
 
 // Lost says that a member is gone. Epoch tells which run of it.
 type Lost struct {
+	View    uint64 // of the roster, without it
 	Role    Role
 	Rank    int
 	Epoch   uint64
@@ -251,7 +322,9 @@ type Lost struct {
 
 // AppendLost appends l as a frame. A reason that is too long is cut.
 func AppendLost(dst []byte, l *Lost) []byte {
-	dst = append(dst, byte(TypeLost), byte(l.Role))
+	dst = append(dst, byte(TypeLost))
+	dst = binary.AppendUvarint(dst, l.View)
+	dst = append(dst, byte(l.Role))
 	dst = binary.AppendUvarint(dst, uint64(l.Rank))
 	dst = binary.LittleEndian.AppendUint64(dst, l.Epoch)
 	dst = appendBytes(dst, clip(l.Address))
@@ -263,6 +336,7 @@ func ParseLost(b []byte) (*Lost, error) {
 	r := reader{b: b}
 	r.kind(TypeLost)
 	l := &Lost{
+		View:    r.uvarint(),
 		Role:    r.role(),
 		Rank:    r.number("rank", MaxMembers-1),
 		Epoch:   r.u64(),
@@ -291,6 +365,15 @@ func (r *reader) role() Role {
 		r.fail(fmt.Errorf("wire: %v is unknown", v))
 	}
 	return v
+}
+
+// flag reads a byte that is 0 or 1.
+func (r *reader) flag() bool {
+	v := r.u8()
+	if r.err == nil && v > 1 {
+		r.fail(fmt.Errorf("wire: %d where 0 or 1 is expected", v))
+	}
+	return v == 1
 }
 
 // number reads a number that is at most limit.

@@ -39,21 +39,25 @@ var control = []struct {
 	frame []byte
 	again func(b []byte) (any, []byte, error)
 }{
-	{"register", AppendRegister(nil, &Register{Shape{3, 2, 4}, member}), func(b []byte) (any, []byte, error) {
+	{"register", AppendRegister(nil, &Register{Shape: Shape{3, 2, 4}, Member: member}), func(b []byte) (any, []byte, error) {
 		g, err := ParseRegister(b)
 		return g, AppendRegister(nil, g), err
 	}},
-	{"register without addresses", AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Role: RoleWorker}}), func(b []byte) (any, []byte, error) {
+	{"register without addresses", AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: RoleWorker}}), func(b []byte) (any, []byte, error) {
 		g, err := ParseRegister(b)
 		return g, AppendRegister(nil, g), err
 	}},
-	{"roster", AppendRoster(nil, []Member{member, {Role: RoleWorker, Rank: 300, Group: 75, Instance: 3, Epoch: 1}}), func(b []byte) (any, []byte, error) {
+	{"register of one that runs", AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: member, Known: roster}), func(b []byte) (any, []byte, error) {
+		g, err := ParseRegister(b)
+		return g, AppendRegister(nil, g), err
+	}},
+	{"roster", AppendRoster(nil, roster), func(b []byte) (any, []byte, error) {
 		ms, err := ParseRoster(b)
 		return ms, AppendRoster(nil, ms), err
 	}},
 	{"ready", AppendSignal(nil, TypeReady), signal},
 	{"go", AppendSignal(nil, TypeGo), signal},
-	{"barrier", AppendBarrier(nil, Barrier{BarrierWorkers | BarrierGroups, 300}), func(b []byte) (any, []byte, error) {
+	{"barrier", AppendBarrier(nil, Barrier{BarrierWorkers | BarrierGroups, 300, 5}), func(b []byte) (any, []byte, error) {
 		v, err := ParseBarrier(b)
 		return v, AppendBarrier(nil, v), err
 	}},
@@ -63,13 +67,22 @@ var control = []struct {
 	}},
 	{"leave", AppendSignal(nil, TypeLeave), signal},
 	{"left", AppendSignal(nil, TypeLeft), signal},
-	{"lost", AppendLost(nil, &Lost{RoleServer, 5, 0x1122334455667788, "10.0.0.9:7000", "connection reset by peer"}), func(b []byte) (any, []byte, error) {
+	{"lost", AppendLost(nil, &Lost{7, RoleServer, 5, 0x1122334455667788, "10.0.0.9:7000", "connection reset by peer"}), func(b []byte) (any, []byte, error) {
 		l, err := ParseLost(b)
 		return l, AppendLost(nil, l), err
 	}},
 	{"refuse", AppendRefuse(nil, "rank 9 is taken"), reason},
 	{"heartbeat", AppendSignal(nil, TypeHeartbeat), signal},
+	{"joined", AppendJoined(nil, &Joined{300, member}), func(b []byte) (any, []byte, error) {
+		j, err := ParseJoined(b)
+		return j, AppendJoined(nil, j), err
+	}},
+	{"ping", AppendSignal(nil, TypePing), signal},
 }
+
+var roster = &Roster{View: 300, Running: true, Members: []Member{
+	member, {Role: RoleWorker, Rank: 300, Group: 75, Instance: 3, Epoch: 1, State: Gone},
+}}
 
 var member = Member{
 	Role: RoleServer, Rank: 5, Group: 1, Instance: 2, Epoch: 0x1122334455667788,
@@ -99,7 +112,7 @@ func TestControlGolden(t *testing.T) {
 func TestControlValues(t *testing.T) {
 	g, err := ParseRegister(control[0].frame)
 	require.NoError(t, err)
-	require.Equal(t, &Register{Shape{3, 2, 4}, member}, g)
+	require.Equal(t, &Register{Shape: Shape{3, 2, 4}, Member: member}, g)
 	require.Equal(t, 20, g.Shape.Members())
 	require.Equal(t, 3, g.Shape.Groups(RoleWorker))
 	require.Equal(t, 2, g.Shape.Groups(RoleServer))
@@ -148,27 +161,31 @@ func TestControlBounds(t *testing.T) {
 		frame []byte
 		want  string
 	}{
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Role: 3}}), "role 3 is unknown"},
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Rank: MaxMembers}}), "rank 65536: more than 65535"},
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Rank: -1}}), "more than 65535"},
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Group: MaxMembers}}), "group 65536"},
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Instance: MaxMembers}}), "instance 65536"},
-		{AppendRegister(nil, &Register{Shape{MaxMembers + 1, 1, 1}, Member{}}), "worker groups 65537"},
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Addrs: many}}), "65 addresses"},
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Addrs: []string{strings.Repeat("a", 256)}}}), "256 bytes of an address"},
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Addrs: []string{"a\x7f"}}}), "cannot be printed"},
-		{AppendRegister(nil, &Register{Shape{1, 1, 1}, Member{Addrs: []string{"\xc3"}}}), "cannot be printed"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: 3}}), "role 3 is unknown"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: MaxMembers}}), "rank 65536: more than 65535"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: -1}}), "more than 65535"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Group: MaxMembers}}), "group 65536"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Instance: MaxMembers}}), "instance 65536"},
+		{AppendRegister(nil, &Register{Shape: Shape{MaxMembers + 1, 1, 1}}), "worker groups 65537"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: many}}), "65 addresses"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{strings.Repeat("a", 256)}}}), "256 bytes of an address"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"a\x7f"}}}), "cannot be printed"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"\xc3"}}}), "cannot be printed"},
 	} {
 		_, err := ParseRegister(c.frame)
 		require.ErrorContains(t, err, c.want)
 	}
-	for _, b := range []string{"\x02\xff\xff\x7f", "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "\x02\x02" + strings.Repeat("\x00", 13)} {
+	for _, b := range []string{"\x02\x00\x00\xff\xff\x7f", "\x02\x00\x00\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "\x02\x00\x00\x02" + strings.Repeat("\x00", 14)} {
 		_, err := ParseRoster([]byte(b))
 		require.ErrorContains(t, err, "members: more than 65536 or than the frame holds")
 	}
-	_, err := ParseBarrier([]byte{byte(TypeBarrier), 4, 1})
+	_, err := ParseRoster([]byte{byte(TypeRoster), 0, 2, 0})
+	require.ErrorContains(t, err, "2 where 0 or 1 is expected")
+	_, err = ParseRoster(AppendRoster(nil, &Roster{Members: []Member{{State: 3}}}))
+	require.ErrorContains(t, err, "state 3 of a member is unknown")
+	_, err = ParseBarrier([]byte{byte(TypeBarrier), 4, 1, 0})
 	require.ErrorContains(t, err, "barrier flags 0x4")
-	_, err = ParseBarrier([]byte{byte(TypeBarrier), 9, 1})
+	_, err = ParseBarrier([]byte{byte(TypeBarrier), 9, 1, 0})
 	require.ErrorContains(t, err, "barrier flags 0x9")
 	_, err = ParseRefuse(append([]byte{byte(TypeRefuse), 0x81, 0x08}, make([]byte, maxReason+1)...))
 	require.ErrorContains(t, err, "1025 bytes of a reason")
@@ -193,32 +210,31 @@ func TestControlRoster(t *testing.T) {
 		}
 		return ms
 	}
-	for _, c := range []struct{ groups, instances, addrs int }{{40, 8, 4}, {1700, 8, 1}, {620, 8, 4}} {
+	for _, c := range []struct{ groups, instances, addrs int }{{40, 8, 4}, {1650, 8, 1}, {595, 8, 4}} {
 		ms := cluster(c.groups, c.instances, c.addrs)
-		b := AppendRoster(nil, ms)
+		b := AppendRoster(nil, &Roster{Members: ms})
 		require.LessOrEqual(t, len(b), MaxRoster)
 		t.Logf("%d members with %d addresses: %d bytes, %.1f each", len(ms), c.addrs, len(b), float64(len(b))/float64(len(ms)))
 		got, err := ParseRoster(b)
 		require.NoError(t, err)
-		require.Equal(t, ms, got)
+		require.Equal(t, ms, got.Members)
 	}
 }
 
 func TestControlAllocs(t *testing.T) {
 	buf := make([]byte, 0, 1<<16)
-	g := &Register{Shape{3, 2, 4}, member}
-	ms := []Member{member, member}
-	l := &Lost{RoleServer, 5, 9, "10.0.0.9:7000", "connection reset by peer"}
+	g := &Register{Shape: Shape{3, 2, 4}, Member: member}
+	l := &Lost{7, RoleServer, 5, 9, "10.0.0.9:7000", "connection reset by peer"}
 	require.Zero(t, testing.AllocsPerRun(100, func() {
 		buf = AppendRegister(buf[:0], g)
-		buf = AppendRoster(buf[:0], ms)
+		buf = AppendRoster(buf[:0], roster)
 		buf = AppendLost(buf[:0], l)
 		buf = AppendRefuse(buf[:0], "rank 9 is taken")
 		buf = AppendRelease(buf[:0], 9)
 		if _, err := ParseRelease(buf); err != nil {
 			t.Error(err)
 		}
-		buf = AppendBarrier(buf[:0], Barrier{BarrierServers, 1 << 40})
+		buf = AppendBarrier(buf[:0], Barrier{BarrierServers, 1 << 40, 3})
 		if _, err := ParseBarrier(buf); err != nil {
 			t.Error(err)
 		}

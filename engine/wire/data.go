@@ -276,6 +276,9 @@ func ParseResponse(b []byte, p *Response) error {
 // AppendBye appends the frame that announces the end of a connection.
 func AppendBye(dst []byte) []byte { return append(dst, byte(TypeBye)) }
 
+// AppendUp appends the frame that says that its sender uses the connection.
+func AppendUp(dst []byte) []byte { return append(dst, byte(TypeUp)) }
+
 // kind takes the type byte.
 func (r *reader) kind(want Type) {
 	if got := Type(r.u8()); r.err == nil && got != want {

@@ -1,0 +1,176 @@
+package cluster
+
+import (
+	"fmt"
+	"slices"
+
+	"fserver/engine/wire"
+)
+
+// How members come back, and how a scheduler collects a cluster that runs.
+//
+// A seat belongs to one run of a process, told apart by its epoch. When that run
+// is lost, another may have the seat: known says who has it, everybody is told,
+// and the run that was lost never gets it back. Every loss and every return makes
+// a new view. Of two members of a scheduler that is gone, the one with the later
+// view knows all that the other knows.
+
+// viewsOfOne is the number of views that one scheduler has: those of the next
+// start above them, so that they are later than all that anybody has heard.
+const viewsOfOne = 1 << 20
+
+// takenForLost is what a member is told that is not of the cluster any more.
+const takenForLost = "it was taken for lost, and the others have gone on without it: start it again"
+
+// succeeds takes a new member of a cluster that runs. If its seat is taken, it
+// waits until the one who has it answers, or is lost.
+func (s *Scheduler) succeeds(c *conn, g *wire.Register) (why string) {
+	was := &s.known[s.seat(&g.Member)]
+	if g.Group != was.Group || g.Instance != was.Instance {
+		return fmt.Sprintf("the %s of this cluster is instance %d of group %d, and it says that it is instance %d of group %d: "+
+			"it can only take the place of the one that it follows", who(g.Role, g.Rank), was.Instance, was.Group, g.Instance, g.Group)
+	}
+	old := s.seats[s.seat(&g.Member)]
+	switch {
+	case old == nil:
+		s.admit(c, &g.Member)
+		return ""
+	case old.rival != nil:
+		return isThere(old)
+	}
+	c.Member, c.waits, old.rival = g.Member, old, c
+	s.send(old, wire.AppendSignal(nil, wire.TypePing))
+	s.send(c, wire.AppendSignal(nil, wire.TypeHeartbeat)) // so that it knows that it is here
+	return ""
+}
+
+// taken refuses the rival of a member that has answered.
+func (s *Scheduler) taken(old *conn) {
+	c := old.rival
+	old.rival, c.waits = nil, nil
+	why := isThere(old)
+	s.warnf("%s at %s is refused: %s", c.who(), c.remote, why)
+	s.refuse(c, why)
+}
+
+// inherit gives the seat of a member that is lost to its rival.
+func (s *Scheduler) inherit(old *conn) {
+	c := old.rival
+	old.rival, c.waits = nil, nil
+	s.admit(c, &c.Member)
+}
+
+// admit gives a new member an empty seat of a cluster that runs, and tells all.
+func (s *Scheduler) admit(c *conn, m *wire.Member) {
+	s.changed[s.seat(m)] = true
+	s.announce(m)
+	s.sit(c, m)
+	s.introduce(c)
+}
+
+// announce makes m the owner of its seat.
+func (s *Scheduler) announce(m *wire.Member) {
+	s.known[s.seat(m)] = *m
+	s.view++
+	s.all(wire.AppendJoined(nil, &wire.Joined{View: s.view, Member: *m}))
+	s.emit(Output{Kind: Joined, Members: []wire.Member{*m}})
+}
+
+// introduce tells c who else there is.
+func (s *Scheduler) introduce(c *conn) {
+	s.send(c, wire.AppendRoster(nil, &wire.Roster{View: s.view, Running: true, Members: s.known}))
+}
+
+// comesBack takes a member that runs and has lost its scheduler.
+func (s *Scheduler) comesBack(c *conn, g *wire.Register) (why string) {
+	seat := s.seat(&g.Member)
+	if !s.whole(g.Known.Members) || g.Known.Members[seat].Epoch != g.Epoch {
+		return fmt.Sprintf("its list of %d members is not that of a cluster of %v with itself in it", len(g.Known.Members), s.shape)
+	}
+	if s.phase != running {
+		if c := s.seats[seat]; c != nil {
+			return isThere(c)
+		}
+		s.resume(g.Known)
+	} else if g.Known.View > s.heard {
+		s.learn(g.Known)
+	}
+	if old := s.seats[seat]; old != nil && old.Epoch == g.Epoch {
+		s.emit(Output{Kind: Close, Conn: old.id})
+		s.drop(old, "it has lost its connection to the scheduler")
+	}
+	if was := &s.known[seat]; was.Epoch != g.Epoch || was.State == wire.Gone {
+		return takenForLost
+	}
+	c.ready = true
+	s.sit(c, &g.Member)
+	s.introduce(c)
+	return ""
+}
+
+// whole says whether ms has each member once, in order.
+func (s *Scheduler) whole(ms []wire.Member) bool {
+	for i := range ms {
+		if s.seat(&ms[i]) != i {
+			return false
+		}
+	}
+	return len(ms) == len(s.seats)
+}
+
+// resume makes this the scheduler of the cluster that r is the roster of. Those
+// who have registered so far are new, and follow those who had their seats.
+func (s *Scheduler) resume(r *wire.Roster) {
+	s.phase, s.known, s.heard = running, r.Members, r.View
+	s.view = (r.View/viewsOfOne + 1) * viewsOfOne
+	s.expectBy = s.now + max(int64(patience), s.hb.timeout)
+	s.warnf("the cluster runs already: its members are collected again")
+	s.emit(Output{Kind: Running})
+	first := slices.Clone(s.seats)
+	clear(s.seats)
+	s.seated = 0
+	for _, c := range first {
+		if c == nil {
+			continue
+		}
+		c.member = false
+		if why := s.succeeds(c, &wire.Register{Member: c.Member}); why != "" {
+			s.refuse(c, why)
+		}
+	}
+	s.era = s.view
+}
+
+// learn takes over what a member has heard from the scheduler before, and those
+// who have come back until now have not.
+func (s *Scheduler) learn(r *wire.Roster) {
+	s.heard = r.View
+	s.view = max(s.view, r.View)
+	for i := range r.Members {
+		m, was, c := &r.Members[i], &s.known[i], s.seats[i]
+		if s.changed[i] || m.Epoch == was.Epoch && m.State == was.State {
+			continue
+		}
+		if c != nil {
+			s.seats[i] = nil
+			s.seated--
+			s.refuse(c, takenForLost)
+		}
+		if *was = *m; m.State == wire.Gone {
+			s.lose(m, lostBefore(m).Address, lostBefore(m).Reason)
+		} else {
+			s.announce(m)
+		}
+	}
+}
+
+// giveUp loses the members that have not come to this scheduler.
+func (s *Scheduler) giveUp() {
+	s.expectBy = Never
+	for i := range s.known {
+		if m := &s.known[i]; s.seats[i] == nil && m.State == wire.Present {
+			s.lose(m, lostBefore(m).Address, "it has not come back to the scheduler, which was started again")
+		}
+	}
+	s.leaveTogether()
+}

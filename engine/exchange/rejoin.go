@@ -1,0 +1,183 @@
+package exchange
+
+import (
+	"slices"
+
+	"fserver/engine/transport"
+)
+
+// A peer that is lost may have a successor, or come back over another Conn. In
+// between there is no path to it, and nothing that was agreed with it holds any
+// more: plans, receive buffers, credit and keys are all made anew. A frame or
+// write of the old Conn cannot come any more, since the owner has closed it, and
+// no key that the old peer was given stays valid.
+
+// maxSends bounds how often one push_pull is sent to one server and its
+// successors: a request that makes servers die is not to take all of them along.
+const maxSends = 4
+
+// BePatient makes Lose keep push_pulls for a successor. To be called before any
+// submission.
+func (w *Worker) BePatient() { w.patient = true }
+
+// Lose takes note that server i is gone: the push_pulls that wait for it end with
+// err, or, if the worker is patient, wait for its successor until Down. Those
+// whose request is out are sent again then: the answers that have come of them do
+// not count. The operations on its Conn must have ended, or be about to.
+func (w *Worker) Lose(i int, err error) {
+	s := w.servers[i]
+	switch {
+	case s.down != nil:
+		return
+	case !w.patient:
+		w.Down(i, err)
+		return
+	}
+	w.part(s, err)
+	s.held = true
+	var again []*Ticket
+	for _, t := range w.active {
+		if t == nil || t.legs[i].state != legPosted {
+			continue
+		}
+		l := &t.legs[i]
+		if l.sends == maxSends {
+			w.endLeg(t, s, err)
+			continue
+		}
+		*l = leg{keys: l.keys[:0], sends: l.sends}
+		again = append(again, t)
+	}
+	slices.SortFunc(again, func(a, b *Ticket) int { return int(a.id - b.id) }) // the order of the calls
+	for s.queue.len() != 0 {
+		t := s.queue.pop()
+		t.legs[i].keys = t.legs[i].keys[:0]
+		again = append(again, t)
+	}
+	for _, t := range again {
+		s.queue.push(t)
+	}
+}
+
+// part forgets what was agreed with a server that is gone.
+func (w *Worker) part(s *server, err error) {
+	s.down = err
+	s.drop()
+	s.asked = false
+	s.plans = nil
+	s.keys = map[uint64]*credit{}
+	for alloc, list := range w.regs {
+		kept := list[:0]
+		for _, r := range list {
+			if r.fabric == s.fabric {
+				w.stale = append(w.stale, r)
+			} else {
+				kept = append(kept, r)
+			}
+		}
+		w.regs[alloc] = kept
+	}
+	w.sweep()
+}
+
+// sweep ends the keys of stale registrations that no ticket names any more: other
+// servers may still be writing with them.
+func (w *Worker) sweep() {
+	w.stale = slices.DeleteFunc(w.stale, func(r registration) bool {
+		for _, t := range w.active {
+			if t != nil && slices.ContainsFunc(t.regs, func(x registration) bool { return x.fabric == r.fabric && x.key == r.key }) {
+				return false
+			}
+		}
+		_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
+		return true
+	})
+}
+
+// Up gives server i a path, its first or after it was down, and sends what has
+// waited for it.
+func (w *Worker) Up(i int, f transport.Fabric, c transport.Conn) {
+	s := w.servers[i]
+	s.down, s.held = nil, false
+	w.Connect(i, f, c)
+	for range s.queue.len() {
+		t := s.queue.pop()
+		if err := w.renew(t, s); err != nil {
+			w.endLeg(t, s, err)
+			continue
+		}
+		s.queue.push(t)
+	}
+	w.sweep()
+	w.advance(s)
+}
+
+// renew registers the pull tensors of t that s is to write.
+func (w *Worker) renew(t *Ticket, s *server) error {
+	share := len(t.pull) / len(w.servers)
+	for i := s.index * share; i < (s.index+1)*share; i++ {
+		if old := &t.regs[i]; old.fabric != nil && !old.cached {
+			_ = old.fabric.Deregister(old.key) // as in unregister
+		}
+		t.regs[i] = registration{}
+		if t.pull[i].Span.Len == 0 {
+			continue
+		}
+		r, err := w.register(s.fabric, &t.pull[i])
+		if err != nil {
+			return err
+		}
+		t.regs[i] = r
+	}
+	return nil
+}
+
+// BePatient makes Batch wait for the successor of a lost worker until Down. To be
+// called before any request.
+func (s *Server) BePatient() { s.patient = true }
+
+// Lose takes note that worker i is gone: its requests and their answers end with
+// err, and no batch is complete until Up. Batch says so, or, if the server is
+// patient, waits until Down. The operations on its Conn must have ended, or be
+// about to.
+func (s *Server) Lose(i int, err error) {
+	if c := s.clients[i]; c.down == nil {
+		s.part(c, err)
+		c.held = s.patient
+		s.publish()
+	}
+}
+
+// part ends what a worker that is gone has asked for, and its keys. A buffer that
+// the application still looks at stays mapped, and its successor gets another.
+func (s *Server) part(c *client, err error) {
+	c.down, c.lost = err, err
+	c.life++
+	c.outbox.drop()
+	for c.answers.len() != 0 {
+		s.drop(c.answers.pop(), err)
+	}
+	for c.replies.len() != 0 {
+		c.replies.pop()
+	}
+	for c.ready.len() != 0 {
+		s.requests.put(c.ready.pop())
+	}
+	for _, r := range c.open {
+		s.requests.put(r)
+	}
+	c.open, c.plans, c.count = nil, nil, 0
+	clear(c.arrived)
+	s.requests.lose(c)
+	for _, k := range c.keys {
+		_ = s.retire(c, k) // the Fabric is closed: nothing is left to drop
+	}
+}
+
+// Up gives worker i a path, its first or after it was down.
+func (s *Server) Up(i int, rank int32, f transport.Fabric, conn transport.Conn) {
+	c := s.clients[i]
+	c.down, c.held, c.left = nil, false, false
+	s.Connect(i, rank, f, conn)
+	s.publish()
+}

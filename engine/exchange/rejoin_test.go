@@ -1,0 +1,203 @@
+package exchange
+
+import (
+	"errors"
+	"maps"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/trace"
+)
+
+var errGone = errors.New("gone")
+
+// succeed puts a new process in the place of server i.
+func (p *pair) succeed(i int) {
+	s, err := NewServer(1, p.buffers, new(trace.Counters), same)
+	require.NoError(p.t, err)
+	p.t.Cleanup(func() { require.NoError(p.t, s.Close()); require.NoError(p.t, s.Free()) })
+	p.servers[i], p.sf[i] = s, newFabric()
+	p.to[i], p.from[i] = &wireConn{room: 1000}, &wireConn{room: 1000}
+	s.Up(0, 0, p.sf[i], p.from[i])
+	p.w.Up(i, p.wf, p.to[i])
+}
+
+// drain lets the operations on a path end.
+func drain(c *wireConn, done func(uint64, error)) {
+	for i := range c.ops {
+		done(c.ops[i].User, errGone)
+	}
+	c.ops, c.dead = nil, errGone
+}
+
+// TestKeysOfTheLost checks that no key that a lost server had stays valid, once
+// the other server has no use for it either.
+func TestKeysOfTheLost(t *testing.T) {
+	p := newPair(t, 2)
+	x := bytesOf(t, 1, 8, 5)
+	both := bytesOf(t, 0, 16, 0) // one allocation, a half for each server
+	a, b := both, both
+	a.Span.Len, a.Dims, b.Span.Len, b.Dims = 8, []int64{8}, 8, []int64{8}
+	b.Span.Addr += 8
+	id, err := p.pushPull([]Tensor{x}, []Tensor{a, b})
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	old := maps.Clone(p.wf.keys)
+	require.Len(t, old, 1)
+
+	p.w.Lose(1, errGone)
+	require.Equal(t, StateFailing, p.state(id))
+	require.Equal(t, old, p.wf.keys, "server 0 may still write with it")
+	next, err := p.pushPull([]Tensor{bytesOf(t, 2, 8, 6)}, []Tensor{a, b})
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	require.Len(t, p.wf.keys, 2, "a new one for what comes after the loss")
+	require.Equal(t, StateFailing, p.state(next))
+
+	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 7)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailed, p.state(id))
+	for k := range old {
+		require.NotContains(t, p.wf.keys, k)
+	}
+	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 8)))
+	require.NoError(t, p.settle())
+	require.Equal(t, byte(8), a.Span.Bytes()[0])
+	require.ErrorIs(t, p.w.Result(next), errGone)
+
+	p.succeed(1)
+	id, err = p.pushPull([]Tensor{x}, []Tensor{a, b})
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	for i := range p.servers {
+		require.NoError(t, p.respond(i, p.take(i)[0], bytesOf(t, 0, 8, byte(9+i))))
+	}
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+	require.Equal(t, []byte{9, 10}, []byte{a.Span.Bytes()[0], b.Span.Bytes()[0]})
+}
+
+// TestSentAgain loses a server at each point of a push_pull's way, and has what
+// was not answered sent to its successor in the order of the calls.
+func TestSentAgain(t *testing.T) {
+	for room := range 3 { // operations of the second push_pull that get out
+		p := newPair(t, 1)
+		p.w.BePatient()
+		out := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}
+		out[2].Alloc = 0 // not cached
+		var ids [3]uint64
+		for i := range 3 { // so that all keys have their buffers
+			_, err := p.pushPull([]Tensor{bytesOf(t, uint64(i), 8, 0)}, out[i:i+1])
+			require.NoError(t, err)
+			require.NoError(t, p.settle())
+			require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 0)))
+			require.NoError(t, p.settle())
+		}
+		for i := range 3 {
+			if i == 1 {
+				p.to[0].room = 0
+			}
+			var err error
+			ids[i], err = p.pushPull([]Tensor{bytesOf(t, uint64(i), 8, byte(i))}, out[i:i+1])
+			require.NoError(t, err)
+			if i == 0 {
+				require.NoError(t, p.settle())
+			}
+		}
+		p.to[0].room = room
+		p.w.Drain()
+		p.to[0].dead = errGone // found by Post
+		p.w.Drain()
+		p.w.Lose(0, errGone) // what its Conn says, if Post was not called
+		drain(p.to[0], p.w.Done)
+		for _, id := range ids {
+			require.Equal(t, StateOpen, p.state(id))
+		}
+		p.succeed(0)
+		require.NoError(t, p.settle())
+		for i := range 3 {
+			r := p.take(0)[0]
+			require.EqualValues(t, i, r.Push()[0].Key)
+			require.NoError(t, p.respond(0, r, bytesOf(t, 0, 8, byte(10+i))))
+			require.NoError(t, p.settle())
+			require.Equal(t, StateDone, p.state(ids[i]))
+			require.Equal(t, byte(10+i), out[i].Span.Bytes()[0])
+		}
+		require.Len(t, p.wf.keys, 2, "those that are cached")
+	}
+}
+
+// TestDownAfterLose ends what has waited.
+func TestDownAfterLose(t *testing.T) {
+	p := newPair(t, 1)
+	p.w.BePatient()
+	var ids [2]uint64
+	for i := range ids {
+		var err error
+		ids[i], err = p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, []Tensor{bytesOf(t, 0, 8, 0)})
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		p.w.Lose(0, errGone)
+		require.Equal(t, StateOpen, p.state(ids[i]))
+	}
+	p.w.Down(0, errGone)
+	p.w.Down(0, errors.New("again"))
+	late, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, nil)
+	require.NoError(t, err)
+	p.w.Drain()
+	for _, id := range append(ids[:], late) {
+		require.Equal(t, StateFailed, p.state(id))
+		require.ErrorIs(t, p.w.Result(id), errGone)
+	}
+	require.Empty(t, p.wf.keys)
+}
+
+// TestLateAnswer answers a request whose worker was lost after the answer was
+// submitted, and has a successor before it is taken.
+func TestLateAnswer(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	_, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, []Tensor{bytesOf(t, 0, 8, 0)})
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	r := p.take(0)[0]
+	seen := r.Push()[0]
+	handler := r.Handler()
+	require.NoError(t, p.respond(0, r, bytesOf(t, 0, 8, 6)))
+	s.Lose(0, errGone)
+	require.True(t, s.Ready())
+	_, err = s.Batch()
+	require.ErrorIs(t, err, errGone)
+	require.Empty(t, p.sf[0].keys, "the worker cannot write any more")
+	s.Up(0, 0, p.sf[0], p.from[0])
+	require.False(t, s.Ready())
+	s.Drain()
+	require.Empty(t, p.from[0].ops)
+	_, _, err = s.requests.claim(handler)
+	require.Error(t, err)
+	require.Equal(t, 1, p.buffers.Len(), "the application looks at it")
+	require.Equal(t, byte(5), seen.Span.Bytes()[0])
+	require.NoError(t, p.buffers.Release(seen.Buffer))
+	require.Zero(t, p.buffers.Len())
+}
+
+// TestFixedMemory of the application's own stays in use.
+func TestFixedMemory(t *testing.T) {
+	p := newPair(t, 1)
+	mine := bytesOf(t, 0, 8, 0)
+	require.NoError(t, p.servers[0].Fix(0, 1, mine.Base))
+	for i := range 3 {
+		_, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, byte(5+i))}, nil)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		require.Equal(t, byte(5+i), mine.Span.Bytes()[0])
+		require.Len(t, p.sf[0].keys, 1)
+		p.servers[0].Lose(0, errGone)
+		p.w.Lose(0, errGone)
+		require.Empty(t, p.sf[0].keys)
+		p.servers[0].Up(0, 0, p.sf[0], p.from[0])
+		p.w.Up(0, p.wf, p.to[0])
+	}
+	require.Zero(t, p.buffers.Len())
+}

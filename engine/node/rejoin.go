@@ -1,0 +1,369 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"fserver/engine/cluster"
+	"fserver/engine/conf"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
+	"fserver/engine/wire"
+)
+
+// Peers that are lost and come back, and schedulers that do. The scheduler says
+// which run of a process has a rank, by its epoch: a worker dials that run, a
+// server takes its connection, and nobody else's. A connection that breaks
+// between two that live is opened again by the worker.
+
+// hasLeft is why a peer that has said Bye is gone.
+const hasLeft = "it has left the cluster"
+
+// patience is how long a worker may be connected that the scheduler has not named.
+const patience = 10 * time.Second
+
+// steady is how long a connection must have lasted to be dialled again at once.
+const steady = time.Second
+
+// maxEarly bounds the frames of a worker that the scheduler has not named.
+const maxEarly = 16
+
+// comingBack is what a node knows of its peers' absence. Slices are by rail.
+type comingBack struct {
+	late   bool                 // this node came to a cluster that ran
+	dials  []context.CancelFunc // of the dial under way, or nil
+	breaks []int                // connections in turn that did not last
+	until  []int64              // when calls do not wait for the successor any more
+	why    []error              // the loss that they then end in
+	oldest int64                // of the workers that wait for their name, or Never
+	past   map[uint64]bool      // epochs of the rail that are over
+}
+
+func (b *comingBack) open(n *Node) {
+	k := len(n.peers)
+	b.dials, b.breaks, b.why = make([]context.CancelFunc, k), make([]int, k), make([]error, k)
+	b.until = slices.Repeat([]int64{cluster.Never}, k)
+	b.oldest, b.past = cluster.Never, map[uint64]bool{}
+	switch {
+	case !n.patient():
+	case n.worker != nil:
+		n.worker.BePatient()
+	case n.server != nil:
+		n.server.BePatient()
+	}
+}
+
+// next is when overdue has something to do.
+func (b *comingBack) next() int64 {
+	next := int64(cluster.Never)
+	if b.oldest != cluster.Never {
+		next = b.oldest + int64(patience)
+	}
+	for _, t := range b.until {
+		next = min(next, t)
+	}
+	return next
+}
+
+// patient says whether calls wait for the successor of a peer that is lost.
+func (n *Node) patient() bool { return n.cfg.OnPeerLost == conf.WaitForSuccessor }
+
+// place is the index of a member in the rail, or -1.
+func (n *Node) place(r wire.Role, rank int) int {
+	return slices.IndexFunc(n.rail, func(m wire.Member) bool { return m.Role == r && m.Rank == rank })
+}
+
+// current says whether m is the run of peer i that is to be connected.
+func (n *Node) current(i int, m *wire.Member) bool {
+	return n.rail[i].Epoch == m.Epoch && n.rail[i].State != wire.Gone && n.failed() == nil
+}
+
+// up says whether the connection to a peer stands.
+func (n *Node) up(l *link) bool { return l != nil && n.links[l.conn] == l }
+
+// lose ends what waits for peer i, or lets it wait for the successor.
+func (n *Node) lose(i int, err error) {
+	if n.worker != nil {
+		n.worker.Lose(i, err)
+	} else {
+		n.server.Lose(i, err)
+	}
+	if n.patient() && n.back.until[i] == cluster.Never {
+		n.back.until[i], n.back.why[i] = trace.Now()+int64(n.cfg.RejoinTimeout), err
+	}
+	n.timer.Store(n.nextTimer())
+}
+
+// giveUp ends what waits for the successor of peer i.
+func (n *Node) giveUp(i int, err error) {
+	n.back.until[i] = cluster.Never
+	if n.worker != nil {
+		n.worker.Down(i, err)
+	} else {
+		n.server.Down(i, err)
+	}
+}
+
+// overdue ends what has waited for too long.
+func (n *Node) overdue(now int64) {
+	for i, t := range n.back.until {
+		if now >= t {
+			n.giveUp(i, n.back.why[i])
+		}
+	}
+	if n.back.oldest != cluster.Never && now >= n.back.oldest+int64(patience) {
+		for _, l := range slices.Clone(n.waiting) {
+			if now >= l.since+int64(patience) {
+				n.turnAway(l, "the scheduler has not named it")
+			}
+		}
+		n.admitAll()
+	}
+}
+
+// absent takes a peer that was not there when this node came.
+func (n *Node) absent(i int) {
+	m := &n.rail[i]
+	err := &LostError{Role: m.Role, Rank: m.Rank, Reason: "it was lost, and nobody has taken its place yet"}
+	switch {
+	case m.State == wire.Gone:
+		n.lose(i, err)
+	case n.worker != nil:
+		err.Reason = hasLeft
+		n.worker.Down(i, err)
+	default:
+		_ = n.server.Frame(i, wire.AppendBye(nil)) // as it would say itself
+	}
+}
+
+// hangUp ends the connection to peer i, if there is one.
+func (n *Node) hangUp(i int, err error) {
+	if l := n.peers[i]; n.up(l) {
+		n.unlink(l)
+		_ = l.conn.Close()
+	}
+	n.lose(i, err)
+}
+
+// peerDown takes the end of the connection to a peer.
+func (n *Node) peerDown(l *link, err error) {
+	if n.phase.Load() == joining && !n.back.late {
+		n.fail(err)
+		return
+	}
+	i := l.index
+	n.lose(i, err)
+	if n.worker == nil || l.left || n.rail[i].State == wire.Gone || n.failed() != nil {
+		return
+	}
+	// It may live, and only the connection be gone. If not, the scheduler says so.
+	wait := time.Duration(0)
+	if trace.Now()-l.since < int64(steady) {
+		wait = firstPause << min(n.back.breaks[i], 5)
+		n.back.breaks[i]++
+	} else {
+		n.back.breaks[i] = 0
+	}
+	n.reach(i, wait)
+}
+
+// peerLost takes the news that peer i is gone.
+func (n *Node) peerLost(i int, err error) {
+	n.rail[i].State = wire.Gone
+	if n.back.dials[i] != nil {
+		n.back.dials[i]()
+	}
+	n.hangUp(i, err)
+	n.meet()
+}
+
+// joined takes the news that a node has the place of one that is gone.
+func (n *Node) joined(m wire.Member) {
+	n.log.Info("a node has come back", zap.Stringer("role", m.Role), zap.Int("rank", m.Rank))
+	var lost *LostError
+	if errors.As(n.stopErr, &lost) && lost.Role == m.Role && lost.Rank == m.Rank {
+		n.stopErr = nil
+	}
+	i := n.place(m.Role, m.Rank)
+	if i < 0 || n.failed() != nil {
+		return
+	}
+	n.hangUp(i, &LostError{Role: m.Role, Rank: m.Rank, Reason: "another process has taken its place"})
+	if n.rail[i].Epoch != m.Epoch {
+		n.back.past[n.rail[i].Epoch] = true
+	}
+	n.rail[i] = m
+	n.back.breaks[i] = 0
+	if n.worker != nil {
+		n.reach(i, 0)
+	}
+	n.admitAll()
+}
+
+// reachAll connects a worker to the servers that it has no connection to and that
+// have come, or come back, while the bring-up ended.
+func (n *Node) reachAll() {
+	for i := range n.rail {
+		if n.worker != nil && n.rail[i].State == wire.Present && !n.up(n.peers[i]) {
+			n.reach(i, 0)
+		}
+	}
+}
+
+// reach connects a worker to server i, after a while.
+func (n *Node) reach(i int, wait time.Duration) {
+	if n.back.dials[i] != nil {
+		n.back.dials[i]()
+	}
+	of := n.life
+	if n.phase.Load() == joining {
+		of = n.ctx
+	}
+	ctx, cancel := context.WithCancel(of)
+	n.back.dials[i] = cancel
+	n.dials.Add(1)
+	m := n.rail[i]
+	go func() {
+		pause(ctx, wait)
+		n.connect(ctx, i, m)
+	}()
+}
+
+// unreached takes the failure of connect: an error of the bring-up, and else
+// worth a line, unless the server has been lost or replaced meanwhile, or is
+// dialled anew.
+func (n *Node) unreached(ctx context.Context, i int, m *wire.Member, err error) {
+	if errors.Is(ctx.Err(), context.Canceled) || !n.own() {
+		return
+	}
+	defer n.disown()
+	switch {
+	case !n.current(i, m):
+	case n.phase.Load() == joining:
+		n.fail(closedError(err))
+	default:
+		n.log.Warn("a server cannot be reached", zap.Error(err))
+	}
+}
+
+// linked gives peer l.index its connection.
+func (n *Node) linked(l *link) {
+	i := l.index
+	n.peers[i] = l
+	l.plane.peers++
+	n.back.until[i] = cluster.Never
+	if n.worker != nil {
+		if n.sendFrame(l, wire.AppendUp(nil)); !n.up(l) {
+			return
+		}
+		n.worker.Up(i, l.plane.Fabric, l.conn)
+	} else {
+		n.server.Up(i, int32(n.rail[i].Rank), l.plane.Fabric, l.conn)
+	}
+	if n.phase.Load() == leaving {
+		n.sendFrame(l, wire.AppendBye(nil))
+	}
+	n.meet()
+}
+
+// keep keeps a frame for the time that the scheduler has named its sender, who
+// has been told no place to write to yet.
+func (l *link) keep(ev *transport.Event) error {
+	if ev.Kind != transport.EvFrame || len(l.early) == maxEarly {
+		return errors.New("node: more than the scheduler's word for it allows")
+	}
+	l.early = append(l.early, slices.Clone(ev.Data))
+	return nil
+}
+
+// admitAll gives the workers that wait their places in the rail, as far as the
+// scheduler has named them.
+func (n *Node) admitAll() {
+	if n.rail == nil {
+		return
+	}
+	waiting := n.waiting
+	n.waiting, n.back.oldest = nil, cluster.Never
+	for k, l := range waiting {
+		i := n.place(wire.RoleWorker, int(l.hello.Rank))
+		switch {
+		case i < 0:
+			n.turnAway(l, "it is not of this rail")
+		case slices.ContainsFunc(waiting[k+1:], func(later *link) bool { return later.hello.Rank == l.hello.Rank }):
+			n.turnAway(l, "it has connected again")
+		case n.back.past[l.hello.Epoch]:
+			n.turnAway(l, "another process has taken its place")
+		case n.rail[i].Epoch != l.hello.Epoch:
+			n.waiting = append(n.waiting, l)
+			n.back.oldest = min(n.back.oldest, l.since)
+		case n.rail[i].State == wire.Gone:
+			n.turnAway(l, "it was taken for lost")
+		default:
+			n.admit(i, l)
+		}
+	}
+	n.timer.Store(n.nextTimer())
+}
+
+// admit makes a worker's connection that of peer i.
+func (n *Node) admit(i int, l *link) {
+	if old := n.peers[i]; old != nil {
+		n.hangUp(i, n.lostPeer(old, "it has connected again"))
+	}
+	l.kind, l.index = linkPeer, i
+	n.linked(l)
+	early := l.early
+	l.early = nil
+	for _, b := range early {
+		if n.links[l.conn] != l {
+			return
+		}
+		if err := n.data(l, &transport.Event{Kind: transport.EvFrame, Data: b}); err != nil {
+			n.breach(l, err)
+		}
+	}
+}
+
+// turnAway ends the connection of a worker that waited.
+func (n *Node) turnAway(l *link, why string) {
+	n.log.Warn("connection closed", zap.String("from", l.conn.Remote()), zap.Int32("worker", l.hello.Rank), zap.String("reason", why))
+	n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
+	n.unlink(l)
+	_ = l.conn.Close()
+}
+
+// joinAgain looks for the successor of a scheduler that is gone. It runs in a
+// goroutine of its own, for as long as it takes.
+func (n *Node) joinAgain() {
+	defer n.dials.Done()
+	base := n.base()
+	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
+	for wait := firstPause; n.life.Err() == nil; wait = time.Second {
+		pause(n.life, wait)
+		c, err := n.dial(n.life, base, at)
+		if err == nil {
+			if h, bad := wire.ParseHello(c.Hello()); bad == nil && h.Role == wire.RoleScheduler {
+				n.report(c, h)
+				return
+			}
+			_ = c.Close()
+			err = errors.New("node: what listens there is no scheduler")
+		}
+		n.log.Warn("no scheduler yet", zap.String("at", n.cfg.Scheduler()), zap.Error(err))
+	}
+}
+
+// report hands the state machine its connection to the scheduler.
+func (n *Node) report(c transport.Conn, h wire.Hello) {
+	if !n.own() {
+		_ = c.Close()
+		return
+	}
+	defer n.disown()
+	n.links[c] = &link{conn: c, plane: n.base(), kind: linkScheduler, hello: h}
+	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
+}
