@@ -30,13 +30,14 @@ var layers = map[string][]string{
 	"transport/cma":           {"mem", "transport"},
 	"transport/inproc":        {"mem", "transport"},
 	"transport/tcp":           {"mem", "transport"},
+	"topo":                    {"conf"},
 	"cluster":                 {"wire"},
 	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
-		"cluster", "conf", "exchange", "mem", "trace", "transport",
+		"cluster", "conf", "exchange", "mem", "topo", "trace", "transport",
 		"transport/cma", "transport/inproc", "transport/tcp", "wire",
 	},
-	"cabi": {"conf", "mem", "node"},
+	"cabi": {"conf", "mem", "node", "topo"},
 }
 
 // source is one Go file of the engine, whatever its build tags.
