@@ -37,7 +37,7 @@ var layers = map[string][]string{
 		"cluster", "conf", "exchange", "mem", "topo", "trace", "transport",
 		"transport/cma", "transport/inproc", "transport/tcp", "wire",
 	},
-	"cabi": {"conf", "mem", "node", "topo"},
+	"cabi": {"conf", "mem", "node"},
 }
 
 // source is one Go file of the engine, whatever its build tags.

@@ -74,6 +74,17 @@ const (
 
 func (p Progress) String() string { return name(progresses, p) }
 
+// Built lists the transports of this build.
+func Built() []string {
+	var names []string
+	for i := range transports {
+		if t := Transport(i); t != Auto && t.built() {
+			names = append(names, t.String())
+		}
+	}
+	return names
+}
+
 // Backend is the kind of device that the tensors are on.
 type Backend uint8
 
@@ -175,6 +186,7 @@ type Config struct {
 	CMAMode   CMAMode
 	Ptracer   bool // let processes of the same user write into this one
 	Backend   Backend
+	Visible   string // CUDA_VISIBLE_DEVICES
 
 	Cluster    string // only nodes of the same cluster id talk to each other
 	Secret     Secret

@@ -104,6 +104,7 @@ func TestEverySpelling(t *testing.T) {
 		"BYTEPS_ENABLE_IPC":       onOff,
 		"STEPMESH_BACKEND":        {map[string]string{"CPU": "CPU", "gpu": "GPU"}, []string{"any", "ROCM"}},
 		"STEPMESH_BAKCEND":        {map[string]string{"cpu": "CPU", "GPU": "GPU"}, []string{"any", "ROCM"}},
+		"CUDA_VISIBLE_DEVICES":    {map[string]string{"0, 1": "0, 1", "-1": "-1", "GPU-0a1b": "GPU-0a1b"}, nil},
 		"FSERVER_CLUSTER":         {map[string]string{"a": "a", strings.Repeat("x", 64): strings.Repeat("x", 64)}, []string{"a b", "a\x00", "é", strings.Repeat("x", 65)}},
 		"FSERVER_SECRET":          {map[string]string{" 0123456789abcdef ": "set"}, []string{"", "  "}},
 		"FSERVER_SECRET_FILE":     {nil, []string{"", "/nowhere/at/all", "/", "/dev/zero"}},
@@ -384,6 +385,7 @@ func TestHeartbeat(t *testing.T) {
 func TestDescribe(t *testing.T) {
 	var got struct {
 		Settings []map[string]any
+		Unknown  []map[string]string
 		Warnings []string
 		Errors   []string
 	}
@@ -391,6 +393,8 @@ func TestDescribe(t *testing.T) {
 	require.Len(t, got.Settings, len(table))
 	require.Equal(t, []string{`conf: DMLC_PORT="many": want a whole number from 0 to 65535`}, got.Errors)
 	require.Len(t, got.Warnings, 1)
+	require.Equal(t, "FSERVER_TYPO", got.Unknown[0]["name"])
+	require.Contains(t, names(), got.Unknown[0]["nearest"])
 	rows := map[string]map[string]any{}
 	for _, s := range got.Settings {
 		rows[s["name"].(string)] = s
@@ -409,6 +413,8 @@ func TestDescribe(t *testing.T) {
 
 	require.NoError(t, json.Unmarshal(Describe(nil), &got))
 	require.Equal(t, []string{}, got.Warnings)
+	require.Empty(t, got.Unknown)
+	require.Equal(t, "tcp", Built()[0])
 }
 
 // FuzzParse holds what is true for any settings: no panic, an error or a

@@ -108,7 +108,7 @@ var table = []setting{
 		name:    "DMLC_INTERFACE",
 		value:   iface(),
 		unset:   "chosen",
-		meaning: "network interface to use; `auto`: the one nearest the GPU, in a build with topology, else chosen",
+		meaning: "network interface to use; `auto`: of those with an RDMA device the one nearest the GPU, else the one that routes to the scheduler",
 	}, {
 		name:    "DMLC_PORT",
 		value:   number("0", 0, maxPort, func(c *Config) *int { return &c.Port }),
@@ -145,6 +145,11 @@ var table = []setting{
 		value:   choice("", backends, []string{"CPU", "GPU"}, func(c *Config) *Backend { return &c.Backend }),
 		unset:   "GPU if there is one",
 		meaning: "where the tensors are; a build or host without a GPU refuses `GPU`",
+	}, {
+		name:    "CUDA_VISIBLE_DEVICES",
+		value:   anything("as CUDA reads it", func(c *Config) *string { return &c.Visible }),
+		unset:   "all GPUs",
+		meaning: "the GPUs that CUDA shows to this process; says which one STEPMESH_GPU means",
 	}, {
 		section: "Who may talk",
 		name:    "FSERVER_CLUSTER",
@@ -272,7 +277,7 @@ var table = []setting{
 		name:    "STEPMESH_CPU_CORES_PER_SOCKET",
 		value:   number("48", 1, 4096, func(c *Config) *int { return &c.CoresPerSocket }),
 		effect:  "polling threads",
-		meaning: "cores of a socket",
+		meaning: "cores of a socket; two GPUs share half of them",
 	}, {
 		name:    "STEPMESH_CPU_CORES_PER_GPU",
 		value:   number("5", 1, 4096, func(c *Config) *int { return &c.CoresPerGPU }),
@@ -282,7 +287,7 @@ var table = []setting{
 		name:    "STEPMESH_CPU_START_OFFSET",
 		value:   number("10", 0, 4095, func(c *Config) *int { return &c.CoreOffset }),
 		effect:  "polling threads",
-		meaning: "first core of a socket to use",
+		meaning: "first core to use in each half of a socket",
 	}, {
 		section: "Loss",
 		name:    "PS_RESEND",
@@ -427,6 +432,19 @@ func text(def string, max int, at func(*Config) *string) value {
 		set: func(c *Config, v string) bool {
 			*at(c) = v
 			return visible(v, max)
+		},
+		get: func(c *Config) string { return *at(c) },
+	}
+}
+
+// anything is a variable of somebody else's, who knows what is right.
+func anything(want string, at func(*Config) *string) value {
+	return value{
+		typ:  "text",
+		want: want,
+		set: func(c *Config, v string) bool {
+			*at(c) = v
+			return true
 		},
 		get: func(c *Config) string { return *at(c) },
 	}

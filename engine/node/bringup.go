@@ -96,6 +96,9 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 	}
 	listen := cfg.Listen()
 	host, err := address(listen)
+	if err == nil && cfg.NearGPU && listen.Kind == conf.ListenRoute {
+		host = near(cfg, host, log)
+	}
 	switch {
 	case cfg.Role == conf.Scheduler:
 		o.Listen = cfg.Scheduler()
