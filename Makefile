@@ -21,6 +21,9 @@ BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
 export GOTOOLCHAIN := local
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The functions of the GPU driver's library are bound when they are first used; some compilers
+# would have every test program bind them when it starts.
+export CGO_LDFLAGS ?= -O2 -g -Wl,-z,lazy
 # Expanded in recipes only, when setup has seen to it that there is one.
 GO = $(shell $(BUILDER) go)
 

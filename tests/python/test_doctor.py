@@ -230,6 +230,37 @@ def test_a_large_machine() -> None:
     assert report.status == 0, "the host of nobody's cluster has nothing to fail"
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_gpu_driver(tmp_path: Path, old: bool) -> None:
+    """The engine binds the driver's functions when it calls them, and asks for them before."""
+    here = Path(__file__).parent
+    library = tmp_path / "libnvidia-ml.so.1"
+    flags = ["-DOLD"] if old else []
+    command = ["gcc", "-shared", "-fPIC", *flags, here / "fake_nvml.c", "-o", library]
+    subprocess.run(command, check=True)
+    code = "from fserver import _loader; print(_loader.load().host(['CUDA_VISIBLE_DEVICES=1']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(here.parents[1]), "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if old:
+        assert found["gpus"] == []
+        assert "libnvidia-ml.so.1 has no nvmlDeviceGetMigMode" in found["gpu_driver"]["reason"]
+        return
+    assert found["gpu_driver"] == {"version": "570.86.15", "cuda": "12.8", "reason": ""}
+    assert [(g["name"], g["uuid"], g["pci"], g["memory_bytes"]) for g in found["gpus"]] == [
+        ("First", "GPU-1111", "0001:9a:00.0", 1 << 36),
+        ("Second", "GPU-2222", "0001:ab:00.0", 1 << 37),
+    ]
+    assert found["gpus"][0]["nvlinks"] == [{"to": "switch", "lanes": 18}]
+    assert found["gpu_gpu"][0][1] == {"pcie": "?", "nvlinks": 18}
+
+
 # -- the cluster that the environment describes
 
 
