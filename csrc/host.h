@@ -16,9 +16,11 @@ using Settings = std::vector<std::string>; // each "NAME=value"
 // Settings as the C interface takes them, valid as long as v.
 std::vector<const char *> pointers(const Settings &v);
 
-// Text of a call f(buf, cap, &need) that says -ENOBUFS when it needs more.
-template <class F> std::string text_from(const char *call, F &&f) {
-  std::string text(4096, '\0');
+// Text of a call f(buf, cap, &need) that says -ENOBUFS when it needs more than
+// room, and is then made again.
+template <class F>
+std::string text_from(const char *call, F &&f, size_t room = 4096) {
+  std::string text(room, '\0');
   for (;;) {
     size_t need = 0;
     int rc = f(text.data(), text.size(), &need);

@@ -203,7 +203,7 @@ int fs_host(const char *const *settings, size_t n, char *buf, size_t cap,
 
 /* Tries the way to the scheduler that the n settings name, without joining its
  * cluster, for at most timeout_ns. JSON says what came of it; that nobody
- * answers is no error. Result and errors need at most 4,096 bytes. */
+ * answers is no error. After -ENOBUFS the next call tries again. */
 int fs_probe(const char *const *settings, size_t n, int64_t timeout_ns,
              char *buf, size_t cap, size_t *need);
 

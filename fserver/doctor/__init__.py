@@ -7,7 +7,7 @@ import sys
 from fserver.api import inherited
 from fserver.run import address
 
-from . import cluster, host, listen, peer, protocol
+from . import cluster, host, listen, names, peer, protocol
 from .report import Report, say
 
 
@@ -72,12 +72,12 @@ def _listen(at: str, port: int, values: dict[str, str]) -> int:
     try:
         server = listen.listen(at, port)
     except OSError as e:
-        say(f"listen on {at}:{port}: {e.strerror or e} (name an address of this host, and a port)")
+        where = names.join(at, port)
+        say(f"listen on {where}: {e.strerror or e} (name an address of this host and a free port)")
         return 1
     if not key and at not in ("127.0.0.1", "::1", "localhost"):
         say("without a secret whoever can connect can measure (set FSERVER_SECRET)")
     with server:
-        shown = f"[{at}]" if ":" in at else at
-        print(f"listening on {shown}:{server.getsockname()[1]}", flush=True)
+        print(f"listening on {names.join(at, server.getsockname()[1])}", flush=True)
         listen.serve(server, key)
     return 0

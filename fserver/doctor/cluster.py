@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from fserver import env
 from fserver.api import environment
 
+from . import names
 from .report import Check, Report
 
 TITLE = "Cluster"
@@ -69,11 +70,9 @@ def _addresses(of: dict[str, str], role: str, host: dict) -> Iterator[Check]:
 
 def _free(name: str, host: str, port: int, settings: str) -> Check:
     """Whether this process could listen there."""
-    where = f"{host}:{port or 'any free port'}"
+    where = names.join(host, port or "any free port")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, _, _, address = names.resolve(host, port)[0]
         with socket.socket(family, kind) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             s.bind(address)
@@ -86,12 +85,12 @@ def _free(name: str, host: str, port: int, settings: str) -> Check:
 
 def _resolves(host: str, port: int) -> Check:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = names.resolve(host, port)
     except OSError as e:
         remedy = "DMLC_PS_ROOT_URI must be an address, or a name that this host can resolve"
         return Check("scheduler", "no", f"resolve {host}: {e.strerror or e}", remedy, fatal=True)
     text = f"{host} is {', '.join(dict.fromkeys(str(f[4][0]) for f in found))}, port {port}"
-    remedy = f"`fserver doctor --peer {host}:{port}` tries the way there"
+    remedy = f"`fserver doctor --peer {names.join(host, port)}` tries the way there"
     return Check("scheduler", "yes", text, remedy)
 
 

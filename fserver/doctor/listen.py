@@ -8,11 +8,12 @@ import struct
 import threading
 import time
 
-from . import protocol
+from . import names, protocol
 from .protocol import Channel, ProtocolError, SecretError, Type
 from .report import say
 
 SESSIONS = 8  # at a time; more wait in the kernel's queue
+NAME = "doctor session"  # of their threads
 CALL_LIMIT = 3.0  # seconds, to connect back
 WORDS = {
     "differs": "its secret is another one",
@@ -23,9 +24,7 @@ WORDS = {
 
 def listen(host: str, port: int) -> socket.socket:
     """Listens; OSError if that is not possible."""
-    family, kind, _, _, at = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    family, kind, _, _, at = names.resolve(host, port)[0]
     server = socket.socket(family, kind)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -59,8 +58,8 @@ def serve(server: socket.socket, key: bytes) -> None:
             say(f"take a connection: {e}")
             time.sleep(0.1)  # most likely no descriptor is free; one that is closed helps
             continue
-        remote = f"{address[0]}:{address[1]}"
-        threading.Thread(target=session, args=(sock, remote), daemon=True).start()
+        remote = names.join(*address[:2])
+        threading.Thread(target=session, name=NAME, args=(sock, remote), daemon=True).start()
 
 
 def _session(channel: Channel, remote: str, key: bytes) -> None:

@@ -13,7 +13,7 @@ import time
 from fserver import _loader
 from fserver.errors import Error
 
-from . import protocol
+from . import names, protocol
 from .protocol import Channel, ProtocolError, SecretError, Type
 from .report import Check, Report
 
@@ -35,7 +35,7 @@ WORDS = {
 
 def check(report: Report, host: str, port: int, values: dict[str, str]) -> None:
     """Tries everything between this host and another one. Every step has a bound on its time."""
-    title = f"Path to {host}:{port}"
+    title = f"Path to {names.join(host, port)}"
     found: dict[str, object] = {"host": host, "port": port, "kind": "none"}
     report.data["peer"] = found
     report.add(title)
@@ -47,10 +47,12 @@ def check(report: Report, host: str, port: int, values: dict[str, str]) -> None:
 def _reach(report: Report, title: str, found: dict, host: str, port: int) -> str:
     """The first address that takes a connection, after all of them have been tried; or empty."""
     try:
-        all_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        all_ = names.resolve(host, port)
     except OSError as e:
         remedy = "give an address, or a name that this host can resolve (getent hosts)"
-        report.add(title, Check("name", "no", f"resolve {host}: {e.strerror}", remedy, fatal=True))
+        report.add(
+            title, Check("name", "no", f"resolve {host}: {e.strerror or e}", remedy, fatal=True)
+        )
         return ""
     text = " ".join(dict.fromkeys(str(a[4][0]) for a in all_))
     report.add(title, Check("name", "yes", text))
@@ -91,14 +93,19 @@ def _remedy(e: OSError) -> str:
     return "check the address and the network between the hosts"
 
 
-def _mtu(report: Report, title: str, found: dict, sock: socket.socket) -> None:
+def _path_mtu(sock: socket.socket) -> int:
+    """What the kernel knows of the path; 0 if nothing."""
     level, option = socket.IPPROTO_IP, _IP_MTU
     if sock.family == socket.AF_INET6:
         level, option = socket.IPPROTO_IPV6, _IPV6_MTU
     try:
-        mtu = sock.getsockopt(level, option)
+        return sock.getsockopt(level, option)
     except OSError:
-        mtu = 0
+        return 0
+
+
+def _mtu(report: Report, title: str, found: dict, sock: socket.socket) -> None:
+    mtu = _path_mtu(sock)
     found["mtu"], found["from"] = mtu, sock.getsockname()[0]
     text = f"MTU {mtu or 'unknown'} on the path from {sock.getsockname()[0]}"
     small = 0 < mtu < 4000
@@ -234,6 +241,12 @@ def _bandwidth(report: Report, title: str, found: dict, channel: Channel) -> Non
     found["bandwidth_gb_s"] = {"out": round(out, 3), "in": round(back, 3)}
     text = f"{out:.2f} GB/s there, {back:.2f} GB/s back, over one TCP connection of Python's"
     report.add(title, Check("bandwidth", "yes", text))
+    mtu = _path_mtu(channel.sock)
+    if 0 < mtu < found["mtu"]:  # found out on the way, by packets that were too large
+        text = f"somewhere on the path it is {mtu}, less than the {found['mtu']} of this interface"
+        remedy = "give all interfaces and switches on the path the same MTU"
+        report.add(title, Check("path mtu", "note", text, remedy))
+        found["mtu"] = mtu
 
 
 def _back(
@@ -256,7 +269,8 @@ def _back(
     if came.is_set():
         report.add(title, Check("way back", "yes", f"the peer can connect to {host}"))
         return
-    text = f"the peer cannot connect to {host}: {error[:200] or 'the connection led elsewhere'}"
+    error = "".join(c if c.isprintable() else "?" for c in error[:200])
+    text = f"the peer cannot connect to {host}: {error or 'the connection led elsewhere'}"
     remedy = "servers are connected to: open the firewall for this host, or set DMLC_NODE_HOST"
     server = values.get("DMLC_ROLE", "server").lower() in ("server", "scheduler", "joint")
     report.add(title, Check("way back", "no", text, remedy, fatal=server))

@@ -441,6 +441,30 @@ def test_another_cluster(
     assert "blue" in check["text"] and "FSERVER_CLUSTER" in check["remedy"]
 
 
+def test_ipv6(doctor: Doctor) -> None:
+    try:
+        server = listen.listen("::1", 0)
+    except OSError as e:
+        pytest.skip(f"no IPv6 loopback: {e}")
+    with server:
+        threading.Thread(target=listen.serve, args=(server, b""), daemon=True).start()
+        at = f"[::1]:{server.getsockname()[1]}"
+        status, found = doctor("--peer", at)
+        server.shutdown(socket.SHUT_RDWR)
+    assert status == 0 and found["peer"]["back"]
+    assert set(states(found, f"Path to {at}").values()) == {"yes"}
+
+
+def test_a_name_that_nobody_answers_for(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    monkeypatch.setattr("fserver.doctor.names.LIMIT", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: done.wait(LIMIT) and [])
+    status, found = doctor("--peer", "somewhere:7000")
+    done.set()
+    assert status == 1
+    assert "no answer within" in line(found, "Path to somewhere:7000", "name")["text"]
+
+
 def test_nobody_there(doctor: Doctor, port: int) -> None:
     status, found = doctor("--peer", f"127.0.0.1:{port}")
     assert status == 1
@@ -568,13 +592,17 @@ def test_a_stream_has_an_end(listener: Callable[[str], str]) -> None:
 
 def test_sessions_are_bounded(listener: Callable[[str], str]) -> None:
     at = listener("")
-    before = threading.active_count()
+
+    def count() -> int:
+        return sum(thread.name == listen.NAME for thread in threading.enumerate())
+
+    eventually(lambda: count() == 0)
     silent = [channel(at) for _ in range(3 * listen.SESSIONS)]
-    eventually(lambda: threading.active_count() >= before + listen.SESSIONS)
-    assert threading.active_count() == before + listen.SESSIONS
+    eventually(lambda: count() == listen.SESSIONS)
     for one in silent:
+        assert count() <= listen.SESSIONS
         one.sock.close()
-    eventually(lambda: threading.active_count() <= before)
+    eventually(lambda: count() == 0)
 
 
 def test_the_command_line() -> None:
