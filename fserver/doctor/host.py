@@ -124,22 +124,25 @@ def _tcp() -> Check:
 def _cma(built: bool) -> Check:
     way, code = cma.probe()
     if way == "plain":
-        text = "processes of this user can write into each other's memory"
+        text, remedy = "processes of this user can write into each other's memory", ""
     elif way == "ptracer":
-        text = "processes of this user can write into each other's memory once the target allows it"
+        text = "processes of this user can write into each other's memory where FSERVER_PTRACER=1"
+        remedy = ""
     elif code == errno.ENOSYS:
         text = "process_vm_writev is not in this kernel, or a sandbox forbids it"
-        return Check("cma", "no", text, "use tcp; a container needs a seccomp profile that has it")
+        remedy = "a container needs a seccomp profile that allows process_vm_writev"
     elif code > 0:
-        remedy = "sysctl kernel.yama.ptrace_scope=0; a container also needs --cap-add SYS_PTRACE"
-        return Check("cma", "no", f"process_vm_writev: {os.strerror(code)}", remedy)
+        text = f"process_vm_writev: {os.strerror(code)}"
+        remedy = "sysctl kernel.yama.ptrace_scope=1; a container also needs --cap-add SYS_PTRACE"
     else:
         text = "a child process did not write what it was to write"
-        return Check("cma", "no", text, f"try `{sys.executable} -I -S -c pass`, and use tcp")
-    if built:
-        return Check("cma", "yes", text)
-    text = f"not in this build; this host would allow it: {text}"
-    return Check("cma", "no", text, "use tcp, or a build that has it")
+        remedy = f"see what `{sys.executable} -I -S -c pass` says"
+    if not built:
+        host = f"this host would {'allow' if way else 'not allow'} it: {text}"
+        return Check("cma", "no", f"not in this build; {host}", "use tcp, or a build that has it")
+    if way:
+        return Check("cma", "yes", f"one copy: {text}")
+    return Check("cma", "note", f"two copies, through shared memory: {text}", remedy)
 
 
 def _shared_memory(limits: dict) -> Check:

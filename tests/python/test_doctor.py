@@ -147,11 +147,12 @@ def test_cma_probe() -> None:
     ("result", "built", "state", "word"),
     [
         (("plain", 0), True, "yes", "can write"),
-        (("ptracer", 0), True, "yes", "allows it"),
+        (("ptracer", 0), True, "yes", "FSERVER_PTRACER=1"),
         (("plain", 0), False, "no", "not in this build"),
-        (("", 1), True, "no", "Operation not permitted"),
-        (("", 38), True, "no", "not in this kernel"),
-        (("", -1), True, "no", "did not write"),
+        (("", 1), False, "no", "not allow"),
+        (("", 1), True, "note", "Operation not permitted"),
+        (("", 38), True, "note", "not in this kernel"),
+        (("", -1), True, "note", "did not write"),
     ],
 )
 def test_cma(
@@ -160,6 +161,7 @@ def test_cma(
     monkeypatch.setattr(cma, "probe", lambda: result)
     check = host._cma(built)
     assert check.state == state and word in check.text
+    assert bool(check.remedy) == (state != "yes")
 
 
 def recorded(gpus: int) -> dict:
