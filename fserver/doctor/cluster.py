@@ -89,7 +89,8 @@ def _resolves(host: str, port: int) -> Check:
     except OSError as e:
         remedy = "DMLC_PS_ROOT_URI must be an address, or a name that this host can resolve"
         return Check("scheduler", "no", f"resolve {host}: {e.strerror or e}", remedy, fatal=True)
-    text = f"{host} is {', '.join(dict.fromkeys(str(f[4][0]) for f in found))}, port {port}"
+    addresses = list(dict.fromkeys(str(f[4][0]) for f in found))
+    text = names.join(host, port) + ("" if addresses == [host] else f" is {', '.join(addresses)}")
     remedy = f"`fserver doctor --peer {names.join(host, port)}` tries the way there"
     return Check("scheduler", "yes", text, remedy)
 
