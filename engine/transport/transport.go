@@ -160,8 +160,10 @@ type Unsender interface{ Unsent() bool }
 // Sleeper is a Fabric whose user need not spin. FD is readable (for poll,
 // epoll) whenever Poll would find something or could make progress, and when
 // back-pressure ends. Ask for it
-// before each wait: what Post has completed may show only then. It is always
-// the same descriptor, and stays valid until Close.
+// before each wait, and after the last Poll if somebody else waits meanwhile:
+// what Post has completed may show only then, and a Fabric that is polled may
+// tell nobody of what comes. It is always the same descriptor, and stays valid
+// until Close.
 type Sleeper interface{ FD() int }
 
 // Teller is a Conn whose Fabric can carry it in more than one way. Via is how
