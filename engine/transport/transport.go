@@ -218,5 +218,5 @@ func (e *ErrUnavailable) Error() string {
 type Limits struct {
 	Handshake time.Duration // to pass the Gate; 0 means 10 s
 	Stall     time.Duration // without progress while bytes are owed; 0 means 30 s
-	Pending   int           // connections inside the Gate at once; 0 means 256
+	Pending   int           // connections inside the Gate at once, the silent ones giving way; 0 means 256
 }

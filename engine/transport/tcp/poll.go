@@ -97,7 +97,7 @@ func (f *Fabric) visit(c *Conn, ev []transport.Event) (n int, moved uint64) {
 		n++
 		c.announce = false
 	}
-	if c.err == nil && c.txErr == nil && c.tx.unsent() {
+	if c.err == nil && c.txErr == nil && c.unsent() {
 		f.send(c)
 	}
 	n += c.complete(ev[n:])
@@ -156,17 +156,25 @@ func (c *Conn) complete(ev []transport.Event) (n int) {
 // send gives the socket up to quantum bytes, and lets epoll watch for room if
 // it did not take them all.
 func (f *Fabric) send(c *Conn) {
-	c.tx.gather(&f.vec, quantum)
+	var n int
+	var e unix.Errno
+	if c.tls == nil {
+		c.tx.gather(&f.vec, quantum)
+		n, e = f.vec.send(c.fd)
+	} else {
+		c.tx.gather(&f.vec, sealQuantum)
+		n, e = c.tls.send(&f.vec)
+	}
 	full := true
-	switch n, e := f.vec.send(c.fd); e {
+	switch e {
 	case 0:
 		c.tx.advance(uint64(n))
-		full = uint64(n) < f.vec.sum
+		full = uint64(n) < f.vec.sum || c.tls != nil && c.tls.unsent()
 	case unix.EAGAIN, unix.EINTR:
 	default:
-		c.txErr = failure("send", e)
+		c.txErr = c.failure("send", e)
 	}
-	if watch := full && c.tx.unsent() && c.txErr == nil; watch != c.armed {
+	if watch := full && c.unsent() && c.txErr == nil; watch != c.armed {
 		c.armed = watch
 		ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(c.fd)}
 		if watch {
@@ -185,7 +193,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 	if len(ev) == 0 {
 		return 0
 	}
-	fresh := c.readable || c.txErr != nil
+	fresh := c.readable || c.txErr != nil || c.tls != nil && c.tls.more
 	c.readable = false
 	if x.more {
 		var bad error
@@ -199,7 +207,13 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 		if f.vec.n == 0 {
 			break
 		}
-		k, e := f.vec.recv(c.fd)
+		var k int
+		var e unix.Errno
+		if c.tls == nil {
+			k, e = f.vec.recv(c.fd)
+		} else {
+			k, e = c.tls.recv(&f.vec)
+		}
 		if e == unix.EAGAIN || e == unix.EINTR {
 			if c.txErr != nil {
 				f.fail(c, c.txErr)
@@ -207,7 +221,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 			break
 		}
 		if e != 0 {
-			f.fail(c, failure("receive", e))
+			f.fail(c, c.failure("receive", e))
 			break
 		}
 		if k == 0 {
@@ -236,8 +250,11 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 	return n
 }
 
-// failure describes an error of a system call.
-func failure(call string, e unix.Errno) error {
+// failure describes an error of a system call, or of TLS in its place.
+func (c *Conn) failure(call string, e unix.Errno) error {
+	if e == unix.EPROTO && c.tls != nil && c.tls.bad != nil {
+		return fmt.Errorf("%s: %w", call, c.tls.bad)
+	}
 	switch e {
 	case unix.ECONNRESET, unix.EPIPE, unix.ETIMEDOUT, unix.EHOSTUNREACH, unix.ENETUNREACH:
 		return e // says all
