@@ -46,6 +46,7 @@ const (
 	maxPort   = 65535
 	maxWait   = 7 * 24 * time.Hour
 	maxSecret = 4096
+	maxPEM    = 1 << 20
 )
 
 // table is in the order of docs/settings.md. Values are read in this order.
@@ -168,6 +169,25 @@ var table = []setting{
 		unset:   "none",
 		strict:  true,
 		meaning: "the file that holds the secret, where FSERVER_SECRET is not set; white space around it does not count",
+	}, {
+		name:    "FSERVER_TLS",
+		value:   offOn("off", func(c *Config) *bool { return &c.TLS }),
+		meaning: "TLS 1.3 on all connections over TCP, control and data; `on` needs a secret or a certificate, and must be the same on all nodes",
+	}, {
+		name:    "FSERVER_TLS_CERT",
+		value:   file(func(c *Config) *string { return &c.TLSCert.Path }),
+		unset:   "derived from the secret and FSERVER_CLUSTER",
+		meaning: "the file with this node's certificate in PEM, and with what lies between it and its root",
+	}, {
+		name:    "FSERVER_TLS_KEY",
+		value:   file(func(c *Config) *string { return &c.TLSKey.Path }),
+		unset:   "derived from the secret and FSERVER_CLUSTER",
+		meaning: "the file with the key of that certificate in PEM",
+	}, {
+		name:    "FSERVER_TLS_CA",
+		value:   file(func(c *Config) *string { return &c.TLSCA.Path }),
+		unset:   "the certificate itself",
+		meaning: "the file with the roots in PEM from which the certificates of peers must come. Their names are not checked: peers are found by address, and being a member is what counts",
 	}, {
 		section: "Time limits and waiting",
 		name:    "FSERVER_INIT_TIMEOUT",
@@ -360,6 +380,24 @@ func onOff(def string, at func(*Config) *bool) value {
 	}
 }
 
+func offOn(def string, at func(*Config) *bool) value {
+	return value{
+		typ:  "switch",
+		want: "off or on",
+		def:  def,
+		set: func(c *Config, v string) bool {
+			*at(c) = strings.EqualFold(v, "on")
+			return *at(c) || strings.EqualFold(v, "off")
+		},
+		get: func(c *Config) string {
+			if *at(c) {
+				return "on"
+			}
+			return "off"
+		},
+	}
+}
+
 // choice is one of names, each of which stands for its index; allowed (nil: all
 // of names) are those that a user can write, in any case.
 func choice[T ~uint8](def string, names, allowed []string, at func(*Config) *T) value {
@@ -515,15 +553,21 @@ func secret() value {
 	}
 }
 
-// secretFile only names the file; finish reads it.
 func secretFile() value {
+	v := file(func(c *Config) *string { return &c.secretFile })
+	v.want = fmt.Sprintf("a readable file of 1 to %d bytes", maxSecret)
+	return v
+}
+
+// file only names a file; finish reads it.
+func file(at func(*Config) *string) value {
 	return value{
 		typ:  "file",
-		want: fmt.Sprintf("a readable file of 1 to %d bytes", maxSecret),
+		want: fmt.Sprintf("a readable file of 1 to %d bytes", maxPEM),
 		set: func(c *Config, v string) bool {
-			c.secretFile = v
+			*at(c) = v
 			return v != ""
 		},
-		get: func(c *Config) string { return c.secretFile },
+		get: func(c *Config) string { return *at(c) },
 	}
 }
