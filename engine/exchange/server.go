@@ -379,7 +379,11 @@ func (s *Server) need(c *client, b []byte) error {
 		if err != nil {
 			return err
 		}
-		if err := s.grant(c, k, n.Bytes); err != nil {
+		err = s.grant(c, k, n.Bytes)
+		if b, ok := c.fabric.(transport.Binder); ok && err == nil {
+			err = b.Bind(k.token, c.conn) // no other worker may use what this one is told
+		}
+		if err != nil {
 			v = wire.Buffers{Reason: err.Error()}
 			break
 		}

@@ -94,6 +94,10 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 		Limits:  transport.Limits{Stall: cfg.StallTimeout},
 		Refused: refused(log),
 	}
+	var err error
+	if o.TLS, err = identity(cfg); err != nil {
+		return nil, err
+	}
 	listen := cfg.Listen()
 	host, err := address(listen)
 	if err == nil && cfg.NearGPU && listen.Kind == conf.ListenRoute {
@@ -240,8 +244,7 @@ func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr) 
 		if err == nil {
 			return c, nil
 		}
-		var no *wire.HandshakeError
-		if errors.As(err, &no) || errors.Is(err, transport.ErrClosed) {
+		if refusal(err) || errors.Is(err, transport.ErrClosed) {
 			return nil, err
 		}
 		n.log.Info("not connected yet", zap.String("to", string(at)), zap.Error(err))

@@ -166,6 +166,12 @@ type Unsender interface{ Unsent() bool }
 // until Close.
 type Sleeper interface{ FD() int }
 
+// Binder is a Fabric that can keep a Key to one Conn. After Bind a write that
+// names k on another Conn is refused and ends that one, as with a wrong token; a
+// later Bind takes the place of an earlier one. A Key that was never bound is
+// good on every Conn of its Fabric.
+type Binder interface{ Bind(k Key, c Conn) error }
+
 // Teller is a Conn whose Fabric can carry it in more than one way. Via is how
 // this one travels ("cma/staged"), Why what spoke against a better way, or empty.
 type Teller interface {

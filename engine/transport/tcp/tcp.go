@@ -227,6 +227,13 @@ func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
 	return f.regions.add(r)
 }
 
+// Bind implements transport.Binder.
+func (f *Fabric) Bind(k transport.Key, c transport.Conn) error {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	return f.regions.bind(k, c)
+}
+
 // Deregister implements transport.Fabric. A Conn that is in the middle of a
 // write into the region goes down.
 func (f *Fabric) Deregister(k transport.Key) error {
