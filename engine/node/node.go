@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"runtime"
 	"slices"
 	"sync"
@@ -399,6 +400,9 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 	var err error
 	switch {
 	case ev.Kind == transport.EvDown:
+		if !errors.Is(ev.Err, io.EOF) {
+			n.log.Warn("connection ended", zap.String("peer", l.conn.Remote()), zap.Error(ev.Err))
+		}
 		n.down(l, ev.Err)
 	case l.kind == linkPeer:
 		err = n.data(l, ev)
