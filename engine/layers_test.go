@@ -28,12 +28,13 @@ var layers = map[string][]string{
 	"transport":               {"mem"},
 	"transport/transporttest": {"mem", "transport"},
 	"transport/inproc":        {"mem", "transport"},
+	"transport/lossy":         {"mem", "transport"},
 	"transport/tcp":           {"mem", "transport"},
 	"cluster":                 {"wire"},
 	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
 		"cluster", "conf", "exchange", "mem", "trace", "transport",
-		"transport/inproc", "transport/tcp", "wire",
+		"transport/inproc", "transport/lossy", "transport/tcp", "wire",
 	},
 	"cabi": {"conf", "mem", "node"},
 }

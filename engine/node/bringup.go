@@ -15,6 +15,7 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
+	"fserver/engine/transport/lossy"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/wire"
 )
@@ -81,6 +82,21 @@ func openFabric(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.
 		log.Warn(conf.OpenWarning(at))
 	}
 	return f, nil
+}
+
+// lossy puts the losses that the settings ask for over a Fabric.
+func (n *Node) lossy(f transport.Fabric) (transport.Fabric, error) {
+	if n.cfg.DropPercent != 0 {
+		n.log.Warn("frames are lost on purpose (PS_DROP_MSG)", zap.Int("percent", n.cfg.DropPercent), zap.Bool("sent again", n.cfg.Resend))
+	}
+	l, err := lossy.Wrap(f, lossy.Options{
+		Drop: float64(n.cfg.DropPercent) / 100, Seed: uint64(n.cfg.Role)<<32 | uint64(n.cfg.Rank),
+		Resend: n.cfg.Resend, Timeout: n.cfg.ResendTimeout,
+	})
+	if err != nil {
+		return f, err
+	}
+	return l, nil
 }
 
 func isLoopback(hostport string) bool {

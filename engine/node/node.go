@@ -178,6 +178,9 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	if err == nil {
 		n.fabric, err = fabrics(cfg, n.gate, log)
 	}
+	if err == nil && (cfg.Resend || cfg.DropPercent != 0) {
+		n.fabric, err = n.lossy(n.fabric)
+	}
 	if err == nil && n.scheduler == nil {
 		n.member = cluster.NewMember(cluster.MemberConfig{
 			Self: n.self(), Shape: shape, Scheduler: cfg.Scheduler(), Timing: timing, Patient: n.patient(),
