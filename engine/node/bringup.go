@@ -31,6 +31,9 @@ func newGate(cfg *conf.Config) *gate {
 		Build: "fserver " + Version, Cluster: cfg.Cluster, Role: wire.Role(cfg.Role), Rank: int32(cfg.Rank),
 		Epoch: uint64(time.Now().UnixNano()),
 	}}
+	if cfg.Resend {
+		g.me.Caps |= wire.CapResend
+	}
 	if cfg.Secret.IsSet() {
 		g.secret = cfg.Secret.Bytes()
 	}

@@ -347,6 +347,11 @@ func TestSchedulerRestarts(t *testing.T) {
 					again = m.start(s.settings("worker", 0, 1, "1"))
 					m.workers[1] = again
 				}
+				for _, n := range m.all()[1:] {
+					if n != again { // a barrier that it called before it knows would end
+						require.Eventually(t, func() bool { return orphan(n) }, 10*time.Second, time.Millisecond)
+					}
+				}
 				m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
 				waitReady(t, m.scheduler)
 				if again != nil {
@@ -360,6 +365,20 @@ func TestSchedulerRestarts(t *testing.T) {
 			m.stop()
 		})
 	}
+}
+
+// orphan says whether a node has no connection to a scheduler.
+func orphan(n *Node) bool {
+	if !n.own() {
+		return true
+	}
+	defer n.disown()
+	for _, l := range n.links {
+		if l.kind == linkScheduler {
+			return false
+		}
+	}
+	return true
 }
 
 // TestBothAreGone starts one of two that are gone before the other.
