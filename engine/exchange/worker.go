@@ -150,18 +150,30 @@ func (w *Worker) Drain() {
 func (w *Worker) start(t *Ticket) {
 	w.adopt(t)
 	w.counters.PushPulls.Add(1)
-	err := w.assign(t)
+	err := w.missing()
+	if err == nil {
+		err = w.assign(t)
+	}
 	for i, s := range w.servers {
 		t.legs[i] = leg{keys: t.legs[i].keys[:0]}
-		switch {
-		case err != nil:
+		if err != nil {
 			w.endLeg(t, s, err)
-		case s.down != nil && !s.held:
-			w.endLeg(t, s, s.down)
-		default:
+		} else {
 			s.queue.push(t)
 		}
 	}
+}
+
+// missing is why no push_pull can complete now, or nil. One that cannot is sent
+// to nobody: a server that has it would pair it with what another worker pushes
+// later.
+func (w *Worker) missing() error {
+	for _, s := range w.servers {
+		if s.down != nil && !s.held {
+			return s.down
+		}
+	}
+	return nil
 }
 
 // assign gives t its plan and its pull tensors their registrations.

@@ -163,9 +163,6 @@ func TestServerRestarts(t *testing.T) {
 	lostWithin(t, func() error { return wait(w, pending) }, "server", 1)
 	lostWithin(t, func() error { return wait(w, pushPull(t, w, []exchange.Tensor{tensor(t, 8, 4)}, out)) }, "server", 1)
 	respond(t, m.servers[0], b.reqs[0].handler, tensor(t, 0, 4))
-	b, err = getBatch(m.servers[0])
-	require.NoError(t, err, "it is not concerned")
-	respond(t, m.servers[0], b.reqs[0].handler, tensor(t, 0, 4))
 	lostWithin(t, func() error { return barrierOf(w) }, "server", 1)
 
 	m.restart(net, s, m.servers[1])
@@ -390,9 +387,6 @@ func TestBothAreGone(t *testing.T) {
 	w2 := m.restart(net, s, w)
 	x, out := tensor(t, 1, 9), []exchange.Tensor{tensor(t, 0, 9), tensor(t, 0, 9)}
 	lostWithin(t, func() error { return wait(w2, pushPull(t, w2, []exchange.Tensor{x}, out)) }, "server", 1)
-	b, err := getBatch(m.servers[0])
-	require.NoError(t, err)
-	respond(t, m.servers[0], b.reqs[0].handler, tensor(t, 0, 9))
 	m.restart(net, s, m.servers[1])
 	require.NoError(t, echo(t, w2, m.servers, 5, closed()))
 	m.stop()
