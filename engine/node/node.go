@@ -402,7 +402,9 @@ func (n *Node) event(ev *transport.Event) {
 	case l.kind == linkPeer:
 		err = n.data(l, ev)
 	case l.kind == linkWaiting:
-		err = l.keep(ev)
+		if err = l.keep(ev); err == nil {
+			n.admitAll()
+		}
 	case ev.Kind == transport.EvFrame:
 		n.control(cluster.Input{Kind: cluster.Frame, Conn: l.id, Data: ev.Data})
 	default:
