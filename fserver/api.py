@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fserver import _loader
 from fserver.errors import ClosedError, ConfigError
@@ -29,6 +29,7 @@ _VARIABLES = {
     "interface": "DMLC_INTERFACE",
     "port": "DMLC_PORT",
     "transport": "FSERVER_TRANSPORT",
+    "progress": "FSERVER_PROGRESS",
     "backend": "STEPMESH_BACKEND",
     "host_scheduler": "FSERVER_HOST_SCHEDULER",
     "cluster": "FSERVER_CLUSTER",
@@ -48,6 +49,12 @@ def environment() -> dict[str, str]:
     }
 
 
+def inherited() -> dict[str, str]:
+    """What a node takes from the environment: ``environment()``, and which GPUs CUDA shows."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {**environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
+
+
 def _split(scheduler: str) -> tuple[str, str]:
     host, colon, port = scheduler.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -59,6 +66,16 @@ def _split(scheduler: str) -> tuple[str, str]:
             f'scheduler is {scheduler!r}, want "host:port", with an IPv6 address "[::1]:7000"'
         )
     return host, port
+
+
+class Link(NamedTuple):
+    """A connection to a peer of the rail."""
+
+    role: str  # "worker" or "server"
+    rank: int
+    remote: str  # the peer's address
+    transport: str  # how it travels: "tcp", "cma", "cma/staged"
+    reason: str  # why not by a better way; empty if there is none
 
 
 def _text(value: Any) -> str:
@@ -82,6 +99,8 @@ class Node:
         instance: the rail (default ``gpu + rank_offset``).
         host, interface, port: address of this host to use, or interface; port to listen on.
         transport: how bytes travel (default ``"auto"``).
+        progress: who moves the data, ``"caller"`` (the threads inside wait and the like),
+            ``"thread"`` (one of its own) or ``"auto"`` (default; by the cores that are free).
         backend: where tensors are, ``"CPU"`` or ``"GPU"``.
         host_scheduler: a server runs the scheduler too, in this process. Its port may be 0,
             any free one.
@@ -123,6 +142,7 @@ class Node:
         interface: str | None = None,
         port: int | None = None,
         transport: str | None = None,
+        progress: str | None = None,
         backend: str | None = None,
         host_scheduler: bool | None = None,
         cluster: str | None = None,
@@ -134,7 +154,7 @@ class Node:
         connect: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _VARIABLES}
-        merged = environment()
+        merged = inherited()
         merged.update({name: _text(value) for name, value in (settings or {}).items()})
         merged.update(
             {_VARIABLES[name]: _text(value) for name, value in given.items() if value is not None}
@@ -221,6 +241,11 @@ class Node:
     def describe(self) -> dict[str, Any]:
         """Links, counters and settings of the node."""
         return json.loads(self._node.describe())
+
+    def links(self) -> list[Link]:
+        """The connections to the peers of the rail, and how each travels. Costs the other calls
+        nothing."""
+        return [Link(**link) for link in self.describe()["links"]]
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fserver.api import Node, Scheduler, Server, Worker
+from fserver.api import Link, Node, Scheduler, Server, Worker
 from fserver.errors import ClosedError, ConfigError, Error
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "get_batch",
     "get_nanosecond",
     "init",
+    "links",
     "map_pinned_tensor",
     "push_pull",
     "register_recv_buffer",
@@ -213,6 +214,13 @@ def barrier(
 ) -> None:
     """See Node.barrier."""
     _method("barrier")(include_server, include_client, instance_barrier, timeout_ms)
+
+
+def links() -> list[Link]:
+    """See Node.links."""
+    if _node is None:
+        raise ClosedError("links: there is no node: call init() first")
+    return _node.links()
 
 
 def get_nanosecond() -> int:

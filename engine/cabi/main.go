@@ -21,6 +21,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"fserver/engine/conf"
@@ -52,7 +53,12 @@ func fs_open(settings **C.char, n C.size_t, out *C.fs_node) (rc C.int) {
 	if err != nil {
 		return fail(err)
 	}
-	*out = C.fs_node(nodes.add(nd))
+	id, err := nodes.add(nd)
+	if err != nil {
+		_ = nd.Free()
+		return fail(err)
+	}
+	*out = C.fs_node(id)
 	return 0
 }
 
@@ -274,46 +280,60 @@ func guard(rc *C.int) {
 	}
 }
 
-// table gives nodes numbers that are never used twice.
+// maxNodes is how many nodes a process can have open.
+const maxNodes = 1024
+
+// table gives nodes numbers that are never used twice: a generation above, the
+// place below. Looking one up is one load, because every call does.
 type table struct {
-	mu    sync.RWMutex
+	mu    sync.Mutex
 	gen   uint64
-	nodes map[uint64]*node.Node
+	slots [maxNodes]atomic.Pointer[entry]
 }
 
-var nodes = table{nodes: map[uint64]*node.Node{}}
+type entry struct {
+	handle uint64
+	node   *node.Node
+}
 
-func (tb *table) add(n *node.Node) uint64 {
+var nodes table
+
+func (tb *table) add(n *node.Node) (uint64, error) {
 	tb.mu.Lock()
 	defer tb.mu.Unlock()
-	tb.gen++
-	tb.nodes[tb.gen] = n
-	return tb.gen
+	for i := range tb.slots {
+		if tb.slots[i].Load() == nil {
+			tb.gen++
+			h := tb.gen*maxNodes + uint64(i)
+			tb.slots[i].Store(&entry{h, n})
+			return h, nil
+		}
+	}
+	return 0, fmt.Errorf("node: open: %d nodes are open in this process: close some", maxNodes)
 }
 
 func (tb *table) get(h C.fs_node) (*node.Node, error) {
-	tb.mu.RLock()
-	n := tb.nodes[uint64(h)]
-	tb.mu.RUnlock()
-	if n == nil {
-		return nil, errHandle(h)
+	if e := tb.slots[h%maxNodes].Load(); e != nil && e.handle == uint64(h) {
+		return e.node, nil
 	}
-	return n, nil
+	return nil, errHandle(h)
 }
 
 func (tb *table) take(h C.fs_node) (*node.Node, error) {
 	tb.mu.Lock()
 	defer tb.mu.Unlock()
-	n := tb.nodes[uint64(h)]
-	if n == nil {
-		return nil, errHandle(h)
+	n, err := tb.get(h)
+	if err == nil {
+		tb.slots[h%maxNodes].Store(nil)
 	}
-	delete(tb.nodes, uint64(h))
-	return n, nil
+	return n, err
 }
 
-func (tb *table) len() int {
-	tb.mu.RLock()
-	defer tb.mu.RUnlock()
-	return len(tb.nodes)
+func (tb *table) len() (count int) {
+	for i := range tb.slots {
+		if tb.slots[i].Load() != nil {
+			count++
+		}
+	}
+	return count
 }

@@ -46,7 +46,44 @@ const (
 func (t Transport) String() string { return name(transports, t) }
 
 // built says which transports a user can choose in this build.
-func (t Transport) built() bool { return t <= TCP }
+func (t Transport) built() bool { return t <= CMA }
+
+// CMAMode is how the transport inside a host writes.
+type CMAMode uint8
+
+// The ways: one copy if the kernel lets both sides, one copy or nothing, two
+// copies.
+const (
+	CMAAuto CMAMode = iota
+	CMADirect
+	CMAStaged
+)
+
+func (m CMAMode) String() string { return name(cmaModes, m) }
+
+// Progress says who drives a node.
+type Progress uint8
+
+// The ways: by the cores that are free, the callers in turn, or a thread of its
+// own.
+const (
+	AnyProgress Progress = iota
+	ByCaller
+	ByThread
+)
+
+func (p Progress) String() string { return name(progresses, p) }
+
+// Built lists the transports of this build.
+func Built() []string {
+	var names []string
+	for i := range transports {
+		if t := Transport(i); t != Auto && t.built() {
+			names = append(names, t.String())
+		}
+	}
+	return names
+}
 
 // Backend is the kind of device that the tensors are on.
 type Backend uint8
@@ -101,6 +138,8 @@ func (o OnPeerLost) String() string { return name(onPeerLost, o) }
 var (
 	roles      = []string{"scheduler", "worker", "server", "joint"}
 	transports = []string{"auto", "tcp", "cma", "cudaipc", "verbs", "ofi", "ucx"}
+	cmaModes   = []string{"auto", "direct", "staged"}
+	progresses = []string{"auto", "caller", "thread"}
 	backends   = []string{"any", "CPU", "GPU"}
 	levels     = []string{"error", "warn", "info", "debug"}
 	lags       = []string{"0", "1", "port1", "port2"}
@@ -144,7 +183,10 @@ type Config struct {
 
 	Transport Transport
 	SameHost  bool // same-host transports may be used
+	CMAMode   CMAMode
+	Ptracer   bool // let processes of the same user write into this one
 	Backend   Backend
+	Visible   string // CUDA_VISIBLE_DEVICES
 
 	Cluster    string // only nodes of the same cluster id talk to each other
 	Secret     Secret
@@ -156,6 +198,7 @@ type Config struct {
 	StallTimeout      time.Duration // without progress while bytes are owed
 	HeartbeatInterval time.Duration // 0: no heartbeats are sent
 	HeartbeatTimeout  time.Duration // 0: silence is not a fault
+	Progress          Progress
 	OnPeerLost        OnPeerLost
 	RejoinTimeout     time.Duration // for the successor of a lost peer
 	Spin              time.Duration // a waiting call spins this long before it sleeps

@@ -45,7 +45,7 @@ func TestDefaults(t *testing.T) {
 	require.Equal(t, &Config{
 		Role: Server, Workers: 1, Servers: 1, GroupSize: 1,
 		SchedulerHost: "127.0.0.1", SchedulerPort: 7000,
-		Transport: Auto, SameHost: true, Backend: AnyBackend,
+		Transport: Auto, SameHost: true, Ptracer: true, Backend: AnyBackend,
 		Cluster:     "default",
 		InitTimeout: time.Minute, StopTimeout: 30 * time.Second, BarrierTimeout: 5 * time.Minute,
 		StallTimeout: 30 * time.Second, HeartbeatInterval: time.Second, HeartbeatTimeout: 10 * time.Second, RejoinTimeout: 60 * time.Second,
@@ -94,13 +94,17 @@ func TestEverySpelling(t *testing.T) {
 		"DMLC_INTERFACE":          {map[string]string{"eth0": "eth0", "AUTO": "auto", "bond0.7": "bond0.7"}, []string{"a/b", "a b", "sixteencharacter"}},
 		"DMLC_PORT":               whole(0, 65535),
 		"DMLC_LOCAL":              onOff,
-		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp"}, []string{"zmq", "1", "inproc"}},
+		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp", "cma": "cma"}, []string{"zmq", "1", "inproc"}},
+		"FSERVER_CMA":             {map[string]string{"auto": "auto", "Direct": "direct", "staged": "staged"}, []string{"1", "shm"}},
+		"FSERVER_PTRACER":         onOff,
+		"FSERVER_PROGRESS":        {map[string]string{"auto": "auto", "Caller": "caller", "thread": "thread"}, []string{"1", "both"}},
 		"DMLC_ENABLE_RDMA":        vans,
 		"DMLC_ENABLE_UCX":         {map[string]string{"0": "auto"}, []string{"ucx", "2"}},
 		"DMLC_PS_VAN_TYPE":        vans,
 		"BYTEPS_ENABLE_IPC":       onOff,
 		"STEPMESH_BACKEND":        {map[string]string{"CPU": "CPU", "gpu": "GPU"}, []string{"any", "ROCM"}},
 		"STEPMESH_BAKCEND":        {map[string]string{"cpu": "CPU", "GPU": "GPU"}, []string{"any", "ROCM"}},
+		"CUDA_VISIBLE_DEVICES":    {map[string]string{"0, 1": "0, 1", "-1": "-1", "GPU-0a1b": "GPU-0a1b"}, nil},
 		"FSERVER_CLUSTER":         {map[string]string{"a": "a", strings.Repeat("x", 64): strings.Repeat("x", 64)}, []string{"a b", "a\x00", "é", strings.Repeat("x", 65)}},
 		"FSERVER_SECRET":          {map[string]string{" 0123456789abcdef ": "set"}, []string{"", "  "}},
 		"FSERVER_SECRET_FILE":     {nil, []string{"", "/nowhere/at/all", "/", "/dev/zero"}},
@@ -196,11 +200,11 @@ func TestNewerSpellingWins(t *testing.T) {
 }
 
 func TestTransportNotBuilt(t *testing.T) {
-	for _, v := range []string{"cma", "cudaipc", "verbs", "ofi", "ucx"} {
-		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp "+
+	for _, v := range []string{"cudaipc", "verbs", "ofi", "ucx"} {
+		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp and cma "+
 			"(unset it, or use tcp)", v, v), bad(t, with("FSERVER_TRANSPORT="+v)...))
 	}
-	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp `+
+	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp and cma `+
 		`(FSERVER_TRANSPORT=tcp overrides it)`, bad(t, with("DMLC_ENABLE_RDMA=1")...))
 	require.Contains(t, bad(t, with("DMLC_ENABLE_UCX=1")...), `DMLC_ENABLE_UCX="1": transport ucx is not in this build`)
 	require.Contains(t, bad(t, with("DMLC_PS_VAN_TYPE=fabric")...), `DMLC_PS_VAN_TYPE="fabric": transport ofi is not in this build`)
@@ -381,6 +385,7 @@ func TestHeartbeat(t *testing.T) {
 func TestDescribe(t *testing.T) {
 	var got struct {
 		Settings []map[string]any
+		Unknown  []map[string]string
 		Warnings []string
 		Errors   []string
 	}
@@ -388,6 +393,8 @@ func TestDescribe(t *testing.T) {
 	require.Len(t, got.Settings, len(table))
 	require.Equal(t, []string{`conf: DMLC_PORT="many": want a whole number from 0 to 65535`}, got.Errors)
 	require.Len(t, got.Warnings, 1)
+	require.Equal(t, "FSERVER_TYPO", got.Unknown[0]["name"])
+	require.Contains(t, names(), got.Unknown[0]["nearest"])
 	rows := map[string]map[string]any{}
 	for _, s := range got.Settings {
 		rows[s["name"].(string)] = s
@@ -406,6 +413,8 @@ func TestDescribe(t *testing.T) {
 
 	require.NoError(t, json.Unmarshal(Describe(nil), &got))
 	require.Equal(t, []string{}, got.Warnings)
+	require.Empty(t, got.Unknown)
+	require.Equal(t, "tcp", Built()[0])
 }
 
 // FuzzParse holds what is true for any settings: no panic, an error or a

@@ -42,6 +42,7 @@ type parser struct {
 	cfg      Config
 	given    map[string]string // by name, as it was written
 	source   map[string]string // of a setting: the spelling that counts, if any
+	unknown  []unknown
 	warnings []Warning
 	errs     []error
 }
@@ -64,10 +65,15 @@ func (p *parser) fail(format string, args ...any) {
 	p.errs = append(p.errs, fmt.Errorf("conf: "+format, args...))
 }
 
+// unknown is a name that looks like one of ours.
+type unknown struct {
+	Name    string `json:"name"`
+	Nearest string `json:"nearest"` // known name
+}
+
 // collect fills given and warns of unknown names.
 func (p *parser) collect(settings []string) {
 	known := names()
-	var unknown []string
 	for i, s := range settings {
 		name, v, ok := strings.Cut(s, "=")
 		switch {
@@ -76,9 +82,10 @@ func (p *parser) collect(settings []string) {
 			p.fail("setting %d of %d has no '=': want NAME=value", i+1, len(settings))
 		case slices.Contains(known, name):
 			p.given[name] = strings.TrimSpace(v)
-		case ours(name) && !slices.Contains(unknown, name):
-			unknown = append(unknown, name)
-			p.warn("unknown setting %.64s has no effect (the nearest known name is %s)", name, nearest(name, known))
+		case ours(name) && !slices.ContainsFunc(p.unknown, func(u unknown) bool { return u.Name == name }):
+			u := unknown{name, nearest(name, known)}
+			p.unknown = append(p.unknown, u)
+			p.warn("unknown setting %.64s has no effect (the nearest known name is %s)", u.Name, u.Nearest)
 		}
 	}
 }
@@ -277,7 +284,7 @@ func (p *parser) transport() {
 	if by != "FSERVER_TRANSPORT" {
 		remedy = "FSERVER_TRANSPORT=tcp overrides it"
 	}
-	p.fail("%s=%q: transport %v is not in this build, which has tcp (%s)", by, p.given[by], c.Transport, remedy)
+	p.fail("%s=%q: transport %v is not in this build, which has tcp and cma (%s)", by, p.given[by], c.Transport, remedy)
 }
 
 // names is every name in the table, all spellings.

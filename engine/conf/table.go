@@ -108,7 +108,7 @@ var table = []setting{
 		name:    "DMLC_INTERFACE",
 		value:   iface(),
 		unset:   "chosen",
-		meaning: "network interface to use; `auto`: the one nearest the GPU, in a build with topology, else chosen",
+		meaning: "network interface to use; `auto`: of those with an RDMA device the one nearest the GPU, else the one that routes to the scheduler",
 	}, {
 		name:    "DMLC_PORT",
 		value:   number("0", 0, maxPort, func(c *Config) *int { return &c.Port }),
@@ -126,18 +126,30 @@ var table = []setting{
 			{"DMLC_PS_VAN_TYPE", vans, van},
 		},
 		value:   choice("auto", transports, nil, func(c *Config) *Transport { return &c.Transport }),
-		meaning: "how bytes travel; `auto`: the best that reaches the peer. This build has tcp and refuses the others. Older values: `ibverbs`, `multivan` and 1 are verbs, `fabric` is ofi, `zmq` and 0 are tcp",
+		meaning: "how bytes travel; `auto`: the best that reaches the peer. This build has tcp and cma (this host only) and refuses the others. Older values: `ibverbs`, `multivan` and 1 are verbs, `fabric` is ofi, `zmq` and 0 are tcp",
 	}, {
 		name:    "BYTEPS_ENABLE_IPC",
 		value:   onOff("1", func(c *Config) *bool { return &c.SameHost }),
-		effect:  "transports cma and cudaipc",
-		meaning: "same-host transports may be used",
+		meaning: "same-host transports may be used; 0 leaves TCP",
+	}, {
+		name:    "FSERVER_CMA",
+		value:   choice("auto", cmaModes, nil, func(c *Config) *CMAMode { return &c.CMAMode }),
+		meaning: "how transport cma writes into a peer on this host: `direct`, one copy; `staged`, two through shared memory; `auto`: direct where the kernel lets both sides, else staged",
+	}, {
+		name:    "FSERVER_PTRACER",
+		value:   onOff("1", func(c *Config) *bool { return &c.Ptracer }),
+		meaning: "where Yama lets only parents write into a process (kernel.yama.ptrace_scope=1), let processes of the same user (PR_SET_PTRACER), which `cma` needs to be direct",
 	}, {
 		name:    "STEPMESH_BACKEND",
 		older:   []spelling{{name: "STEPMESH_BAKCEND"}},
 		value:   choice("", backends, []string{"CPU", "GPU"}, func(c *Config) *Backend { return &c.Backend }),
 		unset:   "GPU if there is one",
 		meaning: "where the tensors are; a build or host without a GPU refuses `GPU`",
+	}, {
+		name:    "CUDA_VISIBLE_DEVICES",
+		value:   anything("as CUDA reads it", func(c *Config) *string { return &c.Visible }),
+		unset:   "all GPUs",
+		meaning: "the GPUs that CUDA shows to this process; says which one STEPMESH_GPU means",
 	}, {
 		section: "Who may talk",
 		name:    "FSERVER_CLUSTER",
@@ -190,9 +202,13 @@ var table = []setting{
 		value:   seconds("60", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.RejoinTimeout }),
 		meaning: "how long FSERVER_ON_PEER_LOST=wait waits, from the loss; and how long a scheduler stays when all others are lost",
 	}, {
+		name:    "FSERVER_PROGRESS",
+		value:   choice("auto", progresses, nil, func(c *Config) *Progress { return &c.Progress }),
+		meaning: "who moves the data: `caller`, the threads inside wait, get_batch and the like; `thread`, one of its own, which takes a core while there is traffic; `auto`: by the cores that are free",
+	}, {
 		name:    "FSERVER_SPIN_US",
 		value:   microseconds("1000", 0, time.Second, func(c *Config) *time.Duration { return &c.Spin }),
-		meaning: "a waiting call spins and yields for so long before it sleeps",
+		meaning: "a waiting call, or the thread of FSERVER_PROGRESS=thread, spins and yields for so long before it sleeps",
 	}, {
 		section: "Log",
 		name:    "FSERVER_LOG",
@@ -261,7 +277,7 @@ var table = []setting{
 		name:    "STEPMESH_CPU_CORES_PER_SOCKET",
 		value:   number("48", 1, 4096, func(c *Config) *int { return &c.CoresPerSocket }),
 		effect:  "polling threads",
-		meaning: "cores of a socket",
+		meaning: "cores of a socket; two GPUs share half of them",
 	}, {
 		name:    "STEPMESH_CPU_CORES_PER_GPU",
 		value:   number("5", 1, 4096, func(c *Config) *int { return &c.CoresPerGPU }),
@@ -271,7 +287,7 @@ var table = []setting{
 		name:    "STEPMESH_CPU_START_OFFSET",
 		value:   number("10", 0, 4095, func(c *Config) *int { return &c.CoreOffset }),
 		effect:  "polling threads",
-		meaning: "first core of a socket to use",
+		meaning: "first core to use in each half of a socket",
 	}, {
 		section: "Loss",
 		name:    "PS_RESEND",
@@ -413,6 +429,19 @@ func text(def string, max int, at func(*Config) *string) value {
 		set: func(c *Config, v string) bool {
 			*at(c) = v
 			return visible(v, max)
+		},
+		get: func(c *Config) string { return *at(c) },
+	}
+}
+
+// anything is a variable of somebody else's, who knows what is right.
+func anything(want string, at func(*Config) *string) value {
+	return value{
+		typ:  "text",
+		want: want,
+		set: func(c *Config, v string) bool {
+			*at(c) = v
+			return true
 		},
 		get: func(c *Config) string { return *at(c) },
 	}

@@ -112,6 +112,8 @@ func (p *pair) settle() error {
 		p.w.Drain()
 		for i, s := range p.servers {
 			s.Drain()
+			s.Found(trace.Now())
+			p.w.Found(trace.Now())
 			a, errA := deliver(p.to[i], p.sf[i], p.copies, p.w.Done, func(imm uint32, n uint64) error { return s.Written(0, imm, n) }, func(b []byte) error { return s.Frame(0, b) })
 			b, errB := deliver(p.from[i], p.wf, p.copies, s.Done, func(imm uint32, n uint64) error { return p.w.Written(i, imm, n) }, func(b []byte) error { return p.w.Frame(i, b) })
 			if err := errors.Join(errA, errB); err != nil {

@@ -280,7 +280,6 @@ func (s *Server) settle(t *Ticket, err error) {
 		s.fail(t, err)
 	}
 	if t.open == 0 && t.ops == 0 {
-		t.rec.stamps[trace.Completed] = trace.Now()
 		s.end(t)
 	}
 }
@@ -488,7 +487,7 @@ func (s *Server) match(c *client) error {
 			s.dismiss(c, r)
 			continue
 		}
-		r.stamps[0] = trace.Now()
+		r.stamps[0] = s.found
 		r.state.Store(reqReady)
 		c.ready.push(r)
 	}

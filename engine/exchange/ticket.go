@@ -75,7 +75,9 @@ type Table struct {
 	region mem.Region
 	words  []atomic.Uint64 // id<<2 | state, at id % Window; in C memory
 
-	active []*Ticket // the owner's: submitted and not ended, at id % Window
+	// The owner's.
+	active []*Ticket // submitted and not ended, at id % Window
+	found  int64     // when the events at hand were
 
 	mu     sync.Mutex // held for a few instructions, never while waiting
 	next   uint64
@@ -97,6 +99,11 @@ func newTable() (*Table, error) {
 		recs:   make([]record, Window),
 	}, nil
 }
+
+// Found says when the events that the owner hands on from now on were found: it
+// is what their stamps say. One look at the clock, at 25 to 50 ns, does for all
+// that one Poll gives.
+func (tb *Table) Found(now int64) { tb.found = now }
 
 // Words is the memory of the ticket words: word i is that of the tickets whose
 // number is i modulo Window.

@@ -445,7 +445,7 @@ func (w *Worker) settle(t *Ticket, err error) {
 	}
 	if t.open == 0 && t.ops == 0 {
 		w.unregister(t)
-		t.rec.stamps[trace.Completed] = trace.Now()
+		t.rec.stamps[trace.Completed] = w.found
 		w.end(t)
 	}
 }
@@ -547,7 +547,7 @@ func (w *Worker) complete(t *Ticket, i int) error {
 	if !l.replied || l.arrived != l.writes {
 		return nil
 	}
-	t.rec.stamps[trace.Arrived] = trace.Now()
+	t.rec.stamps[trace.Arrived] = w.found
 	s := w.servers[i]
 	w.endLeg(t, s, nil)
 	if s.queue.len() != 0 {

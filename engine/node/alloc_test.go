@@ -20,8 +20,10 @@ func (c *counter) Batch(reqs []*exchange.Request) error {
 
 // TestAllocations gates the hot path: a push_pull from its start to the end of
 // wait, with everything that the server does for it, allocates nothing.
-func TestAllocations(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1})
+func TestAllocations(t *testing.T) { eachWay(t, allocations) }
+
+func allocations(t *testing.T, way ...string) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
 	w, s := m.workers[0], m.servers[0]
 	x, y, out := tensor(t, 1, 512), tensor(t, 2, 3), tensor(t, 1, 512)
 	var sink counter
@@ -55,7 +57,7 @@ func must(t *testing.T, err error) {
 }
 
 func BenchmarkPushPull(b *testing.B) {
-	m := newMesh(b, openFabric, shape{1, 1, 1})
+	m := newMesh(b, openFabrics, shape{1, 1, 1})
 	w, s := m.workers[0], m.servers[0]
 	x, out := tensor(b, 1, 512), tensor(b, 1, 512)
 	go func() {

@@ -15,6 +15,7 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
+	"fserver/engine/transport/cma"
 	"fserver/engine/transport/lossy"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/wire"
@@ -52,18 +53,56 @@ type stderr struct{}
 func (stderr) Write(b []byte) (int, error) { return os.Stderr.Write(b) }
 func (stderr) Sync() error                 { return nil }
 
-// openFabric opens the TCP Fabric of a node. Workers dial and take no
+// openFabrics opens the Fabrics of a node: the one of this host if it can be had
+// and is wanted, then TCP.
+func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+	base, err := openTCP(cfg, g, log)
+	if err != nil {
+		return nil, err
+	}
+	here := cfg.Role != conf.Scheduler && (cfg.Transport == conf.CMA || cfg.Transport == conf.Auto && cfg.SameHost)
+	if !here {
+		return []transport.Fabric{base}, nil
+	}
+	f, err := cma.Open(cma.Options{
+		Listen:    cfg.Role == conf.Server,
+		Gate:      g,
+		Limits:    transport.Limits{Stall: cfg.StallTimeout},
+		Refused:   refused(log),
+		Mode:      [...]cma.Mode{cma.Auto, cma.Direct, cma.Staged}[cfg.CMAMode],
+		NoPtracer: !cfg.Ptracer,
+	})
+	switch {
+	case err == nil:
+		return []transport.Fabric{f, base}, nil
+	case cfg.Transport == conf.CMA:
+		_ = base.Close()
+		return nil, err
+	}
+	log.Warn("no transport inside this host", zap.Error(err))
+	return []transport.Fabric{base}, nil
+}
+
+// refused logs the connections that were not let in.
+func refused(log *zap.Logger) func(string, error) {
+	return func(remote string, err error) {
+		log.Warn("connection refused", zap.String("from", remote), zap.Error(err))
+	}
+}
+
+// openTCP opens the Fabric that reaches everybody. Workers dial and take no
 // connections.
-func openFabric(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
+func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
 	o := tcp.Options{
-		Gate:   g,
-		Limits: transport.Limits{Stall: cfg.StallTimeout},
-		Refused: func(remote string, err error) {
-			log.Warn("connection refused", zap.String("from", remote), zap.Error(err))
-		},
+		Gate:    g,
+		Limits:  transport.Limits{Stall: cfg.StallTimeout},
+		Refused: refused(log),
 	}
 	listen := cfg.Listen()
 	host, err := address(listen)
+	if err == nil && cfg.NearGPU && listen.Kind == conf.ListenRoute {
+		host = near(cfg, host, log)
+	}
 	switch {
 	case cfg.Role == conf.Scheduler:
 		o.Listen = cfg.Scheduler()
@@ -81,25 +120,31 @@ func openFabric(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.
 	if err != nil {
 		return nil, err
 	}
-	if at := place(f.Addr()); at != "" && listen.Open && !isLoopback(at) {
+	if at := location(f.Addr()); at != "" && listen.Open && !isLoopback(at) {
 		log.Warn(conf.OpenWarning(at))
 	}
 	return f, nil
 }
 
-// lossy puts the losses that the settings ask for over a Fabric.
-func (n *Node) lossy(f transport.Fabric) (transport.Fabric, error) {
+// lossy puts the losses that the settings ask for, if any, over the Fabrics.
+func (n *Node) lossy(fabrics []transport.Fabric) error {
+	if !n.cfg.Resend && n.cfg.DropPercent == 0 {
+		return nil
+	}
 	if n.cfg.DropPercent != 0 {
 		n.log.Warn("frames are lost on purpose (PS_DROP_MSG)", zap.Int("percent", n.cfg.DropPercent), zap.Bool("sent again", n.cfg.Resend))
 	}
-	l, err := lossy.Wrap(f, lossy.Options{
-		Drop: float64(n.cfg.DropPercent) / 100, Seed: uint64(n.cfg.Role)<<32 | uint64(n.cfg.Rank),
-		Resend: n.cfg.Resend, Timeout: n.cfg.ResendTimeout,
-	})
-	if err != nil {
-		return f, err
+	for i, f := range fabrics {
+		l, err := lossy.Wrap(f, lossy.Options{
+			Drop: float64(n.cfg.DropPercent) / 100, Seed: uint64(n.cfg.Role)<<40 | uint64(n.cfg.Rank)<<8 | uint64(i),
+			Resend: n.cfg.Resend, Timeout: n.cfg.ResendTimeout,
+		})
+		if err != nil {
+			return err
+		}
+		fabrics[i] = l
 	}
-	return l, nil
+	return nil
 }
 
 func isLoopback(hostport string) bool {
@@ -167,20 +212,15 @@ func interfaceAddress(name string) (string, error) {
 	return found, nil
 }
 
-// place is an address for people: without the name of its transport.
-func place(a transport.Addr) string {
-	_, rest, _ := strings.Cut(string(a), ":")
-	return rest
-}
-
 // join connects a member to the scheduler. It runs in a goroutine of its own.
 func (n *Node) join() {
 	defer n.dials.Done()
-	at := transport.Addr(n.scheme() + ":" + n.cfg.Scheduler())
+	base := n.base()
+	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
 	if n.joins.Add(1) > 1 { // the last one that we found was about to end
 		pause(n.ctx, firstPause)
 	}
-	c, err := n.dial(n.ctx, at)
+	c, err := n.dial(n.ctx, base, at)
 	if err != nil {
 		n.failDial(fmt.Errorf("node: scheduler at %s: %w (is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?)", n.cfg.Scheduler(), err))
 		return
@@ -196,15 +236,9 @@ func (n *Node) join() {
 		_ = c.Close()
 		return
 	}
-	l := &link{conn: c, kind: linkScheduler, hello: h}
+	l := &link{conn: c, plane: base, kind: linkScheduler, hello: h}
 	n.links[c] = l
 	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
-}
-
-// scheme is the name that starts the addresses of our Fabric's kind.
-func (n *Node) scheme() string {
-	s, _, _ := strings.Cut(n.fabric.Name(), "/")
-	return s
 }
 
 // firstPause is how long dial waits before it tries again; it doubles.
@@ -220,13 +254,13 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// dial connects to at, again and again until it works, the peer says no, or
-// ctx ends: in the bring-up, because its time is up.
-func (n *Node) dial(ctx context.Context, at transport.Addr) (transport.Conn, error) {
+// dial connects to at over f, again and again until it works, the peer says no,
+// or ctx ends: in the bring-up, because its time is up.
+func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr) (transport.Conn, error) {
 	wait := firstPause
 	for {
 		try, cancel := context.WithTimeout(ctx, 10*time.Second)
-		c, err := n.fabric.Connect(try, at)
+		c, err := f.Connect(try, at)
 		cancel()
 		if err == nil {
 			return c, nil
@@ -274,18 +308,7 @@ func (n *Node) introduced(rail []wire.Member, late bool) {
 // gives up when ctx ends or m is not that server any more.
 func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 	defer n.dials.Done()
-	at := ""
-	for _, a := range m.Addrs {
-		if n.fabric.Reaches(transport.Addr(a)) {
-			at = a
-			break
-		}
-	}
-	if at == "" {
-		n.unreached(ctx, i, &m, badSetting("node: server %d listens at %v, which %s cannot reach", m.Rank, m.Addrs, n.fabric.Name()))
-		return
-	}
-	c, err := n.dial(ctx, transport.Addr(at))
+	p, c, why, err := n.path(ctx, m)
 	if err != nil {
 		n.unreached(ctx, i, &m, fmt.Errorf("node: server %d: %w", m.Rank, err))
 		return
@@ -305,16 +328,16 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 		_ = c.Close()
 		return
 	}
-	l := &link{conn: c, kind: linkPeer, index: i, hello: h, since: trace.Now()}
+	l := &link{conn: c, plane: p, why: why, kind: linkPeer, index: i, hello: h, since: trace.Now()}
 	n.links[c] = l
 	n.linked(l)
 }
 
 // accept takes a new connection: of a member by the scheduler, of a worker by
 // a server.
-func (n *Node) accept(c transport.Conn) {
+func (n *Node) accept(p *plane, c transport.Conn) {
 	h, err := wire.ParseHello(c.Hello())
-	l := &link{conn: c, hello: h, since: trace.Now()}
+	l := &link{conn: c, plane: p, hello: h, since: trace.Now()}
 	switch {
 	case err != nil:
 	case n.scheduler != nil:

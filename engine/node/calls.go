@@ -146,8 +146,7 @@ func (n *Node) GetBatch(s BatchSink, limit time.Duration, spin bool) error {
 	if err := n.ready(n.server != nil, "get_batch", "server"); err != nil {
 		return err
 	}
-	end := trace.Now() + int64(min(limit, forever))
-	for {
+	for end := int64(0); ; {
 		if !await(n, batchReady{n}, limit, spin) {
 			return ErrAgain
 		}
@@ -157,7 +156,10 @@ func (n *Node) GetBatch(s BatchSink, limit time.Duration, spin bool) error {
 		if taken, err := n.takeBatch(s); taken || err != nil {
 			return err
 		}
-		// Another thread was faster.
+		// Another thread was faster. The limit counts from here.
+		if end == 0 {
+			end = trace.Now() + int64(min(limit, forever))
+		}
 		limit = time.Duration(end - trace.Now())
 	}
 }

@@ -17,12 +17,13 @@ import (
 // over opens the Fabrics of a mesh in a Network. The scheduler's is found at
 // port 1.
 func over(net *inproc.Network) Fabrics {
-	return func(cfg *conf.Config, g transport.Gate, _ *zap.Logger) (transport.Fabric, error) {
+	return func(cfg *conf.Config, g transport.Gate, _ *zap.Logger) ([]transport.Fabric, error) {
 		name := fmt.Sprintf("%v-%d", cfg.Role, cfg.Rank)
 		if cfg.Role == conf.Scheduler {
 			name = "127.0.0.1:1"
 		}
-		return net.Open(inproc.Options{Name: name, Listen: cfg.Role != conf.Worker, Gate: g, Depth: 8})
+		f, err := net.Open(inproc.Options{Name: name, Listen: cfg.Role != conf.Worker, Gate: g, Depth: 8})
+		return []transport.Fabric{f}, err
 	}
 }
 

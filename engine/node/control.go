@@ -58,8 +58,7 @@ func (n *Node) outputs(out []cluster.Output) {
 			}
 		case cluster.Close:
 			if l := n.controlLink(o.Conn); l != nil {
-				delete(n.links, l.conn)
-				n.last = nil
+				n.unlink(l)
 				_ = l.conn.Close()
 			}
 		case cluster.Log:

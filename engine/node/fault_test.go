@@ -27,8 +27,10 @@ func lostWithin(t *testing.T, call func() error, role string, rank int) {
 }
 
 // TestServerLost closes one of two servers while a push_pull waits for both.
-func TestServerLost(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 2, 1})
+func TestServerLost(t *testing.T) { eachWay(t, serverLost) }
+
+func serverLost(t *testing.T, way ...string) {
+	m := newMesh(t, openFabrics, shape{1, 2, 1}, way...)
 	w := m.workers[0]
 	x, out := tensor(t, 1, 9), []exchange.Tensor{tensor(t, 0, 9), tensor(t, 0, 9)}
 	id := pushPull(t, w, []exchange.Tensor{x}, out)
@@ -65,8 +67,10 @@ func barrierOf(n *Node) error {
 
 // TestWorkerLost closes one of two workers while the server waits for its
 // request, and after it has got one of it.
-func TestWorkerLost(t *testing.T) {
-	m := newMesh(t, openFabric, shape{2, 1, 1})
+func TestWorkerLost(t *testing.T) { eachWay(t, workerLost) }
+
+func workerLost(t *testing.T, way ...string) {
+	m := newMesh(t, openFabrics, shape{2, 1, 1}, way...)
 	s := m.servers[0]
 	x := tensor(t, 1, 9)
 	for _, n := range m.workers {
@@ -89,7 +93,7 @@ func TestWorkerLost(t *testing.T) {
 
 // TestLostInBarrier closes a server while everybody else is in a barrier.
 func TestLostInBarrier(t *testing.T) {
-	m := newMesh(t, openFabric, shape{2, 2, 1})
+	m := newMesh(t, openFabrics, shape{2, 2, 1})
 	done := make(chan error, 3)
 	for _, n := range append(m.workers, m.servers[0]) {
 		go func() { done <- barrierOf(n) }()
@@ -103,7 +107,7 @@ func TestLostInBarrier(t *testing.T) {
 // TestLostInInit closes a server while the others wait for one more.
 func TestLostInInit(t *testing.T) {
 	s := shape{1, 2, 1}
-	m := newCluster(t, openFabric)
+	m := newCluster(t, openFabrics)
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	w := m.start(s.settings("worker", 0, 0, port))
@@ -127,7 +131,7 @@ func TestLostInInit(t *testing.T) {
 
 // TestLostInStop closes a worker while the others wait for it to leave.
 func TestLostInStop(t *testing.T) {
-	m := newMesh(t, openFabric, shape{2, 1, 1})
+	m := newMesh(t, openFabrics, shape{2, 1, 1})
 	done := make(chan error, 3)
 	for _, n := range []*Node{m.workers[0], m.servers[0]} {
 		go func() {
@@ -151,7 +155,7 @@ func TestLostInStop(t *testing.T) {
 // TestSchedulerLost closes the scheduler: push_pulls go on, the barrier that is
 // under way does not, and those after it wait for another scheduler.
 func TestSchedulerLost(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1})
+	m := newMesh(t, openFabrics, shape{1, 1, 1})
 	w, s := m.workers[0], m.servers[0]
 	seq, err := w.Barrier(BarrierOf(true, true, false), 0)
 	require.NoError(t, err)
@@ -172,7 +176,7 @@ func TestSchedulerLost(t *testing.T) {
 
 // TestWorkersLeave ends the server's loop when its workers stop.
 func TestWorkersLeave(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1})
+	m := newMesh(t, openFabrics, shape{1, 1, 1})
 	done := make(chan error, 1)
 	go func() {
 		_, err := getBatch(m.servers[0])
@@ -196,7 +200,7 @@ func TestBringUpErrors(t *testing.T) {
 
 	cfg, _, err := conf.Parse(one.settings("scheduler", 0, 0, port))
 	require.NoError(t, err)
-	_, err = open(cfg, logger(cfg), exchange.NewBuffers(), openFabric)
+	_, err = open(cfg, logger(cfg), exchange.NewBuffers(), openFabrics)
 	require.ErrorContains(t, err, "127.0.0.1:"+port)
 	require.ErrorContains(t, err, "address already in use")
 	require.NoError(t, l.Close())
@@ -217,7 +221,7 @@ func TestBringUpErrors(t *testing.T) {
 // TestStrangers connects to the scheduler and to a server with bytes that are
 // no handshake, a wrong cluster and a wrong secret, while the cluster works.
 func TestStrangers(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1}, "FSERVER_SECRET=a secret of some length")
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_SECRET=a secret of some length")
 	for _, n := range []*Node{m.scheduler, m.servers[0]} {
 		for _, b := range []string{"GET / HTTP/1.1\r\n\r\n", "\x00", "fsv1\xff\xff\xff\xff", "FSRV\x05\x00\x00\x00hello"} {
 			c, err := net.Dial("tcp", n.Info().Address)
@@ -247,8 +251,10 @@ func TestStrangers(t *testing.T) {
 }
 
 // TestClose releases whoever waits.
-func TestClose(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1})
+func TestClose(t *testing.T) { eachWay(t, closing) }
+
+func closing(t *testing.T, way ...string) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
 	w, s := m.workers[0], m.servers[0]
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 1)}, nil)
 	waited, served := make(chan error, 1), make(chan error, 1)

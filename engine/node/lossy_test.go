@@ -12,7 +12,7 @@ import (
 // TestResend loses frames of all nodes and misses none.
 func TestResend(t *testing.T) {
 	settings := []string{"PS_DROP_MSG=20", "PS_RESEND=1", "PS_RESEND_TIMEOUT=5"}
-	for name, fabrics := range map[string]Fabrics{"tcp": openFabric, "inproc": over(inproc.New(1))} {
+	for name, fabrics := range map[string]Fabrics{"tcp": openFabrics, "inproc": over(inproc.New(1))} {
 		t.Run(name, func(t *testing.T) {
 			m := newMesh(t, fabrics, shape{1, 2, 1}, settings...)
 			require.NoError(t, echo(t, m.workers[0], m.servers, 100, closed()))
@@ -40,7 +40,7 @@ func TestResendAndRestart(t *testing.T) {
 // waits for.
 func TestDrop(t *testing.T) {
 	s := shape{1, 1, 1}
-	m := newCluster(t, openFabric)
+	m := newCluster(t, openFabrics)
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	w := m.start(s.settings("worker", 0, 0, port, "PS_DROP_MSG=100", "FSERVER_INIT_TIMEOUT=0.3"))
@@ -52,7 +52,7 @@ func TestDrop(t *testing.T) {
 // TestResendOnOneSide is a mistake that is told.
 func TestResendOnOneSide(t *testing.T) {
 	s := shape{1, 1, 1}
-	m := newCluster(t, openFabric)
+	m := newCluster(t, openFabrics)
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", "PS_RESEND=1"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	w := m.start(s.settings("worker", 0, 0, port, "FSERVER_INIT_TIMEOUT=0.3"))

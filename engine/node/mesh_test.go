@@ -213,14 +213,12 @@ func respond(tb testing.TB, n *Node, handler uint64, tensors ...exchange.Tensor)
 	require.NoError(tb, wait(n, id))
 }
 
-func TestOneToOne(t *testing.T) {
-	for _, host := range []string{"127.0.0.1", "::1"} {
-		t.Run(host, func(t *testing.T) { oneToOne(t, "DMLC_PS_ROOT_URI="+host) })
-	}
-}
+func TestOneToOne(t *testing.T) { eachWay(t, oneToOne) }
 
-func oneToOne(t *testing.T, extra string) {
-	m := newMesh(t, openFabric, shape{1, 1, 1}, extra)
+func TestIPv6(t *testing.T) { oneToOne(t, "DMLC_PS_ROOT_URI=::1", "FSERVER_TRANSPORT=tcp") }
+
+func oneToOne(t *testing.T, way ...string) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
 	w, s := m.workers[0], m.servers[0]
 	for round := range 100 {
 		rows := round % 17 * 3

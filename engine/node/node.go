@@ -39,11 +39,12 @@ type Node struct {
 	log      *zap.Logger
 	gate     *gate
 	spin     time.Duration
+	threaded bool // the poller drives, not callers
 	counters trace.Counters
-	fabric   transport.Fabric
-	sleeper  transport.Sleeper // the same
-	worker   *exchange.Worker  // of a worker, else nil
-	server   *exchange.Server  // of a server, else nil
+	planes   []*plane         // the best first, the one that reaches everybody last
+	only     string           // the transport that the user wants for data; empty: any
+	worker   *exchange.Worker // of a worker, else nil
+	server   *exchange.Server // of a server, else nil
 
 	life     context.Context // ended by Close
 	die      context.CancelFunc
@@ -56,6 +57,7 @@ type Node struct {
 	phase   atomic.Int32
 	failure atomic.Pointer[error] // why the node is of no use any more
 	timer   atomic.Int64          // when pass must look at the clock
+	woken   atomic.Bool           // somebody has slept: the next pass looks at everything
 
 	nudge     chan struct{} // of size 1: ends a nap of the background goroutine
 	stop      chan struct{} // closed to end it
@@ -68,6 +70,7 @@ type Node struct {
 
 	// What follows belongs to who holds the token.
 	events    [64]transport.Event
+	passes    int                // since the last look at every Fabric
 	member    *cluster.Member    // of a worker or server, else nil
 	scheduler *cluster.Scheduler // of a scheduler, else nil
 	links     map[transport.Conn]*link
@@ -94,6 +97,8 @@ const (
 // link is a connection and what it is for.
 type link struct {
 	conn   transport.Conn
+	plane  *plane
+	why    string // a better one was not used
 	kind   linkKind
 	id     int64 // member of the scheduler: its number
 	index  int   // peer: place in the rail
@@ -114,8 +119,9 @@ const (
 	linkPeer                      // between worker and server
 )
 
-// Fabrics opens the Fabric of a node; tests put their own in place.
-type Fabrics func(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error)
+// Fabrics opens the Fabrics of a node, the best first and the one that reaches
+// everybody last; tests put their own in place. With an error it leaves none open.
+type Fabrics func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error)
 
 // Open parses settings ("NAME=value") and starts to bring a node into its
 // cluster. It does not wait; WaitReady does.
@@ -128,7 +134,7 @@ func Open(settings []string, b *exchange.Buffers) (*Node, error) {
 	for _, w := range warnings {
 		log.Warn(string(w))
 	}
-	return open(cfg, log, b, openFabric)
+	return open(cfg, log, b, openFabrics)
 }
 
 func logger(cfg *conf.Config) *zap.Logger {
@@ -151,7 +157,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		return nil, badSetting("STEPMESH_BACKEND=GPU: this build moves CPU tensors only (set STEPMESH_BACKEND=CPU)")
 	}
 	n = &Node{
-		cfg: cfg, log: log, spin: cfg.Spin,
+		cfg: cfg, log: log, spin: cfg.Spin, threaded: threaded(cfg),
 		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
 		nudge: make(chan struct{}, 1), stop: make(chan struct{}), gone: make(chan struct{}), napper: time.NewTimer(0),
 		deadline: time.Now().Add(cfg.InitTimeout),
@@ -176,30 +182,30 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		err = n.progress.open()
 	}
 	if err == nil {
-		n.fabric, err = fabrics(cfg, n.gate, log)
+		var list []transport.Fabric
+		if list, err = fabrics(cfg, n.gate, log); err == nil {
+			err = n.lossy(list)
+			err = errors.Join(err, n.enter(list))
+		}
 	}
-	if err == nil && (cfg.Resend || cfg.DropPercent != 0) {
-		n.fabric, err = n.lossy(n.fabric)
+	if cfg.Transport != conf.Auto {
+		n.only = cfg.Transport.String()
 	}
 	if err == nil && n.scheduler == nil {
 		n.member = cluster.NewMember(cluster.MemberConfig{
 			Self: n.self(), Shape: shape, Scheduler: cfg.Scheduler(), Timing: timing, Patient: n.patient(),
 		})
 	}
-	if err == nil {
-		var ok bool
-		if n.sleeper, ok = n.fabric.(transport.Sleeper); ok {
-			err = n.watch(n.sleeper.FD())
-		} else {
-			err = fmt.Errorf("node: transport %s cannot be slept on", n.fabric.Name())
-		}
-	}
 	if err != nil {
 		n.abandon()
 		return nil, err
 	}
 	n.timer.Store(n.nextTimer())
-	go n.background()
+	if n.threaded {
+		go n.poller()
+	} else {
+		go n.background()
+	}
 	if n.member != nil {
 		n.dials.Add(1)
 		go n.join()
@@ -210,8 +216,8 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 // abandon undoes what open has done when it cannot finish.
 func (n *Node) abandon() {
 	n.die()
-	if n.fabric != nil {
-		_ = n.fabric.Close()
+	for _, p := range n.planes {
+		_ = p.Close()
 	}
 	n.progress.close()
 	n.freeWords()
@@ -221,10 +227,7 @@ func (n *Node) abandon() {
 func (n *Node) self() wire.Member {
 	m := wire.Member{
 		Role: wire.Role(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group,
-		Instance: n.cfg.Instance, Epoch: n.gate.me.Epoch,
-	}
-	if a := n.fabric.Addr(); a != "" {
-		m.Addrs = []string{string(a)}
+		Instance: n.cfg.Instance, Epoch: n.gate.me.Epoch, Addrs: n.addrs(),
 	}
 	return m
 }
@@ -244,7 +247,7 @@ func (n *Node) Info() Info {
 	v := Info{
 		Role: int(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group, Instance: n.cfg.Instance,
 		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: mem.CPU,
-		Address: place(n.fabric.Addr()),
+		Address: location(n.base().Addr()),
 	}
 	if tb := n.tickets(); tb != nil {
 		v.Words = tb.Words()
@@ -269,7 +272,7 @@ type description struct {
 	Group     int               `json:"group"`
 	Instance  int               `json:"instance"`
 	Address   string            `json:"address"`
-	Fabric    string            `json:"fabric"`
+	Fabrics   []string          `json:"fabrics"`
 	Links     []linkDescription `json:"links"`
 	PushPulls uint64            `json:"push_pulls"`
 	Requests  uint64            `json:"requests"`
@@ -280,10 +283,11 @@ type description struct {
 }
 
 type linkDescription struct {
-	Role   string `json:"role"`
-	Rank   int    `json:"rank"`
-	Remote string `json:"remote"`
-	Fabric string `json:"fabric"`
+	Role      string `json:"role"`
+	Rank      int    `json:"rank"`
+	Remote    string `json:"remote"`
+	Transport string `json:"transport"`
+	Reason    string `json:"reason"`
 }
 
 // Describe gives JSON about the node: who it is, its links and its counters.
@@ -291,15 +295,19 @@ func (n *Node) Describe() ([]byte, error) {
 	i := n.Info()
 	d := description{
 		Role: n.cfg.Role.String(), Rank: i.Rank, Group: i.Group, Instance: i.Instance,
-		Address: i.Address, Fabric: n.fabric.Name(), Links: []linkDescription{},
+		Address: i.Address, Links: []linkDescription{},
 		PushPulls: n.counters.PushPulls.Load(), Requests: n.counters.Requests.Load(),
 		Responses: n.counters.Responses.Load(), BytesOut: n.counters.BytesOut.Load(),
 		BytesIn: n.counters.BytesIn.Load(), Sleeps: n.counters.Sleeps.Load(),
 	}
+	for _, p := range n.planes {
+		d.Fabrics = append(d.Fabrics, p.Name())
+	}
 	if n.own() {
 		for i, l := range n.peers {
 			if l != nil {
-				d.Links = append(d.Links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, l.conn.Remote(), n.fabric.Name()})
+				how, why := l.via()
+				d.Links = append(d.Links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, l.conn.Remote(), how, why})
 			}
 		}
 		n.disown()
@@ -356,13 +364,7 @@ func (n *Node) pass(now int64) int {
 	if len(n.stuck) != 0 {
 		n.unstick()
 	}
-	found, err := n.fabric.Poll(n.events[:])
-	for i := range found {
-		n.event(&n.events[i])
-	}
-	if err != nil {
-		n.fail(fmt.Errorf("node: %s: %w", n.fabric.Name(), err))
-	}
+	found := n.poll()
 	if now >= n.timer.Load() {
 		n.tick()
 		n.timer.Store(n.nextTimer())
@@ -373,7 +375,7 @@ func (n *Node) pass(now int64) int {
 	return found
 }
 
-func (n *Node) event(ev *transport.Event) {
+func (n *Node) event(p *plane, ev *transport.Event) {
 	switch ev.Kind {
 	case transport.EvDone:
 		switch {
@@ -385,7 +387,7 @@ func (n *Node) event(ev *transport.Event) {
 		}
 		return
 	case transport.EvAccept:
-		n.accept(ev.Conn)
+		n.accept(p, ev.Conn)
 		return
 	}
 	l := n.last
@@ -453,8 +455,7 @@ func (n *Node) breach(l *link, err error) {
 
 // down takes the end of a connection.
 func (n *Node) down(l *link, err error) {
-	delete(n.links, l.conn)
-	n.last = nil
+	n.unlink(l)
 	switch l.kind {
 	case linkScheduler:
 		n.control(cluster.Input{Kind: cluster.Down, Err: err})
@@ -464,6 +465,18 @@ func (n *Node) down(l *link, err error) {
 		n.peerDown(l, n.lostPeer(l, reason(err)))
 	case linkWaiting:
 		n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
+	}
+}
+
+// unlink forgets a connection.
+func (n *Node) unlink(l *link) {
+	if n.links[l.conn] != l {
+		return
+	}
+	delete(n.links, l.conn)
+	n.last = nil
+	if l.kind == linkPeer {
+		l.plane.peers--
 	}
 }
 
@@ -529,17 +542,7 @@ func (n *Node) Close() error {
 		n.own()
 		n.phase.Store(ended)
 		n.fail(ErrClosed)
-		n.closeErr = n.fabric.Close()
-		n.take() // what was submitted meanwhile ends at once
-		for {
-			k, err := n.fabric.Poll(n.events[:])
-			for i := range k {
-				n.event(&n.events[i])
-			}
-			if k == 0 || err != nil {
-				break
-			}
-		}
+		n.closeErr = n.shutFabrics()
 		if n.server != nil {
 			n.closeErr = errors.Join(n.closeErr, n.server.Close())
 		}

@@ -14,10 +14,13 @@ import (
 )
 
 // Progress and waiting. One goroutine at a time holds the token and makes a
-// pass over everything that the node owns. It may be a caller inside a waiting
-// call, who polls, then yields between polls, then sleeps; or the background
-// goroutine, which steps in when no caller drives. Nobody holds the token while
-// asleep.
+// pass over everything that the node owns. Nobody holds the token while asleep.
+//
+// In caller mode that is a caller inside a waiting call, who polls, then yields
+// between polls, then sleeps; or the background goroutine, which steps in when
+// no caller drives. In thread mode it is the poller, a thread of its own, and
+// callers watch for what they wait for. Either way, who submits something posts
+// it himself if the token is free.
 //
 // At most one goroutine sleeps on the descriptors; the others park on channels
 // and are woken when something has ended, or to take over.
@@ -150,7 +153,10 @@ func (n *Node) submit() {
 		left = n.unsent()
 		n.token.Store(false)
 	}
-	if left && n.callers.Load() == 0 {
+	switch {
+	case n.threaded && n.sleeping.Load():
+		n.kick() // an answer will come
+	case left && n.callers.Load() == 0:
 		n.wakeBackground()
 	}
 }
@@ -172,6 +178,9 @@ func (n *Node) unsent() bool {
 func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 	if c.met() {
 		return true
+	}
+	if n.threaded {
+		return watching(n, c, limit, spin)
 	}
 	n.callers.Add(1)
 	now := trace.Now()
@@ -217,6 +226,38 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 	}
 }
 
+// watching is await while the poller drives.
+func watching[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
+	n.callers.Add(1)
+	defer n.callers.Add(-1)
+	now := trace.Now()
+	end := now + int64(max(0, min(limit, 1<<61)))
+	spun := now
+	if spin {
+		spun += int64(n.spin)
+	}
+	for looks := 1; ; looks++ {
+		if c.met() {
+			return true
+		}
+		if looks%looksPerClock != 0 {
+			continue
+		}
+		if now = trace.Now(); now >= end {
+			return false
+		}
+		if now >= spun {
+			park(n, c, time.Duration(end-now))
+		} else if spun-now < int64(n.spin-yieldAfter) {
+			yield()
+		}
+	}
+}
+
+// looksPerClock is how often a caller looks at its condition, at 2 ns, between
+// two looks at the clock.
+const looksPerClock = 32
+
 // yield gives the core to whoever else wants it, another process above all.
 func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 
@@ -245,11 +286,14 @@ func rest[C condition](n *Node, c C, limit time.Duration) (interrupted bool) {
 
 // sleep waits on the descriptors, for at most limit or until the next timer.
 func (n *Node) sleep(limit time.Duration) (interrupted bool) {
-	n.sleeper.FD() // makes it readable if Post has left something to find
+	for _, p := range n.planes {
+		p.sleeper.FD() // makes it readable if Post has left something to find
+	}
 	var ev [4]unix.EpollEvent
 	ms := min(limit, longSleep, time.Duration(n.timer.Load()-trace.Now()))
 	_, err := unix.EpollWait(n.epoll, ev[:], int(max(0, (ms+time.Millisecond-1)/time.Millisecond)))
 	n.unkick()
+	n.woken.Store(true)
 	return err == unix.EINTR
 }
 
@@ -257,7 +301,7 @@ func (n *Node) sleep(limit time.Duration) (interrupted bool) {
 func park[C condition](n *Node, c C, limit time.Duration) {
 	k := n.parking(limit)
 	defer n.unpark(k)
-	if c.met() || !n.sleeping.Load() {
+	if c.met() || !n.threaded && !n.sleeping.Load() {
 		return
 	}
 	select {
@@ -338,6 +382,32 @@ func (n *Node) background() {
 			n.resting.Store(true)
 			rest(n, never{}, longSleep)
 			n.resting.Store(false)
+		}
+	}
+}
+
+// poller drives all the time: thread mode. It sleeps when it has found nothing
+// for as long as a caller would spin.
+func (n *Node) poller() {
+	defer close(n.gone)
+	addProcs(1)
+	defer addProcs(-1)
+	runtime.LockOSThread() // for good: the thread and its binding end with the goroutine
+	n.bind()
+	now := trace.Now()
+	for quiet := now; !n.stopped.Load(); {
+		found, mine := n.drive(now)
+		now = trace.Now()
+		switch idle := now - quiet; {
+		case found > 0:
+			quiet = now
+		case idle < int64(yieldAfter) && mine:
+		case idle < int64(n.spin):
+			yield()
+		default:
+			rest(n, never{}, longSleep)
+			now = trace.Now()
+			quiet = now - int64(n.spin) + int64(yieldAfter)
 		}
 	}
 }

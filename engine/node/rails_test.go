@@ -12,9 +12,11 @@ import (
 // TestRails runs 3 worker groups and 2 server groups of 2 instances: each
 // worker reaches the servers of its own instance, each server answers each
 // worker with what is its own.
-func TestRails(t *testing.T) {
+func TestRails(t *testing.T) { eachWay(t, rails) }
+
+func rails(t *testing.T, way ...string) {
 	s := shape{3, 2, 2}
-	m := newMesh(t, openFabric, s)
+	m := newMesh(t, openFabrics, s, way...)
 	const rounds = 20
 	done := make(chan error, len(m.servers))
 	for _, n := range m.servers {
@@ -77,7 +79,7 @@ func serve(t *testing.T, n *Node, rounds int) error {
 // TestManyGroups runs 40 worker groups, of which each batch has one request
 // in the order of their ranks.
 func TestManyGroups(t *testing.T) {
-	m := newMesh(t, openFabric, shape{40, 1, 1})
+	m := newMesh(t, openFabrics, shape{40, 1, 1})
 	done := make(chan error, 1)
 	go func() { done <- serve(t, m.servers[0], 3) }()
 	for range 3 {
@@ -100,8 +102,10 @@ func TestManyGroups(t *testing.T) {
 
 // TestSizes shrinks and grows a tensor from call to call, at new addresses,
 // through zero rows, and with several requests of different keys under way.
-func TestSizes(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1})
+func TestSizes(t *testing.T) { eachWay(t, sizes) }
+
+func sizes(t *testing.T, way ...string) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
 	w, s := m.workers[0], m.servers[0]
 	const rounds = 60
 	done := make(chan error, 1)
@@ -130,8 +134,10 @@ func TestSizes(t *testing.T) {
 
 // TestSameKeyWaits pushes a key again before the server has answered: the
 // tensor that the server looks at stays as it is until then.
-func TestSameKeyWaits(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1})
+func TestSameKeyWaits(t *testing.T) { eachWay(t, sameKeyWaits) }
+
+func sameKeyWaits(t *testing.T, way ...string) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
 	w, s := m.workers[0], m.servers[0]
 	x, y := tensor(t, 5, 1000), tensor(t, 5, 1000)
 	fill(x, 1)
@@ -155,7 +161,7 @@ func TestSameKeyWaits(t *testing.T) {
 // TestManyShapes uses more shapes than there are numbers for plans, and comes
 // back to the first.
 func TestManyShapes(t *testing.T) {
-	m := newMesh(t, openFabric, shape{1, 1, 1})
+	m := newMesh(t, openFabrics, shape{1, 1, 1})
 	w, s := m.workers[0], m.servers[0]
 	const shapes = 1100
 	done := make(chan error, 1)

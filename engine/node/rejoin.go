@@ -147,8 +147,7 @@ func (n *Node) absent(i int) {
 // hangUp ends the connection to peer i, if there is one.
 func (n *Node) hangUp(i int, err error) {
 	if l := n.peers[i]; n.up(l) {
-		delete(n.links, l.conn)
-		n.last = nil
+		n.unlink(l)
 		_ = l.conn.Close()
 	}
 	n.lose(i, err)
@@ -259,14 +258,15 @@ func (n *Node) unreached(ctx context.Context, i int, m *wire.Member, err error) 
 func (n *Node) linked(l *link) {
 	i := l.index
 	n.peers[i] = l
+	l.plane.peers++
 	n.back.until[i] = cluster.Never
 	if n.worker != nil {
 		if n.sendFrame(l, wire.AppendUp(nil)); !n.up(l) {
 			return
 		}
-		n.worker.Up(i, n.fabric, l.conn)
+		n.worker.Up(i, l.plane.Fabric, l.conn)
 	} else {
-		n.server.Up(i, int32(n.rail[i].Rank), n.fabric, l.conn)
+		n.server.Up(i, int32(n.rail[i].Rank), l.plane.Fabric, l.conn)
 	}
 	if n.phase.Load() == leaving {
 		n.sendFrame(l, wire.AppendBye(nil))
@@ -351,8 +351,7 @@ func (n *Node) admit(i int, l *link) {
 func (n *Node) turnAway(l *link, why string) {
 	n.log.Warn("connection closed", zap.String("from", l.conn.Remote()), zap.Int32("worker", l.hello.Rank), zap.String("reason", why))
 	n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
-	delete(n.links, l.conn)
-	n.last = nil
+	n.unlink(l)
 	_ = l.conn.Close()
 }
 
@@ -360,10 +359,11 @@ func (n *Node) turnAway(l *link, why string) {
 // goroutine of its own, for as long as it takes.
 func (n *Node) joinAgain() {
 	defer n.dials.Done()
-	at := transport.Addr(n.scheme() + ":" + n.cfg.Scheduler())
+	base := n.base()
+	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
 	for wait := firstPause; n.life.Err() == nil; wait = time.Second {
 		pause(n.life, wait)
-		c, err := n.dial(n.life, at)
+		c, err := n.dial(n.life, base, at)
 		if err == nil {
 			if h, bad := wire.ParseHello(c.Hello()); bad == nil && h.Role == wire.RoleScheduler {
 				n.report(c, h)
@@ -383,6 +383,6 @@ func (n *Node) report(c transport.Conn, h wire.Hello) {
 		return
 	}
 	defer n.disown()
-	n.links[c] = &link{conn: c, kind: linkScheduler, hello: h}
+	n.links[c] = &link{conn: c, plane: n.base(), kind: linkScheduler, hello: h}
 	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
 }

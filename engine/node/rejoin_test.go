@@ -486,7 +486,7 @@ func TestTakenForLost(t *testing.T) {
 // TestRankTaken starts a second worker 0 beside the first.
 func TestRankTaken(t *testing.T) {
 	sh := shape{1, 1, 1}
-	m := newMesh(t, openFabric, sh)
+	m := newMesh(t, openFabrics, sh)
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	n := m.start(sh.settings("worker", 0, 0, port))
 	err := n.WaitReady(time.Second)

@@ -164,6 +164,13 @@ type Unsender interface{ Unsent() bool }
 // the same descriptor, and stays valid until Close.
 type Sleeper interface{ FD() int }
 
+// Teller is a Conn whose Fabric can carry it in more than one way. Via is how
+// this one travels ("cma/staged"), Why what spoke against a better way, or empty.
+type Teller interface {
+	Via() string
+	Why() string
+}
+
 // A Gate decides who may talk: it runs over each new connection before the
 // first frame. Implementations are safe for concurrent use.
 type Gate interface {

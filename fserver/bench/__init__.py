@@ -1,13 +1,22 @@
-"""`fserver bench`: measures fserver on this host. See --help of each benchmark."""
+"""`fserver bench`: measures fserver on this host. See --help of each benchmark.
+
+What is compared takes turns (turns.py). The processes of fserver are a crew (crew.py) of parts
+(peers.py); the raw baselines are programs in C (baseline.py).
+"""
 
 import argparse
 import importlib
 import sys
 
-from .pair import BenchError
+from .errors import BenchError
 
 BENCHMARKS = {
-    "pingpong": "round trips between two pinned processes, beside a raw baseline in C",
+    "pingpong": "round trips between two pinned processes, beside the same copy in C",
+    "ipc": "all ways inside a host side by side: tcp, cma, and what is raw",
+    "matrix": "local, remote and joint; push, pull and push_pull; cpu and gpu",
+    "af": "the layers of a large model: round trip, its stages, tokens per second",
+    "fanin": "one server and 1 to 40 worker groups, or idle groups beside a busy one",
+    "verify": "random shapes, types and counts, compared byte by byte",
     "soak": "resident memory over many push_pulls",
     "idle": "CPU time of calls that have nothing to do",
 }

@@ -1,19 +1,22 @@
-"""What the worker and the server of a benchmark do, each in a process of its own.
+"""What the processes of a benchmark do with their nodes.
 
-Methods of the same name run at the same time in both, with the same arguments, and agree on
-the number of requests. All tensors are bytes of shape [n] on the CPU. The first 8 bytes of
-what is pushed and of what comes back carry a sequence number.
+Methods of the same name run at the same time in all of them, with the same arguments, and agree
+on the number of exchanges. All tensors are bytes of shape [n] on the CPU. In every exchange the
+first 8 bytes of the first tensor that is pushed, and of all that come back, carry its number.
 """
 
 import ctypes
 import gc
 import resource
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from .pair import Case
+from .crew import Case, Factory, Place
+from .errors import WrongDataError
 from .report import percentile
 
 TIMEOUT_MS = 60_000
@@ -22,7 +25,7 @@ PERIOD = (1 << 20) + 17  # of the pattern: no multiple of a page, a segment or a
 
 
 class Pattern:
-    """Bytes that look random and depend on a seed; the same in both processes."""
+    """Bytes that look random and depend on a seed; the same in all processes."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(273)
@@ -34,16 +37,25 @@ class Pattern:
             torch.add(self._base[: len(part)], seed % 256, out=part)
 
     def check(self, t: torch.Tensor, seed: int, sequence: int, what: str) -> None:
-        """Compares all of t with the pattern of `seed` that starts with `sequence`."""
+        """Compares all of t with the pattern of `seed` that starts with `sequence`.
+
+        Raises:
+            WrongDataError: they differ.
+        """
         want = torch.empty_like(t)
         self.fill(want, seed)
         number(want).value = sequence
-        if not torch.equal(t, want):
-            at = int((t != want).nonzero()[0])
-            raise AssertionError(
-                f"{what}: byte {at} of {len(t)} is {int(t[at])}, not {int(want[at])} "
-                f"(exchange {sequence})"
-            )
+        difference = first_difference(t, want)
+        if difference:
+            raise WrongDataError(f"{what}: {difference} (exchange {sequence})")
+
+
+def first_difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
+    """Where two tensors of bytes, shape [n], differ first."""
+    if torch.equal(got, want):
+        return None
+    at = int((got != want).nonzero()[0])
+    return f"byte {at} of {len(got)} is {int(got[at])}, not {int(want[at])}"
 
 
 def number(t: torch.Tensor) -> ctypes.c_int64:
@@ -51,8 +63,15 @@ def number(t: torch.Tensor) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(t.data_ptr())
 
 
+def own_seed(seed: int, role: str, rank: int, position: int) -> int:
+    """The pattern of a tensor: another one for each node (of 256) and for the next in its list."""
+    return seed + position + 37 * rank + (128 if role == "server" else 0)
+
+
 def resident() -> int:
-    """Resident memory of this process in bytes, after a collection.
+    """Resident memory of this process in bytes, after a collection: heaps, stacks and other
+    anonymous memory. Pages of files that happen to be mapped, the code above all, are the
+    kernel's to keep or drop.
 
     From smaps_rollup, which counts pages; the kernel's running count in statm and status is off
     by up to 32 pages per core.
@@ -60,9 +79,9 @@ def resident() -> int:
     gc.collect()
     with open("/proc/self/smaps_rollup") as rollup:
         for line in rollup:
-            if line.startswith("Rss:"):
+            if line.startswith("Anonymous:"):
                 return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/self/smaps_rollup has no line Rss")
+    raise AssertionError("/proc/self/smaps_rollup has no line Anonymous")
 
 
 class Clock:
@@ -81,53 +100,134 @@ class Clock:
         return 100 * (self._used() - self._cpu) / (time.monotonic() - self._wall)
 
 
-class WorkerPeer:
-    """The side that pushes and measures."""
+def figures(samples: list[int]) -> dict[str, Any]:
+    """Times in nanoseconds, as figures in microseconds."""
+    samples.sort()
+    return {
+        "iters": len(samples),
+        "p50_us": percentile(samples, 50) / 1e3,
+        "p99_us": percentile(samples, 99) / 1e3,
+        "min_us": samples[0] / 1e3,
+        "mean_us": sum(samples) / len(samples) / 1e3,
+    }
 
-    def __init__(self, node: Any):
+
+class Part:
+    """The nodes of one process, all workers or all servers."""
+
+    def __init__(self, make: Factory):
         torch.set_num_threads(1)
-        self._node = node
-        self._pattern = Pattern()
-        self._sequence = 0
+        self._make = make
+        self.nodes: list[Any] = []
+        self.places: list[Place] = []
+        self.sequence = 0  # exchanges so far
+        self.pattern = Pattern()
 
-    def prepare(self, case: Case) -> None:
-        """Makes the tensors of a case."""
-        self._case = case
-        self._out = torch.empty(case.out, dtype=torch.uint8)
-        self._back = torch.empty(case.back, dtype=torch.uint8)
-        self._push = ([self._out], [case.key])
-        self._pull = ([self._back], [case.key]) if case.back else ([], [])
-        self._sent = number(self._out)
-        # What answers an exchange of a lone push is that it ends.
-        self._got = number(self._back) if case.back else self._sent
+    def connect(self, places: Sequence[Place]) -> None:
+        """Makes the nodes. All at once: each waits for the whole cluster."""
+        self.places, self.sequence = list(places), 0
+        self.nodes = self._together(self._make, places) if places else []
 
-    def verify(self, seed: int) -> None:
-        """One exchange of new data into poisoned memory, compared byte by byte."""
-        self._pattern.fill(self._out, seed)
-        self._back.fill_(POISON)
-        self._exchange(1)
-        if self._case.back:
-            self._pattern.check(self._back, seed, self._sequence, f"{self._case}: the answer")
+    def leave(self) -> None:
+        """Leaves the cluster, together with all others."""
+        nodes, self.nodes = self.nodes, []
+        self._together(lambda node: node.__exit__(None, None, None), nodes)
 
-    def measure(self, warmup: int, count: int) -> dict[str, float]:
-        """Times `count` exchanges, in microseconds from request to completion."""
-        self._exchange(warmup)
-        samples = self._exchange(count, sampled=True)
-        samples.sort()
-        return {
-            "p50_us": percentile(samples, 50) / 1e3,
-            "p99_us": percentile(samples, 99) / 1e3,
-            "min_us": samples[0] / 1e3,
-            "mean_us": sum(samples) / len(samples) / 1e3,
-        }
+    def close(self) -> None:
+        """After a failure: the others are not to wait for these nodes."""
+        error = RuntimeError("the benchmark failed")
+        self._together(lambda node: node.__exit__(RuntimeError, error, None), self.nodes)
 
-    def run(self, count: int) -> None:
-        """`count` exchanges."""
-        self._exchange(count)
+    @staticmethod
+    def _together(call: Any, items: Sequence[Any]) -> list[Any]:
+        if len(items) == 1:
+            return [call(items[0])]
+        with ThreadPoolExecutor(max(len(items), 1)) as pool:
+            return list(pool.map(call, items))
+
+    def problem(self, settings: dict[str, str]) -> str | None:
+        """Why this build or host makes no node with these settings; None if it does."""
+        import fserver
+
+        options: dict[str, Any] = {"settings": settings, "connect": False}
+        try:
+            fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options).close()
+        except fserver.Error as error:
+            return str(error)
+        return None
+
+    def links(self) -> list[str]:
+        """The transports that this process's nodes use."""
+        return sorted({link.transport for node in self.nodes for link in node.links()})
 
     def memory(self) -> int:
         """Resident memory in bytes."""
         return resident()
+
+
+class Lane:
+    """The tensors of one worker for one stage."""
+
+    def __init__(self, node: Any, case: Case, stage: int, servers: int, rank: int):
+        self.node, self.rank = node, rank
+        self.push = [torch.empty(n, dtype=torch.uint8) for n in case.out]
+        self.pull = [torch.empty(n, dtype=torch.uint8) for _ in range(servers) for n in case.back]
+        first = case.key + stage * max(len(case.out), len(case.back))
+        self.push_keys = list(range(first, first + len(case.out)))
+        self.pull_keys = list(range(first, first + len(case.back)))
+        self.sent = number(self.push[0])
+        # What answers a lone push is that it ends.
+        self.got = [number(t) for t in self.pull] or [self.sent]
+
+    def post(self) -> int:
+        """Starts an exchange."""
+        return self.node.push_pull(self.push, self.push_keys, self.pull, self.pull_keys)
+
+
+class WorkerPart(Part):
+    """Workers that push at the same time, and measure until the last of them is done."""
+
+    def prepare(self, case: Case) -> None:
+        """Makes the tensors of a case."""
+        self.case = case
+        self.lanes = [
+            [
+                Lane(node, case, stage, place.servers, place.rank)
+                for node, place in zip(self.nodes, self.places, strict=True)
+            ]
+            for stage in range(case.stages)
+        ]
+
+    def verify(self, seed: int) -> None:
+        """An exchange of each stage, of new data into poisoned memory, compared byte by byte."""
+        for lanes in self.lanes:
+            self.sequence += 1
+            for lane in lanes:
+                for j, t in enumerate(lane.push):
+                    self.pattern.fill(t, own_seed(seed, "worker", lane.rank, j))
+                    number(t).value = self.sequence
+                for t in lane.pull:
+                    t.fill_(POISON)
+            handles = [lane.post() for lane in lanes]
+            for lane, handle in zip(lanes, handles, strict=True):
+                lane.node.wait(handle, TIMEOUT_MS)
+                for k, t in enumerate(lane.pull):
+                    server, j = divmod(k, len(self.case.back))
+                    if self.case.op == "push_pull":
+                        want = own_seed(seed, "worker", lane.rank, j)
+                    else:
+                        want = own_seed(seed, "server", server, j)
+                    what = f"{self.case}: answer {j} of server {server} to worker {lane.rank}"
+                    self.pattern.check(t, want, self.sequence, what)
+
+    def measure(self, warmup: int, count: int) -> dict[str, Any]:
+        """Times `count` exchanges, from request to completion."""
+        self.exchange(warmup)
+        return figures(self.exchange(count, sampled=True))
+
+    def run(self, count: int) -> None:
+        """`count` exchanges."""
+        self.exchange(count)
 
     def blocked_get_batch(self, seconds: float) -> float:
         """CPU percent while nothing is called and the server waits for a request."""
@@ -137,21 +237,42 @@ class WorkerPeer:
 
     def blocked_wait(self, seconds: float) -> float:
         """CPU percent inside a wait that lasts that long."""
-        self._sequence += 1
-        self._sent.value = self._sequence
+        self.sequence += 1
+        lane = self.lanes[0][0]
+        lane.sent.value = self.sequence
         clock = Clock()
-        handle = self._node.push_pull(*self._push, *self._pull)
-        self._node.wait(handle, int(seconds * 1e3) + TIMEOUT_MS)
+        lane.node.wait(lane.post(), int(seconds * 1e3) + TIMEOUT_MS)
         return clock.percent()
 
-    def _exchange(self, count: int, sampled: bool = False) -> list[int]:
-        """Does `count` exchanges; writing and checking the number is not in the times (ns)."""
-        push_pull, wait, now = self._node.push_pull, self._node.wait, time.perf_counter_ns
-        push, push_keys = self._push
-        pull, pull_keys = self._pull
-        sent, got = self._sent, self._got
+    def exchange(self, count: int, sampled: bool = False) -> list[int]:
+        """Does `count` exchanges; writing and checking the numbers is not in the times (ns)."""
+        lanes = self.lanes[0]
+        if len(lanes) == 1:
+            return self._alone(lanes[0], count, sampled)
+        now = time.perf_counter_ns
         samples = []
-        for i in range(self._sequence + 1, self._sequence + 1 + count):
+        for i in range(self.sequence + 1, self.sequence + 1 + count):
+            for lane in lanes:
+                lane.sent.value = i
+            start = now()
+            handles = [lane.post() for lane in lanes]
+            for lane, handle in zip(lanes, handles, strict=True):
+                lane.node.wait(handle, TIMEOUT_MS)
+            end = now()
+            if sampled:
+                samples.append(end - start)
+            for lane in lanes:
+                self.check_numbers(lane, i)
+        self.sequence += count
+        return samples
+
+    def _alone(self, lane: Lane, count: int, sampled: bool) -> list[int]:
+        """The same for one worker, with nothing but the two calls between the times."""
+        push_pull, wait, now = lane.node.push_pull, lane.node.wait, time.perf_counter_ns
+        push, push_keys, pull, pull_keys = lane.push, lane.push_keys, lane.pull, lane.pull_keys
+        sent = lane.sent
+        samples = []
+        for i in range(self.sequence + 1, self.sequence + 1 + count):
             sent.value = i
             start = now()
             handle = push_pull(push, push_keys, pull, pull_keys)
@@ -159,95 +280,107 @@ class WorkerPeer:
             end = now()
             if sampled:
                 samples.append(end - start)
-            if got.value != i:
-                raise AssertionError(
-                    f"{self._case}: exchange {i} brought the answer to {got.value}"
-                )
-        self._sequence += count
+            self.check_numbers(lane, i)
+        self.sequence += count
         return samples
 
+    def check_numbers(self, lane: Lane, i: int) -> None:
+        """The answers are those of exchange i."""
+        for got in lane.got:
+            if got.value != i:
+                raise WrongDataError(f"{self.case}: exchange {i} brought the answer to {got.value}")
 
-class ServerPeer:
-    """The side that answers: a push_pull with what was pushed, a pull with a tensor of its own."""
 
-    def __init__(self, node: Any):
-        torch.set_num_threads(1)
-        self._node = node
-        self._pattern = Pattern()
-        self._sequence = 0
+class ServerPart(Part):
+    """A server that answers a batch after the other."""
 
     def prepare(self, case: Case) -> None:
         """Makes the tensors of a case."""
-        self._case = case
-        self._answer = torch.empty(case.back if case.op == "pull" else 8, dtype=torch.uint8)
+        self.case = case
+        self.answers = [
+            # One that echoes needs none.
+            [torch.empty(n, dtype=torch.uint8) for n in case.back if case.op == "pull"]
+            for _ in range(case.stages)
+        ]
+        self.stamps = [[number(t) for t in answer] for answer in self.answers]
 
     def verify(self, seed: int) -> None:
-        """One exchange whose request is compared byte by byte."""
-        self._pattern.fill(self._answer, seed)
-        handler, tensors = self._next()
-        self._pattern.check(tensors[0], seed, self._sequence, f"{self._case}: the request")
-        self._reply(handler, tensors)
+        """An exchange of each stage whose requests are compared byte by byte."""
+        for stage in range(self.case.stages):
+            for j, t in enumerate(self.answers[stage]):
+                self.pattern.fill(t, own_seed(seed, "server", self.places[0].rank, j))
+            batch = self.next_batch()
+            for rank, (_, tensors, _) in enumerate(batch):
+                for j, t in enumerate(tensors):
+                    what = f"{self.case}: tensor {j} of worker {rank}"
+                    want = own_seed(seed, "worker", rank, j)
+                    self.pattern.check(t, want, self.sequence, what)
+            self.answer(batch, stage)
 
     def measure(self, warmup: int, count: int) -> None:
-        """Answers as many requests as the worker measures."""
-        self.run(warmup + count)
+        """Answers as many requests as the workers measure."""
+        self.run((warmup + count) * self.case.unit)
 
     def run(self, count: int) -> None:
-        """`count` exchanges."""
-        pull, push = self._case.op == "pull", self._case.op == "push"
-        node, answer, stamp = self._node, [self._answer], number(self._answer)
-        for i in range(self._sequence + 1, self._sequence + 1 + count):
-            batch = node.get_batch(timeout_ms=TIMEOUT_MS)
+        """`count` exchanges, with as little as can be between the calls."""
+        get_batch, respond = self.nodes[0].get_batch, self.nodes[0].respond
+        echo, pull, stages = self.case.op == "push_pull", self.case.op == "pull", self.case.stages
+        first = self.sequence + 1
+        for i in range(first, first + count):
+            batch = get_batch(timeout_ms=TIMEOUT_MS)
             if not batch:
-                raise AssertionError(f"{self._case}: exchange {i}: no request came")
-            handler, tensors, _ = batch[0]
-            if push:
-                if number(tensors[0]).value != i:
-                    raise AssertionError(f"{self._case}: exchange {i} brought other data")
-                node.respond([], handler)
+                raise AssertionError(f"{self.case}: exchange {i}: no request came")
+            if echo:
+                for handler, tensors, _ in batch:
+                    respond(tensors, handler)
             elif pull:
-                stamp.value = i
-                node.respond(answer, handler)
+                stage = (i - first) % stages
+                for stamp in self.stamps[stage]:
+                    stamp.value = i
+                answer = self.answers[stage]
+                for handler, _, _ in batch:
+                    respond(answer, handler)
             else:
-                node.respond(tensors, handler)
-        self._sequence += count
-
-    def memory(self) -> int:
-        """Resident memory in bytes."""
-        return resident()
+                for handler, tensors, _ in batch:
+                    self.check_number(tensors, i)
+                    respond([], handler)
+        self.sequence += count
 
     def blocked_get_batch(self, seconds: float) -> float:
         """CPU percent inside a get_batch that lasts that long."""
         clock = Clock()
-        batch = self._node.get_batch(timeout_ms=int(seconds * 1e3))
+        batch = self.nodes[0].get_batch(timeout_ms=int(seconds * 1e3))
         if batch:
             raise AssertionError("a request came while there was none")
         return clock.percent()
 
     def blocked_wait(self, seconds: float) -> float:
         """CPU percent while a request is left unanswered for so long."""
-        handler, tensors = self._next()
+        batch = self.next_batch()
         clock = Clock()
         time.sleep(seconds)
         percent = clock.percent()
-        self._reply(handler, tensors)
+        self.answer(batch, 0)
         return percent
 
-    def _next(self) -> tuple[Any, list[torch.Tensor]]:
-        self._sequence += 1
-        batch = self._node.get_batch(timeout_ms=TIMEOUT_MS)
+    def next_batch(self) -> list[tuple[int, list[torch.Tensor], list[int]]]:
+        """The requests of the next exchange."""
+        self.sequence += 1
+        batch = self.nodes[0].get_batch(timeout_ms=TIMEOUT_MS)
         if not batch:
-            raise AssertionError(f"{self._case}: exchange {self._sequence}: no request came")
-        return batch[0][0], batch[0][1]
+            raise AssertionError(f"{self.case}: exchange {self.sequence}: no request came")
+        return batch
 
-    def _reply(self, handler: Any, tensors: list[torch.Tensor]) -> None:
-        if self._case.op == "push":
-            self._node.respond([], handler)
-        elif self._case.op == "pull":
-            number(self._answer).value = self._sequence
-            self._node.respond([self._answer], handler)
-        else:
-            self._node.respond(tensors, handler)
+    def answer(self, batch: list[tuple[int, list[torch.Tensor], list[int]]], stage: int) -> None:
+        """Answers them."""
+        for stamp in self.stamps[stage]:
+            stamp.value = self.sequence
+        for handler, tensors, _ in batch:
+            echo = self.case.op == "push_pull"
+            self.nodes[0].respond(tensors if echo else self.answers[stage], handler)
 
-
-ROLES = {"worker": WorkerPeer, "server": ServerPeer}
+    def check_number(self, tensors: list[torch.Tensor], i: int) -> None:
+        """What was pushed is that of exchange i."""
+        got = number(tensors[0]).value
+        if got != i:
+            raise WrongDataError(f"{self.case}: exchange {i} brought the data of {got}")

@@ -1,5 +1,6 @@
-"""Percentiles, tables, sizes, and what machine this is."""
+"""Rows of results: their arithmetic, tables, files, and what machine they are from."""
 
+import argparse
 import json
 import os
 import platform
@@ -8,9 +9,11 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
+
+from . import plot
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -46,21 +49,24 @@ def row(
     op: str,
     out: int,
     back: int,
-    iters: int,
-    measured: list[dict[str, float]],
-    baseline: list[dict[str, float]],
+    measured: list[dict[str, Any]],
+    baseline: list[dict[str, Any]],
+    way: str | None = None,
+    missing: str | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """One result: medians over the rounds, and the ratio of the medians.
 
-    `measured` and `baseline` hold the figures of each round, in µs; `baseline` may be empty.
-    GB/s counts the bytes of both directions over the median round trip.
+    `measured` and `baseline` hold the figures of each round, in µs; both may be empty. `way`
+    names the baseline, `missing` says why there is none. GB/s counts the bytes of both directions
+    over the median round trip.
     """
     result: dict[str, Any] = {
         "transport": transport,
         "op": op,
         "bytes_out": out,
         "bytes_back": back,
-        "iters": iters,
+        "iters": measured[0]["iters"] if measured else None,
         "rounds": len(measured),
     }
     for prefix, rounds in (("", measured), ("baseline_", baseline)):
@@ -71,50 +77,113 @@ def row(
         p50 = result[prefix + "p50_us"]
         result[prefix + "gbps"] = round(gigabytes_per_second(out + back, p50), 4) if p50 else None
         result[prefix + "p50_us_rounds"] = [r["p50_us"] for r in rounds]
-    result["ratio"] = round(result["p50_us"] / result["baseline_p50_us"], 3) if baseline else None
-    return result
+    both = measured and baseline
+    result["ratio"] = round(result["p50_us"] / result["baseline_p50_us"], 3) if both else None
+    result["baseline"] = way if baseline else None
+    result["baseline_missing"] = None if baseline else missing
+    result["skipped"] = None
+    return {**result, **more}
 
 
-COLUMNS = (  # title, width, key, format
-    ("transport", -9, "transport", str),
-    ("op", -9, "op", str),
-    ("out", 8, "bytes_out", show_size),
-    ("back", 8, "bytes_back", show_size),
-    ("p50 µs", 11, "p50_us", "{:.1f}".format),
-    ("p99 µs", 11, "p99_us", "{:.1f}".format),
-    ("GB/s", 7, "gbps", "{:.3f}".format),
-    ("raw p50", 11, "baseline_p50_us", "{:.1f}".format),
-    ("raw p99", 11, "baseline_p99_us", "{:.1f}".format),
-    ("raw GB/s", 8, "baseline_gbps", "{:.3f}".format),
-    ("ratio", 6, "ratio", "{:.2f}".format),
+def skipped(
+    transport: str, op: str, out: int, back: int, reason: str, **more: Any
+) -> dict[str, Any]:
+    """The row of what could not be measured."""
+    return {**row(transport, op, out, back, [], [], **more), "skipped": reason}
+
+
+class Column(NamedTuple):
+    """Of a table: a negative width is for text, which starts at the left."""
+
+    title: str
+    width: int
+    key: str
+    show: Callable[[Any], str]
+
+
+OP = Column("op", -9, "op", str)
+TRANSPORT = Column("transport", -9, "transport", str)
+MOVED = (
+    Column("out", 8, "bytes_out", show_size),
+    Column("back", 8, "bytes_back", show_size),
 )
+TIMES = (
+    Column("p50 µs", 11, "p50_us", "{:.1f}".format),
+    Column("p99 µs", 11, "p99_us", "{:.1f}".format),
+)
+SPEED = Column("GB/s", 7, "gbps", "{:.3f}".format)
+RAW = (
+    Column("raw p50", 11, "baseline_p50_us", "{:.1f}".format),
+    Column("raw p99", 11, "baseline_p99_us", "{:.1f}".format),
+    Column("raw GB/s", 8, "baseline_gbps", "{:.3f}".format),
+)
+RATIO = Column("ratio", 6, "ratio", "{:.2f}".format)
+COLUMNS = (TRANSPORT, OP, *MOVED, *TIMES, SPEED, *RAW, RATIO)
 
 
-def header() -> str:
-    """The titles of the table."""
-    return _line(title for title, *_ in COLUMNS)
+class Table:
+    """Prints rows when they are there."""
+
+    def __init__(self, columns: Sequence[Column] = COLUMNS):
+        self._columns = columns
+
+    def header(self) -> str:
+        """The titles."""
+        return self._line(column.title for column in self._columns)
+
+    def line(self, result: dict[str, Any]) -> str:
+        """A row; one that was skipped ends in the reason."""
+        cells = ["-" if result[c.key] is None else c.show(result[c.key]) for c in self._columns]
+        reason = result.get("skipped")
+        return self._line(cells) + (f"  skipped: {reason}" if reason else "")
+
+    def _line(self, cells: Iterable[str]) -> str:
+        return "  ".join(
+            text.rjust(column.width) if column.width > 0 else text.ljust(-column.width)
+            for text, column in zip(cells, self._columns, strict=True)
+        ).rstrip()
 
 
-def line(result: dict[str, Any]) -> str:
-    """One row of the table."""
-    return _line("-" if result[key] is None else show(result[key]) for _, _, key, show in COLUMNS)
+class Progress:
+    """A bar on standard error, where that is a terminal and tqdm is installed."""
+
+    def __init__(self, total: float, name: str, unit: str = "round"):
+        self._bar = None
+        if sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=total, desc=name, unit=unit, leave=False)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def step(self, count: float = 1) -> None:
+        """So much more is done."""
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def print(self, text: str) -> None:
+        """A line of output, above the bar."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(text, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
 
 
-def _line(cells: Any) -> str:
-    widths = (width for _, width, _, _ in COLUMNS)
-    return "  ".join(
-        text.rjust(width) if width > 0 else text.ljust(-width)
-        for text, width in zip(cells, widths, strict=True)
-    ).rstrip()
-
-
-def machine(cores: tuple[int, int] | None) -> dict[str, Any]:
+def machine(cores: tuple[int, ...] | None) -> dict[str, Any]:
     """What the figures are measured on. Warns if the cores have other work to do."""
     busy = _busy(cores) if cores else None
     if busy and max(busy) > 10:
         print(
-            f"bench: cores {cores} are {busy[0]} and {busy[1]} % busy with something else: expect "
-            "noise, most of all from the raw baseline, which spins",
+            f"bench: cores {cores} are {' and '.join(map(str, busy))} % busy with something else: "
+            "expect noise, most of all from the raw baseline, which spins",
             file=sys.stderr,
         )
     return {
@@ -133,14 +202,14 @@ def machine(cores: tuple[int, int] | None) -> dict[str, Any]:
 def show_machine(facts: dict[str, Any]) -> str:
     """The same in one line."""
     pinned = facts["pinned"]
-    where = f"worker on core {pinned[0]}, server on core {pinned[1]}" if pinned else "not pinned"
+    where = f"pinned to {','.join(map(str, pinned))}" if pinned else "not pinned"
     return (
         f"{facts['cpu']}, {facts['cores']} cores ({where}), {facts['kernel']}, "
         f"python {facts['python']}, torch {facts['torch']}, fserver {facts['fserver']}"
     )
 
 
-def _busy(cores: tuple[int, int], seconds: float = 0.3) -> list[int]:
+def _busy(cores: tuple[int, ...], seconds: float = 0.3) -> list[int]:
     """Percent of each core that others use, the hypervisor included."""
 
     def ticks(core: int) -> tuple[int, int]:
@@ -179,8 +248,27 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def write_json(path: str, facts: dict[str, Any], **results: Any) -> None:
-    """Writes results, the machine and the command line."""
-    with open(path, "w") as out:
-        json.dump({**results, "machine": facts, "command": shlex.join(sys.argv)}, out, indent=1)
-        out.write("\n")
+def begin(options: argparse.Namespace, cores: tuple[int, ...] | None) -> dict[str, Any]:
+    """Before anything is measured: says on what, and that the results can be kept."""
+    if options.plot:
+        plot.need()
+    facts = machine(cores)
+    print(show_machine(facts), flush=True)
+    return facts
+
+
+def finish(
+    options: argparse.Namespace,
+    bench: str,
+    facts: dict[str, Any],
+    rows: list[dict[str, Any]],
+    **more: Any,
+) -> None:
+    """Writes the files that were asked for."""
+    if options.json:
+        results = {"bench": bench, "rows": rows, **more, "machine": facts}
+        with open(options.json, "w") as out:
+            json.dump({**results, "command": shlex.join(sys.argv)}, out, indent=1)
+            out.write("\n")
+    if options.plot:
+        plot.save(options.plot, bench, rows, show_machine(facts))

@@ -2,12 +2,17 @@
 nodes that go wrong (made of a pipe), and short runs with fserver itself."""
 
 import ctypes
+import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import Pipe as socket_pipe
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -15,9 +20,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from fserver import bench
-from fserver.bench import baseline, pair, peers, pingpong, report, soak
-from fserver.bench.pair import BenchError, Nodes
+from fserver import Link, bench
+from fserver.bench import (
+    af,
+    baseline,
+    crew,
+    fanin,
+    ipc,
+    matrix,
+    options,
+    peers,
+    pingpong,
+    plot,
+    randoms,
+    report,
+    soak,
+    stamps,
+    turns,
+    verify,
+)
+from fserver.bench.crew import Case, Nodes, Place, real_node
+from fserver.bench.errors import BenchError, WrongDataError
 
 
 def received(data: bytes) -> torch.Tensor:
@@ -40,6 +63,9 @@ class Pipe:
 
     def __exit__(self, *_):
         self.conn.close()
+
+    def links(self):
+        return [Link("", 0, "", "pipe", "")]
 
 
 class FakeWorker(Pipe):
@@ -97,8 +123,8 @@ class LeakingServer(FakeServer):
         super().respond(tensors, handler)
 
 
-def worker(scheduler, transport):
-    host, port = scheduler.split(":")
+def worker(place):
+    host, port = place.scheduler.split(":")
     end = time.monotonic() + 60
     while True:
         try:
@@ -108,18 +134,51 @@ def worker(scheduler, transport):
             time.sleep(0.01)  # the server is not there yet
 
 
-def server(scheduler, transport, kind=FakeServer):
-    host, port = scheduler.split(":")
+def server(place, kind=FakeServer):
+    host, port = place.scheduler.split(":")
     with Listener((host, int(port))) as listener:
         return kind(listener.accept())
 
 
-def leaking_server(scheduler, transport):
-    return server(scheduler, transport, LeakingServer)
+def leaking_server(place):
+    return server(place, LeakingServer)
 
 
-def dying_server(scheduler, transport):
+def corrupting_server(place):
+    return server(place, CorruptingServer)
+
+
+def dying_server(place):
     os._exit(9)
+
+
+class CorruptingNode:
+    """A server of fserver that changes a byte of each answer from the tenth on."""
+
+    def __init__(self, node):
+        self._node = node
+        self._answers = 0
+
+    def __getattr__(self, name):
+        return getattr(self._node, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return self._node.__exit__(*error)
+
+    def respond(self, tensors, handler):
+        for t in tensors:
+            data = randoms.as_bytes(t)
+            self._answers += len(data) > 0
+            if self._answers >= 10 and len(data):
+                data[len(data) // 2] ^= 1
+        self._node.respond(tensors, handler)
+
+
+def corrupting_node(place):
+    return CorruptingNode(real_node(place))
 
 
 # Arithmetic and text.
@@ -152,38 +211,108 @@ def test_show_size():
 
 
 def test_row_takes_medians_over_rounds():
-    measured = [{"p50_us": p, "p99_us": 2 * p} for p in (12.0, 90.0, 10.0)]
+    measured = [{"iters": 50, "p50_us": p, "p99_us": 2 * p} for p in (12.0, 90.0, 10.0)]
     raw_rounds = [{"p50_us": p, "p99_us": 3 * p} for p in (8.0, 7.0, 10.0)]
-    row = report.row("tcp", "push_pull", 3000, 3000, 50, measured, raw_rounds)
+    row = report.row("tcp", "push_pull", 3000, 3000, measured, raw_rounds, "raw tcp", servers=2)
     assert row["p50_us"] == 12 and row["p99_us"] == 24
     assert row["baseline_p50_us"] == 8 and row["baseline_p99_us"] == 24
     assert row["ratio"] == 1.5
     assert row["gbps"] == 0.5 and row["baseline_gbps"] == 0.75
     assert row["p50_us_rounds"] == [12, 90, 10] and row["rounds"] == 3 and row["iters"] == 50
-    cells = report.line(row).split()
+    assert row["baseline"] == "raw tcp" and row["servers"] == 2
+    table = report.Table()
+    cells = table.line(row).split()
     assert cells[:2] == ["tcp", "push_pull"] and cells[-1] == "1.50"
-    assert len(report.header()) == len(report.line(row))
+    assert len(table.header()) == len(table.line(row))
 
-    alone = report.row("tcp", "push", 64, 0, 50, measured, [])
+    alone = report.row("tcp", "push", 64, 0, measured, [], "raw tcp", "no compiler")
     assert alone["ratio"] is None and alone["baseline_p50_us"] is None
-    assert report.line(alone).split()[-1] == "-"
+    assert alone["baseline"] is None and alone["baseline_missing"] == "no compiler"
+    assert table.line(alone).split()[-1] == "-"
+
+    skipped = report.skipped("cma", "push", 64, 0, "no such thing", place="local")
+    assert skipped["p50_us"] is None and skipped["place"] == "local"
+    assert skipped.keys() == alone.keys() | {"place"}
+    assert table.line(skipped).endswith("skipped: no such thing")
 
 
 def test_cases():
     moved = [(c.op, c.out, c.back) for c in pingpong.cases([4096], list(pingpong.OPS))]
-    assert moved == [("push", 4096, 0), ("pull", 64, 4096), ("push_pull", 4096, 4096)]
+    assert moved == [
+        ("push", (4096,), ()),
+        ("pull", (64,), (4096,)),
+        ("push_pull", (4096,), (4096,)),
+    ]
     keys = [c.key for c in pingpong.cases([64, 4096], ["push", "pull"])]
     assert len(set(keys)) == 4
 
 
-def test_write_json(tmp_path):
+def test_json(tmp_path):
     path = tmp_path / "out.json"
-    report.write_json(str(path), report.machine((0, 1)), rows=[{"op": "push"}])
+    asked = Namespace(json=str(path), plot=None)
+    report.finish(asked, "pingpong", report.machine((0, 1)), [{"op": "push"}], more=3)
     got = json.loads(path.read_text())
-    assert got["rows"] == [{"op": "push"}]
+    assert got["bench"] == "pingpong" and got["rows"] == [{"op": "push"}] and got["more"] == 3
     assert got["machine"]["pinned"] == [0, 1] and got["machine"]["cores"] == os.cpu_count()
     assert got["machine"]["cpu"] and got["machine"]["torch"] and got["machine"]["kernel"]
     assert "python" in got["command"] or "pytest" in got["command"]
+
+
+def test_progress_needs_no_tqdm(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with report.Progress(3, "test") as bar:
+        bar.step()
+        bar.print("a row")
+    assert capsys.readouterr().out == "a row\n"
+
+
+def test_parts_add_up():
+    stamped = [100, 130, 9000, 9007, 9057, 9060, 600, 611]
+    parts = stamps.parts(stamped)
+    assert parts["network"] == (600 - 130) - (9060 - 9000)
+    assert sum(parts.values()) == 611 - 100 and parts.keys() == stamps.PARTS.keys()
+    assert stamps.medians([stamped])["serve"] == 0.05
+
+
+def test_fit():
+    line = fanin.fit([(n, 10 + 5.0 * n) for n in (1, 2, 4, 8, 40)])
+    assert line["fixed_us"] == 10 and line["per_group_us"] == 5 and line["r2"] == 1
+    assert line["exponent"] < 1
+    assert fanin.fit([(n, 3.0 * n**2) for n in (1, 2, 4, 8)])["exponent"] == 2
+
+
+class Recorder:
+    """A player that says when it is its turn; one exchange takes it `us`."""
+
+    def __init__(self, name, turns, us, unit=1):
+        self.name, self.turns, self.us, self.unit = name, turns, us, unit
+
+    def check(self, seed):
+        self.turns.append((self.name, "check", seed))
+
+    def measure(self, warmup, count):
+        self.turns.append((self.name, "measure", count))
+        return {"iters": count, "p50_us": self.us, "p99_us": self.us}
+
+
+def test_players_take_turns():
+    seen = []
+    a, b = Recorder("a", seen, 10.0), Recorder("b", seen, 100.0)
+    results = turns.take_turns([a, b], rounds=2, seconds=0.01)
+    assert [[r["iters"] for r in rounds] for rounds in results] == [[1000, 1000], [100, 100]]
+    trials = [("a", "check", 0), ("a", "measure", 10), ("b", "check", 0), ("b", "measure", 10)]
+    one = [("a", "measure", 1000), ("a", "check", 1), ("b", "measure", 100), ("b", "check", 1)]
+    two = [(name, what, 2 if what == "check" else n) for name, what, n in one]
+    assert seen == trials + one + two
+
+
+def test_units_are_counted():
+    raw, layers = Recorder("raw", [], 10.0), Recorder("layers", [], 10.0, unit=50)
+    results = turns.take_turns([raw, layers], rounds=1, seconds=0.01)
+    assert [rounds[0]["iters"] for rounds in results] == [1000, 20]
+    results = turns.take_turns([raw, layers], rounds=1, seconds=0.01, iters=3)
+    assert [rounds[0]["iters"] for rounds in results] == [150, 3]
 
 
 # Options.
@@ -197,7 +326,14 @@ def test_write_json(tmp_path):
         (["pingpong", "--ops", "push,pop"], "'pop': want one of push, pull, push_pull"),
         (["pingpong", "--rounds", "0"], "'0': want a whole number, 1 or more"),
         (["pingpong", "--cores", "0"], "want two core numbers, A,B"),
-        (["pingpong", "--iters", "5", "--seconds", "1"], "not allowed with"),
+        (["pingpong", "--seconds", "0"], "'0': want seconds, more than 0"),
+        (["matrix", "--places", "here"], "'here': want one of local, remote, joint"),
+        (["matrix", "--role", "server"], "--scheduler and --role go together"),
+        (["af", "--in-flight", "4"], "want at most --stages 3"),
+        (["af", "--layers", "2000"], "want at most 4096"),
+        (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
+        (["fanin", "--idle", "2", "--iters", "5000"], "with --idle at most 2000"),
+        (["verify", "--plot", "x.png"], "unrecognized arguments"),
         (["nothing"], "invalid choice"),
     ],
 )
@@ -215,13 +351,13 @@ def test_core_that_is_not_ours(capsys):
 
 def test_one_core_is_warned_of(monkeypatch, capsys):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
-    assert pair.choose_cores(None) == (5, 5)
+    assert options.choose_cores(None) == (5, 5)
     assert "both processes share core 5" in capsys.readouterr().err
 
 
 def test_ranges():
-    assert pair._ranges([0]) == "0"
-    assert pair._ranges([0, 1, 2, 5, 8, 9]) == "0-2,5,8-9"
+    assert options._ranges([0]) == "0"
+    assert options._ranges([0, 1, 2, 5, 8, 9]) == "0-2,5,8-9"
 
 
 # The raw baseline.
@@ -240,13 +376,16 @@ def cpu_ticks(pid: int) -> int:
 
 
 @needs_compiler
-def test_baseline():
-    with baseline.Baseline(None) as raw_echo:
-        figures = raw_echo.measure(4096, 64, 10, 200, 60)
+@pytest.mark.parametrize("way", baseline.WAYS)
+def test_baseline(way):
+    with baseline.Baseline(way, None) as raw_echo:
+        raw_echo.prepare(4096, 64)
+        figures = raw_echo.measure(10, 200)
         assert figures["iters"] == 200
         assert 0 < figures["min_us"] <= figures["p50_us"] <= figures["p99_us"]
         assert figures["min_us"] <= figures["mean_us"]
-        assert raw_echo.measure(1, 1 << 20, 0, 1, 60)["iters"] == 1
+        raw_echo.prepare(1, 1 << 20)
+        assert raw_echo.measure(0, 1)["iters"] == 1
 
         # Between rounds it leaves the cores alone.
         both = [raw_echo._process.pid, *children(raw_echo._process.pid)]
@@ -255,14 +394,27 @@ def test_baseline():
         time.sleep(0.3)
         assert sum(map(cpu_ticks, both)) - before <= 1
 
-        with pytest.raises(BenchError, match="ended with status 1: rawecho: want OUT BACK"):
-            raw_echo.measure(0, 0, 0, 1, 60)
+        raw_echo.prepare(0, 0)
+        with pytest.raises(BenchError, match="ended with status 1: raw[a-z]+: want OUT BACK"):
+            raw_echo.measure(0, 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", baseline.WAYS)
+def test_baseline_ends_when_its_server_dies(way):
+    with baseline.Baseline(way, None) as raw_echo:
+        raw_echo.prepare(64, 64)
+        raw_echo.measure(0, 5)
+        (server_pid,) = children(raw_echo._process.pid)
+        os.kill(server_pid, signal.SIGKILL)
+        with pytest.raises(BenchError, match="ended with status 1"):
+            raw_echo.measure(0, 1 << 20)
 
 
 @needs_compiler
 def test_baseline_ends_with_its_input():
     done = subprocess.run(
-        [baseline.compiled(), "-1", "-1"],
+        [baseline.compiled("rawcma"), "-1", "-1", "shm"],
         input="64 64 0 5\n",
         capture_output=True,
         text=True,
@@ -271,22 +423,49 @@ def test_baseline_ends_with_its_input():
     assert done.returncode == 0 and json.loads(done.stdout)["iters"] == 5 and not done.stderr
 
 
-def test_baseline_says_what_is_missing(monkeypatch, tmp_path):
-    source = tmp_path / "tools" / "rawecho.c"
-    monkeypatch.setattr(baseline, "ROOT", tmp_path)
-    monkeypatch.setattr(baseline, "SOURCE", source)
-    with pytest.raises(BenchError, match="needs the source tree.*--no-baseline"):
-        baseline.compiled()
-    source.parent.mkdir()
-    source.write_text("int main(void) { return undeclared; }\n")
+def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(baseline, "SOURCES", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "raw.h").write_text("")
+    (tmp_path / "rawecho.c").write_text("int main(void) { return undeclared; }\n")
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(BenchError, match="no-such-compiler: not found.*apt-get install gcc"):
-        baseline.compiled()
+        baseline.compiled("rawecho")
+    asked = Namespace(no_baseline=None)
+    with ExitStack() as stack:
+        raw_echo, says = options.open_baseline(stack, asked, "raw tcp", None)
+    assert raw_echo is None and "no-such-compiler" in says["missing"]
+    assert "no baseline: no-such-compiler" in capsys.readouterr().err
     if shutil.which("cc"):
         monkeypatch.setenv("CC", "cc")
         with pytest.raises(BenchError, match="undeclared"):
-            baseline.compiled()
-        assert [p.name for p in (tmp_path / "build").iterdir()] == []
+            baseline.compiled("rawecho")
+    cache = tmp_path / "cache" / "fserver"
+    assert list(cache.iterdir()) == []
+    if shutil.which("cc"):
+        (tmp_path / "rawecho.c").write_text("int main(void) { return 3; }\n")
+        with ExitStack() as stack:
+            raw_echo, says = options.open_baseline(stack, asked, "raw tcp", None)
+        assert raw_echo is None and says["missing"].startswith("raw tcp ended with status 3")
+    cache.chmod(0o777)
+    with pytest.raises(BenchError, match="others may write to it"):
+        baseline.compiled("rawecho")
+
+
+@needs_compiler
+def test_baseline_is_compiled_once_for_each_version(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = baseline.compiled("rawecho")
+    written = first.stat().st_mtime_ns
+    assert baseline.compiled("rawecho") == first and first.stat().st_mtime_ns == written
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for source in ("raw.h", "rawecho.c"):
+        shutil.copy(baseline.SOURCES / source, sources)
+    with (sources / "raw.h").open("a") as out:
+        out.write("/* newer */\n")
+    monkeypatch.setattr(baseline, "SOURCES", sources)
+    assert baseline.compiled("rawecho") != first
 
 
 # What the two do, here in two threads of this process.
@@ -295,8 +474,13 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path):
 def play(kind, op, *calls):
     """Makes the calls at both peers at once; the worker's error, if any, is raised."""
     ours, theirs = socket_pipe()
-    case = pair.Case(op, 0, 64, 0 if op == "push" else 64)
-    two = peers.WorkerPeer(FakeWorker(ours)), peers.ServerPeer(kind(theirs))
+    case = Case(op, (64,), () if op == "push" else (64,))
+    two = (
+        peers.WorkerPart(lambda place: FakeWorker(ours)),
+        peers.ServerPart(lambda place: kind(theirs)),
+    )
+    for part, role in zip(two, ("worker", "server"), strict=True):
+        part.connect([Place(role, 0, 1, 1, "", {})])
     with ThreadPoolExecutor(2) as pool:
         for method, *args in [("prepare", case), *calls]:
             jobs = [pool.submit(getattr(peer, method), *args) for peer in two]
@@ -306,23 +490,23 @@ def play(kind, op, *calls):
 
 
 @pytest.mark.parametrize("op", pingpong.OPS)
-def test_peers_move_and_measure(op):
+def test_parts_move_and_measure(op):
     figures = play(FakeServer, op, ("verify", 1), ("run", 10), ("measure", 2, 50), ("verify", 2))
     assert figures is None
     figures = play(FakeServer, op, ("measure", 2, 50))
     assert 0 < figures["min_us"] <= figures["p50_us"] <= figures["p99_us"]
 
 
-def test_peers_see_one_wrong_byte():
-    text = r"the answer: byte 63 of 64 is \d+, not \d+ \(exchange 1\)"
+def test_parts_see_one_wrong_byte():
+    text = r"answer 0 of server 0 to worker 0: byte 63 of 64 is \d+, not \d+ \(exchange 1\)"
     for op in ("pull", "push_pull"):
-        with pytest.raises(AssertionError, match=text):
+        with pytest.raises(WrongDataError, match=text):
             play(CorruptingServer, op, ("verify", 1))
 
 
-def test_peers_see_old_data():
+def test_parts_see_old_data():
     for op in ("pull", "push_pull"):
-        with pytest.raises(AssertionError, match="exchange 4 brought the answer to 3"):
+        with pytest.raises(WrongDataError, match="exchange 4 brought the answer to 3"):
             play(RepeatingServer, op, ("run", 3), ("run", 1))
 
 
@@ -336,11 +520,18 @@ def test_pattern_is_everywhere_and_changes():
     peers.number(t).value = 7
     pattern.check(t, 1, 7, "t")
     t[2 * peers.PERIOD + 5] += 1
-    with pytest.raises(AssertionError, match=f"byte {2 * peers.PERIOD + 5} of {len(t)}"):
+    with pytest.raises(WrongDataError, match=f"byte {2 * peers.PERIOD + 5} of {len(t)}"):
         pattern.check(t, 1, 7, "t")
 
 
-# The two processes.
+# The processes.
+
+
+def written(path: Path, name: str) -> list[dict]:
+    """The rows of a file, after a look at the rest."""
+    got = json.loads(path.read_text())
+    assert got["bench"] == name and got["machine"]["cpu"] and got["command"]
+    return got["rows"]
 
 
 @needs_compiler
@@ -352,7 +543,7 @@ def test_pingpong(tmp_path, capsys):
     assert os.sched_getaffinity(0) == affinity
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:2] == ["transport", "op"] and len(lines) == 2 + 6
-    rows = json.loads(path.read_text())["rows"]
+    rows = written(path, "pingpong")
     assert [(r["op"], r["bytes_out"], r["bytes_back"]) for r in rows] == [
         ("push", 64, 0),
         ("pull", 64, 64),
@@ -362,7 +553,12 @@ def test_pingpong(tmp_path, capsys):
         ("push_pull", 4096, 4096),
     ]
     for row in rows:
-        assert row["transport"] == "tcp" and row["iters"] == 20 and row["rounds"] == 2
+        assert (
+            row["transport"] == "tcp"
+            and row["baseline"] == "raw tcp"
+            and row["iters"] == 20
+            and row["rounds"] == 2
+        )
         assert 0 < row["p50_us"] <= row["p99_us"] and 0 < row["baseline_p50_us"]
         assert row["ratio"] == pytest.approx(row["p50_us"] / row["baseline_p50_us"], abs=0.001)
         assert len(row["p50_us_rounds"]) == len(row["baseline_p50_us_rounds"]) == 2
@@ -373,19 +569,45 @@ def test_pair_reports_a_peer_that_died():
         pingpong.main(["--sizes", "64", "--no-baseline"], Nodes(worker, dying_server))
 
 
+def said(*messages):
+    """A peer of each message that has been received from it."""
+    made = []
+    for i, message in enumerate(messages):
+        ours, theirs = socket_pipe()
+        theirs.send(message)
+        made.append(crew.Peer(crew.Member(f"worker {i}", "", "worker"), ours))
+    return crew.Crew(made)
+
+
+def test_wrong_data_comes_before_other_failures():
+    lost, wrong = ("failed", ("worker 1 is gone", "worker 1 is gone")), ("wrong", "byte 3")
+    assert said(("ok", 1), ("ok", 2)).results() == [1, 2]
+    with pytest.raises(WrongDataError, match="the worker 1 got wrong data: byte 3"):
+        said(lost, wrong).results()
+    with pytest.raises(BenchError, match="(?s)the worker 0 failed: .*the worker 1 failed: "):
+        said(lost, lost).results()
+    with pytest.raises(BenchError, match="the worker 0 failed: worker 1 is gone$"):
+        said(lost, ("ok", 1)).results()
+
+
+def test_pingpong_ends_at_wrong_data():
+    with pytest.raises(WrongDataError, match="the worker got wrong data: .* byte 63 of 64"):
+        pingpong.main(["--sizes", "64", "--ops", "pull"], Nodes(worker, corrupting_server))
+
+
 def test_soak(tmp_path, capsys):
     path = tmp_path / "soak.json"
-    argv = ["--count", "300", "--warmup", "300", "--size", "64", "--json", str(path)]
+    argv = ["--count", "100", "--warmup", "100", "--size", "64", "--json", str(path)]
     assert soak.main([*argv, "--limit", "1000000"], Nodes(worker, leaking_server)) == 1
     out, err = capsys.readouterr()
-    assert "300 push_pulls of 64 B each way" in out and "growth" in out
+    assert "100 push_pulls of 64 B each way" in out and "growth" in out
     assert "more than 1000000" in err
     rows = json.loads(path.read_text())["rows"]
     assert [r["role"] for r in rows] == ["worker", "server"]
     for row in rows:
         sizes = row["resident_bytes"]
         assert len(sizes) == 1 + soak.PARTS and row["growth_bytes"] == sizes[-1] - sizes[0]
-    assert rows[0]["growth_bytes"] < 1_000_000 < 300 * 65536 // 2 <= rows[1]["growth_bytes"]
+    assert rows[0]["growth_bytes"] < 1_000_000 < 100 * 65536 // 2 <= rows[1]["growth_bytes"]
 
 
 def test_idle(tmp_path, capsys):
@@ -397,7 +619,210 @@ def test_idle(tmp_path, capsys):
 
 
 def test_port_is_held():
-    with pair._port() as address:
+    with crew._port("127.0.0.1") as address:
         port = int(address.rpartition(":")[2])
         with Listener(("127.0.0.1", port)) as listener:
             assert listener.address[1] == port
+
+
+@needs_compiler
+def test_ipc(tmp_path):
+    path = tmp_path / "rows.json"
+    argv = ["--sizes", "64", "--rounds", "2", "--iters", "20", "--json", str(path)]
+    assert bench.main(["ipc", *argv]) == 0
+    rows = {row["transport"]: row for row in written(path, "ipc")}
+    assert list(rows) == ["tcp", "cma", "raw tcp", "raw cma", "raw shm"]
+    for way in baseline.WAYS:
+        assert rows[way]["p50_us"] > 0 and rows[way]["ratio"] is None
+    for transport, way in baseline.OF_TRANSPORT.items():
+        row = rows[transport]
+        if row["skipped"]:
+            assert transport == "cma" and row["p50_us"] is None
+            continue
+        assert row["baseline"] == way and row["baseline_p50_us"] == rows[way]["p50_us"]
+        assert row["ratio"] == pytest.approx(row["p50_us"] / rows[way]["p50_us"], abs=0.001)
+
+
+def test_matrix(tmp_path):
+    path = tmp_path / "rows.json"
+    argv = ["--sizes", "64", "--rounds", "1", "--iters", "10", "--json", str(path)]
+    assert bench.main(["matrix", *argv, "--ops", "push,push_pull"]) == 0
+    rows = written(path, "matrix")
+    assert [(r["place"], r["op"]) for r in rows if r["device"] == "cpu"] == [
+        (place, op) for place in matrix.PLACES for op in ("push", "push_pull")
+    ]
+    for row in rows:
+        if row["device"] == "gpu":
+            assert row["p50_us"] is None and "CPU tensors" in row["skipped"]
+        elif row["place"] == "remote" and not matrix.own_address():
+            assert "no address but loopback" in row["skipped"]
+        else:
+            assert row["p50_us"] > 0 and row["skipped"] is None
+    assert all(r["transport"] == "tcp" for r in rows if r["place"] == "remote" and r["p50_us"])
+
+
+def test_matrix_of_two_hosts(tmp_path, port):
+    path = tmp_path / "rows.json"
+    common = ["matrix", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
+    argv = ["--sizes", "4K", "--ops", "pull", "--rounds", "1", "--iters", "10", "--json", str(path)]
+    with ThreadPoolExecutor(1) as pool:
+        server_status = pool.submit(bench.main, [*common, "--role", "server"])
+        assert bench.main([*common, "--role", "worker", *argv]) == 0
+        assert server_status.result(60) == 0
+    row, gpu = written(path, "matrix")
+    assert row["bytes_back"] == 4096 and row["p50_us"] > 0 and gpu["skipped"]
+    assert "on one host" in row["baseline_missing"]
+
+
+def test_af(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    argv = ["--layers", "4", "--bytes", "1K", "--back-bytes", "2K", "--tensors", "3"]
+    argv += ["--back-tensors", "2", "--workers", "2", "--servers", "2", "--in-flight", "2"]
+    argv += ["--rounds", "1", "--iters", "2", "--json", str(path)]
+    assert bench.main(["af", *argv]) == 0
+    assert "the application, until respond" in capsys.readouterr().out
+    (row,) = written(path, "af")
+    assert (row["bytes_out"], row["bytes_back"]) == (2 * 3 * 1024, 2 * 2 * 2048)
+    assert row["iters"] == 2 * 4 * 3 and row["step_ms"] > 0
+    assert row["tokens_per_s"] == pytest.approx(1e6 / (4 * 3 * row["p50_us"]), rel=0.01)
+    assert row["of_budget"] == pytest.approx(row["p50_us"] / 273, abs=0.001)
+    assert row["parts_us"].keys() == stamps.PARTS.keys()
+    assert all(us >= 0 for us in row["parts_us"].values())
+    # With two under way a request waits for the one before it, inside of these parts.
+    assert sum(row["parts_us"].values()) < 3 * row["p99_us"]
+
+
+def test_fanin(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    argv = ["--groups", "1,3,5", "--processes", "2", "--rounds", "1", "--iters", "20"]
+    assert bench.main(["fanin", *argv, "--json", str(path)]) == 0
+    assert "time of a batch = " in capsys.readouterr().out
+    rows = written(path, "fanin")
+    assert [row["groups"] for row in rows] == [1, 3, 5]
+    for row in rows:
+        assert row["per_request_us"] == pytest.approx(row["p50_us"] / row["groups"], abs=0.001)
+    assert json.loads(path.read_text())["fit"].keys() >= {"per_group_us", "r2", "exponent"}
+
+
+def test_idle_groups_beside(tmp_path):
+    path = tmp_path / "rows.json"
+    argv = ["--idle", "2", "--rounds", "2", "--iters", "50", "--json", str(path)]
+    assert bench.main(["fanin", *argv]) == 0
+    rows = written(path, "fanin")
+    assert [(row["groups"], row["idle"], row["iters"]) for row in rows] == [(1, 0, 50), (1, 2, 50)]
+    ratio = json.loads(path.read_text())["idle_ratio"]
+    assert ratio == pytest.approx(rows[1]["p50_us"] / rows[0]["p50_us"], abs=0.001)
+
+
+def test_verify(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    argv = ["--seed", "7", "--steps", "12", "--max-bytes", "64K", "--json", str(path)]
+    assert bench.main(["verify", *argv]) == 0
+    out = capsys.readouterr().out
+    assert "seed 7\n" in out and "no difference" in out
+    (row,) = written(path, "verify")
+    assert row["steps"] == 12 and row["requests"] >= 24 and row["tensors"] and row["bytes"]
+    assert row["transport"] == "tcp" and row["difference"] is None
+
+
+def test_verify_sees_one_wrong_byte(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    argv = ["--seed", "7", "--steps", "12", "--max-bytes", "64K", "--json", str(path)]
+    assert verify.main(argv, Nodes(server=corrupting_node)) == 1
+    err = capsys.readouterr().err
+    assert "the workers got wrong data: seed 7, step " in err
+    (row,) = written(path, "verify")
+    assert f"bench: {row['difference']}" in err
+    assert "answer" in row["difference"] and " of server " in row["difference"]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "argv"),
+    [
+        (pingpong, ["--sizes", "64", "--no-baseline"]),
+        (ipc, ["--sizes", "64", "--transport", "tcp"]),
+        (matrix, ["--sizes", "64", "--places", "local", "--no-baseline"]),
+        (af, ["--layers", "2", "--bytes", "1K", "--back-bytes", "1K", "--no-baseline"]),
+        (fanin, ["--groups", "3", "--no-baseline"]),
+        (fanin, ["--idle", "1", "--no-baseline"]),
+    ],
+)
+def test_all_see_wrong_bytes(benchmark, argv):
+    with pytest.raises(WrongDataError, match=r"byte \d+ of \d+ is \d+, not \d+ \(exchange \d+\)"):
+        benchmark.main([*argv, "--iters", "20"], Nodes(server=corrupting_node))
+
+
+def test_plans_follow_from_the_seed():
+    dtypes = randoms.usable_dtypes()
+    assert {torch.uint8, torch.float32, torch.bfloat16, torch.bool, torch.complex64} <= set(dtypes)
+
+    def plans(seed):
+        return [randoms.plan(seed, step, 2, 3, 1 << 16, dtypes) for step in range(50)]
+
+    assert plans(1) == plans(1) != plans(2)
+    tensors = [
+        t
+        for step in plans(1)
+        for requests in step
+        for request in requests
+        for t in [*request.push, *(t for answers in request.pull for t in answers)]
+    ]
+    assert {len(t.shape) for t in tensors} == set(range(randoms.MAX_DIMS + 1))
+    assert {t.dtype for t in tensors} == set(dtypes)
+    assert any(0 in t.shape for t in tensors)
+    assert max(t.make().nbytes for t in tensors) <= 1 << 16
+    few = tensors[0]
+    few.check(few.make(), "itself")
+    with pytest.raises(WrongDataError, match="a copy"):
+        few.check(few.make().reshape(-1, 1, 1), "a copy")
+
+
+# Plots.
+
+ROW = {
+    "transport": "tcp",
+    "op": "push_pull",
+    "bytes_out": 64,
+    "bytes_back": 64,
+    "p50_us": 20.0,
+    "baseline_p50_us": 10.0,
+    "ratio": 2.0,
+    "skipped": None,
+}
+DRAWN = {
+    "pingpong": [ROW, {**ROW, "op": "push", "bytes_out": 4096}],
+    "ipc": [ROW, {**ROW, "transport": "raw tcp", "ratio": None, "baseline_p50_us": None}],
+    "matrix": [{**ROW, "place": "local"}, {**ROW, "place": "joint", "skipped": "why"}],
+    "af": [{**ROW, "shape": "1 x 1", "parts_us": dict.fromkeys(stamps.PARTS, 5.0)}],
+    "fanin": [
+        {**ROW, "groups": n, "idle": 0, "per_request_us": 20.0, "p50_us": 20.0 * n} for n in (1, 2)
+    ],
+    "idle": [{"role": "worker", "state": "no call", "cpu_percent": 0.1}],
+    "soak": [{"role": "worker", "resident_bytes": [1000, 2000, 2000]}],
+}
+
+
+def test_every_benchmark_has_a_plot():
+    assert DRAWN.keys() == plot.DRAW.keys() == bench.BENCHMARKS.keys() - {"verify"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None,
+    reason="no matplotlib (pip install -r requirements/bench.txt)",
+)
+@pytest.mark.parametrize("name", DRAWN)
+def test_plot(name, tmp_path):
+    path = tmp_path / "plot.png"
+    plot.save(str(path), name, DRAWN[name], "a machine")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 5000
+    with pytest.raises(BenchError, match="--plot .*: nothing was measured"):
+        plot.save(str(path), name, [], "a machine")
+    with pytest.raises(BenchError, match="--plot .*/no/where.png: "):
+        plot.save(str(tmp_path / "no/where.png"), name, DRAWN[name], "a machine")
+
+
+def test_plot_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    assert bench.main(["idle", "--plot", "x.png"]) == 1
+    assert "pip install 'fserver[bench]'" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
@@ -404,7 +405,7 @@ def test_barrier(cluster: MakeCluster, instance_barrier: bool) -> None:
             for node in nodes[1:]
         ]
         for future in waiting:
-            with pytest.raises(TimeoutError):
+            with pytest.raises(concurrent.futures.TimeoutError):  # not the built-in one in 3.10
                 future.result(0.05)
         nodes[0].barrier(servers, workers, instance_barrier)
         for future in waiting:
@@ -508,6 +509,31 @@ def test_describe_and_repr(pair: Cluster) -> None:
     assert repr(pair.worker) == "<fserver.Worker 0 connected>"
     pair.worker.close()
     assert repr(pair.worker) == "<fserver.Worker 0 closed>"
+
+
+@pytest.mark.parametrize("progress", ["caller", "thread"])
+@pytest.mark.parametrize(
+    ("settings", "transport"),
+    [
+        ({"FSERVER_TRANSPORT": "tcp"}, "tcp"),
+        ({"BYTEPS_ENABLE_IPC": 0}, "tcp"),
+        ({"FSERVER_CMA": "staged"}, "cma/staged"),
+        ({}, "cma"),
+    ],
+)
+def test_links(
+    cluster: Callable[..., Cluster], settings: dict[str, Any], transport: str, progress: str
+) -> None:
+    c = cluster(settings={**settings, "FSERVER_PROGRESS": progress})
+    [link] = c.worker.links()
+    [back] = c.server.links()
+    assert (link.role, link.rank, back.role, back.rank) == ("server", 0, "worker", 0)
+    assert link.transport == back.transport
+    if link.transport != transport:
+        assert transport == "cma" and link.reason  # what the kernel said
+    for rows in (1, 0, 700_000, 3):
+        x = torch.randn(rows, 3)
+        assert same(round_trip(c, x), x)
 
 
 def test_inference_mode(pair: Cluster) -> None:

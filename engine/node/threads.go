@@ -1,0 +1,51 @@
+package node
+
+import (
+	"runtime"
+	"sync"
+
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/conf"
+	"fserver/engine/topo"
+)
+
+// coresPerNode is how many cores a process must have to itself before a poller
+// of its own costs nobody else one: the caller's, the poller's, and as many for
+// the tensor library.
+const coresPerNode = 8
+
+// threaded says whether a node has a poller of its own.
+func threaded(cfg *conf.Config) bool {
+	switch {
+	case cfg.Role == conf.Scheduler || cfg.Progress == conf.ByCaller:
+		return false
+	case cfg.Progress == conf.ByThread:
+		return true
+	}
+	return topo.FreeCores().Free >= coresPerNode*cfg.GroupSize
+}
+
+// A poller holds a P for as long as there is traffic. So many more there are,
+// that callers never wait for one to enter Go.
+var moreProcs sync.Mutex
+
+func addProcs(n int) {
+	moreProcs.Lock()
+	defer moreProcs.Unlock()
+	runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + n)
+}
+
+// bind binds the calling thread to the core that the settings name for it.
+func (n *Node) bind() {
+	core, ok, err := topo.Pin(n.cfg, n.cfg.GPU, 0, topo.FreeCores().Allowed)
+	if ok {
+		var set unix.CPUSet
+		set.Set(core)
+		err = unix.SchedSetaffinity(0, &set)
+	}
+	if err != nil {
+		n.log.Warn("the poller is bound to no core", zap.Error(err))
+	}
+}

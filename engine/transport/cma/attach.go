@@ -1,0 +1,416 @@
+package cma
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+)
+
+// How two sides that trust each other agree on how to talk. Each sends two
+// notes, the dialer the first and third; each names a word of its own memory
+// and the random number in it. The other side reads that word: only if it finds
+// the number, the process number means the process of the socket. Then it
+// writes the complement there, for real, and the first side sees whether that
+// arrived.
+//
+//	1  dialer:    its word; with it, the segment
+//	2  acceptor:  its word; how writing into the dialer went
+//	3  dialer:    how writing into the acceptor went, and whether the
+//	              acceptor's writing arrived; its table if all of that is well
+//	4  acceptor:  whether the dialer's writing arrived; its table if all is well
+//
+// Writes are direct if both directions are, and staged otherwise.
+
+// A note is one of these messages.
+type note struct {
+	mode Mode
+	// How it went so far: the sender of the note writing into its receiver,
+	// and the other way.
+	there, back verdict
+	word        uint64 // address
+	number      uint64
+}
+
+const noteLen = 40
+
+func (n *note) encode() []byte {
+	b := make([]byte, noteLen)
+	copy(b, magic[:])
+	b[4], b[5] = layoutVersion, byte(n.mode)
+	b[6], b[7] = byte(n.there.kind), byte(n.back.kind)
+	binary.NativeEndian.PutUint32(b[8:], uint32(n.there.errno))
+	binary.NativeEndian.PutUint32(b[12:], uint32(n.back.errno))
+	binary.NativeEndian.PutUint64(b[16:], n.word)
+	binary.NativeEndian.PutUint64(b[24:], n.number)
+	return b
+}
+
+func (n *note) decode(b []byte) error {
+	if string(b[:4]) != string(magic[:]) || b[4] != layoutVersion {
+		return fmt.Errorf("the peer sent % x: this is version %d of shared memory (use the same build on both sides)", b[:8], layoutVersion)
+	}
+	*n = note{
+		mode:   Mode(b[5]),
+		there:  verdict{verdictKind(b[6]), unix.Errno(binary.NativeEndian.Uint32(b[8:]))},
+		back:   verdict{verdictKind(b[7]), unix.Errno(binary.NativeEndian.Uint32(b[12:]))},
+		word:   binary.NativeEndian.Uint64(b[16:]),
+		number: binary.NativeEndian.Uint64(b[24:]),
+	}
+	return nil
+}
+
+// A verdict says how writing into the other process went.
+type verdict struct {
+	kind  verdictKind
+	errno unix.Errno
+}
+
+type verdictKind uint8
+
+const (
+	tryNone  verdictKind = iota // not tried
+	tryDone                     // the system call did it
+	tryError                    // it gave errno
+	tryOther                    // the process number means another process
+	tryLost                     // it was done and did not arrive
+)
+
+// reason says what is in the way of from's writing into to.
+func (v verdict) reason(from, to string) string {
+	s := fmt.Sprintf("%s cannot write into %s: ", from, to)
+	switch v.kind {
+	case tryError:
+		return s + "process_vm_writev: " + v.errno.Error()
+	case tryOther:
+		return s + "its process number means another process"
+	case tryLost:
+		return s + "what it wrote did not arrive"
+	}
+	return s + "it was not tried"
+}
+
+// remedy says what the user can do about it.
+func (v verdict) remedy() string {
+	switch {
+	case v.kind == tryOther || v.errno == unix.ESRCH:
+		return "let both processes share a PID namespace: docker run --pid=host, hostPID or shareProcessNamespace"
+	case v.errno == unix.ENOSYS:
+		return "the kernel needs CONFIG_CROSS_MEMORY_ATTACH, or a sandbox has to let process_vm_writev pass"
+	case v.errno != unix.EPERM:
+		return ""
+	}
+	switch b, _ := os.ReadFile("/proc/sys/kernel/yama/ptrace_scope"); strings.TrimSpace(string(b)) {
+	case "1":
+		return "run both as the same user and leave PR_SET_PTRACER on, or set kernel.yama.ptrace_scope=0"
+	case "2", "3":
+		return "set kernel.yama.ptrace_scope to 0 or 1"
+	}
+	return "run both as the same user; in a container, let process_vm_writev pass: docker run --cap-add=SYS_PTRACE"
+}
+
+// A probe is the word that a peer writes to.
+type probe struct {
+	word   atomic.Uint64
+	number uint64
+}
+
+func newProbe() *probe {
+	var b [8]byte
+	rand.Read(b[:]) // never fails
+	p := &probe{number: binary.NativeEndian.Uint64(b[:])}
+	p.word.Store(p.number)
+	return p
+}
+
+// came turns the peer's word that it wrote into what has been seen of it.
+func (p *probe) came(v verdict) verdict {
+	if v.kind == tryDone && p.word.Load() != ^p.number {
+		v.kind = tryLost
+	}
+	return v
+}
+
+// tryPeer writes to the word that a peer named.
+func tryPeer(pid int, p *probe) verdict {
+	return tryWord(pid, addressOf(&p.word), p.number)
+}
+
+func tryWord(pid int, addr, number uint64) verdict {
+	if pid <= 0 { // the process is in a PID namespace that is not ours
+		return verdict{kind: tryError, errno: unix.ESRCH}
+	}
+	b := binary.NativeEndian.AppendUint64(nil, 0)
+	local := []unix.Iovec{{Base: &b[0], Len: 8}}
+	remote := []unix.RemoteIovec{{Base: uintptr(addr), Len: 8}}
+	_, err := unix.ProcessVMReadv(pid, local, remote, 0)
+	if err == nil && binary.NativeEndian.Uint64(b) == number {
+		binary.NativeEndian.PutUint64(b, ^number)
+		_, err = unix.ProcessVMWritev(pid, local, remote, 0)
+	} else if err == nil {
+		err = unix.EFAULT
+	}
+	var e unix.Errno
+	switch {
+	case err == nil:
+		return verdict{kind: tryDone}
+	case errors.As(err, &e) && e == unix.EFAULT: // the word is not there
+		return verdict{kind: tryOther}
+	}
+	return verdict{kind: tryError, errno: e}
+}
+
+// user is who is at the other end of a socket.
+type user struct{ pid, uid int }
+
+func (u user) String() string { return fmt.Sprintf("process %d of user %d", u.pid, u.uid) }
+
+func credentials(nc *net.UnixConn) (u user, err error) {
+	raw, err := nc.SyscallConn()
+	if err != nil {
+		return u, err
+	}
+	var got *unix.Ucred
+	if e := raw.Control(func(fd uintptr) { got, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); err == nil {
+		err = e
+	}
+	if err != nil {
+		return u, fmt.Errorf("ask who the peer is: %w", err)
+	}
+	return user{int(got.Pid), int(got.Uid)}, nil
+}
+
+// attach makes a Conn that is not open yet: it has its memory, and no socket.
+func (f *Fabric) attach(nc *net.UnixConn, dialer bool) (*Conn, error) {
+	who, err := credentials(nc)
+	if err != nil {
+		return nil, err
+	}
+	c := &Conn{f: f, remote: who.String(), peer: process{pid: who.pid}, announce: !dialer}
+	if dialer {
+		err = f.attachDialer(nc, c)
+	} else {
+		err = f.attachAcceptor(nc, c)
+	}
+	if err == nil && c.tx.direct {
+		if c.peer, err = findProcess(who.pid); err != nil {
+			err = fmt.Errorf("look up the peer: %w", err)
+		}
+	}
+	if err != nil {
+		c.discard()
+		return nil, err
+	}
+	c.arrange(dialer)
+	return c, nil
+}
+
+// discard gives back the memory of a Conn that is not open.
+func (c *Conn) discard() {
+	if c.seg != nil {
+		c.seg.drop()
+	}
+	c.table.unmap()
+}
+
+func (f *Fabric) attachDialer(nc *net.UnixConn, c *Conn) error {
+	b, fd, err := makeMemory(segmentSize, sealed)
+	if err != nil {
+		return err
+	}
+	c.seg = &segment{mem: b, refs: 1}
+	p := newProbe()
+	c.start = startOf(p.number)
+	c.seg.control(0).head.Store(c.start)
+	c.seg.control(1).head.Store(c.start)
+	err = sendNote(nc, &note{mode: f.opts.Mode, word: addressOf(&p.word), number: p.number}, fd)
+	unix.Close(fd)
+	if err != nil {
+		return err
+	}
+	var in note
+	if err = receiveNote(nc, &in, nil); err != nil {
+		return err
+	}
+	var here verdict // into the acceptor
+	back := p.came(in.there)
+	if f.opts.Mode != Staged && in.mode != Staged {
+		here = tryWord(c.peer.pid, in.word, in.number)
+	}
+	fd = -1
+	if here.kind == tryDone && back.kind == tryDone {
+		fd = f.tableFD
+	}
+	if err = sendNote(nc, &note{mode: f.opts.Mode, there: here, back: back}, fd); err != nil {
+		return err
+	}
+	mode := in.mode
+	if err = receiveNote(nc, &in, c); err != nil {
+		return err
+	}
+	return f.decide(c, mode, in.back, back)
+}
+
+func (f *Fabric) attachAcceptor(nc *net.UnixConn, c *Conn) error {
+	var in note
+	if err := receiveNote(nc, &in, c); err != nil {
+		return err
+	}
+	if c.seg == nil {
+		return errors.New("the peer passed no shared memory")
+	}
+	mode := in.mode
+	c.start = startOf(in.number)
+	p := newProbe()
+	var here verdict // into the dialer
+	if f.opts.Mode != Staged && mode != Staged {
+		here = tryWord(c.peer.pid, in.word, in.number)
+	}
+	if err := sendNote(nc, &note{mode: f.opts.Mode, there: here, word: addressOf(&p.word), number: p.number}, -1); err != nil {
+		return err
+	}
+	if err := receiveNote(nc, &in, c); err != nil {
+		return err
+	}
+	here, back := in.back, p.came(in.there)
+	fd := -1
+	if here.kind == tryDone && back.kind == tryDone {
+		fd = f.tableFD
+	}
+	if err := sendNote(nc, &note{mode: f.opts.Mode, there: here, back: back}, fd); err != nil {
+		return err
+	}
+	return f.decide(c, mode, here, back)
+}
+
+// decide takes the verdicts that both sides know: here is how writing into the
+// peer went, back the other way.
+func (f *Fabric) decide(c *Conn, peer Mode, here, back verdict) error {
+	no := &transport.ErrUnavailable{Transport: "cma"}
+	switch {
+	case here.kind == tryDone && back.kind == tryDone && c.table != nil:
+		c.tx.direct, c.rx.direct = true, true
+		return nil
+	case f.opts.Mode == Staged:
+		no.Reason = "this process is to stage"
+	case peer == Staged:
+		no.Reason = "the peer is to stage"
+	case here.kind == tryError || here.kind == tryOther || here.kind == tryLost:
+		no.Reason, no.Remedy = here.reason("this process", c.remote), here.remedy()
+	case back.kind == tryDone:
+		no.Reason = "the peer passed no table of its regions"
+	default:
+		no.Reason, no.Remedy = back.reason(c.remote, "this process"), back.remedy()
+	}
+	if f.opts.Mode == Direct || peer == Direct {
+		return no
+	}
+	c.why = no.Reason
+	if no.Remedy != "" {
+		c.why += " (" + no.Remedy + ")"
+	}
+	c.table.unmap()
+	c.table = nil
+	return nil
+}
+
+// startOf is where the rings of a Conn begin, by the dialer's random number: the
+// words that a Poll looks at would share one set of its cache if all Conns began
+// alike.
+func startOf(number uint64) uint64 { return number % 64 * 64 }
+
+// arrange gives c its halves of the segment.
+func (c *Conn) arrange(dialer bool) {
+	me, size := 1, ringStaged
+	if dialer {
+		me = 0
+	}
+	if c.tx.direct {
+		size = ringDirect
+	}
+	c.mine, c.theirs = c.seg.control(me), c.seg.control(1-me)
+	c.tx.producer = producer{ring: c.seg.ring(me, size), peer: c.theirs, tail: c.start, head: c.start}
+	c.rx.consumer = consumer{ring: c.seg.ring(1-me, size), pos: c.start}
+	c.rx.regions = &c.f.regions
+	c.tx.ops = new([txDepth]op)
+	c.tx.held = make([]byte, 0, txHeld)
+}
+
+// sendNote sends n, and descriptor fd with it if there is one.
+func sendNote(nc *net.UnixConn, n *note, fd int) error {
+	var rights []byte
+	if fd >= 0 {
+		rights = unix.UnixRights(fd)
+	}
+	_, _, err := nc.WriteMsgUnix(n.encode(), rights, nil)
+	return err
+}
+
+// receiveNote receives n. Memory that comes with it becomes c's segment if that
+// has none, and the peer's table otherwise; without a c there must be none.
+func receiveNote(nc *net.UnixConn, n *note, c *Conn) error {
+	var b [noteLen]byte
+	rights := make([]byte, unix.CmsgSpace(4))
+	k, m, _, _, err := nc.ReadMsgUnix(b[:], rights)
+	if k == 0 && errors.Is(err, io.EOF) {
+		return fmt.Errorf("the peer closed the connection: %w", io.EOF)
+	}
+	if err != nil {
+		return err
+	}
+	fds, err := passed(rights[:m])
+	defer func() {
+		for _, fd := range fds {
+			unix.Close(fd)
+		}
+	}()
+	if err != nil {
+		return err
+	}
+	if _, err = io.ReadFull(nc, b[k:]); err != nil {
+		return fmt.Errorf("the peer sent a part of a message: %w", err)
+	}
+	if err = n.decode(b[:]); err != nil || len(fds) == 0 {
+		return err
+	}
+	if len(fds) > 1 || c == nil || c.table != nil {
+		return fmt.Errorf("the peer passed %d descriptors that were not asked for", len(fds))
+	}
+	if c.seg == nil {
+		mem, err := mapMemory(fds[0], segmentSize, sealed, unix.PROT_READ|unix.PROT_WRITE)
+		if err == nil {
+			c.seg = &segment{mem: mem, refs: 1}
+		}
+		return err
+	}
+	mem, err := mapMemory(fds[0], tableSize, sealed, unix.PROT_READ)
+	if err == nil {
+		c.table = asTable(mem)
+	}
+	return err
+}
+
+// passed is the descriptors in the control data of a message.
+func passed(control []byte) (fds []int, err error) {
+	messages, err := unix.ParseSocketControlMessage(control)
+	for i := range messages {
+		var more []int
+		if more, err = unix.ParseUnixRights(&messages[i]); err != nil {
+			break
+		}
+		fds = append(fds, more...)
+	}
+	if err != nil {
+		err = fmt.Errorf("the peer passed something else than descriptors: %w", err)
+	}
+	return fds, err
+}

@@ -1,0 +1,35 @@
+package cma
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+	"fserver/engine/transport/transporttest"
+)
+
+func TestContract(t *testing.T) {
+	transporttest.Run(t, func(testing.TB) transporttest.Bed { return bed(Direct) })
+}
+
+func TestContractStaged(t *testing.T) {
+	transporttest.Run(t, func(testing.TB) transporttest.Bed { return bed(Staged) })
+}
+
+func bed(m Mode) transporttest.Bed {
+	return transporttest.Bed{Open: func(o transporttest.Options) (transport.Fabric, error) {
+		return Open(Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits, Mode: m})
+	}, Kill: kill}
+}
+
+// kill does what the kernel does to the sockets of a process that dies.
+func kill(tf transport.Fabric) {
+	f := tf.(*Fabric)
+	f.listener.Close()
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	for _, c := range f.conns {
+		unix.Shutdown(c.fd, unix.SHUT_RDWR)
+	}
+}

@@ -1,0 +1,305 @@
+package cma
+
+import (
+	"bytes"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+	"fserver/engine/transport/transporttest"
+)
+
+// inject puts a record of raw bytes behind word w into the ring of e's Conn.
+func (e *end) inject(w uint64, words ...uint64) {
+	c := e.conn.(*Conn)
+	rec, _, _ := c.tx.room(uint64(wordLen * (1 + len(words))))
+	for i, v := range words {
+		put64(rec, 1+i, v)
+	}
+	c.tx.put(w, uint64(len(rec)))
+	c.tx.commit()
+}
+
+// TestBrokenRecords sends what no peer of ours sends. Each ends its own Conn
+// and nothing else.
+func TestBrokenRecords(t *testing.T) {
+	eachMode(t, func(t *testing.T, m Mode) {
+		noLeaks(t)
+		evil, victim := pair(t, m, m)
+		good := &end{f: open(t, Options{Mode: m})}
+		join(t, good, victim)
+		goodAtVictim := victim.conn
+		k := victim.key
+		write := func(kind, size uint64, words ...uint64) func() {
+			return func() { evil.inject(makeWord(kind, size, 0), words...) }
+		}
+		for name, do := range map[string]func(){
+			"kind 255":                  func() { evil.inject(255) },
+			"all ones":                  func() { evil.inject(^uint64(0)) },
+			"bits that are zero":        func() { evil.inject(makeWord(recFrame, 0, 0) | 1<<8) },
+			"total of no frame":         func() { evil.inject(makeWord(recSkip, 0, 1)) },
+			"skip with bytes":           func() { evil.inject(makeWord(recSkip, 8, 0)) },
+			"skip at the start":         func() { word(evil.conn.(*Conn).tx.ring, 0).Store(recSkip); evil.inject(recSkip) },
+			"frame too large":           func() { evil.inject(makeWord(recFrame, 8, transport.MaxFrame+1)) },
+			"piece too large":           func() { evil.inject(makeWord(recFrame, framePiece+8, framePiece+16)) },
+			"piece larger than frame":   func() { evil.inject(makeWord(recFrame, 16, 8)) },
+			"piece of nothing":          func() { evil.inject(makeWord(recFrame, 0, 8)) },
+			"other frame in a frame":    func() { evil.inject(makeWord(recFrame, 8, 16), 0); evil.inject(makeWord(recFrame, 8, 24), 0) },
+			"write in a frame":          func() { evil.inject(makeWord(recFrame, 8, 16), 0); write(recLast, 0, k.ID, k.Token, 0, 0, 0)() },
+			"frame in a write":          func() { write(recPart, 0, k.ID, k.Token, 0, 0, 0)(); evil.inject(makeWord(recFrame, 0, 0)) },
+			"past the end of the ring":  write(recLast, maxSize, k.ID, k.Token, 0, maxSize, 0),
+			"other length than claimed": write(recLast, 8, k.ID, k.Token, 0, 16, 0, 0),
+			"length of all ones":        write(recLast, 0, k.ID, k.Token, 0, ^uint64(0), 0),
+			"out of bounds":             write(recLast, 8, k.ID, k.Token, victim.in.Len-7, 8, 0, 0),
+			"wrong token":               write(recLast, 8, k.ID, k.Token^1, 0, 8, 0, 0),
+			"stale key":                 write(recLast, 8, k.ID-1<<slotBits, k.Token, 0, 8, 0, 0),
+			"key of nothing":            write(recLast, 0, 0, 0, 0, 0, 0),
+			"told, with bytes":          write(recWritten, 8, k.ID, k.Token, 0, 8, 0, 0),
+			"told, out of bounds":       write(recWritten, 0, k.ID, k.Token, victim.in.Len, 1, 0),
+		} {
+			victim.conn = nil
+			join(t, evil, victim)
+			at := victim.conn
+			do()
+			var err error
+			until(t, func() bool { _, err = victim.poll(); return err != nil })
+			require.NotErrorIs(t, err, io.EOF, name)
+			require.ErrorContains(t, err, "the peer ", name)
+			_, bad := at.Post(nil)
+			require.ErrorIs(t, bad, err, name)
+			require.Equal(t, make([]byte, victim.in.Len), victim.in.Span().Bytes(), name)
+			require.Error(t, evil.down(t), name)
+		}
+		victim.conn = goodAtVictim
+		require.NoError(t, victim.post(0, []byte("still here")))
+		f, err := good.waitFrame(true)
+		require.NoError(t, err)
+		require.Equal(t, "still here", string(f))
+	})
+}
+
+// TestBrokenHead says that more has been read than was sent.
+func TestBrokenHead(t *testing.T) {
+	for _, head := range []uint64{1 << 40, ^uint64(0)} {
+		evil, victim := pair(t, Direct, Direct)
+		evil.conn.(*Conn).mine.head.Store(head)
+		frame := make([]byte, framePiece)
+		var err error
+		until(t, func() bool {
+			_, err = victim.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: frame}})
+			return err != nil
+		})
+		require.ErrorContains(t, err, "the peer says that it has read")
+	}
+}
+
+// TestPeerThatLetsNothingIn says that it has ended the Conn, and does not.
+func TestPeerThatLetsNothingIn(t *testing.T) {
+	evil, victim := pair(t, Direct, Direct)
+	evil.conn.(*Conn).mine.over.Store(overCut)
+	require.NoError(t, victim.post(1<<20, nil))
+	c := victim.conn.(*Conn)
+	now := time.Now()
+	require.Zero(t, c.stalled(now))
+	require.Equal(t, time.Second, c.stalled(now.Add(time.Second)))
+	evil.conn.(*Conn).mine.over.Store(0)
+	until(t, func() bool {
+		_, err := victim.poll()
+		require.NoError(t, err)
+		return !c.Unsent()
+	})
+	require.Zero(t, c.stalled(now.Add(2*time.Second)))
+}
+
+// TestGarbageEverywhere fills all that is shared with random bytes while both
+// sides use it.
+func TestGarbageEverywhere(t *testing.T) {
+	eachMode(t, func(t *testing.T, m Mode) {
+		noLeaks(t)
+		for seed := range byte(20) {
+			evil, victim := pair(t, m, m)
+			shared := evil.conn.(*Conn).seg.mem
+			for i := range shared[:ringsAt+64] {
+				shared[i] = byte(i)*seed + byte(i>>3)
+			}
+			for _, side := range []int{0, 1} {
+				ring := shared[ringsAt+side*ringStaged:]
+				for i := range ring[:4096] {
+					ring[i] = byte(i)*seed + 3
+				}
+			}
+			for end := time.Now().Add(50 * time.Millisecond); time.Now().Before(end); {
+				if victim.post(100, []byte("hello")) != nil {
+					break
+				}
+				if _, err := victim.poll(); err != nil {
+					break
+				}
+				victim.f.FD()
+			}
+			// What the garbage says of a copy must not hold up the end for long.
+			evil.conn.(*Conn).close()
+			if victim.conn.(*Conn).err == nil {
+				victim.conn.(*Conn).theirs.busy.Store(0)
+			}
+			for i := range victim.f.writers {
+				victim.f.writers[i].at.busy.Store(0)
+			}
+			require.NoError(t, victim.f.Close())
+			require.NoError(t, evil.f.Close())
+		}
+	})
+}
+
+// A stranger passed the Gate of f over a bare socket.
+func stranger(t *testing.T, f *Fabric) *net.UnixConn {
+	t.Helper()
+	name, err := f.socketName(f.Addr())
+	require.NoError(t, err)
+	nc, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: "@" + name, Net: "unix"})
+	require.NoError(t, err)
+	t.Cleanup(func() { nc.Close() })
+	require.NoError(t, nc.SetDeadline(time.Now().Add(patience)))
+	hs := transporttest.Gate{Hello: "stranger"}.Open(true)
+	out, _, _ := hs.Next(nil)
+	require.NoError(t, sendMessage(nc, out))
+	in, err := receiveMessage(nc)
+	require.NoError(t, err)
+	_, done, err := hs.Next(in)
+	require.True(t, done)
+	require.NoError(t, err)
+	return nc
+}
+
+func TestBrokenAttach(t *testing.T) {
+	memory := func(t *testing.T, size, seals int) int {
+		b, fd, err := makeMemory(size, seals)
+		require.NoError(t, err)
+		require.NoError(t, unix.Munmap(b))
+		return fd
+	}
+	pass := func(t *testing.T, nc *net.UnixConn, fds ...int) {
+		_, _, err := nc.WriteMsgUnix((&note{}).encode(), unix.UnixRights(fds...), nil)
+		require.NoError(t, err)
+		for _, fd := range fds {
+			unix.Close(fd)
+		}
+	}
+	for name, c := range map[string]struct {
+		do   func(t *testing.T, nc *net.UnixConn)
+		want string
+	}{
+		"nothing": {func(_ *testing.T, nc *net.UnixConn) { nc.Close() }, "closed the connection"},
+		"part of a note": {func(t *testing.T, nc *net.UnixConn) {
+			_, err := nc.Write((&note{}).encode()[:noteLen-1])
+			require.NoError(t, err)
+			nc.Close()
+		}, "a part of a message"},
+		"garbage": {func(t *testing.T, nc *net.UnixConn) {
+			_, err := nc.Write(bytes.Repeat([]byte{7}, noteLen))
+			require.NoError(t, err)
+		}, "same build"},
+		"another version": {func(t *testing.T, nc *net.UnixConn) {
+			b := (&note{}).encode()
+			b[4]++
+			_, err := nc.Write(b)
+			require.NoError(t, err)
+		}, "same build"},
+		"no memory": {func(t *testing.T, nc *net.UnixConn) {
+			require.NoError(t, sendNote(nc, &note{}, -1))
+		}, "passed no shared memory"},
+		"memory that can shrink": {func(t *testing.T, nc *net.UnixConn) {
+			pass(t, nc, memory(t, segmentSize, unix.F_SEAL_GROW|unix.F_SEAL_SEAL))
+		}, "with seals"},
+		"memory that cannot be written": {func(t *testing.T, nc *net.UnixConn) {
+			pass(t, nc, memory(t, segmentSize, sealed|unix.F_SEAL_FUTURE_WRITE))
+		}, "map "},
+		"too little memory": {func(t *testing.T, nc *net.UnixConn) {
+			pass(t, nc, memory(t, segmentSize-4096, sealed))
+		}, "bytes of shared memory"},
+		"a pipe": {func(t *testing.T, nc *net.UnixConn) {
+			var p [2]int
+			require.NoError(t, unix.Pipe2(p[:], unix.O_CLOEXEC))
+			pass(t, nc, p[0])
+			unix.Close(p[1])
+		}, "no shared memory"},
+		"two descriptors": {func(t *testing.T, nc *net.UnixConn) {
+			pass(t, nc, memory(t, segmentSize, sealed), memory(t, segmentSize, sealed))
+		}, "not asked for"},
+		"many descriptors": {func(t *testing.T, nc *net.UnixConn) {
+			var fds []int
+			for range 100 {
+				fds = append(fds, memory(t, 4096, sealed))
+			}
+			pass(t, nc, fds...)
+		}, "not asked for"},
+		"silence": {func(*testing.T, *net.UnixConn) {}, "took longer than"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			noLeaks(t)
+			var refusals refusals
+			limits := transport.Limits{}
+			if name == "silence" {
+				limits.Handshake = 50 * time.Millisecond
+			}
+			f := open(t, Options{Listen: true, Refused: refusals.add, Limits: limits})
+			c.do(t, stranger(t, f))
+			until(t, func() bool { return refusals.count() > 0 })
+			require.ErrorContains(t, refusals.all[0], c.want)
+			ev := make([]transport.Event, 1)
+			n, err := f.Poll(ev)
+			require.NoError(t, err)
+			require.Zero(t, n)
+		})
+	}
+}
+
+// TestLiarAboutItself names a word that is not there, and one that holds
+// something else: nothing is written, and the Conn is a staged one.
+func TestLiarAboutItself(t *testing.T) {
+	f := open(t, Options{Listen: true})
+	p := newProbe()
+	for _, n := range []note{{word: 8, number: 1}, {word: addressOf(&p.word), number: p.number + 1}} {
+		nc := stranger(t, f)
+		b, fd, err := makeMemory(segmentSize, sealed)
+		require.NoError(t, err)
+		require.NoError(t, sendNote(nc, &n, fd))
+		unix.Close(fd)
+		var in note
+		require.NoError(t, receiveNote(nc, &in, nil))
+		require.Equal(t, tryOther, in.there.kind)
+		require.NoError(t, sendNote(nc, &note{there: verdict{kind: tryDone}, back: verdict{kind: tryDone}}, -1))
+		require.NoError(t, receiveNote(nc, &in, nil))
+		var c *Conn
+		until(t, func() bool {
+			ev := make([]transport.Event, 1)
+			if n, _ := f.Poll(ev); n > 0 && ev[0].Kind == transport.EvAccept {
+				c = ev[0].Conn.(*Conn)
+			}
+			return c != nil
+		})
+		require.Equal(t, "cma/staged", c.Via())
+		require.NoError(t, unix.Munmap(b))
+	}
+	require.Equal(t, p.number, p.word.Load())
+}
+
+// TestNothingOnDisk looks for what a crash would leave.
+func TestNothingOnDisk(t *testing.T) {
+	a, _ := pair(t, Direct, Direct)
+	require.NotNil(t, a.conn)
+	links, err := os.ReadDir("/proc/self/fd")
+	require.NoError(t, err)
+	for _, l := range links {
+		if target, err := os.Readlink("/proc/self/fd/" + l.Name()); err == nil && strings.Contains(target, "fserver") {
+			require.True(t, strings.HasPrefix(target, "/memfd:"), target)
+		}
+	}
+}

@@ -1,0 +1,212 @@
+package cma
+
+import (
+	"encoding/binary"
+	"fmt"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+)
+
+// Two processes of one Conn share a segment, which the dialer makes:
+//
+//	at        size
+//	0         2048        control block of the dialer
+//	2048      2048        control block of the acceptor
+//	4096      ringStaged  ring from the dialer to the acceptor
+//	+staged   ringStaged  ring from the acceptor to the dialer
+//
+// A ring holds records one behind the other, each aligned to 8 bytes and in
+// one piece. The first word of a record is stored last, so it says by itself
+// that the record is there, and the reader waits for one cache line alone: the
+// writer keeps the word behind its newest record zero. No index of the writer
+// is shared. Both rings of a segment begin at startOf, after which they wrap.
+// Integers are in the byte order of the host. The word has, from the low bits:
+//
+//	 8 bits  kind, never 0
+//	 8 bits  zero
+//	24 bits  bytes of payload in this record
+//	24 bits  bytes of the whole frame; zero in other kinds
+//
+// A frame is the word and its payload, in several records if it is larger than
+// framePiece. A skip is a word alone: the next record is at the start of the
+// ring. What tells of a write has five more words before its payload: id,
+// token, offset, length, immediate.
+//
+// Direct Conns use the first ringDirect bytes of a ring, which stay in a
+// core's own cache. Pages that nobody touches take no memory.
+const (
+	layoutVersion = 1
+
+	controlSize = 2048
+	ringsAt     = 2 * controlSize
+	ringDirect  = 256 << 10
+	ringStaged  = 2 << 20
+	segmentSize = ringsAt + 2*ringStaged
+
+	wordLen    = 8
+	writeLen   = 6 * wordLen // a write's words
+	framePiece = 16 << 10    // the largest payload of a frame's record
+	stagePiece = 128 << 10   // and of a staged write's
+	maxSize    = 1<<24 - 1   // what 24 bits hold
+	_          = uint(maxSize - transport.MaxFrame)
+)
+
+// Kinds of records.
+const (
+	recFrame   = 1 + iota // a frame, or a piece of one
+	recWritten            // a write whose bytes are in the region already
+	recPart               // bytes of a write; more follow
+	recLast               // the last bytes of a write
+	recSkip               // go on at the start of the ring
+)
+
+// control is what one side of a Conn tells the other. Groups of fields that
+// different sides or paths store to are 128 bytes apart: processors fetch
+// cache lines in pairs.
+type control struct {
+	head atomic.Uint64 // how far this side has read, in bytes since the start
+	_    [120]byte
+
+	sleep atomic.Uint32 // asleep* bits; this side sets them, whoever rings for it clears them
+	over  atomic.Uint32 // over*: this side has ended the Conn
+	_     [120]byte
+
+	busy atomic.Uint64 // odd while this side copies to where iov says; see copy.go
+	_    [120]byte
+
+	iov [maxRemote]remoteVec
+}
+
+// remoteVec is struct iovec for memory of the peer.
+type remoteVec struct{ base, n atomic.Uint64 }
+
+const maxRemote = 64
+
+const (
+	asleepData = 1 // ring for anything new
+	asleepRoom = 2 // and for room in the ring that this side fills
+
+	overCut = 1 // for an error, or with operations that were not sent
+	overBye = 2 // in good order
+)
+
+var _ = [controlSize - unsafe.Sizeof(control{})]byte{}
+
+// A segment is the mapped memory of a Conn. Whoever may look into it holds a
+// reference; the owner of the Fabric guards the count.
+type segment struct {
+	mem  []byte
+	refs int
+}
+
+func (s *segment) drop() {
+	if s.refs--; s.refs == 0 {
+		unix.Munmap(s.mem)
+	}
+}
+
+func (s *segment) control(side int) *control {
+	return (*control)(unsafe.Pointer(&s.mem[side*controlSize]))
+}
+
+func (s *segment) ring(side, size int) []byte {
+	at := ringsAt + side*ringStaged
+	return s.mem[at : at+size : at+size]
+}
+
+// word is the word at a multiple of 8 in a ring.
+func word(ring []byte, at uint64) *atomic.Uint64 {
+	return (*atomic.Uint64)(unsafe.Pointer(&ring[at : at+wordLen][0]))
+}
+
+func makeWord(kind, size, total uint64) uint64 {
+	return kind | size<<16 | total<<40
+}
+
+func splitWord(w uint64) (kind, zero uint8, size, total uint64) {
+	return uint8(w), uint8(w >> 8), w >> 16 & maxSize, w >> 40
+}
+
+func put64(b []byte, at int, v uint64) { binary.NativeEndian.PutUint64(b[at*wordLen:], v) }
+func get64(b []byte, at int) uint64    { return binary.NativeEndian.Uint64(b[at*wordLen:]) }
+
+// An entry of a Fabric's table is a region that peers may write into. Its
+// Fabric alone stores to it, id last when it comes and first when it goes, and
+// no id is used twice: who finds the same id before and after has read one
+// region.
+type entry struct{ id, token, addr, n atomic.Uint64 }
+
+const (
+	slotBits  = 20
+	maxSlots  = 1 << slotBits
+	tableSize = maxSlots * int(unsafe.Sizeof(entry{}))
+)
+
+// A table is the regions of a Fabric, by slot. The memory is sparse.
+type table []entry
+
+func asTable(b []byte) table {
+	return unsafe.Slice((*entry)(unsafe.Pointer(unsafe.SliceData(b))), maxSlots)
+}
+
+func (t table) unmap() {
+	if t != nil {
+		unix.Munmap(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(t))), tableSize))
+	}
+}
+
+const sealed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+
+// makeMemory gives size bytes of zeros that can be passed to a peer, and their
+// descriptor. Its size cannot change any more, so no access can fail.
+func makeMemory(size, seals int) (b []byte, fd int, err error) {
+	fd, err = unix.MemfdCreate("fserver-cma", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_NOEXEC_SEAL)
+	if err == unix.EINVAL { // Linux before 6.3
+		fd, err = unix.MemfdCreate("fserver-cma", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	}
+	if err != nil {
+		return nil, -1, fmt.Errorf("make shared memory: %w", err)
+	}
+	if err = unix.Ftruncate(fd, int64(size)); err == nil {
+		if b, err = unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
+			if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err == nil {
+				return b, fd, nil
+			}
+			unix.Munmap(b)
+		}
+	}
+	unix.Close(fd)
+	return nil, -1, fmt.Errorf("make %d bytes of shared memory: %w", size, err)
+}
+
+// mapMemory maps what a peer passed, if it is what makeMemory makes.
+func mapMemory(fd, size, seals, prot int) ([]byte, error) {
+	var st unix.Stat_t
+	var fs unix.Statfs_t
+	have, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err == nil {
+		err = unix.Fstat(fd, &st)
+	}
+	if err == nil {
+		err = unix.Fstatfs(fd, &fs)
+	}
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("the peer passed what is no shared memory: %w", err)
+	case have&seals != seals:
+		return nil, fmt.Errorf("the peer passed shared memory with seals %#x: want %#x", have, seals)
+	case fs.Type != unix.TMPFS_MAGIC: // pages of other kinds may be missing
+		return nil, fmt.Errorf("the peer passed shared memory of kind %#x: want %#x", fs.Type, unix.TMPFS_MAGIC)
+	case st.Size != int64(size):
+		return nil, fmt.Errorf("the peer passed %d bytes of shared memory: want %d", st.Size, size)
+	}
+	b, err := unix.Mmap(fd, 0, size, prot, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map %d bytes of shared memory: %w", size, err)
+	}
+	return b, nil
+}

@@ -1,0 +1,381 @@
+package cma
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/transporttest"
+)
+
+// noLeaks is called before anything is opened: at the end of the test no
+// goroutine, descriptor or mapping may be left.
+func noLeaks(t *testing.T) {
+	t.Helper()
+	held := func() (files, maps int) {
+		e, err := os.ReadDir("/proc/self/fd")
+		require.NoError(t, err)
+		b, err := os.ReadFile("/proc/self/maps")
+		require.NoError(t, err)
+		return len(e), bytes.Count(b, []byte("memfd:"))
+	}
+	r, w, err := os.Pipe() // starts the runtime's poller
+	require.NoError(t, err)
+	r.Close()
+	w.Close()
+	routines := runtime.NumGoroutine()
+	files, maps := held()
+	t.Cleanup(func() {
+		for end := time.Now().Add(patience); runtime.NumGoroutine() > routines && time.Now().Before(end); {
+			runtime.Gosched()
+		}
+		require.LessOrEqual(t, runtime.NumGoroutine(), routines)
+		f, m := held()
+		require.Equal(t, files, f, "descriptors")
+		require.Equal(t, maps, m, "shared memory")
+	})
+}
+
+func open(t *testing.T, o Options) *Fabric {
+	t.Helper()
+	if o.Gate == nil {
+		o.Gate = transporttest.Gate{}
+	}
+	f, err := Open(o)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, f.Close()) })
+	return f
+}
+
+// pair is two ends in this process.
+func pair(t *testing.T, dialer, acceptor Mode) (a, b *end) {
+	t.Helper()
+	a, b = &end{f: open(t, Options{Mode: dialer})}, &end{f: open(t, Options{Mode: acceptor, Listen: true})}
+	join(t, a, b)
+	for _, e := range []*end{a, b} {
+		var err error
+		e.in, err = mem.Map(1 << 20)
+		require.NoError(t, err)
+		e.out, err = mem.Map(1 << 20)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, errors.Join(mem.Unmap(e.in), mem.Unmap(e.out))) })
+		e.key, err = e.f.Register(e.in)
+		require.NoError(t, err)
+		e.ops[0] = transport.Op{Kind: transport.OpWrite, Src: e.span[:]}
+		e.ops[1] = transport.Op{Kind: transport.OpFrame}
+	}
+	a.remote, b.remote = b.key, a.key
+	return a, b
+}
+
+// join connects a to b.
+func join(t *testing.T, a, b *end) {
+	t.Helper()
+	var err error
+	a.conn, err = a.f.Connect(context.Background(), b.f.Addr())
+	require.NoError(t, err)
+	until(t, func() bool {
+		_, err := b.poll()
+		require.NoError(t, err)
+		return b.conn != nil
+	})
+}
+
+func until(t *testing.T, cond func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !cond(); runtime.Gosched() {
+		require.True(t, time.Now().Before(end), "did not happen within %v", patience)
+	}
+}
+
+// down polls e until its Conn is down.
+func (e *end) down(t *testing.T) (err error) {
+	t.Helper()
+	until(t, func() bool { _, err = e.poll(); return err != nil })
+	return err
+}
+
+// echo has the child send n bytes back, and checks them.
+func (e *end) echo(t *testing.T, n uint64) {
+	t.Helper()
+	in, out := e.in.Span().Bytes()[:n], e.out.Span().Bytes()[:n]
+	clear(in)
+	require.NoError(t, e.post(n, command('e', 0, n)))
+	f, err := e.waitFrame(true)
+	require.NoError(t, err)
+	require.Equal(t, command('e', 0, n), f)
+	require.True(t, bytes.Equal(in, out), "%d bytes came back changed", n)
+	if n > 0 {
+		require.Equal(t, n, e.written)
+	}
+}
+
+func eachMode(t *testing.T, run func(t *testing.T, m Mode)) {
+	t.Run("direct", func(t *testing.T) { run(t, Direct) })
+	t.Run("staged", func(t *testing.T) { run(t, Staged) })
+}
+
+func (m Mode) digit() string { return string(rune('0' + m)) }
+
+func TestSecondProcess(t *testing.T) {
+	eachMode(t, func(t *testing.T, m Mode) {
+		noLeaks(t)
+		e := newFamily(t, m.digit(), "").ends[0]
+		for range 3 {
+			for _, n := range []uint64{0, 1, 4096, small, small + 1, 100_003, 1 << 20, 5<<20 + 7} {
+				e.echo(t, n)
+			}
+		}
+		e.sleeps = true
+		for range 50 {
+			e.echo(t, 4096)
+			e.echo(t, 1<<20)
+		}
+	})
+}
+
+// TestKilledProcess kills the child in the middle of everything. Whoever spins
+// and whoever sleeps hears of it.
+func TestKilledProcess(t *testing.T) {
+	eachMode(t, func(t *testing.T, m Mode) {
+		for _, asleep := range []bool{false, true} {
+			noLeaks(t)
+			fam := newFamily(t, m.digit(), "")
+			e := fam.ends[0]
+			e.echo(t, 1<<20)
+			require.NoError(t, e.post(childMax, command('e', 0, childMax)))
+			start := time.Now()
+			require.NoError(t, fam.child.Process.Kill())
+			var err error
+			for err == nil {
+				require.Less(t, time.Since(start), time.Second)
+				if asleep {
+					p := []unix.PollFd{{Fd: int32(e.f.FD()), Events: unix.POLLIN}}
+					_, bad := unix.Poll(p, 1000)
+					require.True(t, bad == nil || bad == unix.EINTR)
+				}
+				_, err = e.poll()
+			}
+			require.NotErrorIs(t, err, io.EOF)
+			require.NotErrorIs(t, err, transport.ErrClosed)
+		}
+	})
+}
+
+// TestStoppedProcess stops the child, posts until there is no room, and lets
+// it go on.
+func TestStoppedProcess(t *testing.T) {
+	eachMode(t, func(t *testing.T, m Mode) {
+		fam := newFamily(t, m.digit(), "")
+		e := fam.ends[0]
+		e.echo(t, 4096)
+		require.NoError(t, fam.child.Process.Signal(syscall.SIGSTOP))
+		until(t, func() bool { return e.conn.(*Conn).peer.quiet() || m == Staged })
+		frame := command('e', 0, 0)
+		posted := 0
+		for refused := 0; refused < 100; {
+			n, err := e.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: frame}})
+			require.NoError(t, err)
+			posted += n
+			refused += 1 - n
+			_, err = e.poll()
+			require.NoError(t, err)
+		}
+		require.NotZero(t, posted)
+		require.NoError(t, fam.child.Process.Signal(syscall.SIGCONT))
+		for range posted {
+			f, err := e.waitFrame(true)
+			require.NoError(t, err)
+			require.Equal(t, frame, f)
+		}
+		e.echo(t, 1<<20)
+	})
+}
+
+// TestOtherUser has a child that another user runs, into which this process may
+// write, but which may not write into this one.
+func TestOtherUser(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("only root can start a process as another user")
+	}
+	childUser = &syscall.Credential{Uid: 65534, Gid: 65534}
+	defer func() { childUser = nil }()
+	e := newFamily(t, Auto.digit(), "").ends[0]
+	c := e.conn.(*Conn)
+	require.Equal(t, "cma/staged", c.Via())
+	require.Contains(t, c.Why(), "operation not permitted")
+	require.Contains(t, c.Why(), "same user")
+	require.Contains(t, c.Remote(), "of user 65534")
+	e.echo(t, 1<<20)
+}
+
+func TestModes(t *testing.T) {
+	for _, c := range []struct {
+		dialer, acceptor Mode
+		via              string
+	}{
+		{Auto, Auto, "cma"},
+		{Direct, Auto, "cma"},
+		{Auto, Direct, "cma"},
+		{Auto, Staged, "cma/staged"},
+		{Staged, Auto, "cma/staged"},
+		{Direct, Staged, ""},
+		{Staged, Direct, ""},
+	} {
+		noLeaks(t)
+		var refusals refusals
+		a := &end{f: open(t, Options{Mode: c.dialer})}
+		b := &end{f: open(t, Options{Mode: c.acceptor, Listen: true, Refused: refusals.add})}
+		if c.via != "" {
+			join(t, a, b)
+			for _, conn := range []transport.Conn{a.conn, b.conn} {
+				require.Equal(t, c.via, conn.(*Conn).Via())
+				require.Equal(t, c.via == "cma", conn.(*Conn).Why() == "")
+			}
+			continue
+		}
+		_, err := a.f.Connect(context.Background(), b.f.Addr())
+		var no *transport.ErrUnavailable
+		require.ErrorAs(t, err, &no)
+		require.Contains(t, no.Reason, "stage")
+		until(t, func() bool { return refusals.count() > 0 })
+	}
+}
+
+// refusals are what Options.Refused was told.
+type refusals struct {
+	mu  sync.Mutex
+	all []error
+}
+
+func (r *refusals) add(_ string, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.all = append(r.all, err)
+}
+
+func (r *refusals) count() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.all)
+}
+
+func TestAddresses(t *testing.T) {
+	f := open(t, Options{Listen: true})
+	here := string(f.Addr())
+	require.True(t, f.Reaches(f.Addr()))
+	name := here[strings.LastIndexByte(here, '/')+1:]
+	for _, a := range []string{
+		"cma:0123456789abcdef/" + name, "cma:" + f.host + "/", "cma:" + f.host, "cma:" + f.host + "/" + name + "00",
+		"cma:" + f.host + "/" + strings.Replace(name, prefix, "other-", 1), "tcp:127.0.0.1:1",
+	} {
+		require.False(t, f.Reaches(transport.Addr(a)), a)
+	}
+	b, err := os.ReadFile("/proc/net/unix")
+	require.NoError(t, err)
+	require.Contains(t, string(b), "@"+name, "the socket is not an abstract one")
+}
+
+func TestRegionTable(t *testing.T) {
+	f := open(t, Options{})
+	r, err := mem.Map(4096)
+	require.NoError(t, err)
+	defer mem.Unmap(r)
+	_, err = f.Register(mem.Region{Addr: r.Addr, Len: 1, Dev: 0})
+	require.ErrorContains(t, err, "gpu 0")
+	_, err = f.Register(mem.Region{Addr: ^uintptr(0), Len: 2, Dev: mem.CPU})
+	require.ErrorContains(t, err, "not a range")
+	// A slot that is used again has another number, and what the old key
+	// opened is closed.
+	old, err := f.Register(r)
+	require.NoError(t, err)
+	require.NoError(t, f.Deregister(old))
+	k, err := f.Register(r)
+	require.NoError(t, err)
+	require.Equal(t, old.ID%maxSlots, k.ID%maxSlots)
+	_, err = f.regions.shared.target(old.ID, old.Token, 0, 1)
+	require.ErrorIs(t, err, errNoKey)
+	_, err = f.regions.shared.target(0, 0, 0, 0)
+	require.ErrorIs(t, err, errNoKey)
+	s, err := f.regions.shared.target(k.ID, k.Token, 4000, 96)
+	require.NoError(t, err)
+	require.Equal(t, mem.Span{Addr: r.Addr + 4000, Len: 96}, s)
+	_, err = f.regions.shared.target(k.ID, k.Token, 4000, 97)
+	require.Error(t, err)
+}
+
+// TestNoAllocationWithManyConns is for peers that take turns, with writes that
+// take the system call.
+func TestNoAllocationWithManyConns(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	a, b := pair(t, Direct, Direct)
+	conns := []transport.Conn{a.conn}
+	for range 9 {
+		b.conn = nil
+		join(t, a, b)
+		conns = append(conns, a.conn)
+	}
+	ops := []transport.Op{
+		{Kind: transport.OpWrite, Key: b.key, Src: []mem.Span{{Addr: a.out.Addr, Len: 2 * small}}},
+		{Kind: transport.OpWrite, Key: b.key, Src: []mem.Span{{Addr: a.out.Addr, Len: small}}},
+		{Kind: transport.OpFrame, Frame: make([]byte, 64)},
+	}
+	count := func(f *Fabric) int {
+		n, err := f.Poll(a.ev[:])
+		if err != nil {
+			t.Error(err)
+		}
+		return n
+	}
+	i := 0
+	require.Zero(t, testing.AllocsPerRun(1000, func() {
+		i++
+		if n, err := conns[i%len(conns)].Post(ops); n != len(ops) || err != nil {
+			t.Error(n, err)
+		}
+		for ended, came := 0, 0; ended < len(ops) || came < len(ops); {
+			ended += count(a.f)
+			came += count(b.f)
+		}
+	}))
+}
+
+// TestOwnerNeverWaits polls and posts while another goroutine is the owner.
+func TestOwnerNeverWaits(t *testing.T) {
+	a, _ := pair(t, Direct, Direct)
+	a.f.owner.Lock()
+	n, err := a.f.Poll(a.ev[:])
+	require.Zero(t, n)
+	require.NoError(t, err)
+	n, err = a.conn.Post([]transport.Op{{Kind: transport.OpFrame}})
+	require.Zero(t, n)
+	require.NoError(t, err)
+	a.f.owner.Unlock()
+
+	// The back-pressure is over, which whoever goes to sleep now must hear.
+	readable := func(f *Fabric) bool {
+		p := []unix.PollFd{{Fd: int32(f.FD()), Events: unix.POLLIN}}
+		n, err := unix.Poll(p, 0)
+		require.NoError(t, err)
+		return n > 0
+	}
+	require.True(t, readable(a.f))
+	_, err = a.poll()
+	require.NoError(t, err)
+	require.False(t, readable(a.f))
+}

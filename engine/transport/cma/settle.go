@@ -1,0 +1,118 @@
+package cma
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"runtime"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// settleLimit bounds how long Deregister and Close wait for a peer that is in
+// the middle of a copy. It takes less than a millisecond unless the peer is
+// starved, and never as long as this if the peer is stopped or gone.
+const settleLimit = 5 * time.Second
+
+// A writer is a peer that was found in the middle of a copy. It holds a
+// reference to seg.
+type writer struct {
+	seg  *segment
+	at   *control // the peer's
+	busy uint64   // as it was found
+	peer process
+}
+
+// revoke is the peer of c if it is in the middle of a copy, which it can then
+// no longer begin. See copy.go.
+func (c *Conn) revoke() (w writer, found bool) {
+	busy := c.theirs.busy.Load()
+	if !c.tx.direct || busy%2 == 0 {
+		return writer{}, false
+	}
+	for i := range c.theirs.iov {
+		c.theirs.iov[i].n.Store(0)
+	}
+	c.seg.refs++
+	return writer{c.seg, c.theirs, busy, c.peer}, true
+}
+
+// through says whether the copy is over.
+func (w *writer) through() bool { return w.at.busy.Load() != w.busy }
+
+// settle waits until the copies of all writers are over or can do nothing any
+// more. It needs no lock.
+func settle(all []writer, limit time.Duration) error {
+	end := time.Now().Add(limit)
+	for _, w := range all {
+		for turn := 1; !w.through(); turn++ {
+			if turn < 100 {
+				runtime.Gosched()
+				continue
+			}
+			if turn%8 == 4 && w.peer.quiet() {
+				break
+			}
+			if time.Now().After(end) {
+				return fmt.Errorf("process %d has been in the middle of a write for %v: keep the memory mapped until it is gone", w.peer.pid, limit)
+			}
+			time.Sleep(100 * time.Microsecond)
+		}
+	}
+	return nil
+}
+
+// A process is a peer's. Its number may be another process's one day, its
+// start tells them apart.
+type process struct {
+	pid   int
+	start string // clock ticks since the boot
+}
+
+// findProcess looks up a process that is known to live.
+func findProcess(pid int) (process, error) {
+	_, start, err := stat(fmt.Sprintf("/proc/%d/stat", pid))
+	return process{pid, start}, err
+}
+
+// quiet says whether p is gone, or none of its threads runs or waits for a
+// page or a disk.
+func (p process) quiet() bool {
+	_, start, err := stat(fmt.Sprintf("/proc/%d/stat", p.pid))
+	if err != nil || start != p.start {
+		return err == nil || gone(err)
+	}
+	threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", p.pid))
+	if err != nil {
+		return gone(err)
+	}
+	for _, t := range threads {
+		switch state, _, err := stat(fmt.Sprintf("/proc/%d/task/%s/stat", p.pid, t.Name())); {
+		case err != nil && !gone(err), err == nil && (state == 'R' || state == 'D'):
+			return false
+		}
+	}
+	return true
+}
+
+// gone says whether err is for a process or a thread that has ended.
+func gone(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH)
+}
+
+// stat is two fields of a file that proc(5) describes.
+func stat(name string) (state byte, start string, err error) {
+	b, err := os.ReadFile(name)
+	if err != nil {
+		return 0, "", err
+	}
+	// The name in the second field may hold anything, also brackets.
+	f := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
+	if len(f) < 20 {
+		return 0, "", fmt.Errorf("read %s: %d fields", name, len(f))
+	}
+	return f[0][0], string(f[19]), nil
+}

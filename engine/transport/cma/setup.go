@@ -1,0 +1,304 @@
+package cma
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+)
+
+// An address is "cma:HOST/NAME": HOST stands for this boot of this kernel and
+// the network namespace, NAME is the abstract socket's.
+const (
+	scheme = "cma:"
+	prefix = "fserver-" // of NAME; 32 hexadecimal digits follow
+)
+
+// identity is what all processes have in common that can see each other's
+// abstract sockets.
+func identity() (string, error) {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("tell this host from others: %w", err)
+	}
+	space, err := os.Readlink("/proc/self/ns/net")
+	if err != nil {
+		return "", fmt.Errorf("tell this network namespace from others: %w", err)
+	}
+	sum := sha256.Sum256(append(boot, space...))
+	return hex.EncodeToString(sum[:8]), nil
+}
+
+// socketName is the name of peer's socket.
+func (f *Fabric) socketName(peer transport.Addr) (string, error) {
+	s, ok := strings.CutPrefix(string(peer), scheme)
+	host, name, cut := strings.Cut(s, "/")
+	random, known := strings.CutPrefix(name, prefix)
+	if raw, err := hex.DecodeString(random); !ok || !cut || !known || err != nil || len(raw) != 16 {
+		return "", fmt.Errorf("want %sHOST/%s and 32 digits", scheme, prefix)
+	}
+	if host != f.host {
+		return "", fmt.Errorf("it is on another host, or in another network namespace (this is %s)", f.host)
+	}
+	return name, nil
+}
+
+// listen opens the listener and derives addr.
+func (f *Fabric) listen() error {
+	var b [16]byte
+	rand.Read(b[:]) // never fails
+	name := prefix + hex.EncodeToString(b[:])
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: "@" + name, Net: "unix"})
+	if err != nil {
+		return fmt.Errorf("listen on a Unix socket: %w", cause(err))
+	}
+	f.listener = l
+	f.addr = transport.Addr(scheme + f.host + "/" + name)
+	return nil
+}
+
+// cause is what is inside of package net's description of an operation.
+func cause(err error) error {
+	var op *net.OpError
+	for errors.As(err, &op) {
+		err = op.Err
+	}
+	var call *os.SyscallError
+	if errors.As(err, &call) {
+		err = call.Err
+	}
+	return err
+}
+
+// accept takes connections until Close. At most Limits.Pending are inside the
+// Gate; more wait in the kernel's queue.
+func (f *Fabric) accept() {
+	wait := time.Duration(0)
+	for {
+		select {
+		case f.pending <- struct{}{}:
+		case <-f.ctx.Done():
+			return
+		}
+		nc, err := f.listener.AcceptUnix()
+		if err == nil {
+			wait = 0
+			f.tasks.Go(func() {
+				defer func() { <-f.pending }()
+				f.welcome(nc)
+			})
+			continue
+		}
+		<-f.pending
+		if f.ctx.Err() != nil {
+			return
+		}
+		// Most likely no descriptor is free; one that is closed helps.
+		f.refused(string(f.addr), fmt.Errorf("cma: take a connection on %s: %w", f.addr, cause(err)))
+		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
+		select {
+		case <-time.After(wait):
+		case <-f.ctx.Done():
+			return
+		}
+	}
+}
+
+// welcome makes a Conn of a connection that a peer opened, if it passes.
+func (f *Fabric) welcome(nc *net.UnixConn) {
+	defer nc.Close()
+	c, err := f.meet(f.ctx, nc, false)
+	if err == nil {
+		err = f.adopt(c, nc)
+	}
+	if err != nil && f.ctx.Err() == nil {
+		remote := "a process of this host"
+		if who, e := credentials(nc); e == nil {
+			remote = who.String()
+		}
+		f.refused(remote, fmt.Errorf("cma: refuse %s: %w", remote, err))
+	}
+}
+
+func (f *Fabric) refused(remote string, err error) {
+	if f.opts.Refused != nil {
+		f.opts.Refused(remote, err)
+	}
+}
+
+// Connect implements transport.Fabric.
+func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
+	c, err := f.connect(ctx, peer)
+	if err != nil {
+		return nil, fmt.Errorf("cma: connect to %s: %w", strings.TrimPrefix(string(peer), scheme), err)
+	}
+	return c, nil
+}
+
+func (f *Fabric) connect(ctx context.Context, peer transport.Addr) (*Conn, error) {
+	name, err := f.socketName(peer)
+	if err != nil {
+		return nil, err
+	}
+	if !f.begin() {
+		return nil, transport.ErrClosed
+	}
+	defer f.tasks.Done()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer context.AfterFunc(f.ctx, func() { cancel(transport.ErrClosed) })()
+
+	nc, err := (&net.Dialer{}).DialContext(ctx, "unix", "@"+name)
+	if err == nil {
+		defer nc.Close()
+		var c *Conn
+		if c, err = f.meet(ctx, nc.(*net.UnixConn), true); err == nil {
+			if err = f.adopt(c, nc.(*net.UnixConn)); err == nil {
+				return c, nil
+			}
+		}
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if err = cause(err); errors.Is(err, unix.ECONNREFUSED) {
+		err = fmt.Errorf("%w (its process has ended, or closed it)", err)
+	}
+	return nil, err
+}
+
+// meet runs the Gate over nc and then agrees on how to talk, within
+// Limits.Handshake and ctx.
+func (f *Fabric) meet(ctx context.Context, nc *net.UnixConn, dialer bool) (*Conn, error) {
+	nc.SetDeadline(time.Now().Add(f.opts.Limits.Handshake))
+	defer context.AfterFunc(ctx, func() { nc.SetDeadline(time.Unix(1, 0)) })()
+	hello, err := f.shake(nc, dialer)
+	if err != nil {
+		return nil, late(err, "handshake", f.opts.Limits.Handshake)
+	}
+	c, err := f.attach(nc, dialer)
+	if err != nil {
+		return nil, late(err, "attach", f.opts.Limits.Handshake)
+	}
+	c.hello = hello
+	return c, nil
+}
+
+// late says which step failed, and names the limit if that was the reason.
+func late(err error, step string, limit time.Duration) error {
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return fmt.Errorf("%s: it took longer than %v", step, limit)
+	}
+	return fmt.Errorf("%s: %w", step, cause(err))
+}
+
+// shake runs the Gate and returns what it verified about the peer.
+func (f *Fabric) shake(nc *net.UnixConn, dialer bool) ([]byte, error) {
+	hs := f.opts.Gate.Open(dialer)
+	var in []byte
+	for first := dialer; ; first = false {
+		if !first {
+			var err error
+			if in, err = receiveMessage(nc); err != nil {
+				return nil, err
+			}
+		}
+		out, done, err := hs.Next(in)
+		if out != nil {
+			if e := sendMessage(nc, out); err == nil {
+				err = e
+			}
+		}
+		if err != nil {
+			return nil, err
+		}
+		if done {
+			return hs.Hello(), nil
+		}
+	}
+}
+
+// A message of the Gate travels behind 4 bytes of magic and its length.
+const preambleLen = 8
+
+var magic = [4]byte{'F', 'C', 'M', 'A'}
+
+func sendMessage(w io.Writer, m []byte) error {
+	if len(m) > transport.MaxHandshake {
+		return fmt.Errorf("message of %d bytes to the peer: at most %d", len(m), transport.MaxHandshake)
+	}
+	b := append(make([]byte, 0, preambleLen+len(m)), magic[:]...)
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(m)))
+	_, err := w.Write(append(b, m...))
+	return err
+}
+
+func receiveMessage(r io.Reader) ([]byte, error) {
+	var p [preambleLen]byte
+	if _, err := io.ReadFull(r, p[:]); err != nil {
+		if err == io.EOF {
+			return nil, fmt.Errorf("the peer closed the connection: %w", err)
+		}
+		return nil, err
+	}
+	n := binary.LittleEndian.Uint32(p[len(magic):])
+	if !bytes.Equal(p[:len(magic)], magic[:]) {
+		return nil, fmt.Errorf("the peer sent % x: it is not of this kind", p)
+	}
+	if n > transport.MaxHandshake {
+		return nil, fmt.Errorf("the peer announced a message of %d bytes: at most %d", n, transport.MaxHandshake)
+	}
+	m := make([]byte, n)
+	if _, err := io.ReadFull(r, m); err != nil {
+		return nil, fmt.Errorf("the peer announced a message of %d bytes: %w", n, err)
+	}
+	return m, nil
+}
+
+// adopt takes the socket out of nc, which the caller still closes, and opens c
+// on it. Without success it gives back what c holds.
+func (f *Fabric) adopt(c *Conn, nc *net.UnixConn) (err error) {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	defer func() {
+		if err != nil {
+			c.discard()
+		}
+	}()
+	if f.closing {
+		return transport.ErrClosed
+	}
+	raw, err := nc.SyscallConn()
+	if err != nil {
+		return err
+	}
+	if e := raw.Control(func(fd uintptr) { c.fd, err = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC, 0) }); err == nil {
+		err = e
+	}
+	if err != nil {
+		return fmt.Errorf("take over the socket: %w", err)
+	}
+	if err = f.watch(c); err != nil {
+		unix.Close(c.fd)
+		return err
+	}
+	c.at = len(f.conns)
+	f.conns = append(f.conns, c)
+	if c.announce {
+		f.ring()
+	}
+	return nil
+}

@@ -1,0 +1,54 @@
+package cma
+
+import (
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// The system calls of Post and Poll are raw: none of them waits, so the
+// scheduler need not be told. The goroutine cannot be preempted in them,
+// therefore a copy is bounded in bytes.
+
+// maxVec is how many pieces one call may gather (UIO_MAXIOV).
+const maxVec = 1024
+
+// iovec is struct iovec of our own memory. The address is a number: memory of
+// the caller is not Go's.
+type iovec struct {
+	base uintptr
+	n    uint64
+}
+
+// writeTo copies the memory of local to where the first n of remote say in
+// process pid, and returns how many bytes went.
+func writeTo(pid int, local []iovec, remote *[maxRemote]remoteVec, n int) (uint64, unix.Errno) {
+	r, _, e := unix.RawSyscall6(unix.SYS_PROCESS_VM_WRITEV, uintptr(pid),
+		uintptr(unsafe.Pointer(unsafe.SliceData(local))), uintptr(len(local)),
+		uintptr(unsafe.Pointer(remote)), uintptr(n), 0)
+	return uint64(r), e
+}
+
+// addressOf is where v, which the caller keeps on the heap, lies.
+func addressOf(v *atomic.Uint64) uint64 { return uint64(uintptr(unsafe.Pointer(v))) }
+
+// sendByte wakes who waits on the other end of socket fd. A full socket does
+// that already.
+func sendByte(fd int) {
+	b := byte(0)
+	unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(&b)), 1, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
+}
+
+// recvBytes reads what others sent with sendByte; 0 bytes are the end.
+func recvBytes(fd int, b *[256]byte) (int, unix.Errno) {
+	return result(unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(fd), uintptr(unsafe.Pointer(b)), uintptr(len(b)), unix.MSG_DONTWAIT, 0, 0))
+}
+
+// epollNow is epoll_wait without waiting. (arm64 has only the call with a
+// signal mask.)
+func epollNow(fd int, ev []unix.EpollEvent) (int, unix.Errno) {
+	return result(unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(fd), uintptr(unsafe.Pointer(&ev[0])), uintptr(len(ev)), 0, 0, 0))
+}
+
+func result(r, _ uintptr, e unix.Errno) (int, unix.Errno) { return int(r), e }

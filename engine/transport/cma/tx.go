@@ -1,0 +1,240 @@
+package cma
+
+import (
+	"fmt"
+	"math/bits"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+const (
+	txDepth = 256      // operations of a Conn between Post and their EvDone; a power of two
+	txHeld  = 32 << 10 // bytes of frames of a Conn that are not in its ring
+
+	// small is the largest write that goes through the ring also where direct
+	// ones can be had: two copies cost less than one system call that looks up
+	// the pages, 6 µs in a round trip of 16 KiB. That holds up to 64 KiB, but
+	// the second copy is the receiver's, which many may send to.
+	small = 16 << 10
+)
+
+// tx is the sending half of a Conn: a queue of operations, of which some have
+// gone into the ring.
+type tx struct {
+	producer
+	direct bool
+	ops    *[txDepth]op
+	// Running numbers: ops[done:sent] are in the ring and wait for their
+	// EvDone, ops[sent:tail] are not, or not wholly. Of those, the writes in
+	// ops[sent:ready] have their bytes in the peer's memory.
+	done, sent, ready, end uint32
+	cur                    cursor // in ops[sent]
+	ahead                  cursor // in ops[ready]; for copy.go
+	need                   uint64 // bytes of the record for which the ring had no room; or 0
+	balked                 bool   // the last copy moved nothing
+	held                   []byte // frames of ops[sent:end]
+	moved                  uint64 // bytes of writes that went, ever
+}
+
+type op struct {
+	kind           transport.OpKind
+	imm            uint32
+	at             uint32 // of the frame in held
+	user, n        uint64 // n is the bytes of the frame or the write
+	id, token, off uint64
+	src            []mem.Span
+}
+
+// cursor is how far an operation has got.
+type cursor struct {
+	done uint64 // bytes of it
+	span int    // the first of src that is not used up
+	off  uint64 // bytes of that one that are
+}
+
+// unsent says whether not everything is in the ring.
+func (t *tx) unsent() bool { return t.sent != t.end }
+
+// push puts o at the end of the queue. It is not taken when there is no room;
+// an error means that there never will be.
+func (t *tx) push(o *transport.Op) (taken bool, err error) {
+	if o.After.Event != 0 {
+		return false, fmt.Errorf("cma: post: the operation waits for a point on %v: hold it back until that has passed", o.After.Dev)
+	}
+	n := uint64(len(o.Frame))
+	switch o.Kind {
+	case transport.OpFrame:
+		if n > transport.MaxFrame {
+			return false, fmt.Errorf("cma: post: frame of %d bytes: at most %d", n, transport.MaxFrame)
+		}
+	case transport.OpWrite:
+		n = 0
+		for _, s := range o.Src {
+			var carry uint64
+			if n, carry = bits.Add64(n, s.Len, 0); carry != 0 {
+				return false, fmt.Errorf("cma: post: write of %d spans: more than 2^64 bytes", len(o.Src))
+			}
+		}
+	default:
+		return false, fmt.Errorf("cma: post: operation of unknown kind %d", o.Kind)
+	}
+	if t.end-t.done == txDepth {
+		return false, nil
+	}
+	q := &t.ops[t.end%txDepth]
+	if o.Kind == transport.OpFrame {
+		// The first frame may be of any size.
+		if len(t.held)+len(o.Frame) > max(cap(t.held), txHeld) && len(t.held) > 0 {
+			return false, nil
+		}
+		*q = op{kind: o.Kind, user: o.User, n: n, at: uint32(len(t.held))}
+		t.held = append(t.held, o.Frame...)
+	} else {
+		*q = op{kind: o.Kind, user: o.User, n: n, imm: o.Imm, id: o.Key.ID, token: o.Key.Token, off: o.Off, src: o.Src}
+	}
+	t.end++
+	return true, nil
+}
+
+// stages says whether the bytes of a write go through the ring.
+func (t *tx) stages(o *op) bool { return !t.direct || o.n <= small }
+
+// publish puts what can go into the ring there, staged bytes until moved is at
+// end. It stops at a direct write whose bytes are not at the peer.
+func (t *tx) publish(end uint64) (err error) {
+	for t.need = 0; t.unsent(); {
+		o := &t.ops[t.sent%txDepth]
+		whole := false
+		switch {
+		case o.kind == transport.OpFrame:
+			whole, err = t.frame(o)
+		case t.stages(o):
+			if t.moved >= end {
+				return nil
+			}
+			whole, err = t.stage(o)
+		case t.sent == t.ready:
+			return nil
+		default:
+			whole, err = t.written(o)
+		}
+		if err != nil || t.need > 0 {
+			return err
+		}
+		if whole {
+			if t.sent == t.ready {
+				t.ready++
+			}
+			t.sent++
+			t.cur = cursor{}
+		}
+	}
+	if !t.unsent() {
+		t.held = t.held[:0]
+	}
+	return nil
+}
+
+// record is room that notes what was missing.
+func (t *tx) record(n uint64) (rec []byte, err error) {
+	rec, ok, err := t.room(n)
+	if !ok {
+		t.need = n
+	}
+	return rec, err
+}
+
+// frame puts the next piece of a frame into the ring.
+func (t *tx) frame(o *op) (whole bool, err error) {
+	n := min(o.n-t.cur.done, framePiece)
+	rec, err := t.record(wordLen + n)
+	if rec == nil {
+		return false, err
+	}
+	copy(rec[wordLen:], t.held[uint64(o.at)+t.cur.done:])
+	t.put(makeWord(recFrame, n, o.n), wordLen+n)
+	t.cur.done += n
+	return t.cur.done == o.n, nil
+}
+
+// stage puts the next bytes of a write into the ring.
+func (t *tx) stage(o *op) (whole bool, err error) {
+	n := min(o.n-t.cur.done, stagePiece)
+	rec, err := t.record(writeLen + n)
+	if rec == nil {
+		return false, err
+	}
+	describe(rec, o, o.off+t.cur.done, n)
+	for to := rec[writeLen:]; len(to) > 0; {
+		s := t.cur.next(o.src, uint64(len(to)))
+		to = to[copy(to, s.Bytes()):]
+	}
+	kind := uint64(recPart)
+	if whole = t.cur.done == o.n; whole {
+		kind = recLast
+	}
+	t.put(makeWord(kind, n, 0), writeLen+n)
+	if n > small {
+		t.commit() // the peer can begin
+	}
+	t.moved += n
+	return whole, nil
+}
+
+// written tells the peer of a write whose bytes it has.
+func (t *tx) written(o *op) (whole bool, err error) {
+	rec, err := t.record(writeLen)
+	if rec == nil {
+		return false, err
+	}
+	describe(rec, o, o.off, o.n)
+	t.put(makeWord(recWritten, 0, 0), writeLen)
+	return true, nil
+}
+
+// describe fills the words of a write.
+func describe(rec []byte, o *op, off, n uint64) {
+	put64(rec, 1, o.id)
+	put64(rec, 2, o.token)
+	put64(rec, 3, off)
+	put64(rec, 4, n)
+	put64(rec, 5, uint64(o.imm))
+}
+
+// next is the next bytes of src, at least 1 and at most limit. They must be
+// there.
+func (c *cursor) next(src []mem.Span, limit uint64) mem.Span {
+	for c.off == src[c.span].Len {
+		c.span++
+		c.off = 0
+	}
+	s := src[c.span]
+	n := min(s.Len-c.off, limit)
+	s = mem.Span{Addr: s.Addr + uintptr(c.off), Len: n}
+	c.off += n
+	c.done += n
+	return s
+}
+
+// complete takes the oldest operation off the queue if it has ended: all have
+// when the Conn is down.
+func (t *tx) complete(down bool) (user uint64, sent, ok bool) {
+	if t.done == t.sent && !(down && t.done != t.end) {
+		return 0, false, false
+	}
+	o := &t.ops[t.done%txDepth]
+	o.src = nil
+	if sent = t.done != t.sent; !sent {
+		t.sent++
+	}
+	t.done++
+	return o.user, sent, true
+}
+
+// trim frees the buffer for large frames if it is idle.
+func (t *tx) trim() {
+	if !t.unsent() && cap(t.held) > txHeld {
+		t.held = nil
+	}
+}

@@ -1,0 +1,378 @@
+"""Pinned processes, each with one node or several, that do what the parent tells them.
+
+The parent measures nothing itself: while the others are busy it is blocked.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from fserver.errors import Error
+
+from .errors import BenchError, WrongDataError
+
+START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
+TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
+
+
+def transport_settings(transport: str) -> dict[str, str]:
+    """The settings that choose a transport: all that a benchmark knows about the choice."""
+    return {"FSERVER_TRANSPORT": transport, "BYTEPS_ENABLE_IPC": "0" if transport == "tcp" else "1"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node is in its cluster: what it takes to make it."""
+
+    role: str  # "worker" or "server"
+    rank: int
+    workers: int
+    servers: int
+    scheduler: str
+    settings: dict[str, str]
+    host: str | None = None  # its address; None: chosen
+
+
+Factory = Callable[[Place], Any]
+"""Makes a node, connected; the node is a context manager."""
+
+
+def real_node(place: Place) -> Any:
+    """A node of fserver. Server 0 has the scheduler in it."""
+    import fserver
+
+    options: dict[str, Any] = {
+        "scheduler": place.scheduler,
+        "workers": place.workers,
+        "servers": place.servers,
+        "node_rank": place.rank,
+        "host": place.host,
+        "settings": place.settings,
+        "init_timeout": START_TIMEOUT,
+    }
+    if place.role == "worker":
+        return fserver.Worker(**options)
+    return fserver.Server(**options, host_scheduler=place.rank == 0)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Who plays: fserver, or what a test puts in its place. Picklable."""
+
+    worker: Factory = real_node
+    server: Factory = real_node
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an exchange moves.
+
+    Each worker pushes tensors of `out` bytes to all servers, and each server answers it with
+    tensors of `back` bytes: with those that it got (op push_pull), with its own (pull), or with
+    none (push; back is empty). There are `stages` sets of tensors, used in turn; the keys of a
+    set follow on `key` and on each other. Each tensor has at least 8 bytes. Rounds are counted
+    in units of `unit` exchanges, a multiple of `stages`.
+    """
+
+    op: str
+    out: tuple[int, ...]
+    back: tuple[int, ...] = ()
+    key: int = 0
+    stages: int = 1
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the crew. `part` is the class of peers.py or another module of this package
+    that obeys in it, as "module.Class"; it holds nodes of one role."""
+
+    name: str
+    part: str
+    role: str
+    core: int | None = None
+    nodes: int = 1
+
+
+class Peer:
+    """One of the processes, seen from the parent. A process that somebody else started ends by
+    itself."""
+
+    def __init__(self, member: Member, conn: Connection, process: Any = None):
+        self.name, self.member = member.name, member
+        self._conn, self._process = conn, process
+
+    @classmethod
+    def spawn(cls, member: Member, nodes: Nodes) -> "Peer":
+        """Starts the process: a fork of one that has torch imported and nothing running."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([f"{__package__}.peers"])
+        conn, theirs = context.Pipe()
+        make = nodes.worker if member.role == "worker" else nodes.server
+        process = context.Process(
+            target=_child, args=(theirs, member.part, make, member.core), daemon=True
+        )
+        process.start()
+        theirs.close()
+        return cls(member, conn, process)
+
+    def fileno(self) -> int:
+        """Readable when `result` does not block."""
+        return self._conn.fileno()
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Starts a method of the peer; `result` waits for it."""
+        self._conn.send((method, args))
+
+    def result(self) -> Any:
+        """What the method returned; waits for it."""
+        try:
+            outcome, value = self._conn.recv()
+        except (EOFError, ConnectionResetError):
+            status = ""
+            if self._process is not None:
+                self._process.join(5)
+                status = f" with status {self._process.exitcode}"
+            raise BenchError(f"the {self.name} ended{status}") from None
+        if outcome == "wrong":
+            raise WrongDataError(f"the {self.name} got wrong data: {value}")
+        if outcome != "ok":
+            text, reason = value
+            raise BenchError(f"the {self.name} failed: {text}", reason)
+        return value
+
+    def end(self, timeout: float) -> None:
+        """Waits for the process to end by itself, then ends it."""
+        if self._process is not None:
+            self._process.join(timeout)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+        self._conn.close()
+
+
+class Crew:
+    """The processes of a benchmark, and at most one cluster at a time of nodes in them."""
+
+    def __init__(self, peers: Sequence[Peer]):
+        self.peers = list(peers)
+
+    def __getitem__(self, name: str) -> Peer:
+        return next(peer for peer in self.peers if peer.name == name)
+
+    def all(self, method: str, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """Runs the method of that name in all; gives their results in order."""
+        for peer in self.peers:
+            peer.tell(method, *args)
+        return self.results(timeout)
+
+    def workers(self, method: str, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """The same; only the results of processes that hold workers."""
+        results = self.all(method, *args, timeout=timeout)
+        return [
+            result
+            for peer, result in zip(self.peers, results, strict=True)
+            if peer.member.role == "worker"
+        ]
+
+    def one(self, name: str, method: str, *args: Any) -> Any:
+        """Runs a method in one process alone."""
+        self[name].tell(method, *args)
+        return self.results(peers=[self[name]])[0]
+
+    def results(self, timeout: float = TIMEOUT, peers: Sequence[Peer] | None = None) -> list[Any]:
+        """Waits for all (of `peers`).
+
+        Raises:
+            WrongDataError: one of them got wrong data.
+            BenchError: one of them failed. Who fails first is reported, and who has failed by
+                then: the others often only wait for it.
+        """
+        peers = self.peers if peers is None else peers
+        end = time.monotonic() + timeout
+        results: dict[str, Any] = {}
+        waiting = list(peers)
+        while waiting:
+            ready = wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                names = " and ".join(peer.name for peer in waiting)
+                raise BenchError(f"no answer from {names} in {timeout:g} s")
+            failures = []
+            for peer in ready:
+                waiting.remove(peer)
+                try:
+                    results[peer.name] = peer.result()
+                except BenchError as error:
+                    failures.append(error)
+            wrong = [error for error in failures if isinstance(error, WrongDataError)]
+            if wrong or len(failures) == 1:
+                raise (wrong or failures)[0]
+            if failures:
+                raise BenchError("\n".join(map(str, failures)), failures[0].reason)
+        return [results[peer.name] for peer in peers]
+
+    @contextlib.contextmanager
+    def cluster(
+        self,
+        transport: str,
+        counts: dict[str, int] | None = None,
+        host: str | None = None,
+        scheduler: str | None = None,
+    ) -> Iterator[None]:
+        """Makes nodes in the processes, connects them, and lets them leave together.
+
+        Args:
+            transport: what carries the bytes.
+            counts: nodes of a process, by its name (default: what its member says).
+            host: address of this host for all of them (default 127.0.0.1).
+            scheduler: "host:port". Then the crew is one process with one node, and its
+                counterpart is elsewhere.
+        """
+        sizes = [(counts or {}).get(p.name, p.member.nodes) for p in self.peers]
+        total = {"worker": 0, "server": 0}
+        for peer, size in zip(self.peers, sizes, strict=True):
+            total[peer.member.role] += size
+        if scheduler:
+            total = {"worker": 1, "server": 1}
+        settings = transport_settings(transport)
+        if not scheduler and not {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(os.environ):
+            settings["FSERVER_SECRET"] = secrets.token_hex(16)
+        with contextlib.ExitStack() as stack:
+            address = scheduler or stack.enter_context(_port(host or "127.0.0.1"))
+            given = {"worker": 0, "server": 0}
+            for peer, size in zip(self.peers, sizes, strict=True):
+                role = peer.member.role
+                first = given[role]
+                given[role] += size
+                peer.tell(
+                    "connect",
+                    [
+                        Place(role, r, total["worker"], total["server"], address, settings, host)
+                        for r in range(first, first + size)
+                    ],
+                )
+            self.results(START_TIMEOUT)
+            yield
+            self.all("leave")
+
+
+@contextlib.contextmanager
+def start(members: Sequence[Member], nodes: Nodes) -> Iterator[Crew]:
+    """Starts the processes, and ends them."""
+    peers: list[Peer] = []
+    with ending(peers):
+        for member in members:
+            peers.append(Peer.spawn(member, nodes))
+        crew = Crew(peers)
+        crew.results(START_TIMEOUT)
+        yield crew
+
+
+@contextlib.contextmanager
+def ending(peers: list[Peer]) -> Iterator[None]:
+    """Ends the processes with the block: at once if it failed."""
+    good = False
+    try:
+        yield
+        good = True
+    finally:
+        for peer in peers:
+            if good:
+                with contextlib.suppress(OSError):
+                    peer.tell("end")
+        for peer in peers:
+            peer.end(30 if good else 0)
+
+
+@contextlib.contextmanager
+def pair(
+    nodes: Nodes,
+    transport: str,
+    cores: tuple[int, int] | None,
+    host: str | None = None,
+    worker: str = "peers.WorkerPart",
+) -> Iterator[Crew]:
+    """A worker and a server, connected. Results come in this order."""
+    worker_core, server_core = cores or (None, None)
+    members = [
+        Member("worker", worker, "worker", worker_core),
+        Member("server", "peers.ServerPart", "server", server_core),
+    ]
+    with start(members, nodes) as crew, crew.cluster(transport, host=host):
+        yield crew
+
+
+@contextlib.contextmanager
+def _port(host: str) -> Iterator[str]:
+    """A port that nobody else is given meanwhile: a socket that is bound and does not listen
+    holds it, and the scheduler, which sets SO_REUSEADDR too, can listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        yield (
+            f"[{host}]:{holder.getsockname()[1]}"
+            if ":" in host
+            else (f"{host}:{holder.getsockname()[1]}")
+        )
+
+
+def _child(conn: Connection, part: str, make: Factory, core: int | None) -> None:
+    """Life of one process: pinned before any library starts a thread, then orders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    for variable in list(os.environ):
+        if variable.startswith(("DMLC_", "STEPMESH_")):  # roles, ranks and addresses of others
+            del os.environ[variable]
+    obey(conn, lambda: load(part)(make))
+
+
+def load(part: str) -> type:
+    """The class that "module.Class" of this package names."""
+    module, _, name = part.rpartition(".")
+    return getattr(importlib.import_module(f".{module}", __package__), name)
+
+
+def obey(conn: Connection, make: Callable[[], Any]) -> None:
+    """Does what the parent says until it says "end"; ends the process with status 1 if it fails.
+
+    Each answer is a pair: "ok" and what the method returned, "wrong" and the text of a
+    WrongDataError, or "failed", what to print and the text of the error.
+    """
+    part = None
+    try:
+        part = make()
+        conn.send(("ok", None))
+        while True:
+            method, args = conn.recv()
+            if method == "end":
+                return
+            conn.send(("ok", getattr(part, method)(*args)))
+    except EOFError:
+        status = 1  # the parent is gone
+    except WrongDataError as error:
+        status = _report(conn, "wrong", str(error))
+    except BaseException as error:
+        expected = isinstance(error, Error)  # its text says it all
+        text = str(error) if expected else f"\n{traceback.format_exc()}"
+        status = _report(conn, "failed", (text, str(error)))
+    if part is not None:
+        part.close()
+    sys.exit(status)
+
+
+def _report(conn: Connection, outcome: str, value: Any) -> int:
+    with contextlib.suppress(OSError):
+        conn.send((outcome, value))
+    return 1

@@ -1,0 +1,103 @@
+"""`fserver bench ipc`: every way inside a host, side by side."""
+
+import argparse
+import contextlib
+from typing import Any
+
+from . import report
+from .baseline import OF_TRANSPORT, WAYS
+from .crew import Crew, Nodes, pair
+from .errors import BenchError
+from .options import choose_cores, open_baseline, parser, sizes
+from .pingpong import cases
+from .turns import CrewPlayer, Player, take_turns
+
+SIZES = "64,512,4K,32K,256K,1M,4M,16M,64M"
+
+
+def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
+    """Runs the benchmark; returns the exit status."""
+    options = _parser().parse_args(argv)
+    cores = choose_cores(options.cores)
+    facts = report.begin(options, cores)
+    table, rows = report.Table(), []
+    print(table.header(), flush=True)
+    chosen = list(OF_TRANSPORT) if options.transport == "auto" else [options.transport]
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(report.Progress(len(options.sizes) * options.rounds, "ipc"))
+        players: dict[str, Player] = {}
+        reasons: dict[str, str] = {}
+        says: dict[str, dict[str, Any]] = {}
+        for transport in chosen:
+            try:
+                players[transport] = CrewPlayer(_open(stack, nodes, transport, cores))
+            except BenchError as error:
+                reasons[transport] = error.reason
+        for way in WAYS:
+            raw, says[way] = open_baseline(stack, options, way, cores)
+            if raw:
+                players[way] = raw
+        for case in cases(options.sizes, ["push_pull"]):
+            (out,), (back,) = case.out, case.back
+            for player in players.values():
+                if isinstance(player, CrewPlayer):
+                    player.prepare(case)
+                else:
+                    player.prepare(out, back)
+            results = take_turns(
+                list(players.values()),
+                options.rounds,
+                options.seconds,
+                options.iters,
+                done=bar.step,
+            )
+            found = dict(zip(players, results, strict=True))
+            for way in [*chosen, *(way for way in WAYS if way in found)]:
+                moved = (way, "push_pull", out, back)
+                if way in reasons:
+                    row = report.skipped(*moved, reasons[way])
+                elif way in WAYS:
+                    row = report.row(*moved, found[way], [])
+                else:
+                    raw_way = OF_TRANSPORT[way]
+                    row = report.row(*moved, found[way], found.get(raw_way, []), **says[raw_way])
+                bar.print(table.line(row))
+                rows.append(row)
+    report.finish(options, "ipc", facts, rows)
+    return 0
+
+
+def _open(
+    stack: contextlib.ExitStack, nodes: Nodes, transport: str, cores: tuple[int, int] | None
+) -> Crew:
+    """A pair that uses this transport and no other.
+
+    Raises:
+        BenchError: it cannot be had.
+    """
+    with contextlib.ExitStack() as own:
+        crew = own.enter_context(pair(nodes, transport, cores))
+        links = crew.workers("links")[0]
+        if links != [transport]:
+            raise BenchError(f"asked for {transport}, connected over {'+'.join(links)}")
+        stack.enter_context(own.pop_all())
+    return crew
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "ipc",
+        "Times push_pull and wait between two processes of this host over each transport, and in "
+        "turn with them what can be had in C on the same cores: raw tcp (a socket), raw cma "
+        "(process_vm_writev and a flag in shared memory), raw shm (a copy into shared memory, "
+        "read in place, and a flag). The ratio of a transport is to the raw way that does the "
+        "same. A transport that cannot be used here is skipped with the reason. Every answer's "
+        "number is checked, and between rounds all bytes of an exchange into poisoned memory.",
+        seconds=(0.2, "about so long a round of each way"),
+        transport="auto",
+        rounds=5,
+    )
+    made.add_argument(
+        "--sizes", type=sizes, default=SIZES, metavar="LIST", help=f"bytes (default {SIZES})"
+    )
+    return made

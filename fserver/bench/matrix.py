@@ -1,0 +1,142 @@
+"""`fserver bench matrix`: every place, every operation, every device."""
+
+import argparse
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from . import report
+from .crew import Case, Crew, Member, Nodes, pair, start
+from .joint import joint
+from .options import choose_cores, one_of, parser, sizes
+from .pingpong import OPS, cases, measure
+
+PLACES = ("local", "remote", "joint")
+DEVICES = ("cpu", "gpu")
+NO_ADDRESS = "this host has no address but loopback (two hosts: --scheduler and --role)"
+NO_GPU = "this benchmark makes CPU tensors only"
+COLUMNS = (
+    report.Column("place", -6, "place", str),
+    report.Column("device", -6, "device", str),
+    *report.COLUMNS,
+)
+
+
+def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
+    """Runs the benchmark; returns the exit status."""
+    made = _parser()
+    options = made.parse_args(argv)
+    if bool(options.scheduler) != bool(options.role):
+        made.error("--scheduler and --role go together: one command on each of two hosts")
+    cores = choose_cores(options.cores)
+    facts = report.begin(options, cores)
+    if options.role == "server":
+        return _serve(options, cores, nodes)
+    if options.role:
+        options.places = ["remote"]
+    planned = cases(options.sizes, options.ops)
+    table, rows = report.Table(COLUMNS), []
+    print(table.header(), flush=True)
+    total = len(options.places) * len(planned) * options.rounds
+    with report.Progress(total, "matrix") as bar:
+        for row in _run(options, planned, cores, nodes, bar):
+            bar.print(table.line(row))
+            rows.append(row)
+    report.finish(options, "matrix", facts, rows)
+    return 0
+
+
+def _run(
+    options: argparse.Namespace,
+    planned: list[Case],
+    cores: tuple[int, int] | None,
+    nodes: Nodes,
+    bar: report.Progress,
+) -> Iterator[dict[str, Any]]:
+    for place in options.places:
+        through_itself = place == "remote" and not options.role
+        host = own_address() if through_itself else None
+        if through_itself and not host:
+            reasons = {"cpu": NO_ADDRESS, "gpu": NO_ADDRESS}
+        else:
+            with _crew(options, place, host, cores, nodes) as crew:
+                refused = crew.one("worker", "problem", {"STEPMESH_BACKEND": "GPU"})
+                for row in measure(crew, options, planned, cores, bar, host):
+                    yield {"place": place, "device": "cpu", **row}
+            reasons = {"gpu": refused or NO_GPU}
+        for device, reason in reasons.items():
+            for case in planned:
+                moved = (options.transport, case.op, sum(case.out), sum(case.back))
+                yield report.skipped(*moved, reason, place=place, device=device)
+
+
+@contextlib.contextmanager
+def _crew(
+    options: argparse.Namespace,
+    place: str,
+    host: str | None,
+    cores: tuple[int, int] | None,
+    nodes: Nodes,
+) -> Iterator[Crew]:
+    """The worker, and the server if it is on this host."""
+    if options.role:
+        options.no_baseline = "both processes of the baseline are on one host"
+        member = Member("worker", "remote.CommandingWorker", "worker", cores and cores[0])
+        with start([member], nodes) as crew:
+            with crew.cluster("tcp", host=options.host, scheduler=options.scheduler):
+                yield crew
+    elif place == "joint":
+        with joint(options.transport, cores) as crew:
+            yield crew
+    else:
+        transport = "tcp" if place == "remote" else options.transport
+        with pair(nodes, transport, cores, host) as crew:
+            yield crew
+
+
+def _serve(options: argparse.Namespace, cores: tuple[int, int] | None, nodes: Nodes) -> int:
+    """The server of two hosts."""
+    member = Member("server", "remote.ObeyingServer", "server", cores and cores[1])
+    print(f"bench: waiting for the worker at {options.scheduler}", file=sys.stderr)
+    with start([member], nodes) as crew:
+        with crew.cluster("tcp", host=options.host, scheduler=options.scheduler):
+            crew.all("serve", timeout=24 * 3600)
+    return 0
+
+
+def own_address() -> str | None:
+    """An IPv4 address of this host that is not loopback: the one that routes out. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address = probe.getsockname()[0]
+    return None if address.startswith("127.") else address
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "matrix",
+        "Times pushes and pulls between a worker and a server, in turn with the raw baseline. "
+        "Places: local, two processes of this host over --transport; remote, over TCP through "
+        "this host's own address that is not loopback (the kernel still carries it inside the "
+        "host), or between two hosts: run it on both with --scheduler HOST:PORT, an address of "
+        "the server's host, and --role; joint, a pair that DMLC_ROLE=joint starts, over "
+        "--transport. Every answer's number is checked, and between rounds all bytes of an "
+        "exchange into poisoned memory.",
+        seconds=(0.2, "about so long a round of each"),
+        transport="auto",
+        rounds=5,
+    )
+    add = made.add_argument
+    add("--sizes", type=sizes, default="4K,1M", metavar="LIST", help="bytes (default 4K,1M)")
+    for name, allowed in (("places", PLACES), ("ops", OPS)):
+        text = ",".join(allowed)
+        add(f"--{name}", type=one_of(allowed), default=text, metavar="LIST", help=f"of {text}")
+    add("--scheduler", metavar="HOST:PORT", help="two hosts: an address of the server's host")
+    add("--role", choices=("worker", "server"), help="two hosts: what this one is")
+    add("--host", metavar="ADDRESS", help="two hosts: the address of this one to use")
+    return made

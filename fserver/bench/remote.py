@@ -1,0 +1,64 @@
+"""A pair on two hosts: the worker tells the server what to do through fserver itself, with pushes
+of JSON under a key that no case has."""
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+
+from .crew import Case
+from .peers import TIMEOUT_MS, ServerPart, WorkerPart
+
+CONTROL = 1 << 63
+METHODS = ("prepare", "verify", "measure")
+
+
+class CommandingWorker(WorkerPart):
+    """Does what its parent says, and has the server do its part of it."""
+
+    def prepare(self, case: Case) -> None:
+        self._command("prepare", dataclasses.asdict(case))
+        super().prepare(case)
+
+    def verify(self, seed: int) -> None:
+        self._command("verify", seed)
+        super().verify(seed)
+
+    def measure(self, warmup: int, count: int) -> dict[str, Any]:
+        self._command("measure", warmup, count)
+        return super().measure(warmup, count)
+
+    def _command(self, method: str, *args: Any) -> None:
+        text = bytearray(json.dumps([method, *args]).encode())
+        node = self.nodes[0]
+        node.wait(
+            node.push_pull([torch.frombuffer(text, dtype=torch.uint8)], [CONTROL], [], []),
+            TIMEOUT_MS,
+        )
+
+
+class ObeyingServer(ServerPart):
+    """Does what the worker says."""
+
+    def serve(self) -> None:
+        """Returns when the worker has left."""
+        from fserver import ClosedError
+
+        node = self.nodes[0]
+        while True:
+            try:
+                ((handler, tensors, keys),) = node.get_batch()
+            except ClosedError:
+                return
+            if keys != [CONTROL]:
+                raise AssertionError(f"a push of keys {keys}, where a command was to come")
+            method, *args = json.loads(bytes(tensors[0].tolist()))
+            node.respond([], handler)
+            if method not in METHODS:
+                raise AssertionError(f"{method!r}: no such command")
+            if method == "prepare":
+                (fields,) = args
+                fields = {**fields, "out": tuple(fields["out"]), "back": tuple(fields["back"])}
+                args = [Case(**fields)]
+            getattr(self, method)(*args)

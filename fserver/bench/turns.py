@@ -1,0 +1,79 @@
+"""One engine for all comparisons: those that are compared take turns, A B C A B C, so that what
+else the machine does hits all of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .crew import Case, Crew
+
+Figures = dict[str, Any]
+"""Of one round: iters, p50_us, p99_us, ... and what a benchmark adds."""
+
+
+class Player(Protocol):
+    """One way to move bytes. Its case has been prepared."""
+
+    unit: int  # exchanges that `measure` counts as one
+
+    def check(self, seed: int) -> None:
+        """Outside of the timed part: exchanges that are compared byte by byte."""
+
+    def measure(self, warmup: int, count: int) -> Figures:
+        """One round of `count` times `unit` timed exchanges; p50_us is of a single one."""
+
+
+class CrewPlayer:
+    """Workers and servers of fserver."""
+
+    def __init__(self, crew: Crew):
+        self._crew = crew
+        self.unit = 1
+
+    def prepare(self, case: Case) -> None:
+        """The case of the next rounds."""
+        self.unit = case.unit
+        self._crew.all("prepare", case)
+
+    def check(self, seed: int) -> None:
+        self._crew.all("verify", seed)
+
+    def measure(self, warmup: int, count: int) -> Figures:
+        """Of the slowest process, if several hold workers."""
+        results = self._crew.workers("measure", warmup, count)
+        return max(results, key=lambda figures: figures["p50_us"])
+
+
+def take_turns(
+    players: Sequence[Player],
+    rounds: int,
+    seconds: float,
+    iters: int | None = None,
+    longest: int = 100_000,
+    done: Callable[[], None] = lambda: None,
+) -> list[list[Figures]]:
+    """Measures all players in turn; gives the figures of each one's rounds.
+
+    Args:
+        seconds: about how long a round of one player is.
+        iters: exchanges of a round instead, in the largest unit of the players.
+        longest: exchanges that a round has at most.
+        done: called after each round of all.
+    """
+    largest = max(player.unit for player in players)
+    counts = []
+    for player in players:
+        player.check(0)
+        if iters is None:
+            trial = max(10 // player.unit, 1)
+            p50 = player.measure(1, trial)["p50_us"]
+            count = min(max(int(seconds * 1e6 / p50 / player.unit), trial), longest)
+        else:
+            count = iters * largest // player.unit
+        counts.append(count)
+    results: list[list[Figures]] = [[] for _ in players]
+    for turn in range(rounds):
+        for player, count, figures in zip(players, counts, results, strict=True):
+            figures.append(player.measure(min(max(count // 10, 1), 500), count))
+            player.check(turn + 1)
+        done()
+    return results
