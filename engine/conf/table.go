@@ -312,19 +312,16 @@ var table = []setting{
 		section: "Loss",
 		name:    "PS_RESEND",
 		value:   onOff("0", func(c *Config) *bool { return &c.Resend }),
-		effect:  "transports that lose messages",
-		meaning: "send again what is not acknowledged",
+		meaning: "number and acknowledge frames (control messages, not the bytes of tensors), and send again what is not acknowledged; the same on all nodes",
 	}, {
 		name:    "PS_RESEND_TIMEOUT",
 		value:   milliseconds("1000", time.Millisecond, time.Hour, func(c *Config) *time.Duration { return &c.ResendTimeout }),
-		effect:  "transports that lose messages",
-		meaning: "how long to wait for that",
+		meaning: "how long to wait for that; it doubles each time, up to 16 times as long",
 	}, {
 		name:    "PS_DROP_MSG",
 		older:   []spelling{{name: "STEPMESH_DROP_RATE"}},
 		value:   number("0", 0, 100, func(c *Config) *int { return &c.DropPercent }),
-		effect:  "transports that lose messages",
-		meaning: "percentage of messages to lose on purpose",
+		meaning: "percentage of frames that this node loses on purpose instead of sending them; without PS_RESEND, the calls that need them end in TimeoutError",
 	},
 }
 

@@ -185,7 +185,8 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	if err == nil {
 		var list []transport.Fabric
 		if list, err = fabrics(cfg, n.gate, log); err == nil {
-			err = n.enter(list)
+			err = n.lossy(list)
+			err = errors.Join(err, n.enter(list))
 		}
 	}
 	if cfg.Transport != conf.Auto {
@@ -407,7 +408,9 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 	case l.kind == linkPeer:
 		err = n.data(l, ev)
 	case l.kind == linkWaiting:
-		err = l.keep(ev)
+		if err = l.keep(ev); err == nil {
+			n.admitAll()
+		}
 	case ev.Kind == transport.EvFrame:
 		n.control(cluster.Input{Kind: cluster.Frame, Conn: l.id, Data: ev.Data})
 	default:
