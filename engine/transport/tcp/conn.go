@@ -20,6 +20,7 @@ type Conn struct {
 	queued   bool  // in Fabric.queue
 	readable bool  // the socket may have bytes; for the visit that comes next
 	announce bool  // EvAccept is still to be given
+	hidden   bool  // epoll does not watch for bytes, because Poll looks each time
 	armed    bool  // epoll waits for the socket to take bytes
 	closed   bool  // by its own user: no EvDown
 	txErr    error // why sending ended; what the peer had sent before is still read

@@ -39,7 +39,7 @@ func (f *Fabric) poll(ev []transport.Event) (int, error) {
 	if c := f.guess(); c != nil && len(ev) > 0 {
 		c.readable = true
 		n, moved = f.visit(c, ev)
-		ask = len(f.conns) > 1 && (n == 0 || f.seq%4 == 0)
+		ask = len(f.conns) > 1 && (n == 0 && !c.hidden || f.seq%4 == 0)
 	}
 	if ask {
 		if err := f.find(); err != nil {
@@ -47,7 +47,9 @@ func (f *Fabric) poll(ev []transport.Event) (int, error) {
 		}
 	}
 	for left := f.queue.n; left > 0 && n < len(ev) && moved < pollBytes; left-- {
-		k, m := f.visit(f.queue.pop(), ev[n:])
+		c := f.queue.pop()
+		c.readable = c.readable || c.hidden
+		k, m := f.visit(c, ev[n:])
 		n += k
 		moved += m
 	}
@@ -70,6 +72,34 @@ func (f *Fabric) guess() *Conn {
 		return c
 	}
 	return nil
+}
+
+// hideAfter is after how many reads in a row from one Conn epoll is told to
+// leave it alone, until FD is asked for: telling an epoll of each packet, and the
+// epoll around that, is a part of what sending to a socket costs.
+const hideAfter = 64
+
+// hide says whether epoll is to leave c alone. Of the Conns only recent may be
+// hidden.
+func (f *Fabric) hide(c *Conn, hidden bool) {
+	if c != nil && c.hidden != hidden && c.err == nil {
+		c.hidden = hidden
+		f.watch(c)
+	}
+}
+
+// watch tells epoll what to watch c for.
+func (f *Fabric) watch(c *Conn) {
+	ev := unix.EpollEvent{Fd: int32(c.fd)}
+	if !c.hidden {
+		ev.Events = unix.EPOLLIN
+	}
+	if c.armed {
+		ev.Events |= unix.EPOLLOUT
+	}
+	if err := unix.EpollCtl(f.epoll, unix.EPOLL_CTL_MOD, c.fd, &ev); err != nil {
+		f.fail(c, fmt.Errorf("watch the socket: %w", err))
+	}
 }
 
 // find queues the Conns whose sockets are ready.
@@ -176,13 +206,7 @@ func (f *Fabric) send(c *Conn) {
 	}
 	if watch := full && c.unsent() && c.txErr == nil; watch != c.armed {
 		c.armed = watch
-		ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(c.fd)}
-		if watch {
-			ev.Events |= unix.EPOLLOUT
-		}
-		if err := unix.EpollCtl(f.epoll, unix.EPOLL_CTL_MOD, c.fd, &ev); err != nil {
-			f.fail(c, fmt.Errorf("watch the socket: %w", err))
-		}
+		f.watch(c)
 	}
 }
 
@@ -233,9 +257,12 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 			break
 		}
 		if c != f.recent {
+			f.hide(f.recent, false)
 			f.recent, f.streak = c, 0
 		}
-		f.streak++
+		if f.streak++; f.streak == hideAfter {
+			f.hide(c, true)
+		}
 		x.take(uint64(k))
 		m, bad := x.parse(c, ev[n:], f.seq)
 		n += m

@@ -211,6 +211,10 @@ func hostPort(peer transport.Addr) (string, error) {
 func (f *Fabric) FD() int {
 	f.owner.Lock()
 	defer f.owner.Unlock()
+	if f.recent != nil && f.recent.hidden {
+		f.hide(f.recent, false)
+		f.streak = 2 // as guess wants it
+	}
 	if missed := f.missed.Swap(false); !f.closed && (missed || f.queue.n > 0) {
 		f.ring()
 	}
