@@ -116,7 +116,11 @@ func Probe(settings []string, limit time.Duration) ([]byte, error) {
 	}
 	g := newGate(cfg)
 	g.me.Role, g.me.Rank = wire.RoleWorker, -1
-	f, err := tcp.Open(tcp.Options{Gate: g})
+	id, err := identity(cfg)
+	if err != nil {
+		return nil, err
+	}
+	f, err := tcp.Open(tcp.Options{Gate: g, TLS: id})
 	if err != nil {
 		return nil, fmt.Errorf("node: probe: %w", err)
 	}

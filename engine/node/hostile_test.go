@@ -169,6 +169,9 @@ func TestTLSMesh(t *testing.T) {
 
 	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
 	_, port := splitPort(t, m.scheduler.Info().Address)
+	b, err := Probe(append(shape{1, 1, 1}.settings("worker", 0, 0, port), way...), 5*time.Second)
+	require.NoError(t, err)
+	require.Contains(t, string(b), `"accepted":true`)
 	for want, settings := range map[string][]string{
 		"the peer speaks TLS (set FSERVER_TLS=on":                    {secret},
 		"the peer's certificate does not come from our secret":       {"FSERVER_TLS=on", "FSERVER_SECRET=another secret, also long"},
