@@ -319,12 +319,19 @@ func (n *Node) Describe() ([]byte, error) {
 // own takes the token, waiting for the pass that is under way. False means
 // that the node is closed.
 func (n *Node) own() bool {
-	for !n.token.CompareAndSwap(false, true) {
+	if n.token.CompareAndSwap(false, true) {
+		return true
+	}
+	n.wanted.Add(1)
+	defer n.wanted.Add(-1)
+	for looks := 1; !n.token.CompareAndSwap(false, true); looks++ {
 		if n.stopped.Load() {
 			return false
 		}
-		runtime.Gosched()
-		yield()
+		if looks%mostLooks == 0 {
+			runtime.Gosched()
+			yield()
+		}
 	}
 	return true
 }

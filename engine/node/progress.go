@@ -26,6 +26,7 @@ import (
 // and are woken when something has ended, or to take over.
 type progress struct {
 	token   atomic.Bool  // held: somebody makes a pass
+	wanted  atomic.Int32 // callers who wait for the token; the poller lets them go first
 	callers atomic.Int32 // inside await
 	driven  atomic.Int64 // when the last caller left await, nanoseconds
 
@@ -255,6 +256,11 @@ func watching[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 	}
 }
 
+// mostLooks is how often the poller looks whether a caller has got the token, 1 to
+// 2 ns each, before it goes on: one who does not run is not waited for. Without
+// the wait a get_batch over TCP took 28 µs to get in between two passes.
+const mostLooks = 1000
+
 // looksPerClock is how often a caller looks at its condition, at 2 ns, between
 // two looks at the clock.
 const looksPerClock = 32
@@ -409,6 +415,8 @@ func (n *Node) poller() {
 	n.bind()
 	now := trace.Now()
 	for quiet := now; !n.stopped.Load(); {
+		for looks := 0; n.wanted.Load() > 0 && looks < mostLooks; looks++ {
+		}
 		found, mine := n.drive(now)
 		now = trace.Now()
 		switch idle := now - quiet; {
