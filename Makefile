@@ -4,6 +4,7 @@
 # PYTHON=CMD  the Python that makes .venv
 # MAX_JOBS=N  compilers at a time
 # ARGS=...    options for `make demo` and `make bench`
+# N=50 SEED=7 TRANSPORT=auto   for `make chaos`: kills, their seed, how bytes travel
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +17,9 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 FUZZTIME ?= 30s
+N ?= 50
+SEED ?=
+TRANSPORT ?= auto
 
 BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
@@ -28,7 +32,7 @@ GO = $(shell $(BUILDER) go)
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test lint bench fuzz device-bundle clean
+.PHONY: help setup engine ext af demo test lint bench chaos fuzz device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -80,6 +84,9 @@ lint: setup ## format, vet, static checks, generated files
 
 bench: ext ## round trips between two processes, against raw C (fserver bench --help: more)
 	@$(BIN)/fserver bench pingpong $(ARGS)
+
+chaos: ext ## kill N members of a cluster at random and start them again (N=50, SEED=..., TRANSPORT=auto)
+	@$(BIN)/python tests/chaos/chaos.py --kills $(N) --transport $(TRANSPORT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	@for package in $$($(GO) list ./...); do
