@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fserver
 
@@ -62,6 +62,15 @@ MEMBERS = [Name("scheduler", 0), *(Name(r, i) for r in ("worker", "server") for 
 
 
 CLOSE, OPEN = 1, 2
+
+TAKEN_FOR_LOST = 3  # exit status of a process whose node was closed by the others
+
+
+def enter(*args: Any) -> None:
+    """What a process starts with. The driver has no need of torch, and does not import it."""
+    from member import main
+
+    main(*args)
 
 
 class Row(ctypes.Structure):

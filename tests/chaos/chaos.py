@@ -29,12 +29,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from board import CLOSE, MEMBERS, OPEN, SHAPES, Board, Name, Row, Shape
+from board import (
+    CLOSE,
+    MEMBERS,
+    OPEN,
+    SHAPES,
+    TAKEN_FOR_LOST,
+    Board,
+    Name,
+    Row,
+    Shape,
+    enter,
+)
 
 HEARTBEAT_TIMEOUT = 2.0
 KNOWN_LIMIT = 1.0  # seconds; of a member that is stopped, from the time-out of heartbeats
 REJOINED_LIMIT = 2.0
 HANG = 20.0  # seconds after which what is waited for will not come
+START = 120.0  # the same for the first processes, which import torch
 
 WAYS = {
     "kill": "kill -9",
@@ -93,12 +105,10 @@ class Process:
     def __init__(
         self, cluster: Cluster, row: int, name: Name, run: int, options: dict[str, Any], log: Path
     ):
-        from member import main
-
         board = cluster.board
         self.name, self.row = name, board.rows[row]
         args = (board.path, board.count, row, cluster.shape, name, run, options, str(log))
-        self._process = self._context.Process(target=main, args=args, daemon=True)
+        self._process = self._context.Process(target=enter, args=args, daemon=True)
         self.started = time.monotonic()
         self._process.start()
 
@@ -134,7 +144,7 @@ class Cluster:
             "group_size": shape.group_size,
             "transport": transport,
             "on_peer_lost": mode,
-            "init_timeout": HANG,
+            "init_timeout": START,
             "settings": {
                 "PS_HEARTBEAT_INTERVAL": "0.3",
                 "PS_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT),
@@ -147,7 +157,7 @@ class Cluster:
     def open(self) -> None:
         for name in self.shape.members():
             self.start(name)
-        self.wait_for(self.whole, "the cluster is not complete")
+        self.wait_for(self.whole, "the cluster is not complete", limit=START)
 
     def start(self, name: Name) -> None:
         """Starts the next run of a member."""
@@ -164,7 +174,11 @@ class Cluster:
         return {name: p.row for name, p in self.members.items() if name.role != "scheduler"}
 
     def wait_for(
-        self, met: Callable[[], bool], otherwise: str, but: tuple[Name, ...] = ()
+        self,
+        met: Callable[[], bool],
+        otherwise: str,
+        but: tuple[Name, ...] = (),
+        limit: float = HANG,
     ) -> float:
         """Waits until met; gives the time. All processes run meanwhile, but those named.
 
@@ -172,10 +186,10 @@ class Cluster:
             Hang: it is not met in time.
             Ended: a process ended.
         """
-        end = time.monotonic() + HANG
+        end = time.monotonic() + limit
         while not met():
             if time.monotonic() > end:
-                raise Hang(f"{otherwise} after {HANG:g} s")
+                raise Hang(f"{otherwise} after {limit:g} s")
             for name, process in self.members.items():
                 if name not in but and process.ended() is not None:
                     raise Ended(f"{name} has ended with status {process.ended()}")
@@ -280,8 +294,6 @@ class Cluster:
 
     def check_end(self, kill: Kill, process: Process) -> None:
         """One that was killed has ended as it should."""
-        from member import TAKEN_FOR_LOST
-
         status = process.ended()
         if status is None:
             raise Hang(f"{process.name}, which was to end by {WAYS[kill.way]}, runs on")

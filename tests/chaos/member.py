@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from board import CLOSE, MEMBERS, OPEN, Board, Name, Shape
+from board import CLOSE, MEMBERS, OPEN, TAKEN_FOR_LOST, Board, Name, Shape
 
 import fserver
 
@@ -202,9 +202,6 @@ class Member:
                     continue
                 self.row.exchanges += 1
                 self.row.met[MEMBERS.index(worker)] = run
-
-
-TAKEN_FOR_LOST = 3  # exit status of a process whose node was closed by the others
 
 
 def main(
