@@ -20,6 +20,7 @@ FUZZTIME ?= 30s
 N ?= 50
 SEED ?=
 TRANSPORT ?= auto
+COUNT ?= 1000000
 
 BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
@@ -32,7 +33,7 @@ GO = $(shell $(BUILDER) go)
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test lint bench chaos fuzz device-bundle clean
+.PHONY: help setup engine ext af demo test lint bench chaos soak fuzz device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -87,6 +88,19 @@ bench: ext ## round trips between two processes, against raw C (fserver bench --
 
 chaos: ext ## kill N members of a cluster at random and start them again (N=50, SEED=..., TRANSPORT=auto)
 	@$(BIN)/python tests/chaos/chaos.py --kills $(N) --transport $(TRANSPORT) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# In a process that has warmed up, nothing may grow.
+soak: ext ## COUNT (1,000,000) push_pulls each way inside a host and in both modes: does anything grow?
+	@status=0
+	for way in "tcp auto" "cma direct" "cma staged"; do
+	  for mode in caller thread; do
+	    read -r transport copies <<<"$$way"
+	    echo "soak: $$way, progress by $$mode"
+	    FSERVER_CMA=$$copies FSERVER_PROGRESS=$$mode $(BIN)/fserver bench soak --transport $$transport \
+	      --count $(COUNT) --limit 0 $(ARGS) || status=1
+	  done
+	done
+	exit $$status
 
 fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	@for package in $$($(GO) list ./...); do
