@@ -4,6 +4,8 @@
 # PYTHON=CMD  the Python that makes .venv
 # MAX_JOBS=N  compilers at a time
 # ARGS=...    options for `make demo` and `make bench`
+# N=50 SEED=7 TRANSPORT=auto   for `make chaos`: kills, their seed, how bytes travel
+# COUNT=1000000   push_pulls of each part of `make soak`
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +18,10 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 FUZZTIME ?= 30s
+N ?= 50
+SEED ?=
+TRANSPORT ?= auto
+COUNT ?= 1000000
 
 BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
@@ -31,7 +37,7 @@ GO = $(shell $(BUILDER) go)
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test lint bench pgo fuzz device-bundle clean
+.PHONY: help setup engine ext af demo test lint bench pgo chaos soak fuzz device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -86,6 +92,23 @@ bench: ext ## round trips between two processes, against raw C (fserver bench --
 
 pgo: setup ## measure what the engine does, for the compiler: engine/cabi/default.pgo
 	@$(GO) test ./engine/node -run '^$$' -bench PushPull -benchtime 300000x -cpuprofile engine/cabi/default.pgo -o build/node.test
+
+chaos: ext ## kill N members of a cluster at random and start them again (N=50, SEED=..., TRANSPORT=auto)
+	@$(BIN)/python tests/chaos/chaos.py --kills $(N) --transport $(TRANSPORT) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# Nothing may grow but what Go keeps for goroutines that wait, which ends at 12 KiB for each core that
+# it uses (its lists of sudogs: 128 of 96 bytes).
+soak: ext ## COUNT (1,000,000) push_pulls each way inside a host and in both modes: does anything grow?
+	@status=0
+	for way in "tcp auto" "cma direct" "cma staged"; do
+	  for mode in caller thread; do
+	    read -r transport copies <<<"$$way"
+	    echo "soak: $$way, progress by $$mode"
+	    FSERVER_CMA=$$copies FSERVER_PROGRESS=$$mode $(BIN)/fserver bench soak --transport $$transport \
+	      --count $(COUNT) --limit 65536 $(ARGS) || status=1
+	  done
+	done
+	exit $$status
 
 fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	@for package in $$($(GO) list ./...); do

@@ -258,7 +258,7 @@ func (m *Member) tick() {
 	case m.now >= m.leaveBy:
 		m.end(&EndedError{fmt.Sprintf("not all members wanted to leave within %v", m.cfg.Timing.Leave)})
 	case m.hb.due(m.now):
-		m.send(wire.AppendSignal(nil, wire.TypeHeartbeat))
+		m.send(beat)
 	}
 }
 

@@ -40,7 +40,7 @@ func (s *Scheduler) succeeds(c *conn, g *wire.Register) (why string) {
 	}
 	c.Member, c.waits, old.rival = g.Member, old, c
 	s.send(old, wire.AppendSignal(nil, wire.TypePing))
-	s.send(c, wire.AppendSignal(nil, wire.TypeHeartbeat)) // so that it knows that it is here
+	s.send(c, beat) // so that it knows that it is here
 	return ""
 }
 

@@ -42,9 +42,10 @@ type Scheduler struct {
 	heard    uint64         // the latest view that a member of an earlier scheduler had
 	changed  []bool         // seats whose owner has been lost, or has come, since then
 	barriers [wire.BarrierKinds]barrier
-	scan     int64 // no connection's time is up before this
-	expectBy int64 // when a member is lost that an earlier scheduler knew and this one does not
-	emptyBy  int64 // when a cluster ends of which nobody is left
+	scan     int64   // no connection's time is up before this
+	due      []int64 // room for tick
+	expectBy int64   // when a member is lost that an earlier scheduler knew and this one does not
+	emptyBy  int64   // when a cluster ends of which nobody is left
 	endBy    int64
 	err      error // of Ended
 	out      []Output
@@ -230,7 +231,15 @@ func (s *Scheduler) deadline(c *conn) int64 {
 // tick does what is due.
 func (s *Scheduler) tick() {
 	if s.now >= s.scan {
-		for _, id := range slices.Sorted(maps.Keys(s.conns)) {
+		due := s.due[:0]
+		for id, c := range s.conns {
+			if s.now >= s.deadline(c) {
+				due = append(due, id)
+			}
+		}
+		slices.Sort(due)
+		s.due = due
+		for _, id := range due {
 			c, ok := s.conns[id]
 			if !ok || s.now < s.deadline(c) {
 				continue
@@ -252,7 +261,6 @@ func (s *Scheduler) tick() {
 		}
 	}
 	if s.hb.due(s.now) {
-		beat := wire.AppendSignal(nil, wire.TypeHeartbeat)
 		s.all(beat)
 		for _, c := range s.seats {
 			if c != nil && c.rival != nil {
@@ -363,7 +371,7 @@ func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
 	s.sit(c, &g.Member)
 	s.rails[c.rail()] = c
 	if s.seated < len(s.seats) {
-		s.send(c, wire.AppendSignal(nil, wire.TypeHeartbeat)) // so that it knows that it is here
+		s.send(c, beat) // so that it knows that it is here
 		return ""
 	}
 	s.known = make([]wire.Member, len(s.seats))

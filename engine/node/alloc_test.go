@@ -4,6 +4,7 @@ package node
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -73,4 +74,19 @@ func BenchmarkPushPull(b *testing.B) {
 			m.stop()
 		})
 	}
+}
+
+// TestHeartbeatAllocations gates what a cluster does that moves nothing: a node
+// that sends and takes heartbeats allocates nothing.
+func TestHeartbeatAllocations(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{2, 1, 1}, "PS_HEARTBEAT_INTERVAL=0.001", "PS_HEARTBEAT_TIMEOUT=10")
+	var sink counter
+	beats := func() { // some 20 of each node
+		require.ErrorIs(t, m.servers[0].GetBatch(&sink, 20*time.Millisecond, true), ErrAgain)
+	}
+	for range 10 {
+		beats()
+	}
+	require.Zero(t, testing.AllocsPerRun(20, beats))
+	m.stop()
 }

@@ -3,7 +3,6 @@ package node
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -46,11 +45,18 @@ func (n *Node) nextTimer() int64 {
 	return cluster.Never
 }
 
-// outputs does what the state machine asks for.
+// outputs does what the state machine asks for. That may step the machine again,
+// which ends the validity of out, so that it is copied: to the end of todo, behind
+// those of the calls that this one is inside of.
 func (n *Node) outputs(out []cluster.Output) {
-	out = slices.Clone(out) // what we do may step the machine again
+	first := len(n.todo)
+	n.todo = append(n.todo, out...)
+	defer func() {
+		clear(n.todo[first:])
+		n.todo = n.todo[:first]
+	}()
 	for i := range out {
-		o := &out[i]
+		o := n.todo[first+i]
 		switch o.Kind {
 		case cluster.Send:
 			if l := n.controlLink(o.Conn); l != nil {
@@ -118,7 +124,8 @@ const maxStuck = 1024
 // reported before its link was known. The end of any other is reported by itself.
 func (n *Node) sendFrame(l *link, frame []byte) {
 	if len(l.frames) == 0 {
-		k, err := l.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: frame}})
+		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame}
+		k, err := l.conn.Post(n.frame[:])
 		if err != nil && l.kind != linkMember && n.links[l.conn] == l {
 			_ = l.conn.Close()
 			n.down(l, err)

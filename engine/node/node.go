@@ -83,7 +83,9 @@ type Node struct {
 	met       bool          // all peers are connected
 	back      comingBack    // of peers and of this node
 	stuck     []*link       // with frames that back-pressure held up
-	stopErr   error         // what happened while leaving
+	frame     [1]transport.Op
+	todo      []cluster.Output // of the calls of outputs under way
+	stopErr   error            // what happened while leaving
 	barriers  map[uint64]*barrier
 }
 

@@ -7,6 +7,7 @@ first 8 bytes of the first tensor that is pushed, and of all that come back, car
 
 import ctypes
 import gc
+import os
 import resource
 import time
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+from fserver import _loader
 
 from .crew import Case, Factory, Place
 from .errors import WrongDataError
@@ -160,9 +163,14 @@ class Part:
         """The transports that this process's nodes use."""
         return sorted({link.transport for node in self.nodes for link in node.links()})
 
-    def memory(self) -> int:
-        """Resident memory in bytes."""
-        return resident()
+    def counts(self) -> dict[str, int]:
+        """What must not grow: resident memory in bytes, open descriptors, goroutines."""
+        goroutines = _loader.load().live()[2]
+        return {
+            "resident_bytes": resident(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "goroutines": goroutines,
+        }
 
 
 class Lane:

@@ -1,4 +1,4 @@
-"""`fserver bench soak`: does memory grow?"""
+"""`fserver bench soak`: does anything grow?"""
 
 import argparse
 import sys
@@ -8,11 +8,17 @@ from . import report
 from .crew import Case, Crew, Nodes, pair
 from .options import choose_cores, parser, size
 
-PARTS = 10  # memory is read after each, so that the results show when it grew
+PARTS = 10  # the counts are read after each, so that the results show when they grew
+COUNTS = {
+    "resident_bytes": "resident bytes",
+    "descriptors": "descriptors",
+    "goroutines": "goroutines",
+}
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
-    """Runs the benchmark; returns 1 if memory grew by more than --limit."""
+    """Runs the benchmark; returns 1 if memory grew by more than --limit, or anything else grew
+    while there is a limit."""
     options = _parser().parse_args(argv)
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
@@ -21,35 +27,47 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         report.Progress(PARTS, "soak", "part") as bar,
     ):
         two.all("prepare", Case("push_pull", (options.size,), (options.size,)))
-        two.all("verify", 1)
+        two.all("verify", 0)
         count, warmup = _counts(options, two)
         timeout = 60 + count / 100
         two.all("run", warmup, timeout=timeout)
-        resident = [two.all("memory")]
+        two.all("verify", 0)
+        counts = [two.all("counts")]
         start = time.monotonic()
         for part in range(PARTS):
             two.all("run", count * (part + 1) // PARTS - count * part // PARTS, timeout=timeout)
-            resident.append(two.all("memory"))
+            two.all("verify", part + 1)
+            counts.append(two.all("counts"))
             bar.step()
         seconds = time.monotonic() - start
-        two.all("verify", 2)
+        links = two.workers("links")[0]
     print(
-        f"{count} push_pulls of {report.show_size(options.size)} each way "
-        f"in {seconds:.1f} s, after {warmup} to warm up"
+        f"{count} push_pulls of {report.show_size(options.size)} each way over "
+        f"{' and '.join(links) or options.transport} in {seconds:.1f} s, after {warmup} to warm up"
     )
     titles = "after warm-up", "half way", "at the end", "growth"
-    print("resident bytes  " + "".join(f"{title:>15}" for title in titles))
+    print(f"{'':<24}" + "".join(f"{title:>15}" for title in titles))
     rows = []
-    for role, sizes in zip(("worker", "server"), zip(*resident, strict=True), strict=True):
-        growth = sizes[-1] - sizes[0]
-        print(f"{role:<16}{sizes[0]:>15}{sizes[PARTS // 2]:>15}{sizes[-1]:>15}{growth:>15}")
-        rows.append({"role": role, "resident_bytes": sizes, "growth_bytes": growth})
+    for role, of in zip(("worker", "server"), zip(*counts, strict=True), strict=True):
+        row: dict[str, object] = {"role": role, "links": links}
+        for key, title in COUNTS.items():
+            now = [c[key] for c in of]
+            growth = now[-1] - now[0]
+            print(f"{role:<8}{title:<16}{now[0]:>15}{now[PARTS // 2]:>15}{now[-1]:>15}{growth:>15}")
+            row[key] = now
+            row[f"growth_{key.removeprefix('resident_')}"] = growth
+        rows.append(row)
     report.finish(options, "soak", facts, rows, count=count, bytes_each_way=options.size)
-    worst = max(row["growth_bytes"] for row in rows)
-    if options.limit is not None and worst > options.limit:
-        print(f"bench: memory grew by {worst} bytes, more than {options.limit}", file=sys.stderr)
-        return 1
-    return 0
+    if options.limit is None:
+        return 0
+    failed = False
+    for key, title in COUNTS.items():
+        worst = max(row[f"growth_{key.removeprefix('resident_')}"] for row in rows)
+        limit = options.limit if key == "resident_bytes" else 0
+        if worst > limit:
+            print(f"bench: {title} grew by {worst}, more than {limit}", file=sys.stderr)
+            failed = True
+    return int(failed)
 
 
 def _counts(options: argparse.Namespace, two: Crew) -> tuple[int, int]:
@@ -64,12 +82,17 @@ def _counts(options: argparse.Namespace, two: Crew) -> tuple[int, int]:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "soak",
-        "Resident memory of worker and server before and after many push_pulls, of which each "
-        "answer's number is checked, and before and after all bytes of one.",
+        "Memory, descriptors and goroutines of worker and server over many push_pulls. Of each, "
+        "the answer's number is checked, and all bytes of one after each tenth.",
         seconds=(None, "about so long in all, instead of --count and --warmup"),
     )
     made.add_argument("--count", type=int, default=200_000, help="push_pulls (default 200000)")
     made.add_argument("--warmup", type=int, default=50_000, help="before (default 50000)")
     made.add_argument("--size", type=size, default=4096, help="bytes each way (default 4K)")
-    made.add_argument("--limit", type=int, metavar="BYTES", help="fail if either grows by more")
+    made.add_argument(
+        "--limit",
+        type=int,
+        metavar="BYTES",
+        help="fail if either's memory grows by more, or a descriptor or goroutine is left",
+    )
     return made

@@ -123,6 +123,15 @@ class LeakingServer(FakeServer):
         super().respond(tensors, handler)
 
 
+class HoardingServer(FakeServer):
+    """Opens a file for every request."""
+
+    def respond(self, tensors, handler):
+        self.files = getattr(self, "files", [])
+        self.files.append(os.open("/dev/null", os.O_RDONLY))
+        super().respond(tensors, handler)
+
+
 def worker(place):
     host, port = place.scheduler.split(":")
     end = time.monotonic() + 60
@@ -138,6 +147,10 @@ def server(place, kind=FakeServer):
     host, port = place.scheduler.split(":")
     with Listener((host, int(port))) as listener:
         return kind(listener.accept())
+
+
+def hoarding_server(place):
+    return server(place, HoardingServer)
 
 
 def leaking_server(place):
@@ -607,7 +620,15 @@ def test_soak(tmp_path, capsys):
     for row in rows:
         sizes = row["resident_bytes"]
         assert len(sizes) == 1 + soak.PARTS and row["growth_bytes"] == sizes[-1] - sizes[0]
+        assert row["growth_goroutines"] == 0 and min(row["goroutines"]) > 0
+        assert min(row["descriptors"]) > 3
     assert rows[0]["growth_bytes"] < 1_000_000 < 100 * 65536 // 2 <= rows[1]["growth_bytes"]
+
+
+def test_soak_counts_descriptors(capsys):
+    argv = ["--count", "20", "--warmup", "20", "--size", "64", "--limit", "100000000"]
+    assert soak.main(argv, Nodes(worker, hoarding_server)) == 1
+    assert "descriptors grew by" in capsys.readouterr().err
 
 
 def test_idle(tmp_path, capsys):

@@ -60,6 +60,8 @@ def answer(node: fserver.Server, rounds: int | None = None) -> int:
                 node.respond([x + 1], handler)
             except fserver.PeerLostError:
                 losses += 1
+            except fserver.ClosedError:  # the test is over
+                return losses
         if rounds is not None:
             rounds -= 1
     return losses

@@ -1,0 +1,93 @@
+package cma
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// FuzzRecords reads random rings. Nothing may panic, write beside a region, or give
+// more than the ring has.
+func FuzzRecords(f *testing.F) {
+	const size, guard, ringLen = 1 << 10, 64, 1 << 13
+	const key, token = 1 << slotBits, 42
+	record := func(w uint64, words ...uint64) []byte {
+		b := make([]byte, wordLen*(1+len(words)))
+		put64(b, 0, w)
+		for i, v := range words {
+			put64(b, 1+i, v)
+		}
+		return b
+	}
+	write := func(kind uint8, n, off, claimed uint64) []byte {
+		b := record(makeWord(uint64(kind), n, 0), key, token, off, claimed, 7)
+		return append(b, make([]byte, n)...)
+	}
+	frame := record(makeWord(recFrame, 8, 8), 1)
+	f.Add([]byte{}, false)
+	f.Add(frame, false)
+	f.Add(append(frame, record(makeWord(recSkip, 0, 0))...), true)
+	f.Add(append(record(makeWord(recFrame, 8, 16), 1), record(makeWord(recFrame, 8, 16), 2)...), false)
+	f.Add(record(makeWord(recFrame, 8, transport.MaxFrame), 1), false)
+	f.Add(append(write(recPart, 16, 0, 16), write(recLast, 8, 16, 8)...), false)
+	f.Add(write(recLast, 8, size-7, 8), true)
+	f.Add(write(recWritten, 0, 8, size-8), true)
+	f.Add(write(recWritten, 0, 8, 1<<63), true)
+	memory := make([]byte, guard+size+guard)
+	r := mem.Region{Addr: mem.Of(memory[guard : guard+size]).Addr, Len: size, Dev: mem.CPU}
+	known := &regions{slots: []region{{Region: r, id: key, token: token}}}
+
+	f.Fuzz(func(t *testing.T, b []byte, direct bool) {
+		for i := range memory {
+			memory[i] = 0xA5
+		}
+		ring := make([]byte, ringLen)
+		copy(ring, b)
+		fab := &Fabric{arena: make([]byte, 0, arenaSize)}
+		x := &rx{consumer: consumer{ring: ring}, regions: known, direct: direct}
+		for x.pos < 2*ringLen { // twice, as after a skip
+			w := x.peek()
+			if w == 0 {
+				break
+			}
+			before := x.pos
+			var ev transport.Event
+			made, taken, err := x.take(fab, w, &ev)
+			if err != nil {
+				break
+			}
+			if !taken { // until the next Poll
+				require.False(t, made)
+				fab.arena = fab.arena[:0]
+				fab.seq++
+				continue
+			}
+			require.Greater(t, x.pos, before)
+			require.LessOrEqual(t, len(ev.Data), transport.MaxFrame)
+		}
+		require.Equal(t, guard, bytes.Count(memory[:guard], []byte{0xA5}))
+		require.Equal(t, guard, bytes.Count(memory[guard+size:], []byte{0xA5}))
+	})
+}
+
+// FuzzNote takes random messages of the set-up: what one says is the same when it is
+// sent again, and can be told to people.
+func FuzzNote(f *testing.F) {
+	f.Add((&note{mode: Direct, there: verdict{kind: tryError, errno: 1}, word: 1, number: 2}).encode())
+	f.Add(bytes.Repeat([]byte{0xFF}, noteLen))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var n, again note
+		if len(b) != noteLen || n.decode(b) != nil {
+			return
+		}
+		for _, v := range []verdict{n.there, n.back} {
+			_ = v.reason("here", "there") + v.remedy()
+		}
+		require.NoError(t, again.decode(n.encode()))
+		require.Equal(t, n, again)
+	})
+}

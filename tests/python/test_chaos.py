@@ -1,0 +1,43 @@
+"""A few random kills. `make chaos` makes more."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CHAOS = Path(__file__).parents[1] / "chaos" / "chaos.py"
+
+
+def test_kills(tmp_path: Path) -> None:
+    """One in each of five clusters, of all shapes and both modes; every role is killed."""
+    results = tmp_path / "chaos.json"
+    argv = [sys.executable, str(CHAOS), "--kills", "5", "--seed", "39", "--json", str(results)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    print(done.stdout, done.stderr)
+    found = json.loads(results.read_text())
+    assert (found["kills"], found["hangs"], found["ended"], found["wrong"]) == (5, [], [], 0)
+    assert found["exchanges"] > 0
+    assert {turn["mode"] for turn in found["turns"]} == {"raise", "wait"}
+    assert done.returncode == 0
+
+
+def test_wrong_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another exchange, run, rank or server, and a single flipped bit."""
+    monkeypatch.syspath_prepend(str(CHAOS.parent))
+    member = importlib.import_module("member")
+    pattern, answer_to, head = member.pattern, member.answer_to, member.HEAD
+    x = pattern(4096, 1, 2, 3)
+    assert torch.equal(x, pattern(4096, 1, 2, 3))
+    y = answer_to(x, 0, 7)
+    for other in (pattern(4096, 0, 2, 3), pattern(4096, 1, 3, 3), pattern(4096, 1, 2, 4)):
+        assert not torch.equal(x, other) and not torch.equal(x[head:], other[head:])
+        assert not torch.equal(y, answer_to(other, 0, 7))
+    assert not torch.equal(y[head:], answer_to(x, 1, 7)[head:])
+    y[-1] ^= 1
+    assert not torch.equal(y, answer_to(x, 0, 7))
