@@ -63,7 +63,10 @@ func (l *letter) receive(fd int) (n, passed int, e unix.Errno) {
 	l.head = unix.Msghdr{Iov: &l.vec, Iovlen: 1, Control: &l.control[0]}
 	l.head.SetControllen(len(l.control))
 	n, e = result(unix.RawSyscall(unix.SYS_RECVMSG, uintptr(fd), uintptr(unsafe.Pointer(&l.head)), unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC))
-	if e == 0 && l.head.Flags&unix.MSG_CTRUNC != 0 {
+	if e != 0 {
+		return 0, -1, e
+	}
+	if l.head.Flags&unix.MSG_CTRUNC != 0 {
 		e = unix.EPROTO
 	}
 	if l.head.Controllen == 0 {
