@@ -134,6 +134,11 @@ Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
   if (size != bytes)
     refuse("size in bytes", bytes);
   *key = Ref::steal(PyLong_FromUnsignedLongLong(k));
+  // The worker's own memory, for this request alone: nothing is kept of it.
+  if (slot == FS_LENT)
+    return Ref::steal(make_tensor(
+        adopt(pointer(address), bytes, pointer(buffer), release_buffer), dtype,
+        dims, ndim));
   // Without bytes there is no receive buffer.
   return Ref::steal(bytes ? make_tensor(memory_of(slot, buffer, address, bytes),
                                         dtype, dims, ndim)

@@ -172,6 +172,7 @@ type Config struct {
 
 	Transport Transport
 	SameHost  bool // same-host transports may be used
+	Loans     bool // a server takes tensors that are lent
 	CMAMode   CMAMode
 	Ptracer   bool // let processes of the same user write into this one
 	Backend   Backend
