@@ -37,11 +37,10 @@ def empty_shared(
 
     shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     like = torch.empty(shape, dtype=dtype, device="meta")  # type: ignore[arg-type]
-    made = torch.empty(0, dtype=like.dtype, device="cpu")
     if like.nbytes == 0:
-        return made.reshape(like.shape)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     storage = extension.shared_bytes(like.nbytes).untyped_storage()
-    return made.set_(storage, 0, like.shape)
+    return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape)
 
 
 def shared_like(tensor: torch.Tensor) -> torch.Tensor:

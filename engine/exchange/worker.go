@@ -321,7 +321,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	s.needs, l.lends = s.needs[:0], l.lends[:0]
 	for i, k := range l.keys {
 		x := &t.push[i]
-		lend := x.Span.Len != 0 && s.lender != nil && (k.lend || !k.asked) && s.lender.Lends(x.Span)
+		lend := s.lender != nil && (k.lend && s.lender.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
 		l.lends = append(l.lends, lend)
 		if lend && k.lend { // it touches no buffer
 			continue
@@ -510,7 +510,8 @@ func (w *Worker) granted(s *server, v *wire.Buffers) error {
 		if k == nil {
 			return fmt.Errorf("exchange: a buffer for key %d, which was never pushed", b.Key)
 		}
-		if k.lend = b.Lend; k.lend {
+		if b.Lend {
+			k.lend = true
 			continue
 		}
 		if k.busy {

@@ -8,13 +8,19 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/exchange"
+	"fserver/engine/mem"
 )
 
 // counter takes a batch without keeping it.
-type counter struct{ handler uint64 }
+type counter struct{ handler, lent uint64 }
 
 func (c *counter) Batch(reqs []*exchange.Request) error {
 	c.handler = reqs[0].Handler()
+	for _, p := range reqs[0].Push() {
+		if p.Lent {
+			c.lent = p.Buffer
+		}
+	}
 	return nil
 }
 
@@ -26,12 +32,17 @@ func allocations(t *testing.T, way ...string) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
 	w, s := m.workers[0], m.servers[0]
 	x, y, out := tensor(t, 1, 512), tensor(t, 2, 3), tensor(t, 1, 512)
+	shared, err := mem.NewShared(8)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
+	z := exchange.Tensor{Span: mem.Span{Addr: shared.Region().Addr, Len: 8}, Dev: mem.CPU, Key: 3, Base: shared.Region(), Dims: []int64{8}}
 	var sink counter
 	once := func() {
 		ticket, err := w.BeginPushPull()
 		must(t, err)
 		must(t, ticket.AddPush(x))
 		must(t, ticket.AddPush(y))
+		must(t, ticket.AddPush(z))
 		must(t, ticket.AddPull(out))
 		id := ticket.ID()
 		must(t, w.PushPull(ticket))
@@ -42,6 +53,10 @@ func allocations(t *testing.T, way ...string) {
 		must(t, s.Respond(sink.handler, answer))
 		s.Flush()
 		must(t, w.Wait(id, 1e9, true))
+		if sink.lent != 0 {
+			must(t, m.buffers.Release(sink.lent))
+			sink.lent = 0
+		}
 	}
 	for range 1000 {
 		once()
