@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import resource
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from conftest import LIMIT, Child, Cluster, Parent, eventually, in_thread
 from test_push_pull import DTYPES, same
 
 import fserver
+from fserver import _loader
 
 MakeCluster = Callable[..., Cluster]
 MakeChild = Callable[..., Child]
@@ -36,8 +40,6 @@ def descriptors() -> int:
 
 
 def counters(node: Any) -> dict[str, Any]:
-    import json
-
     return json.loads(node._node.describe())
 
 
@@ -97,6 +99,7 @@ def test_sizes_that_there_are_not(size: Any) -> None:
 
 
 def test_goes_with_its_last_view() -> None:
+    fserver.empty_shared(1)  # loads the engine
     gc.collect()
     own, files = mappings()[0], descriptors()
     x = fserver.empty_shared(1000)
@@ -259,10 +262,12 @@ def test_alive_until_the_answer(lending: Cluster) -> None:
     assert settled(lending) == (own - 1, 0)
 
 
-def test_nothing_grows(nothing_left: None, lending: Cluster) -> None:
+def test_nothing_grows(lending: Cluster) -> None:
     for i in range(200):
-        answer(lending, *push(lending, fserver.empty_shared(5000).fill_(i))[1:])
-    before, files = settled(lending), descriptors()
+        seen, handler, h = push(lending, fserver.empty_shared(5000).fill_(i))
+        answer(lending, handler, h)
+    del seen
+    before, files, live = settled(lending), descriptors(), _loader.load().live()
     memory = Path("/proc/self/statm").read_text().split()
     for i in range(10_000):
         seen, handler, h = push(lending, fserver.empty_shared(5000).fill_(i))
@@ -270,6 +275,7 @@ def test_nothing_grows(nothing_left: None, lending: Cluster) -> None:
         answer(lending, handler, h)
     del seen
     assert (settled(lending), descriptors()) == (before, files)
+    assert _loader.load().live() == live
     grown = int(Path("/proc/self/statm").read_text().split()[1]) - int(memory[1])
     assert grown * os.sysconf("SC_PAGESIZE") < 32 << 20
 
@@ -292,8 +298,6 @@ def test_more_than_a_server_takes(lending: Cluster) -> None:
 
 
 def resource_limit() -> int:
-    import resource
-
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -426,8 +430,6 @@ def test_no_engine_before_the_call(child: MakeChild) -> None:
 
 
 def _without_node(parent: Parent) -> None:
-    import sys
-
     before = "fserver._C" in sys.modules
     x = fserver.empty_shared(3).fill_(5)
     parent.put((before, "fserver._C" in sys.modules))
