@@ -240,3 +240,33 @@ func TestBrokenLoans(t *testing.T) {
 	require.NoError(t, p.servers[0].Close())
 	require.Zero(t, views(t))
 }
+
+// TestLoanIsMadeAgain: to a lost server's successor, which is asked anew. One
+// that cannot be lent to is written to.
+func TestLoanIsMadeAgain(t *testing.T) {
+	for _, lends := range []bool{true, false} {
+		p := lending(t, 1)
+		p.w.BePatient()
+		id, err := p.pushPull([]Tensor{sharedOf(t, 1, 10, 4)}, nil)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		first := p.take(0)[0].Push()[0]
+		require.True(t, first.Lent)
+		require.NoError(t, p.buffers.Release(first.Buffer))
+		drain(p.to[0], p.w.Done)
+		p.w.Lose(0, errGone)
+		require.NoError(t, p.servers[0].Close())
+		p.to[0].lend = lends
+		p.succeed(0)
+		require.NoError(t, p.settle())
+		r := p.take(0)[0]
+		require.Equal(t, lends, r.Push()[0].Lent)
+		require.Equal(t, byte(4), r.Push()[0].Span.Bytes()[9])
+		if lends {
+			require.NoError(t, p.buffers.Release(r.Push()[0].Buffer))
+		}
+		require.NoError(t, p.respond(0, r))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(id))
+	}
+}
