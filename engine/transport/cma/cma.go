@@ -9,8 +9,8 @@
 // disk. What passed the Gate exchanges a segment of shared memory (memfd),
 // tries in both directions whether each side can write into the other
 // (attach.go), and passes the table of its regions if so. From then on the
-// socket carries only the byte that wakes a sleeper, and tells of the peer's
-// death. layout_unsafe.go has the layout of what is shared, ring.go the rings,
+// socket carries only the byte that wakes a sleeper, now and then with the
+// descriptor of shared memory, and tells of the peer's death. layout_unsafe.go has the layout of what is shared, ring.go the rings,
 // copy.go the one-copy writes, settle.go the end of a region, lend.go shared memory.
 //
 // Small writes go through the ring as well: two copies cost less than a system

@@ -13,7 +13,7 @@ import (
 // Conn is one connection. See transport.Conn.
 type Conn struct {
 	f      *Fabric
-	fd     int // the socket, which carries nothing but the byte that wakes
+	fd     int // the socket: bytes that wake, and descriptors of shared memory
 	remote string
 	hello  []byte
 	peer   process

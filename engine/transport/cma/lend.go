@@ -22,8 +22,8 @@ import (
 // at a loan then holds the mapping by itself.
 //
 // A side takes maxViews pieces of shared memory and maxViewBytes of them at a
-// time. Each counts until it is unmapped, whoever holds it; control.views says
-// how many are. The owner counts too, and lends nothing beyond: whoever asks
+// time. Each counts until it is unmapped, whoever holds it; control.views tells
+// the owner of that. The owner counts too, and lends nothing beyond: whoever asks
 // Lends writes instead.
 const (
 	maxViews     = 1024
