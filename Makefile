@@ -21,6 +21,9 @@ BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
 export GOTOOLCHAIN := local
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The functions of the GPU driver's library are bound when they are first used; some compilers
+# would have every test program bind them when it starts.
+export CGO_LDFLAGS ?= -O2 -g -Wl,-z,lazy
 # Expanded in recipes only, when setup has seen to it that there is one.
 GO = $(shell $(BUILDER) go)
 
@@ -28,7 +31,7 @@ GO = $(shell $(BUILDER) go)
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test lint bench fuzz device-bundle clean
+.PHONY: help setup engine ext af demo test lint bench pgo fuzz device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -80,6 +83,9 @@ lint: setup ## format, vet, static checks, generated files
 
 bench: ext ## round trips between two processes, against raw C (fserver bench --help: more)
 	@$(BIN)/fserver bench pingpong $(ARGS)
+
+pgo: setup ## measure what the engine does, for the compiler: engine/cabi/default.pgo
+	@$(GO) test ./engine/node -run '^$$' -bench PushPull -benchtime 300000x -cpuprofile engine/cabi/default.pgo -o build/node.test
 
 fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	@for package in $$($(GO) list ./...); do

@@ -8,6 +8,7 @@
 
 #include "args.h"
 #include "error.h"
+#include "host.h"
 #include "node.h"
 #include "process.h"
 #include "server.h"
@@ -18,8 +19,6 @@ namespace py = pybind11;
 
 namespace fserver {
 namespace {
-
-using Settings = std::vector<std::string>;
 
 // A method on the hot path. Costs 45 ns a call where pybind11's own dispatch
 // costs 170, or 390 with a keyword argument; a round trip makes four.
@@ -222,6 +221,17 @@ void define(py::module_ &m) {
       py::arg("bytes"), "A tensor of uint8 in shared memory.");
   m.def("settings", &settings_json, py::arg("settings"),
         "JSON of every setting, for \"NAME=value\" strings.");
+  m.def("host", &host_json, py::arg("settings"),
+        "JSON about this host, and what a node with these settings would make "
+        "of it.");
+  m.def(
+      "probe",
+      [](const Settings &settings, py::handle timeout_ms) {
+        return probe_json(settings,
+                          read_ms(timeout_ms.ptr(), {"probe", "timeout_ms"}));
+      },
+      py::arg("settings"), py::arg("timeout_ms"),
+      "JSON about the way to the scheduler that the settings name.");
   m.def(
       "live",
       [] {

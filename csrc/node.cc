@@ -7,33 +7,13 @@
 
 #include "args.h"
 #include "error.h"
+#include "host.h"
 #include "process.h"
 
 namespace fserver {
 namespace {
 
 std::vector<fs_node> open_nodes; // guarded by the GIL
-
-std::vector<const char *> pointers(const std::vector<std::string> &v) {
-  std::vector<const char *> p;
-  for (const std::string &s : v)
-    p.push_back(s.c_str());
-  return p;
-}
-
-// Text of a call f(buf, cap, &need) that says -ENOBUFS when it needs more.
-template <class F> std::string text_from(const char *call, F &&f) {
-  std::string text(4096, '\0');
-  for (;;) {
-    size_t need = 0;
-    int rc = f(text.data(), text.size(), &need);
-    if (rc != -ENOBUFS)
-      check(call, rc);
-    text.resize(need);
-    if (rc != -ENOBUFS)
-      return text;
-  }
-}
 
 } // namespace
 
@@ -159,14 +139,6 @@ void close_all() {
   for (int i = 0; i < 2000 && outside.load() != 0; i++)
     std::this_thread::sleep_for(milliseconds(1));
   PyEval_RestoreThread(state);
-}
-
-std::string settings_json(const std::vector<std::string> &settings) {
-  fserver::enter("settings");
-  auto list = pointers(settings);
-  return text_from("settings", [&](char *buf, size_t cap, size_t *need) {
-    return fs_settings(list.data(), list.size(), buf, cap, need);
-  });
 }
 
 } // namespace fserver

@@ -67,7 +67,4 @@ public:
 // the interpreter ends. For atexit.
 void close_all();
 
-// JSON of the settings (fs_settings).
-std::string settings_json(const std::vector<std::string> &settings);
-
 } // namespace fserver

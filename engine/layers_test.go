@@ -29,12 +29,14 @@ var layers = map[string][]string{
 	"transport/transporttest": {"mem", "transport"},
 	"transport/cma":           {"mem", "transport"},
 	"transport/inproc":        {"mem", "transport"},
+	"transport/lossy":         {"mem", "transport"},
 	"transport/tcp":           {"mem", "transport"},
+	"topo":                    {"conf"},
 	"cluster":                 {"wire"},
 	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
-		"cluster", "conf", "exchange", "mem", "trace", "transport",
-		"transport/cma", "transport/inproc", "transport/tcp", "wire",
+		"cluster", "conf", "exchange", "mem", "topo", "trace", "transport",
+		"transport/cma", "transport/inproc", "transport/lossy", "transport/tcp", "wire",
 	},
 	"cabi": {"conf", "mem", "node"},
 }

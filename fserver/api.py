@@ -49,6 +49,12 @@ def environment() -> dict[str, str]:
     }
 
 
+def inherited() -> dict[str, str]:
+    """What a node takes from the environment: ``environment()``, and which GPUs CUDA shows."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {**environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
+
+
 def _split(scheduler: str) -> tuple[str, str]:
     host, colon, port = scheduler.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -148,7 +154,7 @@ class Node:
         connect: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _VARIABLES}
-        merged = environment()
+        merged = inherited()
         merged.update({name: _text(value) for name, value in (settings or {}).items()})
         merged.update(
             {_VARIABLES[name]: _text(value) for name, value in given.items() if value is not None}

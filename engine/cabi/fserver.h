@@ -17,6 +17,11 @@
  *   EAGAIN       the slice of a waiting call is over: call again
  *   ENOBUFS      the buffer is too small; *need says what is needed
  *   everything else: a failure of the system or of the engine   (Error)
+ *
+ * The archive calls the library of the GPU driver, which need not be there,
+ * and binds it when it is first used. A program that is linked with it says
+ * -Wl,-z,lazy -Wl,--unresolved-symbols=ignore-in-object-files
+ * -Wl,--export-dynamic.
  */
 #ifndef FSERVER_H
 #define FSERVER_H
@@ -202,6 +207,18 @@ int fs_live(int64_t *nodes, int64_t *buffers, int64_t *goroutines);
  * as in fs_open, value and source. Also the warnings about unknown names. */
 int fs_settings(const char *const *settings, size_t n, char *buf, size_t cap,
                 size_t *need);
+
+/* JSON about this host: GPUs, interfaces, RDMA devices and how far they are
+ * from each other, cores, limits, clock, versions, and what a node with the n
+ * settings would make of it. May take seconds where a GPU driver starts. */
+int fs_host(const char *const *settings, size_t n, char *buf, size_t cap,
+            size_t *need);
+
+/* Tries the way to the scheduler that the n settings name, without joining its
+ * cluster, for at most timeout_ns. JSON says what came of it; that nobody
+ * answers is no error. After -ENOBUFS the next call tries again. */
+int fs_probe(const char *const *settings, size_t n, int64_t timeout_ns,
+             char *buf, size_t cap, size_t *need);
 
 #ifdef __cplusplus
 }

@@ -74,6 +74,17 @@ const (
 
 func (p Progress) String() string { return name(progresses, p) }
 
+// Built lists the transports of this build.
+func Built() []string {
+	var names []string
+	for i := range transports {
+		if t := Transport(i); t != Auto && t.built() {
+			names = append(names, t.String())
+		}
+	}
+	return names
+}
+
 // Backend is the kind of device that the tensors are on.
 type Backend uint8
 
@@ -176,10 +187,16 @@ type Config struct {
 	CMAMode   CMAMode
 	Ptracer   bool // let processes of the same user write into this one
 	Backend   Backend
+	Visible   string // CUDA_VISIBLE_DEVICES
 
 	Cluster    string // only nodes of the same cluster id talk to each other
 	Secret     Secret
 	secretFile string // where Secret was read, if it was
+
+	// With TLS and no TLSCert, certificates come from Secret and Cluster. No TLSCA
+	// means TLSCert itself.
+	TLS                    bool // on all connections over TCP
+	TLSCert, TLSKey, TLSCA PEM
 
 	InitTimeout       time.Duration // until the cluster is complete
 	StopTimeout       time.Duration // to leave together
@@ -213,6 +230,12 @@ type Config struct {
 // Scheduler is the scheduler's address, "host:port".
 func (c *Config) Scheduler() string {
 	return net.JoinHostPort(c.SchedulerHost, strconv.Itoa(c.SchedulerPort))
+}
+
+// PEM is a file in PEM and, with TLS, what it holds; empty if none was named.
+type PEM struct {
+	Path string
+	Text Secret
 }
 
 // Secret is what members prove to each other that they know. It does not show
@@ -251,7 +274,7 @@ const (
 type Listen struct {
 	Kind ListenKind
 	Name string
-	Open bool // other hosts can connect, and no secret keeps them out
+	Open bool // other hosts can connect, and neither secret nor certificate keeps them out
 }
 
 // Listen says where this node listens. What the user named comes first
@@ -262,7 +285,7 @@ type Listen struct {
 // Open is decided before names are resolved: when ListenHost or ListenRoute
 // turns out to be a loopback address, nothing is open after all.
 func (c *Config) Listen() Listen {
-	open := !c.Secret.IsSet()
+	open := !c.Secret.IsSet() && !c.TLS
 	switch {
 	case c.Local:
 		return Listen{Kind: ListenLoopback}

@@ -1,8 +1,13 @@
 package conf
 
 import (
+	"crypto/ed25519"
+	"crypto/rand"
+	"crypto/x509"
 	"encoding/json"
+	"encoding/pem"
 	"fmt"
+	"math/big"
 	"os"
 	"path/filepath"
 	"strings"
@@ -105,9 +110,14 @@ func TestEverySpelling(t *testing.T) {
 		"FSERVER_LOANS":           onOff,
 		"STEPMESH_BACKEND":        {map[string]string{"CPU": "CPU", "gpu": "GPU"}, []string{"any", "ROCM"}},
 		"STEPMESH_BAKCEND":        {map[string]string{"cpu": "CPU", "GPU": "GPU"}, []string{"any", "ROCM"}},
+		"CUDA_VISIBLE_DEVICES":    {map[string]string{"0, 1": "0, 1", "-1": "-1", "GPU-0a1b": "GPU-0a1b"}, nil},
 		"FSERVER_CLUSTER":         {map[string]string{"a": "a", strings.Repeat("x", 64): strings.Repeat("x", 64)}, []string{"a b", "a\x00", "é", strings.Repeat("x", 65)}},
 		"FSERVER_SECRET":          {map[string]string{" 0123456789abcdef ": "set"}, []string{"", "  "}},
 		"FSERVER_SECRET_FILE":     {nil, []string{"", "/nowhere/at/all", "/", "/dev/zero"}},
+		"FSERVER_TLS":             {map[string]string{"on": "on", "OFF": "off"}, []string{"1", "yes"}},
+		"FSERVER_TLS_CERT":        {map[string]string{" /a/b ": "/a/b"}, nil},
+		"FSERVER_TLS_KEY":         {map[string]string{"a": "a"}, nil},
+		"FSERVER_TLS_CA":          {map[string]string{"a": "a"}, nil},
 		"FSERVER_INIT_TIMEOUT":    limit,
 		"FSERVER_STOP_TIMEOUT":    limit,
 		"FSERVER_BARRIER_TIMEOUT": limit,
@@ -375,6 +385,72 @@ func TestSecret(t *testing.T) {
 	require.NotContains(t, string(Describe(with("FSERVER_SECRET_FILE="+ok))), s)
 }
 
+// certificate makes a certificate and its key in PEM.
+func certificate(t *testing.T, from, to time.Time) (cert, key string) {
+	t.Helper()
+	public, private, err := ed25519.GenerateKey(nil)
+	require.NoError(t, err)
+	c := x509.Certificate{SerialNumber: big.NewInt(1), NotBefore: from, NotAfter: to}
+	der, err := x509.CreateCertificate(rand.Reader, &c, &c, public, private)
+	require.NoError(t, err)
+	k, err := x509.MarshalPKCS8PrivateKey(private)
+	require.NoError(t, err)
+	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})),
+		string(pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: k}))
+}
+
+func TestTLS(t *testing.T) {
+	dir := t.TempDir()
+	file := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+		return path
+	}
+	day := 24 * time.Hour
+	certText, keyText := certificate(t, time.Now().Add(-day), time.Now().Add(day))
+	_, otherKey := certificate(t, time.Now().Add(-day), time.Now().Add(day))
+	oldText, oldKeyText := certificate(t, time.Now().Add(-2*day), time.Now().Add(-day))
+	newText, newKeyText := certificate(t, time.Now().Add(day), time.Now().Add(2*day))
+	cert, key := file("cert", certText), file("key", keyText)
+	other, junk := file("other", otherKey), file("junk", "no PEM")
+
+	// By files, and by the secret.
+	c := good(t, with("FSERVER_TLS=on", "FSERVER_TLS_CERT="+cert, "FSERVER_TLS_KEY="+key, "FSERVER_TLS_CA="+cert)...)
+	require.True(t, c.TLS)
+	require.Equal(t, certText, string(c.TLSCert.Text.Bytes()))
+	require.Equal(t, keyText, string(c.TLSKey.Text.Bytes()))
+	require.Equal(t, certText, string(c.TLSCA.Text.Bytes()))
+	require.NotContains(t, fmt.Sprintf("%+v", *c), "PRIVATE")
+	require.False(t, good(t, with("FSERVER_TLS=on", "FSERVER_TLS_CERT="+cert, "FSERVER_TLS_KEY="+key, "DMLC_PS_ROOT_URI=10.0.0.9")...).Listen().Open)
+	require.True(t, good(t, with("FSERVER_TLS=on", "FSERVER_SECRET=0123456789abcdef")...).TLS)
+	_, w := warned(t, with("FSERVER_TLS_CERT=/nowhere")...)
+	require.Equal(t, `conf: FSERVER_TLS_CERT="/nowhere" has no effect: FSERVER_TLS is off`, w)
+
+	for want, settings := range map[string][]string{
+		"conf: FSERVER_TLS=on has nothing to prove who is who: set FSERVER_TLS_CERT and FSERVER_TLS_KEY, or FSERVER_SECRET on all nodes": {},
+		fmt.Sprintf("conf: FSERVER_TLS_CERT=%q without its key: set FSERVER_TLS_KEY too", cert):                                          {"FSERVER_TLS_CERT=" + cert},
+		fmt.Sprintf("conf: FSERVER_TLS_KEY=%q without its certificate: set FSERVER_TLS_CERT too", key):                                   {"FSERVER_TLS_KEY=" + key},
+		fmt.Sprintf("conf: FSERVER_TLS_CA=%q without a certificate of this node: set FSERVER_TLS_CERT and FSERVER_TLS_KEY too", cert): {
+			"FSERVER_TLS_CA=" + cert, "FSERVER_SECRET=0123456789abcdef"},
+		`conf: FSERVER_TLS_CERT="/nowhere": no such file or directory (want a PEM file that this process can read)`: {
+			"FSERVER_TLS_CERT=/nowhere", "FSERVER_TLS_KEY=" + key},
+		`conf: FSERVER_TLS_KEY="/dev/zero": not a regular file (want a PEM file that this process can read)`: {
+			"FSERVER_TLS_CERT=" + cert, "FSERVER_TLS_KEY=/dev/zero"},
+		fmt.Sprintf("conf: FSERVER_TLS_CERT=%q and FSERVER_TLS_KEY=%q: tls: private key does not match public key (want a certificate and its own key, both in PEM)", cert, other): {
+			"FSERVER_TLS_CERT=" + cert, "FSERVER_TLS_KEY=" + other},
+		fmt.Sprintf("conf: FSERVER_TLS_CA=%q: no certificate in it: want one or more in PEM", junk): {
+			"FSERVER_TLS_CERT=" + cert, "FSERVER_TLS_KEY=" + key, "FSERVER_TLS_CA=" + junk},
+	} {
+		require.Equal(t, want, bad(t, with(append(settings, "FSERVER_TLS=on")...)...))
+	}
+	old, oldKey, early, earlyKey := file("old", oldText), file("oldkey", oldKeyText), file("new", newText), file("newkey", newKeyText)
+	require.Contains(t, bad(t, with("FSERVER_TLS=on", "FSERVER_TLS_CERT="+old, "FSERVER_TLS_KEY="+oldKey)...),
+		fmt.Sprintf("conf: FSERVER_TLS_CERT=%q has expired on ", old))
+	require.Contains(t, bad(t, with("FSERVER_TLS=on", "FSERVER_TLS_CERT="+early, "FSERVER_TLS_KEY="+earlyKey)...),
+		fmt.Sprintf("conf: FSERVER_TLS_CERT=%q is not valid before ", early))
+	require.Contains(t, bad(t, with("FSERVER_TLS=on", "FSERVER_TLS_CERT="+junk, "FSERVER_TLS_KEY="+key)...), "failed to find any PEM data")
+}
+
 func TestHeartbeat(t *testing.T) {
 	require.Equal(t, `conf: PS_HEARTBEAT_TIMEOUT is 10s and PS_HEARTBEAT_INTERVAL is 20s: want the time-out to be longer (0 turns either off)`,
 		bad(t, with("PS_HEARTBEAT_INTERVAL=20")...))
@@ -385,6 +461,7 @@ func TestHeartbeat(t *testing.T) {
 func TestDescribe(t *testing.T) {
 	var got struct {
 		Settings []map[string]any
+		Unknown  []map[string]string
 		Warnings []string
 		Errors   []string
 	}
@@ -392,6 +469,8 @@ func TestDescribe(t *testing.T) {
 	require.Len(t, got.Settings, len(table))
 	require.Equal(t, []string{`conf: DMLC_PORT="many": want a whole number from 0 to 65535`}, got.Errors)
 	require.Len(t, got.Warnings, 1)
+	require.Equal(t, "FSERVER_TYPO", got.Unknown[0]["name"])
+	require.Contains(t, names(), got.Unknown[0]["nearest"])
 	rows := map[string]map[string]any{}
 	for _, s := range got.Settings {
 		rows[s["name"].(string)] = s
@@ -410,6 +489,8 @@ func TestDescribe(t *testing.T) {
 
 	require.NoError(t, json.Unmarshal(Describe(nil), &got))
 	require.Equal(t, []string{}, got.Warnings)
+	require.Empty(t, got.Unknown)
+	require.Equal(t, "tcp", Built()[0])
 }
 
 // FuzzParse holds what is true for any settings: no panic, an error or a

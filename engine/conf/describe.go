@@ -19,16 +19,17 @@ type description struct {
 // Describe is JSON about every setting and, as far as they are right, about the
 // values that settings give to them:
 //
-//	{"settings": [...], "warnings": ["..."], "errors": ["..."]}
+//	{"settings": [...], "unknown": [{"name", "nearest"}], "warnings": ["..."], "errors": ["..."]}
 //
 // It never shows a secret.
 func Describe(settings []string) []byte {
 	p := parse(settings)
 	out := struct {
 		Settings []description `json:"settings"`
+		Unknown  []unknown     `json:"unknown"`
 		Warnings []Warning     `json:"warnings"`
 		Errors   []string      `json:"errors"`
-	}{Warnings: append([]Warning{}, p.warnings...), Errors: []string{}}
+	}{Unknown: append([]unknown{}, p.unknown...), Warnings: append([]Warning{}, p.warnings...), Errors: []string{}}
 	for _, err := range p.errs {
 		out.Errors = append(out.Errors, err.Error())
 	}

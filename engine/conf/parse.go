@@ -1,12 +1,15 @@
 package conf
 
 import (
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"slices"
 	"strings"
+	"time"
 )
 
 // Warning is something that the user should know and that stops nothing.
@@ -42,6 +45,7 @@ type parser struct {
 	cfg      Config
 	given    map[string]string // by name, as it was written
 	source   map[string]string // of a setting: the spelling that counts, if any
+	unknown  []unknown
 	warnings []Warning
 	errs     []error
 }
@@ -64,10 +68,15 @@ func (p *parser) fail(format string, args ...any) {
 	p.errs = append(p.errs, fmt.Errorf("conf: "+format, args...))
 }
 
+// unknown is a name that looks like one of ours.
+type unknown struct {
+	Name    string `json:"name"`
+	Nearest string `json:"nearest"` // known name
+}
+
 // collect fills given and warns of unknown names.
 func (p *parser) collect(settings []string) {
 	known := names()
-	var unknown []string
 	for i, s := range settings {
 		name, v, ok := strings.Cut(s, "=")
 		switch {
@@ -76,9 +85,10 @@ func (p *parser) collect(settings []string) {
 			p.fail("setting %d of %d has no '=': want NAME=value", i+1, len(settings))
 		case slices.Contains(known, name):
 			p.given[name] = strings.TrimSpace(v)
-		case ours(name) && !slices.Contains(unknown, name):
-			unknown = append(unknown, name)
-			p.warn("unknown setting %.64s has no effect (the nearest known name is %s)", name, nearest(name, known))
+		case ours(name) && !slices.ContainsFunc(p.unknown, func(u unknown) bool { return u.Name == name }):
+			u := unknown{name, nearest(name, known)}
+			p.unknown = append(p.unknown, u)
+			p.warn("unknown setting %.64s has no effect (the nearest known name is %s)", u.Name, u.Nearest)
 		}
 	}
 }
@@ -142,6 +152,7 @@ func (p *parser) finish() {
 	p.scheduler()
 	p.network()
 	p.secret()
+	p.tls()
 	p.transport()
 	c := &p.cfg
 	if c.HeartbeatInterval > 0 && c.HeartbeatTimeout > 0 && c.HeartbeatTimeout <= c.HeartbeatInterval {
@@ -218,7 +229,11 @@ func (p *parser) secret() {
 	case c.secretFile != "" && p.source["FSERVER_SECRET"] != "":
 		p.warn("FSERVER_SECRET_FILE=%.100q has no effect: FSERVER_SECRET is set", c.secretFile)
 	case c.secretFile != "":
-		s, err := readSecret(c.secretFile)
+		b, err := readFile(c.secretFile, maxSecret)
+		s := strings.TrimSpace(string(b))
+		if err == nil && s == "" {
+			err = errors.New("no secret in it")
+		}
 		if err != nil {
 			p.fail("FSERVER_SECRET_FILE=%.100q: %w", c.secretFile, err)
 			return
@@ -230,32 +245,96 @@ func (p *parser) secret() {
 	}
 }
 
-// readSecret reads a file, but never waits for one: a pipe is refused.
-func readSecret(path string) (string, error) {
+// readFile reads a file of at most limit bytes, but never waits for one: a pipe
+// is refused.
+func readFile(path string, limit int64) ([]byte, error) {
 	info, err := os.Stat(path)
 	if err != nil {
-		return "", reason(err)
+		return nil, reason(err)
 	}
 	if !info.Mode().IsRegular() {
-		return "", errors.New("not a regular file")
+		return nil, errors.New("not a regular file")
 	}
 	f, err := os.Open(path)
 	if err != nil {
-		return "", reason(err)
+		return nil, reason(err)
 	}
 	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxSecret+1))
+	b, err := io.ReadAll(io.LimitReader(f, limit+1))
 	if err != nil {
-		return "", reason(err)
+		return nil, reason(err)
 	}
-	if len(b) > maxSecret {
-		return "", fmt.Errorf("more than %d bytes", maxSecret)
+	if int64(len(b)) > limit {
+		return nil, fmt.Errorf("more than %d bytes", limit)
 	}
-	s := strings.TrimSpace(string(b))
-	if s == "" {
-		return "", errors.New("no secret in it")
+	return b, nil
+}
+
+// tls reads the files that TLS needs, so that a mistake is found here and not by
+// a peer.
+func (p *parser) tls() {
+	c := &p.cfg
+	files := []struct {
+		name string
+		*PEM
+	}{{"FSERVER_TLS_CERT", &c.TLSCert}, {"FSERVER_TLS_KEY", &c.TLSKey}, {"FSERVER_TLS_CA", &c.TLSCA}}
+	if !c.TLS {
+		for _, f := range files {
+			if f.Path != "" {
+				p.warn("%s=%.100q has no effect: FSERVER_TLS is off", f.name, f.Path)
+			}
+		}
+		return
 	}
-	return s, nil
+	before := len(p.errs)
+	for _, f := range files {
+		if f.Path == "" {
+			continue
+		}
+		b, err := readFile(f.Path, maxPEM)
+		if err != nil {
+			p.fail("%s=%.100q: %w (want a PEM file that this process can read)", f.name, f.Path, err)
+		}
+		f.Text = Secret{string(b)}
+	}
+	cert, key, ca := c.TLSCert.Path, c.TLSKey.Path, c.TLSCA.Path
+	switch {
+	case len(p.errs) > before:
+	case cert == "" && key == "" && ca != "":
+		p.fail("FSERVER_TLS_CA=%.100q without a certificate of this node: set FSERVER_TLS_CERT and FSERVER_TLS_KEY too", ca)
+	case cert == "" && key == "":
+		if !c.Secret.IsSet() {
+			p.fail("FSERVER_TLS=on has nothing to prove who is who: set FSERVER_TLS_CERT and FSERVER_TLS_KEY, or FSERVER_SECRET on all nodes")
+		}
+	case cert == "":
+		p.fail("FSERVER_TLS_KEY=%.100q without its certificate: set FSERVER_TLS_CERT too", key)
+	case key == "":
+		p.fail("FSERVER_TLS_CERT=%.100q without its key: set FSERVER_TLS_KEY too", cert)
+	default:
+		p.certificate()
+	}
+}
+
+// certificate checks the files against each other and the clock.
+func (p *parser) certificate() {
+	c := &p.cfg
+	pair, err := tls.X509KeyPair(c.TLSCert.Text.Bytes(), c.TLSKey.Text.Bytes())
+	if err != nil {
+		p.fail("FSERVER_TLS_CERT=%.100q and FSERVER_TLS_KEY=%.100q: %w (want a certificate and its own key, both in PEM)",
+			c.TLSCert.Path, c.TLSKey.Path, err)
+		return
+	}
+	switch now := time.Now(); {
+	case now.After(pair.Leaf.NotAfter):
+		p.fail("FSERVER_TLS_CERT=%.100q has expired on %s: want a certificate that is valid now",
+			c.TLSCert.Path, pair.Leaf.NotAfter.UTC().Format(time.DateTime))
+	case now.Before(pair.Leaf.NotBefore):
+		p.fail("FSERVER_TLS_CERT=%.100q is not valid before %s: want a certificate that is valid now (is the clock right?)",
+			c.TLSCert.Path, pair.Leaf.NotBefore.UTC().Format(time.DateTime))
+	}
+	if c.TLSCA.Path != "" && !x509.NewCertPool().AppendCertsFromPEM(c.TLSCA.Text.Bytes()) {
+		p.fail("FSERVER_TLS_CA=%.100q: no certificate in it: want one or more in PEM", c.TLSCA.Path)
+	}
 }
 
 // reason is a file error without the path, which the message has already.

@@ -46,6 +46,7 @@ const (
 	maxPort   = 65535
 	maxWait   = 7 * 24 * time.Hour
 	maxSecret = 4096
+	maxPEM    = 1 << 20
 )
 
 // table is in the order of docs/settings.md. Values are read in this order.
@@ -108,7 +109,7 @@ var table = []setting{
 		name:    "DMLC_INTERFACE",
 		value:   iface(),
 		unset:   "chosen",
-		meaning: "network interface to use; `auto`: the one nearest the GPU, in a build with topology, else chosen",
+		meaning: "network interface to use; `auto`: of those with an RDMA device the one nearest the GPU, else the one that routes to the scheduler",
 	}, {
 		name:    "DMLC_PORT",
 		value:   number("0", 0, maxPort, func(c *Config) *int { return &c.Port }),
@@ -150,6 +151,11 @@ var table = []setting{
 		unset:   "GPU if there is one",
 		meaning: "where the tensors are; a build or host without a GPU refuses `GPU`",
 	}, {
+		name:    "CUDA_VISIBLE_DEVICES",
+		value:   anything("as CUDA reads it", func(c *Config) *string { return &c.Visible }),
+		unset:   "all GPUs",
+		meaning: "the GPUs that CUDA shows to this process; says which one STEPMESH_GPU means",
+	}, {
 		section: "Who may talk",
 		name:    "FSERVER_CLUSTER",
 		value:   text("default", 64, func(c *Config) *string { return &c.Cluster }),
@@ -167,6 +173,25 @@ var table = []setting{
 		unset:   "none",
 		strict:  true,
 		meaning: "the file that holds the secret, where FSERVER_SECRET is not set; white space around it does not count",
+	}, {
+		name:    "FSERVER_TLS",
+		value:   offOn("off", func(c *Config) *bool { return &c.TLS }),
+		meaning: "TLS 1.3 on all connections over TCP, control and data; `on` needs a secret or a certificate, and must be the same on all nodes",
+	}, {
+		name:    "FSERVER_TLS_CERT",
+		value:   file(func(c *Config) *string { return &c.TLSCert.Path }),
+		unset:   "derived from the secret and FSERVER_CLUSTER",
+		meaning: "the file with this node's certificate in PEM, and with what lies between it and its root",
+	}, {
+		name:    "FSERVER_TLS_KEY",
+		value:   file(func(c *Config) *string { return &c.TLSKey.Path }),
+		unset:   "derived from the secret and FSERVER_CLUSTER",
+		meaning: "the file with the key of that certificate in PEM",
+	}, {
+		name:    "FSERVER_TLS_CA",
+		value:   file(func(c *Config) *string { return &c.TLSCA.Path }),
+		unset:   "the certificate itself",
+		meaning: "the file with the roots in PEM from which the certificates of peers must come. Their names are not checked: peers are found by address, and being a member is what counts",
 	}, {
 		section: "Time limits and waiting",
 		name:    "FSERVER_INIT_TIMEOUT",
@@ -276,7 +301,7 @@ var table = []setting{
 		name:    "STEPMESH_CPU_CORES_PER_SOCKET",
 		value:   number("48", 1, 4096, func(c *Config) *int { return &c.CoresPerSocket }),
 		effect:  "polling threads",
-		meaning: "cores of a socket",
+		meaning: "cores of a socket; two GPUs share half of them",
 	}, {
 		name:    "STEPMESH_CPU_CORES_PER_GPU",
 		value:   number("5", 1, 4096, func(c *Config) *int { return &c.CoresPerGPU }),
@@ -286,24 +311,21 @@ var table = []setting{
 		name:    "STEPMESH_CPU_START_OFFSET",
 		value:   number("10", 0, 4095, func(c *Config) *int { return &c.CoreOffset }),
 		effect:  "polling threads",
-		meaning: "first core of a socket to use",
+		meaning: "first core to use in each half of a socket",
 	}, {
 		section: "Loss",
 		name:    "PS_RESEND",
 		value:   onOff("0", func(c *Config) *bool { return &c.Resend }),
-		effect:  "transports that lose messages",
-		meaning: "send again what is not acknowledged",
+		meaning: "number and acknowledge frames (control messages, not the bytes of tensors), and send again what is not acknowledged; the same on all nodes",
 	}, {
 		name:    "PS_RESEND_TIMEOUT",
 		value:   milliseconds("1000", time.Millisecond, time.Hour, func(c *Config) *time.Duration { return &c.ResendTimeout }),
-		effect:  "transports that lose messages",
-		meaning: "how long to wait for that",
+		meaning: "how long to wait for that; it doubles each time, up to 16 times as long",
 	}, {
 		name:    "PS_DROP_MSG",
 		older:   []spelling{{name: "STEPMESH_DROP_RATE"}},
 		value:   number("0", 0, 100, func(c *Config) *int { return &c.DropPercent }),
-		effect:  "transports that lose messages",
-		meaning: "percentage of messages to lose on purpose",
+		meaning: "percentage of frames that this node loses on purpose instead of sending them; without PS_RESEND, the calls that need them end in TimeoutError",
 	},
 }
 
@@ -355,6 +377,24 @@ func onOff(def string, at func(*Config) *bool) value {
 				return "1"
 			}
 			return "0"
+		},
+	}
+}
+
+func offOn(def string, at func(*Config) *bool) value {
+	return value{
+		typ:  "switch",
+		want: "off or on",
+		def:  def,
+		set: func(c *Config, v string) bool {
+			*at(c) = strings.EqualFold(v, "on")
+			return *at(c) || strings.EqualFold(v, "off")
+		},
+		get: func(c *Config) string {
+			if *at(c) {
+				return "on"
+			}
+			return "off"
 		},
 	}
 }
@@ -436,6 +476,19 @@ func text(def string, max int, at func(*Config) *string) value {
 	}
 }
 
+// anything is a variable of somebody else's, who knows what is right.
+func anything(want string, at func(*Config) *string) value {
+	return value{
+		typ:  "text",
+		want: want,
+		set: func(c *Config, v string) bool {
+			*at(c) = v
+			return true
+		},
+		get: func(c *Config) string { return *at(c) },
+	}
+}
+
 func visible(v string, max int) bool {
 	for i := 0; i < len(v); i++ {
 		if v[i] <= ' ' || v[i] > '~' {
@@ -501,15 +554,21 @@ func secret() value {
 	}
 }
 
-// secretFile only names the file; finish reads it.
 func secretFile() value {
+	v := file(func(c *Config) *string { return &c.secretFile })
+	v.want = fmt.Sprintf("a readable file of 1 to %d bytes", maxSecret)
+	return v
+}
+
+// file only names a file; finish reads it.
+func file(at func(*Config) *string) value {
 	return value{
 		typ:  "file",
-		want: fmt.Sprintf("a readable file of 1 to %d bytes", maxSecret),
+		want: fmt.Sprintf("a readable file of 1 to %d bytes", maxPEM),
 		set: func(c *Config, v string) bool {
-			c.secretFile = v
+			*at(c) = v
 			return v != ""
 		},
-		get: func(c *Config) string { return c.secretFile },
+		get: func(c *Config) string { return *at(c) },
 	}
 }

@@ -1,9 +1,11 @@
 package exchange
 
 import (
+	"fmt"
 	"slices"
 
 	"fserver/engine/transport"
+	"fserver/engine/wire"
 )
 
 // A peer that is lost may have a successor, or come back over another Conn. In
@@ -59,12 +61,41 @@ func (w *Worker) Lose(i int, err error) {
 	}
 }
 
+// withdraw takes a push_pull that has failed back from the servers that have it:
+// one that has not delivered it would pair it with what another worker pushes
+// later. Drain tells them. At those that have not been sent it, it ends when its
+// turn comes.
+func (w *Worker) withdraw(t *Ticket) {
+	for i, s := range w.servers {
+		if l := &t.legs[i]; s.down == nil && l.state == legPosted && !l.replied {
+			s.recall = append(s.recall, t.id)
+		}
+	}
+}
+
+// recalled takes the word of s that it will not deliver push_pulls.
+func (w *Worker) recalled(s *server, b []byte) error {
+	seqs, err := wire.ParseRecall(b, wire.TypeRecalled, nil)
+	if err != nil {
+		return err
+	}
+	for _, id := range seqs {
+		t := w.ticket(id)
+		if t == nil || t.err == nil || t.legs[s.index].state != legPosted || t.legs[s.index].replied {
+			return fmt.Errorf("exchange: push_pull %d is recalled, which nobody asked for", id)
+		}
+		w.endLeg(t, s, t.err)
+	}
+	w.advance(s) // somebody may have waited for the credit
+	return nil
+}
+
 // part forgets what was agreed with a server that is gone.
 func (w *Worker) part(s *server, err error) {
 	s.down = err
 	s.drop()
 	s.lender, s.asked = nil, false
-	s.plans = nil
+	s.plans, s.recall = nil, nil
 	s.keys = map[uint64]*credit{}
 	for alloc, list := range w.regs {
 		kept := list[:0]
@@ -148,6 +179,35 @@ func (s *Server) Lose(i int, err error) {
 	}
 }
 
+// recall drops the requests that c takes back, unless they have been delivered:
+// then they are answered.
+func (s *Server) recall(c *client, b []byte) error {
+	seqs, err := wire.ParseRecall(b, wire.TypeRecall, nil)
+	if err != nil {
+		return err
+	}
+	for range c.ready.len() {
+		if r := c.ready.pop(); slices.Contains(seqs, r.seq) {
+			s.dismiss(c, r)
+		} else {
+			c.ready.push(r)
+		}
+	}
+	for _, r := range c.open { // its writes may still be on their way
+		r.recalled = r.recalled || slices.Contains(seqs, r.seq)
+	}
+	s.publish()
+	s.advance(c)
+	return nil
+}
+
+// dismiss drops a request that is complete and was taken back.
+func (s *Server) dismiss(c *client, r *Request) {
+	c.recalled = append(c.recalled, r.seq)
+	c.count--
+	s.put(r)
+}
+
 // part ends what a worker that is gone has asked for, and its keys. A buffer that
 // the application still looks at stays mapped, and its successor gets another.
 func (s *Server) part(c *client, err error) {
@@ -167,7 +227,7 @@ func (s *Server) part(c *client, err error) {
 		s.put(r)
 	}
 	c.dropLoans()
-	c.open, c.plans, c.count = nil, nil, 0
+	c.open, c.plans, c.recalled, c.count = nil, nil, nil, 0
 	clear(c.arrived)
 	s.requests.lose(c, s.buffers)
 	for _, k := range c.keys {

@@ -8,6 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/trace"
+	"fserver/engine/transport"
+	"fserver/engine/wire"
 )
 
 var errGone = errors.New("gone")
@@ -45,6 +47,7 @@ func TestKeysOfTheLost(t *testing.T) {
 	require.NoError(t, p.settle())
 	old := maps.Clone(p.wf.keys)
 	require.Len(t, old, 1)
+	request := p.take(0)[0]
 
 	p.w.Lose(1, errGone)
 	require.Equal(t, StateFailing, p.state(id))
@@ -52,19 +55,18 @@ func TestKeysOfTheLost(t *testing.T) {
 	next, err := p.pushPull([]Tensor{bytesOf(t, 2, 8, 6)}, []Tensor{a, b})
 	require.NoError(t, err)
 	require.NoError(t, p.settle())
-	require.Len(t, p.wf.keys, 2, "a new one for what comes after the loss")
-	require.Equal(t, StateFailing, p.state(next))
+	require.Equal(t, StateFailed, p.state(next))
+	require.ErrorIs(t, p.w.Result(next), errGone)
+	require.Equal(t, old, p.wf.keys)
 
-	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 7)))
+	require.NoError(t, p.respond(0, request, bytesOf(t, 0, 8, 7)))
 	require.NoError(t, p.settle())
 	require.Equal(t, StateFailed, p.state(id))
 	for k := range old {
 		require.NotContains(t, p.wf.keys, k)
 	}
-	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 8)))
-	require.NoError(t, p.settle())
-	require.Equal(t, byte(8), a.Span.Bytes()[0])
-	require.ErrorIs(t, p.w.Result(next), errGone)
+	require.Equal(t, byte(7), a.Span.Bytes()[0])
+	require.Nil(t, p.take(0), "what cannot complete is sent to nobody")
 
 	p.succeed(1)
 	id, err = p.pushPull([]Tensor{x}, []Tensor{a, b})
@@ -76,6 +78,74 @@ func TestKeysOfTheLost(t *testing.T) {
 	require.NoError(t, p.settle())
 	require.Equal(t, StateDone, p.state(id))
 	require.Equal(t, []byte{9, 10}, []byte{a.Span.Bytes()[0], b.Span.Bytes()[0]})
+}
+
+// TestRecall takes push_pulls back that one server has and another has not
+// answered: one that is delivered, one that is complete, one whose write is on its
+// way, one that is not sent.
+func TestRecall(t *testing.T) {
+	p := newPair(t, 2)
+	var ids [4]uint64
+	for i := range ids {
+		x := bytesOf(t, uint64(i), 8, byte(i))
+		warm, err := p.pushPull([]Tensor{x}, nil)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		for j := range p.servers {
+			require.NoError(t, p.respond(j, p.take(j)[0]))
+		}
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(warm))
+	}
+	var late []transport.Op
+	var request *Request
+	for i := range ids {
+		if i == 3 {
+			p.to[0].room = 0
+		}
+		var err error
+		ids[i], err = p.pushPull([]Tensor{bytesOf(t, uint64(i), 8, byte(10+i))}, nil)
+		require.NoError(t, err)
+		p.w.Drain()
+		if i == 2 { // the frame overtakes the write
+			late, p.to[0].ops = p.to[0].ops[:1:1], p.to[0].ops[1:]
+			require.Equal(t, transport.OpWrite, late[0].Kind)
+		}
+		require.NoError(t, p.settle())
+		if i == 0 {
+			request = p.take(0)[0]
+		}
+	}
+	p.w.Lose(1, errGone)
+	p.to[0].room = 1000
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailing, p.state(ids[0]), "it is delivered")
+	require.Equal(t, StateFailed, p.state(ids[1]))
+	require.Equal(t, StateFailing, p.state(ids[2]), "its write is still to come")
+	require.Equal(t, StateFailing, p.state(ids[3]), "it was half sent, and is behind that")
+	require.Nil(t, p.take(0))
+	p.to[0].ops = append(p.to[0].ops, late...)
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailed, p.state(ids[2]))
+	require.Equal(t, StateFailed, p.state(ids[3]))
+	require.Nil(t, p.take(0))
+	require.NoError(t, p.respond(0, request))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailed, p.state(ids[0]))
+
+	p.succeed(1)
+	id, err := p.pushPull([]Tensor{bytesOf(t, 2, 8, 30)}, nil)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	for j := range p.servers {
+		r := p.take(j)[0]
+		require.Equal(t, byte(30), r.Push()[0].Span.Bytes()[0])
+		require.NoError(t, p.respond(j, r))
+	}
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+	require.Error(t, p.w.Frame(0, wire.AppendRecall(nil, wire.TypeRecalled, []uint64{id})))
+	require.NoError(t, p.servers[0].Frame(0, wire.AppendRecall(nil, wire.TypeRecall, []uint64{id, 0})), "it has been answered")
 }
 
 // TestSentAgain loses a server at each point of a push_pull's way, and has what

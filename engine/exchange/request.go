@@ -27,16 +27,17 @@ type Received struct {
 
 // Request is one push-pull at the server.
 type Request struct {
-	handler uint64 // generation above, place in the list of requests below
-	state   atomic.Uint32
-	client  *client
-	life    uint32 // of the client
-	lost    error  // why nobody can be answered; valid when lost
-	seq     uint64
-	writes  uint64 // that must have arrived
-	push    []Received
-	pull    []answer
-	stamps  [4]int64
+	handler  uint64 // generation above, place in the list of requests below
+	state    atomic.Uint32
+	client   *client
+	life     uint32 // of the client
+	lost     error  // why nobody can be answered; valid when lost
+	recalled bool   // its worker has taken it back
+	seq      uint64
+	writes   uint64 // that must have arrived
+	push     []Received
+	pull     []answer
+	stamps   [4]int64
 }
 
 // answer is where a pull tensor of a request is to be written.
@@ -168,7 +169,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	if len(q.Push) != len(p.plan.Push) || len(q.Pull) != len(p.plan.Pull) {
 		return fmt.Errorf("exchange: request with %d pushed and %d pulled tensors under a plan of %d and %d", len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
-	r.client, r.life, r.seq, r.writes = c, c.life, q.Seq, q.Writes
+	r.client, r.life, r.seq, r.writes, r.recalled = c, c.life, q.Seq, q.Writes, false
 	r.push, r.pull = r.push[:0], r.pull[:0]
 	for i := range q.Push {
 		d, k := &p.plan.Push[i], p.keys[i]

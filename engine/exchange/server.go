@@ -59,23 +59,24 @@ type clientPlan struct {
 // client is one worker of the rail.
 type client struct {
 	outbox
-	index   int
-	rank    int32
-	fabric  transport.Fabric
-	plans   []*clientPlan
-	keys    map[uint64]*receiver
-	arrived []arrival  // writes whose request is not here, by immediate % Window
-	loans   []loan     // whose request is not here
-	open    []*Request // frame here, writes missing
-	ready   ring[*Request]
-	answers ring[*Ticket] // not wholly posted
-	replies ring[[]byte]  // frames with Buffers, likewise
-	count   int           // requests that are not answered
-	left    bool
-	down    error  // why there is no path to it
-	held    bool   // down, and its successor is waited for
-	lost    error  // the last down
-	life    uint32 // counts them
+	index    int
+	rank     int32
+	fabric   transport.Fabric
+	plans    []*clientPlan
+	keys     map[uint64]*receiver
+	arrived  []arrival  // writes whose request is not here, by immediate % Window
+	loans    []loan     // whose request is not here
+	open     []*Request // frame here, writes missing
+	ready    ring[*Request]
+	answers  ring[*Ticket] // not wholly posted
+	replies  ring[[]byte]  // frames with Buffers, likewise
+	count    int           // requests that are not answered
+	left     bool
+	down     error    // why there is no path to it
+	held     bool     // down, and its successor is waited for
+	lost     error    // the last down
+	recalled []uint64 // requests that were taken back, which the worker is still to be told
+	life     uint32   // counts them
 }
 
 // loan is a tensor that a worker lends. Its request is behind it, so all that
@@ -224,7 +225,7 @@ func (s *Server) Drain() {
 		c.answers.push(t)
 	}
 	for _, c := range s.clients {
-		if c.answers.len()+c.replies.len() != 0 || !c.empty() {
+		if c.answers.len()+c.replies.len()+len(c.recalled) != 0 || !c.empty() {
 			s.advance(c)
 		}
 	}
@@ -266,6 +267,11 @@ func (s *Server) advance(c *client) {
 			c.begin(nil)
 			c.frame = append(c.frame, c.replies.pop()...)
 			c.send()
+		case len(c.recalled) != 0:
+			c.begin(nil)
+			c.frame = wire.AppendRecall(c.frame, wire.TypeRecalled, c.recalled)
+			c.send()
+			c.recalled = c.recalled[:0]
 		case c.answers.len() != 0:
 			s.compose(c, c.answers.at(0))
 		default:
@@ -374,6 +380,8 @@ func (s *Server) Frame(i int, b []byte) error {
 		return s.plan(c, b)
 	case wire.TypeNeed:
 		return s.need(c, b)
+	case wire.TypeRecall:
+		return s.recall(c, b)
 	case wire.TypeBye:
 		c.left = true
 		s.publish()
@@ -442,7 +450,11 @@ func (s *Server) need(c *client, b []byte) error {
 			v.List = append(v.List, wire.Buffer{Key: n.Key, Lend: true})
 			continue
 		}
-		if err := s.grant(c, k, n.Bytes); err != nil {
+		err = s.grant(c, k, n.Bytes)
+		if b, ok := c.fabric.(transport.Binder); ok && err == nil {
+			err = b.Bind(k.token, c.conn) // no other worker may use what this one is told
+		}
+		if err != nil {
 			v = wire.Buffers{Reason: err.Error()}
 			break
 		}
@@ -537,14 +549,21 @@ func (s *Server) match(c *client) error {
 			}
 			*a = arrival{}
 		}
+		n++
+		if r.recalled {
+			s.dismiss(c, r)
+			continue
+		}
 		r.stamps[0] = s.found
 		r.state.Store(reqReady)
 		c.ready.push(r)
-		n++
 	}
 	if n != 0 {
 		c.open = append(c.open[:0], c.open[n:]...)
 		s.publish()
+	}
+	if len(c.recalled) != 0 {
+		s.advance(c)
 	}
 	return nil
 }

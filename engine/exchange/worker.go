@@ -44,6 +44,7 @@ type server struct {
 	asked  bool          // a Need is not answered yet
 	down   error         // why there is no path to it
 	held   bool          // down, and its push_pulls wait for its successor
+	recall []uint64      // push_pulls that have failed, which it is still to be told
 	needs  []wire.Need   // scratch
 	req    wire.Request
 }
@@ -146,7 +147,7 @@ func (w *Worker) Drain() {
 		w.start(s.ticket)
 	}
 	for _, s := range w.servers {
-		if s.queue.len() != 0 || !s.empty() {
+		if s.queue.len() != 0 || !s.empty() || len(s.recall) != 0 {
 			w.advance(s)
 		}
 	}
@@ -155,18 +156,30 @@ func (w *Worker) Drain() {
 func (w *Worker) start(t *Ticket) {
 	w.adopt(t)
 	w.counters.PushPulls.Add(1)
-	err := w.assign(t)
+	err := w.missing()
+	if err == nil {
+		err = w.assign(t)
+	}
 	for i, s := range w.servers {
 		t.legs[i] = leg{keys: t.legs[i].keys[:0], lends: t.legs[i].lends[:0]}
-		switch {
-		case err != nil:
+		if err != nil {
 			w.endLeg(t, s, err)
-		case s.down != nil && !s.held:
-			w.endLeg(t, s, s.down)
-		default:
+		} else {
 			s.queue.push(t)
 		}
 	}
+}
+
+// missing is why no push_pull can complete now, or nil. One that cannot is sent
+// to nobody: a server that has it would pair it with what another worker pushes
+// later.
+func (w *Worker) missing() error {
+	for _, s := range w.servers {
+		if s.down != nil && !s.held {
+			return s.down
+		}
+	}
+	return nil
 }
 
 // assign gives t its plan and its pull tensors their registrations.
@@ -295,11 +308,22 @@ func (w *Worker) advance(s *server) {
 			t.legs[s.index].sends++
 			s.queue.pop()
 			s.ticket = nil
+			if t.err != nil {
+				s.recall = append(s.recall, t.id)
+			}
 		}
-		if s.asked || s.queue.len() == 0 {
+		switch {
+		case len(s.recall) != 0:
+			s.begin(nil)
+			s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall)
+			s.send()
+			s.recall = s.recall[:0]
+		case s.asked || s.queue.len() == 0:
 			return
-		}
-		if t := s.queue.at(0); !w.compose(s, t) {
+		case s.queue.at(0).err != nil:
+			t := s.queue.pop()
+			w.endLeg(t, s, t.err)
+		case !w.compose(s, s.queue.at(0)):
 			return
 		}
 	}
@@ -423,7 +447,11 @@ func (w *Worker) endLeg(t *Ticket, s *server, err error) {
 	}
 	l.state = legEnded
 	t.open--
+	first := err != nil && t.err == nil
 	w.settle(t, err)
+	if first && t.open != 0 {
+		w.withdraw(t)
+	}
 }
 
 // settle ends t if nothing of it is under way any more.
@@ -490,6 +518,8 @@ func (w *Worker) Frame(i int, b []byte) error {
 		}
 		s.asked = false
 		return w.granted(s, v)
+	case wire.TypeRecalled:
+		return w.recalled(s, b)
 	default:
 		return fmt.Errorf("exchange: a frame of type %d, which no server sends", wire.FrameType(b))
 	}

@@ -30,34 +30,12 @@ func TestAllocations(t *testing.T) { eachWay(t, allocations) }
 
 func allocations(t *testing.T, way ...string) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
-	w, s := m.workers[0], m.servers[0]
-	x, y, out := tensor(t, 1, 512), tensor(t, 2, 3), tensor(t, 1, 512)
 	shared, err := mem.NewShared(8)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
-	z := exchange.Tensor{Span: mem.Span{Addr: shared.Region().Addr, Len: 8}, Dev: mem.CPU, Key: 3, Base: shared.Region(), Dims: []int64{8}}
-	var sink counter
-	once := func() {
-		ticket, err := w.BeginPushPull()
-		must(t, err)
-		must(t, ticket.AddPush(x))
-		must(t, ticket.AddPush(y))
-		must(t, ticket.AddPush(z))
-		must(t, ticket.AddPull(out))
-		id := ticket.ID()
-		must(t, w.PushPull(ticket))
-		must(t, s.GetBatch(&sink, 1e9, true))
-		answer, err := s.BeginAnswer()
-		must(t, err)
-		must(t, answer.AddPush(x))
-		must(t, s.Respond(sink.handler, answer))
-		s.Flush()
-		must(t, w.Wait(id, 1e9, true))
-		if sink.lent != 0 {
-			must(t, m.buffers.Release(sink.lent))
-			sink.lent = 0
-		}
-	}
+	lent := Tensor{Span: mem.Span{Addr: shared.Region().Addr, Len: 8}, Dev: mem.CPU, Key: 2, Base: shared.Region(), Dims: []int64{8}}
+	with, without := m.once(tensor(t, 1, 512), lent, tensor(t, 1, 512)), m.once(tensor(t, 1, 512), tensor(t, 2, 3), tensor(t, 1, 512))
+	once := func() { with(); without() }
 	for range 1000 {
 		once()
 	}
@@ -65,42 +43,49 @@ func allocations(t *testing.T, way ...string) {
 	m.stop()
 }
 
-func must(t *testing.T, err error) {
-	if err != nil {
-		t.Fatal(err)
+// once is a function that pushes x and y, pulls out, and answers with x.
+func (m *mesh) once(x, y, out Tensor) func() {
+	w, s := m.workers[0], m.servers[0]
+	var sink counter
+	return func() {
+		ticket, err := w.BeginPushPull()
+		must(m.tb, err)
+		must(m.tb, ticket.AddPush(x))
+		must(m.tb, ticket.AddPush(y))
+		must(m.tb, ticket.AddPull(out))
+		id := ticket.ID()
+		must(m.tb, w.PushPull(ticket))
+		must(m.tb, s.GetBatch(&sink, 1e9, true))
+		answer, err := s.BeginAnswer()
+		must(m.tb, err)
+		must(m.tb, answer.AddPush(x))
+		must(m.tb, s.Respond(sink.handler, answer))
+		s.Flush()
+		must(m.tb, w.Wait(id, 1e9, true))
+		if sink.lent != 0 {
+			must(m.tb, m.buffers.Release(sink.lent))
+			sink.lent = 0
+		}
 	}
 }
 
+func must(tb testing.TB, err error) {
+	if err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// BenchmarkPushPull is a push_pull of 64 bytes and its answer, both sides in one
+// thread: what the engine costs, without waiting. `make pgo` profiles it.
 func BenchmarkPushPull(b *testing.B) {
-	m := newMesh(b, openFabrics, shape{1, 1, 1})
-	w, s := m.workers[0], m.servers[0]
-	x, out := tensor(b, 1, 512), tensor(b, 1, 512)
-	go func() {
-		var sink counter
-		for s.GetBatch(&sink, forever, true) == nil {
-			answer, err := s.BeginAnswer()
-			if err != nil {
-				return
+	for _, transport := range []string{"cma", "tcp"} {
+		b.Run(transport, func(b *testing.B) {
+			m := newMesh(b, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT="+transport, "FSERVER_PROGRESS=caller", "FSERVER_LOG=error")
+			once := m.once(tensor(b, 1, 16), tensor(b, 2, 16), tensor(b, 1, 16))
+			for b.Loop() {
+				once()
 			}
-			if answer.AddPush(x) != nil || s.Respond(sink.handler, answer) != nil {
-				return
-			}
-			s.Flush()
-		}
-	}()
-	for b.Loop() {
-		ticket, err := w.BeginPushPull()
-		if err != nil {
-			b.Fatal(err)
-		}
-		_ = ticket.AddPush(x)
-		_ = ticket.AddPull(out)
-		id := ticket.ID()
-		if err := w.PushPull(ticket); err != nil {
-			b.Fatal(err)
-		}
-		if err := w.Wait(id, 1e10, true); err != nil {
-			b.Fatal(err)
-		}
+			m.stop()
+		})
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/transport/cma"
+	"fserver/engine/transport/lossy"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/wire"
 )
@@ -31,6 +32,9 @@ func newGate(cfg *conf.Config) *gate {
 		Build: "fserver " + Version, Cluster: cfg.Cluster, Role: wire.Role(cfg.Role), Rank: int32(cfg.Rank),
 		Epoch: uint64(time.Now().UnixNano()),
 	}}
+	if cfg.Resend {
+		g.me.Caps |= wire.CapResend
+	}
 	if cfg.Secret.IsSet() {
 		g.secret = cfg.Secret.Bytes()
 	}
@@ -94,8 +98,15 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 		Limits:  transport.Limits{Stall: cfg.StallTimeout},
 		Refused: refused(log),
 	}
+	var err error
+	if o.TLS, err = identity(cfg); err != nil {
+		return nil, err
+	}
 	listen := cfg.Listen()
 	host, err := address(listen)
+	if err == nil && cfg.NearGPU && listen.Kind == conf.ListenRoute {
+		host = near(cfg, host, log)
+	}
 	switch {
 	case cfg.Role == conf.Scheduler:
 		o.Listen = cfg.Scheduler()
@@ -117,6 +128,27 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 		log.Warn(conf.OpenWarning(at))
 	}
 	return f, nil
+}
+
+// lossy puts the losses that the settings ask for, if any, over the Fabrics.
+func (n *Node) lossy(fabrics []transport.Fabric) error {
+	if !n.cfg.Resend && n.cfg.DropPercent == 0 {
+		return nil
+	}
+	if n.cfg.DropPercent != 0 {
+		n.log.Warn("frames are lost on purpose (PS_DROP_MSG)", zap.Int("percent", n.cfg.DropPercent), zap.Bool("sent again", n.cfg.Resend))
+	}
+	for i, f := range fabrics {
+		l, err := lossy.Wrap(f, lossy.Options{
+			Drop: float64(n.cfg.DropPercent) / 100, Seed: uint64(n.cfg.Role)<<40 | uint64(n.cfg.Rank)<<8 | uint64(i),
+			Resend: n.cfg.Resend, Timeout: n.cfg.ResendTimeout,
+		})
+		if err != nil {
+			return err
+		}
+		fabrics[i] = l
+	}
+	return nil
 }
 
 func isLoopback(hostport string) bool {
@@ -237,8 +269,7 @@ func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr) 
 		if err == nil {
 			return c, nil
 		}
-		var no *wire.HandshakeError
-		if errors.As(err, &no) || errors.Is(err, transport.ErrClosed) {
+		if refusal(err) || errors.Is(err, transport.ErrClosed) {
 			return nil, err
 		}
 		n.log.Info("not connected yet", zap.String("to", string(at)), zap.Error(err))

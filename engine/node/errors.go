@@ -9,7 +9,6 @@ import (
 	"fserver/engine/cluster"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
-	"fserver/engine/wire"
 )
 
 // LostError says that a node is gone.
@@ -68,7 +67,6 @@ func Errno(err error) syscall.Errno {
 		over    *cluster.EndedError
 		timeout *TimeoutError
 		setting *settingError
-		gate    *wire.HandshakeError
 		errno   syscall.Errno
 	)
 	switch {
@@ -78,7 +76,7 @@ func Errno(err error) syscall.Errno {
 		return syscall.EMSGSIZE
 	case errors.As(err, &timeout):
 		return syscall.ETIMEDOUT
-	case errors.As(err, &setting), errors.As(err, &refused), errors.As(err, &gate):
+	case errors.As(err, &setting), errors.As(err, &refused), refusal(err):
 		return syscall.EINVAL
 	case errors.Is(err, errClosed), errors.Is(err, exchange.ErrLeft), errors.As(err, &over), errors.Is(err, cluster.ErrNotRunning):
 		return syscall.ESHUTDOWN

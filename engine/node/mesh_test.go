@@ -1,6 +1,7 @@
 package node
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -56,6 +57,9 @@ func (m *mesh) start(settings []string) *Node {
 // are freed, nothing of them is left.
 func newCluster(tb testing.TB, f Fabrics) *mesh {
 	m := &mesh{tb: tb, fabrics: f, buffers: exchange.NewBuffers()}
+	r, w, err := os.Pipe() // makes the runtime open its own poller, which it keeps
+	require.NoError(tb, err)
+	require.NoError(tb, errors.Join(r.Close(), w.Close()))
 	goroutines, fds := runtime.NumGoroutine(), descriptors(tb)
 	tb.Cleanup(func() {
 		for end := time.Now().Add(10 * time.Second); ; runtime.Gosched() {

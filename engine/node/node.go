@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"runtime"
 	"slices"
 	"sync"
@@ -187,7 +188,8 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	if err == nil {
 		var list []transport.Fabric
 		if list, err = fabrics(cfg, n.gate, log); err == nil {
-			err = n.enter(list)
+			err = n.lossy(list)
+			err = errors.Join(err, n.enter(list))
 		}
 	}
 	if cfg.Transport != conf.Auto {
@@ -408,11 +410,16 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 	case ev.Kind == transport.EvLent:
 		err = n.lent(l, ev)
 	case ev.Kind == transport.EvDown:
+		if !errors.Is(ev.Err, io.EOF) {
+			n.log.Warn("connection ended", zap.String("peer", l.conn.Remote()), zap.Error(ev.Err))
+		}
 		n.down(l, ev.Err)
 	case l.kind == linkPeer:
 		err = n.data(l, ev)
 	case l.kind == linkWaiting:
-		err = l.keep(ev)
+		if err = l.keep(ev); err == nil {
+			n.admitAll()
+		}
 	case ev.Kind == transport.EvFrame:
 		n.control(cluster.Input{Kind: cluster.Frame, Conn: l.id, Data: ev.Data})
 	default:

@@ -187,6 +187,7 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 	slept := false
 	defer func() {
 		n.driven.Store(now)
+		n.rearm()
 		if n.callers.Add(-1) > 0 {
 			n.relay()
 		} else if slept {
@@ -274,6 +275,7 @@ func rest[C condition](n *Node, c C, limit time.Duration) (interrupted bool) {
 		}
 		return n.sleep(limit)
 	}
+	n.rearm()
 	if n.resting.Load() { // the background goroutine has the descriptors: take them over
 		n.kick()
 		runtime.Gosched()
@@ -282,6 +284,17 @@ func rest[C condition](n *Node, c C, limit time.Duration) (interrupted bool) {
 	}
 	park(n, c, limit)
 	return false
+}
+
+// rearm makes the descriptors tell a sleeper of what comes from now on. A Fabric
+// that is polled tells nobody, so whoever has polled while somebody slept calls
+// it when he stops.
+func (n *Node) rearm() {
+	if n.sleeping.Load() {
+		for _, p := range n.planes {
+			p.sleeper.FD()
+		}
+	}
 }
 
 // sleep waits on the descriptors, for at most limit or until the next timer.

@@ -29,8 +29,12 @@ const patience = 10 * time.Second
 // steady is how long a connection must have lasted to be dialled again at once.
 const steady = time.Second
 
-// maxEarly bounds the frames of a worker that the scheduler has not named.
-const maxEarly = 16
+// maxEarly bounds the frames of a worker that the scheduler has not named, and
+// maxWaiting the connections of one rank that wait.
+const (
+	maxEarly   = 16
+	maxWaiting = 4
+)
 
 // comingBack is what a node knows of its peers' absence. Slices are by rail.
 type comingBack struct {
@@ -118,7 +122,7 @@ func (n *Node) overdue(now int64) {
 	if n.back.oldest != cluster.Never && now >= n.back.oldest+int64(patience) {
 		for _, l := range slices.Clone(n.waiting) {
 			if now >= l.since+int64(patience) {
-				n.turnAway(l, "the scheduler has not named it")
+				n.turnAway(l, "the scheduler has not named it, or it does not use the connection")
 			}
 		}
 		n.admitAll()
@@ -281,7 +285,8 @@ func (l *link) keep(ev *transport.Event) error {
 }
 
 // admitAll gives the workers that wait their places in the rail, as far as the
-// scheduler has named them.
+// scheduler has named them and they have said that they use the connection: one
+// that has dialled in vain may be late to close what it has opened.
 func (n *Node) admitAll() {
 	if n.rail == nil {
 		return
@@ -293,20 +298,34 @@ func (n *Node) admitAll() {
 		switch {
 		case i < 0:
 			n.turnAway(l, "it is not of this rail")
-		case slices.ContainsFunc(waiting[k+1:], func(later *link) bool { return later.hello.Rank == l.hello.Rank }):
-			n.turnAway(l, "it has connected again")
+		case sameRank(waiting[k:], l) > maxWaiting:
+			n.turnAway(l, "it has connected too often")
 		case n.back.past[l.hello.Epoch]:
 			n.turnAway(l, "another process has taken its place")
-		case n.rail[i].Epoch != l.hello.Epoch:
+		case n.rail[i].State == wire.Gone && n.rail[i].Epoch == l.hello.Epoch:
+			n.turnAway(l, "it was taken for lost")
+		case n.rail[i].Epoch != l.hello.Epoch || !l.saidUp():
 			n.waiting = append(n.waiting, l)
 			n.back.oldest = min(n.back.oldest, l.since)
-		case n.rail[i].State == wire.Gone:
-			n.turnAway(l, "it was taken for lost")
 		default:
 			n.admit(i, l)
 		}
 	}
 	n.timer.Store(n.nextTimer())
+}
+
+// saidUp says whether a worker that waits has said that it uses the connection.
+func (l *link) saidUp() bool {
+	return len(l.early) != 0 && wire.FrameType(l.early[0]) == wire.TypeUp
+}
+
+func sameRank(links []*link, l *link) (count int) {
+	for _, o := range links {
+		if o.hello.Rank == l.hello.Rank {
+			count++
+		}
+	}
+	return count
 }
 
 // admit makes a worker's connection that of peer i.

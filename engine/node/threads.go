@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/conf"
+	"fserver/engine/topo"
 )
 
 // coresPerNode is how many cores a process must have to itself before a poller
@@ -23,7 +24,7 @@ func threaded(cfg *conf.Config) bool {
 	case cfg.Progress == conf.ByThread:
 		return true
 	}
-	return runtime.NumCPU() >= coresPerNode*cfg.GroupSize
+	return topo.FreeCores().Free >= coresPerNode*cfg.GroupSize
 }
 
 // A poller holds a P for as long as there is traffic. So many more there are,
@@ -38,13 +39,13 @@ func addProcs(n int) {
 
 // bind binds the calling thread to the core that the settings name for it.
 func (n *Node) bind() {
-	if !n.cfg.BindCores {
-		return
+	core, ok, err := topo.Pin(n.cfg, n.cfg.GPU, 0, topo.FreeCores().Allowed)
+	if ok {
+		var set unix.CPUSet
+		set.Set(core)
+		err = unix.SchedSetaffinity(0, &set)
 	}
-	var set unix.CPUSet
-	core := n.cfg.CoreOffset + n.cfg.GPU*n.cfg.CoresPerGPU
-	set.Set(core)
-	if err := unix.SchedSetaffinity(0, &set); err != nil {
-		n.log.Warn("the poller is bound to no core", zap.Int("core", core), zap.Error(err))
+	if err != nil {
+		n.log.Warn("the poller is bound to no core", zap.Error(err))
 	}
 }

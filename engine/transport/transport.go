@@ -169,8 +169,10 @@ type Unsender interface{ Unsent() bool }
 // Sleeper is a Fabric whose user need not spin. FD is readable (for poll,
 // epoll) whenever Poll would find something or could make progress, and when
 // back-pressure ends. Ask for it
-// before each wait: what Post has completed may show only then. It is always
-// the same descriptor, and stays valid until Close.
+// before each wait, and after the last Poll if somebody else waits meanwhile:
+// what Post has completed may show only then, and a Fabric that is polled may
+// tell nobody of what comes. It is always the same descriptor, and stays valid
+// until Close.
 type Sleeper interface{ FD() int }
 
 // Lender is a Conn over which shared memory (mem.Shared) can be lent.
@@ -186,6 +188,12 @@ type Sleeper interface{ FD() int }
 // memory was freed: what it finds then is not specified, but it is there. A View
 // that nobody holds is unmapped when the memory is freed or the Conn ends.
 type Lender interface{ Lends(s mem.Span) bool }
+
+// Binder is a Fabric that can keep a Key to one Conn. After Bind a write that
+// names k on another Conn is refused and ends that one, as with a wrong token; a
+// later Bind takes the place of an earlier one. A Key that was never bound is
+// good on every Conn of its Fabric.
+type Binder interface{ Bind(k Key, c Conn) error }
 
 // Teller is a Conn whose Fabric can carry it in more than one way. Via is how
 // this one travels ("cma/staged"), Why what spoke against a better way, or empty.
@@ -239,5 +247,5 @@ func (e *ErrUnavailable) Error() string {
 type Limits struct {
 	Handshake time.Duration // to pass the Gate; 0 means 10 s
 	Stall     time.Duration // without progress while bytes are owed; 0 means 30 s
-	Pending   int           // connections inside the Gate at once; 0 means 256
+	Pending   int           // connections inside the Gate at once, the silent ones giving way; 0 means 256
 }

@@ -45,6 +45,8 @@ const (
 	TypeResponse Type = 36 // server -> worker: an answer is complete
 	TypeBye      Type = 37 // either: I close this connection in good order
 	TypeUp       Type = 38 // worker -> server, and back: I use this connection
+	TypeRecall   Type = 39 // worker -> server: push_pulls that have failed, not to be delivered
+	TypeRecalled Type = 40 // server -> worker: those of them that are not
 )
 
 // ErrShort says that a frame ends too early.

@@ -313,3 +313,26 @@ func clip(s string) string {
 	}
 	return s
 }
+
+// MaxRecalls bounds the push_pulls of one Recall or Recalled.
+const MaxRecalls = 4096
+
+// AppendRecall appends a Recall or Recalled of the push_pulls seqs as a frame.
+func AppendRecall(dst []byte, t Type, seqs []uint64) []byte {
+	dst = append(dst, byte(t))
+	dst = binary.AppendUvarint(dst, uint64(len(seqs)))
+	for _, s := range seqs {
+		dst = binary.LittleEndian.AppendUint64(dst, s)
+	}
+	return dst
+}
+
+// ParseRecall parses a Recall or Recalled, and appends what is in it to dst.
+func ParseRecall(b []byte, t Type, dst []uint64) ([]uint64, error) {
+	r := reader{b: b}
+	r.kind(t)
+	for range r.count("push_pulls", MaxRecalls, 8) {
+		dst = append(dst, r.u64())
+	}
+	return dst, r.end()
+}

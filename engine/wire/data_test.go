@@ -36,6 +36,10 @@ var data = []struct {
 		return v, AppendResponse(nil, &v), err
 	}},
 	{"bye", AppendBye(nil), func(b []byte) (any, []byte, error) { return nil, AppendBye(nil), nil }},
+	{"recall", AppendRecall(nil, TypeRecall, []uint64{7, 1 << 40}), func(b []byte) (any, []byte, error) {
+		v, err := ParseRecall(b, TypeRecall, nil)
+		return v, AppendRecall(nil, TypeRecall, v), err
+	}},
 	{"up", AppendUp(nil), func(b []byte) (any, []byte, error) { return nil, AppendUp(nil), nil }},
 }
 

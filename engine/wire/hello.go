@@ -40,6 +40,10 @@ const (
 	maxName = 255 // build and cluster id, bytes
 )
 
+// CapResend is the capability bit of a node that numbers its frames and sends them
+// again. Both ends of a connection have it, or neither.
+const CapResend uint64 = 1 << 8
+
 // Hello is what one side says about itself.
 type Hello struct {
 	Version uint32 // of the wire
@@ -289,6 +293,11 @@ func (h *Handshake) greet(in []byte, t Type) (rest []byte, reason string) {
 			d, l = l, d
 		}
 		return nil, fmt.Sprintf("%s has a secret, %s has none: FSERVER_SECRET must be the same on all nodes", d.who(), l.who())
+	case (d.Caps^l.Caps)&CapResend != 0:
+		if l.Caps&CapResend != 0 {
+			d, l = l, d
+		}
+		return nil, fmt.Sprintf("%s sends frames again, %s does not: PS_RESEND must be the same on all nodes", d.who(), l.who())
 	case d.Role == RoleScheduler || l.Role == RoleWorker || d.Role == RoleServer && l.Role == RoleServer:
 		return nil, fmt.Sprintf("%s connects to %s: only members to the scheduler, and workers to servers (is one of the addresses wrong?)",
 			d.who(), l.who())

@@ -107,6 +107,9 @@ func TestHelloDisagree(t *testing.T) {
 			name: "version of the dialer", dialer: worker(), listener: server(), versions: [2]uint32{7, Version},
 			want: `the dialer has wire version 7 (build "v1.2.3"), the listener 3 (build "v1.2.3"): run the same build on all nodes`,
 		}, {
+			name: "resend", dialer: worker(), listener: with(server(), func(h *Hello) { h.Caps |= CapResend }),
+			want: `server 1 sends frames again, worker 3 does not: PS_RESEND must be the same on all nodes`,
+		}, {
 			name: "cluster", dialer: worker(), listener: with(server(), func(h *Hello) { h.Cluster = "green" }),
 			want: `worker 3 is of cluster "blue", server 1 of cluster "green": FSERVER_CLUSTER must be the same on all nodes`,
 		}, {

@@ -8,7 +8,7 @@
  * cma: process_vm_writev from private memory straight into private memory of
  * the peer. shm: a copy from private memory into memory that both map, where
  * the peer reads it in place. In both ways a flag then tells the peer, which
- * spins on it.
+ * spins on it. Messages of one size are an echo: what came goes back.
  */
 #define _GNU_SOURCE
 #define NAME "rawcma"
@@ -72,14 +72,14 @@ static int hear(int fd, void *data, size_t size) {
   return n != 0;
 }
 
-/* Moves size bytes from ours to the peer. */
-static void copy(struct side *s, size_t size) {
+/* Moves size bytes to the peer. */
+static void copy(struct side *s, char *data, size_t size) {
   if (!s->cma) {
-    memcpy(s->peer, s->ours.data, size);
+    memcpy(s->peer, data, size);
     return;
   }
   for (size_t done = 0; done < size;) {
-    struct iovec from = {s->ours.data + done, size - done};
+    struct iovec from = {data + done, size - done};
     struct iovec to = {s->peer + done, size - done};
     ssize_t n = process_vm_writev(s->peer_pid, &from, 1, &to, 1, 0);
     if (n <= 0)
@@ -133,8 +133,12 @@ static void serve(struct side *s) {
     for (uint64_t i = 0; i < r.iters; i++) {
       spin(&s->shared->request, ++at);
       check(s->in, r.out, i);
-      stamp(s->ours.data, r.back, i);
-      copy(s, r.back);
+      if (r.back == r.out) {
+        copy(s, s->in, r.back);
+      } else {
+        stamp(s->ours.data, r.back, i);
+        copy(s, s->ours.data, r.back);
+      }
       atomic_store_explicit(&s->shared->reply, at, memory_order_release);
     }
   }
@@ -153,7 +157,7 @@ static void play(struct side *s) {
     for (uint64_t i = 0; i < r.iters; i++) {
       stamp(s->ours.data, r.out, i);
       uint64_t start = now();
-      copy(s, r.out);
+      copy(s, s->ours.data, r.out);
       atomic_store_explicit(&s->shared->request, ++at, memory_order_release);
       spin(&s->shared->reply, at);
       uint64_t end = now();

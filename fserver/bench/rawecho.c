@@ -70,8 +70,12 @@ static void serve(int fd) {
       if (!recv_all(fd, in.data, r.out, 0))
         exit(1); /* the client said why */
       check(in.data, r.out, i);
-      stamp(reply.data, r.back, i);
-      send_all(fd, reply.data, r.back);
+      if (r.back == r.out) { /* an echo */
+        send_all(fd, in.data, r.back);
+      } else {
+        stamp(reply.data, r.back, i);
+        send_all(fd, reply.data, r.back);
+      }
     }
   }
 }

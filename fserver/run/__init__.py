@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=count, default=1, metavar="N", help="processes per group (default 1)")
     add("--nnodes", type=count, default=1, metavar="N", help="hosts (default 1)")
     add("--node-rank", type=int, default=0, metavar="R", help="this host, from 0")
-    add("--scheduler", type=_address, metavar="HOST:PORT", help="where the scheduler listens")
+    add("--scheduler", type=address, metavar="HOST:PORT", help="where the scheduler listens")
     add("--worker-script", metavar="W.py", help="what workers run")
     add("--server-script", metavar="S.py", help="what servers run")
     add("-m", "--module", action="store_true", help="scripts are names of Python modules")
@@ -180,11 +180,12 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _address(text: str) -> tuple[str, int]:
+def address(text: str) -> tuple[str, int]:
+    """An argument that is an address, with or without the brackets of IPv6."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise argparse.ArgumentTypeError(f"{text!r}: HOST:PORT, with a port from 1 to 65535")
     return host.strip("[]"), int(port)
 
 
-__all__ = ["Process", "count", "main"]
+__all__ = ["Process", "address", "count", "main"]

@@ -183,6 +183,29 @@ CASE(settings) {
   free(json);
 }
 
+CASE(host) {
+  const char *given[] = {"DMLC_ROLE=worker", "DMLC_PS_ROOT_PORT=7000"};
+  size_t need = 0;
+  char *json = calloc(1 << 20, 1);
+  CHECK(json);
+  CHECK(fs_host(given, COUNT(given), json, 16, &need) == -ENOBUFS);
+  CHECK(need > 16 && need < 1 << 20);
+  CHECK(fs_host(given, COUNT(given), json, 1 << 20, &need) == 0);
+  CHECK(strlen(json) == need && strstr(json, "\"listen\":\"127.0.0.1\""));
+  free(json);
+}
+
+CASE(probe) {
+  char json[4096] = "";
+  size_t need = 0;
+  const char *none[] = {"DMLC_ROLE=worker"};
+  FAILS(fs_probe(none, 1, 1000000000, json, sizeof json, &need), EINVAL,
+        "DMLC_PS_ROOT_PORT");
+  const char *closed[] = {"DMLC_ROLE=worker", "DMLC_PS_ROOT_PORT=1"};
+  CHECK(fs_probe(closed, 2, 5000000000, json, sizeof json - 1, &need) == 0);
+  CHECK(strstr(json, "\"spoke\":false") && strstr(json, "nobody listens"));
+}
+
 CASE(wrong_setting) {
   const char *given[] = {"DMLC_ROLE=attention"};
   fs_node node = 0;

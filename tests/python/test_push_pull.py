@@ -504,6 +504,13 @@ def test_with_a_secret(cluster: MakeCluster) -> None:
     assert same(round_trip(c, torch.ones(3)), torch.ones(3))
 
 
+def test_over_tls(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSERVER_TLS", "on")
+    c = cluster(secret="one that all nodes know", transport="tcp")
+    x = torch.arange(1 << 20, dtype=torch.float32)
+    assert same(round_trip(c, x), x)
+
+
 def test_describe_and_repr(pair: Cluster) -> None:
     assert isinstance(pair.worker.describe(), dict)
     assert repr(pair.worker) == "<fserver.Worker 0 connected>"

@@ -178,6 +178,17 @@ def test_a_worker_is_restarted(child: MakeChild) -> None:
     assert other.get() == "stopped"
 
 
+def knows_of_no_scheduler(node: fserver.Worker) -> None:
+    """Waits until the node knows that the scheduler is gone: a barrier waits for the next."""
+    while True:
+        try:
+            node.barrier(False, True, timeout_ms=100)
+        except fserver.TimeoutError:
+            return
+        except fserver.PeerLostError as error:
+            assert error.role == "scheduler"
+
+
 @pytest.mark.parametrize("along", ["", "server"])
 def test_the_scheduler_is_restarted(child: MakeChild, port: int, along: str) -> None:
     """Alone, and together with a server."""
@@ -201,8 +212,8 @@ def test_the_scheduler_is_restarted(child: MakeChild, port: int, along: str) -> 
                 ask(workers[1])
         else:
             ask(workers[1])
-        with pytest.raises(fserver.TimeoutError):
-            workers[0].barrier(False, True, timeout_ms=100)
+        for w in workers:
+            knows_of_no_scheduler(w)
         later = [in_thread(lambda w=w: w.barrier(False, True)) for w in workers]
         if along:
             other = child(server_process, at, {"gpu": 1, **RAILS})
@@ -218,6 +229,64 @@ def test_the_scheduler_is_restarted(child: MakeChild, port: int, along: str) -> 
         ask(workers[1], 5)
     stop_all(*workers, server)
     assert [other.get(), scheduler.get()] == ["stopped", "stopped"]
+
+
+def hosting_process(parent: Parent, port: int, options: dict[str, Any]) -> None:
+    node = fserver.Server(
+        scheduler=f"127.0.0.1:{port}", host_scheduler=True, connect=False, **options
+    )
+    parent.put("open")
+    node.connect()
+    parent.put("connected")
+    answer(node)
+    node.stop()
+    parent.put("stopped")
+
+
+@pytest.mark.parametrize("on_peer_lost", ["raise", "wait"])
+def test_a_server_that_hosts_the_scheduler_is_restarted(
+    child: MakeChild, port: int, on_peer_lost: str
+) -> None:
+    options = {"init_timeout": LIMIT, "settings": QUIET}
+    other = child(hosting_process, port, options)
+    assert other.get() == "open"
+    worker = fserver.Worker(scheduler=f"127.0.0.1:{port}", on_peer_lost=on_peer_lost, **options)
+    assert other.get() == "connected"
+    for i in range(2):
+        ask(worker, i)
+        other.kill()
+        if on_peer_lost == "raise":
+            with pytest.raises(fserver.PeerLostError):
+                while True:
+                    ask(worker, i)
+        other = child(hosting_process, port, options)
+        assert [other.get(), other.get()] == ["open", "connected"]
+    ask(worker, 2)
+    worker.stop()
+    assert other.get() == "stopped"
+
+
+def test_frames_are_lost_and_sent_again(child: MakeChild) -> None:
+    lossy = {"PS_DROP_MSG": "10", "PS_RESEND": "1", "PS_RESEND_TIMEOUT": "5", **QUIET}
+    options = {"init_timeout": LIMIT, "settings": lossy}
+    server = fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options)
+    other = child(worker_process, server.scheduler, options, 100)
+    server.connect()
+    assert [other.get(), other.get()] == ["open", "connected"]
+    assert answer(server, 100) == 0
+    assert other.get() == "done"
+    other.put("stop")
+    server.stop()
+    assert other.get() == "stopped"
+
+
+def test_frames_are_lost() -> None:
+    """Without PS_RESEND, what waits for them ends in its time-out."""
+    options = {"init_timeout": 0.5, "settings": {"STEPMESH_DROP_RATE": "100", **QUIET}}
+    scheduler = fserver.Scheduler(scheduler="127.0.0.1:0", connect=False, settings=QUIET)
+    with pytest.raises(fserver.TimeoutError):
+        fserver.Worker(scheduler=scheduler.scheduler, **options)
+    scheduler.close()
 
 
 def test_push_pulls_wait_for_the_next_server(child: MakeChild) -> None:

@@ -573,17 +573,6 @@ def test_a_cluster_of_two_launchers(cluster_script):
     assert done[1].stdout == "[server 0] no more\n"
 
 
-def test_env_prints_settings():
-    both = "from fserver.cli import main; main(['env', '--json']); print('---'); main(['env'])"
-    command = [sys.executable, "-c", both]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    data, _, text = done.stdout.partition("---")
-    names = [setting["name"] for setting in json.loads(data)["settings"]]
-    assert {"DMLC_ROLE", "FSERVER_TRANSPORT"} <= set(names)
-    assert "  DMLC_NUM_WORKER = 1\n" in text
-
-
 def test_status_of_the_one_that_failed(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(CLUSTER.replace('print("got", y.tolist())', "raise SystemExit(3)"))

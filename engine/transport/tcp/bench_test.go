@@ -24,9 +24,9 @@ import (
 )
 
 // The benchmark bounces a write and a frame between this process and a child,
-// each on a processor of its own, both spinning. In turns with it, the same
-// count of bytes bounces between the same two threads through bare system
-// calls. On a machine with other work, compare the medians of one run.
+// each on a processor of its own, both spinning. In turns with it, the same goes
+// over TLS, and the same count of bytes bounces between the same two threads
+// through bare system calls. On a machine with other work, compare the medians of one run.
 
 const (
 	benchFrame = 64 // bytes of the frame that follows the write
@@ -34,6 +34,8 @@ const (
 	benchMax   = 64 << 20
 	peerEnv    = "TCP_BENCH_PEER"
 )
+
+var benchConns = []string{"conn", "tls"}
 
 func TestMain(m *testing.M) {
 	if os.Getenv(peerEnv) == "" {
@@ -45,7 +47,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// An end is one side of the benchmark: a Conn and a bare socket to the other.
+// An end is one side of the benchmark: a Conn to the other, and one of the two a
+// bare socket.
 type end struct {
 	f      *Fabric
 	conn   transport.Conn
@@ -62,9 +65,14 @@ type end struct {
 
 // newEnd opens an end without its connections. It sends what it received if
 // echo is set.
-func newEnd(echo bool) (e *end, err error) {
+func newEnd(kind string, echo bool) (e *end, err error) {
 	e = &end{ev: make([]transport.Event, 16)}
 	o := Options{Gate: transporttest.Gate{}}
+	if kind == "tls" {
+		if o.TLS, err = SharedIdentity([]byte("the secret of the benchmark"), "default"); err != nil {
+			return nil, err
+		}
+	}
 	if echo {
 		o.Listen = "127.0.0.1:0"
 	}
@@ -170,28 +178,33 @@ func benchPeer(in io.Reader, out io.Writer) error {
 	if err := pin(1); err != nil {
 		return err
 	}
-	e, err := newEnd(true)
-	if err != nil {
-		return err
-	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return err
 	}
-	fmt.Fprintln(out, e.f.Addr(), l.Addr())
+	ends := map[string]*end{}
+	for _, kind := range benchConns {
+		e, err := newEnd(kind, true)
+		if err != nil {
+			return err
+		}
+		ends[kind] = e
+		fmt.Fprintln(out, e.f.Addr(), l.Addr())
+		f, err := e.waitFrame()
+		if err != nil {
+			return err
+		}
+		e.remote = transport.Key{ID: binary.LittleEndian.Uint64(f), Token: binary.LittleEndian.Uint64(f[8:])}
+		fmt.Fprintln(out, e.key.ID, e.key.Token)
+	}
 	nc, err := l.Accept()
 	if err != nil {
 		return err
 	}
-	if e.bare, err = e.f.detach(nc.(*net.TCPConn)); err != nil {
+	ends["bare"] = ends["conn"]
+	if ends["bare"].bare, err = ends["bare"].f.detach(nc.(*net.TCPConn)); err != nil {
 		return err
 	}
-	f, err := e.waitFrame()
-	if err != nil {
-		return err
-	}
-	e.remote = transport.Key{ID: binary.LittleEndian.Uint64(f), Token: binary.LittleEndian.Uint64(f[8:])}
-	fmt.Fprintln(out, e.key.ID, e.key.Token)
 	for lines := bufio.NewScanner(in); lines.Scan(); {
 		var kind string
 		var n uint64
@@ -199,6 +212,7 @@ func benchPeer(in io.Reader, out io.Writer) error {
 		if _, err := fmt.Sscan(lines.Text(), &kind, &n, &count); err != nil {
 			return err
 		}
+		e := ends[kind]
 		for range count {
 			if kind == "bare" {
 				if err = e.bareRecv(n); err == nil {
@@ -211,7 +225,7 @@ func benchPeer(in io.Reader, out io.Writer) error {
 				return err
 			}
 		}
-		for c := e.conn.(*Conn); c.tx.done != c.tx.tail; {
+		for c := e.conn.(*Conn); c.tx.done != c.tx.tail || c.unsent(); {
 			if _, err := e.poll(); err != nil {
 				return err
 			}
@@ -221,7 +235,7 @@ func benchPeer(in io.Reader, out io.Writer) error {
 }
 
 // dialPeer starts the child and connects to it.
-func dialPeer(b *testing.B) (e *end, commands io.Writer) {
+func dialPeer(b *testing.B) (ends map[string]*end, commands io.Writer) {
 	self, err := os.Executable()
 	require.NoError(b, err)
 	child := exec.Command(self)
@@ -237,57 +251,61 @@ func dialPeer(b *testing.B) (e *end, commands io.Writer) {
 		child.Wait()
 	})
 
-	e, err = newEnd(false)
-	require.NoError(b, err)
-	b.Cleanup(func() {
-		require.NoError(b, e.f.Close())
-		require.NoError(b, unix.Close(e.bare))
-		require.NoError(b, mem.Unmap(e.in))
-		require.NoError(b, mem.Unmap(e.out))
-	})
 	var addr, bare string
-	_, err = fmt.Fscan(stdout, &addr, &bare)
-	require.NoError(b, err)
-	e.conn, err = e.f.Connect(context.Background(), transport.Addr(addr))
-	require.NoError(b, err)
+	ends = map[string]*end{}
+	for _, kind := range benchConns {
+		e, err := newEnd(kind, false)
+		require.NoError(b, err)
+		b.Cleanup(func() {
+			require.NoError(b, e.f.Close())
+			require.NoError(b, mem.Unmap(e.in))
+			require.NoError(b, mem.Unmap(e.out))
+		})
+		ends[kind] = e
+		out := e.out.Span().Bytes()
+		for i := range out {
+			out[i] = byte(i * 7)
+		}
+		_, err = fmt.Fscan(stdout, &addr, &bare)
+		require.NoError(b, err)
+		e.conn, err = e.f.Connect(context.Background(), transport.Addr(addr))
+		require.NoError(b, err)
+		k := binary.LittleEndian.AppendUint64(nil, e.key.ID)
+		k = binary.LittleEndian.AppendUint64(k, e.key.Token)
+		_, err = e.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: k}})
+		require.NoError(b, err)
+		_, err = fmt.Fscan(stdout, &e.remote.ID, &e.remote.Token)
+		require.NoError(b, err)
+	}
+	ends["bare"] = ends["conn"]
 	nc, err := net.Dial("tcp", bare)
 	require.NoError(b, err)
-	e.bare, err = e.f.detach(nc.(*net.TCPConn))
+	ends["bare"].bare, err = ends["bare"].f.detach(nc.(*net.TCPConn))
 	require.NoError(b, err)
+	b.Cleanup(func() { require.NoError(b, unix.Close(ends["bare"].bare)) })
 	require.NoError(b, nc.Close())
-	k := binary.LittleEndian.AppendUint64(nil, e.key.ID)
-	k = binary.LittleEndian.AppendUint64(k, e.key.Token)
-	_, err = e.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: k}})
-	require.NoError(b, err)
-	_, err = fmt.Fscan(stdout, &e.remote.ID, &e.remote.Token)
-	require.NoError(b, err)
-	return e, stdin
+	return ends, stdin
 }
 
 func BenchmarkEcho(b *testing.B) {
 	if runtime.NumCPU() < 2 {
 		b.Skip("needs two processors")
 	}
-	e, commands := dialPeer(b)
-	out := e.out.Span().Bytes()
-	for i := range out {
-		out[i] = byte(i * 7)
-	}
-	echo := map[string]func(n uint64) error{
-		"bare": func(n uint64) error {
+	ends, commands := dialPeer(b)
+	echo := func(kind string, e *end, n uint64) error {
+		if kind == "bare" {
 			if err := e.bareSend(n); err != nil {
 				return err
 			}
 			return e.bareRecv(n)
-		},
-		"conn": func(n uint64) error {
-			if err := e.post(n); err != nil {
-				return err
-			}
-			_, err := e.waitFrame()
+		}
+		if err := e.post(n); err != nil {
 			return err
-		},
+		}
+		_, err := e.waitFrame()
+		return err
 	}
+	kinds := append([]string{"bare"}, benchConns...)
 	for _, n := range []uint64{64, 4 << 10, 64 << 10, 1 << 20, 64 << 20} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
 			// The thread ends with the goroutine, and its binding with it.
@@ -295,17 +313,18 @@ func BenchmarkEcho(b *testing.B) {
 			times := map[string][]time.Duration{}
 			count := max(2, int(min(1000, (16<<20)/n)))
 			for range b.N {
-				for _, kind := range []string{"bare", "conn"} {
+				for _, kind := range kinds {
+					e := ends[kind]
 					fmt.Fprintln(commands, kind, n, count)
 					for j := range count {
 						start := time.Now()
-						require.NoError(b, echo[kind](n))
+						require.NoError(b, echo(kind, e, n))
 						if j > 0 { // the first waits for the command
 							times[kind] = append(times[kind], time.Since(start))
 						}
 					}
 					in := e.in.Span().Bytes()[:n]
-					require.True(b, bytes.Equal(in, out[:n]), "%s: other bytes came back", kind)
+					require.True(b, bytes.Equal(in, e.out.Span().Bytes()[:n]), "%s: other bytes came back", kind)
 					clear(in)
 				}
 			}
@@ -314,11 +333,12 @@ func BenchmarkEcho(b *testing.B) {
 				return float64(times[kind][len(times[kind])*percent/100].Nanoseconds()) / 1e3
 			}
 			b.ReportMetric(0, "ns/op")
-			for _, kind := range []string{"bare", "conn"} {
+			for _, kind := range kinds {
 				b.ReportMetric(at(kind, 50), kind+"-p50-µs")
 				b.ReportMetric(at(kind, 99), kind+"-p99-µs")
 			}
 			b.ReportMetric(at("conn", 50)/at("bare", 50), "ratio")
+			b.ReportMetric(at("tls", 50)/at("conn", 50), "tls-ratio")
 		})
 	}
 }

@@ -20,12 +20,14 @@ type Conn struct {
 	queued   bool  // in Fabric.queue
 	readable bool  // the socket may have bytes; for the visit that comes next
 	announce bool  // EvAccept is still to be given
+	hidden   bool  // epoll does not watch for bytes, because Poll looks each time
 	armed    bool  // epoll waits for the socket to take bytes
 	closed   bool  // by its own user: no EvDown
 	txErr    error // why sending ended; what the peer had sent before is still read
 	err      error // why all ended; the descriptor is closed
 	tx       tx
 	rx       rx
+	tls      *secure // nil: bytes travel as they are
 	in, out  progress
 }
 
@@ -55,7 +57,7 @@ func (c *Conn) post(ops []transport.Op) (n int, err error) {
 		}
 		n++
 	}
-	if c.tx.unsent() && !c.armed {
+	if c.unsent() && !c.armed {
 		c.f.send(c)
 	}
 	if c.due() {
@@ -91,11 +93,26 @@ func (c *Conn) Ordered() bool { return true }
 
 // due says whether a visit finds something without a system call.
 func (c *Conn) due() bool {
-	return c.announce || c.err != nil || c.txErr != nil || c.rx.more || c.tx.done != c.tx.sent || c.tx.unsent() && !c.armed
+	return c.announce || c.err != nil || c.txErr != nil || c.rx.more || c.tls != nil && c.tls.more ||
+		c.tx.done != c.tx.sent || c.unsent() && !c.armed
 }
 
 // Unsent implements transport.Unsender.
-func (c *Conn) Unsent() bool { return c.tx.unsent() }
+func (c *Conn) Unsent() bool { return c.unsent() }
+
+// unsent says whether the kernel has not taken everything.
+func (c *Conn) unsent() bool { return c.tx.unsent() || c.tls != nil && c.tls.unsent() }
+
+// Via says how the bytes travel.
+func (c *Conn) Via() string {
+	if c.tls != nil {
+		return "tcp/tls"
+	}
+	return "tcp"
+}
+
+// Why says why they do not travel in a better way; here nothing is to be said.
+func (c *Conn) Why() string { return "" }
 
 // because wraps the reason for which c or a half of it ended.
 func (c *Conn) because(reason error) error {
@@ -114,8 +131,8 @@ func (f *Fabric) fail(c *Conn, reason error) {
 	// A child process may hold the socket too, so that closing it alone would
 	// not tell the peer.
 	if c.closed {
-		if !c.tx.unsent() && c.txErr == nil {
-			sayBye(c.fd)
+		if !c.unsent() && c.txErr == nil {
+			c.sayBye()
 		}
 		unix.Shutdown(c.fd, unix.SHUT_RDWR)
 		discard(c.fd, quantum) // bytes that nobody read would make it a reset
@@ -126,9 +143,13 @@ func (f *Fabric) fail(c *Conn, reason error) {
 }
 
 // sayBye sends a goodbye if the socket has room for it.
-func sayBye(fd int) {
+func (c *Conn) sayBye() {
 	var b [headerLen]byte
 	h := header{kind: recBye}
 	h.put(b[:])
-	unix.SendmsgN(fd, b[:], nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+	if c.tls != nil {
+		c.tls.bye(b[:])
+	} else {
+		unix.SendmsgN(c.fd, b[:], nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+	}
 }

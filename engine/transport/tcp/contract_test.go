@@ -11,12 +11,23 @@ import (
 
 func TestContract(t *testing.T) {
 	transporttest.Run(t, func(testing.TB) transporttest.Bed {
-		return transporttest.Bed{Open: openForContract, Kill: kill}
+		return transporttest.Bed{Open: func(o transporttest.Options) (transport.Fabric, error) {
+			return openForContract(o, nil)
+		}, Kill: kill}
 	})
 }
 
-func openForContract(o transporttest.Options) (transport.Fabric, error) {
-	opts := Options{Gate: o.Gate, Limits: o.Limits}
+func TestContractTLS(t *testing.T) {
+	id := shared(t, "the secret of the contract")
+	transporttest.Run(t, func(testing.TB) transporttest.Bed {
+		return transporttest.Bed{Open: func(o transporttest.Options) (transport.Fabric, error) {
+			return openForContract(o, id)
+		}, Kill: kill, Allocates: "crypto/tls allocates two readers for each record"}
+	})
+}
+
+func openForContract(o transporttest.Options, id *Identity) (transport.Fabric, error) {
+	opts := Options{Gate: o.Gate, Limits: o.Limits, TLS: id}
 	if o.Listen {
 		opts.Listen = "127.0.0.1:0"
 	}

@@ -39,7 +39,7 @@ func (f *Fabric) poll(ev []transport.Event) (int, error) {
 	if c := f.guess(); c != nil && len(ev) > 0 {
 		c.readable = true
 		n, moved = f.visit(c, ev)
-		ask = len(f.conns) > 1 && (n == 0 || f.seq%4 == 0)
+		ask = len(f.conns) > 1 && (n == 0 && !c.hidden || f.seq%4 == 0)
 	}
 	if ask {
 		if err := f.find(); err != nil {
@@ -47,7 +47,9 @@ func (f *Fabric) poll(ev []transport.Event) (int, error) {
 		}
 	}
 	for left := f.queue.n; left > 0 && n < len(ev) && moved < pollBytes; left-- {
-		k, m := f.visit(f.queue.pop(), ev[n:])
+		c := f.queue.pop()
+		c.readable = c.readable || c.hidden
+		k, m := f.visit(c, ev[n:])
 		n += k
 		moved += m
 	}
@@ -70,6 +72,34 @@ func (f *Fabric) guess() *Conn {
 		return c
 	}
 	return nil
+}
+
+// hideAfter is after how many reads in a row from one Conn epoll is told to
+// leave it alone, until FD is asked for: telling an epoll of each packet, and the
+// epoll around that, is a part of what sending to a socket costs.
+const hideAfter = 64
+
+// hide says whether epoll is to leave c alone. Of the Conns only recent may be
+// hidden.
+func (f *Fabric) hide(c *Conn, hidden bool) {
+	if c != nil && c.hidden != hidden && c.err == nil {
+		c.hidden = hidden
+		f.watch(c)
+	}
+}
+
+// watch tells epoll what to watch c for.
+func (f *Fabric) watch(c *Conn) {
+	ev := unix.EpollEvent{Fd: int32(c.fd)}
+	if !c.hidden {
+		ev.Events = unix.EPOLLIN
+	}
+	if c.armed {
+		ev.Events |= unix.EPOLLOUT
+	}
+	if err := unix.EpollCtl(f.epoll, unix.EPOLL_CTL_MOD, c.fd, &ev); err != nil {
+		f.fail(c, fmt.Errorf("watch the socket: %w", err))
+	}
 }
 
 // find queues the Conns whose sockets are ready.
@@ -97,7 +127,7 @@ func (f *Fabric) visit(c *Conn, ev []transport.Event) (n int, moved uint64) {
 		n++
 		c.announce = false
 	}
-	if c.err == nil && c.txErr == nil && c.tx.unsent() {
+	if c.err == nil && c.txErr == nil && c.unsent() {
 		f.send(c)
 	}
 	n += c.complete(ev[n:])
@@ -156,25 +186,27 @@ func (c *Conn) complete(ev []transport.Event) (n int) {
 // send gives the socket up to quantum bytes, and lets epoll watch for room if
 // it did not take them all.
 func (f *Fabric) send(c *Conn) {
-	c.tx.gather(&f.vec, quantum)
+	var n int
+	var e unix.Errno
+	if c.tls == nil {
+		c.tx.gather(&f.vec, quantum)
+		n, e = f.vec.send(c.fd)
+	} else {
+		c.tx.gather(&f.vec, sealQuantum)
+		n, e = c.tls.send(&f.vec)
+	}
 	full := true
-	switch n, e := f.vec.send(c.fd); e {
+	switch e {
 	case 0:
 		c.tx.advance(uint64(n))
-		full = uint64(n) < f.vec.sum
+		full = uint64(n) < f.vec.sum || c.tls != nil && c.tls.unsent()
 	case unix.EAGAIN, unix.EINTR:
 	default:
-		c.txErr = failure("send", e)
+		c.txErr = c.failure("send", e)
 	}
-	if watch := full && c.tx.unsent() && c.txErr == nil; watch != c.armed {
+	if watch := full && c.unsent() && c.txErr == nil; watch != c.armed {
 		c.armed = watch
-		ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(c.fd)}
-		if watch {
-			ev.Events |= unix.EPOLLOUT
-		}
-		if err := unix.EpollCtl(f.epoll, unix.EPOLL_CTL_MOD, c.fd, &ev); err != nil {
-			f.fail(c, fmt.Errorf("watch the socket: %w", err))
-		}
+		f.watch(c)
 	}
 }
 
@@ -185,7 +217,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 	if len(ev) == 0 {
 		return 0
 	}
-	fresh := c.readable || c.txErr != nil
+	fresh := c.readable || c.txErr != nil || c.tls != nil && c.tls.more
 	c.readable = false
 	if x.more {
 		var bad error
@@ -199,7 +231,13 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 		if f.vec.n == 0 {
 			break
 		}
-		k, e := f.vec.recv(c.fd)
+		var k int
+		var e unix.Errno
+		if c.tls == nil {
+			k, e = f.vec.recv(c.fd)
+		} else {
+			k, e = c.tls.recv(&f.vec)
+		}
 		if e == unix.EAGAIN || e == unix.EINTR {
 			if c.txErr != nil {
 				f.fail(c, c.txErr)
@@ -207,7 +245,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 			break
 		}
 		if e != 0 {
-			f.fail(c, failure("receive", e))
+			f.fail(c, c.failure("receive", e))
 			break
 		}
 		if k == 0 {
@@ -219,9 +257,12 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 			break
 		}
 		if c != f.recent {
+			f.hide(f.recent, false)
 			f.recent, f.streak = c, 0
 		}
-		f.streak++
+		if f.streak++; f.streak == hideAfter {
+			f.hide(c, true)
+		}
 		x.take(uint64(k))
 		m, bad := x.parse(c, ev[n:], f.seq)
 		n += m
@@ -236,8 +277,11 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 	return n
 }
 
-// failure describes an error of a system call.
-func failure(call string, e unix.Errno) error {
+// failure describes an error of a system call, or of TLS in its place.
+func (c *Conn) failure(call string, e unix.Errno) error {
+	if e == unix.EPROTO && c.tls != nil && c.tls.bad != nil {
+		return fmt.Errorf("%s: %w", call, c.tls.bad)
+	}
 	switch e {
 	case unix.ECONNRESET, unix.EPIPE, unix.ETIMEDOUT, unix.EHOSTUNREACH, unix.ENETUNREACH:
 		return e // says all

@@ -21,6 +21,7 @@ type regions struct {
 type region struct {
 	mem.Region
 	token uint64
+	only  transport.Conn // that may write here; nil: all
 }
 
 func (t *regions) add(r mem.Region) (transport.Key, error) {
@@ -34,8 +35,18 @@ func (t *regions) add(r mem.Region) (transport.Key, error) {
 	rand.Read(b[:]) // never fails
 	t.last++
 	k := transport.Key{ID: t.last, Token: binary.LittleEndian.Uint64(b[:])}
-	t.byID[k.ID] = region{r, k.Token}
+	t.byID[k.ID] = region{Region: r, token: k.Token}
 	return k, nil
+}
+
+func (t *regions) bind(k transport.Key, c transport.Conn) error {
+	r, ok := t.byID[k.ID]
+	if !ok || r.token != k.Token {
+		return fmt.Errorf("tcp: bind key %d to %s: no such key", k.ID, c.Remote())
+	}
+	r.only = c
+	t.byID[k.ID] = r
+	return nil
 }
 
 func (t *regions) remove(k transport.Key) error {
@@ -46,13 +57,23 @@ func (t *regions) remove(k transport.Key) error {
 	return nil
 }
 
-var errNoKey = errors.New("no such key, or a wrong token")
+var (
+	errNoKey  = errors.New("no such key, or a wrong token")
+	errNotIts = errors.New("the key was given to another peer")
+)
 
-// target is the memory that a write with header h goes to.
-func (t *regions) target(h *header) (mem.Span, error) {
+// target is the memory that a write with header h from c goes to.
+func (t *regions) target(h *header, c transport.Conn) (mem.Span, error) {
 	r, ok := t.byID[h.key]
-	if !ok || r.token != h.token {
-		return mem.Span{}, fmt.Errorf("the peer wrote %d bytes at offset %d of key %d: %w", h.length, h.offset, h.key, errNoKey)
+	bad := error(nil)
+	switch {
+	case !ok || r.token != h.token:
+		bad = errNoKey
+	case r.only != nil && r.only != c:
+		bad = errNotIts
+	}
+	if bad != nil {
+		return mem.Span{}, fmt.Errorf("the peer wrote %d bytes at offset %d of key %d: %w", h.length, h.offset, h.key, bad)
 	}
 	s, err := r.Slice(h.offset, h.length)
 	if err != nil {

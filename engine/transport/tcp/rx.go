@@ -144,7 +144,7 @@ func (x *rx) parse(c transport.Conn, ev []transport.Event, seq uint64) (n int, e
 			x.big = x.big[:h.length]
 			x.rest = mem.Of(x.big)
 		default:
-			if x.rest, err = x.regions.target(&h); err != nil {
+			if x.rest, err = x.regions.target(&h, c); err != nil {
 				return n, err
 			}
 		}

@@ -89,25 +89,24 @@ func cause(err error) error {
 }
 
 // accept takes connections until Close. At most Limits.Pending are inside the
-// Gate; more wait in the kernel's queue.
+// Gate; one more waits for a place, and the rest in the kernel's queue.
 func (f *Fabric) accept() {
 	wait := time.Duration(0)
 	for {
-		select {
-		case f.pending <- struct{}{}:
-		case <-f.ctx.Done():
-			return
-		}
 		nc, err := f.listener.Accept()
 		if err == nil {
 			wait = 0
+			g := f.door.enter(f.ctx, f.opts.Limits.Pending, f.opts.Limits.Handshake/8)
+			if g == nil {
+				nc.Close()
+				return
+			}
 			f.tasks.Go(func() {
-				defer func() { <-f.pending }()
-				f.welcome(nc.(*net.TCPConn))
+				defer f.door.leave(g)
+				f.welcome(nc.(*net.TCPConn), g)
 			})
 			continue
 		}
-		<-f.pending
 		if f.ctx.Err() != nil {
 			return
 		}
@@ -123,12 +122,14 @@ func (f *Fabric) accept() {
 }
 
 // welcome runs the Gate over a connection that a peer opened.
-func (f *Fabric) welcome(nc *net.TCPConn) {
+func (f *Fabric) welcome(nc *net.TCPConn, g *guest) {
 	defer nc.Close()
 	remote := nc.RemoteAddr().String()
-	hello, err := f.shake(f.ctx, nc, false)
+	s, hello, err := f.shake(g.ctx, nc, false, func() { f.door.heard(g) })
 	if err == nil {
-		_, err = f.adopt(nc, remote, hello, true)
+		_, err = f.adopt(nc, s, remote, hello, true)
+	} else if g.ctx.Err() != nil {
+		err = context.Cause(g.ctx)
 	}
 	if err != nil && f.ctx.Err() == nil {
 		f.refused(remote, fmt.Errorf("tcp: refuse %s: %w", remote, err))
@@ -171,9 +172,10 @@ func (f *Fabric) connect(ctx context.Context, peer transport.Addr) (*Conn, error
 	nc, err := d.DialContext(ctx, "tcp", remote)
 	if err == nil {
 		defer nc.Close()
+		var s *secure
 		var hello []byte
-		if hello, err = f.shake(ctx, nc.(*net.TCPConn), true); err == nil {
-			return f.adopt(nc.(*net.TCPConn), remote, hello, false)
+		if s, hello, err = f.shake(ctx, nc.(*net.TCPConn), true, func() {}); err == nil {
+			return f.adopt(nc.(*net.TCPConn), s, remote, hello, false)
 		}
 	}
 	if ctx.Err() != nil {
@@ -182,12 +184,46 @@ func (f *Fabric) connect(ctx context.Context, peer transport.Addr) (*Conn, error
 	return nil, remedy(err)
 }
 
-// shake runs the Gate over nc, within Limits.Handshake and ctx, and returns
-// what it verified about the peer.
-func (f *Fabric) shake(ctx context.Context, nc *net.TCPConn, dialer bool) ([]byte, error) {
+// shake starts TLS on nc, if that is wanted, and runs the Gate, within
+// Limits.Handshake and ctx. It returns what the Gate verified about the peer,
+// and calls heard when that has said something.
+func (f *Fabric) shake(ctx context.Context, nc *net.TCPConn, dialer bool, heard func()) (*secure, []byte, error) {
 	nc.SetDeadline(time.Now().Add(f.opts.Limits.Handshake))
 	defer context.AfterFunc(ctx, func() { nc.SetDeadline(time.Unix(1, 0)) })()
 
+	var s *secure
+	var hello []byte
+	var err error
+	if f.tls == nil {
+		hello, err = f.passGate(nc, dialer, heard)
+	} else {
+		s = newSecure(nc, f.tls, dialer)
+		if err = s.conn.Handshake(); err == nil {
+			hello, err = f.passGate(s.conn, dialer, heard)
+		} else {
+			err = fmt.Errorf("TLS handshake: %w", cause(explain(err)))
+		}
+	}
+	if mismatch := (*TLSError)(nil); errors.As(err, &mismatch) {
+		part(nc, mismatch.answer)
+	}
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		err = fmt.Errorf("handshake: it took longer than %v: %w", f.opts.Limits.Handshake, os.ErrDeadlineExceeded)
+	}
+	return s, hello, err
+}
+
+// part ends a connection whose two sides do not agree about TLS. What the peer
+// has sent is read, within the limits, for closing before that could destroy our
+// last words.
+func part(nc *net.TCPConn, answer []byte) {
+	nc.Write(answer)
+	nc.CloseWrite()
+	io.CopyN(io.Discard, nc, 64<<10)
+}
+
+// passGate runs the Gate over nc and returns what it verified about the peer.
+func (f *Fabric) passGate(nc net.Conn, dialer bool, heard func()) ([]byte, error) {
 	hs := f.opts.Gate.Open(dialer)
 	var in []byte
 	var err error
@@ -196,6 +232,7 @@ func (f *Fabric) shake(ctx context.Context, nc *net.TCPConn, dialer bool) ([]byt
 			if in, err = receiveMessage(nc); err != nil {
 				break
 			}
+			heard()
 		}
 		out, done, bad := hs.Next(in)
 		if out != nil {
@@ -211,10 +248,7 @@ func (f *Fabric) shake(ctx context.Context, nc *net.TCPConn, dialer bool) ([]byt
 			return hs.Hello(), nil
 		}
 	}
-	if errors.Is(err, os.ErrDeadlineExceeded) {
-		err = fmt.Errorf("the handshake took longer than %v", f.opts.Limits.Handshake)
-	}
-	return nil, fmt.Errorf("handshake: %w", cause(err))
+	return nil, fmt.Errorf("handshake: %w", cause(explain(err)))
 }
 
 func sendMessage(w io.Writer, m []byte) error {
@@ -229,7 +263,11 @@ func sendMessage(w io.Writer, m []byte) error {
 
 func receiveMessage(r io.Reader) ([]byte, error) {
 	var p [preambleLen]byte
-	if _, err := io.ReadFull(r, p[:]); err != nil {
+	n, err := io.ReadFull(r, p[:])
+	if speaksTLS(p[:n]) {
+		return nil, &TLSError{"the peer speaks TLS (set FSERVER_TLS=on, which must be the same on all nodes)", emptyMessage}
+	}
+	if err != nil {
 		if err == io.EOF {
 			return nil, fmt.Errorf("the peer closed the connection: %w", err)
 		}
@@ -238,26 +276,29 @@ func receiveMessage(r io.Reader) ([]byte, error) {
 	if !bytes.Equal(p[:len(magic)], magic[:]) {
 		return nil, fmt.Errorf("the peer sent % x: it is not of this kind", p)
 	}
-	n := binary.LittleEndian.Uint32(p[len(magic):])
-	if n > transport.MaxHandshake {
-		return nil, fmt.Errorf("the peer announced a message of %d bytes: at most %d", n, transport.MaxHandshake)
+	length := binary.LittleEndian.Uint32(p[len(magic):])
+	if length > transport.MaxHandshake {
+		return nil, fmt.Errorf("the peer announced a message of %d bytes: at most %d", length, transport.MaxHandshake)
 	}
-	m := make([]byte, n)
+	m := make([]byte, length)
 	if _, err := io.ReadFull(r, m); err != nil {
-		return nil, fmt.Errorf("the peer announced a message of %d bytes: %w", n, err)
+		return nil, fmt.Errorf("the peer announced a message of %d bytes: %w", length, err)
 	}
 	return m, nil
 }
 
 // adopt takes the socket out of nc, which the caller still closes, and makes
-// it a Conn.
-func (f *Fabric) adopt(nc *net.TCPConn, remote string, hello []byte, accepted bool) (*Conn, error) {
+// it a Conn, with the TLS that was started on it, if any.
+func (f *Fabric) adopt(nc *net.TCPConn, s *secure, remote string, hello []byte, accepted bool) (*Conn, error) {
 	fd, err := f.detach(nc)
 	if err != nil {
 		return nil, fmt.Errorf("take over the socket: %w", err)
 	}
 	now := progress{since: time.Now()}
-	c := &Conn{f: f, fd: fd, remote: remote, hello: hello, announce: accepted, in: now, out: now}
+	c := &Conn{f: f, fd: fd, remote: remote, hello: hello, announce: accepted, tls: s, in: now, out: now}
+	if s != nil {
+		s.detach(fd)
+	}
 	c.tx.init()
 	c.rx.init(&f.regions)
 
@@ -277,7 +318,7 @@ func (f *Fabric) adopt(nc *net.TCPConn, remote string, hello []byte, accepted bo
 	c.at = len(f.conns)
 	f.conns = append(f.conns, c)
 	f.queue.reserve(len(f.conns))
-	if accepted {
+	if c.due() {
 		f.wake(c)
 	}
 	return c, nil

@@ -4,6 +4,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"fserver/engine/mem"
 )
 
 // The system calls of Post and Poll are raw: the sockets never block, so the
@@ -74,6 +76,24 @@ func (v *vec) recv(fd int) (int, unix.Errno) {
 func (v *vec) point() {
 	v.hdr.Iov = (*unix.Iovec)(unsafe.Pointer(&v.iov[0]))
 	v.hdr.SetIovlen(v.n)
+}
+
+// piece is the memory of the ith piece.
+func (v *vec) piece(i int) []byte {
+	return mem.Span{Addr: v.iov[i].base, Len: v.iov[i].n}.Bytes()
+}
+
+// send gives b, which is not empty, to the kernel and returns how much it took.
+func send(fd int, b []byte) (int, unix.Errno) {
+	return result(unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)),
+		unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0))
+}
+
+// recv fills b, which is not empty, and returns how many bytes came; 0 is the
+// end of the stream.
+func recv(fd int, b []byte) (int, unix.Errno) {
+	return result(unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(fd), uintptr(unsafe.Pointer(&b[0])), uintptr(len(b)),
+		unix.MSG_DONTWAIT, 0, 0))
 }
 
 // discard drops up to n received bytes without copying them.

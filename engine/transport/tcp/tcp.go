@@ -13,6 +13,7 @@ package tcp
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"net"
 	"strconv"
@@ -43,6 +44,9 @@ type Options struct {
 	Bind string
 	// Gate decides who may talk, on both sides.
 	Gate transport.Gate
+	// TLS is who we are to peers over TLS 1.3, which both sides then must speak;
+	// nil means that bytes travel as they are.
+	TLS *Identity
 	// Limits are the bounds to keep; Stall bounds also how long the peer's
 	// kernel may leave bytes without an answer.
 	Limits transport.Limits
@@ -59,7 +63,8 @@ type Fabric struct {
 	bind *net.TCPAddr // or nil
 
 	listener net.Listener // or nil
-	pending  chan struct{}
+	tls      *tls.Config  // or nil
+	door     door
 	ctx      context.Context // ends with Close
 	cancel   context.CancelFunc
 	tasks    sync.WaitGroup // goroutines, and calls of Connect; added to by the owner
@@ -110,10 +115,12 @@ func Open(o Options) (*Fabric, error) {
 	}
 	f := &Fabric{
 		opts:    o,
-		pending: make(chan struct{}, o.Limits.Pending),
 		regions: regions{byID: map[uint64]region{}},
 		epoll:   -1,
 		bell:    -1,
+	}
+	if o.TLS != nil {
+		f.tls = o.TLS.config()
 	}
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	if err := f.open(); err != nil {
@@ -204,6 +211,10 @@ func hostPort(peer transport.Addr) (string, error) {
 func (f *Fabric) FD() int {
 	f.owner.Lock()
 	defer f.owner.Unlock()
+	if f.recent != nil && f.recent.hidden {
+		f.hide(f.recent, false)
+		f.streak = 2 // as guess wants it
+	}
 	if missed := f.missed.Swap(false); !f.closed && (missed || f.queue.n > 0) {
 		f.ring()
 	}
@@ -218,6 +229,13 @@ func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
 		return transport.Key{}, fmt.Errorf("tcp: register %d bytes: %w", r.Len, transport.ErrClosed)
 	}
 	return f.regions.add(r)
+}
+
+// Bind implements transport.Binder.
+func (f *Fabric) Bind(k transport.Key, c transport.Conn) error {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	return f.regions.bind(k, c)
 }
 
 // Deregister implements transport.Fabric. A Conn that is in the middle of a
@@ -294,8 +312,13 @@ func (f *Fabric) keep() {
 			if c.err != nil {
 				continue
 			}
-			in := c.in.stalled(now, polled && c.rx.inside(), c.rx.came)
-			out := c.out.stalled(now, polled && c.tx.unsent(), c.tx.taken)
+			came, inside, taken := c.rx.came, c.rx.inside(), c.tx.taken
+			if c.tls != nil {
+				came, inside, taken = c.tls.link.moved[0], inside || c.tls.inside(), c.tls.link.moved[1]
+				c.tls.trim()
+			}
+			in := c.in.stalled(now, polled && inside, came)
+			out := c.out.stalled(now, polled && c.unsent(), taken)
 			if max(in, out) >= limit {
 				f.fail(c, fmt.Errorf("no progress in the middle of a record for %v: %w", limit, unix.ETIMEDOUT))
 				f.wake(c)

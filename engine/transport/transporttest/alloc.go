@@ -17,6 +17,9 @@ func testAllocs(w *world) {
 	if raceEnabled {
 		w.Skip("the race detector allocates")
 	}
+	if w.bed.Allocates != "" {
+		w.Skip(w.bed.Allocates)
+	}
 	a, b := w.pair()
 	dst, src := b.n.target(4096), w.source(1, 4096)
 	ops := []transport.Op{dst.write(0, 1, src), frame(make([]byte, 64))}

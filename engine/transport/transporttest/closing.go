@@ -42,20 +42,19 @@ func testConnClose(w *world) {
 	w.transfer(w.connect(a.n, b.n))
 }
 
-// flood posts frames and writes until Post takes no more or the Conn ends.
+// flood posts frames and writes until Post takes no more for a while, which is
+// longer than another goroutine can be in the way, or the Conn ends.
 func (l *link) flood(dst target) {
 	w := l.n.w
 	w.Helper()
 	src := w.source(3, dst.Len)
-	for empty := 0; empty < 100; {
+	for taken := time.Now(); time.Since(taken) < 100*time.Millisecond; {
 		k, err := l.try(frame(pattern(1, 1000)), dst.write(0, 1, src), frame(nil))
 		if err != nil {
 			return
 		}
 		if k > 0 {
-			empty = 0
-		} else {
-			empty++
+			taken = time.Now()
 		}
 		l.n.poll()
 	}

@@ -43,6 +43,8 @@ type Bed struct {
 	Open func(Options) (transport.Fabric, error)
 	// Memory is where regions and sources lie; nil means host memory.
 	Memory Memory
+	// Allocates says why Post and Poll allocate; empty means that they must not.
+	Allocates string
 	// Kill ends a Fabric as the death of its process would: its peers are not
 	// told, they find out. The test still calls Close. nil skips the tests
 	// that need it.

@@ -1,0 +1,145 @@
+package node
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"runtime"
+	"time"
+
+	"go.uber.org/zap"
+
+	"fserver/engine/conf"
+	"fserver/engine/topo"
+	"fserver/engine/transport"
+	"fserver/engine/transport/tcp"
+	"fserver/engine/wire"
+)
+
+// near is the address that DMLC_INTERFACE=auto comes to, where route is the
+// one that routes to the scheduler.
+func near(cfg *conf.Config, route string, log *zap.Logger) string {
+	c := choose(topo.Local().Read(), cfg, route)
+	if !c.Address.IsValid() {
+		log.Warn("DMLC_INTERFACE=auto finds no interface", zap.String("why", c.Why), zap.String("instead", route))
+		return route
+	}
+	log.Info("interface chosen", zap.String("interface", c.Interface), zap.Stringer("address", c.Address), zap.String("why", c.Why))
+	return c.Address.String()
+}
+
+func choose(h *topo.Host, cfg *conf.Config, route string) topo.Choice {
+	a, _ := netip.ParseAddr(route) // not valid: not known
+	return h.Choose(cfg.GPU, cfg.Visible, a)
+}
+
+// hostDescription is the JSON of DescribeHost.
+type hostDescription struct {
+	*topo.Host
+	GPUNIC  [][]topo.Distance `json:"gpu_nic"` // distance of each GPU from each NIC
+	GPUGPU  [][]gpuPath       `json:"gpu_gpu"`
+	Auto    topo.Choice       `json:"auto"` // what DMLC_INTERFACE=auto comes to
+	Listen  string            `json:"listen"`
+	NoAddr  string            `json:"listen_error"`
+	Limits  topo.Limits       `json:"limits"`
+	Clock   topo.Clock        `json:"clock"`
+	Kernel  string            `json:"kernel"`
+	Modules map[string]string `json:"modules"`
+	Engine  engine            `json:"engine"`
+}
+
+type gpuPath struct {
+	PCIe    topo.Distance `json:"pcie"`
+	NVLinks int           `json:"nvlinks"`
+}
+
+type engine struct {
+	Version    string   `json:"version"`
+	Wire       int      `json:"wire"`
+	Go         string   `json:"go"`
+	Transports []string `json:"transports"`
+	Backends   []string `json:"backends"`
+}
+
+// DescribeHost gives JSON about this host: what topo finds, and what a node
+// with these settings would make of it. Settings that are wrong count as none.
+func DescribeHost(settings []string) ([]byte, error) {
+	s := topo.Local()
+	h := s.Read()
+	d := hostDescription{
+		Host: h, GPUNIC: [][]topo.Distance{}, GPUGPU: [][]gpuPath{},
+		Limits: s.Limits(), Clock: s.Clock(), Kernel: topo.Kernel(), Modules: s.Modules(),
+		Engine: engine{Version, wire.Version, runtime.Version(), conf.Built(), []string{conf.CPU.String()}},
+	}
+	for i := range h.GPUs {
+		g := &h.GPUs[i]
+		nics, gpus := []topo.Distance{}, []gpuPath{}
+		for j := range h.NICs {
+			nics = append(nics, h.Distance(g, &h.NICs[j]))
+		}
+		for j := range h.GPUs {
+			gpus = append(gpus, gpuPath{h.Between(g, &h.GPUs[j]), topo.NVLinks(g, &h.GPUs[j])})
+		}
+		d.GPUNIC, d.GPUGPU = append(d.GPUNIC, nics), append(d.GPUGPU, gpus)
+	}
+	cfg, _, err := conf.Parse(settings)
+	if err != nil {
+		cfg = &conf.Config{}
+	} else if d.Listen, err = address(cfg.Listen()); err != nil {
+		d.NoAddr = err.Error()
+	}
+	d.Auto = choose(h, cfg, d.Listen)
+	return json.Marshal(d)
+}
+
+// probe is the JSON of Probe.
+type probe struct {
+	Address  string `json:"address"`
+	Spoke    bool   `json:"spoke"`    // it is a node: it knows the handshake
+	Accepted bool   `json:"accepted"` // and it would talk to us
+	Role     string `json:"role"`     // of an accepted one
+	Rank     int    `json:"rank"`
+	Build    string `json:"build"`
+	Error    string `json:"error"`
+	Took     int64  `json:"ns"` // to connect and to shake hands
+}
+
+// Probe introduces itself to the scheduler that the settings name, as a worker
+// without a rank, and leaves again. A scheduler notes that a connection is
+// gone; its cluster does not see it. The result is JSON.
+func Probe(settings []string, limit time.Duration) ([]byte, error) {
+	cfg, _, err := conf.Parse(settings)
+	if err != nil {
+		return nil, &settingError{err.Error()}
+	}
+	g := newGate(cfg)
+	g.me.Role, g.me.Rank = wire.RoleWorker, -1
+	id, err := identity(cfg)
+	if err != nil {
+		return nil, err
+	}
+	f, err := tcp.Open(tcp.Options{Gate: g, TLS: id})
+	if err != nil {
+		return nil, fmt.Errorf("node: probe: %w", err)
+	}
+	defer f.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	begin := Now()
+	c, err := f.Connect(ctx, transport.Addr("tcp:"+cfg.Scheduler()))
+	p := probe{Address: cfg.Scheduler(), Rank: -1, Took: Now() - begin}
+	var hello wire.Hello
+	if err == nil {
+		hello, err = wire.ParseHello(c.Hello())
+	}
+	var refused *wire.HandshakeError
+	p.Spoke = err == nil || errors.As(err, &refused)
+	if err != nil {
+		p.Error = err.Error()
+	} else {
+		p.Accepted, p.Role, p.Rank, p.Build = true, hello.Role.String(), int(hello.Rank), hello.Build
+	}
+	return json.Marshal(p)
+}

@@ -1,0 +1,221 @@
+package node
+
+import (
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
+	"fserver/engine/conf"
+	"fserver/engine/exchange"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/tcp"
+	"fserver/engine/wire"
+)
+
+// spy is the Fabric of a worker; it keeps the keys that servers give to it.
+type spy struct {
+	*tcp.Fabric
+	mu   sync.Mutex
+	keys []transport.Key
+}
+
+func (s *spy) Poll(ev []transport.Event) (int, error) {
+	n, err := s.Fabric.Poll(ev)
+	for _, e := range ev[:n] {
+		if e.Kind == transport.EvFrame && wire.FrameType(e.Data) == wire.TypeBuffers {
+			if v, err := wire.ParseBuffers(e.Data); err == nil {
+				s.mu.Lock()
+				for _, b := range v.List {
+					s.keys = append(s.keys, transport.Key{ID: b.Region.ID, Token: b.Region.Token})
+				}
+				s.mu.Unlock()
+			}
+		}
+	}
+	return n, err
+}
+
+// hostileMesh is a mesh over TCP whose workers are spied on and whose servers'
+// logs are kept.
+type hostileMesh struct {
+	*mesh
+	spies []*spy
+	logs  []*observer.ObservedLogs
+}
+
+func newHostileMesh(t *testing.T, s shape, way ...string) *hostileMesh {
+	h := &hostileMesh{}
+	h.mesh = newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+		f, err := openTCP(cfg, g, log)
+		if err == nil && cfg.Role == conf.Worker {
+			h.spies = append(h.spies, &spy{Fabric: f.(*tcp.Fabric)})
+			f = h.spies[len(h.spies)-1]
+		}
+		return []transport.Fabric{f}, err
+	}, s, append(way, "FSERVER_TRANSPORT=tcp")...)
+	for _, n := range h.servers {
+		require.True(t, n.own())
+		core, logs := observer.New(zapcore.WarnLevel)
+		n.log = zap.New(core)
+		n.disown()
+		h.logs = append(h.logs, logs)
+	}
+	return h
+}
+
+// attack lets worker i send ops to server 0 behind the engine's back.
+func (h *hostileMesh) attack(i int, ops ...transport.Op) {
+	n := h.workers[i]
+	require.True(h.tb, n.own())
+	defer n.disown()
+	for end := time.Now().Add(10 * time.Second); len(ops) > 0; {
+		k, err := n.peers[0].conn.Post(ops)
+		require.NoError(h.tb, err)
+		ops = ops[k:]
+		require.True(h.tb, time.Now().Before(end))
+	}
+}
+
+// TestHostileWorker lets worker 1 of two, which passed the gate, do what no
+// worker does. Its server says so once, tells the application, and loses no other
+// worker.
+func TestHostileWorker(t *testing.T) {
+	for _, way := range [][]string{
+		{"FSERVER_TLS=off"}, {"FSERVER_TLS=on", "FSERVER_SECRET=a secret of some length"},
+	} {
+		for _, c := range []struct {
+			name string
+			op   func(own, other transport.Key) transport.Op
+			text string
+		}{
+			{"the other worker's key", func(_, other transport.Key) transport.Op {
+				return transport.Op{Kind: transport.OpWrite, Key: other}
+			}, "the key was given to another peer"},
+			{"out of range", func(own, _ transport.Key) transport.Op {
+				return transport.Op{Kind: transport.OpWrite, Key: own, Off: 1 << 63}
+			}, "out of bounds of key"},
+			{"a wrong token", func(own, _ transport.Key) transport.Op {
+				own.Token++
+				return transport.Op{Kind: transport.OpWrite, Key: own}
+			}, "a wrong token"},
+			{"a frame of garbage", func(_, _ transport.Key) transport.Op {
+				return transport.Op{Kind: transport.OpFrame, Frame: []byte{33, 0xff, 0xff, 0xff, 0xff, 0xff}}
+			}, "wire: "},
+			{"a frame of a scheduler", func(_, _ transport.Key) transport.Op {
+				return transport.Op{Kind: transport.OpFrame, Frame: []byte{byte(wire.TypeGo)}}
+			}, ""},
+		} {
+			t.Run(strings.TrimPrefix(way[0], "FSERVER_")+" "+c.name, func(t *testing.T) {
+				m := newHostileMesh(t, shape{2, 1, 1}, way...)
+				round := func() {
+					done := make(chan error, 1)
+					go func() { done <- serve(t, m.servers[0], 1) }()
+					var ids []uint64
+					for _, w := range m.workers {
+						ids = append(ids, pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, []exchange.Tensor{tensor(t, 1, 9)}))
+					}
+					for i, w := range m.workers {
+						require.NoError(t, wait(w, ids[i]))
+					}
+					require.NoError(t, <-done)
+				}
+				round()
+				require.Len(t, m.spies[0].keys, 1)
+				require.Len(t, m.spies[1].keys, 1)
+				other, own := m.spies[0].keys[0], m.spies[1].keys[0]
+				victim := m.servers[0]
+				require.True(t, victim.own())
+				require.Empty(t, m.logs[0].All())
+				victim.disown()
+
+				x := tensor(t, 1, 8)
+				fill(x, 99)
+				op := c.op(own, other)
+				op.Src = []mem.Span{x.Span}
+				m.attack(1, op)
+				lostWithin(t, func() error { _, err := getBatch(victim); return err }, "worker", 1)
+
+				// Worker 0 is still connected, and its buffer is as it was.
+				id := pushPull(t, m.workers[0], []exchange.Tensor{tensor(t, 1, 9)}, nil)
+				require.ErrorIs(t, m.workers[0].Wait(id, 50*time.Millisecond, true), ErrAgain, "the batch is not complete, as worker 1 is gone")
+				require.True(t, victim.own())
+				defer victim.disown()
+				require.Contains(t, victim.links, victim.peers[0].conn)
+				var lines []string
+				for _, e := range m.logs[0].All() {
+					if e.Message != "a node is lost" {
+						lines = append(lines, e.Message+": "+e.ContextMap()["error"].(string))
+					}
+				}
+				require.Len(t, lines, 1)
+				require.Contains(t, lines[0], c.text)
+			})
+		}
+	}
+}
+
+// TestTLSMesh brings a cluster up over TLS, and lets in nobody who does not fit.
+func TestTLSMesh(t *testing.T) {
+	const secret = "FSERVER_SECRET=a secret of some length"
+	way := []string{"FSERVER_TRANSPORT=tcp", "FSERVER_TLS=on", secret}
+	oneToOne(t, way...)
+
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
+	_, port := splitPort(t, m.scheduler.Info().Address)
+	b, err := Probe(append(shape{1, 1, 1}.settings("worker", 0, 0, port), way...), 5*time.Second)
+	require.NoError(t, err)
+	require.Contains(t, string(b), `"accepted":true`)
+	for want, settings := range map[string][]string{
+		"the peer speaks TLS (set FSERVER_TLS=on":                    {secret},
+		"the peer's certificate does not come from our secret":       {"FSERVER_TLS=on", "FSERVER_SECRET=another secret, also long"},
+		"FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* must fit": {"FSERVER_TLS=on", "FSERVER_CLUSTER=other", secret},
+	} {
+		n, err := Open(append(shape{1, 1, 1}.settings("worker", 0, 0, port), settings...), m.buffers)
+		require.NoError(t, err)
+		start := time.Now()
+		err = n.WaitReady(20 * time.Second)
+		require.ErrorContains(t, err, want)
+		require.EqualValues(t, 22, Errno(err), "%v", err)
+		require.Less(t, time.Since(start), 10*time.Second)
+		require.NoError(t, n.Free())
+	}
+	m.stop()
+
+	plain := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT=tcp", secret)
+	_, port = splitPort(t, plain.scheduler.Info().Address)
+	n, err := Open(append(shape{1, 1, 1}.settings("worker", 0, 0, port), way...), plain.buffers)
+	require.NoError(t, err)
+	require.ErrorContains(t, n.WaitReady(20*time.Second), "the peer does not speak TLS")
+	require.NoError(t, n.Free())
+	plain.stop()
+}
+
+// TestOneSidedSecret gives both sides a clear error, whichever has the secret.
+func TestOneSidedSecret(t *testing.T) {
+	const secret = "FSERVER_SECRET=a secret of some length"
+	for _, c := range []struct{ scheduler, member []string }{{[]string{secret}, nil}, {nil, []string{secret}}} {
+		m := newCluster(t, openFabrics)
+		core, logs := observer.New(zapcore.WarnLevel)
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("scheduler", 0, 0, "0", c.scheduler...))
+		require.NoError(t, err)
+		s, err := open(cfg, zap.New(core), m.buffers, openFabrics)
+		require.NoError(t, err)
+		_, port := splitPort(t, s.Info().Address)
+		n, err := Open(append(shape{1, 1, 1}.settings("worker", 0, 0, port), c.member...), m.buffers)
+		require.NoError(t, err)
+		err = n.WaitReady(20 * time.Second)
+		require.ErrorContains(t, err, "FSERVER_SECRET must be the same on all nodes")
+		require.EqualValues(t, 22, Errno(err))
+		require.NoError(t, n.Free())
+		require.Eventually(t, func() bool { return logs.FilterMessage("connection refused").Len() == 1 }, 10*time.Second, time.Millisecond)
+		require.Contains(t, logs.FilterMessage("connection refused").All()[0].ContextMap()["error"], "FSERVER_SECRET must be the same on all nodes")
+		require.NoError(t, s.Free())
+	}
+}

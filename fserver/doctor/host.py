@@ -1,0 +1,328 @@
+"""What the doctor says of this host: engine, transports, devices, limits."""
+
+import contextlib
+import ctypes.util
+import errno
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from fserver import _loader
+
+from . import cma
+from .report import Check, Report, size
+
+MIB = 1 << 20
+
+
+def engine(report: Report, values: dict[str, str]) -> dict | None:
+    """The versions of all that takes part. Gives what the engine says of this host, None where
+    there is no engine."""
+    title = "Versions"
+    try:
+        extension = _loader.load()
+    except _loader.LoadError as e:
+        report.add(title, *_versions(None))
+        text, _, remedy = str(e).rpartition(" (")
+        remedy = remedy.rstrip(")") if text else "run `make af`"
+        report.add(title, Check("engine", "no", text or str(e), remedy, fatal=True))
+        return None
+    found = json.loads(extension.host([f"{n}={v}" for n, v in values.items()]))
+    report.data["host"] = found
+    about = found["engine"]
+    report.add(
+        title, Check("engine", "yes", f"{about['version']}, wire {about['wire']}, {about['go']}")
+    )
+    report.add(title, *_versions(Path(extension.__file__)))
+    report.add(title, Check("kernel", "info", found["kernel"]), *_drivers(found))
+    for note in found["notes"]:
+        remedy = "what follows may lack something; give this process the right to read it"
+        report.add(title, Check("topology", "note", note, "" if "not served" in note else remedy))
+    return found
+
+
+def _versions(extension: Path | None) -> Iterator[Check]:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        yield Check("fserver", "info", metadata.version("fserver"))
+    if extension:
+        built = json.loads(extension.with_suffix(".json").read_text())
+        yield Check("extension", "info", f"{extension.name}, built for torch {built['torch']}")
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        yield Check("torch", "info", torch.__version__)
+    yield Check("Python", "info", f"{platform.python_version()}, {sys.executable}")
+
+
+def _drivers(found: dict) -> Iterator[Check]:
+    driver = found["gpu_driver"]
+    if driver["version"]:
+        yield Check("GPU driver", "info", f"{driver['version']}, CUDA up to {driver['cuda']}")
+    modules = [f"{name} {version}".strip() for name, version in found["modules"].items()]
+    if modules:
+        yield Check("modules", "info", ", ".join(modules))
+
+
+def transports(report: Report, found: dict) -> None:
+    """Each transport: yes, or no, why, and what to do."""
+    built = set(found["engine"]["transports"])
+    report.add("Transports", _tcp(), _cma("cma" in built), _shared_memory(found["limits"]))
+    gpus, rdma = found["gpus"], found["rdma"]
+    usable = [d["name"] for d in rdma if d["nodes"] and any(p["active"] for p in d["ports"])]
+    if gpus:
+        devices = f"there are GPUs for it: {len(gpus)}"
+    else:
+        devices = f"there is no GPU: {found['gpu_driver']['reason'] or 'the driver shows none'}"
+    report.add("Transports", _other("cudaipc", built, bool(gpus), devices))
+    if usable:
+        devices = f"there are RDMA devices for it: {', '.join(usable)}"
+    elif rdma:
+        devices = "there are RDMA devices, but none with a link that this process may open"
+    else:
+        devices = "there is no RDMA device (/sys/class/infiniband)"
+    for name, library in (("verbs", "ibverbs"), ("ofi", "fabric"), ("ucx", "ucp")):
+        there = (
+            f"; lib{library} {'is' if ctypes.util.find_library(library) else 'is not'} installed"
+        )
+        report.add("Transports", _other(name, built, bool(usable), devices + there))
+
+
+def _other(name: str, built: set[str], devices: bool, text: str) -> Check:
+    if name not in built:
+        return Check(name, "no", f"not in this build; {text}", "use tcp, or a build that has it")
+    if not devices:
+        return Check(name, "no", text, "use tcp, or make the devices visible to this process")
+    return Check(name, "yes", text)
+
+
+def _tcp() -> Check:
+    families = []
+    why: Exception | None = None
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family) as server, socket.socket(family) as client:
+                server.bind((address, 0))
+                server.listen(1)
+                client.settimeout(2)
+                client.connect(server.getsockname())
+            families.append("IPv4" if family == socket.AF_INET else "IPv6")
+        except OSError as e:
+            why = e
+    if not families:
+        remedy = "bring loopback up: ip link set lo up"
+        return Check("tcp", "no", f"connecting to loopback fails: {why}", remedy, fatal=True)
+    return Check("tcp", "yes", " and ".join(families))
+
+
+def _cma(built: bool) -> Check:
+    way, code = cma.probe()
+    if way == "plain":
+        text, remedy = "processes of this user can write into each other's memory", ""
+    elif way == "ptracer":
+        text = "processes of this user can write into each other's memory where FSERVER_PTRACER=1"
+        remedy = ""
+    elif code == errno.ENOSYS:
+        text = "process_vm_writev is not in this kernel, or a sandbox forbids it"
+        remedy = "a container needs a seccomp profile that allows process_vm_writev"
+    elif code > 0:
+        text = f"process_vm_writev: {os.strerror(code)}"
+        remedy = "sysctl kernel.yama.ptrace_scope=1; a container also needs --cap-add SYS_PTRACE"
+    else:
+        text = "a child process did not write what it was to write"
+        remedy = f"see what `{sys.executable} -I -S -c pass` says"
+    if not built:
+        host = f"this host would {'allow' if way else 'not allow'} it: {text}"
+        return Check("cma", "no", f"not in this build; {host}", "use tcp, or a build that has it")
+    if way:
+        return Check("cma", "yes", f"one copy: {text}")
+    return Check("cma", "note", f"two copies, through shared memory: {text}", remedy)
+
+
+def _shared_memory(limits: dict) -> Check:
+    """Memory without a name, passed to another process as a descriptor."""
+    try:
+        fd = os.memfd_create("fserver", os.MFD_CLOEXEC)
+    except (OSError, AttributeError) as e:
+        remedy = "use tcp; a container needs a seccomp profile that allows memfd_create"
+        return Check("shared memory", "no", f"memfd_create: {e}", remedy)
+    left, right = socket.socketpair(socket.AF_UNIX)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        socket.send_fds(left, [b"x"], [fd])
+        _, (passed,), _, _ = socket.recv_fds(right, 1, 1)
+        try:
+            with mmap.mmap(fd, mmap.PAGESIZE) as one, mmap.mmap(passed, mmap.PAGESIZE) as other:
+                one[:8] = b"fserver!"
+                same = other[:8] == b"fserver!"
+        finally:
+            os.close(passed)
+    except OSError as e:
+        remedy = "raise the limits on memory and open files (ulimit -a)"
+        return Check("shared memory", "no", f"pass memory to another process: {e}", remedy)
+    finally:
+        left.close()
+        right.close()
+        os.close(fd)
+    if not same:
+        return Check("shared memory", "no", "it is not shared", "report this; use tcp")
+    return Check("shared memory", "yes", f"memfd; /dev/shm has {size(limits['dev_shm_bytes'])}")
+
+
+def devices(report: Report, found: dict) -> None:
+    """GPUs, interfaces, how far they are from each other, and what `auto` makes of it."""
+    gpus, nics = found["gpus"], found["nics"]
+    title = "GPUs"
+    for g in gpus:
+        parts = [g["name"], size(g["memory_bytes"]), g["pci"], _numa(g)]
+        parts += [f"NVLink {link['lanes']} lanes to {link['to']}" for link in g["nvlinks"]]
+        if g["mig"]:
+            parts.append("MIG is on")
+        report.add(title, Check(f"gpu {g['index']}", "info", ", ".join(filter(None, parts))))
+    if not gpus:
+        report.add(title, Check("none", "info", found["gpu_driver"]["reason"] or "none is visible"))
+
+    title = "Network interfaces"
+    for n in nics:
+        report.add(title, Check(n["name"], "info", _nic(n)))
+    for d in found["rdma"]:
+        report.add(title, _rdma(d))
+
+    title = "Distances"
+    shown = [i for i, n in enumerate(nics) if n["rdma"] or not n["not_announced"]]
+    if gpus:
+        text = "PIX one PCIe switch, PXB several, PHB host bridge, NODE same NUMA node, SYS another"
+        if any(path["nvlinks"] for row in found["gpu_gpu"] for path in row):
+            text += ", NV# NVLink lanes"
+        report.add(title, Check("", "info", text))
+        names = [f"gpu{g['index']}" for g in gpus] + [nics[i]["name"] for i in shown]
+        rows = []
+        for i, row in enumerate(found["gpu_gpu"]):
+            cells = [f"NV{p['nvlinks']}" if p["nvlinks"] else p["pcie"] for p in row]
+            cells[i] = "-"
+            rows.append(cells + [found["gpu_nic"][i][j] for j in shown])
+        report.tables[title] = list(_matrix(names, rows))
+    auto = found["auto"]
+    text = f"{auto['interface'] or 'nothing'}"
+    text += f" ({auto['address']})" if auto["address"] else ""
+    text += f", RDMA device {auto['rdma']}" if auto["rdma"] else ""
+    report.add(title, Check("DMLC_INTERFACE=auto", "info", f"{text}: {auto['why']}"))
+
+
+def _numa(thing: dict) -> str:
+    return f"NUMA node {thing['numa']}" if thing["numa"] >= 0 else ""
+
+
+def _nic(n: dict) -> str:
+    addresses = " ".join(a for a in n["addresses"] if not a.startswith("fe80:"))
+    parts = [n["kind"], "up" if n["up"] else "down", addresses, f"MTU {n['mtu']}"]
+    if n["mbit_s"]:
+        parts.append(f"{n['mbit_s'] / 1000:g} Gbit/s")
+    parts += [n["driver"], n["pci"], _numa(n)]
+    if n["ports"]:
+        parts.append(f"over {' '.join(n['ports'])}")
+    if n["rdma"]:
+        parts.append(f"RDMA {' '.join(n['rdma'])}")
+    if n["not_announced"]:
+        parts.append(f"not announced: {n['not_announced']}")
+    return ", ".join(filter(None, parts))
+
+
+def _rdma(d: dict) -> Check:
+    ports = [f"port {p['number']} {p['link_layer']} {p['rate']}" for p in d["ports"] if p["active"]]
+    text = ", ".join(filter(None, ["RDMA device", *ports, d["pci"], _numa(d)]))
+    if not ports:
+        return Check(
+            d["name"], "no", f"{text}, no port has a link", "plug it in: ibstat, rdma link"
+        )
+    if not any("/uverbs" in node for node in d["nodes"]):
+        remedy = "give the container the device: --device /dev/infiniband"
+        return Check(d["name"], "no", f"{text}, its /dev/infiniband/uverbs* is not here", remedy)
+    return Check(d["name"], "yes", text + (", software" if d["software"] else ""))
+
+
+def _matrix(names: list[str], rows: list[list[str]], width: int = 92) -> Iterator[str]:
+    """A table in as many parts as fit the width."""
+    left = 4 + max(len(name) for name in names[: len(rows)])
+    columns = [max(len(names[j]), *(len(row[j]) for row in rows)) for j in range(len(names))]
+    start = 0
+    while start < len(names):
+        end, used = start, left
+        while end < len(names) and (end == start or used + columns[end] + 2 <= width):
+            used += columns[end] + 2
+            end += 1
+        part = range(start, end)
+        yield " " * left + "".join(f"  {names[j]:>{columns[j]}}" for j in part)
+        for name, row in zip(names, rows, strict=False):
+            yield f"    {name:<{left - 4}}" + "".join(f"  {row[j]:>{columns[j]}}" for j in part)
+        start = end
+
+
+def limits(report: Report, found: dict) -> None:
+    """What this process may use."""
+    title = "Limits"
+    values, cores, clock = found["limits"], found["cores"], found["clock"]
+    rdma = any(d["nodes"] for d in found["rdma"])
+    locked = values["locked_memory_bytes"]
+    low = rdma and 0 <= locked < 1 << 30
+    report.add(
+        title,
+        _limit("locked memory", size(locked), low, "RDMA registers memory: ulimit -l unlimited"),
+        _limit(
+            "open files",
+            f"{_count(values['open_files'])} (up to {_count(values['open_files_hard'])})",
+            0 <= values["open_files"] < 1024,
+            "one for each connection: ulimit -n 65536",
+        ),
+        _limit("processes", _count(values["user_processes"]), False, ""),
+        _limit(
+            "/dev/shm",
+            f"{size(values['dev_shm_bytes'])}, {size(values['dev_shm_free_bytes'])} free",
+            values["dev_shm_bytes"] <= 64 * MIB,
+            "too small for torch's loaders; a container: --shm-size=8g",
+        ),
+    )
+    scope = values["ptrace_scope"]
+    names = {-1: "no Yama", 0: "same user", 1: "only what the target allows", 2: "only root"}
+    text = f"{scope} ({names.get(scope, 'nobody')})" if scope >= 0 else names[-1]
+    report.add(
+        title,
+        _limit("ptrace scope", text, scope > 1, "cma needs sysctl kernel.yama.ptrace_scope=1"),
+        _cores(cores),
+    )
+    fast = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter", "")
+    report.add(
+        title,
+        _limit(
+            "clock",
+            f"CLOCK_MONOTONIC from {clock['source'] or 'an unknown source'}, "
+            f"resolution {clock['resolution_ns']} ns",
+            clock["source"] not in fast,
+            "each look at it is a system call; boot with a stable tsc if the machine has one",
+        ),
+    )
+
+
+def _limit(name: str, text: str, low: bool, remedy: str) -> Check:
+    return Check(name, "note", text, remedy) if low else Check(name, "yes", text)
+
+
+def _count(n: int) -> str:
+    return "unlimited" if n < 0 else str(n)
+
+
+def _cores(cores: dict) -> Check:
+    text = (
+        f"{cores['free']} ({cores['online']} online, {len(cores['allowed'])} in the affinity mask"
+    )
+    if cores["quota"]:
+        text += f", a quota of {cores['quota']:g} in {cores['limit']}"
+    low = cores["free"] < 3
+    remedy = "too few for a thread that only polls: calls drive progress themselves"
+    return _limit("free cores", text + ")", low, remedy)

@@ -1,0 +1,83 @@
+"""`fserver env`: every setting, its value, where it comes from and what it means."""
+
+import argparse
+import json
+import sys
+import textwrap
+
+from fserver import _loader
+from fserver.api import inherited
+
+WIDTH = 100
+
+
+def main(argv: list[str]) -> int:
+    """Prints the settings as the engine reads them, and on standard error what is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="fserver env",
+        description="Prints every setting: name, value, where the value comes from, meaning.",
+    )
+    parser.add_argument("--set", action="store_true", help="only those that are set")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="NAME=VALUE", help="tries a setting over the environment's"
+    )
+    options = parser.parse_args(argv)
+    for argument in options.arguments:
+        if "=" not in argument:
+            parser.error("an argument without '=': want NAME=VALUE")  # not shown: maybe a secret
+    arguments = dict(argument.split("=", 1) for argument in options.arguments)
+    found = settings({**inherited(), **arguments}, set(arguments))
+    if options.set:
+        found["settings"] = [s for s in found["settings"] if s["origin"] != "default"]
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(table(found["settings"]))
+    for problem in found["warnings"] + found["errors"]:
+        print(problem, file=sys.stderr)
+    return 0
+
+
+def settings(values: dict[str, str], arguments: set[str] = frozenset()) -> dict:
+    """What the engine makes of these values; docs/settings.md has the names.
+
+    Keys: ``settings`` (each with ``name``, ``value``, ``default``, ``origin``, ``source``,
+    ``meaning``, ...), ``unknown`` (names that look like settings, each with the ``nearest``
+    known one), ``warnings``, ``errors``. ``origin`` is ``"argument"`` for names in arguments,
+    ``"environment"`` for others that are given, else ``"default"``. The value of a secret is
+    ``"set"``.
+
+    Raises LoadError where there is no engine.
+    """
+    found = json.loads(_loader.load().settings([f"{n}={v}" for n, v in values.items()]))
+    for s in found["settings"]:
+        if s["source"] == "default":
+            s["origin"] = "default"
+        else:
+            s["origin"] = "argument" if s["source"] in arguments else "environment"
+    return found
+
+
+def table(rows: list[dict]) -> str:
+    """The settings as text of at most 100 columns."""
+    lines = []
+    section = ""
+    for s in rows:
+        if s["section"] != section:
+            section = s["section"]
+            lines += ["", section]
+        value = s["value"] or s["default"]
+        origin = s["origin"]
+        if s["source"] not in ("default", s["name"]):
+            origin += f", as {s['source']}"
+        mark = " " if s["origin"] == "default" else "*"
+        first = f"{mark} {s['name']:<30} "
+        text = f"{value}  ({origin})"
+        indent = " " * len(first)
+        lines += textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent)
+        about = s["meaning"]
+        if s.get("takes_effect_with"):
+            about += f" (takes effect with: {s['takes_effect_with']})"
+        lines += textwrap.wrap(about, WIDTH, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join([*lines, "", "* is set"]).lstrip("\n")

@@ -1,0 +1,87 @@
+"""`fserver env`: what it prints, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fserver import cli, env
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, str]:
+    """Standard output and error."""
+    assert cli.main(["env", *args]) == 0
+    return capsys.readouterr()
+
+
+def rows(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict]:
+    return {s["name"]: s for s in json.loads(run(capsys, "--json", *args)[0])["settings"]}
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMLC_NUM_WORKER", "3")
+    monkeypatch.setenv("STEPMESH_BAKCEND", "CPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    found = json.loads(run(capsys, "--json", "DMLC_NUM_SERVER=2", "DMLC_ROLE=worker")[0])
+    assert set(found) == {"settings", "unknown", "warnings", "errors"}
+    of = {s["name"]: s for s in found["settings"]}
+    for s in found["settings"]:
+        assert s["meaning"] and s["default"] and s["allowed"] and s["section"]
+        assert s["origin"] in ("default", "environment", "argument")
+    assert (of["DMLC_NUM_WORKER"]["value"], of["DMLC_NUM_WORKER"]["origin"]) == ("3", "environment")
+    assert (of["DMLC_NUM_SERVER"]["value"], of["DMLC_NUM_SERVER"]["origin"]) == ("2", "argument")
+    assert of["DMLC_PORT"]["origin"] == "default"
+    assert of["STEPMESH_BACKEND"]["source"] == "STEPMESH_BAKCEND"
+    assert of["CUDA_VISIBLE_DEVICES"]["value"] == "1,0"
+
+
+def test_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMLC_NUM_WORKER", "3")
+    monkeypatch.setenv("STEPMESH_BAKCEND", "CPU")
+    out, err = run(capsys, "DMLC_PS_ROOT_PORT=7000")
+    assert max(map(len, out.splitlines())) <= 100
+    assert "\n* DMLC_NUM_WORKER                3  (environment)\n" in out
+    assert "\n* DMLC_PS_ROOT_PORT              7000  (argument)\n" in out
+    assert "\n* STEPMESH_BACKEND               CPU  (environment, as STEPMESH_BAKCEND)\n" in out
+    assert "\n  DMLC_NUM_SERVER                1  (default)\n" in out
+    assert "      number of server groups\n" in out
+    assert err == ""
+
+    out, _ = run(capsys, "--set")
+    assert "DMLC_NUM_WORKER" in out and "DMLC_NUM_SERVER" not in out
+
+
+def test_unknown_names_are_pointed_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMLC_NUM_WORKERS", "3")
+    found = json.loads(run(capsys, "--json", "FSERVER_SECRETS=x")[0])
+    assert found["unknown"] == [
+        {"name": "DMLC_NUM_WORKERS", "nearest": "DMLC_NUM_WORKER"},
+        {"name": "FSERVER_SECRETS", "nearest": "FSERVER_SECRET"},
+    ]
+    _, err = run(capsys, "DMLC_PORT=many")
+    assert "DMLC_NUM_WORKERS" in err and "DMLC_NUM_WORKER)" in err
+    assert 'DMLC_PORT="many": want a whole number' in err
+
+
+def test_a_secret_is_not_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSERVER_SECRET", "hunter2 hunter2 hunter2")
+    for args in ((), ("--json",), ("FSERVER_SECRET=hunter2",)):
+        out, err = run(capsys, *args)
+        assert "hunter2" not in out + err
+    assert rows(capsys)["FSERVER_SECRET"]["value"] == "set"
+    with pytest.raises(SystemExit):
+        cli.main(["env", "hunter2"])
+    assert "hunter2" not in "".join(capsys.readouterr())
+
+
+def test_a_long_value_stays_inside_the_table() -> None:
+    row = {
+        "section": "s", "name": "N", "value": "x " * 200, "default": "", "meaning": "m",
+        "origin": "default", "source": "default",
+    }  # fmt: skip
+    assert max(map(len, env.table([row]).splitlines())) <= 100
