@@ -12,6 +12,7 @@
 #include "node.h"
 #include "process.h"
 #include "server.h"
+#include "shared.h"
 #include "worker.h"
 
 namespace py = pybind11;
@@ -212,6 +213,12 @@ void define(py::module_ &m) {
            "respond_vec($self, /, ret_buffer, tensors_vec, handler_vec)\n--\n\n"
            "Answers several requests with the rows of one tensor.");
 
+  m.def(
+      "shared_bytes",
+      [](uint64_t bytes) {
+        return py::reinterpret_steal<py::object>(shared_bytes(bytes));
+      },
+      py::arg("bytes"), "A tensor of uint8 in shared memory.");
   m.def("settings", &settings_json, py::arg("settings"),
         "JSON of every setting, for \"NAME=value\" strings.");
   m.def("host", &host_json, py::arg("settings"),

@@ -77,9 +77,21 @@ PyObject *Server::get_batch(PyObject *timeout_ms) {
     Words words(buf.data(), std::min(need, room));
     const size_t n = words.next();
     Ref batch = Ref::steal(PyList_New(static_cast<Py_ssize_t>(n)));
-    for (size_t i = 0; i < n; i++)
-      PyList_SET_ITEM(batch.get(), static_cast<Py_ssize_t>(i),
-                      take_request(words).release());
+    size_t i = 0;
+    try {
+      while (i < n) {
+        const auto at = static_cast<Py_ssize_t>(i++);
+        PyList_SET_ITEM(batch.get(), at, take_request(words).release());
+      }
+    } catch (...) {
+      for (; i < n; i++) {
+        words.take(2);
+        const uint64_t np = words.next(), nq = words.next();
+        skip_tensors(words, np);
+        words.take(nq);
+      }
+      throw;
+    }
     return batch.release();
   }
 }
@@ -89,16 +101,33 @@ Ref Server::take_request(Words &words) {
   const uint64_t np = words.next(), nq = words.next();
   Ref tensors = Ref::steal(PyList_New(static_cast<Py_ssize_t>(np)));
   Ref keys = Ref::steal(PyList_New(static_cast<Py_ssize_t>(np)));
-  for (uint64_t i = 0; i < np; i++) {
-    Ref key;
-    Ref tensor = take_tensor(words, rank, &key);
-    PyList_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i),
-                    tensor.release());
-    PyList_SET_ITEM(keys.get(), static_cast<Py_ssize_t>(i), key.release());
+  uint64_t i = 0;
+  try {
+    while (i < np) {
+      const auto at = static_cast<Py_ssize_t>(i++);
+      Ref key;
+      Ref tensor = take_tensor(words, rank, &key);
+      PyList_SET_ITEM(tensors.get(), at, tensor.release());
+      PyList_SET_ITEM(keys.get(), at, key.release());
+    }
+  } catch (...) {
+    skip_tensors(words, np - i);
+    words.take(nq);
+    throw;
   }
   words.take(nq); // the engine checks the sizes of the answers itself
   Ref number = Ref::steal(PyLong_FromUnsignedLongLong(handler));
   return Ref::steal(PyTuple_Pack(3, number.get(), tensors.get(), keys.get()));
+}
+
+// Gives back what tensors that nobody will see were lent in.
+void Server::skip_tensors(Words &words, uint64_t n) {
+  for (; n > 0; n--) {
+    const uint64_t *w = words.take(8);
+    words.take(w[7]);
+    if (w[1] == FS_LENT)
+      fs_buffer_release(w[2]);
+  }
 }
 
 // A tensor over the receive buffer. The worker chose dtype and dims.
@@ -107,6 +136,9 @@ Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
   const uint64_t k = w[0], slot = w[1], buffer = w[2], address = w[3];
   const uint64_t bytes = w[4], dtype = w[5], device = w[6], ndim = w[7];
   const uint64_t *d = words.take(ndim);
+  Memory lent; // the worker's own, for this request alone: nothing is kept
+  if (slot == FS_LENT)
+    lent = adopt(pointer(address), bytes, pointer(buffer), release_buffer);
   const size_t element = dtype_bytes(dtype);
   auto refuse = [&](const char *what, uint64_t value) {
     raise(Kind::kError,
@@ -134,6 +166,8 @@ Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
   if (size != bytes)
     refuse("size in bytes", bytes);
   *key = Ref::steal(PyLong_FromUnsignedLongLong(k));
+  if (lent)
+    return Ref::steal(make_tensor(lent, dtype, dims, ndim));
   // Without bytes there is no receive buffer.
   return Ref::steal(bytes ? make_tensor(memory_of(slot, buffer, address, bytes),
                                         dtype, dims, ndim)

@@ -44,6 +44,7 @@ private:
   void forget() override;
   Ref take_request(Words &words);
   Ref take_tensor(Words &words, uint64_t rank, Ref *key);
+  void skip_tensors(Words &words, uint64_t n);
   const Memory &memory_of(uint64_t slot, uint64_t buffer, uint64_t address,
                           uint64_t bytes);
 

@@ -218,4 +218,9 @@ PyObject *make_tensor(const Memory &m, uint64_t dtype, const int64_t *dims,
   return Ref::steal(THPVariable_Wrap(std::move(t))).release();
 }
 
+PyObject *make_bytes(const Memory &m) {
+  const auto n = static_cast<int64_t>(impl(m.get())->nbytes());
+  return make_tensor(m, static_cast<uint64_t>(c10::ScalarType::Byte), &n, 1);
+}
+
 } // namespace fserver

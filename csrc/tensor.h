@@ -86,6 +86,9 @@ size_t dtype_bytes(uint64_t dtype);
 // thread, when it is gone. ctx is not null.
 Memory adopt(void *data, size_t bytes, void *ctx, void (*free)(void *));
 
+// A tensor of uint8 over all of m.
+PyObject *make_bytes(const Memory &m);
+
 // A storage of no bytes.
 Memory nothing();
 

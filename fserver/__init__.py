@@ -36,6 +36,7 @@ from fserver.fserver_lib import (
     wait_flag,
     write_flag,
 )
+from fserver.memory import empty_shared, shared_like
 
 __all__ = [
     "ClosedError",
@@ -51,6 +52,7 @@ __all__ = [
     "TimeoutError",
     "Worker",
     "barrier",
+    "empty_shared",
     "fetch_trace",
     "finalize",
     "fserver_lib",
@@ -65,6 +67,7 @@ __all__ = [
     "respond",
     "respond_vec",
     "seq_add_one",
+    "shared_like",
     "stop",
     "wait",
     "wait_flag",

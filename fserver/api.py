@@ -434,7 +434,10 @@ class Server(Node):
         Returns:
             ``(handler, tensors, keys)`` for each worker group, in rank order; an empty list if
             the limit is over. The tensors are views of the receive buffers: each is valid until
-            its worker's next push of that key is taken, which is not before the answer.
+            its worker's next push of that key is taken, which is not before the answer. One that
+            the worker has in shared memory (``fserver.empty_shared``) is a view of that: valid
+            until it is answered, and for reading alone. Writing to it ends this process with
+            SIGSEGV, so clone what is to be changed in place, or set ``FSERVER_LOANS=0``.
 
         Raises:
             ClosedError: a worker has left, so there will be no further batch.

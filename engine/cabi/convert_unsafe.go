@@ -116,7 +116,11 @@ func (s *sink) Batch(reqs []*node.Request) error {
 		b = append(b, r.Handler(), uint64(r.Rank()), uint64(len(r.Push())), uint64(r.Pulls()))
 		for i := range r.Push() {
 			p := &r.Push()[i]
-			b = append(b, p.Key, p.Slot, p.Buffer, uint64(p.Span.Addr), p.Span.Len, uint64(p.DType), uint64(p.Dev), uint64(p.NDim))
+			slot := p.Slot
+			if p.Lent {
+				slot = C.FS_LENT
+			}
+			b = append(b, p.Key, slot, p.Buffer, uint64(p.Span.Addr), p.Span.Len, uint64(p.DType), uint64(p.Dev), uint64(p.NDim))
 			if p.NDim > 0 {
 				b = append(b, uint64(p.Rows))
 				for _, d := range p.Tail {

@@ -33,9 +33,10 @@
 extern "C" {
 #endif
 
-#define FS_ABI 1
+#define FS_ABI 2
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
+typedef uint64_t fs_shared; /* memory of fs_shared_alloc */
 typedef uint64_t fs_ticket; /* one push_pull or one answer; they grow */
 
 enum { FS_ROLE_SCHEDULER = 0, FS_ROLE_WORKER = 1, FS_ROLE_SERVER = 2 };
@@ -130,12 +131,24 @@ int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags);
  * rank, key) from 0; buffer names the receive buffer: the first time that a
  * buffer is seen, the caller owes one fs_buffer_release for it when nobody
  * looks at its memory any more. buffer 0 is memory of the caller's own
- * (fs_register_recv), or no memory at all where the tensor has no bytes. */
+ * (fs_register_recv), or no memory at all where the tensor has no bytes. With slot
+ * FS_LENT, buffer is memory of the worker's own, mapped for reading alone: the
+ * caller owes a release for each such tensor, and the bytes are valid until the
+ * request is answered. */
 int fs_get_batch(fs_node node, uint64_t *buf, size_t cap, size_t *need,
                  int64_t slice_ns, uint32_t flags);
 
+#define FS_LENT UINT64_MAX
+
 /* Gives back a receive buffer; also valid after its node has been closed. */
 int fs_buffer_release(uint64_t buffer);
+
+/* Makes shared memory of bytes zeros (more than none) in whole pages, at *address.
+ * It needs no node. A push of what lies wholly in it to a server of this host
+ * moves no bytes. The memory takes a descriptor until it is freed, which it must
+ * not be while a ticket names it. */
+int fs_shared_alloc(uint64_t bytes, fs_shared *out, uint64_t *address);
+int fs_shared_free(fs_shared shared);
 
 /* Server: answers nh requests; request i takes the next counts[i] tensors of
  * t. Each tensor goes to the pull tensor of that position, whose bytes it must

@@ -25,6 +25,7 @@ import (
 	"time"
 
 	"fserver/engine/conf"
+	"fserver/engine/mem"
 	"fserver/engine/node"
 )
 
@@ -135,6 +136,23 @@ func fs_get_batch(h C.fs_node, buf *C.uint64_t, room C.size_t, need *C.size_t, s
 func fs_buffer_release(id C.uint64_t) (rc C.int) {
 	defer guard(&rc)
 	return fail(buffers.Release(uint64(id)))
+}
+
+//export fs_shared_alloc
+func fs_shared_alloc(bytes C.uint64_t, out *C.fs_shared, address *C.uint64_t) (rc C.int) {
+	defer guard(&rc)
+	s, err := mem.NewShared(uint64(bytes))
+	if err != nil {
+		return fail(err)
+	}
+	*out, *address = C.fs_shared(s.ID()), C.uint64_t(s.Region().Addr)
+	return 0
+}
+
+//export fs_shared_free
+func fs_shared_free(id C.fs_shared) (rc C.int) {
+	defer guard(&rc)
+	return fail(mem.FreeShared(uint64(id)))
 }
 
 //export fs_respond

@@ -183,6 +183,7 @@ type Config struct {
 
 	Transport Transport
 	SameHost  bool // same-host transports may be used
+	Loans     bool // a server takes tensors that are lent
 	CMAMode   CMAMode
 	Ptracer   bool // let processes of the same user write into this one
 	Backend   Backend

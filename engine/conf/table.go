@@ -133,6 +133,10 @@ var table = []setting{
 		value:   onOff("1", func(c *Config) *bool { return &c.SameHost }),
 		meaning: "same-host transports may be used; 0 leaves TCP",
 	}, {
+		name:    "FSERVER_LOANS",
+		value:   onOff("1", func(c *Config) *bool { return &c.Loans }),
+		meaning: "a server reads the shared tensors (`empty_shared`) that workers of its host push where they are, and cannot write to them; 0: they are copied into its receive buffers, as others are",
+	}, {
 		name:    "FSERVER_CMA",
 		value:   choice("auto", cmaModes, nil, func(c *Config) *CMAMode { return &c.CMAMode }),
 		meaning: "how transport cma writes into a peer on this host: `direct`, one copy; `staged`, two through shared memory; `auto`: direct where the kernel lets both sides, else staged",

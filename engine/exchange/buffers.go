@@ -7,19 +7,21 @@ import (
 	"fserver/engine/mem"
 )
 
-// Buffers owns the receive buffers of all nodes of a process. A buffer lives
-// as long as its server uses it or somebody looks at it: tensors over it may
-// outlive the server.
+// Buffers owns the receive buffers of all nodes of a process, and what workers
+// lend them. A buffer lives as long as its server uses it or somebody looks at
+// it: tensors over it may outlive the server.
 type Buffers struct {
 	mu   sync.Mutex
 	next uint64
 	all  map[uint64]*buffer
+	free []*buffer
 }
 
 type buffer struct {
-	region mem.Region
-	used   bool // by its server
-	seen   bool // handed out, and not released
+	region mem.Region // own memory
+	view   *mem.View  // or a worker's
+	used   bool       // by its server
+	seen   bool       // handed out, and not released
 }
 
 // NewBuffers makes an empty set.
@@ -57,11 +59,25 @@ func (b *Buffers) make(n uint64) (uint64, mem.Region, error) {
 	if err != nil {
 		return 0, mem.Region{}, err
 	}
+	return b.add(buffer{region: r, used: true}), r, nil
+}
+
+// lend makes a buffer of what a worker lends; it takes over the hold.
+func (b *Buffers) lend(v *mem.View) uint64 { return b.add(buffer{view: v, used: true}) }
+
+func (b *Buffers) add(e buffer) uint64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	var at *buffer
+	if n := len(b.free); n > 0 {
+		at, b.free = b.free[n-1], b.free[:n-1]
+	} else {
+		at = new(buffer)
+	}
+	*at = e
 	b.next++
-	b.all[b.next] = &buffer{region: r, used: true}
-	return b.next, r, nil
+	b.all[b.next] = at
+	return b.next
 }
 
 // hand marks a buffer as seen by the application.
@@ -85,5 +101,11 @@ func (b *Buffers) collect(id uint64, e *buffer) error {
 		return nil
 	}
 	delete(b.all, id)
-	return mem.Unmap(e.region)
+	region, view := e.region, e.view
+	*e = buffer{}
+	b.free = append(b.free, e)
+	if view != nil {
+		return view.Drop()
+	}
+	return mem.Unmap(region)
 }

@@ -24,6 +24,11 @@ func (o *outbox) write(i int, to transport.Key, off uint64) {
 	})
 }
 
+// lend adds a loan of pushed tensor i of the ticket.
+func (o *outbox) lend(i int) {
+	o.ops = append(o.ops, transport.Op{Kind: transport.OpLend, Src: o.ticket.source(i)})
+}
+
 // send adds o.frame.
 func (o *outbox) send() {
 	o.ops = append(o.ops, transport.Op{Kind: transport.OpFrame, Frame: o.frame})

@@ -47,7 +47,8 @@ func (f *fakeFabric) Close() error                        { return nil }
 // wireConn is one direction of a path: what is posted waits in it until the
 // test lets it through.
 type wireConn struct {
-	room int // operations that Post takes at once
+	room int  // operations that Post takes at once
+	lend bool // shared memory may be lent
 	ops  []transport.Op
 	dead error
 }
@@ -63,6 +64,8 @@ func (c *wireConn) Post(ops []transport.Op) (int, error) {
 	}
 	return n, nil
 }
+func (c *wireConn) Lends(s mem.Span) bool { return c.lend && mem.SharedAt(s) != nil }
+
 func (c *wireConn) Close() error   { return nil }
 func (c *wireConn) Hello() []byte  { return nil }
 func (c *wireConn) Remote() string { return "fake" }
@@ -114,8 +117,8 @@ func (p *pair) settle() error {
 			s.Drain()
 			s.Found(trace.Now())
 			p.w.Found(trace.Now())
-			a, errA := deliver(p.to[i], p.sf[i], p.copies, p.w.Done, func(imm uint32, n uint64) error { return s.Written(0, imm, n) }, func(b []byte) error { return s.Frame(0, b) })
-			b, errB := deliver(p.from[i], p.wf, p.copies, s.Done, func(imm uint32, n uint64) error { return p.w.Written(i, imm, n) }, func(b []byte) error { return p.w.Frame(i, b) })
+			a, errA := deliver(p.to[i], p.sf[i], p.copies, p.w.Done, func(imm uint32, n uint64) error { return s.Written(0, imm, n) }, func(imm uint32, x mem.Span, v *mem.View) error { return s.Lent(0, imm, x, v) }, func(b []byte) error { return s.Frame(0, b) })
+			b, errB := deliver(p.from[i], p.wf, p.copies, s.Done, func(imm uint32, n uint64) error { return p.w.Written(i, imm, n) }, nil, func(b []byte) error { return p.w.Frame(i, b) })
 			if err := errors.Join(errA, errB); err != nil {
 				return err
 			}
@@ -126,16 +129,22 @@ func (p *pair) settle() error {
 	return nil
 }
 
-func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error), written func(uint32, uint64) error, frame func([]byte) error) (bool, error) {
+func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error), written func(uint32, uint64) error, lent func(uint32, mem.Span, *mem.View) error, frame func([]byte) error) (bool, error) {
 	ops := c.ops
 	c.ops = nil
 	for i := range ops {
 		o := &ops[i]
-		if o.Kind == transport.OpFrame {
+		switch o.Kind {
+		case transport.OpFrame:
 			if err := frame(o.Frame); err != nil {
 				return true, err
 			}
-		} else {
+		case transport.OpLend:
+			span, view := show(o.Src[0])
+			if err := lent(o.Imm, span, view); err != nil {
+				return true, err
+			}
+		default:
 			r, ok := to.keys[o.Key]
 			if !ok {
 				return true, fmt.Errorf("fake: no key %v", o.Key)

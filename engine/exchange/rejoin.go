@@ -47,7 +47,7 @@ func (w *Worker) Lose(i int, err error) {
 			w.endLeg(t, s, err)
 			continue
 		}
-		*l = leg{keys: l.keys[:0], sends: l.sends}
+		*l = leg{keys: l.keys[:0], lends: l.lends[:0], sends: l.sends}
 		again = append(again, t)
 	}
 	slices.SortFunc(again, func(a, b *Ticket) int { return int(a.id - b.id) }) // the order of the calls
@@ -94,7 +94,7 @@ func (w *Worker) recalled(s *server, b []byte) error {
 func (w *Worker) part(s *server, err error) {
 	s.down = err
 	s.drop()
-	s.asked = false
+	s.lender, s.asked = nil, false
 	s.plans, s.recall = nil, nil
 	s.keys = map[uint64]*credit{}
 	for alloc, list := range w.regs {
@@ -205,7 +205,7 @@ func (s *Server) recall(c *client, b []byte) error {
 func (s *Server) dismiss(c *client, r *Request) {
 	c.recalled = append(c.recalled, r.seq)
 	c.count--
-	s.requests.put(r)
+	s.put(r)
 }
 
 // part ends what a worker that is gone has asked for, and its keys. A buffer that
@@ -221,14 +221,15 @@ func (s *Server) part(c *client, err error) {
 		c.replies.pop()
 	}
 	for c.ready.len() != 0 {
-		s.requests.put(c.ready.pop())
+		s.put(c.ready.pop())
 	}
 	for _, r := range c.open {
-		s.requests.put(r)
+		s.put(r)
 	}
+	c.dropLoans()
 	c.open, c.plans, c.recalled, c.count = nil, nil, nil, 0
 	clear(c.arrived)
-	s.requests.lose(c)
+	s.requests.lose(c, s.buffers)
 	for _, k := range c.keys {
 		_ = s.retire(c, k) // the Fabric is closed: nothing is left to drop
 	}

@@ -20,7 +20,7 @@ func (p *pair) succeed(i int) {
 	require.NoError(p.t, err)
 	p.t.Cleanup(func() { require.NoError(p.t, s.Close()); require.NoError(p.t, s.Free()) })
 	p.servers[i], p.sf[i] = s, newFabric()
-	p.to[i], p.from[i] = &wireConn{room: 1000}, &wireConn{room: 1000}
+	p.to[i], p.from[i] = &wireConn{room: 1000, lend: p.to[i].lend}, &wireConn{room: 1000}
 	s.Up(0, 0, p.sf[i], p.from[i])
 	p.w.Up(i, p.wf, p.to[i])
 }

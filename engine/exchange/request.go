@@ -10,11 +10,13 @@ import (
 )
 
 // Received is a pushed tensor as the application sees it: a view of the
-// receive buffer, valid until the key's next push is accepted.
+// receive buffer, valid until the key's next push is accepted; or of the
+// worker's own memory, which must not be written to, valid until the answer.
 type Received struct {
 	Key    uint64
 	Slot   uint64 // numbers (worker, key) from 0
 	Buffer uint64 // the receive buffer, 0 for the application's own memory
+	Lent   bool   // Buffer is the worker's memory, and of this request alone
 	Span   mem.Span
 	Dev    mem.Device
 	DType  uint8
@@ -124,14 +126,27 @@ func (rs *requests) claim(handler uint64) (r *Request, lost bool, err error) {
 	return nil, false, Shapef("exchange: respond to handler %d: no such request is waiting for an answer (each handler of get_batch is answered once)", handler)
 }
 
+// giveBack ends what a request uses of its worker's memory. Whoever looks at it
+// still goes on.
+func (r *Request) giveBack(b *Buffers) {
+	for i := range r.push {
+		if r.push[i].Lent {
+			_ = b.drop(r.push[i].Buffer) // our own mapping: it can be unmapped
+		}
+	}
+	r.push = r.push[:0]
+}
+
 // lose marks the delivered requests of c, whose worker is gone.
-func (rs *requests) lose(c *client) {
+func (rs *requests) lose(c *client, b *Buffers) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	for _, r := range rs.all {
 		if r.client == c && r.state.Load() == reqDelivered {
 			r.lost = c.lost
-			r.state.CompareAndSwap(reqDelivered, reqLost)
+			if r.state.CompareAndSwap(reqDelivered, reqLost) {
+				r.giveBack(b)
+			}
 		}
 	}
 }
@@ -158,6 +173,17 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	r.push, r.pull = r.push[:0], r.pull[:0]
 	for i := range q.Push {
 		d, k := &p.plan.Push[i], p.keys[i]
+		if q.Push[i].Lent {
+			v, err := c.claim(uint32(q.Seq), q.Push[i].Bytes, k)
+			if err != nil {
+				return err
+			}
+			r.push = append(r.push, Received{
+				Key: d.Key, Slot: k.slot, Buffer: k.buffers.lend(v.view), Lent: true, Span: v.span,
+				Dev: mem.CPU, DType: d.DType, NDim: d.NDim, Rows: q.Push[i].Rows, Tail: d.Tail,
+			})
+			continue
+		}
 		if q.Push[i].Bytes > k.cap {
 			return fmt.Errorf("exchange: push of %d bytes for key %d into a buffer of %d", q.Push[i].Bytes, d.Key, k.cap)
 		}
@@ -167,6 +193,9 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 			v.Buffer, v.Dev, v.Span = k.id, k.region.Dev, mem.Span{Addr: k.region.Addr, Len: n}
 		}
 		r.push = append(r.push, v)
+	}
+	if len(c.loans) != 0 {
+		return fmt.Errorf("exchange: %d loans beside those of push_pull %d", len(c.loans), q.Seq)
 	}
 	for j := range q.Pull {
 		t := &q.Pull[j]

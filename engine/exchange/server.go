@@ -38,6 +38,9 @@ type receiver struct {
 	buffers *Buffers
 }
 
+// fixed says whether the buffer is the application's own.
+func (k *receiver) fixed() bool { return k.id == 0 && k.cap != 0 }
+
 // hand notes that the application is about to see the buffer.
 func (k *receiver) hand() {
 	if !k.handed && k.id != 0 {
@@ -62,6 +65,7 @@ type client struct {
 	plans    []*clientPlan
 	keys     map[uint64]*receiver
 	arrived  []arrival  // writes whose request is not here, by immediate % Window
+	loans    []loan     // whose request is not here
 	open     []*Request // frame here, writes missing
 	ready    ring[*Request]
 	answers  ring[*Ticket] // not wholly posted
@@ -73,6 +77,14 @@ type client struct {
 	lost     error    // the last down
 	recalled []uint64 // requests that were taken back, which the worker is still to be told
 	life     uint32   // counts them
+}
+
+// loan is a tensor that a worker lends. Its request is behind it, so all that
+// are here belong to one.
+type loan struct {
+	imm  uint32
+	span mem.Span
+	view *mem.View // held
 }
 
 // arrival counts the writes of one immediate.
@@ -95,6 +107,7 @@ type Server struct {
 	broken   atomic.Pointer[error] // why no batch can be complete now, if so
 	slots    uint64
 	patient  bool
+	noLoans  bool
 	req      wire.Request
 	resp     wire.Response
 	needs    []wire.Need
@@ -153,6 +166,10 @@ func (s *Server) Fix(rank int32, key uint64, r mem.Region) error {
 	return nil
 }
 
+// RefuseLoans has all tensors written into receive buffers. To be called before
+// any request.
+func (s *Server) RefuseLoans() { s.noLoans = true }
+
 // Begin issues a ticket for an answer. Safe from any goroutine.
 func (s *Server) Begin() (*Ticket, error) { return s.begin() }
 
@@ -170,7 +187,7 @@ func (s *Server) Respond(handler uint64, t *Ticket) error {
 	}
 	if lost {
 		err := r.lost
-		s.requests.put(r)
+		s.put(r)
 		s.Abandon(t)
 		return err
 	}
@@ -214,9 +231,15 @@ func (s *Server) Drain() {
 	}
 }
 
+// put frees r.
+func (s *Server) put(r *Request) {
+	r.giveBack(s.buffers)
+	s.requests.put(r)
+}
+
 // drop ends an answer that was not wholly posted.
 func (s *Server) drop(t *Ticket, err error) {
-	s.requests.put(t.request)
+	s.put(t.request)
 	t.open = 0
 	s.settle(t, err)
 }
@@ -235,7 +258,7 @@ func (s *Server) advance(c *client) {
 			c.answers.pop()
 			c.ticket = nil
 			c.count--
-			s.requests.put(t.request)
+			s.put(t.request)
 			t.open = 0
 			s.settle(t, nil)
 		}
@@ -308,6 +331,42 @@ func (s *Server) Written(i int, imm uint32, n uint64) error {
 		return s.match(c)
 	}
 	return nil
+}
+
+// Lent takes a loan with an immediate from worker i, and in any case the hold on
+// its view.
+func (s *Server) Lent(i int, imm uint32, span mem.Span, view *mem.View) error {
+	c := s.clients[i]
+	if len(c.loans) == wire.MaxTensors {
+		_ = view.Drop()
+		return fmt.Errorf("exchange: worker %d lends more than %d tensors at once", c.rank, wire.MaxTensors)
+	}
+	c.loans = append(c.loans, loan{imm, span, view})
+	return nil
+}
+
+// claim takes the next loan for a tensor of n bytes, and the hold on its view.
+func (c *client) claim(imm uint32, n uint64, k *receiver) (loan, error) {
+	switch {
+	case k.fixed():
+		return loan{}, fmt.Errorf("exchange: a loan for key %d, which is received in memory of the application's", k.key)
+	case len(c.loans) == 0:
+		return loan{}, fmt.Errorf("exchange: push_pull %d lends a tensor that did not come", imm)
+	}
+	v := c.loans[0]
+	if v.imm != imm || v.span.Len != n {
+		return loan{}, fmt.Errorf("exchange: push_pull %d lends %d bytes, and %d came for %d", imm, n, v.span.Len, v.imm)
+	}
+	c.loans = slices.Delete(c.loans, 0, 1)
+	return v, nil
+}
+
+// dropLoans lets go of what no request has named.
+func (c *client) dropLoans() {
+	for _, v := range c.loans {
+		_ = v.view.Drop() // our own mapping: it can be unmapped
+	}
+	c.loans = nil
 }
 
 // Frame takes a frame of worker i. An error means that the worker does not
@@ -387,6 +446,10 @@ func (s *Server) need(c *client, b []byte) error {
 		if err != nil {
 			return err
 		}
+		if n.Lend && !k.fixed() && !s.noLoans {
+			v.List = append(v.List, wire.Buffer{Key: n.Key, Lend: true})
+			continue
+		}
 		err = s.grant(c, k, n.Bytes)
 		if b, ok := c.fabric.(transport.Binder); ok && err == nil {
 			err = b.Bind(k.token, c.conn) // no other worker may use what this one is told
@@ -411,7 +474,7 @@ func (s *Server) grant(c *client, k *receiver, n uint64) error {
 		return nil
 	}
 	if n > k.cap {
-		if k.id == 0 && k.cap != 0 {
+		if k.fixed() {
 			return fmt.Errorf("a push of %d bytes for key %d of worker %d is more than the %d bytes that register_recv_buffer gave it", n, k.key, c.rank, k.cap)
 		}
 		id, r, err := s.buffers.make(max(n, k.cap+k.cap/2))
@@ -460,7 +523,7 @@ func (s *Server) request(c *client, b []byte) error {
 	}
 	r := s.requests.get()
 	if err := r.fill(c, c.plans[q.Plan], q); err != nil {
-		s.requests.put(r)
+		s.put(r)
 		return err
 	}
 	c.count++
@@ -553,6 +616,11 @@ func (s *Server) Deliver() {
 	for _, c := range s.clients {
 		r := c.ready.pop()
 		r.stamps[trace.Delivered-trace.Received] = now
+		for i := range r.push {
+			if r.push[i].Lent {
+				s.buffers.hand(r.push[i].Buffer)
+			}
+		}
 		r.state.Store(reqDelivered)
 	}
 	s.publish()
@@ -572,7 +640,11 @@ func (s *Server) Down(i int, err error) {
 // Close gives up all receive buffers. The Fabrics must be closed.
 func (s *Server) Close() error {
 	var errs []error
+	for _, r := range s.requests.all {
+		r.giveBack(s.buffers)
+	}
 	for _, c := range s.clients {
+		c.dropLoans()
 		for _, k := range c.keys {
 			k.granted = false // the Fabric is closed: its keys are gone
 			errs = append(errs, s.retire(c, k))

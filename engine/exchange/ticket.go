@@ -54,6 +54,7 @@ type leg struct {
 	writes  uint64
 	arrived uint64 // writes that have arrived
 	keys    []*credit
+	lends   []bool // by pushed tensor: it is lent
 }
 
 const (

@@ -15,7 +15,9 @@ import (
 type credit struct {
 	region transport.Key
 	cap    uint64
-	busy   bool // pushed and not answered: must not be overwritten
+	busy   bool // written and not answered: must not be overwritten
+	asked  bool // whether tensors of the key may be lent,
+	lend   bool // and they may
 }
 
 // target is where a pull tensor was, the last time the server was told.
@@ -35,7 +37,8 @@ type server struct {
 	outbox
 	index  int
 	fabric transport.Fabric
-	plans  []*sent // by number
+	lender transport.Lender // the path, if it is one
+	plans  []*sent          // by number
 	keys   map[uint64]*credit
 	queue  ring[*Ticket] // those whose request is not wholly posted
 	asked  bool          // a Need is not answered yet
@@ -92,7 +95,9 @@ func NewWorker(n int, c *trace.Counters, lost Lost) (*Worker, error) {
 
 // Connect gives server i its path. For the owner.
 func (w *Worker) Connect(i int, f transport.Fabric, c transport.Conn) {
-	w.servers[i].fabric, w.servers[i].conn = f, c
+	s := w.servers[i]
+	s.fabric, s.conn = f, c
+	s.lender, _ = c.(transport.Lender)
 }
 
 // Begin issues a ticket, to be filled and then submitted or abandoned. It is
@@ -156,7 +161,7 @@ func (w *Worker) start(t *Ticket) {
 		err = w.assign(t)
 	}
 	for i, s := range w.servers {
-		t.legs[i] = leg{keys: t.legs[i].keys[:0]}
+		t.legs[i] = leg{keys: t.legs[i].keys[:0], lends: t.legs[i].lends[:0]}
 		if err != nil {
 			w.endLeg(t, s, err)
 		} else {
@@ -337,13 +342,19 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 			l.keys = append(l.keys, k)
 		}
 	}
-	s.needs = s.needs[:0]
+	s.needs, l.lends = s.needs[:0], l.lends[:0]
 	for i, k := range l.keys {
+		x := &t.push[i]
+		lend := s.lender != nil && (k.lend && s.lender.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
+		l.lends = append(l.lends, lend)
+		if lend && k.lend { // it touches no buffer
+			continue
+		}
 		if k.busy {
 			return false
 		}
-		if n := t.push[i].Span.Len; n > k.cap {
-			s.needs = append(s.needs, wire.Need{Key: t.push[i].Key, Bytes: n})
+		if lend || x.Span.Len > k.cap {
+			s.needs = append(s.needs, wire.Need{Key: x.Key, Bytes: x.Span.Len, Lend: lend})
 		}
 	}
 	if len(s.needs) != 0 {
@@ -388,7 +399,12 @@ func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
 	q.Push, q.Pull = q.Push[:0], q.Pull[:0]
 	for i := range t.push {
 		x := &t.push[i]
-		q.Push = append(q.Push, wire.Pushed{Rows: x.rows(), Bytes: x.Span.Len})
+		q.Push = append(q.Push, wire.Pushed{Rows: x.rows(), Bytes: x.Span.Len, Lent: l.lends[i]})
+		if l.lends[i] {
+			s.lend(i)
+			w.counters.Loans.Add(1)
+			continue
+		}
 		l.keys[i].busy = true
 		if x.Span.Len != 0 {
 			s.write(i, l.keys[i].region, 0)
@@ -425,8 +441,8 @@ func (w *Worker) endLeg(t *Ticket, s *server, err error) {
 		return
 	}
 	if l.state == legPosted {
-		for _, k := range l.keys {
-			k.busy = false
+		for i, k := range l.keys {
+			k.busy = k.busy && l.lends[i]
 		}
 	}
 	l.state = legEnded
@@ -524,14 +540,20 @@ func (w *Worker) granted(s *server, v *wire.Buffers) error {
 		if k == nil {
 			return fmt.Errorf("exchange: a buffer for key %d, which was never pushed", b.Key)
 		}
+		if b.Lend {
+			k.lend = true
+			continue
+		}
 		if k.busy {
 			return fmt.Errorf("exchange: a new buffer for key %d, which is in use", b.Key)
 		}
 		k.region, k.cap = transportKey(b.Region), b.Cap
 	}
 	for _, n := range s.needs {
-		if s.keys[n.Key].cap < n.Bytes {
-			return fmt.Errorf("exchange: a buffer of %d bytes for key %d, which needs %d", s.keys[n.Key].cap, n.Key, n.Bytes)
+		k := s.keys[n.Key]
+		k.asked = k.asked || n.Lend
+		if !(n.Lend && k.lend) && k.cap < n.Bytes {
+			return fmt.Errorf("exchange: a buffer of %d bytes for key %d, which needs %d", k.cap, n.Key, n.Bytes)
 		}
 	}
 	w.advance(s)

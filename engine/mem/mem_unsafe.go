@@ -41,7 +41,7 @@ func Of(b []byte) Span {
 // Map gives n bytes (n > 0) of zeroed, page-aligned host memory outside the Go
 // heap. Unmap returns it.
 func Map(n uint64) (Region, error) {
-	if n == 0 || n > 1<<46 {
+	if n == 0 || n > maxMap {
 		return Region{}, fmt.Errorf("mem: map %d bytes: want 1 to 2^46", n)
 	}
 	b, err := unix.Mmap(-1, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)

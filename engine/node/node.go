@@ -177,6 +177,9 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	case conf.Server:
 		n.peers = make([]*link, cfg.Workers)
 		n.server, err = exchange.NewServer(cfg.Workers, b, &n.counters, n.lostBy)
+		if err == nil && !cfg.Loans {
+			n.server.RefuseLoans()
+		}
 	case conf.Scheduler:
 		n.scheduler, err = cluster.NewScheduler(cluster.SchedulerConfig{Shape: shape, Timing: timing})
 	}
@@ -282,6 +285,7 @@ type description struct {
 	Responses uint64            `json:"responses"`
 	BytesOut  uint64            `json:"bytes_out"`
 	BytesIn   uint64            `json:"bytes_in"`
+	Loans     uint64            `json:"loans"`
 	Sleeps    uint64            `json:"sleeps"`
 }
 
@@ -301,7 +305,7 @@ func (n *Node) Describe() ([]byte, error) {
 		Address: i.Address, Links: []linkDescription{},
 		PushPulls: n.counters.PushPulls.Load(), Requests: n.counters.Requests.Load(),
 		Responses: n.counters.Responses.Load(), BytesOut: n.counters.BytesOut.Load(),
-		BytesIn: n.counters.BytesIn.Load(), Sleeps: n.counters.Sleeps.Load(),
+		BytesIn: n.counters.BytesIn.Load(), Loans: n.counters.Loans.Load(), Sleeps: n.counters.Sleeps.Load(),
 	}
 	for _, p := range n.planes {
 		d.Fabrics = append(d.Fabrics, p.Name())
@@ -402,13 +406,18 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 	}
 	l := n.last
 	if l == nil || l.conn != ev.Conn {
-		if l = n.links[ev.Conn]; l == nil {
-			return // we have closed it
+		if l = n.links[ev.Conn]; l == nil { // we have closed it
+			if ev.Kind == transport.EvLent {
+				_ = ev.View.Drop()
+			}
+			return
 		}
 		n.last = l
 	}
 	var err error
 	switch {
+	case ev.Kind == transport.EvLent:
+		err = n.lent(l, ev)
 	case ev.Kind == transport.EvDown:
 		if !errors.Is(ev.Err, io.EOF) {
 			n.log.Warn("connection ended", zap.String("peer", l.conn.Remote()), zap.Error(ev.Err))
@@ -428,6 +437,15 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 	if err != nil {
 		n.breach(l, err)
 	}
+}
+
+// lent takes a loan, and with it the hold on its view.
+func (n *Node) lent(l *link, ev *transport.Event) error {
+	if l.kind == linkPeer && n.server != nil {
+		return n.server.Lent(l.index, ev.Imm, ev.Span, ev.View)
+	}
+	_ = ev.View.Drop()
+	return errors.New("node: a loan on a connection that takes none")
 }
 
 // data takes a frame or write of a peer.

@@ -29,7 +29,8 @@ type Stamps [NumStamps]int64
 // Counters of a node. They grow for ever and are read at any time.
 type Counters struct {
 	PushPulls, Requests, Responses atomic.Uint64
-	BytesOut, BytesIn              atomic.Uint64 // tensors, not frames
+	BytesOut, BytesIn              atomic.Uint64 // tensors, not frames; none of a loan
+	Loans                          atomic.Uint64 // tensors that were lent, and not sent
 	Sleeps                         atomic.Uint64 // times that a waiting thread went to sleep
 }
 

@@ -47,6 +47,9 @@ const (
 	// OpWrite gathers Src and writes it into the peer's region Key at offset
 	// Off, then delivers Imm there.
 	OpWrite
+	// OpLend shows the peer the memory of Src, one span, where it is, and
+	// delivers Imm there. For a Conn that is a Lender.
+	OpLend
 )
 
 // Op is one operation on a Conn. Post copies the Op itself and the bytes of
@@ -78,6 +81,10 @@ const (
 	EvWritten
 	// EvAccept brings a new Conn that a peer opened and that passed the Gate.
 	EvAccept
+	// EvLent says that a peer lends Len bytes, with immediate Imm: they are at
+	// Span, for reading alone, and stay mapped until View is dropped. Whoever is
+	// handed the event owes one Drop.
+	EvLent
 	// EvDown is the last event of a Conn: it is unusable, and Err says why
 	// (io.EOF inside it when the peer closed in good order, and only then). The completions
 	// of its open Ops come before it. A Conn that its own user closed gives
@@ -93,6 +100,8 @@ type Event struct {
 	Len  uint64
 	Conn Conn
 	Data []byte // valid until the next Poll of the Fabric
+	Span mem.Span
+	View *mem.View
 	Err  error
 }
 
@@ -165,6 +174,20 @@ type Unsender interface{ Unsent() bool }
 // tell nobody of what comes. It is always the same descriptor, and stays valid
 // until Close.
 type Sleeper interface{ FD() int }
+
+// Lender is a Conn over which shared memory (mem.Shared) can be lent.
+//
+// Lends says whether an OpLend of s would be taken: s lies in shared memory,
+// and the peer can be shown that. It is for whoever may Post, and holds until
+// that memory is freed or the Conn ends; a later no may turn into a yes.
+//
+// A loan arrives before the frames that are posted after it, and loans arrive
+// in their order. Its EvDone says that the peer is being told. That it looks no
+// longer is for the protocol above to say; until then the bytes must not
+// change. The peer may look even longer, also after the Conn has ended and the
+// memory was freed: what it finds then is not specified, but it is there. A View
+// that nobody holds is unmapped when the memory is freed or the Conn ends.
+type Lender interface{ Lends(s mem.Span) bool }
 
 // Binder is a Fabric that can keep a Key to one Conn. After Bind a write that
 // names k on another Conn is refused and ends that one, as with a wrong token; a

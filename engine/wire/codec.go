@@ -16,7 +16,7 @@ import (
 
 // Version of the wire format. It changes with every change that an older
 // build would not understand.
-const Version = 2
+const Version = 3
 
 // Type is the first byte of every frame.
 type Type uint8
@@ -83,6 +83,14 @@ func (r *reader) u8() uint8 {
 	return v
 }
 
+func (r *reader) bool() bool {
+	v := r.u8()
+	if v > 1 {
+		r.fail(fmt.Errorf("wire: %d is neither true nor false", v))
+	}
+	return v == 1
+}
+
 func (r *reader) u32() uint32 {
 	if len(r.b) < 4 {
 		r.fail(ErrShort)
@@ -142,6 +150,13 @@ func (r *reader) end() error {
 		return fmt.Errorf("wire: %d bytes left over", len(r.b))
 	}
 	return r.err
+}
+
+func appendBool(dst []byte, v bool) []byte {
+	if v {
+		return append(dst, 1)
+	}
+	return append(dst, 0)
 }
 
 func appendBytes[T ~[]byte | ~string](dst []byte, v T) []byte {

@@ -26,9 +26,6 @@ func appendKey(dst []byte, k Key) []byte {
 	return appendBytes(dst, k.Blob)
 }
 
-// keySize is the least that a Key takes.
-const keySize = 17
-
 func (r *reader) key() Key {
 	k := Key{ID: r.u64(), Token: r.u64()}
 	if b := r.bytes("bytes of a key", maxBlob); len(b) != 0 {
@@ -102,10 +99,12 @@ func ParsePlan(b []byte) (*Plan, error) {
 	return p, r.end()
 }
 
-// Need asks for receive buffers of at least Bytes each.
+// Need asks for receive buffers of at least Bytes each, or, with Lend, whether
+// tensors of the key may be lent instead.
 type Need struct {
 	Key   uint64
 	Bytes uint64
+	Lend  bool
 }
 
 // AppendNeed appends a frame that asks for ns.
@@ -115,6 +114,7 @@ func AppendNeed(dst []byte, ns []Need) []byte {
 	for _, n := range ns {
 		dst = binary.LittleEndian.AppendUint64(dst, n.Key)
 		dst = binary.AppendUvarint(dst, n.Bytes)
+		dst = appendBool(dst, n.Lend)
 	}
 	return dst
 }
@@ -123,15 +123,17 @@ func AppendNeed(dst []byte, ns []Need) []byte {
 func ParseNeed(b []byte, dst []Need) ([]Need, error) {
 	r := reader{b: b}
 	r.kind(TypeNeed)
-	for range r.count("needs", MaxTensors, 9) {
-		dst = append(dst, Need{r.u64(), uint64(r.size("bytes of a buffer"))})
+	for range r.count("needs", MaxTensors, 10) {
+		dst = append(dst, Need{r.u64(), uint64(r.size("bytes of a buffer")), r.bool()})
 	}
 	return dst, r.end()
 }
 
-// Buffer says where the tensor of a key is received: at the start of Region.
+// Buffer says where the tensor of a key is received: at the start of Region, or,
+// with Lend, where it lies at the worker; then there is no Region.
 type Buffer struct {
 	Key    uint64 // of the tensor
+	Lend   bool
 	Region Key
 	Cap    uint64 // bytes
 }
@@ -151,6 +153,9 @@ func AppendBuffers(dst []byte, b *Buffers) []byte {
 	for i := range b.List {
 		e := &b.List[i]
 		dst = binary.LittleEndian.AppendUint64(dst, e.Key)
+		if dst = appendBool(dst, e.Lend); e.Lend {
+			continue
+		}
 		dst = appendKey(dst, e.Region)
 		dst = binary.AppendUvarint(dst, e.Cap)
 	}
@@ -162,9 +167,12 @@ func ParseBuffers(b []byte) (*Buffers, error) {
 	r := reader{b: b}
 	r.kind(TypeBuffers)
 	v := &Buffers{Reason: r.text("bytes of a reason", maxReason)}
-	v.List = make([]Buffer, r.count("buffers", MaxTensors, 8+keySize+1))
+	v.List = make([]Buffer, r.count("buffers", MaxTensors, 9))
 	for i := range v.List {
-		v.List[i] = Buffer{r.u64(), r.key(), r.uvarint()}
+		e := &v.List[i]
+		if e.Key, e.Lend = r.u64(), r.bool(); !e.Lend {
+			e.Region, e.Cap = r.key(), r.uvarint()
+		}
 	}
 	return v, r.end()
 }
@@ -173,6 +181,7 @@ func ParseBuffers(b []byte) (*Buffers, error) {
 type Pushed struct {
 	Rows  int64 // the first dimension; 1 where the tensor has none
 	Bytes uint64
+	Lent  bool // not written, but lent before the request
 }
 
 // Target is where an answer goes. Region and Off are sent only when they
@@ -184,8 +193,9 @@ type Target struct {
 	Off     uint64
 }
 
-// Request completes a push-pull at the server. Its writes carry the low 32
-// bits of Seq as their immediate; there are Writes of them.
+// Request completes a push-pull at the server. Its writes and loans carry the
+// low 32 bits of Seq as their immediate; there are Writes of them, and a loan for
+// each Push that says so, in this order.
 type Request struct {
 	Seq    uint64
 	Plan   uint64
@@ -204,16 +214,15 @@ func AppendRequest(dst []byte, q *Request) []byte {
 	for _, p := range q.Push {
 		dst = binary.AppendUvarint(dst, uint64(p.Rows))
 		dst = binary.AppendUvarint(dst, p.Bytes)
+		dst = appendBool(dst, p.Lent)
 	}
 	dst = binary.AppendUvarint(dst, uint64(len(q.Pull)))
 	for i := range q.Pull {
 		p := &q.Pull[i]
 		dst = binary.AppendUvarint(dst, p.Bytes)
-		if !p.Changed {
-			dst = append(dst, 0)
+		if dst = appendBool(dst, p.Changed); !p.Changed {
 			continue
 		}
-		dst = append(dst, 1)
 		dst = appendKey(dst, p.Region)
 		dst = binary.AppendUvarint(dst, p.Off)
 	}
@@ -227,12 +236,12 @@ func ParseRequest(b []byte, q *Request) error {
 	r.kind(TypeRequest)
 	q.Seq, q.Plan, q.Writes = r.u64(), r.uvarint(), r.uvarint()
 	q.Push = q.Push[:0]
-	for range r.count("pushed tensors", MaxTensors, 2) {
-		q.Push = append(q.Push, Pushed{r.size("rows"), uint64(r.size("bytes of a tensor"))})
+	for range r.count("pushed tensors", MaxTensors, 3) {
+		q.Push = append(q.Push, Pushed{r.size("rows"), uint64(r.size("bytes of a tensor")), r.bool()})
 	}
 	q.Pull = q.Pull[:0]
 	for range r.count("pulled tensors", MaxTensors, 2) {
-		t := Target{Bytes: uint64(r.size("bytes of an answer")), Changed: r.u8() != 0}
+		t := Target{Bytes: uint64(r.size("bytes of an answer")), Changed: r.bool()}
 		if t.Changed {
 			t.Region, t.Off = r.key(), r.uvarint()
 		}

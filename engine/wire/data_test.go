@@ -18,14 +18,16 @@ var data = []struct {
 		{Key: 2, DType: 6},
 	}, Pull: []uint64{3, 4}}), parsePlan},
 	{"plan of nothing", AppendPlan(nil, &Plan{}), parsePlan},
-	{"need", AppendNeed(nil, []Need{{1, 4096}, {1<<64 - 1, 1 << 40}}), func(b []byte) (any, []byte, error) {
+	{"need", AppendNeed(nil, []Need{{1, 4096, false}, {1<<64 - 1, 1 << 40, true}}), func(b []byte) (any, []byte, error) {
 		v, err := ParseNeed(b, nil)
 		return v, AppendNeed(nil, v), err
 	}},
-	{"buffers", AppendBuffers(nil, &Buffers{List: []Buffer{{1, Key{2, 0x1122334455667788, ""}, 4096}, {3, Key{4, 5, "handle"}, 1 << 40}}}), parseBuffers},
+	{"buffers", AppendBuffers(nil, &Buffers{List: []Buffer{
+		{Key: 1, Region: Key{2, 0x1122334455667788, ""}, Cap: 4096}, {Key: 3, Region: Key{4, 5, "handle"}, Cap: 1 << 40}, {Key: 6, Lend: true},
+	}}), parseBuffers},
 	{"no buffers", AppendBuffers(nil, &Buffers{Reason: "no memory"}), parseBuffers},
 	{"request", AppendRequest(nil, &Request{
-		Seq: 0x1122334455667788, Plan: 1, Writes: 1, Push: []Pushed{{128, 1 << 20}, {0, 0}},
+		Seq: 0x1122334455667788, Plan: 1, Writes: 1, Push: []Pushed{{128, 1 << 20, false}, {0, 0, false}, {1, 4096, true}},
 		Pull: []Target{{Bytes: 1 << 21, Changed: true, Region: Key{2, 3, ""}, Off: 512}, {Bytes: 8}},
 	}), parseRequest},
 	{"response", AppendResponse(nil, &Response{Seq: 0x1122334455667788, Writes: 2, Stamps: [4]int64{1, 2, 3, 4}}), func(b []byte) (any, []byte, error) {
@@ -87,7 +89,7 @@ func TestDataCut(t *testing.T) {
 func TestDataBounds(t *testing.T) {
 	_, err := ParsePlan(AppendPlan(nil, &Plan{Push: []PlanTensor{{NDim: MaxDims + 1, Tail: make([]int64, MaxDims)}}}))
 	require.ErrorContains(t, err, "65 dimensions")
-	_, err = ParseNeed(AppendNeed(nil, []Need{{1, 1 << 63}}), nil)
+	_, err = ParseNeed(AppendNeed(nil, []Need{{1, 1 << 63, false}}), nil)
 	require.ErrorContains(t, err, "absurd")
 	_, err = ParsePlan(AppendPlan(nil, &Plan{Push: make([]PlanTensor, MaxTensors+1)}))
 	require.ErrorContains(t, err, "4097 pushed tensors")

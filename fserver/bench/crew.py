@@ -82,7 +82,8 @@ class Case:
     tensors of `back` bytes: with those that it got (op push_pull), with its own (pull), or with
     none (push; back is empty). There are `stages` sets of tensors, used in turn; the keys of a
     set follow on `key` and on each other. Each tensor has at least 8 bytes. Rounds are counted
-    in units of `unit` exchanges, a multiple of `stages`.
+    in units of `unit` exchanges, a multiple of `stages`. With `shared`, what is pushed is in shared
+    memory.
     """
 
     op: str
@@ -91,6 +92,7 @@ class Case:
     key: int = 0
     stages: int = 1
     unit: int = 1
+    shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,20 @@
 
 import argparse
 import contextlib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 from . import report
 from .baseline import OF_TRANSPORT, WAYS
-from .crew import Crew, Nodes, pair
+from .crew import Case, Crew, Nodes, pair
 from .errors import BenchError
 from .options import choose_cores, open_baseline, parser, sizes
-from .pingpong import cases
+from .pingpong import SMALL, cases
 from .turns import CrewPlayer, Player, take_turns
 
 SIZES = "64,512,4K,32K,256K,1M,4M,16M,64M"
+SHARED_SIZES = "64K,1792K,16M"
+SHARED = "cma shared"
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
@@ -24,7 +27,9 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     print(table.header(), flush=True)
     chosen = list(OF_TRANSPORT) if options.transport == "auto" else [options.transport]
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(report.Progress(len(options.sizes) * options.rounds, "ipc"))
+        lends = "cma" in chosen
+        steps = len(options.sizes) + lends * len(options.shared_sizes)
+        bar = stack.enter_context(report.Progress(steps * options.rounds, "ipc"))
         players: dict[str, Player] = {}
         reasons: dict[str, str] = {}
         says: dict[str, dict[str, Any]] = {}
@@ -63,8 +68,39 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
                     row = report.row(*moved, found[way], found.get(raw_way, []), **says[raw_way])
                 bar.print(table.line(row))
                 rows.append(row)
+        for row in _shared(stack, options, nodes, cores, players, reasons, bar) if lends else []:
+            bar.print(table.line(row))
+            rows.append(row)
     report.finish(options, "ipc", facts, rows)
     return 0
+
+
+def _shared(
+    stack: contextlib.ExitStack,
+    options: argparse.Namespace,
+    nodes: Nodes,
+    cores: tuple[int, int] | None,
+    players: dict[str, Player],
+    reasons: dict[str, str],
+    bar: report.Progress,
+) -> Iterator[dict[str, Any]]:
+    """Rows of pushes with a small answer, of shared tensors and of others in turn."""
+    ways = {"cma": False, SHARED: True}
+    pairs: dict[str, CrewPlayer] = {}
+    if "cma" in players:
+        pairs = {"cma": cast(CrewPlayer, players["cma"])}
+        pairs[SHARED] = CrewPlayer(_open(stack, nodes, "cma", cores))
+    for key, size in enumerate(options.shared_sizes, len(options.sizes)):
+        if not pairs:
+            yield from (report.skipped(w, "pull", size, SMALL, reasons["cma"]) for w in ways)
+            continue
+        for way, player in pairs.items():
+            player.prepare(Case("pull", (size,), (SMALL,), key, shared=ways[way]))
+        results = take_turns(
+            list(pairs.values()), options.rounds, options.seconds, options.iters, done=bar.step
+        )
+        for way, figures in zip(pairs, results, strict=True):
+            yield report.row(way, "pull", size, SMALL, figures, [])
 
 
 def _open(
@@ -92,12 +128,21 @@ def _parser() -> argparse.ArgumentParser:
         "(process_vm_writev and a flag in shared memory), raw shm (a copy into shared memory, "
         "read in place, and a flag). The ratio of a transport is to the raw way that does the "
         "same. A transport that cannot be used here is skipped with the reason. Every answer's "
-        "number is checked, and between rounds all bytes of an exchange into poisoned memory.",
+        "number is checked, and between rounds all bytes of an exchange into poisoned memory. At "
+        "the end, cma with a small answer: a push of bytes, and of a shared tensor, which moves "
+        "none.",
         seconds=(0.2, "about so long a round of each way"),
         transport="auto",
         rounds=5,
     )
     made.add_argument(
         "--sizes", type=sizes, default=SIZES, metavar="LIST", help=f"bytes (default {SIZES})"
+    )
+    made.add_argument(
+        "--shared-sizes",
+        type=sizes,
+        default=SHARED_SIZES,
+        metavar="LIST",
+        help=f"bytes of a shared push (default {SHARED_SIZES})",
     )
     return made

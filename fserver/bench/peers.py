@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import fserver
 from fserver import _loader
 
 from .crew import Case, Factory, Place
@@ -150,8 +151,6 @@ class Part:
 
     def problem(self, settings: dict[str, str]) -> str | None:
         """Why this build or host makes no node with these settings; None if it does."""
-        import fserver
-
         options: dict[str, Any] = {"settings": settings, "connect": False}
         try:
             fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options).close()
@@ -178,7 +177,8 @@ class Lane:
 
     def __init__(self, node: Any, case: Case, stage: int, servers: int, rank: int):
         self.node, self.rank = node, rank
-        self.push = [torch.empty(n, dtype=torch.uint8) for n in case.out]
+        empty = fserver.empty_shared if case.shared else torch.empty
+        self.push = [empty(n, dtype=torch.uint8) for n in case.out]
         self.pull = [torch.empty(n, dtype=torch.uint8) for _ in range(servers) for n in case.back]
         first = case.key + stage * max(len(case.out), len(case.back))
         self.push_keys = list(range(first, first + len(case.out)))

@@ -102,7 +102,7 @@ class Column(NamedTuple):
 
 
 OP = Column("op", -9, "op", str)
-TRANSPORT = Column("transport", -9, "transport", str)
+TRANSPORT = Column("transport", -10, "transport", str)
 MOVED = (
     Column("out", 8, "bytes_out", show_size),
     Column("back", 8, "bytes_back", show_size),

@@ -152,6 +152,24 @@ CASE(basics) {
   CHECK(fs_errmsg(&e) == -ENOENT);
 }
 
+/* No node is needed; a number of the past is refused. */
+CASE(shared) {
+  fs_shared a = 0, b = 0;
+  uint64_t at_a = 0, at_b = 0;
+  CHECK(fs_shared_alloc(5000, &a, &at_a) == 0);
+  CHECK(fs_shared_alloc(1, &b, &at_b) == 0);
+  CHECK(a != b && at_a != at_b && at_a % 4096 == 0);
+  unsigned char *p = (unsigned char *)at_a;
+  for (int i = 0; i < 5000; i++) {
+    CHECK(p[i] == 0);
+    p[i] = 7;
+  }
+  CHECK(fs_shared_free(a) == 0);
+  CHECK(fs_shared_free(a) < 0);
+  CHECK(fs_shared_free(b) == 0);
+  CHECK(fs_shared_alloc(0, &a, &at_a) < 0);
+}
+
 CASE(settings) {
   const char *given[] = {"DMLC_NUM_WORKER=3", "DMLC_NUM_WORKERS=3"};
   size_t need = 0, again = 0;

@@ -1,10 +1,11 @@
 // A worker that pushes one tensor whose description no torch would make, under
 // key 1, and then a good one, float32[4], under key 2.
-// usage: odd_worker PORT DTYPE BYTES [DIM...]
+// usage: odd_worker PORT own|shared DTYPE BYTES [DIM...]
 
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "fserver.h"
 
@@ -16,14 +17,15 @@ static void check(const char *call, int rc) {
   exit(1);
 }
 
+static char own[4096], *memory = own;
+
 static fs_ticket push(fs_node node, uint64_t key, uint8_t dtype, uint64_t bytes,
                       const int64_t *dims, uint32_t ndim) {
-  static char memory[4096];
   fs_tensor t = {.data = memory,
                  .bytes = bytes,
                  .key = key,
                  .base = memory,
-                 .base_bytes = sizeof memory,
+                 .base_bytes = sizeof own,
                  .dims = dims,
                  .ndim = ndim,
                  .device = -1,
@@ -45,10 +47,16 @@ int main(int argc, char **argv) {
   while ((rc = fs_wait_ready(node, 1000000000)) == -EAGAIN)
     ;
   check("wait_ready", rc);
-  for (int i = 4; i < argc; i++)
-    dims[i - 4] = strtoll(argv[i], NULL, 10);
-  push(node, 1, (uint8_t)atoi(argv[2]), strtoull(argv[3], NULL, 10), dims,
-       (uint32_t)(argc - 4));
+  if (strcmp(argv[2], "shared") == 0) {
+    fs_shared shared;
+    uint64_t address;
+    check("shared_alloc", fs_shared_alloc(sizeof own, &shared, &address));
+    memory = (char *)address;
+  }
+  for (int i = 5; i < argc; i++)
+    dims[i - 5] = strtoll(argv[i], NULL, 10);
+  push(node, 1, (uint8_t)atoi(argv[3]), strtoull(argv[4], NULL, 10), dims,
+       (uint32_t)(argc - 5));
   fs_ticket good = push(node, 2, 6, 16, &four, 1);
   while ((rc = fs_wait(node, good, 1000000000, 0)) == -EAGAIN)
     ;

@@ -650,8 +650,13 @@ def test_port_is_held():
 def test_ipc(tmp_path):
     path = tmp_path / "rows.json"
     argv = ["--sizes", "64", "--rounds", "2", "--iters", "20", "--json", str(path)]
-    assert bench.main(["ipc", *argv]) == 0
-    rows = {row["transport"]: row for row in written(path, "ipc")}
+    assert bench.main(["ipc", *argv, "--shared-sizes", "64K"]) == 0
+    *all_rows, sent, shared = written(path, "ipc")
+    assert (sent["transport"], shared["transport"]) == ("cma", "cma shared")
+    for row in (sent, shared):
+        assert (row["op"], row["bytes_out"], row["bytes_back"]) == ("pull", 64 << 10, 64)
+        assert row["skipped"] or row["p50_us"] > 0
+    rows = {row["transport"]: row for row in all_rows}
     assert list(rows) == ["tcp", "cma", "raw tcp", "raw cma", "raw shm"]
     for way in baseline.WAYS:
         assert rows[way]["p50_us"] > 0 and rows[way]["ratio"] is None

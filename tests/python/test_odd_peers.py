@@ -34,6 +34,7 @@ def odd_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("memory", ["own", "shared"])
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
@@ -46,7 +47,7 @@ def odd_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FLOAT32, "16", str(2**62)], f"dimension {2**62}"),
     ],
 )
-def test_odd_tensor(odd_worker: Path, tensor: list[str], text: str) -> None:
+def test_odd_tensor(odd_worker: Path, memory: str, tensor: list[str], text: str) -> None:
     server = fserver.Server(
         scheduler="127.0.0.1:0",
         host_scheduler=True,
@@ -54,7 +55,7 @@ def test_odd_tensor(odd_worker: Path, tensor: list[str], text: str) -> None:
         settings={"FSERVER_LOG": "error"},
     )
     port = server.scheduler.rpartition(":")[2]
-    worker = subprocess.Popen([odd_worker, port, *tensor])
+    worker = subprocess.Popen([odd_worker, port, memory, *tensor])
     try:
         server.connect()
         with pytest.raises(fserver.Error, match=f"worker 0 sent a tensor with key 1, {text}, "):
@@ -67,3 +68,6 @@ def test_odd_tensor(odd_worker: Path, tensor: list[str], text: str) -> None:
         worker.kill()
         worker.wait()
         server.close()
+    del good
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert not [x for x in maps if "fserver-shared" in x and " r--s " in x]

@@ -9,9 +9,9 @@
 // disk. What passed the Gate exchanges a segment of shared memory (memfd),
 // tries in both directions whether each side can write into the other
 // (attach.go), and passes the table of its regions if so. From then on the
-// socket carries only the byte that wakes a sleeper, and tells of the peer's
-// death. layout_unsafe.go has the layout of what is shared, ring.go the rings,
-// copy.go the one-copy writes, settle.go the end of a region.
+// socket carries only the byte that wakes a sleeper, now and then with the
+// descriptor of shared memory, and tells of the peer's death. layout_unsafe.go has the layout of what is shared, ring.go the rings,
+// copy.go the one-copy writes, settle.go the end of a region, lend.go shared memory.
 //
 // Small writes go through the ring as well: two copies cost less than a system
 // call there. Where one side cannot write into the other (Yama, another user, seccomp, a
@@ -36,7 +36,8 @@
 // loaded once and then checked, frames are copied out of the ring before they
 // are parsed, lengths are bounded by the ring, and a broken record ends its
 // Conn alone. Memory that a peer passes cannot shrink under us (seals). No
-// descriptor of a peer is ever written to or waited on.
+// descriptor of a peer is ever written to or waited on. Shared memory that it
+// lends (lend.go) is mapped for reading alone, and no more than a bound of it.
 //
 // Keys are checked before a byte lands: by the receiver if writes are staged,
 // and by the sender if they are direct. A peer that may write into a process
@@ -128,7 +129,8 @@ type Fabric struct {
 	seq     uint64   // number of the Poll
 	arena   []byte
 	vec     vec
-	bytes   [256]byte
+	letter  letter
+	freed   uint64 // mem.SharedFreed when it was last looked at
 	ready   [64]unix.EpollEvent
 	epoll   int
 	bell    int // an eventfd in epoll

@@ -13,7 +13,7 @@ import (
 // Conn is one connection. See transport.Conn.
 type Conn struct {
 	f      *Fabric
-	fd     int // the socket, which carries nothing but the byte that wakes
+	fd     int // the socket: bytes that wake, and descriptors of shared memory
 	remote string
 	hello  []byte
 	peer   process
@@ -114,7 +114,7 @@ func (c *Conn) Why() string { return c.why }
 
 // due says whether a visit may find something.
 func (c *Conn) due() bool {
-	return c.rx.peek() != 0 || c.tx.done != c.tx.end || c.announce || c.hup
+	return c.rx.peek() != 0 || c.tx.done != c.tx.end || len(c.tx.freed) > 0 || c.announce || c.hup
 }
 
 // rest tells the peer to ring, and says whether a visit would find something
@@ -167,7 +167,7 @@ func (f *Fabric) fail(c *Conn, reason error) {
 		return
 	}
 	c.err = c.because(reason)
-	if c.closed && !c.tx.unsent() {
+	if c.closed && !c.tx.queued() {
 		c.mine.over.Store(overBye)
 	} else {
 		c.mine.over.Store(overCut)
@@ -180,6 +180,7 @@ func (f *Fabric) fail(c *Conn, reason error) {
 	}
 	c.seg.drop()
 	c.table.unmap()
+	c.rx.forget()
 	c.seg, c.mine, c.theirs, c.table = nil, nil, nil, nil
 }
 
@@ -193,7 +194,7 @@ type progress struct {
 // stalled is for how long what c owes has found no room, or was not let into
 // the peer's memory.
 func (c *Conn) stalled(now time.Time) time.Duration {
-	owed := c.tx.unsent() && c.tx.balked
+	owed := c.tx.queued() && c.tx.balked
 	if c.tx.need > 0 {
 		_, _, ok, err := c.tx.place(c.tx.need)
 		owed = !ok && err == nil

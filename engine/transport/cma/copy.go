@@ -54,7 +54,7 @@ func (c *Conn) gather(v *vec, limit uint64) (ready uint32, ahead cursor, err err
 	others := false
 	for ready != t.end && v.sum < limit && v.m < maxRemote {
 		o := &t.ops[ready%txDepth]
-		if o.kind == transport.OpFrame || t.stages(o) {
+		if o.kind != transport.OpWrite || t.stages(o) {
 			others = true
 		} else {
 			if others && v.sum+o.n > behind {

@@ -56,7 +56,7 @@ func FuzzRecords(f *testing.F) {
 			}
 			before := x.pos
 			var ev transport.Event
-			made, taken, err := x.take(fab, w, &ev)
+			made, taken, err := x.take(&Conn{f: fab}, w, &ev)
 			if err != nil {
 				break
 			}

@@ -34,12 +34,14 @@ import (
 // A frame is the word and its payload, in several records if it is larger than
 // framePiece. A skip is a word alone: the next record is at the start of the
 // ring. What tells of a write has five more words before its payload: id,
-// token, offset, length, immediate.
+// token, offset, length, immediate. What tells of a loan has five more words too:
+// number of the shared memory, 0, offset, length, immediate; and that shared
+// memory is freed, one: its number. lend.go says what numbers they are.
 //
 // Direct Conns use the first ringDirect bytes of a ring, which stay in a
 // core's own cache. Pages that nobody touches take no memory.
 const (
-	layoutVersion = 1
+	layoutVersion = 2
 
 	controlSize = 2048
 	ringsAt     = 2 * controlSize
@@ -62,6 +64,8 @@ const (
 	recPart               // bytes of a write; more follow
 	recLast               // the last bytes of a write
 	recSkip               // go on at the start of the ring
+	recLent               // a loan
+	recFreed              // no more loans of this shared memory
 )
 
 // control is what one side of a Conn tells the other. Groups of fields that
@@ -77,6 +81,11 @@ type control struct {
 
 	busy atomic.Uint64 // odd while this side copies to where iov says; see copy.go
 	_    [120]byte
+
+	// Of the peer's shared memory this side has unmapped so many pieces, and
+	// bytes, ever.
+	views, viewBytes atomic.Uint64
+	_                [112]byte
 
 	iov [maxRemote]remoteVec
 }

@@ -5,6 +5,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
 
@@ -31,6 +32,12 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 
 func (f *Fabric) poll(ev []transport.Event) (n int, err error) {
 	f.seq++
+	if freed := mem.SharedFreed(); freed != f.freed {
+		f.freed = freed
+		for _, c := range f.conns {
+			c.tx.recall()
+		}
+	}
 	f.arena = f.arena[:0]
 	if !f.closed && (f.slept || f.seq%lookEvery == 0) {
 		if err := f.look(); err != nil {
@@ -73,17 +80,14 @@ func (f *Fabric) look() error {
 	for i := range max(n, 0) {
 		fd := int(f.ready[i].Fd)
 		if fd == f.bell {
-			unix.Read(f.bell, f.bytes[:8])
+			unix.Read(f.bell, f.letter.bytes[:8])
 			continue
 		}
 		c := f.byFD[fd]
 		if c == nil {
 			continue
 		}
-		if n, e := recvBytes(fd, &f.bytes); n == 0 && e == 0 || e != 0 && e != unix.EAGAIN && e != unix.EINTR {
-			c.hup = true
-			f.unwatch(c)
-		}
+		f.hear(c)
 	}
 	return nil
 }
@@ -172,7 +176,7 @@ func (f *Fabric) send(c *Conn) {
 		err := t.publish(end)
 		t.commit()
 		var n uint64
-		if err == nil && t.direct && t.unsent() && t.need == 0 && t.moved < end {
+		if err == nil && t.direct && t.queued() && t.need == 0 && t.moved < end {
 			n, err = c.copy(&f.vec, end-t.moved)
 			t.balked = n == 0
 		}

@@ -19,6 +19,8 @@ type rx struct {
 
 	part    bool   // the last record was a part of a write
 	written uint64 // bytes of the write that is coming
+
+	views
 }
 
 // An arena holds the frames of one Poll, but for large ones. Frames are copied
@@ -35,7 +37,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int, moved uint64) {
 		if w == 0 {
 			break
 		}
-		made, taken, err := x.take(f, w, &ev[n])
+		made, taken, err := x.take(c, w, &ev[n])
 		if err != nil {
 			f.fail(c, err)
 			return n, x.pos - start
@@ -50,6 +52,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int, moved uint64) {
 	}
 	if x.pos != start {
 		c.mine.head.Store(x.pos)
+		c.report()
 		c.ring(asleepRoom)
 	}
 	return n, x.pos - start
@@ -57,20 +60,22 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int, moved uint64) {
 
 // take reads the record that starts with w. It may make an event; it is not
 // taken if the frames of this Poll are in the way.
-func (x *rx) take(f *Fabric, w uint64, ev *transport.Event) (made, taken bool, err error) {
+func (x *rx) take(c *Conn, w uint64, ev *transport.Event) (made, taken bool, err error) {
 	kind, zero, size, total := splitWord(w)
 	inside := x.frame > 0 && kind != recFrame || x.part && kind != recPart && kind != recLast
 	if zero != 0 || total != 0 && kind != recFrame || inside && kind != recSkip {
 		return false, false, fmt.Errorf("the peer sent a record that starts with %#x, which cannot stand there", w)
 	}
 	switch kind {
+	case recLent, recFreed:
+		return c.takeLoan(kind, size, ev)
 	case recSkip:
 		if size != 0 {
 			return false, false, fmt.Errorf("the peer skipped with %d bytes", size)
 		}
 		return false, true, x.skip()
 	case recFrame:
-		return x.takeFrame(f, size, total, ev)
+		return x.takeFrame(c.f, size, total, ev)
 	case recWritten, recPart, recLast:
 		if kind == recWritten && (!x.direct || size != 0) {
 			return false, false, fmt.Errorf("the peer told of a write that was not to go past the ring")

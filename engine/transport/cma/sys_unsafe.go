@@ -40,9 +40,43 @@ func sendByte(fd int) {
 	unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(&b)), 1, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
 }
 
-// recvBytes reads what others sent with sendByte; 0 bytes are the end.
-func recvBytes(fd int, b *[256]byte) (int, unix.Errno) {
-	return result(unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(fd), uintptr(unsafe.Pointer(b)), uintptr(len(b)), unix.MSG_DONTWAIT, 0, 0))
+// passFD is sendByte with a descriptor for the peer. Here a full socket is an
+// error.
+func passFD(fd, passed int) error {
+	_, err := unix.SendmsgN(fd, []byte{0}, unix.UnixRights(passed), nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+	return err
+}
+
+// A letter is what a socket gave: bytes that woke, and perhaps a descriptor.
+type letter struct {
+	head    unix.Msghdr
+	vec     unix.Iovec
+	bytes   [256]byte
+	control [24]byte // CmsgSpace of one descriptor
+}
+
+// receive reads what others sent with sendByte and passFD, up to and with the
+// next descriptor; 0 bytes are the end. passed is the descriptor, or -1. EPROTO
+// says that something else was passed, or could not be taken.
+func (l *letter) receive(fd int) (n, passed int, e unix.Errno) {
+	l.vec = unix.Iovec{Base: &l.bytes[0], Len: uint64(len(l.bytes))}
+	l.head = unix.Msghdr{Iov: &l.vec, Iovlen: 1, Control: &l.control[0]}
+	l.head.SetControllen(len(l.control))
+	n, e = result(unix.RawSyscall(unix.SYS_RECVMSG, uintptr(fd), uintptr(unsafe.Pointer(&l.head)), unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC))
+	if e != 0 {
+		return 0, -1, e
+	}
+	if l.head.Flags&unix.MSG_CTRUNC != 0 {
+		e = unix.EPROTO
+	}
+	if l.head.Controllen == 0 {
+		return n, -1, e
+	}
+	h := (*unix.Cmsghdr)(unsafe.Pointer(&l.control[0]))
+	if h.Level != unix.SOL_SOCKET || h.Type != unix.SCM_RIGHTS || int(h.Len) != unix.CmsgLen(4) {
+		return n, -1, unix.EPROTO
+	}
+	return n, int(*(*int32)(unsafe.Pointer(&l.control[unix.CmsgLen(0)]))), e
 }
 
 // epollNow is epoll_wait without waiting. (arm64 has only the call with a

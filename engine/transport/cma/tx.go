@@ -29,12 +29,15 @@ type tx struct {
 	// EvDone, ops[sent:tail] are not, or not wholly. Of those, the writes in
 	// ops[sent:ready] have their bytes in the peer's memory.
 	done, sent, ready, end uint32
-	cur                    cursor // in ops[sent]
-	ahead                  cursor // in ops[ready]; for copy.go
-	need                   uint64 // bytes of the record for which the ring had no room; or 0
-	balked                 bool   // the last copy moved nothing
-	held                   []byte // frames of ops[sent:end]
-	moved                  uint64 // bytes of writes that went, ever
+	cur                    cursor                 // in ops[sent]
+	ahead                  cursor                 // in ops[ready]; for copy.go
+	need                   uint64                 // bytes of the record for which the ring had no room; or 0
+	balked                 bool                   // the last copy moved nothing
+	held                   []byte                 // frames of ops[sent:end]
+	moved                  uint64                 // bytes of writes that went, ever
+	lent                   map[*mem.Shared]uint64 // what was passed to the peer, with its number
+	shown                  amount
+	freed                  []uint64 // numbers of shared memory that the peer is to hear is freed
 }
 
 type op struct {
@@ -42,7 +45,7 @@ type op struct {
 	imm            uint32
 	at             uint32 // of the frame in held
 	user, n        uint64 // n is the bytes of the frame or the write
-	id, token, off uint64
+	id, token, off uint64 // of a loan: number, 0, offset
 	src            []mem.Span
 }
 
@@ -53,8 +56,11 @@ type cursor struct {
 	off  uint64 // bytes of that one that are
 }
 
+// queued says whether not all operations are in the ring, or not wholly.
+func (t *tx) queued() bool { return t.sent != t.end }
+
 // unsent says whether not everything is in the ring.
-func (t *tx) unsent() bool { return t.sent != t.end }
+func (t *tx) unsent() bool { return t.queued() || len(t.freed) > 0 }
 
 // push puts o at the end of the queue. It is not taken when there is no room;
 // an error means that there never will be.
@@ -63,6 +69,7 @@ func (t *tx) push(o *transport.Op) (taken bool, err error) {
 		return false, fmt.Errorf("cma: post: the operation waits for a point on %v: hold it back until that has passed", o.After.Dev)
 	}
 	n := uint64(len(o.Frame))
+	id, off := o.Key.ID, o.Off
 	switch o.Kind {
 	case transport.OpFrame:
 		if n > transport.MaxFrame {
@@ -76,6 +83,11 @@ func (t *tx) push(o *transport.Op) (taken bool, err error) {
 				return false, fmt.Errorf("cma: post: write of %d spans: more than 2^64 bytes", len(o.Src))
 			}
 		}
+	case transport.OpLend:
+		if id, off, err = t.loan(o); err != nil {
+			return false, err
+		}
+		n = o.Src[0].Len
 	default:
 		return false, fmt.Errorf("cma: post: operation of unknown kind %d", o.Kind)
 	}
@@ -91,7 +103,7 @@ func (t *tx) push(o *transport.Op) (taken bool, err error) {
 		*q = op{kind: o.Kind, user: o.User, n: n, at: uint32(len(t.held))}
 		t.held = append(t.held, o.Frame...)
 	} else {
-		*q = op{kind: o.Kind, user: o.User, n: n, imm: o.Imm, id: o.Key.ID, token: o.Key.Token, off: o.Off, src: o.Src}
+		*q = op{kind: o.Kind, user: o.User, n: n, imm: o.Imm, id: id, token: o.Key.Token, off: off, src: o.Src}
 	}
 	t.end++
 	return true, nil
@@ -103,12 +115,24 @@ func (t *tx) stages(o *op) bool { return !t.direct || o.n <= small }
 // publish puts what can go into the ring there, staged bytes until moved is at
 // end. It stops at a direct write whose bytes are not at the peer.
 func (t *tx) publish(end uint64) (err error) {
-	for t.need = 0; t.unsent(); {
+	t.need = 0
+	for t.cur.done == 0 && len(t.freed) > 0 {
+		rec, err := t.record(2 * wordLen)
+		if rec == nil {
+			return err
+		}
+		put64(rec, 1, t.freed[0])
+		t.put(makeWord(recFreed, 0, 0), 2*wordLen)
+		t.freed = append(t.freed[:0], t.freed[1:]...)
+	}
+	for t.queued() {
 		o := &t.ops[t.sent%txDepth]
 		whole := false
 		switch {
 		case o.kind == transport.OpFrame:
 			whole, err = t.frame(o)
+		case o.kind == transport.OpLend:
+			whole, err = t.told(recLent, o)
 		case t.stages(o):
 			if t.moved >= end {
 				return nil
@@ -117,7 +141,7 @@ func (t *tx) publish(end uint64) (err error) {
 		case t.sent == t.ready:
 			return nil
 		default:
-			whole, err = t.written(o)
+			whole, err = t.told(recWritten, o)
 		}
 		if err != nil || t.need > 0 {
 			return err
@@ -130,7 +154,7 @@ func (t *tx) publish(end uint64) (err error) {
 			t.cur = cursor{}
 		}
 	}
-	if !t.unsent() {
+	if !t.queued() {
 		t.held = t.held[:0]
 	}
 	return nil
@@ -182,18 +206,18 @@ func (t *tx) stage(o *op) (whole bool, err error) {
 	return whole, nil
 }
 
-// written tells the peer of a write whose bytes it has.
-func (t *tx) written(o *op) (whole bool, err error) {
+// told tells the peer of a write whose bytes it has, or of a loan.
+func (t *tx) told(kind uint64, o *op) (whole bool, err error) {
 	rec, err := t.record(writeLen)
 	if rec == nil {
 		return false, err
 	}
 	describe(rec, o, o.off, o.n)
-	t.put(makeWord(recWritten, 0, 0), writeLen)
+	t.put(makeWord(kind, 0, 0), writeLen)
 	return true, nil
 }
 
-// describe fills the words of a write.
+// describe fills the words of a write or a loan.
 func describe(rec []byte, o *op, off, n uint64) {
 	put64(rec, 1, o.id)
 	put64(rec, 2, o.token)
@@ -234,7 +258,7 @@ func (t *tx) complete(down bool) (user uint64, sent, ok bool) {
 
 // trim frees the buffer for large frames if it is idle.
 func (t *tx) trim() {
-	if !t.unsent() && cap(t.held) > txHeld {
+	if !t.queued() && cap(t.held) > txHeld {
 		t.held = nil
 	}
 }

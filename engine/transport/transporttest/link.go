@@ -3,6 +3,7 @@ package transporttest
 import (
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
 
@@ -18,6 +19,7 @@ type link struct {
 	frames   [][]byte
 	writes   []written
 	order    []seen // frames and writes as they came
+	loans    []loan // the test owes each a Drop
 	isDown   bool
 	down     error
 
@@ -34,6 +36,13 @@ type doneOp struct {
 type written struct {
 	imm uint32
 	n   uint64
+}
+
+type loan struct {
+	imm    uint32
+	span   mem.Span
+	view   *mem.View
+	frames int // that came before
 }
 
 // seen is an entry of frames or of writes.

@@ -103,6 +103,11 @@ func (n *node) take(e *transport.Event) {
 		if l.onWritten != nil {
 			l.onWritten(e.Imm, e.Len)
 		}
+	case transport.EvLent:
+		l.loans = append(l.loans, loan{e.Imm, e.Span, e.View, len(l.frames)})
+		if e.Span.Len != e.Len || !e.View.Region().Contains(e.Span) {
+			n.w.Errorf("%s: a loan of %d bytes at %+v of %+v", n.name, e.Len, e.Span, e.View.Region())
+		}
 	case transport.EvDown:
 		if len(l.open) > 0 {
 			n.w.Errorf("%s: EvDown with %d ops open", n.name, len(l.open))

@@ -62,7 +62,7 @@ func Run(t *testing.T, bed func(tb testing.TB) Bed) {
 }
 
 var cases = slices.Concat(connectCases, gateCases, peerCases, frameCases, writeCases, boundsCases, closingCases,
-	pressureCases, sleepCases, parallelCases, allocCases, soakCases)
+	lendCases, pressureCases, sleepCases, parallelCases, allocCases, soakCases)
 
 type testCase struct {
 	name string

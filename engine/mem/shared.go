@@ -1,0 +1,192 @@
+package mem
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+)
+
+// Shared is memory of this process that another one can map too: a memfd whose
+// size is sealed, so that nobody's access to it can fail. It leaves no file
+// behind, however the process ends.
+type Shared struct {
+	id     uint64
+	region Region
+	fd     int
+	freed  atomic.Bool
+}
+
+// The shared memory of the process: there is one address space, and whoever is
+// handed a span of it must find out what it lies in.
+var shares struct {
+	mu     sync.Mutex // held for a few instructions, never while waiting
+	next   uint64
+	sorted []*Shared // by address
+	count  atomic.Int64
+	freed  atomic.Uint64
+}
+
+const (
+	sharedSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	maxMap      = 1 << 46
+)
+
+// NewShared makes n bytes (n > 0) of zeroed shared memory. Free ends it.
+func NewShared(n uint64) (*Shared, error) {
+	if n == 0 || n > maxMap {
+		return nil, fmt.Errorf("mem: share %d bytes: want 1 to 2^46", n)
+	}
+	fd, err := unix.MemfdCreate("fserver-shared", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_NOEXEC_SEAL)
+	if err == unix.EINVAL { // Linux before 6.3
+		fd, err = unix.MemfdCreate("fserver-shared", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("mem: share %d bytes: make a memfd: %w (each takes a descriptor: ulimit -n)", n, err)
+	}
+	var b []byte
+	size := (n + 4095) &^ 4095
+	if err = unix.Ftruncate(fd, int64(size)); err == nil {
+		if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, sharedSeals); err == nil {
+			b, err = unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+		}
+	}
+	if err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("mem: share %d bytes: %w", n, err)
+	}
+	s := &Shared{region: Region{Of(b).Addr, size, CPU}, fd: fd}
+	shares.mu.Lock()
+	defer shares.mu.Unlock()
+	shares.next++
+	s.id = shares.next
+	at, _ := find(s.region.Addr)
+	shares.sorted = slices.Insert(shares.sorted, at, s)
+	shares.count.Add(1)
+	return s, nil
+}
+
+// find is where the memory that begins at addr is in the list, or belongs.
+func find(addr uintptr) (int, bool) {
+	return slices.BinarySearchFunc(shares.sorted, addr, func(s *Shared, a uintptr) int { return cmp.Compare(s.region.Addr, a) })
+}
+
+// SharedAt is the shared memory that s lies in wholly, or nil. Whoever asks
+// keeps it from being freed meanwhile.
+func SharedAt(s Span) *Shared {
+	if shares.count.Load() == 0 || s.Len == 0 {
+		return nil
+	}
+	shares.mu.Lock()
+	defer shares.mu.Unlock()
+	at, exact := find(s.Addr)
+	if !exact {
+		at--
+	}
+	if at < 0 || !shares.sorted[at].region.Contains(s) {
+		return nil
+	}
+	return shares.sorted[at]
+}
+
+// FreeShared frees the shared memory with a number.
+func FreeShared(id uint64) error {
+	shares.mu.Lock()
+	at := slices.IndexFunc(shares.sorted, func(s *Shared) bool { return s.id == id })
+	if at < 0 {
+		shares.mu.Unlock()
+		return fmt.Errorf("mem: free shared memory %d: there is none of that number", id)
+	}
+	s := shares.sorted[at]
+	shares.sorted = slices.Delete(shares.sorted, at, at+1)
+	shares.count.Add(-1)
+	shares.mu.Unlock()
+	s.freed.Store(true)
+	shares.freed.Add(1)
+	unix.Close(s.fd)
+	return Unmap(s.region)
+}
+
+// SharedFreed counts what has been freed ever: whoever keeps something for
+// shared memory looks whether this has changed.
+func SharedFreed() uint64 { return shares.freed.Load() }
+
+// ID is the number of s; none is used twice.
+func (s *Shared) ID() uint64 { return s.id }
+
+// Region is where s lies, whole pages.
+func (s *Shared) Region() Region { return s.region }
+
+// FD is the memfd; it stays s's.
+func (s *Shared) FD() int { return s.fd }
+
+// Freed says whether s is gone.
+func (s *Shared) Freed() bool { return s.freed.Load() }
+
+// View is another process's shared memory, mapped for reading alone. It stays
+// mapped as long as somebody holds it. Safe for concurrent use.
+type View struct {
+	region Region
+	refs   atomic.Int64
+	tally  *Tally
+}
+
+// Tally counts Views that have been unmapped, and then their bytes.
+type Tally struct{ Views, Bytes atomic.Uint64 }
+
+// SizeOfShared checks that fd is what NewShared makes, so that no access to it
+// can ever fail, and gives its size.
+func SizeOfShared(fd int) (uint64, error) {
+	var st unix.Stat_t
+	var fs unix.Statfs_t
+	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err == nil {
+		err = unix.Fstat(fd, &st)
+	}
+	if err == nil {
+		err = unix.Fstatfs(fd, &fs)
+	}
+	switch {
+	case err != nil:
+		return 0, fmt.Errorf("mem: not shared memory: %w", err)
+	case seals&sharedSeals != sharedSeals:
+		return 0, fmt.Errorf("mem: shared memory with seals %#x, which could shrink: want %#x", seals, sharedSeals)
+	case fs.Type != unix.TMPFS_MAGIC: // pages of other kinds may be missing
+		return 0, fmt.Errorf("mem: shared memory of kind %#x: want %#x", fs.Type, unix.TMPFS_MAGIC)
+	case st.Size <= 0 || st.Size > maxMap:
+		return 0, fmt.Errorf("mem: shared memory of %d bytes: want 1 to 2^46", st.Size)
+	}
+	return uint64(st.Size), nil
+}
+
+// NewView maps the first n bytes of fd, which has that many. fd stays the
+// caller's, and the View is held once, by the caller.
+func NewView(fd int, n uint64, tally *Tally) (*View, error) {
+	b, err := unix.Mmap(fd, 0, int(n), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("mem: map %d bytes of shared memory: %w", n, err)
+	}
+	v := &View{region: Region{Of(b).Addr, n, CPU}, tally: tally}
+	v.refs.Store(1)
+	return v, nil
+}
+
+// Region is where v lies in this process. It must not be written to.
+func (v *View) Region() Region { return v.region }
+
+// Hold holds v once more.
+func (v *View) Hold() { v.refs.Add(1) }
+
+// Drop ends one Hold, or that of NewView; the last one unmaps.
+func (v *View) Drop() error {
+	if v.refs.Add(-1) != 0 {
+		return nil
+	}
+	err := Unmap(v.region)
+	v.tally.Views.Add(1)
+	v.tally.Bytes.Add(v.region.Len)
+	return err
+}
