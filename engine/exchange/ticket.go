@@ -23,6 +23,9 @@ const (
 	StateFailing = 3 // failed, but a peer may still write to its memory
 )
 
+// ErrFull says that as many tickets are under way as there may be.
+var ErrFull = Shapef("exchange: %d push_pulls or answers are under way: wait for some before the next", Window)
+
 // ErrNoTicket says that a ticket was never issued or is forgotten.
 var ErrNoTicket = errors.New("exchange: no such ticket")
 
@@ -121,7 +124,7 @@ func (tb *Table) begin() (*Ticket, error) {
 	id := tb.next
 	for tb.recs[id%Window].ticket != nil { // an older one is still under way: skip its place
 		if id++; id-tb.next == Window {
-			return nil, Shapef("exchange: %d push_pulls or answers are under way: wait for some before the next", Window)
+			return nil, ErrFull
 		}
 	}
 	tb.next = id + 1

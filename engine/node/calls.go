@@ -53,12 +53,28 @@ func (n *Node) BeginPushPull() (*Ticket, error) {
 }
 
 // BeginAnswer issues the ticket of an answer. It ends in Respond or Abandon.
+//
+// An application that answers many requests in a row makes no call that drives
+// in between, so this one does when as many answers are under way as may be.
 func (n *Node) BeginAnswer() (*Ticket, error) {
 	if err := n.ready(n.server != nil, "respond", "server"); err != nil {
 		return nil, err
 	}
-	return n.server.Begin()
+	t, err := n.server.Begin()
+	if err != exchange.ErrFull {
+		return t, err
+	}
+	for end := trace.Now() + int64(answerRoom); err == exchange.ErrFull && trace.Now() < end; t, err = n.server.Begin() {
+		if found, _ := n.drive(trace.Now()); found == 0 {
+			yield()
+		}
+	}
+	n.rearm()
+	return t, err
 }
+
+// answerRoom is how long BeginAnswer waits for an answer to have left.
+const answerRoom = time.Second
 
 // Abandon gives back a ticket that was not handed on.
 func (n *Node) Abandon(t *Ticket) {
