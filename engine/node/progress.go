@@ -152,12 +152,12 @@ func (n *Node) submit() {
 	for n.pending() && n.token.CompareAndSwap(false, true) {
 		n.take()
 		left = n.unsent()
+		if n.threaded && n.sleeping.Load() {
+			n.kick() // an answer will come; with the token, so that the node is open
+		}
 		n.token.Store(false)
 	}
-	switch {
-	case n.threaded && n.sleeping.Load():
-		n.kick() // an answer will come
-	case left && n.callers.Load() == 0:
+	if left && !n.threaded && n.callers.Load() == 0 {
 		n.wakeBackground()
 	}
 }
