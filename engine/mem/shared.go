@@ -30,35 +30,18 @@ var shares struct {
 	freed  atomic.Uint64
 }
 
-const (
-	sharedSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-	maxMap      = 1 << 46
-)
+const maxMap = 1 << 46
 
 // NewShared makes n bytes (n > 0) of zeroed shared memory. Free ends it.
 func NewShared(n uint64) (*Shared, error) {
 	if n == 0 || n > maxMap {
 		return nil, fmt.Errorf("mem: share %d bytes: want 1 to 2^46", n)
 	}
-	fd, err := unix.MemfdCreate("fserver-shared", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_NOEXEC_SEAL)
-	if err == unix.EINVAL { // Linux before 6.3
-		fd, err = unix.MemfdCreate("fserver-shared", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	}
+	b, fd, err := NewSealed("fserver-shared", int((n+4095)&^4095), Seals)
 	if err != nil {
-		return nil, fmt.Errorf("mem: share %d bytes: make a memfd: %w (each takes a descriptor: ulimit -n)", n, err)
-	}
-	var b []byte
-	size := (n + 4095) &^ 4095
-	if err = unix.Ftruncate(fd, int64(size)); err == nil {
-		if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, sharedSeals); err == nil {
-			b, err = unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-		}
-	}
-	if err != nil {
-		unix.Close(fd)
 		return nil, fmt.Errorf("mem: share %d bytes: %w", n, err)
 	}
-	s := &Shared{region: Region{Of(b).Addr, size, CPU}, fd: fd}
+	s := &Shared{region: Region{Of(b).Addr, uint64(len(b)), CPU}, fd: fd}
 	shares.mu.Lock()
 	defer shares.mu.Unlock()
 	shares.next++
@@ -136,31 +119,6 @@ type View struct {
 
 // Tally counts Views that have been unmapped, and then their bytes.
 type Tally struct{ Views, Bytes atomic.Uint64 }
-
-// SizeOfShared checks that fd is what NewShared makes, so that no access to it
-// can ever fail, and gives its size.
-func SizeOfShared(fd int) (uint64, error) {
-	var st unix.Stat_t
-	var fs unix.Statfs_t
-	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
-	if err == nil {
-		err = unix.Fstat(fd, &st)
-	}
-	if err == nil {
-		err = unix.Fstatfs(fd, &fs)
-	}
-	switch {
-	case err != nil:
-		return 0, fmt.Errorf("mem: not shared memory: %w", err)
-	case seals&sharedSeals != sharedSeals:
-		return 0, fmt.Errorf("mem: shared memory with seals %#x, which could shrink: want %#x", seals, sharedSeals)
-	case fs.Type != unix.TMPFS_MAGIC: // pages of other kinds may be missing
-		return 0, fmt.Errorf("mem: shared memory of kind %#x: want %#x", fs.Type, unix.TMPFS_MAGIC)
-	case st.Size <= 0 || st.Size > maxMap:
-		return 0, fmt.Errorf("mem: shared memory of %d bytes: want 1 to 2^46", st.Size)
-	}
-	return uint64(st.Size), nil
-}
 
 // NewView maps the first n bytes of fd, which has that many. fd stays the
 // caller's, and the View is held once, by the caller.

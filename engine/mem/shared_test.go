@@ -46,7 +46,7 @@ func TestShared(t *testing.T) {
 func TestView(t *testing.T) {
 	s, err := NewShared(5000)
 	require.NoError(t, err)
-	n, err := SizeOfShared(s.FD())
+	n, err := CheckSealed(s.FD(), Seals)
 	require.NoError(t, err)
 	require.Equal(t, uint64(8192), n)
 	var tally Tally
@@ -63,12 +63,12 @@ func TestView(t *testing.T) {
 	require.Equal(t, []uint64{1, 8192}, []uint64{tally.Views.Load(), tally.Bytes.Load()})
 }
 
-// TestSizeOfShared refuses what could fail under a reader.
-func TestSizeOfShared(t *testing.T) {
+// TestCheckSealed refuses what could fail under a reader.
+func TestCheckSealed(t *testing.T) {
 	file, err := os.CreateTemp(t.TempDir(), "")
 	require.NoError(t, err)
 	defer file.Close()
-	_, err = SizeOfShared(int(file.Fd()))
+	_, err = CheckSealed(int(file.Fd()), Seals)
 	require.Error(t, err)
 	for _, c := range []struct {
 		size  int64
@@ -78,14 +78,14 @@ func TestSizeOfShared(t *testing.T) {
 		{4096, 0, "could shrink"},
 		{4096, unix.F_SEAL_GROW, "could shrink"},
 		{4096, unix.F_SEAL_GROW | unix.F_SEAL_SHRINK, "could shrink"},
-		{0, sharedSeals, "0 bytes"},
+		{0, Seals, "0 bytes"},
 	} {
 		fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 		require.NoError(t, err)
 		require.NoError(t, unix.Ftruncate(fd, c.size))
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, c.seals)
 		require.NoError(t, err)
-		_, err = SizeOfShared(fd)
+		_, err = CheckSealed(fd, Seals)
 		require.ErrorContains(t, err, c.want)
 		require.NoError(t, unix.Close(fd))
 	}

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
 
@@ -223,7 +224,7 @@ func (c *Conn) discard() {
 }
 
 func (f *Fabric) attachDialer(nc *net.UnixConn, c *Conn) error {
-	b, fd, err := makeMemory(segmentSize, sealed)
+	b, fd, err := mem.NewSealed("fserver-cma", segmentSize, mem.Seals)
 	if err != nil {
 		return err
 	}
@@ -386,15 +387,15 @@ func receiveNote(nc *net.UnixConn, n *note, c *Conn) error {
 		return fmt.Errorf("the peer passed %d descriptors that were not asked for", len(fds))
 	}
 	if c.seg == nil {
-		mem, err := mapMemory(fds[0], segmentSize, sealed, unix.PROT_READ|unix.PROT_WRITE)
+		b, err := mapMemory(fds[0], segmentSize, unix.PROT_READ|unix.PROT_WRITE)
 		if err == nil {
-			c.seg = &segment{mem: mem, refs: 1}
+			c.seg = &segment{mem: b, refs: 1}
 		}
 		return err
 	}
-	mem, err := mapMemory(fds[0], tableSize, sealed, unix.PROT_READ)
+	table, err := mapMemory(fds[0], tableSize, unix.PROT_READ)
 	if err == nil {
-		c.table = asTable(mem)
+		c.table = asTable(table)
 	}
 	return err
 }

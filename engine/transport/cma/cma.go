@@ -199,7 +199,7 @@ func (f *Fabric) open() (err error) {
 		_ = unix.Prctl(unix.PR_SET_PTRACER, unix.PR_SET_PTRACER_ANY, 0, 0, 0)
 	}
 	var b []byte
-	if b, f.tableFD, err = makeMemory(tableSize, sealed|unix.F_SEAL_FUTURE_WRITE); err != nil {
+	if b, f.tableFD, err = mem.NewSealed("fserver-cma", tableSize, mem.Seals|unix.F_SEAL_FUTURE_WRITE); err != nil {
 		return fmt.Errorf("the table of regions: %w", err)
 	}
 	f.regions.shared = asTable(b)

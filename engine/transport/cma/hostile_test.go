@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/transporttest"
 )
@@ -180,7 +181,7 @@ func stranger(t *testing.T, f *Fabric) *net.UnixConn {
 
 func TestBrokenAttach(t *testing.T) {
 	memory := func(t *testing.T, size, seals int) int {
-		b, fd, err := makeMemory(size, seals)
+		b, fd, err := mem.NewSealed("fserver-cma", size, seals)
 		require.NoError(t, err)
 		require.NoError(t, unix.Munmap(b))
 		return fd
@@ -219,10 +220,10 @@ func TestBrokenAttach(t *testing.T) {
 			pass(t, nc, memory(t, segmentSize, unix.F_SEAL_GROW|unix.F_SEAL_SEAL))
 		}, "with seals"},
 		"memory that cannot be written": {func(t *testing.T, nc *net.UnixConn) {
-			pass(t, nc, memory(t, segmentSize, sealed|unix.F_SEAL_FUTURE_WRITE))
+			pass(t, nc, memory(t, segmentSize, mem.Seals|unix.F_SEAL_FUTURE_WRITE))
 		}, "map "},
 		"too little memory": {func(t *testing.T, nc *net.UnixConn) {
-			pass(t, nc, memory(t, segmentSize-4096, sealed))
+			pass(t, nc, memory(t, segmentSize-4096, mem.Seals))
 		}, "bytes of shared memory"},
 		"a pipe": {func(t *testing.T, nc *net.UnixConn) {
 			var p [2]int
@@ -231,12 +232,12 @@ func TestBrokenAttach(t *testing.T) {
 			unix.Close(p[1])
 		}, "no shared memory"},
 		"two descriptors": {func(t *testing.T, nc *net.UnixConn) {
-			pass(t, nc, memory(t, segmentSize, sealed), memory(t, segmentSize, sealed))
+			pass(t, nc, memory(t, segmentSize, mem.Seals), memory(t, segmentSize, mem.Seals))
 		}, "not asked for"},
 		"many descriptors": {func(t *testing.T, nc *net.UnixConn) {
 			var fds []int
 			for range 100 {
-				fds = append(fds, memory(t, 4096, sealed))
+				fds = append(fds, memory(t, 4096, mem.Seals))
 			}
 			pass(t, nc, fds...)
 		}, "not asked for"},
@@ -268,7 +269,7 @@ func TestLiarAboutItself(t *testing.T) {
 	p := newProbe()
 	for _, n := range []note{{word: 8, number: 1}, {word: addressOf(&p.word), number: p.number + 1}} {
 		nc := stranger(t, f)
-		b, fd, err := makeMemory(segmentSize, sealed)
+		b, fd, err := mem.NewSealed("fserver-cma", segmentSize, mem.Seals)
 		require.NoError(t, err)
 		require.NoError(t, sendNote(nc, &n, fd))
 		unix.Close(fd)

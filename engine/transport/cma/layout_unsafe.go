@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
 
@@ -168,50 +169,14 @@ func (t table) unmap() {
 	}
 }
 
-const sealed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
-
-// makeMemory gives size bytes of zeros that can be passed to a peer, and their
-// descriptor. Its size cannot change any more, so no access can fail.
-func makeMemory(size, seals int) (b []byte, fd int, err error) {
-	fd, err = unix.MemfdCreate("fserver-cma", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_NOEXEC_SEAL)
-	if err == unix.EINVAL { // Linux before 6.3
-		fd, err = unix.MemfdCreate("fserver-cma", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	}
-	if err != nil {
-		return nil, -1, fmt.Errorf("make shared memory: %w", err)
-	}
-	if err = unix.Ftruncate(fd, int64(size)); err == nil {
-		if b, err = unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
-			if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err == nil {
-				return b, fd, nil
-			}
-			unix.Munmap(b)
-		}
-	}
-	unix.Close(fd)
-	return nil, -1, fmt.Errorf("make %d bytes of shared memory: %w", size, err)
-}
-
-// mapMemory maps what a peer passed, if it is what makeMemory makes.
-func mapMemory(fd, size, seals, prot int) ([]byte, error) {
-	var st unix.Stat_t
-	var fs unix.Statfs_t
-	have, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
-	if err == nil {
-		err = unix.Fstat(fd, &st)
-	}
-	if err == nil {
-		err = unix.Fstatfs(fd, &fs)
-	}
+// mapMemory maps what a peer passed, if it is what mem.NewSealed makes.
+func mapMemory(fd, size, prot int) ([]byte, error) {
+	n, err := mem.CheckSealed(fd, mem.Seals)
 	switch {
 	case err != nil:
-		return nil, fmt.Errorf("the peer passed what is no shared memory: %w", err)
-	case have&seals != seals:
-		return nil, fmt.Errorf("the peer passed shared memory with seals %#x: want %#x", have, seals)
-	case fs.Type != unix.TMPFS_MAGIC: // pages of other kinds may be missing
-		return nil, fmt.Errorf("the peer passed shared memory of kind %#x: want %#x", fs.Type, unix.TMPFS_MAGIC)
-	case st.Size != int64(size):
-		return nil, fmt.Errorf("the peer passed %d bytes of shared memory: want %d", st.Size, size)
+		return nil, fmt.Errorf("the peer passed no shared memory as it must be: %w", err)
+	case n != uint64(size):
+		return nil, fmt.Errorf("the peer passed %d bytes of shared memory: want %d", n, size)
 	}
 	b, err := unix.Mmap(fd, 0, size, prot, unix.MAP_SHARED)
 	if err != nil {

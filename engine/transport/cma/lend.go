@@ -133,7 +133,7 @@ func (v *views) gain(fd int) error {
 	if v.tally == nil {
 		v.mapped, v.tally = map[uint64]*mem.View{}, new(mem.Tally)
 	}
-	n, err := mem.SizeOfShared(fd)
+	n, err := mem.CheckSealed(fd, mem.Seals)
 	if err != nil {
 		return fmt.Errorf("the peer passed a descriptor: %w", err)
 	}

@@ -3,6 +3,7 @@ package lossy
 import (
 	"encoding/binary"
 	"fmt"
+	"strings"
 	"time"
 
 	"fserver/engine/transport"
@@ -74,6 +75,22 @@ type received struct {
 // Hello is inner's, and so is Remote.
 func (c *Conn) Hello() []byte  { return c.inner.Hello() }
 func (c *Conn) Remote() string { return c.inner.Remote() }
+
+// Via and Why implement transport.Teller, if inner does.
+func (c *Conn) Via() string {
+	if t, ok := c.inner.(transport.Teller); ok {
+		return t.Via()
+	}
+	name, _, _ := strings.Cut(c.f.Name(), "/")
+	return name
+}
+
+func (c *Conn) Why() string {
+	if t, ok := c.inner.(transport.Teller); ok {
+		return t.Why()
+	}
+	return ""
+}
 
 // Unsent implements transport.Unsender.
 func (c *Conn) Unsent() bool {
