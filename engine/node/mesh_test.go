@@ -67,7 +67,10 @@ func newCluster(tb testing.TB, f Fabrics) *mesh {
 			if g <= goroutines && d <= fds {
 				return
 			}
-			require.True(tb, time.Now().Before(end), "%d goroutines and %d descriptors are left", g-goroutines, d-fds)
+			if time.Now().After(end) {
+				buf := make([]byte, 1<<20)
+				require.Fail(tb, "leak", "%d goroutines and %d descriptors are left\n%s", g-goroutines, d-fds, buf[:runtime.Stack(buf, true)])
+			}
 		}
 	})
 	return m

@@ -60,11 +60,8 @@ type Node struct {
 	timer   atomic.Int64          // when pass must look at the clock
 	woken   atomic.Bool           // somebody has slept: the next pass looks at everything
 
-	nudge     chan struct{} // of size 1: ends a nap of the background goroutine
-	stop      chan struct{} // closed to end it
 	stopped   atomic.Bool
 	gone      chan struct{} // closed when it has ended
-	napper    *time.Timer
 	closeOnce sync.Once
 	closeErr  error
 	freeOnce  sync.Once
@@ -162,7 +159,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	n = &Node{
 		cfg: cfg, log: log, spin: cfg.Spin, threaded: threaded(cfg),
 		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
-		nudge: make(chan struct{}, 1), stop: make(chan struct{}), gone: make(chan struct{}), napper: time.NewTimer(0),
+		gone:     make(chan struct{}),
 		deadline: time.Now().Add(cfg.InitTimeout),
 	}
 	n.life, n.die = context.WithCancel(context.Background())
@@ -578,10 +575,10 @@ func (n *Node) Close() error {
 			n.closeErr = errors.Join(n.closeErr, n.server.Close())
 		}
 		n.stopped.Store(true) // and the token stays taken: nobody drives again
-		close(n.stop)
 		n.dials.Wait()
 		for n.callers.Load() > 0 || !n.backgroundGone() {
-			n.kick()
+			n.kick.ring()
+			n.nudge.ring()
 			n.wakeAll()
 			time.Sleep(100 * time.Microsecond)
 		}
