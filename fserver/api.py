@@ -34,6 +34,7 @@ _VARIABLES = {
     "host_scheduler": "FSERVER_HOST_SCHEDULER",
     "cluster": "FSERVER_CLUSTER",
     "secret": "FSERVER_SECRET",
+    "tls": "FSERVER_TLS",
     "init_timeout": "FSERVER_INIT_TIMEOUT",
     "on_peer_lost": "FSERVER_ON_PEER_LOST",
     "rejoin_timeout": "FSERVER_REJOIN_TIMEOUT",
@@ -106,6 +107,9 @@ class Node:
             any free one.
         cluster: nodes of another cluster id are refused.
         secret: what the nodes prove to each other that they know.
+        tls: encrypt what goes over TCP, control and data (default False), with certificates that
+            are derived from the secret unless FSERVER_TLS_CERT and its relatives name others. The
+            same on all nodes.
         init_timeout: seconds until the cluster must be complete (default 60).
         on_peer_lost: what calls do that need a node that is lost: ``"raise"`` PeerLostError
             (default), until a process has taken its rank again, or ``"wait"`` for that process.
@@ -147,6 +151,7 @@ class Node:
         host_scheduler: bool | None = None,
         cluster: str | None = None,
         secret: str | None = None,
+        tls: bool | None = None,
         init_timeout: float | None = None,
         on_peer_lost: str | None = None,
         rejoin_timeout: float | None = None,
@@ -154,6 +159,8 @@ class Node:
         connect: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _VARIABLES}
+        if tls is not None:
+            given["tls"] = "on" if tls else "off"
         merged = inherited()
         merged.update({name: _text(value) for name, value in (settings or {}).items()})
         merged.update(
