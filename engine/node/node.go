@@ -105,6 +105,7 @@ type link struct {
 	hello  wire.Hello
 	left   bool     // it said Bye
 	used   bool     // it said Up
+	begun  bool     // calls use it
 	frames [][]byte // not posted yet
 	early  [][]byte // linkWaiting: frames that came already
 	since  int64    // when it was opened
