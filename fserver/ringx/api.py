@@ -1,0 +1,409 @@
+"""Attention over a sequence that the ranks of a group share: `ringx_attention`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fserver.errors import ConfigError, Error, ShapeError
+
+from . import schedules
+from .kernels import DTYPES, accumulator, choose
+from .schedules import Job, Ranks
+
+GATHER_LIMIT = 4 << 30
+"""Bytes of gathered k, v, dk and dv on a rank above which `auto` takes X4 instead of X3."""
+
+
+class Algorithm(NamedTuple):
+    """A row of the table of what there is."""
+
+    causal: bool
+    layout: str
+    uneven: bool  # the ranks' lengths may differ
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def _queries(causal: bool, overlap: bool) -> Algorithm:
+    blocks = schedules.contiguous if causal else schedules.full
+    keys = {"blocks": blocks, "ahead": overlap, "behind": overlap}
+    return Algorithm(
+        causal,
+        "contiguous",
+        True,
+        partial(schedules.queries_forward, blocks=blocks, overlap=overlap),
+        partial(schedules.broadcast_backward, **keys),
+    )
+
+
+def _gather(causal: bool, planner: schedules.Planner) -> Algorithm:
+    keys = {"blocks": schedules.zigzag if causal else schedules.full, "planner": planner}
+    return Algorithm(
+        causal,
+        "zigzag" if causal else "contiguous",
+        False,
+        partial(schedules.gather_forward, **keys),
+        partial(schedules.gather_backward, **keys),
+    )
+
+
+def _broadcast(behind: bool) -> Algorithm:
+    keys = {"blocks": schedules.zigzag, "ahead": True, "behind": behind}
+    return Algorithm(
+        True,
+        "zigzag",
+        False,
+        partial(schedules.broadcast_forward, **keys),
+        partial(schedules.broadcast_backward, **keys),
+    )
+
+
+ALGORITHMS = {
+    "X1": _queries(causal=False, overlap=False),
+    "X1o": _queries(causal=False, overlap=True),
+    "X2": _queries(causal=True, overlap=False),
+    "X2o": _queries(causal=True, overlap=True),
+    "X3": _gather(True, schedules.by_owner),
+    "X3c": _gather(True, schedules.by_half),
+    "X3b": _gather(False, schedules.by_owner),
+    "X4": _broadcast(behind=False),
+    "X4o": _broadcast(behind=True),
+}
+
+
+class _Attention(torch.autograd.Function):
+    """Saves the global out and lse; a schedule's backward is written in terms of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, how: Algorithm, job: Job
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        out, lse = how.forward(job, q, k, v)
+        if sink is not None:
+            level = sink.to(lse.dtype)[:, None]
+            out = out * torch.sigmoid(lse - level).transpose(1, 2)[..., None]
+            lse = torch.logaddexp(lse, level)
+        out = out.to(q.dtype).contiguous()
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.how, ctx.job = how, job
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dlse is not None:
+            raise Error("ringx: no gradient goes through lse (use lse.detach())")
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        dout = dout.contiguous()
+        dq, dk, dv = ctx.how.backward(ctx.job, dout, q, k, v, out, lse)
+        dsink = None
+        if sink is not None:
+            share = torch.exp(sink.to(lse.dtype)[:, None] - lse).transpose(1, 2)
+            dsink = -(share * (dout * out).sum(-1, dtype=lse.dtype)).sum((0, 1)).to(sink.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
+
+
+def ringx_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    algorithm: str = "auto",
+    causal: bool,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    sink: Tensor | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of the local rows to the keys of all ranks. Every rank of the group calls it.
+
+    Args:
+        q: ``[B, Sq, H, D]``, the local rows; see `fserver.ringx.layout` for which those are.
+        k, v: ``[B, Sk, Hkv, D]``, the local keys and values. H is a multiple of Hkv.
+        algorithm: "X1", "X1o" (full mask, contiguous, lengths may differ over the ranks), "X3b"
+            (full mask, contiguous), "X2", "X2o" (causal, contiguous, lengths may differ), "X3",
+            "X3c", "X4", "X4o" (causal, zigzag). "auto" is X1o or X3b for a full mask, whichever
+            moves less, and for a causal one, zigzag, X3, or X4o above GATHER_LIMIT bytes.
+        causal: a row sees the keys at its own and at earlier positions.
+        scale: of the scores; 1 / sqrt(D) without.
+        group: the ranks; all without.
+        sink: ``[H]``, the score of a key that has no value. Its gradient is what the local rows
+            give, as for any weight that all ranks have: the sum over the ranks is the caller's.
+        reduce_dtype: of sums over ranks; float64 for float64 tensors in any case.
+        return_lse: also give lse, ``[B, H, Sq]``, in float32 or float64. It has no gradient.
+
+    Returns:
+        out ``[B, Sq, H, D]`` of q's type; with return_lse (out, lse).
+
+    Raises:
+        ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
+            raise then, and nothing has been exchanged.
+    """
+    out, lse = _run(q, k, v, algorithm, causal, scale, group, sink, reduce_dtype)
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
+    group: dist.ProcessGroup | None, sink: Tensor | None, reduce_dtype: torch.dtype,
+    problem: Error | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ranks = _ranks(group)
+    problem = problem or _problem(q, k, v, algorithm, causal, sink, reduce_dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None and not problem else float(scale or 0)
+    facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype, problem)
+    q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
+    reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
+    job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype)
+    how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    return _Attention.apply(q, k, v, sink, how, job)
+
+
+def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
+    """What moves least, within the memory; docs/ringx.md has the formulas."""
+    moved = 2 * k.shape[0] * k.shape[2] * k.shape[3] * sum(job.k_lengths)
+    if causal:
+        gathered = moved * (k.element_size() + job.reduce_dtype.itemsize)
+        return "X3" if gathered <= GATHER_LIMIT else "X4o"
+    if len({*zip(job.q_lengths, job.k_lengths, strict=True)}) > 1:
+        return "X1o"
+    batch, _, heads, dim = q.shape
+    row = dim * q.element_size() + (dim + 1) * job.reduce_dtype.itemsize
+    row += 2 * accumulator(q.dtype).itemsize
+    return "X1o" if batch * heads * row * sum(job.q_lengths) < moved * k.element_size() else "X3b"
+
+
+# Arguments
+
+
+def _ranks(group: dist.ProcessGroup | None) -> Ranks:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError("ringx: torch.distributed has no group (call init_process_group first)")
+    ranks = Ranks(dist.group.WORLD if group is None else group)
+    if ranks.rank < 0:
+        raise ConfigError("ringx: group: this process is not in it (call on its members only)")
+    return ranks
+
+
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, sink: Tensor | None,
+    reduce_dtype: torch.dtype,
+) -> Error | None:  # fmt: skip
+    """What is wrong with the arguments of this rank."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            return ShapeError(f"ringx: {name}.shape {tuple(tensor.shape)}: want [B, S, H, D]")
+        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
+            return ConfigError(
+                f"ringx: {name} is {tensor.dtype} on {tensor.device} and q {q.dtype} on {q.device}:"
+                " want one type and device"
+            )
+    if k.shape != v.shape:
+        return ShapeError(f"ringx: v.shape {tuple(v.shape)}: want that of k, {tuple(k.shape)}")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        return ShapeError(
+            f"ringx: k.shape {tuple(k.shape)}: want the batch and the head dimension of q, "
+            f"{tuple(q.shape)}"
+        )
+    if not (q.shape[0] and q.shape[2] and k.shape[2] and q.shape[3]):
+        return ShapeError(f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty")
+    if q.shape[2] % k.shape[2]:
+        return ShapeError(
+            f"ringx: q has {q.shape[2]} heads and k {k.shape[2]}: want a multiple (repeat k and v)"
+        )
+    if causal and q.shape[1] != k.shape[1]:
+        return ShapeError(
+            f"ringx: causal with q.shape[1] {q.shape[1]} and k.shape[1] {k.shape[1]}: want equal "
+            "lengths, or causal=False"
+        )
+    if sink is not None and (sink.shape != q.shape[2:3] or sink.device != q.device):
+        return ShapeError(
+            f"ringx: sink.shape {tuple(sink.shape)} on {sink.device}: want [{q.shape[2]}], one "
+            f"score for each head of q, on {q.device}"
+        )
+    if not reduce_dtype.is_floating_point:
+        return ConfigError(f"ringx: reduce_dtype {reduce_dtype}: want a floating point type")
+    if q.dtype not in DTYPES:
+        return ConfigError(f"ringx: q.dtype {q.dtype}: want one of {DTYPES}")
+    return _mask_problem(algorithm, causal, q.shape[1]) or _kernel_problem(q, k, v, causal)
+
+
+def _mask_problem(algorithm: str, causal: bool, length: int) -> Error | None:
+    if algorithm == "auto":
+        layout = "zigzag" if causal else "contiguous"
+    elif algorithm not in ALGORITHMS:
+        return ConfigError(f"ringx: algorithm {algorithm!r}: want auto or one of {[*ALGORITHMS]}")
+    else:
+        how = ALGORITHMS[algorithm]
+        layout = how.layout
+        if how.causal != causal:
+            fitting = [name for name, row in ALGORITHMS.items() if row.causal == causal]
+            return ConfigError(
+                f"ringx: algorithm {algorithm} with causal={causal}: its mask is "
+                f"{'causal' if how.causal else 'full'} (use causal={how.causal}, or one of "
+                f"{fitting})"
+            )
+    if layout == "zigzag" and (length % 2 or not length):
+        return ShapeError(
+            f"ringx: q.shape[1] is {length}, and zigzag wants two chunks of one length on each "
+            "rank (pad the sequence to a multiple of twice the ranks, or use X2)"
+        )
+    return None
+
+
+def _kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
+    try:
+        if q.shape[1] and k.shape[1]:
+            choose(*(t.transpose(1, 2) for t in (q, k, v)), causal)
+    except ConfigError as problem:
+        return problem
+    return None
+
+
+def _facts(
+    q: Tensor, k: Tensor, algorithm: str, causal: bool, scale: float, sink: Tensor | None,
+    reduce_dtype: torch.dtype, problem: Error | None,
+) -> dict[str, int]:  # fmt: skip
+    """What has to be the same on all ranks, as numbers, and the two lengths."""
+    facts = dict.fromkeys(
+        ("problem", "algorithm", "causal", "scale", "sink", "reduce_dtype", "q.dtype", "q.shape[0]",
+         "q.shape[2]", "k.shape[2]", "q.shape[3]", "q.shape[1]", "k.shape[1]"),
+        0,
+    )  # fmt: skip
+    if problem:
+        return {**facts, "problem": 1}
+    values = (
+        0,
+        [*ALGORITHMS, "auto"].index(algorithm),
+        int(causal),
+        struct.unpack("q", struct.pack("d", scale))[0],
+        int(sink is not None),
+        reduce_dtype.itemsize,
+        DTYPES.index(q.dtype),
+        q.shape[0],
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        q.shape[1],
+        k.shape[1],
+    )
+    return dict(zip(facts, values, strict=True))
+
+
+def _agree(
+    ranks: Ranks, device: torch.device, facts: dict[str, int], algorithm: str, causal: bool,
+    problem: Error | None,
+) -> tuple[Sequence[int], Sequence[int]]:  # fmt: skip
+    """One small all-gather before anything else. Gives the ranks' lengths of q and of k.
+
+    On a GPU it runs beside the current stream, so that the CPU waits for the group's last
+    collective at most, not for what is being computed.
+
+    Raises:
+        ConfigError, ShapeError: on all ranks, if one has a problem or they differ.
+    """
+    with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
+        mine = torch.tensor([*facts.values()], device=device)
+        everybody = torch.empty(ranks.size * len(facts), dtype=mine.dtype, device=device)
+        ranks.gather(everybody, mine).wait()
+        columns = dict(zip(facts, everybody.view(ranks.size, -1).T.tolist(), strict=True))
+    if problem:
+        raise problem
+    if any(columns["problem"]):
+        rank = columns["problem"].index(1)
+        raise ConfigError(f"ringx: rank {rank} of the group refused its arguments (see its error)")
+    uneven = not causal if algorithm == "auto" else ALGORITHMS[algorithm].uneven
+    lengths = columns.pop("q.shape[1]"), columns.pop("k.shape[1]")
+    for name, values in columns.items():
+        if len({*values}) > 1:
+            raise _differ(name, values, "the same on all ranks")
+    for name, values in zip(("q.shape[1]", "k.shape[1]"), lengths, strict=True):
+        if len({*values}) > 1 and not uneven:
+            raise _differ(name, values, f"one length (pad, or use {'X2' if causal else 'X1'})")
+        if not sum(values):
+            raise ShapeError(f"ringx: {name} is 0 on all ranks")
+    return lengths
+
+
+def _differ(name: str, values: Sequence[int], want: str) -> Error:
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    kind = ShapeError if "shape" in name else ConfigError
+    if name == "scale":
+        values = struct.unpack(f"{len(values)}d", struct.pack(f"{len(values)}q", *values))
+    return kind(
+        f"ringx: {name} is {values[0]} on rank 0 and {values[other]} on rank {other} of the group:"
+        f" want {want}"
+    )
+
+
+@lru_cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+# The functions of the reference
+
+
+def _like_reference(algorithm: str) -> Callable[..., Any]:
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, None]:
+        problem = None
+        if dropout_p != 0:
+            problem = ConfigError(f"ringx: dropout_p {dropout_p}: not supported (use 0.0)")
+        if tuple(window_size) != (-1, -1):
+            problem = ConfigError(f"ringx: window_size {window_size}: not supported (use (-1, -1))")
+        if alibi_slopes is not None:
+            problem = ConfigError("ringx: alibi_slopes: not supported (use None)")
+        if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+            problem = ConfigError(
+                "ringx: deterministic: torch decides (call torch.use_deterministic_algorithms)"
+            )
+        out, lse = _run(
+            q, k, v, algorithm, causal, softmax_scale, group, None, torch.float32, problem
+        )
+        return (out, lse, None) if return_attn_probs else out
+
+    function.__name__ = function.__qualname__ = f"ring{algorithm}_attn_func"
+    function.__doc__ = f"""Attention by {algorithm}, with the signature of the reference.
+
+    The arguments are those of `ringx_attention`. dropout_p, window_size and alibi_slopes have to
+    be left alone, and causal has to be {ALGORITHMS[algorithm].causal}. With return_attn_probs the
+    result is (out, lse, None).
+
+    Raises:
+        ConfigError, ShapeError: as for `ringx_attention`.
+    """
+    return function
+
+
+ringX1_attn_func = _like_reference("X1")
+ringX1o_attn_func = _like_reference("X1o")
+ringX2_attn_func = _like_reference("X2")
+ringX2o_attn_func = _like_reference("X2o")
+ringX3_attn_func = _like_reference("X3")
+ringX3b_attn_func = _like_reference("X3b")
+ringX4_attn_func = _like_reference("X4")
+ringX4o_attn_func = _like_reference("X4o")
