@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fserver.errors import ConfigError, Error, ShapeError
 
 from . import schedules
-from .kernels import DTYPES, accumulator, choose
+from .kernels import DTYPES, Given, accumulator, choose
 from .schedules import Job, Ranks
 
 GATHER_LIMIT = 4 << 30
@@ -33,50 +32,32 @@ class Algorithm(NamedTuple):
     backward: Callable[..., Any]
 
 
-def _queries(causal: bool, overlap: bool) -> Algorithm:
-    blocks = schedules.contiguous if causal else schedules.full
-    keys = {"blocks": blocks, "ahead": overlap, "behind": overlap}
-    return Algorithm(
-        causal,
-        "contiguous",
-        True,
-        partial(schedules.queries_forward, blocks=blocks, overlap=overlap),
-        partial(schedules.broadcast_backward, **keys),
-    )
+def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
+    forward = partial(schedules.queries_forward, blocks=blocks, overlap=overlap)
+    how = {"blocks": blocks, "ahead": overlap, "behind": overlap}
+    backward = partial(schedules.broadcast_backward, **how)
+    return Algorithm(blocks is not schedules.full, "contiguous", True, forward, backward)
 
 
-def _gather(causal: bool, planner: schedules.Planner) -> Algorithm:
-    keys = {"blocks": schedules.zigzag if causal else schedules.full, "planner": planner}
-    return Algorithm(
-        causal,
-        "zigzag" if causal else "contiguous",
-        False,
-        partial(schedules.gather_forward, **keys),
-        partial(schedules.gather_backward, **keys),
-    )
+def _keys(forward: Callable[..., Any], backward: Callable[..., Any], **how: Any) -> Algorithm:
+    causal = how["blocks"] is not schedules.full
+    layout = "zigzag" if causal else "contiguous"
+    return Algorithm(causal, layout, False, partial(forward, **how), partial(backward, **how))
 
 
-def _broadcast(behind: bool) -> Algorithm:
-    keys = {"blocks": schedules.zigzag, "ahead": True, "behind": behind}
-    return Algorithm(
-        True,
-        "zigzag",
-        False,
-        partial(schedules.broadcast_forward, **keys),
-        partial(schedules.broadcast_backward, **keys),
-    )
-
+_gather = partial(_keys, schedules.gather_forward, schedules.gather_backward)
+_broadcast = partial(_keys, schedules.broadcast_forward, schedules.broadcast_backward)
 
 ALGORITHMS = {
-    "X1": _queries(causal=False, overlap=False),
-    "X1o": _queries(causal=False, overlap=True),
-    "X2": _queries(causal=True, overlap=False),
-    "X2o": _queries(causal=True, overlap=True),
-    "X3": _gather(True, schedules.by_owner),
-    "X3c": _gather(True, schedules.by_half),
-    "X3b": _gather(False, schedules.by_owner),
-    "X4": _broadcast(behind=False),
-    "X4o": _broadcast(behind=True),
+    "X1": _queries(schedules.full, overlap=False),
+    "X1o": _queries(schedules.full, overlap=True),
+    "X2": _queries(schedules.contiguous, overlap=False),
+    "X2o": _queries(schedules.contiguous, overlap=True),
+    "X3": _gather(blocks=schedules.zigzag, planner=schedules.by_owner),
+    "X3c": _gather(blocks=schedules.zigzag, planner=schedules.by_half),
+    "X3b": _gather(blocks=schedules.full, planner=schedules.by_owner),
+    "X4": _broadcast(blocks=schedules.zigzag, ahead=True, behind=False),
+    "X4o": _broadcast(blocks=schedules.zigzag, ahead=True, behind=True),
 }
 
 
@@ -99,13 +80,14 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dlse is not None:
             raise Error("ringx: no gradient goes through lse (use lse.detach())")
+        if torch.is_grad_enabled():
+            raise Error("ringx: create_graph: there is no second derivative")
         q, k, v, sink, out, lse = ctx.saved_tensors
-        dout = dout.contiguous()
-        dq, dk, dv = ctx.how.backward(ctx.job, dout, q, k, v, out, lse)
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        dq, dk, dv = ctx.how.backward(ctx.job, Given(dout, q, k, v, out, lse))
         dsink = None
         if sink is not None:
             share = torch.exp(sink.to(lse.dtype)[:, None] - lse).transpose(1, 2)
@@ -161,8 +143,10 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = _ranks(group)
     problem = problem or _problem(q, k, v, algorithm, causal, sink, reduce_dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None and not problem else float(scale or 0)
-    facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype, problem)
+    facts = [1] + [0] * (len(FACTS) - 1)
+    if not problem:
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype)
     q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype)
@@ -272,38 +256,27 @@ def _kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | No
     return None
 
 
+FACTS = (
+    *("problem", "algorithm", "causal", "scale", "sink", "reduce_dtype", "q.dtype", "q.shape[0]"),
+    *("q.shape[2]", "q.shape[3]", "k.shape[2]", "q.shape[1]", "k.shape[1]"),
+)
+"""What the ranks tell each other; all but the lengths has to be the same."""
+
+
 def _facts(
     q: Tensor, k: Tensor, algorithm: str, causal: bool, scale: float, sink: Tensor | None,
-    reduce_dtype: torch.dtype, problem: Error | None,
-) -> dict[str, int]:  # fmt: skip
-    """What has to be the same on all ranks, as numbers, and the two lengths."""
-    facts = dict.fromkeys(
-        ("problem", "algorithm", "causal", "scale", "sink", "reduce_dtype", "q.dtype", "q.shape[0]",
-         "q.shape[2]", "k.shape[2]", "q.shape[3]", "q.shape[1]", "k.shape[1]"),
-        0,
-    )  # fmt: skip
-    if problem:
-        return {**facts, "problem": 1}
-    values = (
-        0,
-        [*ALGORITHMS, "auto"].index(algorithm),
-        int(causal),
-        struct.unpack("q", struct.pack("d", scale))[0],
-        int(sink is not None),
-        reduce_dtype.itemsize,
-        DTYPES.index(q.dtype),
-        q.shape[0],
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        q.shape[1],
-        k.shape[1],
-    )
-    return dict(zip(facts, values, strict=True))
+    reduce_dtype: torch.dtype,
+) -> list[int]:  # fmt: skip
+    scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
+    types = reduce_dtype.itemsize, DTYPES.index(q.dtype)
+    lengths = q.shape[1], k.shape[1]
+    which = [*ALGORITHMS, "auto"].index(algorithm)
+    shape = q.shape[0], *q.shape[2:], k.shape[2]
+    return [0, which, causal, scale_bits, sink is not None, *types, *shape, *lengths]
 
 
 def _agree(
-    ranks: Ranks, device: torch.device, facts: dict[str, int], algorithm: str, causal: bool,
+    ranks: Ranks, device: torch.device, facts: list[int], algorithm: str, causal: bool,
     problem: Error | None,
 ) -> tuple[Sequence[int], Sequence[int]]:  # fmt: skip
     """One small all-gather before anything else. Gives the ranks' lengths of q and of k.
@@ -315,10 +288,10 @@ def _agree(
         ConfigError, ShapeError: on all ranks, if one has a problem or they differ.
     """
     with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
-        mine = torch.tensor([*facts.values()], device=device)
+        mine = torch.tensor(facts, dtype=torch.int64, device=device)
         everybody = torch.empty(ranks.size * len(facts), dtype=mine.dtype, device=device)
         ranks.gather(everybody, mine).wait()
-        columns = dict(zip(facts, everybody.view(ranks.size, -1).T.tolist(), strict=True))
+        columns = dict(zip(FACTS, everybody.view(ranks.size, -1).T.tolist(), strict=True))
     if problem:
         raise problem
     if any(columns["problem"]):

@@ -31,6 +31,17 @@ Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
+class Given(NamedTuple):
+    """What backward is given: dout, out and lse are of all the keys of these rows."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Kernel(NamedTuple):
     """One implementation; its tensors are [B, H, S, D]."""
 
@@ -38,7 +49,7 @@ class Kernel(NamedTuple):
     grouped: bool  # takes k and v with fewer heads than q
     usable: Callable[[Tensor, Tensor, Tensor, bool], bool]
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], Pair]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], Triple]
+    backward: Callable[[Given, bool, float], Triple]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
@@ -50,38 +61,31 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair
     """
     if causal and q.shape[1] != k.shape[1]:
         raise ShapeError(f"ringx: causal block of {q.shape[1]} rows and {k.shape[1]} keys")
-    if not (q.shape[1] and k.shape[1]):
-        return torch.zeros_like(q), torch.full(
-            (q.shape[0], q.shape[2], q.shape[1]),
-            -torch.inf,
-            dtype=accumulator(q.dtype),
-            device=q.device,
-        )
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if not (q.shape[2] and k.shape[2]):
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulator(q.dtype))
+        return torch.zeros_like(q).transpose(1, 2), lse
     kernel = choose(q, k, v, causal)
     out, lse = kernel.forward(q, *_heads(kernel, q, k, v), causal, scale)
     return out.transpose(1, 2), lse
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> Triple:  # fmt: skip
-    """Gives what these rows and keys add to dq, dk and dv; out and lse are the rows' global ones.
+def backward(given: Given, causal: bool, scale: float) -> Triple:
+    """Gives what these rows and keys add to dq, dk and dv.
 
     Raises:
         ConfigError, ShapeError: as for forward.
     """
-    if not (q.shape[1] and k.shape[1]):
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    dout, q, k, v, out = (t.transpose(1, 2) for t in given[:5])
+    if not (q.shape[2] and k.shape[2]):
+        return torch.zeros_like(given.q), torch.zeros_like(given.k), torch.zeros_like(given.v)
     kernel = choose(q, k, v, causal)
-    grads = kernel.backward(dout, q, *_heads(kernel, q, k, v), out, lse.contiguous(), causal, scale)
+    heads = _heads(kernel, q, k, v)
+    grads = kernel.backward(Given(dout, q, *heads, out, given.lse.contiguous()), causal, scale)
     dq, dk, dv = (t.transpose(1, 2) for t in grads)
-    if dk.shape[2] != k.shape[1]:  # k and v had been repeated
-        dk, dv = (
-            t.unflatten(2, (k.shape[1], -1)).sum(3, dtype=accumulator(t.dtype)) for t in (dk, dv)
-        )
+    if heads[0] is not k:  # they had been repeated
+        groups = (t.unflatten(2, (k.shape[1], -1)) for t in (dk, dv))
+        dk, dv = (t.sum(3, dtype=accumulator(t.dtype)) for t in groups)
     return dq, dk, dv
 
 
@@ -98,7 +102,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
     """
     flags = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled)
     if q.dtype in DTYPES[:3]:
-        for kernel in CUDA if q.is_cuda else CPU:
+        for kernel in KERNELS.get(q.device.type, ()):
             if kernel.usable(q, *_heads(kernel, q, k, v), causal):
                 return kernel
     if q.dtype is torch.float64 or (q.dtype in DTYPES and not any(flag() for flag in flags)):
@@ -135,9 +139,8 @@ def _no_dropout(device: torch.device, dtype: torch.dtype) -> Pair:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
+    forward = aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = forward(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse.reshape(q.shape[:3])
 
 
@@ -148,50 +151,38 @@ def _cudnn_lse_dims(device: torch.device) -> int:
     return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> Triple:  # fmt: skip
-    lse = lse.reshape(lse.shape + (1,) * (_cudnn_lse_dims(q.device) - 3))
-    seed, offset = _no_dropout(q.device, torch.int64)
-    return aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse, seed[0], offset, None, None, None, q.shape[2], k.shape[2], 0.0,
-        causal, scale=scale,
-    )  # fmt: skip
+def _cudnn_backward(given: Given, causal: bool, scale: float) -> Triple:
+    lse, lengths = given.lse, (given.q.shape[2], given.k.shape[2])
+    lse = lse.reshape(lse.shape + (1,) * (_cudnn_lse_dims(lse.device) - 3))
+    backward = aten._scaled_dot_product_cudnn_attention_backward
+    state = _no_dropout(lse.device, torch.int64)
+    none = (None, None, None)  # bias, and the lengths of packed sequences
+    return backward(*given[:5], lse, *state, *none, *lengths, 0.0, causal, scale=scale)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
 
 
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> Triple:  # fmt: skip
-    seed, unused = _no_dropout(q.device, torch.uint64)
-    return aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, unused,
-        scale=scale,
-    )  # fmt: skip
+def _flash_backward(given: Given, causal: bool, scale: float) -> Triple:
+    lengths, state = (given.q.shape[2], given.k.shape[2]), _no_dropout(given.q.device, torch.uint64)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    return backward(*given, None, None, *lengths, 0.0, causal, *state, scale=scale)
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, causal, scale=scale
-    )
+    forward = aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = forward(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[2]]  # it is as long as whole blocks of 32 rows
 
 
-def _efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> Triple:  # fmt: skip
+def _efficient_backward(given: Given, causal: bool, scale: float) -> Triple:
+    dout, q, k, v, out, lse = given
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # rows that give nothing: exp(-inf)
-    seed, offset = _no_dropout(q.device, torch.int64)
-    return aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, None, out, lse, seed[0], offset, 0.0, [True, True, True, False], causal,
-        scale=scale,
+    state, wanted = _no_dropout(q.device, torch.int64), [True, True, True, False]
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    return backward(
+        dout, q, k, v, None, out, lse, *state, 0.0, wanted, causal, scale=scale
     )[:3]  # fmt: skip
 
 
@@ -199,13 +190,9 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) ->
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
-def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> Triple:  # fmt: skip
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, causal, scale=scale
-    )
+def _cpu_backward(given: Given, causal: bool, scale: float) -> Triple:
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(*given, 0.0, causal, scale=scale)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
@@ -220,25 +207,31 @@ def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     return ((scores - lse[..., None]).exp() @ v.to(lse.dtype)).to(q.dtype), lse
 
 
-def _reference_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> Triple:  # fmt: skip
-    p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
-    dout, q, k, v, out = (t.to(p.dtype) for t in (dout, q, k, v, out))
+def _reference_backward(given: Given, causal: bool, scale: float) -> Triple:
+    p = (_scores(given.q, given.k, causal, scale) - given.lse[..., None]).exp()
+    dout, q, k, v, out = (t.to(p.dtype) for t in given[:5])
     ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
     return ds @ k, ds.mT @ q, p.mT @ dout
 
 
-_CUDNN = Kernel("cudnn", True, _asks(cuda.can_use_cudnn_attention), _cudnn_forward, _cudnn_backward)
-_FLASH = Kernel("flash", True, _asks(cuda.can_use_flash_attention), _flash_forward, _flash_backward)
-_EFFICIENT = Kernel(
-    "efficient", False, _asks(cuda.can_use_efficient_attention), _efficient_forward,
+def _enabled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    return cuda.flash_sdp_enabled()
+
+
+def _always(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    return True
+
+
+CUDNN = Kernel("cudnn", True, _asks(cuda.can_use_cudnn_attention), _cudnn_forward, _cudnn_backward)
+FLASH = Kernel("flash", True, _asks(cuda.can_use_flash_attention), _flash_forward, _flash_backward)
+EFFICIENT = Kernel(
+    "efficient",
+    False,
+    _asks(cuda.can_use_efficient_attention),
+    _efficient_forward,
     _efficient_backward,
-)  # fmt: skip
-_CPU_FLASH = Kernel(
-    "cpu flash", False, lambda *_: cuda.flash_sdp_enabled(), _cpu_forward, _cpu_backward
 )
-CUDA = (_CUDNN, _FLASH, _EFFICIENT)  # on Hopper cuDNN is nearly twice as fast as flash
-CPU = (_CPU_FLASH,)
-REFERENCE = Kernel("reference", False, lambda *_: True, _reference_forward, _reference_backward)
+CPU_FLASH = Kernel("cpu flash", False, _enabled, _cpu_forward, _cpu_backward)
+REFERENCE = Kernel("reference", False, _always, _reference_forward, _reference_backward)
+KERNELS = {"cpu": (CPU_FLASH,), "cuda": (CUDNN, FLASH, EFFICIENT)}
+"""By device, the best first: on Hopper cuDNN is nearly twice as fast as flash."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
-from .kernels import Pair, Triple, accumulator
+from .kernels import Given, Pair, Triple, accumulator
 
 
 class Ranks:
@@ -243,34 +243,27 @@ def broadcast_forward(
 
 
 def broadcast_backward(
-    job: Job, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
-    blocks: Blocks, ahead: bool, behind: bool,
-) -> Triple:  # fmt: skip
-    """dq stays; dk and dv of each owner are added up there. With `behind`, while the next owner's
+    job: Job, given: Given, *, blocks: Blocks, ahead: bool, behind: bool
+) -> Triple:
+    """dq stays; dk and dv of each owner are added up there, with `behind` while the next owner's
     are computed."""
     ranks = job.ranks
-    arrivals = _broadcast_keys(job, k, v, ahead)
-    own = _own_backward(job, dout, q, k, v, out, lse, blocks)
-    dq = own[0].to(accumulator(q.dtype))
-    last: tuple[Tensor, dist.Work] | None = None
+    arrivals = _broadcast_keys(job, given.k, given.v, ahead)
+    dq, *own = _own_backward(job, given, blocks)
+    under_way: deque[tuple[Tensor, dist.Work]] = deque()
     for owner, kv in arrivals:
         dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
-        block = blocks(ranks.rank, owner, q.shape[1], kv.shape[0])
+        block = blocks(ranks.rank, owner, dq.shape[1], kv.shape[0])
         if owner == ranks.rank:
             mine = dkv
-            _put(dkv, block.keys, own[1], own[2])
+            _put(dkv, block.keys, *own)
         elif block is not None:
-            _put(dkv, block.keys, *_more_grads(job, dq, dout, q, kv, out, lse, block))
+            _put(dkv, block.keys, *_more_grads(job, dq, given, kv, block))
         _zero_between(dkv, [] if block is None else [block.keys])
-        del kv
-        if last is not None:
-            last[1].wait()
-        last = (dkv, ranks.sum_at(owner, dkv))
-        if not behind:
-            last[1].wait()
-            last = None
-    if last is not None:
-        last[1].wait()
+        under_way.append((dkv, ranks.sum_at(owner, dkv)))
+        del kv, dkv
+        while len(under_way) > (behind if owner + 1 < ranks.size else 0):
+            under_way.popleft()[1].wait()
     return dq, *_unpack(mine)
 
 
@@ -347,30 +340,25 @@ def gather_forward(
     return out, lse
 
 
-def gather_backward(
-    job: Job, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
-    blocks: Blocks, planner: Planner,
-) -> Triple:  # fmt: skip
+def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner) -> Triple:
     """dk and dv of all keys are written into one buffer, whose sum over the ranks is scattered."""
-    plan = planner(job, q.shape[1], k.shape[1], blocks)
-    gathered = _gather_keys(job, k, v, plan)
-    own = _own_backward(job, dout, q, k, v, out, lse, blocks)
-    dq = own[0].to(accumulator(q.dtype))
-    mine = torch.empty((k.shape[1], *gathered[0][0].shape[1:]), dtype=job.reduce_dtype,
-                       device=k.device)  # fmt: skip
+    k = given.k
+    plan = planner(job, given.q.shape[1], k.shape[1], blocks)
+    gathered = _gather_keys(job, k, given.v, plan)
+    dq, own_dk, own_dv = _own_backward(job, given, blocks)
+    shape = (k.shape[1], k.shape[0], 2, *k.shape[2:])
+    mine = torch.empty(shape, dtype=job.reduce_dtype, device=k.device)
     under_way = []
-    for index, (kv, here) in enumerate(gathered):
-        part = plan.parts[index]
+    for index, (part, (kv, here)) in enumerate(zip(plan.parts, gathered, strict=True)):
         dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
-        start = job.ranks.rank * (part.stop - part.start)
-        own_keys = slice(start, start + part.stop - part.start)
-        _put(dkv, own_keys, own[1][:, part], own[2][:, part])
-        written = [own_keys]
+        start, length = job.ranks.rank * (part.stop - part.start), part.stop - part.start
+        written = [slice(start, start + length)]
+        _put(dkv, written[0], own_dk[:, part], own_dv[:, part])
         here.wait()
         for call in plan.calls:
             if call.gathered == index:
                 block = Block(call.rows, call.keys, False)
-                _put(dkv, call.keys, *_more_grads(job, dq, dout, q, kv, out, lse, block))
+                _put(dkv, call.keys, *_more_grads(job, dq, given, kv, block))
                 written.append(call.keys)
         _zero_between(dkv, written)
         under_way.append((dkv, job.ranks.scatter_sum(mine[part], dkv)))
@@ -397,29 +385,26 @@ def _own_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> P
     return out.to(lse.dtype), lse
 
 
-def _own_backward(
-    job: Job, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    blocks: Blocks,
-) -> Triple:  # fmt: skip
-    block = blocks(job.ranks.rank, job.ranks.rank, q.shape[1], k.shape[1])
-    return kernels.backward(dout, q, k, v, out, lse, block.causal, job.scale)
+def _own_backward(job: Job, given: Given, blocks: Blocks) -> Triple:
+    """dq, to which the other blocks are added, dk and dv."""
+    rows, keys = given.q.shape[1], given.k.shape[1]
+    block = blocks(job.ranks.rank, job.ranks.rank, rows, keys)
+    dq, dk, dv = kernels.backward(given, block.causal, job.scale)
+    return dq.to(accumulator(dq.dtype)), dk, dv
 
 
 def _more_keys(job: Job, out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, block: Block) -> None:
+    """Takes these keys into out and lse."""
     rows, keys, causal = block
     k, v = _unpack(kv[keys])
     merge(out[:, rows], lse[:, :, rows], *kernels.forward(q[:, rows], k, v, causal, job.scale))
 
 
-def _more_grads(
-    job: Job, dq: Tensor, dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
-    block: Block,
-) -> Pair:  # fmt: skip
+def _more_grads(job: Job, dq: Tensor, given: Given, kv: Tensor, block: Block) -> Pair:
     """Adds to dq; gives dk and dv. out and lse are the global ones."""
     rows, keys, causal = block
-    k, v = _unpack(kv[keys])
-    more, dk, dv = kernels.backward(
-        dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows], causal, job.scale
-    )
+    dout, q, _, _, out, lse = given
+    some = (dout[:, rows], q[:, rows], *_unpack(kv[keys]), out[:, rows], lse[:, :, rows])
+    more, dk, dv = kernels.backward(Given(*some), causal, job.scale)
     dq[:, rows] += more
     return dk, dv

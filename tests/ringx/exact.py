@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from world import Rank
+from world import Rank, World
 
 from fserver.ringx import positions, ringx_attention
 from fserver.ringx.api import ALGORITHMS
@@ -17,6 +18,11 @@ from fserver.ringx.api import ALGORITHMS
 NAMES = [*ALGORITHMS]
 FULL = [name for name in NAMES if not ALGORITHMS[name].causal]
 CAUSAL = [name for name in NAMES if ALGORITHMS[name].causal]
+EXACT = 1e-12
+"""Relative error that float64 leaves."""
+
+Lengths = tuple[Sequence[int], Sequence[int]]
+"""Of the rows and of the keys, by rank."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Problem:
     heads: int = 2
     kv_heads: int = 2
     dim: int = 8
-    size: float = 1.0  # of the numbers
+    level: float = 0.0  # of the scores, and so of lse
     sink: bool = False
     dtype: torch.dtype = torch.float64
     seed: int = 0
@@ -41,9 +47,12 @@ class Problem:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-        q = random(self.batch, self.rows, self.heads, self.dim) * self.size
+        q = random(self.batch, self.rows, self.heads, self.dim)
         k, v = (random(self.batch, self.keys, self.kv_heads, self.dim) for _ in range(2))
-        found = [q, k * self.size, v, random(*q.shape), random(self.heads)]
+        if self.level:
+            q[..., 0] = (abs(self.level) * self.dim**0.5) ** 0.5
+            k[..., 0] = math.copysign(float(q[0, 0, 0, 0]), self.level)
+        found = [q, k, v, random(*q.shape), random(self.heads)]
         return [t.to(self.dtype) for t in found]
 
 
@@ -76,7 +85,7 @@ def attend(
     me: Rank,
     problem: Problem,
     algorithm: str,
-    lengths: tuple[Sequence[int], Sequence[int]] | None = None,
+    lengths: Lengths | None = None,
     strided: bool = False,
     repeats: int = 1,
     **options: Any,
@@ -118,7 +127,7 @@ def assembled(
     parts: list[dict[str, Tensor]],
     problem: Problem,
     algorithm: str,
-    lengths: tuple[Sequence[int], Sequence[int]] | None = None,
+    lengths: Lengths | None = None,
 ) -> dict[str, Tensor]:
     """The ranks' shards at their places."""
     layout, size = ALGORITHMS[algorithm].layout, len(parts)
@@ -167,10 +176,23 @@ def poison() -> Iterator[None]:
         torch.empty, torch.empty_like = before
 
 
-def poisoned(me: Rank, *args: Any) -> dict[str, Tensor]:
+def poisoned(me: Rank, *args: Any, **options: Any) -> dict[str, Tensor]:
     with poison():
-        return attend(me, *args)
+        return attend(me, *args, **options)
 
 
-def varied(problem: Problem, **changes: Any) -> Problem:
-    return replace(problem, **changes)
+def check(
+    world: World,
+    members: Sequence[int],
+    problem: Problem,
+    algorithm: str,
+    lengths: Lengths | None = None,
+    limit: float = EXACT,
+    function: Callable[..., Any] = attend,
+    **options: Any,
+) -> None:
+    """The ranks' shards, put together, are what dense attention gives."""
+    parts = world.run(members, function, problem, algorithm, lengths, **options)
+    found = assembled(parts, problem, algorithm, lengths)
+    worst = errors(found, dense(problem, ALGORITHMS[algorithm].causal))
+    assert max(worst.values()) <= limit, worst

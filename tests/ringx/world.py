@@ -3,10 +3,7 @@ it and answers."""
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import multiprocessing
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,14 +48,16 @@ class World:
         for _, theirs in pipes:
             theirs.close()
 
-    def run(self, members: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of ``function(Rank, *args)`` by rank in the group.
+    def run(
+        self, members: Sequence[int], function: Callable[..., Any], *args: Any, **options: Any
+    ) -> list[Any]:
+        """The results of ``function(Rank, *args, **options)`` by rank in the group.
 
         Raises:
             AssertionError: with the traceback, if a rank raised, or if one does not answer.
         """
         for member in members:
-            self._connections[member].send((tuple(members), function, args))
+            self._connections[member].send((tuple(members), function, args, options))
         answers = []
         for member in members:
             assert self._connections[member].poll(LIMIT), f"rank {member} hangs"
@@ -81,23 +80,11 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
     groups = {members: dist.new_group(list(members)) for members in GROUPS}
     while True:
         try:
-            members, function, args = connection.recv()
+            members, function, args, options = connection.recv()
         except EOFError:
             return  # without leaving the group: the others may be gone
         me = Rank(groups[members], members.index(rank), len(members))
         try:
-            connection.send((True, function(me, *args)))
+            connection.send((True, function(me, *args, **options)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-
-
-def mutated(module: Any, old: str, new: str) -> Any:
-    """The module with one piece of its text changed, under another name."""
-    text = inspect.getsource(module)
-    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {module.__name__}"
-    spec = importlib.util.spec_from_loader(module.__name__ + "_mutated", loader=None)
-    other = importlib.util.module_from_spec(spec)
-    other.__package__ = module.__package__
-    sys.modules[other.__name__] = other
-    exec(compile(text.replace(old, new), other.__name__, "exec"), other.__dict__)
-    return other
