@@ -37,6 +37,8 @@ def batches(config: Config) -> Iterator[Batch]:
     """Quarters of the photographs from random places, with noise; and without, the target."""
     from sklearn.datasets import load_sample_images
 
+    if config.tokens not in SIZES:
+        raise SystemExit(f"vit: {config.tokens} tokens: want one of {[*SIZES]}")
     height, width = SIZES[config.tokens]
     images = load_sample_images().images  # [427, 640, 3], bytes
     photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1)[None] for image in images]
