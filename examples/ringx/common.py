@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fserver.ringx import positions, ringx_attention, shard
@@ -138,6 +137,8 @@ def train(
         model = example.model(config)
     sharded = config.large and size > 1
     if sharded:  # the mean over ranks that this takes is made a sum by a loss that is N times it
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for part in (*model.blocks, model):
             fully_shard(part, mp_policy=policy)
