@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
+#
+#   tools/gpu_check.sh PART...        parts: ringx
+#
+# OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Prints PASS or FAIL for
+# each step; the exit status says whether all passed.
+#
+# ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
+# there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs).
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-build/gpu}
+mkdir -p "$OUT"
+failed=0
+
+# step NAME COMMAND...: its output goes to the log of that name, and its end to the terminal.
+step() {
+  local name=$1 log started=$SECONDS
+  shift
+  log="$OUT/$name.txt"
+  if "$@" >"$log" 2>&1; then
+    echo "PASS $name ($((SECONDS - started)) s): $(tail -1 "$log")"
+  else
+    echo "FAIL $name ($((SECONDS - started)) s), exit status $?, see $log:"
+    tail -40 "$log"
+    failed=1
+  fi
+}
+
+ringx() {
+  local gpus ranks=${RANKS:-} tokens=${TOKENS:-8K,16K,32K,64K,128K} n files=()
+  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || return
+  if [[ -z $ranks ]]; then
+    for n in 2 4; do ((n <= gpus)) && ranks+=" $n"; done
+  fi
+  [[ -n ${QUICK:-} ]] && tokens=8K,32K
+  for n in $ranks; do
+    local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)
+    step "ringx-check-$n" "${run[@]}" check --json "$OUT/ringx-check-$n.json"
+    grep -h '^FAIL\|^SKIP' "$OUT/ringx-check-$n.txt"
+    step "ringx-causal-$n" "${run[@]}" time --parts --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
+    grep -h '^table' "$OUT/ringx-causal-$n.txt"
+    files+=("$OUT/ringx-causal-$n.json")
+    [[ -n ${QUICK:-} ]] && continue
+    step "ringx-full-$n" "${run[@]}" time --parts --mask full --tokens 8K,32K,64K --json "$OUT/ringx-full-$n.json"
+    grep -h '^table' "$OUT/ringx-full-$n.txt"
+    NCCL_P2P_DISABLE=1 step "ringx-slow-$n" "${run[@]}" time --tokens 8K,32K,64K --label "slow link (NCCL_P2P_DISABLE=1)" \
+      --json "$OUT/ringx-slow-$n.json"
+    grep -h '^table' "$OUT/ringx-slow-$n.txt"
+    files+=("$OUT/ringx-full-$n.json" "$OUT/ringx-slow-$n.json")
+  done
+  step ringx-plot "$PYTHON" tools/ringx_bench.py plot "$OUT/ringx.png" "${files[@]}"
+}
+
+for part in "$@"; do
+  case $part in
+    ringx) "$part" ;;
+    *)
+      echo "gpu_check: no part $part (parts: ringx)" >&2
+      exit 2
+      ;;
+  esac
+done
+exit "$failed"
