@@ -36,6 +36,11 @@ ringx() {
   if [[ -z $ranks ]]; then
     for n in 2 4; do ((n <= gpus)) && ranks+=" $n"; done
   fi
+  if [[ -z $ranks ]]; then
+    echo "FAIL ringx: $gpus GPUs, and 2 are the least"
+    failed=1
+    return
+  fi
   [[ -n ${QUICK:-} ]] && tokens=8K,32K
   for n in $ranks; do
     local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)

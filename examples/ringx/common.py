@@ -183,7 +183,7 @@ def estimate(example: Example, config: Config, options: argparse.Namespace, size
     keys = 2 * config.kv_heads * config.head_dim
     gathered = rows * keys * (2 + 4)
     bounded = example.causal and gathered > GATHER_LIMIT
-    exchanged = 2 * mine * keys * (2 + 4) if bounded else gathered
+    exchanged = 3 * mine * keys * (2 + 4) if bounded else gathered
     memory = {
         "weights, gradients, AdamW (fp32, sharded)": 16 * weights / size,
         "two blocks gathered (bf16)": 4 * in_blocks / config.layers,

@@ -69,7 +69,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, how: Algorithm, job: Job
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, lse = how.forward(job, q, k, v)
+        with torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
+            out, lse = how.forward(job, q, k, v)
         if sink is not None:
             level = sink.to(lse.dtype)[:, None]
             out = out * torch.sigmoid(lse - level).transpose(1, 2)[..., None]
@@ -87,7 +88,8 @@ class _Attention(torch.autograd.Function):
             raise Error("ringx: create_graph: there is no second derivative")
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        dq, dk, dv = ctx.how.backward(ctx.job, Given(dout, q, k, v, out, lse))
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = ctx.how.backward(ctx.job, Given(dout, q, k, v, out, lse))
         dsink = None
         if sink is not None:
             share = torch.exp(sink.to(lse.dtype)[:, None] - lse).transpose(1, 2)
@@ -212,15 +214,16 @@ def _problem(
             f"ringx: causal with q.shape[1] {q.shape[1]} and k.shape[1] {k.shape[1]}: want equal "
             "lengths, or causal=False"
         )
-    if sink is not None and (sink.shape != q.shape[2:3] or sink.device != q.device):
+    if sink is not None and (
+        sink.shape != q.shape[2:3] or sink.device != q.device or sink.dtype not in DTYPES
+    ):
         return ShapeError(
-            f"ringx: sink.shape {tuple(sink.shape)} on {sink.device}: want [{q.shape[2]}], one "
-            f"score for each head of q, on {q.device}"
+            f"ringx: sink of shape {tuple(sink.shape)}, {sink.dtype} on {sink.device}: want "
+            f"[{q.shape[2]}], a score for each head of q, one of {DTYPES} on {q.device}"
         )
-    if not reduce_dtype.is_floating_point:
-        return ConfigError(f"ringx: reduce_dtype {reduce_dtype}: want a floating point type")
-    if q.dtype not in DTYPES:
-        return ConfigError(f"ringx: q.dtype {q.dtype}: want one of {DTYPES}")
+    for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
+        if dtype not in DTYPES:
+            return ConfigError(f"ringx: {name} {dtype}: want one of {DTYPES}")
     return _mask_problem(algorithm, causal, q.shape[1]) or _kernel_problem(q, k, v, causal)
 
 
@@ -268,7 +271,7 @@ def _facts(
     reduce_dtype: torch.dtype,
 ) -> list[int]:  # fmt: skip
     scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
-    types = reduce_dtype.itemsize, DTYPES.index(q.dtype)
+    types = DTYPES.index(reduce_dtype), DTYPES.index(q.dtype)
     lengths = q.shape[1], k.shape[1]
     which = [*ALGORITHMS, "auto"].index(algorithm)
     shape = q.shape[0], *q.shape[2:], k.shape[2]

@@ -123,11 +123,12 @@ def _heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Pair:
 
 
 def _asks(can_use: Callable[..., bool]) -> Callable[[Tensor, Tensor, Tensor, bool], bool]:
-    """torch's own check, which also looks whether the kernel is enabled."""
+    """torch's own check, which also looks whether the kernel is enabled. torch pads head dimensions
+    for its kernels; here that is the caller's."""
 
     def usable(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-        grouped = q.shape[1] != k.shape[1]
-        return can_use(cuda.SDPAParams(q, k, v, None, 0.0, causal, grouped), False)
+        params = cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+        return q.shape[3] % 8 == 0 and can_use(params, False)
 
     return usable
 

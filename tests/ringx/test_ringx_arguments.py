@@ -58,8 +58,8 @@ REFUSED = [
     ({"v": (1, 4, 1, 8)}, "v.shape (1, 4, 1, 8): want that of k"),
     ({"v_dtype": torch.float64}, "ConfigError: ringx: v is torch.float64 on cpu and q torch.float"),
     ({"dtype": torch.int32}, "ConfigError: ringx: q.dtype torch.int32: want one of"),
-    ({"reduce_dtype": torch.int32}, "reduce_dtype torch.int32: want a floating point type"),
-    ({"sink": torch.ones(3)}, "sink.shape (3,) on cpu: want [2]"),
+    ({"reduce_dtype": torch.int32}, "reduce_dtype torch.int32: want one of"),
+    ({"sink": torch.ones(3)}, "sink of shape (3,), torch.float32 on cpu: want [2]"),
     ({"q": (1, 4, 0, 8)}, "empty"),
     (
         {"algorithm": "X1", "causal": False, "k": (1, 0, 2, 8)},
@@ -106,6 +106,7 @@ DIFFERENT = [
     ({"q": (1, 4, 4, 8)}, "q.shape[2] is 2 on rank 0 and 4 on rank 1 of the group: want the same"),
     ({"k": (1, 4, 1, 8)}, "k.shape[2] is 2 on rank 0 and 1 "),
     ({"algorithm": "X4"}, "ConfigError: ringx: algorithm is 4 on rank 0 and 7 "),
+    ({"reduce_dtype": torch.float16}, "reduce_dtype is 2 on rank 0 and 1 "),
     ({"scale": 0.5}, "scale is 0.3535533905932738 on rank 0 and 0.5 on rank 1"),
     ({"dtype": torch.float64}, "q.dtype is 2 on rank 0 and 3 "),
     ({"sink": torch.ones(2)}, "sink is 0 on rank 0 and 1 "),

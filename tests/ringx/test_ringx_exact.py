@@ -86,11 +86,11 @@ def test_error_of_a_type_is_that_of_one_process(world: World, algorithm: str, dt
 
 
 def reference(me: Rank, *args) -> dict[str, torch.Tensor]:
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16):
         return attend(me, *args)
 
 
-def test_other_kernels_can_be_chosen(world: World):
+def test_other_kernels_can_be_chosen_and_types_stay(world: World):
     problem = Problem(heads=4, kv_heads=2, dtype=torch.float32)
     check(world, (0, 1), problem, "X3", function=reference, limit=1e-5)
 
