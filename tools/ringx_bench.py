@@ -483,7 +483,7 @@ def measure_one(
         "kv_heads": whole[1].shape[2], "label": options.label, "kernel": options.kernel,
     }  # fmt: skip
     flop = 4 * tokens**2 * heads * dim * (0.5 if causal else 1)
-    few = way.whole and tokens >= 128 << 10  # it is steady, and takes long
+    few = way.whole and tokens > 128 << 10  # it is steady, and takes long
     warmup, count = (2, 5) if few else (options.warmup, options.iterations)
     row["iterations"] = count
     try:

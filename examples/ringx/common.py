@@ -289,7 +289,7 @@ def main(example: Example) -> None:
             alone, seconds, _ = train(example, config, 0, 1, whole, device, dtype)
             apart = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True))
             print(f"  one process, torch's attention: -> {alone[-1]:.6f}, {seconds:.3f} s a step")
-            limit = 1e6 * torch.finfo(dtype).eps
+            limit = 1e4 * torch.finfo(dtype).eps
             verdict = "equal" if apart <= limit else "DIFFERENT"
             print(f"  losses {verdict}: at most {apart:.1e} apart, relative (limit {limit:.0e})")
             if options.plot:

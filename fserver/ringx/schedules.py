@@ -125,20 +125,18 @@ def _in_turn(
 ) -> Iterator[tuple[int, Tensor]]:
     """Gives (owner, its tensor) for all owners. The first broadcast starts at once; with `ahead`
     the next owner's is under way while the caller works on one."""
-    ranks = job.ranks
-    first = send(0)
+    last = job.ranks.size - 1
 
-    def turns() -> Iterator[tuple[int, Tensor]]:
-        tensor, work = first
-        for owner in range(ranks.size):
+    def turns(tensor: Tensor, work: dist.Work) -> Iterator[tuple[int, Tensor]]:
+        for owner in range(last + 1):
             work.wait()
-            if ahead and owner + 1 < ranks.size:
+            if ahead and owner < last:
                 coming = send(owner + 1)
             yield owner, tensor
-            if owner + 1 < ranks.size:
+            if owner < last:
                 tensor, work = coming if ahead else send(owner + 1)
 
-    return turns()
+    return turns(*send(0))
 
 
 def _broadcast_keys(job: Job, k: Tensor, v: Tensor, ahead: bool) -> Iterator[tuple[int, Tensor]]:
