@@ -153,8 +153,8 @@ def _run(
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype)
     how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
-    # cuDNN keeps the plan of a backward by the strides of q, k and v and uses it again whatever those
-    # of out and its gradient are: these have to be as q is.
+    # cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
+    # those of out and its gradient are: these have to be as q is.
     q, k, v = (t.contiguous() for t in (q, k, v))
     return _Attention.apply(q, k, v, sink, how, job)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from exact import (
     CAUSAL,
     NAMES,
@@ -20,6 +21,7 @@ from world import GROUPS, Rank, World
 
 from fserver.ringx import positions, ringx_attention
 from fserver.ringx.api import ALGORITHMS
+from fserver.ringx.schedules import Ranks
 
 THREE = (1, 2, 3)
 """A group of three that does not start at rank 0."""
@@ -164,26 +166,24 @@ def test_gradcheck(world: World, algorithm: str):
 
 def wire_type(me: Rank, algorithm: str) -> list[torch.dtype]:
     """Types of what is added up over ranks."""
-    seen = []
-    from fserver.ringx import schedules
+    seen: list[torch.dtype] = []
+    before = Ranks.sum_at, Ranks.scatter_sum
 
-    before = schedules.Ranks.sum_at, schedules.Ranks.scatter_sum
-
-    def at(self, owner, tensor):
+    def at(self: Ranks, owner: int, tensor: torch.Tensor) -> dist.Work:
         seen.append(tensor.dtype)
         return before[0](self, owner, tensor)
 
-    def scatter(self, mine, tensor):
+    def scatter(self: Ranks, mine: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         seen.append(tensor.dtype)
         return before[1](self, mine, tensor)
 
-    schedules.Ranks.sum_at, schedules.Ranks.scatter_sum = at, scatter
+    Ranks.sum_at, Ranks.scatter_sum = at, scatter
     try:
         for dtype in (torch.bfloat16, torch.float64):
             attend(me, Problem(dtype=dtype), algorithm)
         attend(me, Problem(dtype=torch.float16), algorithm, reduce_dtype=torch.float16)
     finally:
-        schedules.Ranks.sum_at, schedules.Ranks.scatter_sum = before
+        Ranks.sum_at, Ranks.scatter_sum = before
     return seen
 
 
