@@ -28,6 +28,7 @@ var layers = map[string][]string{
 	"transport":               {"mem"},
 	"transport/transporttest": {"mem", "transport"},
 	"transport/cma":           {"mem", "transport"},
+	"transport/cudaipc":       {"mem", "transport"},
 	"transport/inproc":        {"mem", "transport"},
 	"transport/lossy":         {"mem", "transport"},
 	"transport/tcp":           {"mem", "transport"},
@@ -36,7 +37,7 @@ var layers = map[string][]string{
 	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
 		"cluster", "conf", "exchange", "mem", "topo", "trace", "transport",
-		"transport/cma", "transport/inproc", "transport/lossy", "transport/tcp", "wire",
+		"transport/cma", "transport/cudaipc", "transport/inproc", "transport/lossy", "transport/tcp", "wire",
 	},
 	"cabi": {"conf", "mem", "node"},
 }

@@ -173,6 +173,17 @@ int cs_describe(uint64_t context, uint64_t address, cs_memory *out) {
   ask(address, CS_PTR_LEGACY_IPC_CAPABLE, &m.legacy_ipc);
   ask(address, CS_PTR_ALLOWED_HANDLE_TYPES, &handles);
   ask(address, CS_PTR_MEMPOOL, &pool);
+  if (!m.legacy_ipc &&
+      handles) { /* in a reserved range: the piece that is mapped here */
+    cs_ptr start = 0;
+    size_t mapped = 0;
+    ask(address, CS_PTR_MAPPING_BASE, &start);
+    ask(address, CS_PTR_MAPPING_SIZE, &mapped);
+    if (start && mapped) {
+      base = start;
+      bytes = mapped;
+    }
+  }
   m.type = (int)type;
   m.id = id;
   m.base = base;

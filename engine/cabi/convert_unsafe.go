@@ -40,9 +40,9 @@ func int32s(p *C.int32_t, n C.size_t) []int32 {
 func tensor(c *C.fs_tensor) node.Tensor {
 	return node.Tensor{
 		Span:  mem.Span{Addr: uintptr(c.data), Len: uint64(c.bytes)},
-		Dev:   mem.Device(c.device),
+		Dev:   mem.GPU(int(c.device)),
 		Key:   uint64(c.key),
-		Base:  mem.Region{Addr: uintptr(c.base), Len: uint64(c.base_bytes), Dev: mem.Device(c.device)},
+		Base:  mem.Region{Addr: uintptr(c.base), Len: uint64(c.base_bytes), Dev: mem.GPU(int(c.device))},
 		Alloc: uint64(c.alloc),
 		DType: uint8(c.dtype),
 		Dims:  unsafe.Slice((*int64)(unsafe.Pointer(c.dims)), int(c.ndim)),
@@ -120,7 +120,7 @@ func (s *sink) Batch(reqs []*node.Request) error {
 			if p.Lent {
 				slot = C.FS_LENT
 			}
-			b = append(b, p.Key, slot, p.Buffer, uint64(p.Span.Addr), p.Span.Len, uint64(p.DType), uint64(p.Dev), uint64(p.NDim))
+			b = append(b, p.Key, slot, p.Buffer, uint64(p.Span.Addr), p.Span.Len, uint64(p.DType), uint64(p.Dev.Index()), uint64(p.NDim))
 			if p.NDim > 0 {
 				b = append(b, uint64(p.Rows))
 				for _, d := range p.Tail {
@@ -149,7 +149,7 @@ func fillInfo(out *C.fs_info, v node.Info) {
 	*out = C.fs_info{
 		role: C.int32_t(v.Role), rank: C.int32_t(v.Rank), group: C.int32_t(v.Group),
 		instance: C.int32_t(v.Instance), workers: C.int32_t(v.Workers), servers: C.int32_t(v.Servers),
-		device: C.int32_t(v.Device),
+		device: C.int32_t(v.Device.Index()),
 	}
 	if v.Words.Len != 0 {
 		out.words = (*C.uint64_t)(unsafe.Pointer(v.Words.Span().Ptr()))

@@ -86,5 +86,8 @@ func mapped(t *testing.T) (n int64) {
 
 func TestDevice(t *testing.T) {
 	require.Equal(t, "cpu", CPU.String())
-	require.Equal(t, "gpu 3", Device(3).String())
+	require.Equal(t, "gpu 3", GPU(3).String())
+	require.Equal(t, CPU, GPU(-1))
+	require.Equal(t, 3, GPU(3).Index())
+	require.Zero(t, CPU)
 }

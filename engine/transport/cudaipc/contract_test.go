@@ -1,0 +1,98 @@
+package cudaipc
+
+import (
+	"crypto/rand"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/transport"
+	"fserver/engine/transport/cma"
+	"fserver/engine/transport/tcp"
+	"fserver/engine/transport/transporttest"
+)
+
+// below opens the Fabric that is wrapped.
+type below func(o transporttest.Options) (transport.Fabric, error)
+
+func overCMA(o transporttest.Options) (transport.Fabric, error) {
+	return cma.Open(cma.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits})
+}
+
+func overTCP(o transporttest.Options) (transport.Fabric, error) {
+	t := tcp.Options{Gate: o.Gate, Limits: o.Limits}
+	if o.Listen {
+		t.Listen = "127.0.0.1:0"
+	}
+	return tcp.Open(t)
+}
+
+// bed is the contract's, over a GPU of our own making. Every Fabric plays a process
+// of its own if apart is true.
+func bed(tb testing.TB, g *gpu, under below, share, apart bool, onGPU bool) transporttest.Bed {
+	tb.Cleanup(func() { g.empty(tb) })
+	b := transporttest.Bed{
+		Allocates: "the GPU that tests use allocates",
+		Open: func(o transporttest.Options) (transport.Fabric, error) {
+			in, err := under(o)
+			if err != nil {
+				return nil, err
+			}
+			f, err := Wrap(in, Options{Device: device{g}, Share: share, Stall: o.Limits.Stall})
+			if err != nil {
+				require.NoError(tb, in.Close())
+				return nil, err
+			}
+			if apart {
+				rand.Read(f.process[:])
+			}
+			return f, nil
+		},
+	}
+	if onGPU {
+		b.Memory = memory{g}
+	}
+	return b
+}
+
+// TestContractMapped: GPU memory of peers is mapped by IPC handles.
+func TestContractMapped(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, newGPU(), overCMA, true, true, true) })
+}
+
+// TestContractPieces: by descriptors.
+func TestContractPieces(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		g := newGPU()
+		g.pieces = true
+		return bed(tb, g, overCMA, true, true, true)
+	})
+}
+
+// TestContractOwn: GPU memory of the same process.
+func TestContractOwn(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, newGPU(), overCMA, true, false, true) })
+}
+
+// TestContractStaged: GPU memory that cannot be mapped, inside a host.
+func TestContractStaged(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		g := newGPU()
+		g.alone = true
+		return bed(tb, g, overCMA, true, true, true)
+	})
+}
+
+// TestContractTCP: GPU memory of another host.
+func TestContractTCP(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, newGPU(), overTCP, false, true, true) })
+}
+
+// TestContractHost: host memory beside a GPU.
+func TestContractHost(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		b := bed(tb, newGPU(), overCMA, true, true, false)
+		b.Allocates = ""
+		return b
+	})
+}
