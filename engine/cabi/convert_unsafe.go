@@ -64,7 +64,7 @@ func addTensors(t *node.Ticket, push *C.fs_tensor, np C.size_t, pull *C.fs_tenso
 }
 
 // respond answers one request after the other; answered counts them.
-func respond(nd *node.Node, handlers []uint64, counts []C.size_t, all *C.fs_tensor, tickets []uint64, answered *C.size_t) error {
+func respond(nd *node.Node, stream *C.uint64_t, handlers []uint64, counts []C.size_t, all *C.fs_tensor, tickets []uint64, answered *C.size_t) error {
 	total := C.size_t(0)
 	for _, n := range counts {
 		total += n
@@ -77,6 +77,12 @@ func respond(nd *node.Node, handlers []uint64, counts []C.size_t, all *C.fs_tens
 		}
 		for j := range list[:counts[i]] {
 			if err := t.AddPush(tensor(&list[j])); err != nil {
+				nd.Abandon(t)
+				return err
+			}
+		}
+		if stream != nil {
+			if err := nd.After(t, uint64(*stream)); err != nil {
 				nd.Abandon(t)
 				return err
 			}

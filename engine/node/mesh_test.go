@@ -20,6 +20,7 @@ import (
 type mesh struct {
 	tb        testing.TB
 	fabrics   Fabrics
+	devices   Devices // nil: none is asked for
 	buffers   *exchange.Buffers
 	scheduler *Node
 	workers   []*Node
@@ -47,7 +48,7 @@ func (s shape) settings(role string, group, instance int, port string, extra ...
 func (m *mesh) start(settings []string) *Node {
 	cfg, _, err := conf.Parse(settings)
 	require.NoError(m.tb, err)
-	n, err := open(cfg, logger(cfg), m.buffers, m.fabrics)
+	n, err := open(cfg, logger(cfg), m.buffers, m.fabrics, m.devices)
 	require.NoError(m.tb, err)
 	m.tb.Cleanup(func() { require.NoError(m.tb, n.Free()) })
 	return n

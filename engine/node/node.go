@@ -44,6 +44,7 @@ type Node struct {
 	counters trace.Counters
 	planes   []*plane         // the best first, the one that reaches everybody last
 	only     string           // the transport that the user wants for data; empty: any
+	gpu      *gpu             // nil: tensors are on the CPU
 	worker   *exchange.Worker // of a worker, else nil
 	server   *exchange.Server // of a server, else nil
 
@@ -135,7 +136,7 @@ func Open(settings []string, b *exchange.Buffers) (*Node, error) {
 	for _, w := range warnings {
 		log.Warn(string(w))
 	}
-	return open(cfg, log, b, openFabrics)
+	return open(cfg, log, b, openFabrics, openDevice)
 }
 
 func logger(cfg *conf.Config) *zap.Logger {
@@ -150,15 +151,16 @@ func logger(cfg *conf.Config) *zap.Logger {
 	return zap.New(core).Named(name)
 }
 
-func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabrics) (n *Node, err error) {
+func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabrics, devices Devices) (n *Node, err error) {
 	if cfg.Role == conf.Joint {
 		return nil, badSetting("DMLC_ROLE=joint: a node is a worker, a server or a scheduler (init() of the Python package starts one process for each)")
 	}
-	if cfg.Backend == conf.GPU {
-		return nil, badSetting("STEPMESH_BACKEND=GPU: this build moves CPU tensors only (set STEPMESH_BACKEND=CPU)")
+	gpu, err := openGPU(cfg, devices, log)
+	if err != nil {
+		return nil, err
 	}
 	n = &Node{
-		cfg: cfg, log: log, spin: cfg.Spin, threaded: threaded(cfg),
+		cfg: cfg, log: log, gpu: gpu, spin: cfg.Spin, threaded: threaded(cfg),
 		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
 		gone:     make(chan struct{}),
 		deadline: time.Now().Add(cfg.InitTimeout),
@@ -181,13 +183,22 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	case conf.Scheduler:
 		n.scheduler, err = cluster.NewScheduler(cluster.SchedulerConfig{Shape: shape, Timing: timing})
 	}
+	if err == nil && gpu != nil {
+		n.tickets().OnPassed(gpu.passed)
+		if n.server != nil {
+			n.server.ReceiveIn(gpu)
+		}
+	}
 	if err == nil {
 		n.back.open(n)
 		err = n.progress.open()
 	}
 	if err == nil {
 		var list []transport.Fabric
-		if list, err = fabrics(cfg, n.gate, log); err == nil {
+		if list, err = fabrics(cfg, n.gate, log); err == nil && gpu != nil {
+			err = gpu.wrap(cfg, list)
+		}
+		if err == nil {
 			err = n.lossy(list)
 			err = errors.Join(err, n.enter(list))
 		}
@@ -250,7 +261,7 @@ type Info struct {
 func (n *Node) Info() Info {
 	v := Info{
 		Role: int(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group, Instance: n.cfg.Instance,
-		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: mem.CPU,
+		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: n.gpu.device(),
 		Address: location(n.base().Addr()),
 	}
 	if tb := n.tickets(); tb != nil {
@@ -606,6 +617,9 @@ func (n *Node) Free() error {
 }
 
 func (n *Node) freeWords() error {
+	if n.gpu != nil {
+		n.gpu.close()
+	}
 	if tb := n.tickets(); tb != nil {
 		return tb.Free()
 	}
