@@ -117,12 +117,17 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	  done
 	done
 
-device-bundle: engine ## pack build/fserver-device.tar.gz for a machine without Go or network
-	@tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='_C.*.so' --exclude='_C.*.json' \
-	  --transform='s,^,fserver/,' build/libfserver.a engine/cabi/fserver.h go.mod csrc examples fserver \
+device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPUs, without Go or network
+	@mkdir -p build/tests
+	$(GO) test -c -o build/tests/cuda.test ./cshim/cuda
+	$(GO) test -c -o build/tests/cudaipc.test ./engine/transport/cudaipc
+	$(GO) test -c -o build/tests/node.test ./engine/node
+	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='_C.*.so' --exclude='_C.*.json' \
+	  --transform='s,^,fserver/,' build/libfserver.a build/tests engine/cabi/fserver.h go.mod csrc cshim examples fserver \
 	  fserver_lib.py requirements tests tools pyproject.toml README.md setup.py
 	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
 	echo "  FSERVER_ARCHIVE=build/libfserver.a python3 tools/builder.py ext && python3 -m pytest tests/python"
+	echo "  OUT=build/gpu tools/gpu_check.sh eager"
 
 clean: ## remove what was built, not .venv
 	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_C.*.json fserver/include .pytest_cache .ruff_cache

@@ -338,7 +338,8 @@ class Worker(Node):
 
         Returns at once. The tensors are kept alive until the request has completed; until then
         those that are pushed must not be changed, and those that are pulled not be read. All
-        are contiguous CPU tensors of any dtype and shape, also of no rows or no dimension.
+        are contiguous tensors of any dtype and shape, also of no rows or no dimension, on the CPU
+        or, where the backend is GPU, on the node's GPU; the peers' may be on either.
 
         Args:
             push_tensors: P tensors. Shapes may change from call to call.
@@ -347,7 +348,9 @@ class Worker(Node):
             pull_tensors: ``servers * Q`` tensors; ``pull_tensors[i * Q + j]`` takes answer j of
                 server i.
             pull_keys: a key for each pull tensor, or one for each of the Q positions.
-            need_event: for GPU tensors, send after what is queued on the current stream.
+            need_event: where one of the tensors is on the GPU, send after what is queued on the
+                current stream of that. False: what is pushed is there already, and what is queued
+                does not use the pull tensors.
 
         Returns:
             The handler of the request: the first of ``P + servers * Q`` ints that are now its
@@ -441,7 +444,9 @@ class Server(Node):
         Returns:
             ``(handler, tensors, keys)`` for each worker group, in rank order; an empty list if
             the limit is over. The tensors are views of the receive buffers: each is valid until
-            its worker's next push of that key is taken, which is not before the answer. One that
+            its worker's next push of that key is taken, which is not before the answer; so an
+            answer must not be sent before kernels that read them have run (need_event). They are
+            on the node's GPU where the backend is GPU, and any stream may use them. One that
             the worker has in shared memory (``fserver.empty_shared``) is a view of that: valid
             until it is answered, and for reading alone. Writing to it ends this process with
             SIGSEGV, so clone what is to be changed in place, or set ``FSERVER_LOANS=0``.

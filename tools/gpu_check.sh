@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: ringx
+#   tools/gpu_check.sh PART...        parts: eager ringx
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Prints PASS or FAIL for
 # each step; the exit status says whether all passed.
+#
+# eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
+# each size (default 10000).
 #
 # ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
 # there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs).
@@ -60,11 +63,45 @@ ringx() {
   step ringx-plot "$PYTHON" tools/ringx_bench.py plot "$OUT/ringx.png" "${files[@]}"
 }
 
+machine() {
+  nvidia-smi topo -m
+  nvidia-smi -L
+  "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())'
+}
+
+build() { FSERVER_ARCHIVE=build/libfserver.a "$PYTHON" tools/builder.py ext; }
+
+floor() { nvcc -O2 -o "$OUT/gpu_floor" tools/gpu_floor.c -lcuda -lcudart; }
+
+bench() { "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "${ROUNDS:-10000}" >"$OUT/eager.json"; }
+
+eager() {
+  local last
+  last=$(($(nvidia-smi -L | wc -l) - 1))
+  step machine machine
+  step build build
+  [[ -e fserver/include/fserver.h ]] || return
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  step go-cuda build/tests/cuda.test -test.v
+  step go-cudaipc build/tests/cudaipc.test -test.v -test.run GPU -test.timeout 4m
+  step go-node build/tests/node.test -test.v -test.run GPU -test.timeout 2m
+  step eager-tests "$PYTHON" -m pytest -v -p no:cacheprovider tests/gpu --junitxml="$OUT/eager-tests.xml"
+  step floor floor
+  step eager-bench bench "$last"
+  "$PYTHON" - "$OUT/eager.json" <<'END'
+import json, sys
+for r in json.load(open(sys.argv[1]))["rows"]:
+    f, b = r["fserver"], r["floor"]
+    print(f"{r['name']:28} {r['transport']:8} p50 {f['p50_us']:8.1f} us, floor {b['p50_us']:8.1f}, "
+          f"ratio {r['p50_ratio']:.2f}; p99 {f['p99_us']:8.1f}, floor {b['p99_us']:8.1f}, ratio {r['p99_ratio']:.2f}")
+END
+}
+
 for part in "$@"; do
   case $part in
-    ringx) "$part" ;;
+    eager | ringx) "$part" ;;
     *)
-      echo "gpu_check: no part $part (parts: ringx)" >&2
+      echo "gpu_check: no part $part (parts: eager ringx)" >&2
       exit 2
       ;;
   esac

@@ -1,11 +1,27 @@
 #include "cs_calls.h"
 
+/* The thread may be the application's: what was current there is put back. */
+static int enter(uint64_t context, cs_context *before) {
+  cs_context now = NULL;
+  int rc = cs_cu.CtxGetCurrent(&now);
+  if (rc == CS_CU_SUCCESS && now == (cs_context)context)
+    return rc;
+  rc = cs_cu.CtxSetCurrent((cs_context)context);
+  if (rc == CS_CU_SUCCESS)
+    *before = now;
+  return rc;
+}
+
+static void leave(cs_context *before) {
+  if (*before)
+    cs_cu.CtxSetCurrent(*before);
+}
+
 #define ENTER(context)                                                         \
-  do {                                                                         \
-    int entered = cs_cu.CtxSetCurrent((cs_context)(context));                  \
-    if (entered != CS_CU_SUCCESS)                                              \
-      return entered;                                                          \
-  } while (0)
+  cs_context before __attribute__((cleanup(leave))) = NULL;                    \
+  int entered = enter(context, &before);                                       \
+  if (entered != CS_CU_SUCCESS)                                                \
+  return entered
 
 int cs_count(int *count) { return cs_cu.DeviceGetCount(count); }
 

@@ -8,6 +8,7 @@ import (
 
 	"fserver/engine/transport"
 	"fserver/engine/transport/cma"
+	"fserver/engine/transport/cudaipc/fakegpu"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/transport/transporttest"
 )
@@ -29,8 +30,8 @@ func overTCP(o transporttest.Options) (transport.Fabric, error) {
 
 // bed is the contract's, over a GPU of our own making. Every Fabric plays a process
 // of its own if apart is true.
-func bed(tb testing.TB, g *gpu, under below, share, apart bool, onGPU bool) transporttest.Bed {
-	tb.Cleanup(func() { g.empty(tb) })
+func bed(tb testing.TB, g *fakegpu.GPU, under below, share, apart bool, onGPU bool) transporttest.Bed {
+	tb.Cleanup(func() { g.Empty(tb) })
 	b := transporttest.Bed{
 		Allocates: "the GPU that tests use allocates",
 		Open: func(o transporttest.Options) (transport.Fabric, error) {
@@ -38,7 +39,7 @@ func bed(tb testing.TB, g *gpu, under below, share, apart bool, onGPU bool) tran
 			if err != nil {
 				return nil, err
 			}
-			f, err := Wrap(in, Options{Device: device{g}, Share: share, Stall: o.Limits.Stall})
+			f, err := Wrap(in, Options{Device: g, Share: share, Stall: o.Limits.Stall})
 			if err != nil {
 				require.NoError(tb, in.Close())
 				return nil, err
@@ -50,48 +51,48 @@ func bed(tb testing.TB, g *gpu, under below, share, apart bool, onGPU bool) tran
 		},
 	}
 	if onGPU {
-		b.Memory = memory{g}
+		b.Memory = fakegpu.Memory{G: g}
 	}
 	return b
 }
 
 // TestContractMapped: GPU memory of peers is mapped by IPC handles.
 func TestContractMapped(t *testing.T) {
-	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, newGPU(), overCMA, true, true, true) })
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overCMA, true, true, true) })
 }
 
 // TestContractPieces: by descriptors.
 func TestContractPieces(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
-		g := newGPU()
-		g.pieces = true
+		g := fakegpu.New()
+		g.Pieces = true
 		return bed(tb, g, overCMA, true, true, true)
 	})
 }
 
 // TestContractOwn: GPU memory of the same process.
 func TestContractOwn(t *testing.T) {
-	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, newGPU(), overCMA, true, false, true) })
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overCMA, true, false, true) })
 }
 
 // TestContractStaged: GPU memory that cannot be mapped, inside a host.
 func TestContractStaged(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
-		g := newGPU()
-		g.alone = true
+		g := fakegpu.New()
+		g.Alone = true
 		return bed(tb, g, overCMA, true, true, true)
 	})
 }
 
 // TestContractTCP: GPU memory of another host.
 func TestContractTCP(t *testing.T) {
-	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, newGPU(), overTCP, false, true, true) })
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overTCP, false, true, true) })
 }
 
 // TestContractHost: host memory beside a GPU.
 func TestContractHost(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
-		b := bed(tb, newGPU(), overCMA, true, true, false)
+		b := bed(tb, fakegpu.New(), overCMA, true, true, false)
 		b.Allocates = ""
 		return b
 	})

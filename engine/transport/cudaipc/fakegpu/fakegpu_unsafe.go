@@ -1,4 +1,6 @@
-package cudaipc
+// Package fakegpu is a GPU for tests: memory that the CPU must not touch, and streams
+// that copy late and in order. It can be told to fail.
+package fakegpu
 
 import (
 	"encoding/binary"
@@ -17,11 +19,11 @@ import (
 	"fserver/engine/mem"
 )
 
-// A gpu is memory that the CPU must not touch, and streams that copy late and in
-// order: what a GPU is to this package. All its devices, one for each process that
-// a test plays, see the same memory.
-type gpu struct {
-	delay time.Duration // of each copy
+// A GPU is a cudaipc.Device. All processes that a test plays share it.
+type GPU struct {
+	Delay  time.Duration // of each copy
+	Pieces bool          // memory is in pieces, each with a descriptor
+	Alone  bool          // memory cannot be shared
 
 	mu      sync.Mutex
 	allocs  []*alloc
@@ -30,18 +32,16 @@ type gpu struct {
 	streams map[cuda.Stream]*stream
 	events  map[cuda.Event]chan struct{}
 	imports int
-	fail    map[string]int // calls of that name that are to fail
-	pieces  bool           // memory is in pieces, each with a descriptor
-	alone   bool           // memory cannot be shared
+	fail    map[string]int
 }
 
 // alloc is memory at an address where nothing can be read, with a second mapping
 // where the copies are made.
 type alloc struct {
 	base, n, id uint64
+	whole       uint64 // bytes of the allocation, at its first piece
 	fd          int
 	alias       []byte
-	imported    bool
 }
 
 // pinAt is where pinned memory is for the GPU, from where it is for the host.
@@ -49,14 +49,22 @@ const pinAt = 1 << 56
 
 var errFake = errors.New("cuda: injected failure")
 
-func newGPU() *gpu {
-	return &gpu{pins: map[uint64]uint64{}, next: 1, streams: map[cuda.Stream]*stream{}, events: map[cuda.Event]chan struct{}{}, fail: map[string]int{}}
+// New makes one.
+func New() *GPU {
+	return &GPU{pins: map[uint64]uint64{}, next: 1, streams: map[cuda.Stream]*stream{}, events: map[cuda.Event]chan struct{}{}, fail: map[string]int{}}
 }
 
-// device is the GPU as one process has it.
-type device struct{ *gpu }
+// Fail has the next n calls of a method fail.
+func (g *GPU) Fail(call string, n int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.fail[call] = n
+}
 
-func (g *gpu) fails(call string) error {
+// Put enqueues work of the test's own on a stream, to hold it up.
+func (g *GPU) Put(s cuda.Stream, do func()) { g.stream(s).put(do) }
+
+func (g *GPU) fails(call string) error {
 	if g.fail[call] > 0 {
 		g.fail[call]--
 		return fmt.Errorf("%s: %w", call, errFake)
@@ -64,15 +72,15 @@ func (g *gpu) fails(call string) error {
 	return nil
 }
 
-func (g *gpu) number() uint64 {
+func (g *GPU) number() uint64 {
 	g.next++
 	return g.next
 }
 
-func (g *gpu) Ordinal() int    { return 0 }
-func (g *gpu) UUID() cuda.UUID { return cuda.UUID{1} }
+func (g *GPU) Ordinal() int    { return 0 }
+func (g *GPU) UUID() cuda.UUID { return cuda.UUID{1} }
 
-func (g *gpu) Reach(u cuda.UUID) error {
+func (g *GPU) Reach(u cuda.UUID) error {
 	if u != g.UUID() {
 		return errFake
 	}
@@ -96,17 +104,17 @@ func untouchable(n, at uint64) uint64 {
 }
 
 // show maps fd twice.
-func (g *gpu) show(fd int, n, at uint64) *alloc {
+func (g *GPU) show(fd int, n, at uint64) *alloc {
 	alias, err := unix.Mmap(fd, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		panic(err)
 	}
-	a := &alloc{base: untouchable(n, at), n: n, id: g.number(), fd: fd, alias: alias}
+	a := &alloc{base: untouchable(n, at), n: n, whole: n, id: g.number(), fd: fd, alias: alias}
 	g.allocs = append(g.allocs, a)
 	return a
 }
 
-func (g *gpu) hide(a *alloc) {
+func (g *GPU) hide(a *alloc) {
 	for i, b := range g.allocs {
 		if a == b {
 			g.allocs = append(g.allocs[:i], g.allocs[i+1:]...)
@@ -131,37 +139,43 @@ func memfd(n uint64) int {
 
 const fakePiece = 64 << 10
 
-func (g *gpu) Alloc(n uint64) (uint64, error) {
+// What follows is cudaipc.Device.
+func (g *GPU) Alloc(n uint64) (uint64, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("Alloc"); err != nil {
 		return 0, err
 	}
 	n = pagesOf(n)
-	if !g.pieces {
+	if !g.Pieces {
 		return g.show(memfd(n), n, 0).base, nil
 	}
 	n = (n + fakePiece - 1) / fakePiece * fakePiece
 	base := untouchable(n, 0)
 	for at := base; at < base+n; at += fakePiece {
-		g.show(memfd(fakePiece), fakePiece, at)
+		g.show(memfd(fakePiece), fakePiece, at).whole = 0
 	}
+	g.at(base).whole = n
 	return base, nil
 }
 
-func (g *gpu) Free(address uint64) error {
+func (g *GPU) Free(address uint64) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	a := g.at(address)
 	if a == nil || a.base != address {
 		return errFake
 	}
-	g.hide(a)
+	for left := a.whole; left > 0; left -= a.n {
+		a = g.at(address)
+		g.hide(a)
+		address += a.n
+	}
 	return nil
 }
 
 // at is the memory of the GPU at an address.
-func (g *gpu) at(address uint64) *alloc {
+func (g *GPU) at(address uint64) *alloc {
 	for _, a := range g.allocs {
 		if address-a.base < a.n {
 			return a
@@ -171,7 +185,7 @@ func (g *gpu) at(address uint64) *alloc {
 }
 
 // bytes is up to n bytes at an address of any kind.
-func (g *gpu) bytes(address, n uint64) []byte {
+func (g *GPU) bytes(address, n uint64) []byte {
 	if a := g.at(address); a != nil {
 		off := address - a.base
 		return a.alias[off:min(a.n, off+n)]
@@ -188,7 +202,7 @@ func (g *gpu) bytes(address, n uint64) []byte {
 	return mem.Span{Addr: uintptr(address), Len: n}.Bytes()
 }
 
-func (g *gpu) copy(c cuda.Copy) {
+func (g *GPU) copy(c cuda.Copy) {
 	for c.Len > 0 {
 		g.mu.Lock()
 		to, from := g.bytes(c.To, c.Len), g.bytes(c.From, c.Len)
@@ -198,7 +212,7 @@ func (g *gpu) copy(c cuda.Copy) {
 	}
 }
 
-func (g *gpu) Pin(address, n uint64) (uint64, error) {
+func (g *GPU) Pin(address, n uint64) (uint64, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("Pin"); err != nil {
@@ -208,7 +222,7 @@ func (g *gpu) Pin(address, n uint64) (uint64, error) {
 	return address + pinAt, nil
 }
 
-func (g *gpu) Unpin(address uint64) error {
+func (g *GPU) Unpin(address uint64) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.pins[address] == 0 {
@@ -218,24 +232,24 @@ func (g *gpu) Unpin(address uint64) error {
 	return nil
 }
 
-func (g *gpu) Describe(address uint64) (cuda.Memory, error) {
+func (g *GPU) Describe(address uint64) (cuda.Memory, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	a := g.at(address)
 	if a == nil {
 		return cuda.Memory{}, errFake
 	}
-	return cuda.Memory{Base: a.base, Len: a.n, ID: a.id, OnGPU: true, LegacyIPC: !g.pieces && !g.alone, Descriptor: g.pieces && !g.alone}, nil
+	return cuda.Memory{Base: a.base, Len: a.n, ID: a.id, OnGPU: true, LegacyIPC: !g.Pieces && !g.Alone, Descriptor: g.Pieces && !g.Alone}, nil
 }
 
-func (g *gpu) ExportIPC(base uint64) (h cuda.IPCHandle, err error) {
+func (g *GPU) ExportIPC(base uint64) (h cuda.IPCHandle, err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	binary.LittleEndian.PutUint64(h[:], base)
 	return h, g.fails("ExportIPC")
 }
 
-func (g *gpu) ImportIPC(h cuda.IPCHandle) (uint64, error) {
+func (g *GPU) ImportIPC(h cuda.IPCHandle) (uint64, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	a := g.at(binary.LittleEndian.Uint64(h[:]))
@@ -250,18 +264,18 @@ func (g *gpu) ImportIPC(h cuda.IPCHandle) (uint64, error) {
 	return g.show(fd, a.n, 0).base, nil
 }
 
-func (g *gpu) CloseIPC(base uint64) error {
+func (g *GPU) CloseIPC(base uint64) error {
 	g.imports--
 	return g.Free(base)
 }
 
-func (g *gpu) ExportFD(address uint64) (int, error) {
+func (g *GPU) ExportFD(address uint64) (int, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return unix.Dup(g.at(address).fd)
 }
 
-func (g *gpu) MapFDs(fds []int32, lens []uint64) (uint64, error) {
+func (g *GPU) MapFDs(fds []int32, lens []uint64) (uint64, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("MapFDs"); err != nil {
@@ -285,7 +299,7 @@ func (g *gpu) MapFDs(fds []int32, lens []uint64) (uint64, error) {
 	return base, nil
 }
 
-func (g *gpu) UnmapFDs(base uint64, lens []uint64) error {
+func (g *GPU) UnmapFDs(base uint64, lens []uint64) error {
 	g.imports--
 	for _, n := range lens {
 		if err := g.Free(base); err != nil {
@@ -303,7 +317,7 @@ type stream struct {
 	over chan struct{}
 }
 
-func (g *gpu) newStream() *stream {
+func (g *GPU) newStream() *stream {
 	s := &stream{work: make(chan func(), 1<<16), over: make(chan struct{})}
 	go func() {
 		defer close(s.over)
@@ -320,7 +334,7 @@ func (s *stream) put(do func()) {
 	s.work <- do
 }
 
-func (g *gpu) NewStream() (cuda.Stream, error) {
+func (g *GPU) NewStream() (cuda.Stream, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("NewStream"); err != nil {
@@ -331,7 +345,7 @@ func (g *gpu) NewStream() (cuda.Stream, error) {
 	return n, nil
 }
 
-func (g *gpu) FreeStream(n cuda.Stream) error {
+func (g *GPU) FreeStream(n cuda.Stream) error {
 	g.mu.Lock()
 	s := g.streams[n]
 	delete(g.streams, n)
@@ -341,20 +355,20 @@ func (g *gpu) FreeStream(n cuda.Stream) error {
 	return nil
 }
 
-func (g *gpu) stream(n cuda.Stream) *stream {
+func (g *GPU) stream(n cuda.Stream) *stream {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.streams[n]
 }
 
-func (g *gpu) Idle(n cuda.Stream) (bool, error) {
+func (g *GPU) Idle(n cuda.Stream) (bool, error) {
 	g.mu.Lock()
 	err := g.fails("Idle")
 	g.mu.Unlock()
 	return g.stream(n).left.Load() == 0, err
 }
 
-func (g *gpu) NewEvent() (cuda.Event, error) {
+func (g *GPU) NewEvent() (cuda.Event, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	n := cuda.Event(g.number())
@@ -363,14 +377,14 @@ func (g *gpu) NewEvent() (cuda.Event, error) {
 	return n, nil
 }
 
-func (g *gpu) FreeEvent(e cuda.Event) error {
+func (g *GPU) FreeEvent(e cuda.Event) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	delete(g.events, e)
 	return nil
 }
 
-func (g *gpu) Record(e cuda.Event, n cuda.Stream) error {
+func (g *GPU) Record(e cuda.Event, n cuda.Stream) error {
 	s := g.stream(n)
 	g.mu.Lock()
 	passed := make(chan struct{})
@@ -380,13 +394,13 @@ func (g *gpu) Record(e cuda.Event, n cuda.Stream) error {
 	return nil
 }
 
-func (g *gpu) passed(e cuda.Event) chan struct{} {
+func (g *GPU) passed(e cuda.Event) chan struct{} {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.events[e]
 }
 
-func (g *gpu) Passed(e cuda.Event) (bool, error) {
+func (g *GPU) Passed(e cuda.Event) (bool, error) {
 	select {
 	case <-g.passed(e):
 		return true, nil
@@ -395,7 +409,7 @@ func (g *gpu) Passed(e cuda.Event) (bool, error) {
 	}
 }
 
-func (g *gpu) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, value uint64) error {
+func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, value uint64) error {
 	s := g.stream(n)
 	g.mu.Lock()
 	err := g.fails("Enqueue")
@@ -410,8 +424,8 @@ func (g *gpu) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 	list := append([]cuda.Copy(nil), copies...)
 	s.put(func() {
 		for _, c := range list {
-			if g.delay > 0 {
-				time.Sleep(g.delay)
+			if g.Delay > 0 {
+				time.Sleep(g.Delay)
 			}
 			g.copy(c)
 		}
@@ -425,41 +439,32 @@ func (g *gpu) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 	return nil
 }
 
-// memory is the GPU's for the contract suite.
-type memory struct{ g *gpu }
+// Memory is that of a GPU, for the contract suite and for receive buffers.
+type Memory struct{ G *GPU }
 
-func (m memory) Alloc(n uint64) (mem.Region, error) {
-	a, err := m.g.Alloc(n)
+// Alloc gives n bytes.
+func (m Memory) Alloc(n uint64) (mem.Region, error) {
+	a, err := m.G.Alloc(n)
 	return mem.Region{Addr: uintptr(a), Len: n, Dev: mem.GPU(0)}, err
 }
 
-func (m memory) Free(r mem.Region) error {
-	m.g.mu.Lock()
-	pieces := m.g.pieces
-	m.g.mu.Unlock()
-	if !pieces {
-		return m.g.Free(uint64(r.Addr))
-	}
-	for at := uint64(r.Addr); at < uint64(r.Addr)+max(r.Len, 1); at += fakePiece {
-		if err := m.g.Free(at); err != nil {
-			return err
-		}
-	}
+// Free returns what Alloc gave.
+func (m Memory) Free(r mem.Region) error { return m.G.Free(uint64(r.Addr)) }
+
+// Load reads memory of any kind.
+func (m Memory) Load(dst []byte, s mem.Span) error {
+	m.G.copy(cuda.Copy{To: uint64(mem.Of(dst).Addr), From: uint64(s.Addr), Len: s.Len})
 	return nil
 }
 
-func (m memory) Load(dst []byte, s mem.Span) error {
-	m.g.copy(cuda.Copy{To: uint64(mem.Of(dst).Addr), From: uint64(s.Addr), Len: s.Len})
+// Store writes to it.
+func (m Memory) Store(s mem.Span, src []byte) error {
+	m.G.copy(cuda.Copy{To: uint64(s.Addr), From: uint64(mem.Of(src).Addr), Len: s.Len})
 	return nil
 }
 
-func (m memory) Store(s mem.Span, src []byte) error {
-	m.g.copy(cuda.Copy{To: uint64(s.Addr), From: uint64(mem.Of(src).Addr), Len: s.Len})
-	return nil
-}
-
-// empty checks that everything was given back.
-func (g *gpu) empty(t testing.TB) {
+// Empty checks that everything was given back.
+func (g *GPU) Empty(t testing.TB) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	require.Empty(t, g.streams)
