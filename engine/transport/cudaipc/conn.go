@@ -145,6 +145,7 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 	if c.first != c.last {
 		c.advance()
 		c.wake()
+		c.f.rouse()
 	}
 	return n, err
 }

@@ -123,6 +123,7 @@ type Fabric struct {
 	in      landing
 	scan    time.Time // of the last tick
 	polls   uint64
+	slept   bool // FD was asked for, and no Poll since
 }
 
 // Wrap puts a Fabric over inner, which is a Sleeper, and is closed by the
@@ -236,14 +237,30 @@ func (f *Fabric) FD() int {
 		return f.epoll
 	}
 	f.tick()
-	var at unix.ItimerSpec
-	if len(f.told) != 0 || f.at < f.got {
-		at.Value.Nsec = 1
-	} else if f.rest() {
-		at.Value.Nsec = int64(pollEvery)
+	f.slept = true
+	switch {
+	case len(f.told) != 0 || f.at < f.got:
+		f.arm(1)
+	case f.rest():
+		f.arm(pollEvery)
+	default:
+		f.arm(0)
 	}
-	_ = unix.TimerfdSettime(f.timer, 0, &at, nil)
 	return f.epoll
+}
+
+// arm has the descriptor readable after d; 0: not at all.
+func (f *Fabric) arm(d time.Duration) {
+	at := unix.ItimerSpec{Value: unix.Timespec{Nsec: int64(d)}}
+	_ = unix.TimerfdSettime(f.timer, 0, &at, nil)
+}
+
+// rouse wakes a sleeper who has not heard of work that a GPU has been given since.
+func (f *Fabric) rouse() {
+	if f.slept {
+		f.slept = false
+		f.arm(pollEvery)
+	}
 }
 
 // tick looks once a second at what nobody tells of: whether the device still works,
@@ -280,6 +297,7 @@ func (f *Fabric) rest() (working bool) {
 func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.slept = false
 	p := poll{ev: ev}
 	f.tell(&p)
 	f.land(&p)

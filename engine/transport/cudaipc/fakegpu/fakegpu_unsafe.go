@@ -61,6 +61,13 @@ func (g *GPU) Fail(call string, n int) {
 	g.fail[call] = n
 }
 
+// Imports is how many mappings of memory of other processes there are.
+func (g *GPU) Imports() int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.imports
+}
+
 // Put enqueues work of the test's own on a stream, to hold it up.
 func (g *GPU) Put(s cuda.Stream, do func()) { g.stream(s).put(do) }
 
