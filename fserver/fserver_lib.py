@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fserver import _loader
 from fserver.api import Link, Node, Scheduler, Server, Worker

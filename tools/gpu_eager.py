@@ -38,9 +38,7 @@ def _server(pipe: Connection, gpu: int, cores: list[int]) -> None:
 
     import fserver
 
-    s = fserver.Server(
-        host_scheduler=True, scheduler="127.0.0.1:0", connect=False, **_options(gpu)
-    )
+    s = fserver.Server(host_scheduler=True, scheduler="127.0.0.1:0", connect=False, **_options(gpu))
     pipe.send(s.scheduler)
     s.connect()
     answers = {
@@ -74,9 +72,7 @@ def _worker(pipe: Connection, gpu: int, cores: list[int], scheduler: str) -> Non
             key, rounds = job
             if key not in memory:
                 _, out, back, _ = SHAPES[key]
-                memory[key] = [
-                    torch.empty(n, dtype=torch.uint8, device=where) for n in (out, back)
-                ]
+                memory[key] = [torch.empty(n, dtype=torch.uint8, device=where) for n in (out, back)]
             x, y = [memory[key][0]], [memory[key][1]]
             torch.cuda.synchronize(gpu)
             push_pull, wait, now, keys = w.push_pull, w.wait, time.perf_counter_ns, [key]

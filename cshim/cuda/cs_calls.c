@@ -1,27 +1,38 @@
 #include "cs_calls.h"
 
-/* The thread may be the application's: what was current there is put back. */
-static int enter(uint64_t context, cs_context *before) {
+/* What a call changes for its thread, which may be the application's, and puts
+ * back. While any thread captures a graph, others must not make calls that might
+ * disturb that, unless they say that they know what they do: none of ours touches
+ * a stream that is captured. */
+typedef struct {
+  cs_context before; /* NULL: nothing to put back */
+  int mode;
+} scope;
+
+static int enter(uint64_t context, scope *s) {
   cs_context now = NULL;
+  s->mode = CS_CAPTURE_MODE_RELAXED;
+  cs_cu.ThreadExchangeStreamCaptureMode(&s->mode);
   int rc = cs_cu.CtxGetCurrent(&now);
   if (rc == CS_CU_SUCCESS && now == (cs_context)context)
     return rc;
   rc = cs_cu.CtxSetCurrent((cs_context)context);
   if (rc == CS_CU_SUCCESS)
-    *before = now;
+    s->before = now;
   return rc;
 }
 
-static void leave(cs_context *before) {
-  if (*before)
-    cs_cu.CtxSetCurrent(*before);
+static void leave(scope *s) {
+  if (s->before)
+    cs_cu.CtxSetCurrent(s->before);
+  cs_cu.ThreadExchangeStreamCaptureMode(&s->mode);
 }
 
 #define ENTER(context)                                                         \
-  cs_context before __attribute__((cleanup(leave))) = NULL;                    \
-  int entered = enter(context, &before);                                       \
-  if (entered != CS_CU_SUCCESS)                                                \
-  return entered
+  scope entered __attribute__((cleanup(leave))) = {NULL, 0};                   \
+  int usable = enter(context, &entered);                                       \
+  if (usable != CS_CU_SUCCESS)                                                 \
+  return usable
 
 int cs_count(int *count) { return cs_cu.DeviceGetCount(count); }
 

@@ -110,8 +110,12 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 
 func (g *gpu) Free(r mem.Region) error { return g.dev.Free(uint64(r.Addr)) }
 
-// point is what is queued on a stream so far.
+// point is what is queued on a stream so far; the zero Point if all has run. A
+// stream that waits for an event costs the GPU more than the question.
 func (g *gpu) point(stream uint64) (transport.Point, error) {
+	if idle, err := g.dev.Idle(cuda.Stream(stream)); idle || err != nil {
+		return transport.Point{}, err
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if len(g.free) == 0 {

@@ -1,6 +1,8 @@
 package node
 
 import (
+	"bytes"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
@@ -158,4 +160,74 @@ func TestBackendWithoutGPU(t *testing.T) {
 	s := shape{1, 1, 1}
 	_, err := Open(s.settings("worker", 0, 0, "1", "STEPMESH_BACKEND=GPU"), exchange.NewBuffers())
 	require.ErrorContains(t, err, "STEPMESH_BACKEND=GPU: cudaipc: not available: cuda: ")
+}
+
+// TestRealGPU moves tensors of this host's GPU, mapped and staged.
+func TestRealGPU(t *testing.T) {
+	if _, err := openDevice(0); err != nil {
+		t.Skip(err)
+	}
+	d, err := cuda.Retain(0)
+	require.NoError(t, err)
+	buffer := func(key, n uint64, fill byte) exchange.Tensor {
+		a, err := d.Alloc(n)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, d.Free(a)) })
+		require.NoError(t, d.Write(a, bytes.Repeat([]byte{fill}, int(n))))
+		r := mem.Region{Addr: uintptr(a), Len: n, Dev: mem.GPU(0)}
+		return exchange.Tensor{Span: r.Span(), Dev: r.Dev, Key: key, Base: r, Alloc: a, Dims: []int64{int64(n)}}
+	}
+	for _, transport := range []string{"cma", "tcp"} {
+		m := newCluster(t, openFabrics)
+		m.devices = openDevice
+		s := shape{1, 1, 1}
+		extra := []string{"FSERVER_TRANSPORT=" + transport, "STEPMESH_BACKEND=GPU"}
+		m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
+		_, port := splitPort(t, m.scheduler.Info().Address)
+		worker := m.start(s.settings("worker", 0, 0, port, extra...))
+		server := m.start(s.settings("server", 0, 0, port, extra...))
+		m.workers, m.servers = []*Node{worker}, []*Node{server}
+		for _, n := range m.all() {
+			waitReady(t, n)
+		}
+		buffers := map[uint64]bool{}
+		for round, n := range []uint64{1, 4096, 128 * 7168, 5 << 20, 64 << 20, 128 * 7168} {
+			x, y, back := buffer(1, n, byte(round+1)), buffer(2, n, 200), buffer(0, n, byte(round+101))
+			ticket, err := worker.BeginPushPull()
+			require.NoError(t, err)
+			require.NoError(t, errors.Join(ticket.AddPush(x), ticket.AddPull(y), worker.After(ticket, 0)))
+			id := ticket.ID()
+			require.NoError(t, worker.PushPull(ticket))
+			var batch taken
+			for err = ErrAgain; err == ErrAgain; {
+				err = server.GetBatch(&batch, time.Second, true)
+			}
+			require.NoError(t, err)
+			buffers[batch.push[0].Buffer] = true
+			got := make([]byte, n)
+			require.NoError(t, d.Read(got, uint64(batch.push[0].Span.Addr)))
+			require.Equal(t, bytes.Repeat([]byte{byte(round + 1)}, int(n)), got)
+			answer, err := server.BeginAnswer()
+			require.NoError(t, err)
+			require.NoError(t, answer.AddPush(back))
+			require.NoError(t, server.Respond(batch.handler, answer))
+			server.Flush()
+			for err = ErrAgain; err == ErrAgain; {
+				err = worker.Wait(id, time.Second, true)
+			}
+			require.NoError(t, err)
+			require.NoError(t, d.Read(got, uint64(y.Span.Addr)))
+			require.Equal(t, bytes.Repeat([]byte{byte(round + 101)}, int(n)), got)
+		}
+		links, err := worker.Describe()
+		require.NoError(t, err)
+		t.Log(string(links))
+		m.stop()
+		for _, n := range m.all() {
+			require.NoError(t, n.Free())
+		}
+		for id := range buffers {
+			require.NoError(t, m.buffers.Release(id))
+		}
+	}
 }
