@@ -81,7 +81,7 @@ func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
 func (g *gpu) wrap(cfg *conf.Config, list []transport.Fabric) error {
 	for i, f := range list {
 		w, err := cudaipc.Wrap(f, cudaipc.Options{
-			Device: g.dev, Share: scheme(f) == conf.CMA.String() && cfg.SameHost, Stall: cfg.StallTimeout,
+			Device: g.dev, Share: scheme(f) == conf.CMA.String() && cfg.SameHost, Stall: cfg.StallTimeout, Events: !cfg.MemSync,
 		})
 		if err != nil {
 			for _, f := range list {

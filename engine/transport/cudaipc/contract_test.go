@@ -50,6 +50,7 @@ func bed(tb testing.TB, g *fakegpu.GPU, under below, share, apart bool, onGPU bo
 			return f, nil
 		},
 	}
+	b.Offloads = onGPU
 	if onGPU {
 		b.Memory = fakegpu.Memory{G: g}
 	}
@@ -87,6 +88,28 @@ func TestContractStaged(t *testing.T) {
 // TestContractTCP: GPU memory of another host.
 func TestContractTCP(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overTCP, false, true, true) })
+}
+
+// TestContractEvents: the CPU asks events.
+func TestContractEvents(t *testing.T) {
+	for _, share := range []bool{true, false} {
+		transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+			g := fakegpu.New()
+			b := bed(tb, g, overCMA, share, true, true)
+			b.Open = func(o transporttest.Options) (transport.Fabric, error) {
+				in, err := overCMA(o)
+				if err != nil {
+					return nil, err
+				}
+				f, err := Wrap(in, Options{Device: g, Share: share, Stall: o.Limits.Stall, Events: true})
+				if err == nil {
+					rand.Read(f.process[:])
+				}
+				return f, err
+			}
+			return b
+		})
+	}
 }
 
 // TestContractHost: host memory beside a GPU.

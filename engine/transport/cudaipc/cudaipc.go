@@ -82,6 +82,9 @@ type Options struct {
 	// Share says that the peers are processes of this host, so that GPU memory
 	// can be mapped. Conns of the Fabric below are Lenders and Orderers then.
 	Share bool
+	// Events has the CPU ask events how far copies to and from its own memory are,
+	// instead of having the streams say so in host memory.
+	Events bool
 	// Stall bounds how long a peer may leave writes unseen; 0 means 30 s.
 	Stall time.Duration
 }
@@ -98,6 +101,7 @@ type Fabric struct {
 	inner   transport.Fabric
 	sleep   transport.Sleeper
 	dev     Device
+	events  *byEvents // dev, or nil
 	o       Options
 	process [16]byte
 	id      uint64 // random; names this Fabric to peers
@@ -140,6 +144,10 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 		inner: inner, sleep: s, dev: o.Device, o: o, process: process, epoll: -1, timer: -1,
 		conns: map[transport.Conn]*Conn{}, regions: map[uint64]*region{},
 	}
+	if o.Events {
+		f.events = &byEvents{Device: o.Device}
+		f.dev = f.events
+	}
 	var b [8]byte
 	rand.Read(b[:])
 	f.id = binary.LittleEndian.Uint64(b[:])
@@ -177,6 +185,9 @@ func (f *Fabric) open() (err error) {
 // release gives back what open acquired.
 func (f *Fabric) release() {
 	f.in.close(f.dev)
+	if f.events != nil {
+		f.events.close()
+	}
 	for _, fd := range []int{f.epoll, f.timer} {
 		if fd >= 0 {
 			unix.Close(fd)
@@ -237,6 +248,7 @@ func (f *Fabric) FD() int {
 		return f.epoll
 	}
 	f.tick()
+	f.look()
 	f.slept = true
 	switch {
 	case len(f.told) != 0 || f.at < f.got:
@@ -298,6 +310,7 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.slept = false
+	f.look()
 	p := poll{ev: ev}
 	f.tell(&p)
 	f.land(&p)
@@ -319,6 +332,13 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		err = nil // it comes again
 	}
 	return p.n, err
+}
+
+// look finds out how far the streams are, if they do not say so by themselves.
+func (f *Fabric) look() {
+	if f.events != nil {
+		f.events.settle()
+	}
 }
 
 // poll is what one Poll has found.
@@ -439,6 +459,7 @@ func (f *Fabric) Close() error {
 		c.stop()
 	}
 	for end := time.Now().Add(settleLimit); ; {
+		f.look()
 		left := f.in.waiting()
 		for _, c := range f.conns {
 			c.advance()

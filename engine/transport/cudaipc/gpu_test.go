@@ -59,7 +59,7 @@ func (m realMemory) Store(s mem.Span, src []byte) error { return m.d.Write(uint6
 func realBed(tb testing.TB, under below, share bool) transporttest.Bed {
 	d := realGPU(tb)
 	return transporttest.Bed{
-		Memory: realMemory{d},
+		Memory: realMemory{d}, Offloads: true,
 		Open: func(o transporttest.Options) (transport.Fabric, error) {
 			in, err := under(o)
 			if err != nil {

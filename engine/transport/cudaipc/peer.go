@@ -101,7 +101,8 @@ func (c *Conn) write(it *item, r *remote) int {
 	}
 	it.sent = 0
 	l.gather(it, w.at+it.op.Off, it.n)
-	err := c.f.dev.Enqueue(l.stream, cuda.Event(it.op.After.Event), l.copies, l.flags+uint64(doneAt), number)
+	// It is the GPU that tells the peer, also where our own CPU asks events.
+	err := c.f.o.Device.Enqueue(l.stream, cuda.Event(it.op.After.Event), l.copies, l.flags+uint64(doneAt), number)
 	if err != nil {
 		s.begun.Store(number - 1)
 		c.fail(fmt.Errorf("write %d bytes into the peer's memory: %w", it.n, err))

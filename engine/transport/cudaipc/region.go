@@ -299,7 +299,14 @@ func (f *Fabric) settle(writers []writer, r *region) error {
 			return err
 		}
 	}
-	return wait(func() bool { return f.in.word.Load() >= r.copied })
+	return wait(func() bool {
+		if f.events != nil { // nobody may poll meanwhile
+			f.mu.Lock()
+			f.look()
+			f.mu.Unlock()
+		}
+		return f.in.word.Load() >= r.copied
+	})
 }
 
 // discard gives back what r holds; nobody writes to it any more. The caller holds
