@@ -98,6 +98,17 @@ const Kernels &kernels(const char *call, int device) {
   return loaded.emplace(device, k).first->second;
 }
 
+// Where the GPU that is current finds a counter.
+uint64_t seen(const char *call, const Counter &c) {
+  if (c.device >= 0)
+    return c.address;
+  cs_ptr address = 0;
+  must(cs_cu.MemHostGetDevicePointer(&address,
+                                     reinterpret_cast<void *>(c.address), 0),
+       call, "find a tensor in pinned memory");
+  return address;
+}
+
 // Launches kernel which of one thread.
 void launch(const char *call, int which, const Counter *counters, size_t n) {
   int device = -1;
@@ -119,7 +130,7 @@ void launch(const char *call, int which, const Counter *counters, size_t n) {
   uint64_t address[2];
   void *arguments[2];
   for (size_t i = 0; i < n; i++) {
-    address[i] = counters[i].address;
+    address[i] = seen(call, counters[i]);
     arguments[i] = &address[i];
   }
   must(cs_cu.LaunchKernel(kernels(call, device).function[which], 1, 1, 1, 1, 1,
@@ -150,6 +161,21 @@ void seq_add_one(PyObject *seq) {
   enter("seq_add_one");
   const Counter c = read_counter(seq, {"seq_add_one", "seq"});
   launch("seq_add_one", kAdd, &c, 1);
+}
+
+void wait_value(PyObject *flag, PyObject *value) {
+  enter("wait_value");
+  const Counter c = read_counter(flag, {"wait_value", "flag"});
+  const uint64_t v = read_u64(value, {"wait_value", "value"});
+  open_driver("wait_value");
+  const int device = c.device < 0 ? current_gpu() : c.device;
+  const OnDevice guard(device);
+  const uint64_t stream = current_stream("wait_value", device);
+  must(cs_cu.StreamWaitValue64
+           ? cs_cu.StreamWaitValue64(reinterpret_cast<cs_stream>(stream),
+                                     seen("wait_value", c), v, CS_WAIT_GEQ)
+           : CS_CU_NOT_SUPPORTED,
+       "wait_value", "have the stream wait");
 }
 
 PyObject *map_pinned(PyObject *tensor, PyObject *index) {

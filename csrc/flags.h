@@ -12,6 +12,10 @@ void write_flag(PyObject *flag, PyObject *seq);
 void wait_flag(PyObject *flag, PyObject *seq); // until *flag >= *seq
 void seq_add_one(PyObject *seq);
 
+// The current stream of the current GPU waits until *flag >= value, without a
+// kernel; not while it is captured.
+void wait_value(PyObject *flag, PyObject *value);
+
 // A tensor of GPU index over the memory of a pinned one.
 PyObject *map_pinned(PyObject *tensor, PyObject *index);
 

@@ -241,6 +241,13 @@ void define(py::module_ &m) {
       "seq_add_one", [](py::handle seq) { seq_add_one(seq.ptr()); },
       py::arg("seq"), "Adds one to seq on the stream.");
   m.def(
+      "wait_value",
+      [](py::handle flag, py::handle value) {
+        wait_value(flag.ptr(), value.ptr());
+      },
+      py::arg("flag"), py::arg("value"),
+      "The stream waits until flag >= value.");
+  m.def(
       "map_pinned_tensor",
       [](py::handle tensor, py::handle device_index) {
         return py::reinterpret_steal<py::object>(

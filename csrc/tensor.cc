@@ -209,6 +209,8 @@ uint64_t OnDevice::stream() const {
       gpus().getStream(place(device_)).native_handle());
 }
 
+int current_gpu() { return gpus().getDevice().index(); }
+
 Counter read_counter(PyObject *o, Arg arg) {
   if (!is_tensor(o))
     refuse(arg, -1, Kind::kConfig,

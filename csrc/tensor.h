@@ -92,6 +92,9 @@ private:
   int device_, before_;
 };
 
+// The GPU that is current for torch.
+int current_gpu();
+
 // One int64 that a GPU can read and write.
 struct Counter {
   uint64_t address;

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fserver import _loader
 from fserver.api import Link, Node, Scheduler, Server, Worker
 from fserver.errors import ClosedError, ConfigError, Error
+from fserver.notify import Notify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,14 +230,11 @@ def get_nanosecond() -> int:
     return time.monotonic_ns()
 
 
-class SimpleNotify:
-    """Lets the current CUDA stream wait for a request or a batch. Not in this build."""
+class SimpleNotify(Notify):
+    """Lets the current CUDA stream wait for a request or a batch; see :class:`Notify`."""
 
     def __init__(self) -> None:
-        raise Error(
-            "SimpleNotify: not in this build: wait() and get_batch() give tensors that every "
-            "stream may use at once"
-        )
+        super().__init__(wait, get_batch)
 
 
 def map_pinned_tensor(tensor: Tensor, device_index: int) -> Tensor:

@@ -273,6 +273,32 @@ def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:
     return bad
 
 
+def notified(pipe: Connection, scheduler: str, device: int, transport: str) -> list[str]:
+    """A stream that waits for a request reads what it has brought."""
+    import torch
+
+    from fserver.notify import Notify
+
+    bad = []
+    x = torch.zeros(1 << 20, dtype=torch.uint8, device=place(device))
+    y, z = torch.empty_like(x), torch.empty_like(x)
+    torch.cuda.set_device(device)
+    with _worker(scheduler, device, transport) as w:
+        notify = Notify(w.wait, lambda: None)
+        notify.init()
+        for i in range(50):
+            x.fill_(i)
+            y.fill_(POISON)
+            h = w.push_pull([x], [0], [y], [0])
+            notify.stream_wait_event(h)
+            z.copy_(y)
+            notify.wait_event_done()
+            torch.cuda.synchronize(device)
+            if not bool((z == 255 - i).all()):
+                bad.append(f"round {i}: the stream did not wait")
+    return bad
+
+
 def flags(pipe: Connection, device: int) -> list[str]:
     """write_flag, wait_flag, seq_add_one and map_pinned_tensor, also in a graph."""
     import torch

@@ -127,6 +127,11 @@ def test_flags(child: Make, gpus: int) -> None:
     assert child(peers.flags, gpus - 1).get() == []
 
 
+def test_streams_wait_for_requests(child: Make, gpus: int) -> None:
+    bad, _ = run(child, peers.notified, (0, gpus - 1))
+    assert bad == []
+
+
 def test_threads(child: Make, gpus: int) -> None:
     """A poller of its own on both sides."""
     env = {"FSERVER_PROGRESS": "thread"}
