@@ -357,7 +357,7 @@ const lastWrites = 100 * time.Millisecond
 
 // writing says whether copies of the peer may be under way on a Conn that has ended.
 func (c *Conn) writing() bool {
-	return c.theirs != nil && !c.f.closed && c.theirs.done.Load() < c.theirs.begun.Load() && !c.silent()
+	return c.theirs != nil && c.theirs.done.Load() < c.theirs.begun.Load() && !c.silent()
 }
 
 // silent says whether c has ended for so long that nothing of the peer's can be

@@ -458,12 +458,17 @@ func (f *Fabric) Close() error {
 	for _, c := range f.conns {
 		c.stop()
 	}
+	for _, r := range f.regions {
+		if r.Dev != mem.CPU { // who has not begun to write there will not
+			tableIn(f.table.Region())[r.slot].Store(0)
+		}
+	}
 	for end := time.Now().Add(settleLimit); ; {
 		f.look()
 		left := f.in.waiting()
 		for _, c := range f.conns {
 			c.advance()
-			left = left || c.copying()
+			left = left || c.copying() || c.writing()
 		}
 		if !left {
 			break

@@ -58,13 +58,13 @@ func (c *Conn) write(it *item, r *remote) int {
 	if !c.f.o.Share || r.reach <= reachStaged || c.unable || c.lender == nil {
 		return tryNot
 	}
-	if c.theirs == nil {
-		if c.asked.IsZero() && !c.introduce(r.box) {
-			if c.unable {
-				return tryNot
-			}
-			return tryAgain
+	if c.asked.IsZero() && !c.introduce(r.box) {
+		if c.unable {
+			return tryNot
 		}
+		return tryAgain
+	}
+	if c.theirs == nil {
 		if time.Since(c.asked) < answerLimit {
 			return tryAgain
 		}
