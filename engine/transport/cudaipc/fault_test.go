@@ -248,3 +248,46 @@ func TestBlob(t *testing.T) {
 	v.base, v.slot = 90, maxRegions
 	require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
 }
+
+// TestAllocatesNothing: neither of the ways of GPU memory does, when all is set up.
+func TestAllocatesNothing(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	for _, share := range []bool{true, false} {
+		g := fakegpu.New()
+		g.Instant = true
+		a, b := pairOf(t, g, overCMA, share)
+		src, dst := onGPU(t, g, 100000, 5), onGPU(t, g, 100000, 1)
+		k, err := b.f.Register(dst)
+		require.NoError(t, err)
+		ops := write(k, src, transport.Point{})
+		var ev [16]transport.Event
+		round := func() {
+			if n, err := a.c.Post(ops); n != 1 || err != nil {
+				t.Fatalf("post: %d, %v", n, err)
+			}
+			for done, written := 0, 0; done+written < 2; {
+				for _, s := range [...]*side{a, b} {
+					n, err := s.f.Poll(ev[:])
+					if err != nil {
+						t.Fatal(err)
+					}
+					for i := range ev[:n] {
+						switch ev[i].Kind {
+						case transport.EvDone:
+							done++
+						case transport.EvWritten:
+							written++
+						}
+					}
+				}
+			}
+		}
+		for range 1000 {
+			round()
+		}
+		require.Equal(t, share, a.c.(transport.Teller).Via() == "cudaipc")
+		require.Zero(t, testing.AllocsPerRun(1000, round), "mapped: %v", share)
+	}
+}

@@ -24,6 +24,8 @@ type GPU struct {
 	Delay  time.Duration // of each copy
 	Pieces bool          // memory is in pieces, each with a descriptor
 	Alone  bool          // memory cannot be shared
+	// Instant has copies made by whoever enqueues them, without an allocation.
+	Instant bool
 
 	mu      sync.Mutex
 	allocs  []*alloc
@@ -424,6 +426,13 @@ func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 	if err != nil {
 		return err
 	}
+	if g.Instant {
+		for _, c := range copies {
+			g.copy(c)
+		}
+		g.store(flag, value)
+		return nil
+	}
 	if e != 0 {
 		passed := g.passed(e)
 		s.put(func() { <-passed })
@@ -436,14 +445,20 @@ func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 			}
 			g.copy(c)
 		}
-		if flag != 0 {
-			g.mu.Lock()
-			b := g.bytes(flag, 8)
-			g.mu.Unlock()
-			(*atomic.Uint64)(unsafe.Pointer(&b[0])).Store(value)
-		}
+		g.store(flag, value)
 	})
 	return nil
+}
+
+// store stores value at flag, if that is not 0.
+func (g *GPU) store(flag, value uint64) {
+	if flag == 0 {
+		return
+	}
+	g.mu.Lock()
+	b := g.bytes(flag, 8)
+	g.mu.Unlock()
+	(*atomic.Uint64)(unsafe.Pointer(&b[0])).Store(value)
 }
 
 // Memory is that of a GPU, for the contract suite and for receive buffers.
