@@ -222,7 +222,7 @@ func TestMoreThanFourGigabytes(t *testing.T) {
 	n, err = rec.x.parse(nil, rec.ev, 3)
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
-	require.Equal(t, transport.Event{Kind: transport.EvWritten, Imm: 9, Len: size}, rec.ev[0])
+	require.Equal(t, transport.Event{Kind: transport.EvWritten, Imm: 9, Len: size, Key: 1, Off: 100}, rec.ev[0])
 }
 
 func TestPostRefuses(t *testing.T) {
