@@ -121,23 +121,24 @@ def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path)
         path = folder / "model"
         _save(tokenizer, model, path)
 
-    os.environ["STEPMESH_BACKEND"] = "CPU"  # where the model is
+    settings = {"STEPMESH_BACKEND": "CPU"}  # where the model is
     if options.transport:
-        os.environ["FSERVER_TRANSPORT"] = options.transport
-    status = run.main(
-        [
-            f"--workers={options.workers}",
-            f"--servers={options.servers}",
-            f"--worker-script={examples / 'worker.py'}",
-            f"--server-script={examples / 'server.py'}",
-            "--",
-            f"--model={path}",
-            f"--micro-batches={options.micro_batches}",
-            f"--max-new-tokens={options.max_new_tokens}",
-            f"--out={folder}",
-            *(f"--prompt={prompt}" for prompt in options.prompt),
-        ]
-    )
+        settings["FSERVER_TRANSPORT"] = options.transport
+    with _environment(settings):
+        status = run.main(
+            [
+                f"--workers={options.workers}",
+                f"--servers={options.servers}",
+                f"--worker-script={examples / 'worker.py'}",
+                f"--server-script={examples / 'server.py'}",
+                "--",
+                f"--model={path}",
+                f"--micro-batches={options.micro_batches}",
+                f"--max-new-tokens={options.max_new_tokens}",
+                f"--out={folder}",
+                *(f"--prompt={prompt}" for prompt in options.prompt),
+            ]
+        )
     if status:
         return status
     workers = _results(folder, "worker", options.workers)
@@ -150,6 +151,20 @@ def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path)
     whole = {"weights": afd.weight_bytes(model), "seconds": seconds, "texts": texts}
     table(workers, servers, whole)
     return 0 if equal else 1
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Sets these variables for a while."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _results(folder: Path, role: str, count: int) -> list[dict]:

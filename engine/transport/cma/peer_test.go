@@ -320,7 +320,7 @@ func TestRegionTable(t *testing.T) {
 // TestNoAllocationWithManyConns is for peers that take turns, with writes that
 // take the system call.
 func TestNoAllocationWithManyConns(t *testing.T) {
-	if raceEnabled {
+	if transporttest.RaceEnabled {
 		t.Skip("the race detector allocates")
 	}
 	a, b := pair(t, Direct, Direct)

@@ -57,6 +57,14 @@ func bed(tb testing.TB, g *fakegpu.GPU, under below, share, apart bool, onGPU bo
 	return b
 }
 
+// variant skips what differs from TestContractMapped in how memory is found, not in
+// what runs at the same time, where the race detector makes it slow.
+func variant(t *testing.T) {
+	if transporttest.RaceEnabled {
+		t.Skip("with the race detector, TestContractMapped, Staged and TCP stand for all: the whole suite takes minutes")
+	}
+}
+
 // TestContractMapped: GPU memory of peers is mapped by IPC handles.
 func TestContractMapped(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overCMA, true, true, true) })
@@ -64,6 +72,7 @@ func TestContractMapped(t *testing.T) {
 
 // TestContractPieces: by descriptors.
 func TestContractPieces(t *testing.T) {
+	variant(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
 		g := fakegpu.New()
 		g.Pieces = true
@@ -73,6 +82,7 @@ func TestContractPieces(t *testing.T) {
 
 // TestContractOwn: GPU memory of the same process.
 func TestContractOwn(t *testing.T) {
+	variant(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overCMA, true, false, true) })
 }
 
@@ -92,6 +102,7 @@ func TestContractTCP(t *testing.T) {
 
 // TestContractEvents: the CPU asks events.
 func TestContractEvents(t *testing.T) {
+	variant(t)
 	for _, share := range []bool{true, false} {
 		transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
 			g := fakegpu.New()
@@ -114,6 +125,7 @@ func TestContractEvents(t *testing.T) {
 
 // TestContractHost: host memory beside a GPU.
 func TestContractHost(t *testing.T) {
+	variant(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
 		b := bed(tb, fakegpu.New(), overCMA, true, true, false)
 		b.Allocates = ""

@@ -251,7 +251,7 @@ func TestBlob(t *testing.T) {
 
 // TestAllocatesNothing: neither of the ways of GPU memory does, when all is set up.
 func TestAllocatesNothing(t *testing.T) {
-	if raceEnabled {
+	if transporttest.RaceEnabled {
 		t.Skip("the race detector allocates")
 	}
 	for _, share := range []bool{true, false} {

@@ -560,7 +560,7 @@ func TestLargeBuffersAreGivenBack(t *testing.T) {
 // TestNoAllocationWithManyConns is for peers that take turns, so that Poll asks
 // epoll; the contract tests one peer.
 func TestNoAllocationWithManyConns(t *testing.T) {
-	if raceEnabled {
+	if transporttest.RaceEnabled {
 		t.Skip("the race detector allocates")
 	}
 	a := newUser(t, open(t, Options{}))

@@ -14,7 +14,7 @@ var allocCases = []testCase{
 
 // testAllocs goes around the node's book-keeping, which allocates.
 func testAllocs(w *world) {
-	if raceEnabled {
+	if RaceEnabled {
 		w.Skip("the race detector allocates")
 	}
 	if w.bed.Allocates != "" {

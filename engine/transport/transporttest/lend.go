@@ -202,7 +202,7 @@ func testLendsDown(w *world) {
 }
 
 func testLendAllocs(w *world) {
-	if raceEnabled {
+	if RaceEnabled {
 		w.Skip("the race detector allocates")
 	}
 	a, b := w.lenders()

@@ -2,4 +2,5 @@
 
 package transporttest
 
-const raceEnabled = false
+// RaceEnabled says whether the race detector is built in.
+const RaceEnabled = false

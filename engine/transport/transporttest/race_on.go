@@ -2,4 +2,5 @@
 
 package transporttest
 
-const raceEnabled = true
+// RaceEnabled says whether the race detector is built in.
+const RaceEnabled = true

@@ -1,5 +1,0 @@
-//go:build !race
-
-package cma
-
-const raceEnabled = false

@@ -1,5 +1,0 @@
-//go:build !race
-
-package cudaipc
-
-const raceEnabled = false
