@@ -16,7 +16,7 @@ check() {
 # gofmt has no exit status for a file that it would change.
 gofmt_clean() {
   local files
-  files=$("$("$GO" env GOROOT)/bin/gofmt" -l -s engine) && [[ -z $files ]] || {
+  files=$("$("$GO" env GOROOT)/bin/gofmt" -l -s engine cshim) && [[ -z $files ]] || {
     echo "gofmt -s -w" $files
     return 1
   }
@@ -30,7 +30,7 @@ shell_syntax() {
   return $status
 }
 
-mapfile -t c_files < <(find csrc engine fserver/bench tests tools -name '*.[ch]' -o -name '*.cc' | sort)
+mapfile -t c_files < <(find csrc cshim engine fserver/bench tests tools -name '*.[ch]' -o -name '*.cc' | sort)
 
 check gofmt gofmt_clean
 check "go vet" "$GO" vet ./...

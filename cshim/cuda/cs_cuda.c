@@ -1,0 +1,105 @@
+#include "cs_cuda.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+struct cs_cuda cs_cu;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int opened; /* 1: yes, -1: it has failed */
+static char reason[256];
+
+/* A driver of CUDA 12 has the first, one of 11.3 the second. */
+typedef cs_result (*lookup_v2)(const char *, void **, int, uint64_t, int *);
+typedef cs_result (*lookup_v1)(const char *, void **, int, uint64_t);
+
+static void *library;
+static lookup_v2 by_version;
+static lookup_v1 by_version_v1;
+
+/* find is the function with the signature that came in version. symbol may end in
+ * _v2, which names it where the driver cannot be asked. */
+static void *find(const char *symbol, int version) {
+  char name[64];
+  size_t n = strlen(symbol);
+  void *function = NULL;
+  if (n > 3 && strcmp(symbol + n - 3, "_v2") == 0)
+    n -= 3;
+  if (n < sizeof name && (by_version || by_version_v1)) {
+    int found = 0;
+    memcpy(name, symbol, n);
+    name[n] = 0;
+    if (by_version ? by_version(name, &function, version, 0, &found)
+                   : by_version_v1(name, &function, version, 0))
+      function = NULL;
+  }
+  return function ? function : dlsym(library, symbol);
+}
+
+/* A driver's function is stored through a pointer to its field. */
+static void set(void *field, void *function) {
+  memcpy(field, &function, sizeof function);
+}
+
+static int open_library(void) {
+  library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    snprintf(reason, sizeof reason, "%s", dlerror());
+    return -1;
+  }
+  set(&by_version, dlsym(library, "cuGetProcAddress_v2"));
+  if (!by_version)
+    set(&by_version_v1, dlsym(library, "cuGetProcAddress"));
+
+#define MUST(name, symbol, version, arguments)                                 \
+  set(&cs_cu.name, find(symbol, version));                                     \
+  if (!cs_cu.name) {                                                           \
+    snprintf(reason, sizeof reason,                                            \
+             "libcuda.so.1 has no %s (CUDA %d.%d or later)", symbol,           \
+             version / 1000, version % 1000 / 10);                             \
+    return -1;                                                                 \
+  }
+#define MAY(name, symbol, version, arguments)                                  \
+  set(&cs_cu.name, find(symbol, version));
+  CS_CUDA_TABLE(MUST, MAY)
+#undef MUST
+#undef MAY
+
+  cs_result rc = cs_cu.Init(0);
+  if (rc != CS_CU_SUCCESS) {
+    char text[160];
+    cs_cuda_text(rc, text, sizeof text);
+    snprintf(reason, sizeof reason, "the driver does not start: %s", text);
+    return -1;
+  }
+  return 0;
+}
+
+int cs_cuda_open(char *why, size_t room) {
+  pthread_mutex_lock(&lock);
+  if (!opened)
+    opened = open_library() == 0 ? 1 : -1;
+  int ok = opened;
+  pthread_mutex_unlock(&lock);
+  if (ok == 1)
+    return 0;
+  if (room)
+    snprintf(why, room, "%s", reason);
+  return -1;
+}
+
+void cs_cuda_text(cs_result result, char *text, size_t room) {
+  const char *name = NULL, *words = NULL;
+  if (!room)
+    return;
+  if (cs_cu.GetErrorName)
+    cs_cu.GetErrorName(result, &name);
+  if (cs_cu.GetErrorString)
+    cs_cu.GetErrorString(result, &words);
+  if (name && words)
+    snprintf(text, room, "%s (%s)", words, name);
+  else
+    snprintf(text, room, "CUDA error %d", result);
+}

@@ -1,0 +1,357 @@
+/* The CUDA driver, opened at run time. Neither a toolkit nor a driver is needed
+ * to build, and a machine without one runs the same build.
+ *
+ * What is declared here by hand is the ABI of libcuda.so.1: types by their size,
+ * constants by their value. cs_cuda_open looks up every function of the table
+ * once; from then on cs_cu holds them, for C and C++ alike:
+ *
+ *     char why[256];
+ *     if (cs_cuda_open(why, sizeof why) != 0) ...
+ *     int rc = cs_cu.StreamWriteValue64(stream, address, 1, 0);
+ *     if (rc != CS_CU_SUCCESS) ... cs_cuda_text(rc, why, sizeof why) ...
+ *
+ * Functions of the table return a cs_result. Those that a driver is too old for
+ * are NULL, and only those that the table marks so. This is mechanism only: no
+ * policy, no threads, no logging, no state but the table. */
+#ifndef CS_CUDA_H
+#define CS_CUDA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef int cs_result;
+typedef int cs_device;             /* ordinal among the visible GPUs */
+typedef unsigned long long cs_ptr; /* CUdeviceptr */
+typedef struct cs_context_ *cs_context;
+typedef struct cs_stream_ *cs_stream;
+typedef struct cs_event_ *cs_event;
+typedef struct cs_module_ *cs_module;
+typedef struct cs_function_ *cs_function;
+typedef unsigned long long cs_allocation; /* CUmemGenericAllocationHandle */
+
+typedef struct {
+  char bytes[16];
+} cs_uuid;
+
+typedef struct {
+  char bytes[64];
+} cs_ipc_handle;
+
+/* Results that callers tell apart. */
+enum {
+  CS_CU_SUCCESS = 0,
+  CS_CU_INVALID_VALUE = 1,
+  CS_CU_OUT_OF_MEMORY = 2,
+  CS_CU_DEINITIALIZED = 4,
+  CS_CU_NO_DEVICE = 100,
+  CS_CU_INVALID_CONTEXT = 201,
+  CS_CU_PEER_ACCESS_UNSUPPORTED = 217,
+  CS_CU_NOT_FOUND = 500,
+  CS_CU_NOT_READY = 600,
+  CS_CU_PEER_ACCESS_ALREADY_ENABLED = 704,
+  CS_CU_CONTEXT_IS_DESTROYED = 709,
+  CS_CU_HOST_MEMORY_ALREADY_REGISTERED = 712,
+  CS_CU_NOT_PERMITTED = 800,
+  CS_CU_NOT_SUPPORTED = 801,
+  CS_CU_STREAM_CAPTURE_UNSUPPORTED = 900,
+  CS_CU_STREAM_CAPTURE_INVALIDATED = 901,
+};
+
+/* Of DeviceGetAttribute. */
+enum {
+  CS_DEV_MULTIPROCESSOR_COUNT = 16,
+  CS_DEV_PCI_BUS_ID = 33,
+  CS_DEV_PCI_DEVICE_ID = 34,
+  CS_DEV_ASYNC_ENGINE_COUNT = 40,
+  CS_DEV_UNIFIED_ADDRESSING = 41,
+  CS_DEV_PCI_DOMAIN_ID = 50,
+  CS_DEV_COMPUTE_CAPABILITY_MAJOR = 75,
+  CS_DEV_COMPUTE_CAPABILITY_MINOR = 76,
+  CS_DEV_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
+  CS_DEV_VIRTUAL_MEMORY_MANAGEMENT = 102,
+  CS_DEV_HANDLE_TYPE_POSIX_FD = 103,
+  CS_DEV_MEMORY_POOLS = 115,
+  CS_DEV_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
+};
+
+/* Of PointerGetAttribute(s). */
+enum {
+  CS_PTR_CONTEXT = 1,
+  CS_PTR_MEMORY_TYPE = 2, /* uint32_t: CS_MEMORY_* */
+  CS_PTR_DEVICE_POINTER = 3,
+  CS_PTR_HOST_POINTER = 4,
+  CS_PTR_BUFFER_ID = 7, /* uint64_t, never used twice in a process */
+  CS_PTR_IS_MANAGED = 8,
+  CS_PTR_DEVICE_ORDINAL = 9,      /* int */
+  CS_PTR_LEGACY_IPC_CAPABLE = 10, /* int: IpcGetMemHandle works */
+  CS_PTR_RANGE_START = 11,
+  CS_PTR_RANGE_SIZE = 12,
+  CS_PTR_MAPPED = 13,
+  CS_PTR_ALLOWED_HANDLE_TYPES = 14, /* uint64_t: CS_HANDLE_* */
+  CS_PTR_ACCESS_FLAGS = 16,
+  CS_PTR_MEMPOOL = 17, /* NULL if it is of none */
+  CS_PTR_MAPPING_SIZE = 18,
+  CS_PTR_MAPPING_BASE = 19,
+};
+
+enum { CS_MEMORY_HOST = 1, CS_MEMORY_DEVICE = 2, CS_MEMORY_UNIFIED = 4 };
+
+enum { CS_STREAM_NON_BLOCKING = 1 };
+enum { CS_EVENT_DISABLE_TIMING = 2 };
+enum { CS_IPC_LAZY_PEER_ACCESS = 1 };
+enum { CS_HOST_PORTABLE = 1, CS_HOST_DEVICEMAP = 2 };
+enum { CS_WAIT_GEQ = 0, CS_WAIT_EQ = 1, CS_WAIT_AND = 2, CS_WAIT_NOR = 3 };
+enum { CS_WRITE_DEFAULT = 0, CS_WRITE_NO_MEMORY_BARRIER = 1 };
+enum { CS_CAPTURE_NONE = 0, CS_CAPTURE_ACTIVE = 1, CS_CAPTURE_INVALIDATED = 2 };
+enum {
+  CS_CAPTURE_MODE_GLOBAL = 0,
+  CS_CAPTURE_MODE_THREAD_LOCAL = 1,
+  CS_CAPTURE_MODE_RELAXED = 2
+};
+enum { CS_HANDLE_POSIX_FD = 1, CS_HANDLE_FABRIC = 8 };
+enum { CS_LOCATION_DEVICE = 1 };
+enum { CS_ACCESS_READWRITE = 3 };
+enum { CS_ALLOCATION_PINNED = 1 };
+enum { CS_GRANULARITY_MINIMUM = 0, CS_GRANULARITY_RECOMMENDED = 1 };
+enum {
+  CS_P2P_PERFORMANCE_RANK = 1,
+  CS_P2P_ACCESS = 2,
+  CS_P2P_NATIVE_ATOMIC = 3
+};
+enum {
+  CS_FUNC_MAX_THREADS = 0,
+  CS_FUNC_NUM_REGS = 4,
+  CS_FUNC_MAX_DYNAMIC_SHARED = 8
+};
+enum {
+  CS_JIT_INFO_LOG_BUFFER = 3,
+  CS_JIT_INFO_LOG_BUFFER_SIZE = 4,
+  CS_JIT_ERROR_LOG_BUFFER = 5,
+  CS_JIT_ERROR_LOG_BUFFER_SIZE = 6,
+};
+enum {
+  CS_LAUNCH_COOPERATIVE = 2,
+  CS_LAUNCH_CLUSTER_DIMENSION = 4,
+  CS_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
+  CS_LAUNCH_PRIORITY = 8,
+};
+
+typedef struct {
+  int type; /* CS_LOCATION_* */
+  int id;
+} cs_location;
+
+typedef struct {
+  cs_location location;
+  int flags; /* CS_ACCESS_* */
+} cs_access;
+
+typedef struct {
+  int type; /* CS_ALLOCATION_PINNED */
+  int handle_types;
+  cs_location location;
+  void *win32;
+  struct {
+    unsigned char compression, rdma;
+    unsigned short usage;
+    unsigned char reserved[4];
+  } flags;
+} cs_allocation_prop;
+
+typedef struct {
+  int id; /* CS_LAUNCH_* */
+  char pad[4];
+  union {
+    char pad[64];
+    int flag; /* cooperative, programmatic serialization, priority */
+    struct {
+      unsigned x, y, z;
+    } cluster;
+  } value;
+} cs_launch_attribute;
+
+typedef struct {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  cs_stream stream;
+  cs_launch_attribute *attributes;
+  unsigned count;
+} cs_launch_config;
+
+/* The table: CS_CUDA_TABLE(F) is F(name, symbol, version, arguments) for each
+ * function. version is the CUDA version in which the signature came (1000 * major
+ * + 10 * minor), which is what the driver is asked for; symbol is the name of that
+ * signature for drivers that are too old to be asked. F is NEW for what a
+ * driver of CUDA 11.0 may lack: NULL then. */
+#define CS_CUDA_TABLE(F, NEW)                                                  \
+  F(GetErrorName, "cuGetErrorName", 6000,                                      \
+    (cs_result error, const char **text))                                      \
+  F(GetErrorString, "cuGetErrorString", 6000,                                  \
+    (cs_result error, const char **text))                                      \
+  F(Init, "cuInit", 2000, (unsigned flags))                                    \
+  F(DriverGetVersion, "cuDriverGetVersion", 2020, (int *version))              \
+  F(DeviceGetCount, "cuDeviceGetCount", 2000, (int *count))                    \
+  F(DeviceGet, "cuDeviceGet", 2000, (cs_device * device, int ordinal))         \
+  F(DeviceGetName, "cuDeviceGetName", 2000,                                    \
+    (char *name, int len, cs_device device))                                   \
+  NEW(DeviceGetUuid, "cuDeviceGetUuid_v2", 11040,                              \
+      (cs_uuid * uuid, cs_device device))                                      \
+  F(DeviceGetAttribute, "cuDeviceGetAttribute", 2000,                          \
+    (int *value, int what, cs_device device))                                  \
+  F(DeviceTotalMem, "cuDeviceTotalMem_v2", 3020,                               \
+    (size_t *bytes, cs_device device))                                         \
+  F(DeviceGetPCIBusId, "cuDeviceGetPCIBusId", 4010,                            \
+    (char *id, int len, cs_device device))                                     \
+  F(DeviceCanAccessPeer, "cuDeviceCanAccessPeer", 4000,                        \
+    (int *can, cs_device device, cs_device peer))                              \
+  F(DeviceGetP2PAttribute, "cuDeviceGetP2PAttribute", 8000,                    \
+    (int *value, int what, cs_device from, cs_device to))                      \
+  F(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", 7000,                  \
+    (cs_context * context, cs_device device))                                  \
+  F(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", 11000,            \
+    (cs_device device))                                                        \
+  F(DevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState", 7000,              \
+    (cs_device device, unsigned *flags, int *active))                          \
+  F(CtxGetCurrent, "cuCtxGetCurrent", 4000, (cs_context * context))            \
+  F(CtxSetCurrent, "cuCtxSetCurrent", 4000, (cs_context context))              \
+  F(CtxEnablePeerAccess, "cuCtxEnablePeerAccess", 4000,                        \
+    (cs_context peer, unsigned flags))                                         \
+  F(MemGetInfo, "cuMemGetInfo_v2", 3020, (size_t *free, size_t *total))        \
+  F(MemAlloc, "cuMemAlloc_v2", 3020, (cs_ptr * address, size_t bytes))         \
+  F(MemFree, "cuMemFree_v2", 3020, (cs_ptr address))                           \
+  F(MemGetAddressRange, "cuMemGetAddressRange_v2", 3020,                       \
+    (cs_ptr * base, size_t *bytes, cs_ptr address))                            \
+  F(PointerGetAttribute, "cuPointerGetAttribute", 4000,                        \
+    (void *value, int what, cs_ptr address))                                   \
+  F(PointerGetAttributes, "cuPointerGetAttributes", 7000,                      \
+    (unsigned count, int *what, void **values, cs_ptr address))                \
+  F(MemHostAlloc, "cuMemHostAlloc", 2020,                                      \
+    (void **address, size_t bytes, unsigned flags))                            \
+  F(MemFreeHost, "cuMemFreeHost", 2000, (void *address))                       \
+  F(MemHostRegister, "cuMemHostRegister_v2", 6050,                             \
+    (void *address, size_t bytes, unsigned flags))                             \
+  F(MemHostUnregister, "cuMemHostUnregister", 4000, (void *address))           \
+  F(MemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2", 3020,             \
+    (cs_ptr * device, void *address, unsigned flags))                          \
+  F(IpcGetMemHandle, "cuIpcGetMemHandle", 4010,                                \
+    (cs_ipc_handle * handle, cs_ptr address))                                  \
+  F(IpcOpenMemHandle, "cuIpcOpenMemHandle_v2", 11000,                          \
+    (cs_ptr * address, cs_ipc_handle handle, unsigned flags))                  \
+  F(IpcCloseMemHandle, "cuIpcCloseMemHandle", 4010, (cs_ptr address))          \
+  F(MemCreate, "cuMemCreate", 10020,                                           \
+    (cs_allocation * handle, size_t bytes, const cs_allocation_prop *prop,     \
+     unsigned long long flags))                                                \
+  F(MemRelease, "cuMemRelease", 10020, (cs_allocation handle))                 \
+  F(MemRetainAllocationHandle, "cuMemRetainAllocationHandle", 11000,           \
+    (cs_allocation * handle, void *address))                                   \
+  F(MemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020,       \
+    (size_t *bytes, const cs_allocation_prop *prop, int option))               \
+  F(MemGetAllocationPropertiesFromHandle,                                      \
+    "cuMemGetAllocationPropertiesFromHandle", 10020,                           \
+    (cs_allocation_prop * prop, cs_allocation handle))                         \
+  F(MemExportToShareableHandle, "cuMemExportToShareableHandle", 10020,         \
+    (void *shareable, cs_allocation handle, int type,                          \
+     unsigned long long flags))                                                \
+  F(MemImportFromShareableHandle, "cuMemImportFromShareableHandle", 10020,     \
+    (cs_allocation * handle, void *shareable, int type))                       \
+  F(MemAddressReserve, "cuMemAddressReserve", 10020,                           \
+    (cs_ptr * address, size_t bytes, size_t alignment, cs_ptr hint,            \
+     unsigned long long flags))                                                \
+  F(MemAddressFree, "cuMemAddressFree", 10020, (cs_ptr address, size_t bytes)) \
+  F(MemMap, "cuMemMap", 10020,                                                 \
+    (cs_ptr address, size_t bytes, size_t offset, cs_allocation handle,        \
+     unsigned long long flags))                                                \
+  F(MemUnmap, "cuMemUnmap", 10020, (cs_ptr address, size_t bytes))             \
+  F(MemSetAccess, "cuMemSetAccess", 10020,                                     \
+    (cs_ptr address, size_t bytes, const cs_access *access, size_t count))     \
+  F(MemcpyAsync, "cuMemcpyAsync", 4000,                                        \
+    (cs_ptr to, cs_ptr from, size_t bytes, cs_stream stream))                  \
+  F(MemcpyPeerAsync, "cuMemcpyPeerAsync", 4000,                                \
+    (cs_ptr to, cs_context to_context, cs_ptr from, cs_context from_context,   \
+     size_t bytes, cs_stream stream))                                          \
+  F(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", 3020,                             \
+    (cs_ptr to, cs_ptr from, size_t bytes, cs_stream stream))                  \
+  F(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", 3020,                             \
+    (cs_ptr to, const void *from, size_t bytes, cs_stream stream))             \
+  F(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", 3020,                             \
+    (void *to, cs_ptr from, size_t bytes, cs_stream stream))                   \
+  F(MemcpyHtoD, "cuMemcpyHtoD_v2", 3020,                                       \
+    (cs_ptr to, const void *from, size_t bytes))                               \
+  F(MemcpyDtoH, "cuMemcpyDtoH_v2", 3020,                                       \
+    (void *to, cs_ptr from, size_t bytes))                                     \
+  F(MemsetD8Async, "cuMemsetD8Async", 3020,                                    \
+    (cs_ptr address, unsigned char value, size_t bytes, cs_stream stream))     \
+  F(StreamCreate, "cuStreamCreate", 2000,                                      \
+    (cs_stream * stream, unsigned flags))                                      \
+  F(StreamCreateWithPriority, "cuStreamCreateWithPriority", 5050,              \
+    (cs_stream * stream, unsigned flags, int priority))                        \
+  F(StreamDestroy, "cuStreamDestroy_v2", 4000, (cs_stream stream))             \
+  F(StreamSynchronize, "cuStreamSynchronize", 2000, (cs_stream stream))        \
+  F(StreamQuery, "cuStreamQuery", 2000, (cs_stream stream))                    \
+  F(StreamWaitEvent, "cuStreamWaitEvent", 3020,                                \
+    (cs_stream stream, cs_event event, unsigned flags))                        \
+  F(StreamIsCapturing, "cuStreamIsCapturing", 10000,                           \
+    (cs_stream stream, int *status))                                           \
+  F(StreamGetCtx, "cuStreamGetCtx", 9020,                                      \
+    (cs_stream stream, cs_context * context))                                  \
+  F(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",      \
+    10010, (int *mode))                                                        \
+  NEW(StreamWriteValue32, "cuStreamWriteValue32_v2", 11070,                    \
+      (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))      \
+  NEW(StreamWriteValue64, "cuStreamWriteValue64_v2", 11070,                    \
+      (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))      \
+  NEW(StreamWaitValue32, "cuStreamWaitValue32_v2", 11070,                      \
+      (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))      \
+  NEW(StreamWaitValue64, "cuStreamWaitValue64_v2", 11070,                      \
+      (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))      \
+  F(EventCreate, "cuEventCreate", 2000, (cs_event * event, unsigned flags))    \
+  F(EventRecord, "cuEventRecord", 2000, (cs_event event, cs_stream stream))    \
+  F(EventQuery, "cuEventQuery", 2000, (cs_event event))                        \
+  F(EventSynchronize, "cuEventSynchronize", 2000, (cs_event event))            \
+  F(EventDestroy, "cuEventDestroy_v2", 4000, (cs_event event))                 \
+  F(ModuleLoadData, "cuModuleLoadData", 2000,                                  \
+    (cs_module * module, const void *image))                                   \
+  F(ModuleLoadDataEx, "cuModuleLoadDataEx", 2010,                              \
+    (cs_module * module, const void *image, unsigned count, int *options,      \
+     void **values))                                                           \
+  F(ModuleUnload, "cuModuleUnload", 2000, (cs_module module))                  \
+  F(ModuleGetFunction, "cuModuleGetFunction", 2000,                            \
+    (cs_function * function, cs_module module, const char *name))              \
+  F(FuncGetAttribute, "cuFuncGetAttribute", 2020,                              \
+    (int *value, int what, cs_function function))                              \
+  F(FuncSetAttribute, "cuFuncSetAttribute", 9000,                              \
+    (cs_function function, int what, int value))                               \
+  F(LaunchKernel, "cuLaunchKernel", 4000,                                      \
+    (cs_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,  \
+     unsigned block_x, unsigned block_y, unsigned block_z,                     \
+     unsigned shared_bytes, cs_stream stream, void **arguments, void **extra)) \
+  NEW(LaunchKernelEx, "cuLaunchKernelEx", 11060,                               \
+      (const cs_launch_config *config, cs_function function, void **arguments, \
+       void **extra))
+
+#define CS_CUDA_FIELD(name, symbol, version, arguments)                        \
+  cs_result(*name) arguments;
+struct cs_cuda {
+  CS_CUDA_TABLE(CS_CUDA_FIELD, CS_CUDA_FIELD)
+};
+#undef CS_CUDA_FIELD
+
+/* Filled by cs_cuda_open; not to be written to. */
+extern struct cs_cuda cs_cu;
+
+/* Opens the driver, fills the table and calls Init; idempotent, and safe from any
+ * thread. 0, or -1 and the reason in why: a library that is missing, a function
+ * that it lacks, a driver that does not start. It creates no context. */
+int cs_cuda_open(char *why, size_t room);
+
+/* What a result means: "out of memory (CUDA_ERROR_OUT_OF_MEMORY)". Always ends
+ * with a zero byte. */
+void cs_cuda_text(cs_result result, char *text, size_t room);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

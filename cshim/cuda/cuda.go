@@ -1,0 +1,317 @@
+// Package cuda is the CUDA driver as Go sees it: cs_cuda.h, opened at run time.
+// It is mechanism: each method is one crossing and returns at once, unless it
+// says that it waits. Addresses and handles are numbers. All is safe for
+// concurrent use.
+package cuda
+
+/*
+#cgo LDFLAGS: -ldl
+#cgo noescape cs_enqueue
+#cgo nocallback cs_enqueue
+#cgo nocallback cs_event_record
+#cgo nocallback cs_event_query
+#include "cs_calls.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"unsafe"
+)
+
+// An Error is what a call of the driver gave.
+type Error struct {
+	Code int
+	text string
+}
+
+func (e *Error) Error() string { return e.text }
+
+// Codes of Error that callers tell apart.
+const (
+	OutOfMemory  = C.CS_CU_OUT_OF_MEMORY
+	InvalidValue = C.CS_CU_INVALID_VALUE
+	NotSupported = C.CS_CU_NOT_SUPPORTED
+)
+
+// failed is the error of a result, nil for success.
+func failed(rc C.int, format string, args ...any) error {
+	if rc == C.CS_CU_SUCCESS {
+		return nil
+	}
+	var text [256]C.char
+	C.cs_cuda_text(C.cs_result(rc), &text[0], C.size_t(len(text)))
+	return &Error{int(rc), fmt.Sprintf("cuda: "+format+": ", args...) + C.GoString(&text[0])}
+}
+
+// Open opens the driver. It creates no context. The error says what is missing.
+func Open() error {
+	var why [256]C.char
+	if C.cs_cuda_open(&why[0], C.size_t(len(why))) != 0 {
+		return errors.New("cuda: " + C.GoString(&why[0]))
+	}
+	if C.cs_cu.StreamWriteValue64 == nil || C.cs_cu.DeviceGetUuid == nil {
+		return errors.New("cuda: the driver is older than CUDA 11.7 (install a newer one)")
+	}
+	return nil
+}
+
+// Count is how many GPUs are visible to the process. The driver must be open.
+func Count() (int, error) {
+	var n C.int
+	err := failed(C.cs_count(&n), "count the GPUs")
+	return int(n), err
+}
+
+// UUID names a GPU, whatever number it has in a process.
+type UUID [16]byte
+
+func (u UUID) String() string {
+	return fmt.Sprintf("GPU-%x-%x-%x-%x-%x", u[:4], u[4:6], u[6:8], u[8:10], u[10:])
+}
+
+// Device is a GPU whose primary context this process holds.
+type Device struct {
+	ordinal int
+	context C.uint64_t
+	uuid    UUID
+	name    string
+	once    sync.Once
+}
+
+// Retain holds the primary context of visible GPU ordinal, which is created if it
+// was not. Release gives it back.
+func Retain(ordinal int) (*Device, error) {
+	d := &Device{ordinal: ordinal}
+	if err := d.identify(); err != nil {
+		return nil, err
+	}
+	var context C.uint64_t
+	if err := failed(C.cs_retain(C.int(ordinal), &context), "hold the primary context of gpu %d", ordinal); err != nil {
+		return nil, err
+	}
+	d.context = context
+	return d, nil
+}
+
+func (d *Device) identify() error {
+	var name [128]C.char
+	rc := C.cs_identify(C.int(d.ordinal), unsafe.Pointer(&d.uuid), &name[0], C.int(len(name)))
+	d.name = C.GoString(&name[0])
+	return failed(rc, "find gpu %d", d.ordinal)
+}
+
+// Release gives the context back; nothing else may be called afterwards.
+func (d *Device) Release() {
+	d.once.Do(func() { C.cs_release(C.int(d.ordinal)) })
+}
+
+// Ordinal is the number of the GPU in this process.
+func (d *Device) Ordinal() int { return d.ordinal }
+
+// UUID names the GPU.
+func (d *Device) UUID() UUID { return d.uuid }
+
+// Name is for people: "NVIDIA H200".
+func (d *Device) Name() string { return d.name }
+
+// Stream and Event are numbers of the driver's; 0 is the default stream, and no
+// event.
+type (
+	Stream uint64
+	Event  uint64
+)
+
+// NewStream makes a stream that does not wait for the default stream.
+func (d *Device) NewStream() (Stream, error) {
+	var s C.uint64_t
+	err := failed(C.cs_stream_create(d.context, &s), "make a stream on gpu %d", d.ordinal)
+	return Stream(s), err
+}
+
+// FreeStream destroys s when what is enqueued has run.
+func (d *Device) FreeStream(s Stream) error {
+	return failed(C.cs_stream_destroy(d.context, C.uint64_t(s)), "destroy a stream of gpu %d", d.ordinal)
+}
+
+// Idle says whether all that is enqueued on s has run. An error is one of the
+// context's: nothing enqueued will ever run.
+func (d *Device) Idle(s Stream) (bool, error) {
+	return d.query(C.cs_stream_query(d.context, C.uint64_t(s)), "run what is enqueued")
+}
+
+// Synchronize waits until what is enqueued on s has run.
+func (d *Device) Synchronize(s Stream) error {
+	return failed(C.cs_stream_synchronize(d.context, C.uint64_t(s)), "wait for a stream of gpu %d", d.ordinal)
+}
+
+// Capturing says whether s is being captured into a graph.
+func (d *Device) Capturing(s Stream) (bool, error) {
+	var status C.int
+	err := failed(C.cs_stream_capturing(d.context, C.uint64_t(s), &status), "ask whether a stream of gpu %d is captured", d.ordinal)
+	return status != C.CS_CAPTURE_NONE, err
+}
+
+func (d *Device) query(rc C.int, what string) (bool, error) {
+	if rc == C.CS_CU_NOT_READY {
+		return false, nil
+	}
+	return rc == C.CS_CU_SUCCESS, failed(rc, "%s on gpu %d", what, d.ordinal)
+}
+
+// NewEvent makes an event without timing.
+func (d *Device) NewEvent() (Event, error) {
+	var e C.uint64_t
+	err := failed(C.cs_event_create(d.context, &e), "make an event on gpu %d", d.ordinal)
+	return Event(e), err
+}
+
+// Record makes e stand for what is enqueued on s so far.
+func (d *Device) Record(e Event, s Stream) error {
+	return failed(C.cs_event_record(d.context, C.uint64_t(e), C.uint64_t(s)), "record an event on a stream of gpu %d", d.ordinal)
+}
+
+// Passed says whether e has been reached.
+func (d *Device) Passed(e Event) (bool, error) {
+	return d.query(C.cs_event_query(d.context, C.uint64_t(e)), "reach an event")
+}
+
+// FreeEvent destroys e.
+func (d *Device) FreeEvent(e Event) error {
+	return failed(C.cs_event_destroy(d.context, C.uint64_t(e)), "destroy an event of gpu %d", d.ordinal)
+}
+
+// Copy is one copy, between any two addresses that the device knows.
+type Copy struct{ To, From, Len uint64 }
+
+// Enqueue has s wait for event (0: for nothing), make the copies and store value
+// at flag (as Pin gave it; 0: nowhere), in this order. It does not wait, and the
+// copies are read before it returns.
+func (d *Device) Enqueue(s Stream, event Event, copies []Copy, flag, value uint64) error {
+	rc := C.cs_enqueue(d.context, C.uint64_t(s), C.uint64_t(event),
+		(*C.cs_copy)(unsafe.Pointer(unsafe.SliceData(copies))), C.size_t(len(copies)), C.uint64_t(flag), C.uint64_t(value))
+	if rc == C.CS_CU_SUCCESS {
+		return nil
+	}
+	return failed(rc, "enqueue %d copies on gpu %d", len(copies), d.ordinal)
+}
+
+// Alloc gives n bytes of the GPU's memory, which Free returns.
+func (d *Device) Alloc(n uint64) (uint64, error) {
+	var a C.uint64_t
+	err := failed(C.cs_alloc(d.context, C.uint64_t(n), &a), "allocate %d bytes on gpu %d", n, d.ordinal)
+	return uint64(a), err
+}
+
+// Free returns what Alloc gave. It may wait for the GPU.
+func (d *Device) Free(address uint64) error {
+	return failed(C.cs_free(d.context, C.uint64_t(address)), "free memory of gpu %d", d.ordinal)
+}
+
+// Pin keeps host memory, whole pages, in place for the GPU and gives its address
+// there. Unpin undoes it.
+func (d *Device) Pin(address, n uint64) (uint64, error) {
+	var seen C.uint64_t
+	err := failed(C.cs_pin(d.context, C.uint64_t(address), C.uint64_t(n), &seen), "pin %d bytes for gpu %d", n, d.ordinal)
+	return uint64(seen), err
+}
+
+// Unpin lets go of what Pin took.
+func (d *Device) Unpin(address uint64) error {
+	return failed(C.cs_unpin(d.context, C.uint64_t(address)), "unpin memory of gpu %d", d.ordinal)
+}
+
+// Read copies from the GPU and waits for it; for tests and set-up.
+func (d *Device) Read(to []byte, from uint64) error {
+	return failed(C.cs_read(d.context, unsafe.Pointer(unsafe.SliceData(to)), C.uint64_t(from), C.uint64_t(len(to))), "read %d bytes of gpu %d", len(to), d.ordinal)
+}
+
+// Write copies to the GPU and waits for it; for tests and set-up.
+func (d *Device) Write(to uint64, from []byte) error {
+	return failed(C.cs_write(d.context, C.uint64_t(to), unsafe.Pointer(unsafe.SliceData(from)), C.uint64_t(len(from))), "write %d bytes of gpu %d", len(from), d.ordinal)
+}
+
+// Memory is what the driver knows of an address.
+type Memory struct {
+	Base, Len  uint64 // the allocation, or the piece that is mapped there
+	ID         uint64 // no other allocation of the process ever has it
+	Ordinal    int    // of the GPU; -1 for none
+	OnGPU      bool   // else on the host, or in both
+	LegacyIPC  bool   // ExportIPC works
+	Descriptor bool   // ExportFD works
+	Pool       bool   // it is of a memory pool
+}
+
+// Describe says what is at an address. It fails for memory that the driver does
+// not know.
+func (d *Device) Describe(address uint64) (Memory, error) {
+	var m C.cs_memory
+	if err := failed(C.cs_describe(d.context, C.uint64_t(address), &m), "describe the memory at %#x", address); err != nil {
+		return Memory{}, err
+	}
+	return Memory{
+		Base: uint64(m.base), Len: uint64(m.bytes), ID: uint64(m.id), Ordinal: int(m.device),
+		OnGPU: m._type == C.CS_MEMORY_DEVICE, LegacyIPC: m.legacy_ipc != 0 && m.pool == 0,
+		Descriptor: m.handles&C.CS_HANDLE_POSIX_FD != 0 && m.pool == 0, Pool: m.pool != 0,
+	}, nil
+}
+
+// BufferID is the number of the allocation at an address, 0 if there is none.
+func (d *Device) BufferID(address uint64) uint64 {
+	var id C.uint64_t
+	if C.cs_buffer_id(d.context, C.uint64_t(address), &id) != C.CS_CU_SUCCESS {
+		return 0
+	}
+	return uint64(id)
+}
+
+// IPCHandle names an allocation for the other processes of the host.
+type IPCHandle [64]byte
+
+// ExportIPC names the allocation at base.
+func (d *Device) ExportIPC(base uint64) (h IPCHandle, err error) {
+	err = failed(C.cs_ipc_get(d.context, C.uint64_t(base), unsafe.Pointer(&h)), "share the memory at %#x", base)
+	return h, err
+}
+
+// ImportIPC maps another process's allocation. CloseIPC undoes it.
+func (d *Device) ImportIPC(h IPCHandle) (uint64, error) {
+	var base C.uint64_t
+	err := failed(C.cs_ipc_open(d.context, unsafe.Pointer(&h), &base), "map memory of another process on gpu %d", d.ordinal)
+	return uint64(base), err
+}
+
+// CloseIPC unmaps what ImportIPC gave.
+func (d *Device) CloseIPC(base uint64) error {
+	return failed(C.cs_ipc_close(d.context, C.uint64_t(base)), "unmap memory of another process on gpu %d", d.ordinal)
+}
+
+// Reach lets d use the memory of peer, another device of this process.
+func (d *Device) Reach(peer *Device) error {
+	return failed(C.cs_peer(d.context, peer.context), "let gpu %d use the memory of gpu %d", d.ordinal, peer.ordinal)
+}
+
+// ExportFD gives the mapped piece of memory at address as a descriptor, which is
+// the caller's.
+func (d *Device) ExportFD(address uint64) (int, error) {
+	var fd C.int
+	err := failed(C.cs_export_fd(d.context, C.uint64_t(address), &fd), "export the memory at %#x", address)
+	return int(fd), err
+}
+
+// MapFDs maps pieces of other processes' memory one behind the other. The
+// descriptors stay the caller's. UnmapFDs, with the same lengths, undoes it.
+func (d *Device) MapFDs(fds []int32, lens []uint64) (uint64, error) {
+	var base C.uint64_t
+	err := failed(C.cs_map_fds(d.context, C.int(d.ordinal), (*C.int)(unsafe.Pointer(unsafe.SliceData(fds))),
+		(*C.uint64_t)(unsafe.Pointer(unsafe.SliceData(lens))), C.size_t(len(lens)), &base), "map %d pieces of memory on gpu %d", len(lens), d.ordinal)
+	return uint64(base), err
+}
+
+// UnmapFDs undoes MapFDs.
+func (d *Device) UnmapFDs(base uint64, lens []uint64) error {
+	return failed(C.cs_unmap_fds(d.context, C.uint64_t(base), (*C.uint64_t)(unsafe.Pointer(unsafe.SliceData(lens))), C.size_t(len(lens))),
+		"unmap %d pieces of memory on gpu %d", len(lens), d.ordinal)
+}
