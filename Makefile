@@ -119,7 +119,7 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 
 device-bundle: engine ## pack build/fserver-device.tar.gz for a machine without Go or network
 	@tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='_C.*.so' --exclude='_C.*.json' \
-	  --transform='s,^,fserver/,' build/libfserver.a engine/cabi/fserver.h go.mod csrc examples fserver \
+	  --transform='s,^,fserver/,' build/libfserver.a engine/cabi/fserver.h cshim go.mod csrc examples fserver \
 	  fserver_lib.py requirements tests tools pyproject.toml README.md setup.py
 	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
 	echo "  FSERVER_ARCHIVE=build/libfserver.a python3 tools/builder.py ext && python3 -m pytest tests/python"

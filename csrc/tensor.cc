@@ -1,6 +1,7 @@
 #include "tensor.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
@@ -159,6 +160,14 @@ Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
     refuse(arg, i, Kind::kConfig,
            std::string("cannot be used: ") + e.what_without_backtrace());
   }
+}
+
+void *current_stream(int device) {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+  return guard
+      .getStream(c10::Device(c10::DeviceType::CUDA,
+                             static_cast<c10::DeviceIndex>(device)))
+      .native_handle();
 }
 
 int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i) {

@@ -75,6 +75,9 @@ enum class Access { kRead, kWrite };
 Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
                    fs_tensor *t);
 
+// The native handle of torch's current stream on a CUDA device.
+void *current_stream(int device);
+
 // The first dimension of a tensor of any kind.
 int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i);
 
