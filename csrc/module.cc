@@ -198,6 +198,17 @@ void define(py::module_ &m) {
       .def("stop", &Node::stop)
       .def("close", &Node::close)
       .def("describe", &Node::describe)
+      .def("channel_open", &Node::channel_open, py::arg("name"),
+           py::arg("text"), py::arg("word") = 0)
+      .def("channel_text",
+           [](Node &n, uint64_t channel, uint32_t peer, py::handle timeout_ms) {
+             return n.channel_text(channel, peer, timeout_ms.ptr());
+           })
+      .def("channel_state", &Node::channel_state)
+      .def("channel_close",
+           [](Node &n, uint64_t channel, py::handle timeout_ms) {
+             return n.channel_close(channel, timeout_ms.ptr());
+           })
       .def_property_readonly("rank", [](Node &n) { return n.info().rank; })
       .def_property_readonly("group", [](Node &n) { return n.info().group; })
       .def_property_readonly("instance",
@@ -237,6 +248,12 @@ void define(py::module_ &m) {
                 return std::vector<int64_t>(stamps, stamps + 8);
               },
               py::arg("handler"))
+          .def("channel_push_pull",
+               [](Worker &w, uint64_t channel, py::handle push,
+                  py::handle push_keys, py::handle pull, py::handle pull_keys) {
+                 return w.push_pull(push.ptr(), push_keys.ptr(), pull.ptr(),
+                                    pull_keys.ptr(), channel);
+               })
           .def_property_readonly("next_handler", &Worker::next_handler);
   add_fast(worker, "push_pull", push_pull,
            "push_pull($self, /, push_tensors, push_keys, pull_tensors, "
@@ -249,6 +266,11 @@ void define(py::module_ &m) {
   auto server =
       py::class_<Server, Node>(m, "Server")
           .def(py::init<const Settings &>())
+          .def("channel_take",
+               [](Server &s, uint64_t channel, py::handle timeout_ms) {
+                 return py::reinterpret_steal<py::object>(
+                     s.get_batch(timeout_ms.ptr(), channel));
+               })
           .def(
               "register_recv_buffer",
               [](Server &s, py::handle tensor, py::handle ranks,

@@ -80,7 +80,8 @@ Worker::Worker(const std::vector<std::string> &settings, uint64_t next_handler)
     : Node(settings), requests_(info().mask + 1), next_(next_handler) {}
 
 uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
-                           PyObject *pull_tensors, PyObject *pull_keys) {
+                           PyObject *pull_tensors, PyObject *pull_keys,
+                           uint64_t channel) {
   enter_connected("push_pull");
   const int64_t started = now_ns();
   holder_.reap();
@@ -138,7 +139,10 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
 
   fs_ticket ticket = 0;
   auto send = [&] {
-    return fs_push_pull(id_, t.data(), np, t.data() + np, nq, &ticket);
+    return channel
+               ? fs_channel_push_pull(id_, channel, t.data(), np, t.data() + np,
+                                      nq, &ticket)
+               : fs_push_pull(id_, t.data(), np, t.data() + np, nq, &ticket);
   };
   check("push_pull", bytes < kLarge ? send() : unlocked(send));
   lease.keep(ticket);

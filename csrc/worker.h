@@ -20,7 +20,8 @@ public:
 
   // Gives the first of np + nq new handlers.
   uint64_t push_pull(PyObject *push_tensors, PyObject *push_keys,
-                     PyObject *pull_tensors, PyObject *pull_keys);
+                     PyObject *pull_tensors, PyObject *pull_keys,
+                     uint64_t channel = 0);
   // timeout_ms: nullptr is 10 s.
   void wait(PyObject *handler, PyObject *timeout_ms);
   // The handlers from first on of the push_pull that handler belongs to.
