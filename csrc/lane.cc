@@ -42,24 +42,15 @@ constexpr uint64_t kPiece = 2 << 20;
 
 constexpr int kWatchMs = 10;
 
-cs_memop wait_for(uint64_t address, uint32_t value) {
-  cs_memop op;
-  memset(&op, 0, sizeof op);
-  op.value.operation = CS_MEMOP_WAIT_32;
-  op.value.address = address;
-  op.value.value = value;
-  op.value.flags = CS_WAIT_GEQ;
-  return op;
+// The values of the word that ends a channel, as fs_channel_open has them.
+constexpr uint32_t kEnded = 1;
+
+void wait_for(cs_stream s, uint64_t address, const char *call) {
+  must(call, cs_cu.StreamWaitValue32(s, address, 1, CS_WAIT_GEQ));
 }
 
-cs_memop write_to(uint64_t address, uint32_t value) {
-  cs_memop op;
-  memset(&op, 0, sizeof op);
-  op.value.operation = CS_MEMOP_WRITE_32;
-  op.value.address = address;
-  op.value.value = value;
-  op.value.flags = CS_WRITE_DEFAULT;
-  return op;
+void write_to(cs_stream s, uint64_t address, uint32_t value, const char *call) {
+  must(call, cs_cu.StreamWriteValue32(s, address, value, CS_WRITE_DEFAULT));
 }
 
 } // namespace
@@ -99,8 +90,7 @@ Lane::Lane(int device, const std::string &image, double timeout_ms,
     : device_(device), programmatic_(programmatic),
       patience_(static_cast<uint64_t>(timeout_ms * 1e6)) {
   open_driver("channel");
-  if (!cs_cu.LaunchKernelEx || !cs_cu.StreamWriteValue32 ||
-      !cs_cu.StreamBatchMemOp)
+  if (!cs_cu.LaunchKernelEx || !cs_cu.StreamWriteValue32)
     raise(Kind::kConfig,
           "channel: the CUDA driver is older than 11.7 (install a newer one)");
   must("find the GPU", cs_cu.DeviceGet(&handle_, device));
@@ -275,7 +265,7 @@ void Lane::begin(bool in_turn, bool send_first) {
 
 cs_stream Lane::stream(const char *call) {
   need(call);
-  if (words_[0] || words_[1])
+  if (words_[0] == kEnded || words_[1])
     raise(Kind::kError, "%s: the channel has ended: check() says why", call);
   auto s = reinterpret_cast<cs_stream>(current_stream(device_));
   if (used_ && s != last_) {
@@ -326,44 +316,34 @@ void Lane::launch(Way &way, cs_stream s, const char *call) {
 // sender sets a flag to 1, the receiver waits for it and sets it back, and the
 // flag's next 1 comes after the answer, or after the receiver's credit.
 void Lane::copy_out(cs_stream s) {
-  std::vector<cs_memop> ops;
   for (const Segment &g : out_.copies) {
     if (g.s.credits) {
-      ops.push_back(wait_for(g.s.credits, 1));
-      ops.push_back(write_to(g.s.credits, 0));
+      wait_for(s, g.s.credits, "send");
+      write_to(s, g.s.credits, 0, "send");
     }
   }
-  if (!ops.empty())
-    must("send", cs_cu.StreamBatchMemOp(s, static_cast<unsigned>(ops.size()),
-                                        ops.data(), 0));
-  ops.clear();
   for (const Segment &g : out_.copies) {
     const uint64_t rows =
         rows_.empty() ? g.s.rows : rows_[static_cast<size_t>(g.tensor)];
     const uint64_t bytes = rows_.empty() ? g.s.bytes : rows * g.row_bytes;
     if (bytes)
       must("send", cs_cu.MemcpyAsync(g.s.to, g.s.from, bytes, s));
-    ops.push_back(write_to(g.s.counted, static_cast<uint32_t>(rows)));
+    write_to(s, g.s.counted, static_cast<uint32_t>(rows), "send");
     if (g.s.flags)
-      ops.push_back(write_to(g.s.flags, 1));
+      write_to(s, g.s.flags, 1, "send");
   }
-  must("send", cs_cu.StreamBatchMemOp(s, static_cast<unsigned>(ops.size()),
-                                      ops.data(), 0));
 }
 
 void Lane::copy_in(cs_stream s) {
-  std::vector<cs_memop> ops;
   for (const Segment &g : in_.copies)
     if (g.s.credits)
-      ops.push_back(write_to(g.s.credits, 1));
+      write_to(s, g.s.credits, 1, "recv");
   for (const Segment &g : in_.copies) {
     if (g.s.flags) {
-      ops.push_back(wait_for(g.s.flags, 1));
-      ops.push_back(write_to(g.s.flags, 0));
+      wait_for(s, g.s.flags, "recv");
+      write_to(s, g.s.flags, 0, "recv");
     }
   }
-  must("recv", cs_cu.StreamBatchMemOp(s, static_cast<unsigned>(ops.size()),
-                                      ops.data(), 0));
   for (const Segment &g : in_.copies)
     if (g.s.from && g.s.bytes)
       must("recv", cs_cu.MemcpyAsync(g.s.to, g.s.from, g.s.bytes, s));
@@ -438,21 +418,44 @@ std::pair<int, int> Lane::status() const {
   if (!words_)
     return {0, 0};
   const uint32_t w = words_[1];
-  if (w == 0 && words_[0])
+  if (w == 0 && words_[0] == kEnded)
     return {CS_LOST, -1};
   return {static_cast<int>(w & 255), static_cast<int>(w >> 8)};
 }
 
+std::string Lane::peek(uint64_t address, uint64_t bytes) {
+  need("channel");
+  Entered in(context_);
+  std::string data(bytes, 0);
+  void *pinned;
+  cs_stream s;
+  must("allocate pinned memory", cs_cu.MemHostAlloc(&pinned, bytes, 0));
+  cs_result rc = cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING);
+  if (rc == CS_CU_SUCCESS) {
+    rc = cs_cu.MemcpyDtoHAsync(pinned, address, bytes, s);
+    if (rc == CS_CU_SUCCESS)
+      rc = unlocked([&] { return cs_cu.StreamSynchronize(s); });
+    cs_cu.StreamDestroy(s);
+  }
+  memcpy(data.data(), pinned, bytes);
+  cs_cu.MemFreeHost(pinned);
+  must("read the GPU's memory", rc);
+  return data;
+}
+
+int Lane::pending() const {
+  return used_ && !closed_ ? cs_cu.StreamQuery(last_) : CS_CU_SUCCESS;
+}
+
 void Lane::abort() {
   if (words_)
-    words_[0] = 1;
+    words_[0] = kEnded;
 }
 
 // Once the lane has ended, fills every flag until it is closed: a stream that
 // waits goes on, and so does the next wait on it.
 void Lane::watch() {
   cs_stream s = nullptr;
-  static const uint32_t one = 1;
   if (cs_cu.CtxSetCurrent(context_) != CS_CU_SUCCESS)
     return;
   while (!stop_.load()) {
@@ -463,10 +466,10 @@ void Lane::watch() {
       return;
     for (const Segment &g : in_.copies)
       if (g.s.flags)
-        cs_cu.MemcpyHtoDAsync(g.s.flags, &one, sizeof one, s);
+        cs_cu.StreamWriteValue32(s, g.s.flags, 1, CS_WRITE_DEFAULT);
     for (const Segment &g : out_.copies)
       if (g.s.credits)
-        cs_cu.MemcpyHtoDAsync(g.s.credits, &one, sizeof one, s);
+        cs_cu.StreamWriteValue32(s, g.s.credits, 1, CS_WRITE_DEFAULT);
     cs_cu.StreamSynchronize(s);
   }
   if (s)

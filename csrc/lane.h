@@ -73,6 +73,11 @@ public:
   void abort();
   void close();
 
+  // For tests and errors: memory of the GPU, read past what is enqueued, and what
+  // the driver says of the stream that was used last.
+  std::string peek(uint64_t address, uint64_t bytes);
+  int pending() const;
+
 private:
   struct Launch {
     cs_launch_many args;

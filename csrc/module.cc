@@ -320,6 +320,11 @@ void define(py::module_ &m) {
           .def("status", &Lane::status)
           .def_property_readonly("abort_word", &Lane::abort_word)
           .def("abort", &Lane::abort)
+          .def("peek",
+               [](Lane &l, uint64_t address, uint64_t bytes) {
+                 return py::bytes(l.peek(address, bytes));
+               })
+          .def("pending", &Lane::pending)
           .def("close", &Lane::close);
   add_fast(lane, "send", lane_send,
            "send($self, /, rows=None)\n--\n\n"

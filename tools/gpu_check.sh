@@ -3,8 +3,8 @@
 #
 #   tools/gpu_check.sh PART...        parts: channel
 #
-# OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Builds the extension if
-# there is none. Prints PASS or FAIL for each step; the exit status says whether all passed.
+# OUT=DIR for results (default build/gpu), PYTHON, RUNS of each measurement, SWEEP=1 for other
+# thresholds too, FULL=1 for the sanitizer. Builds the extension if there is none. Prints PASS or FAIL for each step; the exit status says whether all passed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -33,20 +33,25 @@ build() {
   FSERVER_ARCHIVE=$archive "$PYTHON" tools/builder.py ext
 }
 
+# Everything in it is bounded: 90 s in all without FULL=1.
 channel() {
-  local extra=() raw=()
-  [[ -n ${QUICK:-} ]] && extra+=(--quick)
-  [[ -n ${SWEEP:-} ]] && extra+=(--sweep)
+  local raw=() lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
   if command -v nvcc >/dev/null; then
-    step channel-raw-build nvcc -O3 -arch=native -o "$OUT/raw_channel" tests/gpu/raw_channel.cu -lcuda
+    step channel-raw-build timeout 60 nvcc -O3 -arch=native -o "$OUT/raw_channel" \
+      tests/gpu/raw_channel.cu -lcuda
     raw=(--raw "$OUT/raw_channel")
   fi
-  step channel-tests "$PYTHON" -m pytest tests/gpu -q --maxfail=8 -rf --durations=8 -k "lane or channel"
-  step channel-bench "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" "${raw[@]}" "${extra[@]}"
+  step channel-smoke timeout 40 "${lanes[@]}" -k "lane and unaligned and two_gpus or lane and one_way and two_gpus"
+  step channel-bench timeout 60 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
+    --runs "${RUNS:-40}" "${raw[@]}" ${SWEEP:+--sweep}
   grep '^work=' "$OUT/channel-bench.txt"
-  if command -v compute-sanitizer >/dev/null && [[ -z ${QUICK:-} ]]; then
-    step channel-sanitizer compute-sanitizer --target-processes all --error-exitcode 9 \
-      "$PYTHON" -m pytest tests/gpu/test_lane.py -q -k "two_gpus and (unaligned or rows) and not ce"
+  step channel-graphs timeout 60 "${lanes[@]}" -k "lane and (replay or layers or ends) and two_gpus"
+  step channel-rest timeout "${REST:-60}" "${lanes[@]}" \
+    -k "(lane or channel) and not (replay or layers or ends) and not one_gpu or channel or lane and one_gpu and rows"
+  if command -v compute-sanitizer >/dev/null && [[ -n ${FULL:-} ]]; then
+    step channel-sanitizer timeout 120 compute-sanitizer --target-processes all \
+      --error-exitcode 9 "$PYTHON" -m pytest tests/gpu/test_lane.py -v -s \
+      -k "two_gpus and unaligned"
   fi
 }
 

@@ -15,6 +15,8 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 
 constexpr u32 kPolls = 2048;
+// How long what a peer sent before it closed its side may take.
+constexpr u64 kAfterwards = 100000000;
 
 __device__ __forceinline__ u32 load_own(u64 p) {
   u32 v;
@@ -67,8 +69,11 @@ __device__ __forceinline__ void begin() {
 constexpr u64 kOver = ~0ull;
 __device__ __noinline__ u64 ask(const cs_launch_head &h, u32 peer, u64 since) {
   const u64 now = nanoseconds();
+  const u32 ended = host_word(h.status);
   u32 why = 0;
-  if (load_own(h.dead) != 0 || host_word(h.status) != 0)
+  if (load_own(h.dead) != 0 || ended == 1)
+    why = CS_LOST;
+  else if (ended != 0 && since != 0 && now - since > kAfterwards)
     why = CS_LOST;
   else if (since != 0 && now - since > h.patience)
     why = CS_LATE;

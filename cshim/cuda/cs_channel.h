@@ -42,8 +42,9 @@ typedef struct {
   unsigned long long
       counts;              /* a sequence number for each block of this launch */
   unsigned long long dead; /* not zero: the channel has ended */
-  /* Host memory, two words. The host writes the first to end the channel; a
-   * kernel that gives up writes why into the second: CS_LOST or CS_LATE in the
+  /* Host memory, two words. The first is that of fs_channel_open: 1 ends the
+   * channel, 2 says that a peer has sent its last message; a kernel that gives up
+   * writes why into the second: CS_LOST or CS_LATE in the
    * lowest byte, the peer above it. */
   unsigned long long status;
   unsigned long long patience; /* nanoseconds that a kernel waits */

@@ -181,19 +181,6 @@ typedef struct {
   unsigned count;
 } cs_launch_config;
 
-/* One stream memory operation of a batch. */
-enum { CS_MEMOP_WAIT_32 = 1, CS_MEMOP_WRITE_32 = 2 };
-typedef union {
-  struct {
-    int operation; /* CS_MEMOP_* */
-    cs_ptr address;
-    uint64_t value; /* the lower half counts */
-    unsigned flags; /* CS_WAIT_*, or CS_WRITE_* */
-    cs_ptr alias;
-  } value;
-  uint64_t pad[6];
-} cs_memop;
-
 /* The table: CS_CUDA_TABLE(F) is F(name, symbol, version, arguments) for each
  * function. version is the CUDA version in which the signature came (1000 * major
  * + 10 * minor), which is what the driver is asked for; symbol is the name of that
@@ -320,8 +307,6 @@ typedef union {
       (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))      \
   NEW(StreamWaitValue64, "cuStreamWaitValue64_v2", 11070,                      \
       (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))      \
-  NEW(StreamBatchMemOp, "cuStreamBatchMemOp_v2", 11070,                        \
-      (cs_stream stream, unsigned count, cs_memop *ops, unsigned flags))       \
   F(EventCreate, "cuEventCreate", 2000, (cs_event * event, unsigned flags))    \
   F(EventRecord, "cuEventRecord", 2000, (cs_event event, cs_stream stream))    \
   F(EventQuery, "cuEventQuery", 2000, (cs_event event))                        \

@@ -147,8 +147,17 @@ class Plan:
                 row.append(_Incoming(piece, kind, blocks, *where, stride, flags, counted))
                 number += 1
             self._incoming.append(row)
+        flags = self._incoming[0][0].flags if n_in else arena.size
         self._credits = [[arena.take(4 * MOST_BLOCKS) for _ in row] for row in self.outgoing]
-        self.arena = memory.allocate(arena.size)
+        self.arena, self.used = memory.allocate(arena.size), arena.size
+        self.layout = {
+            "dead": self._dead,
+            "counts of sends": self._out_counts,
+            "counts of receives": self._in_counts,
+            "rows": self._counted,
+            "flags": flags,
+            "credits": self._credits[0][0] if n_out and self._credits[0] else arena.size,
+        }
         handle, size, offset = memory.share(self.arena)
         if not handle:
             raise Error("channel: the channel's own memory cannot be shared between processes")

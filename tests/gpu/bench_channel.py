@@ -1,7 +1,7 @@
 """Times stream channels between two GPUs (or two processes on one), beside a plain CUDA program
 that makes the same copies.
 
-    python tests/gpu/bench_channel.py [--json FILE] [--raw PROGRAM] [--quick]
+    python tests/gpu/bench_channel.py [--json FILE] [--raw PROGRAM] [--runs N] [--sweep]
 """
 
 from __future__ import annotations
@@ -155,14 +155,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--raw", help="the program made from raw_channel.cu")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the runs")
+    parser.add_argument("--runs", type=int, default=40, help="of each measurement")
     parser.add_argument(
         "--sweep", action="store_true", help="other thresholds and block counts too"
     )
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     devices = (0, 1) if gpus > 1 else (0, 0)
-    count = 20 if args.quick or gpus < 2 else 300
+    count = args.runs if gpus > 1 else 5
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
@@ -175,7 +175,7 @@ def main() -> int:
         print("  ".join(f"{k}={v}" for k, v in row.items()), flush=True)
 
     pair = Pair(devices)
-    failed = False
+    failed, failures = False, 0
     jobs: list[tuple[Any, dict[str, Any]]] = []
     for mode in ("sm", "ce"):
         for push, pull in WORK:
@@ -187,10 +187,13 @@ def main() -> int:
                          "count": count, "table": {}},
                     )
                 )  # fmt: skip
-        jobs.append((calls, {"mode": mode, "count": 20}))
+        jobs.append((calls, {"mode": mode, "count": 5}))
         for both in (False, True):
             jobs.append(
-                (stream_of, {"mode": mode, "size": 64 * MIB, "both": both, "count": count // 10})
+                (
+                    stream_of,
+                    {"mode": mode, "size": 64 * MIB, "both": both, "count": max(3, count // 10)},
+                )
             )
     if args.sweep:
         push, pull = WORK[2]
@@ -204,15 +207,18 @@ def main() -> int:
                 jobs.append((round_trips, {"mode": "sm", "push": size, "pull": size, "graph": True,
                                            "count": count // 3, "table": table}))  # fmt: skip
     for function, kwargs in jobs:
+        print(f"... {function.__name__} {kwargs}", file=sys.stderr, flush=True)
         try:
             add(pair.run(function, **kwargs)[0])
         except Exception as error:  # the other rows are of interest still
             failed = True
             print(f"FAIL {function.__name__} {kwargs}: {error}", flush=True)
             pair = Pair(devices)
+            if (failures := failures + 1) == 2:
+                break
     pair.close()
     if args.raw:
-        done = subprocess.run([args.raw], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([args.raw], capture_output=True, text=True, timeout=20)
         for line in done.stdout.splitlines():
             if line.startswith("{"):
                 add(json.loads(line))
