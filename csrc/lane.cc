@@ -42,6 +42,10 @@ constexpr uint64_t kPiece = 2 << 20;
 
 constexpr int kWatchMs = 10;
 
+// From here on the copy engine is faster than the stores of kernels (16 MiB: 46
+// and 49 us, 64 MiB: 173 and 200), and a kernel only raises the flags after it.
+constexpr uint64_t kEngine = 16 << 20;
+
 // The values of the word that ends a channel, as fs_channel_open has them.
 constexpr uint32_t kEnded = 1;
 
@@ -241,7 +245,7 @@ void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
     l.args.head.count = static_cast<unsigned>(n);
     for (size_t i = 0; i < n; i++) {
       cs_segment s = step.segments[i].s;
-      s.first = static_cast<unsigned short>(l.grid);
+      s.first = l.first[i] = static_cast<unsigned short>(l.grid);
       l.grid += s.blocks;
       l.args.segment[i] = s;
     }
@@ -261,6 +265,14 @@ void Lane::plan_copies(bool sends, std::vector<Segment> segments) {
 void Lane::begin(bool in_turn, bool send_first) {
   in_turn_ = in_turn;
   send_next_ = send_first;
+  for (Launch &l : out_.launches)
+    for (const Segment &g : l.segments)
+      l.large = l.large || by_engine(g);
+}
+
+// Without turns the kernel has to see the receiver's credit first.
+bool Lane::by_engine(const Segment &g) const {
+  return in_turn_ && g.s.kind == CS_IN_PLACE && g.s.bytes >= kEngine;
 }
 
 cs_stream Lane::stream(const char *call) {
@@ -328,10 +340,12 @@ void Lane::copy_out(cs_stream s) {
     const uint64_t bytes = rows_.empty() ? g.s.bytes : rows * g.row_bytes;
     if (bytes)
       must("send", cs_cu.MemcpyAsync(g.s.to, g.s.from, bytes, s));
-    write_to(s, g.s.counted, static_cast<uint32_t>(rows), "send");
+    if (!rows_.empty() || short_) // 3 us each on an H200
+      write_to(s, g.s.counted, static_cast<uint32_t>(rows), "send");
     if (g.s.flags)
       write_to(s, g.s.flags, 1, "send");
   }
+  short_ = !rows_.empty();
 }
 
 void Lane::copy_in(cs_stream s) {
@@ -377,15 +391,25 @@ void Lane::send(PyObject *rows) {
       for (const Segment &g : l.segments)
         check(g);
   }
-  if (!rows_.empty()) {
-    for (Launch &l : out_.launches)
-      for (size_t i = 0; i < l.segments.size(); i++) {
-        const Segment &g = l.segments[i];
-        l.args.segment[i].rows = rows_[static_cast<size_t>(g.tensor)];
-        l.args.segment[i].bytes = l.args.segment[i].rows * g.row_bytes;
-        if (g.s.kind == CS_BY_PACKETS) // its receiver waits for them all
-          l.args.segment[i].bytes = g.s.bytes;
+  for (Launch &l : out_.launches) {
+    if (rows_.empty() && !l.large)
+      continue;
+    for (size_t i = 0; i < l.segments.size(); i++) {
+      const Segment &g = l.segments[i];
+      cs_segment &now = l.args.segment[i];
+      now = g.s;
+      now.first = l.first[i];
+      if (!rows_.empty()) {
+        now.rows = rows_[static_cast<size_t>(g.tensor)];
+        if (g.s.kind != CS_BY_PACKETS) // of those the receiver waits for all
+          now.bytes = now.rows * g.row_bytes;
       }
+      if (by_engine(g)) {
+        if (now.bytes)
+          must("send", cs_cu.MemcpyAsync(now.to, now.from, now.bytes, s));
+        now.bytes = 0;
+      }
+    }
   }
   if (!out_.copies.empty())
     copy_out(s);
@@ -441,6 +465,13 @@ std::string Lane::peek(uint64_t address, uint64_t bytes) {
   cs_cu.MemFreeHost(pinned);
   must("read the GPU's memory", rc);
   return data;
+}
+
+void Lane::finish() {
+  if (!used_ || closed_)
+    return;
+  Entered in(context_);
+  unlocked([&] { return cs_cu.StreamSynchronize(last_); });
 }
 
 int Lane::pending() const {

@@ -71,6 +71,7 @@ public:
   // The word that ends the channel when it is not zero: for the engine.
   uint64_t abort_word() const { return reinterpret_cast<uint64_t>(words_); }
   void abort();
+  void finish(); // waits for what was enqueued
   void close();
 
   // For tests and errors: memory of the GPU, read past what is enqueued, and what
@@ -83,6 +84,8 @@ private:
     cs_launch_many args;
     std::vector<Segment> segments;
     unsigned grid = 0, threads = 0;
+    unsigned short first[CS_MANY] = {};
+    bool large = false; // the copy engine moves some of it
   };
   struct Way { // sending, or receiving
     std::vector<Launch> launches;
@@ -99,6 +102,7 @@ private:
   void copy_in(cs_stream s);
   void watch();
   void need(const char *call) const;
+  bool by_engine(const Segment &g) const;
 
   int device_;
   cs_device handle_ = 0;
@@ -114,6 +118,7 @@ private:
   bool in_turn_ = false, send_next_ = false, closed_ = false;
   cs_stream last_ = nullptr;
   bool used_ = false;
+  bool short_ = false;  // the last copies told their rows
   std::thread watcher_; // of copies: nothing else ends their waits
   std::atomic<bool> stop_{false};
 };

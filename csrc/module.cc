@@ -198,8 +198,8 @@ void define(py::module_ &m) {
       .def("stop", &Node::stop)
       .def("close", &Node::close)
       .def("describe", &Node::describe)
-      .def("channel_open", &Node::channel_open, py::arg("name"),
-           py::arg("text"), py::arg("word") = 0)
+      .def("channel_open", &Node::channel_open)
+      .def("channel_tell", &Node::channel_tell)
       .def("channel_text",
            [](Node &n, uint64_t channel, uint32_t peer, py::handle timeout_ms) {
              return n.channel_text(channel, peer, timeout_ms.ptr());
@@ -320,6 +320,7 @@ void define(py::module_ &m) {
           .def("status", &Lane::status)
           .def_property_readonly("abort_word", &Lane::abort_word)
           .def("abort", &Lane::abort)
+          .def("finish", &Lane::finish)
           .def("peek",
                [](Lane &l, uint64_t address, uint64_t bytes) {
                  return py::bytes(l.peek(address, bytes));

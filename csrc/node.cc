@@ -124,14 +124,18 @@ std::string Node::describe() {
   });
 }
 
-uint64_t Node::channel_open(const std::string &name, const std::string &text,
-                            uint64_t word) {
+uint64_t Node::channel_open(const std::string &name) {
   enter_connected("channel");
   uint64_t channel = 0;
-  check("channel",
-        fs_channel_open(id_, name.c_str(), text.data(), text.size(),
-                        reinterpret_cast<uint32_t *>(word), &channel));
+  check("channel", fs_channel_open(id_, name.c_str(), &channel));
   return channel;
+}
+
+void Node::channel_tell(uint64_t channel, uint32_t peer,
+                        const std::string &text, uint64_t word) {
+  enter_connected("channel");
+  check("channel", fs_channel_tell(id_, channel, peer, text.data(), text.size(),
+                                   reinterpret_cast<uint32_t *>(word)));
 }
 
 std::string Node::channel_text(uint64_t channel, uint32_t peer,

@@ -31,8 +31,9 @@ public:
   std::string describe();
 
   // Stream channels, by the handles of fs_channel_open.
-  uint64_t channel_open(const std::string &name, const std::string &text,
-                        uint64_t word);
+  uint64_t channel_open(const std::string &name);
+  void channel_tell(uint64_t channel, uint32_t peer, const std::string &text,
+                    uint64_t word);
   std::string channel_text(uint64_t channel, uint32_t peer,
                            PyObject *timeout_ms);
   void channel_state(uint64_t channel);

@@ -18,18 +18,28 @@ import (
 )
 
 //export fs_channel_open
-func fs_channel_open(h C.fs_node, name *C.char, text *C.char, bytes C.size_t, word *C.uint32_t, out *C.fs_channel) (rc C.int) {
+func fs_channel_open(h C.fs_node, name *C.char, out *C.fs_channel) (rc C.int) {
 	defer guard(&rc)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
 	}
-	id, err := nd.OpenChannel(C.GoString(name), goText(text, bytes), addressOf(word))
+	id, err := nd.OpenChannel(C.GoString(name))
 	if err != nil {
 		return fail(err)
 	}
 	*out = C.fs_channel(id)
 	return 0
+}
+
+//export fs_channel_tell
+func fs_channel_tell(h C.fs_node, channel C.fs_channel, peer C.uint32_t, text *C.char, bytes C.size_t, word *C.uint32_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.TellChannel(uint64(channel), int(peer), goText(text, bytes), addressOf(word)))
 }
 
 //export fs_channel_text

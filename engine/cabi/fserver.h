@@ -186,14 +186,16 @@ int fs_forget(fs_node node, uint64_t alloc);
 
 typedef uint64_t fs_channel; /* of one node; a handle is never used twice */
 
-/* Opens a stream channel with all peers of the rail: a name for both sides (1 to 64
- * bytes), and bytes of text about this side, which the engine carries to each of
- * them. The peers number from 0 in the order of their groups. *word, unless word is
- * NULL, becomes 1 when the channel ends: a peer is lost, or the node or this side
- * closed; it becomes 2 when a peer has closed its side, after which it sends no
- * more. It must stay valid until fs_channel_close. */
-int fs_channel_open(fs_node node, const char *name, const char *text,
-                    size_t bytes, uint32_t *word, fs_channel *out);
+/* Opens a stream channel with all peers of the rail, under a name for both sides (1
+ * to 64 bytes). The peers number from 0 in the order of their groups. */
+int fs_channel_open(fs_node node, const char *name, fs_channel *out);
+
+/* Tells a peer bytes of text about this side, once. *word, unless word is NULL,
+ * becomes 1 when the channel ends: a peer is lost, or the node or this side closed;
+ * it becomes 2 when a peer has closed its side, after which that sends no more. It
+ * must stay valid until fs_channel_close has returned 0. */
+int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
+                    const char *text, size_t bytes, uint32_t *word);
 
 /* What a peer has told of its side; waits for that, at most slice_ns (then
  * -EAGAIN). *need as in fs_describe. */

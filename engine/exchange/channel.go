@@ -64,9 +64,8 @@ type counterpart struct {
 	parted bool // it has closed its side, or is gone
 }
 
-// Open opens a channel under a name that both sides use. word, if any, gets one of
-// the values above when the channel ends; it must stay valid until Forget.
-func (cs *Channels) Open(name string, word *atomic.Uint32) (*Channel, error) {
+// Open opens a channel under a name that both sides use.
+func (cs *Channels) Open(name string) (*Channel, error) {
 	cs.mu.Lock()
 	defer cs.mu.Unlock()
 	switch {
@@ -77,7 +76,7 @@ func (cs *Channels) Open(name string, word *atomic.Uint32) (*Channel, error) {
 	case cs.open[name] != nil:
 		return nil, Shapef("exchange: channel %q is open already: close it first, or give this one another name", name)
 	}
-	ch := &Channel{of: cs, name: name, word: word, peers: make([]counterpart, len(cs.early))}
+	ch := &Channel{of: cs, name: name, peers: make([]counterpart, len(cs.early))}
 	for i, m := range cs.early {
 		if text, ok := m[name]; ok {
 			ch.peers[i] = counterpart{text: text, told: true}
@@ -175,6 +174,17 @@ func (cs *Channels) Shut(err error) {
 			ch.peers[i].parted = true
 		}
 		ch.end(err)
+	}
+}
+
+// Watch has word set to one of the values above when the channel ends, or has. It
+// must stay valid until Forget.
+func (ch *Channel) Watch(word *atomic.Uint32) {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	ch.word = word
+	if ch.err != nil {
+		ch.ring(wordEnded)
 	}
 }
 

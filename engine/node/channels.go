@@ -32,14 +32,9 @@ func (c *channels) get(h uint64) (*exchange.Channel, error) {
 	return nil, fmt.Errorf("node: channel %d: %w", h, errClosed)
 }
 
-// OpenChannel opens a stream channel with all peers of the rail and tells them
-// text. The 32-bit word at address, unless that is 0, becomes 1 when the channel
-// ends and 2 when a peer has closed its side; it must stay valid until CloseChannel
-// has returned anything but ErrAgain.
-func (n *Node) OpenChannel(name, text string, address uintptr) (uint64, error) {
-	if len(text) > wire.MaxChannelText {
-		return 0, exchange.Shapef("node: open channel %q: its description has %d bytes, and there is room for %d: use fewer tensors", name, len(text), wire.MaxChannelText)
-	}
+// OpenChannel opens a stream channel with all peers of the rail, which are to be
+// told of this side by TellChannel.
+func (n *Node) OpenChannel(name string) (uint64, error) {
 	if err := n.ready(n.scheduler == nil, "channel", "worker or server"); err != nil {
 		return 0, err
 	}
@@ -47,20 +42,13 @@ func (n *Node) OpenChannel(name, text string, address uintptr) (uint64, error) {
 		return 0, ErrClosed
 	}
 	defer n.disown()
-	for i := range n.peers {
-		if !n.up(n.peers[i]) {
-			m := &n.rail[i]
-			return 0, &LostError{Role: m.Role, Rank: m.Rank, Reason: "there is no connection to it"}
-		}
-	}
-	ch, err := n.channels.Open(name, exchange.WordAt(address))
+	ch, err := n.channels.Open(name)
 	if err != nil {
 		return 0, err
 	}
 	if n.server != nil {
 		n.server.Attach(ch)
 	}
-	n.tellPeers(&wire.Channel{Name: name, Text: text})
 	c := n.channels
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -69,13 +57,34 @@ func (n *Node) OpenChannel(name, text string, address uintptr) (uint64, error) {
 	return c.next, nil
 }
 
-// tellPeers sends v to all peers that are there.
-func (n *Node) tellPeers(v *wire.Channel) {
-	for _, l := range n.peers {
-		if n.up(l) {
-			n.sendFrame(l, wire.AppendChannel(nil, v))
-		}
+// TellChannel tells peer i about this side. The 32-bit word at address, unless that
+// is 0, becomes 1 when the channel ends and 2 when a peer has closed its side; it
+// must stay valid until CloseChannel has returned nil.
+func (n *Node) TellChannel(h uint64, i int, text string, address uintptr) error {
+	ch, err := n.channels.get(h)
+	if err != nil {
+		return err
 	}
+	if len(text) > wire.MaxChannelText {
+		return exchange.Shapef("node: channel %q: its description has %d bytes, and there is room for %d: use fewer tensors", ch.Name(), len(text), wire.MaxChannelText)
+	}
+	if i < 0 || i >= len(n.peers) {
+		return exchange.Shapef("node: channel %q: %d peers, and none of number %d", ch.Name(), len(n.peers), i)
+	}
+	if !n.own() {
+		return ErrClosed
+	}
+	defer n.disown()
+	ch.Watch(exchange.WordAt(address))
+	if err := ch.Err(); err != nil {
+		return err
+	}
+	l := n.peers[i]
+	if !n.up(l) {
+		return &LostError{Role: n.rail[i].Role, Rank: n.rail[i].Rank, Reason: "there is no connection to it"}
+	}
+	n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Text: text}))
+	return nil
 }
 
 // channelTold is met when peer i has told of its side of a channel, or will not.
@@ -200,7 +209,11 @@ func (n *Node) CloseChannel(h uint64, limit time.Duration) error {
 	}
 	if n.own() {
 		if ch.End() {
-			n.tellPeers(&wire.Channel{Name: ch.Name(), Closes: true})
+			for _, l := range n.peers {
+				if n.up(l) {
+					n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Closes: true}))
+				}
+			}
 		}
 		n.disown()
 		if limit >= 0 && !await(n, alone{n, ch}, limit, false) {

@@ -72,7 +72,16 @@ class GpuSide:
             raise
         self._held = (list(map(list, outgoing)), list(map(list, incoming)))
         self._device = device
+        if mode == "ce":  # which tells the rows only when there are fewer than all
+            self._fill_rows(incoming)
         self.send, self.recv = self.lane.send, self.lane.recv
+
+    def _fill_rows(self, incoming: Sequence[Sequence[Tensor]]) -> None:
+        import torch
+
+        for words, row in zip(self.rows(), incoming, strict=True):
+            words.copy_(torch.tensor([piece(t).rows for t in row], dtype=torch.int64))
+        torch.cuda.synchronize(self._device)
 
     def describe(self, peer: int) -> dict[str, Any]:
         return self.plan.describe(peer)
@@ -98,8 +107,17 @@ class GpuSide:
     def status(self) -> tuple[int, int]:
         return self.lane.status()
 
+    @property
+    def abort_word(self) -> int:
+        """Where the engine says that the channel has ended."""
+        return self.lane.abort_word
+
     def abort(self) -> None:
         self.lane.abort()
+
+    def finish(self) -> None:
+        """Waits for what is queued: each wait in it is bounded."""
+        self.lane.finish()
 
     def close(self) -> None:
         self.lane.close()

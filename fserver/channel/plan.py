@@ -16,7 +16,7 @@ PACKETS, PLACE, LANDING = range(3)
 # Measured on two H200 (docs/results): packets save the fence and the flag, some 2 us a leg, and
 # cost twice the bytes on the wire and a copy at the end.
 PACKETS_UP_TO = 256 << 10
-PACKET_THREADS = 512
+PACKET_THREADS = 512  # 1,024 where that is one block
 MOST_PACKET_BLOCKS = 32
 # Blocks that copy: the first row that is large enough.
 BLOCKS = ((2 << 20, 16), (8 << 20, 32), (1 << 62, 64))
@@ -27,6 +27,8 @@ MOST_SEGMENTS = 24  # of a launch: CS_MANY
 BUSY_BLOCKS = 96
 
 _ALIGN = 128
+
+_NUMBERS = ("kind", "blocks", "stride", "flags", "counted", "bytes")
 
 # Two nodes in one process do not share memory by handles: it is theirs already.
 PROCESS = os.urandom(8).hex()
@@ -60,7 +62,9 @@ class Memory(Protocol):
 def choose(size: int, shareable: bool, mode: str) -> tuple[int, int]:
     """Kind and number of blocks for a tensor of ``size`` bytes."""
     if mode == "sm" and size <= PACKETS_UP_TO:
-        packets = size // 8 + 2
+        packets = _packets(size)
+        if packets <= 2 * PACKET_THREADS:
+            return PACKETS, 1
         return PACKETS, min(MOST_PACKET_BLOCKS, -(-packets // PACKET_THREADS))
     blocks = next(blocks for most, blocks in BLOCKS if size <= most)
     return (PLACE if shareable else LANDING), blocks
@@ -243,6 +247,11 @@ class Plan:
                 f"channel: {len(self._incoming[peer])} tensors come from peer {peer}, and it "
                 f"sends {len(theirs['out'])}"
             )
+        numbers = [*theirs["out"]]
+        for entry in theirs["in"]:
+            numbers += [*entry["at"], *(entry[name] for name in _NUMBERS)]
+        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
+            raise ValueError
         memories = []
         local = theirs["process"] == PROCESS
         if local:
@@ -414,8 +423,8 @@ def _threads(group: list[tuple[int, ...]], sends: bool) -> int:
     kinds = {s[2] for s in group}
     if kinds == {PACKETS}:
         # A small tensor needs no more threads than packets.
-        most = max(_packets(s[8]) for s in group)
-        return min(PACKET_THREADS, -(-most // 32) * 32)
+        most = max(-(-_packets(s[8]) // s[12]) for s in group)
+        return min(2 * PACKET_THREADS, -(-most // 32) * 32)
     if kinds == {PLACE} and not sends:
         return MOST_BLOCKS
     return COPY_THREADS

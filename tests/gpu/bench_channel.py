@@ -120,24 +120,27 @@ def calls(side: Side, mode: str, count: int) -> dict[str, Any]:
 
 
 def stream_of(side: Side, mode: str, size: int, both: bool, count: int) -> dict[str, Any]:
-    """Messages of size bytes one way, or both ways at once, on a channel each."""
+    """Messages of size bytes one way, or both ways at once on a channel each. Each is answered
+    with 8 bytes, which is what lets the next one go."""
     inner = 10
-    t, r = _bytes(side, size), _bytes(side, size)
-    one = side.open([t], [], mode) if side.index == 0 else side.open([], [r], mode)
-    # The way back: side 1 sends.
+    t, r, a, b = (_bytes(side, n) for n in (size, size, 8, 8))
+    one = side.open([t], [a], mode) if side.index == 0 else side.open([a], [r], mode)
     two = None
-    if both:
-        two = side.open([], [r], mode) if side.index == 0 else side.open([t], [], mode)
+    if both:  # side 0 speaks first here too: it sends the 8 bytes
+        two = side.open([b], [r], mode) if side.index == 0 else side.open([t], [b], mode)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
 
     def run() -> None:
         for _ in range(inner):
-            for stream, channel, sends in zip(
-                streams, (one, two), (side.index == 0, side.index == 1), strict=True
-            ):
-                if channel is not None:
-                    with torch.cuda.stream(stream):
-                        (channel.send if sends else channel.recv)()
+            for stream, channel in zip(streams, (one, two), strict=True):
+                if channel is None:
+                    continue
+                with torch.cuda.stream(stream):
+                    if side.index == 0:
+                        channel.send()
+                    channel.recv()
+                    if side.index == 1:
+                        channel.send()
         for stream in streams:
             stream.synchronize()
 

@@ -46,19 +46,17 @@ def exchange_sizes(side: Side, mode: str, sizes: list[int], shift: int) -> int:
     for size in sizes:
         room = torch.empty(size + 64, dtype=torch.uint8, device=device)
         back = torch.empty(size + 64, dtype=torch.uint8, device=device)
+        back.fill_(0xA5)
+        torch.cuda.synchronize()
         mine, other = room[shift : shift + size], back[2 * shift : 2 * shift + size]
         channel = side.open([mine], [other], mode)
         say(side.index, f"{mode} {size} bytes")
         for turn in range(3):
             what = f"{mode}, {size} bytes shifted by {shift}, exchange {turn}, side {side.index}"
-            back.fill_(0xA5)
             mine.copy_(_pattern(size, 2 * turn + side.index, device))
             if side.index == 0:
                 channel.send()
-                channel.recv()
-            else:
-                channel.recv()
-                channel.send()
+            channel.recv()
             torch.cuda.synchronize()
             assert channel.status() == (0, 0), f"{what}: status {channel.status()}"
             _check(other, _pattern(size, 2 * turn + 1 - side.index, device), what)
@@ -66,6 +64,11 @@ def exchange_sizes(side: Side, mode: str, sizes: list[int], shift: int) -> int:
             assert bool((edges == 0xA5).all()), f"{what}: bytes beside the tensor were written"
             rows = channel.rows()[0].tolist()
             assert rows == [size], f"{what}: rows are {rows}"
+            # Before the send: after it, the memory is the peer's until recv.
+            back.fill_(0xA5)
+            if side.index == 1:
+                channel.send()
+        torch.cuda.synchronize()
         side.barrier()
         channel.close()
         side.channels.clear()
@@ -94,16 +97,20 @@ def exchange_many(side: Side, mode: str, n: int) -> None:
     into = [torch.empty(s, dtype=torch.uint8, device=device) for s in sizes]
     channel = side.open(out, into, mode)
     for turn in range(3):
-        for i, (t, r) in enumerate(zip(out, into, strict=True)):
+        for i, t in enumerate(out):
             t.copy_(_pattern(sizes[i], i + turn + 100 * side.index, device))
-            r.fill_(0xA5)
-        (channel.send if side.index == 0 else channel.recv)()
-        (channel.recv if side.index == 0 else channel.send)()
+        if side.index == 0:
+            channel.send()
+        channel.recv()
         torch.cuda.synchronize()
         assert channel.status() == (0, 0)
         for i, r in enumerate(into):
             want = _pattern(sizes[i], i + turn + 100 * (1 - side.index), device)
             _check(r, want, f"tensor {i} of exchange {turn}")
+            r.fill_(0xA5)
+        if side.index == 1:
+            channel.send()
+    torch.cuda.synchronize()
     side.barrier()
     channel.close()
     side.barrier()
@@ -153,17 +160,18 @@ def short_rows(side: Side, mode: str, width: int) -> None:
     for turn, (there, back) in enumerate([(64, 64), (3, 50), (0, 1), (64, 0), (17, 64)]):
         n, expected = (there, back) if side.index == 0 else (back, there)
         t.fill_(100 * turn + side.index)
-        r.fill_(-1)
         if side.index == 0:
             channel.send(rows=[n])
-            channel.recv()
-        else:
-            channel.recv()
-            channel.send([n])
+        channel.recv()
         torch.cuda.synchronize()
         assert channel.status() == (0, 0)
         assert channel.rows()[0].tolist() == [expected]
         assert bool((r[:expected] == 100 * turn + 1 - side.index).all())
+        r.fill_(-1)
+        if side.index == 1:
+            channel.send([n])
+    torch.cuda.synchronize()
+    side.barrier()
     with pytest.raises(Exception, match=r"rows\[0\] is 65, and the tensor has 64"):
         if side.index:
             channel.recv()
