@@ -46,13 +46,15 @@ channel() {
     --runs "${RUNS:-40}" "${raw[@]}" ${SWEEP:+--sweep}
   grep '^work=' "$OUT/channel-bench.txt"
   step channel-graphs timeout 60 "${lanes[@]}" -k "lane and (replay or layers or ends) and two_gpus"
+  step channel-api timeout 60 "${lanes[@]}" -k "test_channel and two_gpus"
   step channel-rest timeout "${REST:-60}" "${lanes[@]}" \
-    -k "(lane or channel) and not (replay or layers or ends) and not one_gpu or channel or lane and one_gpu and rows"
+    -k "test_lane and (sizes or rows or many) and two_gpus or test_lane and rows and one_gpu"
   if command -v compute-sanitizer >/dev/null && [[ -n ${FULL:-} ]]; then
     step channel-sanitizer timeout 120 compute-sanitizer --target-processes all \
       --error-exitcode 9 "$PYTHON" -m pytest tests/gpu/test_lane.py -v -s \
       -k "two_gpus and unaligned"
   fi
+  tar -czf "$OUT/channel.tgz" -C "$OUT" --exclude=raw_channel --exclude=channel.tgz .
 }
 
 step build build

@@ -59,8 +59,8 @@ class Channel:
         outgoing: the tensors that ``send()`` sends: the worker's push, the server's pull tensors.
         incoming: those that ``recv()`` fills.
         tensors: ``incoming`` by peer: on a server ``tensors[i][j]`` is tensor j of worker i.
-        rows: for each peer an int64 tensor, on the device: how many rows of each tensor the last
-            message had. Rows behind them hold anything.
+        rows: for each peer an int64 tensor, on the device (the CPU where ``path`` is ``"cpu"``):
+            how many rows of each tensor the last message had. Rows behind them hold anything.
         mode: ``"sm"``, ``"ce"`` or ``"proxy"``, as it was opened.
         path: how messages travel: as the mode says, or ``"cpu"`` through the engine.
         token: an int64 tensor on the device for ``torch.ops.fserver``, which orders the calls.
@@ -304,7 +304,6 @@ class Opener:
             if path == "cpu":
                 if side:
                     side.close()
-                _no_gpu(device)
                 side = WorkerSide(
                     self._node, handle, push, push_keys, pull, pull_keys, servers, timeout_ms
                 )
@@ -407,7 +406,6 @@ class Opener:
             if side:
                 side.attach([t.get("gpu") for t in theirs])
             else:
-                _no_gpu(device)
                 side = ServerSide(self._node, handle, into, out, timeout_ms)
         except BaseException as error:
             for i in range(
@@ -468,14 +466,6 @@ def _same(
         )
     describe.match(peer, "outgoing", out, theirs["in"])
     describe.match(peer, "incoming", into, theirs["out"])
-
-
-def _no_gpu(device: Any) -> None:
-    if device.type == "cuda":
-        raise ConfigError(
-            "channel: the other side's tensors are not on a GPU of this host: a channel of GPU "
-            "tensors has GPUs of one host on both sides (give CPU tensors, or use push_pull)"
-        )
 
 
 def _gpu(

@@ -1,5 +1,5 @@
 """The side of a channel whose messages the engine carries: for CPU tensors, and for GPUs that
-cannot reach each other. A message from the worker is a push_pull on the channel, and what comes
+cannot reach each other: their calls wait for the copies, on the current stream. A message from the worker is a push_pull on the channel, and what comes
 back its answer."""
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ class WorkerSide:
         self._each = len(pull) // servers
         # Row counts come behind the tensors of each server.
         self._counts = [torch.zeros(self._each, dtype=torch.int64) for _ in range(servers)]
+        # What comes for a GPU lands here first.
+        self._gpu_pull = [t for t in pull if t.is_cuda]
+        self._landing = copies(self._gpu_pull)
+        pull = self._landing or pull
         self._pull: list[Tensor] = []
         self._pull_keys: list[int] = []
         if self._each:
@@ -119,6 +123,8 @@ class WorkerSide:
         if not self._push:  # the server may write now
             self._post([])
         self._wait()
+        for t, landed in zip(self._gpu_pull, self._landing, strict=True):
+            t.copy_(landed)
 
     def close(self) -> None:
         self._handler = None

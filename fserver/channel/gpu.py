@@ -54,6 +54,8 @@ class GpuSide:
         send_first: bool,
         timeout_ms: float,
     ) -> None:
+        import torch
+
         extension = _loader.load()
         arch = extension.lane_arch(device)
         image = nvrtc.image(extension.lane_source(), arch) if mode == "sm" else b""
@@ -72,6 +74,8 @@ class GpuSide:
             raise
         self._held = (list(map(list, outgoing)), list(map(list, incoming)))
         self._device = device
+        # A peer may write to these tensors from now on, and what filled them comes first.
+        torch.cuda.synchronize(device)
         if mode == "ce":  # which tells the rows only when there are fewer than all
             self._fill_rows(incoming)
         self.send, self.recv = self.lane.send, self.lane.recv

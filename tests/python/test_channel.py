@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LIMIT, Child, Cluster, Parent, in_thread, together
+from conftest import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, together
 
 import fserver
 from fserver import _loader
@@ -207,10 +207,9 @@ def test_two_micro_batches(pair: Cluster) -> None:
     together([lambda: run(0), lambda: run(1)])
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_again_and_again(cluster: MakeCluster) -> None:
+def test_again_and_again(nothing_left: None) -> None:
     """A name and its keys can be used again, and nothing is left of what is closed."""
-    pair = cluster()
+    pair = open_cluster()
     for i in range(20):
         x, y = torch.full((8,), float(i)), torch.empty(8)
         w, s = both(pair, [x], [y], name="again")
@@ -225,6 +224,7 @@ def test_again_and_again(cluster: MakeCluster) -> None:
         assert w.closed and "closed" in repr(w)
         w.close()
     pair.close()
+    del pair, w, s
 
 
 # Sides that do not fit
@@ -290,10 +290,10 @@ def test_bad_arguments(pair: Cluster) -> None:
         with pytest.raises(kind) as caught:
             call()
         assert text in str(caught.value)
-    w, _ = both(pair, [x], [])
+    w, other = both(pair, [x], [])
     with pytest.raises(fserver.ConfigError, match="key 0 is that of another open channel"):
         channel([x], [0], [], [], name="other")
-    w.close()
+    together([w.close, other.close])
     w, s = both(pair, [x], [torch.empty(1)], name="both")
     w.send()
     for call in (w.send, s.send):
@@ -530,7 +530,7 @@ def test_plan_of_a_liar() -> None:
         except fserver.Error:
             continue
         assert field in ("stride", "bytes", "blocks", "kind") or lie in ([0], 0)
-    for field in honest:
+    for field in ("mode", "turn", "memory", "in", "out"):
         w = plan.Plan(Memory(), 0, "sm", [pieces(sizes)], [[]], True)
         with pytest.raises(fserver.Error):
             w.attach(0, {**honest, field: 99})
