@@ -46,7 +46,7 @@ channel() {
     --runs "${RUNS:-40}" "${raw[@]}" ${SWEEP:+--sweep}
   grep '^work=' "$OUT/channel-bench.txt"
   step channel-graphs timeout 60 "${lanes[@]}" -k "lane and (replay or layers or ends) and two_gpus"
-  step channel-api timeout 60 "${lanes[@]}" -k "test_channel and two_gpus"
+  step channel-api timeout 60 "${lanes[@]}" -k "test_gpu_channel and two_gpus"
   step channel-rest timeout "${REST:-60}" "${lanes[@]}" \
     -k "test_lane and (sizes or rows or many) and two_gpus or test_lane and rows and one_gpu"
   if command -v compute-sanitizer >/dev/null && [[ -n ${FULL:-} ]]; then

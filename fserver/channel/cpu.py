@@ -1,6 +1,6 @@
 """The side of a channel whose messages the engine carries: for CPU tensors, and for GPUs that
-cannot reach each other: their calls wait for the copies, on the current stream. A message from the worker is a push_pull on the channel, and what comes
-back its answer."""
+cannot reach each other, whose calls wait for the copies on the current stream. A message from the
+worker is a push_pull on the channel, and what comes back its answer."""
 
 from __future__ import annotations
 
