@@ -288,26 +288,30 @@ template <class Launch> __device__ __forceinline__ void recv(const Launch &a) {
   const cs_launch_head &h = a.head;
   const cs_segment &s = mine(a);
   const u32 block = blockIdx.x - s.first;
-  const u32 seq = load_own(h.counts + 4 * blockIdx.x) + 1;
-  bool ok = true;
-  if (s.kind == CS_BY_PACKETS) {
-    ok = recv_packets(s, h, block, seq);
-  } else if (s.kind == CS_BY_LANDING) {
-    if (threadIdx.x == 0)
-      ok = await(s, h, block, seq);
-    if (__syncthreads_and(ok))
-      copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);
-  } else { // one block here for all of the sender's
+  const u64 count = h.counts + 4 * blockIdx.x;
+  const u32 seq = load_own(count) + 1;
+  __syncthreads(); // all have read the count
+  if (threadIdx.x == 0)
+    store_own(count, seq);
+  if (s.kind == CS_IN_PLACE) { // one block here for all of the sender's
     if (s.credits != 0 && threadIdx.x == 0)
       release32(s.credits, seq);
+    bool ok = true;
     for (u32 b = threadIdx.x; ok && b < s.stride; b += blockDim.x)
       ok = await(s, h, b, seq);
+    return;
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    if (s.credits != 0 && s.kind != CS_IN_PLACE)
+  bool ok = true;
+  if (s.kind == CS_BY_PACKETS)
+    ok = recv_packets(s, h, block, seq);
+  else if (threadIdx.x == 0)
+    ok = await(s, h, block, seq);
+  if (s.kind == CS_BY_LANDING && __syncthreads_and(ok))
+    copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);
+  if (s.credits != 0) {
+    __syncthreads(); // all have read the landing buffer
+    if (threadIdx.x == 0)
       release32(s.credits + 4 * block, seq);
-    store_own(h.counts + 4 * blockIdx.x, seq);
   }
 }
 
