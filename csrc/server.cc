@@ -140,7 +140,7 @@ Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
   const uint64_t *d = words.take(ndim);
   Memory lent; // the worker's own, for this request alone: nothing is kept
   if (slot == FS_LENT)
-    lent = adopt(pointer(address), bytes, pointer(buffer), release_buffer);
+    lent = adopt(pointer(address), bytes, -1, pointer(buffer), release_buffer);
   const size_t element = dtype_bytes(dtype);
   auto refuse = [&](const char *what, uint64_t value) {
     raise(Kind::kError,
@@ -155,8 +155,9 @@ Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
     refuse("dtype", dtype);
   if (ndim > kMostDims)
     refuse("number of dimensions", ndim);
-  if (device != UINT64_MAX)
+  if (device != UINT64_MAX && device != static_cast<uint64_t>(info().device))
     refuse("device", device);
+  const int on = static_cast<int>(static_cast<int64_t>(device));
   int64_t dims[kMostDims];
   uint64_t size = element;
   for (size_t i = 0; i < ndim; i++) {
@@ -171,15 +172,16 @@ Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
   if (lent)
     return Ref::steal(make_tensor(lent, dtype, dims, ndim));
   // Without bytes there is no receive buffer.
-  return Ref::steal(bytes ? make_tensor(memory_of(slot, buffer, address, bytes),
-                                        dtype, dims, ndim)
-                          : make_tensor(nothing(), dtype, dims, ndim));
+  return Ref::steal(
+      bytes ? make_tensor(memory_of(slot, buffer, address, bytes, on), dtype,
+                          dims, ndim)
+            : make_tensor(nothing(info().device), dtype, dims, ndim));
 }
 
 // A new buffer in a slot replaces the old one, which lives on as long as the
 // tensors over it.
 const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
-                                uint64_t address, uint64_t bytes) {
+                                uint64_t address, uint64_t bytes, int device) {
   if (slot >= slots_.size())
     slots_.resize(slot + 1);
   Slot &s = slots_[slot];
@@ -189,7 +191,7 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
   }
   Memory m;
   if (buffer) {
-    m = adopt(pointer(address), bytes, pointer(buffer), release_buffer);
+    m = adopt(pointer(address), bytes, device, pointer(buffer), release_buffer);
   } else {
     auto f = std::find_if(fixed_.begin(), fixed_.end(), [&](const Fixed &x) {
       return address >= x.begin && address + bytes <= x.end;
@@ -197,7 +199,7 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
     if (f == fixed_.end())
       raise(Kind::kError, "get_batch: a tensor outside every registered "
                           "receive buffer");
-    m = adopt(pointer(address), bytes, f->memory.share().release(),
+    m = adopt(pointer(address), bytes, device, f->memory.share().release(),
               release_memory);
   }
   Slot old = std::move(s);
@@ -205,7 +207,7 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
   return s.memory;
 }
 
-void Server::respond(PyObject *tensors, PyObject *handler) {
+void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
   enter_connected("respond");
   holder_.reap();
   const Items items = tensor_items(tensors, kTensors);
@@ -214,16 +216,24 @@ void Server::respond(PyObject *tensors, PyObject *handler) {
   Array<fs_tensor, 16> t(n);
   Pins pins(n);
   Lease lease(holder_);
-  uint64_t bytes = 0;
+  const int device = info().device;
+  uint64_t bytes = 0; // that this thread may have to move
+  bool on_gpu = false;
   for (size_t i = 0; i < n; i++) {
     lease.add(read_tensor(pins.add(items.at(i)), kTensors,
-                          static_cast<Py_ssize_t>(i), Access::kRead, &t[i]));
-    bytes += t[i].bytes;
+                          static_cast<Py_ssize_t>(i), Access::kRead, device,
+                          &t[i]));
+    bytes += t[i].device < 0 ? t[i].bytes : 0;
+    on_gpu |= t[i].device >= 0;
   }
   fs_ticket ticket = 0;
   size_t answered = 0;
+  const bool behind = need_event && on_gpu;
+  const uint64_t stream = behind ? current_stream("respond", device) : 0;
   auto send = [&] {
-    return fs_respond(id_, &h, &n, 1, t.data(), &ticket, &answered);
+    return behind ? fs_respond_on(id_, stream, &h, &n, 1, t.data(), &ticket,
+                                  &answered)
+                  : fs_respond(id_, &h, &n, 1, t.data(), &ticket, &answered);
   };
   check("respond", bytes < kLarge ? send() : unlocked(send));
   lease.keep(ticket);
@@ -235,8 +245,8 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   holder_.reap();
   fs_tensor whole;
   Pins pins(1);
-  const Memory memory =
-      read_tensor(pins.add(ret_buffer), kBuffer, -1, Access::kRead, &whole);
+  const Memory memory = read_tensor(pins.add(ret_buffer), kBuffer, -1,
+                                    Access::kRead, info().device, &whole);
   if (whole.ndim == 0)
     raise(Kind::kShape, "respond_vec: ret_buffer has no dimension: want one "
                         "with a row for each row of the answers");
@@ -294,11 +304,16 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
 
   Array<fs_ticket, 16> tickets(n);
   size_t answered = n;
+  const bool on_gpu = whole.device >= 0;
+  const uint64_t stream =
+      on_gpu ? current_stream("respond_vec", whole.device) : 0;
   auto send = [&] {
-    return fs_respond(id_, h.data(), counts.data(), n, t.data(), tickets.data(),
-                      &answered);
+    return on_gpu ? fs_respond_on(id_, stream, h.data(), counts.data(), n,
+                                  t.data(), tickets.data(), &answered)
+                  : fs_respond(id_, h.data(), counts.data(), n, t.data(),
+                               tickets.data(), &answered);
   };
-  int rc = whole.bytes < kLarge ? send() : unlocked(send);
+  int rc = on_gpu || whole.bytes < kLarge ? send() : unlocked(send);
   for (size_t k = 0; k < (rc < 0 ? answered : n); k++) {
     Lease lease(holder_);
     lease.add(memory.share());
@@ -311,7 +326,8 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
                                   PyObject *push_keys) {
   enter("register_recv_buffer");
   fs_tensor t;
-  Memory memory = read_tensor(tensor, kTensor, -1, Access::kWrite, &t);
+  Memory memory =
+      read_tensor(tensor, kTensor, -1, Access::kWrite, info().device, &t);
   const Items ranks(worker_ranks, kRanks, "ints");
   const Items keys(push_keys, kKeys, "ints");
   const size_t n = ranks.size();

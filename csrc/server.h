@@ -20,7 +20,8 @@ public:
   // A list of (handler, [tensor, ...], [key, ...]), one for each worker group;
   // empty when timeout_ms (nullptr or None: no limit) is over.
   PyObject *get_batch(PyObject *timeout_ms, uint64_t channel = 0);
-  void respond(PyObject *tensors, PyObject *handler);
+  // need_event: as of Worker::push_pull.
+  void respond(PyObject *tensors, PyObject *handler, bool need_event);
   void respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
                    PyObject *handler_vec);
   void register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
@@ -46,7 +47,7 @@ private:
   Ref take_tensor(Words &words, uint64_t rank, Ref *key);
   void skip_tensors(Words &words, uint64_t n);
   const Memory &memory_of(uint64_t slot, uint64_t buffer, uint64_t address,
-                          uint64_t bytes);
+                          uint64_t bytes, int device);
 
   std::vector<Slot> slots_;
   std::vector<Fixed> fixed_;

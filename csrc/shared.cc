@@ -21,7 +21,7 @@ PyObject *shared_bytes(uint64_t bytes) {
   fs_shared shared = 0;
   uint64_t address = 0;
   check("empty_shared", fs_shared_alloc(bytes, &shared, &address));
-  return make_bytes(adopt(reinterpret_cast<void *>(address), bytes,
+  return make_bytes(adopt(reinterpret_cast<void *>(address), bytes, -1,
                           reinterpret_cast<void *>(shared), free_shared));
 }
 

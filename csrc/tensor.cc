@@ -6,6 +6,8 @@
 
 #include <string>
 
+#include "cs_cuda.h"
+
 namespace fserver {
 namespace {
 
@@ -34,19 +36,31 @@ std::string name_of(Arg arg, Py_ssize_t i) {
   raise(kind, "%s: %s %s", arg.call, name_of(arg, i).c_str(), text.c_str());
 }
 
-// Says what is wrong with a tensor that is not plain memory of the CPU.
-[[noreturn]] void explain(const at::Tensor &t, Arg arg, Py_ssize_t i) {
+c10::Device place(int device) {
+  return device < 0
+             ? c10::Device(c10::kCPU)
+             : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+}
+
+// Says what is wrong with a tensor that is not plain memory.
+[[noreturn]] void explain(const at::Tensor &t, Arg arg, Py_ssize_t i,
+                          int device) {
   std::string name = name_of(arg, i);
   if (!t.defined())
     refuse(arg, i, Kind::kConfig, "is undefined: pass a tensor");
   if (t.is_meta())
     refuse(arg, i, Kind::kConfig,
            "is on device meta and has no memory: pass a CPU tensor");
-  if (!t.device().is_cpu())
+  if (!t.device().is_cpu() && device < 0)
     refuse(arg, i, Kind::kConfig,
            "is on device " + t.device().str() +
-               ", and this build takes CPU tensors only: pass " + name +
-               ".cpu()");
+               ", and this node takes CPU tensors only: pass " + name +
+               ".cpu(), or set STEPMESH_BACKEND=GPU");
+  if (!t.device().is_cpu() && t.device() != place(device))
+    refuse(arg, i, Kind::kConfig,
+           "is on device " + t.device().str() + ", and this node's is " +
+               place(device).str() + " (STEPMESH_GPU): pass " + name +
+               ".to(\"" + place(device).str() + "\")");
   if (t.layout() != c10::kStrided)
     refuse(arg, i, Kind::kConfig,
            std::string("has layout ") +
@@ -71,16 +85,16 @@ std::string name_of(Arg arg, Py_ssize_t i) {
          "tensor");
 }
 
-bool plain(const at::Tensor &t) {
-  return t.defined() && t.device().is_cpu() && t.layout() == c10::kStrided &&
-         !t.is_quantized() && t.is_contiguous() && !t.is_conj() &&
-         !t.is_neg() && t.has_storage();
+bool plain(const at::Tensor &t, int device) {
+  return t.defined() && (t.device().is_cpu() || t.device() == place(device)) &&
+         t.layout() == c10::kStrided && !t.is_quantized() &&
+         t.is_contiguous() && !t.is_conj() && !t.is_neg() && t.has_storage();
 }
 
 Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
-            fs_tensor *out) {
-  if (!plain(t))
-    explain(t, arg, i);
+            int device, fs_tensor *out) {
+  if (!plain(t, device))
+    explain(t, arg, i, device);
   c10::TensorImpl *ti = t.unsafeGetTensorImpl();
   const c10::Storage &storage = ti->unsafe_storage();
   size_t bytes = static_cast<size_t>(ti->numel()) * ti->itemsize();
@@ -99,7 +113,7 @@ Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
     out->base = const_cast<void *>(storage.data());
   }
   if (bytes && !out->data)
-    explain(t, arg, i);
+    explain(t, arg, i, device);
   if (!bytes)
     out->data = out->base;
   out->bytes = bytes;
@@ -108,7 +122,7 @@ Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
   out->alloc = 0;
   out->dims = ti->sizes().data();
   out->ndim = static_cast<uint32_t>(ti->dim());
-  out->device = -1;
+  out->device = t.is_cpu() ? -1 : device;
   out->dtype = static_cast<uint8_t>(t.scalar_type());
   return Memory(
       Storage::reclaim_copy(storage.unsafeGetStorageImpl()).release());
@@ -149,25 +163,79 @@ Items tensor_items(PyObject *o, Arg arg) {
 }
 
 Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
-                   fs_tensor *t) {
+                   int device, fs_tensor *t) {
   if (!is_tensor(o))
     refuse(arg, i, Kind::kConfig,
            std::string("is of type ") + Py_TYPE(o)->tp_name +
                ", want a torch.Tensor");
   try {
-    return read(THPVariable_Unpack(o), arg, i, access, t);
+    return read(THPVariable_Unpack(o), arg, i, access, device, t);
   } catch (const c10::Error &e) {
     refuse(arg, i, Kind::kConfig,
            std::string("cannot be used: ") + e.what_without_backtrace());
   }
 }
 
-void *current_stream(int device) {
+void *native_stream(int device) {
   const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
   return guard
       .getStream(c10::Device(c10::DeviceType::CUDA,
                              static_cast<c10::DeviceIndex>(device)))
       .native_handle();
+}
+
+uint64_t current_stream(const char *call, int device) {
+  const c10::impl::VirtualGuardImpl gpu(c10::DeviceType::CUDA);
+  const auto stream =
+      reinterpret_cast<uint64_t>(gpu.getStream(place(device)).native_handle());
+  int captured = CS_CAPTURE_NONE;
+  cs_cu.StreamIsCapturing(reinterpret_cast<cs_stream>(stream), &captured);
+  if (captured != CS_CAPTURE_NONE)
+    raise(Kind::kConfig,
+          "%s: the current stream of cuda:%d is being captured into a CUDA "
+          "graph, which this call cannot be part of: call it outside",
+          call, device);
+  return stream;
+}
+
+namespace {
+c10::impl::VirtualGuardImpl gpus() {
+  return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA);
+}
+} // namespace
+
+OnDevice::OnDevice(int device)
+    : device_(device), before_(gpus().exchangeDevice(place(device)).index()) {}
+
+OnDevice::~OnDevice() {
+  if (before_ != device_)
+    gpus().uncheckedSetDevice(place(before_));
+}
+
+uint64_t OnDevice::stream() const {
+  return reinterpret_cast<uint64_t>(
+      gpus().getStream(place(device_)).native_handle());
+}
+
+int current_gpu() { return gpus().getDevice().index(); }
+
+Counter read_counter(PyObject *o, Arg arg) {
+  if (!is_tensor(o))
+    refuse(arg, -1, Kind::kConfig,
+           std::string("is of type ") + Py_TYPE(o)->tp_name +
+               ", want a torch.Tensor");
+  const at::Tensor &t = THPVariable_Unpack(o);
+  if (!t.defined() || t.scalar_type() != c10::ScalarType::Long ||
+      t.numel() != 1 || !(t.is_cuda() || t.is_cpu()))
+    refuse(arg, -1, Kind::kConfig,
+           "must be one int64 (torch.zeros(1, dtype=torch.int64)) on a GPU or "
+           "in pinned memory");
+  if (t.is_cpu() && !t.is_pinned())
+    refuse(arg, -1, Kind::kConfig,
+           "is on the CPU and not pinned: pass " + std::string(arg.name) +
+               ".pin_memory()");
+  return {reinterpret_cast<uint64_t>(t.data_ptr()),
+          t.is_cuda() ? t.device().index() : -1};
 }
 
 int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i) {
@@ -195,19 +263,18 @@ size_t dtype_bytes(uint64_t dtype) {
 #undef FS_SIZE
 }
 
-Memory adopt(void *data, size_t bytes, void *ctx, void (*free)(void *)) {
+Memory adopt(void *data, size_t bytes, int device, void *ctx,
+             void (*free)(void *)) {
   return Memory(c10::make_intrusive<c10::StorageImpl>(
                     c10::StorageImpl::use_byte_size_t(), bytes,
-                    at::DataPtr(data, ctx, free, c10::Device(c10::kCPU)),
-                    nullptr, false)
+                    at::DataPtr(data, ctx, free, place(device)), nullptr, false)
                     .release());
 }
 
-Memory nothing() {
+Memory nothing(int device) {
   return Memory(c10::make_intrusive<c10::StorageImpl>(
                     c10::StorageImpl::use_byte_size_t(), 0,
-                    at::DataPtr(nullptr, c10::Device(c10::kCPU)), nullptr,
-                    false)
+                    at::DataPtr(nullptr, place(device)), nullptr, false)
                     .release());
 }
 
@@ -219,9 +286,10 @@ void extend(const Memory &m, size_t bytes) {
 
 PyObject *make_tensor(const Memory &m, uint64_t dtype, const int64_t *dims,
                       size_t ndim) {
+  const bool cpu = impl(m.get())->device().is_cpu();
   at::Tensor t = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(Storage::reclaim_copy(impl(m.get()))),
-      c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::DispatchKeySet(cpu ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA),
       c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(dtype)));
   t.unsafeGetTensorImpl()->set_sizes_contiguous({dims, ndim});
   return Ref::steal(THPVariable_Wrap(std::move(t))).release();

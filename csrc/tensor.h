@@ -70,13 +70,40 @@ Items tensor_items(PyObject *o, Arg arg);
 enum class Access { kRead, kWrite };
 
 // Fills t, but key and alloc, from argument i (i < 0: the argument itself).
-// Refuses what the engine cannot read or write as plain memory. t->dims lives
-// as long as the tensor.
+// Refuses what the engine cannot read or write as plain memory of the CPU, or of
+// GPU device (-1: none). t->dims lives as long as the tensor.
 Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
-                   fs_tensor *t);
+                   int device, fs_tensor *t);
 
-// The native handle of torch's current stream on a CUDA device.
-void *current_stream(int device);
+// The current stream of a GPU that a tensor is on, as the driver knows it.
+// Refuses one that is being captured into a graph.
+uint64_t current_stream(const char *call, int device);
+
+// Makes a GPU current for torch and the driver, as long as it lives.
+class OnDevice {
+public:
+  explicit OnDevice(int device);
+  ~OnDevice();
+  OnDevice(const OnDevice &) = delete;
+  OnDevice &operator=(const OnDevice &) = delete;
+  uint64_t stream() const; // the current one of the device
+
+private:
+  int device_, before_;
+};
+
+// The GPU that is current for torch.
+int current_gpu();
+
+// One int64 that a GPU can read and write.
+struct Counter {
+  uint64_t address;
+  int device; // -1: pinned host memory
+};
+Counter read_counter(PyObject *o, Arg arg);
+
+// The native handle of torch's current stream on a CUDA device, captured or not.
+void *native_stream(int device);
 
 // The first dimension of a tensor of any kind.
 int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i);
@@ -85,20 +112,21 @@ int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i);
 // number a peer chose.
 size_t dtype_bytes(uint64_t dtype);
 
-// A storage over memory of somebody else; free(ctx) is called once, from any
-// thread, when it is gone. ctx is not null.
-Memory adopt(void *data, size_t bytes, void *ctx, void (*free)(void *));
+// A storage over memory of somebody else, of the CPU (device -1) or a GPU;
+// free(ctx) is called once, from any thread, when it is gone. ctx is not null.
+Memory adopt(void *data, size_t bytes, int device, void *ctx,
+             void (*free)(void *));
 
 // A tensor of uint8 over all of m.
 PyObject *make_bytes(const Memory &m);
 
-// A storage of no bytes.
-Memory nothing();
+// A storage of no bytes, on the CPU (device -1) or a GPU.
+Memory nothing(int device);
 
 // Makes a storage as large as bytes, if it is smaller.
 void extend(const Memory &m, size_t bytes);
 
-// A new CPU tensor, contiguous, from the start of m. dtype and dims have been
+// A new tensor, contiguous, from the start of m, and where that is. dtype and dims have been
 // checked against the size.
 PyObject *make_tensor(const Memory &m, uint64_t dtype, const int64_t *dims,
                       size_t ndim);

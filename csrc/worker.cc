@@ -81,7 +81,7 @@ Worker::Worker(const std::vector<std::string> &settings, uint64_t next_handler)
 
 uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
                            PyObject *pull_tensors, PyObject *pull_keys,
-                           uint64_t channel) {
+                           bool need_event, uint64_t channel) {
   enter_connected("push_pull");
   const int64_t started = now_ns();
   holder_.reap();
@@ -117,16 +117,21 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   Array<fs_tensor, 16> t(np + nq);
   Pins pins(np + nq);
   Lease lease(holder_);
-  uint64_t bytes = 0;
+  const int device = info().device;
+  uint64_t bytes = 0; // that this thread may have to move
+  bool on_gpu = false;
   for (size_t i = 0; i < np; i++) {
-    lease.add(
-        read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead, &t[i]));
+    lease.add(read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead, device,
+                          &t[i]));
     t[i].key = read_u64(pkeys.at(i), kPushKeys, i);
-    bytes += t[i].bytes;
+    bytes += t[i].device < 0 ? t[i].bytes : 0;
+    on_gpu |= t[i].device >= 0;
   }
   for (size_t j = 0; j < nq; j++) {
     fs_tensor &q = t[np + j];
-    Memory m = read_tensor(pins.add(pull.at(j)), kPull, j, Access::kWrite, &q);
+    Memory m =
+        read_tensor(pins.add(pull.at(j)), kPull, j, Access::kWrite, device, &q);
+    on_gpu |= q.device >= 0;
     q.key = read_u64(qkeys.at(j % nqk), kPullKeys, j % nqk);
     if (q.bytes)
       allocations_.number(id_, m, q);
@@ -138,11 +143,15 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     check_overlap(t.data(), np, nq, servers > 1);
 
   fs_ticket ticket = 0;
+  const bool behind = need_event && on_gpu;
+  const uint64_t stream = behind ? current_stream("push_pull", device) : 0;
   auto send = [&] {
-    return channel
-               ? fs_channel_push_pull(id_, channel, t.data(), np, t.data() + np,
-                                      nq, &ticket)
-               : fs_push_pull(id_, t.data(), np, t.data() + np, nq, &ticket);
+    if (channel)
+      return fs_channel_push_pull(id_, channel, t.data(), np, t.data() + np, nq,
+                                  &ticket);
+    return behind ? fs_push_pull_on(id_, stream, t.data(), np, t.data() + np,
+                                    nq, &ticket)
+                  : fs_push_pull(id_, t.data(), np, t.data() + np, nq, &ticket);
   };
   check("push_pull", bytes < kLarge ? send() : unlocked(send));
   lease.keep(ticket);

@@ -18,10 +18,11 @@ public:
   Worker(const std::vector<std::string> &settings, uint64_t next_handler);
   ~Worker() override { shut(); }
 
-  // Gives the first of np + nq new handlers.
+  // Gives the first of np + nq new handlers. need_event: tensors of the GPU are
+  // sent behind what is queued on the current stream.
   uint64_t push_pull(PyObject *push_tensors, PyObject *push_keys,
                      PyObject *pull_tensors, PyObject *pull_keys,
-                     uint64_t channel = 0);
+                     bool need_event, uint64_t channel = 0);
   // timeout_ms: nullptr is 10 s.
   void wait(PyObject *handler, PyObject *timeout_ms);
   // The handlers from first on of the push_pull that handler belongs to.

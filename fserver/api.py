@@ -36,6 +36,7 @@ _VARIABLES = {
     "host_scheduler": "FSERVER_HOST_SCHEDULER",
     "cluster": "FSERVER_CLUSTER",
     "secret": "FSERVER_SECRET",
+    "tls": "FSERVER_TLS",
     "init_timeout": "FSERVER_INIT_TIMEOUT",
     "on_peer_lost": "FSERVER_ON_PEER_LOST",
     "rejoin_timeout": "FSERVER_REJOIN_TIMEOUT",
@@ -108,6 +109,9 @@ class Node:
             any free one.
         cluster: nodes of another cluster id are refused.
         secret: what the nodes prove to each other that they know.
+        tls: encrypt what goes over TCP, control and data (default False), with certificates that
+            are derived from the secret unless FSERVER_TLS_CERT and its relatives name others. The
+            same on all nodes.
         init_timeout: seconds until the cluster must be complete (default 60).
         on_peer_lost: what calls do that need a node that is lost: ``"raise"`` PeerLostError
             (default), until a process has taken its rank again, or ``"wait"`` for that process.
@@ -149,6 +153,7 @@ class Node:
         host_scheduler: bool | None = None,
         cluster: str | None = None,
         secret: str | None = None,
+        tls: bool | None = None,
         init_timeout: float | None = None,
         on_peer_lost: str | None = None,
         rejoin_timeout: float | None = None,
@@ -156,6 +161,8 @@ class Node:
         connect: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _VARIABLES}
+        if tls is not None:
+            given["tls"] = "on" if tls else "off"
         merged = inherited()
         merged.update({name: _text(value) for name, value in (settings or {}).items()})
         merged.update(
@@ -347,7 +354,8 @@ class Worker(Node):
 
         Returns at once. The tensors are kept alive until the request has completed; until then
         those that are pushed must not be changed, and those that are pulled not be read. All
-        are contiguous CPU tensors of any dtype and shape, also of no rows or no dimension.
+        are contiguous tensors of any dtype and shape, also of no rows or no dimension, on the CPU
+        or, where the backend is GPU, on the node's GPU; the peers' may be on either.
 
         Args:
             push_tensors: P tensors. Shapes may change from call to call.
@@ -356,7 +364,9 @@ class Worker(Node):
             pull_tensors: ``servers * Q`` tensors; ``pull_tensors[i * Q + j]`` takes answer j of
                 server i.
             pull_keys: a key for each pull tensor, or one for each of the Q positions.
-            need_event: for GPU tensors, send after what is queued on the current stream.
+            need_event: where one of the tensors is on the GPU, send after what is queued on the
+                current stream of that. False: what is pushed is there already, and what is queued
+                does not use the pull tensors.
 
         Returns:
             The handler of the request: the first of ``P + servers * Q`` ints that are now its
@@ -521,7 +531,9 @@ class Server(Node):
         Returns:
             ``(handler, tensors, keys)`` for each worker group, in rank order; an empty list if
             the limit is over. The tensors are views of the receive buffers: each is valid until
-            its worker's next push of that key is taken, which is not before the answer. One that
+            its worker's next push of that key is taken, which is not before the answer; so an
+            answer must not be sent before kernels that read them have run (need_event). They are
+            on the node's GPU where the backend is GPU, and any stream may use them. One that
             the worker has in shared memory (``fserver.empty_shared``) is a view of that: valid
             until it is answered, and for reading alone. Writing to it ends this process with
             SIGSEGV, so clone what is to be changed in place, or set ``FSERVER_LOANS=0``.

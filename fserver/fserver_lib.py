@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fserver import _loader
 from fserver.api import Link, Node, Scheduler, Server, Worker
 from fserver.errors import ClosedError, ConfigError, Error
+from fserver.notify import Notify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,35 +230,42 @@ def get_nanosecond() -> int:
     return time.monotonic_ns()
 
 
-def _needs_gpu(name: str) -> NoReturn:
-    raise Error(
-        f"{name}: works on CUDA streams, and this build of fserver moves CPU tensors only "
-        "(it has no transport for GPUs)"
-    )
-
-
-class SimpleNotify:
-    """Lets the current CUDA stream wait for a request or a batch. Not in this build."""
+class SimpleNotify(Notify):
+    """Lets the current CUDA stream wait for a request or a batch; see :class:`Notify`."""
 
     def __init__(self) -> None:
-        _needs_gpu("SimpleNotify")
+        super().__init__(wait, get_batch)
 
 
 def map_pinned_tensor(tensor: Tensor, device_index: int) -> Tensor:
-    """Device view of a pinned host tensor. Not in this build."""
-    _needs_gpu("map_pinned_tensor")
+    """The memory of a pinned host tensor as a tensor of GPU ``device_index``, without a copy.
+
+    It keeps the memory alive.
+
+    Raises:
+        ConfigError: the tensor is not contiguous or not on the CPU.
+        Error: it is not pinned.
+    """
+    return _loader.load().map_pinned_tensor(tensor, device_index)
 
 
 def write_flag(flag: Tensor, seq: Tensor) -> None:
-    """Writes seq to flag on the current CUDA stream. Not in this build."""
-    _needs_gpu("write_flag")
+    """Writes ``seq`` to ``flag`` on the current CUDA stream, after what is queued there.
+
+    Both are one int64, on the GPU or in pinned memory, and at least one of them on the GPU. It can
+    be captured into a CUDA graph.
+
+    Raises:
+        ConfigError: a tensor of another kind, or on two GPUs.
+    """
+    _loader.load().write_flag(flag, seq)
 
 
 def wait_flag(flag: Tensor, seq: Tensor) -> None:
-    """Makes the current CUDA stream wait until flag >= seq. Not in this build."""
-    _needs_gpu("wait_flag")
+    """Makes the current CUDA stream wait until ``flag >= seq``; as :func:`write_flag`."""
+    _loader.load().wait_flag(flag, seq)
 
 
 def seq_add_one(seq: Tensor) -> None:
-    """Adds one to seq on the current CUDA stream. Not in this build."""
-    _needs_gpu("seq_add_one")
+    """Adds one to ``seq`` on the current CUDA stream; as :func:`write_flag`."""
+    _loader.load().seq_add_one(seq)

@@ -252,7 +252,7 @@ def extension(package: Path) -> Path:
     # build, whose torch lies elsewhere, takes the same objects.
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
     flags += ["-D_GLIBCXX_USE_CXX11_ABI=1", "-DTORCH_EXTENSION_NAME=_C", "-Iengine/cabi"]
-    flags += [f"-I{GENERATED.relative_to(ROOT)}"]
+    flags += ["-Icshim/cuda", f"-I{GENERATED.relative_to(ROOT)}"]
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
     headers = [torch / "include", torch / "include/torch/csrc/api/include", python]
     command = [*cxx, *flags, *(word for path in headers for word in ("-isystem", str(path)))]

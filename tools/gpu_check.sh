@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: channel
+#   tools/gpu_check.sh PART...        parts: eager channel ringx
 #
-# OUT=DIR for results (default build/gpu), PYTHON, RUNS of each measurement, SWEEP=1 for other
-# thresholds too, FULL=1 for the sanitizer. Builds the extension if there is none. Prints PASS or FAIL for each step; the exit status says whether all passed.
+# OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Prints PASS or FAIL for
+# each step; the exit status says whether all passed.
+#
+# eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
+# each size (default 10000).
+#
+# channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
+# thresholds too, FULL=1 for the sanitizer.
+#
+# ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
+# there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -27,14 +36,73 @@ step() {
   fi
 }
 
-build() {
-  local archive=${FSERVER_ARCHIVE:-}
-  [[ -z $archive && -f build/libfserver.a ]] && archive=build/libfserver.a
-  FSERVER_ARCHIVE=$archive "$PYTHON" tools/builder.py ext
+ringx() {
+  local gpus ranks=${RANKS:-} tokens=${TOKENS:-8K,16K,32K,64K,128K} n files=()
+  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || return
+  if [[ -z $ranks ]]; then
+    for n in 2 4; do ((n <= gpus)) && ranks+=" $n"; done
+  fi
+  if [[ -z $ranks ]]; then
+    echo "FAIL ringx: $gpus GPUs, and 2 are the least"
+    failed=1
+    return
+  fi
+  [[ -n ${QUICK:-} ]] && tokens=8K,32K
+  for n in $ranks; do
+    local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)
+    step "ringx-check-$n" "${run[@]}" check --json "$OUT/ringx-check-$n.json"
+    grep -h '^FAIL\|^SKIP' "$OUT/ringx-check-$n.txt"
+    step "ringx-causal-$n" "${run[@]}" time --parts --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
+    grep -h '^table' "$OUT/ringx-causal-$n.txt"
+    files+=("$OUT/ringx-causal-$n.json")
+    [[ -n ${QUICK:-} ]] && continue
+    step "ringx-full-$n" "${run[@]}" time --parts --mask full --tokens 8K,32K,64K --json "$OUT/ringx-full-$n.json"
+    grep -h '^table' "$OUT/ringx-full-$n.txt"
+    NCCL_P2P_DISABLE=1 step "ringx-slow-$n" "${run[@]}" time --tokens 8K,32K,64K --label "slow link (NCCL_P2P_DISABLE=1)" \
+      --json "$OUT/ringx-slow-$n.json"
+    grep -h '^table' "$OUT/ringx-slow-$n.txt"
+    files+=("$OUT/ringx-full-$n.json" "$OUT/ringx-slow-$n.json")
+  done
+  step ringx-plot "$PYTHON" tools/ringx_bench.py plot "$OUT/ringx.png" "${files[@]}"
+}
+
+machine() {
+  nvidia-smi topo -m
+  nvidia-smi -L
+  "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())'
+}
+
+build() { FSERVER_ARCHIVE=build/libfserver.a "$PYTHON" tools/builder.py ext; }
+
+floor() { nvcc -O2 -o "$OUT/gpu_floor" tools/gpu_floor.c -lcuda -lcudart; }
+
+bench() { "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "${ROUNDS:-10000}" >"$OUT/eager.json"; }
+
+eager() {
+  local last
+  last=$(($(nvidia-smi -L | wc -l) - 1))
+  step machine machine
+  step build build
+  [[ -e fserver/include/fserver.h ]] || return
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  step go-cuda build/tests/cuda.test -test.v
+  step go-cudaipc build/tests/cudaipc.test -test.v -test.run GPU -test.timeout 4m
+  step go-node build/tests/node.test -test.v -test.run GPU -test.timeout 2m
+  step eager-tests "$PYTHON" -m pytest -v -p no:cacheprovider tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
+  step floor floor
+  step eager-bench bench "$last"
+  "$PYTHON" - "$OUT/eager.json" <<'END'
+import json, sys
+for r in json.load(open(sys.argv[1]))["rows"]:
+    f, b = r["fserver"], r["floor"]
+    print(f"{r['name']:28} {r['transport']:8} p50 {f['p50_us']:8.1f} us, floor {b['p50_us']:8.1f}, "
+          f"ratio {r['p50_ratio']:.2f}; p99 {f['p99_us']:8.1f}, floor {b['p99_us']:8.1f}, ratio {r['p99_ratio']:.2f}")
+END
 }
 
 # Everything in it is bounded: 90 s in all without FULL=1.
 channel() {
+  step build build
   local raw=() lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
   if command -v nvcc >/dev/null; then
     step channel-raw-build timeout 60 nvcc -O3 -arch=native -o "$OUT/raw_channel" \
@@ -57,12 +125,11 @@ channel() {
   tar -czf "$OUT/channel.tgz" -C "$OUT" --exclude=raw_channel --exclude=channel.tgz .
 }
 
-step build build
 for part in "$@"; do
   case $part in
-    channel) "$part" ;;
+    eager | channel | ringx) "$part" ;;
     *)
-      echo "gpu_check: no part $part (parts: channel)" >&2
+      echo "gpu_check: no part $part (parts: eager channel ringx)" >&2
       exit 2
       ;;
   esac

@@ -1,11 +1,38 @@
 #include "cs_calls.h"
 
+/* What a call changes for its thread, which may be the application's, and puts
+ * back. While any thread captures a graph, others must not make calls that might
+ * disturb that, unless they say that they know what they do: none of ours touches
+ * a stream that is captured. */
+typedef struct {
+  cs_context before; /* NULL: nothing to put back */
+  int mode;
+} scope;
+
+static int enter(uint64_t context, scope *s) {
+  cs_context now = NULL;
+  s->mode = CS_CAPTURE_MODE_RELAXED;
+  cs_cu.ThreadExchangeStreamCaptureMode(&s->mode);
+  int rc = cs_cu.CtxGetCurrent(&now);
+  if (rc == CS_CU_SUCCESS && now == (cs_context)context)
+    return rc;
+  rc = cs_cu.CtxSetCurrent((cs_context)context);
+  if (rc == CS_CU_SUCCESS)
+    s->before = now;
+  return rc;
+}
+
+static void leave(scope *s) {
+  if (s->before)
+    cs_cu.CtxSetCurrent(s->before);
+  cs_cu.ThreadExchangeStreamCaptureMode(&s->mode);
+}
+
 #define ENTER(context)                                                         \
-  do {                                                                         \
-    int entered = cs_cu.CtxSetCurrent((cs_context)(context));                  \
-    if (entered != CS_CU_SUCCESS)                                              \
-      return entered;                                                          \
-  } while (0)
+  scope entered __attribute__((cleanup(leave))) = {NULL, 0};                   \
+  int usable = enter(context, &entered);                                       \
+  if (usable != CS_CU_SUCCESS)                                                 \
+  return usable
 
 int cs_count(int *count) { return cs_cu.DeviceGetCount(count); }
 
@@ -173,6 +200,17 @@ int cs_describe(uint64_t context, uint64_t address, cs_memory *out) {
   ask(address, CS_PTR_LEGACY_IPC_CAPABLE, &m.legacy_ipc);
   ask(address, CS_PTR_ALLOWED_HANDLE_TYPES, &handles);
   ask(address, CS_PTR_MEMPOOL, &pool);
+  if (!m.legacy_ipc &&
+      handles) { /* in a reserved range: the piece that is mapped here */
+    cs_ptr start = 0;
+    size_t mapped = 0;
+    ask(address, CS_PTR_MAPPING_BASE, &start);
+    ask(address, CS_PTR_MAPPING_SIZE, &mapped);
+    if (start && mapped) {
+      base = start;
+      bytes = mapped;
+    }
+  }
   m.type = (int)type;
   m.id = id;
   m.base = base;

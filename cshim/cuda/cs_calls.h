@@ -1,6 +1,6 @@
 /* Calls of the driver for Go: handles are numbers, what belongs together is one
- * crossing, and each makes its context current first, because Go runs a goroutine
- * on any thread. All return a cs_result. */
+ * crossing, and each makes its context current for its time, because Go runs a
+ * goroutine on any thread. All return a cs_result. */
 #ifndef CS_CALLS_H
 #define CS_CALLS_H
 

@@ -288,9 +288,25 @@ func (d *Device) CloseIPC(base uint64) error {
 	return failed(C.cs_ipc_close(d.context, C.uint64_t(base)), "unmap memory of another process on gpu %d", d.ordinal)
 }
 
-// Reach lets d use the memory of peer, another device of this process.
-func (d *Device) Reach(peer *Device) error {
-	return failed(C.cs_peer(d.context, peer.context), "let gpu %d use the memory of gpu %d", d.ordinal, peer.ordinal)
+// Reach lets d use the memory of another GPU of this process, whose primary context
+// stays held.
+func (d *Device) Reach(peer UUID) error {
+	if peer == d.uuid {
+		return nil
+	}
+	n, err := Count()
+	for i := range n {
+		p := Device{ordinal: i}
+		if p.identify() != nil || p.uuid != peer {
+			continue
+		}
+		var context C.uint64_t
+		if err := failed(C.cs_retain(C.int(i), &context), "hold the primary context of gpu %d", i); err != nil {
+			return err
+		}
+		return failed(C.cs_peer(d.context, context), "let gpu %d use the memory of gpu %d", d.ordinal, i)
+	}
+	return errors.Join(err, fmt.Errorf("cuda: %v is not visible to this process", peer))
 }
 
 // ExportFD gives the mapped piece of memory at address as a descriptor, which is

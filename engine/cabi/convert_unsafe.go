@@ -40,9 +40,9 @@ func int32s(p *C.int32_t, n C.size_t) []int32 {
 func tensor(c *C.fs_tensor) node.Tensor {
 	return node.Tensor{
 		Span:  mem.Span{Addr: uintptr(c.data), Len: uint64(c.bytes)},
-		Dev:   mem.Device(c.device),
+		Dev:   mem.GPU(int(c.device)),
 		Key:   uint64(c.key),
-		Base:  mem.Region{Addr: uintptr(c.base), Len: uint64(c.base_bytes), Dev: mem.Device(c.device)},
+		Base:  mem.Region{Addr: uintptr(c.base), Len: uint64(c.base_bytes), Dev: mem.GPU(int(c.device))},
 		Alloc: uint64(c.alloc),
 		DType: uint8(c.dtype),
 		Dims:  unsafe.Slice((*int64)(unsafe.Pointer(c.dims)), int(c.ndim)),
@@ -64,7 +64,7 @@ func addTensors(t *node.Ticket, push *C.fs_tensor, np C.size_t, pull *C.fs_tenso
 }
 
 // respond answers one request after the other; answered counts them.
-func respond(nd *node.Node, handlers []uint64, counts []C.size_t, all *C.fs_tensor, tickets []uint64, answered *C.size_t) error {
+func respond(nd *node.Node, stream *C.uint64_t, handlers []uint64, counts []C.size_t, all *C.fs_tensor, tickets []uint64, answered *C.size_t) error {
 	total := C.size_t(0)
 	for _, n := range counts {
 		total += n
@@ -77,6 +77,12 @@ func respond(nd *node.Node, handlers []uint64, counts []C.size_t, all *C.fs_tens
 		}
 		for j := range list[:counts[i]] {
 			if err := t.AddPush(tensor(&list[j])); err != nil {
+				nd.Abandon(t)
+				return err
+			}
+		}
+		if stream != nil {
+			if err := nd.After(t, uint64(*stream)); err != nil {
 				nd.Abandon(t)
 				return err
 			}
@@ -120,7 +126,7 @@ func (s *sink) Batch(reqs []*node.Request) error {
 			if p.Lent {
 				slot = C.FS_LENT
 			}
-			b = append(b, p.Key, slot, p.Buffer, uint64(p.Span.Addr), p.Span.Len, uint64(p.DType), uint64(p.Dev), uint64(p.NDim))
+			b = append(b, p.Key, slot, p.Buffer, uint64(p.Span.Addr), p.Span.Len, uint64(p.DType), uint64(p.Dev.Index()), uint64(p.NDim))
 			if p.NDim > 0 {
 				b = append(b, uint64(p.Rows))
 				for _, d := range p.Tail {
@@ -154,7 +160,7 @@ func fillInfo(out *C.fs_info, v node.Info) {
 	*out = C.fs_info{
 		role: C.int32_t(v.Role), rank: C.int32_t(v.Rank), group: C.int32_t(v.Group),
 		instance: C.int32_t(v.Instance), workers: C.int32_t(v.Workers), servers: C.int32_t(v.Servers),
-		device: C.int32_t(v.Device),
+		device: C.int32_t(v.Device.Index()),
 	}
 	if v.Words.Len != 0 {
 		out.words = (*C.uint64_t)(unsafe.Pointer(v.Words.Span().Ptr()))

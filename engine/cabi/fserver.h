@@ -33,7 +33,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 3
+#define FS_ABI 4
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
 typedef uint64_t fs_shared; /* memory of fs_shared_alloc */
@@ -61,7 +61,7 @@ typedef struct fs_tensor {
                           to another allocation; 0: do not cache */
   const int64_t *dims;
   uint32_t ndim;
-  int32_t device; /* -1: CPU */
+  int32_t device; /* -1: CPU, else the node's GPU as CUDA counts */
   uint8_t dtype;  /* opaque to the engine; the receiver gets the same number */
 } fs_tensor;
 
@@ -108,6 +108,13 @@ int fs_get_info(fs_node node, fs_info *out);
  * to the memory; | 0 under way. Other upper bits: forgotten, ended before. */
 int fs_push_pull(fs_node node, const fs_tensor *push, size_t np,
                  const fs_tensor *pull, size_t nq, fs_ticket *out);
+
+/* fs_push_pull, and the pushed tensors are read when what is queued so far on a
+ * stream of the node's GPU (a CUstream, 0: the default one) has run. The stream
+ * must not be under capture. It does not wait for that. */
+int fs_push_pull_on(fs_node node, uint64_t stream, const fs_tensor *push,
+                    size_t np, const fs_tensor *pull, size_t nq,
+                    fs_ticket *out);
 
 #define FS_NOSPIN 1u /* goes on with a wait whose slice was over: no spinning */
 
@@ -157,6 +164,11 @@ int fs_shared_free(fs_shared shared);
 int fs_respond(fs_node node, const uint64_t *handlers, const size_t *counts,
                size_t nh, const fs_tensor *t, fs_ticket *tickets,
                size_t *answered);
+
+/* fs_respond, as fs_push_pull_on. */
+int fs_respond_on(fs_node node, uint64_t stream, const uint64_t *handlers,
+                  const size_t *counts, size_t nh, const fs_tensor *t,
+                  fs_ticket *tickets, size_t *answered);
 
 /* Server: cuts memory into n equal slices; slice i receives keys[i] of worker
  * ranks[i]. The memory must stay valid until fs_close. Allowed

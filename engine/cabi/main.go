@@ -87,24 +87,37 @@ func fs_get_info(h C.fs_node, out *C.fs_info) (rc C.int) {
 //export fs_push_pull
 func fs_push_pull(h C.fs_node, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) (rc C.int) {
 	defer guard(&rc)
+	return fail(pushPull(h, nil, push, np, pull, nq, out))
+}
+
+//export fs_push_pull_on
+func fs_push_pull_on(h C.fs_node, stream C.uint64_t, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) (rc C.int) {
+	defer guard(&rc)
+	return fail(pushPull(h, &stream, push, np, pull, nq, out))
+}
+
+func pushPull(h C.fs_node, stream *C.uint64_t, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) error {
 	nd, err := nodes.get(h)
 	if err != nil {
-		return fail(err)
+		return err
 	}
 	t, err := nd.BeginPushPull()
 	if err != nil {
-		return fail(err)
+		return err
 	}
-	if err := addTensors(t, push, np, pull, nq); err != nil {
+	if err = addTensors(t, push, np, pull, nq); err == nil && stream != nil {
+		err = nd.After(t, uint64(*stream))
+	}
+	if err != nil {
 		nd.Abandon(t)
-		return fail(err)
+		return err
 	}
 	id := t.ID()
 	if err := nd.PushPull(t); err != nil {
-		return fail(err)
+		return err
 	}
 	*out = C.fs_ticket(id)
-	return 0
+	return nil
 }
 
 //export fs_wait
@@ -158,14 +171,24 @@ func fs_shared_free(id C.fs_shared) (rc C.int) {
 //export fs_respond
 func fs_respond(h C.fs_node, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (rc C.int) {
 	defer guard(&rc)
+	return fail(respondAll(h, nil, handlers, counts, nh, t, tickets, answered))
+}
+
+//export fs_respond_on
+func fs_respond_on(h C.fs_node, stream C.uint64_t, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (rc C.int) {
+	defer guard(&rc)
+	return fail(respondAll(h, &stream, handlers, counts, nh, t, tickets, answered))
+}
+
+func respondAll(h C.fs_node, stream *C.uint64_t, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) error {
 	*answered = 0
 	nd, err := nodes.get(h)
 	if err != nil {
-		return fail(err)
+		return err
 	}
-	err = respond(nd, words(handlers, nh), sizes(counts, nh), t, ticketsOf(tickets, nh), answered)
+	err = respond(nd, stream, words(handlers, nh), sizes(counts, nh), t, ticketsOf(tickets, nh), answered)
 	nd.Flush()
-	return fail(err)
+	return err
 }
 
 //export fs_register_recv

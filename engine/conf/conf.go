@@ -88,8 +88,8 @@ func Built() []string {
 // Backend is the kind of device that the tensors are on.
 type Backend uint8
 
-// The backends. AnyBackend was not chosen: the GPU if the build and the host
-// have one. GPU was asked for by name: a node that has none refuses to open.
+// The backends. AnyBackend was not chosen: the GPU if the host has one. GPU was
+// asked for by name: a node that has none refuses to open.
 const (
 	AnyBackend Backend = iota
 	CPU

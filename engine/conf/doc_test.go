@@ -43,8 +43,8 @@ come first. ` + "`fserver env`" + ` prints those in force.
   warned of once, with the nearest name that is. A value that is not allowed is an
   error; all errors are reported together.
 - A setting that "takes effect with" something is read and checked by every build,
-  and changes nothing where that is not in use. This build has the transport
-  tcp, and CPU tensors.
+  and changes nothing where that is not in use. This build has the transports
+  tcp and cma, and GPU tensors over both; cudaipc is how they travel over cma.
 `)
 	for _, s := range table {
 		if s.section != "" {

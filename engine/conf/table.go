@@ -149,7 +149,7 @@ var table = []setting{
 		older:   []spelling{{name: "STEPMESH_BAKCEND"}},
 		value:   choice("", backends, []string{"CPU", "GPU"}, func(c *Config) *Backend { return &c.Backend }),
 		unset:   "GPU if there is one",
-		meaning: "where the tensors are; a build or host without a GPU refuses `GPU`",
+		meaning: "where the tensors are: on the CPU alone, or also on GPU STEPMESH_GPU, where receive buffers are then; a host without one refuses `GPU`",
 	}, {
 		name:    "CUDA_VISIBLE_DEVICES",
 		value:   anything("as CUDA reads it", func(c *Config) *string { return &c.Visible }),

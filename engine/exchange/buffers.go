@@ -18,11 +18,25 @@ type Buffers struct {
 }
 
 type buffer struct {
-	region mem.Region // own memory
+	region mem.Region // own memory,
+	from   Memory     // of this kind
 	view   *mem.View  // or a worker's
 	used   bool       // by its server
 	seen   bool       // handed out, and not released
 }
+
+// Memory is where receive buffers lie. It outlives them, and is safe for concurrent
+// use.
+type Memory interface {
+	Alloc(n uint64) (mem.Region, error) // n > 0, whole pages
+	Free(mem.Region) error
+}
+
+// Host is the memory of the CPU.
+type Host struct{}
+
+func (Host) Alloc(n uint64) (mem.Region, error) { return mem.Map(n) }
+func (Host) Free(r mem.Region) error            { return mem.Unmap(r) }
 
 // NewBuffers makes an empty set.
 func NewBuffers() *Buffers { return &Buffers{all: map[uint64]*buffer{}} }
@@ -50,16 +64,16 @@ func (b *Buffers) Release(id uint64) error {
 // and an honest limit of memory comes long before.
 const maxBuffer = 1 << 42
 
-// make maps a buffer of at least n bytes.
-func (b *Buffers) make(n uint64) (uint64, mem.Region, error) {
+// make makes a buffer of at least n bytes.
+func (b *Buffers) make(m Memory, n uint64) (uint64, mem.Region, error) {
 	if n > maxBuffer {
 		return 0, mem.Region{}, fmt.Errorf("exchange: a receive buffer of %d bytes is more than %d", n, uint64(maxBuffer))
 	}
-	r, err := mem.Map((n + 4095) &^ 4095)
+	r, err := m.Alloc((n + 4095) &^ 4095)
 	if err != nil {
 		return 0, mem.Region{}, err
 	}
-	return b.add(buffer{region: r, used: true}), r, nil
+	return b.add(buffer{region: r, from: m, used: true}), r, nil
 }
 
 // lend makes a buffer of what a worker lends; it takes over the hold.
@@ -101,11 +115,11 @@ func (b *Buffers) collect(id uint64, e *buffer) error {
 		return nil
 	}
 	delete(b.all, id)
-	region, view := e.region, e.view
+	region, from, view := e.region, e.from, e.view
 	*e = buffer{}
 	b.free = append(b.free, e)
 	if view != nil {
 		return view.Drop()
 	}
-	return mem.Unmap(region)
+	return from.Free(region)
 }

@@ -178,6 +178,32 @@ func TestLoanAndLostWorker(t *testing.T) {
 	require.Zero(t, p.buffers.Len())
 }
 
+// TestRecalledLoan: what is taken back before it was delivered is let go of at
+// once, and what was delivered with the answer.
+func TestRecalledLoan(t *testing.T) {
+	p := lending(t, 2)
+	var ids [2]uint64
+	for i := range ids {
+		var err error
+		ids[i], err = p.pushPull([]Tensor{sharedOf(t, 1, 10, byte(i))}, nil)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+	}
+	delivered := p.take(0)[0]
+	require.Equal(t, 4, views(t))
+	p.w.Lose(1, errGone)
+	p.servers[1].Lose(0, errGone)
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailing, p.state(ids[0]))
+	require.Equal(t, StateFailed, p.state(ids[1]))
+	require.Equal(t, 1, views(t))
+	require.NoError(t, p.buffers.Release(delivered.Push()[0].Buffer))
+	require.NoError(t, p.respond(0, delivered))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailed, p.state(ids[0]))
+	require.Zero(t, views(t))
+}
+
 // TestLoanAndClose: a server that is closed lets go of all.
 func TestLoanAndClose(t *testing.T) {
 	p := lending(t, 1)

@@ -21,12 +21,13 @@ func (o *outbox) begin(t *Ticket) {
 func (o *outbox) write(i int, to transport.Key, off uint64) {
 	o.ops = append(o.ops, transport.Op{
 		Kind: transport.OpWrite, Key: to, Off: off, Src: o.ticket.source(i),
+		Dev: o.ticket.push[i].Dev, After: o.ticket.after,
 	})
 }
 
 // lend adds a loan of pushed tensor i of the ticket.
 func (o *outbox) lend(i int) {
-	o.ops = append(o.ops, transport.Op{Kind: transport.OpLend, Src: o.ticket.source(i)})
+	o.ops = append(o.ops, transport.Op{Kind: transport.OpLend, Src: o.ticket.source(i), After: o.ticket.after})
 }
 
 // send adds o.frame.

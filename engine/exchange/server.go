@@ -99,6 +99,7 @@ type Server struct {
 	*Table
 	counters *trace.Counters
 	buffers  *Buffers
+	memory   Memory // of new buffers
 	inbox    inbox
 	clients  []*client
 	requests requests
@@ -137,7 +138,7 @@ func NewServer(n int, b *Buffers, c *trace.Counters, lost Lost) (*Server, error)
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{Table: tb, counters: c, buffers: b, lost: lost, fixed: map[fixedKey]fixed{}}
+	s := &Server{Table: tb, counters: c, buffers: b, memory: Host{}, lost: lost, fixed: map[fixedKey]fixed{}}
 	for i := range n {
 		s.clients = append(s.clients, &client{
 			index: i, keys: map[uint64]*receiver{}, arrived: make([]arrival, Window),
@@ -171,6 +172,9 @@ func (s *Server) Fix(rank int32, key uint64, r mem.Region) error {
 // RefuseLoans has all tensors written into receive buffers. To be called before
 // any request.
 func (s *Server) RefuseLoans() { s.noLoans = true }
+
+// ReceiveIn has receive buffers made of m. To be called before any request.
+func (s *Server) ReceiveIn(m Memory) { s.memory = m }
 
 // Begin issues a ticket for an answer. Safe from any goroutine.
 func (s *Server) Begin() (*Ticket, error) { return s.begin() }
@@ -479,7 +483,7 @@ func (s *Server) grant(c *client, k *receiver, n uint64) error {
 		if k.fixed() {
 			return fmt.Errorf("a push of %d bytes for key %d of worker %d is more than the %d bytes that register_recv_buffer gave it", n, k.key, c.rank, k.cap)
 		}
-		id, r, err := s.buffers.make(max(n, k.cap+k.cap/2))
+		id, r, err := s.buffers.make(s.memory, max(n, k.cap+k.cap/2))
 		if err != nil {
 			return err
 		}

@@ -8,6 +8,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/trace"
+	"fserver/engine/transport"
 	"fserver/engine/wire"
 )
 
@@ -44,6 +45,7 @@ type Ticket struct {
 	open  int    // legs that have not ended
 	ops   int    // operations that have not ended
 	err   error
+	after transport.Point // the pushed tensors are not read before this has passed
 
 	regs []registration // of pull; dropped at the end if they are not cached
 
@@ -79,6 +81,7 @@ type record struct {
 type Table struct {
 	region mem.Region
 	words  []atomic.Uint64 // id<<2 | state, at id % Window; in C memory
+	passed func(transport.Point)
 
 	// The owner's.
 	active []*Ticket // submitted and not ended, at id % Window
@@ -104,6 +107,10 @@ func newTable() (*Table, error) {
 		recs:   make([]record, Window),
 	}, nil
 }
+
+// OnPassed has f told of each point that a ticket was given and needs no more; from
+// any goroutine. To be called before any ticket is issued.
+func (tb *Table) OnPassed(f func(transport.Point)) { tb.passed = f }
 
 // Found says when the events that the owner hands on from now on were found: it
 // is what their stamps say. One look at the clock, at 25 to 50 ns, does for all
@@ -171,6 +178,10 @@ func (tb *Table) release(t *Ticket) {
 	state := uint64(StateDone)
 	if t.err != nil {
 		state = StateFailed
+	}
+	if t.after.Event != 0 {
+		tb.passed(t.after)
+		t.after = transport.Point{}
 	}
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
 	t.plan, t.on, t.err, t.request, t.open = nil, "", nil, nil, 0
@@ -247,6 +258,9 @@ func (t *Ticket) ID() uint64 { return t.id }
 // Through makes t a push_pull on a channel.
 func (t *Ticket) Through(ch *Channel) { t.on = ch.name }
 
+// After has the pushed tensors sent when p has passed. OnPassed is told of p.
+func (t *Ticket) After(p transport.Point) { t.after = p }
+
 // AddPush adds a tensor to push, or to answer with. x.Dims is copied.
 func (t *Ticket) AddPush(x Tensor) error {
 	if err := t.add(&t.push, "push", x); err != nil {
@@ -310,15 +324,15 @@ func (b *inbox) take() []submission {
 	return b.out
 }
 
-// Device is CPU if all tensors of t are there, else the device of one that is
-// not.
-func (t *Ticket) Device() mem.Device {
-	for _, list := range [...][]Tensor{t.push, t.pull} {
-		for i := range list {
-			if list[i].Dev != mem.CPU {
-				return list[i].Dev
+// Foreign is a tensor of t that is neither on the CPU nor on device d: its list, its
+// place there, and where it is. ok says whether there is one.
+func (t *Ticket) Foreign(d mem.Device) (list string, i int, on mem.Device, ok bool) {
+	for k, all := range [...][]Tensor{t.push, t.pull} {
+		for i := range all {
+			if on := all[i].Dev; on != mem.CPU && on != d {
+				return [...]string{"push", "pull"}[k], i, on, true
 			}
 		}
 	}
-	return mem.CPU
+	return "", 0, 0, false
 }

@@ -8,18 +8,25 @@ import (
 	"math/bits"
 )
 
-// Device says where memory lies: CPU, or the index of an accelerator.
+// Device says where memory lies: CPU, or a GPU. What says nothing else is on the
+// CPU.
 type Device int32
 
 // CPU is host memory.
-const CPU Device = -1
+const CPU Device = 0
+
+// GPU is the GPU with an index, 0 or more; an index of -1 gives CPU.
+func GPU(index int) Device { return Device(index + 1) }
+
+// Index is the index of a GPU, -1 for the CPU.
+func (d Device) Index() int { return int(d) - 1 }
 
 // String gives "cpu" or "gpu N".
 func (d Device) String() string {
 	if d == CPU {
 		return "cpu"
 	}
-	return fmt.Sprintf("gpu %d", int32(d))
+	return fmt.Sprintf("gpu %d", d.Index())
 }
 
 // Span is a range of addresses on a device that the context knows.

@@ -1,7 +1,9 @@
 package mem
 
 import (
+	"fmt"
 	"math"
+	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -56,7 +58,36 @@ func TestMap(t *testing.T) {
 	}
 }
 
+// TestMapLarge aligns what may take huge pages, and leaves nothing mapped.
+func TestMapLarge(t *testing.T) {
+	for _, n := range []uint64{hugePage - 1, hugePage, hugePage + 1, 3*hugePage + 12345} {
+		before := mapped(t)
+		r, err := Map(n)
+		require.NoError(t, err)
+		if n >= hugePage {
+			require.Zero(t, r.Addr%hugePage)
+		}
+		b := r.Span().Bytes()
+		b[0], b[n-1] = 1, 2
+		require.Less(t, mapped(t)-before, int64(n+hugePage/2))
+		require.NoError(t, Unmap(r))
+		require.Less(t, mapped(t)-before, int64(hugePage/2))
+	}
+}
+
+// mapped is how many bytes of addresses this process uses.
+func mapped(t *testing.T) (n int64) {
+	b, err := os.ReadFile("/proc/self/statm")
+	require.NoError(t, err)
+	_, err = fmt.Sscan(string(b), &n)
+	require.NoError(t, err)
+	return n * int64(os.Getpagesize())
+}
+
 func TestDevice(t *testing.T) {
 	require.Equal(t, "cpu", CPU.String())
-	require.Equal(t, "gpu 3", Device(3).String())
+	require.Equal(t, "gpu 3", GPU(3).String())
+	require.Equal(t, CPU, GPU(-1))
+	require.Equal(t, 3, GPU(3).Index())
+	require.Zero(t, CPU)
 }

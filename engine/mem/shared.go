@@ -33,11 +33,14 @@ var shares struct {
 const maxMap = 1 << 46
 
 // NewShared makes n bytes (n > 0) of zeroed shared memory. Free ends it.
-func NewShared(n uint64) (*Shared, error) {
+func NewShared(n uint64) (*Shared, error) { return NewNamed("fserver-shared", n) }
+
+// NewNamed is NewShared under another name, which /proc/PID/maps shows.
+func NewNamed(name string, n uint64) (*Shared, error) {
 	if n == 0 || n > maxMap {
 		return nil, fmt.Errorf("mem: share %d bytes: want 1 to 2^46", n)
 	}
-	b, fd, err := NewSealed("fserver-shared", int((n+4095)&^4095), Seals)
+	b, fd, err := NewSealed(name, int((n+4095)&^4095), Seals)
 	if err != nil {
 		return nil, fmt.Errorf("mem: share %d bytes: %w", n, err)
 	}

@@ -87,7 +87,7 @@ func (n *Node) Abandon(t *Ticket) {
 
 // PushPull starts the push-pull of t. With an error t is gone.
 func (n *Node) PushPull(t *Ticket) error {
-	if err := checkDevices(t); err != nil {
+	if err := n.checkDevices(t, "push_pull"); err != nil {
 		n.Abandon(t)
 		return err
 	}
@@ -101,7 +101,7 @@ func (n *Node) PushPull(t *Ticket) error {
 // Respond answers the request of a handler with t. Flush after the last one.
 // With an error t is gone.
 func (n *Node) Respond(handler uint64, t *Ticket) error {
-	if err := checkDevices(t); err != nil {
+	if err := n.checkDevices(t, "respond"); err != nil {
 		n.Abandon(t)
 		return err
 	}
@@ -111,11 +111,33 @@ func (n *Node) Respond(handler uint64, t *Ticket) error {
 // Flush posts what Respond was given.
 func (n *Node) Flush() { n.submit() }
 
-func checkDevices(t *Ticket) error {
-	if d := t.Device(); d != mem.CPU {
-		return badSetting("node: a tensor on %v: this build moves CPU tensors only (copy it with .cpu())", d)
+// After has the tensors that t pushes, or answers with, sent when what is queued so
+// far on a stream of the node's GPU has run. Between Begin and PushPull or Respond.
+func (n *Node) After(t *Ticket, stream uint64) error {
+	if n.gpu == nil {
+		return badSetting("node: an operation behind a stream: this node has no GPU (STEPMESH_BACKEND)")
 	}
-	return nil
+	p, err := n.gpu.point(stream)
+	if err == nil {
+		t.After(p)
+	}
+	return err
+}
+
+func (n *Node) checkDevices(t *Ticket, call string) error {
+	list, i, on, ok := t.Foreign(n.gpu.device())
+	if !ok {
+		return nil
+	}
+	return badSetting("node: %s: %s tensor %d is on %v, and %s", call, list, i, on, n.where())
+}
+
+// where says what tensors a node takes.
+func (n *Node) where() string {
+	if n.gpu == nil {
+		return "this node takes CPU tensors only: pass .cpu(), or set STEPMESH_BACKEND=GPU where there is one"
+	}
+	return fmt.Sprintf("this node takes tensors on %v and on the CPU: move it there, or set STEPMESH_GPU", n.gpu.device())
 }
 
 // ticketEnded is met when the result of a ticket is known.
@@ -208,8 +230,8 @@ func (n *Node) RegisterRecv(t Tensor, ranks []int32, keys []uint64) error {
 			return err
 		}
 	}
-	if t.Dev != mem.CPU {
-		return badSetting("node: register_recv_buffer: a tensor on %v: this build moves CPU tensors only", t.Dev)
+	if t.Dev != mem.CPU && t.Dev != n.gpu.device() {
+		return badSetting("node: register_recv_buffer: a tensor on %v, and %s", t.Dev, n.where())
 	}
 	k := uint64(len(keys))
 	if k == 0 || len(ranks) != len(keys) || t.Span.Len%k != 0 || t.Span.Len == 0 {

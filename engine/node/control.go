@@ -152,6 +152,9 @@ func (n *Node) unstick() {
 		for _, f := range frames {
 			n.sendFrame(l, f)
 		}
+		if l.kind == linkPeer {
+			n.begin(l)
+		}
 	}
 }
 

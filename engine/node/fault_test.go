@@ -200,7 +200,7 @@ func TestBringUpErrors(t *testing.T) {
 
 	cfg, _, err := conf.Parse(one.settings("scheduler", 0, 0, port))
 	require.NoError(t, err)
-	_, err = open(cfg, logger(cfg), exchange.NewBuffers(), openFabrics)
+	_, err = open(cfg, logger(cfg), exchange.NewBuffers(), openFabrics, nil)
 	require.ErrorContains(t, err, "127.0.0.1:"+port)
 	require.ErrorContains(t, err, "address already in use")
 	require.NoError(t, l.Close())

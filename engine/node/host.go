@@ -71,7 +71,7 @@ func DescribeHost(settings []string) ([]byte, error) {
 	d := hostDescription{
 		Host: h, GPUNIC: [][]topo.Distance{}, GPUGPU: [][]gpuPath{},
 		Limits: s.Limits(), Clock: s.Clock(), Kernel: topo.Kernel(), Modules: s.Modules(),
-		Engine: engine{Version, wire.Version, runtime.Version(), conf.Built(), []string{conf.CPU.String()}},
+		Engine: engine{Version, wire.Version, runtime.Version(), conf.Built(), []string{conf.CPU.String(), conf.GPU.String()}},
 	}
 	for i := range h.GPUs {
 		g := &h.GPUs[i]

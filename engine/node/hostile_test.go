@@ -205,7 +205,7 @@ func TestOneSidedSecret(t *testing.T) {
 		core, logs := observer.New(zapcore.WarnLevel)
 		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("scheduler", 0, 0, "0", c.scheduler...))
 		require.NoError(t, err)
-		s, err := open(cfg, zap.New(core), m.buffers, openFabrics)
+		s, err := open(cfg, zap.New(core), m.buffers, openFabrics, nil)
 		require.NoError(t, err)
 		_, port := splitPort(t, s.Info().Address)
 		n, err := Open(append(shape{1, 1, 1}.settings("worker", 0, 0, port), c.member...), m.buffers)

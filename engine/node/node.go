@@ -45,6 +45,7 @@ type Node struct {
 	channels *channels
 	planes   []*plane         // the best first, the one that reaches everybody last
 	only     string           // the transport that the user wants for data; empty: any
+	gpu      *gpu             // nil: tensors are on the CPU
 	worker   *exchange.Worker // of a worker, else nil
 	server   *exchange.Server // of a server, else nil
 
@@ -61,11 +62,8 @@ type Node struct {
 	timer   atomic.Int64          // when pass must look at the clock
 	woken   atomic.Bool           // somebody has slept: the next pass looks at everything
 
-	nudge     chan struct{} // of size 1: ends a nap of the background goroutine
-	stop      chan struct{} // closed to end it
 	stopped   atomic.Bool
 	gone      chan struct{} // closed when it has ended
-	napper    *time.Timer
 	closeOnce sync.Once
 	closeErr  error
 	freeOnce  sync.Once
@@ -109,6 +107,7 @@ type link struct {
 	hello  wire.Hello
 	left   bool     // it said Bye
 	used   bool     // it said Up
+	begun  bool     // calls use it
 	frames [][]byte // not posted yet
 	early  [][]byte // linkWaiting: frames that came already
 	since  int64    // when it was opened
@@ -138,7 +137,7 @@ func Open(settings []string, b *exchange.Buffers) (*Node, error) {
 	for _, w := range warnings {
 		log.Warn(string(w))
 	}
-	return open(cfg, log, b, openFabrics)
+	return open(cfg, log, b, openFabrics, openDevice)
 }
 
 func logger(cfg *conf.Config) *zap.Logger {
@@ -153,17 +152,18 @@ func logger(cfg *conf.Config) *zap.Logger {
 	return zap.New(core).Named(name)
 }
 
-func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabrics) (n *Node, err error) {
+func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabrics, devices Devices) (n *Node, err error) {
 	if cfg.Role == conf.Joint {
 		return nil, badSetting("DMLC_ROLE=joint: a node is a worker, a server or a scheduler (init() of the Python package starts one process for each)")
 	}
-	if cfg.Backend == conf.GPU {
-		return nil, badSetting("STEPMESH_BACKEND=GPU: this build moves CPU tensors only (set STEPMESH_BACKEND=CPU)")
+	gpu, err := openGPU(cfg, devices, log)
+	if err != nil {
+		return nil, err
 	}
 	n = &Node{
-		cfg: cfg, log: log, spin: cfg.Spin, threaded: threaded(cfg),
+		cfg: cfg, log: log, gpu: gpu, spin: cfg.Spin, threaded: threaded(cfg),
 		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
-		nudge: make(chan struct{}, 1), stop: make(chan struct{}), gone: make(chan struct{}), napper: time.NewTimer(0),
+		gone:     make(chan struct{}),
 		deadline: time.Now().Add(cfg.InitTimeout),
 	}
 	n.life, n.die = context.WithCancel(context.Background())
@@ -187,13 +187,22 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		n.channels = newChannels(0)
 		n.scheduler, err = cluster.NewScheduler(cluster.SchedulerConfig{Shape: shape, Timing: timing})
 	}
+	if err == nil && gpu != nil {
+		n.tickets().OnPassed(gpu.passed)
+		if n.server != nil {
+			n.server.ReceiveIn(gpu)
+		}
+	}
 	if err == nil {
 		n.back.open(n)
 		err = n.progress.open()
 	}
 	if err == nil {
 		var list []transport.Fabric
-		if list, err = fabrics(cfg, n.gate, log); err == nil {
+		if list, err = fabrics(cfg, n.gate, log); err == nil && gpu != nil {
+			err = gpu.wrap(cfg, list)
+		}
+		if err == nil {
 			err = n.lossy(list)
 			err = errors.Join(err, n.enter(list))
 		}
@@ -256,7 +265,7 @@ type Info struct {
 func (n *Node) Info() Info {
 	v := Info{
 		Role: int(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group, Instance: n.cfg.Instance,
-		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: mem.CPU,
+		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: n.gpu.device(),
 		Address: location(n.base().Addr()),
 	}
 	if tb := n.tickets(); tb != nil {
@@ -586,10 +595,10 @@ func (n *Node) Close() error {
 			n.closeErr = errors.Join(n.closeErr, n.server.Close())
 		}
 		n.stopped.Store(true) // and the token stays taken: nobody drives again
-		close(n.stop)
 		n.dials.Wait()
 		for n.callers.Load() > 0 || !n.backgroundGone() {
-			n.kick()
+			n.kick.ring()
+			n.nudge.ring()
 			n.wakeAll()
 			time.Sleep(100 * time.Microsecond)
 		}
@@ -616,6 +625,9 @@ func (n *Node) Free() error {
 }
 
 func (n *Node) freeWords() error {
+	if n.gpu != nil {
+		n.gpu.close()
+	}
 	if tb := n.tickets(); tb != nil {
 		return tb.Free()
 	}

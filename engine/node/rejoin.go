@@ -255,19 +255,29 @@ func (n *Node) unreached(ctx context.Context, i int, m *wire.Member, err error) 
 	}
 }
 
-// linked gives peer l.index its connection.
+// linked gives peer l.index its connection. A worker says that it uses it before
+// anything else.
 func (n *Node) linked(l *link) {
-	i := l.index
-	n.peers[i] = l
+	n.peers[l.index] = l
 	l.plane.peers++
-	n.back.until[i] = cluster.Never
 	if n.worker != nil {
-		if n.sendFrame(l, wire.AppendUp(nil)); !n.up(l) {
-			return
-		}
-		n.worker.Up(i, l.plane.Fabric, l.conn)
+		n.sendFrame(l, wire.AppendUp(nil))
+	}
+	n.begin(l)
+}
+
+// begin lets the calls use the connection to a peer, unless frames wait: what the
+// calls post would overtake them.
+func (n *Node) begin(l *link) {
+	if l.begun || len(l.frames) != 0 || !n.up(l) {
+		return
+	}
+	l.begun = true
+	n.back.until[l.index] = cluster.Never
+	if n.worker != nil {
+		n.worker.Up(l.index, l.plane.Fabric, l.conn)
 	} else {
-		n.server.Up(i, int32(n.rail[i].Rank), l.plane.Fabric, l.conn)
+		n.server.Up(l.index, int32(n.rail[l.index].Rank), l.plane.Fabric, l.conn)
 	}
 	if n.phase.Load() == leaving {
 		n.sendFrame(l, wire.AppendBye(nil))

@@ -258,6 +258,27 @@ func TestPatientWorker(t *testing.T) {
 	m.stop()
 }
 
+// TestUpComesFirst: a push_pull that waits for the successor of a server does not
+// overtake, under back-pressure, the frame that says that the connection is used.
+// It did, and the server then waited for that frame until its patience ended.
+func TestUpComesFirst(t *testing.T) {
+	net, sh := inproc.New(1), shape{1, 1, 1}
+	patient := []string{"FSERVER_ON_PEER_LOST=wait"}
+	m := newMesh(t, over(net), sh, patient...)
+	w := m.workers[0]
+	net.SetFaults(inproc.Faults{Pressure: 0.5})
+	start := time.Now()
+	for range 3 {
+		out := []exchange.Tensor{tensor(t, 0, 4)}
+		id := pushPull(t, w, []exchange.Tensor{tensor(t, 7, 4)}, out)
+		s := m.restart(net, sh, m.servers[0], patient...)
+		require.NoError(t, serve(t, s, 1))
+		require.NoError(t, wait(w, id))
+	}
+	m.stop()
+	require.Less(t, time.Since(start), patience, "nobody was sent away")
+}
+
 // lostPeers counts the peers of a node that it has no connection to.
 func lostPeers(n *Node) (lost int) {
 	if !n.own() {

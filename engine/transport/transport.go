@@ -63,7 +63,8 @@ type Op struct {
 	Key   Key
 	Frame []byte
 	Src   []mem.Span
-	After Point // the source is not read before this has passed
+	Dev   mem.Device // where Src lies
+	After Point      // the source is not read before this has passed
 }
 
 // EventKind says what an Event reports.
@@ -98,6 +99,8 @@ type Event struct {
 	Imm  uint32
 	User uint64
 	Len  uint64
+	Key  uint64 // EvWritten: ID of the key that was written to,
+	Off  uint64 // and the offset
 	Conn Conn
 	Data []byte // valid until the next Poll of the Fabric
 	Span mem.Span

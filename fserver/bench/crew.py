@@ -337,6 +337,7 @@ def _child(conn: Connection, part: str, make: Factory, core: int | None) -> None
     for variable in list(os.environ):
         if variable.startswith(("DMLC_", "STEPMESH_")):  # roles, ranks and addresses of others
             del os.environ[variable]
+    os.environ["STEPMESH_BACKEND"] = "CPU"  # where the tensors of these benchmarks are
     obey(conn, lambda: load(part)(make))
 
 

@@ -16,7 +16,7 @@ from .pingpong import OPS, cases, measure
 PLACES = ("local", "remote", "joint")
 DEVICES = ("cpu", "gpu")
 NO_ADDRESS = "this host has no address but loopback (two hosts: --scheduler and --role)"
-NO_GPU = "this benchmark makes CPU tensors only"
+NO_GPU = "this benchmark makes CPU tensors only, and no GPU tensors"
 COLUMNS = (
     report.Column("place", -6, "place", str),
     report.Column("device", -6, "device", str),

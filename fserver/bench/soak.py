@@ -8,6 +8,7 @@ from . import report
 from .crew import Case, Crew, Nodes, pair
 from .options import choose_cores, parser, size
 
+CHECKS = 12  # before the first count
 PARTS = 10  # the counts are read after each, so that the results show when they grew
 COUNTS = {
     "resident_bytes": "resident bytes",
@@ -31,7 +32,9 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         count, warmup = _counts(options, two)
         timeout = 60 + count / 100
         two.all("run", warmup, timeout=timeout)
-        two.all("verify", 0)
+        for part in range(CHECKS):  # what looks warms up too: 11 looks took up to 24 KiB
+            two.all("verify", part)
+            two.all("counts")
         counts = [two.all("counts")]
         start = time.monotonic()
         for part in range(PARTS):

@@ -121,6 +121,7 @@ def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path)
         path = folder / "model"
         _save(tokenizer, model, path)
 
+    os.environ["STEPMESH_BACKEND"] = "CPU"  # where the model is
     if options.transport:
         os.environ["FSERVER_TRANSPORT"] = options.transport
     status = run.main(

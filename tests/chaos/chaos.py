@@ -248,7 +248,8 @@ class Cluster:
         else:
             time.sleep(kill.pause)
         for process in gone:
-            if process.name.role == "scheduler" and kill.way != "close":  # it has the port
+            # It has the port, or answers for its rank until it has left.
+            if (process.name.role == "scheduler" and kill.way != "close") or kill.way == "term":
                 if kill.way == "freeze":
                     process.end()
                     late = 0.0

@@ -1,37 +1,49 @@
-"""GPU tests skip where there is no GPU, and say so."""
+"""GPU tests: skipped, with the reason, where there is none."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE.parent.parent))
-
-import torch  # noqa: E402
-from pair import Pair  # noqa: E402
-
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-PLACES = [
-    pytest.param((0, 0), id="one_gpu"),
-    pytest.param(
-        (0, 1),
-        id="two_gpus",
-        marks=pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, this machine has {GPUS}"),
-    ),
-]
+from pair import Pair
+from peers import Child
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if GPUS:
-        return
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU, this machine has none"))
+def count() -> int:
+    """GPUs of this host, counted without making this process a user of CUDA."""
+    import subprocess
+    import sys
+
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(done.stdout or 0)
+
+
+GPUS: list[int] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpus() -> int:
+    if not GPUS:
+        GPUS.append(count())
+    if GPUS[0] == 0:
+        pytest.skip("no GPU: torch.cuda.is_available() is false")
+    return GPUS[0]
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    """Starts processes, and ends those that are left at the end of the test."""
+    made: list[Child] = []
+
+    def make(function: Callable[..., Any], *args: Any, **env: str) -> Child:
+        made.append(Child(function, *args, **env))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.reap()
 
 
 class Pairs:
@@ -54,21 +66,31 @@ class Pairs:
             pair.close()
 
 
+PLACES = [pytest.param((0, 0), id="one_gpu"), pytest.param((0, 1), id="two_gpus")]
+
+
+def _placed(request: pytest.FixtureRequest, gpus: int) -> tuple[int, int]:
+    if max(request.param) >= gpus:
+        pytest.skip(f"needs two GPUs, this machine has {gpus}")
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def pairs() -> Iterator[Pairs]:
+def pairs(gpus: int) -> Iterator[Pairs]:
     kept = Pairs()
     yield kept
     kept.close()
 
 
 @pytest.fixture(params=PLACES)
-def pair(pairs: Pairs, request: pytest.FixtureRequest) -> Pair:
-    return pairs.get(request.param)
+def pair(pairs: Pairs, gpus: int, request: pytest.FixtureRequest) -> Pair:
+    """Two processes on one GPU, and on two."""
+    return pairs.get(_placed(request, gpus))
 
 
 @pytest.fixture(params=PLACES)
-def fresh(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def fresh(gpus: int, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A pair of its own, for a test that kills."""
-    own = Pair(request.param)
+    own = Pair(_placed(request, gpus))
     yield own
     own.close()

@@ -84,6 +84,7 @@ def open_cluster(
     shape = {"workers": workers, "servers": servers, "group_size": group_size}
     options = {"init_timeout": LIMIT, **options, **shape, "connect": False}
     options.setdefault("settings", {"FSERVER_LOG": "error"})
+    options.setdefault("backend", "CPU")
     scheduler = fserver.Scheduler(scheduler="127.0.0.1:0", **options)
     cluster = Cluster(scheduler, [], [])
     for group in range(max(workers, servers)):
@@ -211,7 +212,7 @@ def _child(
 ) -> None:
     for name in environment():
         del os.environ[name]
-    os.environ.update(env)
+    os.environ.update({"STEPMESH_BACKEND": "CPU", **env})
     try:
         function(Parent(conn), *args)
     except BaseException as error:

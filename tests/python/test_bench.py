@@ -679,7 +679,7 @@ def test_matrix(tmp_path):
     ]
     for row in rows:
         if row["device"] == "gpu":
-            assert row["p50_us"] is None and "CPU tensors" in row["skipped"]
+            assert row["p50_us"] is None and "GPU" in row["skipped"]
         elif row["place"] == "remote" and not matrix.own_address():
             assert "no address but loopback" in row["skipped"]
         else:

@@ -305,7 +305,7 @@ def test_nobody_opens(pair: Cluster) -> None:
     with pytest.raises(fserver.TimeoutError, match="peer 0 has not opened its side within 200 ms"):
         pair.worker.channel([torch.ones(1)], [1], [], [], timeout_ms=200)
     with pytest.raises(fserver.TimeoutError):
-        pair.server.channel([2], [], [], timeout_ms=100)
+        pair.server.channel([2], [], [], name="never", timeout_ms=100)
     w, s = both(pair, [torch.ones(3)], [], name="later")
     w.send()
     s.recv()

@@ -504,11 +504,12 @@ def test_with_a_secret(cluster: MakeCluster) -> None:
     assert same(round_trip(c, torch.ones(3)), torch.ones(3))
 
 
-def test_over_tls(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSERVER_TLS", "on")
-    c = cluster(secret="one that all nodes know", transport="tcp")
+def test_over_tls(cluster: MakeCluster) -> None:
+    c = cluster(secret="one that all nodes know", transport="tcp", tls=True)
     x = torch.arange(1 << 20, dtype=torch.float32)
     assert same(round_trip(c, x), x)
+    with pytest.raises(fserver.ConfigError, match="FSERVER_TLS=on"):
+        fserver.Worker(scheduler="127.0.0.1:1", tls=True)
 
 
 def test_describe_and_repr(pair: Cluster) -> None:

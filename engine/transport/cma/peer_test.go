@@ -294,7 +294,7 @@ func TestRegionTable(t *testing.T) {
 	r, err := mem.Map(4096)
 	require.NoError(t, err)
 	defer mem.Unmap(r)
-	_, err = f.Register(mem.Region{Addr: r.Addr, Len: 1, Dev: 0})
+	_, err = f.Register(mem.Region{Addr: r.Addr, Len: 1, Dev: mem.GPU(0)})
 	require.ErrorContains(t, err, "gpu 0")
 	_, err = f.Register(mem.Region{Addr: ^uintptr(0), Len: 2, Dev: mem.CPU})
 	require.ErrorContains(t, err, "not a range")

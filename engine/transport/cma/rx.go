@@ -106,7 +106,7 @@ func (x *rx) takeWrite(kind uint8, size uint64, ev *transport.Event) (made, take
 	if x.part = kind == recPart; x.part {
 		return false, true, nil
 	}
-	*ev = transport.Event{Kind: transport.EvWritten, Imm: uint32(imm), Len: x.written}
+	*ev = transport.Event{Kind: transport.EvWritten, Imm: uint32(imm), Len: x.written, Key: id, Off: off + n - x.written}
 	x.written = 0
 	return true, true, nil
 }

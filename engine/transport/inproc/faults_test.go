@@ -104,7 +104,7 @@ func TestNames(t *testing.T) {
 }
 
 func TestRegisterOfDeviceMemory(t *testing.T) {
-	_, err := open(t, inproc.New(1), "a").Register(mem.Region{Addr: 4096, Len: 1, Dev: 0})
+	_, err := open(t, inproc.New(1), "a").Register(mem.Region{Addr: 4096, Len: 1, Dev: mem.GPU(0)})
 	require.ErrorContains(t, err, "gpu 0: want host memory")
 }
 

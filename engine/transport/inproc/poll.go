@@ -126,7 +126,7 @@ func (c *Conn) land(e *entry, r *round) bool {
 		in.finish(e, nil)
 		c.f.touched.add(c.peer.f)
 	}
-	if !r.put(transport.Event{Kind: transport.EvWritten, Conn: c, Imm: e.imm, Len: e.size}) {
+	if !r.put(transport.Event{Kind: transport.EvWritten, Conn: c, Imm: e.imm, Len: e.size, Key: e.key.ID, Off: e.off}) {
 		return false
 	}
 	c.f.net.spare.put(in.send(e))

@@ -33,6 +33,7 @@ type rx struct {
 	imm  uint32
 	size uint64
 	key  uint64
+	off  uint64
 	rest mem.Span
 
 	big     []byte // the frame that is too large for stage
@@ -100,7 +101,7 @@ func (x *rx) parse(c transport.Conn, ev []transport.Event, seq uint64) (n int, e
 				return n, nil
 			}
 			if x.kind == recWrite {
-				ev[n] = transport.Event{Kind: transport.EvWritten, Conn: c, Imm: x.imm, Len: x.size}
+				ev[n] = transport.Event{Kind: transport.EvWritten, Conn: c, Imm: x.imm, Len: x.size, Key: x.key, Off: x.off}
 			} else {
 				ev[n] = transport.Event{Kind: transport.EvFrame, Conn: c, Data: x.big}
 				x.bigHeld = seq
@@ -148,7 +149,7 @@ func (x *rx) parse(c transport.Conn, ev []transport.Event, seq uint64) (n int, e
 				return n, err
 			}
 		}
-		x.kind, x.imm, x.size, x.key = h.kind, h.imm, h.length, h.key
+		x.kind, x.imm, x.size, x.key, x.off = h.kind, h.imm, h.length, h.key, h.offset
 		x.r += headerLen
 	}
 }

@@ -222,7 +222,7 @@ func TestMoreThanFourGigabytes(t *testing.T) {
 	n, err = rec.x.parse(nil, rec.ev, 3)
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
-	require.Equal(t, transport.Event{Kind: transport.EvWritten, Imm: 9, Len: size}, rec.ev[0])
+	require.Equal(t, transport.Event{Kind: transport.EvWritten, Imm: 9, Len: size, Key: 1, Off: 100}, rec.ev[0])
 }
 
 func TestPostRefuses(t *testing.T) {
@@ -232,7 +232,7 @@ func TestPostRefuses(t *testing.T) {
 		"kind 7":           {Kind: 7},
 		"at most 1048576":  {Kind: transport.OpFrame, Frame: make([]byte, transport.MaxFrame+1)},
 		"more than 2^64":   {Kind: transport.OpWrite, Src: []mem.Span{{Len: 1 << 63}, {Len: 1 << 63}}},
-		"a point on gpu 2": {Kind: transport.OpWrite, After: transport.Point{Dev: 2, Event: 1}},
+		"a point on gpu 2": {Kind: transport.OpWrite, After: transport.Point{Dev: mem.GPU(2), Event: 1}},
 	} {
 		taken, err := out.push(&op)
 		require.False(t, taken)
@@ -273,7 +273,7 @@ func TestHeadRingNeverOverlaps(t *testing.T) {
 func TestRegionsRefuse(t *testing.T) {
 	rs := &regions{byID: map[uint64]region{}}
 	for text, r := range map[string]mem.Region{
-		"on gpu 0":    {Addr: 4096, Len: 1, Dev: 0},
+		"on gpu 0":    {Addr: 4096, Len: 1, Dev: mem.GPU(0)},
 		"at 0x0":      {Addr: 0, Len: 1, Dev: mem.CPU},
 		"not a range": {Addr: 1 << 63, Len: 1<<63 + 1, Dev: mem.CPU},
 	} {

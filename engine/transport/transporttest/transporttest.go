@@ -45,6 +45,9 @@ type Bed struct {
 	Memory Memory
 	// Allocates says why Post and Poll allocate; empty means that they must not.
 	Allocates string
+	// Offloads says that something else than the CPU makes the writes, so that no
+	// Poll of either side shares its time with them.
+	Offloads bool
 	// Kill ends a Fabric as the death of its process would: its peers are not
 	// told, they find out. The test still calls Close. nil skips the tests
 	// that need it.

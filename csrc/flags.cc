@@ -1,0 +1,200 @@
+#include "flags.h"
+
+#include <unordered_map>
+
+#include "args.h"
+#include "cs_cuda.h"
+#include "error.h"
+#include "process.h"
+#include "tensor.h"
+
+namespace fserver {
+namespace {
+
+// Release and acquire at system scope: what was written before the flag, by this
+// GPU, is seen by whoever has seen the flag, also the CPU or another GPU.
+constexpr char kCode[] = R"(
+.version 6.4
+.target sm_70
+.address_size 64
+
+.visible .entry fs_write_flag(.param .u64 flag, .param .u64 seq)
+{
+  .reg .b64 %rd<4>;
+  ld.param.u64 %rd1, [flag];
+  ld.param.u64 %rd2, [seq];
+  ld.relaxed.sys.u64 %rd3, [%rd2];
+  st.release.sys.u64 [%rd1], %rd3;
+  ret;
+}
+
+.visible .entry fs_wait_flag(.param .u64 flag, .param .u64 seq)
+{
+  .reg .b64 %rd<5>;
+  .reg .pred %p;
+  ld.param.u64 %rd1, [flag];
+  ld.param.u64 %rd2, [seq];
+  ld.relaxed.sys.s64 %rd3, [%rd2];
+again:
+  ld.acquire.sys.s64 %rd4, [%rd1];
+  setp.ge.s64 %p, %rd4, %rd3;
+  @%p bra over;
+  nanosleep.u32 64;
+  bra again;
+over:
+  ret;
+}
+
+.visible .entry fs_seq_add_one(.param .u64 seq)
+{
+  .reg .b64 %rd<4>;
+  ld.param.u64 %rd1, [seq];
+  ld.relaxed.sys.u64 %rd2, [%rd1];
+  add.s64 %rd3, %rd2, 1;
+  st.relaxed.sys.u64 [%rd1], %rd3;
+  ret;
+}
+)";
+
+constexpr const char *kNames[] = {"fs_write_flag", "fs_wait_flag",
+                                  "fs_seq_add_one"};
+enum { kWrite, kWait, kAdd };
+
+struct Kernels {
+  cs_function function[3];
+};
+
+std::unordered_map<int, Kernels> loaded; // by device; guarded by the GIL
+
+void must(int rc, const char *call, const char *what) {
+  if (rc == CS_CU_SUCCESS)
+    return;
+  char text[160];
+  cs_cuda_text(rc, text, sizeof text);
+  raise(Kind::kError, "%s: %s: %s", call, what, text);
+}
+
+void open_driver(const char *call) {
+  char why[256];
+  if (cs_cuda_open(why, sizeof why) != 0)
+    raise(Kind::kConfig, "%s: no GPU can be used: %s", call, why);
+}
+
+// The kernels of a device, which is current. Loading is allowed while a stream
+// is being captured: it is no work of the stream's.
+const Kernels &kernels(const char *call, int device) {
+  auto it = loaded.find(device);
+  if (it != loaded.end())
+    return it->second;
+  int mode = CS_CAPTURE_MODE_RELAXED;
+  must(cs_cu.ThreadExchangeStreamCaptureMode(&mode), call, "allow loading");
+  Kernels k{};
+  cs_module module = nullptr;
+  int rc = cs_cu.ModuleLoadData(&module, kCode);
+  for (int i = 0; i < 3 && rc == CS_CU_SUCCESS; i++)
+    rc = cs_cu.ModuleGetFunction(&k.function[i], module, kNames[i]);
+  cs_cu.ThreadExchangeStreamCaptureMode(&mode);
+  must(rc, call, "load the kernels for flags");
+  return loaded.emplace(device, k).first->second;
+}
+
+// Where the GPU that is current finds a counter.
+uint64_t seen(const char *call, const Counter &c) {
+  if (c.device >= 0)
+    return c.address;
+  cs_ptr address = 0;
+  must(cs_cu.MemHostGetDevicePointer(&address,
+                                     reinterpret_cast<void *>(c.address), 0),
+       call, "find a tensor in pinned memory");
+  return address;
+}
+
+// Launches kernel which of one thread.
+void launch(const char *call, int which, const Counter *counters, size_t n) {
+  int device = -1;
+  for (size_t i = 0; i < n; i++) {
+    if (counters[i].device < 0)
+      continue;
+    if (device >= 0 && counters[i].device != device)
+      raise(Kind::kConfig, "%s: the tensors are on cuda:%d and cuda:%d", call,
+            device, counters[i].device);
+    device = counters[i].device;
+  }
+  if (device < 0)
+    raise(Kind::kConfig,
+          "%s: no tensor is on a GPU: map_pinned_tensor gives one over pinned "
+          "memory",
+          call);
+  open_driver(call);
+  const OnDevice guard(device);
+  uint64_t address[2];
+  void *arguments[2];
+  for (size_t i = 0; i < n; i++) {
+    address[i] = seen(call, counters[i]);
+    arguments[i] = &address[i];
+  }
+  must(cs_cu.LaunchKernel(kernels(call, device).function[which], 1, 1, 1, 1, 1,
+                          1, 0, reinterpret_cast<cs_stream>(guard.stream()),
+                          arguments, nullptr),
+       call, "launch");
+}
+
+void release_memory(void *storage) { Memory{storage}; }
+
+} // namespace
+
+void write_flag(PyObject *flag, PyObject *seq) {
+  enter("write_flag");
+  const Counter c[] = {read_counter(flag, {"write_flag", "flag"}),
+                       read_counter(seq, {"write_flag", "seq"})};
+  launch("write_flag", kWrite, c, 2);
+}
+
+void wait_flag(PyObject *flag, PyObject *seq) {
+  enter("wait_flag");
+  const Counter c[] = {read_counter(flag, {"wait_flag", "flag"}),
+                       read_counter(seq, {"wait_flag", "seq"})};
+  launch("wait_flag", kWait, c, 2);
+}
+
+void seq_add_one(PyObject *seq) {
+  enter("seq_add_one");
+  const Counter c = read_counter(seq, {"seq_add_one", "seq"});
+  launch("seq_add_one", kAdd, &c, 1);
+}
+
+void wait_value(PyObject *flag, PyObject *value) {
+  enter("wait_value");
+  const Counter c = read_counter(flag, {"wait_value", "flag"});
+  const uint64_t v = read_u64(value, {"wait_value", "value"});
+  open_driver("wait_value");
+  const int device = c.device < 0 ? current_gpu() : c.device;
+  const OnDevice guard(device);
+  const uint64_t stream = current_stream("wait_value", device);
+  must(cs_cu.StreamWaitValue64
+           ? cs_cu.StreamWaitValue64(reinterpret_cast<cs_stream>(stream),
+                                     seen("wait_value", c), v, CS_WAIT_GEQ)
+           : CS_CU_NOT_SUPPORTED,
+       "wait_value", "have the stream wait");
+}
+
+PyObject *map_pinned(PyObject *tensor, PyObject *index) {
+  enter("map_pinned_tensor");
+  const Arg arg{"map_pinned_tensor", "tensor"};
+  const int device =
+      read_rank(index, {"map_pinned_tensor", "device_index"}, -1);
+  fs_tensor t;
+  Memory memory = read_tensor(tensor, arg, -1, Access::kRead, -1, &t);
+  open_driver("map_pinned_tensor");
+  const OnDevice guard(device);
+  cs_ptr seen = 0;
+  if (t.bytes)
+    must(cs_cu.MemHostGetDevicePointer(&seen, t.data, 0), "map_pinned_tensor",
+         "find the memory of a tensor, which must be pinned (pin_memory())");
+  Memory view = t.bytes ? adopt(reinterpret_cast<void *>(seen), t.bytes, device,
+                                memory.release(), release_memory)
+                        : nothing(device);
+  return make_tensor(view, t.dtype, t.dims, t.ndim);
+}
+
+} // namespace fserver

@@ -1,0 +1,151 @@
+package node
+
+import (
+	"fmt"
+	"sync"
+
+	"go.uber.org/zap"
+
+	"fserver/cshim/cuda"
+	"fserver/engine/conf"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/cudaipc"
+)
+
+// Devices finds the GPU with an index, as CUDA counts; tests put their own in place.
+type Devices func(index int) (cudaipc.Device, error)
+
+// held is the GPUs of this process. Their contexts are never given back: receive
+// buffers may outlive their node.
+var held struct {
+	mu   sync.Mutex
+	gpus map[int]*cuda.Device
+}
+
+// openDevice holds a GPU. Without a driver or that GPU it is an ErrUnavailable.
+func openDevice(index int) (cudaipc.Device, error) {
+	held.mu.Lock()
+	defer held.mu.Unlock()
+	if d := held.gpus[index]; d != nil {
+		return d, nil
+	}
+	if err := cuda.Open(); err != nil {
+		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "install the NVIDIA driver, or set STEPMESH_BACKEND=CPU"}
+	}
+	n, err := cuda.Count()
+	if err == nil && index >= n {
+		err = fmt.Errorf("gpu %d is not among the %d GPUs that CUDA shows", index, n)
+	}
+	if err != nil {
+		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "see STEPMESH_GPU and CUDA_VISIBLE_DEVICES"}
+	}
+	d, err := cuda.Retain(index)
+	if err != nil {
+		return nil, err
+	}
+	if held.gpus == nil {
+		held.gpus = map[int]*cuda.Device{}
+	}
+	held.gpus[index] = d
+	return d, nil
+}
+
+// gpu is the GPU of a node.
+type gpu struct {
+	dev cudaipc.Device
+
+	mu   sync.Mutex
+	free []cuda.Event
+	all  []cuda.Event
+}
+
+// openGPU finds the GPU that the settings ask for; nil: tensors are on the CPU.
+func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
+	if cfg.Backend == conf.CPU || cfg.Role == conf.Scheduler {
+		return nil, nil
+	}
+	d, err := devices(cfg.GPU)
+	switch {
+	case err == nil:
+		return &gpu{dev: d}, nil
+	case cfg.Backend == conf.GPU:
+		return nil, badSetting("STEPMESH_BACKEND=GPU: %v", err)
+	}
+	log.Debug("tensors are on the CPU", zap.Error(err))
+	return nil, nil
+}
+
+// wrap lets GPU memory travel over Fabrics. With an error, those that it has not
+// wrapped are closed too.
+func (g *gpu) wrap(cfg *conf.Config, list []transport.Fabric) error {
+	for i, f := range list {
+		w, err := cudaipc.Wrap(f, cudaipc.Options{
+			Device: g.dev, Share: scheme(f) == conf.CMA.String() && cfg.SameHost, Stall: cfg.StallTimeout, Events: !cfg.MemSync,
+		})
+		if err != nil {
+			for _, f := range list {
+				_ = f.Close()
+			}
+			return err
+		}
+		list[i] = w
+	}
+	return nil
+}
+
+// device is where the node's tensors may be beside the CPU; CPU if nowhere.
+func (g *gpu) device() mem.Device {
+	if g == nil {
+		return mem.CPU
+	}
+	return mem.GPU(g.dev.Ordinal())
+}
+
+// Alloc and Free implement exchange.Memory.
+func (g *gpu) Alloc(n uint64) (mem.Region, error) {
+	a, err := g.dev.Alloc(n)
+	return mem.Region{Addr: uintptr(a), Len: n, Dev: g.device()}, err
+}
+
+func (g *gpu) Free(r mem.Region) error { return g.dev.Free(uint64(r.Addr)) }
+
+// point is what is queued on a stream so far; the zero Point if all has run. A
+// stream that waits for an event costs the GPU more than the question.
+func (g *gpu) point(stream uint64) (transport.Point, error) {
+	if idle, err := g.dev.Idle(cuda.Stream(stream)); idle || err != nil {
+		return transport.Point{}, err
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if len(g.free) == 0 {
+		e, err := g.dev.NewEvent()
+		if err != nil {
+			return transport.Point{}, err
+		}
+		g.all, g.free = append(g.all, e), append(g.free, e)
+	}
+	e := g.free[len(g.free)-1]
+	if err := g.dev.Record(e, cuda.Stream(stream)); err != nil {
+		return transport.Point{}, err
+	}
+	g.free = g.free[:len(g.free)-1]
+	return transport.Point{Dev: g.device(), Event: uint64(e)}, nil
+}
+
+// passed takes back a point that nobody waits for any more.
+func (g *gpu) passed(p transport.Point) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.free = append(g.free, cuda.Event(p.Event))
+}
+
+// close gives back the events. Nothing waits for any.
+func (g *gpu) close() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, e := range g.all {
+		_ = g.dev.FreeEvent(e)
+	}
+	g.all, g.free = nil, nil
+}

@@ -1,0 +1,233 @@
+package node
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/cshim/cuda"
+	"fserver/engine/exchange"
+	"fserver/engine/mem"
+	"fserver/engine/transport/cudaipc"
+	"fserver/engine/transport/cudaipc/fakegpu"
+)
+
+// gpuTensor is n bytes of a GPU.
+func gpuTensor(t *testing.T, g *fakegpu.GPU, key, n uint64, fill byte) exchange.Tensor {
+	r, err := fakegpu.Memory{G: g}.Alloc(n)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, fakegpu.Memory{G: g}.Free(r)) })
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = fill + byte(i*7)
+	}
+	require.NoError(t, fakegpu.Memory{G: g}.Store(r.Span(), b))
+	return exchange.Tensor{Span: r.Span(), Dev: r.Dev, Key: key, Base: r, Alloc: uint64(r.Addr), Dims: []int64{int64(n)}}
+}
+
+func contents(t *testing.T, g *fakegpu.GPU, s mem.Span) []byte {
+	b := make([]byte, s.Len)
+	require.NoError(t, fakegpu.Memory{G: g}.Load(b, s))
+	return b
+}
+
+// TestGPUTensors moves tensors of a GPU between two nodes over each transport, from
+// behind a stream that is held up.
+func TestGPUTensors(t *testing.T) {
+	for _, transport := range []string{"cma", "tcp"} {
+		for _, pieces := range []bool{false, true} {
+			t.Run(fmt.Sprint(transport, pieces), func(t *testing.T) {
+				g := fakegpu.New()
+				g.Pieces = pieces
+				t.Cleanup(func() { g.Empty(t) })
+				m := newCluster(t, openFabrics)
+				m.devices = func(int) (cudaipc.Device, error) { return g, nil }
+				s := shape{1, 1, 1}
+				extra := []string{"FSERVER_TRANSPORT=" + transport, "STEPMESH_BACKEND=GPU"}
+				m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
+				_, port := splitPort(t, m.scheduler.Info().Address)
+				worker := m.start(s.settings("worker", 0, 0, port, extra...))
+				server := m.start(s.settings("server", 0, 0, port, extra...))
+				m.workers, m.servers = []*Node{worker}, []*Node{server}
+				for _, n := range m.all() {
+					waitReady(t, n)
+				}
+				require.Equal(t, mem.GPU(0), worker.Info().Device)
+				stream, err := g.NewStream()
+				require.NoError(t, err)
+				t.Cleanup(func() { require.NoError(t, g.FreeStream(stream)) })
+				buffers := map[uint64]bool{} // that we have seen
+				for round, n := range []uint64{1, 5000, 3 << 20, 3 << 20, 700000, 0} {
+					x, y := gpuTensor(t, g, 1, n, byte(round)), gpuTensor(t, g, 2, n, 200)
+					gate := make(chan struct{})
+					g.Put(cuda.Stream(stream), func() { <-gate })
+					late := contents(t, g, x.Span)
+					for i := range late {
+						late[i] ^= 0x55
+					}
+					g.Put(cuda.Stream(stream), func() {
+						_ = fakegpu.Memory{G: g}.Store(x.Span, late)
+					})
+					ticket, err := worker.BeginPushPull()
+					require.NoError(t, err)
+					require.NoError(t, ticket.AddPush(x))
+					require.NoError(t, ticket.AddPull(y))
+					require.NoError(t, worker.After(ticket, uint64(stream)))
+					id := ticket.ID()
+					require.NoError(t, worker.PushPull(ticket))
+					if n != 0 {
+						require.Equal(t, ErrAgain, server.GetBatch(&taken{}, 20*time.Millisecond, true))
+					}
+					close(gate)
+					var batch taken
+					for err = ErrAgain; err == ErrAgain; {
+						err = server.GetBatch(&batch, time.Second, true)
+					}
+					require.NoError(t, err)
+					got := batch.push[0]
+					if n != 0 {
+						buffers[got.Buffer] = true
+						require.Equal(t, mem.GPU(0), got.Dev)
+						require.Equal(t, late, contents(t, g, got.Span))
+					}
+					answer, err := server.BeginAnswer()
+					require.NoError(t, err)
+					back := gpuTensor(t, g, 0, n, 100)
+					require.NoError(t, answer.AddPush(back))
+					require.NoError(t, server.Respond(batch.handler, answer))
+					server.Flush()
+					for err = ErrAgain; err == ErrAgain; {
+						err = worker.Wait(id, time.Second, true)
+					}
+					require.NoError(t, err)
+					require.Equal(t, contents(t, g, back.Span), contents(t, g, y.Span))
+				}
+				b, err := worker.Describe()
+				require.NoError(t, err)
+				want := `"transport":"cudaipc"`
+				if transport == "tcp" {
+					want = `"transport":"tcp"`
+				}
+				require.Contains(t, string(b), want)
+				m.stop()
+				for _, n := range m.all() {
+					require.NoError(t, n.Free())
+				}
+				for id := range buffers {
+					require.NoError(t, m.buffers.Release(id))
+				}
+			})
+		}
+	}
+}
+
+// taken is the first request of a batch.
+type taken struct {
+	handler uint64
+	push    []exchange.Received
+}
+
+func (s *taken) Batch(reqs []*Request) error {
+	s.handler, s.push = reqs[0].Handler(), append(s.push[:0], reqs[0].Push()...)
+	return nil
+}
+
+// TestWrongDevice refuses tensors of another GPU, by name.
+func TestWrongDevice(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1})
+	x := tensor(t, 1, 1)
+	x.Dev, x.Base.Dev = mem.GPU(3), mem.GPU(3)
+	ticket, err := m.workers[0].BeginPushPull()
+	require.NoError(t, err)
+	require.NoError(t, ticket.AddPull(x))
+	require.ErrorContains(t, m.workers[0].PushPull(ticket), "push_pull: pull tensor 0 is on gpu 3, and this node takes CPU tensors only")
+	ticket, err = m.workers[0].BeginPushPull()
+	require.NoError(t, err)
+	require.ErrorContains(t, m.workers[0].After(ticket, 0), "STEPMESH_BACKEND")
+	m.workers[0].Abandon(ticket)
+	require.ErrorContains(t, m.servers[0].RegisterRecv(x, []int32{0}, []uint64{1}), "gpu 3")
+}
+
+// TestBackendWithoutGPU says what is missing, and the default is the CPU then.
+func TestBackendWithoutGPU(t *testing.T) {
+	if _, err := openDevice(0); err == nil {
+		t.Skip("this host has a GPU")
+	}
+	s := shape{1, 1, 1}
+	_, err := Open(s.settings("worker", 0, 0, "1", "STEPMESH_BACKEND=GPU"), exchange.NewBuffers())
+	require.ErrorContains(t, err, "STEPMESH_BACKEND=GPU: cudaipc: not available: cuda: ")
+}
+
+// TestRealGPU moves tensors of this host's GPU, mapped and staged.
+func TestRealGPU(t *testing.T) {
+	if _, err := openDevice(0); err != nil {
+		t.Skip(err)
+	}
+	d, err := cuda.Retain(0)
+	require.NoError(t, err)
+	buffer := func(key, n uint64, fill byte) exchange.Tensor {
+		a, err := d.Alloc(n)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, d.Free(a)) })
+		require.NoError(t, d.Write(a, bytes.Repeat([]byte{fill}, int(n))))
+		r := mem.Region{Addr: uintptr(a), Len: n, Dev: mem.GPU(0)}
+		return exchange.Tensor{Span: r.Span(), Dev: r.Dev, Key: key, Base: r, Alloc: a, Dims: []int64{int64(n)}}
+	}
+	for _, transport := range []string{"cma", "tcp"} {
+		m := newCluster(t, openFabrics)
+		m.devices = openDevice
+		s := shape{1, 1, 1}
+		extra := []string{"FSERVER_TRANSPORT=" + transport, "STEPMESH_BACKEND=GPU"}
+		m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
+		_, port := splitPort(t, m.scheduler.Info().Address)
+		worker := m.start(s.settings("worker", 0, 0, port, extra...))
+		server := m.start(s.settings("server", 0, 0, port, extra...))
+		m.workers, m.servers = []*Node{worker}, []*Node{server}
+		for _, n := range m.all() {
+			waitReady(t, n)
+		}
+		buffers := map[uint64]bool{}
+		for round, n := range []uint64{1, 4096, 128 * 7168, 5 << 20, 64 << 20, 128 * 7168} {
+			x, y, back := buffer(1, n, byte(round+1)), buffer(2, n, 200), buffer(0, n, byte(round+101))
+			ticket, err := worker.BeginPushPull()
+			require.NoError(t, err)
+			require.NoError(t, errors.Join(ticket.AddPush(x), ticket.AddPull(y), worker.After(ticket, 0)))
+			id := ticket.ID()
+			require.NoError(t, worker.PushPull(ticket))
+			var batch taken
+			for err = ErrAgain; err == ErrAgain; {
+				err = server.GetBatch(&batch, time.Second, true)
+			}
+			require.NoError(t, err)
+			buffers[batch.push[0].Buffer] = true
+			got := make([]byte, n)
+			require.NoError(t, d.Read(got, uint64(batch.push[0].Span.Addr)))
+			require.Equal(t, bytes.Repeat([]byte{byte(round + 1)}, int(n)), got)
+			answer, err := server.BeginAnswer()
+			require.NoError(t, err)
+			require.NoError(t, answer.AddPush(back))
+			require.NoError(t, server.Respond(batch.handler, answer))
+			server.Flush()
+			for err = ErrAgain; err == ErrAgain; {
+				err = worker.Wait(id, time.Second, true)
+			}
+			require.NoError(t, err)
+			require.NoError(t, d.Read(got, uint64(y.Span.Addr)))
+			require.Equal(t, bytes.Repeat([]byte{byte(round + 101)}, int(n)), got)
+		}
+		links, err := worker.Describe()
+		require.NoError(t, err)
+		t.Log(string(links))
+		m.stop()
+		for _, n := range m.all() {
+			require.NoError(t, n.Free())
+		}
+		for id := range buffers {
+			require.NoError(t, m.buffers.Release(id))
+		}
+	}
+}

@@ -1,0 +1,122 @@
+package cudaipc
+
+import (
+	"crypto/rand"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/transport"
+	"fserver/engine/transport/cma"
+	"fserver/engine/transport/cudaipc/fakegpu"
+	"fserver/engine/transport/tcp"
+	"fserver/engine/transport/transporttest"
+)
+
+// below opens the Fabric that is wrapped.
+type below func(o transporttest.Options) (transport.Fabric, error)
+
+func overCMA(o transporttest.Options) (transport.Fabric, error) {
+	return cma.Open(cma.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits})
+}
+
+func overTCP(o transporttest.Options) (transport.Fabric, error) {
+	t := tcp.Options{Gate: o.Gate, Limits: o.Limits}
+	if o.Listen {
+		t.Listen = "127.0.0.1:0"
+	}
+	return tcp.Open(t)
+}
+
+// bed is the contract's, over a GPU of our own making. Every Fabric plays a process
+// of its own if apart is true.
+func bed(tb testing.TB, g *fakegpu.GPU, under below, share, apart bool, onGPU bool) transporttest.Bed {
+	tb.Cleanup(func() { g.Empty(tb) })
+	b := transporttest.Bed{
+		Allocates: "the GPU that tests use allocates",
+		Open: func(o transporttest.Options) (transport.Fabric, error) {
+			in, err := under(o)
+			if err != nil {
+				return nil, err
+			}
+			f, err := Wrap(in, Options{Device: g, Share: share, Stall: o.Limits.Stall})
+			if err != nil {
+				require.NoError(tb, in.Close())
+				return nil, err
+			}
+			if apart {
+				rand.Read(f.process[:])
+			}
+			return f, nil
+		},
+	}
+	b.Offloads = onGPU
+	if onGPU {
+		b.Memory = fakegpu.Memory{G: g}
+	}
+	return b
+}
+
+// TestContractMapped: GPU memory of peers is mapped by IPC handles.
+func TestContractMapped(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overCMA, true, true, true) })
+}
+
+// TestContractPieces: by descriptors.
+func TestContractPieces(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		g := fakegpu.New()
+		g.Pieces = true
+		return bed(tb, g, overCMA, true, true, true)
+	})
+}
+
+// TestContractOwn: GPU memory of the same process.
+func TestContractOwn(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overCMA, true, false, true) })
+}
+
+// TestContractStaged: GPU memory that cannot be mapped, inside a host.
+func TestContractStaged(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		g := fakegpu.New()
+		g.Alone = true
+		return bed(tb, g, overCMA, true, true, true)
+	})
+}
+
+// TestContractTCP: GPU memory of another host.
+func TestContractTCP(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overTCP, false, true, true) })
+}
+
+// TestContractEvents: the CPU asks events.
+func TestContractEvents(t *testing.T) {
+	for _, share := range []bool{true, false} {
+		transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+			g := fakegpu.New()
+			b := bed(tb, g, overCMA, share, true, true)
+			b.Open = func(o transporttest.Options) (transport.Fabric, error) {
+				in, err := overCMA(o)
+				if err != nil {
+					return nil, err
+				}
+				f, err := Wrap(in, Options{Device: g, Share: share, Stall: o.Limits.Stall, Events: true})
+				if err == nil {
+					rand.Read(f.process[:])
+				}
+				return f, err
+			}
+			return b
+		})
+	}
+}
+
+// TestContractHost: host memory beside a GPU.
+func TestContractHost(t *testing.T) {
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		b := bed(tb, fakegpu.New(), overCMA, true, true, false)
+		b.Allocates = ""
+		return b
+	})
+}

@@ -1,0 +1,293 @@
+package cudaipc
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"io"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/cudaipc/fakegpu"
+	"fserver/engine/transport/transporttest"
+)
+
+// A side is one end of a Conn, and what it has seen.
+type side struct {
+	f      *Fabric
+	c      transport.Conn
+	done   []error
+	writes []transport.Event
+	down   error
+}
+
+func (s *side) poll(t *testing.T) {
+	var ev [16]transport.Event
+	n, err := s.f.Poll(ev[:])
+	require.NoError(t, err)
+	for _, e := range ev[:n] {
+		switch e.Kind {
+		case transport.EvAccept:
+			s.c = e.Conn
+		case transport.EvDone:
+			s.done = append(s.done, e.Err)
+		case transport.EvWritten:
+			s.writes = append(s.writes, e)
+		case transport.EvDown:
+			s.down = e.Err
+		}
+	}
+}
+
+// pairOf is a Conn between two Fabrics over one GPU.
+func pairOf(t *testing.T, g *fakegpu.GPU, under below, share bool) (a, b *side) {
+	t.Cleanup(func() { g.Empty(t) })
+	open := func(name string) *side {
+		in, err := under(transporttest.Options{Listen: true, Gate: transporttest.Gate{Hello: name}})
+		require.NoError(t, err)
+		f, err := Wrap(in, Options{Device: g, Share: share})
+		require.NoError(t, err)
+		rand.Read(f.process[:])
+		t.Cleanup(func() { require.NoError(t, f.Close()) })
+		return &side{f: f}
+	}
+	a, b = open("a"), open("b")
+	c, err := a.f.Connect(context.Background(), b.f.Addr())
+	require.NoError(t, err)
+	a.c = c
+	until(t, a, b, func() bool { return b.c != nil })
+	return a, b
+}
+
+func until(t *testing.T, a, b *side, met func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !met(); {
+		require.True(t, time.Now().Before(end), "did not happen")
+		a.poll(t)
+		b.poll(t)
+	}
+}
+
+func onGPU(t *testing.T, g *fakegpu.GPU, n uint64, fill byte) mem.Region {
+	m := fakegpu.Memory{G: g}
+	r, err := m.Alloc(n)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, m.Free(r)) })
+	require.NoError(t, m.Store(r.Span(), bytes.Repeat([]byte{fill}, int(n))))
+	return r
+}
+
+func write(k transport.Key, src mem.Region, after transport.Point) []transport.Op {
+	return []transport.Op{{Kind: transport.OpWrite, Imm: 9, Key: k, Src: []mem.Span{src.Span()}, Dev: src.Dev, After: after}}
+}
+
+func holds(t *testing.T, g *fakegpu.GPU, r mem.Region, fill byte) {
+	t.Helper()
+	b := make([]byte, r.Len)
+	require.NoError(t, fakegpu.Memory{G: g}.Load(b, r.Span()))
+	require.Equal(t, bytes.Repeat([]byte{fill}, int(r.Len)), b)
+}
+
+// TestMappingFails: what cannot be mapped is staged.
+func TestMappingFails(t *testing.T) {
+	for _, call := range []string{"ImportIPC", "ExportIPC"} {
+		g := fakegpu.New()
+		a, b := pairOf(t, g, overCMA, true)
+		src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
+		g.Fail(call, 1)
+		k, err := b.f.Register(dst)
+		require.NoError(t, err)
+		n, err := a.c.Post(write(k, src, transport.Point{}))
+		require.NoError(t, err)
+		require.Equal(t, 1, n)
+		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		require.NoError(t, a.done[0])
+		require.Equal(t, uint64(3<<20), b.writes[0].Len)
+		require.Equal(t, []uint64{k.ID, 0}, []uint64{b.writes[0].Key, b.writes[0].Off})
+		holds(t, g, dst, 5)
+		require.NotEqual(t, "cudaipc", a.c.(transport.Teller).Via())
+	}
+}
+
+// TestDeviceFails: the Conn ends with the reason, and at the peer not in good order.
+func TestDeviceFails(t *testing.T) {
+	for _, share := range []bool{true, false} {
+		g := fakegpu.New()
+		a, b := pairOf(t, g, overCMA, share)
+		src, dst := onGPU(t, g, 1<<20, 5), onGPU(t, g, 1<<20, 1)
+		k, err := b.f.Register(dst)
+		require.NoError(t, err)
+		g.Fail("Enqueue", 1)
+		_, err = a.c.Post(write(k, src, transport.Point{}))
+		require.NoError(t, err)
+		until(t, a, b, func() bool { return a.down != nil && b.down != nil })
+		require.ErrorContains(t, a.down, "injected failure")
+		require.NotErrorIs(t, b.down, io.EOF)
+		require.Len(t, a.done, 1)
+		require.Error(t, a.done[0])
+		holds(t, g, dst, 1)
+	}
+}
+
+// TestOutOfMemory: without memory for staging, the call says so.
+func TestOutOfMemory(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overTCP, false)
+	src, dst := onGPU(t, g, 1000, 5), onGPU(t, g, 1000, 1)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	g.Fail("Pin", 1)
+	n, err := a.c.Post(write(k, src, transport.Point{}))
+	require.ErrorContains(t, err, "injected failure")
+	require.Zero(t, n)
+	n, err = a.c.Post(write(k, src, transport.Point{}))
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	holds(t, g, dst, 5)
+}
+
+// TestHeldBack: nothing is read before the stream has passed the point, host memory
+// included, and frames go ahead.
+func TestHeldBack(t *testing.T) {
+	for _, share := range []bool{true, false} {
+		g := fakegpu.New()
+		a, b := pairOf(t, g, overCMA, share)
+		stream, err := g.NewStream()
+		require.NoError(t, err)
+		e, err := g.NewEvent()
+		require.NoError(t, err)
+		host, err := mem.Map(4096)
+		require.NoError(t, err)
+		gpu, dst, hostDst := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 0), onGPU(t, g, 4096, 0)
+		gate := make(chan struct{})
+		g.Put(stream, func() {
+			<-gate
+			m := fakegpu.Memory{G: g}
+			_ = m.Store(gpu.Span(), bytes.Repeat([]byte{7}, 4096))
+			copy(host.Span().Bytes(), bytes.Repeat([]byte{8}, 4096))
+		})
+		require.NoError(t, g.Record(e, stream))
+		point := transport.Point{Dev: mem.GPU(0), Event: uint64(e)}
+		k1, err := b.f.Register(dst)
+		require.NoError(t, err)
+		k2, err := b.f.Register(hostDst)
+		require.NoError(t, err)
+		n, err := a.c.Post(append(write(k1, gpu, point), write(k2, host, point)...))
+		require.NoError(t, err)
+		require.Equal(t, 2, n)
+		for range 1000 {
+			a.poll(t)
+			b.poll(t)
+		}
+		require.Empty(t, b.writes)
+		require.Empty(t, a.done)
+		close(gate)
+		until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
+		holds(t, g, dst, 7)
+		holds(t, g, hostDst, 8)
+		require.NoError(t, g.FreeStream(stream))
+		require.NoError(t, errors.Join(g.FreeEvent(e), mem.Unmap(host)))
+	}
+}
+
+// TestMappingsEnd: a mapping is made once, lives on while a key of its allocation
+// does, and is closed when there has been none for a while, or when other memory
+// comes to lie there.
+func TestMappingsEnd(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 1<<20, 1)
+	send := func(k transport.Key) {
+		a.done, b.writes = nil, nil
+		_, err := a.c.Post(write(k, src, transport.Point{}))
+		require.NoError(t, err)
+		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	}
+	for i := range uint64(20) {
+		k, err := b.f.Register(mem.Region{Addr: dst.Addr + uintptr(i)*4096, Len: 8192, Dev: dst.Dev})
+		require.NoError(t, err)
+		send(k)
+		require.Equal(t, 1, g.Imports())
+		if i > 0 {
+			require.NoError(t, b.f.Deregister(k))
+		}
+	}
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	send(k)
+	require.Equal(t, "cudaipc", a.c.(transport.Teller).Via())
+	conn := a.f.conns[a.c.(lendingConn).inner]
+	require.Len(t, conn.ways, 21) // those of keys that are gone are swept with time
+	a.f.mu.Lock()
+	conn.sweep()
+	require.Len(t, conn.ways, 2)
+	a.f.mu.Unlock()
+	require.Equal(t, 1, g.Imports())
+}
+
+// TestBlob refuses what is no description of a key.
+func TestBlob(t *testing.T) {
+	v := remote{reach: reachIPC, last: transport.Key{ID: 3, Token: 4}, n: 10, process: string(make([]byte, 16)),
+		uuid: string(make([]byte, 16)), addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
+	k := transport.Key{ID: 3, Token: 4, Blob: v.encode()}
+	var r remote
+	require.True(t, r.decode(k))
+	require.Equal(t, v, r)
+	for i := range k.Blob {
+		require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: k.Blob[:i]}), "%d bytes", i)
+	}
+	require.False(t, r.decode(transport.Key{ID: 3, Token: 5, Blob: k.Blob}))
+	v.base = 101
+	require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
+	v.base, v.slot = 90, maxRegions
+	require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
+}
+
+// TestAllocatesNothing: neither of the ways of GPU memory does, when all is set up.
+func TestAllocatesNothing(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	for _, share := range []bool{true, false} {
+		g := fakegpu.New()
+		g.Instant = true
+		a, b := pairOf(t, g, overCMA, share)
+		src, dst := onGPU(t, g, 100000, 5), onGPU(t, g, 100000, 1)
+		k, err := b.f.Register(dst)
+		require.NoError(t, err)
+		ops := write(k, src, transport.Point{})
+		var ev [16]transport.Event
+		round := func() {
+			if n, err := a.c.Post(ops); n != 1 || err != nil {
+				t.Fatalf("post: %d, %v", n, err)
+			}
+			for done, written := 0, 0; done+written < 2; {
+				for _, s := range [...]*side{a, b} {
+					n, err := s.f.Poll(ev[:])
+					if err != nil {
+						t.Fatal(err)
+					}
+					for i := range ev[:n] {
+						switch ev[i].Kind {
+						case transport.EvDone:
+							done++
+						case transport.EvWritten:
+							written++
+						}
+					}
+				}
+			}
+		}
+		for range 1000 {
+			round()
+		}
+		require.Equal(t, share, a.c.(transport.Teller).Via() == "cudaipc")
+		require.Zero(t, testing.AllocsPerRun(1000, round), "mapped: %v", share)
+	}
+}

@@ -1,0 +1,85 @@
+package cudaipc
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/cshim/cuda"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/transporttest"
+)
+
+// realGPU is a GPU of this host, or the test is skipped. The contexts stay: there
+// are few.
+func realGPU(tb testing.TB) *cuda.Device {
+	if err := cuda.Open(); err != nil {
+		tb.Skip(err)
+	}
+	n, err := cuda.Count()
+	require.NoError(tb, err)
+	if n == 0 {
+		tb.Skip("cuda: no GPU is visible")
+	}
+	d, err := cuda.Retain(0)
+	require.NoError(tb, err)
+	warmUp(tb, d)
+	return d
+}
+
+// warmUp has the driver open what it keeps open, so that no test counts that as left.
+func warmUp(tb testing.TB, d *cuda.Device) {
+	s, err := d.NewStream()
+	require.NoError(tb, err)
+	r, err := mem.Map(4096)
+	require.NoError(tb, err)
+	seen, err := d.Pin(uint64(r.Addr), r.Len)
+	require.NoError(tb, err)
+	a, err := d.Alloc(4096)
+	require.NoError(tb, err)
+	require.NoError(tb, d.Enqueue(s, 0, []cuda.Copy{{To: a, From: seen, Len: 2048}}, seen, 1))
+	require.NoError(tb, d.Synchronize(s))
+	require.Equal(tb, uint64(1), wordIn(r).Load())
+	require.NoError(tb, errors.Join(d.Free(a), d.Unpin(uint64(r.Addr)), mem.Unmap(r), d.FreeStream(s)))
+}
+
+// realMemory is that of a GPU.
+type realMemory struct{ d *cuda.Device }
+
+func (m realMemory) Alloc(n uint64) (mem.Region, error) {
+	a, err := m.d.Alloc(n)
+	return mem.Region{Addr: uintptr(a), Len: n, Dev: mem.GPU(m.d.Ordinal())}, err
+}
+func (m realMemory) Free(r mem.Region) error            { return m.d.Free(uint64(r.Addr)) }
+func (m realMemory) Load(dst []byte, s mem.Span) error  { return m.d.Read(dst, uint64(s.Addr)) }
+func (m realMemory) Store(s mem.Span, src []byte) error { return m.d.Write(uint64(s.Addr), src) }
+
+func realBed(tb testing.TB, under below, share bool) transporttest.Bed {
+	d := realGPU(tb)
+	return transporttest.Bed{
+		Memory: realMemory{d}, Offloads: true,
+		Open: func(o transporttest.Options) (transport.Fabric, error) {
+			in, err := under(o)
+			if err != nil {
+				return nil, err
+			}
+			return Wrap(in, Options{Device: d, Share: share, Stall: o.Limits.Stall})
+		},
+	}
+}
+
+// TestGPUContractOwn: memory of one process, by its own addresses.
+func TestGPUContractOwn(t *testing.T) {
+	realGPU(t)
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return realBed(tb, overCMA, true) })
+}
+
+// TestGPUContractTCP: staged.
+func TestGPUContractTCP(t *testing.T) {
+	realGPU(t)
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return realBed(tb, overTCP, false) })
+}
+
+var _ Device = (*cuda.Device)(nil)

@@ -1,0 +1,148 @@
+package cudaipc
+
+import (
+	"fmt"
+
+	"fserver/cshim/cuda"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// landing brings what has arrived in shadows to the GPU, on a stream of its own.
+// Nothing there waits for work of the application's, so it is never held up.
+type landing struct {
+	stream cuda.Stream
+	open_  bool
+	page   mem.Region
+	flag   uint64 // the page's address for the GPU
+	word   counter
+	next   uint64    // number of the newest copy
+	queue  []arrived // in the order of their numbers
+	copies [1]cuda.Copy
+}
+
+// counter is a word that the GPU stores numbers to, which grow.
+type counter interface{ Load() uint64 }
+
+// arrived is a write whose last bytes are on their way to the GPU.
+type arrived struct {
+	number uint64
+	c      *Conn
+	ev     transport.Event
+}
+
+func (l *landing) open(d Device) (err error) {
+	if l.page, err = mem.Map(4096); err != nil {
+		return err
+	}
+	l.word = wordIn(l.page)
+	if l.flag, err = d.Pin(uint64(l.page.Addr), l.page.Len); err != nil {
+		_ = mem.Unmap(l.page)
+		l.page = mem.Region{}
+		return err
+	}
+	if l.stream, err = d.NewStream(); err != nil {
+		return err
+	}
+	l.open_ = true
+	return nil
+}
+
+func (l *landing) close(d Device) {
+	if l.open_ {
+		_ = d.FreeStream(l.stream)
+		l.open_ = false
+	}
+	if l.page.Len != 0 {
+		_ = d.Unpin(uint64(l.page.Addr))
+		_ = mem.Unmap(l.page)
+		l.page = mem.Region{}
+		l.word = zero{}
+	}
+}
+
+// zero is the counter of a landing that is closed: all has ended.
+type zero struct{}
+
+func (zero) Load() uint64 { return ^uint64(0) }
+
+// waiting says whether copies are under way.
+func (l *landing) waiting() bool { return l.word != nil && l.word.Load() < l.next }
+
+// reached forgets the writes that are there: the Fabric is closing.
+func (l *landing) reached() { l.queue = l.queue[:0] }
+
+// written takes a write that inner reports.
+func (f *Fabric) written(c *Conn, e *transport.Event, p *poll) {
+	if e.Key == f.mailbox.ID {
+		if c.theirs == nil && c.expect == 0 {
+			c.expect = 2 // a table and a segment follow
+		}
+		c.wake()
+		return
+	}
+	r := f.regions[e.Key]
+	if r == nil { // it was taken back since
+		return
+	}
+	c.pieces += e.Len
+	if r.Dev != mem.CPU && e.Len != 0 {
+		if err := f.lift(r, e.Off, e.Len); err != nil {
+			c.fail(err)
+			return
+		}
+	}
+	if e.Key == r.part.ID {
+		return
+	}
+	out := *e
+	out.Conn, out.Len, out.Off = c.self, c.pieces, e.Off+e.Len-c.pieces
+	c.pieces = 0
+	if r.Dev == mem.CPU || e.Len == 0 {
+		p.put(out)
+		return
+	}
+	c.landing++
+	f.in.queue = append(f.in.queue, arrived{f.in.next, c, out})
+}
+
+// lift starts the copy of n bytes at off from the shadow of r.
+func (f *Fabric) lift(r *region, off, n uint64) error {
+	if r.seen == 0 {
+		// Memory that cannot be pinned can be copied too, by way of the driver's own.
+		seen, err := f.dev.Pin(uint64(r.shadow.Addr), r.shadow.Len)
+		if r.pinned = err == nil; !r.pinned {
+			seen = uint64(r.shadow.Addr)
+		}
+		r.seen = seen
+	}
+	l := &f.in
+	l.copies[0] = cuda.Copy{To: uint64(r.Addr) + off, From: r.seen + off, Len: n}
+	if err := f.dev.Enqueue(l.stream, 0, l.copies[:], l.flag, l.next+1); err != nil {
+		return fmt.Errorf("cudaipc: bring %d bytes to %v: %w", n, f.name(), err)
+	}
+	l.next++
+	r.copied = l.next
+	return nil
+}
+
+// land gives the writes that have reached the GPU, as far as p has room.
+func (f *Fabric) land(p *poll) {
+	l := &f.in
+	if len(l.queue) == 0 {
+		return
+	}
+	done, n := l.word.Load(), 0
+	for n < len(l.queue) && l.queue[n].number <= done && p.room() {
+		c := l.queue[n].c
+		c.landing--
+		if c.over == nil || !c.down {
+			p.put(l.queue[n].ev)
+		}
+		if c.over != nil {
+			c.wake()
+		}
+		n++
+	}
+	l.queue = l.queue[:copy(l.queue, l.queue[n:])]
+}

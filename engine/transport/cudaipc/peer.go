@@ -1,0 +1,332 @@
+package cudaipc
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/cshim/cuda"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// What came of the wish to write by mapping.
+const (
+	tryNot   = iota // by another way
+	tryAgain        // later
+	tryDone
+)
+
+// answerLimit is how long writes wait for the peer to introduce itself. They are
+// staged until it does so then.
+const answerLimit = 200 * time.Millisecond
+
+// A mapping is an allocation of the peer's in our address space.
+type mapping struct {
+	id, base, size uint64 // of the peer's allocation, for the peer
+	at             uint64 // where it is here
+	reach          uint8
+	own            bool // of this very process: nothing is mapped
+	lens           []uint64
+	used           int // ways that go through it
+	idle           bool
+}
+
+func (m *mapping) close(d Device) {
+	switch {
+	case m.own:
+	case m.reach == reachIPC:
+		_ = d.CloseIPC(m.at)
+	default:
+		_ = d.UnmapFDs(m.at, m.lens)
+	}
+}
+
+// A way is where a region of the peer's is in our address space.
+type way struct {
+	slot uint32
+	at   uint64 // 0: it cannot be mapped
+	m    *mapping
+}
+
+// write starts a write by mapping.
+func (c *Conn) write(it *item, r *remote) int {
+	if !c.f.o.Share || r.reach <= reachStaged || c.unable || c.lender == nil {
+		return tryNot
+	}
+	if c.asked.IsZero() && !c.introduce(r.box) {
+		if c.unable {
+			return tryNot
+		}
+		return tryAgain
+	}
+	if c.theirs == nil {
+		if time.Since(c.asked) < answerLimit {
+			return tryAgain
+		}
+		return tryNot
+	}
+	if r.fabric != c.theirs.fabric || it.op.Off > r.n || it.n > r.n-it.op.Off {
+		return tryNot // inner refuses it
+	}
+	w := c.ways[r.last.ID]
+	if w == nil {
+		w = c.reach(r)
+	}
+	if w.at == 0 {
+		return tryNot
+	}
+	l := &c.lane
+	s := l.seg
+	number := s.begun.Load() + 1
+	if number-c.theirs.taken.Load() > depth {
+		if c.began.IsZero() {
+			c.began = time.Now()
+		} else if time.Since(c.began) > c.f.o.Stall {
+			c.fail(fmt.Errorf("the peer has taken no write for %v: %w", c.f.o.Stall, unix.ETIMEDOUT))
+		}
+		return tryAgain
+	}
+	c.began = time.Time{}
+	rec := &s.records[number%depth]
+	rec.imm, rec.key, rec.off, rec.n = it.op.Imm, r.last.ID, it.op.Off, it.n
+	s.begun.Store(number)
+	if c.peers[w.slot].Load() != r.last.ID {
+		s.begun.Store(number - 1) // the key is gone: inner refuses it
+		return tryNot
+	}
+	it.sent = 0
+	l.gather(it, w.at+it.op.Off, it.n)
+	// It is the GPU that tells the peer, also where our own CPU asks events.
+	err := c.f.o.Device.Enqueue(l.stream, cuda.Event(it.op.After.Event), l.copies, l.flags+uint64(doneAt), number)
+	if err != nil {
+		s.begun.Store(number - 1)
+		c.fail(fmt.Errorf("write %d bytes into the peer's memory: %w", it.n, err))
+		return tryAgain
+	}
+	it.number, c.mapped = number, true
+	if c.theirs.asleep.Load() != 0 {
+		c.signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: c.theirs.boxID, Token: c.theirs.boxToken}})
+	}
+	return tryDone
+}
+
+// introduction is how many operations introduce tells the peer with.
+const introduction = 3
+
+// introduce shows the peer our table of keys and our segment; false: not wholly,
+// for now.
+func (c *Conn) introduce(box transport.Key) bool {
+	if c.items == nil {
+		if err := c.equip(); err != nil {
+			c.unable = true
+			return false
+		}
+	}
+	table, seg := c.f.table.Region().Span(), c.lane.shared.Region().Span()
+	if !c.lender.Lends(table) || !c.lender.Lends(seg) {
+		return false
+	}
+	ops := [introduction]transport.Op{
+		{Kind: transport.OpWrite, Key: transport.Key{ID: box.ID, Token: box.Token}},
+		{Kind: transport.OpLend, Src: []mem.Span{table}},
+		{Kind: transport.OpLend, Src: []mem.Span{seg}},
+	}
+	for ; c.shown < introduction; c.shown++ {
+		if !c.signal(ops[c.shown]) {
+			return false
+		}
+	}
+	c.asked = time.Now()
+	return true
+}
+
+// greeted takes a loan that belongs to the peer's introduction.
+func (c *Conn) greeted(e *transport.Event) error {
+	c.expect--
+	c.views[1-c.expect] = e.View
+	if c.expect > 0 {
+		return nil
+	}
+	table, seg := c.views[0].Region(), c.views[1].Region()
+	if table.Len < tableSize || seg.Len < uint64(segmentSize) || segmentIn(seg).magic != segmentMagic {
+		return fmt.Errorf("the peer introduces itself with %d and %d bytes of another version", table.Len, seg.Len)
+	}
+	theirs := segmentIn(seg)
+	if c.items == nil {
+		if err := c.equip(); err != nil {
+			return fmt.Errorf("the peer wants to write into our memory, and we cannot tell it how far it got: %w", err)
+		}
+	}
+	c.peers, c.theirs, c.ways = tableIn(table), theirs, map[uint64]*way{}
+	c.wake()
+	return nil
+}
+
+// arrive gives the writes that the peer has made by mapping.
+func (c *Conn) arrive(p *poll) {
+	if c.theirs == nil || c.over != nil || c.lane.seg == nil {
+		return
+	}
+	s := c.lane.seg
+	s.asleep.Store(0)
+	if c.asked.IsZero() {
+		c.introduce(transport.Key{ID: c.theirs.boxID, Token: c.theirs.boxToken})
+	}
+	taken, done := s.taken.Load(), c.theirs.done.Load()
+	if done-taken > depth {
+		c.fail(fmt.Errorf("the peer says that it has made %d writes of %d", done, taken))
+		return
+	}
+	start := taken
+	for taken != done && p.room() {
+		rec := c.theirs.records[(taken+1)%depth] // the peer may change it: read once
+		taken++
+		r := c.f.regions[rec.key]
+		if r == nil || r.Dev == mem.CPU || r.last.ID != rec.key {
+			c.fail(fmt.Errorf("the peer wrote %d bytes to key %d, which does not exist", rec.n, rec.key))
+			break
+		}
+		if _, err := r.Slice(rec.off, rec.n); err != nil || r.only != nil && r.only != c {
+			c.fail(fmt.Errorf("the peer wrote %d bytes at offset %d of key %d, which has %d and may be another peer's", rec.n, rec.off, rec.key, r.Len))
+			break
+		}
+		c.mapped = true
+		p.put(transport.Event{Kind: transport.EvWritten, Conn: c.self, Imm: rec.imm, Len: rec.n, Key: rec.key, Off: rec.off})
+	}
+	if taken != start {
+		s.taken.Store(taken)
+	}
+	if now := c.f.scan; len(c.maps) > 0 && now != c.sweepAt {
+		c.sweepAt = now
+		c.sweep()
+	}
+}
+
+// reach finds the way to a region of the peer's, and maps its allocation if that
+// has not been.
+func (c *Conn) reach(r *remote) *way {
+	w := &way{slot: r.slot}
+	c.ways[r.last.ID] = w
+	if r.process == string(c.f.process[:]) && r.reach == reachIPC {
+		// An IPC handle cannot be opened where it comes from, and need not.
+		if c.f.dev.Reach(cuda.UUID([]byte(r.uuid))) == nil {
+			w.at = r.addr
+			w.m = &mapping{own: true}
+		}
+		return w
+	}
+	for _, m := range c.maps {
+		if m.id == r.id && m.base == r.base && m.size == r.size {
+			w.m = m
+		}
+	}
+	if w.m == nil {
+		// What lies at the same addresses of the peer has been freed there.
+		c.maps = slices.DeleteFunc(c.maps, func(m *mapping) bool {
+			gone := m.base < r.base+r.size && r.base < m.base+m.size
+			if gone {
+				c.forget(m)
+			}
+			return gone
+		})
+		m := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}
+		if m.open(c.f.dev, r, func() bool { return c.peers[r.slot].Load() == r.last.ID }) != nil {
+			return w
+		}
+		c.maps = append(c.maps, m)
+		w.m = m
+	}
+	w.m.used++
+	w.m.idle = false
+	w.at = w.m.at + (r.addr - r.base)
+	return w
+}
+
+var errGone = errors.New("cudaipc: the key is gone")
+
+// open maps the allocation of r. A descriptor's number may have been given to
+// something else since the owner wrote it down, but not as long as the key is there.
+func (m *mapping) open(d Device, r *remote, there func() bool) (err error) {
+	if r.reach == reachIPC {
+		var h cuda.IPCHandle
+		copy(h[:], r.handle)
+		m.at, err = d.ImportIPC(h)
+		return err
+	}
+	pidfd, err := unix.PidfdOpen(int(r.pid), 0)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(pidfd)
+	var fds []int32
+	defer func() {
+		for _, fd := range fds {
+			unix.Close(int(fd))
+		}
+	}()
+	for b := []byte(r.fdsAndPieces); len(b) > 0; b = b[pieceLen:] {
+		fd, err := unix.PidfdGetfd(pidfd, int(binary.LittleEndian.Uint32(b)), 0)
+		if err != nil {
+			return err
+		}
+		fds = append(fds, int32(fd))
+		m.lens = append(m.lens, binary.LittleEndian.Uint64(b[4:]))
+	}
+	if !there() {
+		return errGone
+	}
+	m.at, err = d.MapFDs(fds, m.lens)
+	return err
+}
+
+// forget closes a mapping; the ways through it are found anew.
+func (c *Conn) forget(m *mapping) {
+	for id, w := range c.ways {
+		if w.m == m {
+			delete(c.ways, id)
+		}
+	}
+	m.close(c.f.dev)
+}
+
+// sweep forgets the keys that are gone, and closes the mappings that have had none
+// since the last time.
+func (c *Conn) sweep() {
+	if c.copying() {
+		return
+	}
+	for id, w := range c.ways {
+		if c.peers[w.slot].Load() != id {
+			delete(c.ways, id)
+			if w.m != nil {
+				w.m.used--
+			}
+		}
+	}
+	c.maps = slices.DeleteFunc(c.maps, func(m *mapping) bool {
+		if m.used > 0 {
+			return false
+		}
+		gone := m.idle
+		m.idle = true
+		if gone {
+			m.close(c.f.dev)
+		}
+		return gone
+	})
+}
+
+// writer is the peer, if it may be about to write by mapping.
+func (c *Conn) writer() (w writer, ok bool) {
+	if c.theirs == nil || c.silent() {
+		return writer{}, false
+	}
+	w = writer{c, c.views[1], c.theirs, c.theirs.begun.Load()}
+	w.view.Hold()
+	return w, true
+}

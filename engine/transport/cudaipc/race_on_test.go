@@ -1,0 +1,5 @@
+//go:build race
+
+package cudaipc
+
+const raceEnabled = true

@@ -1,0 +1,349 @@
+package cudaipc
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/bits"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// region is what a key stands for. Its memory is registered with inner twice: a
+// write to last is reported, one to part is a piece of the next to last of the same
+// Conn.
+type region struct {
+	mem.Region
+	last, part transport.Key
+	shadow     mem.Region // of GPU memory: where writes over inner land
+	seen       uint64     // the shadow's address for the GPU, when it is pinned
+	pinned     bool
+	slot       uint32
+	copied     uint64 // the number of the newest copy from the shadow
+	only       *Conn  // that may write here; nil: all
+	fds        []int
+}
+
+// How the memory of a key can be reached.
+const (
+	reachHost   = iota // it is on the host
+	reachStaged        // it is on a GPU and cannot be mapped
+	reachIPC           // by an IPC handle
+	reachFDs           // by descriptors, piece by piece
+)
+
+// A remote is a key as a writer sees it: Key.Blob. All numbers are little-endian.
+type remote struct {
+	reach        uint8
+	last, part   transport.Key
+	n            uint64 // bytes of the region
+	process      string // 16 bytes
+	fabric       uint64
+	uuid         string // 16 bytes
+	box          transport.Key
+	slot         uint32
+	addr         uint64 // for the owner
+	base, size   uint64 // of the allocation, for the owner
+	id           uint64 // of the allocation
+	handle       string // reachIPC: 64 bytes
+	pid          uint32 // reachFDs
+	fdsAndPieces string // 12 bytes each: number in process pid, length
+}
+
+// pieceMost bounds the pieces of mapped memory that a region may lie in.
+const (
+	pieceMost = 256
+	pieceLen  = 12
+)
+
+func (r *remote) encode() string {
+	b := make([]byte, 0, 256)
+	u64 := func(v ...uint64) {
+		for _, x := range v {
+			b = binary.LittleEndian.AppendUint64(b, x)
+		}
+	}
+	b = append(b, blobVersion, r.reach)
+	u64(r.last.ID, r.last.Token, r.part.ID, r.part.Token, r.n)
+	if r.reach > reachStaged {
+		b = append(append(b, r.process...), r.uuid...)
+		u64(r.fabric, r.box.ID, r.box.Token, uint64(r.slot), r.addr, r.base, r.size, r.id, uint64(r.pid))
+		b = append(append(b, r.handle...), r.fdsAndPieces...)
+	}
+	return string(b)
+}
+
+const (
+	blobVersion = 1
+	blobShort   = 2 + 5*8
+	blobLong    = blobShort + 32 + 9*8
+)
+
+// decode reads the Blob of k. False: it is of no wrapped Fabric, or not of k.
+func (r *remote) decode(k transport.Key) bool {
+	b := k.Blob
+	if len(b) < blobShort || b[0] != blobVersion || b[1] > reachFDs {
+		return false
+	}
+	*r = remote{
+		reach: b[1],
+		last:  transport.Key{ID: u64(b, 2), Token: u64(b, 10)},
+		part:  transport.Key{ID: u64(b, 18), Token: u64(b, 26)},
+		n:     u64(b, 34),
+	}
+	if r.last.ID != k.ID || r.last.Token != k.Token {
+		return false
+	}
+	if r.reach <= reachStaged {
+		return true
+	}
+	rest := len(b) - blobLong
+	if r.reach == reachIPC && rest != 64 || r.reach == reachFDs && (rest <= 0 || rest%pieceLen != 0 || rest > pieceMost*pieceLen) {
+		return false
+	}
+	const at = blobShort + 32
+	r.process, r.uuid = b[blobShort:blobShort+16], b[blobShort+16:at]
+	r.fabric, r.box = u64(b, at), transport.Key{ID: u64(b, at+8), Token: u64(b, at+16)}
+	r.slot, r.addr, r.base, r.size = uint32(u64(b, at+24)), u64(b, at+32), u64(b, at+40), u64(b, at+48)
+	r.id, r.pid = u64(b, at+56), uint32(u64(b, at+64))
+	if r.reach == reachIPC {
+		r.handle = b[blobLong:]
+	} else {
+		r.fdsAndPieces = b[blobLong:]
+	}
+	end, carry := bits.Add64(r.addr, r.n, 0)
+	return r.slot < maxRegions && carry == 0 && r.addr >= r.base && end-r.base <= r.size
+}
+
+// u64 is the number at b[i:]; the caller has checked the length.
+func u64(b string, i int) uint64 {
+	_ = b[i+7]
+	return uint64(b[i]) | uint64(b[i+1])<<8 | uint64(b[i+2])<<16 | uint64(b[i+3])<<24 |
+		uint64(b[i+4])<<32 | uint64(b[i+5])<<40 | uint64(b[i+6])<<48 | uint64(b[i+7])<<56
+}
+
+// Register implements transport.Fabric.
+func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
+	if m.Dev != mem.CPU && m.Dev != f.name() {
+		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes on %v: this node uses %v (STEPMESH_GPU)", m.Len, m.Dev, f.name())
+	}
+	r := &region{Region: m}
+	host := m
+	if m.Dev != mem.CPU {
+		if _, carry := bits.Add64(uint64(m.Addr), m.Len, 0); carry != 0 {
+			return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
+		}
+		var err error
+		if r.shadow, err = reserve(m.Len); err != nil {
+			return transport.Key{}, err
+		}
+		host = mem.Region{Addr: r.shadow.Addr, Len: m.Len}
+	}
+	v := remote{n: m.Len, reach: reachHost, process: string(f.process[:]), fabric: f.id, box: f.mailbox, addr: uint64(m.Addr)}
+	err := f.admit(r, host)
+	if err == nil && m.Dev != mem.CPU {
+		v.slot = r.slot
+		uuid := f.dev.UUID()
+		v.uuid = string(uuid[:])
+		f.share(r, &v)
+	}
+	v.last, v.part = r.last, r.part
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if err != nil {
+		f.discard(r)
+		return transport.Key{}, err
+	}
+	if f.closed {
+		f.discard(r)
+		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes: %w", m.Len, transport.ErrClosed)
+	}
+	f.regions[r.last.ID], f.regions[r.part.ID] = r, r
+	if m.Dev != mem.CPU {
+		tableIn(f.table.Region())[r.slot].Store(r.last.ID)
+	}
+	return transport.Key{ID: r.last.ID, Token: r.last.Token, Blob: v.encode()}, nil
+}
+
+// admit registers r with inner and gives it a slot.
+func (f *Fabric) admit(r *region, host mem.Region) (err error) {
+	if r.last, err = f.inner.Register(host); err != nil {
+		return err
+	}
+	if r.part, err = f.inner.Register(host); err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case r.Dev == mem.CPU:
+	case len(f.free) > 0:
+		r.slot, f.free = f.free[len(f.free)-1], f.free[:len(f.free)-1]
+	case f.used+1 == maxRegions:
+		return fmt.Errorf("cudaipc: register %d bytes: %d regions of GPU memory are registered, which is the most", r.Len, maxRegions-1)
+	default:
+		f.used++
+		r.slot = f.used // 0 is none
+	}
+	return nil
+}
+
+// share says in v how a peer can map r. What cannot be mapped is staged.
+func (f *Fabric) share(r *region, v *remote) {
+	v.reach = reachStaged
+	if !f.o.Share || r.Len == 0 {
+		return
+	}
+	m, err := f.dev.Describe(uint64(r.Addr))
+	if err != nil || !m.OnGPU || m.ID == 0 {
+		return
+	}
+	if m.LegacyIPC {
+		h, err := f.dev.ExportIPC(m.Base)
+		if err != nil || uint64(r.Addr)-m.Base+r.Len > m.Len {
+			return
+		}
+		v.reach, v.base, v.size, v.id, v.handle = reachIPC, m.Base, m.Len, m.ID, string(h[:])
+		return
+	}
+	if !m.Descriptor {
+		return
+	}
+	v.base, v.id, v.pid = m.Base, m.ID, uint32(os.Getpid())
+	end := uint64(r.Addr) + r.Len
+	var list []byte
+	for at := m.Base; at < end; at += m.Len {
+		if m, err = f.dev.Describe(at); err != nil || !m.Descriptor || m.Base != at || m.Len == 0 || len(r.fds) == pieceMost {
+			return
+		}
+		fd, err := f.dev.ExportFD(at)
+		if err != nil {
+			return
+		}
+		r.fds = append(r.fds, fd)
+		list = binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint32(list, uint32(fd)), m.Len)
+		v.size += m.Len
+		v.id = v.id*1099511628211 ^ m.ID
+	}
+	v.reach, v.fdsAndPieces = reachFDs, string(list)
+}
+
+// Deregister implements transport.Fabric.
+func (f *Fabric) Deregister(k transport.Key) error {
+	f.mu.Lock()
+	r := f.regions[k.ID]
+	if r == nil || r.last.ID != k.ID || r.last.Token != k.Token {
+		f.mu.Unlock()
+		return fmt.Errorf("cudaipc: deregister key %d: no such key", k.ID)
+	}
+	delete(f.regions, r.last.ID)
+	delete(f.regions, r.part.ID)
+	var writers []writer
+	if r.Dev != mem.CPU {
+		tableIn(f.table.Region())[r.slot].Store(0)
+		for _, c := range f.conns {
+			if w, ok := c.writer(); ok {
+				writers = append(writers, w)
+			}
+		}
+	}
+	f.mu.Unlock()
+	// Both are to be gone, whatever the first says.
+	err := errors.Join(f.inner.Deregister(r.last), f.inner.Deregister(r.part))
+	r.last, r.part = transport.Key{}, transport.Key{}
+	err = errors.Join(err, f.settle(writers, r))
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, w := range writers {
+		_ = w.view.Drop() // our own mapping
+	}
+	if err != nil {
+		return fmt.Errorf("cudaipc: deregister key %d: %w", k.ID, err) // its memory stays, for who may still use it
+	}
+	f.discard(r)
+	return nil
+}
+
+// A writer is a peer that may be about to write by mapping.
+type writer struct {
+	c     *Conn
+	view  *mem.View // held
+	seg   *segment  // the peer's
+	begun uint64
+}
+
+// settle waits for what had begun before the key was gone.
+func (f *Fabric) settle(writers []writer, r *region) error {
+	end := time.Now().Add(settleLimit)
+	wait := func(over func() bool) error {
+		for turn := 1; !over(); turn++ {
+			if turn > 1000 {
+				time.Sleep(20 * time.Microsecond)
+			}
+			if time.Now().After(end) {
+				return fmt.Errorf("a copy to it has been under way for %v: keep the memory until it is over", settleLimit)
+			}
+		}
+		return nil
+	}
+	for _, w := range writers {
+		err := wait(func() bool {
+			return w.seg.done.Load() >= w.begun || w.seg.begun.Load() < w.begun || w.c.silent()
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return wait(func() bool {
+		if f.events != nil { // nobody may poll meanwhile
+			f.mu.Lock()
+			f.look()
+			f.mu.Unlock()
+		}
+		return f.in.word.Load() >= r.copied
+	})
+}
+
+// discard gives back what r holds; nobody writes to it any more. The caller holds
+// f.mu.
+func (f *Fabric) discard(r *region) {
+	if r.last.ID != 0 && !f.closed {
+		_ = f.inner.Deregister(r.last)
+	}
+	if r.part.ID != 0 && !f.closed {
+		_ = f.inner.Deregister(r.part)
+	}
+	if r.pinned {
+		_ = f.dev.Unpin(uint64(r.shadow.Addr))
+	}
+	if r.shadow.Len != 0 {
+		_ = mem.Unmap(r.shadow)
+	}
+	for _, fd := range r.fds {
+		unix.Close(fd)
+	}
+	if r.slot != 0 {
+		f.free = append(f.free, r.slot)
+	}
+	r.shadow, r.fds, r.slot, r.pinned = mem.Region{}, nil, 0, false
+}
+
+// reserve gives addresses for n bytes, whole pages of them, which take no memory
+// until they are written to.
+func reserve(n uint64) (mem.Region, error) {
+	n = max(4096, (n+4095)&^4095)
+	if n > 1<<46 {
+		return mem.Region{}, fmt.Errorf("cudaipc: register %d bytes: more than 2^46", n)
+	}
+	b, err := unix.Mmap(-1, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return mem.Region{}, fmt.Errorf("cudaipc: reserve %d bytes of host addresses for staging: %w", n, err)
+	}
+	s := mem.Of(b)
+	return mem.Region{Addr: s.Addr, Len: s.Len}, nil
+}

@@ -1,0 +1,72 @@
+package cudaipc
+
+import (
+	"sync/atomic"
+	"unsafe"
+
+	"fserver/engine/mem"
+)
+
+// Each side of a Conn has a segment of shared memory, which the other maps for
+// reading alone: what is in it belongs to the side that made it. Groups of words
+// that are stored to by different parties are 128 bytes apart.
+//
+// A write that goes by mapping has a number, from 1 in its Conn. The sender puts it
+// into records[number%depth], then says so in begun, then looks whether the key is
+// still in the receiver's table, then enqueues the copy and the store of the number
+// to done. The GPU stores done after the copy, and a barrier. The receiver takes
+// the records up to done, in order, and says so in its own segment, in taken.
+type segment struct {
+	magic    uint64
+	fabric   uint64 // of its owner
+	boxID    uint64 // the owner's mailbox: a write of no bytes there wakes it
+	boxToken uint64
+	_        [96]byte
+
+	done atomic.Uint64 // stored by the GPU
+	_    [120]byte
+
+	staged atomic.Uint64 // stored by the GPU; its owner alone looks
+	_      [120]byte
+
+	begun  atomic.Uint64
+	asleep atomic.Uint32 // the owner is to be woken of writes
+	_      [116]byte
+
+	taken atomic.Uint64 // of the peer's writes
+	_     [120]byte
+
+	records [depth]record
+}
+
+// record describes a write.
+type record struct {
+	imm, _   uint32
+	key, off uint64 // what was written to
+	n        uint64
+	_        [32]byte
+}
+
+const (
+	depth        = 256 // operations of a Conn under way
+	segmentMagic = 0x6673_6375_6461_0001
+	segmentSize  = unsafe.Sizeof(segment{})
+	stagedAt     = unsafe.Offsetof(segment{}.staged)
+	doneAt       = unsafe.Offsetof(segment{}.done)
+
+	maxRegions = 1 << 16
+	tableSize  = maxRegions * 8
+)
+
+// segmentIn is the segment at the start of a region, which stays mapped while it
+// is used.
+func segmentIn(r mem.Region) *segment { return (*segment)(unsafe.Pointer(r.Span().Ptr())) }
+
+// tableIn is the keys of a Fabric by slot, 0 where there is none. No key has the
+// same number as an earlier one.
+func tableIn(r mem.Region) []atomic.Uint64 {
+	return unsafe.Slice((*atomic.Uint64)(unsafe.Pointer(r.Span().Ptr())), maxRegions)
+}
+
+// wordIn is the word at the start of a region.
+func wordIn(r mem.Region) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(r.Span().Ptr())) }

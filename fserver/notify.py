@@ -1,0 +1,82 @@
+"""Lets CUDA streams wait for requests and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from fserver import _loader
+from fserver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Notify:
+    """A number in pinned memory that streams wait for, and one thread that raises it.
+
+    Each call that makes a stream wait gives the thread something to wait for; when that is there,
+    or has failed, the streams go on. No call blocks but ``wait_event_done`` and
+    ``get_future_batch_data``, which also raise what went wrong. A stream that is being captured
+    into a CUDA graph cannot wait so.
+    """
+
+    def __init__(self, wait: Callable[[int], None], get_batch: Callable[[], Any]) -> None:
+        self._wait, self._get_batch = wait, get_batch
+        self._flag: Tensor | None = None
+        self._asked = 0
+        self._event: Future[None] | None = None
+        self._batch: Future[Any] | None = None
+
+    def init(self) -> None:
+        """Takes the pinned memory and starts the thread. To be called once, before the rest."""
+        import torch
+
+        if self._flag is None:
+            self._flag = torch.zeros(1, dtype=torch.int64).pin_memory()
+            self._thread = ThreadPoolExecutor(1, "fserver-notify")
+
+    def _memory(self, call: str) -> Tensor:
+        if self._flag is None:
+            raise ConfigError(f"{call}: call init() first")
+        return self._flag
+
+    def _after(self, call: str, job: Callable[[], Any]) -> Future[Any]:
+        """Makes the current stream wait for a job that the thread does."""
+        flag, number = self._memory(call), self._asked + 1
+        _loader.load().wait_value(flag, number)
+        self._asked = number
+
+        def run() -> Any:
+            try:
+                return job()
+            finally:
+                flag[0] = number
+
+        return self._thread.submit(run)
+
+    def stream_wait_event(self, handler: int) -> None:
+        """The current stream waits until a push_pull has completed."""
+        self._event = self._after("stream_wait_event", lambda: self._wait(handler))
+
+    def wait_event_done(self) -> None:
+        """Waits until the push_pull of the last ``stream_wait_event`` has completed."""
+        if self._event is not None:
+            self._event.result()
+
+    def block_now_stream(self) -> None:
+        """The current stream too waits for what was asked for last; if that is there already,
+        for what is asked for next."""
+        flag = self._memory("block_now_stream")
+        _loader.load().wait_value(flag, self._asked + (int(flag) >= self._asked))
+
+    def block_now_stream_and_get_batch(self) -> None:
+        """The current stream waits for the next batch."""
+        self._batch = self._after("block_now_stream_and_get_batch", self._get_batch)
+
+    def get_future_batch_data(self) -> Any:
+        """The batch of the last ``block_now_stream_and_get_batch``; waits for it."""
+        if self._batch is None:
+            raise ConfigError("get_future_batch_data: no batch has been asked for")
+        return self._batch.result()

@@ -1,0 +1,32 @@
+"""Exact attention over a sequence that several ranks share. Needs torch.distributed, no engine.
+
+docs/ringx.md has the algorithms, what each moves, and when to take which.
+"""
+
+from fserver.ringx.api import (
+    ringX1_attn_func,
+    ringX1o_attn_func,
+    ringX2_attn_func,
+    ringX2o_attn_func,
+    ringX3_attn_func,
+    ringX3b_attn_func,
+    ringX4_attn_func,
+    ringX4o_attn_func,
+    ringx_attention,
+)
+from fserver.ringx.layout import positions, shard, unshard
+
+__all__ = [
+    "positions",
+    "ringX1_attn_func",
+    "ringX1o_attn_func",
+    "ringX2_attn_func",
+    "ringX2o_attn_func",
+    "ringX3_attn_func",
+    "ringX3b_attn_func",
+    "ringX4_attn_func",
+    "ringX4o_attn_func",
+    "ringx_attention",
+    "shard",
+    "unshard",
+]

@@ -1,0 +1,238 @@
+"""Attention of one process: ``forward`` gives out and lse, ``backward`` takes them from outside.
+
+Rows and keys may be any part of a sequence. ``backward`` is right for a part when ``out`` and
+``lse`` are those of the rows over all their keys, wherever these lie, so a schedule passes the
+global ones. Every kernel is an operator of torch that gives lse; `torch.nn.attention.sdpa_kernel`
+chooses among them, as it does for torch's own attention.
+
+Shapes: q, out ``[B, Sq, H, D]``; k, v ``[B, Sk, Hkv, D]`` with H a multiple of Hkv; lse, the
+natural logarithm of the sum of exponentials, ``[B, H, Sq]`` in float32 (float64 for float64).
+Inside a kernel the heads come before the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends import cuda
+
+from fserver.errors import ConfigError, ShapeError
+
+aten = torch.ops.aten
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+class Given(NamedTuple):
+    """What backward is given: dout, out and lse are of all the keys of these rows."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class Kernel(NamedTuple):
+    """One implementation; its tensors are [B, H, S, D]."""
+
+    name: str
+    grouped: bool  # takes k and v with fewer heads than q
+    usable: Callable[[Tensor, Tensor, Tensor, bool], bool]
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], Pair]
+    backward: Callable[[Given, bool, float], Triple]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
+    """Gives out and lse. Without keys they are 0 and -inf.
+
+    Raises:
+        ConfigError: no kernel takes these tensors.
+        ShapeError: causal, and not as many rows as keys. Kernels differ in what they mean by it.
+    """
+    if causal and q.shape[1] != k.shape[1]:
+        raise ShapeError(f"ringx: causal block of {q.shape[1]} rows and {k.shape[1]} keys")
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if not (q.shape[2] and k.shape[2]):
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulator(q.dtype))
+        return torch.zeros_like(q).transpose(1, 2), lse
+    kernel = choose(q, k, v, causal)
+    out, lse = kernel.forward(q, *_heads(kernel, q, k, v), causal, scale)
+    return out.transpose(1, 2), lse
+
+
+def backward(given: Given, causal: bool, scale: float) -> Triple:
+    """Gives what these rows and keys add to dq, dk and dv.
+
+    Raises:
+        ConfigError, ShapeError: as for forward.
+    """
+    dout, q, k, v, out = (t.transpose(1, 2) for t in given[:5])
+    if not (q.shape[2] and k.shape[2]):
+        return torch.zeros_like(given.q), torch.zeros_like(given.k), torch.zeros_like(given.v)
+    kernel = choose(q, k, v, causal)
+    heads = _heads(kernel, q, k, v)
+    grads = kernel.backward(Given(dout, q, *heads, out, given.lse.contiguous()), causal, scale)
+    dq, dk, dv = (t.transpose(1, 2) for t in grads)
+    if heads[0] is not k:  # they had been repeated
+        groups = (t.unflatten(2, (k.shape[1], -1)) for t in (dk, dv))
+        dk, dv = (t.sum(3, dtype=accumulator(t.dtype)) for t in groups)
+    return dq, dk, dv
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums over blocks are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
+    """The first kernel that is enabled and takes these tensors, [B, H, S, D].
+
+    Raises:
+        ConfigError: there is none.
+    """
+    flags = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled)
+    if q.dtype in DTYPES[:3]:
+        for kernel in KERNELS.get(q.device.type, ()):
+            if kernel.usable(q, *_heads(kernel, q, k, v), causal):
+                return kernel
+    if q.dtype is torch.float64 or (q.dtype in DTYPES and not any(flag() for flag in flags)):
+        return REFERENCE
+    raise ConfigError(
+        f"ringx: no attention kernel for q.dtype {q.dtype}, head dimension {q.shape[-1]} on "
+        f"{q.device} (use bfloat16, float16, float32 or float64, pad the head dimension to a "
+        "multiple of 8, or enable more kernels with torch.nn.attention.sdpa_kernel)"
+    )
+
+
+def _heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+    """k and v with as many heads as the kernel needs."""
+    if kernel.grouped or q.shape[1] == k.shape[1]:
+        return k, v
+    times = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+
+
+def _asks(can_use: Callable[..., bool]) -> Callable[[Tensor, Tensor, Tensor, bool], bool]:
+    """torch's own check, which also looks whether the kernel is enabled. torch pads head dimensions
+    for its kernels; here that is the caller's."""
+
+    def usable(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+        params = cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+        return q.shape[3] % 8 == 0 and can_use(params, False)
+
+    return usable
+
+
+@lru_cache
+def _no_dropout(device: torch.device, dtype: torch.dtype) -> Pair:
+    """State of a random generator, as backward wants it. Without dropout nobody reads it."""
+    return torch.zeros(2, dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
+    forward = aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = forward(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse.reshape(q.shape[:3])
+
+
+@lru_cache
+def _cudnn_lse_dims(device: torch.device) -> int:
+    """lse of cuDNN has a last dimension of 1 in some versions of torch."""
+    x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device=device)
+    return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
+
+
+def _cudnn_backward(given: Given, causal: bool, scale: float) -> Triple:
+    lse, lengths = given.lse, (given.q.shape[2], given.k.shape[2])
+    lse = lse.reshape(lse.shape + (1,) * (_cudnn_lse_dims(lse.device) - 3))
+    backward = aten._scaled_dot_product_cudnn_attention_backward
+    state = _no_dropout(lse.device, torch.int64)
+    none = (None, None, None)  # bias, and the lengths of packed sequences
+    return backward(*given[:5], lse, *state, *none, *lengths, 0.0, causal, scale=scale)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+
+
+def _flash_backward(given: Given, causal: bool, scale: float) -> Triple:
+    lengths, state = (given.q.shape[2], given.k.shape[2]), _no_dropout(given.q.device, torch.uint64)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    return backward(*given, None, None, *lengths, 0.0, causal, *state, scale=scale)
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
+    forward = aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = forward(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]  # it is as long as whole blocks of 32 rows
+
+
+def _efficient_backward(given: Given, causal: bool, scale: float) -> Triple:
+    dout, q, k, v, out, lse = given
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # rows that give nothing: exp(-inf)
+    state, wanted = _no_dropout(q.device, torch.int64), [True, True, True, False]
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    return backward(
+        dout, q, k, v, None, out, lse, *state, 0.0, wanted, causal, scale=scale
+    )[:3]  # fmt: skip
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(given: Given, causal: bool, scale: float) -> Triple:
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(*given, 0.0, causal, scale=scale)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = q.to(accumulator(q.dtype)) @ k.to(accumulator(k.dtype)).mT * scale
+    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(unseen, -torch.inf) if causal else scores
+
+
+def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ v.to(lse.dtype)).to(q.dtype), lse
+
+
+def _reference_backward(given: Given, causal: bool, scale: float) -> Triple:
+    p = (_scores(given.q, given.k, causal, scale) - given.lse[..., None]).exp()
+    dout, q, k, v, out = (t.to(p.dtype) for t in given[:5])
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+
+def _enabled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    return cuda.flash_sdp_enabled()
+
+
+def _always(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    return True
+
+
+CUDNN = Kernel("cudnn", True, _asks(cuda.can_use_cudnn_attention), _cudnn_forward, _cudnn_backward)
+FLASH = Kernel("flash", True, _asks(cuda.can_use_flash_attention), _flash_forward, _flash_backward)
+EFFICIENT = Kernel(
+    "efficient",
+    False,
+    _asks(cuda.can_use_efficient_attention),
+    _efficient_forward,
+    _efficient_backward,
+)
+CPU_FLASH = Kernel("cpu flash", False, _enabled, _cpu_forward, _cpu_backward)
+REFERENCE = Kernel("reference", False, _always, _reference_forward, _reference_backward)
+KERNELS = {"cpu": (CPU_FLASH,), "cuda": (CUDNN, FLASH, EFFICIENT)}
+"""By device, the best first: on Hopper cuDNN is nearly twice as fast as flash."""

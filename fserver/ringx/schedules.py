@@ -1,0 +1,408 @@
+"""The order in which ranks exchange and compute. No autograd here: tensors in, tensors out.
+
+Two things may travel: queries (the forward of X1 and X2, whose parts of an answer are then added
+up at the owner) or keys and values (all else). What travels has the sequence first, so that what
+several ranks sent is one sequence without a copy: queries ``[S, B, H, D]``, keys and values
+together ``[S, B, 2, Hkv, D]``.
+
+Everything that is started is waited for on every rank, also by the owner who only sent, before
+its buffer is let go of; on a GPU the stream waits, not the CPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import kernels
+from .kernels import Given, Pair, Triple, accumulator
+
+
+class Ranks:
+    """This process among those of a group. Collectives are started; whoever calls waits."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def broadcast(self, tensor: Tensor, owner: int) -> dist.Work:
+        root = dist.get_global_rank(self.group, owner)
+        return dist.broadcast(tensor, root, group=self.group, async_op=True)
+
+    def sum_at(self, owner: int, tensor: Tensor) -> dist.Work:
+        """Leaves the sum in the owner's tensor; what is in the others' is undefined."""
+        root = dist.get_global_rank(self.group, owner)
+        return dist.reduce(tensor, root, group=self.group, async_op=True)
+
+    def maximum(self, tensor: Tensor) -> dist.Work:
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def gather(self, everybody: Tensor, tensor: Tensor) -> dist.Work:
+        return dist.all_gather_into_tensor(everybody, tensor, group=self.group, async_op=True)
+
+    def scatter_sum(self, mine: Tensor, tensor: Tensor) -> dist.Work:
+        return dist.reduce_scatter_tensor(mine, tensor, group=self.group, async_op=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a schedule needs beside the tensors, the same on all ranks."""
+
+    ranks: Ranks
+    scale: float
+    q_lengths: Sequence[int]  # local, by rank
+    k_lengths: Sequence[int]
+    reduce_dtype: torch.dtype
+
+
+# Which of my rows see which of an owner's keys
+
+
+class Block(NamedTuple):
+    """A part of the work: these rows, these keys, and whether the mask is causal between them."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+
+
+Blocks = Callable[[int, int, int, int], "Block | None"]  # my rank, the owner's; my rows, its keys
+
+
+def full(rank: int, owner: int, rows: int, keys: int) -> Block | None:
+    """No mask."""
+    return Block(slice(0, rows), slice(0, keys), False)
+
+
+def contiguous(rank: int, owner: int, rows: int, keys: int) -> Block | None:
+    """Causal, part r of the sequence on rank r."""
+    return None if owner > rank else Block(slice(0, rows), slice(0, keys), owner == rank)
+
+
+def zigzag(rank: int, owner: int, rows: int, keys: int) -> Block | None:
+    """Causal, chunks r and 2N-1-r on rank r: each block but the own one is half of the square."""
+    if owner == rank:
+        return Block(slice(0, rows), slice(0, keys), True)
+    if owner < rank:
+        return Block(slice(0, rows), slice(0, keys // 2), False)
+    return Block(slice(rows // 2, rows), slice(0, keys), False)
+
+
+# Pieces of schedules
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack((k.transpose(0, 1), v.transpose(0, 1)), 2)
+
+
+def _unpack(kv: Tensor) -> tuple[Tensor, Tensor]:
+    return kv[:, :, 0].transpose(0, 1), kv[:, :, 1].transpose(0, 1)
+
+
+def _put(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
+    """Writes what these keys got."""
+    dkv[keys, :, 0] = dk.transpose(0, 1)
+    dkv[keys, :, 1] = dv.transpose(0, 1)
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Takes what more keys gave into out and lse, in place; lse is finite."""
+    weight = torch.sigmoid(new_lse - lse).transpose(1, 2)[..., None]
+    out.lerp_(new_out.to(out.dtype), weight)  # out - weight * (out - new_out)
+    lse.sub_(F.logsigmoid(lse - new_lse))
+
+
+def _in_turn(
+    job: Job, send: Callable[[int], tuple[Tensor, dist.Work]], ahead: bool
+) -> Iterator[tuple[int, Tensor]]:
+    """Gives (owner, its tensor) for all owners. The first broadcast starts at once; with `ahead`
+    the next owner's is under way while the caller works on one."""
+    last = job.ranks.size - 1
+
+    def turns(tensor: Tensor, work: dist.Work) -> Iterator[tuple[int, Tensor]]:
+        for owner in range(last + 1):
+            work.wait()
+            if ahead and owner < last:
+                coming = send(owner + 1)
+            yield owner, tensor
+            if owner < last:
+                tensor, work = coming if ahead else send(owner + 1)
+
+    return turns(*send(0))
+
+
+def _broadcast_keys(job: Job, k: Tensor, v: Tensor, ahead: bool) -> Iterator[tuple[int, Tensor]]:
+    mine = _pack(k, v)
+
+    def send(owner: int) -> tuple[Tensor, dist.Work]:
+        kv = mine
+        if owner != job.ranks.rank:
+            kv = torch.empty(
+                (job.k_lengths[owner], *mine.shape[1:]), dtype=k.dtype, device=k.device
+            )
+        return kv, job.ranks.broadcast(kv, owner)
+
+    return _in_turn(job, send, ahead)
+
+
+# Queries travel: X1, X2
+
+
+def queries_forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, overlap: bool
+) -> Pair:
+    """Everybody answers the queries of each owner in turn, and the answers are added up there.
+
+    With `overlap`, while one owner's are answered the next one's are on their way here, the
+    maximum for the last one is being found and the sum for the one before it.
+    """
+    ranks, dim = job.ranks, q.shape[-1]
+    lag = 1 if overlap else 0
+    answered: deque[tuple[int, Tensor, Tensor, Tensor, dist.Work]] = deque()
+    summed: deque[tuple[int, Tensor, Tensor, dist.Work]] = deque()
+    result: list[Tensor] = []
+
+    def send(owner: int) -> tuple[Tensor, dist.Work]:
+        if owner == ranks.rank:
+            rows = q.transpose(0, 1).contiguous()
+        else:
+            shape = (job.q_lengths[owner], q.shape[0], *q.shape[2:])
+            rows = torch.empty(shape, dtype=q.dtype, device=q.device)
+        return rows, ranks.broadcast(rows, owner)
+
+    def weigh() -> None:
+        """Numerators and denominators of one owner's rows, in one buffer, to the owner."""
+        owner, out, lse, peak, found = answered.popleft()
+        found.wait()
+        weight = (lse - peak).exp_().permute(2, 0, 1)[..., None]
+        flat = torch.empty(weight.numel() * (dim + 1), dtype=job.reduce_dtype, device=q.device)
+        above, below = _parts(flat, weight.shape, dim)
+        torch.mul(out.transpose(0, 1), weight, out=above)
+        below.copy_(weight)
+        summed.append((owner, flat, peak, ranks.sum_at(owner, flat)))
+
+    def settle() -> None:
+        owner, flat, peak, done = summed.popleft()
+        done.wait()
+        if owner == ranks.rank:
+            shape = (q.shape[1], q.shape[0], q.shape[2], 1)
+            above, below = (t.to(peak.dtype) for t in _parts(flat, shape, dim))
+            lse = peak + below[..., 0].log().permute(1, 2, 0)
+            result.extend(((above / below).transpose(0, 1), lse))
+
+    for owner, rows in _in_turn(job, send, overlap):
+        block = blocks(owner, ranks.rank, rows.shape[0], k.shape[1])
+        keys = slice(0, 0) if block is None else block.keys
+        causal = block is not None and block.causal
+        out, lse = kernels.forward(rows.transpose(0, 1), k[:, keys], v[:, keys], causal, job.scale)
+        peak = lse.clone(memory_format=torch.contiguous_format)
+        answered.append((owner, out, lse, peak, ranks.maximum(peak)))
+        if len(answered) > lag:
+            weigh()
+        if len(summed) > lag:
+            settle()
+    while answered:
+        weigh()
+    while summed:
+        settle()
+    return result[0], result[1]
+
+
+def _parts(flat: Tensor, shape: Sequence[int], dim: int) -> Pair:
+    """Numerators [S, B, H, D] and denominators [S, B, H, 1] in their common buffer."""
+    count = flat.numel() // (dim + 1) * dim
+    return flat[:count].view(*shape[:-1], dim), flat[count:].view(shape)
+
+
+# Keys and values travel, from one owner after the other: X4, and backward of X1 and X2
+
+
+def broadcast_forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, ahead: bool, behind: bool
+) -> Pair:
+    """Works on the own block while the first keys travel, then on each owner's."""
+    rank = job.ranks.rank
+    arrivals = _broadcast_keys(job, k, v, ahead)
+    out, lse = _own_forward(job, q, k, v, blocks)
+    for owner, kv in arrivals:
+        block = blocks(rank, owner, q.shape[1], kv.shape[0])
+        if owner != rank and block is not None:
+            _more_keys(job, out, lse, q, kv, block)
+        del kv  # before the next but one has to have a place
+    return out, lse
+
+
+def broadcast_backward(
+    job: Job, given: Given, *, blocks: Blocks, ahead: bool, behind: bool
+) -> Triple:
+    """dq stays; dk and dv of each owner are added up there, with `behind` while the next owner's
+    are computed."""
+    ranks = job.ranks
+    arrivals = _broadcast_keys(job, given.k, given.v, ahead)
+    dq, *own = _own_backward(job, given, blocks)
+    under_way: deque[tuple[Tensor, dist.Work]] = deque()
+    for owner, kv in arrivals:
+        dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
+        block = blocks(ranks.rank, owner, dq.shape[1], kv.shape[0])
+        if owner == ranks.rank:
+            mine = dkv
+            _put(dkv, block.keys, *own)
+        elif block is not None:
+            _put(dkv, block.keys, *_more_grads(job, dq, given, kv, block))
+        _zero_between(dkv, [] if block is None else [block.keys])
+        under_way.append((dkv, ranks.sum_at(owner, dkv)))
+        del kv, dkv
+        while len(under_way) > (behind if owner + 1 < ranks.size else 0):
+            under_way.popleft()[1].wait()
+    return dq, *_unpack(mine)
+
+
+# Keys and values travel, all at once: X3
+
+
+class Call(NamedTuple):
+    """One call of a kernel: of my rows, with keys of one of the sequences that were gathered."""
+
+    gathered: int
+    rows: slice
+    keys: slice
+
+
+class Plan(NamedTuple):
+    """Parts of the local sequence that are gathered apart, and the calls beside the own block."""
+
+    parts: list[slice]
+    calls: list[Call]
+
+
+def by_owner(job: Job, rows: int, keys: int, blocks: Blocks) -> Plan:
+    """One gather; a call for each owner."""
+    rank, calls = job.ranks.rank, []
+    for owner in range(job.ranks.size):
+        block = blocks(rank, owner, rows, keys)
+        if owner != rank and block is not None:
+            start = owner * keys
+            seen = slice(start + block.keys.start, start + block.keys.stop)
+            calls.append(Call(0, block.rows, seen))
+    return Plan([slice(0, keys)], calls)
+
+
+def by_half(job: Job, rows: int, keys: int, blocks: Blocks) -> Plan:
+    """The zigzag table by column: first halves and second halves are gathered apart, and what the
+    same rows see of neighbours is one call: with the own block four, however many ranks there are.
+    """
+    rank, size, half = job.ranks.rank, job.ranks.size, keys // 2
+    every, second = slice(0, rows), slice(half, rows)
+    calls = [
+        Call(0, every, slice(0, rank * half)),
+        Call(0, second, slice((rank + 1) * half, size * half)),
+        Call(1, second, slice((rank + 1) * half, size * half)),
+    ]
+    return Plan([slice(0, half), second], [c for c in calls if c.keys.start < c.keys.stop])
+
+
+Planner = Callable[[Job, int, int, Blocks], Plan]
+
+
+def _gather_keys(job: Job, k: Tensor, v: Tensor, plan: Plan) -> list[tuple[Tensor, dist.Work]]:
+    kv, size = _pack(k, v), job.ranks.size
+    gathered = []
+    for part in plan.parts:
+        mine = kv[part]
+        shape = (size * mine.shape[0], *mine.shape[1:])
+        everybody = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+        gathered.append((everybody, job.ranks.gather(everybody, mine)))
+    return gathered
+
+
+def gather_forward(
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, planner: Planner
+) -> Pair:
+    """Works on the own block while all keys travel, then on the others."""
+    plan = planner(job, q.shape[1], k.shape[1], blocks)
+    gathered = _gather_keys(job, k, v, plan)
+    out, lse = _own_forward(job, q, k, v, blocks)
+    for index, (kv, here) in enumerate(gathered):
+        here.wait()
+        for call in plan.calls:
+            if call.gathered == index:
+                _more_keys(job, out, lse, q, kv, Block(call.rows, call.keys, False))
+    return out, lse
+
+
+def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner) -> Triple:
+    """dk and dv of all keys are written into one buffer, whose sum over the ranks is scattered."""
+    k = given.k
+    plan = planner(job, given.q.shape[1], k.shape[1], blocks)
+    gathered = _gather_keys(job, k, given.v, plan)
+    dq, own_dk, own_dv = _own_backward(job, given, blocks)
+    shape = (k.shape[1], k.shape[0], 2, *k.shape[2:])
+    mine = torch.empty(shape, dtype=job.reduce_dtype, device=k.device)
+    under_way = []
+    for index, (part, (kv, here)) in enumerate(zip(plan.parts, gathered, strict=True)):
+        dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
+        start, length = job.ranks.rank * (part.stop - part.start), part.stop - part.start
+        written = [slice(start, start + length)]
+        _put(dkv, written[0], own_dk[:, part], own_dv[:, part])
+        here.wait()
+        for call in plan.calls:
+            if call.gathered == index:
+                block = Block(call.rows, call.keys, False)
+                _put(dkv, call.keys, *_more_grads(job, dq, given, kv, block))
+                written.append(call.keys)
+        _zero_between(dkv, written)
+        under_way.append((dkv, job.ranks.scatter_sum(mine[part], dkv)))
+    for _, done in under_way:
+        done.wait()
+    return dq, *_unpack(mine)
+
+
+def _zero_between(dkv: Tensor, written: list[slice]) -> None:
+    """Of keys that nobody here sees, zero is what they get."""
+    end = 0
+    for keys in sorted(written, key=lambda keys: keys.start):
+        dkv[end : keys.start].zero_()
+        end = keys.stop
+    dkv[end:].zero_()
+
+
+# One block
+
+
+def _own_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> Pair:
+    block = blocks(job.ranks.rank, job.ranks.rank, q.shape[1], k.shape[1])
+    out, lse = kernels.forward(q, k, v, block.causal, job.scale)
+    return out.to(lse.dtype), lse
+
+
+def _own_backward(job: Job, given: Given, blocks: Blocks) -> Triple:
+    """dq, to which the other blocks are added, dk and dv."""
+    rows, keys = given.q.shape[1], given.k.shape[1]
+    block = blocks(job.ranks.rank, job.ranks.rank, rows, keys)
+    dq, dk, dv = kernels.backward(given, block.causal, job.scale)
+    return dq.to(accumulator(dq.dtype)), dk, dv
+
+
+def _more_keys(job: Job, out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, block: Block) -> None:
+    """Takes these keys into out and lse."""
+    rows, keys, causal = block
+    k, v = _unpack(kv[keys])
+    merge(out[:, rows], lse[:, :, rows], *kernels.forward(q[:, rows], k, v, causal, job.scale))
+
+
+def _more_grads(job: Job, dq: Tensor, given: Given, kv: Tensor, block: Block) -> Pair:
+    """Adds to dq; gives dk and dv. out and lse are the global ones."""
+    rows, keys, causal = block
+    dout, q, _, _, out, lse = given
+    some = (dout[:, rows], q[:, rows], *_unpack(kv[keys]), out[:, rows], lse[:, :, rows])
+    more, dk, dv = kernels.backward(Given(*some), causal, job.scale)
+    dq[:, rows] += more
+    return dk, dv

@@ -1,0 +1,398 @@
+"""The processes of the GPU tests: a server that answers, and workers that check what comes back.
+
+Everything runs in children that are spawned, so that the process of pytest never touches CUDA. A
+worker's function gives its result; what it raises fails the test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+LIMIT = 120.0
+"""Seconds after which something that a test waits for will not come any more."""
+
+POISON = 0xA5
+
+
+def options(device: int | None, transport: str) -> dict[str, Any]:
+    """Keywords of a node of rank 0 on a GPU, or on the CPU (None)."""
+    gpu = device or 0
+    backend = "CPU" if device is None else "GPU"
+    return {"gpu": gpu, "rank_offset": -gpu, "backend": backend, "transport": transport}
+
+
+def place(device: int | None) -> str:
+    return "cpu" if device is None else f"cuda:{device}"
+
+
+def _main(
+    pipe: Connection, function: Callable[..., Any], env: dict[str, str], args: tuple[Any, ...]
+) -> None:
+    os.environ.update(env)
+    try:
+        pipe.send((True, function(pipe, *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+class Child:
+    """A process that runs a function of this file."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **env: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_main, args=(theirs, function, env, args))
+        self.process.start()
+        theirs.close()
+
+    def get(self) -> Any:
+        """The next thing that the child sends, or its result."""
+        if not self._pipe.poll(LIMIT):
+            raise TimeoutError(f"process {self.process.pid} says nothing for {LIMIT} s")
+        good, value = self._pipe.recv()
+        if not good:
+            raise AssertionError(f"in process {self.process.pid}:\n{value}")
+        return value
+
+    def put(self, value: Any) -> None:
+        self._pipe.send(value)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(LIMIT)
+
+    def reap(self) -> None:
+        self.process.join(5)
+        if self.process.is_alive():
+            self.kill()
+
+
+def serve(
+    pipe: Connection,
+    device: int | None,
+    transport: str = "auto",
+    sleep: int = 0,
+    fixed: int = 0,
+    again: str = "",
+) -> dict[str, Any]:
+    """Answers each tensor of uint8 with its complement, behind a kernel of so many cycles, until
+    the worker leaves. fixed: bytes of a receive buffer of the application's own for key 0."""
+    import torch
+
+    import fserver
+
+    where = {"scheduler": again} if again else {"host_scheduler": True, "scheduler": "127.0.0.1:0"}
+    server = fserver.Server(**where, connect=False, **options(device, transport))
+    if not again:
+        pipe.send((True, server.scheduler))
+    own = torch.full((max(fixed, 1),), POISON, dtype=torch.uint8, device=place(device))
+    if fixed:
+        server.register_recv_buffer(own, [0], [0])
+    server.connect()
+    seen: dict[str, Any] = {"requests": 0, "devices": set(), "inside": True}
+    kept: list[Any] = []
+    while True:
+        try:
+            batch = server.get_batch()
+        except fserver.ClosedError:
+            break
+        except fserver.PeerLostError:
+            kept.clear()
+            time.sleep(0.01)
+            continue
+        for handler, tensors, keys in batch:
+            answers = []
+            for key, x in zip(keys, tensors, strict=True):
+                seen["devices"].add(str(x.device))
+                if fixed and key == 0:
+                    begin = own.data_ptr()
+                    seen["inside"] &= begin <= x.data_ptr() <= begin + fixed - x.numel()
+                if sleep and x.is_cuda:
+                    torch.cuda._sleep(sleep)
+                answers.append(torch.bitwise_not(x))
+            server.respond(answers, handler, need_event=True)
+            kept = answers
+            seen["requests"] += 1
+    server.stop()
+    return seen
+
+
+def _worker(scheduler: str, device: int | None, transport: str) -> Any:
+    import fserver
+
+    return fserver.Worker(scheduler=scheduler, **options(device, transport))
+
+
+def round_trips(
+    pipe: Connection,
+    scheduler: str,
+    device: int | None,
+    transport: str,
+    sizes: list[int],
+    rounds: int,
+) -> dict[str, Any]:
+    """Checked exchanges of each size, with what is pulled poisoned before each."""
+    import torch
+
+    where = place(device)
+    bad: list[str] = []
+    with _worker(scheduler, device, transport) as w:
+        for key, n in enumerate(sizes):
+            y = torch.empty(n, dtype=torch.uint8, device=where)
+            for i in range(rounds):
+                x = torch.randint(0, 256, (n,), dtype=torch.uint8, device=where)
+                y.fill_(POISON)
+                w.wait(w.push_pull([x], [key], [y], [key]), timeout_ms=30000)
+                if not torch.equal(y, torch.bitwise_not(x)):
+                    wrong = int((y != torch.bitwise_not(x)).sum())
+                    bad.append(f"size {n}, round {i}: {wrong} bytes are wrong")
+        how = w.links()[0].transport
+    return {"bad": bad, "transport": how}
+
+
+def interior(pipe: Connection, scheduler: str, device: int | None, transport: str) -> list[str]:
+    """Tensors in the middle of larger ones: nothing around them is touched."""
+    import torch
+
+    bad = []
+    x = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=place(device))
+    y = torch.empty(1 << 20, dtype=torch.uint8, device=place(device))
+    with _worker(scheduler, device, transport) as w:
+        for i, (at, n) in enumerate([(0, 1), (1, 4095), (12345, 65537), (500001, 524287)] * 8):
+            y.fill_(POISON)
+            w.wait(w.push_pull([x[at : at + n]], [i % 4], [y[at : at + n]], [0]), timeout_ms=30000)
+            if not torch.equal(y[at : at + n], torch.bitwise_not(x[at : at + n])):
+                bad.append(f"{n} bytes at {at} are wrong")
+            if not bool((y[:at] == POISON).all() and (y[at + n :] == POISON).all()):
+                bad.append(f"memory around {n} bytes at {at} was written to")
+    return bad
+
+
+def churn(
+    pipe: Connection, scheduler: str, device: int | None, transport: str, rounds: int
+) -> dict[str, Any]:
+    """New tensors for each exchange; now and then all free memory goes back to the driver, and
+    other tensors come to lie where earlier ones were."""
+    import random
+
+    import torch
+
+    chance = random.Random(7)
+    bad = []
+    with _worker(scheduler, device, transport) as w:
+        guards: list[torch.Tensor] = []
+        for i in range(rounds):
+            n = chance.choice([100, 70000, 1 << 20, 3 << 20, 22 << 20])
+            x = torch.randint(0, 256, (n,), dtype=torch.uint8, device=place(device))
+            y = torch.full((n,), POISON, dtype=torch.uint8, device=place(device))
+            w.wait(w.push_pull([x], [i % 5], [y], [0]), timeout_ms=30000)
+            if not torch.equal(y, torch.bitwise_not(x)):
+                bad.append(f"round {i}: {n} bytes are wrong")
+            del x, y
+            if i % 10 == 9:
+                bad += [f"round {i}: a freed block was written to"] * any(
+                    bool((g != POISON).any()) for g in guards
+                )
+                torch.cuda.empty_cache()
+                guards = [
+                    torch.full((k,), POISON, dtype=torch.uint8, device=place(device))
+                    for k in (100, 1 << 20, 22 << 20)
+                ]
+        how = w.links()[0].transport
+    return {"bad": bad, "transport": how}
+
+
+def behind_kernels(pipe: Connection, scheduler: str, device: int, transport: str) -> list[str]:
+    """What is pushed is made by a kernel that waits behind a long one; so is what is pulled read
+    by one. push_pull returns before they have run."""
+    import torch
+
+    bad = []
+    x = torch.zeros(1 << 20, dtype=torch.uint8, device=place(device))
+    y = torch.empty_like(x)
+    streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]
+    with _worker(scheduler, device, transport) as w:
+        w.wait(w.push_pull([x], [0], [y], [0]))
+        for i in range(40):
+            with torch.cuda.stream(streams[i % 2]):
+                torch.cuda._sleep(50_000_000)  # some 30 ms
+                x.fill_(i + 1)
+                start = time.perf_counter()
+                h = w.push_pull([x], [0], [y], [0])
+                took = time.perf_counter() - start
+                if took > 0.02:
+                    bad.append(f"round {i}: push_pull waited for the stream, {took * 1e3:.1f} ms")
+                w.wait(h, timeout_ms=30000)
+                if not bool((y == 255 - (i + 1)).all()):
+                    bad.append(f"round {i}: sent before the kernel had run")
+            torch.cuda.synchronize(device)
+    return bad
+
+
+def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:
+    """Calls that must be refused, by name; and that the node works after each."""
+    import torch
+
+    import fserver
+
+    bad = []
+    there = place(device)
+    x = torch.zeros(1000, dtype=torch.uint8, device=there)
+    y = torch.empty_like(x)
+    others = [torch.zeros(10, device="meta")]
+    if torch.cuda.device_count() > 1:
+        others.append(torch.zeros(10, device=f"cuda:{1 - device}"))
+    with _worker(scheduler, device, "auto") as w:
+
+        def refused(what: str, text: str, *args: Any) -> None:
+            try:
+                w.push_pull(*args)
+            except fserver.Error as error:
+                if text not in str(error):
+                    bad.append(f"{what}: {error}")
+            else:
+                bad.append(f"{what}: was taken")
+
+        for other in others:
+            refused("push", "push_tensors[0] is on device", [other], [0], [y], [0])
+            refused("pull", "pull_tensors[0] is on device", [x], [0], [other], [0])
+        refused("strides", "not contiguous", [x.view(10, 100).t()], [0], [y], [0])
+        refused("overlap", "share memory", [x], [0], [y[:600], y[500:]], [0, 1])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            refused("capture", "being captured", [x], [0], [y], [0])
+        w.wait(w.push_pull([x], [0], [y], [0]))
+        if not bool((y == 255).all()):
+            bad.append("the node does not work any more")
+    return bad
+
+
+def notified(pipe: Connection, scheduler: str, device: int, transport: str) -> list[str]:
+    """A stream that waits for a request reads what it has brought."""
+    import torch
+
+    from fserver.notify import Notify
+
+    bad = []
+    x = torch.zeros(1 << 20, dtype=torch.uint8, device=place(device))
+    y, z = torch.empty_like(x), torch.empty_like(x)
+    torch.cuda.set_device(device)
+    with _worker(scheduler, device, transport) as w:
+        notify = Notify(w.wait, lambda: None)
+        notify.init()
+        for i in range(50):
+            x.fill_(i)
+            y.fill_(POISON)
+            h = w.push_pull([x], [0], [y], [0])
+            notify.stream_wait_event(h)
+            z.copy_(y)
+            notify.wait_event_done()
+            torch.cuda.synchronize(device)
+            if not bool((z == 255 - i).all()):
+                bad.append(f"round {i}: the stream did not wait")
+    return bad
+
+
+def flags(pipe: Connection, device: int) -> list[str]:
+    """write_flag, wait_flag, seq_add_one and map_pinned_tensor, also in a graph."""
+    import torch
+
+    import fserver
+
+    bad = []
+    torch.cuda.set_device(device)
+    seq = torch.zeros(1, dtype=torch.int64, device=place(device))
+    flag = torch.zeros(1, dtype=torch.int64, device=place(device))
+    host = torch.zeros(1, dtype=torch.int64).pin_memory()
+    view = fserver.map_pinned_tensor(host, device)
+    if view.device != torch.device(place(device)) or view.dtype != torch.int64:
+        bad.append(f"a view on {view.device} of {view.dtype}")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fserver.seq_add_one(seq)
+        fserver.write_flag(flag, seq)
+        fserver.write_flag(host, seq)
+        fserver.wait_flag(flag, seq)
+    for _ in range(100):
+        graph.replay()
+    torch.cuda.synchronize()
+    if (int(seq), int(flag), int(host), int(view)) != (100, 100, 100, 100):
+        bad.append(f"counted to {int(seq)}, {int(flag)}, {int(host)}, {int(view)}")
+    done = torch.cuda.Event()
+    fserver.seq_add_one(seq)
+    fserver.wait_flag(view, seq)
+    done.record()
+    time.sleep(0.05)
+    if done.query():
+        bad.append("wait_flag did not wait")
+    host[0] = 101
+    done.synchronize()
+    for call, args in [
+        (fserver.write_flag, (torch.zeros(1, dtype=torch.int64), seq)),
+        (fserver.write_flag, (flag.int(), seq)),
+        (fserver.seq_add_one, (host,)),
+        (fserver.map_pinned_tensor, (torch.zeros(1), device)),
+    ]:
+        try:
+            call(*args)
+        except fserver.Error:
+            pass
+        else:
+            bad.append(f"{call.__name__} took what it cannot use")
+    return bad
+
+
+def until_killed(pipe: Connection, scheduler: str, device: int, transport: str) -> None:
+    """Exchanges large tensors for ever."""
+    import torch
+
+    x = torch.zeros(64 << 20, dtype=torch.uint8, device=place(device))
+    y = torch.empty_like(x)
+    w = _worker(scheduler, device, transport)
+    h = w.push_pull([x], [0], [y], [0])
+    w.wait(h, timeout_ms=60000)
+    pipe.send((True, "running"))
+    while True:
+        w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=60000)
+
+
+def survives(
+    pipe: Connection, scheduler: str, device: int, transport: str, rounds: int
+) -> dict[str, Any]:
+    """Exchanges while its server is killed and started again; device memory comes back."""
+    import torch
+
+    import fserver
+
+    x = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device=place(device))
+    y = torch.empty_like(x)
+    w = _worker(scheduler, device, transport)
+    lost = 0
+    bad = []
+    w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=60000)
+    pipe.send((True, "running"))
+    good = 0
+    while good < rounds:
+        try:
+            y.fill_(POISON)
+            w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=60000)
+            if not torch.equal(y, torch.bitwise_not(x)):
+                bad.append("wrong bytes")
+            good = good + 1 if lost else 0
+        except fserver.PeerLostError:
+            lost += 1
+            time.sleep(0.01)
+    w.close()
+    return {"bad": bad, "lost": lost}
+
+
+def free_memory(pipe: Connection, device: int) -> int:
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0]

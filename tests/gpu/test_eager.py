@@ -1,0 +1,179 @@
+"""push_pull, get_batch and respond with tensors on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peers
+import pytest
+from peers import Child
+
+SIZES = [1, 4096, 65539, 128 * 7168, 2 * 128 * 7168, 16 << 20]
+
+Make = Callable[..., Child]
+Place = int | None
+
+# Devices of worker and server; None: the CPU.
+PLACES = [(0, 0), (0, 1), (1, 0), (None, 0), (0, None)]
+
+
+def need(gpus: int, *devices: Place) -> None:
+    most = max(d for d in devices if d is not None)
+    if most >= gpus:
+        pytest.skip(f"needs {most + 1} GPUs: this host has {gpus}")
+
+
+def run(
+    child: Make,
+    worker: Callable[..., Any],
+    devices: tuple[Place, Place],
+    *args: Any,
+    transport: str = "auto",
+    env: dict[str, str] | None = None,
+    **serve: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """What the worker's function gives, and what the server has seen."""
+    env = env or {}
+    s = child(_serve, devices[1], transport, serve, **env)
+    w = child(worker, s.get(), devices[0], *([transport, *args]), **env)
+    return w.get(), s.get()
+
+
+def _serve(pipe: Any, device: Place, transport: str, options: dict[str, Any]) -> dict[str, Any]:
+    return peers.serve(pipe, device, transport, **options)
+
+
+@pytest.mark.parametrize("devices", PLACES)
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_values(child: Make, gpus: int, devices: tuple[Place, Place], transport: str) -> None:
+    need(gpus, *devices)
+    result, seen = run(child, peers.round_trips, devices, SIZES, 20, transport=transport)
+    assert result["bad"] == []
+    mapped = transport == "auto" and None not in devices
+    how = "cudaipc" if mapped else "tcp" if transport == "tcp" else "cma"
+    assert result["transport"].startswith(how)  # cma may have to stage
+    assert seen["requests"] == 20 * len(SIZES)
+    assert seen["devices"] == {peers.place(devices[1])}
+
+
+def test_64_mib(child: Make, gpus: int) -> None:
+    result, _ = run(child, peers.round_trips, (0, gpus - 1), [64 << 20], 10)
+    assert result["bad"] == []
+
+
+def test_visible_devices_change_nothing(child: Make, gpus: int) -> None:
+    """Each side sees one GPU alone, and calls it 0."""
+    s = child(_serve, 0, "auto", {}, CUDA_VISIBLE_DEVICES=str(gpus - 1))
+    w = child(peers.round_trips, s.get(), 0, "auto", SIZES, 5, CUDA_VISIBLE_DEVICES="0")
+    assert w.get() == {"bad": [], "transport": "cudaipc"}
+
+
+@pytest.mark.parametrize("devices", PLACES[:3])
+def test_interior_pointers(child: Make, gpus: int, devices: tuple[Place, Place]) -> None:
+    need(gpus, *devices)
+    bad, _ = run(child, peers.interior, devices)
+    assert bad == []
+
+
+def test_blocks_that_are_used_again(child: Make, gpus: int) -> None:
+    result, _ = run(child, peers.churn, (0, gpus - 1), 200)
+    assert result == {"bad": [], "transport": "cudaipc"}
+
+
+@pytest.mark.parametrize("worker", [peers.round_trips, peers.churn])
+def test_expandable_segments(child: Make, gpus: int, worker: Callable[..., Any]) -> None:
+    """Mapped by descriptors, or staged: never wrong."""
+    setting = "expandable_segments:True"
+    env = {"PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
+    args = (SIZES, 10) if worker is peers.round_trips else (100,)
+    result, _ = run(child, worker, (0, gpus - 1), *args, env=env)
+    assert result["bad"] == []
+    print("expandable segments travel by", result["transport"])
+
+
+def test_memory_pools(child: Make, gpus: int) -> None:
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    result, _ = run(child, peers.round_trips, (0, gpus - 1), SIZES, 5, env=env)
+    assert result["bad"] == []
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_the_stream_comes_first(child: Make, gpus: int, transport: str) -> None:
+    bad, _ = run(child, peers.behind_kernels, (0, gpus - 1), transport=transport)
+    assert bad == []
+
+
+def test_answers_wait_for_their_kernel(child: Make, gpus: int) -> None:
+    result, _ = run(child, peers.round_trips, (0, gpus - 1), [4096, 1 << 20], 20, sleep=20_000_000)
+    assert result["bad"] == []
+
+
+@pytest.mark.parametrize("device", [0, None])
+def test_own_receive_buffer(child: Make, gpus: int, device: Place) -> None:
+    result, seen = run(child, peers.round_trips, (device, 0), [1 << 20], 10, fixed=1 << 20)
+    assert result["bad"] == []
+    assert seen["inside"]
+
+
+def test_refused_by_name(child: Make, gpus: int) -> None:
+    s = child(_serve, gpus - 1, "auto", {})
+    w = child(peers.wrong, s.get(), 0)
+    assert w.get() == []
+    s.get()
+
+
+def test_flags(child: Make, gpus: int) -> None:
+    assert child(peers.flags, gpus - 1).get() == []
+
+
+def test_streams_wait_for_requests(child: Make, gpus: int) -> None:
+    bad, _ = run(child, peers.notified, (0, gpus - 1))
+    assert bad == []
+
+
+def test_threads(child: Make, gpus: int) -> None:
+    """A poller of its own on both sides."""
+    env = {"FSERVER_PROGRESS": "thread"}
+    result, _ = run(child, peers.round_trips, (0, gpus - 1), SIZES, 20, env=env)
+    assert result["bad"] == []
+
+
+def test_killed_worker(child: Make, gpus: int) -> None:
+    """Another one takes its rank, and the device memory of the dead is back."""
+    before = child(peers.free_memory, 0).get()
+    s = child(_serve, gpus - 1, "auto", {})
+    scheduler = s.get()
+    for _ in range(3):
+        w = child(peers.until_killed, scheduler, 0, "auto")
+        assert w.get() == "running"
+        w.kill()
+    w = child(peers.round_trips, scheduler, 0, "auto", SIZES, 5)
+    assert w.get()["bad"] == []
+    s.get()
+    after = child(peers.free_memory, 0).get()
+    assert before - after < 64 << 20
+
+
+def test_killed_server(child: Make, gpus: int) -> None:
+    """The worker goes on with the server's successor. The scheduler is a process of its own."""
+    scheduler = child(_schedule)
+    address = scheduler.get()
+    s = child(_serve, gpus - 1, "auto", {"again": address})
+    w = child(peers.survives, address, 0, "auto", 5)
+    assert w.get() == "running"
+    s.kill()
+    s = child(_serve, gpus - 1, "auto", {"again": address})
+    result = w.get()
+    assert result["bad"] == []
+    assert result["lost"] > 0
+    scheduler.put("over")
+
+
+def _schedule(pipe: Any) -> None:
+    import fserver
+
+    s = fserver.Scheduler(scheduler="127.0.0.1:0", connect=False)
+    pipe.send((True, s.scheduler))
+    pipe.recv()
+    s.close()

@@ -1,0 +1,198 @@
+"""Runs ringx on shards of a problem, on every rank of a group, against dense attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from world import Rank, World
+
+from fserver.ringx import positions, ringx_attention
+from fserver.ringx.api import ALGORITHMS
+
+NAMES = [*ALGORITHMS]
+FULL = [name for name in NAMES if not ALGORITHMS[name].causal]
+CAUSAL = [name for name in NAMES if ALGORITHMS[name].causal]
+EXACT = 1e-12
+"""Relative error that float64 leaves."""
+
+Lengths = tuple[Sequence[int], Sequence[int]]
+"""Of the rows and of the keys, by rank."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention over whole sequences of random numbers."""
+
+    batch: int = 1
+    rows: int = 24
+    keys: int = 24
+    heads: int = 2
+    kv_heads: int = 2
+    dim: int = 8
+    level: float = 0.0  # of the scores, and so of lse
+    sink: bool = False
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v, the gradient of out, and the sink."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+        q = random(self.batch, self.rows, self.heads, self.dim)
+        k, v = (random(self.batch, self.keys, self.kv_heads, self.dim) for _ in range(2))
+        if self.level:
+            q[..., 0] = (abs(self.level) * self.dim**0.5) ** 0.5
+            k[..., 0] = math.copysign(float(q[0, 0, 0, 0]), self.level)
+        found = [q, k, v, random(*q.shape), random(self.heads)]
+        return [t.to(self.dtype) for t in found]
+
+
+def dense(problem: Problem, causal: bool) -> dict[str, Tensor]:
+    """out, lse and the gradients by autograd, in float64, of the problem as its type has it."""
+    q, k, v, dout, sink = (t.double().requires_grad_() for t in problem.tensors())
+    every_k, every_v = (t.repeat_interleave(problem.heads // problem.kv_heads, 2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, every_k) * problem.dim**-0.5
+    if causal:
+        unseen = torch.ones(problem.rows, problem.keys, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    if problem.sink:
+        level = sink[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, level), -1)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., : problem.keys], every_v)
+    out.backward(dout)
+    found = {"out": out, "lse": scores.logsumexp(-1), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {**found, "dsink": sink.grad} if problem.sink else found
+
+
+def split(length: int, lengths: Sequence[int] | None, layout: str, rank: int, size: int) -> Tensor:
+    """Positions of the rank; `lengths` says how many each has, if these are uneven."""
+    if lengths is None:
+        return positions(length, layout, rank, size)
+    start = sum(lengths[:rank])
+    return torch.arange(start, start + lengths[rank])
+
+
+def attend(
+    me: Rank,
+    problem: Problem,
+    algorithm: str,
+    lengths: Lengths | None = None,
+    strided: bool = False,
+    repeats: int = 1,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """out, lse and gradients of this rank's shards."""
+    how = ALGORITHMS[algorithm]
+    q, k, v, dout, sink = problem.tensors()
+    of_q, of_k = lengths or (None, None)
+    rows = split(problem.rows, of_q, how.layout, me.rank, me.size)
+    keys = split(problem.keys, of_k, how.layout, me.rank, me.size)
+    parts = [q[:, rows], k[:, keys], v[:, keys]]
+    if strided:  # the heads before the sequence in memory, every other number
+        parts = [spread(t) for t in parts]
+    leaves = [t.requires_grad_() for t in parts]
+    leaves += [sink.requires_grad_()] if problem.sink else []
+    out, lse = ringx_attention(
+        *leaves[:3],
+        algorithm=algorithm,
+        causal=how.causal,
+        group=me.group,
+        sink=leaves[3] if problem.sink else None,
+        return_lse=True,
+        **options,
+    )
+    for _ in range(repeats):
+        grads = torch.autograd.grad(out, leaves, dout[:, rows], retain_graph=True)
+    names = ("out", "lse", "dq", "dk", "dv", "dsink")
+    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))
+
+
+def spread(x: Tensor) -> Tensor:
+    """The same numbers with gaps, and with the heads before the sequence."""
+    wide = torch.full((x.shape[0], x.shape[2], x.shape[1], 2 * x.shape[3]), torch.nan).to(x.dtype)
+    wide = wide.transpose(1, 2)[..., ::2]
+    return wide.copy_(x)
+
+
+def assembled(
+    parts: list[dict[str, Tensor]],
+    problem: Problem,
+    algorithm: str,
+    lengths: Lengths | None = None,
+) -> dict[str, Tensor]:
+    """The ranks' shards at their places."""
+    layout, size = ALGORITHMS[algorithm].layout, len(parts)
+    of_q, of_k = lengths or (None, None)
+    rows = torch.cat([split(problem.rows, of_q, layout, r, size) for r in range(size)]).argsort()
+    keys = torch.cat([split(problem.keys, of_k, layout, r, size) for r in range(size)]).argsort()
+    whole = {}
+    for name in parts[0]:
+        if name == "dsink":
+            whole[name] = sum(part[name] for part in parts)
+        else:
+            dim = 2 if name == "lse" else 1
+            order = keys if name in ("dk", "dv") else rows
+            whole[name] = torch.cat([part[name] for part in parts], dim).index_select(dim, order)
+    return whole
+
+
+def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """The largest error of each, relative to its largest number. NaN is infinite."""
+    assert found.keys() == want.keys()
+    relative = {}
+    for name, right in want.items():
+        assert found[name].shape == right.shape, name
+        right = right.detach()
+        error = (found[name].double() - right).abs().max() / right.abs().max()
+        relative[name] = float(torch.nan_to_num(error, nan=torch.inf))
+    return relative
+
+
+@contextmanager
+def poison() -> Iterator[None]:
+    """torch.empty gives NaN, not whatever is in the memory."""
+    before = torch.empty, torch.empty_like
+
+    def filled(make: Any) -> Any:
+        def empty(*args: Any, **options: Any) -> Tensor:
+            made = make(*args, **options)
+            return made.fill_(torch.nan) if made.is_floating_point() else made
+
+        return empty
+
+    torch.empty, torch.empty_like = map(filled, before)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = before
+
+
+def poisoned(me: Rank, *args: Any, **options: Any) -> dict[str, Tensor]:
+    with poison():
+        return attend(me, *args, **options)
+
+
+def check(
+    world: World,
+    members: Sequence[int],
+    problem: Problem,
+    algorithm: str,
+    lengths: Lengths | None = None,
+    limit: float = EXACT,
+    function: Callable[..., Any] = attend,
+    **options: Any,
+) -> None:
+    """The ranks' shards, put together, are what dense attention gives."""
+    parts = world.run(members, function, problem, algorithm, lengths, **options)
+    found = assembled(parts, problem, algorithm, lengths)
+    worst = errors(found, dense(problem, ALGORITHMS[algorithm].causal))
+    assert max(worst.values()) <= limit, worst

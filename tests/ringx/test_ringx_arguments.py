@@ -1,0 +1,265 @@
+"""What is refused, and how; layouts; the functions of the reference."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exact import Problem
+from world import Rank, World
+
+import fserver.ringx
+from fserver.errors import ConfigError, Error, ShapeError
+from fserver.ringx import api, kernels, positions, ringx_attention, shard, unshard
+from fserver.ringx.schedules import Job
+
+FUNCTIONS = {f"X{name}": f"ringX{name}_attn_func" for name in "1 1o 2 2o 3 3b 4 4o".split()}
+
+
+def refused(me: Rank, calls: list[dict[str, Any]], only: int | None = None) -> list[str]:
+    """What each call raises, as type and text. `only` that rank makes the change, if one is."""
+    found = []
+    for call in calls:
+        call = dict(call)
+        function = getattr(fserver.ringx, call.pop("function", "ringx_attention"))
+        shapes = {"q": (1, 4, 2, 8), "k": (1, 4, 2, 8), "dtype": torch.float32}
+        options: dict[str, Any] = {"group": me.group}
+        if function is ringx_attention:
+            options |= {"causal": True, "algorithm": "X3"}
+        if only is None or me.rank == only:
+            shapes |= {name: call.pop(name) for name in [*shapes] if name in call}
+            options |= call
+        q, k = (torch.ones(shapes[name]).to(shapes["dtype"]) for name in ("q", "k"))
+        v = torch.ones(options.pop("v", k.shape)).to(options.pop("v_dtype", k.dtype))
+        try:
+            function(q, k, v, **options)
+        except Error as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("nothing")
+    return found
+
+
+REFUSED = [
+    ({"algorithm": "X9"}, "ConfigError: ringx: algorithm 'X9': want auto or one of ['X1'"),
+    ({"algorithm": "X1"}, "causal=True: its mask is full (use causal=False, or one of ['X2'"),
+    ({"causal": False}, "algorithm X3 with causal=False: its mask is causal (use causal=True"),
+    ({"q": (1, 5, 2, 8), "k": (1, 5, 2, 8)}, "ShapeError: ringx: q.shape[1] is 5, and zigzag"),
+    ({"algorithm": "auto", "q": (1, 3, 2, 8), "k": (1, 3, 2, 8)}, "zigzag wants two chunks"),
+    ({"q": (1, 4, 3, 8)}, "q has 3 heads and k 2: want a multiple (repeat k and v)"),
+    ({"q": (1, 4, 2, 8), "k": (1, 6, 2, 8)}, "want equal lengths, or causal=False"),
+    ({"q": (4, 2, 8)}, "ShapeError: ringx: q.shape (4, 2, 8): want [B, S, H, D]"),
+    ({"q": (2, 4, 2, 8)}, "want the batch and the head dimension of q"),
+    ({"v": (1, 4, 1, 8)}, "v.shape (1, 4, 1, 8): want that of k"),
+    ({"v_dtype": torch.float64}, "ConfigError: ringx: v is torch.float64 on cpu and q torch.float"),
+    ({"dtype": torch.int32}, "ConfigError: ringx: q.dtype torch.int32: want one of"),
+    ({"reduce_dtype": torch.int32}, "reduce_dtype torch.int32: want one of"),
+    ({"sink": torch.ones(3)}, "sink of shape (3,), torch.float32 on cpu: want [2]"),
+    ({"q": (1, 4, 0, 8)}, "empty"),
+    (
+        {"algorithm": "X1", "causal": False, "k": (1, 0, 2, 8)},
+        "ShapeError: ringx: k.shape[1] is 0 on all ranks",
+    ),
+    (
+        {"function": "ringX3_attn_func", "causal": True, "dropout_p": 0.1},
+        "ConfigError: ringx: dropout_p 0.1: not supported (use 0.0)",
+    ),
+    (
+        {"function": "ringX3_attn_func", "causal": True, "window_size": (8, 0)},
+        "ConfigError: ringx: window_size (8, 0): not supported (use (-1, -1))",
+    ),
+    (
+        {"function": "ringX3_attn_func", "causal": True, "alibi_slopes": torch.ones(2)},
+        "ConfigError: ringx: alibi_slopes: not supported (use None)",
+    ),
+    ({"function": "ringX2_attn_func"}, "X2 with causal=False: its mask is causal"),
+    ({"function": "ringX3b_attn_func", "causal": True}, "X3b with causal=True: its mask is full"),
+]
+
+
+def test_refuses_what_it_cannot_do(world: World):
+    answers = world.run((0, 1), refused, [call for call, _ in REFUSED])
+    for found in answers:
+        for (call, want), text in zip(REFUSED, found, strict=True):
+            assert want in text, call
+
+
+def test_one_rank_that_is_wrong_is_an_error_on_all(world: World):
+    calls = [{"q": (1, 5, 2, 8), "k": (1, 5, 2, 8)}, {"dtype": torch.int32}]
+    answers = world.run((1, 2, 3), refused, calls, only=1)
+    for rank, found in enumerate(answers):
+        for text in found:
+            want = "rank 1 of the group refused its arguments (see its error)"
+            assert rank == 1 or want in text, found
+    assert "zigzag" in answers[1][0]
+    assert "q.dtype" in answers[1][1]
+
+
+DIFFERENT = [
+    ({"q": (1, 6, 2, 8), "k": (1, 6, 2, 8)}, "ShapeError: ringx: q.shape[1] is 4 on rank 0 and 6 "),
+    ({"q": (2, 4, 2, 8), "k": (2, 4, 2, 8)}, "ShapeError: ringx: q.shape[0] is 1 on rank 0 and 2 "),
+    ({"q": (1, 4, 4, 8)}, "q.shape[2] is 2 on rank 0 and 4 on rank 1 of the group: want the same"),
+    ({"k": (1, 4, 1, 8)}, "k.shape[2] is 2 on rank 0 and 1 "),
+    ({"algorithm": "X4"}, "ConfigError: ringx: algorithm is 4 on rank 0 and 7 "),
+    ({"reduce_dtype": torch.float16}, "reduce_dtype is 2 on rank 0 and 1 "),
+    ({"scale": 0.5}, "scale is 0.3535533905932738 on rank 0 and 0.5 on rank 1"),
+    ({"dtype": torch.float64}, "q.dtype is 2 on rank 0 and 3 "),
+    ({"sink": torch.ones(2)}, "sink is 0 on rank 0 and 1 "),
+]
+
+
+def test_what_differs_is_an_error_on_all(world: World):
+    for found in world.run((1, 2, 3), refused, [call for call, _ in DIFFERENT], only=1):
+        for (call, want), text in zip(DIFFERENT, found, strict=True):
+            assert want in text, call
+
+
+def test_without_a_group():
+    x = torch.ones(1, 4, 2, 8)
+    with pytest.raises(ConfigError, match="init_process_group"):
+        ringx_attention(x, x, x, causal=True)
+
+
+def outside(me: Rank) -> str:
+    """Rank 0 of the world calls for a group of which it is not."""
+    group = dist.new_group([1, 2, 3])
+    x = torch.ones(1, 4, 2, 8)
+    if dist.get_rank():
+        return ""
+    with pytest.raises(ConfigError) as error:
+        ringx_attention(x, x, x, causal=True, group=group)
+    return str(error.value)
+
+
+def test_outside_of_the_group(world: World):
+    assert "not in it" in world.run((0, 1, 2, 3), outside)[0]
+
+
+def of_lse(me: Rank) -> tuple[str, str]:
+    q, k, v = (t.requires_grad_() for t in Problem().tensors()[:3])
+    out, lse = ringx_attention(
+        q, k, v, causal=True, algorithm="X3", group=me.group, return_lse=True
+    )
+    texts = []
+    with pytest.raises(Error) as error:
+        (out.sum() + lse.sum()).backward(retain_graph=True)
+    texts.append(str(error.value))
+    with pytest.raises(Error) as error:
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+    texts.append(str(error.value))
+    return texts[0], texts[1]
+
+
+def test_gradients_that_there_are_not_are_an_error(world: World):
+    through_lse, twice = world.run((0,), of_lse)[0]
+    assert "lse.detach()" in through_lse
+    assert "no second derivative" in twice
+
+
+def test_signatures():
+    parameters = inspect.signature(ringx_attention).parameters
+    assert [*parameters] == (
+        "q k v algorithm causal scale group sink reduce_dtype return_lse".split()
+    )
+    assert parameters["causal"].default is inspect.Parameter.empty
+    for name in FUNCTIONS.values():
+        function = getattr(fserver.ringx, name)
+        assert function.__name__ == name
+        assert {p.name: p.default for p in inspect.signature(function).parameters.values()} == {
+            **dict.fromkeys("qkv", inspect.Parameter.empty),
+            **{"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1)},
+            **{"alibi_slopes": None, "deterministic": False, "return_attn_probs": False},
+            "group": None,
+        }
+
+
+def alike(me: Rank, algorithm: str, function: str) -> bool:
+    how = api.ALGORITHMS[algorithm]
+    mine = positions(24, how.layout, me.rank, me.size)
+    q, k, v = (t[:, mine] for t in Problem().tensors()[:3])
+    options = {"causal": how.causal, "group": me.group}
+    want = ringx_attention(q, k, v, algorithm=algorithm, scale=0.3, return_lse=True, **options)
+    out, lse, nothing = getattr(fserver.ringx, function)(
+        q, k, v, softmax_scale=0.3, return_attn_probs=True, **options
+    )
+    return torch.equal(out, want[0]) and torch.equal(lse, want[1]) and nothing is None
+
+
+@pytest.mark.parametrize("algorithm", [*FUNCTIONS])
+def test_functions_of_the_reference(world: World, algorithm: str):
+    assert all(world.run((2, 3), alike, algorithm, FUNCTIONS[algorithm]))
+
+
+def test_auto_takes_what_moves_least(monkeypatch: pytest.MonkeyPatch):
+    def choice(rows: list[int], keys: list[int], causal: bool, heads: int = 8) -> str:
+        job = Job(None, 1.0, rows, keys, torch.float32)
+        q, k = (torch.empty(1, n[0], h, 64, dtype=torch.bfloat16, device="meta")
+                for n, h in ((rows, 8), (keys, heads)))  # fmt: skip
+        return api._auto(job, q, k, causal)
+
+    assert choice([64] * 4, [64] * 4, True) == "X3"
+    assert choice([64] * 4, [64] * 4, False) == "X3b"
+    assert choice([4] * 4, [64] * 4, False) == "X1o"
+    assert choice([4] * 4, [64] * 4, False, heads=1) == "X1o"
+    assert choice([16] * 4, [64] * 4, False, heads=1) == "X3b"
+    assert choice([64] * 4, [64, 64, 64, 63], False) == "X1o"
+    gathered = 256 * 2 * 8 * 64 * (2 + 4)
+    monkeypatch.setattr(api, "GATHER_LIMIT", gathered)
+    assert choice([64] * 4, [64] * 4, True) == "X3"
+    monkeypatch.setattr(api, "GATHER_LIMIT", gathered - 1)
+    assert choice([64] * 4, [64] * 4, True) == "X4o"
+
+
+def automatic(me: Rank, causal: bool) -> Any:
+    layout = "zigzag" if causal else "contiguous"
+    mine = positions(24, layout, me.rank, me.size)
+    q, k, v = (t[:, mine] for t in Problem().tensors()[:3])
+    return ringx_attention(q, k, v, causal=causal, group=me.group)
+
+
+def test_auto(world: World):
+    for causal, layout in ((True, "zigzag"), (False, "contiguous")):
+        q, k, v = (t.transpose(1, 2) for t in Problem().tensors()[:3])
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        found = unshard(world.run((0, 1, 2), automatic, causal), layout)
+        torch.testing.assert_close(found, want.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_shards_make_the_whole(layout: str, size: int):
+    whole = torch.randn(2, 24, 3)
+    parts = [shard(whole, layout, rank, size) for rank in range(size)]
+    assert torch.equal(unshard(parts, layout), whole)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, whole[:, positions(24, layout, rank, size)])
+    uneven = torch.arange(7)
+    if layout == "contiguous":
+        parts = [shard(uneven, layout, rank, size, dim=0) for rank in range(size)]
+        assert torch.equal(unshard(parts, layout, dim=0), uneven)
+
+
+def test_zigzag_positions():
+    assert positions(12, "zigzag", 1, 3).tolist() == [2, 3, 8, 9]
+    with pytest.raises(ShapeError, match="length 10 is no multiple of 6"):
+        positions(10, "zigzag", 0, 3)
+    with pytest.raises(ConfigError, match="layout 'striped'"):
+        positions(12, "striped", 0, 3)
+    with pytest.raises(ConfigError, match="rank 3 of 3"):
+        positions(12, "zigzag", 3, 3)
+
+
+def test_causal_kernels_want_as_many_rows_as_keys():
+    x = torch.ones(1, 4, 1, 8)
+    with pytest.raises(ShapeError, match="causal block of 2 rows and 4 keys"):
+        kernels.forward(x[:, :2], x, x, True, 1.0)
+
+
+def test_import_loads_no_engine():
+    code = "import sys, fserver.ringx; sys.exit('fserver._C' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

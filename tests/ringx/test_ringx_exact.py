@@ -1,0 +1,196 @@
+"""ringx against dense attention in float64, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from exact import (
+    CAUSAL,
+    NAMES,
+    Problem,
+    assembled,
+    attend,
+    check,
+    dense,
+    errors,
+    poisoned,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from world import GROUPS, Rank, World
+
+from fserver.ringx import positions, ringx_attention
+from fserver.ringx.api import ALGORITHMS
+from fserver.ringx.schedules import Ranks
+
+THREE = (1, 2, 3)
+"""A group of three that does not start at rank 0."""
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize("members", GROUPS, ids=str)
+def test_is_exact_whatever_memory_holds(world: World, members: tuple[int, ...], algorithm: str):
+    check(world, members, Problem(batch=2), algorithm, function=poisoned)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(heads=4, kv_heads=2, sink=True),
+        Problem(heads=5, kv_heads=1, rows=42, keys=42, dim=7),
+        Problem(heads=5, kv_heads=5, level=120.0, sink=True),
+        Problem(batch=2, level=-120.0),
+    ],
+    ids=["gqa-sink", "mqa-odd", "lse+120-sink", "lse-120"],
+)
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_shapes_and_ranges(world: World, algorithm: str, problem: Problem):
+    check(world, THREE, problem, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_strided_tensors_and_repeated_backward(world: World, algorithm: str):
+    problem = Problem(batch=2, heads=4, kv_heads=2)
+    check(world, THREE, problem, algorithm, strided=True, repeats=2)
+
+
+@pytest.mark.parametrize("algorithm", ["X1", "X1o"])
+@pytest.mark.parametrize("lengths", [((9, 0, 4), (2, 10, 1)), ((1, 11, 1), (6, 0, 7))], ids=str)
+def test_uneven_lengths_and_keys_of_another_sequence(world: World, algorithm: str, lengths):
+    rows, keys = map(sum, lengths)
+    problem = Problem(batch=2, rows=rows, keys=keys, heads=4, sink=True)
+    check(world, THREE, problem, algorithm, lengths, function=poisoned)
+
+
+@pytest.mark.parametrize("algorithm", ["X2", "X2o"])
+def test_uneven_lengths_under_a_causal_mask(world: World, algorithm: str):
+    lengths = (7, 1, 5), (7, 1, 5)
+    check(world, THREE, Problem(rows=13, keys=13), algorithm, lengths, function=poisoned)
+
+
+def test_keys_of_another_sequence_can_be_gathered(world: World):
+    check(world, THREE, Problem(rows=9, keys=15), "X3b", function=poisoned)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_error_of_a_type_is_that_of_one_process(world: World, algorithm: str, dtype: torch.dtype):
+    problem = Problem(rows=96, keys=96, heads=4, kv_heads=2, dim=16, sink=True, dtype=dtype)
+    want = dense(problem, ALGORITHMS[algorithm].causal)
+
+    def worst(members: tuple[int, ...]) -> dict[str, float]:
+        parts = world.run(members, attend, problem, algorithm)
+        return errors(assembled(parts, problem, algorithm), want)
+
+    alone, together = worst((0,)), worst((0, 1, 2, 3))
+    for name, error in together.items():
+        assert error <= 2 * alone[name] + torch.finfo(dtype).eps / 8, (name, alone, together)
+
+
+def reference(me: Rank, *args) -> dict[str, torch.Tensor]:
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16):
+        return attend(me, *args)
+
+
+def test_other_kernels_can_be_chosen_and_types_stay(world: World):
+    problem = Problem(heads=4, kv_heads=2, dtype=torch.float32)
+    check(world, (0, 1), problem, "X3", function=reference, limit=1e-5)
+
+
+def perturbed(me: Rank, algorithm: str, position: int) -> tuple[bool, bool]:
+    """Do rows before the position, and rows after it, stay what they were, when keys and values
+    from there on are others?"""
+    q, k, v, *_ = Problem().tensors()
+    mine = positions(24, ALGORITHMS[algorithm].layout, me.rank, me.size)
+    k_after, v_after = k.clone(), v.clone()
+    k_after[:, position:] += 1
+    v_after[:, position:] -= 1
+    with torch.no_grad():
+        before, after = (
+            ringx_attention(
+                q[:, mine], k[:, mine], v[:, mine], algorithm=algorithm, causal=True, group=me.group
+            )
+            for k, v in ((k, v), (k_after, v_after))
+        )
+    past = mine < position
+    same = (before == after).all(-1).all(-1)[0]
+    return bool(same[past].all()), bool(same[~past].any())
+
+
+@pytest.mark.parametrize("algorithm", CAUSAL)
+@pytest.mark.parametrize("position", [1, 8, 13])
+def test_the_future_has_no_influence(world: World, algorithm: str, position: int):
+    answers = world.run(THREE, perturbed, algorithm, position)
+    assert all(past for past, _ in answers)
+    assert not any(future for _, future in answers)
+
+
+def without_grad(me: Rank, problem: Problem, algorithm: str) -> torch.Tensor:
+    how = ALGORITHMS[algorithm]
+    mine = positions(problem.rows, how.layout, me.rank, me.size)
+    q, k, v = (t[:, mine].requires_grad_() for t in problem.tensors()[:3])
+    with torch.no_grad():
+        out = ringx_attention(q, k, v, algorithm=algorithm, causal=how.causal, group=me.group)
+    assert not out.requires_grad
+    return out
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_no_grad(world: World, algorithm: str):
+    problem = Problem()
+    parts = [{"out": out} for out in world.run((2, 3), without_grad, problem, algorithm)]
+    want = {"out": dense(problem, ALGORITHMS[algorithm].causal)["out"]}
+    assert errors(assembled(parts, problem, algorithm), want)["out"] <= 1e-12
+
+
+def checked(me: Rank, algorithm: str) -> bool:
+    """torch's own check of gradients against differences, of all ranks' rows in one number."""
+    how = ALGORITHMS[algorithm]
+    problem = Problem(rows=4, keys=4, heads=2, kv_heads=1, dim=2)
+    mine = positions(4, how.layout, me.rank, me.size)
+    q, k, v, _, sink = problem.tensors()
+    local = [t[:, mine].clone().requires_grad_() for t in (q, k, v)] + [sink.requires_grad_()]
+
+    def attention(*tensors: torch.Tensor) -> torch.Tensor:
+        return ringx_attention(
+            *tensors[:3], sink=tensors[3], algorithm=algorithm, causal=how.causal, group=me.group
+        )
+
+    return torch.autograd.gradcheck(attention, local)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_gradcheck(world: World, algorithm: str):
+    assert world.run((0,), checked, algorithm) == [True]
+
+
+def wire_type(me: Rank, algorithm: str) -> list[torch.dtype]:
+    """Types of what is added up over ranks."""
+    seen: list[torch.dtype] = []
+    before = Ranks.sum_at, Ranks.scatter_sum
+
+    def at(self: Ranks, owner: int, tensor: torch.Tensor) -> dist.Work:
+        seen.append(tensor.dtype)
+        return before[0](self, owner, tensor)
+
+    def scatter(self: Ranks, mine: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        seen.append(tensor.dtype)
+        return before[1](self, mine, tensor)
+
+    Ranks.sum_at, Ranks.scatter_sum = at, scatter
+    try:
+        for dtype in (torch.bfloat16, torch.float64):
+            attend(me, Problem(dtype=dtype), algorithm)
+        attend(me, Problem(dtype=torch.float16), algorithm, reduce_dtype=torch.float16)
+    finally:
+        Ranks.sum_at, Ranks.scatter_sum = before
+    return seen
+
+
+@pytest.mark.parametrize("algorithm", ["X1", "X3", "X4"])
+def test_sums_over_ranks_are_in_float32_or_better_by_default(world: World, algorithm: str):
+    seen = world.run((0, 1), wire_type, algorithm)[0]
+    third = len(seen) // 3
+    assert set(seen[:third]) == {torch.float32}
+    assert set(seen[third : 2 * third]) == {torch.float64}
+    assert set(seen[2 * third :]) == {torch.float16}

@@ -1,0 +1,191 @@
+"""What the schedules do: collectives, bytes, kernel calls; and that the tests see what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exact import EXACT, NAMES, Problem, assembled, attend, dense, errors, poison
+from world import GROUPS, Rank, World
+
+from fserver.ringx import kernels, schedules
+from fserver.ringx.api import ALGORITHMS, FACTS
+
+COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there are two
+    "broadcast": 0,
+    "reduce": 0,
+    "all_reduce": 0,
+    "all_gather_into_tensor": 0,
+    "reduce_scatter_tensor": 1,
+}
+
+Traffic = dict[str, tuple[int, int]]  # count and bytes of each collective
+
+
+def counted(me: Rank, problem: Problem, algorithm: str) -> tuple[Traffic, int]:
+    """The collectives of a forward and a backward, and the calls of forward kernels."""
+    seen: Traffic = {}
+    calls = 0
+    before = {name: getattr(dist, name) for name in COLLECTIVES}
+    forward = kernels.forward
+
+    def counting(name: str) -> Any:
+        def collective(*args: Any, **options: Any) -> Any:
+            tensor = args[COLLECTIVES[name]]
+            count, size = seen.get(name, (0, 0))
+            seen[name] = count + 1, size + tensor.numel() * tensor.element_size()
+            return before[name](*args, **options)
+
+        return collective
+
+    def kernel(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return forward(*args)
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counting(name))
+    kernels.forward = kernel
+    try:
+        attend(me, problem, algorithm)
+    finally:
+        for name in COLLECTIVES:
+            setattr(dist, name, before[name])
+        kernels.forward = forward
+    return seen, calls
+
+
+def formulas(problem: Problem, algorithm: str, size: int) -> Traffic:
+    """The tables of docs/ringx.md."""
+    element = problem.dtype.itemsize
+    summed = max(element, 4)
+    queries = problem.batch * problem.heads * problem.rows
+    keys = 2 * problem.batch * problem.kv_heads * problem.keys * problem.dim
+    agreed = 8 * len(FACTS) * size
+    if algorithm in ("X1", "X1o", "X2", "X2o"):
+        moved = queries * problem.dim * element + keys * element
+        added = queries * (problem.dim + 1) * summed + keys * summed
+        return {
+            "all_gather_into_tensor": (1, agreed),
+            "broadcast": (2 * size, moved),
+            "all_reduce": (size, queries * summed),
+            "reduce": (2 * size, added),
+        }
+    if algorithm in ("X4", "X4o"):
+        return {
+            "all_gather_into_tensor": (1, agreed),
+            "broadcast": (2 * size, 2 * keys * element),
+            "reduce": (size, keys * summed),
+        }
+    parts = 2 if algorithm == "X3c" else 1
+    return {
+        "all_gather_into_tensor": (1 + 2 * parts, agreed + 2 * keys * element),
+        "reduce_scatter_tensor": (parts, keys * summed),
+    }
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize("members", GROUPS[:4], ids=str)
+def test_moves_what_the_formulas_say(world: World, members: tuple[int, ...], algorithm: str):
+    problem = Problem(batch=2, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    want = formulas(problem, algorithm, len(members))
+    answers = world.run(members, counted, problem, algorithm)
+    for seen, _ in answers:
+        assert seen == want
+    calls = max(calls for _, calls in answers)
+    assert calls == (min(2 * len(members) - 1, 4) if algorithm == "X3c" else len(members))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_halves_are_the_zigzag_table_by_column(size: int):
+    half = 2
+    for rank in range(size):
+        pairs: dict[str, set[tuple[int, int]]] = {}
+        for name, planner in (("owner", schedules.by_owner), ("half", schedules.by_half)):
+            job = schedules.Job(_Place(rank, size), 1.0, (), (), torch.float32)
+            plan = planner(job, 2 * half, 2 * half, schedules.zigzag)
+            pairs[name] = set()
+            for call in plan.calls:
+                part = plan.parts[call.gathered]
+                length = part.stop - part.start
+                for key in range(call.keys.start, call.keys.stop):
+                    owner, place = divmod(key, length)
+                    where = owner * 2 * half + part.start + place
+                    seen = {(row, where) for row in range(call.rows.start, call.rows.stop)}
+                    assert not seen & pairs[name], "twice"
+                    pairs[name] |= seen
+        assert pairs["owner"] == pairs["half"]
+        assert len(pairs["owner"]) == (size - 1) * 2 * half * half  # as much for every rank
+
+
+class _Place:
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+
+# Schedules with a fault
+
+
+def mutated(old: str, new: str) -> ModuleType:
+    """`schedules` with one piece of its text changed."""
+    text = inspect.getsource(schedules)
+    assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+    spec = importlib.util.spec_from_loader("fserver.ringx.mutated", loader=None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    exec(compile(text.replace(old, new), spec.name, "exec"), module.__dict__)
+    return module
+
+
+def attend_mutated(me: Rank, problem: Problem, algorithm: str, old: str, new: str) -> Any:
+    module, how = mutated(old, new), ALGORITHMS[algorithm]
+
+    def swapped(function: Any) -> Any:
+        return partial(getattr(module, function.func.__name__), **function.keywords)
+
+    ALGORITHMS[algorithm] = how._replace(
+        forward=swapped(how.forward), backward=swapped(how.backward)
+    )
+    try:
+        with poison():
+            return attend(me, problem, algorithm)
+    finally:
+        ALGORITHMS[algorithm] = how
+
+
+NOT_WRITTEN = "_zero_between(dkv, written)"
+NOT_WRITTEN_X4 = "_zero_between(dkv, [] if block is None else [block.keys])"
+GLOBAL = "dout, q, _, _, out, lse = given"
+LOCAL = """dout, q, _, _, _, _ = given
+    out, lse = torch.zeros_like(q), torch.zeros_like(given.lse)
+    out[:, rows], lse[:, :, rows] = kernels.forward(
+        q[:, rows], *_unpack(kv[keys]), causal, job.scale
+    )"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "old", "new", "wrong"),
+    [
+        ("X3", NOT_WRITTEN, "pass", {"dk", "dv"}),
+        ("X3c", NOT_WRITTEN, "pass", {"dk", "dv"}),
+        ("X2", NOT_WRITTEN_X4, "pass", {"dk", "dv"}),
+        ("X4", NOT_WRITTEN_X4, "pass", {"dk", "dv"}),
+        ("X1", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
+        ("X3", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
+        ("X4", GLOBAL, LOCAL, {"dq", "dk", "dv"}),
+    ],
+)
+def test_faults_are_seen(world: World, algorithm: str, old: str, new: str, wrong: set[str]):
+    problem = Problem()
+    parts = world.run((0, 1, 2), attend_mutated, problem, algorithm, old, new)
+    want = dense(problem, ALGORITHMS[algorithm].causal)
+    found = errors(assembled(parts, problem, algorithm), want)
+    assert {name for name, error in found.items() if error > EXACT} == wrong, found
