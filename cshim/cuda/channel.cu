@@ -13,7 +13,7 @@
 //
 // What a kernel does first decides its latency: the count and the data are loaded at
 // the same time, nothing is asked before, and up to eight loads of a thread are on
-// their way at once (a loop that stores what it has loaded waits for each: 0.6 us).
+// their way at once (a loop that stores what it has just loaded waits for each).
 
 typedef unsigned u32;
 typedef unsigned long long u64;
