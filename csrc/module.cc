@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <exception>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "error.h"
 #include "flags.h"
 #include "host.h"
+#include "lane.h"
 #include "node.h"
 #include "process.h"
 #include "server.h"
@@ -111,6 +113,57 @@ PyObject *respond_vec(PyObject *self, PyObject *const *args, Py_ssize_t n,
   });
 }
 
+PyObject *lane_send(PyObject *self, PyObject *const *args, Py_ssize_t n,
+                    PyObject *kw) {
+  return guarded([&] {
+    static constexpr const char *kNames[] = {"rows"};
+    PyObject *a[1];
+    bind_args("send", kNames, 1, 0, args, n, kw, a);
+    self_as<Lane>(self).send(a[0]);
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject *lane_recv(PyObject *self, PyObject *const *args, Py_ssize_t n,
+                    PyObject *kw) {
+  return guarded([&] {
+    PyObject *a[1];
+    bind_args("recv", nullptr, 0, 0, args, n, kw, a);
+    self_as<Lane>(self).recv();
+    return Py_NewRef(Py_None);
+  });
+}
+
+// (tensor, row_bytes, kind, from, to, flags, credits, counted, bytes, rows,
+// stride, ahead, blocks, peer)
+Segment read_segment(const py::tuple &t) {
+  auto at = [&](size_t i) { return t[i].cast<uint64_t>(); };
+  Segment g;
+  memset(&g, 0, sizeof g);
+  g.tensor = t[0].cast<int>();
+  g.row_bytes = at(1);
+  g.s.kind = static_cast<unsigned short>(at(2));
+  g.s.from = at(3);
+  g.s.to = at(4);
+  g.s.flags = at(5);
+  g.s.credits = at(6);
+  g.s.counted = at(7);
+  g.s.bytes = at(8);
+  g.s.rows = static_cast<unsigned>(at(9));
+  g.s.stride = static_cast<unsigned>(at(10));
+  g.s.ahead = static_cast<unsigned>(at(11));
+  g.s.blocks = static_cast<unsigned short>(at(12));
+  g.s.peer = static_cast<unsigned short>(at(13));
+  return g;
+}
+
+std::vector<Segment> read_segments(const py::handle &list) {
+  std::vector<Segment> all;
+  for (py::handle t : list)
+    all.push_back(read_segment(py::reinterpret_borrow<py::tuple>(t)));
+  return all;
+}
+
 void add_fast(py::handle cls, const char *name, FastCall f, const char *doc) {
   // The type keeps a pointer to the definition: it lives as long as the module.
   auto *def = new PyMethodDef{
@@ -153,6 +206,17 @@ void define(py::module_ &m) {
       .def("stop", &Node::stop)
       .def("close", &Node::close)
       .def("describe", &Node::describe)
+      .def("channel_open", &Node::channel_open)
+      .def("channel_tell", &Node::channel_tell)
+      .def("channel_text",
+           [](Node &n, uint64_t channel, uint32_t peer, py::handle timeout_ms) {
+             return n.channel_text(channel, peer, timeout_ms.ptr());
+           })
+      .def("channel_state", &Node::channel_state)
+      .def("channel_close",
+           [](Node &n, uint64_t channel, py::handle timeout_ms) {
+             return n.channel_close(channel, timeout_ms.ptr());
+           })
       .def_property_readonly("rank", [](Node &n) { return n.info().rank; })
       .def_property_readonly("group", [](Node &n) { return n.info().group; })
       .def_property_readonly("instance",
@@ -192,6 +256,12 @@ void define(py::module_ &m) {
                 return std::vector<int64_t>(stamps, stamps + 8);
               },
               py::arg("handler"))
+          .def("channel_push_pull",
+               [](Worker &w, uint64_t channel, py::handle push,
+                  py::handle push_keys, py::handle pull, py::handle pull_keys) {
+                 return w.push_pull(push.ptr(), push_keys.ptr(), pull.ptr(),
+                                    pull_keys.ptr(), true, channel);
+               })
           .def_property_readonly("next_handler", &Worker::next_handler);
   add_fast(worker, "push_pull", push_pull,
            "push_pull($self, /, push_tensors, push_keys, pull_tensors, "
@@ -204,6 +274,11 @@ void define(py::module_ &m) {
   auto server =
       py::class_<Server, Node>(m, "Server")
           .def(py::init<const Settings &>())
+          .def("channel_take",
+               [](Server &s, uint64_t channel, py::handle timeout_ms) {
+                 return py::reinterpret_steal<py::object>(
+                     s.get_batch(timeout_ms.ptr(), channel));
+               })
           .def(
               "register_recv_buffer",
               [](Server &s, py::handle tensor, py::handle ranks,
@@ -220,6 +295,54 @@ void define(py::module_ &m) {
   add_fast(server, "respond_vec", respond_vec,
            "respond_vec($self, /, ret_buffer, tensors_vec, handler_vec)\n--\n\n"
            "Answers several requests with the rows of one tensor.");
+
+  auto lane =
+      py::class_<Lane>(m, "Lane", "The device's part of a stream channel.")
+          .def(py::init<int, const std::string &, double, bool>(),
+               py::arg("device"), py::arg("image"), py::arg("timeout_ms"),
+               py::arg("programmatic"))
+          .def("allocate", &Lane::allocate)
+          .def("share",
+               [](Lane &l, uint64_t address) {
+                 auto [handle, bytes, offset] = l.share(address);
+                 return py::make_tuple(py::bytes(handle), bytes, offset);
+               })
+          .def("map",
+               [](Lane &l, const py::bytes &handle) { return l.map(handle); })
+          .def("reach", &Lane::reach)
+          .def("plan",
+               [](Lane &l, bool sends, const py::list &steps, uint64_t counts,
+                  uint64_t dead) {
+                 std::vector<Lane::Step> all;
+                 for (py::handle h : steps) {
+                   auto t = py::reinterpret_borrow<py::tuple>(h);
+                   all.push_back({read_segments(t[0]), t[1].cast<int>()});
+                 }
+                 l.plan(sends, std::move(all), counts, dead);
+               })
+          .def("plan_copies",
+               [](Lane &l, bool sends, const py::list &segments) {
+                 l.plan_copies(sends, read_segments(segments));
+               })
+          .def("begin", &Lane::begin)
+          .def("status", &Lane::status)
+          .def_property_readonly("abort_word", &Lane::abort_word)
+          .def("abort", &Lane::abort)
+          .def("finish", &Lane::finish)
+          .def("peek",
+               [](Lane &l, uint64_t address, uint64_t bytes) {
+                 return py::bytes(l.peek(address, bytes));
+               })
+          .def("pending", &Lane::pending)
+          .def("close", &Lane::close);
+  add_fast(lane, "send", lane_send,
+           "send($self, /, rows=None)\n--\n\n"
+           "Enqueues a send on the current stream.");
+  add_fast(lane, "recv", lane_recv,
+           "recv($self, /)\n--\n\n"
+           "Enqueues a receive on the current stream.");
+  m.def("lane_source", &lane_source, "The source of the kernels, for NVRTC.");
+  m.def("lane_arch", &lane_arch, "Compute capability of a GPU: 90 for 9.0.");
 
   m.def(
       "shared_bytes",

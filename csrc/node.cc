@@ -124,6 +124,57 @@ std::string Node::describe() {
   });
 }
 
+uint64_t Node::channel_open(const std::string &name) {
+  enter_connected("channel");
+  uint64_t channel = 0;
+  check("channel", fs_channel_open(id_, name.c_str(), &channel));
+  return channel;
+}
+
+void Node::channel_tell(uint64_t channel, uint32_t peer,
+                        const std::string &text, uint64_t word) {
+  enter_connected("channel");
+  check("channel", fs_channel_tell(id_, channel, peer, text.data(), text.size(),
+                                   reinterpret_cast<uint32_t *>(word)));
+}
+
+std::string Node::channel_text(uint64_t channel, uint32_t peer,
+                               PyObject *timeout_ms) {
+  enter_connected("channel");
+  const int64_t timeout = read_ms(timeout_ms, {"channel", "timeout_ms"});
+  size_t need = 0;
+  int rc = in_slices(now_ns() + timeout, [&](int64_t slice, uint32_t) {
+    return fs_channel_text(id_, channel, peer, nullptr, 0, &need, slice);
+  });
+  if (rc == -EAGAIN)
+    raise(Kind::kTimeout,
+          "channel: peer %u has not opened its side within %g ms: call "
+          "channel() on both sides, with the same name or in the same order",
+          peer, static_cast<double>(timeout) / 1e6);
+  if (rc != -ENOBUFS)
+    check("channel", rc);
+  return text_from("channel", [&](char *buf, size_t cap, size_t *n) {
+    return fs_channel_text(id_, channel, peer, buf, cap, n, 0);
+  });
+}
+
+void Node::channel_state(uint64_t channel) {
+  enter("channel");
+  check("channel", fs_channel_state(id_, channel));
+}
+
+bool Node::channel_close(uint64_t channel, PyObject *timeout_ms) {
+  if (forked.load())
+    return true;
+  const int64_t timeout = read_ms(timeout_ms, {"close", "timeout_ms"});
+  int rc = in_slices(now_ns() + timeout, [&](int64_t slice, uint32_t) {
+    return fs_channel_close(id_, channel, slice);
+  });
+  if (rc == -EAGAIN)
+    unlocked([&] { return fs_channel_close(id_, channel, -1); });
+  return rc != -EAGAIN;
+}
+
 void close_all() {
   if (forked.load())
     return;

@@ -30,6 +30,16 @@ public:
   void close() { shut(); }
   std::string describe();
 
+  // Stream channels, by the handles of fs_channel_open.
+  uint64_t channel_open(const std::string &name);
+  void channel_tell(uint64_t channel, uint32_t peer, const std::string &text,
+                    uint64_t word);
+  std::string channel_text(uint64_t channel, uint32_t peer,
+                           PyObject *timeout_ms);
+  void channel_state(uint64_t channel);
+  // False: peers have not closed their sides, and this one is forgotten.
+  bool channel_close(uint64_t channel, PyObject *timeout_ms);
+
   const fs_info &info() const { return info_; }
   bool closed() const { return closed_; }
   bool connected() const { return connected_; }

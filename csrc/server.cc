@@ -54,7 +54,7 @@ void Server::forget() {
   fixed_.clear();
 }
 
-PyObject *Server::get_batch(PyObject *timeout_ms) {
+PyObject *Server::get_batch(PyObject *timeout_ms, uint64_t channel) {
   enter_connected("get_batch");
   int64_t deadline = kForever;
   if (timeout_ms && timeout_ms != Py_None)
@@ -65,7 +65,9 @@ PyObject *Server::get_batch(PyObject *timeout_ms) {
     Array<uint64_t, 512> buf(room);
     size_t need = 0;
     int rc = in_slices(deadline, [&](int64_t slice, uint32_t flags) {
-      return fs_get_batch(id_, buf.data(), room, &need, slice, flags);
+      return channel ? fs_channel_take(id_, channel, buf.data(), room, &need,
+                                       slice, flags)
+                     : fs_get_batch(id_, buf.data(), room, &need, slice, flags);
     });
     if (rc == -EAGAIN)
       return PyList_New(0);

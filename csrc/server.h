@@ -19,7 +19,7 @@ public:
 
   // A list of (handler, [tensor, ...], [key, ...]), one for each worker group;
   // empty when timeout_ms (nullptr or None: no limit) is over.
-  PyObject *get_batch(PyObject *timeout_ms);
+  PyObject *get_batch(PyObject *timeout_ms, uint64_t channel = 0);
   // need_event: as of Worker::push_pull.
   void respond(PyObject *tensors, PyObject *handler, bool need_event);
   void respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,

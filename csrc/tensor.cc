@@ -176,6 +176,14 @@ Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
   }
 }
 
+void *native_stream(int device) {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+  return guard
+      .getStream(c10::Device(c10::DeviceType::CUDA,
+                             static_cast<c10::DeviceIndex>(device)))
+      .native_handle();
+}
+
 uint64_t current_stream(const char *call, int device) {
   const c10::impl::VirtualGuardImpl gpu(c10::DeviceType::CUDA);
   const auto stream =

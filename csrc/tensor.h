@@ -102,6 +102,9 @@ struct Counter {
 };
 Counter read_counter(PyObject *o, Arg arg);
 
+// The native handle of torch's current stream on a CUDA device, captured or not.
+void *native_stream(int device);
+
 // The first dimension of a tensor of any kind.
 int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i);
 

@@ -81,7 +81,7 @@ Worker::Worker(const std::vector<std::string> &settings, uint64_t next_handler)
 
 uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
                            PyObject *pull_tensors, PyObject *pull_keys,
-                           bool need_event) {
+                           bool need_event, uint64_t channel) {
   enter_connected("push_pull");
   const int64_t started = now_ns();
   holder_.reap();
@@ -146,6 +146,9 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   const bool behind = need_event && on_gpu;
   const uint64_t stream = behind ? current_stream("push_pull", device) : 0;
   auto send = [&] {
+    if (channel)
+      return fs_channel_push_pull(id_, channel, t.data(), np, t.data() + np, nq,
+                                  &ticket);
     return behind ? fs_push_pull_on(id_, stream, t.data(), np, t.data() + np,
                                     nq, &ticket)
                   : fs_push_pull(id_, t.data(), np, t.data() + np, nq, &ticket);

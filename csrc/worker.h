@@ -22,7 +22,7 @@ public:
   // sent behind what is queued on the current stream.
   uint64_t push_pull(PyObject *push_tensors, PyObject *push_keys,
                      PyObject *pull_tensors, PyObject *pull_keys,
-                     bool need_event);
+                     bool need_event, uint64_t channel = 0);
   // timeout_ms: nullptr is 10 s.
   void wait(PyObject *handler, PyObject *timeout_ms);
   // The handlers from first on of the push_pull that handler belongs to.

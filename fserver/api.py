@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from fserver.channel import Channel
+
 _PREFIXES = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_", "FSERVER_")
 
 _VARIABLES = {
@@ -215,12 +217,26 @@ class Node:
             PeerLostError: another node was lost instead of stopping. This one is closed.
             TimeoutError: the others did not stop in time. This one is closed.
         """
+        if self._channels is not None:
+            self._channels.close()
         self._node.stop()
 
     def close(self) -> None:
         """Closes this node at once; to the others it is lost. Calls that wait in other threads
         end with ClosedError. Does nothing if the node is closed."""
         self._node.close()
+        if self._channels is not None:
+            self._channels.close()
+
+    _channels: Any = None
+
+    def _opener(self) -> Any:
+        """What opens the channels of this node."""
+        if self._channels is None:
+            from fserver.channel.channel import Opener
+
+            self._channels = Opener(self._node)
+        return self._channels
 
     def barrier(
         self,
@@ -378,6 +394,43 @@ class Worker(Node):
         """
         self._node.wait(handler, timeout_ms)
 
+    def channel(
+        self,
+        push: Sequence[Tensor],
+        push_keys: Sequence[int],
+        pull: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        *,
+        mode: str = "sm",
+        name: str | None = None,
+        timeout_ms: float = 30000,
+    ) -> Channel:
+        """Opens a stream channel with all servers, each of which calls ``channel`` too.
+
+        ``send()`` sends the push tensors to every server, ``recv()`` has their answers in the
+        pull tensors. Both enqueue on the current stream and can be captured in a CUDA graph.
+        The channel keeps the tensors alive.
+
+        Args:
+            push: P contiguous tensors of one device.
+            push_keys: P distinct ints; no other open channel of this worker has them.
+            pull: ``servers * Q`` tensors; ``pull[i * Q + j]`` takes tensor j of server i.
+            pull_keys: a key for each pull tensor, or one for each of the Q positions.
+            mode: how GPUs that reach each other's memory send: ``"sm"`` by small kernels (lowest
+                latency) or ``"ce"`` by the copy engines (no SM). CPU tensors, and those of
+                ``"proxy"``, go through the engine.
+            name: what both sides call the channel, 1 to 64 characters; None: its number among
+                those that this node has opened without a name.
+            timeout_ms: how long opening, and each wait on a stream, may take.
+
+        Raises:
+            ConfigError, ShapeError: an argument is wrong, or the sides differ: the text says
+                where.
+            TimeoutError: a server has not opened its side in time.
+            PeerLostError: a server is gone.
+        """
+        return self._opener().worker(push, push_keys, pull, pull_keys, mode, name, timeout_ms)
+
     def get_all_handlers(self, handler: int) -> list[int]:
         """All ints of a request: one for each pushed tensor and each pull tensor."""
         return self._node.get_all_handlers(handler)
@@ -432,6 +485,40 @@ class Server(Node):
         super().close()
         if self._hosted is not None:
             self._hosted.close()
+
+    def channel(
+        self,
+        push_keys: Sequence[int],
+        pull: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        *,
+        push: Sequence[Tensor] | None = None,
+        mode: str = "sm",
+        name: str | None = None,
+        device: Any = None,
+        timeout_ms: float = 30000,
+    ) -> Channel:
+        """Opens a stream channel with all workers, each of which calls ``channel`` too.
+
+        ``recv()`` has the workers' tensors in ``.tensors``: ``tensors[i][j]`` is that with
+        ``push_keys[j]`` of worker i. ``send()`` sends the pull tensors.
+
+        Args:
+            push_keys: P keys, in the order of the workers.
+            pull: ``workers * Q`` tensors; ``pull[i * Q + j]`` goes to worker i as its tensor j.
+            pull_keys: a key for each pull tensor, or one for each of the Q positions.
+            push: ``workers * P`` tensors to receive in, those of worker 0 first; None: the
+                channel makes them.
+            mode, name, timeout_ms: as Worker.channel.
+            device: where the channel makes them, if there are no pull tensors to say so; None:
+                the current GPU if the workers' tensors are on GPUs, else the CPU.
+
+        Raises:
+            As Worker.channel.
+        """
+        return self._opener().server(
+            push_keys, pull, pull_keys, push, mode, name, device, timeout_ms
+        )
 
     def get_batch(
         self, timeout_ms: float | None = None

@@ -35,6 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
+GENERATED = BUILD / "generated"
 MIN_TORCH = (2, 11)
 
 # Two Go runtimes live in one process as long as neither sees the other's symbols.
@@ -214,6 +215,17 @@ def _compile(source: Path, obj: Path, command: list[str], key: str) -> None:
     obj.with_suffix(".key").write_text(key)
 
 
+def _kernels() -> None:
+    """The source of the channel's kernels, as a literal for csrc/lane.cc; NVRTC compiles it."""
+    parts = [ROOT / "cshim/cuda" / name for name in ("cs_channel.h", "channel.cu")]
+    # The compiler takes no literal above 64 KiB, but any number of them side by side.
+    text = "".join(f'R"cuda({part.read_text()})cuda"\n' for part in parts)
+    path = GENERATED / "channel_source.inc"
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
 def _replace(path: Path, data: bytes) -> None:
     """Writes a file in one step: a process that has mapped the old one keeps it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +252,7 @@ def extension(package: Path) -> Path:
     # build, whose torch lies elsewhere, takes the same objects.
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
     flags += ["-D_GLIBCXX_USE_CXX11_ABI=1", "-DTORCH_EXTENSION_NAME=_C", "-Iengine/cabi"]
-    flags += ["-Icshim/cuda"]
+    flags += ["-Icshim/cuda", f"-I{GENERATED.relative_to(ROOT)}"]
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
     headers = [torch / "include", torch / "include/torch/csrc/api/include", python]
     command = [*cxx, *flags, *(word for path in headers for word in ("-isystem", str(path)))]
@@ -249,6 +261,7 @@ def extension(package: Path) -> Path:
     with _lock():
         work = BUILD / f"{built_for['python']}-torch-{version}"
         work.mkdir(exist_ok=True)
+        _kernels()
         objects = [work / f"{source.stem}.o" for source in sources]
         jobs = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(jobs) as pool:

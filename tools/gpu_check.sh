@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: eager ringx
+#   tools/gpu_check.sh PART...        parts: eager channel ringx
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Prints PASS or FAIL for
 # each step; the exit status says whether all passed.
 #
 # eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
 # each size (default 10000).
+#
+# channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
+# thresholds too, FULL=1 for the sanitizer.
 #
 # ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
 # there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs).
@@ -85,7 +88,7 @@ eager() {
   step go-cuda build/tests/cuda.test -test.v
   step go-cudaipc build/tests/cudaipc.test -test.v -test.run GPU -test.timeout 4m
   step go-node build/tests/node.test -test.v -test.run GPU -test.timeout 2m
-  step eager-tests "$PYTHON" -m pytest -v -p no:cacheprovider tests/gpu --junitxml="$OUT/eager-tests.xml"
+  step eager-tests "$PYTHON" -m pytest -v -p no:cacheprovider tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
   step floor floor
   step eager-bench bench "$last"
   "$PYTHON" - "$OUT/eager.json" <<'END'
@@ -97,11 +100,36 @@ for r in json.load(open(sys.argv[1]))["rows"]:
 END
 }
 
+# Everything in it is bounded: 90 s in all without FULL=1.
+channel() {
+  step build build
+  local raw=() lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
+  if command -v nvcc >/dev/null; then
+    step channel-raw-build timeout 60 nvcc -O3 -arch=native -o "$OUT/raw_channel" \
+      tests/gpu/raw_channel.cu -lcuda
+    raw=(--raw "$OUT/raw_channel")
+  fi
+  step channel-smoke timeout 40 "${lanes[@]}" -k "lane and unaligned and two_gpus or lane and one_way and two_gpus"
+  step channel-bench timeout 60 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
+    --runs "${RUNS:-40}" "${raw[@]}" ${SWEEP:+--sweep}
+  grep '^work=' "$OUT/channel-bench.txt"
+  step channel-graphs timeout 60 "${lanes[@]}" -k "lane and (replay or layers or ends) and two_gpus"
+  step channel-api timeout 60 "${lanes[@]}" -k "test_gpu_channel and two_gpus"
+  step channel-rest timeout "${REST:-60}" "${lanes[@]}" \
+    -k "test_lane and (sizes or rows or many) and two_gpus or test_lane and rows and one_gpu"
+  if command -v compute-sanitizer >/dev/null && [[ -n ${FULL:-} ]]; then
+    step channel-sanitizer timeout 120 compute-sanitizer --target-processes all \
+      --error-exitcode 9 "$PYTHON" -m pytest tests/gpu/test_lane.py -v -s \
+      -k "two_gpus and unaligned"
+  fi
+  tar -czf "$OUT/channel.tgz" -C "$OUT" --exclude=raw_channel --exclude=channel.tgz .
+}
+
 for part in "$@"; do
   case $part in
-    eager | ringx) "$part" ;;
+    eager | channel | ringx) "$part" ;;
     *)
-      echo "gpu_check: no part $part (parts: eager ringx)" >&2
+      echo "gpu_check: no part $part (parts: eager channel ringx)" >&2
       exit 2
       ;;
   esac

@@ -141,6 +141,11 @@ func (s *sink) Batch(reqs []*node.Request) error {
 	return nil
 }
 
+// goText copies n bytes of C's.
+func goText(p *C.char, n C.size_t) string { return C.GoStringN(p, C.int(n)) }
+
+func addressOf(p *C.uint32_t) uintptr { return uintptr(unsafe.Pointer(p)) }
+
 // text gives b to C.
 func text(b []byte, buf *C.char, room C.size_t, need *C.size_t) C.int {
 	*need = C.size_t(len(b))

@@ -33,7 +33,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 3
+#define FS_ABI 4
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
 typedef uint64_t fs_shared; /* memory of fs_shared_alloc */
@@ -195,6 +195,42 @@ int fs_trace(fs_node node, fs_ticket ticket, int64_t stamps[8]);
 
 /* The allocation is gone: drop what is cached for it. */
 int fs_forget(fs_node node, uint64_t alloc);
+
+typedef uint64_t fs_channel; /* of one node; a handle is never used twice */
+
+/* Opens a stream channel with all peers of the rail, under a name for both sides (1
+ * to 64 bytes). The peers number from 0 in the order of their groups. */
+int fs_channel_open(fs_node node, const char *name, fs_channel *out);
+
+/* Tells a peer bytes of text about this side, once. *word, unless word is NULL,
+ * becomes 1 when the channel ends: a peer is lost, or the node or this side closed;
+ * it becomes 2 when a peer has closed its side, after which that sends no more. It
+ * must stay valid until fs_channel_close has returned 0. */
+int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
+                    const char *text, size_t bytes, uint32_t *word);
+
+/* What a peer has told of its side; waits for that, at most slice_ns (then
+ * -EAGAIN). *need as in fs_describe. */
+int fs_channel_text(fs_node node, fs_channel channel, uint32_t peer, char *buf,
+                    size_t cap, size_t *need, int64_t slice_ns);
+
+/* 0 while all sides are open, else the error that ended the channel. */
+int fs_channel_state(fs_node node, fs_channel channel);
+
+/* fs_push_pull whose requests the servers take with fs_channel_take. The keys must
+ * be the channel's own. */
+int fs_channel_push_pull(fs_node node, fs_channel channel,
+                         const fs_tensor *push, size_t np,
+                         const fs_tensor *pull, size_t nq, fs_ticket *out);
+
+/* fs_get_batch of the requests on a channel. */
+int fs_channel_take(fs_node node, fs_channel channel, uint64_t *buf, size_t cap,
+                    size_t *need, int64_t slice_ns, uint32_t flags);
+
+/* Closes this side and waits until all peers have closed theirs or are gone, at
+ * most slice_ns (then -EAGAIN; call again). With a slice below 0 it does not wait
+ * for them. The handle is gone when it returns 0; a stale one gives 0 too. */
+int fs_channel_close(fs_node node, fs_channel channel, int64_t slice_ns);
 
 /* JSON about a node: links, counters, settings. *need as in fs_get_batch, in
  * bytes, without a final zero. */

@@ -223,6 +223,7 @@ func (s *Server) part(c *client, err error) {
 	for c.ready.len() != 0 {
 		s.put(c.ready.pop())
 	}
+	s.unlane(c)
 	for _, r := range c.open {
 		s.put(r)
 	}

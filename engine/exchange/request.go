@@ -33,6 +33,7 @@ type Request struct {
 	life     uint32 // of the client
 	lost     error  // why nobody can be answered; valid when lost
 	recalled bool   // its worker has taken it back
+	channel  string // whose Take gives it; empty: a batch does
 	seq      uint64
 	writes   uint64 // that must have arrived
 	push     []Received
@@ -169,6 +170,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	if len(q.Push) != len(p.plan.Push) || len(q.Pull) != len(p.plan.Pull) {
 		return fmt.Errorf("exchange: request with %d pushed and %d pulled tensors under a plan of %d and %d", len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
+	r.channel = p.plan.Channel
 	r.client, r.life, r.seq, r.writes, r.recalled = c, c.life, q.Seq, q.Writes, false
 	r.push, r.pull = r.push[:0], r.pull[:0]
 	for i := range q.Push {

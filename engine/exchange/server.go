@@ -68,6 +68,7 @@ type client struct {
 	loans    []loan     // whose request is not here
 	open     []*Request // frame here, writes missing
 	ready    ring[*Request]
+	strays   []*Request    // for channels that are closed here
 	answers  ring[*Ticket] // not wholly posted
 	replies  ring[[]byte]  // frames with Buffers, likewise
 	count    int           // requests that are not answered
@@ -102,7 +103,8 @@ type Server struct {
 	inbox    inbox
 	clients  []*client
 	requests requests
-	batch    []*Request // scratch
+	batch    []*Request       // scratch
+	lanes    map[string]*lane // by channel
 	ready    atomic.Bool
 	ranked   atomic.Bool           // all clients have their ranks
 	broken   atomic.Pointer[error] // why no batch can be complete now, if so
@@ -560,7 +562,7 @@ func (s *Server) match(c *client) error {
 		}
 		r.stamps[0] = s.found
 		r.state.Store(reqReady)
-		c.ready.push(r)
+		s.route(c, r)
 	}
 	if n != 0 {
 		c.open = append(c.open[:0], c.open[n:]...)
@@ -618,16 +620,20 @@ func (s *Server) Batch() ([]*Request, error) {
 func (s *Server) Deliver() {
 	now := trace.Now()
 	for _, c := range s.clients {
-		r := c.ready.pop()
-		r.stamps[trace.Delivered-trace.Received] = now
-		for i := range r.push {
-			if r.push[i].Lent {
-				s.buffers.hand(r.push[i].Buffer)
-			}
-		}
-		r.state.Store(reqDelivered)
+		s.delivered(c.ready.pop(), now)
 	}
 	s.publish()
+}
+
+// delivered notes that the application is about to see r.
+func (s *Server) delivered(r *Request, now int64) {
+	r.stamps[trace.Delivered-trace.Received] = now
+	for i := range r.push {
+		if r.push[i].Lent {
+			s.buffers.hand(r.push[i].Buffer)
+		}
+	}
+	r.state.Store(reqDelivered)
 }
 
 // Down is Lose, and says that nobody waits for a successor of worker i, or no

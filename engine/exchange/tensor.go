@@ -74,6 +74,7 @@ func Shapef(format string, args ...any) error { return &ShapeError{fmt.Sprintf(f
 type plan struct {
 	number uint64
 	hash   uint64
+	on     string // a channel
 	push   []wire.PlanTensor
 	pull   []uint64
 }
@@ -94,12 +95,15 @@ func (t *Ticket) signature() uint64 {
 	for i := range t.pull {
 		mix(t.pull[i].Key)
 	}
+	for i := range len(t.on) {
+		mix(uint64(t.on[i]))
+	}
 	return h
 }
 
 // fits says whether p is the plan of t.
 func (p *plan) fits(t *Ticket) bool {
-	if len(p.push) != len(t.push) || len(p.pull) != len(t.pull) {
+	if p.on != t.on || len(p.push) != len(t.push) || len(p.pull) != len(t.pull) {
 		return false
 	}
 	for i := range p.push {

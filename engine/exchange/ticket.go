@@ -41,8 +41,9 @@ type Ticket struct {
 	dims  []int64    // what the tensors' Dims point to
 	legs  []leg      // one per server
 	plan  *plan
-	open  int // legs that have not ended
-	ops   int // operations that have not ended
+	on    string // the channel that it goes through
+	open  int    // legs that have not ended
+	ops   int    // operations that have not ended
 	err   error
 	after transport.Point // the pushed tensors are not read before this has passed
 
@@ -183,7 +184,7 @@ func (tb *Table) release(t *Ticket) {
 		t.after = transport.Point{}
 	}
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
-	t.plan, t.err, t.request, t.open = nil, nil, nil, 0
+	t.plan, t.on, t.err, t.request, t.open = nil, "", nil, nil, 0
 	tb.mu.Lock()
 	defer tb.mu.Unlock()
 	t.rec.ticket = nil
@@ -253,6 +254,9 @@ func (tb *Table) Free() error { return mem.Unmap(tb.region) }
 
 // ID is the number of the ticket.
 func (t *Ticket) ID() uint64 { return t.id }
+
+// Through makes t a push_pull on a channel.
+func (t *Ticket) Through(ch *Channel) { t.on = ch.name }
 
 // After has the pushed tensors sent when p has passed. OnPassed is told of p.
 func (t *Ticket) After(p transport.Point) { t.after = p }

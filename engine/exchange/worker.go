@@ -212,7 +212,7 @@ func (w *Worker) assign(t *Ticket) error {
 
 func (w *Worker) newPlan(h uint64, t *Ticket) (*plan, error) {
 	seen := make(map[uint64]int, len(t.push))
-	p := &plan{hash: h, push: make([]wire.PlanTensor, len(t.push)), pull: make([]uint64, len(t.pull))}
+	p := &plan{hash: h, on: t.on, push: make([]wire.PlanTensor, len(t.push)), pull: make([]uint64, len(t.pull))}
 	for i := range t.push {
 		x := &t.push[i]
 		if j, dup := seen[x.Key]; dup {
@@ -383,7 +383,7 @@ func (w *Worker) know(s *server, t *Ticket) *sent {
 	k := &sent{plan: t.plan, targets: make([]target, share)}
 	first := s.index * share
 	s.begin(nil)
-	s.frame = wire.AppendPlan(s.frame, &wire.Plan{Number: n, Push: t.plan.push, Pull: t.plan.pull[first : first+share]})
+	s.frame = wire.AppendPlan(s.frame, &wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first : first+share]})
 	s.send()
 	for uint64(len(s.plans)) <= n {
 		s.plans = append(s.plans, k)

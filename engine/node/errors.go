@@ -78,7 +78,7 @@ func Errno(err error) syscall.Errno {
 		return syscall.ETIMEDOUT
 	case errors.As(err, &setting), errors.As(err, &refused), refusal(err):
 		return syscall.EINVAL
-	case errors.Is(err, errClosed), errors.Is(err, exchange.ErrLeft), errors.As(err, &over), errors.Is(err, cluster.ErrNotRunning):
+	case errors.Is(err, errClosed), errors.Is(err, exchange.ErrLeft), exchange.IsOver(err), errors.As(err, &over), errors.Is(err, cluster.ErrNotRunning):
 		return syscall.ESHUTDOWN
 	case errors.Is(err, exchange.ErrNoTicket):
 		return syscall.EBADF

@@ -42,6 +42,7 @@ type Node struct {
 	spin     time.Duration
 	threaded bool // the poller drives, not callers
 	counters trace.Counters
+	channels *channels
 	planes   []*plane         // the best first, the one that reaches everybody last
 	only     string           // the transport that the user wants for data; empty: any
 	gpu      *gpu             // nil: tensors are on the CPU
@@ -173,14 +174,17 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	switch cfg.Role {
 	case conf.Worker:
 		n.peers = make([]*link, cfg.Servers)
+		n.channels = newChannels(cfg.Servers)
 		n.worker, err = exchange.NewWorker(cfg.Servers, &n.counters, n.lostBy)
 	case conf.Server:
 		n.peers = make([]*link, cfg.Workers)
+		n.channels = newChannels(cfg.Workers)
 		n.server, err = exchange.NewServer(cfg.Workers, b, &n.counters, n.lostBy)
 		if err == nil && !cfg.Loans {
 			n.server.RefuseLoans()
 		}
 	case conf.Scheduler:
+		n.channels = newChannels(0)
 		n.scheduler, err = cluster.NewScheduler(cluster.SchedulerConfig{Shape: shape, Timing: timing})
 	}
 	if err == nil && gpu != nil {
@@ -466,8 +470,11 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 		return n.server.Written(l.index, ev.Imm, ev.Len)
 	}
 	switch wire.FrameType(ev.Data) {
+	case wire.TypeChannel:
+		return n.channels.Frame(l.index, ev.Data)
 	case wire.TypeBye:
 		l.left = true
+		n.channels.Left(l.index)
 	case wire.TypeUp:
 		l.used = true
 		if n.server != nil {
@@ -554,6 +561,7 @@ func (n *Node) fail(err error) {
 	if tb := n.tickets(); tb != nil {
 		tb.Shut(err)
 	}
+	n.channels.Shut(err)
 	for i := range n.peers {
 		if n.worker != nil {
 			n.worker.Down(i, err)

@@ -91,6 +91,7 @@ func (n *Node) up(l *link) bool { return l != nil && n.links[l.conn] == l }
 
 // lose ends what waits for peer i, or lets it wait for the successor.
 func (n *Node) lose(i int, err error) {
+	n.channels.Lose(i, err)
 	if n.worker != nil {
 		n.worker.Lose(i, err)
 	} else {

@@ -16,7 +16,7 @@ import (
 
 // Version of the wire format. It changes with every change that an older
 // build would not understand.
-const Version = 3
+const Version = 4
 
 // Type is the first byte of every frame.
 type Type uint8
@@ -47,6 +47,7 @@ const (
 	TypeUp       Type = 38 // worker -> server, and back: I use this connection
 	TypeRecall   Type = 39 // worker -> server: push_pulls that have failed, not to be delivered
 	TypeRecalled Type = 40 // server -> worker: those of them that are not
+	TypeChannel  Type = 41 // either: I open, or close, my side of a stream channel
 )
 
 // ErrShort says that a frame ends too early.

@@ -2,6 +2,7 @@ package wire
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 )
 
@@ -49,15 +50,17 @@ const MaxPlans = 1024
 // Plan describes the push-pulls that will name Number, which is below
 // MaxPlans. A plan under a known number takes its place.
 type Plan struct {
-	Number uint64
-	Push   []PlanTensor
-	Pull   []uint64 // keys
+	Number  uint64
+	Channel string // that its requests go through; empty: none
+	Push    []PlanTensor
+	Pull    []uint64 // keys
 }
 
 // AppendPlan appends p as a frame.
 func AppendPlan(dst []byte, p *Plan) []byte {
 	dst = append(dst, byte(TypePlan))
 	dst = binary.AppendUvarint(dst, p.Number)
+	dst = appendBytes(dst, p.Channel)
 	dst = binary.AppendUvarint(dst, uint64(len(p.Push)))
 	for i := range p.Push {
 		t := &p.Push[i]
@@ -79,7 +82,7 @@ func AppendPlan(dst []byte, p *Plan) []byte {
 func ParsePlan(b []byte) (*Plan, error) {
 	r := reader{b: b}
 	r.kind(TypePlan)
-	p := &Plan{Number: r.uvarint()}
+	p := &Plan{Number: r.uvarint(), Channel: r.text("bytes of a channel's name", MaxChannelName)}
 	p.Push = make([]PlanTensor, r.count("pushed tensors", MaxTensors, 10))
 	for i := range p.Push {
 		t := &p.Push[i]
@@ -335,4 +338,41 @@ func ParseRecall(b []byte, t Type, dst []uint64) ([]uint64, error) {
 		dst = append(dst, r.u64())
 	}
 	return dst, r.end()
+}
+
+// Bounds of a Channel.
+const (
+	MaxChannelName = 64
+	MaxChannelText = 256 << 10
+)
+
+// Channel opens its sender's side of a stream channel, which Text describes, or
+// closes it. What Text means is the sides' own matter.
+type Channel struct {
+	Name   string
+	Closes bool
+	Text   string // empty if it closes
+}
+
+// AppendChannel appends c as a frame.
+func AppendChannel(dst []byte, c *Channel) []byte {
+	dst = append(dst, byte(TypeChannel))
+	dst = appendBytes(dst, c.Name)
+	dst = appendBool(dst, c.Closes)
+	return appendBytes(dst, c.Text)
+}
+
+// ParseChannel parses a frame; the result does not alias it.
+func ParseChannel(b []byte) (Channel, error) {
+	r := reader{b: b}
+	r.kind(TypeChannel)
+	c := Channel{
+		Name:   r.text("bytes of a channel's name", MaxChannelName),
+		Closes: r.bool(),
+		Text:   r.text("bytes of a channel's text", MaxChannelText),
+	}
+	if c.Name == "" || c.Closes && c.Text != "" {
+		r.fail(errors.New("wire: a channel without a name, or a text in its end"))
+	}
+	return c, r.end()
 }

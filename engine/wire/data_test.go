@@ -17,6 +17,9 @@ var data = []struct {
 		{Key: 1<<64 - 1, DType: 15, NDim: 3, Tail: []int64{7168, 1}},
 		{Key: 2, DType: 6},
 	}, Pull: []uint64{3, 4}}), parsePlan},
+	{"plan of a channel", AppendPlan(nil, &Plan{Number: 1, Channel: "decode 0", Pull: []uint64{3}}), parsePlan},
+	{"channel", AppendChannel(nil, &Channel{Name: "decode 0", Text: "{}"}), parseChannel},
+	{"end of a channel", AppendChannel(nil, &Channel{Name: "decode 0", Closes: true}), parseChannel},
 	{"plan of nothing", AppendPlan(nil, &Plan{}), parsePlan},
 	{"need", AppendNeed(nil, []Need{{1, 4096, false}, {1<<64 - 1, 1 << 40, true}}), func(b []byte) (any, []byte, error) {
 		v, err := ParseNeed(b, nil)
@@ -46,6 +49,11 @@ var data = []struct {
 func parsePlan(b []byte) (any, []byte, error) {
 	v, err := ParsePlan(b)
 	return v, AppendPlan(nil, v), err
+}
+
+func parseChannel(b []byte) (any, []byte, error) {
+	v, err := ParseChannel(b)
+	return v, AppendChannel(nil, &v), err
 }
 
 func parseBuffers(b []byte) (any, []byte, error) {
@@ -93,6 +101,12 @@ func TestDataBounds(t *testing.T) {
 	require.ErrorContains(t, err, "absurd")
 	_, err = ParsePlan(AppendPlan(nil, &Plan{Push: make([]PlanTensor, MaxTensors+1)}))
 	require.ErrorContains(t, err, "4097 pushed tensors")
+	_, err = ParseChannel(AppendChannel(nil, &Channel{Name: strings.Repeat("x", MaxChannelName+1)}))
+	require.ErrorContains(t, err, "65 bytes of a channel's name")
+	_, err = ParseChannel(AppendChannel(nil, &Channel{Name: "x", Text: strings.Repeat("x", MaxChannelText+1)}))
+	require.ErrorContains(t, err, "262145 bytes of a channel's text")
+	_, err = ParseChannel(AppendChannel(nil, &Channel{}))
+	require.ErrorContains(t, err, "without a name")
 	v, err := ParseBuffers(AppendBuffers(nil, &Buffers{Reason: strings.Repeat("x", 5000)}))
 	require.NoError(t, err)
 	require.Len(t, v.Reason, maxReason)

@@ -233,6 +233,14 @@ CASE(no_such_node) {
     FAILS(fs_respond(node, &word, &count, 1, NULL, &ticket, &need), EBADF,
           "handle");
     FAILS(fs_register_recv(node, &t, &rank, &word, 1), EBADF, "handle");
+    FAILS(fs_channel_open(node, "a", &word), EBADF, "handle");
+    FAILS(fs_channel_tell(node, 1, 0, "", 0, NULL), EBADF, "handle");
+    FAILS(fs_channel_text(node, 1, 0, &byte, 1, &need, 0), EBADF, "handle");
+    FAILS(fs_channel_state(node, 1), EBADF, "handle");
+    FAILS(fs_channel_push_pull(node, 1, &t, 1, NULL, 0, &ticket), EBADF,
+          "handle");
+    FAILS(fs_channel_take(node, 1, &word, 1, &need, 0, 0), EBADF, "handle");
+    FAILS(fs_channel_close(node, 1, 0), EBADF, "handle");
     FAILS(fs_barrier(node, FS_BARRIER_WORKERS, 0, &token, 0), EBADF, "handle");
     FAILS(fs_trace(node, 0, stamps), EBADF, "handle");
     FAILS(fs_forget(node, 1), EBADF, "handle");

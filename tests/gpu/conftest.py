@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from pair import Pair
 from peers import Child
 
 
@@ -43,3 +44,53 @@ def child() -> Iterator[Callable[..., Child]]:
     yield make
     for one in made:
         one.reap()
+
+
+class Pairs:
+    """Keeps the two processes of a placement from one test to the next: they take seconds to
+    start. A pair that has failed is not used again."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, int], Pair] = {}
+
+    def get(self, devices: tuple[int, int]) -> Pair:
+        pair = self._pairs.get(devices)
+        if pair is None or not pair.alive:
+            if pair is not None:
+                pair.close()
+            pair = self._pairs[devices] = Pair(devices)
+        return pair
+
+    def close(self) -> None:
+        for pair in self._pairs.values():
+            pair.close()
+
+
+PLACES = [pytest.param((0, 0), id="one_gpu"), pytest.param((0, 1), id="two_gpus")]
+
+
+def _placed(request: pytest.FixtureRequest, gpus: int) -> tuple[int, int]:
+    if max(request.param) >= gpus:
+        pytest.skip(f"needs two GPUs, this machine has {gpus}")
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def pairs(gpus: int) -> Iterator[Pairs]:
+    kept = Pairs()
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(params=PLACES)
+def pair(pairs: Pairs, gpus: int, request: pytest.FixtureRequest) -> Pair:
+    """Two processes on one GPU, and on two."""
+    return pairs.get(_placed(request, gpus))
+
+
+@pytest.fixture(params=PLACES)
+def fresh(gpus: int, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A pair of its own, for a test that kills."""
+    own = Pair(_placed(request, gpus))
+    yield own
+    own.close()

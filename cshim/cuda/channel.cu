@@ -1,0 +1,323 @@
+// The kernels of stream channels; cs_channel.h says what they are given.
+//
+// A sequence number counts the launches of each block. It lies in device memory,
+// so that a captured graph can be replayed, and wraps: only differences and
+// equality are looked at. Memory that a peer writes, or reads, is touched with
+// .sys operations. The numbers are read past the first-level cache, which need not
+// be empty when a kernel begins under programmatic dependent launch.
+//
+// A wait polls its flag alone. Once in kPolls it asks whether another kernel has
+// given up, and more rarely whether the host has ended the channel (host memory: a
+// microsecond away) or time is up, so that a short wait pays nothing. Whoever gives
+// up marks the channel dead; a later kernel that waits gives up after kPolls.
+//
+// What a kernel does first decides its latency: the count and the data are loaded at
+// the same time, nothing is asked before, and up to eight loads of a thread are on
+// their way at once (a loop that stores what it has just loaded waits for each).
+
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+constexpr u32 kPolls = 64;
+constexpr u32 kAsks = 32; // of the dead word, for one of the host and the clock
+// How long what a peer sent before it closed its side may take.
+constexpr u64 kAfterwards = 100000000;
+
+__device__ __forceinline__ u32 load_own(u64 p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_own(u64 p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ u32 acquire32(u64 p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ u64 acquire64(u64 p) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void release32(u64 p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void release64(u64 p, u64 v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ u32 host_word(u64 p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void host_store(u64 p, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// Before a kernel touches anything: all work before it on the stream is done. Then
+// the next kernel may be brought to the SMs, where it waits for this one's end.
+__device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Whether to go on with a wait that began at since (0: now): when it began, or kOver.
+constexpr u64 kOver = ~0ull;
+__device__ __noinline__ u64 ask(const cs_launch_head &h, u32 peer, u64 since, u32 polls) {
+  u32 why = load_own(h.dead) != 0 ? CS_LOST : 0;
+  if (why == 0 && (since == 0 || polls % (kPolls * kAsks) == 0)) {
+    const u64 now = nanoseconds();
+    const u32 ended = host_word(h.status);
+    if (since == 0)
+      since = now;
+    if (ended == 1 || (ended != 0 && now - since > kAfterwards))
+      why = CS_LOST;
+    else if (now - since > h.patience)
+      why = CS_LATE;
+  }
+  if (why == 0)
+    return since;
+  if (atomicExch((unsigned *)h.dead, 1u) == 0)
+    host_store(h.status + 4, why | peer << 8);
+  return kOver;
+}
+
+// Counts the polls of a thread.
+struct Patience {
+  u32 polls = 0;
+  u64 since = 0;
+  __device__ __forceinline__ bool over(const cs_launch_head &h, u32 peer) {
+    if (++polls % kPolls != 0)
+      return false;
+    since = ask(h, peer, since, polls);
+    return since == kOver;
+  }
+};
+
+// Copies elements [begin, end) of T.
+template <class T>
+__device__ __forceinline__ void copy_as(const char *from, char *to, u64 begin, u64 end) {
+  constexpr int kAtOnce = 8;
+  const T *s = (const T *)from;
+  T *d = (T *)to;
+  const u64 step = blockDim.x;
+  for (u64 i = begin + threadIdx.x; i < end; i += kAtOnce * step) {
+    T v[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; k++)
+      if (i + k * step < end)
+        v[k] = s[i + k * step];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; k++)
+      if (i + k * step < end)
+        d[i + k * step] = v[k];
+  }
+}
+
+// Copies this block's share. The cut depends on bytes and blocks alone, so that a
+// sender and a receiver that copies out agree on it whatever their alignments.
+__device__ void copy_share(const char *from, char *to, u64 bytes, u32 block, u32 blocks) {
+  const u64 whole = bytes / 16, per = (whole + blocks - 1) / blocks;
+  const u64 begin = min(whole, block * per), end = min(whole, begin + per);
+  const u64 bits = (u64)from | (u64)to;
+  if (bits % 16 == 0)
+    copy_as<uint4>(from, to, begin, end);
+  else if (bits % 4 == 0)
+    copy_as<u32>(from, to, begin * 4, end * 4);
+  else
+    copy_as<char>(from, to, begin * 16, end * 16);
+  if (block == blocks - 1 && threadIdx.x < bytes % 16)
+    to[whole * 16 + threadIdx.x] = from[whole * 16 + threadIdx.x];
+}
+
+__device__ __forceinline__ uint2 load8(const char *p, u64 left, bool aligned) {
+  if (aligned && left >= 8)
+    return *(const uint2 *)p;
+  union {
+    char c[8];
+    uint2 v;
+  } u;
+  u.v = make_uint2(0, 0);
+  for (u32 i = 0; i < 8 && i < left; i++)
+    u.c[i] = p[i];
+  return u.v;
+}
+
+__device__ __forceinline__ void store8(char *p, uint2 v, u64 left, bool aligned) {
+  if (aligned && left >= 8) {
+    *(uint2 *)p = v;
+    return;
+  }
+  union {
+    char c[8];
+    uint2 v;
+  } u;
+  u.v = v;
+  for (u32 i = 0; i < 8 && i < left; i++)
+    p[i] = u.c[i];
+}
+
+// Packet 0 carries the number of rows, packet i + 1 the bytes from 8 * i on.
+struct Packets {
+  const char *from;
+  u64 bytes, n, step;
+  u32 rows;
+  bool aligned;
+
+  __device__ __forceinline__ Packets(const cs_segment &s)
+      : from((const char *)s.from), bytes(s.bytes), n((s.bytes + 7) / 8 + 1), step((u64)s.blocks * blockDim.x),
+        rows(s.rows), aligned(s.from % 8 == 0) {}
+  __device__ __forceinline__ uint2 load(u64 i) const {
+    if (i == 0 || i >= n)
+      return make_uint2(rows, 0);
+    return load8(from + (i - 1) * 8, bytes - (i - 1) * 8, aligned);
+  }
+};
+
+__device__ __forceinline__ void store_packet(uint4 *to, uint2 v, u32 seq) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(seq), "r"(v.y), "r"(seq)
+               : "memory");
+}
+
+__device__ bool recv_packets(const cs_segment &s, const cs_launch_head &h, u32 block, u32 seq) {
+  const uint4 *from = (const uint4 *)s.from + (seq & 1) * (u64)s.stride;
+  char *to = (char *)s.to;
+  const bool aligned = s.to % 8 == 0;
+  const u64 n = (s.bytes + 7) / 8 + 1, step = (u64)s.blocks * blockDim.x;
+  Patience patience;
+  for (u64 i = (u64)block * blockDim.x + threadIdx.x; i < n; i += step) {
+    uint4 x;
+    for (;;) {
+      asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                   : "l"(from + i)
+                   : "memory");
+      if (x.y == seq && x.w == seq)
+        break;
+      if (patience.over(h, s.peer))
+        return false;
+    }
+    if (i)
+      store8(to + (i - 1) * 8, make_uint2(x.x, x.z), s.bytes - (i - 1) * 8, aligned);
+    else
+      *(u64 *)s.counted = x.x;
+  }
+  return true;
+}
+
+// Waits until flag `block` of s says seq.
+__device__ __forceinline__ bool await(const cs_segment &s, const cs_launch_head &h, u32 block, u32 seq) {
+  Patience patience;
+  for (;;) {
+    const u64 v = acquire64(s.flags + 8 * block);
+    if ((int)((u32)v - seq) >= 0) {
+      if (block == 0)
+        *(u64 *)s.counted = v >> 32;
+      return true;
+    }
+    if (patience.over(h, s.peer))
+      return false;
+  }
+}
+
+template <class Launch> __device__ __forceinline__ const cs_segment &mine(const Launch &a) {
+  u32 i = 0;
+  while (i + 1 < a.head.count && blockIdx.x >= a.segment[i + 1].first)
+    i++;
+  return a.segment[i];
+}
+
+// Waits until the receiver has room; all threads of the block.
+__device__ bool credit(const cs_segment &s, const cs_launch_head &h, u32 block, u32 seq) {
+  bool ok = true;
+  if (threadIdx.x == 0) {
+    const u64 word = s.credits + (s.kind == CS_IN_PLACE ? 0 : 4 * block);
+    Patience patience;
+    while (ok && (int)(acquire32(word) - (seq - s.ahead)) < 0)
+      ok = !patience.over(h, s.peer);
+  }
+  return __syncthreads_and(ok);
+}
+
+template <class Launch> __device__ __forceinline__ void send(const Launch &a) {
+  begin();
+  const cs_launch_head &h = a.head;
+  const cs_segment &s = mine(a);
+  const u32 block = blockIdx.x - s.first;
+  const u64 count = h.counts + 4 * blockIdx.x;
+  const u32 seq = load_own(count) + 1;
+  if (s.kind == CS_BY_PACKETS) {
+    const Packets packets(s);
+    const u64 first = (u64)block * blockDim.x + threadIdx.x;
+    uint2 v = packets.load(first); // beside the load of the count
+    __syncthreads();               // all have read the count
+    if (threadIdx.x == 0)
+      store_own(count, seq);
+    if (s.credits != 0 && !credit(s, h, block, seq))
+      return;
+    uint4 *to = (uint4 *)s.to + (seq & 1) * (u64)s.stride;
+    for (u64 i = first; i < packets.n; i += packets.step) {
+      const uint2 next = packets.load(i + packets.step);
+      store_packet(to + i, v, seq);
+      v = next;
+    }
+    return;
+  }
+  if (s.credits != 0 && !credit(s, h, block, seq))
+    return;
+  copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system(); // what the other threads wrote, too
+    release64(s.flags + 8 * block, (u64)s.rows << 32 | seq);
+    store_own(count, seq);
+  }
+}
+
+template <class Launch> __device__ __forceinline__ void recv(const Launch &a) {
+  begin();
+  const cs_launch_head &h = a.head;
+  const cs_segment &s = mine(a);
+  const u32 block = blockIdx.x - s.first;
+  const u64 count = h.counts + 4 * blockIdx.x;
+  const u32 seq = load_own(count) + 1;
+  __syncthreads(); // all have read the count
+  if (threadIdx.x == 0)
+    store_own(count, seq);
+  if (s.kind == CS_IN_PLACE) { // one block here for all of the sender's
+    if (s.credits != 0 && threadIdx.x == 0)
+      release32(s.credits, seq);
+    bool ok = true;
+    for (u32 b = threadIdx.x; ok && b < s.stride; b += blockDim.x)
+      ok = await(s, h, b, seq);
+    return;
+  }
+  bool ok = true;
+  if (s.kind == CS_BY_PACKETS)
+    ok = recv_packets(s, h, block, seq);
+  else if (threadIdx.x == 0)
+    ok = await(s, h, block, seq);
+  if (s.kind == CS_BY_LANDING && __syncthreads_and(ok))
+    copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);
+  if (s.credits != 0) {
+    __syncthreads(); // all have read the landing buffer
+    if (threadIdx.x == 0)
+      release32(s.credits + 4 * block, seq);
+  }
+}
+
+extern "C" {
+__global__ void __launch_bounds__(1024) send_few(const __grid_constant__ cs_launch_few a) { send(a); }
+__global__ void __launch_bounds__(1024) send_many(const __grid_constant__ cs_launch_many a) { send(a); }
+__global__ void __launch_bounds__(1024) recv_few(const __grid_constant__ cs_launch_few a) { recv(a); }
+__global__ void __launch_bounds__(1024) recv_many(const __grid_constant__ cs_launch_many a) { recv(a); }
+}

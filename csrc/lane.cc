@@ -1,0 +1,542 @@
+#include "lane.h"
+
+#include <chrono>
+#include <cstring>
+#include <tuple>
+
+#include "args.h"
+#include "error.h"
+#include "process.h"
+#include "tensor.h"
+
+namespace fserver {
+namespace {
+
+const char kSource[] =
+#include "channel_source.inc"
+    ;
+
+void open_driver(const char *call) {
+  char why[256];
+  if (cs_cuda_open(why, sizeof why) != 0)
+    raise(Kind::kConfig,
+          "%s: no CUDA driver: %s (install the NVIDIA driver, or use CPU "
+          "tensors)",
+          call, why);
+}
+
+[[noreturn]] void fail(const char *what, cs_result rc) {
+  char text[256];
+  cs_cuda_text(rc, text, sizeof text);
+  raise(Kind::kError, "channel: %s: %s", what, text);
+}
+
+void must(const char *what, cs_result rc) {
+  if (rc != CS_CU_SUCCESS)
+    fail(what, rc);
+}
+
+// Small allocations share a block of 2 MiB, which is what an IPC handle names:
+// whole blocks show a peer nothing else.
+constexpr uint64_t kPiece = 2 << 20;
+
+constexpr int kWatchMs = 10;
+
+// From here on the copy engine is faster than the stores of kernels (16 MiB: 46
+// and 49 us, 64 MiB: 173 and 200), and a kernel only raises the flags after it.
+constexpr uint64_t kEngine = 16 << 20;
+
+// The values of the word that ends a channel, as fs_channel_open has them.
+constexpr uint32_t kEnded = 1;
+
+void wait_for(cs_stream s, uint64_t address, const char *call) {
+  must(call, cs_cu.StreamWaitValue32(s, address, 1, CS_WAIT_GEQ));
+}
+
+void write_to(cs_stream s, uint64_t address, uint32_t value, const char *call) {
+  must(call, cs_cu.StreamWriteValue32(s, address, value, CS_WRITE_DEFAULT));
+}
+
+} // namespace
+
+std::string lane_source() { return kSource; }
+
+int lane_arch(int device) {
+  open_driver("channel");
+  cs_device d;
+  int major = 0, minor = 0;
+  must("find the GPU", cs_cu.DeviceGet(&d, device));
+  must("ask for its compute capability",
+       cs_cu.DeviceGetAttribute(&major, CS_DEV_COMPUTE_CAPABILITY_MAJOR, d));
+  must("ask for its compute capability",
+       cs_cu.DeviceGetAttribute(&minor, CS_DEV_COMPUTE_CAPABILITY_MINOR, d));
+  return major * 10 + minor;
+}
+
+// Makes the lane's context the thread's, and puts the old one back.
+struct Lane::Entered {
+  explicit Entered(cs_context context) {
+    if (cs_cu.CtxGetCurrent(&old) != CS_CU_SUCCESS || old != context) {
+      must("enter the GPU's context", cs_cu.CtxSetCurrent(context));
+      changed = true;
+    }
+  }
+  ~Entered() {
+    if (changed)
+      cs_cu.CtxSetCurrent(old);
+  }
+  cs_context old = nullptr;
+  bool changed = false;
+};
+
+Lane::Lane(int device, const std::string &image, double timeout_ms,
+           bool programmatic)
+    : device_(device), programmatic_(programmatic),
+      patience_(static_cast<uint64_t>(timeout_ms * 1e6)) {
+  open_driver("channel");
+  if (!cs_cu.LaunchKernelEx || !cs_cu.StreamWriteValue32)
+    raise(Kind::kConfig,
+          "channel: the CUDA driver is older than 11.7 (install a newer one)");
+  must("find the GPU", cs_cu.DeviceGet(&handle_, device));
+  must("hold the GPU's context",
+       cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
+  try {
+    Entered in(context_);
+    void *words;
+    must(
+        "allocate pinned memory",
+        cs_cu.MemHostAlloc(&words, 4096, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP));
+    memset(words, 0, 4096);
+    words_ = static_cast<volatile uint32_t *>(words);
+    must("map pinned memory", cs_cu.MemHostGetDevicePointer(&seen_, words, 0));
+    out_.name = "send";
+    in_.name = "recv";
+    if (!image.empty()) {
+      must("load the kernels", cs_cu.ModuleLoadData(&module_, image.data()));
+      // Asking for an attribute loads a kernel. At its first launch it would be too
+      // late: another one of ours may be waiting then, and the driver waits for it.
+      auto load = [&](cs_function *f, const char *name) {
+        int registers;
+        must("find a kernel", cs_cu.ModuleGetFunction(f, module_, name));
+        must("load a kernel",
+             cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS, *f));
+      };
+      load(&out_.few, "send_few");
+      load(&out_.many, "send_many");
+      load(&in_.few, "recv_few");
+      load(&in_.many, "recv_many");
+    }
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+void Lane::need(const char *call) const {
+  if (closed_)
+    raise(Kind::kClosed, "%s: the channel is closed", call);
+}
+
+uint64_t Lane::allocate(uint64_t bytes) {
+  need("channel");
+  Entered in(context_);
+  bytes = (bytes + kPiece - 1) / kPiece * kPiece;
+  cs_ptr p;
+  cs_result rc = cs_cu.MemAlloc(&p, bytes);
+  if (rc == CS_CU_OUT_OF_MEMORY)
+    raise(Kind::kError,
+          "channel: allocate %llu bytes on gpu %d: out of memory (torch keeps "
+          "what it has freed: "
+          "torch.cuda.empty_cache())",
+          static_cast<unsigned long long>(bytes), device_);
+  must("allocate", rc);
+  owned_.push_back(p);
+  cs_stream s;
+  must("make a stream", cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING));
+  rc = cs_cu.MemsetD8Async(p, 0, bytes, s);
+  if (rc == CS_CU_SUCCESS)
+    rc = cs_cu.StreamSynchronize(s);
+  cs_cu.StreamDestroy(s);
+  must("clear memory", rc);
+  return p;
+}
+
+std::tuple<std::string, uint64_t, uint64_t> Lane::share(uint64_t address) {
+  need("channel");
+  Entered in(context_);
+  cs_ptr base = 0;
+  size_t bytes = 0;
+  int legacy = 0;
+  void *pool = nullptr;
+  must("find the allocation of a tensor",
+       cs_cu.MemGetAddressRange(&base, &bytes, address));
+  cs_cu.PointerGetAttribute(&legacy, CS_PTR_LEGACY_IPC_CAPABLE, address);
+  cs_cu.PointerGetAttribute(&pool, CS_PTR_MEMPOOL, address);
+  cs_ipc_handle h;
+  if (!legacy || pool || cs_cu.IpcGetMemHandle(&h, base) != CS_CU_SUCCESS)
+    return {std::string(), 0, 0};
+  return {std::string(h.bytes, sizeof h.bytes), bytes, address - base};
+}
+
+std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle) {
+  need("channel");
+  Entered in(context_);
+  cs_ipc_handle h;
+  if (handle.size() != sizeof h.bytes)
+    raise(Kind::kError,
+          "channel: a peer's memory handle has %zu bytes, want %zu",
+          handle.size(), sizeof h.bytes);
+  memcpy(h.bytes, handle.data(), sizeof h.bytes);
+  cs_ptr p = 0, base = 0;
+  size_t bytes = 0;
+  cs_result rc = cs_cu.IpcOpenMemHandle(&p, h, CS_IPC_LAZY_PEER_ACCESS);
+  if (rc == CS_CU_PEER_ACCESS_UNSUPPORTED)
+    raise(Kind::kConfig,
+          "channel: gpu %d cannot use the memory of the peer's GPU: no peer "
+          "access between them "
+          "(nvidia-smi topo -p2p rw shows it; use mode=\"proxy\")",
+          device_);
+  must("map a peer's memory", rc);
+  mapped_.push_back(p);
+  must("find the size of a peer's memory",
+       cs_cu.MemGetAddressRange(&base, &bytes, p));
+  return {p, bytes - (p - base)};
+}
+
+void Lane::reach(int device) {
+  need("channel");
+  if (device == device_)
+    return;
+  cs_device other;
+  cs_context context;
+  int can = 0;
+  must("find the peer's GPU", cs_cu.DeviceGet(&other, device));
+  must("ask for peer access", cs_cu.DeviceCanAccessPeer(&can, handle_, other));
+  if (!can)
+    raise(Kind::kConfig,
+          "channel: gpu %d cannot use the memory of gpu %d: no peer access "
+          "between them (use "
+          "mode=\"proxy\")",
+          device_, device);
+  must("hold the peer's context",
+       cs_cu.DevicePrimaryCtxRetain(&context, other));
+  Entered in(context_);
+  cs_result rc = cs_cu.CtxEnablePeerAccess(context, 0);
+  cs_cu.DevicePrimaryCtxRelease(other); // its channel holds it
+  if (rc != CS_CU_PEER_ACCESS_ALREADY_ENABLED)
+    must("use the memory of the peer's GPU", rc);
+}
+
+void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
+                uint64_t dead) {
+  need("channel");
+  Way &way = sends ? out_ : in_;
+  for (Step &step : steps) {
+    const size_t n = step.segments.size();
+    if (n == 0 || n > CS_MANY)
+      raise(Kind::kError, "channel: %zu segments in a launch", n);
+    Launch l;
+    memset(&l.args, 0, sizeof l.args);
+    l.threads = static_cast<unsigned>(step.threads);
+    l.args.head.counts = counts;
+    l.args.head.dead = dead;
+    l.args.head.status = seen_;
+    l.args.head.patience = patience_;
+    l.args.head.count = static_cast<unsigned>(n);
+    for (size_t i = 0; i < n; i++) {
+      cs_segment s = step.segments[i].s;
+      s.first = l.first[i] = static_cast<unsigned short>(l.grid);
+      l.grid += s.blocks;
+      l.args.segment[i] = s;
+    }
+    counts += 4 * l.grid;
+    l.segments = std::move(step.segments);
+    way.launches.push_back(std::move(l));
+  }
+}
+
+void Lane::plan_copies(bool sends, std::vector<Segment> segments) {
+  need("channel");
+  (sends ? out_ : in_).copies = std::move(segments);
+  if (!watcher_.joinable())
+    watcher_ = std::thread([this] { watch(); });
+}
+
+void Lane::begin(bool in_turn, bool send_first) {
+  in_turn_ = in_turn;
+  send_next_ = send_first;
+  for (Launch &l : out_.launches)
+    for (const Segment &g : l.segments)
+      l.large = l.large || by_engine(g);
+}
+
+// Without turns the kernel has to see the receiver's credit first.
+bool Lane::by_engine(const Segment &g) const {
+  return in_turn_ && g.s.kind == CS_IN_PLACE && g.s.bytes >= kEngine;
+}
+
+cs_stream Lane::stream(const char *call) {
+  need(call);
+  if (words_[0] == kEnded || words_[1])
+    raise(Kind::kError, "%s: the channel has ended: check() says why", call);
+  auto s = reinterpret_cast<cs_stream>(native_stream(device_));
+  if (used_ && s != last_) {
+    int capturing = CS_CAPTURE_NONE;
+    cs_cu.StreamIsCapturing(s, &capturing);
+    if (capturing == CS_CAPTURE_NONE &&
+        cs_cu.StreamQuery(last_) == CS_CU_NOT_READY)
+      raise(Kind::kConfig,
+            "%s: the channel is still in use on another stream: synchronize "
+            "that one first, or open a "
+            "channel for each stream",
+            call);
+  }
+  return s;
+}
+
+void Lane::turn(const char *call, bool sends) {
+  if (in_turn_ && sends != send_next_)
+    raise(Kind::kConfig,
+          "%s: it is the turn of %s(): on a channel with tensors both ways the "
+          "two alternate",
+          call, sends ? "recv" : "send");
+}
+
+void Lane::launch(Way &way, cs_stream s, const char *call) {
+  cs_launch_attribute attribute;
+  memset(&attribute, 0, sizeof attribute);
+  attribute.id = CS_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.flag = 1;
+  for (Launch &l : way.launches) {
+    cs_launch_config c;
+    memset(&c, 0, sizeof c);
+    c.grid_x = l.grid;
+    c.grid_y = c.grid_z = c.block_y = c.block_z = 1;
+    c.block_x = l.threads;
+    c.stream = s;
+    c.attributes = &attribute;
+    c.count = programmatic_ ? 1 : 0;
+    void *args[] = {&l.args}; // cs_launch_few is its beginning
+    cs_result rc = cs_cu.LaunchKernelEx(
+        &c, l.segments.size() <= CS_FEW ? way.few : way.many, args, nullptr);
+    if (rc != CS_CU_SUCCESS)
+      fail(call, rc);
+  }
+}
+
+// Waits and flags have constants only, so that a graph can be replayed: the
+// sender sets a flag to 1, the receiver waits for it and sets it back, and the
+// flag's next 1 comes after the answer, or after the receiver's credit.
+void Lane::copy_out(cs_stream s) {
+  for (const Segment &g : out_.copies) {
+    if (g.s.credits) {
+      wait_for(s, g.s.credits, "send");
+      write_to(s, g.s.credits, 0, "send");
+    }
+  }
+  for (const Segment &g : out_.copies) {
+    const uint64_t rows =
+        rows_.empty() ? g.s.rows : rows_[static_cast<size_t>(g.tensor)];
+    const uint64_t bytes = rows_.empty() ? g.s.bytes : rows * g.row_bytes;
+    if (bytes)
+      must("send", cs_cu.MemcpyAsync(g.s.to, g.s.from, bytes, s));
+    if (!rows_.empty() || short_) // 3 us each on an H200
+      write_to(s, g.s.counted, static_cast<uint32_t>(rows), "send");
+    if (g.s.flags)
+      write_to(s, g.s.flags, 1, "send");
+  }
+  short_ = !rows_.empty();
+}
+
+void Lane::copy_in(cs_stream s) {
+  for (const Segment &g : in_.copies)
+    if (g.s.credits)
+      write_to(s, g.s.credits, 1, "recv");
+  for (const Segment &g : in_.copies) {
+    if (g.s.flags) {
+      wait_for(s, g.s.flags, "recv");
+      write_to(s, g.s.flags, 0, "recv");
+    }
+  }
+  for (const Segment &g : in_.copies)
+    if (g.s.from && g.s.bytes)
+      must("recv", cs_cu.MemcpyAsync(g.s.to, g.s.from, g.s.bytes, s));
+}
+
+void Lane::send(PyObject *rows) {
+  cs_stream s = stream("send");
+  turn("send", true);
+  Entered in(context_);
+  rows_.clear();
+  if (rows && rows != Py_None) {
+    const Items items(rows, {"send", "rows"}, "ints");
+    auto check = [&](const Segment &g) {
+      const auto t = static_cast<size_t>(g.tensor);
+      if (t >= rows_.size())
+        raise(Kind::kShape,
+              "send: rows has %zu numbers: give one for each tensor",
+              rows_.size());
+      if (rows_[t] > g.s.rows)
+        raise(Kind::kShape, "send: rows[%zu] is %u, and the tensor has %u", t,
+              rows_[t], g.s.rows);
+    };
+    for (size_t i = 0; i < items.size(); i++) {
+      const uint64_t n =
+          read_u64(items.at(i), {"send", "rows"}, static_cast<Py_ssize_t>(i));
+      rows_.push_back(n > UINT32_MAX ? UINT32_MAX : static_cast<uint32_t>(n));
+    }
+    for (const Segment &g : out_.copies)
+      check(g);
+    for (const Launch &l : out_.launches)
+      for (const Segment &g : l.segments)
+        check(g);
+  }
+  for (Launch &l : out_.launches) {
+    if (rows_.empty() && !l.large)
+      continue;
+    for (size_t i = 0; i < l.segments.size(); i++) {
+      const Segment &g = l.segments[i];
+      cs_segment &now = l.args.segment[i];
+      now = g.s;
+      now.first = l.first[i];
+      if (!rows_.empty()) {
+        now.rows = rows_[static_cast<size_t>(g.tensor)];
+        if (g.s.kind != CS_BY_PACKETS) // of those the receiver waits for all
+          now.bytes = now.rows * g.row_bytes;
+      }
+      if (by_engine(g)) {
+        if (now.bytes)
+          must("send", cs_cu.MemcpyAsync(now.to, now.from, now.bytes, s));
+        now.bytes = 0;
+      }
+    }
+  }
+  if (!out_.copies.empty())
+    copy_out(s);
+  launch(out_, s, "send");
+  if (!rows_.empty()) {
+    for (Launch &l : out_.launches)
+      for (size_t i = 0; i < l.segments.size(); i++) {
+        l.args.segment[i].rows = l.segments[i].s.rows;
+        l.args.segment[i].bytes = l.segments[i].s.bytes;
+      }
+  }
+  send_next_ = false;
+  last_ = s;
+  used_ = true;
+}
+
+void Lane::recv() {
+  cs_stream s = stream("recv");
+  turn("recv", false);
+  Entered in(context_);
+  if (!in_.copies.empty())
+    copy_in(s);
+  launch(in_, s, "recv");
+  send_next_ = true;
+  last_ = s;
+  used_ = true;
+}
+
+std::pair<int, int> Lane::status() const {
+  if (!words_)
+    return {0, 0};
+  const uint32_t w = words_[1];
+  if (w == 0 && words_[0] == kEnded)
+    return {CS_LOST, -1};
+  return {static_cast<int>(w & 255), static_cast<int>(w >> 8)};
+}
+
+std::string Lane::peek(uint64_t address, uint64_t bytes) {
+  need("channel");
+  Entered in(context_);
+  std::string data(bytes, 0);
+  void *pinned;
+  cs_stream s;
+  must("allocate pinned memory", cs_cu.MemHostAlloc(&pinned, bytes, 0));
+  cs_result rc = cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING);
+  if (rc == CS_CU_SUCCESS) {
+    rc = cs_cu.MemcpyDtoHAsync(pinned, address, bytes, s);
+    if (rc == CS_CU_SUCCESS)
+      rc = unlocked([&] { return cs_cu.StreamSynchronize(s); });
+    cs_cu.StreamDestroy(s);
+  }
+  memcpy(data.data(), pinned, bytes);
+  cs_cu.MemFreeHost(pinned);
+  must("read the GPU's memory", rc);
+  return data;
+}
+
+void Lane::finish() {
+  if (!used_ || closed_)
+    return;
+  Entered in(context_);
+  unlocked([&] { return cs_cu.StreamSynchronize(last_); });
+}
+
+int Lane::pending() const {
+  return used_ && !closed_ ? cs_cu.StreamQuery(last_) : CS_CU_SUCCESS;
+}
+
+void Lane::abort() {
+  if (words_)
+    words_[0] = kEnded;
+}
+
+// Once the lane has ended, fills every flag until it is closed: a stream that
+// waits goes on, and so does the next wait on it.
+void Lane::watch() {
+  cs_stream s = nullptr;
+  if (cs_cu.CtxSetCurrent(context_) != CS_CU_SUCCESS)
+    return;
+  while (!stop_.load()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(kWatchMs));
+    if (words_[0] == 0)
+      continue;
+    if (!s && cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING) != CS_CU_SUCCESS)
+      return;
+    for (const Segment &g : in_.copies)
+      if (g.s.flags)
+        cs_cu.StreamWriteValue32(s, g.s.flags, 1, CS_WRITE_DEFAULT);
+    for (const Segment &g : out_.copies)
+      if (g.s.credits)
+        cs_cu.StreamWriteValue32(s, g.s.credits, 1, CS_WRITE_DEFAULT);
+    cs_cu.StreamSynchronize(s);
+  }
+  if (s)
+    cs_cu.StreamDestroy(s);
+}
+
+void Lane::close() {
+  if (closed_)
+    return;
+  closed_ = true;
+  if (!context_)
+    return;
+  abort(); // what still waits on a stream ends
+  cs_context old = nullptr;
+  cs_cu.CtxGetCurrent(&old);
+  if (cs_cu.CtxSetCurrent(context_) == CS_CU_SUCCESS) {
+    if (used_)
+      unlocked([&] { return cs_cu.StreamSynchronize(last_); });
+    stop_.store(true);
+    if (watcher_.joinable())
+      unlocked([&] {
+        watcher_.join();
+        return 0;
+      });
+    for (cs_ptr p : mapped_)
+      cs_cu.IpcCloseMemHandle(p);
+    for (cs_ptr p : owned_)
+      cs_cu.MemFree(p);
+    if (module_)
+      cs_cu.ModuleUnload(module_);
+    if (words_)
+      cs_cu.MemFreeHost(const_cast<uint32_t *>(words_));
+  }
+  words_ = nullptr;
+  cs_cu.CtxSetCurrent(old);
+  cs_cu.DevicePrimaryCtxRelease(handle_);
+}
+
+} // namespace fserver

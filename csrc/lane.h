@@ -1,0 +1,126 @@
+// The device's part of a stream channel: memory that peers write, kernels, and
+// what is enqueued for one send or recv. What goes where is planned in Python
+// (fserver/channel/plan.py); nothing here knows a peer but by its addresses.
+#pragma once
+
+#include <Python.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../cshim/cuda/cs_channel.h"
+#include "../cshim/cuda/cs_cuda.h"
+
+namespace fserver {
+
+// The source of the kernels, for NVRTC.
+std::string lane_source();
+
+// Compute capability of a GPU: 90 for 9.0. Raises if there is no driver.
+int lane_arch(int device);
+
+// One launch, or, in mode "ce", one row of copies and stream memory operations.
+// For one tensor and one peer:
+struct Segment {
+  int tensor; // whose row count it has
+  uint64_t row_bytes;
+  cs_segment s;
+};
+
+// All methods but the watcher hold the GIL. After close() there is only status().
+class Lane {
+public:
+  // image: cubin or PTX of lane_source(); empty for a lane that only copies.
+  Lane(int device, const std::string &image, double timeout_ms,
+       bool programmatic);
+  ~Lane() { close(); }
+  Lane(const Lane &) = delete;
+  Lane &operator=(const Lane &) = delete;
+
+  // Zeroed memory of the GPU, in pieces that can be shared; freed by close().
+  uint64_t allocate(uint64_t bytes);
+  // The handle of the allocation that address is in, its size, and where in it
+  // address is; an empty handle if this memory cannot be shared.
+  std::tuple<std::string, uint64_t, uint64_t> share(uint64_t address);
+  // Maps what share gave in another process: address and bytes.
+  std::pair<uint64_t, uint64_t> map(const std::string &handle);
+  // Makes memory of another GPU of this process usable.
+  void reach(int device);
+
+  struct Step {
+    std::vector<Segment> segments;
+    int threads = 0; // of a block
+  };
+  void plan(bool sends, std::vector<Step> steps, uint64_t counts,
+            uint64_t dead);
+  void plan_copies(bool sends, std::vector<Segment> segments);
+  // in_turn: send and recv alternate, and this says which is first.
+  void begin(bool in_turn, bool send_first);
+
+  // rows: None, or a list of one int for each tensor.
+  void send(PyObject *rows);
+  void recv();
+
+  // Why the channel ended by itself (CS_LOST, CS_LATE; 0: it has not), and the
+  // peer that was waited for.
+  std::pair<int, int> status() const;
+  // The word that ends the channel when it is not zero: for the engine.
+  uint64_t abort_word() const { return reinterpret_cast<uint64_t>(words_); }
+  void abort();
+  void finish(); // waits for what was enqueued
+  void close();
+
+  // For tests and errors: memory of the GPU, read past what is enqueued, and what
+  // the driver says of the stream that was used last.
+  std::string peek(uint64_t address, uint64_t bytes);
+  int pending() const;
+
+private:
+  struct Launch {
+    cs_launch_many args;
+    std::vector<Segment> segments;
+    unsigned grid = 0, threads = 0;
+    unsigned short first[CS_MANY] = {};
+    bool large = false; // the copy engine moves some of it
+  };
+  struct Way { // sending, or receiving
+    std::vector<Launch> launches;
+    std::vector<Segment> copies;
+    cs_function few = nullptr, many = nullptr;
+    const char *name = nullptr;
+  };
+  struct Entered;
+
+  cs_stream stream(const char *call);
+  void turn(const char *call, bool sends);
+  void launch(Way &way, cs_stream s, const char *call);
+  void copy_out(cs_stream s);
+  void copy_in(cs_stream s);
+  void watch();
+  void need(const char *call) const;
+  bool by_engine(const Segment &g) const;
+
+  int device_;
+  cs_device handle_ = 0;
+  cs_context context_ = nullptr;
+  cs_module module_ = nullptr;
+  bool programmatic_;
+  uint64_t patience_;
+  volatile uint32_t *words_ = nullptr; // host memory; the GPU sees it at seen_
+  cs_ptr seen_ = 0;
+  Way out_, in_;
+  std::vector<cs_ptr> owned_, mapped_;
+  std::vector<uint32_t> rows_;
+  bool in_turn_ = false, send_next_ = false, closed_ = false;
+  cs_stream last_ = nullptr;
+  bool used_ = false;
+  bool short_ = false;  // the last copies told their rows
+  std::thread watcher_; // of copies: nothing else ends their waits
+  std::atomic<bool> stop_{false};
+};
+
+} // namespace fserver

@@ -1,0 +1,354 @@
+package exchange
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"unicode"
+	"unicode/utf8"
+
+	"fserver/engine/trace"
+	"fserver/engine/wire"
+)
+
+// maxEarly bounds the channels that one peer has opened and we have not.
+const maxEarly = 256
+
+// errOver is why a channel that this side has closed is of no use.
+var errOver = errors.New("exchange: the channel is closed")
+
+// The values of a channel's word. A device that waits for a peer looks at it.
+const (
+	wordEnded  = 1 // give up now
+	wordParted = 2 // the peer has closed its side: what is not here by now does not come
+)
+
+// Channels are the stream channels of a node, as far as the engine takes part: it
+// carries what each side tells of its tensors, and says when a side is gone. A
+// channel has all peers of the rail. All is safe from any goroutine; the lock is
+// held for a few instructions.
+type Channels struct {
+	mu    sync.Mutex
+	open  map[string]*Channel
+	early []map[string]string // by peer: channels that we have not opened, and what it told
+	over  error               // the node has failed
+}
+
+// NewChannels is for a node with n peers.
+func NewChannels(n int) *Channels {
+	cs := &Channels{open: map[string]*Channel{}, early: make([]map[string]string, n)}
+	for i := range cs.early {
+		cs.early[i] = map[string]string{}
+	}
+	return cs
+}
+
+// Channel is this side of one channel.
+type Channel struct {
+	of    *Channels
+	name  string
+	word  *atomic.Uint32 // nil: nobody looks
+	peers []counterpart
+	err   error // why it has ended
+	ended bool  // by this side
+	lane  *lane // of a server: requests that come through the CPU
+}
+
+// counterpart is a peer's side.
+type counterpart struct {
+	text   string
+	told   bool // text is valid
+	parted bool // it has closed its side, or is gone
+}
+
+// Open opens a channel under a name that both sides use.
+func (cs *Channels) Open(name string) (*Channel, error) {
+	cs.mu.Lock()
+	defer cs.mu.Unlock()
+	switch {
+	case cs.over != nil:
+		return nil, cs.over
+	case name == "" || len(name) > wire.MaxChannelName || strings.ContainsFunc(name, unprintable):
+		return nil, Shapef("exchange: channel name %q: give 1 to %d bytes of printable text", name, wire.MaxChannelName)
+	case cs.open[name] != nil:
+		return nil, Shapef("exchange: channel %q is open already: close it first, or give this one another name", name)
+	}
+	ch := &Channel{of: cs, name: name, peers: make([]counterpart, len(cs.early))}
+	for i, m := range cs.early {
+		if text, ok := m[name]; ok {
+			ch.peers[i] = counterpart{text: text, told: true}
+			delete(m, name)
+		}
+	}
+	cs.open[name] = ch
+	return ch, nil
+}
+
+func unprintable(c rune) bool { return c == utf8.RuneError || !unicode.IsPrint(c) }
+
+// Frame takes a Channel frame of peer i. An error means that it does not keep to
+// the protocol.
+func (cs *Channels) Frame(i int, b []byte) error {
+	v, err := wire.ParseChannel(b)
+	if err != nil {
+		return err
+	}
+	cs.mu.Lock()
+	defer cs.mu.Unlock()
+	ch := cs.open[v.Name]
+	if v.Closes {
+		if ch != nil && ch.peers[i].told && !ch.peers[i].parted {
+			ch.part(i)
+		} else {
+			delete(cs.early[i], v.Name)
+		}
+		return nil
+	}
+	if ch != nil && !ch.peers[i].told && !ch.peers[i].parted {
+		ch.peers[i].text, ch.peers[i].told = v.Text, true
+		return nil
+	}
+	if _, dup := cs.early[i][v.Name]; dup || len(cs.early[i]) == maxEarly {
+		return fmt.Errorf("exchange: channel %q is opened twice, or is one of more than %d that are not open here", v.Name, maxEarly)
+	}
+	cs.early[i][v.Name] = v.Text
+	return nil
+}
+
+// part notes that peer i has closed its side.
+func (ch *Channel) part(i int) {
+	ch.peers[i].parted = true
+	ch.ring(wordParted)
+}
+
+func (ch *Channel) ring(v uint32) {
+	if ch.word != nil {
+		ch.word.CompareAndSwap(0, v)
+		if v == wordEnded {
+			ch.word.Store(v)
+		}
+	}
+}
+
+func (ch *Channel) end(err error) {
+	if ch.err == nil {
+		ch.err = err
+	}
+	ch.ring(wordEnded)
+}
+
+// Left notes that peer i has left in good order.
+func (cs *Channels) Left(i int) {
+	cs.mu.Lock()
+	defer cs.mu.Unlock()
+	for _, ch := range cs.open {
+		ch.part(i)
+	}
+	clear(cs.early[i])
+}
+
+// Lose ends all channels, because peer i is gone; its successor has to open them
+// anew.
+func (cs *Channels) Lose(i int, err error) {
+	cs.mu.Lock()
+	defer cs.mu.Unlock()
+	for _, ch := range cs.open {
+		if !ch.peers[i].parted {
+			ch.peers[i].parted = true
+			ch.end(err)
+		}
+	}
+	clear(cs.early[i])
+}
+
+// Shut ends all channels, and refuses new ones.
+func (cs *Channels) Shut(err error) {
+	cs.mu.Lock()
+	defer cs.mu.Unlock()
+	cs.over = err
+	for _, ch := range cs.open {
+		for i := range ch.peers {
+			ch.peers[i].parted = true
+		}
+		ch.end(err)
+	}
+}
+
+// Watch has word set to one of the values above when the channel ends, or has. It
+// must stay valid until Forget.
+func (ch *Channel) Watch(word *atomic.Uint32) {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	ch.word = word
+	if ch.err != nil {
+		ch.ring(wordEnded)
+	}
+}
+
+// Name is what both sides call the channel.
+func (ch *Channel) Name() string { return ch.name }
+
+// Told is what peer i has told of its side, once it has.
+func (ch *Channel) Told(i int) (text string, ok bool, err error) {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	if i < 0 || i >= len(ch.peers) {
+		return "", false, Shapef("exchange: channel %q has %d peers, and none of number %d", ch.name, len(ch.peers), i)
+	}
+	p := &ch.peers[i]
+	switch {
+	case p.told:
+		return p.text, true, nil
+	case ch.err != nil:
+		return "", false, ch.err
+	case p.parted:
+		return "", false, ch.parting(i)
+	}
+	return "", false, nil
+}
+
+func (ch *Channel) parting(i int) error {
+	return fmt.Errorf("exchange: channel %q: peer %d has closed its side: %w", ch.name, i, errOver)
+}
+
+// Err is why nothing more can come through the channel, or nil.
+func (ch *Channel) Err() error {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	if ch.err != nil {
+		return ch.err
+	}
+	if i := slices.IndexFunc(ch.peers, func(p counterpart) bool { return p.parted }); i >= 0 {
+		return ch.parting(i)
+	}
+	return nil
+}
+
+// End ends this side: calls on it fail from now on. False if it was called before.
+func (ch *Channel) End() bool {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	first := !ch.ended
+	ch.ended = true
+	ch.end(errOver)
+	return first
+}
+
+// Alone says whether all peers have closed their sides, or are gone.
+func (ch *Channel) Alone() bool {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	return !slices.ContainsFunc(ch.peers, func(p counterpart) bool { return !p.parted })
+}
+
+// Forget drops the channel. Its word is not touched any more.
+func (ch *Channel) Forget() {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	ch.word = nil
+	if ch.of.open[ch.name] == ch {
+		delete(ch.of.open, ch.name)
+	}
+}
+
+// IsOver says whether err is that a side has closed the channel.
+func IsOver(err error) bool { return errors.Is(err, errOver) }
+
+// lane takes the requests of a channel at a server: they are in no batch.
+type lane struct {
+	queues []ring[*Request] // by client
+	ready  atomic.Bool      // there is one of each
+}
+
+func (l *lane) publish() {
+	for i := range l.queues {
+		if l.queues[i].len() == 0 {
+			l.ready.Store(false)
+			return
+		}
+	}
+	l.ready.Store(true)
+}
+
+// Attach makes requests that name ch wait for Take. For the owner, as all below.
+func (s *Server) Attach(ch *Channel) {
+	ch.lane = &lane{queues: make([]ring[*Request], len(s.clients))}
+	if s.lanes == nil {
+		s.lanes = map[string]*lane{}
+	}
+	s.lanes[ch.name] = ch.lane
+}
+
+// Detach undoes Attach. Requests that nobody took are never answered: their
+// workers learn that the channel is closed.
+func (s *Server) Detach(ch *Channel) {
+	l := s.lanes[ch.name]
+	if l == nil || l != ch.lane {
+		return
+	}
+	delete(s.lanes, ch.name)
+	for i := range l.queues {
+		for l.queues[i].len() != 0 {
+			s.clients[i].strays = append(s.clients[i].strays, l.queues[i].pop())
+		}
+	}
+	l.publish()
+}
+
+// Taken says whether Take would give requests. Safe from any goroutine.
+func (ch *Channel) Taken() bool { return ch.lane != nil && ch.lane.ready.Load() }
+
+// Take gives one request of each worker on a channel, or nil; they stay until
+// Hand. The slice is valid until the next call.
+func (s *Server) Take(ch *Channel) []*Request {
+	l := ch.lane
+	if l == nil || !l.ready.Load() {
+		return nil
+	}
+	s.batch = s.batch[:0]
+	for i := range l.queues {
+		s.batch = append(s.batch, l.queues[i].at(0))
+	}
+	return s.batch
+}
+
+// Hand takes what Take gave out of the queues.
+func (s *Server) Hand(ch *Channel) {
+	now := trace.Now()
+	for i := range ch.lane.queues {
+		s.delivered(ch.lane.queues[i].pop(), now)
+	}
+	ch.lane.publish()
+}
+
+// route puts a complete request where its caller looks for it.
+func (s *Server) route(c *client, r *Request) {
+	if r.channel == "" {
+		c.ready.push(r)
+		return
+	}
+	l := s.lanes[r.channel]
+	if l == nil {
+		c.strays = append(c.strays, r)
+		return
+	}
+	l.queues[c.index].push(r)
+	l.publish()
+}
+
+// unlane frees the requests on channels of a client that is gone.
+func (s *Server) unlane(c *client) {
+	for _, l := range s.lanes {
+		for l.queues[c.index].len() != 0 {
+			s.put(l.queues[c.index].pop())
+		}
+		l.publish()
+	}
+	for _, r := range c.strays {
+		s.put(r)
+	}
+	c.strays = nil
+}

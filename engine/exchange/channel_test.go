@@ -1,0 +1,180 @@
+package exchange
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/wire"
+)
+
+func opens(name, text string) []byte {
+	return wire.AppendChannel(nil, &wire.Channel{Name: name, Text: text})
+}
+
+func closes(name string) []byte {
+	return wire.AppendChannel(nil, &wire.Channel{Name: name, Closes: true})
+}
+
+func told(t *testing.T, ch *Channel, i int) string {
+	text, ok, err := ch.Told(i)
+	require.NoError(t, err)
+	require.True(t, ok)
+	return text
+}
+
+func TestChannelOpening(t *testing.T) {
+	cs := NewChannels(2)
+	require.NoError(t, cs.Frame(0, opens("a", "early"))) // before us
+	ch, err := cs.Open("a")
+	require.NoError(t, err)
+	require.Equal(t, "early", told(t, ch, 0))
+	_, ok, err := ch.Told(1)
+	require.NoError(t, err)
+	require.False(t, ok)
+	require.NoError(t, cs.Frame(1, opens("a", "later")))
+	require.Equal(t, "later", told(t, ch, 1))
+	require.NoError(t, ch.Err())
+	_, _, err = ch.Told(2)
+	require.ErrorContains(t, err, "2 peers, and none of number 2")
+	for name, text := range map[string]string{
+		"": "1 to 64 bytes", strings.Repeat("x", 65): "1 to 64 bytes", "a\n": "printable", "a": "is open already",
+	} {
+		_, err := cs.Open(name)
+		var shape *ShapeError
+		require.ErrorAs(t, err, &shape)
+		require.ErrorContains(t, err, text)
+	}
+}
+
+func TestChannelClosing(t *testing.T) {
+	cs := NewChannels(2)
+	ch, err := cs.Open("a")
+	require.NoError(t, err)
+	var word atomic.Uint32
+	ch.Watch(&word)
+	require.NoError(t, cs.Frame(0, closes("a"))) // of a side that we never saw
+	require.NoError(t, cs.Frame(0, opens("a", "0")))
+	require.NoError(t, cs.Frame(1, opens("a", "1")))
+	require.NoError(t, ch.Err())
+	require.NoError(t, cs.Frame(1, closes("a")))
+	require.EqualValues(t, 2, word.Load())
+	require.True(t, IsOver(ch.Err()))
+	require.ErrorContains(t, ch.Err(), "peer 1 has closed its side")
+	require.Equal(t, "1", told(t, ch, 1))
+
+	require.NoError(t, cs.Frame(1, opens("a", "again"))) // for the next channel of that name
+	require.False(t, ch.Alone())
+	require.True(t, ch.End())
+	require.False(t, ch.End())
+	require.EqualValues(t, 1, word.Load())
+	require.NoError(t, cs.Frame(0, closes("a")))
+	require.True(t, ch.Alone())
+	ch.Forget()
+	next, err := cs.Open("a")
+	require.NoError(t, err)
+	require.Equal(t, "again", told(t, next, 1))
+}
+
+func TestChannelLoss(t *testing.T) {
+	cs := NewChannels(2)
+	a, err := cs.Open("a")
+	require.NoError(t, err)
+	b, err := cs.Open("b")
+	require.NoError(t, err)
+	var word atomic.Uint32
+	a.Watch(&word)
+	require.NoError(t, cs.Frame(0, opens("c", "")))
+	gone := errors.New("gone")
+	cs.Lose(0, gone)
+	require.EqualValues(t, 1, word.Load())
+	_, _, err = b.Told(1)
+	require.ErrorIs(t, err, gone)
+	require.ErrorIs(t, a.Err(), gone)
+	c, err := cs.Open("c")
+	require.NoError(t, err, "its successor has to open it anew")
+	_, ok, err := c.Told(0)
+	require.NoError(t, err)
+	require.False(t, ok)
+	var late atomic.Uint32
+	b.Watch(&late)
+	require.EqualValues(t, 1, late.Load())
+	cs.Left(1)
+	require.True(t, a.Alone())
+	cs.Shut(gone)
+	require.ErrorIs(t, c.Err(), gone)
+	_, err = cs.Open("d")
+	require.ErrorIs(t, err, gone)
+	a.Forget()
+	word.Store(0)
+	cs.Shut(gone)
+	require.Zero(t, word.Load())
+}
+
+func TestChannelBounds(t *testing.T) {
+	cs := NewChannels(1)
+	for i := range maxEarly {
+		require.NoError(t, cs.Frame(0, opens(fmt.Sprint(i), "")))
+	}
+	require.ErrorContains(t, cs.Frame(0, opens("more", "")), "more than 256")
+	require.NoError(t, cs.Frame(0, closes("0")))
+	require.NoError(t, cs.Frame(0, opens("more", "")))
+	require.ErrorContains(t, cs.Frame(0, opens("more", "")), "opened twice")
+	require.Error(t, cs.Frame(0, []byte{byte(wire.TypeChannel)}))
+}
+
+// TestChannelRequests sends push_pulls through a channel and beside it.
+func TestChannelRequests(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	at, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	from, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	s.Attach(at)
+	push := func(ch *Channel, key uint64, fill byte) (uint64, Tensor) {
+		tk, err := p.w.Begin()
+		require.NoError(t, err)
+		x, y := bytesOf(t, key, 100, fill), bytesOf(t, key, 100, 0)
+		require.NoError(t, tk.AddPush(x))
+		require.NoError(t, tk.AddPull(y))
+		if ch != nil {
+			tk.Through(ch)
+		}
+		id := tk.ID()
+		require.NoError(t, p.w.Submit(tk))
+		return id, y
+	}
+	for turn := range 3 {
+		on, y := push(from, 1, 7)
+		beside, z := push(nil, 2, 9)
+		require.NoError(t, p.settle())
+		require.True(t, at.Taken())
+		r := s.Take(at)[0]
+		require.EqualValues(t, 7, r.Push()[0].Span.Bytes()[99])
+		s.Hand(at)
+		require.False(t, at.Taken())
+		require.Nil(t, s.Take(at))
+		q := p.take(0)
+		require.Len(t, q, 1)
+		require.EqualValues(t, 9, q[0].Push()[0].Span.Bytes()[0])
+		require.NoError(t, p.respond(0, q[0], bytesOf(t, 0, 100, 3)))
+		require.NoError(t, p.respond(0, r, bytesOf(t, 0, 100, 4)))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(on), turn)
+		require.Equal(t, StateDone, p.state(beside), turn)
+		require.EqualValues(t, 4, y.Span.Bytes()[50])
+		require.EqualValues(t, 3, z.Span.Bytes()[50])
+	}
+	// Nobody takes what comes for a channel that is closed; the loss of the worker frees it.
+	_, _ = push(from, 1, 1)
+	require.NoError(t, p.settle())
+	s.Detach(at)
+	require.False(t, at.Taken())
+	s.Lose(0, errors.New("gone"))
+	require.Empty(t, s.clients[0].strays)
+}

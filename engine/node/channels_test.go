@@ -1,0 +1,106 @@
+package node
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/exchange"
+	"fserver/engine/mem"
+)
+
+func TestChannels(t *testing.T) { eachWay(t, channelsOf) }
+
+// channelsOf opens channels between two workers and a server, exchanges on one
+// beside ordinary push_pulls, and closes it; the other ends with a worker.
+func channelsOf(t *testing.T, way ...string) {
+	m := newMesh(t, openFabrics, shape{2, 1, 1}, way...)
+	s := m.servers[0]
+	at, err := s.OpenChannel("decode")
+	require.NoError(t, err)
+	_, err = s.OpenChannel("decode")
+	require.ErrorContains(t, err, "is open already")
+	_, err = m.scheduler.OpenChannel("x")
+	require.ErrorContains(t, err, "only a worker or server does that")
+	require.ErrorContains(t, s.TellChannel(at, 2, "", 0), "2 peers, and none of number 2")
+	require.NoError(t, s.ChannelState(at))
+	_, err = s.ChannelText(at, 0, time.Millisecond)
+	require.Equal(t, ErrAgain, err)
+	var from []uint64
+	for i, w := range m.workers {
+		h, err := w.OpenChannel("decode")
+		require.NoError(t, err)
+		from = append(from, h)
+		require.NoError(t, w.TellChannel(h, 0, string(rune('a'+i)), 0))
+		require.NoError(t, s.TellChannel(at, i, "server", 0))
+	}
+	for i, w := range m.workers {
+		text, err := s.ChannelText(at, i, 20*time.Second)
+		require.NoError(t, err)
+		require.Equal(t, string(rune('a'+i)), text)
+		text, err = w.ChannelText(from[i], 0, 20*time.Second)
+		require.NoError(t, err)
+		require.Equal(t, "server", text)
+	}
+
+	word, err := mem.Map(4)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, mem.Unmap(word)) })
+	other, err := s.OpenChannel("other")
+	require.NoError(t, err)
+	require.NoError(t, s.TellChannel(other, 0, "", word.Addr))
+
+	for turn := range 20 {
+		x, out := tensor(t, 1, 9), tensor(t, 0, 9)
+		fill(x, byte(turn))
+		var ids []uint64
+		for i, w := range m.workers {
+			ids = append(ids, pushPull(t, w, []exchange.Tensor{tensor(t, 2, 1)}, nil))
+			ticket, err := w.BeginPushPull()
+			require.NoError(t, err)
+			require.NoError(t, ticket.AddPush(x))
+			require.NoError(t, ticket.AddPull(out))
+			ids = append(ids, ticket.ID())
+			require.NoError(t, w.PushPullOn(from[i], ticket))
+		}
+		var b batch
+		require.NoError(t, s.TakeOn(at, &b, 20*time.Second, true))
+		require.Len(t, b.reqs, 2)
+		for _, r := range b.reqs {
+			require.Equal(t, x.Span.Bytes(), r.push[0].Span.Bytes())
+			respond(t, s, r.handler, x)
+		}
+		beside, err := getBatch(s)
+		require.NoError(t, err)
+		for _, r := range beside.reqs {
+			require.EqualValues(t, 2, r.push[0].Key)
+			respond(t, s, r.handler)
+		}
+		for i, id := range ids {
+			require.NoError(t, wait(m.workers[i/2], id))
+		}
+		require.Equal(t, x.Span.Bytes(), out.Span.Bytes())
+		require.Equal(t, ErrAgain, s.TakeOn(at, &b, 0, false))
+	}
+
+	require.Equal(t, ErrAgain, s.CloseChannel(at, 0))
+	for i, w := range m.workers {
+		require.Eventually(t, func() bool { return exchange.IsOver(w.ChannelState(from[i])) }, 20*time.Second, time.Millisecond)
+		require.NoError(t, w.CloseChannel(from[i], 20*time.Second))
+		require.NoError(t, w.CloseChannel(from[i], 0))
+	}
+	require.NoError(t, s.CloseChannel(at, 20*time.Second))
+	require.ErrorIs(t, s.ChannelState(at), errClosed)
+
+	require.NoError(t, s.ChannelState(other))
+	require.NoError(t, m.workers[1].Close())
+	var lost *LostError
+	require.Eventually(t, func() bool { return word.Span().Bytes()[0] == 1 }, 20*time.Second, time.Millisecond)
+	require.ErrorAs(t, s.ChannelState(other), &lost)
+	require.Equal(t, 1, lost.Rank)
+	var b batch
+	require.ErrorAs(t, s.TakeOn(other, &b, 20*time.Second, false), &lost)
+	require.ErrorAs(t, s.TellChannel(other, 0, "", word.Addr), &lost)
+	require.NoError(t, s.CloseChannel(other, -1))
+}

@@ -1,0 +1,481 @@
+"""Channel: what Worker.channel and Server.channel give."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import platform
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from fserver.channel import describe
+from fserver.channel.cpu import ServerSide, WorkerSide
+from fserver.errors import ClosedError, ConfigError, Error, ShapeError, TimeoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+# Of cs_channel.h.
+_LOST, _LATE = 1, 2
+
+# How long close() waits for the other side to close too.
+_PARTING_MS = 2000.0
+
+_numbers = itertools.count(1)
+_open: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
+
+
+def find(number: int) -> Channel:
+    """The open channel of a number, for torch.ops.fserver."""
+    channel = _open.get(number)
+    if channel is None:
+        raise ClosedError(f"channel {number}: it is closed, or there never was one")
+    return channel
+
+
+def _place(device: Any) -> str:
+    """Equal for GPUs that may be able to reach each other."""
+    if device.type != "cuda":
+        return "cpu"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"cuda@{boot.read_text().strip() if boot.exists() else platform.node()}"
+
+
+class Channel:
+    """One side of a stream channel. Made by ``Worker.channel`` and ``Server.channel``.
+
+    ``send()`` and ``recv()`` enqueue on the current stream and return at once (with CPU tensors,
+    they do it). A channel with tensors both ways goes in turn: the worker sends and receives, the
+    server receives and sends. It belongs to one stream at a time; two micro-batches use two
+    channels. A context manager: leaving the block closes it.
+
+    Attributes:
+        name: what both sides call it.
+        number: names it in ``torch.ops.fserver``.
+        outgoing: the tensors that ``send()`` sends: the worker's push, the server's pull tensors.
+        incoming: those that ``recv()`` fills.
+        tensors: ``incoming`` by peer: on a server ``tensors[i][j]`` is tensor j of worker i.
+        rows: for each peer an int64 tensor, on the device (the CPU where ``path`` is ``"cpu"``):
+            how many rows of each tensor the last message had. Rows behind them hold anything.
+        mode: ``"sm"``, ``"ce"`` or ``"proxy"``, as it was opened.
+        path: how messages travel: as the mode says, or ``"cpu"`` through the engine.
+        token: an int64 tensor on the device for ``torch.ops.fserver``, which orders the calls.
+    """
+
+    def __init__(
+        self,
+        node: Any,
+        handle: int,
+        name: str,
+        mode: str,
+        side: Any,
+        path: str,
+        outgoing: Sequence[Tensor],
+        tensors: Sequence[Sequence[Tensor]],
+        device: Any,
+        on_close: Callable[[], None],
+    ) -> None:
+        import torch
+
+        self._node, self._handle, self._side = node, handle, side
+        self._on_close = on_close
+        self.name, self.mode, self.path = name, mode, path
+        self.outgoing = list(outgoing)
+        self.tensors = [list(row) for row in tensors]
+        self.incoming = [t for row in tensors for t in row]
+        self.token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.rows: list[Tensor] = side.rows()
+        self.closed = False
+        self._turns = bool(self.outgoing and self.incoming) and path == "cpu"
+        self._sends_next = isinstance(side, WorkerSide)
+        if path != "cpu":  # no frame of Python in between
+            self.send, self.recv = side.send, side.recv
+        self.number = next(_numbers)
+        _open[self.number] = self
+
+    def send(self, rows: Sequence[int] | None = None) -> None:
+        """Sends ``outgoing`` after all that is queued on the current stream.
+
+        Args:
+            rows: how many rows of each tensor, in the order of ``outgoing``; None: all. Inside a
+                graph they stay as they were when it was captured.
+
+        Raises:
+            ConfigError: it is not the turn of send, the channel is in use on another stream, or
+                the call cannot be captured.
+            ShapeError: rows do not fit.
+            PeerLostError, TimeoutError, ClosedError: the channel has ended.
+        """
+        self._enter("send", True)
+        self._side.send(rows)
+        self._sends_next = False
+
+    def recv(self) -> None:
+        """Has what is queued on the current stream from now on wait for the peers' message, which
+        is then in ``incoming``. Between a send and the recv that follows, what is in there is
+        undefined.
+
+        Raises:
+            As send.
+        """
+        self._enter("recv", False)
+        self._side.recv()
+        self._sends_next = True
+
+    def _enter(self, call: str, sends: bool) -> None:
+        if self.closed:
+            raise ClosedError(f"{call}: channel {self.name!r} is closed")
+        if self._turns and sends != self._sends_next:
+            raise ConfigError(
+                f"{call}: it is the turn of {'recv' if sends else 'send'}(): on a channel with "
+                "tensors both ways the two alternate"
+            )
+        import torch
+
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                f"{call}: a channel that goes through the CPU cannot be captured in a graph "
+                f"(channel {self.name!r}, path {self.path!r})"
+            )
+
+    def check(self) -> None:
+        """Says whether the channel still stands, without waiting.
+
+        Raises:
+            PeerLostError: a peer is gone.
+            TimeoutError: a stream has waited for a peer for longer than ``timeout_ms``.
+            ClosedError: a peer, or this side, has closed the channel.
+        """
+        if self.closed:
+            raise ClosedError(f"check: channel {self.name!r} is closed")
+        if self.path != "cpu":
+            reason, peer = self._side.status()
+            if reason == _LATE:
+                raise TimeoutError(
+                    f"channel {self.name!r}: peer {peer} has sent nothing for the time-out of the "
+                    "channel: it has ended (close it and open another)"
+                )
+            self._node.channel_state(self._handle)
+            if reason == _LOST:
+                raise Error(f"channel {self.name!r}: it was ended while it waited for peer {peer}")
+            return
+        self._node.channel_state(self._handle)
+
+    def close(self) -> None:
+        """Ends the channel on this side, after what is queued; bounded. The other side gets a
+        ClosedError for what it sends or waits for afterwards. Does nothing if it is closed."""
+        if self.closed:
+            return
+        self.closed = True
+        _open.pop(self.number, None)
+        if self.path == "cpu":
+            self._side.close()
+            self._node.channel_close(self._handle, 0)
+        else:
+            self.send = self.recv = self._refuse  # type: ignore[method-assign, assignment]
+            self._side.finish()
+            # A peer may write to our memory until it has closed its side.
+            self._node.channel_close(self._handle, _PARTING_MS)
+            self._side.close()
+        self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
+        self._on_close()
+
+    def _refuse(self, rows: Sequence[int] | None = None) -> None:
+        raise ClosedError(f"channel {self.name!r} is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else self.path
+        return f"<fserver.Channel {self.name!r} {state}>"
+
+
+class Opener:
+    """Opens the channels of one node: gives them names, and keeps their keys apart."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node  # the extension's Worker or Server
+        self._count = itertools.count()
+        self._keys: set[int] = set()
+        self._all: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+    def close(self) -> None:
+        for channel in list(self._all):
+            channel.close()
+
+    def _begin(self, name: str | None, mode: str, push_keys: Sequence[int]) -> tuple[int, str]:
+        if mode not in describe.MODES:
+            raise ConfigError(f"channel: mode is {mode!r}, want one of {', '.join(describe.MODES)}")
+        if len(set(push_keys)) != len(push_keys):
+            raise ConfigError("channel: push_keys has a key twice: give each tensor its own")
+        taken = self._keys.intersection(push_keys)
+        if taken:
+            raise ConfigError(
+                f"channel: key {min(taken)} is that of another open channel of this node: give "
+                "each channel keys of its own"
+            )
+        called = str(next(self._count)) if name is None else name
+        handle = self._node.channel_open(called)
+        self._keys.update(push_keys)
+        return handle, called
+
+    def _end(self, handle: int, keys: Sequence[int]) -> None:
+        self._keys.difference_update(keys)
+        self._node.channel_close(handle, 0)
+
+    def worker(
+        self,
+        push: Sequence[Tensor],
+        push_keys: Sequence[int],
+        pull: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        mode: str,
+        name: str | None,
+        timeout_ms: float,
+    ) -> Channel:
+        import torch
+
+        servers = self._node.servers
+        push_keys, pull_keys = list(push_keys), list(pull_keys)
+        describe.check("channel", "push", push, push_keys, False)
+        describe.check("channel", "pull", pull, pull_keys, True)
+        everything = [*push, *pull]
+        if not everything:
+            raise ShapeError("channel: push and pull are both empty: give at least one tensor")
+        if len({t.device for t in everything}) > 1:
+            raise ConfigError("channel: push and pull tensors are on different devices")
+        if len(push_keys) != len(push):
+            raise ShapeError(f"channel: {len(push_keys)} push_keys for {len(push)} push tensors")
+        if len(pull) % servers:
+            raise ShapeError(
+                f"channel: {len(pull)} pull tensors, which {servers} servers do not divide: give "
+                "pull[i*Q + j], tensor j of Q from server i"
+            )
+        each = len(pull) // servers
+        if len(pull_keys) not in (len(pull), each):
+            raise ShapeError(
+                f"channel: {len(pull_keys)} pull_keys for {len(pull)} pull tensors of {servers} "
+                f"servers: give {len(pull)} or {each}"
+            )
+        pull_keys *= 1 if len(pull_keys) == len(pull) else servers
+        device = everything[0].device
+        handle, called = self._begin(name, mode, push_keys)
+        try:
+            shares = [list(pull[i * each : (i + 1) * each]) for i in range(servers)]
+            side: Any = None
+            if device.type == "cuda" and mode != "proxy":
+                side = _gpu(device, mode, [list(push)] * servers, shares, True, timeout_ms)
+            out = [describe.of(t, k) for t, k in zip(push, push_keys, strict=True)]
+            for i in range(servers):
+                keys = pull_keys[i * each : (i + 1) * each]
+                into = [describe.of(t, k) for t, k in zip(shares[i], keys, strict=True)]
+                more = {"gpu": side.describe(i)} if side else {}
+                text = describe.text(mode, _place(device), out, into, **more)
+                self._node.channel_tell(handle, i, text, side.abort_word if side else 0)
+            paths, plans = set(), []
+            for i in range(servers):
+                theirs = describe.read(i, self._node.channel_text(handle, i, timeout_ms))
+                if "refused" in theirs:
+                    raise ShapeError(f"channel: server {i} refuses: {str(theirs['refused']):.400}")
+                keys = pull_keys[i * each : (i + 1) * each]
+                into = [describe.of(t, k) for t, k in zip(shares[i], keys, strict=True)]
+                _same(i, mode, theirs, out, into)
+                paths.add(theirs.get("path"))
+                plans.append(theirs.get("gpu"))
+            if len(paths) > 1:
+                raise ConfigError(
+                    "channel: the GPU can reach some servers and others not: open a channel "
+                    "of CPU tensors"
+                )
+            path = paths.pop()
+            if path == "cpu":
+                if side:
+                    side.close()
+                side = WorkerSide(
+                    self._node, handle, push, push_keys, pull, pull_keys, servers, timeout_ms
+                )
+            elif path == mode and side:
+                side.attach(plans)
+            else:
+                raise Error("channel: a server wants a path that this side has not")
+        except BaseException:
+            if side:
+                side.close()
+            self._end(handle, push_keys)
+            raise
+        return self._made(handle, called, mode, side, path, push, shares, push_keys, device, torch)
+
+    def server(
+        self,
+        push_keys: Sequence[int],
+        pull: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        push: Sequence[Tensor] | None,
+        mode: str,
+        name: str | None,
+        device: Any,
+        timeout_ms: float,
+    ) -> Channel:
+        import torch
+
+        workers = self._node.workers
+        push_keys, pull_keys = list(push_keys), list(pull_keys)
+        describe.check("channel", "pull", pull, pull_keys, False)
+        describe.check("channel", "push", push or [], push_keys, True)
+        if len(pull) % workers:
+            raise ShapeError(
+                f"channel: {len(pull)} pull tensors, which {workers} workers do not divide: give "
+                "pull[i*Q + j], tensor j of Q for worker i"
+            )
+        each, n = len(pull) // workers, len(push_keys)
+        if len(pull_keys) not in (len(pull), each):
+            raise ShapeError(
+                f"channel: {len(pull_keys)} pull_keys for {len(pull)} pull tensors of {workers} "
+                f"workers: give {len(pull)} or {each}"
+            )
+        pull_keys *= 1 if len(pull_keys) == len(pull) else workers
+        if push is not None and len(push) != n * workers:
+            raise ShapeError(
+                f"channel: {len(push)} push tensors for {n} push_keys of {workers} workers: give "
+                f"{n * workers}, those of worker 0 first"
+            )
+        if n + len(pull) == 0:
+            raise ShapeError("channel: push_keys and pull are both empty: give at least one tensor")
+        given = [*(push or []), *pull]
+        if len({t.device for t in given}) > 1:
+            raise ConfigError("channel: push and pull tensors are on different devices")
+        handle, called = self._begin(name, mode, push_keys)
+        side: Any = None
+        told = 0
+        try:
+            theirs = [
+                describe.read(i, self._node.channel_text(handle, i, timeout_ms))
+                for i in range(workers)
+            ]
+            if given:
+                device = given[0].device
+            elif device is None:
+                cuda = all(t["device"].startswith("cuda") for t in theirs)
+                device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+            device = torch.device(device)
+            out = [list(pull[i * each : (i + 1) * each]) for i in range(workers)]
+            into = []
+            for i, t in enumerate(theirs):
+                mine = list(push[i * n : (i + 1) * n]) if push is not None else None
+                if mine is None:
+                    if [k for k, _, _ in t["out"]] != push_keys:
+                        raise ShapeError(
+                            f"channel: push_keys are {push_keys} here, and worker {i} pushes "
+                            f"{[k for k, _, _ in t['out']]}"
+                        )
+                    mine = [
+                        torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                        for _, dtype, shape in t["out"]
+                    ]
+                into.append(mine)
+            ours = []
+            for i, t in enumerate(theirs):
+                keys = pull_keys[i * each : (i + 1) * each]
+                a = [describe.of(x, k) for x, k in zip(into[i], push_keys, strict=True)]
+                b = [describe.of(x, k) for x, k in zip(out[i], keys, strict=True)]
+                _same(i, mode, t, b, a)
+                ours.append((b, a))
+            direct = mode != "proxy" and device.type == "cuda"
+            direct = direct and all(t["device"] == _place(device) for t in theirs)
+            path = mode if direct else "cpu"
+            if direct:
+                side = _gpu(device, mode, out, into, False, timeout_ms)
+            for i in range(workers):
+                more = {"gpu": side.describe(i)} if side else {}
+                text = describe.text(mode, _place(device), *ours[i], path=path, **more)
+                self._node.channel_tell(handle, i, text, side.abort_word if side else 0)
+                told += 1
+            if side:
+                side.attach([t.get("gpu") for t in theirs])
+            else:
+                side = ServerSide(self._node, handle, into, out, timeout_ms)
+        except BaseException as error:
+            for i in range(
+                told, workers
+            ):  # they wait for our description: this is why there is none
+                with contextlib.suppress(Error):
+                    text = describe.text(mode, "", [], [], refused=str(error)[:400])
+                    self._node.channel_tell(handle, i, text, 0)
+            if side:
+                side.close()
+            self._end(handle, push_keys)
+            raise
+        return self._made(handle, called, mode, side, path, pull, into, push_keys, device, torch)
+
+    def _made(
+        self,
+        handle: int,
+        name: str,
+        mode: str,
+        side: Any,
+        path: str,
+        out: Sequence[Tensor],
+        tensors: Sequence[Sequence[Tensor]],
+        keys: Sequence[int],
+        device: Any,
+        torch: Any,
+    ) -> Channel:
+        from fserver.channel import ops
+
+        ops.define(torch)
+        channel = Channel(
+            self._node,
+            handle,
+            name,
+            mode,
+            side,
+            path,
+            out,
+            tensors,
+            device,
+            lambda: self._keys.difference_update(keys),
+        )
+        self._all.add(channel)
+        return channel
+
+
+def _same(
+    peer: int,
+    mode: str,
+    theirs: dict[str, Any],
+    out: Sequence[list[Any]],
+    into: Sequence[list[Any]],
+) -> None:
+    if theirs["mode"] != mode:
+        raise ConfigError(
+            f"channel: mode is {mode!r} here and {theirs['mode']!r} at peer {peer}: open both "
+            "sides with the same"
+        )
+    describe.match(peer, "outgoing", out, theirs["in"])
+    describe.match(peer, "incoming", into, theirs["out"])
+
+
+def _gpu(
+    device: Any,
+    mode: str,
+    out: Sequence[Sequence[Tensor]],
+    into: Sequence[Sequence[Tensor]],
+    send_first: bool,
+    timeout_ms: float,
+) -> Any:
+    from fserver.channel.gpu import GpuSide
+
+    return GpuSide(device.index, mode, out, into, send_first, timeout_ms)

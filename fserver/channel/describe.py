@@ -1,0 +1,139 @@
+"""What the two sides of a channel tell each other of their tensors, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fserver.errors import ConfigError, Error, ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VERSION = 1
+MOST_TENSORS = 256  # of one side, one way
+MOST_DIMS = 64
+MODES = ("sm", "ce", "proxy")
+
+DTYPES = (
+    "uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 bool "
+    "complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
+).split()
+
+
+def of(tensor: Tensor, key: int) -> list[Any]:
+    """A tensor for the other side: key, dtype, shape."""
+    return [key, str(tensor.dtype).partition(".")[2], list(tensor.shape)]
+
+
+def text(
+    mode: str, device: str, out: Sequence[list[Any]], into: Sequence[list[Any]], **more: Any
+) -> str:
+    """The description of one side for one peer. ``device`` names the host and kind of memory;
+    two GPUs can reach each other only if it is equal."""
+    return json.dumps(
+        {"v": VERSION, "mode": mode, "device": device, "out": list(out), "in": list(into), **more}
+    )
+
+
+def read(peer: int, received: str) -> dict[str, Any]:
+    """What a peer has told, checked.
+
+    Raises:
+        Error: it makes no sense, or is of another version.
+    """
+    try:
+        theirs = json.loads(received)
+        if theirs["v"] != VERSION:
+            raise Error(
+                f"channel: peer {peer} describes channels in version {theirs['v']!r:.20}, and this "
+                f"is version {VERSION}: run the same fserver on both sides"
+            )
+        if theirs["mode"] not in MODES or not isinstance(theirs["device"], str):
+            raise ValueError
+        for way in ("out", "in"):
+            if len(theirs[way]) > MOST_TENSORS:
+                raise ValueError
+            for key, dtype, shape in theirs[way]:
+                if type(key) is not int or dtype not in DTYPES or len(shape) > MOST_DIMS:
+                    raise ValueError
+                if any(type(d) is not int or d < 0 for d in shape) or math.prod(shape) > 1 << 44:
+                    raise ValueError
+    except Error:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Error(
+            f"channel: peer {peer} describes its side in a way that makes no sense"
+        ) from error
+    return theirs
+
+
+def _show(tensor: Sequence[Any]) -> str:
+    key, dtype, shape = tensor
+    return f"key {key}, {dtype} {shape}"
+
+
+def match(
+    peer: int, what: str, ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]
+) -> None:
+    """Checks that the tensors of one way are the same on both sides.
+
+    Raises:
+        ShapeError: names the first that differs.
+    """
+    if len(ours) != len(theirs):
+        raise ShapeError(
+            f"channel: {len(ours)} {what} tensors here and {len(theirs)} at peer {peer}: give the "
+            "same keys on both sides"
+        )
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if list(a) != list(b):
+            raise ShapeError(
+                f"channel: {what} tensor {i} is {_show(a)} here, and {_show(b)} at peer {peer}: "
+                "keys, dtypes and shapes must be equal"
+            )
+
+
+def check(call: str, name: str, tensors: Sequence[Any], keys: Sequence[int], written: bool) -> None:
+    """Checks tensors that are handed to a channel.
+
+    Raises:
+        ConfigError: a tensor is not one that can be sent or written; a key is no key.
+        ShapeError: one is not contiguous, or there are too many.
+    """
+    import torch
+
+    if isinstance(tensors, torch.Tensor):
+        raise ConfigError(f"{call}: {name} is a tensor, want a list of tensors: pass [{name}]")
+    if len(tensors) > MOST_TENSORS:
+        raise ShapeError(f"{call}: {len(tensors)} {name} tensors: at most {MOST_TENSORS}")
+    for i, t in enumerate(tensors):
+        if not isinstance(t, torch.Tensor):
+            raise ConfigError(f"{call}: {name}[{i}] is of type {type(t).__name__}, want a tensor")
+        if t.layout != torch.strided or t.is_quantized or t.device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"{call}: {name}[{i}] is on {t.device} with layout {t.layout}: want a plain CPU or "
+                "CUDA tensor"
+            )
+        if not t.is_contiguous() or t.is_conj() or t.is_neg():
+            raise ShapeError(
+                f"{call}: {name}[{i}] of shape {list(t.shape)} and strides {list(t.stride())} is "
+                "not contiguous: use .contiguous()"
+            )
+        if str(t.dtype).partition(".")[2] not in DTYPES:
+            raise ConfigError(f"{call}: {name}[{i}] is of {t.dtype}, which channels do not carry")
+        if written and t.requires_grad and t.is_leaf and torch.is_grad_enabled():
+            raise ConfigError(
+                f"{call}: {name}[{i}] is a leaf that requires grad, and would be written in place: "
+                "pass .detach()"
+            )
+    for i, key in enumerate(keys):
+        if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < 1 << 64:
+            raise ConfigError(f"{call}: key {i} of {name} is {key!r}, want an int of 0 to 2**64-1")
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"{call}: {name} tensors are on {', '.join(devices)}: a channel is of one device"
+        )

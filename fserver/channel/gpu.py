@@ -1,0 +1,128 @@
+"""The side of a stream channel whose tensors are on a GPU that its peers' GPUs can reach."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fserver import _loader
+from fserver.channel import nvrtc
+from fserver.channel.plan import Piece, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def piece(tensor: Tensor) -> Piece:
+    """A contiguous tensor as memory; one without dimensions is one row."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    row = math.prod(tensor.shape[1:]) * tensor.element_size()
+    return Piece(tensor.data_ptr(), rows, row)
+
+
+class _Words:
+    """int64 memory of a GPU, for torch.as_tensor."""
+
+    def __init__(self, address: int, n: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (n,),
+            "typestr": "<i8",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class GpuSide:
+    """One side, without the way in which it learns of the other.
+
+    Args:
+        device: ordinal of the GPU.
+        mode: ``"sm"`` or ``"ce"``.
+        outgoing, incoming: for each peer, the tensors that go to it and come from it.
+        send_first: this side speaks first.
+        timeout_ms: how long a kernel waits for a peer.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        mode: str,
+        outgoing: Sequence[Sequence[Tensor]],
+        incoming: Sequence[Sequence[Tensor]],
+        send_first: bool,
+        timeout_ms: float,
+    ) -> None:
+        import torch
+
+        extension = _loader.load()
+        arch = extension.lane_arch(device)
+        image = nvrtc.image(extension.lane_source(), arch) if mode == "sm" else b""
+        self.lane = extension.Lane(device, image, timeout_ms, arch >= 90)
+        try:
+            self.plan = Plan(
+                self.lane,
+                device,
+                mode,
+                [[piece(t) for t in row] for row in outgoing],
+                [[piece(t) for t in row] for row in incoming],
+                send_first,
+            )
+        except BaseException:
+            self.lane.close()
+            raise
+        self._held = (list(map(list, outgoing)), list(map(list, incoming)))
+        self._device = device
+        # A peer may write to these tensors from now on, and what filled them comes first.
+        torch.cuda.synchronize(device)
+        if mode == "ce":  # which tells the rows only when there are fewer than all
+            self._fill_rows(incoming)
+        self.send, self.recv = self.lane.send, self.lane.recv
+
+    def _fill_rows(self, incoming: Sequence[Sequence[Tensor]]) -> None:
+        import torch
+
+        for words, row in zip(self.rows(), incoming, strict=True):
+            words.copy_(torch.tensor([piece(t).rows for t in row], dtype=torch.int64))
+        torch.cuda.synchronize(self._device)
+
+    def describe(self, peer: int) -> dict[str, Any]:
+        return self.plan.describe(peer)
+
+    def attach(self, descriptions: Sequence[Any]) -> None:
+        """Takes the descriptions of all peers; send and recv may be called from now on."""
+        for peer, theirs in enumerate(descriptions):
+            self.plan.attach(peer, theirs)
+        self.plan.install()
+
+    def rows(self) -> list[Tensor]:
+        """For each peer, the rows of each tensor in its last message: int64 on the GPU."""
+        import torch
+
+        address, counts = self.plan.rows
+        if not sum(counts):
+            return [
+                torch.empty(0, dtype=torch.int64, device=f"cuda:{self._device}") for _ in counts
+            ]
+        words = torch.as_tensor(_Words(address, sum(counts)), device=f"cuda:{self._device}")
+        return list(words.split(counts))
+
+    def status(self) -> tuple[int, int]:
+        return self.lane.status()
+
+    @property
+    def abort_word(self) -> int:
+        """Where the engine says that the channel has ended."""
+        return self.lane.abort_word
+
+    def abort(self) -> None:
+        self.lane.abort()
+
+    def finish(self) -> None:
+        """Waits for what is queued: each wait in it is bounded."""
+        self.lane.finish()
+
+    def close(self) -> None:
+        self.lane.close()
+        self._held = ([], [])

@@ -1,0 +1,95 @@
+"""Compiles the kernels of stream channels for the GPU at hand, with the NVRTC that torch ships."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import importlib.util
+import os
+import threading
+
+from fserver.errors import ConfigError, Error
+
+_lock = threading.Lock()
+
+
+def _candidates() -> list[str]:
+    """Where NVRTC may be: loaded already, among torch's wheels, beside torch, on the system."""
+    found: list[str] = []
+    for package, pattern in (
+        ("nvidia", "cu*/lib/libnvrtc.so.*"),
+        ("nvidia", "cuda_nvrtc/lib/libnvrtc.so.*"),
+        ("torch", "lib/libnvrtc*.so*"),
+    ):
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            found += sorted(glob.glob(os.path.join(place, pattern)), reverse=True)
+    names = [f"libnvrtc.so.{major}" for major in (13, 12)]
+    return names + [path for path in found if "builtins" not in path and "alt" not in path]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    tried = []
+    for name in _candidates():
+        try:
+            return ctypes.CDLL(name)
+        except OSError as error:
+            tried.append(str(error))
+    raise ConfigError(
+        "channel: no NVRTC, which compiles the kernels of mode='sm' (pip install "
+        f"nvidia-cuda-nvrtc, or use mode='ce'): {'; '.join(tried) or 'no library found'}"
+    )
+
+
+def _compile(library: ctypes.CDLL, source: str, target: str) -> tuple[bytes | None, str]:
+    """The image for a target (``sm_90``: machine code, ``compute_90``: PTX), or None and why."""
+    program = ctypes.c_void_p()
+    if library.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"channel.cu", 0, None, None
+    ):
+        return None, "no program could be made"
+    try:
+        options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
+        array = (ctypes.c_char_p * len(options))(*options)
+        result = library.nvrtcCompileProgram(program, len(options), array)
+        size = ctypes.c_size_t()
+        if result:
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value or 1)
+            library.nvrtcGetProgramLog(program, log)
+            return None, f"{target}: error {result}: {log.value.decode(errors='replace').strip()}"
+        kind = "CUBIN" if target.startswith("sm_") else "PTX"
+        getattr(library, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        getattr(library, f"nvrtcGet{kind}")(program, image)
+        return image.raw, ""
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@functools.cache
+def image(source: str, arch: int) -> bytes:
+    """The kernels for a GPU of compute capability ``arch`` (90 for 9.0); compiled once.
+
+    Raises:
+        ConfigError: there is no NVRTC, or none that compiles for such a GPU.
+    """
+    if arch < 70:
+        raise ConfigError(
+            f"channel: mode='sm' needs compute capability 7.0, and this GPU has {arch / 10}: "
+            "use mode='ce'"
+        )
+    with _lock:
+        library = _library()
+        failures = []
+        # A GPU that is newer than NVRTC gets PTX, which the driver compiles.
+        for target in (f"sm_{arch}", "compute_90", "compute_70"):
+            if target.startswith("compute_") and int(target[8:]) > arch:
+                continue
+            code, why = _compile(library, source, target)
+            if code is not None:
+                return code
+            failures.append(why)
+    raise Error(f"channel: NVRTC does not compile the kernels: {'; '.join(failures)}")

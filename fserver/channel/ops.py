@@ -1,0 +1,75 @@
+"""``torch.ops.fserver.send`` and ``recv``: a channel inside torch.compile.
+
+    torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
+    torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
+
+Both change ``token``, so that a compiler keeps them, and in their order; recv changes the
+tensors. A compiler may hand a copy of a tensor instead of the channel's own: it is copied from, or
+to, then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fserver.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_library: Any = None
+_lock = threading.Lock()
+
+
+def define(torch: Any) -> None:
+    """Registers the operators, once."""
+    global _library
+    with _lock:
+        if _library is not None:
+            return
+        library = torch.library.Library("fserver", "DEF")
+        library.define("send(int channel, Tensor[] tensors, Tensor(a!) token) -> ()")
+        library.define("recv(int channel, Tensor(a!)[] tensors, Tensor(b!) token) -> ()")
+        for key in ("CPU", "CUDA"):
+            library.impl("send", _send, key)
+            library.impl("recv", _recv, key)
+        for name in ("send", "recv"):
+            torch.library.register_fake(f"fserver::{name}", _fake, lib=library)
+        _library = library
+
+
+def _fake(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
+    """Neither gives anything back, nor changes a shape."""
+
+
+def _pairs(call: str, given: Sequence[Tensor], own: Sequence[Tensor]) -> list[tuple[Any, Any]]:
+    if len(given) != len(own):
+        raise ShapeError(
+            f"torch.ops.fserver.{call}: {len(given)} tensors, and the channel has {len(own)}: pass "
+            f"channel.{'outgoing' if call == 'send' else 'incoming'}"
+        )
+    return [
+        (a, b)
+        for a, b in zip(given, own, strict=True)
+        if a.data_ptr() != b.data_ptr() and a.numel()
+    ]
+
+
+def _send(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
+    from fserver.channel.channel import find
+
+    ch = find(channel)
+    for given, own in _pairs("send", tensors, ch.outgoing):
+        own.copy_(given)
+    ch.send()
+
+
+def _recv(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
+    from fserver.channel.channel import find
+
+    ch = find(channel)
+    ch.recv()
+    for given, own in _pairs("recv", tensors, ch.incoming):
+        given.copy_(own)

@@ -1,0 +1,430 @@
+"""Where each byte of a stream channel goes: what one side tells the other, and what its device
+is then given. No GPU is needed to plan; ``Memory`` is what a plan asks of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fserver.errors import ConfigError, Error, ShapeError
+
+# Kinds of cs_channel.h.
+PACKETS, PLACE, LANDING = range(3)
+
+# Measured on two H200: packets save the fence and the flag, 1.4 us a leg at 64 KiB, and cost twice
+# the bytes on the wire and a copy at the end: 2 us a leg at 1 MiB.
+PACKETS_UP_TO = 256 << 10
+PACKET_THREADS = 512  # 1,024 where that is one block
+MOST_PACKET_BLOCKS = 32
+# Blocks that copy: the first row that is large enough.
+BLOCKS = ((2 << 20, 16), (8 << 20, 32), (1 << 62, 64))
+COPY_THREADS = 1024
+MOST_BLOCKS = 64  # of a segment
+MOST_SEGMENTS = 24  # of a launch: CS_MANY
+# Blocks of one launch that wait: they must not fill the GPU.
+BUSY_BLOCKS = 96
+
+_ALIGN = 128
+
+_NUMBERS = ("kind", "blocks", "stride", "flags", "counted", "bytes")
+
+# Two nodes in one process do not share memory by handles: it is theirs already.
+PROCESS = os.urandom(8).hex()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor: contiguous memory of ``rows`` rows."""
+
+    address: int
+    rows: int
+    row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+class Memory(Protocol):
+    """What a plan asks of a device; ``_C.Lane`` is one."""
+
+    def allocate(self, bytes: int) -> int: ...
+    def share(self, address: int) -> tuple[bytes, int, int]: ...
+    def map(self, handle: bytes) -> tuple[int, int]: ...
+    def reach(self, device: int) -> None: ...
+    def plan(self, sends: bool, steps: list[Any], counts: int, dead: int) -> None: ...
+    def plan_copies(self, sends: bool, segments: list[Any]) -> None: ...
+    def begin(self, in_turn: bool, send_first: bool) -> None: ...
+
+
+def choose(size: int, shareable: bool, mode: str) -> tuple[int, int]:
+    """Kind and number of blocks for a tensor of ``size`` bytes."""
+    if mode == "sm" and size <= PACKETS_UP_TO:
+        packets = _packets(size)
+        if packets <= 2 * PACKET_THREADS:
+            return PACKETS, 1
+        return PACKETS, min(MOST_PACKET_BLOCKS, -(-packets // PACKET_THREADS))
+    blocks = next(blocks for most, blocks in BLOCKS if size <= most)
+    return (PLACE if shareable else LANDING), blocks
+
+
+def _packets(size: int) -> int:
+    return -(-size // 8) + 1
+
+
+class _Arena:
+    """Gives out offsets."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, size: int) -> int:
+        at = self.size
+        self.size += -(-size // _ALIGN) * _ALIGN
+        return at
+
+
+@dataclass
+class _Incoming:
+    piece: Piece
+    kind: int
+    blocks: int
+    memory: int  # of the description: 0 is the arena
+    offset: int
+    stride: int  # packets; 0: one landing buffer
+    flags: int
+    counted: int
+
+
+class Plan:
+    """One side of a channel.
+
+    Args:
+        memory: the device.
+        device: its ordinal in this process.
+        mode: ``"sm"`` or ``"ce"``.
+        outgoing, incoming: for each peer, the tensors that go to it and come from it.
+        send_first: this side speaks first (a worker).
+
+    A channel with tensors both ways goes in turn, and the answer is the credit for the next
+    send. One that has tensors one way only has credits of its own.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        device: int,
+        mode: str,
+        outgoing: Sequence[Sequence[Piece]],
+        incoming: Sequence[Sequence[Piece]],
+        send_first: bool,
+    ) -> None:
+        self.memory, self.device, self.mode = memory, device, mode
+        self.outgoing = [list(tensors) for tensors in outgoing]
+        self.send_first = send_first
+        n_out = sum(map(len, outgoing))
+        n_in = sum(map(len, incoming))
+        self.in_turn = n_out > 0 and n_in > 0
+        arena = _Arena()
+        self._dead = arena.take(4)
+        self._out_counts = arena.take(4 * MOST_BLOCKS * n_out)
+        self._in_counts = arena.take(4 * MOST_BLOCKS * n_in)
+        self._counted = arena.take(8 * n_in)
+        self._shared: list[tuple[bytes, int, int]] = []  # handle, bytes, base address
+        self._incoming: list[list[_Incoming]] = []
+        number = 0
+        for tensors in incoming:
+            row = []
+            for piece in tensors:
+                where = self._share(piece) if self._wants_place(piece) else None
+                kind, blocks = choose(piece.bytes, where is not None, mode)
+                stride = 0
+                if kind == PACKETS:
+                    n = _packets(piece.bytes)
+                    stride = 0 if self.in_turn else -(-n // 8) * 8
+                    where = (0, arena.take(16 * (n + stride)))
+                elif where is None:
+                    where = (0, arena.take(piece.bytes))
+                flags, counted = arena.take(8 * blocks), self._counted + 8 * number
+                row.append(_Incoming(piece, kind, blocks, *where, stride, flags, counted))
+                number += 1
+            self._incoming.append(row)
+        flags = self._incoming[0][0].flags if n_in else arena.size
+        self._credits = [[arena.take(4 * MOST_BLOCKS) for _ in row] for row in self.outgoing]
+        self.arena, self.used = memory.allocate(arena.size), arena.size
+        self.layout = {
+            "dead": self._dead,
+            "counts of sends": self._out_counts,
+            "counts of receives": self._in_counts,
+            "rows": self._counted,
+            "flags": flags,
+            "credits": self._credits[0][0] if n_out and self._credits[0] else arena.size,
+        }
+        handle, size, offset = memory.share(self.arena)
+        if not handle:
+            raise Error("channel: the channel's own memory cannot be shared between processes")
+        self._shared.insert(0, (handle, size, self.arena - offset))
+        self._arena_offset = offset
+        self._peers: dict[int, list[tuple[int, int]]] = {}  # memories of a peer: address, bytes
+        self._theirs: dict[int, dict[str, Any]] = {}
+
+    @property
+    def rows(self) -> tuple[int, list[int]]:
+        """Where the numbers of received rows are, and how many there are from each peer."""
+        return self.arena + self._counted, [len(row) for row in self._incoming]
+
+    def _wants_place(self, piece: Piece) -> bool:
+        return piece.bytes > 0 and (self.mode == "ce" or piece.bytes > PACKETS_UP_TO)
+
+    def _share(self, piece: Piece) -> tuple[int, int] | None:
+        handle, size, offset = self.memory.share(piece.address)
+        if not handle:
+            return None
+        entry = (handle, size, piece.address - offset)
+        if entry not in self._shared:
+            self._shared.append(entry)
+        # The arena comes first in what is told.
+        return self._shared.index(entry) + 1, offset
+
+    def describe(self, peer: int) -> dict[str, Any]:
+        """What peer number ``peer`` has to know."""
+        base = self._arena_offset
+        return {
+            "mode": self.mode,
+            "turn": self.in_turn,
+            "process": PROCESS,
+            "device": self.device,
+            "memory": [[handle.hex(), size, at] for handle, size, at in self._shared],
+            "in": [
+                {
+                    "kind": e.kind,
+                    "blocks": e.blocks,
+                    "at": [e.memory, e.offset + (0 if e.memory else base)],
+                    "stride": e.stride,
+                    "flags": e.flags + base,
+                    "counted": e.counted + base,
+                    "bytes": e.piece.bytes,
+                }
+                for e in self._incoming[peer]
+            ],
+            "out": [at + base for at in self._credits[peer]],
+        }
+
+    def attach(self, peer: int, theirs: Any) -> None:
+        """Takes what a peer has described, after checking all of it.
+
+        Raises:
+            ConfigError: the sides differ in how they are configured, or cannot share memory.
+            ShapeError: their tensors differ.
+            Error: the description makes no sense.
+        """
+        try:
+            self._check(peer, theirs)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            if isinstance(error, Error):
+                raise
+            raise Error(
+                f"channel: peer {peer} describes its side in a way that makes no sense"
+            ) from error
+
+    def _check(self, peer: int, theirs: dict[str, Any]) -> None:
+        if theirs["mode"] != self.mode:
+            raise ConfigError(
+                f"channel: mode is {self.mode!r} here and {str(theirs['mode'])[:16]!r} at peer "
+                f"{peer}: open both sides with the same"
+            )
+        if theirs["turn"] is not self.in_turn:
+            raise ShapeError("channel: one side has tensors both ways and the other has not")
+        if len(theirs["in"]) != len(self.outgoing[peer]):
+            raise ShapeError(
+                f"channel: {len(self.outgoing[peer])} tensors go to peer {peer}, and it takes "
+                f"{len(theirs['in'])}"
+            )
+        if len(theirs["out"]) != len(self._incoming[peer]):
+            raise ShapeError(
+                f"channel: {len(self._incoming[peer])} tensors come from peer {peer}, and it "
+                f"sends {len(theirs['out'])}"
+            )
+        numbers = [*theirs["out"]]
+        for entry in theirs["in"]:
+            numbers += [*entry["at"], *(entry[name] for name in _NUMBERS)]
+        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
+            raise ValueError
+        memories = []
+        local = theirs["process"] == PROCESS
+        if local:
+            self.memory.reach(int(theirs["device"]))
+        if not 1 <= len(theirs["memory"]) <= 1024:
+            raise ValueError
+        for handle, size, at in theirs["memory"]:
+            memories.append(
+                (int(at), int(size)) if local else self.memory.map(bytes.fromhex(handle))
+            )
+        for piece, entry in zip(self.outgoing[peer], theirs["in"], strict=True):
+            kind, blocks = entry["kind"], entry["blocks"]
+            if kind not in (PACKETS, PLACE, LANDING) or not 1 <= blocks <= MOST_BLOCKS:
+                raise ValueError
+            if self.mode == "ce" and kind == PACKETS:
+                raise ValueError
+            if entry["bytes"] != piece.bytes:
+                raise ShapeError(
+                    f"channel: a tensor of {piece.bytes} bytes goes to peer {peer}, and it takes "
+                    f"{entry['bytes']}"
+                )
+            size = piece.bytes
+            if kind == PACKETS:
+                n = _packets(size)
+                if entry["stride"] and entry["stride"] < n:
+                    raise ValueError
+                size = 16 * (n + entry["stride"])
+            self._within(memories, entry["at"], size)
+            self._within(memories, [0, entry["flags"]], 8 * blocks)
+            self._within(memories, [0, entry["counted"]], 8)
+        for at in theirs["out"]:
+            self._within(memories, [0, at], 4 * MOST_BLOCKS)
+        self._peers[peer], self._theirs[peer] = memories, theirs
+
+    @staticmethod
+    def _within(memories: list[tuple[int, int]], where: Sequence[int], size: int) -> None:
+        index, offset = where
+        if index < 0 or offset < 0 or offset + size > memories[index][1]:
+            raise ValueError
+
+    def install(self) -> None:
+        """Gives the device its segments; all peers are attached."""
+        if self.mode == "ce":
+            self.memory.plan_copies(True, self._copies_out())
+            self.memory.plan_copies(False, self._copies_in())
+        else:
+            dead = self.arena + self._dead
+            out, incoming = self._segments_out(), self._segments_in()
+            self.memory.plan(True, _steps(out, True), self.arena + self._out_counts, dead)
+            self.memory.plan(False, _steps(incoming, False), self.arena + self._in_counts, dead)
+        self.memory.begin(self.in_turn, self.send_first)
+
+    def _at(self, peer: int, offset: int) -> int:
+        return self._peers[peer][0][0] + offset
+
+    def _segments_out(self) -> list[tuple[int, ...]]:
+        result = []
+        number = 0
+        for peer, row in enumerate(self.outgoing):
+            for piece, entry, credit in zip(
+                row, self._theirs[peer]["in"], self._credits[peer], strict=True
+            ):
+                index, offset = entry["at"]
+                kind = entry["kind"]
+                result.append(
+                    (
+                        number,
+                        piece.row_bytes,
+                        kind,
+                        piece.address,
+                        self._peers[peer][index][0] + offset,
+                        self._at(peer, entry["flags"]),
+                        0 if self.in_turn else self.arena + credit,
+                        0,
+                        piece.bytes,
+                        piece.rows,
+                        entry["stride"],
+                        {PACKETS: 2, LANDING: 1, PLACE: 0}[kind],
+                        entry["blocks"],
+                        peer,
+                    )
+                )
+                number += 1
+        return result
+
+    def _segments_in(self) -> list[tuple[int, ...]]:
+        result = []
+        for peer, row in enumerate(self._incoming):
+            for e, credit in zip(row, self._theirs[peer]["out"], strict=True):
+                place = e.kind == PLACE
+                result.append(
+                    (
+                        len(result),
+                        e.piece.row_bytes,
+                        e.kind,
+                        0 if place else self.arena + e.offset,
+                        e.piece.address,
+                        self.arena + e.flags,
+                        0 if self.in_turn else self._at(peer, credit),
+                        self.arena + e.counted,
+                        e.piece.bytes,
+                        e.piece.rows,
+                        e.blocks if place else e.stride,
+                        0,
+                        1 if place else e.blocks,
+                        peer,
+                    )
+                )
+        return result
+
+    def _copies_out(self) -> list[tuple[int, ...]]:
+        result = []
+        for segment, first, last in _ends(self._segments_out()):
+            s = list(segment)
+            entry = self._theirs[s[13]]["in"][len(result) - self._first(s[13], self.outgoing)]
+            s[5] = s[5] if last else 0  # one flag for all that goes to a peer, after it
+            s[6] = s[6] if first else 0
+            s[7] = self._at(s[13], entry["counted"])
+            result.append(tuple(s))
+        # A peer waits for the flag of its first tensor.
+        for peer in range(len(self.outgoing)):
+            mine = [i for i, s in enumerate(result) if s[13] == peer]
+            if mine:
+                last = list(result[mine[-1]])
+                last[5] = self._at(peer, self._theirs[peer]["in"][0]["flags"])
+                result[mine[-1]] = tuple(last)
+        return result
+
+    def _copies_in(self) -> list[tuple[int, ...]]:
+        result = []
+        for segment, first, _ in _ends(self._segments_in()):
+            s = list(segment)
+            s[5] = s[5] if first else 0
+            s[6] = s[6] if first else 0
+            result.append(tuple(s))
+        return result
+
+    @staticmethod
+    def _first(peer: int, rows: Sequence[Sequence[Any]]) -> int:
+        return sum(len(row) for row in rows[:peer])
+
+
+def _ends(segments: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], bool, bool]]:
+    """Each segment, and whether it is the first and the last of its peer."""
+    peers = [s[13] for s in segments]
+    return [
+        (s, i == 0 or peers[i - 1] != s[13], i + 1 == len(peers) or peers[i + 1] != s[13])
+        for i, s in enumerate(segments)
+    ]
+
+
+def _steps(segments: list[tuple[int, ...]], sends: bool) -> list[tuple[list[Any], int]]:
+    """Launches: their segments, and threads of a block."""
+    steps = []
+    group: list[tuple[int, ...]] = []
+    busy = 0
+    for s in segments:
+        if group and (len(group) == MOST_SEGMENTS or busy + s[12] > BUSY_BLOCKS):
+            steps.append(group)
+            group, busy = [], 0
+        group.append(s)
+        busy += s[12]
+    if group:
+        steps.append(group)
+    return [(group, _threads(group, sends)) for group in steps]
+
+
+def _threads(group: list[tuple[int, ...]], sends: bool) -> int:
+    kinds = {s[2] for s in group}
+    if kinds == {PACKETS}:
+        # A small tensor needs no more threads than packets.
+        most = max(-(-_packets(s[8]) // s[12]) for s in group)
+        return min(2 * PACKET_THREADS, -(-most // 32) * 32)
+    if kinds == {PLACE} and not sends:
+        return MOST_BLOCKS
+    return COPY_THREADS

@@ -1,0 +1,237 @@
+"""Times stream channels between two GPUs (or two processes on one), beside a plain CUDA program
+that makes the same copies.
+
+    python tests/gpu/bench_channel.py [--json FILE] [--raw PROGRAM] [--runs N] [--sweep]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent.parent))
+
+import torch  # noqa: E402
+from pair import Pair, Side  # noqa: E402
+
+KIB, MIB = 1 << 10, 1 << 20
+WORK = [(4 * KIB, 4 * KIB), (64 * KIB, 64 * KIB), (896 * KIB, 1792 * KIB)]
+INNER = 20
+
+
+def _percentile(values: list[float], p: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * p))]
+
+
+def _row(values: list[float], **what: Any) -> dict[str, Any]:
+    return {
+        **what,
+        "p50_us": round(_percentile(values, 0.5), 2),
+        "p99_us": round(_percentile(values, 0.99), 2),
+        "min_us": round(min(values), 2),
+        "n": len(values),
+    }
+
+
+def _time(side: Side, run: Any, count: int, per: int) -> list[float]:
+    """Microseconds of each of count runs, divided by per; both sides begin together."""
+    values = []
+    for i in range(count + 5):
+        torch.cuda.synchronize()
+        side.barrier()
+        started = time.perf_counter_ns()
+        run()
+        torch.cuda.current_stream().synchronize()
+        if i >= 5:
+            values.append((time.perf_counter_ns() - started) / 1000 / per)
+    return values
+
+
+def _bytes(side: Side, n: int) -> torch.Tensor:
+    return torch.ones(n, dtype=torch.uint8, device=f"cuda:{side.device}")
+
+
+def round_trips(
+    side: Side, mode: str, push: int, pull: int, graph: bool, count: int, table: dict[str, Any]
+) -> dict[str, Any]:
+    """INNER round trips in a graph, or enqueued; time of one."""
+    from fserver.channel import plan
+
+    for name, value in table.items():
+        setattr(plan, name, value)
+    out, into = (push, pull) if side.index == 0 else (pull, push)
+    channel = side.open([_bytes(side, out)], [_bytes(side, into)], mode)
+    first, second = (
+        (channel.send, channel.recv) if side.index == 0 else (channel.recv, channel.send)
+    )
+
+    def body() -> None:
+        for _ in range(INNER):
+            first()
+            second()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        body()
+        stream.synchronize()
+        run = body
+        if graph:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+                body()
+            run = captured.replay
+        values = _time(side, run, count, INNER)
+    ok = channel.status() == (0, 0)
+    side.barrier()
+    if graph:
+        del captured, run
+    channel.close()
+    side.barrier()
+    kind = f"channel {mode}, {'graph' if graph else 'enqueued'} x{INNER}"
+    return _row(values, work=kind, push=push, pull=pull, ok=ok, table=table)
+
+
+def calls(side: Side, mode: str, count: int) -> dict[str, Any]:
+    """What send() and recv() cost the CPU, without waiting for the GPU."""
+    channel = side.open([_bytes(side, 4096)], [_bytes(side, 4096)], mode)
+    first, second = (
+        (channel.send, channel.recv) if side.index == 0 else (channel.recv, channel.send)
+    )
+    values = []
+    for _ in range(count):
+        started = time.perf_counter_ns()
+        for _ in range(50):
+            first()
+            second()
+        values.append((time.perf_counter_ns() - started) / 1000 / 100)
+        torch.cuda.synchronize()
+        side.barrier()
+    channel.close()
+    side.barrier()
+    return _row(values, work=f"channel {mode}, CPU time of a call")
+
+
+def stream_of(side: Side, mode: str, size: int, both: bool, count: int) -> dict[str, Any]:
+    """Messages of size bytes one way, or both ways at once on a channel each. Each is answered
+    with 8 bytes, which is what lets the next one go."""
+    inner = 10
+    t, r, a, b = (_bytes(side, n) for n in (size, size, 8, 8))
+    one = side.open([t], [a], mode) if side.index == 0 else side.open([a], [r], mode)
+    two = None
+    if both:  # side 0 speaks first here too: it sends the 8 bytes
+        two = side.open([b], [r], mode) if side.index == 0 else side.open([t], [b], mode)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def run() -> None:
+        for _ in range(inner):
+            for stream, channel in zip(streams, (one, two), strict=True):
+                if channel is None:
+                    continue
+                with torch.cuda.stream(stream):
+                    if side.index == 0:
+                        channel.send()
+                    channel.recv()
+                    if side.index == 1:
+                        channel.send()
+        for stream in streams:
+            stream.synchronize()
+
+    values = _time(side, run, count, inner)
+    for channel in (one, two):
+        if channel is not None:
+            channel.close()
+    side.barrier()
+    row = _row(values, work=f"channel {mode}, {'both ways' if both else 'one way'}", size=size)
+    row["gb_per_s"] = round(size / _percentile(values, 0.5) / 1000, 1)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--raw", help="the program made from raw_channel.cu")
+    parser.add_argument("--runs", type=int, default=40, help="of each measurement")
+    parser.add_argument(
+        "--sweep", action="store_true", help="other thresholds and block counts too"
+    )
+    args = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    devices = (0, 1) if gpus > 1 else (0, 0)
+    count = args.runs if gpus > 1 else 5
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "devices": devices,
+        "rows": [],
+    }
+
+    def add(row: dict[str, Any]) -> None:
+        result["rows"].append(row)
+        print("  ".join(f"{k}={v}" for k, v in row.items()), flush=True)
+
+    pair = Pair(devices)
+    failed, failures = False, 0
+    jobs: list[tuple[Any, dict[str, Any]]] = []
+    for mode in ("sm", "ce"):
+        for push, pull in WORK:
+            for graph in (True, False):
+                jobs.append(
+                    (
+                        round_trips,
+                        {"mode": mode, "push": push, "pull": pull, "graph": graph,
+                         "count": count, "table": {}},
+                    )
+                )  # fmt: skip
+        jobs.append((calls, {"mode": mode, "count": 5}))
+        for both in (False, True):
+            jobs.append(
+                (
+                    stream_of,
+                    {"mode": mode, "size": 64 * MIB, "both": both, "count": max(3, count // 10)},
+                )
+            )
+    if args.sweep:
+        push, pull = WORK[2]
+        for blocks in (8, 12, 16, 24, 32):
+            table = {"BLOCKS": ((1 << 62, blocks),)}
+            jobs.append((round_trips, {"mode": "sm", "push": push, "pull": pull, "graph": True,
+                                       "count": count // 3, "table": table}))  # fmt: skip
+        for size in (32 * KIB, 128 * KIB, 256 * KIB, 512 * KIB):
+            for most in (0, 1 << 30):
+                table = {"PACKETS_UP_TO": most, "BLOCKS": ((1 << 62, 16),)}
+                jobs.append((round_trips, {"mode": "sm", "push": size, "pull": size, "graph": True,
+                                           "count": count // 3, "table": table}))  # fmt: skip
+    for function, kwargs in jobs:
+        print(f"... {function.__name__} {kwargs}", file=sys.stderr, flush=True)
+        try:
+            add(pair.run(function, **kwargs)[0])
+        except Exception as error:  # the other rows are of interest still
+            failed = True
+            print(f"FAIL {function.__name__} {kwargs}: {error}", flush=True)
+            pair = Pair(devices)
+            if (failures := failures + 1) == 2:
+                break
+    pair.close()
+    if args.raw:
+        done = subprocess.run([args.raw], capture_output=True, text=True, timeout=20)
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                add(json.loads(line))
+        if done.returncode:
+            failed = True
+            print(f"FAIL {args.raw}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Channels of GPU tensors through Worker.channel and Server.channel: a worker in one process, a
+server in the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pair import Pair, Side, say
+
+MODES = ["sm", "ce"]
+OPTIONS: dict[str, Any] = {"backend": "CPU", "settings": {"FSERVER_LOG": "error"}}
+
+
+@contextlib.contextmanager
+def node(side: Side) -> Iterator[Any]:
+    """This side's node: side 0 is the worker."""
+    import fserver
+
+    if side.index == 1:
+        own = fserver.Server(
+            scheduler="127.0.0.1:0", host_scheduler=True, connect=False, init_timeout=8, **OPTIONS
+        )
+        side.exchange(own.scheduler)
+    else:
+        own = fserver.Worker(
+            scheduler=side.exchange(None), connect=False, init_timeout=8, **OPTIONS
+        )
+    try:
+        own.connect()
+        yield own
+    finally:
+        own.close()
+
+
+def opened(side: Side, own: Any, n: int, mode: str, key: int, **options: Any) -> Any:
+    """A channel of n floats there and n back; on the server, tensors[0][0] and outgoing[0]."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    t = torch.zeros(n, device=device)
+    options = {"mode": mode, "timeout_ms": 4000, "name": str(key), **options}
+    if side.index == 0:
+        return own.channel([t], [key], [torch.zeros(n, device=device)], [key], **options)
+    return own.channel([key], [t], [key], **options)
+
+
+def eager_and_graph(side: Side, mode: str, n: int) -> None:
+    """The same channel eager, then in a graph that is replayed, then eager again; twice, since
+    closed channels leave nothing behind."""
+    import torch
+
+    with node(side) as own, torch.cuda.stream(torch.cuda.Stream()):
+        for turn in range(2):
+            with opened(side, own, n, mode, 7) as ch:
+                assert ch.path == mode
+                expected = torch.zeros((), device=f"cuda:{side.device}")
+                wrong = torch.zeros((), dtype=torch.int64, device=f"cuda:{side.device}")
+
+                def step(ch: Any = ch, expected: Any = expected, wrong: Any = wrong) -> None:
+                    expected.add_(1)
+                    if side.index == 0:
+                        ch.outgoing[0].copy_(expected.expand(n))
+                        ch.send()
+                        ch.recv()
+                        wrong.add_((ch.incoming[0] != expected * 2).sum())
+                    else:
+                        ch.recv()
+                        wrong.add_((ch.tensors[0][0] != expected).sum())
+                        torch.mul(ch.tensors[0][0], 2, out=ch.outgoing[0])
+                        ch.send()
+
+                for _ in range(3):
+                    step()
+                torch.cuda.current_stream().synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(
+                    graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+                ):
+                    for _ in range(5):
+                        step()
+                for _ in range(20):
+                    graph.replay()
+                step()
+                torch.cuda.current_stream().synchronize()
+                ch.check()
+                assert expected.item() == 104
+                assert wrong.item() == 0, f"{wrong.item()} wrong of {n} floats, opened {turn}"
+                assert ch.rows[0].tolist() == [n]
+                side.barrier()
+                del graph
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [5, 1 << 18])
+def test_channel(pair: Pair, mode: str, n: int) -> None:
+    pair.run(eager_and_graph, mode=mode, n=n)
+
+
+def compiled(side: Side) -> None:
+    """torch.compile takes a whole step; its graph trees capture it."""
+    import torch
+
+    with node(side) as own, opened(side, own, 4096, "sm", 3) as ch:
+
+        def worker(x: Any) -> Any:
+            ch.outgoing[0].copy_(x * 2)
+            torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
+            torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
+            return ch.incoming[0] + 1
+
+        def server(x: Any) -> Any:
+            torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
+            ch.outgoing[0].copy_(ch.incoming[0] + x)
+            torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
+            return x
+
+        # The compiler of the backend is not what is looked at, and takes tens of seconds.
+        step = torch.compile(
+            worker if side.index == 0 else server, backend="aot_eager", fullgraph=True
+        )
+        for i in range(5):
+            x = torch.full(
+                (4096,), float(i if side.index == 0 else 10), device=f"cuda:{side.device}"
+            )
+            y = step(x)
+            torch.cuda.synchronize()
+            if side.index == 0:
+                assert y[0].item() == y[-1].item() == 2 * i + 11
+        ch.check()
+        side.barrier()
+
+
+def test_compile(pair: Pair) -> None:
+    pair.run(compiled, 25)
+
+
+def misuse(side: Side) -> None:
+    import torch
+
+    import fserver
+
+    with node(side) as own, opened(side, own, 64, "sm", 5) as ch:
+        first, other = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(first):
+            if side.index == 0:
+                with pytest.raises(fserver.ConfigError, match="turn of send"):
+                    ch.recv()
+                ch.send()
+                ch.recv()  # waits: the server is told to answer below
+                with torch.cuda.stream(other), pytest.raises(fserver.ConfigError, match="another"):
+                    ch.send()
+                side.barrier()
+            else:
+                side.barrier()
+                ch.recv()
+                ch.send()
+        torch.cuda.synchronize()
+        ch.check()
+        side.barrier()
+        # Shapes that differ between the sides.
+        with pytest.raises(fserver.ShapeError):
+            opened(side, own, 64 + side.index, "sm", 6)
+        side.barrier()
+
+
+def test_misuse(pair: Pair) -> None:
+    pair.run(misuse)
+
+
+def peer_dies(side: Side, mode: str) -> tuple[float, str]:
+    """The server is killed while the worker's stream waits for it."""
+    import torch
+
+    import fserver
+
+    with node(side) as own:
+        ch = opened(side, own, 4096, mode, 9)
+        side.exchange(None)
+        if side.index == 1:
+            time.sleep(0.3)  # the worker's stream waits by then
+            os.kill(os.getpid(), 9)
+        ch.send()
+        ch.recv()
+        started = time.perf_counter()
+        torch.cuda.synchronize()
+        took = time.perf_counter() - started
+        say(0, f"{mode}: the stream ended after {took:.3f} s")
+        with pytest.raises(fserver.PeerLostError) as caught:
+            while True:
+                ch.check()
+                time.sleep(0.01)
+        with pytest.raises(fserver.Error, match="ended"):
+            ch.send()
+        ch.close()
+        assert torch.ones(1000, device=f"cuda:{side.device}").sum().item() == 1000
+        return took, caught.value.role
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_killed(fresh: Pair, mode: str) -> None:
+    for index in (0, 1):
+        fresh.start(index, peer_dies, mode=mode)
+    took, role = fresh.result(0)
+    assert took < 3 and role == "server"

@@ -1,0 +1,313 @@
+"""The device's part of stream channels, without an engine: two processes tell each other what
+they have through a pipe."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+from pair import Pair, Side, say
+
+KIB, MIB = 1 << 10, 1 << 20
+
+SIZES = [
+    4096, 1, 7, 8, 9, 15, 16, 17, 255, 4095, 4097, 64 * KIB, 256 * KIB - 1, 256 * KIB,
+    256 * KIB + 1, 256 * KIB + 16, 896 * KIB, 1792 * KIB, 2 * MIB + 4, 8 * MIB + 3, 64 * MIB, 0,
+]  # fmt: skip
+MODES = ["sm", "ce"]
+
+
+def _pattern(size: int, seed: int, device: str) -> Any:
+    import torch
+
+    i = torch.arange(size, dtype=torch.int64, device=device)
+    return ((i * 131 + (i >> 8) * 17 + seed * 29) & 255).to(torch.uint8)
+
+
+def _check(got: Any, want: Any, what: str) -> None:
+    import torch
+
+    if not torch.equal(got, want):
+        wrong = (got != want).nonzero().flatten()
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {got.numel()} bytes differ, first at {wrong[:4].tolist()}, "
+            f"last at {wrong[-1].item()}: {got[wrong[:4]].tolist()} for {want[wrong[:4]].tolist()}"
+        )
+
+
+def exchange_sizes(side: Side, mode: str, sizes: list[int], shift: int) -> int:
+    """Echo of each size, three times, into poisoned memory; the answer is another pattern."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    for size in sizes:
+        room = torch.empty(size + 64, dtype=torch.uint8, device=device)
+        back = torch.empty(size + 64, dtype=torch.uint8, device=device)
+        back.fill_(0xA5)
+        torch.cuda.synchronize()
+        mine, other = room[shift : shift + size], back[2 * shift : 2 * shift + size]
+        channel = side.open([mine], [other], mode)
+        say(side.index, f"{mode} {size} bytes")
+        for turn in range(3):
+            what = f"{mode}, {size} bytes shifted by {shift}, exchange {turn}, side {side.index}"
+            mine.copy_(_pattern(size, 2 * turn + side.index, device))
+            if side.index == 0:
+                channel.send()
+            channel.recv()
+            torch.cuda.synchronize()
+            assert channel.status() == (0, 0), f"{what}: status {channel.status()}"
+            _check(other, _pattern(size, 2 * turn + 1 - side.index, device), what)
+            edges = torch.cat([back[: 2 * shift], back[2 * shift + size :]])
+            assert bool((edges == 0xA5).all()), f"{what}: bytes beside the tensor were written"
+            rows = channel.rows()[0].tolist()
+            assert rows == [size], f"{what}: rows are {rows}"
+            # Before the send: after it, the memory is the peer's until recv.
+            back.fill_(0xA5)
+            if side.index == 1:
+                channel.send()
+        torch.cuda.synchronize()
+        side.barrier()
+        channel.close()
+        side.channels.clear()
+        side.barrier()
+    return len(sizes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sizes(pair: Pair, mode: str) -> None:
+    assert pair.run(exchange_sizes, mode=mode, sizes=SIZES, shift=0) == [len(SIZES)] * 2
+
+
+@pytest.mark.parametrize("shift", [1, 4, 8])
+def test_unaligned(pair: Pair, shift: int) -> None:
+    sizes = [1, 100, 4096, 300 * KIB + 5]
+    assert pair.run(exchange_sizes, mode="sm", sizes=sizes, shift=shift) == [4, 4]
+
+
+def exchange_many(side: Side, mode: str, n: int) -> None:
+    """n tensors in one call, of many sizes, more than one launch takes."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    sizes = [(i * 7919) % 5000 if i % 5 else 300 * KIB + i for i in range(n)]
+    out = [torch.empty(s, dtype=torch.uint8, device=device) for s in sizes]
+    into = [torch.empty(s, dtype=torch.uint8, device=device) for s in sizes]
+    channel = side.open(out, into, mode)
+    for turn in range(3):
+        for i, t in enumerate(out):
+            t.copy_(_pattern(sizes[i], i + turn + 100 * side.index, device))
+        if side.index == 0:
+            channel.send()
+        channel.recv()
+        torch.cuda.synchronize()
+        assert channel.status() == (0, 0)
+        for i, r in enumerate(into):
+            want = _pattern(sizes[i], i + turn + 100 * (1 - side.index), device)
+            _check(r, want, f"tensor {i} of exchange {turn}")
+            r.fill_(0xA5)
+        if side.index == 1:
+            channel.send()
+    torch.cuda.synchronize()
+    side.barrier()
+    channel.close()
+    side.barrier()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_many_tensors(pair: Pair, mode: str) -> None:
+    pair.run(exchange_many, mode=mode, n=40)
+
+
+def one_way(side: Side, mode: str, size: int, count: int) -> None:
+    """Only side 0 sends, as fast as it can: credits keep it from overwriting."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    t = torch.zeros(size, dtype=torch.int32, device=device)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    channel = side.open([t], [], mode) if side.index == 0 else side.open([], [t], mode)
+    for i in range(1, count + 1):
+        if side.index == 0:
+            t.fill_(i)
+            channel.send()
+        else:
+            channel.recv()
+            wrong += (t != i).sum()
+    torch.cuda.synchronize()
+    assert channel.status() == (0, 0)
+    assert wrong.item() == 0, f"{wrong.item()} wrong words in {count} messages of {4 * size} bytes"
+    side.barrier()
+    channel.close()
+    side.barrier()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 1024, 100_000])
+def test_one_way(pair: Pair, mode: str, size: int) -> None:
+    pair.run(one_way, mode=mode, size=size, count=300)
+
+
+def short_rows(side: Side, mode: str, width: int) -> None:
+    import torch
+
+    device = f"cuda:{side.device}"
+    t = torch.zeros(64, width, dtype=torch.float32, device=device)
+    r = torch.zeros(64, width, dtype=torch.float32, device=device)
+    channel = side.open([t], [r], mode)
+    for turn, (there, back) in enumerate([(64, 64), (3, 50), (0, 1), (64, 0), (17, 64)]):
+        n, expected = (there, back) if side.index == 0 else (back, there)
+        t.fill_(100 * turn + side.index)
+        if side.index == 0:
+            channel.send(rows=[n])
+        channel.recv()
+        torch.cuda.synchronize()
+        assert channel.status() == (0, 0)
+        assert channel.rows()[0].tolist() == [expected]
+        assert bool((r[:expected] == 100 * turn + 1 - side.index).all())
+        r.fill_(-1)
+        if side.index == 1:
+            channel.send([n])
+    torch.cuda.synchronize()
+    side.barrier()
+    with pytest.raises(Exception, match=r"rows\[0\] is 65, and the tensor has 64"):
+        if side.index:
+            channel.recv()
+        channel.send([65])
+    side.barrier()
+    channel.close()
+    side.barrier()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("width", [4, 2048])
+def test_rows(pair: Pair, mode: str, width: int) -> None:
+    pair.run(short_rows, mode=mode, width=width)
+
+
+def replay(side: Side, mode: str, size: int, inner: int, replays: int, stages: int) -> float:
+    """A graph of `inner` x `stages` exchanges, replayed. Each message is the one before plus
+    one, so that a stale or torn one is seen, also by every later one."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    tensors = [torch.zeros(size, dtype=torch.int32, device=device) for _ in range(stages)]
+    results = [torch.zeros(size, dtype=torch.int32, device=device) for _ in range(stages)]
+    expected = torch.zeros((), dtype=torch.int32, device=device)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    channels = [side.open([t], [r], mode) for t, r in zip(tensors, results, strict=True)]
+
+    def layer() -> None:
+        expected.add_(1)
+        if side.index == 0:
+            for c, t in zip(channels, tensors, strict=True):
+                t.copy_(expected.expand(size))
+                c.send()
+            for c, r in zip(channels, results, strict=True):
+                c.recv()
+                wrong.add_((r != expected * 3).sum())
+        else:
+            for c, t, r in zip(channels, tensors, results, strict=True):
+                c.recv()
+                wrong.add_((r != expected).sum())
+                torch.mul(r, 3, out=t)
+                c.send()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            layer()
+        stream.synchronize()
+        side.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(inner):
+                layer()
+        side.barrier()
+        started = time.perf_counter()
+        for _ in range(replays):
+            graph.replay()
+        stream.synchronize()
+        took = time.perf_counter() - started
+    for c in channels:
+        assert c.status() == (0, 0), f"status {c.status()}"
+    assert expected.item() == 3 + inner * replays
+    assert wrong.item() == 0, f"{wrong.item()} wrong words"
+    side.barrier()
+    del graph
+    for c in channels:
+        c.close()
+    side.barrier()
+    return took
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replay(pair: Pair, mode: str) -> None:
+    """10^5 checked exchanges where there are two GPUs; one GPU has to switch between the two
+    processes for each of them, which takes milliseconds."""
+    replays = 1000 if pair.devices[0] != pair.devices[1] else 1
+    pair.run(replay, 30, mode=mode, size=1024, inner=100, replays=replays, stages=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers(pair: Pair, mode: str) -> None:
+    """61 layers of 3 micro-batches in one graph on each side."""
+    replays = 1000 if pair.devices[0] != pair.devices[1] else 1
+    pair.run(replay, 30, mode=mode, size=16 * 1024, inner=61, replays=replays, stages=3)
+
+
+def large_replay(side: Side, mode: str) -> None:
+    replay(side, mode, 448 * KIB, 20, 20, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_large_replay(pair: Pair, mode: str) -> None:
+    pair.run(large_replay, mode=mode)
+
+
+def wait_in_vain(side: Side, mode: str, how: str) -> tuple[float, tuple[int, int], int]:
+    """Side 0 waits for an answer that does not come; its stream ends, and all goes on."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    before = torch.cuda.mem_get_info()[0]
+    t = torch.ones(4096, device=device)
+    r = torch.zeros(4096, device=device)
+    timeout = 500 if how == "late" else 60000
+    channel = side.open([t], [r], mode, timeout_ms=timeout)
+    if side.index == 1:
+        side.exchange(os.getpid())
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+        return 0.0, (0, 0), 0
+    side.exchange(None)
+    channel.send()
+    channel.recv()
+    if how != "late":
+        timer = threading.Timer(0.5, channel.abort)  # the engine does this when a peer is lost
+        timer.start()
+    started = time.perf_counter()
+    torch.cuda.synchronize()
+    took = time.perf_counter() - started
+    status = channel.status()
+    with pytest.raises(Exception, match="the channel has ended"):
+        channel.send()
+    channel.close()
+    side.channels.clear()
+    assert torch.ones(1000, device=device).sum().item() == 1000  # the context is as it was
+    return took, status, before - torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"), [("sm", "late"), ("sm", "abort"), ("sm", "killed"), ("ce", "killed")]
+)
+def test_ends(fresh: Pair, mode: str, how: str) -> None:
+    for index in (0, 1):
+        fresh.start(index, wait_in_vain, mode=mode, how=how)
+    took, status, lost = fresh.result(0)
+    assert took < 5
+    assert status == ((2, 0) if how == "late" else (1, 0) if mode == "sm" else (1, -1))
+    if fresh.devices[0] != fresh.devices[1]:
+        assert lost <= 32 * MIB, f"{lost} bytes of the GPU were not given back"

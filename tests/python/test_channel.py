@@ -1,0 +1,556 @@
+"""Stream channels of CPU tensors: the same calls as on GPUs, carried by the engine."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, together
+
+import fserver
+from fserver import _loader
+from fserver.channel import describe, nvrtc, plan
+
+MakeCluster = Callable[..., Cluster]
+MS = LIMIT * 1e3
+WAYS = ["tcp", "cma"]
+
+
+def both(
+    pair: Cluster,
+    push: list[torch.Tensor],
+    pull: list[torch.Tensor],
+    back: list[torch.Tensor] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A channel between a worker and a server; ``back`` is what the server sends."""
+    push_keys, pull_keys = list(range(len(push))), list(range(100, 100 + len(pull)))
+    back = [torch.empty_like(t) for t in pull] if back is None else back
+    options = {"timeout_ms": MS, **options}
+    return tuple(
+        together(
+            [
+                lambda: pair.worker.channel(push, push_keys, pull, pull_keys, **options),
+                lambda: pair.server.channel(push_keys, back, pull_keys, **options),
+            ]
+        )
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["sm", "ce", "proxy"])
+def test_exchange(cluster: MakeCluster, way: str, mode: str) -> None:
+    pair = cluster(transport=way)
+    x, y = torch.randn(7, 64), torch.empty(7, 128)
+    w, s = both(pair, [x], [y], mode=mode)
+    assert (w.path, s.path, w.mode) == ("cpu", "cpu", mode)
+    for turn in range(5):
+        x.fill_(turn)
+        w.send()
+        x.fill_(-1)  # what was sent has been read
+        s.recv()
+        [[seen]] = s.tensors
+        assert bool((seen == turn).all()) and s.rows[0].tolist() == [7]
+        s.outgoing[0].copy_(torch.cat([seen, seen * 2], 1))
+        s.send()
+        s.outgoing[0].fill_(-1)
+        w.recv()
+        assert bool((y[:, :64] == turn).all() and (y[:, 64:] == 2 * turn).all())
+    w.check()
+    s.check()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shapes_and_dtypes(cluster: MakeCluster, way: str) -> None:
+    pair = cluster(transport=way)
+    push = [
+        torch.randn(3, 4),
+        torch.arange(5),
+        torch.tensor(7.0),
+        torch.zeros(0, 8),
+        torch.randn(300, 1000).to(torch.bfloat16),
+        torch.tensor([True, False]),
+    ]
+    pull = [torch.empty_like(t) for t in push]
+    w, s = both(pair, push, pull)
+    w.send()
+    s.recv()
+    for mine, seen, out in zip(push, s.tensors[0], s.outgoing, strict=True):
+        assert torch.equal(mine, seen)
+        out.copy_(seen)
+    s.send()
+    w.recv()
+    assert all(torch.equal(a, b) for a, b in zip(push, pull, strict=True))
+    assert w.rows[0].tolist() == s.rows[0].tolist() == [3, 5, 1, 0, 300, 2]
+
+
+def test_many_to_many(cluster: MakeCluster) -> None:
+    """Two workers, three servers: tensors to all, answers of each to each."""
+    c = cluster(workers=2, servers=3)
+    xs = [torch.empty(4) for _ in c.workers]
+    ys = [[torch.empty(2) for _ in c.servers] for _ in c.workers]
+    zs = [[torch.empty(2) for _ in c.workers] for _ in c.servers]
+    channels = together(
+        [lambda i=i: c.workers[i].channel([xs[i]], [1], ys[i], [2]) for i in range(2)]
+        + [lambda j=j: c.servers[j].channel([1], zs[j], [2]) for j in range(3)]
+    )
+    workers, servers = channels[:2], channels[2:]
+    for turn in range(3):
+        for i, w in enumerate(workers):
+            xs[i].fill_(10 * turn + i)
+            w.send()
+        for j, s in enumerate(servers):
+            s.recv()
+            for i in range(2):
+                assert s.tensors[i][0].tolist() == [10 * turn + i] * 4
+                zs[j][i].fill_(100 * j + 10 * i + turn)
+            s.send()
+        for i, w in enumerate(workers):
+            w.recv()
+            assert [y[0].item() for y in ys[i]] == [100 * j + 10 * i + turn for j in range(3)]
+
+
+def test_rows(pair: Cluster) -> None:
+    x, y = torch.empty(16, 3), torch.full((16,), -1.0)
+    w, s = both(pair, [x], [y])
+    for there, back in [(16, 16), (3, 9), (0, 1), (16, 0)]:
+        x.fill_(there)
+        y.fill_(-1)
+        w.send([there])
+        s.recv()
+        assert s.rows[0].tolist() == [there]
+        assert bool((s.tensors[0][0][:there] == there).all())
+        s.outgoing[0].fill_(back)
+        s.send(rows=[back])
+        w.recv()
+        assert w.rows[0].tolist() == [back] and bool((y[:back] == back).all())
+    for rows, text in [([17], "rows[0] is 17, and the tensor has 16"), ([1, 2], "2 numbers for 1")]:
+        with pytest.raises(fserver.ShapeError, match=text.replace("[", r"\[")):
+            w.send(rows)
+    w.send()  # a refused call was not a turn
+
+
+def test_one_way(pair: Cluster) -> None:
+    x = torch.empty(1000)
+    w, s = both(pair, [x], [])
+
+    def send() -> None:
+        for i in range(50):
+            x.fill_(i)
+            w.send()
+
+    sender = in_thread(send)
+    for i in range(50):
+        s.recv()
+        assert bool((s.tensors[0][0] == i).all())
+    sender.result(LIMIT)
+    y, z = torch.empty(9), torch.empty(9)
+    w2, s2 = both(pair, [], [y], [z])
+    for i in range(20):
+        z.fill_(i)
+        sent = in_thread(s2.send)
+        w2.recv()
+        sent.result(LIMIT)
+        assert bool((y == i).all())
+
+
+def test_beside_push_pull(pair: Cluster) -> None:
+    """The messages of a channel are in no batch, and requests in no channel."""
+    x, y = torch.ones(4), torch.empty(4)
+    w, s = both(pair, [x], [y])
+    w.send()
+    p, q = torch.full((4,), 2.0), torch.empty(4)
+    h = pair.worker.push_pull([p], [7], [q], [7])
+    [(handler, [seen], keys)] = pair.server.get_batch(MS)
+    assert keys == [7] and seen.tolist() == [2] * 4
+    pair.server.respond([seen], handler)
+    pair.worker.wait(h, MS)
+    assert pair.server.get_batch(50) == []
+    s.recv()
+    assert s.tensors[0][0].tolist() == [1] * 4
+    s.send()
+    w.recv()
+
+
+def test_two_micro_batches(pair: Cluster) -> None:
+    """Two channels, each in a thread of its own on both sides."""
+
+    def run(number: int) -> None:
+        x, y = torch.empty(64), torch.empty(64)
+        z = torch.empty(64)
+        w, s = together(
+            [
+                lambda: pair.worker.channel([x], [number], [y], [number], name=f"mb {number}"),
+                lambda: pair.server.channel([number], [z], [number], name=f"mb {number}"),
+            ]
+        )
+
+        def serve() -> None:
+            for _ in range(100):
+                s.recv()
+                torch.mul(s.tensors[0][0], 2, out=z)
+                s.send()
+
+        served = in_thread(serve)
+        for i in range(100):
+            x.fill_(1000 * number + i)
+            w.send()
+            w.recv()
+            assert bool((y == 2 * (1000 * number + i)).all())
+        served.result(LIMIT)
+        together([w.close, s.close])
+
+    together([lambda: run(0), lambda: run(1)])
+
+
+def test_again_and_again(nothing_left: None) -> None:
+    """A name and its keys can be used again, and nothing is left of what is closed."""
+    pair = open_cluster()
+    for i in range(20):
+        x, y = torch.full((8,), float(i)), torch.empty(8)
+        w, s = both(pair, [x], [y], name="again")
+        w.send()
+        s.recv()
+        s.outgoing[0].copy_(s.tensors[0][0])
+        s.send()
+        w.recv()
+        assert y.tolist() == [i] * 8
+        with w, s:
+            pass
+        assert w.closed and "closed" in repr(w)
+        w.close()
+    pair.close()
+    del pair, w, s
+
+
+# Sides that do not fit
+
+
+def refused(pair: Cluster, worker: Callable[[], Any], server: Callable[[], Any]) -> list[Any]:
+    errors = []
+    for future in (in_thread(worker), in_thread(server)):
+        with pytest.raises(fserver.Error) as caught:
+            future.result(LIMIT)
+        errors.append(caught.value)
+    # What failed is closed: the same name and keys are free.
+    both(pair, [torch.ones(1)], [], name="afterwards")
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"keys": [4]}, fserver.ShapeError, "push_keys are [4] here, and worker 0 pushes [1]"),
+        ({"keys": [1, 2]}, fserver.ShapeError, "push_keys are [1, 2] here"),
+        ({"pull": torch.empty(9)}, fserver.ShapeError, "float32 [9] here, and key 2, float32 [8]"),
+        ({"pull": torch.empty(8, dtype=torch.int32)}, fserver.ShapeError, "int32 [8] here"),
+        ({"push": [torch.empty(5)]}, fserver.ShapeError, "incoming tensor 0 is key 1, float32 [5]"),
+        ({"mode": "ce"}, fserver.ConfigError, "mode is 'ce' here and 'sm' at peer 0"),
+    ],
+)  # fmt: skip
+def test_mismatch(pair: Cluster, change: dict[str, Any], kind: Any, text: str) -> None:
+    x, y = torch.empty(4), torch.empty(8)
+
+    def server() -> Any:
+        return pair.server.channel(
+            change.get("keys", [1]), [change.get("pull", y)], [2], push=change.get("push"),
+            mode=change.get("mode", "sm"), timeout_ms=5000,
+        )  # fmt: skip
+
+    worker, served = refused(
+        pair, lambda: pair.worker.channel([x], [1], [y.clone()], [2], timeout_ms=5000), server
+    )
+    assert type(served) is kind and text in str(served)
+    assert "server 0 refuses" in str(worker) or "at peer 0" in str(worker)
+
+
+def test_bad_arguments(pair: Cluster) -> None:
+    x = torch.empty(4, 4)
+    leaf = torch.empty(4, requires_grad=True)
+    channel = pair.worker.channel
+    for call, kind, text in [
+        (lambda: channel(x, [1], [], []), fserver.ConfigError, "push is a tensor"),
+        (lambda: channel([x.t()], [1], [], []), fserver.ShapeError, "push[0] of shape [4, 4]"),
+        (lambda: channel([x], [1, 2], [], []), fserver.ShapeError, "2 push_keys for 1 push"),
+        (lambda: channel([x, x], [1, 1], [], []), fserver.ConfigError, "a key twice"),
+        (lambda: channel([x], [-1], [], []), fserver.ConfigError, "key 0 of push is -1"),
+        (lambda: channel([], [], [], []), fserver.ShapeError, "both empty"),
+        (lambda: channel([x], [1], [], [], mode="fast"), fserver.ConfigError, "mode is 'fast'"),
+        (lambda: channel([x], [1], [], [], name=""), fserver.ShapeError, "channel name"),
+        (lambda: channel([x], [1], [], [], name="a" * 65), fserver.ShapeError, "channel name"),
+        (lambda: channel([], [], [leaf], [1]), fserver.ConfigError, "requires grad"),
+        (lambda: channel([x.to("meta")], [1], [], []), fserver.ConfigError, "on meta"),
+        (lambda: channel([x.to_sparse()], [1], [], []), fserver.ConfigError, "sparse"),
+        (lambda: channel([None], [1], [], []), fserver.ConfigError, "NoneType"),
+    ]:
+        with pytest.raises(kind) as caught:
+            call()
+        assert text in str(caught.value)
+    w, other = both(pair, [x], [])
+    with pytest.raises(fserver.ConfigError, match="key 0 is that of another open channel"):
+        channel([x], [0], [], [], name="other")
+    together([w.close, other.close])
+    w, s = both(pair, [x], [torch.empty(1)], name="both")
+    w.send()
+    for call in (w.send, s.send):
+        with pytest.raises(fserver.ConfigError, match="turn of recv"):
+            call()
+
+
+def test_nobody_opens(pair: Cluster) -> None:
+    with pytest.raises(fserver.TimeoutError, match="peer 0 has not opened its side within 200 ms"):
+        pair.worker.channel([torch.ones(1)], [1], [], [], timeout_ms=200)
+    with pytest.raises(fserver.TimeoutError):
+        pair.server.channel([2], [], [], name="never", timeout_ms=100)
+    w, s = both(pair, [torch.ones(3)], [], name="later")
+    w.send()
+    s.recv()
+
+
+def test_time_out(pair: Cluster) -> None:
+    w, s = both(pair, [torch.ones(1)], [torch.empty(1)], timeout_ms=300)
+    with pytest.raises(fserver.TimeoutError, match="within 300 ms"):
+        s.recv()
+    w.send()
+    with pytest.raises(fserver.TimeoutError, match="within 300 ms"):
+        w.recv()
+    s.recv()
+    s.send()
+    w.recv()  # nothing was lost
+
+
+def test_closed(pair: Cluster) -> None:
+    w, s = both(pair, [torch.ones(1)], [torch.empty(1)])
+    w.send()
+    waiting = in_thread(w.recv)
+    s.close()
+    with pytest.raises(fserver.ClosedError, match="peer 0 has closed its side"):
+        waiting.result(LIMIT)
+    with pytest.raises(fserver.ClosedError, match="closed its side"):
+        w.check()
+    for call in (s.send, s.recv, s.check):
+        with pytest.raises(fserver.ClosedError):
+            call()
+    w.close()
+    with pytest.raises(fserver.ClosedError):
+        w.send()
+    pair.server.close()
+    with pytest.raises(fserver.Error):
+        pair.worker.channel([torch.ones(1)], [9], [], [], timeout_ms=1000)
+
+
+# A peer that dies
+
+
+def worker_process(parent: Parent, scheduler: str, way: str) -> None:
+    with fserver.Worker(scheduler=scheduler, transport=way, settings={"FSERVER_LOG": "error"}) as w:
+        x, y = torch.ones(1000), torch.empty(1000)
+        ch = w.channel([x], [1], [y], [1])
+        parent.put("open")
+        while True:
+            ch.send()
+            ch.recv()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_killed(child: Callable[..., Child], way: str) -> None:
+    options = {"transport": way, "settings": {"FSERVER_LOG": "error"}, "connect": False}
+    server = fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options)
+    try:
+        worker = child(worker_process, server.scheduler, way)
+        server.connect()
+        ch = server.channel([1], [torch.empty(1000)], [1], timeout_ms=MS)
+        assert worker.get() == "open"
+        for i in range(200):
+            ch.recv()
+            ch.outgoing[0].copy_(ch.tensors[0][0])
+            ch.send()
+            if i == 100:
+                worker.kill()
+                break
+        with pytest.raises(fserver.PeerLostError) as caught:
+            while True:
+                ch.recv()
+                ch.send()
+        assert (caught.value.role, caught.value.rank) == ("worker", 0)
+        with pytest.raises(fserver.PeerLostError):
+            ch.check()
+        ch.close()
+    finally:
+        server.close()
+
+
+# torch.ops
+
+
+def test_operators(pair: Cluster) -> None:
+    x, y, z = torch.empty(8), torch.empty(8), torch.empty(8)
+    w, s = both(pair, [x], [y], [z])
+
+    def step(value: torch.Tensor) -> torch.Tensor:
+        x.copy_(value * 2)
+        torch.ops.fserver.send(w.number, w.outgoing, w.token)
+        torch.ops.fserver.recv(w.number, w.incoming, w.token)
+        return y + 1
+
+    def serve(n: int) -> None:
+        for _ in range(n):
+            torch.ops.fserver.recv(s.number, s.incoming, s.token)
+            z.copy_(s.tensors[0][0] + 3)
+            torch.ops.fserver.send(s.number, s.outgoing, s.token)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    served = in_thread(serve, 6)
+    for i in range(3):
+        assert step(torch.full((8,), float(i))).tolist() == [2 * i + 4] * 8
+        assert compiled(torch.full((8,), float(10 + i))).tolist() == [2 * (10 + i) + 4] * 8
+    served.result(LIMIT)
+    with pytest.raises(fserver.ShapeError, match="0 tensors, and the channel has 1"):
+        torch.ops.fserver.send(w.number, [], w.token)
+    with pytest.raises(fserver.ClosedError, match="channel 999999"):
+        torch.ops.fserver.recv(999999, [y], w.token)
+
+
+# What a peer tells
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "null", "{", '{"v": 1}', '{"v": 2}',
+        describe.text("sm", "cpu", [[1, "float32", [-1]]], []),
+        describe.text("sm", "cpu", [[1, "storage", [1]]], []),
+        describe.text("sm", "cpu", [[1.5, "int8", [1]]], []),
+        describe.text("sm", "cpu", [[1, "int8", [1 << 60]]], []),
+        describe.text("sm", "cpu", [[1, "int8", [1] * 65]], []),
+        describe.text("sm", "cpu", [[1, "int8"]], []),
+        describe.text("sm", "cpu", [[1, "int8", [1]]] * 257, []),
+        describe.text("no", "cpu", [], []), "[" * 5000,
+    ],
+)  # fmt: skip
+def test_described_badly(text: str) -> None:
+    with pytest.raises(fserver.Error, match="channel: peer 3 describes"):
+        describe.read(3, text)
+
+
+class Memory:
+    """A GPU for plans: gives out addresses, and keeps what it is asked to enqueue."""
+
+    room = iter(range(1 << 40, 1 << 60, 1 << 32))
+
+    def __init__(self, exportable: bool = True) -> None:
+        self.exportable = exportable
+        self.steps: dict[bool, Any] = {}
+        self.own: set[int] = set()
+
+    def allocate(self, bytes: int) -> int:
+        address = next(Memory.room)
+        self.own.add(address)
+        return address
+
+    def share(self, address: int) -> tuple[bytes, int, int]:
+        base = address >> 32 << 32
+        if base not in self.own and not self.exportable:
+            return b"", 0, 0
+        return base.to_bytes(64, "little"), 1 << 32, address - base
+
+    def map(self, handle: bytes) -> tuple[int, int]:
+        return int.from_bytes(handle, "little"), 1 << 32
+
+    def reach(self, device: int) -> None:
+        pass
+
+    def plan(self, sends: bool, steps: list[Any], counts: int, dead: int) -> None:
+        self.steps[sends] = [s for group, _ in steps for s in group]
+        assert all(len(group) <= plan.MOST_SEGMENTS for group, _ in steps)
+
+    def plan_copies(self, sends: bool, segments: list[Any]) -> None:
+        self.steps[sends] = segments
+
+    def begin(self, in_turn: bool, send_first: bool) -> None:
+        self.turns = in_turn
+
+
+def pieces(sizes: list[int]) -> list[plan.Piece]:
+    return [plan.Piece(next(Memory.room) + 4096, n, 1) for n in sizes]
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("exportable", [True, False])
+@pytest.mark.parametrize("one_way", [True, False])
+def test_plan(mode: str, exportable: bool, one_way: bool) -> None:
+    """Both sides' plans say the same of each tensor, and no two pieces of memory overlap."""
+    sizes = [0, 1, 4096, 256 << 10, (256 << 10) + 1, 1 << 20, 64 << 20] * 6
+    back = [] if one_way else [16, 3 << 20]
+    a, b = Memory(exportable), Memory(exportable)
+    out, into = pieces(sizes), pieces(sizes)
+    w = plan.Plan(a, 0, mode, [out], [pieces(back)], True)
+    s = plan.Plan(b, 1, mode, [pieces(back)], [into], False)
+    s.attach(0, w.describe(0))
+    w.attach(0, s.describe(0))
+    w.install()
+    s.install()
+    assert a.turns is b.turns is not one_way
+    used = []
+    for n, sent, got in zip(sizes, a.steps[True], b.steps[False], strict=True):
+        kind, to, flags, blocks = sent[2], sent[4], sent[5], sent[12]
+        assert kind == got[2]
+        if mode == "sm":
+            assert flags == got[5]
+            assert blocks == (got[10] if kind == plan.PLACE else got[12]) <= plan.MOST_BLOCKS
+            assert bool(sent[6]) == bool(got[6]) == one_way
+        assert to == (got[4] if kind == plan.PLACE else got[3])
+        if kind != plan.PLACE:
+            size = 16 * (math.ceil(n / 8) + 1 + sent[10]) if kind == plan.PACKETS else n
+            used.append((to, to + size))
+        used.append((got[7], got[7] + 8))
+    used.sort()
+    assert all(end <= begin for (_, end), (begin, _) in zip(used, used[1:], strict=False))
+
+
+def test_plan_of_a_liar() -> None:
+    """No description makes a side use memory that the peer has not named."""
+    random.seed(7)
+    sizes = [100, 1 << 20]
+    s = plan.Plan(Memory(), 1, "sm", [[]], [pieces(sizes)], False)
+    honest = s.describe(0)
+    for _ in range(500):
+        theirs = {**honest, "process": "another", "in": [dict(e) for e in honest["in"]]}
+        entry = random.choice(theirs["in"])
+        field = random.choice(list(entry))
+        lie: Any = random.choice([-1, 1 << 33, 1 << 70, None, "x", [0], [9, 0], 3.5, [0, -4]])
+        entry[field] = lie
+        w = plan.Plan(Memory(), 0, "sm", [pieces(sizes)], [[]], True)
+        try:
+            w.attach(0, theirs)
+        except fserver.Error:
+            continue
+        assert field in ("stride", "bytes", "blocks", "kind") or lie in ([0], 0)
+    for field in ("mode", "turn", "memory", "in", "out"):
+        w = plan.Plan(Memory(), 0, "sm", [pieces(sizes)], [[]], True)
+        with pytest.raises(fserver.Error):
+            w.attach(0, {**honest, field: 99})
+
+
+def test_kernels_compile() -> None:
+    """NVRTC needs no GPU."""
+    source = _loader.load().lane_source()
+    try:
+        nvrtc._library()
+    except fserver.ConfigError as error:
+        pytest.skip(str(error))
+    for arch in (80, 90):
+        assert nvrtc.image(source, arch)[:4] == b"\x7fELF"
+    with pytest.raises(fserver.ConfigError, match="compute capability"):
+        nvrtc.image(source, 60)
+
+
+def test_no_driver() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    with pytest.raises(fserver.ConfigError, match="no CUDA driver: .*install the NVIDIA driver"):
+        _loader.load().Lane(0, b"", 1000.0, True)
