@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Cluster, open_cluster
+from nodes import Cluster, open_cluster
 
 import fserver
 

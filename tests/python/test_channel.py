@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, together
+from nodes import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, together
 
 import fserver
 from fserver import _loader

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT, Cluster, eventually
+from nodes import LIMIT, Cluster, eventually
 
 from fserver import _loader, cli
 from fserver.doctor import cluster as described

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LIMIT, Cluster, eventually, in_thread, open_cluster
+from nodes import LIMIT, Cluster, eventually, in_thread, open_cluster
 
 import fserver
 

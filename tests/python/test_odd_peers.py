@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT
+from nodes import LIMIT
 
 import fserver
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LIMIT, Child, Cluster, Parent, in_thread, together
+from nodes import LIMIT, Child, Cluster, Parent, in_thread, together
 
 import fserver
 import fserver_lib

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LIMIT, Cluster, in_thread, together
+from nodes import LIMIT, Cluster, in_thread, together
 
 import fserver
 

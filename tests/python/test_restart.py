@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LIMIT, Child, Parent, eventually, in_thread, together
+from nodes import LIMIT, Child, Parent, eventually, in_thread, together
 
 import fserver
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LIMIT, Child, Cluster, Parent, eventually, in_thread
+from nodes import LIMIT, Child, Cluster, Parent, eventually, in_thread
 from test_push_pull import DTYPES, same
 
 import fserver

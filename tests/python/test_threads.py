@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import LIMIT, Cluster, in_thread
+from nodes import LIMIT, Cluster, in_thread
 
 import fserver
 
