@@ -106,6 +106,15 @@ int cs_event_record(uint64_t context, uint64_t event, uint64_t stream) {
   return cs_cu.EventRecord((cs_event)event, (cs_stream)stream);
 }
 
+int cs_point(uint64_t context, uint64_t event, uint64_t stream) {
+  ENTER(context);
+  int rc = cs_cu.StreamQuery((cs_stream)stream);
+  if (rc != CS_CU_NOT_READY)
+    return rc;
+  rc = cs_cu.EventRecord((cs_event)event, (cs_stream)stream);
+  return rc == CS_CU_SUCCESS ? CS_CU_NOT_READY : rc;
+}
+
 int cs_event_query(uint64_t context, uint64_t event) {
   ENTER(context);
   return cs_cu.EventQuery((cs_event)event);
@@ -171,7 +180,9 @@ int cs_read(uint64_t context, void *to, uint64_t from, uint64_t bytes) {
 
 int cs_write(uint64_t context, uint64_t to, const void *from, uint64_t bytes) {
   ENTER(context);
-  return cs_cu.MemcpyHtoD(to, from, bytes);
+  int rc = cs_cu.MemcpyHtoD(to, from, bytes);
+  /* From pageable memory, it returns when the bytes are staged. */
+  return rc == CS_CU_SUCCESS ? cs_cu.StreamSynchronize(NULL) : rc;
 }
 
 /* An attribute that the driver does not know, or that the memory does not have,

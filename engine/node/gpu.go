@@ -111,11 +111,9 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 func (g *gpu) Free(r mem.Region) error { return g.dev.Free(uint64(r.Addr)) }
 
 // point is what is queued on a stream so far; the zero Point if all has run. A
-// stream that waits for an event costs the GPU more than the question.
+// stream that waits for an event costs the GPU more than the question, which is the
+// same crossing.
 func (g *gpu) point(stream uint64) (transport.Point, error) {
-	if idle, err := g.dev.Idle(cuda.Stream(stream)); idle || err != nil {
-		return transport.Point{}, err
-	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if len(g.free) == 0 {
@@ -126,7 +124,7 @@ func (g *gpu) point(stream uint64) (transport.Point, error) {
 		g.all, g.free = append(g.all, e), append(g.free, e)
 	}
 	e := g.free[len(g.free)-1]
-	if err := g.dev.Record(e, cuda.Stream(stream)); err != nil {
+	if idle, err := g.dev.Mark(e, cuda.Stream(stream)); idle || err != nil {
 		return transport.Point{}, err
 	}
 	g.free = g.free[:len(g.free)-1]

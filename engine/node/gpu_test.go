@@ -17,7 +17,7 @@ import (
 )
 
 // gpuTensor is n bytes of a GPU.
-func gpuTensor(t *testing.T, g *fakegpu.GPU, key, n uint64, fill byte) exchange.Tensor {
+func gpuTensor(t testing.TB, g *fakegpu.GPU, key, n uint64, fill byte) exchange.Tensor {
 	r, err := fakegpu.Memory{G: g}.Alloc(n)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, fakegpu.Memory{G: g}.Free(r)) })

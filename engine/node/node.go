@@ -40,7 +40,8 @@ type Node struct {
 	log      *zap.Logger
 	gate     *gate
 	spin     time.Duration
-	threaded bool // the poller drives, not callers
+	yields   time.Duration // how long it polls before polls are followed by yields
+	threaded bool          // the poller drives, not callers
 	counters trace.Counters
 	channels *channels
 	planes   []*plane         // the best first, the one that reaches everybody last
@@ -161,7 +162,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		return nil, err
 	}
 	n = &Node{
-		cfg: cfg, log: log, gpu: gpu, spin: cfg.Spin, threaded: threaded(cfg),
+		cfg: cfg, log: log, gpu: gpu, spin: cfg.Spin, yields: yieldsAfter(cfg, gpu), threaded: threaded(cfg),
 		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
 		gone:     make(chan struct{}),
 		deadline: time.Now().Add(cfg.InitTimeout),

@@ -84,7 +84,7 @@ type parking struct {
 // Waiting callers and the background goroutine look at the clock and at each
 // other at these intervals.
 const (
-	yieldAfter = 20 * time.Microsecond // of polling; then every poll is followed by a yield
+	yieldAfter = 20 * time.Microsecond // of polling; then every poll is followed by a yield, see yields
 	restTick   = time.Millisecond      // without callers, until the background goroutine drives
 	busyTick   = 16 * time.Millisecond // at most between its looks while callers drive
 	longSleep  = time.Second           // and while one of them sleeps; see nudge
@@ -235,7 +235,7 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 			continue
 		}
 		switch idle := now - quiet; {
-		case idle < int64(yieldAfter) && mine:
+		case idle < int64(n.yields) && mine:
 		case idle < int64(n.spin):
 			yield()
 		default:
@@ -270,7 +270,7 @@ func watching[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 		}
 		if now >= spun {
 			park(n, c, time.Duration(end-now))
-		} else if spun-now < int64(n.spin-yieldAfter) {
+		} else if spun-now < int64(n.spin-n.yields) {
 			yield()
 		}
 	}
@@ -446,7 +446,7 @@ func (n *Node) poller() {
 		switch idle := now - quiet; {
 		case found > 0:
 			quiet = now
-		case idle < int64(yieldAfter) && mine:
+		case idle < int64(n.yields) && mine:
 		case idle < int64(n.spin):
 			yield()
 		default:

@@ -3,6 +3,7 @@ package node
 import (
 	"runtime"
 	"sync"
+	"time"
 
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
@@ -25,6 +26,22 @@ func threaded(cfg *conf.Config) bool {
 		return true
 	}
 	return topo.FreeCores().Free >= coresPerNode*cfg.GroupSize
+}
+
+// A round trip between GPUs takes 15 µs and more, and nobody runs meanwhile who
+// could do with the core, if there are this many for each process.
+const (
+	coresToSpin   = 4
+	gpuYieldAfter = 200 * time.Microsecond
+)
+
+// yieldsAfter is how long a node polls before it gives its core to others between
+// polls.
+func yieldsAfter(cfg *conf.Config, g *gpu) time.Duration {
+	if g == nil || topo.FreeCores().Free < coresToSpin*cfg.GroupSize {
+		return yieldAfter
+	}
+	return max(yieldAfter, min(gpuYieldAfter, cfg.Spin))
 }
 
 // A poller holds a P for as long as there is traffic. So many more there are,

@@ -60,6 +60,7 @@ type Device interface {
 	NewEvent() (cuda.Event, error)
 	FreeEvent(cuda.Event) error
 	Record(cuda.Event, cuda.Stream) error
+	Mark(cuda.Event, cuda.Stream) (idle bool, err error)
 	Passed(cuda.Event) (bool, error)
 	Enqueue(s cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, value uint64) error
 	Alloc(n uint64) (uint64, error)

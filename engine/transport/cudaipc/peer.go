@@ -173,7 +173,9 @@ func (c *Conn) arrive(p *poll) {
 		return
 	}
 	s := c.lane.seg
-	s.asleep.Store(0)
+	if s.asleep.Load() != 0 { // a store would take the line from the peer at every Poll
+		s.asleep.Store(0)
+	}
 	if c.asked.IsZero() {
 		c.introduce(transport.Key{ID: c.theirs.boxID, Token: c.theirs.boxToken})
 	}

@@ -29,9 +29,11 @@ type segment struct {
 	staged atomic.Uint64 // stored by the GPU; its owner alone looks
 	_      [120]byte
 
-	begun  atomic.Uint64
+	begun atomic.Uint64 // each Poll of the receiver looks
+	_     [120]byte
+
 	asleep atomic.Uint32 // the owner is to be woken of writes
-	_      [116]byte
+	_      [124]byte
 
 	taken atomic.Uint64 // of the peer's writes
 	_     [120]byte
@@ -49,7 +51,7 @@ type record struct {
 
 const (
 	depth        = 256 // operations of a Conn under way
-	segmentMagic = 0x6673_6375_6461_0001
+	segmentMagic = 0x6673_6375_6461_0002
 	segmentSize  = unsafe.Sizeof(segment{})
 	stagedAt     = unsafe.Offsetof(segment{}.staged)
 	doneAt       = unsafe.Offsetof(segment{}.done)

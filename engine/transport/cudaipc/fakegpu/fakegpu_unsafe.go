@@ -403,6 +403,13 @@ func (g *GPU) Record(e cuda.Event, n cuda.Stream) error {
 	return nil
 }
 
+func (g *GPU) Mark(e cuda.Event, n cuda.Stream) (idle bool, err error) {
+	if idle, err = g.Idle(n); idle || err != nil {
+		return idle, err
+	}
+	return false, g.Record(e, n)
+}
+
 func (g *GPU) passed(e cuda.Event) chan struct{} {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -1,0 +1,88 @@
+//go:build !race
+
+package node
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/exchange"
+	"fserver/engine/transport/cudaipc"
+	"fserver/engine/transport/cudaipc/fakegpu"
+)
+
+// gpuPair is a worker and a server over a GPU whose copies are made at once.
+func gpuPair(tb testing.TB, g *fakegpu.GPU, settings ...string) *mesh {
+	m := newCluster(tb, openFabrics)
+	m.devices = func(int) (cudaipc.Device, error) { return g, nil }
+	s, extra := shape{1, 1, 1}, append(settings, "STEPMESH_BACKEND=GPU", "FSERVER_TRANSPORT=cma")
+	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
+	_, port := splitPort(tb, m.scheduler.Info().Address)
+	m.workers = []*Node{m.start(s.settings("worker", 0, 0, port, extra...))}
+	m.servers = []*Node{m.start(s.settings("server", 0, 0, port, extra...))}
+	for _, n := range m.all() {
+		waitReady(tb, n)
+	}
+	return m
+}
+
+// BenchmarkGPURoundTrip is what all but the driver takes, beside the same on the CPU.
+func BenchmarkGPURoundTrip(b *testing.B) {
+	run := func(b *testing.B, m *mesh, x exchange.Tensor, y exchange.Tensor, out exchange.Tensor) {
+		once := m.once(x, y, out)
+		for range 2000 {
+			once()
+		}
+		for b.Loop() {
+			once()
+		}
+		m.stop()
+	}
+	b.Run("cpu", func(b *testing.B) {
+		m := newMesh(b, openFabrics, shape{1, 1, 1}, "FSERVER_PROGRESS=caller", "FSERVER_TRANSPORT=cma")
+		run(b, m, tensor(b, 1, 64), tensor(b, 2, 64), tensor(b, 1, 64))
+	})
+	b.Run("gpu", func(b *testing.B) {
+		g := fakegpu.New()
+		g.Instant = true
+		m := gpuPair(b, g, "FSERVER_PROGRESS=caller")
+		run(b, m, gpuTensor(b, g, 1, 64, 1), gpuTensor(b, g, 2, 64, 1), gpuTensor(b, g, 3, 64, 1))
+		m.letGo(b)
+	})
+}
+
+// TestGPUAllocations gates the hot path with tensors on a GPU, behind a stream.
+func TestGPUAllocations(t *testing.T) {
+	g := fakegpu.New()
+	g.Instant = true
+	m := gpuPair(t, g, "FSERVER_PROGRESS=caller")
+	once := m.once(gpuTensor(t, g, 1, 64, 1), gpuTensor(t, g, 2, 64, 1), gpuTensor(t, g, 3, 64, 1))
+	stream, err := g.NewStream()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, g.FreeStream(stream)) })
+	round := func() {
+		point, err := m.workers[0].gpu.point(uint64(stream))
+		must(t, err)
+		if point.Event != 0 {
+			t.Fatal("the stream is idle")
+		}
+		once()
+	}
+	for range 1000 {
+		round()
+	}
+	require.Zero(t, testing.AllocsPerRun(1000, round))
+	m.stop()
+	m.letGo(t)
+}
+
+// letGo frees the nodes and what the server has received into.
+func (m *mesh) letGo(tb testing.TB) {
+	for _, n := range m.all() {
+		require.NoError(tb, n.Free())
+	}
+	for id := uint64(1); m.buffers.Len() > 0 && id < 1<<20; id++ {
+		_ = m.buffers.Release(id)
+	}
+}
