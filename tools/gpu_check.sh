@@ -7,7 +7,7 @@
 # each step; the exit status says whether all passed.
 #
 # eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
-# each size (default 10000).
+# each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
@@ -31,6 +31,7 @@ step() {
     echo "PASS $name ($((SECONDS - started)) s): $(tail -1 "$log")"
   else
     echo "FAIL $name ($((SECONDS - started)) s), exit status $?, see $log:"
+    grep -nE '^ *--- FAIL|^FAILED |^ERROR |^panic:|^E  ' "$log" | head -60
     tail -40 "$log"
     failed=1
   fi
@@ -72,32 +73,64 @@ machine() {
   "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())'
 }
 
-build() { FSERVER_ARCHIVE=build/libfserver.a "$PYTHON" tools/builder.py ext; }
+within() { timeout -k 5 "$@"; }
 
-floor() { nvcc -O2 -o "$OUT/gpu_floor" tools/gpu_floor.c -lcuda -lcudart; }
+build() { FSERVER_ARCHIVE=build/libfserver.a within 60 "$PYTHON" tools/builder.py ext; }
 
-bench() { "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "${ROUNDS:-10000}" >"$OUT/eager.json"; }
+floor() { within 30 nvcc -O2 -o "$OUT/gpu_floor" tools/gpu_floor.c -lcuda -lcudart; }
+
+bench() { within 60 "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "${ROUNDS:-10000}" >"$OUT/eager.json"; }
+
+# pack FILE DIR leaves what is in DIR as one file.
+pack() {
+  rm -f "$2/gpu_floor"
+  tar -czf "$1" -C "$2" . && rm -rf "$2"
+}
 
 eager() {
+  local logs
+  logs=$(mktemp -d) || return
+  # shellcheck disable=SC2064
+  trap "pack '$OUT/eager.tgz' '$logs'" EXIT
+  OUT=$logs eager_steps
+  trap - EXIT
+  pack "$OUT/eager.tgz" "$logs"
+}
+
+# Without -test.v, only tests that fail print, and what they print stands below their names.
+eager_steps() {
   local last
   last=$(($(nvidia-smi -L | wc -l) - 1))
   step machine machine
   step build build
   [[ -e fserver/include/fserver.h ]] || return
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-  step go-cuda build/tests/cuda.test -test.v
-  step go-cudaipc build/tests/cudaipc.test -test.v -test.run GPU -test.timeout 4m
-  step go-node build/tests/node.test -test.v -test.run GPU -test.timeout 2m
-  step eager-tests "$PYTHON" -m pytest -v -p no:cacheprovider tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
+  step eager-tests within 120 "$PYTHON" -m pytest -v -p no:cacheprovider --maxfail=4 --durations=8 \
+    tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
   step floor floor
   step eager-bench bench "$last"
+  grep -h '^cores' "$OUT/eager-bench.txt"
   "$PYTHON" - "$OUT/eager.json" <<'END'
 import json, sys
-for r in json.load(open(sys.argv[1]))["rows"]:
-    f, b = r["fserver"], r["floor"]
-    print(f"{r['name']:28} {r['transport']:8} p50 {f['p50_us']:8.1f} us, floor {b['p50_us']:8.1f}, "
-          f"ratio {r['p50_ratio']:.2f}; p99 {f['p99_us']:8.1f}, floor {b['p99_us']:8.1f}, ratio {r['p99_ratio']:.2f}")
+try:
+    result = json.load(open(sys.argv[1]))
+except (OSError, ValueError) as error:
+    sys.exit(f"no result of the benchmark: {error}")
+for call in result["calls_ns"]:
+    print(f"call p50 {call['p50']:6} ns, p99 {call['p99']:6} ns  {call['call']}")
+for r in result["rows"]:
+    b = r["floor"]
+    print(f"{r['name']:28} {'floor':20} p50 {b['p50_us']:7.1f} us          p99 {b['p99_us']:7.1f}")
+    for kind, how in r["transport"].items():
+        f = r[kind]
+        print(f"{'':28} {kind + ' (' + how + ')':20} p50 {f['p50_us']:7.1f} us x {f['p50_ratio']:5.2f}  "
+              f"p99 {f['p99_us']:7.1f} x {f['p99_ratio']:5.2f}")
+        print(" " * 28, "  start posted received delivered respond answered arrived done | push_pull, wait returned:",
+              *f["stamps_us"])
 END
+  step go-cuda within 10 build/tests/cuda.test
+  step go-cudaipc within 40 build/tests/cudaipc.test -test.run GPU -test.timeout 38s
+  step go-node within 12 build/tests/node.test -test.run RealGPU -test.timeout 11s
 }
 
 # Everything in it is bounded: 90 s in all without FULL=1.

@@ -2,20 +2,29 @@
  * processes, CUDA IPC, one thread each. Each round trip: copy to the peer, the
  * stream stores a number into host memory, the peer's CPU sees it and answers.
  *
- *   gpu_floor GPU_A GPU_B OUT BACK ROUNDS
+ *   gpu_floor GPU_A GPU_B CORE_A CORE_B OUT:BACK:ROUNDS...
  *
- * prints the round trips in nanoseconds, one a line. */
+ * prints the round trips in nanoseconds, one a line, with an empty line behind
+ * those of each size. Each process is bound to its core.
+ *
+ *   gpu_floor calls GPU_A GPU_B
+ *
+ * prints what single calls of the driver take on an idle GPU: median and 99th
+ * percentile in nanoseconds, and the name. */
+#define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #define WARM 100
+#define MOST 16 /* sizes */
 
 #define MUST(call)                                                             \
   do {                                                                         \
@@ -41,17 +50,93 @@ static long long now(void) {
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
+static int by_size(const void *a, const void *b) {
+  long long x = *(const long long *)a, y = *(const long long *)b;
+  return (x > y) - (x < y);
+}
+
+#define TIMES 500
+
+/* Each call starts when nothing is under way. */
+#define TAKES(call)                                                            \
+  do {                                                                         \
+    static long long took[TIMES];                                              \
+    for (int i = -50; i < TIMES; i++) {                                        \
+      const long long start = now();                                           \
+      int rc = (int)(call);                                                    \
+      const long long end = now();                                             \
+      MUST(rc);                                                                \
+      MUST(cudaStreamSynchronize(stream));                                     \
+      if (i >= 0)                                                              \
+        took[i] = end - start;                                                 \
+    }                                                                          \
+    qsort(took, TIMES, sizeof *took, by_size);                                 \
+    printf("%lld %lld %s\n", took[TIMES / 2], took[TIMES * 99 / 100], #call); \
+  } while (0)
+
+static int calls(int a, int b) {
+  char *near, *far;
+  MUST(cudaSetDevice(b));
+  MUST(cudaMalloc((void **)&far, 1 << 20));
+  MUST(cudaSetDevice(a));
+  MUST(cudaMalloc((void **)&near, 1 << 20));
+  if (a != b)
+    MUST(cudaDeviceEnablePeerAccess(b, 0));
+  cudaStream_t stream;
+  MUST(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  cudaEvent_t event;
+  MUST(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  void *page;
+  CUdeviceptr flag;
+  MUST(cudaHostAlloc(&page, 4096, cudaHostAllocMapped));
+  MUST(cudaHostGetDevicePointer((void **)&flag, page, 0));
+  CUcontext context;
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  CUstreamCaptureStatus status;
+  TAKES(cuCtxGetCurrent(&context));
+  TAKES(cuCtxSetCurrent(context));
+  TAKES(cuThreadExchangeStreamCaptureMode(&mode));
+  TAKES(cuStreamIsCapturing(NULL, &status));
+  TAKES(cuStreamIsCapturing(stream, &status));
+  TAKES(cuStreamQuery(NULL));
+  TAKES(cuStreamQuery(stream));
+  TAKES(cuEventRecord(event, NULL));
+  TAKES(cuEventRecord(event, stream));
+  TAKES(cuStreamWaitEvent(stream, event, 0));
+  TAKES(cuMemcpyAsync((CUdeviceptr)far, (CUdeviceptr)near, 4096, stream));
+  TAKES(cuMemcpyDtoDAsync((CUdeviceptr)far, (CUdeviceptr)near, 4096, stream));
+  TAKES(cuMemcpyAsync((CUdeviceptr)far, (CUdeviceptr)near, 1 << 20, stream));
+  TAKES(cuStreamWriteValue64(stream, flag, 1, 0));
+  return 0;
+}
+
 int main(int argc, char **argv) {
-  if (argc != 6)
-    return fprintf(stderr, "gpu_floor GPU_A GPU_B OUT BACK ROUNDS\n"), 2;
+  if (argc == 4 && strcmp(argv[1], "calls") == 0)
+    return calls(atoi(argv[2]), atoi(argv[3]));
+  if (argc < 6 || argc > 5 + MOST)
+    return fprintf(stderr, "gpu_floor GPU_A GPU_B CORE_A CORE_B "
+                           "OUT:BACK:ROUNDS...\n"),
+           2;
   int gpus[2] = {atoi(argv[1]), atoi(argv[2])};
-  size_t bytes[2] = {strtoull(argv[3], 0, 10), strtoull(argv[4], 0, 10)};
-  long rounds = atol(argv[5]);
-  size_t most = bytes[0] > bytes[1] ? bytes[0] : bytes[1];
+  size_t bytes[MOST][2], most = 0;
+  long rounds[MOST], longest = 0;
+  const int sizes = argc - 5;
+  for (int i = 0; i < sizes; i++) {
+    if (sscanf(argv[5 + i], "%zu:%zu:%ld", &bytes[i][0], &bytes[i][1],
+               &rounds[i]) != 3)
+      return fprintf(stderr, "gpu_floor: %s\n", argv[5 + i]), 2;
+    for (int j = 0; j < 2; j++)
+      most = bytes[i][j] > most ? bytes[i][j] : most;
+    longest = rounds[i] > longest ? rounds[i] : longest;
+  }
   struct side *sides = mmap(0, 2 * sizeof *sides, PROT_READ | PROT_WRITE,
                             MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   int me = fork() == 0;
   struct side *mine = &sides[me], *theirs = &sides[1 - me];
+  cpu_set_t core;
+  CPU_ZERO(&core);
+  CPU_SET(atoi(argv[3 + me]), &core);
+  MUST(sched_setaffinity(0, sizeof core, &core));
 
   MUST(cudaSetDevice(gpus[me]));
   MUST(cudaFree(0));
@@ -70,26 +155,32 @@ int main(int argc, char **argv) {
     sched_yield();
   MUST(cudaIpcOpenMemHandle((void **)&peer, theirs->memory,
                             cudaIpcMemLazyEnablePeerAccess));
-  long long *took = malloc(sizeof *took * (size_t)rounds);
-  for (long i = 0; i < rounds + WARM; i++) {
-    const unsigned long long n = (unsigned long long)i + 1;
-    const long long start = now();
+  long long *took = malloc(sizeof *took * (size_t)longest);
+  unsigned long long n = 0;
+  for (int k = 0; k < sizes; k++) {
+    for (long i = 0; i < rounds[k] + WARM; i++) {
+      n++;
+      const long long start = now();
+      if (me)
+        while (mine->number < n)
+          ;
+      MUST(cudaMemcpyAsync(peer, source, bytes[k][me], cudaMemcpyDefault,
+                           stream));
+      MUST(cuStreamWriteValue64(stream, flag, n, 0));
+      if (!me)
+        while (mine->number < n)
+          ;
+      if (i >= WARM)
+        took[i - WARM] = now() - start;
+    }
     if (me)
-      while (mine->number < n)
-        ;
-    MUST(cudaMemcpyAsync(peer, source, bytes[me], cudaMemcpyDefault, stream));
-    MUST(cuStreamWriteValue64(stream, flag, n, 0));
-    if (!me)
-      while (mine->number < n)
-        ;
-    if (i >= WARM)
-      took[i - WARM] = now() - start;
+      continue;
+    for (long i = 0; i < rounds[k]; i++)
+      printf("%lld\n", took[i]);
+    printf("\n");
   }
   MUST(cudaStreamSynchronize(stream));
-  if (me)
-    return 0;
-  for (long i = 0; i < rounds; i++)
-    printf("%lld\n", took[i]);
-  wait(0);
+  if (!me)
+    wait(0);
   return 0;
 }
