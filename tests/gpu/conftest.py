@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pair import Pair
-from peers import Child
+from peers import Child, Process
 
 
 def count() -> int:
@@ -32,18 +32,27 @@ def gpus() -> int:
     return GPUS[0]
 
 
+@pytest.fixture(scope="session")
+def processes(gpus: int) -> Iterator[None]:
+    """Two processes that start at once; they and all others end with the session."""
+    Process.ready(2)
+    yield
+    Process.end()
+
+
 @pytest.fixture
-def child() -> Iterator[Callable[..., Child]]:
-    """Starts processes, and ends those that are left at the end of the test."""
+def child(processes: None, request: pytest.FixtureRequest) -> Iterator[Callable[..., Child]]:
+    """Has functions run in processes."""
     made: list[Child] = []
 
     def make(function: Callable[..., Any], *args: Any, **env: str) -> Child:
         made.append(Child(function, *args, **env))
         return made[-1]
 
+    failed = request.session.testsfailed
     yield make
     for one in made:
-        one.reap()
+        one.reap(wait=request.session.testsfailed == failed)
 
 
 class Pairs:

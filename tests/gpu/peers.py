@@ -14,8 +14,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-LIMIT = 120.0
+LIMIT = 20.0
 """Seconds after which something that a test waits for will not come any more."""
+
+START = 40.0
+"""Seconds for a process to start, import torch and be heard for the first time."""
 
 POISON = 0xA5
 
@@ -31,46 +34,118 @@ def place(device: int | None) -> str:
     return "cpu" if device is None else f"cuda:{device}"
 
 
-def _main(
-    pipe: Connection, function: Callable[..., Any], env: dict[str, str], args: tuple[Any, ...]
-) -> None:
+def _main(pipe: Connection, env: dict[str, str]) -> None:
+    """Runs one job after the other: what it sends, its result or its error, and None."""
     os.environ.update(env)
-    try:
-        pipe.send((True, function(pipe, *args)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
+    import gc
+
+    import torch
+
+    import fserver  # noqa: F401
+
+    torch.cuda.init()
+    while (job := pipe.recv()) is not None:
+        function, args, settings = job
+        os.environ.update(settings)
+        try:
+            pipe.send((True, function(pipe, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        for name in settings:
+            del os.environ[name]
+        gc.collect()
+        torch.cuda.set_device(0)
+        torch.cuda.empty_cache()
+        pipe.send(None)
 
 
-class Child:
-    """A process that runs a function of this file."""
+class Process:
+    """A process that runs functions of this file. To start one and to make its CUDA contexts
+    takes seconds, so that tests share them."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any, **env: str) -> None:
+    idle: dict[frozenset[tuple[str, str]], list[Process]] = {}
+
+    def __init__(self, env: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(theirs, function, env, args))
+        self.env, self.first = frozenset(env.items()), True
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_main, args=(theirs, env), daemon=True)
         self.process.start()
         theirs.close()
 
-    def get(self) -> Any:
-        """The next thing that the child sends, or its result."""
-        if not self._pipe.poll(LIMIT):
-            raise TimeoutError(f"process {self.process.pid} says nothing for {LIMIT} s")
-        good, value = self._pipe.recv()
-        if not good:
-            raise AssertionError(f"in process {self.process.pid}:\n{value}")
-        return value
+    @classmethod
+    def of(cls, env: dict[str, str]) -> Process:
+        """One with such an environment, started if none is idle."""
+        free = cls.idle.get(frozenset(env.items()))
+        return free.pop(0) if free else cls(env)
 
-    def put(self, value: Any) -> None:
-        self._pipe.send(value)
+    @classmethod
+    def ready(cls, count: int) -> None:
+        """Starts as many at once as are missing."""
+        for _ in range(count - len(cls.idle.get(frozenset(), []))):
+            cls({}).give_back()
+
+    def give_back(self) -> None:
+        Process.idle.setdefault(self.env, []).append(self)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join(LIMIT)
 
-    def reap(self) -> None:
-        self.process.join(5)
-        if self.process.is_alive():
-            self.kill()
+    @classmethod
+    def end(cls) -> None:
+        for free in cls.idle.values():
+            for one in free:
+                one.kill()
+        cls.idle.clear()
+
+
+class Child:
+    """A function of this file that runs in a process of its own. Settings of fserver are those of
+    the function, other variables those of the process."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **env: str) -> None:
+        settings = {k: v for k, v in env.items() if k.startswith("FSERVER_")}
+        self._on = Process.of({k: v for k, v in env.items() if k not in settings})
+        self._over = self._dead = False
+        self._on.pipe.send((function, args, settings))
+
+    def _next(self) -> Any:
+        on = self._on
+        limit = START if on.first else LIMIT
+        if not on.pipe.poll(limit):
+            raise TimeoutError(f"process {on.process.pid} says nothing for {limit} s")
+        on.first = False
+        return on.pipe.recv()
+
+    def get(self) -> Any:
+        """The next thing that the function sends, or its result."""
+        good, value = self._next()
+        if not good:
+            self._dead = True  # nodes may be left open
+            raise AssertionError(f"in process {self._on.process.pid}:\n{value}")
+        return value
+
+    def put(self, value: Any) -> None:
+        self._on.pipe.send(value)
+
+    def kill(self) -> None:
+        self._dead = True
+        self._on.kill()
+
+    def reap(self, wait: bool) -> None:
+        """Gives the process back, once the function has ended; else, or if that is not waited
+        for, ends it."""
+        try:
+            while not self._dead:
+                if not self._on.pipe.poll(5 if wait else 0):
+                    break
+                if self._on.pipe.recv() is None:
+                    self._on.give_back()
+                    return
+        except (OSError, EOFError):
+            pass
+        self._on.kill()
 
 
 def serve(
@@ -148,7 +223,7 @@ def round_trips(
             for i in range(rounds):
                 x = torch.randint(0, 256, (n,), dtype=torch.uint8, device=where)
                 y.fill_(POISON)
-                w.wait(w.push_pull([x], [key], [y], [key]), timeout_ms=30000)
+                w.wait(w.push_pull([x], [key], [y], [key]), timeout_ms=15000)
                 if not torch.equal(y, torch.bitwise_not(x)):
                     wrong = int((y != torch.bitwise_not(x)).sum())
                     bad.append(f"size {n}, round {i}: {wrong} bytes are wrong")
@@ -166,7 +241,7 @@ def interior(pipe: Connection, scheduler: str, device: int | None, transport: st
     with _worker(scheduler, device, transport) as w:
         for i, (at, n) in enumerate([(0, 1), (1, 4095), (12345, 65537), (500001, 524287)] * 8):
             y.fill_(POISON)
-            w.wait(w.push_pull([x[at : at + n]], [i % 4], [y[at : at + n]], [0]), timeout_ms=30000)
+            w.wait(w.push_pull([x[at : at + n]], [i % 4], [y[at : at + n]], [0]), timeout_ms=15000)
             if not torch.equal(y[at : at + n], torch.bitwise_not(x[at : at + n])):
                 bad.append(f"{n} bytes at {at} are wrong")
             if not bool((y[:at] == POISON).all() and (y[at + n :] == POISON).all()):
@@ -191,7 +266,7 @@ def churn(
             n = chance.choice([100, 70000, 1 << 20, 3 << 20, 22 << 20])
             x = torch.randint(0, 256, (n,), dtype=torch.uint8, device=place(device))
             y = torch.full((n,), POISON, dtype=torch.uint8, device=place(device))
-            w.wait(w.push_pull([x], [i % 5], [y], [0]), timeout_ms=30000)
+            w.wait(w.push_pull([x], [i % 5], [y], [0]), timeout_ms=15000)
             if not torch.equal(y, torch.bitwise_not(x)):
                 bad.append(f"round {i}: {n} bytes are wrong")
             del x, y
@@ -228,7 +303,7 @@ def behind_kernels(pipe: Connection, scheduler: str, device: int, transport: str
                 took = time.perf_counter() - start
                 if took > 0.02:
                     bad.append(f"round {i}: push_pull waited for the stream, {took * 1e3:.1f} ms")
-                w.wait(h, timeout_ms=30000)
+                w.wait(h, timeout_ms=15000)
                 if not bool((y == 255 - (i + 1)).all()):
                     bad.append(f"round {i}: sent before the kernel had run")
             torch.cuda.synchronize(device)
@@ -356,10 +431,10 @@ def until_killed(pipe: Connection, scheduler: str, device: int, transport: str) 
     y = torch.empty_like(x)
     w = _worker(scheduler, device, transport)
     h = w.push_pull([x], [0], [y], [0])
-    w.wait(h, timeout_ms=60000)
+    w.wait(h, timeout_ms=15000)
     pipe.send((True, "running"))
     while True:
-        w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=60000)
+        w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=15000)
 
 
 def survives(
@@ -375,13 +450,13 @@ def survives(
     w = _worker(scheduler, device, transport)
     lost = 0
     bad = []
-    w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=60000)
+    w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=15000)
     pipe.send((True, "running"))
     good = 0
     while good < rounds:
         try:
             y.fill_(POISON)
-            w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=60000)
+            w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=15000)
             if not torch.equal(y, torch.bitwise_not(x)):
                 bad.append("wrong bytes")
             good = good + 1 if lost else 0
@@ -392,7 +467,15 @@ def survives(
     return {"bad": bad, "lost": lost}
 
 
-def free_memory(pipe: Connection, device: int) -> int:
+def free_memory(pipe: Connection, device: int) -> None:
+    """Bytes, each time that it is asked, once they have been the same for a while: the driver
+    takes a dead process down with time."""
     import torch
 
-    return torch.cuda.mem_get_info(device)[0]
+    while pipe.recv():
+        seen = [-1]
+        end = time.monotonic() + LIMIT / 2
+        while time.monotonic() < end and (len(seen) < 6 or len(set(seen[-5:])) > 1):
+            seen.append(torch.cuda.mem_get_info(device)[0])
+            time.sleep(0.1)
+        pipe.send((True, seen[-1]))

@@ -141,22 +141,27 @@ def test_threads(child: Make, gpus: int) -> None:
 
 def test_killed_worker(child: Make, gpus: int) -> None:
     """Another one takes its rank, and the device memory of the dead is back."""
-    before = child(peers.free_memory, 0).get()
+    peers.Process.ready(5)
+    watch = child(peers.free_memory, 0)
     s = child(_serve, gpus - 1, "auto", {})
     scheduler = s.get()
-    for _ in range(3):
+    free = []
+    for _ in range(2):
         w = child(peers.until_killed, scheduler, 0, "auto")
         assert w.get() == "running"
         w.kill()
+        watch.put(True)
+        free.append(watch.get())
     w = child(peers.round_trips, scheduler, 0, "auto", SIZES, 5)
     assert w.get()["bad"] == []
     s.get()
-    after = child(peers.free_memory, 0).get()
-    assert before - after < 64 << 20
+    watch.put(False)
+    assert free[0] - free[1] < 64 << 20
 
 
 def test_killed_server(child: Make, gpus: int) -> None:
     """The worker goes on with the server's successor. The scheduler is a process of its own."""
+    peers.Process.ready(4)
     scheduler = child(_schedule)
     address = scheduler.get()
     s = child(_serve, gpus - 1, "auto", {"again": address})
@@ -167,6 +172,7 @@ def test_killed_server(child: Make, gpus: int) -> None:
     result = w.get()
     assert result["bad"] == []
     assert result["lost"] > 0
+    s.kill()
     scheduler.put("over")
 
 
