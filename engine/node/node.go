@@ -258,8 +258,9 @@ type Info struct {
 	Rank, Group, Instance int
 	Workers, Servers      int // groups
 	Device                mem.Device
-	Words                 mem.Region // of the tickets; none for a scheduler
-	Address               string     // without the name of the transport
+	Words                 mem.Region    // of the tickets; none for a scheduler
+	Spin                  time.Duration // how long to watch a word before Wait; 0: Wait drives
+	Address               string        // without the name of the transport
 }
 
 // Info describes the node.
@@ -271,6 +272,9 @@ func (n *Node) Info() Info {
 	}
 	if tb := n.tickets(); tb != nil {
 		v.Words = tb.Words()
+	}
+	if n.threaded {
+		v.Spin = min(n.spin, n.yields)
 	}
 	return v
 }

@@ -435,7 +435,6 @@ func (n *Node) poller() {
 	defer close(n.gone)
 	addProcs(1)
 	defer addProcs(-1)
-	runtime.LockOSThread() // for good: the thread and its binding end with the goroutine
 	n.bind()
 	now := trace.Now()
 	for quiet := now; !n.stopped.Load(); {
