@@ -33,7 +33,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 4
+#define FS_ABI 5
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
 typedef uint64_t fs_shared; /* memory of fs_shared_alloc */
