@@ -168,6 +168,8 @@ def serve(
         pipe.send((True, server.scheduler))
     own = torch.full((max(fixed, 1),), POISON, dtype=torch.uint8, device=place(device))
     if fixed:
+        if own.is_cuda:
+            torch.cuda.synchronize()  # peers write beside our streams
         server.register_recv_buffer(own, [0], [0])
     server.connect()
     seen: dict[str, Any] = {"requests": 0, "devices": set(), "inside": True}
