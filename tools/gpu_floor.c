@@ -71,7 +71,7 @@ static int by_size(const void *a, const void *b) {
         took[i] = end - start;                                                 \
     }                                                                          \
     qsort(took, TIMES, sizeof *took, by_size);                                 \
-    printf("%lld %lld %s\n", took[TIMES / 2], took[TIMES * 99 / 100], #call); \
+    printf("%lld %lld %s\n", took[TIMES / 2], took[TIMES * 99 / 100], #call);  \
   } while (0)
 
 static int calls(int a, int b) {
