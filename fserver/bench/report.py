@@ -268,7 +268,7 @@ def finish(
     if options.json:
         results = {"bench": bench, "rows": rows, **more, "machine": facts}
         with open(options.json, "w") as out:
-            json.dump({**results, "command": shlex.join(sys.argv)}, out, indent=1)
+            json.dump({**results, "command": shlex.join(["fserver", *sys.argv[1:]])}, out, indent=1)
             out.write("\n")
     if options.plot:
         plot.save(options.plot, bench, rows, show_machine(facts))
