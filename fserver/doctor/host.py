@@ -80,7 +80,8 @@ def transports(report: Report, found: dict) -> None:
         devices = f"there are GPUs for it: {len(gpus)}"
     else:
         devices = f"there is no GPU: {found['gpu_driver']['reason'] or 'the driver shows none'}"
-    report.add("Transports", _other("cudaipc", built, bool(gpus), devices))
+    # Every build opens the driver where there is one; "auto" takes GPU tensors there over cma.
+    report.add("Transports", _other("cudaipc", {"cudaipc"}, bool(gpus), devices))
     if usable:
         devices = f"there are RDMA devices for it: {', '.join(usable)}"
     elif rdma:
