@@ -82,7 +82,8 @@ func (f *Fabric) written(c *Conn, e *transport.Event, p *poll) {
 		return
 	}
 	r := f.regions[e.Key]
-	if r == nil { // it was taken back since
+	if r == nil { // its key was taken back after it had passed there: it is refused here
+		c.fail(fmt.Errorf("the peer wrote %d bytes at offset %d of key %d, which has been deregistered", e.Len, e.Off, e.Key))
 		return
 	}
 	c.pieces += e.Len
