@@ -12,21 +12,6 @@ import (
 	"fserver/engine/transport/cudaipc/fakegpu"
 )
 
-// gpuPair is a worker and a server over a GPU whose copies are made at once.
-func gpuPair(tb testing.TB, g *fakegpu.GPU, settings ...string) *mesh {
-	m := newCluster(tb, openFabrics)
-	m.devices = func(int) (cudaipc.Device, error) { return g, nil }
-	s, extra := shape{1, 1, 1}, append(settings, "STEPMESH_BACKEND=GPU", "FSERVER_TRANSPORT=cma")
-	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
-	_, port := splitPort(tb, m.scheduler.Info().Address)
-	m.workers = []*Node{m.start(s.settings("worker", 0, 0, port, extra...))}
-	m.servers = []*Node{m.start(s.settings("server", 0, 0, port, extra...))}
-	for _, n := range m.all() {
-		waitReady(tb, n)
-	}
-	return m
-}
-
 // BenchmarkGPURoundTrip is what all but the driver takes, beside the same on the CPU.
 func BenchmarkGPURoundTrip(b *testing.B) {
 	run := func(b *testing.B, m *mesh, x exchange.Tensor, y exchange.Tensor, out exchange.Tensor) {
@@ -46,7 +31,7 @@ func BenchmarkGPURoundTrip(b *testing.B) {
 	b.Run("gpu", func(b *testing.B) {
 		g := fakegpu.New()
 		g.Instant = true
-		m := gpuPair(b, g, "FSERVER_PROGRESS=caller")
+		m := newGPUPair(b, "cma", func(int) (cudaipc.Device, error) { return g, nil }, "FSERVER_PROGRESS=caller")
 		run(b, m, gpuTensor(b, g, 1, 64, 1), gpuTensor(b, g, 2, 64, 1), gpuTensor(b, g, 3, 64, 1))
 		m.letGo(b)
 	})
@@ -56,7 +41,7 @@ func BenchmarkGPURoundTrip(b *testing.B) {
 func TestGPUAllocations(t *testing.T) {
 	g := fakegpu.New()
 	g.Instant = true
-	m := gpuPair(t, g, "FSERVER_PROGRESS=caller")
+	m := newGPUPair(t, "cma", func(int) (cudaipc.Device, error) { return g, nil }, "FSERVER_PROGRESS=caller")
 	once := m.once(gpuTensor(t, g, 1, 64, 1), gpuTensor(t, g, 2, 64, 1), gpuTensor(t, g, 3, 64, 1))
 	stream, err := g.NewStream()
 	require.NoError(t, err)

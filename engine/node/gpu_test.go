@@ -44,18 +44,8 @@ func TestGPUTensors(t *testing.T) {
 				g := fakegpu.New()
 				g.Pieces = pieces
 				t.Cleanup(func() { g.Empty(t) })
-				m := newCluster(t, openFabrics)
-				m.devices = func(int) (cudaipc.Device, error) { return g, nil }
-				s := shape{1, 1, 1}
-				extra := []string{"FSERVER_TRANSPORT=" + transport, "STEPMESH_BACKEND=GPU"}
-				m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
-				_, port := splitPort(t, m.scheduler.Info().Address)
-				worker := m.start(s.settings("worker", 0, 0, port, extra...))
-				server := m.start(s.settings("server", 0, 0, port, extra...))
-				m.workers, m.servers = []*Node{worker}, []*Node{server}
-				for _, n := range m.all() {
-					waitReady(t, n)
-				}
+				m := newGPUPair(t, transport, func(int) (cudaipc.Device, error) { return g, nil })
+				worker, server := m.workers[0], m.servers[0]
 				require.Equal(t, mem.GPU(0), worker.Info().Device)
 				stream, err := g.NewStream()
 				require.NoError(t, err)
@@ -178,18 +168,8 @@ func TestRealGPU(t *testing.T) {
 		return exchange.Tensor{Span: r.Span(), Dev: r.Dev, Key: key, Base: r, Alloc: a, Dims: []int64{int64(n)}}
 	}
 	for _, transport := range []string{"cma", "tcp"} {
-		m := newCluster(t, openFabrics)
-		m.devices = openDevice
-		s := shape{1, 1, 1}
-		extra := []string{"FSERVER_TRANSPORT=" + transport, "STEPMESH_BACKEND=GPU"}
-		m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
-		_, port := splitPort(t, m.scheduler.Info().Address)
-		worker := m.start(s.settings("worker", 0, 0, port, extra...))
-		server := m.start(s.settings("server", 0, 0, port, extra...))
-		m.workers, m.servers = []*Node{worker}, []*Node{server}
-		for _, n := range m.all() {
-			waitReady(t, n)
-		}
+		m := newGPUPair(t, transport, openDevice)
+		worker, server := m.workers[0], m.servers[0]
 		buffers := map[uint64]bool{}
 		for round, n := range []uint64{1, 4096, 128 * 7168, 5 << 20, 64 << 20, 128 * 7168} {
 			x, y, back := buffer(1, n, byte(round+1)), buffer(2, n, 200), buffer(0, n, byte(round+101))
@@ -230,4 +210,19 @@ func TestRealGPU(t *testing.T) {
 			require.NoError(t, m.buffers.Release(id))
 		}
 	}
+}
+
+// newGPUPair brings up a worker and a server with tensors on a GPU.
+func newGPUPair(tb testing.TB, transport string, devices Devices, settings ...string) *mesh {
+	m, s := newCluster(tb, openFabrics), shape{1, 1, 1}
+	m.devices = devices
+	extra := append(settings, "FSERVER_TRANSPORT="+transport, "STEPMESH_BACKEND=GPU")
+	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
+	_, port := splitPort(tb, m.scheduler.Info().Address)
+	m.workers = []*Node{m.start(s.settings("worker", 0, 0, port, extra...))}
+	m.servers = []*Node{m.start(s.settings("server", 0, 0, port, extra...))}
+	for _, n := range m.all() {
+		waitReady(tb, n)
+	}
+	return m
 }

@@ -122,12 +122,8 @@ func scheme(f transport.Fabric) string {
 
 // via is how a connection travels, and why not better.
 func (l *link) via() (how, why string) {
-	how, why = scheme(l.plane), l.why
-	if d, ok := l.conn.(transport.Teller); ok {
-		how = d.Via()
-		if d.Why() != "" {
-			why = d.Why()
-		}
+	if how, why = transport.Via(l.conn, l.plane.Name()); why == "" {
+		why = l.why
 	}
 	return how, why
 }

@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"fserver/engine/mem"
@@ -203,6 +204,16 @@ type Binder interface{ Bind(k Key, c Conn) error }
 type Teller interface {
 	Via() string
 	Why() string
+}
+
+// Via is what a Conn of the Fabric with a name says as a Teller; for one that is
+// none, the kind of the Fabric and nothing.
+func Via(c Conn, fabric string) (via, why string) {
+	if t, ok := c.(Teller); ok {
+		return t.Via(), t.Why()
+	}
+	via, _, _ = strings.Cut(fabric, "/")
+	return via, ""
 }
 
 // A Gate decides who may talk: it runs over each new connection before the

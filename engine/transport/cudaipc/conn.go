@@ -3,7 +3,6 @@ package cudaipc
 import (
 	"fmt"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -95,19 +94,14 @@ func (c *Conn) Via() string {
 	if c.mapped {
 		return "cudaipc"
 	}
-	if t, ok := c.inner.(transport.Teller); ok {
-		return t.Via()
-	}
-	name, _, _ := strings.Cut(c.f.Name(), "/")
-	return name
+	via, _ := transport.Via(c.inner, c.f.Name())
+	return via
 }
 
 // Why is inner's.
 func (c *Conn) Why() string {
-	if t, ok := c.inner.(transport.Teller); ok {
-		return t.Why()
-	}
-	return ""
+	_, why := transport.Via(c.inner, c.f.Name())
+	return why
 }
 
 // Unsent implements transport.Unsender.

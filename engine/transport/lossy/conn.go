@@ -3,7 +3,6 @@ package lossy
 import (
 	"encoding/binary"
 	"fmt"
-	"strings"
 	"time"
 
 	"fserver/engine/transport"
@@ -78,18 +77,13 @@ func (c *Conn) Remote() string { return c.inner.Remote() }
 
 // Via and Why implement transport.Teller, if inner does.
 func (c *Conn) Via() string {
-	if t, ok := c.inner.(transport.Teller); ok {
-		return t.Via()
-	}
-	name, _, _ := strings.Cut(c.f.Name(), "/")
-	return name
+	via, _ := transport.Via(c.inner, c.f.Name())
+	return via
 }
 
 func (c *Conn) Why() string {
-	if t, ok := c.inner.(transport.Teller); ok {
-		return t.Why()
-	}
-	return ""
+	_, why := transport.Via(c.inner, c.f.Name())
+	return why
 }
 
 // Unsent implements transport.Unsender.
