@@ -75,13 +75,13 @@ af: ext ## engine and extension (default)
 demo: ext ## serve a language model, split into attention and FFN, and compare
 	@$(BIN)/fserver demo $(ARGS)
 
-# go test runs twice: plain, which holds the allocation gates, and with the race detector. Every
+# go test runs twice: short, which holds the allocation gates, and whole with the race detector. Every
 # suite runs, also after a failure.
 test: ext ## all tests: go test and pytest
 	@status=0
-	$(GO) test -timeout 5m ./... || status=1
+	$(GO) test -timeout 5m -short ./... || status=1
 	$(GO) test -timeout 5m -race ./... || status=1
-	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest || status=1
+	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n 2 || status=1
 	exit $$status
 
 lint: setup ## format, vet, static checks, generated files

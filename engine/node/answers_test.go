@@ -10,7 +10,10 @@ import (
 
 // TestManyAnswers takes more requests than there are tickets, and answers them
 // in one go.
-func TestManyAnswers(t *testing.T) { eachWay(t, manyAnswers) }
+func TestManyAnswers(t *testing.T) {
+	long(t)
+	eachWay(t, manyAnswers)
+}
 
 func manyAnswers(t *testing.T, way ...string) {
 	const each = exchange.Window/3 + 200

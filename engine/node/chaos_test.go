@@ -30,6 +30,7 @@ func over(net *inproc.Network) Fabrics {
 // TestChaos runs push_pulls of random sizes, with several under way, over a
 // network that delays, reorders and pushes back.
 func TestChaos(t *testing.T) {
+	long(t)
 	for seed := range uint64(6) {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			net := inproc.New(seed)
@@ -102,6 +103,7 @@ func TestKill(t *testing.T) {
 // TestSilence holds everything between a worker and the rest: with heartbeats,
 // everybody learns that it is gone.
 func TestSilence(t *testing.T) {
+	long(t)
 	net := inproc.New(1)
 	m := newMesh(t, over(net), shape{2, 1, 1}, "PS_HEARTBEAT_INTERVAL=1", "PS_HEARTBEAT_TIMEOUT=2")
 	done := make(chan error, 1)

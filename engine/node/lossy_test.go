@@ -11,6 +11,7 @@ import (
 
 // TestResend loses frames of all nodes and misses none.
 func TestResend(t *testing.T) {
+	long(t)
 	settings := []string{"PS_DROP_MSG=20", "PS_RESEND=1", "PS_RESEND_TIMEOUT=5"}
 	for name, fabrics := range map[string]Fabrics{"tcp": openFabrics, "inproc": over(inproc.New(1))} {
 		t.Run(name, func(t *testing.T) {

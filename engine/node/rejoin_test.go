@@ -262,6 +262,7 @@ func TestPatientWorker(t *testing.T) {
 // overtake, under back-pressure, the frame that says that the connection is used.
 // It did, and the server then waited for that frame until its patience ended.
 func TestUpComesFirst(t *testing.T) {
+	long(t)
 	net, sh := inproc.New(1), shape{1, 1, 1}
 	patient := []string{"FSERVER_ON_PEER_LOST=wait"}
 	m := newMesh(t, over(net), sh, patient...)

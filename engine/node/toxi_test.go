@@ -86,6 +86,7 @@ func (m *toxicMesh) linked() {
 // are only slow: nobody is lost, though a frame may take as long as half of the
 // time-out of heartbeats.
 func TestSlowPeers(t *testing.T) {
+	long(t)
 	for _, toxic := range []struct {
 		kind, attributes string
 		count            int
@@ -174,6 +175,7 @@ func barrierOfBoth(m *toxicMesh) error {
 // connections stand. By its heartbeats everybody learns that it is gone, and it
 // learns that of the others.
 func TestBlackholes(t *testing.T) {
+	long(t)
 	for _, ways := range [][]string{{"upstream"}, {"downstream"}, {"upstream", "downstream"}} {
 		t.Run(strings.Join(ways, " and "), func(t *testing.T) {
 			m := newToxicMesh(t, "PS_HEARTBEAT_INTERVAL=0.2", "PS_HEARTBEAT_TIMEOUT=1")

@@ -11,6 +11,13 @@ import (
 	"fserver/engine/transport/cma"
 )
 
+// long skips a test that waits or repeats for seconds.
+func long(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes seconds: not with -short")
+	}
+}
+
 // eachWay runs a test over each transport, in both modes of progress.
 func eachWay(t *testing.T, test func(t *testing.T, way ...string)) {
 	for _, w := range []struct {

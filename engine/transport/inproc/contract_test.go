@@ -29,7 +29,11 @@ func bed(seed uint64, faults inproc.Faults) func(testing.TB) transporttest.Bed {
 func TestContract(t *testing.T) { transporttest.Run(t, bed(1, inproc.Faults{})) }
 
 func TestContractUnderChaos(t *testing.T) {
-	for seed := range uint64(2) {
+	seeds := uint64(2)
+	if testing.Short() {
+		seeds = 1
+	}
+	for seed := range seeds {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			transporttest.Run(t, bed(seed, inproc.Chaos))
 		})

@@ -55,8 +55,13 @@ type Bed struct {
 }
 
 // Run runs the suite. It calls bed once for each test, with that test's tb.
+// With -short it leaves out what moves much or goes on for long.
 func Run(t *testing.T, bed func(tb testing.TB) Bed) {
 	t.Helper()
+	cases := shortCases
+	if !testing.Short() {
+		cases = slices.Concat(cases, longCases)
+	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			c.run(newWorld(t, bed(t)))
@@ -64,8 +69,11 @@ func Run(t *testing.T, bed func(tb testing.TB) Bed) {
 	}
 }
 
-var cases = slices.Concat(connectCases, gateCases, peerCases, frameCases, writeCases, boundsCases, closingCases,
-	lendCases, pressureCases, sleepCases, parallelCases, allocCases, soakCases)
+var (
+	shortCases = slices.Concat(connectCases, gateCases, peerCases, frameCases, writeCases, boundsCases, closingCases,
+		lendCases, sleepCases, allocCases)
+	longCases = slices.Concat(pressureCases, parallelCases, soakCases)
+)
 
 type testCase struct {
 	name string

@@ -274,8 +274,14 @@ func (g *GPU) ImportIPC(h cuda.IPCHandle) (uint64, error) {
 }
 
 func (g *GPU) CloseIPC(base uint64) error {
-	g.imports--
+	g.unimport()
 	return g.Free(base)
+}
+
+func (g *GPU) unimport() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.imports--
 }
 
 func (g *GPU) ExportFD(address uint64) (int, error) {
@@ -309,7 +315,7 @@ func (g *GPU) MapFDs(fds []int32, lens []uint64) (uint64, error) {
 }
 
 func (g *GPU) UnmapFDs(base uint64, lens []uint64) error {
-	g.imports--
+	g.unimport()
 	for _, n := range lens {
 		if err := g.Free(base); err != nil {
 			return err
