@@ -82,10 +82,10 @@ PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t n,
 PyObject *get_batch(PyObject *self, PyObject *const *args, Py_ssize_t n,
                     PyObject *kw) {
   return guarded([&] {
-    static constexpr const char *kNames[] = {"timeout_ms"};
-    PyObject *a[1];
-    bind_args("get_batch", kNames, 1, 0, args, n, kw, a);
-    return self_as<Server>(self).get_batch(a[0]);
+    static constexpr const char *kNames[] = {"timeout_ms", "at_least"};
+    PyObject *a[2];
+    bind_args("get_batch", kNames, 2, 0, args, n, kw, a);
+    return self_as<Server>(self).get_batch(a[0], a[1]);
   });
 }
 
@@ -277,8 +277,14 @@ void define(py::module_ &m) {
           .def("channel_take",
                [](Server &s, uint64_t channel, py::handle timeout_ms) {
                  return py::reinterpret_steal<py::object>(
-                     s.get_batch(timeout_ms.ptr(), channel));
+                     s.get_batch(timeout_ms.ptr(), nullptr, channel));
                })
+          .def(
+              "worker_of",
+              [](Server &s, py::handle handler) {
+                return s.worker_of(handler.ptr());
+              },
+              py::arg("handler"))
           .def(
               "register_recv_buffer",
               [](Server &s, py::handle tensor, py::handle ranks,
@@ -287,7 +293,7 @@ void define(py::module_ &m) {
               },
               py::arg("tensor"), py::arg("worker_ranks"), py::arg("push_keys"));
   add_fast(server, "get_batch", get_batch,
-           "get_batch($self, /, timeout_ms=None)\n--\n\n"
+           "get_batch($self, /, timeout_ms=None, at_least=None)\n--\n\n"
            "Takes one request of each worker group.");
   add_fast(server, "respond", respond,
            "respond($self, /, tensors, handler, need_event=False)\n--\n\n"

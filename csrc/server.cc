@@ -54,11 +54,23 @@ void Server::forget() {
   fixed_.clear();
 }
 
-PyObject *Server::get_batch(PyObject *timeout_ms, uint64_t channel) {
+PyObject *Server::get_batch(PyObject *timeout_ms, PyObject *at_least,
+                            uint64_t channel) {
   enter_connected("get_batch");
   int64_t deadline = kForever;
   if (timeout_ms && timeout_ms != Py_None)
     deadline = now_ns() + read_ms(timeout_ms, {"get_batch", "timeout_ms"});
+  uint32_t least = 0;
+  if (at_least && at_least != Py_None) {
+    constexpr Arg kAtLeast{"get_batch", "at_least"};
+    const uint64_t n = read_u64(at_least, kAtLeast);
+    if (n == 0 || n > INT32_MAX)
+      raise(
+          Kind::kConfig,
+          "get_batch: at_least is %llu, want 1 to the number of worker groups",
+          static_cast<unsigned long long>(n));
+    least = static_cast<uint32_t>(n);
+  }
   holder_.reap();
   for (;;) {
     const size_t room = std::max<size_t>(batch_words_, 512);
@@ -67,7 +79,8 @@ PyObject *Server::get_batch(PyObject *timeout_ms, uint64_t channel) {
     int rc = in_slices(deadline, [&](int64_t slice, uint32_t flags) {
       return channel ? fs_channel_take(id_, channel, buf.data(), room, &need,
                                        slice, flags)
-                     : fs_get_batch(id_, buf.data(), room, &need, slice, flags);
+                     : fs_get_batch(id_, least, buf.data(), room, &need, slice,
+                                    flags);
     });
     if (rc == -EAGAIN)
       return PyList_New(0);
@@ -96,6 +109,14 @@ PyObject *Server::get_batch(PyObject *timeout_ms, uint64_t channel) {
     }
     return batch.release();
   }
+}
+
+int32_t Server::worker_of(PyObject *handler) {
+  enter_connected("worker_of");
+  int32_t rank = 0;
+  check("worker_of",
+        fs_worker_of(id_, read_u64(handler, {"worker_of", "handler"}), &rank));
+  return rank;
 }
 
 Ref Server::take_request(Words &words) {

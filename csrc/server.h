@@ -17,9 +17,12 @@ public:
   explicit Server(const std::vector<std::string> &settings) : Node(settings) {}
   ~Server() override { shut(); }
 
-  // A list of (handler, [tensor, ...], [key, ...]), one for each worker group;
-  // empty when timeout_ms (nullptr or None: no limit) is over.
-  PyObject *get_batch(PyObject *timeout_ms, uint64_t channel = 0);
+  // A list of (handler, [tensor, ...], [key, ...]), one for each worker group, or
+  // for each that has asked when at_least have (nullptr or None: all); empty when
+  // timeout_ms (nullptr or None: no limit) is over.
+  PyObject *get_batch(PyObject *timeout_ms, PyObject *at_least,
+                      uint64_t channel = 0);
+  int32_t worker_of(PyObject *handler);
   // need_event: as of Worker::push_pull.
   void respond(PyObject *tensors, PyObject *handler, bool need_event);
   void respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,

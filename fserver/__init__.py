@@ -34,6 +34,7 @@ from fserver.fserver_lib import (
     stop,
     wait,
     wait_flag,
+    worker_of,
     write_flag,
 )
 from fserver.memory import empty_shared, shared_like
@@ -71,5 +72,6 @@ __all__ = [
     "stop",
     "wait",
     "wait_flag",
+    "worker_of",
     "write_flag",
 ]

@@ -521,12 +521,15 @@ class Server(Node):
         )
 
     def get_batch(
-        self, timeout_ms: float | None = None
+        self, timeout_ms: float | None = None, at_least: int | None = None
     ) -> list[tuple[int, list[Tensor], list[int]]]:
         """Takes exactly one request of each worker group; waits until there is one of each.
 
         Args:
             timeout_ms: limit in milliseconds; None: none.
+            at_least: 1 to the number of worker groups: do not wait for groups that have nothing
+                to ask, or are gone, but take one request of each that has one when at least so
+                many have. ``worker_of`` tells whose a request is. None: of all.
 
         Returns:
             ``(handler, tensors, keys)`` for each worker group, in rank order; an empty list if
@@ -539,11 +542,21 @@ class Server(Node):
             SIGSEGV, so clone what is to be changed in place, or set ``FSERVER_LOANS=0``.
 
         Raises:
-            ClosedError: a worker has left, so there will be no further batch.
+            ClosedError: a worker has left, so there will be no further batch (with at_least, so
+                many that fewer are left).
             PeerLostError: a worker is gone, and so it is until another process has taken its
-                rank. The requests of the others wait for that.
+                rank. The requests of the others wait for that, or are taken with at_least.
+            ShapeError: at_least is more than there are worker groups.
         """
-        return self._node.get_batch(timeout_ms)
+        return self._node.get_batch(timeout_ms, at_least)
+
+    def worker_of(self, handler: int) -> int:
+        """The rank of the worker whose request has this handler of get_batch.
+
+        Raises:
+            ShapeError: no such request is waiting for an answer; ask before respond.
+        """
+        return self._node.worker_of(handler)
 
     def respond(self, tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:
         """Answers a request, once.

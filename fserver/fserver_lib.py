@@ -40,6 +40,7 @@ __all__ = [
     "stop",
     "wait",
     "wait_flag",
+    "worker_of",
     "write_flag",
 ]
 
@@ -182,9 +183,16 @@ def fetch_trace(handler: int) -> list[int]:
     return _method("fetch_trace")(handler)
 
 
-def get_batch(timeout_ms: float | None = None) -> list[tuple[int, list[Tensor], list[int]]]:
+def get_batch(
+    timeout_ms: float | None = None, at_least: int | None = None
+) -> list[tuple[int, list[Tensor], list[int]]]:
     """See Server.get_batch."""
-    return _method("get_batch")(timeout_ms)
+    return _method("get_batch")(timeout_ms, at_least)
+
+
+def worker_of(handler: int) -> int:
+    """See Server.worker_of."""
+    return _method("worker_of")(handler)
 
 
 def respond(tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:

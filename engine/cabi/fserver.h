@@ -33,7 +33,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 5
+#define FS_ABI 6
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
 typedef uint64_t fs_shared; /* memory of fs_shared_alloc */
@@ -125,8 +125,9 @@ int fs_push_pull_on(fs_node node, uint64_t stream, const fs_tensor *push,
  * -EBADF. */
 int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags);
 
-/* Server: takes one request of each worker group of the rail, at most slice_ns
- * (then -EAGAIN). Fills buf, an array of cap 64-bit words:
+/* Server: takes one request of each worker group of the rail; with least above 0,
+ * of each that has one, when at least so many have. Waits at most slice_ns (then
+ * -EAGAIN). Fills buf, an array of cap 64-bit words:
  *
  *   n
  *   n times: handler, worker rank, np, nq,
@@ -143,10 +144,13 @@ int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags);
  * FS_LENT, buffer is memory of the worker's own, mapped for reading alone: the
  * caller owes a release for each such tensor, and the bytes are valid until the
  * request is answered. */
-int fs_get_batch(fs_node node, uint64_t *buf, size_t cap, size_t *need,
-                 int64_t slice_ns, uint32_t flags);
+int fs_get_batch(fs_node node, uint32_t least, uint64_t *buf, size_t cap,
+                 size_t *need, int64_t slice_ns, uint32_t flags);
 
 #define FS_LENT UINT64_MAX
+
+/* The rank of the worker whose request, not answered yet, has a handler. */
+int fs_worker_of(fs_node node, uint64_t handler, int32_t *rank);
 
 /* Gives back a receive buffer; also valid after its node has been closed. */
 int fs_buffer_release(uint64_t buffer);

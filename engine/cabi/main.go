@@ -131,7 +131,7 @@ func fs_wait(h C.fs_node, ticket C.fs_ticket, slice C.int64_t, flags C.uint32_t)
 }
 
 //export fs_get_batch
-func fs_get_batch(h C.fs_node, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) (rc C.int) {
+func fs_get_batch(h C.fs_node, least C.uint32_t, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) (rc C.int) {
 	defer guard(&rc)
 	nd, err := nodes.get(h)
 	if err != nil {
@@ -140,8 +140,20 @@ func fs_get_batch(h C.fs_node, buf *C.uint64_t, room C.size_t, need *C.size_t, s
 	s := sinks.Get().(*sink)
 	defer sinks.Put(s)
 	s.buf, s.need = words(buf, room), 0
-	err = nd.GetBatch(s, time.Duration(slice), flags&C.FS_NOSPIN == 0)
+	err = nd.GetBatch(s, int(least), time.Duration(slice), flags&C.FS_NOSPIN == 0)
 	*need = C.size_t(s.need)
+	return fail(err)
+}
+
+//export fs_worker_of
+func fs_worker_of(h C.fs_node, handler C.uint64_t, rank *C.int32_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	r, err := nd.WorkerOf(uint64(handler))
+	*rank = C.int32_t(r)
 	return fail(err)
 }
 

@@ -302,7 +302,7 @@ func TestPeerDown(t *testing.T) {
 			require.Equal(t, StateFailed, p.state(id))
 			require.Equal(t, StateFailed, p.state(behind))
 			require.ErrorIs(t, p.w.Result(id), gone)
-			_, err = p.servers[0].Batch()
+			_, err = p.servers[0].Batch(1)
 			require.ErrorIs(t, err, gone)
 			if r != nil {
 				require.ErrorIs(t, p.respond(0, r, bytesOf(t, 0, 8, 0)), gone)
@@ -397,8 +397,8 @@ func TestLeft(t *testing.T) {
 	require.NoError(t, p.settle())
 	require.NoError(t, p.servers[0].Frame(0, wire.AppendBye(nil)))
 	require.Len(t, p.take(0), 1, "what was sent before the goodbye is served")
-	require.True(t, p.servers[0].Ready())
-	_, err = p.servers[0].Batch()
+	require.True(t, p.servers[0].Ready(1))
+	_, err = p.servers[0].Batch(1)
 	require.ErrorIs(t, err, ErrLeft)
 }
 

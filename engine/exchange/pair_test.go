@@ -187,7 +187,7 @@ func (p *pair) pushPull(push, pull []Tensor) (uint64, error) {
 
 // take gives the requests of the next batch of server i.
 func (p *pair) take(i int) []*Request {
-	b, err := p.servers[i].Batch()
+	b, err := p.servers[i].Batch(p.servers[i].Workers())
 	require.NoError(p.t, err)
 	if b != nil {
 		p.servers[i].Deliver()

@@ -127,6 +127,21 @@ func (rs *requests) claim(handler uint64) (r *Request, lost bool, err error) {
 	return nil, false, Shapef("exchange: respond to handler %d: no such request is waiting for an answer (each handler of get_batch is answered once)", handler)
 }
 
+// rank is the worker of the request of a handler; not ok if nobody waits for its answer.
+func (rs *requests) rank(handler uint64) (rank int32, ok bool) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	place := handler & (1<<handlerPlace - 1)
+	if place >= uint64(len(rs.all)) || rs.all[place].handler != handler {
+		return 0, false
+	}
+	r := rs.all[place]
+	if s := r.state.Load(); s != reqDelivered && s != reqLost {
+		return 0, false
+	}
+	return r.client.rank, true
+}
+
 // giveBack ends what a request uses of its worker's memory. Whoever looks at it
 // still goes on.
 func (r *Request) giveBack(b *Buffers) {

@@ -103,11 +103,12 @@ type Server struct {
 	inbox    inbox
 	clients  []*client
 	requests requests
-	batch    []*Request       // scratch
-	lanes    map[string]*lane // by channel
-	ready    atomic.Bool
+	batch    []*Request            // scratch
+	lanes    map[string]*lane      // by channel
+	ready    atomic.Int32          // workers with a request for a batch
+	able     atomic.Int32          // workers that have one, or may still send one
 	ranked   atomic.Bool           // all clients have their ranks
-	broken   atomic.Pointer[error] // why no batch can be complete now, if so
+	broken   atomic.Pointer[error] // why not all workers are able, if so
 	slots    uint64
 	patient  bool
 	noLoans  bool
@@ -139,6 +140,7 @@ func NewServer(n int, b *Buffers, c *trace.Counters, lost Lost) (*Server, error)
 		return nil, err
 	}
 	s := &Server{Table: tb, counters: c, buffers: b, memory: Host{}, lost: lost, fixed: map[fixedKey]fixed{}}
+	s.able.Store(int32(n))
 	for i := range n {
 		s.clients = append(s.clients, &client{
 			index: i, keys: map[uint64]*receiver{}, arrived: make([]arrival, Window),
@@ -208,12 +210,26 @@ func (s *Server) Respond(handler uint64, t *Ticket) error {
 	return nil
 }
 
+// WorkerOf is the rank of the worker whose request has a handler. Safe from any goroutine.
+func (s *Server) WorkerOf(handler uint64) (int32, error) {
+	rank, ok := s.requests.rank(handler)
+	if !ok {
+		return 0, Shapef("exchange: worker_of handler %d: no such request is waiting for an answer (ask before respond)", handler)
+	}
+	return rank, nil
+}
+
 // Pending says whether Drain has something to do. Safe from any goroutine.
 func (s *Server) Pending() bool { return s.inbox.waiting.Load() }
 
-// Ready says whether Batch would give a batch, or an error. Safe from any
-// goroutine.
-func (s *Server) Ready() bool { return s.ready.Load() || s.broken.Load() != nil }
+// Workers is how many there are.
+func (s *Server) Workers() int { return len(s.clients) }
+
+// Ready says whether Batch would give a batch of at least so many requests, or an error. Safe
+// from any goroutine.
+func (s *Server) Ready(least int) bool {
+	return int(s.ready.Load()) >= least || int(s.able.Load()) < least
+}
 
 // Drain takes the answers that callers have submitted and posts what can be
 // posted. For the owner, as everything below.
@@ -574,23 +590,28 @@ func (s *Server) match(c *client) error {
 	return nil
 }
 
-// publish works out whether a batch is complete, or will not be as things stand.
+// publish works out how many requests a batch would have, and can have as things stand.
 func (s *Server) publish() {
-	all := true
+	ready, able := int32(0), int32(len(s.clients))
 	var broken error
 	for _, c := range s.clients {
 		if c.ready.len() != 0 {
+			ready++
 			continue
 		}
-		all = false
 		switch {
-		case c.down != nil && !c.left && !c.held:
+		case c.left:
+			able--
+			if broken == nil {
+				broken = ErrLeft
+			}
+		case c.down != nil && !c.held:
+			able--
 			broken = c.down
-		case c.left && broken == nil:
-			broken = ErrLeft
 		}
 	}
-	s.ready.Store(all)
+	s.ready.Store(ready)
+	s.able.Store(able)
 	if broken != nil {
 		why := broken // its own variable: broken would be allocated at each call
 		s.broken.Store(&why)
@@ -599,19 +620,21 @@ func (s *Server) publish() {
 	}
 }
 
-// Batch gives the next batch: one request of each worker, in the order of the
-// groups; nil if it is not complete; an error if it will not be as things stand. The requests
-// stay until Deliver. The slice is valid until the next call.
-func (s *Server) Batch() ([]*Request, error) {
-	if !s.ready.Load() {
-		if err := s.broken.Load(); err != nil {
-			return nil, *err
+// Batch gives the next batch: one request of each worker that has one, in the order of the
+// groups; nil if those are fewer than least; an error if they will be as things stand. The
+// requests stay until Deliver. The slice is valid until the next call.
+func (s *Server) Batch(least int) ([]*Request, error) {
+	if int(s.ready.Load()) < least {
+		if int(s.able.Load()) < least {
+			return nil, *s.broken.Load()
 		}
 		return nil, nil
 	}
 	s.batch = s.batch[:0]
 	for _, c := range s.clients {
-		s.batch = append(s.batch, c.ready.at(0))
+		if c.ready.len() != 0 {
+			s.batch = append(s.batch, c.ready.at(0))
+		}
 	}
 	return s.batch, nil
 }
@@ -619,8 +642,8 @@ func (s *Server) Batch() ([]*Request, error) {
 // Deliver takes the batch that Batch gave out of the queues.
 func (s *Server) Deliver() {
 	now := trace.Now()
-	for _, c := range s.clients {
-		s.delivered(c.ready.pop(), now)
+	for _, r := range s.batch {
+		s.delivered(r.client.ready.pop(), now)
 	}
 	s.publish()
 }

@@ -60,7 +60,7 @@ func (m *mesh) once(x, y, out Tensor) func() {
 		must(m.tb, ticket.AddPull(out))
 		id := ticket.ID()
 		must(m.tb, w.PushPull(ticket))
-		must(m.tb, s.GetBatch(&sink, 1e9, true))
+		must(m.tb, s.GetBatch(&sink, 0, 1e9, true))
 		answer, err := s.BeginAnswer()
 		must(m.tb, err)
 		must(m.tb, answer.AddPush(x))
@@ -101,7 +101,7 @@ func TestHeartbeatAllocations(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{2, 1, 1}, "PS_HEARTBEAT_INTERVAL=0.001", "PS_HEARTBEAT_TIMEOUT=10")
 	var sink counter
 	beats := func() { // some 20 of each node
-		require.ErrorIs(t, m.servers[0].GetBatch(&sink, 20*time.Millisecond, true), ErrAgain)
+		require.ErrorIs(t, m.servers[0].GetBatch(&sink, 0, 20*time.Millisecond, true), ErrAgain)
 	}
 	for range 10 {
 		beats()

@@ -168,30 +168,48 @@ func (n *Node) Wait(id uint64, limit time.Duration, spin bool) error {
 	return tb.Result(id)
 }
 
+// WorkerOf is the rank of the worker whose request has a handler.
+func (n *Node) WorkerOf(handler uint64) (int32, error) {
+	if err := n.ready(n.server != nil, "worker_of", "server"); err != nil {
+		return 0, err
+	}
+	return n.server.WorkerOf(handler)
+}
+
 // BatchSink takes a batch of requests. With an error the batch stays.
 type BatchSink interface {
 	Batch(reqs []*Request) error
 }
 
 // batchReady is met when Server.Batch has something to say.
-type batchReady struct{ n *Node }
+type batchReady struct {
+	n     *Node
+	least int
+}
 
-func (c batchReady) met() bool { return c.n.server.Ready() || c.n.failure.Load() != nil }
+func (c batchReady) met() bool { return c.n.server.Ready(c.least) || c.n.failure.Load() != nil }
 
-// GetBatch gives the next batch, one request of each worker group, to s. It
-// waits for at most limit; then ErrAgain.
-func (n *Node) GetBatch(s BatchSink, limit time.Duration, spin bool) error {
+// GetBatch gives the next batch to s: one request of each worker group that has one, when there
+// are at least so many; of all with 0. It waits for at most limit; then ErrAgain.
+func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) error {
 	if err := n.ready(n.server != nil, "get_batch", "server"); err != nil {
 		return err
 	}
+	all := n.server.Workers()
+	if least < 0 || least > all {
+		return exchange.Shapef("node: get_batch: requests of at least %d worker groups, and there are %d", least, all)
+	}
+	if least == 0 {
+		least = all
+	}
 	for end := int64(0); ; {
-		if !await(n, batchReady{n}, limit, spin) {
+		if !await(n, batchReady{n, least}, limit, spin) {
 			return ErrAgain
 		}
 		if err := n.failed(); err != nil {
 			return err
 		}
-		if taken, err := n.takeBatch(s); taken || err != nil {
+		if taken, err := n.takeBatch(s, least); taken || err != nil {
 			return err
 		}
 		// Another thread was faster. The limit counts from here.
@@ -202,7 +220,7 @@ func (n *Node) GetBatch(s BatchSink, limit time.Duration, spin bool) error {
 	}
 }
 
-func (n *Node) takeBatch(s BatchSink) (taken bool, err error) {
+func (n *Node) takeBatch(s BatchSink, least int) (taken bool, err error) {
 	if !n.own() {
 		return false, n.failed()
 	}
@@ -210,7 +228,7 @@ func (n *Node) takeBatch(s BatchSink) (taken bool, err error) {
 		n.token.Store(false)
 		n.submit()
 	}()
-	reqs, err := n.server.Batch()
+	reqs, err := n.server.Batch(least)
 	if reqs == nil || err != nil {
 		return false, err
 	}

@@ -70,12 +70,12 @@ func TestGPUTensors(t *testing.T) {
 					id := ticket.ID()
 					require.NoError(t, worker.PushPull(ticket))
 					if n != 0 {
-						require.Equal(t, ErrAgain, server.GetBatch(&taken{}, 20*time.Millisecond, true))
+						require.Equal(t, ErrAgain, server.GetBatch(&taken{}, 0, 20*time.Millisecond, true))
 					}
 					close(gate)
 					var batch taken
 					for err = ErrAgain; err == ErrAgain; {
-						err = server.GetBatch(&batch, time.Second, true)
+						err = server.GetBatch(&batch, 0, time.Second, true)
 					}
 					require.NoError(t, err)
 					got := batch.push[0]
@@ -180,7 +180,7 @@ func TestRealGPU(t *testing.T) {
 			require.NoError(t, worker.PushPull(ticket))
 			var batch taken
 			for err = ErrAgain; err == ErrAgain; {
-				err = server.GetBatch(&batch, time.Second, true)
+				err = server.GetBatch(&batch, 0, time.Second, true)
 			}
 			require.NoError(t, err)
 			buffers[batch.push[0].Buffer] = true

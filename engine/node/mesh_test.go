@@ -205,7 +205,7 @@ func (b *batch) Batch(reqs []*exchange.Request) error {
 func getBatch(n *Node) (batch, error) {
 	var b batch
 	for end := time.Now().Add(20 * time.Second); ; {
-		err := n.GetBatch(&b, 100*time.Millisecond, true)
+		err := n.GetBatch(&b, 0, 100*time.Millisecond, true)
 		if err != ErrAgain || time.Now().After(end) {
 			return b, err
 		}

@@ -47,7 +47,7 @@ func echo(t *testing.T, w *Node, servers []*Node, count int, stop <-chan struct{
 					return
 				default:
 				}
-				if err := s.GetBatch(&sink, time.Millisecond, true); err == ErrAgain {
+				if err := s.GetBatch(&sink, 0, time.Millisecond, true); err == ErrAgain {
 					continue
 				} else if err != nil {
 					done <- err

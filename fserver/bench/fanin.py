@@ -13,7 +13,6 @@ from .idlers import IdlersPlayer
 from .options import choose_cores, numbers, open_baseline, parser, positive, size
 from .turns import CrewPlayer, take_turns
 
-AHEAD = 2000  # exchanges of a round for which idle groups ask ahead; a worker remembers 4,096
 GROUPS = "1,2,4,8,16,32,40"
 COLUMNS = (
     report.TRANSPORT,
@@ -29,10 +28,7 @@ COLUMNS = (
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
-    made = _parser()
-    options = made.parse_args(argv)
-    if options.idle and (options.iters or 0) > AHEAD:
-        made.error(f"--iters {options.iters}: with --idle at most {AHEAD}")
+    options = _parser().parse_args(argv)
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
     table = report.Table(COLUMNS)
@@ -131,24 +127,15 @@ def _idle(
     worker = Member("worker", "peers.WorkerPart", "worker", worker_core)
     case = Case("push_pull", (options.size,), (options.size,))
     with contextlib.ExitStack() as stack:
-        alone = stack.enter_context(
-            start([worker, Member("server", "peers.ServerPart", "server", server_core)], nodes)
-        )
-        beside = stack.enter_context(
-            start(
-                [
-                    worker,
-                    Member("idlers", "idlers.IdlersPart", "worker", worker_core, options.idle),
-                    Member("server", "idlers.IdlersServerPart", "server", server_core),
-                ],
-                nodes,
-            )
-        )
+        server = Member("server", "idlers.EagerServerPart", "server", server_core)
+        idlers = Member("idlers", "idlers.IdlersPart", "worker", worker_core, options.idle)
+        alone = stack.enter_context(start([worker, server], nodes))
+        beside = stack.enter_context(start([worker, idlers, server], nodes))
         for crew in (alone, beside):
             stack.enter_context(crew.cluster(options.transport))
         transport = "+".join(beside.workers("links")[0])
         raw, says = open_baseline(stack, options, baseline_of(transport), cores)
-        players = [CrewPlayer(alone), IdlersPlayer(beside, options.idle)]
+        players = [IdlersPlayer(alone), IdlersPlayer(beside)]
         for player in players:
             player.prepare(case)
         if raw:
@@ -158,7 +145,6 @@ def _idle(
             options.rounds,
             options.seconds,
             options.iters,
-            longest=AHEAD,
             done=bar.step,
         )
     for idle, measured in ((0, without), (options.idle, with_idle)):
@@ -192,9 +178,8 @@ def _parser() -> argparse.ArgumentParser:
         "batch and per request, and how it grows with the groups. The baseline is the raw round "
         "trip of one request; the ratio is time per request over that. With --idle N instead: a "
         "pair alone and, in turn, a pair with N more groups connected to the same server that "
-        "send and receive nothing while time is taken. A batch has a request of every group, so "
-        "before each round these ask as often as it has exchanges, and are answered after it; "
-        "get_batch then hands out N + 1 requests, of which one is answered. Every answer's number "
+        "ask for nothing; both servers take the requests that there are "
+        "(get_batch(at_least=1)). Every answer's number "
         "is checked, and between rounds all bytes of an exchange into poisoned memory.",
         seconds=(0.2, "about so long a round of each"),
         rounds=5,

@@ -302,6 +302,8 @@ class WorkerPart(Part):
 class ServerPart(Part):
     """A server that answers a batch after the other."""
 
+    at_least: int | None = None  # groups whose requests make a batch; None: all
+
     def prepare(self, case: Case) -> None:
         """Makes the tensors of a case."""
         self.case = case
@@ -333,9 +335,9 @@ class ServerPart(Part):
         """`count` exchanges, with as little as can be between the calls."""
         get_batch, respond = self.nodes[0].get_batch, self.nodes[0].respond
         echo, pull, stages = self.case.op == "push_pull", self.case.op == "pull", self.case.stages
-        first = self.sequence + 1
+        first, least = self.sequence + 1, self.at_least
         for i in range(first, first + count):
-            batch = get_batch(timeout_ms=TIMEOUT_MS)
+            batch = get_batch(TIMEOUT_MS, least)
             if not batch:
                 raise AssertionError(f"{self.case}: exchange {i}: no request came")
             if echo:
@@ -374,7 +376,7 @@ class ServerPart(Part):
     def next_batch(self) -> list[tuple[int, list[torch.Tensor], list[int]]]:
         """The requests of the next exchange."""
         self.sequence += 1
-        batch = self.nodes[0].get_batch(timeout_ms=TIMEOUT_MS)
+        batch = self.nodes[0].get_batch(TIMEOUT_MS, self.at_least)
         if not batch:
             raise AssertionError(f"{self.case}: exchange {self.sequence}: no request came")
         return batch

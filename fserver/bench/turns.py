@@ -48,7 +48,6 @@ def take_turns(
     rounds: int,
     seconds: float,
     iters: int | None = None,
-    longest: int = 100_000,
     done: Callable[[], None] = lambda: None,
 ) -> list[list[Figures]]:
     """Measures all players in turn; gives the figures of each one's rounds.
@@ -56,7 +55,6 @@ def take_turns(
     Args:
         seconds: about how long a round of one player is.
         iters: exchanges of a round instead, in the largest unit of the players.
-        longest: exchanges that a round has at most.
         done: called after each round of all.
     """
     largest = max(player.unit for player in players)
@@ -66,7 +64,7 @@ def take_turns(
         if iters is None:
             trial = max(10 // player.unit, 1)
             p50 = player.measure(1, trial)["p50_us"]
-            count = min(max(int(seconds * 1e6 / p50 / player.unit), trial), longest)
+            count = min(max(int(seconds * 1e6 / p50 / player.unit), trial), 100_000)
         else:
             count = iters * largest // player.unit
         counts.append(count)

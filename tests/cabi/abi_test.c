@@ -138,7 +138,7 @@ static int wait_ticket(fs_node node, fs_ticket ticket) {
 static int next_batch(fs_node node, uint64_t *buf, size_t cap, size_t *need) {
   int rc;
   int64_t end = fs_now() + 20 * SECOND;
-  while ((rc = fs_get_batch(node, buf, cap, need, 100 * MS, 0)) == -EAGAIN &&
+  while ((rc = fs_get_batch(node, 0, buf, cap, need, 100 * MS, 0)) == -EAGAIN &&
          fs_now() < end)
     ;
   return rc;
@@ -229,7 +229,7 @@ CASE(no_such_node) {
     FAILS(fs_get_info(node, &info), EBADF, "handle");
     FAILS(fs_push_pull(node, &t, 1, NULL, 0, &ticket), EBADF, "handle");
     FAILS(fs_wait(node, 0, 0, 0), EBADF, "handle");
-    FAILS(fs_get_batch(node, &word, 1, &need, 0, 0), EBADF, "handle");
+    FAILS(fs_get_batch(node, 0, &word, 1, &need, 0, 0), EBADF, "handle");
     FAILS(fs_respond(node, &word, &count, 1, NULL, &ticket, &need), EBADF,
           "handle");
     FAILS(fs_register_recv(node, &t, &rank, &word, 1), EBADF, "handle");
@@ -380,7 +380,7 @@ CASE(wrong_role) {
   uint64_t word;
   size_t need;
   FAILS(fs_push_pull(m.server, &t, 1, NULL, 0, &ticket), EINVAL, "worker");
-  FAILS(fs_get_batch(m.worker, &word, 1, &need, 0, 0), EINVAL, "server");
+  FAILS(fs_get_batch(m.worker, 0, &word, 1, &need, 0, 0), EINVAL, "server");
   t.device = 0;
   FAILS(fs_push_pull(m.worker, &t, 1, NULL, 0, &ticket), EINVAL, "CPU");
   free_mesh(&m);
@@ -396,7 +396,7 @@ static void *blocked_get_batch(void *arg) {
   struct call *c = arg;
   uint64_t buf[8];
   size_t need;
-  c->rc = fs_get_batch(c->node, buf, COUNT(buf), &need, 60 * SECOND, 0);
+  c->rc = fs_get_batch(c->node, 0, buf, COUNT(buf), &need, 60 * SECOND, 0);
   fs_errmsg(&c->error);
   return NULL;
 }

@@ -345,7 +345,6 @@ def test_units_are_counted():
         (["af", "--in-flight", "4"], "want at most --stages 3"),
         (["af", "--layers", "2000"], "want at most 4096"),
         (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
-        (["fanin", "--idle", "2", "--iters", "5000"], "with --idle at most 2000"),
         (["verify", "--plot", "x.png"], "unrecognized arguments"),
         (["nothing"], "invalid choice"),
     ],

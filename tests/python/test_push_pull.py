@@ -268,6 +268,52 @@ def test_two_servers_get_the_push_and_answer_each_their_part(cluster: MakeCluste
         assert all(same(pulls[i * 2 + j], x + 10 * i + j) for i in range(2) for j in range(2))
 
 
+def test_batches_of_those_that_ask(cluster: MakeCluster) -> None:
+    """at_least: idle groups and those that are gone are not waited for."""
+    c = cluster(workers=3)
+    x, y = torch.ones(4), [torch.empty(4) for _ in c.workers]
+
+    def ask(i: int) -> int:
+        return c.workers[i].push_pull([x * i], [5], [y[i]], [6])
+
+    def answer(least: int, ranks: list[int]) -> None:
+        batch = c.server.get_batch(LIMIT * 1e3, at_least=least)
+        assert [c.server.worker_of(handler) for handler, _, _ in batch] == ranks
+        for rank, (handler, (seen,), keys) in zip(ranks, batch, strict=True):
+            assert keys == [5] and seen.tolist() == [rank] * 4
+            c.server.respond([seen + 10], handler)
+            with pytest.raises(fserver.ShapeError, match=f"worker_of handler {handler}: no such"):
+                c.server.worker_of(handler)
+
+    h = ask(1)
+    answer(1, [1])
+    c.workers[1].wait(h, LIMIT * 1e3)
+    assert y[1].tolist() == [11] * 4
+    handles = {1: ask(1), 2: ask(2)}
+    answer(2, [1, 2])
+    handles[0] = ask(0)
+    assert c.server.get_batch(20, at_least=2) == []
+    assert c.server.get_batch(20) == []
+    answer(1, [0])
+    for i, h in handles.items():
+        c.workers[i].wait(h, LIMIT * 1e3)
+
+    c.workers[2].close()
+    with pytest.raises(fserver.Error, match="worker"):
+        c.server.get_batch(LIMIT * 1e3)
+    with pytest.raises(fserver.Error, match="worker"):
+        c.server.get_batch(LIMIT * 1e3, at_least=3)
+    handles = {0: ask(0), 1: ask(1)}
+    answer(2, [0, 1])
+    for i, h in handles.items():
+        c.workers[i].wait(h, LIMIT * 1e3)
+    for bad in (0, -1, 2**40, 1.5, "all"):
+        with pytest.raises(fserver.ConfigError, match="at_least"):
+            c.server.get_batch(0, at_least=bad)
+    with pytest.raises(fserver.ShapeError, match="at least 4 worker groups, and there are 3"):
+        c.server.get_batch(0, at_least=4)
+
+
 def test_a_batch_has_one_request_of_each_worker_in_rank_order(cluster: MakeCluster) -> None:
     c = cluster(workers=3)
     y = [torch.empty(1) for _ in c.workers]
