@@ -1,29 +1,12 @@
 #include "holder.h"
 
-#include "process.h"
-
 namespace fserver {
 namespace {
 
 // More than one ticket comes per call, so what has ended cannot pile up.
 constexpr size_t kLooks = 4;
 
-// Looks at a word, some ns each, between two at the clock.
-constexpr int kLooksPerClock = 32;
-
 } // namespace
-
-bool Holder::watch(fs_ticket t, int64_t ns) const {
-  if (ns <= 0)
-    return false;
-  const int64_t end = now_ns() + ns;
-  do {
-    for (int i = 0; i < kLooksPerClock; i++)
-      if (ended(t))
-        return done(t);
-  } while (now_ns() < end);
-  return false;
-}
 
 std::vector<Memory> Holder::list() {
   if (spare_.empty())

@@ -23,10 +23,6 @@ public:
   }
 
   bool done(fs_ticket t) const { return word(t) == (t << 2 | 1); }
-  // Watches the word of t for at most so long; without the GIL. Whoever waits in
-  // the engine instead is interrupted by its runtime every 10 ms, which takes a
-  // thread of C 70 us and more.
-  bool watch(fs_ticket t, int64_t ns) const;
   // A word of another ticket: t has ended and its place was given on.
   bool ended(fs_ticket t) const {
     uint64_t w = word(t);

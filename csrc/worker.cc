@@ -190,10 +190,7 @@ void Worker::wait(PyObject *handler, PyObject *timeout_ms) {
                               : kDefaultTimeout;
   const Request r = find(handler, "wait");
   if (!holder_.done(r.ticket)) {
-    const int64_t spin = int64_t{info().spin_us} * 1000;
     int rc = in_slices(r.started + timeout, [&](int64_t slice, uint32_t flags) {
-      if (flags == 0 && holder_.watch(r.ticket, std::min<int64_t>(slice, spin)))
-        return 0;
       return fs_wait(id_, r.ticket, slice, flags);
     });
     if (rc == -EAGAIN)

@@ -160,7 +160,7 @@ func fillInfo(out *C.fs_info, v node.Info) {
 	*out = C.fs_info{
 		role: C.int32_t(v.Role), rank: C.int32_t(v.Rank), group: C.int32_t(v.Group),
 		instance: C.int32_t(v.Instance), workers: C.int32_t(v.Workers), servers: C.int32_t(v.Servers),
-		device: C.int32_t(v.Device.Index()), spin_us: C.int32_t(v.Spin.Microseconds()),
+		device: C.int32_t(v.Device.Index()),
 	}
 	if v.Words.Len != 0 {
 		out.words = (*C.uint64_t)(unsafe.Pointer(v.Words.Span().Ptr()))

@@ -73,8 +73,6 @@ typedef struct fs_info {
   int32_t workers;  /* worker groups: requests in a batch */
   int32_t servers;  /* server groups: answers to a push_pull */
   int32_t device;   /* -1: CPU */
-  int32_t spin_us;  /* how long to watch a completion word before fs_wait: a
-                       thread of the node's drives; 0: fs_wait drives */
   const volatile uint64_t *words; /* completion words, see fs_push_pull */
   uint64_t mask;
   char address[128]; /* where peers find this node; empty if nowhere */

@@ -217,14 +217,17 @@ func (m *Member) GiveUp(seq uint64) {
 
 // Leave asks to leave together with the others; Ended answers, at the latest
 // when Timing.Leave is over: then this member leaves alone, and the others go on.
-// A member that is not running or is without a scheduler ends at once.
+// A member that is not running or is without a scheduler ends at once; one that has
+// called the next scheduler waits for its answer.
 func (m *Member) Leave(now int64) []Output {
 	m.out = m.out[:0]
 	switch {
-	case m.stage == active && m.agreed:
+	case m.stage == active && m.online:
 		m.stage = parting
 		m.leaveBy = now + int64(m.cfg.Timing.Leave)
-		m.send(wire.AppendSignal(nil, wire.TypeLeave))
+		if m.agreed {
+			m.send(wire.AppendSignal(nil, wire.TypeLeave))
+		}
 	case m.stage == active:
 		m.end(m.orphan)
 	case m.stage < active:
@@ -353,7 +356,7 @@ func (m *Member) frame(data []byte) error {
 		} else {
 			m.end(&RefusedError{why})
 		}
-	case t == wire.TypeRoster && (m.stage == joining || m.stage == active && !m.agreed):
+	case t == wire.TypeRoster && (m.stage == joining || m.stage >= active && !m.agreed):
 		r, err := wire.ParseRoster(data)
 		if err != nil {
 			return err
@@ -362,7 +365,7 @@ func (m *Member) frame(data []byte) error {
 		if err != nil {
 			return err
 		}
-		if m.stage == active {
+		if m.stage >= active {
 			m.agree(r)
 			break
 		}
@@ -449,6 +452,9 @@ func (m *Member) agree(r *wire.Roster) {
 	}
 	m.agreed = true
 	m.callAgain()
+	if m.stage == parting {
+		m.send(wire.AppendSignal(nil, wire.TypeLeave))
+	}
 }
 
 // release ends a barrier call, or notes that it has ended.

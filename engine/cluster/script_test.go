@@ -215,7 +215,7 @@ func (w *world) command(f []string) {
 		for _, name := range w.names(args[0]) {
 			old := w.find(name)
 			require.True(w.t, old.dials, "%s does not dial", name)
-			w.dial(&node{name: name, m: old.m})
+			w.dial(&node{name: name, m: old.m, held: old.held})
 			old.name, old.m = "", nil
 		}
 	case "start":

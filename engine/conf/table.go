@@ -228,7 +228,7 @@ var table = []setting{
 	}, {
 		name:    "FSERVER_PROGRESS",
 		value:   choice("auto", progresses, nil, func(c *Config) *Progress { return &c.Progress }),
-		meaning: "who moves the data: `caller`, the threads inside wait, get_batch and the like; `thread`, one of its own, which takes a core while there is traffic; `auto`: by the cores that are free",
+		meaning: "who moves the data while no thread is inside wait, get_batch and the like, which do it themselves: `caller`, nobody but for what must not stand still; `thread`, one of its own, at once, which takes a core while there is traffic; `auto`: by the cores that are free",
 	}, {
 		name:    "FSERVER_SPIN_US",
 		value:   microseconds("1000", 0, time.Second, func(c *Config) *time.Duration { return &c.Spin }),

@@ -41,7 +41,7 @@ type Node struct {
 	gate     *gate
 	spin     time.Duration
 	yields   time.Duration // how long it polls before polls are followed by yields
-	threaded bool          // the poller drives, not callers
+	threaded bool          // the poller drives when no caller does
 	counters trace.Counters
 	channels *channels
 	planes   []*plane         // the best first, the one that reaches everybody last
@@ -258,9 +258,8 @@ type Info struct {
 	Rank, Group, Instance int
 	Workers, Servers      int // groups
 	Device                mem.Device
-	Words                 mem.Region    // of the tickets; none for a scheduler
-	Spin                  time.Duration // how long to watch a word before Wait; 0: Wait drives
-	Address               string        // without the name of the transport
+	Words                 mem.Region // of the tickets; none for a scheduler
+	Address               string     // without the name of the transport
 }
 
 // Info describes the node.
@@ -272,9 +271,6 @@ func (n *Node) Info() Info {
 	}
 	if tb := n.tickets(); tb != nil {
 		v.Words = tb.Words()
-	}
-	if n.threaded {
-		v.Spin = min(n.spin, n.yields)
 	}
 	return v
 }
@@ -352,7 +348,7 @@ func (n *Node) own() bool {
 		if n.stopped.Load() {
 			return false
 		}
-		if looks%mostLooks == 0 {
+		if looks%1000 == 0 { // 1 to 2 ns each: whoever holds it does not run
 			runtime.Gosched()
 			yield()
 		}

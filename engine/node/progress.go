@@ -16,17 +16,18 @@ import (
 // Progress and waiting. One goroutine at a time holds the token and makes a
 // pass over everything that the node owns. Nobody holds the token while asleep.
 //
-// In caller mode that is a caller inside a waiting call, who polls, then yields
-// between polls, then sleeps; or the background goroutine, which steps in when
-// no caller drives. In thread mode it is the poller, a thread of its own, and
-// callers watch for what they wait for. Either way, who submits something posts
-// it himself if the token is free.
+// That is a caller inside a waiting call, who polls, then yields between polls,
+// then sleeps: what he waits for needs no hand-over, which takes 1 to 2 µs each. When
+// no caller drives, the background goroutine steps in: in caller mode a millisecond
+// later, for what must not stand still; in thread mode, where it is called the poller,
+// at once, and it polls as a caller does. Who submits something posts it himself if the
+// token is free.
 //
 // At most one goroutine sleeps on the descriptors; the others park on channels
 // and are woken when something has ended, or to take over.
 type progress struct {
 	token   atomic.Bool  // held: somebody makes a pass
-	wanted  atomic.Int32 // callers who wait for the token; the poller lets them go first
+	wanted  atomic.Int32 // who waits for the token; the poller lets them go first
 	callers atomic.Int32 // inside await
 	driven  atomic.Int64 // when the last caller left await, nanoseconds
 
@@ -171,12 +172,7 @@ func (n *Node) drive(now int64) (found int, mine bool) {
 func (n *Node) submit() {
 	for n.pending() && n.token.CompareAndSwap(false, true) {
 		n.take()
-		switch {
-		case n.threaded:
-			if n.sleeping.Load() {
-				n.kick.ring() // an answer will come
-			}
-		case n.callers.Load() == 0 && n.unsent():
+		if n.callers.Load() == 0 && n.unsent() {
 			n.nudge.ring()
 		}
 		n.token.Store(false)
@@ -200,9 +196,6 @@ func (n *Node) unsent() bool {
 func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 	if c.met() {
 		return true
-	}
-	if n.threaded {
-		return watching(n, c, limit, spin)
 	}
 	n.callers.Add(1)
 	now := trace.Now()
@@ -247,43 +240,6 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 		}
 	}
 }
-
-// watching is await while the poller drives.
-func watching[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
-	n.callers.Add(1)
-	defer n.callers.Add(-1)
-	now := trace.Now()
-	end := now + int64(max(0, min(limit, 1<<61)))
-	spun := now
-	if spin {
-		spun += int64(n.spin)
-	}
-	for looks := 1; ; looks++ {
-		if c.met() {
-			return true
-		}
-		if looks%looksPerClock != 0 {
-			continue
-		}
-		if now = trace.Now(); now >= end {
-			return false
-		}
-		if now >= spun {
-			park(n, c, time.Duration(end-now))
-		} else if spun-now < int64(n.spin-n.yields) {
-			yield()
-		}
-	}
-}
-
-// mostLooks is how often the poller looks whether a caller has got the token, 1 to
-// 2 ns each, before it goes on: one who does not run is not waited for. Without
-// the wait a get_batch over TCP took 28 µs to get in between two passes.
-const mostLooks = 1000
-
-// looksPerClock is how often a caller looks at its condition, at 2 ns, between
-// two looks at the clock.
-const looksPerClock = 32
 
 // yield gives the core to whoever else wants it, another process above all.
 func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
@@ -340,7 +296,7 @@ func (n *Node) sleep(limit time.Duration) (interrupted bool) {
 func park[C condition](n *Node, c C, limit time.Duration) {
 	k := n.parking(limit)
 	defer n.unpark(k)
-	if c.met() || !n.threaded && !n.sleeping.Load() {
+	if c.met() || !n.sleeping.Load() {
 		return
 	}
 	select {
@@ -406,11 +362,7 @@ func (n *Node) background() {
 		switch {
 		case n.callers.Load() > 0 && n.sleeping.Load():
 			tick = restTick
-			n.dozing.Store(true)
-			if n.callers.Load() > 0 { // whoever leaves last from here on ends the nap
-				n.nap(longSleep)
-			}
-			n.dozing.Store(false)
+			n.stepAside()
 		case n.callers.Load() > 0 || idle < restTick:
 			if n.nap(tick) {
 				tick = restTick
@@ -429,19 +381,43 @@ func (n *Node) background() {
 	}
 }
 
-// poller drives all the time: thread mode. It sleeps when it has found nothing
-// for as long as a caller would spin.
+// The poller leaves the node to callers for so long after the last of them has left:
+// one who calls again soon finds the token free. It looks for them no more often than
+// lookTick, as each look takes a cache line from whoever drives.
+const (
+	grace    = 10 * time.Microsecond
+	lookTick = 2 * time.Microsecond
+)
+
+// poller drives whenever no caller does: thread mode. It sleeps when it has found
+// nothing, or callers have driven, for as long as a caller would spin.
 func (n *Node) poller() {
 	defer close(n.gone)
 	addProcs(1)
 	defer addProcs(-1)
 	n.bind()
 	now := trace.Now()
-	for quiet := now; !n.stopped.Load(); {
-		for looks := 0; n.wanted.Load() > 0 && looks < mostLooks; looks++ {
+	quiet, aside := now, now // since when nothing was found, since when callers drive
+	for !n.stopped.Load() {
+		callers := n.callers.Load() > 0
+		if callers || n.wanted.Load() > 0 || now-n.driven.Load() < int64(grace) {
+			switch idle := now - aside; {
+			case idle < int64(n.yields):
+				for end := now + int64(lookTick); now < end; now = trace.Now() {
+				}
+			case idle < int64(n.spin) || !callers:
+				yield()
+			default:
+				n.stepAside()
+				aside = trace.Now()
+			}
+			now = trace.Now()
+			quiet = now
+			continue
 		}
 		found, mine := n.drive(now)
 		now = trace.Now()
+		aside = now
 		switch idle := now - quiet; {
 		case found > 0:
 			quiet = now
@@ -449,11 +425,22 @@ func (n *Node) poller() {
 		case idle < int64(n.spin):
 			yield()
 		default:
+			n.resting.Store(true)
 			rest(n, never{}, longSleep)
+			n.resting.Store(false)
 			now = trace.Now()
 			quiet = now - int64(n.spin) + int64(yieldAfter)
 		}
 	}
+}
+
+// stepAside naps for long, while there are callers: whoever leaves last ends the nap.
+func (n *Node) stepAside() {
+	n.dozing.Store(true)
+	if n.callers.Load() > 0 {
+		n.nap(longSleep)
+	}
+	n.dozing.Store(false)
 }
 
 type never struct{}

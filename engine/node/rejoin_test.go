@@ -2,12 +2,14 @@ package node
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/cluster"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
 	"fserver/engine/transport/inproc"
@@ -108,12 +110,21 @@ func closed() chan struct{} {
 	return c
 }
 
-// meet makes a barrier of all, which shows that everybody is in the cluster.
+// meet makes a barrier of all, which shows that everybody is in the cluster. Who has
+// not heard yet that a lost node is back tries again.
 func (m *mesh) meet() {
 	m.tb.Helper()
 	done := make(chan error)
 	for _, n := range m.all()[1:] {
-		go func() { done <- barrierOf(n) }()
+		go func() {
+			err := barrierOf(n)
+			var lost *cluster.LostError
+			for end := time.Now().Add(10 * time.Second); errors.As(err, &lost) && time.Now().Before(end); {
+				time.Sleep(time.Millisecond)
+				err = barrierOf(n)
+			}
+			done <- err
+		}()
 	}
 	for range m.all()[1:] {
 		require.NoError(m.tb, <-done)

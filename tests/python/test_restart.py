@@ -32,13 +32,17 @@ def scheduler_process(parent: Parent, port: int, options: dict[str, Any]) -> Non
     parent.put("stopped")
 
 
-def server_process(parent: Parent, scheduler: str, options: dict[str, Any]) -> None:
+def server_process(
+    parent: Parent, scheduler: str, options: dict[str, Any], meets: bool = False
+) -> None:
     """Answers with the bytes plus one, until the worker leaves."""
     node = fserver.Server(scheduler=scheduler, connect=False, **options)
     parent.put("open")
     node.connect()
     parent.put("connected")
     answer(node)
+    if meets:  # the other servers, so that all know of the scheduler
+        node.barrier(True, False)
     node.stop()
     parent.put("stopped")
 
@@ -199,7 +203,7 @@ def test_the_scheduler_is_restarted(child: MakeChild, port: int, along: str) -> 
     at = f"127.0.0.1:{port}"
     workers = [fserver.Worker(scheduler=at, gpu=i, connect=False, **RAILS) for i in range(2)]
     server = fserver.Server(scheduler=at, gpu=0, connect=False, **RAILS)
-    other = child(server_process, at, {"gpu": 1, **RAILS})
+    other = child(server_process, at, {"gpu": 1, **RAILS}, not along)
     together([node.connect for node in (server, *workers)])
     assert [other.get(), other.get(), scheduler.get()] == ["open", "connected", "connected"]
     with busy(workers[0], server):
@@ -229,7 +233,12 @@ def test_the_scheduler_is_restarted(child: MakeChild, port: int, along: str) -> 
             except fserver.PeerLostError as error:  # of the server, which it learns only now
                 assert along and error.role == "server"
         ask(workers[1], 5)
-    stop_all(*workers, server)
+    leaving = [in_thread(w.stop) for w in workers]
+    if not along:
+        server.barrier(True, False)  # who stops without a scheduler, stops alone
+    stop_all(server)
+    for stopped in leaving:
+        stopped.result(LIMIT)
     assert [other.get(), scheduler.get()] == ["stopped", "stopped"]
 
 
