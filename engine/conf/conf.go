@@ -46,7 +46,16 @@ const (
 func (t Transport) String() string { return name(transports, t) }
 
 // built says which transports a user can choose in this build.
-func (t Transport) built() bool { return t <= CMA }
+func (t Transport) built() bool { return t <= CUDAIPC }
+
+// Base is the transport that opens connections for t: GPU memory of the same host travels
+// over those of CMA.
+func (t Transport) Base() Transport {
+	if t == CUDAIPC {
+		return CMA
+	}
+	return t
+}
 
 // CMAMode is how the transport inside a host writes.
 type CMAMode uint8

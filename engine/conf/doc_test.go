@@ -44,7 +44,7 @@ come first. ` + "`fserver env`" + ` prints those in force.
   error; all errors are reported together.
 - A setting that "takes effect with" something is read and checked by every build,
   and changes nothing where that is not in use. This build has the transports
-  tcp and cma, and GPU tensors over both; cudaipc is how they travel over cma.
+  tcp and cma, and GPU tensors over both; cudaipc is cma with GPU memory mapped.
 `)
 	for _, s := range table {
 		if s.section != "" {

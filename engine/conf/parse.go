@@ -356,7 +356,7 @@ func (p *parser) transport() {
 	if by != "FSERVER_TRANSPORT" {
 		remedy = "FSERVER_TRANSPORT=tcp overrides it"
 	}
-	p.fail("%s=%q: transport %v is not in this build, which has tcp and cma (%s)", by, p.given[by], c.Transport, remedy)
+	p.fail("%s=%q: transport %v is not in this build, which has tcp, cma and cudaipc (%s)", by, p.given[by], c.Transport, remedy)
 }
 
 // names is every name in the table, all spellings.

@@ -127,7 +127,7 @@ var table = []setting{
 			{"DMLC_PS_VAN_TYPE", vans, van},
 		},
 		value:   choice("auto", transports, nil, func(c *Config) *Transport { return &c.Transport }),
-		meaning: "how bytes travel; `auto`: the best that reaches the peer. This build has tcp and cma (this host only) and refuses the others. Older values: `ibverbs`, `multivan` and 1 are verbs, `fabric` is ofi, `zmq` and 0 are tcp",
+		meaning: "how bytes travel; `auto`: the best that reaches the peer. This build has tcp, cma (this host only) and cudaipc (cma between nodes that have GPUs), and refuses the others. Older values: `ibverbs`, `multivan` and 1 are verbs, `fabric` is ofi, `zmq` and 0 are tcp",
 	}, {
 		name:    "BYTEPS_ENABLE_IPC",
 		value:   onOff("1", func(c *Config) *bool { return &c.SameHost }),

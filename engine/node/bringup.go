@@ -60,7 +60,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 	if err != nil {
 		return nil, err
 	}
-	here := cfg.Role != conf.Scheduler && (cfg.Transport == conf.CMA || cfg.Transport == conf.Auto && cfg.SameHost)
+	here := cfg.Role != conf.Scheduler && (cfg.Transport.Base() == conf.CMA || cfg.Transport == conf.Auto && cfg.SameHost)
 	if !here {
 		return []transport.Fabric{base}, nil
 	}
@@ -75,7 +75,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 	switch {
 	case err == nil:
 		return []transport.Fabric{f, base}, nil
-	case cfg.Transport == conf.CMA:
+	case cfg.Transport.Base() == conf.CMA:
 		_ = base.Close()
 		return nil, err
 	}

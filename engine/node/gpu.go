@@ -62,7 +62,12 @@ type gpu struct {
 
 // openGPU finds the GPU that the settings ask for; nil: tensors are on the CPU.
 func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
-	if cfg.Backend == conf.CPU || cfg.Role == conf.Scheduler {
+	switch {
+	case cfg.Role == conf.Scheduler:
+		return nil, nil
+	case cfg.Backend == conf.CPU && cfg.Transport == conf.CUDAIPC:
+		return nil, badSetting("FSERVER_TRANSPORT=cudaipc with STEPMESH_BACKEND=CPU: it is for GPU tensors (use cma, or STEPMESH_BACKEND=GPU)")
+	case cfg.Backend == conf.CPU:
 		return nil, nil
 	}
 	d, err := devices(cfg.GPU)
@@ -71,6 +76,8 @@ func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
 		return &gpu{dev: d}, nil
 	case cfg.Backend == conf.GPU:
 		return nil, badSetting("STEPMESH_BACKEND=GPU: %v", err)
+	case cfg.Transport == conf.CUDAIPC:
+		return nil, badSetting("FSERVER_TRANSPORT=cudaipc: %v", err)
 	}
 	log.Debug("tensors are on the CPU", zap.Error(err))
 	return nil, nil

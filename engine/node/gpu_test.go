@@ -38,7 +38,7 @@ func contents(t *testing.T, g *fakegpu.GPU, s mem.Span) []byte {
 // TestGPUTensors moves tensors of a GPU between two nodes over each transport, from
 // behind a stream that is held up.
 func TestGPUTensors(t *testing.T) {
-	for _, transport := range []string{"cma", "tcp"} {
+	for _, transport := range []string{"cma", "cudaipc", "tcp"} {
 		for _, pieces := range []bool{false, true} {
 			t.Run(fmt.Sprint(transport, pieces), func(t *testing.T) {
 				g := fakegpu.New()
@@ -150,6 +150,10 @@ func TestBackendWithoutGPU(t *testing.T) {
 	s := shape{1, 1, 1}
 	_, err := Open(s.settings("worker", 0, 0, "1", "STEPMESH_BACKEND=GPU"), exchange.NewBuffers())
 	require.ErrorContains(t, err, "STEPMESH_BACKEND=GPU: cudaipc: not available: cuda: ")
+	_, err = Open(s.settings("worker", 0, 0, "1", "FSERVER_TRANSPORT=cudaipc", "STEPMESH_BACKEND="), exchange.NewBuffers())
+	require.ErrorContains(t, err, "FSERVER_TRANSPORT=cudaipc: cudaipc: not available: cuda: ")
+	_, err = Open(s.settings("worker", 0, 0, "1", "FSERVER_TRANSPORT=cudaipc", "STEPMESH_BACKEND=CPU"), exchange.NewBuffers())
+	require.ErrorContains(t, err, "FSERVER_TRANSPORT=cudaipc with STEPMESH_BACKEND=CPU")
 }
 
 // TestRealGPU moves tensors of this host's GPU, mapped and staged.

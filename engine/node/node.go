@@ -209,7 +209,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		}
 	}
 	if cfg.Transport != conf.Auto {
-		n.only = cfg.Transport.String()
+		n.only = cfg.Transport.Base().String()
 	}
 	if err == nil && n.scheduler == nil {
 		n.member = cluster.NewMember(cluster.MemberConfig{

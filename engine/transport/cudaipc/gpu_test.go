@@ -55,15 +55,29 @@ func (m realMemory) Alloc(n uint64) (mem.Region, error) {
 
 func (m realMemory) Free(r mem.Region) error { return m.d.Free(uint64(r.Addr)) }
 
+// host says whether s is memory of the CPU, as what is lent is.
+func (m realMemory) host(s mem.Span) bool {
+	k, err := m.d.Describe(uint64(s.Addr))
+	return err != nil || !k.OnGPU
+}
+
 func (m realMemory) Load(dst []byte, s mem.Span) error {
-	if len(dst) == 0 {
+	switch {
+	case len(dst) == 0:
+		return nil
+	case m.host(s):
+		copy(dst, s.Bytes())
 		return nil
 	}
 	return m.d.Read(dst, uint64(s.Addr))
 }
 
 func (m realMemory) Store(s mem.Span, src []byte) error {
-	if len(src) == 0 {
+	switch {
+	case len(src) == 0:
+		return nil
+	case m.host(s):
+		copy(s.Bytes(), src)
 		return nil
 	}
 	return m.d.Write(uint64(s.Addr), src)
