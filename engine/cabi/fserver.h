@@ -66,13 +66,13 @@ typedef struct fs_tensor {
 } fs_tensor;
 
 typedef struct fs_info {
-  int32_t role;     /* FS_ROLE_* */
-  int32_t rank;     /* within the role */
-  int32_t group;    /* index of the group */
-  int32_t instance; /* rail */
-  int32_t workers;  /* worker groups: requests in a batch */
-  int32_t servers;  /* server groups: answers to a push_pull */
-  int32_t device;   /* -1: CPU */
+  int32_t role;                   /* FS_ROLE_* */
+  int32_t rank;                   /* within the role */
+  int32_t group;                  /* index of the group */
+  int32_t instance;               /* rail */
+  int32_t workers;                /* worker groups: requests in a batch */
+  int32_t servers;                /* server groups: answers to a push_pull */
+  int32_t device;                 /* -1: CPU */
   const volatile uint64_t *words; /* completion words, see fs_push_pull */
   uint64_t mask;
   char address[128]; /* where peers find this node; empty if nowhere */
