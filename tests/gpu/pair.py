@@ -26,10 +26,10 @@ class Side:
 
     Attributes:
         index: 0, who speaks first, or 1.
-        device: ordinal of its GPU.
+        device: ordinal of its GPU, or None: it uses none.
     """
 
-    def __init__(self, index: int, device: int, link: Connection) -> None:
+    def __init__(self, index: int, device: int | None, link: Connection) -> None:
         self.index, self.device, self.link = index, device, link
         self.channels: list[Any] = []
 
@@ -74,15 +74,16 @@ def say(index: int, text: str) -> None:
     print(f"    side {index}: {text}", file=sys.stderr, flush=True)
 
 
-def _serve(index: int, device: int, link: Connection, control: Connection) -> None:
+def _serve(index: int, device: int | None, link: Connection, control: Connection) -> None:
     with contextlib.suppress(OSError):  # other processes are not in the way of the timings
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= 8:
             os.sched_setaffinity(0, set(cores[4 * index : 4 * index + 4]))
     import torch
 
-    torch.cuda.set_device(device)
-    torch.ones(1, device="cuda").add_(1).item()
+    if device is not None:
+        torch.cuda.set_device(device)
+        torch.ones(1, device="cuda").add_(1).item()
     control.send((True, "ready"))
     while True:
         try:
@@ -107,7 +108,7 @@ def _serve(index: int, device: int, link: Connection, control: Connection) -> No
 class Pair:
     """The two processes, and their GPUs, which may be the same."""
 
-    def __init__(self, devices: tuple[int, int]) -> None:
+    def __init__(self, devices: tuple[int | None, int | None]) -> None:
         self.devices = devices
         context = multiprocessing.get_context("spawn")
         links = context.Pipe()
