@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: eager channel ringx
+#   tools/gpu_check.sh PART...        parts: eager channel bench ringx
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Prints PASS or FAIL for
 # each step; the exit status says whether all passed.
 #
 # eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
 # each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
+#
+# bench needs what eager needs. It times others' ways between two GPUs, ours, and others' again, and
+# prints a table of ours beside theirs, in about 4 minutes: ROUNDS as above, RUNS of 20 round trips
+# through a channel (default 500). All that it leaves is one file, bench.tgz.
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
@@ -79,22 +83,27 @@ build() { FSERVER_ARCHIVE=build/libfserver.a within 60 "$PYTHON" tools/builder.p
 
 floor() { within 30 nvcc -O2 -o "$OUT/gpu_floor" tools/gpu_floor.c -lcuda -lcudart; }
 
-bench() { within 60 "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "${ROUNDS:-10000}" >"$OUT/eager.json"; }
+raw_channel() {
+  within 60 nvcc -O3 -arch=native -o "$OUT/raw_channel" tests/gpu/raw_channel.cu -lcuda
+}
+
+round_trips() { within 60 "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "${ROUNDS:-10000}" >"$OUT/eager.json"; }
 
 # pack FILE DIR leaves what is in DIR as one file.
 pack() {
-  rm -f "$2/gpu_floor"
+  rm -f "$2/gpu_floor" "$2/raw_channel"
   tar -czf "$1" -C "$2" . && rm -rf "$2"
 }
 
-eager() {
+# packed PART runs its steps and packs what they leave, also when it is interrupted.
+packed() {
   local logs
   logs=$(mktemp -d) || return
   # shellcheck disable=SC2064
-  trap "pack '$OUT/eager.tgz' '$logs'" EXIT
-  OUT=$logs eager_steps
+  trap "pack '$OUT/$1.tgz' '$logs'" EXIT
+  OUT=$logs "$1_steps"
   trap - EXIT
-  pack "$OUT/eager.tgz" "$logs"
+  pack "$OUT/$1.tgz" "$logs"
 }
 
 # Without -test.v, only tests that fail print, and what they print stands below their names.
@@ -108,7 +117,7 @@ eager_steps() {
   step eager-tests within 120 "$PYTHON" -m pytest -v -p no:cacheprovider --maxfail=4 --durations=8 \
     tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
   step floor floor
-  step eager-bench bench "$last"
+  step eager-bench round_trips "$last"
   grep -h '^cores' "$OUT/eager-bench.txt"
   "$PYTHON" - "$OUT/eager.json" <<'END'
 import json, sys
@@ -133,13 +142,36 @@ END
   step go-node within 12 build/tests/node.test -test.run RealGPU -test.timeout 11s
 }
 
+# baselines ROUND times what others offer; ours is timed between two rounds of it.
+baselines() {
+  within 100 "$PYTHON" tools/gpu_baselines.py --iters "${ROUNDS:-10000}" --budget 80 \
+    --json "$OUT/baselines-$1.json"
+}
+
+bench_steps() {
+  local raw=()
+  step machine machine
+  step build build
+  [[ -e fserver/include/fserver.h ]] || return
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  step floor floor
+  step raw-channel raw_channel
+  [[ -e $OUT/raw_channel ]] && raw=(--raw "$OUT/raw_channel")
+  step baselines-1 baselines 1
+  step bench-channel within 60 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
+    --runs "${RUNS:-500}" "${raw[@]}"
+  step bench-eager round_trips 1
+  step baselines-2 baselines 2
+  step table "$PYTHON" tools/gpu_table.py "$OUT"
+  cat "$OUT/table.txt"
+}
+
 # Everything in it is bounded: 90 s in all without FULL=1.
 channel() {
   step build build
   local raw=() lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
   if command -v nvcc >/dev/null; then
-    step channel-raw-build timeout 60 nvcc -O3 -arch=native -o "$OUT/raw_channel" \
-      tests/gpu/raw_channel.cu -lcuda
+    step channel-raw-build raw_channel
     raw=(--raw "$OUT/raw_channel")
   fi
   step channel-smoke timeout 40 "${lanes[@]}" -k "lane and unaligned and two_gpus or lane and one_way and two_gpus"
@@ -160,9 +192,10 @@ channel() {
 
 for part in "$@"; do
   case $part in
-    eager | channel | ringx) "$part" ;;
+    eager | bench) packed "$part" ;;
+    channel | ringx) "$part" ;;
     *)
-      echo "gpu_check: no part $part (parts: eager channel ringx)" >&2
+      echo "gpu_check: no part $part (parts: eager channel bench ringx)" >&2
       exit 2
       ;;
   esac
