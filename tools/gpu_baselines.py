@@ -424,7 +424,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iters", type=int, default=10_000, help="round trips of each measurement")
     parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--budget", type=float, default=80, help="seconds for all")
+    parser.add_argument("--budget", type=float, default=100, help="seconds for all")
     parser.add_argument("--only", default=",".join(MODES), help="some of %(default)s")
     parser.add_argument("--dry", action="store_true", help="gloo on the CPU, and nothing else")
     options = parser.parse_args()

@@ -144,7 +144,7 @@ END
 
 # baselines ROUND times what others offer; ours is timed between two rounds of it.
 baselines() {
-  within 100 "$PYTHON" tools/gpu_baselines.py --iters "${ROUNDS:-10000}" --budget 80 \
+  within 120 "$PYTHON" tools/gpu_baselines.py --iters "${ROUNDS:-10000}" --budget 100 \
     --json "$OUT/baselines-$1.json"
 }
 
