@@ -1,0 +1,789 @@
+"""Stream channels in the shape of a disaggregated model, one process per GPU, by the public API.
+
+    python tools/gpu_af.py af|overlap|memory|zero-sm [--json FILE] [--shape 2x2] [--dry] ...
+
+A workers (attention) and F servers (FFN): in each of the layers, for each of the stages (micro-
+batches, each with a channel of its own), a worker sends int8 [rows, width] to every server, and
+gets bf16 [rows, width] from each, with a light kernel in between on both sides. A graph on each
+side holds all layers and stages, and is replayed.
+
+af       time of a micro-batch, which is that of a graph divided by layers x stages, and how the
+         whole (a token) spreads; data is checked. `one` has all stages on one stream, `each` has
+         a branch of the graph for each stage.
+overlap  by how much a loop of GEMMs and that traffic slow each other, with and without the kernels
+         of the model in the traffic.
+memory   of the processes and GPUs before and after many exchanges.
+zero-sm  what runs on the GPU in round trips of push_pull and of channels, by torch.profiler; `sm`
+         has kernels and shows that they are seen.
+
+--dry takes tensors on the CPU, and loops in place of graphs: it checks the program, not the speed.
+JSON is written after each row. The exit status is 1 if a row failed or data was wrong, and 0 if
+only a target was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+import fserver  # noqa: E402
+
+START_S = 60.0  # torch, and a context
+WIRE = 395e9  # bytes per second of the copy engine between two H200
+POISON = 0x5A5A5A5A
+KINDS = ("eager", "ce", "ce graph", "sm")
+
+
+class _Mark:
+    """A moment, in place of an event."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: _Mark) -> float:
+        return (later.at - self.at) * 1e3
+
+
+class Side:
+    """One process: a worker or a server, and its GPU.
+
+    Attributes:
+        index: number among all; the workers come first.
+        rank: number among those of its role.
+        scheduler: address for its node.
+    """
+
+    def __init__(self, index: int, shape: tuple[int, int], dry: bool, barrier: Any, cells: Any):
+        self.index, self.dry = index, dry
+        self.workers, self.servers = shape
+        self.is_worker = index < self.workers
+        self.rank = index if self.is_worker else index - self.workers
+        self.device = torch.device("cpu") if dry else torch.device("cuda", index)
+        self.scheduler = ""
+        self._barrier, self._cells = barrier, cells
+
+    def barrier(self) -> None:
+        self._barrier.wait(60)
+
+    def share(self, value: float) -> list[float]:
+        """The values of all sides."""
+        self._cells[self.index] = value
+        self.barrier()
+        values = list(self._cells)
+        self.barrier()
+        return values
+
+    def sync(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def mark(self) -> Any:
+        """A moment of the current stream."""
+        if self.dry:
+            return _Mark()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stream(self, priority: int = 0) -> Any:
+        return None if self.dry else torch.cuda.Stream(self.device, priority=priority)
+
+    def on(self, stream: Any) -> Any:
+        return contextlib.nullcontext() if self.dry else torch.cuda.stream(stream)
+
+    def captured(self, body: Callable[[], None], stream: Any) -> Callable[[], None]:
+        """What does again on the current stream what body does."""
+        if self.dry:
+            return body
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            body()
+        return graph.replay
+
+    @contextlib.contextmanager
+    def node(self, **options: Any) -> Iterator[Any]:
+        kind: Any = fserver.Worker if self.is_worker else fserver.Server
+        own = kind(
+            scheduler=self.scheduler,
+            workers=self.workers,
+            servers=self.servers,
+            node_rank=self.rank,
+            init_timeout=20,
+            connect=False,
+            settings={"FSERVER_LOG": "error"},
+            **{"backend": "CPU", **options},
+        )
+        try:
+            own.connect()
+            yield own
+        finally:
+            own.close()
+
+
+def _addend(layer: int, server: int, half: int) -> int:
+    return 1 + 64 * layer + 2 * server + half
+
+
+class Traffic:
+    """The channels of one side, and all layers as a graph.
+
+    Tensors are looked at as int32, so that sums wrap and are exact. A server answers x with
+    x + addend twice, in each half of the answer, and a worker goes on with the first half of one
+    server's answer minus two times the second half of the next one's: -x and a number. So what is
+    wrong anywhere in a layer is wrong in the end.
+
+    Args:
+        side, own: the process, and its node.
+        mode: of the channels.
+        shape: layers, stages, rows, width.
+        compute: have the kernels in between.
+        each: a stream for each stage.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        own: Any,
+        mode: str,
+        shape: tuple[int, int, int, int],
+        compute: bool = True,
+        each: bool = False,
+    ) -> None:
+        self.side, self.compute = side, compute
+        self.layers, self.stages, rows, width = shape
+        self.per = self.layers * self.stages
+        self.main = side.stream(-1)
+        self.branches = [side.stream(-1) for _ in range(self.stages)] if each else []
+        self.channels: list[Any] = []
+        self.out: list[torch.Tensor] = []
+        self.incoming: list[torch.Tensor] = []
+        self.first: list[torch.Tensor] = []
+        self.turn = torch.zeros((), dtype=torch.int32, device=side.device)
+        self.addends = torch.tensor(
+            [[[_addend(i, side.rank, h)] for h in (0, 1)] for i in range(self.layers)],
+            dtype=torch.int32,
+            device=side.device,
+        )
+        options = {"mode": mode, "timeout_ms": 20000.0}
+        count = side.servers if side.is_worker else side.workers
+        for stage in range(self.stages):
+            small = torch.zeros(count, rows, width, dtype=torch.int8, device=side.device)
+            large = torch.zeros(count, rows, width, dtype=torch.bfloat16, device=side.device)
+            key, name = [stage], f"stage {stage}"
+            if side.is_worker:
+                small = small[0].clone()
+                made = torch.Generator().manual_seed(100 * side.rank + stage)
+                first = torch.randint(
+                    -(1 << 31), 1 << 31, (rows * width // 4,), dtype=torch.int32, generator=made
+                )
+                self.first.append(first.to(side.device))
+                self.out.append(small.view(torch.int32).view(-1))
+                self.incoming.append(large.view(torch.int32).view(count, 2, -1))
+                channel = own.channel(
+                    [small], key, list(large.unbind(0)), key, name=name, **options
+                )
+            else:
+                self.out.append(large.view(torch.int32).view(count, 2, -1))
+                self.incoming.append(small.view(torch.int32).view(count, 1, -1))
+                channel = own.channel(
+                    key,
+                    list(large.unbind(0)),
+                    key,
+                    push=list(small.unbind(0)),
+                    name=name,
+                    **options,
+                )
+            if channel.path != ("cpu" if side.dry else mode):
+                raise RuntimeError(f"the channel goes by {channel.path!r}, and mode is {mode!r}")
+            self.channels.append(channel)
+
+    def _step(self, layer: int, stage: int, talk: bool) -> None:
+        channel, out, came = self.channels[stage], self.out[stage], self.incoming[stage]
+        if talk and not (self.side.is_worker and layer == 0):
+            channel.recv()
+        if not self.compute:
+            pass
+        elif not self.side.is_worker:
+            torch.add(came, self.addends[layer], out=out)
+        elif layer == 0:
+            torch.add(self.first[stage], self.turn, out=out)
+        else:
+            i, j = (layer - 1) % len(came), layer % len(came)
+            torch.add(came[i, 0], came[j, 1], alpha=-2, out=out)
+        if talk:
+            channel.send()
+
+    def _layers(self, stages: range, talk: bool) -> None:
+        for layer in range(self.layers):
+            for stage in stages:
+                self._step(layer, stage, talk)
+        if talk and self.side.is_worker:
+            for stage in stages:
+                self.channels[stage].recv()
+
+    def body(self, talk: bool = True) -> None:
+        """All layers; without talk only what is in between."""
+        if self.compute:
+            self.turn.add_(1)
+        if not self.branches:
+            self._layers(range(self.stages), talk)
+            return
+        main = torch.cuda.current_stream()
+        for stage, stream in enumerate(self.branches):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                self._layers(range(stage, stage + 1), talk)
+        for stream in self.branches:
+            main.wait_stream(stream)
+
+    def capture(self) -> None:
+        """Makes the graphs. Every kernel has been loaded before one that waits is on a stream."""
+        with self.side.on(self.main):
+            if self.compute:
+                self.poison()
+                self.body(talk=False)
+                self.wrong()
+            self.side.sync()
+            self.side.barrier()
+            self.body()
+            self.side.sync()
+            self.check()
+            self.side.barrier()
+            self.replay = self.side.captured(self.body, self.main)
+            self.idle = self.side.captured(lambda: self.body(talk=False), self.main)
+        self.side.barrier()
+
+    def run(self, count: int) -> list[tuple[Any, Any]]:
+        """Replays; the moments before and after each."""
+        marks = []
+        with self.side.on(self.main):
+            for _ in range(count):
+                begin = self.side.mark()
+                self.replay()
+                marks.append((begin, self.side.mark()))
+        return marks
+
+    def timed(self, count: int, drop: int = 2) -> list[float]:
+        """Milliseconds of each of count replays one behind the other; before them come as many
+        as are dropped, in which the sides meet."""
+        self.side.barrier()
+        marks = self.run(count + drop)
+        self.side.sync()
+        self.check()
+        return [a.elapsed_time(b) for a, b in marks[drop:]]
+
+    def check(self) -> None:
+        for channel in self.channels:
+            channel.check()
+
+    def poison(self) -> None:
+        for tensor in (*self.out, *self.incoming):
+            tensor.fill_(POISON)
+
+    def wrong(self) -> int:
+        """How many words of the last answers are wrong, after a sync."""
+        if not self.side.is_worker:
+            return 0
+        servers, sign, plus = self.side.servers, 1, 0
+        for layer in range(self.layers - 1):
+            a, b = _addend(layer, layer % servers, 0), _addend(layer, (layer + 1) % servers, 1)
+            sign, plus = -sign, -plus + a - 2 * b
+        bad = 0
+        last = self.layers - 1
+        for first, came in zip(self.first, self.incoming, strict=True):
+            for server in range(servers):
+                for half in (0, 1):
+                    add = plus + _addend(last, server, half)
+                    bad += int((came[server, half] != (first + self.turn) * sign + add).sum())
+        return bad
+
+    def checked(self) -> int:
+        """One replay over poisoned memory; how many words are wrong."""
+        with self.side.on(self.main):
+            self.side.sync()
+            self.side.barrier()
+            self.poison()
+            self.side.sync()
+            self.side.barrier()
+            self.replay()
+            self.side.sync()
+            self.check()
+            return self.wrong()
+
+    def close(self) -> None:
+        """Both sides call it when all is well; else the node closes the channels."""
+        self.side.sync()
+        self.side.barrier()
+        self.replay = self.idle = lambda: None  # graphs go before what they use
+        for channel in self.channels:
+            channel.close()
+        self.side.barrier()
+
+
+def af(
+    side: Side, mode: str, each: bool, shape: tuple[int, ...], replays: int, parts: int
+) -> dict[str, Any]:
+    """Times replays in so many parts, each of which begins with a checked one."""
+    with side.node() as own:
+        t = Traffic(side, own, mode, shape, each=each)  # type: ignore[arg-type]
+        t.capture()
+        wrong, took = t.checked(), []
+        t.timed(min(20, replays))
+        for _ in range(parts):
+            wrong += t.checked()
+            took += t.timed(math.ceil(replays / parts))
+            with side.on(t.main):
+                wrong += t.wrong()
+        with side.on(t.main):
+            begin = side.mark()
+            for _ in range(5):
+                t.idle()
+            end = side.mark()
+        side.sync()
+        kernels = begin.elapsed_time(end) / 5
+        t.close()
+    return {"took_ms": took, "wrong": wrong, "kernels_us": 1e3 * kernels / t.per}
+
+
+def overlap(
+    side: Side, mode: str, compute: bool, shape: tuple[int, ...], size: int, rounds: int, ms: float
+) -> dict[str, Any]:
+    """GEMMs alone, traffic alone, both, GEMMs alone again; the traffic lasts longer than the
+    GEMMs."""
+    if side.is_worker:
+        torch.manual_seed(side.index)
+    a, b = (torch.randn(size, size, device=side.device).to(torch.bfloat16) for _ in range(2))
+    c, stream = torch.empty_like(a), side.stream()
+
+    def gemms(count: int) -> tuple[Any, Any]:
+        with side.on(stream):
+            begin = side.mark()
+            for _ in range(count):
+                torch.mm(a, b, out=c)
+            return begin, side.mark()
+
+    def alone(count: int) -> float:
+        side.barrier()
+        begin, end = gemms(count)
+        side.sync()
+        return begin.elapsed_time(end)
+
+    rows = []
+    with side.node() as own:
+        t = Traffic(side, own, mode, shape, compute=compute)  # type: ignore[arg-type]
+        t.capture()
+        alone(10)
+        count = max(2, math.ceil(10 * ms / max(side.share(alone(10)))))
+        replay_ms = max(side.share(median(t.timed(5))))
+        replays = max(4, math.ceil(1.5 * ms / replay_ms))
+        wrong = 0
+        for _ in range(rounds):
+            before = alone(count)
+            quiet = median(t.timed(replays))
+            side.barrier()
+            marks = t.run(3)
+            begin, end = gemms(count)
+            marks += t.run(replays - 3)
+            side.sync()
+            t.check()
+            if compute:
+                with side.on(t.main):
+                    wrong += t.wrong()
+            after = alone(count)
+            inside = [
+                x.elapsed_time(y)
+                for x, y in marks
+                if begin.elapsed_time(x) >= 0 and y.elapsed_time(end) >= 0
+            ]
+            beside = begin.elapsed_time(end)
+            rows.append(
+                {
+                    "gemms_ms": [before, beside, after],
+                    "slowed": 2 * beside / (before + after) - 1,
+                    "noise": after / before - 1,
+                    "traffic_ms": [quiet, median(inside) if inside else None],
+                    "traffic_slowed": (median(inside) if inside else beside) / quiet - 1,
+                    "replays_inside": len(inside),
+                    "covered": end.elapsed_time(marks[-1][1]) >= 0,
+                }
+            )
+        t.close()
+    return {"rounds": rows, "gemms": count, "replays": replays, "wrong": wrong}
+
+
+def _memory(side: Side) -> dict[str, Any]:
+    """Bytes that the process and its GPU have in use."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    found: dict[str, Any] = {
+        name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "RssAnon") if name in fields
+    }
+    if side.dry:
+        return found
+    free, total = torch.cuda.mem_get_info()
+    found.update(gpu_used=total - free, torch_reserved=torch.cuda.memory_reserved())
+    # In a container the numbers of processes may be others: this one is alone on its GPU.
+    try:
+        uuid = str(torch.cuda.get_device_properties(side.device).uuid)
+        query = ["--query-compute-apps=gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
+        done = subprocess.run(
+            ["nvidia-smi", *query], capture_output=True, text=True, timeout=10, check=True
+        )
+        mine = [line.split(",")[1] for line in done.stdout.splitlines() if uuid in line]
+        found["nvidia_smi"] = sum(int(mib) for mib in mine) << 20 if mine else None
+    except (AttributeError, ValueError, IndexError, OSError, subprocess.SubprocessError) as error:
+        found["nvidia_smi_error"] = repr(error)
+    return found
+
+
+def memory(
+    side: Side, mode: str, shape: tuple[int, ...], exchanges: int, seconds: float
+) -> dict[str, Any]:
+    """Replays for so many exchanges, or seconds, after a tenth of that; five samples on the way."""
+    with side.node() as own:
+        t = Traffic(side, own, mode, shape)  # type: ignore[arg-type]
+        t.capture()
+        wrong = t.checked()
+        replay_ms = max(side.share(median(t.timed(10))))
+        count = max(5, min(math.ceil(exchanges / t.per), int(1e3 * seconds / replay_ms)))
+
+        def go(replays: int) -> None:
+            side.barrier()
+            with side.on(t.main):
+                for i in range(replays):
+                    t.replay()
+                    if i % 50 == 49:
+                        side.sync()
+            side.sync()
+            t.check()
+
+        _memory(side)
+        go(math.ceil(count / 10))
+        samples = [_memory(side)]
+        for _ in range(5):
+            go(math.ceil(count / 5))
+            samples.append(_memory(side))
+        wrong += t.checked()
+        t.close()
+    done = 5 * math.ceil(count / 5) * t.per
+    numbers = [k for k, v in samples[0].items() if isinstance(v, int)]
+    growth = {k: samples[-1][k] - samples[0][k] for k in numbers if samples[-1].get(k) is not None}
+    return {"exchanges": done, "growth": growth, "samples": samples, "wrong": wrong}
+
+
+def _profiled(side: Side, run: Callable[[], None]) -> dict[str, Any]:
+    """What is on the GPU's timeline while run runs, by kind and name."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU if side.dry else activity.CUDA]) as seen:
+        side.barrier()
+        run()
+        side.sync()
+        side.barrier()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
+    found = {}
+    for kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+        names = Counter(e["name"] for e in events if e.get("cat") == kind)
+        found[kind] = dict(names.most_common(20))
+    return found
+
+
+def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[str, Any]:
+    """Round trips under the profiler, after some without it."""
+    _, _, rows, width = shape
+    at = side.device.index or 0
+    gpu = {} if side.dry else {"backend": "GPU", "gpu": at, "rank_offset": -at}
+    sample = torch.zeros(1024, device=side.device)
+    control = _profiled(side, lambda: None if sample.add_(1) is None else None)
+    with side.node(**(gpu if kind == "eager" else {})) as own:
+        if kind == "eager":
+            dtype = torch.int8 if side.is_worker else torch.bfloat16
+            out = torch.ones(rows, width, dtype=dtype, device=side.device)
+            back = torch.zeros(rows, width, dtype=torch.bfloat16, device=side.device)
+            side.sync()
+
+            def run(count: int = trips) -> None:
+                for _ in range(count):
+                    if side.is_worker:
+                        own.wait(own.push_pull([out], [0], [back], [0]))
+                    else:
+                        [(handler, _, _)] = own.get_batch(timeout_ms=10000)
+                        own.respond([out], handler, need_event=True)
+
+            run(5)
+            side.barrier()
+            found = _profiled(side, run)
+            how = "+".join(link.transport for link in own.links())
+            wrong = int((back != 1).sum()) if side.is_worker else 0
+            side.barrier()
+        else:
+            t = Traffic(side, own, kind.split()[0], (trips, 1, rows, width), compute=False)
+            t.capture()
+            with side.on(t.main):
+                found = _profiled(side, t.replay if kind == "ce graph" else t.body)
+            how, wrong = t.channels[0].path, 0
+            t.close()
+    return {**found, "control": control["kernel"], "transport": how, "wrong": wrong}
+
+
+def _child(index: int, count: int, pipe: Any, made: tuple[Any, ...]) -> None:
+    with contextlib.suppress(OSError):  # other processes are not in the way of the timings
+        cores = sorted(os.sched_getaffinity(0))
+        each = len(cores) // count
+        if each >= 4:
+            os.sched_setaffinity(0, cores[index * each : (index + 1) * each])
+    faulthandler.dump_traceback_later(START_S, exit=True)
+    side = Side(index, *made)
+    try:
+        if not side.dry:
+            torch.cuda.set_device(side.device)
+            torch.ones(1, device=side.device).add_(1).item()
+        else:
+            torch.set_num_threads(1)
+        pipe.send((True, None))
+        while True:
+            faulthandler.cancel_dump_traceback_later()
+            function, options, side.scheduler, limit = pipe.recv()
+            faulthandler.dump_traceback_later(limit, exit=True)
+            pipe.send((True, function(side, **options)))
+    except EOFError:
+        return
+    except BaseException:
+        made[2].abort()
+        pipe.send((False, traceback.format_exc()))
+
+
+class Crew:
+    """The processes. After an error they are not used again."""
+
+    def __init__(self, shape: tuple[int, int], dry: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.shape, count = shape, sum(shape)
+        made = (shape, dry, context.Barrier(count), context.Array("d", count))
+        self.pipes, self.processes = [], []
+        for index in range(count):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_child, args=(index, count, there, made), daemon=True, name=f"side {index}"
+            )
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+        self._collect(START_S + 5)
+
+    def _collect(self, limit: float) -> list[Any]:
+        """What each has to give. Once one has failed, the others have ten seconds."""
+        results: dict[int, Any] = {}
+        errors = []
+        end = time.monotonic() + limit
+        while len(results) < len(self.pipes):
+            open_ = [p for i, p in enumerate(self.pipes) if i not in results]
+            ready = multiprocessing.connection.wait(open_, max(0.0, end - time.monotonic()))
+            if not ready:
+                late = [i for i in range(len(self.pipes)) if i not in results]
+                errors.append(f"sides {late} have not finished")
+                break
+            for index, pipe in enumerate(self.pipes):
+                if pipe not in ready:
+                    continue
+                try:
+                    good, results[index] = pipe.recv()
+                except (EOFError, OSError):
+                    process = self.processes[index]
+                    process.join(2)
+                    good, results[index] = False, f"ended with {process.exitcode}: see above"
+                if not good:
+                    errors.append(f"side {index}:\n{results[index]}")
+                    end = min(end, time.monotonic() + 10)
+        if errors:
+            self.close()
+            raise RuntimeError("\n".join(errors))
+        return [results[i] for i in sorted(results)]
+
+    def run(self, function: Callable[..., Any], limit: float, options: dict[str, Any]) -> list[Any]:
+        """Runs a function on all sides with a cluster of its own; gives all results."""
+        workers, servers = self.shape
+        scheduler = fserver.Scheduler(
+            scheduler="127.0.0.1:0",
+            workers=workers,
+            servers=servers,
+            backend="CPU",
+            connect=False,
+            settings={"FSERVER_LOG": "error"},
+        )
+        try:
+            for pipe in self.pipes:
+                pipe.send((function, options, scheduler.scheduler, limit))
+            return self._collect(limit + 5)
+        finally:
+            scheduler.close()
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(3)
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+
+
+def _at(values: list[float], part: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
+
+
+def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The few numbers of a row; of several GPUs the worst counts."""
+    workers, servers = args.shape
+    if work == "af":
+        per = args.layers * args.stages
+        tokens = [r["took_ms"] for r in results[:workers]]
+        p50 = max(_at(t, 0.5) for t in tokens)
+        spread = max(_at(t, 0.99) / _at(t, 0.5) for t in tokens)
+        return {
+            "micro_batch_us": round(1e3 * p50 / per, 2),
+            "token_p50_ms": round(p50, 3),
+            "token_p99_by_p50": round(spread, 3),
+            "token_max_by_p50": round(max(max(t) / _at(t, 0.5) for t in tokens), 3),
+            "wire_us": round(1e6 * 2 * args.rows * args.width * max(workers, servers) / WIRE, 2),
+            "kernels_us": [round(r["kernels_us"], 2) for r in results],
+            "meets": 1e3 * p50 / per <= 20 and spread <= 1.05,
+        }
+    if work == "overlap":
+        slowed = [median(x["slowed"] for x in r["rounds"]) for r in results]
+        rounds = [x for r in results for x in r["rounds"]]
+        return {
+            "gemms_slowed_percent": round(100 * max(slowed), 2),
+            "of_each_gpu": [round(100 * s, 2) for s in slowed],
+            "noise_percent": round(100 * median(abs(x["noise"]) for x in rounds), 2),
+            "traffic_slowed_percent": round(100 * median(x["traffic_slowed"] for x in rounds), 1),
+            "replays_inside": min(x["replays_inside"] for x in rounds),
+            "covered": all(x["covered"] for x in rounds),
+            "meets": max(slowed) <= 0.005,
+        }
+    if work == "memory":
+        growth = [r["growth"] for r in results]
+        return {
+            "exchanges": results[0]["exchanges"],
+            **{f"growth_{k}": [g.get(k) for g in growth] for k in growth[0]},
+            "meets": all(v <= 0 for g in growth for v in g.values()),
+        }
+    kernels: Counter[str] = Counter()
+    for r in results:
+        kernels.update(r["kernel"])
+    return {
+        "transport": results[0]["transport"],
+        "kernels": dict(kernels),
+        "copies": [r["gpu_memcpy"] for r in results],
+        "memsets": [r["gpu_memset"] for r in results],
+        "profiler_sees_kernels": all(r["control"] for r in results),
+        "meets": not kernels and all(r["control"] for r in results),
+    }
+
+
+def _rows(args: argparse.Namespace) -> list[tuple[Callable[..., Any], dict[str, Any], float]]:
+    """Function, what differs, and seconds; what is most likely to fail comes last."""
+    if args.work == "af":
+        order = [(m, each) for each in (False, True)[: 1 if args.dry else 2] for m in args.modes]
+        return [(af, {"mode": m, "each": each}, 40) for m, each in order]
+    if args.work == "overlap":
+        order = [(m, kernels) for kernels in (False, True) for m in args.modes]
+        return [(overlap, {"mode": m, "compute": kernels}, 60) for m, kernels in order]
+    if args.work == "memory":
+        return [(memory, {"mode": m}, 2 * args.seconds + 30) for m in args.modes]
+    return [(zero_sm, {"kind": kind}, 40) for kind in KINDS]
+
+
+def _shape(text: str) -> tuple[int, int]:
+    a, _, b = text.partition("x")
+    return int(a), int(b)
+
+
+def main(argv: list[str] | None = None) -> int:
+    first, rest = (__doc__ or "").split("\n", 1)
+    parser = argparse.ArgumentParser(
+        description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("work", choices=["af", "overlap", "memory", "zero-sm"])
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--dry", action="store_true", help="tensors on the CPU")
+    parser.add_argument("--shape", type=_shape, help="workers x servers (2x2 with 4 GPUs, or 1x1)")
+    parser.add_argument("--modes", nargs="+", default=["sm", "ce"], choices=["sm", "ce"])
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--width", type=int, default=7168, help="a multiple of 4")
+    parser.add_argument("--replays", type=int, default=300, help="af: of each row")
+    parser.add_argument("--parts", type=int, default=6, help="af: in how many parts")
+    parser.add_argument("--size", type=int, default=8192, help="overlap: of the GEMM")
+    parser.add_argument("--rounds", type=int, default=6, help="overlap")
+    parser.add_argument("--ms", type=float, default=300, help="overlap: of the loop of GEMMs")
+    parser.add_argument("--exchanges", type=int, default=10**6, help="memory")
+    parser.add_argument("--seconds", type=float, default=40, help="memory: at most, of a mode")
+    parser.add_argument("--trips", type=int, default=20, help="zero-sm: round trips")
+    args = parser.parse_args(argv)
+    gpus = torch.cuda.device_count()
+    if args.work == "zero-sm":
+        args.shape = (1, 1)
+    args.shape = args.shape or ((2, 2) if args.dry or gpus >= 4 else (1, 1))
+    if not args.dry and gpus < sum(args.shape):
+        print(f"FAIL gpu_af: {gpus} GPUs, and {sum(args.shape)} are needed (--dry needs none)")
+        return 2
+    options: dict[str, Any] = {"shape": (args.layers, args.stages, args.rows, args.width)}
+    own = {"af": ["replays", "parts"], "overlap": ["size", "rounds", "ms"],
+           "memory": ["exchanges", "seconds"], "zero-sm": ["trips"]}  # fmt: skip
+    options.update({name: getattr(args, name) for name in own[args.work]})
+    result: dict[str, Any] = {"arguments": vars(args), "torch": torch.__version__, "gpus": gpus}
+    result["rows"] = []
+    crew, failures = None, 0
+    for function, what, limit in _rows(args):
+        row: dict[str, Any] = {"work": args.work, **what}
+        try:
+            crew = crew or Crew(args.shape, args.dry)
+            row["sides"] = crew.run(function, limit, {**options, **what})
+            row["wrong"] = sum(r["wrong"] for r in row["sides"])
+            row.update(_summary(args.work, row["sides"], args))
+        except Exception:  # the other rows are of interest still
+            crew = None
+            row["error"] = traceback.format_exc()
+            print(f"FAIL {args.work} {what}:\n{row['error']}", flush=True)
+        else:
+            shown = "  ".join(f"{k}={v}" for k, v in row.items() if k != "sides")
+            print(f"FAIL wrong data: {shown}" if row["wrong"] else shown, flush=True)
+        failures += "error" in row or row["wrong"] > 0
+        result["rows"].append(row)
+        if args.json:
+            Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        if failures == 2:
+            break
+    if crew:
+        crew.close()
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
