@@ -51,7 +51,23 @@ import fserver  # noqa: E402
 START_S = 60.0  # torch, and a context
 WIRE = 395e9  # bytes per second of the copy engine between two H200
 POISON = 0x5A5A5A5A
+HOST = ("VmRSS", "RssAnon")
 KINDS = ("eager", "ce", "ce graph", "sm")
+# Options: default and help. What begins with a work is for that alone.
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "layers": (61, "of the model"),
+    "stages": (3, "micro-batches"),
+    "rows": (128, "of a tensor"),
+    "width": (7168, "of a tensor, a multiple of 4"),
+    "replays": (300, "af: timed, of each row"),
+    "parts": (6, "af: in how many parts"),
+    "size": (8192, "overlap: of the GEMM"),
+    "rounds": (6, "overlap: of each row"),
+    "ms": (300.0, "overlap: length of the loop of GEMMs"),
+    "exchanges": (10**6, "memory: of each mode"),
+    "seconds": (40.0, "memory: the most that a mode takes"),
+    "trips": (20, "zero-sm: round trips"),
+}
 
 
 class _Mark:
@@ -165,7 +181,7 @@ class Traffic:
         side: Side,
         own: Any,
         mode: str,
-        shape: tuple[int, int, int, int],
+        shape: tuple[int, ...],
         compute: bool = True,
         each: bool = False,
     ) -> None:
@@ -270,7 +286,6 @@ class Traffic:
             self.check()
             self.side.barrier()
             self.replay = self.side.captured(self.body, self.main)
-            self.idle = self.side.captured(lambda: self.body(talk=False), self.main)
         self.side.barrier()
 
     def run(self, count: int) -> list[tuple[Any, Any]]:
@@ -334,7 +349,7 @@ class Traffic:
         """Both sides call it when all is well; else the node closes the channels."""
         self.side.sync()
         self.side.barrier()
-        self.replay = self.idle = lambda: None  # graphs go before what they use
+        self.replay = lambda: None  # the graph goes before what it uses
         for channel in self.channels:
             channel.close()
         self.side.barrier()
@@ -345,7 +360,7 @@ def af(
 ) -> dict[str, Any]:
     """Times replays in so many parts, each of which begins with a checked one."""
     with side.node() as own:
-        t = Traffic(side, own, mode, shape, each=each)  # type: ignore[arg-type]
+        t = Traffic(side, own, mode, shape, each=each)
         t.capture()
         wrong, took = t.checked(), []
         t.timed(min(20, replays))
@@ -355,23 +370,20 @@ def af(
             with side.on(t.main):
                 wrong += t.wrong()
         with side.on(t.main):
+            idle = side.captured(lambda: t.body(talk=False), t.main)
+            idle()
             begin = side.mark()
-            for _ in range(5):
-                t.idle()
+            idle()
             end = side.mark()
-        side.sync()
-        kernels = begin.elapsed_time(end) / 5
         t.close()
-    return {"took_ms": took, "wrong": wrong, "kernels_us": 1e3 * kernels / t.per}
+    return {"took_ms": took, "wrong": wrong, "kernels_us": 1e3 * begin.elapsed_time(end) / t.per}
 
 
 def overlap(
     side: Side, mode: str, compute: bool, shape: tuple[int, ...], size: int, rounds: int, ms: float
 ) -> dict[str, Any]:
     """GEMMs alone, traffic alone, both, GEMMs alone again; the traffic lasts longer than the
-    GEMMs."""
-    if side.is_worker:
-        torch.manual_seed(side.index)
+    GEMMs, and its stream comes first. Data is checked where the kernels make it."""
     a, b = (torch.randn(size, size, device=side.device).to(torch.bfloat16) for _ in range(2))
     c, stream = torch.empty_like(a), side.stream()
 
@@ -390,7 +402,7 @@ def overlap(
 
     rows = []
     with side.node() as own:
-        t = Traffic(side, own, mode, shape, compute=compute)  # type: ignore[arg-type]
+        t = Traffic(side, own, mode, shape, compute=compute)
         t.capture()
         alone(10)
         count = max(2, math.ceil(10 * ms / max(side.share(alone(10)))))
@@ -435,9 +447,7 @@ def _memory(side: Side) -> dict[str, Any]:
     """Bytes that the process and its GPU have in use."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    found: dict[str, Any] = {
-        name: int(fields[name].split()[0]) << 10 for name in ("VmRSS", "RssAnon") if name in fields
-    }
+    found: dict[str, Any] = {name: int(fields[name].split()[0]) << 10 for name in HOST}
     if side.dry:
         return found
     free, total = torch.cuda.mem_get_info()
@@ -461,7 +471,7 @@ def memory(
 ) -> dict[str, Any]:
     """Replays for so many exchanges, or seconds, after a tenth of that; five samples on the way."""
     with side.node() as own:
-        t = Traffic(side, own, mode, shape)  # type: ignore[arg-type]
+        t = Traffic(side, own, mode, shape)
         t.capture()
         wrong = t.checked()
         replay_ms = max(side.share(median(t.timed(10))))
@@ -491,7 +501,7 @@ def memory(
     return {"exchanges": done, "growth": growth, "samples": samples, "wrong": wrong}
 
 
-def _profiled(side: Side, run: Callable[[], None]) -> dict[str, Any]:
+def _profiled(side: Side, run: Callable[[], Any]) -> dict[str, Any]:
     """What is on the GPU's timeline while run runs, by kind and name."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU if side.dry else activity.CUDA]) as seen:
@@ -512,11 +522,13 @@ def _profiled(side: Side, run: Callable[[], None]) -> dict[str, Any]:
 
 def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[str, Any]:
     """Round trips under the profiler, after some without it."""
+    # Else the profiler leaves CUDA after each use, and graphs do not survive that.
+    os.environ.update(DISABLE_CUPTI_LAZY_REINIT="1", TEARDOWN_CUPTI="0")
     _, _, rows, width = shape
     at = side.device.index or 0
     gpu = {} if side.dry else {"backend": "GPU", "gpu": at, "rank_offset": -at}
     sample = torch.zeros(1024, device=side.device)
-    control = _profiled(side, lambda: None if sample.add_(1) is None else None)
+    control = _profiled(side, lambda: sample.add_(1))
     with side.node(**(gpu if kind == "eager" else {})) as own:
         if kind == "eager":
             dtype = torch.int8 if side.is_worker else torch.bfloat16
@@ -598,25 +610,22 @@ class Crew:
         """What each has to give. Once one has failed, the others have ten seconds."""
         results: dict[int, Any] = {}
         errors = []
+        missing = {pipe: index for index, pipe in enumerate(self.pipes)}
         end = time.monotonic() + limit
-        while len(results) < len(self.pipes):
-            open_ = [p for i, p in enumerate(self.pipes) if i not in results]
-            ready = multiprocessing.connection.wait(open_, max(0.0, end - time.monotonic()))
+        while missing:
+            ready = multiprocessing.connection.wait([*missing], max(0.0, end - time.monotonic()))
             if not ready:
-                late = [i for i in range(len(self.pipes)) if i not in results]
-                errors.append(f"sides {late} have not finished")
+                errors.append(f"sides {[*missing.values()]} have not finished")
                 break
-            for index, pipe in enumerate(self.pipes):
-                if pipe not in ready:
-                    continue
+            for pipe in ready:
+                index = missing.pop(pipe)
                 try:
                     good, results[index] = pipe.recv()
                 except (EOFError, OSError):
-                    process = self.processes[index]
-                    process.join(2)
-                    good, results[index] = False, f"ended with {process.exitcode}: see above"
+                    self.processes[index].join(2)
+                    good, results[index] = False, f"exit status {self.processes[index].exitcode}"
                 if not good:
-                    errors.append(f"side {index}:\n{results[index]}")
+                    errors.append(f"side {index}: {results[index]}")
                     end = min(end, time.monotonic() + 10)
         if errors:
             self.close()
@@ -683,14 +692,15 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
             "traffic_slowed_percent": round(100 * median(x["traffic_slowed"] for x in rounds), 1),
             "replays_inside": min(x["replays_inside"] for x in rounds),
             "covered": all(x["covered"] for x in rounds),
-            "meets": max(slowed) <= 0.005,
+            "meets": max(slowed) <= 0.005,  # the target of ce, without kernels
         }
     if work == "memory":
         growth = [r["growth"] for r in results]
         return {
             "exchanges": results[0]["exchanges"],
             **{f"growth_{k}": [g.get(k) for g in growth] for k in growth[0]},
-            "meets": all(v <= 0 for g in growth for v in g.values()),
+            # The host's heap breathes by less than a byte for each exchange.
+            "meets": all(v <= (1 << 20) * (k in HOST) for g in growth for k, v in g.items()),
         }
     kernels: Counter[str] = Counter()
     for r in results:
@@ -733,18 +743,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="tensors on the CPU")
     parser.add_argument("--shape", type=_shape, help="workers x servers (2x2 with 4 GPUs, or 1x1)")
     parser.add_argument("--modes", nargs="+", default=["sm", "ce"], choices=["sm", "ce"])
-    parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--stages", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--width", type=int, default=7168, help="a multiple of 4")
-    parser.add_argument("--replays", type=int, default=300, help="af: of each row")
-    parser.add_argument("--parts", type=int, default=6, help="af: in how many parts")
-    parser.add_argument("--size", type=int, default=8192, help="overlap: of the GEMM")
-    parser.add_argument("--rounds", type=int, default=6, help="overlap")
-    parser.add_argument("--ms", type=float, default=300, help="overlap: of the loop of GEMMs")
-    parser.add_argument("--exchanges", type=int, default=10**6, help="memory")
-    parser.add_argument("--seconds", type=float, default=40, help="memory: at most, of a mode")
-    parser.add_argument("--trips", type=int, default=20, help="zero-sm: round trips")
+    for name, (default, text) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     args = parser.parse_args(argv)
     gpus = torch.cuda.device_count()
     if args.work == "zero-sm":
@@ -754,9 +754,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"FAIL gpu_af: {gpus} GPUs, and {sum(args.shape)} are needed (--dry needs none)")
         return 2
     options: dict[str, Any] = {"shape": (args.layers, args.stages, args.rows, args.width)}
-    own = {"af": ["replays", "parts"], "overlap": ["size", "rounds", "ms"],
-           "memory": ["exchanges", "seconds"], "zero-sm": ["trips"]}  # fmt: skip
-    options.update({name: getattr(args, name) for name in own[args.work]})
+    mine = [name for name, (_, text) in OPTIONS.items() if text.startswith(f"{args.work}: ")]
+    options.update({name: getattr(args, name) for name in mine})
     result: dict[str, Any] = {"arguments": vars(args), "torch": torch.__version__, "gpus": gpus}
     result["rows"] = []
     crew, failures = None, 0
@@ -768,6 +767,8 @@ def main(argv: list[str] | None = None) -> int:
             row["wrong"] = sum(r["wrong"] for r in row["sides"])
             row.update(_summary(args.work, row["sides"], args))
         except Exception:  # the other rows are of interest still
+            if crew:
+                crew.close()
             crew = None
             row["error"] = traceback.format_exc()
             print(f"FAIL {args.work} {what}:\n{row['error']}", flush=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: eager channel bench ringx
+#   tools/gpu_check.sh PART...        parts: eager channel bench af ringx
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Prints PASS or FAIL for
 # each step; the exit status says whether all passed.
@@ -15,6 +15,9 @@
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
+#
+# af needs the archive alone, and 2 or 4 GPUs: tools/gpu_af.py, all of it, within 6 minutes (it takes
+# about 4). It leaves one file, af.tgz. QUICK=1 for fewer exchanges and rounds.
 #
 # ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
 # there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs).
@@ -190,12 +193,33 @@ channel() {
   tar -czf "$OUT/channel.tgz" -C "$OUT" --exclude=raw_channel --exclude=channel.tgz .
 }
 
+# af_step NAME SECONDS OPTION...: its rows go to the terminal.
+af_step() {
+  local work=$1 limit=$2
+  shift 2
+  step "af-$work" within "$limit" "$PYTHON" tools/gpu_af.py "$work" --json "$OUT/$work.json" "$@"
+  grep -hE '^(FAIL .*)?work=' "$OUT/af-$work.txt"
+}
+
+af_steps() {
+  step machine machine
+  step build build
+  [[ -e fserver/include/fserver.h ]] || return
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  local rounds=(--rounds 6) exchanges=(--exchanges 1000000)
+  [[ -n ${QUICK:-} ]] && rounds=(--rounds 2) exchanges=(--exchanges 50000)
+  af_step af 90
+  af_step zero-sm 60
+  af_step overlap 90 "${rounds[@]}"
+  af_step memory 120 "${exchanges[@]}"
+}
+
 for part in "$@"; do
   case $part in
-    eager | bench) packed "$part" ;;
+    eager | bench | af) packed "$part" ;;
     channel | ringx) "$part" ;;
     *)
-      echo "gpu_check: no part $part (parts: eager channel bench ringx)" >&2
+      echo "gpu_check: no part $part (parts: eager channel bench af ringx)" >&2
       exit 2
       ;;
   esac
