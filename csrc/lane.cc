@@ -57,6 +57,12 @@ void write_to(cs_stream s, uint64_t address, uint32_t value, const char *call) {
   must(call, cs_cu.StreamWriteValue32(s, address, value, CS_WRITE_DEFAULT));
 }
 
+bool capturing(cs_stream s) {
+  int state = CS_CAPTURE_NONE;
+  cs_cu.StreamIsCapturing(s, &state);
+  return state != CS_CAPTURE_NONE;
+}
+
 } // namespace
 
 std::string lane_source() { return kSource; }
@@ -281,9 +287,8 @@ cs_stream Lane::stream(const char *call) {
     raise(Kind::kError, "%s: the channel has ended: check() says why", call);
   auto s = reinterpret_cast<cs_stream>(native_stream(device_));
   if (used_ && s != last_) {
-    int capturing = CS_CAPTURE_NONE;
-    cs_cu.StreamIsCapturing(s, &capturing);
-    if (capturing == CS_CAPTURE_NONE &&
+    // Asking a stream that is captured would end its capture.
+    if (!capturing(s) && !capturing(last_) &&
         cs_cu.StreamQuery(last_) == CS_CU_NOT_READY)
       raise(Kind::kConfig,
             "%s: the channel is still in use on another stream: synchronize "
@@ -422,8 +427,7 @@ void Lane::send(PyObject *rows) {
       }
   }
   send_next_ = false;
-  last_ = s;
-  used_ = true;
+  used(s);
 }
 
 void Lane::recv() {
@@ -434,8 +438,7 @@ void Lane::recv() {
     copy_in(s);
   launch(in_, s, "recv");
   send_next_ = true;
-  last_ = s;
-  used_ = true;
+  used(s);
 }
 
 std::pair<int, int> Lane::status() const {
@@ -467,11 +470,25 @@ std::string Lane::peek(uint64_t address, uint64_t bytes) {
   return data;
 }
 
+void Lane::used(cs_stream s) {
+  last_ = s;
+  used_ = true;
+  captured_ = captured_ || capturing(s);
+}
+
+void Lane::settle() {
+  if (used_)
+    unlocked([&] {
+      return captured_ ? cs_cu.CtxSynchronize()
+                       : cs_cu.StreamSynchronize(last_);
+    });
+}
+
 void Lane::finish() {
   if (!used_ || closed_)
     return;
   Entered in(context_);
-  unlocked([&] { return cs_cu.StreamSynchronize(last_); });
+  settle();
 }
 
 int Lane::pending() const {
@@ -517,8 +534,7 @@ void Lane::close() {
   cs_context old = nullptr;
   cs_cu.CtxGetCurrent(&old);
   if (cs_cu.CtxSetCurrent(context_) == CS_CU_SUCCESS) {
-    if (used_)
-      unlocked([&] { return cs_cu.StreamSynchronize(last_); });
+    settle();
     stop_.store(true);
     if (watcher_.joinable())
       unlocked([&] {

@@ -96,6 +96,8 @@ private:
   struct Entered;
 
   cs_stream stream(const char *call);
+  void used(cs_stream s);
+  void settle(); // waits for what is enqueued
   void turn(const char *call, bool sends);
   void launch(Way &way, cs_stream s, const char *call);
   void copy_out(cs_stream s);
@@ -118,8 +120,9 @@ private:
   bool in_turn_ = false, send_next_ = false, closed_ = false;
   cs_stream last_ = nullptr;
   bool used_ = false;
-  bool short_ = false;  // the last copies told their rows
-  std::thread watcher_; // of copies: nothing else ends their waits
+  bool captured_ = false; // in graphs, which may be replayed on any stream
+  bool short_ = false;    // the last copies told their rows
+  std::thread watcher_;   // of copies: nothing else ends their waits
   std::atomic<bool> stop_{false};
 };
 

@@ -290,6 +290,7 @@ typedef struct {
     (cs_stream * stream, unsigned flags, int priority))                        \
   F(StreamDestroy, "cuStreamDestroy_v2", 4000, (cs_stream stream))             \
   F(StreamSynchronize, "cuStreamSynchronize", 2000, (cs_stream stream))        \
+  F(CtxSynchronize, "cuCtxSynchronize", 2000, (void))                          \
   F(StreamQuery, "cuStreamQuery", 2000, (cs_stream stream))                    \
   F(StreamWaitEvent, "cuStreamWaitEvent", 3020,                                \
     (cs_stream stream, cs_event event, unsigned flags))                        \
