@@ -262,6 +262,7 @@ func pause(ctx context.Context, d time.Duration) {
 // or ctx ends: in the bring-up, because its time is up.
 func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr) (transport.Conn, error) {
 	wait := firstPause
+	var last error // of an attempt that said more than that its time was up
 	for {
 		try, cancel := context.WithTimeout(ctx, 10*time.Second)
 		c, err := f.Connect(try, at)
@@ -273,8 +274,11 @@ func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr) 
 			return nil, err
 		}
 		n.log.Info("not connected yet", zap.String("to", string(at)), zap.Error(err))
+		if last == nil || !errors.Is(err, context.DeadlineExceeded) {
+			last = err
+		}
 		if pause(ctx, wait); ctx.Err() != nil {
-			return nil, &TimeoutError{fmt.Sprintf("no connection within %v; the last attempt: %v", n.cfg.InitTimeout, err)}
+			return nil, &TimeoutError{fmt.Sprintf("no connection within %v; the last attempt: %v", n.cfg.InitTimeout, last)}
 		}
 		wait = min(2*wait, 500*time.Millisecond)
 	}

@@ -502,7 +502,7 @@ def test_memory_is_registered_once(pair: Cluster) -> None:
         (lambda p: p.worker.wait(0, timeout=1), r"wait\(\) got an unexpected argument 'timeout'"),
         (lambda p: p.worker.wait(0, handler=1), r"wait\(\) got twice the argument 'handler'"),
         (lambda p: p.worker.wait(0, 1, 2), r"wait\(\) takes 2 arguments, 3 given"),
-        (lambda p: p.server.get_batch(1, 2), r"get_batch\(\) takes 1 arguments, 2 given"),
+        (lambda p: p.server.get_batch(1, 1, 2), r"get_batch\(\) takes 2 arguments, 3 given"),
     ],
 )
 def test_signatures(pair: Cluster, call: Callable[[Cluster], Any], text: str) -> None:
@@ -562,7 +562,7 @@ def test_scheduler_port_in_use(port: int) -> None:
 
 def test_scheduler_that_never_comes(port: int) -> None:
     with pytest.raises(fserver.TimeoutError, match=rf"127.0.0.1:{port}.*refused"):
-        fserver.Worker(scheduler=f"127.0.0.1:{port}", init_timeout=0.3)
+        fserver.Worker(scheduler=f"127.0.0.1:{port}", init_timeout=1)
 
 
 def test_cluster_that_is_never_complete() -> None:

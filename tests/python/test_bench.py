@@ -83,7 +83,7 @@ class FakeWorker(Pipe):
 
 
 class FakeServer(Pipe):
-    def get_batch(self, timeout_ms):
+    def get_batch(self, timeout_ms, at_least=None):
         if not self.conn.poll(timeout_ms / 1e3):
             return []
         keys, data = self.conn.recv()
