@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import fserver  # noqa: E402
+from fserver.bench.report import percentile  # noqa: E402
 
 START_S = 60.0  # torch, and a context
 WIRE = 395e9  # bytes per second of the copy engine between two H200
@@ -660,24 +661,19 @@ class Crew:
                 process.join(5)
 
 
-def _at(values: list[float], part: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
-
-
 def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The few numbers of a row; of several GPUs the worst counts."""
     workers, servers = args.shape
     if work == "af":
         per = args.layers * args.stages
-        tokens = [r["took_ms"] for r in results[:workers]]
-        p50 = max(_at(t, 0.5) for t in tokens)
-        spread = max(_at(t, 0.99) / _at(t, 0.5) for t in tokens)
+        tokens = [sorted(r["took_ms"]) for r in results[:workers]]
+        p50 = max(percentile(t, 50) for t in tokens)
+        spread = max(percentile(t, 99) / percentile(t, 50) for t in tokens)
         return {
             "micro_batch_us": round(1e3 * p50 / per, 2),
             "token_p50_ms": round(p50, 3),
             "token_p99_by_p50": round(spread, 3),
-            "token_max_by_p50": round(max(max(t) / _at(t, 0.5) for t in tokens), 3),
+            "token_max_by_p50": round(max(max(t) / percentile(t, 50) for t in tokens), 3),
             "wire_us": round(1e6 * 2 * args.rows * args.width * max(workers, servers) / WIRE, 2),
             "kernels_us": [round(r["kernels_us"], 2) for r in results],
             "meets": 1e3 * p50 / per <= 20 and spread <= 1.05,

@@ -34,11 +34,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "gpu"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from pair import Pair, Side  # noqa: E402
+
+from fserver.bench.report import percentile  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 # Bytes out and back, and how many times fewer round trips; one way is answered with 8 bytes.
@@ -269,11 +272,6 @@ def _time(
     return host, gpu
 
 
-def percentile(values: list[float], p: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * p))]
-
-
 def round_trips(
     side: Side, name: str, mode: str, out: int, back: int, count: int
 ) -> dict[str, Any]:
@@ -307,8 +305,8 @@ def round_trips(
     row = {"baseline": name, "mode": mode, "push": out, "pull": back, "n": len(host)}
     for prefix, values in (("", host), ("gpu_", device)):
         if values:
-            row[f"{prefix}p50_us"] = round(percentile(values, 0.5), 2)
-            row[f"{prefix}p99_us"] = round(percentile(values, 0.99), 2)
+            row[f"{prefix}p50_us"] = round(percentile(sorted(values), 50), 2)
+            row[f"{prefix}p99_us"] = round(percentile(sorted(values), 99), 2)
             row[f"{prefix}min_us"] = round(min(values), 2)
     return row
 
@@ -345,7 +343,7 @@ def wire(side: Side, devices: tuple[int, int]) -> list[dict[str, Any]]:
             if any(not torch.equal(lane[0].cpu(), lane[1].cpu()) for lane in lanes):
                 raise ValueError("wrong data")
             values = [run(lanes, copies) / copies / flying for _ in range(20)]
-            p50 = percentile(values, 0.5)
+            p50 = percentile(sorted(values), 50)
             mode = f"{'both ways' if both else 'one way'}, {flying} in flight"
             row = {"baseline": "wire", "mode": mode, "push": BIG, "pull": BIG if both else 0}
             rows.append({**row, "p50_us": round(p50, 2), "gb_per_s": round(BIG / p50 / 1000, 1)})

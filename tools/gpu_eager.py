@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fserver.bench.report import percentile
+
 SHAPES = [
     ("4 KiB echo", 4096, 4096, 1),
     ("64 KiB echo", 65536, 65536, 1),
@@ -111,11 +113,6 @@ def _worker(pipe: Connection, kind: str, gpu: int, cores: list[int], scheduler: 
             pipe.send((took, stamps, w.links()[0].transport))
 
 
-def _percentile(values: list[int], p: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * p))] / 1e3
-
-
 def _numbers(text: str) -> list[int]:
     """0-3,8 as numbers."""
     found: list[int] = []
@@ -156,12 +153,13 @@ def _cores(a: int, b: int) -> list[list[int]]:
 
 
 def _summary(values: list[int], moved: int) -> dict[str, float]:
+    values = sorted(values)
     return {
-        "p50_us": _percentile(values, 0.5),
-        "p99_us": _percentile(values, 0.99),
+        "p50_us": percentile(values, 50) / 1e3,
+        "p99_us": percentile(values, 99) / 1e3,
         "min_us": min(values) / 1e3,
         "count": len(values),
-        "gbps_p50": moved / _percentile(values, 0.5) / 1e3,
+        "gbps_p50": moved / percentile(values, 50),
     }
 
 

@@ -197,7 +197,7 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 	}
 	all := n.server.Workers()
 	if least < 0 || least > all {
-		return exchange.Shapef("node: get_batch: requests of at least %d worker groups, and there are %d", least, all)
+		return exchange.Shapef("node: get_batch: at_least is %d, want 1 to %d, the number of worker groups", least, all)
 	}
 	if least == 0 {
 		least = all

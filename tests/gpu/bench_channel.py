@@ -21,21 +21,18 @@ sys.path.insert(0, str(HERE.parent.parent))
 import torch  # noqa: E402
 from pair import Pair, Side  # noqa: E402
 
+from fserver.bench.report import percentile  # noqa: E402
+
 KIB, MIB = 1 << 10, 1 << 20
 WORK = [(4 * KIB, 4 * KIB), (64 * KIB, 64 * KIB), (896 * KIB, 1792 * KIB)]
 INNER = 20
 
 
-def _percentile(values: list[float], p: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * p))]
-
-
 def _row(values: list[float], **what: Any) -> dict[str, Any]:
     return {
         **what,
-        "p50_us": round(_percentile(values, 0.5), 2),
-        "p99_us": round(_percentile(values, 0.99), 2),
+        "p50_us": round(percentile(sorted(values), 50), 2),
+        "p99_us": round(percentile(sorted(values), 99), 2),
         "min_us": round(min(values), 2),
         "n": len(values),
     }
@@ -150,7 +147,7 @@ def stream_of(side: Side, mode: str, size: int, both: bool, count: int) -> dict[
             channel.close()
     side.barrier()
     row = _row(values, work=f"channel {mode}, {'both ways' if both else 'one way'}", size=size)
-    row["gb_per_s"] = round(size / _percentile(values, 0.5) / 1000, 1)
+    row["gb_per_s"] = round(size / percentile(sorted(values), 50) / 1000, 1)
     return row
 
 

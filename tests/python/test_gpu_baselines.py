@@ -36,9 +36,9 @@ def table() -> ModuleType:
 
 
 def test_percentile(baselines: ModuleType) -> None:
-    values = [float(v) for v in range(100, 0, -1)]
-    assert [baselines.percentile(values, p) for p in (0.0, 0.5, 0.99, 1.0)] == [1, 51, 100, 100]
-    assert baselines.percentile([7.0], 0.99) == 7
+    values = [float(v) for v in range(1, 101)]
+    assert [baselines.percentile(values, p) for p in (1, 50, 99, 100)] == [1, 50, 99, 100]
+    assert baselines.percentile([7.0], 99) == 7
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def test_batches_of_those_that_ask(cluster: MakeCluster) -> None:
     for bad in (0, -1, 2**40, 1.5, "all"):
         with pytest.raises(fserver.ConfigError, match="at_least"):
             c.server.get_batch(0, at_least=bad)
-    with pytest.raises(fserver.ShapeError, match="at least 4 worker groups, and there are 3"):
+    with pytest.raises(fserver.ShapeError, match="at_least is 4, want 1 to 3"):
         c.server.get_batch(0, at_least=4)
 
 
