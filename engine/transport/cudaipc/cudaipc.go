@@ -469,7 +469,7 @@ func (f *Fabric) Close() error {
 		left := f.in.waiting()
 		for _, c := range f.conns {
 			c.advance()
-			left = left || c.copying() || c.writing()
+			left = left || c.first != c.last || c.copying() || c.writing() // a copy may have ended since advance looked
 		}
 		if !left {
 			break
