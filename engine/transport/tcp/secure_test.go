@@ -337,9 +337,7 @@ func TestKeyUpdate(t *testing.T) {
 		u.until(func() bool { return len(u.frames) == round+1 })
 		require.Equal(t, "hello", u.frames[round])
 
-		n, err := u.conns[0].Post([]transport.Op{{Kind: transport.OpFrame, Frame: []byte("answer"), User: uint64(round)}})
-		require.NoError(t, err)
-		require.Equal(t, 1, n)
+		post(t, u.conns[0], transport.Op{Kind: transport.OpFrame, Frame: []byte("answer"), User: uint64(round)})
 		u.until(func() bool { return len(u.done) == round+1 })
 		got := make([]byte, headerLen+6)
 		_, err = io.ReadFull(c, got)
