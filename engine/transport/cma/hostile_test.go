@@ -65,7 +65,6 @@ func TestBrokenRecords(t *testing.T) {
 			"told, with bytes":          write(recWritten, 8, k.ID, k.Token, 0, 8, 0, 0),
 			"told, out of bounds":       write(recWritten, 0, k.ID, k.Token, victim.in.Len, 1, 0),
 		} {
-			victim.conn = nil
 			join(t, evil, victim)
 			at := victim.conn
 			do()

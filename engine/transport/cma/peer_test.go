@@ -81,9 +81,10 @@ func pair(t *testing.T, dialer, acceptor Mode) (a, b *end) {
 	return a, b
 }
 
-// join connects a to b.
+// join connects a to b, which uses that Conn from now on.
 func join(t *testing.T, a, b *end) {
 	t.Helper()
+	b.conn = nil
 	var err error
 	a.conn, err = a.f.Connect(context.Background(), b.f.Addr())
 	require.NoError(t, err)
@@ -329,7 +330,6 @@ func TestNoAllocationWithManyConns(t *testing.T) {
 	a, b := pair(t, Direct, Direct)
 	conns := []transport.Conn{a.conn}
 	for range 9 {
-		b.conn = nil
 		join(t, a, b)
 		conns = append(conns, a.conn)
 	}
