@@ -1,6 +1,7 @@
 package node
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"os"
@@ -71,7 +72,12 @@ func newCluster(tb testing.TB, f Fabrics) *mesh {
 			}
 			if time.Now().After(end) {
 				buf := make([]byte, 1<<20)
-				require.Fail(tb, "leak", "%d goroutines and %d descriptors are left\n%s", g-goroutines, d-fds, buf[:runtime.Stack(buf, true)])
+				buf = buf[:runtime.Stack(buf, true)]
+				// A toxic of toxiproxy may send on, for ever, to one that has been taken away.
+				if d <= fds && g-goroutines <= bytes.Count(buf, []byte("\ncreated by github.com/Shopify/toxiproxy/")) {
+					return
+				}
+				require.Fail(tb, "leak", "%d goroutines and %d descriptors are left\n%s", g-goroutines, d-fds, buf)
 			}
 		}
 	})
