@@ -1,5 +1,9 @@
 #include "flags.h"
 
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
 #include <unordered_map>
 
 #include "args.h"
@@ -139,6 +143,38 @@ void launch(const char *call, int which, const Counter *counters, size_t n) {
        call, "launch");
 }
 
+int64_t *read_word(PyObject *o, Arg arg) {
+  fs_tensor t;
+  read_tensor(o, arg, -1, Access::kWrite, -1, &t);
+  if (t.bytes != sizeof(int64_t) || t.device >= 0)
+    raise(Kind::kConfig,
+          "%s: %s must be one int64 on the CPU: pass torch.zeros(1, "
+          "dtype=torch.int64)",
+          arg.call, arg.name);
+  return static_cast<int64_t *>(t.data);
+}
+
+// How long a wait for a word looks at it all the time, and how long it sleeps at
+// most in between after that: a sixteenth of what it has waited.
+constexpr int64_t kLook = 100000, kLongest = 1000000;
+
+bool reached(const int64_t *word, int64_t value, int64_t limit_ns) {
+  const int64_t start = now_ns();
+  for (;;) {
+    if (__atomic_load_n(word, __ATOMIC_ACQUIRE) >= value)
+      return true;
+    const int64_t waited = now_ns() - start;
+    if (waited >= limit_ns)
+      return false;
+    if (waited < kLook) {
+      sched_yield();
+      continue;
+    }
+    const timespec nap{0, std::min(waited / 16, kLongest)};
+    nanosleep(&nap, nullptr);
+  }
+}
+
 void release_memory(void *storage) { Memory{storage}; }
 
 } // namespace
@@ -176,6 +212,22 @@ void wait_value(PyObject *flag, PyObject *value) {
                                      seen("wait_value", c), v, CS_WAIT_GEQ)
            : CS_CU_NOT_SUPPORTED,
        "wait_value", "have the stream wait");
+}
+
+bool wait_word(PyObject *word, PyObject *value, PyObject *timeout_ms) {
+  enter("wait_word");
+  const int64_t *w = read_word(word, {"wait_word", "word"});
+  const auto v = static_cast<int64_t>(read_u64(value, {"wait_word", "value"}));
+  const int64_t limit = read_ms(timeout_ms, {"wait_word", "timeout_ms"});
+  return unlocked([&] { return reached(w, v, limit); });
+}
+
+void set_word(PyObject *word, PyObject *value) {
+  enter("set_word");
+  int64_t *w = read_word(word, {"set_word", "word"});
+  __atomic_store_n(w,
+                   static_cast<int64_t>(read_u64(value, {"set_word", "value"})),
+                   __ATOMIC_RELEASE);
 }
 
 PyObject *map_pinned(PyObject *tensor, PyObject *index) {

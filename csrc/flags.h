@@ -16,6 +16,12 @@ void seq_add_one(PyObject *seq);
 // kernel; not while it is captured.
 void wait_value(PyObject *flag, PyObject *value);
 
+// For the other side of such a flag, on the CPU: whether word, one int64 there, is
+// at least value within the time; without the GIL, and with less and less use of
+// the processor. And the store that makes what was written before it visible.
+bool wait_word(PyObject *word, PyObject *value, PyObject *timeout_ms);
+void set_word(PyObject *word, PyObject *value);
+
 // A tensor of GPU index over the memory of a pinned one.
 PyObject *map_pinned(PyObject *tensor, PyObject *index);
 

@@ -377,6 +377,19 @@ void define(py::module_ &m) {
       py::arg("flag"), py::arg("value"),
       "The stream waits until flag >= value.");
   m.def(
+      "wait_word",
+      [](py::handle word, py::handle value, py::handle timeout_ms) {
+        return wait_word(word.ptr(), value.ptr(), timeout_ms.ptr());
+      },
+      py::arg("word"), py::arg("value"), py::arg("timeout_ms"),
+      "Whether a word on the CPU is at least value within the time.");
+  m.def(
+      "set_word",
+      [](py::handle word, py::handle value) {
+        set_word(word.ptr(), value.ptr());
+      },
+      py::arg("word"), py::arg("value"), "Writes a word on the CPU.");
+  m.def(
       "map_pinned_tensor",
       [](py::handle tensor, py::handle device_index) {
         return py::reinterpret_steal<py::object>(

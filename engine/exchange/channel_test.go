@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/mem"
 	"fserver/engine/wire"
 )
 
@@ -127,10 +128,24 @@ func TestChannelBounds(t *testing.T) {
 	require.Error(t, cs.Frame(0, []byte{byte(wire.TypeChannel)}))
 }
 
-// TestChannelRequests sends push_pulls through a channel and beside it.
+// counted is memory that says how often it was used.
+type counted struct {
+	Host
+	n *int
+}
+
+func (c counted) Alloc(n uint64) (mem.Region, error) {
+	*c.n++
+	return c.Host.Alloc(n)
+}
+
+// TestChannelRequests sends push_pulls through a channel and beside it. Those
+// through it are received in memory of the CPU, whatever the others are.
 func TestChannelRequests(t *testing.T) {
 	p := newPair(t, 1)
 	s := p.servers[0]
+	elsewhere := 0
+	s.ReceiveIn(counted{n: &elsewhere})
 	at, err := NewChannels(1).Open("a")
 	require.NoError(t, err)
 	from, err := NewChannels(1).Open("a")
@@ -169,6 +184,7 @@ func TestChannelRequests(t *testing.T) {
 		require.Equal(t, StateDone, p.state(beside), turn)
 		require.EqualValues(t, 4, y.Span.Bytes()[50])
 		require.EqualValues(t, 3, z.Span.Bytes()[50])
+		require.Equal(t, 1, elsewhere)
 	}
 	// Nobody takes what comes for a channel that is closed; the loss of the worker frees it.
 	_, _ = push(from, 1, 1)

@@ -472,7 +472,7 @@ func (s *Server) need(c *client, b []byte) error {
 			v.List = append(v.List, wire.Buffer{Key: n.Key, Lend: true})
 			continue
 		}
-		err = s.grant(c, k, n.Bytes)
+		err = s.grant(c, k, n)
 		if b, ok := c.fabric.(transport.Binder); ok && err == nil {
 			err = b.Bind(k.token, c.conn) // no other worker may use what this one is told
 		}
@@ -490,16 +490,21 @@ func (s *Server) need(c *client, b []byte) error {
 	return nil
 }
 
-// grant makes sure that k takes n bytes and that its worker may write there.
-func (s *Server) grant(c *client, k *receiver, n uint64) error {
-	if k.granted && n <= k.cap {
+// grant makes sure that k takes what is asked for and that its worker may write
+// there.
+func (s *Server) grant(c *client, k *receiver, n wire.Need) error {
+	if k.granted && n.Bytes <= k.cap {
 		return nil
 	}
-	if n > k.cap {
+	if n.Bytes > k.cap {
 		if k.fixed() {
-			return fmt.Errorf("a push of %d bytes for key %d of worker %d is more than the %d bytes that register_recv_buffer gave it", n, k.key, c.rank, k.cap)
+			return fmt.Errorf("a push of %d bytes for key %d of worker %d is more than the %d bytes that register_recv_buffer gave it", n.Bytes, k.key, c.rank, k.cap)
 		}
-		id, r, err := s.buffers.make(s.memory, max(n, k.cap+k.cap/2))
+		in := s.memory
+		if n.Host {
+			in = Host{}
+		}
+		id, r, err := s.buffers.make(in, max(n.Bytes, k.cap+k.cap/2))
 		if err != nil {
 			return err
 		}

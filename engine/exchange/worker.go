@@ -354,7 +354,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 			return false
 		}
 		if lend || x.Span.Len > k.cap {
-			s.needs = append(s.needs, wire.Need{Key: x.Key, Bytes: x.Span.Len, Lend: lend})
+			s.needs = append(s.needs, wire.Need{Key: x.Key, Bytes: x.Span.Len, Lend: lend, Host: t.on != ""})
 		}
 	}
 	if len(s.needs) != 0 {

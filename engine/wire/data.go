@@ -103,11 +103,13 @@ func ParsePlan(b []byte) (*Plan, error) {
 }
 
 // Need asks for receive buffers of at least Bytes each, or, with Lend, whether
-// tensors of the key may be lent instead.
+// tensors of the key may be lent instead. With Host they are to be memory of the
+// CPU, wherever the server has others.
 type Need struct {
 	Key   uint64
 	Bytes uint64
 	Lend  bool
+	Host  bool
 }
 
 // AppendNeed appends a frame that asks for ns.
@@ -118,6 +120,7 @@ func AppendNeed(dst []byte, ns []Need) []byte {
 		dst = binary.LittleEndian.AppendUint64(dst, n.Key)
 		dst = binary.AppendUvarint(dst, n.Bytes)
 		dst = appendBool(dst, n.Lend)
+		dst = appendBool(dst, n.Host)
 	}
 	return dst
 }
@@ -126,8 +129,8 @@ func AppendNeed(dst []byte, ns []Need) []byte {
 func ParseNeed(b []byte, dst []Need) ([]Need, error) {
 	r := reader{b: b}
 	r.kind(TypeNeed)
-	for range r.count("needs", MaxTensors, 10) {
-		dst = append(dst, Need{r.u64(), uint64(r.size("bytes of a buffer")), r.bool()})
+	for range r.count("needs", MaxTensors, 11) {
+		dst = append(dst, Need{r.u64(), uint64(r.size("bytes of a buffer")), r.bool(), r.bool()})
 	}
 	return dst, r.end()
 }

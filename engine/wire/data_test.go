@@ -21,7 +21,7 @@ var data = []struct {
 	{"channel", AppendChannel(nil, &Channel{Name: "decode 0", Text: "{}"}), parseChannel},
 	{"end of a channel", AppendChannel(nil, &Channel{Name: "decode 0", Closes: true}), parseChannel},
 	{"plan of nothing", AppendPlan(nil, &Plan{}), parsePlan},
-	{"need", AppendNeed(nil, []Need{{1, 4096, false}, {1<<64 - 1, 1 << 40, true}}), func(b []byte) (any, []byte, error) {
+	{"need", AppendNeed(nil, []Need{{1, 4096, false, true}, {1<<64 - 1, 1 << 40, true, false}}), func(b []byte) (any, []byte, error) {
 		v, err := ParseNeed(b, nil)
 		return v, AppendNeed(nil, v), err
 	}},
@@ -97,7 +97,7 @@ func TestDataCut(t *testing.T) {
 func TestDataBounds(t *testing.T) {
 	_, err := ParsePlan(AppendPlan(nil, &Plan{Push: []PlanTensor{{NDim: MaxDims + 1, Tail: make([]int64, MaxDims)}}}))
 	require.ErrorContains(t, err, "65 dimensions")
-	_, err = ParseNeed(AppendNeed(nil, []Need{{1, 1 << 63, false}}), nil)
+	_, err = ParseNeed(AppendNeed(nil, []Need{{1, 1 << 63, false, false}}), nil)
 	require.ErrorContains(t, err, "absurd")
 	_, err = ParsePlan(AppendPlan(nil, &Plan{Push: make([]PlanTensor, MaxTensors+1)}))
 	require.ErrorContains(t, err, "4097 pushed tensors")

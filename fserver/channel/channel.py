@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fserver.channel import describe
-from fserver.channel.cpu import ServerSide, WorkerSide
+from fserver.channel.cpu import Caller, ServerSide, WorkerSide
+from fserver.channel.stream import Gpu, StreamSide
 from fserver.errors import ClosedError, ConfigError, Error, ShapeError, TimeoutError
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class Channel:
         outgoing: the tensors that ``send()`` sends: the worker's push, the server's pull tensors.
         incoming: those that ``recv()`` fills.
         tensors: ``incoming`` by peer: on a server ``tensors[i][j]`` is tensor j of worker i.
-        rows: for each peer an int64 tensor, on the device (the CPU where ``path`` is ``"cpu"``):
-            how many rows of each tensor the last message had. Rows behind them hold anything.
+        rows: for each peer an int64 tensor, on the device: how many rows of each tensor the last
+            message had. Rows behind them hold anything.
         mode: ``"sm"``, ``"ce"`` or ``"proxy"``, as it was opened.
         path: how messages travel: as the mode says, or ``"cpu"`` through the engine.
         token: an int64 tensor on the device for ``torch.ops.fserver``, which orders the calls.
@@ -77,6 +78,7 @@ class Channel:
         outgoing: Sequence[Tensor],
         tensors: Sequence[Sequence[Tensor]],
         device: Any,
+        send_first: bool,
         on_close: Callable[[], None],
     ) -> None:
         import torch
@@ -91,7 +93,7 @@ class Channel:
         self.rows: list[Tensor] = side.rows()
         self.closed = False
         self._turns = bool(self.outgoing and self.incoming) and path == "cpu"
-        self._sends_next = isinstance(side, WorkerSide)
+        self._sends_next = send_first
         if path != "cpu":  # no frame of Python in between
             self.send, self.recv = side.send, side.recv
         self.number = next(_numbers)
@@ -136,10 +138,14 @@ class Channel:
             )
         import torch
 
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if (
+            not isinstance(self._side, StreamSide)
+            and torch.cuda.is_available()
+            and torch.cuda.is_current_stream_capturing()
+        ):
             raise ConfigError(
-                f"{call}: a channel that goes through the CPU cannot be captured in a graph "
-                f"(channel {self.name!r}, path {self.path!r})"
+                f"{call}: a channel of CPU tensors cannot be captured in a graph (channel "
+                f"{self.name!r})"
             )
 
     def check(self) -> None:
@@ -163,6 +169,8 @@ class Channel:
             if reason == _LOST:
                 raise Error(f"channel {self.name!r}: it was ended while it waited for peer {peer}")
             return
+        if isinstance(self._side, StreamSide):
+            self._side.check_error()
         self._node.channel_state(self._handle)
 
     def close(self) -> None:
@@ -173,6 +181,8 @@ class Channel:
         self.closed = True
         _open.pop(self.number, None)
         if self.path == "cpu":
+            if isinstance(self._side, StreamSide):
+                self._side.finish()
             self._side.close()
             self._node.channel_close(self._handle, 0)
         else:
@@ -246,7 +256,6 @@ class Opener:
         name: str | None,
         timeout_ms: float,
     ) -> Channel:
-        import torch
 
         servers = self._node.servers
         push_keys, pull_keys = list(push_keys), list(pull_keys)
@@ -304,9 +313,13 @@ class Opener:
             if path == "cpu":
                 if side:
                     side.close()
-                side = WorkerSide(
-                    self._node, handle, push, push_keys, pull, pull_keys, servers, timeout_ms
-                )
+
+                def over(out: Any, into: Any, caller: Caller) -> WorkerSide:
+                    return WorkerSide(
+                        self._node, handle, out, push_keys, into, pull_keys, servers, caller
+                    )
+
+                side = _carried(device, push, pull, over, timeout_ms)
             elif path == mode and side:
                 side.attach(plans)
             else:
@@ -316,7 +329,7 @@ class Opener:
                 side.close()
             self._end(handle, push_keys)
             raise
-        return self._made(handle, called, mode, side, path, push, shares, push_keys, device, torch)
+        return self._made(handle, called, mode, side, path, push, shares, push_keys, device, True)
 
     def server(
         self,
@@ -406,7 +419,14 @@ class Opener:
             if side:
                 side.attach([t.get("gpu") for t in theirs])
             else:
-                side = ServerSide(self._node, handle, into, out, timeout_ms)
+
+                def over(given: Any, taken: Any, caller: Caller) -> ServerSide:
+                    theirs = [taken[i * n : (i + 1) * n] for i in range(workers)]
+                    ours = [given[i * each : (i + 1) * each] for i in range(workers)]
+                    return ServerSide(self._node, handle, theirs, ours, caller)
+
+                flat = [t for row in into for t in row]
+                side = _carried(device, pull, flat, over, timeout_ms)
         except BaseException as error:
             for i in range(
                 told, workers
@@ -418,7 +438,7 @@ class Opener:
                 side.close()
             self._end(handle, push_keys)
             raise
-        return self._made(handle, called, mode, side, path, pull, into, push_keys, device, torch)
+        return self._made(handle, called, mode, side, path, pull, into, push_keys, device, False)
 
     def _made(
         self,
@@ -431,8 +451,10 @@ class Opener:
         tensors: Sequence[Sequence[Tensor]],
         keys: Sequence[int],
         device: Any,
-        torch: Any,
+        send_first: bool,
     ) -> Channel:
+        import torch
+
         from fserver.channel import ops
 
         ops.define(torch)
@@ -446,8 +468,11 @@ class Opener:
             out,
             tensors,
             device,
+            send_first,
             lambda: self._keys.difference_update(keys),
         )
+        if isinstance(side, StreamSide):
+            weakref.finalize(channel, side.stop)  # if nobody closes it
         self._all.add(channel)
         return channel
 
@@ -466,6 +491,19 @@ def _same(
         )
     describe.match(peer, "outgoing", out, theirs["in"])
     describe.match(peer, "incoming", into, theirs["out"])
+
+
+def _carried(
+    device: Any,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    over: Callable[[Any, Any, Caller], WorkerSide | ServerSide],
+    timeout_ms: float,
+) -> Any:
+    """A side whose messages the engine carries."""
+    if device.type == "cuda":
+        return StreamSide(Gpu(device), outgoing, incoming, over, timeout_ms)
+    return over(list(outgoing), list(incoming), Caller(timeout_ms))
 
 
 def _gpu(

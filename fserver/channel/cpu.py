@@ -1,5 +1,4 @@
-"""The side of a channel whose messages the engine carries: for CPU tensors, and for GPUs that
-cannot reach each other, whose calls wait for the copies on the current stream. A message from the
+"""The side of a channel of CPU tensors, whose messages the engine carries. A message from the
 worker is a push_pull on the channel, and what comes back its answer."""
 
 from __future__ import annotations
@@ -15,14 +14,7 @@ if TYPE_CHECKING:
 
 
 # Between two looks at whether a peer has closed its side.
-_SLICE_MS = 200.0
-
-
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Memory like that of tensors, on the CPU."""
-    import torch
-
-    return [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
+SLICE_MS = 200.0
 
 
 def part(tensor: Tensor, rows: int) -> Tensor:
@@ -52,15 +44,50 @@ def check_rows(rows: Sequence[int] | None, tensors: Sequence[Tensor]) -> list[in
     return list(rows)
 
 
+class Caller:
+    """What the user of a side wants of it: this one changes tensors as soon as a call returns,
+    and waits in the calls, for a time."""
+
+    def __init__(self, timeout_ms: float) -> None:
+        self._timeout = timeout_ms
+        self._end = 0.0
+
+    def staged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What is sent instead of tensors; they are copied there."""
+        import torch
+
+        return [torch.empty_like(t) for t in tensors]
+
+    def counts(self, n: int) -> Tensor:
+        """Where row counts come."""
+        import torch
+
+        return torch.zeros(n, dtype=torch.int64)
+
+    def begin(self) -> None:
+        """A wait begins."""
+        self._end = time.monotonic() + self._timeout / 1000
+
+    def slice_ms(self) -> float:
+        """How long to wait before check() is called."""
+        return max(0.0, min(SLICE_MS, (self._end - time.monotonic()) * 1000))
+
+    def check(self) -> None:
+        """Raises what ends the wait."""
+        if time.monotonic() >= self._end:
+            raise TimeoutError(
+                f"recv: nothing has come within {self._timeout:g} ms: call again to go on waiting"
+            )
+
+
 class WorkerSide:
-    """Sends what it has copied, so that the caller may change its tensors at once.
+    """One side of a worker.
 
     Args:
         node: the extension's Worker.
         channel: its handle.
         push, pull: the tensors; pull server-major.
         servers: their number.
-        timeout_ms: how long a call waits.
     """
 
     def __init__(
@@ -72,25 +99,19 @@ class WorkerSide:
         pull: Sequence[Tensor],
         pull_keys: Sequence[int],
         servers: int,
-        timeout_ms: float,
+        caller: Caller,
     ) -> None:
-        import torch
-
-        self._node, self._channel, self._timeout = node, channel, timeout_ms
+        self._node, self._channel, self._caller = node, channel, caller
         self._push, self._push_keys = list(push), list(push_keys)
-        self._staged = copies(push)
-        self._each = len(pull) // servers
+        self._staged = caller.staged(push)
+        each = len(pull) // servers
         # Row counts come behind the tensors of each server.
-        self._counts = [torch.zeros(self._each, dtype=torch.int64) for _ in range(servers)]
-        # What comes for a GPU lands here first.
-        self._gpu_pull = [t for t in pull if t.is_cuda]
-        self._landing = copies(self._gpu_pull)
-        pull = self._landing or pull
+        self._counts = [caller.counts(each) for _ in range(servers)]
         self._pull: list[Tensor] = []
         self._pull_keys: list[int] = []
-        if self._each:
+        if each:
             for i in range(servers):
-                mine = slice(i * self._each, (i + 1) * self._each)
+                mine = slice(i * each, (i + 1) * each)
                 self._pull += [*pull[mine], self._counts[i]]
                 self._pull_keys += [*pull_keys[mine], 0]
         self._handler: int | None = None
@@ -100,17 +121,34 @@ class WorkerSide:
         return self._counts
 
     def _wait(self) -> None:
-        if self._handler is not None:
-            _until(self._node, self._channel, self._handler, self._posted, self._timeout)
-            self._handler = None
+        """For the answer; ends early when a peer has closed its side. The node's wait() counts
+        from the push_pull, so it is given the time since then as well."""
+        if self._handler is None:
+            return
+        self._caller.begin()
+        closed: ClosedError | None = None
+        while True:
+            since = (time.monotonic() - self._posted) * 1000
+            try:
+                self._node.wait(self._handler, since + self._caller.slice_ms())
+                self._handler = None
+                return
+            except TimeoutError as late:
+                if closed is not None:
+                    raise closed from late
+                self._caller.check()
+            try:
+                self._node.channel_state(self._channel)
+            except ClosedError as error:
+                closed = error  # what it sent before may still be on its way
 
     def send(self, rows: Sequence[int] | None = None) -> None:
         counts = check_rows(rows, self._push)
         self._wait()
         for t, staged, n in zip(self._push, self._staged, counts, strict=True):
-            part(staged, n).copy_(part(t, n))
-        views = [part(s, n) for s, n in zip(self._staged, counts, strict=True)]
-        self._post(views)
+            if t is not staged:
+                part(staged, n).copy_(part(t, n))
+        self._post([part(s, n) for s, n in zip(self._staged, counts, strict=True)])
 
     def _post(self, push: list[Tensor]) -> None:
         keys = self._push_keys if push else []
@@ -120,25 +158,22 @@ class WorkerSide:
         self._posted = time.monotonic()
 
     def recv(self) -> None:
-        if not self._push:  # the server may write now
+        if not self._push and self._handler is None:  # the server may write now
             self._post([])
         self._wait()
-        for t, landed in zip(self._gpu_pull, self._landing, strict=True):
-            t.copy_(landed)
 
     def close(self) -> None:
         self._handler = None
 
 
 class ServerSide:
-    """Takes the messages of all workers, and answers them.
+    """One side of a server: takes the messages of all workers, and answers them.
 
     Args:
         node: the extension's Server.
         channel: its handle.
         into: for each worker, the tensors that come from it.
         out: for each worker, the tensors that go to it.
-        timeout_ms: how long a call waits.
     """
 
     def __init__(
@@ -147,28 +182,27 @@ class ServerSide:
         channel: int,
         into: Sequence[Sequence[Tensor]],
         out: Sequence[Sequence[Tensor]],
-        timeout_ms: float,
+        caller: Caller,
     ) -> None:
-        import torch
-
-        self._node, self._channel, self._timeout = node, channel, timeout_ms
+        self._node, self._channel, self._caller = node, channel, caller
         self._into, self._out = [list(row) for row in into], [list(row) for row in out]
-        self._staged = [copies(row) for row in out]
-        self._back = [torch.zeros(len(row), dtype=torch.int64) for row in out]
-        self._counts = [torch.zeros(len(row), dtype=torch.int64) for row in into]
+        self._staged = [caller.staged(row) for row in out]
+        self._back = [caller.counts(len(row)) for row in out]
+        self._counts = [caller.counts(len(row)) for row in into]
         self._handlers: list[int] = []
 
     def rows(self) -> list[Tensor]:
         return self._counts
 
     def _take(self) -> list[Any]:
-        batch = self._node.channel_take(self._channel, self._timeout)
-        if not batch:
-            raise TimeoutError(f"recv: no message of all workers within {self._timeout:g} ms")
+        self._caller.begin()
+        while not (batch := self._node.channel_take(self._channel, self._caller.slice_ms())):
+            self._caller.check()
         self._handlers = [handler for handler, _, _ in batch]
         return batch
 
-    def recv(self) -> None:
+    def accept(self) -> None:
+        """Has the next message in the tensors."""
         for i, (_, tensors, _) in enumerate(self._take()):
             for j, (mine, got) in enumerate(zip(self._into[i], tensors, strict=True)):
                 n = rows_of(got)
@@ -180,50 +214,32 @@ class ServerSide:
                     )
                 part(mine, n).copy_(got.reshape(part(mine, n).shape))
                 self._counts[i][j] = n
+
+    def answer(self, rows: Sequence[int] | None = None) -> None:
+        """Sends to each worker, and lets it go on."""
+        counts = iter(check_rows(rows, [t for row in self._out for t in row]))
+        for i, handler in enumerate(self._handlers):
+            back: list[Tensor] = []
+            for j, (t, staged) in enumerate(zip(self._out[i], self._staged[i], strict=True)):
+                n = next(counts)
+                if t is not staged:
+                    part(staged, n).copy_(part(t, n))
+                self._back[i][j] = n
+            if self._staged[i]:
+                back = [*self._staged[i], self._back[i]]
+            self._node.respond(back, handler)
+        self._handlers = []
+
+    def recv(self) -> None:
+        self.accept()
         if not any(self._out):
-            self._answer()
+            self.answer()
 
     def send(self, rows: Sequence[int] | None = None) -> None:
-        flat = [t for row in self._out for t in row]
-        counts = check_rows(rows, flat)
+        check_rows(rows, [t for row in self._out for t in row])  # before anything is taken
         if not any(self._into):
             self._take()
-        at = 0
-        for row, staged, back in zip(self._out, self._staged, self._back, strict=True):
-            for j, (t, s) in enumerate(zip(row, staged, strict=True)):
-                n = counts[at]
-                part(s, n).copy_(part(t, n))
-                back[j] = n
-                at += 1
-        self._answer()
-
-    def _answer(self) -> None:
-        for i, handler in enumerate(self._handlers):
-            answer = [*self._staged[i], self._back[i]] if self._staged[i] else []
-            self._node.respond(answer, handler)
-        self._handlers = []
+        self.answer(rows)
 
     def close(self) -> None:
         self._handlers = []
-
-
-def _until(node: Any, channel: int, handler: int, posted: float, timeout_ms: float) -> None:
-    """Waits for a push_pull; ends early when a peer has closed its side. wait() counts from the
-    push_pull, so it is given the time since then as well."""
-    end = time.monotonic() + timeout_ms / 1000
-    closed: ClosedError | None = None
-    while True:
-        try:
-            node.wait(handler, (time.monotonic() - posted) * 1000 + _SLICE_MS)
-            return
-        except TimeoutError as late:
-            if closed is not None:
-                raise closed from late
-            if time.monotonic() >= end:
-                raise TimeoutError(
-                    f"recv: nothing has come within {timeout_ms:g} ms: call again to go on waiting"
-                ) from late
-        try:
-            node.channel_state(channel)
-        except ClosedError as error:
-            closed = error  # what it sent before may still be on its way

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pair import Pair, Side, say
 
-MODES = ["sm", "ce"]
+MODES = ["sm", "ce", "proxy"]
 OPTIONS: dict[str, Any] = {"backend": "CPU", "settings": {"FSERVER_LOG": "error"}}
 
 
@@ -57,7 +57,7 @@ def eager_and_graph(side: Side, mode: str, n: int) -> None:
     with node(side) as own, torch.cuda.stream(torch.cuda.Stream()):
         for turn in range(2):
             with opened(side, own, n, mode, 7) as ch:
-                assert ch.path == mode
+                assert ch.path == ("cpu" if mode == "proxy" else mode)
                 expected = torch.zeros((), device=f"cuda:{side.device}")
                 wrong = torch.zeros((), dtype=torch.int64, device=f"cuda:{side.device}")
 
@@ -194,7 +194,7 @@ def peer_dies(side: Side, mode: str) -> tuple[float, str]:
             while True:
                 ch.check()
                 time.sleep(0.01)
-        with pytest.raises(fserver.Error, match="ended"):
+        with pytest.raises(fserver.Error, match="gone" if mode == "proxy" else "ended"):
             ch.send()
         ch.close()
         assert torch.ones(1000, device=f"cuda:{side.device}").sum().item() == 1000

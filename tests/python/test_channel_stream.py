@@ -1,0 +1,370 @@
+"""Channels of GPU tensors that the engine carries, with a thread in place of a CUDA stream: what
+is enqueued, captured and replayed, and what the thread of the channel makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from nodes import LIMIT, Child, Cluster, Parent, together
+
+import fserver
+from fserver.channel import channel as opener
+from fserver.channel.stream import StreamSide
+
+MakeCluster = Callable[..., Cluster]
+Work = Callable[[], None]
+
+
+class Stream:
+    """Does what is enqueued, in its order, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Work | None] = queue.Queue()
+        self._graph: list[Work] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            self._queue.task_done()
+
+    def put(self, work: Work) -> None:
+        if self._graph is None:
+            self._queue.put(work)
+        else:
+            self._graph.append(work)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[list[Work]]:
+        self._graph = graph = []
+        yield graph
+        self._graph = None
+
+    def replay(self, graph: list[Work]) -> None:
+        for work in graph:
+            self._queue.put(work)
+
+    def over(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self._queue.unfinished_tasks:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive(), "something in the stream waits for ever"
+
+
+class FakeGpu:
+    """Gpu, with memory of the CPU."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def host(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(like)
+
+    def zeros(self, n: int) -> torch.Tensor:
+        return torch.zeros(n, dtype=torch.int64)
+
+    def flag(self, word: torch.Tensor) -> torch.Tensor:
+        return word
+
+    def settle(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        yield
+
+    def copy(self, to: torch.Tensor, what: torch.Tensor) -> None:
+        self.stream.put(lambda: void(to.copy_(what)))
+
+    def fill(self, word: torch.Tensor, value: int) -> None:
+        self.stream.put(lambda: void(word.fill_(value)))
+
+    def count(self, counter: torch.Tensor) -> None:
+        self.stream.put(lambda: void(counter.add_(1)))
+
+    def show(self, flag: torch.Tensor, counter: torch.Tensor) -> None:
+        self.stream.put(lambda: void(flag.copy_(counter)))
+
+    def wait(self, flag: torch.Tensor, counter: torch.Tensor) -> None:
+        def until() -> None:
+            while int(flag) < int(counter):
+                time.sleep(0.0001)
+
+        self.stream.put(until)
+
+    def over(self, seconds: float) -> bool:
+        return self.stream.over(seconds)
+
+
+def void(tensor: torch.Tensor) -> None:
+    """Nothing, of what an operation gives back."""
+
+
+class On:
+    """Has channels be those of a stream, for the thread that opens them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.streams: dict[str, Stream] = {}
+        self._of: dict[int, Stream] = {}
+        monkeypatch.setattr(opener, "_carried", self._carried)
+
+    def stream(self, name: str) -> Stream:
+        return self.streams.setdefault(name, Stream())
+
+    def _carried(self, device: Any, out: Any, into: Any, over: Any, timeout_ms: float) -> Any:
+        stream = self.stream(threading.current_thread().name)
+        return StreamSide(FakeGpu(stream), out, into, over, timeout_ms)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
+    one = On(monkeypatch)
+    yield one
+    for stream in one.streams.values():
+        stream.close()
+
+
+def opened(
+    on: On,
+    pair: Cluster,
+    push: list[torch.Tensor],
+    pull: list[torch.Tensor],
+    back: list[torch.Tensor] | None = None,
+    timeout_ms: float = LIMIT * 1e3,
+    name: str = "it",
+) -> tuple[Any, Any, Stream, Stream]:
+    push_keys, pull_keys = list(range(len(push))), list(range(100, 100 + len(pull)))
+    back = [torch.empty_like(t) for t in pull] if back is None else back
+
+    def named(who: str, work: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            threading.current_thread().name = who
+            return work()
+
+        return run
+
+    options: dict[str, Any] = {"timeout_ms": timeout_ms, "name": name}
+    w, s = together(
+        [
+            named("w", lambda: pair.worker.channel(push, push_keys, pull, pull_keys, **options)),
+            named("s", lambda: pair.server.channel(push_keys, back, pull_keys, **options)),
+        ]
+    )
+    return w, s, on.stream("w"), on.stream("s")
+
+
+def done(*streams: Stream) -> None:
+    assert all(s.over(LIMIT) for s in streams), "a stream waits for ever"
+
+
+@pytest.mark.parametrize("way", ["tcp", "cma"])
+def test_replayed(cluster: MakeCluster, on: On, way: str) -> None:
+    """61 layers x 3 stages in a graph on both sides, with data that changes, beside calls that are
+    not captured."""
+    pair = cluster(transport=way)
+    x, y = torch.zeros(7, 64), torch.zeros(7, 128)
+    w, s, at_worker, at_server = opened(on, pair, [x], [y])
+    assert (w.path, s.path) == ("cpu", "cpu")
+    [[seen]] = s.tensors
+    wrong: list[str] = []
+    turn = torch.zeros(1)
+
+    def check(good: bool, what: str) -> None:
+        if not good:
+            wrong.append(f"{what} in turn {int(turn)}")
+
+    def worker() -> None:
+        at_worker.put(lambda: void(turn.add_(1)))
+        at_worker.put(lambda: void(x.fill_(turn.item())))
+        w.send()
+        at_worker.put(lambda: void(x.fill_(-1)))  # what was sent has been read
+        w.recv()
+        at_worker.put(
+            lambda: check(bool((y[:, :64] == turn).all() and (y[:, 64:] == 2 * turn).all()), "y")
+        )
+
+    def server() -> None:
+        s.recv()
+        at_server.put(lambda: void(s.outgoing[0].copy_(torch.cat([seen, seen * 2], 1))))
+        s.send()
+        at_server.put(lambda: void(s.outgoing[0].fill_(-1)))
+
+    for _ in range(3):
+        worker()
+        server()
+    with at_worker.capture() as a:
+        for _ in range(61 * 3):
+            worker()
+    with at_server.capture() as b:
+        for _ in range(61 * 3):
+            server()
+    for _ in range(3):
+        at_worker.replay(a)
+        at_server.replay(b)
+    worker()
+    server()
+    done(at_worker, at_server)
+    assert not wrong and int(turn) == 4 + 3 * 183
+    assert w.rows[0].tolist() == s.rows[0].tolist() == [7]
+    w.check()
+    s.check()
+
+
+def test_rows_and_dtypes(pair: Cluster, on: On) -> None:
+    push = [torch.arange(24.0).reshape(8, 3), torch.tensor(7, dtype=torch.int16), torch.ones(0, 2)]
+    pull = [torch.empty_like(t) for t in push]
+    back = [t.clone() for t in push]
+    w, s, at_worker, at_server = opened(on, pair, push, pull, back)
+    for rows in ([8, 1, 0], [3, 1, 0], [0, 0, 0], [8, 1, 0]):
+        s.recv()
+        w.send(rows)
+        s.send([rows[0] // 2, rows[1], 0])
+        w.recv()
+        done(at_worker, at_server)
+        assert s.rows[0].tolist() == rows
+        assert w.rows[0].tolist() == [rows[0] // 2, rows[1], 0]
+        assert torch.equal(s.tensors[0][0][: rows[0]], push[0][: rows[0]])
+    assert torch.equal(pull[0][:4], back[0][:4]) and pull[1] == 7
+    with pytest.raises(fserver.ShapeError, match=r"rows\[0\] is 9"):
+        w.send([9, 1, 0])
+
+
+def test_one_way(pair: Cluster, on: On) -> None:
+    """Nothing is overwritten before it has been read, however far a stream is ahead."""
+    x = torch.zeros(1000)
+    w, s, at_worker, at_server = opened(on, pair, [x], [])
+    seen: list[float] = []
+    for i in range(50):
+        at_worker.put(lambda i=i: void(x.fill_(i)))
+        w.send()
+    for _ in range(50):
+        s.recv()
+        at_server.put(lambda: seen.append(s.tensors[0][0].sum().item()))
+    done(at_worker, at_server)
+    assert seen == [1000.0 * i for i in range(50)]
+    y, z = torch.zeros(9), torch.zeros(9)
+    w2, s2, *_ = opened(on, pair, [], [y], [z], name="back")
+    got: list[float] = []
+    for i in range(20):
+        at_server.put(lambda i=i: void(z.fill_(i)))
+        s2.send()
+    for _ in range(20):
+        w2.recv()
+        at_worker.put(lambda: got.append(y[0].item()))
+    done(at_worker, at_server)
+    assert got == list(range(20))
+
+
+def test_close_sends_what_is_enqueued(pair: Cluster, on: On) -> None:
+    x = torch.ones(100)
+    w, s, at_worker, at_server = opened(on, pair, [x], [])
+    at_worker.put(lambda: time.sleep(0.2))
+    at_worker.put(lambda: void(x.fill_(2)))
+    s.recv()
+    w.send()
+    w.close()
+    done(at_server)
+    assert s.tensors[0][0].tolist() == [2] * 100
+    s.close()
+    for call in (w.send, s.recv):
+        with pytest.raises(fserver.ClosedError):
+            call()
+
+
+def test_time_out(pair: Cluster, on: On) -> None:
+    """Counts from when the stream waits, and ends the wait."""
+    w, s, at_worker, at_server = opened(on, pair, [torch.ones(1)], [torch.empty(1)], timeout_ms=300)
+    time.sleep(0.6)  # nobody waits
+    w.check()
+    s.check()
+    w.send()
+    time.sleep(0.6)
+    w.check()
+    w.recv()
+    done(at_worker)
+    for call in (w.check, w.send):
+        with pytest.raises(fserver.TimeoutError, match="time-out of 300 ms"):
+            call()
+    w.close()
+    s.close()
+
+
+def test_peer_closes(pair: Cluster, on: On) -> None:
+    w, s, at_worker, at_server = opened(on, pair, [torch.ones(1)], [torch.empty(1)])
+    w.send()
+    w.recv()
+    s.close()
+    done(at_worker)
+    with pytest.raises(fserver.ClosedError, match="closed its side"):
+        w.check()
+    w.close()
+    done(at_server)
+
+
+def worker_process(parent: Parent, scheduler: str) -> None:
+    with fserver.Worker(scheduler=scheduler, settings={"FSERVER_LOG": "error"}) as w:
+        x, y = torch.ones(1000), torch.empty(1000)
+        ch = w.channel([x], [0], [y], [100], name="it")
+        parent.put("open")
+        while True:
+            ch.send()
+            ch.recv()
+
+
+def test_killed(child: Callable[..., Child], on: On) -> None:
+    """A stream that waits for a peer that dies goes on; a side of CPU tensors fits one of a
+    stream."""
+    server = fserver.Server(
+        scheduler="127.0.0.1:0",
+        host_scheduler=True,
+        connect=False,
+        settings={"FSERVER_LOG": "error"},
+    )
+    stream = on.stream(threading.current_thread().name)
+    try:
+        worker = child(worker_process, server.scheduler)
+        server.connect()
+        ch = server.channel([0], [torch.empty(1000)], [100], timeout_ms=LIMIT * 1e3, name="it")
+        assert worker.get() == "open"
+        for _ in range(20):
+            ch.recv()
+            stream.put(lambda: void(ch.outgoing[0].copy_(ch.tensors[0][0])))
+            ch.send()
+        done(stream)
+        worker.kill()
+        with pytest.raises(fserver.PeerLostError) as caught:
+            while True:
+                ch.recv()
+                ch.send()
+                done(stream)
+        assert (caught.value.role, caught.value.rank) == ("worker", 0)
+        with pytest.raises(fserver.PeerLostError):
+            ch.check()
+        ch.close()
+        done(stream)
+    finally:
+        server.close()
+
+
+def test_nobody_closes(pair: Cluster, on: On) -> None:
+    w, s, *_ = opened(on, pair, [torch.ones(1)], [torch.empty(1)])
+    threads = [c._side._thread for c in (w, s)]
+    del w, s
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
