@@ -169,7 +169,7 @@ bench_steps() {
   cat "$OUT/table.txt"
 }
 
-# Everything in it is bounded: 90 s in all without FULL=1.
+# Everything in it is bounded: 110 s in all without FULL=1.
 channel() {
   step build build
   local raw=() lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
@@ -178,7 +178,7 @@ channel() {
     raw=(--raw "$OUT/raw_channel")
   fi
   step channel-smoke timeout 40 "${lanes[@]}" -k "lane and unaligned and two_gpus or lane and one_way and two_gpus"
-  step channel-bench timeout 60 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
+  step channel-bench timeout 75 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
     --runs "${RUNS:-40}" "${raw[@]}" ${SWEEP:+--sweep}
   grep '^work=' "$OUT/channel-bench.txt"
   step channel-graphs timeout 60 "${lanes[@]}" -k "lane and (replay or layers or ends) and two_gpus"

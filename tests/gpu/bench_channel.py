@@ -56,16 +56,8 @@ def _bytes(side: Side, n: int) -> torch.Tensor:
     return torch.ones(n, dtype=torch.uint8, device=f"cuda:{side.device}")
 
 
-def round_trips(
-    side: Side, mode: str, push: int, pull: int, graph: bool, count: int, table: dict[str, Any]
-) -> dict[str, Any]:
-    """INNER round trips in a graph, or enqueued; time of one."""
-    from fserver.channel import plan
-
-    for name, value in table.items():
-        setattr(plan, name, value)
-    out, into = (push, pull) if side.index == 0 else (pull, push)
-    channel = side.open([_bytes(side, out)], [_bytes(side, into)], mode)
+def _round_trips(side: Side, channel: Any, graph: bool, count: int) -> list[float]:
+    """Microseconds of one of INNER round trips in a graph, or enqueued."""
     first, second = (
         (channel.send, channel.recv) if side.index == 0 else (channel.recv, channel.send)
     )
@@ -79,21 +71,49 @@ def round_trips(
     with torch.cuda.stream(stream):
         body()
         stream.synchronize()
-        run = body
-        if graph:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
-                body()
-            run = captured.replay
-        values = _time(side, run, count, INNER)
+        if not graph:
+            return _time(side, body, count, INNER)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+            body()
+        return _time(side, captured.replay, count, INNER)
+
+
+def round_trips(
+    side: Side, mode: str, push: int, pull: int, graph: bool, count: int, table: dict[str, Any]
+) -> dict[str, Any]:
+    """A channel without nodes, between GPUs that reach each other."""
+    from fserver.channel import plan
+
+    for name, value in table.items():
+        setattr(plan, name, value)
+    out, into = (push, pull) if side.index == 0 else (pull, push)
+    channel = side.open([_bytes(side, out)], [_bytes(side, into)], mode)
+    values = _round_trips(side, channel, graph, count)
     ok = channel.status() == (0, 0)
     side.barrier()
-    if graph:
-        del captured, run
     channel.close()
     side.barrier()
     kind = f"channel {mode}, {'graph' if graph else 'enqueued'} x{INNER}"
     return _row(values, work=kind, push=push, pull=pull, ok=ok, table=table)
+
+
+def proxied(side: Side, transport: str, push: int, pull: int, count: int) -> dict[str, Any]:
+    """A channel that the engine carries, in a graph."""
+    from test_gpu_channel import node
+
+    options: dict[str, Any] = {"mode": "proxy", "timeout_ms": 5000, "name": "bench"}
+    with node(side, transport=transport) as own:
+        if side.index == 0:
+            channel = own.channel([_bytes(side, push)], [0], [_bytes(side, pull)], [0], **options)
+        else:
+            channel = own.channel([0], [_bytes(side, pull)], [0], **options)
+        with channel:
+            values = _round_trips(side, channel, True, count)
+            channel.check()
+            side.barrier()
+    kind = f"channel proxy over {transport}, graph x{INNER}"
+    return _row(values, work=kind, push=push, pull=pull)
 
 
 def calls(side: Side, mode: str, count: int) -> dict[str, Any]:
@@ -194,6 +214,11 @@ def main() -> int:
                     stream_of,
                     {"mode": mode, "size": 64 * MIB, "both": both, "count": max(3, count // 10)},
                 )
+            )
+    for transport in ("cma", "tcp"):
+        for push, pull in WORK:
+            jobs.append(
+                (proxied, {"transport": transport, "push": push, "pull": pull, "count": count // 4})
             )
     if args.sweep:
         push, pull = WORK[2]

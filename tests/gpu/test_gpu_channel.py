@@ -17,19 +17,16 @@ OPTIONS: dict[str, Any] = {"backend": "CPU", "settings": {"FSERVER_LOG": "error"
 
 
 @contextlib.contextmanager
-def node(side: Side) -> Iterator[Any]:
+def node(side: Side, **options: Any) -> Iterator[Any]:
     """This side's node: side 0 is the worker."""
     import fserver
 
+    options = {"connect": False, "init_timeout": 8, **OPTIONS, **options}
     if side.index == 1:
-        own = fserver.Server(
-            scheduler="127.0.0.1:0", host_scheduler=True, connect=False, init_timeout=8, **OPTIONS
-        )
+        own = fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options)
         side.exchange(own.scheduler)
     else:
-        own = fserver.Worker(
-            scheduler=side.exchange(None), connect=False, init_timeout=8, **OPTIONS
-        )
+        own = fserver.Worker(scheduler=side.exchange(None), **options)
     try:
         own.connect()
         yield own
