@@ -143,17 +143,6 @@ void launch(const char *call, int which, const Counter *counters, size_t n) {
        call, "launch");
 }
 
-int64_t *read_word(PyObject *o, Arg arg) {
-  fs_tensor t;
-  read_tensor(o, arg, -1, Access::kWrite, -1, &t);
-  if (t.bytes != sizeof(int64_t) || t.device >= 0)
-    raise(Kind::kConfig,
-          "%s: %s must be one int64 on the CPU: pass torch.zeros(1, "
-          "dtype=torch.int64)",
-          arg.call, arg.name);
-  return static_cast<int64_t *>(t.data);
-}
-
 // How long a wait for a word looks at it all the time, and how long it sleeps at
 // most in between after that: a sixteenth of what it has waited.
 constexpr int64_t kLook = 100000, kLongest = 1000000;
@@ -223,7 +212,6 @@ bool wait_word(PyObject *word, PyObject *value, PyObject *timeout_ms) {
 }
 
 void set_word(PyObject *word, PyObject *value) {
-  enter("set_word");
   int64_t *w = read_word(word, {"set_word", "word"});
   __atomic_store_n(w,
                    static_cast<int64_t>(read_u64(value, {"set_word", "value"})),

@@ -18,7 +18,8 @@ void wait_value(PyObject *flag, PyObject *value);
 
 // For the other side of such a flag, on the CPU: whether word, one int64 there, is
 // at least value within the time; without the GIL, and with less and less use of
-// the processor. And the store that makes what was written before it visible.
+// the processor. And the store that makes what was written before it visible, also
+// when the interpreter is ending: a stream may wait for it.
 bool wait_word(PyObject *word, PyObject *value, PyObject *timeout_ms);
 void set_word(PyObject *word, PyObject *value);
 

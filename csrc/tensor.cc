@@ -219,7 +219,9 @@ uint64_t OnDevice::stream() const {
 
 int current_gpu() { return gpus().getDevice().index(); }
 
-Counter read_counter(PyObject *o, Arg arg) {
+namespace {
+
+const at::Tensor &one_int64(PyObject *o, Arg arg) {
   if (!is_tensor(o))
     refuse(arg, -1, Kind::kConfig,
            std::string("is of type ") + Py_TYPE(o)->tp_name +
@@ -229,7 +231,22 @@ Counter read_counter(PyObject *o, Arg arg) {
       t.numel() != 1 || !(t.is_cuda() || t.is_cpu()))
     refuse(arg, -1, Kind::kConfig,
            "must be one int64 (torch.zeros(1, dtype=torch.int64)) on a GPU or "
-           "in pinned memory");
+           "the CPU");
+  return t;
+}
+
+} // namespace
+
+int64_t *read_word(PyObject *o, Arg arg) {
+  const at::Tensor &t = one_int64(o, arg);
+  if (!t.is_cpu())
+    refuse(arg, -1, Kind::kConfig,
+           "is on a GPU: pass what pin_memory() gave, on the CPU");
+  return static_cast<int64_t *>(t.data_ptr());
+}
+
+Counter read_counter(PyObject *o, Arg arg) {
+  const at::Tensor &t = one_int64(o, arg);
   if (t.is_cpu() && !t.is_pinned())
     refuse(arg, -1, Kind::kConfig,
            "is on the CPU and not pinned: pass " + std::string(arg.name) +

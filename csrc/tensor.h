@@ -102,6 +102,9 @@ struct Counter {
 };
 Counter read_counter(PyObject *o, Arg arg);
 
+// One int64 on the CPU, pinned or not.
+int64_t *read_word(PyObject *o, Arg arg);
+
 // The native handle of torch's current stream on a CUDA device, captured or not.
 void *native_stream(int device);
 

@@ -139,7 +139,7 @@ class Channel:
         import torch
 
         if (
-            not isinstance(self._side, StreamSide)
+            not self._side.capturable
             and torch.cuda.is_available()
             and torch.cuda.is_current_stream_capturing()
         ):
@@ -169,8 +169,7 @@ class Channel:
             if reason == _LOST:
                 raise Error(f"channel {self.name!r}: it was ended while it waited for peer {peer}")
             return
-        if isinstance(self._side, StreamSide):
-            self._side.check_error()
+        self._side.check_error()
         self._node.channel_state(self._handle)
 
     def close(self) -> None:
@@ -181,8 +180,7 @@ class Channel:
         self.closed = True
         _open.pop(self.number, None)
         if self.path == "cpu":
-            if isinstance(self._side, StreamSide):
-                self._side.finish()
+            self._side.finish()
             self._side.close()
             self._node.channel_close(self._handle, 0)
         else:
@@ -256,7 +254,6 @@ class Opener:
         name: str | None,
         timeout_ms: float,
     ) -> Channel:
-
         servers = self._node.servers
         push_keys, pull_keys = list(push_keys), list(pull_keys)
         describe.check("channel", "push", push, push_keys, False)
@@ -314,12 +311,12 @@ class Opener:
                 if side:
                     side.close()
 
-                def over(out: Any, into: Any, caller: Caller) -> WorkerSide:
+                def make(out: Any, into: Any, caller: Caller) -> WorkerSide:
                     return WorkerSide(
                         self._node, handle, out, push_keys, into, pull_keys, servers, caller
                     )
 
-                side = _carried(device, push, pull, over, timeout_ms)
+                side = _carried(device, push, pull, make, timeout_ms)
             elif path == mode and side:
                 side.attach(plans)
             else:
@@ -420,13 +417,13 @@ class Opener:
                 side.attach([t.get("gpu") for t in theirs])
             else:
 
-                def over(given: Any, taken: Any, caller: Caller) -> ServerSide:
+                def make(given: Any, taken: Any, caller: Caller) -> ServerSide:
                     theirs = [taken[i * n : (i + 1) * n] for i in range(workers)]
                     ours = [given[i * each : (i + 1) * each] for i in range(workers)]
                     return ServerSide(self._node, handle, theirs, ours, caller)
 
                 flat = [t for row in into for t in row]
-                side = _carried(device, pull, flat, over, timeout_ms)
+                side = _carried(device, pull, flat, make, timeout_ms)
         except BaseException as error:
             for i in range(
                 told, workers
@@ -471,7 +468,7 @@ class Opener:
             send_first,
             lambda: self._keys.difference_update(keys),
         )
-        if isinstance(side, StreamSide):
+        if path == "cpu":
             weakref.finalize(channel, side.stop)  # if nobody closes it
         self._all.add(channel)
         return channel
@@ -497,13 +494,13 @@ def _carried(
     device: Any,
     outgoing: Sequence[Tensor],
     incoming: Sequence[Tensor],
-    over: Callable[[Any, Any, Caller], WorkerSide | ServerSide],
+    make: Callable[[Any, Any, Caller], WorkerSide | ServerSide],
     timeout_ms: float,
 ) -> Any:
     """A side whose messages the engine carries."""
     if device.type == "cuda":
-        return StreamSide(Gpu(device), outgoing, incoming, over, timeout_ms)
-    return over(list(outgoing), list(incoming), Caller(timeout_ms))
+        return StreamSide(Gpu(device), outgoing, incoming, make, timeout_ms)
+    return make(list(outgoing), list(incoming), Caller(timeout_ms))
 
 
 def _gpu(

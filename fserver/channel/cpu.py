@@ -80,7 +80,23 @@ class Caller:
             )
 
 
-class WorkerSide:
+class Side:
+    """What a Channel that the engine carries asks of its side, beside send, recv, rows and close:
+    this one has done all when a call returns."""
+
+    capturable = False  # its calls can be captured in a graph
+
+    def check_error(self) -> None:
+        """Raises what has ended the channel, if that is not for the node to say."""
+
+    def finish(self) -> None:
+        """Waits for what is enqueued; bounded."""
+
+    def stop(self) -> None:
+        """Nobody uses the channel any more."""
+
+
+class WorkerSide(Side):
     """One side of a worker.
 
     Args:
@@ -88,6 +104,7 @@ class WorkerSide:
         channel: its handle.
         push, pull: the tensors; pull server-major.
         servers: their number.
+        caller: who calls.
     """
 
     def __init__(
@@ -166,7 +183,7 @@ class WorkerSide:
         self._handler = None
 
 
-class ServerSide:
+class ServerSide(Side):
     """One side of a server: takes the messages of all workers, and answers them.
 
     Args:
@@ -174,6 +191,7 @@ class ServerSide:
         channel: its handle.
         into: for each worker, the tensors that come from it.
         out: for each worker, the tensors that go to it.
+        caller: who calls.
     """
 
     def __init__(
@@ -186,6 +204,7 @@ class ServerSide:
     ) -> None:
         self._node, self._channel, self._caller = node, channel, caller
         self._into, self._out = [list(row) for row in into], [list(row) for row in out]
+        self._outgoing = [t for row in out for t in row]
         self._staged = [caller.staged(row) for row in out]
         self._back = [caller.counts(len(row)) for row in out]
         self._counts = [caller.counts(len(row)) for row in into]
@@ -215,9 +234,9 @@ class ServerSide:
                 part(mine, n).copy_(got.reshape(part(mine, n).shape))
                 self._counts[i][j] = n
 
-    def answer(self, rows: Sequence[int] | None = None) -> None:
-        """Sends to each worker, and lets it go on."""
-        counts = iter(check_rows(rows, [t for row in self._out for t in row]))
+    def answer(self, rows: Sequence[int]) -> None:
+        """Sends so many rows of each tensor, and lets the workers go on."""
+        counts = iter(rows)
         for i, handler in enumerate(self._handlers):
             back: list[Tensor] = []
             for j, (t, staged) in enumerate(zip(self._out[i], self._staged[i], strict=True)):
@@ -232,14 +251,14 @@ class ServerSide:
 
     def recv(self) -> None:
         self.accept()
-        if not any(self._out):
-            self.answer()
+        if not self._outgoing:
+            self.answer([])
 
     def send(self, rows: Sequence[int] | None = None) -> None:
-        check_rows(rows, [t for row in self._out for t in row])  # before anything is taken
+        counts = check_rows(rows, self._outgoing)
         if not any(self._into):
             self._take()
-        self.answer(rows)
+        self.answer(counts)
 
     def close(self) -> None:
         self._handlers = []

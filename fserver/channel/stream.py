@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
-from fserver.channel.cpu import SLICE_MS, Caller, WorkerSide, check_rows, part, rows_of
+from fserver.channel.cpu import SLICE_MS, Caller, Side, WorkerSide, check_rows, part, rows_of
 from fserver.errors import ConfigError, TimeoutError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Gpu:
     def wait(self, flag: Tensor, counter: Tensor) -> None:
         self._extension.wait_flag(flag, counter)
 
-    def over(self, seconds: float) -> bool:
+    def finished(self, seconds: float) -> bool:
         """Waits for what is enqueued; false: not within the time. A graph may be replayed on any
         stream: once there is one, the whole GPU is waited for."""
         if self._captured:
@@ -108,7 +108,7 @@ class _Ended(Exception):
     """The channel is being closed."""
 
 
-class StreamSide(Caller):
+class StreamSide(Side, Caller):
     """One side over another that is in host memory.
 
     Three flags in host memory count messages. ``ring``: the stream has filled, or emptied, the
@@ -118,18 +118,20 @@ class StreamSide(Caller):
     Args:
         gpu: of the tensors; a Gpu.
         outgoing: those that go out, in the order of their row counts.
-        incoming: those that come in, by peer.
-        over: makes the WorkerSide or ServerSide of tensors in host memory, given those for
-            outgoing, those for incoming, and what to call.
+        incoming: those that come in, by peer, in one list.
+        make: gives the WorkerSide or ServerSide in host memory, for the tensors there of outgoing
+            and of incoming, and for the Caller that uses it.
         timeout_ms: how long the stream waits for a peer.
     """
+
+    capturable = True
 
     def __init__(
         self,
         gpu: Any,
         outgoing: Sequence[Tensor],
         incoming: Sequence[Tensor],
-        over: Callable[[list[Tensor], list[Tensor], Caller], WorkerSide | ServerSide],
+        make: Callable[[list[Tensor], list[Tensor], Caller], WorkerSide | ServerSide],
         timeout_ms: float,
     ) -> None:
         super().__init__(timeout_ms)
@@ -148,7 +150,7 @@ class StreamSide(Caller):
         self._rows_out = self.counts(len(self._all))
         self._rows_out.copy_(torch.tensor(self._all, dtype=torch.int64))
         self._short = False  # the last message told its rows
-        self._side = over(self._out_host, self._in_host, self)
+        self._side = make(self._out_host, self._in_host, self)
         self._worker = isinstance(self._side, WorkerSide)
         self._counts = self._side.rows()
         self._rows = [gpu.zeros(len(c)) for c in self._counts]
@@ -167,7 +169,7 @@ class StreamSide(Caller):
     def check_error(self) -> None:
         """Raises what has ended the channel."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # it would grow with each call
 
     # What the streams do
 
@@ -186,14 +188,14 @@ class StreamSide(Caller):
                     gpu.fill(self._told[i : i + 1], n)
                 gpu.copy(self._rows_out, self._told)
                 self._short = counts != self._all
-            self._ring_up()
+            self._ring_bell()
 
     def recv(self) -> None:
         self.check_error()
         gpu = self._gpu
         with gpu.call("recv"):
             if self._worker and not self._out:
-                self._ring_up()
+                self._ring_bell()
             gpu.count(self._waited)
             self._await(self._waited)
             for t, host in zip(self._in, self._in_host, strict=True):
@@ -203,9 +205,9 @@ class StreamSide(Caller):
                 if rows.numel():
                     gpu.copy(rows, counts)
             if not self._worker and not self._out:
-                self._ring_up()
+                self._ring_bell()
 
-    def _ring_up(self) -> None:
+    def _ring_bell(self) -> None:
         self._gpu.count(self._rung)
         self._gpu.show(self._flags[0], self._rung)
 
@@ -289,7 +291,7 @@ class StreamSide(Caller):
     def finish(self) -> None:
         """Waits for what is enqueued, and until it has been sent; bounded."""
         end = time.monotonic() + _PARTING_S
-        if self._gpu.over(self._timeout / 1000 + _PARTING_S):
+        if self._gpu.finished(self._timeout / 1000 + _PARTING_S):
             while self._thread.is_alive() and self._sent < int(self._ring):
                 if time.monotonic() > end:
                     break
@@ -303,5 +305,5 @@ class StreamSide(Caller):
         self.stop()
         self._thread.join()
         self._side.close()
-        if not self._gpu.over(_PARTING_S):
+        if not self._gpu.finished(_PARTING_S):
             _kept.append(self)

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 from nodes import LIMIT, Child, Cluster, Parent, together
 
 import fserver
+from fserver import _loader
 from fserver.channel import channel as opener
 from fserver.channel.stream import StreamSide
 
@@ -107,7 +111,7 @@ class FakeGpu:
 
         self.stream.put(until)
 
-    def over(self, seconds: float) -> bool:
+    def finished(self, seconds: float) -> bool:
         return self.stream.over(seconds)
 
 
@@ -126,9 +130,9 @@ class On:
     def stream(self, name: str) -> Stream:
         return self.streams.setdefault(name, Stream())
 
-    def _carried(self, device: Any, out: Any, into: Any, over: Any, timeout_ms: float) -> Any:
+    def _carried(self, device: Any, out: Any, into: Any, make: Any, timeout_ms: float) -> Any:
         stream = self.stream(threading.current_thread().name)
-        return StreamSide(FakeGpu(stream), out, into, over, timeout_ms)
+        return StreamSide(FakeGpu(stream), out, into, make, timeout_ms)
 
 
 @pytest.fixture
@@ -304,16 +308,63 @@ def test_time_out(pair: Cluster, on: On) -> None:
     s.close()
 
 
-def test_peer_closes(pair: Cluster, on: On) -> None:
-    w, s, at_worker, at_server = opened(on, pair, [torch.ones(1)], [torch.empty(1)])
-    w.send()
-    w.recv()
-    s.close()
-    done(at_worker)
-    with pytest.raises(fserver.ClosedError, match="closed its side"):
-        w.check()
-    w.close()
-    done(at_server)
+@pytest.mark.parametrize("first", ["worker", "server"])
+def test_peer_closes(pair: Cluster, on: On, first: str) -> None:
+    """A stream that waits for a side that closes goes on."""
+    w, s, *streams = opened(on, pair, [torch.ones(1)], [torch.empty(1)])
+    if first == "server":
+        w.send()
+        w.recv()
+        closes, stays = s, w
+    else:
+        s.recv()
+        closes, stays = w, s
+    closes.close()
+    done(*streams)
+    for call in (stays.check, stays.send):
+        with pytest.raises(fserver.ClosedError, match="closed its side"):
+            call()
+    stays.close()
+
+
+LEFT_OPEN = """
+import pytest, torch, nodes, test_channel_stream as t
+on = t.On(pytest.MonkeyPatch())
+pair = nodes.open_cluster()
+w, s, at_worker, at_server = t.opened(on, pair, [torch.ones(1)], [torch.empty(1)])
+w.send()
+w.recv()
+print("open", flush=True)
+"""
+
+
+def test_process_ends_with_a_stream_that_waits() -> None:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "open\n", "")
+    assert time.monotonic() - start < LIMIT
+
+
+def test_words() -> None:
+    extension = _loader.load()
+    word = torch.zeros(1, dtype=torch.int64)
+    start = time.monotonic()
+    assert not extension.wait_word(word, 1, 50)
+    assert 0.05 <= time.monotonic() - start < LIMIT
+    threading.Timer(0.1, lambda: extension.set_word(word, 7)).start()
+    assert extension.wait_word(word, 7, LIMIT * 1e3) and word.item() == 7
+    assert extension.wait_word(word, 3, 0)
+    for bad in (torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.float64), None):
+        with pytest.raises(fserver.ConfigError, match="wait_word: word"):
+            extension.wait_word(bad, 1, 0)
+        with pytest.raises(fserver.ConfigError, match="set_word: word"):
+            extension.set_word(bad, 1)
 
 
 def worker_process(parent: Parent, scheduler: str) -> None:
