@@ -7,9 +7,9 @@
 // be empty when a kernel begins under programmatic dependent launch.
 //
 // A wait polls its flag alone. Once in kPolls it asks whether another kernel has
-// given up, and more rarely whether the host has ended the channel (host memory: a
-// microsecond away) or time is up, so that a short wait pays nothing. Whoever gives
-// up marks the channel dead; a later kernel that waits gives up after kPolls.
+// given up, and more rarely whether time is up or the host has ended the channel (host
+// memory: a microsecond away), so that a short wait pays nothing. Whoever gives up marks
+// the channel dead; a later kernel that waits gives up after kPolls.
 //
 // What a kernel does first decides its latency: the count and the data are loaded at
 // the same time, nothing is asked before, and up to eight loads of a thread are on
@@ -19,7 +19,8 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 
 constexpr u32 kPolls = 64;
-constexpr u32 kAsks = 32; // of the dead word, for one of the host and the clock
+constexpr u32 kAsks = 32;     // of the dead word, for one of the clock
+constexpr u64 kTick = 100000; // nanoseconds from one look at the host to the next
 // How long what a peer sent before it closed its side may take.
 constexpr u64 kAfterwards = 100000000;
 
@@ -70,15 +71,21 @@ __device__ __forceinline__ void begin() {
 #endif
 }
 
-// Whether to go on with a wait that began at since (0: now): when it began, or kOver.
+// Whether to go on with a wait that began at since (0: not known yet): when it began,
+// or kOver. The host is asked by one thread of all in a tick: where thousands read one
+// word of host memory, they queue up for longer than most waits take.
 constexpr u64 kOver = ~0ull;
 __device__ __noinline__ u64 ask(const cs_launch_head &h, u32 peer, u64 since, u32 polls) {
   u32 why = load_own(h.dead) != 0 ? CS_LOST : 0;
-  if (why == 0 && (since == 0 || polls % (kPolls * kAsks) == 0)) {
-    const u64 now = nanoseconds();
-    const u32 ended = host_word(h.status);
+  if (why == 0 && polls % (kPolls * kAsks) == 0) {
+    const u64 now = nanoseconds(), asked = h.dead + 4;
     if (since == 0)
       since = now;
+    const u32 tick = (u32)(now / kTick), last = load_own(asked);
+    u32 ended = 0;
+    if (tick != last && threadIdx.x % 32 == __ffs(__activemask()) - 1 &&
+        atomicCAS((unsigned *)asked, last, tick) == last)
+      ended = host_word(h.status);
     if (ended == 1 || (ended != 0 && now - since > kAfterwards))
       why = CS_LOST;
     else if (now - since > h.patience)

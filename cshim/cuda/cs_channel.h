@@ -40,8 +40,9 @@ typedef struct {
 /* The 32-bit words that the kernels of a channel keep in device memory. */
 typedef struct {
   unsigned long long
-      counts;              /* a sequence number for each block of this launch */
-  unsigned long long dead; /* not zero: the channel has ended */
+      counts; /* a sequence number for each block of this launch */
+  /* Not zero: the channel has ended. The word behind it: when the host was asked. */
+  unsigned long long dead;
   /* Host memory, two words. The first is that of fs_channel_open: 1 ends the
    * channel, 2 says that a peer has sent its last message; a kernel that gives up
    * writes why into the second: CS_LOST or CS_LATE in the

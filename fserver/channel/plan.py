@@ -128,7 +128,7 @@ class Plan:
         n_in = sum(map(len, incoming))
         self.in_turn = n_out > 0 and n_in > 0
         arena = _Arena()
-        self._dead = arena.take(4)
+        self._dead = arena.take(8)
         self._out_counts = arena.take(4 * MOST_BLOCKS * n_out)
         self._in_counts = arena.take(4 * MOST_BLOCKS * n_in)
         self._counted = arena.take(8 * n_in)

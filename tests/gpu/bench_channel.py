@@ -136,22 +136,23 @@ def calls(side: Side, mode: str, count: int) -> dict[str, Any]:
     return _row(values, work=f"channel {mode}, CPU time of a call")
 
 
-def stream_of(side: Side, mode: str, size: int, both: bool, count: int) -> dict[str, Any]:
-    """Messages of size bytes one way, or both ways at once on a channel each. Each is answered
-    with 8 bytes, which is what lets the next one go."""
+def stream_of(
+    side: Side, mode: str, size: int, ways: list[int], count: int, levels: list[int]
+) -> dict[str, Any]:
+    """Messages of size bytes on a channel for each of ways, on a stream each: 0 from side 0 to
+    side 1, 1 back. Each is answered with 8 bytes, which is what lets the next one go. levels:
+    priorities of the streams."""
     inner = 10
-    t, r, a, b = (_bytes(side, n) for n in (size, size, 8, 8))
-    one = side.open([t], [a], mode) if side.index == 0 else side.open([a], [r], mode)
-    two = None
-    if both:  # side 0 speaks first here too: it sends the 8 bytes
-        two = side.open([b], [r], mode) if side.index == 0 else side.open([t], [b], mode)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    channels = []
+    for way in ways:
+        large, small = _bytes(side, size), _bytes(side, 8)
+        sent, received = (large, small) if way == side.index else (small, large)
+        channels.append(side.open([sent], [received], mode))  # side 0 speaks first in each
+    streams = [torch.cuda.Stream(priority=p) for p in levels]
 
     def run() -> None:
         for _ in range(inner):
-            for stream, channel in zip(streams, (one, two), strict=True):
-                if channel is None:
-                    continue
+            for stream, channel in zip(streams, channels, strict=True):
                 with torch.cuda.stream(stream):
                     if side.index == 0:
                         channel.send()
@@ -162,12 +163,13 @@ def stream_of(side: Side, mode: str, size: int, both: bool, count: int) -> dict[
             stream.synchronize()
 
     values = _time(side, run, count, inner)
-    for channel in (one, two):
-        if channel is not None:
-            channel.close()
+    for channel in channels:
+        channel.close()
     side.barrier()
-    row = _row(values, work=f"channel {mode}, {'both ways' if both else 'one way'}", size=size)
-    row["gb_per_s"] = round(size / percentile(sorted(values), 50) / 1000, 1)
+    work = f"channel {mode}, messages {' and '.join('there' if w == 0 else 'back' for w in ways)}"
+    row = _row(values, work=work, size=size, levels=levels)
+    each = ways.count(0) * size / percentile(sorted(values), 50) / 1000
+    row["gb_per_s_each_way"] = round(each, 1)
     return row
 
 
@@ -208,11 +210,24 @@ def main() -> int:
                     )
                 )  # fmt: skip
         jobs.append((calls, {"mode": mode, "count": 5}))
-        for both in (False, True):
+        for ways, levels in [
+            ([0], [0]),
+            ([0, 0], [0, 0]),
+            ([0, 1], [0, 0]),
+            ([0, 1], [0, -1]),
+            ([0, 0, 1, 1], [0, 0, 0, 0]),
+            ([0, 0, 1, 1], [0, 0, -1, -1]),
+        ]:
             jobs.append(
                 (
                     stream_of,
-                    {"mode": mode, "size": 64 * MIB, "both": both, "count": max(3, count // 10)},
+                    {
+                        "mode": mode,
+                        "size": 64 * MIB,
+                        "ways": ways,
+                        "levels": levels,
+                        "count": max(3, count // 10),
+                    },
                 )
             )
     for transport in ("cma", "tcp"):

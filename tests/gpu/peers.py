@@ -126,6 +126,13 @@ class Child:
             raise AssertionError(f"in process {self._on.process.pid}:\n{value}")
         return value
 
+    def end(self) -> str:
+        """What the function gives or says, for the error of another one."""
+        try:
+            return f"process {self._on.process.pid} ended with {self.get()}"
+        except (AssertionError, OSError, EOFError) as error:
+            return str(error)
+
     def put(self, value: Any) -> None:
         self._on.pipe.send(value)
 

@@ -37,7 +37,10 @@ def run(
     env = env or {}
     s = child(_serve, devices[1], transport, serve, **env)
     w = child(worker, s.get(), devices[0], *([transport, *args]), **env)
-    return w.get(), s.get()
+    try:
+        return w.get(), s.get()
+    except AssertionError as error:
+        raise AssertionError(f"{error}\nand {s.end()}") from None
 
 
 def _serve(pipe: Any, device: Place, transport: str, options: dict[str, Any]) -> dict[str, Any]:
