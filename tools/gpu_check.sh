@@ -161,7 +161,7 @@ bench_steps() {
   step raw-channel raw_channel
   [[ -e $OUT/raw_channel ]] && raw=(--raw "$OUT/raw_channel")
   step baselines-1 baselines 1
-  step bench-channel within 60 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
+  step bench-channel within 90 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
     --runs "${RUNS:-500}" "${raw[@]}"
   step bench-eager round_trips 1
   step baselines-2 baselines 2
@@ -169,7 +169,7 @@ bench_steps() {
   cat "$OUT/table.txt"
 }
 
-# Everything in it is bounded: 110 s in all without FULL=1.
+# Everything in it is bounded: 160 s in all without FULL=1.
 channel() {
   step build build
   local raw=() lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
@@ -181,7 +181,7 @@ channel() {
   step channel-bench timeout 75 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
     --runs "${RUNS:-40}" "${raw[@]}" ${SWEEP:+--sweep}
   grep '^work=' "$OUT/channel-bench.txt"
-  step channel-graphs timeout 60 "${lanes[@]}" -k "lane and (replay or layers or ends) and two_gpus"
+  step channel-graphs timeout 110 "${lanes[@]}" -k "lane and (replay or layers or ends) and two_gpus"
   step channel-api timeout 60 "${lanes[@]}" -k "test_gpu_channel and two_gpus"
   step channel-rest timeout "${REST:-60}" "${lanes[@]}" \
     -k "test_lane and (sizes or rows or many) and two_gpus or test_lane and rows and one_gpu"

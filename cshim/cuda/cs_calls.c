@@ -106,15 +106,6 @@ int cs_event_record(uint64_t context, uint64_t event, uint64_t stream) {
   return cs_cu.EventRecord((cs_event)event, (cs_stream)stream);
 }
 
-int cs_point(uint64_t context, uint64_t event, uint64_t stream) {
-  ENTER(context);
-  int rc = cs_cu.StreamQuery((cs_stream)stream);
-  if (rc != CS_CU_NOT_READY)
-    return rc;
-  rc = cs_cu.EventRecord((cs_event)event, (cs_stream)stream);
-  return rc == CS_CU_SUCCESS ? CS_CU_NOT_READY : rc;
-}
-
 int cs_event_query(uint64_t context, uint64_t event) {
   ENTER(context);
   return cs_cu.EventQuery((cs_event)event);

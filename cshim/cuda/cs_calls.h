@@ -37,9 +37,6 @@ int cs_stream_capturing(uint64_t context, uint64_t stream, int *status);
 
 int cs_event_create(uint64_t context, uint64_t *event);
 int cs_event_record(uint64_t context, uint64_t event, uint64_t stream);
-/* CS_CU_SUCCESS if all that is on stream has run; else event is recorded there, and
- * it gives CS_CU_NOT_READY. */
-int cs_point(uint64_t context, uint64_t event, uint64_t stream);
 int cs_event_query(uint64_t context, uint64_t event);
 int cs_event_destroy(uint64_t context, uint64_t event);
 

@@ -10,7 +10,6 @@ package cuda
 #cgo nocallback cs_enqueue
 #cgo nocallback cs_event_record
 #cgo nocallback cs_event_query
-#cgo nocallback cs_point
 #include "cs_calls.h"
 */
 import "C"
@@ -175,12 +174,6 @@ func (d *Device) NewEvent() (Event, error) {
 // Record makes e stand for what is enqueued on s so far.
 func (d *Device) Record(e Event, s Stream) error {
 	return failed(C.cs_event_record(d.context, C.uint64_t(e), C.uint64_t(s)), "record an event on a stream of gpu %d", d.ordinal)
-}
-
-// Mark makes e stand for what is enqueued on s so far, unless all of that has run:
-// then it says so, and e is as it was.
-func (d *Device) Mark(e Event, s Stream) (idle bool, err error) {
-	return d.query(C.cs_point(d.context, C.uint64_t(e), C.uint64_t(s)), "mark a point in a stream")
 }
 
 // Passed says whether e has been reached.

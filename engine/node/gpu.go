@@ -117,9 +117,9 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 
 func (g *gpu) Free(r mem.Region) error { return g.dev.Free(uint64(r.Addr)) }
 
-// point is what is queued on a stream so far; the zero Point if all has run. A
-// stream that waits for an event costs the GPU more than the question, which is the
-// same crossing.
+// point is what is queued on a stream so far. Whether anything is left of it is not
+// asked: that takes the driver longer (1.4 µs on an H200) than the event and the wait
+// for it together.
 func (g *gpu) point(stream uint64) (transport.Point, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -131,7 +131,7 @@ func (g *gpu) point(stream uint64) (transport.Point, error) {
 		g.all, g.free = append(g.all, e), append(g.free, e)
 	}
 	e := g.free[len(g.free)-1]
-	if idle, err := g.dev.Mark(e, cuda.Stream(stream)); idle || err != nil {
+	if err := g.dev.Record(e, cuda.Stream(stream)); err != nil {
 		return transport.Point{}, err
 	}
 	g.free = g.free[:len(g.free)-1]

@@ -49,10 +49,8 @@ func TestGPUAllocations(t *testing.T) {
 	round := func() {
 		point, err := m.workers[0].gpu.point(uint64(stream))
 		must(t, err)
-		if point.Event != 0 {
-			t.Fatal("the stream is idle")
-		}
 		once()
+		m.workers[0].gpu.passed(point)
 	}
 	for range 1000 {
 		round()

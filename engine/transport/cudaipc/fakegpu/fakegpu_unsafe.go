@@ -383,12 +383,18 @@ func (g *GPU) Idle(n cuda.Stream) (bool, error) {
 	return g.stream(n).left.Load() == 0, err
 }
 
+// reached is that of an event that has passed.
+var reached = func() chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
+
 func (g *GPU) NewEvent() (cuda.Event, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	n := cuda.Event(g.number())
-	g.events[n] = make(chan struct{})
-	close(g.events[n])
+	g.events[n] = reached
 	return n, nil
 }
 
@@ -401,19 +407,15 @@ func (g *GPU) FreeEvent(e cuda.Event) error {
 
 func (g *GPU) Record(e cuda.Event, n cuda.Stream) error {
 	s := g.stream(n)
+	passed := reached
+	if !g.Instant {
+		passed = make(chan struct{})
+		defer s.put(func() { close(passed) })
+	}
 	g.mu.Lock()
-	passed := make(chan struct{})
 	g.events[e] = passed
 	g.mu.Unlock()
-	s.put(func() { close(passed) })
 	return nil
-}
-
-func (g *GPU) Mark(e cuda.Event, n cuda.Stream) (idle bool, err error) {
-	if idle, err = g.Idle(n); idle || err != nil {
-		return idle, err
-	}
-	return false, g.Record(e, n)
 }
 
 func (g *GPU) passed(e cuda.Event) chan struct{} {
