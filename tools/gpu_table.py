@@ -38,7 +38,10 @@ def measured(channel: dict[str, Any], eager: dict[str, Any]) -> list[dict[str, A
             work = "enqueued", size, 8
         elif "both ways" in row["work"]:
             work = "both ways", size, size
-        rows.append(_row(re.sub(" (one way|both ways)", "", who), *work, row))
+        who = re.sub(" (one way|both ways)", "", who)
+        if flying := re.search(r"(\d+) in flight", how):
+            who += f" x{flying[1]}"
+        rows.append(_row(who, *work, row))
     for row in eager.get("rows", []):
         names = {"gpu": "push_pull gpu", "gpu-caller": "push_pull gpu-caller", "floor": "raw C"}
         for key, who in names.items():

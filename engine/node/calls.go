@@ -241,7 +241,8 @@ func (n *Node) takeBatch(s BatchSink, least int) (taken bool, err error) {
 
 // RegisterRecv cuts t into len(keys) equal slices; slice i receives keys[i] of
 // worker ranks[i]. The memory must stay valid until Close. It may be called
-// before the cluster is complete, so that no push can come first.
+// before the cluster is complete, which it can be at any time from then on: only
+// what is registered before a barrier of all nodes is sure to be so before a push.
 func (n *Node) RegisterRecv(t Tensor, ranks []int32, keys []uint64) error {
 	if n.server == nil || n.phase.Load() != joining {
 		if err := n.ready(n.server != nil, "register_recv_buffer", "server"); err != nil {

@@ -121,22 +121,29 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def _in_turn(
-    job: Job, send: Callable[[int], tuple[Tensor, dist.Work]], ahead: bool
+    job: Job, send: Callable[[int], tuple[Tensor, dist.Work]], ahead: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Gives (owner, its tensor) for all owners. The first broadcast starts at once; with `ahead`
-    the next owner's is under way while the caller works on one."""
-    last = job.ranks.size - 1
+    """Gives (owner, its tensor) for all owners. The first broadcast starts at once; so many more
+    are under way while the caller works on one."""
+    size = job.ranks.size
+    coming = deque(send(owner) for owner in range(min(max(ahead, 1), size)))
 
-    def turns(tensor: Tensor, work: dist.Work) -> Iterator[tuple[int, Tensor]]:
-        for owner in range(last + 1):
+    def turns() -> Iterator[tuple[int, Tensor]]:
+        for owner in range(size):
+            tensor, work = coming.popleft() if coming else send(owner)
             work.wait()
-            if ahead and owner < last:
-                coming = send(owner + 1)
+            if ahead and owner + ahead < size:
+                coming.append(send(owner + ahead))
             yield owner, tensor
-            if owner < last:
-                tensor, work = coming if ahead else send(owner + 1)
+            del tensor, work
 
-    return turns(*send(0))
+    return turns()
+
+
+# A broadcast of NCCL's begins when the work that was enqueued before it has ended, and at that
+# moment competes for the GPU with the next block, which may leave it nothing until its own end. So
+# each is enqueued a block earlier than one ahead would need; else who waits for it stands still.
+KEYS_AHEAD = 2
 
 
 def _broadcast_keys(job: Job, k: Tensor, v: Tensor, ahead: bool) -> Iterator[tuple[int, Tensor]]:
@@ -150,7 +157,7 @@ def _broadcast_keys(job: Job, k: Tensor, v: Tensor, ahead: bool) -> Iterator[tup
             )
         return kv, job.ranks.broadcast(kv, owner)
 
-    return _in_turn(job, send, ahead)
+    return _in_turn(job, send, KEYS_AHEAD if ahead else 0)
 
 
 # Queries travel: X1, X2
@@ -198,7 +205,7 @@ def queries_forward(
             lse = peak + below[..., 0].log().permute(1, 2, 0)
             result.extend(((above / below).transpose(0, 1), lse))
 
-    for owner, rows in _in_turn(job, send, overlap):
+    for owner, rows in _in_turn(job, send, lag):
         block = blocks(owner, ranks.rank, rows.shape[0], k.shape[1])
         keys = slice(0, 0) if block is None else block.keys
         causal = block is not None and block.causal
@@ -236,7 +243,7 @@ def broadcast_forward(
         block = blocks(rank, owner, q.shape[1], kv.shape[0])
         if owner != rank and block is not None:
             _more_keys(job, out, lse, q, kv, block)
-        del kv  # before the next but one has to have a place
+        del kv  # before the next one has to have a place
     return out, lse
 
 
@@ -244,19 +251,19 @@ def broadcast_backward(
     job: Job, given: Given, *, blocks: Blocks, ahead: bool, behind: bool
 ) -> Triple:
     """dq stays; dk and dv of each owner are added up there, with `behind` while the next owner's
-    are computed."""
+    are computed. The own block has its turn among the others: who had nothing to do in his turn
+    would wait for the sum."""
     ranks = job.ranks
     arrivals = _broadcast_keys(job, given.k, given.v, ahead)
-    dq, *own = _own_backward(job, given, blocks)
+    dq = torch.zeros_like(given.q, dtype=accumulator(given.q.dtype))
     under_way: deque[tuple[Tensor, dist.Work]] = deque()
     for owner, kv in arrivals:
         dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
         block = blocks(ranks.rank, owner, dq.shape[1], kv.shape[0])
+        if block is not None:
+            _put(dkv, block.keys, *_more_grads(job, dq, given, kv, block))
         if owner == ranks.rank:
             mine = dkv
-            _put(dkv, block.keys, *own)
-        elif block is not None:
-            _put(dkv, block.keys, *_more_grads(job, dq, given, kv, block))
         _zero_between(dkv, [] if block is None else [block.keys])
         under_way.append((dkv, ranks.sum_at(owner, dkv)))
         del kv, dkv

@@ -171,13 +171,13 @@ def serve(
 
     where = {"scheduler": again} if again else {"host_scheduler": True, "scheduler": "127.0.0.1:0"}
     server = fserver.Server(**where, connect=False, **options(device, transport))
-    if not again:
-        pipe.send((True, server.scheduler))
     own = torch.full((max(fixed, 1),), POISON, dtype=torch.uint8, device=place(device))
     if fixed:
         if own.is_cuda:
             torch.cuda.synchronize()  # peers write beside our streams
         server.register_recv_buffer(own, [0], [0])
+    if not again:  # no worker comes before it knows where to
+        pipe.send((True, server.scheduler))
     server.connect()
     seen: dict[str, Any] = {"requests": 0, "devices": set(), "inside": True}
     kept: list[Any] = []
