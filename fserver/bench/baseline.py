@@ -1,5 +1,5 @@
-"""The raw baselines: rawecho.c and rawcma.c beside this file, compiled when they are first used
-and driven over their standard input."""
+"""The raw baselines: rawecho.c, rawcma.c and rawgpu.c beside this file, compiled when they are
+first used and driven over their standard input."""
 
 import hashlib
 import json
@@ -20,15 +20,20 @@ WAYS = {
     "raw tcp": ("rawecho", None),
     "raw cma": ("rawcma", "cma"),
     "raw shm": ("rawcma", "shm"),
+    "raw gpu": ("rawgpu", None),
 }
 
-# What does the same as a transport of fserver, without it.
+# Those whose bytes are in host memory.
+HOST_WAYS = ("raw tcp", "raw cma", "raw shm")
+
+# What does the same as a transport of fserver, without it; for tensors in host memory.
 OF_TRANSPORT = {"tcp": "raw tcp", "cma": "raw cma"}
 
 
 def baseline_of(transport: str) -> str | None:
     """The baseline of a link, as Node.links() names it: "cma/staged" has that of "cma"."""
-    return OF_TRANSPORT.get(transport.partition("/")[0])
+    of_all = {**OF_TRANSPORT, "cudaipc": "raw gpu"}
+    return of_all.get(transport.partition("/")[0])
 
 
 class Baseline:
@@ -36,11 +41,12 @@ class Baseline:
 
     unit = 1  # round trips that are counted as one
 
-    def __init__(self, way: str, cores: tuple[int, int] | None, address: str | None = None):
-        """`address`: of this host, for raw tcp (default 127.0.0.1)."""
+    def __init__(self, way: str, cores: tuple[int, int] | None, where: str | None = None):
+        """`where`: for raw tcp the address of this host (default 127.0.0.1), for raw gpu the
+        numbers of two GPUs, "0,1"."""
         program, argument = WAYS[way]
         worker, server = cores or (-1, -1)
-        command = [str(compiled(program)), str(worker), str(server), argument or address]
+        command = [str(compiled(program)), str(worker), str(server), argument or where]
         self.way = way
         self._out = self._back = 0
         self._process = subprocess.Popen(
@@ -106,7 +112,8 @@ def compiled(program: str) -> Path:
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         fresh = Path(scratch) / program
         try:
-            subprocess.run([*command, "-o", str(fresh)], check=True, capture_output=True, text=True)
+            command += ["-o", str(fresh), "-ldl"]
+            subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
             raise BenchError(
                 f"{command[0]}: not found: raw baselines need a C compiler (apt-get install gcc)"

@@ -42,6 +42,7 @@ class Place:
     scheduler: str
     settings: dict[str, str]
     host: str | None = None  # its address; None: chosen
+    gpu: int | None = None  # that its tensors are on; None: the CPU
 
 
 Factory = Callable[[Place], Any]
@@ -61,6 +62,8 @@ def real_node(place: Place) -> Any:
         "settings": place.settings,
         "init_timeout": START_TIMEOUT,
     }
+    if place.gpu is not None:
+        options.update(backend="GPU", gpu=place.gpu, rank_offset=-place.gpu)
     if place.role == "worker":
         return fserver.Worker(**options)
     return fserver.Server(**options, host_scheduler=place.rank == 0)
@@ -83,7 +86,7 @@ class Case:
     none (push; back is empty). There are `stages` sets of tensors, used in turn; the keys of a
     set follow on `key` and on each other. Each tensor has at least 8 bytes. Rounds are counted
     in units of `unit` exchanges, a multiple of `stages`. With `shared`, what is pushed is in shared
-    memory.
+    memory. `device` is "cpu" or "gpu"; with "gpu" so must be the cluster's.
     """
 
     op: str
@@ -93,6 +96,7 @@ class Case:
     stages: int = 1
     unit: int = 1
     shared: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,7 @@ class Crew:
 
     def __init__(self, peers: Sequence[Peer]):
         self.peers = list(peers)
+        self.gpus = (0, 0)  # of workers and servers, if their tensors are on GPUs
 
     def __getitem__(self, name: str) -> Peer:
         return next(peer for peer in self.peers if peer.name == name)
@@ -231,6 +236,7 @@ class Crew:
         counts: dict[str, int] | None = None,
         host: str | None = None,
         scheduler: str | None = None,
+        device: str = "cpu",
     ) -> Iterator[None]:
         """Makes nodes in the processes, connects them, and lets them leave together.
 
@@ -240,6 +246,8 @@ class Crew:
             host: address of this host for all of them (default 127.0.0.1).
             scheduler: "host:port". Then the crew is one process with one node, and its
                 counterpart is elsewhere.
+            device: where tensors are: "cpu", or "gpu": those of workers on the first, those of
+                servers on the last GPU.
         """
         sizes = [(counts or {}).get(p.name, p.member.nodes) for p in self.peers]
         total = {"worker": 0, "server": 0}
@@ -253,14 +261,19 @@ class Crew:
         with contextlib.ExitStack() as stack:
             address = scheduler or stack.enter_context(_port(host or "127.0.0.1"))
             given = {"worker": 0, "server": 0}
+            if device == "gpu":
+                self.gpus = (0, max(self.one(self.peers[0].name, "gpus") - 1, 0))
             for peer, size in zip(self.peers, sizes, strict=True):
                 role = peer.member.role
                 first = given[role]
                 given[role] += size
+                gpu = self.gpus[role == "server"] if device == "gpu" else None
                 peer.tell(
                     "connect",
                     [
-                        Place(role, r, total["worker"], total["server"], address, settings, host)
+                        Place(
+                            role, r, total["worker"], total["server"], address, settings, host, gpu
+                        )
                         for r in range(first, first + size)
                     ],
                 )
@@ -304,6 +317,7 @@ def pair(
     cores: tuple[int, int] | None,
     host: str | None = None,
     worker: str = "peers.WorkerPart",
+    device: str = "cpu",
 ) -> Iterator[Crew]:
     """A worker and a server, connected. Results come in this order."""
     worker_core, server_core = cores or (None, None)
@@ -311,7 +325,7 @@ def pair(
         Member("worker", worker, "worker", worker_core),
         Member("server", "peers.ServerPart", "server", server_core),
     ]
-    with start(members, nodes) as crew, crew.cluster(transport, host=host):
+    with start(members, nodes) as crew, crew.cluster(transport, host=host, device=device):
         yield crew
 
 
@@ -337,7 +351,7 @@ def _child(conn: Connection, part: str, make: Factory, core: int | None) -> None
     for variable in list(os.environ):
         if variable.startswith(("DMLC_", "STEPMESH_")):  # roles, ranks and addresses of others
             del os.environ[variable]
-    os.environ["STEPMESH_BACKEND"] = "CPU"  # where the tensors of these benchmarks are
+    os.environ["STEPMESH_BACKEND"] = "CPU"  # but for those with a Place on a GPU
     obey(conn, lambda: load(part)(make))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from . import report
-from .baseline import OF_TRANSPORT, WAYS
+from .baseline import HOST_WAYS, OF_TRANSPORT
 from .crew import Case, Crew, Nodes, pair
 from .errors import BenchError
 from .options import choose_cores, open_baseline, parser, sizes
@@ -38,7 +38,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
                 players[transport] = CrewPlayer(_open(stack, nodes, transport, cores))
             except BenchError as error:
                 reasons[transport] = error.reason
-        for way in WAYS:
+        for way in HOST_WAYS:
             raw, says[way] = open_baseline(stack, options, way, cores)
             if raw:
                 players[way] = raw
@@ -57,11 +57,11 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
                 done=bar.step,
             )
             found = dict(zip(players, results, strict=True))
-            for way in [*chosen, *(way for way in WAYS if way in found)]:
+            for way in [*chosen, *(way for way in HOST_WAYS if way in found)]:
                 moved = (way, "push_pull", out, back)
                 if way in reasons:
                     row = report.skipped(*moved, reasons[way])
-                elif way in WAYS:
+                elif way in HOST_WAYS:
                     row = report.row(*moved, found[way], [])
                 else:
                     raw_way = OF_TRANSPORT[way]

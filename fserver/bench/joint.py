@@ -24,8 +24,8 @@ PARTS = {"worker": "peers.WorkerPart", "server": "peers.ServerPart"}
 
 
 @contextlib.contextmanager
-def joint(transport: str, cores: tuple[int, int] | None) -> Iterator[Crew]:
-    """A worker and a server, connected."""
+def joint(transport: str, cores: tuple[int, int] | None, device: str = "cpu") -> Iterator[Crew]:
+    """A worker and a server, connected; with device "gpu", on one GPU."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         path = str(Path(directory) / "socket")  # of this user alone, as the directory is
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -33,7 +33,8 @@ def joint(transport: str, cores: tuple[int, int] | None) -> Iterator[Crew]:
         listener.listen()
         listener.settimeout(0.2)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "STEPMESH_"))}
-        env.update(transport_settings(transport), DMLC_ROLE="joint", STEPMESH_BACKEND="CPU")
+        env.update(transport_settings(transport), DMLC_ROLE="joint")
+        env["STEPMESH_BACKEND"] = device.upper()
         command = [sys.executable, "-m", "fserver.bench.joint", path, *map(str, cores or (-1, -1))]
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)

@@ -16,7 +16,7 @@ from .pingpong import OPS, cases, measure
 PLACES = ("local", "remote", "joint")
 DEVICES = ("cpu", "gpu")
 NO_ADDRESS = "this host has no address but loopback (two hosts: --scheduler and --role)"
-NO_GPU = "this benchmark makes CPU tensors only, and no GPU tensors"
+TWO_HOSTS = "two hosts: CPU tensors only"
 COLUMNS = (
     report.Column("place", -6, "place", str),
     report.Column("device", -6, "device", str),
@@ -39,7 +39,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     planned = cases(options.sizes, options.ops)
     table, rows = report.Table(COLUMNS), []
     print(table.header(), flush=True)
-    total = len(options.places) * len(planned) * options.rounds
+    total = len(DEVICES) * len(options.places) * len(planned) * options.rounds
     with report.Progress(total, "matrix") as bar:
         for row in _run(options, planned, cores, nodes, bar):
             bar.print(table.line(row))
@@ -61,21 +61,31 @@ def _run(
         if through_itself and not host:
             reasons = {"cpu": NO_ADDRESS, "gpu": NO_ADDRESS}
         else:
-            with _crew(options, place, host, cores, nodes) as crew:
+            reasons = {}
+            with _crew(options, place, "cpu", host, cores, nodes) as crew:
                 refused = crew.one("worker", "problem", {"STEPMESH_BACKEND": "GPU"})
                 for row in measure(crew, options, planned, cores, bar, host):
                     yield {"place": place, "device": "cpu", **row}
-            reasons = {"gpu": refused or NO_GPU}
+            if refused or options.role:
+                reasons["gpu"] = refused or TWO_HOSTS
+            else:
+                on_gpus = cases(options.sizes, options.ops, "gpu")
+                with _crew(options, place, "gpu", host, cores, nodes) as crew:
+                    for row in measure(crew, options, on_gpus, cores, bar, host):
+                        yield {"place": place, "device": "gpu", **row}
         for device, reason in reasons.items():
             for case in planned:
                 moved = (options.transport, case.op, sum(case.out), sum(case.back))
                 yield report.skipped(*moved, reason, place=place, device=device)
+                for _ in range(options.rounds):
+                    bar.step()
 
 
 @contextlib.contextmanager
 def _crew(
     options: argparse.Namespace,
     place: str,
+    device: str,
     host: str | None,
     cores: tuple[int, int] | None,
     nodes: Nodes,
@@ -88,11 +98,11 @@ def _crew(
             with crew.cluster("tcp", host=options.host, scheduler=options.scheduler):
                 yield crew
     elif place == "joint":
-        with joint(options.transport, cores) as crew:
+        with joint(options.transport, cores, device) as crew:
             yield crew
     else:
         transport = "tcp" if place == "remote" else options.transport
-        with pair(nodes, transport, cores, host) as crew:
+        with pair(nodes, transport, cores, host, device=device) as crew:
             yield crew
 
 

@@ -62,7 +62,7 @@ def open_baseline(
     options: argparse.Namespace,
     way: str | None,
     cores: tuple[int, int] | None,
-    address: str | None = None,
+    where: str | None = None,
 ) -> tuple[baseline.Baseline | None, dict[str, Any]]:
     """The raw baseline of a way, and what report.row is to say of it. Without a compiler, or where
     the system refuses its calls, there is none, and the rows say why."""
@@ -72,7 +72,7 @@ def open_baseline(
         return None, {"missing": "nothing raw does the same"}
     try:
         with contextlib.ExitStack() as own:
-            raw = own.enter_context(baseline.Baseline(way, cores, address))
+            raw = own.enter_context(baseline.Baseline(way, cores, where))
             raw.prepare(8, 8)
             raw.measure(0, 1)
             stack.enter_context(own.pop_all())

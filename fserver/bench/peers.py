@@ -1,8 +1,10 @@
 """What the processes of a benchmark do with their nodes.
 
 Methods of the same name run at the same time in all of them, with the same arguments, and agree
-on the number of exchanges. All tensors are bytes of shape [n] on the CPU. In every exchange the
-first 8 bytes of the first tensor that is pushed, and of all that come back, carry its number.
+on the number of exchanges. All tensors are bytes of shape [n], on the CPU or on a GPU. In every
+exchange the first 8 bytes of the first tensor that is pushed, and of all that come back, carry its
+number. On a GPU a server neither writes nor reads numbers in the exchanges that are timed: that
+would take longer than they do.
 """
 
 import ctypes
@@ -12,6 +14,7 @@ import resource
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +36,16 @@ class Pattern:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(273)
-        self._base = torch.randint(0, 256, (PERIOD,), dtype=torch.uint8, generator=generator)
+        base = torch.randint(0, 256, (PERIOD,), dtype=torch.uint8, generator=generator)
+        self._bases = {base.device: base}
 
     def fill(self, t: torch.Tensor, seed: int) -> None:
         """Writes the pattern of `seed` all over t."""
+        base = self._bases.get(t.device)
+        if base is None:
+            base = self._bases[t.device] = next(iter(self._bases.values())).to(t.device)
         for part in t.split(PERIOD):
-            torch.add(self._base[: len(part)], seed % 256, out=part)
+            torch.add(base[: len(part)], seed % 256, out=part)
 
     def check(self, t: torch.Tensor, seed: int, sequence: int, what: str) -> None:
         """Compares all of t with the pattern of `seed` that starts with `sequence`.
@@ -62,9 +69,25 @@ def first_difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
     return f"byte {at} of {len(got)} is {int(got[at])}, not {int(want[at])}"
 
 
-def number(t: torch.Tensor) -> ctypes.c_int64:
+def number(t: torch.Tensor) -> "ctypes.c_int64 | DeviceNumber":
     """The first 8 bytes of t, read and written in place. Valid as long as t is."""
-    return ctypes.c_int64.from_address(t.data_ptr())
+    return DeviceNumber(t) if t.is_cuda else ctypes.c_int64.from_address(t.data_ptr())
+
+
+class DeviceNumber:
+    """The first 8 bytes of a tensor on a GPU. To write them waits for the GPU too."""
+
+    def __init__(self, t: torch.Tensor):
+        self._word = t[:8].view(torch.int64)
+
+    @property
+    def value(self) -> int:
+        return int(self._word)
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._word.fill_(value)
+        torch.cuda.synchronize(self._word.device)
 
 
 def own_seed(seed: int, role: str, rank: int, position: int) -> int:
@@ -158,6 +181,16 @@ class Part:
             return str(error)
         return None
 
+    def gpus(self) -> int:
+        """GPUs that this process sees."""
+        return torch.cuda.device_count()
+
+    def device(self, case: Case) -> torch.device:
+        """Where the tensors of a case are."""
+        if case.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", self.places[0].gpu or 0)
+
     def links(self) -> list[str]:
         """The transports that this process's nodes use."""
         return sorted({link.transport for node in self.nodes for link in node.links()})
@@ -175,17 +208,20 @@ class Part:
 class Lane:
     """The tensors of one worker for one stage."""
 
-    def __init__(self, node: Any, case: Case, stage: int, servers: int, rank: int):
-        self.node, self.rank = node, rank
-        empty = fserver.empty_shared if case.shared else torch.empty
+    def __init__(self, node: Any, case: Case, stage: int, place: Place, device: torch.device):
+        self.node, self.rank = node, place.rank
+
+        empty = fserver.empty_shared if case.shared else partial(torch.empty, device=device)
+        back = [n for _ in range(place.servers) for n in case.back]
         self.push = [empty(n, dtype=torch.uint8) for n in case.out]
-        self.pull = [torch.empty(n, dtype=torch.uint8) for _ in range(servers) for n in case.back]
+        self.pull = [torch.empty(n, dtype=torch.uint8, device=device) for n in back]
         first = case.key + stage * max(len(case.out), len(case.back))
         self.push_keys = list(range(first, first + len(case.out)))
         self.pull_keys = list(range(first, first + len(case.back)))
         self.sent = number(self.push[0])
         # What answers a lone push is that it ends.
-        self.got = [number(t) for t in self.pull] or [self.sent]
+        numbered = case.device == "cpu" or case.op == "push_pull"
+        self.got = [number(t) for t in self.pull if numbered] or [self.sent]
 
     def post(self) -> int:
         """Starts an exchange."""
@@ -200,7 +236,7 @@ class WorkerPart(Part):
         self.case = case
         self.lanes = [
             [
-                Lane(node, case, stage, place.servers, place.rank)
+                Lane(node, case, stage, place, self.device(case))
                 for node, place in zip(self.nodes, self.places, strict=True)
             ]
             for stage in range(case.stages)
@@ -309,7 +345,11 @@ class ServerPart(Part):
         self.case = case
         self.answers = [
             # One that echoes needs none.
-            [torch.empty(n, dtype=torch.uint8) for n in case.back if case.op == "pull"]
+            [
+                torch.empty(n, dtype=torch.uint8, device=self.device(case))
+                for n in case.back
+                if case.op == "pull"
+            ]
             for _ in range(case.stages)
         ]
         self.stamps = [[number(t) for t in answer] for answer in self.answers]
@@ -336,6 +376,7 @@ class ServerPart(Part):
         get_batch, respond = self.nodes[0].get_batch, self.nodes[0].respond
         echo, pull, stages = self.case.op == "push_pull", self.case.op == "pull", self.case.stages
         first, least = self.sequence + 1, self.at_least
+        numbered = self.case.device == "cpu"
         for i in range(first, first + count):
             batch = get_batch(TIMEOUT_MS, least)
             if not batch:
@@ -345,14 +386,16 @@ class ServerPart(Part):
                     respond(tensors, handler)
             elif pull:
                 stage = (i - first) % stages
-                for stamp in self.stamps[stage]:
-                    stamp.value = i
+                if numbered:
+                    for stamp in self.stamps[stage]:
+                        stamp.value = i
                 answer = self.answers[stage]
                 for handler, _, _ in batch:
                     respond(answer, handler)
             else:
                 for handler, tensors, _ in batch:
-                    self.check_number(tensors, i)
+                    if numbered:
+                        self.check_number(tensors, i)
                     respond([], handler)
         self.sequence += count
 

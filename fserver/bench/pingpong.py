@@ -23,7 +23,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     facts = report.begin(options, cores)
     table, rows = report.Table(), []
     print(table.header(), flush=True)
-    planned = cases(options.sizes, options.ops)
+    planned = cases(options.sizes, options.ops, options.device)
     with report.Progress(len(planned) * options.rounds, "pingpong") as bar:
         for row in run(options, planned, cores, nodes, bar):
             bar.print(table.line(row))
@@ -42,7 +42,7 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Measures the cases between two processes of this host, and gives each row when it is done.
     `host`: the address of this host that they use."""
-    with pair(nodes, options.transport, cores, host) as crew:
+    with pair(nodes, options.transport, cores, host, device=planned[0].device) as crew:
         yield from measure(crew, options, planned, cores, bar, host)
 
 
@@ -56,10 +56,14 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """The same with a pair that is there, in turn with the baseline of what connects it."""
     with contextlib.ExitStack() as stack:
+        player = CrewPlayer(crew)
+        if planned[0].device == "gpu":  # how that travels is known when it has
+            player.prepare(planned[0])
+            player.check(0)
         transport = "+".join(crew.workers("links")[0])
         way = baseline_of(transport)
-        raw, says = open_baseline(stack, options, way, cores, host)
-        player = CrewPlayer(crew)
+        where = "{},{}".format(*crew.gpus) if way == "raw gpu" else host
+        raw, says = open_baseline(stack, options, way, cores, where)
         for case in planned:
             out, back = sum(case.out), sum(case.back)
             player.prepare(case)
@@ -74,11 +78,17 @@ def measure(
             )
 
 
-def cases(sizes: list[int], ops: list[str]) -> list[Case]:
+def cases(sizes: list[int], ops: list[str], device: str = "cpu") -> list[Case]:
     """Every size with every op, each under a key of its own."""
     shapes = [(op, size) for size in sizes for op in ops]
     return [
-        Case(op, (SMALL if op == "pull" else size,), () if op == "push" else (size,), key)
+        Case(
+            op,
+            (SMALL if op == "pull" else size,),
+            () if op == "push" else (size,),
+            key,
+            device=device,
+        )
         for key, (op, size) in enumerate(shapes)
     ]
 
@@ -88,12 +98,20 @@ def _parser() -> argparse.ArgumentParser:
         "pingpong",
         "Times push_pull and wait between a worker and a server, two processes on a core each, "
         "and in turn with them the same bytes between two spinning processes in C on the same "
-        "cores: raw TCP, or for cma process_vm_writev and a flag in shared memory (the columns "
-        "raw). Figures are medians over the rounds; GB/s counts the bytes of both directions; the "
-        "ratio is p50 over raw p50. Every answer's number is checked, and between rounds all "
-        "bytes of an exchange into poisoned memory.",
+        "cores: raw TCP, for cma process_vm_writev and a flag in shared memory, for cudaipc the "
+        "copy engine and a flag in host memory (the columns raw). Figures are medians over the "
+        "rounds; GB/s counts the bytes of both directions; the ratio is p50 over raw p50. Every "
+        "answer's number is checked, and between rounds all bytes of an exchange into poisoned "
+        "memory. With tensors on GPUs the numbers of push and pull are checked between rounds "
+        "alone.",
         seconds=(0.2, "about so long a round of each"),
         rounds=7,
+    )
+    made.add_argument(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="where tensors are; gpu: the worker's on the first, the server's on the last",
     )
     made.add_argument(
         "--sizes", type=sizes, default=SIZES, metavar="LIST", help=f"bytes (default {SIZES})"

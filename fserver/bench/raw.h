@@ -84,7 +84,7 @@ static void reserve(struct buffer *b, size_t size) {
   b->size = size;
 }
 
-static void stamp(char *data, uint64_t size, uint64_t i) {
+static inline void stamp(char *data, uint64_t size, uint64_t i) {
   if (size >= sizeof i)
     memcpy(data, &i, sizeof i);
 }

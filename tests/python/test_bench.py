@@ -387,10 +387,22 @@ def cpu_ticks(pid: int) -> int:
     return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
 
 
+@pytest.fixture
+def way(request, tmp_path, monkeypatch):
+    """A raw baseline, and where it is; that of GPUs over a driver that has none."""
+    if request.param != "raw gpu":
+        return request.param, None
+    source = Path(__file__).with_name("fakecuda.c")
+    command = [os.environ.get("CC", "cc"), "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([*command, "-o", tmp_path / "libcuda.so.1", source], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    return request.param, "0,1"
+
+
 @needs_compiler
-@pytest.mark.parametrize("way", baseline.WAYS)
+@pytest.mark.parametrize("way", baseline.WAYS, indirect=True)
 def test_baseline(way):
-    with baseline.Baseline(way, None) as raw_echo:
+    with baseline.Baseline(way[0], None, way[1]) as raw_echo:
         raw_echo.prepare(4096, 64)
         figures = raw_echo.measure(10, 200)
         assert figures["iters"] == 200
@@ -412,9 +424,30 @@ def test_baseline(way):
 
 
 @needs_compiler
-@pytest.mark.parametrize("way", baseline.WAYS)
+@pytest.mark.parametrize("way", ["raw gpu"], indirect=True)
+def test_baseline_between_gpus_says_what_is_wrong(way, monkeypatch):
+    with baseline.Baseline(way[0], None, "0,2") as raw_echo:
+        raw_echo.prepare(64, 64)
+        with pytest.raises(BenchError, match="rawgpu: there is no GPU 2"):
+            raw_echo.measure(0, 1)
+    monkeypatch.setenv("FAKECUDA_LOSE", "1")
+    with baseline.Baseline(way[0], None, way[1]) as raw_echo:
+        raw_echo.prepare(64, 64)
+        with pytest.raises(BenchError, match="rawgpu: iteration 6: got the data of 0"):
+            raw_echo.measure(0, 5)
+
+
+def test_gpus_that_are_not_there(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert bench.main(["pingpong", "--device", "gpu", "--sizes", "64", "--no-baseline"]) == 1
+    assert "STEPMESH_BACKEND=GPU" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", baseline.WAYS, indirect=True)
 def test_baseline_ends_when_its_server_dies(way):
-    with baseline.Baseline(way, None) as raw_echo:
+    with baseline.Baseline(way[0], None, way[1]) as raw_echo:
         raw_echo.prepare(64, 64)
         raw_echo.measure(0, 5)
         (server_pid,) = children(raw_echo._process.pid)
@@ -657,7 +690,7 @@ def test_ipc(tmp_path):
         assert row["skipped"] or row["p50_us"] > 0
     rows = {row["transport"]: row for row in all_rows}
     assert list(rows) == ["tcp", "cma", "raw tcp", "raw cma", "raw shm"]
-    for way in baseline.WAYS:
+    for way in baseline.HOST_WAYS:
         assert rows[way]["p50_us"] > 0 and rows[way]["ratio"] is None
     for transport, way in baseline.OF_TRANSPORT.items():
         row = rows[transport]
