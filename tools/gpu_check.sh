@@ -16,7 +16,7 @@
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
 #
-# af needs the archive alone, and 2 or 4 GPUs: tools/gpu_af.py, all of it, within 6 minutes (it takes
+# af needs the archive alone, and 2 or 4 GPUs: fserver bench graph, all of it, within 6 minutes (it takes
 # about 4). It leaves one file, af.tgz. QUICK=1 for fewer exchanges and rounds.
 #
 # ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
@@ -197,7 +197,7 @@ channel() {
 af_step() {
   local work=$1 limit=$2
   shift 2
-  step "af-$work" within "$limit" "$PYTHON" tools/gpu_af.py "$work" --json "$OUT/$work.json" "$@"
+  step "af-$work" within "$limit" "$PYTHON" -m fserver bench graph "$work" --json "$OUT/$work.json" "$@"
   grep -hE '^(FAIL .*)?work=' "$OUT/af-$work.txt"
 }
 

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "ipc": "all ways inside a host side by side: tcp, cma, and what is raw",
     "matrix": "local, remote and joint; push, pull and push_pull; cpu and gpu",
     "af": "the layers of a large model: round trip, its stages, tokens per second",
+    "graph": "channels in CUDA graphs in the shape of a model; GEMMs beside them; memory",
     "fanin": "one server and 1 to 40 worker groups, or idle groups beside a busy one",
     "verify": "random shapes, types and counts, compared byte by byte",
     "soak": "resident memory over many push_pulls",

@@ -750,6 +750,23 @@ def test_af(tmp_path, capsys):
     assert sum(row["parts_us"].values()) < 3 * row["p99_us"]
 
 
+def test_graph(tmp_path):
+    """On the CPU: the program, not the speed."""
+    path = tmp_path / "rows.json"
+    argv = ["--dry", "--shape", "1x1", "--layers", "2", "--stages", "2", "--rows", "2"]
+    argv += ["--width", "64", "--replays", "3", "--modes", "ce"]
+    assert bench.main(["graph", "af", *argv, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["wrong"] == 0 and row["micro_batch_us"] > 0
+
+
+def test_graph_wants_gpus(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert bench.main(["graph", "af"]) == 1
+    assert "0 GPUs, and 2 are needed" in capsys.readouterr().err
+
+
 def test_fanin(tmp_path, capsys):
     path = tmp_path / "rows.json"
     argv = ["--groups", "1,3,5", "--processes", "2", "--rounds", "1", "--iters", "20"]

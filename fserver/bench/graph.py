@@ -1,7 +1,5 @@
 """Stream channels in the shape of a disaggregated model, one process per GPU, by the public API.
 
-    python tools/gpu_af.py af|overlap|memory|zero-sm [--json FILE] [--shape 2x2] [--dry] ...
-
 A workers (attention) and F servers (FFN): in each of the layers, for each of the stages (micro-
 batches, each with a channel of its own), a worker sends int8 [rows, width] to every server, and
 gets bf16 [rows, width] from each, with a light kernel in between on both sides. A graph on each
@@ -32,7 +30,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -42,12 +39,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
 
-import torch  # noqa: E402
+import fserver
 
-import fserver  # noqa: E402
-from fserver.bench.report import percentile  # noqa: E402
+from .errors import BenchError
+from .report import percentile
 
 START_S = 60.0  # torch, and a context
 WIRE = 395e9  # bytes per second of the copy engine between two H200
@@ -729,10 +726,14 @@ def _shape(text: str) -> tuple[int, int]:
     return int(a), int(b)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
+    """Runs the benchmark; returns the exit status."""
     first, rest = (__doc__ or "").split("\n", 1)
     parser = argparse.ArgumentParser(
-        description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="fserver bench graph",
+        description=first,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("work", choices=["af", "overlap", "memory", "zero-sm"])
     parser.add_argument("--json", help="file for the results")
@@ -747,8 +748,7 @@ def main(argv: list[str] | None = None) -> int:
         args.shape = (1, 1)
     args.shape = args.shape or ((2, 2) if args.dry or gpus >= 4 else (1, 1))
     if not args.dry and gpus < sum(args.shape):
-        print(f"FAIL gpu_af: {gpus} GPUs, and {sum(args.shape)} are needed (--dry needs none)")
-        return 2
+        raise BenchError(f"{gpus} GPUs, and {sum(args.shape)} are needed (--dry needs none)")
     options: dict[str, Any] = {"shape": (args.layers, args.stages, args.rows, args.width)}
     mine = [name for name, (_, text) in OPTIONS.items() if text.startswith(f"{args.work}: ")]
     options.update({name: getattr(args, name) for name in mine})
@@ -780,7 +780,3 @@ def main(argv: list[str] | None = None) -> int:
     if crew:
         crew.close()
     return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
