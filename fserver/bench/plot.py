@@ -76,7 +76,7 @@ def _matrix(figure: Any, rows: Rows) -> None:
     )
     panels = figure.subplots(1, len(by_size), squeeze=False)[0]
     for axes, ((size,), some) in zip(panels, by_size.items(), strict=True):
-        names = [f"{row['place']}\n{row['op']}" for row in some]
+        names = [f"{row['place']}\n{row['op']}\n{row['device']}" for row in some]
         axes.bar(names, [row["p50_us"] for row in some], label="fserver")
         raw = [(n, row["baseline_p50_us"]) for n, row in zip(names, some, strict=True)]
         raw = [(name, us) for name, us in raw if us]
