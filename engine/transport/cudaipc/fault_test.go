@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/cshim/cuda"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/cudaipc/fakegpu"
@@ -91,6 +92,49 @@ func holds(t *testing.T, g *fakegpu.GPU, r mem.Region, fill byte) {
 	b := make([]byte, r.Len)
 	require.NoError(t, fakegpu.Memory{G: g}.Load(b, r.Span()))
 	require.Equal(t, bytes.Repeat([]byte{fill}, int(r.Len)), b)
+}
+
+// slow is a Device whose driver takes its time.
+type slow struct {
+	Device
+	in, out chan struct{}
+}
+
+func (s slow) Enqueue(st cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, value uint64) error {
+	s.in <- struct{}{}
+	<-s.out
+	return s.Device.Enqueue(st, e, copies, flag, value)
+}
+
+// TestPollBesidePost: who polls does not wait for a Post that is in the driver.
+func TestPollBesidePost(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	_, err = a.c.Post(write(k, src, transport.Point{}))
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+
+	d := slow{a.f.o.Device, make(chan struct{}), make(chan struct{})}
+	a.f.o.Device = d
+	posted := make(chan error)
+	go func() {
+		_, err := a.c.Post(write(k, src, transport.Point{}))
+		posted <- err
+	}()
+	<-d.in
+	var ev [1]transport.Event
+	n, err := a.f.Poll(ev[:])
+	require.NoError(t, err)
+	require.Zero(t, n)
+	close(d.out)
+	require.NoError(t, <-posted)
+	a.f.o.Device = d.Device
+	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
+	holds(t, g, dst, 5)
+	require.NoError(t, b.f.Deregister(k))
 }
 
 // TestMappingFails: what cannot be mapped is staged.
