@@ -10,8 +10,9 @@
 # each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
 #
 # bench needs what eager needs. It times others' ways between two GPUs, ours, and others' again, and
-# prints a table of ours beside theirs, in about 4 minutes: ROUNDS as above, RUNS of 20 round trips
-# through a channel (default 500). All that it leaves is one file, bench.tgz.
+# prints a table of ours beside theirs, and what `fserver bench` says of GPUs, in about 3 minutes:
+# ROUNDS as above, RUNS of 20 round trips through a channel (default 500). All that it leaves is one
+# file, bench.tgz.
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
@@ -165,6 +166,10 @@ bench_steps() {
     --runs "${RUNS:-500}" "${raw[@]}"
   step bench-eager round_trips 1
   step baselines-2 baselines 2
+  step bench-pingpong within 60 "$PYTHON" -m fserver bench pingpong --device gpu --transport auto \
+    --sizes 4K,896K,64M --rounds 5 --json "$OUT/pingpong.json"
+  step bench-matrix within 90 "$PYTHON" -m fserver bench matrix --sizes 4K,1M --rounds 3 --json "$OUT/matrix.json"
+  cat "$OUT/bench-pingpong.txt" "$OUT/bench-matrix.txt"
   step table "$PYTHON" tools/gpu_table.py "$OUT"
   cat "$OUT/table.txt"
 }

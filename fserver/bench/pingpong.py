@@ -111,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         choices=("cpu", "gpu"),
         default="cpu",
-        help="where tensors are; gpu: the worker's on the first, the server's on the last",
+        help="where tensors are; gpu: the worker's on the first, the server's on the last (with "
+        "--transport auto the copy engine moves them)",
     )
     made.add_argument(
         "--sizes", type=sizes, default=SIZES, metavar="LIST", help=f"bytes (default {SIZES})"
