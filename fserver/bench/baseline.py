@@ -24,16 +24,15 @@ WAYS = {
 }
 
 # Those whose bytes are in host memory.
-HOST_WAYS = ("raw tcp", "raw cma", "raw shm")
+HOST_WAYS = [way for way in WAYS if way != "raw gpu"]
 
-# What does the same as a transport of fserver, without it; for tensors in host memory.
-OF_TRANSPORT = {"tcp": "raw tcp", "cma": "raw cma"}
+# What does the same as a transport of fserver, without it.
+OF_TRANSPORT = {"tcp": "raw tcp", "cma": "raw cma", "cudaipc": "raw gpu"}
 
 
 def baseline_of(transport: str) -> str | None:
     """The baseline of a link, as Node.links() names it: "cma/staged" has that of "cma"."""
-    of_all = {**OF_TRANSPORT, "cudaipc": "raw gpu"}
-    return of_all.get(transport.partition("/")[0])
+    return OF_TRANSPORT.get(transport.partition("/")[0])
 
 
 class Baseline:

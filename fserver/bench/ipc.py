@@ -16,6 +16,7 @@ from .turns import CrewPlayer, Player, take_turns
 SIZES = "64,512,4K,32K,256K,1M,4M,16M,64M"
 SHARED_SIZES = "64K,1792K,16M"
 SHARED = "cma shared"
+TRANSPORTS = ("tcp", "cma")  # that take tensors in host memory
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
@@ -25,7 +26,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     facts = report.begin(options, cores)
     table, rows = report.Table(), []
     print(table.header(), flush=True)
-    chosen = list(OF_TRANSPORT) if options.transport == "auto" else [options.transport]
+    chosen = list(TRANSPORTS) if options.transport == "auto" else [options.transport]
     with contextlib.ExitStack() as stack:
         lends = "cma" in chosen
         steps = len(options.sizes) + lends * len(options.shared_sizes)

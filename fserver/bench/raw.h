@@ -31,12 +31,24 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
+
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() ((void)0)
+#endif
+
+#define LINE 64 /* bytes that two cores contend for */
 
 #define MAX_BYTES (UINT64_C(1) << 32)
 #define MAX_ITERS (UINT64_C(1) << 26)
@@ -155,4 +167,35 @@ static pid_t split(void) {
       exit(1);
   }
   return child;
+}
+
+/* What two processes with shared memory need: flags to spin on during a round,
+ * and a socket to block on between rounds. */
+
+static inline void spin(_Atomic uint64_t *flag, uint64_t want) {
+  while (atomic_load_explicit(flag, memory_order_acquire) < want) {
+    if (yielding)
+      sched_yield();
+    else
+      PAUSE();
+  }
+}
+
+static inline void tell(int fd, const void *data, size_t size) {
+  if (send(fd, data, size, MSG_NOSIGNAL) != (ssize_t)size)
+    die("the peer is gone");
+}
+
+/* Returns 0 at the end of the connection. */
+static inline int hear(int fd, void *data, size_t size) {
+  ssize_t n = recv(fd, data, size, MSG_WAITALL);
+  if (n != 0 && n != (ssize_t)size)
+    die("receive: %s", n < 0 ? strerror(errno) : "the peer closed early");
+  return n != 0;
+}
+
+/* The server has failed, and said why. */
+static inline void on_child(int sig) {
+  (void)sig;
+  _exit(1);
 }

@@ -13,20 +13,9 @@
 #define _GNU_SOURCE
 #define NAME "rawcma"
 #include "raw.h"
-#include <stdatomic.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
 
-#if defined(__x86_64__) || defined(__i386__)
-#define PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define PAUSE() __asm__ volatile("yield")
-#else
-#define PAUSE() ((void)0)
-#endif
-
-#define LINE 64
 #define ALIGN 4096
 
 /* Mapped by both. Each flag counts the messages that its side may read, and has
@@ -49,28 +38,6 @@ struct side {
   size_t mapped;
   char *in, *peer;
 };
-
-static void spin(_Atomic uint64_t *flag, uint64_t want) {
-  while (atomic_load_explicit(flag, memory_order_acquire) < want) {
-    if (yielding)
-      sched_yield();
-    else
-      PAUSE();
-  }
-}
-
-static void tell(int fd, const void *data, size_t size) {
-  if (send(fd, data, size, MSG_NOSIGNAL) != (ssize_t)size)
-    die("the peer is gone");
-}
-
-/* Returns 0 at the end of the connection. */
-static int hear(int fd, void *data, size_t size) {
-  ssize_t n = recv(fd, data, size, MSG_WAITALL);
-  if (n != 0 && n != (ssize_t)size)
-    die("receive: %s", n < 0 ? strerror(errno) : "the peer closed early");
-  return n != 0;
-}
 
 /* Moves size bytes to the peer. */
 static void copy(struct side *s, char *data, size_t size) {
@@ -167,12 +134,6 @@ static void play(struct side *s) {
     }
     answer(ns, n);
   }
-}
-
-/* The server has failed, and said why. */
-static void on_child(int sig) {
-  (void)sig;
-  _exit(1);
 }
 
 int main(int argc, char **argv) {

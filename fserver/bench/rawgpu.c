@@ -15,9 +15,7 @@
 #define NAME "rawgpu"
 #include "raw.h"
 #include <dlfcn.h>
-#include <stdatomic.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 
 typedef unsigned long long address;
 typedef struct {
@@ -64,7 +62,6 @@ static struct {
     }                                                                          \
   } while (0)
 
-#define LINE 64
 #define PAGE 4096
 
 /* Mapped by both, and pinned. Each flag counts the messages that are with its
@@ -83,26 +80,6 @@ struct side {
   void *stream;
   address ours, in, peer, flag;
 };
-
-static void spin(_Atomic uint64_t *flag, uint64_t want) {
-  while (atomic_load_explicit(flag, memory_order_acquire) < want) {
-    if (yielding)
-      sched_yield();
-  }
-}
-
-static void tell(int fd, const void *data, size_t size) {
-  if (send(fd, data, size, MSG_NOSIGNAL) != (ssize_t)size)
-    die("the peer is gone");
-}
-
-/* Returns 0 at the end of the connection. */
-static int hear(int fd, void *data, size_t size) {
-  ssize_t n = recv(fd, data, size, MSG_WAITALL);
-  if (n != 0 && n != (ssize_t)size)
-    die("receive: %s", n < 0 ? strerror(errno) : "the peer closed early");
-  return n != 0;
-}
 
 static void open_driver(void) {
   void *library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -216,12 +193,6 @@ static void play(struct side *s) {
     finish(s);
     answer(ns, n);
   }
-}
-
-/* The server has failed, and said why. */
-static void on_child(int sig) {
-  (void)sig;
-  _exit(1);
 }
 
 int main(int argc, char **argv) {
