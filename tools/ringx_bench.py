@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fserver.errors import ConfigError
 from fserver.ringx import api, kernels, positions, schedules
 from fserver.ringx.api import ALGORITHMS, Algorithm
+from fserver.ringx.combine import Parts
 from fserver.ringx.kernels import Given, Pair, Triple, accumulator
 from fserver.ringx.schedules import Job, Ranks
 
@@ -128,30 +129,32 @@ def _pass_on(ranks: Ranks, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
 def ring_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: schedules.Blocks) -> Pair:
     """Ring attention: keys go round while the rank works on those it has."""
     ranks, kv = job.ranks, schedules._pack(k, v)
+    answers = Parts(q.shape[1], accumulator(q.dtype), schedules.FASTEST)
     for step in range(ranks.size):
         if step + 1 < ranks.size:
             coming, works = _pass_on(ranks, kv)
         if step == 0:
-            out, lse = schedules._own_forward(job, q, k, v, blocks)
+            schedules._own_forward(job, answers, q, k, v, blocks)
         else:
             owner = (ranks.rank - step) % ranks.size
             block = blocks(ranks.rank, owner, q.shape[1], k.shape[1])
-            schedules._more_keys(job, out, lse, q, kv, block)
+            schedules._more_keys(job, answers, q, kv, block)
         if step + 1 < ranks.size:
             for work in works:
                 work.wait()
             kv = coming
-    return out, lse
+    return schedules._answer(job, answers)
 
 
 def ring_backward(job: Job, given: Given, *, blocks: schedules.Blocks) -> Triple:
     """Keys go round, and behind them their gradients, which end at home."""
     ranks, kv = job.ranks, schedules._pack(given.k, given.v)
-    dq, *own = schedules._own_backward(job, given, blocks)
+    dq = Parts(given.q.shape[1], accumulator(given.q.dtype), schedules.FASTEST)
+    own = schedules._own_backward(job, dq, given, blocks)
     dkv = torch.zeros(kv.shape, dtype=job.reduce_dtype, device=kv.device)
     schedules._put(dkv, slice(0, kv.shape[0]), *own)
     if ranks.size == 1:
-        return dq, *schedules._unpack(dkv)
+        return dq.result(given.q.dtype)[0], *schedules._unpack(dkv)
     kv, works = _pass_on(ranks, kv)
     dkv, grads = _pass_on(ranks, dkv)
     for step in range(1, ranks.size):
@@ -171,7 +174,7 @@ def ring_backward(job: Job, given: Given, *, blocks: schedules.Blocks) -> Triple
         dkv, grads = _pass_on(ranks, dkv)
     for work in grads:
         work.wait()
-    return dq, *schedules._unpack(dkv)
+    return dq.result(given.q.dtype)[0], *schedules._unpack(dkv)
 
 
 def ring(causal: bool) -> Attend:
@@ -187,7 +190,7 @@ def ring(causal: bool) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ranks = Ranks(dist.group.WORLD)
         lengths = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
-        job = Job(ranks, q.shape[-1] ** -0.5, *lengths, accumulator(q.dtype))
+        job = Job(ranks, q.shape[-1] ** -0.5, *lengths, accumulator(q.dtype), q.dtype)
         return api._Attention.apply(q, k, v, None, how, job)[0]
 
     return attend

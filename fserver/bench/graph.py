@@ -6,10 +6,11 @@ gets bf16 [rows, width] from each, with a light kernel in between on both sides.
 side holds all layers and stages, and is replayed.
 
 af       time of a micro-batch, which is that of a graph divided by layers x stages, and how the
-         whole (a token) spreads; data is checked. `one` has all stages on one stream, `each` has
-         a branch of the graph for each stage.
+         whole (a token) spreads; data is checked. Streams: `two` has one for what is sent and one
+         for all else, `one` has all on one stream, `each` has a branch of the graph for each stage.
 overlap  by how much a loop of GEMMs and that traffic slow each other, with and without the kernels
-         of the model in the traffic.
+         of the model in the traffic. `none` has no traffic: what the measurement itself shows;
+         `plain` has the copies of `ce` alone, as many in a second, and nobody waits for one.
 memory   of the processes and GPUs before and after many exchanges.
 zero-sm  what runs on the GPU in round trips of push_pull and of channels, by torch.profiler; `sm`
          has kernels and shows that they are seen.
@@ -23,12 +24,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import faulthandler
 import json
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import subprocess
 import tempfile
 import time
@@ -40,6 +43,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 import fserver
 
@@ -51,6 +55,7 @@ WIRE = 395e9  # bytes per second of the copy engine between two H200
 POISON = 0x5A5A5A5A
 HOST = ("VmRSS", "RssAnon")
 KINDS = ("eager", "ce", "ce graph", "sm")
+STREAMS = ("two", "one", "each")
 # Options: default and help. What begins with a work is for that alone.
 OPTIONS: dict[str, tuple[Any, str]] = {
     "layers": (61, "of the model"),
@@ -171,7 +176,7 @@ class Traffic:
         mode: of the channels.
         shape: layers, stages, rows, width.
         compute: have the kernels in between.
-        each: a stream for each stage.
+        streams: one of STREAMS.
     """
 
     def __init__(
@@ -181,13 +186,15 @@ class Traffic:
         mode: str,
         shape: tuple[int, ...],
         compute: bool = True,
-        each: bool = False,
+        streams: str = "one",
     ) -> None:
         self.side, self.compute = side, compute
         self.layers, self.stages, rows, width = shape
         self.per = self.layers * self.stages
         self.main = side.stream(-1)
-        self.branches = [side.stream(-1) for _ in range(self.stages)] if each else []
+        branches = {"one": 0, "two": 1, "each": self.stages}[streams]
+        self.branches = [side.stream(-1) for _ in range(branches)]
+        self.apart = self.branches[0] if streams == "two" else None  # for what is sent
         self.channels: list[Any] = []
         self.out: list[torch.Tensor] = []
         self.incoming: list[torch.Tensor] = []
@@ -244,7 +251,12 @@ class Traffic:
         else:
             i, j = (layer - 1) % len(came), layer % len(came)
             torch.add(came[i, 0], came[j, 1], alpha=-2, out=out)
-        if talk:
+        if talk and self.apart:
+            # Who has the message has read the tensor: nothing waits for this stream.
+            self.apart.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.apart):
+                channel.send()
+        elif talk:
             channel.send()
 
     def _layers(self, stages: range, talk: bool) -> None:
@@ -259,10 +271,15 @@ class Traffic:
         """All layers; without talk only what is in between."""
         if self.compute:
             self.turn.add_(1)
-        if not self.branches:
+        if self.side.dry or not self.branches:
             self._layers(range(self.stages), talk)
             return
         main = torch.cuda.current_stream()
+        if self.apart:
+            self.apart.wait_stream(main)
+            self._layers(range(self.stages), talk)
+            main.wait_stream(self.apart)
+            return
         for stage, stream in enumerate(self.branches):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
@@ -279,7 +296,8 @@ class Traffic:
                 self.wrong()
             self.side.sync()
             self.side.barrier()
-            self.body()
+            if not self.apart:  # out of a graph a channel is used on one stream
+                self.body()
             self.side.sync()
             self.check()
             self.side.barrier()
@@ -354,11 +372,11 @@ class Traffic:
 
 
 def af(
-    side: Side, mode: str, each: bool, shape: tuple[int, ...], replays: int, parts: int
+    side: Side, mode: str, streams: str, shape: tuple[int, ...], replays: int, parts: int
 ) -> dict[str, Any]:
     """Times replays in so many parts, each of which begins with a checked one."""
     with side.node() as own:
-        t = Traffic(side, own, mode, shape, each=each)
+        t = Traffic(side, own, mode, shape, streams=streams)
         t.capture()
         wrong, took = t.checked(), []
         t.timed(min(20, replays))
@@ -375,6 +393,98 @@ def af(
             end = side.mark()
         t.close()
     return {"took_ms": took, "wrong": wrong, "kernels_us": 1e3 * begin.elapsed_time(end) / t.per}
+
+
+class Plain:
+    """Copies to all peers, and pauses, as a graph of the same length as that of Traffic over `ce`:
+    what copies cost that nobody waits for. With a pace of 0 there are no copies.
+
+    Args:
+        side: the process.
+        shape: layers, stages, rows, width.
+        pace_us: of the copies of a micro-batch and the pause after it.
+    """
+
+    def __init__(self, side: Side, shape: tuple[int, ...], pace_us: float) -> None:
+        self.side, self.main = side, side.stream(-1)
+        layers, stages, rows, width = shape
+        dtype = torch.int8 if side.is_worker else torch.bfloat16
+        theirs = torch.bfloat16 if side.is_worker else torch.int8
+        peers = range(side.workers, side.workers + side.servers)
+        if not side.is_worker:
+            peers = range(side.workers)
+        self.out = torch.zeros(rows, width, dtype=dtype, device=side.device)
+        self.incoming = [
+            torch.zeros(rows, width, dtype=theirs, device=side.device) for _ in peers
+        ]  # one for each peer
+        side.sync()
+        port = side.scheduler.rpartition(":")[2]
+        shared = [reduce_tensor(t) for t in self.incoming]
+        folder = Path(tempfile.gettempdir())
+        mine = folder / f"fserver-plain-{port}-{side.index}"
+        mine.write_bytes(pickle.dumps(shared))
+        side.barrier()
+        self.peers = []
+        for peer in peers:
+            theirs = pickle.loads((folder / f"fserver-plain-{port}-{peer}").read_bytes())
+            make, given = theirs[side.rank]
+            self.peers.append(make(*given))
+        side.barrier()
+        mine.unlink()
+        for to in self.peers:  # torch enables peer access
+            to.copy_(self.out)
+        side.sync()
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.pause = self._cycles(pace_us)
+
+        def body() -> None:
+            for _ in range(layers * stages):
+                if pace_us:
+                    self._copies()
+                torch.cuda._sleep(self.pause)
+
+        with side.on(self.main):
+            self.replay = side.captured(body, self.main)
+
+    def _copies(self) -> None:
+        """One to each peer. torch's own would wait for a stream of the peer's GPU."""
+        for to in self.peers:
+            rc = self.driver.cuMemcpyAsync(
+                ctypes.c_uint64(to.data_ptr()),
+                ctypes.c_uint64(self.out.data_ptr()),
+                ctypes.c_size_t(self.out.nbytes),
+                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            )
+            if rc:
+                raise RuntimeError(f"cuMemcpyAsync: error {rc}")
+
+    def _cycles(self, pace_us: float) -> int:
+        """Of the pause that fills the pace, or of 30 us."""
+        with self.side.on(self.main):
+            moments = []
+            for _ in range(2):  # the first time is of loading
+                moments = [self.side.mark()]
+                for _ in range(50):
+                    self._copies()
+                moments.append(self.side.mark())
+                torch.cuda._sleep(10**6)
+                moments.append(self.side.mark())
+        self.side.sync()
+        copies = 1e3 * moments[0].elapsed_time(moments[1]) / 50
+        million = 1e3 * moments[1].elapsed_time(moments[2])
+        return max(1, int(1e6 * ((pace_us - copies) if pace_us else 30) / million))
+
+    run, timed = Traffic.run, Traffic.timed
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.side.sync()
+        self.side.barrier()
+        self.replay = lambda: None
+        self.peers.clear()
+        self.side.barrier()
 
 
 def overlap(
@@ -400,8 +510,17 @@ def overlap(
 
     rows = []
     with side.node() as own:
-        t = Traffic(side, own, mode, shape, compute=compute)
-        t.capture()
+        pace = 0.0
+        if mode in ("none", "plain"):
+            if mode == "plain":
+                like = Traffic(side, own, "ce", shape, compute=compute)
+                like.capture()
+                pace = 1e3 * max(side.share(median(like.timed(5)))) / like.per
+                like.close()
+            t: Any = Plain(side, shape, pace)
+        else:
+            t = Traffic(side, own, mode, shape, compute=compute)
+            t.capture()
         alone(10)
         count = max(2, math.ceil(10 * ms / max(side.share(alone(10)))))
         replay_ms = max(side.share(median(t.timed(5))))
@@ -711,10 +830,12 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
 def _rows(args: argparse.Namespace) -> list[tuple[Callable[..., Any], dict[str, Any], float]]:
     """Function, what differs, and seconds; what is most likely to fail comes last."""
     if args.work == "af":
-        order = [(m, each) for each in (False, True)[: 1 if args.dry else 2] for m in args.modes]
-        return [(af, {"mode": m, "each": each}, 40) for m, each in order]
+        order = [(m, how) for how in (("one",) if args.dry else STREAMS) for m in args.modes]
+        return [(af, {"mode": m, "streams": how}, 40) for m, how in order]
     if args.work == "overlap":
         order = [(m, kernels) for kernels in (False, True) for m in args.modes]
+        if not args.dry:
+            order = [("none", False), ("plain", False), *order]
         return [(overlap, {"mode": m, "compute": kernels}, 60) for m, kernels in order]
     if args.work == "memory":
         return [(memory, {"mode": m}, 2 * args.seconds + 30) for m in args.modes]

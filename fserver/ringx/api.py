@@ -151,7 +151,8 @@ def _run(
         facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype)
     q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
-    job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype)
+    out_dtype = q.dtype if sink is None else accumulator(q.dtype)
+    job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype, out_dtype)
     how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
     # cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
     # those of out and its gradient are: these have to be as q is.

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
+from .combine import Parts
 from .kernels import Given, Pair, Triple, accumulator
 
 
@@ -61,6 +61,7 @@ class Job:
     q_lengths: Sequence[int]  # local, by rank
     k_lengths: Sequence[int]
     reduce_dtype: torch.dtype
+    out_dtype: torch.dtype  # of forward's out, at least: what is added up here has no other
 
 
 # Which of my rows see which of an owner's keys
@@ -98,6 +99,9 @@ def zigzag(rank: int, owner: int, rows: int, keys: int) -> Block | None:
 
 # Pieces of schedules
 
+# How many parts of an answer, or of dq, are kept apart: where keys are gathered there is memory.
+LEAST, FASTEST = 2, 4
+
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack((k.transpose(0, 1), v.transpose(0, 1)), 2)
@@ -111,13 +115,6 @@ def _put(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
     """Writes what these keys got."""
     dkv[keys, :, 0] = dk.transpose(0, 1)
     dkv[keys, :, 1] = dv.transpose(0, 1)
-
-
-def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Takes what more keys gave into out and lse, in place; lse is finite."""
-    weight = torch.sigmoid(new_lse - lse).transpose(1, 2)[..., None]
-    out.lerp_(new_out.to(out.dtype), weight)  # out - weight * (out - new_out)
-    lse.sub_(F.logsigmoid(lse - new_lse))
 
 
 def _in_turn(
@@ -238,13 +235,14 @@ def broadcast_forward(
     """Works on the own block while the first keys travel, then on each owner's."""
     rank = job.ranks.rank
     arrivals = _broadcast_keys(job, k, v, ahead)
-    out, lse = _own_forward(job, q, k, v, blocks)
+    answers = Parts(q.shape[1], accumulator(q.dtype), LEAST)
+    _own_forward(job, answers, q, k, v, blocks)
     for owner, kv in arrivals:
         block = blocks(rank, owner, q.shape[1], kv.shape[0])
         if owner != rank and block is not None:
-            _more_keys(job, out, lse, q, kv, block)
+            _more_keys(job, answers, q, kv, block)
         del kv  # before the next one has to have a place
-    return out, lse
+    return _answer(job, answers)
 
 
 def broadcast_backward(
@@ -255,11 +253,12 @@ def broadcast_backward(
     would wait for the sum."""
     ranks = job.ranks
     arrivals = _broadcast_keys(job, given.k, given.v, ahead)
-    dq = torch.zeros_like(given.q, dtype=accumulator(given.q.dtype))
+    rows = given.q.shape[1]
+    dq = Parts(rows, accumulator(given.q.dtype), LEAST)
     under_way: deque[tuple[Tensor, dist.Work]] = deque()
     for owner, kv in arrivals:
         dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
-        block = blocks(ranks.rank, owner, dq.shape[1], kv.shape[0])
+        block = blocks(ranks.rank, owner, rows, kv.shape[0])
         if block is not None:
             _put(dkv, block.keys, *_more_grads(job, dq, given, kv, block))
         if owner == ranks.rank:
@@ -269,7 +268,7 @@ def broadcast_backward(
         del kv, dkv
         while len(under_way) > (behind if owner + 1 < ranks.size else 0):
             under_way.popleft()[1].wait()
-    return dq, *_unpack(mine)
+    return dq.result(given.q.dtype)[0], *_unpack(mine)
 
 
 # Keys and values travel, all at once: X3
@@ -336,13 +335,14 @@ def gather_forward(
     """Works on the own block while all keys travel, then on the others."""
     plan = planner(job, q.shape[1], k.shape[1], blocks)
     gathered = _gather_keys(job, k, v, plan)
-    out, lse = _own_forward(job, q, k, v, blocks)
+    answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST)
+    _own_forward(job, answers, q, k, v, blocks)
     for index, (kv, here) in enumerate(gathered):
         here.wait()
         for call in plan.calls:
             if call.gathered == index:
-                _more_keys(job, out, lse, q, kv, Block(call.rows, call.keys, False))
-    return out, lse
+                _more_keys(job, answers, q, kv, Block(call.rows, call.keys, False))
+    return _answer(job, answers)
 
 
 def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner) -> Triple:
@@ -350,7 +350,8 @@ def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner)
     k = given.k
     plan = planner(job, given.q.shape[1], k.shape[1], blocks)
     gathered = _gather_keys(job, k, given.v, plan)
-    dq, own_dk, own_dv = _own_backward(job, given, blocks)
+    dq = Parts(given.q.shape[1], accumulator(given.q.dtype), FASTEST)
+    own_dk, own_dv = _own_backward(job, dq, given, blocks)
     shape = (k.shape[1], k.shape[0], 2, *k.shape[2:])
     mine = torch.empty(shape, dtype=job.reduce_dtype, device=k.device)
     under_way = []
@@ -369,7 +370,7 @@ def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner)
         under_way.append((dkv, job.ranks.scatter_sum(mine[part], dkv)))
     for _, done in under_way:
         done.wait()
-    return dq, *_unpack(mine)
+    return dq.result(given.q.dtype)[0], *_unpack(mine)
 
 
 def _zero_between(dkv: Tensor, written: list[slice]) -> None:
@@ -384,32 +385,38 @@ def _zero_between(dkv: Tensor, written: list[slice]) -> None:
 # One block
 
 
-def _own_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> Pair:
+def _answer(job: Job, answers: Parts) -> Pair:
+    out, lse = answers.result(job.out_dtype)
+    assert lse is not None
+    return out, lse
+
+
+def _own_forward(job: Job, answers: Parts, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> None:
     block = blocks(job.ranks.rank, job.ranks.rank, q.shape[1], k.shape[1])
-    out, lse = kernels.forward(q, k, v, block.causal, job.scale)
-    return out.to(lse.dtype), lse
+    answers.add(block.rows, *kernels.forward(q, k, v, block.causal, job.scale))
 
 
-def _own_backward(job: Job, given: Given, blocks: Blocks) -> Triple:
-    """dq, to which the other blocks are added, dk and dv."""
+def _own_backward(job: Job, dq: Parts, given: Given, blocks: Blocks) -> Pair:
+    """Gives dk and dv."""
     rows, keys = given.q.shape[1], given.k.shape[1]
     block = blocks(job.ranks.rank, job.ranks.rank, rows, keys)
-    dq, dk, dv = kernels.backward(given, block.causal, job.scale)
-    return dq.to(accumulator(dq.dtype)), dk, dv
+    own, dk, dv = kernels.backward(given, block.causal, job.scale)
+    dq.add(block.rows, own)
+    return dk, dv
 
 
-def _more_keys(job: Job, out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, block: Block) -> None:
-    """Takes these keys into out and lse."""
+def _more_keys(job: Job, answers: Parts, q: Tensor, kv: Tensor, block: Block) -> None:
+    """Takes in what these keys give."""
     rows, keys, causal = block
     k, v = _unpack(kv[keys])
-    merge(out[:, rows], lse[:, :, rows], *kernels.forward(q[:, rows], k, v, causal, job.scale))
+    answers.add(rows, *kernels.forward(q[:, rows], k, v, causal, job.scale))
 
 
-def _more_grads(job: Job, dq: Tensor, given: Given, kv: Tensor, block: Block) -> Pair:
-    """Adds to dq; gives dk and dv. out and lse are the global ones."""
+def _more_grads(job: Job, dq: Parts, given: Given, kv: Tensor, block: Block) -> Pair:
+    """Gives dk and dv. out and lse are the global ones."""
     rows, keys, causal = block
     dout, q, _, _, out, lse = given
     some = (dout[:, rows], q[:, rows], *_unpack(kv[keys]), out[:, rows], lse[:, :, rows])
     more, dk, dv = kernels.backward(Given(*some), causal, job.scale)
-    dq[:, rows] += more
+    dq.add(rows, more)
     return dk, dv

@@ -197,7 +197,7 @@ def test_functions_of_the_reference(world: World, algorithm: str):
 
 def test_auto_takes_what_moves_least(monkeypatch: pytest.MonkeyPatch):
     def choice(rows: list[int], keys: list[int], causal: bool, heads: int = 8) -> str:
-        job = Job(None, 1.0, rows, keys, torch.float32)
+        job = Job(None, 1.0, rows, keys, torch.float32, torch.float32)
         q, k = (torch.empty(1, n[0], h, 64, dtype=torch.bfloat16, device="meta")
                 for n, h in ((rows, 8), (keys, heads)))  # fmt: skip
         return api._auto(job, q, k, causal)

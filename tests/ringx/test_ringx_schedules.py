@@ -109,7 +109,7 @@ def test_halves_are_the_zigzag_table_by_column(size: int):
     for rank in range(size):
         pairs: dict[str, set[tuple[int, int]]] = {}
         for name, planner in (("owner", schedules.by_owner), ("half", schedules.by_half)):
-            job = schedules.Job(_Place(rank, size), 1.0, (), (), torch.float32)
+            job = schedules.Job(_Place(rank, size), 1.0, (), (), torch.float32, torch.float32)
             plan = planner(job, 2 * half, 2 * half, schedules.zigzag)
             pairs[name] = set()
             for call in plan.calls:

@@ -1,0 +1,117 @@
+"""Parts of an answer made one: torch's way against float64, and Triton's kernel, run by Triton's
+interpreter, against torch's."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fserver.ringx import combine
+from fserver.ringx.combine import Part, Parts
+
+ROWS = 12
+
+
+def part(rows: slice, dtype: torch.dtype, width: int = 24, answer: bool = True) -> Part:
+    """Of 2 x 3 heads, with the heads before the rows in memory, as kernels give them."""
+    n = rows.stop - rows.start
+    value = torch.randn(2, 3, n, width, dtype=torch.float64).to(dtype).transpose(1, 2)
+    kept = torch.float64 if dtype is torch.float64 else torch.float32
+    return Part(rows, value, torch.randn(2, 3, n, dtype=kept) * 40 if answer else None)
+
+
+def parts(*dtypes: torch.dtype, answer: bool = True, width: int = 24) -> list[Part]:
+    where = [slice(0, ROWS), slice(ROWS // 2, ROWS), slice(2, 5), slice(0, ROWS)]
+    return [part(rows, dtype, width, answer) for rows, dtype in zip(where, dtypes, strict=False)]
+
+
+def wanted(some: list[Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """By the definition, over all parts at once."""
+    values, levels = [], []
+    for rows, value, lse in some:
+        all_rows = torch.zeros(2, ROWS, *value.shape[2:], dtype=torch.float64)
+        all_rows[:, rows] = value.double()
+        values.append(all_rows)
+        level = torch.full((2, 3, ROWS), -torch.inf, dtype=torch.float64)
+        level[:, :, rows] = 0 if lse is None else lse.double()
+        levels.append(level)
+    value, level = torch.stack(values), torch.stack(levels)
+    if some[0].lse is None:
+        return value.sum(0), None
+    weights = level.softmax(0).transpose(2, 3)[..., None]
+    return (value * weights).sum(0), level.logsumexp(0)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize("most", [2, 3, 4])
+def test_combine(most, answer):
+    torch.manual_seed(0)
+    some = parts(*[torch.float64] * 4, answer=answer)
+    collected = Parts(ROWS, torch.float64, most)
+    for one in some:
+        collected.add(*one)
+    value, lse = collected.result(torch.float64)
+    want, level = wanted(some)
+    assert value.is_contiguous() and value.shape == (2, ROWS, 3, 24)
+    torch.testing.assert_close(value, want, rtol=1e-13, atol=1e-13)
+    if answer:
+        torch.testing.assert_close(lse, level, rtol=1e-13, atol=1e-13)
+    else:
+        assert lse is None
+
+
+def test_combine_one():
+    one = part(slice(0, ROWS), torch.bfloat16)
+    value, lse = combine.combine([one], ROWS, torch.float32)
+    assert value.is_contiguous() and value.equal(one.value.float()) and lse is one.lse
+
+
+def test_combine_rounds_once():
+    """The sum of bfloat16 parts is that of float32, rounded."""
+    some = parts(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    narrow, _ = combine.combine(some, ROWS, torch.bfloat16)
+    wide, _ = combine.combine(some, ROWS, torch.float32)
+    assert narrow.equal(wide.to(torch.bfloat16))
+
+
+def interpreted() -> None:
+    """In a process whose Triton interprets."""
+    from fserver.ringx import fused
+
+    torch.manual_seed(0)
+    half, single = torch.bfloat16, torch.float32
+    for types in ((half,) * 4, (single, half, half), (single, single), (half, half)):
+        for answer in (True, False):
+            for width in (24, 64):
+                some = parts(*types, answer=answer, width=width)
+                want, level = wanted(some)
+                for dtype in (half, single):
+                    out = torch.full(want.shape, torch.nan, dtype=dtype)
+                    lse = torch.full(level.shape, torch.nan) if answer else None
+                    fused.combine(some, out, lse)
+                    error = 8e-3 if dtype is half else 1e-6  # the interpreter truncates
+                    torch.testing.assert_close(out.double(), want, rtol=error, atol=error)
+                    if answer:
+                        torch.testing.assert_close(lse.double(), level, rtol=1e-6, atol=1e-6)
+    # A row that no part knows is 0 and -inf.
+    out, lse = torch.full((2, ROWS, 3, 24), torch.nan), torch.full((2, 3, ROWS), torch.nan)
+    fused.combine([part(slice(3, ROWS), half), part(slice(5, ROWS), half)], out, lse)
+    assert (out[:, :3] == 0).all() and (lse[:, :, :3] == -torch.inf).all()
+    assert out.isfinite().all() and lse[:, :, 3:].isfinite().all()
+
+
+def test_fused():
+    pytest.importorskip("triton", reason="Triton is not installed, and torch's kernels are used")
+    code = "from test_ringx_combine import interpreted; interpreted()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore:divide by zero:RuntimeWarning", "-c", code],
+        cwd=os.path.dirname(__file__),
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
