@@ -109,6 +109,7 @@ def ringx_attention(
     sink: Tensor | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     return_lse: bool = False,
+    agreed: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of the local rows to the keys of all ranks. Every rank of the group calls it.
 
@@ -126,22 +127,26 @@ def ringx_attention(
             give, as for any weight that all ranks have: the sum over the ranks is the caller's.
         reduce_dtype: of sums over ranks; float64 for float64 tensors in any case.
         return_lse: also give lse, ``[B, H, Sq]``, in float32 or float64. It has no gradient.
+        agreed: do not ask the other ranks, as every call does else: the caller knows that all pass
+            the same arguments and equal lengths, as in a loop whose first call has asked. It saves
+            the CPU a wait, and so a CUDA graph can hold the call. If it is not so, the call may
+            hang or be wrong.
 
     Returns:
         out ``[B, Sq, H, D]`` of q's type; with return_lse (out, lse).
 
     Raises:
         ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
-            raise then, and nothing has been exchanged.
+            raise then, and nothing has been exchanged; with agreed, only this one raises.
     """
-    out, lse = _run(q, k, v, algorithm, causal, scale, group, sink, reduce_dtype)
+    out, lse = _run(q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, agreed=agreed)
     return (out, lse) if return_lse else out
 
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
     group: dist.ProcessGroup | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    problem: Error | None = None,
+    problem: Error | None = None, agreed: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = _ranks(group)
     problem = problem or _problem(q, k, v, algorithm, causal, sink, reduce_dtype)
@@ -149,7 +154,12 @@ def _run(
     if not problem:
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype)
-    q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
+    if not agreed:
+        q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
+    elif problem:
+        raise problem
+    else:
+        q_lengths, k_lengths = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype, out_dtype)

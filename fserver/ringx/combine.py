@@ -28,12 +28,12 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """Collects parts; most of them are kept apart at a time, in `dtype` of what sums are kept in.
+    """Collects parts, which it may write over.
 
     Args:
         rows: how many there are in all. Each is in one part at least.
-        dtype: of sums.
-        most: two need least memory, four least time.
+        dtype: of sums of some of the parts.
+        most: parts that are kept apart at a time; two need least memory, four least time.
     """
 
     def __init__(self, rows: int, dtype: torch.dtype, most: int):
@@ -41,10 +41,10 @@ class Parts:
         self._parts: list[Part] = []
 
     def add(self, rows: slice, value: Tensor, lse: Tensor | None = None) -> None:
-        self._parts.append(Part(rows, value, lse))
         if len(self._parts) == self._most:
             every = slice(0, self._rows)
             self._parts = [Part(every, *combine(self._parts, self._rows, self._dtype))]
+        self._parts.append(Part(rows, value, lse))
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """All of it, ``[B, S, H, D]`` of this type, and lse ``[B, H, S]``."""
@@ -52,41 +52,47 @@ class Parts:
 
 
 def combine(parts: list[Part], rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Gives the sum of the parts as contiguous tensors: the value in `dtype`, lse as it was."""
-    value = parts[0].value
-    if len(parts) == 1 and value.shape[1] == rows:
-        return value.to(dtype).contiguous(), parts[0].lse
-    batch, _, heads, dim = value.shape
-    out = torch.empty(batch, rows, heads, dim, dtype=dtype, device=value.device)
-    if parts[0].lse is None:
-        lse = None
-    else:
-        lse = parts[0].lse.new_full((batch, heads, rows), -torch.inf)
+    """Gives the sum of the parts as contiguous tensors: the value in `dtype`, lse as it was. They
+    may be those of the first part."""
+    _, value, lse = parts[0]
+    batch, length, heads, dim = value.shape
+    whole = length == rows
+    if len(parts) == 1 and whole:
+        return value.to(dtype).contiguous(), lse
+    if not (whole and value.dtype is dtype and value.is_contiguous()):
+        value = torch.empty(batch, rows, heads, dim, dtype=dtype, device=value.device)
+    if lse is not None and not (whole and lse.is_contiguous()):
+        lse = lse.new_empty(batch, heads, rows)
     fused = _fused() if value.is_cuda and dtype is not torch.float64 else None
-    if fused is not None:
-        fused.combine(parts, out, lse)
-    else:
-        _combine(parts, out, lse)
-    return out, lse
+    (fused.combine if fused else _combine)(parts, value, lse)
+    return value, lse
 
 
-def _combine(parts: list[Part], out: Tensor, lse: Tensor | None) -> None:
-    whole = torch.promote_types(out.dtype, torch.float32)
-    total = out if out.dtype is whole else torch.empty_like(out, dtype=whole)
-    total.zero_()
+def _combine(parts: list[Part], value: Tensor, lse: Tensor | None) -> None:
+    """Fills value and lse, which may be those of the first part."""
+    shape, kept = value.shape, torch.promote_types(value.dtype, torch.float32)
+    in_place = value.dtype is kept
+    total = value if in_place else torch.empty(shape, dtype=kept, device=value.device)
+    level = None
     if lse is not None:
-        for part in parts:
-            some = lse[:, :, part.rows]
-            some.copy_(torch.logaddexp(some, part.lse))
-    for part in parts:
-        some = total[:, part.rows]
-        if lse is None:
-            some += part.value
+        level = torch.full_like(lse, -torch.inf)
+        for rows, _, some in parts:
+            level[:, :, rows] = torch.logaddexp(level[:, :, rows], some)
+    for number, (rows, part, some) in enumerate(parts):
+        weighed = part
+        if level is not None:
+            weight = (some - level[:, :, rows]).exp_()
+            weighed = part * weight.transpose(1, 2)[..., None]
+        if number == 0 and part.shape == shape:
+            total.copy_(weighed)
+        elif number == 0:
+            total.zero_()[:, rows] = weighed
         else:
-            weight = (part.lse - lse[:, :, part.rows]).exp_()
-            some.addcmul_(part.value.to(whole), weight.transpose(1, 2)[..., None])
-    if total is not out:
-        out.copy_(total)
+            total[:, rows] += weighed
+    if lse is not None:
+        lse.copy_(level)
+    if not in_place:
+        value.copy_(total)
 
 
 @lru_cache

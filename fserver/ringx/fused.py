@@ -61,7 +61,8 @@ def _kernel(
 
 
 def combine(parts: list[Part], out: Tensor, lse: Tensor | None) -> None:
-    """Fills out ``[B, S, H, D]`` and, for parts that have one, lse ``[B, H, S]``, contiguous."""
+    """Fills out ``[B, S, H, D]`` and, for parts that have one, lse ``[B, H, S]``, contiguous. They
+    may be those of the first part: a program reads its rows before it writes them."""
     batch, length, heads, dim = out.shape
     values, lses, strides, bounds = [], [], [], []
     for part in parts:

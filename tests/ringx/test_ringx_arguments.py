@@ -46,6 +46,7 @@ def refused(me: Rank, calls: list[dict[str, Any]], only: int | None = None) -> l
 
 
 REFUSED = [
+    ({"agreed": True, "q": (1, 4, 0, 8)}, "ShapeError: ringx: q.shape (1, 4, 0, 8), k.shape"),
     ({"algorithm": "X9"}, "ConfigError: ringx: algorithm 'X9': want auto or one of ['X1'"),
     ({"algorithm": "X1"}, "causal=True: its mask is full (use causal=False, or one of ['X2'"),
     ({"causal": False}, "algorithm X3 with causal=False: its mask is causal (use causal=True"),
@@ -164,7 +165,7 @@ def test_gradients_that_there_are_not_are_an_error(world: World):
 def test_signatures():
     parameters = inspect.signature(ringx_attention).parameters
     assert [*parameters] == (
-        "q k v algorithm causal scale group sink reduce_dtype return_lse".split()
+        "q k v algorithm causal scale group sink reduce_dtype return_lse agreed".split()
     )
     assert parameters["causal"].default is inspect.Parameter.empty
     for name in FUNCTIONS.values():

@@ -1,6 +1,7 @@
 """Parts of an answer made one: torch's way against float64, and Triton's kernel, run by Triton's
 interpreter, against torch's."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -49,11 +50,11 @@ def wanted(some: list[Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
 def test_combine(most, answer):
     torch.manual_seed(0)
     some = parts(*[torch.float64] * 4, answer=answer)
+    want, level = wanted(some)
     collected = Parts(ROWS, torch.float64, most)
     for one in some:
         collected.add(*one)
     value, lse = collected.result(torch.float64)
-    want, level = wanted(some)
     assert value.is_contiguous() and value.shape == (2, ROWS, 3, 24)
     torch.testing.assert_close(value, want, rtol=1e-13, atol=1e-13)
     if answer:
@@ -71,8 +72,8 @@ def test_combine_one():
 def test_combine_rounds_once():
     """The sum of bfloat16 parts is that of float32, rounded."""
     some = parts(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    wide, _ = combine.combine(copy.deepcopy(some), ROWS, torch.float32)
     narrow, _ = combine.combine(some, ROWS, torch.bfloat16)
-    wide, _ = combine.combine(some, ROWS, torch.float32)
     assert narrow.equal(wide.to(torch.bfloat16))
 
 
@@ -95,6 +96,13 @@ def interpreted() -> None:
                     torch.testing.assert_close(out.double(), want, rtol=error, atol=error)
                     if answer:
                         torch.testing.assert_close(lse.double(), level, rtol=1e-6, atol=1e-6)
+    # In place, as the second time that parts are made one.
+    some = parts(single, half, half)
+    some[0] = Part(some[0].rows, some[0].value.contiguous(), some[0].lse)
+    want, level = wanted(some)
+    fused.combine(some, *some[0][1:])
+    torch.testing.assert_close(some[0].value.double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(some[0].lse.double(), level, rtol=1e-6, atol=1e-6)
     # A row that no part knows is 0 and -inf.
     out, lse = torch.full((2, ROWS, 3, 24), torch.nan), torch.full((2, 3, ROWS), torch.nan)
     fused.combine([part(slice(3, ROWS), half), part(slice(5, ROWS), half)], out, lse)

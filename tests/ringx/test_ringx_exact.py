@@ -49,6 +49,11 @@ def test_shapes_and_ranges(world: World, algorithm: str, problem: Problem):
 
 
 @pytest.mark.parametrize("algorithm", NAMES)
+def test_without_asking(world: World, algorithm: str):
+    check(world, THREE, Problem(heads=4, kv_heads=2, sink=True), algorithm, agreed=True)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
 def test_strided_tensors_and_repeated_backward(world: World, algorithm: str):
     problem = Problem(batch=2, heads=4, kv_heads=2)
     check(world, THREE, problem, algorithm, strided=True, repeats=2)

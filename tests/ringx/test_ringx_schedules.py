@@ -29,7 +29,7 @@ COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there 
 Traffic = dict[str, tuple[int, int]]  # count and bytes of each collective
 
 
-def counted(me: Rank, problem: Problem, algorithm: str) -> tuple[Traffic, int]:
+def counted(me: Rank, problem: Problem, algorithm: str, agreed: bool) -> tuple[Traffic, int]:
     """The collectives of a forward and a backward, and the calls of forward kernels."""
     seen: Traffic = {}
     calls = 0
@@ -54,7 +54,7 @@ def counted(me: Rank, problem: Problem, algorithm: str) -> tuple[Traffic, int]:
         setattr(dist, name, counting(name))
     kernels.forward = kernel
     try:
-        attend(me, problem, algorithm)
+        attend(me, problem, algorithm, agreed=agreed)
     finally:
         for name in COLLECTIVES:
             setattr(dist, name, before[name])
@@ -62,43 +62,44 @@ def counted(me: Rank, problem: Problem, algorithm: str) -> tuple[Traffic, int]:
     return seen, calls
 
 
-def formulas(problem: Problem, algorithm: str, size: int) -> Traffic:
+def formulas(problem: Problem, algorithm: str, size: int, asks: int) -> Traffic:
     """The tables of docs/ringx.md."""
     element = problem.dtype.itemsize
     summed = max(element, 4)
     queries = problem.batch * problem.heads * problem.rows
     keys = 2 * problem.batch * problem.kv_heads * problem.keys * problem.dim
-    agreed = 8 * len(FACTS) * size
+    asked = asks, asks * 8 * len(FACTS) * size
     if algorithm in ("X1", "X1o", "X2", "X2o"):
         moved = queries * problem.dim * element + keys * element
         added = queries * (problem.dim + 1) * summed + keys * summed
         return {
-            "all_gather_into_tensor": (1, agreed),
+            "all_gather_into_tensor": asked,
             "broadcast": (2 * size, moved),
             "all_reduce": (size, queries * summed),
             "reduce": (2 * size, added),
         }
     if algorithm in ("X4", "X4o"):
         return {
-            "all_gather_into_tensor": (1, agreed),
+            "all_gather_into_tensor": asked,
             "broadcast": (2 * size, 2 * keys * element),
             "reduce": (size, keys * summed),
         }
     parts = 2 if algorithm == "X3c" else 1
     return {
-        "all_gather_into_tensor": (1 + 2 * parts, agreed + 2 * keys * element),
+        "all_gather_into_tensor": (asked[0] + 2 * parts, asked[1] + 2 * keys * element),
         "reduce_scatter_tensor": (parts, keys * summed),
     }
 
 
+@pytest.mark.parametrize("agreed", [False, True])
 @pytest.mark.parametrize("algorithm", NAMES)
 @pytest.mark.parametrize("members", GROUPS[:4], ids=str)
-def test_moves_what_the_formulas_say(world: World, members: tuple[int, ...], algorithm: str):
+def test_moves_what_the_formulas_say(world: World, members, algorithm: str, agreed: bool):
     problem = Problem(batch=2, heads=4, kv_heads=2, dtype=torch.bfloat16)
-    want = formulas(problem, algorithm, len(members))
-    answers = world.run(members, counted, problem, algorithm)
+    want = formulas(problem, algorithm, len(members), 1 - agreed)
+    answers = world.run(members, counted, problem, algorithm, agreed)
     for seen, _ in answers:
-        assert seen == want
+        assert seen == {name: counts for name, counts in want.items() if counts[0]}
     calls = max(calls for _, calls in answers)
     assert calls == (min(2 * len(members) - 1, 4) if algorithm == "X3c" else len(members))
 
