@@ -61,6 +61,7 @@ ringx() {
     local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)
     step "ringx-check-$n" "${run[@]}" check --json "$OUT/ringx-check-$n.json"
     grep -h '^FAIL\|^SKIP' "$OUT/ringx-check-$n.txt"
+    step "ringx-graph-$n" within 60 "${run[@]}" graph
     step "ringx-causal-$n" "${run[@]}" time --parts --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
     grep -h '^table' "$OUT/ringx-causal-$n.txt"
     files+=("$OUT/ringx-causal-$n.json")
@@ -91,7 +92,10 @@ raw_channel() {
   within 60 nvcc -O3 -arch=native -o "$OUT/raw_channel" tests/gpu/raw_channel.cu -lcuda
 }
 
-round_trips() { within 60 "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "${ROUNDS:-10000}" >"$OUT/eager.json"; }
+round_trips() {
+  local rounds=${ROUNDS:-10000}
+  within $((60 + rounds / 1000)) "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "$rounds" >"$OUT/eager.json"
+}
 
 # pack FILE DIR leaves what is in DIR as one file.
 pack() {
@@ -113,7 +117,7 @@ packed() {
 # Without -test.v, only tests that fail print, and what they print stands below their names.
 eager_steps() {
   local last
-  last=$(($(nvidia-smi -L | wc -l) - 1))
+  last=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() - 1)') || return
   step machine machine
   step build build
   [[ -e fserver/include/fserver.h ]] || return

@@ -139,9 +139,12 @@ static void copy(struct side *s, address from, size_t size, uint64_t number) {
   MUST("store a flag", cu.Store(s->stream, s->flag, number, 0));
 }
 
+/* The driver may return before the number is there; our stream would not wait. */
 static void mark(address at, uint64_t size, uint64_t i) {
-  if (size >= sizeof i)
-    MUST("write a number", cu.Put(at, &i, sizeof i));
+  if (size < sizeof i)
+    return;
+  MUST("write a number", cu.Put(at, &i, sizeof i));
+  MUST("write a number", cu.Synchronize(NULL));
 }
 
 static void compare(address at, uint64_t size, uint64_t i) {

@@ -129,8 +129,7 @@ def ringx_attention(
         return_lse: also give lse, ``[B, H, Sq]``, in float32 or float64. It has no gradient.
         agreed: do not ask the other ranks, as every call does else: the caller knows that all pass
             the same arguments and equal lengths, as in a loop whose first call has asked. It saves
-            the CPU a wait, and so a CUDA graph can hold the call. If it is not so, the call may
-            hang or be wrong.
+            the CPU a wait. If it is not so, the call may hang or be wrong.
 
     Returns:
         out ``[B, Sq, H, D]`` of q's type; with return_lse (out, lse).

@@ -1,5 +1,6 @@
 /* A libcuda.so.1 for tests of fserver/bench/rawgpu.c: GPU memory is host memory that
- * other processes of the user can map, and what is enqueued has run when a call returns. */
+ * other processes of the user can map, and what is enqueued on a stream has run when
+ * a call returns. */
 #include <fcntl.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -97,7 +98,19 @@ int cuStreamCreate(void **stream, unsigned flags) {
   *stream = stream;
   return flags != 1;
 }
-int cuStreamSynchronize(void *stream) { return stream == NULL; }
+
+/* What was copied from the host, which other streams see only when its stream has been waited for. */
+static struct {
+  address to;
+  size_t size;
+  char data[64];
+} late;
+
+int cuStreamSynchronize(void *stream) {
+  if (stream == NULL)
+    memcpy((void *)(uintptr_t)late.to, late.data, late.size);
+  return 0;
+}
 
 /* FAKECUDA_LOSE: copies that are not made, as a test of the test. */
 int cuMemcpyAsync(address to, address from, size_t size, void *stream) {
@@ -111,7 +124,11 @@ int cuStreamWriteValue64_v2(void *stream, address at, uint64_t value,
   return stream == NULL || flags != 0;
 }
 int cuMemcpyHtoD_v2(address to, const void *from, size_t size) {
-  memcpy((void *)(uintptr_t)to, from, size);
+  if (size > sizeof late.data)
+    return 1;
+  late.to = to;
+  late.size = size;
+  memcpy(late.data, from, size);
   return 0;
 }
 int cuMemcpyDtoH_v2(void *to, address from, size_t size) {
