@@ -385,7 +385,7 @@ def check_one(
 
 
 def graph(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Whether a CUDA graph of each call, agreed, gives the same as the call, when it is replayed."""
+    """Whether a CUDA graph of each call, agreed, gives the same as the call when it is replayed."""
     found = []
     for causal in (True, False):
         tokens = 1024 * dist.get_world_size()
