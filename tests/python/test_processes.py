@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
@@ -535,3 +536,53 @@ def test_exit_with_everything_open(how: str, status: int) -> None:
     assert done.returncode == status, done.stderr
     assert done.stderr == "" or (how == "error" and "on purpose" in done.stderr)
     assert time.monotonic() - started < LIMIT
+
+
+def wakes() -> dict[str, int]:
+    """How often each thread of this process has gone to sleep."""
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/status") as file:
+            found[thread] = int(file.read().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return found
+
+
+def exchanging_worker(parent: Parent) -> None:
+    fserver.init()
+    x, y, rates = torch.zeros(16), torch.zeros(16), []
+    for _ in range(3):
+        before, begin = wakes(), time.monotonic()
+        while time.monotonic() < begin + 0.7:
+            fserver.wait(fserver.push_pull([x], [0], [y], [0]))
+        seconds = time.monotonic() - begin
+        after = wakes()
+        mine = str(threading.get_native_id())
+        most = max(after[t] - n for t, n in before.items() if t in after and t != mine)
+        rates.append(most / seconds)
+    fserver.wait(fserver.push_pull([x], [1], [], []))
+    fserver.stop()
+    parent.put(sorted(rates)[1])
+
+
+def echoing_server(parent: Parent) -> None:
+    fserver.init()
+    keys = [0]
+    while keys != [1]:
+        [(handler, tensors, keys)] = fserver.get_batch()
+        fserver.respond(tensors if keys == [0] else [], handler)
+    fserver.stop()
+
+
+@pytest.mark.parametrize("progress", ["caller", "thread"])
+def test_no_thread_wakes_all_the_time(child: MakeChild, port: int, progress: str) -> None:
+    """While a caller drives, nothing else takes his core: least of all Go's monitor, which looks
+    every 20 us while it finds goroutines that are in a system call for long."""
+    how = {"FSERVER_PROGRESS": progress}
+    worker = child(exchanging_worker, **environment_of("worker", port, **how))
+    server = child(echoing_server, **environment_of("server", port, **how))
+    scheduler = child(drop_in_scheduler, **environment_of("scheduler", port))
+    rate = worker.get()
+    print(f"{rate:.0f} a second")
+    assert rate < 2000  # it was 3,100 and more
+    for one in (worker, server, scheduler):
+        one.end()
