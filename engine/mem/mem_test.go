@@ -60,7 +60,7 @@ func TestMap(t *testing.T) {
 
 // TestMapLarge aligns what may take huge pages, and leaves nothing mapped.
 func TestMapLarge(t *testing.T) {
-	const times = 100
+	const times = 400 // an arena of malloc takes 128 MiB of addresses
 	for _, n := range []uint64{hugePage - 1, hugePage, hugePage + 1, 3*hugePage + 12345} {
 		before := mapped(t)
 		for range times {
