@@ -89,10 +89,19 @@ class Side:
         index: number among all; the workers come first.
         rank: number among those of its role.
         scheduler: address for its node.
+        folder: of this user alone, and common to all sides.
     """
 
-    def __init__(self, index: int, shape: tuple[int, int], dry: bool, barrier: Any, cells: Any):
-        self.index, self.dry = index, dry
+    def __init__(
+        self,
+        index: int,
+        shape: tuple[int, int],
+        dry: bool,
+        barrier: Any,
+        cells: Any,
+        folder: str,
+    ):
+        self.index, self.dry, self.folder = index, dry, Path(folder)
         self.workers, self.servers = shape
         self.is_worker = index < self.workers
         self.rank = index if self.is_worker else index - self.workers
@@ -270,7 +279,7 @@ class Traffic:
         """All layers; without talk only what is in between."""
         if self.compute:
             self.turn.add_(1)
-        if self.side.dry or not self.branches:
+        if not self.branches:
             self._layers(range(self.stages), talk)
             return
         main = torch.cuda.current_stream()
@@ -413,26 +422,19 @@ class Plain:
         if not side.is_worker:
             peers = range(side.workers)
         self.out = torch.zeros(rows, width, dtype=dtype, device=side.device)
-        self.incoming = [
-            torch.zeros(rows, width, dtype=theirs, device=side.device) for _ in peers
-        ]  # one for each peer
+        self.incoming = [torch.zeros(rows, width, dtype=theirs, device=side.device) for _ in peers]
         side.sync()
-        port = side.scheduler.rpartition(":")[2]
-        shared = [reduce_tensor(t) for t in self.incoming]
-        folder = Path(tempfile.gettempdir())
-        mine = folder / f"fserver-plain-{port}-{side.index}"
-        mine.write_bytes(pickle.dumps(shared))
+        mine = side.folder / str(side.index)
+        mine.write_bytes(pickle.dumps([reduce_tensor(t) for t in self.incoming]))
         side.barrier()
         self.peers = []
         for peer in peers:
-            shared = pickle.loads((folder / f"fserver-plain-{port}-{peer}").read_bytes())
-            make, given = shared[side.rank]
+            make, given = pickle.loads((side.folder / str(peer)).read_bytes())[side.rank]
             # Opened as memory of this GPU, which reaches it: torch has copies between two wait for
             # a stream of each.
             assert given[6] == peer, given
             self.peers.append(make(*given[:6], side.index, *given[7:-1], False))  # is synchronized
         side.barrier()
-        mine.unlink()
         self.pause = self._cycles(pace_us)
 
         def body() -> None:
@@ -700,7 +702,9 @@ class Crew:
     def __init__(self, shape: tuple[int, int], dry: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.shape, count = shape, sum(shape)
-        made = (shape, dry, context.Barrier(count), context.Array("d", count))
+        self.folder = tempfile.TemporaryDirectory(prefix="fserver-graph-")
+        cells = context.Array("d", count)
+        made = (shape, dry, context.Barrier(count), cells, self.folder.name)
         self.pipes, self.processes = [], []
         for index in range(count):
             here, there = context.Pipe()
@@ -765,6 +769,7 @@ class Crew:
             if process.is_alive():
                 process.kill()
                 process.join(5)
+        self.folder.cleanup()
 
 
 def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +76,7 @@ def combine(parts: list[Part], out: Tensor, lse: Tensor | None) -> None:
         bounds.append((part.rows.start, part.rows.stop))
     total, width = batch * length * heads, triton.next_power_of_2(dim)
     rows = max(1, VALUES // width)
-    with torch.cuda.device(out.device) if out.is_cuda else torch.no_grad():
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _kernel[triton.cdiv(total, rows),](
             out, out if lse is None else lse, tuple(values), tuple(lses), tuple(strides),
             tuple(bounds), total, length, heads, dim,
