@@ -411,6 +411,7 @@ def replayed(way: Way, whole: list[Tensor]) -> bool:
         want = call()
         stream.synchronize()
         dist.barrier()
+        torch.cuda.synchronize()  # also NCCL's streams, whose watchdog asks events of theirs
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
             found = call()
@@ -426,8 +427,11 @@ def replayed(way: Way, whole: list[Tensor]) -> bool:
 # time
 
 
-def timed(call: Callable[[], None], device: torch.device, warmup: int, count: int) -> list[float]:
-    """Milliseconds of each call on the slowest rank; all start together."""
+def timed(
+    call: Callable[[], None], device: torch.device, warmup: int, count: int, row: int = 1
+) -> list[float]:
+    """Milliseconds of a call on the slowest rank, of so many in a row as in the layers of a model;
+    all ranks start together."""
     took = []
     for index in range(warmup + count):
         dist.barrier()
@@ -435,16 +439,18 @@ def timed(call: Callable[[], None], device: torch.device, warmup: int, count: in
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            call()
+            for _ in range(row):
+                call()
             end.record()
             end.synchronize()
             ms = start.elapsed_time(end)
         else:
             begin = time.perf_counter()
-            call()
+            for _ in range(row):
+                call()
             ms = (time.perf_counter() - begin) * 1e3
         if index >= warmup:
-            took.append(ms)
+            took.append(ms / row)
     slowest = torch.tensor(took, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.tolist()
@@ -533,7 +539,7 @@ def measure_one(
     flop = 4 * tokens**2 * heads * dim * (0.5 if causal else 1)
     few = way.whole and tokens > 128 << 10  # it is steady, and takes long
     warmup, count = (2, 5) if few else (options.warmup, options.iterations)
-    row["iterations"] = count
+    row["iterations"], row["in_a_row"] = count, options.in_a_row
     try:
         with ExitStack() as stack:
             parts, where = local(whole, way)
@@ -550,7 +556,7 @@ def measure_one(
             for name, call, work in (("forward", forward, 1), ("both", both, 3.5)):
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                took = statistics.median(timed(call, device, warmup, count))
+                took = statistics.median(timed(call, device, warmup, count, options.in_a_row))
                 if device.type == "cuda":
                     peak = torch.cuda.max_memory_allocated() - used
                     row[f"{name}_peak_gb"] = round(peak / 1e9, 3)
@@ -561,10 +567,10 @@ def measure_one(
                     ideal[name] = took / size
                 if name in ideal:
                     row[f"{name}_of_ideal"] = ideal[name] / (took / size if way.whole else took)
-                if way.name in ALGORITHMS and options.parts:
+                if way.name.split()[0] in ALGORITHMS and options.parts:
                     for context in (without_collectives, without_kernels):
                         with context():
-                            some = timed(call, device, 2, 5)
+                            some = timed(call, device, 2, 5, options.in_a_row)
                         row[f"{name}_{context.__name__}_ms"] = statistics.median(some)
             out = way.attend(*parts[:3])
             dq = torch.autograd.grad(out, parts[0], parts[3])[0]
@@ -668,6 +674,7 @@ def main() -> int:
     timing.add_argument("--kernel", choices=[*KERNELS], default="cudnn")
     timing.add_argument("--iterations", type=int, default=20)
     timing.add_argument("--warmup", type=int, default=5)
+    timing.add_argument("--in-a-row", type=int, default=1, help="calls that are timed together")
     timing.add_argument("--label", default="", help="for the rows: what is special about this run")
     timing.add_argument("--parts", action="store_true", help="also without collectives, or kernels")
     options = parser.parse_args()

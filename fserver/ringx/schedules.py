@@ -137,9 +137,18 @@ def _in_turn(
     return turns()
 
 
-# A broadcast of NCCL's begins when the work that was enqueued before it has ended, and at that
-# moment competes for the GPU with the next block, which may leave it nothing until its own end. So
-# each is enqueued a block earlier than one ahead would need; else who waits for it stands still.
+def _head_start(device: torch.device) -> None:
+    """Lets collectives that have been started get a place on the GPU before the next block, which
+    leaves them none until its own end. NCCL's begin some microseconds after what was enqueued
+    before them has ended, and a block at once; so there are some small kernels before the block."""
+    if device.type == "cuda":
+        small = torch.empty(1, device=device)
+        for _ in range(4):
+            small.zero_()
+
+
+# So many broadcasts are under way: one that did not get its place before a block still has the
+# time of the next block.
 KEYS_AHEAD = 2
 
 
@@ -236,10 +245,12 @@ def broadcast_forward(
     rank = job.ranks.rank
     arrivals = _broadcast_keys(job, k, v, ahead)
     answers = Parts(q.shape[1], accumulator(q.dtype), LEAST)
+    _head_start(q.device)
     _own_forward(job, answers, q, k, v, blocks)
     for owner, kv in arrivals:
         block = blocks(rank, owner, q.shape[1], kv.shape[0])
         if owner != rank and block is not None:
+            _head_start(q.device)
             _more_keys(job, answers, q, kv, block)
         del kv  # before the next one has to have a place
     return _answer(job, answers)
@@ -260,6 +271,7 @@ def broadcast_backward(
         dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
         block = blocks(ranks.rank, owner, rows, kv.shape[0])
         if block is not None:
+            _head_start(kv.device)
             _put(dkv, block.keys, *_more_grads(job, dq, given, kv, block))
         if owner == ranks.rank:
             mine = dkv
@@ -336,6 +348,7 @@ def gather_forward(
     plan = planner(job, q.shape[1], k.shape[1], blocks)
     gathered = _gather_keys(job, k, v, plan)
     answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST)
+    _head_start(q.device)
     _own_forward(job, answers, q, k, v, blocks)
     for index, (kv, here) in enumerate(gathered):
         here.wait()
@@ -351,6 +364,7 @@ def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner)
     plan = planner(job, given.q.shape[1], k.shape[1], blocks)
     gathered = _gather_keys(job, k, given.v, plan)
     dq = Parts(given.q.shape[1], accumulator(given.q.dtype), FASTEST)
+    _head_start(k.device)
     own_dk, own_dv = _own_backward(job, dq, given, blocks)
     shape = (k.shape[1], k.shape[0], 2, *k.shape[2:])
     mine = torch.empty(shape, dtype=job.reduce_dtype, device=k.device)
