@@ -404,6 +404,7 @@ class Worker(Node):
         mode: str = "sm",
         name: str | None = None,
         timeout_ms: float = 30000,
+        tune: bool = False,
     ) -> Channel:
         """Opens a stream channel with all servers, each of which calls ``channel`` too.
 
@@ -422,6 +423,9 @@ class Worker(Node):
             name: what both sides call the channel, 1 to 64 characters; None: its number among
                 those that this node has opened without a name.
             timeout_ms: how long opening, and each wait on a stream, may take.
+            tune: with mode ``"sm"``, choose between packets and flags, and how many blocks copy, by
+                trying: about a second, and as much memory again meanwhile. On all sides or none.
+                False: as measured on H200. ``Channel.table`` says what was chosen.
 
         Raises:
             ConfigError, ShapeError: an argument is wrong, or the sides differ: the text says
@@ -429,7 +433,7 @@ class Worker(Node):
             TimeoutError: a server has not opened its side in time.
             PeerLostError: a server is gone.
         """
-        return self._opener().worker(push, push_keys, pull, pull_keys, mode, name, timeout_ms)
+        return self._opener().worker(push, push_keys, pull, pull_keys, mode, name, timeout_ms, tune)
 
     def get_all_handlers(self, handler: int) -> list[int]:
         """All ints of a request: one for each pushed tensor and each pull tensor."""
@@ -497,6 +501,7 @@ class Server(Node):
         name: str | None = None,
         device: Any = None,
         timeout_ms: float = 30000,
+        tune: bool = False,
     ) -> Channel:
         """Opens a stream channel with all workers, each of which calls ``channel`` too.
 
@@ -509,7 +514,7 @@ class Server(Node):
             pull_keys: a key for each pull tensor, or one for each of the Q positions.
             push: ``workers * P`` tensors to receive in, those of worker 0 first; None: the
                 channel makes them.
-            mode, name, timeout_ms: as Worker.channel.
+            mode, name, timeout_ms, tune: as Worker.channel.
             device: where the channel makes them, if there are no pull tensors to say so; None:
                 the current GPU if the workers' tensors are on GPUs, else the CPU.
 
@@ -517,7 +522,7 @@ class Server(Node):
             As Worker.channel.
         """
         return self._opener().server(
-            push_keys, pull, pull_keys, push, mode, name, device, timeout_ms
+            push_keys, pull, pull_keys, push, mode, name, device, timeout_ms, tune
         )
 
     def get_batch(

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fserver.channel import describe
 from fserver.channel.cpu import Caller, ServerSide, WorkerSide
+from fserver.channel.plan import TABLE, Table
 from fserver.channel.stream import Gpu, StreamSide
+from fserver.channel.tune import tuned
 from fserver.errors import ClosedError, ConfigError, Error, ShapeError, TimeoutError
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class Channel:
             message had. Rows behind them hold anything.
         mode: ``"sm"``, ``"ce"`` or ``"proxy"``, as it was opened.
         path: how messages travel: as the mode says, or ``"cpu"`` through the engine.
+        table: on the path ``"sm"``, how what comes is written here, by its size: in packets up to
+            ``packets_up_to`` bytes, above that by so many ``blocks``.
         token: an int64 tensor on the device for ``torch.ops.fserver``, which orders the calls.
     """
 
@@ -80,12 +84,13 @@ class Channel:
         device: Any,
         send_first: bool,
         on_close: Callable[[], None],
+        table: Table,
     ) -> None:
         import torch
 
         self._node, self._handle, self._side = node, handle, side
         self._on_close = on_close
-        self.name, self.mode, self.path = name, mode, path
+        self.name, self.mode, self.path, self.table = name, mode, path, table
         self.outgoing = list(outgoing)
         self.tensors = [list(row) for row in tensors]
         self.incoming = [t for row in tensors for t in row]
@@ -216,13 +221,59 @@ class Opener:
 
     def __init__(self, node: Any) -> None:
         self._node = node  # the extension's Worker or Server
-        self._count = itertools.count()
+        self._count = 0  # channels without a name
         self._keys: set[int] = set()
         self._all: weakref.WeakSet[Channel] = weakref.WeakSet()
 
     def close(self) -> None:
         for channel in list(self._all):
             channel.close()
+
+    def worker(
+        self,
+        push: Sequence[Tensor],
+        push_keys: Sequence[int],
+        pull: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        mode: str,
+        name: str | None,
+        timeout_ms: float,
+        tune: bool,
+    ) -> Channel:
+        def opened(name: str | None, table: Table, push: Any, pull: Any) -> Channel:
+            return self._worker(push, push_keys, pull, pull_keys, mode, name, timeout_ms, table)
+
+        def trial(number: str, table: Table) -> Channel:
+            return opened(self._called(name) + number, table, _like(push), _like(pull))
+
+        table = tuned(trial, True) if tune and mode == "sm" else TABLE
+        return opened(name, table, push, pull)
+
+    def server(
+        self,
+        push_keys: Sequence[int],
+        pull: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        push: Sequence[Tensor] | None,
+        mode: str,
+        name: str | None,
+        device: Any,
+        timeout_ms: float,
+        tune: bool,
+    ) -> Channel:
+        def opened(name: str | None, table: Table, pull: Any, push: Any) -> Channel:
+            return self._server(
+                push_keys, pull, pull_keys, push, mode, name, device, timeout_ms, table
+            )
+
+        def trial(number: str, table: Table) -> Channel:
+            return opened(self._called(name) + number, table, _like(pull), _like(push))
+
+        table = tuned(trial, False) if tune and mode == "sm" else TABLE
+        return opened(name, table, pull, push)
+
+    def _called(self, name: str | None) -> str:
+        return str(self._count) if name is None else name
 
     def _begin(self, name: str | None, mode: str, push_keys: Sequence[int]) -> tuple[int, str]:
         if mode not in describe.MODES:
@@ -235,8 +286,9 @@ class Opener:
                 f"channel: key {min(taken)} is that of another open channel of this node: give "
                 "each channel keys of its own"
             )
-        called = str(next(self._count)) if name is None else name
+        called = self._called(name)
         handle = self._node.channel_open(called)
+        self._count += name is None
         self._keys.update(push_keys)
         return handle, called
 
@@ -244,7 +296,7 @@ class Opener:
         self._keys.difference_update(keys)
         self._node.channel_close(handle, 0)
 
-    def worker(
+    def _worker(
         self,
         push: Sequence[Tensor],
         push_keys: Sequence[int],
@@ -253,6 +305,7 @@ class Opener:
         mode: str,
         name: str | None,
         timeout_ms: float,
+        table: Table,
     ) -> Channel:
         servers = self._node.servers
         push_keys, pull_keys = list(push_keys), list(pull_keys)
@@ -283,7 +336,7 @@ class Opener:
             shares = [list(pull[i * each : (i + 1) * each]) for i in range(servers)]
             side: Any = None
             if device.type == "cuda" and mode != "proxy":
-                side = _gpu(device, mode, [list(push)] * servers, shares, True, timeout_ms)
+                side = _gpu(device, mode, [list(push)] * servers, shares, True, timeout_ms, table)
             out = [describe.of(t, k) for t, k in zip(push, push_keys, strict=True)]
             for i in range(servers):
                 keys = pull_keys[i * each : (i + 1) * each]
@@ -326,9 +379,11 @@ class Opener:
                 side.close()
             self._end(handle, push_keys)
             raise
-        return self._made(handle, called, mode, side, path, push, shares, push_keys, device, True)
+        return self._made(
+            handle, called, mode, side, path, push, shares, push_keys, device, True, table
+        )
 
-    def server(
+    def _server(
         self,
         push_keys: Sequence[int],
         pull: Sequence[Tensor],
@@ -338,6 +393,7 @@ class Opener:
         name: str | None,
         device: Any,
         timeout_ms: float,
+        table: Table,
     ) -> Channel:
         import torch
 
@@ -407,7 +463,7 @@ class Opener:
             direct = direct and all(t["device"] == _place(device) for t in theirs)
             path = mode if direct else "cpu"
             if direct:
-                side = _gpu(device, mode, out, into, False, timeout_ms)
+                side = _gpu(device, mode, out, into, False, timeout_ms, table)
             for i in range(workers):
                 more = {"gpu": side.describe(i)} if side else {}
                 text = describe.text(mode, _place(device), *ours[i], path=path, **more)
@@ -435,7 +491,9 @@ class Opener:
                 side.close()
             self._end(handle, push_keys)
             raise
-        return self._made(handle, called, mode, side, path, pull, into, push_keys, device, False)
+        return self._made(
+            handle, called, mode, side, path, pull, into, push_keys, device, False, table
+        )
 
     def _made(
         self,
@@ -449,6 +507,7 @@ class Opener:
         keys: Sequence[int],
         device: Any,
         send_first: bool,
+        table: Table,
     ) -> Channel:
         import torch
 
@@ -467,11 +526,19 @@ class Opener:
             device,
             send_first,
             lambda: self._keys.difference_update(keys),
+            table,
         )
         if path == "cpu":
             weakref.finalize(channel, side.stop)  # if nobody closes it
         self._all.add(channel)
         return channel
+
+
+def _like(tensors: Any) -> Any:
+    """Zeros in the place of tensors; what is no tensor stays, and is told when they are checked."""
+    if not isinstance(tensors, (list, tuple)):
+        return tensors
+    return [t.new_zeros(t.shape) if hasattr(t, "new_zeros") else t for t in tensors]
 
 
 def _same(
@@ -510,7 +577,8 @@ def _gpu(
     into: Sequence[Sequence[Tensor]],
     send_first: bool,
     timeout_ms: float,
+    table: Table,
 ) -> Any:
     from fserver.channel.gpu import GpuSide
 
-    return GpuSide(device.index, mode, out, into, send_first, timeout_ms)
+    return GpuSide(device.index, mode, out, into, send_first, timeout_ms, table)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
 from fserver.channel import nvrtc
-from fserver.channel.plan import Piece, Plan
+from fserver.channel.plan import TABLE, Piece, Plan, Table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,7 @@ class GpuSide:
         outgoing, incoming: for each peer, the tensors that go to it and come from it.
         send_first: this side speaks first.
         timeout_ms: how long a kernel waits for a peer.
+        table: how what is incoming comes.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class GpuSide:
         incoming: Sequence[Sequence[Tensor]],
         send_first: bool,
         timeout_ms: float,
+        table: Table = TABLE,
     ) -> None:
         import torch
 
@@ -68,6 +70,7 @@ class GpuSide:
                 [[piece(t) for t in row] for row in outgoing],
                 [[piece(t) for t in row] for row in incoming],
                 send_first,
+                table,
             )
         except BaseException:
             self.lane.close()

@@ -6,20 +6,30 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fserver.errors import ConfigError, Error, ShapeError
 
 # Kinds of cs_channel.h.
 PACKETS, PLACE, LANDING = range(3)
 
-# Measured on two H200: packets save the fence and the flag, 1.4 us a leg at 64 KiB, and cost twice
-# the bytes on the wire and a copy at the end: 2 us a leg at 1 MiB.
-PACKETS_UP_TO = 256 << 10
+
+class Table(NamedTuple):
+    """How a tensor comes, by its size.
+
+    As measured on two H200, where packets save the fence and the flag, 1.4 us a leg at 64 KiB, and
+    cost twice the bytes on the wire and a copy at the end: 2 us a leg at 1 MiB. See tune.py for
+    other GPUs.
+    """
+
+    packets_up_to: int = 256 << 10  # bytes
+    # Bytes, and how many blocks copy up to there: the first row that is large enough.
+    blocks: tuple[tuple[int, int], ...] = ((2 << 20, 16), (8 << 20, 32), (1 << 62, 64))
+
+
+TABLE = Table()
 PACKET_THREADS = 512  # 1,024 where that is one block
 MOST_PACKET_BLOCKS = 32
-# Blocks that copy: the first row that is large enough.
-BLOCKS = ((2 << 20, 16), (8 << 20, 32), (1 << 62, 64))
 COPY_THREADS = 1024
 MOST_BLOCKS = 64  # of a segment
 MOST_SEGMENTS = 24  # of a launch: CS_MANY
@@ -59,14 +69,14 @@ class Memory(Protocol):
     def begin(self, in_turn: bool, send_first: bool) -> None: ...
 
 
-def choose(size: int, shareable: bool, mode: str) -> tuple[int, int]:
+def choose(size: int, shareable: bool, mode: str, table: Table = TABLE) -> tuple[int, int]:
     """Kind and number of blocks for a tensor of ``size`` bytes."""
-    if mode == "sm" and size <= PACKETS_UP_TO:
+    if mode == "sm" and size <= table.packets_up_to:
         packets = _packets(size)
         if packets <= 2 * PACKET_THREADS:
             return PACKETS, 1
         return PACKETS, min(MOST_PACKET_BLOCKS, -(-packets // PACKET_THREADS))
-    blocks = next(blocks for most, blocks in BLOCKS if size <= most)
+    blocks = next(blocks for most, blocks in table.blocks if size <= most)
     return (PLACE if shareable else LANDING), blocks
 
 
@@ -107,6 +117,7 @@ class Plan:
         mode: ``"sm"`` or ``"ce"``.
         outgoing, incoming: for each peer, the tensors that go to it and come from it.
         send_first: this side speaks first (a worker).
+        table: how what is incoming comes.
 
     A channel with tensors both ways goes in turn, and the answer is the credit for the next
     send. One that has tensors one way only has credits of its own.
@@ -120,8 +131,9 @@ class Plan:
         outgoing: Sequence[Sequence[Piece]],
         incoming: Sequence[Sequence[Piece]],
         send_first: bool,
+        table: Table = TABLE,
     ) -> None:
-        self.memory, self.device, self.mode = memory, device, mode
+        self.memory, self.device, self.mode, self.table = memory, device, mode, table
         self.outgoing = [list(tensors) for tensors in outgoing]
         self.send_first = send_first
         n_out = sum(map(len, outgoing))
@@ -139,7 +151,7 @@ class Plan:
             row = []
             for piece in tensors:
                 where = self._share(piece) if self._wants_place(piece) else None
-                kind, blocks = choose(piece.bytes, where is not None, mode)
+                kind, blocks = choose(piece.bytes, where is not None, mode, table)
                 stride = 0
                 if kind == PACKETS:
                     n = _packets(piece.bytes)
@@ -176,7 +188,7 @@ class Plan:
         return self.arena + self._counted, [len(row) for row in self._incoming]
 
     def _wants_place(self, piece: Piece) -> bool:
-        return piece.bytes > 0 and (self.mode == "ce" or piece.bytes > PACKETS_UP_TO)
+        return piece.bytes > 0 and (self.mode == "ce" or piece.bytes > self.table.packets_up_to)
 
     def _share(self, piece: Piece) -> tuple[int, int] | None:
         handle, size, offset = self.memory.share(piece.address)

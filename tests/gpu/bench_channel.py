@@ -83,12 +83,8 @@ def round_trips(
     side: Side, mode: str, push: int, pull: int, graph: bool, count: int, table: dict[str, Any]
 ) -> dict[str, Any]:
     """A channel without nodes, between GPUs that reach each other."""
-    from fserver.channel import plan
-
-    for name, value in table.items():
-        setattr(plan, name, value)
     out, into = (push, pull) if side.index == 0 else (pull, push)
-    channel = side.open([_bytes(side, out)], [_bytes(side, into)], mode)
+    channel = side.open([_bytes(side, out)], [_bytes(side, into)], mode, **table)
     values = _round_trips(side, channel, graph, count)
     ok = channel.status() == (0, 0)
     side.barrier()
@@ -226,12 +222,12 @@ def main() -> int:
     if args.sweep:
         push, pull = WORK[2]
         for blocks in (8, 12, 16, 24, 32):
-            table = {"BLOCKS": ((1 << 62, blocks),)}
+            table: dict[str, Any] = {"blocks": ((1 << 62, blocks),)}
             jobs.append((round_trips, {"mode": "sm", "push": push, "pull": pull, "graph": True,
                                        "count": count // 3, "table": table}))  # fmt: skip
         for size in (32 * KIB, 128 * KIB, 256 * KIB, 512 * KIB):
             for most in (0, 1 << 30):
-                table = {"PACKETS_UP_TO": most, "BLOCKS": ((1 << 62, 16),)}
+                table = {"packets_up_to": most, "blocks": ((1 << 62, 16),)}
                 jobs.append((round_trips, {"mode": "sm", "push": size, "pull": size, "graph": True,
                                            "count": count // 3, "table": table}))  # fmt: skip
     for function, kwargs in jobs:

@@ -43,11 +43,15 @@ class Side:
     def barrier(self) -> None:
         self.exchange(None)
 
-    def open(self, out: list[Any], into: list[Any], mode: str, timeout_ms: float = 5000) -> Any:
+    def open(
+        self, out: list[Any], into: list[Any], mode: str, timeout_ms: float = 5000, **table: Any
+    ) -> Any:
         """A channel with the other side: tensors that go there, and tensors that come."""
         from fserver.channel.gpu import GpuSide
+        from fserver.channel.plan import Table
 
-        side = GpuSide(self.device, mode, [out], [into], self.index == 0, timeout_ms)
+        first = self.index == 0
+        side = GpuSide(self.device, mode, [out], [into], first, timeout_ms, Table(**table))
         self.channels.append(side)
         side.attach([self.exchange(side.describe(0))])
         self.barrier()

@@ -98,6 +98,38 @@ def test_channel(pair: Pair, mode: str, n: int) -> None:
     pair.run(eager_and_graph, mode=mode, n=n)
 
 
+def tuned(side: Side, n: int) -> tuple[Any, float, float]:
+    """The table, and us of an exchange with it and without."""
+    import torch
+    from bench_channel import _round_trips
+
+    from fserver.channel.plan import TABLE
+
+    found = []
+    with node(side) as own:
+        before = time.perf_counter()
+        for tune in (True, False):
+            with opened(side, own, n, "sm", 11, tune=tune) as ch:
+                if tune:
+                    table, opening = ch.table, time.perf_counter() - before
+                else:
+                    assert ch.table == TABLE
+                ch.outgoing[0].copy_(torch.arange(n) + side.index)
+                torch.cuda.synchronize()
+                found.append(sorted(_round_trips(side, ch, True, 20))[10])
+                assert ch.incoming[0].tolist() == [i + 1 - side.index for i in range(n)]
+                ch.check()
+                side.barrier()
+    say(side.index, f"{n} floats: {table}, {opening:.2f} s to open, us {found}")
+    assert opening < 10
+    return table, found[0], found[1]
+
+
+@pytest.mark.parametrize("n", [1 << 10, 1 << 14, 7 << 15])
+def test_tune(pair: Pair, n: int) -> None:
+    pair.run(tuned, 20, n=n)
+
+
 def compiled(side: Side) -> None:
     """torch.compile takes a whole step; its graph trees capture it."""
     import torch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from nodes import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, togeth
 
 import fserver
 from fserver import _loader
-from fserver.channel import describe, nvrtc, plan
+from fserver.channel import describe, nvrtc, plan, tune
 
 MakeCluster = Callable[..., Cluster]
 MS = LIMIT * 1e3
@@ -482,14 +484,15 @@ def pieces(sizes: list[int]) -> list[plan.Piece]:
 @pytest.mark.parametrize("mode", ["sm", "ce"])
 @pytest.mark.parametrize("exportable", [True, False])
 @pytest.mark.parametrize("one_way", [True, False])
-def test_plan(mode: str, exportable: bool, one_way: bool) -> None:
+@pytest.mark.parametrize("table", tune.CANDIDATES, ids=str)
+def test_plan(mode: str, exportable: bool, one_way: bool, table: plan.Table) -> None:
     """Both sides' plans say the same of each tensor, and no two pieces of memory overlap."""
     sizes = [0, 1, 4096, 256 << 10, (256 << 10) + 1, 1 << 20, 64 << 20] * 6
     back = [] if one_way else [16, 3 << 20]
     a, b = Memory(exportable), Memory(exportable)
     out, into = pieces(sizes), pieces(sizes)
     w = plan.Plan(a, 0, mode, [out], [pieces(back)], True)
-    s = plan.Plan(b, 1, mode, [pieces(back)], [into], False)
+    s = plan.Plan(b, 1, mode, [pieces(back)], [into], False, table)
     s.attach(0, w.describe(0))
     w.attach(0, s.describe(0))
     w.install()
@@ -510,6 +513,57 @@ def test_plan(mode: str, exportable: bool, one_way: bool) -> None:
         used.append((got[7], got[7] + 8))
     used.sort()
     assert all(end <= begin for (_, end), (begin, _) in zip(used, used[1:], strict=False))
+
+
+@pytest.mark.parametrize("best", range(len(tune.CANDIDATES)))
+def test_tune(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each trial one side has the table that H200 have; each takes its own best."""
+    opened: dict[bool, list[tuple[str, plan.Table]]] = {True: [], False: []}
+
+    class Trial(contextlib.AbstractContextManager[Any]):
+        path = "sm"
+
+        def __init__(self, side: bool, name: str, table: plan.Table) -> None:
+            opened[side].append((name, table))
+            self.table = table
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def seconds(trial: Any, send_first: bool) -> float:
+        return 1.0 if trial.table == tune.CANDIDATES[best] else 1.2
+
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    for side in opened:
+        table = tune.tuned(functools.partial(Trial, side), side)  # type: ignore[arg-type]
+        assert table == tune.CANDIDATES[best]
+    for (name, ours), (same, theirs) in zip(opened[True], opened[False], strict=True):
+        assert name == same and plan.TABLE in (ours, theirs)
+    assert [sum(table == c for _, table in opened[True]) for c in tune.CANDIDATES[1:]] == [1] * 5
+
+
+def test_tune_takes_what_is_measured_for_noise() -> None:
+    count = len(tune.CANDIDATES)
+    assert tune.choose([1.0] + [0.98] * (count - 1)) == plan.TABLE
+    assert tune.choose([1.0] * (count - 1) + [0.9]) == tune.CANDIDATES[-1]
+
+
+def test_tune_without_kernels(cluster: MakeCluster) -> None:
+    """Through the engine there is nothing to choose, and the names are those of before."""
+    pair = cluster(transport="cma")
+    x, y = torch.ones(4), torch.empty(4)
+    for number in range(2):
+        w, s = both(pair, [x], [y], tune=True)
+        assert (w.path, w.name, s.name, w.table) == ("cpu", str(number), str(number), plan.TABLE)
+        w.send()
+        s.recv()
+        s.outgoing[0].copy_(s.tensors[0][0] + number)
+        s.send()
+        w.recv()
+        assert y.tolist() == [1.0 + number] * 4
+        together([w.close, s.close])
+    with pytest.raises(fserver.Error, match="push"):
+        pair.worker.channel([3], [0], [y], [0], tune=True, timeout_ms=MS)
 
 
 def test_plan_of_a_liar() -> None:
