@@ -419,6 +419,15 @@ void define(py::module_ &m) {
         return py::make_tuple(nodes, buffers, goroutines);
       },
       "What is alive: nodes, receive buffers, goroutines.");
+  m.def(
+      "heap",
+      [] {
+        int64_t bytes = 0;
+        enter("heap");
+        check("heap", fs_heap(&bytes));
+        return bytes;
+      },
+      "Bytes of the engine's own heap that are in use, after a collection.");
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
 }
 

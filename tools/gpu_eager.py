@@ -200,7 +200,8 @@ def main(arguments: list[str]) -> int:
     for _ in range(TURNS):
         for key, (name, *_) in enumerate(SHAPES):
             for kind, pipe in pipes.items():
-                pipe.send((key, each[key]))
+                # On the CPU 64 MiB take a hundred times as long, and are not what is asked.
+                pipe.send((key, each[key] // 10 if kind == "cpu" else each[key]))
                 if not pipe.poll(60):
                     raise TimeoutError(f"{name}, {kind}: the worker says nothing for 60 s")
                 took, seen, how[kind] = pipe.recv()

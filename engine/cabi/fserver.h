@@ -254,6 +254,10 @@ int fs_free(fs_node node);
 /* What is alive, for leak tests: nodes, receive buffers, goroutines. */
 int fs_live(int64_t *nodes, int64_t *buffers, int64_t *goroutines);
 
+/* Bytes of the engine's own heap that are in use, after a collection, which
+ * takes milliseconds. */
+int fs_heap(int64_t *bytes);
+
 /* JSON of every setting: name, default, meaning, and, for the n settings given
  * as in fs_open, value and source. Also the warnings about unknown names. */
 int fs_settings(const char *const *settings, size_t n, char *buf, size_t cap,

@@ -20,6 +20,7 @@ import (
 	"fmt"
 	"runtime"
 	"runtime/debug"
+	"runtime/metrics"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -317,6 +318,17 @@ func fs_free(h C.fs_node) (rc C.int) {
 func fs_live(n, b, goroutines *C.int64_t) (rc C.int) {
 	defer guard(&rc)
 	*n, *b, *goroutines = C.int64_t(nodes.len()), C.int64_t(buffers.Len()), C.int64_t(runtime.NumGoroutine())
+	return 0
+}
+
+//export fs_heap
+func fs_heap(bytes *C.int64_t) (rc C.int) {
+	defer guard(&rc)
+	runtime.GC()
+	runtime.GC() // what the first one has left to finalizers and pools
+	live := []metrics.Sample{{Name: "/gc/heap/live:bytes"}}
+	metrics.Read(live)
+	*bytes = C.int64_t(live[0].Value.Uint64())
 	return 0
 }
 

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import resource
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,29 @@ class DeviceNumber:
 def own_seed(seed: int, role: str, rank: int, position: int) -> int:
     """The pattern of a tensor: another one for each node (of 256) and for the next in its list."""
     return seed + position + 37 * rank + (128 if role == "server" else 0)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """struct mallinfo2 of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        )
+    )
+
+
+def malloc_bytes() -> int:
+    """Bytes that malloc has given and not got back; -1 if the C library does not tell (glibc does
+    from 2.33 on)."""
+    try:
+        info = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return -1
+    info.restype = _Mallinfo2
+    now = info()
+    return int(now.uordblks + now.hblkhd)
 
 
 def resident() -> int:
@@ -196,12 +220,16 @@ class Part:
         return sorted({link.transport for node in self.nodes for link in node.links()})
 
     def counts(self) -> dict[str, int]:
-        """What must not grow: resident memory in bytes, open descriptors, goroutines."""
-        goroutines = _loader.load().live()[2]
+        """What must not grow: memory that is resident or in use, open descriptors, goroutines."""
+        extension = _loader.load()
+        gc.collect()
         return {
+            "python_blocks": sys.getallocatedblocks(),
+            "malloc_bytes": malloc_bytes(),
+            "engine_bytes": extension.heap(),
             "resident_bytes": resident(),
             "descriptors": len(os.listdir("/proc/self/fd")),
-            "goroutines": goroutines,
+            "goroutines": extension.live()[2],
         }
 
 
