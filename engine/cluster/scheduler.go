@@ -473,7 +473,11 @@ func (s *Scheduler) drop(c *conn, why string) {
 		old.rival, c.waits = nil, nil
 	}
 	if !c.member {
-		if !c.told {
+		switch {
+		case c.told:
+		case why == closed: // `fserver doctor --peer`, for one
+			s.logf("a connection from %s is gone: %s", c.remote, why)
+		default:
 			s.warnf("a connection from %s is gone: %s", c.remote, why)
 		}
 		return
@@ -540,10 +544,12 @@ func unexpected(t wire.Type) error {
 	return fmt.Errorf("cluster: a frame of type %d was not expected", t)
 }
 
+const closed = "it closed its connection"
+
 // reason says why a connection is gone.
 func reason(err error) string {
 	if err == nil || errors.Is(err, io.EOF) {
-		return "it closed its connection"
+		return closed
 	}
 	return err.Error()
 }

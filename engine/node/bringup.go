@@ -83,10 +83,15 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 	return []transport.Fabric{base}, nil
 }
 
-// refused logs the connections that were not let in.
+// refused logs the connections that were not let in. Somebody may look every few
+// seconds whether the port is open, a load balancer for one.
 func refused(log *zap.Logger) func(string, error) {
 	return func(remote string, err error) {
-		log.Warn("connection refused", zap.String("from", remote), zap.Error(err))
+		level := zap.WarnLevel
+		if errors.Is(err, tcp.ErrLooked) {
+			level = zap.DebugLevel
+		}
+		log.Log(level, "connection refused", zap.String("from", remote), zap.Error(err))
 	}
 }
 

@@ -79,6 +79,13 @@ func (d *door) heard(g *guest) {
 	g.spoke = true
 }
 
+// silent says whether g has said nothing so far.
+func (d *door) silent(g *guest) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return !g.spoke
+}
+
 func (d *door) leave(g *guest) {
 	g.cancel(nil)
 	d.mu.Lock()

@@ -376,6 +376,30 @@ func TestListenerRefuses(t *testing.T) {
 	}
 }
 
+// TestLooks: a connection that is closed before it says anything is told from one that breaks off.
+func TestLooks(t *testing.T) {
+	noLeaks(t)
+	told := make(chan error, 10)
+	f := open(t, Options{Listen: "127.0.0.1:0", Refused: func(_ string, err error) { told <- err }})
+	for _, send := range [][]byte{nil, magic[:3]} {
+		nc, err := net.Dial("tcp", strings.TrimPrefix(string(f.Addr()), scheme))
+		require.NoError(t, err)
+		_, err = nc.Write(send)
+		require.NoError(t, err)
+		require.NoError(t, nc.(*net.TCPConn).CloseWrite())
+		_, err = io.Copy(io.Discard, nc) // until it has been shown out
+		require.NoError(t, err)
+		require.NoError(t, nc.Close())
+		select {
+		case err := <-told:
+			require.Equal(t, send == nil, errors.Is(err, ErrLooked), err)
+		case <-time.After(patience):
+			t.Fatal("nothing is told")
+		}
+	}
+	require.Empty(t, told)
+}
+
 // TestFloodOfSilentPeers opens more connections than may be in the Gate at
 // once; the others give way to a good one.
 func TestFloodOfSilentPeers(t *testing.T) {

@@ -136,6 +136,10 @@ func (f *Fabric) accept() {
 	}
 }
 
+// ErrLooked is what Options.Refused is told of a connection that its peer has
+// closed before it said anything, as who only looks whether the port is open.
+var ErrLooked = errors.New("the peer closed the connection before it said anything")
+
 // welcome runs the Gate over a connection that a peer opened.
 func (f *Fabric) welcome(nc *net.TCPConn, g *guest) {
 	defer nc.Close()
@@ -145,6 +149,9 @@ func (f *Fabric) welcome(nc *net.TCPConn, g *guest) {
 		_, err = f.adopt(nc, s, remote, hello, true)
 	} else if g.ctx.Err() != nil {
 		err = context.Cause(g.ctx)
+	}
+	if f.tls == nil && errors.Is(err, io.EOF) && f.door.silent(g) {
+		err = ErrLooked
 	}
 	if err != nil && f.ctx.Err() == nil {
 		f.refused(remote, fmt.Errorf("tcp: refuse %s: %w", remote, err))
