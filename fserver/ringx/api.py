@@ -149,16 +149,18 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = _ranks(group)
     problem = problem or _problem(q, k, v, algorithm, causal, sink, reduce_dtype)
-    facts = [1] + [0] * (len(FACTS) - 1)
     if not problem:
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype)
-    if not agreed:
-        q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
-    elif problem:
-        raise problem
-    else:
+    if agreed:
+        if problem:
+            raise problem
         q_lengths, k_lengths = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
+    else:
+        problem = problem or _kernel_problem(q, k, v, causal)
+        facts = [1] + [0] * (len(FACTS) - 1)
+        if not problem:
+            facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype)
+        q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype, out_dtype)
@@ -236,7 +238,7 @@ def _problem(
     for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
         if dtype not in DTYPES:
             return ConfigError(f"ringx: {name} {dtype}: want one of {DTYPES}")
-    return _mask_problem(algorithm, causal, q.shape[1]) or _kernel_problem(q, k, v, causal)
+    return _mask_problem(algorithm, causal, q.shape[1])
 
 
 def _mask_problem(algorithm: str, causal: bool, length: int) -> Error | None:
@@ -263,6 +265,8 @@ def _mask_problem(algorithm: str, causal: bool, length: int) -> Error | None:
 
 
 def _kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
+    """Whether the kernels take these tensors; a schedule says so too, but only when others have
+    begun to exchange."""
     try:
         if q.shape[1] and k.shape[1]:
             choose(*(t.transpose(1, 2) for t in (q, k, v)), causal)

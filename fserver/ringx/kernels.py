@@ -103,7 +103,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
     flags = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled)
     if q.dtype in DTYPES[:3]:
         for kernel in KERNELS.get(q.device.type, ()):
-            if kernel.usable(q, *_heads(kernel, q, k, v), causal):
+            if kernel.usable(q, *_as_heads(kernel, q, k, v), causal):
                 return kernel
     if q.dtype is torch.float64 or (q.dtype in DTYPES and not any(flag() for flag in flags)):
         return REFERENCE
@@ -120,6 +120,14 @@ def _heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Pair:
         return k, v
     times = q.shape[1] // k.shape[1]
     return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+
+
+def _as_heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+    """Tensors that look like those of _heads, without a copy: one head in the place of all."""
+    if kernel.grouped or q.shape[1] == k.shape[1]:
+        return k, v
+    shape = (-1, q.shape[1], -1, -1)
+    return k[:, :1].expand(shape), v[:, :1].expand(shape)
 
 
 def _asks(can_use: Callable[..., bool]) -> Callable[[Tensor, Tensor, Tensor, bool], bool]:

@@ -264,3 +264,12 @@ def test_causal_kernels_want_as_many_rows_as_keys():
 def test_import_loads_no_engine():
     code = "import sys, fserver.ringx; sys.exit('fserver._C' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_choosing_a_kernel_copies_nothing(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("a copy")
+
+    q, k = torch.ones(1, 4, 8, 16), torch.ones(1, 2, 8, 16)  # heads before the sequence
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", refuse)
+    assert kernels.choose(q, k, k, True) is kernels.CPU_FLASH
