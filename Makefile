@@ -105,7 +105,7 @@ soak: ext ## COUNT (1,000,000) push_pulls each way inside a host and in both mod
 	    read -r transport copies <<<"$$way"
 	    echo "soak: $$way, progress by $$mode"
 	    FSERVER_CMA=$$copies FSERVER_PROGRESS=$$mode $(BIN)/fserver bench soak --transport $$transport \
-	      --count $(COUNT) --limit 131072 $(ARGS) || status=1
+	      --count $(COUNT) --limit 65536 $(ARGS) || status=1
 	  done
 	done
 	exit $$status

@@ -424,8 +424,9 @@ class Worker(Node):
                 those that this node has opened without a name.
             timeout_ms: how long opening, and each wait on a stream, may take.
             tune: with mode ``"sm"``, choose between packets and flags, and how many blocks copy, by
-                trying: about a second, and as much memory again meanwhile. On all sides or none.
-                False: as measured on H200. ``Channel.table`` says what was chosen.
+                trying: about a second, and as much memory again meanwhile. On all sides or none,
+                and with at most 61 characters of name. False: as measured on H200.
+                ``Channel.table`` says what was chosen.
 
         Raises:
             ConfigError, ShapeError: an argument is wrong, or the sides differ: the text says

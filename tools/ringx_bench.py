@@ -428,7 +428,7 @@ def replayed(way: Way, whole: list[Tensor]) -> bool:
 
 
 def timed(
-    call: Callable[[], None], device: torch.device, warmup: int, count: int, row: int = 1
+    call: Callable[[], None], device: torch.device, warmup: int, count: int, in_a_row: int = 1
 ) -> list[float]:
     """Milliseconds of a call on the slowest rank, of so many in a row as in the layers of a model;
     all ranks start together."""
@@ -439,18 +439,18 @@ def timed(
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            for _ in range(row):
+            for _ in range(in_a_row):
                 call()
             end.record()
             end.synchronize()
             ms = start.elapsed_time(end)
         else:
             begin = time.perf_counter()
-            for _ in range(row):
+            for _ in range(in_a_row):
                 call()
             ms = (time.perf_counter() - begin) * 1e3
         if index >= warmup:
-            took.append(ms / row)
+            took.append(ms / in_a_row)
     slowest = torch.tensor(took, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.tolist()

@@ -11,12 +11,14 @@ from .options import choose_cores, parser, size
 CHECKS = 12  # before the first count
 PARTS = 10  # the counts are read after each, so that the results show when they grew
 COUNTS = {
-    "engine_bytes": "engine's heap",
-    "malloc_bytes": "malloc",
-    "python_blocks": "Python's blocks",
     "resident_bytes": "resident bytes",
     "descriptors": "descriptors",
     "goroutines": "goroutines",
+}
+IN_USE = {  # counted at both ends only, since that touches pages
+    "engine_bytes": "engine's heap",
+    "malloc_bytes": "malloc",
+    "python_blocks": "Python's blocks",
 }
 
 
@@ -37,7 +39,9 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         two.all("run", warmup, timeout=timeout)
         for part in range(CHECKS):  # what looks warms up too: 11 looks took up to 24 KiB
             two.all("verify", part)
+            two.all("in_use")
             two.all("counts")
+        in_use = [two.all("in_use")]
         counts = [two.all("counts")]
         start = time.monotonic()
         for part in range(PARTS):
@@ -45,6 +49,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
             two.all("verify", part + 1)
             counts.append(two.all("counts"))
             bar.step()
+        in_use.append(two.all("in_use"))
         seconds = time.monotonic() - start
         links = two.workers("links")[0]
     print(
@@ -54,22 +59,23 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     titles = "after warm-up", "half way", "at the end", "growth"
     print(f"{'':<24}" + "".join(f"{title:>15}" for title in titles))
     rows = []
-    for role, of in zip(("worker", "server"), zip(*counts, strict=True), strict=True):
+    for number, role in enumerate(("worker", "server")):
         row: dict[str, object] = {"role": role, "links": links}
-        for key, title in COUNTS.items():
-            now = [c[key] for c in of]
-            growth = now[-1] - now[0]
-            print(f"{role:<8}{title:<16}{now[0]:>15}{now[PARTS // 2]:>15}{now[-1]:>15}{growth:>15}")
-            row[key] = now
-            row[f"growth_{key.removeprefix('resident_')}"] = growth
+        for names, looks in ((COUNTS, counts), (IN_USE, in_use)):
+            for key, title in names.items():
+                now = [look[number][key] for look in looks]
+                half = now[PARTS // 2] if len(now) > PARTS else ""
+                growth = now[-1] - now[0]
+                print(f"{role:<8}{title:<16}{now[0]:>15}{half:>15}{now[-1]:>15}{growth:>15}")
+                row[key] = now
+                row[f"growth_{key.removeprefix('resident_')}"] = growth
         rows.append(row)
     report.finish(options, "soak", facts, rows, count=count, bytes_each_way=options.size)
     if options.limit is None:
         return 0
     failed = False
-    for key, title in COUNTS.items():
+    for key, title in {**COUNTS, **IN_USE}.items():
         worst = max(row[f"growth_{key.removeprefix('resident_')}"] for row in rows)
-        # A look itself leaves some 112 bytes in the engine's heap, and two blocks of Python's.
         limit = 0 if key in ("descriptors", "goroutines") else options.limit
         if worst > limit:
             print(f"bench: {title} grew by {worst}, more than {limit}", file=sys.stderr)

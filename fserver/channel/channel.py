@@ -229,49 +229,6 @@ class Opener:
         for channel in list(self._all):
             channel.close()
 
-    def worker(
-        self,
-        push: Sequence[Tensor],
-        push_keys: Sequence[int],
-        pull: Sequence[Tensor],
-        pull_keys: Sequence[int],
-        mode: str,
-        name: str | None,
-        timeout_ms: float,
-        tune: bool,
-    ) -> Channel:
-        def opened(name: str | None, table: Table, push: Any, pull: Any) -> Channel:
-            return self._worker(push, push_keys, pull, pull_keys, mode, name, timeout_ms, table)
-
-        def trial(number: str, table: Table) -> Channel:
-            return opened(self._called(name) + number, table, _like(push), _like(pull))
-
-        table = tuned(trial, True) if tune and mode == "sm" else TABLE
-        return opened(name, table, push, pull)
-
-    def server(
-        self,
-        push_keys: Sequence[int],
-        pull: Sequence[Tensor],
-        pull_keys: Sequence[int],
-        push: Sequence[Tensor] | None,
-        mode: str,
-        name: str | None,
-        device: Any,
-        timeout_ms: float,
-        tune: bool,
-    ) -> Channel:
-        def opened(name: str | None, table: Table, pull: Any, push: Any) -> Channel:
-            return self._server(
-                push_keys, pull, pull_keys, push, mode, name, device, timeout_ms, table
-            )
-
-        def trial(number: str, table: Table) -> Channel:
-            return opened(self._called(name) + number, table, _like(pull), _like(push))
-
-        table = tuned(trial, False) if tune and mode == "sm" else TABLE
-        return opened(name, table, pull, push)
-
     def _called(self, name: str | None) -> str:
         return str(self._count) if name is None else name
 
@@ -296,7 +253,7 @@ class Opener:
         self._keys.difference_update(keys)
         self._node.channel_close(handle, 0)
 
-    def _worker(
+    def worker(
         self,
         push: Sequence[Tensor],
         push_keys: Sequence[int],
@@ -305,8 +262,18 @@ class Opener:
         mode: str,
         name: str | None,
         timeout_ms: float,
-        table: Table,
+        tune: bool,
+        table: Table = TABLE,
     ) -> Channel:
+        if tune and mode == "sm":
+
+            def trial(number: str, table: Table) -> Channel:
+                some, called = (_like(push), _like(pull)), self._called(name) + number
+                return self.worker(
+                    some[0], push_keys, some[1], pull_keys, mode, called, timeout_ms, False, table
+                )
+
+            table = tuned(trial, True)
         servers = self._node.servers
         push_keys, pull_keys = list(push_keys), list(pull_keys)
         describe.check("channel", "push", push, push_keys, False)
@@ -383,7 +350,7 @@ class Opener:
             handle, called, mode, side, path, push, shares, push_keys, device, True, table
         )
 
-    def _server(
+    def server(
         self,
         push_keys: Sequence[int],
         pull: Sequence[Tensor],
@@ -393,10 +360,21 @@ class Opener:
         name: str | None,
         device: Any,
         timeout_ms: float,
-        table: Table,
+        tune: bool,
+        table: Table = TABLE,
     ) -> Channel:
         import torch
 
+        if tune and mode == "sm":
+
+            def trial(number: str, table: Table) -> Channel:
+                some, called = (_like(pull), _like(push)), self._called(name) + number
+                return self.server(
+                    push_keys, some[0], pull_keys, some[1], mode, called, device, timeout_ms,
+                    False, table,
+                )  # fmt: skip
+
+            table = tuned(trial, False)
         workers = self._node.workers
         push_keys, pull_keys = list(push_keys), list(pull_keys)
         describe.check("channel", "pull", pull, pull_keys, False)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fserver.channel.plan import TABLE, Table
+from fserver.errors import TimeoutError
 
 if TYPE_CHECKING:
     from fserver.channel.channel import Channel
@@ -47,7 +48,11 @@ def tuned(open_trial: Callable[[str, Table], Channel], send_first: bool) -> Tabl
         of_worker, candidate = divmod(number, len(CANDIDATES))
         mine = bool(of_worker) is send_first
         table = CANDIDATES[candidate] if mine else TABLE
-        with open_trial(f"~{number}", table) as channel:
+        try:
+            trial = open_trial(f"~{number}", table)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error} (and with tune=True on all sides or on none)") from error
+        with trial as channel:
             if channel.path != "sm":
                 return TABLE
             seconds = _seconds(channel, send_first)

@@ -566,6 +566,47 @@ def test_tune_without_kernels(cluster: MakeCluster) -> None:
         pair.worker.channel([3], [0], [y], [0], tune=True, timeout_ms=MS)
 
 
+@pytest.mark.parametrize("side", ["worker", "server"])
+def test_tune_on_one_side(cluster: MakeCluster, side: str) -> None:
+    pair = cluster(transport="cma")
+    x, y, options = torch.ones(4), torch.empty(4), {"timeout_ms": 500}
+
+    def caught(name: str, *arguments: Any) -> str:
+        with pytest.raises(fserver.TimeoutError) as error:
+            getattr(pair, name).channel(*arguments, **options, tune=name == side)
+        return str(error.value)
+
+    texts = together(
+        [
+            lambda: caught("worker", [x], [0], [y], [0]),
+            lambda: caught("server", [0], [y], [0]),
+        ]
+    )
+    assert "tune=True on all sides" in texts[side == "server"]
+    assert "same name" in texts[side != "server"]
+    w, s = both(pair, [x], [y], name="again")  # its keys are free
+    together([w.close, s.close])
+
+
+def test_tune_and_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that goes during a trial ends the opening, and the trial's channel is closed."""
+    closed = []
+
+    class Trial(contextlib.AbstractContextManager[Any]):
+        path = "sm"
+
+        def __exit__(self, *error: object) -> None:
+            closed.append(self)
+
+    def lost(trial: Any, send_first: bool) -> float:
+        raise fserver.PeerLostError("server 0 is gone")
+
+    monkeypatch.setattr(tune, "_seconds", lost)
+    with pytest.raises(fserver.PeerLostError):
+        tune.tuned(lambda name, table: Trial(), True)  # type: ignore[arg-type, return-value]
+    assert len(closed) == 1
+
+
 def test_plan_of_a_liar() -> None:
     """No description makes a side use memory that the peer has not named."""
     random.seed(7)
