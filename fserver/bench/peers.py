@@ -418,6 +418,7 @@ class ServerPart(Part):
             if echo:
                 for handler, tensors, _ in batch:
                     respond(tensors, handler)
+                del batch, tensors  # now, while the worker is busy, not before the next answer
             elif pull:
                 stage = (i - first) % stages
                 if numbered:
