@@ -103,6 +103,8 @@ private:
   void copy_out(cs_stream s);
   void copy_in(cs_stream s);
   void watch();
+  void time_out(int which, uint64_t *since);
+  cs_ptr word(int which) const { return seen_ + 4u * which; }
   void need(const char *call) const;
   bool by_engine(const Segment &g) const;
 
@@ -117,6 +119,7 @@ private:
   Way out_, in_;
   std::vector<cs_ptr> owned_, mapped_;
   std::vector<uint32_t> rows_;
+  std::vector<cs_memory_op> ops_;
   bool in_turn_ = false, send_next_ = false, closed_ = false;
   cs_stream last_ = nullptr;
   bool used_ = false;

@@ -191,7 +191,8 @@ void define(py::module_ &m) {
   }
   watch_fork();
 
-  py::class_<Node>(m, "Node", py::module_local(), "A node of a cluster: what all roles have.")
+  py::class_<Node>(m, "Node", py::module_local(),
+                   "A node of a cluster: what all roles have.")
       .def("connect", &Node::connect)
       .def(
           "barrier",
@@ -232,7 +233,8 @@ void define(py::module_ &m) {
       .def_property_readonly("held", &Node::held,
                              "Tickets whose tensors are kept alive.");
 
-  py::class_<Scheduler, Node>(m, "Scheduler", py::module_local()).def(py::init<const Settings &>());
+  py::class_<Scheduler, Node>(m, "Scheduler", py::module_local())
+      .def(py::init<const Settings &>());
 
   auto worker =
       py::class_<Worker, Node>(m, "Worker", py::module_local())
@@ -303,7 +305,8 @@ void define(py::module_ &m) {
            "Answers several requests with the rows of one tensor.");
 
   auto lane =
-      py::class_<Lane>(m, "Lane", py::module_local(), "The device's part of a stream channel.")
+      py::class_<Lane>(m, "Lane", py::module_local(),
+                       "The device's part of a stream channel.")
           .def(py::init<int, const std::string &, double, bool>(),
                py::arg("device"), py::arg("image"), py::arg("timeout_ms"),
                py::arg("programmatic"))

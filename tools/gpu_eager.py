@@ -62,18 +62,20 @@ def _server(pipe: Connection, kind: str, gpu: int, cores: list[int]) -> None:
     pipe.send(s.scheduler)
     s.connect()
     answers = {
-        key: torch.zeros(back, dtype=torch.uint8, device=_place(kind, gpu))
+        key: [torch.zeros(back, dtype=torch.uint8, device=_place(kind, gpu))]
         for key, (_, _, back, _) in enumerate(SHAPES)
     }
     if kind != "cpu":
         torch.cuda.synchronize(gpu)
+    get_batch, respond = s.get_batch, s.respond
     while True:
         try:
-            batch = s.get_batch()
+            batch = get_batch()
         except fserver.ClosedError:
             break
         for handler, _, keys in batch:
-            s.respond([answers[keys[0]]], handler)
+            respond(answers[keys[0]], handler)
+        del batch, _, keys  # now, while the worker is busy, not before the next answer
     s.stop()
 
 

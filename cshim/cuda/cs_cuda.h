@@ -106,6 +106,7 @@ enum { CS_IPC_LAZY_PEER_ACCESS = 1 };
 enum { CS_HOST_PORTABLE = 1, CS_HOST_DEVICEMAP = 2 };
 enum { CS_WAIT_GEQ = 0, CS_WAIT_EQ = 1, CS_WAIT_AND = 2, CS_WAIT_NOR = 3 };
 enum { CS_WRITE_DEFAULT = 0, CS_WRITE_NO_MEMORY_BARRIER = 1 };
+enum { CS_OP_WAIT_32 = 1, CS_OP_WRITE_32 = 2 };
 enum { CS_CAPTURE_NONE = 0, CS_CAPTURE_ACTIVE = 1, CS_CAPTURE_INVALIDATED = 2 };
 enum {
   CS_CAPTURE_MODE_GLOBAL = 0,
@@ -180,6 +181,18 @@ typedef struct {
   cs_launch_attribute *attributes;
   unsigned count;
 } cs_launch_config;
+
+/* CUstreamBatchMemOpParams: a wait or a write. */
+typedef union {
+  struct {
+    int op;
+    cs_ptr address;
+    uint64_t value;
+    unsigned flags;
+    cs_ptr alias;
+  } is;
+  uint64_t pad[6];
+} cs_memory_op;
 
 /* The table: CS_CUDA_TABLE(F) is F(name, symbol, version, arguments) for each
  * function. version is the CUDA version in which the signature came (1000 * major
@@ -308,6 +321,8 @@ typedef struct {
       (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))      \
   NEW(StreamWaitValue64, "cuStreamWaitValue64_v2", 11070,                      \
       (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))      \
+  NEW(StreamBatchMemOp, "cuStreamBatchMemOp_v2", 11070,                        \
+      (cs_stream stream, unsigned count, cs_memory_op *ops, unsigned flags))   \
   F(EventCreate, "cuEventCreate", 2000, (cs_event * event, unsigned flags))    \
   F(EventRecord, "cuEventRecord", 2000, (cs_event event, cs_stream stream))    \
   F(EventQuery, "cuEventQuery", 2000, (cs_event event))                        \

@@ -119,6 +119,21 @@ def malloc_bytes() -> int:
     return int(now.uordblks + now.hblkhd)
 
 
+def in_use(gpu: int | None) -> dict[str, int]:
+    """Memory that the engine, malloc and Python have given out, and what all processes have of
+    its GPU, if it has one. To count that of the engine takes a collection, which touches pages."""
+    gc.collect()
+    found = {
+        "engine_bytes": _loader.load().heap(),
+        "malloc_bytes": malloc_bytes(),
+        "python_blocks": sys.getallocatedblocks(),
+    }
+    if gpu is not None:
+        free, total = torch.cuda.mem_get_info(gpu)
+        found["gpu_bytes"] = total - free
+    return found
+
+
 def resident() -> int:
     """Resident memory of this process in bytes, after a collection: heaps, stacks and other
     anonymous memory. Pages of files that happen to be mapped, the code above all, are the
@@ -229,14 +244,8 @@ class Part:
         }
 
     def in_use(self) -> dict[str, int]:
-        """Memory that the engine, malloc and Python have given out. To count that of the engine
-        takes a collection, which touches pages."""
-        gc.collect()
-        return {
-            "engine_bytes": _loader.load().heap(),
-            "malloc_bytes": malloc_bytes(),
-            "python_blocks": sys.getallocatedblocks(),
-        }
+        """`in_use`, in this process."""
+        return in_use(self.places[0].gpu)
 
 
 class Lane:

@@ -19,6 +19,7 @@ IN_USE = {  # counted at both ends only, since that touches pages
     "engine_bytes": "engine's heap",
     "malloc_bytes": "malloc",
     "python_blocks": "Python's blocks",
+    "gpu_bytes": "GPU",
 }
 
 
@@ -29,10 +30,12 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
     with (
-        pair(nodes, options.transport, cores) as two,
+        pair(nodes, options.transport, cores, device=options.device) as two,
         report.Progress(PARTS, "soak", "part") as bar,
     ):
-        two.all("prepare", Case("push_pull", (options.size,), (options.size,)))
+        two.all(
+            "prepare", Case("push_pull", (options.size,), (options.size,), device=options.device)
+        )
         two.all("verify", 0)
         count, warmup = _counts(options, two)
         timeout = 60 + count / 100
@@ -63,6 +66,8 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         row: dict[str, object] = {"role": role, "links": links}
         for names, looks in ((COUNTS, counts), (IN_USE, in_use)):
             for key, title in names.items():
+                if key not in looks[0][number]:
+                    continue
                 now = [look[number][key] for look in looks]
                 half = now[PARTS // 2] if len(now) > PARTS else ""
                 growth = now[-1] - now[0]
@@ -75,7 +80,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         return 0
     failed = False
     for key, title in {**COUNTS, **IN_USE}.items():
-        worst = max(row[f"growth_{key.removeprefix('resident_')}"] for row in rows)
+        worst = max(row.get(f"growth_{key.removeprefix('resident_')}", 0) for row in rows)
         limit = 0 if key in ("descriptors", "goroutines") else options.limit
         if worst > limit:
             print(f"bench: {title} grew by {worst}, more than {limit}", file=sys.stderr)
@@ -98,12 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         "Memory, descriptors and goroutines of worker and server over many push_pulls. Memory is "
         "what the engine's heap, malloc and Python have in use, and what is resident, to which "
         "pages belong that are touched for the first time. Of each push_pull the answer's number "
-        "is checked, and all bytes of one after each tenth.",
+        "is checked, and all bytes of one after each tenth. Tensors on GPUs are the worker's "
+        "on the first and the server's on the last.",
         seconds=(None, "about so long in all, instead of --count and --warmup"),
     )
     made.add_argument("--count", type=int, default=200_000, help="push_pulls (default 200000)")
     made.add_argument("--warmup", type=int, default=50_000, help="before (default 50000)")
     made.add_argument("--size", type=size, default=4096, help="bytes each way (default 4K)")
+    made.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where tensors are")
     made.add_argument(
         "--limit",
         type=int,

@@ -1,7 +1,11 @@
 """Times stream channels between two GPUs (or two processes on one), beside a plain CUDA program
 that makes the same copies.
 
-    python tests/gpu/bench_channel.py [--json FILE] [--raw PROGRAM] [--runs N] [--sweep]
+    python tests/gpu/bench_channel.py [--json FILE] [--raw PROGRAM] [--runs N] [--sweep] [--extras]
+
+--extras times nothing but what a channel's kernels have beyond flags and packets: in turn with
+them, the same kernels without the abort word and the clock, without more than one peer and tensor,
+without row counts, and without any of these.
 """
 
 from __future__ import annotations
@@ -56,8 +60,8 @@ def _bytes(side: Side, n: int) -> torch.Tensor:
     return torch.ones(n, dtype=torch.uint8, device=f"cuda:{side.device}")
 
 
-def _round_trips(side: Side, channel: Any, graph: bool, count: int) -> list[float]:
-    """Microseconds of one of INNER round trips in a graph, or enqueued."""
+def _trips(side: Side, channel: Any, graph: bool) -> tuple[torch.cuda.Stream, Any]:
+    """A stream, and what makes INNER round trips on it, as a graph or one by one."""
     first, second = (
         (channel.send, channel.recv) if side.index == 0 else (channel.recv, channel.send)
     )
@@ -72,11 +76,18 @@ def _round_trips(side: Side, channel: Any, graph: bool, count: int) -> list[floa
         body()
         stream.synchronize()
         if not graph:
-            return _time(side, body, count, INNER)
+            return stream, body
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
             body()
-        return _time(side, captured.replay, count, INNER)
+        return stream, captured.replay
+
+
+def _round_trips(side: Side, channel: Any, graph: bool, count: int) -> list[float]:
+    """Microseconds of one of INNER round trips."""
+    stream, run = _trips(side, channel, graph)
+    with torch.cuda.stream(stream):
+        return _time(side, run, count, INNER)
 
 
 def round_trips(
@@ -168,6 +179,78 @@ def stream_of(
     return row
 
 
+# What is cut out of the kernels' source: text, and what stands in its place.
+WATCH = (
+    """    if (++polls % kPolls != 0)
+      return false;
+    since = ask(h, peer, since, polls);
+    return since == kOver;""",
+    "    return false;",
+)
+PEERS = (
+    """  while (i + 1 < a.head.count && blockIdx.x >= a.segment[i + 1].first)
+    i++;""",
+    "",
+)
+ROWS = [
+    ("      *(u64 *)s.counted = x.x;", "      ;"),
+    (
+        """      if (block == 0)
+        *(u64 *)s.counted = v >> 32;""",
+        "",
+    ),
+    ("(u64)s.rows << 32 | seq", "seq"),
+]
+WITHOUT: dict[str, list[tuple[str, str]]] = {
+    "nothing": [],
+    "abort word and clock": [WATCH],
+    "peers": [PEERS],
+    "rows": ROWS,
+    "any of these": [WATCH, PEERS, *ROWS],
+}
+
+
+def extras(side: Side, push: int, pull: int, count: int) -> list[dict[str, Any]]:
+    """Round trips in graphs of channels whose kernels lack something, in turn."""
+    from fserver.channel import gpu, nvrtc
+
+    out, into = (push, pull) if side.index == 0 else (pull, push)
+    full = nvrtc.image
+    graphs, channels = {}, []
+    for what, cuts in WITHOUT.items():
+
+        def image(source: str, arch: int, cuts: list[tuple[str, str]] = cuts) -> bytes:
+            for text, instead in cuts:
+                if source.count(text) != 1:
+                    raise AssertionError(f"the kernels have changed, and have no longer:\n{text}")
+                source = source.replace(text, instead)
+            return full(source, arch)
+
+        gpu.nvrtc.image = image
+        try:
+            channel = side.open([_bytes(side, out)], [_bytes(side, into)], "sm")
+        finally:
+            gpu.nvrtc.image = full
+        channels.append(channel)
+        graphs[what] = _trips(side, channel, graph=True)
+    took: dict[str, list[float]] = {what: [] for what in WITHOUT}
+    for _ in range(count):
+        for what, (stream, replay) in graphs.items():
+            with torch.cuda.stream(stream):
+                took[what] += _time(side, replay, 10, INNER)
+    rows = []
+    for what, values in took.items():
+        rows.append(_row(values, work=f"sm graph x{INNER}, without {what}", push=push, pull=pull))
+        rows[-1]["costs_us"] = round(rows[0]["p50_us"] - rows[-1]["p50_us"], 2)
+    for channel in channels:
+        assert channel.status() == (0, 0)
+    side.barrier()
+    for channel in channels:
+        channel.close()
+    side.barrier()
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
@@ -176,6 +259,7 @@ def main() -> int:
     parser.add_argument(
         "--sweep", action="store_true", help="other thresholds and block counts too"
     )
+    parser.add_argument("--extras", action="store_true", help="only what these cost")
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     devices = (0, 1) if gpus > 1 else (0, 0)
@@ -206,7 +290,7 @@ def main() -> int:
                 )  # fmt: skip
         jobs.append((calls, {"mode": mode, "count": 5}))
         for both in (False, True):
-            for ahead in (1, 2):
+            for ahead in (1, 2, 3):
                 jobs.append(
                     (
                         stream_of,
@@ -230,10 +314,14 @@ def main() -> int:
                 table = {"packets_up_to": most, "blocks": ((1 << 62, 16),)}
                 jobs.append((round_trips, {"mode": "sm", "push": size, "pull": size, "graph": True,
                                            "count": count // 3, "table": table}))  # fmt: skip
+    if args.extras:
+        jobs = [(extras, {"push": out, "pull": back, "count": count // 4}) for out, back in WORK]
     for function, kwargs in jobs:
         print(f"... {function.__name__} {kwargs}", file=sys.stderr, flush=True)
         try:
-            add(pair.run(function, **kwargs)[0])
+            rows = pair.run(function, 30, **kwargs)[0]
+            for row in rows if isinstance(rows, list) else [rows]:
+                add(row)
         except Exception as error:  # the other rows are of interest still
             failed = True
             print(f"FAIL {function.__name__} {kwargs}: {error}", flush=True)

@@ -301,7 +301,8 @@ def wait_in_vain(side: Side, mode: str, how: str) -> tuple[float, tuple[int, int
 
 
 @pytest.mark.parametrize(
-    ("mode", "how"), [("sm", "late"), ("sm", "abort"), ("sm", "killed"), ("ce", "killed")]
+    ("mode", "how"),
+    [("sm", "late"), ("sm", "abort"), ("sm", "killed"), ("ce", "late"), ("ce", "killed")],
 )
 def test_ends(fresh: Pair, mode: str, how: str) -> None:
     for index in (0, 1):
