@@ -68,13 +68,10 @@ class Words {
 public:
   explicit Words(std::vector<cs_memory_op> *room) : ops_(*room) {}
   void wait(uint64_t address) { add(CS_OP_WAIT_32, address, 1, CS_WAIT_GEQ); }
-  // After all that the stream did before, for whoever sees the value.
-  void tell(uint64_t address, uint32_t value) {
+  // Whoever sees the value sees what the stream did before. (The driver has no
+  // weaker write in this form.)
+  void write(uint64_t address, uint32_t value) {
     add(CS_OP_WRITE_32, address, value, CS_WRITE_DEFAULT);
-  }
-  // In order with other writes, no more.
-  void set(uint64_t address, uint32_t value) {
-    add(CS_OP_WRITE_32, address, value, CS_WRITE_NO_MEMORY_BARRIER);
   }
   void enqueue(cs_stream s, const char *call) {
     for (size_t i = 0; i < ops_.size(); i += kMost)
@@ -378,12 +375,12 @@ void Lane::copy_out(cs_stream s) {
   if (!in_turn_) {
     for (const Segment &g : out_.copies) {
       if (g.s.credits) {
-        words.set(word(kSendWaits), waits_for(g.s.peer));
+        words.write(word(kSendWaits), waits_for(g.s.peer));
         words.wait(g.s.credits);
-        words.set(g.s.credits, 0);
+        words.write(g.s.credits, 0);
       }
     }
-    words.set(word(kSendWaits), kGoesOn);
+    words.write(word(kSendWaits), kGoesOn);
     words.enqueue(s, "send");
   }
   for (const Segment &g : out_.copies) {
@@ -393,9 +390,9 @@ void Lane::copy_out(cs_stream s) {
     if (bytes)
       must("send", cs_cu.MemcpyAsync(g.s.to, g.s.from, bytes, s));
     if (!rows_.empty() || short_)
-      words.set(g.s.counted, static_cast<uint32_t>(rows));
+      words.write(g.s.counted, static_cast<uint32_t>(rows));
     if (g.s.flags)
-      words.tell(g.s.flags, 1);
+      words.write(g.s.flags, 1);
     words.enqueue(s, "send");
   }
   short_ = !rows_.empty();
@@ -405,15 +402,15 @@ void Lane::copy_in(cs_stream s) {
   Words words(&ops_);
   for (const Segment &g : in_.copies)
     if (g.s.credits)
-      words.tell(g.s.credits, 1);
+      words.write(g.s.credits, 1);
   for (const Segment &g : in_.copies) {
     if (g.s.flags) {
-      words.set(word(kRecvWaits), waits_for(g.s.peer));
+      words.write(word(kRecvWaits), waits_for(g.s.peer));
       words.wait(g.s.flags);
-      words.set(g.s.flags, 0);
+      words.write(g.s.flags, 0);
     }
   }
-  words.set(word(kRecvWaits), kGoesOn);
+  words.write(word(kRecvWaits), kGoesOn);
   words.enqueue(s, "recv");
   for (const Segment &g : in_.copies)
     if (g.s.from && g.s.bytes)

@@ -32,6 +32,11 @@ __device__ __forceinline__ u32 load_own(u64 p) {
 __device__ __forceinline__ void store_own(u64 p, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+__device__ __forceinline__ u64 load_own64(u64 p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ u32 acquire32(u64 p) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -195,7 +200,21 @@ __device__ __forceinline__ void store_packet(uint4 *to, uint2 v, u32 seq) {
                : "memory");
 }
 
-__device__ bool recv_packets(const cs_segment &s, const cs_launch_head &h, u32 block, u32 seq) {
+// The number of rows, where the application reads it. A store at the end of a kernel
+// is waited for, so there is none where the number is the one that was there.
+struct Told {
+  u64 had = 0;
+  __device__ __forceinline__ Told(const cs_segment &s, u32 block) {
+    if (block == 0 && threadIdx.x == 0)
+      had = load_own64(s.counted);
+  }
+  __device__ __forceinline__ void tell(const cs_segment &s, u64 rows) const {
+    if (rows != had)
+      *(u64 *)s.counted = rows;
+  }
+};
+
+__device__ bool recv_packets(const cs_segment &s, const cs_launch_head &h, const Told &told, u32 block, u32 seq) {
   const uint4 *from = (const uint4 *)s.from + (seq & 1) * (u64)s.stride;
   char *to = (char *)s.to;
   const bool aligned = s.to % 8 == 0;
@@ -216,19 +235,20 @@ __device__ bool recv_packets(const cs_segment &s, const cs_launch_head &h, u32 b
     if (i)
       store8(to + (i - 1) * 8, make_uint2(x.x, x.z), s.bytes - (i - 1) * 8, aligned);
     else
-      *(u64 *)s.counted = x.x;
+      told.tell(s, x.x);
   }
   return true;
 }
 
 // Waits until flag `block` of s says seq.
-__device__ __forceinline__ bool await(const cs_segment &s, const cs_launch_head &h, u32 block, u32 seq) {
+__device__ __forceinline__ bool await(const cs_segment &s, const cs_launch_head &h, const Told &told, u32 block,
+                                      u32 seq) {
   Patience patience;
   for (;;) {
     const u64 v = acquire64(s.flags + 8 * block);
     if ((int)((u32)v - seq) >= 0) {
       if (block == 0)
-        *(u64 *)s.counted = v >> 32;
+        told.tell(s, v >> 32);
       return true;
     }
     if (patience.over(h, s.peer))
@@ -255,10 +275,7 @@ __device__ bool credit(const cs_segment &s, const cs_launch_head &h, u32 block, 
   return __syncthreads_and(ok);
 }
 
-template <class Launch> __device__ __forceinline__ void send(const Launch &a) {
-  begin();
-  const cs_launch_head &h = a.head;
-  const cs_segment &s = mine(a);
+__device__ __forceinline__ void send(const cs_launch_head &h, const cs_segment &s) {
   const u32 block = blockIdx.x - s.first;
   const u64 count = h.counts + 4 * blockIdx.x;
   const u32 seq = load_own(count) + 1;
@@ -290,12 +307,10 @@ template <class Launch> __device__ __forceinline__ void send(const Launch &a) {
   }
 }
 
-template <class Launch> __device__ __forceinline__ void recv(const Launch &a) {
-  begin();
-  const cs_launch_head &h = a.head;
-  const cs_segment &s = mine(a);
+__device__ __forceinline__ void recv(const cs_launch_head &h, const cs_segment &s) {
   const u32 block = blockIdx.x - s.first;
   const u64 count = h.counts + 4 * blockIdx.x;
+  const Told told(s, block);
   const u32 seq = load_own(count) + 1;
   __syncthreads(); // all have read the count
   if (threadIdx.x == 0)
@@ -305,14 +320,14 @@ template <class Launch> __device__ __forceinline__ void recv(const Launch &a) {
       release32(s.credits, seq);
     bool ok = true;
     for (u32 b = threadIdx.x; ok && b < s.stride; b += blockDim.x)
-      ok = await(s, h, b, seq);
+      ok = await(s, h, told, b, seq);
     return;
   }
   bool ok = true;
   if (s.kind == CS_BY_PACKETS)
-    ok = recv_packets(s, h, block, seq);
+    ok = recv_packets(s, h, told, block, seq);
   else if (threadIdx.x == 0)
-    ok = await(s, h, block, seq);
+    ok = await(s, h, told, block, seq);
   if (s.kind == CS_BY_LANDING && __syncthreads_and(ok))
     copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);
   if (s.credits != 0) {
@@ -323,8 +338,27 @@ template <class Launch> __device__ __forceinline__ void recv(const Launch &a) {
 }
 
 extern "C" {
-__global__ void __launch_bounds__(1024) send_few(const __grid_constant__ cs_launch_few a) { send(a); }
-__global__ void __launch_bounds__(1024) send_many(const __grid_constant__ cs_launch_many a) { send(a); }
-__global__ void __launch_bounds__(1024) recv_few(const __grid_constant__ cs_launch_few a) { recv(a); }
-__global__ void __launch_bounds__(1024) recv_many(const __grid_constant__ cs_launch_many a) { recv(a); }
+// One tensor has code of its own, in which the addresses of its numbers are constants.
+__global__ void __launch_bounds__(1024) send_few(const __grid_constant__ cs_launch_few a) {
+  begin();
+  if (a.head.count == 1)
+    send(a.head, a.segment[0]);
+  else
+    send(a.head, mine(a));
+}
+__global__ void __launch_bounds__(1024) send_many(const __grid_constant__ cs_launch_many a) {
+  begin();
+  send(a.head, mine(a));
+}
+__global__ void __launch_bounds__(1024) recv_few(const __grid_constant__ cs_launch_few a) {
+  begin();
+  if (a.head.count == 1)
+    recv(a.head, a.segment[0]);
+  else
+    recv(a.head, mine(a));
+}
+__global__ void __launch_bounds__(1024) recv_many(const __grid_constant__ cs_launch_many a) {
+  begin();
+  recv(a.head, mine(a));
+}
 }
