@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import kernels
-from .combine import Parts
+from .combine import Parts, kernels_for
 from .kernels import Given, Pair, Triple, accumulator
 
 
@@ -100,7 +100,7 @@ def zigzag(rank: int, owner: int, rows: int, keys: int) -> Block | None:
 # Pieces of schedules
 
 # How many parts of an answer, or of dq, are kept apart: where keys are gathered there is memory.
-LEAST, FASTEST = 2, 4
+LEAST, FASTEST = 2, 5
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -113,8 +113,11 @@ def _unpack(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 def _put(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
     """Writes what these keys got."""
-    dkv[keys, :, 0] = dk.transpose(0, 1)
-    dkv[keys, :, 1] = dv.transpose(0, 1)
+    if fused := kernels_for(dkv):
+        fused.put(dkv[keys], dk, dv)
+    else:
+        dkv[keys, :, 0] = dk.transpose(0, 1)
+        dkv[keys, :, 1] = dv.transpose(0, 1)
 
 
 def _in_turn(
@@ -359,13 +362,14 @@ def gather_forward(
 
 
 def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner) -> Triple:
-    """dk and dv of all keys are written into one buffer, whose sum over the ranks is scattered."""
+    """dk and dv of all keys are written into one buffer, whose sum over the ranks is scattered.
+    Half of the own block comes first, while the keys travel, and half last, while the sum does."""
     k = given.k
     plan = planner(job, given.q.shape[1], k.shape[1], blocks)
     gathered = _gather_keys(job, k, given.v, plan)
     dq = Parts(given.q.shape[1], accumulator(given.q.dtype), FASTEST)
     _head_start(k.device)
-    own_dk, own_dv = _own_backward(job, dq, given, blocks)
+    own_dk, own_dv, rest = _own_backward(job, dq, given, blocks)
     shape = (k.shape[1], k.shape[0], 2, *k.shape[2:])
     mine = torch.empty(shape, dtype=job.reduce_dtype, device=k.device)
     under_way = []
@@ -382,8 +386,14 @@ def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner)
                 written.append(call.keys)
         _zero_between(dkv, written)
         under_way.append((dkv, job.ranks.scatter_sum(mine[part], dkv)))
+    if rest:
+        _head_start(k.device)
+        own_dk, own_dv = _grads(job, dq, given, rest)
     for _, done in under_way:
         done.wait()
+    if rest:
+        mine[rest.keys, :, 0] += own_dk.transpose(0, 1)
+        mine[rest.keys, :, 1] += own_dv.transpose(0, 1)
     return dq.result(given.q.dtype)[0], *_unpack(mine)
 
 
@@ -410,12 +420,41 @@ def _own_forward(job: Job, answers: Parts, q: Tensor, k: Tensor, v: Tensor, bloc
     answers.add(block.rows, *kernels.forward(q, k, v, block.causal, job.scale))
 
 
-def _own_backward(job: Job, dq: Parts, given: Given, blocks: Blocks) -> Pair:
-    """Gives dk and dv."""
+# From so many rows on, half of the own block takes longer than it costs to call a kernel once more.
+ROWS_IN_TWO = 4096
+
+
+def _own_backward(
+    job: Job, dq: Parts, given: Given, blocks: Blocks
+) -> tuple[Tensor, Tensor, Block | None]:
+    """Gives dk and dv of the own block, or of half of it, and what is left of it then."""
     rows, keys = given.q.shape[1], given.k.shape[1]
     block = blocks(job.ranks.rank, job.ranks.rank, rows, keys)
-    own, dk, dv = kernels.backward(given, block.causal, job.scale)
+    half = rows // 2
+    enough = given.q.device.type == "cpu" or rows >= ROWS_IN_TWO
+    if job.ranks.size == 1 or not enough or rows % 2:
+        return *_grads(job, dq, given, block), None
+    second = slice(half, rows)
+    if not block.causal:
+        first = Block(slice(0, half), block.keys, False)
+        return *_grads(job, dq, given, first), Block(second, block.keys, False)
+    # Both halves with their own keys, which is causal for each, as if they were a batch.
+    dout, q, k, v, out, lse = given
+    pairs = [t.unflatten(1, (2, half)).flatten(0, 1) for t in (dout, q, k, v, out)]
+    levels = lse.unflatten(2, (2, half)).transpose(1, 2).flatten(0, 1)
+    found = kernels.backward(Given(*pairs, levels), True, job.scale)
+    own, dk, dv = (t.unflatten(0, (-1, 2)).flatten(1, 2) for t in found)
     dq.add(block.rows, own)
+    return dk, dv, Block(second, slice(0, half), False)
+
+
+def _grads(job: Job, dq: Parts, given: Given, block: Block) -> Pair:
+    """Gives dk and dv of a block with my own keys."""
+    rows, keys, causal = block
+    dout, q, k, v, out, lse = given
+    some = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
+    own, dk, dv = kernels.backward(Given(*some), causal, job.scale)
+    dq.add(rows, own)
     return dk, dv
 
 

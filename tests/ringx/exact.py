@@ -137,7 +137,7 @@ def assembled(
     whole = {}
     for name in parts[0]:
         if name == "dsink":
-            whole[name] = sum(part[name] for part in parts)
+            whole[name] = torch.stack([part[name].double() for part in parts]).sum(0)
         else:
             dim = 2 if name == "lse" else 1
             order = keys if name in ("dk", "dv") else rows

@@ -80,16 +80,28 @@ def test_keys_of_another_sequence_can_be_gathered(world: World):
 @pytest.mark.parametrize("algorithm", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_error_of_a_type_is_that_of_one_process(world: World, algorithm: str, dtype: torch.dtype):
-    problem = Problem(rows=96, keys=96, heads=4, kv_heads=2, dim=16, sink=True, dtype=dtype)
-    want = dense(problem, ALGORITHMS[algorithm].causal)
+    shape = {"rows": 96, "keys": 96, "heads": 4, "kv_heads": 2, "dim": 16}
+    # Several: one whose few numbers happen to be exact says nothing of a kernel.
+    problems = [Problem(**shape, sink=True, dtype=dtype, seed=seed) for seed in range(4)]
+    wants = [dense(problem, ALGORITHMS[algorithm].causal) for problem in problems]
 
-    def worst(members: tuple[int, ...]) -> dict[str, float]:
-        parts = world.run(members, attend, problem, algorithm)
-        return errors(assembled(parts, problem, algorithm), want)
+    def worst(members: tuple[int, ...]) -> tuple[dict[str, float], float]:
+        """The largest errors, and what of dsink's is that each process rounds its own."""
+        found: dict[str, float] = {}
+        rounded = 0.0
+        for problem, want in zip(problems, wants, strict=True):
+            parts = world.run(members, attend, problem, algorithm)
+            error = errors(assembled(parts, problem, algorithm), want)
+            found = {name: max(e, found.get(name, 0.0)) for name, e in error.items()}
+            level = sum(float(part["dsink"].abs().max()) for part in parts)
+            rounded = max(rounded, level / float(want["dsink"].abs().max()) * eps / 2)
+        return found, rounded
 
-    alone, together = worst((0,)), worst((0, 1, 2, 3))
+    eps = torch.finfo(dtype).eps
+    (alone, _), (together, rounded) = worst((0,)), worst((0, 1, 2, 3))
     for name, error in together.items():
-        assert error <= 2 * alone[name] + torch.finfo(dtype).eps / 8, (name, alone, together)
+        more = rounded if name == "dsink" else 0.0
+        assert error <= 2 * alone[name] + eps / 8 + more, (name, alone, together)
 
 
 def reference(me: Rank, *args) -> dict[str, torch.Tensor]:
