@@ -63,7 +63,7 @@ def combine(parts: list[Part], rows: int, dtype: torch.dtype) -> tuple[Tensor, T
         value = torch.empty(batch, rows, heads, dim, dtype=dtype, device=value.device)
     if lse is not None and not (whole and lse.is_contiguous()):
         lse = lse.new_empty(batch, heads, rows)
-    fused = kernels_for(value)
+    fused = _fused() if value.is_cuda and dtype is not torch.float64 else None
     (fused.combine if fused else _combine)(parts, value, lse)
     return value, lse
 
@@ -95,14 +95,9 @@ def _combine(parts: list[Part], value: Tensor, lse: Tensor | None) -> None:
         value.copy_(total)
 
 
-def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """`fused`, if its kernels can write to this tensor."""
-    return _fused() if tensor.is_cuda and tensor.dtype is not torch.float64 else None
-
-
 @lru_cache
 def _fused() -> ModuleType | None:
-    """The module with the kernels, once they have run."""
+    """The module with the kernel, once it has run."""
     try:
         from . import fused
 
@@ -110,12 +105,11 @@ def _fused() -> ModuleType | None:
         half: Any = Part(slice(1, 2), small[:, 1:], small[:, 1:, :, 0].float().transpose(1, 2))
         parts = [Part(slice(0, 2), small, small[..., 0].float().transpose(1, 2)), half]
         fused.combine(parts, torch.empty_like(small), small.new_empty(1, 1, 2).float())
-        fused.put(small.new_empty(2, 1, 2, 1, 16).float(), small, small)
     except ImportError:
         return None
     except Exception as error:
         warnings.warn(
-            f"ringx: Triton's kernels do not run here, torch's take their place, slower: {error}",
+            f"ringx: Triton's kernel does not run here, torch's take its place, slower: {error}",
             stacklevel=2,
         )
         return None

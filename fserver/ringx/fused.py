@@ -1,5 +1,4 @@
-"""Kernels that go through memory once: all parts of a row for `combine`, and dk and dv on their way
-to the sum over the ranks. Needs Triton."""
+"""The kernel of `combine`: all parts of a row in one pass. Needs Triton."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ VALUES = 4096  # of a program: 32 for each thread
 
 
 @triton.jit
-def _combine(
+def _kernel(
     out, lse, values, lses, strides, bounds, total, length, heads, dim,
     WEIGHED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -62,37 +61,6 @@ def _combine(
     tl.store(out + row[:, None] * dim + column[None, :], sums, mask=wanted)
 
 
-@triton.jit
-def _put(
-    to, dk, dv, of_dk, of_dv, total, batch, heads, dim, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Rows are numbered as in [S, B, H]; strides of dk and dv: batch, sequence, head."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
-    head = row % heads
-    which = row // heads % batch
-    place = row // heads // batch
-    wanted = (row < total)[:, None] & (column < dim)[None, :]
-    start = ((row // heads * 2 * heads + head) * dim)[:, None] + column[None, :]
-    at = (which * of_dk[0] + place * of_dk[1] + head * of_dk[2])[:, None] + column[None, :]
-    tl.store(to + start, tl.load(dk + at, mask=wanted), mask=wanted)
-    at = (which * of_dv[0] + place * of_dv[1] + head * of_dv[2])[:, None] + column[None, :]
-    tl.store(to + heads * dim + start, tl.load(dv + at, mask=wanted), mask=wanted)
-
-
-def put(to: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Writes dk and dv, ``[B, S, H, D]``, side by side to ``[S, B, 2, H, D]``, contiguous."""
-    length, batch, _, heads, dim = to.shape
-    dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dk, dv))
-    total, width = length * batch * heads, triton.next_power_of_2(dim)
-    rows = max(1, VALUES // width)
-    with torch.cuda.device(to.device) if to.is_cuda else nullcontext():
-        _put[triton.cdiv(total, rows),](
-            to, dk, dv, dk.stride()[:3], dv.stride()[:3], total, batch, heads, dim,
-            ROWS=rows, WIDTH=width,
-        )  # fmt: skip
-
-
 def combine(parts: list[Part], out: Tensor, lse: Tensor | None) -> None:
     """Fills out ``[B, S, H, D]`` and, for parts that have one, lse ``[B, H, S]``, contiguous. They
     may be those of the first part: a program reads its rows before it writes them."""
@@ -109,7 +77,7 @@ def combine(parts: list[Part], out: Tensor, lse: Tensor | None) -> None:
     total, width = batch * length * heads, triton.next_power_of_2(dim)
     rows = max(1, VALUES // width)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        _combine[triton.cdiv(total, rows),](
+        _kernel[triton.cdiv(total, rows),](
             out, out if lse is None else lse, tuple(values), tuple(lses), tuple(strides),
             tuple(bounds), total, length, heads, dim,
             WEIGHED=lse is not None, ROWS=rows, WIDTH=width,

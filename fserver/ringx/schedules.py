@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import kernels
-from .combine import Parts, kernels_for
+from .combine import Parts
 from .kernels import Given, Pair, Triple, accumulator
 
 
@@ -113,11 +113,8 @@ def _unpack(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 def _put(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
     """Writes what these keys got."""
-    if fused := kernels_for(dkv):
-        fused.put(dkv[keys], dk, dv)
-    else:
-        dkv[keys, :, 0] = dk.transpose(0, 1)
-        dkv[keys, :, 1] = dv.transpose(0, 1)
+    dkv[keys, :, 0] = dk.transpose(0, 1)
+    dkv[keys, :, 1] = dv.transpose(0, 1)
 
 
 def _in_turn(
