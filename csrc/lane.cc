@@ -62,11 +62,12 @@ enum : uint32_t { kGoesOn = 0, kWaits = 1, kSeen = 2, kState = 3 };
 
 uint32_t waits_for(unsigned peer) { return peer << 2 | kWaits; }
 
-// Waits and writes of a stream, in their order, in one go: one by one they take
-// 1 to 3 us each.
+// Waits and writes of a stream, in their order, in one go.
 class Words {
 public:
-  explicit Words(std::vector<cs_memory_op> *room) : ops_(*room) {}
+  explicit Words(std::vector<cs_memory_op> *room) : ops_(*room) {
+    ops_.clear(); // a call that failed may have left some
+  }
   void wait(uint64_t address) { add(CS_OP_WAIT_32, address, 1, CS_WAIT_GEQ); }
   // Whoever sees the value sees what the stream did before. (The driver has no
   // weaker write in this form.)

@@ -546,6 +546,8 @@ class Server(Node):
             the worker has in shared memory (``fserver.empty_shared``) is a view of that: valid
             until it is answered, and for reading alone. Writing to it ends this process with
             SIGSEGV, so clone what is to be changed in place, or set ``FSERVER_LOANS=0``.
+            Best ``del`` the list and what came of it once all is answered: variables that hold
+            it until the next batch have it freed in the way of that batch's answers.
 
         Raises:
             ClosedError: a worker has left, so there will be no further batch (with at_least, so
