@@ -210,6 +210,16 @@ func (f *Fabric) send(c *Conn) {
 	}
 }
 
+// While so much of a payload is still to come, and no other Conn is known to have
+// anything, receive asks its socket again at once, so often in vain before it returns: a packet
+// that finds the reader in the kernel is left to him, and one that does not is worked off on
+// the sender's core, which is then the slower of the two. On loopback a round trip of 1 MiB took 1.11
+// and 1.20 times the raw one with it, 1.23 and 1.34 without (medians, two cores).
+const (
+	chaseFrom  = 32 << 10
+	chaseTries = 8 // some 4 µs
+)
+
 // receive reads what c's socket has, up to quantum bytes, and turns it into
 // events.
 func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
@@ -226,6 +236,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 			return n
 		}
 	}
+	tries := 0
 	for limit := x.came + quantum; fresh && !x.more && n < len(ev) && x.came < limit; {
 		x.want(&f.vec, f.seq, limit-x.came)
 		if f.vec.n == 0 {
@@ -241,6 +252,10 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 		if e == unix.EAGAIN || e == unix.EINTR {
 			if c.txErr != nil {
 				f.fail(c, c.txErr)
+				break
+			}
+			if tries++; x.rest.Len >= chaseFrom && tries <= chaseTries && c == f.recent && f.queue.n == 0 {
+				continue
 			}
 			break
 		}
@@ -270,7 +285,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int) {
 			f.fail(c, bad)
 			break
 		}
-		if uint64(k) < f.vec.sum {
+		if uint64(k) < f.vec.sum && x.rest.Len < chaseFrom {
 			break // the socket is empty; epoll or the next Poll finds what comes
 		}
 	}
