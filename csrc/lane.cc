@@ -68,11 +68,17 @@ public:
   explicit Words(std::vector<cs_memory_op> *room) : ops_(*room) {
     ops_.clear(); // a call that failed may have left some
   }
-  void wait(uint64_t address) { add(CS_OP_WAIT_32, address, 1, CS_WAIT_GEQ); }
   // Whoever sees the value sees what the stream did before. (The driver has no
   // weaker write in this form.)
   void write(uint64_t address, uint32_t value) {
     add(CS_OP_WRITE_32, address, value, CS_WRITE_DEFAULT);
+  }
+  // Waits until a peer has set a flag, and sets it back; until then, the word at
+  // told says so.
+  void take(uint64_t told, unsigned peer, uint64_t flag) {
+    write(told, waits_for(peer));
+    add(CS_OP_WAIT_32, flag, 1, CS_WAIT_GEQ);
+    write(flag, 0);
   }
   void enqueue(cs_stream s, const char *call) {
     for (size_t i = 0; i < ops_.size(); i += kMost)
@@ -375,11 +381,8 @@ void Lane::copy_out(cs_stream s) {
   Words words(&ops_);
   if (!in_turn_) {
     for (const Segment &g : out_.copies) {
-      if (g.s.credits) {
-        words.write(word(kSendWaits), waits_for(g.s.peer));
-        words.wait(g.s.credits);
-        words.write(g.s.credits, 0);
-      }
+      if (g.s.credits)
+        words.take(word(kSendWaits), g.s.peer, g.s.credits);
     }
     words.write(word(kSendWaits), kGoesOn);
     words.enqueue(s, "send");
@@ -405,11 +408,8 @@ void Lane::copy_in(cs_stream s) {
     if (g.s.credits)
       words.write(g.s.credits, 1);
   for (const Segment &g : in_.copies) {
-    if (g.s.flags) {
-      words.write(word(kRecvWaits), waits_for(g.s.peer));
-      words.wait(g.s.flags);
-      words.write(g.s.flags, 0);
-    }
+    if (g.s.flags)
+      words.take(word(kRecvWaits), g.s.peer, g.s.flags);
   }
   words.write(word(kRecvWaits), kGoesOn);
   words.enqueue(s, "recv");

@@ -425,22 +425,22 @@ class ServerPart(Part):
             if not batch:
                 raise AssertionError(f"{self.case}: exchange {i}: no request came")
             if echo:
-                for handler, tensors, _ in batch:
-                    respond(tensors, handler)
-                del batch, tensors  # now, while the worker is busy, not before the next answer
+                for request in batch:
+                    respond(request[1], request[0])
             elif pull:
                 stage = (i - first) % stages
                 if numbered:
                     for stamp in self.stamps[stage]:
                         stamp.value = i
                 answer = self.answers[stage]
-                for handler, _, _ in batch:
-                    respond(answer, handler)
+                for request in batch:
+                    respond(answer, request[0])
             else:
-                for handler, tensors, _ in batch:
+                for request in batch:
                     if numbered:
-                        self.check_number(tensors, i)
-                    respond([], handler)
+                        self.check_number(request[1], i)
+                    respond([], request[0])
+            del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
 
     def blocked_get_batch(self, seconds: float) -> float:
