@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from pair import Pair, Side  # noqa: E402
+from pair import Pair, Side, undisturbed  # noqa: E402
 
 from fserver.bench.report import percentile  # noqa: E402
 
@@ -253,22 +253,23 @@ def _time(
     events = None
     if inner > 1 and side.device is not None:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    for i in range(count + WARM[inner]):
-        if inner > 1:
-            _settle(side)
-            side.barrier()
-        started = time.perf_counter_ns()
-        if events:
-            events[0].record()
-        run()
-        if events:
-            events[1].record()
-        _settle(side)
-        took = time.perf_counter_ns() - started
-        if i >= WARM[inner]:
-            host.append(took / 1000 / inner)
+    with undisturbed():
+        for i in range(count + WARM[inner]):
+            if inner > 1:
+                _settle(side)
+                side.together()
+            started = time.perf_counter_ns()
             if events:
-                gpu.append(events[0].elapsed_time(events[1]) * 1000 / inner)
+                events[0].record()
+            run()
+            if events:
+                events[1].record()
+            _settle(side)
+            took = time.perf_counter_ns() - started
+            if i >= WARM[inner]:
+                host.append(took / 1000 / inner)
+                if events:
+                    gpu.append(events[0].elapsed_time(events[1]) * 1000 / inner)
     return host, gpu
 
 

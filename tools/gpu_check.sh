@@ -10,9 +10,9 @@
 # each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
 #
 # bench needs what eager needs. It times others' ways between two GPUs, ours, and others' again, and
-# prints a table of ours beside theirs, and what `fserver bench` says of GPUs, in about 3 minutes:
-# ROUNDS as above, RUNS of 20 round trips through a channel (default 500). All that it leaves is one
-# file, bench.tgz.
+# prints a table of ours beside theirs, and what `fserver bench` says of GPUs, in about 6 minutes:
+# ROUNDS of each size (default 100000, of others' at most 25000 before ours and after), RUNS of 20
+# round trips through a channel (default 5000). All that it leaves is one file, bench.tgz.
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
@@ -92,9 +92,9 @@ raw_channel() {
   within 60 nvcc -O3 -arch=native -o "$OUT/raw_channel" tests/gpu/raw_channel.cu -lcuda
 }
 
+# round_trips GPU ROUNDS
 round_trips() {
-  local rounds=${ROUNDS:-10000}
-  within $((60 + rounds / 1000)) "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "$rounds" >"$OUT/eager.json"
+  within $((60 + $2 / 1000)) "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "$2" >"$OUT/eager.json"
 }
 
 # pack FILE DIR leaves what is in DIR as one file.
@@ -125,7 +125,7 @@ eager_steps() {
   step eager-tests within 120 "$PYTHON" -m pytest -v -p no:cacheprovider --maxfail=4 --durations=8 \
     tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
   step floor floor
-  step eager-bench round_trips "$last"
+  step eager-bench round_trips "$last" "${ROUNDS:-10000}"
   grep -h '^cores' "$OUT/eager-bench.txt"
   "$PYTHON" - "$OUT/eager.json" <<'END'
 import json, sys
@@ -150,14 +150,14 @@ END
   step go-node within 12 build/tests/node.test -test.run RealGPU -test.timeout 11s
 }
 
-# baselines ROUND times what others offer; ours is timed between two rounds of it.
+# baselines N ROUNDS times what others offer; ours is timed between two of it.
 baselines() {
-  within 120 "$PYTHON" tools/gpu_baselines.py --iters "${ROUNDS:-10000}" --budget 100 \
-    --json "$OUT/baselines-$1.json"
+  within 120 "$PYTHON" tools/gpu_baselines.py --iters "$2" --budget 100 --json "$OUT/baselines-$1.json"
 }
 
 bench_steps() {
-  local raw=()
+  local raw=() rounds=${ROUNDS:-100000} others
+  others=$((rounds < 25000 ? rounds : 25000))
   step machine machine
   step build build
   [[ -e fserver/include/fserver.h ]] || return
@@ -165,11 +165,11 @@ bench_steps() {
   step floor floor
   step raw-channel raw_channel
   [[ -e $OUT/raw_channel ]] && raw=(--raw "$OUT/raw_channel")
-  step baselines-1 baselines 1
-  step bench-channel within 90 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
-    --runs "${RUNS:-500}" "${raw[@]}"
-  step bench-eager round_trips 1
-  step baselines-2 baselines 2
+  step baselines-1 baselines 1 "$others"
+  step bench-channel within 150 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
+    --runs "${RUNS:-5000}" "${raw[@]}"
+  step bench-eager round_trips 1 "$rounds"
+  step baselines-2 baselines 2 "$others"
   step bench-pingpong within 60 "$PYTHON" -m fserver bench pingpong --device gpu --transport auto \
     --sizes 4K,896K,64M --rounds 5 --json "$OUT/pingpong.json"
   step bench-matrix within 90 "$PYTHON" -m fserver bench matrix --sizes 4K,1M --rounds 3 --json "$OUT/matrix.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,9 +31,10 @@ class Side:
         device: ordinal of its GPU, or None: it uses none.
     """
 
-    def __init__(self, index: int, device: int | None, link: Connection) -> None:
+    def __init__(self, index: int, device: int | None, link: Connection, rounds: Any) -> None:
         self.index, self.device, self.link = index, device, link
         self.channels: list[Any] = []
+        self._rounds = rounds
 
     def exchange(self, mine: Any) -> Any:
         """Gives the other side an object and takes its own."""
@@ -42,6 +45,16 @@ class Side:
 
     def barrier(self) -> None:
         self.exchange(None)
+
+    def together(self) -> None:
+        """A barrier that both leave at the same moment: nobody is woken, which would take one of
+        them tens of microseconds."""
+        mine, theirs = self.index, 1 - self.index
+        self._rounds[mine] = goal = self._rounds[mine] + 1
+        end = time.monotonic() + LIMIT_S
+        while self._rounds[theirs] < goal:
+            if time.monotonic() > end:
+                raise TimeoutError("the other side does not come")
 
     def open(
         self, out: list[Any], into: list[Any], mode: str, timeout_ms: float = 5000, **table: Any
@@ -74,11 +87,24 @@ class Side:
             lane.abort()
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No collection of garbage while something is timed, as in timeit."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def say(index: int, text: str) -> None:
     print(f"    side {index}: {text}", file=sys.stderr, flush=True)
 
 
-def _serve(index: int, device: int | None, link: Connection, control: Connection) -> None:
+def _serve(
+    index: int, device: int | None, link: Connection, control: Connection, rounds: Any
+) -> None:
     with contextlib.suppress(OSError):  # other processes are not in the way of the timings
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= 8:
@@ -94,7 +120,7 @@ def _serve(index: int, device: int | None, link: Connection, control: Connection
             module, name, kwargs, limit = control.recv()
         except EOFError:
             return
-        side = Side(index, device, link)
+        side = Side(index, device, link, rounds)
         faulthandler.dump_traceback_later(limit + 3, exit=True)
         watch = threading.Timer(limit, side.autopsy)
         watch.daemon = True
@@ -116,11 +142,12 @@ class Pair:
         self.devices = devices
         context = multiprocessing.get_context("spawn")
         links = context.Pipe()
+        rounds = context.RawArray("Q", 2)
         self.controls, self.processes = [], []
         for index, device in enumerate(devices):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(index, device, links[index], there), daemon=True
+                target=_serve, args=(index, device, links[index], there, rounds), daemon=True
             )
             process.start()
             there.close()
