@@ -41,6 +41,8 @@ def measured(channel: dict[str, Any], eager: dict[str, Any]) -> list[dict[str, A
         who = re.sub(" (one way|both ways)", "", who)
         if flying := re.search(r"(\d+) in flight", how):
             who += f" x{flying[1]}"
+        if (trips := re.search(r"graph x(\d+)", how)) and trips[1] != "20":
+            who += f", {trips[1]} in it"
         rows.append(_row(who, *work, row))
     for row in eager.get("rows", []):
         names = {"gpu": "push_pull gpu", "gpu-caller": "push_pull gpu-caller", "floor": "raw C"}

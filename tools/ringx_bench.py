@@ -151,9 +151,10 @@ def ring_backward(job: Job, given: Given, *, blocks: schedules.Blocks) -> Triple
     """Keys go round, and behind them their gradients, which end at home."""
     ranks, kv = job.ranks, schedules._pack(given.k, given.v)
     dq = Parts(given.q.shape[1], accumulator(given.q.dtype), schedules.FASTEST)
-    own = schedules._own_backward(job, dq, given, blocks)
+    block = blocks(ranks.rank, ranks.rank, given.q.shape[1], given.k.shape[1])
+    assert block is not None
     dkv = torch.zeros(kv.shape, dtype=job.reduce_dtype, device=kv.device)
-    schedules._put(dkv, slice(0, kv.shape[0]), *own)
+    schedules._put(dkv, block.keys, *schedules._grads(job, dq, given, block))
     if ranks.size == 1:
         return dq.result(given.q.dtype)[0], *schedules._unpack(dkv)
     kv, works = _pass_on(ranks, kv)

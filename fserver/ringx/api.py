@@ -53,9 +53,9 @@ ALGORITHMS = {
     "X1o": _queries(schedules.full, overlap=True),
     "X2": _queries(schedules.contiguous, overlap=False),
     "X2o": _queries(schedules.contiguous, overlap=True),
-    "X3": _gather(blocks=schedules.zigzag, planner=schedules.by_owner),
+    "X3": _gather(blocks=schedules.zigzag, planner=schedules.by_rows),
     "X3c": _gather(blocks=schedules.zigzag, planner=schedules.by_half),
-    "X3b": _gather(blocks=schedules.full, planner=schedules.by_owner),
+    "X3b": _gather(blocks=schedules.full, planner=schedules.by_rows),
     "X4": _broadcast(blocks=schedules.zigzag, ahead=True, behind=False),
     "X4o": _broadcast(blocks=schedules.zigzag, ahead=True, behind=True),
 }

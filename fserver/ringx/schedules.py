@@ -291,7 +291,7 @@ class Call(NamedTuple):
 
     gathered: int
     rows: slice
-    keys: slice
+    keys: list[slice]
 
 
 class Plan(NamedTuple):
@@ -301,30 +301,36 @@ class Plan(NamedTuple):
     calls: list[Call]
 
 
-def by_owner(job: Job, rows: int, keys: int, blocks: Blocks) -> Plan:
-    """One gather; a call for each owner."""
-    rank, calls = job.ranks.rank, []
+def by_rows(job: Job, rows: int, keys: int, blocks: Blocks) -> Plan:
+    """One gather; a call for what the same rows see of all owners before me, and of all behind:
+    with the own block three, however many ranks there are."""
+    rank, calls = job.ranks.rank, list[Call]()
     for owner in range(job.ranks.size):
         block = blocks(rank, owner, rows, keys)
-        if owner != rank and block is not None:
-            start = owner * keys
-            seen = slice(start + block.keys.start, start + block.keys.stop)
-            calls.append(Call(0, block.rows, seen))
+        if owner == rank or block is None:
+            continue
+        seen = slice(owner * keys + block.keys.start, owner * keys + block.keys.stop)
+        if owner in (0, rank + 1):
+            calls.append(Call(0, block.rows, [seen]))
+            continue
+        last = calls[-1].keys
+        if last[-1].stop == seen.start:
+            last[-1] = slice(last[-1].start, seen.stop)
+        else:
+            last.append(seen)
     return Plan([slice(0, keys)], calls)
 
 
 def by_half(job: Job, rows: int, keys: int, blocks: Blocks) -> Plan:
-    """The zigzag table by column: first halves and second halves are gathered apart, and what the
-    same rows see of neighbours is one call: with the own block four, however many ranks there are.
-    """
+    """The zigzag table by column: first halves and second halves are gathered apart, so that no
+    keys have to be copied for a call: with the own block four, however many ranks there are."""
     rank, size, half = job.ranks.rank, job.ranks.size, keys // 2
     every, second = slice(0, rows), slice(half, rows)
-    calls = [
-        Call(0, every, slice(0, rank * half)),
-        Call(0, second, slice((rank + 1) * half, size * half)),
-        Call(1, second, slice((rank + 1) * half, size * half)),
-    ]
-    return Plan([slice(0, half), second], [c for c in calls if c.keys.start < c.keys.stop])
+    before, behind = slice(0, rank * half), slice((rank + 1) * half, size * half)
+    calls = [Call(0, every, [before])] if rank else []
+    if rank + 1 < size:
+        calls += [Call(0, second, [behind]), Call(1, second, [behind])]
+    return Plan([slice(0, half), second], calls)
 
 
 Planner = Callable[[Job, int, int, Blocks], Plan]
@@ -341,6 +347,22 @@ def _gather_keys(job: Job, k: Tensor, v: Tensor, plan: Plan) -> list[tuple[Tenso
     return gathered
 
 
+EVERY = slice(None)
+
+
+def _pick(kv: Tensor, call: Call) -> Tensor:
+    """The keys of a call as one sequence."""
+    picked = [kv[keys] for keys in call.keys]
+    return picked[0] if len(picked) == 1 else torch.cat(picked)
+
+
+def _put_each(dkv: Tensor, call: Call, dk: Tensor, dv: Tensor) -> None:
+    """Writes what the keys of a call got."""
+    lengths = [keys.stop - keys.start for keys in call.keys]
+    for keys, *got in zip(call.keys, dk.split(lengths, 1), dv.split(lengths, 1), strict=True):
+        _put(dkv, keys, *got)
+
+
 def gather_forward(
     job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, planner: Planner
 ) -> Pair:
@@ -354,7 +376,7 @@ def gather_forward(
         here.wait()
         for call in plan.calls:
             if call.gathered == index:
-                _more_keys(job, answers, q, kv, Block(call.rows, call.keys, False))
+                _more_keys(job, answers, q, _pick(kv, call), Block(call.rows, EVERY, False))
     return _answer(job, answers)
 
 
@@ -378,9 +400,9 @@ def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner)
         here.wait()
         for call in plan.calls:
             if call.gathered == index:
-                block = Block(call.rows, call.keys, False)
-                _put(dkv, call.keys, *_more_grads(job, dq, given, kv, block))
-                written.append(call.keys)
+                block = Block(call.rows, EVERY, False)
+                _put_each(dkv, call, *_more_grads(job, dq, given, _pick(kv, call), block))
+                written += call.keys
         _zero_between(dkv, written)
         under_way.append((dkv, job.ranks.scatter_sum(mine[part], dkv)))
     if rest:

@@ -72,14 +72,16 @@ def _bytes(side: Side, n: int) -> torch.Tensor:
     return torch.ones(n, dtype=torch.uint8, device=f"cuda:{side.device}")
 
 
-def _trips(side: Side, channel: Any, graph: bool) -> tuple[torch.cuda.Stream, Any]:
-    """A stream, and what makes INNER round trips on it, as a graph or one by one."""
+def _trips(
+    side: Side, channel: Any, graph: bool, inner: int = INNER
+) -> tuple[torch.cuda.Stream, Any]:
+    """A stream, and what makes `inner` round trips on it, as a graph or one by one."""
     first, second = (
         (channel.send, channel.recv) if side.index == 0 else (channel.recv, channel.send)
     )
 
     def body() -> None:
-        for _ in range(INNER):
+        for _ in range(inner):
             first()
             second()
 
@@ -95,25 +97,28 @@ def _trips(side: Side, channel: Any, graph: bool) -> tuple[torch.cuda.Stream, An
         return stream, captured.replay
 
 
-def _round_trips(side: Side, channel: Any, graph: bool, count: int) -> list[list[float]]:
-    """Microseconds of one of INNER round trips, by the CPU's clock and by the GPU's."""
-    stream, run = _trips(side, channel, graph)
+def _round_trips(
+    side: Side, channel: Any, graph: bool, count: int, inner: int = INNER
+) -> list[list[float]]:
+    """Microseconds of one of `inner` round trips, by the CPU's clock and by the GPU's."""
+    stream, run = _trips(side, channel, graph, inner)
     with torch.cuda.stream(stream):
-        return [_time(side, run, count, INNER, by_gpu) for by_gpu in (False, True)]
+        return [_time(side, run, count, inner, by_gpu) for by_gpu in (False, True)]
 
 
 def round_trips(
-    side: Side, mode: str, push: int, pull: int, graph: bool, count: int, table: dict[str, Any]
-) -> dict[str, Any]:
+    side: Side, mode: str, push: int, pull: int, graph: bool, count: int, table: dict[str, Any],
+    inner: int = INNER,
+) -> dict[str, Any]:  # fmt: skip
     """A channel without nodes, between GPUs that reach each other."""
     out, into = (push, pull) if side.index == 0 else (pull, push)
     channel = side.open([_bytes(side, out)], [_bytes(side, into)], mode, **table)
-    values = _round_trips(side, channel, graph, count)
+    values = _round_trips(side, channel, graph, count, inner)
     ok = channel.status() == (0, 0)
     side.barrier()
     channel.close()
     side.barrier()
-    kind = f"channel {mode}, {'graph' if graph else 'enqueued'} x{INNER}"
+    kind = f"channel {mode}, {'graph' if graph else 'enqueued'} x{inner}"
     return _row(*values, work=kind, push=push, pull=pull, ok=ok, table=table)
 
 
@@ -296,6 +301,14 @@ def main() -> int:
                          "count": count, "table": {}},
                     )
                 )  # fmt: skip
+        for push, pull in WORK:  # as many in a graph of a model: less of it is its launch
+            jobs.append(
+                (
+                    round_trips,
+                    {"mode": mode, "push": push, "pull": pull, "graph": True, "inner": 10 * INNER,
+                     "count": max(1, count // 10), "table": {}},
+                )
+            )  # fmt: skip
         jobs.append((calls, {"mode": mode, "count": 5}))
         for both in (False, True):
             for ahead in (1, 2, 3):

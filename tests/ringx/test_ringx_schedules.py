@@ -101,7 +101,8 @@ def test_moves_what_the_formulas_say(world: World, members, algorithm: str, agre
     for seen, _ in answers:
         assert seen == {name: counts for name, counts in want.items() if counts[0]}
     calls = max(calls for _, calls in answers)
-    assert calls == (min(2 * len(members) - 1, 4) if algorithm == "X3c" else len(members))
+    most = {"X3": 3, "X3b": 3, "X3c": 4}.get(algorithm, len(members))
+    assert calls == min(2 * len(members) - 1 if algorithm == "X3c" else len(members), most)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
@@ -109,21 +110,22 @@ def test_halves_are_the_zigzag_table_by_column(size: int):
     half = 2
     for rank in range(size):
         pairs: dict[str, set[tuple[int, int]]] = {}
-        for name, planner in (("owner", schedules.by_owner), ("half", schedules.by_half)):
+        for name, planner in (("rows", schedules.by_rows), ("half", schedules.by_half)):
             job = schedules.Job(_Place(rank, size), 1.0, (), (), torch.float32, torch.float32)
             plan = planner(job, 2 * half, 2 * half, schedules.zigzag)
             pairs[name] = set()
+            assert len(plan.calls) <= (2 if name == "rows" else 3)
             for call in plan.calls:
                 part = plan.parts[call.gathered]
                 length = part.stop - part.start
-                for key in range(call.keys.start, call.keys.stop):
+                for key in (key for keys in call.keys for key in range(keys.start, keys.stop)):
                     owner, place = divmod(key, length)
                     where = owner * 2 * half + part.start + place
                     seen = {(row, where) for row in range(call.rows.start, call.rows.stop)}
                     assert not seen & pairs[name], "twice"
                     pairs[name] |= seen
-        assert pairs["owner"] == pairs["half"]
-        assert len(pairs["owner"]) == (size - 1) * 2 * half * half  # as much for every rank
+        assert pairs["rows"] == pairs["half"]
+        assert len(pairs["rows"]) == (size - 1) * 2 * half * half  # as much for every rank
 
 
 class _Place:
