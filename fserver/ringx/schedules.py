@@ -260,26 +260,32 @@ def broadcast_backward(
     job: Job, given: Given, *, blocks: Blocks, ahead: bool, behind: bool
 ) -> Triple:
     """dq stays; dk and dv of each owner are added up there, with `behind` while the next owner's
-    are computed. The own block has its turn among the others: who had nothing to do in his turn
-    would wait for the sum."""
+    are computed, and the last one's while the rank does half of its own block. That has its turn
+    among the others: who had nothing to do in his turn would wait for the sum."""
     ranks = job.ranks
     arrivals = _broadcast_keys(job, given.k, given.v, ahead)
     rows = given.q.shape[1]
     dq = Parts(rows, accumulator(given.q.dtype), LEAST)
     under_way: deque[tuple[Tensor, dist.Work]] = deque()
+    rest: Block | None = None
     for owner, kv in arrivals:
         dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
         block = blocks(ranks.rank, owner, rows, kv.shape[0])
         if block is not None:
             _head_start(kv.device)
-            _put(dkv, block.keys, *_more_grads(job, dq, given, kv, block))
+            if owner == ranks.rank and behind:
+                dk, dv, rest = _own_backward(job, dq, given, blocks)
+            else:
+                dk, dv = _more_grads(job, dq, given, kv, block)
+            _put(dkv, block.keys, dk, dv)
         if owner == ranks.rank:
             mine = dkv
         _zero_between(dkv, [] if block is None else [block.keys])
         under_way.append((dkv, ranks.sum_at(owner, dkv)))
         del kv, dkv
-        while len(under_way) > (behind if owner + 1 < ranks.size else 0):
+        while len(under_way) > behind:
             under_way.popleft()[1].wait()
+    _finish(job, dq, given, rest, [work for _, work in under_way], mine)
     return dq.result(given.q.dtype)[0], *_unpack(mine)
 
 
@@ -405,15 +411,21 @@ def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner)
                 written += call.keys
         _zero_between(dkv, written)
         under_way.append((dkv, job.ranks.scatter_sum(mine[part], dkv)))
-    if rest:
-        _head_start(k.device)
-        own_dk, own_dv = _grads(job, dq, given, rest)
-    for _, done in under_way:
-        done.wait()
-    if rest:
-        mine[rest.keys, :, 0] += own_dk.transpose(0, 1)
-        mine[rest.keys, :, 1] += own_dv.transpose(0, 1)
+    _finish(job, dq, given, rest, [work for _, work in under_way], mine)
     return dq.result(given.q.dtype)[0], *_unpack(mine)
+
+
+def _finish(
+    job: Job, dq: Parts, given: Given, rest: Block | None, sums: list[dist.Work], mine: Tensor
+) -> None:
+    """Does what is left of the own block while the last sums are under way, and adds it to mine."""
+    if rest:
+        _head_start(mine.device)
+        own = _grads(job, dq, given, rest)
+    for work in sums:
+        work.wait()
+    for i, got in enumerate(own if rest else ()):
+        mine[rest.keys, :, i] += got.transpose(0, 1)
 
 
 def _zero_between(dkv: Tensor, written: list[slice]) -> None:
