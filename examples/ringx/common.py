@@ -183,14 +183,14 @@ def estimate(example: Example, config: Config, options: argparse.Namespace, size
     keys = 2 * config.kv_heads * config.head_dim
     gathered = rows * keys * (2 + 4)
     bounded = example.causal and gathered > GATHER_LIMIT
-    exchanged = 3 * mine * keys * (2 + 4) if bounded else gathered
+    exchanged = mine * keys * (4 * 2 + 2 * 4) if bounded else rows * keys * (2 * 2 + 4)
     memory = {
         "weights, gradients, AdamW (fp32, sharded)": 16 * weights / size,
         "two blocks gathered (bf16)": 4 * in_blocks / config.layers,
         "inputs of blocks, kept (bf16)": 2 * mine * config.dim * config.layers,
         "one block at work (bf16)": 2 * mine * (6 * config.dim + 2 * width + 4 * config.hidden),
         "sums of out and dq (fp32)": 2 * 4 * mine * width,
-        f"keys of others and their gradients ({'X4o' if bounded else 'X3'})": exchanged,
+        f"keys of others and their gradients ({'X4' if bounded else 'X3'})": exchanged,
     }
     print(
         f"{example.name}, {config.tokens:,} tokens on {size} ranks, {weights / 1e9:.2f}e9 weights"

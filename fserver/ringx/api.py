@@ -119,7 +119,7 @@ def ringx_attention(
         algorithm: "X1", "X1o" (full mask, contiguous, lengths may differ over the ranks), "X3b"
             (full mask, contiguous), "X2", "X2o" (causal, contiguous, lengths may differ), "X3",
             "X3c", "X4", "X4o" (causal, zigzag). "auto" is X1o or X3b for a full mask, whichever
-            moves less, and for a causal one, zigzag, X3, or X4o above GATHER_LIMIT bytes.
+            moves less, and for a causal one, zigzag, X3, or X4 above GATHER_LIMIT bytes.
         causal: a row sees the keys at its own and at earlier positions.
         scale: of the scores; 1 / sqrt(D) without.
         group: the ranks; all without.
@@ -176,7 +176,7 @@ def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
     moved = 2 * k.shape[0] * k.shape[2] * k.shape[3] * sum(job.k_lengths)
     if causal:
         gathered = moved * (k.element_size() + job.reduce_dtype.itemsize)
-        return "X3" if gathered <= GATHER_LIMIT else "X4o"
+        return "X3" if gathered <= GATHER_LIMIT else "X4"
     if len({*zip(job.q_lengths, job.k_lengths, strict=True)}) > 1:
         return "X1o"
     batch, _, heads, dim = q.shape
