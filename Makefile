@@ -96,8 +96,8 @@ pgo: setup ## measure what the engine does, for the compiler: engine/cabi/defaul
 chaos: ext ## kill N members of a cluster at random and start them again (N=50, SEED=..., TRANSPORT=auto)
 	@$(BIN)/python tests/chaos/chaos.py --kills $(N) --transport $(TRANSPORT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# Nothing may grow but by pages that the runtimes of Go and Python touch for the first time: stacks and
-# signal frames of threads, caches. A control of 10 exchanges grows as much.
+# Nothing may grow but by what does as well while idle: pages that the runtimes of Go and Python touch for the
+# first time, and what the collection that counts takes for those who wait for it.
 soak: ext ## COUNT (1,000,000) push_pulls each way inside a host and in both modes: does anything grow?
 	@status=0
 	for way in "tcp auto" "cma direct" "cma staged"; do

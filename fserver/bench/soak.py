@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Callable
 
 from . import report
 from .crew import Case, Crew, Nodes, pair
@@ -23,6 +24,9 @@ IN_USE = {  # counted at both ends only, since that touches pages
 }
 
 
+Looks = list[list[dict[str, int]]]  # one after the other, of worker and server
+
+
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns 1 if memory grew by more than --limit, or anything else grew
     while there is a limit."""
@@ -31,7 +35,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     facts = report.begin(options, cores)
     with (
         pair(nodes, options.transport, cores, device=options.device) as two,
-        report.Progress(PARTS, "soak", "part") as bar,
+        report.Progress(2 * PARTS, "soak", "part") as bar,
     ):
         two.all(
             "prepare", Case("push_pull", (options.size,), (options.size,), device=options.device)
@@ -44,36 +48,33 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
             two.all("verify", part)
             two.all("in_use")
             two.all("counts")
-        in_use = [two.all("in_use")]
-        counts = [two.all("counts")]
         start = time.monotonic()
-        for part in range(PARTS):
-            two.all("run", count * (part + 1) // PARTS - count * part // PARTS, timeout=timeout)
-            two.all("verify", part + 1)
-            counts.append(two.all("counts"))
-            bar.step()
-        in_use.append(two.all("in_use"))
+        looks = _watch(two, bar, lambda each: two.all("run", each, timeout=timeout), count)
         seconds = time.monotonic() - start
+        idle = _watch(two, bar, lambda _: time.sleep(seconds / PARTS))
         links = two.workers("links")[0]
     print(
         f"{count} push_pulls of {report.show_size(options.size)} each way over "
         f"{' and '.join(links) or options.transport} in {seconds:.1f} s, after {warmup} to warm up"
     )
-    titles = "after warm-up", "half way", "at the end", "growth"
+    titles = "after warm-up", "half way", "at the end", "growth", "while idle"
     print(f"{'':<24}" + "".join(f"{title:>15}" for title in titles))
     rows = []
     for number, role in enumerate(("worker", "server")):
         row: dict[str, object] = {"role": role, "links": links}
-        for names, looks in ((COUNTS, counts), (IN_USE, in_use)):
+        for names, now, before in zip((COUNTS, IN_USE), looks, idle, strict=True):
             for key, title in names.items():
-                if key not in looks[0][number]:
+                if key not in now[0][number]:
                     continue
-                now = [look[number][key] for look in looks]
-                half = now[PARTS // 2] if len(now) > PARTS else ""
-                growth = now[-1] - now[0]
-                print(f"{role:<8}{title:<16}{now[0]:>15}{half:>15}{now[-1]:>15}{growth:>15}")
-                row[key] = now
+                values = [look[number][key] for look in now]
+                half = values[PARTS // 2] if len(values) > PARTS else ""
+                growth = values[-1] - values[0]
+                without = before[-1][number][key] - before[0][number][key]
+                cells = values[0], half, values[-1], growth, without
+                print(f"{role:<8}{title:<16}" + "".join(f"{cell:>15}" for cell in cells))
+                row[key] = values
                 row[f"growth_{key.removeprefix('resident_')}"] = growth
+                row[f"idle_{key.removeprefix('resident_')}"] = without
         rows.append(row)
     report.finish(options, "soak", facts, rows, count=count, bytes_each_way=options.size)
     if options.limit is None:
@@ -88,13 +89,29 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     return int(failed)
 
 
+def _watch(
+    two: Crew, bar: report.Progress, work: Callable[[int], object], count: int = 0
+) -> tuple[Looks, Looks]:
+    """Work in parts, of count in all, with a look after each: what is counted, what is in use."""
+    in_use = [two.all("in_use")]
+    counts = [two.all("counts")]
+    for part in range(PARTS):
+        work(count * (part + 1) // PARTS - count * part // PARTS)
+        two.all("verify", part + 1)
+        counts.append(two.all("counts"))
+        bar.step()
+    in_use.append(two.all("in_use"))
+    return counts, in_use
+
+
 def _counts(options: argparse.Namespace, two: Crew) -> tuple[int, int]:
-    """How many push_pulls, and how many before them; a fifth of --seconds is for those."""
+    """How many push_pulls, and how many before them: of --seconds two fifths are for those, one for
+    these, and the rest to be idle for as long."""
     if options.seconds is None:
         return options.count, options.warmup
     trial = two.workers("measure", 10, 200)[0]["p50_us"]
     count = max(int(options.seconds * 1e6 / trial), PARTS)
-    return count * 4 // 5, count // 5
+    return count * 2 // 5, count // 5
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,9 +119,10 @@ def _parser() -> argparse.ArgumentParser:
         "soak",
         "Memory, descriptors and goroutines of worker and server over many push_pulls. Memory is "
         "what the engine's heap, malloc and Python have in use, and what is resident, to which "
-        "pages belong that are touched for the first time. Of each push_pull the answer's number "
-        "is checked, and all bytes of one after each tenth. Tensors on GPUs are the worker's "
-        "on the first and the server's on the last.",
+        "pages belong that are touched for the first time. The last column has what it grew by in "
+        "as long a time and with as many looks, without push_pulls: to look takes memory too. Of "
+        "each push_pull the answer's number is checked, and all bytes of one after each tenth. "
+        "Tensors on GPUs are the worker's on the first and the server's on the last.",
         seconds=(None, "about so long in all, instead of --count and --warmup"),
     )
     made.add_argument("--count", type=int, default=200_000, help="push_pulls (default 200000)")

@@ -655,6 +655,7 @@ def test_soak(tmp_path, capsys):
         assert row["growth_goroutines"] == 0 and min(row["goroutines"]) > 0
         assert row["growth_engine_bytes"] < 1_000_000 and min(row["engine_bytes"]) > 0
         assert len(row["malloc_bytes"]) == len(row["python_blocks"]) == 2
+        assert row["idle_bytes"] < 1_000_000 and row["idle_descriptors"] == 0
         assert min(row["descriptors"]) > 3
     assert rows[0]["growth_bytes"] < 1_000_000 < 100 * 65536 // 2 <= rows[1]["growth_bytes"]
 
