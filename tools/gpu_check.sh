@@ -10,7 +10,7 @@
 # each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
 #
 # bench needs what eager needs. It times others' ways between two GPUs, ours, and others' again, and
-# prints a table of ours beside theirs, and what `fserver bench` says of GPUs, in about 6 minutes:
+# prints a table of ours beside theirs, and what `fserver bench` says of GPUs, in about 8 minutes:
 # ROUNDS of each size (default 100000, of others' at most 25000 before ours and after), RUNS of 20
 # round trips through a channel (default 5000). All that it leaves is one file, bench.tgz.
 #
