@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -108,11 +109,28 @@ def _ended_by_signal() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def _ended_at_once(folder: Path) -> Iterator[None]:
+    """The same while packages are imported, whose C code takes an exception that a signal raises
+    for another error, or aborts: nothing is raised, and the process ends."""
+
+    def end(number: int, _: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path) -> int:
     print(f"loading {path.name}", flush=True)
-    afd = _load_module(examples / "model.py")
     try:
-        with _gguf_read_once():
+        with _ended_at_once(folder), _gguf_read_once():
+            afd = _load_module(examples / "model.py")
             tokenizer, model = afd.load(path)
     except (OSError, ValueError) as e:
         print(f"fserver demo: load {path}: {e}", file=sys.stderr)

@@ -391,12 +391,36 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path, number, status):
         assert popen.stdout.readline().startswith("loading ")
         assert list(tmp_path.iterdir())
         popen.send_signal(number)
-        popen.communicate(timeout=BOUND)
-        assert popen.returncode == status
+        said, _ = popen.communicate(timeout=BOUND)
+        assert popen.returncode == status, said
         assert list(tmp_path.iterdir()) == []
     finally:
         popen.kill()
         popen.wait()
+
+
+INTERRUPTED = """
+import signal, sys, types
+from fserver import demo
+
+def load(path):
+    try:
+        signal.raise_signal(int(sys.argv[2]))
+    except BaseException:
+        raise OSError("a module cannot be imported")
+
+demo._load_module = lambda path: types.SimpleNamespace(load=load)
+sys.exit(demo.main(["--model=" + sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_would_be_taken_for_a_failed_import(tmp_path, number):
+    command = [sys.executable, "-c", INTERRUPTED, str(ROOT), str(int(number))]
+    env = {**environment(), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=BOUND)
+    assert done.returncode == 128 + number, done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
