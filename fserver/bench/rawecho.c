@@ -133,6 +133,10 @@ int main(int argc, char **argv) {
   close(listener);
   setsockopt(client, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(server, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  /* Where BBR is the default it paces, also inside a host, and takes twice as
+   * long for 1 MiB. */
+  setsockopt(client, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  setsockopt(server, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
 
   if (split() == 0) {
     close(client);

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
@@ -544,6 +545,11 @@ func TestAddresses(t *testing.T) {
 			b.until(func() bool { a.poll(); return len(b.frames) == 1 })
 			require.Len(t, b.writes, 1)
 			require.True(t, bytes.Equal(src.Span().Bytes(), dst.Span().Bytes()))
+			for _, end := range []transport.Conn{conn, b.conns[0]} {
+				name, err := unix.GetsockoptString(end.(*Conn).fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION)
+				require.NoError(t, err)
+				require.Equal(t, unpaced, name)
+			}
 			if c.bind != "" {
 				host, _, err := net.SplitHostPort(b.conns[0].Remote())
 				require.NoError(t, err)
