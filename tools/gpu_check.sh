@@ -150,7 +150,7 @@ END
   step go-node within 12 build/tests/node.test -test.run RealGPU -test.timeout 11s
 }
 
-# baselines N ROUNDS times what others offer; ours is timed between two of it.
+# baselines N ROUNDS times what others offer, for the N-th time: ours is timed between the two.
 baselines() {
   within 120 "$PYTHON" tools/gpu_baselines.py --iters "$2" --budget 100 --json "$OUT/baselines-$1.json"
 }

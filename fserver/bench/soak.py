@@ -62,14 +62,14 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     rows = []
     for number, role in enumerate(("worker", "server")):
         row: dict[str, object] = {"role": role, "links": links}
-        for names, now, before in zip((COUNTS, IN_USE), looks, idle, strict=True):
+        for names, now, still in zip((COUNTS, IN_USE), looks, idle, strict=True):
             for key, title in names.items():
                 if key not in now[0][number]:
                     continue
                 values = [look[number][key] for look in now]
                 half = values[PARTS // 2] if len(values) > PARTS else ""
                 growth = values[-1] - values[0]
-                without = before[-1][number][key] - before[0][number][key]
+                without = still[-1][number][key] - still[0][number][key]
                 cells = values[0], half, values[-1], growth, without
                 print(f"{role:<8}{title:<16}" + "".join(f"{cell:>15}" for cell in cells))
                 row[key] = values

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -100,17 +100,21 @@ def _examples() -> Path:
 
 
 @contextlib.contextmanager
-def _ended_by_signal() -> Iterator[None]:
-    """SIGTERM ends the demo as Ctrl-C does: what it has written to disk goes."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def _on_signals(handler: Callable[[int, object], Any], *numbers: int) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
-@contextlib.contextmanager
-def _ended_at_once(folder: Path) -> Iterator[None]:
+def _ended_by_signal() -> contextlib.AbstractContextManager[None]:
+    """SIGTERM ends the demo as Ctrl-C does: what it has written to disk goes."""
+    return _on_signals(lambda number, _: sys.exit(128 + number), signal.SIGTERM)
+
+
+def _ended_at_once(folder: Path) -> contextlib.AbstractContextManager[None]:
     """The same while packages are imported, whose C code takes an exception that a signal raises
     for another error, or aborts: nothing is raised, and the process ends."""
 
@@ -118,12 +122,7 @@ def _ended_at_once(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _on_signals(end, signal.SIGINT, signal.SIGTERM)
 
 
 def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path) -> int:

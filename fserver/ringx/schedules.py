@@ -316,7 +316,7 @@ def by_rows(job: Job, rows: int, keys: int, blocks: Blocks) -> Plan:
         if owner == rank or block is None:
             continue
         seen = slice(owner * keys + block.keys.start, owner * keys + block.keys.stop)
-        if owner in (0, rank + 1):
+        if owner in (0, rank + 1):  # the first before me, the first behind
             calls.append(Call(0, block.rows, [seen]))
             continue
         last = calls[-1].keys
