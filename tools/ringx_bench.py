@@ -42,6 +42,7 @@ from fserver.ringx.api import ALGORITHMS, Algorithm
 from fserver.ringx.combine import Parts
 from fserver.ringx.kernels import Given, Pair, Triple, accumulator
 from fserver.ringx.schedules import Job, Ranks
+from fserver.ringx.window import Window
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -227,12 +228,17 @@ def of_torch(rotation: str, causal: bool, tokens: int, device: torch.device) -> 
     return Way(f"torch {rotation}", layout, attend, around)
 
 
-def of_ringx(name: str, agreed: bool = False) -> Way:
+def of_ringx(name: str, **options: bool) -> Way:
+    """By copies where that goes. An option's name is a part of the way's if it is set, or, in the
+    case of copies, if it is not."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal = ALGORITHMS[name].causal
-        return api.ringx_attention(q, k, v, algorithm=name, causal=causal, agreed=agreed)
+        return api.ringx_attention(q, k, v, algorithm=name, causal=causal, **options)
 
-    return Way(f"{name} agreed" if agreed else name, ALGORITHMS[name].layout, attend)
+    said = [name] + ["agreed"] * options.get("agreed", False)
+    said += ["collectives"] * (not options.get("copies", True))
+    return Way(" ".join(said), ALGORITHMS[name].layout, attend)
 
 
 def ways(causal: bool, tokens: int, size: int, device: torch.device) -> list[Way]:
@@ -242,8 +248,12 @@ def ways(causal: bool, tokens: int, size: int, device: torch.device) -> list[Way
         return Local.apply(q, k, v, causal)
 
     found = [Way("alone", "contiguous", alone, whole=True)]
-    found += [of_ringx(name) for name, how in ALGORITHMS.items() if how.causal == causal]
-    found += [of_ringx(name, True) for name in (("X3", "X3c", "X4o") if causal else ("X1o", "X3b"))]
+    ours = [name for name, how in ALGORITHMS.items() if how.causal == causal]
+    for name in ours:
+        found.append(of_ringx(name))
+        if ALGORITHMS[name].copies:
+            found.append(of_ringx(name, copies=False))
+        found.append(of_ringx(name, agreed=True))
     found.append(Way("ring p2p", "zigzag" if causal else "contiguous", ring(causal)))
     found.append(Way("ulysses", "contiguous", ulysses(size, causal)))
     for rotation in ("allgather", "alltoall"):
@@ -354,7 +364,8 @@ def check_one(
     limit: dict[str, float] = {}
     found = []
     for way in ways(causal, tokens, dist.get_world_size(), device):
-        if way.name not in ALGORITHMS and way.name not in ("alone", "ring p2p"):
+        ours = way.name.removesuffix(" collectives") in ALGORITHMS
+        if not ours and way.name not in ("alone", "ring p2p"):
             continue
         row = {
             "way": way.name, "kernel": kernel, "dtype": str(dtype).partition(".")[2],
@@ -394,9 +405,11 @@ def graph(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
         for name, how in ALGORITHMS.items():
             if how.causal != causal:
                 continue
-            same = replayed(of_ringx(name, True), whole)
-            found.append({"way": name, "tokens": tokens, "causal": causal, "pass": same})
-            say(f"{'PASS' if same else 'FAIL'} graph {name} {tokens} {causal}")
+            for copies in (True, False) if how.copies else (True,):
+                way = of_ringx(name, agreed=True, copies=copies)
+                same = replayed(way, whole)
+                found.append({"way": way.name, "tokens": tokens, "causal": causal, "pass": same})
+                say(f"{'PASS' if same else 'FAIL'} graph {way.name} {tokens} {causal}")
     return found
 
 
@@ -469,7 +482,9 @@ def without_collectives() -> Iterator[None]:
     """Schedules exchange nothing and work on whatever is there."""
     names = ("broadcast", "sum_at", "maximum", "gather", "scatter_sum")
     before = {name: getattr(Ranks, name) for name in names}
-    agree = api._agree
+    agree, fence, of = api._agree, Window.fence, Window.of
+    Window.fence = Window.mark
+    Window.of = lambda window, rank, *what: of(window, dist.get_rank(), *what)
     api._agree = lambda ranks, device, facts, *_: (
         [facts[-2]] * ranks.size,
         [facts[-1]] * ranks.size,
@@ -479,7 +494,7 @@ def without_collectives() -> Iterator[None]:
     try:
         yield
     finally:
-        api._agree = agree
+        api._agree, Window.fence, Window.of = agree, fence, of
         for name in names:
             setattr(Ranks, name, before[name])
 

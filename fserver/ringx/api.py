@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,20 +17,25 @@ from fserver.errors import ConfigError, Error, ShapeError
 
 from . import schedules
 from .kernels import DTYPES, Given, accumulator, choose
-from .schedules import Job, Ranks
+from .schedules import EVERY_OWNER as ALL
+from .schedules import Job, Ranks, fits
+from .window import window_of
 
 GATHER_LIMIT = 4 << 30
 """Bytes of gathered k, v, dk and dv on a rank above which `auto` takes X4 instead of X3."""
 
 
 class Algorithm(NamedTuple):
-    """A row of the table of what there is."""
+    """A row of the table of what there is. Forward and backward are by collectives, and by copies
+    where there is a window."""
 
     causal: bool
     layout: str
     uneven: bool  # the ranks' lengths may differ
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    copies: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    together: int = 0  # from so many owners at a time
 
 
 def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
@@ -39,10 +45,18 @@ def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
     return Algorithm(blocks is not schedules.full, "contiguous", True, forward, backward)
 
 
-def _keys(forward: Callable[..., Any], backward: Callable[..., Any], **how: Any) -> Algorithm:
+def _keys(
+    forward: Callable[..., Any], backward: Callable[..., Any], together: int = 0, **how: Any
+) -> Algorithm:
     causal = how["blocks"] is not schedules.full
     layout = "zigzag" if causal else "contiguous"
-    return Algorithm(causal, layout, False, partial(forward, **how), partial(backward, **how))
+    copies = None
+    if together:
+        alike = {"blocks": how["blocks"], "together": together}
+        functions = schedules.window_forward, schedules.window_backward
+        copies = partial(functions[0], **alike), partial(functions[1], **alike)
+    given = partial(forward, **how), partial(backward, **how)
+    return Algorithm(causal, layout, False, *given, copies, together)
 
 
 _gather = partial(_keys, schedules.gather_forward, schedules.gather_backward)
@@ -53,10 +67,10 @@ ALGORITHMS = {
     "X1o": _queries(schedules.full, overlap=True),
     "X2": _queries(schedules.contiguous, overlap=False),
     "X2o": _queries(schedules.contiguous, overlap=True),
-    "X3": _gather(blocks=schedules.zigzag, planner=schedules.by_rows),
+    "X3": _gather(ALL, blocks=schedules.zigzag, planner=schedules.by_rows),
     "X3c": _gather(blocks=schedules.zigzag, planner=schedules.by_half),
-    "X3b": _gather(blocks=schedules.full, planner=schedules.by_rows),
-    "X4": _broadcast(blocks=schedules.zigzag, ahead=True, behind=False),
+    "X3b": _gather(ALL, blocks=schedules.full, planner=schedules.by_rows),
+    "X4": _broadcast(1, blocks=schedules.zigzag, ahead=True, behind=False),
     "X4o": _broadcast(blocks=schedules.zigzag, ahead=True, behind=True),
 }
 
@@ -69,8 +83,11 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, how: Algorithm, job: Job
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        forward = how.forward
+        if how.copies and fits(job, k, how.together, backward=False):
+            forward = how.copies[0]
         with torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
-            out, lse = how.forward(job, q, k, v)
+            out, lse = forward(job, q, k, v)
         if sink is not None:
             level = sink.to(lse.dtype)[:, None]
             out = out * torch.sigmoid(lse - level).transpose(1, 2)[..., None]
@@ -88,8 +105,12 @@ class _Attention(torch.autograd.Function):
             raise Error("ringx: create_graph: there is no second derivative")
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        how, job = ctx.how, ctx.job
+        backward = how.backward
+        if how.copies and fits(job, k, how.together, backward=True):
+            backward = how.copies[1]
         with torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv = ctx.how.backward(ctx.job, Given(dout, q, k, v, out, lse))
+            dq, dk, dv = backward(job, Given(dout, q, k, v, out, lse))
         dsink = None
         if sink is not None:
             share = torch.exp(sink.to(lse.dtype)[:, None] - lse).transpose(1, 2)
@@ -110,6 +131,7 @@ def ringx_attention(
     reduce_dtype: torch.dtype = torch.float32,
     return_lse: bool = False,
     agreed: bool = False,
+    copies: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of the local rows to the keys of all ranks. Every rank of the group calls it.
 
@@ -130,6 +152,8 @@ def ringx_attention(
         agreed: do not ask the other ranks, as every call does else: the caller knows that all pass
             the same arguments and equal lengths, as in a loop whose first call has asked. It saves
             the CPU a wait. If it is not so, the call may hang or be wrong.
+        copies: X3, X3b and X4 do without collectives where the ranks are GPUs of one host that
+            reach each other's memory. The first call of a group finds that out.
 
     Returns:
         out ``[B, Sq, H, D]`` of q's type; with return_lse (out, lse).
@@ -138,14 +162,15 @@ def ringx_attention(
         ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
             raise then, and nothing has been exchanged; with agreed, only this one raises.
     """
-    out, lse = _run(q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, agreed=agreed)
+    how = {"agreed": agreed, "copies": copies}
+    out, lse = _run(q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, **how)
     return (out, lse) if return_lse else out
 
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
     group: dist.ProcessGroup | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    problem: Error | None = None, agreed: bool = False,
+    problem: Error | None = None, agreed: bool = False, copies: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = _ranks(group)
     problem = problem or _problem(q, k, v, algorithm, causal, sink, reduce_dtype)
@@ -159,12 +184,14 @@ def _run(
         problem = problem or _kernel_problem(q, k, v, causal)
         facts = [1] + [0] * (len(FACTS) - 1)
         if not problem:
-            facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype)
+            facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype, copies)
         q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype, out_dtype)
     how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
+    if copies and how.copies:
+        job = replace(job, window=window_of(ranks, q.device))
     # cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
     # those of out and its gradient are: these have to be as q is.
     q, k, v = (t.contiguous() for t in (q, k, v))
@@ -276,7 +303,8 @@ def _kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | No
 
 
 FACTS = (
-    *("problem", "algorithm", "causal", "scale", "sink", "reduce_dtype", "q.dtype", "q.shape[0]"),
+    *("problem", "algorithm", "causal", "scale", "sink", "reduce_dtype", "copies"),
+    *("q.dtype", "q.shape[0]"),
     *("q.shape[2]", "q.shape[3]", "k.shape[2]", "q.shape[1]", "k.shape[1]"),
 )
 """What the ranks tell each other; all but the lengths has to be the same."""
@@ -284,10 +312,10 @@ FACTS = (
 
 def _facts(
     q: Tensor, k: Tensor, algorithm: str, causal: bool, scale: float, sink: Tensor | None,
-    reduce_dtype: torch.dtype,
+    reduce_dtype: torch.dtype, copies: bool,
 ) -> list[int]:  # fmt: skip
     scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
-    types = DTYPES.index(reduce_dtype), DTYPES.index(q.dtype)
+    types = DTYPES.index(reduce_dtype), copies, DTYPES.index(q.dtype)
     lengths = q.shape[1], k.shape[1]
     which = [*ALGORITHMS, "auto"].index(algorithm)
     shape = q.shape[0], *q.shape[2:], k.shape[2]

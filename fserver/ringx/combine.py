@@ -42,9 +42,13 @@ class Parts:
 
     def add(self, rows: slice, value: Tensor, lse: Tensor | None = None) -> None:
         if len(self._parts) == self._most:
-            every = slice(0, self._rows)
-            self._parts = [Part(every, *combine(self._parts, self._rows, self._dtype))]
+            self.settle()
         self._parts.append(Part(rows, value, lse))
+
+    def settle(self) -> None:
+        """Makes them one, which needs the tensors that were added no more."""
+        every = slice(0, self._rows)
+        self._parts = [Part(every, *combine(self._parts, self._rows, self._dtype))]
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """All of it, ``[B, S, H, D]`` of this type, and lse ``[B, H, S]``."""

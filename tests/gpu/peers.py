@@ -161,10 +161,12 @@ def serve(
     transport: str = "auto",
     sleep: int = 0,
     fixed: int = 0,
+    pinned: bool = False,
     again: str = "",
 ) -> dict[str, Any]:
     """Answers each tensor of uint8 with its complement, behind a kernel of so many cycles, until
-    the worker leaves. fixed: bytes of a receive buffer of the application's own for key 0."""
+    the worker leaves. fixed: bytes of a receive buffer of the application's own for key 0.
+    pinned: answers are in pinned host memory, by turns as they are and seen by the GPU."""
     import torch
 
     import fserver
@@ -199,7 +201,12 @@ def serve(
                     seen["inside"] &= begin <= x.data_ptr() <= begin + fixed - x.numel()
                 if sleep and x.is_cuda:
                     torch.cuda._sleep(sleep)
-                answers.append(torch.bitwise_not(x))
+                answer = torch.bitwise_not(x)
+                if pinned:
+                    answer = answer.cpu().pin_memory()
+                    if seen["requests"] % 2:
+                        answer = fserver.map_pinned_tensor(answer, device)
+                answers.append(answer)
             server.respond(answers, handler, need_event=True)
             kept = answers
             seen["requests"] += 1
@@ -255,6 +262,36 @@ def interior(pipe: Connection, scheduler: str, device: int | None, transport: st
                 bad.append(f"{n} bytes at {at} are wrong")
             if not bool((y[:at] == POISON).all() and (y[at + n :] == POISON).all()):
                 bad.append(f"memory around {n} bytes at {at} was written to")
+    return bad
+
+
+def pinned(
+    pipe: Connection, scheduler: str, device: int, transport: str, sizes: list[int], rounds: int
+) -> list[str]:
+    """Tensors in pinned host memory, as they are and as tensors of the GPU over the same memory,
+    each pushed and pulled with each. Nothing around them is touched."""
+    import torch
+
+    import fserver
+
+    bad = []
+    with _worker(scheduler, device, transport) as w:
+        for key, n in enumerate(sizes):
+            x, y = (torch.empty(n + 200, dtype=torch.uint8).pin_memory() for _ in range(2))
+            views = [fserver.map_pinned_tensor(t, device) for t in (x, y)]
+            own = [torch.empty(n + 200, dtype=torch.uint8, device=place(device)) for _ in range(2)]
+            for i in range(rounds):
+                pushed, pulled = (x, views[0], own[0])[i % 3], (y, views[1], own[1])[i // 3 % 3]
+                pushed.random_(256)
+                pulled.fill_(POISON)
+                torch.cuda.synchronize(device)  # the host is to see what its GPU has written
+                inner = slice(100, 100 + n)
+                w.wait(w.push_pull([pushed[inner]], [key], [pulled[inner]], [key]), timeout_ms=15000)
+                want = torch.full((n + 200,), POISON, dtype=torch.uint8)
+                want[inner] = torch.bitwise_not(pushed[inner]).cpu()
+                if not torch.equal(pulled.cpu(), want):
+                    wrong = int((pulled.cpu() != want).sum())
+                    bad.append(f"size {n}, round {i}: {wrong} bytes are wrong")
     return bad
 
 

@@ -60,6 +60,16 @@ def test_values(child: Make, gpus: int, devices: tuple[Place, Place], transport:
     assert seen["devices"] == {peers.place(devices[1])}
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_pinned_memory(child: Make, gpus: int, transport: str) -> None:
+    """Of the host, pushed, pulled and answered with, by its own name or as a tensor of the GPU."""
+    bad, seen = run(
+        child, peers.pinned, (0, gpus - 1), SIZES, 18, transport=transport, pinned=True
+    )
+    assert bad == []
+    assert seen["devices"] == {peers.place(gpus - 1)}
+
+
 def test_64_mib(child: Make, gpus: int) -> None:
     result, _ = run(child, peers.round_trips, (0, gpus - 1), [64 << 20], 10)
     assert result["bad"] == []

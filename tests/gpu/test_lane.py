@@ -312,3 +312,69 @@ def test_ends(fresh: Pair, mode: str, how: str) -> None:
     assert status == ((2, 0) if how == "late" else (1, 0) if mode == "sm" else (1, -1))
     if fresh.devices[0] != fresh.devices[1]:
         assert lost <= 32 * MIB, f"{lost} bytes of the GPU were not given back"
+
+
+def one_way_in_vain(side: Side, mode: str, late: int) -> tuple[float, tuple[int, int]]:
+    """Side 0 only sends, side 1 only receives, and one of them comes when the other has given up:
+    the receiver has waited for data, or the sender for credits."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    t = torch.ones(4096, device=device)
+    tensors: Any = ([t], []) if side.index == 0 else ([], [t])
+    channel = side.open(*tensors, mode, timeout_ms=500)
+    if side.index == late:
+        side.barrier()
+    started = time.perf_counter()
+    for _ in range(1 if side.index == late or late == 0 else 4):
+        channel.send() if side.index == 0 else channel.recv()
+    torch.cuda.synchronize()
+    took = time.perf_counter() - started
+    status = channel.status()
+    if side.index != late:
+        with pytest.raises(Exception, match="the channel has ended"):
+            channel.send() if side.index == 0 else channel.recv()
+        side.barrier()
+    side.barrier()
+    channel.close()
+    side.channels.clear()
+    return took, status
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("late", [0, 1])
+def test_one_way_ends(pair: Pair, mode: str, late: int) -> None:
+    """Who waits does so as long as the channel says; who is late is not held up."""
+    results = pair.run(one_way_in_vain, mode=mode, late=late)
+    took, status = results[1 - late]
+    assert 0.4 < took < 5
+    assert status == (2, 0)
+    assert results[late][0] < 5
+
+
+def slow_sender(side: Side, mode: str) -> None:
+    """One way, by a sender who takes most of the time that the receiver waits."""
+    import torch
+
+    t = torch.zeros(4096, dtype=torch.int32, device=f"cuda:{side.device}")
+    tensors: Any = ([t], []) if side.index == 0 else ([], [t])
+    channel = side.open(*tensors, mode, timeout_ms=1000)
+    for i in range(1, 4):
+        if side.index == 0:
+            time.sleep(0.6)
+            t.fill_(i)
+            channel.send()
+        else:
+            channel.recv()
+            torch.cuda.synchronize()
+            assert bool((t == i).all()), f"message {i}"
+    torch.cuda.synchronize()
+    assert channel.status() == (0, 0)
+    side.barrier()
+    channel.close()
+    side.barrier()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slow_sender(pair: Pair, mode: str) -> None:
+    pair.run(slow_sender, mode=mode)

@@ -111,6 +111,7 @@ DIFFERENT = [
     ({"scale": 0.5}, "scale is 0.3535533905932738 on rank 0 and 0.5 on rank 1"),
     ({"dtype": torch.float64}, "q.dtype is 2 on rank 0 and 3 "),
     ({"sink": torch.ones(2)}, "sink is 0 on rank 0 and 1 "),
+    ({"copies": False}, "ConfigError: ringx: copies is 1 on rank 0 and 0 "),
 ]
 
 
@@ -165,7 +166,7 @@ def test_gradients_that_there_are_not_are_an_error(world: World):
 def test_signatures():
     parameters = inspect.signature(ringx_attention).parameters
     assert [*parameters] == (
-        "q k v algorithm causal scale group sink reduce_dtype return_lse agreed".split()
+        "q k v algorithm causal scale group sink reduce_dtype return_lse agreed copies".split()
     )
     assert parameters["causal"].default is inspect.Parameter.empty
     for name in FUNCTIONS.values():

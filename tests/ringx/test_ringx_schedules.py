@@ -155,7 +155,9 @@ def attend_mutated(me: Rank, problem: Problem, algorithm: str, old: str, new: st
         return partial(getattr(module, function.func.__name__), **function.keywords)
 
     ALGORITHMS[algorithm] = how._replace(
-        forward=swapped(how.forward), backward=swapped(how.backward)
+        forward=swapped(how.forward),
+        backward=swapped(how.backward),
+        copies=how.copies and tuple(map(swapped, how.copies)),
     )
     try:
         with poison():

@@ -1,0 +1,147 @@
+"""Ranks that copy from and to each other's memory, against dense attention in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from exact import EXACT, Problem, assembled, attend, check, dense, errors
+from files import in_window, in_window_poisoned, windowed
+from test_ringx_schedules import attend_mutated, counted
+from world import GROUPS, Rank, World
+
+from fserver.ringx.api import ALGORITHMS, FACTS
+from fserver.ringx.schedules import Ranks
+from fserver.ringx.window import window_of
+
+NAMES = [name for name, how in ALGORITHMS.items() if how.copies]
+THREE = (1, 2, 3)
+
+
+def test_which():
+    assert NAMES == ["X3", "X3b", "X4"]
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize("members", GROUPS, ids=str)
+def test_is_exact_whatever_memory_holds(world: World, members: tuple[int, ...], algorithm: str):
+    check(world, members, Problem(batch=2), algorithm, function=in_window_poisoned)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(heads=4, kv_heads=2, sink=True),
+        Problem(heads=5, kv_heads=1, rows=42, keys=42, dim=7),
+        Problem(batch=2, level=-120.0),
+    ],
+    ids=["gqa-sink", "mqa-odd", "lse-120"],
+)
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_shapes_and_ranges(world: World, algorithm: str, problem: Problem):
+    check(world, THREE, problem, algorithm, function=in_window)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_strided_tensors_and_repeated_backward(world: World, algorithm: str):
+    problem = Problem(batch=2, heads=4, kv_heads=2)
+    check(world, (0, 1, 2, 3), problem, algorithm, function=in_window, strided=True, repeats=3)
+
+
+def test_keys_of_another_sequence(world: World):
+    check(world, THREE, Problem(batch=2, keys=18), "X3b", function=in_window)
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_error_of_a_type_is_that_of_collectives(world: World, algorithm: str):
+    problem = Problem(rows=96, keys=96, heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16)
+    want = dense(problem, ALGORITHMS[algorithm].causal)
+    found = {}
+    for function in (attend, in_window):
+        parts = world.run((0, 1, 2, 3), function, problem, algorithm)
+        found[function] = errors(assembled(parts, problem, algorithm), want)
+    for name, error in found[in_window].items():
+        assert error <= 1.5 * found[attend][name] + 1e-6, (name, found)
+
+
+def moved(me: Rank, problem: Problem, algorithm: str, room: int | None = None) -> Any:
+    """Bytes that were copied, and collectives."""
+    with windowed(me, room) as window:
+        collectives, _ = counted(me, problem, algorithm, False)
+        return window.moved, collectives
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize("members", GROUPS[1:4], ids=str)
+def test_moves_what_the_formulas_say(world: World, members: tuple[int, ...], algorithm: str):
+    problem = Problem(batch=2, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    size = len(members)
+    keys = 2 * problem.batch * problem.kv_heads * problem.keys * problem.dim * 2
+    for rank, (copied, collectives) in enumerate(world.run(members, moved, problem, algorithm)):
+        of_each = keys / size
+        seen = (size - 1 - rank / 2) * of_each if algorithm != "X3b" else (size - 1) * of_each
+        assert copied == 3 * seen  # keys forward, keys and gradients backward
+        assert collectives == {"all_gather_into_tensor": (1, 8 * len(FACTS) * size)}
+
+
+def test_collectives_where_the_window_is_too_small(world: World):
+    """Backward by collectives behind a forward by copies, and all by collectives."""
+    problem = Problem(batch=2, dtype=torch.float64)
+    keys = 2 * problem.batch * problem.kv_heads * problem.keys * problem.dim * 8
+    for room, alone in ((keys // 3, False), (0, True)):
+        check(world, THREE, problem, "X3", function=in_window, room=room)
+        copied, collectives = world.run(THREE, moved, problem, "X3", room)[0]
+        assert bool(copied) is not alone
+        assert collectives["reduce_scatter_tensor"][0] == 1
+
+
+def asked_not_to(me: Rank) -> int:
+    with windowed(me) as window:
+        attend(me, Problem(), "X3", copies=False)
+        return window.moved
+
+
+def test_can_be_turned_off(world: World):
+    assert world.run((0, 1), asked_not_to) == [0, 0]
+
+
+def without_gpus(me: Rank) -> bool:
+    return window_of(Ranks(me.group), torch.device("cpu")) is None
+
+
+def test_none_without_gpus(world: World):
+    assert all(world.run((0, 1), without_gpus))
+
+
+def mutated(me: Rank, *args: Any) -> Any:
+    with windowed(me):
+        return attend_mutated(me, *args)
+
+
+GLOBAL = "here = Given(*given[:2], *some, *given[4:])"
+LOCAL = """here = Given(*given[:2], *some, *given[4:])
+            out, lse = torch.zeros_like(given.q), torch.zeros_like(given.lse)
+            out[:, visit.rows], lse[:, :, visit.rows] = kernels.forward(
+                given.q[:, visit.rows], here.k, here.v, False, job.scale
+            )
+            here = here._replace(out=out, lse=lse)"""
+NOT_COPIED = "to[visit.keys].copy_(grad)"
+NOT_TAKEN = "take(len(rounds) - 1)"
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        (GLOBAL, LOCAL, {"dq", "dk", "dv"}),
+        (NOT_COPIED, "pass", {"dk", "dv"}),
+        (NOT_TAKEN, "pass", {"dk", "dv"}),
+    ],
+)
+def test_faults_are_seen(world: World, algorithm: str, old: str, new: str, wrong: set[str]):
+    problem = Problem()
+    parts = world.run((0, 1, 2), mutated, problem, algorithm, old, new)
+    want = dense(problem, ALGORITHMS[algorithm].causal)
+    found = errors(assembled(parts, problem, algorithm), want)
+    assert {name for name, error in found.items() if error > EXACT} == wrong, found
