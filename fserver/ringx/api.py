@@ -19,7 +19,7 @@ from . import schedules
 from .kernels import DTYPES, Given, accumulator, choose
 from .schedules import EVERY_OWNER as ALL
 from .schedules import Job, Ranks, fits
-from .window import window_of
+from .window import known, window_of
 
 GATHER_LIMIT = 4 << 30
 """Bytes of gathered k, v, dk and dv on a rank above which `auto` takes X4 instead of X3."""
@@ -191,7 +191,7 @@ def _run(
     job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype, out_dtype)
     how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
     if copies and how.copies:
-        job = replace(job, window=window_of(ranks, q.device))
+        job = replace(job, window=window_of(ranks, q.device, len(FACTS)))
     # cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
     # those of out and its gradient are: these have to be as q is.
     q, k, v = (t.contiguous() for t in (q, k, v))
@@ -329,16 +329,22 @@ def _agree(
     """One small all-gather before anything else. Gives the ranks' lengths of q and of k.
 
     On a GPU it runs beside the current stream, so that the CPU waits for the group's last
-    collective at most, not for what is being computed.
+    collective at most, not for what is being computed; and not even for a place on the GPU where
+    the ranks have a board.
 
     Raises:
         ConfigError, ShapeError: on all ranks, if one has a problem or they differ.
     """
-    with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
-        mine = torch.tensor(facts, dtype=torch.int64, device=device)
-        everybody = torch.empty(ranks.size * len(facts), dtype=mine.dtype, device=device)
-        ranks.gather(everybody, mine).wait()
-        columns = dict(zip(FACTS, everybody.view(ranks.size, -1).T.tolist(), strict=True))
+    window = known(ranks)
+    if window:
+        found = window.board.gather(facts)
+    else:
+        with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
+            mine = torch.tensor(facts, dtype=torch.int64, device=device)
+            everybody = torch.empty(ranks.size * len(facts), dtype=mine.dtype, device=device)
+            ranks.gather(everybody, mine).wait()
+            found = everybody.view(ranks.size, -1).tolist()
+    columns = dict(zip(FACTS, map(list, zip(*found, strict=True)), strict=True))
     if problem:
         raise problem
     if any(columns["problem"]):

@@ -493,9 +493,7 @@ def fits(job: Job, k: Tensor, together: int, backward: bool) -> bool:
     size, others = 2 * k.numel() * k.element_size(), job.ranks.size - 1
     slots = others if together >= others else 2 * together
     window = job.window
-    return window.reserve("keys", size) and (
-        not backward or window.reserve("grads", slots * size)
-    )
+    return window.reserve("keys", size) and (not backward or window.reserve("grads", slots * size))
 
 
 Rounds = Iterator[list[tuple[Visit, Tensor]]]
@@ -508,35 +506,36 @@ def _copy_keys(job: Job, window: Window, k: Tensor, v: Tensor, rounds: list[list
     mine = window.of(job.ranks.rank, "keys", shape, k.dtype)
     for part, tensor in zip(mine, (k, v), strict=True):
         part.copy_(tensor.transpose(0, 1))
-    with window.beside():
-        window.fence()
 
-    def start(visits: list[Visit]) -> tuple[list[tuple[Visit, Tensor]], Mark]:
+    def start(number: int) -> tuple[list[tuple[Visit, Tensor]], Mark, Mark | None]:
         found = []
-        for visit in visits:
+        for visit in rounds[number]:
             length = visit.keys.stop - visit.keys.start
             every = (2, len(visit.owners) * length, *shape[2:])
             found.append((visit, torch.empty(every, dtype=k.dtype, device=k.device)))
         with window.beside():
+            if number == 0:
+                window.fence()  # all have written theirs
             for visit, kv in found:
                 for owner, place in zip(visit.owners, kv.chunk(len(visit.owners), 1), strict=True):
                     theirs = window.of(owner, "keys", shape, k.dtype)
                     for to, of in zip(place, theirs, strict=True):
                         to.copy_(of[visit.keys])
-            return found, window.mark()
+            came = window.mark()
+            last = number + 1 == len(rounds)
+            return found, came, window.fence() if last else None  # all have what they wanted
 
-    coming = deque([start(rounds[0])])
+    coming = deque([start(0)])
 
     def given() -> Rounds:
         for number in range(len(rounds)):
             if number + 1 < len(rounds):
-                coming.append(start(rounds[number + 1]))
-            else:
-                over = window.fence()  # all have what they wanted
-            found, came = coming.popleft()
+                coming.append(start(number + 1))
+            found, came, over = coming.popleft()
             came.wait()
             yield found
             del found
+        assert over is not None
         over.wait()
 
     return given()
@@ -545,8 +544,8 @@ def _copy_keys(job: Job, window: Window, k: Tensor, v: Tensor, rounds: list[list
 def window_forward(
     job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, together: int
 ) -> Pair:
-    """Works on the own block while keys travel, then on those of so many owners at a time, while the
-    next ones' travel."""
+    """Works on the own block while keys travel, then on those of so many owners at a time, while
+    the next ones' travel."""
     assert job.window is not None
     rounds = _visits(job, q.shape[1], k.shape[1], blocks, together)
     arrivals = _copy_keys(job, job.window, k, v, rounds)
@@ -556,17 +555,15 @@ def window_forward(
     for visits in arrivals:
         for visit, kv in visits:
             pair = (t.transpose(0, 1) for t in kv)
-            answers.add(
-                visit.rows, *kernels.forward(q[:, visit.rows], *pair, False, job.scale)
-            )
+            answers.add(visit.rows, *kernels.forward(q[:, visit.rows], *pair, False, job.scale))
         del visits, kv
     return _answer(job, answers)
 
 
 def window_backward(job: Job, given: Given, *, blocks: Blocks, together: int) -> Triple:
-    """What a call gives to dk and dv is copied to the owners as it is, and each adds up what has come
-    for it. Half of the own block comes first, while keys travel, and half last, while the last
-    gradients do."""
+    """What a call gives to dk and dv is copied to the owners as it is, and each adds up what has
+    come for it. Half of the own block comes first, while keys travel, and half last, while the
+    last gradients do."""
     assert job.window is not None
     window, ranks, k = job.window, job.ranks, given.k
     rows, keys, shape = given.q.shape[1], k.shape[1], _in_window(k)
@@ -594,33 +591,39 @@ def window_backward(job: Job, given: Given, *, blocks: Blocks, together: int) ->
                 for parts, came in zip(mine, slot(rank, ranks.rank), strict=True):
                     parts.add(block.keys, came[block.keys].transpose(0, 1))
 
-    under_way: deque[tuple[Mark, list[Tensor]]] = deque()
-    for number, visits in enumerate(arrivals):
-        sent: list[Tensor] = []  # not to be freed before it is copied
-        for visit, kv in visits:
+    before: tuple[Mark, list[Tensor]] | None = None
+
+    def work(number: int, visits: list[tuple[Visit, Tensor]]) -> tuple[Mark, list[Tensor]]:
+        """Gives the fence behind a round's copies, and what is not to be freed before that."""
+        sent: list[Tensor] = []
+        for left, (visit, kv) in zip(reversed(range(len(visits))), visits, strict=True):
             some = (t.transpose(0, 1) for t in kv)
             here = Given(*given[:2], *some, *given[4:])
             dkv = _grads(job, dq, here, Block(visit.rows, slice(None), False))
-            dkv = [t.to(k.dtype).transpose(0, 1).contiguous() for t in dkv]
+            sent += (t.to(k.dtype).transpose(0, 1).contiguous() for t in dkv)
+            if not left and before:
+                before[0].wait()
+                take(number - 1)
+                for parts in mine:
+                    parts.settle()  # the next round comes to the same place
             with window.beside():
-                pieces = zip(*(t.chunk(len(visit.owners)) for t in dkv), strict=True)
+                pieces = zip(*(t.chunk(len(visit.owners)) for t in sent[-2:]), strict=True)
                 for owner, grads in zip(visit.owners, pieces, strict=True):
                     for to, grad in zip(slot(ranks.rank, owner), grads, strict=True):
                         to[visit.keys].copy_(grad)
-            sent += dkv
-        if under_way:
-            under_way.popleft()[0].wait()
-            take(number - 1)
-            for parts in mine:
-                parts.settle()  # the next round but one comes to the same place
-        with window.beside():
-            under_way.append((window.fence(), sent))
-        del visits, kv, sent
+                if not left:
+                    fence = window.fence()
+        return fence, sent
+
+    for number, visits in enumerate(arrivals):
+        before = work(number, visits)
+        del visits
     if rest:
         _head_start(k.device)
         for parts, own in zip(mine, _grads(job, dq, given, rest), strict=True):
             parts.add(rest.keys, own)
-    under_way.popleft()[0].wait()
+    assert before
+    before[0].wait()
     take(len(rounds) - 1)
     dk, dv = (parts.result(k.dtype)[0] for parts in mine)
     return dq.result(given.q.dtype)[0], dk, dv

@@ -3,12 +3,19 @@ reach each other: torch's symmetric memory. Copy engines move the bytes, so that
 of the GPU, of which a collective takes a part.
 
 A copy asks nobody. Who may read and write when is settled by fences, which all ranks pass together.
+What ranks have to know of each other's arguments they tell through a file in memory, not by a
+collective, which would wait for a place on the GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
+import secrets
+import struct
+import time
+import zlib
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,8 +25,86 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fserver.errors import Error
+
 if TYPE_CHECKING:
     from .schedules import Ranks
+
+
+class Board:
+    """Where the ranks of a group on one host write numbers for each other.
+
+    Args:
+        ranks: all of them make one at the same time.
+        device: of the tensors that the group's collectives take.
+        most: numbers that one rank writes.
+
+    Raises:
+        OSError: not all of them can have the file.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, most: int):
+        self._ranks, self._turn = ranks, 0
+        self._timeout = _timeout(ranks, device).total_seconds()
+        self._width = 8 * (most + 2)  # the turn before, a checksum behind
+        size = 2 * ranks.size * self._width
+        number, problem = secrets.randbits(62), None
+        try:
+            if ranks.rank == 0:
+                file = os.open(_path(number), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                os.ftruncate(file, size)
+        except OSError as error:
+            problem = error
+        said = torch.tensor([number], device=device)
+        ranks.broadcast(said, 0).wait()
+        path = _path(int(said.item()))
+        try:
+            if ranks.rank != 0:
+                file = os.open(path, os.O_RDWR)
+            if not problem:
+                self._memory = mmap.mmap(file, size)
+                os.close(file)
+        except OSError as error:
+            problem = error
+        failed = _any(ranks, problem is not None, device)
+        if ranks.rank == 0 and os.path.exists(path):
+            os.unlink(path)
+        if failed:
+            raise problem or OSError("another rank of the group cannot open the file")
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """What each rank has written, by rank.
+
+        Raises:
+            Error: one has not come within the group's time.
+        """
+        self._turn += 1  # places alternate: who writes a turn's has read all of the last one's
+        record = struct.pack(f"{len(numbers) + 1}q", self._turn, *numbers)
+        record += struct.pack("q", zlib.crc32(record))
+        start = self._turn % 2 * self._ranks.size * self._width
+        at = start + self._ranks.rank * self._width
+        self._memory[at : at + len(record)] = record
+        found = []
+        for rank in range(self._ranks.size):
+            at = start + rank * self._width
+            began = time.monotonic()
+            while True:
+                came = self._memory[at : at + len(record)]
+                turn, *theirs, check = struct.unpack(f"{len(numbers) + 2}q", came)
+                if turn == self._turn and check == zlib.crc32(came[:-8]):  # written, and wholly
+                    break
+                waited = time.monotonic() - began
+                if waited > self._timeout:
+                    raise Error(
+                        f"ringx: rank {rank} of the group has not called within {self._timeout:g} s"
+                    )
+                time.sleep(0 if waited < 1e-3 else 1e-4)
+            found.append(theirs)
+        return found
+
+
+def _path(number: int) -> str:
+    return f"/dev/shm/fserver-ringx-{number:x}"
 
 
 class Mark(Protocol):
@@ -35,8 +120,8 @@ class Window:
     All ranks of the group make the same calls of `reserve` and `fence` in the same order.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device):
-        self._ranks, self._device = ranks, device
+    def __init__(self, ranks: Ranks, device: torch.device, board: Board):
+        self._ranks, self._device, self.board = ranks, device, board
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._memory: dict[str, Any] = {}
         self._timeout = round(_timeout(ranks, device) / timedelta(milliseconds=1))
@@ -79,10 +164,10 @@ class Window:
         return event
 
     def fence(self) -> Mark:
-        """Lets the copies behind it wait until all ranks have come to it. A rank that does not come
-        within the group's time ends with an error of CUDA's, not in a wait."""
-        with torch.cuda.stream(self._stream):
-            next(iter(self._memory.values())).barrier(channel=0, timeout_ms=self._timeout)
+        """Lets the copies behind it wait until all ranks have come to it. To be called within
+        `beside`. A rank that does not come within the group's time ends the others' wait with an
+        error of CUDA's."""
+        next(iter(self._memory.values())).barrier(channel=0, timeout_ms=self._timeout)
         return self.mark()
 
 
@@ -91,15 +176,26 @@ ALIGNED = 2 << 20  # bytes, a page of a GPU
 _windows: WeakKeyDictionary[dist.ProcessGroup, Window | None] = WeakKeyDictionary()
 
 
-def window_of(ranks: Ranks, device: torch.device) -> Window | None:
-    """The group's window; None if there is none. The first call for a group asks the other ranks:
-    all of them have to call it then."""
+def known(ranks: Ranks) -> Window | None:
+    """The group's window, if it has one from a call before."""
+    return _windows.get(ranks.group)
+
+
+def window_of(ranks: Ranks, device: torch.device, most: int) -> Window | None:
+    """The group's window, with a board for so many numbers; None if there is none. The first call
+    for a group asks the other ranks: all of them have to call it then."""
     if device.type != "cuda" or ranks.size == 1:
         return None
     if ranks.group not in _windows:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _windows[ranks.group] = Window(ranks, device) if _reach(ranks, device) else None
+        window = None
+        if _reach(ranks, device):
+            try:
+                window = Window(ranks, device, Board(ranks, device, most))
+            except OSError:
+                pass
+        _windows[ranks.group] = window
     return _windows[ranks.group]
 
 
@@ -116,9 +212,14 @@ def _reach(ranks: Ranks, device: torch.device) -> bool:
         or (gpu in seen and torch.cuda.can_device_access_peer(device.index, seen[gpu]))
         for gpu in gpus
     )
-    bad = torch.tensor([not good], dtype=torch.int32, device=device)
-    ranks.maximum(bad).wait()
-    return not bad.item()
+    return not _any(ranks, not good, device)
+
+
+def _any(ranks: Ranks, flag: bool, device: torch.device) -> bool:
+    """Whether a rank says so."""
+    said = torch.tensor([flag], dtype=torch.int32, device=device)
+    ranks.maximum(said).wait()
+    return bool(said.item())
 
 
 def _place(device: torch.device) -> list[int]:
@@ -146,4 +247,4 @@ def _number(text: str) -> int:
 def _timeout(ranks: Ranks, device: torch.device) -> timedelta:
     """Of the group's collectives."""
     options = getattr(ranks.group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None) or timedelta(minutes=10)
+    return getattr(options, "_timeout", None) or dist.default_pg_timeout

@@ -286,7 +286,9 @@ def pinned(
                 pulled.fill_(POISON)
                 torch.cuda.synchronize(device)  # the host is to see what its GPU has written
                 inner = slice(100, 100 + n)
-                w.wait(w.push_pull([pushed[inner]], [key], [pulled[inner]], [key]), timeout_ms=15000)
+                w.wait(
+                    w.push_pull([pushed[inner]], [key], [pulled[inner]], [key]), timeout_ms=15000
+                )
                 want = torch.full((n + 200,), POISON, dtype=torch.uint8)
                 want[inner] = torch.bitwise_not(pushed[inner]).cpu()
                 if not torch.equal(pulled.cpu(), want):

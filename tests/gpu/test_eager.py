@@ -63,9 +63,7 @@ def test_values(child: Make, gpus: int, devices: tuple[Place, Place], transport:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_pinned_memory(child: Make, gpus: int, transport: str) -> None:
     """Of the host, pushed, pulled and answered with, by its own name or as a tensor of the GPU."""
-    bad, seen = run(
-        child, peers.pinned, (0, gpus - 1), SIZES, 18, transport=transport, pinned=True
-    )
+    bad, seen = run(child, peers.pinned, (0, gpus - 1), SIZES, 18, transport=transport, pinned=True)
     assert bad == []
     assert seen["devices"] == {peers.place(gpus - 1)}
 

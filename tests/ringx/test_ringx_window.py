@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import random
+import time
 from typing import Any
 
 import pytest
@@ -11,9 +15,10 @@ from files import in_window, in_window_poisoned, windowed
 from test_ringx_schedules import attend_mutated, counted
 from world import GROUPS, Rank, World
 
+from fserver.errors import Error
 from fserver.ringx.api import ALGORITHMS, FACTS
 from fserver.ringx.schedules import Ranks
-from fserver.ringx.window import window_of
+from fserver.ringx.window import Board, window_of
 
 NAMES = [name for name, how in ALGORITHMS.items() if how.copies]
 THREE = (1, 2, 3)
@@ -107,11 +112,70 @@ def test_can_be_turned_off(world: World):
 
 
 def without_gpus(me: Rank) -> bool:
-    return window_of(Ranks(me.group), torch.device("cpu")) is None
+    return window_of(Ranks(me.group), torch.device("cpu"), 1) is None
 
 
 def test_none_without_gpus(world: World):
     assert all(world.run((0, 1), without_gpus))
+
+
+def told(me: Rank, turns: int) -> bool:
+    """Numbers of many turns, by ranks that are late now and then."""
+    chance, board = random.Random(me.rank), Board(Ranks(me.group), torch.device("cpu"), 3)
+    right = True
+    for turn in range(turns):
+        if chance.random() < 0.2:
+            time.sleep(0.002)
+        found = board.gather([turn, -me.rank, 2**62 + turn])
+        right &= found == [[turn, -rank, 2**62 + turn] for rank in range(me.size)]
+    return right and not glob.glob("/dev/shm/fserver-ringx-*")
+
+
+def test_board(world: World):
+    assert all(world.run((0, 1, 2, 3), told, 300))
+
+
+def waits(me: Rank) -> str:
+    board = Board(Ranks(me.group), torch.device("cpu"), 1)
+    board._timeout = 0.05
+    if me.rank == 0:
+        return "late"
+    try:
+        board.gather([1])
+    except Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_does_not_come(world: World):
+    said = "ringx: rank 0 of the group has not called within 0.05 s"
+    assert world.run(THREE, waits) == ["late", said, said]
+
+
+def no_file(me: Rank, at: int) -> str:
+    """One rank cannot create or open it."""
+    before = os.open
+
+    def refuses(path: Any, *args: Any) -> int:
+        if me.rank == at and str(path).startswith("/dev/shm/fserver"):
+            raise PermissionError("no")
+        return before(path, *args)
+
+    os.open = refuses
+    try:
+        Board(Ranks(me.group), torch.device("cpu"), 1)
+    except OSError as error:
+        return str(error)
+    finally:
+        os.open = before
+    return "nothing"
+
+
+def test_no_board_for_one_is_none_for_all(world: World):
+    other = "another rank of the group cannot open the file"
+    assert world.run((0, 1, 2), no_file, 1) == [other, "no", other]
+    assert "nothing" not in world.run((0, 1, 2), no_file, 0)
+    assert not glob.glob("/dev/shm/fserver-ringx-*")
 
 
 def mutated(me: Rank, *args: Any) -> Any:
