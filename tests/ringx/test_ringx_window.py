@@ -16,6 +16,7 @@ from test_ringx_schedules import attend_mutated, counted
 from world import GROUPS, Rank, World
 
 from fserver.errors import Error
+from fserver.ringx import positions, ringx_attention
 from fserver.ringx.api import ALGORITHMS, FACTS
 from fserver.ringx.schedules import Ranks
 from fserver.ringx.window import Board, window_of
@@ -52,6 +53,29 @@ def test_shapes_and_ranges(world: World, algorithm: str, problem: Problem):
 def test_strided_tensors_and_repeated_backward(world: World, algorithm: str):
     problem = Problem(batch=2, heads=4, kv_heads=2)
     check(world, (0, 1, 2, 3), problem, algorithm, function=in_window, strided=True, repeats=3)
+
+
+def in_a_row(me: Rank, problems: list[Problem], algorithm: str) -> list[torch.Tensor]:
+    """out of each problem, without a word between two."""
+    how = ALGORITHMS[algorithm]
+    found = []
+    with windowed(me), torch.no_grad():
+        for problem in problems:
+            mine = positions(problem.rows, how.layout, me.rank, me.size)
+            q, k, v = (t[:, mine] for t in problem.tensors()[:3])
+            options = {"algorithm": algorithm, "causal": how.causal, "agreed": True}
+            found.append(ringx_attention(q, k, v, group=me.group, **options))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_nobody_overwrites_what_others_want(world: World, algorithm: str):
+    problems = [Problem(seed=seed) for seed in range(20)]
+    parts = world.run((0, 1, 2, 3), in_a_row, problems, algorithm)
+    for problem, found in zip(problems, zip(*parts, strict=True), strict=True):
+        want = dense(problem, ALGORITHMS[algorithm].causal)["out"].detach()
+        got = assembled([{"out": out} for out in found], problem, algorithm)["out"]
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_keys_of_another_sequence(world: World):
