@@ -42,7 +42,7 @@ from fserver.ringx.api import ALGORITHMS, Algorithm
 from fserver.ringx.combine import Parts
 from fserver.ringx.kernels import Given, Pair, Triple, accumulator
 from fserver.ringx.schedules import Job, Ranks
-from fserver.ringx.window import Window
+from fserver.ringx.window import Window, known
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -588,6 +588,8 @@ def measure_one(
                         with context():
                             some = timed(call, device, 2, 5, options.in_a_row)
                         row[f"{name}_{context.__name__}_ms"] = statistics.median(some)
+            if window := known(Ranks(dist.group.WORLD)):
+                row["window_gb"] = round(window.size / 1e9, 3)  # beside the peaks, kept since then
             out = way.attend(*parts[:3])
             dq = torch.autograd.grad(out, parts[0], parts[3])[0]
             sums = {}

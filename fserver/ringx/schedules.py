@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -453,6 +454,7 @@ class Visit(NamedTuple):
 EVERY_OWNER = 1 << 30
 
 
+@lru_cache
 def _places(rank: int, size: int, together: int) -> dict[int, tuple[int, int]]:
     """Of each other rank as an owner: the round in which it has its turn here, with so many others,
     and its number in that. The first is the rank before, so that no two ranks have the same owner

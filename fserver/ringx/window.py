@@ -15,6 +15,7 @@ import os
 import secrets
 import struct
 import time
+import warnings
 import zlib
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -146,6 +147,11 @@ class Window:
         self._memory[name] = handle
         return True
 
+    @property
+    def size(self) -> int:
+        """Bytes of this rank. The window keeps them, beside torch's allocator."""
+        return sum(memory.buffer_size for memory in self._memory.values())
+
     def of(
         self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
     ) -> Tensor:
@@ -189,14 +195,22 @@ def window_of(ranks: Ranks, device: torch.device, most: int) -> Window | None:
     if ranks.group not in _windows:
         if torch.cuda.is_current_stream_capturing():
             return None
-        window = None
-        if _reach(ranks, device):
-            try:
-                window = Window(ranks, device, Board(ranks, device, most))
-            except OSError:
-                pass
-        _windows[ranks.group] = window
+        _windows[ranks.group] = _made(ranks, device, most) if _reach(ranks, device) else None
     return _windows[ranks.group]
+
+
+def _made(ranks: Ranks, device: torch.device, most: int) -> Window | None:
+    """A window that has been tried, or None on all ranks."""
+    problem: Exception | None = None
+    try:
+        window = Window(ranks, device, Board(ranks, device, most))
+        window.reserve("keys", ALIGNED)
+        with window.beside():
+            window.fence().wait()
+    except (OSError, RuntimeError) as error:  # such as a backend of symmetric memory without them
+        problem = error
+        warnings.warn(f"ringx: collectives, as ranks cannot copy here: {error}", stacklevel=2)
+    return None if _any(ranks, problem is not None, device) else window
 
 
 def _reach(ranks: Ranks, device: torch.device) -> bool:
