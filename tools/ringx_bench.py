@@ -251,7 +251,7 @@ def ways(causal: bool, tokens: int, size: int, device: torch.device) -> list[Way
     ours = [name for name, how in ALGORITHMS.items() if how.causal == causal]
     for name in ours:
         found.append(of_ringx(name))
-        if ALGORITHMS[name].copies:
+        if ALGORITHMS[name].by_copies:
             found.append(of_ringx(name, copies=False))
         found.append(of_ringx(name, agreed=True))
     found.append(Way("ring p2p", "zigzag" if causal else "contiguous", ring(causal)))
@@ -405,7 +405,7 @@ def graph(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
         for name, how in ALGORITHMS.items():
             if how.causal != causal:
                 continue
-            for copies in (True, False) if how.copies else (True,):
+            for copies in (True, False) if how.by_copies else (True,):
                 way = of_ringx(name, agreed=True, copies=copies)
                 same = replayed(way, whole)
                 found.append({"way": way.name, "tokens": tokens, "causal": causal, "pass": same})

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fserver.errors import ConfigError, Error, ShapeError
 
-from . import schedules
+from . import copies, schedules
+from .copies import EVERY_OWNER, fits
 from .kernels import DTYPES, Given, accumulator, choose
-from .schedules import EVERY_OWNER as ALL
-from .schedules import Job, Ranks, fits
+from .schedules import Job, Ranks
 from .window import known, window_of
 
 GATHER_LIMIT = 4 << 30
@@ -34,7 +34,7 @@ class Algorithm(NamedTuple):
     uneven: bool  # the ranks' lengths may differ
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    copies: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    by_copies: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     together: int = 0  # from so many owners at a time
 
 
@@ -50,13 +50,12 @@ def _keys(
 ) -> Algorithm:
     causal = how["blocks"] is not schedules.full
     layout = "zigzag" if causal else "contiguous"
-    copies = None
+    by_copies = None
     if together:
         alike = {"blocks": how["blocks"], "together": together}
-        functions = schedules.window_forward, schedules.window_backward
-        copies = partial(functions[0], **alike), partial(functions[1], **alike)
+        by_copies = partial(copies.forward, **alike), partial(copies.backward, **alike)
     given = partial(forward, **how), partial(backward, **how)
-    return Algorithm(causal, layout, False, *given, copies, together)
+    return Algorithm(causal, layout, False, *given, by_copies, together)
 
 
 _gather = partial(_keys, schedules.gather_forward, schedules.gather_backward)
@@ -67,9 +66,9 @@ ALGORITHMS = {
     "X1o": _queries(schedules.full, overlap=True),
     "X2": _queries(schedules.contiguous, overlap=False),
     "X2o": _queries(schedules.contiguous, overlap=True),
-    "X3": _gather(ALL, blocks=schedules.zigzag, planner=schedules.by_rows),
+    "X3": _gather(EVERY_OWNER, blocks=schedules.zigzag, planner=schedules.by_rows),
     "X3c": _gather(blocks=schedules.zigzag, planner=schedules.by_half),
-    "X3b": _gather(ALL, blocks=schedules.full, planner=schedules.by_rows),
+    "X3b": _gather(EVERY_OWNER, blocks=schedules.full, planner=schedules.by_rows),
     "X4": _broadcast(1, blocks=schedules.zigzag, ahead=True, behind=False),
     "X4o": _broadcast(blocks=schedules.zigzag, ahead=True, behind=True),
 }
@@ -84,8 +83,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         forward = how.forward
-        if how.copies and fits(job, k, how.together, backward=False):
-            forward = how.copies[0]
+        if how.by_copies and fits(job, k, how.together, backward=False):
+            forward = how.by_copies[0]
         with torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
             out, lse = forward(job, q, k, v)
         if sink is not None:
@@ -107,8 +106,8 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         how, job = ctx.how, ctx.job
         backward = how.backward
-        if how.copies and fits(job, k, how.together, backward=True):
-            backward = how.copies[1]
+        if how.by_copies and fits(job, k, how.together, backward=True):
+            backward = how.by_copies[1]
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = backward(job, Given(dout, q, k, v, out, lse))
         dsink = None
@@ -190,7 +189,7 @@ def _run(
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype, out_dtype)
     how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
-    if copies and how.copies:
+    if copies and how.by_copies:
         job = replace(job, window=window_of(ranks, q.device, len(FACTS)))
     # cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
     # those of out and its gradient are: these have to be as q is.

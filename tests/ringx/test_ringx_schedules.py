@@ -15,7 +15,7 @@ import torch.distributed as dist
 from exact import EXACT, NAMES, Problem, assembled, attend, dense, errors, poison
 from world import GROUPS, Rank, World
 
-from fserver.ringx import kernels, schedules
+from fserver.ringx import copies, kernels, schedules
 from fserver.ringx.api import ALGORITHMS, FACTS
 
 COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there are two
@@ -136,28 +136,34 @@ class _Place:
 # Schedules with a fault
 
 
-def mutated(old: str, new: str) -> ModuleType:
-    """`schedules` with one piece of its text changed."""
-    text = inspect.getsource(schedules)
+def mutated(old: str, new: str) -> tuple[str, ModuleType]:
+    """The one module that has this piece of text, with another in its place; and its name."""
+    found = {module.__name__: inspect.getsource(module) for module in (schedules, copies)}
+    found = {name: text for name, text in found.items() if old in text}
+    assert len(found) == 1, f"{old!r} is in {[*found]}"
+    ((name, text),) = found.items()
     assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
     spec = importlib.util.spec_from_loader("fserver.ringx.mutated", loader=None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     exec(compile(text.replace(old, new), spec.name, "exec"), module.__dict__)
-    return module
+    return name, module
 
 
 def attend_mutated(me: Rank, problem: Problem, algorithm: str, old: str, new: str) -> Any:
-    module, how = mutated(old, new), ALGORITHMS[algorithm]
+    name, module = mutated(old, new)
+    how = ALGORITHMS[algorithm]
 
     def swapped(function: Any) -> Any:
+        if function.func.__module__ != name:
+            return function
         return partial(getattr(module, function.func.__name__), **function.keywords)
 
     ALGORITHMS[algorithm] = how._replace(
         forward=swapped(how.forward),
         backward=swapped(how.backward),
-        copies=how.copies and tuple(map(swapped, how.copies)),
+        by_copies=how.by_copies and tuple(map(swapped, how.by_copies)),
     )
     try:
         with poison():

@@ -21,7 +21,7 @@ from fserver.ringx.api import ALGORITHMS, FACTS
 from fserver.ringx.schedules import Ranks
 from fserver.ringx.window import Board, window_of
 
-NAMES = [name for name, how in ALGORITHMS.items() if how.copies]
+NAMES = [name for name, how in ALGORITHMS.items() if how.by_copies]
 THREE = (1, 2, 3)
 
 
