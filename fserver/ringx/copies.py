@@ -15,7 +15,7 @@ from torch import Tensor
 from . import kernels, schedules
 from .combine import Parts
 from .kernels import Given, Pair, Triple, accumulator
-from .schedules import FASTEST, LEAST, Block, Blocks, Job
+from .schedules import FASTEST, Block, Blocks, Job
 from .window import Mark, Window
 
 
@@ -125,7 +125,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, togeth
     assert job.window is not None
     rounds = _visits(job, q.shape[1], k.shape[1], blocks, together)
     arrivals = _copy_keys(job, job.window, k, v, rounds)
-    answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST if len(rounds) == 1 else LEAST)
+    answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST)
     schedules._head_start(q.device)
     schedules._own_forward(job, answers, q, k, v, blocks)
     for visits in arrivals:
@@ -145,7 +145,7 @@ def backward(job: Job, given: Given, *, blocks: Blocks, together: int) -> Triple
     rows, keys, shape = given.q.shape[1], k.shape[1], _in_window(k)
     rounds = _visits(job, rows, keys, blocks, together)
     arrivals = _copy_keys(job, window, k, given.v, rounds)
-    dq = Parts(rows, accumulator(given.q.dtype), FASTEST if len(rounds) == 1 else LEAST)
+    dq = Parts(rows, accumulator(given.q.dtype), FASTEST)
     schedules._head_start(k.device)
     own_dk, own_dv, rest = schedules._own_backward(job, dq, given, blocks)
     kept_apart = min(together, ranks.size - 1) + 2

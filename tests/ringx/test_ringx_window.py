@@ -16,7 +16,7 @@ from test_ringx_schedules import attend_mutated, counted
 from world import GROUPS, Rank, World
 
 from fserver.errors import Error
-from fserver.ringx import positions, ringx_attention
+from fserver.ringx import positions, ringx_attention, window
 from fserver.ringx.api import ALGORITHMS, FACTS
 from fserver.ringx.schedules import Ranks
 from fserver.ringx.window import Board, window_of
@@ -96,9 +96,9 @@ def test_error_of_a_type_is_that_of_collectives(world: World, algorithm: str):
 
 def moved(me: Rank, problem: Problem, algorithm: str, room: int | None = None) -> Any:
     """Bytes that were copied, and collectives."""
-    with windowed(me, room) as window:
+    with windowed(me, room) as made:
         collectives, _ = counted(me, problem, algorithm, False)
-        return window.moved, collectives
+        return made.moved, collectives
 
 
 @pytest.mark.parametrize("algorithm", NAMES)
@@ -126,9 +126,9 @@ def test_collectives_where_the_window_is_too_small(world: World):
 
 
 def asked_not_to(me: Rank) -> int:
-    with windowed(me) as window:
+    with windowed(me) as made:
         attend(me, Problem(), "X3", copies=False)
-        return window.moved
+        return made.moved
 
 
 def test_can_be_turned_off(world: World):
@@ -141,6 +141,16 @@ def without_gpus(me: Rank) -> bool:
 
 def test_none_without_gpus(world: World):
     assert all(world.run((0, 1), without_gpus))
+
+
+def test_places(monkeypatch: pytest.MonkeyPatch):
+    """Who turns off peer access for collectives gets no copies either."""
+    monkeypatch.setattr(window, "_gpu", lambda index: 7)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    host, gpu = window._place(torch.device("cuda", 0))
+    assert host and gpu == 7
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert window._place(torch.device("cuda", 0)) == [0, 7]
 
 
 def told(me: Rank, turns: int) -> bool:
