@@ -18,6 +18,7 @@ import time
 import warnings
 import zlib
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -45,7 +46,7 @@ class Board:
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, most: int):
-        self._ranks, self._turn = ranks, 0
+        self._rank, self._size, self._turn = ranks.rank, ranks.size, 0
         self._timeout = _timeout(ranks, device).total_seconds()
         self._width = 8 * (most + 2)  # the turn before, a checksum behind
         size = 2 * ranks.size * self._width
@@ -82,11 +83,11 @@ class Board:
         self._turn += 1  # places alternate: who writes a turn's has read all of the last one's
         record = struct.pack(f"{len(numbers) + 1}q", self._turn, *numbers)
         record += struct.pack("q", zlib.crc32(record))
-        start = self._turn % 2 * self._ranks.size * self._width
-        at = start + self._ranks.rank * self._width
+        start = self._turn % 2 * self._size * self._width
+        at = start + self._rank * self._width
         self._memory[at : at + len(record)] = record
         found = []
-        for rank in range(self._ranks.size):
+        for rank in range(self._size):
             at = start + rank * self._width
             began = time.monotonic()
             while True:
@@ -115,6 +116,13 @@ class Mark(Protocol):
         """Lets the current stream wait for it."""
 
 
+@dataclass(eq=False)
+class _Memory:
+    handle: Any  # of torch's symmetric memory
+    tensor: Tensor  # of this rank
+    captured: bool = False
+
+
 class Window:
     """Memory by name on all ranks, and a stream on which copies and fences follow each other.
 
@@ -122,41 +130,44 @@ class Window:
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, board: Board):
-        self._ranks, self._device, self.board = ranks, device, board
+        self._group, self._device, self.board = ranks.group.group_name, device, board
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._memory: dict[str, Any] = {}
+        self._memory: dict[str, _Memory] = {}
+        self._kept: list[_Memory] = []  # that graphs have, and others take the place of
         self._timeout = round(_timeout(ranks, device) / timedelta(milliseconds=1))
 
     def reserve(self, name: str, size: int) -> bool:
         """Has so many bytes under this name on each rank. False if that is not to be had now: a
         graph is being captured, and no call before it needed as much."""
         have = self._memory.get(name)
-        if have is not None and have.buffer_size >= size:
-            return True
+        enough = have is not None and have.tensor.nbytes >= size
         if torch.cuda.is_current_stream_capturing():
-            return False
+            if have is not None:
+                have.captured = True
+            return enough
+        if enough:
+            return True
         from torch.distributed import _symmetric_memory as symmetric
 
         torch.cuda.synchronize(self._device)  # what is to be freed may be in use
+        if have is not None and have.captured:
+            self._kept.append(have)
         self._memory.pop(name, None)
         size = -(-size // ALIGNED) * ALIGNED
         tensor = symmetric.empty(size, dtype=torch.uint8, device=self._device)
-        handle = symmetric.rendezvous(tensor, self._ranks.group.group_name)
-        if handle is None:
-            raise RuntimeError("ringx: torch gives no symmetric memory")
-        self._memory[name] = handle
+        self._memory[name] = _Memory(symmetric.rendezvous(tensor, self._group), tensor)
         return True
 
     @property
     def size(self) -> int:
         """Bytes of this rank. The window keeps them, beside torch's allocator."""
-        return sum(memory.buffer_size for memory in self._memory.values())
+        return sum(memory.tensor.nbytes for memory in [*self._memory.values(), *self._kept])
 
     def of(
         self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
     ) -> Tensor:
         """The memory of a rank, from its element `start` on."""
-        return self._memory[name].get_buffer(rank, shape, dtype, start)
+        return self._memory[name].handle.get_buffer(rank, shape, dtype, start)
 
     def beside(self) -> AbstractContextManager[Any]:
         """What is enqueued in it comes behind what the current stream has now, and beside what it
@@ -173,7 +184,7 @@ class Window:
         """Lets the copies behind it wait until all ranks have come to it. To be called within
         `beside`. A rank that does not come within the group's time ends the others' wait with an
         error of CUDA's."""
-        next(iter(self._memory.values())).barrier(channel=0, timeout_ms=self._timeout)
+        next(iter(self._memory.values())).handle.barrier(channel=0, timeout_ms=self._timeout)
         return self.mark()
 
 
