@@ -188,6 +188,7 @@ def ring(causal: bool) -> Attend:
         False,
         lambda *tensors: ring_forward(*tensors, blocks=blocks),
         lambda *tensors: ring_backward(*tensors, blocks=blocks),
+        blocks,
     )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ def ways(causal: bool, tokens: int, size: int, device: torch.device) -> list[Way
     ours = [name for name, how in ALGORITHMS.items() if how.causal == causal]
     for name in ours:
         found.append(of_ringx(name))
-        if ALGORITHMS[name].by_copies:
+        if ALGORITHMS[name].together:
             found.append(of_ringx(name, copies=False))
         found.append(of_ringx(name, agreed=True))
     found.append(Way("ring p2p", "zigzag" if causal else "contiguous", ring(causal)))
@@ -405,7 +406,7 @@ def graph(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
         for name, how in ALGORITHMS.items():
             if how.causal != causal:
                 continue
-            for copies in (True, False) if how.by_copies else (True,):
+            for copies in (True, False) if how.together else (True,):
                 way = of_ringx(name, agreed=True, copies=copies)
                 same = replayed(way, whole)
                 found.append({"way": way.name, "tokens": tokens, "causal": causal, "pass": same})
@@ -483,7 +484,7 @@ def without_collectives() -> Iterator[None]:
     names = ("broadcast", "sum_at", "maximum", "gather", "scatter_sum")
     before = {name: getattr(Ranks, name) for name in names}
     agree, fence, of = api._agree, Window.fence, Window.of
-    Window.fence = Window.mark
+    Window.fence = lambda window: None
     Window.of = lambda window, rank, *what: of(window, dist.get_rank(), *what)
     api._agree = lambda ranks, device, facts, *_: (
         [facts[-2]] * ranks.size,
@@ -588,7 +589,8 @@ def measure_one(
                         with context():
                             some = timed(call, device, 2, 5, options.in_a_row)
                         row[f"{name}_{context.__name__}_ms"] = statistics.median(some)
-            if window := known(Ranks(dist.group.WORLD)):
+            window, ours = known(Ranks(dist.group.WORLD)), ALGORITHMS.get(way.name.split()[0])
+            if window and ours and ours.together and "collectives" not in way.name:
                 row["window_gb"] = round(window.size / 1e9, 3)  # beside the peaks, kept since then
             out = way.attend(*parts[:3])
             dq = torch.autograd.grad(out, parts[0], parts[3])[0]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fserver.errors import ConfigError, Error, ShapeError
 
-from . import copies, schedules
-from .copies import EVERY_OWNER, fits
+from . import copies as by_copies
+from . import schedules
 from .kernels import DTYPES, Given, accumulator, choose
 from .schedules import Job, Ranks
 from .window import known, window_of
@@ -26,23 +26,22 @@ GATHER_LIMIT = 4 << 30
 
 
 class Algorithm(NamedTuple):
-    """A row of the table of what there is. Forward and backward are by collectives, and by copies
-    where there is a window."""
+    """A row of the table of what there is. forward and backward are by collectives."""
 
     causal: bool
     layout: str
     uneven: bool  # the ranks' lengths may differ
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    by_copies: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    together: int = 0  # from so many owners at a time
+    blocks: schedules.Blocks
+    together: int = 0  # owners from which are copied at a time; 0: none ever
 
 
 def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
     forward = partial(schedules.queries_forward, blocks=blocks, overlap=overlap)
     how = {"blocks": blocks, "ahead": overlap, "behind": overlap}
     backward = partial(schedules.broadcast_backward, **how)
-    return Algorithm(blocks is not schedules.full, "contiguous", True, forward, backward)
+    return Algorithm(blocks is not schedules.full, "contiguous", True, forward, backward, blocks)
 
 
 def _keys(
@@ -50,13 +49,11 @@ def _keys(
 ) -> Algorithm:
     causal = how["blocks"] is not schedules.full
     layout = "zigzag" if causal else "contiguous"
-    by_copies = None
-    if together:
-        alike = {"blocks": how["blocks"], "together": together}
-        by_copies = partial(copies.forward, **alike), partial(copies.backward, **alike)
     given = partial(forward, **how), partial(backward, **how)
-    return Algorithm(causal, layout, False, *given, by_copies, together)
+    return Algorithm(causal, layout, False, *given, how["blocks"], together)
 
+
+EVERY_OWNER = 1 << 30
 
 _gather = partial(_keys, schedules.gather_forward, schedules.gather_backward)
 _broadcast = partial(_keys, schedules.broadcast_forward, schedules.broadcast_backward)
@@ -74,6 +71,14 @@ ALGORITHMS = {
 }
 
 
+def _copies(how: Algorithm, job: Job, k: Tensor, backward: bool) -> dict[str, Any] | None:
+    """The keywords of `by_copies`, if this forward or backward can do so."""
+    together = min(how.together, job.ranks.size - 1)
+    if not together or not by_copies.fits(job, k, together, backward):
+        return None
+    return {"blocks": how.blocks, "together": together}
+
+
 class _Attention(torch.autograd.Function):
     """Saves the global out and lse; a schedule's backward is written in terms of them."""
 
@@ -82,10 +87,10 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, how: Algorithm, job: Job
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        forward = how.forward
-        if how.by_copies and fits(job, k, how.together, backward=False):
-            forward = how.by_copies[0]
-        with torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
+        options = _copies(how, job, k, backward=False)
+        forward = partial(by_copies.forward, **options) if options else how.forward
+        turn = job.window.call() if options else nullcontext()
+        with turn, torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
             out, lse = forward(job, q, k, v)
         if sink is not None:
             level = sink.to(lse.dtype)[:, None]
@@ -105,10 +110,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         how, job = ctx.how, ctx.job
-        backward = how.backward
-        if how.by_copies and fits(job, k, how.together, backward=True):
-            backward = how.by_copies[1]
-        with torch.autocast(q.device.type, enabled=False):
+        options = _copies(how, job, k, backward=True)
+        backward = partial(by_copies.backward, **options) if options else how.backward
+        turn = job.window.call() if options else nullcontext()
+        with turn, torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = backward(job, Given(dout, q, k, v, out, lse))
         dsink = None
         if sink is not None:
@@ -189,12 +194,13 @@ def _run(
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype, out_dtype)
     how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
-    if copies and how.by_copies:
-        job = replace(job, window=window_of(ranks, q.device, len(FACTS)))
     # cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
     # those of out and its gradient are: these have to be as q is.
     q, k, v = (t.contiguous() for t in (q, k, v))
-    return _Attention.apply(q, k, v, sink, how, job)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        if copies and how.together:
+            job = replace(job, window=window_of(ranks, q.device, len(FACTS)))
+        return _Attention.apply(q, k, v, sink, how, job)
 
 
 def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:

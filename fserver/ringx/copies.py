@@ -27,9 +27,6 @@ class Visit(NamedTuple):
     owners: list[int]
 
 
-EVERY_OWNER = 1 << 30
-
-
 @lru_cache
 def _places(rank: int, size: int, together: int) -> dict[int, tuple[int, int]]:
     """Of each other rank as an owner: the round in which it has its turn here, with so many others,
@@ -47,8 +44,7 @@ def _visits(job: Job, rows: int, keys: int, blocks: Blocks, together: int) -> li
         if number == len(rounds):
             rounds.append([])
         block = blocks(ranks.rank, owner, rows, keys)
-        if block is None:
-            continue
+        assert block is not None
         last = rounds[-1][-1] if rounds[-1] else None
         if last and (last.rows, last.keys) == (block.rows, block.keys):
             last.owners.append(owner)
@@ -66,11 +62,11 @@ def _in_window(k: Tensor) -> tuple[int, ...]:
 def fits(job: Job, k: Tensor, together: int, backward: bool) -> bool:
     """Whether the window has the memory for a forward or backward of such keys: for those of this
     rank, and for the gradients from the ranks of one round, or of two that alternate."""
-    if job.window is None or job.reduce_dtype is not accumulator(k.dtype):
-        return False
-    size, others = 2 * k.numel() * k.element_size(), job.ranks.size - 1
-    slots = others if together >= others else 2 * together
     window = job.window
+    if window is None or job.reduce_dtype is not accumulator(k.dtype):
+        return False
+    size = 2 * k.numel() * k.element_size()
+    slots = together if together == job.ranks.size - 1 else 2 * together
     return window.reserve("keys", size) and (not backward or window.reserve("grads", slots * size))
 
 
@@ -85,7 +81,7 @@ def _copy_keys(job: Job, window: Window, k: Tensor, v: Tensor, rounds: list[list
     for part, tensor in zip(mine, (k, v), strict=True):
         part.copy_(tensor.transpose(0, 1))
 
-    def start(number: int) -> tuple[list[tuple[Visit, Tensor]], Mark, Mark | None]:
+    def start(number: int) -> tuple[list[tuple[Visit, Tensor]], Mark]:
         found = []
         for visit in rounds[number]:
             length = visit.keys.stop - visit.keys.start
@@ -100,8 +96,9 @@ def _copy_keys(job: Job, window: Window, k: Tensor, v: Tensor, rounds: list[list
                     for to, of in zip(place, theirs, strict=True):
                         to.copy_(of[visit.keys])
             came = window.mark()
-            last = number + 1 == len(rounds)
-            return found, came, window.fence() if last else None  # all have what they wanted
+            if number + 1 == len(rounds):
+                window.fence()  # all have what they wanted
+        return found, came
 
     coming = deque([start(0)])
 
@@ -109,12 +106,10 @@ def _copy_keys(job: Job, window: Window, k: Tensor, v: Tensor, rounds: list[list
         for number in range(len(rounds)):
             if number + 1 < len(rounds):
                 coming.append(start(number + 1))
-            found, came, over = coming.popleft()
+            found, came = coming.popleft()
             came.wait()
             yield found
             del found
-        assert over is not None
-        over.wait()
 
     return given()
 
@@ -148,8 +143,7 @@ def backward(job: Job, given: Given, *, blocks: Blocks, together: int) -> Triple
     dq = Parts(rows, accumulator(given.q.dtype), FASTEST)
     schedules._head_start(k.device)
     own_dk, own_dv, rest = schedules._own_backward(job, dq, given, blocks)
-    kept_apart = min(together, ranks.size - 1) + 2
-    mine = [Parts(keys, accumulator(k.dtype), kept_apart) for _ in range(2)]
+    mine = [Parts(keys, accumulator(k.dtype), together + 2) for _ in range(2)]
     for parts, own in zip(mine, (own_dk, own_dv), strict=True):
         parts.add(slice(0, keys), own)
 
@@ -188,7 +182,8 @@ def backward(job: Job, given: Given, *, blocks: Blocks, together: int) -> Triple
                     for to, grad in zip(slot(ranks.rank, owner), grads, strict=True):
                         to[visit.keys].copy_(grad)
                 if not left:
-                    fence = window.fence()
+                    window.fence()
+                    fence = window.mark()
         return fence, sent
 
     for number, visits in enumerate(arrivals):

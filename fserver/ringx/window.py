@@ -17,7 +17,8 @@ import struct
 import time
 import warnings
 import zlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,6 +48,7 @@ class Board:
 
     def __init__(self, ranks: Ranks, device: torch.device, most: int):
         self._rank, self._size, self._turn = ranks.rank, ranks.size, 0
+        self._broken = False
         self._timeout = _timeout(ranks, device).total_seconds()
         self._width = 8 * (most + 2)  # the turn before, a checksum behind
         size = 2 * ranks.size * self._width
@@ -54,7 +56,7 @@ class Board:
         try:
             if ranks.rank == 0:
                 file = os.open(_path(number), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                os.ftruncate(file, size)
+                os.posix_fallocate(file, 0, size)  # or the first write might end the process
         except OSError as error:
             problem = error
         said = torch.tensor([number], device=device)
@@ -80,12 +82,15 @@ class Board:
         Raises:
             Error: one has not come within the group's time.
         """
+        if self._broken:
+            raise Error("ringx: a rank of the group has not called in time: the group is of no use")
         self._turn += 1  # places alternate: who writes a turn's has read all of the last one's
         record = struct.pack(f"{len(numbers) + 1}q", self._turn, *numbers)
         record += struct.pack("q", zlib.crc32(record))
         start = self._turn % 2 * self._size * self._width
         at = start + self._rank * self._width
-        self._memory[at : at + len(record)] = record
+        own = slice(at, at + len(record))
+        self._memory[own] = record
         found = []
         for rank in range(self._size):
             at = start + rank * self._width
@@ -97,6 +102,7 @@ class Board:
                     break
                 waited = time.monotonic() - began
                 if waited > self._timeout:
+                    self._broken, self._memory[own] = True, bytes(len(record))
                     raise Error(
                         f"ringx: rank {rank} of the group has not called within {self._timeout:g} s"
                     )
@@ -124,7 +130,8 @@ class _Memory:
 
 
 class Window:
-    """Memory by name on all ranks, and a stream on which copies and fences follow each other.
+    """Memory on all ranks, for keys and for gradients, and a stream on which copies and fences
+    follow each other.
 
     All ranks of the group make the same calls of `reserve` and `fence` in the same order.
     """
@@ -134,11 +141,14 @@ class Window:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._memory: dict[str, _Memory] = {}
         self._kept: list[_Memory] = []  # that graphs have, and others take the place of
+        self._refused: dict[str, int] = {}  # bytes that a rank does not have
+        self._last: torch.cuda.Event | None = None
         self._timeout = round(_timeout(ranks, device) / timedelta(milliseconds=1))
 
     def reserve(self, name: str, size: int) -> bool:
-        """Has so many bytes under this name on each rank. False if that is not to be had now: a
-        graph is being captured, and no call before it needed as much."""
+        """Has so many bytes under this name on each rank. False on all of them if that is not to be
+        had: a rank has no such memory, or a graph is being captured, and no call before it needed
+        as much."""
         have = self._memory.get(name)
         enough = have is not None and have.tensor.nbytes >= size
         if torch.cuda.is_current_stream_capturing():
@@ -147,14 +157,26 @@ class Window:
             return enough
         if enough:
             return True
+        if size >= self._refused.get(name, size + 1):
+            return False
         from torch.distributed import _symmetric_memory as symmetric
 
         torch.cuda.synchronize(self._device)  # what is to be freed may be in use
         if have is not None and have.captured:
             self._kept.append(have)
         self._memory.pop(name, None)
-        size = -(-size // ALIGNED) * ALIGNED
-        tensor = symmetric.empty(size, dtype=torch.uint8, device=self._device)
+        del have
+        torch.cuda.empty_cache()  # this memory is not of torch's allocator
+        aligned, problem = -(-size // ALIGNED) * ALIGNED, None
+        try:
+            tensor = symmetric.empty(aligned, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            problem = error
+        if any(failed for (failed,) in self.board.gather([problem is not None])):
+            self._refused[name] = size
+            what = problem or "another rank has none"
+            warnings.warn(f"ringx: collectives for want of {size} bytes: {what}", stacklevel=2)
+            return False
         self._memory[name] = _Memory(symmetric.rendezvous(tensor, self._group), tensor)
         return True
 
@@ -169,10 +191,24 @@ class Window:
         """The memory of a rank, from its element `start` on."""
         return self._memory[name].handle.get_buffer(rank, shape, dtype, start)
 
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """What one call does with the window, behind what the last one did, on whatever stream. The
+        current stream waits for the end of all copies, also if the call fails."""
+        stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
+        if self._last and not capturing:
+            stream.wait_event(self._last)
+        try:
+            yield
+        finally:
+            stream.wait_stream(self._stream)
+            if not capturing:
+                self._last = stream.record_event()
+
     def beside(self) -> AbstractContextManager[Any]:
         """What is enqueued in it comes behind what the current stream has now, and beside what it
         gets then."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Mark:
@@ -180,12 +216,11 @@ class Window:
         event.record(self._stream)
         return event
 
-    def fence(self) -> Mark:
+    def fence(self) -> None:
         """Lets the copies behind it wait until all ranks have come to it. To be called within
         `beside`. A rank that does not come within the group's time ends the others' wait with an
         error of CUDA's."""
-        next(iter(self._memory.values())).handle.barrier(channel=0, timeout_ms=self._timeout)
-        return self.mark()
+        self._memory["keys"].handle.barrier(channel=0, timeout_ms=self._timeout)
 
 
 ALIGNED = 2 << 20  # bytes, a page of a GPU
@@ -215,13 +250,17 @@ def _made(ranks: Ranks, device: torch.device, most: int) -> Window | None:
     problem: Exception | None = None
     try:
         window = Window(ranks, device, Board(ranks, device, most))
-        window.reserve("keys", ALIGNED)
-        with window.beside():
-            window.fence().wait()
+        if window.reserve("keys", ALIGNED):
+            with window.call(), window.beside():
+                window.fence()
+        else:
+            problem = RuntimeError("no memory")
     except (OSError, RuntimeError) as error:  # such as a backend of symmetric memory without them
         problem = error
-        warnings.warn(f"ringx: collectives, as ranks cannot copy here: {error}", stacklevel=2)
-    return None if _any(ranks, problem is not None, device) else window
+    failed = _any(ranks, problem is not None, device)
+    if problem:
+        warnings.warn(f"ringx: collectives, as ranks cannot copy here: {problem}", stacklevel=2)
+    return None if failed else window
 
 
 def _reach(ranks: Ranks, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from exact import EXACT, NAMES, Problem, assembled, attend, dense, errors, poison
 from world import GROUPS, Rank, World
 
-from fserver.ringx import copies, kernels, schedules
+from fserver.ringx import api, copies, kernels, schedules
 from fserver.ringx.api import ALGORITHMS, FACTS
 
 COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there are two
@@ -161,15 +161,16 @@ def attend_mutated(me: Rank, problem: Problem, algorithm: str, old: str, new: st
         return partial(getattr(module, function.func.__name__), **function.keywords)
 
     ALGORITHMS[algorithm] = how._replace(
-        forward=swapped(how.forward),
-        backward=swapped(how.backward),
-        by_copies=how.by_copies and tuple(map(swapped, how.by_copies)),
+        forward=swapped(how.forward), backward=swapped(how.backward)
     )
+    if name == copies.__name__:
+        api.by_copies = module
     try:
         with poison():
             return attend(me, problem, algorithm)
     finally:
         ALGORITHMS[algorithm] = how
+        api.by_copies = copies
 
 
 NOT_WRITTEN = "_zero_between(dkv, written)"

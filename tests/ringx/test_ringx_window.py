@@ -21,7 +21,7 @@ from fserver.ringx.api import ALGORITHMS, FACTS
 from fserver.ringx.schedules import Ranks
 from fserver.ringx.window import Board, window_of
 
-NAMES = [name for name, how in ALGORITHMS.items() if how.by_copies]
+NAMES = [name for name, how in ALGORITHMS.items() if how.together]
 THREE = (1, 2, 3)
 
 
@@ -174,15 +174,18 @@ def waits(me: Rank) -> str:
     board._timeout = 0.05
     if me.rank == 0:
         return "late"
-    try:
-        board.gather([1])
-    except Error as error:
-        return str(error)
-    return "nothing"
+    said = []
+    for _ in range(2):
+        try:
+            board.gather([1])
+        except Error as error:
+            said.append(str(error))
+    return "; ".join(said)
 
 
 def test_a_rank_that_does_not_come(world: World):
     said = "ringx: rank 0 of the group has not called within 0.05 s"
+    said += "; ringx: a rank of the group has not called in time: the group is of no use"
     assert world.run(THREE, waits) == ["late", said, said]
 
 
