@@ -135,7 +135,7 @@ def ringx_attention(
     reduce_dtype: torch.dtype = torch.float32,
     return_lse: bool = False,
     agreed: bool = False,
-    copies: bool = True,
+    copies: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of the local rows to the keys of all ranks. Every rank of the group calls it.
 
@@ -157,7 +157,7 @@ def ringx_attention(
             the same arguments and equal lengths, as in a loop whose first call has asked. It saves
             the CPU a wait. If it is not so, the call may hang or be wrong.
         copies: X3, X3b and X4 do without collectives where the ranks are GPUs of one host that
-            reach each other's memory. The first call of a group finds that out.
+            reach each other's memory. The group's first call with it finds that out.
 
     Returns:
         out ``[B, Sq, H, D]`` of q's type; with return_lse (out, lse).
@@ -174,7 +174,7 @@ def ringx_attention(
 def _run(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
     group: dist.ProcessGroup | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    problem: Error | None = None, agreed: bool = False, copies: bool = True,
+    problem: Error | None = None, agreed: bool = False, copies: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = _ranks(group)
     problem = problem or _problem(q, k, v, algorithm, causal, sink, reduce_dtype)

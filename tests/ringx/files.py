@@ -109,9 +109,9 @@ def windowed(me: Rank, room: int | None = None) -> Iterator[Files]:
 
 def in_window(me: Rank, *args: Any, room: int | None = None, **options: Any) -> dict[str, Tensor]:
     with windowed(me, room):
-        return attend(me, *args, **options)
+        return attend(me, *args, copies=True, **options)
 
 
 def in_window_poisoned(me: Rank, *args: Any, **options: Any) -> dict[str, Tensor]:
     with windowed(me):
-        return poisoned(me, *args, **options)
+        return poisoned(me, *args, copies=True, **options)

@@ -111,7 +111,7 @@ DIFFERENT = [
     ({"scale": 0.5}, "scale is 0.3535533905932738 on rank 0 and 0.5 on rank 1"),
     ({"dtype": torch.float64}, "q.dtype is 2 on rank 0 and 3 "),
     ({"sink": torch.ones(2)}, "sink is 0 on rank 0 and 1 "),
-    ({"copies": False}, "ConfigError: ringx: copies is 1 on rank 0 and 0 "),
+    ({"copies": True}, "ConfigError: ringx: copies is 0 on rank 0 and 1 "),
 ]
 
 

@@ -29,7 +29,9 @@ COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there 
 Traffic = dict[str, tuple[int, int]]  # count and bytes of each collective
 
 
-def counted(me: Rank, problem: Problem, algorithm: str, agreed: bool) -> tuple[Traffic, int]:
+def counted(
+    me: Rank, problem: Problem, algorithm: str, agreed: bool, **options: Any
+) -> tuple[Traffic, int]:
     """The collectives of a forward and a backward, and the calls of forward kernels."""
     seen: Traffic = {}
     calls = 0
@@ -54,7 +56,7 @@ def counted(me: Rank, problem: Problem, algorithm: str, agreed: bool) -> tuple[T
         setattr(dist, name, counting(name))
     kernels.forward = kernel
     try:
-        attend(me, problem, algorithm, agreed=agreed)
+        attend(me, problem, algorithm, agreed=agreed, **options)
     finally:
         for name in COLLECTIVES:
             setattr(dist, name, before[name])
@@ -151,7 +153,9 @@ def mutated(old: str, new: str) -> tuple[str, ModuleType]:
     return name, module
 
 
-def attend_mutated(me: Rank, problem: Problem, algorithm: str, old: str, new: str) -> Any:
+def attend_mutated(
+    me: Rank, problem: Problem, algorithm: str, old: str, new: str, **options: Any
+) -> Any:
     name, module = mutated(old, new)
     how = ALGORITHMS[algorithm]
 
@@ -167,7 +171,7 @@ def attend_mutated(me: Rank, problem: Problem, algorithm: str, old: str, new: st
         api.by_copies = module
     try:
         with poison():
-            return attend(me, problem, algorithm)
+            return attend(me, problem, algorithm, **options)
     finally:
         ALGORITHMS[algorithm] = how
         api.by_copies = copies

@@ -63,7 +63,7 @@ def in_a_row(me: Rank, problems: list[Problem], algorithm: str) -> list[torch.Te
         for problem in problems:
             mine = positions(problem.rows, how.layout, me.rank, me.size)
             q, k, v = (t[:, mine] for t in problem.tensors()[:3])
-            options = {"algorithm": algorithm, "causal": how.causal, "agreed": True}
+            options = {"algorithm": algorithm, "causal": how.causal, "agreed": True, "copies": True}
             found.append(ringx_attention(q, k, v, group=me.group, **options))
     return found
 
@@ -97,7 +97,7 @@ def test_error_of_a_type_is_that_of_collectives(world: World, algorithm: str):
 def moved(me: Rank, problem: Problem, algorithm: str, room: int | None = None) -> Any:
     """Bytes that were copied, and collectives."""
     with windowed(me, room) as made:
-        collectives, _ = counted(me, problem, algorithm, False)
+        collectives, _ = counted(me, problem, algorithm, False, copies=True)
         return made.moved, collectives
 
 
@@ -125,14 +125,14 @@ def test_collectives_where_the_window_is_too_small(world: World):
         assert collectives["reduce_scatter_tensor"][0] == 1
 
 
-def asked_not_to(me: Rank) -> int:
+def not_asked(me: Rank) -> int:
     with windowed(me) as made:
-        attend(me, Problem(), "X3", copies=False)
+        attend(me, Problem(), "X3")
         return made.moved
 
 
-def test_can_be_turned_off(world: World):
-    assert world.run((0, 1), asked_not_to) == [0, 0]
+def test_only_for_who_asks(world: World):
+    assert world.run((0, 1), not_asked) == [0, 0]
 
 
 def without_gpus(me: Rank) -> bool:
@@ -217,7 +217,7 @@ def test_no_board_for_one_is_none_for_all(world: World):
 
 def mutated(me: Rank, *args: Any) -> Any:
     with windowed(me):
-        return attend_mutated(me, *args)
+        return attend_mutated(me, *args, copies=True)
 
 
 GLOBAL = "here = Given(*given[:2], *some, *given[4:])"
