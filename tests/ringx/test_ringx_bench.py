@@ -4,19 +4,35 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from fserver.ringx.api import ALGORITHMS
 
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "ringx_bench.py"
 
 
-def test_every_way_is_right(tmp_path: Path):
-    file = tmp_path / "time.json"
-    ways = ["alone", "X3", "X3b", "ring p2p", "ulysses"]
+def rows_of(tmp_path: Path, command: str, *options: str) -> list[dict[str, Any]]:
+    """What it leaves, run by two processes."""
+    file = tmp_path / "rows.json"
     run = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    run += [str(BENCH), "time", "--mask", "both", "--tokens", "256", "--ways", ",".join(ways)]
-    run += ["--iterations", "1", "--warmup", "0", "--json", str(file)]
+    run += [str(BENCH), command, *options, "--json", str(file)]
     done = subprocess.run([sys.executable, *run], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(file.read_text())["rows"]
+    return json.loads(file.read_text())["rows"]
+
+
+def test_every_way_is_right(tmp_path: Path):
+    ways = ["alone", "X3", "X3b", "ring p2p", "ulysses"]
+    options = ["--mask", "both", "--tokens", "256", "--ways", ",".join(ways)]
+    rows = rows_of(tmp_path, "time", *options, "--iterations", "1", "--warmup", "0")
     assert {row["way"] for row in rows} == set(ways)
     for row in rows:
         assert row["errors"].keys() == {"out", "dq"} and max(row["errors"].values()) < 2e-6, row
+
+
+def test_check_passes(tmp_path: Path):
+    """All algorithms, also right behind each other with other numbers."""
+    rows = rows_of(tmp_path, "check")
+    assert all(row["pass"] for row in rows)
+    assert {row["way"] for row in rows} > {*ALGORITHMS}
+    assert all(row["in_a_row"] < 1e-6 for row in rows if row["way"] in ALGORITHMS)
