@@ -320,7 +320,7 @@ def _facts(
     reduce_dtype: torch.dtype, copies: bool,
 ) -> list[int]:  # fmt: skip
     scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
-    types = DTYPES.index(reduce_dtype), copies, DTYPES.index(q.dtype)
+    types = DTYPES.index(reduce_dtype), bool(copies), DTYPES.index(q.dtype)
     lengths = q.shape[1], k.shape[1]
     which = [*ALGORITHMS, "auto"].index(algorithm)
     shape = q.shape[0], *q.shape[2:], k.shape[2]

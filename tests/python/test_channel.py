@@ -5,8 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import random
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +26,7 @@ from fserver.channel import describe, nvrtc, plan, tune
 MakeCluster = Callable[..., Cluster]
 MS = LIMIT * 1e3
 WAYS = ["tcp", "cma"]
+COMPILER = os.environ.get("CC", "cc")
 
 
 def both(
@@ -649,3 +656,83 @@ def test_no_driver() -> None:
         pytest.skip("there is a driver")
     with pytest.raises(fserver.ConfigError, match="no CUDA driver: .*install the NVIDIA driver"):
         _loader.load().Lane(0, b"", 1000.0, True)
+
+
+needs_compiler = pytest.mark.skipif(
+    not shutil.which(COMPILER), reason=f"no C compiler ({COMPILER})"
+)
+
+
+def over_driver(tmp_path: Path, source: str, program: str) -> list[str]:
+    """What a program says over a CUDA driver of such a source, by line."""
+    command = [COMPILER, "-shared", "-fPIC", "-x", "c", "-o", tmp_path / "libcuda.so.1", "-"]
+    subprocess.run(command, input=source.encode(), check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done
+    return done.stdout.splitlines()
+
+
+OLD_DRIVER = """
+import fserver
+from fserver import _loader
+
+for call in (
+    lambda: _loader.load().Lane(0, b"", 1000.0, True),
+    lambda: fserver.Worker(scheduler="127.0.0.1:9", backend="GPU", gpu=0),
+):
+    try:
+        call()
+    except fserver.ConfigError as error:
+        print(error)
+"""
+
+
+@needs_compiler
+def test_driver_without_what_is_needed(tmp_path: Path) -> None:
+    """It is too old: channels and nodes say what it lacks, since when drivers have it, and what to
+    do."""
+    said = over_driver(tmp_path, "int none;", OLD_DRIVER)
+    assert len(said) == 2, said
+    for text in said:
+        assert re.search(r"libcuda.so.1 has no cu\w+ \(CUDA \d+\.\d or later\)", text)
+        assert "install the NVIDIA driver, or " in text
+
+
+WITHOUT_PEERS = """
+#include <stdlib.h>
+#include <string.h>
+
+static int good(void) { return 0; }
+static int no_access(void) { return 217; }
+static int host(void **p, size_t n) { return !(*p = calloc(1, n)); }
+
+int cuGetProcAddress_v2(const char *name, void **function) {
+  *function = strcmp(name, "cuMemHostAlloc") == 0       ? (void *)host
+              : strcmp(name, "cuIpcOpenMemHandle") == 0 ? (void *)no_access
+                                                        : (void *)good;
+  return 0;
+}
+"""
+
+
+@needs_compiler
+def test_gpus_without_peer_access(tmp_path: Path) -> None:
+    program = """
+import fserver
+from fserver import _loader
+
+lane = _loader.load().Lane(0, b"", 1000.0, True)
+try:
+    lane.map(bytes(64))
+except fserver.ConfigError as error:
+    print(error)
+"""
+    (said,) = over_driver(tmp_path, WITHOUT_PEERS, program)
+    assert "gpu 0 cannot use the memory of the peer's GPU: no peer access" in said
+    assert 'use mode="proxy"' in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -177,6 +178,17 @@ def attend_mutated(
         api.by_copies = copies
 
 
+def made_wrong(
+    world: World, function: Callable[..., Any], algorithm: str, old: str, new: str
+) -> set[str]:
+    """What is wrong of what three ranks find with a changed text."""
+    problem = Problem()
+    parts = world.run((0, 1, 2), function, problem, algorithm, old, new)
+    want = dense(problem, ALGORITHMS[algorithm].causal)
+    found = errors(assembled(parts, problem, algorithm), want)
+    return {name for name, error in found.items() if error > EXACT}
+
+
 NOT_WRITTEN = "_zero_between(dkv, written)"
 NOT_WRITTEN_X4 = "_zero_between(dkv, [] if block is None else [block.keys])"
 GLOBAL = "dout, q, _, _, out, lse = given"
@@ -200,8 +212,4 @@ LOCAL = """dout, q, _, _, _, _ = given
     ],
 )
 def test_faults_are_seen(world: World, algorithm: str, old: str, new: str, wrong: set[str]):
-    problem = Problem()
-    parts = world.run((0, 1, 2), attend_mutated, problem, algorithm, old, new)
-    want = dense(problem, ALGORITHMS[algorithm].causal)
-    found = errors(assembled(parts, problem, algorithm), want)
-    assert {name for name, error in found.items() if error > EXACT} == wrong, found
+    assert made_wrong(world, attend_mutated, algorithm, old, new) == wrong

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from exact import EXACT, Problem, assembled, attend, check, dense, errors
+from exact import Problem, assembled, attend, check, dense, errors
 from files import in_window, in_window_poisoned, windowed
-from test_ringx_schedules import attend_mutated, counted
+from test_ringx_schedules import attend_mutated, counted, made_wrong
 from world import GROUPS, Rank, World
 
 from fserver.errors import Error
@@ -241,8 +241,4 @@ NOT_TAKEN = "take(len(rounds) - 1)"
     ],
 )
 def test_faults_are_seen(world: World, algorithm: str, old: str, new: str, wrong: set[str]):
-    problem = Problem()
-    parts = world.run((0, 1, 2), mutated, problem, algorithm, old, new)
-    want = dense(problem, ALGORITHMS[algorithm].causal)
-    found = errors(assembled(parts, problem, algorithm), want)
-    assert {name for name, error in found.items() if error > EXACT} == wrong, found
+    assert made_wrong(world, mutated, algorithm, old, new) == wrong
