@@ -150,6 +150,14 @@ def test_threads(child: Make, gpus: int) -> None:
     assert result["bad"] == []
 
 
+@pytest.mark.parametrize("worker", [peers.round_trips, peers.behind_kernels])
+def test_events_tell_where_a_stream_is(child: Make, gpus: int, worker: Callable[..., Any]) -> None:
+    """Not memory that the stream writes."""
+    args = (SIZES, 20) if worker is peers.round_trips else ()
+    result, _ = run(child, worker, (0, gpus - 1), *args, env={"STEPMESH_MEM_SYNC": "0"})
+    assert (result["bad"] if worker is peers.round_trips else result) == []
+
+
 def test_killed_worker(child: Make, gpus: int) -> None:
     """Another one takes its rank, and the device memory of the dead is back."""
     peers.Process.ready(5)
