@@ -53,6 +53,9 @@ def _kernel(
             weight_of_all += weight
             value *= weight[:, None]
         sums += value
+    # out and lse may be those of a part, and every thread reads the levels of all its rows: none
+    # may write before the slowest has read.
+    tl.debug_barrier()
     if WEIGHED:
         sums /= tl.where(weight_of_all == 0.0, 1.0, weight_of_all)[:, None]
         to = (batch * heads + head) * length + place

@@ -123,3 +123,26 @@ def test_fused():
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_fused_in_place():
+    """On a GPU, where threads run apart: what is written over a part is what is written beside."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: the interpreter has one thread")
+    pytest.importorskip("triton", reason="Triton is not installed, and torch's kernels are used")
+    from fserver.ringx import fused
+
+    torch.manual_seed(0)
+    shape, wrong = (1, 1 << 13, 8, 128), 0
+    for _ in range(200):
+        some = []
+        for dtype in (torch.float32, torch.bfloat16):
+            value = torch.randn(shape, device="cuda", dtype=dtype)
+            level = torch.randn(1, 8, 1 << 13, device="cuda")
+            some.append(Part(slice(0, 1 << 13), value, level))
+        want = torch.empty_like(some[0].value), torch.empty_like(level)
+        fused.combine(some, *want)
+        fused.combine(some, *some[0][1:])
+        for got, beside in zip(some[0][1:], want, strict=True):
+            wrong += int((got != beside).sum())
+    assert wrong == 0
