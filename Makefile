@@ -97,7 +97,7 @@ chaos: ext ## kill N members of a cluster at random and start them again (N=50, 
 	@$(BIN)/python tests/chaos/chaos.py --kills $(N) --transport $(TRANSPORT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Nothing may grow but by what does as well while idle: pages that the runtimes of Go and Python touch for the
-# first time, and what the collection that counts takes for those who wait for it.
+# first time, threads that Go starts, and what the collection that counts takes for those who wait for it.
 soak: ext ## COUNT (1,000,000) push_pulls each way inside a host and in both modes: does anything grow?
 	@status=0
 	for way in "tcp auto" "cma direct" "cma staged"; do
@@ -105,7 +105,7 @@ soak: ext ## COUNT (1,000,000) push_pulls each way inside a host and in both mod
 	    read -r transport copies <<<"$$way"
 	    echo "soak: $$way, progress by $$mode"
 	    FSERVER_CMA=$$copies FSERVER_PROGRESS=$$mode $(BIN)/fserver bench soak --transport $$transport \
-	      --count $(COUNT) --limit 65536 $(ARGS) || status=1
+	      --warmup $(COUNT) --count $(COUNT) --limit 65536 $(ARGS) || status=1
 	  done
 	done
 	exit $$status

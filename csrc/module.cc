@@ -425,12 +425,14 @@ void define(py::module_ &m) {
   m.def(
       "heap",
       [] {
-        int64_t bytes = 0;
+        int64_t bytes = 0, own = 0;
         enter("heap");
-        check("heap", fs_heap(&bytes));
-        return bytes;
+        check("heap", fs_heap(&bytes, &own));
+        return py::make_tuple(bytes, own);
       },
-      "Bytes of the engine's own heap that are in use, after a collection.");
+      "Bytes of Go's heap that are in use, after a collection, and what of "
+      "them the engine has\n"
+      "asked for: -1 without GODEBUG=memprofilerate=1.");
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
 }
 

@@ -254,9 +254,11 @@ int fs_free(fs_node node);
 /* What is alive, for leak tests: nodes, receive buffers, goroutines. */
 int fs_live(int64_t *nodes, int64_t *buffers, int64_t *goroutines);
 
-/* Bytes of the engine's own heap that are in use, after a collection, which
- * takes milliseconds. */
-int fs_heap(int64_t *bytes);
+/* Bytes of Go's heap that are in use, after a collection, which takes
+ * milliseconds; and of these what the engine has asked for, the rest being the
+ * runtime's: threads, notes of goroutines that wait. That is -1 unless
+ * GODEBUG=memprofilerate=1 is in the environment of the process. */
+int fs_heap(int64_t *bytes, int64_t *own);
 
 /* JSON of every setting: name, default, meaning, and, for the n settings given
  * as in fs_open, value and source. Also the warnings about unknown names. */

@@ -20,7 +20,6 @@ import (
 	"fmt"
 	"runtime"
 	"runtime/debug"
-	"runtime/metrics"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -322,13 +321,10 @@ func fs_live(n, b, goroutines *C.int64_t) (rc C.int) {
 }
 
 //export fs_heap
-func fs_heap(bytes *C.int64_t) (rc C.int) {
+func fs_heap(bytes, own *C.int64_t) (rc C.int) {
 	defer guard(&rc)
-	runtime.GC()
-	runtime.GC() // what the first one has left to finalizers and pools
-	live := []metrics.Sample{{Name: "/gc/heap/live:bytes"}}
-	metrics.Read(live)
-	*bytes = C.int64_t(live[0].Value.Uint64())
+	all, asked := heap()
+	*bytes, *own = C.int64_t(all), C.int64_t(asked)
 	return 0
 }
 

@@ -46,6 +46,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import fserver
 
+from .crew import by_the_byte
 from .errors import BenchError
 from .peers import in_use
 from .report import percentile
@@ -58,7 +59,7 @@ RESIDENT = ("VmRSS", "RssAnon")
 # collection left, objects of the looks themselves.
 HOST = {
     **dict.fromkeys(RESIDENT, 1 << 20),
-    **dict.fromkeys(("engine_bytes", "malloc_bytes"), 16 << 10),
+    **dict.fromkeys(("go_bytes", "malloc_bytes"), 16 << 10),
     "python_blocks": 100,
 }
 KINDS = ("eager", "ce", "ce graph", "sm")
@@ -886,7 +887,9 @@ def main(argv: list[str]) -> int:
     for function, what, limit in _rows(args):
         row: dict[str, Any] = {"work": args.work, **what}
         try:
-            crew = crew or Crew(args.shape, args.dry)
+            if not crew:
+                with by_the_byte() if args.work == "memory" else contextlib.nullcontext():
+                    crew = Crew(args.shape, args.dry)
             row["sides"] = crew.run(function, limit, {**options, **what})
             row["wrong"] = sum(r["wrong"] for r in row["sides"])
             row.update(_summary(args.work, row["sides"], args))

@@ -120,11 +120,14 @@ def malloc_bytes() -> int:
 
 
 def in_use(gpu: int | None) -> dict[str, int]:
-    """Memory that the engine, malloc and Python have given out, and what all processes have of
-    its GPU, if it has one. To count that of the engine takes a collection, which touches pages."""
+    """Memory that the engine has asked for (if its allocations are recorded), that Go, malloc and
+    Python have given out, and what all processes have of its GPU, if it has one. To count Go's
+    takes collections, which touch pages."""
     gc.collect()
+    go, engine = _loader.load().heap()
     found = {
-        "engine_bytes": _loader.load().heap(),
+        "engine_bytes": engine,
+        "go_bytes": go,
         "malloc_bytes": malloc_bytes(),
         "python_blocks": sys.getallocatedblocks(),
     }
@@ -235,12 +238,14 @@ class Part:
         return sorted({link.transport for node in self.nodes for link in node.links()})
 
     def counts(self) -> dict[str, int]:
-        """What must not grow: resident memory in bytes, open descriptors, goroutines."""
+        """What must not grow: resident memory in bytes, open descriptors, goroutines; and threads,
+        of which Go may start one when it likes, up to a number."""
         goroutines = _loader.load().live()[2]
         return {
             "resident_bytes": resident(),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "goroutines": goroutines,
+            "threads": len(os.listdir("/proc/self/task")),
         }
 
     def in_use(self) -> dict[str, int]:

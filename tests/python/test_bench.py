@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fserver import Link, bench
+from fserver import Link, Scheduler, bench
 from fserver.bench import (
     af,
     baseline,
@@ -132,6 +132,15 @@ class HoardingServer(FakeServer):
         super().respond(tensors, handler)
 
 
+class OpeningServer(FakeServer):
+    """Opens a scheduler for every request, which is memory of the engine."""
+
+    def respond(self, tensors, handler):
+        self.nodes = getattr(self, "nodes", [])
+        self.nodes.append(Scheduler(scheduler="127.0.0.1:0", connect=False))
+        super().respond(tensors, handler)
+
+
 def worker(place):
     host, port = place.scheduler.split(":")
     end = time.monotonic() + 60
@@ -151,6 +160,10 @@ def server(place, kind=FakeServer):
 
 def hoarding_server(place):
     return server(place, HoardingServer)
+
+
+def opening_server(place):
+    return server(place, OpeningServer)
 
 
 def leaking_server(place):
@@ -653,7 +666,8 @@ def test_soak(tmp_path, capsys):
         sizes = row["resident_bytes"]
         assert len(sizes) == 1 + soak.PARTS and row["growth_bytes"] == sizes[-1] - sizes[0]
         assert row["growth_goroutines"] == 0 and min(row["goroutines"]) > 0
-        assert row["growth_engine_bytes"] < 1_000_000 and min(row["engine_bytes"]) > 0
+        assert row["growth_engine_bytes"] == 0 and min(row["engine_bytes"]) > 0
+        assert row["growth_go_bytes"] < 1_000_000 and row["go_bytes"][0] > row["engine_bytes"][0]
         assert len(row["malloc_bytes"]) == len(row["python_blocks"]) == 2
         assert row["idle_bytes"] < 1_000_000 and row["idle_descriptors"] == 0
         assert min(row["descriptors"]) > 3
@@ -664,6 +678,12 @@ def test_soak_counts_descriptors(capsys):
     argv = ["--count", "20", "--warmup", "20", "--size", "64", "--limit", "100000000"]
     assert soak.main(argv, Nodes(worker, hoarding_server)) == 1
     assert "descriptors grew by" in capsys.readouterr().err
+
+
+def test_soak_counts_the_engine(capsys):
+    argv = ["--count", "10", "--warmup", "10", "--size", "64", "--limit", "100000000"]
+    assert soak.main(argv, Nodes(worker, opening_server)) == 1
+    assert "engine's heap grew by" in capsys.readouterr().err
 
 
 def test_idle(tmp_path, capsys):
