@@ -352,6 +352,28 @@ void Lane::turn(const char *call, bool sends) {
           call, sends ? "recv" : "send");
 }
 
+void Lane::hold(PyObject *tensors) {
+  const Arg arg = {"channel", "tensors"};
+  const Items items = tensor_items(tensors, arg);
+  for (size_t i = 0; i < items.size(); i++) {
+    fs_tensor t;
+    Memory m = read_tensor(items.at(i), arg, static_cast<Py_ssize_t>(i),
+                           Access::kRead, device_, &t);
+    const void *start = start_of(m);
+    held_.push_back({std::move(m), start});
+  }
+}
+
+void Lane::have(const char *call) const {
+  for (const Held &h : held_)
+    if (start_of(h.memory) != h.start)
+      raise(Kind::kConfig,
+            "%s: a tensor of the channel has lost its memory "
+            "(untyped_storage().resize_, set_): keep it while the channel is "
+            "open, or close the channel and open another",
+            call);
+}
+
 void Lane::launch(Way &way, cs_stream s, const char *call) {
   cs_launch_attribute attribute;
   memset(&attribute, 0, sizeof attribute);
@@ -421,6 +443,7 @@ void Lane::copy_in(cs_stream s) {
 void Lane::send(PyObject *rows) {
   cs_stream s = stream("send");
   turn("send", true);
+  have("send");
   Entered in(context_);
   rows_.clear();
   if (rows && rows != Py_None) {
@@ -483,6 +506,7 @@ void Lane::send(PyObject *rows) {
 void Lane::recv() {
   cs_stream s = stream("recv");
   turn("recv", false);
+  have("recv");
   Entered in(context_);
   if (!in_.copies.empty())
     copy_in(s);
@@ -597,6 +621,8 @@ void Lane::close() {
   if (closed_)
     return;
   closed_ = true;
+  std::vector<Held> held;
+  held.swap(held_); // goes last
   if (!context_)
     return;
   abort(); // what still waits on a stream ends

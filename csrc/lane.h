@@ -14,6 +14,7 @@
 
 #include "../cshim/cuda/cs_channel.h"
 #include "../cshim/cuda/cs_cuda.h"
+#include "tensor.h"
 
 namespace fserver {
 
@@ -61,6 +62,10 @@ public:
   // in_turn: send and recv alternate, and this says which is first.
   void begin(bool in_turn, bool send_first);
 
+  // Keeps the memory of these tensors until close(). What plan() was told of it is
+  // wrong once a tensor is made to give it up: send and recv look.
+  void hold(PyObject *tensors);
+
   // rows: None, or a list of one int for each tensor.
   void send(PyObject *rows);
   void recv();
@@ -99,6 +104,7 @@ private:
   void used(cs_stream s);
   void settle(); // waits for what is enqueued
   void turn(const char *call, bool sends);
+  void have(const char *call) const;
   void launch(Way &way, cs_stream s, const char *call);
   void copy_out(cs_stream s);
   void copy_in(cs_stream s);
@@ -118,6 +124,11 @@ private:
   cs_ptr seen_ = 0;
   Way out_, in_;
   std::vector<cs_ptr> owned_, mapped_;
+  struct Held {
+    Memory memory;
+    const void *start; // of it, as it was
+  };
+  std::vector<Held> held_;
   std::vector<uint32_t> rows_;
   std::vector<cs_memory_op> ops_;
   bool in_turn_ = false, send_next_ = false, closed_ = false;

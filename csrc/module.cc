@@ -334,6 +334,8 @@ void define(py::module_ &m) {
                  l.plan_copies(sends, read_segments(segments));
                })
           .def("begin", &Lane::begin)
+          .def("hold",
+               [](Lane &l, py::handle tensors) { l.hold(tensors.ptr()); })
           .def("status", &Lane::status)
           .def_property_readonly("abort_word", &Lane::abort_word)
           .def("abort", &Lane::abort)

@@ -80,6 +80,12 @@ c10::Device place(int device) {
   if (t.is_neg())
     refuse(arg, i, Kind::kConfig,
            "is a negated view: pass " + name + ".resolve_neg()");
+  if (t.has_storage() &&
+      t.storage().nbytes() < static_cast<size_t>(t.numel()) * t.itemsize())
+    refuse(
+        arg, i, Kind::kConfig,
+        "has lost its memory (untyped_storage().resize_): pass a tensor that "
+        "keeps it");
   refuse(arg, i, Kind::kConfig,
          "has no memory of its own (fake, functional or wrapped): pass a plain "
          "tensor");
@@ -151,6 +157,8 @@ bool WeakMemory::expired() const {
   w.release();
   return gone;
 }
+
+const void *start_of(const Memory &m) { return impl(m.get())->data(); }
 
 bool is_tensor(PyObject *o) { return THPVariable_Check(o); }
 

@@ -61,6 +61,9 @@ private:
   void *storage_;
 };
 
+// Where a storage begins now.
+const void *start_of(const Memory &m);
+
 bool is_tensor(PyObject *o);
 
 // The items of a list of tensors; refuses a lone tensor, which is a sequence

@@ -94,6 +94,7 @@ class Channel:
         self.outgoing = list(outgoing)
         self.tensors = [list(row) for row in tensors]
         self.incoming = [t for row in tensors for t in row]
+        self._places = [(t, t.data_ptr()) for t in (*self.outgoing, *self.incoming)]
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
         self.rows: list[Tensor] = side.rows()
         self.closed = False
@@ -141,6 +142,13 @@ class Channel:
                 f"{call}: it is the turn of {'recv' if sends else 'send'}(): on a channel with "
                 "tensors both ways the two alternate"
             )
+        for t, place in self._places:
+            if t.data_ptr() != place:
+                raise ConfigError(
+                    f"{call}: a tensor of channel {self.name!r}, of shape {list(t.shape)}, has "
+                    "lost its memory (untyped_storage().resize_, set_): keep it while the channel "
+                    "is open, or close the channel and open another"
+                )
         import torch
 
         if (
@@ -195,6 +203,7 @@ class Channel:
             self._node.channel_close(self._handle, _PARTING_MS)
             self._side.close()
         self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
+        self._places = []
         self._on_close()
 
     def _refuse(self, rows: Sequence[int] | None = None) -> None:

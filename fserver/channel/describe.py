@@ -96,6 +96,17 @@ def match(
             )
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether all of a strided tensor is there; not of one that is fake, or resized to nothing."""
+    try:
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        return not tensor.numel() or (
+            tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= end
+        )
+    except RuntimeError:
+        return False
+
+
 def check(call: str, name: str, tensors: Sequence[Any], keys: Sequence[int], written: bool) -> None:
     """Checks tensors that are handed to a channel.
 
@@ -116,6 +127,12 @@ def check(call: str, name: str, tensors: Sequence[Any], keys: Sequence[int], wri
             raise ConfigError(
                 f"{call}: {name}[{i}] is on {t.device} with layout {t.layout}: want a plain CPU or "
                 "CUDA tensor"
+            )
+        if not has_memory(t):
+            raise ConfigError(
+                f"{call}: {name}[{i}] of shape {list(t.shape)} has no memory (it was freed by "
+                "untyped_storage().resize_, or is a fake tensor): pass one that keeps its memory "
+                "while the channel is open"
             )
         if not t.is_contiguous() or t.is_conj() or t.is_neg():
             raise ShapeError(

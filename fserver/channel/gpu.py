@@ -75,7 +75,7 @@ class GpuSide:
         except BaseException:
             self.lane.close()
             raise
-        self._held = (list(map(list, outgoing)), list(map(list, incoming)))
+        self.lane.hold([t for row in (*outgoing, *incoming) for t in row])
         self._device = device
         # A peer may write to these tensors from now on, and what filled them comes first.
         torch.cuda.synchronize(device)
@@ -128,4 +128,3 @@ class GpuSide:
 
     def close(self) -> None:
         self.lane.close()
-        self._held = ([], [])

@@ -277,6 +277,20 @@ def test_mismatch(pair: Cluster, change: dict[str, Any], kind: Any, text: str) -
     assert "server 0 refuses" in str(worker) or "at peer 0" in str(worker)
 
 
+def freed(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_freed_meanwhile(pair: Cluster, way: str) -> None:
+    x, y = torch.ones(4), torch.zeros(4)
+    w, _ = both(pair, [x], [y])
+    freed(x if way == "push" else y)
+    with pytest.raises(fserver.ConfigError, match="lost its memory"):
+        w.send()
+
+
 def test_bad_arguments(pair: Cluster) -> None:
     x = torch.empty(4, 4)
     leaf = torch.empty(4, requires_grad=True)
@@ -295,6 +309,7 @@ def test_bad_arguments(pair: Cluster) -> None:
         (lambda: channel([x.to("meta")], [1], [], []), fserver.ConfigError, "on meta"),
         (lambda: channel([x.to_sparse()], [1], [], []), fserver.ConfigError, "sparse"),
         (lambda: channel([None], [1], [], []), fserver.ConfigError, "NoneType"),
+        (lambda: channel([freed(x.clone())], [1], [], []), fserver.ConfigError, "has no memory"),
     ]:
         with pytest.raises(kind) as caught:
             call()
