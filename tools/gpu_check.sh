@@ -57,6 +57,7 @@ ringx() {
     return
   fi
   [[ -n ${QUICK:-} ]] && tokens=8K,32K
+  step ringx-tests "$PYTHON" -m pytest -q tests/ringx/test_ringx_streams.py tests/ringx/test_ringx_combine.py
   for n in $ranks; do
     local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)
     step "ringx-check-$n" "${run[@]}" check --json "$OUT/ringx-check-$n.json"
