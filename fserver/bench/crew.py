@@ -39,8 +39,8 @@ BY_THE_BYTE = {
 
 @contextlib.contextmanager
 def by_the_byte() -> Iterator[None]:
-    """In processes that start meanwhile `peers.in_use` is exact: the engine records each of its
-    allocations, and malloc keeps nothing back for a thread, which it would count as in use."""
+    """In processes that are spawned meanwhile `peers.in_use` is exact: the engine records each of
+    its allocations, and malloc keeps nothing back for a thread, which it would count as in use."""
     given = {name: os.environ.get(name) for name in BY_THE_BYTE}
     for name, (setting, between) in BY_THE_BYTE.items():
         os.environ[name] = between.join(filter(None, (given[name], setting)))
@@ -132,6 +132,7 @@ class Member:
     role: str
     core: int | None = None
     nodes: int = 1
+    exact: bool = False  # its memory is counted by the byte
 
 
 class Peer:
@@ -144,15 +145,18 @@ class Peer:
 
     @classmethod
     def spawn(cls, member: Member, nodes: Nodes) -> "Peer":
-        """Starts the process: a fork of one that has torch imported and nothing running."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([f"{__package__}.peers"])
+        """Starts the process: a fork of one that has torch imported and nothing running, or, where
+        it needs an environment of its own from the start, a new one."""
+        context: Any = multiprocessing.get_context("spawn" if member.exact else "forkserver")
+        if not member.exact:
+            context.set_forkserver_preload([f"{__package__}.peers"])
         conn, theirs = context.Pipe()
         make = nodes.worker if member.role == "worker" else nodes.server
         process = context.Process(
             target=_child, args=(theirs, member.part, make, member.core), daemon=True
         )
-        process.start()
+        with by_the_byte() if member.exact else contextlib.nullcontext():
+            process.start()
         theirs.close()
         return cls(member, conn, process)
 
@@ -341,12 +345,13 @@ def pair(
     host: str | None = None,
     worker: str = "peers.WorkerPart",
     device: str = "cpu",
+    exact: bool = False,
 ) -> Iterator[Crew]:
     """A worker and a server, connected. Results come in this order."""
     worker_core, server_core = cores or (None, None)
     members = [
-        Member("worker", worker, "worker", worker_core),
-        Member("server", "peers.ServerPart", "server", server_core),
+        Member("worker", worker, "worker", worker_core, exact=exact),
+        Member("server", "peers.ServerPart", "server", server_core, exact=exact),
     ]
     with start(members, nodes) as crew, crew.cluster(transport, host=host, device=device):
         yield crew

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from . import report
-from .crew import Case, Crew, Nodes, by_the_byte, pair
+from .crew import Case, Crew, Nodes, pair
 from .options import choose_cores, parser, size
 
 CHECKS = 12  # before the first count
@@ -37,8 +37,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
     with (
-        by_the_byte(),
-        pair(nodes, options.transport, cores, device=options.device) as two,
+        pair(nodes, options.transport, cores, device=options.device, exact=True) as two,
         report.Progress(2 * PARTS, "soak", "part") as bar,
     ):
         two.all(

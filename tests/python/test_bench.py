@@ -686,6 +686,15 @@ def test_soak_counts_the_engine(capsys):
     assert "engine's heap grew by" in capsys.readouterr().err
 
 
+def test_threads(tmp_path, capsys):
+    path = tmp_path / "threads.json"
+    argv = ["threads", "--iters", "50", "--rounds", "2", "--json", str(path)]
+    assert bench.main([*argv, "--transport", "auto"]) == 0
+    assert "x the time of one's" in capsys.readouterr().out
+    found = json.loads(path.read_text())
+    assert [row["threads"] for row in found["rows"]] == [1, 2] and found["two_of_one"] > 0
+
+
 def test_idle(tmp_path, capsys):
     path = tmp_path / "idle.json"
     assert bench.main(["idle", "--seconds", "0.5", "--json", str(path)]) == 0

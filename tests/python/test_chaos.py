@@ -1,4 +1,4 @@
-"""A few random kills. `make chaos` makes more."""
+"""Random kills. `make chaos N=1000` makes more."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CHAOS = Path(__file__).parents[1] / "chaos" / "chaos.py"
 
 
 def test_kills(tmp_path: Path) -> None:
-    """One in each of five clusters, of all shapes and both modes; every role is killed."""
+    """In clusters of all shapes and both modes; every role is killed."""
     results = tmp_path / "chaos.json"
-    argv = [sys.executable, str(CHAOS), "--kills", "5", "--seed", "39", "--json", str(results)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    argv = [sys.executable, str(CHAOS), "--kills", "50", "--seed", "39", "--json", str(results)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     print(done.stdout, done.stderr)
     found = json.loads(results.read_text())
-    assert (found["kills"], found["hangs"], found["ended"], found["wrong"]) == (5, [], [], 0)
+    assert (found["kills"], found["hangs"], found["ended"], found["wrong"]) == (50, [], [], 0)
     assert found["exchanges"] > 0
     assert {turn["mode"] for turn in found["turns"]} == {"raise", "wait"}
     assert done.returncode == 0
