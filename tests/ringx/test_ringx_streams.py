@@ -64,10 +64,11 @@ class Window:
             yield
 
     def _be_late(self) -> None:
-        """By a millisecond or so, every third time, each rank another time."""
+        """By some ten milliseconds, more than a host needs for the calls that follow; every third
+        time, and each rank another time."""
         self._turn += 1
         if self._turn % 3 == 0:
-            torch.cuda._sleep(2_000_000)
+            torch.cuda._sleep(20_000_000)
 
     def mark(self) -> torch.cuda.Event:
         return self._stream.record_event()
