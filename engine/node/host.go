@@ -99,6 +99,7 @@ type probe struct {
 	Address  string `json:"address"`
 	Spoke    bool   `json:"spoke"`    // it is a node: it knows the handshake
 	Accepted bool   `json:"accepted"` // and it would talk to us
+	TLS      string `json:"tls"`      // who has it, as tcp.TLSError.Sides; empty: nobody, or it is not known
 	Role     string `json:"role"`     // of an accepted one
 	Rank     int    `json:"rank"`
 	Build    string `json:"build"`
@@ -136,6 +137,11 @@ func Probe(settings []string, limit time.Duration) ([]byte, error) {
 	}
 	var refused *wire.HandshakeError
 	p.Spoke = err == nil || errors.As(err, &refused)
+	if apart := (*tcp.TLSError)(nil); errors.As(err, &apart) {
+		p.TLS = apart.Sides
+	} else if p.Spoke && id != nil {
+		p.TLS = tcp.Both
+	}
 	if err != nil {
 		p.Error = err.Error()
 	} else {

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/conf"
+	"fserver/engine/transport/tcp"
 )
 
 func TestDescribeHost(t *testing.T) {
@@ -95,6 +96,29 @@ func TestProbe(t *testing.T) {
 	}
 }
 
+// A probe says who has TLS, whether or not that keeps the two apart.
+func TestProbeOverTLS(t *testing.T) {
+	const tls, secret = "FSERVER_TLS=on", "FSERVER_SECRET=0123456789abcdef"
+	for _, c := range []struct {
+		there, here []string
+		accepted    bool
+		tls         string
+	}{
+		{[]string{secret, tls}, []string{secret, tls}, true, tcp.Both},
+		{[]string{secret, tls}, []string{secret}, false, tcp.OnlyThere},
+		{[]string{secret}, []string{secret, tls}, false, tcp.OnlyHere},
+		{[]string{secret, tls}, []string{secret + "x", tls}, false, tcp.Both},
+	} {
+		scheduler, err := Open(append([]string{"DMLC_ROLE=scheduler", "FSERVER_LOG=error"}, c.there...), NewBuffers())
+		require.NoError(t, err)
+		p := probed(t, scheduler.Info().Address, c.here...)
+		require.NoError(t, scheduler.Free())
+		require.Equal(t, c.tls, p.TLS, p.Error)
+		require.Equal(t, c.accepted, p.Accepted, p.Error)
+		require.Equal(t, c.accepted, p.Spoke, p.Error)
+	}
+}
+
 func TestProbeOfAStranger(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -112,6 +136,9 @@ func TestProbeOfAStranger(t *testing.T) {
 	p := probed(t, at)
 	require.False(t, p.Spoke || p.Accepted)
 	require.Contains(t, p.Error, "it is not of this kind")
+	p = probed(t, at, "FSERVER_TLS=on", "FSERVER_SECRET=0123456789abcdef")
+	require.False(t, p.Spoke || p.Accepted)
+	require.Empty(t, p.TLS)
 	require.NoError(t, l.Close())
 	p = probed(t, at)
 	require.False(t, p.Spoke || p.Accepted)

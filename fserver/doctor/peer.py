@@ -26,6 +26,10 @@ _IP_MTU = 14  # of linux/in.h; the module socket does not have it
 _IPV6_MTU = 24
 
 SECRET = "FSERVER_SECRET (or FSERVER_SECRET_FILE) must be the same on all nodes"
+TLS = "FSERVER_TLS must be on, or off, on all nodes"
+FIT = "FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* must fit each other on all nodes"
+# What a peer is told, or proven: the rest of the settings is its own.
+SHARED = ("FSERVER_CLUSTER", "FSERVER_SECRET", "FSERVER_SECRET_FILE", "PS_RESEND")
 WORDS = {
     "differs": "both sides have a secret, and they differ",
     "only here": "this side has a secret, the peer has none",
@@ -117,8 +121,7 @@ def _node(
     report: Report, title: str, found: dict, address: str, port: int, values: dict[str, str]
 ) -> bool:
     """Asks a node of fserver who it is; False if what listens is none."""
-    wanted = ("FSERVER_CLUSTER", "FSERVER_SECRET", "FSERVER_SECRET_FILE")
-    settings = {name: values[name] for name in wanted if name in values}
+    settings = {n: v for n, v in values.items() if n in SHARED or n.startswith("FSERVER_TLS")}
     settings |= {"DMLC_ROLE": "worker", "FSERVER_TRANSPORT": "tcp"}
     settings |= {"DMLC_PS_ROOT_URI": address, "DMLC_PS_ROOT_PORT": str(port)}
     try:
@@ -132,15 +135,17 @@ def _node(
         report.add(title, Check("settings", "no", str(e), remedy, fatal=True))
         return True
     probe = json.loads(text)
-    if not probe["spoke"]:
+    if not (probe["spoke"] or probe["tls"]):
         return False
-    found["kind"] = "node"
+    found["kind"], found["tls"] = "node", probe["tls"] or "none"
     if not probe["accepted"]:
-        report.add(title, _refused(found, probe["error"]))
+        why = _refused if probe["spoke"] else _apart
+        report.add(title, why(found, probe["error"]))
         return True
     found["kind"] = probe["role"]
     rank = f" {probe['rank']}" if probe["role"] != "scheduler" else ""
     text = f"a {probe['role']}{rank} listens there, {probe['build']}"
+    tls, trips = ("on both sides", "four") if probe["tls"] else ("on neither side", "three")
     has = bool(values.get("FSERVER_SECRET") or values.get("FSERVER_SECRET_FILE"))
     found["secret"] = "same" if has else "none"
     again = "`fserver doctor --listen` there, and --peer here, measures that"
@@ -148,11 +153,24 @@ def _node(
         title,
         Check("node", "yes", text),
         Check("secret", "yes", "the same on both sides" if has else "none on either side"),
-        Check("handshake", "yes", f"{probe['ns'] / 1e6:.2f} ms, three round trips"),
+        Check("tls", "info", tls),
+        Check("handshake", "yes", f"{probe['ns'] / 1e6:.2f} ms, {trips} round trips"),
         Check("bandwidth", "info", "not measured: a node is not disturbed", again),
         Check("way back", "info", "not tried", again),
     )
     return True
+
+
+def _apart(found: dict, error: str) -> Check:
+    """Why TLS keeps the two apart."""
+    if found["tls"] == "only here":
+        return Check("tls", "no", "this side has TLS, the node there has none", TLS, fatal=True)
+    found["kind"] = "unknown"  # it has said nothing but TLS
+    text, remedy = error.rpartition("handshake: ")[2].removesuffix(f": {FIT}"), FIT
+    if found["tls"] == "only there":
+        text, remedy = "the peer has TLS, this side has none", TLS
+    remedy += f"; if it is no node, somebody else has port {found['port']}: ss -ltnp there says who"
+    return Check("tls", "no", text, remedy, fatal=True)
 
 
 def _refused(found: dict, error: str) -> Check:

@@ -401,6 +401,69 @@ def test_secrets_that_differ(
         assert line(found, f"Path to {at}", "secret")["fatal"]
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "sides", "word"),
+    [
+        ("on", "on", "both", "on both sides"),
+        ("on", "off", "only here", "this side has TLS, the node there has none"),
+        ("off", "on", "only there", "the peer has TLS, this side has none"),
+        ("off", "off", "none", "on neither side"),
+    ],
+)
+def test_tls(
+    doctor: Doctor,
+    cluster: Callable[..., Cluster],
+    monkeypatch: pytest.MonkeyPatch,
+    here: str,
+    there: str,
+    sides: str,
+    word: str,
+) -> None:
+    settings = {"FSERVER_TLS": there, "FSERVER_LOG": "error"}
+    at = cluster(connect=False, secret=SECRET, settings=settings).scheduler.scheduler
+    monkeypatch.setenv("FSERVER_SECRET", SECRET)
+    monkeypatch.setenv("FSERVER_TLS", here)
+    status, found = doctor("--peer", at)
+    check = line(found, f"Path to {at}", "tls")
+    assert status == (here != there), check
+    assert found["peer"]["tls"] == sides and check["text"] == word
+    assert here == there or check["fatal"] and "FSERVER_TLS must be on" in check["remedy"]
+    assert here != there or found["peer"]["kind"] == "scheduler"
+
+
+def test_tls_of_another_secret(
+    doctor: Doctor, cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"FSERVER_TLS": "on", "FSERVER_LOG": "error"}
+    at = cluster(connect=False, secret=SECRET, settings=settings).scheduler.scheduler
+    monkeypatch.setenv("FSERVER_SECRET", "another one, quite as long")
+    monkeypatch.setenv("FSERVER_TLS", "on")
+    status, found = doctor("--peer", at)
+    check = line(found, f"Path to {at}", "tls")
+    assert status == 1 and check["text"] == "the peer's certificate does not come from our secret"
+    assert check["remedy"].startswith("FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* must fit")
+
+
+def test_doctors_talk_without_tls(
+    doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSERVER_SECRET", SECRET)
+    monkeypatch.setenv("FSERVER_TLS", "on")
+    status, found = doctor("--peer", listener(SECRET))
+    assert status == 0 and found["peer"]["kind"] == "doctor"
+
+
+def test_frames_that_are_sent_again(
+    doctor: Doctor, cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"PS_RESEND": "1", "FSERVER_LOG": "error"}
+    at = cluster(connect=False, settings=settings).scheduler.scheduler
+    status, found = doctor("--peer", at)
+    assert status == 1 and "PS_RESEND" in line(found, f"Path to {at}", "node")["remedy"]
+    monkeypatch.setenv("PS_RESEND", "1")
+    assert doctor("--peer", at)[0] == 0
+
+
 def test_secret_from_a_file(
     doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -496,6 +559,7 @@ def stranger(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 HEADER = struct.Struct("<4sBI")
 
 
+@pytest.mark.parametrize("tls", ["off", "on"])
 @pytest.mark.parametrize(
     "garbage",
     [
@@ -509,7 +573,10 @@ HEADER = struct.Struct("<4sBI")
         HEADER.pack(b"fsdr", 99, 0),
     ],
 )
-def test_garbage(doctor: Doctor, garbage: bytes) -> None:
+def test_garbage(doctor: Doctor, monkeypatch: pytest.MonkeyPatch, garbage: bytes, tls: str) -> None:
+    monkeypatch.setenv("FSERVER_SECRET", SECRET)
+    monkeypatch.setenv("FSERVER_TLS", tls)
+
     def answer(sock: socket.socket) -> None:
         sock.sendall(garbage)
         sock.settimeout(1)

@@ -80,13 +80,13 @@ func (i *Identity) config() *tls.Config {
 
 func (i *Identity) verify(s tls.ConnectionState) error {
 	if len(s.PeerCertificates) == 0 {
-		return &TLSError{Reason: "the peer has no certificate"}
+		return &TLSError{Reason: "the peer has no certificate", Sides: Both}
 	}
 	leaf := s.PeerCertificates[0]
 	if i.roots == nil {
 		ours := i.cert.PrivateKey.(ed25519.PrivateKey).Public().(ed25519.PublicKey)
 		if theirs, ok := leaf.PublicKey.(interface{ Equal(crypto.PublicKey) bool }); !ok || !theirs.Equal(ours) {
-			return &TLSError{Reason: "the peer's certificate does not come from our secret: " + sameEverywhere}
+			return &TLSError{Reason: "the peer's certificate does not come from our secret: " + sameEverywhere, Sides: Both}
 		}
 		return nil
 	}
@@ -98,7 +98,7 @@ func (i *Identity) verify(s tls.ConnectionState) error {
 		Roots: i.roots, Intermediates: between, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny},
 	})
 	if err != nil {
-		return &TLSError{Reason: fmt.Sprintf("the peer's certificate %q is not accepted: %v (FSERVER_TLS_CA must hold what signed it)",
+		return &TLSError{Sides: Both, Reason: fmt.Sprintf("the peer's certificate %q is not accepted: %v (FSERVER_TLS_CA must hold what signed it)",
 			leaf.Subject.String(), err)}
 	}
 	return nil
@@ -109,7 +109,17 @@ const sameEverywhere = "FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* must f
 // TLSError says why two sides do not talk. Trying again does not help.
 type TLSError struct {
 	Reason string
+	// Sides says who has TLS: OnlyHere, OnlyThere or Both; empty: the peer, which
+	// sent neither TLS nor what a node sends, is none.
+	Sides  string
 	answer []byte // what the peer understands, if crypto/tls did not tell it
 }
 
 func (e *TLSError) Error() string { return e.Reason }
+
+// Who has TLS, of two sides that do not talk.
+const (
+	OnlyHere  = "only here"
+	OnlyThere = "only there"
+	Both      = "both"
+)

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"bytes"
 	"crypto/tls"
 	"encoding/binary"
 	"errors"
@@ -300,9 +301,13 @@ func explain(err error) error {
 	var op *net.OpError
 	switch {
 	case errors.As(err, &plain) && plain.Conn != nil: // its first bytes
-		return &TLSError{"the peer does not speak TLS (FSERVER_TLS=on here, and it must be so on all nodes)", alertVersion}
+		sides := ""
+		if bytes.HasPrefix(plain.RecordHeader[:], magic[:]) {
+			sides = OnlyHere
+		}
+		return &TLSError{"the peer does not speak TLS (FSERVER_TLS=on here, and it must be so on all nodes)", sides, alertVersion}
 	case errors.As(err, &op) && op.Op == "remote error":
-		return &TLSError{Reason: fmt.Sprintf("the peer refuses our certificate or what we offer (%v): %s", op.Err, sameEverywhere)}
+		return &TLSError{Sides: Both, Reason: fmt.Sprintf("the peer refuses our certificate or what we offer (%v): %s", op.Err, sameEverywhere)}
 	}
 	return err
 }

@@ -187,6 +187,14 @@ func TestTLSMeets(t *testing.T) {
 				var mismatch *TLSError
 				require.ErrorAs(t, side.err, &mismatch)
 				require.ErrorContains(t, side.err, side.text)
+				sides := Both
+				switch side.text {
+				case noTLS:
+					sides = OnlyHere
+				case hasTLS:
+					sides = OnlyThere
+				}
+				require.Equal(t, sides, mismatch.Sides)
 			}
 		})
 	}

@@ -287,7 +287,7 @@ func receiveMessage(r io.Reader) ([]byte, error) {
 	var p [preambleLen]byte
 	n, err := io.ReadFull(r, p[:])
 	if speaksTLS(p[:n]) {
-		return nil, &TLSError{"the peer speaks TLS (set FSERVER_TLS=on, which must be the same on all nodes)", emptyMessage}
+		return nil, &TLSError{"the peer speaks TLS (set FSERVER_TLS=on, which must be the same on all nodes)", OnlyThere, emptyMessage}
 	}
 	if err != nil {
 		if err == io.EOF {
