@@ -30,15 +30,8 @@ func openDevice(index int) (cudaipc.Device, error) {
 	if d := held.gpus[index]; d != nil {
 		return d, nil
 	}
-	if err := cuda.Open(); err != nil {
-		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "install the NVIDIA driver, or set STEPMESH_BACKEND=CPU"}
-	}
-	n, err := cuda.Count()
-	if err == nil && index >= n {
-		err = fmt.Errorf("gpu %d is not among the %d GPUs that CUDA shows", index, n)
-	}
-	if err != nil {
-		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "see STEPMESH_GPU and CUDA_VISIBLE_DEVICES"}
+	if _, err := findDevice(index); err != nil {
+		return nil, err
 	}
 	d, err := cuda.Retain(index)
 	if err != nil {
@@ -49,6 +42,21 @@ func openDevice(index int) (cudaipc.Device, error) {
 	}
 	held.gpus[index] = d
 	return d, nil
+}
+
+// findDevice is openDevice without a context: it holds nothing, and gives no Device.
+func findDevice(index int) (cudaipc.Device, error) {
+	if err := cuda.Open(); err != nil {
+		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "install the NVIDIA driver, or set STEPMESH_BACKEND=CPU"}
+	}
+	n, err := cuda.Count()
+	if err == nil && index >= n {
+		err = fmt.Errorf("gpu %d is not among the %d GPUs that CUDA shows", index, n)
+	}
+	if err != nil {
+		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "see STEPMESH_GPU and CUDA_VISIBLE_DEVICES"}
+	}
+	return nil, nil
 }
 
 // gpu is the GPU of a node.

@@ -43,6 +43,7 @@ type hostDescription struct {
 	Auto    topo.Choice       `json:"auto"` // what DMLC_INTERFACE=auto comes to
 	Listen  string            `json:"listen"`
 	NoAddr  string            `json:"listen_error"`
+	NoGPU   string            `json:"gpu_error"` // of settings that demand one
 	Limits  topo.Limits       `json:"limits"`
 	Clock   topo.Clock        `json:"clock"`
 	Kernel  string            `json:"kernel"`
@@ -87,8 +88,15 @@ func DescribeHost(settings []string) ([]byte, error) {
 	cfg, _, err := conf.Parse(settings)
 	if err != nil {
 		cfg = &conf.Config{}
-	} else if d.Listen, err = address(cfg.Listen()); err != nil {
-		d.NoAddr = err.Error()
+	} else {
+		if d.Listen, err = address(cfg.Listen()); err != nil {
+			d.NoAddr = err.Error()
+		}
+		if cfg.Backend == conf.GPU || cfg.Transport == conf.CUDAIPC {
+			if _, err = openGPU(cfg, findDevice, zap.NewNop()); err != nil {
+				d.NoGPU = err.Error()
+			}
+		}
 	}
 	d.Auto = choose(h, cfg, d.Listen)
 	return json.Marshal(d)

@@ -43,6 +43,35 @@ func TestDescribeHost(t *testing.T) {
 	}
 }
 
+// Settings that demand a GPU say what keeps a node from it, in the node's words.
+func TestDescribeHostWithoutItsGPU(t *testing.T) {
+	for _, c := range []struct {
+		want     string
+		settings []string
+	}{
+		{"", []string{"STEPMESH_GPU=1023"}},
+		{"", []string{"STEPMESH_GPU=1023", "FSERVER_TRANSPORT=cma"}},
+		{"FSERVER_TRANSPORT=cudaipc: cudaipc: not available", []string{"STEPMESH_GPU=1023", "FSERVER_TRANSPORT=cudaipc"}},
+		{"STEPMESH_BACKEND=GPU: cudaipc: not available", []string{"STEPMESH_GPU=1023", "STEPMESH_BACKEND=GPU"}},
+		{"FSERVER_TRANSPORT=cudaipc with STEPMESH_BACKEND=CPU", []string{"FSERVER_TRANSPORT=cudaipc", "STEPMESH_BACKEND=CPU"}},
+	} {
+		settings := append([]string{"DMLC_ROLE=server", "DMLC_PS_ROOT_PORT=7000", "DMLC_GROUP_SIZE=1024"}, c.settings...)
+		b, err := DescribeHost(settings)
+		require.NoError(t, err)
+		var d struct {
+			Error string `json:"gpu_error"`
+		}
+		require.NoError(t, json.Unmarshal(b, &d))
+		if c.want == "" {
+			require.Empty(t, d.Error)
+			continue
+		}
+		_, err = Open(settings, NewBuffers())
+		require.EqualError(t, err, d.Error)
+		require.Contains(t, d.Error, c.want)
+	}
+}
+
 func probed(t *testing.T, address string, more ...string) probe {
 	t.Helper()
 	host, port, err := net.SplitHostPort(address)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from fserver import env
 from fserver.api import environment
 
-from . import names
+from . import cma, names
+from .host import SHARED_MEMORY, TRANSPORTS
 from .report import Check, Report
 
 TITLE = "Cluster"
@@ -31,19 +32,38 @@ def check(report: Report, values: dict[str, str], host: dict) -> None:
     groups = f"{of['DMLC_NUM_WORKER']} worker and {of['DMLC_NUM_SERVER']} server groups"
     text = f"a {role} in a cluster of {groups} of {of['DMLC_GROUP_SIZE']}"
     report.add(TITLE, Check("settings", "yes", text))
-    report.add(TITLE, *_backend(of, host), *_addresses(of, role, host), *_secret(of, host))
+    shared = next(c for c in report.sections[TRANSPORTS] if c.name == SHARED_MEMORY)
+    report.add(TITLE, *_gpu(host), *_transport(of, role, shared))
+    report.add(TITLE, *_addresses(of, role, host), *_secret(of, host))
 
 
-def _backend(of: dict[str, str], host: dict) -> Iterator[Check]:
-    if of["STEPMESH_BACKEND"] == "GPU":
-        if "GPU" not in host["engine"]["backends"]:
-            text, remedy = "STEPMESH_BACKEND=GPU: this build has none", "set STEPMESH_BACKEND=CPU"
-        elif not host["gpus"]:
-            text = f"STEPMESH_BACKEND=GPU: no GPU is here: {host['gpu_driver']['reason']}"
-            remedy = "set STEPMESH_BACKEND=CPU, or let this process see a GPU"
-        else:
-            return
+def _gpu(host: dict) -> Iterator[Check]:
+    if host["gpu_error"]:
+        text, _, remedy = host["gpu_error"].rpartition(" (")
+        remedy = remedy.rstrip(")")
+        if text.startswith("FSERVER_TRANSPORT=cudaipc: "):  # which STEPMESH_BACKEND=CPU refuses too
+            remedy = (
+                "unset FSERVER_TRANSPORT, or let this process see the GPU that STEPMESH_GPU names"
+            )
         yield Check("device", "no", text, remedy, fatal=True)
+
+
+def _transport(of: dict[str, str], role: str, shared: Check) -> Iterator[Check]:
+    """Whether the one transport that is demanded can work; auto has tcp to fall back to."""
+    name = f"FSERVER_TRANSPORT={of['FSERVER_TRANSPORT']}"
+    if role == "scheduler" or of["FSERVER_TRANSPORT"] not in ("cma", "cudaipc"):
+        return
+    if shared.state == "no":
+        text, remedy = f"{name}: {shared.text}", f"{shared.remedy} (or unset FSERVER_TRANSPORT)"
+        yield Check("transport", "no", text, remedy, fatal=True)
+    if of["FSERVER_CMA"] == "direct":
+        way, code = cma.probe()
+        text, remedy = cma.words(way, code)
+        if way == "ptracer" and of["FSERVER_PTRACER"] == "0":
+            way, remedy = "", "unset FSERVER_PTRACER"
+        if not way:
+            text, remedy = f"{name}, FSERVER_CMA=direct: {text}", f"{remedy} (or unset FSERVER_CMA)"
+            yield Check("transport", "no", text, remedy, fatal=True)
 
 
 def _addresses(of: dict[str, str], role: str, host: dict) -> Iterator[Check]:

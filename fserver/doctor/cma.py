@@ -43,6 +43,23 @@ def probe() -> tuple[str, int]:
     return "", code
 
 
+def words(way: str, code: int) -> tuple[str, str]:
+    """What probe found, and what to do about it."""
+    if way == "plain":
+        return "processes of this user can write into each other's memory", ""
+    if way == "ptracer":
+        text = "processes of this user can write into each other's memory where FSERVER_PTRACER=1"
+        return text, ""
+    if code == errno.ENOSYS:
+        text = "process_vm_writev is not in this kernel, or a sandbox forbids it"
+        return text, "a container needs a seccomp profile that allows process_vm_writev"
+    if code > 0:
+        remedy = "sysctl kernel.yama.ptrace_scope=1; a container also needs --cap-add SYS_PTRACE"
+        return f"process_vm_writev: {os.strerror(code)}", remedy
+    remedy = f"see what `{sys.executable} -I -S -c pass` says"
+    return "a child process did not write what it was to write", remedy
+
+
 def _try() -> int:
     data = ctypes.create_string_buffer(8)
     # -I -S: quick to start, and nothing of the environment's matters.

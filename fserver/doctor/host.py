@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes.util
-import errno
 import importlib.util
 import json
 import mmap
@@ -20,6 +19,8 @@ from . import cma
 from .report import Check, Report, size
 
 MIB = 1 << 20
+TRANSPORTS = "Transports"
+SHARED_MEMORY = "shared memory"
 
 
 def engine(report: Report, values: dict[str, str]) -> dict | None:
@@ -73,7 +74,7 @@ def _drivers(found: dict) -> Iterator[Check]:
 def transports(report: Report, found: dict) -> None:
     """Each transport: yes, or no, why, and what to do."""
     built = set(found["engine"]["transports"])
-    report.add("Transports", _tcp(), _cma("cma" in built), _shared_memory(found["limits"]))
+    report.add(TRANSPORTS, _tcp(), _cma("cma" in built), _shared_memory(found["limits"]))
     gpus, rdma = found["gpus"], found["rdma"]
     usable = [d["name"] for d in rdma if d["nodes"] and any(p["active"] for p in d["ports"])]
     if gpus:
@@ -81,7 +82,7 @@ def transports(report: Report, found: dict) -> None:
     else:
         devices = f"there is no GPU: {found['gpu_driver']['reason'] or 'the driver shows none'}"
     # Every build opens the driver where there is one; "auto" takes GPU tensors there over cma.
-    report.add("Transports", _other("cudaipc", {"cudaipc"}, bool(gpus), devices))
+    report.add(TRANSPORTS, _other("cudaipc", {"cudaipc"}, bool(gpus), devices))
     if usable:
         devices = f"there are RDMA devices for it: {', '.join(usable)}"
     elif rdma:
@@ -92,7 +93,7 @@ def transports(report: Report, found: dict) -> None:
         there = (
             f"; lib{library} {'is' if ctypes.util.find_library(library) else 'is not'} installed"
         )
-        report.add("Transports", _other(name, built, bool(usable), devices + there))
+        report.add(TRANSPORTS, _other(name, built, bool(usable), devices + there))
 
 
 def _other(name: str, built: set[str], devices: bool, text: str) -> Check:
@@ -124,20 +125,7 @@ def _tcp() -> Check:
 
 def _cma(built: bool) -> Check:
     way, code = cma.probe()
-    if way == "plain":
-        text, remedy = "processes of this user can write into each other's memory", ""
-    elif way == "ptracer":
-        text = "processes of this user can write into each other's memory where FSERVER_PTRACER=1"
-        remedy = ""
-    elif code == errno.ENOSYS:
-        text = "process_vm_writev is not in this kernel, or a sandbox forbids it"
-        remedy = "a container needs a seccomp profile that allows process_vm_writev"
-    elif code > 0:
-        text = f"process_vm_writev: {os.strerror(code)}"
-        remedy = "sysctl kernel.yama.ptrace_scope=1; a container also needs --cap-add SYS_PTRACE"
-    else:
-        text = "a child process did not write what it was to write"
-        remedy = f"see what `{sys.executable} -I -S -c pass` says"
+    text, remedy = cma.words(way, code)
     if not built:
         host = f"this host would {'allow' if way else 'not allow'} it: {text}"
         return Check("cma", "no", f"not in this build; {host}", "use tcp, or a build that has it")
@@ -152,7 +140,7 @@ def _shared_memory(limits: dict) -> Check:
         fd = os.memfd_create("fserver", os.MFD_CLOEXEC)
     except (OSError, AttributeError) as e:
         remedy = "use tcp; a container needs a seccomp profile that allows memfd_create"
-        return Check("shared memory", "no", f"memfd_create: {e}", remedy)
+        return Check(SHARED_MEMORY, "no", f"memfd_create: {e}", remedy)
     left, right = socket.socketpair(socket.AF_UNIX)
     try:
         os.ftruncate(fd, mmap.PAGESIZE)
@@ -166,14 +154,14 @@ def _shared_memory(limits: dict) -> Check:
             os.close(passed)
     except OSError as e:
         remedy = "raise the limits on memory and open files (ulimit -a)"
-        return Check("shared memory", "no", f"pass memory to another process: {e}", remedy)
+        return Check(SHARED_MEMORY, "no", f"pass memory to another process: {e}", remedy)
     finally:
         left.close()
         right.close()
         os.close(fd)
     if not same:
-        return Check("shared memory", "no", "it is not shared", "report this; use tcp")
-    return Check("shared memory", "yes", f"memfd; /dev/shm has {size(limits['dev_shm_bytes'])}")
+        return Check(SHARED_MEMORY, "no", "it is not shared", "report this; use tcp")
+    return Check(SHARED_MEMORY, "yes", f"memfd; /dev/shm has {size(limits['dev_shm_bytes'])}")
 
 
 def devices(report: Report, found: dict) -> None:

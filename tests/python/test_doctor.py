@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 from nodes import LIMIT, Cluster, eventually
 
+import fserver
 from fserver import _loader, cli
 from fserver.doctor import cluster as described
 from fserver.doctor import cma, host, listen, protocol
@@ -316,11 +318,112 @@ def test_the_scheduler_port_is_taken(doctor: Doctor, monkeypatch: pytest.MonkeyP
     assert "in use" in line(found, "Cluster", "scheduler port")["text"]
 
 
-def test_a_gpu_backend_without_a_gpu() -> None:
-    found = {**recorded(0), "engine": {"backends": ["CPU", "GPU"]}}
-    (check,) = described._backend({"STEPMESH_BACKEND": "GPU"}, found)
-    assert check.state == "no" and "no GPU is here" in check.text
-    assert not list(described._backend({"STEPMESH_BACKEND": "GPU"}, {**found, "gpus": [1]}))
+@pytest.mark.parametrize(
+    ("settings", "word", "remedy"),
+    [
+        ({"FSERVER_TRANSPORT": "cudaipc"}, "=cudaipc: cudaipc: not available", "unset FSERVER_TR"),
+        ({"FSERVER_TRANSPORT": "cudaipc", "STEPMESH_BACKEND": "GPU"}, "STEPMESH_BACKEND=GPU: ", ""),
+        (
+            {"FSERVER_TRANSPORT": "cudaipc", "STEPMESH_BACKEND": "CPU"},
+            "FSERVER_TRANSPORT=cudaipc with STEPMESH_BACKEND=CPU: it is for GPU tensors",
+            "use cma, or STEPMESH_BACKEND=GPU",
+        ),
+        ({"STEPMESH_BACKEND": "GPU"}, "STEPMESH_BACKEND=GPU: cudaipc: not available", ""),
+    ],
+)
+def test_a_gpu_that_is_demanded(
+    doctor: Doctor,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    word: str,
+    remedy: str,
+) -> None:
+    """The doctor refuses what a node refuses. Nobody has a GPU of this number."""
+    common = {"DMLC_PS_ROOT_PORT": "7000", "STEPMESH_GPU": "1023", "DMLC_GROUP_SIZE": "1024"}
+    describe(monkeypatch, DMLC_ROLE="server", **common, **settings)
+    status, found = doctor()
+    check = line(found, "Cluster", "device")
+    assert status == 1 and check["fatal"] and check["state"] == "no"
+    assert word in check["text"] and remedy in check["remedy"]
+    with pytest.raises(fserver.ConfigError, match=re.escape(check["text"])):
+        fserver.Server(connect=False)
+    monkeypatch.setenv("DMLC_ROLE", "scheduler")  # which has no tensors
+    for name in ("STEPMESH_GPU", "DMLC_GROUP_SIZE"):
+        monkeypatch.delenv(name)
+    assert doctor()[0] == 0
+
+
+DENIED = ("", errno.EPERM)
+
+
+@pytest.mark.parametrize(
+    ("settings", "probe", "word"),
+    [
+        ({"FSERVER_TRANSPORT": "cma", "FSERVER_CMA": "direct"}, DENIED, "not permitted"),
+        ({"FSERVER_TRANSPORT": "cma", "FSERVER_CMA": "direct"}, ("ptracer", 0), ""),
+        (
+            {"FSERVER_TRANSPORT": "cma", "FSERVER_CMA": "direct", "FSERVER_PTRACER": "0"},
+            ("ptracer", 0),
+            "FSERVER_PTRACER=1",
+        ),
+        (
+            {"FSERVER_TRANSPORT": "cma", "FSERVER_CMA": "direct", "FSERVER_PTRACER": "0"},
+            ("plain", 0),
+            "",
+        ),
+        ({"FSERVER_TRANSPORT": "cma"}, DENIED, ""),  # two copies
+        ({"FSERVER_CMA": "direct"}, DENIED, ""),  # tcp
+        ({"FSERVER_TRANSPORT": "tcp", "FSERVER_CMA": "direct"}, DENIED, ""),
+        (
+            {"FSERVER_TRANSPORT": "cma", "FSERVER_CMA": "direct", "DMLC_ROLE": "scheduler"},
+            DENIED,
+            "",
+        ),
+    ],
+)
+def test_one_copy_that_is_demanded(
+    doctor: Doctor,
+    monkeypatch: pytest.MonkeyPatch,
+    port: int,
+    settings: dict[str, str],
+    probe: tuple[str, int],
+    word: str,
+) -> None:
+    """Fatal only where there is nothing to fall back to."""
+    describe(monkeypatch, **{"DMLC_ROLE": "server", "DMLC_PS_ROOT_PORT": str(port), **settings})
+    monkeypatch.setattr(cma, "probe", lambda: probe)
+    status, found = doctor()
+    assert status == bool(word), found["sections"]["Cluster"]
+    if word:
+        check = line(found, "Cluster", "transport")
+        assert check["fatal"] and check["state"] == "no"
+        assert check["text"].startswith("FSERVER_TRANSPORT=cma, FSERVER_CMA=direct: ")
+        assert word in check["text"] and "unset FSERVER_CMA" in check["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "status"), [("cma", 1), ("cudaipc", 1), ("auto", 0), ("tcp", 0)]
+)
+def test_shared_memory_that_is_demanded(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, port: int, transport: str, status: int
+) -> None:
+    def forbidden(*_: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    describe(
+        monkeypatch,
+        DMLC_ROLE="worker",
+        DMLC_PS_ROOT_PORT=str(port),
+        FSERVER_TRANSPORT=transport,
+    )
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    got, found = doctor()
+    assert states(found, "Transports")["shared memory"] == "no"
+    assert got == status, found["sections"]["Cluster"]
+    if status:
+        check = line(found, "Cluster", "transport")
+        assert check["fatal"] and "seccomp" in check["remedy"]
+        assert check["text"].startswith(f"FSERVER_TRANSPORT={transport}: memfd_create: ")
 
 
 def test_an_open_cluster_is_noted() -> None:
