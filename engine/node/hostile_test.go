@@ -15,13 +15,13 @@ import (
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
-	"fserver/engine/transport/tcp"
 	"fserver/engine/wire"
 )
 
 // spy is the Fabric of a worker; it keeps the keys that servers give to it.
 type spy struct {
-	*tcp.Fabric
+	transport.Fabric
+	transport.Sleeper
 	mu   sync.Mutex
 	keys []transport.Key
 }
@@ -42,8 +42,8 @@ func (s *spy) Poll(ev []transport.Event) (int, error) {
 	return n, err
 }
 
-// hostileMesh is a mesh over TCP whose workers are spied on and whose servers'
-// logs are kept.
+// hostileMesh is a mesh whose workers are spied on, in the first of their Fabrics,
+// and whose servers' logs are kept.
 type hostileMesh struct {
 	*mesh
 	spies []*spy
@@ -53,13 +53,13 @@ type hostileMesh struct {
 func newHostileMesh(t *testing.T, s shape, way ...string) *hostileMesh {
 	h := &hostileMesh{}
 	h.mesh = newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-		f, err := openTCP(cfg, g, log)
+		list, err := openFabrics(cfg, g, log)
 		if err == nil && cfg.Role == conf.Worker {
-			h.spies = append(h.spies, &spy{Fabric: f.(*tcp.Fabric)})
-			f = h.spies[len(h.spies)-1]
+			h.spies = append(h.spies, &spy{Fabric: list[0], Sleeper: list[0].(transport.Sleeper)})
+			list[0] = h.spies[len(h.spies)-1]
 		}
-		return []transport.Fabric{f}, err
-	}, s, append(way, "FSERVER_TRANSPORT=tcp")...)
+		return list, err
+	}, s, way...)
 	for _, n := range h.servers {
 		require.True(t, n.own())
 		core, logs := observer.New(zapcore.WarnLevel)
@@ -88,7 +88,9 @@ func (h *hostileMesh) attack(i int, ops ...transport.Op) {
 // worker.
 func TestHostileWorker(t *testing.T) {
 	for _, way := range [][]string{
-		{"FSERVER_TLS=off"}, {"FSERVER_TLS=on", "FSERVER_SECRET=a secret of some length"},
+		{"FSERVER_TLS=off", "FSERVER_TRANSPORT=tcp"},
+		{"FSERVER_TLS=on", "FSERVER_TRANSPORT=tcp", "FSERVER_SECRET=a secret of some length"},
+		{"FSERVER_CMA=staged", "FSERVER_TRANSPORT=cma"},
 	} {
 		for _, c := range []struct {
 			name string

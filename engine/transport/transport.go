@@ -196,7 +196,9 @@ type Lender interface{ Lends(s mem.Span) bool }
 // Binder is a Fabric that can keep a Key to one Conn. After Bind a write that
 // names k on another Conn is refused and ends that one, as with a wrong token; a
 // later Bind takes the place of an earlier one. A Key that was never bound is
-// good on every Conn of its Fabric.
+// good on every Conn of its Fabric. Where a peer writes into this process by
+// itself, no CPU of ours is in the path and nothing can be refused: its Conn ends
+// when it tells of the write, whose bytes are there by then.
 type Binder interface{ Bind(k Key, c Conn) error }
 
 // Teller is a Conn whose Fabric can carry it in more than one way. Via is how

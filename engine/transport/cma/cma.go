@@ -44,7 +44,10 @@
 // directly is, to the kernel, one that may do anything to it; that it goes by
 // the table of regions guards against mistakes, not against malice. The table
 // is given to no other peer. So whoever must not have that power has to be
-// another user, or kept out by the Gate.
+// another user, or kept out by the Gate. A key that is kept to one Conn (Bind) is
+// so by the receiver alone: it refuses what comes through the ring, staged or
+// small. Of another peer's direct write it hears, if at all, when the bytes have
+// landed, and ends that peer's Conn then.
 //
 // Two limits are the kernel's. It knows the target of a copy by its process
 // number: a peer that dies, and whose number is used again before its socket is
@@ -273,6 +276,14 @@ func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
 		return transport.Key{}, fmt.Errorf("cma: register %d bytes: %w", r.Len, transport.ErrClosed)
 	}
 	return f.regions.add(r)
+}
+
+// Bind implements transport.Binder. It cannot keep a peer that writes directly
+// from doing so: see the package's text.
+func (f *Fabric) Bind(k transport.Key, c transport.Conn) error {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	return f.regions.bind(k, c)
 }
 
 // Deregister implements transport.Fabric. A peer that goes on writing to the

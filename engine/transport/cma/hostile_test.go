@@ -86,6 +86,63 @@ func TestBrokenRecords(t *testing.T) {
 	})
 }
 
+// TestBind lets a peer write with a key that is kept to another one. What goes
+// through the ring does not land; a direct write ends the Conn when it is told of.
+func TestBind(t *testing.T) {
+	eachMode(t, func(t *testing.T, m Mode) {
+		noLeaks(t)
+		evil, victim := pair(t, m, m)
+		require.ErrorContains(t, victim.f.Bind(transport.Key{ID: victim.key.ID}, victim.conn), "no such key")
+		good := &end{f: open(t, Options{Mode: m}), out: evil.out, remote: victim.key}
+		good.ops[0] = transport.Op{Kind: transport.OpWrite, Src: good.span[:]}
+		good.ops[1] = transport.Op{Kind: transport.OpFrame}
+		join(t, good, victim)
+		require.NoError(t, victim.f.Bind(victim.key, victim.conn))
+		in, out := victim.in.Span().Bytes(), evil.out.Span().Bytes()
+		copy(out, bytes.Repeat([]byte{'x'}, len(out)))
+		for _, n := range []uint64{1, small, small + 1, 1 << 20} {
+			join(t, evil, victim)
+			require.NoError(t, evil.post(n, nil))
+			var refused, down error
+			until(t, func() bool {
+				if refused == nil {
+					_, refused = victim.poll()
+				}
+				if down == nil {
+					_, down = evil.poll()
+				}
+				return refused != nil && down != nil
+			})
+			require.ErrorIs(t, refused, errNotIts)
+			require.NotErrorIs(t, down, io.EOF)
+			require.Zero(t, victim.written)
+			if m == Staged || n <= small {
+				require.Equal(t, make([]byte, len(in)), in, "%d bytes", n)
+			}
+			clear(in)
+		}
+		require.NoError(t, good.post(8, []byte("its own")))
+		f, err := victim.waitFrame(true)
+		require.NoError(t, err)
+		require.Equal(t, "its own", string(f))
+		require.Equal(t, "xxxxxxxx", string(in[:8]))
+
+		// A region that takes the place of one that was bound is good for all.
+		require.NoError(t, victim.f.Deregister(victim.key))
+		k, err := victim.f.Register(victim.in)
+		require.NoError(t, err)
+		require.Equal(t, victim.key.ID%maxSlots, k.ID%maxSlots)
+		join(t, evil, victim)
+		evil.remote, victim.written = k, 0
+		require.NoError(t, evil.post(8, nil))
+		until(t, func() bool {
+			_, err := victim.poll()
+			require.NoError(t, err)
+			return victim.written == 8
+		})
+	})
+}
+
 // TestBrokenHead says that more has been read than was sent.
 func TestBrokenHead(t *testing.T) {
 	for _, head := range []uint64{1 << 40, ^uint64(0)} {

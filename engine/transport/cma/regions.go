@@ -25,6 +25,7 @@ type region struct {
 	mem.Region
 	id, token uint64 // id is 0 when there is none
 	uses      uint64
+	only      transport.Conn // that may write here; nil: all
 }
 
 func (t *regions) add(r mem.Region) (transport.Key, error) {
@@ -67,6 +68,15 @@ func (t *regions) find(id, token uint64) *region {
 	return nil
 }
 
+func (t *regions) bind(k transport.Key, c transport.Conn) error {
+	s := t.find(k.ID, k.Token)
+	if s == nil {
+		return fmt.Errorf("cma: bind key %d to %s: no such key", k.ID, c.Remote())
+	}
+	s.only = c
+	return nil
+}
+
 func (t *regions) remove(k transport.Key) error {
 	s := t.find(k.ID, k.Token)
 	if s == nil {
@@ -74,18 +84,28 @@ func (t *regions) remove(k transport.Key) error {
 	}
 	slot := uint32(s.id % maxSlots)
 	t.shared[slot].id.Store(0)
-	s.id = 0
+	s.id, s.only = 0, nil
 	t.free = append(t.free, slot)
 	return nil
 }
 
-var errNoKey = errors.New("no such key, or a wrong token")
+var (
+	errNoKey  = errors.New("no such key, or a wrong token")
+	errNotIts = errors.New("the key was given to another peer")
+)
 
-// target is the memory that a peer's write goes to.
-func (t *regions) target(id, token, off, n uint64) (mem.Span, error) {
+// target is the memory that a write from c goes to.
+func (t *regions) target(c transport.Conn, id, token, off, n uint64) (mem.Span, error) {
 	s := t.find(id, token)
-	if s == nil {
-		return mem.Span{}, fmt.Errorf("the peer wrote %d bytes at offset %d of key %d: %w", n, off, id, errNoKey)
+	bad := error(nil)
+	switch {
+	case s == nil:
+		bad = errNoKey
+	case s.only != nil && s.only != c:
+		bad = errNotIts
+	}
+	if bad != nil {
+		return mem.Span{}, fmt.Errorf("the peer wrote %d bytes at offset %d of key %d: %w", n, off, id, bad)
 	}
 	span, err := s.Slice(off, n)
 	if err != nil {

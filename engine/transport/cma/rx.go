@@ -80,12 +80,12 @@ func (x *rx) take(c *Conn, w uint64, ev *transport.Event) (made, taken bool, err
 		if kind == recWritten && (!x.direct || size != 0) {
 			return false, false, fmt.Errorf("the peer told of a write that was not to go past the ring")
 		}
-		return x.takeWrite(kind, size, ev)
+		return x.takeWrite(c, kind, size, ev)
 	}
 	return false, false, fmt.Errorf("the peer sent a record that starts with %#x: not a kind of this version", w)
 }
 
-func (x *rx) takeWrite(kind uint8, size uint64, ev *transport.Event) (made, taken bool, err error) {
+func (x *rx) takeWrite(c *Conn, kind uint8, size uint64, ev *transport.Event) (made, taken bool, err error) {
 	rec, err := x.record(writeLen + size)
 	if err != nil {
 		return false, false, err
@@ -94,7 +94,7 @@ func (x *rx) takeWrite(kind uint8, size uint64, ev *transport.Event) (made, take
 	if kind != recWritten && n != size {
 		return false, false, fmt.Errorf("the peer sent %d bytes of a write in a record of %d", n, size)
 	}
-	to, err := x.regions.target(id, token, off, n)
+	to, err := x.regions.target(c, id, token, off, n)
 	if err != nil {
 		return false, false, err
 	}

@@ -19,6 +19,7 @@ var boundsCases = []testCase{
 	{"DeregisterStopsWrite", testDeregisterStops},
 	{"DeregisterFromAnotherGoroutine", testDeregisterAside},
 	{"DeregisterTwice", testDeregisterTwice},
+	{"BoundKeyIsOnePeers", testBind},
 }
 
 // testOutOfBounds posts writes that the peer did not allow. Each ends its own
@@ -147,4 +148,40 @@ func testDeregisterTwice(w *world) {
 	_ = b.n.f.Deregister(dst.key)
 	_ = b.n.f.Deregister(transport.Key{})
 	w.transfer(a, b)
+}
+
+// testBind keeps a key to one peer, then to another.
+func testBind(w *world) {
+	victim := w.open("victim")
+	binder, ok := victim.f.(transport.Binder)
+	if !ok {
+		w.Skip("the fabric keeps no key to one conn")
+	}
+	first, second, third := w.open("first"), w.open("second"), w.open("third")
+	a, atA := w.connect(first, victim)
+	b, atB := w.connect(second, victim)
+	dst, src := victim.target(8), w.source(1, 8)
+	arrives := func(from, to *link) {
+		n := len(to.writes)
+		from.post(dst.write(0, 1, src))
+		w.until("the write arrives", func() bool { return len(to.writes) > n && from.idle() })
+		require.Zero(w, from.failed())
+	}
+	arrives(a, atA) // good everywhere until it is bound
+	arrives(b, atB)
+	require.NoError(w, binder.Bind(dst.key, atA.c))
+	arrives(a, atA)
+	c, atC := w.connect(third, victim)
+	c.post(dst.write(0, 1, src))
+	w.until("both ends go down", func() bool { return c.isDown && atC.isDown })
+	require.NotErrorIs(w, atC.down, io.EOF)
+	require.Empty(w, atC.writes)
+
+	require.NoError(w, binder.Bind(dst.key, atB.c))
+	arrives(b, atB)
+	n := len(atA.writes)
+	a.post(dst.write(0, 1, src))
+	w.until("both ends go down", func() bool { return a.isDown && atA.isDown })
+	require.Len(w, atA.writes, n)
+	arrives(b, atB)
 }
