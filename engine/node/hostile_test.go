@@ -22,15 +22,17 @@ import (
 type spy struct {
 	transport.Fabric
 	transport.Sleeper
-	mu   sync.Mutex
-	keys []transport.Key
+	header int // bytes before each frame, if frames are sent again
+	mu     sync.Mutex
+	keys   []transport.Key
 }
 
 func (s *spy) Poll(ev []transport.Event) (int, error) {
 	n, err := s.Fabric.Poll(ev)
 	for _, e := range ev[:n] {
-		if e.Kind == transport.EvFrame && wire.FrameType(e.Data) == wire.TypeBuffers {
-			if v, err := wire.ParseBuffers(e.Data); err == nil {
+		b := e.Data[min(s.header, len(e.Data)):]
+		if e.Kind == transport.EvFrame && wire.FrameType(b) == wire.TypeBuffers {
+			if v, err := wire.ParseBuffers(b); err == nil {
 				s.mu.Lock()
 				for _, b := range v.List {
 					s.keys = append(s.keys, transport.Key{ID: b.Region.ID, Token: b.Region.Token})
@@ -55,8 +57,12 @@ func newHostileMesh(t *testing.T, s shape, way ...string) *hostileMesh {
 	h.mesh = newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
 		list, err := openFabrics(cfg, g, log)
 		if err == nil && cfg.Role == conf.Worker {
-			h.spies = append(h.spies, &spy{Fabric: list[0], Sleeper: list[0].(transport.Sleeper)})
-			list[0] = h.spies[len(h.spies)-1]
+			s := &spy{Fabric: list[0], Sleeper: list[0].(transport.Sleeper)}
+			if cfg.Resend {
+				s.header = 9
+			}
+			h.spies = append(h.spies, s)
+			list[0] = s
 		}
 		return list, err
 	}, s, way...)
@@ -91,6 +97,7 @@ func TestHostileWorker(t *testing.T) {
 		{"FSERVER_TLS=off", "FSERVER_TRANSPORT=tcp"},
 		{"FSERVER_TLS=on", "FSERVER_TRANSPORT=tcp", "FSERVER_SECRET=a secret of some length"},
 		{"FSERVER_CMA=staged", "FSERVER_TRANSPORT=cma"},
+		{"PS_RESEND=1", "FSERVER_TRANSPORT=tcp"},
 	} {
 		for _, c := range []struct {
 			name string

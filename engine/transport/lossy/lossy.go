@@ -51,9 +51,9 @@ type Fabric struct {
 	got    int
 }
 
-// Wrap puts a Fabric over inner, which is a Sleeper. With an error, inner is
-// still the caller's.
-func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
+// Wrap puts a Fabric over inner, which is a Sleeper. It is a Binder if inner is.
+// With an error, inner is still the caller's.
+func Wrap(inner transport.Fabric, o Options) (transport.Fabric, error) {
 	s, ok := inner.(transport.Sleeper)
 	if !ok {
 		return nil, fmt.Errorf("lossy: transport %s cannot be slept on", inner.Name())
@@ -73,7 +73,25 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 			return nil, fmt.Errorf("lossy: %w", err)
 		}
 	}
+	if b, ok := inner.(transport.Binder); ok {
+		return binding{f, b}, nil
+	}
 	return f, nil
+}
+
+// binding is a Fabric over a Binder.
+type binding struct {
+	*Fabric
+	binder transport.Binder
+}
+
+// Bind implements transport.Binder.
+func (f binding) Bind(k transport.Key, conn transport.Conn) error {
+	c, ok := conn.(*Conn)
+	if !ok {
+		return fmt.Errorf("lossy: bind key %d to a connection of another kind", k.ID)
+	}
+	return f.binder.Bind(k, c.inner)
 }
 
 func (f *Fabric) shut() {

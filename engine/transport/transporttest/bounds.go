@@ -160,7 +160,12 @@ func testBind(w *world) {
 	first, second, third := w.open("first"), w.open("second"), w.open("third")
 	a, atA := w.connect(first, victim)
 	b, atB := w.connect(second, victim)
-	dst, src := victim.target(8), w.source(1, 8)
+	dst, src, evil := victim.target(8), w.source(1, 8), w.source(2, 8)
+	untouched := func() {
+		if !w.bed.Offloads { // else nobody stands in the way
+			w.holds("target", dst.Span(), 1)
+		}
+	}
 	arrives := func(from, to *link) {
 		n := len(to.writes)
 		from.post(dst.write(0, 1, src))
@@ -172,16 +177,18 @@ func testBind(w *world) {
 	require.NoError(w, binder.Bind(dst.key, atA.c))
 	arrives(a, atA)
 	c, atC := w.connect(third, victim)
-	c.post(dst.write(0, 1, src))
+	c.post(dst.write(0, 1, evil))
 	w.until("both ends go down", func() bool { return c.isDown && atC.isDown })
 	require.NotErrorIs(w, atC.down, io.EOF)
 	require.Empty(w, atC.writes)
+	untouched()
 
 	require.NoError(w, binder.Bind(dst.key, atB.c))
 	arrives(b, atB)
 	n := len(atA.writes)
-	a.post(dst.write(0, 1, src))
+	a.post(dst.write(0, 1, evil))
 	w.until("both ends go down", func() bool { return a.isDown && atA.isDown })
 	require.Len(w, atA.writes, n)
+	untouched()
 	arrives(b, atB)
 }
