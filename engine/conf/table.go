@@ -139,7 +139,7 @@ var table = []setting{
 	}, {
 		name:    "FSERVER_CMA",
 		value:   choice("auto", cmaModes, nil, func(c *Config) *CMAMode { return &c.CMAMode }),
-		meaning: "how transport cma writes into a peer on this host: `direct`, one copy; `staged`, two through shared memory; `auto`: direct where the kernel lets both sides, else staged",
+		meaning: "how transport cma writes into a peer on this host: `direct`, one copy; `staged`, two through shared memory; `auto`: direct where the kernel lets both sides, else staged, with a warning that says why",
 	}, {
 		name:    "FSERVER_PTRACER",
 		value:   onOff("1", func(c *Config) *bool { return &c.Ptracer }),

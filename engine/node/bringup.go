@@ -340,6 +340,9 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 		_ = c.Close()
 		return
 	}
+	if how, why := transport.Via(c, p.Name()); why != "" && n.cfg.CMAMode == conf.CMAAuto {
+		n.log.Warn("no direct writes, taking "+how, zap.Int("server", m.Rank), zap.String("peer", c.Remote()), zap.String("why", why))
+	}
 	l := &link{conn: c, plane: p, why: why, kind: linkPeer, index: i, hello: h, since: trace.Now()}
 	n.links[c] = l
 	n.linked(l)

@@ -12,6 +12,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
 
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
@@ -50,7 +53,19 @@ func (s shape) settings(role string, group, instance int, port string, extra ...
 func (m *mesh) start(settings []string) *Node {
 	cfg, _, err := conf.Parse(settings)
 	require.NoError(m.tb, err)
-	n, err := open(cfg, logger(cfg), m.buffers, m.fabrics, m.devices)
+	return m.open(cfg, logger(cfg))
+}
+
+// watch opens one node whose warnings are kept.
+func (m *mesh) watch(settings []string) (*Node, *observer.ObservedLogs) {
+	cfg, _, err := conf.Parse(settings)
+	require.NoError(m.tb, err)
+	core, logs := observer.New(zapcore.WarnLevel)
+	return m.open(cfg, zap.New(core)), logs
+}
+
+func (m *mesh) open(cfg *conf.Config, log *zap.Logger) *Node {
+	n, err := open(cfg, log, m.buffers, m.fabrics, m.devices)
 	require.NoError(m.tb, err)
 	m.tb.Cleanup(func() { require.NoError(m.tb, n.Free()) })
 	return n

@@ -1,10 +1,12 @@
 package node
 
 import (
+	"encoding/json"
 	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap/zaptest/observer"
 
 	"fserver/engine/conf"
 	"fserver/engine/transport"
@@ -48,4 +50,63 @@ func skipWithoutCMA(t *testing.T) {
 	}
 	require.NoError(t, err)
 	require.NoError(t, f.Close())
+}
+
+// unlike is a mesh of a worker and a server whose settings differ. The warnings
+// are the worker's.
+func unlike(t *testing.T, worker, server []string) (m *mesh, logs *observer.ObservedLogs) {
+	m = newCluster(t, openFabrics)
+	s := shape{1, 1, 1}
+	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
+	_, port := splitPort(t, m.scheduler.Info().Address)
+	w, logs := m.watch(s.settings("worker", 0, 0, port, worker...))
+	m.workers = []*Node{w}
+	m.servers = []*Node{m.start(s.settings("server", 0, 0, port, server...))}
+	for _, n := range m.all() {
+		waitReady(t, n)
+	}
+	return m, logs
+}
+
+// linkOf is what n says of the link to its only peer.
+func linkOf(t *testing.T, n *Node) linkDescription {
+	b, err := n.Describe()
+	require.NoError(t, err)
+	var d description
+	require.NoError(t, json.Unmarshal(b, &d))
+	require.Len(t, d.Links, 1)
+	return d.Links[0]
+}
+
+// echoes makes a few push_pulls and checks their bytes.
+func (m *mesh) echoes(t *testing.T) {
+	require.NoError(t, echo(t, m.workers[0], m.servers, 20, closed()))
+}
+
+// TestStagedIsTold: a worker that is to be direct if it can says once why it is
+// not. Who is told to stage has nothing to say.
+func TestStagedIsTold(t *testing.T) {
+	for _, c := range []struct {
+		worker, server, how string
+		lines               int
+	}{
+		{"auto", "staged", "cma/staged", 1},
+		{"staged", "auto", "cma/staged", 0},
+		{"auto", "auto", "cma", 0},
+	} {
+		t.Run(c.worker+" "+c.server, func(t *testing.T) {
+			skipWithoutCMA(t)
+			m, logs := unlike(t, []string{"FSERVER_CMA=" + c.worker}, []string{"FSERVER_CMA=" + c.server})
+			m.echoes(t)
+			l := linkOf(t, m.workers[0])
+			require.Equal(t, c.how, l.Transport)
+			require.Len(t, logs.All(), c.lines)
+			for _, line := range logs.All() {
+				require.Equal(t, "no direct writes, taking cma/staged", line.Message)
+				require.Equal(t, map[string]any{"server": int64(0), "peer": l.Remote, "why": "the peer is to stage"}, line.ContextMap())
+				require.Equal(t, l.Reason, line.ContextMap()["why"])
+			}
+			m.stop()
+		})
+	}
 }
