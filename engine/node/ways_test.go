@@ -6,11 +6,14 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
 	"go.uber.org/zap/zaptest/observer"
+	"golang.org/x/sys/unix"
 
 	"fserver/engine/conf"
 	"fserver/engine/transport"
 	"fserver/engine/transport/cma"
+	"fserver/engine/transport/transporttest"
 )
 
 // long skips a test that waits or repeats for seconds.
@@ -54,8 +57,8 @@ func skipWithoutCMA(t *testing.T) {
 
 // unlike is a mesh of a worker and a server whose settings differ. The warnings
 // are the worker's.
-func unlike(t *testing.T, worker, server []string) (m *mesh, logs *observer.ObservedLogs) {
-	m = newCluster(t, openFabrics)
+func unlike(t *testing.T, f Fabrics, worker, server []string) (m *mesh, logs *observer.ObservedLogs) {
+	m = newCluster(t, f)
 	s := shape{1, 1, 1}
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
@@ -96,7 +99,7 @@ func TestStagedIsTold(t *testing.T) {
 	} {
 		t.Run(c.worker+" "+c.server, func(t *testing.T) {
 			skipWithoutCMA(t)
-			m, logs := unlike(t, []string{"FSERVER_CMA=" + c.worker}, []string{"FSERVER_CMA=" + c.server})
+			m, logs := unlike(t, openFabrics, []string{"FSERVER_CMA=" + c.worker}, []string{"FSERVER_CMA=" + c.server})
 			m.echoes(t)
 			l := linkOf(t, m.workers[0])
 			require.Equal(t, c.how, l.Transport)
@@ -109,4 +112,54 @@ func TestStagedIsTold(t *testing.T) {
 			m.stop()
 		})
 	}
+}
+
+// TestNoWayInside: a worker whose transport inside the host fails, when it
+// connects or when it opens, says so and goes over TCP.
+func TestNoWayInside(t *testing.T) {
+	const direct, staged = "FSERVER_CMA=direct", "FSERVER_CMA=staged"
+	skipWithoutCMA(t)
+	t.Run("connect", func(t *testing.T) {
+		m, logs := unlike(t, openFabrics, []string{direct}, []string{staged})
+		m.echoes(t)
+		l := linkOf(t, m.workers[0])
+		require.Equal(t, "tcp", l.Transport)
+		require.Contains(t, l.Reason, "not available: the peer is to stage")
+		require.Equal(t, location(m.servers[0].base().Addr()), l.Remote)
+		require.Equal(t, "tcp", linkOf(t, m.servers[0]).Transport)
+		require.Equal(t, 1, logs.Len())
+		line := logs.All()[0]
+		require.Equal(t, "no connection over cma, taking another way", line.Message)
+		require.Equal(t, string(m.servers[0].planes[0].Addr()), line.ContextMap()["to"])
+		require.Equal(t, l.Reason, line.ContextMap()["error"])
+		m.stop()
+	})
+	t.Run("open", func(t *testing.T) {
+		refused := func(cfg *conf.Config, g transport.Gate, log *zap.Logger) (list []transport.Fabric, err error) {
+			if cfg.Role != conf.Worker {
+				return openFabrics(cfg, g, log)
+			}
+			transporttest.Refused(t, unix.SYS_PROCESS_VM_WRITEV, uint32(unix.Getpid()), unix.EPERM, func() {
+				list, err = openFabrics(cfg, g, log)
+			})
+			return list, err
+		}
+		m, logs := unlike(t, refused, []string{direct}, nil)
+		m.echoes(t)
+		for _, n := range []*Node{m.workers[0], m.servers[0]} {
+			require.Equal(t, "tcp", linkOf(t, n).Transport)
+		}
+		require.Equal(t, 1, logs.Len())
+		line := logs.All()[0]
+		require.Equal(t, "no transport inside this host", line.Message)
+		require.Contains(t, line.ContextMap()["error"], "process_vm_writev: operation not permitted (")
+		m.stop()
+
+		// Who wants it alone cannot do without.
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", direct, "FSERVER_TRANSPORT=cma"))
+		require.NoError(t, err)
+		_, err = refused(cfg, newGate(cfg), zap.NewNop())
+		var no *transport.ErrUnavailable
+		require.ErrorAs(t, err, &no)
+	})
 }

@@ -232,8 +232,8 @@ func command(kind byte, count uint32, n uint64) []byte {
 	return b
 }
 
-// childUser is who runs the children; nil is the user of this process.
-var childUser *syscall.Credential
+// childAttr is how the children are started; nil is as this process was.
+var childAttr *syscall.SysProcAttr
 
 // A family is this process and a child, with a Conn for each mode.
 type family struct {
@@ -263,7 +263,7 @@ func newFamily(tb testing.TB, modes, pinned string) *family {
 	fam.child.Env = append(os.Environ(), childEnv+"="+modes, pinEnv+"="+pinned)
 	fam.child.Stderr = os.Stderr
 	fam.child.ExtraFiles = []*os.File{file}
-	fam.child.SysProcAttr = &syscall.SysProcAttr{Credential: childUser}
+	fam.child.SysProcAttr = childAttr
 	stdin, err := fam.child.StdinPipe()
 	require.NoError(tb, err)
 	stdout, err := fam.child.StdoutPipe()

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"os"
+	"os/exec"
 	"runtime"
 	"strings"
 	"sync"
@@ -65,20 +66,25 @@ func pair(t *testing.T, dialer, acceptor Mode) (a, b *end) {
 	t.Helper()
 	a, b = &end{f: open(t, Options{Mode: dialer})}, &end{f: open(t, Options{Mode: acceptor, Listen: true})}
 	join(t, a, b)
-	for _, e := range []*end{a, b} {
-		var err error
-		e.in, err = mem.Map(1 << 20)
-		require.NoError(t, err)
-		e.out, err = mem.Map(1 << 20)
-		require.NoError(t, err)
-		t.Cleanup(func() { require.NoError(t, errors.Join(mem.Unmap(e.in), mem.Unmap(e.out))) })
-		e.key, err = e.f.Register(e.in)
-		require.NoError(t, err)
-		e.ops[0] = transport.Op{Kind: transport.OpWrite, Src: e.span[:]}
-		e.ops[1] = transport.Op{Kind: transport.OpFrame}
-	}
+	a.equip(t)
+	b.equip(t)
 	a.remote, b.remote = b.key, a.key
 	return a, b
+}
+
+// equip gives e its memory.
+func (e *end) equip(t *testing.T) {
+	t.Helper()
+	var err error
+	e.in, err = mem.Map(1 << 20)
+	require.NoError(t, err)
+	e.out, err = mem.Map(1 << 20)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, errors.Join(mem.Unmap(e.in), mem.Unmap(e.out))) })
+	e.key, err = e.f.Register(e.in)
+	require.NoError(t, err)
+	e.ops[0] = transport.Op{Kind: transport.OpWrite, Src: e.span[:]}
+	e.ops[1] = transport.Op{Kind: transport.OpFrame}
 }
 
 // join connects a to b, which uses that Conn from now on.
@@ -215,8 +221,8 @@ func TestOtherUser(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("only root can start a process as another user")
 	}
-	childUser = &syscall.Credential{Uid: 65534, Gid: 65534}
-	defer func() { childUser = nil }()
+	childAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	defer func() { childAttr = nil }()
 	e := newFamily(t, Auto.digit(), "").ends[0]
 	c := e.conn.(*Conn)
 	require.Equal(t, "cma/staged", c.Via())
@@ -224,6 +230,87 @@ func TestOtherUser(t *testing.T) {
 	require.Contains(t, c.Why(), "same user")
 	require.Contains(t, c.Remote(), "of user 65534")
 	e.echo(t, 1<<20)
+}
+
+// TestOtherPIDNamespace has a child to which this process has no number.
+func TestOtherPIDNamespace(t *testing.T) {
+	childAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}
+	defer func() { childAttr = nil }()
+	if none := (&exec.Cmd{Path: "/proc/self/exe", Args: []string{"", "-test.run=^$"}, SysProcAttr: childAttr}).Run(); none != nil {
+		t.Skipf("this user can make no PID namespace: %v", none)
+	}
+	e := newFamily(t, Auto.digit(), "").ends[0]
+	c := e.conn.(*Conn)
+	require.Equal(t, "cma/staged", c.Via())
+	require.Contains(t, c.Why(), "cannot write into this process: process_vm_writev: no such process")
+	require.Contains(t, c.Why(), "share a PID namespace")
+	e.echo(t, 1<<20)
+}
+
+// TestRefusedByTheKernel lets the kernel refuse the calls that copy, as Yama
+// (both), a sandbox (either) and PID namespaces (both) do.
+func TestRefusedByTheKernel(t *testing.T) {
+	for _, c := range []struct {
+		errno          unix.Errno
+		reason, remedy string
+	}{
+		{unix.EPERM, "process_vm_writev: operation not permitted", "user"},
+		{unix.ENOSYS, "process_vm_writev: function not implemented", "CONFIG_CROSS_MEMORY_ATTACH"},
+		{unix.ESRCH, "process_vm_writev: no such process", "share a PID namespace"},
+	} {
+		for _, call := range []uint32{unix.SYS_PROCESS_VM_READV, unix.SYS_PROCESS_VM_WRITEV} {
+			noLeaks(t)
+			refuse := func(do func()) {
+				transporttest.Refused(t, call, uint32(unix.Getpid()), c.errno, do)
+			}
+			unavailable := func(err error) {
+				var no *transport.ErrUnavailable
+				require.ErrorAs(t, err, &no)
+				require.Equal(t, "cma", no.Transport)
+				require.Contains(t, no.Reason, "this process cannot write into ")
+				require.Contains(t, no.Reason, c.reason)
+				require.Contains(t, no.Remedy, c.remedy)
+			}
+			var err error
+			refuse(func() { _, err = Open(Options{Gate: transporttest.Gate{}, Mode: Direct}) })
+			unavailable(err)
+
+			// The dialer's calls fail, the acceptor's do not.
+			var refusals refusals
+			for _, modes := range [][2]Mode{{Direct, Auto}, {Auto, Direct}, {Direct, Direct}} {
+				a := open(t, Options{Mode: modes[0]})
+				b := open(t, Options{Mode: modes[1], Listen: true, Refused: refusals.add})
+				refuse(func() { _, err = a.Connect(context.Background(), b.Addr()) })
+				unavailable(err)
+				until(t, func() bool { return refusals.count() > 0 })
+				require.ErrorContains(t, refusals.all[0], "cannot write into this process: "+c.reason)
+				refusals.all = nil
+			}
+
+			a, b := &end{f: open(t, Options{})}, &end{f: open(t, Options{Listen: true})}
+			refuse(func() { a.conn, err = a.f.Connect(context.Background(), b.f.Addr()) })
+			require.NoError(t, err)
+			until(t, func() bool { _, err = b.poll(); return b.conn != nil })
+			require.NoError(t, err)
+			for _, e := range []*end{a, b} {
+				require.Equal(t, "cma/staged", e.conn.(*Conn).Via())
+				require.Contains(t, e.conn.(*Conn).Why(), c.reason+" (")
+				require.Contains(t, e.conn.(*Conn).Why(), c.remedy)
+			}
+			a.equip(t)
+			b.equip(t)
+			a.remote = b.key
+			copy(a.out.Span().Bytes(), bytes.Repeat([]byte{1}, 1<<20))
+			require.NoError(t, a.post(1<<20, []byte("written")))
+			until(t, func() bool {
+				_, errA := a.poll()
+				f, errB := b.poll()
+				require.NoError(t, errors.Join(errA, errB))
+				return f != nil
+			})
+			require.Equal(t, a.out.Span().Bytes(), b.in.Span().Bytes())
+		}
+	}
 }
 
 func TestModes(t *testing.T) {
