@@ -163,3 +163,30 @@ func TestNoWayInside(t *testing.T) {
 		require.ErrorAs(t, err, &no)
 	})
 }
+
+// TestPtracer: FSERVER_PTRACER=0 keeps the node from opening this process to
+// others, and so does what never writes into one.
+func TestPtracer(t *testing.T) {
+	for _, c := range []struct {
+		settings []string
+		want     bool
+	}{
+		{nil, true},
+		{[]string{"FSERVER_PTRACER=1"}, true},
+		{[]string{"FSERVER_PTRACER=0"}, false},
+		{[]string{"FSERVER_CMA=staged"}, false},
+		{[]string{"FSERVER_TRANSPORT=tcp"}, false},
+	} {
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", c.settings...))
+		require.NoError(t, err)
+		var list []transport.Fabric
+		called := transporttest.Calls(t, unix.SYS_PRCTL, unix.PR_SET_PTRACER, func() {
+			list, err = openFabrics(cfg, newGate(cfg), zap.NewNop())
+		})
+		require.NoError(t, err)
+		for _, f := range list {
+			require.NoError(t, f.Close())
+		}
+		require.Equal(t, c.want, called, "%v", c.settings)
+	}
+}
