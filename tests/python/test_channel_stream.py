@@ -1,5 +1,6 @@
-"""Channels of GPU tensors that the engine carries, with a thread in place of a CUDA stream: what
-is enqueued, captured and replayed, and what the thread of the channel makes of it."""
+"""Channels of GPU tensors that the engine carries, and SimpleNotify, with a thread in place of a
+CUDA stream: what is enqueued, captured and replayed, and what the thread of the channel makes of
+it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ import torch
 from nodes import LIMIT, Child, Cluster, Parent, together
 
 import fserver
-from fserver import _loader
+from fserver import _loader, fserver_lib
+from fserver import notify as notifying
 from fserver.channel import channel as opener
 from fserver.channel.stream import StreamSide
 
@@ -419,3 +422,138 @@ def test_nobody_closes(pair: Cluster, on: On) -> None:
     for thread in threads:
         thread.join(LIMIT)
         assert not thread.is_alive()
+
+
+# SimpleNotify
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
+    """The stream that SimpleNotify has wait."""
+    stream = Stream()
+
+    def wait_value(flag: torch.Tensor, value: int) -> None:
+        def until() -> None:
+            while int(flag) < value:
+                time.sleep(0.0001)
+
+        stream.put(until)
+
+    fake = SimpleNamespace(load=lambda: SimpleNamespace(wait_value=wait_value))
+    monkeypatch.setattr(notifying, "_loader", fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    yield stream
+    stream.close()
+
+
+def test_notify_of_requests(
+    pair: Cluster, current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fserver_lib, "_node", pair.worker)
+    notify = fserver.SimpleNotify()
+    notify.init()
+    notify.init()
+    notify.wait_event_done()  # of nothing
+    x, y = torch.zeros(1000), torch.empty(1000)
+    before, after = torch.empty(1000), torch.empty(1000)
+    for i in range(5):
+        x.fill_(i)
+        y.fill_(-1)
+        notify.block_now_stream()  # what was asked for last is there: until the next
+        current.put(lambda: void(before.copy_(y)))
+        h = pair.worker.push_pull([x], [0], [y], [0])
+        notify.stream_wait_event(h)
+        notify.block_now_stream()  # until the same
+        current.put(lambda: void(after.copy_(y)))
+        assert not current.over(0.02)
+        [(handler, [seen], _)] = pair.server.get_batch()
+        pair.server.respond([seen * 2], handler)
+        notify.wait_event_done()
+        done(current)
+        assert before.tolist() == after.tolist() == [2 * i] * 1000
+
+
+def test_notify_of_batches(pair: Cluster, current: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, got = torch.zeros(1000), torch.zeros(1000)
+    pair.server.register_recv_buffer(buffer, [0], [0])
+    monkeypatch.setattr(fserver_lib, "_node", pair.server)
+    notify = fserver.SimpleNotify()
+    notify.init()
+    x, y = torch.zeros(1000), torch.empty(1000)
+    for i in range(5):
+        notify.block_now_stream_and_get_batch()
+        current.put(lambda: void(torch.mul(buffer, 2, out=got)))
+        assert not current.over(0.02)
+        h = pair.worker.push_pull([x.fill_(i)], [0], [y], [0])
+        [(handler, [seen], keys)] = notify.get_future_batch_data()
+        assert (seen.data_ptr(), keys) == (buffer.data_ptr(), [0])
+        done(current)
+        pair.server.respond([got], handler)
+        pair.worker.wait(h)
+        assert y.tolist() == [2 * i] * 1000
+
+
+def test_notify_of_failures(
+    pair: Cluster, current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream goes on, whoever asks is told, and what is asked for next is waited for."""
+    monkeypatch.setattr(fserver_lib, "_node", pair.worker)
+    notify = fserver.SimpleNotify()
+    for call in ("block_now_stream", "block_now_stream_and_get_batch"):
+        with pytest.raises(fserver.ConfigError, match=rf"^{call}: call init\(\) first"):
+            getattr(notify, call)()
+    with pytest.raises(fserver.ConfigError, match=r"^stream_wait_event: call init\(\) first"):
+        notify.stream_wait_event(0)
+    with pytest.raises(fserver.ConfigError, match="no batch has been asked for"):
+        notify.get_future_batch_data()
+    notify.init()
+
+    def good() -> None:
+        x, y = torch.ones(10), torch.zeros(10)
+        notify.stream_wait_event(pair.worker.push_pull([x], [0], [y], [0]))
+        current.put(lambda: void(y.add_(1)))
+        assert not current.over(0.02)
+        [(handler, [seen], _)] = pair.server.get_batch()
+        pair.server.respond([seen * 2], handler)
+        notify.wait_event_done()
+        done(current)
+        assert y.tolist() == [3] * 10
+
+    good()
+    notify.stream_wait_event(99)
+    with pytest.raises(fserver.ConfigError, match="handler 99 is not known"):
+        notify.wait_event_done()
+    done(current)
+    notify.block_now_stream_and_get_batch()
+    with pytest.raises(fserver.ConfigError, match="get_batch: this process is a worker"):
+        notify.get_future_batch_data()
+    done(current)
+
+    def refuse(flag: torch.Tensor, value: int) -> None:
+        raise fserver.ConfigError("the current stream is being captured")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(notifying._loader, "load", lambda: SimpleNamespace(wait_value=refuse))
+        for wait in (lambda: notify.stream_wait_event(0), notify.block_now_stream):
+            with pytest.raises(fserver.ConfigError, match="being captured"):
+                wait()
+    good()
+
+
+def test_notify_follows_the_node(
+    cluster: MakeCluster, current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One made between an init() and its stop() is of use after the next init()."""
+    pairs = [cluster(), cluster()]
+    monkeypatch.setattr(fserver_lib, "wait", pairs[0].worker.wait)  # as init() does
+    notify = fserver.SimpleNotify()
+    notify.init()
+    monkeypatch.setattr(fserver_lib, "wait", pairs[1].worker.wait)
+    pairs[0].close()
+    y = torch.zeros(10)
+    notify.stream_wait_event(pairs[1].worker.push_pull([torch.ones(10)], [0], [y], [0]))
+    [(handler, tensors, _)] = pairs[1].server.get_batch()
+    pairs[1].server.respond(tensors, handler)
+    notify.wait_event_done()
+    assert y.tolist() == [1] * 10
+    done(current)
