@@ -6,11 +6,13 @@ worker's function gives its result; what it raises fails the test.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -419,6 +421,97 @@ def notified(pipe: Connection, scheduler: str, device: int, transport: str) -> l
             torch.cuda.synchronize(device)
             if not bool((z == 255 - i).all()):
                 bad.append(f"round {i}: the stream did not wait")
+    return bad
+
+
+@contextlib.contextmanager
+def library(role: str, port: int, device: int) -> Iterator[Any]:
+    """The functions of fserver_lib between init() and stop(), set up by the environment."""
+    import fserver
+
+    settings = {
+        "DMLC_ROLE": role,
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(port),
+        "DMLC_RANK_OFFSET": str(-device),
+        "STEPMESH_GPU": str(device),
+        "STEPMESH_BACKEND": "GPU",
+        "FSERVER_HOST_SCHEDULER": str(int(role == "server")),
+    }
+    os.environ.update(settings)
+    try:
+        fserver.init()
+        yield fserver
+        fserver.stop()
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
+def notified_server(pipe: Connection, device: int, rounds: int) -> list[str]:
+    """With SimpleNotify: asks for each batch before it is there, and has the stream make the
+    answer of the receive buffer that it comes to."""
+    import torch
+
+    bad = []
+    torch.cuda.set_device(device)
+    own = torch.zeros(1 << 20, dtype=torch.uint8, device=place(device))
+    answer = torch.empty_like(own)
+    torch.bitwise_not(own, out=answer)  # a stream that waits may not load a kernel
+    torch.cuda.synchronize(device)  # peers write beside our streams
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pipe.send((True, port))
+    with library("server", port, device) as f:
+        f.register_recv_buffer(own, [0], [0])
+        f.barrier(True, True)
+        notify = f.SimpleNotify()
+        notify.init()
+        for i in range(rounds + 1):
+            notify.block_now_stream_and_get_batch()
+            torch.bitwise_not(own, out=answer)
+            [(handler, [x], keys)] = notify.get_future_batch_data()
+            if (x.data_ptr(), keys) != (own.data_ptr(), [0]):
+                bad.append(f"round {i}: keys {keys} at {x.data_ptr() - own.data_ptr()}")
+            f.respond([answer], handler, need_event=True)
+        notify.block_now_stream_and_get_batch()
+        try:
+            notify.get_future_batch_data()
+        except f.ClosedError:
+            torch.cuda.synchronize(device)  # the stream goes on
+        else:
+            bad.append("a batch came after the last")
+    return bad
+
+
+def notified_worker(pipe: Connection, port: int, device: int, rounds: int) -> list[str]:
+    """With SimpleNotify: the stream reads what a request brings, told to wait for it before the
+    request is made and after."""
+    import torch
+
+    bad = []
+    torch.cuda.set_device(device)
+    x = torch.zeros(1 << 20, dtype=torch.uint8, device=place(device))
+    y, before, after = (torch.empty_like(x) for _ in range(3))
+    with library("worker", port, device) as f:
+        f.barrier(True, True)
+        notify = f.SimpleNotify()
+        notify.init()
+        f.wait(f.push_pull([x], [0], [y], [0]))
+        for i in range(rounds):
+            x.fill_(i)
+            y.fill_(POISON)
+            torch.cuda.synchronize(device)  # the push does not wait for the stream, which waits
+            notify.block_now_stream()
+            before.copy_(y)
+            h = f.push_pull([x], [0], [y], [0], need_event=False)
+            notify.stream_wait_event(h)
+            after.copy_(y)
+            notify.wait_event_done()
+            torch.cuda.synchronize(device)
+            for call, z in (("block_now_stream", before), ("stream_wait_event", after)):
+                if not bool((z == 255 - i).all()):
+                    bad.append(f"round {i}: the stream did not wait after {call}")
     return bad
 
 

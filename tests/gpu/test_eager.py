@@ -143,6 +143,14 @@ def test_streams_wait_for_requests(child: Make, gpus: int) -> None:
     assert bad == []
 
 
+def test_simple_notify(child: Make, gpus: int) -> None:
+    """Streams wait for requests and for batches, on nodes that init() opens."""
+    s = child(peers.notified_server, gpus - 1, 50)
+    w = child(peers.notified_worker, s.get(), 0, 50)
+    assert w.get() == []
+    assert s.get() == []
+
+
 def test_threads(child: Make, gpus: int) -> None:
     """A poller of its own on both sides."""
     env = {"FSERVER_PROGRESS": "thread"}
