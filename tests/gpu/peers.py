@@ -165,10 +165,12 @@ def serve(
     fixed: int = 0,
     pinned: bool = False,
     again: str = "",
+    need_event: bool = True,
 ) -> dict[str, Any]:
     """Answers each tensor of uint8 with its complement, behind a kernel of so many cycles, until
     the worker leaves. fixed: bytes of a receive buffer of the application's own for key 0.
-    pinned: answers are in pinned host memory, by turns as they are and seen by the GPU."""
+    pinned: answers are in pinned host memory, by turns as they are and seen by the GPU.
+    need_event: of respond; False: the kernels are waited for here."""
     import torch
 
     import fserver
@@ -209,7 +211,9 @@ def serve(
                     if seen["requests"] % 2:
                         answer = fserver.map_pinned_tensor(answer, device)
                 answers.append(answer)
-            server.respond(answers, handler, need_event=True)
+            if not need_event:
+                torch.cuda.synchronize(device)
+            server.respond(answers, handler, need_event=need_event)
             kept = answers
             seen["requests"] += 1
     server.stop()
@@ -229,8 +233,10 @@ def round_trips(
     transport: str,
     sizes: list[int],
     rounds: int,
+    need_event: bool = True,
 ) -> dict[str, Any]:
-    """Checked exchanges of each size, with what is pulled poisoned before each."""
+    """Checked exchanges of each size, with what is pulled poisoned before each. need_event: of
+    push_pull; False: the kernels are waited for here."""
     import torch
 
     where = place(device)
@@ -241,7 +247,10 @@ def round_trips(
             for i in range(rounds):
                 x = torch.randint(0, 256, (n,), dtype=torch.uint8, device=where)
                 y.fill_(POISON)
-                w.wait(w.push_pull([x], [key], [y], [key]), timeout_ms=15000)
+                if not need_event:
+                    torch.cuda.synchronize(device)
+                h = w.push_pull([x], [key], [y], [key], need_event=need_event)
+                w.wait(h, timeout_ms=15000)
                 if not torch.equal(y, torch.bitwise_not(x)):
                     wrong = int((y != torch.bitwise_not(x)).sum())
                     bad.append(f"size {n}, round {i}: {wrong} bytes are wrong")
@@ -357,6 +366,31 @@ def behind_kernels(pipe: Connection, scheduler: str, device: int, transport: str
                 if not bool((y == 255 - (i + 1)).all()):
                     bad.append(f"round {i}: sent before the kernel had run")
             torch.cuda.synchronize(device)
+    return bad
+
+
+def beside_kernels(pipe: Connection, scheduler: str, device: int, transport: str) -> list[str]:
+    """With need_event=False, what is there already travels while a long kernel runs."""
+    import torch
+
+    bad = []
+    x = torch.zeros(1 << 20, dtype=torch.uint8, device=place(device))
+    y = torch.empty_like(x)
+    with _worker(scheduler, device, transport) as w:
+        w.wait(w.push_pull([x], [0], [y], [0]))
+        for i in range(5):
+            x.fill_(i + 1)
+            torch.cuda.synchronize(device)
+            torch.cuda._sleep(500_000_000)  # some 300 ms
+            busy = torch.cuda.Event()
+            busy.record(torch.cuda.current_stream(device))
+            h = w.push_pull([x], [0], [y], [0], need_event=False)
+            w.wait(h, timeout_ms=15000)
+            if busy.query():
+                bad.append(f"round {i}: the stream was waited for")
+            torch.cuda.synchronize(device)
+            if not bool((y == 255 - (i + 1)).all()):
+                bad.append(f"round {i}: wrong bytes")
     return bad
 
 

@@ -115,6 +115,19 @@ def test_the_stream_comes_first(child: Make, gpus: int, transport: str) -> None:
     assert bad == []
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_no_event(child: Make, gpus: int, transport: str) -> None:
+    """need_event=False on both sides, which wait for their kernels themselves."""
+    places = (0, gpus - 1)
+    result, seen = run(
+        child, peers.round_trips, places, SIZES, 20, False, transport=transport, need_event=False
+    )
+    assert result["bad"] == []
+    assert seen["requests"] == 20 * len(SIZES)
+    bad, _ = run(child, peers.beside_kernels, places, transport=transport, need_event=False)
+    assert bad == []
+
+
 def test_answers_wait_for_their_kernel(child: Make, gpus: int) -> None:
     result, _ = run(child, peers.round_trips, (0, gpus - 1), [4096, 1 << 20], 20, sleep=20_000_000)
     assert result["bad"] == []
