@@ -158,7 +158,7 @@ class Channel:
         ):
             raise ConfigError(
                 f"{call}: a channel of CPU tensors cannot be captured in a graph (channel "
-                f"{self.name!r})"
+                f"{self.name!r}): call it outside, or open a channel of GPU tensors"
             )
 
     def check(self) -> None:

@@ -394,25 +394,32 @@ def beside_kernels(pipe: Connection, scheduler: str, device: int, transport: str
     return bad
 
 
+CAPTURED = "is being captured into a CUDA graph, which this call cannot be part of: call it outside"
+
+
 def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:
     """Calls that must be refused, by name; and that the node works after each."""
     import torch
 
     import fserver
+    from fserver.notify import Notify
 
     bad = []
     there = place(device)
     x = torch.zeros(1000, dtype=torch.uint8, device=there)
     y = torch.empty_like(x)
+    count = torch.zeros(1, dtype=torch.int64, device=there)
     others = [torch.zeros(10, device="meta")]
     if torch.cuda.device_count() > 1:
         others.append(torch.zeros(10, device=f"cuda:{1 - device}"))
     with _worker(scheduler, device, "auto") as w:
 
-        def refused(what: str, text: str, *args: Any) -> None:
+        def refused(
+            what: str, text: str, *args: Any, call: Callable[..., Any] | None = None
+        ) -> None:
             try:
-                w.push_pull(*args)
-            except fserver.Error as error:
+                (call or w.push_pull)(*args)
+            except (fserver.ConfigError, fserver.ShapeError) as error:
                 if text not in str(error):
                     bad.append(f"{what}: {error}")
             else:
@@ -423,12 +430,72 @@ def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:
             refused("pull", "pull_tensors[0] is on device", [x], [0], [other], [0])
         refused("strides", "not contiguous", [x.view(10, 100).t()], [0], [y], [0])
         refused("overlap", "share memory", [x], [0], [y[:600], y[500:]], [0, 1])
+        notify = Notify(w.wait, lambda: None)
+        notify.init()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            refused("capture", "being captured", [x], [0], [y], [0])
-        w.wait(w.push_pull([x], [0], [y], [0]))
+        h = w.push_pull([x], [0], [y], [0])
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+            count.add_(1)
+            refused("capture", CAPTURED, [x], [0], [y], [0])
+            refused("stream_wait_event", CAPTURED, h, call=notify.stream_wait_event)
+            refused("block_now_stream", CAPTURED, call=notify.block_now_stream)
+            w.wait(h)  # no stream has part in that
+        for _ in range(3):
+            graph.replay()
+        if int(count) != 3:
+            bad.append(f"a graph that was captured around them counts {int(count)} in 3 replays")
+        if not bool((y == 255).all()):
+            bad.append("a request from before a capture was not answered")
+        y.fill_(POISON)
+        h = w.push_pull([x], [0], [y], [0])
+        notify.stream_wait_event(h)
         if not bool((y == 255).all()):
             bad.append("the node does not work any more")
+        notify.wait_event_done()
+    return bad
+
+
+def wrong_server(pipe: Connection, device: int) -> list[str]:
+    """As wrong, for two requests that are answered by each of the calls after it was refused."""
+    import torch
+
+    import fserver
+    from fserver.notify import Notify
+
+    bad = []
+    torch.cuda.set_device(device)
+    server = fserver.Server(
+        scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options(device, "auto")
+    )
+    pipe.send((True, server.scheduler))
+    server.connect()
+    notify = Notify(lambda handler: None, server.get_batch)
+    notify.init()
+    count = torch.zeros(1, dtype=torch.int64, device=place(device))
+    for turn in range(2):
+        [(handler, [x], _)] = server.get_batch()
+        answer = torch.bitwise_not(x)
+        answers: list[tuple[Any, ...]] = [
+            (server.respond, [answer], handler, True),
+            (server.respond_vec, answer, [[x]], [handler]),
+        ]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+            count.add_(1)
+            for call, *args in [*answers, (notify.block_now_stream_and_get_batch,)]:
+                try:
+                    call(*args)
+                except fserver.ConfigError as error:
+                    if CAPTURED not in str(error):
+                        bad.append(f"{call.__name__}: {error}")
+                else:
+                    bad.append(f"{call.__name__}: was taken")
+        graph.replay()
+        call, *args = answers[turn]
+        call(*args)
+        if int(count) != turn + 1:
+            bad.append(f"a graph that was captured around them counts {int(count)}")
+    server.stop()
     return bad
 
 

@@ -147,6 +147,13 @@ def test_refused_by_name(child: Make, gpus: int) -> None:
     s.get()
 
 
+def test_capture_refused_by_servers(child: Make, gpus: int) -> None:
+    s = child(peers.wrong_server, gpus - 1)
+    w = child(peers.round_trips, s.get(), 0, "auto", [4096], 2)
+    assert w.get()["bad"] == []
+    assert s.get() == []
+
+
 def test_flags(child: Make, gpus: int) -> None:
     assert child(peers.flags, gpus - 1).get() == []
 

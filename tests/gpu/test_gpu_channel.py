@@ -202,6 +202,44 @@ def test_misuse(pair: Pair) -> None:
     pair.run(misuse)
 
 
+def cannot_be_captured(side: Side) -> None:
+    """A channel of CPU tensors; it and the GPU are of use after the capture."""
+    import torch
+
+    import fserver
+
+    with node(side) as own:
+        t, back = torch.zeros(64), torch.zeros(64)
+        if side.index == 0:
+            ch = own.channel([t], [8], [back], [8], timeout_ms=4000, name="8")
+        else:
+            ch = own.channel([8], [t], [8], timeout_ms=4000, name="8")
+        with ch:
+            count = torch.zeros(1, device=f"cuda:{side.device}")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+                count.add_(1)
+                with pytest.raises(fserver.ConfigError, match="captured in a graph .* outside"):
+                    ch.send() if side.index == 0 else ch.recv()
+            if side.index == 0:
+                ch.outgoing[0].fill_(3)
+                ch.send()
+                ch.recv()
+                assert back.tolist() == [6] * 64
+            else:
+                ch.recv()
+                torch.mul(ch.tensors[0][0], 2, out=ch.outgoing[0])
+                ch.send()
+            graph.replay()
+            assert count.item() == 1
+            ch.check()
+            side.barrier()
+
+
+def test_cannot_be_captured(pair: Pair) -> None:
+    pair.run(cannot_be_captured)
+
+
 def peer_dies(side: Side, mode: str) -> tuple[float, str]:
     """The server is killed while the worker's stream waits for it."""
     import torch

@@ -408,6 +408,26 @@ def test_killed(child: Callable[..., Child], way: str) -> None:
         server.close()
 
 
+def test_capture(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are refused there, and the channel goes on."""
+    x, y = torch.ones(8), torch.empty(8)
+    w, s = both(pair, [x], [y])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for call, name in ((w.send, "send"), (s.recv, "recv")):
+            with pytest.raises(
+                fserver.ConfigError, match=f"^{name}: .*captured.*: call it outside"
+            ):
+                call()
+    w.send()
+    s.recv()
+    s.outgoing[0].copy_(s.tensors[0][0] * 2)
+    s.send()
+    w.recv()
+    assert y.tolist() == [2] * 8
+
+
 # torch.ops
 
 
