@@ -4,7 +4,9 @@ server in the other."""
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -46,9 +48,9 @@ def opened(side: Side, own: Any, n: int, mode: str, key: int, **options: Any) ->
     return own.channel([key], [t], [key], **options)
 
 
-def eager_and_graph(side: Side, mode: str, n: int) -> None:
+def eager_and_graph(side: Side, mode: str, n: int, operators: bool = False) -> None:
     """The same channel eager, then in a graph that is replayed, then eager again; twice, since
-    closed channels leave nothing behind."""
+    closed channels leave nothing behind. operators: by torch.ops.fserver."""
     import torch
 
     with node(side) as own, torch.cuda.stream(torch.cuda.Stream()):
@@ -58,18 +60,36 @@ def eager_and_graph(side: Side, mode: str, n: int) -> None:
                 expected = torch.zeros((), device=f"cuda:{side.device}")
                 wrong = torch.zeros((), dtype=torch.int64, device=f"cuda:{side.device}")
 
-                def step(ch: Any = ch, expected: Any = expected, wrong: Any = wrong) -> None:
+                def send(ch: Any = ch) -> None:
+                    if operators:
+                        torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
+                    else:
+                        ch.send()
+
+                def recv(ch: Any = ch) -> None:
+                    if operators:
+                        torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
+                    else:
+                        ch.recv()
+
+                def step(
+                    ch: Any = ch,
+                    expected: Any = expected,
+                    wrong: Any = wrong,
+                    send: Any = send,
+                    recv: Any = recv,
+                ) -> None:
                     expected.add_(1)
                     if side.index == 0:
                         ch.outgoing[0].copy_(expected.expand(n))
-                        ch.send()
-                        ch.recv()
+                        send()
+                        recv()
                         wrong.add_((ch.incoming[0] != expected * 2).sum())
                     else:
-                        ch.recv()
+                        recv()
                         wrong.add_((ch.tensors[0][0] != expected).sum())
                         torch.mul(ch.tensors[0][0], 2, out=ch.outgoing[0])
-                        ch.send()
+                        send()
 
                 for _ in range(3):
                     step()
@@ -96,6 +116,53 @@ def eager_and_graph(side: Side, mode: str, n: int) -> None:
 @pytest.mark.parametrize("n", [5, 1 << 18])
 def test_channel(pair: Pair, mode: str, n: int) -> None:
     pair.run(eager_and_graph, mode=mode, n=n)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_operators(pair: Pair, mode: str) -> None:
+    pair.run(eager_and_graph, mode=mode, n=1 << 12, operators=True)
+
+
+def checked(side: Side) -> None:
+    """What torch finds out about the operators by calling them: the worker asks it, and has the
+    server do the other half of each call."""
+    import torch
+
+    t = torch.arange(64.0, device=f"cuda:{side.device}")
+    with node(side) as own, torch.cuda.stream(torch.cuda.Stream()):
+        for key, name in enumerate(("send", "recv")):
+            out, back = ([t], []) if name == "send" else ([], [t])
+            keys = ([key], []) if name == "send" else ([], [key])
+            options: dict[str, Any] = {"timeout_ms": 4000, "name": name}
+            if side.index == 0:
+                into = [torch.zeros_like(x) for x in back]
+                ch = own.channel(out, keys[0], into, keys[1], **options)
+            else:
+                ch = own.channel(keys[0], back, keys[1], **options)
+            with ch:
+                if side.index == 0:
+                    enqueue = getattr(ch, name)
+
+                    def told(enqueue: Any = enqueue) -> None:
+                        side.link.send(True)
+                        enqueue()
+
+                    setattr(ch, name, told)
+                    call = getattr(torch.ops.fserver, name).default
+                    tensors = ch.outgoing if name == "send" else ch.incoming
+                    torch.library.opcheck(call, (ch.number, tensors, ch.token))
+                    side.link.send(False)
+                else:
+                    while side.link.recv():
+                        ch.recv() if name == "send" else ch.send()
+                torch.cuda.current_stream().synchronize()
+                ch.check()
+                assert all(torch.equal(x, t) for x in ch.incoming)
+                side.barrier()
+
+
+def test_operators_are_what_they_say(pair: Pair) -> None:
+    pair.run(checked, 25)
 
 
 def tuned(side: Side, n: int) -> tuple[Any, float, float]:
@@ -131,11 +198,15 @@ def test_tune(pair: Pair, n: int) -> None:
     pair.run(tuned, 20, n=n)
 
 
-def compiled(side: Side) -> None:
-    """torch.compile takes a whole step; its graph trees capture it."""
+def compiled(side: Side, backend: str) -> None:
+    """torch.compile takes a whole step."""
     import torch
+    import torch._inductor.config
 
-    with node(side) as own, opened(side, own, 4096, "sm", 3) as ch:
+    torch.compiler.reset()
+    torch._inductor.config.compile_threads = 1  # in this process
+    # The first to have compiled its step waits for the other.
+    with node(side) as own, opened(side, own, 4096, "sm", 3, timeout_ms=60000) as ch:
 
         def worker(x: Any) -> Any:
             ch.outgoing[0].copy_(x * 2)
@@ -149,24 +220,24 @@ def compiled(side: Side) -> None:
             torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
             return x
 
-        # The compiler of the backend is not what is looked at, and takes tens of seconds.
-        step = torch.compile(
-            worker if side.index == 0 else server, backend="aot_eager", fullgraph=True
-        )
+        step = torch.compile(worker if side.index == 0 else server, backend=backend, fullgraph=True)
+        several = torch.arange(4096.0, device=f"cuda:{side.device}")
         for i in range(5):
-            x = torch.full(
-                (4096,), float(i if side.index == 0 else 10), device=f"cuda:{side.device}"
-            )
-            y = step(x)
+            y = step(several + i if side.index == 0 else torch.full_like(several, 10 * i))
             torch.cuda.synchronize()
             if side.index == 0:
-                assert y[0].item() == y[-1].item() == 2 * i + 11
+                assert torch.equal(y, 2 * (several + i) + 10 * i + 1)
         ch.check()
         side.barrier()
 
 
-def test_compile(pair: Pair) -> None:
-    pair.run(compiled, 25)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(pair: Pair, backend: str) -> None:
+    if backend == "inductor" and not (
+        importlib.util.find_spec("triton") and shutil.which(os.environ.get("CC", "gcc"))
+    ):
+        pytest.skip("inductor needs triton and a C compiler")
+    pair.run(compiled, 25 if backend == "aot_eager" else 90, backend=backend)
 
 
 def misuse(side: Side) -> None:

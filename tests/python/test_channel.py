@@ -28,6 +28,10 @@ MS = LIMIT * 1e3
 WAYS = ["tcp", "cma"]
 COMPILER = os.environ.get("CC", "cc")
 
+needs_compiler = pytest.mark.skipif(
+    not shutil.which(COMPILER), reason=f"no C compiler ({COMPILER})"
+)
+
 
 def both(
     pair: Cluster,
@@ -431,7 +435,8 @@ def test_capture(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 # torch.ops
 
 
-def test_operators(pair: Cluster) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_operators(pair: Cluster, backend: str) -> None:
     x, y, z = torch.empty(8), torch.empty(8), torch.empty(8)
     w, s = both(pair, [x], [y], [z])
 
@@ -447,7 +452,7 @@ def test_operators(pair: Cluster) -> None:
             z.copy_(s.tensors[0][0] + 3)
             torch.ops.fserver.send(s.number, s.outgoing, s.token)
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
     served = in_thread(serve, 6)
     for i in range(3):
         assert step(torch.full((8,), float(i))).tolist() == [2 * i + 4] * 8
@@ -457,6 +462,29 @@ def test_operators(pair: Cluster) -> None:
         torch.ops.fserver.send(w.number, [], w.token)
     with pytest.raises(fserver.ClosedError, match="channel 999999"):
         torch.ops.fserver.recv(999999, [y], w.token)
+
+
+def test_operators_are_what_they_say(pair: Cluster) -> None:
+    """By what torch finds out about them."""
+    x, y, z = torch.randn(8), torch.empty(8), torch.randn(8)
+
+    def until_closed(call: Callable[[], None]) -> None:
+        with contextlib.suppress(fserver.ClosedError):
+            while True:
+                call()
+
+    w, s = both(pair, [x], [], name="there")
+    served = in_thread(until_closed, s.recv)
+    torch.library.opcheck(torch.ops.fserver.send.default, (w.number, w.outgoing, w.token))
+    w.close()
+    served.result(LIMIT)
+    assert torch.equal(s.tensors[0][0], x)
+    w, s = both(pair, [], [y], [z], name="back")
+    served = in_thread(until_closed, s.send)
+    torch.library.opcheck(torch.ops.fserver.recv.default, (w.number, w.incoming, w.token))
+    w.close()
+    served.result(LIMIT)
+    assert torch.equal(y, z)
 
 
 # What a peer tells
@@ -691,11 +719,6 @@ def test_no_driver() -> None:
         pytest.skip("there is a driver")
     with pytest.raises(fserver.ConfigError, match="no CUDA driver: .*install the NVIDIA driver"):
         _loader.load().Lane(0, b"", 1000.0, True)
-
-
-needs_compiler = pytest.mark.skipif(
-    not shutil.which(COMPILER), reason=f"no C compiler ({COMPILER})"
-)
 
 
 def over_driver(tmp_path: Path, source: str, program: str) -> list[str]:
