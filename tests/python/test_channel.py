@@ -794,3 +794,54 @@ except fserver.ConfigError as error:
     (said,) = over_driver(tmp_path, WITHOUT_PEERS, program)
     assert "gpu 0 cannot use the memory of the peer's GPU: no peer access" in said
     assert 'use mode="proxy"' in said
+
+
+COUNTED_CONTEXTS = """
+#include <stdlib.h>
+#include <string.h>
+
+int contexts;
+
+static int good(void) { return 0; }
+static int one(int *gpus) { return *gpus = 1, 0; }
+static int made(void) { return contexts++, 0; }
+static int host(void **p, size_t n) { return !(*p = calloc(1, n)); }
+
+int cuGetProcAddress_v2(const char *name, void **function) {
+  *function = strcmp(name, "cuDeviceGetCount") == 0           ? (void *)one
+              : strcmp(name, "cuDevicePrimaryCtxRetain") == 0 ? (void *)made
+              : strncmp(name, "cuCtxCreate", 11) == 0         ? (void *)made
+              : strcmp(name, "cuMemHostAlloc") == 0           ? (void *)host
+                                                              : (void *)good;
+  return 0;
+}
+"""
+
+ON_THE_CPU = """
+import ctypes, torch, nodes, test_channel
+from fserver import _loader
+
+driver = ctypes.CDLL("libcuda.so.1")
+count = lambda: ctypes.c_int.in_dll(driver, "contexts").value
+
+for way in test_channel.WAYS:
+    pair = nodes.open_cluster(transport=way)
+    x, y = torch.ones(1 << 20), torch.empty(1 << 20)
+    h = pair.worker.push_pull([x], [0], [y], [0])
+    [(handler, tensors, _)] = pair.server.get_batch()
+    pair.server.respond(tensors, handler)
+    pair.worker.wait(h)
+    assert torch.equal(x, y)
+    nodes.together([node.stop for node in pair.nodes])
+print("exchanged", count())
+_loader.load().Lane(0, b"", 1000.0, True).close()
+print("a channel of a GPU", count())
+"""
+
+
+@needs_compiler
+def test_no_context_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of backend CPU make none on a host that has GPUs."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    said = over_driver(tmp_path, COUNTED_CONTEXTS, ON_THE_CPU)
+    assert said == ["exchanged 0", "a channel of a GPU 1"]
