@@ -273,6 +273,27 @@ def test_misuse(pair: Pair) -> None:
     pair.run(misuse)
 
 
+def freed(side: Side) -> None:
+    """A tensor of a channel gives up its memory."""
+    import torch
+
+    import fserver
+
+    with node(side) as own:
+        for key, mode in enumerate(MODES):
+            with opened(side, own, 5, mode, key) as ch:
+                side.barrier()
+                ch.outgoing[0].untyped_storage().resize_(0)
+                with pytest.raises(fserver.ConfigError, match="lost its memory"):
+                    ch.send() if side.index == 0 else ch.recv()
+                side.barrier()
+        assert float(torch.ones(5, device=f"cuda:{side.device}").sum()) == 5
+
+
+def test_freed(pair: Pair) -> None:
+    pair.run(freed)
+
+
 def cannot_be_captured(side: Side) -> None:
     """A channel of CPU tensors; it and the GPU are of use after the capture."""
     import torch
