@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"encoding/binary"
 	"errors"
 	"io"
+	"math/bits"
 	"testing"
 	"time"
 
@@ -291,6 +293,73 @@ func TestBlob(t *testing.T) {
 	require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
 	v.base, v.slot = 90, maxRegions
 	require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
+
+	v.slot, v.reach, v.handle, v.fdsAndPieces = 7, reachFDs, "", pieces(32, 18)
+	require.True(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
+	require.Equal(t, v, r)
+	for _, lens := range [][]uint64{{32}, {32, 19}, {1 << 63, 1 << 63, 50}} {
+		v.fdsAndPieces = pieces(lens...)
+		require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}), "%v of %d bytes", lens, v.size)
+	}
+}
+
+// pieces describes pieces of mapped memory.
+func pieces(lens ...uint64) string {
+	var b []byte
+	for i, n := range lens {
+		b = binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint32(b, uint32(i)), n)
+	}
+	return string(b)
+}
+
+// FuzzBlob reads random descriptions of keys. What is taken lies inside its
+// allocation, all of which can be mapped, and says the same when it is sent again.
+func FuzzBlob(f *testing.F) {
+	v := remote{reach: reachIPC, last: transport.Key{ID: 3, Token: 4}, n: 10, process: string(make([]byte, 16)),
+		uuid: string(make([]byte, 16)), addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
+	f.Add(v.encode())
+	v.reach, v.handle, v.fdsAndPieces = reachFDs, "", pieces(32, 18)
+	f.Add(v.encode())
+	v.size = 60
+	f.Add(v.encode())
+	v.addr, v.n = 1<<64-8, 16
+	f.Add(v.encode())
+	for v.reach = range uint8(reachIPC) {
+		f.Add(v.encode())
+	}
+	f.Add(string(make([]byte, blobShort)))
+	f.Add("")
+	f.Fuzz(func(t *testing.T, b string) {
+		k := transport.Key{Blob: b}
+		if len(b) >= blobShort { // a fuzzer cannot guess the key
+			k.ID, k.Token = u64(b, 2), u64(b, 10)
+		}
+		var r, again remote
+		if !r.decode(k) {
+			return
+		}
+		require.Equal(t, transport.Key{ID: k.ID, Token: k.Token}, r.last)
+		require.True(t, again.decode(transport.Key{ID: k.ID, Token: k.Token, Blob: r.encode()}))
+		require.Equal(t, r, again)
+		require.False(t, again.decode(transport.Key{ID: k.ID, Token: k.Token + 1, Blob: b}))
+		if r.reach <= reachStaged {
+			return
+		}
+		require.Less(t, r.slot, uint32(maxRegions))
+		_, err := (mem.Region{Len: r.size}).Slice(r.addr-r.base, r.n)
+		require.NoError(t, err)
+		if r.reach == reachIPC {
+			require.Len(t, r.handle, 64)
+			return
+		}
+		require.LessOrEqual(t, len(r.fdsAndPieces), pieceMost*pieceLen)
+		var size, carry uint64
+		for p := r.fdsAndPieces; p != ""; p = p[pieceLen:] {
+			size, carry = bits.Add64(size, u64(p, 4), 0)
+			require.Zero(t, carry)
+		}
+		require.Equal(t, r.size, size)
+	})
 }
 
 // TestAllocatesNothing: neither of the ways of GPU memory does, when all is set up.

@@ -114,7 +114,19 @@ func (r *remote) decode(k transport.Key) bool {
 	if r.reach == reachIPC {
 		r.handle = b[blobLong:]
 	} else {
+		// They have to be all of the allocation: writes are checked against size.
 		r.fdsAndPieces = b[blobLong:]
+		left := r.size
+		for p := r.fdsAndPieces; p != ""; p = p[pieceLen:] {
+			n := u64(p, 4)
+			if n > left {
+				return false
+			}
+			left -= n
+		}
+		if left != 0 {
+			return false
+		}
 	}
 	end, carry := bits.Add64(r.addr, r.n, 0)
 	return r.slot < maxRegions && carry == 0 && r.addr >= r.base && end-r.base <= r.size
