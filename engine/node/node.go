@@ -21,6 +21,7 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
+	"fserver/engine/topo"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/wire"
@@ -161,8 +162,9 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	if err != nil {
 		return nil, err
 	}
+	free := topo.FreeCores().Free
 	n = &Node{
-		cfg: cfg, log: log, gpu: gpu, spin: cfg.Spin, yields: yieldsAfter(cfg, gpu), threaded: threaded(cfg),
+		cfg: cfg, log: log, gpu: gpu, spin: cfg.Spin, yields: yieldsAfter(cfg, gpu, free), threaded: threaded(cfg, free),
 		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
 		gone:     make(chan struct{}),
 		deadline: time.Now().Add(cfg.InitTimeout),

@@ -1,12 +1,20 @@
 package node
 
 import (
+	"net/netip"
+	"os"
+	"path/filepath"
+	"runtime"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
+	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/topo"
 )
 
 // TestSleepersHear has one caller asleep while another polls for a moment and
@@ -37,4 +45,89 @@ func sleepersHear(t *testing.T, way ...string) {
 		require.Less(t, at.Sub(answered), longSleep/2)
 	}
 	m.stop()
+}
+
+// hostOf is a host with these cores online, of which the process may use those in
+// the mask, as far as cpu.max of its cgroup goes.
+func hostOf(t *testing.T, online string, mask int, quota string) topo.System {
+	root := t.TempDir()
+	for name, text := range map[string]string{
+		"sys/devices/system/cpu/online": online,
+		"proc/self/cgroup":              "0::/",
+		"proc/self/mountinfo":           "31 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
+		"sys/fs/cgroup/cpu.max":         quota,
+	} {
+		name = filepath.Join(root, name)
+		require.NoError(t, os.MkdirAll(filepath.Dir(name), 0o755))
+		require.NoError(t, os.WriteFile(name, []byte(text+"\n"), 0o644))
+	}
+	return topo.System{
+		Root:      root,
+		GPUs:      func() ([]topo.GPU, topo.Driver) { return nil, topo.Driver{} },
+		Addresses: func() (map[string][]netip.Prefix, error) { return nil, nil },
+		Affinity: func() (cores []int, err error) {
+			for i := range mask {
+				cores = append(cores, i)
+			}
+			return cores, nil
+		},
+	}
+}
+
+// TestProgressAuto: a poller of its own costs a core, which the process must have
+// to spare: of the host, inside its mask and inside its quota, for each process of
+// its group.
+func TestProgressAuto(t *testing.T) {
+	const unlimited = "max 100000"
+	for _, c := range []struct {
+		name, online string
+		mask         int
+		quota        string
+		settings     []string
+		want         bool
+	}{
+		{"enough", "0-7", 8, unlimited, nil, true},
+		{"few cores", "0-6", 7, unlimited, nil, false},
+		{"one core", "0", 1, unlimited, nil, false},
+		{"narrow mask", "0-63", 7, unlimited, nil, false},
+		{"wide mask", "0-63", 8, unlimited, nil, true},
+		{"quota", "0-63", 64, "799999 100000", nil, false},
+		{"large quota", "0-63", 64, "800000 100000", nil, true},
+		{"two processes", "0-14", 15, unlimited, []string{"DMLC_GROUP_SIZE=2"}, false},
+		{"two processes, enough", "0-15", 16, unlimited, []string{"DMLC_GROUP_SIZE=2"}, true},
+		{"by the caller", "0-63", 64, unlimited, []string{"FSERVER_PROGRESS=caller"}, false},
+		{"by a thread", "0", 1, unlimited, []string{"FSERVER_PROGRESS=thread"}, true},
+		{"scheduler", "0-63", 64, unlimited, []string{"DMLC_ROLE=scheduler", "FSERVER_PROGRESS=thread"}, false},
+	} {
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", c.settings...))
+		require.NoError(t, err)
+		require.Equal(t, c.want, threaded(cfg, hostOf(t, c.online, c.mask, c.quota).Read().Cores.Free), c.name)
+	}
+}
+
+// TestProgressOnOneCore opens nodes from threads that may use one core and all.
+func TestProgressOnOneCore(t *testing.T) {
+	all := topo.FreeCores()
+	for _, cores := range [][]int{all.Allowed[:1], all.Allowed} {
+		m := newCluster(t, openFabrics)
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1"))
+		require.NoError(t, err)
+		var n *Node
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			runtime.LockOSThread() // and end the thread with the goroutine
+			var set unix.CPUSet
+			for _, core := range cores {
+				set.Set(core)
+			}
+			if err = unix.SchedSetaffinity(0, &set); err == nil {
+				n, err = open(cfg, zap.NewNop(), m.buffers, m.fabrics, nil)
+			}
+		}()
+		<-done
+		require.NoError(t, err)
+		require.Equal(t, len(cores) > 1 && all.Free >= coresPerNode, n.threaded)
+		require.NoError(t, n.Free())
+	}
 }

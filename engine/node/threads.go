@@ -17,15 +17,16 @@ import (
 // the tensor library.
 const coresPerNode = 8
 
-// threaded says whether a node has a poller of its own.
-func threaded(cfg *conf.Config) bool {
+// threaded says whether a node has a poller of its own, where so many cores are
+// free.
+func threaded(cfg *conf.Config, free int) bool {
 	switch {
 	case cfg.Role == conf.Scheduler || cfg.Progress == conf.ByCaller:
 		return false
 	case cfg.Progress == conf.ByThread:
 		return true
 	}
-	return topo.FreeCores().Free >= coresPerNode*cfg.GroupSize
+	return free >= coresPerNode*cfg.GroupSize
 }
 
 // A round trip between GPUs takes 15 µs and more, and nobody runs meanwhile who
@@ -37,8 +38,8 @@ const (
 
 // yieldsAfter is how long a node polls before it gives its core to others between
 // polls.
-func yieldsAfter(cfg *conf.Config, g *gpu) time.Duration {
-	if g == nil || topo.FreeCores().Free < coresToSpin*cfg.GroupSize {
+func yieldsAfter(cfg *conf.Config, g *gpu, free int) time.Duration {
+	if g == nil || free < coresToSpin*cfg.GroupSize {
 		return yieldAfter
 	}
 	return max(yieldAfter, min(gpuYieldAfter, cfg.Spin))
