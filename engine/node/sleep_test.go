@@ -1,10 +1,14 @@
 package node
 
 import (
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -130,4 +134,69 @@ func TestProgressOnOneCore(t *testing.T) {
 		require.Equal(t, len(cores) > 1 && all.Free >= coresPerNode, n.threaded)
 		require.NoError(t, n.Free())
 	}
+}
+
+// boundTo is the threads of this process that may use that core alone.
+func boundTo(t *testing.T, core int) (threads []string) {
+	tasks, err := os.ReadDir("/proc/self/task")
+	require.NoError(t, err)
+	for _, task := range tasks {
+		b, err := os.ReadFile("/proc/self/task/" + task.Name() + "/status")
+		if err == nil && strings.Contains(string(b), fmt.Sprintf("\nCpus_allowed_list:\t%d\n", core)) {
+			threads = append(threads, task.Name()) // and others may have ended meanwhile
+		}
+	}
+	return threads
+}
+
+// TestPollerIsBound: STEPMESH_BIND_CPU_CORE and its relatives bind the poller's
+// thread, which ends with the node, and no other.
+func TestPollerIsBound(t *testing.T) {
+	cores := topo.FreeCores().Allowed
+	if len(cores) < 2 {
+		t.Skip("every thread is bound to the only core")
+	}
+	first, second := cores[0], cores[1]
+	apart := second - first
+	// The main thread does not end where others do: the runtime parks it for good.
+	main := strconv.Itoa(os.Getpid())
+	gone := func() bool {
+		left := append(boundTo(t, first), boundTo(t, second)...)
+		return len(slices.DeleteFunc(left, func(s string) bool { return s == main })) == 0
+	}
+	require.Eventually(t, gone, 10*time.Second, time.Millisecond) // those of earlier tests
+	for _, c := range []struct {
+		gpu           int
+		mode, bind    string
+		first, second int // threads
+	}{
+		{0, "thread", "1", 1, 0},
+		{1, "thread", "1", 0, 1}, // the other one of the half
+		{2, "thread", "1", 0, 1}, // in the other half
+		{0, "thread", "0", 0, 0},
+		{0, "caller", "1", 0, 0},
+	} {
+		m := newCluster(t, openFabrics)
+		before := [][]string{boundTo(t, first), boundTo(t, second)}
+		n, logs := m.watch(shape{1, 1, 3}.settings("worker", 0, c.gpu, "1",
+			"FSERVER_PROGRESS="+c.mode, "STEPMESH_BIND_CPU_CORE="+c.bind,
+			fmt.Sprint("STEPMESH_CPU_START_OFFSET=", first), fmt.Sprint("STEPMESH_CPU_CORES_PER_GPU=", apart),
+			fmt.Sprint("STEPMESH_CPU_CORES_PER_SOCKET=", 2*apart)))
+		if c.mode == "thread" {
+			require.Eventually(t, n.resting.Load, 10*time.Second, time.Millisecond) // it has been bound
+		}
+		for i, want := range []int{c.first, c.second} {
+			require.Len(t, boundTo(t, cores[i]), len(before[i])+want, "core %d, GPU %d, %s, %s", cores[i], c.gpu, c.mode, c.bind)
+		}
+		require.Zero(t, logs.Len())
+		require.NoError(t, n.Free())
+		require.Eventually(t, gone, 10*time.Second, time.Millisecond)
+	}
+
+	// A core that the process may not use is no reason to fail.
+	m := newCluster(t, openFabrics)
+	n, logs := m.watch(shape{1, 1, 1}.settings("worker", 0, 0, "1", "FSERVER_PROGRESS=thread",
+		"STEPMESH_BIND_CPU_CORE=1", fmt.Sprint("STEPMESH_CPU_START_OFFSET=", cores[len(cores)-1]+1)))
+	require.Eventually(t, func() bool { return logs.FilterMessage("the poller is bound to no core").Len() == 1 }, 10*time.Second, time.Millisecond)
+	require.NoError(t, n.Free())
 }
