@@ -2,9 +2,11 @@ package cma
 
 import (
 	"bytes"
+	"context"
 	"io"
 	"net"
 	"os"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -347,6 +349,74 @@ func TestLiarAboutItself(t *testing.T) {
 		require.NoError(t, unix.Munmap(b))
 	}
 	require.Equal(t, p.number, p.word.Load())
+}
+
+// TestFloodOfHalfOpenConnections opens 4,000 connections that never say a word, 256
+// of them at a time, eight times as many as may be inside the Gate. Good peers get
+// in meanwhile, as the silent ones have their time and no more, and descriptors and
+// goroutines stay bounded, and come back.
+func TestFloodOfHalfOpenConnections(t *testing.T) {
+	noLeaks(t)
+	const total, atOnce, pending, friends = 4000, 256, 32, 8
+	var refusals refusals
+	f := open(t, Options{Listen: true, Refused: refusals.add, Limits: transport.Limits{Pending: pending, Handshake: 50 * time.Millisecond}})
+	dialer := open(t, Options{})
+	name, err := f.socketName(f.Addr())
+	require.NoError(t, err)
+	files := func() int {
+		e, err := os.ReadDir("/proc/self/fd")
+		require.NoError(t, err)
+		return len(e)
+	}
+	descriptors, routines := files(), runtime.NumGoroutine()
+	ev := make([]transport.Event, 8)
+	accepted := 0
+	poll := func() {
+		for _, f := range []*Fabric{f, dialer} {
+			n, err := f.Poll(ev)
+			require.NoError(t, err)
+			for _, e := range ev[:n] {
+				if e.Kind == transport.EvAccept {
+					accepted++
+				}
+			}
+		}
+	}
+
+	var silent []net.Conn
+	tries := 0
+	for i := range total {
+		nc, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: "@" + name, Net: "unix"})
+		require.NoError(t, err)
+		if silent = append(silent, nc); len(silent) > atOnce {
+			require.NoError(t, silent[0].Close())
+			silent = silent[1:]
+		}
+		if (i+1)%(total/friends) != 0 {
+			continue
+		}
+		require.Less(t, files()-descriptors, atOnce+2*pending)
+		require.LessOrEqual(t, runtime.NumGoroutine()-routines, 2*pending)
+		var c transport.Conn
+		until(t, func() bool { // as a node does, it tries again where the machine was too slow for it
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			tries++
+			c, err = dialer.Connect(ctx, f.Addr())
+			return err == nil
+		})
+		require.NoError(t, c.Close())
+		poll()
+	}
+	for _, nc := range silent {
+		require.NoError(t, nc.Close())
+	}
+	until(t, func() bool {
+		poll()
+		return refusals.count()+accepted >= total+tries && files() <= descriptors && runtime.NumGoroutine() <= routines
+	})
+	require.Equal(t, total+tries, refusals.count()+accepted, "each is told once")
+	require.GreaterOrEqual(t, accepted, friends)
 }
 
 // TestNothingOnDisk looks for what a crash would leave.
