@@ -24,10 +24,10 @@ import (
 // An Error is what a call of the driver gave.
 type Error struct {
 	Code int
-	text string
+	Text string
 }
 
-func (e *Error) Error() string { return e.text }
+func (e *Error) Error() string { return e.Text }
 
 // Codes of Error that callers tell apart.
 const (

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 
@@ -120,6 +121,10 @@ func (g *gpu) device() mem.Device {
 // Alloc and Free implement exchange.Memory.
 func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 	a, err := g.dev.Alloc(n)
+	var e *cuda.Error
+	if errors.As(err, &e) && e.Code == cuda.OutOfMemory {
+		err = fmt.Errorf("%w (torch keeps what it has freed: torch.cuda.empty_cache(); or push smaller tensors, or fewer)", err)
+	}
 	return mem.Region{Addr: uintptr(a), Len: n, Dev: g.device()}, err
 }
 

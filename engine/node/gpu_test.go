@@ -115,6 +115,47 @@ func TestGPUTensors(t *testing.T) {
 	}
 }
 
+// TestGPUOutOfMemory: whoever asks is told where memory is short, and what to do; a
+// server that is short of it takes the same request later.
+func TestGPUOutOfMemory(t *testing.T) {
+	for call, says := range map[string]string{
+		"Alloc": "server 0 has no receive buffer: Alloc: cuda: injected failure: out of memory (torch keeps what it has freed: torch.cuda.empty_cache()",
+		"Pin":   "memory of the host for staging: Pin: cuda: injected failure: out of memory (have less in flight",
+	} {
+		t.Run(call, func(t *testing.T) {
+			g := fakegpu.New()
+			t.Cleanup(func() { g.Empty(t) })
+			m := newGPUPair(t, "tcp", func(int) (cudaipc.Device, error) { return g, nil })
+			worker, server := m.workers[0], m.servers[0]
+			x := gpuTensor(t, g, 1, 5000, 1)
+			push := func(limit time.Duration) error {
+				ticket, err := worker.BeginPushPull()
+				require.NoError(t, err)
+				require.NoError(t, ticket.AddPush(x))
+				id := ticket.ID()
+				if err := worker.PushPull(ticket); err != nil {
+					return err
+				}
+				return worker.Wait(id, limit, true)
+			}
+			g.Fail(call, 1)
+			require.ErrorContains(t, push(10*time.Second), says)
+			if call == "Pin" {
+				return
+			}
+			require.Equal(t, ErrAgain, push(20*time.Millisecond))
+			var batch taken
+			require.NoError(t, server.GetBatch(&batch, 0, time.Second, true))
+			require.Equal(t, contents(t, g, x.Span), contents(t, g, batch.push[0].Span))
+			m.stop()
+			for _, n := range m.all() {
+				require.NoError(t, n.Free())
+			}
+			require.NoError(t, m.buffers.Release(batch.push[0].Buffer))
+		})
+	}
+}
+
 // taken is the first request of a batch.
 type taken struct {
 	handler uint64

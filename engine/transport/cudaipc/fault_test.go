@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"fserver/cshim/cuda"
 	"fserver/engine/mem"
@@ -180,8 +181,9 @@ func TestDeviceFails(t *testing.T) {
 	}
 }
 
-// TestOutOfMemory: without memory for staging, the call says so.
+// TestOutOfMemory: without memory for staging, the call says so, and what to do.
 func TestOutOfMemory(t *testing.T) {
+	const remedy = "out of memory (have less in flight or smaller tensors, or raise ulimit -l and the memory limit of the container)"
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overTCP, false)
 	src, dst := onGPU(t, g, 1000, 5), onGPU(t, g, 1000, 1)
@@ -189,13 +191,28 @@ func TestOutOfMemory(t *testing.T) {
 	require.NoError(t, err)
 	g.Fail("Pin", 1)
 	n, err := a.c.Post(write(k, src, transport.Point{}))
-	require.ErrorContains(t, err, "injected failure")
+	require.ErrorContains(t, err, "injected failure: "+remedy)
+	var oom *cuda.Error
+	require.ErrorAs(t, err, &oom)
 	require.Zero(t, n)
 	n, err = a.c.Post(write(k, src, transport.Point{}))
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	holds(t, g, dst, 5)
+
+	l := new(lane)
+	for _, provide := range []func() error{
+		func() error { return l.provide(g) },
+		func() error { return l.extend(g, 1<<20) },
+	} {
+		g.Fail("Pin", 1)
+		require.ErrorContains(t, provide(), remedy)
+		require.NoError(t, provide())
+	}
+	l.close(g)
+	require.ErrorContains(t, scarce(unix.ENOMEM), "container")
+	require.Equal(t, io.EOF, scarce(io.EOF))
 }
 
 // TestHeldBack: nothing is read before the stream has passed the point, host memory

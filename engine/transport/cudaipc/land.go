@@ -33,13 +33,13 @@ type arrived struct {
 
 func (l *landing) open(d Device) (err error) {
 	if l.page, err = mem.Map(4096); err != nil {
-		return err
+		return scarce(err)
 	}
 	l.word = wordIn(l.page)
 	if l.flag, err = d.Pin(uint64(l.page.Addr), l.page.Len); err != nil {
 		_ = mem.Unmap(l.page)
 		l.page = mem.Region{}
-		return err
+		return scarce(err)
 	}
 	if l.stream, err = d.NewStream(); err != nil {
 		return err

@@ -1,9 +1,12 @@
 package cudaipc
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"math/bits"
+
+	"golang.org/x/sys/unix"
 
 	"fserver/cshim/cuda"
 	"fserver/engine/mem"
@@ -55,13 +58,13 @@ func (c *Conn) equip() (err error) {
 	l := &c.lane
 	d := c.f.dev
 	if l.shared, err = mem.NewNamed("fserver-cudaipc", uint64(segmentSize)); err != nil {
-		return err
+		return scarce(err)
 	}
 	r := l.shared.Region()
 	if l.flags, err = d.Pin(uint64(r.Addr), r.Len); err != nil {
 		_ = mem.FreeShared(l.shared.ID())
 		l.shared = nil
-		return err
+		return scarce(err)
 	}
 	l.seg = segmentIn(r)
 	if l.stream, err = d.NewStream(); err != nil {
@@ -202,13 +205,13 @@ func (l *lane) gather(it *item, to, n uint64) {
 // provide maps and pins the buffers.
 func (l *lane) provide(d Device) (err error) {
 	if l.pool, err = mem.Map(buffers * pieceSize); err != nil {
-		return err
+		return scarce(err)
 	}
 	if l.seen, err = d.Pin(uint64(l.pool.Addr), l.pool.Len); err != nil {
 		_ = mem.Unmap(l.pool)
 		l.pool = mem.Region{}
 	}
-	return err
+	return scarce(err)
 }
 
 // extend makes the buffer for undivided writes as large as n.
@@ -222,12 +225,22 @@ func (l *lane) extend(d Device, n uint64) (err error) {
 		l.whole = mem.Region{}
 	}
 	if l.whole, err = mem.Map(n); err != nil {
-		return err
+		return scarce(err)
 	}
 	// Pin takes whole pages.
 	if l.wholeAt, err = d.Pin(uint64(l.whole.Addr), (n+4095)&^4095); err != nil {
 		_ = mem.Unmap(l.whole)
 		l.whole = mem.Region{}
+	}
+	return scarce(err)
+}
+
+// scarce says what to do about an error if it is that there is no host memory for
+// staging.
+func scarce(err error) error {
+	var e *cuda.Error
+	if errors.As(err, &e) && e.Code == cuda.OutOfMemory || errors.Is(err, unix.ENOMEM) {
+		return fmt.Errorf("memory of the host for staging: %w (have less in flight or smaller tensors, or raise ulimit -l and the memory limit of the container)", err)
 	}
 	return err
 }

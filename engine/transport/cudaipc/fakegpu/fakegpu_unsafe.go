@@ -56,7 +56,7 @@ func New() *GPU {
 	return &GPU{pins: map[uint64]uint64{}, next: 1, streams: map[cuda.Stream]*stream{}, events: map[cuda.Event]chan struct{}{}, fail: map[string]int{}}
 }
 
-// Fail has the next n calls of a method fail.
+// Fail has the next n calls of a method fail; Alloc and Pin for want of memory.
 func (g *GPU) Fail(call string, n int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -76,6 +76,9 @@ func (g *GPU) Put(s cuda.Stream, do func()) { g.stream(s).put(do) }
 func (g *GPU) fails(call string) error {
 	if g.fail[call] > 0 {
 		g.fail[call]--
+		if call == "Alloc" || call == "Pin" {
+			return &cuda.Error{Code: cuda.OutOfMemory, Text: call + ": " + errFake.Error() + ": out of memory"}
+		}
 		return fmt.Errorf("%s: %w", call, errFake)
 	}
 	return nil
