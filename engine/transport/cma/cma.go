@@ -109,7 +109,7 @@ type Fabric struct {
 	addr transport.Addr
 
 	listener *net.UnixListener // or nil
-	pending  chan struct{}
+	door     transport.Door
 	ctx      context.Context // ends with Close
 	cancel   context.CancelFunc
 	tasks    sync.WaitGroup // goroutines, and calls of Connect; added to by the owner
@@ -174,7 +174,6 @@ func Open(o Options) (*Fabric, error) {
 	f := &Fabric{
 		opts:    o,
 		host:    host,
-		pending: make(chan struct{}, o.Limits.Pending),
 		byFD:    map[int]*Conn{},
 		arena:   make([]byte, 0, arenaSize),
 		epoll:   -1,

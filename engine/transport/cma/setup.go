@@ -84,25 +84,24 @@ func cause(err error) error {
 }
 
 // accept takes connections until Close. At most Limits.Pending are inside the
-// Gate; more wait in the kernel's queue.
+// Gate; one more waits for a place, and the rest in the kernel's queue.
 func (f *Fabric) accept() {
 	wait := time.Duration(0)
 	for {
-		select {
-		case f.pending <- struct{}{}:
-		case <-f.ctx.Done():
-			return
-		}
 		nc, err := f.listener.AcceptUnix()
 		if err == nil {
 			wait = 0
+			g := f.door.Enter(f.ctx, f.opts.Limits.Pending, f.opts.Limits.Handshake/8)
+			if g == nil {
+				nc.Close()
+				return
+			}
 			f.tasks.Go(func() {
-				defer func() { <-f.pending }()
-				f.welcome(nc)
+				defer f.door.Leave(g)
+				f.welcome(nc, g)
 			})
 			continue
 		}
-		<-f.pending
 		if f.ctx.Err() != nil {
 			return
 		}
@@ -118,11 +117,13 @@ func (f *Fabric) accept() {
 }
 
 // welcome makes a Conn of a connection that a peer opened, if it passes.
-func (f *Fabric) welcome(nc *net.UnixConn) {
+func (f *Fabric) welcome(nc *net.UnixConn, g *transport.Guest) {
 	defer nc.Close()
-	c, err := f.meet(f.ctx, nc, false)
+	c, err := f.meet(g.Ctx, nc, false, func() { f.door.Heard(g) })
 	if err == nil {
 		err = f.adopt(c, nc)
+	} else if g.Ctx.Err() != nil {
+		err = context.Cause(g.Ctx)
 	}
 	if err != nil && f.ctx.Err() == nil {
 		remote := "a process of this host"
@@ -165,7 +166,7 @@ func (f *Fabric) connect(ctx context.Context, peer transport.Addr) (*Conn, error
 	if err == nil {
 		defer nc.Close()
 		var c *Conn
-		if c, err = f.meet(ctx, nc.(*net.UnixConn), true); err == nil {
+		if c, err = f.meet(ctx, nc.(*net.UnixConn), true, func() {}); err == nil {
 			if err = f.adopt(c, nc.(*net.UnixConn)); err == nil {
 				return c, nil
 			}
@@ -182,10 +183,10 @@ func (f *Fabric) connect(ctx context.Context, peer transport.Addr) (*Conn, error
 
 // meet runs the Gate over nc and then agrees on how to talk, within
 // Limits.Handshake and ctx.
-func (f *Fabric) meet(ctx context.Context, nc *net.UnixConn, dialer bool) (*Conn, error) {
+func (f *Fabric) meet(ctx context.Context, nc *net.UnixConn, dialer bool, heard func()) (*Conn, error) {
 	nc.SetDeadline(time.Now().Add(f.opts.Limits.Handshake))
 	defer context.AfterFunc(ctx, func() { nc.SetDeadline(time.Unix(1, 0)) })()
-	hello, err := f.shake(nc, dialer)
+	hello, err := f.shake(nc, dialer, heard)
 	if err != nil {
 		return nil, late(err, "handshake", f.opts.Limits.Handshake)
 	}
@@ -205,8 +206,9 @@ func late(err error, step string, limit time.Duration) error {
 	return fmt.Errorf("%s: %w", step, cause(err))
 }
 
-// shake runs the Gate and returns what it verified about the peer.
-func (f *Fabric) shake(nc *net.UnixConn, dialer bool) ([]byte, error) {
+// shake runs the Gate and returns what it verified about the peer. heard is called
+// when that has said something.
+func (f *Fabric) shake(nc *net.UnixConn, dialer bool, heard func()) ([]byte, error) {
 	hs := f.opts.Gate.Open(dialer)
 	var in []byte
 	for first := dialer; ; first = false {
@@ -215,6 +217,7 @@ func (f *Fabric) shake(nc *net.UnixConn, dialer bool) ([]byte, error) {
 			if in, err = receiveMessage(nc); err != nil {
 				return nil, err
 			}
+			heard()
 		}
 		out, done, err := hs.Next(in)
 		if out != nil {

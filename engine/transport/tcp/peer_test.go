@@ -412,9 +412,7 @@ func TestFloodOfSilentPeers(t *testing.T) {
 		defer nc.Close()
 	}
 	u.bare()
-	u.f.door.mu.Lock()
-	defer u.f.door.mu.Unlock()
-	require.LessOrEqual(t, u.f.door.guests.Len(), 4)
+	require.LessOrEqual(t, u.f.door.Inside(), 4)
 }
 
 func TestDialerRefuses(t *testing.T) {

@@ -111,13 +111,13 @@ func (f *Fabric) accept() {
 		nc, err := f.listener.Accept()
 		if err == nil {
 			wait = 0
-			g := f.door.enter(f.ctx, f.opts.Limits.Pending, f.opts.Limits.Handshake/8)
+			g := f.door.Enter(f.ctx, f.opts.Limits.Pending, f.opts.Limits.Handshake/8)
 			if g == nil {
 				nc.Close()
 				return
 			}
 			f.tasks.Go(func() {
-				defer f.door.leave(g)
+				defer f.door.Leave(g)
 				f.welcome(nc.(*net.TCPConn), g)
 			})
 			continue
@@ -141,16 +141,16 @@ func (f *Fabric) accept() {
 var ErrLooked = errors.New("the peer closed the connection before it said anything")
 
 // welcome runs the Gate over a connection that a peer opened.
-func (f *Fabric) welcome(nc *net.TCPConn, g *guest) {
+func (f *Fabric) welcome(nc *net.TCPConn, g *transport.Guest) {
 	defer nc.Close()
 	remote := nc.RemoteAddr().String()
-	s, hello, err := f.shake(g.ctx, nc, false, func() { f.door.heard(g) })
+	s, hello, err := f.shake(g.Ctx, nc, false, func() { f.door.Heard(g) })
 	if err == nil {
 		_, err = f.adopt(nc, s, remote, hello, true)
-	} else if g.ctx.Err() != nil {
-		err = context.Cause(g.ctx)
+	} else if g.Ctx.Err() != nil {
+		err = context.Cause(g.Ctx)
 	}
-	if f.tls == nil && errors.Is(err, io.EOF) && f.door.silent(g) {
+	if f.tls == nil && errors.Is(err, io.EOF) && f.door.Silent(g) {
 		err = ErrLooked
 	}
 	if err != nil && f.ctx.Err() == nil {

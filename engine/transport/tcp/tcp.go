@@ -64,7 +64,7 @@ type Fabric struct {
 
 	listener net.Listener // or nil
 	tls      *tls.Config  // or nil
-	door     door
+	door     transport.Door
 	ctx      context.Context // ends with Close
 	cancel   context.CancelFunc
 	tasks    sync.WaitGroup // goroutines, and calls of Connect; added to by the owner

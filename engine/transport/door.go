@@ -1,4 +1,4 @@
-package tcp
+package transport
 
 import (
 	"container/list"
@@ -8,17 +8,17 @@ import (
 	"time"
 )
 
-// A door holds the connections that are inside the Gate, so that those who say
-// nothing do not keep out those who do.
-type door struct {
+// A Door holds the connections that are inside the Gate, so that those who say
+// nothing do not keep out those who do: what Limits.Pending asks of a Fabric.
+type Door struct {
 	mu     sync.Mutex
-	guests list.List // of *guest, the oldest first
+	guests list.List // of *Guest, the oldest first
 	left   chan struct{}
 }
 
-// A guest is one connection inside the Gate.
-type guest struct {
-	ctx    context.Context // ends when it has to leave
+// A Guest is one connection inside the Gate.
+type Guest struct {
+	Ctx    context.Context // ends when it has to leave; its cause says why
 	cancel context.CancelCauseFunc
 	since  time.Time
 	spoke  bool
@@ -27,10 +27,10 @@ type guest struct {
 
 var errPushedOut = errors.New("said too little for too long while others waited for its place in the handshake")
 
-// enter waits for a place; nil says that ctx has ended. Where limit guests are
+// Enter waits for a place; nil says that ctx has ended. Where limit guests are
 // inside, the oldest of those who have said nothing has to leave at once, or
 // else the oldest of all once it has been inside for patience.
-func (d *door) enter(ctx context.Context, limit int, patience time.Duration) *guest {
+func (d *Door) Enter(ctx context.Context, limit int, patience time.Duration) *Guest {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for d.guests.Len() >= limit {
@@ -48,22 +48,22 @@ func (d *door) enter(ctx context.Context, limit int, patience time.Duration) *gu
 			return nil
 		}
 	}
-	g := &guest{since: time.Now()}
-	g.ctx, g.cancel = context.WithCancelCause(ctx)
+	g := &Guest{since: time.Now()}
+	g.Ctx, g.cancel = context.WithCancelCause(ctx)
 	g.at = d.guests.PushBack(g)
 	return g
 }
 
 // pushOut makes one guest leave, if one may be asked to, and says after what
 // time to look again if nobody has left.
-func (d *door) pushOut(patience time.Duration) time.Duration {
+func (d *Door) pushOut(patience time.Duration) time.Duration {
 	for e := d.guests.Front(); e != nil; e = e.Next() {
-		if g := e.Value.(*guest); !g.spoke {
+		if g := e.Value.(*Guest); !g.spoke {
 			g.cancel(errPushedOut)
 			return patience
 		}
 	}
-	g := d.guests.Front().Value.(*guest)
+	g := d.guests.Front().Value.(*Guest)
 	wait := patience - time.Since(g.since)
 	if wait > 0 {
 		return wait
@@ -72,21 +72,22 @@ func (d *door) pushOut(patience time.Duration) time.Duration {
 	return patience
 }
 
-// heard notes that g has said something.
-func (d *door) heard(g *guest) {
+// Heard notes that g has said something.
+func (d *Door) Heard(g *Guest) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	g.spoke = true
 }
 
-// silent says whether g has said nothing so far.
-func (d *door) silent(g *guest) bool {
+// Silent says whether g has said nothing so far.
+func (d *Door) Silent(g *Guest) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return !g.spoke
 }
 
-func (d *door) leave(g *guest) {
+// Leave gives g's place to another.
+func (d *Door) Leave(g *Guest) {
 	g.cancel(nil)
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -95,4 +96,11 @@ func (d *door) leave(g *guest) {
 		close(d.left)
 		d.left = nil
 	}
+}
+
+// Inside is how many there are.
+func (d *Door) Inside() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.guests.Len()
 }
