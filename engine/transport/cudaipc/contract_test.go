@@ -45,7 +45,7 @@ func bed(tb testing.TB, g *fakegpu.GPU, under below, share, apart bool, onGPU bo
 				return nil, err
 			}
 			if apart {
-				rand.Read(f.process[:])
+				rand.Read(f.secret[:])
 			}
 			return f, nil
 		},
@@ -114,7 +114,7 @@ func TestContractEvents(t *testing.T) {
 				}
 				f, err := Wrap(in, Options{Device: g, Share: share, Stall: o.Limits.Stall, Events: true})
 				if err == nil {
-					rand.Read(f.process[:])
+					rand.Read(f.secret[:])
 				}
 				return f, err
 			}

@@ -89,24 +89,24 @@ type Options struct {
 	Stall time.Duration
 }
 
-// process names this process for others, which cannot map what they own
-// themselves.
-var process = func() (p [16]byte) {
+// secret is this process's: with it a Fabric knows the keys of all Fabrics here,
+// whose memory it cannot map and need not. Nobody else can make one.
+var secret = func() (p [16]byte) {
 	rand.Read(p[:]) // never fails
 	return p
 }()
 
 // A Fabric is another one, for GPU memory too. It is a Sleeper.
 type Fabric struct {
-	inner   transport.Fabric
-	sleep   transport.Sleeper
-	dev     Device
-	events  *byEvents // dev, or nil
-	o       Options
-	process [16]byte
-	id      uint64 // random; names this Fabric to peers
-	epoll   int
-	timer   int
+	inner  transport.Fabric
+	sleep  transport.Sleeper
+	dev    Device
+	events *byEvents // dev, or nil
+	o      Options
+	secret [16]byte
+	id     uint64 // random; names this Fabric to peers
+	epoll  int
+	timer  int
 
 	// mu guards the rest. It is held during Posts and Polls of inner, and calls
 	// of the device, which do not wait.
@@ -141,7 +141,7 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 		o.Stall = 30 * time.Second
 	}
 	f := &Fabric{
-		inner: inner, sleep: s, dev: o.Device, o: o, process: process, epoll: -1, timer: -1,
+		inner: inner, sleep: s, dev: o.Device, o: o, secret: secret, epoll: -1, timer: -1,
 		conns: map[transport.Conn]*Conn{}, regions: map[uint64]*region{},
 	}
 	if o.Events {

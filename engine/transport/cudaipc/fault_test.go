@@ -56,7 +56,7 @@ func pairOf(t *testing.T, g *fakegpu.GPU, under below, share bool) (a, b *side) 
 		require.NoError(t, err)
 		f, err := Wrap(in, Options{Device: g, Share: share})
 		require.NoError(t, err)
-		rand.Read(f.process[:])
+		rand.Read(f.secret[:])
 		t.Cleanup(func() { require.NoError(t, f.Close()) })
 		return &side{f: f}
 	}
@@ -296,7 +296,7 @@ func TestMappingsEnd(t *testing.T) {
 
 // TestBlob refuses what is no description of a key.
 func TestBlob(t *testing.T) {
-	v := remote{reach: reachIPC, last: transport.Key{ID: 3, Token: 4}, n: 10, process: string(make([]byte, 16)),
+	v := remote{reach: reachIPC, last: transport.Key{ID: 3, Token: 4}, n: 10, proof: string(make([]byte, 16)),
 		uuid: string(make([]byte, 16)), addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
 	k := transport.Key{ID: 3, Token: 4, Blob: v.encode()}
 	var r remote
@@ -320,6 +320,35 @@ func TestBlob(t *testing.T) {
 	}
 }
 
+// TestForgedKey: who has seen a key of ours cannot make another that is taken for
+// one of this process, whose addresses are used as they are.
+func TestForgedKey(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	at, err := g.Alloc(1 << 20)
+	require.NoError(t, err)
+	k, err := a.f.Register(mem.Region{Addr: uintptr(at), Len: 4096, Dev: a.f.name()})
+	require.NoError(t, err)
+	var r remote
+	require.True(t, r.decode(k))
+	require.Equal(t, uint8(reachIPC), r.reach)
+	require.Equal(t, r.proof, a.f.prove(&r))
+	require.NotEqual(t, r.proof, b.f.prove(&r), "of another process")
+	for _, forge := range []func(){
+		func() { r.addr += 8 },
+		func() { r.n += 8 },
+		func() { r.base, r.size = r.base-8, r.size+8 },
+		func() { r.last.Token++ },
+		func() { r.slot++ },
+	} {
+		forge()
+		require.NotEqual(t, r.proof, a.f.prove(&r))
+		require.True(t, r.decode(k))
+	}
+	require.NoError(t, a.f.Deregister(k))
+	require.NoError(t, g.Free(at))
+}
+
 // pieces describes pieces of mapped memory.
 func pieces(lens ...uint64) string {
 	var b []byte
@@ -332,7 +361,7 @@ func pieces(lens ...uint64) string {
 // FuzzBlob reads random descriptions of keys. What is taken lies inside its
 // allocation, all of which can be mapped, and says the same when it is sent again.
 func FuzzBlob(f *testing.F) {
-	v := remote{reach: reachIPC, last: transport.Key{ID: 3, Token: 4}, n: 10, process: string(make([]byte, 16)),
+	v := remote{reach: reachIPC, last: transport.Key{ID: 3, Token: 4}, n: 10, proof: string(make([]byte, 16)),
 		uuid: string(make([]byte, 16)), addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
 	f.Add(v.encode())
 	v.reach, v.handle, v.fdsAndPieces = reachFDs, "", pieces(32, 18)

@@ -1,6 +1,7 @@
 package cudaipc
 
 import (
+	"crypto/hmac"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -214,7 +215,7 @@ func (c *Conn) arrive(p *poll) {
 func (c *Conn) reach(r *remote) *way {
 	w := &way{slot: r.slot}
 	c.ways[r.last.ID] = w
-	if r.process == string(c.f.process[:]) && r.reach == reachIPC {
+	if r.reach == reachIPC && hmac.Equal([]byte(r.proof), []byte(c.f.prove(r))) {
 		// An IPC handle cannot be opened where it comes from, and need not.
 		if c.f.dev.Reach(cuda.UUID([]byte(r.uuid))) == nil {
 			w.at = r.addr

@@ -1,6 +1,8 @@
 package cudaipc
 
 import (
+	"crypto/hmac"
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -42,7 +44,7 @@ type remote struct {
 	reach        uint8
 	last, part   transport.Key
 	n            uint64 // bytes of the region
-	process      string // 16 bytes
+	proof        string // 16 bytes: that it is of this process
 	fabric       uint64
 	uuid         string // 16 bytes
 	box          transport.Key
@@ -71,7 +73,7 @@ func (r *remote) encode() string {
 	b = append(b, blobVersion, r.reach)
 	u64(r.last.ID, r.last.Token, r.part.ID, r.part.Token, r.n)
 	if r.reach > reachStaged {
-		b = append(append(b, r.process...), r.uuid...)
+		b = append(append(b, r.proof...), r.uuid...)
 		u64(r.fabric, r.box.ID, r.box.Token, uint64(r.slot), r.addr, r.base, r.size, r.id, uint64(r.pid))
 		b = append(append(b, r.handle...), r.fdsAndPieces...)
 	}
@@ -107,7 +109,7 @@ func (r *remote) decode(k transport.Key) bool {
 		return false
 	}
 	const at = blobShort + 32
-	r.process, r.uuid = b[blobShort:blobShort+16], b[blobShort+16:at]
+	r.proof, r.uuid = b[blobShort:blobShort+16], b[blobShort+16:at]
 	r.fabric, r.box = u64(b, at), transport.Key{ID: u64(b, at+8), Token: u64(b, at+16)}
 	r.slot, r.addr, r.base, r.size = uint32(u64(b, at+24)), u64(b, at+32), u64(b, at+40), u64(b, at+48)
 	r.id, r.pid = u64(b, at+56), uint32(u64(b, at+64))
@@ -156,7 +158,7 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 		}
 		host = mem.Region{Addr: r.shadow.Addr, Len: m.Len}
 	}
-	v := remote{n: m.Len, reach: reachHost, process: string(f.process[:]), fabric: f.id, box: f.mailbox, addr: uint64(m.Addr)}
+	v := remote{n: m.Len, reach: reachHost, fabric: f.id, box: f.mailbox, addr: uint64(m.Addr)}
 	err := f.admit(r, host)
 	if err == nil && m.Dev != mem.CPU {
 		v.slot = r.slot
@@ -165,6 +167,7 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 		f.share(r, &v)
 	}
 	v.last, v.part = r.last, r.part
+	v.proof = f.prove(&v)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err != nil {
@@ -180,6 +183,16 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 		tableIn(f.table.Region())[r.slot].Store(r.last.ID)
 	}
 	return transport.Key{ID: r.last.ID, Token: r.last.Token, Blob: v.encode()}, nil
+}
+
+// prove is what nobody who does not know the secret can say of a key: where its
+// memory is, by addresses of this process.
+func (f *Fabric) prove(r *remote) string {
+	h := hmac.New(sha256.New, f.secret[:])
+	for _, v := range [...]uint64{r.last.ID, r.last.Token, r.n, uint64(r.slot), r.addr, r.base, r.size, r.id} {
+		_ = binary.Write(h, binary.LittleEndian, v) // never fails
+	}
+	return string(h.Sum(nil)[:16])
 }
 
 // admit registers r with inner and gives it a slot.
