@@ -3,7 +3,10 @@ package topo
 import (
 	"encoding/json"
 	"errors"
+	"io/fs"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -276,4 +279,35 @@ func BenchmarkFreeCores(b *testing.B) {
 	for b.Loop() {
 		FreeCores()
 	}
+}
+
+// FuzzRead has any text in the place of one file of a recorded tree. Reading ends,
+// what it gives can be told, and a choice can be made of it.
+func FuzzRead(f *testing.F) {
+	s := recorded(f, "container")
+	var files []string
+	require.NoError(f, filepath.WalkDir(s.Root, func(path string, e fs.DirEntry, err error) error {
+		if err == nil && e.Type().IsRegular() {
+			files = append(files, path)
+		}
+		return err
+	}))
+	for i, file := range files {
+		text, err := os.ReadFile(file)
+		require.NoError(f, err)
+		f.Add(uint(i), text)
+		f.Add(uint(i), []byte("0-1,,65536-,-1 NaN / - cgroup2 x :\n0::/../.."))
+	}
+	f.Fuzz(func(t *testing.T, at uint, text []byte) {
+		file := files[at%uint(len(files))]
+		before, err := os.ReadFile(file)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, os.WriteFile(file, before, 0o644)) }()
+		require.NoError(t, os.WriteFile(file, text, 0o644))
+		h := s.Read()
+		_, err = json.Marshal(h)
+		require.NoError(t, err)
+		require.GreaterOrEqual(t, h.Cores.Free, 0)
+		h.Choose(0, "", addr("10.0.0.1"))
+	})
 }
