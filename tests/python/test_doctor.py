@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import random
 import re
 import socket
 import struct
@@ -751,6 +752,31 @@ def test_nothing_is_done_before_the_secret(listener: Callable[[str], str]) -> No
         welcome = bytes(one.expect(Type.WELCOME))
         one.send(Type.PROOF, welcome[-32:])
         assert one.receive()[0] == Type.REFUSED
+
+
+@pytest.mark.parametrize("key", [b"", SECRET.encode()])
+def test_random_messages(key: bytes) -> None:
+    """A session with a caller that sends what is nearly right ends, and raises nothing."""
+    rng = random.Random(7)
+    calls = [
+        (Type.HELLO, struct.pack("<BB32s", protocol.VERSION, bool(key), bytes(32))),
+        (Type.PROOF, b""),
+        (Type.ECHO, bytes(8)),
+        (Type.DATA, bytes(100)),
+        (Type.END, b""),
+        (Type.CALL, struct.pack("<H16s", 22, bytes(16))),
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for turn in range(400):
+            said = calls if turn % 2 else rng.choices(calls, k=rng.randint(1, 9))
+            text = bytearray(b"".join(HEADER.pack(b"fsdr", k, len(d)) + d for k, d in said))
+            for _ in range(turn // 2 % 4):
+                text[rng.randrange(len(text))] = rng.randrange(256)
+            caller = socket.create_connection(server.getsockname())
+            with caller, server.accept()[0] as taken:
+                caller.sendall(text)
+                caller.shutdown(socket.SHUT_WR)
+                listen._session(Channel(taken), "caller", key)
 
 
 def test_a_stream_has_an_end(listener: Callable[[str], str]) -> None:
