@@ -127,6 +127,14 @@ def _fanin(figure: Any, rows: Rows) -> None:
         axes.grid(alpha=0.3)
 
 
+def _threads(figure: Any, rows: Rows) -> None:
+    """The time for an exchange: of one thread, and of two or beside one that asks for links."""
+    axes = figure.subplots()
+    names = [f"threads: {row['threads']}" for row in rows]
+    axes.bar(names, [row["per_exchange_us"] for row in rows], width=0.5)
+    axes.set(title="Threads of one worker: time for an exchange, median", ylabel="µs")
+
+
 def _idle(figure: Any, rows: Rows) -> None:
     """CPU time of each state."""
     axes = figure.subplots()
@@ -165,6 +173,7 @@ DRAW: dict[str, Callable[[Any, Rows], None]] = {
     "matrix": _matrix,
     "af": _af,
     "fanin": _fanin,
+    "threads": _threads,
     "idle": _idle,
     "soak": _soak,
 }

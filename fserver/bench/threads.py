@@ -23,6 +23,22 @@ COLUMNS = (
 class ThreadsPart(WorkerPart):
     """A worker whose stages belong to a thread each."""
 
+    def asked(self, count: int) -> dict[str, float]:
+        """One thread makes `count` exchanges, while another asks for links() every 10 ms."""
+        done = threading.Event()
+
+        def ask() -> None:
+            while not done.wait(0.01):
+                self.nodes[0].links()
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            return self.together(1, count)
+        finally:
+            done.set()
+            asking.join()
+
     def together(self, threads: int, count: int) -> dict[str, float]:
         """So many threads make `count` exchanges each, one after the other: the time of all of it
         for an exchange, and that of one as its thread sees it."""
@@ -60,30 +76,36 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         two.all("prepare", case)
         two.all("verify", 0)
         transport = "+".join(two.workers("links")[0])
-        trial = _together(two, 1, 200)["per_exchange_us"]
+        trial = _run(two, 200, "together", 1, 200)["per_exchange_us"]
         count = options.iters or max(100, int(options.seconds * 1e6 / trial))
         for _ in range(options.rounds):
-            rounds.append((_together(two, 1, count), _together(two, 2, count)))
+            alone = _run(two, count, "together", 1, count)
+            if options.links:
+                rounds.append((alone, _run(two, count, "asked", count)))
+            else:
+                rounds.append((alone, _run(two, 2 * count, "together", 2, count)))
             bar.step()
         two.all("verify", 1)
     table = report.Table(COLUMNS)
     print(table.header())
     rows = []
-    for threads, found in zip((1, 2), zip(*rounds, strict=True), strict=True):
+    names = (1, "links" if options.links else 2)
+    for threads, found in zip(names, zip(*rounds, strict=True), strict=True):
         row = {key: statistics.median(each[key] for each in found) for key in found[0]}
         rows.append({"transport": transport, "threads": threads, "iters": count, **row})
         print(table.line(rows[-1]))
     ratio = statistics.median(b["per_exchange_us"] / a["per_exchange_us"] for a, b in rounds)
-    print(f"\nan exchange of two threads takes {ratio:.2f} x the time of one's")
-    report.finish(options, "threads", facts, rows, two_of_one=round(ratio, 3))
+    beside = "beside a thread that asks for links()" if options.links else "of two threads"
+    print(f"\nan exchange {beside} takes {ratio:.2f} x the time of one's")
+    report.finish(options, "threads", facts, rows, ratio=round(ratio, 3))
     return 0
 
 
-def _together(two: Crew, threads: int, count: int) -> dict[str, float]:
-    """The worker's figures, while the server answers as many requests."""
+def _run(two: Crew, requests: int, method: str, *args: int) -> dict[str, float]:
+    """The figures of a method of the worker, while the server answers so many requests."""
     worker, server = two.peers
-    server.tell("run", threads * count)
-    worker.tell("together", threads, count)
+    server.tell("run", requests)
+    worker.tell(method, *args)
     return two.results()[0]
 
 
@@ -95,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         "they overlap; what is above is what they cost each other. Nothing is pinned: "
         "taskset -c chooses cores.",
         seconds=(0.2, "of each round"),
-        plot=False,
+    )
+    made.add_argument(
+        "--links", action="store_true", help="the other thread asks for links() every 10 ms"
     )
     made.add_argument("--rounds", type=positive, default=5, help="rounds (default 5)")
     made.add_argument("--iters", type=positive, help="exchanges of a thread, not --seconds")

@@ -690,9 +690,11 @@ def test_threads(tmp_path, capsys):
     path = tmp_path / "threads.json"
     argv = ["threads", "--iters", "50", "--rounds", "2", "--json", str(path)]
     assert bench.main([*argv, "--transport", "auto"]) == 0
-    assert "x the time of one's" in capsys.readouterr().out
+    assert "an exchange of two threads takes" in capsys.readouterr().out
+    assert bench.main(["threads", "--links", "--iters", "50", "--rounds", "1"]) == 0
+    assert "that asks for links() takes" in capsys.readouterr().out
     found = json.loads(path.read_text())
-    assert [row["threads"] for row in found["rows"]] == [1, 2] and found["two_of_one"] > 0
+    assert [row["threads"] for row in found["rows"]] == [1, 2] and found["ratio"] > 0
 
 
 def test_idle(tmp_path, capsys):
@@ -908,6 +910,7 @@ DRAWN = {
     "fanin": [
         {**ROW, "groups": n, "idle": 0, "per_request_us": 20.0, "p50_us": 20.0 * n} for n in (1, 2)
     ],
+    "threads": [{"threads": n, "per_exchange_us": 5.0} for n in (1, "links")],
     "idle": [{"role": "worker", "state": "no call", "cpu_percent": 0.1}],
     "soak": [{"role": "worker", "resident_bytes": [1000, 2000, 2000]}],
 }
