@@ -374,10 +374,11 @@ def test_closed(pair: Cluster) -> None:
 # A peer that dies
 
 
-def worker_process(parent: Parent, scheduler: str, way: str) -> None:
+def worker_process(parent: Parent, scheduler: str, way: str, name: str) -> None:
     with fserver.Worker(scheduler=scheduler, transport=way, settings={"FSERVER_LOG": "error"}) as w:
+        parent.put("connected")
         x, y = torch.ones(1000), torch.empty(1000)
-        ch = w.channel([x], [1], [y], [1])
+        ch = w.channel([x], [1], [y], [1], name=name)
         parent.put("open")
         while True:
             ch.send()
@@ -389,10 +390,10 @@ def test_killed(child: Callable[..., Child], way: str) -> None:
     options = {"transport": way, "settings": {"FSERVER_LOG": "error"}, "connect": False}
     server = fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options)
     try:
-        worker = child(worker_process, server.scheduler, way)
+        worker = child(worker_process, server.scheduler, way, "first")
         server.connect()
-        ch = server.channel([1], [torch.empty(1000)], [1], timeout_ms=MS)
-        assert worker.get() == "open"
+        ch = server.channel([1], [torch.empty(1000)], [1], timeout_ms=MS, name="first")
+        assert [worker.get(), worker.get()] == ["connected", "open"]
         for i in range(200):
             ch.recv()
             ch.outgoing[0].copy_(ch.tensors[0][0])
@@ -408,6 +409,16 @@ def test_killed(child: Callable[..., Child], way: str) -> None:
         with pytest.raises(fserver.PeerLostError):
             ch.check()
         ch.close()
+        # It starts again, and both open another.
+        worker = child(worker_process, server.scheduler, way, "second")
+        assert worker.get() == "connected"
+        with server.channel([1], [torch.zeros(1000)], [1], timeout_ms=MS, name="second") as ch:
+            assert worker.get() == "open"
+            for _ in range(10):
+                ch.recv()
+                assert bool((ch.tensors[0][0] == 1).all())
+                ch.send()
+        worker.kill()
     finally:
         server.close()
 
