@@ -66,11 +66,11 @@ class ThreadsPart(WorkerPart):
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
     options = _parser().parse_args(argv)
-    facts = report.begin(options, None)
+    facts = report.begin(options, options.cores)
     case = Case("push_pull", (options.size,), (options.size,), stages=2, unit=2)
     rounds: list[tuple[dict[str, float], dict[str, float]]] = []
     with (
-        pair(nodes, options.transport, None, worker="threads.ThreadsPart") as two,
+        pair(nodes, options.transport, options.cores, worker="threads.ThreadsPart") as two,
         report.Progress(options.rounds, "threads") as bar,
     ):
         two.all("prepare", case)
@@ -114,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         "threads",
         "Two Python threads of one worker, each in a loop of push_pull and wait with tensors and "
         "keys of its own, beside one: the time for an exchange, of all that were made. Below 1 x "
-        "they overlap; what is above is what they cost each other. Nothing is pinned: "
-        "taskset -c chooses cores.",
+        "they overlap; what is above is what they cost each other. Nothing is pinned without "
+        "--cores; taskset -c leaves both sides several.",
         seconds=(0.2, "of each round"),
     )
     made.add_argument(
