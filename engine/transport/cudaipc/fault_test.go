@@ -349,6 +349,39 @@ func TestForgedKey(t *testing.T) {
 	require.NoError(t, g.Free(at))
 }
 
+// TestShortAllocation: a key that says more of an allocation than there is of it is
+// not mapped, so that nothing is copied behind its end.
+func TestShortAllocation(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	var r remote
+	require.True(t, r.decode(k))
+	for _, more := range []uint64{1, 0} {
+		v := r
+		v.size += more
+		m := mapping{id: v.id, base: v.base, size: v.size, reach: v.reach}
+		err := m.open(g, &v, func() bool { return true })
+		if more > 0 {
+			require.ErrorIs(t, err, errOther)
+			require.Zero(t, g.Imports())
+			continue
+		}
+		require.NoError(t, err)
+		m.close(g)
+	}
+	a.done, b.writes = nil, nil
+	r.size, r.n = 1<<20, 1<<20
+	k.Blob = r.encode()
+	_, err = a.c.Post(write(k, src, transport.Point{}))
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	require.Zero(t, g.Imports())
+	holds(t, g, dst, 5) // by way of the host
+}
+
 // pieces describes pieces of mapped memory.
 func pieces(lens ...uint64) string {
 	var b []byte

@@ -250,15 +250,28 @@ func (c *Conn) reach(r *remote) *way {
 	return w
 }
 
-var errGone = errors.New("cudaipc: the key is gone")
+var (
+	errGone  = errors.New("cudaipc: the key is gone")
+	errOther = errors.New("cudaipc: what was mapped is not what the key says")
+)
 
 // open maps the allocation of r. A descriptor's number may have been given to
 // something else since the owner wrote it down, but not as long as the key is there.
+// A copy behind the end of what is mapped would cost us our context.
 func (m *mapping) open(d Device, r *remote, there func() bool) (err error) {
 	if r.reach == reachIPC {
 		var h cuda.IPCHandle
 		copy(h[:], r.handle)
-		m.at, err = d.ImportIPC(h)
+		if m.at, err = d.ImportIPC(h); err != nil {
+			return err
+		}
+		is, err := d.Describe(m.at)
+		if err == nil && is.Base+is.Len-m.at < m.size { // a small allocation lies in a block
+			err = errOther
+		}
+		if err != nil {
+			_ = d.CloseIPC(m.at)
+		}
 		return err
 	}
 	pidfd, err := unix.PidfdOpen(int(r.pid), 0)
