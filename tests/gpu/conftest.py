@@ -103,3 +103,17 @@ def fresh(gpus: int, request: pytest.FixtureRequest) -> Iterator[Pair]:
     own = Pair(_placed(request, gpus))
     yield own
     own.close()
+
+
+@pytest.fixture
+def made(gpus: int) -> Iterator[Callable[..., Pair]]:
+    """Makes pairs of a test's own."""
+    own: list[Pair] = []
+
+    def make(devices: tuple[int | None, int | None], *env: dict[str, str]) -> Pair:
+        own.append(Pair(devices, *env))
+        return own[-1]
+
+    yield make
+    for one in own:
+        one.close()

@@ -103,8 +103,14 @@ def say(index: int, text: str) -> None:
 
 
 def _serve(
-    index: int, device: int | None, link: Connection, control: Connection, rounds: Any
+    index: int,
+    device: int | None,
+    link: Connection,
+    control: Connection,
+    rounds: Any,
+    env: dict[str, str],
 ) -> None:
+    os.environ.update(env)
     with contextlib.suppress(OSError):  # other processes are not in the way of the timings
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= 8:
@@ -136,10 +142,20 @@ def _serve(
 
 
 class Pair:
-    """The two processes, and their GPUs, which may be the same."""
+    """The two processes, and their GPUs, which may be the same.
 
-    def __init__(self, devices: tuple[int | None, int | None]) -> None:
+    Args:
+        devices: ordinals, as each process sees them.
+        env: environment variables of both, or of each.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[int | None, int | None],
+        *env: dict[str, str],
+    ) -> None:
         self.devices = devices
+        env = env or ({},)
         context = multiprocessing.get_context("spawn")
         links = context.Pipe()
         rounds = context.RawArray("Q", 2)
@@ -147,7 +163,9 @@ class Pair:
         for index, device in enumerate(devices):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(index, device, links[index], there, rounds), daemon=True
+                target=_serve,
+                args=(index, device, links[index], there, rounds, env[index % len(env)]),
+                daemon=True,
             )
             process.start()
             there.close()

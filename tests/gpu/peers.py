@@ -13,6 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -680,33 +681,190 @@ def until_killed(pipe: Connection, scheduler: str, device: int, transport: str) 
 
 
 def survives(
-    pipe: Connection, scheduler: str, device: int, transport: str, rounds: int
-) -> dict[str, Any]:
-    """Exchanges while its server is killed and started again; device memory comes back."""
+    pipe: Connection, scheduler: str, device: int, transport: str, rounds: int, lives: int
+) -> list[str]:
+    """Exchanges while its server is killed and started again, so many times."""
     import torch
 
     import fserver
 
     x = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device=place(device))
     y = torch.empty_like(x)
-    w = _worker(scheduler, device, transport)
-    lost = 0
     bad = []
-    w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=15000)
-    pipe.send((True, "running"))
-    good = 0
-    while good < rounds:
+    with _worker(scheduler, device, transport) as w:
+
+        def exchange() -> bool:
+            try:
+                y.fill_(POISON)
+                w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=15000)
+            except fserver.PeerLostError:
+                time.sleep(0.01)
+                return False
+            bad.extend(["wrong bytes"] * (not torch.equal(y, torch.bitwise_not(x))))
+            return True
+
+        for life in range(lives + 1):
+            good = 0
+            while good < rounds:
+                good += exchange()
+            pipe.send((True, "running"))
+            if life < lives:
+                while exchange():
+                    pass
+                pipe.send((True, "lost"))
+                pipe.recv()
+    return bad
+
+
+def in_one(
+    pipe: Connection, devices: tuple[int, int], transport: str, sizes: list[int], rounds: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Worker and server in this process."""
+    here, there = multiprocessing.Pipe()
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(serve, there, devices[1], transport)
+        scheduler = here.recv()[1]
+        result = round_trips(pipe, scheduler, devices[0], transport, sizes, rounds)
+        return result, server.result(LIMIT)
+
+
+def _channel(own: Any, x: Any, mode: str, name: str) -> Any:
+    """One whose tensors are like x, there and back."""
+    import torch
+
+    options = {"mode": mode, "name": name, "timeout_ms": 15000.0}
+    if hasattr(own, "push_pull"):
+        return own.channel([x], [1], [torch.zeros_like(x)], [1], **options)
+    return own.channel([1], [x], [1], push=[torch.zeros_like(x)], **options)
+
+
+def _warm(t: Any) -> None:
+    """Loads the kernels of this file: a thread that does so while a kernel of a channel waits
+    would wait for that."""
+    import torch
+
+    t.fill_(1)
+    torch.mul(t, 2, out=t)
+    int((t != 2).sum())
+
+
+def _ask(ch: Any, i: int) -> int:
+    """Words of an answer that are wrong."""
+    import torch
+
+    ch.outgoing[0].fill_(i)
+    ch.send()
+    ch.recv()
+    torch.cuda.current_stream(ch.outgoing[0].device).synchronize()
+    return int((ch.incoming[0] != 2 * i).sum())
+
+
+def _answer(ch: Any) -> None:
+    import torch
+
+    ch.recv()
+    torch.mul(ch.incoming[0], 2, out=ch.outgoing[0])
+    ch.send()
+    torch.cuda.current_stream(ch.outgoing[0].device).synchronize()
+
+
+def channel_in_one(
+    pipe: Connection, devices: tuple[int, int], mode: str, n: int, rounds: int
+) -> list[str]:
+    """A channel between two nodes of this process."""
+    import torch
+
+    import fserver
+
+    asking, answering = (torch.zeros(n, device=place(d)) for d in devices)
+    _warm(asking)
+    _warm(answering)
+    server = fserver.Server(
+        scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options(devices[1], "auto")
+    )
+
+    def answers() -> None:
+        server.connect()
+        with torch.cuda.device(devices[1]), torch.cuda.stream(torch.cuda.Stream()):
+            with _channel(server, answering, mode, "one") as ch:
+                for _ in range(rounds):
+                    _answer(ch)
+        server.stop()
+
+    bad = []
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(answers)
+        with _worker(server.scheduler, devices[0], "auto") as w, torch.cuda.device(devices[0]):
+            with _channel(w, asking, mode, "one") as ch, torch.cuda.stream(torch.cuda.Stream()):
+                if ch.path != ("cpu" if mode == "proxy" else mode):
+                    bad.append(f"goes by {ch.path}")
+                for i in range(rounds):
+                    if wrong := _ask(ch, i + 1):
+                        bad.append(f"round {i}: {wrong} words are wrong")
+        other.result(LIMIT)
+    return bad
+
+
+def channel_server(pipe: Connection, device: int, mode: str, lives: int) -> list[str]:
+    """Answers through a channel until the worker is lost, and then its successors, through others.
+    The last one leaves."""
+    import torch
+
+    import fserver
+
+    bad = []
+    torch.cuda.set_device(device)
+    server = fserver.Server(
+        scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options(device, "auto")
+    )
+    pipe.send((True, server.scheduler))
+    server.connect()
+    for life in range(lives):
+        n = 1 << 22
+        ch = _channel(server, torch.zeros(n, device=place(device)), mode, f"life {life}")
+        ended: Exception | None = None
+        while not ended:
+            try:
+                _answer(ch)
+                ch.check()
+            except fserver.Error as error:
+                ended = error
         try:
-            y.fill_(POISON)
-            w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=15000)
-            if not torch.equal(y, torch.bitwise_not(x)):
-                bad.append("wrong bytes")
-            good = good + 1 if lost else 0
+            while True:  # the engine may learn of it later than the stream
+                ch.check()
+                time.sleep(0.01)
         except fserver.PeerLostError:
-            lost += 1
-            time.sleep(0.01)
-    w.close()
-    return {"bad": bad, "lost": lost}
+            found = "lost"
+        except fserver.ClosedError:
+            found = "left"
+        ch.close()
+        if found != ("left" if life == lives - 1 else "lost"):
+            bad.append(f"life {life}: {found}: {ended}")
+        if life < lives - 1:
+            pipe.send((True, found))
+            pipe.recv()
+    server.stop()
+    return bad
+
+
+def channel_worker(
+    pipe: Connection, scheduler: str, device: int, mode: str, life: int, n: int
+) -> list[str]:
+    """Asks through a channel until it is told to stop, or killed."""
+    import torch
+
+    bad = []
+    torch.cuda.set_device(device)
+    with _worker(scheduler, device, "auto") as w:
+        with _channel(w, torch.zeros(n, device=place(device)), mode, f"life {life}") as ch:
+            for i in range(20):
+                if wrong := _ask(ch, i + 1):
+                    bad.append(f"round {i}: {wrong} words are wrong")
+            pipe.send((True, "running"))
+            while not pipe.poll(0):
+                _ask(ch, 1)
+            pipe.recv()
+    return bad
 
 
 def free_memory(pipe: Connection, device: int) -> None:

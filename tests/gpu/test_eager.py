@@ -94,13 +94,12 @@ def test_blocks_that_are_used_again(child: Make, gpus: int) -> None:
 
 @pytest.mark.parametrize("worker", [peers.round_trips, peers.churn])
 def test_expandable_segments(child: Make, gpus: int, worker: Callable[..., Any]) -> None:
-    """Mapped by descriptors, or staged: never wrong."""
+    """Mapped by descriptors."""
     setting = "expandable_segments:True"
     env = {"PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
     args = (SIZES, 10) if worker is peers.round_trips else (100,)
     result, _ = run(child, worker, (0, gpus - 1), *args, env=env)
-    assert result["bad"] == []
-    print("expandable segments travel by", result["transport"])
+    assert result == {"bad": [], "transport": "cudaipc"}
 
 
 def test_memory_pools(child: Make, gpus: int) -> None:
@@ -207,20 +206,38 @@ def test_killed_worker(child: Make, gpus: int) -> None:
 
 
 def test_killed_server(child: Make, gpus: int) -> None:
-    """The worker goes on with the server's successor. The scheduler is a process of its own."""
-    peers.Process.ready(4)
+    """The worker goes on with the server's successors, and the device memory of the dead is back.
+    The scheduler is a process of its own."""
+    peers.Process.ready(5)
+    watch = child(peers.free_memory, gpus - 1)
     scheduler = child(_schedule)
     address = scheduler.get()
     s = child(_serve, gpus - 1, "auto", {"again": address})
-    w = child(peers.survives, address, 0, "auto", 5)
+    w = child(peers.survives, address, 0, "auto", 5, 2)
+    free = []
+    for _ in range(2):
+        assert w.get() == "running"
+        s.kill()
+        assert w.get() == "lost"
+        watch.put(True)
+        free.append(watch.get())
+        w.put(None)
+        s = child(_serve, gpus - 1, "auto", {"again": address})
     assert w.get() == "running"
-    s.kill()
-    s = child(_serve, gpus - 1, "auto", {"again": address})
-    result = w.get()
-    assert result["bad"] == []
-    assert result["lost"] > 0
+    assert w.get() == []
     s.kill()
     scheduler.put("over")
+    watch.put(False)
+    assert free[0] - free[1] < 64 << 20
+
+
+def test_one_process(child: Make, gpus: int) -> None:
+    """Two nodes in one, on two GPUs if there are."""
+    for transport, how in (("auto", "cudaipc"), ("tcp", "tcp")):
+        result, seen = child(peers.in_one, (0, gpus - 1), transport, SIZES, 10).get()
+        assert result["bad"] == []
+        assert result["transport"].startswith(how)
+        assert seen["devices"] == {peers.place(gpus - 1)}
 
 
 def _schedule(pipe: Any) -> None:

@@ -8,11 +8,13 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import peers
 import pytest
 from pair import Pair, Side, say
+from peers import Child
 
 MODES = ["sm", "ce", "proxy"]
 OPTIONS: dict[str, Any] = {"backend": "CPU", "settings": {"FSERVER_LOG": "error"}}
@@ -40,7 +42,7 @@ def opened(side: Side, own: Any, n: int, mode: str, key: int, **options: Any) ->
     """A channel of n floats there and n back; on the server, tensors[0][0] and outgoing[0]."""
     import torch
 
-    device = f"cuda:{side.device}"
+    device = peers.place(side.device)
     t = torch.zeros(n, device=device)
     options = {"mode": mode, "timeout_ms": 4000, "name": str(key), **options}
     if side.index == 0:
@@ -48,17 +50,29 @@ def opened(side: Side, own: Any, n: int, mode: str, key: int, **options: Any) ->
     return own.channel([key], [t], [key], **options)
 
 
-def eager_and_graph(side: Side, mode: str, n: int, operators: bool = False) -> None:
+def eager_and_graph(
+    side: Side, mode: str, n: int, operators: bool = False, path: str | None = None
+) -> None:
     """The same channel eager, then in a graph that is replayed, then eager again; twice, since
-    closed channels leave nothing behind. operators: by torch.ops.fserver."""
+    closed channels leave nothing behind. Tensors on the CPU have a loop for the graph.
+
+    operators: by torch.ops.fserver. path: what the channel has, if that is not the mode's.
+    """
     import torch
 
-    with node(side) as own, torch.cuda.stream(torch.cuda.Stream()):
+    where, on_gpu = peers.place(side.device), side.device is not None
+
+    def settle() -> None:
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+
+    stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()
+    with node(side) as own, stream:
         for turn in range(2):
             with opened(side, own, n, mode, 7) as ch:
-                assert ch.path == ("cpu" if mode == "proxy" else mode)
-                expected = torch.zeros((), device=f"cuda:{side.device}")
-                wrong = torch.zeros((), dtype=torch.int64, device=f"cuda:{side.device}")
+                assert ch.path == (path or ("cpu" if mode == "proxy" else mode))
+                expected = torch.zeros((), device=where)
+                wrong = torch.zeros((), dtype=torch.int64, device=where)
 
                 def send(ch: Any = ch) -> None:
                     if operators:
@@ -91,31 +105,103 @@ def eager_and_graph(side: Side, mode: str, n: int, operators: bool = False) -> N
                         torch.mul(ch.tensors[0][0], 2, out=ch.outgoing[0])
                         send()
 
-                for _ in range(3):
-                    step()
-                torch.cuda.current_stream().synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(
-                    graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-                ):
+                def steps(step: Any = step) -> None:
                     for _ in range(5):
                         step()
+
+                for _ in range(3):
+                    step()
+                settle()
+                replay: Callable[[], None] = steps
+                if on_gpu:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(
+                        graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+                    ):
+                        steps()
+                    replay = graph.replay
                 for _ in range(20):
-                    graph.replay()
+                    replay()
                 step()
-                torch.cuda.current_stream().synchronize()
+                settle()
                 ch.check()
                 assert expected.item() == 104
                 assert wrong.item() == 0, f"{wrong.item()} wrong of {n} floats, opened {turn}"
                 assert ch.rows[0].tolist() == [n]
                 side.barrier()
-                del graph
+                if on_gpu:
+                    del graph, replay
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n", [5, 1 << 18])
 def test_channel(pair: Pair, mode: str, n: int) -> None:
     pair.run(eager_and_graph, mode=mode, n=n)
+
+
+EXPANDABLE = dict.fromkeys(
+    ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True"
+)
+POOL = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+
+
+@pytest.mark.parametrize(
+    "env", [(EXPANDABLE,), (POOL,), (EXPANDABLE, {}), ({}, POOL)], ids=lambda env: repr(env)[:60]
+)
+def test_allocators(made: Callable[..., Pair], gpus: int, env: tuple[dict[str, str], ...]) -> None:
+    """Memory of torch's that no IPC handle names, on both sides or on one."""
+    two = made((0, gpus - 1), *env)
+    for mode in MODES:
+        for n in (5, 1 << 18):
+            two.run(eager_and_graph, mode=mode, n=n)
+
+
+def test_visible_devices(made: Callable[..., Pair], gpus: int) -> None:
+    """Each side sees one GPU alone, and calls it 0."""
+    last = {"CUDA_VISIBLE_DEVICES": str(gpus - 1)}
+    two = made((0, 0), {"CUDA_VISIBLE_DEVICES": "0"}, last)
+    for mode in MODES:
+        two.run(eager_and_graph, mode=mode, n=1 << 18)
+
+
+@pytest.mark.parametrize("devices", [(0, None), (None, 0)])
+def test_cpu_at_one_end(made: Callable[..., Pair], devices: tuple[int | None, int | None]) -> None:
+    """The engine carries it; the end on the GPU is in a graph nevertheless."""
+    two = made(devices)
+    for mode in MODES:
+        for n in (5, 1 << 18):
+            two.run(eager_and_graph, mode=mode, n=n, path="cpu")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_process(child: Callable[..., Child], gpus: int, mode: str) -> None:
+    """Both nodes in one, on two GPUs."""
+    if gpus < 2:
+        pytest.skip("needs two GPUs, this machine has 1")
+    assert child(peers.channel_in_one, (0, 1), mode, 1 << 18, 50).get() == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_started_again(child: Callable[..., Child], gpus: int, mode: str) -> None:
+    """A server and the successors of its worker, each with a channel of its own; the memory of
+    the dead is back when the channel is closed."""
+    peers.Process.ready(3)
+    watch = child(peers.free_memory, 0)
+    s = child(peers.channel_server, gpus - 1, mode, 3)
+    scheduler, free = s.get(), []
+    for life in range(3):
+        w = child(peers.channel_worker, scheduler, 0, mode, life, 1 << 22)
+        assert w.get() == "running"
+        if life < 2:
+            w.kill()
+            assert s.get() == "lost"
+            watch.put(True)
+            free.append(watch.get())
+            s.put(None)
+    w.put(None)
+    assert (w.get(), s.get()) == ([], [])
+    watch.put(False)
+    assert free[0] - free[1] < 16 << 20
 
 
 @pytest.mark.parametrize("mode", MODES)
