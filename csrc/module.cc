@@ -208,6 +208,7 @@ void define(py::module_ &m) {
       .def("close", &Node::close)
       .def("describe", &Node::describe)
       .def("channel_open", &Node::channel_open)
+      .def("channel_watch", &Node::channel_watch)
       .def("channel_tell", &Node::channel_tell)
       .def("channel_text",
            [](Node &n, uint64_t channel, uint32_t peer, py::handle timeout_ms) {

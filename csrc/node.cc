@@ -131,11 +131,17 @@ uint64_t Node::channel_open(const std::string &name) {
   return channel;
 }
 
-void Node::channel_tell(uint64_t channel, uint32_t peer,
-                        const std::string &text, uint64_t word) {
+void Node::channel_watch(uint64_t channel, uint64_t word) {
   enter_connected("channel");
-  check("channel", fs_channel_tell(id_, channel, peer, text.data(), text.size(),
-                                   reinterpret_cast<uint32_t *>(word)));
+  check("channel",
+        fs_channel_watch(id_, channel, reinterpret_cast<uint32_t *>(word)));
+}
+
+void Node::channel_tell(uint64_t channel, uint32_t peer,
+                        const std::string &text) {
+  enter_connected("channel");
+  check("channel",
+        fs_channel_tell(id_, channel, peer, text.data(), text.size()));
 }
 
 std::string Node::channel_text(uint64_t channel, uint32_t peer,
@@ -167,11 +173,21 @@ bool Node::channel_close(uint64_t channel, PyObject *timeout_ms) {
   if (forked.load())
     return true;
   const int64_t timeout = read_ms(timeout_ms, {"close", "timeout_ms"});
-  int rc = in_slices(now_ns() + timeout, [&](int64_t slice, uint32_t) {
-    return fs_channel_close(id_, channel, slice);
-  });
-  if (rc == -EAGAIN)
+  // Whatever comes in between, as Ctrl-C may: the engine must let go of the word.
+  auto now = [&] {
     unlocked([&] { return fs_channel_close(id_, channel, -1); });
+  };
+  int rc;
+  try {
+    rc = in_slices(now_ns() + timeout, [&](int64_t slice, uint32_t) {
+      return fs_channel_close(id_, channel, slice);
+    });
+  } catch (...) {
+    now();
+    throw;
+  }
+  if (rc == -EAGAIN)
+    now();
   return rc != -EAGAIN;
 }
 

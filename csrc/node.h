@@ -32,8 +32,8 @@ public:
 
   // Stream channels, by the handles of fs_channel_open.
   uint64_t channel_open(const std::string &name);
-  void channel_tell(uint64_t channel, uint32_t peer, const std::string &text,
-                    uint64_t word);
+  void channel_watch(uint64_t channel, uint64_t word);
+  void channel_tell(uint64_t channel, uint32_t peer, const std::string &text);
   std::string channel_text(uint64_t channel, uint32_t peer,
                            PyObject *timeout_ms);
   void channel_state(uint64_t channel);

@@ -32,14 +32,24 @@ func fs_channel_open(h C.fs_node, name *C.char, out *C.fs_channel) (rc C.int) {
 	return 0
 }
 
-//export fs_channel_tell
-func fs_channel_tell(h C.fs_node, channel C.fs_channel, peer C.uint32_t, text *C.char, bytes C.size_t, word *C.uint32_t) (rc C.int) {
+//export fs_channel_watch
+func fs_channel_watch(h C.fs_node, channel C.fs_channel, word *C.uint32_t) (rc C.int) {
 	defer guard(&rc)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
 	}
-	return fail(nd.TellChannel(uint64(channel), int(peer), goText(text, bytes), addressOf(word)))
+	return fail(nd.WatchChannel(uint64(channel), addressOf(word)))
+}
+
+//export fs_channel_tell
+func fs_channel_tell(h C.fs_node, channel C.fs_channel, peer C.uint32_t, text *C.char, bytes C.size_t) (rc C.int) {
+	defer guard(&rc)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.TellChannel(uint64(channel), int(peer), goText(text, bytes)))
 }
 
 //export fs_channel_text

@@ -33,7 +33,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 6
+#define FS_ABI 7
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
 typedef uint64_t fs_shared; /* memory of fs_shared_alloc */
@@ -205,12 +205,15 @@ typedef uint64_t fs_channel; /* of one node; a handle is never used twice */
  * to 64 bytes). The peers number from 0 in the order of their groups. */
 int fs_channel_open(fs_node node, const char *name, fs_channel *out);
 
-/* Tells a peer bytes of text about this side, once. *word, unless word is NULL,
- * becomes 1 when the channel ends: a peer is lost, or the node or this side closed;
- * it becomes 2 when a peer has closed its side, after which that sends no more. It
- * must stay valid until fs_channel_close has returned 0. */
+/* *word becomes 1 when the channel ends: a peer is lost, or the node or this side
+ * closed; it becomes 2 when a peer has closed its side, after which that sends no
+ * more. It must stay valid until fs_channel_close has returned 0, or this has been
+ * called with another word or NULL. */
+int fs_channel_watch(fs_node node, fs_channel channel, uint32_t *word);
+
+/* Tells a peer bytes of text about this side, once. */
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
-                    const char *text, size_t bytes, uint32_t *word);
+                    const char *text, size_t bytes);
 
 /* What a peer has told of its side; waits for that, at most slice_ns (then
  * -EAGAIN). *need as in fs_describe. */

@@ -178,7 +178,7 @@ func (cs *Channels) Shut(err error) {
 }
 
 // Watch has word set to one of the values above when the channel ends, or has. It
-// must stay valid until Forget.
+// must stay valid until Forget, or until Watch has been given another, or nil.
 func (ch *Channel) Watch(word *atomic.Uint32) {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()

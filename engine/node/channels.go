@@ -57,10 +57,20 @@ func (n *Node) OpenChannel(name string) (uint64, error) {
 	return c.next, nil
 }
 
-// TellChannel tells peer i about this side. The 32-bit word at address, unless that
-// is 0, becomes 1 when the channel ends and 2 when a peer has closed its side; it
-// must stay valid until CloseChannel has returned nil.
-func (n *Node) TellChannel(h uint64, i int, text string, address uintptr) error {
+// WatchChannel has the 32-bit word at address become 1 when the channel ends and 2
+// when a peer has closed its side. It must stay valid until CloseChannel has
+// returned nil, or WatchChannel has with another address, or with 0 for none.
+func (n *Node) WatchChannel(h uint64, address uintptr) error {
+	ch, err := n.channels.get(h)
+	if err != nil {
+		return err
+	}
+	ch.Watch(exchange.WordAt(address))
+	return nil
+}
+
+// TellChannel tells peer i about this side.
+func (n *Node) TellChannel(h uint64, i int, text string) error {
 	ch, err := n.channels.get(h)
 	if err != nil {
 		return err
@@ -75,7 +85,6 @@ func (n *Node) TellChannel(h uint64, i int, text string, address uintptr) error 
 		return ErrClosed
 	}
 	defer n.disown()
-	ch.Watch(exchange.WordAt(address))
 	if err := ch.Err(); err != nil {
 		return err
 	}

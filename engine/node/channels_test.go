@@ -23,7 +23,7 @@ func channelsOf(t *testing.T, way ...string) {
 	require.ErrorContains(t, err, "is open already")
 	_, err = m.scheduler.OpenChannel("x")
 	require.ErrorContains(t, err, "only a worker or server does that")
-	require.ErrorContains(t, s.TellChannel(at, 2, "", 0), "2 peers, and none of number 2")
+	require.ErrorContains(t, s.TellChannel(at, 2, ""), "2 peers, and none of number 2")
 	require.NoError(t, s.ChannelState(at))
 	_, err = s.ChannelText(at, 0, time.Millisecond)
 	require.Equal(t, ErrAgain, err)
@@ -32,8 +32,8 @@ func channelsOf(t *testing.T, way ...string) {
 		h, err := w.OpenChannel("decode")
 		require.NoError(t, err)
 		from = append(from, h)
-		require.NoError(t, w.TellChannel(h, 0, string(rune('a'+i)), 0))
-		require.NoError(t, s.TellChannel(at, i, "server", 0))
+		require.NoError(t, w.TellChannel(h, 0, string(rune('a'+i))))
+		require.NoError(t, s.TellChannel(at, i, "server"))
 	}
 	for i, w := range m.workers {
 		text, err := s.ChannelText(at, i, 20*time.Second)
@@ -49,7 +49,15 @@ func channelsOf(t *testing.T, way ...string) {
 	t.Cleanup(func() { require.NoError(t, mem.Unmap(word)) })
 	other, err := s.OpenChannel("other")
 	require.NoError(t, err)
-	require.NoError(t, s.TellChannel(other, 0, "", word.Addr))
+	require.NoError(t, s.WatchChannel(other, word.Addr))
+	require.NoError(t, s.TellChannel(other, 0, ""))
+	unseen, err := mem.Map(4)
+	require.NoError(t, err)
+	dropped, err := s.OpenChannel("dropped")
+	require.NoError(t, err)
+	require.NoError(t, s.WatchChannel(dropped, unseen.Addr))
+	require.NoError(t, s.WatchChannel(dropped, 0))
+	require.NoError(t, mem.Unmap(unseen))
 
 	for turn := range 20 {
 		x, out := tensor(t, 1, 9), tensor(t, 0, 9)
@@ -101,6 +109,8 @@ func channelsOf(t *testing.T, way ...string) {
 	require.Equal(t, 1, lost.Rank)
 	var b batch
 	require.ErrorAs(t, s.TakeOn(other, &b, 20*time.Second, false), &lost)
-	require.ErrorAs(t, s.TellChannel(other, 0, "", word.Addr), &lost)
+	require.ErrorAs(t, s.TellChannel(other, 0, ""), &lost)
 	require.NoError(t, s.CloseChannel(other, -1))
+	require.ErrorIs(t, s.WatchChannel(other, word.Addr), errClosed)
+	require.NoError(t, s.CloseChannel(dropped, -1)) // its word is gone
 }

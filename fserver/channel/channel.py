@@ -48,6 +48,30 @@ def _place(device: Any) -> str:
     return f"cuda@{boot.read_text().strip() if boot.exists() else platform.node()}"
 
 
+def _direct(mode: str, device: Any) -> bool:
+    """Whether GPUs may do it all."""
+    return mode != "proxy" and device.type == "cuda"
+
+
+def _part(node: Any, handle: int, side: Any, wait_ms: float = _PARTING_MS) -> None:
+    """Closes the side of a GPU: behind the engine's, which sets its word, and behind those of the
+    peers, which may write to its memory until then."""
+    try:
+        node.channel_close(handle, wait_ms)
+    finally:
+        side.close()
+
+
+def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], None]) -> None:
+    """Ends a channel that nobody has closed."""
+    if path == "cpu":
+        side.stop()
+        node.channel_close(handle, 0)
+    else:
+        _part(node, handle, side, 0)
+    on_close()
+
+
 class Channel:
     """One side of a stream channel. Made by ``Worker.channel`` and ``Server.channel``.
 
@@ -104,6 +128,8 @@ class Channel:
             self.send, self.recv = side.send, side.recv
         self.number = next(_numbers)
         _open[self.number] = self
+        self._dropped = weakref.finalize(self, _drop, node, handle, side, path, on_close)
+        self._dropped.atexit = path == "cpu"  # a thread that is to end
 
     def send(self, rows: Sequence[int] | None = None) -> None:
         """Sends ``outgoing`` after all that is queued on the current stream.
@@ -192,6 +218,7 @@ class Channel:
             return
         self.closed = True
         _open.pop(self.number, None)
+        self._dropped.detach()
         if self.path == "cpu":
             self._side.finish()
             self._side.close()
@@ -199,9 +226,7 @@ class Channel:
         else:
             self.send = self.recv = self._refuse  # type: ignore[method-assign, assignment]
             self._side.finish()
-            # A peer may write to our memory until it has closed its side.
-            self._node.channel_close(self._handle, _PARTING_MS)
-            self._side.close()
+            _part(self._node, self._handle, self._side)
         self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
         self._places = []
         self._on_close()
@@ -258,9 +283,12 @@ class Opener:
         self._keys.update(push_keys)
         return handle, called
 
-    def _end(self, handle: int, keys: Sequence[int]) -> None:
+    def _end(self, handle: int, keys: Sequence[int], side: Any) -> None:
         self._keys.difference_update(keys)
-        self._node.channel_close(handle, 0)
+        if side:
+            _part(self._node, handle, side)
+        else:
+            self._node.channel_close(handle, 0)
 
     def worker(
         self,
@@ -311,15 +339,16 @@ class Opener:
         try:
             shares = [list(pull[i * each : (i + 1) * each]) for i in range(servers)]
             side: Any = None
-            if device.type == "cuda" and mode != "proxy":
+            if _direct(mode, device):
                 side = _gpu(device, mode, [list(push)] * servers, shares, True, timeout_ms, table)
+                self._node.channel_watch(handle, side.abort_word)
             out = [describe.of(t, k) for t, k in zip(push, push_keys, strict=True)]
             for i in range(servers):
                 keys = pull_keys[i * each : (i + 1) * each]
                 into = [describe.of(t, k) for t, k in zip(shares[i], keys, strict=True)]
                 more = {"gpu": side.describe(i)} if side else {}
                 text = describe.text(mode, _place(device), out, into, **more)
-                self._node.channel_tell(handle, i, text, side.abort_word if side else 0)
+                self._node.channel_tell(handle, i, text)
             paths, plans = set(), []
             for i in range(servers):
                 theirs = describe.read(i, self._node.channel_text(handle, i, timeout_ms))
@@ -338,7 +367,9 @@ class Opener:
             path = paths.pop()
             if path == "cpu":
                 if side:
+                    self._node.channel_watch(handle, 0)
                     side.close()
+                    side = None
 
                 def make(out: Any, into: Any, caller: Caller) -> WorkerSide:
                     return WorkerSide(
@@ -351,9 +382,7 @@ class Opener:
             else:
                 raise Error("channel: a server wants a path that this side has not")
         except BaseException:
-            if side:
-                side.close()
-            self._end(handle, push_keys)
+            self._end(handle, push_keys, side)
             raise
         return self._made(
             handle, called, mode, side, path, push, shares, push_keys, device, True, table
@@ -446,15 +475,16 @@ class Opener:
                 b = [describe.of(x, k) for x, k in zip(out[i], keys, strict=True)]
                 _same(i, mode, t, b, a)
                 ours.append((b, a))
-            direct = mode != "proxy" and device.type == "cuda"
-            direct = direct and all(t["device"] == _place(device) for t in theirs)
+            here = _place(device)
+            direct = _direct(mode, device) and all(t["device"] == here for t in theirs)
             path = mode if direct else "cpu"
             if direct:
                 side = _gpu(device, mode, out, into, False, timeout_ms, table)
+                self._node.channel_watch(handle, side.abort_word)
             for i in range(workers):
                 more = {"gpu": side.describe(i)} if side else {}
-                text = describe.text(mode, _place(device), *ours[i], path=path, **more)
-                self._node.channel_tell(handle, i, text, side.abort_word if side else 0)
+                text = describe.text(mode, here, *ours[i], path=path, **more)
+                self._node.channel_tell(handle, i, text)
                 told += 1
             if side:
                 side.attach([t.get("gpu") for t in theirs])
@@ -473,10 +503,8 @@ class Opener:
             ):  # they wait for our description: this is why there is none
                 with contextlib.suppress(Error):
                     text = describe.text(mode, "", [], [], refused=str(error)[:400])
-                    self._node.channel_tell(handle, i, text, 0)
-            if side:
-                side.close()
-            self._end(handle, push_keys)
+                    self._node.channel_tell(handle, i, text)
+            self._end(handle, push_keys, side)
             raise
         return self._made(
             handle, called, mode, side, path, pull, into, push_keys, device, False, table
@@ -515,8 +543,6 @@ class Opener:
             lambda: self._keys.difference_update(keys),
             table,
         )
-        if path == "cpu":
-            weakref.finalize(channel, side.stop)  # if nobody closes it
         self._all.add(channel)
         return channel
 

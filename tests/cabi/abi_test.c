@@ -234,7 +234,8 @@ CASE(no_such_node) {
           "handle");
     FAILS(fs_register_recv(node, &t, &rank, &word, 1), EBADF, "handle");
     FAILS(fs_channel_open(node, "a", &word), EBADF, "handle");
-    FAILS(fs_channel_tell(node, 1, 0, "", 0, NULL), EBADF, "handle");
+    FAILS(fs_channel_watch(node, 1, NULL), EBADF, "handle");
+    FAILS(fs_channel_tell(node, 1, 0, "", 0), EBADF, "handle");
     FAILS(fs_channel_text(node, 1, 0, &byte, 1, &need, 0), EBADF, "handle");
     FAILS(fs_channel_state(node, 1), EBADF, "handle");
     FAILS(fs_channel_push_pull(node, 1, &t, 1, NULL, 0, &ticket), EBADF,

@@ -805,6 +805,38 @@ def channel_in_one(
     return bad
 
 
+def channel_dropped(pipe: Connection, devices: tuple[int, int], mode: str) -> list[str]:
+    """Sides that nobody closes, or whose other side never comes, and then nodes that end: the
+    engine writes to no memory that has been given back."""
+    import torch
+
+    import fserver
+
+    bad = []
+    tensors = [torch.zeros(1 << 18, device=place(d)) for d in devices]
+    server = fserver.Server(
+        scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options(devices[1], "auto")
+    )
+    with ThreadPoolExecutor(1) as pool:
+        connected = pool.submit(server.connect)
+        with _worker(server.scheduler, devices[0], "auto") as w:
+            connected.result(LIMIT)
+            try:
+                x = tensors[0]
+                w.channel([x], [1], [], [], mode=mode, name="alone", timeout_ms=50)
+            except fserver.TimeoutError:
+                pass
+            else:
+                bad.append("a channel without another side")
+            for _ in range(3):  # its name and its keys are free each time
+                other = pool.submit(_channel, server, tensors[1], mode, "dropped")
+                ch = _channel(w, tensors[0], mode, "dropped")
+                other.result(LIMIT)
+                del ch, other
+    server.close()
+    return bad
+
+
 def channel_server(pipe: Connection, device: int, mode: str, lives: int) -> list[str]:
     """Answers through a channel until the worker is lost, and then its successors, through others.
     The last one leaves."""
@@ -820,8 +852,13 @@ def channel_server(pipe: Connection, device: int, mode: str, lives: int) -> list
     pipe.send((True, server.scheduler))
     server.connect()
     for life in range(lives):
-        n = 1 << 22
-        ch = _channel(server, torch.zeros(n, device=place(device)), mode, f"life {life}")
+        ch = None
+        while ch is None:
+            try:
+                x = torch.zeros(1 << 22, device=place(device))
+                ch = _channel(server, x, mode, f"life {life}")
+            except fserver.PeerLostError:  # it is not there again
+                time.sleep(0.01)
         ended: Exception | None = None
         while not ended:
             try:

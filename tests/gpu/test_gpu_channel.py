@@ -182,6 +182,12 @@ def test_one_process(child: Callable[..., Child], gpus: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_dropped(child: Callable[..., Child], gpus: int, mode: str) -> None:
+    """Without close()."""
+    assert child(peers.channel_dropped, (0, gpus - 1), mode).get() == []
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_started_again(child: Callable[..., Child], gpus: int, mode: str) -> None:
     """A server and the successors of its worker, each with a channel of its own; the memory of
     the dead is back when the channel is closed."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import math
 import os
 import random
@@ -11,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from nodes import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, togeth
 
 import fserver
 from fserver import _loader
+from fserver.channel import channel as opener
 from fserver.channel import describe, nvrtc, plan, tune
 
 MakeCluster = Callable[..., Cluster]
@@ -421,6 +425,90 @@ def test_killed(child: Callable[..., Child], way: str) -> None:
         worker.kill()
     finally:
         server.close()
+
+
+class FakeSide:
+    """In place of GpuSide; made for threads whose `local.gpu` is true."""
+
+    def __init__(self) -> None:
+        self._word = ctypes.c_uint32(0)
+        self.abort_word = ctypes.addressof(self._word)
+        self.at_close: int | None = None
+
+    def describe(self, peer: int) -> dict[str, Any]:
+        return {}
+
+    def attach(self, descriptions: Any) -> None:
+        pass
+
+    def rows(self) -> list[torch.Tensor]:
+        return []
+
+    def send(self, rows: Any = None) -> None:
+        pass
+
+    recv = finish = send
+
+    def close(self) -> None:
+        self.at_close, self._word.value = self._word.value, 7
+
+    @property
+    def word(self) -> int:
+        """What the engine has set since the side was closed; 7: nothing."""
+        return self._word.value
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[FakeSide]]:
+    local, made = threading.local(), []
+    monkeypatch.setattr(opener, "_direct", lambda mode, device: getattr(local, "gpu", False))
+    monkeypatch.setattr(opener, "_gpu", lambda *_: made.append(FakeSide()) or made[-1])
+    return local, made
+
+
+def test_the_engine_lets_go_of_a_side_that_is_closed(
+    pair: Cluster, on_gpu: tuple[Any, list[FakeSide]]
+) -> None:
+    local, made = on_gpu
+    x, y = torch.ones(8), torch.empty(8)
+
+    def call(gpu: bool, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        local.gpu = gpu
+        return call(*args, timeout_ms=MS, **options)
+
+    def opened(name: str, *gpu: bool) -> list[Any]:
+        ask = ([x], [1], [y], [1])
+        answer = ([1], [y], [1])
+        return together(
+            [
+                lambda: call(gpu[0], pair.worker.channel, *ask, name=name),
+                lambda: call(gpu[1], pair.server.channel, *answer, name=name),
+            ]
+        )
+
+    # The other side does not come.
+    local.gpu = True
+    with pytest.raises(fserver.TimeoutError, match="has not opened"):
+        pair.worker.channel([x], [1], [y], [1], name="alone", timeout_ms=50)
+    assert [side.at_close for side in made] == [1]
+    # It has no GPU.
+    for ch in opened("mixed", True, False):
+        assert ch.path == "cpu"
+        in_thread(ch.close)
+    assert [side.at_close for side in made] == [1, 0]
+    # Nobody closes it; then its name and its keys are free.
+    for _ in range(2):
+        w, s = opened("dropped", True, True)
+        assert (w.path, s.path) == ("sm", "sm")
+        del w, s
+        gc.collect()
+    # Somebody does.
+    w, s = opened("closed", True, True)
+    together([w.close, s.close])
+    assert [side.at_close for side in made[2:]] == [1] * 6
+    pair.worker.close()
+    pair.server.close()
+    assert [side.word for side in made] == [7] * len(made)
 
 
 def test_capture(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
