@@ -25,12 +25,10 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from pair import Pair, Side, undisturbed  # noqa: E402
 
+from fserver.bench import others  # noqa: E402
+from fserver.bench.others import reason  # noqa: E402
 from fserver.bench.report import percentile  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,14 +65,6 @@ MODES = {
     "nixl": ("sync each",),
 }
 NIXL = ("nixl_cu13", "nixl_cu12", "nixl")
-# No baseline needs NVLink multicast, which is not to be used where a host's GPUs are shared.
-ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "NVSHMEM_REMOTE_TRANSPORT": "none",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "UCX_TLS": "cuda_ipc,cuda_copy,sm,tcp",
-}
 
 
 @dataclass
@@ -111,16 +103,9 @@ def _send_recv(side: Side, out: int, into: int) -> Way:
     return Way(source, landing, lambda: dist.send(source, peer), lambda: dist.recv(landing, peer))
 
 
-def _symmetric(side: Side, n: int) -> tuple[torch.Tensor, Any]:
-    import torch.distributed._symmetric_memory as symm
-
-    memory = symm.empty(n, dtype=torch.uint8, device=_place(side))
-    return memory, symm.rendezvous(memory, dist.group.WORLD)
-
-
 def _symm(side: Side, out: int, into: int) -> Way:
     peer = 1 - side.index
-    memory, handle = _symmetric(side, max(out, into))
+    memory, handle = others.symmetric(max(out, into), torch.device(_place(side)))
     source, theirs = _empty(side, out), handle.get_buffer(peer, (out,), torch.uint8)
 
     def send() -> None:
@@ -138,7 +123,7 @@ def _nvshmem(side: Side, out: int, into: int) -> Way:
     sizes = (out, into) if me == 0 else (into, out)
     tensors, pads = [], []
     for size in sizes:
-        memory, handle = _symmetric(side, size)
+        memory, handle = others.symmetric(size, torch.device(_place(side)))
         pad = handle.get_signal_pad(me, (1,), dtype=torch.int64)
         pad.fill_(0)
         tensors.append(memory)
@@ -189,24 +174,9 @@ def join(side: Side, name: str) -> None:
     """What a baseline needs before its first way."""
     if name == "nixl":
         _join_nixl(side)
-    if name in ("nixl", "wire"):
-        return
-    if name == "nvshmem":
-        import torch.distributed._symmetric_memory as symm
-
-        symm.set_backend("NVSHMEM")
-    wait = timedelta(seconds=30)
-    if side.index == 0:
-        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait, wait_for_workers=False)
-        side.exchange(store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", side.exchange(None), 2, False, wait)
-    gpu = {} if side.device is None else {"device_id": torch.device("cuda", side.device)}
-    backend = "gloo" if side.device is None else "nccl"
-    dist.init_process_group(
-        backend, store=store, rank=side.index, world_size=2, timeout=wait, **gpu
-    )
-    dist.barrier()
+    elif name != "wire":
+        device = torch.device(_place(side))
+        others.join(name, side.index, 2, device, lambda port: side.exchange(port) or port)
 
 
 def _join_nixl(side: Side) -> None:
@@ -359,16 +329,6 @@ def wire(side: Side, devices: tuple[int, int]) -> list[dict[str, Any]]:
 # -- the program
 
 
-def reason(error: BaseException) -> str:
-    """The line that says most of what two sides reported: the cause, not that the other is gone."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    named = [line for line in lines if re.match(r"(side \d: )?[\w.]*(Error|Exception)\b", line)]
-    first = [line for line in named if not re.search("EOFError|Pipe|does not answer", line)]
-    if named and not first:
-        return f"{named[0]}: it crashed, or hung and was ended; standard error says where"
-    return (first or lines[-1:])[0][:300]
-
-
 def measure(
     name: str,
     devices: tuple[Any, Any],
@@ -427,7 +387,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(MODES), help="some of %(default)s")
     parser.add_argument("--dry", action="store_true", help="gloo on the CPU, and nothing else")
     options = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(others.ENVIRONMENT)
     gpus = torch.cuda.device_count()
     result: dict[str, Any] = {"torch": torch.__version__, "iters": options.iters, "rows": []}
     if gpus:

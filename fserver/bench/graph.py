@@ -8,6 +8,9 @@ side holds all layers and stages, and is replayed.
 af       time of a micro-batch, which is that of a graph divided by layers x stages, and how the
          whole (a token) spreads; data is checked. Streams: `two` has one for what is sent and one
          for all else, `one` has all on one stream, `each` has a branch of the graph for each stage.
+         Rows `by` others have the same tensors and kernels, and the data goes by NCCL's send and
+         recv, by copies and flags of torch's symmetric memory, or by puts of NVSHMEM; a way that
+         is not to be had here is `skipped`. --modes, or --beside, without a name leaves them out.
 overlap  by how much a loop of GEMMs and that traffic slow each other, with and without the kernels
          of the model in the traffic. `none` has no traffic: what the measurement itself shows;
          `plain` has the copies of `ce` alone, as many in a second, and nobody waits for one.
@@ -15,7 +18,8 @@ memory   of the processes and GPUs before and after many exchanges.
 zero-sm  what runs on the GPU in round trips of push_pull and of channels, by torch.profiler; `sm`
          has kernels and shows that they are seen.
 
---dry takes tensors on the CPU, and loops in place of graphs: it checks the program, not the speed.
+--dry takes tensors on the CPU, loops in place of graphs, and gloo for NCCL: it checks the program,
+not the speed.
 JSON is written after each row. The exit status is 1 if a row failed or data was wrong, and 0 if
 only a target was missed.
 """
@@ -32,6 +36,7 @@ import multiprocessing.connection
 import os
 import pickle
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -42,10 +47,12 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
 import fserver
 
+from . import others
 from .crew import by_the_byte
 from .errors import BenchError
 from .peers import in_use
@@ -180,6 +187,32 @@ def _addend(layer: int, server: int, half: int) -> int:
     return 1 + 64 * layer + 2 * server + half
 
 
+Opened = list[tuple[torch.Tensor, torch.Tensor, Any]]
+
+
+def ours(side: Side, own: Any, mode: str, shape: tuple[int, ...]) -> Opened:
+    """For each stage: int8 [rows, width] on a worker and [workers, rows, width] on a server, bf16
+    [servers, rows, width] or [workers, rows, width], and a channel of the node for them."""
+    _, stages, rows, width = shape
+    options = {"mode": mode, "timeout_ms": 20000.0}
+    count = side.servers if side.is_worker else side.workers
+    opened: Opened = []
+    for stage in range(stages):
+        small = torch.zeros(count, rows, width, dtype=torch.int8, device=side.device)
+        large = torch.zeros(count, rows, width, dtype=torch.bfloat16, device=side.device)
+        key, wide = [stage], list(large.unbind(0))
+        options["name"] = f"stage {stage}"
+        if side.is_worker:
+            small = small[0].clone()
+            channel = own.channel([small], key, wide, key, **options)
+        else:
+            channel = own.channel(key, wide, key, push=list(small.unbind(0)), **options)
+        if channel.path != ("cpu" if side.dry else mode):
+            raise RuntimeError(f"the channel goes by {channel.path!r}, and mode is {mode!r}")
+        opened.append((small, large, channel))
+    return opened
+
+
 class Traffic:
     """The channels of one side, and all layers as a graph.
 
@@ -189,8 +222,8 @@ class Traffic:
     wrong anywhere in a layer is wrong in the end.
 
     Args:
-        side, own: the process, and its node.
-        mode: of the channels.
+        side: the process.
+        opened: what it sends and receives, as ours gives it.
         shape: layers, stages, rows, width.
         compute: have the kernels in between.
         streams: one of STREAMS.
@@ -199,8 +232,7 @@ class Traffic:
     def __init__(
         self,
         side: Side,
-        own: Any,
-        mode: str,
+        opened: Opened,
         shape: tuple[int, ...],
         compute: bool = True,
         streams: str = "one",
@@ -212,7 +244,7 @@ class Traffic:
         branches = {"one": 0, "two": 1, "each": self.stages}[streams]
         self.branches = [side.stream(-1) for _ in range(branches)]
         self.apart = self.branches[0] if streams == "two" else None  # for what is sent
-        self.channels: list[Any] = []
+        self.channels = [channel for _, _, channel in opened]
         self.out: list[torch.Tensor] = []
         self.incoming: list[torch.Tensor] = []
         self.first: list[torch.Tensor] = []
@@ -222,38 +254,20 @@ class Traffic:
             dtype=torch.int32,
             device=side.device,
         )
-        options = {"mode": mode, "timeout_ms": 20000.0}
-        count = side.servers if side.is_worker else side.workers
-        for stage in range(self.stages):
-            small = torch.zeros(count, rows, width, dtype=torch.int8, device=side.device)
-            large = torch.zeros(count, rows, width, dtype=torch.bfloat16, device=side.device)
-            key, name = [stage], f"stage {stage}"
+        for stage, (small, large, _) in enumerate(opened):
+            words, answers = small.view(torch.int32), large.view(torch.int32)
+            answers = answers.view(len(large), 2, -1)
             if side.is_worker:
-                small = small[0].clone()
                 made = torch.Generator().manual_seed(100 * side.rank + stage)
                 first = torch.randint(
                     -(1 << 31), 1 << 31, (rows * width // 4,), dtype=torch.int32, generator=made
                 )
                 self.first.append(first.to(side.device))
-                self.out.append(small.view(torch.int32).view(-1))
-                self.incoming.append(large.view(torch.int32).view(count, 2, -1))
-                channel = own.channel(
-                    [small], key, list(large.unbind(0)), key, name=name, **options
-                )
+                self.out.append(words.view(-1))
+                self.incoming.append(answers)
             else:
-                self.out.append(large.view(torch.int32).view(count, 2, -1))
-                self.incoming.append(small.view(torch.int32).view(count, 1, -1))
-                channel = own.channel(
-                    key,
-                    list(large.unbind(0)),
-                    key,
-                    push=list(small.unbind(0)),
-                    name=name,
-                    **options,
-                )
-            if channel.path != ("cpu" if side.dry else mode):
-                raise RuntimeError(f"the channel goes by {channel.path!r}, and mode is {mode!r}")
-            self.channels.append(channel)
+                self.out.append(answers)
+                self.incoming.append(words.view(len(small), 1, -1))
 
     def _step(self, layer: int, stage: int, talk: bool) -> None:
         channel, out, came = self.channels[stage], self.out[stage], self.incoming[stage]
@@ -388,27 +402,42 @@ class Traffic:
         self.side.barrier()
 
 
-def af(
-    side: Side, mode: str, streams: str, shape: tuple[int, ...], replays: int, parts: int
+def af(side: Side, mode: str, shape: tuple[int, ...], **how: Any) -> dict[str, Any]:
+    """Times channels of ours."""
+    with side.node() as own:
+        return _timed(side, ours(side, own, mode, shape), shape, **how)
+
+
+def af_by(side: Side, by: str, shape: tuple[int, ...], **how: Any) -> dict[str, Any]:
+    """Times another's way, in a process that did not use one before."""
+    os.environ.update(others.ENVIRONMENT)
+    count = side.workers + side.servers
+    others.join(by, side.index, count, side.device, lambda port: int(max(side.share(port))))
+    found = _timed(side, others.channels(by, side, shape), shape, **how)
+    dist.destroy_process_group()
+    return found
+
+
+def _timed(
+    side: Side, opened: Opened, shape: tuple[int, ...], streams: str, replays: int, parts: int
 ) -> dict[str, Any]:
     """Times replays in so many parts, each of which begins with a checked one."""
-    with side.node() as own:
-        t = Traffic(side, own, mode, shape, streams=streams)
-        t.capture()
-        wrong, took = t.checked(), []
-        t.timed(min(20, replays))
-        for _ in range(parts):
-            wrong += t.checked()
-            took += t.timed(math.ceil(replays / parts))
-            with side.on(t.main):
-                wrong += t.wrong()
+    t = Traffic(side, opened, shape, streams=streams)
+    t.capture()
+    wrong, took = t.checked(), []
+    t.timed(min(20, replays))
+    for _ in range(parts):
+        wrong += t.checked()
+        took += t.timed(math.ceil(replays / parts))
         with side.on(t.main):
-            idle = side.captured(lambda: t.body(talk=False), t.main)
-            idle()
-            begin = side.mark()
-            idle()
-            end = side.mark()
-        t.close()
+            wrong += t.wrong()
+    with side.on(t.main):
+        idle = side.captured(lambda: t.body(talk=False), t.main)
+        idle()
+        begin = side.mark()
+        idle()
+        end = side.mark()
+    t.close()
     return {"took_ms": took, "wrong": wrong, "kernels_us": 1e3 * begin.elapsed_time(end) / t.per}
 
 
@@ -514,13 +543,13 @@ def overlap(
         pace = 0.0
         if mode in ("none", "plain"):
             if mode == "plain":
-                like = Traffic(side, own, "ce", shape, compute=compute)
+                like = Traffic(side, ours(side, own, "ce", shape), shape, compute)
                 like.capture()
                 pace = 1e3 * max(side.share(median(like.timed(5)))) / like.per
                 like.close()
             t: Any = Plain(side, shape, pace)
         else:
-            t = Traffic(side, own, mode, shape, compute=compute)
+            t = Traffic(side, ours(side, own, mode, shape), shape, compute)
             t.capture()
         alone(10)
         count = max(2, math.ceil(10 * ms / max(side.share(alone(10)))))
@@ -589,7 +618,7 @@ def memory(
 ) -> dict[str, Any]:
     """Replays for so many exchanges, or seconds, after a tenth of that; five samples on the way."""
     with side.node() as own:
-        t = Traffic(side, own, mode, shape)
+        t = Traffic(side, ours(side, own, mode, shape), shape)
         t.capture()
         wrong = t.checked()
         replay_ms = max(side.share(median(t.timed(10))))
@@ -674,7 +703,8 @@ def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[s
             wrong = int((back != 1).sum()) if side.is_worker else 0
             side.barrier()
         else:
-            t = Traffic(side, own, kind.split()[0], (trips, 1, rows, width), compute=False)
+            shape = (trips, 1, rows, width)
+            t = Traffic(side, ours(side, own, kind.split()[0], shape), shape, compute=False)
             t.capture()
             with side.on(t.main):
                 found = _profiled(side, t.replay if kind == "ce graph" else t.body)
@@ -839,7 +869,9 @@ def _rows(args: argparse.Namespace) -> list[tuple[Callable[..., Any], dict[str, 
     """Function, what differs, and seconds; what is most likely to fail comes last."""
     if args.work == "af":
         order = [(m, how) for how in (("one",) if args.dry else STREAMS) for m in args.modes]
-        return [(af, {"mode": m, "streams": how}, 40) for m, how in order]
+        found = [(af, {"mode": m, "streams": how}, 40.0) for m, how in order]
+        how = "one" if args.dry else "two"
+        return found + [(af_by, {"by": way, "streams": how}, 30.0) for way in args.beside]
     if args.work == "overlap":
         order = [(m, kernels) for kernels in (False, True) for m in args.modes]
         if not args.dry:
@@ -868,7 +900,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--dry", action="store_true", help="tensors on the CPU")
     parser.add_argument("--shape", type=_shape, help="workers x servers (2x2 with 4 GPUs, or 1x1)")
-    parser.add_argument("--modes", nargs="+", default=["sm", "ce"], choices=["sm", "ce"])
+    parser.add_argument("--modes", nargs="*", default=["sm", "ce"], choices=["sm", "ce"])
+    parser.add_argument(
+        "--beside", nargs="*", default=others.WAYS, choices=others.WAYS, help="af: by others"
+    )
     for name, (default, text) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     args = parser.parse_args(argv)
@@ -886,23 +921,36 @@ def main(argv: list[str]) -> int:
     crew, failures = None, 0
     for function, what, limit in _rows(args):
         row: dict[str, Any] = {"work": args.work, **what}
+        by_others = function is af_by
         try:
+            if by_others and args.dry and what["by"] != "nccl":
+                raise BenchError("it takes GPUs")
+            if crew and by_others:
+                crew.close()
+                crew = None
             if not crew:
                 with by_the_byte() if args.work == "memory" else contextlib.nullcontext():
                     crew = Crew(args.shape, args.dry)
             row["sides"] = crew.run(function, limit, {**options, **what})
             row["wrong"] = sum(r["wrong"] for r in row["sides"])
             row.update(_summary(args.work, row["sides"], args))
-        except Exception:  # the other rows are of interest still
+            if by_others:
+                del row["meets"]  # a target of ours
+        except Exception as error:  # the other rows are of interest still
             if crew:
                 crew.close()
             crew = None
-            row["error"] = traceback.format_exc()
+            if by_others:
+                print(f"{what['by']}: {error!r}\n{error}", file=sys.stderr, flush=True)
+                row["skipped"] = others.reason(error)
+            else:
+                row["error"] = traceback.format_exc()
+        if "error" in row:
             print(f"FAIL {args.work} {what}:\n{row['error']}", flush=True)
         else:
             shown = "  ".join(f"{k}={v}" for k, v in row.items() if k != "sides")
-            print(f"FAIL wrong data: {shown}" if row["wrong"] else shown, flush=True)
-        failures += "error" in row or row["wrong"] > 0
+            print(f"FAIL wrong data: {shown}" if row.get("wrong") else shown, flush=True)
+        failures += "error" in row or row.get("wrong", 0) > 0
         result["rows"].append(row)
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
