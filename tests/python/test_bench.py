@@ -784,14 +784,20 @@ def test_af(tmp_path, capsys):
     assert sum(row["parts_us"].values()) < 3 * row["p99_us"]
 
 
-def test_graph(tmp_path):
+@pytest.mark.parametrize("shape", ["1x1", "2x2"])
+def test_graph(tmp_path, shape):
     """On the CPU: the program, not the speed."""
     path = tmp_path / "rows.json"
-    argv = ["--dry", "--shape", "1x1", "--layers", "2", "--stages", "2", "--rows", "2"]
+    argv = ["--dry", "--shape", shape, "--layers", "3", "--stages", "2", "--rows", "2"]
     argv += ["--width", "64", "--replays", "3", "--modes", "ce"]
     assert bench.main(["graph", "af", *argv, "--json", str(path)]) == 0
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["wrong"] == 0 and row["micro_batch_us"] > 0
+    ours, nccl, *others = json.loads(path.read_text())["rows"]
+    assert (ours["mode"], nccl["by"]) == ("ce", "nccl")
+    for row in (ours, nccl):
+        assert row["wrong"] == 0 and row["micro_batch_us"] > 0
+    assert "meets" in ours and "meets" not in nccl
+    skipped = [(row["by"], row["skipped"]) for row in others]
+    assert skipped == [(by, "it takes GPUs") for by in ("symm", "nvshmem")]
 
 
 def test_graph_wants_gpus(capsys):
