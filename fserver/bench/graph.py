@@ -778,7 +778,8 @@ class Crew:
                     good, results[index] = pipe.recv()
                 except (EOFError, OSError):
                     self.processes[index].join(2)
-                    good, results[index] = False, f"exit status {self.processes[index].exitcode}"
+                    status = f"exit status {self.processes[index].exitcode}"
+                    good, results[index] = False, f"{status}: crashed, or hung and was ended"
                 if not good:
                     errors.append(f"side {index}: {results[index]}")
                     end = min(end, time.monotonic() + 10)
