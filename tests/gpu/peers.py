@@ -819,20 +819,21 @@ def channel_dropped(pipe: Connection, devices: tuple[int, int], mode: str) -> li
     )
     with ThreadPoolExecutor(1) as pool:
         connected = pool.submit(server.connect)
-        with _worker(server.scheduler, devices[0], "auto") as w:
-            connected.result(LIMIT)
-            try:
-                x = tensors[0]
-                w.channel([x], [1], [], [], mode=mode, name="alone", timeout_ms=50)
-            except fserver.TimeoutError:
-                pass
-            else:
-                bad.append("a channel without another side")
-            for _ in range(3):  # its name and its keys are free each time
-                other = pool.submit(_channel, server, tensors[1], mode, "dropped")
-                ch = _channel(w, tensors[0], mode, "dropped")
-                other.result(LIMIT)
-                del ch, other
+        w = _worker(server.scheduler, devices[0], "auto")
+        connected.result(LIMIT)
+        try:
+            x = tensors[0]
+            w.channel([x], [1], [], [], mode=mode, name="alone", timeout_ms=50)
+        except fserver.TimeoutError:
+            pass
+        else:
+            bad.append("a channel without another side")
+        for _ in range(3):  # its name and its keys are free each time
+            other = pool.submit(_channel, server, tensors[1], mode, "dropped")
+            ch = _channel(w, tensors[0], mode, "dropped")
+            other.result(LIMIT)
+            del ch, other
+        w.close()
     server.close()
     return bad
 
