@@ -351,13 +351,13 @@ func TestLiarAboutItself(t *testing.T) {
 	require.Equal(t, p.number, p.word.Load())
 }
 
-// TestFloodOfHalfOpenConnections opens 4,000 connections that never say a word, 256
+// TestFloodOfHalfOpenConnections opens 10^4 connections that never say a word, 256
 // of them at a time, eight times as many as may be inside the Gate. Good peers get
 // in meanwhile, as the silent ones give way, and descriptors and goroutines stay
 // bounded, and come back.
 func TestFloodOfHalfOpenConnections(t *testing.T) {
 	noLeaks(t)
-	const total, atOnce, pending, friends = 4000, 256, 32, 8
+	const total, atOnce, pending, friends = 10_000, 256, 32, 20
 	var refusals refusals
 	f := open(t, Options{Listen: true, Refused: refusals.add, Limits: transport.Limits{Pending: pending}})
 	dialer := open(t, Options{})
