@@ -34,6 +34,7 @@ func FuzzRecords(f *testing.F) {
 	f.Add(append(record(makeWord(recFrame, 8, 16), 1), record(makeWord(recFrame, 8, 16), 2)...), false)
 	f.Add(record(makeWord(recFrame, 8, transport.MaxFrame), 1), false)
 	f.Add(append(write(recPart, 16, 0, 16), write(recLast, 8, 16, 8)...), false)
+	f.Add(append(write(recPart, 16, 0, 16), write(recLast, 8, 0, 8)...), false)
 	f.Add(write(recLast, 8, size-7, 8), true)
 	f.Add(write(recWritten, 0, 8, size-8), true)
 	f.Add(write(recWritten, 0, 8, 1<<63), true)
@@ -68,6 +69,10 @@ func FuzzRecords(f *testing.F) {
 			}
 			require.Greater(t, x.pos, before)
 			require.LessOrEqual(t, len(ev.Data), transport.MaxFrame)
+			if ev.Kind == transport.EvWritten { // where the write was, all of it
+				_, err := r.Slice(ev.Off, ev.Len)
+				require.NoError(t, err)
+			}
 		}
 		require.Equal(t, guard, bytes.Count(memory[:guard], []byte{0xA5}))
 		require.Equal(t, guard, bytes.Count(memory[guard+size:], []byte{0xA5}))

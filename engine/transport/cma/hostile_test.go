@@ -40,23 +40,30 @@ func TestBrokenRecords(t *testing.T) {
 		join(t, good, victim)
 		goodAtVictim := victim.conn
 		k := victim.key
+		other, err := victim.f.Register(victim.in)
+		require.NoError(t, err)
 		write := func(kind, size uint64, words ...uint64) func() {
 			return func() { evil.inject(makeWord(kind, size, 0), words...) }
 		}
 		for name, do := range map[string]func(){
-			"kind 255":                  func() { evil.inject(255) },
-			"all ones":                  func() { evil.inject(^uint64(0)) },
-			"bits that are zero":        func() { evil.inject(makeWord(recFrame, 0, 0) | 1<<8) },
-			"total of no frame":         func() { evil.inject(makeWord(recSkip, 0, 1)) },
-			"skip with bytes":           func() { evil.inject(makeWord(recSkip, 8, 0)) },
-			"skip at the start":         func() { word(evil.conn.(*Conn).tx.ring, 0).Store(recSkip); evil.inject(recSkip) },
-			"frame too large":           func() { evil.inject(makeWord(recFrame, 8, transport.MaxFrame+1)) },
-			"piece too large":           func() { evil.inject(makeWord(recFrame, framePiece+8, framePiece+16)) },
-			"piece larger than frame":   func() { evil.inject(makeWord(recFrame, 16, 8)) },
-			"piece of nothing":          func() { evil.inject(makeWord(recFrame, 0, 8)) },
-			"other frame in a frame":    func() { evil.inject(makeWord(recFrame, 8, 16), 0); evil.inject(makeWord(recFrame, 8, 24), 0) },
-			"write in a frame":          func() { evil.inject(makeWord(recFrame, 8, 16), 0); write(recLast, 0, k.ID, k.Token, 0, 0, 0)() },
-			"frame in a write":          func() { write(recPart, 0, k.ID, k.Token, 0, 0, 0)(); evil.inject(makeWord(recFrame, 0, 0)) },
+			"kind 255":                func() { evil.inject(255) },
+			"all ones":                func() { evil.inject(^uint64(0)) },
+			"bits that are zero":      func() { evil.inject(makeWord(recFrame, 0, 0) | 1<<8) },
+			"total of no frame":       func() { evil.inject(makeWord(recSkip, 0, 1)) },
+			"skip with bytes":         func() { evil.inject(makeWord(recSkip, 8, 0)) },
+			"skip at the start":       func() { word(evil.conn.(*Conn).tx.ring, 0).Store(recSkip); evil.inject(recSkip) },
+			"frame too large":         func() { evil.inject(makeWord(recFrame, 8, transport.MaxFrame+1)) },
+			"piece too large":         func() { evil.inject(makeWord(recFrame, framePiece+8, framePiece+16)) },
+			"piece larger than frame": func() { evil.inject(makeWord(recFrame, 16, 8)) },
+			"piece of nothing":        func() { evil.inject(makeWord(recFrame, 0, 8)) },
+			"other frame in a frame":  func() { evil.inject(makeWord(recFrame, 8, 16), 0); evil.inject(makeWord(recFrame, 8, 24), 0) },
+			"write in a frame":        func() { evil.inject(makeWord(recFrame, 8, 16), 0); write(recLast, 0, k.ID, k.Token, 0, 0, 0)() },
+			"frame in a write":        func() { write(recPart, 0, k.ID, k.Token, 0, 0, 0)(); evil.inject(makeWord(recFrame, 0, 0)) },
+			"parts of two keys": func() {
+				write(recPart, 8, k.ID, k.Token, 8, 8, 0, 0)()
+				write(recLast, 8, other.ID, other.Token, 0, 8, 0, 0)()
+			},
+			"parts apart":               func() { write(recPart, 8, k.ID, k.Token, 8, 8, 0, 0)(); write(recLast, 0, k.ID, k.Token, 0, 0, 0)() },
 			"past the end of the ring":  write(recLast, maxSize, k.ID, k.Token, 0, maxSize, 0),
 			"other length than claimed": write(recLast, 8, k.ID, k.Token, 0, 16, 0, 0),
 			"length of all ones":        write(recLast, 0, k.ID, k.Token, 0, ^uint64(0), 0),

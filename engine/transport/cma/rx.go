@@ -18,7 +18,9 @@ type rx struct {
 	held  uint64 // the Poll whose event points into big
 
 	part    bool   // the last record was a part of a write
-	written uint64 // bytes of the write that is coming
+	written uint64 // bytes of the write that is coming,
+	key     uint64 // where they went
+	end     uint64 // and the offset behind them
 
 	views
 }
@@ -94,6 +96,9 @@ func (x *rx) takeWrite(c *Conn, kind uint8, size uint64, ev *transport.Event) (m
 	if kind != recWritten && n != size {
 		return false, false, fmt.Errorf("the peer sent %d bytes of a write in a record of %d", n, size)
 	}
+	if x.part && (id != x.key || off != x.end) {
+		return false, false, fmt.Errorf("the peer went on with a write at offset %d of key %d at offset %d of key %d", x.end, x.key, off, id)
+	}
 	to, err := x.regions.target(c, id, token, off, n)
 	if err != nil {
 		return false, false, err
@@ -104,6 +109,7 @@ func (x *rx) takeWrite(c *Conn, kind uint8, size uint64, ev *transport.Event) (m
 	x.next(writeLen + size)
 	x.written += n
 	if x.part = kind == recPart; x.part {
+		x.key, x.end = id, off+n
 		return false, true, nil
 	}
 	*ev = transport.Event{Kind: transport.EvWritten, Imm: uint32(imm), Len: x.written, Key: id, Off: off + n - x.written}
