@@ -47,8 +47,8 @@ type Conn struct {
 	mapped  bool // a write has gone by mapping
 	sweepAt time.Time
 
-	landing int    // writes of the peer that are on their way to the GPU
-	pieces  uint64 // bytes of the peer's write whose last piece is to come
+	landing int     // writes of the peer that are on their way to the GPU
+	pieces  divided // of the peer's write whose last piece is to come
 }
 
 // job is what an operation of inner belongs to.

@@ -20,6 +20,10 @@ func overCMA(o transporttest.Options) (transport.Fabric, error) {
 	return cma.Open(cma.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits})
 }
 
+func overStaged(o transporttest.Options) (transport.Fabric, error) {
+	return cma.Open(cma.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits, Mode: cma.Staged})
+}
+
 func overTCP(o transporttest.Options) (transport.Fabric, error) {
 	t := tcp.Options{Gate: o.Gate, Limits: o.Limits}
 	if o.Listen {

@@ -215,6 +215,35 @@ func TestOutOfMemory(t *testing.T) {
 	require.Equal(t, io.EOF, scarce(io.EOF))
 }
 
+// TestBetweenPieces: a write that goes between the pieces of another is one of its own.
+func TestBetweenPieces(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overTCP, false)
+	src, dst := onGPU(t, g, 8<<20, 5), onGPU(t, g, 8<<20, 1)
+	host, err := mem.Map(4096)
+	require.NoError(t, err)
+	hostDst, err := mem.Map(4096)
+	require.NoError(t, err)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	hostKey, err := b.f.Register(hostDst)
+	require.NoError(t, err)
+	ops := write(k, src, transport.Point{})
+	_, err = a.c.Post(ops)
+	require.NoError(t, err)
+	conn := b.f.conns[b.c.(*Conn).inner]
+	until(t, a, b, func() bool { return conn.pieces.n > 0 })
+	_, err = a.c.Post(write(hostKey, host, transport.Point{}))
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
+	for _, w := range b.writes {
+		require.Zero(t, w.Off)
+		require.Equal(t, map[uint64]uint64{k.ID: dst.Len, hostKey.ID: hostDst.Len}[w.Key], w.Len)
+	}
+	holds(t, g, dst, 5)
+	require.NoError(t, errors.Join(b.f.Deregister(hostKey), mem.Unmap(host), mem.Unmap(hostDst)))
+}
+
 // TestHeldBack: nothing is read before the stream has passed the point, host memory
 // included, and frames go ahead.
 func TestHeldBack(t *testing.T) {

@@ -31,6 +31,18 @@ type arrived struct {
 	ev     transport.Event
 }
 
+// divided is what has come of a write that goes in pieces.
+type divided struct {
+	to     *region
+	off, n uint64
+}
+
+// before says whether a write of n bytes at off of r, if it is no piece, is the last
+// one of p. Other writes may come between pieces, none of which goes there.
+func (p *divided) before(r *region, off, n uint64) bool {
+	return p.n != 0 && n != 0 && p.to == r && off == p.off+p.n
+}
+
 func (l *landing) open(d Device) (err error) {
 	if l.page, err = mem.Map(4096); err != nil {
 		return scarce(err)
@@ -86,7 +98,11 @@ func (f *Fabric) written(c *Conn, e *transport.Event, p *poll) {
 		c.fail(fmt.Errorf("the peer wrote %d bytes at offset %d of key %d, which has been deregistered", e.Len, e.Off, e.Key))
 		return
 	}
-	c.pieces += e.Len
+	last := c.pieces.before(r, e.Off, e.Len)
+	if e.Key == r.part.ID && c.pieces.n != 0 && !last {
+		c.fail(fmt.Errorf("the peer wrote a piece at offset %d of key %d, with %d bytes of another write to come", e.Off, e.Key, c.pieces.n))
+		return
+	}
 	if r.Dev != mem.CPU && e.Len != 0 {
 		if err := f.lift(r, e.Off, e.Len); err != nil {
 			c.fail(err)
@@ -94,11 +110,18 @@ func (f *Fabric) written(c *Conn, e *transport.Event, p *poll) {
 		}
 	}
 	if e.Key == r.part.ID {
+		if !last {
+			c.pieces = divided{to: r, off: e.Off}
+		}
+		c.pieces.n += e.Len
 		return
 	}
 	out := *e
-	out.Conn, out.Len, out.Off = c.self, c.pieces, e.Off+e.Len-c.pieces
-	c.pieces = 0
+	out.Conn = c.self
+	if last {
+		out.Len, out.Off = c.pieces.n+e.Len, c.pieces.off
+		c.pieces = divided{}
+	}
 	if r.Dev == mem.CPU || e.Len == 0 {
 		p.put(out)
 		return
@@ -109,6 +132,9 @@ func (f *Fabric) written(c *Conn, e *transport.Event, p *poll) {
 
 // lift starts the copy of n bytes at off from the shadow of r.
 func (f *Fabric) lift(r *region, off, n uint64) error {
+	if _, err := r.Slice(off, n); err != nil { // inner has looked, and there the GPU looks at nothing
+		return fmt.Errorf("cudaipc: the peer wrote out of bounds of key %d: %w", r.last.ID, err)
+	}
 	if r.seen == 0 {
 		// Memory that cannot be pinned can be copied too, by way of the driver's own.
 		seen, err := f.dev.Pin(uint64(r.shadow.Addr), r.shadow.Len)
