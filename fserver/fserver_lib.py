@@ -72,7 +72,7 @@ def init() -> None:
     global _node
     if _node is not None and not _node.closed:
         raise Error("init: the node is open already: call stop() before the next init()")
-    role = os.environ.get("DMLC_ROLE", "server").lower()
+    role = os.environ.get("DMLC_ROLE", "").strip().lower() or "server"
     if role == "joint":
         _become_launcher()
     classes: dict[str, type[Node]] = {
@@ -89,11 +89,17 @@ def init() -> None:
 
 
 def _become_launcher() -> NoReturn:
-    count = os.environ.get
+    from fserver.api import inherited
+    from fserver.env import settings
+
+    found = settings(inherited())
+    if found["errors"]:
+        raise ConfigError("\n".join(found["errors"]))
+    count = {s["name"]: s["value"] for s in found["settings"]}
     command = [sys.executable, "-m", "fserver", "run"]
-    command += ["--workers", count("DMLC_NUM_WORKER", "1")]
-    command += ["--servers", count("DMLC_NUM_SERVER", "1")]
-    command += ["--group-size", count("DMLC_GROUP_SIZE", "1")]
+    command += ["--workers", count["DMLC_NUM_WORKER"]]
+    command += ["--servers", count["DMLC_NUM_SERVER"]]
+    command += ["--group-size", count["DMLC_GROUP_SIZE"]]
     command += ["--", sys.executable, *sys.orig_argv[1:]]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -198,10 +198,30 @@ f.stop()
 def test_joint(tmp_path: Any) -> None:
     script = tmp_path / "joint.py"
     script.write_text(JOINT)
-    done = run_python([str(script)], DMLC_ROLE="joint")
+    # An empty value is as good as none.
+    done = run_python([str(script)], DMLC_ROLE=" Joint ", DMLC_NUM_WORKER="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("worker is done") == 1
     assert done.stdout.count("server is done") == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("DMLC_NUM_WORKER=two", 'DMLC_NUM_WORKER="two": want a whole number from 1 to 65535'),
+        ("DMLC_NUM_SERVER=-3", 'DMLC_NUM_SERVER="-3": want a whole number from 1 to 65535'),
+        ("DMLC_GROUP_SIZE=0", 'DMLC_GROUP_SIZE="0": want a whole number from 1 to 1024'),
+        ("FSERVER_LOG=loud", 'FSERVER_LOG="loud": want error, warn, info or debug'),
+        ("DMLC_ROLE=boss", "DMLC_ROLE='boss': want worker, server, scheduler or joint"),
+    ],
+)
+def test_joint_with_a_wrong_setting(setting: str, text: str) -> None:
+    name, value = setting.split("=")
+    script = "import fserver_lib; fserver_lib.init()"
+    done = run_python(["-c", script], **{"DMLC_ROLE": "joint", name: value})
+    assert done.returncode == 1
+    assert text in done.stderr and "ConfigError" in done.stderr
+    assert "usage:" not in done.stderr
 
 
 # Import
