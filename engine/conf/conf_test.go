@@ -221,7 +221,7 @@ func TestTransportNotBuilt(t *testing.T) {
 }
 
 func TestUnknownNames(t *testing.T) {
-	_, w := warned(t, with("STEPMESH_BACKNED=CPU", "STEPMESH_BACKNED=GPU", "PATH=/bin", "PS_UNKNOWN=1")...)
+	_, w := warned(t, with("STEPMESH_BACKNED=CPU", "STEPMESH_BACKNED=GPU", "PATH=/bin", "PS_UNKNOWN=1", "BYTEPS_LOCAL_RANK=0", "PS_"+strings.Repeat("X", 1<<20)+"=1")...)
 	require.Equal(t, "conf: unknown setting STEPMESH_BACKNED has no effect (the nearest known name is STEPMESH_BACKEND)", w)
 	for name, want := range map[string]string{
 		"DMLC_NUM_WORKERS":  "DMLC_NUM_WORKER",
@@ -230,6 +230,11 @@ func TestUnknownNames(t *testing.T) {
 		"DMLC_ROOT_URI":     "DMLC_PS_ROOT_URI",
 		"STEPMESH_VERBOSE":  "PS_VERBOSE",
 		"DMLC_PS_ROOT_PROT": "DMLC_PS_ROOT_PORT",
+
+		"PS_HEARTBEAT_TIMEOUTS": "PS_HEARTBEAT_TIMEOUT",
+		"PS_DROPMSG":            "PS_DROP_MSG",
+		"STEPAF_QP_NUMS":        "STEPAF_QP_NUM",
+		"BYTEPS_RDMA_RX_DETPH":  "BYTEPS_RDMA_RX_DEPTH",
 	} {
 		_, w := warned(t, with(name+"=1")...)
 		require.Contains(t, w, "(the nearest known name is "+want+")", name)

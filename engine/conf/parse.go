@@ -85,7 +85,7 @@ func (p *parser) collect(settings []string) {
 			p.fail("setting %d of %d has no '=': want NAME=value", i+1, len(settings))
 		case slices.Contains(known, name):
 			p.given[name] = strings.TrimSpace(v)
-		case ours(name) && !slices.ContainsFunc(p.unknown, func(u unknown) bool { return u.Name == name }):
+		case ours(name, known) && !slices.ContainsFunc(p.unknown, func(u unknown) bool { return u.Name == name }):
 			u := unknown{name, nearest(name, known)}
 			p.unknown = append(p.unknown, u)
 			p.warn("unknown setting %.64s has no effect (the nearest known name is %s)", u.Name, u.Nearest)
@@ -93,10 +93,17 @@ func (p *parser) collect(settings []string) {
 	}
 }
 
-func ours(name string) bool {
+// ours says whether a name that is not known was meant to be. The prefixes that other
+// programs use too count only next to a known name.
+func ours(name string, known []string) bool {
 	for _, prefix := range []string{"DMLC_", "STEPMESH_", "FSERVER_"} {
 		if strings.HasPrefix(name, prefix) {
 			return true
+		}
+	}
+	for _, prefix := range []string{"PS_", "BYTEPS_", "STEPAF_"} {
+		if strings.HasPrefix(name, prefix) && len(name) <= 64 {
+			return distance(name, nearest(name, known)) <= 2
 		}
 	}
 	return false
