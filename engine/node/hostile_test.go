@@ -1,6 +1,13 @@
 package node
 
 import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"encoding/pem"
+	"math/big"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -206,10 +213,46 @@ func TestTLSMesh(t *testing.T) {
 	plain.stop()
 }
 
-// TestOneSidedSecret gives both sides a clear error, whichever has the secret.
+// TestTLSWithCertificates brings a cluster up with a certificate that its nodes share, and
+// no secret, and lets nobody in with another one.
+func TestTLSWithCertificates(t *testing.T) {
+	made := func() []string {
+		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+		require.NoError(t, err)
+		c := &x509.Certificate{SerialNumber: big.NewInt(1), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour)}
+		der, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
+		require.NoError(t, err)
+		secret, err := x509.MarshalPKCS8PrivateKey(key)
+		require.NoError(t, err)
+		dir := t.TempDir()
+		for name, block := range map[string]*pem.Block{
+			"cert": {Type: "CERTIFICATE", Bytes: der}, "key": {Type: "PRIVATE KEY", Bytes: secret},
+		} {
+			require.NoError(t, os.WriteFile(dir+"/"+name, pem.EncodeToMemory(block), 0o600))
+		}
+		return []string{"FSERVER_TRANSPORT=tcp", "FSERVER_TLS=on", "FSERVER_TLS_CERT=" + dir + "/cert", "FSERVER_TLS_KEY=" + dir + "/key"}
+	}
+	way := made()
+	oneToOne(t, way...)
+
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
+	_, port := splitPort(t, m.scheduler.Info().Address)
+	n, err := Open(shape{1, 1, 1}.settings("worker", 0, 0, port, made()...), m.buffers)
+	require.NoError(t, err)
+	err = n.WaitReady(20 * time.Second)
+	require.ErrorContains(t, err, "certificate")
+	require.EqualValues(t, 22, Errno(err), "%v", err)
+	require.NoError(t, n.Free())
+	m.stop()
+}
+
+// TestOneSidedSecret gives both sides a clear error, whichever has the secret, and if
+// each has one of its own.
 func TestOneSidedSecret(t *testing.T) {
 	const secret = "FSERVER_SECRET=a secret of some length"
-	for _, c := range []struct{ scheduler, member []string }{{[]string{secret}, nil}, {nil, []string{secret}}} {
+	for _, c := range []struct{ scheduler, member []string }{
+		{[]string{secret}, nil}, {nil, []string{secret}}, {[]string{secret}, []string{secret + "!"}},
+	} {
 		m := newCluster(t, openFabrics)
 		core, logs := observer.New(zapcore.WarnLevel)
 		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("scheduler", 0, 0, "0", c.scheduler...))
