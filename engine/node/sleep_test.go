@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -19,6 +20,7 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/topo"
+	"fserver/engine/transport"
 )
 
 // TestSleepersHear has one caller asleep while another polls for a moment and
@@ -49,6 +51,48 @@ func sleepersHear(t *testing.T, way ...string) {
 		require.Less(t, at.Sub(answered), longSleep/2)
 	}
 	m.stop()
+}
+
+// counted is a Fabric that counts how often it is polled.
+type counted struct {
+	transport.Fabric
+	transport.Sleeper
+	transport.Binder
+	polls *atomic.Int64
+}
+
+func (c counted) Poll(ev []transport.Event) (int, error) {
+	c.polls.Add(1)
+	return c.Fabric.Poll(ev)
+}
+
+// TestIdlePair has a server wait for requests that do not come: soon nobody polls, on
+// either side, but for heartbeats.
+func TestIdlePair(t *testing.T) {
+	eachWay(t, func(t *testing.T, way ...string) {
+		var polls atomic.Int64
+		m := newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+			list, err := openFabrics(cfg, g, log)
+			for i, f := range list {
+				list[i] = counted{f, f.(transport.Sleeper), f.(transport.Binder), &polls}
+			}
+			return list, err
+		}, shape{1, 1, 1}, way...)
+		require.NoError(t, echo(t, m.workers[0], m.servers, 5, closed()))
+		var b batch
+		came := make(chan error, 1)
+		go func() { came <- m.servers[0].GetBatch(&b, 0, 30*time.Second, true) }()
+		require.Eventually(t, func() bool {
+			before := polls.Load()
+			time.Sleep(300 * time.Millisecond)
+			return polls.Load()-before < 200
+		}, 15*time.Second, time.Millisecond)
+		id := pushPull(t, m.workers[0], []exchange.Tensor{tensor(t, 1, 4)}, nil)
+		require.NoError(t, <-came)
+		respond(t, m.servers[0], b.reqs[0].handler)
+		require.NoError(t, wait(m.workers[0], id))
+		m.stop()
+	})
 }
 
 // hostOf is a host with these cores online, of which the process may use those in
