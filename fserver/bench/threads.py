@@ -1,13 +1,18 @@
 """`fserver bench threads`: threads of one worker, each with a micro-batch of its own."""
 
 import argparse
+import contextlib
 import statistics
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from . import report
-from .crew import Case, Crew, Nodes, pair
+from .crew import TIMEOUT, Case, Crew, Nodes, pair
+from .errors import BenchError
 from .options import parser, positive, size
 from .peers import WorkerPart, figures
 
@@ -20,24 +25,26 @@ COLUMNS = (
 )
 
 
+BESIDE = {
+    "links": "a thread that asks for links() every 10 ms",
+    "doctor": "one `fserver doctor --json` after the other",
+}
+SECONDS = {"doctor": 4.0}  # of a round; a doctor takes one or two
+DOCTOR = [sys.executable, "-m", "fserver", "doctor", "--json"]
+
+
 class ThreadsPart(WorkerPart):
     """A worker whose stages belong to a thread each."""
 
     def asked(self, count: int) -> dict[str, float]:
         """One thread makes `count` exchanges, while another asks for links() every 10 ms."""
-        done = threading.Event()
 
-        def ask() -> None:
+        def ask(done: threading.Event) -> None:
             while not done.wait(0.01):
                 self.nodes[0].links()
 
-        asking = threading.Thread(target=ask)
-        asking.start()
-        try:
+        with _meanwhile(ask):
             return self.together(1, count)
-        finally:
-            done.set()
-            asking.join()
 
     def together(self, threads: int, count: int) -> dict[str, float]:
         """So many threads make `count` exchanges each, one after the other: the time of all of it
@@ -77,25 +84,30 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         two.all("verify", 0)
         transport = "+".join(two.workers("links")[0])
         trial = _run(two, 200, "together", 1, 200)["per_exchange_us"]
-        count = options.iters or max(100, int(options.seconds * 1e6 / trial))
+        seconds = options.seconds or SECONDS.get(options.beside, 0.2)
+        count = options.iters or max(100, int(seconds * 1e6 / trial))
         for _ in range(options.rounds):
             alone = _run(two, count, "together", 1, count)
-            if options.links:
-                rounds.append((alone, _run(two, count, "asked", count)))
+            if options.beside == "links":
+                other = _run(two, count, "asked", count)
+            elif options.beside == "doctor":
+                with _meanwhile(_doctors):
+                    other = _run(two, count, "together", 1, count)
             else:
-                rounds.append((alone, _run(two, 2 * count, "together", 2, count)))
+                other = _run(two, 2 * count, "together", 2, count)
+            rounds.append((alone, other))
             bar.step()
         two.all("verify", 1)
     table = report.Table(COLUMNS)
     print(table.header())
     rows = []
-    names = (1, "links" if options.links else 2)
+    names = (1, options.beside or 2)
     for threads, found in zip(names, zip(*rounds, strict=True), strict=True):
         row = {key: statistics.median(each[key] for each in found) for key in found[0]}
         rows.append({"transport": transport, "threads": threads, "iters": count, **row})
         print(table.line(rows[-1]))
     ratio = statistics.median(b["per_exchange_us"] / a["per_exchange_us"] for a, b in rounds)
-    beside = "beside a thread that asks for links()" if options.links else "of two threads"
+    beside = f"beside {BESIDE[options.beside]}" if options.beside else "of two threads"
     print(f"\nan exchange {beside} takes {ratio:.2f} x the time of one's")
     report.finish(options, "threads", facts, rows, ratio=round(ratio, 3))
     return 0
@@ -109,17 +121,45 @@ def _run(two: Crew, requests: int, method: str, *args: int) -> dict[str, float]:
     return two.results()[0]
 
 
+@contextlib.contextmanager
+def _meanwhile(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Something in a thread of its own until the block ends; what it raises is raised here."""
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work, done)
+        try:
+            yield
+        finally:
+            done.set()
+        working.result()
+
+
+def _doctors(done: threading.Event) -> None:
+    """One doctor after the other. Their parent is this process, which is not pinned."""
+    while not done.is_set():
+        ended = subprocess.run(DOCTOR, capture_output=True, text=True, timeout=TIMEOUT)
+        if not ended.stdout:
+            raise BenchError(
+                f"fserver doctor ended with {ended.returncode}: {ended.stderr.strip()}"
+            )
+
+
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "threads",
         "Two Python threads of one worker, each in a loop of push_pull and wait with tensors and "
         "keys of its own, beside one: the time for an exchange, of all that were made. Below 1 x "
-        "they overlap; what is above is what they cost each other. Nothing is pinned without "
-        "--cores; taskset -c leaves both sides several.",
-        seconds=(0.2, "of each round"),
+        "they overlap; what is above is what they cost each other. With --beside there is one "
+        "thread, and something else runs in every other round. A doctor is a Python process that "
+        "starts, so it takes a core's worth of CPU: where the pair leaves none free, what it "
+        "costs is that. Nothing is pinned without --cores, and a doctor never is; taskset -c "
+        "leaves both sides several.",
+        seconds=(None, "of each round (default 0.2, beside doctor 4)"),
     )
     made.add_argument(
-        "--links", action="store_true", help="the other thread asks for links() every 10 ms"
+        "--beside",
+        choices=tuple(BESIDE),
+        help="; ".join(f"{name}: {what}" for name, what in BESIDE.items()),
     )
     made.add_argument("--rounds", type=positive, default=5, help="rounds (default 5)")
     made.add_argument("--iters", type=positive, help="exchanges of a thread, not --seconds")

@@ -36,6 +36,7 @@ from fserver.bench import (
     report,
     soak,
     stamps,
+    threads,
     turns,
     verify,
 )
@@ -691,10 +692,28 @@ def test_threads(tmp_path, capsys):
     argv = ["threads", "--iters", "50", "--rounds", "2", "--json", str(path)]
     assert bench.main([*argv, "--transport", "auto"]) == 0
     assert "an exchange of two threads takes" in capsys.readouterr().out
-    assert bench.main(["threads", "--links", "--iters", "50", "--rounds", "1"]) == 0
-    assert "that asks for links() takes" in capsys.readouterr().out
     found = json.loads(path.read_text())
     assert [row["threads"] for row in found["rows"]] == [1, 2] and found["ratio"] > 0
+
+
+@pytest.mark.parametrize(
+    ("beside", "text"),
+    [("links", "a thread that asks for links()"), ("doctor", "one `fserver doctor --json`")],
+)
+def test_threads_beside_something(beside, text, tmp_path, capsys):
+    path = tmp_path / "threads.json"
+    argv = ["--beside", beside, "--iters", "50", "--rounds", "1", "--json", str(path)]
+    assert bench.main(["threads", *argv]) == 0
+    assert f"an exchange beside {text}" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["threads"] for row in rows] == [1, beside]
+    assert all(row["per_exchange_us"] > 0 for row in rows)
+
+
+def test_threads_beside_a_doctor_that_fails(monkeypatch):
+    monkeypatch.setattr(threads, "DOCTOR", [sys.executable, "-c", "raise SystemExit('no way')"])
+    with pytest.raises(BenchError, match="fserver doctor ended with 1: no way"):
+        threads.main(["--beside", "doctor", "--iters", "50", "--rounds", "1"])
 
 
 def test_idle(tmp_path, capsys):
