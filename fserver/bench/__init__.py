@@ -18,7 +18,7 @@ BENCHMARKS = {
     "graph": "channels in CUDA graphs in the shape of a model; GEMMs beside them; memory",
     "fanin": "one server and 1 to 40 worker groups, or idle groups beside a busy one",
     "threads": "two Python threads of a worker beside one; one beside links() or doctor",
-    "verify": "random shapes, types and counts, compared byte by byte",
+    "verify": "random shapes, types and counts, compared byte by byte; some timed too",
     "soak": "resident memory over many push_pulls",
     "idle": "CPU time of calls that have nothing to do",
 }

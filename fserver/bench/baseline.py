@@ -14,6 +14,7 @@ from .errors import BenchError
 
 SOURCES = Path(__file__).resolve().parent
 TIMEOUT = 600.0  # seconds; a round
+MAX_BYTES = 1 << 32  # of a message: raw.h
 
 # How bytes travel in each, as rows and plots name it: the program, and its last argument.
 WAYS = {

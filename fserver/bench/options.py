@@ -18,10 +18,9 @@ def parser(
     seconds: tuple[float | None, str],
     transport: str = "tcp",
     rounds: int | None = None,
-    plot: bool = True,
 ) -> argparse.ArgumentParser:
     """A parser with the common options. `seconds`: default and meaning; `rounds`: default, for
-    benchmarks with a baseline."""
+    benchmarks whose baseline takes turns with them."""
     made = argparse.ArgumentParser(prog=f"fserver bench {name}", description=description)
     default, meaning = seconds
     made.add_argument(
@@ -31,8 +30,7 @@ def parser(
         help=f"{meaning} {SHOWN}" if default else meaning,
     )
     made.add_argument("--json", metavar="FILE", help="also write the results to FILE")
-    if plot:
-        made.add_argument("--plot", metavar="FILE", help="also draw them (PNG, SVG or PDF)")
+    made.add_argument("--plot", metavar="FILE", help="also draw them (PNG, SVG or PDF)")
     made.add_argument(
         "--cores",
         type=_cores,
@@ -47,14 +45,18 @@ def parser(
     if rounds is not None:
         made.add_argument("--rounds", type=positive, default=rounds, help=f"rounds {SHOWN}")
         made.add_argument("--iters", type=positive, help="exchanges in a round, not --seconds")
-        made.add_argument(
-            "--no-baseline",
-            action="store_const",
-            const="--no-baseline",  # which is the reason in the rows
-            help="without the raw baseline",
-        )
-    made.set_defaults(plot=None)
+        add_no_baseline(made)
     return made
+
+
+def add_no_baseline(made: argparse.ArgumentParser) -> None:
+    """The option that leaves the raw baseline out."""
+    made.add_argument(
+        "--no-baseline",
+        action="store_const",
+        const="--no-baseline",  # which is the reason in the rows
+        help="without the raw baseline",
+    )
 
 
 def open_baseline(

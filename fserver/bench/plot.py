@@ -135,6 +135,36 @@ def _threads(figure: Any, rows: Rows) -> None:
     axes.set(title="Threads of one worker: time for an exchange, median", ylabel="µs")
 
 
+def _verify(figure: Any, rows: Rows) -> None:
+    """Each round that was timed, over its bytes; and its ratio."""
+    latency, ratio = figure.subplots(1, 2)
+    timed = [one for row in rows for one in row["timed"]]
+    for key, name in (("p50_us", "fserver"), ("baseline_p50_us", "raw, in one block")):
+        points = [(_moved(one), one[key]) for one in timed if one[key]]
+        if points:
+            latency.plot(*zip(*points, strict=True), ".", alpha=0.6, label=name)
+    points = [
+        (_moved(one), one["p50_us"] / one["baseline_p50_us"])
+        for one in timed
+        if one["baseline_p50_us"]
+    ]
+    if points:
+        ratio.plot(*zip(*points, strict=True), ".", alpha=0.6)
+    latency.set(title="A round of random requests", ylabel="µs", yscale="log")
+    ratio.set(title="Ratio to the raw baseline", ylabel="time / raw time", yscale="log")
+    ratio.axhline(1, color="gray", linewidth=0.8)
+    latency.legend(fontsize=8)
+    for axes in (latency, ratio):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("bytes there and back")
+        axes.grid(alpha=0.3)
+
+
+def _moved(one: dict[str, Any]) -> int:
+    """At least 1, which a logarithm needs."""
+    return max(one["bytes_out"] + one["bytes_back"], 1)
+
+
 def _idle(figure: Any, rows: Rows) -> None:
     """CPU time of each state."""
     axes = figure.subplots()
@@ -174,6 +204,7 @@ DRAW: dict[str, Callable[[Any, Rows], None]] = {
     "af": _af,
     "fanin": _fanin,
     "threads": _threads,
+    "verify": _verify,
     "idle": _idle,
     "soak": _soak,
 }

@@ -29,7 +29,7 @@ BESIDE = {
     "links": "a thread that asks for links() every 10 ms",
     "doctor": "one `fserver doctor --json` after the other",
 }
-SECONDS = {"doctor": 4.0}  # of a round; a doctor takes one or two
+SECONDS = {"doctor": 2.0}  # of a round; a doctor takes one or two
 DOCTOR = [sys.executable, "-m", "fserver", "doctor", "--json"]
 
 
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         "starts, so it takes a core's worth of CPU: where the pair leaves none free, what it "
         "costs is that. Nothing is pinned without --cores, and a doctor never is; taskset -c "
         "leaves both sides several.",
-        seconds=(None, "of each round (default 0.2, beside doctor 4)"),
+        seconds=(None, "of each round (default 0.2, beside doctor 2)"),
     )
     made.add_argument(
         "--beside",

@@ -1,16 +1,36 @@
 """`fserver bench verify`: is what arrives what was sent?"""
 
 import argparse
+import bisect
+import contextlib
+import dataclasses
 import secrets
+import statistics
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from . import report
-from .crew import Member, Nodes, start
+from .baseline import MAX_BYTES, Baseline, baseline_of
+from .crew import Crew, Member, Nodes, start
 from .errors import WrongDataError
-from .options import choose_cores, parser, positive, size
+from .options import add_no_baseline, choose_cores, open_baseline, parser, positive, size
+from .pingpong import SMALL
 
 CHUNK = 20  # steps between two looks at the clock
+TIMED = 5  # of them that are then timed too
+BINS = (4 << 10, 64 << 10, 1 << 20, 16 << 20)  # rounds of up to so many bytes; others
+
+COLUMNS = (
+    report.TRANSPORT,
+    report.Column("bytes to", 8, "bytes_up_to", report.show_size),
+    report.Column("rounds", 6, "rounds", str),
+    report.Column("first µs", 11, "first_us", "{:.1f}".format),
+    report.Column("again µs", 11, "p50_us", "{:.1f}".format),
+    report.Column("raw µs", 11, "baseline_p50_us", "{:.1f}".format),
+    report.RATIO,
+)
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
@@ -20,7 +40,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     facts = report.begin(options, cores)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    row = {
+    checked = {
         "transport": options.transport,
         "seed": seed,
         "workers": options.workers,
@@ -31,51 +51,118 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         "bytes": 0,
         "difference": None,
     }
+    timed: list[dict[str, Any]] = []
+    says: dict[str, Any] = {}
     try:
-        _play(options, cores, nodes, row)
+        _play(options, cores, nodes, checked, timed, says)
     except WrongDataError as error:
-        row["difference"] = str(error)
-    report.finish(options, "verify", facts, [row])
-    if row["difference"]:
-        print(f"bench: {row['difference']}", file=sys.stderr)
+        print(f"bench: {error}", file=sys.stderr)
+        checked["difference"] = str(error)
+        options.plot = None  # of times that nobody needs
+    rows = list(_rows(checked["transport"], timed, **says))
+    report.finish(options, "verify", facts, rows, checked=checked)
+    if checked["difference"]:
         return 1
+    table = report.Table(COLUMNS)
+    print(table.header())
+    for row in rows:
+        print(table.line(row))
     print(
         "{requests} requests of {workers} workers to {servers} servers over {transport}, "
-        "{tensors} tensors, {bytes} bytes: no difference".format(**row)
+        "{tensors} tensors, {bytes} bytes: no difference".format(**checked)
     )
     return 0
 
 
 def _play(
-    options: argparse.Namespace, cores: tuple[int, int] | None, nodes: Nodes, row: dict
+    options: argparse.Namespace,
+    cores: tuple[int, int] | None,
+    nodes: Nodes,
+    checked: dict[str, Any],
+    timed: list[dict[str, Any]],
+    says: dict[str, Any],
 ) -> None:
+    """Fills in what was checked, each round that was timed, and which baseline it was beside."""
     worker_core, server_core = cores or (None, None)
     members = [
         Member("workers", "randoms.RandomWorkers", "worker", worker_core, options.workers),
         Member("servers", "randoms.RandomServers", "server", server_core, options.servers),
     ]
     with (
+        contextlib.ExitStack() as stack,
         start(members, nodes) as crew,
         crew.cluster(options.transport),
         report.Progress(options.steps or options.seconds, "verify", "") as bar,
     ):
-        row["transport"] = "+".join(crew.workers("links")[0])
-        start_time = seen = time.monotonic()
+        checked["transport"] = "+".join(crew.workers("links")[0])
+        raw, how = open_baseline(stack, options, baseline_of(checked["transport"]), cores)
+        says.update(how)
+        seconds = 0.0
         while True:
-            count = min(CHUNK, options.steps - row["steps"]) if options.steps else CHUNK
-            (moved,) = crew.workers("play", row["seed"], row["steps"], count, options.max_bytes)
-            row["steps"] += count
+            first = checked["steps"]
+            count = min(CHUNK, options.steps - first) if options.steps else CHUNK
+            start_time = time.monotonic()
+            (moved,) = crew.workers("play", checked["seed"], first, count, options.max_bytes)
+            took = time.monotonic() - start_time
+            checked["steps"] += count
             for name, value in moved.items():
-                row[name] += value
-            now = time.monotonic()
-            bar.step(count if options.steps else now - seen)
-            seen = now
+                checked[name] += value
+            for step in range(first, first + min(count, TIMED)):
+                timed.extend(_time(crew, raw, checked["seed"], step, options.max_bytes))
+            seconds += took
+            bar.step(count if options.steps else took)
             if options.steps:
-                over = row["steps"] == options.steps
+                over = checked["steps"] == options.steps
             else:
-                over = now - start_time >= options.seconds
+                over = seconds >= options.seconds
             if over:
                 return
+
+
+def _time(
+    crew: Crew, raw: Baseline | None, seed: int, step: int, limit: int
+) -> Iterator[dict[str, Any]]:
+    """The rounds of a step, and of each the same bytes in one raw round trip: both twice, of which
+    the second counts."""
+    crew.all("ready", seed, step, limit)
+    for found in crew.workers("timed")[0]:
+        raw_us = None
+        if raw and max(found.bytes_out, found.bytes_back) <= MAX_BYTES:
+            raw.prepare(found.bytes_out or SMALL, found.bytes_back or SMALL)
+            raw_us = raw.measure(1, 1)["p50_us"]
+        yield {**dataclasses.asdict(found), "baseline_p50_us": raw_us}
+
+
+def _rows(
+    transport: str,
+    timed: list[dict[str, Any]],
+    way: str | None = None,
+    missing: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """A row for each bin of sizes, with medians over its rounds; the ratio is that of theirs."""
+    bins: dict[int, list[dict[str, Any]]] = {}
+    for one in timed:
+        bins.setdefault(bisect.bisect_left(BINS, one["bytes_out"] + one["bytes_back"]), []).append(
+            one
+        )
+    for number, some in sorted(bins.items()):
+        with_raw = [one for one in some if one["baseline_p50_us"]]
+        yield {
+            "transport": transport,
+            "bytes_up_to": [*BINS, None][number],
+            "rounds": len(some),
+            **{key: _median(one[key] for one in some) for key in ("first_us", "p50_us")},
+            "baseline_p50_us": _median(one["baseline_p50_us"] for one in with_raw),
+            "ratio": _median(one["p50_us"] / one["baseline_p50_us"] for one in with_raw),
+            "baseline": way if with_raw else None,
+            "baseline_missing": None if with_raw else missing,
+            "timed": some,
+        }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return round(statistics.median(found), 3) if found else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,10 +173,17 @@ def _parser() -> argparse.ArgumentParser:
         "time, and compares keys, types, shapes and all bytes at both ends; answers arrive in "
         "poisoned memory. Keys are few, so the tensors of each grow, shrink and change type. "
         "Everything follows from the seed. Ends with status 1 at the first difference, which it "
-        "describes. Workers are in one process and servers in another.",
-        seconds=(10.0, "how long in all"),
-        plot=False,
+        "describes. Workers are in one process and servers in another. A quarter of the steps is "
+        "made again and timed, with nothing compared, poisoned or made meanwhile: each round, "
+        "which is one request of each worker at the same time and the waits for them, twice: "
+        "after another one (first), and after itself (again). In turn with them as many bytes "
+        "go between two processes in C, also twice: all that is pushed, to all servers, there "
+        "and all answers back, as one block each way (raw), where fserver has several tensors, "
+        "workers and servers, the latter driven by one thread a side. The table has medians over "
+        "the rounds of a size, both directions counted; the ratio is the median of again / raw.",
+        seconds=(10.0, "how long to compare in all"),
     )
+    add_no_baseline(made)
     add = made.add_argument
     add("--seed", type=int, help="that of an earlier run (default: random)")
     add("--steps", type=positive, help="so many steps, not --seconds")

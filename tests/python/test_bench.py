@@ -359,7 +359,7 @@ def test_units_are_counted():
         (["af", "--in-flight", "4"], "want at most --stages 3"),
         (["af", "--layers", "2000"], "want at most 4096"),
         (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
-        (["verify", "--plot", "x.png"], "unrecognized arguments"),
+        (["verify", "--seconds", "0"], "want seconds, more than 0"),
         (["nothing"], "invalid choice"),
     ],
 )
@@ -848,26 +848,80 @@ def test_idle_groups_beside(tmp_path):
     assert ratio == pytest.approx(rows[1]["p50_us"] / rows[0]["p50_us"], abs=0.001)
 
 
+@needs_compiler
 def test_verify(tmp_path, capsys):
     path = tmp_path / "rows.json"
     argv = ["--seed", "7", "--steps", "12", "--max-bytes", "64K", "--json", str(path)]
     assert bench.main(["verify", *argv]) == 0
     out = capsys.readouterr().out
-    assert "seed 7\n" in out and "no difference" in out
-    (row,) = written(path, "verify")
-    assert row["steps"] == 12 and row["requests"] >= 24 and row["tensors"] and row["bytes"]
-    assert row["transport"] == "tcp" and row["difference"] is None
+    assert "seed 7\n" in out and out.endswith("no difference\n")
+    rows = written(path, "verify")
+    checked = json.loads(path.read_text())["checked"]
+    assert checked["steps"] == 12 and checked["requests"] >= 24
+    assert checked["tensors"] and checked["bytes"]
+    assert checked["transport"] == "tcp" and checked["difference"] is None
+
+    # What is timed is of the same plan, and is counted at each server.
+    dtypes = randoms.usable_dtypes()
+    want = [
+        (
+            2 * sum(t.make().nbytes for request in requests for t in request.push),
+            sum(t.make().nbytes for r in requests for answers in r.pull for t in answers),
+        )
+        for step in range(verify.TIMED)
+        for requests in randoms.plan(7, step, 2, 2, 1 << 16, dtypes)
+    ]
+    timed = [one for row in rows for one in row["timed"]]
+    assert sorted((one["bytes_out"], one["bytes_back"]) for one in timed) == sorted(want)
+    assert sum(row["rounds"] for row in rows) == len(timed)
+    for row in rows:
+        assert row["transport"] == "tcp" and row["baseline"] == "raw tcp"
+        assert row["p50_us"] > 0 and row["first_us"] > 0 and row["ratio"] > 0
+        sizes = [one["bytes_out"] + one["bytes_back"] for one in row["timed"]]
+        assert row["bytes_up_to"] is None or max(sizes) <= row["bytes_up_to"]
+        for one in row["timed"]:
+            assert one["p50_us"] > 0 and one["first_us"] > 0 and one["baseline_p50_us"] > 0
+
+
+def test_verify_without_baseline(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    argv = ["--seconds", "0.01", "--max-bytes", "1K", "--no-baseline", "--json", str(path)]
+    assert bench.main(["verify", *argv, "--transport", "auto"]) == 0
+    assert capsys.readouterr().out.endswith("no difference\n")
+    assert json.loads(path.read_text())["checked"]["steps"] == verify.CHUNK
+    for row in written(path, "verify"):
+        assert row["p50_us"] > 0 and row["ratio"] is None and row["baseline"] is None
+        assert row["baseline_missing"] == "--no-baseline"
 
 
 def test_verify_sees_one_wrong_byte(tmp_path, capsys):
     path = tmp_path / "rows.json"
     argv = ["--seed", "7", "--steps", "12", "--max-bytes", "64K", "--json", str(path)]
+    argv += ["--plot", str(tmp_path / "plot.png")]  # of which there will be none
     assert verify.main(argv, Nodes(server=corrupting_node)) == 1
     err = capsys.readouterr().err
     assert "the workers got wrong data: seed 7, step " in err
-    (row,) = written(path, "verify")
-    assert f"bench: {row['difference']}" in err
-    assert "answer" in row["difference"] and " of server " in row["difference"]
+    difference = json.loads(path.read_text())["checked"]["difference"]
+    assert f"bench: {difference}" in err
+    assert "answer" in difference and " of server " in difference
+    assert written(path, "verify") == []  # it was in the first steps
+
+
+def test_verify_rows_are_bins_of_sizes():
+    timed = [
+        {"bytes_out": out, "bytes_back": 0, "first_us": us, "p50_us": us, "baseline_p50_us": raw}
+        for out, us, raw in [
+            (0, 4.0, 2.0),
+            (4096, 6.0, 1.0),
+            (4097, 9.0, None),
+            (1 << 30, 1.0, 1.0),
+        ]
+    ]
+    small, medium, large = verify._rows("tcp", timed, "raw tcp", None)
+    assert [row["bytes_up_to"] for row in (small, medium, large)] == [4096, 65536, None]
+    assert (small["rounds"], small["p50_us"], small["baseline_p50_us"]) == (2, 5, 1.5)
+    assert small["ratio"] == 4 and small["timed"] == timed[:2]
+    assert medium["ratio"] is None and medium["baseline"] is None and large["ratio"] == 1
 
 
 @pytest.mark.parametrize(
@@ -936,13 +990,16 @@ DRAWN = {
         {**ROW, "groups": n, "idle": 0, "per_request_us": 20.0, "p50_us": 20.0 * n} for n in (1, 2)
     ],
     "threads": [{"threads": n, "per_exchange_us": 5.0} for n in (1, "links")],
+    "verify": [
+        {"timed": [{**ROW, "first_us": 30.0}, {**ROW, "baseline_p50_us": None, "bytes_out": 0}]}
+    ],
     "idle": [{"role": "worker", "state": "no call", "cpu_percent": 0.1}],
     "soak": [{"role": "worker", "resident_bytes": [1000, 2000, 2000]}],
 }
 
 
 def test_every_benchmark_has_a_plot():
-    assert DRAWN.keys() == plot.DRAW.keys() == bench.BENCHMARKS.keys() - {"verify", "graph"}
+    assert DRAWN.keys() == plot.DRAW.keys() == bench.BENCHMARKS.keys() - {"graph"}
 
 
 @pytest.mark.skipif(
