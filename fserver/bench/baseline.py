@@ -2,11 +2,14 @@
 first used and driven over their standard input."""
 
 import hashlib
+import hmac
 import json
 import os
 import select
+import socket
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,10 @@ from .errors import BenchError
 SOURCES = Path(__file__).resolve().parent
 TIMEOUT = 600.0  # seconds; a round
 MAX_BYTES = 1 << 32  # of a message: raw.h
+
+CONNECT = 10.0  # seconds; until an end on another host is connected and has shown its token
+ACCEPTED = b"\1"  # what a server says to the right token
+GONE = 20  # seconds; after which a silent host is gone
 
 # How bytes travel in each, as rows and plots name it: the program, and its last argument.
 WAYS = {
@@ -47,15 +54,19 @@ class Baseline:
         program, argument = WAYS[way]
         worker, server = cores or (-1, -1)
         command = [str(compiled(program)), str(worker), str(server), argument or where]
+        self._start(way, [word for word in command if word])
+
+    def _start(self, way: str, command: list[str], inherited: tuple[int, ...] = ()) -> None:
         self.way = way
         self._out = self._back = 0
         self._process = subprocess.Popen(
-            [word for word in command if word],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             bufsize=1,
+            pass_fds=inherited,
         )
 
     def __enter__(self) -> "Baseline":
@@ -90,6 +101,95 @@ class Baseline:
                 f"{self.way} ended with status {self._process.returncode}: {errors.strip()}"
             )
         return json.loads(text)
+
+
+class FarBaseline(Baseline):
+    """Raw tcp to a FarServer, which is on another host."""
+
+    def __init__(self, core: int | None, host: str, port: int, token: str):
+        program = str(compiled("rawecho"))
+        try:
+            with socket.create_connection((host, port), CONNECT) as conn:
+                conn.sendall(token.encode())
+                if conn.recv(1) != ACCEPTED:
+                    raise BenchError(
+                        f"raw tcp: port {port} of {host} did not take the token (is something "
+                        "between that takes connections? else --no-baseline)"
+                    )
+                _ready(conn)
+                core = -1 if core is None else core
+                command = [program, "client", str(core), str(conn.fileno())]
+                self._start("raw tcp", command, (conn.fileno(),))
+        except OSError as error:
+            raise BenchError(
+                f"raw tcp: connect to port {port} of {host}: {error.strerror or error} (it is any "
+                "free port: let this host connect to all, or choose --no-baseline)"
+            ) from None
+
+
+class FarServer:
+    """The server of raw tcp alone. Its client is a FarBaseline on another host, which has the
+    same token; whoever else connects is sent away."""
+
+    def __init__(self, host: str, token: str):
+        """Listens on any free port of an address of this host.
+
+        Raises:
+            BenchError: it cannot, or the program cannot be compiled.
+        """
+        self._program = str(compiled("rawecho"))
+        self._token = token.encode()
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise BenchError(f"raw tcp: listen on {host}: {error.strerror or error}") from None
+        self.port = int(self._listener.getsockname()[1])
+
+    def accept(self) -> bool:
+        """Takes the client, on the cores of this process, and listens no more. False: it did not
+        come in time."""
+        end = time.monotonic() + CONNECT
+        with self._listener:
+            while (left := end - time.monotonic()) > 0:
+                self._listener.settimeout(left)
+                try:
+                    conn = self._listener.accept()[0]
+                except OSError:  # time is up, or this one is gone already
+                    continue
+                with conn:
+                    conn.settimeout(1.0)  # what it has to say has few bytes
+                    try:
+                        if not hmac.compare_digest(conn.recv(len(self._token)), self._token):
+                            continue
+                        conn.sendall(ACCEPTED)
+                    except OSError:
+                        continue
+                    _ready(conn)
+                    fd = conn.fileno()
+                    self._process = subprocess.Popen(
+                        [self._program, "server", "-1", str(fd)], pass_fds=(fd,)
+                    )
+                    return True
+        return False
+
+    def close(self) -> None:
+        """Ends it."""
+        self._listener.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _ready(conn: socket.socket) -> None:
+    """As rawecho wants a connection to another host: blocking, and with an end if that is gone."""
+    conn.settimeout(None)
+    conn.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    conn.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, GONE // 4)
+    conn.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, GONE // 4)
+    conn.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    conn.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE * 1000)
 
 
 def compiled(program: str) -> Path:

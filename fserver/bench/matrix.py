@@ -2,16 +2,19 @@
 
 import argparse
 import contextlib
+import functools
 import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from . import report
+from .baseline import Baseline
 from .crew import Case, Crew, Member, Nodes, pair, start
 from .joint import joint
 from .options import choose_cores, one_of, parser, sizes
 from .pingpong import OPS, cases, measure
+from .remote import far_baseline
 
 PLACES = ("local", "remote", "joint")
 DEVICES = ("cpu", "gpu")
@@ -64,7 +67,8 @@ def _run(
             reasons = {}
             with _crew(options, place, "cpu", host, cores, nodes) as crew:
                 refused = crew.one("worker", "problem", {"STEPMESH_BACKEND": "GPU"})
-                for row in measure(crew, options, planned, cores, bar, host):
+                make = functools.partial(far_baseline, crew) if options.role else Baseline
+                for row in measure(crew, options, planned, cores, bar, host, make):
                     yield {"place": place, "device": "cpu", **row}
             if refused or options.role:
                 reasons["gpu"] = refused or TWO_HOSTS
@@ -92,7 +96,6 @@ def _crew(
 ) -> Iterator[Crew]:
     """The worker, and the server if it is on this host."""
     if options.role:
-        options.no_baseline = "both processes of the baseline are on one host"
         member = Member("worker", "remote.CommandingWorker", "worker", cores and cores[0])
         with start([member], nodes) as crew:
             with crew.cluster("tcp", host=options.host, scheduler=options.scheduler):
@@ -136,7 +139,10 @@ def _parser() -> argparse.ArgumentParser:
         "host), or between two hosts: run it on both with --scheduler HOST:PORT, an address of "
         "the server's host, and --role; joint, a pair that DMLC_ROLE=joint starts, over "
         "--transport. Every answer's number is checked, and between rounds all bytes of an "
-        "exchange into poisoned memory.",
+        "exchange into poisoned memory. Between two hosts the baseline has an end on each: that "
+        "of the server listens where fserver's does, on any free port and for at most ten "
+        "seconds, and takes the client that shows what it was sent over fserver; what these two "
+        "move is not encrypted.",
         seconds=(0.2, "about so long a round of each"),
         transport="auto",
         rounds=5,

@@ -4,12 +4,16 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from . import baseline, report
 from .errors import BenchError
 
 SHOWN = "(default %(default)s)"
+
+MakeBaseline = Callable[[str, tuple[int, int] | None, str | None], baseline.Baseline]
+"""Starts one; arguments as of Baseline."""
 
 
 def parser(
@@ -65,6 +69,7 @@ def open_baseline(
     way: str | None,
     cores: tuple[int, int] | None,
     where: str | None = None,
+    make: MakeBaseline = baseline.Baseline,
 ) -> tuple[baseline.Baseline | None, dict[str, Any]]:
     """The raw baseline of a way, and what report.row is to say of it. Without a compiler, or where
     the system refuses its calls, there is none, and the rows say why."""
@@ -74,7 +79,7 @@ def open_baseline(
         return None, {"missing": "nothing raw does the same"}
     try:
         with contextlib.ExitStack() as own:
-            raw = own.enter_context(baseline.Baseline(way, cores, where))
+            raw = own.enter_context(make(way, cores, where))
             raw.prepare(8, 8)
             raw.measure(0, 1)
             stack.enter_context(own.pop_all())

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import report
-from .baseline import baseline_of
+from .baseline import Baseline, baseline_of
 from .crew import Case, Crew, Nodes, pair
-from .options import choose_cores, one_of, open_baseline, parser, sizes
+from .options import MakeBaseline, choose_cores, one_of, open_baseline, parser, sizes
 from .turns import CrewPlayer, take_turns
 
 SIZES = "64,4K,64K,1M,16M,64M"
@@ -53,8 +53,10 @@ def measure(
     cores: tuple[int, int] | None,
     bar: report.Progress,
     host: str | None = None,
+    make: MakeBaseline = Baseline,
 ) -> Iterator[dict[str, Any]]:
-    """The same with a pair that is there, in turn with the baseline of what connects it."""
+    """The same with a pair that is there, in turn with the baseline of what connects it, which
+    `make` starts."""
     with contextlib.ExitStack() as stack:
         player = CrewPlayer(crew)
         if planned[0].device == "gpu":  # how that travels is known when it has
@@ -63,7 +65,7 @@ def measure(
         transport = "+".join(crew.workers("links")[0])
         way = baseline_of(transport)
         where = "{},{}".format(*crew.gpus) if way == "raw gpu" else host
-        raw, says = open_baseline(stack, options, way, cores, where)
+        raw, says = open_baseline(stack, options, way, cores, where, make)
         for case in planned:
             out, back = sum(case.out), sum(case.back)
             player.prepare(case)

@@ -1,11 +1,14 @@
 /*
- * rawecho: what two processes can do at best over TCP on one host, with one
- * connection and non-blocking sockets. raw.h says how it is driven.
+ * rawecho: what two processes can do at best over TCP, with one connection and
+ * non-blocking sockets. raw.h says how it is driven.
  *
  *   cc -O2 -Wall -Wextra -o rawecho rawecho.c
  *   ./rawecho CLIENT_CORE SERVER_CORE [ADDRESS]
+ *   ./rawecho client|server CORE FD
  *
- * ADDRESS is an IPv4 address of this host (default 127.0.0.1).
+ * ADDRESS is an IPv4 address of this host (default 127.0.0.1). The second form
+ * is one end alone, over a connected and blocking socket that it inherits; the
+ * other may be on another host. A server ends with its client, or its parent.
  */
 #define _GNU_SOURCE
 #define NAME "rawecho"
@@ -109,13 +112,35 @@ static void play(int fd) {
   }
 }
 
+/* Where BBR is the default it paces, also inside a host, and takes twice as
+ * long for 1 MiB. */
+static void tune(int fd) {
+  int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+}
+
+static int one_end(int serving, int core, int fd) {
+  tune(fd);
+  pin(core);
+  if (serving) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    serve(fd);
+  } else {
+    play(fd);
+  }
+  return 0;
+}
+
 int main(int argc, char **argv) {
   const char *address = argc > 3 ? argv[3] : "127.0.0.1";
   struct sockaddr_in addr = {.sin_family = AF_INET};
   socklen_t len = sizeof addr;
-  int on = 1;
+  int serving = argc == 4 && strcmp(argv[1], "server") == 0;
+  if (serving || (argc == 4 && strcmp(argv[1], "client") == 0))
+    return one_end(serving, atoi(argv[2]), atoi(argv[3]));
   if (argc < 3 || argc > 4 || inet_pton(AF_INET, address, &addr.sin_addr) != 1)
-    die("want CLIENT_CORE SERVER_CORE [ADDRESS]");
+    die("want CLIENT_CORE SERVER_CORE [ADDRESS], or client|server CORE FD");
   int client_core = atoi(argv[1]), server_core = atoi(argv[2]);
   yielding = client_core >= 0 && client_core == server_core;
 
@@ -131,12 +156,8 @@ int main(int argc, char **argv) {
   if (server < 0)
     die("accept: %s", strerror(errno));
   close(listener);
-  setsockopt(client, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(server, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  /* Where BBR is the default it paces, also inside a host, and takes twice as
-   * long for 1 MiB. */
-  setsockopt(client, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-  setsockopt(server, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  tune(client);
+  tune(server);
 
   if (split() == 0) {
     close(client);

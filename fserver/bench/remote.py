@@ -3,15 +3,31 @@ of JSON under a key that no case has."""
 
 import dataclasses
 import json
+import secrets
+import sys
 from typing import Any
 
 import torch
 
-from .crew import Case
+from .baseline import Baseline, FarBaseline, FarServer, compiled
+from .crew import Case, Crew
+from .errors import BenchError
 from .peers import TIMEOUT_MS, ServerPart, WorkerPart
 
 CONTROL = 1 << 63
 METHODS = ("prepare", "verify", "measure")
+REPLY = 4096  # bytes of the answer to "listen": JSON, and spaces
+
+
+def far_baseline(
+    crew: Crew, way: str, cores: tuple[int, int] | None, where: str | None
+) -> Baseline:
+    """Starts raw tcp between the two hosts. `where` is not used: the server says where it is."""
+    compiled("rawecho")  # now, while nobody waits for it
+    found = crew.one("worker", "listen")
+    if "error" in found:
+        raise BenchError(f"the host of the server: {found['error']}")
+    return FarBaseline(cores and cores[0], **found)
 
 
 class CommandingWorker(WorkerPart):
@@ -29,11 +45,23 @@ class CommandingWorker(WorkerPart):
         self._command("measure", warmup, count)
         return super().measure(warmup, count)
 
-    def _command(self, method: str, *args: Any) -> None:
+    def listen(self) -> dict[str, Any]:
+        """Has the server start that of the baseline: where it is and the token that it wants, or
+        the error."""
+        token = secrets.token_hex(16)
+        reply = torch.zeros(REPLY, dtype=torch.uint8)
+        self._command("listen", token, reply=reply)
+        found = json.loads(bytes(reply.tolist()))
+        return found if "error" in found else {**found, "token": token}
+
+    def _command(self, method: str, *args: Any, reply: torch.Tensor | None = None) -> None:
         text = bytearray(json.dumps([method, *args]).encode())
+        pull = [] if reply is None else [reply]
         node = self.nodes[0]
         node.wait(
-            node.push_pull([torch.frombuffer(text, dtype=torch.uint8)], [CONTROL], [], []),
+            node.push_pull(
+                [torch.frombuffer(text, dtype=torch.uint8)], [CONTROL], pull, [CONTROL] * len(pull)
+            ),
             TIMEOUT_MS,
         )
 
@@ -41,8 +69,17 @@ class CommandingWorker(WorkerPart):
 class ObeyingServer(ServerPart):
     """Does what the worker says."""
 
+    raw: FarServer | None = None
+
     def serve(self) -> None:
         """Returns when the worker has left."""
+        try:
+            self._obey()
+        finally:
+            if self.raw is not None:
+                self.raw.close()
+
+    def _obey(self) -> None:
         from fserver import ClosedError
 
         node = self.nodes[0]
@@ -54,6 +91,9 @@ class ObeyingServer(ServerPart):
             if keys != [CONTROL]:
                 raise AssertionError(f"a push of keys {keys}, where a command was to come")
             method, *args = json.loads(bytes(tensors[0].tolist()))
+            if method == "listen":
+                self._listen(handler, *args)
+                continue
             node.respond([], handler)
             if method not in METHODS:
                 raise AssertionError(f"{method!r}: no such command")
@@ -62,3 +102,20 @@ class ObeyingServer(ServerPart):
                 fields = {**fields, "out": tuple(fields["out"]), "back": tuple(fields["back"])}
                 args = [Case(**fields)]
             getattr(self, method)(*args)
+
+    def _listen(self, handler: int, token: str) -> None:
+        """Starts the server of the baseline, on the address that fserver has here."""
+        if self.raw is not None:
+            self.raw.close()
+            self.raw = None
+        node = self.nodes[0]
+        host = node.address.rpartition(":")[0].strip("[]")
+        try:
+            self.raw = FarServer(host, token)
+            reply: dict[str, Any] = {"host": host, "port": self.raw.port}
+        except BenchError as error:
+            reply = {"error": str(error)[: REPLY // 8]}  # of which JSON makes six times as much
+        text = bytearray(json.dumps(reply).ljust(REPLY).encode())
+        node.respond([torch.frombuffer(text, dtype=torch.uint8)], handler)
+        if self.raw is not None and not self.raw.accept():
+            print("bench: no baseline: its client did not come", file=sys.stderr)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -470,6 +471,66 @@ def test_baseline_ends_when_its_server_dies(way):
             raw_echo.measure(0, 1 << 20)
 
 
+@pytest.fixture
+def far_server():
+    server = baseline.FarServer("127.0.0.1", "the right token")
+    yield server
+    server.close()
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), 10)
+
+
+@needs_compiler
+def test_far_baseline_takes_only_who_has_the_token(far_server):
+    port = far_server.port
+    with ThreadPoolExecutor(1) as pool, connected(port) as silent, connected(port) as short:
+        accepted = pool.submit(far_server.accept)
+        short.sendall(b"the right")
+        assert short.recv(1) == b"" and silent.recv(1) == b""
+        with pytest.raises(BenchError, match="port .* of 127.0.0.1.*--no-baseline"):
+            baseline.FarBaseline(None, "127.0.0.1", port, "the wrong token")
+        with baseline.FarBaseline(None, "127.0.0.1", port, "the right token") as raw_echo:
+            assert accepted.result(10)
+            for out, back in ((64, 64), (4096, 1)):
+                raw_echo.prepare(out, back)
+                figures = raw_echo.measure(2, 20)
+                assert figures["iters"] == 20 and figures["p50_us"] > 0
+            with pytest.raises(ConnectionRefusedError):
+                connected(port)
+    assert far_server._process.wait(30) == 0  # as its client left
+
+
+@needs_compiler
+def test_far_baseline_ends_when_its_server_dies(far_server):
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(far_server.accept)
+        with baseline.FarBaseline(
+            None, "127.0.0.1", far_server.port, "the right token"
+        ) as raw_echo:
+            assert accepted.result(10)
+            raw_echo.prepare(64, 64)
+            raw_echo.measure(0, 5)
+            far_server._process.kill()
+            with pytest.raises(BenchError, match="ended with status 1: rawecho: "):
+                raw_echo.measure(0, 1 << 20)
+
+
+@needs_compiler
+def test_far_baseline_without_the_other(monkeypatch, far_server):
+    monkeypatch.setattr(baseline, "CONNECT", 0.1)
+    port = far_server.port
+    with pytest.raises(BenchError, match=f"port {port} of 127.0.0.1: .*--no-baseline"):
+        baseline.FarBaseline(None, "127.0.0.1", port, "the right token")  # nobody answers
+    assert not baseline.FarServer("127.0.0.1", "the right token").accept()
+    far_server.close()
+    with pytest.raises(BenchError, match="Connection refused .*--no-baseline"):
+        baseline.FarBaseline(None, "127.0.0.1", port, "the right token")
+    with pytest.raises(BenchError, match="listen on 192.0.2.1: "):
+        baseline.FarServer("192.0.2.1", "the right token")
+
+
 @needs_compiler
 def test_baseline_ends_with_its_input():
     done = subprocess.run(
@@ -772,6 +833,7 @@ def test_matrix(tmp_path):
     assert all(r["transport"] == "tcp" for r in rows if r["place"] == "remote" and r["p50_us"])
 
 
+@needs_compiler
 def test_matrix_of_two_hosts(tmp_path, port):
     path = tmp_path / "rows.json"
     common = ["matrix", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
@@ -782,7 +844,24 @@ def test_matrix_of_two_hosts(tmp_path, port):
         assert server_status.result(60) == 0
     row, gpu = written(path, "matrix")
     assert row["bytes_back"] == 4096 and row["p50_us"] > 0 and gpu["skipped"]
-    assert "on one host" in row["baseline_missing"]
+    assert row["baseline"] == "raw tcp" and row["ratio"] > 0
+    assert len(row["baseline_p50_us_rounds"]) == row["rounds"] == 1
+
+
+@needs_compiler
+def test_matrix_of_two_hosts_where_the_other_has_no_compiler(tmp_path, port, capsys):
+    path = tmp_path / "rows.json"
+    common = ["matrix", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
+    argv = ["--sizes", "4K", "--ops", "pull", "--rounds", "1", "--iters", "10", "--json", str(path)]
+    env = {**os.environ, "CC": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "fserver", "bench", *common, "--role", "server"]
+    with subprocess.Popen(command, env=env) as other:
+        assert bench.main([*common, "--role", "worker", *argv]) == 0
+        assert other.wait(60) == 0
+    row, _ = written(path, "matrix")
+    assert row["p50_us"] > 0 and row["ratio"] is None
+    assert row["baseline_missing"].startswith("the host of the server: no-such-compiler: not found")
+    assert "no baseline: the host of the server" in capsys.readouterr().err
 
 
 def test_af(tmp_path, capsys):
