@@ -47,6 +47,7 @@ class Baseline:
     """The two processes of one way. They use no CPU between rounds."""
 
     unit = 1  # round trips that are counted as one
+    hint = ""  # what to do about an end that has ended
 
     def __init__(self, way: str, cores: tuple[int, int] | None, where: str | None = None):
         """`where`: for raw tcp the address of this host (default 127.0.0.1), for raw gpu the
@@ -97,14 +98,15 @@ class Baseline:
             text = ""
         if not text:
             _, errors = self._process.communicate()
-            raise BenchError(
-                f"{self.way} ended with status {self._process.returncode}: {errors.strip()}"
-            )
+            status = self._process.returncode
+            raise BenchError(f"{self.way} ended with status {status}: {errors.strip()}{self.hint}")
         return json.loads(text)
 
 
 class FarBaseline(Baseline):
     """Raw tcp to a FarServer, which is on another host."""
+
+    hint = " (see what the other host says; --no-baseline does without)"
 
     def __init__(self, core: int | None, host: str, port: int, token: str):
         program = str(compiled("rawecho"))

@@ -139,14 +139,12 @@ def _verify(figure: Any, rows: Rows) -> None:
     """Each round that was timed, over its bytes; and its ratio."""
     latency, ratio = figure.subplots(1, 2)
     timed = [one for row in rows for one in row["timed"]]
-    for key, name in (("p50_us", "fserver"), ("baseline_p50_us", "raw, in one block")):
+    for key, name in (("again_us", "fserver"), ("baseline_us", "raw, in one block")):
         points = [(_moved(one), one[key]) for one in timed if one[key]]
         if points:
             latency.plot(*zip(*points, strict=True), ".", alpha=0.6, label=name)
     points = [
-        (_moved(one), one["p50_us"] / one["baseline_p50_us"])
-        for one in timed
-        if one["baseline_p50_us"]
+        (_moved(one), one["again_us"] / one["baseline_us"]) for one in timed if one["baseline_us"]
     ]
     if points:
         ratio.plot(*zip(*points, strict=True), ".", alpha=0.6)

@@ -154,7 +154,7 @@ class Timed:
     bytes_out: int  # to all servers
     bytes_back: int
     first_us: float  # after a round of other shapes
-    p50_us: float  # the same round again
+    again_us: float  # the same round again
 
 
 class RandomWorkers(RandomPart):
