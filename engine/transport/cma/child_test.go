@@ -70,7 +70,7 @@ type end struct {
 
 func newEnd(m Mode, listen bool, in, out mem.Region) (e *end, err error) {
 	e = &end{in: in, out: out}
-	if e.f, err = Open(Options{Mode: m, Listen: listen, Gate: transporttest.Gate{}}); err != nil {
+	if e.f, err = Open(Options{Mode: m, Listen: listen, Gate: transporttest.Gate{}, NoPtracer: noPtracer}); err != nil {
 		return nil, err
 	}
 	e.ops[0] = transport.Op{Kind: transport.OpWrite, Src: e.span[:]}
@@ -234,6 +234,9 @@ func command(kind byte, count uint32, n uint64) []byte {
 
 // childAttr is how the children are started; nil is as this process was.
 var childAttr *syscall.SysProcAttr
+
+// noPtracer is that of the Options of this process.
+var noPtracer bool
 
 // A family is this process and a child, with a Conn for each mode.
 type family struct {

@@ -247,6 +247,39 @@ func TestOtherPIDNamespace(t *testing.T) {
 	e.echo(t, 1<<20)
 }
 
+// TestYama has a child into which this process may write, as its parent, and which
+// may write into this one if that says so. Few kernels at hand have Yama on, and
+// root is above it: setpriv --reuid 65534 --clear-groups, kernel.yama.ptrace_scope
+// at 1, 2 and 3.
+func TestYama(t *testing.T) {
+	b, err := os.ReadFile("/proc/sys/kernel/yama/ptrace_scope")
+	scope := strings.TrimSpace(string(b))
+	if err != nil || scope == "0" {
+		t.Skipf("this kernel's Yama refuses nothing: kernel.yama.ptrace_scope is %q (%v)", scope, err)
+	}
+	if os.Getuid() == 0 {
+		t.Skip("Yama refuses root nothing")
+	}
+	defer func() { noPtracer = false }()
+	for _, noPtracer = range []bool{true, false} {
+		require.NoError(t, unix.Prctl(unix.PR_SET_PTRACER, 0, 0, 0, 0)) // of other tests
+		e := newFamily(t, Auto.digit(), "").ends[0]
+		c := e.conn.(*Conn)
+		if scope == "1" && !noPtracer {
+			require.Equal(t, "cma", c.Via())
+		} else {
+			require.Equal(t, "cma/staged", c.Via())
+			require.Contains(t, c.Why(), "operation not permitted")
+			remedy := "set kernel.yama.ptrace_scope to 0 or 1"
+			if scope == "1" {
+				remedy = "leave PR_SET_PTRACER on"
+			}
+			require.Contains(t, c.Why(), remedy)
+		}
+		e.echo(t, 1<<20)
+	}
+}
+
 // TestRefusedByTheKernel lets the kernel refuse the calls that copy, as Yama
 // (both), a sandbox (either) and PID namespaces (both) do.
 func TestRefusedByTheKernel(t *testing.T) {
