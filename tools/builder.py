@@ -215,6 +215,16 @@ def _compile(source: Path, obj: Path, command: list[str], key: str) -> None:
     obj.with_suffix(".key").write_text(key)
 
 
+def _jobs() -> int:
+    """Compilers at a time."""
+    given = os.environ.get("MAX_JOBS", "")
+    if not given:
+        return len(os.sched_getaffinity(0))
+    if not given.isdecimal() or int(given) == 0:
+        raise BuildError(f"MAX_JOBS={given}: want a whole number from 1, or leave it out")
+    return int(given)
+
+
 def _kernels() -> None:
     """The source of the channel's kernels, as a literal for csrc/lane.cc; NVRTC compiles it."""
     parts = [ROOT / "cshim/cuda" / name for name in ("cs_channel.h", "channel.cu")]
@@ -263,8 +273,7 @@ def extension(package: Path) -> Path:
         work.mkdir(exist_ok=True)
         _kernels()
         objects = [work / f"{source.stem}.o" for source in sources]
-        jobs = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(_jobs()) as pool:
             # The objects need no more of the engine than its header, so Go builds beside them.
             engine = pool.submit(archive)
             pairs = zip(sources, objects, strict=True)

@@ -338,6 +338,13 @@ def test_missing_compiler(project: Project, env: dict[str, str], error: str) -> 
         project.build(**env)
 
 
+@pytest.mark.parametrize("given", ["two", "-1", "0", "1.5"])
+def test_wrong_number_of_jobs(builder: ModuleType, monkeypatch, given: str) -> None:
+    monkeypatch.setenv("MAX_JOBS", given)
+    with pytest.raises(builder.BuildError, match=f"MAX_JOBS={given}: want a whole number"):
+        builder._jobs()
+
+
 def test_missing_python_headers(builder: ModuleType, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(builder.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(builder.BuildError, match="Python.h: no such file.*python3-dev"):
