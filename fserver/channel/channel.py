@@ -64,12 +64,12 @@ def _part(node: Any, handle: int, side: Any, wait_ms: float = _PARTING_MS) -> No
 
 def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], None]) -> None:
     """Ends a channel that nobody has closed."""
+    on_close()
     if path == "cpu":
         side.stop()
         node.channel_close(handle, 0)
     else:
         _part(node, handle, side, 0)
-    on_close()
 
 
 class Channel:
@@ -113,7 +113,6 @@ class Channel:
         import torch
 
         self._node, self._handle, self._side = node, handle, side
-        self._on_close = on_close
         self.name, self.mode, self.path, self.table = name, mode, path, table
         self.outgoing = list(outgoing)
         self.tensors = [list(row) for row in tensors]
@@ -218,18 +217,20 @@ class Channel:
             return
         self.closed = True
         _open.pop(self.number, None)
-        self._dropped.detach()
-        if self.path == "cpu":
-            self._side.finish()
-            self._side.close()
-            self._node.channel_close(self._handle, 0)
-        else:
+        if self.path != "cpu":
             self.send = self.recv = self._refuse  # type: ignore[method-assign, assignment]
+        try:
             self._side.finish()
-            _part(self._node, self._handle, self._side)
-        self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
-        self._places = []
-        self._on_close()
+        finally:  # whatever comes, as Ctrl-C may, nothing stays open
+            try:
+                if self.path == "cpu":
+                    self._side.close()
+                else:
+                    _part(self._node, self._handle, self._side)
+            finally:
+                self._dropped()
+                self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
+                self._places = []
 
     def _refuse(self, rows: Sequence[int] | None = None) -> None:
         raise ClosedError(f"channel {self.name!r} is closed")
@@ -282,6 +283,13 @@ class Opener:
         self._count += name is None
         self._keys.update(push_keys)
         return handle, called
+
+    def _refuse(self, handle: int, mode: str, peers: range, error: BaseException) -> None:
+        """Tells peers that wait for this side's description why there is none."""
+        for i in peers:
+            with contextlib.suppress(Error):
+                text = describe.text(mode, "", [], [], refused=str(error)[:400])
+                self._node.channel_tell(handle, i, text)
 
     def _end(self, handle: int, keys: Sequence[int], side: Any) -> None:
         self._keys.difference_update(keys)
@@ -336,9 +344,10 @@ class Opener:
         pull_keys *= 1 if len(pull_keys) == len(pull) else servers
         device = everything[0].device
         handle, called = self._begin(name, mode, push_keys)
+        side: Any = None
+        told = 0
         try:
             shares = [list(pull[i * each : (i + 1) * each]) for i in range(servers)]
-            side: Any = None
             if _direct(mode, device):
                 side = _gpu(device, mode, [list(push)] * servers, shares, True, timeout_ms, table)
                 self._node.channel_watch(handle, side.abort_word)
@@ -349,6 +358,7 @@ class Opener:
                 more = {"gpu": side.describe(i)} if side else {}
                 text = describe.text(mode, _place(device), out, into, **more)
                 self._node.channel_tell(handle, i, text)
+                told += 1
             paths, plans = set(), []
             for i in range(servers):
                 theirs = describe.read(i, self._node.channel_text(handle, i, timeout_ms))
@@ -381,12 +391,13 @@ class Opener:
                 side.attach(plans)
             else:
                 raise Error("channel: a server wants a path that this side has not")
-        except BaseException:
+            return self._made(
+                handle, called, mode, side, path, push, shares, push_keys, device, True, table
+            )
+        except BaseException as error:
+            self._refuse(handle, mode, range(told, servers), error)
             self._end(handle, push_keys, side)
             raise
-        return self._made(
-            handle, called, mode, side, path, push, shares, push_keys, device, True, table
-        )
 
     def server(
         self,
@@ -447,6 +458,9 @@ class Opener:
                 describe.read(i, self._node.channel_text(handle, i, timeout_ms))
                 for i in range(workers)
             ]
+            for i, t in enumerate(theirs):
+                if "refused" in t:
+                    raise ShapeError(f"channel: worker {i} refuses: {str(t['refused']):.400}")
             if given:
                 device = given[0].device
             elif device is None:
@@ -497,18 +511,13 @@ class Opener:
 
                 flat = [t for row in into for t in row]
                 side = _carried(device, pull, flat, make, timeout_ms)
+            return self._made(
+                handle, called, mode, side, path, pull, into, push_keys, device, False, table
+            )
         except BaseException as error:
-            for i in range(
-                told, workers
-            ):  # they wait for our description: this is why there is none
-                with contextlib.suppress(Error):
-                    text = describe.text(mode, "", [], [], refused=str(error)[:400])
-                    self._node.channel_tell(handle, i, text)
+            self._refuse(handle, mode, range(told, workers), error)
             self._end(handle, push_keys, side)
             raise
-        return self._made(
-            handle, called, mode, side, path, pull, into, push_keys, device, False, table
-        )
 
     def _made(
         self,

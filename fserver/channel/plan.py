@@ -3,6 +3,8 @@ is then given. No GPU is needed to plan; ``Memory`` is what a plan asks of one."
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +42,23 @@ _ALIGN = 128
 
 _NUMBERS = ("kind", "blocks", "stride", "flags", "counted", "bytes")
 
-# Two nodes in one process do not share memory by handles: it is theirs already.
-PROCESS = os.urandom(8).hex()
+# Two nodes in one process do not share memory by handles: it is theirs already. What one of them
+# has described is known by a proof that nobody else can make, not even a child of this process.
+_secret = b""
+
+
+def _renew() -> None:
+    global _secret
+    _secret = os.urandom(32)
+
+
+_renew()
+os.register_at_fork(after_in_child=_renew)
+
+
+def _prove(description: dict[str, Any]) -> str:
+    text = json.dumps({k: v for k, v in description.items() if k != "proof"}, sort_keys=True)
+    return hmac.new(_secret, text.encode(), "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -203,10 +220,9 @@ class Plan:
     def describe(self, peer: int) -> dict[str, Any]:
         """What peer number ``peer`` has to know."""
         base = self._arena_offset
-        return {
+        described: dict[str, Any] = {
             "mode": self.mode,
             "turn": self.in_turn,
-            "process": PROCESS,
             "device": self.device,
             "memory": [[handle.hex(), size, at] for handle, size, at in self._shared],
             "in": [
@@ -223,6 +239,7 @@ class Plan:
             ],
             "out": [at + base for at in self._credits[peer]],
         }
+        return {**described, "proof": _prove(described)}
 
     def attach(self, peer: int, theirs: Any) -> None:
         """Takes what a peer has described, after checking all of it.
@@ -265,7 +282,7 @@ class Plan:
         if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
             raise ValueError
         memories = []
-        local = theirs["process"] == PROCESS
+        local = hmac.compare_digest(theirs["proof"].encode(), _prove(theirs).encode())
         if local:
             self.memory.reach(int(theirs["device"]))
         if not 1 <= len(theirs["memory"]) <= 1024:
@@ -321,8 +338,10 @@ class Plan:
 
     def _segments_out(self) -> list[tuple[int, ...]]:
         result = []
-        number = 0
+        number = 0  # of the row count
         for peer, row in enumerate(self.outgoing):
+            if self.send_first:  # a worker, whose tensors go to every server
+                number = 0
             for piece, entry, credit in zip(
                 row, self._theirs[peer]["in"], self._credits[peer], strict=True
             ):

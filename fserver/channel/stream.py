@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
 from fserver.channel.cpu import SLICE_MS, Caller, Side, WorkerSide, check_rows, part, rows_of
-from fserver.errors import ConfigError, TimeoutError
+from fserver.errors import ConfigError, Error, TimeoutError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,15 @@ class Gpu:
 
     def host(self, like: Tensor) -> Tensor:
         """Zeroed memory of the CPU that the GPU can read and write, of another tensor's shape."""
-        return self._torch.zeros(like.shape, dtype=like.dtype, pin_memory=True)
+        try:
+            return self._torch.zeros(like.shape, dtype=like.dtype, pin_memory=True)
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            raise Error(
+                f"channel: pin {like.nbytes} bytes of host memory for a tensor of shape "
+                f"{list(like.shape)}: {text} (let this process have more: ulimit -l, the limit of "
+                "its container; or use fewer channels, or smaller tensors)"
+            ) from error
 
     def zeros(self, n: int) -> Tensor:
         """int64 on the GPU."""

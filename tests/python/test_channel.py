@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import math
 import os
 import random
@@ -434,6 +435,7 @@ class FakeSide:
         self._word = ctypes.c_uint32(0)
         self.abort_word = ctypes.addressof(self._word)
         self.at_close: int | None = None
+        self.at_finish: BaseException | None = None
 
     def describe(self, peer: int) -> dict[str, Any]:
         return {}
@@ -447,10 +449,15 @@ class FakeSide:
     def send(self, rows: Any = None) -> None:
         pass
 
-    recv = finish = send
+    recv = send
+
+    def finish(self) -> None:
+        if self.at_finish:
+            raise self.at_finish
 
     def close(self) -> None:
-        self.at_close, self._word.value = self._word.value, 7
+        if self.at_close is None:
+            self.at_close, self._word.value = self._word.value, 7
 
     @property
     def word(self) -> int:
@@ -467,9 +474,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[FakeSide]]:
 
 
 def test_the_engine_lets_go_of_a_side_that_is_closed(
-    pair: Cluster, on_gpu: tuple[Any, list[FakeSide]]
+    pair: Cluster, on_gpu: tuple[Any, list[FakeSide]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, made = on_gpu
+    zeros = torch.zeros
     x, y = torch.ones(8), torch.empty(8)
 
     def call(gpu: bool, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -506,9 +514,77 @@ def test_the_engine_lets_go_of_a_side_that_is_closed(
     w, s = opened("closed", True, True)
     together([w.close, s.close])
     assert [side.at_close for side in made[2:]] == [1] * 6
+    # Ctrl-C while it waits for what is enqueued.
+    w, s = opened("interrupted", True, True)
+    made[-1].at_finish = made[-2].at_finish = KeyboardInterrupt()
+    for ch in (w, s):
+        with pytest.raises(KeyboardInterrupt):
+            ch.close()
+    # No memory for the last that is needed.
+    with monkeypatch.context() as patch:
+
+        def none_left(*args: Any, **options: Any) -> torch.Tensor:
+            if "device" in options:
+                raise torch.OutOfMemoryError("out of memory")
+            return zeros(*args, **options)
+
+        patch.setattr(torch, "zeros", none_left)
+
+        def fails(channel: Callable[..., Any], *args: Any, **options: Any) -> None:
+            with pytest.raises(torch.OutOfMemoryError):
+                call(True, channel, *args, name="token", **options)
+
+        together(
+            [
+                lambda: fails(pair.worker.channel, [x], [1], [y], [1]),
+                lambda: fails(pair.server.channel, [1], [y], [1], push=[torch.empty(8)]),
+            ]
+        )
+    for ch in opened("token", True, True):
+        in_thread(ch.close)
+    assert [side.at_close for side in made[8:12]] == [1] * 4
     pair.worker.close()
     pair.server.close()
     assert [side.word for side in made] == [7] * len(made)
+
+
+@pytest.mark.parametrize("which", ["worker", "server"])
+def test_a_side_that_cannot_be_made_says_so(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """The other one does not wait for it."""
+    local, opened = threading.local(), threading.Event()
+    begin = opener.Opener._begin
+
+    def begun(self: Any, *args: Any) -> Any:
+        found = begin(self, *args)
+        if local.role == "server":
+            opened.set()
+        return found
+
+    def made(*_: Any) -> FakeSide:
+        assert opened.wait(LIMIT)
+        if local.role == which:
+            raise fserver.Error("no memory for it")
+        return FakeSide()
+
+    monkeypatch.setattr(opener.Opener, "_begin", begun)
+    monkeypatch.setattr(opener, "_direct", lambda mode, device: True)
+    monkeypatch.setattr(opener, "_gpu", made)
+    x, y = torch.ones(8), torch.empty(8)
+
+    def call(role: str) -> str:
+        local.role = role
+        node = getattr(pair, role)
+        args = ([x], [1], [y], [1]) if role == "worker" else ([1], [y], [1])
+        with pytest.raises(fserver.Error) as caught:
+            node.channel(*args, timeout_ms=MS, name="none")
+        return str(caught.value)
+
+    worker, server = together([lambda: call("worker"), lambda: call("server")])
+    reason = "no memory for it"
+    refusal = f"channel: {which} 0 refuses: {reason}"
+    assert (worker, server) == ((reason, refusal) if which == "worker" else (refusal, reason))
 
 
 def test_capture(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -783,7 +859,7 @@ def test_plan_of_a_liar() -> None:
     s = plan.Plan(Memory(), 1, "sm", [[]], [pieces(sizes)], False)
     honest = s.describe(0)
     for _ in range(500):
-        theirs = {**honest, "process": "another", "in": [dict(e) for e in honest["in"]]}
+        theirs = {**honest, "proof": "", "in": [dict(e) for e in honest["in"]]}
         entry = random.choice(theirs["in"])
         field = random.choice(list(entry))
         lie: Any = random.choice([-1, 1 << 33, 1 << 70, None, "x", [0], [9, 0], 3.5, [0, -4]])
@@ -798,6 +874,57 @@ def test_plan_of_a_liar() -> None:
         w = plan.Plan(Memory(), 0, "sm", [pieces(sizes)], [[]], True)
         with pytest.raises(fserver.Error):
             w.attach(0, {**honest, field: 99})
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("worker", [True, False])
+def test_plan_numbers_the_row_counts(mode: str, worker: bool) -> None:
+    """A worker gives one for each of its tensors, which go to all servers; a server one for each
+    tensor of each worker."""
+    ours = pieces([100, 1 << 20])
+    memory = Memory()
+    mine = plan.Plan(memory, 0, mode, [ours, ours], [[], []], worker)
+    for peer in range(2):
+        into = pieces([100, 1 << 20])
+        theirs = plan.Plan(Memory(), peer, mode, [[]], [into], not worker)
+        mine.attach(peer, theirs.describe(0))
+    mine.install()
+    numbers = [segment[0] for segment in memory.steps[True]]
+    assert sorted(numbers) == ([0, 0, 1, 1] if worker else [0, 1, 2, 3])
+
+
+def test_plan_takes_no_address_of_another_process() -> None:
+    """Two nodes of one process use each other's memory as it is; who repeats what they have told,
+    and a process that was forked from theirs, name it by handles."""
+
+    class Own(Memory):
+        mapped = False
+
+        def map(self, handle: bytes) -> tuple[int, int]:
+            self.mapped = True
+            return super().map(handle)
+
+    def mapped(theirs: Any) -> bool:
+        memory = Own()
+        plan.Plan(memory, 0, "sm", [pieces([100])], [[]], True).attach(0, theirs)
+        return memory.mapped
+
+    server = plan.Plan(Memory(), 1, "sm", [[]], [pieces([100])], False)
+    honest = json.loads(json.dumps(server.describe(0)))
+    assert not mapped(honest)
+    assert mapped({**honest, "memory": [[h, 1 << 61, at] for h, _, at in honest["memory"]]})
+    assert mapped({**honest, "proof": "x"})
+    theirs = plan.Plan(Memory(), 0, "sm", [pieces([100])], [[]], True).describe(0)
+    assert mapped({**honest, "proof": theirs["proof"]})
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, json.dumps(server.describe(0)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert mapped(json.loads(os.read(read, 1 << 16)))
+    os.close(read)
+    os.close(write)
 
 
 def test_kernels_compile() -> None:
