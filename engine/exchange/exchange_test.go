@@ -332,6 +332,7 @@ func TestBreaches(t *testing.T) {
 		"unknown plan":      wire.AppendRequest(nil, &wire.Request{Seq: 9, Plan: 77}),
 		"counts":            wire.AppendRequest(nil, &wire.Request{Seq: 9, Plan: 0}),
 		"more than granted": wire.AppendRequest(nil, &wire.Request{Seq: 9, Plan: 0, Push: []wire.Pushed{{Rows: 1, Bytes: 1 << 40}}, Pull: []wire.Target{{}}}),
+		"larger, untaken":   wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 5000}}),
 		"cut short":         wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 1}})[:5],
 	} {
 		require.Error(t, s.Frame(0, frame), what)

@@ -252,6 +252,49 @@ func TestLateAnswer(t *testing.T) {
 	require.Zero(t, p.buffers.Len())
 }
 
+// TestUntaken: the receive buffers of requests that nobody has taken go with their
+// worker, or with the server; one that a batch has given stays until its Release.
+func TestUntaken(t *testing.T) {
+	p := newPair(t, 1)
+	s, push := p.servers[0], func(key uint64) {
+		_, err := p.pushPull([]Tensor{bytesOf(t, key, 8, 5)}, nil)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+	}
+	for _, taken := range []bool{false, true, false} {
+		push(1)
+		push(2)
+		push(1) // waits for the credit
+		require.Equal(t, 2, p.buffers.Len())
+		want, seen := 0, uint64(0)
+		if taken {
+			want, seen = 1, p.take(0)[0].Push()[0].Buffer
+		}
+		s.Lose(0, errGone)
+		p.w.Lose(0, errGone)
+		require.Equal(t, want, p.buffers.Len())
+		if taken {
+			require.NoError(t, p.buffers.Release(seen))
+			require.Zero(t, p.buffers.Len())
+		}
+		s.Up(0, 0, p.sf[0], p.from[0])
+		p.w.Up(0, p.wf, p.to[0])
+	}
+
+	ch, err := NewChannels(1).Open("c")
+	require.NoError(t, err)
+	s.Attach(ch)
+	on, err := p.w.Begin()
+	require.NoError(t, err)
+	require.NoError(t, on.AddPush(bytesOf(t, 3, 8, 5)))
+	on.Through(ch)
+	require.NoError(t, p.w.Submit(on))
+	push(1)
+	require.Equal(t, 2, p.buffers.Len())
+	require.NoError(t, s.Close())
+	require.Zero(t, p.buffers.Len())
+}
+
 // TestFixedMemory of the application's own stays in use.
 func TestFixedMemory(t *testing.T) {
 	p := newPair(t, 1)

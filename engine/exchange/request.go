@@ -2,6 +2,7 @@ package exchange
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -37,6 +38,7 @@ type Request struct {
 	seq      uint64
 	writes   uint64 // that must have arrived
 	push     []Received
+	keys     []*receiver // of push
 	pull     []answer
 	stamps   [4]int64
 }
@@ -167,6 +169,16 @@ func (rs *requests) lose(c *client, b *Buffers) {
 	}
 }
 
+// waits says whether a request of c that has not been delivered is in buffer id.
+func (rs *requests) waits(c *client, id uint64) bool {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	return slices.ContainsFunc(rs.all, func(r *Request) bool {
+		s := r.state.Load()
+		return r.client == c && (s == reqFilling || s == reqReady) && slices.ContainsFunc(r.push, func(v Received) bool { return v.Buffer == id })
+	})
+}
+
 // match checks the tensors of an answer against what the worker expects.
 func (r *Request) match(t *Ticket) error {
 	if len(t.push) != len(r.pull) {
@@ -187,7 +199,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	}
 	r.channel = p.plan.Channel
 	r.client, r.life, r.seq, r.writes, r.recalled = c, c.life, q.Seq, q.Writes, false
-	r.push, r.pull = r.push[:0], r.pull[:0]
+	r.push, r.keys, r.pull = r.push[:0], p.keys, r.pull[:0]
 	for i := range q.Push {
 		d, k := &p.plan.Push[i], p.keys[i]
 		if q.Push[i].Lent {
@@ -206,7 +218,6 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		}
 		v := Received{Key: d.Key, Slot: k.slot, Dev: mem.CPU, DType: d.DType, NDim: d.NDim, Rows: q.Push[i].Rows, Tail: d.Tail}
 		if n := q.Push[i].Bytes; n != 0 {
-			k.hand()
 			v.Buffer, v.Dev, v.Span = k.id, k.region.Dev, mem.Span{Addr: k.region.Addr, Len: n}
 		}
 		r.push = append(r.push, v)

@@ -41,7 +41,8 @@ type receiver struct {
 // fixed says whether the buffer is the application's own.
 func (k *receiver) fixed() bool { return k.id == 0 && k.cap != 0 }
 
-// hand notes that the application is about to see the buffer.
+// hand notes that the application is about to see the buffer: from now on it owes a
+// Release.
 func (k *receiver) hand() {
 	if !k.handed && k.id != 0 {
 		k.buffers.hand(k.id)
@@ -472,6 +473,9 @@ func (s *Server) need(c *client, b []byte) error {
 			v.List = append(v.List, wire.Buffer{Key: n.Key, Lend: true})
 			continue
 		}
+		if k.id != 0 && n.Bytes > k.cap && s.requests.waits(c, k.id) { // it would lose its memory
+			return fmt.Errorf("exchange: a larger buffer for key %d, whose last push has not been answered", k.key)
+		}
 		err = s.grant(c, k, n)
 		if b, ok := c.fabric.(transport.Binder); ok && err == nil {
 			err = b.Bind(k.token, c.conn) // no other worker may use what this one is told
@@ -657,8 +661,11 @@ func (s *Server) Deliver() {
 func (s *Server) delivered(r *Request, now int64) {
 	r.stamps[trace.Delivered-trace.Received] = now
 	for i := range r.push {
-		if r.push[i].Lent {
-			s.buffers.hand(r.push[i].Buffer)
+		switch v := &r.push[i]; {
+		case v.Lent:
+			s.buffers.hand(v.Buffer)
+		case v.Buffer != 0:
+			r.keys[i].hand()
 		}
 	}
 	r.state.Store(reqDelivered)

@@ -156,6 +156,25 @@ func TestGPUOutOfMemory(t *testing.T) {
 	}
 }
 
+// TestGPUUntaken: the memory that a request came in which nobody takes goes with the
+// node.
+func TestGPUUntaken(t *testing.T) {
+	g := fakegpu.New()
+	t.Cleanup(func() { g.Empty(t) })
+	m := newGPUPair(t, "tcp", func(int) (cudaipc.Device, error) { return g, nil })
+	worker, server := m.workers[0], m.servers[0]
+	ticket, err := worker.BeginPushPull()
+	require.NoError(t, err)
+	require.NoError(t, ticket.AddPush(gpuTensor(t, g, 1, 5000, 1)))
+	require.NoError(t, worker.PushPull(ticket))
+	require.True(t, await(server, batchReady{server, 1}, 10*time.Second, true))
+	require.Equal(t, 1, m.buffers.Len())
+	for _, n := range m.all() {
+		require.NoError(t, n.Free())
+	}
+	require.Zero(t, m.buffers.Len())
+}
+
 // taken is the first request of a batch.
 type taken struct {
 	handler uint64
