@@ -6,6 +6,7 @@ import (
 	"io"
 	"syscall"
 
+	"fserver/cshim/cuda"
 	"fserver/engine/cluster"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
@@ -56,6 +57,13 @@ func reason(err error) string {
 		return "it closed the connection"
 	}
 	return err.Error()
+}
+
+// scarce says whether err is that this process lacks memory or descriptors.
+func scarce(err error) bool {
+	var e *cuda.Error
+	return errors.As(err, &e) && e.Code == cuda.OutOfMemory ||
+		errors.Is(err, syscall.ENOMEM) || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
 // Errno is the code that fserver.h gives an error.

@@ -115,8 +115,8 @@ func TestGPUTensors(t *testing.T) {
 	}
 }
 
-// TestGPUOutOfMemory: whoever asks is told where memory is short, and what to do; a
-// server that is short of it takes the same request later.
+// TestGPUOutOfMemory: whoever asks is told where memory is short, and what to do, and
+// not that the peer is gone; the same request is taken later.
 func TestGPUOutOfMemory(t *testing.T) {
 	for call, says := range map[string]string{
 		"Alloc": "server 0 has no receive buffer: Alloc: cuda: injected failure: out of memory (torch keeps what it has freed: torch.cuda.empty_cache()",
@@ -139,13 +139,22 @@ func TestGPUOutOfMemory(t *testing.T) {
 				return worker.Wait(id, limit, true)
 			}
 			g.Fail(call, 1)
-			require.ErrorContains(t, push(10*time.Second), says)
-			if call == "Pin" {
-				return
+			err := push(10 * time.Second)
+			require.ErrorContains(t, err, says)
+			var lost *LostError
+			require.NotErrorAs(t, err, &lost)
+			if call == "Pin" { // the connection has ended with it
+				require.Eventually(t, func() bool {
+					err = push(20 * time.Millisecond)
+					return err == ErrAgain
+				}, 10*time.Second, time.Millisecond)
+			} else {
+				require.Equal(t, ErrAgain, push(20*time.Millisecond))
 			}
-			require.Equal(t, ErrAgain, push(20*time.Millisecond))
 			var batch taken
-			require.NoError(t, server.GetBatch(&batch, 0, time.Second, true))
+			require.Eventually(t, func() bool { // the server may not have heard of the new connection
+				return server.GetBatch(&batch, 0, time.Second, true) == nil
+			}, 10*time.Second, time.Millisecond)
 			require.Equal(t, contents(t, g, x.Span), contents(t, g, batch.push[0].Span))
 			m.stop()
 			for _, n := range m.all() {

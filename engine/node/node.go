@@ -512,7 +512,7 @@ func (n *Node) down(l *link, err error) {
 	case linkMember:
 		n.control(cluster.Input{Kind: cluster.Down, Conn: l.id, Err: err})
 	case linkPeer:
-		n.peerDown(l, n.lostPeer(l, reason(err)))
+		n.peerDown(l, n.lostBy(l.index, err))
 	case linkWaiting:
 		n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
 	}
@@ -536,10 +536,14 @@ func (n *Node) lostPeer(l *link, why string) error {
 	return &LostError{Role: m.Role, Rank: m.Rank, Address: l.conn.Remote(), Reason: why}
 }
 
-// lostBy is lostPeer from what the connection of peer i said.
+// lostBy is lostPeer from what the connection of peer i said, unless that is none of
+// the peer's doing.
 func (n *Node) lostBy(i int, err error) error {
-	if errors.Is(err, transport.ErrClosed) {
+	switch {
+	case errors.Is(err, transport.ErrClosed):
 		return closedError(err)
+	case scarce(err):
+		return fmt.Errorf("node: the connection to %v %d was ended here: %w", n.rail[i].Role, n.rail[i].Rank, err)
 	}
 	return n.lostPeer(n.peers[i], reason(err))
 }

@@ -151,7 +151,8 @@ type Conn interface {
 	// Post hands over ops in order and returns how many were taken; fewer
 	// than len(ops) with a nil error is back-pressure: post the rest after a
 	// Poll. Every Op that is taken ends in exactly one EvDone. An error means
-	// that the next Op can never be taken, and why.
+	// that the next Op can never be taken, and why: it is wrong in itself, or the
+	// Conn has ended, as EvDown is to say too.
 	Post(ops []Op) (int, error)
 	// Close ends the Conn; open Ops end in ErrClosed. It is idempotent. What
 	// has been posted before may or may not reach the peer.

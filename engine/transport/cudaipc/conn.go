@@ -139,6 +139,8 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 	if c.first != c.last {
 		c.advance()
 		c.wake()
+	}
+	if c.first != c.last || c.over != nil {
 		c.f.rouse()
 	}
 	return n, err
@@ -170,7 +172,8 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 	}
 	if c.items == nil {
 		if err := c.equip(); err != nil {
-			return false, err
+			c.fail(err)
+			return false, c.over
 		}
 	}
 	c.items[c.last%depth] = item{op: *op, n: n}

@@ -181,7 +181,8 @@ func TestDeviceFails(t *testing.T) {
 	}
 }
 
-// TestOutOfMemory: without memory for staging, the call says so, and what to do.
+// TestOutOfMemory: without memory for staging, or a descriptor, the call says so, and
+// what to do; the Conn ends with that, and the next one takes the write.
 func TestOutOfMemory(t *testing.T) {
 	const remedy = "out of memory (have less in flight or smaller tensors, or raise ulimit -l and the memory limit of the container)"
 	g := fakegpu.New()
@@ -189,13 +190,40 @@ func TestOutOfMemory(t *testing.T) {
 	src, dst := onGPU(t, g, 1000, 5), onGPU(t, g, 1000, 1)
 	k, err := b.f.Register(dst)
 	require.NoError(t, err)
-	g.Fail("Pin", 1)
-	n, err := a.c.Post(write(k, src, transport.Point{}))
-	require.ErrorContains(t, err, "injected failure: "+remedy)
 	var oom *cuda.Error
-	require.ErrorAs(t, err, &oom)
-	require.Zero(t, n)
-	n, err = a.c.Post(write(k, src, transport.Point{}))
+	var files unix.Rlimit
+	require.NoError(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &files))
+	limit := func(n uint64) {
+		require.NoError(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: n, Max: files.Max}))
+	}
+	for _, c := range []struct {
+		fail func()
+		as   any
+		says string
+	}{
+		{func() { g.Fail("Pin", 1) }, &oom, "injected failure: " + remedy},
+		{func() { g.Fail("NewStream", 1) }, nil, "NewStream: cuda: injected failure"},
+		{func() { limit(0) }, new(unix.Errno), "too many open files (each takes a descriptor: ulimit -n)"},
+	} {
+		c.fail()
+		n, err := a.c.Post(write(k, src, transport.Point{}))
+		limit(files.Cur)
+		require.ErrorContains(t, err, c.says)
+		if c.as != nil {
+			require.ErrorAs(t, err, c.as)
+		}
+		require.Zero(t, n)
+		until(t, a, b, func() bool { return a.down != nil && b.down != nil })
+		require.Equal(t, err, a.down)
+		require.NotErrorIs(t, b.down, io.EOF)
+		_, again := a.c.Post(write(k, src, transport.Point{}))
+		require.Equal(t, err, again)
+		a.down, b.down, b.c = nil, nil, nil
+		a.c, err = a.f.Connect(context.Background(), b.f.Addr())
+		require.NoError(t, err)
+		until(t, a, b, func() bool { return b.c != nil })
+	}
+	n, err := a.c.Post(write(k, src, transport.Point{}))
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
