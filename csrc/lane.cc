@@ -47,8 +47,9 @@ constexpr int kWatchMs = 10;
 // and 49 us, 64 MiB: 173 and 200), and a kernel only raises the flags after it.
 constexpr uint64_t kEngine = 16 << 20;
 
-// The values of the word that ends a channel, as fs_channel_open has them.
-constexpr uint32_t kEnded = 1;
+// The values of the word that ends a channel, as fs_channel_watch has them: it has
+// ended, or a peer has closed its side and sends no more.
+constexpr uint32_t kEnded = 1, kParted = 2;
 
 // Words of the page in host memory: what ends the channel and why it ended, as
 // fs_channel_open and cs_launch_head have them, and what a stream waits for in recv
@@ -326,10 +327,32 @@ bool Lane::by_engine(const Segment &g) const {
   return in_turn_ && g.s.kind == CS_IN_PLACE && g.s.bytes >= kEngine;
 }
 
-cs_stream Lane::stream(const char *call) {
+// A peer that has closed its side takes nothing any more, but what it sent before
+// is still there to be received.
+void Lane::stand(const char *call, bool sends) const {
+  const uint32_t end = words_[kEnd], why = words_[kWhy];
+  if (end == 0 && why == 0)
+    return;
+  if ((why & 255) == CS_LATE)
+    raise(Kind::kTimeout,
+          "%s: peer %u has sent nothing for the time-out of the channel: the "
+          "channel has ended (close it and open another)",
+          call, why >> 8);
+  if (end == kParted && (sends || why))
+    raise(Kind::kClosed,
+          "%s: a peer has closed its side: the channel has ended (close it and "
+          "open another)",
+          call);
+  if (end == kEnded || why)
+    raise(Kind::kError,
+          "%s: the channel has ended: check() says why (close it and open "
+          "another)",
+          call);
+}
+
+cs_stream Lane::stream(const char *call, bool sends) {
   need(call);
-  if (words_[kEnd] == kEnded || words_[kWhy])
-    raise(Kind::kError, "%s: the channel has ended: check() says why", call);
+  stand(call, sends);
   auto s = reinterpret_cast<cs_stream>(native_stream(device_));
   if (used_ && s != last_) {
     // Asking a stream that is captured would end its capture.
@@ -441,7 +464,7 @@ void Lane::copy_in(cs_stream s) {
 }
 
 void Lane::send(PyObject *rows) {
-  cs_stream s = stream("send");
+  cs_stream s = stream("send", true);
   turn("send", true);
   have("send");
   Entered in(context_);
@@ -504,7 +527,7 @@ void Lane::send(PyObject *rows) {
 }
 
 void Lane::recv() {
-  cs_stream s = stream("recv");
+  cs_stream s = stream("recv", false);
   turn("recv", false);
   have("recv");
   Entered in(context_);
@@ -578,14 +601,18 @@ void Lane::abort() {
 // when it was seen first, in nanoseconds.
 void Lane::time_out(int which, uint64_t *since) {
   const auto now = static_cast<uint64_t>(now_ns());
+  const bool parted = words_[kEnd] == kParted;
   auto *at = const_cast<uint32_t *>(words_) + which;
   uint32_t v = words_[which];
   if ((v & kState) == kWaits) {
     if (__atomic_compare_exchange_n(at, &v, v ^ kState, false, __ATOMIC_RELAXED,
                                     __ATOMIC_RELAXED))
       *since = now;
-  } else if ((v & kState) == kSeen && now - *since > patience_) {
-    words_[kWhy] = CS_LATE | v >> 2 << 8;
+  } else if ((v & kState) == kSeen) {
+    if (parted && now - *since > CS_AFTERWARDS)
+      words_[kWhy] = CS_LOST | v >> 2 << 8;
+    else if (now - *since > patience_)
+      words_[kWhy] = CS_LATE | v >> 2 << 8;
   }
 }
 
@@ -600,7 +627,7 @@ void Lane::watch() {
   uint64_t receives = 0, sends = 0;
   while (!stop_.load()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(kWatchMs));
-    if (words_[kEnd] == 0 && words_[kWhy] == 0) {
+    if (words_[kEnd] != kEnded && words_[kWhy] == 0) {
       time_out(kRecvWaits, &receives);
       time_out(kSendWaits, &sends);
       if (words_[kWhy] == 0)

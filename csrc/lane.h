@@ -100,7 +100,8 @@ private:
   };
   struct Entered;
 
-  cs_stream stream(const char *call);
+  void stand(const char *call, bool sends) const; // raises what has ended it
+  cs_stream stream(const char *call, bool sends);
   void used(cs_stream s);
   void settle(); // waits for what is enqueued
   void turn(const char *call, bool sends);

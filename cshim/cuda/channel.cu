@@ -21,8 +21,6 @@ typedef unsigned long long u64;
 constexpr u32 kPolls = 64;
 constexpr u32 kAsks = 32;     // of the dead word, for one of the clock
 constexpr u64 kTick = 100000; // nanoseconds from one look at the host to the next
-// How long what a peer sent before it closed its side may take.
-constexpr u64 kAfterwards = 100000000;
 
 __device__ __forceinline__ u32 load_own(u64 p) {
   u32 v;
@@ -91,7 +89,7 @@ __device__ __noinline__ u64 ask(const cs_launch_head &h, u32 peer, u64 since, u3
     if (tick != last && threadIdx.x % 32 == __ffs(__activemask()) - 1 &&
         atomicCAS((unsigned *)asked, last, tick) == last)
       ended = host_word(h.status);
-    if (ended == 1 || (ended != 0 && now - since > kAfterwards))
+    if (ended == 1 || (ended != 0 && now - since > CS_AFTERWARDS))
       why = CS_LOST;
     else if (now - since > h.patience)
       why = CS_LATE;

@@ -22,6 +22,9 @@ enum {
 /* What CS_REASON of the status word says. */
 enum { CS_LOST = 1, CS_LATE = 2 };
 
+/* How long what a peer sent before it closed its side may take, in nanoseconds. */
+enum { CS_AFTERWARDS = 100000000 };
+
 typedef struct {
   unsigned long long from, to;
   unsigned long long flags; /* of the receiver: 64 bits for each block */

@@ -1,0 +1,211 @@
+/* A libcuda.so.1 for tests of csrc/lane.cc, which run in one process: GPU memory is memory of
+ * the process, what is enqueued on a stream has run when a call returns, and a kernel is only
+ * noted. Each fail_... has calls fail, each count can be read. (fakecuda.c is the one for the raw
+ * baselines of the bench, which are two processes without kernels.) */
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include "../../cshim/cuda/cs_channel.h"
+#include "../../cshim/cuda/cs_cuda.h"
+
+enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2 };
+
+int fail_context;        /* 1: in all threads, 2: in those that did not start the driver */
+int fail_copy;           /* the copy of this number, from 1 on */
+int fail_host;           /* pinned memory: out of memory */
+int fail_launch;         /* so many launches: the capture is invalid */
+int fail_stream;         /* new streams: out of memory */
+int launches, copies;    /* made */
+int spoiled;             /* calls that a capture in another thread forbids */
+int waited_in_vain;      /* streams that went on, so that a test ends */
+int captures;            /* a stream of another thread is captured, in the mode "global" */
+uint64_t launched_bytes; /* of the first segment of the newest launch */
+unsigned launched_rows;
+
+static _Thread_local cs_context current;
+static _Thread_local int mode = CS_CAPTURE_MODE_GLOBAL, starter;
+
+/* Refused while another thread captures, unless this one says that it knows what it does. */
+static int unsafe(void) {
+  if (!captures || mode == CS_CAPTURE_MODE_RELAXED)
+    return CS_CU_SUCCESS;
+  spoiled++;
+  return CS_CU_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+static int good(void) { return CS_CU_SUCCESS; }
+static int start(unsigned flags) {
+  starter = 1;
+  return (int)flags;
+}
+static int text(int result, const char **out) {
+  *out = result == CS_CU_OUT_OF_MEMORY ? "out of memory" : "an error";
+  return CS_CU_SUCCESS;
+}
+
+static int get_device(cs_device *out, int ordinal) {
+  *out = ordinal;
+  return ordinal >= GPUS;
+}
+static int retain(cs_context *out, int device) {
+  *out = (cs_context)(intptr_t)(device + 1);
+  return CS_CU_SUCCESS;
+}
+static int get_context(cs_context *out) {
+  *out = current;
+  return CS_CU_SUCCESS;
+}
+static int set_context(cs_context context) {
+  if (fail_context == 1 || (fail_context == 2 && !starter))
+    return UNKNOWN;
+  current = context;
+  return CS_CU_SUCCESS;
+}
+static int exchange_mode(int *other) {
+  int old = mode;
+  mode = *other;
+  *other = old;
+  return CS_CU_SUCCESS;
+}
+
+static void *room(size_t bytes) {
+  void *p =
+      mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return p == MAP_FAILED ? NULL : p;
+}
+static int alloc(cs_ptr *out, size_t bytes) {
+  *out = (cs_ptr)(uintptr_t)room(bytes);
+  return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
+}
+static int alloc_host(void **out, size_t bytes) {
+  if (fail_host)
+    return CS_CU_OUT_OF_MEMORY;
+  *out = room(bytes);
+  return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
+}
+static int seen_at(cs_ptr *out, void *host) {
+  *out = (cs_ptr)(uintptr_t)host;
+  return CS_CU_SUCCESS;
+}
+static int range(cs_ptr *base, size_t *bytes, cs_ptr address) {
+  *base = address & ~0xfffull;
+  *bytes = 2 << 20;
+  return CS_CU_SUCCESS;
+}
+static int pointer(void *out, int what) {
+  if (what == CS_PTR_LEGACY_IPC_CAPABLE)
+    *(int *)out = 1;
+  return CS_CU_SUCCESS;
+}
+static int can_access(int *out) {
+  *out = 1;
+  return CS_CU_SUCCESS;
+}
+
+static int new_stream(cs_stream *out) {
+  *out = (cs_stream)(uintptr_t)0x1000;
+  return fail_stream ? CS_CU_OUT_OF_MEMORY : CS_CU_SUCCESS;
+}
+static int is_capturing(cs_stream s, int *out) {
+  (void)s;
+  *out = CS_CAPTURE_NONE;
+  return CS_CU_SUCCESS;
+}
+static int copy(cs_ptr to, cs_ptr from, size_t bytes) {
+  if (++copies == fail_copy)
+    return UNKNOWN;
+  memcpy((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);
+  return CS_CU_SUCCESS;
+}
+static int fill(cs_ptr at, unsigned char value, size_t bytes) {
+  memset((void *)(uintptr_t)at, value, bytes);
+  return CS_CU_SUCCESS;
+}
+static int write_word(cs_stream s, cs_ptr at, uint32_t value) {
+  (void)s;
+  __atomic_store_n((uint32_t *)(uintptr_t)at, value, __ATOMIC_SEQ_CST);
+  return CS_CU_SUCCESS;
+}
+static void wait_word(cs_ptr at, uint32_t value) {
+  const struct timespec step = {0, 1000000};
+  for (int ms = 0; ms < WAIT_MS; ms++) {
+    uint32_t now = __atomic_load_n((uint32_t *)(uintptr_t)at, __ATOMIC_SEQ_CST);
+    if ((int32_t)(now - value) >= 0)
+      return;
+    nanosleep(&step, NULL);
+  }
+  waited_in_vain++;
+}
+static int batch(cs_stream s, unsigned n, cs_memory_op *ops) {
+  for (unsigned i = 0; i < n; i++) {
+    if (ops[i].is.op == CS_OP_WRITE_32)
+      write_word(s, ops[i].is.address, (uint32_t)ops[i].is.value);
+    else
+      wait_word(ops[i].is.address, (uint32_t)ops[i].is.value);
+  }
+  return CS_CU_SUCCESS;
+}
+static int find_kernel(cs_function *out, cs_module module, const char *name) {
+  (void)module;
+  *out = (cs_function)(uintptr_t)name;
+  return CS_CU_SUCCESS;
+}
+static int launch(const cs_launch_config *config, cs_function f, void **arguments) {
+  (void)config, (void)f;
+  if (fail_launch) {
+    fail_launch--;
+    return CS_CU_STREAM_CAPTURE_INVALIDATED;
+  }
+  const cs_launch_many *a = arguments[0];
+  launches++;
+  launched_rows = a->segment[0].rows;
+  launched_bytes = a->segment[0].bytes;
+  return CS_CU_SUCCESS;
+}
+
+static const struct {
+  const char *name;
+  void *function;
+} table[] = {
+    {"cuInit", (void *)start},
+    {"cuGetErrorName", (void *)text},
+    {"cuGetErrorString", (void *)text},
+    {"cuDeviceGet", (void *)get_device},
+    {"cuDevicePrimaryCtxRetain", (void *)retain},
+    {"cuDeviceCanAccessPeer", (void *)can_access},
+    {"cuCtxGetCurrent", (void *)get_context},
+    {"cuCtxSetCurrent", (void *)set_context},
+    {"cuCtxSynchronize", (void *)unsafe},
+    {"cuThreadExchangeStreamCaptureMode", (void *)exchange_mode},
+    {"cuMemAlloc", (void *)alloc},
+    {"cuMemFree", (void *)unsafe},
+    {"cuMemHostAlloc", (void *)alloc_host},
+    {"cuMemFreeHost", (void *)unsafe},
+    {"cuMemHostGetDevicePointer", (void *)seen_at},
+    {"cuMemGetAddressRange", (void *)range},
+    {"cuPointerGetAttribute", (void *)pointer},
+    {"cuModuleLoadData", (void *)unsafe},
+    {"cuModuleUnload", (void *)unsafe},
+    {"cuModuleGetFunction", (void *)find_kernel},
+    {"cuStreamCreate", (void *)new_stream},
+    {"cuStreamIsCapturing", (void *)is_capturing},
+    {"cuStreamSynchronize", (void *)unsafe},
+    {"cuStreamWriteValue32", (void *)write_word},
+    {"cuStreamBatchMemOp", (void *)batch},
+    {"cuMemcpyAsync", (void *)copy},
+    {"cuMemsetD8Async", (void *)fill},
+    {"cuLaunchKernelEx", (void *)launch},
+};
+
+/* What the table does not name succeeds. */
+int cuGetProcAddress_v2(const char *name, void **out) {
+  *out = (void *)good;
+  for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+    if (strcmp(table[i].name, name) == 0)
+      *out = table[i].function;
+  }
+  return CS_CU_SUCCESS;
+}

@@ -1,0 +1,252 @@
+"""The device's part of stream channels (csrc/lane.cc) over a driver without a GPU: what it does
+when something goes wrong. A check runs in a process of its own, which finds the driver first;
+tests/gpu/test_lane.py has the messages themselves."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fserver
+from fserver import _loader
+from fserver.channel.plan import Piece, Plan
+
+LIMIT = 60  # seconds for a check
+HERE = Path(__file__).resolve().parent
+CC, CXX = os.environ.get("CC", "cc"), os.environ.get("CXX", "g++")
+ROWS = 16
+LOST, LATE = 1, 2  # of cs_channel.h
+ENDED, PARTED = 1, 2  # what the engine writes into the word that ends a channel
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with libcuda.so.1, and libfakeguard.so, which gives torch its streams."""
+    for compiler in (CC, CXX):
+        if shutil.which(compiler) is None:
+            pytest.skip(f"no {compiler}")
+    folder = tmp_path_factory.mktemp("driver")
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    home = Path(torch.__file__).parent
+    torch_flags = ["-std=c++20", "-isystem", home / "include", f"-Wl,-rpath,{home / 'lib'}"]
+    for command in (
+        [CC, *flags, "-o", folder / "libcuda.so.1", HERE / "fakelane.c"],
+        [
+            CXX, *flags, *torch_flags, "-o", folder / "libfakeguard.so", HERE / "fakeguard.cc",
+            f"-L{home / 'lib'}", "-lc10",
+        ],
+    ):  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def over(driver: Path, check: Callable[..., None], *arguments: str) -> None:
+    """Runs a function of this file in a child, over the driver."""
+    done = subprocess.run(
+        [sys.executable, __file__, check.__name__, *arguments],
+        env={
+            **os.environ,
+            "LD_LIBRARY_PATH": str(driver),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
+    assert done.stdout.endswith("checked\n"), done
+
+
+# What follows runs in the child.
+
+
+class Driver:
+    """The variables of fakelane.c as attributes."""
+
+    def __init__(self) -> None:
+        self.__dict__["_library"] = ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL("libfakeguard.so").install()
+
+    def _at(self, name: str) -> Any:
+        kind = ctypes.c_uint64 if name == "launched_bytes" else ctypes.c_int
+        return kind.in_dll(self._library, name)
+
+    def __getattr__(self, name: str) -> int:
+        return self._at(name).value
+
+    def __setattr__(self, name: str, value: int) -> None:
+        self._at(name).value = value
+
+
+class Tensor:
+    """Memory in the place of a tensor."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = ctypes.create_string_buffer(size + 4096)
+        self.size, self.at = size, (ctypes.addressof(self._memory) + 4095) & ~4095
+
+    def fill(self, value: int) -> None:
+        ctypes.memset(self.at, value, self.size)
+
+    @property
+    def value(self) -> int:
+        data = set(ctypes.string_at(self.at, self.size))
+        assert len(data) == 1
+        return data.pop()
+
+
+class Side:
+    """A lane, its plan, and the tensors that it sends and receives."""
+
+    def __init__(self, index: int, mode: str, timeout_ms: float, size: int, count: int) -> None:
+        image = b"kernels" if mode == "sm" else b""
+        self.lane = _loader.load().Lane(index, image, timeout_ms, False)
+        self.out, self.into = ([Tensor(size) for _ in range(count)] for _ in range(2))
+        outgoing, incoming = (
+            [[Piece(t.at, ROWS, size // ROWS) for t in row]] for row in (self.out, self.into)
+        )
+        self.plan = Plan(self.lane, index, mode, outgoing, incoming, index == 0)
+
+    def rows(self) -> list[int]:
+        """As they were told of the newest message."""
+        address, counts = self.plan.rows
+        return list((ctypes.c_uint64 * sum(counts)).from_address(address))
+
+    def end(self, word: int, why: int = 0, peer: int = 0) -> None:
+        """As the engine does it, and then a kernel."""
+        words = (ctypes.c_uint32 * 2).from_address(self.lane.abort_word)
+        words[:] = [word, why | peer << 8]
+
+
+def pair(
+    mode: str, *, timeout_ms: float = 10000, size: int = 64, count: int = 1, install: bool = True
+) -> tuple[Side, Side]:
+    """The worker's and the server's side of a channel with tensors both ways."""
+    w, s = (Side(i, mode, timeout_ms, size, count) for i in (0, 1))
+    told = s.plan.describe(0), w.plan.describe(0)
+    for side, theirs in zip((w, s), told, strict=True):
+        side.plan.attach(0, theirs)
+        if install:
+            side.plan.install()
+    return w, s
+
+
+def exchange(w: Side, s: Side, value: int) -> None:
+    """With mode "ce"."""
+    w.out[0].fill(value)
+    w.lane.send()
+    s.lane.recv()
+    assert s.into[0].value == value
+    s.out[0].fill(value + 1)
+    s.lane.send()
+    w.lane.recv()
+    assert w.into[0].value == value + 1
+
+
+def refuses(call: Callable[[], None], kind: type[fserver.Error], text: str) -> None:
+    with pytest.raises(fserver.Error, match=text) as error:
+        call()
+    assert type(error.value) is kind, error.value
+
+
+def parted_ce() -> None:
+    w, s = pair("ce")
+    exchange(w, s, 1)
+    w.out[0].fill(3)
+    w.lane.send()
+    s.lane.recv()
+    s.out[0].fill(4)
+    s.lane.send()
+    w.end(PARTED)
+    time.sleep(0.3)  # longer than what is here may take
+    w.lane.recv()  # sent before the peer closed
+    assert (w.into[0].value, w.lane.status()) == (4, (0, 0))
+    w.out[0].fill(5)
+    refuses(w.lane.send, fserver.ClosedError, "^send: a peer has closed .*the channel has ended")
+    assert s.into[0].value == 3
+    assert w.lane.status() == (0, 0)
+    w.lane.close()
+    s.lane.close()
+
+    w, s = pair("ce")
+    exchange(w, s, 1)
+    w.lane.send()
+    w.end(PARTED)
+    w.lane.recv()  # what does not come any more ends
+    assert DRIVER.waited_in_vain == 0
+    assert w.into[0].value == 2
+    assert w.lane.status() == (LOST, 0)
+    for call in (w.lane.send, w.lane.recv):
+        refuses(call, fserver.ClosedError, "a peer has closed .*the channel has ended")
+
+
+def parted_sm() -> None:
+    w, _ = pair("sm")
+    w.lane.send()
+    w.end(PARTED)
+    w.lane.recv()
+    assert (DRIVER.launches, w.lane.status()) == (2, (0, 0))
+    refuses(w.lane.send, fserver.ClosedError, "^send: a peer has closed .*the channel has ended")
+    assert DRIVER.launches == 2
+    w.end(PARTED, LOST)
+    assert w.lane.status() == (LOST, 0)
+    for call in (w.lane.send, w.lane.recv):
+        refuses(call, fserver.ClosedError, "a peer has closed .*the channel has ended")
+    assert DRIVER.launches == 2
+
+
+@pytest.mark.parametrize("check", [parted_ce, parted_sm])
+def test_peer_that_has_closed(driver: Path, check: Callable[[], None]) -> None:
+    """It takes nothing any more, and what it sent before still comes."""
+    over(driver, check)
+
+
+def late() -> None:
+    w, _ = pair("ce", timeout_ms=100)
+    w.lane.send()
+    w.lane.recv()
+    assert (DRIVER.waited_in_vain, w.lane.status()) == (0, (LATE, 0))
+    text = r"peer 0 has sent nothing for .*: the channel has ended \(close it and open another"
+    for call in (w.lane.send, w.lane.recv):
+        refuses(call, fserver.TimeoutError, text)
+
+
+def ended(mode: str) -> None:
+    """As by a lost peer."""
+    w, _ = pair(mode)
+    w.lane.send()
+    w.end(ENDED)
+    for call in (w.lane.send, w.lane.recv):
+        refuses(call, fserver.Error, r"the channel has ended: check\(\) says why \(close it and")
+    assert w.lane.status() == (LOST, -1)
+    w.end(ENDED, LOST, 3)
+    refuses(w.lane.recv, fserver.Error, "the channel has ended")
+    assert w.lane.status() == (LOST, 3)
+    w.lane.close()
+    refuses(w.lane.recv, fserver.ClosedError, "the channel is closed")
+
+
+def test_late_peer(driver: Path) -> None:
+    over(driver, late)
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_ended(driver: Path, mode: str) -> None:
+    over(driver, ended, mode)
+
+
+if __name__ == "__main__":
+    DRIVER = Driver()
+    globals()[sys.argv[1]](*sys.argv[2:])
+    print("checked")
