@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <future>
+#include <system_error>
 #include <tuple>
 
 #include "args.h"
@@ -310,16 +312,40 @@ void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
 void Lane::plan_copies(bool sends, std::vector<Segment> segments) {
   need("channel");
   (sends ? out_ : in_).copies = std::move(segments);
-  if (!watcher_.joinable())
-    watcher_ = std::thread([this] { watch(); });
 }
 
 void Lane::begin(bool in_turn, bool send_first) {
+  need("channel");
   in_turn_ = in_turn;
   send_next_ = send_first;
   for (Launch &l : out_.launches)
     for (const Segment &g : l.segments)
       l.large = l.large || by_engine(g);
+  if ((!out_.copies.empty() || !in_.copies.empty()) && !watcher_.joinable())
+    start_watcher();
+}
+
+// What it needs it has when this returns: a lane that cannot be watched is no lane.
+void Lane::start_watcher() {
+  Entered in(context_);
+  must("make a stream",
+       cs_cu.StreamCreate(&watcher_stream_, CS_STREAM_NON_BLOCKING));
+  std::promise<cs_result> entering;
+  std::future<cs_result> entered = entering.get_future();
+  try {
+    watcher_ = std::thread([this, entering = std::move(entering)]() mutable {
+      const cs_result rc = cs_cu.CtxSetCurrent(context_);
+      entering.set_value(rc);
+      if (rc == CS_CU_SUCCESS)
+        watch();
+    });
+  } catch (const std::system_error &e) {
+    raise(Kind::kError,
+          "channel: start a thread: %s (raise ulimit -u, or open fewer "
+          "channels)",
+          e.what());
+  }
+  must("enter the GPU's context", entered.get());
 }
 
 // Without turns the kernel has to see the receiver's credit first.
@@ -620,10 +646,7 @@ void Lane::time_out(int which, uint64_t *since) {
 // every flag until it is closed: a stream that waits goes on, and so does the
 // next wait on it.
 void Lane::watch() {
-  cs_stream s = nullptr;
-  if (cs_cu.CtxSetCurrent(context_) != CS_CU_SUCCESS ||
-      cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING) != CS_CU_SUCCESS)
-    return;
+  cs_stream s = watcher_stream_;
   uint64_t receives = 0, sends = 0;
   while (!stop_.load()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(kWatchMs));
@@ -641,7 +664,6 @@ void Lane::watch() {
         cs_cu.StreamWriteValue32(s, g.s.credits, 1, CS_WRITE_DEFAULT);
     cs_cu.StreamSynchronize(s);
   }
-  cs_cu.StreamDestroy(s);
 }
 
 void Lane::close() {
@@ -655,14 +677,18 @@ void Lane::close() {
   abort(); // what still waits on a stream ends
   cs_context old = nullptr;
   cs_cu.CtxGetCurrent(&old);
-  if (cs_cu.CtxSetCurrent(context_) == CS_CU_SUCCESS) {
+  const bool entered = cs_cu.CtxSetCurrent(context_) == CS_CU_SUCCESS;
+  if (entered)
     settle();
-    stop_.store(true);
-    if (watcher_.joinable())
-      unlocked([&] {
-        watcher_.join();
-        return 0;
-      });
+  stop_.store(true);
+  if (watcher_.joinable())
+    unlocked([&] {
+      watcher_.join();
+      return 0;
+    });
+  if (entered) {
+    if (watcher_stream_)
+      cs_cu.StreamDestroy(watcher_stream_);
     for (cs_ptr p : mapped_)
       cs_cu.IpcCloseMemHandle(p);
     for (cs_ptr p : owned_)

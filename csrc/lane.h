@@ -59,7 +59,8 @@ public:
   void plan(bool sends, std::vector<Step> steps, uint64_t counts,
             uint64_t dead);
   void plan_copies(bool sends, std::vector<Segment> segments);
-  // in_turn: send and recv alternate, and this says which is first.
+  // All is planned. in_turn: send and recv alternate, and send_first says which is
+  // first.
   void begin(bool in_turn, bool send_first);
 
   // Keeps the memory of these tensors until close(). What plan() was told of it is
@@ -109,6 +110,7 @@ private:
   void launch(Way &way, cs_stream s, const char *call);
   void copy_out(cs_stream s);
   void copy_in(cs_stream s);
+  void start_watcher();
   void watch();
   void time_out(int which, uint64_t *since);
   cs_ptr word(int which) const { return seen_ + 4u * which; }
@@ -138,6 +140,7 @@ private:
   bool captured_ = false; // in graphs, which may be replayed on any stream
   bool short_ = false;    // the last copies told their rows
   std::thread watcher_;   // of copies: nothing else ends their waits
+  cs_stream watcher_stream_ = nullptr;
   std::atomic<bool> stop_{false};
 };
 

@@ -237,6 +237,37 @@ def ended(mode: str) -> None:
     refuses(w.lane.recv, fserver.ClosedError, "the channel is closed")
 
 
+def unwatched(how: str) -> None:
+    """Without the thread of mode "ce" nothing ends a wait: the channel does not open."""
+    w, s = pair("ce", install=False)
+    setattr(DRIVER, *{"stream": ("fail_stream", 1), "context": ("fail_context", 2)}[how])
+    text = {"stream": "make a stream: out of memory", "context": "enter the GPU's context"}[how]
+    refuses(w.plan.install, fserver.Error, text)
+    w.lane.close()
+    del w
+    DRIVER.fail_stream = DRIVER.fail_context = 0
+    s.plan.install()
+    s.lane.close()
+
+
+def broken() -> None:
+    """The context is, by an illegal access elsewhere in the process."""
+    w, s = pair("ce")
+    exchange(w, s, 1)
+    DRIVER.fail_context = 1
+    w.lane.close()
+    del w, s  # no thread is left
+
+
+@pytest.mark.parametrize("how", ["stream", "context"])
+def test_channel_that_cannot_be_watched(driver: Path, how: str) -> None:
+    over(driver, unwatched, how)
+
+
+def test_close_in_a_broken_context(driver: Path) -> None:
+    over(driver, broken)
+
+
 def test_late_peer(driver: Path) -> None:
     over(driver, late)
 
