@@ -39,6 +39,18 @@ void must(const char *what, cs_result rc) {
     fail(what, rc);
 }
 
+void *pinned(uint64_t bytes, unsigned flags) {
+  void *p = nullptr;
+  const cs_result rc = cs_cu.MemHostAlloc(&p, bytes, flags);
+  if (rc == CS_CU_OUT_OF_MEMORY)
+    raise(
+        Kind::kError,
+        "channel: allocate pinned memory: out of memory (open fewer "
+        "channels, or raise ulimit -l and the memory limit of the container)");
+  must("allocate pinned memory", rc);
+  return p;
+}
+
 // Small allocations share a block of 2 MiB, which is what an IPC handle names:
 // whole blocks show a peer nothing else.
 constexpr uint64_t kPiece = 2 << 20;
@@ -156,10 +168,7 @@ Lane::Lane(int device, const std::string &image, double timeout_ms,
        cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
   try {
     Entered in(context_);
-    void *words;
-    must(
-        "allocate pinned memory",
-        cs_cu.MemHostAlloc(&words, 4096, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP));
+    void *words = pinned(4096, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP);
     memset(words, 0, 4096);
     words_ = static_cast<volatile uint32_t *>(words);
     must("map pinned memory", cs_cu.MemHostGetDevicePointer(&seen_, words, 0));
@@ -318,9 +327,18 @@ void Lane::begin(bool in_turn, bool send_first) {
   need("channel");
   in_turn_ = in_turn;
   send_next_ = send_first;
+  auto add = [&](const Segment &g) {
+    const auto t = static_cast<size_t>(g.tensor);
+    most_.resize(std::max(most_.size(), t + 1));
+    most_[t] = g.s.rows;
+  };
+  for (const Segment &g : out_.copies)
+    add(g);
   for (Launch &l : out_.launches)
-    for (const Segment &g : l.segments)
+    for (const Segment &g : l.segments) {
+      add(g);
       l.large = l.large || by_engine(g);
+    }
   if ((!out_.copies.empty() || !in_.copies.empty()) && !watcher_.joinable())
     start_watcher();
 }
@@ -458,13 +476,14 @@ void Lane::copy_out(cs_stream s) {
     words.write(word(kSendWaits), kGoesOn);
     words.enqueue(s, "send");
   }
+  short_ = short_ || !rows_.empty(); // also if it fails half-way
   for (const Segment &g : out_.copies) {
     const uint64_t rows =
         rows_.empty() ? g.s.rows : rows_[static_cast<size_t>(g.tensor)];
     const uint64_t bytes = rows_.empty() ? g.s.bytes : rows * g.row_bytes;
     if (bytes)
       must("send", cs_cu.MemcpyAsync(g.s.to, g.s.from, bytes, s));
-    if (!rows_.empty() || short_)
+    if (short_)
       words.write(g.s.counted, static_cast<uint32_t>(rows));
     if (g.s.flags)
       words.write(g.s.flags, 1);
@@ -497,30 +516,23 @@ void Lane::send(PyObject *rows) {
   rows_.clear();
   if (rows && rows != Py_None) {
     const Items items(rows, {"send", "rows"}, "ints");
-    auto check = [&](const Segment &g) {
-      const auto t = static_cast<size_t>(g.tensor);
-      if (t >= rows_.size())
-        raise(Kind::kShape,
-              "send: rows has %zu numbers: give one for each tensor",
-              rows_.size());
-      if (rows_[t] > g.s.rows)
-        raise(Kind::kShape, "send: rows[%zu] is %u, and the tensor has %u", t,
-              rows_[t], g.s.rows);
-    };
-    for (size_t i = 0; i < items.size(); i++) {
+    if (items.size() != most_.size())
+      raise(Kind::kShape,
+            "send: rows has %zu numbers for %zu tensors: give one for each",
+            items.size(), most_.size());
+    for (size_t i = 0; i < most_.size(); i++) {
       const uint64_t n =
           read_u64(items.at(i), {"send", "rows"}, static_cast<Py_ssize_t>(i));
-      rows_.push_back(n > UINT32_MAX ? UINT32_MAX : static_cast<uint32_t>(n));
+      if (n > most_[i])
+        raise(Kind::kShape, "send: rows[%zu] is %llu, and the tensor has %u", i,
+              static_cast<unsigned long long>(n), most_[i]);
+      rows_.push_back(static_cast<uint32_t>(n));
     }
-    for (const Segment &g : out_.copies)
-      check(g);
-    for (const Launch &l : out_.launches)
-      for (const Segment &g : l.segments)
-        check(g);
   }
   for (Launch &l : out_.launches) {
-    if (rows_.empty() && !l.large)
+    if (rows_.empty() && !l.large && !l.changed)
       continue;
+    l.changed = !rows_.empty();
     for (size_t i = 0; i < l.segments.size(); i++) {
       const Segment &g = l.segments[i];
       cs_segment &now = l.args.segment[i];
@@ -541,13 +553,6 @@ void Lane::send(PyObject *rows) {
   if (!out_.copies.empty())
     copy_out(s);
   launch(out_, s, "send");
-  if (!rows_.empty()) {
-    for (Launch &l : out_.launches)
-      for (size_t i = 0; i < l.segments.size(); i++) {
-        l.args.segment[i].rows = l.segments[i].s.rows;
-        l.args.segment[i].bytes = l.segments[i].s.bytes;
-      }
-  }
   send_next_ = false;
   used(s);
 }
@@ -577,18 +582,17 @@ std::string Lane::peek(uint64_t address, uint64_t bytes) {
   need("channel");
   Entered in(context_);
   std::string data(bytes, 0);
-  void *pinned;
+  void *host = pinned(bytes, 0);
   cs_stream s;
-  must("allocate pinned memory", cs_cu.MemHostAlloc(&pinned, bytes, 0));
   cs_result rc = cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING);
   if (rc == CS_CU_SUCCESS) {
-    rc = cs_cu.MemcpyDtoHAsync(pinned, address, bytes, s);
+    rc = cs_cu.MemcpyDtoHAsync(host, address, bytes, s);
     if (rc == CS_CU_SUCCESS)
       rc = unlocked([&] { return cs_cu.StreamSynchronize(s); });
     cs_cu.StreamDestroy(s);
   }
-  memcpy(data.data(), pinned, bytes);
-  cs_cu.MemFreeHost(pinned);
+  memcpy(data.data(), host, bytes);
+  cs_cu.MemFreeHost(host);
   must("read the GPU's memory", rc);
   return data;
 }

@@ -91,7 +91,8 @@ private:
     std::vector<Segment> segments;
     unsigned grid = 0, threads = 0;
     unsigned short first[CS_MANY] = {};
-    bool large = false; // the copy engine moves some of it
+    bool large = false;   // the copy engine moves some of it
+    bool changed = false; // args are of fewer rows than all
   };
   struct Way { // sending, or receiving
     std::vector<Launch> launches;
@@ -132,7 +133,7 @@ private:
     const void *start; // of it, as it was
   };
   std::vector<Held> held_;
-  std::vector<uint32_t> rows_;
+  std::vector<uint32_t> most_, rows_; // of each tensor: there, and to be sent
   std::vector<cs_memory_op> ops_;
   bool in_turn_ = false, send_next_ = false, closed_ = false;
   cs_stream last_ = nullptr;

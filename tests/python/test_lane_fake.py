@@ -268,6 +268,72 @@ def test_close_in_a_broken_context(driver: Path) -> None:
     over(driver, broken)
 
 
+def rows_after_an_error_sm() -> None:
+    size = 1 << 20  # in place, by flags
+    w, _ = pair("sm", size=size)
+    everything = (ROWS, size)
+    w.lane.send()
+    assert (DRIVER.launched_rows, DRIVER.launched_bytes) == everything
+    w.lane.recv()
+    w.lane.send([3])
+    assert (DRIVER.launched_rows, DRIVER.launched_bytes) == (3, 3 * size // ROWS)
+    w.lane.recv()
+    DRIVER.fail_launch = 1
+    refuses(lambda: w.lane.send([3]), fserver.Error, "^channel: send: an error")
+    w.lane.send()
+    assert (DRIVER.launched_rows, DRIVER.launched_bytes) == everything
+
+
+def rows_after_an_error_ce() -> None:
+    w, s = pair("ce", count=2)
+    exchange(w, s, 1)
+    DRIVER.fail_copy = DRIVER.copies + 2
+    refuses(lambda: w.lane.send([3, 4]), fserver.Error, "^channel: send: an error")
+    assert s.rows() == [3, 0]
+    w.lane.send()
+    assert s.rows() == [ROWS, ROWS]
+    s.lane.recv()
+    s.lane.send([5, 6])
+    assert w.rows() == [5, 6]
+
+
+@pytest.mark.parametrize("check", [rows_after_an_error_sm, rows_after_an_error_ce])
+def test_rows_after_an_error(driver: Path, check: Callable[[], None]) -> None:
+    """A send() of all rows sends them, and says so, after one of fewer has failed."""
+    over(driver, check)
+
+
+def wrong_rows(mode: str) -> None:
+    w, s = pair(mode)
+    w.out[0].fill(7)
+    for rows, text in (
+        ([4, 9, 9], "^send: rows has 3 numbers for 1 tensors: give one for each"),
+        ([], "^send: rows has 0 numbers for 1 tensors: give one for each"),
+        ([17], r"^send: rows\[0\] is 17, and the tensor has 16"),
+        ([1 << 40], r"^send: rows\[0\] is 1099511627776, and the tensor has 16"),
+    ):
+        refuses(lambda rows=rows: w.lane.send(rows), fserver.ShapeError, text)
+    assert (DRIVER.launches, DRIVER.copies) == (0, 0)
+    w.lane.send([4])  # it is still its turn
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_wrong_rows(driver: Path, mode: str) -> None:
+    over(driver, wrong_rows, mode)
+
+
+def no_pinned_memory() -> None:
+    w, _ = pair("ce")
+    DRIVER.fail_host = 1
+    text = "allocate pinned memory: out of memory .*open fewer channels, or raise ulimit -l"
+    refuses(lambda: w.lane.peek(w.plan.arena, 64), fserver.Error, text)
+    refuses(lambda: pair("ce"), fserver.Error, text)
+
+
+def test_no_pinned_memory(driver: Path) -> None:
+    over(driver, no_pinned_memory)
+
+
 def test_late_peer(driver: Path) -> None:
     over(driver, late)
 
