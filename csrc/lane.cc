@@ -117,6 +117,17 @@ private:
   std::vector<cs_memory_op> &ops_;
 };
 
+// While any thread captures a graph in the mode that is torch's own, others must
+// not make calls that might disturb that (allocations, and waits), unless they say
+// that they know what they do: none of ours touches a stream that is captured.
+struct Relaxed {
+  Relaxed() { cs_cu.ThreadExchangeStreamCaptureMode(&mode); }
+  ~Relaxed() { cs_cu.ThreadExchangeStreamCaptureMode(&mode); }
+  Relaxed(const Relaxed &) = delete;
+  Relaxed &operator=(const Relaxed &) = delete;
+  int mode = CS_CAPTURE_MODE_RELAXED;
+};
+
 bool capturing(cs_stream s) {
   int state = CS_CAPTURE_NONE;
   cs_cu.StreamIsCapturing(s, &state);
@@ -155,6 +166,13 @@ struct Lane::Entered {
   bool changed = false;
 };
 
+// For all but what is enqueued on the current stream.
+struct Lane::Apart {
+  explicit Apart(cs_context context) : entered(context) {}
+  Relaxed relaxed;
+  Entered entered;
+};
+
 Lane::Lane(int device, const std::string &image, double timeout_ms,
            bool programmatic)
     : device_(device), programmatic_(programmatic),
@@ -163,6 +181,7 @@ Lane::Lane(int device, const std::string &image, double timeout_ms,
   if (!cs_cu.LaunchKernelEx || !cs_cu.StreamBatchMemOp)
     raise(Kind::kConfig,
           "channel: the CUDA driver is older than 11.7 (install a newer one)");
+  const Relaxed relaxed;
   must("find the GPU", cs_cu.DeviceGet(&handle_, device));
   must("hold the GPU's context",
        cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
@@ -202,7 +221,7 @@ void Lane::need(const char *call) const {
 
 uint64_t Lane::allocate(uint64_t bytes) {
   need("channel");
-  Entered in(context_);
+  Apart in(context_);
   bytes = (bytes + kPiece - 1) / kPiece * kPiece;
   cs_ptr p;
   cs_result rc = cs_cu.MemAlloc(&p, bytes);
@@ -226,7 +245,7 @@ uint64_t Lane::allocate(uint64_t bytes) {
 
 std::tuple<std::string, uint64_t, uint64_t> Lane::share(uint64_t address) {
   need("channel");
-  Entered in(context_);
+  Apart in(context_);
   cs_ptr base = 0;
   size_t bytes = 0;
   int legacy = 0;
@@ -243,7 +262,7 @@ std::tuple<std::string, uint64_t, uint64_t> Lane::share(uint64_t address) {
 
 std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle) {
   need("channel");
-  Entered in(context_);
+  Apart in(context_);
   cs_ipc_handle h;
   if (handle.size() != sizeof h.bytes)
     raise(Kind::kError,
@@ -281,9 +300,9 @@ void Lane::reach(int device) {
           "between them (use "
           "mode=\"proxy\")",
           device_, device);
+  Apart in(context_);
   must("hold the peer's context",
        cs_cu.DevicePrimaryCtxRetain(&context, other));
-  Entered in(context_);
   cs_result rc = cs_cu.CtxEnablePeerAccess(context, 0);
   cs_cu.DevicePrimaryCtxRelease(other); // its channel holds it
   if (rc != CS_CU_PEER_ACCESS_ALREADY_ENABLED)
@@ -345,13 +364,14 @@ void Lane::begin(bool in_turn, bool send_first) {
 
 // What it needs it has when this returns: a lane that cannot be watched is no lane.
 void Lane::start_watcher() {
-  Entered in(context_);
+  Apart in(context_);
   must("make a stream",
        cs_cu.StreamCreate(&watcher_stream_, CS_STREAM_NON_BLOCKING));
   std::promise<cs_result> entering;
   std::future<cs_result> entered = entering.get_future();
   try {
     watcher_ = std::thread([this, entering = std::move(entering)]() mutable {
+      const Relaxed relaxed;
       const cs_result rc = cs_cu.CtxSetCurrent(context_);
       entering.set_value(rc);
       if (rc == CS_CU_SUCCESS)
@@ -580,7 +600,7 @@ std::pair<int, int> Lane::status() const {
 
 std::string Lane::peek(uint64_t address, uint64_t bytes) {
   need("channel");
-  Entered in(context_);
+  Apart in(context_);
   std::string data(bytes, 0);
   void *host = pinned(bytes, 0);
   cs_stream s;
@@ -614,7 +634,7 @@ void Lane::settle() {
 void Lane::finish() {
   if (!used_ || closed_)
     return;
-  Entered in(context_);
+  Apart in(context_);
   settle();
 }
 
@@ -679,6 +699,7 @@ void Lane::close() {
   if (!context_)
     return;
   abort(); // what still waits on a stream ends
+  const Relaxed relaxed;
   cs_context old = nullptr;
   cs_cu.CtxGetCurrent(&old);
   const bool entered = cs_cu.CtxSetCurrent(context_) == CS_CU_SUCCESS;

@@ -101,6 +101,7 @@ private:
     const char *name = nullptr;
   };
   struct Entered;
+  struct Apart;
 
   void stand(const char *call, bool sends) const; // raises what has ended it
   cs_stream stream(const char *call, bool sends);

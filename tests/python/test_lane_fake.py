@@ -334,6 +334,32 @@ def test_no_pinned_memory(driver: Path) -> None:
     over(driver, no_pinned_memory)
 
 
+def beside_a_capture(mode: str) -> None:
+    open_before = pair(mode)
+    DRIVER.captures = 1
+    open_now = pair(mode)
+    if mode == "ce":
+        exchange(*open_now, 1)  # and its threads look at the words
+    for side in (*open_before, *open_now):
+        side.lane.peek(side.plan.arena, 64)
+        side.lane.finish()
+    open_now[0].lane.close()
+    del open_now, side  # and closed by that
+    for side in open_before:
+        side.end(ENDED)
+    time.sleep(0.1)  # the threads fill the flags
+    for side in open_before:
+        side.lane.close()
+    assert DRIVER.spoiled == 0
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_beside_a_capture(driver: Path, mode: str) -> None:
+    """What opens and closes a channel does no harm to a capture that another thread makes in
+    torch's default mode."""
+    over(driver, beside_a_capture, mode)
+
+
 def test_late_peer(driver: Path) -> None:
     over(driver, late)
 
