@@ -648,10 +648,10 @@ void Lane::abort() {
 }
 
 // Ends the lane if the wait that a word tells of has lasted for too long. since:
-// when it was seen first, in nanoseconds.
-void Lane::time_out(int which, uint64_t *since) {
+// when it was seen first, in nanoseconds. parted: when it was seen that a peer has
+// closed its side, or 0.
+void Lane::time_out(int which, uint64_t *since, uint64_t parted) {
   const auto now = static_cast<uint64_t>(now_ns());
-  const bool parted = words_[kEnd] == kParted;
   auto *at = const_cast<uint32_t *>(words_) + which;
   uint32_t v = words_[which];
   if ((v & kState) == kWaits) {
@@ -659,7 +659,7 @@ void Lane::time_out(int which, uint64_t *since) {
                                     __ATOMIC_RELAXED))
       *since = now;
   } else if ((v & kState) == kSeen) {
-    if (parted && now - *since > CS_AFTERWARDS)
+    if (parted && now - std::max(*since, parted) > CS_AFTERWARDS)
       words_[kWhy] = CS_LOST | v >> 2 << 8;
     else if (now - *since > patience_)
       words_[kWhy] = CS_LATE | v >> 2 << 8;
@@ -671,12 +671,14 @@ void Lane::time_out(int which, uint64_t *since) {
 // next wait on it.
 void Lane::watch() {
   cs_stream s = watcher_stream_;
-  uint64_t receives = 0, sends = 0;
+  uint64_t receives = 0, sends = 0, parted = 0;
   while (!stop_.load()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(kWatchMs));
     if (words_[kEnd] != kEnded && words_[kWhy] == 0) {
-      time_out(kRecvWaits, &receives);
-      time_out(kSendWaits, &sends);
+      if (parted == 0 && words_[kEnd] == kParted)
+        parted = static_cast<uint64_t>(now_ns());
+      time_out(kRecvWaits, &receives, parted);
+      time_out(kSendWaits, &sends, parted);
       if (words_[kWhy] == 0)
         continue;
     }

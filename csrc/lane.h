@@ -114,7 +114,7 @@ private:
   void copy_in(cs_stream s);
   void start_watcher();
   void watch();
-  void time_out(int which, uint64_t *since);
+  void time_out(int which, uint64_t *since, uint64_t parted);
   cs_ptr word(int which) const { return seen_ + 4u * which; }
   void need(const char *call) const;
   bool by_engine(const Segment &g) const;

@@ -27,5 +27,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 extern "C" void install() {
   static Guard guard;
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)]
+      .store(&guard);
 }

@@ -13,15 +13,15 @@
 
 enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2 };
 
-int fail_context;        /* 1: in all threads, 2: in those that did not start the driver */
-int fail_copy;           /* the copy of this number, from 1 on */
-int fail_host;           /* pinned memory: out of memory */
-int fail_launch;         /* so many launches: the capture is invalid */
-int fail_stream;         /* new streams: out of memory */
-int launches, copies;    /* made */
-int spoiled;             /* calls that a capture in another thread forbids */
-int waited_in_vain;      /* streams that went on, so that a test ends */
-int captures;            /* a stream of another thread is captured, in the mode "global" */
+int fail_context; /* 1: in all threads, 2: in those that did not start the driver */
+int fail_copy;        /* the copy of this number, from 1 on */
+int fail_host;        /* pinned memory: out of memory */
+int fail_launch;      /* so many launches: the capture is invalid */
+int fail_stream;      /* new streams: out of memory */
+int launches, copies; /* made */
+int spoiled;          /* calls that a capture in another thread forbids */
+int waited_in_vain;   /* streams that went on, so that a test ends */
+int captures; /* a stream of another thread is captured, in the mode "global" */
 uint64_t launched_bytes; /* of the first segment of the newest launch */
 unsigned launched_rows;
 
@@ -72,8 +72,8 @@ static int exchange_mode(int *other) {
 }
 
 static void *room(size_t bytes) {
-  void *p =
-      mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return p == MAP_FAILED ? NULL : p;
 }
 static int alloc(cs_ptr *out, size_t bytes) {
@@ -153,7 +153,8 @@ static int find_kernel(cs_function *out, cs_module module, const char *name) {
   *out = (cs_function)(uintptr_t)name;
   return CS_CU_SUCCESS;
 }
-static int launch(const cs_launch_config *config, cs_function f, void **arguments) {
+static int launch(const cs_launch_config *config, cs_function f,
+                  void **arguments) {
   (void)config, (void)f;
   if (fail_launch) {
     fail_launch--;
