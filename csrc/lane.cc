@@ -407,6 +407,12 @@ void Lane::stand(const char *call, bool sends) const {
           "%s: a peer has closed its side: the channel has ended (close it and "
           "open another)",
           call);
+  if (end == kEnded && explain_) {
+    PyObject *told = PyObject_CallNoArgs(explain_);
+    if (!told)
+      throw Raised{};
+    Py_DECREF(told);
+  }
   if (end == kEnded || why)
     raise(Kind::kError,
           "%s: the channel has ended: check() says why (close it and open "
@@ -449,6 +455,12 @@ void Lane::hold(PyObject *tensors) {
     const void *start = start_of(m);
     held_.push_back({std::move(m), start});
   }
+}
+
+void Lane::explain(PyObject *why) {
+  Py_INCREF(why);
+  Py_XDECREF(explain_);
+  explain_ = why;
 }
 
 void Lane::have(const char *call) const {

@@ -38,7 +38,10 @@ public:
   // image: cubin or PTX of lane_source(); empty for a lane that only copies.
   Lane(int device, const std::string &image, double timeout_ms,
        bool programmatic);
-  ~Lane() { close(); }
+  ~Lane() {
+    close();
+    Py_XDECREF(explain_);
+  }
   Lane(const Lane &) = delete;
   Lane &operator=(const Lane &) = delete;
 
@@ -66,6 +69,9 @@ public:
   // Keeps the memory of these tensors until close(). What plan() was told of it is
   // wrong once a tensor is made to give it up: send and recv look.
   void hold(PyObject *tensors);
+
+  // Has a callable raise why the engine has ended the channel, at the next call.
+  void explain(PyObject *why);
 
   // rows: None, or a list of one int for each tensor.
   void send(PyObject *rows);
@@ -134,6 +140,7 @@ private:
     const void *start; // of it, as it was
   };
   std::vector<Held> held_;
+  PyObject *explain_ = nullptr;
   std::vector<uint32_t> most_, rows_; // of each tensor: there, and to be sent
   std::vector<cs_memory_op> ops_;
   bool in_turn_ = false, send_next_ = false, closed_ = false;

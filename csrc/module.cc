@@ -337,6 +337,7 @@ void define(py::module_ &m) {
           .def("begin", &Lane::begin)
           .def("hold",
                [](Lane &l, py::handle tensors) { l.hold(tensors.ptr()); })
+          .def("explain", [](Lane &l, py::handle why) { l.explain(why.ptr()); })
           .def("status", &Lane::status)
           .def_property_readonly("abort_word", &Lane::abort_word)
           .def("abort", &Lane::abort)

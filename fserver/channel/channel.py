@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import platform
 import weakref
@@ -51,6 +52,12 @@ def _place(device: Any) -> str:
 def _direct(mode: str, device: Any) -> bool:
     """Whether GPUs may do it all."""
     return mode != "proxy" and device.type == "cuda"
+
+
+def _explain(channel: weakref.ref[Channel]) -> None:
+    open_one = channel()
+    if open_one is not None:
+        open_one.check()
 
 
 def _part(node: Any, handle: int, side: Any, wait_ms: float = _PARTING_MS) -> None:
@@ -125,6 +132,7 @@ class Channel:
         self._sends_next = send_first
         if path != "cpu":  # no frame of Python in between
             self.send, self.recv = side.send, side.recv
+            side.explain(functools.partial(_explain, weakref.ref(self)))
         self.number = next(_numbers)
         _open[self.number] = self
         self._dropped = weakref.finalize(self, _drop, node, handle, side, path, on_close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
@@ -113,6 +113,10 @@ class GpuSide:
 
     def status(self) -> tuple[int, int]:
         return self.lane.status()
+
+    def explain(self, why: Callable[[], None]) -> None:
+        """Has that raise, at a call after the engine has ended the channel, what has ended it."""
+        self.lane.explain(why)
 
     @property
     def abort_word(self) -> int:

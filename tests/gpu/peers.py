@@ -259,6 +259,23 @@ def round_trips(
     return {"bad": bad, "transport": how}
 
 
+def many(pipe: Connection, scheduler: str, device: int, transport: str, n: int, rounds: int) -> int:
+    """Exchanges of n bytes, each with other values and over poisoned memory; gives the bytes that
+    were wrong."""
+    import torch
+
+    x = torch.empty(n, dtype=torch.uint8, device=place(device))
+    y = torch.empty_like(x)
+    wrong = torch.zeros((), dtype=torch.int64, device=place(device))
+    with _worker(scheduler, device, transport) as w:
+        for i in range(rounds):
+            x.fill_(i % 251)
+            y.fill_(POISON if i % 251 != 255 - POISON else 0)
+            w.wait(w.push_pull([x], [0], [y], [0]), timeout_ms=15000)
+            wrong += (y != 255 - i % 251).sum()
+    return int(wrong)
+
+
 def interior(pipe: Connection, scheduler: str, device: int | None, transport: str) -> list[str]:
     """Tensors in the middle of larger ones: nothing around them is touched."""
     import torch

@@ -68,6 +68,14 @@ def test_pinned_memory(child: Make, gpus: int, transport: str) -> None:
     assert seen["devices"] == {peers.place(gpus - 1)}
 
 
+def test_many(child: Make, gpus: int) -> None:
+    """10^5 on two GPUs; one has to switch between the two processes for each."""
+    rounds = 100_000 if gpus > 1 else 1000
+    wrong, seen = run(child, peers.many, (0, gpus - 1), 4096, rounds)
+    assert wrong == 0
+    assert seen["requests"] == rounds
+
+
 def test_64_mib(child: Make, gpus: int) -> None:
     result, _ = run(child, peers.round_trips, (0, gpus - 1), [64 << 20], 10)
     assert result["bad"] == []

@@ -386,6 +386,74 @@ def test_freed(pair: Pair) -> None:
     pair.run(freed)
 
 
+def parted(side: Side, mode: str) -> None:
+    """The worker closes its side in good order: the server gets what was sent before, and then is
+    told."""
+    import torch
+
+    import fserver
+
+    with node(side) as own, opened(side, own, 64, mode, 3) as ch:
+        if side.index == 0:
+            ch.outgoing[0].fill_(1)
+            ch.send()
+            ch.recv()
+            assert ch.incoming[0].tolist() == [2] * 64
+            ch.outgoing[0].fill_(3)
+            ch.send()
+            torch.cuda.synchronize()
+            ch.close()
+            side.barrier()
+            return
+        ch.recv()
+        torch.mul(ch.incoming[0], 2, out=ch.outgoing[0])
+        ch.send()
+        torch.cuda.synchronize()
+        time.sleep(0.5)  # the worker has closed by then
+        ch.recv()
+        assert ch.incoming[0].tolist() == [3] * 64
+        with pytest.raises(fserver.ClosedError):
+            ch.send()
+        with pytest.raises(fserver.ClosedError):
+            ch.check()
+        ch.close()
+        side.barrier()
+        assert float(torch.ones(5, device=f"cuda:{side.device}").sum()) == 5
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_parted(pair: Pair, mode: str) -> None:
+    pair.run(parted, mode=mode)
+
+
+def closed_in_a_capture(side: Side, mode: str) -> None:
+    """In the mode that is torch's default."""
+    import torch
+
+    with node(side) as own:
+        count = torch.zeros(1, device=f"cuda:{side.device}")
+        ch = opened(side, own, 64, mode, 4)
+        calls = (ch.send, ch.recv) if side.index == 0 else (ch.recv, ch.send)
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        side.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            count.add_(1)
+            ch.close()
+            count.add_(1)
+        for _ in range(3):
+            graph.replay()
+        assert count.item() == 6
+        side.barrier()
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_closed_in_a_capture(pair: Pair, mode: str) -> None:
+    pair.run(closed_in_a_capture, mode=mode)
+
+
 def cannot_be_captured(side: Side) -> None:
     """A channel of CPU tensors; it and the GPU are of use after the capture."""
     import torch
@@ -446,7 +514,7 @@ def peer_dies(side: Side, mode: str) -> tuple[float, str]:
             while True:
                 ch.check()
                 time.sleep(0.01)
-        with pytest.raises(fserver.Error, match="gone" if mode == "proxy" else "ended"):
+        with pytest.raises(fserver.PeerLostError, match="gone"):
             ch.send()
         ch.close()
         assert torch.ones(1000, device=f"cuda:{side.device}").sum().item() == 1000

@@ -449,7 +449,7 @@ class FakeSide:
     def send(self, rows: Any = None) -> None:
         pass
 
-    recv = send
+    recv = explain = send
 
     def finish(self) -> None:
         if self.at_finish:

@@ -232,6 +232,14 @@ def ended(mode: str) -> None:
     assert w.lane.status() == (LOST, -1)
     w.end(ENDED, LOST, 3)
     refuses(w.lane.recv, fserver.Error, "the channel has ended")
+
+    def why() -> None:
+        raise fserver.PeerLostError("server 0 is gone")
+
+    w.lane.explain(why)
+    refuses(w.lane.recv, fserver.PeerLostError, "server 0 is gone")
+    w.lane.explain(lambda: None)
+    refuses(w.lane.recv, fserver.Error, "the channel has ended")
     assert w.lane.status() == (LOST, 3)
     w.lane.close()
     refuses(w.lane.recv, fserver.ClosedError, "the channel is closed")
