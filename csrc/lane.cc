@@ -66,7 +66,7 @@ constexpr uint64_t kEngine = 16 << 20;
 constexpr uint32_t kEnded = 1, kParted = 2;
 
 // Words of the page in host memory: what ends the channel and why it ended, as
-// fs_channel_open and cs_launch_head have them, and what a stream waits for in recv
+// fs_channel_watch and cs_launch_head have them, and what a stream waits for in recv
 // and in send.
 enum { kEnd, kWhy, kRecvWaits, kSendWaits };
 

@@ -390,6 +390,8 @@ class Worker(Node):
             TimeoutError: the limit is over. The request goes on, the handler stays valid.
             PeerLostError: a server is gone; so does every later wait for this handler. When
                 another process has taken the server's rank, new push_pulls succeed.
+            Error: this process lacks memory or descriptors for the request, and says for what. The
+                connection is made anew.
             ConfigError: no such handler. The last 4,096 requests are remembered.
         """
         self._node.wait(handler, timeout_ms)

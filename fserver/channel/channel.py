@@ -236,7 +236,7 @@ class Channel:
                 else:
                     _part(self._node, self._handle, self._side)
             finally:
-                self._dropped()
+                self._dropped()  # what is left of it: the keys are free
                 self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
                 self._places = []
 

@@ -221,6 +221,14 @@ def serve(
     return seen
 
 
+def _server(device: int | None) -> Any:
+    """One that hosts the scheduler and is not connected yet."""
+    import fserver
+
+    where = {"host_scheduler": True, "scheduler": "127.0.0.1:0"}
+    return fserver.Server(**where, connect=False, **options(device, "auto"))
+
+
 def _worker(scheduler: str, device: int | None, transport: str) -> Any:
     import fserver
 
@@ -482,9 +490,7 @@ def wrong_server(pipe: Connection, device: int) -> list[str]:
 
     bad = []
     torch.cuda.set_device(device)
-    server = fserver.Server(
-        scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options(device, "auto")
-    )
+    server = _server(device)
     pipe.send((True, server.scheduler))
     server.connect()
     notify = Notify(lambda handler: None, server.get_batch)
@@ -791,14 +797,10 @@ def channel_in_one(
     """A channel between two nodes of this process."""
     import torch
 
-    import fserver
-
     asking, answering = (torch.zeros(n, device=place(d)) for d in devices)
     _warm(asking)
     _warm(answering)
-    server = fserver.Server(
-        scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options(devices[1], "auto")
-    )
+    server = _server(devices[1])
 
     def answers() -> None:
         server.connect()
@@ -831,9 +833,7 @@ def channel_dropped(pipe: Connection, devices: tuple[int, int], mode: str) -> li
 
     bad = []
     tensors = [torch.zeros(1 << 18, device=place(d)) for d in devices]
-    server = fserver.Server(
-        scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options(devices[1], "auto")
-    )
+    server = _server(devices[1])
     with ThreadPoolExecutor(1) as pool:
         connected = pool.submit(server.connect)
         w = _worker(server.scheduler, devices[0], "auto")
@@ -864,9 +864,7 @@ def channel_server(pipe: Connection, device: int, mode: str, lives: int) -> list
 
     bad = []
     torch.cuda.set_device(device)
-    server = fserver.Server(
-        scheduler="127.0.0.1:0", host_scheduler=True, connect=False, **options(device, "auto")
-    )
+    server = _server(device)
     pipe.send((True, server.scheduler))
     server.connect()
     for life in range(lives):
