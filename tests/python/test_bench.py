@@ -27,6 +27,7 @@ from fserver.bench import (
     baseline,
     crew,
     fanin,
+    graph,
     ipc,
     matrix,
     options,
@@ -896,6 +897,30 @@ def test_graph(tmp_path, shape):
     assert "meets" in ours and "meets" not in nccl
     skipped = [(row["by"], row["skipped"]) for row in others]
     assert skipped == [(by, "it takes GPUs") for by in ("symm", "nvshmem")]
+
+
+def test_graph_overlap(tmp_path):
+    """On the CPU: the program, not the speed."""
+    path = tmp_path / "rows.json"
+    argv = ["--dry", "--shape", "1x1", "--layers", "2", "--stages", "2", "--rows", "2"]
+    argv += ["--width", "64", "--size", "32", "--rounds", "3", "--ms", "2", "--modes", "ce"]
+    assert bench.main(["graph", "overlap", *argv, "--json", str(path), "--beside", "nccl"]) == 0
+    *ours, nccl = json.loads(path.read_text())["rows"]
+    assert [row["compute"] for row in ours] == [False, True] and nccl["by"] == "nccl"
+    for row in (*ours, nccl):
+        low, high = row["between"]
+        assert low <= row["gemms_slowed_percent"] <= high
+        assert row["wrong"] == 0 and row["covered"]
+    for row in ours:
+        if row["meets"] == "cannot be told":
+            assert row["between"][0] <= 0.5 <= row["between"][1]
+    assert "meets" not in nccl
+
+
+def test_graph_between():
+    """Of 100 values, the 40th and the 61st have it between them in 96 of 100 cases."""
+    assert graph.between([float(i) for i in range(1, 101)]) == (40.0, 61.0)
+    assert graph.between([1.0, 2.0, 3.0]) == (1.0, 3.0)
 
 
 def test_graph_wants_gpus(capsys):
