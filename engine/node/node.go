@@ -16,6 +16,7 @@ import (
 
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
+	"golang.org/x/sys/cpu"
 
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
@@ -61,14 +62,16 @@ type Node struct {
 
 	phase   atomic.Int32
 	failure atomic.Pointer[error] // why the node is of no use any more
-	timer   atomic.Int64          // when pass must look at the clock
-	woken   atomic.Bool           // somebody has slept: the next pass looks at everything
 
 	stopped   atomic.Bool
 	gone      chan struct{} // closed when it has ended
 	closeOnce sync.Once
 	closeErr  error
 	freeOnce  sync.Once
+
+	_     cpu.CacheLinePad
+	timer atomic.Int64 // when pass must look at the clock
+	woken atomic.Bool  // somebody has slept: the next pass looks at everything
 
 	// What follows belongs to who holds the token.
 	events    [64]transport.Event

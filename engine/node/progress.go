@@ -7,6 +7,7 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/cpu"
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/trace"
@@ -26,10 +27,14 @@ import (
 // At most one goroutine sleeps on the descriptors; the others park on channels
 // and are woken when something has ended, or to take over.
 type progress struct {
-	token   atomic.Bool  // held: somebody makes a pass
+	_     cpu.CacheLinePad
+	token atomic.Bool // held: somebody makes a pass
+	// The poller looks at what follows, and whoever drives writes the token all the time.
+	_       cpu.CacheLinePad
 	wanted  atomic.Int32 // who waits for the token; the poller lets them go first
 	callers atomic.Int32 // inside await
 	driven  atomic.Int64 // when the last caller left await, nanoseconds
+	_       cpu.CacheLinePad
 
 	sleeping atomic.Bool // somebody sleeps on the descriptors, or is about to
 	resting  atomic.Bool // it is the background goroutine
@@ -390,7 +395,7 @@ func (n *Node) background() {
 // one who calls again soon finds the token free. It looks for them no more often than
 // lookTick, as each look takes a cache line from whoever drives.
 const (
-	grace    = 10 * time.Microsecond
+	grace    = 20 * time.Microsecond
 	lookTick = 2 * time.Microsecond
 )
 
