@@ -273,10 +273,12 @@ __device__ bool credit(const cs_segment &s, const cs_launch_head &h, u32 block, 
   return __syncthreads_and(ok);
 }
 
+// A channel that has ended sends nothing: what a wait before it has given up on is not
+// there, and nobody is to take it for the next message.
 __device__ __forceinline__ void send(const cs_launch_head &h, const cs_segment &s) {
   const u32 block = blockIdx.x - s.first;
   const u64 count = h.counts + 4 * blockIdx.x;
-  const u32 seq = load_own(count) + 1;
+  const u32 dead = load_own(h.dead), seq = load_own(count) + 1;
   if (s.kind == CS_BY_PACKETS) {
     const Packets packets(s);
     const u64 first = (u64)block * blockDim.x + threadIdx.x;
@@ -284,7 +286,7 @@ __device__ __forceinline__ void send(const cs_launch_head &h, const cs_segment &
     __syncthreads();               // all have read the count
     if (threadIdx.x == 0)
       store_own(count, seq);
-    if (s.credits != 0 && !credit(s, h, block, seq))
+    if (dead || (s.credits != 0 && !credit(s, h, block, seq)))
       return;
     uint4 *to = (uint4 *)s.to + (seq & 1) * (u64)s.stride;
     for (u64 i = first; i < packets.n; i += packets.step) {
@@ -296,8 +298,10 @@ __device__ __forceinline__ void send(const cs_launch_head &h, const cs_segment &
   }
   if (s.credits != 0 && !credit(s, h, block, seq))
     return;
-  copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);
-  __syncthreads();
+  if (!dead)
+    copy_share((const char *)s.from, (char *)s.to, s.bytes, block, s.blocks);
+  if (__syncthreads_or(dead)) // it may end just now
+    return;
   if (threadIdx.x == 0) {
     __threadfence_system(); // what the other threads wrote, too
     release64(s.flags + 8 * block, (u64)s.rows << 32 | seq);

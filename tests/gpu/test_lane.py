@@ -352,6 +352,50 @@ def test_one_way_ends(pair: Pair, mode: str, late: int) -> None:
     assert results[late][0] < 5
 
 
+def sends_no_more(side: Side, size: int) -> None:
+    """Side 1 takes longer for the first answer than side 0 waits. The message that side 0 has
+    enqueued behind that wait, in a graph, does not come."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    t = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    r = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    channel = side.open([t], [r], "sm", timeout_ms=300 if side.index == 0 else 1500)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        if side.index == 0:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                for _ in range(2):
+                    t.add_(1)
+                    channel.send()
+                    channel.recv()
+            graph.replay()
+            stream.synchronize()
+            assert channel.status() == (2, 0)
+            side.barrier()
+        else:
+            channel.recv()
+            stream.synchronize()
+            assert bool((r == 1).all())
+            side.barrier()
+            channel.send()
+            channel.recv()
+            stream.synchronize()
+            assert channel.status() == (2, 0)
+            if size < 16 * MIB:
+                assert bool((r == 1).all())
+    side.barrier()
+    channel.close()
+    side.channels.clear()
+    side.barrier()
+
+
+@pytest.mark.parametrize("size", [4096, 1 * MIB, 20 * MIB])
+def test_sends_no_more(pair: Pair, size: int) -> None:
+    pair.run(sends_no_more, size=size)
+
+
 def slow_sender(side: Side, mode: str) -> None:
     """One way, by a sender who takes most of the time that the receiver waits."""
     import torch
