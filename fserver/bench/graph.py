@@ -707,6 +707,7 @@ def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[s
             dtype = torch.int8 if side.is_worker else torch.bfloat16
             out = torch.ones(rows, width, dtype=dtype, device=side.device)
             back = torch.zeros(rows, width, dtype=torch.bfloat16, device=side.device)
+            came = [back]
             side.sync()
 
             def run(count: int = trips) -> None:
@@ -714,22 +715,29 @@ def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[s
                     if side.is_worker:
                         own.wait(own.push_pull([out], [0], [back], [0]))
                     else:
-                        [(handler, _, _)] = own.get_batch(timeout_ms=10000)
+                        [(handler, came[:], _)] = own.get_batch(timeout_ms=10000)
                         own.respond([out], handler, need_event=True)
 
             run(5)
+            out.fill_(3)
+            side.sync()
             side.barrier()
             found = _profiled(side, run)
             how = "+".join(link.transport for link in own.links())
-            wrong = int((back != 1).sum()) if side.is_worker else 0
+            wrong = sum(int((x != 3).sum()) for x in came)
             side.barrier()
         else:
             shape = (trips, 1, rows, width)
             t = Traffic(side, ours(side, own, kind.split()[0], shape), shape, compute=False)
             t.capture()
+            t.poison()
+            for tensor in t.out:
+                tensor.fill_(1)
+            side.sync()
+            side.barrier()
             with side.on(t.main):
                 found = _profiled(side, t.replay if kind == "ce graph" else t.body)
-            how, wrong = t.channels[0].path, 0
+            how, wrong = t.channels[0].path, sum(int((x != 1).sum()) for x in t.incoming)
             t.close()
     return {**found, "control": control["kernel"], "transport": how, "wrong": wrong}
 
