@@ -25,6 +25,9 @@ START = 40.0
 
 POISON = 0xA5
 
+PATHS = {"sm": "sm", "ce": "ce", "proxy": "cpu"}
+"""How a channel of each mode goes between GPUs of one host."""
+
 
 def options(device: int | None, transport: str) -> dict[str, Any]:
     """Keywords of a node of rank 0 on a GPU, or on the CPU (None)."""
@@ -757,8 +760,12 @@ def _channel(own: Any, x: Any, mode: str, name: str) -> Any:
 
     options = {"mode": mode, "name": name, "timeout_ms": 15000.0}
     if hasattr(own, "push_pull"):
-        return own.channel([x], [1], [torch.zeros_like(x)], [1], **options)
-    return own.channel([1], [x], [1], push=[torch.zeros_like(x)], **options)
+        ch = own.channel([x], [1], [torch.zeros_like(x)], [1], **options)
+    else:
+        ch = own.channel([1], [x], [1], push=[torch.zeros_like(x)], **options)
+    if ch.path != PATHS[mode]:
+        raise RuntimeError(f"mode {mode}, and the channel goes by {ch.path}")
+    return ch
 
 
 def _warm(t: Any) -> None:
@@ -815,8 +822,6 @@ def channel_in_one(
         other = pool.submit(answers)
         with _worker(server.scheduler, devices[0], "auto") as w, torch.cuda.device(devices[0]):
             with _channel(w, asking, mode, "one") as ch, torch.cuda.stream(torch.cuda.Stream()):
-                if ch.path != ("cpu" if mode == "proxy" else mode):
-                    bad.append(f"goes by {ch.path}")
                 for i in range(rounds):
                     if wrong := _ask(ch, i + 1):
                         bad.append(f"round {i}: {wrong} words are wrong")

@@ -4,6 +4,7 @@ server in the other."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import shutil
@@ -38,25 +39,38 @@ def node(side: Side, **options: Any) -> Iterator[Any]:
         own.close()
 
 
-def opened(side: Side, own: Any, n: int, mode: str, key: int, **options: Any) -> Any:
-    """A channel of n floats there and n back; on the server, tensors[0][0] and outgoing[0]."""
+def opened(
+    side: Side, own: Any, n: int, mode: str, key: int, path: str | None = None, **options: Any
+) -> Any:
+    """A channel of n floats there and n back; on the server, tensors[0][0] and outgoing[0].
+
+    path: what the channel has, if that is not the mode's.
+    """
     import torch
 
     device = peers.place(side.device)
     t = torch.zeros(n, device=device)
     options = {"mode": mode, "timeout_ms": 4000, "name": str(key), **options}
     if side.index == 0:
-        return own.channel([t], [key], [torch.zeros(n, device=device)], [key], **options)
-    return own.channel([key], [t], [key], **options)
+        ch = own.channel([t], [key], [torch.zeros(n, device=device)], [key], **options)
+    else:
+        ch = own.channel([key], [t], [key], **options)
+    assert ch.path == (path or peers.PATHS[mode])
+    return ch
 
 
 def eager_and_graph(
-    side: Side, mode: str, n: int, operators: bool = False, path: str | None = None
+    side: Side,
+    mode: str,
+    n: int,
+    operators: bool = False,
+    path: str | None = None,
+    transport: str = "auto",
 ) -> None:
     """The same channel eager, then in a graph that is replayed, then eager again; twice, since
     closed channels leave nothing behind. Tensors on the CPU have a loop for the graph.
 
-    operators: by torch.ops.fserver. path: what the channel has, if that is not the mode's.
+    operators: by torch.ops.fserver. path: as opened has it. transport: of the node.
     """
     import torch
 
@@ -67,10 +81,9 @@ def eager_and_graph(
             torch.cuda.current_stream().synchronize()
 
     stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()
-    with node(side) as own, stream:
+    with node(side, transport=transport) as own, stream:
         for turn in range(2):
-            with opened(side, own, n, mode, 7) as ch:
-                assert ch.path == (path or ("cpu" if mode == "proxy" else mode))
+            with opened(side, own, n, mode, 7, path) as ch:
                 expected = torch.zeros((), device=where)
                 wrong = torch.zeros((), dtype=torch.int64, device=where)
 
@@ -131,12 +144,23 @@ def eager_and_graph(
                 side.barrier()
                 if on_gpu:
                     del graph, replay
+        [link], done = own.links(), own.describe()
+        assert transport in ("auto", link.transport.split("/")[0])
+        carried = (path or peers.PATHS[mode]) == "cpu"
+        assert done["push_pulls" if side.index == 0 else "responses"] == 2 * 104 * carried
+        side.barrier()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n", [5, 1 << 18])
 def test_channel(pair: Pair, mode: str, n: int) -> None:
     pair.run(eager_and_graph, mode=mode, n=n)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+def test_proxy(pair: Pair, transport: str) -> None:
+    for n in (5, 1 << 18, 1_310_723):
+        pair.run(eager_and_graph, 20, mode="proxy", n=n, transport=transport)
 
 
 EXPANDABLE = dict.fromkeys(
@@ -255,6 +279,146 @@ def checked(side: Side) -> None:
 
 def test_operators_are_what_they_say(pair: Pair) -> None:
     pair.run(checked, 25)
+
+
+def layered(
+    side: Side, mode: str, layers: int, stages: int, replays: int, apart: bool, path: str | None
+) -> None:
+    """A model's layers in one graph on each side, each stage on a channel of its own: the worker
+    sends x, the server answers 3 x + a number of the layer, and the worker goes on with 5 times
+    that. Sums of int32 wrap and are exact, so that one word which is wrong, old or not there is
+    wrong in the end; x is another in each replay. The graph itself counts the words that are wrong
+    in the last answers. Tensors on the CPU have a loop for the graph.
+
+    apart: what is sent is on a stream of its own. path: what the channels have, if that is not the
+    mode's.
+    """
+    import torch
+
+    rows, width = 8, 1024
+    where, on_gpu = peers.place(side.device), side.device is not None
+    made = torch.Generator().manual_seed(1)
+    first = torch.randint(-(1 << 31), 1 << 31, (stages, rows, width), generator=made)
+    first = first.to(torch.int32).to(where)
+    turn = torch.zeros((), dtype=torch.int32, device=where)
+    wrong = torch.zeros((), dtype=torch.int64, device=where)
+    outgoing, incoming = torch.zeros_like(first), torch.zeros_like(first)
+
+    def addend(layer: int, stage: int) -> int:
+        return 7 + 64 * layer + stage
+
+    def compute(layer: int, stage: int) -> None:
+        if side.index == 1:
+            torch.mul(incoming[stage], 3, out=outgoing[stage]).add_(addend(layer, stage))
+        elif layer == 0:
+            torch.add(first[stage], turn, out=outgoing[stage])
+        else:
+            torch.mul(incoming[stage], 5, out=outgoing[stage])
+
+    def count() -> None:
+        for stage in range(stages if side.index == 0 else 0):
+            times, plus = 1, 0
+            for layer in range(layers):
+                times, plus = 3 * times, 3 * plus + addend(layer, stage)
+                if layer + 1 < layers:
+                    times, plus = 5 * times, 5 * plus
+            times, plus = (
+                (n + (1 << 31)) % (1 << 32) - (1 << 31) for n in (times, plus)
+            )  # as int32 has them
+            want = (first[stage] + turn) * times + plus
+            wrong.add_((incoming[stage] != want).sum())
+
+    def settle() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def on(stream: Any) -> Any:
+        return torch.cuda.stream(stream) if on_gpu else contextlib.nullcontext()
+
+    main, other = (torch.cuda.Stream() if on_gpu else None for _ in range(2))
+    with node(side) as own, on(main):
+        channels = []
+        for stage in range(stages):
+            options = {"mode": mode, "timeout_ms": 8000, "name": f"stage {stage}"}
+            out, back = [outgoing[stage]], [incoming[stage]]
+            if side.index == 0:
+                channels.append(own.channel(out, [stage], back, [stage], **options))
+            else:
+                channels.append(own.channel([stage], out, [stage], push=back, **options))
+            assert channels[-1].path == (path or peers.PATHS[mode])
+
+        def body(beside: Any) -> None:
+            turn.add_(1)
+            for layer in range(layers):
+                for stage, ch in enumerate(channels):
+                    if side.index == 1 or layer > 0:
+                        ch.recv()
+                    compute(layer, stage)
+                    if beside:
+                        beside.wait_stream(main)
+                    with on(beside or main):
+                        ch.send()
+            if side.index == 0:
+                for ch in channels:
+                    ch.recv()
+            count()
+            if beside:
+                main.wait_stream(beside)
+
+        # All kernels are loaded before one that waits is on a stream.
+        for layer in range(2):
+            compute(layer, 0)
+        count()
+        settle()
+        wrong.zero_()
+        incoming.fill_(peers.POISON)
+        settle()
+        side.barrier()
+        body(None)
+        settle()
+        side.barrier()
+        replay: Callable[[], None] = functools.partial(body, None)
+        if on_gpu:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=main, capture_error_mode="thread_local"):
+                body(other if apart else None)
+            replay = graph.replay
+        side.barrier()
+        for _ in range(replays):
+            replay()
+        settle()
+        for ch in channels:
+            ch.check()
+        assert turn.item() == 1 + replays
+        assert wrong.item() == 0, f"{wrong.item()} words of {1 + replays} turns are wrong"
+        if side.index == 0:
+            # That the count is of the right numbers: once more, step by step.
+            x = (first.cpu() + turn.cpu()).to(torch.int64)
+            for layer in range(layers):
+                for stage in range(stages):
+                    x[stage] = 3 * (x[stage] if layer == 0 else 5 * x[stage]) + addend(layer, stage)
+                x &= (1 << 32) - 1
+            assert torch.equal(incoming.cpu().to(torch.int64) & ((1 << 32) - 1), x)
+        side.barrier()
+        if on_gpu:
+            del graph, replay
+        for ch in channels:
+            ch.close()
+        side.barrier()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_layers(pair: Pair, mode: str, apart: bool) -> None:
+    """61 layers of 3 micro-batches, replayed 1,000 times where there are two GPUs; one GPU has to
+    switch between the two processes for each message, which takes milliseconds."""
+    replays = 1000 if pair.devices[0] != pair.devices[1] else 1
+    pair.run(layered, 40, mode=mode, layers=61, stages=3, replays=replays, apart=apart, path=None)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
+def test_layers_by_proxy(pair: Pair, apart: bool) -> None:
+    pair.run(layered, 30, mode="proxy", layers=6, stages=3, replays=20, apart=apart, path=None)
 
 
 def tuned(side: Side, n: int) -> tuple[Any, float, float]:
