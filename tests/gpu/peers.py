@@ -768,7 +768,7 @@ def _channel(own: Any, x: Any, mode: str, name: str) -> Any:
     return ch
 
 
-def _warm(t: Any) -> None:
+def warm(t: Any) -> None:
     """Loads the kernels of this file: a thread that does so while a kernel of a channel waits
     would wait for that."""
     import torch
@@ -805,8 +805,8 @@ def channel_in_one(
     import torch
 
     asking, answering = (torch.zeros(n, device=place(d)) for d in devices)
-    _warm(asking)
-    _warm(answering)
+    warm(asking)
+    warm(answering)
     server = _server(devices[1])
 
     def answers() -> None:

@@ -496,37 +496,125 @@ def test_compile(pair: Pair, backend: str) -> None:
     pair.run(compiled, 25 if backend == "aot_eager" else 90, backend=backend)
 
 
-def misuse(side: Side) -> None:
+def misuse(side: Side, mode: str) -> None:
+    """Turns, and two streams at once; afterwards the channel works, and on another stream."""
     import torch
 
     import fserver
 
-    with node(side) as own, opened(side, own, 64, "sm", 5) as ch:
+    with node(side) as own, opened(side, own, 64, mode, 5) as ch:
         first, other = torch.cuda.Stream(), torch.cuda.Stream()
+
+        def refused(call: Callable[[], None], why: str) -> None:
+            with pytest.raises(fserver.ConfigError, match=why):
+                call()
+
+        def on_another(call: Callable[[], None]) -> None:
+            with torch.cuda.stream(other):
+                refused(call, f"{call.__name__}: .* in use on another stream")
+
+        peers.warm(ch.outgoing[0])
+        ch.outgoing[0].fill_(side.index + 1)
+        ch.incoming[0].fill_(peers.POISON)
+        torch.cuda.synchronize()
+        side.barrier()
         with torch.cuda.stream(first):
             if side.index == 0:
-                with pytest.raises(fserver.ConfigError, match="turn of send"):
-                    ch.recv()
+                refused(ch.recv, "turn of send")
+                side.barrier()
                 ch.send()
-                ch.recv()  # waits: the server is told to answer below
-                with torch.cuda.stream(other), pytest.raises(fserver.ConfigError, match="another"):
-                    ch.send()
+                ch.recv()  # waits: the server answers behind the barrier
+                on_another(ch.send)
                 side.barrier()
             else:
+                refused(ch.send, "turn of recv")
+                ch.recv()  # waits: the worker sends behind the barrier
+                on_another(ch.send)
                 side.barrier()
-                ch.recv()
+                side.barrier()
                 ch.send()
-        torch.cuda.synchronize()
+            first.synchronize()
+        ch.check()
+        assert ch.incoming[0].tolist() == [2 - side.index] * 64
+        side.barrier()
+        with torch.cuda.stream(other):
+            for i in range(3, 6):
+                if side.index == 0:
+                    ch.outgoing[0].fill_(i)
+                    ch.send()
+                ch.recv()
+                other.synchronize()
+                assert ch.incoming[0].tolist() == [i * (2 - side.index)] * 64
+                if side.index == 1:  # the worker writes to it again afterwards
+                    torch.mul(ch.incoming[0], 2, out=ch.outgoing[0])
+                    ch.send()
+                    other.synchronize()
         ch.check()
         side.barrier()
         # Shapes that differ between the sides.
         with pytest.raises(fserver.ShapeError):
-            opened(side, own, 64 + side.index, "sm", 6)
+            opened(side, own, 64 + side.index, mode, 6)
         side.barrier()
 
 
-def test_misuse(pair: Pair) -> None:
-    pair.run(misuse)
+@pytest.mark.parametrize("mode", MODES)
+def test_misuse(pair: Pair, mode: str) -> None:
+    pair.run(misuse, mode=mode)
+
+
+def opened_in_a_capture(side: Side, mode: str) -> None:
+    """It is refused, and the capture goes on; outside, the same channel opens and works."""
+    import torch
+
+    import fserver
+
+    where = peers.place(side.device)
+    with node(side) as own:
+        out, into = torch.zeros(64, device=where), torch.zeros(64, device=where)
+        count = torch.zeros(1, device=where)
+        options: dict[str, Any] = {"mode": mode, "timeout_ms": 4000, "name": "one"}
+
+        def attempt() -> Any:
+            if side.index == 0:
+                return own.channel([out], [4], [into], [4], **options)
+            return own.channel([4], [out], [4], push=[into], **options)
+
+        peers.warm(out)
+        count.add_(1)
+        torch.cuda.synchronize()
+        side.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            count.add_(1)
+            with pytest.raises(fserver.Error, match="capture"):
+                attempt()
+            count.add_(1)
+        side.barrier()
+        with attempt() as ch:
+            assert ch.path == peers.PATHS[mode]
+            for i in range(1, 4):
+                into.fill_(peers.POISON)
+                torch.cuda.synchronize()
+                side.barrier()
+                if side.index == 0:
+                    out.fill_(i)
+                    ch.send()
+                ch.recv()
+                if side.index == 1:
+                    torch.mul(into, 2, out=out)
+                    ch.send()
+                graph.replay()
+                torch.cuda.synchronize()
+                assert into.tolist() == [i * (2 - side.index)] * 64
+                side.barrier()  # the worker writes to what has been read
+            ch.check()
+            assert count.item() == 1 + 3 * 2
+            side.barrier()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_opened_in_a_capture(pair: Pair, mode: str) -> None:
+    pair.run(opened_in_a_capture, mode=mode)
 
 
 def freed(side: Side) -> None:
