@@ -1,7 +1,8 @@
-"""GPU tests: skipped, with the reason, where there is none."""
+"""GPU tests: skipped, with the reason, where there is none; failed with NEED_GPU=1."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,9 @@ def count() -> int:
 
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return int(done.stdout or 0)
+    if done.returncode:
+        raise RuntimeError(f"cannot count the GPUs:\n{done.stderr}")
+    return int(done.stdout)
 
 
 GPUS: list[int] = []
@@ -28,6 +31,8 @@ def gpus() -> int:
     if not GPUS:
         GPUS.append(count())
     if GPUS[0] == 0:
+        if os.environ.get("NEED_GPU"):
+            pytest.fail("NEED_GPU is set, and torch.cuda.is_available() is false")
         pytest.skip("no GPU: torch.cuda.is_available() is false")
     return GPUS[0]
 

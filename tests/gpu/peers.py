@@ -29,11 +29,18 @@ PATHS = {"sm": "sm", "ce": "ce", "proxy": "cpu"}
 """How a channel of each mode goes between GPUs of one host."""
 
 
+UNMAPPED = "cma unmapped"
+"""A transport for options(): cma, by which no GPU's memory is mapped."""
+
+
 def options(device: int | None, transport: str) -> dict[str, Any]:
     """Keywords of a node of rank 0 on a GPU, or on the CPU (None)."""
     gpu = device or 0
     backend = "CPU" if device is None else "GPU"
-    return {"gpu": gpu, "rank_offset": -gpu, "backend": backend, "transport": transport}
+    how: dict[str, Any] = {"transport": transport}
+    if transport == UNMAPPED:
+        how = {"transport": "cma", "settings": {"BYTEPS_ENABLE_IPC": "0"}}
+    return {"gpu": gpu, "rank_offset": -gpu, "backend": backend, **how}
 
 
 def place(device: int | None) -> str:
@@ -189,7 +196,7 @@ def serve(
     if not again:  # no worker comes before it knows where to
         pipe.send((True, server.scheduler))
     server.connect()
-    seen: dict[str, Any] = {"requests": 0, "devices": set(), "inside": True}
+    seen: dict[str, Any] = {"requests": 0, "devices": set(), "inside": True, "transport": ""}
     kept: list[Any] = []
     while True:
         try:
@@ -220,8 +227,22 @@ def serve(
             server.respond(answers, handler, need_event=need_event)
             kept = answers
             seen["requests"] += 1
+        if seen["requests"] <= 8:
+            seen["transport"] = server.links()[0].transport
     server.stop()
     return seen
+
+
+def allocator(_: Any) -> str:
+    """Where torch has its memory of GPU 0 from: "native", "expandable" or "cudaMallocAsync"."""
+    import torch
+
+    kept = torch.zeros(1 << 20, device="cuda")
+    name = torch.cuda.get_allocator_backend()
+    if name == "native" and any(s.get("is_expandable") for s in torch.cuda.memory_snapshot()):
+        name = "expandable"
+    del kept
+    return name
 
 
 def _server(device: int | None) -> Any:

@@ -55,9 +55,30 @@ def test_values(child: Make, gpus: int, devices: tuple[Place, Place], transport:
     assert result["bad"] == []
     mapped = transport == "auto" and None not in devices
     how = "cudaipc" if mapped else "tcp" if transport == "tcp" else "cma"
-    assert result["transport"].startswith(how)  # cma may have to stage
+    for said in (result["transport"], seen["transport"]):
+        assert said.split("/")[0] == how  # cma may have to stage
     assert seen["requests"] == 20 * len(SIZES)
     assert seen["devices"] == {peers.place(devices[1])}
+
+
+ODD = [1, 3, 17, 255, 4095, 4097, 65537, (1 << 20) - 1, (2 << 20) + 7, (5 << 20) - 1, (5 << 20) + 3]
+
+
+@pytest.mark.parametrize("devices", PLACES[:3])
+@pytest.mark.parametrize(
+    ("transport", "how"), [("cma", "cudaipc"), (peers.UNMAPPED, "cma"), ("tcp", "tcp")]
+)
+def test_transports(
+    child: Make, gpus: int, devices: tuple[Place, Place], transport: str, how: str
+) -> None:
+    """By each that can be asked for. cma maps the memory of GPUs unless it is told not to, and
+    then nothing is mapped, neither way."""
+    need(gpus, *devices)
+    result, seen = run(child, peers.round_trips, devices, ODD, 5, transport=transport)
+    assert result["bad"] == []
+    assert seen["requests"] == 5 * len(ODD)
+    for said in (result["transport"], seen["transport"]):
+        assert said.split("/")[0] == how
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -78,7 +99,7 @@ def test_many(child: Make, gpus: int) -> None:
 
 def test_64_mib(child: Make, gpus: int) -> None:
     result, _ = run(child, peers.round_trips, (0, gpus - 1), [64 << 20], 10)
-    assert result["bad"] == []
+    assert result == {"bad": [], "transport": "cudaipc"}
 
 
 def test_visible_devices_change_nothing(child: Make, gpus: int) -> None:
@@ -89,10 +110,14 @@ def test_visible_devices_change_nothing(child: Make, gpus: int) -> None:
 
 
 @pytest.mark.parametrize("devices", PLACES[:3])
-def test_interior_pointers(child: Make, gpus: int, devices: tuple[Place, Place]) -> None:
+@pytest.mark.parametrize("transport", ["auto", peers.UNMAPPED, "tcp"])
+def test_interior_pointers(
+    child: Make, gpus: int, devices: tuple[Place, Place], transport: str
+) -> None:
     need(gpus, *devices)
-    bad, _ = run(child, peers.interior, devices)
+    bad, seen = run(child, peers.interior, devices, transport=transport)
     assert bad == []
+    assert seen["requests"] == 32
 
 
 def test_blocks_that_are_used_again(child: Make, gpus: int) -> None:
@@ -105,6 +130,7 @@ def test_expandable_segments(child: Make, gpus: int, worker: Callable[..., Any])
     """Mapped by descriptors."""
     setting = "expandable_segments:True"
     env = {"PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
+    assert child(peers.allocator, **env).get() == "expandable"
     args = (SIZES, 10) if worker is peers.round_trips else (100,)
     result, _ = run(child, worker, (0, gpus - 1), *args, env=env)
     assert result == {"bad": [], "transport": "cudaipc"}
@@ -112,6 +138,7 @@ def test_expandable_segments(child: Make, gpus: int, worker: Callable[..., Any])
 
 def test_memory_pools(child: Make, gpus: int) -> None:
     env = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    assert child(peers.allocator, **env).get() == "cudaMallocAsync"
     result, _ = run(child, peers.round_trips, (0, gpus - 1), SIZES, 5, env=env)
     assert result["bad"] == []
 
@@ -144,7 +171,7 @@ def test_answers_wait_for_their_kernel(child: Make, gpus: int) -> None:
 def test_own_receive_buffer(child: Make, gpus: int, device: Place) -> None:
     result, seen = run(child, peers.round_trips, (device, 0), [1 << 20], 10, fixed=1 << 20)
     assert result["bad"] == []
-    assert seen["inside"]
+    assert seen["requests"] == 10 and seen["inside"]
 
 
 def test_refused_by_name(child: Make, gpus: int) -> None:

@@ -175,6 +175,8 @@ POOL = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
 def test_allocators(made: Callable[..., Pair], gpus: int, env: tuple[dict[str, str], ...]) -> None:
     """Memory of torch's that no IPC handle names, on both sides or on one."""
     two = made((0, gpus - 1), *env)
+    names = ["expandable" if e is EXPANDABLE else "cudaMallocAsync" if e else "native" for e in env]
+    assert two.run(peers.allocator) == [names[0], names[-1]]
     for mode in MODES:
         for n in (5, 1 << 18):
             two.run(eager_and_graph, mode=mode, n=n)
