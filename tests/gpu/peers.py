@@ -93,10 +93,10 @@ class Process:
         return free.pop(0) if free else cls(env)
 
     @classmethod
-    def ready(cls, count: int) -> None:
+    def ready(cls, count: int, **env: str) -> None:
         """Starts as many at once as are missing."""
-        for _ in range(count - len(cls.idle.get(frozenset(), []))):
-            cls({}).give_back()
+        for _ in range(count - len(cls.idle.get(frozenset(env.items()), []))):
+            cls(env).give_back()
 
     def give_back(self) -> None:
         Process.idle.setdefault(self.env, []).append(self)
