@@ -125,7 +125,7 @@ eager_steps() {
   step build build
   [[ -e fserver/include/fserver.h ]] || return
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-  step eager-tests within 120 "$PYTHON" -m pytest -v -p no:cacheprovider --maxfail=4 --durations=8 \
+  step eager-tests within 240 "$PYTHON" -m pytest -v -p no:cacheprovider --maxfail=4 --durations=8 \
     tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
   step floor floor
   step eager-bench round_trips "$last" "${ROUNDS:-10000}"

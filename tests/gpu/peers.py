@@ -33,6 +33,11 @@ UNMAPPED = "cma unmapped"
 """A transport for options(): cma, by which no GPU's memory is mapped."""
 
 
+FRESH = {"FRESH": "1"}
+"""Environment of a process that is killed to see its device memory come back. Others that are idle
+may have run something, and then their contexts would come back too, and hide what does not."""
+
+
 def options(device: int | None, transport: str) -> dict[str, Any]:
     """Keywords of a node of rank 0 on a GPU, or on the CPU (None)."""
     gpu = device or 0

@@ -222,13 +222,14 @@ def test_events_tell_where_a_stream_is(child: Make, gpus: int, worker: Callable[
 
 def test_killed_worker(child: Make, gpus: int) -> None:
     """Another one takes its rank, and the device memory of the dead is back."""
-    peers.Process.ready(5)
+    peers.Process.ready(2, **peers.FRESH)
+    peers.Process.ready(3)
     watch = child(peers.free_memory, 0)
     s = child(_serve, gpus - 1, "auto", {})
     scheduler = s.get()
     free = []
     for _ in range(2):
-        w = child(peers.until_killed, scheduler, 0, "auto")
+        w = child(peers.until_killed, scheduler, 0, "auto", **peers.FRESH)
         assert w.get() == "running"
         w.kill()
         watch.put(True)
@@ -243,21 +244,22 @@ def test_killed_worker(child: Make, gpus: int) -> None:
 def test_killed_server(child: Make, gpus: int) -> None:
     """The worker goes on with the server's successors, and the device memory of the dead is back.
     The scheduler is a process of its own."""
-    peers.Process.ready(5)
+    peers.Process.ready(2, **peers.FRESH)
+    peers.Process.ready(4)
     watch = child(peers.free_memory, gpus - 1)
     scheduler = child(_schedule)
     address = scheduler.get()
-    s = child(_serve, gpus - 1, "auto", {"again": address})
+    s = child(_serve, gpus - 1, "auto", {"again": address}, **peers.FRESH)
     w = child(peers.survives, address, 0, "auto", 5, 2)
     free = []
-    for _ in range(2):
+    for env in (peers.FRESH, {}):
         assert w.get() == "running"
         s.kill()
         assert w.get() == "lost"
         watch.put(True)
         free.append(watch.get())
         w.put(None)
-        s = child(_serve, gpus - 1, "auto", {"again": address})
+        s = child(_serve, gpus - 1, "auto", {"again": address}, **env)
     assert w.get() == "running"
     assert w.get() == []
     s.kill()

@@ -217,12 +217,14 @@ def test_dropped(child: Callable[..., Child], gpus: int, mode: str) -> None:
 def test_started_again(child: Callable[..., Child], gpus: int, mode: str) -> None:
     """A server and the successors of its worker, each with a channel of its own; the memory of
     the dead is back when the channel is closed."""
+    peers.Process.ready(2, **peers.FRESH)
     peers.Process.ready(3)
     watch = child(peers.free_memory, 0)
     s = child(peers.channel_server, gpus - 1, mode, 3)
     scheduler, free = s.get(), []
     for life in range(3):
-        w = child(peers.channel_worker, scheduler, 0, mode, life, 1 << 22)
+        env = peers.FRESH if life < 2 else {}
+        w = child(peers.channel_worker, scheduler, 0, mode, life, 1 << 22, **env)
         assert w.get() == "running"
         if life < 2:
             w.kill()

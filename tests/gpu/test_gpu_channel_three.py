@@ -189,20 +189,20 @@ def test_killed_among_two(child: Callable[..., Child], gpus: int, mode: str) -> 
     memory of the dead is back."""
     _three(gpus)
     lives = 2
-    Process.ready(lives, FRESH="1")
+    Process.ready(lives, **peers.FRESH)
     Process.ready(4)
     watch = child(peers.free_memory, 0)
     s = child(serve, 1, mode, lives)
     scheduler, free = s.get(), []
     stays = child(work, scheduler, 0, mode, 0, 0, lives)
-    goes = child(work, scheduler, 0, mode, 1, 0, lives, FRESH="1")
+    goes = child(work, scheduler, 0, mode, 1, 0, lives, **peers.FRESH)
     for life in range(lives):
         assert (stays.get(), goes.get()) == ("running", "running")
         goes.kill()
         assert (s.get(), stays.get()) == ("lost", "alone")
         watch.put(True)
         free.append(watch.get())
-        env = {"FRESH": "1"} if life + 1 < lives else {}
+        env = peers.FRESH if life + 1 < lives else {}
         goes = child(work, scheduler, 0, mode, 1, life + 1, lives, **env)
         assert goes.get() == "joined"
         for one in (s, stays, goes):
