@@ -232,8 +232,8 @@ def serve(
             server.respond(answers, handler, need_event=need_event)
             kept = answers
             seen["requests"] += 1
-        if seen["requests"] <= 8:
-            seen["transport"] = server.links()[0].transport
+        for link in server.links() if seen["requests"] <= 8 else ():
+            seen["transport"] = link.transport
     server.stop()
     return seen
 
