@@ -432,7 +432,7 @@ class Worker(Node):
 
         Raises:
             ConfigError, ShapeError: an argument is wrong, or the sides differ: the text says
-                where.
+                where. Or the current stream is being captured into a graph: open it before that.
             TimeoutError: a server has not opened its side in time.
             PeerLostError: a server is gone.
         """

@@ -49,6 +49,27 @@ def _place(device: Any) -> str:
     return f"cuda@{boot.read_text().strip() if boot.exists() else platform.node()}"
 
 
+def _captured() -> bool:
+    """Whether the current stream is being captured into a graph."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _outside() -> None:
+    """Opening allocates and waits, which a graph cannot replay. To be asked before a peer is told,
+    which would wait for the rest.
+
+    Raises:
+        ConfigError: the current stream is being captured.
+    """
+    if _captured():
+        raise ConfigError(
+            "channel: the current stream is being captured into a CUDA graph, which opening a "
+            "channel cannot be part of: open the channel before the capture"
+        )
+
+
 def _direct(mode: str, device: Any) -> bool:
     """Whether GPUs may do it all."""
     return mode != "proxy" and device.type == "cuda"
@@ -182,13 +203,7 @@ class Channel:
                     "lost its memory (untyped_storage().resize_, set_): keep it while the channel "
                     "is open, or close the channel and open another"
                 )
-        import torch
-
-        if (
-            not self._side.capturable
-            and torch.cuda.is_available()
-            and torch.cuda.is_current_stream_capturing()
-        ):
+        if not self._side.capturable and _captured():
             raise ConfigError(
                 f"{call}: a channel of CPU tensors cannot be captured in a graph (channel "
                 f"{self.name!r}): call it outside, or open a channel of GPU tensors"
@@ -318,6 +333,7 @@ class Opener:
         tune: bool,
         table: Table = TABLE,
     ) -> Channel:
+        _outside()
         if tune and mode == "sm":
 
             def trial(number: str, table: Table) -> Channel:
@@ -422,6 +438,7 @@ class Opener:
     ) -> Channel:
         import torch
 
+        _outside()
         if tune and mode == "sm":
 
             def trial(number: str, table: Table) -> Channel:

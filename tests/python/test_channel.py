@@ -607,6 +607,31 @@ def test_capture(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert y.tolist() == [2] * 8
 
 
+def test_opening_in_a_capture(
+    pair: Cluster, on_gpu: tuple[Any, list[FakeSide]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before anything is made, or told to a peer."""
+    _, made = on_gpu
+    x, y, z = torch.ones(8), torch.empty(8), torch.ones(8)
+    w, s = (
+        lambda **more: pair.worker.channel([x], [0], [y], [100], timeout_ms=MS, **more),
+        lambda **more: pair.server.channel([0], [z], [100], timeout_ms=MS, **more),
+    )
+    text = "^channel: the current stream is being captured .*: open the channel before the capture"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(opener, "_direct", lambda mode, device: True)
+        patch.setattr(opener, "_like", lambda tensors: pytest.fail("it has allocated"))
+        patch.setattr(opener.Opener, "_begin", lambda *_: pytest.fail("it has begun"))
+        for call in (w, s):
+            for more in ({}, {"mode": "ce"}, {"mode": "proxy"}, {"tune": True}):
+                with pytest.raises(fserver.ConfigError, match=text):
+                    call(**more)
+    assert made == []
+    together([w, s])  # its number and its keys are free
+
+
 # torch.ops
 
 
