@@ -260,7 +260,8 @@ std::tuple<std::string, uint64_t, uint64_t> Lane::share(uint64_t address) {
   return {std::string(h.bytes, sizeof h.bytes), bytes, address - base};
 }
 
-std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle) {
+std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle,
+                                        const std::string &owner) {
   need("channel");
   Apart in(context_);
   cs_ipc_handle h;
@@ -274,10 +275,9 @@ std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle) {
   cs_result rc = cs_cu.IpcOpenMemHandle(&p, h, CS_IPC_LAZY_PEER_ACCESS);
   if (rc == CS_CU_PEER_ACCESS_UNSUPPORTED)
     raise(Kind::kConfig,
-          "channel: gpu %d cannot use the memory of the peer's GPU: no peer "
-          "access between them "
-          "(nvidia-smi topo -p2p rw shows it; use mode=\"proxy\")",
-          device_);
+          "channel: gpu %d cannot use the memory of %s: no peer access between "
+          "them (nvidia-smi topo -p2p rw shows it; use mode=\"proxy\")",
+          device_, owner.c_str());
   must("map a peer's memory", rc);
   mapped_.push_back(p);
   must("find the size of a peer's memory",
@@ -297,7 +297,7 @@ void Lane::reach(int device) {
   if (!can)
     raise(Kind::kConfig,
           "channel: gpu %d cannot use the memory of gpu %d: no peer access "
-          "between them (use "
+          "between them (nvidia-smi topo -p2p rw shows it; use "
           "mode=\"proxy\")",
           device_, device);
   Apart in(context_);

@@ -50,8 +50,10 @@ public:
   // The handle of the allocation that address is in, its size, and where in it
   // address is; an empty handle if this memory cannot be shared.
   std::tuple<std::string, uint64_t, uint64_t> share(uint64_t address);
-  // Maps what share gave in another process: address and bytes.
-  std::pair<uint64_t, uint64_t> map(const std::string &handle);
+  // Maps what share gave in another process: address and bytes. owner: the GPU
+  // there, for an error.
+  std::pair<uint64_t, uint64_t> map(const std::string &handle,
+                                    const std::string &owner);
   // Makes memory of another GPU of this process usable.
   void reach(int device);
 

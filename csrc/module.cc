@@ -318,7 +318,9 @@ void define(py::module_ &m) {
                  return py::make_tuple(py::bytes(handle), bytes, offset);
                })
           .def("map",
-               [](Lane &l, const py::bytes &handle) { return l.map(handle); })
+               [](Lane &l, const py::bytes &handle, const std::string &owner) {
+                 return l.map(handle, owner);
+               })
           .def("reach", &Lane::reach)
           .def("plan",
                [](Lane &l, bool sends, const py::list &steps, uint64_t counts,

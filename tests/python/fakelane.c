@@ -13,14 +13,19 @@
 
 enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2 };
 
+int fail_alloc; /* memory of the GPU: out of memory */
 int fail_context; /* 1: in all threads, 2: in those that did not start the driver */
 int fail_copy;        /* the copy of this number, from 1 on */
 int fail_host;        /* pinned memory: out of memory */
+int fail_import;      /* memory of other processes: with this result */
 int fail_launch;      /* so many launches: the capture is invalid */
+int fail_launch_at;   /* the launch of this number, from 1 on */
 int fail_stream;      /* new streams: out of memory */
+int no_access;        /* from one GPU to another */
 int launches, copies; /* made */
-int spoiled;          /* calls that a capture in another thread forbids */
-int waited_in_vain;   /* streams that went on, so that a test ends */
+int held; /* memory, streams, contexts and modules that were not given back */
+int spoiled;        /* calls that a capture in another thread forbids */
+int waited_in_vain; /* streams that went on, so that a test ends */
 int captures; /* a stream of another thread is captured, in the mode "global" */
 uint64_t launched_bytes; /* of the first segment of the newest launch */
 unsigned launched_rows;
@@ -35,6 +40,9 @@ static int unsafe(void) {
   spoiled++;
   return CS_CU_STREAM_CAPTURE_UNSUPPORTED;
 }
+
+static void take(void) { __atomic_add_fetch(&held, 1, __ATOMIC_SEQ_CST); }
+static void give_back(void) { __atomic_sub_fetch(&held, 1, __ATOMIC_SEQ_CST); }
 
 static int good(void) { return CS_CU_SUCCESS; }
 static int start(unsigned flags) {
@@ -52,6 +60,11 @@ static int get_device(cs_device *out, int ordinal) {
 }
 static int retain(cs_context *out, int device) {
   *out = (cs_context)(intptr_t)(device + 1);
+  take();
+  return CS_CU_SUCCESS;
+}
+static int release(void) {
+  give_back();
   return CS_CU_SUCCESS;
 }
 static int get_context(cs_context *out) {
@@ -74,9 +87,27 @@ static int exchange_mode(int *other) {
 static void *room(size_t bytes) {
   void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  return p == MAP_FAILED ? NULL : p;
+  if (p == MAP_FAILED)
+    return NULL;
+  take();
+  return p;
+}
+static int give_back_safely(void) {
+  give_back();
+  return unsafe();
+}
+static int import(cs_ptr *out) {
+  *out = fail_import ? 0 : (cs_ptr)(uintptr_t)room(2 << 20);
+  return fail_import;
+}
+static int load(cs_module *out) {
+  *out = (cs_module)(uintptr_t)1;
+  take();
+  return unsafe();
 }
 static int alloc(cs_ptr *out, size_t bytes) {
+  if (fail_alloc)
+    return CS_CU_OUT_OF_MEMORY;
   *out = (cs_ptr)(uintptr_t)room(bytes);
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
 }
@@ -101,13 +132,16 @@ static int pointer(void *out, int what) {
   return CS_CU_SUCCESS;
 }
 static int can_access(int *out) {
-  *out = 1;
+  *out = !no_access;
   return CS_CU_SUCCESS;
 }
 
 static int new_stream(cs_stream *out) {
+  if (fail_stream)
+    return CS_CU_OUT_OF_MEMORY;
   *out = (cs_stream)(uintptr_t)0x1000;
-  return fail_stream ? CS_CU_OUT_OF_MEMORY : CS_CU_SUCCESS;
+  take();
+  return CS_CU_SUCCESS;
 }
 static int is_capturing(cs_stream s, int *out) {
   (void)s;
@@ -160,8 +194,9 @@ static int launch(const cs_launch_config *config, cs_function f,
     fail_launch--;
     return CS_CU_STREAM_CAPTURE_INVALIDATED;
   }
+  if (++launches == fail_launch_at)
+    return UNKNOWN;
   const cs_launch_many *a = arguments[0];
-  launches++;
   launched_rows = a->segment[0].rows;
   launched_bytes = a->segment[0].bytes;
   return CS_CU_SUCCESS;
@@ -176,22 +211,26 @@ static const struct {
     {"cuGetErrorString", (void *)text},
     {"cuDeviceGet", (void *)get_device},
     {"cuDevicePrimaryCtxRetain", (void *)retain},
+    {"cuDevicePrimaryCtxRelease", (void *)release},
     {"cuDeviceCanAccessPeer", (void *)can_access},
     {"cuCtxGetCurrent", (void *)get_context},
     {"cuCtxSetCurrent", (void *)set_context},
     {"cuCtxSynchronize", (void *)unsafe},
     {"cuThreadExchangeStreamCaptureMode", (void *)exchange_mode},
     {"cuMemAlloc", (void *)alloc},
-    {"cuMemFree", (void *)unsafe},
+    {"cuMemFree", (void *)give_back_safely},
     {"cuMemHostAlloc", (void *)alloc_host},
-    {"cuMemFreeHost", (void *)unsafe},
+    {"cuMemFreeHost", (void *)give_back_safely},
     {"cuMemHostGetDevicePointer", (void *)seen_at},
     {"cuMemGetAddressRange", (void *)range},
     {"cuPointerGetAttribute", (void *)pointer},
-    {"cuModuleLoadData", (void *)unsafe},
-    {"cuModuleUnload", (void *)unsafe},
+    {"cuIpcOpenMemHandle", (void *)import},
+    {"cuIpcCloseMemHandle", (void *)release},
+    {"cuModuleLoadData", (void *)load},
+    {"cuModuleUnload", (void *)give_back_safely},
     {"cuModuleGetFunction", (void *)find_kernel},
     {"cuStreamCreate", (void *)new_stream},
+    {"cuStreamDestroy", (void *)release},
     {"cuStreamIsCapturing", (void *)is_capturing},
     {"cuStreamSynchronize", (void *)unsafe},
     {"cuStreamWriteValue32", (void *)write_word},

@@ -730,7 +730,7 @@ class Memory:
             return b"", 0, 0
         return base.to_bytes(64, "little"), 1 << 32, address - base
 
-    def map(self, handle: bytes) -> tuple[int, int]:
+    def map(self, handle: bytes, owner: str) -> tuple[int, int]:
         return int.from_bytes(handle, "little"), 1 << 32
 
     def reach(self, device: int) -> None:
@@ -925,9 +925,9 @@ def test_plan_takes_no_address_of_another_process() -> None:
     class Own(Memory):
         mapped = False
 
-        def map(self, handle: bytes) -> tuple[int, int]:
+        def map(self, handle: bytes, owner: str) -> tuple[int, int]:
             self.mapped = True
-            return super().map(handle)
+            return super().map(handle, owner)
 
     def mapped(theirs: Any) -> bool:
         memory = Own()
@@ -1011,40 +1011,6 @@ def test_driver_without_what_is_needed(tmp_path: Path) -> None:
     for text in said:
         assert re.search(r"libcuda.so.1 has no cu\w+ \(CUDA \d+\.\d or later\)", text)
         assert "install the NVIDIA driver, or " in text
-
-
-WITHOUT_PEERS = """
-#include <stdlib.h>
-#include <string.h>
-
-static int good(void) { return 0; }
-static int no_access(void) { return 217; }
-static int host(void **p, size_t n) { return !(*p = calloc(1, n)); }
-
-int cuGetProcAddress_v2(const char *name, void **function) {
-  *function = strcmp(name, "cuMemHostAlloc") == 0       ? (void *)host
-              : strcmp(name, "cuIpcOpenMemHandle") == 0 ? (void *)no_access
-                                                        : (void *)good;
-  return 0;
-}
-"""
-
-
-@needs_compiler
-def test_gpus_without_peer_access(tmp_path: Path) -> None:
-    program = """
-import fserver
-from fserver import _loader
-
-lane = _loader.load().Lane(0, b"", 1000.0, True)
-try:
-    lane.map(bytes(64))
-except fserver.ConfigError as error:
-    print(error)
-"""
-    (said,) = over_driver(tmp_path, WITHOUT_PEERS, program)
-    assert "gpu 0 cannot use the memory of the peer's GPU: no peer access" in said
-    assert 'use mode="proxy"' in said
 
 
 COUNTED_CONTEXTS = """

@@ -1,6 +1,6 @@
-"""The device's part of stream channels (csrc/lane.cc) over a driver without a GPU: what it does
-when something goes wrong. A check runs in a process of its own, which finds the driver first;
-tests/gpu/test_lane.py has the messages themselves."""
+"""The device's part of stream channels (csrc/lane.cc), and whole channels, over a driver without a
+GPU: what they do when something goes wrong. A check runs in a process of its own, which finds the
+driver first; tests/gpu/test_lane.py has the messages themselves."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from nodes import LIMIT as WAIT
+from nodes import Cluster, open_cluster, together
 
 import fserver
 from fserver import _loader
+from fserver.channel import channel as opener
+from fserver.channel import nvrtc
+from fserver.channel.gpu import GpuSide
 from fserver.channel.plan import Piece, Plan
 
 LIMIT = 60  # seconds for a check
@@ -26,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 CC, CXX = os.environ.get("CC", "cc"), os.environ.get("CXX", "g++")
 ROWS = 16
 LOST, LATE = 1, 2  # of cs_channel.h
+UNSUPPORTED = 217  # of the driver: peer access
 ENDED, PARTED = 1, 2  # what the engine writes into the word that ends a channel
 
 
@@ -140,6 +146,60 @@ def pair(
         if install:
             side.plan.install()
     return w, s
+
+
+def on_gpus() -> None:
+    """Has channels of CPU tensors be those of two GPUs: a worker's is 0, a server's 1."""
+
+    def side(_: Any, mode: str, out: Any, into: Any, send_first: bool, *rest: Any) -> GpuSide:
+        return GpuSide(0 if send_first else 1, mode, out, into, send_first, *rest)
+
+    def rows(self: GpuSide) -> list[torch.Tensor]:
+        address, counts = self.plan.rows
+        words = (ctypes.c_int64 * sum(counts)).from_address(address)
+        return list(torch.frombuffer(words, dtype=torch.int64).split(counts))
+
+    patches: list[tuple[Any, str, Any]] = [
+        (opener, "_direct", lambda mode, device: mode != "proxy"),
+        (opener, "_gpu", side),
+        (GpuSide, "rows", rows),
+        (nvrtc, "image", lambda source, arch: b"kernels"),
+        (torch.cuda, "synchronize", lambda device: None),
+        (_loader.load().Lane, "hold", lambda lane, tensors: None),
+    ]
+    for where, name, what in patches:
+        setattr(where, name, what)
+
+
+def opened(pair: Cluster, mode: str, name: str) -> list[Any]:
+    """The worker's and the server's side of a channel with tensors both ways, or what was raised
+    instead."""
+    x, y, z = (torch.zeros(ROWS, 4) for _ in range(3))
+
+    def tried(call: Callable[..., Any], *tensors: Any) -> Any:
+        try:
+            return call(*tensors, mode=mode, name=name, timeout_ms=1e3 * WAIT)
+        except Exception as error:
+            return error
+
+    return together(
+        [
+            lambda: tried(pair.worker.channel, [x], [1], [y], [2]),
+            lambda: tried(pair.server.channel, [1], [z], [2]),
+        ]
+    )
+
+
+def exchanged(w: Any, s: Any, value: float) -> None:
+    """With mode "ce", or "proxy"."""
+    x, y, z = w.outgoing[0], w.incoming[0], s.outgoing[0]
+    x.fill_(value)
+    w.send()
+    s.recv()
+    z.copy_(s.incoming[0] * 2)
+    s.send()
+    w.recv()
+    assert y.tolist() == [[2 * value] * 4] * ROWS
 
 
 def exchange(w: Side, s: Side, value: int) -> None:
@@ -340,6 +400,40 @@ def no_pinned_memory() -> None:
 
 def test_no_pinned_memory(driver: Path) -> None:
     over(driver, no_pinned_memory)
+
+
+def without_access(mode: str) -> None:
+    """Of one process, and of two."""
+    on_gpus()
+    pair = open_cluster()
+    before = DRIVER.held
+    DRIVER.no_access = 1
+    for mine, error in zip((0, 1), opened(pair, mode, "none"), strict=True):
+        assert type(error) is fserver.ConfigError, error
+        assert f"gpu {mine} cannot use the memory of gpu {1 - mine}: no peer access" in str(error)
+        assert 'use mode="proxy"' in str(error)
+    assert DRIVER.held == before
+    w, s = opened(pair, "proxy", "none")  # as it says
+    exchanged(w, s, 1)
+    pair.close()
+
+    w, s = (Side(i, mode, 10000, 64, 1) for i in (0, 1))
+    told = {**s.plan.describe(0), "device": 5, "proof": ""}
+    DRIVER.fail_import = UNSUPPORTED
+    refuses(
+        lambda: w.plan.attach(0, told),
+        fserver.ConfigError,
+        "gpu 0 cannot use the memory of gpu 5 of peer 0, as its process counts: no peer access .*"
+        'use mode="proxy"',
+    )
+    w.lane.close()
+    s.lane.close()
+    assert DRIVER.held == before
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_gpus_without_peer_access(driver: Path, mode: str) -> None:
+    over(driver, without_access, mode)
 
 
 def beside_a_capture(mode: str) -> None:
