@@ -7,7 +7,7 @@ import functools
 import itertools
 import platform
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -307,8 +307,9 @@ class Opener:
         self._keys.update(push_keys)
         return handle, called
 
-    def _refuse(self, handle: int, mode: str, peers: range, error: BaseException) -> None:
-        """Tells peers that wait for this side's description why there is none."""
+    def _refuse(self, handle: int, mode: str, peers: Iterable[int], error: BaseException) -> None:
+        """Tells peers that wait for this side's description why there is none. One that does not
+        wait any more may open its side again, and would take it for that one's."""
         for i in peers:
             with contextlib.suppress(Error):
                 text = describe.text(mode, "", [], [], refused=str(error)[:400])
@@ -478,14 +479,16 @@ class Opener:
         handle, called = self._begin(name, mode, push_keys)
         side: Any = None
         told = 0
+        refuse: list[int] = []  # they have ended their sides
         try:
             theirs = [
                 describe.read(i, self._node.channel_text(handle, i, timeout_ms))
                 for i in range(workers)
             ]
-            for i, t in enumerate(theirs):
-                if "refused" in t:
-                    raise ShapeError(f"channel: worker {i} refuses: {str(t['refused']):.400}")
+            refuse = [i for i, t in enumerate(theirs) if "refused" in t]
+            if refuse:
+                i = refuse[0]
+                raise ShapeError(f"channel: worker {i} refuses: {str(theirs[i]['refused']):.400}")
             if given:
                 device = given[0].device
             elif device is None:
@@ -540,7 +543,8 @@ class Opener:
                 handle, called, mode, side, path, pull, into, push_keys, device, False, table
             )
         except BaseException as error:
-            self._refuse(handle, mode, range(told, workers), error)
+            waiting = (i for i in range(told, workers) if i not in refuse)
+            self._refuse(handle, mode, waiting, error)
             self._end(handle, push_keys, side)
             raise
 

@@ -552,9 +552,15 @@ def test_the_engine_lets_go_of_a_side_that_is_closed(
 def test_a_side_that_cannot_be_made_says_so(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    """The other one does not wait for it."""
+    """The other one does not wait for it. Who has said so is told nothing: it may have opened the
+    channel again."""
     local, opened = threading.local(), threading.Event()
-    begin = opener.Opener._begin
+    begin, refuse = opener.Opener._begin, opener.Opener._refuse
+    told = {}
+
+    def refused(self: Any, handle: int, mode: str, peers: Any, error: BaseException) -> None:
+        told[local.role] = list(peers)
+        refuse(self, handle, mode, told[local.role], error)
 
     def begun(self: Any, *args: Any) -> Any:
         found = begin(self, *args)
@@ -569,6 +575,7 @@ def test_a_side_that_cannot_be_made_says_so(
         return FakeSide()
 
     monkeypatch.setattr(opener.Opener, "_begin", begun)
+    monkeypatch.setattr(opener.Opener, "_refuse", refused)
     monkeypatch.setattr(opener, "_direct", lambda mode, device: True)
     monkeypatch.setattr(opener, "_gpu", made)
     x, y = torch.ones(8), torch.empty(8)
@@ -585,6 +592,7 @@ def test_a_side_that_cannot_be_made_says_so(
     reason = "no memory for it"
     refusal = f"channel: {which} 0 refuses: {reason}"
     assert (worker, server) == ((reason, refusal) if which == "worker" else (refusal, reason))
+    assert told == {which: [0], ({"worker", "server"} - {which}).pop(): []}
 
 
 def test_capture(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
