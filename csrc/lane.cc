@@ -28,10 +28,15 @@ void open_driver(const char *call) {
           call, why);
 }
 
+const char kFull[] =
+    "(torch keeps what it has freed: torch.cuda.empty_cache())";
+
 [[noreturn]] void fail(const char *what, cs_result rc) {
   char text[256];
   cs_cuda_text(rc, text, sizeof text);
-  raise(Kind::kError, "channel: %s: %s", what, text);
+  const bool full = rc == CS_CU_OUT_OF_MEMORY;
+  raise(Kind::kError, "channel: %s: %s%s%s", what, text, full ? " " : "",
+        full ? kFull : "");
 }
 
 void must(const char *what, cs_result rc) {
@@ -227,10 +232,8 @@ uint64_t Lane::allocate(uint64_t bytes) {
   cs_result rc = cs_cu.MemAlloc(&p, bytes);
   if (rc == CS_CU_OUT_OF_MEMORY)
     raise(Kind::kError,
-          "channel: allocate %llu bytes on gpu %d: out of memory (torch keeps "
-          "what it has freed: "
-          "torch.cuda.empty_cache())",
-          static_cast<unsigned long long>(bytes), device_);
+          "channel: allocate %llu bytes on gpu %d: out of memory %s",
+          static_cast<unsigned long long>(bytes), device_, kFull);
   must("allocate", rc);
   owned_.push_back(p);
   cs_stream s;

@@ -13,14 +13,14 @@
 
 enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2 };
 
-int fail_alloc; /* memory of the GPU: out of memory */
+/* Out of memory for what is of the GPU of this number, from 1 on. */
+int fail_alloc, fail_host, fail_load, fail_stream;
+
 int fail_context; /* 1: in all threads, 2: in those that did not start the driver */
 int fail_copy;        /* the copy of this number, from 1 on */
-int fail_host;        /* pinned memory: out of memory */
 int fail_import;      /* memory of other processes: with this result */
 int fail_launch;      /* so many launches: the capture is invalid */
 int fail_launch_at;   /* the launch of this number, from 1 on */
-int fail_stream;      /* new streams: out of memory */
 int no_access;        /* from one GPU to another */
 int launches, copies; /* made */
 int held; /* memory, streams, contexts and modules that were not given back */
@@ -92,6 +92,7 @@ static void *room(size_t bytes) {
   take();
   return p;
 }
+static int none_left(int of) { return (intptr_t)current == of; }
 static int give_back_safely(void) {
   give_back();
   return unsafe();
@@ -101,18 +102,20 @@ static int import(cs_ptr *out) {
   return fail_import;
 }
 static int load(cs_module *out) {
+  if (none_left(fail_load))
+    return CS_CU_OUT_OF_MEMORY;
   *out = (cs_module)(uintptr_t)1;
   take();
   return unsafe();
 }
 static int alloc(cs_ptr *out, size_t bytes) {
-  if (fail_alloc)
+  if (none_left(fail_alloc))
     return CS_CU_OUT_OF_MEMORY;
   *out = (cs_ptr)(uintptr_t)room(bytes);
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
 }
 static int alloc_host(void **out, size_t bytes) {
-  if (fail_host)
+  if (none_left(fail_host))
     return CS_CU_OUT_OF_MEMORY;
   *out = room(bytes);
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
@@ -137,7 +140,7 @@ static int can_access(int *out) {
 }
 
 static int new_stream(cs_stream *out) {
-  if (fail_stream)
+  if (none_left(fail_stream))
     return CS_CU_OUT_OF_MEMORY;
   *out = (cs_stream)(uintptr_t)0x1000;
   take();

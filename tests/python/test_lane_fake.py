@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,10 +149,22 @@ def pair(
     return w, s
 
 
+SERVER_WAITS = threading.Event()
+
+
 def on_gpus() -> None:
-    """Has channels of CPU tensors be those of two GPUs: a worker's is 0, a server's 1."""
+    """Has channels of CPU tensors be those of two GPUs: a worker's is 0, a server's 1. A server
+    waits for its worker, which can tell it then of what goes wrong."""
+    begin = opener.Opener._begin
+
+    def begun(self: Any, *args: Any) -> Any:
+        found = begin(self, *args)
+        if isinstance(self._node, _loader.load().Server):
+            SERVER_WAITS.set()
+        return found
 
     def side(_: Any, mode: str, out: Any, into: Any, send_first: bool, *rest: Any) -> GpuSide:
+        assert SERVER_WAITS.wait(WAIT)
         return GpuSide(0 if send_first else 1, mode, out, into, send_first, *rest)
 
     def rows(self: GpuSide) -> list[torch.Tensor]:
@@ -162,6 +175,7 @@ def on_gpus() -> None:
     patches: list[tuple[Any, str, Any]] = [
         (opener, "_direct", lambda mode, device: mode != "proxy"),
         (opener, "_gpu", side),
+        (opener.Opener, "_begin", begun),
         (GpuSide, "rows", rows),
         (nvrtc, "image", lambda source, arch: b"kernels"),
         (torch.cuda, "synchronize", lambda device: None),
@@ -175,6 +189,7 @@ def opened(pair: Cluster, mode: str, name: str) -> list[Any]:
     """The worker's and the server's side of a channel with tensors both ways, or what was raised
     instead."""
     x, y, z = (torch.zeros(ROWS, 4) for _ in range(3))
+    SERVER_WAITS.clear()
 
     def tried(call: Callable[..., Any], *tensors: Any) -> Any:
         try:
@@ -400,6 +415,45 @@ def no_pinned_memory() -> None:
 
 def test_no_pinned_memory(driver: Path) -> None:
     over(driver, no_pinned_memory)
+
+
+def no_memory(mode: str, what: str, who: str) -> None:
+    on_gpus()
+    pair = open_cluster()
+    exchanged(*opened(pair, "proxy", "before"), 1)
+    before = DRIVER.held
+    setattr(DRIVER, what, 1 if who == "worker" else 2)
+    errors = dict(zip(("worker", "server"), opened(pair, mode, "none"), strict=True))
+    mine = errors.pop(who)
+    (told,) = errors.values()
+    assert type(mine) is fserver.Error
+    assert "out of memory" in str(mine) and REMEDIES[what] in str(mine)
+    assert f"{who} 0 refuses: {mine}" in str(told)
+    assert DRIVER.held == before
+    setattr(DRIVER, what, 0)
+    w, s = opened(pair, mode, "none")  # its name and its keys are free
+    if mode == "ce":
+        exchanged(w, s, 2)
+    pair.close()
+    assert DRIVER.held == before
+
+
+REMEDIES = {
+    "fail_alloc": "torch.cuda.empty_cache()",
+    "fail_host": "open fewer channels, or raise ulimit -l",
+    "fail_load": "torch.cuda.empty_cache()",
+    "fail_stream": "torch.cuda.empty_cache()",
+}
+
+
+@pytest.mark.parametrize("who", ["worker", "server"])
+@pytest.mark.parametrize(
+    ("mode", "what"),
+    [("sm", "fail_load"), *(("ce", what) for what in ("fail_alloc", "fail_host", "fail_stream"))],
+)
+def test_no_memory(driver: Path, mode: str, what: str, who: str) -> None:
+    """One side has none: both say so, nothing is kept, and the next channel opens."""
+    over(driver, no_memory, mode, what, who)
 
 
 def without_access(mode: str) -> None:
