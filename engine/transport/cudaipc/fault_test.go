@@ -243,6 +243,74 @@ func TestOutOfMemory(t *testing.T) {
 	require.Equal(t, io.EOF, scarce(io.EOF))
 }
 
+// TestNothingPinned: wherever there is no pinned memory, who needs it says so and what to
+// do, both sides end, nothing is kept, and the next Conn takes the write. What only
+// lands goes by way of memory that is not pinned.
+func TestNothingPinned(t *testing.T) {
+	const remedy = "raise ulimit -l and the memory limit of the container"
+	t.Run("to open", func(t *testing.T) {
+		g := fakegpu.New()
+		in, err := overTCP(transporttest.Options{Listen: true, Gate: transporttest.Gate{Hello: "a"}})
+		require.NoError(t, err)
+		g.Fail("Pin", 1)
+		_, err = Wrap(in, Options{Device: g})
+		require.ErrorContains(t, err, remedy)
+		g.Empty(t)
+		f, err := Wrap(in, Options{Device: g})
+		require.NoError(t, err)
+		require.NoError(t, f.Close())
+		g.Empty(t)
+	})
+	t.Run("to land", func(t *testing.T) {
+		g := fakegpu.New()
+		a, b := pairOf(t, g, overTCP, false)
+		src, warm, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1), onGPU(t, g, 3<<20, 1)
+		for i, to := range []mem.Region{warm, dst} {
+			k, err := b.f.Register(to)
+			require.NoError(t, err)
+			g.Fail("Pin", i) // with warm, all but the shadow of dst has been pinned
+			_, err = a.c.Post(write(k, src, transport.Point{}))
+			require.NoError(t, err)
+			until(t, a, b, func() bool { return len(b.writes) == i+1 && len(a.done) == i+1 })
+			holds(t, g, to, 5)
+			require.Equal(t, i == 0, b.f.regions[k.ID].pinned)
+			require.NoError(t, b.f.Deregister(k))
+		}
+	})
+	for name, share := range map[string]bool{"to stage": false, "to be written to": true} {
+		t.Run(name, func(t *testing.T) {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, overCMA, share)
+			src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
+			k, err := b.f.Register(dst)
+			require.NoError(t, err)
+			a.f.mu.Lock()
+			require.NoError(t, a.f.conns[a.c.(lendingConn).inner].equip())
+			a.f.mu.Unlock()
+			g.Fail("Pin", 1)
+			_, err = a.c.Post(write(k, src, transport.Point{}))
+			require.NoError(t, err)
+			until(t, a, b, func() bool { return a.down != nil && b.down != nil && len(a.done) == 1 })
+			require.Error(t, a.done[0])
+			who, told := a.down, b.down
+			if share {
+				who, told = b.down, a.down
+			}
+			require.ErrorContains(t, who, remedy)
+			require.NotErrorIs(t, told, io.EOF)
+			holds(t, g, dst, 1)
+			a.done, a.down, b.down, b.c = nil, nil, nil, nil
+			a.c, err = a.f.Connect(context.Background(), b.f.Addr())
+			require.NoError(t, err)
+			until(t, a, b, func() bool { return b.c != nil })
+			_, err = a.c.Post(write(k, src, transport.Point{}))
+			require.NoError(t, err)
+			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+			holds(t, g, dst, 5)
+		})
+	}
+}
+
 // TestBetweenPieces: a write that goes between the pieces of another is one of its own.
 func TestBetweenPieces(t *testing.T) {
 	g := fakegpu.New()
