@@ -960,6 +960,41 @@ def test_plan_takes_no_address_of_another_process() -> None:
     os.close(write)
 
 
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("mine", "theirs"), [(0, 0), (0, 1), (1, 0), (0, 7)])
+def test_plan_and_the_numbers_of_gpus(own: bool, mine: int, theirs: int) -> None:
+    """What a peer's process calls its GPU says nothing here, where CUDA_VISIBLE_DEVICES may have
+    given the numbers to others: its memory is named by handles. In one process the numbers are the
+    same."""
+
+    class Asked(Memory):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reached: list[int] = []
+            self.owners: list[str] = []
+
+        def reach(self, device: int) -> None:
+            self.reached.append(device)
+
+        def map(self, handle: bytes, owner: str) -> tuple[int, int]:
+            self.owners.append(owner)
+            return super().map(handle, owner)
+
+    memory = Asked()
+    ours, into = pieces([1 << 20]), pieces([1 << 20])
+    server = plan.Plan(Memory(), theirs, "sm", [[]], [into], False)
+    told = server.describe(0)
+    worker = plan.Plan(memory, mine, "sm", [ours], [[]], True)
+    worker.attach(0, told if own else {**told, "proof": ""})
+    worker.install()
+    assert memory.reached == ([theirs] if own else [])
+    assert memory.owners == (
+        [] if own else [f"gpu {theirs} of peer 0, as its process counts"] * len(told["memory"])
+    )
+    [segment] = memory.steps[True]
+    assert segment[3:5] == (ours[0].address, into[0].address)
+
+
 def test_kernels_compile() -> None:
     """NVRTC needs no GPU."""
     source = _loader.load().lane_source()
