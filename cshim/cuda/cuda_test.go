@@ -1,6 +1,12 @@
 package cuda
 
 import (
+	"cmp"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
 	"testing"
 	"unsafe"
 
@@ -42,6 +48,43 @@ func TestErrorText(t *testing.T) {
 }
 
 func TestCopyLayout(t *testing.T) { require.Equal(t, uintptr(24), unsafe.Sizeof(Copy{})) }
+
+// TestReach: the memory that is used is that of the GPU with the UUID, whatever numbers
+// the process has for the GPUs. It runs in a child, over a driver of its own.
+func TestReach(t *testing.T) {
+	if os.Getenv("FAKE_SEES") == "" {
+		folder := t.TempDir()
+		out, err := exec.Command(cmp.Or(os.Getenv("CC"), "cc"), "-shared", "-fPIC", "-o", filepath.Join(folder, "libcuda.so.1"), "testdata/driver.c").CombinedOutput()
+		require.NoError(t, err, string(out))
+		child := exec.Command(os.Args[0], "-test.run=^TestReach$", "-test.v")
+		child.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, "FAKE_SEES=0")
+		out, err = child.CombinedOutput()
+		require.NoError(t, err, string(out))
+		require.Contains(t, string(out), "--- PASS: TestReach")
+		return
+	}
+	require.NoError(t, Open())
+	uuidOf := func(number int) UUID { return UUID{byte(number + 1)} }
+	for _, sees := range []string{"012", "210", "120", "21", "20", "0"} {
+		t.Setenv("FAKE_SEES", sees)
+		for own, number := range sees {
+			d, err := Retain(own)
+			require.NoError(t, err)
+			require.Equal(t, uuidOf(int(number-'0')), d.UUID())
+			require.Equal(t, own, d.Ordinal())
+			for peer := range 3 {
+				t.Setenv("FAKE_PEER", strconv.Itoa(peer))
+				err := d.Reach(uuidOf(peer))
+				if strings.Contains(sees, strconv.Itoa(peer)) {
+					require.NoError(t, err, "from %c to %d of %s", number, peer, sees)
+				} else {
+					require.ErrorContains(t, err, uuidOf(peer).String()+" is not visible to this process")
+				}
+			}
+			d.Release()
+		}
+	}
+}
 
 // TestCopies goes through every call that a GPU answers: memory of the host and of
 // the device, streams, events, flags.

@@ -384,6 +384,75 @@ func TestHeldBack(t *testing.T) {
 	}
 }
 
+// view is a GPU as one process sees it: with a number of that process, and the GPUs whose
+// memory it reaches there.
+type view struct {
+	*fakegpu.GPU
+	ordinal int
+	uuid    cuda.UUID
+	near    cuda.UUID
+	asked   []cuda.UUID
+}
+
+func (v *view) Ordinal() int    { return v.ordinal }
+func (v *view) UUID() cuda.UUID { return v.uuid }
+
+func (v *view) Reach(u cuda.UUID) error {
+	if v.asked = append(v.asked, u); u != v.near {
+		return errors.New("no way")
+	}
+	return nil
+}
+
+// TestNumbersOfGPUs: what numbers two processes have for their GPUs changes nothing.
+// Memory of this process is reached by the GPU's UUID, that of another by handles.
+func TestNumbersOfGPUs(t *testing.T) {
+	x, y := cuda.UUID{7}, cuda.UUID{8}
+	for _, c := range []struct {
+		name    string
+		a, b    int // numbers of x and of y
+		own     bool
+		near    cuda.UUID
+		imports int
+		via     string
+	}{
+		{name: "both, each sees one", imports: 1, via: "cudaipc"},
+		{name: "both, in the same order", b: 1, imports: 1, via: "cudaipc"},
+		{name: "both, each in its order", a: 1, b: 1, imports: 1, via: "cudaipc"},
+		{name: "one process", b: 1, own: true, near: y, via: "cudaipc"},
+		{name: "one process, the other order", a: 1, own: true, near: y, via: "cudaipc"},
+		{name: "one process, out of reach", b: 1, own: true, via: "cma"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, overCMA, true)
+			va := &view{GPU: g, ordinal: c.a, uuid: x, near: c.near}
+			a.f.dev, a.f.o.Device = va, va
+			vb := &view{GPU: g, ordinal: c.b, uuid: y}
+			b.f.dev, b.f.o.Device = vb, vb
+			if c.own {
+				b.f.secret = a.f.secret
+			}
+			src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
+			src.Dev, dst.Dev = mem.GPU(c.a), mem.GPU(c.b)
+			k, err := b.f.Register(dst)
+			require.NoError(t, err)
+			_, err = a.c.Post(write(k, src, transport.Point{}))
+			require.NoError(t, err)
+			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+			require.NoError(t, a.done[0])
+			holds(t, g, dst, 5)
+			require.Equal(t, c.imports, g.Imports())
+			require.Contains(t, a.c.(transport.Teller).Via(), c.via)
+			if c.own {
+				require.Equal(t, []cuda.UUID{y}, va.asked)
+			} else {
+				require.Empty(t, va.asked)
+			}
+		})
+	}
+}
+
 // TestMappingsEnd: a mapping is made once, lives on while a key of its allocation
 // does, and is closed when there has been none for a while, or when other memory
 // comes to lie there.

@@ -1,0 +1,74 @@
+/* A libcuda.so.1 for tests of Reach. FAKE_SEES has the numbers of the GPUs that the process sees,
+ * in its order, as CUDA_VISIBLE_DEVICES has it; FAKE_PEER that of the one whose memory is to be
+ * reached. Numbers are those of the host, and so are the UUIDs. */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { INVALID = 1, NO_DEVICE = 101 };
+
+static intptr_t current;
+
+static int good(void) { return 0; }
+static int count(int *out) {
+  *out = (int)strlen(getenv("FAKE_SEES"));
+  return 0;
+}
+static int device(int *out, int ordinal) {
+  int n;
+  count(&n);
+  if (ordinal < 0 || ordinal >= n)
+    return NO_DEVICE;
+  *out = getenv("FAKE_SEES")[ordinal] - '0';
+  return 0;
+}
+static int name(char *out, int room) {
+  snprintf(out, (size_t)room, "a GPU");
+  return 0;
+}
+static int uuid(char *out, int number) {
+  memset(out, 0, 16);
+  out[0] = (char)(number + 1);
+  return 0;
+}
+static int retain(intptr_t *out, int number) {
+  *out = 100 + number;
+  return 0;
+}
+static int get_context(intptr_t *out) {
+  *out = current;
+  return 0;
+}
+static int set_context(intptr_t context) {
+  current = context;
+  return 0;
+}
+static int enable(intptr_t context) {
+  return context == current || context != 100 + atoi(getenv("FAKE_PEER"))
+             ? INVALID
+             : 0;
+}
+
+static const struct {
+  const char *name;
+  void *function;
+} table[] = {
+    {"cuDeviceGetCount", (void *)count},
+    {"cuDeviceGet", (void *)device},
+    {"cuDeviceGetName", (void *)name},
+    {"cuDeviceGetUuid", (void *)uuid},
+    {"cuDevicePrimaryCtxRetain", (void *)retain},
+    {"cuCtxGetCurrent", (void *)get_context},
+    {"cuCtxSetCurrent", (void *)set_context},
+    {"cuCtxEnablePeerAccess", (void *)enable},
+};
+
+int cuGetProcAddress_v2(const char *name, void **out) {
+  *out = (void *)good;
+  for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+    if (strcmp(table[i].name, name) == 0)
+      *out = table[i].function;
+  }
+  return 0;
+}
