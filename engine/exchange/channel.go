@@ -89,12 +89,13 @@ func (cs *Channels) Open(name string) (*Channel, error) {
 
 func unprintable(c rune) bool { return c == utf8.RuneError || !unicode.IsPrint(c) }
 
-// Frame takes a Channel frame of peer i. An error means that it does not keep to
-// the protocol.
-func (cs *Channels) Frame(i int, b []byte) error {
+// Frame takes a Channel frame of peer i. over is a channel that the peer has closed
+// and this side too, or that it has not opened. An error means that the peer does not
+// keep to the protocol.
+func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
 	v, err := wire.ParseChannel(b)
 	if err != nil {
-		return err
+		return "", err
 	}
 	cs.mu.Lock()
 	defer cs.mu.Unlock()
@@ -102,20 +103,20 @@ func (cs *Channels) Frame(i int, b []byte) error {
 	if v.Closes {
 		if ch != nil && ch.peers[i].told && !ch.peers[i].parted {
 			ch.part(i)
-		} else {
-			delete(cs.early[i], v.Name)
+			return "", nil
 		}
-		return nil
+		delete(cs.early[i], v.Name)
+		return v.Name, nil
 	}
 	if ch != nil && !ch.peers[i].told && !ch.peers[i].parted {
 		ch.peers[i].text, ch.peers[i].told = v.Text, true
-		return nil
+		return "", nil
 	}
 	if _, dup := cs.early[i][v.Name]; dup || len(cs.early[i]) == maxEarly {
-		return fmt.Errorf("exchange: channel %q is opened twice, or is one of more than %d that are not open here", v.Name, maxEarly)
+		return "", fmt.Errorf("exchange: channel %q is opened twice, or is one of more than %d that are not open here", v.Name, maxEarly)
 	}
 	cs.early[i][v.Name] = v.Text
-	return nil
+	return "", nil
 }
 
 // part notes that peer i has closed its side.
@@ -237,6 +238,13 @@ func (ch *Channel) End() bool {
 	return first
 }
 
+// Parted says whether peer i has closed its side, or is gone.
+func (ch *Channel) Parted(i int) bool {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	return ch.peers[i].parted
+}
+
 // Alone says whether all peers have closed their sides, or are gone.
 func (ch *Channel) Alone() bool {
 	ch.of.mu.Lock()
@@ -282,8 +290,8 @@ func (s *Server) Attach(ch *Channel) {
 	s.lanes[ch.name] = ch.lane
 }
 
-// Detach undoes Attach. Requests that nobody took are never answered: their
-// workers learn that the channel is closed.
+// Detach undoes Attach. Requests that were not answered never are: their workers
+// learn that the channel is closed, and take them back.
 func (s *Server) Detach(ch *Channel) {
 	l := s.lanes[ch.name]
 	if l == nil || l != ch.lane {
@@ -296,6 +304,14 @@ func (s *Server) Detach(ch *Channel) {
 		}
 	}
 	l.publish()
+	for _, r := range s.requests.strand(ch.name) {
+		if c := r.client; r.recalled {
+			s.dismiss(c, r)
+			s.advance(c)
+		} else {
+			c.strays = append(c.strays, r)
+		}
+	}
 }
 
 // Taken says whether Take would give requests. Safe from any goroutine.

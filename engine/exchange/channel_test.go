@@ -28,16 +28,21 @@ func told(t *testing.T, ch *Channel, i int) string {
 	return text
 }
 
+func frame(cs *Channels, i int, b []byte) error {
+	_, err := cs.Frame(i, b)
+	return err
+}
+
 func TestChannelOpening(t *testing.T) {
 	cs := NewChannels(2)
-	require.NoError(t, cs.Frame(0, opens("a", "early"))) // before us
+	require.NoError(t, frame(cs, 0, opens("a", "early"))) // before us
 	ch, err := cs.Open("a")
 	require.NoError(t, err)
 	require.Equal(t, "early", told(t, ch, 0))
 	_, ok, err := ch.Told(1)
 	require.NoError(t, err)
 	require.False(t, ok)
-	require.NoError(t, cs.Frame(1, opens("a", "later")))
+	require.NoError(t, frame(cs, 1, opens("a", "later")))
 	require.Equal(t, "later", told(t, ch, 1))
 	require.NoError(t, ch.Err())
 	_, _, err = ch.Told(2)
@@ -58,22 +63,22 @@ func TestChannelClosing(t *testing.T) {
 	require.NoError(t, err)
 	var word atomic.Uint32
 	ch.Watch(&word)
-	require.NoError(t, cs.Frame(0, closes("a"))) // of a side that we never saw
-	require.NoError(t, cs.Frame(0, opens("a", "0")))
-	require.NoError(t, cs.Frame(1, opens("a", "1")))
+	require.NoError(t, frame(cs, 0, closes("a"))) // of a side that we never saw
+	require.NoError(t, frame(cs, 0, opens("a", "0")))
+	require.NoError(t, frame(cs, 1, opens("a", "1")))
 	require.NoError(t, ch.Err())
-	require.NoError(t, cs.Frame(1, closes("a")))
+	require.NoError(t, frame(cs, 1, closes("a")))
 	require.EqualValues(t, 2, word.Load())
 	require.True(t, IsOver(ch.Err()))
 	require.ErrorContains(t, ch.Err(), "peer 1 has closed its side")
 	require.Equal(t, "1", told(t, ch, 1))
 
-	require.NoError(t, cs.Frame(1, opens("a", "again"))) // for the next channel of that name
+	require.NoError(t, frame(cs, 1, opens("a", "again"))) // for the next channel of that name
 	require.False(t, ch.Alone())
 	require.True(t, ch.End())
 	require.False(t, ch.End())
 	require.EqualValues(t, 1, word.Load())
-	require.NoError(t, cs.Frame(0, closes("a")))
+	require.NoError(t, frame(cs, 0, closes("a")))
 	require.True(t, ch.Alone())
 	ch.Forget()
 	next, err := cs.Open("a")
@@ -89,7 +94,7 @@ func TestChannelLoss(t *testing.T) {
 	require.NoError(t, err)
 	var word atomic.Uint32
 	a.Watch(&word)
-	require.NoError(t, cs.Frame(0, opens("c", "")))
+	require.NoError(t, frame(cs, 0, opens("c", "")))
 	gone := errors.New("gone")
 	cs.Lose(0, gone)
 	require.EqualValues(t, 1, word.Load())
@@ -119,13 +124,13 @@ func TestChannelLoss(t *testing.T) {
 func TestChannelBounds(t *testing.T) {
 	cs := NewChannels(1)
 	for i := range maxEarly {
-		require.NoError(t, cs.Frame(0, opens(fmt.Sprint(i), "")))
+		require.NoError(t, frame(cs, 0, opens(fmt.Sprint(i), "")))
 	}
-	require.ErrorContains(t, cs.Frame(0, opens("more", "")), "more than 256")
-	require.NoError(t, cs.Frame(0, closes("0")))
-	require.NoError(t, cs.Frame(0, opens("more", "")))
-	require.ErrorContains(t, cs.Frame(0, opens("more", "")), "opened twice")
-	require.Error(t, cs.Frame(0, []byte{byte(wire.TypeChannel)}))
+	require.ErrorContains(t, frame(cs, 0, opens("more", "")), "more than 256")
+	require.NoError(t, frame(cs, 0, closes("0")))
+	require.NoError(t, frame(cs, 0, opens("more", "")))
+	require.ErrorContains(t, frame(cs, 0, opens("more", "")), "opened twice")
+	require.Error(t, frame(cs, 0, []byte{byte(wire.TypeChannel)}))
 }
 
 // counted is memory that says how often it was used.
@@ -185,6 +190,36 @@ func TestChannelRequests(t *testing.T) {
 		require.EqualValues(t, 4, y.Span.Bytes()[50])
 		require.EqualValues(t, 3, z.Span.Bytes()[50])
 		require.Equal(t, 1, elsewhere)
+	}
+	// What a closed channel has not answered, taken or not, goes back to its worker and does
+	// not hold its key, whoever closes first.
+	for turn := range 4 {
+		on, _ := push(from, 1, 7)
+		require.NoError(t, p.settle())
+		if turn%2 == 0 {
+			require.Len(t, s.Take(at), 1)
+			s.Hand(at)
+		}
+		if turn < 2 {
+			s.Detach(at)
+			p.w.Leave(0, "a")
+		} else {
+			p.w.Leave(0, "a")
+			require.NoError(t, p.settle())
+			s.Detach(at)
+		}
+		require.NoError(t, p.settle())
+		require.Equal(t, StateFailed, p.state(on), turn)
+		require.Empty(t, s.clients[0].strays)
+		require.Zero(t, s.clients[0].count)
+		beside, _ := push(nil, 1, 9) // with the same key
+		require.NoError(t, p.settle())
+		q := p.take(0)
+		require.Len(t, q, 1)
+		require.NoError(t, p.respond(0, q[0], bytesOf(t, 0, 100, 3)))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(beside), turn)
+		s.Attach(at)
 	}
 	// Nobody takes what comes for a channel that is closed; the loss of the worker frees it.
 	_, _ = push(from, 1, 1)

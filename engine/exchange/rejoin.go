@@ -73,6 +73,22 @@ func (w *Worker) withdraw(t *Ticket) {
 	}
 }
 
+// Leave takes back from server i what was asked through a channel that both have
+// closed. The server answers none of it any more, and it would hold its keys for ever.
+func (w *Worker) Leave(i int, channel string) {
+	s := w.servers[i]
+	for _, t := range w.active {
+		if t == nil || t.on != channel || t.legs[i].state == legEnded {
+			continue
+		}
+		w.fail(t, errOver)
+		if l := &t.legs[i]; s.down == nil && l.state == legPosted && !l.replied {
+			s.recall = append(s.recall, t.id)
+		}
+	}
+	w.advance(s)
+}
+
 // recalled takes the word of s that it will not deliver push_pulls.
 func (w *Worker) recalled(s *server, b []byte) error {
 	seqs, err := wire.ParseRecall(b, wire.TypeRecalled, nil)
@@ -186,19 +202,36 @@ func (s *Server) recall(c *client, b []byte) error {
 	if err != nil {
 		return err
 	}
-	for range c.ready.len() {
-		if r := c.ready.pop(); slices.Contains(seqs, r.seq) {
-			s.dismiss(c, r)
-		} else {
-			c.ready.push(r)
-		}
+	s.sift(c, &c.ready, seqs)
+	for _, l := range s.lanes {
+		s.sift(c, &l.queues[c.index], seqs)
+		l.publish()
 	}
+	c.strays = slices.DeleteFunc(c.strays, func(r *Request) bool {
+		if !slices.Contains(seqs, r.seq) {
+			return false
+		}
+		s.dismiss(c, r)
+		return true
+	})
+	s.requests.recall(c, seqs)
 	for _, r := range c.open { // its writes may still be on their way
 		r.recalled = r.recalled || slices.Contains(seqs, r.seq)
 	}
 	s.publish()
 	s.advance(c)
 	return nil
+}
+
+// sift dismisses the requests of a queue that c takes back.
+func (s *Server) sift(c *client, queue *ring[*Request], seqs []uint64) {
+	for range queue.len() {
+		if r := queue.pop(); slices.Contains(seqs, r.seq) {
+			s.dismiss(c, r)
+		} else {
+			queue.push(r)
+		}
+	}
 }
 
 // dismiss drops a request that is complete and was taken back.

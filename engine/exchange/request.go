@@ -144,6 +144,30 @@ func (rs *requests) rank(handler uint64) (rank int32, ok bool) {
 	return r.client.rank, true
 }
 
+// recall notes which delivered requests of c on channels it takes back.
+func (rs *requests) recall(c *client, seqs []uint64) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	for _, r := range rs.all {
+		if r.client == c && r.channel != "" && r.state.Load() == reqDelivered && slices.Contains(seqs, r.seq) {
+			r.recalled = true
+		}
+	}
+}
+
+// strand gives the requests that were delivered on a channel, and that nobody will
+// answer any more.
+func (rs *requests) strand(channel string) (found []*Request) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	for _, r := range rs.all {
+		if r.channel == channel && r.state.CompareAndSwap(reqDelivered, reqReady) {
+			found = append(found, r)
+		}
+	}
+	return found
+}
+
 // giveBack ends what a request uses of its worker's memory. Whoever looks at it
 // still goes on.
 func (r *Request) giveBack(b *Buffers) {

@@ -232,6 +232,11 @@ func (n *Node) CloseChannel(h uint64, limit time.Duration) error {
 			if n.server != nil {
 				n.server.Detach(ch)
 			}
+			for i := range n.peers {
+				if n.worker != nil && ch.Parted(i) {
+					n.worker.Leave(i, ch.Name())
+				}
+			}
 			n.disown()
 		}
 	}

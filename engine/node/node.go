@@ -477,7 +477,11 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 	}
 	switch wire.FrameType(ev.Data) {
 	case wire.TypeChannel:
-		return n.channels.Frame(l.index, ev.Data)
+		over, err := n.channels.Frame(l.index, ev.Data)
+		if over != "" && n.worker != nil {
+			n.worker.Leave(l.index, over)
+		}
+		return err
 	case wire.TypeBye:
 		l.left = true
 		n.channels.Left(l.index)

@@ -376,6 +376,46 @@ def test_closed(pair: Cluster) -> None:
         pair.worker.channel([torch.ones(1)], [9], [], [], timeout_ms=1000)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("first", ["server", "worker"])
+def test_what_was_not_answered_holds_no_key(
+    cluster: MakeCluster, way: str, taken: bool, first: str
+) -> None:
+    """A message that a closed channel has not answered, to one of two servers: another channel
+    with the same keys works, and push_pulls do."""
+    c = cluster(servers=2, transport=way)
+    x, y = torch.ones(100), [torch.zeros(100) for _ in range(2)]
+    for turn in range(1, 4):
+        w, *s = together(
+            [lambda: c.worker.channel([x], [1], y, [2], timeout_ms=MS)]
+            + [
+                functools.partial(n.channel, [1], [torch.empty(100)], [2], timeout_ms=MS)
+                for n in c.servers
+            ]
+        )
+        for i in range(1, 3):
+            x.fill_(10 * turn + i)
+            w.send()
+            for k, side in enumerate(s):
+                if k or i == 1 or taken:
+                    side.recv()
+                if k or i == 1:
+                    torch.add(side.tensors[0][0], k, out=side.outgoing[0])
+                    side.send()
+            if i == 1:
+                w.recv()
+                assert [t.tolist() for t in y] == [[10 * turn + 1 + k] * 100 for k in range(2)]
+        for side in (*s, w) if first == "server" else (w, *s):
+            side.close()
+    h = c.worker.push_pull([x], [1], y, [2])
+    for n in c.servers:
+        [(handler, [seen], _)] = n.get_batch(MS)
+        n.respond([seen + 1], handler)
+    c.worker.wait(h, MS)
+    assert [t.tolist() for t in y] == [[33.0] * 100] * 2
+
+
 # A peer that dies
 
 
