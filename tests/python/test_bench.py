@@ -923,6 +923,16 @@ def test_graph_between():
     assert graph.between([1.0, 2.0, 3.0]) == (1.0, 3.0)
 
 
+def test_graph_zero_sm(tmp_path):
+    """What came is looked at, of each kind."""
+    path = tmp_path / "rows.json"
+    argv = ["--dry", "--rows", "2", "--width", "64", "--trips", "3", "--json", str(path)]
+    assert bench.main(["graph", "zero-sm", *argv]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["eager", "ce", "ce graph", "sm"]
+    assert all(row["wrong"] == 0 and row["profiler_sees_kernels"] is False for row in rows)
+
+
 def test_graph_wants_gpus(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
