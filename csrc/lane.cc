@@ -400,6 +400,11 @@ void Lane::stand(const char *call, bool sends) const {
   const uint32_t end = words_[kEnd], why = words_[kWhy];
   if (end == 0 && why == 0)
     return;
+  if (broken_)
+    raise(Kind::kError,
+          "%s: a %s failed half-way: the channel has ended (close it and open "
+          "another)",
+          call, broken_);
   if ((why & 255) == CS_LATE)
     raise(Kind::kTimeout,
           "%s: peer %u has sent nothing for the time-out of the channel: the "
@@ -476,6 +481,30 @@ void Lane::have(const char *call) const {
             call);
 }
 
+// Enqueues a message. If that fails when a part of it counts already, the two sides
+// count differently from then on, so the channel ends; but not if it was for a graph,
+// which never comes to be.
+template <class F>
+void Lane::message(const char *call, cs_stream s, F enqueue) {
+  begun_ = false;
+  try {
+    enqueue();
+  } catch (const Raised &) {
+    if (begun_ && !capturing(s)) {
+      broken_ = call;
+      used(s);
+      abort();
+      if (explain_) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        Py_XDECREF(PyObject_CallNoArgs(explain_)); // tells the peers
+        PyErr_Restore(type, value, trace);
+      }
+    }
+    throw;
+  }
+}
+
 void Lane::launch(Way &way, cs_stream s, const char *call) {
   cs_launch_attribute attribute;
   memset(&attribute, 0, sizeof attribute);
@@ -495,6 +524,7 @@ void Lane::launch(Way &way, cs_stream s, const char *call) {
         &c, l.segments.size() <= CS_FEW ? way.few : way.many, args, nullptr);
     if (rc != CS_CU_SUCCESS)
       fail(call, rc);
+    begun_ = true;
   }
 }
 
@@ -510,6 +540,7 @@ void Lane::copy_out(cs_stream s) {
     }
     words.write(word(kSendWaits), kGoesOn);
     words.enqueue(s, "send");
+    begun_ = true;
   }
   short_ = short_ || !rows_.empty(); // also if it fails half-way
   for (const Segment &g : out_.copies) {
@@ -523,6 +554,7 @@ void Lane::copy_out(cs_stream s) {
     if (g.s.flags)
       words.write(g.s.flags, 1);
     words.enqueue(s, "send");
+    begun_ = begun_ || g.s.flags;
   }
   short_ = !rows_.empty();
 }
@@ -538,6 +570,7 @@ void Lane::copy_in(cs_stream s) {
   }
   words.write(word(kRecvWaits), kGoesOn);
   words.enqueue(s, "recv");
+  begun_ = true;
   for (const Segment &g : in_.copies)
     if (g.s.from && g.s.bytes)
       must("recv", cs_cu.MemcpyAsync(g.s.to, g.s.from, g.s.bytes, s));
@@ -564,6 +597,19 @@ void Lane::send(PyObject *rows) {
       rows_.push_back(static_cast<uint32_t>(n));
     }
   }
+  message("send", s, [&] {
+    prepare(s);
+    if (!out_.copies.empty())
+      copy_out(s);
+    launch(out_, s, "send");
+  });
+  send_next_ = false;
+  used(s);
+}
+
+// Has the launches be of the rows that are to be sent, and copies what the copy engine
+// moves.
+void Lane::prepare(cs_stream s) {
   for (Launch &l : out_.launches) {
     if (rows_.empty() && !l.large && !l.changed)
       continue;
@@ -585,11 +631,6 @@ void Lane::send(PyObject *rows) {
       }
     }
   }
-  if (!out_.copies.empty())
-    copy_out(s);
-  launch(out_, s, "send");
-  send_next_ = false;
-  used(s);
 }
 
 void Lane::recv() {
@@ -597,14 +638,18 @@ void Lane::recv() {
   turn("recv", false);
   have("recv");
   Entered in(context_);
-  if (!in_.copies.empty())
-    copy_in(s);
-  launch(in_, s, "recv");
+  message("recv", s, [&] {
+    if (!in_.copies.empty())
+      copy_in(s);
+    launch(in_, s, "recv");
+  });
   send_next_ = true;
   used(s);
 }
 
 std::pair<int, int> Lane::status() const {
+  if (broken_)
+    return {CS_BROKEN, -1};
   if (!words_)
     return {0, 0};
   const uint32_t w = words_[kWhy];

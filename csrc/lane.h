@@ -72,15 +72,16 @@ public:
   // wrong once a tensor is made to give it up: send and recv look.
   void hold(PyObject *tensors);
 
-  // Has a callable raise why the engine has ended the channel, at the next call.
+  // Has a callable raise why the channel has ended, if the engine has ended it, at the
+  // next call, and if the lane itself has (CS_BROKEN), at once.
   void explain(PyObject *why);
 
   // rows: None, or a list of one int for each tensor.
   void send(PyObject *rows);
   void recv();
 
-  // Why the channel ended by itself (CS_LOST, CS_LATE; 0: it has not), and the
-  // peer that was waited for.
+  // Why the channel ended by itself (CS_LOST, CS_LATE, CS_BROKEN; 0: it has not), and
+  // the peer that was waited for.
   std::pair<int, int> status() const;
   // The word that ends the channel when it is not zero: for the engine.
   uint64_t abort_word() const { return reinterpret_cast<uint64_t>(words_); }
@@ -117,6 +118,8 @@ private:
   void settle(); // waits for what is enqueued
   void turn(const char *call, bool sends);
   void have(const char *call) const;
+  void prepare(cs_stream s);
+  template <class F> void message(const char *call, cs_stream s, F enqueue);
   void launch(Way &way, cs_stream s, const char *call);
   void copy_out(cs_stream s);
   void copy_in(cs_stream s);
@@ -148,6 +151,9 @@ private:
   bool in_turn_ = false, send_next_ = false, closed_ = false;
   cs_stream last_ = nullptr;
   bool used_ = false;
+  bool begun_ =
+      false; // a part of the message that is enqueued counts for the peer
+  const char *broken_ = nullptr; // the call that failed after that
   bool captured_ = false; // in graphs, which may be replayed on any stream
   bool short_ = false;    // the last copies told their rows
   std::thread watcher_;   // of copies: nothing else ends their waits

@@ -215,6 +215,7 @@ void define(py::module_ &m) {
              return n.channel_text(channel, peer, timeout_ms.ptr());
            })
       .def("channel_state", &Node::channel_state)
+      .def("channel_end", &Node::channel_end)
       .def("channel_close",
            [](Node &n, uint64_t channel, py::handle timeout_ms) {
              return n.channel_close(channel, timeout_ms.ptr());

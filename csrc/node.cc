@@ -169,6 +169,11 @@ void Node::channel_state(uint64_t channel) {
   check("channel", fs_channel_state(id_, channel));
 }
 
+void Node::channel_end(uint64_t channel) {
+  enter("channel");
+  unlocked([&] { return fs_channel_close(id_, channel, 0); });
+}
+
 bool Node::channel_close(uint64_t channel, PyObject *timeout_ms) {
   if (forked.load())
     return true;

@@ -39,6 +39,8 @@ public:
   void channel_state(uint64_t channel);
   // False: peers have not closed their sides, and this one is forgotten.
   bool channel_close(uint64_t channel, PyObject *timeout_ms);
+  // Tells the peers that this side is closed, and waits for nobody; the handle stays.
+  void channel_end(uint64_t channel);
 
   const fs_info &info() const { return info_; }
   bool closed() const { return closed_; }

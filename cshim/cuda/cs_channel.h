@@ -19,8 +19,9 @@ enum {
   CS_BY_LANDING = 2,
 };
 
-/* What CS_REASON of the status word says. */
-enum { CS_LOST = 1, CS_LATE = 2 };
+/* Why a channel has ended. A kernel says one of the first two in the status word; the
+ * last is the host's: a call has enqueued a part of a message and failed. */
+enum { CS_LOST = 1, CS_LATE = 2, CS_BROKEN = 3 };
 
 /* How long what a peer sent before it closed its side may take, in nanoseconds. */
 enum { CS_AFTERWARDS = 100000000 };

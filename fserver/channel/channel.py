@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # Of cs_channel.h.
-_LOST, _LATE = 1, 2
+_LOST, _LATE, _BROKEN = 1, 2, 3
 
 # How long close() waits for the other side to close too.
 _PARTING_MS = 2000.0
@@ -78,6 +78,7 @@ def _direct(mode: str, device: Any) -> bool:
 def _explain(channel: weakref.ref[Channel]) -> None:
     open_one = channel()
     if open_one is not None:
+        open_one._tell()
         open_one.check()
 
 
@@ -209,6 +210,11 @@ class Channel:
                 f"{self.name!r}): call it outside, or open a channel of GPU tensors"
             )
 
+    def _tell(self) -> None:
+        """Tells the peers of a channel that this side has ended by itself, as if it were closed."""
+        if self._side.status()[0] == _BROKEN:
+            self._node.channel_end(self._handle)
+
     def check(self) -> None:
         """Says whether the channel still stands, without waiting.
 
@@ -225,6 +231,11 @@ class Channel:
                 raise TimeoutError(
                     f"channel {self.name!r}: peer {peer} has sent nothing for the time-out of the "
                     "channel: it has ended (close it and open another)"
+                )
+            if reason == _BROKEN:
+                raise Error(
+                    f"channel {self.name!r}: a send or recv failed half-way: it has ended (close "
+                    "it and open another)"
                 )
             self._node.channel_state(self._handle)
             if reason == _LOST:

@@ -17,15 +17,17 @@ enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2 };
 int fail_alloc, fail_host, fail_load, fail_stream;
 
 int fail_context; /* 1: in all threads, 2: in those that did not start the driver */
-int fail_copy;        /* the copy of this number, from 1 on */
-int fail_import;      /* memory of other processes: with this result */
-int fail_launch;      /* so many launches: the capture is invalid */
-int fail_launch_at;   /* the launch of this number, from 1 on */
-int no_access;        /* from one GPU to another */
+int fail_copy;      /* the copy of this number, from 1 on */
+int fail_import;    /* memory of other processes: with this result */
+int fail_launch;    /* so many launches: the capture is invalid */
+int fail_launch_at; /* the launch of this number, from 1 on */
+int foreign;        /* memory that did not come from here: no handle names it */
+int no_access;      /* from one GPU to another */
 int launches, copies; /* made */
 int held; /* memory, streams, contexts and modules that were not given back */
 int spoiled;        /* calls that a capture in another thread forbids */
 int waited_in_vain; /* streams that went on, so that a test ends */
+int capturing; /* this thread captures its stream, which something has spoiled */
 int captures; /* a stream of another thread is captured, in the mode "global" */
 uint64_t launched_bytes; /* of the first segment of the newest launch */
 unsigned launched_rows;
@@ -108,10 +110,12 @@ static int load(cs_module *out) {
   take();
   return unsafe();
 }
+static cs_ptr given[256];
 static int alloc(cs_ptr *out, size_t bytes) {
+  static unsigned n;
   if (none_left(fail_alloc))
     return CS_CU_OUT_OF_MEMORY;
-  *out = (cs_ptr)(uintptr_t)room(bytes);
+  *out = given[n++ % 256] = (cs_ptr)(uintptr_t)room(bytes);
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
 }
 static int alloc_host(void **out, size_t bytes) {
@@ -129,9 +133,14 @@ static int range(cs_ptr *base, size_t *bytes, cs_ptr address) {
   *bytes = 2 << 20;
   return CS_CU_SUCCESS;
 }
-static int pointer(void *out, int what) {
-  if (what == CS_PTR_LEGACY_IPC_CAPABLE)
-    *(int *)out = 1;
+static int pointer(void *out, int what, cs_ptr address) {
+  if (what != CS_PTR_LEGACY_IPC_CAPABLE)
+    return CS_CU_SUCCESS;
+  *(int *)out = !foreign;
+  for (size_t i = 0; i < 256; i++) {
+    if (given[i] && address - given[i] < 2 << 20)
+      *(int *)out = 1;
+  }
   return CS_CU_SUCCESS;
 }
 static int can_access(int *out) {
@@ -148,7 +157,7 @@ static int new_stream(cs_stream *out) {
 }
 static int is_capturing(cs_stream s, int *out) {
   (void)s;
-  *out = CS_CAPTURE_NONE;
+  *out = capturing ? CS_CAPTURE_INVALIDATED : CS_CAPTURE_NONE;
   return CS_CU_SUCCESS;
 }
 static int copy(cs_ptr to, cs_ptr from, size_t bytes) {

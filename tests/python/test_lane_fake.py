@@ -185,10 +185,12 @@ def on_gpus() -> None:
         setattr(where, name, what)
 
 
-def opened(pair: Cluster, mode: str, name: str) -> list[Any]:
-    """The worker's and the server's side of a channel with tensors both ways, or what was raised
-    instead."""
-    x, y, z = (torch.zeros(ROWS, 4) for _ in range(3))
+def opened(cluster: Cluster, mode: str, name: str, count: int = 1) -> list[Any]:
+    """A channel with so many tensors each way: the worker's side and those of the servers. Instead
+    of one, what was raised."""
+    n = len(cluster.servers)
+    there, back = list(range(count)), list(range(count, 2 * count))
+    x, *ys = ([torch.zeros(ROWS, 4) for _ in there] for _ in range(n + 1))
     SERVER_WAITS.clear()
 
     def tried(call: Callable[..., Any], *tensors: Any) -> Any:
@@ -197,10 +199,13 @@ def opened(pair: Cluster, mode: str, name: str) -> list[Any]:
         except Exception as error:
             return error
 
+    def serve(server: Any) -> Callable[[], Any]:
+        return lambda: tried(server.channel, there, [torch.zeros(ROWS, 4) for _ in back], back)
+
     return together(
         [
-            lambda: tried(pair.worker.channel, [x], [1], [y], [2]),
-            lambda: tried(pair.server.channel, [1], [z], [2]),
+            lambda: tried(cluster.worker.channel, x, there, [t for y in ys for t in y], back),
+            *map(serve, cluster.servers),
         ]
     )
 
@@ -384,6 +389,67 @@ def rows_after_an_error_ce() -> None:
 def test_rows_after_an_error(driver: Path, check: Callable[[], None]) -> None:
     """A send() of all rows sends them, and says so, after one of fewer has failed."""
     over(driver, check)
+
+
+def failed_half_way(mode: str, call: str) -> None:
+    """A side has enqueued a part of a message when the driver refuses the rest."""
+    on_gpus()
+    DRIVER.foreign = 1  # what comes is copied from a landing buffer then
+    cluster = open_cluster(servers=2)
+    w, *servers = opened(cluster, mode, "it", 30 if mode == "sm" else 1)
+    mine, others = (w, servers) if call == "send" else (servers[0], [w])
+    if call == "recv":
+        w.send()
+    DRIVER.fail_launch_at = DRIVER.launches + 2
+    DRIVER.fail_copy = DRIVER.copies + (2 if call == "send" else 1)
+    refuses(getattr(mine, call), fserver.Error, f"^channel: {call}: an error")
+    done = DRIVER.launches, DRIVER.copies
+    for again in ("send", "recv"):
+        text = f"^{again}: a {call} failed half-way: the channel has ended"
+        refuses(getattr(mine, again), fserver.Error, text)
+    assert (DRIVER.launches, DRIVER.copies) == done
+    refuses(mine.check, fserver.Error, "'it': a send or recv failed half-way: it has ended")
+    for other in others:  # as by a peer that has closed
+        end = time.monotonic() + WAIT
+        with pytest.raises(fserver.ClosedError, match="has closed its side"):
+            while time.monotonic() < end:
+                other.check()
+        refuses(other.send, fserver.ClosedError, "a peer has closed its side")
+    before = DRIVER.held
+    together([ch.close for ch in (w, *servers)])
+    assert DRIVER.held < before
+    w, *servers = opened(cluster, mode, "it")
+    assert [ch.path for ch in (w, *servers)] == [mode] * 3
+    cluster.close()
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_failed_half_way(driver: Path, mode: str, call: str) -> None:
+    """The sides would count differently from then on: the channel ends, for all of them."""
+    over(driver, failed_half_way, mode, call)
+
+
+def failed_in_a_capture() -> None:
+    on_gpus()
+    cluster = open_cluster()
+    w, s = opened(cluster, "sm", "it", 30)
+    DRIVER.capturing = 1
+    DRIVER.fail_launch_at = DRIVER.launches + 2
+    refuses(w.send, fserver.Error, "^channel: send: an error")
+    DRIVER.capturing = 0
+    done = DRIVER.launches
+    for call in (w.send, s.recv, s.send, w.recv):
+        call()
+    assert DRIVER.launches == done + 4 * 2
+    w.check()
+    s.check()
+    cluster.close()
+
+
+def test_failed_in_a_capture(driver: Path) -> None:
+    """What was captured before never runs: the channel goes on."""
+    over(driver, failed_in_a_capture)
 
 
 def wrong_rows(mode: str) -> None:
