@@ -1,6 +1,6 @@
 /* A libcuda.so.1 for tests of csrc/lane.cc, which run in one process: GPU memory is memory of
- * the process, what is enqueued on a stream has run when a call returns, and a kernel is only
- * noted. Each fail_... has calls fail, each count can be read. (fakecuda.c is the one for the raw
+ * the process, what is enqueued on a stream has run when a call returns, and a kernel does, in one
+ * block for each segment, what that of channel.cu does, but for waiting. Each fail_... has calls fail, each count can be read. (fakecuda.c is the one for the raw
  * baselines of the bench, which are two processes without kernels.) */
 #include <stdint.h>
 #include <stdio.h>
@@ -23,6 +23,7 @@ int fail_launch;    /* so many launches: the capture is invalid */
 int fail_launch_at; /* the launch of this number, from 1 on */
 int foreign;        /* memory that did not come from here: no handle names it */
 int no_access;      /* from one GPU to another */
+int missed;         /* segments that a kernel would have waited for */
 int launches, copies; /* made */
 int held; /* memory, streams, contexts and modules that were not given back */
 int spoiled;        /* calls that a capture in another thread forbids */
@@ -110,12 +111,17 @@ static int load(cs_module *out) {
   take();
   return unsafe();
 }
-static cs_ptr given[256];
+static struct {
+  cs_ptr at;
+  size_t bytes;
+} given[256]; /* the newest */
 static int alloc(cs_ptr *out, size_t bytes) {
   static unsigned n;
   if (none_left(fail_alloc))
     return CS_CU_OUT_OF_MEMORY;
-  *out = given[n++ % 256] = (cs_ptr)(uintptr_t)room(bytes);
+  *out = (cs_ptr)(uintptr_t)room(bytes);
+  given[n % 256].at = *out;
+  given[n++ % 256].bytes = bytes;
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
 }
 static int alloc_host(void **out, size_t bytes) {
@@ -131,6 +137,12 @@ static int seen_at(cs_ptr *out, void *host) {
 static int range(cs_ptr *base, size_t *bytes, cs_ptr address) {
   *base = address & ~0xfffull;
   *bytes = 2 << 20;
+  for (size_t i = 0; i < 256; i++) {
+    if (address - given[i].at < given[i].bytes) {
+      *base = given[i].at;
+      *bytes = given[i].bytes;
+    }
+  }
   return CS_CU_SUCCESS;
 }
 static int pointer(void *out, int what, cs_ptr address) {
@@ -138,7 +150,7 @@ static int pointer(void *out, int what, cs_ptr address) {
     return CS_CU_SUCCESS;
   *(int *)out = !foreign;
   for (size_t i = 0; i < 256; i++) {
-    if (given[i] && address - given[i] < 2 << 20)
+    if (address - given[i].at < given[i].bytes)
       *(int *)out = 1;
   }
   return CS_CU_SUCCESS;
@@ -199,9 +211,53 @@ static int find_kernel(cs_function *out, cs_module module, const char *name) {
   *out = (cs_function)(uintptr_t)name;
   return CS_CU_SUCCESS;
 }
+
+static void *at(uint64_t address) { return (void *)(uintptr_t)address; }
+static size_t part(uint64_t bytes, uint64_t begin) {
+  return bytes - begin < 8 ? bytes - begin : 8;
+}
+static void send(const cs_segment *s, uint32_t (*packets)[4], uint32_t seq) {
+  if (s->kind != CS_BY_PACKETS) {
+    memcpy(at(s->to), at(s->from), s->bytes);
+    *(uint64_t *)at(s->flags) = (uint64_t)s->rows << 32 | seq;
+    return;
+  }
+  for (uint64_t i = 0; i <= (s->bytes + 7) / 8; i++) {
+    uint64_t v = s->rows;
+    if (i)
+      memcpy(&v, at(s->from + 8 * (i - 1)), part(s->bytes, 8 * (i - 1)));
+    packets[i][0] = (uint32_t)v;
+    packets[i][2] = (uint32_t)(v >> 32);
+    packets[i][1] = packets[i][3] = seq;
+  }
+}
+/* 0: something has not come. */
+static int recv(const cs_segment *s, uint32_t (*packets)[4], uint32_t seq) {
+  uint64_t *counted = at(s->counted);
+  if (s->kind != CS_BY_PACKETS) {
+    uint64_t v = *(uint64_t *)at(s->flags);
+    if ((uint32_t)v != seq)
+      return 0;
+    *counted = v >> 32;
+    if (s->kind == CS_BY_LANDING)
+      memcpy(at(s->to), at(s->from), s->bytes);
+    return 1;
+  }
+  for (uint64_t i = 0; i <= (s->bytes + 7) / 8; i++) {
+    uint64_t v = packets[i][0] | (uint64_t)packets[i][2] << 32;
+    if (packets[i][1] != seq || packets[i][3] != seq)
+      return 0;
+    if (i)
+      memcpy(at(s->to + 8 * (i - 1)), &v, part(s->bytes, 8 * (i - 1)));
+    else
+      *counted = v;
+  }
+  return 1;
+}
+
 static int launch(const cs_launch_config *config, cs_function f,
                   void **arguments) {
-  (void)config, (void)f;
+  (void)config;
   if (fail_launch) {
     fail_launch--;
     return CS_CU_STREAM_CAPTURE_INVALIDATED;
@@ -211,6 +267,17 @@ static int launch(const cs_launch_config *config, cs_function f,
   const cs_launch_many *a = arguments[0];
   launched_rows = a->segment[0].rows;
   launched_bytes = a->segment[0].bytes;
+  const int sends = strncmp((const char *)f, "send", 4) == 0;
+  for (unsigned i = 0; i < a->head.count; i++) {
+    const cs_segment *s = &a->segment[i];
+    uint32_t *count = at(a->head.counts + 4 * s->first), seq = ++*count;
+    uint32_t (*packets)[4] = at(sends ? s->to : s->from);
+    packets += (seq & 1) * (s->kind == CS_BY_PACKETS ? s->stride : 0);
+    if (sends)
+      send(s, packets, seq);
+    else
+      missed += !recv(s, packets, seq);
+  }
   return CS_CU_SUCCESS;
 }
 

@@ -25,7 +25,7 @@ from fserver import _loader
 from fserver.channel import channel as opener
 from fserver.channel import nvrtc
 from fserver.channel.gpu import GpuSide
-from fserver.channel.plan import Piece, Plan
+from fserver.channel.plan import LANDING, PACKETS, PLACE, Piece, Plan
 
 LIMIT = 60  # seconds for a check
 HERE = Path(__file__).resolve().parent
@@ -450,6 +450,62 @@ def failed_in_a_capture() -> None:
 def test_failed_in_a_capture(driver: Path) -> None:
     """What was captured before never runs: the channel goes on."""
     over(driver, failed_in_a_capture)
+
+
+def whole_messages(mode: str, memory: str) -> None:
+    """Data there and back, of tensors by all ways, in full and in part."""
+    on_gpus()
+    torch.manual_seed(0)
+    DRIVER.foreign = int(memory == "foreign")
+    kinds = (torch.zeros(ROWS, 4), torch.zeros(3, dtype=torch.uint8), torch.zeros(300, 333))
+    kinds += (torch.zeros(0, 7), torch.zeros(ROWS, 20001, dtype=torch.uint8))
+    cluster = open_cluster(servers=2)
+    x, y0, y1, z0, z1 = ([fresh(t) for t in kinds] for _ in range(5))
+    keys = list(range(len(kinds)))
+    options: dict[str, Any] = {"mode": mode, "timeout_ms": 1e3 * WAIT}
+    w, *servers = together(
+        [
+            lambda: cluster.worker.channel(x, keys, [*y0, *y1], keys, **options),
+            lambda: cluster.servers[0].channel(keys, z0, keys, **options),
+            lambda: cluster.servers[1].channel(keys, z1, keys, **options),
+        ]
+    )
+    ways = {e.kind for e in servers[0]._side.plan._incoming[0] if e.piece.bytes}
+    large = LANDING if DRIVER.foreign else PLACE
+    assert ways == ({large, PACKETS} if mode == "sm" else {large})
+    for rows in (None, [7, 2, 123, 0, 5], None):
+        for t in (*x, *z0, *z1):
+            t.copy_(fresh(t))
+        w.send(rows)
+        for s in servers:
+            s.recv()
+            arrived(x, s.incoming, s.rows[0], rows)
+            s.send(rows)
+        w.recv()
+        for i, z in enumerate((z0, z1)):
+            arrived(z, w.tensors[i], w.rows[i], rows)
+    assert DRIVER.missed == 0
+    cluster.close()
+
+
+def fresh(like: torch.Tensor) -> torch.Tensor:
+    return torch.randint(0, 256, like.shape).to(like.dtype)
+
+
+def arrived(
+    sent: list[torch.Tensor], got: list[torch.Tensor], told: torch.Tensor, rows: list[int] | None
+) -> None:
+    rows = rows or [len(t) for t in sent]
+    assert told.tolist() == rows
+    for a, b, n in zip(sent, got, rows, strict=True):
+        assert torch.equal(a[:n], b[:n])
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("memory", ["own", "foreign"])
+def test_whole_messages(driver: Path, mode: str, memory: str) -> None:
+    """Foreign: that no IPC handle names, which is copied from a landing buffer."""
+    over(driver, whole_messages, mode, memory)
 
 
 def wrong_rows(mode: str) -> None:
