@@ -1,5 +1,5 @@
 """Others' ways between GPUs, to be timed beside ours: NCCL, and symmetric memory of torch, with its
-own kernels or NVSHMEM.
+own kernels or NVSHMEM. What is here has the shape of a model; ways.py has round trips.
 
 A process joins once, for one way: symmetric memory is of one make as long as a process lives.
 """
@@ -31,7 +31,7 @@ def reason(error: BaseException) -> str:
     """The line that says most of what the sides reported: the cause, not that another is gone."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
     named = [line for line in lines if re.match(r"(side \d: )?[\w.]*(Error|Exception)\b", line)]
-    gone = "EOFError|Pipe|BrokenBarrier|does not answer"
+    gone = "EOFError|Pipe|BrokenBarrier|does not answer|by peer"
     first = [line for line in named if not re.search(gone, line)]
     if named and not first:
         return f"{named[0]}: it crashed, or hung and was ended; standard error says where"
@@ -75,7 +75,9 @@ def symmetric(count: int, device: torch.device) -> tuple[torch.Tensor, Any]:
     import torch.distributed._symmetric_memory as symm
 
     memory = symm.empty(count, dtype=torch.uint8, device=device)
-    return memory, symm.rendezvous(memory, dist.group.WORLD)
+    handle = symm.rendezvous(memory, dist.group.WORLD)
+    _kept.append((memory, handle))
+    return memory, handle
 
 
 class _SendRecv:
@@ -207,7 +209,6 @@ def channels(
     else:
         memory, handle = symmetric(bytes_large + bytes_small, device)
         memory.zero_()
-        _kept.append((memory, handle))
 
     def cut(of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         large, small = of.split([bytes_large, bytes_small])
