@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -37,13 +37,22 @@ BY_THE_BYTE = {
 }
 
 
-@contextlib.contextmanager
-def by_the_byte() -> Iterator[None]:
+def by_the_byte() -> contextlib.AbstractContextManager[None]:
     """In processes that are spawned meanwhile `peers.in_use` is exact: the engine records each of
     its allocations, and malloc keeps nothing back for a thread, which it would count as in use."""
-    given = {name: os.environ.get(name) for name in BY_THE_BYTE}
-    for name, (setting, between) in BY_THE_BYTE.items():
-        os.environ[name] = between.join(filter(None, (given[name], setting)))
+    return environment(
+        {
+            name: between.join(filter(None, (os.environ.get(name), setting)))
+            for name, (setting, between) in BY_THE_BYTE.items()
+        }
+    )
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What processes that are spawned meanwhile have in their environment."""
+    given = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -92,12 +101,20 @@ def real_node(place: Place) -> Any:
     return fserver.Server(**options, host_scheduler=place.rank == 0)
 
 
+def real_other(place: Place, *args: Any) -> Any:
+    """A side of another's way: a beside.Side of that place and arguments."""
+    from .beside import Side
+
+    return Side(place, *args)
+
+
 @dataclass(frozen=True)
 class Nodes:
-    """Who plays: fserver, or what a test puts in its place. Picklable."""
+    """Who plays: fserver and others, or what a test puts in their place. Picklable."""
 
     worker: Factory = real_node
     server: Factory = real_node
+    other: Callable[..., Any] = real_other
 
 
 @dataclass(frozen=True)
@@ -133,6 +150,7 @@ class Member:
     core: int | None = None
     nodes: int = 1
     exact: bool = False  # its memory is counted by the byte
+    variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, and no fork
 
 
 class Peer:
@@ -147,15 +165,19 @@ class Peer:
     def spawn(cls, member: Member, nodes: Nodes) -> "Peer":
         """Starts the process: a fork of one that has torch imported and nothing running, or, where
         it needs an environment of its own from the start, a new one."""
-        context: Any = multiprocessing.get_context("spawn" if member.exact else "forkserver")
-        if not member.exact:
+        fresh = member.exact or bool(member.variables)
+        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        if not fresh:
             context.set_forkserver_preload([f"{__package__}.peers"])
         conn, theirs = context.Pipe()
         make = nodes.worker if member.role == "worker" else nodes.server
         process = context.Process(
             target=_child, args=(theirs, member.part, make, member.core), daemon=True
         )
-        with by_the_byte() if member.exact else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(environment(member.variables))
+            if member.exact:
+                stack.enter_context(by_the_byte())
             process.start()
         theirs.close()
         return cls(member, conn, process)

@@ -15,3 +15,7 @@ class BenchError(RuntimeError):
 
 class WrongDataError(BenchError):
     """What was moved is not what was sent. The text says where the first difference is."""
+
+
+class GaveUpError(BenchError):
+    """One of those that are compared can do no more; the others go on."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from . import report
+from . import beside, report, ways
 from .baseline import Baseline
 from .crew import Case, Crew, Member, Nodes, pair, start
 from .joint import joint
@@ -31,6 +31,8 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     """Runs the benchmark; returns the exit status."""
     made = _parser()
     options = made.parse_args(argv)
+    if options.beside is None:
+        options.beside = ways.ON_GPUS
     if bool(options.scheduler) != bool(options.role):
         made.error("--scheduler and --role go together: one command on each of two hosts")
     cores = choose_cores(options.cores)
@@ -68,14 +70,20 @@ def _run(
             with _crew(options, place, "cpu", host, cores, nodes) as crew:
                 refused = crew.one("worker", "problem", {"STEPMESH_BACKEND": "GPU"})
                 make = functools.partial(far_baseline, crew) if options.role else Baseline
-                for row in measure(crew, options, planned, cores, bar, host, make):
+                names = _beside(options, place, "cpu")
+                for row in measure(
+                    crew, options, planned, cores, bar, host, make, nodes, names=names
+                ):
                     yield {"place": place, "device": "cpu", **row}
             if refused or options.role:
                 reasons["gpu"] = refused or TWO_HOSTS
             else:
                 on_gpus = cases(options.sizes, options.ops, "gpu")
                 with _crew(options, place, "gpu", host, cores, nodes) as crew:
-                    for row in measure(crew, options, on_gpus, cores, bar, host):
+                    names = _beside(options, place, "gpu")
+                    for row in measure(
+                        crew, options, on_gpus, cores, bar, host, nodes=nodes, names=names
+                    ):
                         yield {"place": place, "device": "gpu", **row}
         for device, reason in reasons.items():
             for case in planned:
@@ -109,6 +117,12 @@ def _crew(
             yield crew
 
 
+def _beside(options: argparse.Namespace, place: str, device: str) -> list[str]:
+    """Others' ways that do the same: they have two processes of this host, and two GPUs."""
+    able = ways.ON_GPUS if device == "gpu" else ways.ON_CPU
+    return [way for way in options.beside if way in able and place == "local"]
+
+
 def _serve(options: argparse.Namespace, cores: tuple[int, int] | None, nodes: Nodes) -> int:
     """The server of two hosts."""
     member = Member("server", "remote.ObeyingServer", "server", cores and cores[1])
@@ -139,8 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         "host), or between two hosts: run it on both with --scheduler HOST:PORT, an address of "
         "the server's host, and --role; joint, a pair that DMLC_ROLE=joint starts, over "
         "--transport. Every answer's number is checked, and between rounds all bytes of an "
-        "exchange into poisoned memory. Between two hosts the baseline has an end on each: that "
-        "of the server listens where fserver's does, on any free port and for at most ten "
+        "exchange into poisoned memory. Between the two of place local others' ways take turns "
+        "too, as in `fserver bench pingpong`. Between two hosts the baseline has an end on each: "
+        "that of the server listens where fserver's does, on any free port and for at most ten "
         "seconds, and takes the client that shows what it was sent over fserver; what these two "
         "move is not encrypted.",
         seconds=(0.2, "about so long a round of each"),
@@ -152,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, allowed in (("places", PLACES), ("ops", OPS)):
         text = ",".join(allowed)
         add(f"--{name}", type=one_of(allowed), default=text, metavar="LIST", help=f"of {text}")
+    beside.add_option(made, f"{','.join(ways.ON_GPUS)}; gloo takes tensors on the CPU")
     add("--scheduler", metavar="HOST:PORT", help="two hosts: an address of the server's host")
     add("--role", choices=("worker", "server"), help="two hosts: what this one is")
     add("--host", metavar="ADDRESS", help="two hosts: the address of this one to use")

@@ -2,13 +2,16 @@
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import report
+from . import beside, report, ways
 from .baseline import Baseline, baseline_of
 from .crew import Case, Crew, Nodes, pair
+from .errors import BenchError
 from .options import MakeBaseline, choose_cores, one_of, open_baseline, parser, sizes
+from .others import reason
 from .turns import CrewPlayer, take_turns
 
 SIZES = "64,4K,64K,1M,16M,64M"
@@ -19,6 +22,8 @@ SMALL = 64  # bytes that a pull sends, and that the baseline sends for an answer
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
     options = _parser().parse_args(argv)
+    if options.beside is None:
+        options.beside = ways.ON_GPUS if options.device == "gpu" else ()
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
     table, rows = report.Table(), []
@@ -43,7 +48,7 @@ def run(
     """Measures the cases between two processes of this host, and gives each row when it is done.
     `host`: the address of this host that they use."""
     with pair(nodes, options.transport, cores, host, device=planned[0].device) as crew:
-        yield from measure(crew, options, planned, cores, bar, host)
+        yield from measure(crew, options, planned, cores, bar, host, nodes=nodes)
 
 
 def measure(
@@ -54,30 +59,72 @@ def measure(
     bar: report.Progress,
     host: str | None = None,
     make: MakeBaseline = Baseline,
+    nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
+    names: Sequence[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The same with a pair that is there, in turn with the baseline of what connects it, which
-    `make` starts."""
+    `make` starts, and with others' ways of these names (None: as the options say): the rows of
+    these follow each of ours."""
+    names = options.beside if names is None else names
+    gpus = crew.gpus if planned[0].device == "gpu" else None
     with contextlib.ExitStack() as stack:
         player = CrewPlayer(crew)
-        if planned[0].device == "gpu":  # how that travels is known when it has
+        if gpus:  # how that travels is known when it has
             player.prepare(planned[0])
             player.check(0)
         transport = "+".join(crew.workers("links")[0])
         way = baseline_of(transport)
         where = "{},{}".format(*crew.gpus) if way == "raw gpu" else host
         raw, says = open_baseline(stack, options, way, cores, where, make)
+        room = max(max(_moved(case)) for case in planned)
+        others = beside.beside(stack, names, gpus, room, cores, nodes)
+        wire = _wire(gpus) if gpus and names else None
         for case in planned:
             out, back = sum(case.out), sum(case.back)
             player.prepare(case)
-            if raw:
-                raw.prepare(out, back or SMALL)
-            players = [raw, player] if raw else [player]
-            *baseline, measured = take_turns(
+            for one in (*([raw] if raw else []), *others):
+                one.prepare(*_moved(case))
+            players = [*([raw] if raw else []), player, *others]
+            results = take_turns(
                 players, options.rounds, options.seconds, options.iters, done=bar.step
             )
-            yield report.row(
-                transport, case.op, out, back, measured, baseline[0] if raw else [], **says
-            )
+            baseline = results.pop(0) if raw else []
+            yield report.row(transport, case.op, out, back, results[0], baseline, **says)
+            for one, figures in zip(others, results[1:], strict=True):
+                if one.reason:
+                    yield report.skipped(one.way, case.op, out, back, one.reason)
+                else:
+                    yield report.row(one.way, case.op, out, back, figures, baseline, **says)
+            if wire:
+                yield _wire_row(wire, case, baseline, says)
+
+
+def _moved(case: Case) -> tuple[int, int]:
+    """Bytes there and home of those that need an answer to know that what they sent has come."""
+    return sum(case.out), sum(case.back) or SMALL
+
+
+def _wire(gpus: tuple[int, int]) -> dict[str, Any]:
+    """Figures of a block between two GPUs, or the reason why there are none."""
+    if gpus[0] == gpus[1]:
+        return {"reason": "it takes two GPUs, and there is one"}
+    try:
+        return beside.wire(gpus)
+    except BenchError as error:
+        print(f"bench: wire: {error}", file=sys.stderr, flush=True)
+        return {"reason": reason(error)}
+
+
+def _wire_row(
+    wire: dict[str, Any], case: Case, baseline: list[dict[str, Any]], says: dict[str, Any]
+) -> dict[str, Any]:
+    """What the bytes of a case take at the speed of a block."""
+    out, back = sum(case.out), sum(case.back)
+    if "reason" in wire:
+        return report.skipped("wire", case.op, out, back, wire["reason"])
+    share = (out + back) / ways.BIG
+    figures = {"iters": wire["iters"], **{k: share * wire[k] for k in ("p50_us", "p99_us")}}
+    return report.row("wire", case.op, out, back, [figures], baseline, **says)
 
 
 def cases(sizes: list[int], ops: list[str], device: str = "cpu") -> list[Case]:
@@ -105,7 +152,12 @@ def _parser() -> argparse.ArgumentParser:
         "rounds; GB/s counts the bytes of both directions; the ratio is p50 over raw p50. Every "
         "answer's number is checked, and between rounds all bytes of an exchange into poisoned "
         "memory. With tensors on GPUs the numbers of push and pull are checked between rounds "
-        "alone.",
+        "alone. Others' ways take turns too, in processes of their own on the same GPUs, which "
+        "wait for their stream at each round trip: NCCL's send and recv, torch's symmetric memory "
+        "by its own kernels and by NVSHMEM, NIXL; with tensors on the CPU gloo. A push has "
+        f"{SMALL} B for an answer there. What cannot be had, or goes wrong, is skipped with the "
+        "reason. The row wire is what the bytes take at the speed at which the copy engine moves "
+        "64 MiB.",
         seconds=(0.2, "about so long a round of each"),
         rounds=7,
     )
@@ -126,4 +178,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help=f"of {', '.join(OPS)}",
     )
+    beside.add_option(made, f"{','.join(ways.ON_GPUS)} with tensors on GPUs, else none")
     return made

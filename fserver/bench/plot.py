@@ -43,6 +43,7 @@ def save(path: str, bench: str, rows: Rows, machine: str) -> None:
 def _sizes(figure: Any, rows: Rows) -> None:
     """Latency and ratio over the size."""
     latency, ratio = figure.subplots(1, 2)
+    drawn_raw: set[tuple[str, str]] = set()  # others have the raw baseline of ours
     for (transport, op), line in _grouped(rows, "transport", "op").items():
         name = f"{transport} {op}" if len({row["op"] for row in rows}) > 1 else transport
         sizes = [max(row["bytes_out"], row["bytes_back"]) for row in line]
@@ -52,8 +53,10 @@ def _sizes(figure: Any, rows: Rows) -> None:
         if with_raw:
             sizes = [n for n, _ in with_raw]
             raw = [row["baseline_p50_us"] for _, row in with_raw]
+            key = (op, line[0].get("baseline"))
             # Where the raw ways are rows themselves they have their own lines.
-            if not any(row["transport"].startswith("raw") for row in rows):
+            if key not in drawn_raw and not any(r["transport"].startswith("raw") for r in rows):
+                drawn_raw.add(key)
                 latency.plot(sizes, raw, "--", color=color, label=f"{name}, raw")
             ratio.plot(
                 sizes, [row["ratio"] for _, row in with_raw], marker="o", color=color, label=name
@@ -76,8 +79,9 @@ def _matrix(figure: Any, rows: Rows) -> None:
     )
     panels = figure.subplots(1, len(by_size), squeeze=False)[0]
     for axes, ((size,), some) in zip(panels, by_size.items(), strict=True):
-        names = [f"{row['place']}\n{row['op']}\n{row['device']}" for row in some]
-        axes.bar(names, [row["p50_us"] for row in some], label="fserver")
+        keys = ("place", "op", "device", "transport")
+        names = ["\n".join(row[key] for key in keys) for row in some]
+        axes.bar(names, [row["p50_us"] for row in some], label="p50")
         raw = [(n, row["baseline_p50_us"]) for n, row in zip(names, some, strict=True)]
         raw = [(name, us) for name, us in raw if us]
         if raw:

@@ -1,10 +1,12 @@
 """One engine for all comparisons: those that are compared take turns, A B C A B C, so that what
 else the machine does hits all of them."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .crew import Case, Crew
+from .errors import GaveUpError
 
 Figures = dict[str, Any]
 """Of one round: iters, p50_us, p99_us, ... and what a benchmark adds."""
@@ -50,7 +52,8 @@ def take_turns(
     iters: int | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> list[list[Figures]]:
-    """Measures all players in turn; gives the figures of each one's rounds.
+    """Measures all players in turn; gives the figures of each one's rounds: none of one that raised
+    GaveUpError.
 
     Args:
         seconds: about how long a round of one player is.
@@ -58,20 +61,25 @@ def take_turns(
         done: called after each round of all.
     """
     largest = max(player.unit for player in players)
-    counts = []
-    for player in players:
-        player.check(0)
-        if iters is None:
-            trial = max(10 // player.unit, 1)
-            p50 = player.measure(1, trial)["p50_us"]
-            count = min(max(int(seconds * 1e6 / p50 / player.unit), trial), 100_000)
-        else:
-            count = iters * largest // player.unit
-        counts.append(count)
+    counts: dict[int, int] = {}  # of those that have not given up
     results: list[list[Figures]] = [[] for _ in players]
+    for i, player in enumerate(players):
+        with contextlib.suppress(GaveUpError):
+            player.check(0)
+            if iters is None:
+                trial = max(10 // player.unit, 1)
+                p50 = player.measure(1, trial)["p50_us"]
+                counts[i] = min(max(int(seconds * 1e6 / p50 / player.unit), trial), 100_000)
+            else:
+                counts[i] = iters * largest // player.unit
     for turn in range(rounds):
-        for player, count, figures in zip(players, counts, results, strict=True):
-            figures.append(player.measure(min(max(count // 10, 1), 500), count))
-            player.check(turn + 1)
+        for i, count in list(counts.items()):
+            try:
+                figures = players[i].measure(min(max(count // 10, 1), 500), count)
+                players[i].check(turn + 1)
+                results[i].append(figures)
+            except GaveUpError:
+                del counts[i]
+                results[i].clear()
         done()
     return results

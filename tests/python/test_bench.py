@@ -43,7 +43,7 @@ from fserver.bench import (
     verify,
 )
 from fserver.bench.crew import Case, Nodes, Place, real_node
-from fserver.bench.errors import BenchError, WrongDataError
+from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
 
 
 def received(data: bytes) -> torch.Tensor:
@@ -336,6 +336,23 @@ def test_players_take_turns():
     assert seen == trials + one + two
 
 
+class Quitter(Recorder):
+    """Gives up at its second turn."""
+
+    def check(self, seed):
+        super().check(seed)
+        if seed == 2:
+            raise GaveUpError("no more")
+
+
+def test_who_gives_up_has_no_figures_and_the_others_go_on():
+    seen = []
+    players = [Recorder("a", seen, 10.0), Quitter("b", seen, 10.0), Recorder("c", seen, 10.0)]
+    results = turns.take_turns(players, rounds=3, seconds=1, iters=10)
+    assert [len(rounds) for rounds in results] == [3, 0, 3]
+    assert [turn for turn in seen if turn[0] == "b"][-1] == ("b", "check", 2)
+
+
 def test_units_are_counted():
     raw, layers = Recorder("raw", [], 10.0), Recorder("layers", [], 10.0, unit=50)
     results = turns.take_turns([raw, layers], rounds=1, seconds=0.01)
@@ -362,6 +379,11 @@ def test_units_are_counted():
         (["af", "--layers", "2000"], "want at most 4096"),
         (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
         (["verify", "--seconds", "0"], "want seconds, more than 0"),
+        (
+            ["pingpong", "--beside", "mpi"],
+            "'mpi': want one of nccl, symm, nvshmem, nixl, gloo, none",
+        ),
+        (["matrix", "--beside", "gloo,mpi"], "'mpi': want one of nccl"),
         (["nothing"], "invalid choice"),
     ],
 )
@@ -1092,11 +1114,12 @@ ROW = {
     "skipped": None,
 }
 DRAWN = {
-    "pingpong": [ROW, {**ROW, "op": "push", "bytes_out": 4096}],
+    "pingpong": [ROW, {**ROW, "transport": "gloo"}, {**ROW, "op": "push", "bytes_out": 4096}],
     "ipc": [ROW, {**ROW, "transport": "raw tcp", "ratio": None, "baseline_p50_us": None}],
     "matrix": [
         {**ROW, "place": "local", "device": "cpu"},
         {**ROW, "place": "local", "device": "gpu"},
+        {**ROW, "place": "local", "device": "gpu", "transport": "nccl"},
         {**ROW, "place": "joint", "device": "gpu", "skipped": "why"},
     ],
     "af": [{**ROW, "shape": "1 x 1", "parts_us": dict.fromkeys(stamps.PARTS, 5.0)}],
