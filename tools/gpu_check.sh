@@ -9,10 +9,10 @@
 # eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
 # each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
 #
-# bench needs what eager needs. It times others' ways between two GPUs, ours, and others' again, and
-# prints a table of ours beside theirs, and what `fserver bench` says of GPUs, in about 8 minutes:
-# ROUNDS of each size (default 100000, of others' at most 25000 before ours and after), RUNS of 20
-# round trips through a channel (default 5000). All that it leaves is one file, bench.tgz.
+# bench needs the archive alone, and 2 GPUs: `fserver bench` pingpong, matrix and graph trips with tensors
+# on GPUs, each in turn with others' ways or beside them, and prints what they say, within 9 minutes:
+# ROUNDS of each size (default 5), RUNS of 20 round trips through a channel (default 1000). All that it
+# leaves is one file, bench.tgz.
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
@@ -91,10 +91,6 @@ build() { FSERVER_ARCHIVE=build/libfserver.a within 60 "$PYTHON" tools/builder.p
 
 floor() { within 30 nvcc -O2 -o "$OUT/gpu_floor" tools/gpu_floor.c -lcuda -lcudart; }
 
-raw_channel() {
-  within 60 nvcc -O3 -arch=native -o "$OUT/raw_channel" tests/gpu/raw_channel.cu -lcuda
-}
-
 # round_trips GPU ROUNDS
 round_trips() {
   within $((60 + $2 / 1000)) "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "$2" >"$OUT/eager.json"
@@ -102,7 +98,7 @@ round_trips() {
 
 # pack FILE DIR leaves what is in DIR as one file.
 pack() {
-  rm -f "$2/gpu_floor" "$2/raw_channel"
+  rm -f "$2/gpu_floor"
   tar -czf "$1" -C "$2" . && rm -rf "$2"
 }
 
@@ -153,50 +149,45 @@ END
   step go-node within 12 build/tests/node.test -test.run RealGPU -test.timeout 11s
 }
 
-# baselines N ROUNDS times what others offer, for the N-th time: ours is timed between the two.
-baselines() {
-  within 120 "$PYTHON" tools/gpu_baselines.py --iters "$2" --budget 100 --json "$OUT/baselines-$1.json"
+# graph_step PART WORK SECONDS OPTION...: its rows go to the terminal.
+graph_step() {
+  local name=$1-$2 work=$2 limit=$3
+  shift 3
+  step "$name" within "$limit" "$PYTHON" -m fserver bench graph "$work" --json "$OUT/$work.json" "$@"
+  grep -hE '^(FAIL .*)?work=' "$OUT/$name.txt"
+}
+
+# bench_step NAME SECONDS OPTION...: its table goes to the terminal.
+bench_step() {
+  local name=$1 limit=$2
+  shift 2
+  step "bench-$name" within "$limit" "$PYTHON" -m fserver bench "$name" --json "$OUT/$name.json" "$@"
+  cat "$OUT/bench-$name.txt"
 }
 
 bench_steps() {
-  local raw=() rounds=${ROUNDS:-100000} others
-  others=$((rounds < 25000 ? rounds : 25000))
   step machine machine
   step build build
   [[ -e fserver/include/fserver.h ]] || return
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-  step floor floor
-  step raw-channel raw_channel
-  [[ -e $OUT/raw_channel ]] && raw=(--raw "$OUT/raw_channel")
-  step baselines-1 baselines 1 "$others"
-  step bench-channel within 150 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
-    --runs "${RUNS:-5000}" "${raw[@]}"
-  step bench-eager round_trips 1 "$rounds"
-  step baselines-2 baselines 2 "$others"
-  step bench-pingpong within 60 "$PYTHON" -m fserver bench pingpong --device gpu --transport auto \
-    --sizes 4K,896K,64M --rounds 5 --json "$OUT/pingpong.json"
-  step bench-matrix within 90 "$PYTHON" -m fserver bench matrix --sizes 4K,1M --rounds 3 --json "$OUT/matrix.json"
-  cat "$OUT/bench-pingpong.txt" "$OUT/bench-matrix.txt"
-  step table "$PYTHON" tools/gpu_table.py "$OUT"
-  cat "$OUT/table.txt"
+  bench_step pingpong 180 --device gpu --transport auto --sizes 4K,896K,64M --rounds "${ROUNDS:-5}"
+  bench_step matrix 130 --sizes 4K,1M --rounds 3
+  graph_step bench trips 170 --modes sm ce --runs "${RUNS:-1000}"
 }
 
 # Everything in it is bounded: 6 minutes in all without FULL=1. The two processes of a test are on two
 # GPUs, or on the only one.
 channel() {
-  local gpus here=two_gpus other=one_gpu raw=() lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
+  local gpus here=two_gpus other=one_gpu lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
   gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || return
   ((gpus >= 2)) || { here=one_gpu other=two_gpus; }
   step build build
   step channel-smoke within 60 "${lanes[@]}" -k "test_lane and (unaligned or one_way) and $here"
   if ((gpus >= 2)); then
-    if command -v nvcc >/dev/null; then
-      step channel-raw-build raw_channel
-      raw=(--raw "$OUT/raw_channel")
-    fi
-    step channel-bench within 75 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/channel.json" \
-      --runs "${RUNS:-40}" "${raw[@]}" ${SWEEP:+--sweep}
-    grep '^work=' "$OUT/channel-bench.txt"
+    graph_step channel trips 120 --runs "${RUNS:-40}" --beside
+    step channel-calls within 60 "$PYTHON" tests/gpu/bench_channel.py --json "$OUT/calls.json" \
+      --runs "${RUNS:-40}" ${SWEEP:+--sweep}
+    grep '^work=' "$OUT/channel-calls.txt"
   fi
   step channel-graphs within 110 "${lanes[@]}" -k "test_lane and (replay or layers or ends) and $here"
   step channel-api within 240 "${lanes[@]}" -k "test_gpu_channel and not $other"
@@ -207,15 +198,7 @@ channel() {
       --error-exitcode 9 "$PYTHON" -m pytest tests/gpu/test_lane.py -v -s \
       -k "$here and (unaligned or rows or one_way or many)"
   fi
-  tar -czf "$OUT/channel.tgz" -C "$OUT" --exclude=raw_channel --exclude=channel.tgz .
-}
-
-# af_step NAME SECONDS OPTION...: its rows go to the terminal.
-af_step() {
-  local work=$1 limit=$2
-  shift 2
-  step "af-$work" within "$limit" "$PYTHON" -m fserver bench graph "$work" --json "$OUT/$work.json" "$@"
-  grep -hE '^(FAIL .*)?work=' "$OUT/af-$work.txt"
+  tar -czf "$OUT/channel.tgz" -C "$OUT" --exclude=channel.tgz .
 }
 
 af_steps() {
@@ -225,10 +208,10 @@ af_steps() {
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   local rounds=() exchanges=()
   [[ -n ${QUICK:-} ]] && rounds=(--rounds 4) exchanges=(--exchanges 50000)
-  af_step af 180
-  af_step zero-sm 60
-  af_step overlap 150 "${rounds[@]}"
-  af_step memory 120 "${exchanges[@]}"
+  graph_step af af 180
+  graph_step af zero-sm 60
+  graph_step af overlap 150 "${rounds[@]}"
+  graph_step af memory 120 "${exchanges[@]}"
 }
 
 for part in "$@"; do

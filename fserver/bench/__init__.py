@@ -1,7 +1,8 @@
 """`fserver bench`: measures fserver on this host. See --help of each benchmark.
 
 What is compared takes turns (turns.py). The processes of fserver are a crew (crew.py) of parts
-(peers.py); the raw baselines are programs in C (baseline.py).
+(peers.py), and so are those of others' ways (beside.py, ways.py); the raw baselines are programs in
+C (baseline.py). `graph` has processes of its own (sides.py).
 """
 
 import argparse
@@ -15,7 +16,7 @@ BENCHMARKS = {
     "ipc": "all ways inside a host side by side: tcp, cma, and what is raw",
     "matrix": "local, remote and joint; push, pull and push_pull; cpu and gpu",
     "af": "the layers of a large model: round trip, its stages, tokens per second",
-    "graph": "channels in CUDA graphs in the shape of a model; GEMMs beside them; memory",
+    "graph": "channels in CUDA graphs: the shape of a model, round trips, GEMMs beside them",
     "fanin": "one server and 1 to 40 worker groups, or idle groups beside a busy one",
     "threads": "two Python threads of a worker beside one; one beside links() or doctor",
     "verify": "random shapes, types and counts, compared byte by byte; some timed too",

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Baseline:
         numbers of two GPUs, "0,1"."""
         program, argument = WAYS[way]
         worker, server = cores or (-1, -1)
-        command = [str(compiled(program)), str(worker), str(server), argument or where]
+        command = [str(compiled(f"{program}.c")), str(worker), str(server), argument or where]
         self._start(way, [word for word in command if word])
 
     def _start(self, way: str, command: list[str], inherited: tuple[int, ...] = ()) -> None:
@@ -109,7 +110,7 @@ class FarBaseline(Baseline):
     hint = " (see what the other host says; --no-baseline does without)"
 
     def __init__(self, core: int | None, host: str, port: int, token: str):
-        program = str(compiled("rawecho"))
+        program = str(compiled("rawecho.c"))
         try:
             with socket.create_connection((host, port), CONNECT) as conn:
                 conn.sendall(token.encode())
@@ -139,7 +140,7 @@ class FarServer:
         Raises:
             BenchError: it cannot, or the program cannot be compiled.
         """
-        self._program = str(compiled("rawecho"))
+        self._program = str(compiled("rawecho.c"))
         self._token = token.encode()
         self._process: subprocess.Popen[bytes] | None = None
         try:
@@ -194,18 +195,24 @@ def _ready(conn: socket.socket) -> None:
     conn.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE * 1000)
 
 
-def compiled(program: str) -> Path:
+def compiled(source: str, compiler: Sequence[str] | None = None) -> Path:
     """The program, compiled if this version of it has not been yet.
 
     The name of the file holds a digest of all that it depends on, so it is never stale.
 
+    Args:
+        source: beside this file, "x.c"; "x.cu" needs a compiler.
+        compiler: with its options; None: that of C.
+
     Raises:
         BenchError: there is no compiler, or it failed.
     """
-    command = [os.environ.get("CC", "cc"), "-O2", str(SOURCES / f"{program}.c")]
-    digest = hashlib.sha256(command[0].encode())
-    for name in ("raw.h", f"{program}.c"):
+    program, _, language = source.partition(".")
+    command = [*(compiler or (os.environ.get("CC", "cc"), "-O2"))]
+    digest = hashlib.sha256(" ".join(command).encode())
+    for name in ("raw.h", source):
         digest.update((SOURCES / name).read_bytes())
+    command.append(str(SOURCES / source))
     directory = _cache()
     binary = directory / f"{program}-{digest.hexdigest()[:16]}"
     if binary.exists():
@@ -214,14 +221,15 @@ def compiled(program: str) -> Path:
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         fresh = Path(scratch) / program
         try:
-            command += ["-o", str(fresh), "-ldl"]
+            command += ["-o", str(fresh), "-lcuda" if language == "cu" else "-ldl"]
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
-            raise BenchError(
-                f"{command[0]}: not found: raw baselines need a C compiler (apt-get install gcc)"
-            ) from None
+            needs = "nvcc of the CUDA toolkit (NVCC says where it is)"
+            if language == "c":
+                needs = "a C compiler (apt-get install gcc)"
+            raise BenchError(f"{command[0]}: not found: raw baselines need {needs}") from None
         except subprocess.CalledProcessError as error:
-            raise BenchError(f"compile {program}.c:\n{error.stderr}") from None
+            raise BenchError(f"compile {source}:\n{error.stderr}") from None
         fresh.replace(binary)
     return binary
 

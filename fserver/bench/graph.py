@@ -18,6 +18,11 @@ overlap  by how much a loop of GEMMs and that traffic slow each other, with and 
 memory   of the processes and GPUs before and after many exchanges.
 zero-sm  what runs on the GPU in round trips of push_pull and of channels, by torch.profiler; `sm`
          has kernels and shows that they are seen.
+trips    round trips of a channel of one worker and one server, and 64 MiB messages; by others; by
+         plain copies (`wire`); and by a program in CUDA (`raw`), if there is nvcc. Of the modes
+         `proxy` is measured over cma and tcp. Times are microseconds of a round trip, or of a
+         message, by the host's clock from before the launch until the stream is idle, and `gpu_` by
+         CUDA events. Data is compared, over memory that was poisoned, before and after each timing.
 
 --dry takes tensors on the CPU, loops in place of graphs, and gloo for NCCL: it checks the program,
 not the speed.
@@ -29,20 +34,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import math
-import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,15 +52,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
-import fserver
-
-from . import others
+from . import others, trips
 from .crew import by_the_byte
 from .errors import BenchError
 from .peers import in_use
 from .report import percentile
+from .sides import Crew, Side
 
-START_S = 60.0  # torch, and a context
 WIRE = 395e9  # bytes per second of the copy engine between two H200
 POISON = 0x5A5A5A5A
 RESIDENT = ("VmRSS", "RssAnon")
@@ -71,6 +70,7 @@ HOST = {
     "python_blocks": 100,
 }
 KINDS = ("eager", "ce", "ce graph", "sm")
+MODES = ("sm", "ce")  # of channels on GPUs
 STREAMS = ("two", "one", "each")
 # Options: default and help. What begins with a work is for that alone.
 OPTIONS: dict[str, tuple[Any, str]] = {
@@ -86,102 +86,8 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "exchanges": (10**6, "memory: of each mode"),
     "seconds": (40.0, "memory: the most that a mode takes"),
     "trips": (20, "zero-sm: round trips"),
+    "runs": (1000, "trips: of a graph of 20 round trips; of what takes longer fewer"),
 }
-
-
-class _Mark:
-    """A moment, in place of an event."""
-
-    def __init__(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, later: _Mark) -> float:
-        return (later.at - self.at) * 1e3
-
-
-class Side:
-    """One process: a worker or a server, and its GPU.
-
-    Attributes:
-        index: number among all; the workers come first.
-        rank: number among those of its role.
-        scheduler: address for its node.
-        folder: of this user alone, and common to all sides.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        shape: tuple[int, int],
-        dry: bool,
-        barrier: Any,
-        cells: Any,
-        folder: str,
-    ):
-        self.index, self.dry, self.folder = index, dry, Path(folder)
-        self.workers, self.servers = shape
-        self.is_worker = index < self.workers
-        self.rank = index if self.is_worker else index - self.workers
-        self.device = torch.device("cpu") if dry else torch.device("cuda", index)
-        self.scheduler = ""
-        self._barrier, self._cells = barrier, cells
-
-    def barrier(self) -> None:
-        self._barrier.wait(60)
-
-    def share(self, value: float) -> list[float]:
-        """The values of all sides."""
-        self._cells[self.index] = value
-        self.barrier()
-        values = list(self._cells)
-        self.barrier()
-        return values
-
-    def sync(self) -> None:
-        if not self.dry:
-            torch.cuda.synchronize()
-
-    def mark(self) -> Any:
-        """A moment of the current stream."""
-        if self.dry:
-            return _Mark()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def stream(self, priority: int = 0) -> Any:
-        return None if self.dry else torch.cuda.Stream(self.device, priority=priority)
-
-    def on(self, stream: Any) -> Any:
-        return contextlib.nullcontext() if self.dry else torch.cuda.stream(stream)
-
-    def captured(self, body: Callable[[], None], stream: Any) -> Callable[[], None]:
-        """What does again on the current stream what body does."""
-        if self.dry:
-            return body
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            body()
-        return graph.replay
-
-    @contextlib.contextmanager
-    def node(self, **options: Any) -> Iterator[Any]:
-        kind: Any = fserver.Worker if self.is_worker else fserver.Server
-        own = kind(
-            scheduler=self.scheduler,
-            workers=self.workers,
-            servers=self.servers,
-            node_rank=self.rank,
-            init_timeout=20,
-            connect=False,
-            settings={"FSERVER_LOG": "error"},
-            **{"backend": "CPU", **options},
-        )
-        try:
-            own.connect()
-            yield own
-        finally:
-            own.close()
 
 
 def _addend(layer: int, server: int, half: int) -> int:
@@ -742,110 +648,6 @@ def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[s
     return {**found, "control": control["kernel"], "transport": how, "wrong": wrong}
 
 
-def _child(index: int, count: int, pipe: Any, made: tuple[Any, ...]) -> None:
-    with contextlib.suppress(OSError):  # other processes are not in the way of the timings
-        cores = sorted(os.sched_getaffinity(0))
-        each = len(cores) // count
-        if each >= 4:
-            os.sched_setaffinity(0, cores[index * each : (index + 1) * each])
-    faulthandler.dump_traceback_later(START_S, exit=True)
-    side = Side(index, *made)
-    try:
-        if not side.dry:
-            torch.cuda.set_device(side.device)
-            torch.ones(1, device=side.device).add_(1).item()
-        else:
-            torch.set_num_threads(1)
-        pipe.send((True, None))
-        while True:
-            faulthandler.cancel_dump_traceback_later()
-            function, options, side.scheduler, limit = pipe.recv()
-            faulthandler.dump_traceback_later(limit, exit=True)
-            pipe.send((True, function(side, **options)))
-    except EOFError:
-        return
-    except BaseException:
-        made[2].abort()
-        pipe.send((False, traceback.format_exc()))
-
-
-class Crew:
-    """The processes. After an error they are not used again."""
-
-    def __init__(self, shape: tuple[int, int], dry: bool) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.shape, count = shape, sum(shape)
-        self.folder = tempfile.TemporaryDirectory(prefix="fserver-graph-")
-        cells = context.Array("d", count)
-        made = (shape, dry, context.Barrier(count), cells, self.folder.name)
-        self.pipes, self.processes = [], []
-        for index in range(count):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_child, args=(index, count, there, made), daemon=True, name=f"side {index}"
-            )
-            process.start()
-            there.close()
-            self.pipes.append(here)
-            self.processes.append(process)
-        self._collect(START_S + 5)
-
-    def _collect(self, limit: float) -> list[Any]:
-        """What each has to give. Once one has failed, the others have ten seconds."""
-        results: dict[int, Any] = {}
-        errors = []
-        missing = {pipe: index for index, pipe in enumerate(self.pipes)}
-        end = time.monotonic() + limit
-        while missing:
-            ready = multiprocessing.connection.wait([*missing], max(0.0, end - time.monotonic()))
-            if not ready:
-                errors.append(f"sides {[*missing.values()]} have not finished")
-                break
-            for pipe in ready:
-                index = missing.pop(pipe)
-                try:
-                    good, results[index] = pipe.recv()
-                except (EOFError, OSError):
-                    self.processes[index].join(2)
-                    status = f"exit status {self.processes[index].exitcode}"
-                    good, results[index] = False, f"{status}: crashed, or hung and was ended"
-                if not good:
-                    errors.append(f"side {index}: {results[index]}")
-                    end = min(end, time.monotonic() + 10)
-        if errors:
-            self.close()
-            raise RuntimeError("\n".join(errors))
-        return [results[i] for i in sorted(results)]
-
-    def run(self, function: Callable[..., Any], limit: float, options: dict[str, Any]) -> list[Any]:
-        """Runs a function on all sides with a cluster of its own; gives all results."""
-        workers, servers = self.shape
-        scheduler = fserver.Scheduler(
-            scheduler="127.0.0.1:0",
-            workers=workers,
-            servers=servers,
-            backend="CPU",
-            connect=False,
-            settings={"FSERVER_LOG": "error"},
-        )
-        try:
-            for pipe in self.pipes:
-                pipe.send((function, options, scheduler.scheduler, limit))
-            return self._collect(limit + 5)
-        finally:
-            scheduler.close()
-
-    def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(3)
-            if process.is_alive():
-                process.kill()
-                process.join(5)
-        self.folder.cleanup()
-
-
 def between(ordered: Sequence[float]) -> tuple[float, float]:
     """Two of the sorted values, between which the median of all that could be measured is with 95 %
     confidence (how many are below it is binomial); of few values, the least and the most."""
@@ -924,7 +726,70 @@ def _rows(args: argparse.Namespace) -> list[tuple[Callable[..., Any], dict[str, 
         return found + [(overlap_by, {"by": way, **how}, 60.0) for way in args.beside]
     if args.work == "memory":
         return [(memory, {"mode": m}, 2 * args.seconds + 30) for m in args.modes]
+    if args.work == "trips":
+        return trips.rows(args.modes, args.beside, args.runs, args.dry)
     return [(zero_sm, {"kind": kind}, 40) for kind in KINDS]
+
+
+def _measured(
+    args: argparse.Namespace, options: dict[str, Any]
+) -> Generator[list[dict[str, Any]], None, None]:
+    """Rows, one by one or several that belong together. Processes that have used another's way are
+    not used for anything else, and what has failed of a way is not tried again."""
+    crew, used = None, None
+    gave_up: dict[tuple[Any, ...], str] = {}
+    done: list[dict[str, Any]] = []
+    try:
+        for function, what, limit in _rows(args):
+            row = {"work": args.work, **{k: v for k, v in what.items() if k != "runs"}}
+            by = what.get("by")
+            kind = by, what.get("how")
+            if by and args.dry and by != "nccl":
+                gave_up[kind] = "it takes GPUs"
+            if kind in gave_up:
+                yield [{**row, "skipped": gave_up[kind]}]
+                continue
+            if crew and by != used:
+                crew.close()
+                crew = None
+            try:
+                if not crew:
+                    with by_the_byte() if args.work == "memory" else contextlib.nullcontext():
+                        crew = Crew(args.shape, args.dry)
+                used = by
+                results = crew.run(function, limit, {**options, **what})
+                row["wrong"] = sum(r["wrong"] for r in results)
+                if args.work == "trips":
+                    rows = trips.summary(row, results[0], done)
+                else:
+                    row.update(sides=results, **_summary(args.work, results, args))
+                    if by:
+                        del row["meets"]  # a target of ours
+                    rows = [row]
+            except Exception as error:  # the other rows are of interest still
+                if crew:
+                    crew.close()
+                crew = None
+                if by:
+                    print(f"{by}: {error!r}\n{error}", file=sys.stderr, flush=True)
+                    row["skipped"] = gave_up[kind] = others.reason(error)
+                else:
+                    row["error"] = traceback.format_exc()
+                rows = [row]
+            done += rows
+            yield rows
+    finally:
+        if crew:
+            crew.close()
+
+
+def _print(row: dict[str, Any]) -> None:
+    if "error" in row:
+        what = {k: v for k, v in row.items() if k not in ("work", "error")}
+        print(f"FAIL {row['work']} {what}:\n{row['error']}", flush=True)
+        return
+    shown = "  ".join(f"{k}={v}" for k, v in row.items() if k != "sides")
+    print(f"FAIL wrong data: {shown}" if row.get("wrong") else shown, flush=True)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -941,70 +806,49 @@ def main(argv: list[str]) -> int:
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("work", choices=["af", "overlap", "memory", "zero-sm"])
+    parser.add_argument("work", choices=["af", "overlap", "memory", "zero-sm", "trips"])
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--dry", action="store_true", help="tensors on the CPU")
     parser.add_argument("--shape", type=_shape, help="workers x servers (2x2 with 4 GPUs, or 1x1)")
-    parser.add_argument("--modes", nargs="*", default=["sm", "ce"], choices=["sm", "ce"])
+    parser.add_argument(
+        "--modes", nargs="*", choices=trips.MODES, help="all, but proxy with trips alone"
+    )
     parser.add_argument(
         "--beside",
         nargs="*",
         default=others.WAYS,
         choices=others.WAYS,
-        help="af, overlap: by others",
+        help="af, overlap, trips: by others",
     )
     for name, (default, text) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     args = parser.parse_args(argv)
+    if args.modes is None:
+        args.modes = trips.MODES if args.work == "trips" else MODES
+    if args.work != "trips" and "proxy" in args.modes:
+        parser.error(f"--modes: 'proxy': want some of {', '.join(MODES)} with {args.work}")
     gpus = torch.cuda.device_count()
-    if args.work == "zero-sm":
+    if args.work in ("zero-sm", "trips"):
         args.shape = (1, 1)
     args.shape = args.shape or ((2, 2) if args.dry or gpus >= 4 else (1, 1))
     if not args.dry and gpus < sum(args.shape):
         raise BenchError(f"{gpus} GPUs, and {sum(args.shape)} are needed (--dry needs none)")
-    options: dict[str, Any] = {"shape": (args.layers, args.stages, args.rows, args.width)}
-    mine = [name for name, (_, text) in OPTIONS.items() if text.startswith(f"{args.work}: ")]
-    options.update({name: getattr(args, name) for name in mine})
+    options: dict[str, Any] = {}
+    if args.work != "trips":
+        options["shape"] = (args.layers, args.stages, args.rows, args.width)
+        mine = [name for name, (_, text) in OPTIONS.items() if text.startswith(f"{args.work}: ")]
+        options.update({name: getattr(args, name) for name in mine})
     result: dict[str, Any] = {"arguments": vars(args), "torch": torch.__version__, "gpus": gpus}
     result["rows"] = []
-    crew, failures = None, 0
-    for function, what, limit in _rows(args):
-        row: dict[str, Any] = {"work": args.work, **what}
-        by_others = function in (af_by, overlap_by)
-        try:
-            if by_others and args.dry and what["by"] != "nccl":
-                raise BenchError("it takes GPUs")
-            if crew and by_others:
-                crew.close()
-                crew = None
-            if not crew:
-                with by_the_byte() if args.work == "memory" else contextlib.nullcontext():
-                    crew = Crew(args.shape, args.dry)
-            row["sides"] = crew.run(function, limit, {**options, **what})
-            row["wrong"] = sum(r["wrong"] for r in row["sides"])
-            row.update(_summary(args.work, row["sides"], args))
-            if by_others:
-                del row["meets"]  # a target of ours
-        except Exception as error:  # the other rows are of interest still
-            if crew:
-                crew.close()
-            crew = None
-            if by_others:
-                print(f"{what['by']}: {error!r}\n{error}", file=sys.stderr, flush=True)
-                row["skipped"] = others.reason(error)
-            else:
-                row["error"] = traceback.format_exc()
-        if "error" in row:
-            print(f"FAIL {args.work} {what}:\n{row['error']}", flush=True)
-        else:
-            shown = "  ".join(f"{k}={v}" for k, v in row.items() if k != "sides")
-            print(f"FAIL wrong data: {shown}" if row.get("wrong") else shown, flush=True)
-        failures += "error" in row or row.get("wrong", 0) > 0
-        result["rows"].append(row)
-        if args.json:
-            Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-        if failures == 2:
-            break
-    if crew:
-        crew.close()
+    failures = 0
+    with contextlib.closing(_measured(args, options)) as pieces:
+        for rows in pieces:
+            for row in rows:
+                _print(row)
+            failures += any("error" in row or row.get("wrong", 0) > 0 for row in rows)
+            result["rows"] += rows
+            if args.json:
+                Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+            if failures == 2:
+                break
     return 1 if failures else 0

@@ -30,7 +30,8 @@ _kept: list[Any] = []  # as long as the process lives: freeing symmetric memory 
 def reason(error: BaseException) -> str:
     """The line that says most of what the sides reported: the cause, not that another is gone."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    named = [line for line in lines if re.match(r"(side \d: )?[\w.]*(Error|Exception)\b", line)]
+    found = r"(side \d: )?([\w.]*(Error|Exception)\b|exit status)"
+    named = [line for line in lines if re.match(found, line)]
     gone = "EOFError|Pipe|BrokenBarrier|does not answer|by peer"
     first = [line for line in named if not re.search(gone, line)]
     if named and not first:

@@ -23,7 +23,7 @@ def far_baseline(
     crew: Crew, way: str, cores: tuple[int, int] | None, where: str | None
 ) -> Baseline:
     """Starts raw tcp between the two hosts. `where` is not used: the server says where it is."""
-    compiled("rawecho")  # now, while nobody waits for it
+    compiled("rawecho.c")  # now, while nobody waits for it
     found = crew.one("worker", "listen")
     if "error" in found:
         raise BenchError(f"the host of the server: {found['error']}")

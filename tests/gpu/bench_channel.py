@@ -1,18 +1,18 @@
-"""Times stream channels between two GPUs (or two processes on one), beside a plain CUDA program
-that makes the same copies.
+"""Times what is inside of stream channels between two GPUs (or two processes on one): what their
+calls cost the CPU. `fserver bench graph trips` times channels themselves.
 
-    python tests/gpu/bench_channel.py [--json FILE] [--raw PROGRAM] [--runs N] [--sweep] [--extras]
+    python tests/gpu/bench_channel.py [--json FILE] [--runs N] [--sweep] [--extras]
 
---extras times nothing but what a channel's kernels have beyond flags and packets: in turn with
-them, the same kernels without the abort word and the clock, without more than one peer and tensor,
-without row counts, and without any of these.
+--sweep times round trips with other thresholds and numbers of blocks too. --extras times nothing
+but what a channel's kernels have beyond flags and packets: in turn with them, the same kernels
+without the abort word and the clock, without more than one peer and tensor, without row counts, and
+without any of these.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from pair import Pair, Side, undisturbed  # noqa: E402
 
 from fserver.bench.report import percentile  # noqa: E402
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
 WORK = [(4 * KIB, 4 * KIB), (64 * KIB, 64 * KIB), (896 * KIB, 1792 * KIB)]
 INNER = 20
 
@@ -72,16 +72,14 @@ def _bytes(side: Side, n: int) -> torch.Tensor:
     return torch.ones(n, dtype=torch.uint8, device=f"cuda:{side.device}")
 
 
-def _trips(
-    side: Side, channel: Any, graph: bool, inner: int = INNER
-) -> tuple[torch.cuda.Stream, Any]:
+def _trips(side: Side, channel: Any, graph: bool) -> tuple[torch.cuda.Stream, Any]:
     """A stream, and what makes `inner` round trips on it, as a graph or one by one."""
     first, second = (
         (channel.send, channel.recv) if side.index == 0 else (channel.recv, channel.send)
     )
 
     def body() -> None:
-        for _ in range(inner):
+        for _ in range(INNER):
             first()
             second()
 
@@ -97,47 +95,26 @@ def _trips(
         return stream, captured.replay
 
 
-def _round_trips(
-    side: Side, channel: Any, graph: bool, count: int, inner: int = INNER
-) -> list[list[float]]:
-    """Microseconds of one of `inner` round trips, by the CPU's clock and by the GPU's."""
-    stream, run = _trips(side, channel, graph, inner)
+def _round_trips(side: Side, channel: Any, graph: bool, count: int) -> list[list[float]]:
+    """Microseconds of one of INNER round trips, by the CPU's clock and by the GPU's."""
+    stream, run = _trips(side, channel, graph)
     with torch.cuda.stream(stream):
-        return [_time(side, run, count, inner, by_gpu) for by_gpu in (False, True)]
+        return [_time(side, run, count, INNER, by_gpu) for by_gpu in (False, True)]
 
 
 def round_trips(
-    side: Side, mode: str, push: int, pull: int, graph: bool, count: int, table: dict[str, Any],
-    inner: int = INNER,
-) -> dict[str, Any]:  # fmt: skip
-    """A channel without nodes, between GPUs that reach each other."""
+    side: Side, push: int, pull: int, count: int, table: dict[str, Any]
+) -> dict[str, Any]:
+    """A channel without nodes, with a table of its own, in a graph."""
     out, into = (push, pull) if side.index == 0 else (pull, push)
-    channel = side.open([_bytes(side, out)], [_bytes(side, into)], mode, **table)
-    values = _round_trips(side, channel, graph, count, inner)
+    channel = side.open([_bytes(side, out)], [_bytes(side, into)], "sm", **table)
+    values = _round_trips(side, channel, True, count)
     ok = channel.status() == (0, 0)
     side.barrier()
     channel.close()
     side.barrier()
-    kind = f"channel {mode}, {'graph' if graph else 'enqueued'} x{inner}"
-    return _row(*values, work=kind, push=push, pull=pull, ok=ok, table=table)
-
-
-def proxied(side: Side, transport: str, push: int, pull: int, count: int) -> dict[str, Any]:
-    """A channel that the engine carries, in a graph."""
-    from test_gpu_channel import node
-
-    options: dict[str, Any] = {"mode": "proxy", "timeout_ms": 5000, "name": "bench"}
-    with node(side, transport=transport) as own:
-        if side.index == 0:
-            channel = own.channel([_bytes(side, push)], [0], [_bytes(side, pull)], [0], **options)
-        else:
-            channel = own.channel([0], [_bytes(side, pull)], [0], **options)
-        with channel:
-            values = _round_trips(side, channel, True, count)
-            channel.check()
-            side.barrier()
-    kind = f"channel proxy over {transport}, graph x{INNER}"
-    return _row(*values, work=kind, push=push, pull=pull)
+    work = f"channel sm, graph x{INNER}"
+    return _row(*values, work=work, push=push, pull=pull, ok=ok, table=table)
 
 
 def calls(side: Side, mode: str, count: int) -> dict[str, Any]:
@@ -158,42 +135,6 @@ def calls(side: Side, mode: str, count: int) -> dict[str, Any]:
     channel.close()
     side.barrier()
     return _row(values, work=f"channel {mode}, CPU time of a call")
-
-
-def stream_of(
-    side: Side, mode: str, size: int, both: bool, ahead: int, count: int
-) -> dict[str, Any]:
-    """Messages of size bytes one way, or both ways at once, each way on so many channels, with a
-    stream each, as micro-batches have them. A message is answered with 8 bytes, which is what
-    lets the next one of its channel go."""
-    inner = 10
-    channels = []
-    for way in [0, 1][: 1 + both] * ahead:
-        large, small = _bytes(side, size), _bytes(side, 8)
-        sent, received = (large, small) if way == side.index else (small, large)
-        channels.append(side.open([sent], [received], mode))  # side 0 speaks first in each
-    streams = [torch.cuda.Stream() for _ in channels]
-
-    def run() -> None:
-        for _ in range(inner):
-            for stream, channel in zip(streams, channels, strict=True):
-                with torch.cuda.stream(stream):
-                    if side.index == 0:
-                        channel.send()
-                    channel.recv()
-                    if side.index == 1:
-                        channel.send()
-        for stream in streams:
-            stream.synchronize()
-
-    values = _time(side, run, count, inner * ahead)
-    for channel in channels:
-        channel.close()
-    side.barrier()
-    work = f"channel {mode}, {'both ways' if both else 'one way'}, {ahead} in flight"
-    row = _row(values, work=work, size=size)
-    row["gb_per_s"] = round(size / percentile(sorted(values), 50) / 1000, 1)
-    return row
 
 
 # What is cut out of the kernels' source: text, and what stands in its place.
@@ -266,7 +207,6 @@ def extras(side: Side, push: int, pull: int, count: int) -> list[dict[str, Any]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--raw", help="the program made from raw_channel.cu")
     parser.add_argument("--runs", type=int, default=40, help="of each measurement")
     parser.add_argument(
         "--sweep", action="store_true", help="other thresholds and block counts too"
@@ -276,7 +216,6 @@ def main() -> int:
     gpus = torch.cuda.device_count()
     devices = (0, 1) if gpus > 1 else (0, 0)
     count = args.runs if gpus > 1 else 5
-    few = min(count, 500)  # of what takes a millisecond and more
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
@@ -292,49 +231,17 @@ def main() -> int:
     failed, failures = False, 0
     jobs: list[tuple[Any, dict[str, Any]]] = []
     for mode in ("sm", "ce"):
-        for push, pull in WORK:
-            for graph in (True, False):
-                jobs.append(
-                    (
-                        round_trips,
-                        {"mode": mode, "push": push, "pull": pull, "graph": graph,
-                         "count": count, "table": {}},
-                    )
-                )  # fmt: skip
-        for push, pull in WORK:  # as many in a graph of a model: less of it is its launch
-            jobs.append(
-                (
-                    round_trips,
-                    {"mode": mode, "push": push, "pull": pull, "graph": True, "inner": 10 * INNER,
-                     "count": max(1, count // 10), "table": {}},
-                )
-            )  # fmt: skip
         jobs.append((calls, {"mode": mode, "count": 5}))
-        for both in (False, True):
-            for ahead in (1, 2, 3):
-                jobs.append(
-                    (
-                        stream_of,
-                        {"mode": mode, "size": 64 * MIB, "both": both, "ahead": ahead,
-                         "count": max(3, few // 10)},
-                    )
-                )  # fmt: skip
-    for transport in ("cma", "tcp"):
-        for push, pull in WORK:
-            jobs.append(
-                (proxied, {"transport": transport, "push": push, "pull": pull, "count": few // 4})
-            )
     if args.sweep:
+        what: dict[str, Any] = {"count": count // 3}
         push, pull = WORK[2]
         for blocks in (8, 12, 16, 24, 32):
             table: dict[str, Any] = {"blocks": ((1 << 62, blocks),)}
-            jobs.append((round_trips, {"mode": "sm", "push": push, "pull": pull, "graph": True,
-                                       "count": count // 3, "table": table}))  # fmt: skip
+            jobs.append((round_trips, {**what, "push": push, "pull": pull, "table": table}))
         for size in (32 * KIB, 128 * KIB, 256 * KIB, 512 * KIB):
             for most in (0, 1 << 30):
                 table = {"packets_up_to": most, "blocks": ((1 << 62, 16),)}
-                jobs.append((round_trips, {"mode": "sm", "push": size, "pull": size, "graph": True,
-                                           "count": count // 3, "table": table}))  # fmt: skip
+                jobs.append((round_trips, {**what, "push": size, "pull": size, "table": table}))
     if args.extras:
         jobs = [(extras, {"push": out, "pull": back, "count": count // 4}) for out, back in WORK]
     for function, kwargs in jobs:
@@ -350,14 +257,6 @@ def main() -> int:
             if (failures := failures + 1) == 2:
                 break
     pair.close()
-    if args.raw:
-        done = subprocess.run([args.raw], capture_output=True, text=True, timeout=20)
-        for line in done.stdout.splitlines():
-            if line.startswith("{"):
-                add(json.loads(line))
-        if done.returncode:
-            failed = True
-            print(f"FAIL {args.raw}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
     return 1 if failed else 0

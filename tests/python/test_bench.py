@@ -557,7 +557,7 @@ def test_far_baseline_without_the_other(monkeypatch, far_server):
 @needs_compiler
 def test_baseline_ends_with_its_input():
     done = subprocess.run(
-        [baseline.compiled("rawcma"), "-1", "-1", "shm"],
+        [baseline.compiled("rawcma.c"), "-1", "-1", "shm"],
         input="64 64 0 5\n",
         capture_output=True,
         text=True,
@@ -573,7 +573,7 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
     (tmp_path / "rawecho.c").write_text("int main(void) { return undeclared; }\n")
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(BenchError, match="no-such-compiler: not found.*apt-get install gcc"):
-        baseline.compiled("rawecho")
+        baseline.compiled("rawecho.c")
     asked = Namespace(no_baseline=None)
     with ExitStack() as stack:
         raw_echo, says = options.open_baseline(stack, asked, "raw tcp", None)
@@ -582,7 +582,7 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
     if shutil.which("cc"):
         monkeypatch.setenv("CC", "cc")
         with pytest.raises(BenchError, match="undeclared"):
-            baseline.compiled("rawecho")
+            baseline.compiled("rawecho.c")
     cache = tmp_path / "cache" / "fserver"
     assert list(cache.iterdir()) == []
     if shutil.which("cc"):
@@ -592,15 +592,15 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
         assert raw_echo is None and says["missing"].startswith("raw tcp ended with status 3")
     cache.chmod(0o777)
     with pytest.raises(BenchError, match="others may write to it"):
-        baseline.compiled("rawecho")
+        baseline.compiled("rawecho.c")
 
 
 @needs_compiler
 def test_baseline_is_compiled_once_for_each_version(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = baseline.compiled("rawecho")
+    first = baseline.compiled("rawecho.c")
     written = first.stat().st_mtime_ns
-    assert baseline.compiled("rawecho") == first and first.stat().st_mtime_ns == written
+    assert baseline.compiled("rawecho.c") == first and first.stat().st_mtime_ns == written
     sources = tmp_path / "sources"
     sources.mkdir()
     for source in ("raw.h", "rawecho.c"):
@@ -608,7 +608,7 @@ def test_baseline_is_compiled_once_for_each_version(monkeypatch, tmp_path):
     with (sources / "raw.h").open("a") as out:
         out.write("/* newer */\n")
     monkeypatch.setattr(baseline, "SOURCES", sources)
-    assert baseline.compiled("rawecho") != first
+    assert baseline.compiled("rawecho.c") != first
 
 
 # What the two do, here in two threads of this process.

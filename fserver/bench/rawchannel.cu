@@ -1,7 +1,5 @@
-// The floor for bench_channel.py: the same exchanges in plain CUDA, two processes with a GPU each
-// (one for both if there is one), fixed sizes, no checks, no abort. Prints a JSON line for each.
-//
-//   nvcc -O3 -arch=native -o raw_channel raw_channel.cu -lcuda
+// What `fserver bench graph trips` is measured by: the same exchanges in plain CUDA, two processes with a
+// GPU each (one for both if there is one), fixed sizes, no checks, no abort. Prints a JSON line for each.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <sys/mman.h>

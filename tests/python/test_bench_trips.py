@@ -1,0 +1,205 @@
+"""`fserver bench graph trips` on the CPU: the program, not the speed; and what the loop over the
+works does with one that fails."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fserver import bench
+from fserver.bench import baseline, trips
+from fserver.bench.errors import BenchError
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rows.json"
+
+
+def run(path: Path, *argv: str) -> tuple[int, list[dict]]:
+    """Exit status and rows."""
+    status = bench.main(["graph", "trips", "--dry", "--json", str(path), *argv])
+    return status, json.loads(path.read_text())["rows"]
+
+
+def test_trips(path):
+    status, rows = run(path, "--runs", "3", "--modes", "sm", "--beside", "nccl", "symm")
+    assert status == 0 and all(row["work"] == "trips" for row in rows)
+    ours = [row for row in rows if "by" not in row]
+    done = [(row["how"], row.get("push"), row.get("in_flight")) for row in ours]
+    hows = ("graph x200", "graph x20", "enqueued x20")
+    assert done == [(how, push, None) for how in hows for push, _ in trips.SIZES] + [
+        (how, None, n) for how in ("one way", "both ways") for n in (1, 2, 3)
+    ]
+    assert all((row["push"], row["pull"]) in trips.SIZES for row in ours if "push" in row)
+    nccl = [row for row in rows if row.get("by") == "nccl"]
+    for row in (*ours, *nccl):
+        assert row["wrong"] == 0 and row["n"] == 3
+        assert 0 < row["min_us"] <= row["p50_us"] <= row["p99_us"]
+    assert all(row["gb_per_s"] > 0 for row in ours if "in_flight" in row)
+    assert all("gpu_p50_us" in row for row in (*ours, *nccl) if "push" in row)
+    judged = {row["how"] for row in ours if "meets" in row}
+    assert judged == {"graph x200", "enqueued x20"} and not any("meets" in row for row in nccl)
+    work = [(how, push) for how in hows[:0:-1] for push in [p for p, _ in trips.SIZES] + [1 << 20]]
+    assert [(row["how"], row["push"]) for row in nccl] == work
+    skipped = {row["by"]: row["skipped"] for row in rows if "skipped" in row}
+    assert skipped == dict.fromkeys(("wire", "raw", "symm"), "it takes GPUs")
+    assert sum(row.get("by") == "symm" for row in rows) == len(work)
+
+
+def test_trips_through_the_engine(path):
+    status, rows = run(path, "--runs", "1", "--modes", "proxy", "--beside")
+    assert status == 0 and [row["by"] for row in rows[:2]] == ["wire", "raw"]
+    assert [(row["transport"], row["push"]) for row in rows[2:]] == [
+        (transport, push) for transport in ("cma", "tcp") for push, _ in trips.SIZES
+    ]
+    assert all(row["p50_us"] > 0 and row["mode"] == "proxy" for row in rows[2:])
+
+
+def test_proxy_is_for_trips_alone(capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(["graph", "af", "--dry", "--modes", "ce", "proxy"])
+    assert end.value.code == 2
+    assert "--modes: 'proxy': want some of sm, ce with af" in capsys.readouterr().err
+
+
+# What the sides do in place of the works.
+
+
+def good(side, **what):
+    return {"p50_us": float(os.getpid()), "wrong": 0}
+
+
+def wrong(side, **what):
+    return {"p50_us": 1.0, "wrong": 3 if side.index else 0}
+
+
+def failing(side, **what):
+    if side.index:
+        raise LookupError("nothing here")
+    side.exchange(None)
+
+
+def dying(side, **what):
+    if side.index:
+        os._exit(7)
+    side.exchange(None)
+
+
+def planned(monkeypatch, *work):
+    monkeypatch.setattr(trips, "rows", lambda *_: [(f, what, 20.0) for f, what in work])
+
+
+def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch, capsys):
+    first, second = {"how": "graph x20", "by": "nccl"}, {"how": "enqueued x20", "by": "nccl"}
+    mine = {"mode": "sm", "how": "graph x20"}
+    work = (failing, first), (good, first), (dying, second), (good, mine), (good, mine)
+    planned(monkeypatch, *work)
+    status, rows = run(path)
+    assert status == 0
+    assert [row.get("skipped") for row in rows[:2]] == ["LookupError: nothing here"] * 2
+    assert rows[2]["skipped"] == "side 1: exit status 7: crashed, or hung and was ended"
+    assert 1 < rows[3]["p50_us"] == rows[4]["p50_us"]  # the same process
+    assert capsys.readouterr().err.count("LookupError: nothing here\n") == 1
+
+
+def test_processes_of_others_do_nothing_else(path, monkeypatch):
+    work = [{"mode": "sm"}, {"by": "nccl"}, {"by": "nccl"}, {"mode": "sm"}]
+    planned(monkeypatch, *((good, {"how": "one way", **what}) for what in work))
+    status, rows = run(path)
+    pids = [row["p50_us"] for row in rows]
+    assert status == 0 and pids[1] == pids[2] and len(set(pids)) == 3
+
+
+def test_what_fails_of_ours_fails(path, monkeypatch, capsys):
+    mine = {"mode": "sm", "how": "one way"}
+    planned(monkeypatch, (failing, mine), (good, mine), (wrong, mine), (good, mine))
+    status, rows = run(path)
+    assert status == 1 and len(rows) == 3  # no more after two
+    assert "nothing here" in rows[0]["error"] and rows[2]["wrong"] == 3
+    out = capsys.readouterr().out
+    assert "FAIL trips {'mode': 'sm', 'how': 'one way'}:" in out and "FAIL wrong data: " in out
+
+
+# What is in the works.
+
+
+class Alone:
+    """A side without another."""
+
+    index = 0
+
+    def sync(self):
+        pass
+
+    barrier = sync
+
+
+def test_wrong_bytes_are_counted():
+    source, landing = torch.zeros(4096, dtype=torch.uint8), torch.zeros(300, dtype=torch.uint8)
+    patterns = [trips._pattern(landing, 1, salt) for salt in (1, 2)]
+    assert bool((patterns[0] != patterns[1]).all()) and int(max(map(torch.max, patterns))) < 251
+    salts = iter(patterns)
+    assert trips._wrong(Alone(), [(source, landing)], lambda: landing.copy_(next(salts))) == 0
+    salts = iter(patterns)
+    short = landing[:-1]
+    assert trips._wrong(Alone(), [(source, landing)], lambda: short.copy_(next(salts)[:-1])) == 2
+    assert trips._wrong(Alone(), [(source, landing)], lambda: landing.copy_(patterns[0])) == 300
+
+
+def graph_of(mode, how, at, p50, p99=0.0):
+    push, pull = trips.SIZES[at]
+    return {"mode": mode, "how": how, "push": push, "pull": pull, "p50_us": p50, "p99_us": p99}
+
+
+def messages(how, in_flight, p50):
+    return {"mode": "sm", "how": how, "size": 1 << 26, "in_flight": in_flight, "p50_us": p50}
+
+
+RAW = {**graph_of("", "graph x20", 2, 20.0), "by": "raw", "what": "copy engine"}
+WIRE = {"by": "wire", "p50_us": 98.0, "both_ways_p50_us": 196.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "met"),
+    [
+        (graph_of("sm", "graph x200", 0, 5.0, 5.5), True),
+        (graph_of("sm", "graph x200", 0, 5.1, 5.1), False),
+        (graph_of("sm", "graph x200", 2, 10.0, 11.1), False),
+        (graph_of("sm", "graph x20", 0, 1.0, 1.0), None),
+        (graph_of("sm", "enqueued x20", 2, 18.0, 99.0), True),
+        (graph_of("sm", "enqueued x20", 1, 9.1), False),
+        (graph_of("ce", "enqueued x20", 1, 9.0), None),
+        (graph_of("ce", "graph x20", 2, 22.0), True),
+        (graph_of("ce", "graph x20", 2, 22.1), False),
+        (graph_of("ce", "graph x20", 1, 22.0), None),
+        (messages("one way", 2, 100.0), True),
+        (messages("one way", 3, 100.1), False),
+        (messages("one way", 1, 90.0), None),
+        (messages("both ways", 2, 200.0), True),
+    ],
+)
+def test_targets(row, met):
+    before = [{"by": "raw", "skipped": "no"}, {**RAW, "what": "kernels", "p50_us": 1.0}, RAW, WIRE]
+    [one] = trips.summary({**row, "wrong": 0}, {}, before)
+    assert one.get("meets") is met
+    [one] = trips.summary({**row, "wrong": 0}, {}, [])
+    depends = row["mode"] == "ce" or "in_flight" in row
+    assert one.get("meets") is (None if depends else met)
+    [one] = trips.summary({**row, "by": "nccl", "wrong": 0}, {}, before)
+    assert "meets" not in one
+
+
+def test_raw_rows():
+    line = {"work": "raw copy engine one way, enqueued x20", "push": 64, "pull": 0, "p50_us": 1.0}
+    rows = trips.summary({"by": "raw", "wrong": 0}, {"rows": [trips._of_raw(line)] * 2}, [])
+    assert len(rows) == 2 and rows[1]["what"] == "copy engine one way"
+    assert rows[0]["how"] == "enqueued x20" and rows[0]["by"] == "raw" and rows[0]["push"] == 64
+
+
+def test_the_program_in_cuda_wants_its_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BenchError, match="no-such-nvcc: not found: .* nvcc of the CUDA toolkit"):
+        baseline.compiled("rawchannel.cu", ["no-such-nvcc", "-O3"])
