@@ -27,7 +27,9 @@ from .turns import Figures
 
 WAYS = (*ways.ON_GPUS, *ways.ON_CPU)
 START = 120.0  # seconds; imports of torch in many processes
-LIMIT = 30.0  # seconds; what is to be done in one go, and to connect: the first time takes longest
+LIMIT = (
+    30.0  # seconds; what is done in one go, of which the first takes longest; to join twice that
+)
 CORES = 4  # of each process
 
 
@@ -168,14 +170,18 @@ class Other:
         for link in links:
             link.close()
 
-    def connect(self, gpus: tuple[int, int] | None) -> None:
-        """Joins them, with tensors on these two or on the CPU."""
+    def join(self, gpus: tuple[int, int] | None) -> None:
+        """Has them join, with tensors on these two or on the CPU, and does not wait for it."""
         with contextlib.suppress(GaveUpError), self._guarded():
             self._crew.results(START)
             for i, peer in enumerate(self._crew.peers):
                 place = Place(peer.name, 0, 1, 1, "", {}, None, gpus and gpus[i])
-                peer.tell("within", LIMIT, "connect", [place])
-            self._crew.results(LIMIT + 2)
+                peer.tell("within", 2 * LIMIT, "connect", [place])
+
+    def joined(self) -> None:
+        """Waits for it."""
+        with contextlib.suppress(GaveUpError), self._guarded():
+            self._crew.results(2 * LIMIT + 2)
 
     def prepare(self, out: int, back: int) -> None:
         """The bytes there and home of the next rounds."""
@@ -279,7 +285,9 @@ def beside(
         stack.callback(player.close)
         player.start(nodes, room, cores)
     for player in able:
-        player.connect(gpus)
+        player.join(gpus)
+    for player in able:
+        player.joined()
     return players
 
 

@@ -749,14 +749,15 @@ def _measured(
             if kind in gave_up:
                 yield [{**row, "skipped": gave_up[kind]}]
                 continue
-            if crew and by != used:
+            way = by if by in others.WAYS or by == "wire" else None  # what changes its process
+            if crew and way != used:
                 crew.close()
                 crew = None
             try:
                 if not crew:
                     with by_the_byte() if args.work == "memory" else contextlib.nullcontext():
                         crew = Crew(args.shape, args.dry)
-                used = by
+                used = way
                 results = crew.run(function, limit, {**options, **what})
                 row["wrong"] = sum(r["wrong"] for r in results)
                 if args.work == "trips":

@@ -225,7 +225,7 @@ def wire(side: Side, by: str) -> dict[str, Any]:
     """Plain copies of 64 MiB between both GPUs, by one process."""
     found = {"wrong": 0}
     if side.is_worker:
-        found.update(ways.wire((0, 1)))
+        found.update({k: round(v, 2) for k, v in ways.wire((0, 1)).items()})
         found["gb_per_s"] = round(gigabytes_per_second(ways.BIG, found["p50_us"]), 1)
     side.barrier()
     return found

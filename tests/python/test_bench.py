@@ -272,6 +272,8 @@ def test_cases():
         ("pull", (64,), (4096,)),
         ("push_pull", (4096,), (4096,)),
     ]
+    answered = [pingpong._moved(c) for c in pingpong.cases([4096], list(pingpong.OPS))]
+    assert answered == [(4096, 64), (64, 4096), (4096, 4096)]
     keys = [c.key for c in pingpong.cases([64, 4096], ["push", "pull"])]
     assert len(set(keys)) == 4
 

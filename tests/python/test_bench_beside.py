@@ -59,9 +59,14 @@ class HangingSide(OddSide):
 
 
 class FailingSide(beside.Side):
+    """Of the two it is the other that fails first, as this one is gone."""
+
     def __init__(self, place, *args):
         if place.role == "server":
-            raise LookupError("there is no such thing here")
+            args[1].close()
+            time.sleep(0.5)
+            absent = [name for name in others.ENVIRONMENT if name not in os.environ]
+            raise LookupError(f"there is no such thing here, and {absent} is not set")
         super().__init__(place, *args)
 
 
@@ -134,7 +139,7 @@ def test_other_that_hangs(path, monkeypatch, capfd):
 def test_other_that_cannot_start(path, capsys):
     rows = measured(path, Nodes(other=FailingSide), "--beside", "gloo")
     assert all(row["p50_us"] > 0 for row in rows[::2])
-    why = "LookupError: there is no such thing here"
+    why = "LookupError: there is no such thing here, and [] is not set"
     assert [row["skipped"] for row in rows[1::2]] == [why] * 3
     assert "Traceback" in (err := capsys.readouterr().err) and why in err
 
@@ -163,8 +168,8 @@ def test_others_have_cores_of_their_own(monkeypatch):
         ("side 0:\nTimeoutError: the other side does not answer\n\nside 1:\n  File\n"
          "torch.AcceleratorError: CUDA error: no\nCUDA kernel errors might be late\n",
          "torch.AcceleratorError: CUDA error: no"),
-        ("the server failed:\nValueError: no\nthe worker failed:\n"
-         "ConnectionResetError: [Errno 104] Connection reset by peer", "ValueError: no"),
+        ("the worker failed:\nConnectionResetError: [Errno 104] Connection reset by peer\n"
+         "the server failed:\nValueError: no", "ValueError: no"),
         ("side 1: EOFError()",
          "side 1: EOFError(): it crashed, or hung and was ended; standard error says where"),
     ],
