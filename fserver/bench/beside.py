@@ -27,9 +27,7 @@ from .turns import Figures
 
 WAYS = (*ways.ON_GPUS, *ways.ON_CPU)
 START = 120.0  # seconds; imports of torch in many processes
-LIMIT = (
-    30.0  # seconds; what is done in one go, of which the first takes longest; to join twice that
-)
+LIMIT = 30.0  # seconds; what is done in one go, the first of which takes longest; to join: twice
 CORES = 4  # of each process
 
 
@@ -200,12 +198,15 @@ class Other:
         self._p50_us = found["p50_us"]
         return found
 
-    def close(self, patience: float = 2) -> None:
-        """Ends the processes, which have so many seconds to do it themselves."""
-        peers, self._crew = self._crew.peers, Crew([])
-        for peer in peers:
+    def leave(self) -> None:
+        """Tells the processes to end, and does not wait for it."""
+        for peer in self._crew.peers:
             with contextlib.suppress(OSError):
                 peer.tell("end")
+
+    def close(self, patience: float) -> None:
+        """Ends the processes, which have so many seconds each to do it themselves."""
+        peers, self._crew = self._crew.peers, Crew([])
         for peer in peers:
             peer.end(patience)
 
@@ -281,14 +282,21 @@ def beside(
             reason = "it takes two GPUs, and there is one"
         players.append(Other(way, reason))
     able = [player for player in players if player.reason is None]
+    stack.callback(_close, able)
     for player in able:
-        stack.callback(player.close)
         player.start(nodes, room, cores)
     for player in able:
         player.join(gpus)
     for player in able:
         player.joined()
     return players
+
+
+def _close(players: Sequence[Other]) -> None:
+    for player in players:
+        player.leave()
+    for player in players:
+        player.close(2)
 
 
 def add_option(made: argparse.ArgumentParser, default: str) -> None:

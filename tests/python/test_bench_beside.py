@@ -1,6 +1,7 @@
 """Others' ways beside ours in `fserver bench`: by gloo, which needs no GPU, and what becomes of one
 that goes wrong."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -145,7 +146,8 @@ def test_other_that_cannot_start(path, capsys):
 
 
 def test_others_take_two_gpus():
-    players = beside.beside(None, beside.WAYS, (0, 0), 64, None, Nodes())
+    with contextlib.ExitStack() as stack:
+        players = beside.beside(stack, beside.WAYS, (0, 0), 64, None, Nodes())
     reasons = {player.way: player.reason for player in players}
     assert reasons.pop("gloo") == "it takes tensors on the CPU"
     assert set(reasons.values()) == {"it takes two GPUs, and there is one"} and len(reasons) == 4

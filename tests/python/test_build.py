@@ -390,7 +390,7 @@ def test_wheel(tmp_path: Path) -> None:
     for name in (
         *(EXTENSION, str(Path(EXTENSION).with_suffix(".json")), "_C.pyi", "py.typed"),
         *("__init__.py", "_loader.py", "api.py", "include/fserver.h", "examples/afd/model.py"),
-        *("bench/raw.h", "bench/rawecho.c", "bench/rawcma.c"),
+        *("bench/raw.h", "bench/rawecho.c", "bench/rawcma.c", "bench/rawchannel.cu"),
     ):
         assert f"fserver/{name}" in names
     assert {name for name in names if not name.startswith("fserver/")} == {"fserver_lib.py"}
