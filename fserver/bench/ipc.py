@@ -43,7 +43,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
             raw, says[way] = open_baseline(stack, options, way, cores)
             if raw:
                 players[way] = raw
-        for case in cases(options.sizes, ["push_pull"]):
+        for case in cases([(n, n) for n in options.sizes], ["push_pull"]):
             (out,), (back,) = case.out, case.back
             for player in players.values():
                 if isinstance(player, CrewPlayer):

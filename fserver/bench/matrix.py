@@ -12,7 +12,7 @@ from . import beside, report, ways
 from .baseline import Baseline
 from .crew import Case, Crew, Member, Nodes, pair, start
 from .joint import joint
-from .options import choose_cores, one_of, parser, sizes
+from .options import choose_cores, exchanges, one_of, parser
 from .pingpong import OPS, cases, measure
 from .remote import far_baseline
 
@@ -163,7 +163,13 @@ def _parser() -> argparse.ArgumentParser:
         rounds=5,
     )
     add = made.add_argument
-    add("--sizes", type=sizes, default="4K,1M", metavar="LIST", help="bytes (default 4K,1M)")
+    add(
+        "--sizes",
+        type=exchanges,
+        default="4K,1M",
+        metavar="LIST",
+        help="bytes, of both directions or OUT:BACK (default 4K,1M)",
+    )
     for name, allowed in (("places", PLACES), ("ops", OPS)):
         text = ",".join(allowed)
         add(f"--{name}", type=one_of(allowed), default=text, metavar="LIST", help=f"of {text}")

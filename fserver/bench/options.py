@@ -143,6 +143,15 @@ def sizes(text: str) -> list[int]:
     return [size(part) for part in text.split(",")]
 
 
+def exchanges(text: str) -> list[tuple[int, int]]:
+    """A list of bytes there and home: OUT:BACK, or one size for both."""
+    pairs = []
+    for part in text.split(","):
+        out, two, back = part.partition(":")
+        pairs.append((size(out), size(back if two else out)))
+    return pairs
+
+
 def numbers(text: str) -> list[int]:
     """Whole numbers, 1 or more, in order."""
     return sorted({positive(part) for part in text.split(",")})

@@ -10,7 +10,7 @@ from . import beside, report, ways
 from .baseline import Baseline, baseline_of
 from .crew import Case, Crew, Nodes, pair
 from .errors import BenchError
-from .options import MakeBaseline, choose_cores, one_of, open_baseline, parser, sizes
+from .options import MakeBaseline, choose_cores, exchanges, one_of, open_baseline, parser
 from .others import reason
 from .turns import CrewPlayer, take_turns
 
@@ -127,18 +127,18 @@ def _wire_row(
     return report.row("wire", case.op, out, back, [figures], baseline, **says)
 
 
-def cases(sizes: list[int], ops: list[str], device: str = "cpu") -> list[Case]:
-    """Every size with every op, each under a key of its own."""
-    shapes = [(op, size) for size in sizes for op in ops]
+def cases(sizes: list[tuple[int, int]], ops: list[str], device: str = "cpu") -> list[Case]:
+    """Each size, there and home, with every op, each under a key of its own."""
+    shapes = [(op, *size) for size in sizes for op in ops]
     return [
         Case(
             op,
-            (SMALL if op == "pull" else size,),
-            () if op == "push" else (size,),
+            (SMALL if op == "pull" else out,),
+            () if op == "push" else (back,),
             key,
             device=device,
         )
-        for key, (op, size) in enumerate(shapes)
+        for key, (op, out, back) in enumerate(shapes)
     ]
 
 
@@ -169,7 +169,11 @@ def _parser() -> argparse.ArgumentParser:
         "--transport auto the copy engine moves them)",
     )
     made.add_argument(
-        "--sizes", type=sizes, default=SIZES, metavar="LIST", help=f"bytes (default {SIZES})"
+        "--sizes",
+        type=exchanges,
+        default=SIZES,
+        metavar="LIST",
+        help=f"bytes, of both directions or OUT:BACK (default {SIZES})",
     )
     made.add_argument(
         "--ops",

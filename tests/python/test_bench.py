@@ -266,15 +266,16 @@ def test_row_takes_medians_over_rounds():
 
 
 def test_cases():
-    moved = [(c.op, c.out, c.back) for c in pingpong.cases([4096], list(pingpong.OPS))]
+    moved = [(c.op, c.out, c.back) for c in pingpong.cases([(4096, 8192)], list(pingpong.OPS))]
     assert moved == [
         ("push", (4096,), ()),
-        ("pull", (64,), (4096,)),
-        ("push_pull", (4096,), (4096,)),
+        ("pull", (64,), (8192,)),
+        ("push_pull", (4096,), (8192,)),
     ]
-    answered = [pingpong._moved(c) for c in pingpong.cases([4096], list(pingpong.OPS))]
-    assert answered == [(4096, 64), (64, 4096), (4096, 4096)]
-    keys = [c.key for c in pingpong.cases([64, 4096], ["push", "pull"])]
+    answered = [pingpong._moved(c) for c in pingpong.cases([(4096, 8192)], list(pingpong.OPS))]
+    assert answered == [(4096, 64), (64, 8192), (4096, 8192)]
+    assert options.exchanges("64,4K:8K") == [(64, 64), (4096, 8192)]
+    keys = [c.key for c in pingpong.cases([(64, 64), (4096, 4096)], ["push", "pull"])]
     assert len(set(keys)) == 4
 
 
@@ -371,6 +372,8 @@ def test_units_are_counted():
     [
         (["pingpong", "--sizes", "4"], "want 8 bytes or more"),
         (["pingpong", "--sizes", "many"], "want a number of bytes"),
+        (["pingpong", "--sizes", "64:4"], "want 8 bytes or more"),
+        (["matrix", "--sizes", "64:"], "want a number of bytes"),
         (["pingpong", "--ops", "push,pop"], "'pop': want one of push, pull, push_pull"),
         (["pingpong", "--rounds", "0"], "'0': want a whole number, 1 or more"),
         (["pingpong", "--cores", "0"], "want two core numbers, A,B"),
