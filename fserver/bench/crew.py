@@ -122,11 +122,12 @@ class Case:
     """What an exchange moves.
 
     Each worker pushes tensors of `out` bytes to all servers, and each server answers it with
-    tensors of `back` bytes: with those that it got (op push_pull), with its own (pull), or with
-    none (push; back is empty). There are `stages` sets of tensors, used in turn; the keys of a
-    set follow on `key` and on each other. Each tensor has at least 8 bytes. Rounds are counted
-    in units of `unit` exchanges, a multiple of `stages`. With `shared`, what is pushed is in shared
-    memory. `device` is "cpu" or "gpu"; with "gpu" so must be the cluster's.
+    tensors of `back` bytes: with those that it got (op push_pull, if they are as large), with its
+    own (else, and pull), or with none (push; back is empty). There are `stages` sets of tensors,
+    used in turn; the keys of a set follow on `key` and on each other. Each tensor has at least 8
+    bytes. Rounds are counted in units of `unit` exchanges, a multiple of `stages`. With `shared`,
+    what is pushed is in shared memory. `device` is "cpu" or "gpu"; with "gpu" so must be the
+    cluster's.
     """
 
     op: str
@@ -137,6 +138,11 @@ class Case:
     unit: int = 1
     shared: bool = False
     device: str = "cpu"
+
+    @property
+    def echoes(self) -> bool:
+        """The answer is what came."""
+        return self.op == "push_pull" and self.out == self.back
 
 
 @dataclass(frozen=True)

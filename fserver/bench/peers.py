@@ -268,7 +268,7 @@ class Lane:
         self.pull_keys = list(range(first, first + len(case.back)))
         self.sent = number(self.push[0])
         # What answers a lone push is that it ends.
-        numbered = case.device == "cpu" or case.op == "push_pull"
+        numbered = case.device == "cpu" or case.echoes
         self.got = [number(t) for t in self.pull if numbered] or [self.sent]
 
     def post(self) -> int:
@@ -305,7 +305,7 @@ class WorkerPart(Part):
                 lane.node.wait(handle, TIMEOUT_MS)
                 for k, t in enumerate(lane.pull):
                     server, j = divmod(k, len(self.case.back))
-                    if self.case.op == "push_pull":
+                    if self.case.echoes:
                         want = own_seed(seed, "worker", lane.rank, j)
                     else:
                         want = own_seed(seed, "server", server, j)
@@ -396,7 +396,7 @@ class ServerPart(Part):
             [
                 torch.empty(n, dtype=torch.uint8, device=self.device(case))
                 for n in case.back
-                if case.op == "pull"
+                if not case.echoes
             ]
             for _ in range(case.stages)
         ]
@@ -422,7 +422,7 @@ class ServerPart(Part):
     def run(self, count: int) -> None:
         """`count` exchanges, with as little as can be between the calls."""
         get_batch, respond = self.nodes[0].get_batch, self.nodes[0].respond
-        echo, pull, stages = self.case.op == "push_pull", self.case.op == "pull", self.case.stages
+        echo, pull, stages = self.case.echoes, bool(self.case.back), self.case.stages
         first, least = self.sequence + 1, self.at_least
         numbered = self.case.device == "cpu"
         for i in range(first, first + count):
@@ -478,8 +478,8 @@ class ServerPart(Part):
         for stamp in self.stamps[stage]:
             stamp.value = self.sequence
         for handler, tensors, _ in batch:
-            echo = self.case.op == "push_pull"
-            self.nodes[0].respond(tensors if echo else self.answers[stage], handler)
+            answer = tensors if self.case.echoes else self.answers[stage]
+            self.nodes[0].respond(answer, handler)
 
     def check_number(self, tensors: list[torch.Tensor], i: int) -> None:
         """What was pushed is that of exchange i."""

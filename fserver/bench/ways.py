@@ -181,7 +181,7 @@ def wire(devices: tuple[int, int]) -> dict[str, Any]:
     Raises:
         WrongDataError: what arrived is not what was sent.
     """
-    copies, rounds, found = 20, 20, {}
+    copies, rounds, found = 60, 8, {}
     for both in (False, True):
         for flying in (1, 2):
             lanes = []

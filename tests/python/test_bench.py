@@ -685,12 +685,12 @@ def written(path: Path, name: str) -> list[dict]:
 @needs_compiler
 def test_pingpong(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    argv = ["--sizes", "64,4K", "--rounds", "2", "--iters", "20", "--json", str(path)]
+    argv = ["--sizes", "64,4K,64:4K", "--rounds", "2", "--iters", "20", "--json", str(path)]
     affinity = os.sched_getaffinity(0)
     assert bench.main(["pingpong", *argv]) == 0
     assert os.sched_getaffinity(0) == affinity
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:2] == ["transport", "op"] and len(lines) == 2 + 6
+    assert lines[1].split()[:2] == ["transport", "op"] and len(lines) == 2 + 9
     rows = written(path, "pingpong")
     assert [(r["op"], r["bytes_out"], r["bytes_back"]) for r in rows] == [
         ("push", 64, 0),
@@ -699,6 +699,9 @@ def test_pingpong(tmp_path, capsys):
         ("push", 4096, 0),
         ("pull", 64, 4096),
         ("push_pull", 4096, 4096),
+        ("push", 64, 0),
+        ("pull", 64, 4096),
+        ("push_pull", 64, 4096),
     ]
     for row in rows:
         assert (

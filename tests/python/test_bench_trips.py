@@ -159,7 +159,8 @@ def messages(how, in_flight, p50):
 
 
 RAW = {**graph_of("", "graph x20", 2, 20.0), "by": "raw", "what": "copy engine"}
-WIRE = {"by": "wire", "p50_us": 98.0, "both_ways_p50_us": 196.0}
+WIRE = {"by": "wire", "p50_us": 98.0, "both_ways_p50_us": 199.0}
+FASTER = {"by": "raw", "what": "copy engine both ways", "how": "enqueued x20", "p50_us": 196.0}
 
 
 @pytest.mark.parametrize(
@@ -179,10 +180,12 @@ WIRE = {"by": "wire", "p50_us": 98.0, "both_ways_p50_us": 196.0}
         (messages("one way", 3, 100.1), False),
         (messages("one way", 1, 90.0), None),
         (messages("both ways", 2, 200.0), True),
+        (messages("both ways", 2, 200.1), False),
     ],
 )
 def test_targets(row, met):
     before = [{"by": "raw", "skipped": "no"}, {**RAW, "what": "kernels", "p50_us": 1.0}, RAW, WIRE]
+    before.append(FASTER)
     [one] = trips.summary({**row, "wrong": 0}, {}, before)
     assert one.get("meets") is met
     [one] = trips.summary({**row, "wrong": 0}, {}, [])
