@@ -183,9 +183,11 @@ Lane::Lane(int device, const std::string &image, double timeout_ms,
     : device_(device), programmatic_(programmatic),
       patience_(static_cast<uint64_t>(timeout_ms * 1e6)) {
   open_driver("channel");
-  if (!cs_cu.LaunchKernelEx || !cs_cu.StreamBatchMemOp)
-    raise(Kind::kConfig,
-          "channel: the CUDA driver is older than 11.7 (install a newer one)");
+  if (!cs_cu.LaunchKernelEx || !cs_cu.StreamBatchMemOp) {
+    char why[256];
+    cs_cuda_too_old(11070, why, sizeof why);
+    raise(Kind::kConfig, "channel: %s", why);
+  }
   const Relaxed relaxed;
   must("find the GPU", cs_cu.DeviceGet(&handle_, device));
   must("hold the GPU's context",

@@ -43,6 +43,26 @@ static void set(void *field, void *function) {
   memcpy(field, &function, sizeof function);
 }
 
+/* The CUDA version of the driver, 0 if it does not say. */
+static int version_there(void) {
+  cs_result (*get)(int *) = NULL;
+  int version = 0;
+  set(&get, find("cuDriverGetVersion", 2020));
+  if (get)
+    get(&version);
+  return version;
+}
+
+static void lacks(const char *symbol, int since) {
+  int there = version_there();
+  int n = snprintf(reason, sizeof reason,
+                   "libcuda.so.1 has no %s (CUDA %d.%d or later)", symbol,
+                   since / 1000, since % 1000 / 10);
+  if (there && n > 0 && (size_t)n < sizeof reason)
+    snprintf(reason + n, sizeof reason - (size_t)n, ", and is of CUDA %d.%d",
+             there / 1000, there % 1000 / 10);
+}
+
 static int open_library(void) {
   library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) {
@@ -56,9 +76,7 @@ static int open_library(void) {
 #define MUST(name, symbol, version, arguments)                                 \
   set(&cs_cu.name, find(symbol, version));                                     \
   if (!cs_cu.name) {                                                           \
-    snprintf(reason, sizeof reason,                                            \
-             "libcuda.so.1 has no %s (CUDA %d.%d or later)", symbol,           \
-             version / 1000, version % 1000 / 10);                             \
+    lacks(symbol, version);                                                    \
     return -1;                                                                 \
   }
 #define MAY(name, symbol, version, arguments)                                  \
@@ -88,6 +106,14 @@ int cs_cuda_open(char *why, size_t room) {
   if (room)
     snprintf(why, room, "%s", reason);
   return -1;
+}
+
+void cs_cuda_too_old(int needed, char *why, size_t room) {
+  int there = version_there();
+  snprintf(why, room,
+           "the driver is of CUDA %d.%d, and %d.%d or later is needed (install "
+           "a newer one)",
+           there / 1000, there % 1000 / 10, needed / 1000, needed % 1000 / 10);
 }
 
 void cs_cuda_text(cs_result result, char *text, size_t room) {

@@ -53,7 +53,8 @@ func Open() error {
 		return errors.New("cuda: " + C.GoString(&why[0]))
 	}
 	if C.cs_cu.StreamWriteValue64 == nil || C.cs_cu.DeviceGetUuid == nil {
-		return errors.New("cuda: the driver is older than CUDA 11.7 (install a newer one)")
+		C.cs_cuda_too_old(11070, &why[0], C.size_t(len(why)))
+		return errors.New("cuda: " + C.GoString(&why[0]))
 	}
 	return nil
 }

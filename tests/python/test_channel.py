@@ -1085,15 +1085,58 @@ for call in (
 """
 
 
+# One that says what it has by version (since 11.3), and has not what is called LACKS.
+DRIVER_OF = """
+#include <string.h>
+
+static int good(void) { return 0; }
+static int version(int *out) { return *out = VERSION, 0; }
+
+int LOOKUP(const char *name, void **function, int since) {
+  *function = since > VERSION || strcmp(name, LACKS) == 0  ? 0
+              : strcmp(name, "cuDriverGetVersion") == 0 ? (void *)version
+                                                        : (void *)good;
+  return *function ? 0 : 500;
+}
+"""
+
+
+def driver_of(version: int, lacks: str = "") -> str:
+    lookup = "cuGetProcAddress" if version < 12000 else "cuGetProcAddress_v2"
+    names = {"VERSION": version, "LACKS": f'"{lacks}"', "LOOKUP": lookup}
+    return "".join(f"#define {k} {v}\n" for k, v in names.items()) + DRIVER_OF
+
+
 @needs_compiler
-def test_driver_without_what_is_needed(tmp_path: Path) -> None:
-    """It is too old: channels and nodes say what it lacks, since when drivers have it, and what to
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("int none;", r"libcuda.so.1 has no cu\w+ \(CUDA \d+\.\d or later\) \(install the NVIDIA"),
+        (
+            driver_of(12040, "cuMemAlloc"),
+            "no cuMemAlloc_v2 .CUDA 3.2 or later., and is of CUDA 12.4 ",
+        ),
+        (
+            driver_of(10010),
+            "no .* .CUDA 1[01].[02] or later., and is of CUDA 10.1 .install the NVIDIA",
+        ),
+        *(
+            (
+                driver_of(v),
+                f"is of CUDA 11.{v // 10 % 100}, and 11.7 or later is needed .install a newer",
+            )
+            for v in (11030, 11040, 11060)
+        ),
+    ],
+    ids=["none", "12.4 without", "10.1", "11.3", "11.4", "11.6"],
+)
+def test_driver_without_what_is_needed(tmp_path: Path, source: str, says: str) -> None:
+    """Channels and nodes say what it lacks, since when drivers have it, what it is, and what to
     do."""
-    said = over_driver(tmp_path, "int none;", OLD_DRIVER)
+    said = over_driver(tmp_path, source, OLD_DRIVER)
     assert len(said) == 2, said
     for text in said:
-        assert re.search(r"libcuda.so.1 has no cu\w+ \(CUDA \d+\.\d or later\)", text)
-        assert "install the NVIDIA driver, or " in text
+        assert re.search(says, text), text
 
 
 COUNTED_CONTEXTS = """
