@@ -5,6 +5,10 @@ using c10::Device;
 using c10::DeviceType;
 using c10::Stream;
 
+extern "C" {
+int current_stream = 1;
+}
+
 namespace {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -14,7 +18,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(Device) const override {}
   void uncheckedSetDevice(Device) const noexcept override {}
   Stream getStream(Device device) const override {
-    return Stream(Stream::UNSAFE, device, 1);
+    return Stream(Stream::UNSAFE, device, current_stream);
   }
   Stream exchangeStream(Stream stream) const override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return 2; }

@@ -29,6 +29,8 @@ int held; /* memory, streams, contexts and modules that were not given back */
 int spoiled;        /* calls that a capture in another thread forbids */
 int waited_in_vain; /* streams that went on, so that a test ends */
 int capturing; /* this thread captures its stream, which something has spoiled */
+int busy;      /* a stream has not done what is enqueued */
+int asked;     /* streams whether they have */
 int captures; /* a stream of another thread is captured, in the mode "global" */
 uint64_t launched_bytes; /* of the first segment of the newest launch */
 unsigned launched_rows;
@@ -166,6 +168,10 @@ static int new_stream(cs_stream *out) {
   *out = (cs_stream)(uintptr_t)0x1000;
   take();
   return CS_CU_SUCCESS;
+}
+static int query(void) {
+  asked++;
+  return busy ? CS_CU_NOT_READY : CS_CU_SUCCESS;
 }
 static int is_capturing(cs_stream s, int *out) {
   (void)s;
@@ -311,6 +317,7 @@ static const struct {
     {"cuStreamCreate", (void *)new_stream},
     {"cuStreamDestroy", (void *)release},
     {"cuStreamIsCapturing", (void *)is_capturing},
+    {"cuStreamQuery", (void *)query},
     {"cuStreamSynchronize", (void *)unsafe},
     {"cuStreamWriteValue32", (void *)write_word},
     {"cuStreamBatchMemOp", (void *)batch},

@@ -23,7 +23,7 @@ import fserver
 from fserver import _loader, fserver_lib
 from fserver import notify as notifying
 from fserver.channel import channel as opener
-from fserver.channel.stream import StreamSide
+from fserver.channel.stream import Gpu, StreamSide
 
 MakeCluster = Callable[..., Cluster]
 Work = Callable[[], None]
@@ -118,12 +118,32 @@ class FakeGpu:
         return self.stream.over(seconds)
 
 
+class TwoStreams(FakeGpu):
+    """With what Gpu asks torch of its streams."""
+
+    call = Gpu.call
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream)
+        self.current, self.capturing, self.device = "first", False, 0
+        self._stream: Any = None
+        self._event = SimpleNamespace(record=lambda _: None, query=lambda: stream.over(0))
+        cuda = SimpleNamespace(
+            device=contextlib.nullcontext,
+            current_stream=lambda: self.current,
+            is_current_stream_capturing=lambda: self.capturing,
+        )
+        self._torch = SimpleNamespace(cuda=cuda)
+
+
 def void(tensor: torch.Tensor) -> None:
     """Nothing, of what an operation gives back."""
 
 
 class On:
     """Has channels be those of a stream, for the thread that opens them."""
+
+    gpu = FakeGpu
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: dict[str, Stream] = {}
@@ -135,7 +155,7 @@ class On:
 
     def _carried(self, device: Any, out: Any, into: Any, make: Any, timeout_ms: float) -> Any:
         stream = self.stream(threading.current_thread().name)
-        return StreamSide(FakeGpu(stream), out, into, make, timeout_ms)
+        return StreamSide(self.gpu(stream), out, into, make, timeout_ms)
 
 
 @pytest.fixture
@@ -228,6 +248,43 @@ def test_replayed(cluster: MakeCluster, on: On, way: str) -> None:
     done(at_worker, at_server)
     assert not wrong and int(turn) == 4 + 3 * 183
     assert w.rows[0].tolist() == s.rows[0].tolist() == [7]
+    w.check()
+    s.check()
+
+
+def test_two_streams(pair: Cluster, on: On) -> None:
+    """A channel that is in use on one is refused on another, until that is over."""
+    on.gpu = TwoStreams
+    x, y = torch.zeros(4), torch.zeros(4)
+    w, s, at_worker, at_server = opened(on, pair, [x], [y])
+    gpu, release = w._side._gpu, threading.Event()
+
+    def held() -> None:
+        release.wait(LIMIT)
+
+    try:
+        at_worker.put(held)
+        for call in (w.send, w.recv):
+            gpu.current = "first"
+            call()
+            gpu.current = "second"
+            other = "recv" if call == w.send else "send"
+            text = f"^{other}: the channel is in use on another stream: give each stream a channel"
+            with pytest.raises(fserver.ConfigError, match=text):
+                getattr(w, other)()
+        gpu.capturing = True  # nothing can be asked then
+        with at_worker.capture():
+            w.send()
+            w.recv()
+        gpu.capturing = False
+    finally:
+        release.set()
+    s.recv()
+    s.send()
+    done(at_worker, at_server)
+    for call in (w.send, s.recv, s.send, w.recv):
+        call()
+    done(at_worker, at_server)
     w.check()
     s.check()
 

@@ -79,15 +79,16 @@ def over(driver: Path, check: Callable[..., None], *arguments: str) -> None:
 
 
 class Driver:
-    """The variables of fakelane.c as attributes."""
+    """The variables of fakelane.c, and of fakeguard.cc, as attributes."""
 
     def __init__(self) -> None:
         self.__dict__["_library"] = ctypes.CDLL("libcuda.so.1")
-        ctypes.CDLL("libfakeguard.so").install()
+        self.__dict__["_guard"] = ctypes.CDLL("libfakeguard.so")
+        self._guard.install()
 
     def _at(self, name: str) -> Any:
         kind = ctypes.c_uint64 if name == "launched_bytes" else ctypes.c_int
-        return kind.in_dll(self._library, name)
+        return kind.in_dll(self._guard if name == "current_stream" else self._library, name)
 
     def __getattr__(self, name: str) -> int:
         return self._at(name).value
@@ -506,6 +507,35 @@ def arrived(
 def test_whole_messages(driver: Path, mode: str, memory: str) -> None:
     """Foreign: that no IPC handle names, which is copied from a landing buffer."""
     over(driver, whole_messages, mode, memory)
+
+
+def two_streams(mode: str) -> None:
+    w, s = pair(mode)
+    w.lane.send()
+    s.lane.recv()
+    s.lane.send()
+    DRIVER.busy, DRIVER.current_stream = 1, 2
+    done = DRIVER.launches, DRIVER.copies
+    text = "^recv: the channel is still in use on another stream: synchronize that one first, or op"
+    refuses(w.lane.recv, fserver.ConfigError, text)
+    assert (DRIVER.launches, DRIVER.copies) == done
+    DRIVER.current_stream = 1
+    w.lane.recv()
+    DRIVER.busy, DRIVER.current_stream = 0, 2  # that one has done all
+    w.lane.send()
+    s.lane.recv()
+    s.lane.send()
+    DRIVER.busy, DRIVER.current_stream = 1, 1
+    DRIVER.capturing = 1  # who asks then ends the capture
+    asked = DRIVER.asked
+    w.lane.recv()
+    assert DRIVER.asked == asked
+    DRIVER.capturing = 0
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_two_streams(driver: Path, mode: str) -> None:
+    over(driver, two_streams, mode)
 
 
 def wrong_rows(mode: str) -> None:
