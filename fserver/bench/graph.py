@@ -71,6 +71,7 @@ HOST = {
 }
 KINDS = ("eager", "ce", "ce graph", "sm")
 MODES = ("sm", "ce")  # of channels on GPUs
+BLOCKS = 8  # of GEMMs, of a part of overlap
 STREAMS = ("two", "one", "each")
 # Options: default and help. What begins with a work is for that alone.
 OPTIONS: dict[str, tuple[Any, str]] = {
@@ -81,8 +82,8 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "replays": (300, "af: timed, of each row"),
     "parts": (6, "af: in how many parts"),
     "size": (8192, "overlap: of the GEMM"),
-    "rounds": (60, "overlap: of each row"),
-    "ms": (40.0, "overlap: length of the loop of GEMMs"),
+    "rounds": (20, "overlap: with traffic and without, of each row"),
+    "ms": (100.0, "overlap: length of each"),
     "exchanges": (10**6, "memory: of each mode"),
     "seconds": (40.0, "memory: the most that a mode takes"),
     "trips": (20, "zero-sm: round trips"),
@@ -460,61 +461,109 @@ def overlap_by(
 
 
 def _beside(side: Side, t: Any, compute: bool, size: int, rounds: int, ms: float) -> dict[str, Any]:
-    """GEMMs alone, traffic alone, both, GEMMs alone again; the traffic lasts longer than the
-    GEMMs, and its stream comes first. Data is checked where the kernels make it."""
+    """A loop of GEMMs that never pauses, as a GPU that does changes its clock, and traffic beside
+    every second part of it. Each part is so many blocks; those that traffic surely was beside are
+    compared with those before and after it that none was beside. Data is checked where the kernels
+    make it."""
     a, b = (torch.randn(size, size, device=side.device).to(torch.bfloat16) for _ in range(2))
     c, stream = torch.empty_like(a), side.stream()
 
-    def gemms(count: int) -> tuple[Any, Any]:
+    def multiply(count: int) -> tuple[Any, Any]:
         with side.on(stream):
             begin = side.mark()
             for _ in range(count):
                 torch.mm(a, b, out=c)
             return begin, side.mark()
 
-    def alone(count: int) -> float:
-        side.barrier()
-        begin, end = gemms(count)
-        side.sync()
-        return begin.elapsed_time(end)
+    multiply(10)
+    side.sync()
+    begin, end = multiply(10)
+    side.sync()
+    count = max(1, round(10 * ms / BLOCKS / max(side.share(begin.elapsed_time(end)))))
+    with side.on(stream):
+        block = side.captured(lambda: [torch.mm(a, b, out=c) for _ in range(count)], stream)
 
-    alone(10)
-    count = max(2, math.ceil(10 * ms / max(side.share(alone(10)))))
-    replay_ms = max(side.share(median(t.timed(5))))
-    replays = max(4, math.ceil(1.5 * ms / replay_ms))
-    wrong, rows = 0, []
-    for _ in range(rounds):
-        before = alone(count)
-        quiet = median(t.timed(replays))
+    def part(marks: list[Any]) -> None:
+        with side.on(stream):
+            for _ in range(BLOCKS):
+                block()
+                marks.append(side.mark())
+
+    quiet = max(side.share(median(t.timed(5))))
+    side.barrier()
+    tried: list[Any] = []
+    part(tried)
+    loaded = t.run(3)
+    side.sync()
+    slowest = max(side.share(max(x.elapsed_time(y) for x, y in loaded)))
+    replays = max(2, math.ceil(ms / slowest))
+    with side.on(stream):
+        marks = [side.mark()]
+    traffic = []
+    for number in range(2 * rounds + 1):
+        if number > 1:
+            marks[(number - 1) * BLOCKS].synchronize()  # a part is enqueued ahead
         side.barrier()
-        marks = t.run(3)
-        begin, end = gemms(count)
-        marks += t.run(replays - 3)
-        side.sync()
-        t.check()
-        if compute:
-            with side.on(t.main):
-                wrong += t.wrong()
-        after = alone(count)
-        inside = [
-            x.elapsed_time(y)
-            for x, y in marks
-            if begin.elapsed_time(x) >= 0 and y.elapsed_time(end) >= 0
-        ]
-        beside = begin.elapsed_time(end)
-        rows.append(
-            {
-                "gemms_ms": [before, beside, after],
-                "slowed": 2 * beside / (before + after) - 1,
-                "noise": after / before - 1,
-                "traffic_ms": [quiet, median(inside) if inside else None],
-                "traffic_slowed": (median(inside) if inside else beside) / quiet - 1,
-                "replays_inside": len(inside),
-                "covered": end.elapsed_time(marks[-1][1]) >= 0,
-            }
-        )
+        if number % 2:
+            if not side.dry:
+                t.main.wait_event(marks[-1])
+            traffic.append(t.run(replays))
+        part(marks)
+    side.sync()
+    t.check()
+    wrong = 0
+    if compute:
+        with side.on(t.main):
+            wrong = t.wrong()
+    at = [marks[0].elapsed_time(mark) for mark in marks]
+    times = [[tuple(marks[0].elapsed_time(m) for m in both) for both in one] for one in traffic]
     t.close()
-    return {"rounds": rows, "gemms": count, "replays": replays, "wrong": wrong}
+    rows = _compared(at, times, side.dry)
+    found = {"rounds": rows, "gemms": count, "replays": replays, "quiet_ms": quiet}
+    return {**found, "wrong": wrong}
+
+
+def _compared(
+    at: list[float], traffic: list[list[tuple[float, ...]]], dry: bool
+) -> list[dict[str, Any]]:
+    """Of each round by how much GEMMs were slowed.
+
+    Args:
+        at: when the loop began and when each of its blocks ended; BLOCKS of them are a part, and
+            round r has the parts 2 r, 2 r + 1 and 2 r + 2.
+        traffic: of each round, when each replay began and ended. In the first the sides meet.
+        dry: nothing runs beside anything.
+    """
+    spans = [(one[1][0], one[-1][1]) for one in traffic]
+
+    def blocks(part: int, beside: bool) -> list[float]:
+        found = []
+        for i in range(part * BLOCKS, (part + 1) * BLOCKS):
+            begin, end = at[i], at[i + 1]
+            within = any(x <= begin and end <= y for x, y in spans)
+            apart = all(end <= one[0][0] or one[-1][1] <= begin for one in traffic)
+            if within if beside and not dry else apart or dry:
+                found.append(end - begin)
+        return found
+
+    rows = []
+    for r, one in enumerate(traffic):
+        before, inside, after = (
+            blocks(2 * r, False),
+            blocks(2 * r + 1, True),
+            blocks(2 * r + 2, False),
+        )
+        if before and inside and after:
+            quiet = (median(before) + median(after)) / 2
+            rows.append(
+                {
+                    "slowed": median(inside) / quiet - 1,
+                    "noise": median(after) / median(before) - 1,
+                    "blocks": [len(before), len(inside), len(after)],
+                    "traffic_ms": median(y - x for x, y in one[1:]),
+                }
+            )
+    return rows
 
 
 def _memory(side: Side) -> dict[str, Any]:
@@ -648,10 +697,10 @@ def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[s
     return {**found, "control": control["kernel"], "transport": how, "wrong": wrong}
 
 
-def between(ordered: Sequence[float]) -> tuple[float, float]:
-    """Two of the sorted values, between which the median of all that could be measured is with 95 %
+def between(values: Sequence[float]) -> tuple[float, float]:
+    """Two of the values, between which the median of all that could be measured is with 95 %
     confidence (how many are below it is binomial); of few values, the least and the most."""
-    half = 0.98 * math.sqrt(len(ordered))
+    ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
     low = max(0, math.floor(len(ordered) / 2 - half) - 1)
     high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
     return ordered[low], ordered[high]
@@ -675,19 +724,25 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
             "meets": 1e3 * p50 / per <= 20 and spread <= 1.05,
         }
     if work == "overlap":
-        sides = [sorted(x["slowed"] for x in r["rounds"]) for r in results]
-        slowed = [median(values) for values in sides]
-        low, high = between(sides[slowed.index(max(slowed))])
-        rounds = [x for r in results for x in r["rounds"]]
+        if not all(r["rounds"] for r in results):
+            raise BenchError("traffic was never beside GEMMs, or always (--ms)")
+        worst = max(results, key=lambda r: median(x["slowed"] for x in r["rounds"]))
+        slowed = [median(x["slowed"] for x in r["rounds"]) for r in results]
+        low, high = between([x["slowed"] for x in worst["rounds"]])
         target = 0.005  # of ce, without kernels
         return {
             "gemms_slowed_percent": round(100 * max(slowed), 2),
             "between": [round(100 * low, 2), round(100 * high, 2)],
             "of_each_gpu": [round(100 * s, 2) for s in slowed],
-            "noise_percent": round(100 * median(abs(x["noise"]) for x in rounds), 2),
-            "traffic_slowed_percent": round(100 * median(x["traffic_slowed"] for x in rounds), 1),
-            "replays_inside": min(x["replays_inside"] for x in rounds),
-            "covered": all(x["covered"] for x in rounds),
+            "noise_percent": round(
+                100 * median(abs(x["noise"]) for r in results for x in r["rounds"]), 2
+            ),
+            "traffic_slowed_percent": round(
+                100
+                * median(x["traffic_ms"] / r["quiet_ms"] - 1 for r in results for x in r["rounds"]),
+                1,
+            ),
+            "rounds": min(len(r["rounds"]) for r in results),
             "meets": True if high <= target else False if low > target else "cannot be told",
         }
     if work == "memory":

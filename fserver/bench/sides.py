@@ -32,6 +32,9 @@ class _Mark:
     def elapsed_time(self, later: _Mark) -> float:
         return (later.at - self.at) * 1e3
 
+    def synchronize(self) -> None:
+        pass
+
 
 class Side:
     """One process: a worker or a server, and its GPU.

@@ -933,24 +933,41 @@ def test_graph_overlap(tmp_path):
     """On the CPU: the program, not the speed."""
     path = tmp_path / "rows.json"
     argv = ["--dry", "--shape", "1x1", "--layers", "2", "--stages", "2", "--rows", "2"]
-    argv += ["--width", "64", "--size", "32", "--rounds", "3", "--ms", "2", "--modes", "ce"]
+    argv += ["--width", "64", "--size", "32", "--rounds", "3", "--ms", "8", "--modes", "ce"]
     assert bench.main(["graph", "overlap", *argv, "--json", str(path), "--beside", "nccl"]) == 0
     *ours, nccl = json.loads(path.read_text())["rows"]
     assert [row["compute"] for row in ours] == [False, True] and nccl["by"] == "nccl"
     for row in (*ours, nccl):
         low, high = row["between"]
         assert low <= row["gemms_slowed_percent"] <= high
-        assert row["wrong"] == 0 and row["covered"]
+        assert row["wrong"] == 0 and row["rounds"] == 3
     for row in ours:
         if row["meets"] == "cannot be told":
             assert row["between"][0] <= 0.5 <= row["between"][1]
     assert "meets" not in nccl
 
 
+def test_graph_overlap_compares_what_was_beside():
+    """A block takes 1 ms alone and 3 beside traffic, which begins late, and once ends late."""
+    ends, at, traffic = [0.0], 0.0, []
+    for part in range(5):
+        for i in range(graph.BLOCKS):
+            at += 3.0 if part % 2 and i >= 2 or part == 2 and i < 2 else 1.0
+            ends.append(at)
+    for part in (1, 3):
+        first = ends[part * graph.BLOCKS + 2]
+        last = ends[(part + 1) * graph.BLOCKS + (2 if part == 1 else 0)]
+        traffic.append([(first - 0.5, first), (first, (first + last) / 2), (last - 1, last)])
+    rows = graph._compared(ends, traffic, dry=False)
+    assert [row["blocks"] for row in rows] == [[8, 6, 6], [6, 6, 8]]
+    assert [row["slowed"] for row in rows] == [2.0, 2.0] and rows[0]["noise"] == 0.0
+    assert graph._compared(ends, [[(0.0, 0.1), (0.1, at)]], dry=False) == []
+
+
 def test_graph_between():
     """Of 100 values, the 40th and the 61st have it between them in 96 of 100 cases."""
-    assert graph.between([float(i) for i in range(1, 101)]) == (40.0, 61.0)
-    assert graph.between([1.0, 2.0, 3.0]) == (1.0, 3.0)
+    assert graph.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
+    assert graph.between([3.0, 1.0, 2.0]) == (1.0, 3.0)
 
 
 def test_graph_zero_sm(tmp_path):
