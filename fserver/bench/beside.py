@@ -27,7 +27,7 @@ from .turns import Figures
 
 WAYS = (*ways.ON_GPUS, *ways.ON_CPU)
 START = 120.0  # seconds; imports of torch in many processes
-LIMIT = 30.0  # seconds; what is done in one go, the first of which takes longest; to join: twice
+LIMIT = 20.0  # seconds; what is done in one go, the first of which takes longest; to join: twice
 CORES = 4  # of each process
 
 
