@@ -28,6 +28,7 @@ from .turns import Figures
 WAYS = (*ways.ON_GPUS, *ways.ON_CPU)
 START = 120.0  # seconds; imports of torch in many processes
 LIMIT = 20.0  # seconds; what is done in one go, the first of which takes longest; to join: twice
+APART = 0.5  # seconds; so that the two do not say at the same time where they hang
 CORES = 4  # of each process
 
 
@@ -174,7 +175,7 @@ class Other:
             self._crew.results(START)
             for i, peer in enumerate(self._crew.peers):
                 place = Place(peer.name, 0, 1, 1, "", {}, None, gpus and gpus[i])
-                peer.tell("within", 2 * LIMIT, "connect", [place])
+                peer.tell("within", 2 * LIMIT + i * APART, "connect", [place])
 
     def joined(self) -> None:
         """Waits for it."""
@@ -213,7 +214,9 @@ class Other:
     def _call(self, method: str, *args: Any, more: float = 0) -> Any:
         limit = LIMIT + more
         with self._guarded():
-            return self._crew.all("within", limit, method, *args, timeout=limit + 2)[0]
+            for i, peer in enumerate(self._crew.peers):
+                peer.tell("within", limit + i * APART, method, *args)
+            return self._crew.results(limit + 2)[0]
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -280,6 +283,8 @@ def beside(
             reason = "it takes tensors on the CPU"
         elif gpus and gpus[0] == gpus[1]:
             reason = "it takes two GPUs, and there is one"
+        else:
+            reason = ways.missing(way)
         players.append(Other(way, reason))
     able = [player for player in players if player.reason is None]
     stack.callback(_close, able)

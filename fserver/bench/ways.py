@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import others
-from .errors import BenchError, WrongDataError
+from .errors import WrongDataError
 from .report import percentile
 
 ON_GPUS = ("nccl", "symm", "nvshmem", "nixl")
@@ -136,12 +136,17 @@ def _nvshmem(side: Side, room: int) -> Open:
     return make
 
 
+def missing(way: str) -> str | None:
+    """Why this machine has not what a way takes, if it is known before it is tried."""
+    if way == "nixl" and not any(importlib.util.find_spec(name) for name in _NIXL):
+        return f"no module of {', '.join(_NIXL)} is installed"
+    return None
+
+
 def _nixl(side: Side, room: int) -> Open:
     """The agents write into each other's memory, registered once; without NIXL's own thread, which
     makes it slower."""
-    package = next((name for name in _NIXL if importlib.util.find_spec(name)), None)
-    if package is None:
-        raise BenchError(f"no module of {', '.join(_NIXL)} is installed")
+    package = next(name for name in _NIXL if importlib.util.find_spec(name))
     api = importlib.import_module(f"{package}._api")
     agent = api.nixl_agent(f"side{side.index}", api.nixl_agent_config(enable_prog_thread=False))
     outgoing, incoming, at = _empty(side, room), _empty(side, room), side.device.index
