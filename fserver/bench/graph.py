@@ -72,6 +72,7 @@ HOST = {
 KINDS = ("eager", "ce", "ce graph", "sm")
 MODES = ("sm", "ce")  # of channels on GPUs
 BLOCKS = 8  # of GEMMs, of a part of overlap
+AHEAD = 3  # parts that are enqueued
 STREAMS = ("two", "one", "each")
 # Options: default and help. What begins with a work is for that alone.
 OPTIONS: dict[str, tuple[Any, str]] = {
@@ -493,22 +494,22 @@ def _beside(side: Side, t: Any, compute: bool, size: int, rounds: int, ms: float
     side.barrier()
     tried: list[Any] = []
     part(tried)
-    loaded = t.run(3)
+    loaded = t.run(4)
     side.sync()
-    slowest = max(side.share(max(x.elapsed_time(y) for x, y in loaded)))
-    replays = max(2, math.ceil(ms / slowest))
+    slowest = max(side.share(max(x.elapsed_time(y) for x, y in loaded[1:])))
+    replays = 1 + max(2, math.ceil(ms / slowest))
     with side.on(stream):
         marks = [side.mark()]
     traffic = []
     for number in range(2 * rounds + 1):
-        if number > 1:
-            marks[(number - 1) * BLOCKS].synchronize()  # a part is enqueued ahead
+        if number >= AHEAD:
+            marks[(number - AHEAD + 1) * BLOCKS].synchronize()
         side.barrier()
-        if number % 2:
-            if not side.dry:
-                t.main.wait_event(marks[-1])
-            traffic.append(t.run(replays))
         part(marks)
+        if number % 2:  # this takes long, while the loop goes on with what is ahead of it
+            if not side.dry:
+                t.main.wait_event(marks[number * BLOCKS])
+            traffic.append(t.run(replays))
     side.sync()
     t.check()
     wrong = 0
