@@ -323,8 +323,7 @@ class Opener:
         wait any more may open its side again, and would take it for that one's."""
         for i in peers:
             with contextlib.suppress(Error):
-                text = describe.text(mode, "", [], [], refused=str(error)[:400])
-                self._node.channel_tell(handle, i, text)
+                self._node.channel_tell(handle, i, describe.refusal(mode, error))
 
     def _end(self, handle: int, keys: Sequence[int], side: Any) -> None:
         self._keys.difference_update(keys)
@@ -399,7 +398,7 @@ class Opener:
             for i in range(servers):
                 theirs = describe.read(i, self._node.channel_text(handle, i, timeout_ms))
                 if "refused" in theirs:
-                    raise ShapeError(f"channel: server {i} refuses: {str(theirs['refused']):.400}")
+                    raise describe.refused(f"server {i}", theirs)
                 keys = pull_keys[i * each : (i + 1) * each]
                 into = [describe.of(t, k) for t, k in zip(shares[i], keys, strict=True)]
                 _same(i, mode, theirs, out, into)
@@ -498,8 +497,7 @@ class Opener:
             ]
             refuse = [i for i, t in enumerate(theirs) if "refused" in t]
             if refuse:
-                i = refuse[0]
-                raise ShapeError(f"channel: worker {i} refuses: {str(theirs[i]['refused']):.400}")
+                raise describe.refused(f"worker {refuse[0]}", theirs[refuse[0]])
             if given:
                 device = given[0].device
             elif device is None:

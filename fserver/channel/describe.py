@@ -70,6 +70,19 @@ def read(peer: int, received: str) -> dict[str, Any]:
     return theirs
 
 
+def refusal(mode: str, error: BaseException) -> str:
+    """In place of a description: why there is none."""
+    return text(mode, "", [], [], refused=str(error)[:400], kind=type(error).__name__)
+
+
+def refused(who: str, theirs: dict[str, Any]) -> Error:
+    """The error of a peer that has told a refusal, of the same kind where that is about what the
+    caller can change."""
+    kinds: dict[str, type[Error]] = {kind.__name__: kind for kind in (ConfigError, ShapeError)}
+    kind = kinds.get(str(theirs.get("kind")), Error)
+    return kind(f"channel: {who} refuses: {str(theirs['refused']):.400}")
+
+
 def _show(tensor: Sequence[Any]) -> str:
     key, dtype, shape = tensor
     return f"key {key}, {dtype} {shape}"

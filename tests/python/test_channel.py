@@ -588,12 +588,13 @@ def test_the_engine_lets_go_of_a_side_that_is_closed(
     assert [side.word for side in made] == [7] * len(made)
 
 
+@pytest.mark.parametrize("kind", [fserver.Error, fserver.ConfigError])
 @pytest.mark.parametrize("which", ["worker", "server"])
 def test_a_side_that_cannot_be_made_says_so(
-    pair: Cluster, monkeypatch: pytest.MonkeyPatch, which: str
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch, which: str, kind: type[fserver.Error]
 ) -> None:
-    """The other one does not wait for it. Who has said so is told nothing: it may have opened the
-    channel again."""
+    """The other one does not wait for it, and has an error of the same kind. Who has said so is
+    told nothing: it may have opened the channel again."""
     local, opened = threading.local(), threading.Event()
     begin, refuse = opener.Opener._begin, opener.Opener._refuse
     told = {}
@@ -611,7 +612,7 @@ def test_a_side_that_cannot_be_made_says_so(
     def made(*_: Any) -> FakeSide:
         assert opened.wait(LIMIT)
         if local.role == which:
-            raise fserver.Error("no memory for it")
+            raise kind("no memory for it")
         return FakeSide()
 
     monkeypatch.setattr(opener.Opener, "_begin", begun)
@@ -624,8 +625,9 @@ def test_a_side_that_cannot_be_made_says_so(
         local.role = role
         node = getattr(pair, role)
         args = ([x], [1], [y], [1]) if role == "worker" else ([1], [y], [1])
-        with pytest.raises(fserver.Error) as caught:
+        with pytest.raises(kind) as caught:
             node.channel(*args, timeout_ms=MS, name="none")
+        assert type(caught.value) is kind
         return str(caught.value)
 
     worker, server = together([lambda: call("worker"), lambda: call("server")])
