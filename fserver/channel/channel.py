@@ -174,6 +174,8 @@ class Channel:
             PeerLostError, TimeoutError, ClosedError: the channel has ended.
         """
         self._enter("send", True)
+        if self.path == "cpu" and self._side.capturable:  # by a thread, which learns it later
+            self._node.channel_state(self._handle)
         self._side.send(rows)
         self._sends_next = False
 

@@ -387,6 +387,24 @@ def test_peer_closes(pair: Cluster, on: On, first: str) -> None:
     stays.close()
 
 
+def test_sent_to_who_has_closed(pair: Cluster, on: On) -> None:
+    """The call says so, not the next one."""
+    w, s, *streams = opened(on, pair, [torch.ones(1)], [torch.empty(1)])
+    for call in (w.send, s.recv, s.send, w.recv):
+        call()
+    done(*streams)
+    s.close()
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        try:
+            w.check()
+        except fserver.ClosedError:
+            break
+    with pytest.raises(fserver.ClosedError, match="closed its side"):
+        w.send()
+    w.close()
+
+
 LEFT_OPEN = """
 import pytest, torch, nodes, test_channel_stream as t
 on = t.On(pytest.MonkeyPatch())
