@@ -55,6 +55,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from . import others, trips
 from .crew import by_the_byte
 from .errors import BenchError
+from .options import positive, positive_milliseconds, positive_seconds
 from .peers import in_use
 from .report import percentile
 from .sides import Crew, Side
@@ -726,7 +727,9 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
         }
     if work == "overlap":
         if not all(r["rounds"] for r in results):
-            raise BenchError("traffic was never beside GEMMs, or always (--ms)")
+            raise BenchError(
+                f"traffic was never beside GEMMs, or always: --ms is {args.ms:g}: want longer parts"
+            )
         worst = max(results, key=lambda r: median(x["slowed"] for x in r["rounds"]))
         slowed = [median(x["slowed"] for x in r["rounds"]) for r in results]
         low, high = between([x["slowed"] for x in worst["rounds"]])
@@ -851,7 +854,22 @@ def _print(row: dict[str, Any]) -> None:
 
 def _shape(text: str) -> tuple[int, int]:
     a, _, b = text.partition("x")
-    return int(a), int(b)
+    try:
+        return positive(a), positive(b)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: want workers x servers, as in 2x2, 1 or more of each"
+        ) from None
+
+
+def _width(text: str) -> int:
+    width = positive(text)
+    if width % 4:
+        raise argparse.ArgumentTypeError(f"{text!r}: want a multiple of 4")
+    return width
+
+
+TYPES = {"width": _width, "ms": positive_milliseconds, "seconds": positive_seconds}
 
 
 def main(argv: list[str]) -> int:
@@ -878,7 +896,8 @@ def main(argv: list[str]) -> int:
         help="af, overlap, trips: by others",
     )
     for name, (default, text) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+        kind = TYPES.get(name, positive)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     args = parser.parse_args(argv)
     if args.modes is None:
         args.modes = trips.MODES if args.work == "trips" else MODES

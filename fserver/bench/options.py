@@ -118,13 +118,22 @@ def positive(text: str) -> int:
 
 def positive_seconds(text: str) -> float:
     """Seconds, more than 0."""
+    return _above_zero(text, "seconds")
+
+
+def positive_milliseconds(text: str) -> float:
+    """Milliseconds, more than 0."""
+    return _above_zero(text, "milliseconds")
+
+
+def _above_zero(text: str, unit: str) -> float:
     try:
-        seconds = float(text)
+        value = float(text)
     except ValueError:
-        seconds = 0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r}: want seconds, more than 0")
-    return seconds
+        value = 0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: want {unit}, more than 0")
+    return value
 
 
 def size(text: str) -> int:

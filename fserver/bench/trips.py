@@ -41,7 +41,7 @@ _joined: dict[str, ways.Open] = {}  # as long as the process lives
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """No collection of garbage while something is timed, as in timeit."""
     gc.collect()
     gc.disable()
@@ -83,7 +83,7 @@ def _time(
     """Microseconds of each of count runs, divided by per; both sides begin together. by_gpu: from
     the start to the end on the GPU, without what the CPU takes to launch it and to be woken."""
     values = []
-    with _undisturbed():
+    with undisturbed():
         for i in range(count + WARM):
             side.sync()
             side.together()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -85,17 +83,6 @@ class Side:
                 for name, at in where.items():
                     say(self.index, f"  {name} at {4 * at}: {list(words[at : at + 12])}")
             lane.abort()
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """No collection of garbage while something is timed, as in timeit."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def say(index: int, text: str) -> None:

@@ -384,6 +384,12 @@ def test_units_are_counted():
         (["af", "--layers", "2000"], "want at most 4096"),
         (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
         (["verify", "--seconds", "0"], "want seconds, more than 0"),
+        (["graph", "trips", "--runs", "0"], "--runs: '0': want a whole number, 1 or more"),
+        (["graph", "overlap", "--rounds", "-1"], "--rounds: '-1': want a whole number, 1 or more"),
+        (["graph", "overlap", "--ms", "0"], "--ms: '0': want milliseconds, more than 0"),
+        (["graph", "af", "--width", "7"], "--width: '7': want a multiple of 4"),
+        (["graph", "af", "--shape", "2"], "--shape: '2': want workers x servers, as in 2x2"),
+        (["graph", "af", "--shape", "0x1"], "--shape: '0x1': want workers x servers"),
         (
             ["pingpong", "--beside", "mpi"],
             "'mpi': want one of nccl, symm, nvshmem, nixl, gloo, none",
