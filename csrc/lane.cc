@@ -186,7 +186,7 @@ Lane::Lane(int device, const std::string &image, double timeout_ms,
   if (!cs_cu.LaunchKernelEx || !cs_cu.StreamBatchMemOp) {
     char why[256];
     cs_cuda_too_old(11070, why, sizeof why);
-    raise(Kind::kConfig, "channel: %s", why);
+    raise(Kind::kConfig, "channel: %s (install a newer one)", why);
   }
   const Relaxed relaxed;
   must("find the GPU", cs_cu.DeviceGet(&handle_, device));

@@ -111,8 +111,7 @@ int cs_cuda_open(char *why, size_t room) {
 void cs_cuda_too_old(int needed, char *why, size_t room) {
   int there = version_there();
   snprintf(why, room,
-           "the driver is of CUDA %d.%d, and %d.%d or later is needed (install "
-           "a newer one)",
+           "the driver is of CUDA %d.%d, and %d.%d or later is needed",
            there / 1000, there % 1000 / 10, needed / 1000, needed % 1000 / 10);
 }
 

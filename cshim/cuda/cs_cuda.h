@@ -363,8 +363,8 @@ extern struct cs_cuda cs_cu;
  * that it lacks, a driver that does not start. It creates no context. */
 int cs_cuda_open(char *why, size_t room);
 
-/* What to say where a function is NULL: the version of the driver, that is needed,
- * and what to do. For a driver that is open. */
+/* What to say where a function is NULL: the version of the driver, and which is
+ * needed. For a driver that is open. */
 void cs_cuda_too_old(int needed, char *why, size_t room);
 
 /* What a result means: "out of memory (CUDA_ERROR_OUT_OF_MEMORY)". Always ends

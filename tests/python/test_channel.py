@@ -1125,7 +1125,8 @@ def driver_of(version: int, lacks: str = "") -> str:
         *(
             (
                 driver_of(v),
-                f"is of CUDA 11.{v // 10 % 100}, and 11.7 or later is needed .install a newer",
+                f"is of CUDA 11.{v // 10 % 100}, and 11.7 or later is needed "
+                r"\(install (a newer one\)|the NVIDIA driver, of CUDA 11.7 or later, or set S)",
             )
             for v in (11030, 11040, 11060)
         ),
@@ -1139,6 +1140,7 @@ def test_driver_without_what_is_needed(tmp_path: Path, source: str, says: str) -
     assert len(said) == 2, said
     for text in said:
         assert re.search(says, text), text
+        assert text.count("install") == 1, text  # what to do, once
 
 
 COUNTED_CONTEXTS = """
