@@ -207,10 +207,10 @@ af_steps() {
   [[ -e fserver/include/fserver.h ]] || return
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   local rounds=() exchanges=()
-  [[ -n ${QUICK:-} ]] && rounds=(--rounds 4) exchanges=(--exchanges 50000)
+  [[ -n ${QUICK:-} ]] && rounds=(--rounds 20) exchanges=(--exchanges 50000)
   graph_step af af 180
   graph_step af zero-sm 60
-  graph_step af overlap 150 "${rounds[@]}"
+  graph_step af overlap 210 --seconds 12 "${rounds[@]}"
   graph_step af memory 120 "${exchanges[@]}"
 }
 

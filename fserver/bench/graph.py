@@ -74,8 +74,9 @@ KINDS = ("eager", "ce", "ce graph", "sm")
 MODES = ("sm", "ce")  # of channels on GPUs
 BLOCKS = 8  # of GEMMs, of a part of overlap
 AHEAD = 3  # parts that are enqueued
+STEADY = 0.003  # GEMMs before and after a part differ by no more, else the clock has changed
 STREAMS = ("two", "one", "each")
-# Options: default and help. What begins with a work is for that alone.
+# Options: default and help, which begins with the works that they are for alone.
 OPTIONS: dict[str, tuple[Any, str]] = {
     "layers": (61, "of the model"),
     "stages": (3, "micro-batches"),
@@ -84,10 +85,10 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "replays": (300, "af: timed, of each row"),
     "parts": (6, "af: in how many parts"),
     "size": (8192, "overlap: of the GEMM"),
-    "rounds": (20, "overlap: with traffic and without, of each row"),
-    "ms": (100.0, "overlap: length of each"),
+    "rounds": (200, "overlap: with traffic and without, of each row"),
+    "ms": (30.0, "overlap: length of each"),
     "exchanges": (10**6, "memory: of each mode"),
-    "seconds": (40.0, "memory: the most that a mode takes"),
+    "seconds": (40.0, "overlap, memory: the most that a row takes"),
     "trips": (20, "zero-sm: round trips"),
     "runs": (1000, "trips: of a graph of 20 round trips; of what takes longer fewer"),
 }
@@ -462,11 +463,13 @@ def overlap_by(
         return _beside(side, t, compute, **how)
 
 
-def _beside(side: Side, t: Any, compute: bool, size: int, rounds: int, ms: float) -> dict[str, Any]:
+def _beside(
+    side: Side, t: Any, compute: bool, size: int, rounds: int, ms: float, seconds: float
+) -> dict[str, Any]:
     """A loop of GEMMs that never pauses, as a GPU that does changes its clock, and traffic beside
-    every second part of it. Each part is so many blocks; those that traffic surely was beside are
-    compared with those before and after it that none was beside. Data is checked where the kernels
-    make it."""
+    every second part of it. Each part is so many blocks, and lasts ms or, where that is longer, as
+    long as three replays of the traffic; blocks that traffic surely was beside are compared with
+    those before and after it that none was beside. Data is checked where the kernels make it."""
     a, b = (torch.randn(size, size, device=side.device).to(torch.bfloat16) for _ in range(2))
     c, stream = torch.empty_like(a), side.stream()
 
@@ -481,24 +484,38 @@ def _beside(side: Side, t: Any, compute: bool, size: int, rounds: int, ms: float
     side.sync()
     begin, end = multiply(10)
     side.sync()
-    count = max(1, round(10 * ms / BLOCKS / max(side.share(begin.elapsed_time(end)))))
-    with side.on(stream):
-        block = side.captured(lambda: [torch.mm(a, b, out=c) for _ in range(count)], stream)
+    gemm = max(side.share(begin.elapsed_time(end) / 10))
 
-    def part(marks: list[Any]) -> None:
+    def blocks_of(count: int) -> Callable[[list[Any]], None]:
         with side.on(stream):
-            for _ in range(BLOCKS):
-                block()
-                marks.append(side.mark())
+            block = side.captured(lambda: [torch.mm(a, b, out=c) for _ in range(count)], stream)
 
+        def part(marks: list[Any]) -> None:
+            with side.on(stream):
+                for _ in range(BLOCKS):
+                    block()
+                    marks.append(side.mark())
+
+        return part
+
+    count = max(1, round(ms / BLOCKS / gemm))
+    part = blocks_of(count)
     quiet = max(side.share(median(t.timed(5))))
     side.barrier()
     tried: list[Any] = []
     part(tried)
     loaded = t.run(4)
+    while not loaded[-1][1].query():  # else the last ones had the GPU for themselves
+        part(tried)
+        tried[-BLOCKS].synchronize()
     side.sync()
     slowest = max(side.share(max(x.elapsed_time(y) for x, y in loaded[1:])))
-    replays = 1 + max(2, math.ceil(ms / slowest))
+    lasts = max(ms, 3 * slowest)
+    if lasts > ms:
+        count = max(1, math.ceil(lasts / BLOCKS / gemm))
+        part = blocks_of(count)
+    replays = 1 + max(2, math.floor(lasts / slowest))
+    rounds = min(rounds, max(2, int(1e3 * seconds / (2 * lasts))))
     with side.on(stream):
         marks = [side.mark()]
     traffic = []
@@ -522,7 +539,7 @@ def _beside(side: Side, t: Any, compute: bool, size: int, rounds: int, ms: float
     t.close()
     rows = _compared(at, times, side.dry)
     found = {"rounds": rows, "gemms": count, "replays": replays, "quiet_ms": quiet}
-    return {**found, "wrong": wrong}
+    return {**found, "part_ms": lasts, "wrong": wrong}
 
 
 def _compared(
@@ -727,12 +744,24 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
         }
     if work == "overlap":
         if not all(r["rounds"] for r in results):
+            part, replay = (max(r[k] for r in results) for k in ("part_ms", "quiet_ms"))
             raise BenchError(
-                f"traffic was never beside GEMMs, or always: --ms is {args.ms:g}: want longer parts"
+                "GEMMs and traffic took turns: no round has GEMMs beside traffic and others apart "
+                f"from it. Parts are of {part:.0f} ms, a replay alone takes "
+                f"{replay:.1f}: want longer parts (--ms), unless that is how it is"
             )
-        worst = max(results, key=lambda r: median(x["slowed"] for x in r["rounds"]))
-        slowed = [median(x["slowed"] for x in r["rounds"]) for r in results]
-        low, high = between([x["slowed"] for x in worst["rounds"]])
+        steady = [
+            [x["slowed"] for x in r["rounds"] if args.dry or abs(x["noise"]) <= STEADY]
+            for r in results
+        ]
+        if not all(steady):
+            raise BenchError(
+                f"GEMMs before and after a part were never within {STEADY:.1%} of each other: "
+                f"the GPU's clock changes; --rounds is {args.rounds}: want more"
+            )
+        worst = max(steady, key=median)
+        slowed = [median(x) for x in steady]
+        low, high = between(worst)
         target = 0.005  # of ce, without kernels
         return {
             "gemms_slowed_percent": round(100 * max(slowed), 2),
@@ -746,7 +775,8 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
                 * median(x["traffic_ms"] / r["quiet_ms"] - 1 for r in results for x in r["rounds"]),
                 1,
             ),
-            "rounds": min(len(r["rounds"]) for r in results),
+            "rounds": len(worst),
+            "of": max(len(r["rounds"]) for r in results),
             "meets": True if high <= target else False if low > target else "cannot be told",
         }
     if work == "memory":
@@ -777,12 +807,13 @@ def _rows(args: argparse.Namespace) -> list[tuple[Callable[..., Any], dict[str, 
         how = "one" if args.dry else "two"
         return found + [(af_by, {"by": way, "streams": how}, 30.0) for way in args.beside]
     if args.work == "overlap":
+        limit = 2 * args.seconds + 40
         order = [(m, kernels) for kernels in (False, True) for m in args.modes]
         if not args.dry:
             order = [("none", False), ("plain", False), *order]
-        found = [(overlap, {"mode": m, "compute": kernels}, 60.0) for m, kernels in order]
+        found = [(overlap, {"mode": m, "compute": kernels}, limit) for m, kernels in order]
         how = {"compute": True, "streams": "one" if args.dry else "two"}
-        return found + [(overlap_by, {"by": way, **how}, 60.0) for way in args.beside]
+        return found + [(overlap_by, {"by": way, **how}, limit) for way in args.beside]
     if args.work == "memory":
         return [(memory, {"mode": m}, 2 * args.seconds + 30) for m in args.modes]
     if args.work == "trips":
@@ -912,8 +943,10 @@ def main(argv: list[str]) -> int:
     options: dict[str, Any] = {}
     if args.work != "trips":
         options["shape"] = (args.layers, args.stages, args.rows, args.width)
-        mine = [name for name, (_, text) in OPTIONS.items() if text.startswith(f"{args.work}: ")]
-        options.update({name: getattr(args, name) for name in mine})
+        for name, (_, text) in OPTIONS.items():
+            works, colon, _ = text.partition(": ")
+            if colon and args.work in works.split(", "):
+                options[name] = getattr(args, name)
     result: dict[str, Any] = {"arguments": vars(args), "torch": torch.__version__, "gpus": gpus}
     result["rows"] = []
     failures = 0

@@ -35,6 +35,9 @@ class _Mark:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 class Side:
     """One process: a worker or a server, and its GPU.

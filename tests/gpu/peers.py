@@ -898,11 +898,11 @@ def channel_server(pipe: Connection, device: int, mode: str, lives: int) -> list
     server = _server(device)
     pipe.send((True, server.scheduler))
     server.connect()
+    x = torch.zeros(1 << 22, device=place(device))  # one for all: the test watches free memory
     for life in range(lives):
         ch = None
         while ch is None:
             try:
-                x = torch.zeros(1 << 22, device=place(device))
                 ch = _channel(server, x, mode, f"life {life}")
             except fserver.PeerLostError:  # it is not there again
                 time.sleep(0.01)

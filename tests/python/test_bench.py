@@ -970,6 +970,25 @@ def test_graph_overlap_compares_what_was_beside():
     assert graph._compared(ends, [[(0.0, 0.1), (0.1, at)]], dry=False) == []
 
 
+def test_graph_overlap_counts_rounds_of_a_steady_clock():
+    args = Namespace(dry=False, rounds=4, shape=(1, 1))
+
+    def side(*rounds):
+        rows = [{"slowed": s, "noise": n, "traffic_ms": 2.0} for s, n in rounds]
+        return {"rounds": rows, "quiet_ms": 1.0, "part_ms": 30.0}
+
+    steady = side((0.001, 0.0), (0.002, -0.002), (0.003, 0.003), (0.2, 0.01), (-0.2, -0.01))
+    row = graph._summary("overlap", [side((0.0, 0.0)), steady], args)
+    assert (row["gemms_slowed_percent"], row["of_each_gpu"]) == (0.2, [0.0, 0.2])
+    assert (row["rounds"], row["of"], row["between"], row["meets"]) == (3, 5, [0.1, 0.3], True)
+    with pytest.raises(BenchError, match=r"within 0.3% of each other.*--rounds is 4: want more"):
+        graph._summary("overlap", [steady, side((0.1, 0.01))], args)
+    with pytest.raises(
+        BenchError, match=r"took turns.*Parts are of 30 ms, a replay alone takes 1.0"
+    ):
+        graph._summary("overlap", [steady, side()], args)
+
+
 def test_graph_between():
     """Of 100 values, the 40th and the 61st have it between them in 96 of 100 cases."""
     assert graph.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
