@@ -381,6 +381,7 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
   }
   check("register_recv_buffer",
         fs_register_recv(id_, &t, r.data(), k.data(), n));
+  memory.fix();
   fixed_.push_back({begin, end, std::move(memory)});
 }
 

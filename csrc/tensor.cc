@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
+#include <unordered_map>
 
 #include "cs_cuda.h"
 
@@ -136,7 +137,35 @@ Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
 
 } // namespace
 
-void Memory::drop(void *storage) { Storage::reclaim(impl(storage)); }
+namespace {
+// Storages that could be resized, and how many keep them from it. Guarded by the
+// GIL.
+std::unordered_map<void *, uint32_t> fixed;
+} // namespace
+
+void Memory::fix() {
+  auto known = fixed.find(storage_);
+  if (known != fixed.end()) {
+    known->second++;
+  } else if (impl(storage_)->resizable()) {
+    fixed.emplace(storage_, 1);
+    impl(storage_)->set_resizable(false);
+  } else {
+    return;
+  }
+  fixed_ = true;
+}
+
+void Memory::drop() {
+  if (fixed_) {
+    auto known = fixed.find(storage_);
+    if (--known->second == 0) {
+      fixed.erase(known);
+      impl(storage_)->set_resizable(true);
+    }
+  }
+  Storage::reclaim(impl(storage_));
+}
 
 Memory Memory::share() const {
   return Memory(storage_ ? Storage::reclaim_copy(impl(storage_)).release()

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "args.h"
 #include "fserver.h"
@@ -18,18 +19,18 @@ public:
   Memory() = default;
   explicit Memory(void *storage)
       : storage_(storage) {} // takes over a reference
-  Memory(Memory &&o) noexcept : storage_(o.storage_) { o.storage_ = nullptr; }
-  Memory &operator=(Memory &&o) noexcept {
-    void *old = storage_;
-    storage_ = o.storage_;
+  Memory(Memory &&o) noexcept : storage_(o.storage_), fixed_(o.fixed_) {
     o.storage_ = nullptr;
-    if (old)
-      drop(old);
+  }
+  Memory &operator=(Memory &&o) noexcept {
+    std::swap(storage_, o.storage_);
+    std::swap(fixed_, o.fixed_);
+    Memory old(std::move(o));
     return *this;
   }
   ~Memory() {
     if (storage_)
-      drop(storage_);
+      drop();
   }
 
   Memory share() const; // another reference
@@ -41,9 +42,14 @@ public:
   }
   explicit operator bool() const { return storage_ != nullptr; }
 
+  // Until this lets go, torch refuses to resize the storage, by which its
+  // memory would go although somebody has a reference.
+  void fix();
+
 private:
-  static void drop(void *storage);
+  void drop();
   void *storage_ = nullptr;
+  bool fixed_ = false;
 };
 
 // Knows a storage without keeping its memory. While this lives, no other

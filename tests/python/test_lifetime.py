@@ -51,6 +51,73 @@ def test_tensors_live_until_the_request_has_completed(pair: Cluster) -> None:
     assert x_alive() is None and y_alive() is None
 
 
+def refuses_to_resize(tensor: torch.Tensor) -> None:
+    t = tensor.detach()  # torch has changed the shape by then
+    size = t.untyped_storage().nbytes()
+    for resize in (
+        lambda: t.untyped_storage().resize_(0),
+        lambda: t.resize_(100 * t.numel()),
+        lambda: torch.ones(100 * t.numel(), out=t),
+    ):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            resize()
+    assert t.untyped_storage().nbytes() == size
+
+
+def test_memory_under_way_cannot_be_resized(pair: Cluster) -> None:
+    """Not before the last who uses it is done; also what is answered with, and in part."""
+    x, y, z = torch.ones(8), torch.zeros(64), torch.full((16,), 3.0)
+    first = pair.worker.push_pull([x], [0], [y[:32]], [0])
+    second = pair.worker.push_pull([x], [1], [y[32:48]], [1])
+    refuses_to_resize(x)
+    refuses_to_resize(y)
+    answer(pair, torch.full((32,), 5.0))
+    pair.worker.wait(first)
+    refuses_to_resize(x)
+    refuses_to_resize(y)
+    [(handler, _, _)] = pair.server.get_batch(LIMIT * 1e3)
+    pair.server.respond([z], handler)
+    pair.worker.wait(second)
+    assert y.tolist() == [5] * 32 + [3] * 16 + [0] * 16
+
+    def lets_go() -> bool:  # the server's next calls look whether the answer has gone
+        h = pair.worker.push_pull([torch.ones(1)], [0], [], [])
+        answer(pair)
+        pair.worker.wait(h)
+        return z.untyped_storage().resizable()
+
+    eventually(lets_go)
+    for t in (x, y, z):
+        assert t.resize_(1000).numel() == 1000
+
+
+def test_refused_memory_can_be_resized(pair: Cluster) -> None:
+    x = torch.ones(8)
+    with pytest.raises(fserver.ConfigError):
+        pair.worker.push_pull([x, 1], [0, 1], [], [])  # type: ignore[list-item]
+    with pytest.raises(fserver.Error):
+        pair.server.respond([x], 12345)
+    assert x.resize_(1000).numel() == 1000
+
+
+def test_what_torch_does_not_resize_stays_so(pair: Cluster) -> None:
+    x, _ = owned(64)
+    h = pair.worker.push_pull([x], [0], [], [])
+    answer(pair)
+    pair.worker.wait(h)
+    assert not x.untyped_storage().resizable()
+
+
+def test_a_registered_buffer_cannot_be_resized_until_it_is_let_go(pair: Cluster) -> None:
+    buffer = torch.zeros(64)
+    pair.server.register_recv_buffer(buffer, [0], [0])
+    refuses_to_resize(buffer)
+    pair.server.close()
+    del pair.servers[:]
+    gc.collect()
+    assert buffer.resize_(1000).numel() == 1000
+
+
 def test_tensors_go_without_a_wait(pair: Cluster) -> None:
     x, alive = owned(64)
     pair.worker.push_pull([x], [0], [], [])
