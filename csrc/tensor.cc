@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
-#include <unordered_map>
+#include <vector>
 
 #include "cs_cuda.h"
 
@@ -138,32 +138,86 @@ Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
 } // namespace
 
 namespace {
-// Storages that could be resized, and how many keep them from it. Guarded by the
-// GIL.
-std::unordered_map<void *, uint32_t> fixed;
+
+// How many keep a storage from being resized, of those that could be. A flat
+// table, as two entries come and go with every request. Guarded by the GIL.
+class Fixed {
+public:
+  // One more; false: nobody has kept it yet.
+  bool more(void *storage) {
+    Entry *e = find(storage);
+    return e->storage && ++e->count;
+  }
+  void first(void *storage) {
+    if (2 * ++used_ > table_.size())
+      grow();
+    *find(storage) = {storage, 1};
+  }
+  // One less; true: that was the last.
+  bool less(void *storage) {
+    Entry *e = find(storage);
+    if (--e->count)
+      return false;
+    used_--;
+    // What would be found no more moves up.
+    const size_t mask = table_.size() - 1;
+    size_t hole = static_cast<size_t>(e - table_.data());
+    for (size_t i = (hole + 1) & mask; table_[i].storage; i = (i + 1) & mask) {
+      if (((i - home(table_[i].storage)) & mask) >= ((i - hole) & mask)) {
+        table_[hole] = table_[i];
+        hole = i;
+      }
+    }
+    table_[hole] = {};
+    return true;
+  }
+
+private:
+  struct Entry {
+    void *storage = nullptr;
+    uint32_t count = 0;
+  };
+
+  size_t home(void *storage) const {
+    return reinterpret_cast<uintptr_t>(storage) * 0x9E3779B97F4A7C15u >> 32 &
+           (table_.size() - 1);
+  }
+  // Where it is, or would be.
+  Entry *find(void *storage) {
+    size_t i = home(storage);
+    while (table_[i].storage && table_[i].storage != storage)
+      i = (i + 1) & (table_.size() - 1);
+    return &table_[i];
+  }
+  void grow() {
+    std::vector<Entry> old(2 * table_.size());
+    old.swap(table_);
+    for (const Entry &e : old)
+      if (e.storage)
+        *find(e.storage) = e;
+  }
+
+  std::vector<Entry> table_ = std::vector<Entry>(64);
+  size_t used_ = 0;
+};
+
+Fixed &fixed = *new Fixed; // memory may go after what is static
+
 } // namespace
 
 void Memory::fix() {
-  auto known = fixed.find(storage_);
-  if (known != fixed.end()) {
-    known->second++;
-  } else if (impl(storage_)->resizable()) {
-    fixed.emplace(storage_, 1);
+  if (!fixed.more(storage_)) {
+    if (!impl(storage_)->resizable())
+      return;
     impl(storage_)->set_resizable(false);
-  } else {
-    return;
+    fixed.first(storage_);
   }
   fixed_ = true;
 }
 
 void Memory::drop() {
-  if (fixed_) {
-    auto known = fixed.find(storage_);
-    if (--known->second == 0) {
-      fixed.erase(known);
-      impl(storage_)->set_resizable(true);
-    }
-  }
+  if (fixed_ && fixed.less(storage_))
+    impl(storage_)->set_resizable(true);
   Storage::reclaim(impl(storage_));
 }
 

@@ -353,7 +353,8 @@ class Worker(Node):
         """Sends P tensors to every server, and has every server's Q answers written to Q tensors.
 
         Returns at once. The tensors are kept alive until the request has completed; until then
-        those that are pushed must not be changed, and those that are pulled not be read. All
+        those that are pushed must not be changed, those that are pulled not be read, and torch
+        refuses to resize any. All
         are contiguous tensors of any dtype and shape, also of no rows or no dimension, on the CPU
         or, where the backend is GPU, on the node's GPU; the peers' may be on either.
 
@@ -619,9 +620,11 @@ class Server(Node):
             tensor: contiguous tensor, kept until the node is closed. It is cut into
                 ``len(worker_ranks)`` slices of equal bytes.
             worker_ranks, push_keys: slice i receives ``push_keys[i]`` of worker
-                ``worker_ranks[i]``. A rank may repeat.
+                ``worker_ranks[i]``. A rank may repeat; its keys may not.
 
         Raises:
-            ShapeError: the bytes do not divide, or counts differ.
+            ShapeError: the bytes do not divide, counts differ, a worker is not there, or a key
+                has been pushed or has memory already. Nothing is registered then.
+            ConfigError: the tensor cannot be written to, or shares memory with another one.
         """
         self._node.register_recv_buffer(tensor, worker_ranks, push_keys)

@@ -124,8 +124,11 @@ func TestRegisteredBuffer(t *testing.T) {
 	p := newPair(t, 1)
 	own := bytesOf(t, 0, 128, 0)
 	region := mem.Region{Addr: own.Span.Addr + 64, Len: 64, Dev: mem.CPU}
-	require.NoError(t, p.servers[0].Fix(0, 5, region))
-	require.ErrorContains(t, p.servers[0].Fix(3, 5, region), "no such worker")
+	require.NoError(t, p.servers[0].Fix([]Own{{0, 5, region}}))
+	require.ErrorContains(t, p.servers[0].Fix([]Own{{0, 6, region}, {3, 5, region}}), "slice 1, key 5 of worker 3: this server has no such worker")
+	require.ErrorContains(t, p.servers[0].Fix([]Own{{0, 6, region}, {0, 5, region}}), "has memory already")
+	require.ErrorContains(t, p.servers[0].Fix([]Own{{0, 6, region}, {0, 6, region}}), "has memory already")
+	require.NotContains(t, p.servers[0].fixed, fixedKey{0, 6}) // none of those that were refused
 	id, err := p.pushPull([]Tensor{bytesOf(t, 5, 64, 9)}, nil)
 	require.NoError(t, err)
 	require.NoError(t, p.settle())
@@ -137,7 +140,7 @@ func TestRegisteredBuffer(t *testing.T) {
 	require.NoError(t, p.respond(0, r))
 	require.NoError(t, p.settle())
 	require.Equal(t, StateDone, p.state(id))
-	require.ErrorContains(t, p.servers[0].Fix(0, 5, region), "pushed already")
+	require.ErrorContains(t, p.servers[0].Fix([]Own{{0, 5, region}}), "pushed already")
 
 	// One that does not fit is an error of that push_pull alone.
 	id, err = p.pushPull([]Tensor{bytesOf(t, 5, 65, 9)}, nil)

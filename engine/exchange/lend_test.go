@@ -132,7 +132,7 @@ func TestLoanToSome(t *testing.T) {
 	p.to[1].lend = false
 	p.servers[2].RefuseLoans()
 	own := bytesOf(t, 0, 64, 0)
-	require.NoError(t, p.servers[3].Fix(0, 5, own.Base))
+	require.NoError(t, p.servers[3].Fix([]Own{{0, 5, own.Base}}))
 	for v := range byte(3) {
 		id, err := p.pushPull([]Tensor{sharedOf(t, 5, 64, v)}, nil)
 		require.NoError(t, err)
@@ -251,7 +251,7 @@ func TestBrokenLoans(t *testing.T) {
 	}
 
 	p := lending(t, 1)
-	require.NoError(t, p.servers[0].Fix(0, 1, bytesOf(t, 0, 16, 0).Base))
+	require.NoError(t, p.servers[0].Fix([]Own{{0, 1, bytesOf(t, 0, 16, 0).Base}}))
 	require.NoError(t, p.servers[0].Frame(0, wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))
 	span, view := show(x.Span)
 	require.NoError(t, p.servers[0].Lent(0, 9, span, view))

@@ -299,7 +299,7 @@ func TestUntaken(t *testing.T) {
 func TestFixedMemory(t *testing.T) {
 	p := newPair(t, 1)
 	mine := bytesOf(t, 0, 8, 0)
-	require.NoError(t, p.servers[0].Fix(0, 1, mine.Base))
+	require.NoError(t, p.servers[0].Fix([]Own{{0, 1, mine.Base}}))
 	for i := range 3 {
 		_, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, byte(5+i))}, nil)
 		require.NoError(t, err)

@@ -156,19 +156,40 @@ func (s *Server) Connect(i int, rank int32, f transport.Fabric, c transport.Conn
 	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.conn == nil }))
 }
 
-// Fix makes r the receive buffer of a key of a worker; it must come before the
-// key's first push. Once all workers are connected, the rank must be one of
+// Own is memory of the application's for a key of a worker.
+type Own struct {
+	Rank   int32
+	Key    uint64
+	Region mem.Region
+}
+
+// Fix makes each the receive buffer of its key, or none if there is an error; it must
+// come before the keys' first pushes. Once all workers are connected, the ranks must be
 // theirs. Safe from any goroutine.
-func (s *Server) Fix(rank int32, key uint64, r mem.Region) error {
-	if s.ranked.Load() && !slices.ContainsFunc(s.clients, func(c *client) bool { return c.rank == rank }) {
-		return Shapef("exchange: register_recv_buffer for worker %d: this server has no such worker", rank)
-	}
+func (s *Server) Fix(all []Own) error {
+	ranked := s.ranked.Load()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.fixed[fixedKey{rank, key}].used {
-		return Shapef("exchange: register_recv_buffer for key %d of worker %d: the key has been pushed already (register before its first push)", key, rank)
+	seen := map[fixedKey]bool{}
+	for i, o := range all {
+		k := fixedKey{o.Rank, o.Key}
+		what := ""
+		switch _, known := s.fixed[k]; {
+		case ranked && !slices.ContainsFunc(s.clients, func(c *client) bool { return c.rank == o.Rank }):
+			what = "this server has no such worker"
+		case s.fixed[k].used:
+			what = "the key has been pushed already (register before its first push)"
+		case known || seen[k]:
+			what = "the key has memory already (register each key of a worker once)"
+		}
+		if what != "" {
+			return Shapef("exchange: register_recv_buffer: slice %d, key %d of worker %d: %s", i, o.Key, o.Rank, what)
+		}
+		seen[k] = true
 	}
-	s.fixed[fixedKey{rank, key}] = fixed{region: r}
+	for _, o := range all {
+		s.fixed[fixedKey{o.Rank, o.Key}] = fixed{region: o.Region}
+	}
 	return nil
 }
 

@@ -257,13 +257,12 @@ func (n *Node) RegisterRecv(t Tensor, ranks []int32, keys []uint64) error {
 		return exchange.Shapef("node: register_recv_buffer: %d bytes for %d worker ranks and %d keys (give as many ranks as keys, and a tensor that can be cut into so many equal slices)", t.Span.Len, len(ranks), k)
 	}
 	each := t.Span.Len / k
-	for i := range keys {
+	all := make([]exchange.Own, k)
+	for i := range all {
 		r := mem.Region{Addr: t.Span.Addr + uintptr(uint64(i)*each), Len: each, Dev: t.Dev}
-		if err := n.server.Fix(ranks[i], keys[i], r); err != nil {
-			return fmt.Errorf("slice %d: %w", i, err)
-		}
+		all[i] = exchange.Own{Rank: ranks[i], Key: keys[i], Region: r}
 	}
-	return nil
+	return n.server.Fix(all)
 }
 
 // Stamps are the time stamps of a ticket that has ended.

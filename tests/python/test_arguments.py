@@ -492,6 +492,24 @@ def test_memory_is_registered_once(pair: Cluster) -> None:
         "register_recv_buffer: tensor shares memory with one that is registered already",
         lambda: pair.server.register_recv_buffer(buffer[4:], [0], [101]),
     )
+    for ranks, keys, text in (
+        ([0], [100], "slice 0, key 100 of worker 0: the key has memory already"),
+        ([0, 0], [101, 101], "slice 1, key 101 of worker 0: the key has memory already"),
+        ([0, 9], [101, 101], "slice 1, key 101 of worker 9: this server has no such worker"),
+    ):
+        refused(
+            fserver.ShapeError,
+            f"register_recv_buffer: {text}",
+            lambda ranks=ranks, keys=keys: pair.server.register_recv_buffer(
+                torch.zeros(8), ranks, keys
+            ),
+        )
+    # Nothing was left behind, to be written to when it is freed.
+    h = pair.worker.push_pull([torch.full((8,), 3.0)], [101], [], [])
+    [(handler, [seen], _)] = pair.server.get_batch()
+    assert seen.tolist() == [3] * 8  # half of it would fit into a slice
+    pair.server.respond([], handler)
+    pair.worker.wait(h)
 
 
 @pytest.mark.parametrize(

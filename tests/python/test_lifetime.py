@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import resource
 import weakref
 from collections.abc import Callable
@@ -89,6 +90,32 @@ def test_memory_under_way_cannot_be_resized(pair: Cluster) -> None:
     eventually(lets_go)
     for t in (x, y, z):
         assert t.resize_(1000).numel() == 1000
+
+
+def test_much_memory_under_way_cannot_be_resized(pair: Cluster) -> None:
+    """Whatever goes first."""
+    chance = random.Random(5)
+    tensors = [torch.ones(1) for _ in range(400)]
+    users = dict.fromkeys(range(400), 0)
+    under_way = {}
+    for _ in range(100):
+        picked = chance.sample(range(400), 8)
+        h = pair.worker.push_pull([tensors[i] for i in picked], list(range(8)), [], [])
+        under_way[h] = picked
+        for i in picked:
+            users[i] += 1
+    for _ in range(100):
+        answer(pair)
+    while under_way:
+        h = chance.choice(list(under_way))
+        pair.worker.wait(h)
+        for i in under_way.pop(h):
+            users[i] -= 1
+        resizable = [t.untyped_storage().resizable() for t in tensors]
+        kept = sum(not r for r in resizable)
+        assert kept <= sum(u > 0 for u in users.values())  # some calls let go of others too
+        assert all(r for r, u in zip(resizable, users.values(), strict=True) if not u)
+    assert all(t.untyped_storage().resizable() for t in tensors)
 
 
 def test_refused_memory_can_be_resized(pair: Cluster) -> None:
