@@ -217,8 +217,9 @@ void define(py::module_ &m) {
       .def("channel_state", &Node::channel_state)
       .def("channel_end", &Node::channel_end)
       .def("channel_close",
-           [](Node &n, uint64_t channel, py::handle timeout_ms) {
-             return n.channel_close(channel, timeout_ms.ptr());
+           [](Node &n, uint64_t channel, py::handle timeout_ms,
+              const std::string &why) {
+             return n.channel_close(channel, timeout_ms.ptr(), why);
            })
       .def_property_readonly("rank", [](Node &n) { return n.info().rank; })
       .def_property_readonly("group", [](Node &n) { return n.info().group; })

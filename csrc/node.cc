@@ -171,22 +171,23 @@ void Node::channel_state(uint64_t channel) {
 
 void Node::channel_end(uint64_t channel) {
   enter("channel");
-  unlocked([&] { return fs_channel_close(id_, channel, 0); });
+  unlocked([&] { return fs_channel_close(id_, channel, nullptr, 0, 0); });
 }
 
-bool Node::channel_close(uint64_t channel, PyObject *timeout_ms) {
+bool Node::channel_close(uint64_t channel, PyObject *timeout_ms,
+                         const std::string &why) {
   if (forked.load())
     return true;
   const int64_t timeout = read_ms(timeout_ms, {"close", "timeout_ms"});
   // Whatever comes in between, as Ctrl-C may: the engine must let go of the word.
-  auto now = [&] {
-    unlocked([&] { return fs_channel_close(id_, channel, -1); });
+  auto close = [&](int64_t slice) {
+    return fs_channel_close(id_, channel, why.data(), why.size(), slice);
   };
+  auto now = [&] { unlocked([&] { return close(-1); }); };
   int rc;
   try {
-    rc = in_slices(now_ns() + timeout, [&](int64_t slice, uint32_t) {
-      return fs_channel_close(id_, channel, slice);
-    });
+    rc = in_slices(now_ns() + timeout,
+                   [&](int64_t slice, uint32_t) { return close(slice); });
   } catch (...) {
     now();
     throw;

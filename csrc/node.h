@@ -38,7 +38,8 @@ public:
                            PyObject *timeout_ms);
   void channel_state(uint64_t channel);
   // False: peers have not closed their sides, and this one is forgotten.
-  bool channel_close(uint64_t channel, PyObject *timeout_ms);
+  bool channel_close(uint64_t channel, PyObject *timeout_ms,
+                     const std::string &why);
   // Tells the peers that this side is closed, and waits for nobody; the handle stays.
   void channel_end(uint64_t channel);
 

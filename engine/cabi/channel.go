@@ -115,11 +115,11 @@ func fs_channel_take(h C.fs_node, channel C.fs_channel, buf *C.uint64_t, room C.
 }
 
 //export fs_channel_close
-func fs_channel_close(h C.fs_node, channel C.fs_channel, slice C.int64_t) (rc C.int) {
+func fs_channel_close(h C.fs_node, channel C.fs_channel, why *C.char, bytes C.size_t, slice C.int64_t) (rc C.int) {
 	defer guard(&rc)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
 	}
-	return fail(nd.CloseChannel(uint64(channel), time.Duration(slice)))
+	return fail(nd.CloseChannel(uint64(channel), goText(why, bytes), time.Duration(slice)))
 }

@@ -215,8 +215,8 @@ int fs_channel_watch(fs_node node, fs_channel channel, uint32_t *word);
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
                     const char *text, size_t bytes);
 
-/* What a peer has told of its side; waits for that, at most slice_ns (then
- * -EAGAIN). *need as in fs_describe. */
+/* What a peer has told of its side, or why it has closed it before this one was open;
+ * waits for that, at most slice_ns (then -EAGAIN). *need as in fs_describe. */
 int fs_channel_text(fs_node node, fs_channel channel, uint32_t peer, char *buf,
                     size_t cap, size_t *need, int64_t slice_ns);
 
@@ -235,8 +235,11 @@ int fs_channel_take(fs_node node, fs_channel channel, uint64_t *buf, size_t cap,
 
 /* Closes this side and waits until all peers have closed theirs or are gone, at
  * most slice_ns (then -EAGAIN; call again). With a slice below 0 it does not wait
- * for them. The handle is gone when it returns 0; a stale one gives 0 too. */
-int fs_channel_close(fs_node node, fs_channel channel, int64_t slice_ns);
+ * for them. bytes of text say why, to peers that were told of this side and open theirs
+ * later too; 0: in good order. The handle is gone when it returns 0; a stale one gives 0
+ * too. */
+int fs_channel_close(fs_node node, fs_channel channel, const char *why,
+                     size_t bytes, int64_t slice_ns);
 
 /* JSON about a node: links, counters, settings. *need as in fs_get_batch, in
  * bytes, without a final zero. */

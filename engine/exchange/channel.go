@@ -33,15 +33,15 @@ const (
 type Channels struct {
 	mu    sync.Mutex
 	open  map[string]*Channel
-	early []map[string]string // by peer: channels that we have not opened, and what it told
-	over  error               // the node has failed
+	early []map[string]counterpart // by peer: channels that we have not opened
+	over  error                    // the node has failed
 }
 
 // NewChannels is for a node with n peers.
 func NewChannels(n int) *Channels {
-	cs := &Channels{open: map[string]*Channel{}, early: make([]map[string]string, n)}
+	cs := &Channels{open: map[string]*Channel{}, early: make([]map[string]counterpart, n)}
 	for i := range cs.early {
-		cs.early[i] = map[string]string{}
+		cs.early[i] = map[string]counterpart{}
 	}
 	return cs
 }
@@ -59,9 +59,9 @@ type Channel struct {
 
 // counterpart is a peer's side.
 type counterpart struct {
-	text   string
-	told   bool // text is valid
-	parted bool // it has closed its side, or is gone
+	text   string // of what it told last
+	told   bool   // text is valid
+	parted bool   // it has closed its side, or is gone
 }
 
 // Open opens a channel under a name that both sides use.
@@ -78,10 +78,8 @@ func (cs *Channels) Open(name string) (*Channel, error) {
 	}
 	ch := &Channel{of: cs, name: name, peers: make([]counterpart, len(cs.early))}
 	for i, m := range cs.early {
-		if text, ok := m[name]; ok {
-			ch.peers[i] = counterpart{text: text, told: true}
-			delete(m, name)
-		}
+		ch.peers[i] = m[name]
+		delete(m, name)
 	}
 	cs.open[name] = ch
 	return ch, nil
@@ -90,8 +88,8 @@ func (cs *Channels) Open(name string) (*Channel, error) {
 func unprintable(c rune) bool { return c == utf8.RuneError || !unicode.IsPrint(c) }
 
 // Frame takes a Channel frame of peer i. over is a channel that the peer has closed
-// and this side too, or that it has not opened. An error means that the peer does not
-// keep to the protocol.
+// and this side too, or that it has not opened: then it stays if the peer says why, for
+// Open. An error means that the peer does not keep to the protocol.
 func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
 	v, err := wire.ParseChannel(b)
 	if err != nil {
@@ -99,24 +97,43 @@ func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
 	}
 	cs.mu.Lock()
 	defer cs.mu.Unlock()
-	ch := cs.open[v.Name]
+	ch, early := cs.open[v.Name], cs.early[i]
+	p, waits := early[v.Name]
 	if v.Closes {
 		if ch != nil && ch.peers[i].told && !ch.peers[i].parted {
 			ch.part(i)
 			return "", nil
 		}
-		delete(cs.early[i], v.Name)
+		delete(early, v.Name)
+		if waits && v.Text != "" {
+			early[v.Name] = counterpart{text: v.Text, told: true, parted: true}
+		}
 		return v.Name, nil
 	}
 	if ch != nil && !ch.peers[i].told && !ch.peers[i].parted {
 		ch.peers[i].text, ch.peers[i].told = v.Text, true
 		return "", nil
 	}
-	if _, dup := cs.early[i][v.Name]; dup || len(cs.early[i]) == maxEarly {
+	if waits && !p.parted || !waits && !cs.room(i) {
 		return "", fmt.Errorf("exchange: channel %q is opened twice, or is one of more than %d that are not open here", v.Name, maxEarly)
 	}
-	cs.early[i][v.Name] = v.Text
+	early[v.Name] = counterpart{text: v.Text, told: true}
 	return "", nil
+}
+
+// room has room for another channel that peer i has opened and we have not, in place of
+// one that it has closed since if need be. False: there is none.
+func (cs *Channels) room(i int) bool {
+	early := cs.early[i]
+	for name, p := range early {
+		if len(early) < maxEarly {
+			break
+		}
+		if p.parted {
+			delete(early, name)
+		}
+	}
+	return len(early) < maxEarly
 }
 
 // part notes that peer i has closed its side.
@@ -226,6 +243,16 @@ func (ch *Channel) Err() error {
 		return ch.parting(i)
 	}
 	return nil
+}
+
+// ErrOf is why peer i is to be told nothing more, or nil.
+func (ch *Channel) ErrOf(i int) error {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	if ch.err == nil && ch.peers[i].parted {
+		return ch.parting(i)
+	}
+	return ch.err
 }
 
 // End ends this side: calls on it fail from now on. False if it was called before.

@@ -21,6 +21,10 @@ func closes(name string) []byte {
 	return wire.AppendChannel(nil, &wire.Channel{Name: name, Closes: true})
 }
 
+func refuses(name, why string) []byte {
+	return wire.AppendChannel(nil, &wire.Channel{Name: name, Closes: true, Text: why})
+}
+
 func told(t *testing.T, ch *Channel, i int) string {
 	text, ok, err := ch.Told(i)
 	require.NoError(t, err)
@@ -86,6 +90,67 @@ func TestChannelClosing(t *testing.T) {
 	require.Equal(t, "again", told(t, next, 1))
 }
 
+// TestChannelRefused closes sides that we have not opened yet, and says why: the next
+// channel of that name is told so, unless the peer has opened its side again.
+func TestChannelRefused(t *testing.T) {
+	cs := NewChannels(2)
+	refused := func(i int, name, why string) {
+		require.NoError(t, frame(cs, i, opens(name, "described")))
+		over, err := cs.Frame(i, refuses(name, why))
+		require.NoError(t, err)
+		require.Equal(t, name, over)
+	}
+	refused(0, "a", "no memory")
+	a, err := cs.Open("a")
+	require.NoError(t, err)
+	require.Equal(t, "no memory", told(t, a, 0))
+	require.True(t, a.Parted(0))
+	require.True(t, IsOver(a.ErrOf(0)))
+	require.NoError(t, a.ErrOf(1), "it is to learn that too")
+	_, ok, err := a.Told(1)
+	require.NoError(t, err)
+	require.False(t, ok)
+	require.NoError(t, frame(cs, 0, opens("a", "again"))) // while ours is open
+	a.End()
+	a.Forget()
+	a, err = cs.Open("a")
+	require.NoError(t, err)
+	require.Equal(t, "again", told(t, a, 0))
+	require.NoError(t, a.Err())
+
+	// It is over for us too: nothing stays of that for the next.
+	a.End()
+	a.Forget()
+	require.NoError(t, frame(cs, 0, refuses("a", "the other one has refused")))
+	a, err = cs.Open("a")
+	require.NoError(t, err)
+	require.NoError(t, frame(cs, 0, refuses("a", "that was of an older one")))
+	_, ok, err = a.Told(0)
+	require.NoError(t, err)
+	require.False(t, ok)
+
+	refused(0, "b", "no memory")
+	require.NoError(t, frame(cs, 0, opens("b", "better")))
+	require.ErrorContains(t, frame(cs, 0, opens("b", "twice")), "opened twice")
+	b, err := cs.Open("b")
+	require.NoError(t, err)
+	require.Equal(t, "better", told(t, b, 0))
+	require.NoError(t, b.Err())
+
+	refused(0, "c", "no memory")
+	refused(1, "c", "no memory")
+	require.NoError(t, frame(cs, 0, opens("c", "")))
+	require.NoError(t, frame(cs, 0, closes("c"))) // as who waits no longer: it may come again
+	cs.Lose(1, errors.New("gone"))
+	c, err := cs.Open("c")
+	require.NoError(t, err)
+	for i := range 2 {
+		_, ok, err := c.Told(i)
+		require.NoError(t, err)
+		require.False(t, ok, i)
+	}
+}
+
 func TestChannelLoss(t *testing.T) {
 	cs := NewChannels(2)
 	a, err := cs.Open("a")
@@ -131,6 +196,16 @@ func TestChannelBounds(t *testing.T) {
 	require.NoError(t, frame(cs, 0, opens("more", "")))
 	require.ErrorContains(t, frame(cs, 0, opens("more", "")), "opened twice")
 	require.Error(t, frame(cs, 0, []byte{byte(wire.TypeChannel)}))
+	for i := range 2 * maxEarly { // refusals give way
+		name := fmt.Sprint("refused ", i)
+		require.NoError(t, frame(cs, 0, refuses("more", "")))
+		require.NoError(t, frame(cs, 0, opens(name, "")))
+		require.NoError(t, frame(cs, 0, refuses(name, "no memory")))
+		require.Len(t, cs.early[0], maxEarly)
+	}
+	ch, err := cs.Open(fmt.Sprint("refused ", 2*maxEarly-1))
+	require.NoError(t, err)
+	require.Equal(t, "no memory", told(t, ch, 0))
 }
 
 // counted is memory that says how often it was used.

@@ -85,7 +85,7 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 		return ErrClosed
 	}
 	defer n.disown()
-	if err := ch.Err(); err != nil {
+	if err := ch.ErrOf(i); err != nil {
 		return err
 	}
 	l := n.peers[i]
@@ -208,19 +208,23 @@ type alone struct {
 
 func (c alone) met() bool { return c.ch.Alone() || c.n.failed() != nil }
 
-// CloseChannel closes this side, and waits until the peers have closed theirs, at
-// most limit; then ErrAgain, and the next call goes on waiting. A limit below 0
-// does not wait for them. Whatever it returns but ErrAgain, the handle is gone.
-func (n *Node) CloseChannel(h uint64, limit time.Duration) error {
+// CloseChannel closes this side, tells the peers why if that is not empty (nor longer
+// than a text of TellChannel), and waits until they have closed theirs, at most limit;
+// then ErrAgain, and the next call goes on waiting. A limit below 0 does not wait for
+// them. Whatever it returns but ErrAgain, the handle is gone.
+func (n *Node) CloseChannel(h uint64, why string, limit time.Duration) error {
 	ch, err := n.channels.get(h)
 	if err != nil {
 		return nil
+	}
+	if len(why) > wire.MaxChannelText {
+		why = ""
 	}
 	if n.own() {
 		if ch.End() {
 			for _, l := range n.peers {
 				if n.up(l) {
-					n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Closes: true}))
+					n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
 				}
 			}
 		}

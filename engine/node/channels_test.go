@@ -92,13 +92,13 @@ func channelsOf(t *testing.T, way ...string) {
 		require.Equal(t, ErrAgain, s.TakeOn(at, &b, 0, false))
 	}
 
-	require.Equal(t, ErrAgain, s.CloseChannel(at, 0))
+	require.Equal(t, ErrAgain, s.CloseChannel(at, "", 0))
 	for i, w := range m.workers {
 		require.Eventually(t, func() bool { return exchange.IsOver(w.ChannelState(from[i])) }, 20*time.Second, time.Millisecond)
-		require.NoError(t, w.CloseChannel(from[i], 20*time.Second))
-		require.NoError(t, w.CloseChannel(from[i], 0))
+		require.NoError(t, w.CloseChannel(from[i], "", 20*time.Second))
+		require.NoError(t, w.CloseChannel(from[i], "", 0))
 	}
-	require.NoError(t, s.CloseChannel(at, 20*time.Second))
+	require.NoError(t, s.CloseChannel(at, "", 20*time.Second))
 	require.ErrorIs(t, s.ChannelState(at), errClosed)
 
 	require.NoError(t, s.ChannelState(other))
@@ -110,7 +110,7 @@ func channelsOf(t *testing.T, way ...string) {
 	var b batch
 	require.ErrorAs(t, s.TakeOn(other, &b, 20*time.Second, false), &lost)
 	require.ErrorAs(t, s.TellChannel(other, 0, ""), &lost)
-	require.NoError(t, s.CloseChannel(other, -1))
+	require.NoError(t, s.CloseChannel(other, "", -1))
 	require.ErrorIs(t, s.WatchChannel(other, word.Addr), errClosed)
-	require.NoError(t, s.CloseChannel(dropped, -1)) // its word is gone
+	require.NoError(t, s.CloseChannel(dropped, "", -1)) // its word is gone
 }

@@ -350,11 +350,11 @@ const (
 )
 
 // Channel opens its sender's side of a stream channel, which Text describes, or
-// closes it. What Text means is the sides' own matter.
+// closes it, and Text says why. What Text means is the sides' own matter.
 type Channel struct {
 	Name   string
 	Closes bool
-	Text   string // empty if it closes
+	Text   string // if it closes, empty: in good order
 }
 
 // AppendChannel appends c as a frame.
@@ -374,8 +374,8 @@ func ParseChannel(b []byte) (Channel, error) {
 		Closes: r.bool(),
 		Text:   r.text("bytes of a channel's text", MaxChannelText),
 	}
-	if c.Name == "" || c.Closes && c.Text != "" {
-		r.fail(errors.New("wire: a channel without a name, or a text in its end"))
+	if c.Name == "" {
+		r.fail(errors.New("wire: a channel without a name"))
 	}
 	return c, r.end()
 }

@@ -20,6 +20,7 @@ var data = []struct {
 	{"plan of a channel", AppendPlan(nil, &Plan{Number: 1, Channel: "decode 0", Pull: []uint64{3}}), parsePlan},
 	{"channel", AppendChannel(nil, &Channel{Name: "decode 0", Text: "{}"}), parseChannel},
 	{"end of a channel", AppendChannel(nil, &Channel{Name: "decode 0", Closes: true}), parseChannel},
+	{"refusal of a channel", AppendChannel(nil, &Channel{Name: "decode 0", Closes: true, Text: "no memory"}), parseChannel},
 	{"plan of nothing", AppendPlan(nil, &Plan{}), parsePlan},
 	{"need", AppendNeed(nil, []Need{{1, 4096, false, true}, {1<<64 - 1, 1 << 40, true, false}}), func(b []byte) (any, []byte, error) {
 		v, err := ParseNeed(b, nil)

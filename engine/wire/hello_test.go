@@ -102,10 +102,10 @@ func TestHelloDisagree(t *testing.T) {
 		{
 			name: "version", dialer: worker(), listener: with(server(), func(h *Hello) { h.Build = "v2" }),
 			versions: [2]uint32{Version, Version + 1},
-			want:     `the dialer has wire version 5 (build "v1.2.3"), the listener 6 (build "v2"): run the same build on all nodes`,
+			want:     `the dialer has wire version 6 (build "v1.2.3"), the listener 7 (build "v2"): run the same build on all nodes`,
 		}, {
 			name: "version of the dialer", dialer: worker(), listener: server(), versions: [2]uint32{7, Version},
-			want: `the dialer has wire version 7 (build "v1.2.3"), the listener 5 (build "v1.2.3"): run the same build on all nodes`,
+			want: `the dialer has wire version 7 (build "v1.2.3"), the listener 6 (build "v1.2.3"): run the same build on all nodes`,
 		}, {
 			name: "resend", dialer: worker(), listener: with(server(), func(h *Hello) { h.Caps |= CapResend }),
 			want: `server 1 sends frames again, worker 3 does not: PS_RESEND must be the same on all nodes`,

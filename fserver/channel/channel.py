@@ -82,11 +82,11 @@ def _explain(channel: weakref.ref[Channel]) -> None:
         open_one.check()
 
 
-def _part(node: Any, handle: int, side: Any, wait_ms: float = _PARTING_MS) -> None:
+def _part(node: Any, handle: int, side: Any, wait_ms: float = _PARTING_MS, why: str = "") -> None:
     """Closes the side of a GPU: behind the engine's, which sets its word, and behind those of the
     peers, which may write to its memory until then."""
     try:
-        node.channel_close(handle, wait_ms)
+        node.channel_close(handle, wait_ms, why)
     finally:
         side.close()
 
@@ -96,7 +96,7 @@ def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], N
     on_close()
     if path == "cpu":
         side.stop()
-        node.channel_close(handle, 0)
+        node.channel_close(handle, 0, "")
     else:
         _part(node, handle, side, 0)
 
@@ -327,12 +327,12 @@ class Opener:
             with contextlib.suppress(Error):
                 self._node.channel_tell(handle, i, describe.refusal(mode, error))
 
-    def _end(self, handle: int, keys: Sequence[int], side: Any) -> None:
+    def _end(self, handle: int, keys: Sequence[int], side: Any, why: str = "") -> None:
         self._keys.difference_update(keys)
         if side:
-            _part(self._node, handle, side)
+            _part(self._node, handle, side, why=why)
         else:
-            self._node.channel_close(handle, 0)
+            self._node.channel_close(handle, 0, why)
 
     def worker(
         self,
@@ -433,7 +433,7 @@ class Opener:
             )
         except BaseException as error:
             self._refuse(handle, mode, range(told, servers), error)
-            self._end(handle, push_keys, side)
+            self._end(handle, push_keys, side, describe.lasting(mode, error))
             raise
 
     def server(
@@ -534,6 +534,7 @@ class Opener:
             if direct:
                 side = _gpu(device, mode, out, into, False, timeout_ms, table)
                 self._node.channel_watch(handle, side.abort_word)
+            self._node.channel_state(handle)  # before any worker takes this side to be open
             for i in range(workers):
                 more = {"gpu": side.describe(i)} if side else {}
                 text = describe.text(mode, here, *ours[i], path=path, **more)

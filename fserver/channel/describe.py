@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fserver.errors import ConfigError, Error, ShapeError
+from fserver.errors import ClosedError, ConfigError, Error, PeerLostError, ShapeError, TimeoutError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +73,14 @@ def read(peer: int, received: str) -> dict[str, Any]:
 def refusal(mode: str, error: BaseException) -> str:
     """In place of a description: why there is none."""
     return text(mode, "", [], [], refused=str(error)[:400], kind=type(error).__name__)
+
+
+def lasting(mode: str, error: BaseException) -> str:
+    """What a worker that refuses leaves behind for servers that open their sides later. Nothing, if
+    they would do better to wait for its next try."""
+    passing = (TimeoutError, PeerLostError, ClosedError)
+    stays = isinstance(error, Exception) and not isinstance(error, passing)
+    return refusal(mode, error) if stays else ""
 
 
 def refused(who: str, theirs: dict[str, Any]) -> Error:

@@ -241,7 +241,7 @@ CASE(no_such_node) {
     FAILS(fs_channel_push_pull(node, 1, &t, 1, NULL, 0, &ticket), EBADF,
           "handle");
     FAILS(fs_channel_take(node, 1, &word, 1, &need, 0, 0), EBADF, "handle");
-    FAILS(fs_channel_close(node, 1, 0), EBADF, "handle");
+    FAILS(fs_channel_close(node, 1, "", 0, 0), EBADF, "handle");
     FAILS(fs_barrier(node, FS_BARRIER_WORKERS, 0, &token, 0), EBADF, "handle");
     FAILS(fs_trace(node, 0, stamps), EBADF, "handle");
     FAILS(fs_forget(node, 1), EBADF, "handle");

@@ -637,6 +637,120 @@ def test_a_side_that_cannot_be_made_says_so(
     assert told == {which: [0], ({"worker", "server"} - {which}).pop(): []}
 
 
+@pytest.fixture
+def without_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
+    """Makes a call whose side of a channel cannot be made."""
+    local = threading.local()
+
+    def fails(*_: Any) -> Any:
+        raise fserver.ConfigError("no memory for it")
+
+    def call(work: Callable[[], Any]) -> Any:
+        local.fails = True
+        try:
+            return work()
+        finally:
+            local.fails = False
+
+    monkeypatch.setattr(opener, "_direct", lambda *_: getattr(local, "fails", False))
+    monkeypatch.setattr(opener, "_gpu", fails)
+    return call
+
+
+def follow(c: Cluster) -> None:
+    """Comes back when all that nodes have told each other has come."""
+    sides = [functools.partial(n.channel, [torch.ones(1)], [9], [], []) for n in c.workers]
+    sides += [functools.partial(n.channel, [9], [], []) for n in c.servers]
+    opened = together([functools.partial(side, timeout_ms=MS) for side in sides])
+    together([ch.close for ch in opened])
+
+
+@pytest.mark.parametrize(
+    ("who", "kind"), [("worker", fserver.ConfigError), ("server", fserver.ShapeError)]
+)
+def test_refused_before_a_server_opens(
+    cluster: MakeCluster, without_memory: Callable[[Callable[[], Any]], Any], who: str, kind: Any
+) -> None:
+    """By the worker, or by another server: the next opening of that name says so, no other does,
+    and the worker can open it again."""
+    c = cluster(servers=2)
+    x, y = torch.ones(4), [torch.zeros(4) for _ in range(2)]
+
+    def worker() -> Any:
+        return c.worker.channel([x], [1], y, [2], name="it", timeout_ms=MS)
+
+    def server(i: int, rows: int = 4) -> Any:
+        return c.servers[i].channel([1], [torch.zeros(rows)], [2], name="it", timeout_ms=MS)
+
+    def refuse() -> str:
+        first = None if who == "worker" else in_thread(server, 0, 5)
+        with pytest.raises(kind, match="no memory" if who == "worker" else "server 0") as caught:
+            without_memory(worker) if who == "worker" else worker()
+        if first:
+            with pytest.raises(kind):
+                first.result(LIMIT)
+        follow(c)
+        return str(caught.value)
+
+    def meet(*calls: Callable[[], Any]) -> None:
+        opened = together(list(calls))
+        together([ch.close for ch in opened])
+
+    def tried_twice(i: int) -> Any:
+        with contextlib.suppress(kind):
+            return server(i)
+        return server(i)
+
+    reason = refuse()
+    for i in range(2) if who == "worker" else [1]:
+        with pytest.raises(kind) as caught:
+            server(i)
+        assert str(caught.value) == f"channel: worker 0 refuses: {reason}"
+    meet(worker, lambda: server(0), lambda: server(1))
+    refuse()
+    meet(worker, lambda: tried_twice(0), lambda: tried_twice(1))
+
+
+def test_late_before_a_server_opens(pair: Cluster) -> None:
+    """A worker that waits no longer may come again: a server waits for that."""
+
+    def worker(ms: float) -> Any:
+        return pair.worker.channel([torch.ones(4)], [1], [], [], name="it", timeout_ms=ms)
+
+    def server(ms: float) -> Any:
+        return pair.server.channel([1], [], [], name="it", timeout_ms=ms)
+
+    with pytest.raises(fserver.TimeoutError):
+        worker(0)
+    follow(pair)
+    with pytest.raises(fserver.TimeoutError, match="peer 0 has not opened its side within"):
+        server(0)
+    follow(pair)
+    together([lambda: worker(MS), lambda: server(MS)])
+
+
+def test_refused_by_one_of_two_workers(
+    cluster: MakeCluster, without_memory: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """The server tells the other one."""
+    c = cluster(workers=2)
+
+    def worker(i: int) -> Any:
+        with pytest.raises(fserver.ConfigError) as caught:
+            c.workers[i].channel([torch.ones(4)], [1], [], [], name="it", timeout_ms=MS)
+        return str(caught.value)
+
+    def server() -> Any:
+        with pytest.raises(fserver.ConfigError) as caught:
+            c.server.channel([1], [], [], name="it", timeout_ms=MS)
+        return str(caught.value)
+
+    first = without_memory(lambda: worker(0))
+    assert first == "no memory for it"
+    told = f"channel: worker 0 refuses: {first}"
+    assert together([lambda: worker(1), server]) == [f"channel: server 0 refuses: {told}", told]
+
+
 def test_capture(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors are refused there, and the channel goes on."""
     x, y = torch.ones(8), torch.empty(8)

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,22 +149,10 @@ def pair(
     return w, s
 
 
-SERVER_WAITS = threading.Event()
-
-
 def on_gpus() -> None:
-    """Has channels of CPU tensors be those of two GPUs: a worker's is 0, a server's 1. A server
-    waits for its worker, which can tell it then of what goes wrong."""
-    begin = opener.Opener._begin
-
-    def begun(self: Any, *args: Any) -> Any:
-        found = begin(self, *args)
-        if isinstance(self._node, _loader.load().Server):
-            SERVER_WAITS.set()
-        return found
+    """Has channels of CPU tensors be those of two GPUs: a worker's is 0, a server's 1."""
 
     def side(_: Any, mode: str, out: Any, into: Any, send_first: bool, *rest: Any) -> GpuSide:
-        assert SERVER_WAITS.wait(WAIT)
         return GpuSide(0 if send_first else 1, mode, out, into, send_first, *rest)
 
     def rows(self: GpuSide) -> list[torch.Tensor]:
@@ -176,7 +163,6 @@ def on_gpus() -> None:
     patches: list[tuple[Any, str, Any]] = [
         (opener, "_direct", lambda mode, device: mode != "proxy"),
         (opener, "_gpu", side),
-        (opener.Opener, "_begin", begun),
         (GpuSide, "rows", rows),
         (nvrtc, "image", lambda source, arch: b"kernels"),
         (torch.cuda, "synchronize", lambda device: None),
@@ -192,7 +178,6 @@ def opened(cluster: Cluster, mode: str, name: str, count: int = 1) -> list[Any]:
     n = len(cluster.servers)
     there, back = list(range(count)), list(range(count, 2 * count))
     x, *ys = ([torch.zeros(ROWS, 4) for _ in there] for _ in range(n + 1))
-    SERVER_WAITS.clear()
 
     def tried(call: Callable[..., Any], *tensors: Any) -> Any:
         try:
