@@ -412,17 +412,18 @@ void Lane::stand(const char *call, bool sends) const {
           "%s: peer %u has sent nothing for the time-out of the channel: the "
           "channel has ended (close it and open another)",
           call, why >> 8);
-  if (end == kParted && (sends || why))
-    raise(Kind::kClosed,
-          "%s: a peer has closed its side: the channel has ended (close it and "
-          "open another)",
-          call);
-  if (end == kEnded && explain_) {
+  const bool parted = end == kParted && (sends || why);
+  if ((end == kEnded || parted) && explain_) {
     PyObject *told = PyObject_CallNoArgs(explain_);
     if (!told)
       throw Raised{};
     Py_DECREF(told);
   }
+  if (parted)
+    raise(Kind::kClosed,
+          "%s: a peer has closed its side: the channel has ended (close it and "
+          "open another)",
+          call);
   if (end == kEnded || why)
     raise(Kind::kError,
           "%s: the channel has ended: check() says why (close it and open "
@@ -499,7 +500,8 @@ void Lane::message(const char *call, cs_stream s, F enqueue) {
       if (explain_) {
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
-        Py_XDECREF(PyObject_CallNoArgs(explain_)); // tells the peers
+        PyErr_NormalizeException(&type, &value, &trace);
+        Py_XDECREF(PyObject_CallOneArg(explain_, value)); // tells the peers
         PyErr_Restore(type, value, trace);
       }
     }

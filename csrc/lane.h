@@ -72,8 +72,9 @@ public:
   // wrong once a tensor is made to give it up: send and recv look.
   void hold(PyObject *tensors);
 
-  // Has a callable raise why the channel has ended, if the engine has ended it, at the
-  // next call, and if the lane itself has (CS_BROKEN), at once.
+  // Has a callable raise, at the next call, why the engine or a peer has ended the
+  // channel. If the lane itself has (CS_BROKEN), it is called at once, with the error,
+  // and tells the peers.
   void explain(PyObject *why);
 
   // rows: None, or a list of one int for each tensor.

@@ -169,9 +169,11 @@ void Node::channel_state(uint64_t channel) {
   check("channel", fs_channel_state(id_, channel));
 }
 
-void Node::channel_end(uint64_t channel) {
+void Node::channel_end(uint64_t channel, const std::string &why) {
   enter("channel");
-  unlocked([&] { return fs_channel_close(id_, channel, nullptr, 0, 0); });
+  unlocked([&] {
+    return fs_channel_close(id_, channel, why.data(), why.size(), 0);
+  });
 }
 
 bool Node::channel_close(uint64_t channel, PyObject *timeout_ms,

@@ -40,8 +40,9 @@ public:
   // False: peers have not closed their sides, and this one is forgotten.
   bool channel_close(uint64_t channel, PyObject *timeout_ms,
                      const std::string &why);
-  // Tells the peers that this side is closed, and waits for nobody; the handle stays.
-  void channel_end(uint64_t channel);
+  // Tells the peers that this side is closed, and why, and waits for nobody; the handle
+  // stays.
+  void channel_end(uint64_t channel, const std::string &why);
 
   const fs_info &info() const { return info_; }
   bool closed() const { return closed_; }

@@ -215,8 +215,8 @@ int fs_channel_watch(fs_node node, fs_channel channel, uint32_t *word);
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
                     const char *text, size_t bytes);
 
-/* What a peer has told of its side, or why it has closed it before this one was open;
- * waits for that, at most slice_ns (then -EAGAIN). *need as in fs_describe. */
+/* What a peer has told of its side, or, if it has said so, why it has closed it; waits
+ * for that, at most slice_ns (then -EAGAIN). *need as in fs_describe. */
 int fs_channel_text(fs_node node, fs_channel channel, uint32_t peer, char *buf,
                     size_t cap, size_t *need, int64_t slice_ns);
 

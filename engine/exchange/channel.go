@@ -101,6 +101,9 @@ func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
 	p, waits := early[v.Name]
 	if v.Closes {
 		if ch != nil && ch.peers[i].told && !ch.peers[i].parted {
+			if v.Text != "" {
+				ch.peers[i].text = v.Text
+			}
 			ch.part(i)
 			return "", nil
 		}
@@ -209,7 +212,7 @@ func (ch *Channel) Watch(word *atomic.Uint32) {
 // Name is what both sides call the channel.
 func (ch *Channel) Name() string { return ch.name }
 
-// Told is what peer i has told of its side, once it has.
+// Told is what peer i has told of its side, once it has, or why it has closed it.
 func (ch *Channel) Told(i int) (text string, ok bool, err error) {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
@@ -229,7 +232,7 @@ func (ch *Channel) Told(i int) (text string, ok bool, err error) {
 }
 
 func (ch *Channel) parting(i int) error {
-	return fmt.Errorf("exchange: channel %q: peer %d has closed its side: %w", ch.name, i, errOver)
+	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this one and open another): %w", ch.name, i, errOver)
 }
 
 // Err is why nothing more can come through the channel, or nil.

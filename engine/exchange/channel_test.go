@@ -120,6 +120,9 @@ func TestChannelRefused(t *testing.T) {
 
 	// It is over for us too: nothing stays of that for the next.
 	a.End()
+	require.NoError(t, frame(cs, 1, opens("a", "1")))
+	require.NoError(t, frame(cs, 1, refuses("a", "a send failed")))
+	require.Equal(t, "a send failed", told(t, a, 1))
 	a.Forget()
 	require.NoError(t, frame(cs, 0, refuses("a", "the other one has refused")))
 	a, err = cs.Open("a")

@@ -7,7 +7,7 @@ import functools
 import itertools
 import platform
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -75,10 +75,13 @@ def _direct(mode: str, device: Any) -> bool:
     return mode != "proxy" and device.type == "cuda"
 
 
-def _explain(channel: weakref.ref[Channel]) -> None:
+def _explain(channel: weakref.ref[Channel], error: Exception | None = None) -> None:
     open_one = channel()
-    if open_one is not None:
-        open_one._tell()
+    if open_one is None:
+        return
+    if error is not None:
+        open_one._fail(error)
+    else:
         open_one.check()
 
 
@@ -150,6 +153,7 @@ class Channel:
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
         self.rows: list[Tensor] = side.rows()
         self.closed = False
+        self._peers = "server" if send_first else "worker"
         self._turns = bool(self.outgoing and self.incoming) and path == "cpu"
         self._sends_next = send_first
         if path != "cpu":  # no frame of Python in between
@@ -174,9 +178,10 @@ class Channel:
             PeerLostError, TimeoutError, ClosedError: the channel has ended.
         """
         self._enter("send", True)
-        if self.path == "cpu" and self._side.capturable:  # by a thread, which learns it later
-            self._node.channel_state(self._handle)
-        self._side.send(rows)
+        with self._explained():
+            if self.path == "cpu" and self._side.capturable:  # by a thread, which learns it later
+                self._node.channel_state(self._handle)
+            self._side.send(rows)
         self._sends_next = False
 
     def recv(self) -> None:
@@ -188,7 +193,8 @@ class Channel:
             As send.
         """
         self._enter("recv", False)
-        self._side.recv()
+        with self._explained():
+            self._side.recv()
         self._sends_next = True
 
     def _enter(self, call: str, sends: bool) -> None:
@@ -212,10 +218,30 @@ class Channel:
                 f"{self.name!r}): call it outside, or open a channel of GPU tensors"
             )
 
-    def _tell(self) -> None:
-        """Tells the peers of a channel that this side has ended by itself, as if it were closed."""
-        if self._side.status()[0] == _BROKEN:
-            self._node.channel_end(self._handle)
+    def _fail(self, error: Exception) -> None:
+        """Tells the peers that this side has ended by itself, as if it were closed, and why."""
+        self._node.channel_end(self._handle, describe.refusal(self.mode, error))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Has a ClosedError say why a peer has closed its side, if that peer has said so."""
+        try:
+            yield
+        except ClosedError as error:
+            raise self._parting() or error from None
+
+    def _parting(self) -> ClosedError | None:
+        for i in range(len(self.tensors)):
+            try:
+                theirs = describe.read(i, self._node.channel_text(self._handle, i, 0))
+            except Error:  # it has never told anything
+                continue
+            if "refused" in theirs:
+                return ClosedError(
+                    f"channel {self.name!r}: {self._peers} {i} has closed its side: "
+                    f"{str(theirs['refused']):.400} (close this one and open another)"
+                )
+        return None
 
     def check(self) -> None:
         """Says whether the channel still stands, without waiting.
@@ -239,12 +265,14 @@ class Channel:
                     f"channel {self.name!r}: a send or recv failed half-way: it has ended (close "
                     "it and open another)"
                 )
-            self._node.channel_state(self._handle)
+            with self._explained():
+                self._node.channel_state(self._handle)
             if reason == _LOST:
                 raise Error(f"channel {self.name!r}: it was ended while it waited for peer {peer}")
             return
-        self._side.check_error()
-        self._node.channel_state(self._handle)
+        with self._explained():
+            self._side.check_error()
+            self._node.channel_state(self._handle)
 
     def close(self) -> None:
         """Ends the channel on this side, after what is queued; bounded. The other side gets a

@@ -114,8 +114,9 @@ class GpuSide:
     def status(self) -> tuple[int, int]:
         return self.lane.status()
 
-    def explain(self, why: Callable[[], None]) -> None:
-        """Has that raise, at a call after the engine has ended the channel, what has ended it."""
+    def explain(self, why: Callable[..., None]) -> None:
+        """Has that raise, at a call after the engine or a peer has ended the channel, what has
+        ended it. When a call fails half-way, it is given that error."""
         self.lane.explain(why)
 
     @property

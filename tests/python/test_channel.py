@@ -711,6 +711,32 @@ def test_refused_before_a_server_opens(
     meet(worker, lambda: tried_twice(0), lambda: tried_twice(1))
 
 
+def test_refused_by_another_server(cluster: MakeCluster) -> None:
+    """A server whose side is open then learns why it has ended."""
+    c = cluster(servers=2)
+    y = [torch.zeros(4) for _ in range(2)]
+
+    def worker() -> None:
+        with pytest.raises(fserver.ShapeError):
+            c.worker.channel([torch.ones(4)], [1], y, [2], timeout_ms=MS)
+
+    def server() -> None:
+        with pytest.raises(fserver.ShapeError):
+            c.servers[1].channel([1], [torch.zeros(5)], [2], timeout_ms=MS)
+
+    *_, ch = together(
+        [
+            worker,
+            server,
+            lambda: c.servers[0].channel([1], [torch.zeros(4)], [2], name="0", timeout_ms=MS),
+        ]
+    )
+    text = r"^channel '0': worker 0 has closed its side: channel: server 1 refuses: .*\(close this"
+    for call in (ch.recv, ch.check):
+        with pytest.raises(fserver.ClosedError, match=text):
+            call()
+
+
 def test_late_before_a_server_opens(pair: Cluster) -> None:
     """A worker that waits no longer may come again: a server waits for that."""
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -388,19 +390,22 @@ def failed_half_way(mode: str, call: str) -> None:
         w.send()
     DRIVER.fail_launch_at = DRIVER.launches + 2
     DRIVER.fail_copy = DRIVER.copies + (2 if call == "send" else 1)
-    refuses(getattr(mine, call), fserver.Error, f"^channel: {call}: an error")
+    with pytest.raises(fserver.Error, match=f"^channel: {call}: an error") as caught:
+        getattr(mine, call)()
+    who = "worker" if call == "send" else "server"
+    reason = re.escape(f"channel 'it': {who} 0 has closed its side: {caught.value} (close this one")
     done = DRIVER.launches, DRIVER.copies
     for again in ("send", "recv"):
         text = f"^{again}: a {call} failed half-way: the channel has ended"
         refuses(getattr(mine, again), fserver.Error, text)
     assert (DRIVER.launches, DRIVER.copies) == done
     refuses(mine.check, fserver.Error, "'it': a send or recv failed half-way: it has ended")
-    for other in others:  # as by a peer that has closed
+    for other in others:  # as by a peer that has closed, and they are told why
         end = time.monotonic() + WAIT
-        with pytest.raises(fserver.ClosedError, match="has closed its side"):
+        with pytest.raises(fserver.ClosedError, match=reason):
             while time.monotonic() < end:
                 other.check()
-        refuses(other.send, fserver.ClosedError, "a peer has closed its side")
+        refuses(other.send, fserver.ClosedError, reason)
     before = DRIVER.held
     together([ch.close for ch in (w, *servers)])
     assert DRIVER.held < before
@@ -414,6 +419,29 @@ def failed_half_way(mode: str, call: str) -> None:
 def test_failed_half_way(driver: Path, mode: str, call: str) -> None:
     """The sides would count differently from then on: the channel ends, for all of them."""
     over(driver, failed_half_way, mode, call)
+
+
+def closed_by_a_peer(mode: str) -> None:
+    on_gpus()
+    cluster = open_cluster()
+    w, s = opened(cluster, mode, "it")
+    closing = threading.Thread(target=s.close)
+    closing.start()
+    end = time.monotonic() + WAIT
+    text = '"it": peer 0 has closed its side .close this one and open another'
+    with pytest.raises(fserver.ClosedError, match=text):
+        while time.monotonic() < end:
+            w.check()
+    refuses(w.send, fserver.ClosedError, text)
+    w.close()
+    closing.join()
+    cluster.close()
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_closed_by_a_peer(driver: Path, mode: str) -> None:
+    """In good order: the next call says which one."""
+    over(driver, closed_by_a_peer, mode)
 
 
 def failed_in_a_capture() -> None:
