@@ -49,21 +49,28 @@ def _place(device: Any) -> str:
     return f"cuda@{boot.read_text().strip() if boot.exists() else platform.node()}"
 
 
-def _captured() -> bool:
-    """Whether the current stream is being captured into a graph."""
+def _captured(device: Any = None) -> bool:
+    """Whether the current stream, or that of another device, is being captured into a graph."""
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if not torch.cuda.is_available():
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    if device is None or torch.device(device).type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
-def _outside() -> None:
+def _outside(device: Any) -> None:
     """Opening allocates and waits, which a graph cannot replay. To be asked before a peer is told,
     which would wait for the rest.
 
     Raises:
-        ConfigError: the current stream is being captured.
+        ConfigError: the current stream, or that of the tensors' device, is being captured.
     """
-    if _captured():
+    if _captured(device):
         raise ConfigError(
             "channel: the current stream is being captured into a CUDA graph, which opening a "
             "channel cannot be part of: open the channel before the capture"
@@ -374,7 +381,16 @@ class Opener:
         tune: bool,
         table: Table = TABLE,
     ) -> Channel:
-        _outside()
+        push_keys, pull_keys = list(push_keys), list(pull_keys)
+        describe.check("channel", "push", push, push_keys, False)
+        describe.check("channel", "pull", pull, pull_keys, True)
+        everything = [*push, *pull]
+        if not everything:
+            raise ShapeError("channel: push and pull are both empty: give at least one tensor")
+        device = everything[0].device
+        if any(t.device != device for t in everything):
+            raise ConfigError("channel: push and pull tensors are on different devices")
+        _outside(device)
         if tune and mode == "sm":
 
             def trial(number: str, table: Table) -> Channel:
@@ -385,14 +401,6 @@ class Opener:
 
             table = tuned(trial, True)
         servers = self._node.servers
-        push_keys, pull_keys = list(push_keys), list(pull_keys)
-        describe.check("channel", "push", push, push_keys, False)
-        describe.check("channel", "pull", pull, pull_keys, True)
-        everything = [*push, *pull]
-        if not everything:
-            raise ShapeError("channel: push and pull are both empty: give at least one tensor")
-        if len({t.device for t in everything}) > 1:
-            raise ConfigError("channel: push and pull tensors are on different devices")
         if len(push_keys) != len(push):
             raise ShapeError(f"channel: {len(push_keys)} push_keys for {len(push)} push tensors")
         if len(pull) % servers:
@@ -407,7 +415,6 @@ class Opener:
                 f"servers: give {len(pull)} or {each}"
             )
         pull_keys *= 1 if len(pull_keys) == len(pull) else servers
-        device = everything[0].device
         handle, called = self._begin(name, mode, push_keys)
         side: Any = None
         told = 0
@@ -479,7 +486,13 @@ class Opener:
     ) -> Channel:
         import torch
 
-        _outside()
+        push_keys, pull_keys = list(push_keys), list(pull_keys)
+        describe.check("channel", "pull", pull, pull_keys, False)
+        describe.check("channel", "push", push or [], push_keys, True)
+        given = [*(push or []), *pull]
+        if len({t.device for t in given}) > 1:
+            raise ConfigError("channel: push and pull tensors are on different devices")
+        _outside(given[0].device if given else device)
         if tune and mode == "sm":
 
             def trial(number: str, table: Table) -> Channel:
@@ -491,9 +504,6 @@ class Opener:
 
             table = tuned(trial, False)
         workers = self._node.workers
-        push_keys, pull_keys = list(push_keys), list(pull_keys)
-        describe.check("channel", "pull", pull, pull_keys, False)
-        describe.check("channel", "push", push or [], push_keys, True)
         if len(pull) % workers:
             raise ShapeError(
                 f"channel: {len(pull)} pull tensors, which {workers} workers do not divide: give "
@@ -513,9 +523,6 @@ class Opener:
             )
         if n + len(pull) == 0:
             raise ShapeError("channel: push_keys and pull are both empty: give at least one tensor")
-        given = [*(push or []), *pull]
-        if len({t.device for t in given}) > 1:
-            raise ConfigError("channel: push and pull tensors are on different devices")
         handle, called = self._begin(name, mode, push_keys)
         side: Any = None
         told = 0
@@ -626,10 +633,8 @@ class Opener:
 
 
 def _like(tensors: Any) -> Any:
-    """Zeros in the place of tensors; what is no tensor stays, and is told when they are checked."""
-    if not isinstance(tensors, (list, tuple)):
-        return tensors
-    return [t.new_zeros(t.shape) if hasattr(t, "new_zeros") else t for t in tensors]
+    """Zeros in the place of tensors."""
+    return None if tensors is None else [t.new_zeros(t.shape) for t in tensors]
 
 
 def _same(

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -820,6 +820,51 @@ def test_opening_in_a_capture(
                     call(**more)
     assert made == []
     together([w, s])  # its number and its keys are free
+
+
+class OfGpu(torch.Tensor):
+    """Memory of the CPU that is said to be of another GPU than the current one."""
+
+    device = torch.device("cuda", 1)
+
+
+def test_opening_in_a_capture_on_another_gpu(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tensors' device captures counts too, and it is the current one as before."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def on(device: Any) -> Iterator[None]:
+        before, current[0] = current[0], torch.device(device).index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == captured)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    begun = fserver.Error("it has begun")
+
+    def begin(*_: Any) -> Any:
+        raise begun
+
+    monkeypatch.setattr(opener.Opener, "_begin", begin)
+    x = torch.ones(8).as_subclass(OfGpu)
+    for captured in range(3):
+        for call in (
+            lambda: pair.worker.channel([x], [0], [], []),
+            lambda: pair.worker.channel([], [], [x], [0]),
+            lambda: pair.server.channel([], [x], [0]),
+            lambda: pair.server.channel([0], [], [], push=[x]),
+            lambda: pair.server.channel([0], [], [], device="cuda:1"),
+        ):
+            with pytest.raises(fserver.Error) as caught:
+                call()
+            if captured < 2:
+                assert "open the channel before the capture" in str(caught.value)
+            else:
+                assert caught.value is begun
+            assert current == [0]
 
 
 # torch.ops
