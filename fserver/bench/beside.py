@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import others, ways
-from .crew import Crew, Member, Nodes, Peer, Place, start
+from .crew import Crew, Member, Nodes, Peer, Place, end_all, start
 from .errors import BenchError, GaveUpError, WrongDataError
 from .options import one_of
 from .peers import POISON, Part, figures, first_difference, own_seed
@@ -208,8 +208,7 @@ class Other:
     def close(self, patience: float) -> None:
         """Ends the processes, which have so many seconds each to do it themselves."""
         peers, self._crew = self._crew.peers, Crew([])
-        for peer in peers:
-            peer.end(patience)
+        end_all(peers, patience)
 
     def _call(self, method: str, *args: Any, more: float = 0) -> Any:
         limit = LIMIT + more

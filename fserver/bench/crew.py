@@ -3,6 +3,7 @@
 The parent measures nothing itself: while the others are busy it is blocked.
 """
 
+import atexit
 import contextlib
 import importlib
 import multiprocessing
@@ -24,6 +25,7 @@ from .errors import BenchError, WrongDataError
 
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
+KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all its memory
 
 
 def transport_settings(transport: str) -> dict[str, str]:
@@ -214,13 +216,30 @@ class Peer:
         return value
 
     def end(self, timeout: float) -> None:
-        """Waits for the process to end by itself, then ends it."""
-        if self._process is not None:
-            self._process.join(timeout)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join()
-        self._conn.close()
+        """Waits for the process to end by itself, then ends it.
+
+        Raises:
+            BenchError: it is still there. Then this process leaves without it, with status 1.
+        """
+        try:
+            if self._process is not None:
+                self._end(timeout)
+        finally:
+            self._conn.close()
+
+    def _end(self, timeout: float) -> None:
+        self._process.join(timeout)
+        if not self._process.is_alive():
+            return
+        self._process.kill()
+        self._process.join(KILL_TIMEOUT)
+        if self._process.is_alive():
+            atexit.register(_leave)
+            raise BenchError(
+                f"the {self.name} (pid {self._process.pid}) is still there {KILL_TIMEOUT:g} s "
+                f"after SIGKILL: the kernel holds it (/proc/{self._process.pid}/stack says where; "
+                f"if in a driver that does not let go, restart the host)"
+            )
 
 
 class Crew:
@@ -361,8 +380,30 @@ def ending(peers: list[Peer]) -> Iterator[None]:
             if good:
                 with contextlib.suppress(OSError):
                     peer.tell("end")
-        for peer in peers:
-            peer.end(30 if good else 0)
+        try:
+            end_all(peers, 30 if good else 0)
+        except BenchError as error:
+            if good:
+                raise
+            print(f"bench: {error}", file=sys.stderr)  # beside what the block failed with
+
+
+def end_all(peers: Sequence[Peer], patience: float) -> None:
+    """Ends the processes, which have so many seconds each to do it themselves.
+
+    Raises:
+        BenchError: one of them is still there. The others have ended.
+    """
+    with contextlib.ExitStack() as stack:
+        for peer in reversed(peers):
+            stack.callback(peer.end, patience)
+
+
+def _leave() -> None:
+    """Ends this process at once: the ordinary way waits for its processes without limit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @contextlib.contextmanager

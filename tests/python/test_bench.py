@@ -747,6 +747,61 @@ def test_wrong_data_comes_before_other_failures():
         said(lost, ("ok", 1)).results()
 
 
+STAYS = """
+import multiprocessing, os, signal
+from fserver.bench import crew
+
+def stay(conn):
+    os.closerange(1, 3)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    conn.send(None)
+    signal.pause()
+
+crew.KILL_TIMEOUT = 2
+context = multiprocessing.get_context("fork")
+peers = []
+for name in ("worker", "server"):
+    ours, theirs = context.Pipe()
+    process = context.Process(target=stay, args=(theirs,), daemon=True)
+    process.start()
+    ours.recv()
+    peers.append(crew.Peer(crew.Member(name, "", name), ours, process))
+    print(process.pid)
+process.kill = lambda: None  # the server, which the kernel does not let go
+try:
+    with crew.ending(peers):
+        raise ZeroDivisionError
+except ZeroDivisionError as error:
+    print(type(error).__name__)
+try:
+    crew.end_all(peers[1:], 0)
+except crew.BenchError as error:
+    print(error)
+"""
+
+
+def test_a_process_that_cannot_be_killed():
+    """It is told, the others are ended, and this one does not wait for it when it leaves."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STAYS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = parent.communicate(timeout=60)
+        killed, stayed, failed, told = out.splitlines()
+        assert not os.path.exists(f"/proc/{killed}")
+        os.kill(int(stayed), 0)
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+    text = f"the server (pid {stayed}) is still there 2 s after SIGKILL: the kernel holds it"
+    assert told.startswith(text) and f"/proc/{stayed}/stack" in told
+    assert failed == "ZeroDivisionError" and err.startswith(f"bench: {text}")
+    assert parent.returncode == 1
+
+
 def test_pingpong_ends_at_wrong_data():
     with pytest.raises(WrongDataError, match="the worker got wrong data: .* byte 63 of 64"):
         pingpong.main(["--sizes", "64", "--ops", "pull"], Nodes(worker, corrupting_server))
