@@ -73,10 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be repeated; dealt to the workers")
-    add("--workers", type=run.count, default=2, metavar="N", help="(default 2)")
-    add("--servers", type=run.count, default=1, metavar="N", help="share the columns (default 1)")
-    add("--micro-batches", type=run.count, default=2, metavar="N", help="per worker (default 2)")
-    add("--max-new-tokens", type=run.count, default=48, metavar="N", help="(default 48)")
+    groups, count = run.count(run.MAX_GROUPS), run.count()
+    add("--workers", type=groups, default=2, metavar="N", help="(default 2)")
+    add("--servers", type=groups, default=1, metavar="N", help="share the columns (default 1)")
+    add("--micro-batches", type=count, default=2, metavar="N", help="per worker (default 2)")
+    add("--max-new-tokens", type=count, default=48, metavar="N", help="(default 48)")
     add("--model", type=Path, metavar="PATH", help="Llama-like Hugging Face folder or GGUF file")
     add("--transport", metavar="NAME", help="sets FSERVER_TRANSPORT")
     return parser

@@ -6,9 +6,9 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from .roles import Layout, Process, plan
+from .roles import MAX_GROUP_SIZE, MAX_GROUPS, MAX_PROCESSES, Layout, Process, plan
 from .supervisor import Supervisor
 
 USAGE = """\
@@ -17,7 +17,7 @@ fserver run [options] SCRIPT [ARGS...]            a Python script for both roles
        fserver run [options] -- PROGRAM [ARGS...]        any program
        fserver run [options] --worker-script W.py --server-script S.py [-- ARGS...]"""
 
-EPILOG = """\
+EPILOG = f"""\
 Every process finds in its environment who it is: DMLC_ROLE, DMLC_NUM_WORKER,
 DMLC_NUM_SERVER, DMLC_GROUP_SIZE, DMLC_NODE_RANK (its group), STEPMESH_GPU (its place in
 the group), DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT (the scheduler). On one host the
@@ -29,7 +29,10 @@ runs on host 0. The groups, the workers' first, are dealt to the hosts in equal 
 
 A process that fails ends all, and its exit status (128 + n for signal n) is that of the
 run. SIGINT, SIGTERM and SIGHUP are passed on. When the last worker has ended well,
-servers that do not end by themselves are ended, except in a run over several hosts."""
+servers that do not end by themselves are ended, except in a run over several hosts.
+
+A cluster has at most {MAX_GROUPS} groups of a role, {MAX_GROUP_SIZE} processes in a group, and
+{MAX_PROCESSES} workers and servers together."""
 
 
 def main(argv: list[str]) -> int:
@@ -61,10 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--workers", type=count, default=1, metavar="N", help="worker groups (default 1)")
-    add("--servers", type=count, default=1, metavar="N", help="server groups (default 1)")
-    add("--group-size", type=count, default=1, metavar="N", help="processes per group (default 1)")
-    add("--nnodes", type=count, default=1, metavar="N", help="hosts (default 1)")
+    groups, size = count(MAX_GROUPS), count(MAX_GROUP_SIZE)
+    add("--workers", type=groups, default=1, metavar="N", help="worker groups (default 1)")
+    add("--servers", type=groups, default=1, metavar="N", help="server groups (default 1)")
+    add("--group-size", type=size, default=1, metavar="N", help="processes per group (default 1)")
+    add("--nnodes", type=count(MAX_PROCESSES), default=1, metavar="N", help="hosts (default 1)")
     add("--node-rank", type=int, default=0, metavar="R", help="this host, from 0")
     add("--scheduler", type=address, metavar="HOST:PORT", help="where the scheduler listens")
     add("--worker-script", metavar="W.py", help="what workers run")
@@ -88,6 +92,13 @@ def _layout(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Lay
         parser.error(
             f"--node-rank {options.node_rank}: with --nnodes {options.nnodes} "
             f"it goes from 0 to {options.nnodes - 1}"
+        )
+    processes = (options.workers + options.servers) * options.group_size
+    if processes > MAX_PROCESSES:
+        parser.error(
+            f"--workers {options.workers} --servers {options.servers} "
+            f"--group-size {options.group_size}: these are {processes} processes, and a cluster "
+            f"has at most {MAX_PROCESSES} (start fewer groups, or smaller ones)"
         )
     if options.nnodes > 1 and options.scheduler is None:
         parser.error("--nnodes: several hosts need --scheduler HOST:PORT, an address of host 0")
@@ -163,11 +174,17 @@ def _common(options: argparse.Namespace) -> dict[str, str]:
     return common
 
 
-def count(text: str) -> int:
-    """An argument that is a number of things, at least one."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
-    return int(text)
+def count(most: int = sys.maxsize) -> Callable[[str], int]:
+    """The type of an argument that is a number of things, at least one."""
+
+    def parse(text: str) -> int:
+        # No longer ones: int refuses 5000 digits in words of its own.
+        value = int(text) if text.isdecimal() and len(text) < 20 else 0
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:100]!r}: a whole number from 1 to {most}")
+        return value
+
+    return parse
 
 
 def _seconds(text: str) -> float:
@@ -188,4 +205,4 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-__all__ = ["Process", "address", "count", "main"]
+__all__ = ["MAX_GROUPS", "Process", "address", "count", "main"]

@@ -5,6 +5,11 @@ import shlex
 import sys
 from collections.abc import Mapping
 
+# What the engine takes, and what a cluster has at most.
+MAX_GROUPS = 65535  # of a role
+MAX_GROUP_SIZE = 1024
+MAX_PROCESSES = 65536  # workers and servers together
+
 # Who a process is, which the launcher alone decides, also inside another run.
 IDENTITY = {
     "DMLC_ROLE",

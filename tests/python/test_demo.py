@@ -438,6 +438,18 @@ def test_demo_names_what_is_missing(monkeypatch, capsys, missing, args, text):
     assert capsys.readouterr().err.startswith(f"fserver demo: {text}")
 
 
+def test_demo_refuses_counts_that_make_no_sense(capsys):
+    for option, given, most in (
+        ("--workers", "65536", "65535"),
+        ("--servers", "0", "65535"),
+        ("--micro-batches", "few", "9223372036854775807"),
+    ):
+        with pytest.raises(SystemExit):
+            demo.main([option, given])
+        text = f"{option}: {given!r}: a whole number from 1 to {most}"
+        assert text in capsys.readouterr().err
+
+
 def test_demo_refuses_what_it_cannot_load(tmp_path, capsys):
     assert demo.main([f"--model={tmp_path}"]) == 1
     assert f"fserver demo: load {tmp_path}: " in capsys.readouterr().err

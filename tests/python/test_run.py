@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from fserver.run import output
+from fserver import Error, Scheduler, env
+from fserver.run import output, roles
 from fserver.run.roles import Layout, inherited, plan
 
 ROOT = Path(__file__).parents[2]
@@ -486,8 +487,17 @@ def test_ways_to_name_a_command(tmp_path, args, worker, server):
     ("args", "text"),
     [
         ([], "what shall be run"),
-        (["--workers", "0", "x.py"], "--workers: '0': a whole number, 1 or more"),
-        (["--servers", "two", "x.py"], "--servers: 'two': a whole number, 1 or more"),
+        (["--workers", "0", "x.py"], "--workers: '0': a whole number from 1 to 65535"),
+        (["--servers", "two", "x.py"], "--servers: 'two': a whole number from 1 to 65535"),
+        (["--workers", "65536", "x.py"], "--workers: '65536': a whole number from 1 to 65535"),
+        (["--servers", "9" * 5000, "x.py"], "99': a whole number from 1 to 65535"),
+        (["--group-size", "1025", "x.py"], "--group-size: '1025': a whole number from 1 to 1024"),
+        (["--nnodes", "65537", "x.py"], "--nnodes: '65537': a whole number from 1 to 65536"),
+        (
+            ["--workers", "1023", "--servers", "1", "--group-size", "65", "x.py"],
+            "--workers 1023 --servers 1 --group-size 65: these are 66560 processes, and a cluster "
+            "has at most 65536 (start fewer groups, or smaller ones)",
+        ),
         (["--grace", "-1", "x.py"], "--grace: '-1': a number of seconds, 0 or more"),
         (["--scheduler", "host", "x.py"], "'host': HOST:PORT"),
         (["--scheduler", "host:0", "x.py"], "'host:0': HOST:PORT"),
@@ -508,6 +518,19 @@ def test_bad_arguments(args, text):
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_limits_are_those_of_the_settings():
+    allowed = {s["name"]: s["allowed"] for s in env.settings({})["settings"]}
+    for role in ("WORKER", "SERVER"):
+        assert allowed[f"DMLC_NUM_{role}"] == f"a whole number from 1 to {roles.MAX_GROUPS}"
+    assert allowed["DMLC_GROUP_SIZE"] == f"a whole number from 1 to {roles.MAX_GROUP_SIZE}"
+    settings = {"DMLC_NUM_WORKER": roles.MAX_PROCESSES - 1, "DMLC_NUM_SERVER": 1}
+    with Scheduler(scheduler="127.0.0.1:0", connect=False, settings=settings):
+        pass
+    settings["DMLC_NUM_SERVER"] += 1
+    with pytest.raises(Error, match=f"more than {roles.MAX_PROCESSES}"):
+        Scheduler(scheduler="127.0.0.1:0", connect=False, settings=settings)
 
 
 def test_unknown_command():
