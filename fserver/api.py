@@ -53,9 +53,11 @@ def environment() -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """What a node takes from the environment: ``environment()``, and which GPUs CUDA shows."""
+    """What a node takes from the environment: ``environment()``, which GPUs CUDA shows, and the
+    names of all other variables, without values, for the engine to see which are misspelt."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {**environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
+    others = {name: "" for name in os.environ if name.isascii() and not name.startswith(_PREFIXES)}
+    return {**others, **environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
 
 
 def _split(scheduler: str) -> tuple[str, str]:

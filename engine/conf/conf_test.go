@@ -235,10 +235,19 @@ func TestUnknownNames(t *testing.T) {
 		"PS_DROPMSG":            "PS_DROP_MSG",
 		"STEPAF_QP_NUMS":        "STEPAF_QP_NUM",
 		"BYTEPS_RDMA_RX_DETPH":  "BYTEPS_RDMA_RX_DEPTH",
+
+		"FSEVER_SECRET":     "FSERVER_SECRET",
+		"FSERVR_TLS":        "FSERVER_TLS",
+		"STEPMSH_BACKEND":   "STEPMESH_BACKEND",
+		"BYTPES_ENABLE_IPC": "BYTEPS_ENABLE_IPC",
+		"STEPAFF_QP_NUM":    "STEPAF_QP_NUM",
 	} {
 		_, w := warned(t, with(name+"=1")...)
 		require.Contains(t, w, "(the nearest known name is "+want+")", name)
 	}
+	// Those of others.
+	good(t, with("SERVER_SECRET=1", "SERVER_TLS_CERT=1", "FSVR_SECRET=1", "FSEVER_PORT=1", "FSEVER_SECRETS=1", "FSEVER=1",
+		"MLC_PORT=1", "GPS_VERBOSE=1", "fserver_SECRET=1", strings.Repeat("X", 1<<20)+"_SECRET=1")...)
 	_, w = warned(t, with("DMLC_"+strings.Repeat("X", 1<<20)+"=1")...)
 	require.Less(t, len(w), 256)
 }

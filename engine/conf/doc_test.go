@@ -40,7 +40,8 @@ come first. ` + "`fserver env`" + ` prints those in force.
 - Where a setting has an older spelling, the newer one counts if both are given;
   if they disagree, a warning names both. Both have to be valid.
 - A name that starts with ` + "`DMLC_`, `STEPMESH_` or `FSERVER_`" + ` and is not here is
-  warned of once, with the nearest name that is; one that starts with ` + "`PS_`,\n  `BYTEPS_` or `STEPAF_`" + ` if it is at most two letters from such a name. A value
+  warned of once, with the nearest name that is; one that starts with ` + "`PS_`,\n  `BYTEPS_` or `STEPAF_`" + ` if it is at most two letters from such a name, and one
+  with a letter wrong in a longer prefix (` + "`FSEVER_SECRET`" + `) if the rest is right. A value
   that is not allowed is an error; all errors are reported together.
 - A setting that "takes effect with" something is read and checked by every build,
   and changes nothing where that is not in use. This build has the transports

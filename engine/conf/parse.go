@@ -106,6 +106,19 @@ func ours(name string, known []string) bool {
 			return distance(name, nearest(name, known)) <= 2
 		}
 	}
+	return slipped(name, known)
+}
+
+// slipped says whether one letter in the prefix keeps a name from being known. Short prefixes
+// do not count, because other programs have their neighbours, nor does SERVER_, one of FSERVER_.
+func slipped(name string, known []string) bool {
+	theirs, rest, _ := strings.Cut(name, "_")
+	for _, prefix := range []string{"FSERVER", "STEPMESH", "STEPAF", "BYTEPS"} {
+		if theirs != "SERVER" && slices.Contains(known, prefix+"_"+rest) && len(theirs) <= len(prefix)+1 &&
+			distance(theirs, prefix) == 1 {
+			return true
+		}
+	}
 	return false
 }
 

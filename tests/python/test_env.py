@@ -61,7 +61,9 @@ def test_unknown_names_are_pointed_out(
         {"name": "DMLC_NUM_WORKERS", "nearest": "DMLC_NUM_WORKER"},
         {"name": "FSERVER_SECRETS", "nearest": "FSERVER_SECRET"},
     ]
+    monkeypatch.setenv("FSEVER_SECRET", "hunter2")
     _, err = run(capsys, "DMLC_PORT=many")
+    assert "FSEVER_SECRET" in err and "FSERVER_SECRET)" in err and "hunter2" not in err
     assert "DMLC_NUM_WORKERS" in err and "DMLC_NUM_WORKER)" in err
     assert 'DMLC_PORT="many": want a whole number' in err
 
