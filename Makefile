@@ -84,7 +84,7 @@ test: ext ## all tests: go test and pytest
 	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n 2 || status=1
 	exit $$status
 
-lint: setup ## format, vet, static checks, generated files
+lint: setup ## format, vet, types, static checks, generated files
 	@GO="$(GO)" BIN=$(BIN) tools/lint.sh
 
 bench: ext ## round trips between two processes, against raw C (fserver bench --help: more)
@@ -130,5 +130,5 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	echo "  OUT=build/gpu tools/gpu_check.sh eager"
 
 clean: ## remove what was built, not .venv
-	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_C.*.json fserver/include .pytest_cache .ruff_cache
+	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_C.*.json fserver/include .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

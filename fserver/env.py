@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Set
 
 from fserver import _loader
 from fserver.api import inherited
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def settings(values: dict[str, str], arguments: set[str] = frozenset()) -> dict:
+def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict:
     """What the engine makes of these values; docs/settings.md has the names.
 
     Keys: ``settings`` (each with ``name``, ``value``, ``default``, ``origin``, ``source``,

@@ -40,7 +40,9 @@ def empty_shared(
     if like.nbytes == 0:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     storage = extension.shared_bytes(like.nbytes).untyped_storage()
-    return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape)
+    return torch.empty(0, dtype=like.dtype, device="cpu").set_(
+        storage, 0, like.shape, like.stride()
+    )
 
 
 def shared_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -249,7 +249,7 @@ def _also(crew: Crew) -> list[Exception]:
     end = time.monotonic() + 1
     found: list[Exception] = []
     for peer in crew.peers:
-        if wait([peer], max(0.0, end - time.monotonic())):
+        if wait([peer.fileno()], max(0.0, end - time.monotonic())):
             try:
                 peer.result()
             except (BenchError, OSError) as error:

@@ -285,12 +285,12 @@ class Crew:
         results: dict[str, Any] = {}
         waiting = list(peers)
         while waiting:
-            ready = wait(waiting, max(0.0, end - time.monotonic()))
+            ready = wait([peer.fileno() for peer in waiting], max(0.0, end - time.monotonic()))
             if not ready:
                 names = " and ".join(peer.name for peer in waiting)
                 raise BenchError(f"no answer from {names} in {timeout:g} s")
             failures = []
-            for peer in ready:
+            for peer in [one for one in waiting if one.fileno() in ready]:
                 waiting.remove(peer)
                 try:
                     results[peer.name] = peer.result()

@@ -94,7 +94,7 @@ def _groups(
     case = Case("push_pull", (options.size,), (options.size,))
     with contextlib.ExitStack() as stack:
         crew = stack.enter_context(start(members, nodes))
-        raw, says = None, {}
+        raw, says = None, dict[str, Any]()
         for groups in options.groups:
             dealt = {name: len(range(i, groups, len(names))) for i, name in enumerate(names)}
             with crew.cluster(options.transport, dealt):

@@ -801,19 +801,20 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
 
 def _rows(args: argparse.Namespace) -> list[tuple[Callable[..., Any], dict[str, Any], float]]:
     """Function, what differs, and seconds; what is most likely to fail comes last."""
+    found: list[tuple[Callable[..., Any], dict[str, Any], float]]
+    streams = "one" if args.dry else "two"
     if args.work == "af":
         order = [(m, how) for how in (("one",) if args.dry else STREAMS) for m in args.modes]
         found = [(af, {"mode": m, "streams": how}, 40.0) for m, how in order]
-        how = "one" if args.dry else "two"
-        return found + [(af_by, {"by": way, "streams": how}, 30.0) for way in args.beside]
+        return found + [(af_by, {"by": way, "streams": streams}, 30.0) for way in args.beside]
     if args.work == "overlap":
         limit = 2 * args.seconds + 40
-        order = [(m, kernels) for kernels in (False, True) for m in args.modes]
+        parts = [(m, kernels) for kernels in (False, True) for m in args.modes]
         if not args.dry:
-            order = [("none", False), ("plain", False), *order]
-        found = [(overlap, {"mode": m, "compute": kernels}, limit) for m, kernels in order]
-        how = {"compute": True, "streams": "one" if args.dry else "two"}
-        return found + [(overlap_by, {"by": way, **how}, limit) for way in args.beside]
+            parts = [("none", False), ("plain", False), *parts]
+        found = [(overlap, {"mode": m, "compute": kernels}, limit) for m, kernels in parts]
+        what = {"compute": True, "streams": streams}
+        return found + [(overlap_by, {"by": way, **what}, limit) for way in args.beside]
     if args.work == "memory":
         return [(memory, {"mode": m}, 2 * args.seconds + 30) for m in args.modes]
     if args.work == "trips":

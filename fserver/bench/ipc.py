@@ -3,15 +3,15 @@
 import argparse
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from . import report
-from .baseline import HOST_WAYS, OF_TRANSPORT
+from .baseline import HOST_WAYS, OF_TRANSPORT, Baseline
 from .crew import Case, Crew, Nodes, pair
 from .errors import BenchError
 from .options import choose_cores, open_baseline, parser, sizes
 from .pingpong import SMALL, cases
-from .turns import CrewPlayer, Player, take_turns
+from .turns import CrewPlayer, take_turns
 
 SIZES = "64,512,4K,32K,256K,1M,4M,16M,64M"
 SHARED_SIZES = "64K,1792K,16M"
@@ -31,7 +31,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         lends = "cma" in chosen
         steps = len(options.sizes) + lends * len(options.shared_sizes)
         bar = stack.enter_context(report.Progress(steps * options.rounds, "ipc"))
-        players: dict[str, Player] = {}
+        players: dict[str, CrewPlayer | Baseline] = {}
         reasons: dict[str, str] = {}
         says: dict[str, dict[str, Any]] = {}
         for transport in chosen:
@@ -81,15 +81,16 @@ def _shared(
     options: argparse.Namespace,
     nodes: Nodes,
     cores: tuple[int, int] | None,
-    players: dict[str, Player],
+    players: dict[str, CrewPlayer | Baseline],
     reasons: dict[str, str],
     bar: report.Progress,
 ) -> Iterator[dict[str, Any]]:
     """Rows of pushes with a small answer, of shared tensors and of others in turn."""
     ways = {"cma": False, SHARED: True}
     pairs: dict[str, CrewPlayer] = {}
-    if "cma" in players:
-        pairs = {"cma": cast(CrewPlayer, players["cma"])}
+    cma = players.get("cma")
+    if isinstance(cma, CrewPlayer):
+        pairs["cma"] = cma
         pairs[SHARED] = CrewPlayer(_open(stack, nodes, "cma", cores))
     for key, size in enumerate(options.shared_sizes, len(options.sizes)):
         if not pairs:

@@ -76,6 +76,7 @@ def symmetric(count: int, device: torch.device) -> tuple[torch.Tensor, Any]:
     import torch.distributed._symmetric_memory as symm
 
     memory = symm.empty(count, dtype=torch.uint8, device=device)
+    assert dist.group.WORLD is not None
     handle = symm.rendezvous(memory, dist.group.WORLD)
     _kept.append((memory, handle))
     return memory, handle
@@ -225,9 +226,9 @@ def channels(
 
     small, large = cut(memory)
     if way == "nccl":
-        out, back = dist.group.WORLD, dist.new_group()
-        if not side.is_worker:
-            out, back = back, out
+        first, second = dist.group.WORLD, dist.new_group()
+        assert first is not None and isinstance(second, dist.ProcessGroup)
+        out, back = (first, second) if side.is_worker else (second, first)
     elif way == "symm":
         theirs = [handle.get_buffer(peer, memory.shape, torch.uint8) for peer in peers]
     else:

@@ -12,7 +12,7 @@ from .crew import Case, Crew, Nodes, pair
 from .errors import BenchError
 from .options import MakeBaseline, choose_cores, exchanges, one_of, open_baseline, parser
 from .others import reason
-from .turns import CrewPlayer, take_turns
+from .turns import CrewPlayer, Player, take_turns
 
 SIZES = "64,4K,64K,1M,16M,64M"
 OPS = ("push", "pull", "push_pull")
@@ -82,9 +82,10 @@ def measure(
         for case in planned:
             out, back = sum(case.out), sum(case.back)
             player.prepare(case)
-            for one in (*([raw] if raw else []), *others):
+            rivals: list[Baseline | beside.Other] = [*([raw] if raw else []), *others]
+            for one in rivals:
                 one.prepare(*_moved(case))
-            players = [*([raw] if raw else []), player, *others]
+            players: list[Player] = [*([raw] if raw else []), player, *others]
             results = take_turns(
                 players, options.rounds, options.seconds, options.iters, done=bar.step
             )

@@ -43,7 +43,7 @@ def save(path: str, bench: str, rows: Rows, machine: str) -> None:
 def _sizes(figure: Any, rows: Rows) -> None:
     """Latency and ratio over the size."""
     latency, ratio = figure.subplots(1, 2)
-    drawn_raw: set[tuple[str, str]] = set()  # others have the raw baseline of ours
+    drawn_raw: set[tuple[str, str | None]] = set()  # others have the raw baseline of ours
     for (transport, op), line in _grouped(rows, "transport", "op").items():
         name = f"{transport} {op}" if len({row["op"] for row in rows}) > 1 else transport
         sizes = [max(row["bytes_out"], row["bytes_back"]) for row in line]

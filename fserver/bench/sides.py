@@ -118,7 +118,7 @@ class Side:
     def on(self, stream: Any) -> Any:
         return contextlib.nullcontext() if self.dry else torch.cuda.stream(stream)
 
-    def captured(self, body: Callable[[], None], stream: Any) -> Callable[[], None]:
+    def captured(self, body: Callable[[], object], stream: Any) -> Callable[[], object]:
         """What does again on the current stream what body does."""
         if self.dry:
             return body
@@ -207,7 +207,7 @@ class Crew:
             if not ready:
                 errors.append(f"sides {[*missing.values()]} have not finished")
                 break
-            for pipe in ready:
+            for pipe in [one for one in missing if one in ready]:
                 index = missing.pop(pipe)
                 try:
                     good, results[index] = pipe.recv()

@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from . import report
 from .crew import Case, Crew, Nodes, pair
@@ -64,7 +65,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     print(f"{'':<24}" + "".join(f"{title:>15}" for title in titles))
     rows = []
     for number, role in enumerate(("worker", "server")):
-        row: dict[str, object] = {"role": role, "links": links}
+        row: dict[str, Any] = {"role": role, "links": links}
         for names, now, still in zip((COUNTS, IN_USE), looks, idle, strict=True):
             for key, title in names.items():
                 if key not in now[0][number]:

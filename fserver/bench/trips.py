@@ -224,7 +224,7 @@ def theirs(side: Side, by: str, push: int, pull: int, how: str, runs: int) -> di
 
 def wire(side: Side, by: str) -> dict[str, Any]:
     """Plain copies of 64 MiB between both GPUs, by one process."""
-    found = {"wrong": 0}
+    found: dict[str, Any] = {"wrong": 0}
     if side.is_worker:
         found.update({k: round(v, 2) for k, v in ways.wire((0, 1)).items()})
         found["gb_per_s"] = round(gigabytes_per_second(ways.BIG, found["p50_us"]), 1)
@@ -309,7 +309,8 @@ def summary(
 
 def _met(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> bool | None:
     """Whether a target is met; None: there is none, or nothing to measure by."""
-    key, p50 = (row.get("push"), row.get("pull")), row["p50_us"]
+    key: tuple[Any, Any] = row.get("push"), row.get("pull")
+    p50 = row["p50_us"]
     if row["mode"] == "sm" and row["how"] == "graph x200":
         return p50 <= GRAPH_US[key] and row["p99_us"] <= SPREAD * p50
     if row["mode"] == "sm" and row["how"] == "enqueued x20":

@@ -186,7 +186,8 @@ def wire(devices: tuple[int, int]) -> dict[str, Any]:
     Raises:
         WrongDataError: what arrived is not what was sent.
     """
-    copies, rounds, found = 60, 8, {}
+    copies, rounds = 60, 8
+    found: dict[bool, list[float]] = {}
     for both in (False, True):
         for flying in (1, 2):
             lanes = []

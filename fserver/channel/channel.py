@@ -164,7 +164,8 @@ class Channel:
         self._turns = bool(self.outgoing and self.incoming) and path == "cpu"
         self._sends_next = send_first
         if path != "cpu":  # no frame of Python in between
-            self.send, self.recv = side.send, side.recv
+            for method in ("send", "recv"):
+                setattr(self, method, getattr(side, method))
             side.explain(functools.partial(_explain, weakref.ref(self)))
         self.number = next(_numbers)
         _open[self.number] = self
@@ -289,7 +290,8 @@ class Channel:
         self.closed = True
         _open.pop(self.number, None)
         if self.path != "cpu":
-            self.send = self.recv = self._refuse  # type: ignore[method-assign, assignment]
+            for method in ("send", "recv"):
+                setattr(self, method, self._refuse)
         try:
             self._side.finish()
         finally:  # whatever comes, as Ctrl-C may, nothing stays open

@@ -128,7 +128,9 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
-def check(call: str, name: str, tensors: Sequence[Any], keys: Sequence[int], written: bool) -> None:
+def check(
+    call: str, name: str, tensors: Sequence[Any] | Tensor, keys: Sequence[int], written: bool
+) -> None:
     """Checks tensors that are handed to a channel.
 
     Raises:

@@ -338,7 +338,7 @@ class Plan:
         return self._peers[peer][0][0] + offset
 
     def _segments_out(self) -> list[tuple[int, ...]]:
-        result = []
+        result: list[tuple[int, ...]] = []
         number = 0  # of the row count
         for peer, row in enumerate(self.outgoing):
             if self.send_first:  # a worker, whose tensors go to every server
@@ -370,7 +370,7 @@ class Plan:
         return result
 
     def _segments_in(self) -> list[tuple[int, ...]]:
-        result = []
+        result: list[tuple[int, ...]] = []
         for peer, row in enumerate(self._incoming):
             for e, credit in zip(row, self._theirs[peer]["out"], strict=True):
                 place = e.kind == PLACE
@@ -395,7 +395,7 @@ class Plan:
         return result
 
     def _copies_out(self) -> list[tuple[int, ...]]:
-        result = []
+        result: list[tuple[int, ...]] = []
         for segment, first, last in _ends(self._segments_out()):
             s = list(segment)
             entry = self._theirs[s[13]]["in"][len(result) - self._first(s[13], self.outgoing)]
@@ -407,9 +407,9 @@ class Plan:
         for peer in range(len(self.outgoing)):
             mine = [i for i, s in enumerate(result) if s[13] == peer]
             if mine:
-                last = list(result[mine[-1]])
-                last[5] = self._at(peer, self._theirs[peer]["in"][0]["flags"])
-                result[mine[-1]] = tuple(last)
+                s = list(result[mine[-1]])
+                s[5] = self._at(peer, self._theirs[peer]["in"][0]["flags"])
+                result[mine[-1]] = tuple(s)
         return result
 
     def _copies_in(self) -> list[tuple[int, ...]]:

@@ -203,12 +203,14 @@ def _gguf_read_once() -> Iterator[None]:
     tensor. Remembering both takes the load of SmolLM2 from 33 to 14 s."""
     import gguf
 
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, before)
+    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, made in before.items():
+        setattr(gguf, name, functools.cache(made))
     try:
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = before
+        for name, made in before.items():
+            setattr(gguf, name, made)
 
 
 def _save(tokenizer: Any, model: Any, folder: Path) -> None:

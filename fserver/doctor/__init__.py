@@ -40,10 +40,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     values = inherited()
     if options.listen:
-        return _listen(*options.listen, values)
+        at, port = options.listen
+        return _listen(at, port, values)
     report = Report()
     if options.peer:
-        peer.check(report, *options.peer, values)
+        at, port = options.peer
+        peer.check(report, at, port, values)
     else:
         _this_host(report, values)
     if options.json:

@@ -41,7 +41,7 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
     report.add(
         title, Check("engine", "yes", f"{about['version']}, wire {about['wire']}, {about['go']}")
     )
-    report.add(title, *_versions(Path(extension.__file__)))
+    report.add(title, *_versions(extension.__file__))
     report.add(title, Check("kernel", "info", found["kernel"]), *_drivers(found))
     for note in found["notes"]:
         remedy = "what follows may lack something; give this process the right to read it"
@@ -49,10 +49,11 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
     return found
 
 
-def _versions(extension: Path | None) -> Iterator[Check]:
+def _versions(file: str | None) -> Iterator[Check]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         yield Check("fserver", "info", metadata.version("fserver"))
-    if extension:
+    if file:
+        extension = Path(file)
         built = json.loads(extension.with_suffix(".json").read_text())
         yield Check("extension", "info", f"{extension.name}, built for torch {built['torch']}")
     if importlib.util.find_spec("torch"):

@@ -80,10 +80,10 @@ def _reach(report: Report, title: str, found: dict, host: str, port: int) -> str
             if not first:
                 first = str(at[0])
                 _mtu(report, title, found, sock)
-    for address, e in failed:
-        text = f"{address} port {port}: {e.strerror or e}"
+    for address, error in failed:
+        text = f"{address} port {port}: {error.strerror or error}"
         state = "note" if first else "no"  # one way there is enough
-        report.add(title, Check("reach", state, text, _remedy(e), fatal=not first))
+        report.add(title, Check("reach", state, text, _remedy(error), fatal=not first))
     return first
 
 
@@ -290,8 +290,8 @@ def _back(
     error = "".join(c if c.isprintable() else "?" for c in error[:200])
     text = f"the peer cannot connect to {host}: {error or 'the connection led elsewhere'}"
     remedy = "servers are connected to: open the firewall for this host, or set DMLC_NODE_HOST"
-    server = values.get("DMLC_ROLE", "server").lower() in ("server", "scheduler", "joint")
-    report.add(title, Check("way back", "no", text, remedy, fatal=server))
+    needed = values.get("DMLC_ROLE", "server").lower() in ("server", "scheduler", "joint")
+    report.add(title, Check("way back", "no", text, remedy, fatal=needed))
 
 
 def _take(server: socket.socket, nonce: bytes, came: threading.Event) -> None:

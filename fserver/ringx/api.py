@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -39,8 +39,7 @@ class Algorithm(NamedTuple):
 
 def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
     forward = partial(schedules.queries_forward, blocks=blocks, overlap=overlap)
-    how = {"blocks": blocks, "ahead": overlap, "behind": overlap}
-    backward = partial(schedules.broadcast_backward, **how)
+    backward = partial(schedules.broadcast_backward, blocks=blocks, ahead=overlap, behind=overlap)
     return Algorithm(blocks is not schedules.full, "contiguous", True, forward, backward, blocks)
 
 
@@ -88,8 +87,10 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         options = _copies(how, job, k, backward=False)
-        forward = partial(by_copies.forward, **options) if options else how.forward
-        turn = job.window.call() if options else nullcontext()
+        forward = how.forward
+        turn: AbstractContextManager[None] = nullcontext()
+        if options and job.window:
+            forward, turn = partial(by_copies.forward, **options), job.window.call()
         with turn, torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
             out, lse = forward(job, q, k, v)
         if sink is not None:
@@ -109,10 +110,13 @@ class _Attention(torch.autograd.Function):
             raise Error("ringx: create_graph: there is no second derivative")
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        how, job = ctx.how, ctx.job
+        how: Algorithm = ctx.how
+        job: Job = ctx.job
         options = _copies(how, job, k, backward=True)
-        backward = partial(by_copies.backward, **options) if options else how.backward
-        turn = job.window.call() if options else nullcontext()
+        backward = how.backward
+        turn: AbstractContextManager[None] = nullcontext()
+        if options and job.window:
+            backward, turn = partial(by_copies.backward, **options), job.window.call()
         with turn, torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = backward(job, Given(dout, q, k, v, out, lse))
         dsink = None
@@ -166,8 +170,9 @@ def ringx_attention(
         ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
             raise then, and nothing has been exchanged; with agreed, only this one raises.
     """
-    how = {"agreed": agreed, "copies": copies}
-    out, lse = _run(q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, **how)
+    out, lse = _run(
+        q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, agreed=agreed, copies=copies
+    )
     return (out, lse) if return_lse else out
 
 
@@ -178,8 +183,11 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = _ranks(group)
     problem = problem or _problem(q, k, v, algorithm, causal, sink, reduce_dtype)
+    factor = 0.0
     if not problem:
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q_lengths: Sequence[int]
+    k_lengths: Sequence[int]
     if agreed:
         if problem:
             raise problem
@@ -188,11 +196,11 @@ def _run(
         problem = problem or _kernel_problem(q, k, v, causal)
         facts = [1] + [0] * (len(FACTS) - 1)
         if not problem:
-            facts = _facts(q, k, algorithm, causal, scale, sink, reduce_dtype, copies)
+            facts = _facts(q, k, algorithm, causal, factor, sink, reduce_dtype, copies)
         q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
-    job = Job(ranks, scale, q_lengths, k_lengths, reduce_dtype, out_dtype)
+    job = Job(ranks, factor, q_lengths, k_lengths, reduce_dtype, out_dtype)
     how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
     # cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
     # those of out and its gradient are: these have to be as q is.
@@ -223,7 +231,9 @@ def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError("ringx: torch.distributed has no group (call init_process_group first)")
-    ranks = Ranks(dist.group.WORLD if group is None else group)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    ranks = Ranks(group)
     if ranks.rank < 0:
         raise ConfigError("ringx: group: this process is not in it (call on its members only)")
     return ranks
@@ -301,7 +311,8 @@ def _kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | No
     begun to exchange."""
     try:
         if q.shape[1] and k.shape[1]:
-            choose(*(t.transpose(1, 2) for t in (q, k, v)), causal)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            choose(q, k, v, causal)
     except ConfigError as problem:
         return problem
     return None

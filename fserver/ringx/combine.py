@@ -81,10 +81,12 @@ def _combine(parts: list[Part], value: Tensor, lse: Tensor | None) -> None:
     if lse is not None:
         level = torch.full_like(lse, -torch.inf)
         for rows, _, some in parts:
+            assert some is not None
             level[:, :, rows] = torch.logaddexp(level[:, :, rows], some)
     for number, (rows, part, some) in enumerate(parts):
         weighed = part
         if level is not None:
+            assert some is not None
             weight = (some - level[:, :, rows]).exp_()
             weighed = part * weight.transpose(1, 2)[..., None]
         if number == 0 and part.shape == shape:
@@ -93,7 +95,7 @@ def _combine(parts: list[Part], value: Tensor, lse: Tensor | None) -> None:
             total.zero_()[:, rows] = weighed
         else:
             total[:, rows] += weighed
-    if lse is not None:
+    if lse is not None and level is not None:
         lse.copy_(level)
     if not in_place:
         value.copy_(total)

@@ -125,8 +125,9 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, togeth
     schedules._own_forward(job, answers, q, k, v, blocks)
     for visits in arrivals:
         for visit, kv in visits:
-            pair = (t.transpose(0, 1) for t in kv)
-            answers.add(visit.rows, *kernels.forward(q[:, visit.rows], *pair, False, job.scale))
+            some = (q[:, visit.rows], kv[0].transpose(0, 1), kv[1].transpose(0, 1))
+            answers.add(visit.rows, *kernels.forward(*some, False, job.scale))
+            del some
         del visits, kv
     return schedules._answer(job, answers)
 
@@ -167,8 +168,7 @@ def backward(job: Job, given: Given, *, blocks: Blocks, together: int) -> Triple
         """Gives the fence behind a round's copies, and what is not to be freed before that."""
         sent: list[Tensor] = []
         for left, (visit, kv) in zip(reversed(range(len(visits))), visits, strict=True):
-            some = (t.transpose(0, 1) for t in kv)
-            here = Given(*given[:2], *some, *given[4:])
+            here = given._replace(k=kv[0].transpose(0, 1), v=kv[1].transpose(0, 1))
             dkv = schedules._grads(job, dq, here, Block(visit.rows, slice(None), False))
             sent += (t.to(k.dtype).transpose(0, 1).contiguous() for t in dkv)
             if not left and before:

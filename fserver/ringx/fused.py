@@ -17,7 +17,7 @@ VALUES = 4096  # of a program: 32 for each thread
 
 
 @triton.jit
-def _kernel(
+def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations, and knows none of these
     out, lse, values, lses, strides, bounds, total, length, heads, dim,
     WEIGHED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

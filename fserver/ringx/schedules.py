@@ -36,21 +36,29 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor, owner: int) -> dist.Work:
         root = dist.get_global_rank(self.group, owner)
-        return dist.broadcast(tensor, root, group=self.group, async_op=True)
+        return _started(dist.broadcast(tensor, root, group=self.group, async_op=True))
 
     def sum_at(self, owner: int, tensor: Tensor) -> dist.Work:
         """Leaves the sum in the owner's tensor; what is in the others' is undefined."""
         root = dist.get_global_rank(self.group, owner)
-        return dist.reduce(tensor, root, group=self.group, async_op=True)
+        return _started(dist.reduce(tensor, root, group=self.group, async_op=True))
 
     def maximum(self, tensor: Tensor) -> dist.Work:
-        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return _started(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True))
 
     def gather(self, everybody: Tensor, tensor: Tensor) -> dist.Work:
-        return dist.all_gather_into_tensor(everybody, tensor, group=self.group, async_op=True)
+        return _started(
+            dist.all_gather_into_tensor(everybody, tensor, group=self.group, async_op=True)
+        )
 
     def scatter_sum(self, mine: Tensor, tensor: Tensor) -> dist.Work:
-        return dist.reduce_scatter_tensor(mine, tensor, group=self.group, async_op=True)
+        return _started(dist.reduce_scatter_tensor(mine, tensor, group=self.group, async_op=True))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    """Of a collective in a group that this process is in, which is never None."""
+    assert work is not None
+    return work
 
 
 @dataclass(frozen=True)
@@ -426,8 +434,9 @@ def _finish(
         own = _grads(job, dq, given, rest)
     for work in sums:
         work.wait()
-    for i, got in enumerate(own if rest else ()):
-        mine[rest.keys, :, i] += got.transpose(0, 1)
+    if rest:
+        for i, got in enumerate(own):
+            mine[rest.keys, :, i] += got.transpose(0, 1)
 
 
 def _zero_between(dkv: Tensor, written: list[slice]) -> None:
@@ -448,8 +457,14 @@ def _answer(job: Job, answers: Parts) -> Pair:
     return out, lse
 
 
+def _own_block(job: Job, blocks: Blocks, rows: int, keys: int) -> Block:
+    block = blocks(job.ranks.rank, job.ranks.rank, rows, keys)
+    assert block is not None
+    return block
+
+
 def _own_forward(job: Job, answers: Parts, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> None:
-    block = blocks(job.ranks.rank, job.ranks.rank, q.shape[1], k.shape[1])
+    block = _own_block(job, blocks, q.shape[1], k.shape[1])
     answers.add(block.rows, *kernels.forward(q, k, v, block.causal, job.scale))
 
 
@@ -462,7 +477,7 @@ def _own_backward(
 ) -> tuple[Tensor, Tensor, Block | None]:
     """Gives dk and dv of the own block, or of half of it, and what is left of it then."""
     rows, keys = given.q.shape[1], given.k.shape[1]
-    block = blocks(job.ranks.rank, job.ranks.rank, rows, keys)
+    block = _own_block(job, blocks, rows, keys)
     half = rows // 2
     enough = given.q.device.type == "cpu" or rows >= ROWS_IN_TWO
     if job.ranks.size == 1 or not enough or rows % 2:
@@ -474,8 +489,8 @@ def _own_backward(
     # Both halves with their own keys, which is causal for each, as if they were a batch.
     dout, q, k, v, out, lse = given
     pairs = [t.unflatten(1, (2, half)).flatten(0, 1) for t in (dout, q, k, v, out)]
-    levels = lse.unflatten(2, (2, half)).transpose(1, 2).flatten(0, 1)
-    found = kernels.backward(Given(*pairs, levels), True, job.scale)
+    pairs.append(lse.unflatten(2, (2, half)).transpose(1, 2).flatten(0, 1))
+    found = kernels.backward(Given(*pairs), True, job.scale)
     own, dk, dv = (t.unflatten(0, (-1, 2)).flatten(1, 2) for t in found)
     dq.add(block.rows, own)
     return dk, dv, Block(second, slice(0, half), False)

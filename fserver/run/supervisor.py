@@ -17,6 +17,7 @@
 """
 
 import contextlib
+import io
 import os
 import selectors
 import signal
@@ -50,6 +51,7 @@ class Child:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        assert self._popen.stdout and self._popen.stderr
         self.outputs = {1: self._popen.stdout, 2: self._popen.stderr}
 
     @property
@@ -164,6 +166,7 @@ class Supervisor:
                 key.data.feed(data)
             else:
                 self._selector.unregister(key.fileobj)
+                assert isinstance(key.fileobj, io.IOBase)
                 key.fileobj.close()
                 key.data.close()
 
@@ -190,10 +193,11 @@ class Supervisor:
 
     def _settle(self) -> None:
         self._settle_at = None
-        first = next((c for c in self._failures if c.status != 1), self._failures[0])
-        self._status = first.status
-        for c in (first, *(c for c in self._failures if c is not first)):
-            self._screen.say(f"{c.process.name} (pid {c.pid}) {_how(c.status)}")
+        failed = [(c, c.status) for c in self._failures if c.status is not None]
+        first = next((f for f in failed if f[1] != 1), failed[0])
+        self._status = first[1]
+        for c, status in (first, *(f for f in failed if f is not first)):
+            self._screen.say(f"{c.process.name} (pid {c.pid}) {_how(status)}")
 
     def _tell(self, children: list[Child]) -> None:
         for child in children:

@@ -220,8 +220,8 @@ def mutated(me: Rank, *args: Any) -> Any:
         return attend_mutated(me, *args, copies=True)
 
 
-GLOBAL = "here = Given(*given[:2], *some, *given[4:])"
-LOCAL = """here = Given(*given[:2], *some, *given[4:])
+GLOBAL = "here = given._replace(k=kv[0].transpose(0, 1), v=kv[1].transpose(0, 1))"
+LOCAL = f"""{GLOBAL}
             out, lse = torch.zeros_like(given.q), torch.zeros_like(given.lse)
             out[:, visit.rows], lse[:, :, visit.rows] = kernels.forward(
                 given.q[:, visit.rows], here.k, here.v, False, job.scale
