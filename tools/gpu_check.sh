@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: eager channel bench af ringx
+#   tools/gpu_check.sh PART...        parts: tests eager channel bench af ringx
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Prints PASS or FAIL for
-# each step; the exit status says whether all passed.
+# each step; the exit status says whether all passed, and is 2 without a part or for one that there is not.
+#
+# tests needs the archive alone: all of tests/gpu in one go, within LIMIT seconds (default 900), or
+# FILES="tests/gpu/test_lane.py ..." of them. It leaves tests.txt.
 #
 # eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
 # each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
@@ -25,6 +28,15 @@
 # there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
+
+parts="tests eager channel bench af ringx"
+
+wrong() {
+  echo "gpu_check: $1; usage: tools/gpu_check.sh PART... (parts: $parts)" >&2
+  exit 2
+}
+
+(($#)) || wrong "no part is named"
 
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu}
@@ -175,6 +187,14 @@ bench_steps() {
   graph_step bench trips 190 --modes sm ce --runs "${RUNS:-1000}"
 }
 
+tests() {
+  local files
+  read -ra files <<<"${FILES:-tests/gpu}"
+  step build build
+  PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} step tests within "${LIMIT:-900}" \
+    "$PYTHON" -m pytest "${files[@]}" -v -p no:cacheprovider -rfs --durations=20
+}
+
 # Everything in it is bounded: 6 minutes in all without FULL=1. The two processes of a test are on two
 # GPUs, or on the only one.
 channel() {
@@ -217,11 +237,8 @@ af_steps() {
 for part in "$@"; do
   case $part in
     eager | bench | af) packed "$part" ;;
-    channel | ringx) "$part" ;;
-    *)
-      echo "gpu_check: no part $part (parts: eager channel bench af ringx)" >&2
-      exit 2
-      ;;
+    tests | channel | ringx) "$part" ;;
+    *) wrong "no part $part" ;;
   esac
 done
 exit "$failed"
