@@ -154,8 +154,7 @@ std::string Node::channel_text(uint64_t channel, uint32_t peer,
   });
   if (rc == -EAGAIN)
     raise(Kind::kTimeout,
-          "channel: peer %u has not opened its side within %g ms: call "
-          "channel() on both sides, with the same name or in the same order",
+          "channel: peer %u has not opened its side within %g ms",
           peer, static_cast<double>(timeout) / 1e6);
   if (rc != -ENOBUFS)
     check("channel", rc);

@@ -237,7 +237,8 @@ class Node:
         if self._channels is None:
             from fserver.channel.channel import Opener
 
-            self._channels = Opener(self._node)
+            # Another thread may be here too, and names have to come from one.
+            return self.__dict__.setdefault("_channels", Opener(self._node))
         return self._channels
 
     def barrier(
@@ -426,7 +427,7 @@ class Worker(Node):
                 latency) or ``"ce"`` by the copy engines (no SM). CPU tensors, and those of
                 ``"proxy"``, go through the engine.
             name: what both sides call the channel, 1 to 64 characters; None: its number among
-                those that this node has opened without a name.
+                those that this node has opened without a name. A failed call does not count.
             timeout_ms: how long opening, and each wait on a stream, may take.
             tune: with mode ``"sm"``, choose between packets and flags, and how many blocks copy, by
                 trying: about a second, and as much memory again meanwhile. On all sides or none,
@@ -439,7 +440,9 @@ class Worker(Node):
             TimeoutError: a server has not opened its side in time.
             PeerLostError: a server is gone.
         """
-        return self._opener().worker(push, push_keys, pull, pull_keys, mode, name, timeout_ms, tune)
+        opener = self._opener()
+        with opener.called(name) as called:
+            return opener.worker(push, push_keys, pull, pull_keys, mode, called, timeout_ms, tune)
 
     def get_all_handlers(self, handler: int) -> list[int]:
         """All ints of a request: one for each pushed tensor and each pull tensor."""
@@ -527,9 +530,11 @@ class Server(Node):
         Raises:
             As Worker.channel.
         """
-        return self._opener().server(
-            push_keys, pull, pull_keys, push, mode, name, device, timeout_ms, tune
-        )
+        opener = self._opener()
+        with opener.called(name) as called:
+            return opener.server(
+                push_keys, pull, pull_keys, push, mode, called, device, timeout_ms, tune
+            )
 
     def get_batch(
         self, timeout_ms: float | None = None, at_least: int | None = None

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import platform
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -329,7 +330,9 @@ class Opener:
 
     def __init__(self, node: Any) -> None:
         self._node = node  # the extension's Worker or Server
-        self._count = 0  # channels without a name
+        self._lock = threading.Lock()  # of the next two
+        self._next = 0  # number of a channel without a name
+        self._given_back: set[int] = set()  # those below it that are free
         self._keys: set[int] = set()
         self._all: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -337,10 +340,40 @@ class Opener:
         for channel in list(self._all):
             channel.close()
 
-    def _called(self, name: str | None) -> str:
-        return str(self._count) if name is None else name
+    @contextlib.contextmanager
+    def called(self, name: str | None) -> Iterator[str]:
+        """What a channel is called that is opened meanwhile. One without a name has the lowest
+        number that none has; if opening fails, which it may on one side first, the next one has it
+        again: so the two sides meet however often each has tried.
 
-    def _begin(self, name: str | None, mode: str, push_keys: Sequence[int]) -> tuple[int, str]:
+        Raises:
+            ConfigError: name is none that the other side can be told.
+        """
+        if name is not None:
+            yield describe.name(name)
+            return
+        with self._lock:
+            number = min(self._given_back, default=self._next)
+            self._given_back.discard(number)
+            self._next = max(self._next, number + 1)
+        try:
+            yield str(number)
+        except BaseException:
+            with self._lock:
+                self._given_back.add(number)
+            raise
+
+    def _hear(self, handle: int, called: str, peer: int, timeout_ms: float) -> dict[str, Any]:
+        """What a peer tells of its side."""
+        try:
+            return describe.read(peer, self._node.channel_text(handle, peer, timeout_ms))
+        except TimeoutError as late:
+            raise TimeoutError(
+                f"{late}: on this side the channel is called {called!r}: call channel() on both "
+                "sides with the same name=, or in the same order if without one"
+            ) from None
+
+    def _begin(self, called: str, mode: str, push_keys: Sequence[int]) -> int:
         if mode not in describe.MODES:
             raise ConfigError(f"channel: mode is {mode!r}, want one of {', '.join(describe.MODES)}")
         if len(set(push_keys)) != len(push_keys):
@@ -351,11 +384,9 @@ class Opener:
                 f"channel: key {min(taken)} is that of another open channel of this node: give "
                 "each channel keys of its own"
             )
-        called = self._called(name)
-        handle = self._node.channel_open(called)
-        self._count += name is None
+        handle: int = self._node.channel_open(called)
         self._keys.update(push_keys)
-        return handle, called
+        return handle
 
     def _refuse(self, handle: int, mode: str, peers: Iterable[int], error: BaseException) -> None:
         """Tells peers that wait for this side's description why there is none. One that does not
@@ -378,7 +409,7 @@ class Opener:
         pull: Sequence[Tensor],
         pull_keys: Sequence[int],
         mode: str,
-        name: str | None,
+        called: str,
         timeout_ms: float,
         tune: bool,
         table: Table = TABLE,
@@ -396,9 +427,9 @@ class Opener:
         if tune and mode == "sm":
 
             def trial(number: str, table: Table) -> Channel:
-                some, called = (_like(push), _like(pull)), self._called(name) + number
+                some, name = (_like(push), _like(pull)), called + number
                 return self.worker(
-                    some[0], push_keys, some[1], pull_keys, mode, called, timeout_ms, False, table
+                    some[0], push_keys, some[1], pull_keys, mode, name, timeout_ms, False, table
                 )
 
             table = tuned(trial, True)
@@ -417,7 +448,7 @@ class Opener:
                 f"servers: give {len(pull)} or {each}"
             )
         pull_keys *= 1 if len(pull_keys) == len(pull) else servers
-        handle, called = self._begin(name, mode, push_keys)
+        handle = self._begin(called, mode, push_keys)
         side: Any = None
         told = 0
         try:
@@ -435,7 +466,7 @@ class Opener:
                 told += 1
             paths, plans = set(), []
             for i in range(servers):
-                theirs = describe.read(i, self._node.channel_text(handle, i, timeout_ms))
+                theirs = self._hear(handle, called, i, timeout_ms)
                 if "refused" in theirs:
                     raise describe.refused(f"server {i}", theirs)
                 keys = pull_keys[i * each : (i + 1) * each]
@@ -480,7 +511,7 @@ class Opener:
         pull_keys: Sequence[int],
         push: Sequence[Tensor] | None,
         mode: str,
-        name: str | None,
+        called: str,
         device: Any,
         timeout_ms: float,
         tune: bool,
@@ -498,9 +529,9 @@ class Opener:
         if tune and mode == "sm":
 
             def trial(number: str, table: Table) -> Channel:
-                some, called = (_like(pull), _like(push)), self._called(name) + number
+                some, name = (_like(pull), _like(push)), called + number
                 return self.server(
-                    push_keys, some[0], pull_keys, some[1], mode, called, device, timeout_ms,
+                    push_keys, some[0], pull_keys, some[1], mode, name, device, timeout_ms,
                     False, table,
                 )  # fmt: skip
 
@@ -525,15 +556,12 @@ class Opener:
             )
         if n + len(pull) == 0:
             raise ShapeError("channel: push_keys and pull are both empty: give at least one tensor")
-        handle, called = self._begin(name, mode, push_keys)
+        handle = self._begin(called, mode, push_keys)
         side: Any = None
         told = 0
         refuse: list[int] = []  # they have ended their sides
         try:
-            theirs = [
-                describe.read(i, self._node.channel_text(handle, i, timeout_ms))
-                for i in range(workers)
-            ]
+            theirs = [self._hear(handle, called, i, timeout_ms) for i in range(workers)]
             refuse = [i for i, t in enumerate(theirs) if "refused" in t]
             if refuse:
                 raise describe.refused(f"worker {refuse[0]}", theirs[refuse[0]])

@@ -23,6 +23,22 @@ DTYPES = (
 ).split()
 
 
+def name(given: Any) -> str:
+    """A name of a channel, as far as it is text: what it may hold is for the node to say.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"channel: name is {given!r:.80}, want text of 1 to 64 bytes, the same on both sides, "
+            "or None"
+        )
+    if "\0" in given or not given.isascii() and any("\ud800" <= c <= "\udfff" for c in given):
+        raise ConfigError(f"channel: name is {given!r:.80}: give one of printable text")
+    return given
+
+
 def of(tensor: Tensor, key: int) -> list[Any]:
     """A tensor for the other side: key, dtype, shape."""
     return [key, str(tensor.dtype).partition(".")[2], list(tensor.shape)]

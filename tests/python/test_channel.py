@@ -344,6 +344,75 @@ def test_nobody_opens(pair: Cluster) -> None:
     s.recv()
 
 
+@pytest.mark.parametrize("late", ["worker", "server"])
+@pytest.mark.parametrize("tune", [False, True])
+def test_retried_without_a_name(pair: Cluster, late: str, tune: bool) -> None:
+    """What has failed does not count: not a time-out, nor that only one side tunes."""
+    x, y = torch.ones(3), torch.empty(3)
+
+    def side(who: str, ms: float, tune: bool = False) -> Any:
+        if who == "worker":
+            return pair.worker.channel([x], [1], [y], [2], timeout_ms=ms, tune=tune)
+        return pair.server.channel([1], [x], [2], timeout_ms=ms, tune=tune)
+
+    early = "server" if late == "worker" else "worker"
+    for count in range(2):
+        for _ in range(3):
+            called = f"'{count}~0'" if tune else f"'{count}'"
+            text = rf"within 0 ms: on this side the channel is called {called}: .* same name="
+            with pytest.raises(fserver.TimeoutError, match=text):
+                side(early, 0, tune)
+        follow(pair, name="between")
+        opened = together([lambda: side(early, MS), lambda: side(late, MS)])
+        assert [ch.name for ch in opened] == [str(count)] * 2
+        together([ch.close for ch in opened])
+
+
+def test_refused_without_a_name(
+    pair: Cluster, without_memory: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """The number is free again on both sides, and what the refusal has left behind is used up."""
+
+    def worker() -> Any:
+        return pair.worker.channel([torch.ones(4)], [1], [], [], timeout_ms=MS)
+
+    def server() -> Any:
+        return pair.server.channel([1], [], [], timeout_ms=MS)
+
+    with pytest.raises(fserver.ConfigError, match="no memory"):
+        without_memory(worker)
+    follow(pair, name="between")
+    with pytest.raises(fserver.ConfigError, match="worker 0 refuses: no memory"):
+        server()
+    assert [ch.name for ch in together([worker, server])] == ["0", "0"]
+
+
+def test_two_threads_without_a_name(pair: Cluster) -> None:
+    """Each has a number of its own, and what one gives back is the next one's."""
+    made = opener.Opener(None)
+    with made.called(None) as a, made.called(None) as b:
+        assert (a, b) == ("0", "1")
+        with contextlib.suppress(fserver.TimeoutError), made.called(None) as c:
+            raise fserver.TimeoutError(c)
+        with made.called("0"), made.called(None) as again:
+            assert again == c == "2"
+    with made.called(None) as after:
+        assert after == "3"
+
+
+def test_two_threads_have_one_opener(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_inside = threading.Barrier(2)
+
+    class Slow(opener.Opener):
+        def __init__(self, node: Any) -> None:
+            super().__init__(node)
+            both_inside.wait(LIMIT)
+
+    monkeypatch.setattr(opener, "Opener", Slow)
+    a, b = together([pair.worker._opener] * 2)
+    assert a is b is pair.worker._opener()
+
+
 def test_time_out(pair: Cluster) -> None:
     w, s = both(pair, [torch.ones(1)], [torch.empty(1)], timeout_ms=300)
     with pytest.raises(fserver.TimeoutError, match="within 300 ms"):
@@ -657,11 +726,11 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], An
     return call
 
 
-def follow(c: Cluster) -> None:
+def follow(c: Cluster, name: str | None = None) -> None:
     """Comes back when all that nodes have told each other has come."""
     sides = [functools.partial(n.channel, [torch.ones(1)], [9], [], []) for n in c.workers]
     sides += [functools.partial(n.channel, [9], [], []) for n in c.servers]
-    opened = together([functools.partial(side, timeout_ms=MS) for side in sides])
+    opened = together([functools.partial(side, timeout_ms=MS, name=name) for side in sides])
     together([ch.close for ch in opened])
 
 
