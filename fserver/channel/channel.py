@@ -157,7 +157,8 @@ class Channel:
         self.outgoing = list(outgoing)
         self.tensors = [list(row) for row in tensors]
         self.incoming = [t for row in tensors for t in row]
-        self._places = [(t, t.data_ptr()) for t in (*self.outgoing, *self.incoming)]
+        everything = (*self.outgoing, *self.incoming)
+        self._places = [(t, t.data_ptr(), t.shape, t.dtype) for t in everything]
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
         self.rows: list[Tensor] = side.rows()
         self.closed = False
@@ -210,16 +211,24 @@ class Channel:
         if self.closed:
             raise ClosedError(f"{call}: channel {self.name!r} is closed")
         if self._turns and sends != self._sends_next:
+            self.check()  # without its peer it is nobody's turn
             raise ConfigError(
                 f"{call}: it is the turn of {'recv' if sends else 'send'}(): on a channel with "
                 "tensors both ways the two alternate"
             )
-        for t, place in self._places:
+        for t, place, shape, dtype in self._places:
             if t.data_ptr() != place:
                 raise ConfigError(
                     f"{call}: a tensor of channel {self.name!r}, of shape {list(t.shape)}, has "
                     "lost its memory (untyped_storage().resize_, set_): keep it while the channel "
                     "is open, or close the channel and open another"
+                )
+            if t.shape != shape or t.dtype != dtype or not t.is_contiguous():
+                raise ConfigError(
+                    f"{call}: a tensor of channel {self.name!r}, of {dtype} {list(shape)} when it "
+                    f"was opened, has become one of {t.dtype} {list(t.shape)} and strides "
+                    f"{list(t.stride())} (resize_, t_, .data): make it what it was, or send fewer "
+                    "rows with send(rows=[...])"
                 )
         if not self._side.capturable and _captured():
             raise ConfigError(
@@ -414,7 +423,10 @@ class Opener:
         tune: bool,
         table: Table = TABLE,
     ) -> Channel:
-        push_keys, pull_keys = list(push_keys), list(pull_keys)
+        push = describe.listed("push", push, "tensors")
+        pull = describe.listed("pull", pull, "tensors")
+        push_keys = describe.listed("push_keys", push_keys, "ints")
+        pull_keys = describe.listed("pull_keys", pull_keys, "ints")
         describe.check("channel", "push", push, push_keys, False)
         describe.check("channel", "pull", pull, pull_keys, True)
         everything = [*push, *pull]
@@ -519,7 +531,11 @@ class Opener:
     ) -> Channel:
         import torch
 
-        push_keys, pull_keys = list(push_keys), list(pull_keys)
+        pull = describe.listed("pull", pull, "tensors")
+        push_keys = describe.listed("push_keys", push_keys, "ints")
+        pull_keys = describe.listed("pull_keys", pull_keys, "ints")
+        push = None if push is None else describe.listed("push", push, "tensors")
+        device = describe.device(device)
         describe.check("channel", "pull", pull, pull_keys, False)
         describe.check("channel", "push", push or [], push_keys, True)
         given = [*(push or []), *pull]

@@ -3,11 +3,12 @@ worker is a push_pull on the channel, and what comes back its answer."""
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fserver.errors import ClosedError, ShapeError, TimeoutError
+from fserver.errors import ClosedError, ConfigError, ShapeError, TimeoutError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,18 +31,33 @@ def check_rows(rows: Sequence[int] | None, tensors: Sequence[Tensor]) -> list[in
     """A number of rows for each tensor.
 
     Raises:
+        ConfigError: they are no ints.
         ShapeError: there are not as many, or one is more than its tensor has.
     """
     if rows is None:
         return [rows_of(t) for t in tensors]
-    if len(rows) != len(tensors):
+    try:
+        given = list(rows)
+    except TypeError:
+        raise ConfigError(
+            f"send: rows is {rows!r:.80}, want a list of ints, one for each tensor, or None"
+        ) from None
+    if len(given) != len(tensors):
         raise ShapeError(
-            f"send: rows has {len(rows)} numbers for {len(tensors)} tensors: give one for each"
+            f"send: rows has {len(given)} numbers for {len(tensors)} tensors: give one for each"
         )
-    for i, (n, t) in enumerate(zip(rows, tensors, strict=True)):
-        if not 0 <= n <= rows_of(t):
-            raise ShapeError(f"send: rows[{i}] is {n}, and the tensor has {rows_of(t)}")
-    return list(rows)
+    counts = []
+    for i, (n, t) in enumerate(zip(given, tensors, strict=True)):
+        try:
+            count = operator.index(None if isinstance(n, bool) else n)  # type: ignore[arg-type]
+        except TypeError:
+            raise ConfigError(
+                f"send: rows[{i}] is {n!r:.80}, want an int of 0 to {rows_of(t)}"
+            ) from None
+        if not 0 <= count <= rows_of(t):
+            raise ShapeError(f"send: rows[{i}] is {count}, and the tensor has {rows_of(t)}")
+        counts.append(count)
+    return counts
 
 
 class Caller:
@@ -51,6 +67,7 @@ class Caller:
     def __init__(self, timeout_ms: float) -> None:
         self._timeout = timeout_ms
         self._end = 0.0
+        self._call = ""
 
     def staged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What is sent instead of tensors; they are copied there."""
@@ -64,8 +81,9 @@ class Caller:
 
         return torch.zeros(n, dtype=torch.int64)
 
-    def begin(self) -> None:
-        """A wait begins."""
+    def begin(self, call: str) -> None:
+        """A wait begins, in send or recv."""
+        self._call = call
         self._end = time.monotonic() + self._timeout / 1000
 
     def slice_ms(self) -> float:
@@ -75,8 +93,10 @@ class Caller:
     def check(self) -> None:
         """Raises what ends the wait."""
         if time.monotonic() >= self._end:
+            what = "nothing has come" if self._call == "recv" else "there was no room"
             raise TimeoutError(
-                f"recv: nothing has come within {self._timeout:g} ms: call again to go on waiting"
+                f"{self._call}: {what} within {self._timeout:g} ms: call {self._call}() again to "
+                "go on waiting"
             )
 
 
@@ -137,12 +157,12 @@ class WorkerSide(Side):
     def rows(self) -> list[Tensor]:
         return self._counts
 
-    def _wait(self) -> None:
+    def _wait(self, call: str) -> None:
         """For the answer; ends early when a peer has closed its side. The node's wait() counts
         from the push_pull, so it is given the time since then as well."""
         if self._handler is None:
             return
-        self._caller.begin()
+        self._caller.begin(call)
         closed: ClosedError | None = None
         while True:
             since = (time.monotonic() - self._posted) * 1000
@@ -161,7 +181,7 @@ class WorkerSide(Side):
 
     def send(self, rows: Sequence[int] | None = None) -> None:
         counts = check_rows(rows, self._push)
-        self._wait()
+        self._wait("send")
         for t, staged, n in zip(self._push, self._staged, counts, strict=True):
             if t is not staged:
                 part(staged, n).copy_(part(t, n))
@@ -177,7 +197,7 @@ class WorkerSide(Side):
     def recv(self) -> None:
         if not self._push and self._handler is None:  # the server may write now
             self._post([])
-        self._wait()
+        self._wait("recv")
 
     def close(self) -> None:
         self._handler = None
@@ -213,8 +233,8 @@ class ServerSide(Side):
     def rows(self) -> list[Tensor]:
         return self._counts
 
-    def _take(self) -> list[Any]:
-        self._caller.begin()
+    def _take(self, call: str) -> list[Any]:
+        self._caller.begin(call)
         while not (batch := self._node.channel_take(self._channel, self._caller.slice_ms())):
             self._caller.check()
         self._handlers = [handler for handler, _, _ in batch]
@@ -222,7 +242,7 @@ class ServerSide(Side):
 
     def accept(self) -> None:
         """Has the next message in the tensors."""
-        for i, (_, tensors, _) in enumerate(self._take()):
+        for i, (_, tensors, _) in enumerate(self._take("recv")):
             for j, (mine, got) in enumerate(zip(self._into[i], tensors, strict=True)):
                 n = rows_of(got)
                 # The plan of a message is its sender's: its shape is looked at again.
@@ -257,7 +277,7 @@ class ServerSide(Side):
     def send(self, rows: Sequence[int] | None = None) -> None:
         counts = check_rows(rows, self._outgoing)
         if not any(self._into):
-            self._take()
+            self._take("send")
         self.answer(counts)
 
     def close(self) -> None:

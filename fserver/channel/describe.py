@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -37,6 +38,23 @@ def name(given: Any) -> str:
     if "\0" in given or not given.isascii() and any("\ud800" <= c <= "\udfff" for c in given):
         raise ConfigError(f"channel: name is {given!r:.80}: give one of printable text")
     return given
+
+
+def device(given: Any) -> Any:
+    """A device that channels may be on, or None.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    import torch
+
+    try:
+        device = None if given is None else torch.device(given)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise ConfigError(f'channel: device is {given!r:.80}, want "cpu", "cuda" or None')
+    return device
 
 
 def of(tensor: Tensor, key: int) -> list[Any]:
@@ -144,9 +162,37 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
-def check(
-    call: str, name: str, tensors: Sequence[Any] | Tensor, keys: Sequence[int], written: bool
-) -> None:
+def listed(name: str, given: Any, what: str) -> list[Any]:
+    """An argument that is to be a list.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    import torch
+
+    if isinstance(given, torch.Tensor):
+        raise ConfigError(f"channel: {name} is a tensor, want a list of {what}: pass [{name}]")
+    try:
+        return list(given)
+    except TypeError:
+        raise ConfigError(
+            f"channel: {name} is {given!r:.80}, want a list of {what}: pass [] for none"
+        ) from None
+
+
+def _apart(call: str, name: str, tensors: Sequence[Tensor]) -> None:
+    """Refuses memory that is written twice."""
+    spans = sorted((t.data_ptr(), t.nbytes, i) for i, t in enumerate(tensors) if t.nbytes)
+    for (begin, size, i), (other, _, j) in itertools.pairwise(spans):
+        if begin + size > other:
+            a, b = sorted((i, j))
+            raise ConfigError(
+                f"{call}: {name}[{a}] and {name}[{b}] share memory, and both would be written: "
+                "give each a tensor of its own"
+            )
+
+
+def check(call: str, name: str, tensors: Sequence[Any], keys: Sequence[int], written: bool) -> None:
     """Checks tensors that are handed to a channel.
 
     Raises:
@@ -155,8 +201,6 @@ def check(
     """
     import torch
 
-    if isinstance(tensors, torch.Tensor):
-        raise ConfigError(f"{call}: {name} is a tensor, want a list of tensors: pass [{name}]")
     if len(tensors) > MOST_TENSORS:
         raise ShapeError(f"{call}: {len(tensors)} {name} tensors: at most {MOST_TENSORS}")
     for i, t in enumerate(tensors):
@@ -188,6 +232,8 @@ def check(
     for i, key in enumerate(keys):
         if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < 1 << 64:
             raise ConfigError(f"{call}: key {i} of {name} is {key!r}, want an int of 0 to 2**64-1")
+    if written:
+        _apart(call, name, tensors)
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1:
         raise ConfigError(

@@ -50,6 +50,13 @@ def _pairs(call: str, given: Sequence[Tensor], own: Sequence[Tensor]) -> list[tu
             f"torch.ops.fserver.{call}: {len(given)} tensors, and the channel has {len(own)}: pass "
             f"channel.{'outgoing' if call == 'send' else 'incoming'}"
         )
+    for i, (a, b) in enumerate(zip(given, own, strict=True)):
+        if a.shape != b.shape:
+            raise ShapeError(
+                f"torch.ops.fserver.{call}: tensor {i} is of shape {list(a.shape)}, and that of "
+                f"the channel of {list(b.shape)}: pass channel."
+                f"{'outgoing' if call == 'send' else 'incoming'}, or copies of them"
+            )
     return [
         (a, b)
         for a, b in zip(given, own, strict=True)
@@ -70,6 +77,7 @@ def _recv(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
     from fserver.channel.channel import find
 
     ch = find(channel)
+    pairs = _pairs("recv", tensors, ch.incoming)
     ch.recv()
-    for given, own in _pairs("recv", tensors, ch.incoming):
+    for given, own in pairs:
         given.copy_(own)

@@ -275,7 +275,7 @@ class StreamSide(Side, Caller):
 
         return self._gpu.host(torch.zeros(n, dtype=torch.int64))
 
-    def begin(self) -> None:
+    def begin(self, call: str) -> None:
         pass  # when the stream does
 
     def slice_ms(self) -> float:

@@ -291,6 +291,29 @@ def freed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.parametrize("mode", ["sm", "proxy"])
+def test_reshaped_meanwhile(pair: Cluster, mode: str) -> None:
+    """Its memory is the same: less of it would be sent, or it would in another order."""
+    x, y = torch.arange(16.0).reshape(8, 2), torch.zeros(2, 2)
+    w, s = both(pair, [x], [y], mode=mode)
+    x.resize_(2, 2)
+    with pytest.raises(fserver.ConfigError, match=r"^send: .* \[8, 2\] when .* \[2, 2\] and str"):
+        w.send()
+    x.resize_(8, 2)
+    w.send()
+    s.recv()
+    s.send()
+    for change in (lambda: y.t_(), lambda: setattr(y, "data", y.view(torch.int32))):
+        change()
+        with pytest.raises(fserver.ConfigError, match=r"^recv: .* has become one of"):
+            w.recv()
+        if y.dtype == torch.float32:
+            y.t_()
+    y.data = y.view(torch.float32)
+    w.recv()
+    assert torch.equal(s.tensors[0][0], x)
+
+
 @pytest.mark.parametrize("way", ["push", "pull"])
 def test_freed_meanwhile(pair: Cluster, way: str) -> None:
     x, y = torch.ones(4), torch.zeros(4)
@@ -303,7 +326,8 @@ def test_freed_meanwhile(pair: Cluster, way: str) -> None:
 def test_bad_arguments(pair: Cluster) -> None:
     x = torch.empty(4, 4)
     leaf = torch.empty(4, requires_grad=True)
-    channel = pair.worker.channel
+    channel: Any = pair.worker.channel
+    serve: Any = pair.server.channel
     for call, kind, text in [
         (lambda: channel(x, [1], [], []), fserver.ConfigError, "push is a tensor"),
         (lambda: channel([x.t()], [1], [], []), fserver.ShapeError, "push[0] of shape [4, 4]"),
@@ -319,6 +343,28 @@ def test_bad_arguments(pair: Cluster) -> None:
         (lambda: channel([x.to_sparse()], [1], [], []), fserver.ConfigError, "sparse"),
         (lambda: channel([None], [1], [], []), fserver.ConfigError, "NoneType"),
         (lambda: channel([freed(x.clone())], [1], [], []), fserver.ConfigError, "has no memory"),
+        (lambda: channel(None, [1], [], []), fserver.ConfigError, "push is None, want a list of t"),
+        (lambda: channel([x], [1], 5, []), fserver.ConfigError, "pull is 5, want a list of t"),
+        (lambda: channel([x], 0, [], []), fserver.ConfigError, "push_keys is 0, want a list of i"),
+        (lambda: channel([x], [1], [], None), fserver.ConfigError, "pull_keys is None"),
+        (lambda: channel([x], [1], [], [], name=3), fserver.ConfigError, "name is 3, want text"),
+        (lambda: channel([x], [1], [], [], name="\udc80"), fserver.ConfigError, "'\\udc80': give"),
+        (lambda: channel([x], [1], [], [], name="a\0b"), fserver.ConfigError, "'a\\x00b': give"),
+        (lambda: serve([1], [], [], push=x), fserver.ConfigError, "push is a tensor"),
+        (lambda: serve(None, [], []), fserver.ConfigError, "push_keys is None"),
+        (lambda: serve([1], x, [1]), fserver.ConfigError, "pull is a tensor"),
+        (lambda: serve([1], [], [], device="tape"), fserver.ConfigError, "device is 'tape', want"),
+        (lambda: serve([1], [], [], device="meta"), fserver.ConfigError, "device is 'meta', want"),
+        (
+            lambda: channel([], [], [x[:1], x[2:], x[:3]], [1, 2, 3]),
+            fserver.ConfigError,
+            "pull[0] and pull[2] share memory",
+        ),
+        (
+            lambda: serve([1, 2], [], [], push=[x[1:], x[:2]]),
+            fserver.ConfigError,
+            "push[0] and push[1] share memory",
+        ),
     ]:
         with pytest.raises(kind) as caught:
             call()
@@ -332,6 +378,38 @@ def test_bad_arguments(pair: Cluster) -> None:
     for call in (w.send, s.send):
         with pytest.raises(fserver.ConfigError, match="turn of recv"):
             call()
+
+
+def test_bad_rows(pair: Cluster) -> None:
+    w, s = both(pair, [torch.ones(8, 2)], [])
+    for rows, kind, text in (
+        (3, fserver.ConfigError, "rows is 3, want a list of ints"),
+        ([1.5], fserver.ConfigError, r"rows\[0\] is 1.5, want an int of 0 to 8"),
+        (["1"], fserver.ConfigError, r"rows\[0\] is '1'"),
+        ([None], fserver.ConfigError, r"rows\[0\] is None"),
+        ([True], fserver.ConfigError, r"rows\[0\] is True"),
+        ([torch.tensor(1.5)], fserver.ConfigError, r"rows\[0\] is tensor"),
+        ([-1], fserver.ShapeError, r"rows\[0\] is -1, and the tensor has 8"),
+        ([1, 2], fserver.ShapeError, "rows has 2 numbers for 1 tensors"),
+    ):
+        with pytest.raises(kind, match=f"^send: {text}"):
+            w.send(rows)
+    w.send(torch.tensor([3]))
+    s.recv()
+    assert s.rows[0].tolist() == [3]
+
+
+def test_one_way_without_room(pair: Cluster) -> None:
+    """The error is of the call that has waited, which can go on."""
+    w, s = both(pair, [torch.ones(1)], [], timeout_ms=200)
+    w.send()
+    with pytest.raises(fserver.TimeoutError, match=r"^send: there was no room .* call send\(\)"):
+        w.send()
+    s.recv()
+    w.send()
+    s.recv()
+    with pytest.raises(fserver.TimeoutError, match=r"^recv: nothing has come .* call recv\(\)"):
+        s.recv()
 
 
 def test_nobody_opens(pair: Cluster) -> None:
@@ -520,8 +598,9 @@ def test_killed(child: Callable[..., Child], way: str) -> None:
                 ch.recv()
                 ch.send()
         assert (caught.value.role, caught.value.rank) == ("worker", 0)
-        with pytest.raises(fserver.PeerLostError):
-            ch.check()
+        for call in (ch.send, ch.recv, ch.check):  # also that which is not in turn
+            with pytest.raises(fserver.PeerLostError):
+                call()
         ch.close()
         # It starts again, and both open another.
         worker = child(worker_process, server.scheduler, way, "second")
@@ -962,6 +1041,9 @@ def test_operators(pair: Cluster, backend: str) -> None:
         assert step(torch.full((8,), float(i))).tolist() == [2 * i + 4] * 8
         assert compiled(torch.full((8,), float(10 + i))).tolist() == [2 * (10 + i) + 4] * 8
     served.result(LIMIT)
+    for call in (torch.ops.fserver.send, torch.ops.fserver.recv):
+        with pytest.raises(fserver.ShapeError, match=r"tensor 0 is of shape \[1\], and that of"):
+            call(w.number, [torch.ones(1)], w.token)
     with pytest.raises(fserver.ShapeError, match="0 tensors, and the channel has 1"):
         torch.ops.fserver.send(w.number, [], w.token)
     with pytest.raises(fserver.ClosedError, match="channel 999999"):

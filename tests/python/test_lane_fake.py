@@ -561,6 +561,12 @@ def wrong_rows(mode: str) -> None:
         ([1 << 40], r"^send: rows\[0\] is 1099511627776, and the tensor has 16"),
     ):
         refuses(lambda rows=rows: w.lane.send(rows), fserver.ShapeError, text)
+    for rows, text in (
+        ([True], r"^send: rows\[0\] is True, want an int of 0 to 16"),
+        ([1.5], r"^send: rows\[0\] is 1.5, want an int"),
+        (3, "^send: rows is 3, want "),
+    ):
+        refuses(lambda rows=rows: w.lane.send(rows), fserver.ConfigError, text)
     assert (DRIVER.launches, DRIVER.copies) == (0, 0)
     w.lane.send([4])  # it is still its turn
 
