@@ -728,8 +728,7 @@ def test_the_engine_lets_go_of_a_side_that_is_closed(
                 lambda: fails(pair.server.channel, [1], [y], [1], push=[torch.empty(8)]),
             ]
         )
-    for ch in opened("token", True, True):
-        in_thread(ch.close)
+    together([ch.close for ch in opened("token", True, True)])
     assert [side.at_close for side in made[8:12]] == [1] * 4
     pair.worker.close()
     pair.server.close()
