@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -151,17 +153,18 @@ def ringx_attention(
             "X3c", "X4", "X4o" (causal, zigzag). "auto" is X1o or X3b for a full mask, whichever
             moves less, and for a causal one, zigzag, X3, or X4 above GATHER_LIMIT bytes.
         causal: a row sees the keys at its own and at earlier positions.
-        scale: of the scores; 1 / sqrt(D) without.
+        scale: of the scores, more than 0; 1 / sqrt(D) without.
         group: the ranks; all without.
         sink: ``[H]``, the score of a key that has no value. Its gradient is what the local rows
             give, as for any weight that all ranks have: the sum over the ranks is the caller's.
-        reduce_dtype: of sums over ranks; float64 for float64 tensors in any case.
+        reduce_dtype: of sums over ranks; q's type, if that is wider, as float64 for float64.
         return_lse: also give lse, ``[B, H, Sq]``, in float32 or float64. It has no gradient.
         agreed: do not ask the other ranks, as every call does else: the caller knows that all pass
             the same arguments and equal lengths, as in a loop whose first call has asked. It saves
             the CPU a wait. If it is not so, the call may hang or be wrong.
         copies: X3, X3b and X4 do without collectives where the ranks are GPUs of one host that
-            reach each other's memory. The group's first call with it finds that out.
+            reach each other's memory. The group's first call with it finds that out. Elsewhere,
+            tensors on a CPU among that, they do as without it, and so does "auto" where it is X1o.
 
     Returns:
         out ``[B, Sq, H, D]`` of q's type; with return_lse (out, lse).
@@ -170,34 +173,43 @@ def ringx_attention(
         ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
             raise then, and nothing has been exchanged; with agreed, only this one raises.
     """
+    more = partial(_flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
     out, lse = _run(
-        q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, agreed=agreed, copies=copies
-    )
+        q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, more,
+        agreed=agreed, copies=copies,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
     group: dist.ProcessGroup | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    problem: Error | None = None, agreed: bool = False, copies: bool = False,
+    more: Callable[[], Error | None], agreed: bool = False, copies: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`more` gives what is wrong with arguments that are the caller's own."""
     ranks = _ranks(group)
-    problem = problem or _problem(q, k, v, algorithm, causal, sink, reduce_dtype)
+    facts = [1] + [0] * (len(FACTS) - 1)
     factor = 0.0
-    if not problem:
-        factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q_lengths: Sequence[int]
     k_lengths: Sequence[int]
-    if agreed:
+    try:
+        problem = _problem(ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, copies)
+        problem = problem or more()
+        if not problem and not agreed:
+            problem = _kernel_problem(q, k, v, causal)
+        if not problem:
+            factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+            facts = _facts(q, k, algorithm, causal, factor, sink, reduce_dtype, copies)
+    except Exception as error:  # the other ranks would wait
+        problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
+        problem.__cause__ = error
+    if agreed is True:
         if problem:
             raise problem
         q_lengths, k_lengths = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
     else:
-        problem = problem or _kernel_problem(q, k, v, causal)
-        facts = [1] + [0] * (len(FACTS) - 1)
-        if not problem:
-            facts = _facts(q, k, algorithm, causal, factor, sink, reduce_dtype, copies)
-        q_lengths, k_lengths = _agree(ranks, q.device, facts, algorithm, causal, problem)
+        device = _device(ranks, q)
+        q_lengths, k_lengths = _agree(ranks, device, facts, algorithm, causal, problem)
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     job = Job(ranks, factor, q_lengths, k_lengths, reduce_dtype, out_dtype)
@@ -228,23 +240,80 @@ def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
 # Arguments
 
 
-def _ranks(group: dist.ProcessGroup | None) -> Ranks:
+def _ranks(group: object) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError("ringx: torch.distributed has no group (call init_process_group first)")
     group = dist.group.WORLD if group is None else group
-    assert group is not None
-    ranks = Ranks(group)
-    if ranks.rank < 0:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError("ringx: group: this process is not in it (call on its members only)")
-    return ranks
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"ringx: group {_said(group)}: want one of new_group, or None for all")
+    try:
+        return Ranks(group)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"ringx: group {_said(group)}: {error} (make another)") from error
+
+
+def _backends(ranks: Ranks) -> dict[str, str]:
+    """Of the group, by type of device."""
+    pairs = dist.get_backend_config(ranks.group).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)
+
+
+def _device(ranks: Ranks, q: object) -> torch.device:
+    """Where this rank takes part in the agreement: where q is, or, if the group cannot go there,
+    where the others most likely are."""
+    backends = _backends(ranks)
+    if isinstance(q, Tensor) and q.device.type in backends:
+        return q.device
+    if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _said(value: object) -> str:
+    """A value in a message."""
+    return f"{reprlib.repr(value)} of type {type(value).__name__}"
+
+
+def _flag_problem(**flags: object) -> Error | None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            return ConfigError(f"ringx: {name} {_said(flag)}: want True or False")
+    return None
+
+
+def _tensor_problem(name: str, value: object) -> Error | None:
+    if not isinstance(value, Tensor):
+        return ConfigError(f"ringx: {name} {_said(value)}: want a torch.Tensor")
+    wrapped = hasattr(value, "__tensor_flatten__")  # such as a DTensor
+    if wrapped or value.is_nested or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else type(value).__name__ if wrapped else value.layout
+        return ConfigError(
+            f"ringx: {name} is {kind}: want a dense tensor (use to_padded_tensor, to_local or "
+            "to_dense)"
+        )
+    return None
 
 
 def _problem(
-    q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, sink: Tensor | None,
-    reduce_dtype: torch.dtype,
+    ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
+    scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool,
 ) -> Error | None:  # fmt: skip
-    """What is wrong with the arguments of this rank."""
+    """What is wrong with the arguments of this rank, of whatever type they are."""
+    problem = _flag_problem(causal=causal) or _scale_problem(scale)
+    if problem:
+        return problem
+    devices = [*_backends(ranks)]
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        problem = _tensor_problem(name, tensor)
+        if problem:
+            return problem
+        if tensor.device.type not in devices:
+            return ConfigError(
+                f"ringx: {name} is on {tensor.device}: want it where the group has a backend, on "
+                f"one of {devices}"
+            )
         if tensor.dim() != 4:
             return ShapeError(f"ringx: {name}.shape {tuple(tensor.shape)}: want [B, S, H, D]")
         if (tensor.dtype, tensor.device) != (q.dtype, q.device):
@@ -260,7 +329,10 @@ def _problem(
             f"{tuple(q.shape)}"
         )
     if not (q.shape[0] and q.shape[2] and k.shape[2] and q.shape[3]):
-        return ShapeError(f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty")
+        return ShapeError(
+            f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty (want B, H and D of "
+            "1 or more)"
+        )
     if q.shape[2] % k.shape[2]:
         return ShapeError(
             f"ringx: q has {q.shape[2]} heads and k {k.shape[2]}: want a multiple (repeat k and v)"
@@ -270,6 +342,9 @@ def _problem(
             f"ringx: causal with q.shape[1] {q.shape[1]} and k.shape[1] {k.shape[1]}: want equal "
             "lengths, or causal=False"
         )
+    problem = None if sink is None else _tensor_problem("sink", sink)
+    if problem:
+        return problem
     if sink is not None and (
         sink.shape != q.shape[2:3] or sink.device != q.device or sink.dtype not in DTYPES
     ):
@@ -278,16 +353,33 @@ def _problem(
             f"[{q.shape[2]}], a score for each head of q, one of {DTYPES} on {q.device}"
         )
     for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
-        if dtype not in DTYPES:
-            return ConfigError(f"ringx: {name} {dtype}: want one of {DTYPES}")
-    return _mask_problem(algorithm, causal, q.shape[1])
+        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+            return ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
+    return _mask_problem(algorithm, causal, q.shape[1], copies)
 
 
-def _mask_problem(algorithm: str, causal: bool, length: int) -> Error | None:
+def _scale_problem(scale: object) -> Error | None:
+    """Kernels have it in float32, and some are wrong where it is not more than 0."""
+    if scale is None:
+        return None
+    want = "want a positive number (a negative one: negate q; a tensor: multiply q by it)"
+    limits = torch.finfo(torch.float32)
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        return ConfigError(f"ringx: scale {_said(scale)}: {want}")
+    if not limits.tiny <= float(scale) <= limits.max:
+        return ConfigError(
+            f"ringx: scale {reprlib.repr(scale)}: {want} from {limits.tiny:g} to {limits.max:g}"
+        )
+    return None
+
+
+def _mask_problem(algorithm: str, causal: bool, length: int, copies: bool) -> Error | None:
+    if not isinstance(algorithm, str) or algorithm not in (*ALGORITHMS, "auto"):
+        return ConfigError(
+            f"ringx: algorithm {reprlib.repr(algorithm)}: want auto or one of {[*ALGORITHMS]}"
+        )
     if algorithm == "auto":
         layout = "zigzag" if causal else "contiguous"
-    elif algorithm not in ALGORITHMS:
-        return ConfigError(f"ringx: algorithm {algorithm!r}: want auto or one of {[*ALGORITHMS]}")
     else:
         how = ALGORITHMS[algorithm]
         layout = how.layout
@@ -297,6 +389,12 @@ def _mask_problem(algorithm: str, causal: bool, length: int) -> Error | None:
                 f"ringx: algorithm {algorithm} with causal={causal}: its mask is "
                 f"{'causal' if how.causal else 'full'} (use causal={how.causal}, or one of "
                 f"{fitting})"
+            )
+        if copies is True and not how.together:
+            able = [name for name, row in ALGORITHMS.items() if row.together]
+            return ConfigError(
+                f"ringx: copies True with algorithm {algorithm}: it has no copies (use one of "
+                f"{able}, or copies=False)"
             )
     if layout == "zigzag" and (length % 2 or not length):
         return ShapeError(
@@ -375,7 +473,7 @@ def _agree(
         if len({*values}) > 1 and not uneven:
             raise _differ(name, values, f"one length (pad, or use {'X2' if causal else 'X1'})")
         if not sum(values):
-            raise ShapeError(f"ringx: {name} is 0 on all ranks")
+            raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on one")
     return lengths
 
 
@@ -398,6 +496,28 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
 # The functions of the reference
 
 
+def _reference_problem(
+    q: Tensor, dropout_p: object, window_size: tuple[int, int], alibi_slopes: Tensor | None,
+    deterministic: bool, return_attn_probs: bool,
+) -> Error | None:  # fmt: skip
+    """What is wrong with the arguments that `ringx_attention` does not have."""
+    if not isinstance(dropout_p, Real) or dropout_p != 0:
+        return ConfigError(f"ringx: dropout_p {reprlib.repr(dropout_p)}: not supported (use 0.0)")
+    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
+        window = reprlib.repr(window_size)
+        return ConfigError(f"ringx: window_size {window}: not supported (use (-1, -1))")
+    if alibi_slopes is not None:
+        return ConfigError("ringx: alibi_slopes: not supported (use None)")
+    problem = _flag_problem(deterministic=deterministic, return_attn_probs=return_attn_probs)
+    if problem:
+        return problem
+    if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        return ConfigError(
+            "ringx: deterministic True: torch decides (call torch.use_deterministic_algorithms)"
+        )
+    return None
+
+
 def _like_reference(algorithm: str) -> Callable[..., Any]:
     def function(
         q: Tensor,
@@ -412,20 +532,9 @@ def _like_reference(algorithm: str) -> Callable[..., Any]:
         return_attn_probs: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, None]:
-        problem = None
-        if dropout_p != 0:
-            problem = ConfigError(f"ringx: dropout_p {dropout_p}: not supported (use 0.0)")
-        if tuple(window_size) != (-1, -1):
-            problem = ConfigError(f"ringx: window_size {window_size}: not supported (use (-1, -1))")
-        if alibi_slopes is not None:
-            problem = ConfigError("ringx: alibi_slopes: not supported (use None)")
-        if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
-            problem = ConfigError(
-                "ringx: deterministic: torch decides (call torch.use_deterministic_algorithms)"
-            )
-        out, lse = _run(
-            q, k, v, algorithm, causal, softmax_scale, group, None, torch.float32, problem
-        )
+        theirs = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
+        more = partial(_reference_problem, q, *theirs)
+        out, lse = _run(q, k, v, algorithm, causal, softmax_scale, group, None, torch.float32, more)
         return (out, lse, None) if return_attn_probs else out
 
     function.__name__ = function.__qualname__ = f"ring{algorithm}_attn_func"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from exact import Problem
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from world import Rank, World
 
 import fserver.ringx
@@ -31,13 +33,17 @@ def refused(me: Rank, calls: list[dict[str, Any]], only: int | None = None) -> l
         options: dict[str, Any] = {"group": me.group}
         if function is ringx_attention:
             options |= {"causal": True, "algorithm": "X3"}
+        elif only is not None:
+            options["causal"] = True
         if only is None or me.rank == only:
             shapes |= {name: call.pop(name) for name in [*shapes] if name in call}
             options |= call
-        q, k = (torch.ones(shapes[name]).to(shapes["dtype"]) for name in ("q", "k"))
-        v = torch.ones(options.pop("v", k.shape)).to(options.pop("v_dtype", k.dtype))
+        tensors = {name: torch.ones(shapes[name]).to(shapes["dtype"]) for name in ("q", "k")}
+        v_dtype = options.pop("v_dtype", shapes["dtype"])
+        tensors["v"] = torch.ones(options.pop("v", shapes["k"])).to(v_dtype)
+        tensors |= options.pop("given", {})
         try:
-            function(q, k, v, **options)
+            function(**{**tensors, **options})
         except Error as error:
             found.append(f"{type(error).__name__}: {error}")
         else:
@@ -80,6 +86,11 @@ REFUSED = [
     ),
     ({"function": "ringX2_attn_func"}, "X2 with causal=False: its mask is causal"),
     ({"function": "ringX3b_attn_func", "causal": True}, "X3b with causal=True: its mask is full"),
+    (
+        {"algorithm": "X1", "causal": False, "copies": True},
+        "copies True with algorithm X1: it has no copies (use one of ['X3', 'X3b', 'X4'], or",
+    ),
+    ({"algorithm": "X4o", "copies": True}, "copies True with algorithm X4o: it has no copies"),
 ]
 
 
@@ -99,6 +110,188 @@ def test_one_rank_that_is_wrong_is_an_error_on_all(world: World):
             assert rank == 1 or want in text, found
     assert "zigzag" in answers[1][0]
     assert "q.dtype" in answers[1][1]
+
+
+class Trap:
+    """Not to be looked at."""
+
+    def __eq__(self, other: object) -> bool:
+        raise KeyError("trap")
+
+    __hash__ = None
+
+
+X = torch.ones(1, 4, 2, 8)
+POSITIVE = "want a positive number (a negative one: negate q; a tensor: multiply q by it)"
+REFERENCE = {"function": "ringX3_attn_func", "causal": True}
+ODD = [
+    *(
+        ({"scale": value, **mask}, f"ConfigError: ringx: scale {text}: {POSITIVE}")
+        for mask in ({}, {"algorithm": "auto", "causal": False})
+        for value, text in (
+            (0, "0"),
+            (-0.3, "-0.3"),
+            (1e-46, "1e-46"),
+            (float("nan"), "nan"),
+            (float("inf"), "inf"),
+            (10**400, "100000000000000000...0000000000000000000"),
+            ("a", "'a' of type str"),
+            (True, "True of type bool"),
+            (torch.tensor(0.3), "tensor(0.3000) of type Tensor"),
+        )
+    ),
+    *(
+        ({"causal": value, "algorithm": name}, f"ConfigError: ringx: causal {text}: want True or F")
+        for name in ("auto", "X3")
+        for value, text in (
+            (None, "None of type NoneType"),
+            (2, "2 of type int"),
+            ("yes", "'yes' of type str"),
+            (torch.tensor([True, False]), "tensor([ True, False]) of type Tensor"),
+        )
+    ),
+    ({"given": {"q": None}}, "ConfigError: ringx: q None of type NoneType: want a torch.Tensor"),
+    ({"given": {"k": [[1.0]]}}, "ConfigError: ringx: k [[1.0]] of type list: want a torch.Tensor"),
+    ({"given": {"v": X.numpy()}}, "of type ndarray: want a torch.Tensor"),
+    ({"given": {"q": X.to_sparse()}}, "ConfigError: ringx: q is torch.sparse_coo: want a dense"),
+    (
+        {"given": {"q": "nested"}},
+        "ConfigError: ringx: q is nested: want a dense tensor (use to_padded_tensor, to_local or",
+    ),
+    (
+        {"given": dict.fromkeys("qkv", X.to("meta"))},
+        "ConfigError: ringx: q is on meta: want it where the group has a backend, on one of ['cpu'",
+    ),
+    ({"sink": [1.0, 2.0]}, "ConfigError: ringx: sink [1.0, 2.0] of type list: want a torch.Tensor"),
+    ({"sink": torch.ones(2).to_sparse()}, "ConfigError: ringx: sink is torch.sparse_coo: want a"),
+    ({"algorithm": ["X3"]}, "ConfigError: ringx: algorithm ['X3']: want auto or one of ['X1'"),
+    ({"algorithm": None}, "ConfigError: ringx: algorithm None: want auto or one of ['X1'"),
+    ({"reduce_dtype": "float32"}, "ConfigError: ringx: reduce_dtype 'float32': want one of"),
+    ({"agreed": "no"}, "ConfigError: ringx: agreed 'no' of type str: want True or False"),
+    ({"copies": torch.ones(2)}, "of type Tensor: want True or False"),
+    ({"return_lse": None}, "ConfigError: ringx: return_lse None of type NoneType: want True or"),
+    ({**REFERENCE, "window_size": None}, "ConfigError: ringx: window_size None: not supported"),
+    ({**REFERENCE, "window_size": -1}, "ConfigError: ringx: window_size -1: not supported"),
+    ({**REFERENCE, "dropout_p": "a"}, "ConfigError: ringx: dropout_p 'a': not supported (use 0.0)"),
+    ({**REFERENCE, "softmax_scale": -1.0}, f"ConfigError: ringx: scale -1.0: {POSITIVE}"),
+    ({**REFERENCE, "deterministic": None}, "deterministic None of type NoneType: want True or"),
+    (
+        {**REFERENCE, "window_size": (Trap(), 0)},
+        "ConfigError: ringx: the arguments cannot be checked: KeyError('trap') (see its cause)",
+    ),
+]
+"""Values of types that no argument has, and scales."""
+
+
+def odd(me: Rank, number: int) -> list[str]:
+    call, _ = ODD[number]  # here, as not all of it can be sent
+    if call.get("given") == {"q": "nested"}:
+        call = {"given": {"q": torch.nested.nested_tensor([torch.ones(4, 2, 8)])}}
+    return refused(me, [call], only=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", range(len(ODD)), ids=lambda number: str(ODD[number][1])[:60])
+def test_any_value_on_one_rank_is_an_error_on_all(world: World, number: int):
+    answers = [answer for (answer,) in world.run((0, 1), odd, number)]
+    assert ODD[number][1] in answers[1]
+    assert "rank 1 of the group refused its arguments (see its error)" in answers[0]
+
+
+def test_where_a_rank_without_a_tensor_takes_part(monkeypatch: pytest.MonkeyPatch):
+    """On the GPU, if the others can be on one only or are most likely so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    for backends, want in (
+        ({"cuda": "nccl"}, gpu),
+        ({"cpu": "gloo", "cuda": "nccl"}, gpu),
+        ({"cpu": "gloo", "cuda": "gloo"}, cpu),
+        ({"cpu": "gloo"}, cpu),
+    ):
+        monkeypatch.setattr(api, "_backends", lambda _, backends=backends: backends)
+        for q in (None, X.to("meta")):
+            assert api._device(None, q) == want
+    assert api._device(None, X) == cpu
+
+
+def cause(me: Rank) -> str:
+    with pytest.raises(ConfigError) as error:
+        fserver.ringx.ringX3_attn_func(X, X, X, 0.0, None, True, (Trap(), 0), group=me.group)
+    return repr(error.value.__cause__)
+
+
+def test_what_cannot_be_checked_has_its_cause(world: World):
+    assert world.run((0,), cause) == ["KeyError('trap')"]
+
+
+def wrong_groups(me: Rank) -> list[str]:
+    found = []
+    for group in (3, "world", torch.ones(2), dist.ProcessGroup(0, 1)):
+        with pytest.raises(ConfigError) as error:
+            ringx_attention(X, X, X, causal=True, group=group)
+        found.append(str(error.value))
+    return found
+
+
+def test_what_is_no_group(world: World):
+    three, name, tensor, gone = world.run((0,), wrong_groups)[0]
+    assert three == "ringx: group 3 of type int: want one of new_group, or None for all"
+    assert "group 'world' of type str: want" in name
+    assert "of type Tensor: want" in tensor
+    assert "of type ProcessGroup: " in gone and "(make another)" in gone
+
+
+def without_kernel(me: Rank, only: int | None) -> str:
+    """No kernel for tensors on a CPU is enabled."""
+    restricted = only is None or me.rank == only
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) if restricted else nullcontext():
+        return refused(me, [{}])[0]
+
+
+def test_no_kernel_on_one_rank_is_an_error_on_all(world: World):
+    want = "ConfigError: ringx: no attention kernel for q.dtype torch.float32, head dimension 8 on"
+    first, second = world.run((0, 1), without_kernel, 1)
+    assert want in second
+    assert "rank 1 of the group refused its arguments" in first
+    assert all(want in text for text in world.run((0, 1), without_kernel, None))
+
+
+class OnGpu(torch.Tensor):
+    """Says so."""
+
+    is_cuda = property(lambda self: True)
+
+
+def deterministic(me: Rank) -> str:
+    q = X.as_subclass(OnGpu) if me.rank else X
+    return refused(me, [{**REFERENCE, "deterministic": True, "given": {"q": q}}])[0]
+
+
+def test_deterministic(world: World):
+    """On a GPU torch decides; on a CPU all is."""
+    first, second = world.run((0, 1), deterministic)
+    assert "rank 1 of the group refused its arguments" in first
+    assert "ringx: deterministic True: torch decides (call torch.use_deterministic_alg" in second
+    arguments = X.as_subclass(OnGpu), 0.0, (-1, -1), None, True, False
+    assert "torch decides" in str(api._reference_problem(*arguments))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert api._reference_problem(*arguments) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert refused_nothing(world, [{**REFERENCE, "deterministic": True}])
+
+
+def refused_nothing(world: World, calls: list[dict[str, Any]]) -> bool:
+    return world.run((0, 1), refused, calls) == [["nothing"] * len(calls)] * 2
+
+
+def test_copies_fall_back_where_they_are_no_use(world: World):
+    """To collectives: on a CPU, and where auto takes X1o."""
+    auto = {"algorithm": "auto", "causal": False, "copies": True}
+    few = {"q": (1, 1, 2, 8), "k": (1, 64, 2, 8)}
+    assert refused_nothing(world, [{"copies": True}, auto, {**auto, **few}])
 
 
 DIFFERENT = [
