@@ -9,6 +9,7 @@ full mask and for X2, and zigzag parts for X3 and X4.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -26,13 +27,14 @@ def positions(
     This is what a rotary embedding of the rank's rows takes.
 
     Raises:
-        ConfigError: there is no such layout or rank.
+        ConfigError: there is no such layout, rank, size or length.
         ShapeError: zigzag, and the length is not a multiple of 2 * size.
     """
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ConfigError(f"ringx: layout {layout!r}: want one of {LAYOUTS}")
-    if not 0 <= rank < size:
-        raise ConfigError(f"ringx: rank {rank} of {size}")
+    length, size = _whole("length", length, 0), _whole("size", size, 1)
+    if not 0 <= _whole("rank", rank, 0) < size:
+        raise ConfigError(f"ringx: rank {rank} of {size}: want 0 to {size - 1}")
     if layout == "contiguous":
         short, longer = divmod(length, size)
         start = rank * short + min(rank, longer)
@@ -50,8 +52,9 @@ def shard(x: Tensor, layout: str, rank: int, size: int, dim: int = 1) -> Tensor:
     """The part of `x` that `rank` of `size` has, along `dim`: a copy.
 
     Raises:
-        ConfigError, ShapeError: as for positions.
+        ConfigError, ShapeError: as for positions, or x is no tensor with such a dim.
     """
+    _has_dim("x", x, dim)
     return x.index_select(dim, positions(x.shape[dim], layout, rank, size, x.device))
 
 
@@ -59,9 +62,40 @@ def unshard(parts: Sequence[Tensor], layout: str, dim: int = 1) -> Tensor:
     """The whole of which `parts`, one for each rank in order, are the shards: a copy.
 
     Raises:
-        ConfigError, ShapeError: as for positions.
+        ConfigError, ShapeError: as for shard, or the parts are not the shards of a whole.
     """
-    whole = torch.cat(tuple(parts), dim)
-    size, length = len(parts), whole.shape[dim]
-    places = [positions(length, layout, rank, size, whole.device) for rank in range(size)]
-    return whole.index_select(dim, torch.cat(places).argsort())
+    parts = tuple(parts)
+    if not parts:
+        raise ConfigError("ringx: parts (): want one for each rank")
+    for rank, part in enumerate(parts):
+        _has_dim(f"parts[{rank}]", part, dim)
+    size, length = len(parts), sum(part.shape[dim] for part in parts)
+    places = [positions(length, layout, rank, size, parts[0].device) for rank in range(size)]
+    for rank, (part, place) in enumerate(zip(parts, places, strict=True)):
+        want = list(parts[0].shape)
+        want[dim] = len(place)
+        if list(part.shape) != want:
+            raise ShapeError(
+                f"ringx: parts[{rank}].shape {tuple(part.shape)}: want {tuple(want)}, as rank "
+                f"{rank} of {size} has of a {layout} sequence of {length}"
+            )
+    return torch.cat(parts, dim).index_select(dim, torch.cat(places).argsort())
+
+
+def _whole(name: str, value: int, least: int) -> int:
+    try:
+        found = index(value)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise ConfigError(f"ringx: {name} {value!r}: want a whole number, {least} or more")
+    return found
+
+
+def _has_dim(name: str, value: Tensor, dim: int) -> None:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"ringx: {name} is of type {type(value).__name__}: want a torch.Tensor")
+    if not -value.dim() <= _whole("dim", dim, -value.dim()) < value.dim():
+        raise ConfigError(
+            f"ringx: dim {dim}: {name}.shape is {tuple(value.shape)} (want a smaller)"
+        )

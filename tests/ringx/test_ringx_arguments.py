@@ -445,8 +445,45 @@ def test_zigzag_positions():
         positions(10, "zigzag", 0, 3)
     with pytest.raises(ConfigError, match="layout 'striped'"):
         positions(12, "striped", 0, 3)
-    with pytest.raises(ConfigError, match="rank 3 of 3"):
-        positions(12, "zigzag", 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: positions(12, "zigzag", 3, 3), ConfigError, "rank 3 of 3: want 0 to 2"),
+        (lambda: positions(12, "zigzag", -1, 3), ConfigError, "rank -1: want a whole number, 0 or"),
+        (lambda: positions(4, "zigzag", 0, 0), ConfigError, "size 0: want a whole number, 1 or"),
+        (lambda: positions(4.0, "zigzag", 0, 1), ConfigError, "length 4.0: want a whole number"),
+        (lambda: positions(-4, "contiguous", 0, 1), ConfigError, "length -4: want a whole number"),
+        (lambda: positions("4", "zigzag", 0, 1), ConfigError, "length '4': want a whole number"),
+        (lambda: positions(4, ["zigzag"], 0, 1), ConfigError, "layout ['zigzag']: want one of"),
+        (lambda: shard([1, 2], "zigzag", 0, 1), ConfigError, "x is of type list: want a torch.T"),
+        (lambda: shard(X, "zigzag", 0, 1, dim=9), ConfigError, "dim 9: x.shape is (1, 4, 2, 8)"),
+        (lambda: shard(X, "zigzag", 0, 1, dim=-5), ConfigError, "dim -5: want a whole number, -4"),
+        (lambda: unshard([], "zigzag"), ConfigError, "parts (): want one for each rank"),
+        (lambda: unshard([X, 3], "zigzag"), ConfigError, "parts[1] is of type int: want a torch.T"),
+        (
+            lambda: unshard([X[:, :1], X[:, 1:]], "contiguous"),
+            ShapeError,
+            "parts[0].shape (1, 1, 2, 8): want (1, 2, 2, 8), as rank 0 of 2 has of a contiguous",
+        ),
+        (
+            lambda: unshard([X[:, :1], X[:, 1:]], "zigzag"),
+            ShapeError,
+            "parts[0].shape (1, 1, 2, 8): want (1, 2, 2, 8), as rank 0 of 2 has of a zigzag",
+        ),
+        (
+            lambda: unshard([X, X[:, :, :1]], "contiguous"),
+            ShapeError,
+            "parts[1].shape (1, 4, 1, 8): want (1, 4, 2, 8)",
+        ),
+        (lambda: unshard([X[:, :3]], "zigzag"), ShapeError, "length 3 is no multiple of 2 (pad"),
+    ],
+)
+def test_layouts_refuse(call: Any, kind: type[Error], text: str):
+    with pytest.raises(kind) as error:
+        call()
+    assert text in str(error.value)
 
 
 def test_causal_kernels_want_as_many_rows_as_keys():
