@@ -159,8 +159,9 @@ def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """torch.empty gives NaN, not whatever is in the memory."""
-    before = torch.empty, torch.empty_like
+    """torch.empty and its kind give NaN, not whatever is in the memory."""
+    makers = (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
+    before = [getattr(*maker) for maker in makers]
 
     def filled(make: Any) -> Any:
         def empty(*args: Any, **options: Any) -> Tensor:
@@ -169,11 +170,13 @@ def poison() -> Iterator[None]:
 
         return empty
 
-    torch.empty, torch.empty_like = map(filled, before)
+    for maker, make in zip(makers, before, strict=True):
+        setattr(*maker, filled(make))
     try:
         yield
     finally:
-        torch.empty, torch.empty_like = before
+        for maker, make in zip(makers, before, strict=True):
+            setattr(*maker, make)
 
 
 def poisoned(me: Rank, *args: Any, **options: Any) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from exact import poison
 
 from fserver.ringx import combine
 from fserver.ringx.combine import Part, Parts
@@ -61,6 +62,22 @@ def test_combine(most, answer):
         torch.testing.assert_close(lse, level, rtol=1e-13, atol=1e-13)
     else:
         assert lse is None
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+def test_combine_writes_all_of_new_memory(narrow):
+    """A first part of some rows has no room for all, and one whose lse has gaps none for lse."""
+    torch.manual_seed(0)
+    for first in (slice(0, ROWS // 2), slice(0, ROWS)):
+        some = [part(first, narrow), part(slice(ROWS // 2, ROWS), narrow)]
+        gaps = some[0].lse.transpose(1, 2).contiguous().transpose(1, 2)
+        some[0] = Part(first, some[0].value, gaps)
+        want, level = wanted(some)
+        with poison():
+            value, lse = combine.combine(some, ROWS, narrow)
+        error = 1e-2 if narrow is torch.bfloat16 else 1e-4
+        torch.testing.assert_close(value.double(), want, rtol=error, atol=error)
+        torch.testing.assert_close(lse.double(), level, rtol=1e-6, atol=1e-6)
 
 
 def test_combine_one():
