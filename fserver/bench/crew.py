@@ -172,7 +172,11 @@ class Peer:
     @classmethod
     def spawn(cls, member: Member, nodes: Nodes) -> "Peer":
         """Starts the process: a fork of one that has torch imported and nothing running, or, where
-        it needs an environment of its own from the start, a new one."""
+        it needs an environment of its own from the start, a new one.
+
+        Raises:
+            BenchError: it cannot be started.
+        """
         fresh = member.exact or bool(member.variables)
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         if not fresh:
@@ -186,7 +190,15 @@ class Peer:
             stack.enter_context(environment(member.variables))
             if member.exact:
                 stack.enter_context(by_the_byte())
-            process.start()
+            try:
+                process.start()
+            except (EOFError, OSError) as error:
+                gone = isinstance(error, EOFError)
+                why = "the fork server of multiprocessing has ended" if gone else error
+                raise BenchError(
+                    f"the {member.name} cannot be started: {why} (was a process killed? is there "
+                    "memory, and room for one more: ulimit -u?)"
+                ) from None
         theirs.close()
         return cls(member, conn, process)
 

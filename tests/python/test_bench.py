@@ -15,6 +15,7 @@ from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import Pipe as socket_pipe
+from multiprocessing import forkserver
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
@@ -724,6 +725,22 @@ def test_pingpong(tmp_path, capsys):
 def test_pair_reports_a_peer_that_died():
     with pytest.raises(BenchError, match="the server ended with status 9"):
         pingpong.main(["--sizes", "64", "--no-baseline"], Nodes(worker, dying_server))
+
+
+def test_a_fork_server_that_is_killed(monkeypatch, capsys):
+    """While it is to start a process, of which it has been told."""
+    read = forkserver.read_signed
+
+    def killing(fd):
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        return read(fd)
+
+    forkserver.ensure_running()
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGSTOP)
+    monkeypatch.setattr(forkserver, "read_signed", killing)
+    assert bench.main(["pingpong", "--sizes", "64", "--no-baseline"]) == 1
+    text = "bench: the worker cannot be started: the fork server of multiprocessing has ended ("
+    assert text in capsys.readouterr().err
 
 
 def said(*messages):
