@@ -55,9 +55,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from . import others, trips
 from .crew import by_the_byte
 from .errors import BenchError
-from .options import positive, positive_milliseconds, positive_seconds
+from .options import output, positive, positive_milliseconds, positive_seconds
 from .peers import in_use
-from .report import percentile
+from .report import percentile, save
 from .sides import Crew, Side
 
 WIRE = 395e9  # bytes per second of the copy engine between two H200
@@ -914,7 +914,7 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("work", choices=["af", "overlap", "memory", "zero-sm", "trips"])
-    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--json", metavar="FILE", type=output, help="file for the results")
     parser.add_argument("--dry", action="store_true", help="tensors on the CPU")
     parser.add_argument("--shape", type=_shape, help="workers x servers (2x2 with 4 GPUs, or 1x1)")
     parser.add_argument(
@@ -958,7 +958,7 @@ def main(argv: list[str]) -> int:
             failures += any("error" in row or row.get("wrong", 0) > 0 for row in rows)
             result["rows"] += rows
             if args.json:
-                Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+                save(args.json, result)
             if failures == 2:
                 break
     return 1 if failures else 0

@@ -33,8 +33,10 @@ def parser(
         default=default,
         help=f"{meaning} {SHOWN}" if default else meaning,
     )
-    made.add_argument("--json", metavar="FILE", help="also write the results to FILE")
-    made.add_argument("--plot", metavar="FILE", help="also draw them (PNG, SVG or PDF)")
+    made.add_argument("--json", metavar="FILE", type=output, help="also write the results to FILE")
+    made.add_argument(
+        "--plot", metavar="FILE", type=output, help="also draw them (PNG, SVG or PDF)"
+    )
     made.add_argument(
         "--cores",
         type=_cores,
@@ -107,6 +109,22 @@ def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
             file=sys.stderr,
         )
     return asked
+
+
+def output(text: str) -> str:
+    """A file that can be written when all has been measured; until then it stays as it is."""
+    folder = os.path.dirname(text) or "."
+    if not text or os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: want the name of a file")
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: there is no folder {folder!r}: make it, or choose another file"
+        )
+    if not os.access(text if os.path.exists(text) else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: not writable: change its permissions, or choose another file"
+        )
+    return text
 
 
 def positive(text: str) -> int:

@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from . import plot
+from .errors import BenchError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -267,8 +268,22 @@ def finish(
     """Writes the files that were asked for."""
     if options.json:
         results = {"bench": bench, "rows": rows, **more, "machine": facts}
-        with open(options.json, "w") as out:
-            json.dump({**results, "command": shlex.join(["fserver", *sys.argv[1:]])}, out, indent=1)
-            out.write("\n")
+        save(options.json, {**results, "command": shlex.join(["fserver", *sys.argv[1:]])})
     if options.plot:
         plot.save(options.plot, bench, rows, show_machine(facts))
+
+
+def save(path: str, results: dict[str, Any]) -> None:
+    """Writes what --json asks for.
+
+    Raises:
+        BenchError: the file cannot be written, though it seemed so at the beginning.
+    """
+    try:
+        with open(path, "w") as out:
+            json.dump(results, out, indent=1)
+            out.write("\n")
+    except OSError as error:
+        raise BenchError(
+            f"--json {path}: {error.strerror}: make room for it, or choose another file"
+        ) from None

@@ -406,6 +406,48 @@ def test_wrong_options(argv, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_files_that_cannot_be_written(name, tmp_path, monkeypatch, capsys):
+    """Before anything is done."""
+    argv = [name, *(["af", "--dry"] if name == "graph" else [])]
+
+    def refused(option, path):
+        with pytest.raises(SystemExit) as end:
+            bench.main([*argv, option, str(path)])
+        out, err = capsys.readouterr()
+        assert end.value.code == 2 and not out
+        return err.partition(f"error: argument {option}: {str(path)!r}: ")[2].strip()
+
+    lost = tmp_path / "no" / "where.json"
+    told = f"there is no folder {str(lost.parent)!r}: make it, or choose another file"
+    for option in ("--json", "--plot") if name != "graph" else ("--json",):
+        assert refused(option, lost) == told
+        assert refused(option, tmp_path) == "want the name of a file"
+        assert refused(option, "") == "want the name of a file"
+    (tmp_path / "old.json").write_text("kept")
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in map(str, closed))
+    told = "not writable: change its permissions, or choose another file"
+    closed = [tmp_path / "old.json"]
+    assert refused("--json", tmp_path / "old.json") == told
+    closed = [tmp_path]
+    assert refused("--json", tmp_path / "new.json") == told
+    assert options.output(str(tmp_path / "old.json")) == str(tmp_path / "old.json")
+    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("old.json", "kept")]
+
+
+def test_a_disk_that_is_full(capsys):
+    assert bench.main(["idle", "--seconds", "0.1", "--json", "/dev/full"]) == 1
+    assert capsys.readouterr().err.endswith(
+        "bench: --json /dev/full: No space left on device: make room for it, or choose another "
+        "file\n"
+    )
+    with pytest.raises(BenchError, match="--json /dev/full: No space left"):
+        graph.main(
+            ["af", "--dry", "--shape", "1x1", "--modes", "--beside", "nvshmem", "--json"]
+            + ["/dev/full"]
+        )
+
+
 def test_core_that_is_not_ours(capsys):
     assert bench.main(["pingpong", "--cores", "0,4097"]) == 1
     assert "bench: --cores: core 4097: want one of " in capsys.readouterr().err
