@@ -154,8 +154,8 @@ std::string Node::channel_text(uint64_t channel, uint32_t peer,
   });
   if (rc == -EAGAIN)
     raise(Kind::kTimeout,
-          "channel: peer %u has not opened its side within %g ms",
-          peer, static_cast<double>(timeout) / 1e6);
+          "channel: peer %u has not opened its side within %g ms", peer,
+          static_cast<double>(timeout) / 1e6);
   if (rc != -ENOBUFS)
     check("channel", rc);
   return text_from("channel", [&](char *buf, size_t cap, size_t *n) {
