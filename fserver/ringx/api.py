@@ -366,7 +366,7 @@ def _scale_problem(scale: object) -> Error | None:
     limits = torch.finfo(torch.float32)
     if isinstance(scale, bool) or not isinstance(scale, Real):
         return ConfigError(f"ringx: scale {_said(scale)}: {want}")
-    if not limits.tiny <= float(scale) <= limits.max:
+    if scale < limits.tiny or not scale <= limits.max:
         return ConfigError(
             f"ringx: scale {reprlib.repr(scale)}: {want} from {limits.tiny:g} to {limits.max:g}"
         )
