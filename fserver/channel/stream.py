@@ -313,5 +313,7 @@ class StreamSide(Side, Caller):
         self.stop()
         self._thread.join()
         self._side.close()
-        if not self._gpu.finished(_PARTING_S):
+        if self._gpu.finished(_PARTING_S):  # who keeps an error of a call, keeps its frames too
+            self._out, self._in, self._out_host, self._in_host = [], [], [], []
+        else:
             _kept.append(self)

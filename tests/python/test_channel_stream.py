@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -370,7 +371,7 @@ def test_time_out(pair: Cluster, on: On) -> None:
 
 @pytest.mark.parametrize("first", ["worker", "server"])
 def test_peer_closes(pair: Cluster, on: On, first: str) -> None:
-    """A stream that waits for a side that closes goes on."""
+    """A stream that waits for a side that closes goes on. Whoever keeps the error keeps no tensor."""
     w, s, *streams = opened(on, pair, [torch.ones(1)], [torch.empty(1)])
     if first == "server":
         w.send()
@@ -381,10 +382,14 @@ def test_peer_closes(pair: Cluster, on: On, first: str) -> None:
         closes, stays = w, s
     closes.close()
     done(*streams)
+    errors = []
     for call in (stays.check, stays.send):
-        with pytest.raises(fserver.ClosedError, match="closed its side"):
+        with pytest.raises(fserver.ClosedError, match="closed its side") as caught:
             call()
+        errors.append(caught.value)
+    tensors = [weakref.ref(t) for t in (*stays.outgoing, *stays.incoming)]
     stays.close()
+    assert len(tensors) == 2 and not any(t() is not None for t in tensors)
 
 
 def test_sent_to_who_has_closed(pair: Cluster, on: On) -> None:
