@@ -371,7 +371,7 @@ def test_time_out(pair: Cluster, on: On) -> None:
 
 @pytest.mark.parametrize("first", ["worker", "server"])
 def test_peer_closes(pair: Cluster, on: On, first: str) -> None:
-    """A stream that waits for a side that closes goes on. Whoever keeps the error keeps no tensor."""
+    """A stream that waits for a side that closes goes on. An error that is kept keeps no tensor."""
     w, s, *streams = opened(on, pair, [torch.ones(1)], [torch.empty(1)])
     if first == "server":
         w.send()
