@@ -758,9 +758,7 @@ def captured_beside(side: Side, mode: str) -> int:
     opens buffers. Gives the number of these exchanges."""
     import torch
 
-    from fserver import ClosedError
-
-    over, device = threading.Event(), peers.place(side.device)
+    ready, over, device = threading.Event(), threading.Event(), peers.place(side.device)
     x, y = (torch.zeros(4096, device=device) for _ in range(2))
 
     def worker(own: Any) -> int:
@@ -771,20 +769,23 @@ def captured_beside(side: Side, mode: str) -> int:
                 key = 1000 + done % 200
                 own.wait(own.push_pull([x], [key], [y], [key]), timeout_ms=4000)
                 done += 1
+                ready.set()
         return done
 
     def server(own: Any) -> int:
         done = 0
         torch.cuda.set_device(device)
-        with torch.cuda.stream(torch.cuda.Stream()), contextlib.suppress(ClosedError):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            ready.set()
             while not over.is_set():
                 for handler, [got], _ in own.get_batch(timeout_ms=50):
                     own.respond([got], handler, need_event=True)
                     done += 1
         return done
 
-    with node(side) as own, torch.cuda.stream(torch.cuda.Stream()), ThreadPoolExecutor(1) as one:
-        with opened(side, own, 4096, mode, 5) as ch:
+    options = peers.options(side.device, "auto")
+    with node(side, **options) as own, torch.cuda.stream(torch.cuda.Stream()):
+        with opened(side, own, 4096, mode, 5) as ch, ThreadPoolExecutor(1) as one:
             count, wrong = (torch.zeros((), device=device) for _ in range(2))
 
             def step() -> None:
@@ -801,6 +802,7 @@ def captured_beside(side: Side, mode: str) -> int:
 
             step()
             beside = one.submit(worker if side.index == 0 else server, own)
+            assert ready.wait(5)
             graphs = []
             for _ in range(20):
                 graphs.append(torch.cuda.CUDAGraph())
