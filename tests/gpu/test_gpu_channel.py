@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import peers
@@ -785,7 +786,12 @@ def captured_beside(side: Side, mode: str) -> int:
 
     options = peers.options(side.device, "auto")
     with node(side, **options) as own, torch.cuda.stream(torch.cuda.Stream()):
-        with opened(side, own, 4096, mode, 5) as ch, ThreadPoolExecutor(1) as one:
+        with (
+            opened(side, own, 4096, mode, 5) as ch,
+            ThreadPoolExecutor(1) as one,
+            ExitStack() as end,
+        ):
+            end.callback(over.set)  # whatever comes, the thread ends
             count, wrong = (torch.zeros((), device=device) for _ in range(2))
 
             def step() -> None:
