@@ -235,7 +235,7 @@ class Node:
     def _opener(self) -> Any:
         """What opens the channels of this node."""
         if self._channels is None:
-            from fserver.channel.channel import Opener
+            from fserver.channel.opener import Opener
 
             # Another thread may be here too, and names have to come from one.
             return self.__dict__.setdefault("_channels", Opener(self._node))
@@ -440,9 +440,12 @@ class Worker(Node):
             TimeoutError: a server has not opened its side in time.
             PeerLostError: a server is gone.
         """
+        from fserver.channel.channel import How
+
         opener = self._opener()
         with opener.called(name) as called:
-            return opener.worker(push, push_keys, pull, pull_keys, mode, called, timeout_ms, tune)
+            how = How(mode, called, timeout_ms, tune)
+            return opener.worker(push, push_keys, pull, pull_keys, how)
 
     def get_all_handlers(self, handler: int) -> list[int]:
         """All ints of a request: one for each pushed tensor and each pull tensor."""
@@ -530,11 +533,12 @@ class Server(Node):
         Raises:
             As Worker.channel.
         """
+        from fserver.channel.channel import How
+
         opener = self._opener()
         with opener.called(name) as called:
-            return opener.server(
-                push_keys, pull, pull_keys, push, mode, called, device, timeout_ms, tune
-            )
+            how = How(mode, called, timeout_ms, tune)
+            return opener.server(push_keys, pull, pull_keys, push, device, how)
 
     def get_batch(
         self, timeout_ms: float | None = None, at_least: int | None = None

@@ -62,6 +62,11 @@ def of(tensor: Tensor, key: int) -> list[Any]:
     return [key, str(tensor.dtype).partition(".")[2], list(tensor.shape)]
 
 
+def all_of(tensors: Sequence[Tensor], keys: Sequence[int]) -> list[list[Any]]:
+    """Several of them."""
+    return [of(t, k) for t, k in zip(tensors, keys, strict=True)]
+
+
 def text(
     mode: str, device: str, out: Sequence[list[Any]], into: Sequence[list[Any]], **more: Any
 ) -> str:
@@ -178,6 +183,31 @@ def listed(name: str, given: Any, what: str) -> list[Any]:
         raise ConfigError(
             f"channel: {name} is {given!r:.80}, want a list of {what}: pass [] for none"
         ) from None
+
+
+def divided(
+    pull: list[Tensor], keys: list[int], peers: int, who: str
+) -> tuple[list[list[Tensor]], list[list[int]]]:
+    """The pull tensors of each peer, a server or a worker, and their keys, which may be given once
+    for all.
+
+    Raises:
+        ShapeError: their number does not divide.
+    """
+    if len(pull) % peers:
+        raise ShapeError(
+            f"channel: {len(pull)} pull tensors, which {peers} {who}s do not divide: give "
+            f"pull[i*Q + j], tensor j of Q {'from' if who == 'server' else 'for'} {who} i"
+        )
+    each = len(pull) // peers
+    if len(keys) not in (len(pull), each):
+        raise ShapeError(
+            f"channel: {len(keys)} pull_keys for {len(pull)} pull tensors of {peers} {who}s: give "
+            f"{len(pull)} or {each}"
+        )
+    keys = keys if len(keys) == len(pull) else keys * peers
+    parts = [slice(i * each, (i + 1) * each) for i in range(peers)]
+    return [pull[part] for part in parts], [keys[part] for part in parts]
 
 
 def _apart(call: str, name: str, tensors: Sequence[Tensor]) -> None:

@@ -25,8 +25,7 @@ from nodes import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, togeth
 
 import fserver
 from fserver import _loader
-from fserver.channel import channel as opener
-from fserver.channel import describe, nvrtc, plan, tune
+from fserver.channel import describe, nvrtc, opener, plan, tune
 
 MakeCluster = Callable[..., Cluster]
 MS = LIMIT * 1e3

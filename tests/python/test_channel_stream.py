@@ -23,7 +23,7 @@ from nodes import LIMIT, Child, Cluster, Parent, together
 import fserver
 from fserver import _loader, fserver_lib
 from fserver import notify as notifying
-from fserver.channel import channel as opener
+from fserver.channel import opener
 from fserver.channel.stream import Gpu, StreamSide
 
 MakeCluster = Callable[..., Cluster]

@@ -23,8 +23,7 @@ from nodes import Cluster, open_cluster, together
 
 import fserver
 from fserver import _loader
-from fserver.channel import channel as opener
-from fserver.channel import nvrtc
+from fserver.channel import nvrtc, opener
 from fserver.channel.gpu import GpuSide
 from fserver.channel.plan import LANDING, PACKETS, PLACE, Piece, Plan
 
@@ -154,8 +153,10 @@ def pair(
 def on_gpus() -> None:
     """Has channels of CPU tensors be those of two GPUs: a worker's is 0, a server's 1."""
 
-    def side(_: Any, mode: str, out: Any, into: Any, send_first: bool, *rest: Any) -> GpuSide:
-        return GpuSide(0 if send_first else 1, mode, out, into, send_first, *rest)
+    made = opener._gpu
+
+    def side(_: Any, how: Any, out: Any, into: Any, send_first: bool) -> GpuSide:
+        return made(torch.device("cuda", 0 if send_first else 1), how, out, into, send_first)
 
     def rows(self: GpuSide) -> list[torch.Tensor]:
         address, counts = self.plan.rows

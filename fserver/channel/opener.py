@@ -1,0 +1,415 @@
+"""Opener: how Worker.channel and Server.channel open a channel. Each side describes its tensors to
+its peers, compares, and takes the way that both have."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fserver.channel import describe
+from fserver.channel.channel import Channel, How, captured, part
+from fserver.channel.cpu import Caller, ServerSide, WorkerSide
+from fserver.channel.plan import Table
+from fserver.channel.stream import Gpu, StreamSide
+from fserver.channel.tune import tuned
+from fserver.errors import ConfigError, Error, ShapeError, TimeoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _place(device: Any) -> str:
+    """Equal for GPUs that may be able to reach each other."""
+    if device.type != "cuda":
+        return "cpu"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"cuda@{boot.read_text().strip() if boot.exists() else platform.node()}"
+
+
+def _outside(device: Any) -> None:
+    """Opening allocates and waits, which a graph cannot replay. To be asked before a peer is told,
+    which would wait for the rest.
+
+    Raises:
+        ConfigError: the current stream, or that of the tensors' device, is being captured.
+    """
+    if captured(device):
+        raise ConfigError(
+            "channel: the current stream is being captured into a CUDA graph, which opening a "
+            "channel cannot be part of: open the channel before the capture"
+        )
+
+
+def _direct(mode: str, device: Any) -> bool:
+    """Whether GPUs may do it all."""
+    return mode != "proxy" and device.type == "cuda"
+
+
+class _Opening:
+    """A channel of which this side is not open yet.
+
+    Attributes:
+        handle: what the node knows it by.
+        side: of a GPU, or in host memory, once there is one.
+        waiting: peers that wait for this side's description.
+    """
+
+    def __init__(self, node: Any, handle: int, how: How, peers: int) -> None:
+        self._node, self._mode = node, how.mode
+        self.handle = handle
+        self.side: Any = None
+        self.waiting = list(range(peers))
+
+    def tell(
+        self, peer: int, place: str, out: list[list[Any]], into: list[list[Any]], **more: Any
+    ) -> None:
+        """Describes this side to a peer."""
+        if self.side:
+            more["gpu"] = self.side.describe(peer)
+        text = describe.text(self._mode, place, out, into, **more)
+        self._node.channel_tell(self.handle, peer, text)
+        self.waiting.remove(peer)
+
+
+class Opener:
+    """Opens the channels of one node: gives them names, and keeps their keys apart."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node  # the extension's Worker or Server
+        self._lock = threading.Lock()  # of the next two
+        self._next = 0  # number of a channel without a name
+        self._given_back: set[int] = set()  # those below it that are free
+        self._keys: set[int] = set()
+        self._all: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+    def close(self) -> None:
+        for channel in list(self._all):
+            channel.close()
+
+    @contextlib.contextmanager
+    def called(self, name: str | None) -> Iterator[str]:
+        """What a channel is called that is opened meanwhile. One without a name has the lowest
+        number that none has; if opening fails, which it may on one side first, the next one has it
+        again: so the two sides meet however often each has tried.
+
+        Raises:
+            ConfigError: name is none that the other side can be told.
+        """
+        if name is not None:
+            yield describe.name(name)
+            return
+        with self._lock:
+            number = min(self._given_back, default=self._next)
+            self._given_back.discard(number)
+            self._next = max(self._next, number + 1)
+        try:
+            yield str(number)
+        except BaseException:
+            with self._lock:
+                self._given_back.add(number)
+            raise
+
+    def worker(
+        self,
+        push: Sequence[Tensor],
+        push_keys: Sequence[int],
+        pull: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        how: How,
+    ) -> Channel:
+        """See Worker.channel."""
+        push = describe.listed("push", push, "tensors")
+        pull = describe.listed("pull", pull, "tensors")
+        push_keys = describe.listed("push_keys", push_keys, "ints")
+        pull_keys = describe.listed("pull_keys", pull_keys, "ints")
+        describe.check("channel", "push", push, push_keys, False)
+        describe.check("channel", "pull", pull, pull_keys, True)
+        everything = [*push, *pull]
+        if not everything:
+            raise ShapeError("channel: push and pull are both empty: give at least one tensor")
+        device = everything[0].device
+        if any(t.device != device for t in everything):
+            raise ConfigError("channel: push and pull tensors are on different devices")
+        _outside(device)
+        if how.tune and how.mode == "sm":
+
+            def trial(number: str, table: Table) -> Channel:
+                other = how.trial(number, table)
+                return self.worker(_like(push), push_keys, _like(pull), pull_keys, other)
+
+            how = replace(how, table=tuned(trial, True))
+        if len(push_keys) != len(push):
+            raise ShapeError(f"channel: {len(push_keys)} push_keys for {len(push)} push tensors")
+        servers = self._node.servers
+        shares, keys = describe.divided(pull, pull_keys, servers, "server")
+        out = describe.all_of(push, push_keys)
+        into = [describe.all_of(*share) for share in zip(shares, keys, strict=True)]
+        with self._opening(how, push_keys, servers, True) as it:
+            if _direct(how.mode, device):
+                it.side = _gpu(device, how, [push] * servers, shares, True)
+                self._node.channel_watch(it.handle, it.side.abort_word)
+            for i in range(servers):
+                it.tell(i, _place(device), out, into[i])
+            paths, plans = set(), []
+            for i in range(servers):
+                theirs = self._hear(it.handle, how, i)
+                if "refused" in theirs:
+                    raise describe.refused(f"server {i}", theirs)
+                _same(i, how.mode, theirs, out, into[i])
+                paths.add(theirs.get("path"))
+                plans.append(theirs.get("gpu"))
+            if len(paths) > 1:
+                raise ConfigError(
+                    "channel: the GPU can reach some servers and others not: open a channel "
+                    "of CPU tensors"
+                )
+            path = paths.pop()
+            if path == "cpu":
+                if it.side:
+                    self._node.channel_watch(it.handle, 0)
+                    it.side.close()
+                    it.side = None
+
+                def make(out: Any, into: Any, caller: Caller) -> WorkerSide:
+                    flat = [key for share in keys for key in share]
+                    return WorkerSide(
+                        self._node, it.handle, out, push_keys, into, flat, servers, caller
+                    )
+
+                it.side = _carried(device, push, pull, make, how.timeout_ms)
+            elif path == how.mode and it.side:
+                it.side.attach(plans)
+            else:
+                raise Error("channel: a server wants a path that this side has not")
+            return self._made(it, how, path, push, shares, push_keys, device, True)
+
+    def server(
+        self,
+        push_keys: Sequence[int],
+        pull: Sequence[Tensor],
+        pull_keys: Sequence[int],
+        push: Sequence[Tensor] | None,
+        device: Any,
+        how: How,
+    ) -> Channel:
+        """See Server.channel."""
+        pull = describe.listed("pull", pull, "tensors")
+        push_keys = describe.listed("push_keys", push_keys, "ints")
+        pull_keys = describe.listed("pull_keys", pull_keys, "ints")
+        push = None if push is None else describe.listed("push", push, "tensors")
+        device = describe.device(device)
+        describe.check("channel", "pull", pull, pull_keys, False)
+        describe.check("channel", "push", push or [], push_keys, True)
+        given = [*(push or []), *pull]
+        if len({t.device for t in given}) > 1:
+            raise ConfigError("channel: push and pull tensors are on different devices")
+        device = given[0].device if given else device
+        _outside(device)
+        if how.tune and how.mode == "sm":
+
+            def trial(number: str, table: Table) -> Channel:
+                some, other = (_like(pull), _like(push)), how.trial(number, table)
+                return self.server(push_keys, some[0], pull_keys, some[1], device, other)
+
+            how = replace(how, table=tuned(trial, False))
+        workers, n = self._node.workers, len(push_keys)
+        shares, keys = describe.divided(pull, pull_keys, workers, "worker")
+        if push is not None and len(push) != n * workers:
+            raise ShapeError(
+                f"channel: {len(push)} push tensors for {n} push_keys of {workers} workers: give "
+                f"{n * workers}, those of worker 0 first"
+            )
+        if n + len(pull) == 0:
+            raise ShapeError("channel: push_keys and pull are both empty: give at least one tensor")
+        with self._opening(how, push_keys, workers, False) as it:
+            theirs = [self._hear(it.handle, how, i) for i in range(workers)]
+            refuse = [i for i, t in enumerate(theirs) if "refused" in t]
+            if refuse:  # they have ended their sides
+                it.waiting = [i for i in it.waiting if i not in refuse]
+                raise describe.refused(f"worker {refuse[0]}", theirs[refuse[0]])
+            device = device or _like_theirs(theirs)
+            into, told = [], []
+            for i, t in enumerate(theirs):
+                if push is None:
+                    into.append(_as_pushed(i, t, push_keys, device))
+                else:
+                    into.append(push[i * n : (i + 1) * n])
+                told.append(
+                    (describe.all_of(shares[i], keys[i]), describe.all_of(into[i], push_keys))
+                )
+                _same(i, how.mode, t, *told[i])
+            here = _place(device)
+            direct = _direct(how.mode, device) and all(t["device"] == here for t in theirs)
+            path = how.mode if direct else "cpu"
+            if direct:
+                it.side = _gpu(device, how, shares, into, False)
+                self._node.channel_watch(it.handle, it.side.abort_word)
+            self._node.channel_state(it.handle)  # before any worker takes this side to be open
+            for i in range(workers):
+                it.tell(i, here, *told[i], path=path)
+            if direct:
+                it.side.attach([t.get("gpu") for t in theirs])
+            else:
+                each = len(pull) // workers
+
+                def make(out: Any, into: Any, caller: Caller) -> ServerSide:
+                    rows = [into[i * n : (i + 1) * n] for i in range(workers)]
+                    back = [out[i * each : (i + 1) * each] for i in range(workers)]
+                    return ServerSide(self._node, it.handle, rows, back, caller)
+
+                flat = [t for row in into for t in row]
+                it.side = _carried(device, pull, flat, make, how.timeout_ms)
+            return self._made(it, how, path, pull, into, push_keys, device, False)
+
+    @contextlib.contextmanager
+    def _opening(
+        self, how: How, push_keys: Sequence[int], peers: int, worker: bool
+    ) -> Iterator[_Opening]:
+        """Whatever fails meanwhile, the peers are told why, and nothing stays behind. Servers that
+        open their sides later are told what a worker has refused."""
+        it = _Opening(self._node, self._begin(how.name, how.mode, push_keys), how, peers)
+        try:
+            yield it
+        except BaseException as error:
+            self._refuse(it.handle, how.mode, it.waiting, error)
+            self._keys.difference_update(push_keys)
+            why = describe.lasting(how.mode, error) if worker else ""
+            if it.side:
+                part(self._node, it.handle, it.side, why=why)
+            else:
+                self._node.channel_close(it.handle, 0, why)
+            raise
+
+    def _begin(self, called: str, mode: str, push_keys: Sequence[int]) -> int:
+        if mode not in describe.MODES:
+            raise ConfigError(f"channel: mode is {mode!r}, want one of {', '.join(describe.MODES)}")
+        if len(set(push_keys)) != len(push_keys):
+            raise ConfigError("channel: push_keys has a key twice: give each tensor its own")
+        taken = self._keys.intersection(push_keys)
+        if taken:
+            raise ConfigError(
+                f"channel: key {min(taken)} is that of another open channel of this node: give "
+                "each channel keys of its own"
+            )
+        handle: int = self._node.channel_open(called)
+        self._keys.update(push_keys)
+        return handle
+
+    def _hear(self, handle: int, how: How, peer: int) -> dict[str, Any]:
+        """What a peer tells of its side."""
+        try:
+            return describe.read(peer, self._node.channel_text(handle, peer, how.timeout_ms))
+        except TimeoutError as late:
+            raise TimeoutError(
+                f"{late}: on this side the channel is called {how.name!r}: call channel() on both "
+                "sides with the same name=, or in the same order if without one"
+            ) from None
+
+    def _refuse(self, handle: int, mode: str, peers: Iterable[int], error: BaseException) -> None:
+        """Tells peers that wait for this side's description why there is none. One that does not
+        wait any more may open its side again, and would take it for that one's."""
+        for i in peers:
+            with contextlib.suppress(Error):
+                self._node.channel_tell(handle, i, describe.refusal(mode, error))
+
+    def _made(
+        self,
+        it: _Opening,
+        how: How,
+        path: str,
+        out: Sequence[Tensor],
+        tensors: Sequence[Sequence[Tensor]],
+        keys: Sequence[int],
+        device: Any,
+        send_first: bool,
+    ) -> Channel:
+        import torch
+
+        from fserver.channel import ops
+
+        ops.define(torch)
+        free = self._keys.difference_update
+        channel = Channel(
+            self._node, it.handle, how, it.side, path, out, tensors, device, send_first,
+            lambda: free(keys),
+        )  # fmt: skip
+        self._all.add(channel)
+        return channel
+
+
+def _like(tensors: Any) -> Any:
+    """Zeros in the place of tensors."""
+    return None if tensors is None else [t.new_zeros(t.shape) for t in tensors]
+
+
+def _like_theirs(theirs: Sequence[dict[str, Any]]) -> Any:
+    """The device of a server that names none: its GPU, if those of the workers are."""
+    import torch
+
+    if all(t["device"].startswith("cuda") for t in theirs):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _as_pushed(
+    worker: int, theirs: dict[str, Any], push_keys: Sequence[int], device: Any
+) -> list[Tensor]:
+    """Tensors for what a worker pushes."""
+    import torch
+
+    keys = [key for key, _, _ in theirs["out"]]
+    if keys != push_keys:
+        raise ShapeError(
+            f"channel: push_keys are {push_keys} here, and worker {worker} pushes {keys}"
+        )
+    return [
+        torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        for _, dtype, shape in theirs["out"]
+    ]
+
+
+def _same(
+    peer: int,
+    mode: str,
+    theirs: dict[str, Any],
+    out: Sequence[list[Any]],
+    into: Sequence[list[Any]],
+) -> None:
+    if theirs["mode"] != mode:
+        raise ConfigError(
+            f"channel: mode is {mode!r} here and {theirs['mode']!r} at peer {peer}: open both "
+            "sides with the same"
+        )
+    describe.match(peer, "outgoing", out, theirs["in"])
+    describe.match(peer, "incoming", into, theirs["out"])
+
+
+def _carried(
+    device: Any,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    make: Callable[[Any, Any, Caller], WorkerSide | ServerSide],
+    timeout_ms: float,
+) -> Any:
+    """A side whose messages the engine carries."""
+    if device.type == "cuda":
+        return StreamSide(Gpu(device), outgoing, incoming, make, timeout_ms)
+    return make(list(outgoing), list(incoming), Caller(timeout_ms))
+
+
+def _gpu(
+    device: Any,
+    how: How,
+    out: Sequence[Sequence[Tensor]],
+    into: Sequence[Sequence[Tensor]],
+    send_first: bool,
+) -> Any:
+    from fserver.channel.gpu import GpuSide
+
+    return GpuSide(device.index, how.mode, out, into, send_first, how.timeout_ms, how.table)
