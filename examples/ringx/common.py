@@ -185,16 +185,19 @@ def estimate(example: Example, config: Config, options: argparse.Namespace, size
     bounded = example.causal and gathered > GATHER_LIMIT
     exchanged = mine * keys * (4 * 2 + 2 * 4) if bounded else rows * keys * (2 * 2 + 4)
     memory = {
-        "weights, gradients, AdamW (fp32, sharded)": 16 * weights / size,
-        "two blocks gathered (bf16)": 4 * in_blocks / config.layers,
         "inputs of blocks, kept (bf16)": 2 * mine * config.dim * config.layers,
         "one block at work (bf16)": 2 * mine * (6 * config.dim + 2 * width + 4 * config.hidden),
         "sums of out and dq (fp32)": 2 * 4 * mine * width,
-        f"keys of others and their gradients ({'X4' if bounded else 'X3'})": exchanged,
     }
-    print(
-        f"{example.name}, {config.tokens:,} tokens on {size} ranks, {weights / 1e9:.2f}e9 weights"
-    )
+    if size == 1:
+        memory["weights, gradients, AdamW (bf16)"] = 8 * weights
+    else:
+        how = "X4" if bounded else "X3"
+        memory["weights, gradients, AdamW (fp32, sharded)"] = 16 * weights / size
+        memory["two blocks gathered (bf16)"] = 4 * in_blocks / config.layers
+        memory[f"keys of others and their gradients ({how})"] = exchanged
+    what = f"{config.tokens:,} tokens, world size {size}"
+    print(f"{example.name}, {what}: {weights / 1e9:.2f}e9 weights")
     for name, count in memory.items():
         print(f"  {name:<52}{count / 1e9:10.2f} GB")
     print(f"  {'memory of a GPU':<52}{sum(memory.values()) / 1e9:10.2f} GB")
@@ -266,7 +269,7 @@ def main(example: Example) -> None:
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
     rank, size = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, options.dtype or ("bfloat16" if config.large else "float64"))
 
@@ -282,7 +285,7 @@ def main(example: Example) -> None:
 
     losses, seconds, used = train(example, config, rank, size, sharded, device, dtype)
     if rank == 0:
-        print(f"{example.name}: {config.tokens:,} tokens on {size} processes, {config.steps} steps")
+        print(f"{example.name}: {config.tokens:,} tokens, world size {size}, {config.steps} steps")
         print(f"  loss {losses[0]:.6f} -> {losses[-1]:.6f}, {seconds:.3f} s a step", end="")
         print(f", at most {used:.1f} GB" if used else "")
         if not config.large:
