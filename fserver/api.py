@@ -465,12 +465,19 @@ class Server(Node):
     """A node that takes requests, one of each worker at a time. Arguments: see Node."""
 
     _role = "server"
-    _methods = ("barrier", "get_batch", "respond", "respond_vec", "register_recv_buffer")
+    _methods = (
+        "barrier",
+        "get_batch",
+        "worker_of",
+        "respond",
+        "respond_vec",
+        "register_recv_buffer",
+    )
 
     _hosted: Scheduler | None = None
 
     def _open(self, settings: dict[str, str]) -> None:
-        hosts = settings.pop("FSERVER_HOST_SCHEDULER", "0")
+        hosts = settings.pop("FSERVER_HOST_SCHEDULER", "").strip() or "0"
         if hosts not in ("0", "1"):
             raise ConfigError(f"FSERVER_HOST_SCHEDULER={hosts!r}: want 0 or 1")
         if hosts == "1":

@@ -89,6 +89,7 @@ def drop_in_server(parent: Parent) -> None:
         batch = f.get_batch()
         assert [keys for _, _, keys in batch] == [[0], [0]]
         handlers = [handler for handler, _, _ in batch]
+        assert [f.worker_of(handler) for handler in handlers] == [0, 1]
         vec = [tensors for _, tensors, _ in batch]
         if i % 2:
             f.respond_vec(torch.cat([t[0] for t in vec]) * (rank + 2), vec, handlers)
