@@ -306,8 +306,15 @@ func TestScheduler(t *testing.T) {
 		require.Equal(t, "127.0.0.1:0", good(t, s).Scheduler())
 	}
 	for _, s := range []string{"DMLC_ROLE=worker", "DMLC_ROLE=server"} {
-		require.Contains(t, bad(t, s, "DMLC_PS_ROOT_PORT=0"), "conf: DMLC_PS_ROOT_PORT is not set")
+		require.Equal(t, "conf: DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to 65535", bad(t, s))
+		require.Equal(t, `conf: DMLC_PS_ROOT_PORT="0": want the port of the scheduler, 1 to 65535 (0 is for the process that runs it)`,
+			bad(t, s, "DMLC_PS_ROOT_PORT=0"))
 	}
+
+	// What is wrong is said once.
+	require.Equal(t, `conf: DMLC_PS_ROOT_PORT="65536": want a whole number from 0 to 65535`, bad(t, "DMLC_PS_ROOT_PORT=65536"))
+	require.Equal(t, `conf: DMLC_PS_ROOT_URI="a:1": want a host name, or an IP address of one host, without port or scheme`,
+		bad(t, with("DMLC_PS_ROOT_URI=a:1", "DMLC_NODE_HOST=10.0.0.9")...))
 	require.Equal(t, "conf: FSERVER_HOST_SCHEDULER=1 for DMLC_ROLE=worker: only a server can run the scheduler too",
 		bad(t, with("FSERVER_HOST_SCHEDULER=1")...))
 }
@@ -500,6 +507,7 @@ func TestDescribe(t *testing.T) {
 	require.Equal(t, "127.0.0.1", rows["DMLC_PS_ROOT_URI"]["value"])
 	require.Equal(t, "default", rows["DMLC_PS_ROOT_URI"]["source"])
 	require.Equal(t, "transport verbs", rows["STEPAF_QP_NUM"]["takes_effect_with"])
+	require.Empty(t, rows["STEPMESH_BACKEND"]["value"]) // which no value stands for: the default is in words
 
 	require.NoError(t, json.Unmarshal(Describe(nil), &got))
 	require.Equal(t, []string{}, got.Warnings)

@@ -209,13 +209,22 @@ func (p *parser) rank() {
 	}
 }
 
+// refused says whether a setting without older spellings was given a value that is
+// not allowed, which has been reported then.
+func (p *parser) refused(name string) bool { return p.given[name] != "" && p.source[name] == "" }
+
 func (p *parser) scheduler() {
 	c := &p.cfg
 	if c.HostScheduler && c.Role != Server {
 		p.fail("FSERVER_HOST_SCHEDULER=1 for DMLC_ROLE=%v: only a server can run the scheduler too", c.Role)
 	}
 	if c.SchedulerPort == 0 && c.Role != Scheduler && c.Role != Joint && !c.HostScheduler {
-		p.fail("DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to %d", maxPort)
+		switch v := p.given["DMLC_PS_ROOT_PORT"]; {
+		case v == "":
+			p.fail("DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to %d", maxPort)
+		case !p.refused("DMLC_PS_ROOT_PORT"):
+			p.fail("DMLC_PS_ROOT_PORT=%.100q: want the port of the scheduler, 1 to %d (0 is for the process that runs it)", v, maxPort)
+		}
 	}
 	switch {
 	case c.Local && c.SchedulerHost != "" && !loopback(c.SchedulerHost):
@@ -224,6 +233,7 @@ func (p *parser) scheduler() {
 	case c.SchedulerHost != "":
 	case c.Local || c.Role == Joint || (c.NodeHost == "" || loopback(c.NodeHost)) && (c.Interface == "" || c.Interface == "lo"):
 		c.SchedulerHost = "127.0.0.1"
+	case p.refused("DMLC_PS_ROOT_URI"):
 	default:
 		p.fail("DMLC_PS_ROOT_URI is not set: want the host of the scheduler, as DMLC_NODE_HOST or DMLC_INTERFACE says that it can be another one")
 	}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -131,7 +132,7 @@ var table = []setting{
 	}, {
 		name:    "BYTEPS_ENABLE_IPC",
 		value:   onOff("1", func(c *Config) *bool { return &c.SameHost }),
-		meaning: "same-host transports may be used; 0 leaves TCP",
+		meaning: "whether `auto` may take the transports inside a host; 0 leaves TCP. Where FSERVER_TRANSPORT names one it is used all the same, and with 0 GPUs do not map each other's memory",
 	}, {
 		name:    "FSERVER_LOANS",
 		value:   onOff("1", func(c *Config) *bool { return &c.Loans }),
@@ -424,7 +425,12 @@ func choice[T ~uint8](def string, names, allowed []string, at func(*Config) *T) 
 			}
 			return false
 		},
-		get: func(c *Config) string { return name(names, *at(c)) },
+		get: func(c *Config) string {
+			if n := name(names, *at(c)); slices.Contains(allowed, n) {
+				return n
+			}
+			return "" // as nobody can write it
+		},
 	}
 }
 
