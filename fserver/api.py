@@ -78,8 +78,8 @@ class Link(NamedTuple):
 
     role: str  # "worker" or "server"
     rank: int
-    remote: str  # the peer's address
-    transport: str  # how it travels: "tcp", "cma", "cma/staged"
+    remote: str  # the peer's address; inside a host its process
+    transport: str  # how it travels: "tcp", "tcp/tls", "cma", "cma/staged", "cudaipc"
     reason: str  # why not by a better way; empty if there is none
 
 
@@ -426,12 +426,12 @@ class Worker(Node):
             mode: how GPUs that reach each other's memory send: ``"sm"`` by small kernels (lowest
                 latency) or ``"ce"`` by the copy engines (no SM). CPU tensors, and those of
                 ``"proxy"``, go through the engine.
-            name: what both sides call the channel, 1 to 64 characters; None: its number among
+            name: what both sides call the channel, 1 to 64 bytes of UTF-8; None: its number among
                 those that this node has opened without a name. A failed call does not count.
             timeout_ms: how long opening, and each wait on a stream, may take.
             tune: with mode ``"sm"``, choose between packets and flags, and how many blocks copy, by
                 trying: about a second, and as much memory again meanwhile. On all sides or none,
-                and with at most 61 characters of name. False: as measured on H200.
+                and with at most 61 bytes of name. False: as measured on H200.
                 ``Channel.table`` says what was chosen.
 
         Raises:

@@ -113,7 +113,8 @@ class Channel:
         rows: for each peer an int64 tensor, on the device: how many rows of each tensor the last
             message had. Rows behind them hold anything.
         mode: ``"sm"``, ``"ce"`` or ``"proxy"``, as it was opened.
-        path: how messages travel: as the mode says, or ``"cpu"`` through the engine.
+        path: how messages travel: ``"sm"`` or ``"ce"`` where GPUs do it all, or ``"cpu"`` through
+            the engine, as with mode ``"proxy"``.
         table: on the path ``"sm"``, how what comes is written here, by its size: in packets up to
             ``packets_up_to`` bytes, above that by so many ``blocks``.
         token: an int64 tensor on the device for ``torch.ops.fserver``, which orders the calls.
@@ -167,7 +168,8 @@ class Channel:
             ConfigError: it is not the turn of send, the channel is in use on another stream, or
                 the call cannot be captured.
             ShapeError: rows do not fit.
-            PeerLostError, TimeoutError, ClosedError: the channel has ended.
+            PeerLostError, ClosedError: the channel has ended.
+            TimeoutError: so it has; but with CPU tensors, call again to go on waiting.
         """
         self._enter("send", True)
         with self._explained():
