@@ -100,7 +100,7 @@ var table = []setting{
 	}, {
 		name:    "FSERVER_HOST_SCHEDULER",
 		value:   onOff("0", func(c *Config) *bool { return &c.HostScheduler }),
-		meaning: "this server runs the scheduler too",
+		meaning: "this server runs the scheduler too; for servers in Python, not for those of the C interface",
 	}, {
 		name:    "DMLC_NODE_HOST",
 		value:   host(func(c *Config) *string { return &c.NodeHost }),
@@ -144,7 +144,7 @@ var table = []setting{
 	}, {
 		name:    "FSERVER_PTRACER",
 		value:   onOff("1", func(c *Config) *bool { return &c.Ptracer }),
-		meaning: "where Yama lets only parents write into a process (kernel.yama.ptrace_scope=1), let processes of the same user (PR_SET_PTRACER), which `cma` needs to be direct",
+		meaning: "where Yama lets only parents write into a process (kernel.yama.ptrace_scope=1), allow it to the other processes of the user (PR_SET_PTRACER), which `cma` needs to be direct",
 	}, {
 		name:    "STEPMESH_BACKEND",
 		older:   []spelling{{name: "STEPMESH_BAKCEND"}},
@@ -229,7 +229,7 @@ var table = []setting{
 	}, {
 		name:    "FSERVER_PROGRESS",
 		value:   choice("auto", progresses, nil, func(c *Config) *Progress { return &c.Progress }),
-		meaning: "who moves the data while no thread is inside wait, get_batch and the like, which do it themselves: `caller`, nobody but for what must not stand still; `thread`, one of its own, at once, which takes a core while there is traffic; `auto`: by the cores that are free",
+		meaning: "who moves the data while no thread is inside wait, get_batch and the like, which move it themselves. `caller`: a background thread about a millisecond later, for what must not stand still; `thread`: a thread that polls, at once, which takes a core while there is traffic; `auto`: `thread` where 8 cores are free for each process, else `caller`",
 	}, {
 		name:    "FSERVER_SPIN_US",
 		value:   microseconds("1000", 0, time.Second, func(c *Config) *time.Duration { return &c.Spin }),
