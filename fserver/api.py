@@ -265,7 +265,7 @@ class Node:
         self._node.barrier(include_server, include_client, instance_barrier, timeout_ms)
 
     def describe(self) -> dict[str, Any]:
-        """Links, counters and settings of the node."""
+        """Who the node is, its links and its counters."""
         return json.loads(self._node.describe())
 
     def links(self) -> list[Link]:
@@ -357,9 +357,10 @@ class Worker(Node):
 
         Returns at once. The tensors are kept alive until the request has completed; until then
         those that are pushed must not be changed, those that are pulled not be read, and torch
-        refuses to resize any. All
-        are contiguous tensors of any dtype and shape, also of no rows or no dimension, on the CPU
-        or, where the backend is GPU, on the node's GPU; the peers' may be on either.
+        refuses to resize any (one whose ``resize_`` it has refused has the new shape over the old
+        memory all the same: resize it back). All are contiguous tensors of any dtype and shape,
+        also of no rows or no dimension, on the CPU or, where the backend is GPU, on the node's
+        GPU; the peers' may be on either.
 
         Args:
             push_tensors: P tensors. Shapes may change from call to call.
@@ -394,6 +395,7 @@ class Worker(Node):
             TimeoutError: the limit is over. The request goes on, the handler stays valid.
             PeerLostError: a server is gone; so does every later wait for this handler. When
                 another process has taken the server's rank, new push_pulls succeed.
+            ShapeError: a pushed tensor is larger than what the server has registered for its key.
             Error: this process lacks memory or descriptors for the request, and says for what. The
                 connection is made anew.
             ConfigError: no such handler. The last 4,096 requests are remembered.

@@ -241,7 +241,7 @@ int fs_channel_take(fs_node node, fs_channel channel, uint64_t *buf, size_t cap,
 int fs_channel_close(fs_node node, fs_channel channel, const char *why,
                      size_t bytes, int64_t slice_ns);
 
-/* JSON about a node: links, counters, settings. *need as in fs_get_batch, in
+/* JSON about a node: who it is, links, counters. *need as in fs_get_batch, in
  * bytes, without a final zero. */
 int fs_describe(fs_node node, char *buf, size_t cap, size_t *need);
 

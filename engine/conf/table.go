@@ -132,7 +132,7 @@ var table = []setting{
 	}, {
 		name:    "BYTEPS_ENABLE_IPC",
 		value:   onOff("1", func(c *Config) *bool { return &c.SameHost }),
-		meaning: "whether `auto` may take the transports inside a host; 0 leaves TCP. Where FSERVER_TRANSPORT names one it is used all the same, and with 0 GPUs do not map each other's memory",
+		meaning: "whether `auto` may take the transports inside a host; 0 leaves TCP. Where FSERVER_TRANSPORT names one it is used all the same, but GPUs do not map each other's memory then",
 	}, {
 		name:    "FSERVER_LOANS",
 		value:   onOff("1", func(c *Config) *bool { return &c.Loans }),
