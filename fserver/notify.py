@@ -30,10 +30,19 @@ class Notify:
         self._batch: Future[Any] | None = None
 
     def init(self) -> None:
-        """Takes the pinned memory and starts the thread. To be called once, before the rest."""
+        """Takes the pinned memory and starts the thread. To be called once, before the rest.
+
+        Raises:
+            ConfigError: there is no GPU, whose streams it is for.
+        """
         import torch
 
         if self._flag is None:
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "SimpleNotify.init: torch sees no GPU, and what waits is a stream of one: "
+                    "call wait() or get_batch() instead"
+                )
             self._flag = torch.zeros(1, dtype=torch.int64).pin_memory()
             self._thread = ThreadPoolExecutor(1, "fserver-notify")
 

@@ -11,7 +11,8 @@ def main(argv: list[str]) -> int:
         prog="fserver scheduler",
         description="Runs the scheduler of a cluster until all have left. It is configured by the "
         "environment, as workers and servers are: DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, "
-        "DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_GROUP_SIZE (fserver env says more).",
+        "DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_GROUP_SIZE (fserver env says more). The "
+        "first line that it prints has the address for the others.",
     )
     parser.parse_args(argv)
     os.environ["DMLC_ROLE"] = "scheduler"
@@ -19,7 +20,9 @@ def main(argv: list[str]) -> int:
     import fserver
 
     try:
-        with fserver.Scheduler.from_env() as scheduler:
+        with fserver.Scheduler.from_env(connect=False) as scheduler:
+            print(f"fserver scheduler: listening at {scheduler.scheduler}", flush=True)
+            scheduler.connect()
             scheduler.stop()
     except fserver.Error as e:
         print(f"fserver scheduler: {e}", file=sys.stderr)

@@ -522,6 +522,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     fake = SimpleNamespace(load=lambda: SimpleNamespace(wait_value=wait_value))
     monkeypatch.setattr(notifying, "_loader", fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield stream
     stream.close()
 
@@ -586,6 +587,10 @@ def test_notify_of_failures(
         notify.stream_wait_event(0)
     with pytest.raises(fserver.ConfigError, match="no batch has been asked for"):
         notify.get_future_batch_data()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(fserver.ConfigError, match=r"^SimpleNotify.init: torch sees no GPU"):
+            notify.init()
     notify.init()
 
     def good() -> None:

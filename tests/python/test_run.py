@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fserver import Error, Scheduler, env
+from fserver import Error, Scheduler, Server, Worker, env
 from fserver.run import output, roles
 from fserver.run.roles import Layout, inherited, plan
 
@@ -602,6 +602,23 @@ def test_status_of_the_one_that_failed(tmp_path):
     done = fserver("run", str(script), bound=120)
     assert done.returncode == 3, done.stderr
     assert re.search(r"fserver run: worker 0 \(pid \d+\) failed with status 3", done.stderr)
+
+
+def test_scheduler_says_where_it_listens():
+    """Also at a port that it has chosen: the others join there."""
+    env = {**environment(), "DMLC_PS_ROOT_PORT": "0"}
+    command = [sys.executable, "-m", "fserver", "scheduler"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            address = re.fullmatch(r"fserver scheduler: listening at (127\.0\.0\.1:\d+)\n", line)[1]
+            nodes = [kind(scheduler=address, connect=False) for kind in (Worker, Server)]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda node: node.connect(), nodes))
+                list(pool.map(lambda node: node.stop(), nodes))
+            assert process.wait(BOUND) == 0
+        finally:
+            process.kill()
 
 
 def test_scheduler_says_what_is_wrong():
