@@ -11,8 +11,8 @@ def main(argv: list[str]) -> int:
         prog="fserver scheduler",
         description="Runs the scheduler of a cluster until all have left. It is configured by the "
         "environment, as workers and servers are: DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, "
-        "DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_GROUP_SIZE (fserver env says more). The "
-        "first line that it prints has the address for the others.",
+        "DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_GROUP_SIZE (fserver env says more). Where "
+        "DMLC_PS_ROOT_PORT is 0 or not set, it prints the address for the others first.",
     )
     parser.parse_args(argv)
     os.environ["DMLC_ROLE"] = "scheduler"
@@ -21,7 +21,8 @@ def main(argv: list[str]) -> int:
 
     try:
         with fserver.Scheduler.from_env(connect=False) as scheduler:
-            print(f"fserver scheduler: listening at {scheduler.scheduler}", flush=True)
+            if os.environ.get("DMLC_PS_ROOT_PORT", "").strip() in ("", "0"):
+                print(f"fserver scheduler: listening at {scheduler.scheduler}", flush=True)
             scheduler.connect()
             scheduler.stop()
     except fserver.Error as e:
