@@ -35,6 +35,9 @@ type GPU struct {
 	events  map[cuda.Event]chan struct{}
 	imports int
 	fail    map[string]int
+	calls   int // that can fail
+	failAt  int
+	failed  string
 }
 
 // alloc is memory at an address where nothing can be read, with a second mapping
@@ -63,6 +66,21 @@ func (g *GPU) Fail(call string, n int) {
 	g.fail[call] = n
 }
 
+// FailAt has the n-th call from now on fail, of all that can: those that give something
+// back do not, and Idle would mean that nothing runs any more.
+func (g *GPU) FailAt(n int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.failAt, g.failed = g.calls+n, ""
+}
+
+// Failed is the method whose call FailAt has made fail, or empty.
+func (g *GPU) Failed() string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.failed
+}
+
 // Imports is how many mappings of memory of other processes there are.
 func (g *GPU) Imports() int {
 	g.mu.Lock()
@@ -74,14 +92,21 @@ func (g *GPU) Imports() int {
 func (g *GPU) Put(s cuda.Stream, do func()) { g.stream(s).put(do) }
 
 func (g *GPU) fails(call string) error {
-	if g.fail[call] > 0 {
-		g.fail[call]--
-		if call == "Alloc" || call == "Pin" {
-			return &cuda.Error{Code: cuda.OutOfMemory, Text: call + ": " + errFake.Error() + ": out of memory"}
-		}
-		return fmt.Errorf("%s: %w", call, errFake)
+	if call != "Idle" {
+		g.calls++
 	}
-	return nil
+	switch {
+	case call != "Idle" && g.calls == g.failAt:
+		g.failed = call
+	case g.fail[call] > 0:
+		g.fail[call]--
+	default:
+		return nil
+	}
+	if call == "Alloc" || call == "Pin" {
+		return &cuda.Error{Code: cuda.OutOfMemory, Text: call + ": " + errFake.Error() + ": out of memory"}
+	}
+	return fmt.Errorf("%s: %w", call, errFake)
 }
 
 func (g *GPU) number() uint64 {
@@ -93,6 +118,11 @@ func (g *GPU) Ordinal() int    { return 0 }
 func (g *GPU) UUID() cuda.UUID { return cuda.UUID{1} }
 
 func (g *GPU) Reach(u cuda.UUID) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if err := g.fails("Reach"); err != nil {
+		return err
+	}
 	if u != g.UUID() {
 		return errFake
 	}
@@ -248,8 +278,8 @@ func (g *GPU) Describe(address uint64) (cuda.Memory, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	a := g.at(address)
-	if a == nil {
-		return cuda.Memory{}, errFake
+	if err := g.fails("Describe"); err != nil || a == nil {
+		return cuda.Memory{}, errors.Join(err, errFake)
 	}
 	return cuda.Memory{Base: a.base, Len: a.n, ID: a.id, OnGPU: true, LegacyIPC: !g.Pieces && !g.Alone, Descriptor: g.Pieces && !g.Alone}, nil
 }
@@ -290,6 +320,9 @@ func (g *GPU) unimport() {
 func (g *GPU) ExportFD(address uint64) (int, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if err := g.fails("ExportFD"); err != nil {
+		return 0, err
+	}
 	return unix.Dup(g.at(address).fd)
 }
 
@@ -396,6 +429,9 @@ var reached = func() chan struct{} {
 func (g *GPU) NewEvent() (cuda.Event, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if err := g.fails("NewEvent"); err != nil {
+		return 0, err
+	}
 	n := cuda.Event(g.number())
 	g.events[n] = reached
 	return n, nil
@@ -409,27 +445,27 @@ func (g *GPU) FreeEvent(e cuda.Event) error {
 }
 
 func (g *GPU) Record(e cuda.Event, n cuda.Stream) error {
-	s := g.stream(n)
-	passed := reached
-	if !g.Instant {
-		passed = make(chan struct{})
-		defer s.put(func() { close(passed) })
-	}
 	g.mu.Lock()
-	g.events[e] = passed
-	g.mu.Unlock()
+	defer g.mu.Unlock()
+	if err := g.fails("Record"); err != nil {
+		return err
+	}
+	if g.events[e] = reached; !g.Instant {
+		passed := make(chan struct{})
+		g.events[e] = passed
+		g.streams[n].put(func() { close(passed) })
+	}
 	return nil
 }
 
-func (g *GPU) passed(e cuda.Event) chan struct{} {
+func (g *GPU) Passed(e cuda.Event) (bool, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.events[e]
-}
-
-func (g *GPU) Passed(e cuda.Event) (bool, error) {
+	if err := g.fails("Passed"); err != nil {
+		return false, err
+	}
 	select {
-	case <-g.passed(e):
+	case <-g.events[e]:
 		return true, nil
 	default:
 		return false, nil
@@ -437,9 +473,8 @@ func (g *GPU) Passed(e cuda.Event) (bool, error) {
 }
 
 func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, value uint64) error {
-	s := g.stream(n)
 	g.mu.Lock()
-	err := g.fails("Enqueue")
+	s, passed, err := g.streams[n], g.events[e], g.fails("Enqueue")
 	g.mu.Unlock()
 	if err != nil {
 		return err
@@ -452,7 +487,6 @@ func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 		return nil
 	}
 	if e != 0 {
-		passed := g.passed(e)
 		s.put(func() { <-passed })
 	}
 	list := append([]cuda.Copy(nil), copies...)
@@ -508,6 +542,7 @@ func (g *GPU) Empty(t testing.TB) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	require.Empty(t, g.streams)
+	require.Empty(t, g.events)
 	require.Empty(t, g.pins)
 	require.Zero(t, g.imports)
 	require.Empty(t, g.allocs)
