@@ -7,7 +7,9 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
+	"math"
 	"math/bits"
+	"sync"
 	"testing"
 	"time"
 
@@ -382,6 +384,61 @@ func TestHeldBack(t *testing.T) {
 		require.NoError(t, g.FreeStream(stream))
 		require.NoError(t, errors.Join(g.FreeEvent(e), mem.Unmap(host)))
 	}
+}
+
+// heldUp is a point that a GPU has not passed before the func is called. What f has
+// behind it is over before memory from before this call is freed.
+func heldUp(t *testing.T, g *fakegpu.GPU, f *Fabric) (transport.Point, func()) {
+	stream, err := g.NewStream()
+	require.NoError(t, err)
+	e, err := g.NewEvent()
+	require.NoError(t, err)
+	gate := make(chan struct{})
+	open := sync.OnceFunc(func() { close(gate) })
+	g.Put(stream, func() { <-gate })
+	require.NoError(t, g.Record(e, stream))
+	t.Cleanup(func() {
+		open()
+		require.NoError(t, errors.Join(f.Close(), g.FreeStream(stream), g.FreeEvent(e)))
+	})
+	return transport.Point{Dev: mem.GPU(0), Event: uint64(e)}, open
+}
+
+// TestDeregisterBesideOthers: a key goes while a copy to another one waits behind a
+// kernel, and not before a copy to itself is over, also if the peer takes back what it
+// has begun after that.
+func TestDeregisterBesideOthers(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst, other := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
+	point, open := heldUp(t, g, a.f)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	idle, err := b.f.Register(other)
+	require.NoError(t, err)
+	_, err = a.c.Post(write(k, src, point))
+	require.NoError(t, err)
+	s := a.f.conns[a.c.(lendingConn).inner].lane.seg
+	until(t, a, b, func() bool { return s != nil && s.begun.Load() == 1 })
+
+	require.NoError(t, b.f.Deregister(idle))
+	require.Zero(t, s.done.Load())
+
+	s.records[2].key = k.ID
+	s.begun.Store(2)
+	w, ok := b.f.conns[b.c.(lendingConn).inner].writer()
+	require.True(t, ok)
+	s.begun.Store(1)
+	require.False(t, w.over(k.ID))
+	open()
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	require.True(t, w.over(k.ID))
+	s.begun.Store(math.MaxUint64)
+	w.begun = math.MaxUint64
+	require.False(t, w.over(k.ID))
+	s.begun.Store(1)
+	require.NoError(t, errors.Join(w.view.Drop(), b.f.Deregister(k)))
+	holds(t, g, dst, 5)
 }
 
 // view is a GPU as one process sees it: with a number of that process, and the GPUs whose

@@ -281,7 +281,7 @@ func (f *Fabric) Deregister(k transport.Key) error {
 	// Both are to be gone, whatever the first says.
 	err := errors.Join(f.inner.Deregister(r.last), f.inner.Deregister(r.part))
 	r.last, r.part = transport.Key{}, transport.Key{}
-	err = errors.Join(err, f.settle(writers, r))
+	err = errors.Join(err, f.settle(writers, r, k.ID))
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, w := range writers {
@@ -302,8 +302,25 @@ type writer struct {
 	begun uint64
 }
 
-// settle waits for what had begun before the key was gone.
-func (f *Fabric) settle(writers []writer, r *region) error {
+// over says that nothing of the peer's is on its way to a key that is gone. Its other
+// writes may wait behind a kernel for long.
+func (w *writer) over(key uint64) bool {
+	// It takes the newest back if it finds the key gone. Those before have been enqueued.
+	begun := min(w.begun, w.seg.begun.Load())
+	done := w.seg.done.Load()
+	if done < begun && begun-done > depth { // no peer of ours says that
+		return false
+	}
+	for ; done < begun; done++ {
+		if w.seg.records[(done+1)%depth].key == key {
+			return false
+		}
+	}
+	return true
+}
+
+// settle waits for what had begun before the key with an id, of r, was gone.
+func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
 	end := time.Now().Add(settleLimit)
 	wait := func(over func() bool) error {
 		for turn := 1; !over(); turn++ {
@@ -317,9 +334,7 @@ func (f *Fabric) settle(writers []writer, r *region) error {
 		return nil
 	}
 	for _, w := range writers {
-		err := wait(func() bool {
-			return w.seg.done.Load() >= w.begun || w.seg.begun.Load() < w.begun || w.c.silent()
-		})
+		err := wait(func() bool { return w.over(id) || w.c.silent() })
 		if err != nil {
 			return err
 		}
