@@ -35,15 +35,14 @@ type Conn struct {
 	lane              lane
 
 	// Writing by mapping.
-	asked   time.Time // when we introduced ourselves; zero: not yet,
-	shown   int       // or not wholly
+	asked   time.Time // when the first write waited for the introductions
+	shown   int       // operations of ours that have been posted
 	expect  int       // loans that belong to the peer's introduction
 	views   [2]*mem.View
 	peers   []atomic.Uint64 // the peer's table of keys
 	theirs  *segment        // the peer's; nil before it has introduced itself
 	ways    map[uint64]*way // to the peer's memory, by key
 	maps    []*mapping
-	unable  bool // the peer's memory cannot be mapped at all
 	mapped  bool // a write has gone by mapping
 	sweepAt time.Time
 
@@ -147,8 +146,8 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 }
 
 func (c *Conn) post(op *transport.Op) (taken bool, err error) {
-	if op.Kind == transport.OpLend && c.shown > 0 && c.shown < introduction {
-		return false, nil // ours come first
+	if op.Kind == transport.OpLend && c.introducing() {
+		return false, nil
 	}
 	if op.Kind == transport.OpFrame || op.After.Event == 0 && op.Dev == mem.CPU {
 		return c.pass(op, job{kind: jobUser, user: op.User})
@@ -300,7 +299,7 @@ func (c *Conn) start(it *item) bool {
 			c.fail(err)
 			return false
 		}
-		if !passed {
+		if !passed || it.op.Kind == transport.OpLend && c.introducing() {
 			return false
 		}
 		taken, err := c.pass(&it.op, job{kind: jobUser, user: it.op.User})

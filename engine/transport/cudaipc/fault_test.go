@@ -44,6 +44,8 @@ func (s *side) poll(t *testing.T) {
 			s.done = append(s.done, e.Err)
 		case transport.EvWritten:
 			s.writes = append(s.writes, e)
+		case transport.EvLent:
+			require.NoError(t, e.View.Drop())
 		case transport.EvDown:
 			s.down = e.Err
 		}
@@ -439,6 +441,84 @@ func TestDeregisterBesideOthers(t *testing.T) {
 	s.begun.Store(1)
 	require.NoError(t, errors.Join(w.view.Drop(), b.f.Deregister(k)))
 	holds(t, g, dst, 5)
+}
+
+// TestNobodyMapsUnseen: a side writes nothing by mapping before the other knows whom to
+// wait for at the end of a key.
+func TestNobodyMapsUnseen(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 8192, 1)
+	there, err := b.f.Register(mem.Region{Addr: dst.Addr, Len: 4096, Dev: dst.Dev})
+	require.NoError(t, err)
+	back, err := a.f.Register(mem.Region{Addr: dst.Addr + 4096, Len: 4096, Dev: dst.Dev})
+	require.NoError(t, err)
+	point, open := heldUp(t, g, b.f)
+	_, err = a.c.Post(write(there, src, transport.Point{}))
+	require.NoError(t, err)
+	from, to := b.f.conns[b.c.(lendingConn).inner], a.f.conns[a.c.(lendingConn).inner]
+	for from.shown < introduction {
+		b.poll(t)
+	}
+	_, err = b.c.Post(write(back, src, point))
+	require.NoError(t, err)
+	require.Nil(t, to.theirs)
+	require.Zero(t, from.lane.seg.begun.Load())
+	until(t, a, b, func() bool { return from.lane.seg.begun.Load() == 1 })
+	require.NotNil(t, to.theirs)
+	open()
+	until(t, a, b, func() bool { return len(a.writes) == 1 && len(b.writes) == 1 && len(b.done) == 1 })
+	holds(t, g, dst, 5)
+	require.NoError(t, errors.Join(b.f.Deregister(there), a.f.Deregister(back)))
+}
+
+// miser is a Lender that lends nothing.
+type miser struct{}
+
+func (miser) Lends(mem.Span) bool { return false }
+
+// TestNothingToLend: a side that cannot introduce itself, as too much is lent to the peer
+// already, writes by another way.
+func TestNothingToLend(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	a.f.conns[a.c.(lendingConn).inner].lender = miser{}
+	_, err = a.c.Post(write(k, src, transport.Point{}))
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	holds(t, g, dst, 5)
+	require.Equal(t, "cma", a.c.(transport.Teller).Via())
+}
+
+// TestLoanBesideIntroduction: a loan that waited for a stream does not come into the
+// middle of the introduction, where the peer would take it for one of that.
+func TestLoanBesideIntroduction(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	shared, err := mem.NewShared(4096)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
+	point, open := heldUp(t, g, a.f)
+	loan := transport.Op{Kind: transport.OpLend, Src: []mem.Span{shared.Region().Span()}, After: point}
+	require.True(t, a.c.(transport.Lender).Lends(loan.Src[0]))
+	n, err := a.c.Post([]transport.Op{loan})
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	c := a.f.conns[a.c.(lendingConn).inner]
+	c.shown = 1
+	open()
+	for passed := false; !passed; {
+		passed, err = g.Passed(cuda.Event(point.Event))
+		require.NoError(t, err)
+	}
+	a.poll(t)
+	require.Zero(t, c.open)
+	c.shown = introduction
+	until(t, a, b, func() bool { return len(a.done) == 1 })
+	require.NoError(t, a.done[0])
 }
 
 // view is a GPU as one process sees it: with a number of that process, and the GPUs whose

@@ -22,8 +22,8 @@ const (
 	tryDone
 )
 
-// answerLimit is how long writes wait for the peer to introduce itself. They are
-// staged until it does so then.
+// answerLimit is how long writes wait for both sides to introduce themselves. They are
+// staged until they have done so then.
 const answerLimit = 200 * time.Millisecond
 
 // A mapping is an allocation of the peer's in our address space.
@@ -56,17 +56,15 @@ type way struct {
 
 // write starts a write by mapping.
 func (c *Conn) write(it *item, r *remote) int {
-	if !c.f.o.Share || r.reach <= reachStaged || c.unable || c.lender == nil {
+	if !c.f.o.Share || r.reach <= reachStaged || c.lender == nil {
 		return tryNot
 	}
-	if c.asked.IsZero() && !c.introduce(r.box) {
-		if c.unable {
-			return tryNot
-		}
-		return tryAgain
+	if c.asked.IsZero() {
+		c.asked = time.Now()
 	}
-	if c.theirs == nil {
-		if time.Since(c.asked) < answerLimit {
+	// Before the peer knows our segment, the end of a key would not wait for us.
+	if !c.introduce(r.box) || c.theirs == nil || c.theirs.met.Load() == 0 {
+		if c.introducing() || time.Since(c.asked) < answerLimit {
 			return tryAgain
 		}
 		return tryNot
@@ -122,11 +120,8 @@ const introduction = 3
 // introduce shows the peer our table of keys and our segment; false: not wholly,
 // for now.
 func (c *Conn) introduce(box transport.Key) bool {
-	if c.items == nil {
-		if err := c.equip(); err != nil {
-			c.unable = true
-			return false
-		}
+	if c.shown == introduction {
+		return true
 	}
 	table, seg := c.f.table.Region().Span(), c.lane.shared.Region().Span()
 	if !c.lender.Lends(table) || !c.lender.Lends(seg) {
@@ -142,9 +137,11 @@ func (c *Conn) introduce(box transport.Key) bool {
 			return false
 		}
 	}
-	c.asked = time.Now()
 	return true
 }
+
+// introducing says whether the peer takes the next loan for one of the introduction.
+func (c *Conn) introducing() bool { return c.shown > 0 && c.shown < introduction }
 
 // greeted takes a loan that belongs to the peer's introduction.
 func (c *Conn) greeted(e *transport.Event) error {
@@ -164,6 +161,7 @@ func (c *Conn) greeted(e *transport.Event) error {
 		}
 	}
 	c.peers, c.theirs, c.ways = tableIn(table), theirs, map[uint64]*way{}
+	c.lane.seg.met.Store(1)
 	c.wake()
 	return nil
 }
@@ -177,7 +175,7 @@ func (c *Conn) arrive(p *poll) {
 	if s.asleep.Load() != 0 { // a store would take the line from the peer at every Poll
 		s.asleep.Store(0)
 	}
-	if c.asked.IsZero() {
+	if c.shown < introduction {
 		c.introduce(transport.Key{ID: c.theirs.boxID, Token: c.theirs.boxToken})
 	}
 	taken, done := s.taken.Load(), c.theirs.done.Load()

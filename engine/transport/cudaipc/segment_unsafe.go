@@ -14,14 +14,16 @@ import (
 // A write that goes by mapping has a number, from 1 in its Conn. The sender puts it
 // into records[number%depth], then says so in begun, then looks whether the key is
 // still in the receiver's table, then enqueues the copy and the store of the number
-// to done. The GPU stores done after the copy, and a barrier. The receiver takes
+// to done. The GPU stores done after the copy, and a barrier. It writes nothing before
+// the receiver knows its segment (met), and can wait for it. The receiver takes
 // the records up to done, in order, and says so in its own segment, in taken.
 type segment struct {
 	magic    uint64
 	fabric   uint64 // of its owner
 	boxID    uint64 // the owner's mailbox: a write of no bytes there wakes it
 	boxToken uint64
-	_        [96]byte
+	met      atomic.Uint32 // the owner knows the peer's segment
+	_        [92]byte
 
 	done atomic.Uint64 // stored by the GPU
 	_    [120]byte
@@ -51,7 +53,7 @@ type record struct {
 
 const (
 	depth        = 256 // operations of a Conn under way
-	segmentMagic = 0x6673_6375_6461_0002
+	segmentMagic = 0x6673_6375_6461_0003
 	segmentSize  = unsafe.Sizeof(segment{})
 	stagedAt     = unsafe.Offsetof(segment{}.staged)
 	doneAt       = unsafe.Offsetof(segment{}.done)
