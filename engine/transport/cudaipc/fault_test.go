@@ -625,6 +625,30 @@ func TestMappingsEnd(t *testing.T) {
 	require.Equal(t, 1, g.Imports())
 }
 
+// TestSharedPieces: regions that have some pieces in common are mapped side by side, as
+// copies to the first may be under way when the second is first written to.
+func TestSharedPieces(t *testing.T) {
+	g := fakegpu.New()
+	g.Pieces = true
+	a, b := pairOf(t, g, overCMA, true)
+	const piece = 64 << 10
+	src, dst := onGPU(t, g, 2*piece, 5), onGPU(t, g, 3*piece, 1)
+	point, open := heldUp(t, g, a.f)
+	for i := range uintptr(2) {
+		k, err := b.f.Register(mem.Region{Addr: dst.Addr + i*piece, Len: 2 * piece, Dev: dst.Dev})
+		require.NoError(t, err)
+		_, err = a.c.Post(write(k, src, point))
+		require.NoError(t, err)
+		until(t, a, b, func() bool { return g.Imports() == int(i)+1 })
+	}
+	c := a.f.conns[a.c.(lendingConn).inner]
+	until(t, a, b, func() bool { return c.lane.seg.begun.Load() == 2 })
+	require.Len(t, c.maps, 2)
+	open()
+	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
+	holds(t, g, dst, 5)
+}
+
 // TestBlob refuses what is no description of a key.
 func TestBlob(t *testing.T) {
 	v := remote{reach: reachIPC, last: transport.Key{ID: 3, Token: 4}, n: 10, proof: string(make([]byte, 16)),

@@ -227,9 +227,10 @@ func (c *Conn) reach(r *remote) *way {
 		}
 	}
 	if w.m == nil {
-		// What lies at the same addresses of the peer has been freed there.
+		// What lies at the same addresses of the peer has been freed there, and a handle
+		// cannot be opened beside it. Of mapped pieces, others may share some: they are in use.
 		c.maps = slices.DeleteFunc(c.maps, func(m *mapping) bool {
-			gone := m.base < r.base+r.size && r.base < m.base+m.size
+			gone := m.reach == reachIPC && m.base < r.base+r.size && r.base < m.base+m.size
 			if gone {
 				c.forget(m)
 			}
