@@ -152,6 +152,9 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 	rand.Read(b[:])
 	f.id = binary.LittleEndian.Uint64(b[:])
 	if err := f.open(); err != nil {
+		if f.mailbox.ID != 0 {
+			_ = inner.Deregister(f.mailbox) // it was just made
+		}
 		f.release()
 		return nil, fmt.Errorf("cudaipc: %w", err)
 	}
@@ -217,6 +220,9 @@ func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Co
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.closed {
+		return nil, errors.Join(transport.ErrClosed, in.Close())
+	}
 	return f.conn(in).self, nil
 }
 

@@ -247,6 +247,23 @@ func TestOutOfMemory(t *testing.T) {
 	require.Equal(t, io.EOF, scarce(io.EOF))
 }
 
+// counting is a Fabric that counts its keys.
+type counting struct {
+	transport.Fabric
+	transport.Sleeper
+	keys int
+}
+
+func (c *counting) Register(r mem.Region) (transport.Key, error) {
+	c.keys++
+	return c.Fabric.Register(r)
+}
+
+func (c *counting) Deregister(k transport.Key) error {
+	c.keys--
+	return c.Fabric.Deregister(k)
+}
+
 // TestNothingPinned: wherever there is no pinned memory, who needs it says so and what to
 // do, both sides end, nothing is kept, and the next Conn takes the write. What only
 // lands goes by way of memory that is not pinned.
@@ -257,8 +274,10 @@ func TestNothingPinned(t *testing.T) {
 		in, err := overTCP(transporttest.Options{Listen: true, Gate: transporttest.Gate{Hello: "a"}})
 		require.NoError(t, err)
 		g.Fail("Pin", 1)
-		_, err = Wrap(in, Options{Device: g})
+		counts := &counting{Fabric: in, Sleeper: in.(transport.Sleeper)}
+		_, err = Wrap(counts, Options{Device: g})
 		require.ErrorContains(t, err, remedy)
+		require.Zero(t, counts.keys)
 		g.Empty(t)
 		f, err := Wrap(in, Options{Device: g})
 		require.NoError(t, err)
@@ -470,6 +489,46 @@ func TestNobodyMapsUnseen(t *testing.T) {
 	until(t, a, b, func() bool { return len(a.writes) == 1 && len(b.writes) == 1 && len(b.done) == 1 })
 	holds(t, g, dst, 5)
 	require.NoError(t, errors.Join(b.f.Deregister(there), a.f.Deregister(back)))
+}
+
+// TestDeregisterBesideClose: who waits for a copy to the GPU does not look at memory that
+// Close has given back.
+func TestDeregisterBesideClose(t *testing.T) {
+	g := fakegpu.New()
+	g.Delay = 5 * time.Millisecond
+	a, b := pairOf(t, g, overTCP, false)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	_, err = a.c.Post(write(k, src, transport.Point{}))
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return b.f.in.next == 1 })
+	gone := make(chan error)
+	go func() { gone <- b.f.Deregister(k) }()
+	require.NoError(t, b.f.Close())
+	<-gone // an error if Close was first
+}
+
+// late is a Fabric whose Connect returns when its user has closed it.
+type late struct {
+	transport.Fabric
+	transport.Sleeper
+	close func() error
+}
+
+func (l late) Connect(ctx context.Context, to transport.Addr) (transport.Conn, error) {
+	c, err := l.Fabric.Connect(ctx, to)
+	return c, errors.Join(err, l.close())
+}
+
+// TestConnectBesideClose: nothing comes out of a Fabric that is closed.
+func TestConnectBesideClose(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overTCP, false)
+	a.f.inner = late{a.f.inner, a.f.sleep, a.f.Close}
+	_, err := a.f.Connect(context.Background(), b.f.Addr())
+	require.ErrorIs(t, err, transport.ErrClosed)
+	require.Len(t, a.f.conns, 1)
 }
 
 // miser is a Lender that lends nothing.

@@ -340,11 +340,9 @@ func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
 		}
 	}
 	return wait(func() bool {
-		if f.events != nil { // nobody may poll meanwhile
-			f.mu.Lock()
-			f.look()
-			f.mu.Unlock()
-		}
+		f.mu.Lock() // beside Close
+		defer f.mu.Unlock()
+		f.look() // nobody may poll meanwhile
 		return f.in.word.Load() >= r.copied
 	})
 }
