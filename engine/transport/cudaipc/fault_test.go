@@ -682,6 +682,48 @@ func TestMappingsEnd(t *testing.T) {
 	require.Len(t, conn.ways, 2)
 	a.f.mu.Unlock()
 	require.Equal(t, 1, g.Imports())
+
+	for id, r := range b.f.regions {
+		if id == r.last.ID {
+			require.NoError(t, b.f.Deregister(r.last))
+		}
+	}
+	for ticks := 1; g.Imports() > 0; ticks++ {
+		require.LessOrEqual(t, ticks, 2)
+		a.f.scan = time.Time{}
+		a.f.FD()
+		a.poll(t)
+	}
+	require.Empty(t, conn.ways)
+}
+
+// TestWaysEnd: keys that are gone are forgotten, also where nothing of the peer's could
+// be mapped, or needs to be.
+func TestWaysEnd(t *testing.T) {
+	for _, own := range []bool{false, true} {
+		g := fakegpu.New()
+		a, b := pairOf(t, g, overCMA, true)
+		if own {
+			b.f.secret = a.f.secret
+		}
+		src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+		g.Fail("ImportIPC", 20)
+		for range 20 {
+			a.done, b.writes = nil, nil
+			k, err := b.f.Register(dst)
+			require.NoError(t, err)
+			_, err = a.c.Post(write(k, src, transport.Point{}))
+			require.NoError(t, err)
+			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+			require.NoError(t, b.f.Deregister(k))
+		}
+		require.Zero(t, g.Imports())
+		c := a.f.conns[a.c.(lendingConn).inner]
+		require.NotEmpty(t, c.ways)
+		a.f.scan = time.Time{}
+		a.f.FD() // ticks
+		until(t, a, b, func() bool { return len(c.ways) == 0 })
+	}
 }
 
 // TestSharedPieces: regions that have some pieces in common are mapped side by side, as

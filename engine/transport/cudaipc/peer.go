@@ -202,7 +202,7 @@ func (c *Conn) arrive(p *poll) {
 	if taken != start {
 		s.taken.Store(taken)
 	}
-	if now := c.f.scan; len(c.maps) > 0 && now != c.sweepAt {
+	if now := c.f.scan; len(c.ways)+len(c.maps) > 0 && now != c.sweepAt {
 		c.sweepAt = now
 		c.sweep()
 	}
