@@ -44,6 +44,7 @@ type Conn struct {
 	ways    map[uint64]*way // to the peer's memory, by key
 	maps    []*mapping
 	mapped  bool // a write has gone by mapping
+	owes    bool // the peer is still to be woken
 	sweepAt time.Time
 
 	landing int     // writes of the peer that are on their way to the GPU
@@ -108,7 +109,7 @@ func (c *Conn) Unsent() bool {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
 	u, ok := c.inner.(transport.Unsender)
-	return c.next != c.last || c.lane.queued() || ok && u.Unsent()
+	return c.next != c.last || c.lane.queued() || c.owes || ok && u.Unsent()
 }
 
 // lendingConn is a Conn over one that lends host memory.
@@ -368,7 +369,7 @@ func (c *Conn) copying() bool { return c.lane.working() }
 
 // due says whether a Poll has to look at c.
 func (c *Conn) due() bool {
-	return c.over != nil || c.first != c.last || c.coming() || c.expect > 0 || c.lane.queued()
+	return c.over != nil || c.first != c.last || c.coming() || c.expect > 0 || c.lane.queued() || c.owes
 }
 
 // wake makes Polls look at c.

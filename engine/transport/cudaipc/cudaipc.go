@@ -410,6 +410,7 @@ func (f *Fabric) service(p *poll) {
 	for _, c := range f.busy {
 		c.arrive(p)
 		c.advance()
+		c.call()
 		if c.ended() && p.room() && len(f.told) == 0 {
 			c.down = true
 			p.put(transport.Event{Kind: transport.EvDown, Conn: c.self, Err: c.over})

@@ -531,6 +531,43 @@ func TestConnectBesideClose(t *testing.T) {
 	require.Len(t, a.f.conns, 1)
 }
 
+// full is a Conn that takes nothing.
+type full struct{ transport.Conn }
+
+func (full) Post([]transport.Op) (int, error) { return 0, nil }
+
+// TestSleeperIsWoken: a peer that sleeps hears of a write also if it could not be called
+// at once.
+func TestSleeperIsWoken(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	ops := write(k, src, transport.Point{})
+	_, err = a.c.Post(ops)
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	fd := []unix.PollFd{{Fd: int32(b.f.FD()), Events: unix.POLLIN}}
+	for n := 1; n > 0; b.f.FD() { // what else there was to tell
+		b.poll(t)
+		n, _ = unix.Poll(fd, 10)
+	}
+	c := a.f.conns[a.c.(lendingConn).inner]
+	below := c.inner
+	c.inner = full{below}
+	_, err = a.c.Post(ops)
+	require.NoError(t, err)
+	c.inner = below
+	for end := time.Now().Add(20 * time.Second); len(a.done) < 2; a.poll(t) {
+		require.True(t, time.Now().Before(end))
+	}
+	n, err := unix.Poll(fd, 20_000)
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	until(t, a, b, func() bool { return len(b.writes) == 2 })
+}
+
 // miser is a Lender that lends nothing.
 type miser struct{}
 

@@ -108,10 +108,16 @@ func (c *Conn) write(it *item, r *remote) int {
 		return tryAgain
 	}
 	it.number, c.mapped = number, true
-	if c.theirs.asleep.Load() != 0 {
-		c.signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: c.theirs.boxID, Token: c.theirs.boxToken}})
-	}
+	c.owes = c.owes || c.theirs.asleep.Load() != 0
+	c.call()
 	return tryDone
+}
+
+// call wakes the peer if it slept when something was written to it.
+func (c *Conn) call() {
+	if c.owes && c.over == nil {
+		c.owes = !c.signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: c.theirs.boxID, Token: c.theirs.boxToken}})
+	}
 }
 
 // introduction is how many operations introduce tells the peer with.
