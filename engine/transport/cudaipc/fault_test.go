@@ -787,6 +787,25 @@ func TestSharedPieces(t *testing.T) {
 	holds(t, g, dst, 5)
 }
 
+// TestDescriptorsEnd: memory that cannot be shared wholly keeps no descriptor.
+func TestDescriptorsEnd(t *testing.T) {
+	g := fakegpu.New()
+	g.Pieces = true
+	_, b := pairOf(t, g, overCMA, true)
+	dst := onGPU(t, g, 4*64<<10, 1)
+	for call := range 8 { // Describe, and a pair of calls for each piece
+		g.FailAt(call + 1)
+		k, err := b.f.Register(dst)
+		require.NoError(t, err)
+		require.NotEmpty(t, g.Failed())
+		require.Empty(t, b.f.regions[k.ID].fds)
+		require.NoError(t, b.f.Deregister(k))
+	}
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	require.Len(t, b.f.regions[k.ID].fds, 4)
+}
+
 // TestBlob refuses what is no description of a key.
 func TestBlob(t *testing.T) {
 	v := remote{reach: reachIPC, last: transport.Key{ID: 3, Token: 4}, n: 10, proof: string(make([]byte, 16)),

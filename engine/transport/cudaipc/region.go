@@ -239,6 +239,11 @@ func (f *Fabric) share(r *region, v *remote) {
 	if !m.Descriptor {
 		return
 	}
+	defer func() {
+		if v.reach == reachStaged { // descriptors may be what is short
+			r.closeFDs()
+		}
+	}()
 	v.base, v.id, v.pid = m.Base, m.ID, uint32(os.Getpid())
 	end := uint64(r.Addr) + r.Len
 	var list []byte
@@ -256,6 +261,13 @@ func (f *Fabric) share(r *region, v *remote) {
 		v.id = v.id*1099511628211 ^ m.ID
 	}
 	v.reach, v.fdsAndPieces = reachFDs, string(list)
+}
+
+func (r *region) closeFDs() {
+	for _, fd := range r.fds {
+		unix.Close(fd)
+	}
+	r.fds = nil
 }
 
 // Deregister implements transport.Fabric.
@@ -362,13 +374,11 @@ func (f *Fabric) discard(r *region) {
 	if r.shadow.Len != 0 {
 		_ = mem.Unmap(r.shadow)
 	}
-	for _, fd := range r.fds {
-		unix.Close(fd)
-	}
+	r.closeFDs()
 	if r.slot != 0 {
 		f.free = append(f.free, r.slot)
 	}
-	r.shadow, r.fds, r.slot, r.pinned = mem.Region{}, nil, 0, false
+	r.shadow, r.slot, r.pinned = mem.Region{}, 0, false
 }
 
 // reserve gives addresses for n bytes, whole pages of them, which take no memory
