@@ -289,6 +289,11 @@ func (f *Fabric) tick() {
 		return
 	}
 	f.scan = now
+	if f.in.waiting() {
+		if _, err := f.dev.Idle(f.in.stream); err != nil {
+			f.in.fail(err)
+		}
+	}
 	for _, c := range f.conns {
 		if c.copying() {
 			if _, err := f.dev.Idle(c.lane.stream); err != nil {
@@ -475,6 +480,7 @@ func (f *Fabric) Close() error {
 	}
 	for end := time.Now().Add(settleLimit); ; {
 		f.look()
+		f.tick()
 		left := f.in.waiting()
 		for _, c := range f.conns {
 			c.advance()
@@ -490,7 +496,7 @@ func (f *Fabric) Close() error {
 		f.mu.Unlock()
 		time.Sleep(20 * time.Microsecond)
 		f.mu.Lock()
-		f.in.reached()
+		f.in.forget()
 	}
 	for _, c := range f.conns {
 		c.release()

@@ -185,6 +185,35 @@ func TestDeviceFails(t *testing.T) {
 	}
 }
 
+// TestDeviceFailsToLand: a Conn whose writes do not get from the host to a GPU that works
+// no more ends, and so does who waits for them.
+func TestDeviceFailsToLand(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overTCP, false)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	gate := make(chan struct{})
+	g.Put(b.f.in.stream, func() { <-gate })
+	_, err = a.c.Post(write(k, src, transport.Point{}))
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return b.f.in.next == 1 })
+	g.Fail("Idle", 1)
+	b.f.scan = time.Time{}
+	b.f.FD() // looks at the device
+	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
+	require.ErrorContains(t, b.down, "injected failure")
+	require.NotErrorIs(t, a.down, io.EOF)
+	require.Empty(t, b.writes)
+	require.False(t, b.f.in.waiting())
+	require.True(t, b.f.in.reached(b.f.regions[k.ID].copied))
+	close(gate) // the fake goes on after all
+	for idle := false; !idle; {
+		idle, err = g.Idle(b.f.in.stream)
+		require.NoError(t, err)
+	}
+}
+
 // TestOutOfMemory: without memory for staging, or a descriptor, the call says so, and
 // what to do; the Conn ends with that, and the next one takes the write.
 func TestOutOfMemory(t *testing.T) {

@@ -19,6 +19,7 @@ type landing struct {
 	next   uint64    // number of the newest copy
 	queue  []arrived // in the order of their numbers
 	copies [1]cuda.Copy
+	broken error // the device does nothing any more
 }
 
 // counter is a word that the GPU stores numbers to, which grow.
@@ -79,10 +80,23 @@ type zero struct{}
 func (zero) Load() uint64 { return ^uint64(0) }
 
 // waiting says whether copies are under way.
-func (l *landing) waiting() bool { return l.word != nil && l.word.Load() < l.next }
+func (l *landing) waiting() bool { return l.word != nil && !l.reached(l.next) }
 
-// reached forgets the writes that are there: the Fabric is closing.
-func (l *landing) reached() { l.queue = l.queue[:0] }
+// reached says whether a copy is over, or as good as that.
+func (l *landing) reached(number uint64) bool { return l.broken != nil || l.word.Load() >= number }
+
+// fail ends the Conns whose writes do not reach the GPU any more.
+func (l *landing) fail(err error) {
+	l.broken = err
+	for _, v := range l.queue {
+		v.c.landing--
+		v.c.fail(err)
+	}
+	l.queue = nil
+}
+
+// forget forgets the writes that are there: the Fabric is closing.
+func (l *landing) forget() { l.queue = l.queue[:0] }
 
 // written takes a write that inner reports.
 func (f *Fabric) written(c *Conn, e *transport.Event, p *poll) {
@@ -144,6 +158,9 @@ func (f *Fabric) lift(r *region, off, n uint64) error {
 		r.seen = seen
 	}
 	l := &f.in
+	if l.broken != nil {
+		return l.broken
+	}
 	l.copies[0] = cuda.Copy{To: uint64(r.Addr) + off, From: r.seen + off, Len: n}
 	if err := f.dev.Enqueue(l.stream, 0, l.copies[:], l.flag, l.next+1); err != nil {
 		return fmt.Errorf("cudaipc: bring %d bytes to %v: %w", n, f.name(), err)
