@@ -120,6 +120,36 @@ func TestGrownBufferStays(t *testing.T) {
 	require.Error(t, p.buffers.Release(12345))
 }
 
+// TestBusyBufferStays: memory of a key that may be written to is kept when the key goes,
+// and is no other key's; the buffer that was to take its place is not.
+func TestBusyBufferStays(t *testing.T) {
+	p := newPair(t, 1)
+	push := func(n uint64) *Request {
+		id, err := p.pushPull([]Tensor{bytesOf(t, 1, n, 1)}, nil)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		if p.state(id) != StateOpen {
+			require.ErrorContains(t, p.w.Result(id), "under way")
+			return nil
+		}
+		return p.take(0)[0]
+	}
+	r := push(100)
+	first := r.Push()[0].Buffer
+	require.NoError(t, p.buffers.Release(first))
+	require.NoError(t, p.respond(0, r))
+	require.NoError(t, p.settle())
+	p.sf[0].busy = errors.New("a copy to it has been under way")
+	require.Nil(t, push(10000))
+	require.Equal(t, 1, p.buffers.Len())
+	r = push(10000)
+	require.NotEqual(t, first, r.Push()[0].Buffer)
+	require.Equal(t, 2, p.buffers.Len())
+	require.NoError(t, p.buffers.Release(r.Push()[0].Buffer))
+	require.NoError(t, p.servers[0].Close())
+	require.Zero(t, p.buffers.Len())
+}
+
 func TestRegisteredBuffer(t *testing.T) {
 	p := newPair(t, 1)
 	own := bytesOf(t, 0, 128, 0)

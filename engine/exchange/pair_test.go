@@ -17,6 +17,7 @@ import (
 type fakeFabric struct {
 	next uint64
 	keys map[transport.Key]mem.Region
+	busy error // what the next Deregister says: a write is under way
 }
 
 func newFabric() *fakeFabric { return &fakeFabric{keys: map[transport.Key]mem.Region{}} }
@@ -36,7 +37,9 @@ func (f *fakeFabric) Deregister(k transport.Key) error {
 		return errors.New("fake: no such key")
 	}
 	delete(f.keys, k)
-	return nil
+	err := f.busy
+	f.busy = nil
+	return err
 }
 func (f *fakeFabric) Connect(context.Context, transport.Addr) (transport.Conn, error) {
 	return nil, nil

@@ -111,6 +111,7 @@ type Server struct {
 	ranked   atomic.Bool           // all clients have their ranks
 	broken   atomic.Pointer[error] // why not all workers are able, if so
 	slots    uint64
+	kept     []uint64 // buffers that may be written to, and have no key
 	patient  bool
 	noLoans  bool
 	req      wire.Request
@@ -534,7 +535,7 @@ func (s *Server) grant(c *client, k *receiver, n wire.Need) error {
 			return err
 		}
 		if err := s.retire(c, k); err != nil {
-			return err
+			return errors.Join(err, s.buffers.drop(id))
 		}
 		k.id, k.region, k.cap, k.handed = id, r, r.Len, false
 	}
@@ -546,20 +547,23 @@ func (s *Server) grant(c *client, k *receiver, n wire.Need) error {
 	return nil
 }
 
-// retire gives up the buffer of k.
-func (s *Server) retire(c *client, k *receiver) error {
+// retire gives up the buffer of k. With an error, somebody may still write there: it
+// stays until Close.
+func (s *Server) retire(c *client, k *receiver) (err error) {
 	if k.granted {
 		k.granted = false
-		if err := c.fabric.Deregister(k.token); err != nil {
-			return err
-		}
+		err = c.fabric.Deregister(k.token)
 	}
-	if k.id != 0 {
-		id := k.id
-		k.id, k.cap, k.region = 0, 0, mem.Region{}
-		return s.buffers.drop(id)
+	if k.id == 0 {
+		return err
 	}
-	return nil
+	id := k.id
+	k.id, k.cap, k.region = 0, 0, mem.Region{}
+	if err != nil {
+		s.kept = append(s.kept, id)
+		return err
+	}
+	return s.buffers.drop(id)
 }
 
 func (s *Server) request(c *client, b []byte) error {
@@ -717,5 +721,9 @@ func (s *Server) Close() error {
 		}
 		clear(c.keys)
 	}
+	for _, id := range s.kept {
+		errs = append(errs, s.buffers.drop(id))
+	}
+	s.kept = nil
 	return errors.Join(errs...)
 }
