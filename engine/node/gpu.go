@@ -92,8 +92,7 @@ func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
 	return nil, nil
 }
 
-// wrap lets GPU memory travel over Fabrics. With an error, those that it has not
-// wrapped are closed too.
+// wrap lets GPU memory travel over Fabrics. With an error, all of them are closed.
 func (g *gpu) wrap(cfg *conf.Config, list []transport.Fabric) error {
 	for i, f := range list {
 		w, err := cudaipc.Wrap(f, cudaipc.Options{

@@ -50,7 +50,7 @@ import (
 )
 
 // A Device is the GPU as this package uses it; *cuda.Device is one. No method
-// waits but Synchronize, Free, FreeStream and those that map memory.
+// waits but Free and those that map memory.
 type Device interface {
 	Ordinal() int
 	UUID() cuda.UUID

@@ -9,6 +9,7 @@ import (
 	"io"
 	"math"
 	"math/bits"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -212,6 +213,23 @@ func TestDeviceFailsToLand(t *testing.T) {
 		idle, err = g.Idle(b.f.in.stream)
 		require.NoError(t, err)
 	}
+}
+
+// TestDeviceRefusesToLand: the Conn ends, and its error says once whose it is.
+func TestDeviceRefusesToLand(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overTCP, false)
+	src, dst := []byte{5, 5, 5}, onGPU(t, g, 4096, 1)
+	k, err := b.f.Register(dst)
+	require.NoError(t, err)
+	g.Fail("Enqueue", 1)
+	_, err = a.c.Post([]transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
+	require.EqualError(t, b.down, "cudaipc: "+b.c.Remote()+": bring 3 bytes to gpu 0: Enqueue: cuda: injected failure")
+	require.NotErrorIs(t, a.down, io.EOF)
+	holds(t, g, dst, 1)
+	runtime.KeepAlive(src)
 }
 
 // TestOutOfMemory: without memory for staging, or a descriptor, the call says so, and

@@ -147,7 +147,7 @@ func (f *Fabric) written(c *Conn, e *transport.Event, p *poll) {
 // lift starts the copy of n bytes at off from the shadow of r.
 func (f *Fabric) lift(r *region, off, n uint64) error {
 	if _, err := r.Slice(off, n); err != nil { // inner has looked, and there the GPU looks at nothing
-		return fmt.Errorf("cudaipc: the peer wrote out of bounds of key %d: %w", r.last.ID, err)
+		return fmt.Errorf("the peer wrote out of bounds of key %d: %w", r.last.ID, err)
 	}
 	if r.seen == 0 {
 		// Memory that cannot be pinned can be copied too, by way of the driver's own.
@@ -163,7 +163,7 @@ func (f *Fabric) lift(r *region, off, n uint64) error {
 	}
 	l.copies[0] = cuda.Copy{To: uint64(r.Addr) + off, From: r.seen + off, Len: n}
 	if err := f.dev.Enqueue(l.stream, 0, l.copies[:], l.flag, l.next+1); err != nil {
-		return fmt.Errorf("cudaipc: bring %d bytes to %v: %w", n, f.name(), err)
+		return fmt.Errorf("bring %d bytes to %v: %w", n, f.name(), err)
 	}
 	l.next++
 	r.copied = l.next
