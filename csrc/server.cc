@@ -266,8 +266,9 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   holder_.reap();
   fs_tensor whole;
   Pins pins(1);
-  const Memory memory = read_tensor(pins.add(ret_buffer), kBuffer, -1,
-                                    Access::kRead, info().device, &whole);
+  Memory memory = read_tensor(pins.add(ret_buffer), kBuffer, -1, Access::kRead,
+                              info().device, &whole);
+  memory.fix(); // other Python code may run before it is sent
   if (whole.ndim == 0)
     raise(Kind::kShape, "respond_vec: ret_buffer has no dimension: want one "
                         "with a row for each row of the answers");
@@ -349,6 +350,7 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
   fs_tensor t;
   Memory memory =
       read_tensor(tensor, kTensor, -1, Access::kWrite, info().device, &t);
+  memory.fix();
   const Items ranks(worker_ranks, kRanks, "ints");
   const Items keys(push_keys, kKeys, "ints");
   const size_t n = ranks.size();
@@ -381,7 +383,6 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
   }
   check("register_recv_buffer",
         fs_register_recv(id_, &t, r.data(), k.data(), n));
-  memory.fix();
   fixed_.push_back({begin, end, std::move(memory)});
 }
 

@@ -43,6 +43,14 @@ c10::Device place(int device) {
              : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
 }
 
+// Whether the memory of a tensor is still all there.
+bool inside(const at::Tensor &t) {
+  const size_t end = (static_cast<size_t>(t.storage_offset()) +
+                      static_cast<size_t>(t.numel())) *
+                     t.itemsize();
+  return t.numel() == 0 || t.storage().nbytes() >= end;
+}
+
 // Says what is wrong with a tensor that is not plain memory.
 [[noreturn]] void explain(const at::Tensor &t, Arg arg, Py_ssize_t i,
                           int device) {
@@ -81,8 +89,7 @@ c10::Device place(int device) {
   if (t.is_neg())
     refuse(arg, i, Kind::kConfig,
            "is a negated view: pass " + name + ".resolve_neg()");
-  if (t.has_storage() &&
-      t.storage().nbytes() < static_cast<size_t>(t.numel()) * t.itemsize())
+  if (t.has_storage() && !inside(t))
     refuse(
         arg, i, Kind::kConfig,
         "has lost its memory (untyped_storage().resize_): pass a tensor that "
@@ -119,7 +126,7 @@ Memory read(const at::Tensor &t, Arg arg, Py_ssize_t i, Access access,
     out->data = bytes ? const_cast<void *>(ti->data()) : nullptr;
     out->base = const_cast<void *>(storage.data());
   }
-  if (bytes && !out->data)
+  if (bytes && (!out->data || !inside(t)))
     explain(t, arg, i, device);
   if (!bytes)
     out->data = out->base;

@@ -129,10 +129,12 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   }
   for (size_t j = 0; j < nq; j++) {
     fs_tensor &q = t[np + j];
+    // Python code may run for the key, and m is not fixed yet.
+    const uint64_t key = read_u64(qkeys.at(j % nqk), kPullKeys, j % nqk);
     Memory m =
         read_tensor(pins.add(pull.at(j)), kPull, j, Access::kWrite, device, &q);
+    q.key = key;
     on_gpu |= q.device >= 0;
-    q.key = read_u64(qkeys.at(j % nqk), kPullKeys, j % nqk);
     if (q.bytes)
       allocations_.number(id_, m, q);
     lease.add(std::move(m));

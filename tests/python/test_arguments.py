@@ -39,6 +39,13 @@ def refused(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
     assert re.search(pattern, str(raised.value), re.DOTALL), str(raised.value)
 
 
+def shrunk() -> torch.Tensor:
+    """A tensor of 96 bytes, of which there are 8."""
+    t = torch.zeros(4, 6)
+    t.untyped_storage().resize_(8)
+    return t
+
+
 def push(tensor: Any, keys: Any = (0,)) -> tuple[Any, ...]:
     return [tensor], keys, [], []
 
@@ -132,6 +139,12 @@ PUSH_PULL: list[tuple[str, type[Exception], str, Callable[[], tuple[Any, ...]]]]
         fserver.ShapeError,
         "push tensor 0 has 65 dimensions (at most 64",
         lambda: push(torch.zeros((1,) * 65)),
+    ),
+    (
+        "a part of its memory is gone",
+        fserver.ConfigError,
+        "push_pull: push_tensors[0] has lost its memory (untyped_storage().resize_): pass a",
+        lambda: push(shrunk()),
     ),
     (
         "negative key",
@@ -332,6 +345,7 @@ def test_trace_of_a_request_under_way(pair: Cluster) -> None:
         (fserver.ConfigError, "respond: tensors is a tensor ... pass [tensors]", lambda: X),
         (fserver.ConfigError, "respond: tensors is None, want a sequence", lambda: None),
         (fserver.ConfigError, "respond: tensors[0] is on device meta", lambda: [X.to("meta")]),
+        (fserver.ConfigError, "respond: tensors[0] has lost its memory", lambda: [shrunk()]),
     ],
 )
 def test_respond(
@@ -465,6 +479,11 @@ def test_respond_vec(
             fserver.ConfigError,
             "register_recv_buffer: tensor is of type list",
             lambda: ([X], [0], [0]),
+        ),
+        (
+            fserver.ConfigError,
+            "register_recv_buffer: tensor has lost its memory",
+            lambda: (shrunk(), [0], [0]),
         ),
         (
             fserver.ConfigError,

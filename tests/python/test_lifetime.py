@@ -118,6 +118,42 @@ def test_much_memory_under_way_cannot_be_resized(pair: Cluster) -> None:
     assert all(t.untyped_storage().resizable() for t in tensors)
 
 
+class Shrinks:
+    """An int that takes a tensor its memory when it is read, as another thread may do then."""
+
+    def __init__(self, value: int, tensor: torch.Tensor) -> None:
+        self.value, self.tensor = value, tensor
+
+    def __index__(self) -> int:
+        self.tensor.untyped_storage().resize_(0)
+        return self.value
+
+
+def test_memory_that_goes_within_a_call(pair: Cluster) -> None:
+    x, y = torch.ones(8), torch.zeros(8)
+    with pytest.raises(fserver.ConfigError, match=r"pull_tensors\[0\] has lost its memory"):
+        pair.worker.push_pull([], [], [y], [Shrinks(0, y)])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        pair.worker.push_pull([x], [Shrinks(0, x)], [], [])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        pair.server.register_recv_buffer(x, [0], [Shrinks(9, x)])  # type: ignore[list-item]
+    y = torch.zeros(8)
+    h = pair.worker.push_pull([x], [0], [y], [0])
+    handler = pair.server.get_batch(LIMIT * 1e3)[0][0]
+    z = torch.ones(8)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        pair.server.respond_vec(z, [z], [Shrinks(handler, z)])  # type: ignore[list-item]
+    pair.server.respond_vec(z, [z], [handler])
+    pair.worker.wait(h)
+    assert bool((y == 1).all())
+    for t in (x, z):
+        eventually(lambda t=t: pair.server.get_batch(timeout_ms=0) == [] and resizable(t))
+
+
+def resizable(t: torch.Tensor) -> bool:
+    return t.untyped_storage().resizable()
+
+
 def test_refused_memory_can_be_resized(pair: Cluster) -> None:
     x = torch.ones(8)
     with pytest.raises(fserver.ConfigError):
