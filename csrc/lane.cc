@@ -581,11 +581,8 @@ void Lane::copy_in(cs_stream s) {
 }
 
 void Lane::send(PyObject *rows) {
-  cs_stream s = stream("send", true);
-  turn("send", true);
-  have("send");
-  Entered in(context_);
-  rows_.clear();
+  // Other Python code may run here, and close the lane.
+  std::vector<uint32_t> some;
   if (rows && rows != Py_None) {
     const Items items(rows, {"send", "rows"}, "ints");
     if (items.size() != most_.size())
@@ -601,9 +598,14 @@ void Lane::send(PyObject *rows) {
       if (n > most_[i])
         raise(Kind::kShape, "send: rows[%zu] is %llu, and the tensor has %u", i,
               static_cast<unsigned long long>(n), most_[i]);
-      rows_.push_back(static_cast<uint32_t>(n));
+      some.push_back(static_cast<uint32_t>(n));
     }
   }
+  cs_stream s = stream("send", true);
+  turn("send", true);
+  have("send");
+  Entered in(context_);
+  rows_ = std::move(some);
   message("send", s, [&] {
     prepare(s);
     if (!out_.copies.empty())

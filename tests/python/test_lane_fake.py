@@ -577,6 +577,28 @@ def test_wrong_rows(driver: Path, mode: str) -> None:
     over(driver, wrong_rows, mode)
 
 
+class Closes:
+    """A number of rows that closes the lane when it is read, as another thread may then."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+
+    def __index__(self) -> int:
+        self.side.lane.close()
+        return 1
+
+
+def closed_by_rows(mode: str) -> None:
+    w, _ = pair(mode)
+    refuses(lambda: w.lane.send([Closes(w)]), fserver.ClosedError, "^send: the channel is closed")
+    assert (DRIVER.launches, DRIVER.copies) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_closed_while_rows_are_read(driver: Path, mode: str) -> None:
+    over(driver, closed_by_rows, mode)
+
+
 def no_pinned_memory() -> None:
     w, _ = pair("ce")
     DRIVER.fail_host = 1
