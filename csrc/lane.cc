@@ -178,10 +178,10 @@ struct Lane::Apart {
   Entered entered;
 };
 
-Lane::Lane(int device, const std::string &image, double timeout_ms,
+Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
            bool programmatic)
     : device_(device), programmatic_(programmatic),
-      patience_(static_cast<uint64_t>(timeout_ms * 1e6)) {
+      patience_(static_cast<uint64_t>(timeout_ns)) {
   open_driver("channel");
   if (!cs_cu.LaunchKernelEx || !cs_cu.StreamBatchMemOp) {
     char why[256];

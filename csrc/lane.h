@@ -36,7 +36,7 @@ struct Segment {
 class Lane {
 public:
   // image: cubin or PTX of lane_source(); empty for a lane that only copies.
-  Lane(int device, const std::string &image, double timeout_ms,
+  Lane(int device, const std::string &image, int64_t timeout_ns,
        bool programmatic);
   ~Lane() {
     close();

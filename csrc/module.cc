@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -310,7 +311,13 @@ void define(py::module_ &m) {
   auto lane =
       py::class_<Lane>(m, "Lane", py::module_local(),
                        "The device's part of a stream channel.")
-          .def(py::init<int, const std::string &, double, bool>(),
+          .def(py::init([](int device, const std::string &image,
+                           py::handle timeout_ms, bool programmatic) {
+                 const int64_t timeout =
+                     read_ms(timeout_ms.ptr(), {"channel", "timeout_ms"});
+                 return std::make_unique<Lane>(device, image, timeout,
+                                               programmatic);
+               }),
                py::arg("device"), py::arg("image"), py::arg("timeout_ms"),
                py::arg("programmatic"))
           .def("allocate", &Lane::allocate)

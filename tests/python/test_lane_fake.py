@@ -599,6 +599,25 @@ def test_closed_while_rows_are_read(driver: Path, mode: str) -> None:
     over(driver, closed_by_rows, mode)
 
 
+def no_limit() -> None:
+    lane = _loader.load().Lane
+    for ms in (1e14, float("inf")):
+        w, _ = pair("ce", timeout_ms=ms)
+        w.lane.send()
+        w.lane.recv()  # until the driver's own patience is over
+        assert (DRIVER.waited_in_vain, w.lane.status()) == (1, (0, 0))
+        DRIVER.waited_in_vain = 0
+        w.lane.close()
+    for ms in (-1, float("nan"), "1"):
+        text = "^channel: timeout_ms is .*, want milliseconds, 0 or more"
+        refuses(lambda ms=ms: lane(0, b"", ms, False), fserver.ConfigError, text)
+
+
+def test_no_limit(driver: Path) -> None:
+    """A time-out that is too large for nanoseconds is none, and not one of 0."""
+    over(driver, no_limit)
+
+
 def no_pinned_memory() -> None:
     w, _ = pair("ce")
     DRIVER.fail_host = 1
