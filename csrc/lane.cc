@@ -222,6 +222,7 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
 }
 
 void Lane::need(const char *call) const {
+  enter(call);
   if (closed_)
     raise(Kind::kClosed, "%s: the channel is closed", call);
 }
@@ -701,7 +702,7 @@ void Lane::settle() {
 }
 
 void Lane::finish() {
-  if (!used_ || closed_)
+  if (!used_ || closed_ || forked.load())
     return;
   Apart in(context_);
   settle();
@@ -769,6 +770,12 @@ void Lane::close() {
   held.swap(held_); // goes last
   if (!context_)
     return;
+  if (forked.load()) { // a child has neither the driver nor the watcher
+    words_ = nullptr;
+    if (watcher_.joinable())
+      watcher_.detach();
+    return;
+  }
   abort(); // what still waits on a stream ends
   const Relaxed relaxed;
   cs_context old = nullptr;

@@ -91,7 +91,7 @@ static int exchange_mode(int *other) {
 
 static void *room(size_t bytes) {
   void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+                 MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED)
     return NULL;
   take();

@@ -618,6 +618,31 @@ def test_no_limit(driver: Path) -> None:
     over(driver, no_limit)
 
 
+def forked() -> None:
+    w, s = pair("ce")
+    exchange(w, s, 1)
+    child = os.fork()
+    if not child:
+        ok = True
+        for call in (w.lane.send, lambda: w.lane.allocate(1)):
+            try:
+                call()
+                ok = False
+            except fserver.Error as error:
+                ok = ok and "before this process was forked" in str(error)
+        w.lane.finish()
+        w.lane.close()
+        os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert w.lane.status() == (0, 0)
+    exchange(w, s, 3)
+
+
+def test_a_child_of_fork_leaves_the_channel_alone(driver: Path) -> None:
+    """Whatever of its memory the two share."""
+    over(driver, forked)
+
+
 def no_pinned_memory() -> None:
     w, _ = pair("ce")
     DRIVER.fail_host = 1
