@@ -221,11 +221,18 @@ void set_word(PyObject *word, PyObject *value) {
 PyObject *map_pinned(PyObject *tensor, PyObject *index) {
   enter("map_pinned_tensor");
   const Arg arg{"map_pinned_tensor", "tensor"};
-  const int device =
-      read_rank(index, {"map_pinned_tensor", "device_index"}, -1);
+  const uint64_t i = read_u64(index, {"map_pinned_tensor", "device_index"});
   fs_tensor t;
   Memory memory = read_tensor(tensor, arg, -1, Access::kRead, -1, &t);
   open_driver("map_pinned_tensor");
+  int gpus = 0;
+  must(cs_cu.DeviceGetCount(&gpus), "map_pinned_tensor", "count the GPUs");
+  if (i >= static_cast<uint64_t>(gpus))
+    raise(Kind::kConfig,
+          "map_pinned_tensor: device_index is %llu, want 0 to %d, a GPU that "
+          "CUDA shows",
+          static_cast<unsigned long long>(i), gpus - 1);
+  const int device = static_cast<int>(i);
   const OnDevice guard(device);
   cs_ptr seen = 0;
   if (t.bytes)

@@ -319,7 +319,7 @@ int current_gpu() { return gpus().getDevice().index(); }
 
 namespace {
 
-const at::Tensor &one_int64(PyObject *o, Arg arg) {
+fs_tensor one_int64(PyObject *o, Arg arg) {
   if (!is_tensor(o))
     refuse(arg, -1, Kind::kConfig,
            std::string("is of type ") + Py_TYPE(o)->tp_name +
@@ -330,27 +330,29 @@ const at::Tensor &one_int64(PyObject *o, Arg arg) {
     refuse(arg, -1, Kind::kConfig,
            "must be one int64 (torch.zeros(1, dtype=torch.int64)) on a GPU or "
            "the CPU");
-  return t;
+  fs_tensor one;
+  read_tensor(o, arg, -1, Access::kWrite, t.is_cpu() ? -1 : t.device().index(),
+              &one);
+  return one;
 }
 
 } // namespace
 
 int64_t *read_word(PyObject *o, Arg arg) {
-  const at::Tensor &t = one_int64(o, arg);
-  if (!t.is_cpu())
+  const fs_tensor t = one_int64(o, arg);
+  if (t.device >= 0)
     refuse(arg, -1, Kind::kConfig,
            "is on a GPU: pass what pin_memory() gave, on the CPU");
-  return static_cast<int64_t *>(t.data_ptr());
+  return static_cast<int64_t *>(t.data);
 }
 
 Counter read_counter(PyObject *o, Arg arg) {
-  const at::Tensor &t = one_int64(o, arg);
-  if (t.is_cpu() && !t.is_pinned())
+  const fs_tensor t = one_int64(o, arg);
+  if (t.device < 0 && !THPVariable_Unpack(o).is_pinned())
     refuse(arg, -1, Kind::kConfig,
            "is on the CPU and not pinned: pass " + std::string(arg.name) +
                ".pin_memory()");
-  return {reinterpret_cast<uint64_t>(t.data_ptr()),
-          t.is_cuda() ? t.device().index() : -1};
+  return {reinterpret_cast<uint64_t>(t.data), t.device};
 }
 
 int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i) {

@@ -102,6 +102,10 @@ static int give_back_safely(void) {
   give_back();
   return unsafe();
 }
+static int count_devices(int *out) {
+  *out = GPUS;
+  return CS_CU_SUCCESS;
+}
 static int import(cs_ptr *out) {
   *out = fail_import ? 0 : (cs_ptr)(uintptr_t)room(2 << 20);
   return fail_import;
@@ -295,6 +299,7 @@ static const struct {
     {"cuGetErrorName", (void *)text},
     {"cuGetErrorString", (void *)text},
     {"cuDeviceGet", (void *)get_device},
+    {"cuDeviceGetCount", (void *)count_devices},
     {"cuDevicePrimaryCtxRetain", (void *)retain},
     {"cuDevicePrimaryCtxRelease", (void *)release},
     {"cuDeviceCanAccessPeer", (void *)can_access},

@@ -643,6 +643,31 @@ def test_a_child_of_fork_leaves_the_channel_alone(driver: Path) -> None:
     over(driver, forked)
 
 
+def odd_words() -> None:
+    def word() -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int64)
+
+    def lost() -> torch.Tensor:
+        t = word()
+        t.untyped_storage().resize_(0)
+        return t
+
+    extension = _loader.load()
+    for tensor, text in (
+        (lost(), "set_word: word has lost its memory"),
+        (word().to_sparse(), r"set_word: word has layout sparse: pass word.to_dense\(\)"),
+        (word()._neg_view(), r"set_word: word is a negated view: pass word.resolve_neg\(\)"),
+    ):
+        refuses(lambda t=tensor: extension.set_word(t, 1), fserver.ConfigError, text)
+    for i in (2, 128, 256, 2**40):  # not a number of 8 bits of it
+        text = f"^map_pinned_tensor: device_index is {i}, want 0 to 1"
+        refuses(lambda i=i: fserver.map_pinned_tensor(word(), i), fserver.ConfigError, text)
+
+
+def test_odd_words(driver: Path) -> None:
+    over(driver, odd_words)
+
+
 def no_pinned_memory() -> None:
     w, _ = pair("ce")
     DRIVER.fail_host = 1
