@@ -85,7 +85,9 @@ void open_driver(const char *call) {
 }
 
 // The kernels of a device, which is current. Loading is allowed while a stream
-// is being captured: it is no work of the stream's.
+// is being captured: it is no work of the stream's. Asking for an attribute loads a
+// kernel. At its first launch it would be too late: fs_wait_flag may be running then,
+// for which the driver waits.
 const Kernels &kernels(const char *call, int device) {
   auto it = loaded.find(device);
   if (it != loaded.end())
@@ -93,10 +95,17 @@ const Kernels &kernels(const char *call, int device) {
   int mode = CS_CAPTURE_MODE_RELAXED;
   must(cs_cu.ThreadExchangeStreamCaptureMode(&mode), call, "allow loading");
   Kernels k{};
-  cs_module module = nullptr;
-  int rc = cs_cu.ModuleLoadData(&module, kCode);
-  for (int i = 0; i < 3 && rc == CS_CU_SUCCESS; i++)
-    rc = cs_cu.ModuleGetFunction(&k.function[i], module, kNames[i]);
+  const int rc = unlocked([&] {
+    cs_module module = nullptr;
+    int done = cs_cu.ModuleLoadData(&module, kCode), registers;
+    for (int i = 0; i < 3 && done == CS_CU_SUCCESS; i++) {
+      done = cs_cu.ModuleGetFunction(&k.function[i], module, kNames[i]);
+      if (done == CS_CU_SUCCESS)
+        done =
+            cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS, k.function[i]);
+    }
+    return done;
+  });
   cs_cu.ThreadExchangeStreamCaptureMode(&mode);
   must(rc, call, "load the kernels for flags");
   return loaded.emplace(device, k).first->second;
@@ -113,7 +122,8 @@ uint64_t seen(const char *call, const Counter &c) {
   return address;
 }
 
-// Launches kernel which of one thread.
+// Launches kernel which of one thread. The driver waits while the stream has no
+// room, for a flag that another Python thread may be about to set.
 void launch(const char *call, int which, const Counter *counters, size_t n) {
   int device = -1;
   for (size_t i = 0; i < n; i++) {
@@ -137,9 +147,12 @@ void launch(const char *call, int which, const Counter *counters, size_t n) {
     address[i] = seen(call, counters[i]);
     arguments[i] = &address[i];
   }
-  must(cs_cu.LaunchKernel(kernels(call, device).function[which], 1, 1, 1, 1, 1,
-                          1, 0, reinterpret_cast<cs_stream>(guard.stream()),
-                          arguments, nullptr),
+  const cs_function f = kernels(call, device).function[which];
+  const auto stream = reinterpret_cast<cs_stream>(guard.stream());
+  must(unlocked([&] {
+         return cs_cu.LaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, stream, arguments,
+                                   nullptr);
+       }),
        call, "launch");
 }
 
@@ -196,10 +209,12 @@ void wait_value(PyObject *flag, PyObject *value) {
   const int device = c.device < 0 ? current_gpu() : c.device;
   const OnDevice guard(device);
   const uint64_t stream = current_stream("wait_value", device);
-  must(cs_cu.StreamWaitValue64
-           ? cs_cu.StreamWaitValue64(reinterpret_cast<cs_stream>(stream),
-                                     seen("wait_value", c), v, CS_WAIT_GEQ)
-           : CS_CU_NOT_SUPPORTED,
+  const cs_ptr address = seen("wait_value", c);
+  must(cs_cu.StreamWaitValue64 ? unlocked([&] {
+         return cs_cu.StreamWaitValue64(reinterpret_cast<cs_stream>(stream),
+                                        address, v, CS_WAIT_GEQ);
+       })
+                               : cs_result{CS_CU_NOT_SUPPORTED},
        "wait_value", "have the stream wait");
 }
 

@@ -201,14 +201,17 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
     out_.name = "send";
     in_.name = "recv";
     if (!image.empty()) {
-      must("load the kernels", cs_cu.ModuleLoadData(&module_, image.data()));
+      must("load the kernels", unlocked([&] {
+             return cs_cu.ModuleLoadData(&module_, image.data());
+           }));
       // Asking for an attribute loads a kernel. At its first launch it would be too
       // late: another one of ours may be waiting then, and the driver waits for it.
       auto load = [&](cs_function *f, const char *name) {
         int registers;
         must("find a kernel", cs_cu.ModuleGetFunction(f, module_, name));
-        must("load a kernel",
-             cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS, *f));
+        must("load a kernel", unlocked([&] {
+               return cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS, *f);
+             }));
       };
       load(&out_.few, "send_few");
       load(&out_.many, "send_many");
@@ -789,21 +792,25 @@ void Lane::close() {
       watcher_.join();
       return 0;
     });
-  if (entered) {
-    if (watcher_stream_)
-      cs_cu.StreamDestroy(watcher_stream_);
-    for (cs_ptr p : mapped_)
-      cs_cu.IpcCloseMemHandle(p);
-    for (cs_ptr p : owned_)
-      cs_cu.MemFree(p);
-    if (module_)
-      cs_cu.ModuleUnload(module_);
-    if (words_)
-      cs_cu.MemFreeHost(const_cast<uint32_t *>(words_));
-  }
+  auto *words = const_cast<uint32_t *>(words_);
   words_ = nullptr;
-  cs_cu.CtxSetCurrent(old);
-  cs_cu.DevicePrimaryCtxRelease(handle_);
+  unlocked(
+      [&] { // frees wait for all of the GPU, and that for any Python thread
+        if (entered) {
+          if (watcher_stream_)
+            cs_cu.StreamDestroy(watcher_stream_);
+          for (cs_ptr p : mapped_)
+            cs_cu.IpcCloseMemHandle(p);
+          for (cs_ptr p : owned_)
+            cs_cu.MemFree(p);
+          if (module_)
+            cs_cu.ModuleUnload(module_);
+          if (words)
+            cs_cu.MemFreeHost(words);
+        }
+        cs_cu.CtxSetCurrent(old);
+        return cs_cu.DevicePrimaryCtxRelease(handle_);
+      });
 }
 
 } // namespace fserver

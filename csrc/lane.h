@@ -32,7 +32,8 @@ struct Segment {
   cs_segment s;
 };
 
-// All methods but the watcher hold the GIL. After close() there is only status().
+// All methods but the watcher hold the GIL, close() and the constructor not where the
+// driver waits for the GPU. After close() there is only status().
 class Lane {
 public:
   // image: cubin or PTX of lane_source(); empty for a lane that only copies.

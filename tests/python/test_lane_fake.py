@@ -618,6 +618,38 @@ def test_no_limit(driver: Path) -> None:
     over(driver, no_limit)
 
 
+def released(call: Callable[[], None]) -> None:
+    """The call lets another Python thread go on while the driver waits."""
+
+    def goes_on() -> None:
+        while not DRIVER.waiting:
+            time.sleep(0.001)
+        DRIVER.waits = 0
+
+    thread = threading.Thread(target=goes_on, daemon=True)
+    DRIVER.waits = 1
+    thread.start()
+    call()
+    thread.join()
+    assert DRIVER.waited_in_vain == 0
+
+
+def goes_on_while_the_gpu_is_busy() -> None:
+    w, s = pair("ce")
+    released(w.lane.close)
+    assert s.lane.status() == (0, 0)
+    flag, seq = (fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0) for _ in "12")
+    released(lambda: fserver.wait_flag(flag, seq))
+    released(lambda: fserver.seq_add_one(seq))
+    released(lambda: fserver.write_flag(flag, seq))
+    assert DRIVER.unloaded == 0
+
+
+def test_threads_go_on_while_the_gpu_is_busy(driver: Path) -> None:
+    """What the GPU does may wait for one of them."""
+    over(driver, goes_on_while_the_gpu_is_busy)
+
+
 def forked() -> None:
     w, s = pair("ce")
     exchange(w, s, 1)
