@@ -135,6 +135,36 @@ PyObject *lane_recv(PyObject *self, PyObject *const *args, Py_ssize_t n,
   });
 }
 
+// Each "NAME=value". The value may be a secret, so no error has it.
+Settings read_settings(const py::handle &list) {
+  Settings all;
+  const Items items(list.ptr(), {"conf", "settings"}, "strings");
+  for (size_t i = 0; i < items.size(); i++) {
+    const auto text = py::reinterpret_borrow<py::object>(items.at(i));
+    if (!PyUnicode_Check(text.ptr()))
+      raise(Kind::kConfig, "conf: settings[%zu] is of type %s, want a str", i,
+            Py_TYPE(text.ptr())->tp_name);
+    // What is not Unicode stays readable in the name.
+    const Ref bytes = Ref::steal(
+        PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+    const std::string s(PyBytes_AS_STRING(bytes.get()),
+                        static_cast<size_t>(PyBytes_GET_SIZE(bytes.get())));
+    const std::string name = s.substr(0, s.find('='));
+    if (s.find('\0') != s.npos)
+      raise(Kind::kConfig,
+            "conf: %s has a zero byte, which no setting may have: leave it out",
+            name.c_str());
+    if (!PyUnicode_AsUTF8(text.ptr())) {
+      PyErr_Clear();
+      raise(Kind::kConfig,
+            "conf: %s is not UTF-8: write it so, or leave it out",
+            name.c_str());
+    }
+    all.push_back(s);
+  }
+  return all;
+}
+
 // (tensor, row_bytes, kind, from, to, flags, credits, counted, bytes, rows,
 // stride, ahead, blocks, peer)
 Segment read_segment(const py::tuple &t) {
@@ -238,12 +268,18 @@ void define(py::module_ &m) {
                              "Tickets whose tensors are kept alive.");
 
   py::class_<Scheduler, Node>(m, "Scheduler", py::module_local())
-      .def(py::init<const Settings &>());
+      .def(py::init([](const py::handle &settings) {
+             return std::make_unique<Scheduler>(read_settings(settings));
+           }),
+           py::arg("settings"));
 
   auto worker =
       py::class_<Worker, Node>(m, "Worker", py::module_local())
-          .def(py::init<const Settings &, uint64_t>(), py::arg("settings"),
-               py::arg("next_handler") = 0)
+          .def(py::init([](const py::handle &settings, uint64_t next_handler) {
+                 return std::make_unique<Worker>(read_settings(settings),
+                                                 next_handler);
+               }),
+               py::arg("settings"), py::arg("next_handler") = 0)
           .def(
               "get_all_handlers",
               [](Worker &w, py::handle handler) {
@@ -279,7 +315,10 @@ void define(py::module_ &m) {
 
   auto server =
       py::class_<Server, Node>(m, "Server", py::module_local())
-          .def(py::init<const Settings &>())
+          .def(py::init([](const py::handle &settings) {
+                 return std::make_unique<Server>(read_settings(settings));
+               }),
+               py::arg("settings"))
           .def("channel_take",
                [](Server &s, uint64_t channel, py::handle timeout_ms) {
                  return py::reinterpret_steal<py::object>(
@@ -415,15 +454,25 @@ void define(py::module_ &m) {
       },
       py::arg("tensor"), py::arg("device_index"),
       "A tensor of a GPU over the memory of a pinned one.");
-  m.def("settings", &settings_json, py::arg("settings"),
-        "JSON of every setting, for \"NAME=value\" strings.");
-  m.def("host", &host_json, py::arg("settings"),
-        "JSON about this host, and what a node with these settings would make "
-        "of it.");
+  m.def(
+      "settings",
+      [](const py::handle &settings) {
+        return settings_json(read_settings(settings));
+      },
+      py::arg("settings"),
+      "JSON of every setting, for \"NAME=value\" strings.");
+  m.def(
+      "host",
+      [](const py::handle &settings) {
+        return host_json(read_settings(settings));
+      },
+      py::arg("settings"),
+      "JSON about this host, and what a node with these settings would make "
+      "of it.");
   m.def(
       "probe",
-      [](const Settings &settings, py::handle timeout_ms) {
-        return probe_json(settings,
+      [](const py::handle &settings, py::handle timeout_ms) {
+        return probe_json(read_settings(settings),
                           read_ms(timeout_ms.ptr(), {"probe", "timeout_ms"}));
       },
       py::arg("settings"), py::arg("timeout_ms"),

@@ -3,6 +3,7 @@ do. Nothing wrong reaches a peer."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from nodes import Cluster, open_cluster
 
 import fserver
+from fserver import _loader, env
 
 X = torch.zeros(4, 6)
 
@@ -570,6 +572,31 @@ def test_signatures(pair: Cluster, call: Callable[[Cluster], Any], text: str) ->
 def test_settings(text: str, options: dict[str, Any]) -> None:
     options = {"scheduler": "127.0.0.1:1", "connect": False, **options}
     refused(fserver.ConfigError, text, lambda: fserver.Worker(**options))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("s3cret\0", "FSERVER_SECRET has a zero byte"),
+        ("s3cret\udcff", "FSERVER_SECRET is not UTF-8"),
+    ],
+)
+def test_a_setting_that_is_no_text(monkeypatch: pytest.MonkeyPatch, value: str, text: str) -> None:
+    """It is neither cut short nor shown."""
+    for call in (
+        lambda: fserver.Scheduler(secret=value, connect=False),
+        lambda: fserver.Worker(secret=value, connect=False),
+        lambda: fserver.Server(secret=value, connect=False),
+        lambda: env.settings({"FSERVER_SECRET": value}),
+        lambda: _loader.load().host([f"FSERVER_SECRET={value}"]),
+        lambda: _loader.load().probe([f"FSERVER_SECRET={value}"], 0),
+    ):
+        with pytest.raises(fserver.ConfigError, match=text) as raised:
+            call()
+        assert "s3cret" not in str(raised.value)
+    monkeypatch.setenv("DMLC_NODE_HOST", os.fsdecode(b"\xff"))  # as any program may
+    with pytest.raises(fserver.ConfigError, match="DMLC_NODE_HOST is not UTF-8"):
+        fserver.Scheduler(connect=False)
 
 
 def test_unknown_keyword() -> None:
