@@ -440,6 +440,7 @@ cs_stream Lane::stream(const char *call, bool sends) {
   stand(call, sends);
   auto s = reinterpret_cast<cs_stream>(native_stream(device_));
   if (used_ && s != last_) {
+    Entered in(context_); // that a default stream is of
     // Asking a stream that is captured would end its capture.
     if (!capturing(s) && !capturing(last_) &&
         cs_cu.StreamQuery(last_) == CS_CU_NOT_READY)
