@@ -5,8 +5,8 @@
  * disturb that, unless they say that they know what they do: none of ours touches
  * a stream that is captured. */
 typedef struct {
-  cs_context before; /* NULL: nothing to put back */
-  int mode;
+  cs_context before; /* NULL: it had none */
+  int changed, mode;
 } scope;
 
 static int enter(uint64_t context, scope *s) {
@@ -17,19 +17,19 @@ static int enter(uint64_t context, scope *s) {
   if (rc == CS_CU_SUCCESS && now == (cs_context)context)
     return rc;
   rc = cs_cu.CtxSetCurrent((cs_context)context);
-  if (rc == CS_CU_SUCCESS)
-    s->before = now;
+  s->changed = rc == CS_CU_SUCCESS;
+  s->before = now;
   return rc;
 }
 
 static void leave(scope *s) {
-  if (s->before)
+  if (s->changed)
     cs_cu.CtxSetCurrent(s->before);
   cs_cu.ThreadExchangeStreamCaptureMode(&s->mode);
 }
 
 #define ENTER(context)                                                         \
-  scope entered __attribute__((cleanup(leave))) = {NULL, 0};                   \
+  scope entered __attribute__((cleanup(leave))) = {NULL, 0, 0};                \
   int usable = enter(context, &entered);                                       \
   if (usable != CS_CU_SUCCESS)                                                 \
   return usable

@@ -75,6 +75,8 @@ func TestReach(t *testing.T) {
 			for peer := range 3 {
 				t.Setenv("FAKE_PEER", strconv.Itoa(peer))
 				err := d.Reach(uuidOf(peer))
+				_, left := Count()
+				require.NoError(t, left, "no call leaves its context to the thread")
 				if strings.Contains(sees, strconv.Itoa(peer)) {
 					require.NoError(t, err, "from %c to %d of %s", number, peer, sees)
 				} else {
