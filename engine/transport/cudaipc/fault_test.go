@@ -33,6 +33,20 @@ type side struct {
 	down   error
 }
 
+// post hands operations over that are taken.
+func (s *side) post(t *testing.T, ops []transport.Op) {
+	n, err := s.c.Post(ops)
+	require.NoError(t, err)
+	require.Len(t, ops, n)
+}
+
+// key registers memory.
+func (s *side) key(t *testing.T, r mem.Region) transport.Key {
+	k, err := s.f.Register(r)
+	require.NoError(t, err)
+	return k
+}
+
 func (s *side) poll(t *testing.T) {
 	var ev [16]transport.Event
 	n, err := s.f.Poll(ev[:])
@@ -119,10 +133,8 @@ func TestPollBesidePost(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
-	_, err = a.c.Post(write(k, src, transport.Point{}))
-	require.NoError(t, err)
+	k := b.key(t, dst)
+	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 
 	d := slow{a.f.o.Device, make(chan struct{}), make(chan struct{})}
@@ -152,8 +164,7 @@ func TestMappingFails(t *testing.T) {
 		a, b := pairOf(t, g, overCMA, true)
 		src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
 		g.Fail(call, 1)
-		k, err := b.f.Register(dst)
-		require.NoError(t, err)
+		k := b.key(t, dst)
 		n, err := a.c.Post(write(k, src, transport.Point{}))
 		require.NoError(t, err)
 		require.Equal(t, 1, n)
@@ -172,11 +183,9 @@ func TestDeviceFails(t *testing.T) {
 		g := fakegpu.New()
 		a, b := pairOf(t, g, overCMA, share)
 		src, dst := onGPU(t, g, 1<<20, 5), onGPU(t, g, 1<<20, 1)
-		k, err := b.f.Register(dst)
-		require.NoError(t, err)
+		k := b.key(t, dst)
 		g.Fail("Enqueue", 1)
-		_, err = a.c.Post(write(k, src, transport.Point{}))
-		require.NoError(t, err)
+		a.post(t, write(k, src, transport.Point{}))
 		until(t, a, b, func() bool { return a.down != nil && b.down != nil })
 		require.ErrorContains(t, a.down, "injected failure")
 		require.NotErrorIs(t, b.down, io.EOF)
@@ -192,12 +201,10 @@ func TestDeviceFailsToLand(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overTCP, false)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
 	gate := make(chan struct{})
 	g.Put(b.f.in.stream, func() { <-gate })
-	_, err = a.c.Post(write(k, src, transport.Point{}))
-	require.NoError(t, err)
+	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return b.f.in.next == 1 })
 	g.Fail("Idle", 1)
 	b.f.scan = time.Time{}
@@ -210,6 +217,7 @@ func TestDeviceFailsToLand(t *testing.T) {
 	require.True(t, b.f.in.reached(b.f.regions[k.ID].copied))
 	close(gate) // the fake goes on after all
 	for idle := false; !idle; {
+		var err error
 		idle, err = g.Idle(b.f.in.stream)
 		require.NoError(t, err)
 	}
@@ -220,11 +228,9 @@ func TestDeviceRefusesToLand(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overTCP, false)
 	src, dst := []byte{5, 5, 5}, onGPU(t, g, 4096, 1)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
 	g.Fail("Enqueue", 1)
-	_, err = a.c.Post([]transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
-	require.NoError(t, err)
+	a.post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
 	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
 	require.EqualError(t, b.down, "cudaipc: "+b.c.Remote()+": bring 3 bytes to gpu 0: Enqueue: cuda: injected failure")
 	require.NotErrorIs(t, a.down, io.EOF)
@@ -239,8 +245,7 @@ func TestOutOfMemory(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overTCP, false)
 	src, dst := onGPU(t, g, 1000, 5), onGPU(t, g, 1000, 1)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
 	var oom *cuda.Error
 	var files unix.Rlimit
 	require.NoError(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &files))
@@ -336,11 +341,9 @@ func TestNothingPinned(t *testing.T) {
 		a, b := pairOf(t, g, overTCP, false)
 		src, warm, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1), onGPU(t, g, 3<<20, 1)
 		for i, to := range []mem.Region{warm, dst} {
-			k, err := b.f.Register(to)
-			require.NoError(t, err)
+			k := b.key(t, to)
 			g.Fail("Pin", i) // with warm, all but the shadow of dst has been pinned
-			_, err = a.c.Post(write(k, src, transport.Point{}))
-			require.NoError(t, err)
+			a.post(t, write(k, src, transport.Point{}))
 			until(t, a, b, func() bool { return len(b.writes) == i+1 && len(a.done) == i+1 })
 			holds(t, g, to, 5)
 			require.Equal(t, i == 0, b.f.regions[k.ID].pinned)
@@ -352,14 +355,12 @@ func TestNothingPinned(t *testing.T) {
 			g := fakegpu.New()
 			a, b := pairOf(t, g, overCMA, share)
 			src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
-			k, err := b.f.Register(dst)
-			require.NoError(t, err)
+			k := b.key(t, dst)
 			a.f.mu.Lock()
 			require.NoError(t, a.f.conns[a.c.(lendingConn).inner].equip())
 			a.f.mu.Unlock()
 			g.Fail("Pin", 1)
-			_, err = a.c.Post(write(k, src, transport.Point{}))
-			require.NoError(t, err)
+			a.post(t, write(k, src, transport.Point{}))
 			until(t, a, b, func() bool { return a.down != nil && b.down != nil && len(a.done) == 1 })
 			require.Error(t, a.done[0])
 			who, told := a.down, b.down
@@ -370,11 +371,11 @@ func TestNothingPinned(t *testing.T) {
 			require.NotErrorIs(t, told, io.EOF)
 			holds(t, g, dst, 1)
 			a.done, a.down, b.down, b.c = nil, nil, nil, nil
+			var err error
 			a.c, err = a.f.Connect(context.Background(), b.f.Addr())
 			require.NoError(t, err)
 			until(t, a, b, func() bool { return b.c != nil })
-			_, err = a.c.Post(write(k, src, transport.Point{}))
-			require.NoError(t, err)
+			a.post(t, write(k, src, transport.Point{}))
 			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 			holds(t, g, dst, 5)
 		})
@@ -390,17 +391,13 @@ func TestBetweenPieces(t *testing.T) {
 	require.NoError(t, err)
 	hostDst, err := mem.Map(4096)
 	require.NoError(t, err)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
-	hostKey, err := b.f.Register(hostDst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
+	hostKey := b.key(t, hostDst)
 	ops := write(k, src, transport.Point{})
-	_, err = a.c.Post(ops)
-	require.NoError(t, err)
+	a.post(t, ops)
 	conn := b.f.conns[b.c.(*Conn).inner]
 	until(t, a, b, func() bool { return conn.pieces.n > 0 })
-	_, err = a.c.Post(write(hostKey, host, transport.Point{}))
-	require.NoError(t, err)
+	a.post(t, write(hostKey, host, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
 	for _, w := range b.writes {
 		require.Zero(t, w.Off)
@@ -432,10 +429,8 @@ func TestHeldBack(t *testing.T) {
 		})
 		require.NoError(t, g.Record(e, stream))
 		point := transport.Point{Dev: mem.GPU(0), Event: uint64(e)}
-		k1, err := b.f.Register(dst)
-		require.NoError(t, err)
-		k2, err := b.f.Register(hostDst)
-		require.NoError(t, err)
+		k1 := b.key(t, dst)
+		k2 := b.key(t, hostDst)
 		n, err := a.c.Post(append(write(k1, gpu, point), write(k2, host, point)...))
 		require.NoError(t, err)
 		require.Equal(t, 2, n)
@@ -480,12 +475,9 @@ func TestDeregisterBesideOthers(t *testing.T) {
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst, other := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
 	point, open := heldUp(t, g, a.f)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
-	idle, err := b.f.Register(other)
-	require.NoError(t, err)
-	_, err = a.c.Post(write(k, src, point))
-	require.NoError(t, err)
+	k := b.key(t, dst)
+	idle := b.key(t, other)
+	a.post(t, write(k, src, point))
 	s := a.f.conns[a.c.(lendingConn).inner].lane.seg
 	until(t, a, b, func() bool { return s != nil && s.begun.Load() == 1 })
 
@@ -515,19 +507,15 @@ func TestNobodyMapsUnseen(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 8192, 1)
-	there, err := b.f.Register(mem.Region{Addr: dst.Addr, Len: 4096, Dev: dst.Dev})
-	require.NoError(t, err)
-	back, err := a.f.Register(mem.Region{Addr: dst.Addr + 4096, Len: 4096, Dev: dst.Dev})
-	require.NoError(t, err)
+	there := b.key(t, mem.Region{Addr: dst.Addr, Len: 4096, Dev: dst.Dev})
+	back := a.key(t, mem.Region{Addr: dst.Addr + 4096, Len: 4096, Dev: dst.Dev})
 	point, open := heldUp(t, g, b.f)
-	_, err = a.c.Post(write(there, src, transport.Point{}))
-	require.NoError(t, err)
+	a.post(t, write(there, src, transport.Point{}))
 	from, to := b.f.conns[b.c.(lendingConn).inner], a.f.conns[a.c.(lendingConn).inner]
 	for from.shown < introduction {
 		b.poll(t)
 	}
-	_, err = b.c.Post(write(back, src, point))
-	require.NoError(t, err)
+	b.post(t, write(back, src, point))
 	require.Nil(t, to.theirs)
 	require.Zero(t, from.lane.seg.begun.Load())
 	until(t, a, b, func() bool { return from.lane.seg.begun.Load() == 1 })
@@ -545,10 +533,8 @@ func TestDeregisterBesideClose(t *testing.T) {
 	g.Delay = 5 * time.Millisecond
 	a, b := pairOf(t, g, overTCP, false)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
-	_, err = a.c.Post(write(k, src, transport.Point{}))
-	require.NoError(t, err)
+	k := b.key(t, dst)
+	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return b.f.in.next == 1 })
 	gone := make(chan error)
 	go func() { gone <- b.f.Deregister(k) }()
@@ -589,11 +575,9 @@ func TestSleeperIsWoken(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
 	ops := write(k, src, transport.Point{})
-	_, err = a.c.Post(ops)
-	require.NoError(t, err)
+	a.post(t, ops)
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	fd := []unix.PollFd{{Fd: int32(b.f.FD()), Events: unix.POLLIN}}
 	for n := 1; n > 0; b.f.FD() { // what else there was to tell
@@ -603,8 +587,7 @@ func TestSleeperIsWoken(t *testing.T) {
 	c := a.f.conns[a.c.(lendingConn).inner]
 	below := c.inner
 	c.inner = full{below}
-	_, err = a.c.Post(ops)
-	require.NoError(t, err)
+	a.post(t, ops)
 	c.inner = below
 	for end := time.Now().Add(20 * time.Second); len(a.done) < 2; a.poll(t) {
 		require.True(t, time.Now().Before(end))
@@ -626,11 +609,9 @@ func TestNothingToLend(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
 	a.f.conns[a.c.(lendingConn).inner].lender = miser{}
-	_, err = a.c.Post(write(k, src, transport.Point{}))
-	require.NoError(t, err)
+	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	holds(t, g, dst, 5)
 	require.Equal(t, "cma", a.c.(transport.Teller).Via())
@@ -715,10 +696,8 @@ func TestNumbersOfGPUs(t *testing.T) {
 			}
 			src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
 			src.Dev, dst.Dev = mem.GPU(c.a), mem.GPU(c.b)
-			k, err := b.f.Register(dst)
-			require.NoError(t, err)
-			_, err = a.c.Post(write(k, src, transport.Point{}))
-			require.NoError(t, err)
+			k := b.key(t, dst)
+			a.post(t, write(k, src, transport.Point{}))
 			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 			require.NoError(t, a.done[0])
 			holds(t, g, dst, 5)
@@ -742,21 +721,18 @@ func TestMappingsEnd(t *testing.T) {
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 1<<20, 1)
 	send := func(k transport.Key) {
 		a.done, b.writes = nil, nil
-		_, err := a.c.Post(write(k, src, transport.Point{}))
-		require.NoError(t, err)
+		a.post(t, write(k, src, transport.Point{}))
 		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	}
 	for i := range uint64(20) {
-		k, err := b.f.Register(mem.Region{Addr: dst.Addr + uintptr(i)*4096, Len: 8192, Dev: dst.Dev})
-		require.NoError(t, err)
+		k := b.key(t, mem.Region{Addr: dst.Addr + uintptr(i)*4096, Len: 8192, Dev: dst.Dev})
 		send(k)
 		require.Equal(t, 1, g.Imports())
 		if i > 0 {
 			require.NoError(t, b.f.Deregister(k))
 		}
 	}
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
 	send(k)
 	require.Equal(t, "cudaipc", a.c.(transport.Teller).Via())
 	conn := a.f.conns[a.c.(lendingConn).inner]
@@ -794,10 +770,8 @@ func TestWaysEnd(t *testing.T) {
 		g.Fail("ImportIPC", 20)
 		for range 20 {
 			a.done, b.writes = nil, nil
-			k, err := b.f.Register(dst)
-			require.NoError(t, err)
-			_, err = a.c.Post(write(k, src, transport.Point{}))
-			require.NoError(t, err)
+			k := b.key(t, dst)
+			a.post(t, write(k, src, transport.Point{}))
 			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 			require.NoError(t, b.f.Deregister(k))
 		}
@@ -820,10 +794,8 @@ func TestSharedPieces(t *testing.T) {
 	src, dst := onGPU(t, g, 2*piece, 5), onGPU(t, g, 3*piece, 1)
 	point, open := heldUp(t, g, a.f)
 	for i := range uintptr(2) {
-		k, err := b.f.Register(mem.Region{Addr: dst.Addr + i*piece, Len: 2 * piece, Dev: dst.Dev})
-		require.NoError(t, err)
-		_, err = a.c.Post(write(k, src, point))
-		require.NoError(t, err)
+		k := b.key(t, mem.Region{Addr: dst.Addr + i*piece, Len: 2 * piece, Dev: dst.Dev})
+		a.post(t, write(k, src, point))
 		until(t, a, b, func() bool { return g.Imports() == int(i)+1 })
 	}
 	c := a.f.conns[a.c.(lendingConn).inner]
@@ -842,14 +814,12 @@ func TestDescriptorsEnd(t *testing.T) {
 	dst := onGPU(t, g, 4*64<<10, 1)
 	for call := range 8 { // Describe, and a pair of calls for each piece
 		g.FailAt(call + 1)
-		k, err := b.f.Register(dst)
-		require.NoError(t, err)
+		k := b.key(t, dst)
 		require.NotEmpty(t, g.Failed())
 		require.Empty(t, b.f.regions[k.ID].fds)
 		require.NoError(t, b.f.Deregister(k))
 	}
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
 	require.Len(t, b.f.regions[k.ID].fds, 4)
 }
 
@@ -886,8 +856,7 @@ func TestForgedKey(t *testing.T) {
 	a, b := pairOf(t, g, overCMA, true)
 	at, err := g.Alloc(1 << 20)
 	require.NoError(t, err)
-	k, err := a.f.Register(mem.Region{Addr: uintptr(at), Len: 4096, Dev: a.f.name()})
-	require.NoError(t, err)
+	k := a.key(t, mem.Region{Addr: uintptr(at), Len: 4096, Dev: a.f.name()})
 	var r remote
 	require.True(t, r.decode(k))
 	require.Equal(t, uint8(reachIPC), r.reach)
@@ -914,8 +883,7 @@ func TestShortAllocation(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k, err := b.f.Register(dst)
-	require.NoError(t, err)
+	k := b.key(t, dst)
 	var r remote
 	require.True(t, r.decode(k))
 	for _, more := range []uint64{1, 0} {
@@ -934,8 +902,7 @@ func TestShortAllocation(t *testing.T) {
 	a.done, b.writes = nil, nil
 	r.size, r.n = 1<<20, 1<<20
 	k.Blob = r.encode()
-	_, err = a.c.Post(write(k, src, transport.Point{}))
-	require.NoError(t, err)
+	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	require.Zero(t, g.Imports())
 	holds(t, g, dst, 5) // by way of the host
@@ -1010,8 +977,7 @@ func TestAllocatesNothing(t *testing.T) {
 		g.Instant = true
 		a, b := pairOf(t, g, overCMA, share)
 		src, dst := onGPU(t, g, 100000, 5), onGPU(t, g, 100000, 1)
-		k, err := b.f.Register(dst)
-		require.NoError(t, err)
+		k := b.key(t, dst)
 		ops := write(k, src, transport.Point{})
 		var ev [16]transport.Event
 		round := func() {

@@ -180,8 +180,7 @@ func TestHostilePeerMapped(t *testing.T) {
 	} {
 		evil := d.join(t, overCMA, true)
 		src := onGPU(t, d.g, d.size, 1)
-		_, err := evil.c.Post(write(d.key, src, transport.Point{}))
-		require.NoError(t, err)
+		evil.post(t, write(d.key, src, transport.Point{}))
 		until(t, evil, d.victim, func() bool { return len(d.victim.writes) == 1 && len(evil.done) == 1 })
 		require.Equal(t, "cudaipc", evil.below().Via())
 		d.victim.writes = nil
