@@ -100,12 +100,18 @@ public:
     add(CS_OP_WAIT_32, flag, 1, CS_WAIT_GEQ);
     write(flag, 0);
   }
-  void enqueue(cs_stream s, const char *call) {
-    for (size_t i = 0; i < ops_.size(); i += kMost)
-      must(call, cs_cu.StreamBatchMemOp(
-                     s, static_cast<unsigned>(std::min(kMost, ops_.size() - i)),
-                     &ops_[i], 0));
+  cs_result enqueue(cs_stream s) {
+    cs_result rc = CS_CU_SUCCESS;
+    for (size_t i = 0; i < ops_.size() && rc == CS_CU_SUCCESS; i += kMost)
+      rc = cs_cu.StreamBatchMemOp(
+          s, static_cast<unsigned>(std::min(kMost, ops_.size() - i)), &ops_[i],
+          0);
     ops_.clear();
+    return rc;
+  }
+  // Room for what a message through this many segments takes.
+  static void reserve(std::vector<cs_memory_op> *room, size_t segments) {
+    room->reserve(std::max(room->capacity(), 4 * segments + 1));
   }
 
 private:
@@ -355,6 +361,8 @@ void Lane::begin(bool in_turn, bool send_first) {
   need("channel");
   in_turn_ = in_turn;
   send_next_ = send_first;
+  for (const Way *way : {&out_, &in_})
+    Words::reserve(&ops_, way->copies.size());
   auto add = [&](const Segment &g) {
     const auto t = static_cast<size_t>(g.tensor);
     most_.resize(std::max(most_.size(), t + 1));
@@ -437,6 +445,11 @@ void Lane::stand(const char *call, bool sends) const {
 
 cs_stream Lane::stream(const char *call, bool sends) {
   need(call);
+  if (busy_)
+    raise(Kind::kConfig,
+          "%s: another thread is in a call of this channel: open a channel for "
+          "each thread, or let one of them wait for the other",
+          call);
   stand(call, sends);
   auto s = reinterpret_cast<cs_stream>(native_stream(device_));
   if (used_ && s != last_) {
@@ -489,14 +502,22 @@ void Lane::have(const char *call) const {
             call);
 }
 
-// Enqueues a message. If that fails when a part of it counts already, the two sides
-// count differently from then on, so the channel ends; but not if it was for a graph,
-// which never comes to be.
+// Enqueues a message, without the GIL: where the stream is full, the driver waits for
+// the GPU, which may wait for a Python thread. If it fails when a part of it counts
+// already, the two sides count differently from then on, so the channel ends; but not
+// if it was for a graph, which never comes to be.
 template <class F>
 void Lane::message(const char *call, cs_stream s, F enqueue) {
   begun_ = false;
+  busy_ = true;
+  const cs_result rc = unlocked(enqueue);
+  busy_ = false;
+  if (rc == CS_CU_SUCCESS) {
+    used(s);
+    return;
+  }
   try {
-    enqueue();
+    fail(call, rc);
   } catch (const Raised &) {
     if (begun_ && !capturing(s)) {
       broken_ = call;
@@ -514,11 +535,13 @@ void Lane::message(const char *call, cs_stream s, F enqueue) {
   }
 }
 
-void Lane::launch(Way &way, cs_stream s, const char *call) {
+// This and what follows, up to recv, without the GIL: no Python, and no exception.
+cs_result Lane::launch(Way &way, cs_stream s) {
   cs_launch_attribute attribute;
   memset(&attribute, 0, sizeof attribute);
   attribute.id = CS_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION;
   attribute.value.flag = 1;
+  cs_result rc = CS_CU_SUCCESS;
   for (Launch &l : way.launches) {
     cs_launch_config c;
     memset(&c, 0, sizeof c);
@@ -529,46 +552,52 @@ void Lane::launch(Way &way, cs_stream s, const char *call) {
     c.attributes = &attribute;
     c.count = programmatic_ ? 1 : 0;
     void *args[] = {&l.args}; // cs_launch_few is its beginning
-    cs_result rc = cs_cu.LaunchKernelEx(
+    rc = cs_cu.LaunchKernelEx(
         &c, l.segments.size() <= CS_FEW ? way.few : way.many, args, nullptr);
     if (rc != CS_CU_SUCCESS)
-      fail(call, rc);
+      break;
     begun_ = true;
   }
+  return rc;
 }
 
 // Waits and flags have constants only, so that a graph can be replayed: the
 // sender sets a flag to 1, the receiver waits for it and sets it back, and the
 // flag's next 1 comes after the answer, or after the receiver's credit.
-void Lane::copy_out(cs_stream s) {
+cs_result Lane::copy_out(cs_stream s) {
   Words words(&ops_);
+  cs_result rc = CS_CU_SUCCESS;
   if (!in_turn_) {
     for (const Segment &g : out_.copies) {
       if (g.s.credits)
         words.take(word(kSendWaits), g.s.peer, g.s.credits);
     }
     words.write(word(kSendWaits), kGoesOn);
-    words.enqueue(s, "send");
-    begun_ = true;
+    rc = words.enqueue(s);
+    begun_ = begun_ || rc == CS_CU_SUCCESS;
   }
   short_ = short_ || !rows_.empty(); // also if it fails half-way
   for (const Segment &g : out_.copies) {
     const uint64_t rows =
         rows_.empty() ? g.s.rows : rows_[static_cast<size_t>(g.tensor)];
     const uint64_t bytes = rows_.empty() ? g.s.bytes : rows * g.row_bytes;
-    if (bytes)
-      must("send", cs_cu.MemcpyAsync(g.s.to, g.s.from, bytes, s));
+    if (rc == CS_CU_SUCCESS && bytes)
+      rc = cs_cu.MemcpyAsync(g.s.to, g.s.from, bytes, s);
+    if (rc != CS_CU_SUCCESS)
+      return rc;
     if (short_)
       words.write(g.s.counted, static_cast<uint32_t>(rows));
     if (g.s.flags)
       words.write(g.s.flags, 1);
-    words.enqueue(s, "send");
-    begun_ = begun_ || g.s.flags;
+    rc = words.enqueue(s);
+    begun_ = begun_ || (rc == CS_CU_SUCCESS && g.s.flags);
   }
-  short_ = !rows_.empty();
+  if (rc == CS_CU_SUCCESS)
+    short_ = !rows_.empty();
+  return rc;
 }
 
-void Lane::copy_in(cs_stream s) {
+cs_result Lane::copy_in(cs_stream s) {
   Words words(&ops_);
   for (const Segment &g : in_.copies)
     if (g.s.credits)
@@ -578,11 +607,42 @@ void Lane::copy_in(cs_stream s) {
       words.take(word(kRecvWaits), g.s.peer, g.s.flags);
   }
   words.write(word(kRecvWaits), kGoesOn);
-  words.enqueue(s, "recv");
-  begun_ = true;
+  cs_result rc = words.enqueue(s);
+  begun_ = begun_ || rc == CS_CU_SUCCESS;
   for (const Segment &g : in_.copies)
-    if (g.s.from && g.s.bytes)
-      must("recv", cs_cu.MemcpyAsync(g.s.to, g.s.from, g.s.bytes, s));
+    if (rc == CS_CU_SUCCESS && g.s.from && g.s.bytes)
+      rc = cs_cu.MemcpyAsync(g.s.to, g.s.from, g.s.bytes, s);
+  return rc;
+}
+
+// Has the launches be of the rows that are to be sent, and copies what the copy engine
+// moves.
+cs_result Lane::prepare(cs_stream s) {
+  for (Launch &l : out_.launches) {
+    if (rows_.empty() && !l.large && !l.changed)
+      continue;
+    l.changed = !rows_.empty();
+    for (size_t i = 0; i < l.segments.size(); i++) {
+      const Segment &g = l.segments[i];
+      cs_segment &now = l.args.segment[i];
+      now = g.s;
+      now.first = l.first[i];
+      if (!rows_.empty()) {
+        now.rows = rows_[static_cast<size_t>(g.tensor)];
+        if (g.s.kind != CS_BY_PACKETS) // of those the receiver waits for all
+          now.bytes = now.rows * g.row_bytes;
+      }
+      if (!by_engine(g))
+        continue;
+      const cs_result rc =
+          now.bytes ? cs_cu.MemcpyAsync(now.to, now.from, now.bytes, s)
+                    : CS_CU_SUCCESS;
+      now.bytes = 0;
+      if (rc != CS_CU_SUCCESS)
+        return rc;
+    }
+  }
+  return CS_CU_SUCCESS;
 }
 
 void Lane::send(PyObject *rows) {
@@ -612,39 +672,12 @@ void Lane::send(PyObject *rows) {
   Entered in(context_);
   rows_ = std::move(some);
   message("send", s, [&] {
-    prepare(s);
-    if (!out_.copies.empty())
-      copy_out(s);
-    launch(out_, s, "send");
+    cs_result rc = prepare(s);
+    if (rc == CS_CU_SUCCESS && !out_.copies.empty())
+      rc = copy_out(s);
+    return rc == CS_CU_SUCCESS ? launch(out_, s) : rc;
   });
   send_next_ = false;
-  used(s);
-}
-
-// Has the launches be of the rows that are to be sent, and copies what the copy engine
-// moves.
-void Lane::prepare(cs_stream s) {
-  for (Launch &l : out_.launches) {
-    if (rows_.empty() && !l.large && !l.changed)
-      continue;
-    l.changed = !rows_.empty();
-    for (size_t i = 0; i < l.segments.size(); i++) {
-      const Segment &g = l.segments[i];
-      cs_segment &now = l.args.segment[i];
-      now = g.s;
-      now.first = l.first[i];
-      if (!rows_.empty()) {
-        now.rows = rows_[static_cast<size_t>(g.tensor)];
-        if (g.s.kind != CS_BY_PACKETS) // of those the receiver waits for all
-          now.bytes = now.rows * g.row_bytes;
-      }
-      if (by_engine(g)) {
-        if (now.bytes)
-          must("send", cs_cu.MemcpyAsync(now.to, now.from, now.bytes, s));
-        now.bytes = 0;
-      }
-    }
-  }
 }
 
 void Lane::recv() {
@@ -653,12 +686,10 @@ void Lane::recv() {
   have("recv");
   Entered in(context_);
   message("recv", s, [&] {
-    if (!in_.copies.empty())
-      copy_in(s);
-    launch(in_, s, "recv");
+    const cs_result rc = in_.copies.empty() ? CS_CU_SUCCESS : copy_in(s);
+    return rc == CS_CU_SUCCESS ? launch(in_, s) : rc;
   });
   send_next_ = true;
-  used(s);
 }
 
 std::pair<int, int> Lane::status() const {
@@ -780,7 +811,12 @@ void Lane::close() {
       watcher_.detach();
     return;
   }
-  abort(); // what still waits on a stream ends
+  abort();        // what still waits on a stream ends
+  while (busy_) // and with it what another thread's call waits for
+    unlocked([] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      return 0;
+    });
   const Relaxed relaxed;
   cs_context old = nullptr;
   cs_cu.CtxGetCurrent(&old);

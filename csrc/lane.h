@@ -32,8 +32,8 @@ struct Segment {
   cs_segment s;
 };
 
-// All methods but the watcher hold the GIL, close() and the constructor not where the
-// driver waits for the GPU. After close() there is only status().
+// All methods but the watcher hold the GIL, but not where the driver waits for the GPU.
+// After close() there is only status().
 class Lane {
 public:
   // image: cubin or PTX of lane_source(); empty for a lane that only copies.
@@ -120,11 +120,11 @@ private:
   void settle(); // waits for what is enqueued
   void turn(const char *call, bool sends);
   void have(const char *call) const;
-  void prepare(cs_stream s);
   template <class F> void message(const char *call, cs_stream s, F enqueue);
-  void launch(Way &way, cs_stream s, const char *call);
-  void copy_out(cs_stream s);
-  void copy_in(cs_stream s);
+  cs_result prepare(cs_stream s);
+  cs_result launch(Way &way, cs_stream s);
+  cs_result copy_out(cs_stream s);
+  cs_result copy_in(cs_stream s);
   void start_watcher();
   void watch();
   void time_out(int which, uint64_t *since, uint64_t parted);
@@ -155,6 +155,7 @@ private:
   bool used_ = false;
   bool begun_ =
       false; // a part of the message that is enqueued counts for the peer
+  bool busy_ = false; // a thread enqueues a message, without the GIL
   const char *broken_ = nullptr; // the call that failed after that
   bool captured_ = false; // in graphs, which may be replayed on any stream
   bool short_ = false;    // the last copies told their rows

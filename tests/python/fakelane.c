@@ -31,7 +31,7 @@ int waited_in_vain; /* streams that went on, so that a test ends */
 int capturing; /* this thread captures its stream, which something has spoiled */
 int busy;      /* a stream has not done what is enqueued */
 int asked;     /* streams whether they have */
-int waits; /* for this to be 0 again: what frees memory, and launches of LaunchKernel */
+int waits; /* for this to be 0 again: what frees memory, launches, and batches */
 int waiting;  /* calls that wait so */
 int unloaded; /* launches of LaunchKernel whose kernel was not loaded before */
 int captures; /* a stream of another thread is captured, in the mode "global" */
@@ -227,6 +227,7 @@ static void wait_word(cs_ptr at, uint32_t value) {
   waited_in_vain++;
 }
 static int batch(cs_stream s, unsigned n, cs_memory_op *ops) {
+  wait_for_it();
   for (unsigned i = 0; i < n; i++) {
     if (ops[i].is.op == CS_OP_WRITE_32)
       write_word(s, ops[i].is.address, (uint32_t)ops[i].is.value);
@@ -305,6 +306,7 @@ static int launch(const cs_launch_config *config, cs_function f,
   }
   if (++launches == fail_launch_at)
     return UNKNOWN;
+  wait_for_it();
   const cs_launch_many *a = arguments[0];
   launched_rows = a->segment[0].rows;
   launched_bytes = a->segment[0].bytes;

@@ -650,6 +650,50 @@ def test_threads_go_on_while_the_gpu_is_busy(driver: Path) -> None:
     over(driver, goes_on_while_the_gpu_is_busy)
 
 
+def goes_on_while_a_stream_is_full(mode: str) -> None:
+    w, s = pair(mode)
+    for side, other in ((w, s), (s, w)):
+        released(side.lane.send)
+        released(other.lane.recv)
+    assert DRIVER.missed == 0
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_threads_go_on_while_a_stream_is_full(driver: Path, mode: str) -> None:
+    """The driver waits then for the GPU, and that for a thread: of the other side, say."""
+    over(driver, goes_on_while_a_stream_is_full, mode)
+
+
+def in_two_threads(mode: str) -> None:
+    w, s = pair(mode)
+    DRIVER.waits = 1
+    sends = threading.Thread(target=w.lane.send, daemon=True)
+    sends.start()
+    while not DRIVER.waiting:
+        time.sleep(0.001)
+    for call, name in ((w.lane.send, "send"), (w.lane.recv, "recv")):
+        text = f"^{name}: another thread is in a call of this channel: open a channel for each"
+        refuses(call, fserver.ConfigError, text)
+    closes = threading.Thread(target=w.lane.close, daemon=True)
+    closes.start()
+    end = ctypes.c_uint32.from_address(w.lane.abort_word)
+    while end.value != ENDED:
+        time.sleep(0.001)
+    closes.join(0.05)
+    assert closes.is_alive() and sends.is_alive()
+    DRIVER.waits = 0  # as a kernel ends that has seen the word
+    closes.join()
+    sends.join()
+    refuses(w.lane.send, fserver.ClosedError, "^send: the channel is closed")
+    assert (s.lane.status(), DRIVER.waited_in_vain) == ((0, 0), 0)
+
+
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_in_two_threads(driver: Path, mode: str) -> None:
+    """A channel is of one thread; another may close it, and what it takes away waits for the call."""
+    over(driver, in_two_threads, mode)
+
+
 def forked() -> None:
     w, s = pair("ce")
     exchange(w, s, 1)
