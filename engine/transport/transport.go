@@ -194,6 +194,13 @@ type Sleeper interface{ FD() int }
 // that nobody holds is unmapped when the memory is freed or the Conn ends.
 type Lender interface{ Lends(s mem.Span) bool }
 
+// Mortal is a Conn whose peer is a process of this host.
+//
+// Dead says whether that process has ended, so that nothing it had begun goes on;
+// known is false where that cannot be seen. It is for any goroutine, also when the
+// Conn has ended, and not for every Poll: it asks the system.
+type Mortal interface{ Dead() (dead, known bool) }
+
 // Binder is a Fabric that can keep a Key to one Conn. After Bind a write that
 // names k on another Conn is refused and ends that one, as with a wrong token; a
 // later Bind takes the place of an earlier one. A Key that was never bound is

@@ -202,9 +202,12 @@ func (f *Fabric) attach(nc *net.UnixConn, dialer bool) (*Conn, error) {
 	} else {
 		err = f.attachAcceptor(nc, c)
 	}
-	if err == nil && c.tx.direct {
-		if c.peer, err = findProcess(who.pid); err != nil {
-			err = fmt.Errorf("look up the peer: %w", err)
+	if err == nil && who.pid > 0 { // it is in a PID namespace that is ours
+		p, e := findProcess(who.pid)
+		if e == nil {
+			c.peer = p
+		} else if c.tx.direct {
+			err = fmt.Errorf("look up the peer: %w", e)
 		}
 	}
 	if err != nil {

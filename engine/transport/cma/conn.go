@@ -140,6 +140,11 @@ func (c *Conn) rest() bool {
 	return ok || err != nil
 }
 
+// Dead implements transport.Mortal.
+func (c *Conn) Dead() (dead, known bool) {
+	return c.peer.start != "" && c.peer.dead(), c.peer.start != ""
+}
+
 // ring wakes the peer if it sleeps and waits for one of what bits say.
 func (c *Conn) ring(bits uint32) {
 	if c.theirs.sleep.Load()&bits != 0 && c.theirs.sleep.Swap(0) != 0 {

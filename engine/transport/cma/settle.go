@@ -69,7 +69,7 @@ func settle(all []writer, limit time.Duration) error {
 // start tells them apart.
 type process struct {
 	pid   int
-	start string // clock ticks since the boot
+	start string // clock ticks since the boot; empty: it cannot be looked up
 }
 
 // findProcess looks up a process that is known to live.
@@ -81,6 +81,16 @@ func findProcess(pid int) (process, error) {
 // quiet says whether p is gone, or none of its threads runs or waits for a
 // page or a disk.
 func (p process) quiet() bool {
+	return p.every(func(state byte) bool { return state != 'R' && state != 'D' })
+}
+
+// dead says whether p is gone, or waits only to be taken note of.
+func (p process) dead() bool {
+	return p.every(func(state byte) bool { return state == 'Z' || state == 'X' })
+}
+
+// every says whether all threads of p that have not ended are in such a state.
+func (p process) every(is func(state byte) bool) bool {
 	_, start, err := stat(fmt.Sprintf("/proc/%d/stat", p.pid))
 	if err != nil || start != p.start {
 		return err == nil || gone(err)
@@ -91,7 +101,7 @@ func (p process) quiet() bool {
 	}
 	for _, t := range threads {
 		switch state, _, err := stat(fmt.Sprintf("/proc/%d/task/%s/stat", p.pid, t.Name())); {
-		case err != nil && !gone(err), err == nil && (state == 'R' || state == 'D'):
+		case err != nil && !gone(err), err == nil && !is(state):
 			return false
 		}
 	}

@@ -137,11 +137,14 @@ func TestQuiet(t *testing.T) {
 	p, err := findProcess(pid)
 	require.NoError(t, err)
 	until(t, p.quiet) // it sleeps
+	require.False(t, p.dead())
 	self, err := findProcess(unix.Getpid())
 	require.NoError(t, err)
 	require.False(t, self.quiet())
 	require.True(t, process{unix.Getpid(), "0"}.quiet(), "a process of the same number that began at another time")
+	require.True(t, process{unix.Getpid(), "0"}.dead())
 	require.NoError(t, child.Process.Kill())
+	until(t, p.dead) // nobody has waited for it
 	require.Error(t, child.Wait())
-	require.True(t, p.quiet())
+	require.True(t, p.quiet() && p.dead())
 }

@@ -20,7 +20,8 @@ type Conn struct {
 	over   error            // why nothing can be posted any more, and what EvDown is to say
 	down   bool             // EvDown was given, or will not come
 	listed bool             // in f.busy
-	lost   atomic.Int64     // when over was set, nanoseconds; for who does not hold f.mu
+	asks   atomic.Int64     // when to ask whether the peer lives, nanoseconds; 0: over is not set
+	silent atomic.Bool      // it does not, or that cannot be seen: see quiet
 
 	jobs    []job    // what inner's operations are, by their User; 0: of nobody
 	spare   []uint64 // of jobs
@@ -347,21 +348,34 @@ func (c *Conn) coming() bool {
 	return c.theirs != nil && c.over == nil && c.theirs.begun.Load() != c.lane.seg.taken.Load()
 }
 
-// lastWrites is how long the copies of a peer may still arrive when its Conn has
-// ended, and nothing tells of their end any more: it may have died in the middle of
-// one, and the driver takes its streams down at once.
-const lastWrites = 100 * time.Millisecond
+// Copies of a peer may still arrive when its Conn has ended, and wait behind a kernel
+// for as long as its process lives. If that has died in the middle of one, the driver
+// has taken its streams down, and nothing tells of their end any more.
+const (
+	lastWrites = 100 * time.Millisecond // where it cannot be seen whether the peer lives
+	deadEvery  = 10 * time.Millisecond  // how often it is asked
+)
 
 // writing says whether copies of the peer may be under way on a Conn that has ended.
 func (c *Conn) writing() bool {
-	return c.theirs != nil && c.theirs.done.Load() < c.theirs.begun.Load() && !c.silent()
+	return c.theirs != nil && c.theirs.done.Load() < c.theirs.begun.Load() && !c.quiet()
 }
 
-// silent says whether c has ended for so long that nothing of the peer's can be
-// under way.
-func (c *Conn) silent() bool {
-	at := c.lost.Load()
-	return at != 0 && time.Now().UnixNano()-at > int64(lastWrites)
+// quiet says whether c has ended, and with it all that the peer had begun; also for
+// who does not hold f.mu.
+func (c *Conn) quiet() bool {
+	at, now := c.asks.Load(), time.Now().UnixNano()
+	if at == 0 || now < at || c.silent.Load() || !c.asks.CompareAndSwap(at, now+int64(deadEvery)) {
+		return c.silent.Load()
+	}
+	dead, known := false, false
+	if m, ok := c.inner.(transport.Mortal); ok {
+		dead, known = m.Dead()
+	}
+	if dead || !known {
+		c.silent.Store(true)
+	}
+	return c.silent.Load()
 }
 
 // copying says whether copies of ours are under way.
@@ -384,7 +398,7 @@ func (c *Conn) wake() {
 func (c *Conn) end(err error) {
 	if c.over == nil {
 		c.over = err
-		c.lost.Store(time.Now().UnixNano())
+		c.asks.Store(time.Now().Add(lastWrites).UnixNano())
 	}
 	c.wake()
 }

@@ -298,6 +298,7 @@ func (f *Fabric) tick() {
 		if c.copying() {
 			if _, err := f.dev.Idle(c.lane.stream); err != nil {
 				c.lane.broken = true
+				c.seg().begun.Store(c.seg().done.Load()) // for the peer: none is under way
 				c.fail(err)
 			}
 		}

@@ -501,6 +501,45 @@ func TestDeregisterBesideOthers(t *testing.T) {
 	holds(t, g, dst, 5)
 }
 
+// ghost is a Conn of a process that has ended.
+type ghost struct{ transport.Conn }
+
+func (ghost) Dead() (dead, known bool) { return true, true }
+
+// TestDeregisterBehindAConn: a copy of a peer that lives is waited for when their Conn
+// has ended too, and that of one that has died is not.
+func TestDeregisterBehindAConn(t *testing.T) {
+	for name, dead := range map[string]bool{"lives": false, "dead": true} {
+		t.Run(name, func(t *testing.T) {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, overCMA, true)
+			src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+			point, open := heldUp(t, g, a.f)
+			k := b.key(t, dst)
+			a.post(t, write(k, src, point))
+			s := a.f.conns[a.c.(lendingConn).inner].lane.seg
+			until(t, a, b, func() bool { return s != nil && s.begun.Load() == 1 })
+			if c := b.f.conns[b.c.(lendingConn).inner]; dead {
+				c.inner = ghost{c.inner}
+			}
+			require.NoError(t, b.c.Close())
+			gone := make(chan error, 1)
+			go func() { gone <- b.f.Deregister(k) }()
+			if dead {
+				require.NoError(t, <-gone)
+				require.Zero(t, s.done.Load())
+				open()
+				return
+			}
+			time.Sleep(3 * lastWrites)
+			require.Empty(t, gone)
+			open()
+			require.NoError(t, <-gone)
+			holds(t, g, dst, 5)
+		})
+	}
+}
+
 // TestNobodyMapsUnseen: a side writes nothing by mapping before the other knows whom to
 // wait for at the end of a key.
 func TestNobodyMapsUnseen(t *testing.T) {

@@ -344,7 +344,7 @@ func (c *Conn) sweep() {
 
 // writer is the peer, if it may be about to write by mapping.
 func (c *Conn) writer() (w writer, ok bool) {
-	if c.theirs == nil || c.silent() {
+	if c.theirs == nil || c.quiet() {
 		return writer{}, false
 	}
 	w = writer{c, c.views[1], c.theirs, c.theirs.begun.Load()}

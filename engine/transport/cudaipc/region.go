@@ -346,7 +346,7 @@ func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
 		return nil
 	}
 	for _, w := range writers {
-		err := wait(func() bool { return w.over(id) || w.c.silent() })
+		err := wait(func() bool { return w.over(id) || w.c.quiet() })
 		if err != nil {
 			return err
 		}
