@@ -811,7 +811,7 @@ void Lane::close() {
       watcher_.detach();
     return;
   }
-  abort();        // what still waits on a stream ends
+  abort();      // what still waits on a stream ends
   while (busy_) // and with it what another thread's call waits for
     unlocked([] {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

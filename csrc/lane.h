@@ -155,7 +155,7 @@ private:
   bool used_ = false;
   bool begun_ =
       false; // a part of the message that is enqueued counts for the peer
-  bool busy_ = false; // a thread enqueues a message, without the GIL
+  bool busy_ = false;            // a thread enqueues a message, without the GIL
   const char *broken_ = nullptr; // the call that failed after that
   bool captured_ = false; // in graphs, which may be replayed on any stream
   bool short_ = false;    // the last copies told their rows

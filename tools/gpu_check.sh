@@ -3,7 +3,9 @@
 #
 #   tools/gpu_check.sh PART...        parts: tests eager channel bench af ringx
 #
-# OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. Prints PASS or FAIL for
+# OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
+# multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
+# take turns otherwise, of milliseconds each (who is killed may take others with it then). Prints PASS or FAIL for
 # each step; the exit status says whether all passed, and is 2 without a part or for one that there is not.
 #
 # tests needs the archive alone: all of tests/gpu in one go, within LIMIT seconds (default 900), or
@@ -43,6 +45,20 @@ OUT=${OUT:-build/gpu}
 mkdir -p "$OUT"
 export NEED_GPU=1 # tests that find none fail
 failed=0
+
+if [[ -n ${MPS:-} ]]; then
+  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) || exit
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+  nvidia-cuda-mps-control -d || wrong "MPS=$MPS: the multi-process service does not start"
+fi
+packing=() # what is to be packed, also when it is interrupted
+leave() {
+  ((${#packing[@]})) && pack "${packing[@]}"
+  [[ -z ${MPS:-} ]] && return
+  echo quit | nvidia-cuda-mps-control
+  rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
+}
+trap leave EXIT
 
 # step NAME COMMAND...: its output goes to the log of that name, and its end to the terminal.
 step() {
@@ -114,15 +130,14 @@ pack() {
   tar -czf "$1" -C "$2" . && rm -rf "$2"
 }
 
-# packed PART runs its steps and packs what they leave, also when it is interrupted.
+# packed PART runs its steps and packs what they leave.
 packed() {
   local logs
   logs=$(mktemp -d) || return
-  # shellcheck disable=SC2064
-  trap "pack '$OUT/$1.tgz' '$logs'" EXIT
+  packing=("$OUT/$1.tgz" "$logs")
   OUT=$logs "$1_steps"
-  trap - EXIT
-  pack "$OUT/$1.tgz" "$logs"
+  pack "${packing[@]}"
+  packing=()
 }
 
 # Without -test.v, only tests that fail print, and what they print stands below their names.

@@ -939,8 +939,12 @@ def main(argv: list[str]) -> int:
     if args.work in ("zero-sm", "trips"):
         args.shape = (1, 1)
     args.shape = args.shape or ((2, 2) if args.dry or gpus >= 4 else (1, 1))
-    if not args.dry and gpus < sum(args.shape):
-        raise BenchError(f"{gpus} GPUs, and {sum(args.shape)} are needed (--dry needs none)")
+    shared = gpus > 0 and "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+    if not args.dry and not shared and gpus < sum(args.shape):
+        raise BenchError(
+            f"{gpus} GPUs, and {sum(args.shape)} are needed, or one and NVIDIA's multi-process "
+            "service with CUDA_MPS_PIPE_DIRECTORY (--dry needs none)"
+        )
     options: dict[str, Any] = {}
     if args.work != "trips":
         options["shape"] = (args.layers, args.stages, args.rows, args.width)

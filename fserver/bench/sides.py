@@ -63,7 +63,9 @@ class Side:
         self.workers, self.servers = shape
         self.is_worker = index < self.workers
         self.rank = index if self.is_worker else index - self.workers
-        self.device = torch.device("cpu") if dry else torch.device("cuda", index)
+        # Under MPS processes can share a GPU; who is not told so has one for each.
+        gpus = torch.cuda.device_count()
+        self.device = torch.device("cpu") if dry else torch.device("cuda", index % gpus)
         self.scheduler = ""
         self._barrier, self._cells, self._turns = barrier, cells, turns
 

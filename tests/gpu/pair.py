@@ -21,6 +21,12 @@ LIMIT_S = 10.0
 START_S = 40.0  # torch, and a context
 
 
+def at_once(devices: tuple[int | None, int | None]) -> bool:
+    """Whether the two processes use their GPUs at the same time. Of one GPU they take turns, which
+    lasts milliseconds for each message, unless NVIDIA's multi-process service (MPS) runs."""
+    return devices[0] != devices[1] or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+
+
 class Side:
     """What a function that runs in one of the processes is given.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import peers
 import pytest
-from pair import Pair, Side, say
+from pair import Pair, Side, at_once, say
 from peers import Child
 
 MODES = ["sm", "ce", "proxy"]
@@ -415,9 +415,8 @@ def layered(
 @pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
 @pytest.mark.parametrize("mode", ["sm", "ce"])
 def test_layers(pair: Pair, mode: str, apart: bool) -> None:
-    """61 layers of 3 micro-batches, replayed 1,000 times where there are two GPUs; one GPU has to
-    switch between the two processes for each message, which takes milliseconds."""
-    replays = 1000 if pair.devices[0] != pair.devices[1] else 1
+    """61 layers of 3 micro-batches, replayed 1,000 times where the processes need not take turns."""
+    replays = 1000 if at_once(pair.devices) else 1
     pair.run(layered, 40, mode=mode, layers=61, stages=3, replays=replays, apart=apart, path=None)
 
 
@@ -425,8 +424,8 @@ def test_layers(pair: Pair, mode: str, apart: bool) -> None:
 def test_layers_by_proxy(pair: Pair, apart: bool) -> None:
     """As test_layers, with a tenth of the layers where the processes have to take turns: the CPU
     has a part in each message."""
-    two = pair.devices[0] != pair.devices[1]
-    shape = {"layers": 61 if two else 6, "stages": 3, "replays": 1000 if two else 20}
+    whole = at_once(pair.devices)
+    shape = {"layers": 61 if whole else 6, "stages": 3, "replays": 1000 if whole else 20}
     pair.run(layered, 90, mode="proxy", apart=apart, path=None, **shape)
 
 
@@ -460,7 +459,7 @@ def tuned(side: Side, n: int, rounds: int) -> tuple[Any, float, float]:
 
 @pytest.mark.parametrize("n", [1 << 10, 1 << 14, 7 << 15])
 def test_tune(pair: Pair, n: int) -> None:
-    rounds = 20 if pair.devices[0] != pair.devices[1] else 3  # where the processes take turns
+    rounds = 20 if at_once(pair.devices) else 3
     pair.run(tuned, 20, n=n, rounds=rounds)
 
 
