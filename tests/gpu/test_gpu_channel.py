@@ -415,7 +415,7 @@ def layered(
 @pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
 @pytest.mark.parametrize("mode", ["sm", "ce"])
 def test_layers(pair: Pair, mode: str, apart: bool) -> None:
-    """61 layers of 3 micro-batches, replayed 1,000 times where the processes need not take turns."""
+    """61 layers of 3 micro-batches, 1,000 times where the processes need not take turns."""
     replays = 1000 if at_once(pair.devices) else 1
     pair.run(layered, 40, mode=mode, layers=61, stages=3, replays=replays, apart=apart, path=None)
 

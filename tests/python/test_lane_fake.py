@@ -690,7 +690,7 @@ def in_two_threads(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sm", "ce"])
 def test_in_two_threads(driver: Path, mode: str) -> None:
-    """A channel is of one thread; another may close it, and what it takes away waits for the call."""
+    """A channel is of one thread at a time; another may close it, which waits for the call."""
     over(driver, in_two_threads, mode)
 
 
