@@ -5,7 +5,7 @@
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
 # multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
-# take turns otherwise, of milliseconds each (who is killed may take others with it then). Prints PASS or FAIL for
+# take turns otherwise, of milliseconds each. Prints PASS or FAIL for
 # each step; the exit status says whether all passed, and is 2 without a part or for one that there is not.
 #
 # tests needs the archive alone: all of tests/gpu in one go, within LIMIT seconds (default 900), or
