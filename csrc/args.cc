@@ -58,8 +58,8 @@ PyObject *Items::at(size_t i) const {
 
 uint64_t read_u64(PyObject *o, Arg arg, Py_ssize_t i) {
   Ref index;
-  if (!PyLong_Check(o)) {
-    if (!PyIndex_Check(o))
+  if (!PyLong_Check(o) || PyBool_Check(o)) {
+    if (!PyIndex_Check(o) || PyBool_Check(o))
       raise(Kind::kConfig, "%s: %s is %s, want an int", arg.call,
             Name(arg, i).text, Repr(o).text);
     index = Ref::steal(PyNumber_Index(o));

@@ -104,7 +104,7 @@ private:
   Arg arg_;
 };
 
-// An int of 0 to 2^64-1 (or what has __index__). i < 0: the argument is no
+// An int of 0 to 2^64-1, or what has __index__, but no bool. i < 0: the argument is no
 // sequence.
 uint64_t read_u64(PyObject *o, Arg arg, Py_ssize_t i = -1);
 

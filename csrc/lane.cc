@@ -655,9 +655,6 @@ void Lane::send(PyObject *rows) {
             "send: rows has %zu numbers for %zu tensors: give one for each",
             items.size(), most_.size());
     for (size_t i = 0; i < most_.size(); i++) {
-      if (PyBool_Check(items.at(i)))
-        raise(Kind::kConfig, "send: rows[%zu] is %s, want an int of 0 to %u", i,
-              items.at(i) == Py_True ? "True" : "False", most_[i]);
       const uint64_t n =
           read_u64(items.at(i), {"send", "rows"}, static_cast<Py_ssize_t>(i));
       if (n > most_[i])

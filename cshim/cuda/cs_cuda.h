@@ -46,16 +46,9 @@ enum {
   CS_CU_SUCCESS = 0,
   CS_CU_INVALID_VALUE = 1,
   CS_CU_OUT_OF_MEMORY = 2,
-  CS_CU_DEINITIALIZED = 4,
-  CS_CU_NO_DEVICE = 100,
-  CS_CU_INVALID_CONTEXT = 201,
   CS_CU_PEER_ACCESS_UNSUPPORTED = 217,
-  CS_CU_NOT_FOUND = 500,
   CS_CU_NOT_READY = 600,
   CS_CU_PEER_ACCESS_ALREADY_ENABLED = 704,
-  CS_CU_CONTEXT_IS_DESTROYED = 709,
-  CS_CU_HOST_MEMORY_ALREADY_REGISTERED = 712,
-  CS_CU_NOT_PERMITTED = 800,
   CS_CU_NOT_SUPPORTED = 801,
   CS_CU_STREAM_CAPTURE_UNSUPPORTED = 900,
   CS_CU_STREAM_CAPTURE_INVALIDATED = 901,
@@ -63,83 +56,38 @@ enum {
 
 /* Of DeviceGetAttribute. */
 enum {
-  CS_DEV_MULTIPROCESSOR_COUNT = 16,
-  CS_DEV_PCI_BUS_ID = 33,
-  CS_DEV_PCI_DEVICE_ID = 34,
-  CS_DEV_ASYNC_ENGINE_COUNT = 40,
-  CS_DEV_UNIFIED_ADDRESSING = 41,
-  CS_DEV_PCI_DOMAIN_ID = 50,
   CS_DEV_COMPUTE_CAPABILITY_MAJOR = 75,
   CS_DEV_COMPUTE_CAPABILITY_MINOR = 76,
-  CS_DEV_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
-  CS_DEV_VIRTUAL_MEMORY_MANAGEMENT = 102,
-  CS_DEV_HANDLE_TYPE_POSIX_FD = 103,
-  CS_DEV_MEMORY_POOLS = 115,
-  CS_DEV_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
 };
 
-/* Of PointerGetAttribute(s). */
+/* Of PointerGetAttribute. */
 enum {
-  CS_PTR_CONTEXT = 1,
-  CS_PTR_MEMORY_TYPE = 2, /* uint32_t: CS_MEMORY_* */
-  CS_PTR_DEVICE_POINTER = 3,
-  CS_PTR_HOST_POINTER = 4,
-  CS_PTR_BUFFER_ID = 7, /* uint64_t, never used twice in a process */
-  CS_PTR_IS_MANAGED = 8,
+  CS_PTR_MEMORY_TYPE = 2,         /* uint32_t: CS_MEMORY_* */
+  CS_PTR_BUFFER_ID = 7,           /* uint64_t, never used twice in a process */
   CS_PTR_DEVICE_ORDINAL = 9,      /* int */
   CS_PTR_LEGACY_IPC_CAPABLE = 10, /* int: IpcGetMemHandle works */
-  CS_PTR_RANGE_START = 11,
-  CS_PTR_RANGE_SIZE = 12,
-  CS_PTR_MAPPED = 13,
   CS_PTR_ALLOWED_HANDLE_TYPES = 14, /* uint64_t: CS_HANDLE_* */
-  CS_PTR_ACCESS_FLAGS = 16,
-  CS_PTR_MEMPOOL = 17, /* NULL if it is of none */
+  CS_PTR_MEMPOOL = 17,              /* NULL if it is of none */
   CS_PTR_MAPPING_SIZE = 18,
   CS_PTR_MAPPING_BASE = 19,
 };
 
-enum { CS_MEMORY_HOST = 1, CS_MEMORY_DEVICE = 2, CS_MEMORY_UNIFIED = 4 };
+enum { CS_MEMORY_DEVICE = 2 };
 
 enum { CS_STREAM_NON_BLOCKING = 1 };
 enum { CS_EVENT_DISABLE_TIMING = 2 };
 enum { CS_IPC_LAZY_PEER_ACCESS = 1 };
 enum { CS_HOST_PORTABLE = 1, CS_HOST_DEVICEMAP = 2 };
-enum { CS_WAIT_GEQ = 0, CS_WAIT_EQ = 1, CS_WAIT_AND = 2, CS_WAIT_NOR = 3 };
+enum { CS_WAIT_GEQ = 0 };
 enum { CS_WRITE_DEFAULT = 0 };
 enum { CS_OP_WAIT_32 = 1, CS_OP_WRITE_32 = 2 };
-enum { CS_CAPTURE_NONE = 0, CS_CAPTURE_ACTIVE = 1, CS_CAPTURE_INVALIDATED = 2 };
-enum {
-  CS_CAPTURE_MODE_GLOBAL = 0,
-  CS_CAPTURE_MODE_THREAD_LOCAL = 1,
-  CS_CAPTURE_MODE_RELAXED = 2
-};
-enum { CS_HANDLE_POSIX_FD = 1, CS_HANDLE_FABRIC = 8 };
+enum { CS_CAPTURE_NONE = 0, CS_CAPTURE_INVALIDATED = 2 };
+enum { CS_CAPTURE_MODE_GLOBAL = 0, CS_CAPTURE_MODE_RELAXED = 2 };
+enum { CS_HANDLE_POSIX_FD = 1 };
 enum { CS_LOCATION_DEVICE = 1 };
 enum { CS_ACCESS_READWRITE = 3 };
-enum { CS_ALLOCATION_PINNED = 1 };
-enum { CS_GRANULARITY_MINIMUM = 0, CS_GRANULARITY_RECOMMENDED = 1 };
-enum {
-  CS_P2P_PERFORMANCE_RANK = 1,
-  CS_P2P_ACCESS = 2,
-  CS_P2P_NATIVE_ATOMIC = 3
-};
-enum {
-  CS_FUNC_MAX_THREADS = 0,
-  CS_FUNC_NUM_REGS = 4,
-  CS_FUNC_MAX_DYNAMIC_SHARED = 8
-};
-enum {
-  CS_JIT_INFO_LOG_BUFFER = 3,
-  CS_JIT_INFO_LOG_BUFFER_SIZE = 4,
-  CS_JIT_ERROR_LOG_BUFFER = 5,
-  CS_JIT_ERROR_LOG_BUFFER_SIZE = 6,
-};
-enum {
-  CS_LAUNCH_COOPERATIVE = 2,
-  CS_LAUNCH_CLUSTER_DIMENSION = 4,
-  CS_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
-  CS_LAUNCH_PRIORITY = 8,
-};
+enum { CS_FUNC_NUM_REGS = 4 };
+enum { CS_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
 typedef struct {
   int type; /* CS_LOCATION_* */
@@ -152,26 +100,11 @@ typedef struct {
 } cs_access;
 
 typedef struct {
-  int type; /* CS_ALLOCATION_PINNED */
-  int handle_types;
-  cs_location location;
-  void *win32;
-  struct {
-    unsigned char compression, rdma;
-    unsigned short usage;
-    unsigned char reserved[4];
-  } flags;
-} cs_allocation_prop;
-
-typedef struct {
   int id; /* CS_LAUNCH_* */
   char pad[4];
   union {
     char pad[64];
-    int flag; /* cooperative, programmatic serialization, priority */
-    struct {
-      unsigned x, y, z;
-    } cluster;
+    int flag; /* programmatic serialization */
   } value;
 } cs_launch_attribute;
 
@@ -205,7 +138,6 @@ typedef union {
   F(GetErrorString, "cuGetErrorString", 6000,                                  \
     (cs_result error, const char **text))                                      \
   F(Init, "cuInit", 2000, (unsigned flags))                                    \
-  F(DriverGetVersion, "cuDriverGetVersion", 2020, (int *version))              \
   F(DeviceGetCount, "cuDeviceGetCount", 2000, (int *count))                    \
   F(DeviceGet, "cuDeviceGet", 2000, (cs_device * device, int ordinal))         \
   F(DeviceGetName, "cuDeviceGetName", 2000,                                    \
@@ -214,33 +146,22 @@ typedef union {
       (cs_uuid * uuid, cs_device device))                                      \
   F(DeviceGetAttribute, "cuDeviceGetAttribute", 2000,                          \
     (int *value, int what, cs_device device))                                  \
-  F(DeviceTotalMem, "cuDeviceTotalMem_v2", 3020,                               \
-    (size_t *bytes, cs_device device))                                         \
-  F(DeviceGetPCIBusId, "cuDeviceGetPCIBusId", 4010,                            \
-    (char *id, int len, cs_device device))                                     \
   F(DeviceCanAccessPeer, "cuDeviceCanAccessPeer", 4000,                        \
     (int *can, cs_device device, cs_device peer))                              \
-  F(DeviceGetP2PAttribute, "cuDeviceGetP2PAttribute", 8000,                    \
-    (int *value, int what, cs_device from, cs_device to))                      \
   F(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", 7000,                  \
     (cs_context * context, cs_device device))                                  \
   F(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", 11000,            \
     (cs_device device))                                                        \
-  F(DevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState", 7000,              \
-    (cs_device device, unsigned *flags, int *active))                          \
   F(CtxGetCurrent, "cuCtxGetCurrent", 4000, (cs_context * context))            \
   F(CtxSetCurrent, "cuCtxSetCurrent", 4000, (cs_context context))              \
   F(CtxEnablePeerAccess, "cuCtxEnablePeerAccess", 4000,                        \
     (cs_context peer, unsigned flags))                                         \
-  F(MemGetInfo, "cuMemGetInfo_v2", 3020, (size_t *free, size_t *total))        \
   F(MemAlloc, "cuMemAlloc_v2", 3020, (cs_ptr * address, size_t bytes))         \
   F(MemFree, "cuMemFree_v2", 3020, (cs_ptr address))                           \
   F(MemGetAddressRange, "cuMemGetAddressRange_v2", 3020,                       \
     (cs_ptr * base, size_t *bytes, cs_ptr address))                            \
   F(PointerGetAttribute, "cuPointerGetAttribute", 4000,                        \
     (void *value, int what, cs_ptr address))                                   \
-  F(PointerGetAttributes, "cuPointerGetAttributes", 7000,                      \
-    (unsigned count, int *what, void **values, cs_ptr address))                \
   F(MemHostAlloc, "cuMemHostAlloc", 2020,                                      \
     (void **address, size_t bytes, unsigned flags))                            \
   F(MemFreeHost, "cuMemFreeHost", 2000, (void *address))                       \
@@ -254,17 +175,9 @@ typedef union {
   F(IpcOpenMemHandle, "cuIpcOpenMemHandle_v2", 11000,                          \
     (cs_ptr * address, cs_ipc_handle handle, unsigned flags))                  \
   F(IpcCloseMemHandle, "cuIpcCloseMemHandle", 4010, (cs_ptr address))          \
-  F(MemCreate, "cuMemCreate", 10020,                                           \
-    (cs_allocation * handle, size_t bytes, const cs_allocation_prop *prop,     \
-     unsigned long long flags))                                                \
   F(MemRelease, "cuMemRelease", 10020, (cs_allocation handle))                 \
   F(MemRetainAllocationHandle, "cuMemRetainAllocationHandle", 11000,           \
     (cs_allocation * handle, void *address))                                   \
-  F(MemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020,       \
-    (size_t *bytes, const cs_allocation_prop *prop, int option))               \
-  F(MemGetAllocationPropertiesFromHandle,                                      \
-    "cuMemGetAllocationPropertiesFromHandle", 10020,                           \
-    (cs_allocation_prop * prop, cs_allocation handle))                         \
   F(MemExportToShareableHandle, "cuMemExportToShareableHandle", 10020,         \
     (void *shareable, cs_allocation handle, int type,                          \
      unsigned long long flags))                                                \
@@ -282,13 +195,6 @@ typedef union {
     (cs_ptr address, size_t bytes, const cs_access *access, size_t count))     \
   F(MemcpyAsync, "cuMemcpyAsync", 4000,                                        \
     (cs_ptr to, cs_ptr from, size_t bytes, cs_stream stream))                  \
-  F(MemcpyPeerAsync, "cuMemcpyPeerAsync", 4000,                                \
-    (cs_ptr to, cs_context to_context, cs_ptr from, cs_context from_context,   \
-     size_t bytes, cs_stream stream))                                          \
-  F(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", 3020,                             \
-    (cs_ptr to, cs_ptr from, size_t bytes, cs_stream stream))                  \
-  F(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", 3020,                             \
-    (cs_ptr to, const void *from, size_t bytes, cs_stream stream))             \
   F(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", 3020,                             \
     (void *to, cs_ptr from, size_t bytes, cs_stream stream))                   \
   F(MemcpyHtoD, "cuMemcpyHtoD_v2", 3020,                                       \
@@ -299,8 +205,6 @@ typedef union {
     (cs_ptr address, unsigned char value, size_t bytes, cs_stream stream))     \
   F(StreamCreate, "cuStreamCreate", 2000,                                      \
     (cs_stream * stream, unsigned flags))                                      \
-  F(StreamCreateWithPriority, "cuStreamCreateWithPriority", 5050,              \
-    (cs_stream * stream, unsigned flags, int priority))                        \
   F(StreamDestroy, "cuStreamDestroy_v2", 4000, (cs_stream stream))             \
   F(StreamSynchronize, "cuStreamSynchronize", 2000, (cs_stream stream))        \
   F(CtxSynchronize, "cuCtxSynchronize", 2000, (void))                          \
@@ -309,16 +213,12 @@ typedef union {
     (cs_stream stream, cs_event event, unsigned flags))                        \
   F(StreamIsCapturing, "cuStreamIsCapturing", 10000,                           \
     (cs_stream stream, int *status))                                           \
-  F(StreamGetCtx, "cuStreamGetCtx", 9020,                                      \
-    (cs_stream stream, cs_context * context))                                  \
   F(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",      \
     10010, (int *mode))                                                        \
   NEW(StreamWriteValue32, "cuStreamWriteValue32_v2", 11070,                    \
       (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))      \
   NEW(StreamWriteValue64, "cuStreamWriteValue64_v2", 11070,                    \
       (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))      \
-  NEW(StreamWaitValue32, "cuStreamWaitValue32_v2", 11070,                      \
-      (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))      \
   NEW(StreamWaitValue64, "cuStreamWaitValue64_v2", 11070,                      \
       (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))      \
   NEW(StreamBatchMemOp, "cuStreamBatchMemOp_v2", 11070,                        \
@@ -326,20 +226,14 @@ typedef union {
   F(EventCreate, "cuEventCreate", 2000, (cs_event * event, unsigned flags))    \
   F(EventRecord, "cuEventRecord", 2000, (cs_event event, cs_stream stream))    \
   F(EventQuery, "cuEventQuery", 2000, (cs_event event))                        \
-  F(EventSynchronize, "cuEventSynchronize", 2000, (cs_event event))            \
   F(EventDestroy, "cuEventDestroy_v2", 4000, (cs_event event))                 \
   F(ModuleLoadData, "cuModuleLoadData", 2000,                                  \
     (cs_module * module, const void *image))                                   \
-  F(ModuleLoadDataEx, "cuModuleLoadDataEx", 2010,                              \
-    (cs_module * module, const void *image, unsigned count, int *options,      \
-     void **values))                                                           \
   F(ModuleUnload, "cuModuleUnload", 2000, (cs_module module))                  \
   F(ModuleGetFunction, "cuModuleGetFunction", 2000,                            \
     (cs_function * function, cs_module module, const char *name))              \
   F(FuncGetAttribute, "cuFuncGetAttribute", 2020,                              \
     (int *value, int what, cs_function function))                              \
-  F(FuncSetAttribute, "cuFuncSetAttribute", 9000,                              \
-    (cs_function function, int what, int value))                               \
   F(LaunchKernel, "cuLaunchKernel", 4000,                                      \
     (cs_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,  \
      unsigned block_x, unsigned block_y, unsigned block_z,                     \

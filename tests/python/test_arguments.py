@@ -167,6 +167,12 @@ PUSH_PULL: list[tuple[str, type[Exception], str, Callable[[], tuple[Any, ...]]]]
         lambda: push(X, [1.0]),
     ),
     (
+        "bool as key",
+        fserver.ConfigError,
+        "push_pull: push_keys[0] is True, want an int",
+        lambda: push(X, [True]),
+    ),
+    (
         "text as keys",
         fserver.ConfigError,
         "push_pull: push_keys is '0', want a sequence of ints",

@@ -563,7 +563,7 @@ def wrong_rows(mode: str) -> None:
     ):
         refuses(lambda rows=rows: w.lane.send(rows), fserver.ShapeError, text)
     for rows, text in (
-        ([True], r"^send: rows\[0\] is True, want an int of 0 to 16"),
+        ([True], r"^send: rows\[0\] is True, want an int"),
         ([1.5], r"^send: rows\[0\] is 1.5, want an int"),
         (3, "^send: rows is 3, want "),
     ):
