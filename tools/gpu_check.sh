@@ -27,7 +27,8 @@
 # rounds.
 #
 # ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
-# there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs).
+# there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs). On
+# one GPU with MPS=1 it checks only, with RANKS processes (default "2 3 4"; 2 minutes each).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -78,6 +79,13 @@ step() {
 ringx() {
   local gpus ranks=${RANKS:-} tokens=${TOKENS:-8K,16K,32K,64K,128K} n files=()
   gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || return
+  if ((gpus == 1)) && [[ -n ${MPS:-} ]]; then
+    for n in ${ranks:-2 3 4}; do
+      step "ringx-shared-$n" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" \
+        tools/ringx_bench.py check --shared --json "$OUT/ringx-shared-$n.json"
+    done
+    return
+  fi
   if [[ -z $ranks ]]; then
     for n in 2 4; do ((n <= gpus)) && ranks+=" $n"; done
   fi

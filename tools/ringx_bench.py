@@ -10,7 +10,8 @@
 ``time`` measures. Heads are those of
 Llama-3-8B (32 and 8, of 128) under a causal mask and 32 of each without one. Every way runs on the
 same kernel. "ideal" is the time of one GPU for the whole sequence, divided by the GPUs. Without
-GPUs all of it runs over gloo, for a look at the program.
+GPUs all of it runs over gloo, for a look at the program. ``check --shared`` has all ranks share the
+first GPU, over gloo and by copies, which wants NVIDIA's multi-process service (MPS).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fserver.errors import ConfigError
-from fserver.ringx import api, kernels, positions, schedules
+from fserver.ringx import api, kernels, positions, schedules, window
 from fserver.ringx.api import ALGORITHMS, Algorithm
 from fserver.ringx.combine import Parts
 from fserver.ringx.kernels import Given, Pair, Triple, accumulator
@@ -364,9 +365,10 @@ def check_one(
     want = exact_all(whole, causal)
     single: dict[str, Tensor] = {}
     found = []
+    by_gloo = device.type == "cuda" and dist.get_backend() == "gloo"  # it sends nothing of a GPU
     for way in ways(causal, tokens, dist.get_world_size(), device):
         ours = way.name.removesuffix(" copies") in ALGORITHMS
-        if not ours and way.name not in ("alone", "ring p2p"):
+        if not (ours or way.name == "alone" or way.name == "ring p2p" and not by_gloo):
             continue
         row = {
             "way": way.name, "kernel": kernel, "dtype": str(dtype).partition(".")[2],
@@ -731,6 +733,7 @@ def main() -> int:
     drawing.add_argument("results", nargs="+")
     for command in (checking, graphs, timing):
         command.add_argument("--json", metavar="FILE")
+    checking.add_argument("--shared", action="store_true", help="one GPU for all ranks")
     timing.add_argument("--tokens", default="8K,32K,64K,128K,256K", help="of the whole sequence")
     timing.add_argument("--mask", choices=("causal", "full", "both"), default="causal")
     timing.add_argument("--ways", help="only these, by name, with commas")
@@ -748,11 +751,16 @@ def main() -> int:
     device = torch.device("cpu")
     if options.command == "graph" and not torch.cuda.is_available():
         parser.error("graph: there is no GPU")
+    shared = options.command == "check" and options.shared
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", 0 if shared else int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    gpu = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
-    dist.init_process_group(**gpu, timeout=timedelta(minutes=3))
+    if shared:  # NCCL wants a GPU for each rank, and so does a window
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        window._reach = lambda ranks, device: True
+    nccl = device.type == "cuda" and not shared
+    group = {"backend": "nccl", "device_id": device} if nccl else {"backend": "gloo"}
+    dist.init_process_group(**group, timeout=timedelta(minutes=3))
     good = True
     if options.command == "check":
         # of a rank: tokens, and heads of q and of k and v; one length is no multiple of a block
