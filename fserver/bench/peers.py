@@ -218,7 +218,7 @@ class Part:
         """Why this build or host makes no node with these settings; None if it does."""
         options: dict[str, Any] = {"settings": settings, "connect": False}
         try:
-            fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options).close()
+            fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options).stop()
         except fserver.Error as error:
             return str(error)
         return None
