@@ -290,17 +290,26 @@ func (f *Fabric) tick() {
 	}
 	f.scan = now
 	if f.in.waiting() {
-		if _, err := f.dev.Idle(f.in.stream); err != nil {
+		idle, err := f.dev.Idle(f.in.stream)
+		f.look()
+		switch {
+		case err != nil:
 			f.in.fail(err)
+		case idle && f.in.waiting(): // the flag of the last copy was not enqueued
+			wordIn(f.in.page).Store(f.in.next)
 		}
 	}
 	for _, c := range f.conns {
-		if c.copying() {
-			if _, err := f.dev.Idle(c.lane.stream); err != nil {
-				c.lane.broken = true
-				c.seg().begun.Store(c.seg().done.Load()) // for the peer: none is under way
-				c.fail(err)
-			}
+		if !c.copying() {
+			continue
+		}
+		idle, err := f.dev.Idle(c.lane.stream)
+		f.look()
+		if err != nil || idle && c.over != nil && c.copying() { // what is left was not enqueued
+			c.lane.broken = true
+			c.seg().begun.Store(c.seg().done.Load()) // for the peer: none is under way
+			c.fail(err)
+			c.wake()
 		}
 	}
 }

@@ -191,7 +191,9 @@ func TestDeviceFails(t *testing.T) {
 		require.NotErrorIs(t, b.down, io.EOF)
 		require.Len(t, a.done, 1)
 		require.Error(t, a.done[0])
-		holds(t, g, dst, 1)
+		if !share {
+			holds(t, g, dst, 1)
+		}
 	}
 }
 
@@ -499,6 +501,44 @@ func TestDeregisterBesideOthers(t *testing.T) {
 	s.begun.Store(1)
 	require.NoError(t, errors.Join(w.view.Drop(), b.f.Deregister(k)))
 	holds(t, g, dst, 5)
+}
+
+// TestFailsHalfWay: where the driver takes the copies of a write and then fails, neither
+// side lets go of the memory before they are over.
+func TestFailsHalfWay(t *testing.T) {
+	for name, share := range map[string]bool{"mapped": true, "staged": false} {
+		t.Run(name, func(t *testing.T) {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, overCMA, share)
+			src, warm, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
+			a.post(t, write(b.key(t, warm), src, transport.Point{})) // both sides know each other
+			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+			point, open := heldUp(t, g, a.f)
+			k := b.key(t, dst)
+			g.Fail("Enqueue", 1)
+			a.post(t, write(k, src, point))
+			until(t, a, b, func() bool { return b.down != nil })
+			gone := make(chan error, 1)
+			go func() { gone <- b.f.Deregister(k) }()
+			time.Sleep(2 * lastWrites)
+			a.f.scan = time.Time{}
+			a.f.FD() // looks at the device
+			a.poll(t)
+			require.Len(t, a.done, 1)
+			require.Equal(t, share, len(gone) == 0)
+			open()
+			until(t, a, b, func() bool {
+				a.f.scan = time.Time{}
+				a.f.FD()
+				return len(a.done) == 2 && a.down != nil
+			})
+			require.ErrorContains(t, a.done[1], "injected failure")
+			require.NoError(t, <-gone)
+			if share {
+				holds(t, g, dst, 5)
+			}
+		})
+	}
 }
 
 // ghost is a Conn of a process that has ended.

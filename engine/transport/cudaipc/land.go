@@ -162,11 +162,12 @@ func (f *Fabric) lift(r *region, off, n uint64) error {
 		return l.broken
 	}
 	l.copies[0] = cuda.Copy{To: uint64(r.Addr) + off, From: r.seen + off, Len: n}
-	if err := f.dev.Enqueue(l.stream, 0, l.copies[:], l.flag, l.next+1); err != nil {
+	err := f.dev.Enqueue(l.stream, 0, l.copies[:], l.flag, l.next+1)
+	l.next++ // after an error too: the copy may be under way, and tick finds out when it is over
+	r.copied = l.next
+	if err != nil {
 		return fmt.Errorf("bring %d bytes to %v: %w", n, f.name(), err)
 	}
-	l.next++
-	r.copied = l.next
 	return nil
 }
 

@@ -100,14 +100,15 @@ func (c *Conn) write(it *item, r *remote) int {
 	}
 	it.sent = 0
 	l.gather(it, w.at+it.op.Off, it.n)
-	// It is the GPU that tells the peer, also where our own CPU asks events.
+	// It is the GPU that tells the peer, also where our own CPU asks events. After an error,
+	// a part of it may be under way: tick finds out when that is over.
+	it.way, it.number = wayMapped, number
 	err := c.f.o.Device.Enqueue(l.stream, cuda.Event(it.op.After.Event), l.copies, l.flags+uint64(doneAt), number)
 	if err != nil {
-		s.begun.Store(number - 1)
 		c.fail(fmt.Errorf("write %d bytes into the peer's memory: %w", it.n, err))
 		return tryAgain
 	}
-	it.number, c.mapped = number, true
+	c.mapped = true
 	c.owes = c.owes || c.theirs.asleep.Load() != 0
 	c.call()
 	return tryDone

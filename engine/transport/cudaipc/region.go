@@ -355,6 +355,7 @@ func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
 		f.mu.Lock() // beside Close
 		defer f.mu.Unlock()
 		f.look() // nobody may poll meanwhile
+		f.tick()
 		return f.in.reached(r.copied)
 	})
 }

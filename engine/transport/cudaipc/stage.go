@@ -156,17 +156,18 @@ func (c *Conn) stage(it *item) bool {
 		if it.sent == 0 {
 			event = cuda.Event(it.op.After.Event)
 		}
-		if err := c.f.dev.Enqueue(l.stream, event, l.copies, l.flags+uint64(stagedAt), l.staged+1); err != nil {
-			c.fail(fmt.Errorf("bring %d bytes to the host: %w", n, err))
-			return false
-		}
-		l.staged++
+		err := c.f.dev.Enqueue(l.stream, event, l.copies, l.flags+uint64(stagedAt), l.staged+1)
+		l.staged++ // after an error too, as in write
 		l.buffers &^= 1 << buf
 		l.pending = append(l.pending, piece{
 			item: c.next, number: l.staged, off: it.sent, n: n, buf: buf, last: it.sent+n == it.n,
 			addr: at,
 		})
 		it.sent += n
+		if err != nil {
+			c.fail(fmt.Errorf("bring %d bytes to the host: %w", n, err))
+			return false
+		}
 	}
 	return true
 }

@@ -477,14 +477,14 @@ func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 	s, passed, err := g.streams[n], g.events[e], g.fails("Enqueue")
 	g.mu.Unlock()
 	if err != nil {
-		return err
+		flag = 0 // that is what fails; the copies are under way
 	}
 	if g.Instant {
 		for _, c := range copies {
 			g.copy(c)
 		}
 		g.store(flag, value)
-		return nil
+		return err
 	}
 	if e != 0 {
 		s.put(func() { <-passed })
@@ -499,7 +499,7 @@ func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, val
 		}
 		g.store(flag, value)
 	})
-	return nil
+	return err
 }
 
 // store stores value at flag, if that is not 0.
