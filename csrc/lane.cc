@@ -808,12 +808,15 @@ void Lane::close() {
       watcher_.detach();
     return;
   }
-  abort();      // what still waits on a stream ends
-  while (busy_) // and with it what another thread's call waits for
+  abort();        // what still waits on a stream ends
+  while (busy_) { // and with it what another thread's call waits for
+    if (exiting.load())
+      return; // a thread that comes back after close_all() ends: all stays
     unlocked([] {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       return 0;
     });
+  }
   const Relaxed relaxed;
   cs_context old = nullptr;
   cs_cu.CtxGetCurrent(&old);

@@ -694,6 +694,32 @@ def test_in_two_threads(driver: Path, mode: str) -> None:
     over(driver, in_two_threads, mode)
 
 
+class ClosesLast:
+    """Closes a lane when the interpreter ends, behind all that is registered for that."""
+
+    def __init__(self, *sides: Side) -> None:
+        self.sides, self.waits = sides, DRIVER._at("waits")
+
+    def __del__(self) -> None:
+        self.waits.value = 0
+        self.sides[0].lane.close()
+
+
+def busy_at_exit() -> None:
+    global LAST
+    w, s = pair("sm")
+    LAST = ClosesLast(w, s)
+    DRIVER.waits = 1
+    threading.Thread(target=w.lane.send, daemon=True).start()
+    while not DRIVER.waiting:
+        time.sleep(0.001)
+
+
+def test_busy_at_exit(driver: Path) -> None:
+    """A thread that the interpreter has left behind never comes back from its call."""
+    over(driver, busy_at_exit)
+
+
 def forked() -> None:
     w, s = pair("ce")
     exchange(w, s, 1)
