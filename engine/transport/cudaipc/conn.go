@@ -22,6 +22,7 @@ type Conn struct {
 	listed bool             // in f.busy
 	asks   atomic.Int64     // when to ask whether the peer lives, nanoseconds; 0: over is not set
 	silent atomic.Bool      // it does not, or that cannot be seen: see quiet
+	late   atomic.Bool      // the end of its copies has been waited for in vain since: see settle
 
 	jobs    []job    // what inner's operations are, by their User; 0: of nobody
 	spare   []uint64 // of jobs
@@ -432,10 +433,15 @@ func (c *Conn) ended() bool {
 	return c.over != nil && !c.down && c.open == 0 && c.first == c.last && c.landing == 0
 }
 
+// through says whether c has ended and nothing of ours is left to do for it.
+func (c *Conn) through() bool {
+	return c.down && c.open == 0 && c.first == c.last && c.landing == 0 && !c.copying()
+}
+
 // gone says whether nothing more comes of c.
 func (c *Conn) gone() bool {
-	return c.down && c.open == 0 && c.first == c.last && c.landing == 0 && c.f.at == c.f.got && !c.copying() &&
-		!c.writing() && !slices.ContainsFunc(c.f.told, func(e transport.Event) bool { return e.Conn == c.self })
+	return c.through() && c.f.at == c.f.got && !c.writing() &&
+		!slices.ContainsFunc(c.f.told, func(e transport.Event) bool { return e.Conn == c.self })
 }
 
 // release gives back what c holds. Its copies are over.

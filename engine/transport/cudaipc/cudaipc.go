@@ -256,13 +256,10 @@ func (f *Fabric) FD() int {
 	f.tick()
 	f.look()
 	f.slept = true
-	switch {
-	case len(f.told) != 0 || f.at < f.got:
+	if len(f.told) != 0 || f.at < f.got {
 		f.arm(1)
-	case f.rest():
-		f.arm(pollEvery)
-	default:
-		f.arm(0)
+	} else {
+		f.arm(f.rest())
 	}
 	return f.epoll
 }
@@ -314,16 +311,27 @@ func (f *Fabric) tick() {
 	}
 }
 
-// rest tells peers to wake us, and says whether a GPU is at work for us.
-func (f *Fabric) rest() (working bool) {
-	working = f.in.waiting() || len(f.in.queue) != 0
+// rest tells peers to wake us, and says when to look how far GPUs are; 0: none is at
+// work for us.
+func (f *Fabric) rest() time.Duration {
+	working, left := f.in.waiting() || len(f.in.queue) != 0, false
 	for _, c := range f.conns {
 		if c.lane.seg != nil {
 			c.lane.seg.asleep.Store(1)
 		}
+		if c.through() && c.writing() { // for as long as the peer likes
+			left = true
+			continue
+		}
 		working = working || c.due() || c.coming()
 	}
-	return working
+	switch {
+	case working:
+		return pollEvery
+	case left:
+		return deadEvery
+	}
+	return 0
 }
 
 // Poll implements transport.Fabric. It finds nothing while a Post has f.mu: that is in

@@ -580,6 +580,41 @@ func TestDeregisterBehindAConn(t *testing.T) {
 	}
 }
 
+// TestStuckPeer: copies that do not end, of a peer that lives, hold up who ends the keys
+// behind their Conn once, and wake a sleeper now and then.
+func TestStuckPeer(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 3*4096, 1)
+	point, open := heldUp(t, g, a.f)
+	var keys []transport.Key
+	for i := range uintptr(3) {
+		keys = append(keys, b.key(t, mem.Region{Addr: dst.Addr + i*4096, Len: 4096, Dev: dst.Dev}))
+		a.post(t, write(keys[i], src, point))
+	}
+	s := a.f.conns[a.c.(lendingConn).inner].lane.seg
+	until(t, a, b, func() bool { return s.begun.Load() == 3 })
+	require.NoError(t, b.c.Close())
+	b.poll(t)
+
+	wakes := 0
+	for end := time.Now().Add(500 * time.Millisecond); time.Now().Before(end); wakes++ {
+		_, err := unix.Poll([]unix.PollFd{{Fd: int32(b.f.FD()), Events: unix.POLLIN}}, 1000)
+		require.True(t, err == nil || errors.Is(err, unix.EINTR))
+		b.poll(t)
+	}
+	require.LessOrEqual(t, wakes, 100)
+
+	began := time.Now()
+	for _, k := range keys {
+		require.ErrorContains(t, b.f.Deregister(k), "a copy to it has been under way for 5s")
+	}
+	require.Less(t, time.Since(began), 2*settleLimit)
+	require.Len(t, b.f.conns, 1)
+	open()
+	until(t, a, b, func() bool { return len(b.f.conns) == 0 })
+}
+
 // TestNobodyMapsUnseen: a side writes nothing by mapping before the other knows whom to
 // wait for at the end of a key.
 func TestNobodyMapsUnseen(t *testing.T) {

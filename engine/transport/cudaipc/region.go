@@ -331,10 +331,11 @@ func (w *writer) over(key uint64) bool {
 	return true
 }
 
-// settle waits for what had begun before the key with an id, of r, was gone.
+// settle waits for what had begun before the key with an id, of r, was gone. Behind a
+// Conn it waits once in vain: who loses a peer has many keys to end.
 func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
 	end := time.Now().Add(settleLimit)
-	wait := func(over func() bool) error {
+	wait := func(end time.Time, over func() bool) error {
 		for turn := 1; !over(); turn++ {
 			if turn > 1000 {
 				time.Sleep(20 * time.Microsecond)
@@ -346,12 +347,17 @@ func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
 		return nil
 	}
 	for _, w := range writers {
-		err := wait(func() bool { return w.over(id) || w.c.quiet() })
+		until := end
+		if w.c.late.Load() {
+			until = time.Time{}
+		}
+		err := wait(until, func() bool { return w.over(id) || w.c.quiet() })
 		if err != nil {
+			w.c.late.Store(w.c.asks.Load() != 0)
 			return err
 		}
 	}
-	return wait(func() bool {
+	return wait(end, func() bool {
 		f.mu.Lock() // beside Close
 		defer f.mu.Unlock()
 		f.look() // nobody may poll meanwhile
