@@ -580,6 +580,29 @@ func TestDeregisterBehindAConn(t *testing.T) {
 	}
 }
 
+// TestDeregisterBehindADevice: a peer that lives and whose GPU works no more is not waited
+// for.
+func TestDeregisterBehindADevice(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	point, open := heldUp(t, g, a.f)
+	k := b.key(t, dst)
+	a.post(t, write(k, src, point))
+	s := a.f.conns[a.c.(lendingConn).inner].lane.seg
+	until(t, a, b, func() bool { return s.begun.Load() == 1 })
+	g.Fail("Idle", 1)
+	a.f.scan = time.Time{}
+	a.f.FD() // looks at the device
+	for end := time.Now().Add(settleLimit); len(b.f.conns) > 0 && time.Now().Before(end); {
+		b.poll(t)
+	}
+	require.Error(t, b.down)
+	require.Empty(t, b.f.conns)
+	require.NoError(t, b.f.Deregister(k))
+	open() // the fake goes on after all
+}
+
 // TestStuckPeer: copies that do not end, of a peer that lives, hold up who ends the keys
 // behind their Conn once, and wake a sleeper now and then.
 func TestStuckPeer(t *testing.T) {
