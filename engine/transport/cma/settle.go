@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"runtime"
+	"strconv"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -74,6 +75,9 @@ type process struct {
 
 // findProcess looks up a process that is known to live.
 func findProcess(pid int) (process, error) {
+	if self, err := os.Readlink("/proc/self"); err == nil && self != strconv.Itoa(os.Getpid()) {
+		return process{pid: pid}, errors.New("/proc is of another PID namespace (mount it: unshare --mount-proc)")
+	}
 	_, start, err := stat(fmt.Sprintf("/proc/%d/stat", pid))
 	return process{pid, start}, err
 }

@@ -2,6 +2,7 @@ package cma
 
 import (
 	"bytes"
+	"os"
 	"os/exec"
 	"syscall"
 	"testing"
@@ -147,4 +148,21 @@ func TestQuiet(t *testing.T) {
 	until(t, p.dead) // nobody has waited for it
 	require.Error(t, child.Wait())
 	require.True(t, p.quiet() && p.dead())
+}
+
+// TestForeignProc is in a PID namespace whose numbers are those of others in /proc.
+func TestForeignProc(t *testing.T) {
+	const inside = "CMA_TEST_FOREIGN"
+	if os.Getenv(inside) != "" {
+		_, err := findProcess(os.Getpid())
+		require.ErrorContains(t, err, "/proc is of another PID namespace")
+		return
+	}
+	attr := &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}
+	if none := (&exec.Cmd{Path: "/proc/self/exe", Args: []string{"", "-test.run=^$"}, SysProcAttr: attr}).Run(); none != nil {
+		t.Skipf("this user can make no PID namespace: %v", none)
+	}
+	c := exec.Cmd{Path: "/proc/self/exe", Args: []string{"", "-test.run=^TestForeignProc$"}, Env: append(os.Environ(), inside+"=1"), SysProcAttr: attr}
+	out, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", out)
 }
