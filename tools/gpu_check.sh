@@ -50,13 +50,17 @@ failed=0
 if [[ -n ${MPS:-} ]]; then
   CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) || exit
   export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
-  nvidia-cuda-mps-control -d || wrong "MPS=$MPS: the multi-process service does not start"
+  nvidia-cuda-mps-control -d || {
+    rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
+    wrong "MPS=$MPS: the multi-process service does not start"
+  }
 fi
 packing=() # what is to be packed, also when it is interrupted
 leave() {
   ((${#packing[@]})) && pack "${packing[@]}"
   [[ -z ${MPS:-} ]] && return
-  echo quit | nvidia-cuda-mps-control
+  # It waits for processes that a step has left behind.
+  echo quit | timeout -k 5 30 nvidia-cuda-mps-control || echo "gpu_check: the multi-process service goes on" >&2
   rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
 }
 trap leave EXIT
@@ -78,7 +82,7 @@ step() {
 
 ringx() {
   local gpus ranks=${RANKS:-} tokens=${TOKENS:-8K,16K,32K,64K,128K} n files=()
-  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || return
+  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || exit
   if ((gpus == 1)) && [[ -n ${MPS:-} ]]; then
     for n in ${ranks:-2 3 4}; do
       step "ringx-shared-$n" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" \
@@ -141,7 +145,7 @@ pack() {
 # packed PART runs its steps and packs what they leave.
 packed() {
   local logs
-  logs=$(mktemp -d) || return
+  logs=$(mktemp -d) || exit
   packing=("$OUT/$1.tgz" "$logs")
   OUT=$logs "$1_steps"
   pack "${packing[@]}"
@@ -151,7 +155,7 @@ packed() {
 # Without -test.v, only tests that fail print, and what they print stands below their names.
 eager_steps() {
   local last
-  last=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() - 1)') || return
+  last=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() - 1)') || exit
   step machine machine
   step build build
   [[ -e fserver/include/fserver.h ]] || return
@@ -222,7 +226,7 @@ tests() {
 # GPUs, or on the only one.
 channel() {
   local gpus here=two_gpus other=one_gpu lanes=("$PYTHON" -m pytest tests/gpu -v -s --maxfail=2 -rf --durations=5)
-  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || return
+  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || exit
   ((gpus >= 2)) || { here=one_gpu other=two_gpus; }
   step build build
   step channel-smoke within 60 "${lanes[@]}" -k "test_lane and (unaligned or one_way) and $here"
