@@ -794,6 +794,15 @@ void Lane::watch() {
   }
 }
 
+void Lane::end_watcher() {
+  stop_.store(true);
+  if (watcher_.joinable())
+    unlocked([&] {
+      watcher_.join();
+      return 0;
+    });
+}
+
 void Lane::close() {
   if (closed_)
     return;
@@ -808,14 +817,15 @@ void Lane::close() {
       watcher_.detach();
     return;
   }
-  abort();        // what still waits on a stream ends
-  while (busy_) { // and with it what another thread's call waits for
-    if (exiting.load())
-      return; // a thread that comes back after close_all() ends: all stays
+  abort(); // what still waits on a stream ends, and what another thread waits for
+  while (busy_ && !exiting.load())
     unlocked([] {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       return 0;
     });
+  if (busy_) { // a thread that comes back after close_all() ends: all stays
+    end_watcher();
+    return;
   }
   const Relaxed relaxed;
   cs_context old = nullptr;
@@ -823,12 +833,7 @@ void Lane::close() {
   const bool entered = cs_cu.CtxSetCurrent(context_) == CS_CU_SUCCESS;
   if (entered)
     settle();
-  stop_.store(true);
-  if (watcher_.joinable())
-    unlocked([&] {
-      watcher_.join();
-      return 0;
-    });
+  end_watcher();
   auto *words = const_cast<uint32_t *>(words_);
   words_ = nullptr;
   unlocked(

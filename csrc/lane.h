@@ -127,6 +127,7 @@ private:
   cs_result copy_in(cs_stream s);
   void start_watcher();
   void watch();
+  void end_watcher();
   void time_out(int which, uint64_t *since, uint64_t parted);
   cs_ptr word(int which) const { return seen_ + 4u * which; }
   void need(const char *call) const;

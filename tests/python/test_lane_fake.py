@@ -705,9 +705,9 @@ class ClosesLast:
         self.sides[0].lane.close()
 
 
-def busy_at_exit() -> None:
+def busy_at_exit(mode: str) -> None:
     global LAST
-    w, s = pair("sm")
+    w, s = pair(mode)
     LAST = ClosesLast(w, s)
     DRIVER.waits = 1
     threading.Thread(target=w.lane.send, daemon=True).start()
@@ -715,9 +715,10 @@ def busy_at_exit() -> None:
         time.sleep(0.001)
 
 
-def test_busy_at_exit(driver: Path) -> None:
+@pytest.mark.parametrize("mode", ["sm", "ce"])
+def test_busy_at_exit(driver: Path, mode: str) -> None:
     """A thread that the interpreter has left behind never comes back from its call."""
-    over(driver, busy_at_exit)
+    over(driver, busy_at_exit, mode)
 
 
 def forked() -> None:
