@@ -100,12 +100,15 @@ public:
     add(CS_OP_WAIT_32, flag, 1, CS_WAIT_GEQ);
     write(flag, 0);
   }
-  cs_result enqueue(cs_stream s) {
+  // begun, if some of them are.
+  cs_result enqueue(cs_stream s, bool *begun) {
     cs_result rc = CS_CU_SUCCESS;
-    for (size_t i = 0; i < ops_.size() && rc == CS_CU_SUCCESS; i += kMost)
+    for (size_t i = 0; i < ops_.size() && rc == CS_CU_SUCCESS; i += kMost) {
       rc = cs_cu.StreamBatchMemOp(
           s, static_cast<unsigned>(std::min(kMost, ops_.size() - i)), &ops_[i],
           0);
+      *begun = *begun || rc == CS_CU_SUCCESS;
+    }
     ops_.clear();
     return rc;
   }
@@ -573,8 +576,7 @@ cs_result Lane::copy_out(cs_stream s) {
         words.take(word(kSendWaits), g.s.peer, g.s.credits);
     }
     words.write(word(kSendWaits), kGoesOn);
-    rc = words.enqueue(s);
-    begun_ = begun_ || rc == CS_CU_SUCCESS;
+    rc = words.enqueue(s, &begun_);
   }
   short_ = short_ || !rows_.empty(); // also if it fails half-way
   for (const Segment &g : out_.copies) {
@@ -589,8 +591,9 @@ cs_result Lane::copy_out(cs_stream s) {
       words.write(g.s.counted, static_cast<uint32_t>(rows));
     if (g.s.flags)
       words.write(g.s.flags, 1);
-    rc = words.enqueue(s);
-    begun_ = begun_ || (rc == CS_CU_SUCCESS && g.s.flags);
+    bool told = false;
+    rc = words.enqueue(s, &told);
+    begun_ = begun_ || (told && g.s.flags);
   }
   if (rc == CS_CU_SUCCESS)
     short_ = !rows_.empty();
@@ -607,8 +610,7 @@ cs_result Lane::copy_in(cs_stream s) {
       words.take(word(kRecvWaits), g.s.peer, g.s.flags);
   }
   words.write(word(kRecvWaits), kGoesOn);
-  cs_result rc = words.enqueue(s);
-  begun_ = begun_ || rc == CS_CU_SUCCESS;
+  cs_result rc = words.enqueue(s, &begun_);
   for (const Segment &g : in_.copies)
     if (rc == CS_CU_SUCCESS && g.s.from && g.s.bytes)
       rc = cs_cu.MemcpyAsync(g.s.to, g.s.from, g.s.bytes, s);
