@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -62,7 +64,9 @@ func findDevice(index int) (cudaipc.Device, error) {
 
 // gpu is the GPU of a node.
 type gpu struct {
-	dev cudaipc.Device
+	dev     cudaipc.Device
+	log     *zap.Logger
+	freeing atomic.Int64 // see Free
 
 	mu   sync.Mutex
 	free []cuda.Event
@@ -82,7 +86,7 @@ func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
 	d, err := devices(cfg.GPU)
 	switch {
 	case err == nil:
-		return &gpu{dev: d}, nil
+		return &gpu{dev: d, log: log}, nil
 	case cfg.Backend == conf.GPU:
 		return nil, badSetting("STEPMESH_BACKEND=GPU: %v", err)
 	case cfg.Transport == conf.CUDAIPC:
@@ -117,17 +121,43 @@ func (g *gpu) device() mem.Device {
 	return mem.GPU(g.dev.Ordinal())
 }
 
-// Alloc and Free implement exchange.Memory.
+// Alloc implements exchange.Memory.
 func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 	a, err := g.dev.Alloc(n)
-	var e *cuda.Error
-	if errors.As(err, &e) && e.Code == cuda.OutOfMemory {
+	full := func() bool {
+		var e *cuda.Error
+		return errors.As(err, &e) && e.Code == cuda.OutOfMemory
+	}
+	if full() && g.freeing.Load() > 0 {
+		g.settle(time.Second)
+		a, err = g.dev.Alloc(n)
+	}
+	if full() {
 		err = fmt.Errorf("%w (torch keeps what it has freed: torch.cuda.empty_cache(); or push smaller tensors, or fewer)", err)
 	}
 	return mem.Region{Addr: uintptr(a), Len: n, Dev: g.device()}, err
 }
 
-func (g *gpu) Free(r mem.Region) error { return g.dev.Free(uint64(r.Addr)) }
+// Free implements exchange.Memory. Before it takes memory back, the driver waits for all
+// that the GPU has to do, and a kernel there may wait for this node, or for the Python
+// thread that has just let go of a tensor. So nobody waits here.
+func (g *gpu) Free(r mem.Region) error {
+	g.freeing.Add(1)
+	go func() {
+		defer g.freeing.Add(-1)
+		if err := g.dev.Free(uint64(r.Addr)); err != nil {
+			g.log.Warn("receive buffer: memory of the GPU cannot be given back", zap.Uint64("bytes", r.Len), zap.Error(err))
+		}
+	}()
+	return nil
+}
+
+// settle waits until what is being freed is free, at most for so long.
+func (g *gpu) settle(limit time.Duration) {
+	for end := time.Now().Add(limit); g.freeing.Load() > 0 && time.Now().Before(end); {
+		time.Sleep(100 * time.Microsecond)
+	}
+}
 
 // point is what is queued on a stream so far. Whether anything is left of it is not
 // asked: that takes the driver longer (1.4 µs on an H200) than the event and the wait

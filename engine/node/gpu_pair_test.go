@@ -68,4 +68,9 @@ func (m *mesh) letGo(tb testing.TB) {
 	for id := uint64(1); m.buffers.Len() > 0 && id < 1<<20; id++ {
 		_ = m.buffers.Release(id)
 	}
+	for _, n := range m.all() {
+		if n.gpu != nil {
+			n.gpu.settle(freeLimit)
+		}
+	}
 }

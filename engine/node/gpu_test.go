@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
 
 	"fserver/cshim/cuda"
 	"fserver/engine/exchange"
@@ -298,4 +299,43 @@ func newGPUPair(tb testing.TB, transport string, devices Devices, settings ...st
 		waitReady(tb, n)
 	}
 	return m
+}
+
+// gated is a GPU that takes memory back when it has nothing to do.
+type gated struct {
+	cudaipc.Device
+	idle chan struct{}
+}
+
+func (d gated) Free(address uint64) error {
+	<-d.idle
+	return d.Device.Free(address)
+}
+
+// TestGPUFreesAside: nobody waits for a busy GPU to take memory back, but who finds none.
+func TestGPUFreesAside(t *testing.T) {
+	fake := fakegpu.New()
+	d := gated{fake, make(chan struct{})}
+	g := &gpu{dev: d, log: zap.NewNop()}
+	r, err := g.Alloc(4096)
+	require.NoError(t, err)
+	require.NoError(t, g.Free(r))
+	g.settle(time.Millisecond)
+	require.EqualValues(t, 1, g.freeing.Load())
+
+	fake.Fail("Alloc", 1)
+	go func() {
+		time.Sleep(20 * time.Millisecond)
+		close(d.idle)
+	}()
+	r, err = g.Alloc(4096)
+	require.NoError(t, err)
+	require.Zero(t, g.freeing.Load())
+
+	fake.Fail("Alloc", 1)
+	_, err = g.Alloc(4096)
+	require.ErrorContains(t, err, "torch.cuda.empty_cache()")
+	require.NoError(t, g.Free(r))
+	g.settle(freeLimit)
+	fake.Empty(t)
 }

@@ -596,6 +596,9 @@ func (n *Node) failed() error {
 	return nil
 }
 
+// freeLimit bounds how long Close waits for memory of a GPU that does not end its work.
+const freeLimit = 5 * time.Second
+
 // Close ends the node at once. Whoever waits gets ErrClosed. When it has
 // returned, no goroutine, descriptor or foreign memory is in use any more.
 func (n *Node) Close() error {
@@ -607,6 +610,9 @@ func (n *Node) Close() error {
 		n.closeErr = n.shutFabrics()
 		if n.server != nil {
 			n.closeErr = errors.Join(n.closeErr, n.server.Close())
+		}
+		if n.gpu != nil {
+			n.gpu.settle(freeLimit)
 		}
 		n.stopped.Store(true) // and the token stays taken: nobody drives again
 		n.dials.Wait()
