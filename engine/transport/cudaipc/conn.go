@@ -446,16 +446,19 @@ func (c *Conn) gone() bool {
 
 // release gives back what c holds. Its copies are over.
 func (c *Conn) release() {
-	for _, m := range c.maps {
-		m.close(c.f.dev)
-	}
-	c.maps, c.ways = nil, nil
-	c.theirs, c.peers = nil, nil
-	for i, v := range c.views {
-		if v != nil {
-			_ = v.Drop() // our own mapping
+	d, maps, views, l := c.f.dev, c.maps, c.views, c.lane
+	c.maps, c.ways, c.theirs, c.peers, c.views, c.lane = nil, nil, nil, nil, [2]*mem.View{}, lane{}
+	c.f.aside(func() {
+		for _, m := range maps {
+			if !m.closing {
+				m.close(d)
+			}
 		}
-		c.views[i] = nil
-	}
-	c.lane.close(c.f.dev)
+		for _, v := range views {
+			if v != nil {
+				_ = v.Drop() // our own mapping
+			}
+		}
+		l.close(d)
+	})
 }

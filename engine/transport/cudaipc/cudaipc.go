@@ -50,7 +50,7 @@ import (
 )
 
 // A Device is the GPU as this package uses it; *cuda.Device is one. No method
-// waits but Free and those that map memory.
+// waits but Free, those that map and unmap memory, and Pin and Unpin.
 type Device interface {
 	Ordinal() int
 	UUID() cuda.UUID
@@ -125,6 +125,7 @@ type Fabric struct {
 	mailbox transport.Key
 	box     mem.Region
 	in      landing
+	asides  sync.WaitGroup
 	scan    time.Time // of the last tick
 	polls   uint64
 	slept   bool // FD was asked for, and no Poll since
@@ -205,6 +206,20 @@ func (f *Fabric) release() {
 		_ = mem.Unmap(f.box)
 		f.box = mem.Region{}
 	}
+}
+
+// aside does what the driver may wait for the whole GPU in: a kernel there may wait for
+// who holds f.mu now. What byEvents does needs f.mu.
+func (f *Fabric) aside(do func()) {
+	if f.events != nil {
+		do()
+		return
+	}
+	f.asides.Add(1)
+	go func() {
+		defer f.asides.Done()
+		do()
+	}()
 }
 
 // Name is inner's, and so are the addresses.
@@ -525,6 +540,7 @@ func (f *Fabric) Close() error {
 		}
 	}
 	clear(f.regions)
+	f.asides.Wait()
 	f.release()
 	return err
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -35,6 +36,8 @@ type mapping struct {
 	lens           []uint64
 	used           int // ways that go through it
 	idle           bool
+	closing        bool        // it is of no use any more,
+	closed         atomic.Bool // and not there
 }
 
 func (m *mapping) close(d Device) {
@@ -76,7 +79,7 @@ func (c *Conn) write(it *item, r *remote) int {
 	if w == nil {
 		w = c.reach(r)
 	}
-	if w.at == 0 {
+	if w == nil || w.at == 0 {
 		return tryNot
 	}
 	l := &c.lane
@@ -216,8 +219,13 @@ func (c *Conn) arrive(p *poll) {
 }
 
 // reach finds the way to a region of the peer's, and maps its allocation if that
-// has not been.
+// has not been; nil: there is none yet.
 func (c *Conn) reach(r *remote) *way {
+	for _, m := range c.maps {
+		if m.closing && !m.closed.Load() && m.base < r.base+r.size && r.base < m.base+m.size {
+			return nil
+		}
+	}
 	w := &way{slot: r.slot}
 	c.ways[r.last.ID] = w
 	if r.reach == reachIPC && hmac.Equal([]byte(r.proof), []byte(c.f.prove(r))) {
@@ -229,7 +237,7 @@ func (c *Conn) reach(r *remote) *way {
 		return w
 	}
 	for _, m := range c.maps {
-		if m.id == r.id && m.base == r.base && m.size == r.size {
+		if m.id == r.id && m.base == r.base && m.size == r.size && !m.closing {
 			w.m = m
 		}
 	}
@@ -238,7 +246,7 @@ func (c *Conn) reach(r *remote) *way {
 		// cannot be opened beside it. Of mapped pieces, others may share some: they are in use.
 		c.maps = slices.DeleteFunc(c.maps, func(m *mapping) bool {
 			gone := m.reach == reachIPC && m.base < r.base+r.size && r.base < m.base+m.size
-			if gone {
+			if gone && !m.closing {
 				c.forget(m)
 			}
 			return gone
@@ -331,15 +339,15 @@ func (c *Conn) sweep() {
 		}
 	}
 	c.maps = slices.DeleteFunc(c.maps, func(m *mapping) bool {
-		if m.used > 0 {
-			return false
+		if m.used == 0 && m.idle && !m.closing {
+			m.closing = true
+			c.f.aside(func() {
+				m.close(c.f.dev)
+				m.closed.Store(true)
+			})
 		}
-		gone := m.idle
-		m.idle = true
-		if gone {
-			m.close(c.f.dev)
-		}
-		return gone
+		m.idle = m.used == 0
+		return m.closed.Load()
 	})
 }
 

@@ -375,11 +375,13 @@ func (f *Fabric) discard(r *region) {
 	if r.part.ID != 0 && !f.closed {
 		_ = f.inner.Deregister(r.part)
 	}
-	if r.pinned {
-		_ = f.dev.Unpin(uint64(r.shadow.Addr))
-	}
-	if r.shadow.Len != 0 {
-		_ = mem.Unmap(r.shadow)
+	if shadow := r.shadow; r.pinned {
+		f.aside(func() {
+			_ = f.dev.Unpin(uint64(shadow.Addr))
+			_ = mem.Unmap(shadow)
+		})
+	} else if shadow.Len != 0 {
+		_ = mem.Unmap(shadow)
 	}
 	r.closeFDs()
 	if r.slot != 0 {
