@@ -63,7 +63,7 @@ class Side:
         self.workers, self.servers = shape
         self.is_worker = index < self.workers
         self.rank = index if self.is_worker else index - self.workers
-        # Under MPS processes can share a GPU; who is not told so has one for each.
+        # There are fewer GPUs than processes only where MPS lets them share one.
         gpus = torch.cuda.device_count()
         self.device = torch.device("cpu") if dry else torch.device("cuda", index % gpus)
         self.scheduler = ""

@@ -469,21 +469,26 @@ func heldUp(t *testing.T, g *fakegpu.GPU, f *Fabric) (transport.Point, func()) {
 	return transport.Point{Dev: mem.GPU(0), Event: uint64(e)}, open
 }
 
+// underWay is two sides of which a has begun a write of 4 KiB to a key of b's, whose copy
+// waits until open is called. s is a's segment.
+func underWay(t *testing.T, g *fakegpu.GPU) (a, b *side, dst mem.Region, k transport.Key, s *segment, open func()) {
+	a, b = pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	point, open := heldUp(t, g, a.f)
+	k = b.key(t, dst)
+	a.post(t, write(k, src, point))
+	s = a.f.conns[a.c.(lendingConn).inner].lane.seg
+	until(t, a, b, func() bool { return s.begun.Load() == 1 })
+	return a, b, dst, k, s, open
+}
+
 // TestDeregisterBesideOthers: a key goes while a copy to another one waits behind a
 // kernel, and not before a copy to itself is over, also if the peer takes back what it
 // has begun after that.
 func TestDeregisterBesideOthers(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
-	src, dst, other := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
-	point, open := heldUp(t, g, a.f)
-	k := b.key(t, dst)
-	idle := b.key(t, other)
-	a.post(t, write(k, src, point))
-	s := a.f.conns[a.c.(lendingConn).inner].lane.seg
-	until(t, a, b, func() bool { return s != nil && s.begun.Load() == 1 })
-
-	require.NoError(t, b.f.Deregister(idle))
+	a, b, dst, k, s, open := underWay(t, g)
+	require.NoError(t, b.f.Deregister(b.key(t, onGPU(t, g, 4096, 1))))
 	require.Zero(t, s.done.Load())
 
 	s.records[2].key = k.ID
@@ -552,13 +557,7 @@ func TestDeregisterBehindAConn(t *testing.T) {
 	for name, dead := range map[string]bool{"lives": false, "dead": true} {
 		t.Run(name, func(t *testing.T) {
 			g := fakegpu.New()
-			a, b := pairOf(t, g, overCMA, true)
-			src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-			point, open := heldUp(t, g, a.f)
-			k := b.key(t, dst)
-			a.post(t, write(k, src, point))
-			s := a.f.conns[a.c.(lendingConn).inner].lane.seg
-			until(t, a, b, func() bool { return s != nil && s.begun.Load() == 1 })
+			_, b, dst, k, s, open := underWay(t, g)
 			if c := b.f.conns[b.c.(lendingConn).inner]; dead {
 				c.inner = ghost{c.inner}
 			}
@@ -584,13 +583,7 @@ func TestDeregisterBehindAConn(t *testing.T) {
 // for.
 func TestDeregisterBehindADevice(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
-	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	point, open := heldUp(t, g, a.f)
-	k := b.key(t, dst)
-	a.post(t, write(k, src, point))
-	s := a.f.conns[a.c.(lendingConn).inner].lane.seg
-	until(t, a, b, func() bool { return s.begun.Load() == 1 })
+	a, b, _, k, _, open := underWay(t, g)
 	g.Fail("Idle", 1)
 	a.f.scan = time.Time{}
 	a.f.FD() // looks at the device
