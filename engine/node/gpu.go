@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -22,8 +21,41 @@ type Devices func(index int) (cudaipc.Device, error)
 // held is the GPUs of this process. Their contexts are never given back: receive
 // buffers may outlive their node.
 var held struct {
-	mu   sync.Mutex
-	gpus map[int]*cuda.Device
+	mu    sync.Mutex
+	gpus  map[int]*cuda.Device
+	later map[int]*cudaipc.Later
+}
+
+// LaterOf is what gives back memory of a GPU of this process.
+func LaterOf(index int) *cudaipc.Later {
+	held.mu.Lock()
+	defer held.mu.Unlock()
+	l := held.later[index]
+	if l == nil {
+		if held.later == nil {
+			held.later = map[int]*cudaipc.Later{}
+		}
+		l = new(cudaipc.Later)
+		held.later[index] = l
+	}
+	return l
+}
+
+// FreeLater frees memory of a GPU, or unmaps that of another process, with LaterOf.
+func FreeLater(index int, unmap bool, address, bytes uint64) error {
+	d, err := cuda.Retain(index)
+	if err != nil {
+		return err
+	}
+	LaterOf(index).Do(bytes, func() {
+		if unmap {
+			_ = d.CloseIPC(address)
+		} else {
+			_ = d.Free(address)
+		}
+		d.Release()
+	})
+	return nil
 }
 
 // openDevice holds a GPU. Without a driver or that GPU it is an ErrUnavailable.
@@ -64,9 +96,9 @@ func findDevice(index int) (cudaipc.Device, error) {
 
 // gpu is the GPU of a node.
 type gpu struct {
-	dev     cudaipc.Device
-	log     *zap.Logger
-	freeing atomic.Int64 // see Free
+	dev   cudaipc.Device
+	log   *zap.Logger
+	later *cudaipc.Later
 
 	mu   sync.Mutex
 	free []cuda.Event
@@ -86,7 +118,7 @@ func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
 	d, err := devices(cfg.GPU)
 	switch {
 	case err == nil:
-		return &gpu{dev: d, log: log}, nil
+		return &gpu{dev: d, log: log, later: LaterOf(cfg.GPU)}, nil
 	case cfg.Backend == conf.GPU:
 		return nil, badSetting("STEPMESH_BACKEND=GPU: %v", err)
 	case cfg.Transport == conf.CUDAIPC:
@@ -100,7 +132,7 @@ func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
 func (g *gpu) wrap(cfg *conf.Config, list []transport.Fabric) error {
 	for i, f := range list {
 		w, err := cudaipc.Wrap(f, cudaipc.Options{
-			Device: g.dev, Share: scheme(f) == conf.CMA.String() && cfg.SameHost, Stall: cfg.StallTimeout, Events: !cfg.MemSync,
+			Device: g.dev, Share: scheme(f) == conf.CMA.String() && cfg.SameHost, Stall: cfg.StallTimeout, Events: !cfg.MemSync, Later: g.later,
 		})
 		if err != nil {
 			for _, f := range list {
@@ -128,8 +160,8 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 		var e *cuda.Error
 		return errors.As(err, &e) && e.Code == cuda.OutOfMemory
 	}
-	if full() && g.freeing.Load() > 0 {
-		g.settle(time.Second)
+	if full() && g.later.Force() {
+		g.later.Wait(time.Second)
 		a, err = g.dev.Alloc(n)
 	}
 	if full() {
@@ -138,25 +170,14 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 	return mem.Region{Addr: uintptr(a), Len: n, Dev: g.device()}, err
 }
 
-// Free implements exchange.Memory. Before it takes memory back, the driver waits for all
-// that the GPU has to do, and a kernel there may wait for this node, or for the Python
-// thread that has just let go of a tensor. So nobody waits here.
+// Free implements exchange.Memory. It does not wait.
 func (g *gpu) Free(r mem.Region) error {
-	g.freeing.Add(1)
-	go func() {
-		defer g.freeing.Add(-1)
+	g.later.Do(r.Len, func() {
 		if err := g.dev.Free(uint64(r.Addr)); err != nil {
 			g.log.Warn("receive buffer: memory of the GPU cannot be given back", zap.Uint64("bytes", r.Len), zap.Error(err))
 		}
-	}()
+	})
 	return nil
-}
-
-// settle waits until what is being freed is free, at most for so long.
-func (g *gpu) settle(limit time.Duration) {
-	for end := time.Now().Add(limit); g.freeing.Load() > 0 && time.Now().Before(end); {
-		time.Sleep(100 * time.Microsecond)
-	}
 }
 
 // point is what is queued on a stream so far. Whether anything is left of it is not

@@ -70,7 +70,7 @@ func (m *mesh) letGo(tb testing.TB) {
 	}
 	for _, n := range m.all() {
 		if n.gpu != nil {
-			n.gpu.settle(freeLimit)
+			n.gpu.later.Wait(freeLimit)
 		}
 	}
 }

@@ -301,41 +301,40 @@ func newGPUPair(tb testing.TB, transport string, devices Devices, settings ...st
 	return m
 }
 
-// gated is a GPU that takes memory back when it has nothing to do.
-type gated struct {
-	cudaipc.Device
-	idle chan struct{}
-}
-
-func (d gated) Free(address uint64) error {
-	<-d.idle
-	return d.Device.Free(address)
-}
-
-// TestGPUFreesAside: nobody waits for a busy GPU to take memory back, but who finds none.
-func TestGPUFreesAside(t *testing.T) {
+// TestGPUFreesLater: nobody waits for a busy GPU to take memory back, but who finds none;
+// and where kernels may wait for messages, nobody else does either.
+func TestGPUFreesLater(t *testing.T) {
 	fake := fakegpu.New()
-	d := gated{fake, make(chan struct{})}
-	g := &gpu{dev: d, log: zap.NewNop()}
-	r, err := g.Alloc(4096)
-	require.NoError(t, err)
+	g := &gpu{dev: fake, log: zap.NewNop(), later: new(cudaipc.Later)}
+	take := func() mem.Region {
+		r, err := g.Alloc(4096)
+		require.NoError(t, err)
+		return r
+	}
+	r := take()
+	end := fake.Kernel(t)
 	require.NoError(t, g.Free(r))
-	g.settle(time.Millisecond)
-	require.EqualValues(t, 1, g.freeing.Load())
-
-	fake.Fail("Alloc", 1)
-	go func() {
-		time.Sleep(20 * time.Millisecond)
-		close(d.idle)
-	}()
-	r, err = g.Alloc(4096)
-	require.NoError(t, err)
-	require.Zero(t, g.freeing.Load())
-
-	fake.Fail("Alloc", 1)
-	_, err = g.Alloc(4096)
-	require.ErrorContains(t, err, "torch.cuda.empty_cache()")
-	require.NoError(t, g.Free(r))
-	g.settle(freeLimit)
+	g.later.Wait(5 * time.Millisecond)
+	require.Equal(t, 1, fake.Reclaims())
+	end()
+	g.later.Wait(freeLimit)
 	fake.Empty(t)
+
+	r = take()
+	end = fake.Kernel(t)
+	g.later.Hold()
+	require.NoError(t, g.Free(r))
+	r = take()
+	require.Zero(t, fake.Reclaims())
+	fake.Fail("Alloc", 1)
+	time.AfterFunc(20*time.Millisecond, end)
+	require.NoError(t, g.Free(take())) // the first one makes room
+	require.NoError(t, g.Free(r))
+	g.later.Release()
+	g.later.Wait(freeLimit)
+	fake.Empty(t)
+
+	fake.Fail("Alloc", 1)
+	_, err := g.Alloc(4096)
+	require.ErrorContains(t, err, "torch.cuda.empty_cache()")
 }

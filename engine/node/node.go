@@ -612,7 +612,7 @@ func (n *Node) Close() error {
 			n.closeErr = errors.Join(n.closeErr, n.server.Close())
 		}
 		if n.gpu != nil {
-			n.gpu.settle(freeLimit)
+			n.gpu.later.Wait(freeLimit)
 		}
 		n.stopped.Store(true) // and the token stays taken: nobody drives again
 		n.dials.Wait()

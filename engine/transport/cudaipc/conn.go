@@ -446,19 +446,16 @@ func (c *Conn) gone() bool {
 
 // release gives back what c holds. Its copies are over.
 func (c *Conn) release() {
-	d, maps, views, l := c.f.dev, c.maps, c.views, c.lane
-	c.maps, c.ways, c.theirs, c.peers, c.views, c.lane = nil, nil, nil, nil, [2]*mem.View{}, lane{}
-	c.f.aside(func() {
-		for _, m := range maps {
-			if !m.closing {
-				m.close(d)
-			}
+	for _, m := range c.maps {
+		if !m.closing {
+			c.f.unmap(m)
 		}
-		for _, v := range views {
-			if v != nil {
-				_ = v.Drop() // our own mapping
-			}
+	}
+	for _, v := range c.views {
+		if v != nil {
+			_ = v.Drop() // our own mapping
 		}
-		l.close(d)
-	})
+	}
+	c.lane.close(c.f)
+	c.maps, c.ways, c.theirs, c.peers, c.views = nil, nil, nil, nil, [2]*mem.View{}
 }

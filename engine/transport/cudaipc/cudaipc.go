@@ -49,8 +49,8 @@ import (
 	"fserver/engine/transport"
 )
 
-// A Device is the GPU as this package uses it; *cuda.Device is one. No method
-// waits but Free, those that map and unmap memory, and Pin and Unpin.
+// A Device is the GPU as this package uses it; *cuda.Device is one. No method waits for
+// what the GPU has to do but those that give memory back; see Later.
 type Device interface {
 	Ordinal() int
 	UUID() cuda.UUID
@@ -87,6 +87,8 @@ type Options struct {
 	Events bool
 	// Stall bounds how long a peer may leave writes unseen; 0 means 30 s.
 	Stall time.Duration
+	// Later is that of the Device, for all who share it; nil: nobody does.
+	Later *Later
 }
 
 // secret is this process's: with it a Fabric knows the keys of all Fabrics here,
@@ -125,7 +127,6 @@ type Fabric struct {
 	mailbox transport.Key
 	box     mem.Region
 	in      landing
-	asides  sync.WaitGroup
 	scan    time.Time // of the last tick
 	polls   uint64
 	slept   bool // FD was asked for, and no Poll since
@@ -140,6 +141,9 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 	}
 	if o.Stall <= 0 {
 		o.Stall = 30 * time.Second
+	}
+	if o.Later == nil {
+		o.Later = new(Later)
 	}
 	f := &Fabric{
 		inner: inner, sleep: s, dev: o.Device, o: o, secret: secret, epoll: -1, timer: -1,
@@ -188,7 +192,7 @@ func (f *Fabric) open() (err error) {
 
 // release gives back what open acquired.
 func (f *Fabric) release() {
-	f.in.close(f.dev)
+	f.in.close(f)
 	if f.events != nil {
 		f.events.close()
 	}
@@ -208,18 +212,21 @@ func (f *Fabric) release() {
 	}
 }
 
-// aside does what the driver may wait for the whole GPU in: a kernel there may wait for
-// who holds f.mu now. What byEvents does needs f.mu.
-func (f *Fabric) aside(do func()) {
+// unpin gives back memory that is pinned, and to whom it belongs, later. The caller holds
+// f.mu.
+func (f *Fabric) unpin(r mem.Region, free func()) {
 	if f.events != nil {
-		do()
-		return
+		f.events.forget(uint64(r.Addr))
 	}
-	f.asides.Add(1)
-	go func() {
-		defer f.asides.Done()
-		do()
-	}()
+	f.o.Later.Do(r.Len, func() {
+		_ = f.o.Device.Unpin(uint64(r.Addr))
+		free()
+	})
+}
+
+// unpinMapped is unpin for what mem.Map gave.
+func (f *Fabric) unpinMapped(r mem.Region) {
+	f.unpin(r, func() { _ = mem.Unmap(r) })
 }
 
 // Name is inner's, and so are the addresses.
@@ -540,7 +547,6 @@ func (f *Fabric) Close() error {
 		}
 	}
 	clear(f.regions)
-	f.asides.Wait()
 	f.release()
 	return err
 }

@@ -2,6 +2,7 @@ package cudaipc
 
 import (
 	"errors"
+	"slices"
 
 	"fserver/cshim/cuda"
 	"fserver/engine/mem"
@@ -39,14 +40,9 @@ func (b *byEvents) Pin(address, n uint64) (uint64, error) {
 	return seen, err
 }
 
-func (b *byEvents) Unpin(address uint64) error {
-	for i := range b.pins {
-		if uint64(b.pins[i].host.Addr) == address {
-			b.pins = append(b.pins[:i], b.pins[i+1:]...)
-			break
-		}
-	}
-	return b.Device.Unpin(address)
+// forget is to come before Unpin.
+func (b *byEvents) forget(address uint64) {
+	b.pins = slices.DeleteFunc(b.pins, func(p pinned) bool { return uint64(p.host.Addr) == address })
 }
 
 func (b *byEvents) Enqueue(s cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, value uint64) error {

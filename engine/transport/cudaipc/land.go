@@ -61,14 +61,13 @@ func (l *landing) open(d Device) (err error) {
 	return nil
 }
 
-func (l *landing) close(d Device) {
+func (l *landing) close(f *Fabric) {
 	if l.open_ {
-		_ = d.FreeStream(l.stream)
+		_ = f.dev.FreeStream(l.stream)
 		l.open_ = false
 	}
 	if l.page.Len != 0 {
-		_ = d.Unpin(uint64(l.page.Addr))
-		_ = mem.Unmap(l.page)
+		f.unpinMapped(l.page)
 		l.page = mem.Region{}
 		l.word = zero{}
 	}

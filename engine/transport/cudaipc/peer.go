@@ -32,7 +32,6 @@ type mapping struct {
 	id, base, size uint64 // of the peer's allocation, for the peer
 	at             uint64 // where it is here
 	reach          uint8
-	own            bool // of this very process: nothing is mapped
 	lens           []uint64
 	used           int // ways that go through it
 	idle           bool
@@ -40,15 +39,21 @@ type mapping struct {
 	closed         atomic.Bool // and not there
 }
 
-func (m *mapping) close(d Device) {
-	switch {
-	case m.own:
-	case m.reach == reachIPC:
-		_ = d.CloseIPC(m.at)
-	default:
-		_ = d.UnmapFDs(m.at, m.lens)
-	}
+// unmap closes a mapping, later.
+func (f *Fabric) unmap(m *mapping) {
+	m.closing = true
+	f.o.Later.Do(m.size, func() {
+		if m.reach == reachIPC {
+			_ = f.o.Device.CloseIPC(m.at)
+		} else {
+			_ = f.o.Device.UnmapFDs(m.at, m.lens)
+		}
+		m.closed.Store(true)
+	})
 }
+
+// over says whether a mapping is of addresses of the peer's that r is of too.
+func (m *mapping) over(r *remote) bool { return m.base < r.base+r.size && r.base < m.base+m.size }
 
 // A way is where a region of the peer's is in our address space.
 type way struct {
@@ -222,7 +227,7 @@ func (c *Conn) arrive(p *poll) {
 // has not been; nil: there is none yet.
 func (c *Conn) reach(r *remote) *way {
 	for _, m := range c.maps {
-		if m.closing && !m.closed.Load() && m.base < r.base+r.size && r.base < m.base+m.size {
+		if m.closing && !m.closed.Load() && m.over(r) {
 			return nil
 		}
 	}
@@ -232,7 +237,6 @@ func (c *Conn) reach(r *remote) *way {
 		// An IPC handle cannot be opened where it comes from, and need not.
 		if c.f.dev.Reach(cuda.UUID([]byte(r.uuid))) == nil {
 			w.at = r.addr
-			w.m = &mapping{own: true}
 		}
 		return w
 	}
@@ -244,15 +248,22 @@ func (c *Conn) reach(r *remote) *way {
 	if w.m == nil {
 		// What lies at the same addresses of the peer has been freed there, and a handle
 		// cannot be opened beside it. Of mapped pieces, others may share some: they are in use.
-		c.maps = slices.DeleteFunc(c.maps, func(m *mapping) bool {
-			gone := m.reach == reachIPC && m.base < r.base+r.size && r.base < m.base+m.size
-			if gone && !m.closing {
+		beside := false
+		for _, m := range c.maps {
+			if m.reach == reachIPC && !m.closing && m.over(r) {
 				c.forget(m)
+				beside = true
 			}
-			return gone
-		})
+		}
+		if beside {
+			delete(c.ways, r.last.ID)
+			return nil
+		}
 		m := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}
 		if m.open(c.f.dev, r, func() bool { return c.peers[r.slot].Load() == r.last.ID }) != nil {
+			if m.at != 0 { // it is not what it should be
+				c.f.unmap(m)
+			}
 			return w
 		}
 		c.maps = append(c.maps, m)
@@ -282,9 +293,6 @@ func (m *mapping) open(d Device, r *remote, there func() bool) (err error) {
 		is, err := d.Describe(m.at)
 		if err == nil && is.Base+is.Len-m.at < m.size { // a small allocation lies in a block
 			err = errOther
-		}
-		if err != nil {
-			_ = d.CloseIPC(m.at)
 		}
 		return err
 	}
@@ -321,7 +329,7 @@ func (c *Conn) forget(m *mapping) {
 			delete(c.ways, id)
 		}
 	}
-	m.close(c.f.dev)
+	c.f.unmap(m)
 }
 
 // sweep forgets the keys that are gone, and closes the mappings that have had none
@@ -339,12 +347,8 @@ func (c *Conn) sweep() {
 		}
 	}
 	c.maps = slices.DeleteFunc(c.maps, func(m *mapping) bool {
-		if m.used == 0 && m.idle && !m.closing {
-			m.closing = true
-			c.f.aside(func() {
-				m.close(c.f.dev)
-				m.closed.Store(true)
-			})
+		if m.used == 0 && m.idle && !m.closing && !c.f.o.Later.Held() {
+			c.f.unmap(m)
 		}
 		m.idle = m.used == 0
 		return m.closed.Load()

@@ -376,10 +376,7 @@ func (f *Fabric) discard(r *region) {
 		_ = f.inner.Deregister(r.part)
 	}
 	if shadow := r.shadow; r.pinned {
-		f.aside(func() {
-			_ = f.dev.Unpin(uint64(shadow.Addr))
-			_ = mem.Unmap(shadow)
-		})
+		f.unpinMapped(shadow)
 	} else if shadow.Len != 0 {
 		_ = mem.Unmap(shadow)
 	}

@@ -68,7 +68,7 @@ func (c *Conn) equip() (err error) {
 	}
 	l.seg = segmentIn(r)
 	if l.stream, err = d.NewStream(); err != nil {
-		l.close(d)
+		l.close(c.f)
 		return err
 	}
 	l.opened = true
@@ -79,19 +79,17 @@ func (c *Conn) equip() (err error) {
 }
 
 // close gives back what equip and open acquired.
-func (l *lane) close(d Device) {
+func (l *lane) close(f *Fabric) {
 	if l.opened {
-		_ = d.FreeStream(l.stream)
+		_ = f.dev.FreeStream(l.stream)
 	}
 	for _, r := range []mem.Region{l.pool, l.whole} {
 		if r.Len != 0 {
-			_ = d.Unpin(uint64(r.Addr))
-			_ = mem.Unmap(r)
+			f.unpinMapped(r)
 		}
 	}
-	if l.shared != nil {
-		_ = d.Unpin(uint64(l.shared.Region().Addr))
-		_ = mem.FreeShared(l.shared.ID())
+	if s := l.shared; s != nil {
+		f.unpin(s.Region(), func() { _ = mem.FreeShared(s.ID()) })
 	}
 	*l = lane{}
 }
@@ -141,7 +139,7 @@ func (c *Conn) stage(it *item) bool {
 			if l.buffers&(1<<bufWhole) == 0 {
 				return false
 			}
-			if err := l.extend(c.f.dev, n); err != nil {
+			if err := l.extend(c.f, n); err != nil {
 				c.fail(err)
 				return false
 			}
@@ -216,20 +214,19 @@ func (l *lane) provide(d Device) (err error) {
 }
 
 // extend makes the buffer for undivided writes as large as n.
-func (l *lane) extend(d Device, n uint64) (err error) {
+func (l *lane) extend(f *Fabric, n uint64) (err error) {
 	if l.whole.Len >= n {
 		return nil
 	}
 	if l.whole.Len != 0 {
-		_ = d.Unpin(uint64(l.whole.Addr))
-		_ = mem.Unmap(l.whole)
+		f.unpinMapped(l.whole)
 		l.whole = mem.Region{}
 	}
 	if l.whole, err = mem.Map(n); err != nil {
 		return scarce(err)
 	}
 	// Pin takes whole pages.
-	if l.wholeAt, err = d.Pin(uint64(l.whole.Addr), (n+4095)&^4095); err != nil {
+	if l.wholeAt, err = f.dev.Pin(uint64(l.whole.Addr), (n+4095)&^4095); err != nil {
 		_ = mem.Unmap(l.whole)
 		l.whole = mem.Region{}
 	}

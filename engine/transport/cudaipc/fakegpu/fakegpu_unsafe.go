@@ -38,6 +38,9 @@ type GPU struct {
 	calls   int // that can fail
 	failAt  int
 	failed  string
+
+	kernel    atomic.Pointer[chan struct{}]
+	reclaimed atomic.Int32 // calls that wait for it
 }
 
 // alloc is memory at an address where nothing can be read, with a second mapping
@@ -86,6 +89,39 @@ func (g *GPU) Imports() int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.imports
+}
+
+// Kernel has a kernel wait until end is called. As with a driver, who gives memory back
+// waits for it, and all who then want something of the GPU wait for that; a test that ends
+// ends it.
+func (g *GPU) Kernel(t testing.TB) (end func()) {
+	over := make(chan struct{})
+	g.kernel.Store(&over)
+	end = sync.OnceFunc(func() {
+		g.kernel.Store(nil)
+		close(over)
+	})
+	t.Cleanup(end)
+	return end
+}
+
+// Reclaims is how many calls that give memory back wait for a kernel.
+func (g *GPU) Reclaims() int { return int(g.reclaimed.Load()) }
+
+// reclaim waits as those do that give memory back.
+func (g *GPU) reclaim() {
+	if k := g.kernel.Load(); k != nil {
+		g.reclaimed.Add(1)
+		<-*k
+		g.reclaimed.Add(-1)
+	}
+}
+
+// enter waits as all others do.
+func (g *GPU) enter() {
+	if k := g.kernel.Load(); k != nil && g.reclaimed.Load() > 0 {
+		<-*k
+	}
 }
 
 // Put enqueues work of the test's own on a stream, to hold it up.
@@ -183,6 +219,7 @@ const fakePiece = 64 << 10
 
 // What follows is cudaipc.Device.
 func (g *GPU) Alloc(n uint64) (uint64, error) {
+	g.enter()
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("Alloc"); err != nil {
@@ -202,6 +239,11 @@ func (g *GPU) Alloc(n uint64) (uint64, error) {
 }
 
 func (g *GPU) Free(address uint64) error {
+	g.reclaim()
+	return g.drop(address)
+}
+
+func (g *GPU) drop(address uint64) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	a := g.at(address)
@@ -255,6 +297,7 @@ func (g *GPU) copy(c cuda.Copy) {
 }
 
 func (g *GPU) Pin(address, n uint64) (uint64, error) {
+	g.enter()
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("Pin"); err != nil {
@@ -265,6 +308,7 @@ func (g *GPU) Pin(address, n uint64) (uint64, error) {
 }
 
 func (g *GPU) Unpin(address uint64) error {
+	g.reclaim()
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.pins[address] == 0 {
@@ -307,8 +351,9 @@ func (g *GPU) ImportIPC(h cuda.IPCHandle) (uint64, error) {
 }
 
 func (g *GPU) CloseIPC(base uint64) error {
+	g.reclaim()
 	g.unimport()
-	return g.Free(base)
+	return g.drop(base)
 }
 
 func (g *GPU) unimport() {
@@ -353,7 +398,7 @@ func (g *GPU) MapFDs(fds []int32, lens []uint64) (uint64, error) {
 func (g *GPU) UnmapFDs(base uint64, lens []uint64) error {
 	g.unimport()
 	for _, n := range lens {
-		if err := g.Free(base); err != nil {
+		if err := g.drop(base); err != nil {
 			return err
 		}
 		base += n
@@ -386,6 +431,7 @@ func (s *stream) put(do func()) {
 }
 
 func (g *GPU) NewStream() (cuda.Stream, error) {
+	g.enter()
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("NewStream"); err != nil {
@@ -427,6 +473,7 @@ var reached = func() chan struct{} {
 }()
 
 func (g *GPU) NewEvent() (cuda.Event, error) {
+	g.enter()
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("NewEvent"); err != nil {
@@ -445,6 +492,7 @@ func (g *GPU) FreeEvent(e cuda.Event) error {
 }
 
 func (g *GPU) Record(e cuda.Event, n cuda.Stream) error {
+	g.enter()
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("Record"); err != nil {
@@ -473,6 +521,7 @@ func (g *GPU) Passed(e cuda.Event) (bool, error) {
 }
 
 func (g *GPU) Enqueue(n cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, value uint64) error {
+	g.enter()
 	g.mu.Lock()
 	s, passed, err := g.streams[n], g.events[e], g.fails("Enqueue")
 	g.mu.Unlock()
@@ -537,8 +586,11 @@ func (m Memory) Store(s mem.Span, src []byte) error {
 	return nil
 }
 
-// Empty checks that everything was given back.
+// Empty checks that everything has been given back, or soon is.
 func (g *GPU) Empty(t testing.TB) {
+	for end := time.Now().Add(5 * time.Second); g.kept() && time.Now().Before(end); {
+		time.Sleep(100 * time.Microsecond)
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	require.Empty(t, g.streams)
@@ -546,4 +598,10 @@ func (g *GPU) Empty(t testing.TB) {
 	require.Empty(t, g.pins)
 	require.Zero(t, g.imports)
 	require.Empty(t, g.allocs)
+}
+
+func (g *GPU) kept() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return len(g.streams)+len(g.events)+len(g.pins)+g.imports+len(g.allocs) > 0
 }
