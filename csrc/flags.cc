@@ -4,7 +4,9 @@
 #include <time.h>
 
 #include <algorithm>
+#include <memory>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "args.h"
 #include "cs_cuda.h"
@@ -177,7 +179,32 @@ bool reached(const int64_t *word, int64_t value, int64_t limit_ns) {
   }
 }
 
-void release_memory(void *storage) { Memory{storage}; }
+// Pinned memory that a GPU sees. From the first wait of a stream for a flag in it until
+// it is dropped, others may: of graphs.
+struct Seen {
+  Memory memory;
+  int device;
+  bool holds; // guarded by the GIL
+};
+
+void release_seen(void *p) {
+  const std::unique_ptr<Seen> seen(static_cast<Seen *>(p));
+  if (seen->holds && !forked.load())
+    fs_gpu_release(seen->device, 0);
+}
+
+// Has nothing given back that would keep others from the GPU until a wait for a flag is
+// over. Of memory that nobody has mapped, it is not known for how long.
+void hold(const char *call, PyObject *flag, const Counter &c, int device) {
+  static std::unordered_set<int> for_good; // guarded by the GIL
+  auto *seen = static_cast<Seen *>(adopted(flag, release_seen));
+  if (seen ? seen->holds
+           : c.device >= 0 || device < 0 || !for_good.insert(device).second)
+    return;
+  check(call, fs_gpu_hold(seen ? seen->device : device));
+  if (seen)
+    seen->holds = true;
+}
 
 } // namespace
 
@@ -192,6 +219,7 @@ void wait_flag(PyObject *flag, PyObject *seq) {
   enter("wait_flag");
   const Counter c[] = {read_counter(flag, {"wait_flag", "flag"}),
                        read_counter(seq, {"wait_flag", "seq"})};
+  hold("wait_flag", flag, c[0], c[1].device);
   launch("wait_flag", kWait, c, 2);
 }
 
@@ -207,6 +235,8 @@ void wait_value(PyObject *flag, PyObject *value) {
   const uint64_t v = read_u64(value, {"wait_value", "value"});
   open_driver("wait_value");
   const int device = c.device < 0 ? current_gpu() : c.device;
+  if (c.device >= 0)
+    hold("wait_value", flag, c, device);
   const OnDevice guard(device);
   const uint64_t stream = current_stream("wait_value", device);
   const cs_ptr address = seen("wait_value", c);
@@ -253,9 +283,10 @@ PyObject *map_pinned(PyObject *tensor, PyObject *index) {
   if (t.bytes)
     must(cs_cu.MemHostGetDevicePointer(&seen, t.data, 0), "map_pinned_tensor",
          "find the memory of a tensor, which must be pinned (pin_memory())");
-  Memory view = t.bytes ? adopt(reinterpret_cast<void *>(seen), t.bytes, device,
-                                memory.release(), release_memory)
-                        : nothing(device);
+  if (!t.bytes)
+    return make_tensor(nothing(device), t.dtype, t.dims, t.ndim);
+  Memory view = adopt(reinterpret_cast<void *>(seen), t.bytes, device,
+                      new Seen{std::move(memory), device, false}, release_seen);
   return make_tensor(view, t.dtype, t.dims, t.ndim);
 }
 

@@ -62,6 +62,10 @@ constexpr uint64_t kPiece = 2 << 20;
 
 constexpr int kWatchMs = 10;
 
+// How long close() waits for memory to be free again, where nobody else has a stream
+// wait: nanoseconds.
+constexpr int64_t kFreeing = 5000000000;
+
 // From here on the copy engine is faster than the stores of kernels (16 MiB: 46
 // and 49 us, 64 MiB: 173 and 200), and a kernel only raises the flags after it.
 constexpr uint64_t kEngine = 16 << 20;
@@ -201,6 +205,7 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
   must("find the GPU", cs_cu.DeviceGet(&handle_, device));
   must("hold the GPU's context",
        cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
+  check("channel", fs_gpu_hold(device_)); // a stream may wait for a peer
   try {
     Entered in(context_);
     void *words = pinned(4096, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP);
@@ -250,7 +255,7 @@ uint64_t Lane::allocate(uint64_t bytes) {
           "channel: allocate %llu bytes on gpu %d: out of memory %s",
           static_cast<unsigned long long>(bytes), device_, kFull);
   must("allocate", rc);
-  owned_.push_back(p);
+  owned_.push_back({FS_GPU_MEMORY, p, bytes});
   cs_stream s;
   must("make a stream", cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING));
   rc = cs_cu.MemsetD8Async(p, 0, bytes, s);
@@ -297,9 +302,10 @@ std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle,
           "them (nvidia-smi topo -p2p rw shows it; use mode=\"proxy\")",
           device_, owner.c_str());
   must("map a peer's memory", rc);
-  mapped_.push_back(p);
+  owned_.push_back({FS_GPU_MAPPING, p, 0});
   must("find the size of a peer's memory",
        cs_cu.MemGetAddressRange(&base, &bytes, p));
+  owned_.back().bytes = bytes;
   return {p, bytes - (p - base)};
 }
 
@@ -836,24 +842,23 @@ void Lane::close() {
   if (entered)
     settle();
   end_watcher();
-  auto *words = const_cast<uint32_t *>(words_);
+  auto number = [](const volatile void *p) {
+    return reinterpret_cast<uint64_t>(p);
+  };
+  if (module_)
+    owned_.push_back({FS_GPU_MODULE, number(module_), 0});
+  if (words_)
+    owned_.push_back({FS_GPU_PINNED, number(words_), 4096});
   words_ = nullptr;
   unlocked(
-      [&] { // frees wait for all of the GPU, and that for any Python thread
-        if (entered) {
-          if (watcher_stream_)
-            cs_cu.StreamDestroy(watcher_stream_);
-          for (cs_ptr p : mapped_)
-            cs_cu.IpcCloseMemHandle(p);
-          for (cs_ptr p : owned_)
-            cs_cu.MemFree(p);
-          if (module_)
-            cs_cu.ModuleUnload(module_);
-          if (words)
-            cs_cu.MemFreeHost(words);
-        }
+      [&] { // the engine may wait for all of the GPU, and that for any Python thread
+        if (entered && watcher_stream_)
+          cs_cu.StreamDestroy(watcher_stream_);
         cs_cu.CtxSetCurrent(old);
-        return cs_cu.DevicePrimaryCtxRelease(handle_);
+        for (const Owned &o : owned_)
+          fs_gpu_free(device_, o.what, o.address, o.bytes);
+        cs_cu.DevicePrimaryCtxRelease(handle_);
+        return fs_gpu_release(device_, kFreeing);
       });
 }
 

@@ -142,7 +142,11 @@ private:
   volatile uint32_t *words_ = nullptr; // host memory; the GPU sees it at seen_
   cs_ptr seen_ = 0;
   Way out_, in_;
-  std::vector<cs_ptr> owned_, mapped_;
+  struct Owned {
+    int what; // FS_GPU_*
+    uint64_t address, bytes;
+  };
+  std::vector<Owned> owned_;
   struct Held {
     Memory memory;
     const void *start; // of it, as it was

@@ -355,6 +355,12 @@ Counter read_counter(PyObject *o, Arg arg) {
   return {reinterpret_cast<uint64_t>(t.data), t.device};
 }
 
+void *adopted(PyObject *tensor, void (*free)(void *)) {
+  const at::DataPtr &p =
+      THPVariable_Unpack(tensor).storage().unsafeGetStorageImpl()->data_ptr();
+  return p.get_deleter() == free ? p.get_context() : nullptr;
+}
+
 int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i) {
   if (!is_tensor(o))
     refuse(arg, i, Kind::kConfig,

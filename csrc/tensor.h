@@ -111,6 +111,10 @@ struct Counter {
 };
 Counter read_counter(PyObject *o, Arg arg);
 
+// The ctx that adopt() was given, with this free, for the memory of a tensor; nullptr:
+// its memory is another's.
+void *adopted(PyObject *tensor, void (*free)(void *));
+
 // One int64 on the CPU, pinned or not.
 int64_t *read_word(PyObject *o, Arg arg);
 

@@ -25,6 +25,7 @@ class Notify:
     def __init__(self, wait: Callable[[int], None], get_batch: Callable[[], Any]) -> None:
         self._wait, self._get_batch = wait, get_batch
         self._flag: Tensor | None = None
+        self._seen: Tensor | None = None  # it, as the GPU that was current sees it
         self._asked = 0
         self._event: Future[None] | None = None
         self._batch: Future[Any] | None = None
@@ -44,6 +45,7 @@ class Notify:
                     "call wait() or get_batch() instead"
                 )
             self._flag = torch.zeros(1, dtype=torch.int64).pin_memory()
+            self._seen = _loader.load().map_pinned_tensor(self._flag, torch.cuda.current_device())
             self._thread = ThreadPoolExecutor(1, "fserver-notify")
 
     def _memory(self, call: str) -> Tensor:
@@ -51,10 +53,19 @@ class Notify:
             raise ConfigError(f"{call}: call init() first")
         return self._flag
 
+    def _block(self, number: int) -> None:
+        """The current stream waits for a number."""
+        import torch
+
+        seen, flag = self._seen, self._flag
+        if seen is not None and seen.device.index == torch.cuda.current_device():
+            flag = seen  # so the engine knows that a stream of this GPU may wait
+        _loader.load().wait_value(flag, number)
+
     def _after(self, call: str, job: Callable[[], Any]) -> Future[Any]:
         """Makes the current stream wait for a job that the thread does."""
         flag, number = self._memory(call), self._asked + 1
-        _loader.load().wait_value(flag, number)
+        self._block(number)
         self._asked = number
 
         def run() -> Any:
@@ -78,7 +89,7 @@ class Notify:
         """The current stream too waits for what was asked for last; if that is there already,
         for what is asked for next."""
         flag = self._memory("block_now_stream")
-        _loader.load().wait_value(flag, self._asked + (int(flag) >= self._asked))
+        self._block(self._asked + (int(flag) >= self._asked))
 
     def block_now_stream_and_get_batch(self) -> None:
         """The current stream waits for the next batch."""

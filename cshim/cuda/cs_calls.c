@@ -143,6 +143,16 @@ int cs_free(uint64_t context, uint64_t address) {
   return cs_cu.MemFree(address);
 }
 
+int cs_free_host(uint64_t context, uint64_t address) {
+  ENTER(context);
+  return cs_cu.MemFreeHost((void *)address);
+}
+
+int cs_unload(uint64_t context, uint64_t module) {
+  ENTER(context);
+  return cs_cu.ModuleUnload((cs_module)module);
+}
+
 int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,
            uint64_t *device) {
   ENTER(context);

@@ -47,6 +47,8 @@ int cs_enqueue(uint64_t context, uint64_t stream, uint64_t event,
 
 int cs_alloc(uint64_t context, uint64_t bytes, uint64_t *address);
 int cs_free(uint64_t context, uint64_t address);
+int cs_free_host(uint64_t context, uint64_t address);
+int cs_unload(uint64_t context, uint64_t module);
 int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,
            uint64_t *device);
 int cs_unpin(uint64_t context, uint64_t address);

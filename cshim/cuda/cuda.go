@@ -214,6 +214,16 @@ func (d *Device) Free(address uint64) error {
 	return failed(C.cs_free(d.context, C.uint64_t(address)), "free memory of gpu %d", d.ordinal)
 }
 
+// FreeHost returns pinned memory that the driver gave.
+func (d *Device) FreeHost(address uint64) error {
+	return failed(C.cs_free_host(d.context, C.uint64_t(address)), "free pinned memory of gpu %d", d.ordinal)
+}
+
+// Unload unloads kernels.
+func (d *Device) Unload(module uint64) error {
+	return failed(C.cs_unload(d.context, C.uint64_t(module)), "unload kernels of gpu %d", d.ordinal)
+}
+
 // Pin keeps host memory, whole pages, in place for the GPU and gives its address
 // there. Unpin undoes it.
 func (d *Device) Pin(address, n uint64) (uint64, error) {

@@ -33,7 +33,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 7
+#define FS_ABI 8
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
 typedef uint64_t fs_shared; /* memory of fs_shared_alloc */
@@ -240,6 +240,21 @@ int fs_channel_take(fs_node node, fs_channel channel, uint64_t *buf, size_t cap,
  * too. */
 int fs_channel_close(fs_node node, fs_channel channel, const char *why,
                      size_t bytes, int64_t slice_ns);
+
+/* Before it frees, unmaps or unpins memory, a GPU's driver waits for all that the
+ * GPU has to do, and meanwhile keeps the rest of the process from it, launches
+ * included. So from fs_gpu_hold to fs_gpu_release nothing is given back: kernels of the
+ * process may wait for messages then. The last release gives back all, and waits for
+ * that for at most wait_ns. Many may hold; what is put off is at most 1 GiB. gpu is as
+ * CUDA counts. */
+int fs_gpu_hold(int32_t gpu);
+int fs_gpu_release(int32_t gpu, int64_t wait_ns);
+
+/* Gives back, as soon as nobody holds, what the driver knows by an address or handle:
+ * memory, a mapping of another process's, pinned memory, a module. bytes: how much that
+ * keeps from others. */
+enum { FS_GPU_MEMORY, FS_GPU_MAPPING, FS_GPU_PINNED, FS_GPU_MODULE };
+int fs_gpu_free(int32_t gpu, int32_t what, uint64_t address, uint64_t bytes);
 
 /* JSON about a node: who it is, links, counters. *need as in fs_get_batch, in
  * bytes, without a final zero. */

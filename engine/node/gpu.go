@@ -41,18 +41,27 @@ func LaterOf(index int) *cudaipc.Later {
 	return l
 }
 
-// FreeLater frees memory of a GPU, or unmaps that of another process, with LaterOf.
-func FreeLater(index int, unmap bool, address, bytes uint64) error {
+// A Thing is what FreeLater gives back.
+type Thing int
+
+// Memory of the GPU, a mapping of another process's, pinned memory of the driver's, and
+// kernels.
+const (
+	Allocated Thing = iota
+	Mapped
+	PinnedHost
+	Module
+)
+
+// FreeLater gives back what the driver knows by an address or handle, when LaterOf does.
+func FreeLater(index int, what Thing, address, bytes uint64) error {
 	d, err := cuda.Retain(index)
 	if err != nil {
 		return err
 	}
+	call := []func(*cuda.Device, uint64) error{(*cuda.Device).Free, (*cuda.Device).CloseIPC, (*cuda.Device).FreeHost, (*cuda.Device).Unload}[what]
 	LaterOf(index).Do(bytes, func() {
-		if unmap {
-			_ = d.CloseIPC(address)
-		} else {
-			_ = d.Free(address)
-		}
+		_ = call(d, address) // who had it has gone on
 		d.Release()
 	})
 	return nil

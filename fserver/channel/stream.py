@@ -63,7 +63,7 @@ class Gpu:
 
     def settle(self) -> None:
         """Waits for what has filled the memory."""
-        self._torch.cuda.synchronize(self.device)
+        self._torch.cuda.current_stream(self.device).synchronize()
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Gpu:
         """Waits for what is enqueued; false: not within the time. A graph may be replayed on any
         stream: once there is one, the whole GPU is waited for."""
         if self._captured:
-            self.settle()
+            self._torch.cuda.synchronize(self.device)
         end = time.monotonic() + seconds
         while self._stream is not None and not self._event.query():
             if time.monotonic() > end:
@@ -315,5 +315,6 @@ class StreamSide(Side, Caller):
         self._side.close()
         if self._gpu.finished(_PARTING_S):  # who keeps an error of a call, keeps its frames too
             self._out, self._in, self._out_host, self._in_host = [], [], [], []
+            self._flags = []  # no stream waits for them
         else:
             _kept.append(self)

@@ -84,5 +84,12 @@ def _seconds(channel: Channel, send_first: bool) -> float:
             graph.replay()
             stream.synchronize()
             took.append((time.perf_counter() - started) / EXCHANGES)
-        channel.check()
+    whole(channel)
     return statistics.median(took)
+
+
+def whole(channel: Channel) -> None:
+    """Raises what has kept a message of a channel that kernels carry from coming. That a peer has
+    closed its side since is nothing: it had all messages first."""
+    if channel._side.status()[0]:
+        channel.check()

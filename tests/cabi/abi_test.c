@@ -170,6 +170,18 @@ CASE(shared) {
   CHECK(fs_shared_alloc(0, &a, &at_a) < 0);
 }
 
+/* What a GPU has is given back when nobody holds it; none is needed here. */
+CASE(gpu) {
+  fs_error e;
+  CHECK(fs_gpu_release(3, 0) == -EINVAL);
+  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "nobody holds gpu 3"));
+  CHECK(fs_gpu_hold(3) == 0 && fs_gpu_hold(3) == 0);
+  CHECK(fs_gpu_release(3, SECOND) == 0 && fs_gpu_release(3, SECOND) == 0);
+  CHECK(fs_gpu_release(3, 0) == -EINVAL);
+  CHECK(fs_gpu_free(3, 4, 0, 0) == -EINVAL);
+  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "what is 4, want 0 to 3"));
+}
+
 CASE(settings) {
   const char *given[] = {"DMLC_NUM_WORKER=3", "DMLC_NUM_WORKERS=3"};
   size_t need = 0, again = 0;

@@ -687,6 +687,65 @@ def test_parted(pair: Pair, mode: str) -> None:
     pair.run(parted, mode=mode)
 
 
+def beside_a_wait(side: Side, mode: str) -> None:
+    """While a stream waits for a message, another channel closes, and tensors are pushed and their
+    receive buffers freed: nobody is kept from the GPU."""
+    import torch
+
+    streams = [torch.cuda.Stream() for _ in "12"]
+    with node(side, **peers.options(side.device, "auto")) as own, ExitStack() as stack:
+        channels = []
+        for key, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                channels.append(stack.enter_context(opened(side, own, 64, mode, key)))
+        first, second = channels
+
+        def ask(i: int) -> None:
+            if side.index == 1:
+                batch = own.get_batch()
+                own.respond([batch[0][1][0] + 1], batch[0][0], need_event=True)
+                return
+            x = torch.full((1000 * (i + 1),), float(i), device=peers.place(side.device))
+            y = torch.zeros_like(x)
+            own.wait(own.push_pull([x], [9], [y], [9]), timeout_ms=3000)
+            assert torch.equal(y, x + 1)
+
+        with torch.cuda.stream(streams[0]):
+            calls = [first.send, first.recv]
+            for call in calls if side.index == 0 else calls[::-1]:
+                call()
+            ask(0)  # the driver waits where it loads torch's kernels
+            streams[0].synchronize()
+        with torch.cuda.stream(streams[1]):
+            if side.index == 0:
+                second.send()
+            second.recv()
+            if side.index == 1:
+                streams[1].synchronize()
+        side.barrier()
+        first.close()
+        with torch.cuda.stream(streams[0]):
+            for i in range(1, 4):
+                ask(i)
+        if side.index == 0:
+            assert not streams[1].query()
+        side.barrier()
+        with torch.cuda.stream(streams[1]):
+            if side.index == 1:
+                second.outgoing[0].fill_(7)
+                second.send()
+            streams[1].synchronize()
+        if side.index == 0:
+            assert second.incoming[0].tolist() == [7] * 64
+        second.check()
+        side.barrier()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_beside_a_wait(pair: Pair, mode: str) -> None:
+    pair.run(beside_a_wait, 15, mode=mode)
+
+
 def closed_in_a_capture(side: Side, mode: str) -> None:
     """In the mode that is torch's default."""
     import torch

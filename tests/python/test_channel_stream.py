@@ -519,8 +519,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
 
         stream.put(until)
 
-    fake = SimpleNamespace(load=lambda: SimpleNamespace(wait_value=wait_value))
-    monkeypatch.setattr(notifying, "_loader", fake)
+    calls = SimpleNamespace(wait_value=wait_value, map_pinned_tensor=lambda tensor, device: tensor)
+    monkeypatch.setattr(notifying, "_loader", SimpleNamespace(load=lambda: calls))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield stream

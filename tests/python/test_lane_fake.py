@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from fserver import _loader
 from fserver.channel import nvrtc, opener
 from fserver.channel.gpu import GpuSide
 from fserver.channel.plan import LANDING, PACKETS, PLACE, Piece, Plan
+from fserver.channel.tune import whole
 
 LIMIT = 60  # seconds for a check
 HERE = Path(__file__).resolve().parent
@@ -168,7 +170,7 @@ def on_gpus() -> None:
         (opener, "_gpu", side),
         (GpuSide, "rows", rows),
         (nvrtc, "image", lambda source, arch: b"kernels"),
-        (torch.cuda, "synchronize", lambda device: None),
+        (torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)),
         (_loader.load().Lane, "hold", lambda lane, tensors: None),
     ]
     for where, name, what in patches:
@@ -433,7 +435,10 @@ def closed_by_a_peer(mode: str) -> None:
     with pytest.raises(fserver.ClosedError, match=text):
         while time.monotonic() < end:
             w.check()
+    whole(w)  # all that was sent has come
     refuses(w.send, fserver.ClosedError, text)
+    w._side.lane.abort()
+    refuses(lambda: whole(w), fserver.ClosedError, text)
     w.close()
     closing.join()
     cluster.close()
@@ -648,6 +653,41 @@ def goes_on_while_the_gpu_is_busy() -> None:
 def test_threads_go_on_while_the_gpu_is_busy(driver: Path) -> None:
     """What the GPU does may wait for one of them."""
     over(driver, goes_on_while_the_gpu_is_busy)
+
+
+def put_off() -> None:
+    flag, seq = (fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0) for _ in "12")
+    fserver.seq_add_one(seq)  # loads kernels, for good
+    before = DRIVER.held
+    first, second = pair("ce"), pair("ce")
+    for w, s in (first, second):
+        exchange(w, s, 1)
+    fserver.wait_flag(flag, seq)
+    held = DRIVER.held
+    DRIVER.waits = 1
+    for side in first:
+        side.lane.close()
+    assert (DRIVER.waiting, DRIVER.waited_in_vain) == (0, 0)
+    DRIVER.waits = 0
+    assert before < DRIVER.held <= held
+    exchange(*second, 2)
+    for side in second:
+        side.lane.close()
+    assert DRIVER.held > before
+    del seq
+    time.sleep(0.05)
+    assert DRIVER.held > before
+    del flag
+    end = time.monotonic() + WAIT
+    while DRIVER.held > before and time.monotonic() < end:
+        time.sleep(0.001)
+    assert DRIVER.held == before
+
+
+def test_memory_is_put_off(driver: Path) -> None:
+    """A lane gives nothing back while a stream of the process may wait for another lane, or
+    for a flag: the driver would keep all others from the GPU until that wait is over."""
+    over(driver, put_off)
 
 
 def goes_on_while_a_stream_is_full(mode: str) -> None:
