@@ -250,6 +250,8 @@ uint64_t Lane::allocate(uint64_t bytes) {
   bytes = (bytes + kPiece - 1) / kPiece * kPiece;
   cs_ptr p;
   cs_result rc = cs_cu.MemAlloc(&p, bytes);
+  if (rc == CS_CU_OUT_OF_MEMORY && reclaim())
+    rc = cs_cu.MemAlloc(&p, bytes);
   if (rc == CS_CU_OUT_OF_MEMORY)
     raise(Kind::kError,
           "channel: allocate %llu bytes on gpu %d: out of memory %s",
@@ -264,6 +266,14 @@ uint64_t Lane::allocate(uint64_t bytes) {
   cs_cu.StreamDestroy(s);
   must("clear memory", rc);
   return p;
+}
+
+// Gives back what closed lanes and lost peers have left, also where other lanes wait, for
+// as long as a wait may last.
+bool Lane::reclaim() const {
+  return unlocked([&] {
+           return fs_gpu_reclaim(device_, static_cast<int64_t>(patience_));
+         }) == 1;
 }
 
 std::tuple<std::string, uint64_t, uint64_t> Lane::share(uint64_t address) {
@@ -296,6 +306,9 @@ std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle,
   cs_ptr p = 0, base = 0;
   size_t bytes = 0;
   cs_result rc = cs_cu.IpcOpenMemHandle(&p, h, CS_IPC_LAZY_PEER_ACCESS);
+  if (rc == CS_CU_ALREADY_MAPPED &&
+      reclaim()) // what was there before it, in the peer
+    rc = cs_cu.IpcOpenMemHandle(&p, h, CS_IPC_LAZY_PEER_ACCESS);
   if (rc == CS_CU_PEER_ACCESS_UNSUPPORTED)
     raise(Kind::kConfig,
           "channel: gpu %d cannot use the memory of %s: no peer access between "

@@ -132,6 +132,7 @@ private:
   cs_ptr word(int which) const { return seen_ + 4u * which; }
   void need(const char *call) const;
   bool by_engine(const Segment &g) const;
+  bool reclaim() const;
 
   int device_;
   cs_device handle_ = 0;

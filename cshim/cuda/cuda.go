@@ -31,9 +31,10 @@ func (e *Error) Error() string { return e.Text }
 
 // Codes of Error that callers tell apart.
 const (
-	OutOfMemory  = C.CS_CU_OUT_OF_MEMORY
-	InvalidValue = C.CS_CU_INVALID_VALUE
-	NotSupported = C.CS_CU_NOT_SUPPORTED
+	OutOfMemory   = C.CS_CU_OUT_OF_MEMORY
+	InvalidValue  = C.CS_CU_INVALID_VALUE
+	NotSupported  = C.CS_CU_NOT_SUPPORTED
+	AlreadyMapped = C.CS_CU_ALREADY_MAPPED
 )
 
 // failed is the error of a result, nil for success.

@@ -250,6 +250,10 @@ int fs_channel_close(fs_node node, fs_channel channel, const char *why,
 int fs_gpu_hold(int32_t gpu);
 int fs_gpu_release(int32_t gpu, int64_t wait_ns);
 
+/* Gives back what is put off, whoever holds: memory is short, or an address is taken. It
+ * waits for that, at most wait_ns. 1: there was something; 0: there was nothing. */
+int fs_gpu_reclaim(int32_t gpu, int64_t wait_ns);
+
 /* Gives back, as soon as nobody holds, what the driver knows by an address or handle:
  * memory, a mapping of another process's, pinned memory, a module. bytes: how much that
  * keeps from others. */

@@ -35,6 +35,17 @@ func fs_gpu_release(gpu C.int32_t, wait C.int64_t) (rc C.int) {
 	return 0
 }
 
+//export fs_gpu_reclaim
+func fs_gpu_reclaim(gpu C.int32_t, wait C.int64_t) (rc C.int) {
+	defer guard(&rc)
+	l := node.LaterOf(int(gpu))
+	if !l.Force() {
+		return 0
+	}
+	l.Wait(time.Duration(wait))
+	return 1
+}
+
 //export fs_gpu_free
 func fs_gpu_free(gpu, what C.int32_t, address, bytes C.uint64_t) (rc C.int) {
 	defer guard(&rc)

@@ -16,6 +16,9 @@ enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2 };
 /* Out of memory for what is of the GPU of this number, from 1 on. */
 int fail_alloc, fail_host, fail_load, fail_stream;
 
+int full; /* out of memory until some is freed */
+int taken; /* what is imported is where another mapping is, until that is closed */
+
 int fail_context; /* 1: in all threads, 2: in those that did not start the driver */
 int fail_copy;      /* the copy of this number, from 1 on */
 int fail_import;    /* memory of other processes: with this result */
@@ -121,11 +124,21 @@ static int give_back_safely(void) {
   wait_for_it();
   return unsafe();
 }
+static int free_safely(void) {
+  full = 0;
+  return give_back_safely();
+}
+static int unmap(void) {
+  taken = 0;
+  return give_back_safely();
+}
 static int count_devices(int *out) {
   *out = GPUS;
   return CS_CU_SUCCESS;
 }
 static int import(cs_ptr *out) {
+  if (taken)
+    return CS_CU_ALREADY_MAPPED;
   *out = fail_import ? 0 : (cs_ptr)(uintptr_t)room(2 << 20);
   return fail_import;
 }
@@ -142,7 +155,7 @@ static struct {
 } given[256]; /* the newest */
 static int alloc(cs_ptr *out, size_t bytes) {
   static unsigned n;
-  if (none_left(fail_alloc))
+  if (full || none_left(fail_alloc))
     return CS_CU_OUT_OF_MEMORY;
   *out = (cs_ptr)(uintptr_t)room(bytes);
   given[n % 256].at = *out;
@@ -341,14 +354,14 @@ static const struct {
     {"cuCtxSynchronize", (void *)unsafe},
     {"cuThreadExchangeStreamCaptureMode", (void *)exchange_mode},
     {"cuMemAlloc", (void *)alloc},
-    {"cuMemFree", (void *)give_back_safely},
+    {"cuMemFree", (void *)free_safely},
     {"cuMemHostAlloc", (void *)alloc_host},
     {"cuMemFreeHost", (void *)give_back_safely},
     {"cuMemHostGetDevicePointer", (void *)seen_at},
     {"cuMemGetAddressRange", (void *)range},
     {"cuPointerGetAttribute", (void *)pointer},
     {"cuIpcOpenMemHandle", (void *)import},
-    {"cuIpcCloseMemHandle", (void *)release},
+    {"cuIpcCloseMemHandle", (void *)unmap},
     {"cuModuleLoadData", (void *)load},
     {"cuModuleUnload", (void *)give_back_safely},
     {"cuModuleGetFunction", (void *)find_kernel},

@@ -690,6 +690,29 @@ def test_memory_is_put_off(driver: Path) -> None:
     over(driver, put_off)
 
 
+def makes_room() -> None:
+    stays = pair("ce")
+    for side in pair("ce"):
+        side.lane.close()
+    DRIVER.full = 1
+    w, s = pair("ce")
+    assert DRIVER.full == 0
+    exchange(w, s, 1)
+    told = {**s.plan.describe(0), "proof": ""}
+    for again in (0, 1):
+        DRIVER.taken = again
+        x = Side(0, "ce", 10000, 64, 1)
+        x.plan.attach(0, told)
+        x.lane.close()
+    assert DRIVER.taken == 0
+    exchange(*stays, 2)
+
+
+def test_what_is_put_off_makes_room(driver: Path) -> None:
+    """Where memory is short, and where it lies at addresses of a peer that are used again."""
+    over(driver, makes_room)
+
+
 def goes_on_while_a_stream_is_full(mode: str) -> None:
     w, s = pair(mode)
     for side, other in ((w, s), (s, w)):

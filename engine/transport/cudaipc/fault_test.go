@@ -938,6 +938,30 @@ func TestMappingsEndLater(t *testing.T) {
 	require.Equal(t, 1, g.Imports())
 }
 
+// TestAddressIsTaken: what lies where something else of the peer's is still mapped from goes
+// by the host until that is not there.
+func TestAddressIsTaken(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k := b.key(t, dst)
+	send := func() {
+		a.done, b.writes = nil, nil
+		a.post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		holds(t, g, dst, 5)
+	}
+	g.Fail(fakegpu.Mapped, 1)
+	send()
+	send()
+	require.Zero(t, g.Imports())
+	a.f.scan = time.Time{}
+	a.f.FD() // ticks
+	a.poll(t)
+	send()
+	require.Equal(t, 1, g.Imports())
+}
+
 // TestWaysEnd: keys that are gone are forgotten, also where nothing of the peer's could
 // be mapped, or needs to be.
 func TestWaysEnd(t *testing.T) {

@@ -57,9 +57,10 @@ func (m *mapping) over(r *remote) bool { return m.base < r.base+r.size && r.base
 
 // A way is where a region of the peer's is in our address space.
 type way struct {
-	slot uint32
-	at   uint64 // 0: it cannot be mapped
-	m    *mapping
+	slot  uint32
+	at    uint64 // 0: it cannot be mapped
+	again bool   // for now: what was at its address is still mapped
+	m     *mapping
 }
 
 // write starts a write by mapping.
@@ -260,10 +261,12 @@ func (c *Conn) reach(r *remote) *way {
 			return nil
 		}
 		m := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}
-		if m.open(c.f.dev, r, func() bool { return c.peers[r.slot].Load() == r.last.ID }) != nil {
+		if err := m.open(c.f.dev, r, func() bool { return c.peers[r.slot].Load() == r.last.ID }); err != nil {
 			if m.at != 0 { // it is not what it should be
 				c.f.unmap(m)
 			}
+			var e *cuda.Error
+			w.again = errors.As(err, &e) && e.Code == cuda.AlreadyMapped // by another Conn, or a channel
 			return w
 		}
 		c.maps = append(c.maps, m)
@@ -339,7 +342,7 @@ func (c *Conn) sweep() {
 		return
 	}
 	for id, w := range c.ways {
-		if c.peers[w.slot].Load() != id {
+		if c.peers[w.slot].Load() != id || w.again {
 			delete(c.ways, id)
 			if w.m != nil {
 				w.m.used--

@@ -62,6 +62,9 @@ func New() *GPU {
 	return &GPU{pins: map[uint64]uint64{}, next: 1, streams: map[cuda.Stream]*stream{}, events: map[cuda.Event]chan struct{}{}, fail: map[string]int{}}
 }
 
+// Mapped is an ImportIPC of what lies where something else of that process is mapped from.
+const Mapped = "ImportIPC, of an address that is taken"
+
 // Fail has the next n calls of a method fail; Alloc and Pin for want of memory.
 func (g *GPU) Fail(call string, n int) {
 	g.mu.Lock()
@@ -139,8 +142,11 @@ func (g *GPU) fails(call string) error {
 	default:
 		return nil
 	}
-	if call == "Alloc" || call == "Pin" {
+	switch call {
+	case "Alloc", "Pin":
 		return &cuda.Error{Code: cuda.OutOfMemory, Text: call + ": " + errFake.Error() + ": out of memory"}
+	case Mapped:
+		return &cuda.Error{Code: cuda.AlreadyMapped, Text: call + ": " + errFake.Error()}
 	}
 	return fmt.Errorf("%s: %w", call, errFake)
 }
@@ -339,6 +345,9 @@ func (g *GPU) ImportIPC(h cuda.IPCHandle) (uint64, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	a := g.at(binary.LittleEndian.Uint64(h[:]))
+	if g.fail[Mapped] > 0 {
+		return 0, g.fails(Mapped)
+	}
 	if err := g.fails("ImportIPC"); err != nil || a == nil {
 		return 0, errors.Join(err, errFake)
 	}
