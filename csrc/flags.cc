@@ -124,9 +124,38 @@ uint64_t seen(const char *call, const Counter &c) {
   return address;
 }
 
+// Pinned memory that a GPU sees. From the first wait of a stream for a flag in it until
+// it is dropped, others may: of graphs.
+struct Seen {
+  Memory memory;
+  int device;
+  bool holds; // guarded by the GIL
+};
+
+void release_seen(void *p) {
+  const std::unique_ptr<Seen> seen(static_cast<Seen *>(p));
+  if (seen->holds && !forked.load())
+    fs_gpu_release(seen->device, 0);
+}
+
+// Has nothing given back that would keep others from the GPU until a wait for a flag is
+// over. Of memory that nobody has mapped, it is not known for how long.
+void hold(const char *call, PyObject *flag, const Counter &c, int device) {
+  static std::unordered_set<int> for_good; // guarded by the GIL
+  auto *seen = static_cast<Seen *>(adopted(flag, release_seen));
+  if (seen ? seen->holds : c.device >= 0 || !for_good.insert(device).second)
+    return;
+  if (seen)
+    seen->holds = true;
+  const int gpu = seen ? seen->device : device;
+  check(call, unlocked([&] { return fs_gpu_hold(gpu); }));
+}
+
 // Launches kernel which of one thread. The driver waits while the stream has no
-// room, for a flag that another Python thread may be about to set.
-void launch(const char *call, int which, const Counter *counters, size_t n) {
+// room, for a flag that another Python thread may be about to set. waits: a tensor, the
+// first counter, that it waits for.
+void launch(const char *call, int which, const Counter *counters, size_t n,
+            PyObject *waits = nullptr) {
   int device = -1;
   for (size_t i = 0; i < n; i++) {
     if (counters[i].device < 0)
@@ -151,6 +180,8 @@ void launch(const char *call, int which, const Counter *counters, size_t n) {
   }
   const cs_function f = kernels(call, device).function[which];
   const auto stream = reinterpret_cast<cs_stream>(guard.stream());
+  if (waits)
+    hold(call, waits, counters[0], device);
   must(unlocked([&] {
          return cs_cu.LaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, stream, arguments,
                                    nullptr);
@@ -179,33 +210,6 @@ bool reached(const int64_t *word, int64_t value, int64_t limit_ns) {
   }
 }
 
-// Pinned memory that a GPU sees. From the first wait of a stream for a flag in it until
-// it is dropped, others may: of graphs.
-struct Seen {
-  Memory memory;
-  int device;
-  bool holds; // guarded by the GIL
-};
-
-void release_seen(void *p) {
-  const std::unique_ptr<Seen> seen(static_cast<Seen *>(p));
-  if (seen->holds && !forked.load())
-    fs_gpu_release(seen->device, 0);
-}
-
-// Has nothing given back that would keep others from the GPU until a wait for a flag is
-// over. Of memory that nobody has mapped, it is not known for how long.
-void hold(const char *call, PyObject *flag, const Counter &c, int device) {
-  static std::unordered_set<int> for_good; // guarded by the GIL
-  auto *seen = static_cast<Seen *>(adopted(flag, release_seen));
-  if (seen ? seen->holds
-           : c.device >= 0 || device < 0 || !for_good.insert(device).second)
-    return;
-  check(call, fs_gpu_hold(seen ? seen->device : device));
-  if (seen)
-    seen->holds = true;
-}
-
 } // namespace
 
 void write_flag(PyObject *flag, PyObject *seq) {
@@ -219,8 +223,7 @@ void wait_flag(PyObject *flag, PyObject *seq) {
   enter("wait_flag");
   const Counter c[] = {read_counter(flag, {"wait_flag", "flag"}),
                        read_counter(seq, {"wait_flag", "seq"})};
-  hold("wait_flag", flag, c[0], c[1].device);
-  launch("wait_flag", kWait, c, 2);
+  launch("wait_flag", kWait, c, 2, flag);
 }
 
 void seq_add_one(PyObject *seq) {
@@ -235,11 +238,10 @@ void wait_value(PyObject *flag, PyObject *value) {
   const uint64_t v = read_u64(value, {"wait_value", "value"});
   open_driver("wait_value");
   const int device = c.device < 0 ? current_gpu() : c.device;
-  if (c.device >= 0)
-    hold("wait_value", flag, c, device);
   const OnDevice guard(device);
   const uint64_t stream = current_stream("wait_value", device);
   const cs_ptr address = seen("wait_value", c);
+  hold("wait_value", flag, c, device);
   must(cs_cu.StreamWaitValue64 ? unlocked([&] {
          return cs_cu.StreamWaitValue64(reinterpret_cast<cs_stream>(stream),
                                         address, v, CS_WAIT_GEQ);

@@ -44,26 +44,13 @@ void must(const char *what, cs_result rc) {
     fail(what, rc);
 }
 
-void *pinned(uint64_t bytes, unsigned flags) {
-  void *p = nullptr;
-  const cs_result rc = cs_cu.MemHostAlloc(&p, bytes, flags);
-  if (rc == CS_CU_OUT_OF_MEMORY)
-    raise(
-        Kind::kError,
-        "channel: allocate pinned memory: out of memory (open fewer "
-        "channels, or raise ulimit -l and the memory limit of the container)");
-  must("allocate pinned memory", rc);
-  return p;
-}
-
 // Small allocations share a block of 2 MiB, which is what an IPC handle names:
 // whole blocks show a peer nothing else.
 constexpr uint64_t kPiece = 2 << 20;
 
 constexpr int kWatchMs = 10;
 
-// How long close() waits for memory to be free again, where nobody else has a stream
-// wait: nanoseconds.
+// How long is waited for memory to be free again: nanoseconds.
 constexpr int64_t kFreeing = 5000000000;
 
 // From here on the copy engine is faster than the stores of kernels (16 MiB: 46
@@ -205,7 +192,7 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
   must("find the GPU", cs_cu.DeviceGet(&handle_, device));
   must("hold the GPU's context",
        cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
-  check("channel", fs_gpu_hold(device_)); // a stream may wait for a peer
+  check("channel", unlocked([&] { return fs_gpu_hold(device_); }));
   try {
     Entered in(context_);
     void *words = pinned(4096, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP);
@@ -238,6 +225,32 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
   }
 }
 
+// Makes a call of the driver, and once more if it has given full and there was something
+// of that sort that closed lanes and lost peers have left: it is given back then, also where
+// other lanes wait. All without the GIL, as the driver may wait for the GPU.
+template <class F>
+cs_result Lane::with_room(cs_result full, int what, F call) const {
+  return unlocked([&] {
+    const cs_result rc = call();
+    return rc == full && fs_gpu_reclaim(device_, what, kFreeing) == 1 ? call()
+                                                                      : rc;
+  });
+}
+
+void *Lane::pinned(uint64_t bytes, unsigned flags) const {
+  void *p = nullptr;
+  const cs_result rc = with_room(CS_CU_OUT_OF_MEMORY, FS_GPU_PINNED, [&] {
+    return cs_cu.MemHostAlloc(&p, bytes, flags);
+  });
+  if (rc == CS_CU_OUT_OF_MEMORY)
+    raise(
+        Kind::kError,
+        "channel: allocate pinned memory: out of memory (open fewer "
+        "channels, or raise ulimit -l and the memory limit of the container)");
+  must("allocate pinned memory", rc);
+  return p;
+}
+
 void Lane::need(const char *call) const {
   enter(call);
   if (closed_)
@@ -249,9 +262,8 @@ uint64_t Lane::allocate(uint64_t bytes) {
   Apart in(context_);
   bytes = (bytes + kPiece - 1) / kPiece * kPiece;
   cs_ptr p;
-  cs_result rc = cs_cu.MemAlloc(&p, bytes);
-  if (rc == CS_CU_OUT_OF_MEMORY && reclaim())
-    rc = cs_cu.MemAlloc(&p, bytes);
+  cs_result rc = with_room(CS_CU_OUT_OF_MEMORY, FS_GPU_MEMORY,
+                           [&] { return cs_cu.MemAlloc(&p, bytes); });
   if (rc == CS_CU_OUT_OF_MEMORY)
     raise(Kind::kError,
           "channel: allocate %llu bytes on gpu %d: out of memory %s",
@@ -266,14 +278,6 @@ uint64_t Lane::allocate(uint64_t bytes) {
   cs_cu.StreamDestroy(s);
   must("clear memory", rc);
   return p;
-}
-
-// Gives back what closed lanes and lost peers have left, also where other lanes wait, for
-// as long as a wait may last.
-bool Lane::reclaim() const {
-  return unlocked([&] {
-           return fs_gpu_reclaim(device_, static_cast<int64_t>(patience_));
-         }) == 1;
 }
 
 std::tuple<std::string, uint64_t, uint64_t> Lane::share(uint64_t address) {
@@ -305,10 +309,10 @@ std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle,
   memcpy(h.bytes, handle.data(), sizeof h.bytes);
   cs_ptr p = 0, base = 0;
   size_t bytes = 0;
-  cs_result rc = cs_cu.IpcOpenMemHandle(&p, h, CS_IPC_LAZY_PEER_ACCESS);
-  if (rc == CS_CU_ALREADY_MAPPED &&
-      reclaim()) // what was there before it, in the peer
-    rc = cs_cu.IpcOpenMemHandle(&p, h, CS_IPC_LAZY_PEER_ACCESS);
+  // What was at its address in the peer before may still be mapped.
+  cs_result rc = with_room(CS_CU_ALREADY_MAPPED, FS_GPU_MAPPING, [&] {
+    return cs_cu.IpcOpenMemHandle(&p, h, CS_IPC_LAZY_PEER_ACCESS);
+  });
   if (rc == CS_CU_PEER_ACCESS_UNSUPPORTED)
     raise(Kind::kConfig,
           "channel: gpu %d cannot use the memory of %s: no peer access between "

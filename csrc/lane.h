@@ -132,7 +132,9 @@ private:
   cs_ptr word(int which) const { return seen_ + 4u * which; }
   void need(const char *call) const;
   bool by_engine(const Segment &g) const;
-  bool reclaim() const;
+  template <class F>
+  cs_result with_room(cs_result full, int what, F call) const;
+  void *pinned(uint64_t bytes, unsigned flags) const;
 
   int device_;
   cs_device handle_ = 0;

@@ -25,7 +25,7 @@ class Notify:
     def __init__(self, wait: Callable[[int], None], get_batch: Callable[[], Any]) -> None:
         self._wait, self._get_batch = wait, get_batch
         self._flag: Tensor | None = None
-        self._seen: Tensor | None = None  # it, as the GPU that was current sees it
+        self._seen: dict[int, Tensor] = {}  # it, as a GPU sees it
         self._asked = 0
         self._event: Future[None] | None = None
         self._batch: Future[Any] | None = None
@@ -45,7 +45,6 @@ class Notify:
                     "call wait() or get_batch() instead"
                 )
             self._flag = torch.zeros(1, dtype=torch.int64).pin_memory()
-            self._seen = _loader.load().map_pinned_tensor(self._flag, torch.cuda.current_device())
             self._thread = ThreadPoolExecutor(1, "fserver-notify")
 
     def _memory(self, call: str) -> Tensor:
@@ -53,26 +52,26 @@ class Notify:
             raise ConfigError(f"{call}: call init() first")
         return self._flag
 
-    def _block(self, number: int) -> None:
+    def _block(self, call: str, number: int) -> None:
         """The current stream waits for a number."""
         import torch
 
-        seen, flag = self._seen, self._flag
-        if seen is not None and seen.device.index == torch.cuda.current_device():
-            flag = seen  # so the engine knows that a stream of this GPU may wait
-        _loader.load().wait_value(flag, number)
+        flag, gpu, load = self._memory(call), torch.cuda.current_device(), _loader.load
+        if gpu not in self._seen:  # so the engine knows which GPUs have streams that may wait
+            self._seen[gpu] = load().map_pinned_tensor(flag, gpu)
+        load().wait_value(self._seen[gpu], number)
 
     def _after(self, call: str, job: Callable[[], Any]) -> Future[Any]:
         """Makes the current stream wait for a job that the thread does."""
-        flag, number = self._memory(call), self._asked + 1
-        self._block(number)
+        number = self._asked + 1
+        self._block(call, number)
         self._asked = number
 
         def run() -> Any:
             try:
                 return job()
             finally:
-                flag[0] = number
+                self._memory(call)[0] = number  # which keeps all that waits for it
 
         return self._thread.submit(run)
 
@@ -89,7 +88,7 @@ class Notify:
         """The current stream too waits for what was asked for last; if that is there already,
         for what is asked for next."""
         flag = self._memory("block_now_stream")
-        self._block(self._asked + (int(flag) >= self._asked))
+        self._block("block_now_stream", self._asked + (int(flag) >= self._asked))
 
     def block_now_stream_and_get_batch(self) -> None:
         """The current stream waits for the next batch."""

@@ -245,20 +245,22 @@ int fs_channel_close(fs_node node, fs_channel channel, const char *why,
  * GPU has to do, and meanwhile keeps the rest of the process from it, launches
  * included. So from fs_gpu_hold to fs_gpu_release nothing is given back: kernels of the
  * process may wait for messages then. The last release gives back all, and waits for
- * that for at most wait_ns. Many may hold; what is put off is at most 1 GiB. gpu is as
- * CUDA counts. */
+ * that for at most wait_ns. Many may hold; of each sort at most 1 GiB, or 1,000 things,
+ * are put off. gpu is as CUDA counts. fs_gpu_hold waits for what is being given back, at
+ * most 5 s. */
 int fs_gpu_hold(int32_t gpu);
 int fs_gpu_release(int32_t gpu, int64_t wait_ns);
-
-/* Gives back what is put off, whoever holds: memory is short, or an address is taken. It
- * waits for that, at most wait_ns. 1: there was something; 0: there was nothing. */
-int fs_gpu_reclaim(int32_t gpu, int64_t wait_ns);
 
 /* Gives back, as soon as nobody holds, what the driver knows by an address or handle:
  * memory, a mapping of another process's, pinned memory, a module. bytes: how much that
  * keeps from others. */
 enum { FS_GPU_MEMORY, FS_GPU_MAPPING, FS_GPU_PINNED, FS_GPU_MODULE };
 int fs_gpu_free(int32_t gpu, int32_t what, uint64_t address, uint64_t bytes);
+
+/* Gives back what is put off of one sort, whoever holds: memory is short, or an address
+ * is taken. It waits for that, at most wait_ns. 1: try again; 0: there was nothing, or it
+ * has not ended. */
+int fs_gpu_reclaim(int32_t gpu, int32_t what, int64_t wait_ns);
 
 /* JSON about a node: who it is, links, counters. *need as in fs_get_batch, in
  * bytes, without a final zero. */

@@ -25,10 +25,9 @@ func fs_gpu_hold(gpu C.int32_t) (rc C.int) {
 func fs_gpu_release(gpu C.int32_t, wait C.int64_t) (rc C.int) {
 	defer guard(&rc)
 	l := node.LaterOf(int(gpu))
-	if !l.Held() {
+	if !l.Release() {
 		return fail(fmt.Errorf("engine: %w: fs_gpu_release: nobody holds gpu %d", syscall.EINVAL, int(gpu)))
 	}
-	l.Release()
 	if wait > 0 && !l.Held() {
 		l.Wait(time.Duration(wait))
 	}
@@ -36,21 +35,29 @@ func fs_gpu_release(gpu C.int32_t, wait C.int64_t) (rc C.int) {
 }
 
 //export fs_gpu_reclaim
-func fs_gpu_reclaim(gpu C.int32_t, wait C.int64_t) (rc C.int) {
+func fs_gpu_reclaim(gpu, what C.int32_t, wait C.int64_t) (rc C.int) {
 	defer guard(&rc)
-	l := node.LaterOf(int(gpu))
-	if !l.Force() {
-		return 0
+	if err := known("fs_gpu_reclaim", what); err != nil {
+		return fail(err)
 	}
-	l.Wait(time.Duration(wait))
-	return 1
+	if node.Reclaim(int(gpu), node.Thing(what), time.Duration(wait)) {
+		return 1
+	}
+	return 0
 }
 
 //export fs_gpu_free
 func fs_gpu_free(gpu, what C.int32_t, address, bytes C.uint64_t) (rc C.int) {
 	defer guard(&rc)
-	if what < C.FS_GPU_MEMORY || what > C.FS_GPU_MODULE {
-		return fail(fmt.Errorf("engine: %w: fs_gpu_free: what is %d, want 0 to %d", syscall.EINVAL, int(what), C.FS_GPU_MODULE))
+	if err := known("fs_gpu_free", what); err != nil {
+		return fail(err)
 	}
 	return fail(node.FreeLater(int(gpu), node.Thing(what), uint64(address), uint64(bytes)))
+}
+
+func known(call string, what C.int32_t) error {
+	if what < C.FS_GPU_MEMORY || what > C.FS_GPU_MODULE {
+		return fmt.Errorf("engine: %w: %s: what is %d, want 0 to %d", syscall.EINVAL, call, int(what), C.FS_GPU_MODULE)
+	}
+	return nil
 }

@@ -21,24 +21,19 @@ type Devices func(index int) (cudaipc.Device, error)
 // held is the GPUs of this process. Their contexts are never given back: receive
 // buffers may outlive their node.
 var held struct {
-	mu    sync.Mutex
-	gpus  map[int]*cuda.Device
-	later map[int]*cudaipc.Later
+	mu   sync.Mutex
+	gpus map[int]*cuda.Device
 }
+
+var laters sync.Map // *cudaipc.Later by the index of a GPU
 
 // LaterOf is what gives back memory of a GPU of this process.
 func LaterOf(index int) *cudaipc.Later {
-	held.mu.Lock()
-	defer held.mu.Unlock()
-	l := held.later[index]
-	if l == nil {
-		if held.later == nil {
-			held.later = map[int]*cudaipc.Later{}
-		}
-		l = new(cudaipc.Later)
-		held.later[index] = l
+	l, ok := laters.Load(index)
+	if !ok {
+		l, _ = laters.LoadOrStore(index, new(cudaipc.Later))
 	}
-	return l
+	return l.(*cudaipc.Later)
 }
 
 // A Thing is what FreeLater gives back.
@@ -59,12 +54,34 @@ func FreeLater(index int, what Thing, address, bytes uint64) error {
 	if err != nil {
 		return err
 	}
-	call := []func(*cuda.Device, uint64) error{(*cuda.Device).Free, (*cuda.Device).CloseIPC, (*cuda.Device).FreeHost, (*cuda.Device).Unload}[what]
-	LaterOf(index).Do(bytes, func() {
-		_ = call(d, address) // who had it has gone on
+	how := [...]struct {
+		kind cudaipc.Kind
+		call func(*cuda.Device, uint64) error
+	}{
+		Allocated:  {cudaipc.Memory, (*cuda.Device).Free},
+		Mapped:     {cudaipc.Mapping, (*cuda.Device).CloseIPC},
+		PinnedHost: {cudaipc.Host, (*cuda.Device).FreeHost},
+		Module:     {cudaipc.Host, (*cuda.Device).Unload},
+	}[what]
+	LaterOf(index).Do(how.kind, bytes, func() {
+		_ = how.call(d, address) // who had it has gone on
 		d.Release()
 	})
 	return nil
+}
+
+// Reclaim gives back what FreeLater has put off of the same sort, and says whether that
+// has been of use.
+func Reclaim(index int, what Thing, limit time.Duration) bool {
+	l := LaterOf(index)
+	kind := cudaipc.Host
+	switch what {
+	case Allocated:
+		kind = cudaipc.Memory
+	case Mapped:
+		kind = cudaipc.Mapping
+	}
+	return l.Force(kind) && l.Wait(limit)
 }
 
 // openDevice holds a GPU. Without a driver or that GPU it is an ErrUnavailable.
@@ -169,8 +186,7 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 		var e *cuda.Error
 		return errors.As(err, &e) && e.Code == cuda.OutOfMemory
 	}
-	if full() && g.later.Force() {
-		g.later.Wait(time.Second)
+	if full() && g.later.Force(cudaipc.Memory) && g.later.Wait(time.Second) {
 		a, err = g.dev.Alloc(n)
 	}
 	if full() {
@@ -181,7 +197,7 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 
 // Free implements exchange.Memory. It does not wait.
 func (g *gpu) Free(r mem.Region) error {
-	g.later.Do(r.Len, func() {
+	g.later.Do(cudaipc.Memory, r.Len, func() {
 		if err := g.dev.Free(uint64(r.Addr)); err != nil {
 			g.log.Warn("receive buffer: memory of the GPU cannot be given back", zap.Uint64("bytes", r.Len), zap.Error(err))
 		}

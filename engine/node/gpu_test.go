@@ -324,6 +324,7 @@ func TestGPUFreesLater(t *testing.T) {
 	end = fake.Kernel(t)
 	g.later.Hold()
 	require.NoError(t, g.Free(r))
+	g.later.Wait(5 * time.Millisecond)
 	r = take()
 	require.Zero(t, fake.Reclaims())
 	fake.Fail("Alloc", 1)

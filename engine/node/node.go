@@ -600,7 +600,8 @@ func (n *Node) failed() error {
 const freeLimit = 5 * time.Second
 
 // Close ends the node at once. Whoever waits gets ErrClosed. When it has
-// returned, no goroutine, descriptor or foreign memory is in use any more.
+// returned, no goroutine, descriptor or foreign memory is in use any more, but for what
+// cudaipc.Later puts off.
 func (n *Node) Close() error {
 	n.closeOnce.Do(func() {
 		n.die()

@@ -63,7 +63,7 @@ class Gpu:
 
     def settle(self) -> None:
         """Waits for what has filled the memory."""
-        self._torch.cuda.current_stream(self.device).synchronize()
+        self._torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -99,13 +99,17 @@ class Gpu:
     def wait(self, flag: Tensor, counter: Tensor) -> None:
         self._extension.wait_flag(flag, counter)
 
+    def idle(self) -> bool:
+        """Whether all is over that was enqueued outside of graphs."""
+        return self._stream is None or self._event.query()
+
     def finished(self, seconds: float) -> bool:
         """Waits for what is enqueued; false: not within the time. A graph may be replayed on any
         stream: once there is one, the whole GPU is waited for."""
         if self._captured:
-            self._torch.cuda.synchronize(self.device)
+            self.settle()
         end = time.monotonic() + seconds
-        while self._stream is not None and not self._event.query():
+        while not self.idle():
             if time.monotonic() > end:
                 return False
             time.sleep(0.0002)
@@ -318,3 +322,4 @@ class StreamSide(Side, Caller):
             self._flags = []  # no stream waits for them
         else:
             _kept.append(self)
+        _kept[:] = [side for side in _kept if not side._gpu.idle()]

@@ -36,6 +36,7 @@ class Stream:
     def __init__(self) -> None:
         self._queue: queue.Queue[Work | None] = queue.Queue()
         self._graph: list[Work] | None = None
+        self.gpu = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -114,6 +115,9 @@ class FakeGpu:
                 time.sleep(0.0001)
 
         self.stream.put(until)
+
+    def idle(self) -> bool:
+        return self.stream.over(0)
 
     def finished(self, seconds: float) -> bool:
         return self.stream.over(seconds)
@@ -367,6 +371,7 @@ def test_time_out(pair: Cluster, on: On) -> None:
             call()
     w.close()
     s.close()
+    assert w._side._flags == s._side._flags == []  # nobody waits for them any more
 
 
 @pytest.mark.parametrize("first", ["worker", "server"])
@@ -507,21 +512,30 @@ def test_nobody_closes(pair: Cluster, on: On) -> None:
 # SimpleNotify
 
 
+class Seen:
+    """What map_pinned_tensor gives."""
+
+    def __init__(self, flag: torch.Tensor, gpu: int) -> None:
+        self.flag, self.gpu = flag, gpu
+
+
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     """The stream that SimpleNotify has wait."""
     stream = Stream()
 
-    def wait_value(flag: torch.Tensor, value: int) -> None:
+    def wait_value(seen: Seen, value: int) -> None:
+        assert seen.gpu == stream.gpu  # or the engine does not know who waits
+
         def until() -> None:
-            while int(flag) < value:
+            while int(seen.flag) < value:
                 time.sleep(0.0001)
 
         stream.put(until)
 
-    calls = SimpleNamespace(wait_value=wait_value, map_pinned_tensor=lambda tensor, device: tensor)
+    calls = SimpleNamespace(wait_value=wait_value, map_pinned_tensor=Seen)
     monkeypatch.setattr(notifying, "_loader", SimpleNamespace(load=lambda: calls))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: stream.gpu)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield stream
@@ -539,6 +553,7 @@ def test_notify_of_requests(
     x, y = torch.zeros(1000), torch.empty(1000)
     before, after = torch.empty(1000), torch.empty(1000)
     for i in range(5):
+        current.gpu = i % 2
         x.fill_(i)
         y.fill_(-1)
         notify.block_now_stream()  # what was asked for last is there: until the next

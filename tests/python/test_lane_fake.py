@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,7 +169,7 @@ def on_gpus() -> None:
         (opener, "_gpu", side),
         (GpuSide, "rows", rows),
         (nvrtc, "image", lambda source, arch: b"kernels"),
-        (torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)),
+        (torch.cuda, "synchronize", lambda device: None),
         (_loader.load().Lane, "hold", lambda lane, tensors: None),
     ]
     for where, name, what in patches:
@@ -694,9 +693,10 @@ def makes_room() -> None:
     stays = pair("ce")
     for side in pair("ce"):
         side.lane.close()
-    DRIVER.full = 1
-    w, s = pair("ce")
+    DRIVER.full, made = 1, []
+    released(lambda: made.append(pair("ce")))
     assert DRIVER.full == 0
+    w, s = made[0]
     exchange(w, s, 1)
     told = {**s.plan.describe(0), "proof": ""}
     for again in (0, 1):

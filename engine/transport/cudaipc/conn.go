@@ -447,7 +447,7 @@ func (c *Conn) gone() bool {
 // release gives back what c holds. Its copies are over.
 func (c *Conn) release() {
 	for _, m := range c.maps {
-		if !m.closing {
+		if m.chore == nil {
 			c.f.unmap(m)
 		}
 	}

@@ -187,7 +187,7 @@ func (f *Fabric) open() (err error) {
 	if f.mailbox, err = f.inner.Register(f.box); err != nil {
 		return err
 	}
-	return f.in.open(f.dev)
+	return f.in.open(f)
 }
 
 // release gives back what open acquired.
@@ -212,13 +212,23 @@ func (f *Fabric) release() {
 	}
 }
 
+// pin is Pin. Where memory is short, what is put off is there for who tries again.
+func (f *Fabric) pin(address, n uint64) (uint64, error) {
+	seen, err := f.dev.Pin(address, n)
+	var e *cuda.Error
+	if errors.As(err, &e) && e.Code == cuda.OutOfMemory {
+		f.o.Later.Force(Host)
+	}
+	return seen, err
+}
+
 // unpin gives back memory that is pinned, and to whom it belongs, later. The caller holds
 // f.mu.
 func (f *Fabric) unpin(r mem.Region, free func()) {
 	if f.events != nil {
 		f.events.forget(uint64(r.Addr))
 	}
-	f.o.Later.Do(r.Len, func() {
+	f.o.Later.Do(Host, r.Len, func() {
 		_ = f.o.Device.Unpin(uint64(r.Addr))
 		free()
 	})

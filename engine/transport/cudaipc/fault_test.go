@@ -289,7 +289,7 @@ func TestOutOfMemory(t *testing.T) {
 
 	l := new(lane)
 	for _, provide := range []func() error{
-		func() error { return l.provide(g) },
+		func() error { return l.provide(a.f) },
 		func() error { return l.extend(a.f, 1<<20) },
 	} {
 		g.Fail("Pin", 1)
@@ -887,8 +887,20 @@ func TestMappingsEnd(t *testing.T) {
 	require.Empty(t, conn.ways)
 }
 
+// lateToClose closes mappings when it is told to.
+type lateToClose struct {
+	*fakegpu.GPU
+	began, now chan struct{}
+}
+
+func (d lateToClose) CloseIPC(base uint64) error {
+	close(d.began)
+	<-d.now
+	return d.GPU.CloseIPC(base)
+}
+
 // TestMappingsEndLater: a mapping without a use stays while kernels may wait for messages,
-// and nobody waits for a driver that waits for its GPU before it closes one; the same memory
+// for its next use; and nobody waits for a driver that waits for its GPU before it closes one; the same memory
 // goes by the host meanwhile.
 func TestMappingsEndLater(t *testing.T) {
 	g := fakegpu.New()
@@ -913,26 +925,28 @@ func TestMappingsEndLater(t *testing.T) {
 	require.NoError(t, b.f.Deregister(k))
 	sweep()
 	sweep()
+	require.NotNil(t, conn.maps[0].chore) // it is counted
 	k = b.key(t, dst)
 	send(k)
 	require.Len(t, conn.maps, 1)
 	require.Equal(t, at, conn.maps[0].at)
-	require.False(t, conn.maps[0].closing)
+	require.Nil(t, conn.maps[0].chore)
 
 	a.f.o.Later.Release()
 	require.NoError(t, b.f.Deregister(k))
-	now := make(chan struct{})
-	a.f.o.Later.Do(0, func() { <-now })
+	now, began := make(chan struct{}), make(chan struct{})
+	a.f.o.Device = lateToClose{g, began, now}
 	sweep()
 	sweep()
-	require.True(t, conn.maps[0].closing)
+	<-began
 	k = b.key(t, dst)
 	send(k)
 	require.Empty(t, conn.ways)
 	require.Equal(t, 1, g.Imports())
 	close(now)
-	a.f.o.Later.Wait(time.Second)
+	require.True(t, a.f.o.Later.Wait(time.Second))
 	require.Zero(t, g.Imports())
+	a.f.o.Device = g
 	send(k)
 	require.Len(t, conn.ways, 1)
 	require.Equal(t, 1, g.Imports())

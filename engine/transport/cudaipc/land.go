@@ -44,17 +44,17 @@ func (p *divided) before(r *region, off, n uint64) bool {
 	return p.n != 0 && n != 0 && p.to == r && off == p.off+p.n
 }
 
-func (l *landing) open(d Device) (err error) {
+func (l *landing) open(f *Fabric) (err error) {
 	if l.page, err = mem.Map(4096); err != nil {
 		return scarce(err)
 	}
 	l.word = wordIn(l.page)
-	if l.flag, err = d.Pin(uint64(l.page.Addr), l.page.Len); err != nil {
+	if l.flag, err = f.pin(uint64(l.page.Addr), l.page.Len); err != nil {
 		_ = mem.Unmap(l.page)
 		l.page = mem.Region{}
 		return scarce(err)
 	}
-	if l.stream, err = d.NewStream(); err != nil {
+	if l.stream, err = f.dev.NewStream(); err != nil {
 		return err
 	}
 	l.open_ = true
@@ -150,7 +150,7 @@ func (f *Fabric) lift(r *region, off, n uint64) error {
 	}
 	if r.seen == 0 {
 		// Memory that cannot be pinned can be copied too, by way of the driver's own.
-		seen, err := f.dev.Pin(uint64(r.shadow.Addr), r.shadow.Len)
+		seen, err := f.pin(uint64(r.shadow.Addr), r.shadow.Len)
 		if r.pinned = err == nil; !r.pinned {
 			seen = uint64(r.shadow.Addr)
 		}

@@ -1,6 +1,7 @@
 package cudaipc
 
 import (
+	"slices"
 	"sync"
 	"time"
 )
@@ -14,35 +15,67 @@ import (
 type Later struct {
 	mu      sync.Mutex
 	holds   int
-	left    []chore
-	bytes   uint64 // of those
-	forced  bool
+	left    []*Chore
+	kept    [kinds]amount // of those
 	running bool
 }
 
-type chore struct {
-	bytes uint64
-	do    func()
+// A Kind of what is given back says who has use for it.
+type Kind int
+
+// Memory of this GPU, mappings of other processes' memory, and what takes up the host.
+const (
+	Memory Kind = iota
+	Mapping
+	Host
+	kinds
+)
+
+// A Chore is one thing that is given back.
+type Chore struct {
+	kind   Kind
+	bytes  uint64
+	do     func()
+	forced bool
 }
 
-// putOffMost is how many bytes are kept for who holds: peers that come and go for days
-// are not to fill the GPU.
-const putOffMost = 1 << 30
+type amount struct {
+	bytes  uint64
+	chores int
+}
+
+// Of each Kind so much is kept for who holds: peers that come and go for days are not to
+// fill a GPU, or take all descriptors.
+const (
+	putOffMost   = 1 << 30
+	putOffChores = 1000
+)
+
+func (a amount) over() bool { return a.bytes > putOffMost || a.chores > putOffChores }
+
+// holdLimit bounds how long Hold waits.
+const holdLimit = 5 * time.Second
 
 // Hold has nothing given back until Release, which every Hold needs: kernels may wait for
-// messages meanwhile.
+// messages meanwhile. It waits for what is being given back now.
 func (l *Later) Hold() {
 	l.mu.Lock()
 	l.holds++
 	l.mu.Unlock()
+	l.Wait(holdLimit)
 }
 
-// Release ends a Hold. After the last one all goes back that was put off.
-func (l *Later) Release() {
+// Release ends a Hold. After the last one all goes back that was put off. False: there was
+// none.
+func (l *Later) Release() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.holds == 0 {
+		return false
+	}
 	l.holds--
 	l.start()
+	return true
 }
 
 // Held says whether somebody holds.
@@ -53,29 +86,49 @@ func (l *Later) Held() bool {
 }
 
 // Do calls what gives back so many bytes, in a goroutine of its own.
-func (l *Later) Do(bytes uint64, do func()) {
+func (l *Later) Do(kind Kind, bytes uint64, do func()) *Chore {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.left = append(l.left, chore{bytes, do})
-	l.bytes += bytes
+	c := &Chore{kind: kind, bytes: bytes, do: do}
+	l.left = append(l.left, c)
+	l.kept[kind].bytes += bytes
+	l.kept[kind].chores++
 	l.start()
+	return c
 }
 
-// Force gives back what is put off, also for who holds: memory is short. It says whether
-// there is anything.
-func (l *Later) Force() bool {
+// Cancel says whether a Chore had not begun, and does not.
+func (l *Later) Cancel(c *Chore) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.forced = len(l.left) > 0
+	i := slices.Index(l.left, c)
+	if i >= 0 {
+		l.take(i)
+	}
+	return i >= 0
+}
+
+// Force gives back all of a Kind that is put off now, also for who holds: there is need of
+// it. It says whether anything is being given back.
+func (l *Later) Force(kind Kind) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, c := range l.left {
+		c.forced = c.forced || c.kind == kind
+	}
 	l.start()
 	return l.running
 }
 
-// Wait waits until all is given back that is not put off, at most for so long.
-func (l *Later) Wait(limit time.Duration) {
-	for end := time.Now().Add(limit); l.works() && time.Now().Before(end); {
-		time.Sleep(100 * time.Microsecond)
+// Wait waits until all is given back that is not put off, at most for so long. False: it is
+// not.
+func (l *Later) Wait(limit time.Duration) bool {
+	for end := time.Now().Add(limit); l.works(); time.Sleep(100 * time.Microsecond) {
+		if time.Now().After(end) {
+			return false
+		}
 	}
+	return true
 }
 
 func (l *Later) works() bool {
@@ -84,13 +137,21 @@ func (l *Later) works() bool {
 	return l.running
 }
 
-// due says whether something is to be given back now.
-func (l *Later) due() bool {
-	return len(l.left) > 0 && (l.holds == 0 || l.forced || l.bytes > putOffMost)
+// due is the place in left of what is to be given back now, or -1.
+func (l *Later) due() int {
+	return slices.IndexFunc(l.left, func(c *Chore) bool { return l.holds == 0 || c.forced || l.kept[c.kind].over() })
+}
+
+func (l *Later) take(i int) *Chore {
+	c := l.left[i]
+	l.left = slices.Delete(l.left, i, i+1)
+	l.kept[c.kind].bytes -= c.bytes
+	l.kept[c.kind].chores--
+	return c
 }
 
 func (l *Later) start() {
-	if l.due() && !l.running {
+	if !l.running && l.due() >= 0 {
 		l.running = true
 		go l.run()
 	}
@@ -99,13 +160,11 @@ func (l *Later) start() {
 func (l *Later) run() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for l.due() {
-		next := l.left[0]
-		l.left = l.left[1:]
-		l.bytes -= next.bytes
+	for i := l.due(); i >= 0; i = l.due() {
+		c := l.take(i)
 		l.mu.Unlock()
-		next.do()
+		c.do()
 		l.mu.Lock()
 	}
-	l.forced, l.running = false, false
+	l.running = false
 }

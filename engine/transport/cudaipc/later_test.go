@@ -1,6 +1,8 @@
 package cudaipc
 
 import (
+	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -14,37 +16,69 @@ import (
 // its order.
 func TestLater(t *testing.T) {
 	var l Later
-	var did []int
-	put := func(number int, bytes uint64) { l.Do(bytes, func() { did = append(did, number) }) }
+	var mu sync.Mutex
+	var list []int
+	put := func(number int, kind Kind, bytes uint64) *Chore {
+		return l.Do(kind, bytes, func() {
+			mu.Lock()
+			list = append(list, number)
+			mu.Unlock()
+		})
+	}
+	did := func() []int {
+		require.True(t, l.Wait(time.Second))
+		time.Sleep(time.Millisecond)
+		mu.Lock()
+		defer mu.Unlock()
+		return slices.Clone(list)
+	}
 	l.Hold()
 	l.Hold()
-	require.False(t, l.Force(), "there is nothing")
-	put(0, putOffMost)
-	put(1, 0)
-	l.Release()
-	l.Wait(time.Millisecond)
+	require.False(t, l.Force(Memory), "there is nothing")
+	put(0, Memory, putOffMost)
+	put(1, Memory, 0)
+	host := put(2, Host, putOffMost)
+	require.True(t, l.Release())
 	require.True(t, l.Held())
-	require.Empty(t, did)
+	require.Empty(t, did())
 
-	put(2, 1) // the first, and then there is room
-	l.Wait(time.Second)
-	require.Equal(t, []int{0}, did)
+	put(3, Memory, 1) // the first, and then there is room
+	require.Equal(t, []int{0}, did())
 
-	require.True(t, l.Force())
-	l.Wait(time.Second)
-	require.Equal(t, []int{0, 1, 2}, did)
+	require.True(t, l.Force(Memory))
+	require.Equal(t, []int{0, 1, 3}, did())
+	put(4, Memory, 1) // a Force is for what there was
+	require.Len(t, did(), 3)
 
-	put(3, 1) // a Force is for what there was
-	l.Wait(time.Millisecond)
-	require.Len(t, did, 3)
-	l.Release()
-	l.Wait(time.Second)
-	require.Equal(t, []int{0, 1, 2, 3}, did)
+	require.True(t, l.Cancel(host))
+	require.False(t, l.Cancel(host))
+	for range putOffChores + 1 {
+		put(5, Host, 0)
+	}
+	require.Equal(t, []int{0, 1, 3, 5}, did())
+
+	require.True(t, l.Release())
+	require.Len(t, did(), 4+1+putOffChores)
 	require.False(t, l.Held())
+	require.False(t, l.Release())
+	put(6, Mapping, 1)
+	require.Len(t, did(), 4+2+putOffChores)
+}
 
-	put(4, 1)
-	l.Wait(time.Second)
-	require.Len(t, did, 5)
+// TestLaterHold: who begins to hold waits for what is being given back.
+func TestLaterHold(t *testing.T) {
+	var l Later
+	now, began := make(chan struct{}), make(chan struct{})
+	l.Do(Host, 0, func() {
+		close(began)
+		<-now
+	})
+	<-began
+	require.False(t, l.Wait(time.Millisecond))
+	time.AfterFunc(10*time.Millisecond, func() { close(now) })
+	l.Hold()
+	require.True(t, l.Wait(0))
+	l.Release()
 }
 
 // TestWaitingKernel: while a kernel waits for a message, the loss of a peer and the end of
@@ -71,6 +105,7 @@ func TestWaitingKernel(t *testing.T) {
 		until(t, a, b, func() bool { return a.down != nil })
 		require.NoError(t, a.c.Close())
 		until(t, a, b, func() bool { return len(a.f.conns) == 0 })
+		require.True(t, a.f.o.Later.Wait(time.Second) && b.f.o.Later.Wait(time.Second))
 		require.Zero(t, g.Reclaims())
 		stream, err := g.NewStream()
 		require.NoError(t, err)

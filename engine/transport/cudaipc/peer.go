@@ -35,14 +35,13 @@ type mapping struct {
 	lens           []uint64
 	used           int // ways that go through it
 	idle           bool
-	closing        bool        // it is of no use any more,
-	closed         atomic.Bool // and not there
+	chore          *Chore      // that closes it, or nil
+	closed         atomic.Bool // it has
 }
 
 // unmap closes a mapping, later.
 func (f *Fabric) unmap(m *mapping) {
-	m.closing = true
-	f.o.Later.Do(m.size, func() {
+	m.chore = f.o.Later.Do(Mapping, m.size, func() {
 		if m.reach == reachIPC {
 			_ = f.o.Device.CloseIPC(m.at)
 		} else {
@@ -51,6 +50,9 @@ func (f *Fabric) unmap(m *mapping) {
 		m.closed.Store(true)
 	})
 }
+
+// is says whether a mapping is of the allocation of r.
+func (m *mapping) is(r *remote) bool { return m.id == r.id && m.base == r.base && m.size == r.size }
 
 // over says whether a mapping is of addresses of the peer's that r is of too.
 func (m *mapping) over(r *remote) bool { return m.base < r.base+r.size && r.base < m.base+m.size }
@@ -228,9 +230,13 @@ func (c *Conn) arrive(p *poll) {
 // has not been; nil: there is none yet.
 func (c *Conn) reach(r *remote) *way {
 	for _, m := range c.maps {
-		if m.closing && !m.closed.Load() && m.over(r) {
+		if m.chore == nil || m.closed.Load() || !m.over(r) {
+			continue
+		}
+		if !m.is(r) || !c.f.o.Later.Cancel(m.chore) {
 			return nil
 		}
+		m.chore = nil
 	}
 	w := &way{slot: r.slot}
 	c.ways[r.last.ID] = w
@@ -242,7 +248,7 @@ func (c *Conn) reach(r *remote) *way {
 		return w
 	}
 	for _, m := range c.maps {
-		if m.id == r.id && m.base == r.base && m.size == r.size && !m.closing {
+		if m.is(r) && m.chore == nil {
 			w.m = m
 		}
 	}
@@ -251,7 +257,7 @@ func (c *Conn) reach(r *remote) *way {
 		// cannot be opened beside it. Of mapped pieces, others may share some: they are in use.
 		beside := false
 		for _, m := range c.maps {
-			if m.reach == reachIPC && !m.closing && m.over(r) {
+			if m.reach == reachIPC && m.chore == nil && m.over(r) {
 				c.forget(m)
 				beside = true
 			}
@@ -350,7 +356,7 @@ func (c *Conn) sweep() {
 		}
 	}
 	c.maps = slices.DeleteFunc(c.maps, func(m *mapping) bool {
-		if m.used == 0 && m.idle && !m.closing && !c.f.o.Later.Held() {
+		if m.used == 0 && m.idle && m.chore == nil {
 			c.f.unmap(m)
 		}
 		m.idle = m.used == 0

@@ -56,18 +56,17 @@ const bufWhole = buffers // its bit in lane.buffers
 // equip gives c what it needs for GPU memory.
 func (c *Conn) equip() (err error) {
 	l := &c.lane
-	d := c.f.dev
 	if l.shared, err = mem.NewNamed("fserver-cudaipc", uint64(segmentSize)); err != nil {
 		return scarce(err)
 	}
 	r := l.shared.Region()
-	if l.flags, err = d.Pin(uint64(r.Addr), r.Len); err != nil {
+	if l.flags, err = c.f.pin(uint64(r.Addr), r.Len); err != nil {
 		_ = mem.FreeShared(l.shared.ID())
 		l.shared = nil
 		return scarce(err)
 	}
 	l.seg = segmentIn(r)
-	if l.stream, err = d.NewStream(); err != nil {
+	if l.stream, err = c.f.dev.NewStream(); err != nil {
 		l.close(c.f)
 		return err
 	}
@@ -125,7 +124,7 @@ func (c *Conn) stage(it *item) bool {
 		}
 	}
 	if l.pool.Len == 0 {
-		if err := l.provide(c.f.dev); err != nil {
+		if err := l.provide(c.f); err != nil {
 			c.fail(err)
 			return false
 		}
@@ -202,11 +201,11 @@ func (l *lane) gather(it *item, to, n uint64) {
 }
 
 // provide maps and pins the buffers.
-func (l *lane) provide(d Device) (err error) {
+func (l *lane) provide(f *Fabric) (err error) {
 	if l.pool, err = mem.Map(buffers * pieceSize); err != nil {
 		return scarce(err)
 	}
-	if l.seen, err = d.Pin(uint64(l.pool.Addr), l.pool.Len); err != nil {
+	if l.seen, err = f.pin(uint64(l.pool.Addr), l.pool.Len); err != nil {
 		_ = mem.Unmap(l.pool)
 		l.pool = mem.Region{}
 	}
@@ -226,7 +225,7 @@ func (l *lane) extend(f *Fabric, n uint64) (err error) {
 		return scarce(err)
 	}
 	// Pin takes whole pages.
-	if l.wholeAt, err = f.dev.Pin(uint64(l.whole.Addr), (n+4095)&^4095); err != nil {
+	if l.wholeAt, err = f.pin(uint64(l.whole.Addr), (n+4095)&^4095); err != nil {
 		_ = mem.Unmap(l.whole)
 		l.whole = mem.Region{}
 	}
