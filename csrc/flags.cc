@@ -241,7 +241,8 @@ void wait_value(PyObject *flag, PyObject *value) {
   const OnDevice guard(device);
   const uint64_t stream = current_stream("wait_value", device);
   const cs_ptr address = seen("wait_value", c);
-  hold("wait_value", flag, c, device);
+  if (cs_cu.StreamWaitValue64)
+    hold("wait_value", flag, c, device);
   must(cs_cu.StreamWaitValue64 ? unlocked([&] {
          return cs_cu.StreamWaitValue64(reinterpret_cast<cs_stream>(stream),
                                         address, v, CS_WAIT_GEQ);

@@ -317,9 +317,17 @@ class StreamSide(Side, Caller):
         self.stop()
         self._thread.join()
         self._side.close()
-        if self._gpu.finished(_PARTING_S):  # who keeps an error of a call, keeps its frames too
-            self._out, self._in, self._out_host, self._in_host = [], [], [], []
-            self._flags = []  # no stream waits for them
+        if self._gpu.finished(_PARTING_S):
+            self._forget()
         else:
             _kept.append(self)
-        _kept[:] = [side for side in _kept if not side._gpu.idle()]
+        for side in list(_kept):
+            if side._gpu.idle():
+                side._forget()
+                with contextlib.suppress(ValueError):  # another thread's close
+                    _kept.remove(side)
+
+    def _forget(self) -> None:
+        """Lets go of what the stream has used: who keeps an error of a call, keeps its frames, and
+        so this side."""
+        self._out, self._in, self._out_host, self._in_host, self._flags = [], [], [], [], []

@@ -16,7 +16,8 @@ enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2 };
 /* Out of memory for what is of the GPU of this number, from 1 on. */
 int fail_alloc, fail_host, fail_load, fail_stream;
 
-int full; /* out of memory until some is freed */
+int full;      /* out of memory until some is freed */
+int full_host; /* the same of pinned memory */
 int taken; /* what is imported is where another mapping is, until that is closed */
 
 int fail_context; /* 1: in all threads, 2: in those that did not start the driver */
@@ -128,6 +129,10 @@ static int free_safely(void) {
   full = 0;
   return give_back_safely();
 }
+static int free_host_safely(void) {
+  full_host = 0;
+  return give_back_safely();
+}
 static int unmap(void) {
   taken = 0;
   return give_back_safely();
@@ -163,7 +168,7 @@ static int alloc(cs_ptr *out, size_t bytes) {
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
 }
 static int alloc_host(void **out, size_t bytes) {
-  if (none_left(fail_host))
+  if (full_host || none_left(fail_host))
     return CS_CU_OUT_OF_MEMORY;
   *out = room(bytes);
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
@@ -356,7 +361,7 @@ static const struct {
     {"cuMemAlloc", (void *)alloc},
     {"cuMemFree", (void *)free_safely},
     {"cuMemHostAlloc", (void *)alloc_host},
-    {"cuMemFreeHost", (void *)give_back_safely},
+    {"cuMemFreeHost", (void *)free_host_safely},
     {"cuMemHostGetDevicePointer", (void *)seen_at},
     {"cuMemGetAddressRange", (void *)range},
     {"cuPointerGetAttribute", (void *)pointer},

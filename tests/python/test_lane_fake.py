@@ -693,10 +693,12 @@ def makes_room() -> None:
     stays = pair("ce")
     for side in pair("ce"):
         side.lane.close()
-    DRIVER.full, made = 1, []
-    released(lambda: made.append(pair("ce")))
-    assert DRIVER.full == 0
-    w, s = made[0]
+    made: list[tuple[Side, Side]] = []
+    for what in ("full", "full_host"):
+        setattr(DRIVER, what, 1)
+        released(lambda: made.append(pair("ce")))
+        assert getattr(DRIVER, what) == 0
+    w, s = made[1]
     exchange(w, s, 1)
     told = {**s.plan.describe(0), "proof": ""}
     for again in (0, 1):

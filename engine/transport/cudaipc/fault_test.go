@@ -1012,8 +1012,9 @@ func TestSharedPieces(t *testing.T) {
 	const piece = 64 << 10
 	src, dst := onGPU(t, g, 2*piece, 5), onGPU(t, g, 3*piece, 1)
 	point, open := heldUp(t, g, a.f)
+	var k transport.Key
 	for i := range uintptr(2) {
-		k := b.key(t, mem.Region{Addr: dst.Addr + i*piece, Len: 2 * piece, Dev: dst.Dev})
+		k = b.key(t, mem.Region{Addr: dst.Addr + i*piece, Len: 2 * piece, Dev: dst.Dev})
 		a.post(t, write(k, src, point))
 		until(t, a, b, func() bool { return g.Imports() == int(i)+1 })
 	}
@@ -1023,6 +1024,19 @@ func TestSharedPieces(t *testing.T) {
 	open()
 	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
 	holds(t, g, dst, 5)
+
+	a.f.o.Later.Hold() // so the second mapping is put off, which is in nobody's way
+	require.NoError(t, b.f.Deregister(k))
+	until(t, a, b, func() bool {
+		a.f.scan = time.Time{}
+		a.f.FD()
+		return c.maps[1].chore != nil
+	})
+	k = b.key(t, mem.Region{Addr: dst.Addr + 2*piece, Len: piece, Dev: dst.Dev})
+	a.post(t, write(k, mem.Region{Addr: src.Addr, Len: piece, Dev: src.Dev}, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.writes) == 3 && len(a.done) == 3 })
+	require.Equal(t, 3, g.Imports())
+	a.f.o.Later.Release()
 }
 
 // TestDescriptorsEnd: memory that cannot be shared wholly keeps no descriptor.

@@ -150,7 +150,7 @@ func (f *Fabric) lift(r *region, off, n uint64) error {
 	}
 	if r.seen == 0 {
 		// Memory that cannot be pinned can be copied too, by way of the driver's own.
-		seen, err := f.pin(uint64(r.shadow.Addr), r.shadow.Len)
+		seen, err := f.dev.Pin(uint64(r.shadow.Addr), r.shadow.Len)
 		if r.pinned = err == nil; !r.pinned {
 			seen = uint64(r.shadow.Addr)
 		}

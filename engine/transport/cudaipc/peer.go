@@ -230,13 +230,13 @@ func (c *Conn) arrive(p *poll) {
 // has not been; nil: there is none yet.
 func (c *Conn) reach(r *remote) *way {
 	for _, m := range c.maps {
-		if m.chore == nil || m.closed.Load() || !m.over(r) {
-			continue
-		}
-		if !m.is(r) || !c.f.o.Later.Cancel(m.chore) {
+		switch {
+		case m.chore == nil || m.closed.Load() || !m.over(r):
+		case m.is(r) && c.f.o.Later.Cancel(m.chore):
+			m.chore = nil
+		case m.is(r) || m.reach == reachIPC: // it is in the way; pieces are not
 			return nil
 		}
-		m.chore = nil
 	}
 	w := &way{slot: r.slot}
 	c.ways[r.last.ID] = w
@@ -338,6 +338,7 @@ func (c *Conn) forget(m *mapping) {
 			delete(c.ways, id)
 		}
 	}
+	m.used = 0
 	c.f.unmap(m)
 }
 
