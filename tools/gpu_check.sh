@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: tests eager channel bench af ringx
+#   tools/gpu_check.sh PART...        parts: tests eager channel bench af ringx waits
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
 # multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
@@ -29,10 +29,13 @@
 # ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
 # there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs). On
 # one GPU with MPS=1 it checks only, with RANKS processes (default "2 3 4"; 2 minutes each).
+#
+# waits needs a C compiler alone: which calls of the driver wait for a stream that waits for a message, and
+# for each other (tools/gpu_waits.c), within 2 minutes.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-parts="tests eager channel bench af ringx"
+parts="tests eager channel bench af ringx waits"
 
 wrong() {
   echo "gpu_check: $1; usage: tools/gpu_check.sh PART... (parts: $parts)" >&2
@@ -117,6 +120,13 @@ ringx() {
     files+=("$OUT/ringx-full-$n.json" "$OUT/ringx-slow-$n.json")
   done
   step ringx-plot "$PYTHON" tools/ringx_bench.py plot "$OUT/ringx.png" "${files[@]}"
+}
+
+waits() {
+  step waits-build cc -O2 -pthread -o "$OUT/gpu_waits" tools/gpu_waits.c cshim/cuda/cs_cuda.c -ldl
+  step waits within 120 "$OUT/gpu_waits"
+  cat "$OUT/waits.txt"
+  rm -f "$OUT/gpu_waits"
 }
 
 machine() {
@@ -264,7 +274,7 @@ af_steps() {
 for part in "$@"; do
   case $part in
     eager | bench | af) packed "$part" ;;
-    tests | channel | ringx) "$part" ;;
+    tests | channel | ringx | waits) "$part" ;;
     *) wrong "no part $part" ;;
   esac
 done
