@@ -348,7 +348,8 @@ int main(int argc, char **argv) {
   }
   close(out[1]);
   for (int i = 0; i < 2; i++)
-    MUST(read(out[0], &handles[i], sizeof handles[i]) != sizeof handles[i]);
+    if (read(out[0], &handles[i], sizeof handles[i]) != sizeof handles[i])
+      return 1; /* the other process has said why */
   enter(gpu);
   MUST(cs_cu.StreamCreate(&waiting, CS_STREAM_NON_BLOCKING));
   MUST(cs_cu.StreamCreate(&other, CS_STREAM_NON_BLOCKING));
