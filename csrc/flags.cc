@@ -134,7 +134,8 @@ struct Seen {
 
 void release_seen(void *p) {
   const std::unique_ptr<Seen> seen(static_cast<Seen *>(p));
-  if (seen->holds && !forked.load())
+  if (seen->holds && !forked.load() &&
+      !exiting.load()) // the driver is ending too
     fs_gpu_release(seen->device, 0);
 }
 
