@@ -446,6 +446,7 @@ func (c *Conn) gone() bool {
 
 // release gives back what c holds. Its copies are over.
 func (c *Conn) release() {
+	c.lane.close(c.f)
 	for _, m := range c.maps {
 		if m.chore == nil {
 			c.f.unmap(m)
@@ -456,6 +457,5 @@ func (c *Conn) release() {
 			_ = v.Drop() // our own mapping
 		}
 	}
-	c.lane.close(c.f)
 	c.maps, c.ways, c.theirs, c.peers, c.views = nil, nil, nil, nil, [2]*mem.View{}
 }

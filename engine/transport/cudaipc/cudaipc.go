@@ -558,6 +558,7 @@ func (f *Fabric) Close() error {
 	}
 	clear(f.regions)
 	f.release()
+	f.o.Later.Wait(settleLimit)
 	return err
 }
 
