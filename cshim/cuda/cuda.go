@@ -37,6 +37,12 @@ const (
 	AlreadyMapped = C.CS_CU_ALREADY_MAPPED
 )
 
+// Is says whether err is, or wraps, an Error with a code.
+func Is(err error, code int) bool {
+	var e *Error
+	return errors.As(err, &e) && e.Code == code
+}
+
 // failed is the error of a result, nil for success.
 func failed(rc C.int, format string, args ...any) error {
 	if rc == C.CS_CU_SUCCESS {

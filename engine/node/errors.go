@@ -61,8 +61,7 @@ func reason(err error) string {
 
 // scarce says whether err is that this process lacks memory or descriptors.
 func scarce(err error) bool {
-	var e *cuda.Error
-	return errors.As(err, &e) && e.Code == cuda.OutOfMemory ||
+	return cuda.Is(err, cuda.OutOfMemory) ||
 		errors.Is(err, syscall.ENOMEM) || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 

@@ -1,7 +1,6 @@
 package node
 
 import (
-	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -36,7 +35,7 @@ func LaterOf(index int) *cudaipc.Later {
 	return l.(*cudaipc.Later)
 }
 
-// A Thing is what FreeLater gives back.
+// A Thing is what FreeLater gives back, by its number in fserver.h.
 type Thing int
 
 // Memory of the GPU, a mapping of another process's, pinned memory of the driver's, and
@@ -48,23 +47,24 @@ const (
 	Module
 )
 
+var things = [...]struct {
+	kind cudaipc.Kind
+	free func(*cuda.Device, uint64) error
+}{
+	Allocated:  {cudaipc.Memory, (*cuda.Device).Free},
+	Mapped:     {cudaipc.Mapping, (*cuda.Device).CloseIPC},
+	PinnedHost: {cudaipc.Host, (*cuda.Device).FreeHost},
+	Module:     {cudaipc.Host, (*cuda.Device).Unload},
+}
+
 // FreeLater gives back what the driver knows by an address or handle, when LaterOf does.
 func FreeLater(index int, what Thing, address, bytes uint64) error {
 	d, err := cuda.Retain(index)
 	if err != nil {
 		return err
 	}
-	how := [...]struct {
-		kind cudaipc.Kind
-		call func(*cuda.Device, uint64) error
-	}{
-		Allocated:  {cudaipc.Memory, (*cuda.Device).Free},
-		Mapped:     {cudaipc.Mapping, (*cuda.Device).CloseIPC},
-		PinnedHost: {cudaipc.Host, (*cuda.Device).FreeHost},
-		Module:     {cudaipc.Host, (*cuda.Device).Unload},
-	}[what]
-	LaterOf(index).Do(how.kind, bytes, func() {
-		_ = how.call(d, address) // who had it has gone on
+	LaterOf(index).Do(things[what].kind, bytes, func() {
+		_ = things[what].free(d, address) // who had it has gone on
 		d.Release()
 	})
 	return nil
@@ -74,14 +74,7 @@ func FreeLater(index int, what Thing, address, bytes uint64) error {
 // has been of use.
 func Reclaim(index int, what Thing, limit time.Duration) bool {
 	l := LaterOf(index)
-	kind := cudaipc.Host
-	switch what {
-	case Allocated:
-		kind = cudaipc.Memory
-	case Mapped:
-		kind = cudaipc.Mapping
-	}
-	return l.Force(kind) && l.Wait(limit)
+	return l.Force(things[what].kind) && l.Wait(limit)
 }
 
 // openDevice holds a GPU. Without a driver or that GPU it is an ErrUnavailable.
@@ -182,14 +175,10 @@ func (g *gpu) device() mem.Device {
 // Alloc implements exchange.Memory.
 func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 	a, err := g.dev.Alloc(n)
-	full := func() bool {
-		var e *cuda.Error
-		return errors.As(err, &e) && e.Code == cuda.OutOfMemory
-	}
-	if full() && g.later.Force(cudaipc.Memory) && g.later.Wait(time.Second) {
+	if cuda.Is(err, cuda.OutOfMemory) && g.later.Force(cudaipc.Memory) && g.later.Wait(time.Second) {
 		a, err = g.dev.Alloc(n)
 	}
-	if full() {
+	if cuda.Is(err, cuda.OutOfMemory) {
 		err = fmt.Errorf("%w (torch keeps what it has freed: torch.cuda.empty_cache(); or push smaller tensors, or fewer)", err)
 	}
 	return mem.Region{Addr: uintptr(a), Len: n, Dev: g.device()}, err

@@ -215,8 +215,7 @@ func (f *Fabric) release() {
 // pin is Pin. Where memory is short, what is put off is there for who tries again.
 func (f *Fabric) pin(address, n uint64) (uint64, error) {
 	seen, err := f.dev.Pin(address, n)
-	var e *cuda.Error
-	if errors.As(err, &e) && e.Code == cuda.OutOfMemory {
+	if cuda.Is(err, cuda.OutOfMemory) {
 		f.o.Later.Force(Host)
 	}
 	return seen, err

@@ -271,8 +271,7 @@ func (c *Conn) reach(r *remote) *way {
 			if m.at != 0 { // it is not what it should be
 				c.f.unmap(m)
 			}
-			var e *cuda.Error
-			w.again = errors.As(err, &e) && e.Code == cuda.AlreadyMapped // by another Conn, or a channel
+			w.again = cuda.Is(err, cuda.AlreadyMapped) // by another Conn, or a channel
 			return w
 		}
 		c.maps = append(c.maps, m)

@@ -235,8 +235,7 @@ func (l *lane) extend(f *Fabric, n uint64) (err error) {
 // scarce says what to do about an error if it is that there is no host memory for
 // staging.
 func scarce(err error) error {
-	var e *cuda.Error
-	if errors.As(err, &e) && e.Code == cuda.OutOfMemory || errors.Is(err, unix.ENOMEM) {
+	if cuda.Is(err, cuda.OutOfMemory) || errors.Is(err, unix.ENOMEM) {
 		return fmt.Errorf("memory of the host for staging: %w (have less in flight or smaller tensors, or raise ulimit -l and the memory limit of the container)", err)
 	}
 	return err
