@@ -316,7 +316,10 @@ static void enter(int gpu) {
     fprintf(stderr, "gpu_waits: %s\n", why);
     _exit(1);
   }
-  MUST(cs_cu.DeviceGet(&device, gpu));
+  if (cs_cu.DeviceGet(&device, gpu) != CS_CU_SUCCESS) {
+    fprintf(stderr, "gpu_waits: CUDA shows no GPU %d\n", gpu);
+    _exit(1);
+  }
   MUST(cs_cu.DevicePrimaryCtxRetain(&context, device));
   MUST(cs_cu.CtxSetCurrent(context));
 }
@@ -335,12 +338,15 @@ static void lend(int gpu, int out, int in) {
 }
 
 int main(int argc, char **argv) {
-  const int gpu = argc > 1 ? atoi(argv[1]) : 0;
+  char *end = NULL;
+  const int gpu = argc > 1 ? (int)strtol(argv[1], &end, 10) : 0;
   int out[2], in[2], registers, waits[CALLS];
   double ms[2];
   cs_ipc_handle handles[2];
   cs_module module;
   void *host;
+  if (argc > 2 || (end && (*end || end == argv[1])))
+    return fprintf(stderr, "gpu_waits [GPU]: a number, as CUDA counts\n"), 2;
   MUST(pipe(out) || pipe(in));
   if (fork() == 0) {
     close(in[1]);
