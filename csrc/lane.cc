@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <future>
+#include <iterator>
 #include <system_error>
 #include <tuple>
 
@@ -49,6 +50,10 @@ void must(const char *what, cs_result rc) {
 constexpr uint64_t kPiece = 2 << 20;
 
 constexpr int kWatchMs = 10;
+
+// What is copied to the GPU in pieces of this size goes by queues of the copy engines,
+// in which nothing waits; 4 KiB go by those of kernels and waits.
+constexpr uint64_t kFill = 64 << 10;
 
 // How long is waited for memory to be free again: nanoseconds.
 constexpr int64_t kFreeing = 5000000000;
@@ -383,8 +388,11 @@ void Lane::plan_copies(bool sends, std::vector<Segment> segments) {
   (sends ? out_ : in_).copies = std::move(segments);
 }
 
-void Lane::begin(bool in_turn, bool send_first) {
+void Lane::begin(bool in_turn, bool send_first, uint64_t flags,
+                 uint64_t bytes) {
   need("channel");
+  flags_ = flags;
+  flags_bytes_ = bytes;
   in_turn_ = in_turn;
   send_next_ = send_first;
   for (const Way *way : {&out_, &in_})
@@ -408,8 +416,11 @@ void Lane::begin(bool in_turn, bool send_first) {
 // What it needs it has when this returns: a lane that cannot be watched is no lane.
 void Lane::start_watcher() {
   Apart in(context_);
-  must("make a stream",
-       cs_cu.StreamCreate(&watcher_stream_, CS_STREAM_NON_BLOCKING));
+  for (cs_stream &s : watcher_streams_)
+    must("make a stream", cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING));
+  ones_ = pinned(kFill, 0);
+  owned_.push_back({FS_GPU_PINNED, reinterpret_cast<uint64_t>(ones_), kFill});
+  std::fill_n(static_cast<uint32_t *>(ones_), kFill / sizeof(uint32_t), 1);
   std::promise<cs_result> entering;
   std::future<cs_result> entered = entering.get_future();
   try {
@@ -793,11 +804,37 @@ void Lane::time_out(int which, uint64_t *since, uint64_t parted) {
   }
 }
 
+// Fills every flag, so that streams that wait for one go on. CUDA puts the streams of a
+// process in few queues, where what waits keeps what is behind it, also of other
+// streams. So there are two streams, made one after the other, that it puts in different
+// queues; and copies where a wait is in each queue, which a thread that has the driver
+// free memory would keep.
+void Lane::fill() {
+  const size_t writers = std::size(watcher_streams_) - 1;
+  bool free = false;
+  for (size_t i = 0; i < writers; i++) {
+    cs_stream s = watcher_streams_[i];
+    if (cs_cu.StreamQuery(s) != CS_CU_SUCCESS)
+      continue;
+    free = true;
+    for (const Segment &g : in_.copies)
+      if (g.s.flags)
+        cs_cu.StreamWriteValue32(s, g.s.flags, 1, CS_WRITE_DEFAULT);
+    for (const Segment &g : out_.copies)
+      if (g.s.credits)
+        cs_cu.StreamWriteValue32(s, g.s.credits, 1, CS_WRITE_DEFAULT);
+  }
+  cs_stream s = watcher_streams_[writers];
+  if (free || cs_cu.StreamQuery(s) != CS_CU_SUCCESS)
+    return;
+  for (uint64_t at = 0; at < flags_bytes_; at += kFill)
+    cs_cu.MemcpyAsync(flags_ + at, reinterpret_cast<uint64_t>(ones_), kFill, s);
+}
+
 // Ends the lane when a wait has lasted for too long. Once it has ended, fills
 // every flag until it is closed: a stream that waits goes on, and so does the
 // next wait on it.
 void Lane::watch() {
-  cs_stream s = watcher_stream_;
   uint64_t receives = 0, sends = 0, parted = 0;
   while (!stop_.load()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(kWatchMs));
@@ -809,13 +846,7 @@ void Lane::watch() {
       if (words_[kWhy] == 0)
         continue;
     }
-    for (const Segment &g : in_.copies)
-      if (g.s.flags)
-        cs_cu.StreamWriteValue32(s, g.s.flags, 1, CS_WRITE_DEFAULT);
-    for (const Segment &g : out_.copies)
-      if (g.s.credits)
-        cs_cu.StreamWriteValue32(s, g.s.credits, 1, CS_WRITE_DEFAULT);
-    cs_cu.StreamSynchronize(s);
+    fill();
   }
 }
 
@@ -869,8 +900,9 @@ void Lane::close() {
   words_ = nullptr;
   unlocked(
       [&] { // the engine may wait for all of the GPU, and that for any Python thread
-        if (entered && watcher_stream_)
-          cs_cu.StreamDestroy(watcher_stream_);
+        for (cs_stream s : watcher_streams_)
+          if (entered && s)
+            cs_cu.StreamDestroy(s);
         cs_cu.CtxSetCurrent(old);
         for (const Owned &o : owned_)
           fs_gpu_free(device_, o.what, o.address, o.bytes);

@@ -67,7 +67,7 @@ public:
   void plan_copies(bool sends, std::vector<Segment> segments);
   // All is planned. in_turn: send and recv alternate, and send_first says which is
   // first.
-  void begin(bool in_turn, bool send_first);
+  void begin(bool in_turn, bool send_first, uint64_t flags, uint64_t bytes);
 
   // Keeps the memory of these tensors until close(). What plan() was told of it is
   // wrong once a tensor is made to give it up: send and recv look.
@@ -126,6 +126,7 @@ private:
   cs_result copy_out(cs_stream s);
   cs_result copy_in(cs_stream s);
   void start_watcher();
+  void fill();
   void watch();
   void end_watcher();
   void time_out(int which, uint64_t *since, uint64_t parted);
@@ -168,7 +169,9 @@ private:
   bool captured_ = false; // in graphs, which may be replayed on any stream
   bool short_ = false;    // the last copies told their rows
   std::thread watcher_;   // of copies: nothing else ends their waits
-  cs_stream watcher_stream_ = nullptr;
+  cs_stream watcher_streams_[3] = {};    // the last for copies
+  uint64_t flags_ = 0, flags_bytes_ = 0; // of copies, and its credits
+  void *ones_ = nullptr;                 // pinned memory to fill them from
   std::atomic<bool> stop_{false};
 };
 

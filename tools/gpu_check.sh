@@ -124,9 +124,16 @@ ringx() {
 
 waits() {
   step waits-build cc -O2 -pthread -o "$OUT/gpu_waits" tools/gpu_waits.c cshim/cuda/cs_cuda.c -ldl
-  step waits within 120 "$OUT/gpu_waits"
-  cat "$OUT/waits.txt"
+  step waits within 120 "$OUT/gpu_waits" 0
+  step queues queues
+  cat "$OUT/waits.txt" "$OUT/queues.txt"
   rm -f "$OUT/gpu_waits"
+}
+
+queues() {
+  local n
+  within 20 "$OUT/gpu_waits" 0 streams || return
+  for n in 1 2 4 8 32; do CUDA_DEVICE_MAX_CONNECTIONS=$n within 20 "$OUT/gpu_waits" 0 streams || return; done
 }
 
 machine() {

@@ -2,11 +2,15 @@
  * which calls of other threads wait meanwhile for those (docs/adr/0019).
  *
  *   cc -O2 -pthread -o gpu_waits tools/gpu_waits.c cshim/cuda/cs_cuda.c -ldl
- *   gpu_waits [GPU]
+ *   gpu_waits GPU
+ *   gpu_waits GPU streams
  *
  * Prints each call with the milliseconds that it took while a kernel waits, and while a
  * stream does by itself; "waits" if it had not come back after 200. Then, for each that
- * waits for a kernel, the calls that do not come back while another thread is in it. */
+ * waits for a kernel, the calls that do not come back while another thread is in it.
+ *
+ * The second form: for each of 8 streams that waits, how many of 32 others do not go on,
+ * as CUDA puts streams in few queues. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -21,7 +25,10 @@
 #include "../cshim/cuda/cs_cuda.h"
 
 #define LIMIT_MS 200
+#define STREAMS 32
+#define WAITERS 8
 #define BYTES ((size_t)4 << 20)
+#define HOST ((size_t)128 << 10)
 
 #define MUST(call)                                                             \
   do {                                                                         \
@@ -131,6 +138,10 @@ static void write_value(struct item *i) {
   (void)i;
   MUST(cs_cu.StreamWriteValue64(other, memory, 1, CS_WRITE_DEFAULT));
 }
+static void write_value_done(struct item *i) {
+  write_value(i);
+  MUST(cs_cu.StreamSynchronize(other));
+}
 static void wait_value(struct item *i) {
   (void)i;
   MUST(cs_cu.StreamWaitValue64(other, seen, 0, CS_WAIT_GEQ));
@@ -220,6 +231,7 @@ static const struct call calls[] = {
     {"cuStreamWaitEvent", none, wait_event, none},
     {"cuStreamWaitValue64, of what is there", none, wait_value, none},
     {"cuStreamWriteValue64", none, write_value, none},
+    {"cuStreamWriteValue64, until it is done", none, write_value_done, none},
     {"cuEventCreate", none, event_create, event_destroy},
     {"cuEventDestroy", event_create, event_destroy, none},
     {"cuEventQuery", none, event_query, none},
@@ -309,6 +321,75 @@ static int tried(const struct call *before, const struct call *call,
   return back;
 }
 
+static void copy_in(size_t bytes) {
+  MUST(cs_cu.MemcpyAsync(memory, seen + 4096, bytes, other));
+}
+static void copy_in_small(struct item *i) {
+  (void)i;
+  copy_in(4096);
+}
+static void copy_in_large(struct item *i) {
+  (void)i;
+  copy_in(64 << 10);
+}
+static void copy_and_write(struct item *i) {
+  copy_inside(i);
+  write_value(i);
+}
+
+/* A stream stays in the queue that its last call chose: what comes first counts. */
+static const struct call enqueued[] = {
+    {"cuStreamWriteValue64", none, write_value, none},
+    {"cuMemcpyAsync, inside, then cuStreamWriteValue64", none, copy_and_write,
+     none},
+    {"cuLaunchKernel", none, launch_again, none},
+    {"cuMemcpyAsync, inside", none, copy_inside, none},
+    {"cuMemcpyAsync, from the host, 4 KiB", none, copy_in_small, none},
+    {"cuMemcpyAsync, from the host, 64 KiB", none, copy_in_large, none},
+    {"cuMemcpyAsync, to the host", none, copy_out, none},
+};
+
+/* How many of the streams do not get a call done while one of the waiters waits; with
+ * kernels, a second one stands behind that. */
+static int kept(const struct call *call, cs_stream *streams, cs_stream *waiters,
+                int kernel) {
+  int n = 0;
+  for (int w = 0; w < WAITERS; w++) {
+    waiting = waiters[w];
+    hold_up(kernel);
+    if (kernel)
+      launch(nothing, NULL, waiting);
+    for (int i = 0; i < STREAMS; i++) {
+      other = streams[i];
+      call->make(NULL);
+    }
+    usleep(5000);
+    for (int i = 0; i < STREAMS; i++)
+      n += cs_cu.StreamQuery(streams[i]) != CS_CU_SUCCESS;
+    go_on();
+    MUST(cs_cu.CtxSynchronize());
+  }
+  return n;
+}
+
+static void try_streams(void) {
+  const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  cs_stream streams[STREAMS], waiters[WAITERS];
+  for (int i = 0; i < STREAMS; i++) {
+    if (i % (STREAMS / WAITERS) == 0)
+      MUST(cs_cu.StreamCreate(&waiters[i * WAITERS / STREAMS],
+                              CS_STREAM_NON_BLOCKING));
+    MUST(cs_cu.StreamCreate(&streams[i], CS_STREAM_NON_BLOCKING));
+  }
+  printf("CUDA_DEVICE_MAX_CONNECTIONS %s\n%-48s %10s %10s\n",
+         queues ? queues : "not set",
+         "of 256, not done while this waits:", "a kernel", "a stream");
+  for (size_t i = 0; i < sizeof enqueued / sizeof enqueued[0]; i++)
+    printf("%-48s %10d %10d\n", enqueued[i].name,
+           kept(&enqueued[i], streams, waiters, 1),
+           kept(&enqueued[i], streams, waiters, 0));
+}
+
 static void enter(int gpu) {
   char why[256];
   cs_device device;
@@ -337,33 +418,17 @@ static void lend(int gpu, int out, int in) {
   _exit(read(in, &c, 1) != 0);
 }
 
-int main(int argc, char **argv) {
-  char *end = NULL;
-  const int gpu = argc > 1 ? (int)strtol(argv[1], &end, 10) : 0;
-  int out[2], in[2], registers, waits[CALLS];
-  double ms[2];
-  cs_ipc_handle handles[2];
+static void set_up(void) {
   cs_module module;
   void *host;
-  if (argc > 2 || (end && (*end || end == argv[1])))
-    return fprintf(stderr, "gpu_waits [GPU]: a number, as CUDA counts\n"), 2;
-  MUST(pipe(out) || pipe(in));
-  if (fork() == 0) {
-    close(in[1]);
-    lend(gpu, out[1], in[0]);
-  }
-  close(out[1]);
-  for (int i = 0; i < 2; i++)
-    if (read(out[0], &handles[i], sizeof handles[i]) != sizeof handles[i])
-      return 1; /* the other process has said why */
-  enter(gpu);
+  int registers;
   MUST(cs_cu.StreamCreate(&waiting, CS_STREAM_NON_BLOCKING));
   MUST(cs_cu.StreamCreate(&other, CS_STREAM_NON_BLOCKING));
   MUST(cs_cu.EventCreate(&event, CS_EVENT_DISABLE_TIMING));
   MUST(cs_cu.MemAlloc(&memory, BYTES));
-  MUST(cs_cu.MemHostAlloc(&host, 4096, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP));
+  MUST(cs_cu.MemHostAlloc(&host, HOST, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP));
   MUST(cs_cu.MemHostGetDevicePointer(&seen, host, 0));
-  memset(host, 0, 4096);
+  memset(host, 0, HOST);
   flag = host;
   MUST(cs_cu.ModuleLoadData(&module, kernels));
   MUST(cs_cu.ModuleGetFunction(&until, module, "until"));
@@ -372,7 +437,11 @@ int main(int argc, char **argv) {
   launch(nothing, NULL, other);
   event_record(NULL);
   MUST(cs_cu.CtxSynchronize());
+}
 
+static void try_calls(const cs_ipc_handle *handles) {
+  double ms[2];
+  int waits[CALLS];
   printf("%-48s %10s %10s\n", "while this waits:", "a kernel", "a stream");
   for (int i = 0; i < CALLS; i++) {
     printf("%-48s", calls[i].name);
@@ -400,6 +469,34 @@ int main(int argc, char **argv) {
       fflush(stdout);
     }
   }
+}
+
+int main(int argc, char **argv) {
+  char *end;
+  int out[2], in[2];
+  cs_ipc_handle handles[2];
+  const int gpu = argc > 1 ? (int)strtol(argv[1], &end, 10) : 0,
+            streams = argc == 3 && strcmp(argv[2], "streams") == 0;
+  if (argc < 2 || argc > 3 || *end || end == argv[1] || (argc == 3 && !streams))
+    return fprintf(stderr, "gpu_waits GPU [streams]: GPU as CUDA counts\n"), 2;
+  if (streams) {
+    enter(gpu);
+    set_up();
+    try_streams();
+    return 0;
+  }
+  MUST(pipe(out) || pipe(in));
+  if (fork() == 0) {
+    close(in[1]);
+    lend(gpu, out[1], in[0]);
+  }
+  close(out[1]);
+  for (int i = 0; i < 2; i++)
+    if (read(out[0], &handles[i], sizeof handles[i]) != sizeof handles[i])
+      return 1; /* the other process has said why */
+  enter(gpu);
+  set_up();
+  try_calls(handles);
   close(in[1]);
   wait(NULL);
   return 0;

@@ -4,6 +4,7 @@ is then given. No GPU is needed to plan; ``Memory`` is what a plan asks of one."
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ MOST_BLOCKS = 64  # of a segment
 MOST_SEGMENTS = 24  # of a launch: CS_MANY
 # Blocks of one launch that wait: they must not fill the GPU.
 BUSY_BLOCKS = 96
+
+FILL = 64 << 10  # bytes: kFill of csrc/lane.cc
 
 _ALIGN = 128
 
@@ -83,7 +86,7 @@ class Memory(Protocol):
     def reach(self, device: int) -> None: ...
     def plan(self, sends: bool, steps: list[Any], counts: int, dead: int) -> None: ...
     def plan_copies(self, sends: bool, segments: list[Any]) -> None: ...
-    def begin(self, in_turn: bool, send_first: bool) -> None: ...
+    def begin(self, in_turn: bool, send_first: bool, flags: int, bytes: int) -> None: ...
 
 
 def choose(size: int, shareable: bool, mode: str, table: Table = TABLE) -> tuple[int, int]:
@@ -176,19 +179,24 @@ class Plan:
                     where = (0, arena.take(16 * (n + stride)))
                 elif where is None:
                     where = (0, arena.take(piece.bytes))
-                flags, counted = arena.take(8 * blocks), self._counted + 8 * number
-                row.append(_Incoming(piece, kind, blocks, *where, stride, flags, counted))
+                counted = self._counted + 8 * number
+                row.append(_Incoming(piece, kind, blocks, *where, stride, 0, counted))
                 number += 1
             self._incoming.append(row)
-        flags = self._incoming[0][0].flags if n_in else arena.size
+        self._flags = arena.size
+        for e in itertools.chain.from_iterable(self._incoming):
+            e.flags = arena.take(8 * e.blocks)
         self._credits = [[arena.take(4 * MOST_BLOCKS) for _ in row] for row in self.outgoing]
+        if mode == "ce":  # which fills all of them when the channel ends
+            arena.take(-(arena.size - self._flags) % FILL)
+        self._flags_bytes = arena.size - self._flags
         self.arena, self.used = memory.allocate(arena.size), arena.size
         self.layout = {
             "dead": self._dead,
             "counts of sends": self._out_counts,
             "counts of receives": self._in_counts,
             "rows": self._counted,
-            "flags": flags,
+            "flags": self._flags,
             "credits": self._credits[0][0] if n_out and self._credits[0] else arena.size,
         }
         handle, size, offset = memory.share(self.arena)
@@ -332,7 +340,8 @@ class Plan:
             out, incoming = self._segments_out(), self._segments_in()
             self.memory.plan(True, _steps(out, True), self.arena + self._out_counts, dead)
             self.memory.plan(False, _steps(incoming, False), self.arena + self._in_counts, dead)
-        self.memory.begin(self.in_turn, self.send_first)
+        flags = self.arena + self._flags
+        self.memory.begin(self.in_turn, self.send_first, flags, self._flags_bytes)
 
     def _at(self, peer: int, offset: int) -> int:
         return self._peers[peer][0][0] + offset

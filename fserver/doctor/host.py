@@ -286,6 +286,8 @@ def limits(report: Report, found: dict) -> None:
         _limit("ptrace scope", text, scope > 1, "cma needs sysctl kernel.yama.ptrace_scope=1"),
         _cores(cores),
     )
+    if found["gpus"]:
+        report.add(title, _queues())
     fast = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter", "")
     report.add(
         title,
@@ -297,6 +299,14 @@ def limits(report: Report, found: dict) -> None:
             "each look at it is a system call; boot with a stable tsc if the machine has one",
         ),
     )
+
+
+def _queues() -> Check:
+    value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip()
+    text = f"CUDA_DEVICE_MAX_CONNECTIONS={value}" if value else "as many as CUDA likes"
+    low = value.isdigit() and int(value) < 8
+    remedy = "a stream that waits for a message keeps others: unset it, or set 32"
+    return _limit("GPU queues", text, low, remedy)
 
 
 def _limit(name: str, text: str, low: bool, remedy: str) -> Check:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -311,6 +312,37 @@ def test_ends(fresh: Pair, mode: str, how: str) -> None:
     assert status == ((2, 0) if how == "late" else (1, 0) if mode == "sm" else (1, -1))
     if fresh.devices[0] != fresh.devices[1]:
         assert lost <= 32 * MIB, f"{lost} bytes of the GPU were not given back"
+
+
+def many_in_vain(side: Side, count: int) -> list[tuple[int, int]]:
+    """Side 0 waits on many streams at once, more than CUDA has queues for."""
+    import torch
+
+    device = f"cuda:{side.device}"
+    channels = []
+    for _ in range(count):
+        t, r = torch.ones(4096, device=device), torch.zeros(4096, device=device)
+        channels.append(side.open([t], [r], "ce", timeout_ms=300))
+    if side.index == 0:
+        streams = [torch.cuda.Stream() for _ in channels]
+        for call in ("send", "recv"):
+            for channel, stream in zip(channels, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    getattr(channel, call)()
+        torch.cuda.synchronize()
+    side.barrier()
+    found = [channel.status() for channel in channels]
+    for channel in channels:
+        channel.close()
+    side.channels.clear()
+    return found
+
+
+@pytest.mark.parametrize(("queues", "count"), [("1", 3), ("2", 8), ("8", 32)])
+def test_many_end(made: Callable[..., Pair], queues: str, count: int) -> None:
+    """What ends a wait of mode "ce" is not behind other waits."""
+    pair = made((0, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": queues})
+    assert pair.run(many_in_vain, 30, count=count)[0] == [(2, 0)] * count
 
 
 def one_way_in_vain(side: Side, mode: str, late: int) -> tuple[float, tuple[int, int]]:

@@ -11,7 +11,7 @@
 #include "../../cshim/cuda/cs_channel.h"
 #include "../../cshim/cuda/cs_cuda.h"
 
-enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2 };
+enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2, BEHIND = 0x2000 };
 
 /* Out of memory for what is of the GPU of this number, from 1 on. */
 int fail_alloc, fail_host, fail_load, fail_stream;
@@ -35,6 +35,7 @@ int waited_in_vain; /* streams that went on, so that a test ends */
 int capturing; /* this thread captures its stream, which something has spoiled */
 int busy;      /* a stream has not done what is enqueued */
 int asked;     /* streams whether they have */
+int behind; /* so many streams, from the next on, are behind one that waits */
 int waits; /* for this to be 0 again: what frees memory, launches, and batches */
 int waiting;  /* calls that wait so */
 int unloaded; /* launches of LaunchKernel whose kernel was not loaded before */
@@ -206,13 +207,15 @@ static int can_access(int *out) {
 static int new_stream(cs_stream *out) {
   if (none_left(fail_stream))
     return CS_CU_OUT_OF_MEMORY;
-  *out = (cs_stream)(uintptr_t)0x1000;
+  *out = (cs_stream)(uintptr_t)(behind > 0 ? BEHIND : 0x1000);
+  behind -= behind > 0;
   take();
   return CS_CU_SUCCESS;
 }
-static int query(void) {
+static int is_behind(cs_stream s) { return (uintptr_t)s == BEHIND; }
+static int query(cs_stream s) {
   asked++;
-  return busy ? CS_CU_NOT_READY : CS_CU_SUCCESS;
+  return busy || is_behind(s) ? CS_CU_NOT_READY : CS_CU_SUCCESS;
 }
 static int is_capturing(cs_stream s, int *out) {
   (void)s;
@@ -230,7 +233,8 @@ static int fill(cs_ptr at, unsigned char value, size_t bytes) {
   return CS_CU_SUCCESS;
 }
 static int write_word(cs_stream s, cs_ptr at, uint32_t value) {
-  (void)s;
+  if (is_behind(s))
+    return CS_CU_SUCCESS;
   __atomic_store_n((uint32_t *)(uintptr_t)at, value, __ATOMIC_SEQ_CST);
   return CS_CU_SUCCESS;
 }

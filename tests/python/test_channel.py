@@ -1127,8 +1127,8 @@ class Memory:
     def plan_copies(self, sends: bool, segments: list[Any]) -> None:
         self.steps[sends] = segments
 
-    def begin(self, in_turn: bool, send_first: bool) -> None:
-        self.turns = in_turn
+    def begin(self, in_turn: bool, send_first: bool, flags: int, bytes: int) -> None:
+        self.turns, self.flags = in_turn, (flags, bytes)
 
 
 def pieces(sizes: list[int]) -> list[plan.Piece]:
@@ -1165,6 +1165,12 @@ def test_plan(mode: str, exportable: bool, one_way: bool, table: plan.Table) -> 
             size = 16 * (math.ceil(n / 8) + 1 + sent[10]) if kind == plan.PACKETS else n
             used.append((to, to + size))
         used.append((got[7], got[7] + 8))
+    for side in (a, b):
+        flags, size = side.flags
+        used.append((flags, flags + size))
+        words = [got[5] for got in side.steps[False]] + [sent[6] for sent in side.steps[True]]
+        assert all(flags <= at <= flags + size - 4 for at in words if at)
+        assert mode == "sm" or size % plan.FILL == 0
     used.sort()
     assert all(end <= begin for (_, end), (begin, _) in zip(used, used[1:], strict=False))
 

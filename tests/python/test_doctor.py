@@ -211,7 +211,8 @@ def recorded(gpus: int) -> dict:
     }  # fmt: skip
 
 
-def test_a_large_machine() -> None:
+def test_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     report, found = Report(), recorded(16)
     host.transports(report, found)
     host.devices(report, found)
@@ -227,6 +228,7 @@ def test_a_large_machine() -> None:
     assert of["mlx5_0"].state == "no" and "no port has a link" in of["mlx5_0"].text
     assert of["mlx5_1"].state == "no" and "--device" in of["mlx5_1"].remedy
     low = ("locked memory", "open files", "/dev/shm", "ptrace scope", "free cores", "clock")
+    low += ("GPU queues",)
     assert {of[name].state for name in low} == {"note"}
     table = report.tables["Distances"]
     assert len(table) % 17 == 0, "each part has a head and a line for each GPU"

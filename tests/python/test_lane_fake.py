@@ -286,10 +286,23 @@ def late() -> None:
     w, _ = pair("ce", timeout_ms=100)
     w.lane.send()
     w.lane.recv()
+    assert DRIVER.copies == 1  # of the tensor
     assert (DRIVER.waited_in_vain, w.lane.status()) == (0, (LATE, 0))
     text = r"peer 0 has sent nothing for .*: the channel has ended \(close it and open another"
     for call in (w.lane.send, w.lane.recv):
         refuses(call, fserver.TimeoutError, text)
+
+
+def late_behind_others(behind: str) -> None:
+    """So many of the watcher's streams are in one queue with a stream that waits."""
+    w, s = pair("ce", timeout_ms=100, install=False, count=3)
+    DRIVER.behind = int(behind)
+    for side in (w, s):
+        side.plan.install()
+    w.lane.send()
+    w.lane.recv()
+    assert (DRIVER.behind, DRIVER.waited_in_vain, w.lane.status()) == (0, 0, (LATE, 0))
+    assert (DRIVER.copies > 3) == (behind == "2")  # not of tensors only
 
 
 def ended(mode: str) -> None:
@@ -949,6 +962,11 @@ def test_beside_a_capture(driver: Path, mode: str) -> None:
 
 def test_late_peer(driver: Path) -> None:
     over(driver, late)
+
+
+@pytest.mark.parametrize("behind", ["1", "2"])
+def test_late_peer_while_others_wait(driver: Path, behind: str) -> None:
+    over(driver, late_behind_others, behind)
 
 
 @pytest.mark.parametrize("mode", ["sm", "ce"])
