@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
@@ -11,6 +14,17 @@ from fserver.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def _run(jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    """Does jobs, until there is a None."""
+    while (job := jobs.get()) is not None:
+        future, call = job
+        try:
+            future.set_result(call())
+        except BaseException as error:  # whoever asks for it is told
+            future.set_exception(error)
+        del job, future, call  # what they hold is not held until the next
 
 
 class Notify:
@@ -45,7 +59,12 @@ class Notify:
                     "call wait() or get_batch() instead"
                 )
             self._flag = torch.zeros(1, dtype=torch.int64).pin_memory()
-            self._thread = ThreadPoolExecutor(1, "fserver-notify")
+            self._jobs: SimpleQueue[Any] = SimpleQueue()
+            # A daemon: the process can end while a batch is waited for.
+            threading.Thread(
+                target=_run, args=(self._jobs,), name="fserver-notify", daemon=True
+            ).start()
+            weakref.finalize(self, self._jobs.put, None)
 
     def _memory(self, call: str) -> Tensor:
         if self._flag is None:
@@ -66,14 +85,17 @@ class Notify:
         number = self._asked + 1
         self._block(call, number)
         self._asked = number
+        flag, set_word = self._memory(call), _loader.load().set_word
 
         def run() -> Any:
             try:
                 return job()
             finally:
-                self._memory(call)[0] = number  # which keeps all that waits for it
+                set_word(flag, number)  # and flag is kept for all that waits for it
 
-        return self._thread.submit(run)
+        future: Future[Any] = Future()
+        self._jobs.put((future, run))
+        return future
 
     def stream_wait_event(self, handler: int) -> None:
         """The current stream waits until a push_pull has completed."""

@@ -426,10 +426,25 @@ print("open", flush=True)
 """
 
 
-def test_process_ends_with_a_stream_that_waits() -> None:
+LEFT_ASKING = """
+import pytest, nodes, test_channel_stream as t
+from fserver.notify import Notify
+
+pair = nodes.open_cluster()
+around = t.waiting(pytest.MonkeyPatch())
+around.__enter__()
+notify = Notify(pair.worker.wait, pair.server.get_batch)
+notify.init()
+notify.block_now_stream_and_get_batch()
+print("open", flush=True)
+"""
+
+
+@pytest.mark.parametrize("program", [LEFT_OPEN, LEFT_ASKING], ids=["channel", "notify"])
+def test_process_ends_with_a_stream_that_waits(program: str) -> None:
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN],
+        [sys.executable, "-c", program],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
@@ -519,8 +534,8 @@ class Seen:
         self.flag, self.gpu = flag, gpu
 
 
-@pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
+@contextlib.contextmanager
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     """The stream that SimpleNotify has wait."""
     stream = Stream()
 
@@ -533,13 +548,20 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
 
         stream.put(until)
 
-    calls = SimpleNamespace(wait_value=wait_value, map_pinned_tensor=Seen)
+    set_word = _loader.load().set_word
+    calls = SimpleNamespace(wait_value=wait_value, map_pinned_tensor=Seen, set_word=set_word)
     monkeypatch.setattr(notifying, "_loader", SimpleNamespace(load=lambda: calls))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: stream.gpu)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield stream
     stream.close()
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
+    with waiting(monkeypatch) as stream:
+        yield stream
 
 
 def test_notify_of_requests(
