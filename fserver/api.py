@@ -536,8 +536,8 @@ class Server(Node):
             push: ``workers * P`` tensors to receive in, those of worker 0 first; None: the
                 channel makes them.
             mode, name, timeout_ms, tune: as Worker.channel.
-            device: where the channel makes them, if there are no pull tensors to say so; None:
-                the current GPU if the workers' tensors are on GPUs, else the CPU.
+            device: where the channel makes them, and all tensors that are given are; None: theirs,
+                or the current GPU if there is one and the workers' are on GPUs, else the CPU.
 
         Raises:
             As Worker.channel.

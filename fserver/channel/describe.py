@@ -41,10 +41,10 @@ def name(given: Any) -> str:
 
 
 def device(given: Any) -> Any:
-    """A device that channels may be on, or None.
+    """A device that channels may be on, with its number, or None.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or this process does not see it.
     """
     import torch
 
@@ -52,8 +52,44 @@ def device(given: Any) -> Any:
         device = None if given is None else torch.device(given)
     except (RuntimeError, TypeError):
         device = torch.device("meta")
-    if device is not None and device.type not in ("cpu", "cuda"):
+    if device is None:
+        return None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
         raise ConfigError(f'channel: device is {given!r:.80}, want "cpu", "cuda" or None')
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    if (device.index or 0) >= gpus:
+        raise ConfigError(
+            f"channel: device is {given!r:.80}, and torch sees {gpus} GPUs here: give one of "
+            'those, "cpu", or None (see CUDA_VISIBLE_DEVICES)'
+        )
+    return device
+
+
+def of_one_device(tensors: dict[str, Sequence[Tensor]], wanted: Any = None) -> Any:
+    """The device of checked tensors, by the names of their arguments; wanted if there are none.
+
+    Raises:
+        ConfigError: names the first two that differ, or one that is not where it is wanted.
+    """
+    named = [(f"{name}[{i}]", t.device) for name, row in tensors.items() for i, t in enumerate(row)]
+    if not named:
+        return wanted
+    first, device = named[0]
+    for other, place in named:
+        if place != device:
+            raise ConfigError(
+                f"channel: {first} is on {device} and {other} on {place}: give tensors of one "
+                "device, or open a channel for each"
+            )
+    if wanted not in (None, device):
+        raise ConfigError(
+            f"channel: device is {str(wanted)!r} and {first} is on {device}: leave device out, or "
+            "give tensors that are there"
+        )
     return device
 
 
@@ -264,8 +300,3 @@ def check(call: str, name: str, tensors: Sequence[Any], keys: Sequence[int], wri
             raise ConfigError(f"{call}: key {i} of {name} is {key!r}, want an int of 0 to 2**64-1")
     if written:
         _apart(call, name, tensors)
-    devices = sorted({str(t.device) for t in tensors})
-    if len(devices) > 1:
-        raise ConfigError(
-            f"{call}: {name} tensors are on {', '.join(devices)}: a channel is of one device"
-        )

@@ -130,12 +130,9 @@ class Opener:
         pull_keys = describe.listed("pull_keys", pull_keys, "ints")
         describe.check("channel", "push", push, push_keys, False)
         describe.check("channel", "pull", pull, pull_keys, True)
-        everything = [*push, *pull]
-        if not everything:
+        if not push and not pull:
             raise ShapeError("channel: push and pull are both empty: give at least one tensor")
-        device = everything[0].device
-        if any(t.device != device for t in everything):
-            raise ConfigError("channel: push and pull tensors are on different devices")
+        device = describe.of_one_device({"push": push, "pull": pull})
         _outside(device)
         if how.tune and how.mode == "sm":
 
@@ -145,7 +142,10 @@ class Opener:
 
             how = replace(how, table=tuned(trial, True))
         if len(push_keys) != len(push):
-            raise ShapeError(f"channel: {len(push_keys)} push_keys for {len(push)} push tensors")
+            raise ShapeError(
+                f"channel: {len(push_keys)} push_keys for {len(push)} push tensors: give one for "
+                "each"
+            )
         servers = self._node.servers
         shares, keys = describe.divided(pull, pull_keys, servers, "server")
         out = describe.all_of(push, push_keys)
@@ -206,10 +206,7 @@ class Opener:
         device = describe.device(device)
         describe.check("channel", "pull", pull, pull_keys, False)
         describe.check("channel", "push", push or [], push_keys, True)
-        given = [*(push or []), *pull]
-        if len({t.device for t in given}) > 1:
-            raise ConfigError("channel: push and pull tensors are on different devices")
-        device = given[0].device if given else device
+        device = describe.of_one_device({"push": push or [], "pull": pull}, device)
         _outside(device)
         if how.tune and how.mode == "sm":
 
@@ -349,10 +346,11 @@ def _like(tensors: Any) -> Any:
 
 
 def _like_theirs(theirs: Sequence[dict[str, Any]]) -> Any:
-    """The device of a server that names none: its GPU, if those of the workers are."""
+    """The device of a server that names none: its GPU, if it has one and those of the workers are
+    on GPUs."""
     import torch
 
-    if all(t["device"].startswith("cuda") for t in theirs):
+    if torch.cuda.is_available() and all(t["device"].startswith("cuda") for t in theirs):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

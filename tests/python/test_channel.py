@@ -330,7 +330,7 @@ def test_bad_arguments(pair: Cluster) -> None:
     for call, kind, text in [
         (lambda: channel(x, [1], [], []), fserver.ConfigError, "push is a tensor"),
         (lambda: channel([x.t()], [1], [], []), fserver.ShapeError, "push[0] of shape [4, 4]"),
-        (lambda: channel([x], [1, 2], [], []), fserver.ShapeError, "2 push_keys for 1 push"),
+        (lambda: channel([x], [1, 2], [], []), fserver.ShapeError, "1 push tensors: give one"),
         (lambda: channel([x, x], [1, 1], [], []), fserver.ConfigError, "a key twice"),
         (lambda: channel([x], [-1], [], []), fserver.ConfigError, "key 0 of push is -1"),
         (lambda: channel([], [], [], []), fserver.ShapeError, "both empty"),
@@ -355,6 +355,11 @@ def test_bad_arguments(pair: Cluster) -> None:
         (lambda: serve([1], [], [], device="tape"), fserver.ConfigError, "device is 'tape', want"),
         (lambda: serve([1], [], [], device="meta"), fserver.ConfigError, "device is 'meta', want"),
         (
+            lambda: serve([1], [x], [1], device="cuda"),
+            fserver.ConfigError,
+            "device is 'cuda', and torch sees 0 GPUs here: give",
+        ),
+        (
             lambda: channel([], [], [x[:1], x[2:], x[:3]], [1, 2, 3]),
             fserver.ConfigError,
             "pull[0] and pull[2] share memory",
@@ -377,6 +382,40 @@ def test_bad_arguments(pair: Cluster) -> None:
     for call in (w.send, s.send):
         with pytest.raises(fserver.ConfigError, match="turn of recv"):
             call()
+
+
+def test_wrong_devices(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, with what they are; "cuda" is the current GPU; and where the workers have GPUs and
+    the server none, it has CPU tensors."""
+    x, y = torch.ones(8), torch.ones(8).as_subclass(OfGpu)
+    channel: Any = pair.worker.channel
+    serve: Any = pair.server.channel
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        for call, text in [
+            (
+                lambda: channel([x, x, y], [1, 2, 3], [], []),
+                r"push\[0\] .*cpu and push\[2\] .*cuda:1",
+            ),
+            (lambda: channel([y], [1], [x], [1]), r"push\[0\] .*cuda:1 and pull\[0\] .*cpu"),
+            (lambda: serve([1], [x], [1], push=[y]), r"push\[0\] .*cuda:1 and pull\[0\] .*cpu"),
+            (lambda: serve([1], [x], [1], device="cuda"), r"is 'cuda:1' and pull\[0\] is on cpu"),
+            (lambda: serve([1], [y], [1], device="cuda:0"), r"'cuda:0' and pull\[0\] is on cuda:1"),
+            (lambda: serve([1], [y], [1], device="cpu"), r"is 'cpu' and pull\[0\] is on cuda:1"),
+            (lambda: serve([1], [], [], device="cuda:2"), r"device is 'cuda:2', and torch sees 2"),
+        ]:
+            with pytest.raises(fserver.ConfigError, match=f"^channel: .*{text}"):
+                call()
+        assert describe.device("cuda") == torch.device("cuda", 1)
+        assert describe.device("cpu:0") == x.device
+    monkeypatch.setattr(opener, "_place", lambda device: "cuda@here")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    w, s = both(pair, [x], [])
+    assert (w.path, s.path, s.incoming[0].device) == ("cpu", "cpu", torch.device("cpu"))
 
 
 def test_bad_rows(pair: Cluster) -> None:
@@ -987,6 +1026,7 @@ def test_opening_in_a_capture_on_another_gpu(
         current[0] = before
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == captured)
     monkeypatch.setattr(torch.cuda, "device", on)
     begun = fserver.Error("it has begun")
