@@ -83,7 +83,10 @@ void must(int rc, const char *call, const char *what) {
 void open_driver(const char *call) {
   char why[256];
   if (cs_cuda_open(why, sizeof why) != 0)
-    raise(Kind::kConfig, "%s: no GPU can be used: %s", call, why);
+    raise(Kind::kConfig,
+          "%s: no GPU can be used: %s (install the NVIDIA driver, of CUDA 11.7 "
+          "or later)",
+          call, why);
 }
 
 // The kernels of a device, which is current. Loading is allowed while a stream
@@ -242,13 +245,16 @@ void wait_value(PyObject *flag, PyObject *value) {
   const OnDevice guard(device);
   const uint64_t stream = current_stream("wait_value", device);
   const cs_ptr address = seen("wait_value", c);
-  if (cs_cu.StreamWaitValue64)
-    hold("wait_value", flag, c, device);
-  must(cs_cu.StreamWaitValue64 ? unlocked([&] {
+  if (!cs_cu.StreamWaitValue64) {
+    char why[128];
+    cs_cuda_too_old(11070, why, sizeof why);
+    raise(Kind::kConfig, "wait_value: %s (install a newer one)", why);
+  }
+  hold("wait_value", flag, c, device);
+  must(unlocked([&] {
          return cs_cu.StreamWaitValue64(reinterpret_cast<cs_stream>(stream),
                                         address, v, CS_WAIT_GEQ);
-       })
-                               : cs_result{CS_CU_NOT_SUPPORTED},
+       }),
        "wait_value", "have the stream wait");
 }
 
@@ -272,7 +278,7 @@ PyObject *map_pinned(PyObject *tensor, PyObject *index) {
   const Arg arg{"map_pinned_tensor", "tensor"};
   const uint64_t i = read_u64(index, {"map_pinned_tensor", "device_index"});
   fs_tensor t;
-  Memory memory = read_tensor(tensor, arg, -1, Access::kRead, -1, &t);
+  Memory memory = read_pinned(tensor, arg, &t);
   open_driver("map_pinned_tensor");
   int gpus = 0;
   must(cs_cu.DeviceGetCount(&gpus), "map_pinned_tensor", "count the GPUs");
@@ -286,7 +292,8 @@ PyObject *map_pinned(PyObject *tensor, PyObject *index) {
   cs_ptr seen = 0;
   if (t.bytes)
     must(cs_cu.MemHostGetDevicePointer(&seen, t.data, 0), "map_pinned_tensor",
-         "find the memory of a tensor, which must be pinned (pin_memory())");
+         "find the memory of tensor, which must be pinned (pass "
+         "tensor.pin_memory())");
   if (!t.bytes)
     return make_tensor(nothing(device), t.dtype, t.dims, t.ndim);
   Memory view = adopt(reinterpret_cast<void *>(seen), t.bytes, device,

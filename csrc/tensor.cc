@@ -274,6 +274,14 @@ Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
   }
 }
 
+Memory read_pinned(PyObject *o, Arg arg, fs_tensor *t) {
+  if (is_tensor(o) && THPVariable_Unpack(o).is_cuda())
+    refuse(arg, -1, Kind::kConfig,
+           "is on " + THPVariable_Unpack(o).device().str() +
+               ": want one in pinned memory of the host (pin_memory())");
+  return read_tensor(o, arg, -1, Access::kRead, -1, t);
+}
+
 void *native_stream(int device) {
   const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
   return guard
@@ -328,8 +336,12 @@ fs_tensor one_int64(PyObject *o, Arg arg) {
   if (!t.defined() || t.scalar_type() != c10::ScalarType::Long ||
       t.numel() != 1 || !(t.is_cuda() || t.is_cpu()))
     refuse(arg, -1, Kind::kConfig,
-           "must be one int64 (torch.zeros(1, dtype=torch.int64)) on a GPU or "
-           "the CPU");
+           (t.defined() ? std::string("is ") + c10::toString(t.scalar_type()) +
+                              " of shape " + text_of(t.sizes()) + " on " +
+                              t.device().str()
+                        : std::string("is undefined")) +
+               ": want one int64 (torch.zeros(1, dtype=torch.int64)) on a GPU "
+               "or the CPU");
   fs_tensor one;
   read_tensor(o, arg, -1, Access::kWrite, t.is_cpu() ? -1 : t.device().index(),
               &one);

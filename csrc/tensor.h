@@ -84,6 +84,9 @@ enum class Access { kRead, kWrite };
 Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
                    int device, fs_tensor *t);
 
+// The same of one in memory of the CPU that is to be pinned, for reading.
+Memory read_pinned(PyObject *o, Arg arg, fs_tensor *t);
+
 // The current stream of a GPU that a tensor is on, as the driver knows it.
 // Refuses one that is being captured into a graph.
 uint64_t current_stream(const char *call, int device);

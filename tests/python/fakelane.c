@@ -20,6 +20,7 @@ int full;      /* out of memory until some is freed */
 int full_host; /* the same of pinned memory */
 int taken; /* what is imported is where another mapping is, until that is closed */
 
+int old; /* what came with CUDA 11.7 is not there; to be set before it is opened */
 int fail_context; /* 1: in all threads, 2: in those that did not start the driver */
 int fail_copy;      /* the copy of this number, from 1 on */
 int fail_import;    /* memory of other processes: with this result */
@@ -389,7 +390,10 @@ static const struct {
 };
 
 /* What the table does not name succeeds. */
-int cuGetProcAddress_v2(const char *name, void **out) {
+int cuGetProcAddress_v2(const char *name, void **out, int version) {
+  *out = NULL;
+  if (old && version >= 11070)
+    return UNKNOWN;
   *out = (void *)good;
   for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
     if (strcmp(table[i].name, name) == 0)

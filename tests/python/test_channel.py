@@ -1435,6 +1435,9 @@ def test_no_driver() -> None:
         pytest.skip("there is a driver")
     with pytest.raises(fserver.ConfigError, match="no CUDA driver: .*install the NVIDIA driver"):
         _loader.load().Lane(0, b"", 1000.0, True)
+    text = r"^map_pinned_tensor: no GPU can be used: .*libcuda.so.1.*\(install the NVIDIA driver"
+    with pytest.raises(fserver.ConfigError, match=text):
+        fserver.map_pinned_tensor(torch.zeros(1), 0)
 
 
 def over_driver(tmp_path: Path, source: str, program: str) -> list[str]:

@@ -843,10 +843,26 @@ def odd_words() -> None:
     for i in (2, 128, 256, 2**40):  # not a number of 8 bits of it
         text = f"^map_pinned_tensor: device_index is {i}, want 0 to 1"
         refuses(lambda i=i: fserver.map_pinned_tensor(word(), i), fserver.ConfigError, text)
+    seen = fserver.map_pinned_tensor(word(), 0)
+    text = r"^map_pinned_tensor: tensor is on cuda:0: want one in pinned memory .*pin_memory\(\)"
+    refuses(lambda: fserver.map_pinned_tensor(seen, 1), fserver.ConfigError, text)
 
 
 def test_odd_words(driver: Path) -> None:
     over(driver, odd_words)
+
+
+def old() -> None:
+    DRIVER.old = 1
+    flag = fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0)
+    text = r"^wait_value: the driver is of CUDA .*, and 11.7 or later is needed \(install a newer"
+    refuses(lambda: _loader.load().wait_value(flag, 1), fserver.ConfigError, text)
+    refuses(lambda: pair("ce"), fserver.ConfigError, "^channel: .* 11.7 or later is needed")
+
+
+def test_old_driver(driver: Path) -> None:
+    """What SimpleNotify and channels need is not there; flags are."""
+    over(driver, old)
 
 
 def no_pinned_memory() -> None:

@@ -165,9 +165,9 @@ def test_wrong_role(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("write_flag", 2, "one int64"),
-        ("wait_flag", 2, "one int64"),
-        ("seq_add_one", 1, "one int64"),
+        ("write_flag", 2, r"flag is Float of shape \[1\] on cpu: want one int64"),
+        ("wait_flag", 2, r"flag is Float of shape \[1\] on cpu: want one int64"),
+        ("seq_add_one", 1, r"seq is Float of shape \[1\] on cpu: want one int64"),
     ],
 )
 def test_calls_for_gpus_say_what_is_wrong(name: str, arguments: int, says: str) -> None:
