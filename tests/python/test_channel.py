@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -652,6 +653,65 @@ def test_killed(child: Callable[..., Child], way: str) -> None:
         worker.kill()
     finally:
         server.close()
+
+
+def server_process(parent: Parent, scheduler: str, way: str, name: str) -> None:
+    options = {"transport": way, "settings": {"FSERVER_LOG": "error"}}
+    with fserver.Server(scheduler=scheduler, **options) as s:
+        with s.channel([1], [torch.empty(1000)], [1], timeout_ms=MS, name=name) as ch:
+            parent.put("open")
+            while True:
+                ch.recv()
+                torch.mul(ch.tensors[0][0], 2, out=ch.outgoing[0])
+                ch.send()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_server(child: Callable[..., Child], way: str) -> None:
+    """As test_killed, of the other side: the worker's channel ends, and it opens another with the
+    server's successor."""
+    options = {"transport": way, "settings": {"FSERVER_LOG": "error"}, "connect": False}
+    scheduler = fserver.Scheduler(scheduler="127.0.0.1:0", **options)
+    worker = fserver.Worker(scheduler=scheduler.scheduler, **options)
+    x, y = torch.ones(1000), torch.zeros(1000)
+
+    def opened(name: str) -> Any:
+        end = time.monotonic() + LIMIT
+        while True:  # its successor may not have taken its rank yet
+            try:
+                return worker.channel([x], [1], [y], [1], timeout_ms=MS, name=name)
+            except fserver.PeerLostError:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+
+    try:
+        server = child(server_process, scheduler.scheduler, way, "first")
+        together([scheduler.connect, worker.connect])
+        ch = opened("first")
+        assert server.get() == "open"
+        with pytest.raises(fserver.PeerLostError) as caught:
+            for i in range(1000000):
+                ch.send()
+                ch.recv()
+                assert bool((y == 2).all())
+                if i == 100:
+                    server.kill()
+        assert (caught.value.role, caught.value.rank) == ("server", 0)
+        for call in (ch.send, ch.recv, ch.check):
+            with pytest.raises(fserver.PeerLostError):
+                call()
+        ch.close()
+        server = child(server_process, scheduler.scheduler, way, "second")
+        with opened("second") as ch:
+            for i in range(10):
+                x.fill_(i)
+                ch.send()
+                ch.recv()
+                assert bool((y == 2 * i).all())
+        server.kill()
+    finally:
+        worker.close()
+        scheduler.close()
 
 
 class FakeSide:
