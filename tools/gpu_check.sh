@@ -257,7 +257,7 @@ channel() {
   step channel-api within 240 "${lanes[@]}" -k "test_gpu_channel and not $other"
   step channel-rest within "${REST:-60}" "${lanes[@]}" \
     -k "test_lane and (sizes or rows or many) and $here or test_lane and rows and one_gpu"
-  if command -v compute-sanitizer >/dev/null && [[ -n ${FULL:-} ]]; then
+  if [[ -n ${FULL:-} ]]; then # fails where there is none
     step channel-sanitizer within 240 compute-sanitizer --target-processes all \
       --error-exitcode 9 "$PYTHON" -m pytest tests/gpu/test_lane.py -v -s \
       -k "$here and (unaligned or rows or one_way or many)"
