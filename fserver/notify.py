@@ -94,6 +94,7 @@ class Notify:
                 set_word(flag, number)  # and flag is kept for all that waits for it
 
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # the stream waits: it cannot be taken back
         self._jobs.put((future, run))
         return future
 
