@@ -64,9 +64,9 @@ ALGORITHMS = {
     "X1o": _queries(schedules.full, overlap=True),
     "X2": _queries(schedules.contiguous, overlap=False),
     "X2o": _queries(schedules.contiguous, overlap=True),
-    "X3": _gather(EVERY_OWNER, blocks=schedules.zigzag, planner=schedules.by_rows),
-    "X3c": _gather(blocks=schedules.zigzag, planner=schedules.by_half),
-    "X3b": _gather(EVERY_OWNER, blocks=schedules.full, planner=schedules.by_rows),
+    "X3": _gather(EVERY_OWNER, blocks=schedules.zigzag, pieces=1),
+    "X3c": _gather(blocks=schedules.zigzag, pieces=2),
+    "X3b": _gather(EVERY_OWNER, blocks=schedules.full, pieces=1),
     "X4": _broadcast(1, blocks=schedules.zigzag, ahead=True, behind=False),
     "X4o": _broadcast(blocks=schedules.zigzag, ahead=True, behind=True),
 }

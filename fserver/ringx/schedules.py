@@ -317,39 +317,33 @@ class Plan(NamedTuple):
     calls: list[Call]
 
 
-def by_rows(job: Job, rows: int, keys: int, blocks: Blocks) -> Plan:
-    """One gather; a call for what the same rows see of all owners before me, and of all behind:
-    with the own block three, however many ranks there are."""
+def planned(job: Job, rows: int, keys: int, blocks: Blocks, pieces: int) -> Plan:
+    """The local sequence is gathered in so many pieces. Of each there is a call for what the same
+    rows see of all owners before me, and one of all behind. With the own block these are three for
+    one piece, however many ranks there are, and four for two: then first halves and second halves
+    lie side by side, so that no keys of the zigzag table have to be copied for a call."""
     rank, calls = job.ranks.rank, list[Call]()
-    for owner in range(job.ranks.size):
-        block = blocks(rank, owner, rows, keys)
-        if owner == rank or block is None:
-            continue
-        seen = slice(owner * keys + block.keys.start, owner * keys + block.keys.stop)
-        if owner in (0, rank + 1):  # the first before me, the first behind
-            calls.append(Call(0, block.rows, [seen]))
-            continue
-        last = calls[-1].keys
-        if last[-1].stop == seen.start:
-            last[-1] = slice(last[-1].start, seen.stop)
-        else:
-            last.append(seen)
-    return Plan([slice(0, keys)], calls)
-
-
-def by_half(job: Job, rows: int, keys: int, blocks: Blocks) -> Plan:
-    """The zigzag table by column: first halves and second halves are gathered apart, so that no
-    keys have to be copied for a call: with the own block four, however many ranks there are."""
-    rank, size, half = job.ranks.rank, job.ranks.size, keys // 2
-    every, second = slice(0, rows), slice(half, rows)
-    before, behind = slice(0, rank * half), slice((rank + 1) * half, size * half)
-    calls = [Call(0, every, [before])] if rank else []
-    if rank + 1 < size:
-        calls += [Call(0, second, [behind]), Call(1, second, [behind])]
-    return Plan([slice(0, half), second], calls)
-
-
-Planner = Callable[[Job, int, int, Blocks], Plan]
+    length = keys // pieces
+    parts = [slice(piece * length, (piece + 1) * length) for piece in range(pieces)]
+    for index, part in enumerate(parts):
+        for owner in range(job.ranks.size):
+            block = blocks(rank, owner, rows, keys)
+            if owner == rank or block is None:
+                continue
+            start, stop = max(block.keys.start, part.start), min(block.keys.stop, part.stop)
+            if start >= stop:
+                continue
+            at = owner * length - part.start
+            seen = slice(at + start, at + stop)
+            if owner in (0, rank + 1):  # the first before me, the first behind
+                calls.append(Call(index, block.rows, [seen]))
+                continue
+            last = calls[-1].keys
+            if last[-1].stop == seen.start:
+                last[-1] = slice(last[-1].start, seen.stop)
+            else:
+                last.append(seen)
+    return Plan(parts, calls)
 
 
 def _gather_keys(job: Job, k: Tensor, v: Tensor, plan: Plan) -> list[tuple[Tensor, dist.Work]]:
@@ -380,10 +374,10 @@ def _put_each(dkv: Tensor, call: Call, dk: Tensor, dv: Tensor) -> None:
 
 
 def gather_forward(
-    job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, planner: Planner
+    job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, pieces: int
 ) -> Pair:
     """Works on the own block while all keys travel, then on the others."""
-    plan = planner(job, q.shape[1], k.shape[1], blocks)
+    plan = planned(job, q.shape[1], k.shape[1], blocks, pieces)
     gathered = _gather_keys(job, k, v, plan)
     answers = Parts(q.shape[1], accumulator(q.dtype), FASTEST)
     _head_start(q.device)
@@ -396,11 +390,11 @@ def gather_forward(
     return _answer(job, answers)
 
 
-def gather_backward(job: Job, given: Given, *, blocks: Blocks, planner: Planner) -> Triple:
+def gather_backward(job: Job, given: Given, *, blocks: Blocks, pieces: int) -> Triple:
     """dk and dv of all keys are written into one buffer, whose sum over the ranks is scattered.
     Half of the own block comes first, while the keys travel, and half last, while the sum does."""
     k = given.k
-    plan = planner(job, given.q.shape[1], k.shape[1], blocks)
+    plan = planned(job, given.q.shape[1], k.shape[1], blocks, pieces)
     gathered = _gather_keys(job, k, given.v, plan)
     dq = Parts(given.q.shape[1], accumulator(given.q.dtype), FASTEST)
     _head_start(k.device)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from exact import EXACT, NAMES, Problem, assembled, attend, dense, errors, poison
 from world import GROUPS, Rank, World
 
-from fserver.ringx import api, copies, kernels, schedules
+from fserver.ringx import api, copies, kernels, positions, schedules
 from fserver.ringx.api import ALGORITHMS, FACTS
 
 COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there are two
@@ -108,27 +108,27 @@ def test_moves_what_the_formulas_say(world: World, members, algorithm: str, agre
     assert calls == min(2 * len(members) - 1 if algorithm == "X3c" else len(members), most)
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_halves_are_the_zigzag_table_by_column(size: int):
+def test_calls_are_what_is_before_each_row(size: int, pieces: int):
+    """Whether the keys are gathered as they are or as halves."""
     half = 2
+    places = [positions(size * 2 * half, "zigzag", rank, size).tolist() for rank in range(size)]
     for rank in range(size):
-        pairs: dict[str, set[tuple[int, int]]] = {}
-        for name, planner in (("rows", schedules.by_rows), ("half", schedules.by_half)):
-            job = schedules.Job(_Place(rank, size), 1.0, (), (), torch.float32, torch.float32)
-            plan = planner(job, 2 * half, 2 * half, schedules.zigzag)
-            pairs[name] = set()
-            assert len(plan.calls) <= (2 if name == "rows" else 3)
-            for call in plan.calls:
-                part = plan.parts[call.gathered]
-                length = part.stop - part.start
-                for key in (key for keys in call.keys for key in range(keys.start, keys.stop)):
-                    owner, place = divmod(key, length)
-                    where = owner * 2 * half + part.start + place
-                    seen = {(row, where) for row in range(call.rows.start, call.rows.stop)}
-                    assert not seen & pairs[name], "twice"
-                    pairs[name] |= seen
-        assert pairs["rows"] == pairs["half"]
-        assert len(pairs["rows"]) == (size - 1) * 2 * half * half  # as much for every rank
+        job = schedules.Job(_Place(rank, size), 1.0, (), (), torch.float32, torch.float32)
+        plan = schedules.planned(job, 2 * half, 2 * half, schedules.zigzag, pieces)
+        assert len(plan.calls) <= 1 + pieces
+        found = []
+        for call in plan.calls:
+            part = plan.parts[call.gathered]
+            for key in (key for keys in call.keys for key in range(keys.start, keys.stop)):
+                owner, place = divmod(key, part.stop - part.start)
+                seen = places[owner][part.start + place]
+                found += [(places[rank][row], seen) for row in range(*call.rows.indices(2 * half))]
+        others = [place for owner in range(size) if owner != rank for place in places[owner]]
+        want = [(row, key) for row in places[rank] for key in others if key < row]
+        assert sorted(found) == sorted(want)
+        assert len(found) == (size - 1) * 2 * half * half  # as much for every rank
 
 
 class _Place:
