@@ -141,7 +141,7 @@ def ring_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: schedules
         else:
             owner = (ranks.rank - step) % ranks.size
             block = blocks(ranks.rank, owner, q.shape[1], k.shape[1])
-            schedules._more_keys(job, answers, q, kv, block)
+            schedules._attend(job, answers, q, *schedules._unpack(kv), block)
         if step + 1 < ranks.size:
             for work in works:
                 work.wait()

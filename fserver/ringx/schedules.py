@@ -261,7 +261,7 @@ def broadcast_forward(
         block = blocks(rank, owner, q.shape[1], kv.shape[0])
         if owner != rank and block is not None:
             _head_start(q.device)
-            _more_keys(job, answers, q, kv, block)
+            _attend(job, answers, q, *_unpack(kv), block)
         del kv  # before the next one has to have a place
     return _answer(job, answers)
 
@@ -386,7 +386,8 @@ def gather_forward(
         here.wait()
         for call in plan.calls:
             if call.gathered == index:
-                _more_keys(job, answers, q, _pick(kv, call), Block(call.rows, EVERY, False))
+                block = Block(call.rows, EVERY, False)
+                _attend(job, answers, q, *_unpack(_pick(kv, call)), block)
     return _answer(job, answers)
 
 
@@ -458,8 +459,7 @@ def _own_block(job: Job, blocks: Blocks, rows: int, keys: int) -> Block:
 
 
 def _own_forward(job: Job, answers: Parts, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> None:
-    block = _own_block(job, blocks, q.shape[1], k.shape[1])
-    answers.add(block.rows, *kernels.forward(q, k, v, block.causal, job.scale))
+    _attend(job, answers, q, k, v, _own_block(job, blocks, q.shape[1], k.shape[1]))
 
 
 # From so many rows on, half of the own block takes longer than it costs to call a kernel once more.
@@ -490,8 +490,14 @@ def _own_backward(
     return dk, dv, Block(second, slice(0, half), False)
 
 
+def _attend(job: Job, answers: Parts, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+    """Takes in what the keys of a block give."""
+    rows, keys, causal = block
+    answers.add(rows, *kernels.forward(q[:, rows], k[:, keys], v[:, keys], causal, job.scale))
+
+
 def _grads(job: Job, dq: Parts, given: Given, block: Block) -> Pair:
-    """Gives dk and dv of a block with my own keys."""
+    """Gives dk and dv of a block. out and lse are the global ones."""
     rows, keys, causal = block
     dout, q, k, v, out, lse = given
     some = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
@@ -500,18 +506,7 @@ def _grads(job: Job, dq: Parts, given: Given, block: Block) -> Pair:
     return dk, dv
 
 
-def _more_keys(job: Job, answers: Parts, q: Tensor, kv: Tensor, block: Block) -> None:
-    """Takes in what these keys give."""
-    rows, keys, causal = block
-    k, v = _unpack(kv[keys])
-    answers.add(rows, *kernels.forward(q[:, rows], k, v, causal, job.scale))
-
-
 def _more_grads(job: Job, dq: Parts, given: Given, kv: Tensor, block: Block) -> Pair:
-    """Gives dk and dv. out and lse are the global ones."""
-    rows, keys, causal = block
-    dout, q, _, _, out, lse = given
-    some = (dout[:, rows], q[:, rows], *_unpack(kv[keys]), out[:, rows], lse[:, :, rows])
-    more, dk, dv = kernels.backward(Given(*some), causal, job.scale)
-    dq.add(rows, more)
-    return dk, dv
+    """The same for keys that have come."""
+    k, v = _unpack(kv)
+    return _grads(job, dq, given._replace(k=k, v=v), block)

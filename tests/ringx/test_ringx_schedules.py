@@ -191,12 +191,13 @@ def made_wrong(
 
 NOT_WRITTEN = "_zero_between(dkv, written)"
 NOT_WRITTEN_X4 = "_zero_between(dkv, [] if block is None else [block.keys])"
-GLOBAL = "dout, q, _, _, out, lse = given"
-LOCAL = """dout, q, _, _, _, _ = given
-    out, lse = torch.zeros_like(q), torch.zeros_like(given.lse)
+GLOBAL = "return _grads(job, dq, given._replace(k=k, v=v), block)"
+LOCAL = """rows, keys, causal = block
+    out, lse = torch.zeros_like(given.q), torch.zeros_like(given.lse)
     out[:, rows], lse[:, :, rows] = kernels.forward(
-        q[:, rows], *_unpack(kv[keys]), causal, job.scale
-    )"""
+        given.q[:, rows], k[:, keys], v[:, keys], causal, job.scale
+    )
+    return _grads(job, dq, given._replace(k=k, v=v, out=out, lse=lse), block)"""
 
 
 @pytest.mark.parametrize(
