@@ -181,16 +181,8 @@ def ring_backward(job: Job, given: Given, *, blocks: schedules.Blocks) -> Triple
     return dq.result(given.q.dtype)[0], *schedules._unpack(dkv)
 
 
-def ring(causal: bool) -> Attend:
-    blocks = schedules.zigzag if causal else schedules.full
-    how = Algorithm(
-        causal,
-        "zigzag" if causal else "contiguous",
-        False,
-        lambda *tensors: ring_forward(*tensors, blocks=blocks),
-        lambda *tensors: ring_backward(*tensors, blocks=blocks),
-        blocks,
-    )
+def ring(causal: bool) -> Way:
+    how = Algorithm(schedules.zigzag if causal else schedules.full, ring_forward, ring_backward)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ranks = Ranks(dist.group.WORLD)
@@ -198,7 +190,7 @@ def ring(causal: bool) -> Attend:
         job = Job(ranks, q.shape[-1] ** -0.5, *lengths, accumulator(q.dtype), q.dtype)
         return api._Attention.apply(q, k, v, None, how, job)[0]
 
-    return attend
+    return Way("ring p2p", how.layout, attend)
 
 
 def of_torch(rotation: str, causal: bool, tokens: int, device: torch.device) -> Way:
@@ -254,7 +246,7 @@ def ways(causal: bool, tokens: int, size: int, device: torch.device) -> list[Way
         if ALGORITHMS[name].together:
             found.append(of_ringx(name, copies=True))
         found.append(of_ringx(name, agreed=True))
-    found.append(Way("ring p2p", "zigzag" if causal else "contiguous", ring(causal)))
+    found.append(ring(causal))
     found.append(Way("ulysses", "contiguous", ulysses(size, causal)))
     for rotation in ("allgather", "alltoall"):
         found.append(of_torch(rotation, causal, tokens, device))

@@ -30,54 +30,62 @@ GATHER_LIMIT = 4 << 30
 class Algorithm(NamedTuple):
     """A row of the table of what there is. forward and backward are by collectives."""
 
-    causal: bool
-    layout: str
-    uneven: bool  # the ranks' lengths may differ
+    blocks: schedules.Blocks
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    blocks: schedules.Blocks
+    uneven: bool = False  # the ranks' lengths may differ
     together: int = 0  # owners from which are copied at a time; 0: none ever
+
+    @property
+    def causal(self) -> bool:
+        return self.blocks is not schedules.full
+
+    @property
+    def layout(self) -> str:
+        return "zigzag" if self.blocks is schedules.zigzag else "contiguous"
 
 
 def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
-    forward = partial(schedules.queries_forward, blocks=blocks, overlap=overlap)
-    backward = partial(schedules.broadcast_backward, blocks=blocks, ahead=overlap, behind=overlap)
-    return Algorithm(blocks is not schedules.full, "contiguous", True, forward, backward, blocks)
+    forward = partial(schedules.queries_forward, overlap=overlap)
+    backward = partial(schedules.broadcast_backward, ahead=overlap, behind=overlap)
+    return Algorithm(blocks, forward, backward, uneven=True)
 
 
-def _keys(
-    forward: Callable[..., Any], backward: Callable[..., Any], together: int = 0, **how: Any
-) -> Algorithm:
-    causal = how["blocks"] is not schedules.full
-    layout = "zigzag" if causal else "contiguous"
-    given = partial(forward, **how), partial(backward, **how)
-    return Algorithm(causal, layout, False, *given, how["blocks"], together)
+def _gather(blocks: schedules.Blocks, pieces: int, together: int = 0) -> Algorithm:
+    forward = partial(schedules.gather_forward, pieces=pieces)
+    backward = partial(schedules.gather_backward, pieces=pieces)
+    return Algorithm(blocks, forward, backward, together=together)
+
+
+def _broadcast(behind: bool, together: int = 0) -> Algorithm:
+    backward = partial(schedules.broadcast_backward, ahead=True, behind=behind)
+    return Algorithm(schedules.zigzag, schedules.broadcast_forward, backward, together=together)
 
 
 EVERY_OWNER = 1 << 30
-
-_gather = partial(_keys, schedules.gather_forward, schedules.gather_backward)
-_broadcast = partial(_keys, schedules.broadcast_forward, schedules.broadcast_backward)
 
 ALGORITHMS = {
     "X1": _queries(schedules.full, overlap=False),
     "X1o": _queries(schedules.full, overlap=True),
     "X2": _queries(schedules.contiguous, overlap=False),
     "X2o": _queries(schedules.contiguous, overlap=True),
-    "X3": _gather(EVERY_OWNER, blocks=schedules.zigzag, pieces=1),
-    "X3c": _gather(blocks=schedules.zigzag, pieces=2),
-    "X3b": _gather(EVERY_OWNER, blocks=schedules.full, pieces=1),
-    "X4": _broadcast(1, blocks=schedules.zigzag, ahead=True, behind=False),
-    "X4o": _broadcast(blocks=schedules.zigzag, ahead=True, behind=True),
+    "X3": _gather(schedules.zigzag, pieces=1, together=EVERY_OWNER),
+    "X3c": _gather(schedules.zigzag, pieces=2),
+    "X3b": _gather(schedules.full, pieces=1, together=EVERY_OWNER),
+    "X4": _broadcast(behind=False, together=1),
+    "X4o": _broadcast(behind=True),
 }
 
 
-def _copies(how: Algorithm, job: Job, k: Tensor, backward: bool) -> dict[str, Any] | None:
-    """The keywords of `by_copies`, if this forward or backward can do so."""
+def _way(
+    how: Algorithm, job: Job, k: Tensor, backward: bool
+) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
+    """The forward or backward to call, by copies where these can be, and what is open then."""
     together = min(how.together, job.ranks.size - 1)
-    if not together or not by_copies.fits(job, k, together, backward):
-        return None
-    return {"blocks": how.blocks, "together": together}
+    if job.window and together and by_copies.fits(job, k, together, backward):
+        copied = by_copies.backward if backward else by_copies.forward
+        return partial(copied, blocks=how.blocks, together=together), job.window.call()
+    return partial(how.backward if backward else how.forward, blocks=how.blocks), nullcontext()
 
 
 class _Attention(torch.autograd.Function):
@@ -88,11 +96,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, how: Algorithm, job: Job
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        options = _copies(how, job, k, backward=False)
-        forward = how.forward
-        turn: AbstractContextManager[None] = nullcontext()
-        if options and job.window:
-            forward, turn = partial(by_copies.forward, **options), job.window.call()
+        forward, turn = _way(how, job, k, backward=False)
         with turn, torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
             out, lse = forward(job, q, k, v)
         if sink is not None:
@@ -114,11 +118,7 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         how: Algorithm = ctx.how
         job: Job = ctx.job
-        options = _copies(how, job, k, backward=True)
-        backward = how.backward
-        turn: AbstractContextManager[None] = nullcontext()
-        if options and job.window:
-            backward, turn = partial(by_copies.backward, **options), job.window.call()
+        backward, turn = _way(how, job, k, backward=True)
         with turn, torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = backward(job, Given(dout, q, k, v, out, lse))
         dsink = None

@@ -248,12 +248,10 @@ def _parts(flat: Tensor, shape: Sequence[int], dim: int) -> Pair:
 # Keys and values travel, from one owner after the other: X4, and backward of X1 and X2
 
 
-def broadcast_forward(
-    job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks, ahead: bool, behind: bool
-) -> Pair:
+def broadcast_forward(job: Job, q: Tensor, k: Tensor, v: Tensor, *, blocks: Blocks) -> Pair:
     """Works on the own block while the first keys travel, then on each owner's."""
     rank = job.ranks.rank
-    arrivals = _broadcast_keys(job, k, v, ahead)
+    arrivals = _broadcast_keys(job, k, v, ahead=True)
     answers = Parts(q.shape[1], accumulator(q.dtype), LEAST)
     _head_start(q.device)
     _own_forward(job, answers, q, k, v, blocks)

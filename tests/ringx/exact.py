@@ -16,7 +16,6 @@ from fserver.ringx import positions, ringx_attention
 from fserver.ringx.api import ALGORITHMS
 
 NAMES = [*ALGORITHMS]
-FULL = [name for name in NAMES if not ALGORITHMS[name].causal]
 CAUSAL = [name for name in NAMES if ALGORITHMS[name].causal]
 EXACT = 1e-12
 """Relative error that float64 leaves."""

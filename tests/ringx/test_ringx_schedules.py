@@ -161,6 +161,7 @@ def attend_mutated(
     how = ALGORITHMS[algorithm]
 
     def swapped(function: Any) -> Any:
+        function = partial(function)
         if function.func.__module__ != name:
             return function
         return partial(getattr(module, function.func.__name__), **function.keywords)
