@@ -74,31 +74,20 @@ def combine(parts: list[Part], rows: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 def _combine(parts: list[Part], value: Tensor, lse: Tensor | None) -> None:
     """Fills value and lse, which may be those of the first part."""
-    shape, kept = value.shape, torch.promote_types(value.dtype, torch.float32)
-    in_place = value.dtype is kept
-    total = value if in_place else torch.empty(shape, dtype=kept, device=value.device)
-    level = None
-    if lse is not None:
-        level = torch.full_like(lse, -torch.inf)
+    kept = torch.promote_types(value.dtype, torch.float32)
+    total = torch.zeros(value.shape, dtype=kept, device=value.device)
+    level = None if lse is None else torch.full_like(lse, -torch.inf)
+    if level is not None:
         for rows, _, some in parts:
             assert some is not None
             level[:, :, rows] = torch.logaddexp(level[:, :, rows], some)
-    for number, (rows, part, some) in enumerate(parts):
-        weighed = part
-        if level is not None:
-            assert some is not None
-            weight = (some - level[:, :, rows]).exp_()
-            weighed = part * weight.transpose(1, 2)[..., None]
-        if number == 0 and part.shape == shape:
-            total.copy_(weighed)
-        elif number == 0:
-            total.zero_()[:, rows] = weighed
-        else:
-            total[:, rows] += weighed
+    for rows, part, some in parts:
+        if level is not None and some is not None:
+            part = part * (some - level[:, :, rows]).exp_().transpose(1, 2)[..., None]
+        total[:, rows] += part
+    value.copy_(total)
     if lse is not None and level is not None:
         lse.copy_(level)
-    if not in_place:
-        value.copy_(total)
 
 
 @lru_cache
