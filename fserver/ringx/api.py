@@ -480,12 +480,22 @@ def _agree(
 def _differ(name: str, values: Sequence[int], want: str) -> Error:
     other = next(rank for rank, value in enumerate(values) if value != values[0])
     kind = ShapeError if "shape" in name else ConfigError
-    if name == "scale":
-        values = struct.unpack(f"{len(values)}d", struct.pack(f"{len(values)}q", *values))
+    first, second = (_fact(name, values[rank]) for rank in (0, other))
     return kind(
-        f"ringx: {name} is {values[0]} on rank 0 and {values[other]} on rank {other} of the group:"
-        f" want {want}"
+        f"ringx: {name} is {first} on rank 0 and {second} on rank {other} of the group: want {want}"
     )
+
+
+def _fact(name: str, number: int) -> object:
+    """What a number that ranks told each other stands for."""
+    if name == "scale":
+        return struct.unpack("d", struct.pack("q", number))[0]
+    if name in ("q.dtype", "reduce_dtype"):
+        return DTYPES[number]
+    if name in ("causal", "copies"):
+        return bool(number)
+    which = {"algorithm": [*ALGORITHMS, "auto"], "sink": ["None", "a tensor"]}
+    return which[name][number] if name in which else number
 
 
 @lru_cache

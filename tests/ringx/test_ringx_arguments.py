@@ -299,12 +299,12 @@ DIFFERENT = [
     ({"q": (2, 4, 2, 8), "k": (2, 4, 2, 8)}, "ShapeError: ringx: q.shape[0] is 1 on rank 0 and 2 "),
     ({"q": (1, 4, 4, 8)}, "q.shape[2] is 2 on rank 0 and 4 on rank 1 of the group: want the same"),
     ({"k": (1, 4, 1, 8)}, "k.shape[2] is 2 on rank 0 and 1 "),
-    ({"algorithm": "X4"}, "ConfigError: ringx: algorithm is 4 on rank 0 and 7 "),
-    ({"reduce_dtype": torch.float16}, "reduce_dtype is 2 on rank 0 and 1 "),
+    ({"algorithm": "X4"}, "ConfigError: ringx: algorithm is X3 on rank 0 and X4 "),
+    ({"reduce_dtype": torch.float16}, "reduce_dtype is torch.float32 on rank 0 and torch.float16 "),
     ({"scale": 0.5}, "scale is 0.3535533905932738 on rank 0 and 0.5 on rank 1"),
-    ({"dtype": torch.float64}, "q.dtype is 2 on rank 0 and 3 "),
-    ({"sink": torch.ones(2)}, "sink is 0 on rank 0 and 1 "),
-    ({"copies": True}, "ConfigError: ringx: copies is 0 on rank 0 and 1 "),
+    ({"dtype": torch.float64}, "q.dtype is torch.float32 on rank 0 and torch.float64 "),
+    ({"sink": torch.ones(2)}, "sink is None on rank 0 and a tensor "),
+    ({"copies": True}, "ConfigError: ringx: copies is False on rank 0 and True "),
 ]
 
 
