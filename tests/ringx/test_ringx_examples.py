@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from world import Rank, World
+
+from fserver.ringx import ringx_attention
 
 EXAMPLES = Path(__file__).parents[2] / "examples/ringx"
 
@@ -33,6 +41,41 @@ def test_losses_are_equal(name: str, tmp_path: Path):
     text = run(*launch, str(EXAMPLES / f"{name}.py"), "--steps", "2", "--plot", str(plot))
     assert "losses equal" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def trained(me: Rank) -> tuple[list[float], list[float]]:
+    """Losses of the ranks of the world with the large models' weights in parts and blocks computed
+    again, and of each alone with whole ones."""
+    sys.path.insert(0, str(EXAMPLES))
+    import common
+    import gpt
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ringx_attention(q, k, v, causal=True)
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(
+            *heads_first, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+
+    small = dataclasses.replace(gpt.CONFIGS["small"], tokens=64, batch=1, steps=3)
+    large = dataclasses.replace(small, large=True)
+
+    def model(config: Any) -> Any:
+        made = gpt.model(small)  # with its vocabulary
+        made.config = config
+        return made
+
+    example = common.Example("GPT", {}, model, gpt.batches, gpt.loss, True)
+    given = torch.device("cpu"), torch.float32
+    in_parts, *_ = common.train(example, large, me.rank, me.size, attend, *given)
+    return in_parts, common.train(example, small, 0, 1, whole, *given)[0]
+
+
+def test_weights_in_parts(world: World):
+    for in_parts, alone in world.run((0, 1, 2, 3), trained):
+        assert in_parts == pytest.approx(alone, rel=1e-5) and alone[2] < alone[0]
 
 
 @pytest.mark.parametrize(
