@@ -192,7 +192,7 @@ def estimate(example: Example, config: Config, options: argparse.Namespace, size
     if size == 1:
         memory["weights, gradients, AdamW (bf16)"] = 8 * weights
     else:
-        how = "X4" if bounded else "X3"
+        how = "X4" if bounded else "X3" if example.causal else "X3b"
         memory["weights, gradients, AdamW (fp32, sharded)"] = 16 * weights / size
         memory["two blocks gathered (bf16)"] = 4 * in_blocks / config.layers
         memory[f"keys of others and their gradients ({how})"] = exchanged
