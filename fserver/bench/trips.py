@@ -311,7 +311,7 @@ def _met(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> bool | None:
     """Whether a target is met; None: there is none, or nothing to measure by."""
     key: tuple[Any, Any] = row.get("push"), row.get("pull")
     p50 = row["p50_us"]
-    if row["mode"] == "sm" and row["how"] == "graph x200":
+    if row["mode"] == "sm" and row["how"] in ("graph x200", "graph x20"):
         return p50 <= GRAPH_US[key] and row["p99_us"] <= SPREAD * p50
     if row["mode"] == "sm" and row["how"] == "enqueued x20":
         return p50 <= ENQUEUED_US[key]

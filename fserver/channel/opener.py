@@ -340,9 +340,24 @@ class Opener:
         return channel
 
 
+def _zeros(shape: Sequence[int], dtype: Any, device: Any, what: str) -> Tensor:
+    import torch
+
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0]
+        raise Error(
+            f"channel: make a tensor of shape {list(shape)} and {dtype} on {device} {what}: {text} "
+            "(free memory there, or use smaller tensors)"
+        ) from error
+
+
 def _like(tensors: Any) -> Any:
     """Zeros in the place of tensors."""
-    return None if tensors is None else [t.new_zeros(t.shape) for t in tensors]
+    if tensors is None:
+        return None
+    return [_zeros(t.shape, t.dtype, t.device, "to try tables with") for t in tensors]
 
 
 def _like_theirs(theirs: Sequence[dict[str, Any]]) -> Any:
@@ -366,10 +381,8 @@ def _as_pushed(
         raise ShapeError(
             f"channel: push_keys are {push_keys} here, and worker {worker} pushes {keys}"
         )
-    return [
-        torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-        for _, dtype, shape in theirs["out"]
-    ]
+    what = f"for what worker {worker} pushes"
+    return [_zeros(shape, getattr(torch, dtype), device, what) for _, dtype, shape in theirs["out"]]
 
 
 def _same(

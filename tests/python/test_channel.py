@@ -419,6 +419,13 @@ def test_wrong_devices(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (w.path, s.path, s.incoming[0].device) == ("cpu", "cpu", torch.device("cpu"))
 
 
+def test_no_memory_for_what_is_pushed() -> None:
+    theirs = {"out": [(1, "float32", [1 << 50])]}
+    text = r"shape \[1125899906842624\] and torch.float32 on cpu for what worker 3 pushes: .*free"
+    with pytest.raises(fserver.Error, match=f"^channel: make a tensor of {text}"):
+        opener._as_pushed(3, theirs, [1], "cpu")
+
+
 def test_bad_rows(pair: Cluster) -> None:
     w, s = both(pair, [torch.ones(8, 2)], [])
     for rows, kind, text in (
