@@ -7,10 +7,12 @@ import platform
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import plot
@@ -196,7 +198,7 @@ def machine(cores: tuple[int, ...] | None) -> dict[str, Any]:
         "arch": platform.machine(),
         "python": platform.python_version(),
         "torch": _version("torch"),
-        "fserver": _version("fserver"),
+        "fserver": _own(),
     }
 
 
@@ -240,6 +242,22 @@ def _cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _own() -> str:
+    """The version, and the commit of the source tree or the device bundle, if it is one."""
+    root, version = Path(__file__).parents[2], _version("fserver")
+    try:
+        if (root / ".git").exists():
+            describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+            commit = subprocess.run(
+                describe, capture_output=True, text=True, timeout=5, check=True
+            ).stdout.strip()
+        else:
+            commit = (root / "build/commit").read_text().strip()
+    except (OSError, subprocess.SubprocessError):
+        return version
+    return f"{version} ({commit})"
 
 
 def _version(package: str) -> str:

@@ -291,6 +291,21 @@ def test_json(tmp_path):
     assert got["command"].split()[0] == "fserver"
 
 
+def test_says_which_build(tmp_path, monkeypatch):
+    """The commit of a source tree, or of the bundle it has come in; of neither the version."""
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "fserver/bench/report.py"))
+    version = report._own()
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/commit").write_text("12ab34c\n")
+    assert report._own() == f"{version} (12ab34c)"
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert report._own() == version  # nothing is committed
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    assert report._own() == f"{version} ({commit.stdout.strip()})"
+
+
 def test_progress_needs_no_tqdm(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
