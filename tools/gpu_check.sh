@@ -137,9 +137,7 @@ queues() {
 }
 
 machine() {
-  nvidia-smi topo -m
-  nvidia-smi -L
-  "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())'
+  nvidia-smi topo -m && nvidia-smi -L && "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())'
 }
 
 within() { timeout -k 5 "$@"; }
