@@ -58,13 +58,14 @@ class Notify:
                     "SimpleNotify.init: torch sees no GPU, and what waits is a stream of one: "
                     "call wait() or get_batch() instead"
                 )
-            self._flag = torch.zeros(1, dtype=torch.int64).pin_memory()
+            flag = torch.zeros(1, dtype=torch.int64).pin_memory()
             self._jobs: SimpleQueue[Any] = SimpleQueue()
             # A daemon: the process can end while a batch is waited for.
             threading.Thread(
                 target=_run, args=(self._jobs,), name="fserver-notify", daemon=True
             ).start()
             weakref.finalize(self, self._jobs.put, None)
+            self._flag = flag  # without the thread, streams would wait for ever
 
     def _memory(self, call: str) -> Tensor:
         if self._flag is None:

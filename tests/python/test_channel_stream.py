@@ -629,6 +629,14 @@ def test_notify_of_failures(
         patch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(fserver.ConfigError, match=r"^SimpleNotify.init: torch sees no GPU"):
             notify.init()
+
+    def refuse_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_thread)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            notify.init()
     notify.init()
 
     def good() -> None:
