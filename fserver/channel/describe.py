@@ -50,7 +50,7 @@ def device(given: Any) -> Any:
 
     try:
         device = None if given is None else torch.device(given)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         device = torch.device("meta")
     if device is None:
         return None

@@ -353,6 +353,7 @@ def test_bad_arguments(pair: Cluster) -> None:
         (lambda: serve([1], [], [], push=x), fserver.ConfigError, "push is a tensor"),
         (lambda: serve(None, [], []), fserver.ConfigError, "push_keys is None"),
         (lambda: serve([1], x, [1]), fserver.ConfigError, "pull is a tensor"),
+        (lambda: serve([1], [], [], device=1 << 70), fserver.ConfigError, 'want "cpu", "cuda"'),
         (lambda: serve([1], [], [], device="tape"), fserver.ConfigError, "device is 'tape', want"),
         (lambda: serve([1], [], [], device="meta"), fserver.ConfigError, "device is 'meta', want"),
         (
