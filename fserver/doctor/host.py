@@ -304,7 +304,7 @@ def limits(report: Report, found: dict) -> None:
 def _queues() -> Check:
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip()
     text = f"CUDA_DEVICE_MAX_CONNECTIONS={value}" if value else "as many as CUDA likes"
-    low = value.isdigit() and int(value) < 8
+    low = value.isdecimal() and int(value) < 8
     remedy = "a stream that waits for a message keeps others: unset it, or set 32"
     return _limit("GPU queues", text, low, remedy)
 

@@ -230,6 +230,8 @@ def test_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     low = ("locked memory", "open files", "/dev/shm", "ptrace scope", "free cores", "clock")
     low += ("GPU queues",)
     assert {of[name].state for name in low} == {"note"}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "²")  # a digit that int() refuses
+    assert host._queues().state == "yes"
     table = report.tables["Distances"]
     assert len(table) % 17 == 0, "each part has a head and a line for each GPU"
     assert re.match(r" +gpu0 +gpu1 ", table[0])
