@@ -15,6 +15,7 @@ enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2, BEHIND = 0x2000 };
 
 /* Out of memory for what is of the GPU of this number, from 1 on. */
 int fail_alloc, fail_host, fail_load, fail_stream;
+int fail_later; /* so many streams are made before fail_stream counts */
 
 int full;      /* out of memory until some is freed */
 int full_host; /* the same of pinned memory */
@@ -206,8 +207,9 @@ static int can_access(int *out) {
 }
 
 static int new_stream(cs_stream *out) {
-  if (none_left(fail_stream))
+  if (fail_later == 0 && none_left(fail_stream))
     return CS_CU_OUT_OF_MEMORY;
+  fail_later -= fail_later > 0;
   *out = (cs_stream)(uintptr_t)(behind > 0 ? BEHIND : 0x1000);
   behind -= behind > 0;
   take();

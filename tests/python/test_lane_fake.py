@@ -294,15 +294,23 @@ def late() -> None:
 
 
 def late_behind_others(behind: str) -> None:
-    """So many of the watcher's streams are in one queue with a stream that waits."""
-    w, s = pair("ce", timeout_ms=100, install=False, count=3)
+    """So many of the watcher's streams are in one queue with a stream that waits. What is copied
+    over the flags goes no further."""
+    DRIVER.foreign = 1  # so there are landing buffers
+    w, s = pair("ce", timeout_ms=100, install=False, count=200)
     DRIVER.behind = int(behind)
     for side in (w, s):
         side.plan.install()
     w.lane.send()
     w.lane.recv()
     assert (DRIVER.behind, DRIVER.waited_in_vain, w.lane.status()) == (0, 0, (LATE, 0))
-    assert (DRIVER.copies > 3) == (behind == "2")  # not of tensors only
+    time.sleep(0.1)  # the thread fills them again
+    copied = DRIVER.copies > 400  # not only the tensors, 200 each way
+    at, flags, used = w.plan.arena, w.plan.layout["flags"], w.plan.used
+    assert copied == (behind == "2") and used - flags == 128 << 10
+    assert not any(ctypes.string_at(at, flags) + ctypes.string_at(at + used, 4096))
+    words = (ctypes.c_uint32 * ((used - flags) // 4)).from_address(at + flags)
+    assert all(words) == copied
 
 
 def ended(mode: str) -> None:
@@ -329,16 +337,25 @@ def ended(mode: str) -> None:
 
 
 def unwatched(how: str) -> None:
-    """Without the thread of mode "ce" nothing ends a wait: the channel does not open."""
+    """Without the thread of mode "ce" nothing ends a wait: the channel does not open, and what
+    there was of it is given back, as so many streams."""
+    before = DRIVER.held
     w, s = pair("ce", install=False)
-    setattr(DRIVER, *{"stream": ("fail_stream", 1), "context": ("fail_context", 2)}[how])
-    text = {"stream": "make a stream: out of memory", "context": "enter the GPU's context"}[how]
+    what, text = {
+        "context": ("fail_context", "enter the GPU's context"),
+        "pinned": ("fail_host", "allocate pinned memory: out of memory"),
+    }.get(how, ("fail_stream", "make a stream: out of memory"))
+    DRIVER.fail_later = int(how) if how.isdecimal() else 0
+    setattr(DRIVER, what, 2 if how == "context" else 1)
     refuses(w.plan.install, fserver.Error, text)
+    setattr(DRIVER, what, 0)
     w.lane.close()
-    del w
-    DRIVER.fail_stream = DRIVER.fail_context = 0
     s.plan.install()
     s.lane.close()
+    end = time.monotonic() + WAIT
+    while DRIVER.held > before and time.monotonic() < end:
+        time.sleep(0.001)
+    assert (DRIVER.held, DRIVER.fail_later) == (before, 0)
 
 
 def broken() -> None:
@@ -350,7 +367,7 @@ def broken() -> None:
     del w, s  # no thread is left
 
 
-@pytest.mark.parametrize("how", ["stream", "context"])
+@pytest.mark.parametrize("how", ["0", "1", "2", "pinned", "context"])
 def test_channel_that_cannot_be_watched(driver: Path, how: str) -> None:
     over(driver, unwatched, how)
 
