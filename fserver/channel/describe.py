@@ -41,7 +41,7 @@ def name(given: Any) -> str:
 
 
 def device(given: Any) -> Any:
-    """A device that channels may be on, with its number, or None.
+    """A device that channels may be on, or None.
 
     Raises:
         ConfigError: it is none, or this process does not see it.
@@ -59,8 +59,6 @@ def device(given: Any) -> Any:
     if device.type != "cuda":
         raise ConfigError(f'channel: device is {given!r:.80}, want "cpu", "cuda" or None')
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and str(device) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
     if (device.index or 0) >= gpus:
         raise ConfigError(
             f"channel: device is {given!r:.80}, and torch sees {gpus} GPUs here: give one of "
@@ -70,14 +68,18 @@ def device(given: Any) -> Any:
 
 
 def of_one_device(tensors: dict[str, Sequence[Tensor]], wanted: Any = None) -> Any:
-    """The device of checked tensors, by the names of their arguments; wanted if there are none.
+    """The device of checked tensors, by the names of their arguments; if there are none that is
+    wanted, with its number.
 
     Raises:
         ConfigError: names the first two that differ, or one that is not where it is wanted.
     """
+    import torch
+
     named = [(f"{name}[{i}]", t.device) for name, row in tensors.items() for i, t in enumerate(row)]
     if not named:
-        return wanted
+        bare = wanted == torch.device("cuda")
+        return torch.device("cuda", torch.cuda.current_device()) if bare else wanted
     first, device = named[0]
     for other, place in named:
         if place != device:
@@ -85,7 +87,7 @@ def of_one_device(tensors: dict[str, Sequence[Tensor]], wanted: Any = None) -> A
                 f"channel: {first} is on {device} and {other} on {place}: give tensors of one "
                 "device, or open a channel for each"
             )
-    if wanted not in (None, device):
+    if wanted is not None and wanted not in (device, torch.device(device.type)):
         raise ConfigError(
             f"channel: device is {str(wanted)!r} and {first} is on {device}: leave device out, or "
             "give tensors that are there"

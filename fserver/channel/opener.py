@@ -18,7 +18,7 @@ from fserver.channel.cpu import Caller, ServerSide, WorkerSide
 from fserver.channel.plan import Table
 from fserver.channel.stream import Gpu, StreamSide
 from fserver.channel.tune import tuned
-from fserver.errors import ConfigError, Error, ShapeError, TimeoutError
+from fserver.errors import ConfigError, Error, PeerLostError, ShapeError, TimeoutError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -310,8 +310,12 @@ class Opener:
 
     def _refuse(self, handle: int, mode: str, peers: Iterable[int], error: BaseException) -> None:
         """Tells peers that wait for this side's description why there is none. One that does not
-        wait any more may open its side again, and would take it for that one's."""
-        for i in peers:
+        wait any more may open its side again, and would take it for that one's, and so would the
+        successor of one that is lost."""
+        lost = -1
+        if isinstance(error, PeerLostError) and error.role != "scheduler":
+            lost = error.rank
+        for i in (i for i in peers if i != lost):
             with contextlib.suppress(Error):
                 self._node.channel_tell(handle, i, describe.refusal(mode, error))
 

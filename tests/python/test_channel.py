@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -405,14 +406,17 @@ def test_wrong_devices(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
             ),
             (lambda: channel([y], [1], [x], [1]), r"push\[0\] .*cuda:1 and pull\[0\] .*cpu"),
             (lambda: serve([1], [x], [1], push=[y]), r"push\[0\] .*cuda:1 and pull\[0\] .*cpu"),
-            (lambda: serve([1], [x], [1], device="cuda"), r"is 'cuda:1' and pull\[0\] is on cpu"),
+            (lambda: serve([1], [x], [1], device="cuda"), r"is 'cuda' and pull\[0\] is on cpu"),
             (lambda: serve([1], [y], [1], device="cuda:0"), r"'cuda:0' and pull\[0\] is on cuda:1"),
             (lambda: serve([1], [y], [1], device="cpu"), r"is 'cpu' and pull\[0\] is on cuda:1"),
             (lambda: serve([1], [], [], device="cuda:2"), r"device is 'cuda:2', and torch sees 2"),
         ]:
             with pytest.raises(fserver.ConfigError, match=f"^channel: .*{text}"):
                 call()
-        assert describe.device("cuda") == torch.device("cuda", 1)
+        cuda = describe.device("cuda")
+        assert describe.of_one_device({}, cuda) == torch.device("cuda", 1)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        assert describe.of_one_device({"pull": [y]}, cuda) == y.device
         assert describe.device("cpu:0") == x.device
     monkeypatch.setattr(opener, "_place", lambda device: "cuda@here")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -720,6 +724,23 @@ def test_killed_server(child: Callable[..., Child], way: str) -> None:
     finally:
         worker.close()
         scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (fserver.PeerLostError("gone", "server", 1), [0, 2]),
+        (fserver.PeerLostError("gone", "scheduler", 0), [0, 1, 2]),
+        (fserver.Error("no memory"), [0, 1, 2]),
+    ],
+)
+def test_a_successor_is_not_told(error: fserver.Error, told: list[int]) -> None:
+    """It opens its side for the first time, and would take it for the answer to that."""
+    got: list[int] = []
+    one = opener.Opener.__new__(opener.Opener)
+    one._node = SimpleNamespace(channel_tell=lambda handle, peer, text: got.append(peer))
+    one._refuse(1, "sm", [0, 1, 2], error)
+    assert got == told
 
 
 class FakeSide:
