@@ -104,6 +104,10 @@ static void stream_create(struct item *i) {
 static void stream_destroy(struct item *i) {
   MUST(cs_cu.StreamDestroy(i->stream));
 }
+static void stream_destroy_waiting(struct item *i) {
+  MUST(cs_cu.StreamWaitValue64(i->stream, seen, turn, CS_WAIT_GEQ));
+  stream_destroy(i);
+}
 static void event_create(struct item *i) {
   MUST(cs_cu.EventCreate(&i->event, CS_EVENT_DISABLE_TIMING));
 }
@@ -226,6 +230,8 @@ static void synchronize_all(struct item *i) {
 static const struct call calls[] = {
     {"cuStreamCreate", none, stream_create, stream_destroy},
     {"cuStreamDestroy", stream_create, stream_destroy, none},
+    {"cuStreamDestroy, of one that waits too", stream_create,
+     stream_destroy_waiting, none},
     {"cuStreamQuery", none, stream_query, none},
     {"cuStreamSynchronize", none, synchronize_other, none},
     {"cuStreamWaitEvent", none, wait_event, none},
