@@ -83,11 +83,10 @@ class Side:
                     self.index,
                     f"channel {number}: status {channel.status()}, stream {lane.pending()}",
                 )
-                size = min(plan.used, 16 << 10)
-                words = memoryview(lane.peek(plan.arena, size)).cast("I")
-                where = {name: at // 4 for name, at in plan.layout.items()}
-                for name, at in where.items():
-                    say(self.index, f"  {name} at {4 * at}: {list(words[at : at + 12])}")
+                for name, at in plan.layout.items():
+                    size = min(48, plan.used - at)
+                    words = memoryview(lane.peek(plan.arena + at, size)).cast("I")
+                    say(self.index, f"  {name} at {at}: {list(words)}")
             lane.abort()
 
 
