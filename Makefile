@@ -122,7 +122,7 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	$(GO) test -c -o build/tests/cuda.test ./cshim/cuda
 	$(GO) test -c -o build/tests/cudaipc.test ./engine/transport/cudaipc
 	$(GO) test -c -o build/tests/node.test ./engine/node
-	git describe --always --dirty >build/commit
+	git describe --always --dirty >build/commit || echo "no commit" >build/commit
 	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='_C.*.so' --exclude='_C.*.json' \
 	  --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples fserver \
 	  fserver_lib.py requirements tests tools pyproject.toml README.md setup.py

@@ -828,7 +828,8 @@ void Lane::fill() {
   if (free || cs_cu.StreamQuery(s) != CS_CU_SUCCESS)
     return;
   for (uint64_t at = 0; at < flags_bytes_; at += kFill)
-    cs_cu.MemcpyAsync(flags_ + at, reinterpret_cast<uint64_t>(ones_), kFill, s);
+    cs_cu.MemcpyAsync(flags_ + at, reinterpret_cast<uint64_t>(ones_),
+                      std::min(kFill, flags_bytes_ - at), s);
 }
 
 // Ends the lane when a wait has lasted for too long. Once it has ended, fills

@@ -66,7 +66,8 @@ public:
             uint64_t dead);
   void plan_copies(bool sends, std::vector<Segment> segments);
   // All is planned. in_turn: send and recv alternate, and send_first says which is
-  // first.
+  // first. flags, bytes: the memory with all flags and credits of this side and nothing
+  // else; for copies a multiple of kFill.
   void begin(bool in_turn, bool send_first, uint64_t flags, uint64_t bytes);
 
   // Keeps the memory of these tensors until close(). What plan() was told of it is
@@ -170,7 +171,7 @@ private:
   bool short_ = false;    // the last copies told their rows
   std::thread watcher_;   // of copies: nothing else ends their waits
   cs_stream watcher_streams_[3] = {};    // the last for copies
-  uint64_t flags_ = 0, flags_bytes_ = 0; // of copies, and its credits
+  uint64_t flags_ = 0, flags_bytes_ = 0; // where all flags and credits are
   void *ones_ = nullptr;                 // pinned memory to fill them from
   std::atomic<bool> stop_{false};
 };
