@@ -61,8 +61,8 @@ def device(given: Any) -> Any:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= gpus:
         raise ConfigError(
-            f"channel: device is {given!r:.80}, and torch sees {gpus} GPUs here: give one of "
-            'those, "cpu", or None (see CUDA_VISIBLE_DEVICES)'
+            f"channel: device is {given!r:.80}, and torch sees {gpus} GPUs here: give "
+            f'{"one of those, " if gpus else ""}"cpu" or None (see CUDA_VISIBLE_DEVICES)'
         )
     return device
 
