@@ -51,6 +51,9 @@ constexpr uint64_t kPiece = 2 << 20;
 
 constexpr int kWatchMs = 10;
 
+// After so many looks of the watcher something keeps its streams.
+constexpr int kKept = 10;
+
 // What is copied to the GPU in pieces of this size goes by queues of the copy engines,
 // in which nothing waits; 4 KiB go by those of kernels and waits.
 constexpr uint64_t kFill = 64 << 10;
@@ -418,6 +421,13 @@ void Lane::start_watcher() {
   Apart in(context_);
   for (cs_stream &s : watcher_streams_)
     must("make a stream", cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING));
+  for (const Segment &g : in_.copies)
+    if (g.s.flags)
+      ends_.push_back(g.s.flags);
+  for (const Segment &g : out_.copies)
+    if (g.s.credits)
+      ends_.push_back(g.s.credits);
+  second_ = SecondContext::of(device_, handle_);
   ones_ = pinned(kFill, 0);
   owned_.push_back({FS_GPU_PINNED, reinterpret_cast<uint64_t>(ones_), kFill});
   std::fill_n(static_cast<uint32_t *>(ones_), kFill / sizeof(uint32_t), 1);
@@ -807,8 +817,9 @@ void Lane::time_out(int which, uint64_t *since, uint64_t parted) {
 // Fills every flag, so that streams that wait for one go on. CUDA puts the streams of a
 // process in few queues, where what waits keeps what is behind it, also of other
 // streams. So there are two streams, made one after the other, that it puts in different
-// queues; and copies where a wait is in each queue, which a thread that has the driver
-// free memory would keep.
+// queues. A wait in each of them keeps both, and so does a thread that loads a kernel, which
+// waits for those streams; another context is kept by neither. Without memory for one,
+// copies pass the queues.
 void Lane::fill() {
   const size_t writers = std::size(watcher_streams_) - 1;
   bool free = false;
@@ -817,15 +828,14 @@ void Lane::fill() {
     if (cs_cu.StreamQuery(s) != CS_CU_SUCCESS)
       continue;
     free = true;
-    for (const Segment &g : in_.copies)
-      if (g.s.flags)
-        cs_cu.StreamWriteValue32(s, g.s.flags, 1, CS_WRITE_DEFAULT);
-    for (const Segment &g : out_.copies)
-      if (g.s.credits)
-        cs_cu.StreamWriteValue32(s, g.s.credits, 1, CS_WRITE_DEFAULT);
+    for (const uint64_t word : ends_)
+      cs_cu.StreamWriteValue32(s, word, 1, CS_WRITE_DEFAULT);
   }
+  kept_ = free ? 0 : kept_ + 1;
+  if (kept_ < kKept || second_->write(ends_))
+    return;
   cs_stream s = watcher_streams_[writers];
-  if (free || cs_cu.StreamQuery(s) != CS_CU_SUCCESS)
+  if (cs_cu.StreamQuery(s) != CS_CU_SUCCESS)
     return;
   for (uint64_t at = 0; at < flags_bytes_; at += kFill)
     cs_cu.MemcpyAsync(flags_ + at, reinterpret_cast<uint64_t>(ones_),
@@ -905,6 +915,7 @@ void Lane::close() {
           if (entered && s)
             cs_cu.StreamDestroy(s);
         cs_cu.CtxSetCurrent(old);
+        second_.reset();
         for (const Owned &o : owned_)
           fs_gpu_free(device_, o.what, o.address, o.bytes);
         cs_cu.DevicePrimaryCtxRelease(handle_);

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -14,6 +15,7 @@
 
 #include "../cshim/cuda/cs_channel.h"
 #include "../cshim/cuda/cs_cuda.h"
+#include "second.h"
 #include "tensor.h"
 
 namespace fserver {
@@ -170,7 +172,10 @@ private:
   bool captured_ = false; // in graphs, which may be replayed on any stream
   bool short_ = false;    // the last copies told their rows
   std::thread watcher_;   // of copies: nothing else ends their waits
-  cs_stream watcher_streams_[3] = {};    // the last for copies
+  cs_stream watcher_streams_[3] = {}; // the last for copies
+  std::vector<uint64_t> ends_; // the flags and credits that a stream waits for
+  std::shared_ptr<SecondContext> second_; // which ends what the streams do not
+  int kept_ = 0; // so many times in a row the watcher's streams had not
   uint64_t flags_ = 0, flags_bytes_ = 0; // where all flags and credits are
   void *ones_ = nullptr;                 // pinned memory to fill them from
   std::atomic<bool> stop_{false};

@@ -72,6 +72,7 @@ struct item {
   cs_event event;
   cs_module module;
   cs_function function;
+  cs_context second;
   double ms;
   atomic_int over;
 };
@@ -82,6 +83,7 @@ struct call {
       (*after)(struct item *);
 };
 
+static cs_device device;
 static cs_context context;
 static cs_stream waiting, other;
 static cs_event event;
@@ -227,6 +229,18 @@ static void synchronize_all(struct item *i) {
   MUST(cs_cu.CtxSynchronize());
 }
 
+/* Another context of the GPU writes a word. */
+static void second_writes(struct item *i) {
+  MUST(cs_cu.CtxCreate(&i->second, CS_CTX_BLOCKING_SYNC, device));
+  stream_create(i);
+  MUST(cs_cu.StreamWriteValue64(i->stream, memory, 1, CS_WRITE_DEFAULT));
+  MUST(cs_cu.StreamSynchronize(i->stream));
+  MUST(cs_cu.CtxSetCurrent(context));
+}
+static void second_destroy(struct item *i) {
+  MUST(cs_cu.CtxDestroy(i->second));
+}
+
 static const struct call calls[] = {
     {"cuStreamCreate", none, stream_create, stream_destroy},
     {"cuStreamDestroy", stream_create, stream_destroy, none},
@@ -261,6 +275,9 @@ static const struct call calls[] = {
     {"cuIpcCloseMemHandle", ipc_open, ipc_close, none},
     {"cuStreamSynchronize, of the stream that waits", none, synchronize, none},
     {"cuCtxSynchronize", none, synchronize_all, none},
+    {"cuCtxCreate, until a word is written there", none, second_writes,
+     second_destroy},
+    {"cuCtxDestroy, of another one", second_writes, second_destroy, none},
 };
 enum { CALLS = sizeof calls / sizeof calls[0] };
 
@@ -398,7 +415,6 @@ static void try_streams(void) {
 
 static void enter(int gpu) {
   char why[256];
-  cs_device device;
   if (cs_cuda_open(why, sizeof why) != 0) {
     fprintf(stderr, "gpu_waits: %s\n", why);
     _exit(1);

@@ -153,6 +153,11 @@ int cs_unload(uint64_t context, uint64_t module) {
   return cs_cu.ModuleUnload((cs_module)module);
 }
 
+int cs_destroy(uint64_t context, uint64_t other) {
+  ENTER(context);
+  return cs_cu.CtxDestroy((cs_context)other);
+}
+
 int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,
            uint64_t *device) {
   ENTER(context);

@@ -75,6 +75,7 @@ enum {
 
 enum { CS_MEMORY_DEVICE = 2 };
 
+enum { CS_CTX_BLOCKING_SYNC = 4 };
 enum { CS_STREAM_NON_BLOCKING = 1 };
 enum { CS_EVENT_DISABLE_TIMING = 2 };
 enum { CS_IPC_LAZY_PEER_ACCESS = 1 };
@@ -153,6 +154,9 @@ typedef union {
     (cs_context * context, cs_device device))                                  \
   F(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", 11000,            \
     (cs_device device))                                                        \
+  F(CtxCreate, "cuCtxCreate_v2", 3020,                                         \
+    (cs_context * context, unsigned flags, cs_device device))                  \
+  F(CtxDestroy, "cuCtxDestroy_v2", 4000, (cs_context context))                 \
   F(CtxGetCurrent, "cuCtxGetCurrent", 4000, (cs_context * context))            \
   F(CtxSetCurrent, "cuCtxSetCurrent", 4000, (cs_context context))              \
   F(CtxEnablePeerAccess, "cuCtxEnablePeerAccess", 4000,                        \

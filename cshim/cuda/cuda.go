@@ -231,6 +231,11 @@ func (d *Device) Unload(module uint64) error {
 	return failed(C.cs_unload(d.context, C.uint64_t(module)), "unload kernels of gpu %d", d.ordinal)
 }
 
+// Destroy ends another context of the GPU than the one that Retain holds.
+func (d *Device) Destroy(context uint64) error {
+	return failed(C.cs_destroy(d.context, C.uint64_t(context)), "end a context of gpu %d", d.ordinal)
+}
+
 // Pin keeps host memory, whole pages, in place for the GPU and gives its address
 // there. Unpin undoes it.
 func (d *Device) Pin(address, n uint64) (uint64, error) {

@@ -252,9 +252,15 @@ int fs_gpu_hold(int32_t gpu);
 int fs_gpu_release(int32_t gpu, int64_t wait_ns);
 
 /* Gives back, as soon as nobody holds, what the driver knows by an address or handle:
- * memory, a mapping of another process's, pinned memory, a module. bytes: how much that
- * keeps from others. */
-enum { FS_GPU_MEMORY, FS_GPU_MAPPING, FS_GPU_PINNED, FS_GPU_MODULE };
+ * memory, a mapping of another process's, pinned memory, a module, a context that is not
+ * the primary one. bytes: how much that keeps from others. */
+enum {
+  FS_GPU_MEMORY,
+  FS_GPU_MAPPING,
+  FS_GPU_PINNED,
+  FS_GPU_MODULE,
+  FS_GPU_CONTEXT
+};
 int fs_gpu_free(int32_t gpu, int32_t what, uint64_t address, uint64_t bytes);
 
 /* Gives back what is put off of one sort, whoever holds: memory is short, or an address

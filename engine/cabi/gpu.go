@@ -56,8 +56,8 @@ func fs_gpu_free(gpu, what C.int32_t, address, bytes C.uint64_t) (rc C.int) {
 }
 
 func known(call string, what C.int32_t) error {
-	if what < C.FS_GPU_MEMORY || what > C.FS_GPU_MODULE {
-		return fmt.Errorf("engine: %w: %s: what is %d, want 0 to %d", syscall.EINVAL, call, int(what), C.FS_GPU_MODULE)
+	if what < C.FS_GPU_MEMORY || what > C.FS_GPU_CONTEXT {
+		return fmt.Errorf("engine: %w: %s: what is %d, want 0 to %d", syscall.EINVAL, call, int(what), C.FS_GPU_CONTEXT)
 	}
 	return nil
 }

@@ -38,13 +38,14 @@ func LaterOf(index int) *cudaipc.Later {
 // A Thing is what FreeLater gives back, by its number in fserver.h.
 type Thing int
 
-// Memory of the GPU, a mapping of another process's, pinned memory of the driver's, and
-// kernels.
+// Memory of the GPU, a mapping of another process's, pinned memory of the driver's,
+// kernels, and a context that is not the primary one.
 const (
 	Allocated Thing = iota
 	Mapped
 	PinnedHost
 	Module
+	Context
 )
 
 var things = [...]struct {
@@ -55,6 +56,7 @@ var things = [...]struct {
 	Mapped:     {cudaipc.Mapping, (*cuda.Device).CloseIPC},
 	PinnedHost: {cudaipc.Host, (*cuda.Device).FreeHost},
 	Module:     {cudaipc.Host, (*cuda.Device).Unload},
+	Context:    {cudaipc.Memory, (*cuda.Device).Destroy},
 }
 
 // FreeLater gives back what the driver knows by an address or handle, when LaterOf does.

@@ -179,8 +179,8 @@ CASE(gpu) {
   CHECK(fs_gpu_release(3, SECOND) == 0 && fs_gpu_release(3, SECOND) == 0);
   CHECK(fs_gpu_release(3, 0) == -EINVAL);
   CHECK(fs_gpu_reclaim(3, 0, SECOND) == 0);
-  CHECK(fs_gpu_free(3, 4, 0, 0) == -EINVAL);
-  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "what is 4, want 0 to 3"));
+  CHECK(fs_gpu_free(3, 5, 0, 0) == -EINVAL);
+  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "what is 5, want 0 to 4"));
 }
 
 CASE(settings) {

@@ -213,11 +213,15 @@ def test_threads(child: Make, gpus: int) -> None:
     assert result["bad"] == []
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("worker", [peers.round_trips, peers.behind_kernels])
-def test_events_tell_where_a_stream_is(child: Make, gpus: int, worker: Callable[..., Any]) -> None:
+def test_events_tell_where_a_stream_is(
+    child: Make, gpus: int, worker: Callable[..., Any], transport: str
+) -> None:
     """Not memory that the stream writes."""
     args = (SIZES, 20) if worker is peers.round_trips else ()
-    result, _ = run(child, worker, (0, gpus - 1), *args, env={"STEPMESH_MEM_SYNC": "0"})
+    env = {"STEPMESH_MEM_SYNC": "0"}
+    result, _ = run(child, worker, (0, gpus - 1), *args, transport=transport, env=env)
     assert (result["bad"] if worker is peers.round_trips else result) == []
 
 

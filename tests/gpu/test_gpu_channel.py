@@ -287,7 +287,13 @@ def test_operators_are_what_they_say(pair: Pair) -> None:
 
 
 def layered(
-    side: Side, mode: str, layers: int, stages: int, replays: int, apart: bool, path: str | None
+    side: Side,
+    mode: str,
+    layers: int,
+    stages: int,
+    replays: int,
+    apart: bool,
+    transport: str = "auto",
 ) -> None:
     """A model's layers in one graph on each side, each stage on a channel of its own: the worker
     sends x, the server answers 3 x + a number of the layer, and the worker goes on with 5 times
@@ -341,7 +347,7 @@ def layered(
         return torch.cuda.stream(stream) if on_gpu else contextlib.nullcontext()
 
     main, other = (torch.cuda.Stream() if on_gpu else None for _ in range(2))
-    with node(side) as own, on(main):
+    with node(side, transport=transport) as own, on(main):
         channels = []
         for stage in range(stages):
             options = {"mode": mode, "timeout_ms": 8000, "name": f"stage {stage}"}
@@ -350,7 +356,7 @@ def layered(
                 channels.append(own.channel(out, [stage], back, [stage], **options))
             else:
                 channels.append(own.channel([stage], out, [stage], push=back, **options))
-            assert channels[-1].path == (path or peers.PATHS[mode])
+            assert channels[-1].path == peers.PATHS[mode]
 
         def body(beside: Any) -> None:
             turn.add_(1)
@@ -417,16 +423,18 @@ def layered(
 def test_layers(pair: Pair, mode: str, apart: bool) -> None:
     """61 layers of 3 micro-batches, 1,000 times where the processes need not take turns."""
     replays = 1000 if at_once(pair.devices) else 1
-    pair.run(layered, 40, mode=mode, layers=61, stages=3, replays=replays, apart=apart, path=None)
+    pair.run(layered, 40, mode=mode, layers=61, stages=3, replays=replays, apart=apart)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
-def test_layers_by_proxy(pair: Pair, apart: bool) -> None:
+@pytest.mark.parametrize(
+    ("apart", "transport"), [(False, "auto"), (True, "auto"), (False, "tcp"), (True, "cma")]
+)
+def test_layers_by_proxy(pair: Pair, apart: bool, transport: str) -> None:
     """As test_layers, with a tenth of the layers where the processes have to take turns: the CPU
     has a part in each message."""
     whole = at_once(pair.devices)
     shape = {"layers": 61 if whole else 6, "stages": 3, "replays": 1000 if whole else 20}
-    pair.run(layered, 90, mode="proxy", apart=apart, path=None, **shape)
+    pair.run(layered, 90, mode="proxy", apart=apart, transport=transport, **shape)
 
 
 def tuned(side: Side, n: int, rounds: int) -> tuple[Any, float, float]:

@@ -314,35 +314,72 @@ def test_ends(fresh: Pair, mode: str, how: str) -> None:
         assert lost <= 32 * MIB, f"{lost} bytes of the GPU were not given back"
 
 
-def many_in_vain(side: Side, count: int) -> list[tuple[int, int]]:
-    """Side 0 waits on many streams at once, more than CUDA has queues for."""
+def many_in_vain(side: Side, count: int, then: str) -> tuple[list[tuple[int, int]], int]:
+    """Side 0 waits on many streams at once, more than CUDA has queues for. then: what else there
+    is, or what it does meanwhile. The second result: bytes of the GPU that are lost."""
     import torch
 
     device = f"cuda:{side.device}"
+    filled, some = [], torch.zeros(16 * MIB, device=device).add_(1)
     channels = []
     for _ in range(count):
         t, r = torch.ones(4096, device=device), torch.zeros(4096, device=device)
         channels.append(side.open([t], [r], "ce", timeout_ms=300))
+    before = torch.cuda.mem_get_info()[0]
     if side.index == 0:
         streams = [torch.cuda.Stream() for _ in channels]
+        if then == "full":  # no memory for another context
+            free = before - 128 * MIB
+            filled.append(torch.empty(free, dtype=torch.uint8, device=device))
         for call in ("send", "recv"):
             for channel, stream in zip(channels, streams, strict=True):
                 with torch.cuda.stream(stream):
                     getattr(channel, call)()
+        if then == "load":
+            torch.erfinv(some)  # the first launch of this kernel
+        elif then == "free":
+            del some
+            torch.cuda.empty_cache()
+        elif then == "capture":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.capture_begin(capture_error_mode="global")
+                some.add_(1)
+                time.sleep(1)
+                graph.capture_end()
         torch.cuda.synchronize()
+        filled.clear()
     side.barrier()
     found = [channel.status() for channel in channels]
     for channel in channels:
         channel.close()
     side.channels.clear()
-    return found
+    torch.cuda.empty_cache()
+    return found, before - torch.cuda.mem_get_info()[0]
 
 
-@pytest.mark.parametrize(("queues", "count"), [("1", 3), ("2", 8), ("8", 32)])
-def test_many_end(made: Callable[..., Pair], queues: str, count: int) -> None:
-    """What ends a wait of mode "ce" is not behind other waits."""
+@pytest.mark.parametrize(
+    ("queues", "count", "then"),
+    [
+        ("1", 3, ""),
+        ("2", 8, ""),
+        ("8", 32, ""),
+        ("1", 3, "full"),
+        ("1", 3, "capture"),
+        ("1", 3, "free"),
+        ("2", 8, "free"),
+        ("1", 3, "load"),
+        ("8", 1, "load"),
+        ("8", 32, "load"),
+    ],
+)
+def test_many_end(made: Callable[..., Pair], queues: str, count: int, then: str) -> None:
+    """What ends a wait of mode "ce" is not behind other waits, nor kept by a thread for which the
+    driver waits for all of them."""
     pair = made((0, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": queues})
-    assert pair.run(many_in_vain, 30, count=count)[0] == [(2, 0)] * count
+    found, lost = pair.run(many_in_vain, 30, count=count, then=then)[0]
+    assert found == [(2, 0)] * count
+    assert lost < 256 * MIB, f"{lost} bytes of the GPU were not given back"
 
 
 def one_way_in_vain(side: Side, mode: str, late: int) -> tuple[float, tuple[int, int]]:

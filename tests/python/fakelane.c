@@ -11,11 +11,19 @@
 #include "../../cshim/cuda/cs_channel.h"
 #include "../../cshim/cuda/cs_cuda.h"
 
-enum { UNKNOWN = 999, WAIT_MS = 3000, GPUS = 2, BEHIND = 0x2000 };
+enum {
+  UNKNOWN = 999,
+  WAIT_MS = 3000,
+  GPUS = 2,
+  BEHIND = 0x2000,
+  SECOND = 0x100
+};
 
 /* Out of memory for what is of the GPU of this number, from 1 on. */
 int fail_alloc, fail_host, fail_load, fail_stream;
-int fail_later; /* so many streams are made before fail_stream counts */
+int fail_second; /* a context that is not the primary one */
+int seconds;     /* contexts of that sort that are there */
+int fail_later;  /* so many streams are made before fail_stream counts */
 
 int full;      /* out of memory until some is freed */
 int full_host; /* the same of pinned memory */
@@ -74,6 +82,12 @@ static int wait_for_it(void) {
 static void take(void) { __atomic_add_fetch(&held, 1, __ATOMIC_SEQ_CST); }
 static void give_back(void) { __atomic_sub_fetch(&held, 1, __ATOMIC_SEQ_CST); }
 
+static int give_back_safely(void) {
+  give_back();
+  wait_for_it();
+  return unsafe();
+}
+
 static int good(void) { return CS_CU_SUCCESS; }
 static int start(unsigned flags) {
   starter = 1;
@@ -107,6 +121,19 @@ static int set_context(cs_context context) {
   current = context;
   return CS_CU_SUCCESS;
 }
+static int new_context(cs_context *out, unsigned flags, cs_device device) {
+  (void)flags;
+  if (fail_second)
+    return CS_CU_OUT_OF_MEMORY;
+  *out = current = (cs_context)(intptr_t)(device + SECOND);
+  seconds++;
+  take();
+  return unsafe();
+}
+static int end_context(void) {
+  seconds--;
+  return give_back_safely();
+}
 static int exchange_mode(int *other) {
   int old = mode;
   mode = *other;
@@ -123,11 +150,6 @@ static void *room(size_t bytes) {
   return p;
 }
 static int none_left(int of) { return of && (intptr_t)current == of; }
-static int give_back_safely(void) {
-  give_back();
-  wait_for_it();
-  return unsafe();
-}
 static int free_safely(void) {
   full = 0;
   return give_back_safely();
@@ -212,7 +234,8 @@ static int new_stream(cs_stream *out) {
   fail_later -= fail_later > 0;
   *out = (cs_stream)(uintptr_t)(behind > 0 ? BEHIND : 0x1000);
   behind -= behind > 0;
-  take();
+  if ((intptr_t)current < SECOND) /* those of others end with them */
+    take();
   return CS_CU_SUCCESS;
 }
 static int is_behind(cs_stream s) { return (uintptr_t)s == BEHIND; }
@@ -361,6 +384,8 @@ static const struct {
     {"cuDevicePrimaryCtxRetain", (void *)retain},
     {"cuDevicePrimaryCtxRelease", (void *)release},
     {"cuDeviceCanAccessPeer", (void *)can_access},
+    {"cuCtxCreate", (void *)new_context},
+    {"cuCtxDestroy", (void *)end_context},
     {"cuCtxGetCurrent", (void *)get_context},
     {"cuCtxSetCurrent", (void *)set_context},
     {"cuCtxSynchronize", (void *)unsafe},

@@ -293,24 +293,55 @@ def late() -> None:
         refuses(call, fserver.TimeoutError, text)
 
 
-def late_behind_others(behind: str) -> None:
-    """So many of the watcher's streams are in one queue with a stream that waits. What is copied
-    over the flags goes no further."""
+def late_behind_others(how: str) -> None:
+    """So many of the watcher's streams are in one queue with a stream that waits. Where there is no
+    memory for another context, what is copied over the flags goes no further."""
+    behind, DRIVER.fail_second = {"one": (1, 0), "both": (2, 0), "full": (2, 1)}[how]
+    before = DRIVER.held
     DRIVER.foreign = 1  # so there are landing buffers
     w, s = pair("ce", timeout_ms=100, install=False, count=200)
-    DRIVER.behind = int(behind)
+    DRIVER.behind = behind
     for side in (w, s):
         side.plan.install()
     w.lane.send()
     w.lane.recv()
     assert (DRIVER.behind, DRIVER.waited_in_vain, w.lane.status()) == (0, 0, (LATE, 0))
     time.sleep(0.1)  # the thread fills them again
+    assert DRIVER.seconds == (how == "both")
     copied = DRIVER.copies > 400  # not only the tensors, 200 each way
     at, flags, used = w.plan.arena, w.plan.layout["flags"], w.plan.used
-    assert copied == (behind == "2") and used - flags == 128 << 10
+    assert copied == (how == "full") and used - flags == 128 << 10
     assert not any(ctypes.string_at(at, flags) + ctypes.string_at(at + used, 4096))
     words = (ctypes.c_uint32 * ((used - flags) // 4)).from_address(at + flags)
     assert all(words) == copied
+    DRIVER.fail_second = 0  # some has become free
+    end = time.monotonic() + WAIT
+    while DRIVER.seconds < (behind == 2) and time.monotonic() < end:
+        time.sleep(0.01)
+    for side in (w, s):
+        side.lane.close()
+    assert (DRIVER.seconds, DRIVER.held) == (0, before)
+
+
+def one_context() -> None:
+    """For all channels of a GPU, until the last one closes."""
+    before = DRIVER.held
+    pairs = [pair("ce", timeout_ms=100, install=False) for _ in range(3)]
+    for w, s in pairs:
+        DRIVER.behind = 2
+        w.plan.install()
+        s.plan.install()
+    for w, _ in pairs:
+        w.lane.send()
+        w.lane.recv()
+    assert (DRIVER.waited_in_vain, DRIVER.seconds) == (0, 1)
+    for w, _ in pairs:
+        assert DRIVER.seconds == 1
+        w.lane.close()
+    assert DRIVER.seconds == 0
+    for _, s in pairs:
+        s.lane.close()
+    assert DRIVER.held == before
 
 
 def ended(mode: str) -> None:
@@ -997,9 +1028,13 @@ def test_late_peer(driver: Path) -> None:
     over(driver, late)
 
 
-@pytest.mark.parametrize("behind", ["1", "2"])
-def test_late_peer_while_others_wait(driver: Path, behind: str) -> None:
-    over(driver, late_behind_others, behind)
+@pytest.mark.parametrize("how", ["one", "both", "full"])
+def test_late_peer_while_others_wait(driver: Path, how: str) -> None:
+    over(driver, late_behind_others, how)
+
+
+def test_one_context_ends_all_waits(driver: Path) -> None:
+    over(driver, one_context)
 
 
 @pytest.mark.parametrize("mode", ["sm", "ce"])
