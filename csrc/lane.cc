@@ -51,8 +51,9 @@ constexpr uint64_t kPiece = 2 << 20;
 
 constexpr int kWatchMs = 10;
 
-// After so many looks of the watcher something keeps its streams.
-constexpr int kKept = 10;
+// After so many looks of the watcher something keeps its streams, and after so many
+// another context is not to be had.
+constexpr int kKept = 10, kAlone = 300;
 
 // What is copied to the GPU in pieces of this size goes by queues of the copy engines,
 // in which nothing waits; 4 KiB go by those of kernels and waits.
@@ -427,7 +428,7 @@ void Lane::start_watcher() {
   for (const Segment &g : out_.copies)
     if (g.s.credits)
       ends_.push_back(g.s.credits);
-  second_ = SecondContext::of(device_, handle_);
+  second_ = &SecondContext::of(device_, handle_);
   ones_ = pinned(kFill, 0);
   owned_.push_back({FS_GPU_PINNED, reinterpret_cast<uint64_t>(ones_), kFill});
   std::fill_n(static_cast<uint32_t *>(ones_), kFill / sizeof(uint32_t), 1);
@@ -814,25 +815,31 @@ void Lane::time_out(int which, uint64_t *since, uint64_t parted) {
   }
 }
 
+// Whether a stream waits for a peer.
+bool Lane::waits() const {
+  return (words_[kRecvWaits] & kState) != kGoesOn ||
+         (words_[kSendWaits] & kState) != kGoesOn;
+}
+
 // Fills every flag, so that streams that wait for one go on. CUDA puts the streams of a
 // process in few queues, where what waits keeps what is behind it, also of other
 // streams. So there are two streams, made one after the other, that it puts in different
 // queues. A wait in each of them keeps both, and so does a thread that loads a kernel, which
 // waits for those streams; another context is kept by neither. Without memory for one,
-// copies pass the queues.
+// copies pass the queues. They come last, since a thread that loads or frees keeps who makes them.
 void Lane::fill() {
   const size_t writers = std::size(watcher_streams_) - 1;
   bool free = false;
   for (size_t i = 0; i < writers; i++) {
     cs_stream s = watcher_streams_[i];
-    if (cs_cu.StreamQuery(s) != CS_CU_SUCCESS)
+    if (cs_cu.StreamQuery(s) == CS_CU_NOT_READY)
       continue;
     free = true;
     for (const uint64_t word : ends_)
       cs_cu.StreamWriteValue32(s, word, 1, CS_WRITE_DEFAULT);
   }
-  kept_ = free ? 0 : kept_ + 1;
-  if (kept_ < kKept || second_->write(ends_))
+  kept_ = free || !waits() ? 0 : kept_ + 1;
+  if (kept_ < kKept || second_->write(ends_) || kept_ < kAlone)
     return;
   cs_stream s = watcher_streams_[writers];
   if (cs_cu.StreamQuery(s) != CS_CU_SUCCESS)
@@ -915,7 +922,8 @@ void Lane::close() {
           if (entered && s)
             cs_cu.StreamDestroy(s);
         cs_cu.CtxSetCurrent(old);
-        second_.reset();
+        if (second_)
+          second_->give_back();
         for (const Owned &o : owned_)
           fs_gpu_free(device_, o.what, o.address, o.bytes);
         cs_cu.DevicePrimaryCtxRelease(handle_);

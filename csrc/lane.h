@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -129,6 +128,7 @@ private:
   cs_result copy_out(cs_stream s);
   cs_result copy_in(cs_stream s);
   void start_watcher();
+  bool waits() const;
   void fill();
   void watch();
   void end_watcher();
@@ -174,7 +174,7 @@ private:
   std::thread watcher_;   // of copies: nothing else ends their waits
   cs_stream watcher_streams_[3] = {}; // the last for copies
   std::vector<uint64_t> ends_; // the flags and credits that a stream waits for
-  std::shared_ptr<SecondContext> second_; // which ends what the streams do not
+  SecondContext *second_ = nullptr; // which ends what the streams do not
   int kept_ = 0; // so many times in a row the watcher's streams had not
   uint64_t flags_ = 0, flags_bytes_ = 0; // where all flags and credits are
   void *ones_ = nullptr;                 // pinned memory to fill them from

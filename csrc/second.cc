@@ -10,36 +10,32 @@ namespace {
 // Nobody has it made again before: nanoseconds.
 constexpr int64_t kAgain = 1'000'000'000;
 
-// About what it takes, for the limits of what is put off.
-constexpr uint64_t kSize = 512 << 20;
-
 } // namespace
 
-std::shared_ptr<SecondContext> SecondContext::of(int device, cs_device handle) {
+SecondContext &SecondContext::of(int device, cs_device handle) {
   static std::mutex lock;
-  static auto &all = *new std::map<int, std::weak_ptr<SecondContext>>;
+  static auto &all = *new std::map<int, SecondContext *>; // also at exit
   const std::lock_guard<std::mutex> locked(lock);
-  std::shared_ptr<SecondContext> one = all[device].lock();
+  SecondContext *&one = all[device];
   if (!one)
-    all[device] = one = std::make_shared<SecondContext>(device, handle);
-  return one;
-}
-
-SecondContext::~SecondContext() {
-  // To end a context takes its streams along, and waits for all of the GPU.
-  if (context_ && !forked.load())
-    fs_gpu_free(device_, FS_GPU_CONTEXT, reinterpret_cast<uint64_t>(context_),
-                kSize);
+    one = new SecondContext(device, handle);
+  return *one;
 }
 
 cs_result SecondContext::open() {
-  cs_context made = context_;
-  cs_result rc = made ? cs_cu.CtxSetCurrent(made)
-                      : cs_cu.CtxCreate(&made, CS_CTX_BLOCKING_SYNC, handle_);
-  if (rc != CS_CU_SUCCESS)
-    return rc;
-  context_ = made;
-  return stream_ ? rc : cs_cu.StreamCreate(&stream_, CS_STREAM_NON_BLOCKING);
+  cs_context made = __atomic_load_n(&context_, __ATOMIC_ACQUIRE);
+  if (!made) {
+    const cs_result rc = cs_cu.CtxCreate(&made, CS_CTX_BLOCKING_SYNC, handle_);
+    if (rc != CS_CU_SUCCESS)
+      return rc;
+    stream_ = nullptr;
+    given_ = false;
+    __atomic_store_n(&context_, made, __ATOMIC_RELEASE);
+  }
+  const cs_result rc = cs_cu.CtxSetCurrent(made);
+  return rc != CS_CU_SUCCESS || stream_
+             ? rc
+             : cs_cu.StreamCreate(&stream_, CS_STREAM_NON_BLOCKING);
 }
 
 bool SecondContext::write(const std::vector<uint64_t> &words) {
@@ -59,6 +55,18 @@ bool SecondContext::write(const std::vector<uint64_t> &words) {
   }
   failed_ = rc == CS_CU_SUCCESS ? 0 : now_ns();
   return failed_ == 0;
+}
+
+void SecondContext::give_back() {
+  {
+    const std::lock_guard<std::mutex> locked(mutex_);
+    if (given_ || !__atomic_load_n(&context_, __ATOMIC_ACQUIRE))
+      return;
+    given_ = true;
+  }
+  // Not locked: this may wait for a thread that only another write lets go on.
+  fs_gpu_free(device_, FS_GPU_CONTEXT, reinterpret_cast<uint64_t>(&context_),
+              0);
 }
 
 } // namespace fserver

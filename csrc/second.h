@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -12,32 +11,35 @@ namespace fserver {
 
 // A second context of a GPU. Its stream is behind none of the primary one's, and what a
 // thread has the driver do for that one does not keep it (docs/adr/0020). It takes as much
-// memory as the first, 540 MiB of an H200, so it is made when words are written, and given back
-// when nobody has use for it. All methods without the GIL.
+// memory as the first, 540 MiB of an H200, so it is made when words are written, and ends
+// when nobody holds the GPU any more (fs_gpu_hold): to end it waits for all of the GPU.
 class SecondContext {
 public:
   // The one of the process for a GPU, also before there is a context.
-  static std::shared_ptr<SecondContext> of(int device, cs_device handle);
-  SecondContext(int device, cs_device handle)
-      : device_(device), handle_(handle) {}
-  ~SecondContext();
+  static SecondContext &of(int device, cs_device handle);
   SecondContext(const SecondContext &) = delete;
   SecondContext &operator=(const SecondContext &) = delete;
 
   // Makes words of the GPU 1. False: they may not be, most often since there is no memory for the
-  // context; it tries once a second. For threads in which a capture elsewhere forbids
-  // nothing (CS_CAPTURE_MODE_RELAXED).
+  // context; it tries once a second. For who holds the GPU, without the GIL, in
+  // threads in which a capture elsewhere forbids nothing (CS_CAPTURE_MODE_RELAXED).
   bool write(const std::vector<uint64_t> &words);
 
+  // For who has had it write, and still holds the GPU: that it ends is left to the engine.
+  void give_back();
+
 private:
+  SecondContext(int device, cs_device handle)
+      : device_(device), handle_(handle) {}
   cs_result open(); // leaves the context current
 
   std::mutex mutex_;
   const int device_;
   const cs_device handle_;
-  cs_context context_ = nullptr;
-  cs_stream stream_ = nullptr;
-  int64_t failed_ = 0; // when it did, in nanoseconds; 0: it has not
+  cs_context context_ = nullptr; // the engine makes it null, when nobody holds
+  cs_stream stream_ = nullptr;   // of it
+  bool given_ = false;           // to the engine
+  int64_t failed_ = 0;           // when it did, in nanoseconds; 0: it has not
 };
 
 } // namespace fserver

@@ -153,9 +153,11 @@ int cs_unload(uint64_t context, uint64_t module) {
   return cs_cu.ModuleUnload((cs_module)module);
 }
 
-int cs_destroy(uint64_t context, uint64_t other) {
+int cs_destroy(uint64_t context, uint64_t at) {
+  cs_context other =
+      __atomic_exchange_n((cs_context *)at, NULL, __ATOMIC_ACQ_REL);
   ENTER(context);
-  return cs_cu.CtxDestroy((cs_context)other);
+  return other ? cs_cu.CtxDestroy(other) : CS_CU_SUCCESS;
 }
 
 int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,

@@ -49,7 +49,8 @@ int cs_alloc(uint64_t context, uint64_t bytes, uint64_t *address);
 int cs_free(uint64_t context, uint64_t address);
 int cs_free_host(uint64_t context, uint64_t address);
 int cs_unload(uint64_t context, uint64_t module);
-int cs_destroy(uint64_t context, uint64_t other);
+/* Ends the context that the pointer at names, and makes that NULL first. */
+int cs_destroy(uint64_t context, uint64_t at);
 int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,
            uint64_t *device);
 int cs_unpin(uint64_t context, uint64_t address);

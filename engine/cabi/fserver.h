@@ -252,8 +252,9 @@ int fs_gpu_hold(int32_t gpu);
 int fs_gpu_release(int32_t gpu, int64_t wait_ns);
 
 /* Gives back, as soon as nobody holds, what the driver knows by an address or handle:
- * memory, a mapping of another process's, pinned memory, a module, a context that is not
- * the primary one. bytes: how much that keeps from others. */
+ * memory, a mapping of another process's, pinned memory, a module; or a context that is
+ * not the primary one, by the address of a pointer to it, which is NULL from then on (who
+ * holds may use it). bytes: how much that keeps from others; 0 for a context. */
 enum {
   FS_GPU_MEMORY,
   FS_GPU_MAPPING,

@@ -39,7 +39,7 @@ func LaterOf(index int) *cudaipc.Later {
 type Thing int
 
 // Memory of the GPU, a mapping of another process's, pinned memory of the driver's,
-// kernels, and a context that is not the primary one.
+// kernels, and a context that is not the primary one, by a pointer to it.
 const (
 	Allocated Thing = iota
 	Mapped
@@ -56,7 +56,7 @@ var things = [...]struct {
 	Mapped:     {cudaipc.Mapping, (*cuda.Device).CloseIPC},
 	PinnedHost: {cudaipc.Host, (*cuda.Device).FreeHost},
 	Module:     {cudaipc.Host, (*cuda.Device).Unload},
-	Context:    {cudaipc.Memory, (*cuda.Device).Destroy},
+	Context:    {cudaipc.Rest, (*cuda.Device).Destroy},
 }
 
 // FreeLater gives back what the driver knows by an address or handle, when LaterOf does.

@@ -13,9 +13,10 @@
 
 enum {
   UNKNOWN = 999,
-  WAIT_MS = 3000,
+  WAIT_MS = 6000,
   GPUS = 2,
   BEHIND = 0x2000,
+  THERE = 0x3000,
   SECOND = 0x100
 };
 
@@ -23,6 +24,7 @@ enum {
 int fail_alloc, fail_host, fail_load, fail_stream;
 int fail_second; /* a context that is not the primary one */
 int seconds;     /* contexts of that sort that are there */
+int misplaced;   /* calls in another context than that of their stream */
 int fail_later;  /* so many streams are made before fail_stream counts */
 
 int full;      /* out of memory until some is freed */
@@ -121,16 +123,19 @@ static int set_context(cs_context context) {
   current = context;
   return CS_CU_SUCCESS;
 }
+static unsigned there; /* the newest of them */
 static int new_context(cs_context *out, unsigned flags, cs_device device) {
   (void)flags;
   if (fail_second)
     return CS_CU_OUT_OF_MEMORY;
   *out = current = (cs_context)(intptr_t)(device + SECOND);
   seconds++;
+  there++;
   take();
   return unsafe();
 }
-static int end_context(void) {
+static int end_context(cs_context which) {
+  misplaced += which == current || (intptr_t)which < SECOND;
   seconds--;
   return give_back_safely();
 }
@@ -149,6 +154,7 @@ static void *room(size_t bytes) {
   take();
   return p;
 }
+static int in_second(void) { return (intptr_t)current >= SECOND; }
 static int none_left(int of) { return of && (intptr_t)current == of; }
 static int free_safely(void) {
   full = 0;
@@ -232,14 +238,21 @@ static int new_stream(cs_stream *out) {
   if (fail_later == 0 && none_left(fail_stream))
     return CS_CU_OUT_OF_MEMORY;
   fail_later -= fail_later > 0;
+  if (in_second()) { /* it ends with that */
+    *out = (cs_stream)(uintptr_t)(THERE + there);
+    return CS_CU_SUCCESS;
+  }
   *out = (cs_stream)(uintptr_t)(behind > 0 ? BEHIND : 0x1000);
   behind -= behind > 0;
-  if ((intptr_t)current < SECOND) /* those of others end with them */
-    take();
+  take();
   return CS_CU_SUCCESS;
 }
 static int is_behind(cs_stream s) { return (uintptr_t)s == BEHIND; }
+static void check_place(cs_stream s) {
+  misplaced += in_second() != ((uintptr_t)s == THERE + there);
+}
 static int query(cs_stream s) {
+  check_place(s);
   asked++;
   return busy || is_behind(s) ? CS_CU_NOT_READY : CS_CU_SUCCESS;
 }
@@ -249,6 +262,7 @@ static int is_capturing(cs_stream s, int *out) {
   return CS_CU_SUCCESS;
 }
 static int copy(cs_ptr to, cs_ptr from, size_t bytes) {
+  misplaced += in_second();
   if (++copies == fail_copy)
     return UNKNOWN;
   memcpy((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);
@@ -259,6 +273,7 @@ static int fill(cs_ptr at, unsigned char value, size_t bytes) {
   return CS_CU_SUCCESS;
 }
 static int write_word(cs_stream s, cs_ptr at, uint32_t value) {
+  check_place(s);
   if (is_behind(s))
     return CS_CU_SUCCESS;
   __atomic_store_n((uint32_t *)(uintptr_t)at, value, __ATOMIC_SEQ_CST);

@@ -33,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 CC, CXX = os.environ.get("CC", "cc"), os.environ.get("CXX", "g++")
 ROWS = 16
 LOST, LATE = 1, 2  # of cs_channel.h
+SECOND = 0x100  # of fakelane.c: another context of the first GPU
 UNSUPPORTED = 217  # of the driver: peer access
 ENDED, PARTED = 1, 2  # what the engine writes into the word that ends a channel
 
@@ -294,9 +295,13 @@ def late() -> None:
 
 
 def late_behind_others(how: str) -> None:
-    """So many of the watcher's streams are in one queue with a stream that waits. Where there is no
-    memory for another context, what is copied over the flags goes no further."""
-    behind, DRIVER.fail_second = {"one": (1, 0), "both": (2, 0), "full": (2, 1)}[how]
+    """So many of the watcher's streams are in one queue with a stream that waits. Where another
+    context is not to be had, what is copied over the flags goes no further."""
+    behind = 1 if how == "one" else 2
+    DRIVER.fail_second = how in ("full", "later")
+    DRIVER.fail_stream = SECOND if how == "stream" else 0
+    if how == "later":  # memory is free again
+        threading.Timer(1, setattr, (DRIVER, "fail_second", 0)).start()
     before = DRIVER.held
     DRIVER.foreign = 1  # so there are landing buffers
     w, s = pair("ce", timeout_ms=100, install=False, count=200)
@@ -306,42 +311,69 @@ def late_behind_others(how: str) -> None:
     w.lane.send()
     w.lane.recv()
     assert (DRIVER.behind, DRIVER.waited_in_vain, w.lane.status()) == (0, 0, (LATE, 0))
-    time.sleep(0.1)  # the thread fills them again
-    assert DRIVER.seconds == (how == "both")
-    copied = DRIVER.copies > 400  # not only the tensors, 200 each way
+    assert DRIVER.seconds == (how in ("both", "later", "stream"))
     at, flags, used = w.plan.arena, w.plan.layout["flags"], w.plan.used
-    assert copied == (how == "full") and used - flags == 128 << 10
+    assert used - flags == 128 << 10
+    copied = how in ("full", "stream")
+    assert DRIVER.copies == 400 + 2 * copied  # the tensors, 200 each way
+    assert ctypes.c_uint32.from_address(at + used - 4).value == copied
     assert not any(ctypes.string_at(at, flags) + ctypes.string_at(at + used, 4096))
-    words = (ctypes.c_uint32 * ((used - flags) // 4)).from_address(at + flags)
-    assert all(words) == copied
-    DRIVER.fail_second = 0  # some has become free
-    end = time.monotonic() + WAIT
-    while DRIVER.seconds < (behind == 2) and time.monotonic() < end:
-        time.sleep(0.01)
     for side in (w, s):
         side.lane.close()
-    assert (DRIVER.seconds, DRIVER.held) == (0, before)
+    assert (DRIVER.seconds, DRIVER.held, DRIVER.misplaced) == (0, before, 0)
+
+
+def behind_others() -> tuple[Side, Side]:
+    """A channel with a short time-out whose worker's watcher is kept."""
+    w, s = pair("ce", timeout_ms=100, install=False)
+    DRIVER.behind = 2
+    w.plan.install()
+    s.plan.install()
+    return w, s
 
 
 def one_context() -> None:
-    """For all channels of a GPU, until the last one closes."""
+    """For all channels of a GPU, until nobody holds it. Without a wait there is none."""
     before = DRIVER.held
-    pairs = [pair("ce", timeout_ms=100, install=False) for _ in range(3)]
-    for w, s in pairs:
-        DRIVER.behind = 2
-        w.plan.install()
-        s.plan.install()
-    for w, _ in pairs:
-        w.lane.send()
-        w.lane.recv()
-    assert (DRIVER.waited_in_vain, DRIVER.seconds) == (0, 1)
-    for w, _ in pairs:
+    for _ in range(2):
+        pairs = [behind_others() for _ in range(3)]
+        pairs[0][0].end(ENDED)
+        time.sleep(0.4)
+        assert DRIVER.seconds == 0
+        for w, _ in pairs[1:]:
+            w.lane.send()
+            w.lane.recv()
+        assert (DRIVER.waited_in_vain, DRIVER.seconds) == (0, 1)
+        for w, _ in pairs:
+            assert DRIVER.seconds == 1
+            w.lane.close()
+        assert DRIVER.seconds == 0
+        for _, s in pairs:
+            s.lane.close()
+        assert (DRIVER.held, DRIVER.misplaced) == (before, 0)
+
+
+def context_of_a_holder() -> None:
+    """It does not end while kernels of another channel may wait, also where memory is short, and
+    the next channel takes it."""
+    before = DRIVER.held
+    held = pair("sm")
+    for _ in range(3):
+        sides = behind_others()
+        sides[0].lane.send()
+        sides[0].lane.recv()
+        for side in sides:
+            side.lane.close()
         assert DRIVER.seconds == 1
-        w.lane.close()
-    assert DRIVER.seconds == 0
-    for _, s in pairs:
-        s.lane.close()
-    assert DRIVER.held == before
+    DRIVER.full = 1
+    for side in pair("ce"):
+        side.lane.close()
+    assert (DRIVER.full, DRIVER.seconds) == (0, 1)
+    exchange(*held, 1)
+    for side in held:
+        side.lane.close()
+    assert (DRIVER.waited_in_vain, DRIVER.seconds) == (0, 0)
+    assert (DRIVER.held, DRIVER.misplaced) == (before, 0)
 
 
 def ended(mode: str) -> None:
@@ -1028,13 +1060,14 @@ def test_late_peer(driver: Path) -> None:
     over(driver, late)
 
 
-@pytest.mark.parametrize("how", ["one", "both", "full"])
+@pytest.mark.parametrize("how", ["one", "both", "later", "full", "stream"])
 def test_late_peer_while_others_wait(driver: Path, how: str) -> None:
     over(driver, late_behind_others, how)
 
 
-def test_one_context_ends_all_waits(driver: Path) -> None:
-    over(driver, one_context)
+@pytest.mark.parametrize("check", [one_context, context_of_a_holder])
+def test_one_context_ends_all_waits(driver: Path, check: Callable[[], None]) -> None:
+    over(driver, check)
 
 
 @pytest.mark.parametrize("mode", ["sm", "ce"])

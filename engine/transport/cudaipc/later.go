@@ -23,11 +23,13 @@ type Later struct {
 // A Kind of what is given back says who has use for it.
 type Kind int
 
-// Memory of this GPU, mappings of other processes' memory, and what takes up the host.
+// Memory of this GPU, mappings of other processes' memory, what takes up the host, and what
+// who holds may still use.
 const (
 	Memory Kind = iota
 	Mapping
 	Host
+	Rest
 	kinds
 )
 
