@@ -2,6 +2,8 @@ package exchange
 
 import (
 	"errors"
+	"runtime"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -36,6 +38,30 @@ func TestBroadcastAndPullByServer(t *testing.T) {
 	require.NoError(t, err)
 	for i, v := range s {
 		require.NotZero(t, v, "stamp %d", i)
+	}
+}
+
+// TestFailsAtOnce: a ticket that has ended is another call's at once. The owner lets go of
+// it first, which the race detector sees.
+func TestFailsAtOnce(t *testing.T) {
+	p := newPair(t, 1)
+	x := bytesOf(t, 1, 8, 0)
+	var over atomic.Bool
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for !over.Load() {
+			p.w.Drain()
+		}
+	}()
+	defer func() { over.Store(true); <-done }()
+	for range 2000 {
+		id, err := p.pushPull([]Tensor{x, x}, nil) // of the same key
+		require.NoError(t, err)
+		for p.state(id) != StateFailed {
+			runtime.Gosched()
+		}
+		require.ErrorContains(t, p.w.Result(id), "same key")
 	}
 }
 

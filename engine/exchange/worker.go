@@ -447,9 +447,9 @@ func (w *Worker) endLeg(t *Ticket, s *server, err error) {
 	}
 	l.state = legEnded
 	t.open--
-	first := err != nil && t.err == nil
-	w.settle(t, err)
-	if first && t.open != 0 {
+	first := err != nil && t.err == nil && t.open != 0
+	w.settle(t, err) // t may be another's from here on, but not while open
+	if first {
 		w.withdraw(t)
 	}
 }
