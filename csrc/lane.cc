@@ -51,9 +51,10 @@ constexpr uint64_t kPiece = 2 << 20;
 
 constexpr int kWatchMs = 10;
 
-// After so many looks of the watcher something keeps its streams, and after so many
-// another context is not to be had.
-constexpr int kKept = 10, kAlone = 300;
+// Looks of the watcher in a row at which its streams had not done what they were given:
+// after so many another context does it, and after so many copies do, as there is no
+// memory for one.
+constexpr int kKept = 10, kNoContext = 300;
 
 // What is copied to the GPU in pieces of this size goes by queues of the copy engines,
 // in which nothing waits; 4 KiB go by those of kernels and waits.
@@ -839,7 +840,7 @@ void Lane::fill() {
       cs_cu.StreamWriteValue32(s, word, 1, CS_WRITE_DEFAULT);
   }
   kept_ = free || !waits() ? 0 : kept_ + 1;
-  if (kept_ < kKept || second_->write(ends_) || kept_ < kAlone)
+  if (kept_ < kKept || second_->write(ends_) || kept_ < kNoContext)
     return;
   cs_stream s = watcher_streams_[writers];
   if (cs_cu.StreamQuery(s) != CS_CU_SUCCESS)

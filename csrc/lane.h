@@ -174,8 +174,8 @@ private:
   std::thread watcher_;   // of copies: nothing else ends their waits
   cs_stream watcher_streams_[3] = {}; // the last for copies
   std::vector<uint64_t> ends_; // the flags and credits that a stream waits for
-  SecondContext *second_ = nullptr; // which ends what the streams do not
-  int kept_ = 0; // so many times in a row the watcher's streams had not
+  SecondContext *second_ = nullptr;      // which ends what the streams do not
+  int kept_ = 0;                         // looks in a row at which they had not
   uint64_t flags_ = 0, flags_bytes_ = 0; // where all flags and credits are
   void *ones_ = nullptr;                 // pinned memory to fill them from
   std::atomic<bool> stop_{false};

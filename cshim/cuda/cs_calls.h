@@ -49,7 +49,7 @@ int cs_alloc(uint64_t context, uint64_t bytes, uint64_t *address);
 int cs_free(uint64_t context, uint64_t address);
 int cs_free_host(uint64_t context, uint64_t address);
 int cs_unload(uint64_t context, uint64_t module);
-/* Ends the context that the pointer at names, and makes that NULL first. */
+/* Ends a context, of which there is a pointer at this address. It is NULL from then on. */
 int cs_destroy(uint64_t context, uint64_t at);
 int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,
            uint64_t *device);

@@ -231,8 +231,8 @@ func (d *Device) Unload(module uint64) error {
 	return failed(C.cs_unload(d.context, C.uint64_t(module)), "unload kernels of gpu %d", d.ordinal)
 }
 
-// Destroy ends another context of the GPU than the one that Retain holds. A pointer
-// to it is at an address, and NULL from then on.
+// Destroy ends another context of the GPU than the one that Retain holds. The address is
+// that of a pointer to it, which is NULL from then on.
 func (d *Device) Destroy(address uint64) error {
 	return failed(C.cs_destroy(d.context, C.uint64_t(address)), "end a context of gpu %d", d.ordinal)
 }
