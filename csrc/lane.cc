@@ -52,9 +52,8 @@ constexpr uint64_t kPiece = 2 << 20;
 constexpr int kWatchMs = 10;
 
 // Looks of the watcher in a row at which its streams had not done what they were given:
-// after so many another context does it, and after so many copies do, as there is no
-// memory for one.
-constexpr int kKept = 10, kNoContext = 300;
+// after so many another context does it.
+constexpr int kKept = 10;
 
 // What is copied to the GPU in pieces of this size goes by queues of the copy engines,
 // in which nothing waits; 4 KiB go by those of kernels and waits.
@@ -840,7 +839,7 @@ void Lane::fill() {
       cs_cu.StreamWriteValue32(s, word, 1, CS_WRITE_DEFAULT);
   }
   kept_ = free || !waits() ? 0 : kept_ + 1;
-  if (kept_ < kKept || second_->write(ends_) || kept_ < kNoContext)
+  if (kept_ < kKept || second_->write(ends_) || !second_->in_vain())
     return;
   cs_stream s = watcher_streams_[writers];
   if (cs_cu.StreamQuery(s) != CS_CU_SUCCESS)

@@ -7,8 +7,8 @@
 namespace fserver {
 namespace {
 
-// Nobody has it made again before: nanoseconds.
-constexpr int64_t kAgain = 1'000'000'000;
+// Nobody has it made again before, and it is not to be had after so long: nanoseconds.
+constexpr int64_t kAgain = 1'000'000'000, kInVain = 3'000'000'000;
 
 } // namespace
 
@@ -53,8 +53,20 @@ bool SecondContext::write(const std::vector<uint64_t> &words) {
       rc = cs_cu.StreamSynchronize(stream_);
     cs_cu.CtxSetCurrent(old);
   }
-  failed_ = rc == CS_CU_SUCCESS ? 0 : now_ns();
-  return failed_ == 0;
+  if (rc == CS_CU_SUCCESS) {
+    failed_ = 0;
+    return true;
+  }
+  const int64_t now = now_ns();
+  if (!failed_ || now - failed_ > kInVain) // nobody has tried meanwhile
+    failing_ = now;
+  failed_ = now;
+  return false;
+}
+
+bool SecondContext::in_vain() {
+  const std::lock_guard<std::mutex> locked(mutex_);
+  return failed_ && now_ns() - failing_ > kInVain;
 }
 
 void SecondContext::give_back() {

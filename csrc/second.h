@@ -25,6 +25,9 @@ public:
   // threads in which a capture elsewhere forbids nothing (CS_CAPTURE_MODE_RELAXED).
   bool write(const std::vector<uint64_t> &words);
 
+  // Whether that has failed for 3 s, for whoever tried.
+  bool in_vain();
+
   // For who has had it write, and still holds the GPU: that it ends is left to the engine.
   void give_back();
 
@@ -39,7 +42,8 @@ private:
   cs_context context_ = nullptr; // the engine makes it null, when nobody holds
   cs_stream stream_ = nullptr;   // of it
   bool given_ = false;           // to the engine
-  int64_t failed_ = 0;           // when it did, in nanoseconds; 0: it has not
+  // When it failed, in nanoseconds: last, or 0, and first of those tries in a row.
+  int64_t failed_ = 0, failing_ = 0;
 };
 
 } // namespace fserver

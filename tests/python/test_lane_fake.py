@@ -353,6 +353,31 @@ def one_context() -> None:
         assert (DRIVER.held, DRIVER.misplaced) == (before, 0)
 
 
+def no_context() -> None:
+    """Where it is not to be had for the first wait it is not tried for as long for the next, but is
+    again some time later."""
+
+    def ended_after() -> float:
+        sides = behind_others()
+        started = time.monotonic()
+        sides[0].lane.send()
+        sides[0].lane.recv()
+        took = time.monotonic() - started
+        assert (DRIVER.waited_in_vain, sides[0].lane.status()) == (0, (LATE, 0))
+        for side in sides:
+            side.lane.close()
+        return took
+
+    DRIVER.fail_second = 1
+    assert ended_after() > 3
+    assert ended_after() < 2
+    copies = DRIVER.copies
+    time.sleep(3.1)
+    threading.Timer(1, setattr, (DRIVER, "fail_second", 0)).start()
+    assert ended_after() < 3
+    assert DRIVER.copies == copies + 1  # of the tensor
+
+
 def context_of_a_holder() -> None:
     """It does not end while kernels of another channel may wait, also where memory is short, and
     the next channel takes it."""
@@ -1065,7 +1090,7 @@ def test_late_peer_while_others_wait(driver: Path, how: str) -> None:
     over(driver, late_behind_others, how)
 
 
-@pytest.mark.parametrize("check", [one_context, context_of_a_holder])
+@pytest.mark.parametrize("check", [one_context, no_context, context_of_a_holder])
 def test_one_context_ends_all_waits(driver: Path, check: Callable[[], None]) -> None:
     over(driver, check)
 
