@@ -5,11 +5,12 @@
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
 # multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
-# take turns otherwise, of milliseconds each. Prints PASS or FAIL for
+# take turns otherwise, of milliseconds each; not in those that kill one for which the GPU works, which the
+# service does not survive. Prints PASS or FAIL for
 # each step; the exit status says whether all passed, and is 2 without a part or for one that there is not.
 #
 # tests needs the archive alone: all of tests/gpu in one go, within LIMIT seconds (default 900), or
-# FILES="tests/gpu/test_lane.py ..." of them. It leaves tests.txt.
+# FILES="tests/gpu/test_lane.py ..." of them. It leaves tests.txt, and with MPS=1 tests-killed.txt.
 #
 # eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
 # each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
@@ -233,8 +234,21 @@ tests() {
   local files
   read -rd '' -a files <<<"${FILES:-tests/gpu}"
   step build build
-  PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} step tests within "${LIMIT:-900}" \
-    "$PYTHON" -m pytest "${files[@]}" -v -p no:cacheprovider -rfs --durations=20
+  local -x PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  local run=("$PYTHON" -m pytest "${files[@]}" -v -p no:cacheprovider -rfs --durations=20)
+  if [[ -z ${MPS:-} ]]; then
+    step tests within "${LIMIT:-900}" "${run[@]}"
+  else
+    step tests those "${run[@]}" -m "not killed_at_work"
+    step tests-killed those env -u CUDA_MPS_PIPE_DIRECTORY "${run[@]}" -m killed_at_work
+  fi
+}
+
+# those COMMAND...: pytest, which may find none of them in FILES.
+those() {
+  within "${LIMIT:-900}" "$@"
+  local rc=$?
+  return $((rc == 5 ? 0 : rc))
 }
 
 # Everything in it is bounded: 6 minutes in all without FULL=1. The two processes of a test are on two

@@ -225,6 +225,7 @@ def test_events_tell_where_a_stream_is(
     assert (result["bad"] if worker is peers.round_trips else result) == []
 
 
+@pytest.mark.killed_at_work
 def test_killed_worker(child: Make, gpus: int) -> None:
     """Another one takes its rank, and the device memory of the dead is back."""
     peers.Process.ready(2, **peers.FRESH)
@@ -246,6 +247,7 @@ def test_killed_worker(child: Make, gpus: int) -> None:
     assert free[0] - free[1] < 64 << 20
 
 
+@pytest.mark.killed_at_work
 def test_killed_server(child: Make, gpus: int) -> None:
     """The worker goes on with the server's successors, and the device memory of the dead is back.
     The scheduler is a process of its own."""

@@ -214,6 +214,7 @@ def test_dropped(child: Callable[..., Child], gpus: int, mode: str) -> None:
     assert child(peers.channel_dropped, (0, gpus - 1), mode).get() == []
 
 
+@pytest.mark.killed_at_work
 @pytest.mark.parametrize("mode", MODES)
 def test_started_again(child: Callable[..., Child], gpus: int, mode: str) -> None:
     """A server and the successors of its worker, each with a channel of its own; the memory of

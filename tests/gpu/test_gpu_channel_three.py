@@ -182,6 +182,7 @@ def _three(gpus: int) -> None:
         pytest.skip(f"needs two GPUs, this machine has {gpus}")
 
 
+@pytest.mark.killed_at_work
 @pytest.mark.parametrize("mode", ["sm", "ce"])
 def test_killed_among_two(child: Callable[..., Child], gpus: int, mode: str) -> None:
     """One of two workers is killed in traffic, twice. The server is told who, the other worker's
