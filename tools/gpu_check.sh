@@ -6,7 +6,7 @@
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
 # multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
 # take turns otherwise, of milliseconds each; not in those that kill one for which the GPU works, which the
-# service does not survive. Prints PASS or FAIL for
+# service may not survive. Prints PASS or FAIL for
 # each step; the exit status says whether all passed, and is 2 without a part or for one that there is not.
 #
 # tests needs the archive alone: all of tests/gpu in one go, within LIMIT seconds (default 900), or
@@ -239,14 +239,14 @@ tests() {
   if [[ -z ${MPS:-} ]]; then
     step tests within "${LIMIT:-900}" "${run[@]}"
   else
-    step tests those "${run[@]}" -m "not killed_at_work"
-    step tests-killed those env -u CUDA_MPS_PIPE_DIRECTORY "${run[@]}" -m killed_at_work
+    step tests within "${LIMIT:-900}" "${run[@]}" -m "not killed_at_work"
+    step tests-killed killed_at_work "${run[@]}" -m killed_at_work
   fi
 }
 
-# those COMMAND...: pytest, which may find none of them in FILES.
-those() {
-  within "${LIMIT:-900}" "$@"
+# killed_at_work COMMAND...: pytest, without MPS. There may be none of them in FILES (5).
+killed_at_work() {
+  env -u CUDA_MPS_PIPE_DIRECTORY timeout -k 5 "${LIMIT:-900}" "$@"
   local rc=$?
   return $((rc == 5 ? 0 : rc))
 }
