@@ -234,19 +234,7 @@ func TestChannelRequests(t *testing.T) {
 	from, err := NewChannels(1).Open("a")
 	require.NoError(t, err)
 	s.Attach(at)
-	push := func(ch *Channel, key uint64, fill byte) (uint64, Tensor) {
-		tk, err := p.w.Begin()
-		require.NoError(t, err)
-		x, y := bytesOf(t, key, 100, fill), bytesOf(t, key, 100, 0)
-		require.NoError(t, tk.AddPush(x))
-		require.NoError(t, tk.AddPull(y))
-		if ch != nil {
-			tk.Through(ch)
-		}
-		id := tk.ID()
-		require.NoError(t, p.w.Submit(tk))
-		return id, y
-	}
+	push := func(ch *Channel, key uint64, fill byte) (uint64, Tensor) { return p.through(ch, key, 100, fill) }
 	for turn := range 3 {
 		on, y := push(from, 1, 7)
 		beside, z := push(nil, 2, 9)
@@ -306,4 +294,104 @@ func TestChannelRequests(t *testing.T) {
 	require.False(t, at.Taken())
 	s.Lose(0, errors.New("gone"))
 	require.Empty(t, s.clients[0].strays)
+}
+
+// TestChannelWaitsForNobody sends messages of a channel while push_pulls beside it wait: a
+// stream that they are behind may be waiting for the message.
+func TestChannelWaitsForNobody(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	at, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	from, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	s.Attach(at)
+	message := func(key uint64, fill byte) {
+		on, y := p.through(from, key, 100, fill)
+		require.NoError(t, p.settle())
+		require.True(t, at.Taken())
+		r := s.Take(at)[0]
+		require.Equal(t, fill, r.Push()[0].Span.Bytes()[99])
+		s.Hand(at)
+		require.NoError(t, p.respond(0, r, bytesOf(t, 0, 100, fill+1)))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(on))
+		require.Equal(t, fill+1, y.Span.Bytes()[50])
+	}
+
+	p.to[0].held = p.w.next // its request is out, and its bytes are not
+	first, _ := p.through(nil, 2, 100, 9)
+	require.NoError(t, p.settle())
+	message(1, 3)
+	second, _ := p.through(nil, 2, 100, 10) // behind it for the key
+	third, _ := p.through(nil, 5, 100, 11)  // behind that
+	require.NoError(t, p.settle())
+	message(1, 4)
+	message(6, 5) // new keys and buffers are asked for in between
+	p.to[0].held = 0
+	for i, id := range []uint64{first, second, third} { // in the order of the calls
+		require.NoError(t, p.settle())
+		q := p.take(0)
+		require.Len(t, q, 1, i)
+		require.EqualValues(t, 9+i, q[0].Push()[0].Span.Bytes()[0])
+		require.NoError(t, p.respond(0, q[0], bytesOf(t, 0, 100, 3)))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(id), i)
+	}
+
+	// A message that waits itself, for its key, keeps nobody.
+	p.to[0].held = p.w.next
+	first, _ = p.through(nil, 1, 100, 9)
+	require.NoError(t, p.settle())
+	on, _ := p.through(from, 1, 100, 7)
+	beside, _ := p.through(nil, 2, 100, 8)
+	require.NoError(t, p.settle())
+	require.Empty(t, p.take(0))
+	p.to[0].held = 0
+	for i, id := range []uint64{first, beside} {
+		require.NoError(t, p.settle())
+		q := p.take(0)
+		require.Len(t, q, 1, i)
+		require.NoError(t, p.respond(0, q[0], bytesOf(t, 0, 100, 3)))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(id))
+	}
+	require.True(t, at.Taken())
+	r := s.Take(at)[0]
+	s.Hand(at)
+	require.NoError(t, p.respond(0, r, bytesOf(t, 0, 100, 1)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(on))
+}
+
+// TestChannelBesideARefusal has the server refuse a buffer to a push_pull while a message of
+// a channel is queued behind its question, and loses the server while both are queued.
+func TestChannelBesideARefusal(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	require.NoError(t, s.Fix([]Own{{Key: 2, Region: bytesOf(t, 0, 10, 0).Base}}))
+	at, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	from, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	s.Attach(at)
+	bad, _ := p.through(nil, 2, 5000, 9)
+	p.w.Drain() // it asks for a buffer
+	on, _ := p.through(from, 1, 100, 7)
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailed, p.state(bad))
+	require.True(t, at.Taken())
+	r := s.Take(at)[0]
+	s.Hand(at)
+	require.NoError(t, p.respond(0, r, bytesOf(t, 0, 100, 1)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(on))
+
+	p.to[0].room = 0
+	beside, _ := p.through(nil, 3, 100, 9)
+	on, _ = p.through(from, 1, 100, 7)
+	p.w.Drain()
+	p.w.Lose(0, errors.New("gone"))
+	require.Equal(t, StateFailed, p.state(beside))
+	require.Equal(t, StateFailed, p.state(on))
 }

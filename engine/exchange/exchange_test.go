@@ -435,7 +435,7 @@ func TestUnorderedWrites(t *testing.T) {
 		id, err := p.pushPull([]Tensor{x}, out)
 		require.NoError(t, err)
 		p.w.Drain()
-		if p.w.servers[0].asked {
+		if p.w.servers[0].asked != nil {
 			require.NoError(t, p.settle())
 		} else {
 			swap(p.to[0])

@@ -25,9 +25,9 @@ func (o *outbox) write(i int, to transport.Key, off uint64) {
 	})
 }
 
-// lend adds a loan of pushed tensor i of the ticket.
+// lend adds a loan of pushed tensor i of the ticket, which has no point to wait for.
 func (o *outbox) lend(i int) {
-	o.ops = append(o.ops, transport.Op{Kind: transport.OpLend, Src: o.ticket.source(i), After: o.ticket.after})
+	o.ops = append(o.ops, transport.Op{Kind: transport.OpLend, Src: o.ticket.source(i)})
 }
 
 // send adds o.frame.

@@ -50,8 +50,9 @@ func (f *fakeFabric) Close() error                        { return nil }
 // wireConn is one direction of a path: what is posted waits in it until the
 // test lets it through.
 type wireConn struct {
-	room int  // operations that Post takes at once
-	lend bool // shared memory may be lent
+	room int    // operations that Post takes at once
+	lend bool   // shared memory may be lent
+	held uint64 // the ticket whose writes wait, as behind a stream
 	ops  []transport.Op
 	dead error
 }
@@ -137,6 +138,10 @@ func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error),
 	c.ops = nil
 	for i := range ops {
 		o := &ops[i]
+		if o.Kind == transport.OpWrite && o.User == c.held {
+			c.ops = append(c.ops, *o)
+			continue
+		}
 		switch o.Kind {
 		case transport.OpFrame:
 			if err := frame(o.Frame); err != nil {
@@ -166,7 +171,23 @@ func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error),
 		}
 		done(o.User, nil)
 	}
-	return len(ops) != 0, nil
+	return len(ops) != len(c.ops), nil
+}
+
+// through pushes a tensor of a key and pulls another of that size, through a channel if
+// it is not nil.
+func (p *pair) through(ch *Channel, key, n uint64, fill byte) (uint64, Tensor) {
+	tk, err := p.w.Begin()
+	require.NoError(p.t, err)
+	x, y := bytesOf(p.t, key, n, fill), bytesOf(p.t, key, n, 0)
+	require.NoError(p.t, tk.AddPush(x))
+	require.NoError(p.t, tk.AddPull(y))
+	if ch != nil {
+		tk.Through(ch)
+	}
+	id := tk.ID()
+	require.NoError(p.t, p.w.Submit(tk))
+	return id, y
 }
 
 func (p *pair) pushPull(push, pull []Tensor) (uint64, error) {

@@ -51,13 +51,15 @@ func (w *Worker) Lose(i int, err error) {
 		again = append(again, t)
 	}
 	slices.SortFunc(again, func(a, b *Ticket) int { return int(a.id - b.id) }) // the order of the calls
-	for s.queue.len() != 0 {
-		t := s.queue.pop()
-		t.legs[i].keys = t.legs[i].keys[:0]
-		again = append(again, t)
+	for q := range s.queues {
+		for s.queues[q].len() != 0 {
+			t := s.queues[q].pop()
+			t.legs[i].keys = t.legs[i].keys[:0]
+			again = append(again, t)
+		}
 	}
 	for _, t := range again {
-		s.queue.push(t)
+		s.queue(t).push(t)
 	}
 }
 
@@ -110,7 +112,7 @@ func (w *Worker) recalled(s *server, b []byte) error {
 func (w *Worker) part(s *server, err error) {
 	s.down = err
 	s.drop()
-	s.lender, s.asked = nil, false
+	s.lender, s.asked = nil, nil
 	s.plans, s.recall = nil, nil
 	s.keys = map[uint64]*credit{}
 	for alloc, list := range w.regs {
@@ -147,13 +149,15 @@ func (w *Worker) Up(i int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
 	s.down, s.held = nil, false
 	w.Connect(i, f, c)
-	for range s.queue.len() {
-		t := s.queue.pop()
-		if err := w.renew(t, s); err != nil {
-			w.endLeg(t, s, err)
-			continue
+	for q := range s.queues {
+		for range s.queues[q].len() {
+			t := s.queues[q].pop()
+			if err := w.renew(t, s); err != nil {
+				w.endLeg(t, s, err)
+				continue
+			}
+			s.queue(t).push(t)
 		}
-		s.queue.push(t)
 	}
 	w.sweep()
 	w.advance(s)

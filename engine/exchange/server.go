@@ -590,22 +590,23 @@ func (s *Server) request(c *client, b []byte) error {
 	return s.match(c)
 }
 
-// match moves the requests whose writes have all arrived to the ready ones, in
-// the order of their frames.
+// match moves the requests whose writes have all arrived to where their callers look, in
+// the order of their frames. A request whose writes wait for a device stream holds up those
+// behind it of the same channel, or of none, and no others: the stream may wait for just
+// those.
 func (s *Server) match(c *client) error {
-	n := 0
-	for _, r := range c.open {
-		a := &c.arrived[uint32(r.seq)%Window]
-		if r.writes != 0 && (a.imm != uint32(r.seq) || a.n < r.writes) {
-			break
+	open, kept := c.open, c.open[:0]
+	for i, r := range open {
+		here, err := c.arrivedWhole(r)
+		if err != nil {
+			c.open = append(kept, open[i:]...) // those before are elsewhere, or free
+			return err
 		}
-		if r.writes != 0 {
-			if a.n > r.writes {
-				return fmt.Errorf("exchange: %d writes for push_pull %d, which has %d", a.n, r.seq, r.writes)
-			}
-			*a = arrival{}
+		if !here || slices.ContainsFunc(kept, func(q *Request) bool { return q.channel == r.channel }) {
+			kept = append(kept, r)
+			continue
 		}
-		n++
+		c.arrived[uint32(r.seq)%Window] = arrival{}
 		if r.recalled {
 			s.dismiss(c, r)
 			continue
@@ -614,14 +615,29 @@ func (s *Server) match(c *client) error {
 		r.state.Store(reqReady)
 		s.route(c, r)
 	}
-	if n != 0 {
-		c.open = append(c.open[:0], c.open[n:]...)
+	if len(kept) != len(open) {
+		clear(open[len(kept):])
+		c.open = kept
 		s.publish()
 	}
 	if len(c.recalled) != 0 {
 		s.advance(c)
 	}
 	return nil
+}
+
+// arrivedWhole reports whether all writes of a request have arrived.
+func (c *client) arrivedWhole(r *Request) (bool, error) {
+	a := &c.arrived[uint32(r.seq)%Window]
+	switch {
+	case r.writes == 0:
+		return true, nil
+	case a.imm != uint32(r.seq) || a.n < r.writes:
+		return false, nil
+	case a.n > r.writes:
+		return false, fmt.Errorf("exchange: %d writes for push_pull %d, which has %d", a.n, r.seq, r.writes)
+	}
+	return true, nil
 }
 
 // publish works out how many requests a batch would have, and can have as things stand.

@@ -40,14 +40,26 @@ type server struct {
 	lender transport.Lender // the path, if it is one
 	plans  []*sent          // by number
 	keys   map[uint64]*credit
-	queue  ring[*Ticket] // those whose request is not wholly posted
-	asked  bool          // a Need is not answered yet
-	down   error         // why there is no path to it
-	held   bool          // down, and its push_pulls wait for its successor
-	recall []uint64      // push_pulls that have failed, which it is still to be told
-	needs  []wire.Need   // scratch
+	queues [2]ring[*Ticket] // those whose request is not wholly posted; see queue
+	asked  *Ticket          // whose Need is not answered yet, or nil
+	down   error            // why there is no path to it
+	held   bool             // down, and its push_pulls wait for its successor
+	recall []uint64         // push_pulls that have failed, which it is still to be told
+	needs  []wire.Need      // scratch
 	req    wire.Request
 }
+
+// queue is where t waits until its request is posted. Messages of channels have a queue of
+// their own and go first: a device stream may wait for them, and push_pulls for that stream.
+func (s *server) queue(t *Ticket) *ring[*Ticket] {
+	if t.on != "" {
+		return &s.queues[0]
+	}
+	return &s.queues[1]
+}
+
+// waiting is how many tickets are in the queues.
+func (s *server) waiting() int { return s.queues[0].len() + s.queues[1].len() }
 
 // registration is the key of an allocation at one Fabric.
 type registration struct {
@@ -147,7 +159,7 @@ func (w *Worker) Drain() {
 		w.start(s.ticket)
 	}
 	for _, s := range w.servers {
-		if s.queue.len() != 0 || !s.empty() || len(s.recall) != 0 {
+		if s.waiting() != 0 || !s.empty() || len(s.recall) != 0 {
 			w.advance(s)
 		}
 	}
@@ -165,7 +177,7 @@ func (w *Worker) start(t *Ticket) {
 		if err != nil {
 			w.endLeg(t, s, err)
 		} else {
-			s.queue.push(t)
+			s.queue(t).push(t)
 		}
 	}
 }
@@ -289,8 +301,8 @@ func (w *Worker) forget(alloc uint64) {
 }
 
 // advance posts to s as much as credit, buffers and back-pressure allow. The
-// order of submission is kept: a request that waits holds up those behind it,
-// because the server pairs the n-th requests of its workers.
+// order of submission is kept in each queue: a request that waits holds up those
+// behind it, because the server pairs the n-th requests of its workers.
 func (w *Worker) advance(s *server) {
 	if s.down != nil {
 		return
@@ -306,7 +318,7 @@ func (w *Worker) advance(s *server) {
 		if t := s.ticket; t != nil { // its request is out
 			t.legs[s.index].state = legPosted
 			t.legs[s.index].sends++
-			s.queue.pop()
+			s.queue(t).pop()
 			s.ticket = nil
 			if t.err != nil {
 				s.recall = append(s.recall, t.id)
@@ -318,15 +330,30 @@ func (w *Worker) advance(s *server) {
 			s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall)
 			s.send()
 			s.recall = s.recall[:0]
-		case s.asked || s.queue.len() == 0:
-			return
-		case s.queue.at(0).err != nil:
-			t := s.queue.pop()
-			w.endLeg(t, s, t.err)
-		case !w.compose(s, s.queue.at(0)):
+		case s.asked != nil || !w.proceed(s):
 			return
 		}
 	}
+}
+
+// proceed ends the first ticket of a queue, if it has failed, or puts into the outbox of s what
+// it needs next; false if all must wait.
+func (w *Worker) proceed(s *server) bool {
+	for i := range s.queues {
+		if s.queues[i].len() == 0 {
+			continue
+		}
+		t := s.queues[i].at(0)
+		if t.err != nil {
+			s.queues[i].pop()
+			w.endLeg(t, s, t.err)
+			return true
+		}
+		if w.compose(s, t) {
+			return true
+		}
+	}
+	return false
 }
 
 // compose puts into the outbox of s what t needs next; false if t must wait.
@@ -345,7 +372,8 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	s.needs, l.lends = s.needs[:0], l.lends[:0]
 	for i, k := range l.keys {
 		x := &t.push[i]
-		lend := s.lender != nil && (k.lend && s.lender.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
+		// A loan cannot be held back behind a device stream, as what is written there is.
+		lend := s.lender != nil && t.after.Event == 0 && (k.lend && s.lender.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
 		l.lends = append(l.lends, lend)
 		if lend && k.lend { // it touches no buffer
 			continue
@@ -361,7 +389,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 		s.begin(nil)
 		s.frame = wire.AppendNeed(s.frame, s.needs)
 		s.send()
-		s.asked = true
+		s.asked = t
 		return true
 	}
 	known := w.know(s, t)
@@ -513,11 +541,12 @@ func (w *Worker) Frame(i int, b []byte) error {
 		if err != nil {
 			return err
 		}
-		if !s.asked || s.queue.len() == 0 {
+		t := s.asked
+		if t == nil {
 			return fmt.Errorf("exchange: %d buffers that nobody asked for", len(v.List))
 		}
-		s.asked = false
-		return w.granted(s, v)
+		s.asked = nil
+		return w.granted(s, t, v)
 	case wire.TypeRecalled:
 		return w.recalled(s, b)
 	default:
@@ -525,11 +554,10 @@ func (w *Worker) Frame(i int, b []byte) error {
 	}
 }
 
-// granted takes the answer to a Need.
-func (w *Worker) granted(s *server, v *wire.Buffers) error {
-	t := s.queue.at(0)
+// granted takes the answer to the Need of t, which is the first of its queue.
+func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 	if v.Reason != "" {
-		s.queue.pop()
+		s.queue(t).pop()
 		w.endLeg(t, s, Shapef("exchange: server %d has no receive buffer: %s", s.index, v.Reason))
 		w.advance(s)
 		return nil
@@ -572,7 +600,7 @@ func (w *Worker) complete(t *Ticket, i int) error {
 	t.rec.stamps[trace.Arrived] = w.found
 	s := w.servers[i]
 	w.endLeg(t, s, nil)
-	if s.queue.len() != 0 {
+	if s.waiting() != 0 {
 		w.advance(s) // somebody may have waited for the credit
 	}
 	return nil
@@ -589,8 +617,10 @@ func (w *Worker) Down(i int, err error) {
 		w.part(s, err)
 	}
 	s.held = false
-	for s.queue.len() != 0 {
-		s.queue.pop()
+	for i := range s.queues {
+		for s.queues[i].len() != 0 {
+			s.queues[i].pop()
+		}
 	}
 	for _, t := range w.active {
 		if t != nil {

@@ -59,18 +59,3 @@ func TestGPUAllocations(t *testing.T) {
 	m.stop()
 	m.letGo(t)
 }
-
-// letGo frees the nodes and what the server has received into.
-func (m *mesh) letGo(tb testing.TB) {
-	for _, n := range m.all() {
-		require.NoError(tb, n.Free())
-	}
-	for id := uint64(1); m.buffers.Len() > 0 && id < 1<<20; id++ {
-		_ = m.buffers.Release(id)
-	}
-	for _, n := range m.all() {
-		if n.gpu != nil {
-			n.gpu.later.Wait(freeLimit)
-		}
-	}
-}
