@@ -18,6 +18,7 @@ type fakeFabric struct {
 	next uint64
 	keys map[transport.Key]mem.Region
 	busy error // what the next Deregister says: a write is under way
+	room *int  // registrations that there is room for; nil: any number
 }
 
 func newFabric() *fakeFabric { return &fakeFabric{keys: map[transport.Key]mem.Region{}} }
@@ -26,6 +27,12 @@ func (f *fakeFabric) Name() string                { return "fake" }
 func (f *fakeFabric) Addr() transport.Addr        { return "fake:" }
 func (f *fakeFabric) Reaches(transport.Addr) bool { return true }
 func (f *fakeFabric) Register(r mem.Region) (transport.Key, error) {
+	if f.room != nil {
+		if *f.room == 0 {
+			return transport.Key{}, errors.New("fake: no room")
+		}
+		*f.room--
+	}
 	f.next++
 	k := transport.Key{ID: f.next, Token: 7 * f.next}
 	f.keys[k] = r

@@ -13,42 +13,9 @@ import (
 	"fserver/engine/wire"
 )
 
-// maxKeys bounds the keys of one worker: each has a receive buffer, which is a
-// mapping of its own.
-const maxKeys = 1 << 15
-
-// maxReplies bounds the answers to Needs that a worker has not taken. One that
-// keeps to the protocol asks again only after the answer.
-const maxReplies = 4
-
 // ErrLeft says that a worker has left in good order, so that no batch will be
 // complete any more.
 var ErrLeft = errors.New("exchange: a worker has left, so no further batch can be complete")
-
-// receiver is where the tensors of one (worker, key) are received.
-type receiver struct {
-	key     uint64
-	slot    uint64
-	region  mem.Region
-	cap     uint64
-	id      uint64 // in Buffers; 0: memory of the application's own
-	token   transport.Key
-	granted bool // token is valid
-	handed  bool // the application has seen buffer id
-	buffers *Buffers
-}
-
-// fixed says whether the buffer is the application's own.
-func (k *receiver) fixed() bool { return k.id == 0 && k.cap != 0 }
-
-// hand notes that the application is about to see the buffer: from now on it owes a
-// Release.
-func (k *receiver) hand() {
-	if !k.handed && k.id != 0 {
-		k.buffers.hand(k.id)
-	}
-	k.handed = true
-}
 
 // clientPlan is a plan of a worker, with what it means here.
 type clientPlan struct {
@@ -116,7 +83,9 @@ type Server struct {
 	noLoans  bool
 	req      wire.Request
 	resp     wire.Response
-	needs    []wire.Need
+	needs    []wire.Need // of the frame at hand,
+	grants   []grant     // and what it is to be given
+	made     []*receiver // of keys that the frame at hand was the first to name
 	lost     Lost
 
 	mu    sync.Mutex // guards fixed
@@ -444,6 +413,7 @@ func (s *Server) plan(c *client, b []byte) error {
 	if p.Number >= wire.MaxPlans {
 		return fmt.Errorf("exchange: plan %d is above %d", p.Number, wire.MaxPlans-1)
 	}
+	s.made = s.made[:0]
 	cp := &clientPlan{plan: p, targets: make([]target, len(p.Pull))}
 	for i := range p.Push {
 		k, err := s.receiver(c, p.Push[i].Key)
@@ -457,113 +427,6 @@ func (s *Server) plan(c *client, b []byte) error {
 	}
 	c.plans[p.Number] = cp
 	return nil
-}
-
-// receiver finds or makes the receiver of a key; it has no buffer yet.
-func (s *Server) receiver(c *client, key uint64) (*receiver, error) {
-	if k := c.keys[key]; k != nil {
-		return k, nil
-	}
-	if len(c.keys) == maxKeys {
-		return nil, fmt.Errorf("exchange: worker %d pushes more than %d keys", c.rank, maxKeys)
-	}
-	k := &receiver{key: key, slot: s.slots, buffers: s.buffers}
-	s.mu.Lock()
-	f := s.fixed[fixedKey{c.rank, key}]
-	f.used = true
-	s.fixed[fixedKey{c.rank, key}] = f
-	s.mu.Unlock()
-	k.region, k.cap = f.region, f.region.Len
-	s.slots++
-	c.keys[key] = k
-	return k, nil
-}
-
-// need makes or enlarges receive buffers and tells the worker where they are.
-func (s *Server) need(c *client, b []byte) error {
-	var err error
-	if s.needs, err = wire.ParseNeed(b, s.needs[:0]); err != nil {
-		return err
-	}
-	var v wire.Buffers
-	for _, n := range s.needs {
-		k, err := s.receiver(c, n.Key)
-		if err != nil {
-			return err
-		}
-		if n.Lend && !k.fixed() && !s.noLoans {
-			v.List = append(v.List, wire.Buffer{Key: n.Key, Lend: true})
-			continue
-		}
-		if k.id != 0 && n.Bytes > k.cap && s.requests.waits(c, k.id) { // it would lose its memory
-			return fmt.Errorf("exchange: a larger buffer for key %d, whose last push has not been answered", k.key)
-		}
-		err = s.grant(c, k, n)
-		if b, ok := c.fabric.(transport.Binder); ok && err == nil {
-			err = b.Bind(k.token, c.conn) // no other worker may use what this one is told
-		}
-		if err != nil {
-			v = wire.Buffers{Reason: err.Error()}
-			break
-		}
-		v.List = append(v.List, wire.Buffer{Key: n.Key, Region: wireKey(k.token), Cap: k.cap})
-	}
-	if c.replies.len() == maxReplies {
-		return fmt.Errorf("exchange: worker %d asks for buffers and does not take the answers", c.rank)
-	}
-	c.replies.push(wire.AppendBuffers(nil, &v))
-	s.advance(c)
-	return nil
-}
-
-// grant makes sure that k takes what is asked for and that its worker may write
-// there.
-func (s *Server) grant(c *client, k *receiver, n wire.Need) error {
-	if k.granted && n.Bytes <= k.cap {
-		return nil
-	}
-	if n.Bytes > k.cap {
-		if k.fixed() {
-			return fmt.Errorf("a push of %d bytes for key %d of worker %d is more than the %d bytes that register_recv_buffer gave it", n.Bytes, k.key, c.rank, k.cap)
-		}
-		in := s.memory
-		if n.Host {
-			in = Host{}
-		}
-		id, r, err := s.buffers.make(in, max(n.Bytes, k.cap+k.cap/2))
-		if err != nil {
-			return err
-		}
-		if err := s.retire(c, k); err != nil {
-			return errors.Join(err, s.buffers.drop(id))
-		}
-		k.id, k.region, k.cap, k.handed = id, r, r.Len, false
-	}
-	token, err := c.fabric.Register(k.region)
-	if err != nil {
-		return err
-	}
-	k.token, k.granted = token, true
-	return nil
-}
-
-// retire gives up the buffer of k. With an error, somebody may still write there: it
-// stays until Close.
-func (s *Server) retire(c *client, k *receiver) (err error) {
-	if k.granted {
-		k.granted = false
-		err = c.fabric.Deregister(k.token)
-	}
-	if k.id == 0 {
-		return err
-	}
-	id := k.id
-	k.id, k.cap, k.region = 0, 0, mem.Region{}
-	if err != nil {
-		s.kept = append(s.kept, id)
-		return err
-	}
-	return s.buffers.drop(id)
 }
 
 func (s *Server) request(c *client, b []byte) error {

@@ -554,10 +554,26 @@ func (w *Worker) Frame(i int, b []byte) error {
 	}
 }
 
+// disown forgets the keys of a Need that was refused and of which nothing has come.
+func (s *server) disown() {
+	for _, n := range s.needs {
+		if k := s.keys[n.Key]; k != nil && *k == (credit{}) {
+			delete(s.keys, n.Key)
+		}
+	}
+	for i := range s.queues {
+		if s.queues[i].len() != 0 { // it may have looked one of them up
+			l := &s.queues[i].at(0).legs[s.index]
+			l.keys = l.keys[:0]
+		}
+	}
+}
+
 // granted takes the answer to the Need of t, which is the first of its queue.
 func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 	if v.Reason != "" {
 		s.queue(t).pop()
+		s.disown()
 		w.endLeg(t, s, Shapef("exchange: server %d has no receive buffer: %s", s.index, v.Reason))
 		w.advance(s)
 		return nil

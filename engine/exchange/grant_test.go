@@ -1,0 +1,199 @@
+package exchange
+
+import (
+	"errors"
+	"maps"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/mem"
+	"fserver/engine/wire"
+)
+
+// shapeFails checks that a push_pull has ended in a ShapeError.
+func (p *pair) shapeFails(id uint64, text string) {
+	p.t.Helper()
+	require.Equal(p.t, StateFailed, p.state(id))
+	var shape *ShapeError
+	require.ErrorAs(p.t, p.w.Result(id), &shape)
+	require.ErrorContains(p.t, p.w.Result(id), text)
+}
+
+// push pushes tensors of the sizes given under keys 1, 2 and so on.
+func (p *pair) push(fill byte, sizes ...uint64) uint64 {
+	p.t.Helper()
+	var all []Tensor
+	for i, n := range sizes {
+		if n != 0 {
+			all = append(all, bytesOf(p.t, uint64(i+1), n, fill))
+		}
+	}
+	id, err := p.pushPull(all, nil)
+	require.NoError(p.t, err)
+	require.NoError(p.t, p.settle())
+	return id
+}
+
+// answer takes the next request of the first server, checks what the first tensor is full of,
+// and answers it.
+func (p *pair) answer(id uint64, fill byte) {
+	p.t.Helper()
+	batch := p.take(0)
+	require.Len(p.t, batch, 1)
+	for _, x := range batch[0].Push() {
+		require.Equal(p.t, fill, x.Span.Bytes()[x.Span.Len-1], "key %d", x.Key)
+		if x.Buffer != 0 && x.Lent {
+			require.NoError(p.t, p.buffers.Release(x.Buffer))
+		}
+	}
+	require.NoError(p.t, p.respond(0, batch[0]))
+	require.NoError(p.t, p.settle())
+	require.Equal(p.t, StateDone, p.state(id))
+}
+
+// TestRefusalLeavesNothing refuses a push_pull of several keys because of one of them, in each
+// order, and then uses all of them.
+func TestRefusalLeavesNothing(t *testing.T) {
+	const small, large = 4096, 8192
+	for name, c := range map[string]struct {
+		fixed   []uint64 // keys with 16 bytes of the application's own
+		refused []uint64 // sizes by key, from 1
+		text    string
+	}{
+		"the last key":   {[]uint64{2}, []uint64{large, 17}, "17 bytes for key 2"},
+		"the first key":  {[]uint64{1}, []uint64{17, large}, "17 bytes for key 1"},
+		"two keys":       {[]uint64{2, 3}, []uint64{large, 17, 18}, "17 bytes for key 2"},
+		"one in between": {[]uint64{2}, []uint64{large, 17, small}, "17 bytes for key 2"},
+		"new keys":       {[]uint64{4}, []uint64{large, small, small, 17}, "17 bytes for key 4"},
+		"no memory":      {nil, []uint64{large, 1 << 20}, "no memory"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPair(t, 1)
+			s := p.servers[0]
+			s.ReceiveIn(little{})
+			own := func(k uint64) error { return s.Fix([]Own{{0, k, bytesOf(t, 0, 16, 0).Base}}) }
+			for _, k := range c.fixed {
+				require.NoError(t, own(k))
+			}
+			first := uint64(small)
+			if c.fixed != nil && c.fixed[0] == 1 {
+				first = 16
+			}
+			p.answer(p.push(1, first), 1)
+			keys, slots, buffers, credits := maps.Clone(p.sf[0].keys), s.slots, p.buffers.Len(), len(p.w.servers[0].keys)
+			for range 3 { // refused once or thrice: it is the same
+				p.shapeFails(p.push(2, c.refused...), c.text)
+				require.Equal(t, keys, p.sf[0].keys)
+				require.Equal(t, slots, s.slots)
+				require.Equal(t, buffers, p.buffers.Len())
+				require.Len(t, s.clients[0].keys, 1)
+				require.Len(t, p.w.servers[0].keys, credits)
+			}
+			// All but those that were there before can still be given memory.
+			for k := uint64(2); k < 6; k++ {
+				if !slices.Contains(c.fixed, k) {
+					require.NoError(t, own(k))
+				}
+			}
+			if first == small {
+				p.answer(p.push(3, small), 3)
+				p.answer(p.push(4, large), 4)
+				p.answer(p.push(5, small, 16), 5)
+				first = 2 * large
+			}
+			p.answer(p.push(6, first, 16, 16, 16), 6)
+		})
+	}
+}
+
+// little is memory for small buffers.
+type little struct{ Host }
+
+func (little) Alloc(n uint64) (mem.Region, error) {
+	if n > 1<<16 {
+		return mem.Region{}, errors.New("no memory")
+	}
+	return Host{}.Alloc(n)
+}
+
+// TestRefusalWhileUnderWay refuses a push_pull while another of the same key waits for its answer,
+// written or lent.
+func TestRefusalWhileUnderWay(t *testing.T) {
+	for _, lent := range []bool{false, true} {
+		p := newPair(t, 1)
+		p.to[0].lend = lent
+		require.NoError(t, p.servers[0].Fix([]Own{{0, 2, bytesOf(t, 0, 16, 0).Base}}))
+		p.answer(p.push(1, 4096), 1)
+		x := bytesOf(t, 1, 4096, 2)
+		if lent {
+			x = sharedOf(t, 1, 4096, 2)
+		}
+		first, err := p.pushPull([]Tensor{x}, nil)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		refused := p.push(3, 8192, 17)
+		next := p.push(4, 4096)
+		if !lent {
+			require.Equal(t, StateOpen, p.state(refused), "it waits for the answer of the first")
+		}
+		p.answer(first, 2)
+		p.shapeFails(refused, "17 bytes for key 2")
+		p.answer(next, 4)
+		p.answer(p.push(5, 8192, 16), 5)
+	}
+}
+
+// TestRefusalWithoutRegistration refuses what cannot be registered, and later takes it.
+func TestRefusalWithoutRegistration(t *testing.T) {
+	p := newPair(t, 1)
+	p.answer(p.push(1, 4096), 1)
+	for _, room := range []int{0, 1} { // registrations that work
+		p.sf[0].room = &room
+		p.shapeFails(p.push(2, 8192, 8), "no room")
+		p.sf[0].room = nil
+		require.Len(t, p.sf[0].keys, 1)
+		p.answer(p.push(3, 4096), 3)
+	}
+	p.answer(p.push(4, 8192, 8), 4)
+}
+
+// TestRefusalByOneServer: the other one had granted it, and both go on.
+func TestRefusalByOneServer(t *testing.T) {
+	p := newPair(t, 2)
+	require.NoError(t, p.servers[1].Fix([]Own{{0, 2, bytesOf(t, 0, 16, 0).Base}}))
+	both := func(id uint64, fill byte) {
+		require.NoError(t, p.respond(1, p.take(1)[0]))
+		p.answer(id, fill)
+	}
+	both(p.push(1, 4096), 1)
+	p.shapeFails(p.push(2, 8192, 17), "17 bytes for key 2")
+	require.Nil(t, p.take(0), "it is taken back")
+	both(p.push(3, 4096), 3)
+	both(p.push(4, 8192, 16), 4)
+}
+
+// TestNeedOfOneKeyTwice is refused, and leaves nothing.
+func TestNeedOfOneKeyTwice(t *testing.T) {
+	p := newPair(t, 1)
+	p.answer(p.push(1, 4096), 1)
+	require.NoError(t, p.servers[0].Frame(0, wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 5000}, {Key: 1, Bytes: 9000}})))
+	v, err := wire.ParseBuffers(p.from[0].ops[0].Frame)
+	require.NoError(t, err)
+	require.Contains(t, v.Reason, "key 1 twice")
+	p.from[0].ops = nil
+	p.answer(p.push(2, 4096), 2)
+}
+
+// TestMoreKeysThanThereMayBe is refused to the worker, which goes on with those that it has.
+func TestMoreKeysThanThereMayBe(t *testing.T) {
+	p := newPair(t, 1)
+	p.answer(p.push(1, 4096), 1)
+	c := p.servers[0].clients[0]
+	for k := uint64(100); len(c.keys) < maxKeys; k++ {
+		c.keys[k] = &receiver{key: k, buffers: p.buffers}
+	}
+	p.shapeFails(p.push(2, 8192, 8), "more than 32768 keys")
+	p.answer(p.push(3, 4096), 3)
+}
