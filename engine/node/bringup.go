@@ -317,7 +317,9 @@ func (n *Node) introduced(rail []wire.Member, late bool) {
 }
 
 // connect connects a worker to server i. It runs in a goroutine of its own, and
-// gives up when ctx ends or m is not that server any more.
+// gives up when ctx ends or m is not that server any more. A peer has one link, so a
+// connection that stands when reach has begun another dial is closed: with two, the
+// server ends the older one, and that would be taken for the end of both.
 func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 	defer n.dials.Done()
 	p, c, why, err := n.path(ctx, m)
@@ -336,7 +338,7 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 		return
 	}
 	defer n.disown()
-	if !n.current(i, &m) {
+	if ctx.Err() != nil || !n.current(i, &m) {
 		_ = c.Close()
 		return
 	}

@@ -1,0 +1,83 @@
+package node
+
+import (
+	"context"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+
+	"fserver/engine/conf"
+	"fserver/engine/transport"
+	"fserver/engine/transport/tcp"
+)
+
+// lateDialer is a Fabric whose Connect to a peer returns its Conn only when its caller
+// has lost interest, as often as it is told.
+type lateDialer struct {
+	*tcp.Fabric
+	late  atomic.Int32 // so many calls to come are late
+	dials atomic.Int32
+}
+
+func (f *lateDialer) Connect(ctx context.Context, to transport.Addr) (transport.Conn, error) {
+	f.dials.Add(1)
+	if f.late.Add(-1) < 0 {
+		return f.Fabric.Connect(ctx, to)
+	}
+	c, err := f.Fabric.Connect(context.WithoutCancel(ctx), to)
+	<-ctx.Done()
+	return c, err
+}
+
+// TestDialledTwice has a worker dial a server anew while the first dial has just
+// succeeded. One connection stays, and it is the one that both sides use. Each took the
+// end of the other for its own, dialled again, and so on for ever.
+func TestDialledTwice(t *testing.T) {
+	var f *lateDialer
+	m := newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+		base, err := openTCP(cfg, g, log)
+		if err == nil && cfg.Role == conf.Worker {
+			f = &lateDialer{Fabric: base.(*tcp.Fabric)}
+			base = f
+		}
+		return []transport.Fabric{base}, err
+	}, shape{1, 1, 1}, "FSERVER_TRANSPORT=tcp")
+	w := m.workers[0]
+	for _, late := range []int32{1, 3} {
+		f.late.Store(late)
+		before := f.dials.Load()
+		for range late + 1 { // all but the last are late
+			require.True(t, w.own())
+			w.hangUp(0, w.lostPeer(w.peers[0], "the test ends it"))
+			w.reach(0, 0)
+			w.disown()
+			require.Eventually(t, func() bool { return f.dials.Load() > before }, 10*time.Second, time.Millisecond)
+			before = f.dials.Load()
+		}
+		w.dials.Wait()
+		require.Eventually(t, func() bool { return lostPeers(w) == 0 && lostPeers(m.servers[0]) == 0 }, 10*time.Second, time.Millisecond)
+		require.Equal(t, 1, peerLinks(w))
+		require.Eventually(t, func() bool { return peerLinks(m.servers[0]) == 1 }, 10*time.Second, time.Millisecond)
+		before = f.dials.Load()
+		require.NoError(t, echo(t, w, m.servers, 100, closed()))
+		require.Equal(t, before, f.dials.Load(), "nobody has dialled again")
+	}
+	m.stop()
+}
+
+// peerLinks counts the connections of a node to peers.
+func peerLinks(n *Node) (count int) {
+	if !n.own() {
+		return 0
+	}
+	defer n.disown()
+	for _, l := range n.links {
+		if l.kind == linkPeer || l.kind == linkWaiting {
+			count++
+		}
+	}
+	return count
+}
