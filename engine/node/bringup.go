@@ -363,9 +363,10 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 		n.links[c] = l
 		n.control(cluster.Input{Kind: cluster.Up, Conn: l.id, Remote: c.Remote()})
 		return
+	case n.server != nil && h.Role == wire.RoleWorker && (h.Rank < 0 || int(h.Rank) >= n.cfg.Workers*n.cfg.GroupSize):
+		err = fmt.Errorf("worker %d is none of the %d of this cluster", h.Rank, n.cfg.Workers*n.cfg.GroupSize)
 	case n.server != nil && h.Role == wire.RoleWorker:
-		n.links[c] = l
-		n.waiting = append(n.waiting, l)
+		n.hold(l)
 		n.admitAll()
 		return
 	default:

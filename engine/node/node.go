@@ -445,7 +445,7 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 	case l.kind == linkPeer:
 		err = n.data(l, ev)
 	case l.kind == linkWaiting:
-		if err = l.keep(ev); err == nil {
+		if err = n.keep(l, ev); err == nil {
 			n.admitAll()
 		}
 	case ev.Kind == transport.EvFrame:

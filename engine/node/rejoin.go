@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
@@ -29,11 +30,14 @@ const patience = 10 * time.Second
 // steady is how long a connection must have lasted to be dialled again at once.
 const steady = time.Second
 
-// maxEarly bounds the frames of a worker that the scheduler has not named, and
-// maxWaiting the connections of one rank that wait.
+// Bounds of what a server keeps for workers that the scheduler has not named. A
+// worker's first frames are small, but for the texts of its channels, of which any
+// one fits.
 const (
-	maxEarly   = 16
-	maxWaiting = 4
+	maxEarly        = 16      // frames of one connection
+	maxEarlyBytes   = 1 << 20 // of these frames
+	maxWaitingBytes = 8 << 20 // of the frames of all connections
+	maxWaiting      = 4       // connections of one rank
 )
 
 // comingBack is what a node knows of its peers' absence. Slices are by rail.
@@ -285,11 +289,34 @@ func (n *Node) begin(l *link) {
 	n.meet()
 }
 
-// keep keeps a frame for the time that the scheduler has named its sender, who
-// has been told no place to write to yet.
-func (l *link) keep(ev *transport.Event) error {
-	if ev.Kind != transport.EvFrame || len(l.early) == maxEarly {
-		return errors.New("node: more than the scheduler's word for it allows")
+// hold keeps the connection of a worker until the scheduler has named it. Of too
+// many of one rank the oldest is closed: its worker has most likely dialled again.
+func (n *Node) hold(l *link) {
+	n.links[l.conn] = l
+	n.waiting = append(n.waiting, l)
+	if of := sameRank(n.waiting, l); len(of) > maxWaiting {
+		n.turnAway(of[0], fmt.Sprintf("it has connected more than %d times before the scheduler has named it", maxWaiting))
+	}
+}
+
+// keep keeps a frame until the scheduler has named its sender, who has been told no
+// place to write to yet. It returns an error where the sender has sent too much.
+func (n *Node) keep(l *link, ev *transport.Event) error {
+	if ev.Kind != transport.EvFrame {
+		return errors.New("node: a write before the scheduler has named its sender")
+	}
+	all, own := len(ev.Data), len(ev.Data)
+	for _, w := range n.waiting {
+		for _, b := range w.early {
+			all += len(b)
+			if w == l {
+				own += len(b)
+			}
+		}
+	}
+	if len(l.early) == maxEarly || own > maxEarlyBytes || all > maxWaitingBytes {
+		return fmt.Errorf("node: too much came before the scheduler has named its sender: %d frames of %d bytes, and %d bytes of all such senders (at most %d, %d and %d)",
+			len(l.early)+1, own, all, maxEarly, maxEarlyBytes, maxWaitingBytes)
 	}
 	l.early = append(l.early, slices.Clone(ev.Data))
 	return nil
@@ -304,13 +331,11 @@ func (n *Node) admitAll() {
 	}
 	waiting := n.waiting
 	n.waiting, n.back.oldest = nil, cluster.Never
-	for k, l := range waiting {
+	for _, l := range waiting {
 		i := n.place(wire.RoleWorker, int(l.hello.Rank))
 		switch {
 		case i < 0:
 			n.turnAway(l, "it is not of this rail")
-		case sameRank(waiting[k:], l) > maxWaiting:
-			n.turnAway(l, "it has connected too often")
 		case n.back.past[l.hello.Epoch]:
 			n.turnAway(l, "another process has taken its place")
 		case n.rail[i].State == wire.Gone && n.rail[i].Epoch == l.hello.Epoch:
@@ -330,13 +355,14 @@ func (l *link) saidUp() bool {
 	return len(l.early) != 0 && wire.FrameType(l.early[0]) == wire.TypeUp
 }
 
-func sameRank(links []*link, l *link) (count int) {
+// sameRank is those of links that have the rank of l.
+func sameRank(links []*link, l *link) (of []*link) {
 	for _, o := range links {
 		if o.hello.Rank == l.hello.Rank {
-			count++
+			of = append(of, o)
 		}
 	}
-	return count
+	return of
 }
 
 // admit makes a worker's connection that of peer i.
