@@ -245,8 +245,7 @@ func (n *Node) join() {
 		_ = c.Close()
 		return
 	}
-	l := &link{conn: c, plane: base, kind: linkScheduler, hello: h}
-	n.links[c] = l
+	n.enlist(&link{conn: c, plane: base, kind: linkScheduler, hello: h})
 	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
 }
 
@@ -346,7 +345,7 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 		n.log.Warn("no direct writes, taking "+how, zap.Int("server", m.Rank), zap.String("peer", c.Remote()), zap.String("why", why))
 	}
 	l := &link{conn: c, plane: p, why: why, kind: linkPeer, index: i, hello: h, since: trace.Now()}
-	n.links[c] = l
+	n.enlist(l)
 	n.linked(l)
 }
 
@@ -360,7 +359,7 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 	case n.scheduler != nil:
 		n.lastID++
 		l.kind, l.id = linkMember, n.lastID
-		n.links[c] = l
+		n.enlist(l)
 		n.control(cluster.Input{Kind: cluster.Up, Conn: l.id, Remote: c.Remote()})
 		return
 	case n.server != nil && h.Role == wire.RoleWorker && (h.Rank < 0 || int(h.Rank) >= n.cfg.Workers*n.cfg.GroupSize):

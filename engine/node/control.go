@@ -59,11 +59,11 @@ func (n *Node) outputs(out []cluster.Output) {
 		o := n.todo[first+i]
 		switch o.Kind {
 		case cluster.Send:
-			if l := n.controlLink(o.Conn); l != nil {
+			if l := n.controls[o.Conn]; l != nil {
 				n.sendFrame(l, o.Frame)
 			}
 		case cluster.Close:
-			if l := n.controlLink(o.Conn); l != nil {
+			if l := n.controls[o.Conn]; l != nil {
 				n.unlink(l)
 				_ = l.conn.Close()
 			}
@@ -101,19 +101,6 @@ func (n *Node) outputs(out []cluster.Output) {
 			n.over(o.Err)
 		}
 	}
-}
-
-// controlLink finds the connection that an output means.
-func (n *Node) controlLink(id int64) *link {
-	for _, l := range n.links {
-		switch {
-		case n.scheduler != nil && l.kind == linkMember && l.id == id:
-			return l
-		case n.scheduler == nil && l.kind == linkScheduler:
-			return l
-		}
-	}
-	return nil
 }
 
 // maxStuck bounds the control frames that a peer does not take.

@@ -79,14 +79,15 @@ type Node struct {
 	member    *cluster.Member    // of a worker or server, else nil
 	scheduler *cluster.Scheduler // of a scheduler, else nil
 	links     map[transport.Conn]*link
-	last      *link         // whose event came last
-	lastID    int64         // of a connection of the scheduler
-	peers     []*link       // the other side of the rail, by group; nil: not connected
-	rail      []wire.Member // those of peers; nil before the roster came
-	waiting   []*link       // workers that connected before the roster came
-	met       bool          // all peers are connected
-	back      comingBack    // of peers and of this node
-	stuck     []*link       // with frames that back-pressure held up
+	controls  map[int64]*link // those of the cluster, by the numbers that its outputs give them
+	last      *link           // whose event came last
+	lastID    int64           // of a connection of the scheduler
+	peers     []*link         // the other side of the rail, by group; nil: not connected
+	rail      []wire.Member   // those of peers; nil before the roster came
+	waiting   []*link         // workers that connected before the roster came
+	met       bool            // all peers are connected
+	back      comingBack      // of peers and of this node
+	stuck     []*link         // with frames that back-pressure held up
 	frame     [1]transport.Op
 	todo      []cluster.Output // of the calls of outputs under way
 	stopErr   error            // what happened while leaving
@@ -107,7 +108,7 @@ type link struct {
 	plane  *plane
 	why    string // a better one was not used
 	kind   linkKind
-	id     int64 // member of the scheduler: its number
+	id     int64 // of a member at the scheduler: its number; of the scheduler at a member: 0
 	index  int   // peer: place in the rail
 	hello  wire.Hello
 	left   bool     // it said Bye
@@ -168,7 +169,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	free := topo.FreeCores().Free
 	n = &Node{
 		cfg: cfg, log: log, gpu: gpu, spin: cfg.Spin, yields: yieldsAfter(cfg, gpu, free), threaded: threaded(cfg, free),
-		links: map[transport.Conn]*link{}, barriers: map[uint64]*barrier{},
+		links: map[transport.Conn]*link{}, controls: map[int64]*link{}, barriers: map[uint64]*barrier{},
 		gone:     make(chan struct{}),
 		deadline: time.Now().Add(cfg.InitTimeout),
 	}
@@ -525,6 +526,14 @@ func (n *Node) down(l *link, err error) {
 	}
 }
 
+// enlist makes a connection known.
+func (n *Node) enlist(l *link) {
+	n.links[l.conn] = l
+	if l.kind == linkScheduler || l.kind == linkMember {
+		n.controls[l.id] = l
+	}
+}
+
 // unlink forgets a connection.
 func (n *Node) unlink(l *link) {
 	if n.links[l.conn] != l {
@@ -532,8 +541,11 @@ func (n *Node) unlink(l *link) {
 	}
 	delete(n.links, l.conn)
 	n.last = nil
-	if l.kind == linkPeer {
+	switch {
+	case l.kind == linkPeer:
 		l.plane.peers--
+	case n.controls[l.id] == l:
+		delete(n.controls, l.id)
 	}
 }
 

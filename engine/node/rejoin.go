@@ -292,7 +292,7 @@ func (n *Node) begin(l *link) {
 // hold keeps the connection of a worker until the scheduler has named it. Of too
 // many of one rank the oldest is closed: its worker has most likely dialled again.
 func (n *Node) hold(l *link) {
-	n.links[l.conn] = l
+	n.enlist(l)
 	n.waiting = append(n.waiting, l)
 	if of := sameRank(n.waiting, l); len(of) > maxWaiting {
 		n.turnAway(of[0], fmt.Sprintf("it has connected more than %d times before the scheduler has named it", maxWaiting))
@@ -420,6 +420,6 @@ func (n *Node) report(c transport.Conn, h wire.Hello) {
 		return
 	}
 	defer n.disown()
-	n.links[c] = &link{conn: c, plane: n.base(), kind: linkScheduler, hello: h}
+	n.enlist(&link{conn: c, plane: n.base(), kind: linkScheduler, hello: h})
 	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
 }
