@@ -399,11 +399,12 @@ func (n *Node) pass(now int64) int {
 		n.unstick()
 	}
 	found := n.poll()
-	if now >= n.timer.Load() {
+	due := now >= n.timer.Load()
+	if due {
 		n.tick()
 		n.timer.Store(n.nextTimer())
 	}
-	if found > 0 && n.others() {
+	if (found > 0 || due) && n.others() { // they may wait for what has just ended
 		n.wakeAll()
 	}
 	return found

@@ -559,3 +559,31 @@ func TestStopWithoutTheLost(t *testing.T) {
 	}
 	require.Less(t, time.Since(start), 5*time.Second)
 }
+
+// TestTickWakes has a caller wait for what ends by the clock alone, while another one
+// sleeps on the descriptors and waits for something else. The first was not woken before
+// its own limit.
+func TestTickWakes(t *testing.T) {
+	net := inproc.New(1)
+	// Without heartbeats nothing else wakes anybody.
+	m := newMesh(t, over(net), shape{2, 1, 1}, "FSERVER_ON_PEER_LOST=wait", "FSERVER_REJOIN_TIMEOUT=1", "PS_HEARTBEAT_INTERVAL=0", "PS_HEARTBEAT_TIMEOUT=0")
+	w := m.workers[0]
+	seq, err := w.Barrier(BarrierOf(true, true, false), 0)
+	require.NoError(t, err)
+	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, nil)
+	net.Kill("worker-1")
+	require.Eventually(t, func() bool {
+		require.True(t, w.own())
+		defer w.disown()
+		return w.member.Next() != cluster.Never
+	}, 10*time.Second, time.Millisecond, "it counts the time until a successor is too late")
+	other, ended := make(chan error, 1), make(chan error, 1)
+	go func() { other <- w.Wait(id, time.Minute, true) }()
+	require.Eventually(t, func() bool { return w.sleeping.Load() && !w.resting.Load() }, 10*time.Second, time.Millisecond)
+	go func() { ended <- w.WaitBarrier(seq, time.Minute) }()
+	require.Eventually(t, func() bool { return w.count.Load() == 1 }, 10*time.Second, time.Millisecond)
+	lostWithin(t, func() error { return <-ended }, "worker", 1)
+	require.Empty(t, other)
+	require.NoError(t, w.Close())
+	require.ErrorIs(t, <-other, ErrClosed)
+}
