@@ -163,8 +163,6 @@ class Node:
         connect: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _VARIABLES}
-        if tls is not None:
-            given["tls"] = "on" if tls else "off"
         merged = inherited()
         merged.update({name: _text(value) for name, value in (settings or {}).items()})
         merged.update(
@@ -479,10 +477,10 @@ class Server(Node):
     _hosted: Scheduler | None = None
 
     def _open(self, settings: dict[str, str]) -> None:
-        hosts = settings.pop("FSERVER_HOST_SCHEDULER", "").strip() or "0"
-        if hosts not in ("0", "1"):
-            raise ConfigError(f"FSERVER_HOST_SCHEDULER={hosts!r}: want 0 or 1")
-        if hosts == "1":
+        hosts = settings.pop("FSERVER_HOST_SCHEDULER", "").strip()
+        if hosts.lower() not in ("", "0", "1", "off", "on"):
+            raise ConfigError(f"FSERVER_HOST_SCHEDULER={hosts!r}: want 0, 1, off or on")
+        if hosts.lower() in ("1", "on"):
             own = {**settings, "FSERVER_HOST_SCHEDULER": "0"}
             self._hosted = Scheduler(settings=own, connect=False)
             host, port = _split(self._hosted.scheduler)

@@ -72,7 +72,7 @@ func TestEverySpelling(t *testing.T) {
 		return cases{map[string]string{l: l, h: h, " " + h + "\t": h},
 			[]string{fmt.Sprint(lo - 1), fmt.Sprint(hi + 1), "two", "1.5", "1e3", "0x10", "9999999999999999999999"}}
 	}
-	onOff := cases{map[string]string{"0": "0", "1": "1"}, []string{"2", "-1", "true", "yes"}}
+	onOff := cases{map[string]string{"0": "0", "1": "1", "off": "0", "On": "1", " ON ": "1"}, []string{"2", "-1", "true", "yes", "of"}}
 	times := func(lo, hi string, outside ...string) cases {
 		return cases{map[string]string{lo: lo, hi: hi, "1.5": "1.5"},
 			append(outside, "-1", "nan", "inf", "-inf", "1s", "1e300", "soon")}
@@ -104,7 +104,7 @@ func TestEverySpelling(t *testing.T) {
 		"FSERVER_PTRACER":         onOff,
 		"FSERVER_PROGRESS":        {map[string]string{"auto": "auto", "Caller": "caller", "thread": "thread"}, []string{"1", "both"}},
 		"DMLC_ENABLE_RDMA":        vans,
-		"DMLC_ENABLE_UCX":         {map[string]string{"0": "auto"}, []string{"ucx", "2"}},
+		"DMLC_ENABLE_UCX":         {map[string]string{"0": "auto", "off": "auto"}, []string{"ucx", "2"}},
 		"DMLC_PS_VAN_TYPE":        vans,
 		"BYTEPS_ENABLE_IPC":       onOff,
 		"FSERVER_LOANS":           onOff,
@@ -114,7 +114,7 @@ func TestEverySpelling(t *testing.T) {
 		"FSERVER_CLUSTER":         {map[string]string{"a": "a", strings.Repeat("x", 64): strings.Repeat("x", 64)}, []string{"a b", "a\x00", "é", strings.Repeat("x", 65)}},
 		"FSERVER_SECRET":          {map[string]string{" 0123456789abcdef ": "set"}, []string{"", "  "}},
 		"FSERVER_SECRET_FILE":     {nil, []string{"", "/nowhere/at/all", "/", "/dev/zero"}},
-		"FSERVER_TLS":             {map[string]string{"on": "on", "OFF": "off"}, []string{"1", "yes"}},
+		"FSERVER_TLS":             onOff,
 		"FSERVER_TLS_CERT":        {map[string]string{" /a/b ": "/a/b"}, nil},
 		"FSERVER_TLS_KEY":         {map[string]string{"a": "a"}, nil},
 		"FSERVER_TLS_CA":          {map[string]string{"a": "a"}, nil},

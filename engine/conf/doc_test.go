@@ -37,6 +37,7 @@ come first. ` + "`fserver env`" + ` prints those in force.
 
 - White space around a value does not count. An empty value is as good as none,
   except that of a secret, which is an error.
+- A setting that is on or off takes 0 or ` + "`off`, and 1 or `on`" + `.
 - Where a setting has an older spelling, the newer one counts if both are given;
   if they disagree, a warning names both. Both have to be valid.
 - A name that starts with ` + "`DMLC_`, `STEPMESH_` or `FSERVER_`" + ` and is not here is

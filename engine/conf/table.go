@@ -124,7 +124,7 @@ var table = []setting{
 		name:    "FSERVER_TRANSPORT",
 		older: []spelling{
 			{"DMLC_ENABLE_RDMA", vans, van},
-			{"DMLC_ENABLE_UCX", "0 or 1", oneOf("0", "", "1", "ucx")},
+			{"DMLC_ENABLE_UCX", switches, oneOf("0", "", "off", "", "1", "ucx", "on", "ucx")},
 			{"DMLC_PS_VAN_TYPE", vans, van},
 		},
 		value:   choice("auto", transports, nil, func(c *Config) *Transport { return &c.Transport }),
@@ -176,8 +176,8 @@ var table = []setting{
 		meaning: "the file that holds the secret, where FSERVER_SECRET is not set; white space around it does not count",
 	}, {
 		name:    "FSERVER_TLS",
-		value:   offOn("off", func(c *Config) *bool { return &c.TLS }),
-		meaning: "TLS 1.3 on all connections over TCP, control and data; `on` needs a secret or a certificate, and must be the same on all nodes",
+		value:   onOff("0", func(c *Config) *bool { return &c.TLS }),
+		meaning: "TLS 1.3 on all connections over TCP, control and data; 1 needs a secret or a certificate, and must be the same on all nodes",
 	}, {
 		name:    "FSERVER_TLS_CERT",
 		value:   file(func(c *Config) *string { return &c.TLSCert.Path }),
@@ -364,14 +364,15 @@ func number(def string, lo, hi int, at func(*Config) *int) value {
 	}
 }
 
+// onOff is a switch. Users write it in either spelling; it is shown as 0 or 1.
 func onOff(def string, at func(*Config) *bool) value {
 	return value{
 		typ:  "flag",
-		want: "0 or 1",
+		want: switches,
 		def:  def,
 		set: func(c *Config, v string) bool {
-			*at(c) = v == "1"
-			return v == "0" || v == "1"
+			*at(c) = v == "1" || strings.EqualFold(v, "on")
+			return *at(c) || v == "0" || strings.EqualFold(v, "off")
 		},
 		get: func(c *Config) string {
 			if *at(c) {
@@ -382,23 +383,8 @@ func onOff(def string, at func(*Config) *bool) value {
 	}
 }
 
-func offOn(def string, at func(*Config) *bool) value {
-	return value{
-		typ:  "switch",
-		want: "off or on",
-		def:  def,
-		set: func(c *Config, v string) bool {
-			*at(c) = strings.EqualFold(v, "on")
-			return *at(c) || strings.EqualFold(v, "off")
-		},
-		get: func(c *Config) string {
-			if *at(c) {
-				return "on"
-			}
-			return "off"
-		},
-	}
-}
+// switches are the values of every setting that is on or off.
+const switches = "0, 1, off or on"
 
 // choice is one of names, each of which stands for its index; allowed (nil: all
 // of names) are those that a user can write, in any case.

@@ -81,6 +81,15 @@ def test_a_secret_is_not_shown(
     assert "hunter2" not in "".join(capsys.readouterr())
 
 
+def test_a_switch_takes_both_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    switches = [s for s in rows(capsys).values() if s["type"] == "flag"]
+    assert {"FSERVER_TLS", "FSERVER_HOST_SCHEDULER", "PS_RESEND"} <= {s["name"] for s in switches}
+    for given, shown in (("0", "0"), ("off", "0"), ("1", "1"), ("On", "1")):
+        found = rows(capsys, *(f"{s['name']}={given}" for s in switches))
+        assert {found[s["name"]]["value"] for s in switches} == {shown}
+    assert {s["allowed"] for s in switches} == {"0, 1, off or on"}
+
+
 def test_a_long_value_stays_inside_the_table() -> None:
     row = {
         "section": "s", "name": "N", "value": "x " * 200, "default": "", "meaning": "m",
