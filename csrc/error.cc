@@ -12,10 +12,10 @@
 namespace fserver {
 namespace {
 
-constexpr int kKinds = 6;
-const char *const kNames[kKinds] = {"Error",         "TimeoutError",
-                                    "PeerLostError", "ConfigError",
-                                    "ShapeError",    "ClosedError"};
+constexpr int kKinds = 7;
+const char *const kNames[kKinds] = {
+    "Error",      "TimeoutError", "PeerLostError", "ConfigError",
+    "ShapeError", "ClosedError",  "LimitError"};
 PyObject *classes[kKinds]; // never freed: errors are raised until the very end
 
 PyObject *of(Kind kind) { return classes[static_cast<int>(kind)]; }
@@ -26,6 +26,8 @@ Kind kind_of(int code) {
     return Kind::kConfig;
   case EMSGSIZE:
     return Kind::kShape;
+  case EXFULL:
+    return Kind::kLimit;
   case ETIMEDOUT:
     return Kind::kTimeout;
   case ECONNRESET:

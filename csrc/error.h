@@ -9,7 +9,15 @@ namespace fserver {
 // carries nothing, so that it can cross C++ frames that know no Python.
 struct Raised {};
 
-enum class Kind { kError, kTimeout, kPeerLost, kConfig, kShape, kClosed };
+enum class Kind {
+  kError,
+  kTimeout,
+  kPeerLost,
+  kConfig,
+  kShape,
+  kClosed,
+  kLimit
+};
 
 // Looks up the classes. Called once, when the module is loaded.
 void load_errors();

@@ -377,8 +377,11 @@ class Worker(Node):
 
         Raises:
             ConfigError: an argument is not what it should be.
-            ShapeError: counts do not fit, or a tensor is not contiguous. That a server is gone
-                is for wait to say.
+            ShapeError: counts do not fit, or a tensor is not contiguous.
+            LimitError: 4,096 push_pulls of this worker have not completed. Wait for one of them,
+                then call again.
+
+        A server that is gone is no error here: wait raises it.
         """
         return self._node.push_pull(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
 
@@ -601,6 +604,8 @@ class Server(Node):
 
         Raises:
             ShapeError: count or sizes do not fit, or the handler is not waiting for an answer.
+            LimitError: 4,096 answers of this server have not left it, and none has within a second:
+                their workers take none. The request is not answered; call again later.
             PeerLostError: the worker is gone.
         """
         self._node.respond(tensors, handler, need_event)

@@ -8,6 +8,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "Error",
+    "LimitError",
     "PeerLostError",
     "ShapeError",
     "TimeoutError",
@@ -51,6 +52,11 @@ class ConfigError(Error, ValueError):
 
 class ShapeError(Error, ValueError):
     """The number, shape or size of tensors or keys does not fit."""
+
+
+class LimitError(Error):
+    """As many operations are under way as a node may have. Nothing is wrong with the arguments: the
+    same call succeeds when one of them has ended."""
 
 
 class ClosedError(Error):

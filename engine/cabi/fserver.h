@@ -10,6 +10,7 @@
  * The errno values in use and what they mean:
  *   EINVAL       an argument or a setting is wrong              (ConfigError)
  *   EMSGSIZE     a count, shape or size of tensors is wrong      (ShapeError)
+ *   EXFULL       4,096 tickets are under way, which is the limit (LimitError)
  *   ETIMEDOUT    the time given to the operation is up         (TimeoutError)
  *   ECONNRESET   a peer is gone; fs_error names it            (PeerLostError)
  *   ESHUTDOWN    the node is closed, or the cluster has ended   (ClosedError)

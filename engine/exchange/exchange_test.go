@@ -279,7 +279,7 @@ func TestManyTickets(t *testing.T) {
 		require.NoError(t, err)
 	}
 	_, err = p.w.Begin()
-	require.ErrorContains(t, err, "under way")
+	require.ErrorIs(t, err, ErrFull)
 }
 
 // TestTemporaryRegistration drops what is registered for one call only.

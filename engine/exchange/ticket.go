@@ -25,7 +25,7 @@ const (
 )
 
 // ErrFull says that as many tickets are under way as there may be.
-var ErrFull = Shapef("exchange: %d push_pulls or answers are under way: wait for some before the next", Window)
+var ErrFull = fmt.Errorf("exchange: %d push_pulls or answers of this node are under way, which is the limit: wait for one of them before the next", Window)
 
 // ErrNoTicket says that a ticket was never issued or is forgotten.
 var ErrNoTicket = errors.New("exchange: no such ticket")

@@ -81,6 +81,8 @@ func Errno(err error) syscall.Errno {
 		return syscall.ECONNRESET
 	case errors.As(err, &shape):
 		return syscall.EMSGSIZE
+	case errors.Is(err, exchange.ErrFull):
+		return syscall.EXFULL
 	case errors.As(err, &timeout):
 		return syscall.ETIMEDOUT
 	case errors.As(err, &setting), errors.As(err, &refused), refusal(err):

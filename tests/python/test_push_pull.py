@@ -559,6 +559,19 @@ def test_with_a_secret(cluster: MakeCluster) -> None:
     assert same(round_trip(c, torch.ones(3)), torch.ones(3))
 
 
+def test_as_many_at_once_as_may_be(pair: Cluster) -> None:
+    """One more is refused as a limit, which ends when one of them does."""
+    x = torch.ones(1)
+    handlers = [pair.worker.push_pull([x], [0], [], []) for _ in range(4096)]
+    with pytest.raises(fserver.LimitError, match=r"4096 push_pulls .*under way.*wait") as raised:
+        pair.worker.push_pull([x], [0], [], [])
+    assert not isinstance(raised.value, ValueError)  # nothing is wrong with the arguments
+    [(handler, _, _)] = pair.server.get_batch(LIMIT * 1e3)
+    pair.server.respond([], handler)
+    pair.worker.wait(handlers[0], LIMIT * 1e3)
+    pair.worker.push_pull([x], [0], [], [])
+
+
 def test_over_tls(cluster: MakeCluster) -> None:
     c = cluster(secret="one that all nodes know", transport="tcp", tls=True)
     x = torch.arange(1 << 20, dtype=torch.float32)
