@@ -672,23 +672,6 @@ def test_a_server_without_a_scheduler_has_none_to_name() -> None:
     server.close()
 
 
-@pytest.mark.parametrize("given", ["on", "1", "OFF", ""])
-def test_a_server_hosts_its_scheduler_by_either_spelling(given: str) -> None:
-    hosts = given in ("on", "1")
-    server = fserver.Server(
-        scheduler=f"127.0.0.1:{0 if hosts else 1}",
-        settings={"FSERVER_HOST_SCHEDULER": given},
-        connect=False,
-    )
-    if hosts:
-        assert server.scheduler
-    else:
-        refused(fserver.ClosedError, "hosts no scheduler", lambda: server.scheduler)
-    server.close()
-    with pytest.raises(fserver.ConfigError, match="='yes': want 0, 1, off or on"):
-        fserver.Server(scheduler="127.0.0.1:0", settings={"FSERVER_HOST_SCHEDULER": "yes"})
-
-
 @pytest.mark.parametrize("connection", ["wrong cluster", "wrong secret", "no secret"])
 def test_strangers(port: int, connection: str) -> None:
     """A node of another cluster, or without the secret, is refused, and says so."""

@@ -517,22 +517,25 @@ def test_server_with_a_scheduler_and_context_managers() -> None:
     assert server.closed
 
 
-def test_a_scheduler_in_the_server_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSERVER_HOST_SCHEDULER", " 1\t")
+@pytest.mark.parametrize(("on", "off"), [(" 1\t", " "), ("On", "off"), ("1", "0")])
+def test_a_scheduler_in_the_server_by_environment(
+    monkeypatch: pytest.MonkeyPatch, on: str, off: str
+) -> None:
+    monkeypatch.setenv("FSERVER_HOST_SCHEDULER", on)
     monkeypatch.setenv("DMLC_PS_ROOT_PORT", "0")
     server = fserver.Server.from_env(connect=False)
     monkeypatch.delenv("FSERVER_HOST_SCHEDULER")
     worker = fserver.Worker(scheduler=server.scheduler, connect=False)
     together([server.connect, worker.connect])
     together([server.stop, worker.stop])
-    monkeypatch.setenv("FSERVER_HOST_SCHEDULER", " ")  # as good as none
+    monkeypatch.setenv("FSERVER_HOST_SCHEDULER", off)  # a blank is as good as none
     monkeypatch.setenv("DMLC_PS_ROOT_PORT", "7000")
     server = fserver.Server.from_env(connect=False)
     with pytest.raises(fserver.ClosedError, match="hosts no scheduler"):
         _ = server.scheduler
     server.close()
     monkeypatch.setenv("FSERVER_HOST_SCHEDULER", "yes")
-    with pytest.raises(fserver.ConfigError, match="FSERVER_HOST_SCHEDULER='yes': want 0 or 1"):
+    with pytest.raises(fserver.ConfigError, match="SCHEDULER='yes': want 0, 1, off or on"):
         fserver.Server.from_env(connect=False)
 
 
