@@ -146,12 +146,17 @@ func who(r wire.Role, rank int) string {
 // beat is the frame of a heartbeat: the same one every time, so that none allocates.
 var beat = wire.AppendSignal(nil, wire.TypeHeartbeat)
 
-// place is an address for people: without the name of its transport.
-func place(addr string) string {
-	if _, rest, ok := strings.Cut(addr, ":"); ok {
+// place is where a member listens, for people: the address that everybody can use,
+// which is the last one, without the name of its transport. Empty: nowhere.
+func place(m *wire.Member) string {
+	if len(m.Addrs) == 0 {
+		return ""
+	}
+	last := m.Addrs[len(m.Addrs)-1]
+	if _, rest, ok := strings.Cut(last, ":"); ok {
 		return rest
 	}
-	return addr
+	return last
 }
 
 // heartbeat is the timing of heartbeats, the same on both sides.

@@ -83,8 +83,9 @@ func TestErrors(t *testing.T) {
 	require.Equal(t, "it closed its connection", reason(fmt.Errorf("tcp: read: %w", io.EOF)))
 	require.Equal(t, "it closed its connection", reason(nil))
 	require.Equal(t, "reset", reason(errors.New("reset")))
-	require.Equal(t, "[fe80::1]:7000", place("tcp:[fe80::1]:7000"))
-	require.Equal(t, "host", place("host"))
+	require.Equal(t, "[fe80::1]:7000", place(&wire.Member{Addrs: []string{"cma:1f2e/fserver-3d", "tcp:[fe80::1]:7000"}}))
+	require.Equal(t, "host", place(&wire.Member{Addrs: []string{"host"}}))
+	require.Empty(t, place(&wire.Member{}))
 	m := NewMember(MemberConfig{Scheduler: "10.0.0.1:7000"})
 	require.Equal(t, "not connected to the scheduler at 10.0.0.1:7000", m.Waiting())
 }
@@ -117,7 +118,7 @@ func TestRosterTooLong(t *testing.T) {
 		why, err := wire.ParseRefuse(o.Frame)
 		require.NoError(t, err)
 		require.Equal(t, wire.TypeRefuse, wire.FrameType(o.Frame))
-		require.Contains(t, why, "the list of 65 members takes 1070034 bytes")
+		require.Contains(t, why, "the list of 65 members takes 1070164 bytes")
 	}
 	for i := range 65 {
 		out = s.Step(start, Input{Kind: Down, Conn: int64(i)})

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -32,10 +33,12 @@ type Member struct {
 
 	now     int64
 	stage   stage
-	online  bool  // connected to the scheduler
-	known   bool  // it has said something
-	agreed  bool  // once active: the scheduler has told its roster
-	heard   int64 // from it
+	online  bool   // connected to the scheduler
+	known   bool   // it has said something
+	missing string // what it says the cluster waits for
+	done    bool   // of a server: its workers have left
+	agreed  bool   // once active: the scheduler has told its roster
+	heard   int64  // from it
 	leaveBy int64
 	orphan  *LostError    // the last loss of the scheduler
 	late    bool          // the cluster ran before
@@ -142,11 +145,14 @@ func (m *Member) Waiting() string {
 	case alone:
 		return "not connected to the scheduler at " + m.cfg.Scheduler
 	case joining:
-		return "members are missing at the scheduler at " + m.cfg.Scheduler
+		if m.missing == "" {
+			return "members are missing at the scheduler at " + m.cfg.Scheduler
+		}
+		return fmt.Sprintf("members are missing at the scheduler at %s: %s", m.cfg.Scheduler, m.missing)
 	case meeting:
 		return "not connected to all its peers"
 	case connected:
-		return "other members are not connected to all their peers"
+		return cmp.Or(m.missing, "other members are not connected to all their peers")
 	}
 	return "nothing"
 }
@@ -236,6 +242,23 @@ func (m *Member) Leave(now int64) []Output {
 	return m.out
 }
 
+// Done says of a server that all its workers have left: that it ends without Leave is
+// no loss any more.
+func (m *Member) Done(now int64) []Output {
+	m.out = m.out[:0]
+	if m.now = now; m.stage == active && !m.done {
+		m.done = true
+		m.sayDone()
+	}
+	return m.out
+}
+
+func (m *Member) sayDone() {
+	if m.done && m.agreed {
+		m.send(wire.AppendSignal(nil, wire.TypeDone))
+	}
+}
+
 func (m *Member) emit(o Output) { m.out = append(m.out, o) }
 
 func (m *Member) send(frame []byte) { m.emit(Output{Kind: Send, Frame: frame}) }
@@ -304,6 +327,7 @@ func (m *Member) miss(seat int, e *LostError) {
 // joined takes note of a successor.
 func (m *Member) joined(seat int, j wire.Member) {
 	m.roster[seat] = j
+	m.done = m.done && j.Role == wire.RoleServer
 	m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == seat })
 	m.emit(Output{Kind: Joined, Members: []wire.Member{j}})
 }
@@ -346,6 +370,10 @@ func (m *Member) frame(data []byte) error {
 	case t == wire.TypePing:
 		m.send(wire.AppendSignal(nil, wire.TypePing))
 		return wire.ParseSignal(data)
+	case t == wire.TypeWaiting && m.stage < active:
+		what, err := wire.ParseWaiting(data)
+		m.missing = what
+		return err
 	case t == wire.TypeRefuse:
 		why, err := wire.ParseRefuse(data)
 		if err != nil {
@@ -370,6 +398,7 @@ func (m *Member) frame(data []byte) error {
 			break
 		}
 		m.stage, m.late, m.view, m.roster = meeting, r.Running, r.View, r.Members
+		m.missing = ""
 		for i := range m.roster {
 			if v := &m.roster[i]; v.State == wire.Gone {
 				m.miss(i, lostBefore(v))
@@ -429,9 +458,7 @@ func (m *Member) frame(data []byte) error {
 // lostBefore is the loss of a member of which only the result is known.
 func lostBefore(v *wire.Member) *LostError {
 	e := &LostError{Role: v.Role, Rank: v.Rank, Reason: "it was lost, and nobody has taken its place yet"}
-	if len(v.Addrs) != 0 {
-		e.Address = place(v.Addrs[0])
-	}
+	e.Address = place(v)
 	return e
 }
 
@@ -451,6 +478,7 @@ func (m *Member) agree(r *wire.Roster) {
 		}
 	}
 	m.agreed = true
+	m.sayDone()
 	m.callAgain()
 	if m.stage == parting {
 		m.send(wire.AppendSignal(nil, wire.TypeLeave))

@@ -71,6 +71,13 @@ func (s *Scheduler) admit(c *conn, m *wire.Member) {
 // announce makes m the owner of its seat.
 func (s *Scheduler) announce(m *wire.Member) {
 	s.known[s.seat(m)] = *m
+	if m.Role == wire.RoleWorker {
+		for _, c := range s.seats {
+			if c != nil {
+				c.done = false // it has a worker again
+			}
+		}
+	}
 	s.view++
 	s.all(wire.AppendJoined(nil, &wire.Joined{View: s.view, Member: *m}))
 	s.emit(Output{Kind: Joined, Members: []wire.Member{*m}})
@@ -104,6 +111,7 @@ func (s *Scheduler) comesBack(c *conn, g *wire.Register) (why string) {
 	}
 	c.ready = true
 	s.sit(c, &g.Member)
+	s.registered(c)
 	s.introduce(c)
 	return ""
 }

@@ -1,12 +1,14 @@
 package cluster
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"fserver/engine/wire"
 )
@@ -36,6 +38,8 @@ type Scheduler struct {
 	seated   int            // seats taken
 	ready    int            // members that said so, until the cluster runs
 	leaving  int            // members that want to leave
+	parting  bool           // some want to, or may
+	finishes bool           // the scheduler is about to go
 	known    []wire.Member  // once the cluster runs: who has each seat, or had it last
 	view     uint64         // changes of known so far
 	era      uint64         // the view of the last loss: barrier calls from before it are over
@@ -44,6 +48,8 @@ type Scheduler struct {
 	barriers [wire.BarrierKinds]barrier
 	scan     int64   // no connection's time is up before this
 	due      []int64 // room for tick
+	told     string  // what the members have heard that the cluster waits for
+	tellBy   int64   // when they hear it again
 	expectBy int64   // when a member is lost that an earlier scheduler knew and this one does not
 	emptyBy  int64   // when a cluster ends of which nobody is left
 	endBy    int64
@@ -72,19 +78,17 @@ type conn struct {
 	told    bool  // has been told to go
 	ready   bool
 	leaving bool
+	done    bool  // a server whose workers have left
 	calls   int   // barrier calls that are pending
 	rival   *conn // who wants its seat, and waits to see whether it answers
 	waits   *conn // whose seat it wants
 }
 
-func (c *conn) who() string { return who(c.Role, c.Rank) }
+func (c *conn) who() string { return c.Name() }
 
-// address is where people find the member.
+// address is where people find the member, or its connection.
 func (c *conn) address() string {
-	if len(c.Addrs) != 0 {
-		return place(c.Addrs[0])
-	}
-	return c.remote
+	return cmp.Or(place(&c.Member), c.remote)
 }
 
 // rail is a place in a group.
@@ -115,6 +119,7 @@ func NewScheduler(cfg SchedulerConfig) (*Scheduler, error) {
 		rails:    make(map[rail]*conn),
 		changed:  make([]bool, s.Members()),
 		scan:     Never,
+		tellBy:   Never,
 		expectBy: Never,
 		emptyBy:  Never,
 		endBy:    Never,
@@ -156,7 +161,15 @@ func (s *Scheduler) Next() int64 {
 	if s.phase == over {
 		return Never
 	}
-	return min(s.hb.beat, s.scan, s.expectBy, s.emptyBy, s.endBy)
+	return min(s.hb.beat, s.scan, s.tellBy, s.expectBy, s.emptyBy, s.endBy)
+}
+
+// Name returns the name of the member on a connection, or an empty text: it has none.
+func (s *Scheduler) Name(conn int64) string {
+	if c := s.conns[conn]; c != nil && c.member {
+		return c.who()
+	}
+	return ""
 }
 
 // Waiting says what the cluster waits for before it runs.
@@ -268,6 +281,9 @@ func (s *Scheduler) tick() {
 			}
 		}
 	}
+	if s.now >= s.tellBy {
+		s.tell()
+	}
 	if s.now >= s.expectBy {
 		s.giveUp()
 	}
@@ -313,6 +329,9 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 		if v, err = wire.ParseBarrier(data); err == nil {
 			err = s.barrier(c, v)
 		}
+	case t == wire.TypeDone && s.phase == running && c.Role == wire.RoleServer:
+		err = wire.ParseSignal(data)
+		c.done, s.parting = true, true
 	case t == wire.TypeLeave && s.phase == running && !c.leaving:
 		if err = wire.ParseSignal(data); err == nil {
 			s.wantsToLeave(c)
@@ -356,6 +375,9 @@ func (s *Scheduler) sit(c *conn, m *wire.Member) {
 	s.seated++
 	s.emptyBy = Never
 	s.scan = min(s.scan, s.deadline(c))
+}
+
+func (s *Scheduler) registered(c *conn) {
 	s.logf("%s at %s has registered, %d of %d", c.who(), c.address(), s.seated, len(s.seats))
 }
 
@@ -369,9 +391,11 @@ func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
 			"(DMLC_INSTANCE_ID, else STEPMESH_GPU + DMLC_RANK_OFFSET)", g.Instance, g.Role, g.Group, c.who())
 	}
 	s.sit(c, &g.Member)
+	s.registered(c)
 	s.rails[c.rail()] = c
+	s.tellSoon()
 	if s.seated < len(s.seats) {
-		s.send(c, beat) // so that it knows that it is here
+		s.send(c, wire.AppendWaiting(nil, s.Waiting())) // so that it knows that it is here
 		return ""
 	}
 	s.known = make([]wire.Member, len(s.seats))
@@ -389,6 +413,20 @@ func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
 	s.phase = linking
 	s.all(roster)
 	return ""
+}
+
+// tellEvery is how often members hear at most what the cluster waits for.
+const tellEvery = time.Second
+
+func (s *Scheduler) tellSoon() { s.tellBy = min(s.tellBy, s.now+int64(tellEvery)) }
+
+// tell tells the members what the cluster waits for, if that has changed.
+func (s *Scheduler) tell() {
+	s.tellBy = Never
+	if what := s.Waiting(); s.phase < running && what != s.told {
+		s.told = what
+		s.all(wire.AppendWaiting(nil, what))
+	}
 }
 
 // judge says why nobody like this can take part, or nothing.
@@ -440,9 +478,10 @@ func (s *Scheduler) isReady(c *conn) {
 		return
 	}
 	if s.ready++; s.ready < len(s.seats) {
+		s.tellSoon()
 		return
 	}
-	s.phase = running
+	s.phase, s.tellBy = running, Never
 	s.all(wire.AppendSignal(nil, wire.TypeGo))
 	s.logf("the cluster is running: %v", s.shape)
 	s.emit(Output{Kind: Running})
@@ -450,16 +489,36 @@ func (s *Scheduler) isReady(c *conn) {
 
 // wantsToLeave counts c, which keeps its seat until all leave.
 func (s *Scheduler) wantsToLeave(c *conn) {
-	c.leaving = true
+	c.leaving, s.parting = true, true
 	s.leaving++
 	s.known[s.seat(&c.Member)].State = wire.Parting
 	s.logf("%s wants to leave, %d of %d", c.who(), s.leaving, s.seated)
 	s.leaveTogether()
 }
 
+// Finish says that the scheduler is about to go. A server whose workers have left
+// is not waited for then. The result says whether members are leaving, so that the
+// cluster may end in order yet.
+func (s *Scheduler) Finish(now int64) (out []Output, parting bool) {
+	s.out, s.now = s.out[:0], now
+	if s.phase == running {
+		s.finishes = true
+		s.leaveTogether()
+	}
+	return s.out, s.parting && s.phase < over
+}
+
 // leaveTogether ends the cluster if all members that there still are want it.
 func (s *Scheduler) leaveTogether() {
-	if s.leaving != 0 && s.leaving == s.seated {
+	willing := s.leaving
+	if s.finishes {
+		for _, c := range s.seats {
+			if c != nil && c.done && !c.leaving {
+				willing++
+			}
+		}
+	}
+	if s.leaving != 0 && willing == s.seated {
 		s.all(wire.AppendSignal(nil, wire.TypeLeft))
 		s.end(nil)
 	}
@@ -487,10 +546,15 @@ func (s *Scheduler) drop(c *conn, why string) {
 	s.changed[s.seat(&c.Member)] = true
 	s.seated--
 	var err error
-	if c.leaving {
+	left := c.leaving || c.done
+	switch {
+	case c.leaving:
 		s.leaving--
 		s.logf("%s has left before the others", c.who())
-	} else {
+	case c.done:
+		s.known[s.seat(&c.Member)].State = wire.Parting
+		s.logf("%s has left after its workers", c.who())
+	default:
 		err = s.lose(&c.Member, c.address(), why)
 	}
 	switch {
@@ -499,7 +563,7 @@ func (s *Scheduler) drop(c *conn, why string) {
 		return
 	case c.rival != nil:
 		s.inherit(c)
-	case s.seated == 0 && (c.leaving || s.rejoin == 0):
+	case s.seated == 0 && (left || s.rejoin == 0):
 		s.end(err)
 		return
 	case s.seated == 0:

@@ -35,6 +35,8 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //	barrier w0-3 servers|workers|all [groups]
 //	giveup w0 1    it waits for its call 1 no more
 //	leave w0-3
+//	done s0        its workers have left
+//	finish         the scheduler is about to go
 //	kill w0 [why]  its process is gone, or the scheduler's (kill S)
 //	scheduler      a new one starts
 //	redial w0-3    members that dial again reach it
@@ -285,6 +287,13 @@ func (w *world) command(f []string) {
 			n := w.find(name)
 			w.fromMember(n, n.m.Leave(w.now))
 		}
+	case "finish":
+		out, parting := w.s.Finish(w.now)
+		w.say("S: parting: %v", parting)
+		w.fromScheduler(out)
+	case "done":
+		n := w.find(args[0])
+		w.fromMember(n, n.m.Done(w.now))
 	case "kill":
 		err := io.EOF
 		if len(args) > 1 {
@@ -550,10 +559,10 @@ func describe(b []byte) string {
 			}
 			return fmt.Sprintf("roster of %d", len(ms.Members))
 		}
-	case wire.TypeReady, wire.TypeGo, wire.TypeLeave, wire.TypeLeft, wire.TypePing:
+	case wire.TypeReady, wire.TypeGo, wire.TypeLeave, wire.TypeLeft, wire.TypePing, wire.TypeDone:
 		if wire.ParseSignal(b) == nil {
 			return map[wire.Type]string{
-				wire.TypeReady: "ready", wire.TypeGo: "go", wire.TypeLeave: "leave", wire.TypeLeft: "left", wire.TypePing: "ping",
+				wire.TypeReady: "ready", wire.TypeGo: "go", wire.TypeLeave: "leave", wire.TypeLeft: "left", wire.TypePing: "ping", wire.TypeDone: "done",
 			}[t]
 		}
 	case wire.TypeJoined:
@@ -571,6 +580,10 @@ func describe(b []byte) string {
 	case wire.TypeLost:
 		if l, err := wire.ParseLost(b); err == nil {
 			return fmt.Sprintf("lost %v %d, view %d", l.Role, l.Rank, l.View)
+		}
+	case wire.TypeWaiting:
+		if what, err := wire.ParseWaiting(b); err == nil {
+			return "waiting: " + what
 		}
 	case wire.TypeRefuse:
 		if why, err := wire.ParseRefuse(b); err == nil {

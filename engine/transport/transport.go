@@ -216,6 +216,18 @@ type Teller interface {
 	Why() string
 }
 
+// Explainer is a Fabric that can say why Reaches is false. Beyond returns that for an
+// address of its own transport, and an empty text where Reaches is true.
+type Explainer interface{ Beyond(peer Addr) string }
+
+// Beyond returns what f says as an Explainer; an empty text if it is none.
+func Beyond(f Fabric, peer Addr) string {
+	if e, ok := f.(Explainer); ok {
+		return e.Beyond(peer)
+	}
+	return ""
+}
+
 // Via is what a Conn of the Fabric with a name says as a Teller; for one that is
 // none, the kind of the Fabric and nothing.
 func Via(c Conn, fabric string) (via, why string) {

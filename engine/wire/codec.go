@@ -16,7 +16,7 @@ import (
 
 // Version of the wire format. It changes with every change that an older
 // build would not understand.
-const Version = 6
+const Version = 7
 
 // Type is the first byte of every frame.
 type Type uint8
@@ -37,6 +37,8 @@ const (
 	TypeHeartbeat Type = 11 // both ways: I am alive
 	TypeJoined    Type = 12 // scheduler -> member: a member has come back
 	TypePing      Type = 13 // scheduler -> member, and back at once: are you alive
+	TypeWaiting   Type = 14 // scheduler -> member: what the cluster waits for before it runs
+	TypeDone      Type = 15 // server -> scheduler: my workers have left, so my end is no loss
 
 	TypePlan     Type = 32 // worker -> server: the shape of a push-pull, under a number
 	TypeNeed     Type = 33 // worker -> server: receive buffers must grow

@@ -3,6 +3,7 @@ package wire
 import (
 	"encoding/binary"
 	"fmt"
+	"math"
 )
 
 // Role is what a node is in the cluster.
@@ -28,13 +29,14 @@ func (r Role) String() string {
 }
 
 // Bounds of the control frames. A roster is one frame, so it is what bounds a
-// cluster: 26,000 members with one IPv4 address each (39 bytes), or 9,500
-// with four (106 bytes).
+// cluster: 18,000 members with one IPv4 address and a host name of 12 bytes each
+// (55 bytes), or 8,300 with four addresses (122 bytes).
 const (
 	MaxMembers = 65536
 	MaxRoster  = 1<<20 - 1<<15 // bytes: what a transport takes as one frame, less what Register has beside it
 	MaxAddrs   = 64            // of one member
 	maxAddr    = 255           // one address, bytes
+	MaxHost    = 64            // name of a host, bytes
 )
 
 // Member is one worker or server.
@@ -45,7 +47,17 @@ type Member struct {
 	Instance int      // rail
 	Epoch    uint64   // which run of the process: no two runs have the same
 	State    State    // in a roster
+	Pid      uint32   // number of its process on Host
+	Host     string   // name of its host, for people; at most MaxHost bytes
 	Addrs    []string // where it listens, best first; printable, at most 255 bytes each
+}
+
+// Name returns how messages name the member: role, rank, process and host.
+func (m *Member) Name() string {
+	if m.Host == "" {
+		return fmt.Sprintf("%v %d", m.Role, m.Rank)
+	}
+	return fmt.Sprintf("%v %d (pid %d on %s)", m.Role, m.Rank, m.Pid, m.Host)
 }
 
 // State is what has become of a member.
@@ -59,7 +71,7 @@ const (
 )
 
 // memberSize is the least that a Member takes.
-const memberSize = 14
+const memberSize = 16
 
 func appendMember(dst []byte, m *Member) []byte {
 	dst = append(dst, byte(m.Role))
@@ -68,6 +80,8 @@ func appendMember(dst []byte, m *Member) []byte {
 	dst = binary.AppendUvarint(dst, uint64(m.Instance))
 	dst = binary.LittleEndian.AppendUint64(dst, m.Epoch)
 	dst = append(dst, byte(m.State))
+	dst = binary.AppendUvarint(dst, uint64(m.Pid))
+	dst = appendBytes(dst, m.Host)
 	dst = binary.AppendUvarint(dst, uint64(len(m.Addrs)))
 	for _, a := range m.Addrs {
 		dst = appendBytes(dst, a)
@@ -83,6 +97,8 @@ func (r *reader) member() Member {
 		Instance: r.number("instance", MaxMembers-1),
 		Epoch:    r.u64(),
 		State:    State(r.u8()),
+		Pid:      uint32(r.number("process number", math.MaxUint32)),
+		Host:     r.text("bytes of a host name", MaxHost),
 	}
 	if r.err == nil && m.State > Parting {
 		r.fail(fmt.Errorf("wire: state %d of a member is unknown", m.State))
@@ -218,7 +234,7 @@ func ParseJoined(b []byte) (*Joined, error) {
 }
 
 // AppendSignal appends a frame that is its type alone: Ready, Go, Leave, Left,
-// Heartbeat, Ping.
+// Heartbeat, Ping, Done.
 func AppendSignal(dst []byte, t Type) []byte { return append(dst, byte(t)) }
 
 // ParseSignal checks that a frame is its type alone.
@@ -357,6 +373,19 @@ func ParseRefuse(b []byte) (reason string, err error) {
 	r.kind(TypeRefuse)
 	reason = r.text("bytes of a reason", maxReason)
 	return reason, r.end()
+}
+
+// AppendWaiting appends the frame that tells a member what the cluster waits for.
+func AppendWaiting(dst []byte, what string) []byte {
+	return appendBytes(append(dst, byte(TypeWaiting)), clip(what))
+}
+
+// ParseWaiting parses a frame.
+func ParseWaiting(b []byte) (what string, err error) {
+	r := reader{b: b}
+	r.kind(TypeWaiting)
+	what = r.text("bytes of what is waited for", maxReason)
+	return what, r.end()
 }
 
 func (r *reader) role() Role {

@@ -78,6 +78,11 @@ var control = []struct {
 		return j, AppendJoined(nil, j), err
 	}},
 	{"ping", AppendSignal(nil, TypePing), signal},
+	{"waiting", AppendWaiting(nil, "1 of 2 members have registered; missing: worker 0"), func(b []byte) (any, []byte, error) {
+		what, err := ParseWaiting(b)
+		return what, AppendWaiting(nil, what), err
+	}},
+	{"done", AppendSignal(nil, TypeDone), signal},
 }
 
 var roster = &Roster{View: 300, Running: true, Members: []Member{
@@ -85,7 +90,7 @@ var roster = &Roster{View: 300, Running: true, Members: []Member{
 }}
 
 var member = Member{
-	Role: RoleServer, Rank: 5, Group: 1, Instance: 2, Epoch: 0x1122334455667788,
+	Role: RoleServer, Rank: 5, Group: 1, Instance: 2, Epoch: 0x1122334455667788, Pid: 4321, Host: "host-a",
 	Addrs: []string{"tcp:10.0.0.9:7000", "tcp:[fe80::1]:7000"},
 }
 
@@ -116,6 +121,8 @@ func TestControlValues(t *testing.T) {
 	require.Equal(t, 20, g.Shape.Members())
 	require.Equal(t, 3, g.Shape.Groups(RoleWorker))
 	require.Equal(t, 2, g.Shape.Groups(RoleServer))
+	require.Equal(t, "server 5 (pid 4321 on host-a)", g.Name())
+	require.Equal(t, "worker 0", (&Member{Role: RoleWorker, Pid: 1}).Name())
 
 	l, err := ParseLost(AppendLost(nil, &Lost{Role: RoleWorker, Address: "a\x00b", Reason: "line\nline\xff" + strings.Repeat("x", 5000)}))
 	require.NoError(t, err)
@@ -171,11 +178,12 @@ func TestControlBounds(t *testing.T) {
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{strings.Repeat("a", 256)}}}), "256 bytes of an address"},
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"a\x7f"}}}), "cannot be printed"},
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"\xc3"}}}), "cannot be printed"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Host: strings.Repeat("a", MaxHost+1)}}), "65 bytes of a host name"},
 	} {
 		_, err := ParseRegister(c.frame)
 		require.ErrorContains(t, err, c.want)
 	}
-	for _, b := range []string{"\x02\x00\x00\xff\xff\x7f", "\x02\x00\x00\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "\x02\x00\x00\x02" + strings.Repeat("\x00", 14)} {
+	for _, b := range []string{"\x02\x00\x00\xff\xff\x7f", "\x02\x00\x00\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "\x02\x00\x00\x02" + strings.Repeat("\x00", 16)} {
 		_, err := ParseRoster([]byte(b))
 		require.ErrorContains(t, err, "members: more than 65536 or than the frame holds")
 	}
@@ -200,7 +208,7 @@ func TestControlRoster(t *testing.T) {
 		for _, role := range []Role{RoleWorker, RoleServer} {
 			for g := range groups {
 				for i := range instances {
-					m := Member{Role: role, Rank: g*instances + i, Group: g, Instance: i, Epoch: 1 << 60}
+					m := Member{Role: role, Rank: g*instances + i, Group: g, Instance: i, Epoch: 1 << 60, Pid: 100000, Host: "host-name-12"}
 					for a := range addrs {
 						m.Addrs = append(m.Addrs, fmt.Sprintf("tcp:10.%d.%d.%d:%d", a, g%256, i+100, 40000+i))
 					}
@@ -210,7 +218,7 @@ func TestControlRoster(t *testing.T) {
 		}
 		return ms
 	}
-	for _, c := range []struct{ groups, instances, addrs int }{{40, 8, 4}, {1650, 8, 1}, {595, 8, 4}} {
+	for _, c := range []struct{ groups, instances, addrs int }{{40, 8, 4}, {1125, 8, 1}, {518, 8, 4}} {
 		ms := cluster(c.groups, c.instances, c.addrs)
 		b := AppendRoster(nil, &Roster{Members: ms})
 		require.LessOrEqual(t, len(b), MaxRoster)

@@ -291,8 +291,19 @@ func ParseResponse(b []byte, p *Response) error {
 // AppendBye appends the frame that announces the end of a connection.
 func AppendBye(dst []byte) []byte { return append(dst, byte(TypeBye)) }
 
-// AppendUp appends the frame that says that its sender uses the connection.
-func AppendUp(dst []byte) []byte { return append(dst, byte(TypeUp)) }
+// AppendUp appends the frame that says that its sender uses the connection, and,
+// in a worker's, why it has taken no better way. A text that is too long is cut.
+func AppendUp(dst []byte, why string) []byte {
+	return appendBytes(append(dst, byte(TypeUp)), clip(why))
+}
+
+// ParseUp parses a frame.
+func ParseUp(b []byte) (why string, err error) {
+	r := reader{b: b}
+	r.kind(TypeUp)
+	why = r.text("bytes of a reason", maxReason)
+	return why, r.end()
+}
 
 // kind takes the type byte.
 func (r *reader) kind(want Type) {

@@ -44,7 +44,13 @@ var data = []struct {
 		v, err := ParseRecall(b, TypeRecall, nil)
 		return v, AppendRecall(nil, TypeRecall, v), err
 	}},
-	{"up", AppendUp(nil), func(b []byte) (any, []byte, error) { return nil, AppendUp(nil), nil }},
+	{"up", AppendUp(nil, ""), parseUp},
+	{"up, and why so", AppendUp(nil, "cma: worker 0 and server 0 are on different hosts"), parseUp},
+}
+
+func parseUp(b []byte) (any, []byte, error) {
+	why, err := ParseUp(b)
+	return why, AppendUp(nil, why), err
 }
 
 func parsePlan(b []byte) (any, []byte, error) {
@@ -83,7 +89,7 @@ func TestDataGolden(t *testing.T) {
 // either.
 func TestDataCut(t *testing.T) {
 	for _, c := range data {
-		if c.name == "bye" || c.name == "up" {
+		if c.name == "bye" {
 			continue // only its type says anything
 		}
 		for n := range c.frame {
@@ -134,7 +140,7 @@ func FuzzData(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		for _, c := range data {
 			v, again, err := c.again(b)
-			if err != nil || c.name == "bye" || c.name == "up" {
+			if err != nil || c.name == "bye" {
 				continue
 			}
 			w, _, err := c.again(again)

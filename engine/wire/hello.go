@@ -292,7 +292,7 @@ func (h *Handshake) greet(in []byte, t Type) (rest []byte, reason string) {
 		if l.Secret {
 			d, l = l, d
 		}
-		return nil, fmt.Sprintf("%s has a secret, %s has none: FSERVER_SECRET must be the same on all nodes", d.who(), l.who())
+		return nil, fmt.Sprintf("%s has a secret, %s has none: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)", d.who(), l.who())
 	case (d.Caps^l.Caps)&CapResend != 0:
 		if l.Caps&CapResend != 0 {
 			d, l = l, d
@@ -320,7 +320,7 @@ func (h *Handshake) verify(got []byte, side string) (reason string) {
 	if !h.me.Secret && len(got) == 0 || h.me.Secret && hmac.Equal(got, h.proof(side)) {
 		return ""
 	}
-	return fmt.Sprintf("the proof of %s (the %s) is wrong: FSERVER_SECRET must be the same on all nodes", h.peer.who(), side)
+	return fmt.Sprintf("the proof of %s (the %s) is wrong: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)", h.peer.who(), side)
 }
 
 // proof is over the side as well, so that no side's can be given back to it as

@@ -102,10 +102,12 @@ func TestHelloDisagree(t *testing.T) {
 		{
 			name: "version", dialer: worker(), listener: with(server(), func(h *Hello) { h.Build = "v2" }),
 			versions: [2]uint32{Version, Version + 1},
-			want:     `the dialer has wire version 6 (build "v1.2.3"), the listener 7 (build "v2"): run the same build on all nodes`,
+			want: fmt.Sprintf(`the dialer has wire version %d (build "v1.2.3"), the listener %d (build "v2"): run the same build on all nodes`,
+				Version, Version+1),
 		}, {
-			name: "version of the dialer", dialer: worker(), listener: server(), versions: [2]uint32{7, Version},
-			want: `the dialer has wire version 7 (build "v1.2.3"), the listener 6 (build "v1.2.3"): run the same build on all nodes`,
+			name: "version of the dialer", dialer: worker(), listener: server(), versions: [2]uint32{Version + 1, Version},
+			want: fmt.Sprintf(`the dialer has wire version %d (build "v1.2.3"), the listener %d (build "v1.2.3"): run the same build on all nodes`,
+				Version+1, Version),
 		}, {
 			name: "resend", dialer: worker(), listener: with(server(), func(h *Hello) { h.Caps |= CapResend }),
 			want: `server 1 sends frames again, worker 3 does not: PS_RESEND must be the same on all nodes`,
@@ -114,13 +116,13 @@ func TestHelloDisagree(t *testing.T) {
 			want: `worker 3 is of cluster "blue", server 1 of cluster "green": FSERVER_CLUSTER must be the same on all nodes`,
 		}, {
 			name: "secret against none", dialer: worker(), listener: server(), secrets: [2]string{"a", ""},
-			want: "worker 3 has a secret, server 1 has none: FSERVER_SECRET must be the same on all nodes",
+			want: "worker 3 has a secret, server 1 has none: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)",
 		}, {
 			name: "none against a secret", dialer: worker(), listener: with(server(), func(h *Hello) { h.Rank = -1 }), secrets: [2]string{"", "a"},
-			want: "a server has a secret, worker 3 has none: FSERVER_SECRET must be the same on all nodes",
+			want: "a server has a secret, worker 3 has none: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)",
 		}, {
 			name: "other secret", dialer: worker(), listener: server(), secrets: [2]string{"a", "b"},
-			want: "the proof of server 1 (the listener) is wrong: FSERVER_SECRET must be the same on all nodes",
+			want: "the proof of server 1 (the listener) is wrong: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)",
 		}, {
 			name: "workers", dialer: worker(), listener: worker(),
 			want: "worker 3 connects to worker 3: only members to the scheduler, and workers to servers (is one of the addresses wrong?)",

@@ -249,6 +249,14 @@ func (f *Fabric) Reaches(peer transport.Addr) bool {
 	return err == nil
 }
 
+// Beyond implements transport.Explainer.
+func (f *Fabric) Beyond(peer transport.Addr) string {
+	if _, err := f.socketName(peer); err != nil {
+		return err.Error()
+	}
+	return ""
+}
+
 // FD implements transport.Sleeper: an epoll descriptor. Ask for it before each
 // wait: it is here that peers are told to ring.
 func (f *Fabric) FD() int {

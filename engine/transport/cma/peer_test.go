@@ -407,7 +407,12 @@ func TestAddresses(t *testing.T) {
 		"cma:" + f.host + "/" + strings.Replace(name, prefix, "other-", 1), "tcp:127.0.0.1:1",
 	} {
 		require.False(t, f.Reaches(transport.Addr(a)), a)
+		require.NotEmpty(t, f.Beyond(transport.Addr(a)), a)
 	}
+	require.Empty(t, f.Beyond(f.Addr()))
+	require.Contains(t, f.Beyond(transport.Addr("cma:0123456789abcdef-0123456789abcdef/"+name)), "different hosts")
+	boot, _, _ := strings.Cut(f.host, "-")
+	require.Contains(t, f.Beyond(transport.Addr("cma:"+boot+"-0123456789abcdef/"+name)), "different network namespaces")
 	b, err := os.ReadFile("/proc/net/unix")
 	require.NoError(t, err)
 	require.Contains(t, string(b), "@"+name, "the socket is not an abstract one")

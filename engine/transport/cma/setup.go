@@ -20,14 +20,14 @@ import (
 	"fserver/engine/transport"
 )
 
-// An address is "cma:HOST/NAME": HOST stands for this boot of this kernel and
-// the network namespace, NAME is the abstract socket's.
+// An address is "cma:BOOT-NET/NAME": BOOT stands for this boot of this kernel, NET
+// for the network namespace, NAME is the abstract socket's.
 const (
 	scheme = "cma:"
 	prefix = "fserver-" // of NAME; 32 hexadecimal digits follow
 )
 
-// identity is what all processes have in common that can see each other's
+// identity is BOOT-NET: what all processes have in common that can see each other's
 // abstract sockets.
 func identity() (string, error) {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
@@ -38,8 +38,9 @@ func identity() (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("tell this network namespace from others: %w", err)
 	}
-	sum := sha256.Sum256(append(boot, space...))
-	return hex.EncodeToString(sum[:8]), nil
+	both := append(bytes.Clone(boot), space...)
+	host, net := sha256.Sum256(boot), sha256.Sum256(both)
+	return hex.EncodeToString(host[:8]) + "-" + hex.EncodeToString(net[:8]), nil
 }
 
 // socketName is the name of peer's socket.
@@ -48,12 +49,17 @@ func (f *Fabric) socketName(peer transport.Addr) (string, error) {
 	host, name, cut := strings.Cut(s, "/")
 	random, known := strings.CutPrefix(name, prefix)
 	if raw, err := hex.DecodeString(random); !ok || !cut || !known || err != nil || len(raw) != 16 {
-		return "", fmt.Errorf("want %sHOST/%s and 32 digits", scheme, prefix)
+		return "", fmt.Errorf("want %sBOOT-NET/%s and 32 digits", scheme, prefix)
 	}
-	if host != f.host {
-		return "", fmt.Errorf("it is on another host, or in another network namespace (this is %s)", f.host)
+	theirs, _, _ := strings.Cut(host, "-")
+	ours, _, _ := strings.Cut(f.host, "-")
+	switch {
+	case host == f.host:
+		return name, nil
+	case theirs == ours:
+		return "", errors.New("the two are in different network namespaces of one host (in containers, share it: docker run --network=host)")
 	}
-	return name, nil
+	return "", errors.New("the two are on different hosts")
 }
 
 // listen opens the listener and derives addr.
@@ -106,7 +112,7 @@ func (f *Fabric) accept() {
 			return
 		}
 		// Most likely no descriptor is free; one that is closed helps.
-		f.refused(string(f.addr), fmt.Errorf("cma: take a connection on %s: %w", f.addr, cause(err)))
+		f.refused(string(f.addr), fmt.Errorf("cma: take a connection: %w", cause(err)))
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
 		select {
 		case <-time.After(wait):
@@ -144,7 +150,7 @@ func (f *Fabric) refused(remote string, err error) {
 func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
 	c, err := f.connect(ctx, peer)
 	if err != nil {
-		return nil, fmt.Errorf("cma: connect to %s: %w", strings.TrimPrefix(string(peer), scheme), err)
+		return nil, fmt.Errorf("cma: connect: %w", err)
 	}
 	return c, nil
 }

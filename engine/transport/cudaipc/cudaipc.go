@@ -243,6 +243,9 @@ func (f *Fabric) Name() string                     { return f.inner.Name() }
 func (f *Fabric) Addr() transport.Addr             { return f.inner.Addr() }
 func (f *Fabric) Reaches(peer transport.Addr) bool { return f.inner.Reaches(peer) }
 
+// Beyond implements transport.Explainer, if inner does.
+func (f *Fabric) Beyond(peer transport.Addr) string { return transport.Beyond(f.inner, peer) }
+
 // Connect implements transport.Fabric.
 func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
 	in, err := f.inner.Connect(ctx, peer)

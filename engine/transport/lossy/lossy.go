@@ -103,6 +103,7 @@ func (f *Fabric) shut() {
 func (f *Fabric) Name() string                                 { return f.inner.Name() }
 func (f *Fabric) Addr() transport.Addr                         { return f.inner.Addr() }
 func (f *Fabric) Reaches(peer transport.Addr) bool             { return f.inner.Reaches(peer) }
+func (f *Fabric) Beyond(peer transport.Addr) string            { return transport.Beyond(f.inner, peer) }
 func (f *Fabric) Register(r mem.Region) (transport.Key, error) { return f.inner.Register(r) }
 func (f *Fabric) Deregister(k transport.Key) error             { return f.inner.Deregister(k) }
 
