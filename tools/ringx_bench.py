@@ -39,10 +39,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fserver.errors import ConfigError
 from fserver.ringx import api, kernels, positions, schedules, window
-from fserver.ringx.api import ALGORITHMS, Algorithm
+from fserver.ringx.algorithms import ALGORITHMS, Algorithm
 from fserver.ringx.combine import Parts
 from fserver.ringx.kernels import Given, Pair, Triple, accumulator
-from fserver.ringx.schedules import Job, Ranks
+from fserver.ringx.ranks import Ranks
+from fserver.ringx.schedules import Job
 from fserver.ringx.window import Window, known
 
 KERNELS = {
@@ -520,10 +521,10 @@ def without_collectives() -> Iterator[None]:
     """Schedules exchange nothing and work on whatever is there."""
     names = ("broadcast", "sum_at", "maximum", "gather", "scatter_sum")
     before = {name: getattr(Ranks, name) for name in names}
-    agree, fence, of = api._agree, Window.fence, Window.of
+    agree, fence, of = api.agree, Window.fence, Window.of
     Window.fence = lambda window: None
     Window.of = lambda window, rank, *what: of(window, dist.get_rank(), *what)
-    api._agree = lambda ranks, device, facts, *_: (
+    api.agree = lambda ranks, device, facts, *_: (
         [facts[-2]] * ranks.size,
         [facts[-1]] * ranks.size,
     )
@@ -532,7 +533,7 @@ def without_collectives() -> Iterator[None]:
     try:
         yield
     finally:
-        api._agree, Window.fence, Window.of = agree, fence, of
+        api.agree, Window.fence, Window.of = agree, fence, of
         for name in names:
             setattr(Ranks, name, before[name])
 

@@ -3,78 +3,37 @@
 from __future__ import annotations
 
 import reprlib
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fserver.errors import ConfigError, Error, ShapeError
+from fserver.errors import ConfigError, Error
 
 from . import copies as by_copies
-from . import schedules
-from .kernels import DTYPES, Given, accumulator, choose
-from .schedules import Job, Ranks
-from .window import known, window_of
+from .algorithms import ALGORITHMS, Algorithm
+from .arguments import (
+    FACTS,
+    agree,
+    argument_problem,
+    device_of,
+    facts_of,
+    flag_problem,
+    kernel_problem,
+    ranks_of,
+)
+from .kernels import Given, accumulator
+from .schedules import Job
+from .window import window_of
 
 GATHER_LIMIT = 4 << 30
 """Bytes of gathered k, v, dk and dv on a rank above which `auto` takes X4 instead of X3."""
-
-
-class Algorithm(NamedTuple):
-    """A row of the table of what there is. forward and backward are by collectives."""
-
-    blocks: schedules.Blocks
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    uneven: bool = False  # the ranks' lengths may differ
-    together: int = 0  # owners from which are copied at a time; 0: none ever
-
-    @property
-    def causal(self) -> bool:
-        return self.blocks is not schedules.full
-
-    @property
-    def layout(self) -> str:
-        return "zigzag" if self.blocks is schedules.zigzag else "contiguous"
-
-
-def _queries(blocks: schedules.Blocks, overlap: bool) -> Algorithm:
-    forward = partial(schedules.queries_forward, overlap=overlap)
-    backward = partial(schedules.broadcast_backward, ahead=overlap, behind=overlap)
-    return Algorithm(blocks, forward, backward, uneven=True)
-
-
-def _gather(blocks: schedules.Blocks, pieces: int, together: int = 0) -> Algorithm:
-    forward = partial(schedules.gather_forward, pieces=pieces)
-    backward = partial(schedules.gather_backward, pieces=pieces)
-    return Algorithm(blocks, forward, backward, together=together)
-
-
-def _broadcast(behind: bool, together: int = 0) -> Algorithm:
-    backward = partial(schedules.broadcast_backward, ahead=True, behind=behind)
-    return Algorithm(schedules.zigzag, schedules.broadcast_forward, backward, together=together)
-
-
-EVERY_OWNER = 1 << 30
-
-ALGORITHMS = {
-    "X1": _queries(schedules.full, overlap=False),
-    "X1o": _queries(schedules.full, overlap=True),
-    "X2": _queries(schedules.contiguous, overlap=False),
-    "X2o": _queries(schedules.contiguous, overlap=True),
-    "X3": _gather(schedules.zigzag, pieces=1, together=EVERY_OWNER),
-    "X3c": _gather(schedules.zigzag, pieces=2),
-    "X3b": _gather(schedules.full, pieces=1, together=EVERY_OWNER),
-    "X4": _broadcast(behind=False, together=1),
-    "X4o": _broadcast(behind=True),
-}
 
 
 def _way(
@@ -173,7 +132,7 @@ def ringx_attention(
         ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
             raise then, and nothing has been exchanged; with agreed, only this one raises.
     """
-    more = partial(_flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
+    more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
     out, lse = _run(
         q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, more,
         agreed=agreed, copies=copies,
@@ -187,19 +146,21 @@ def _run(
     more: Callable[[], Error | None], agreed: bool = False, copies: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`more` gives what is wrong with arguments that are the caller's own."""
-    ranks = _ranks(group)
+    ranks = ranks_of(group)
     facts = [1] + [0] * (len(FACTS) - 1)
     factor = 0.0
     q_lengths: Sequence[int]
     k_lengths: Sequence[int]
     try:
-        problem = _problem(ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, copies)
+        problem = argument_problem(
+            ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, copies
+        )
         problem = problem or more()
         if not problem and not agreed:
-            problem = _kernel_problem(q, k, v, causal)
+            problem = kernel_problem(q, k, v, causal)
         if not problem:
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-            facts = _facts(q, k, algorithm, causal, factor, sink, reduce_dtype, copies)
+            facts = facts_of(q, k, algorithm, causal, factor, sink, reduce_dtype, copies)
     except Exception as error:  # the other ranks would wait
         problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
         problem.__cause__ = error
@@ -208,8 +169,8 @@ def _run(
             raise problem
         q_lengths, k_lengths = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
     else:
-        device = _device(ranks, q)
-        q_lengths, k_lengths = _agree(ranks, device, facts, algorithm, causal, problem)
+        device = device_of(ranks, q)
+        q_lengths, k_lengths = agree(ranks, device, facts, algorithm, causal, problem)
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
     job = Job(ranks, factor, q_lengths, k_lengths, reduce_dtype, out_dtype)
@@ -237,272 +198,6 @@ def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
     return "X1o" if batch * heads * row * sum(job.q_lengths) < moved * k.element_size() else "X3b"
 
 
-# Arguments
-
-
-def _ranks(group: object) -> Ranks:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError("ringx: torch.distributed has no group (call init_process_group first)")
-    group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError("ringx: group: this process is not in it (call on its members only)")
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(f"ringx: group {_said(group)}: want one of new_group, or None for all")
-    try:
-        return Ranks(group)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"ringx: group {_said(group)}: {error} (make another)") from error
-
-
-def _backends(ranks: Ranks) -> dict[str, str]:
-    """Of the group, by type of device."""
-    pairs = dist.get_backend_config(ranks.group).split(",")
-    return dict(pair.split(":", 1) for pair in pairs)
-
-
-def _device(ranks: Ranks, q: object) -> torch.device:
-    """Where this rank takes part in the agreement: where q is, or, if the group cannot go there,
-    where the others most likely are."""
-    backends = _backends(ranks)
-    if isinstance(q, Tensor) and q.device.type in backends:
-        return q.device
-    if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _said(value: object) -> str:
-    """A value in a message."""
-    return f"{reprlib.repr(value)} of type {type(value).__name__}"
-
-
-def _flag_problem(**flags: object) -> Error | None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            return ConfigError(f"ringx: {name} {_said(flag)}: want True or False")
-    return None
-
-
-def _tensor_problem(name: str, value: object) -> Error | None:
-    if not isinstance(value, Tensor):
-        return ConfigError(f"ringx: {name} {_said(value)}: want a torch.Tensor")
-    wrapped = hasattr(value, "__tensor_flatten__")  # such as a DTensor
-    if wrapped or value.is_nested or value.layout is not torch.strided:
-        kind = "nested" if value.is_nested else type(value).__name__ if wrapped else value.layout
-        return ConfigError(
-            f"ringx: {name} is {kind}: want a dense tensor (use to_padded_tensor, to_local or "
-            "to_dense)"
-        )
-    return None
-
-
-def _problem(
-    ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
-    scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool,
-) -> Error | None:  # fmt: skip
-    """What is wrong with the arguments of this rank, of whatever type they are."""
-    problem = _flag_problem(causal=causal) or _scale_problem(scale)
-    if problem:
-        return problem
-    devices = [*_backends(ranks)]
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        problem = _tensor_problem(name, tensor)
-        if problem:
-            return problem
-        if tensor.device.type not in devices:
-            return ConfigError(
-                f"ringx: {name} is on {tensor.device}: want it where the group has a backend, on "
-                f"one of {devices}"
-            )
-        if tensor.dim() != 4:
-            return ShapeError(f"ringx: {name}.shape {tuple(tensor.shape)}: want [B, S, H, D]")
-        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
-            return ConfigError(
-                f"ringx: {name} is {tensor.dtype} on {tensor.device} and q {q.dtype} on {q.device}:"
-                " want one type and device"
-            )
-    if k.shape != v.shape:
-        return ShapeError(f"ringx: v.shape {tuple(v.shape)}: want that of k, {tuple(k.shape)}")
-    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        return ShapeError(
-            f"ringx: k.shape {tuple(k.shape)}: want the batch and the head dimension of q, "
-            f"{tuple(q.shape)}"
-        )
-    if not (q.shape[0] and q.shape[2] and k.shape[2] and q.shape[3]):
-        return ShapeError(
-            f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty (want B, H and D of "
-            "1 or more)"
-        )
-    if q.shape[2] % k.shape[2]:
-        return ShapeError(
-            f"ringx: q has {q.shape[2]} heads and k {k.shape[2]}: want a multiple (repeat k and v)"
-        )
-    if causal and q.shape[1] != k.shape[1]:
-        return ShapeError(
-            f"ringx: causal with q.shape[1] {q.shape[1]} and k.shape[1] {k.shape[1]}: want equal "
-            "lengths, or causal=False"
-        )
-    problem = None if sink is None else _tensor_problem("sink", sink)
-    if problem:
-        return problem
-    if sink is not None and (
-        sink.shape != q.shape[2:3] or sink.device != q.device or sink.dtype not in DTYPES
-    ):
-        return ShapeError(
-            f"ringx: sink of shape {tuple(sink.shape)}, {sink.dtype} on {sink.device}: want "
-            f"[{q.shape[2]}], a score for each head of q, one of {DTYPES} on {q.device}"
-        )
-    for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
-        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-            return ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
-    return _mask_problem(algorithm, causal, q.shape[1], copies)
-
-
-def _scale_problem(scale: object) -> Error | None:
-    """Kernels have it in float32, and some are wrong where it is not more than 0."""
-    if scale is None:
-        return None
-    want = "want a positive number (a negative one: negate q; a tensor: multiply q by it)"
-    limits = torch.finfo(torch.float32)
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        return ConfigError(f"ringx: scale {_said(scale)}: {want}")
-    if scale < limits.tiny or not scale <= limits.max:
-        return ConfigError(
-            f"ringx: scale {reprlib.repr(scale)}: {want} from {limits.tiny:g} to {limits.max:g}"
-        )
-    return None
-
-
-def _mask_problem(algorithm: str, causal: bool, length: int, copies: bool) -> Error | None:
-    if not isinstance(algorithm, str) or algorithm not in (*ALGORITHMS, "auto"):
-        return ConfigError(
-            f"ringx: algorithm {reprlib.repr(algorithm)}: want auto or one of {[*ALGORITHMS]}"
-        )
-    if algorithm == "auto":
-        layout = "zigzag" if causal else "contiguous"
-    else:
-        how = ALGORITHMS[algorithm]
-        layout = how.layout
-        if how.causal != causal:
-            fitting = [name for name, row in ALGORITHMS.items() if row.causal == causal]
-            return ConfigError(
-                f"ringx: algorithm {algorithm} with causal={causal}: its mask is "
-                f"{'causal' if how.causal else 'full'} (use causal={how.causal}, or one of "
-                f"{fitting})"
-            )
-        if copies is True and not how.together:
-            able = [name for name, row in ALGORITHMS.items() if row.together]
-            return ConfigError(
-                f"ringx: copies True with algorithm {algorithm}: it has no copies (use one of "
-                f"{able}, or copies=False)"
-            )
-    if layout == "zigzag" and (length % 2 or not length):
-        return ShapeError(
-            f"ringx: q.shape[1] is {length}, and zigzag wants two chunks of one length on each "
-            "rank (pad the sequence to a multiple of twice the ranks, or use X2)"
-        )
-    return None
-
-
-def _kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
-    """Whether the kernels take these tensors; a schedule says so too, but only when others have
-    begun to exchange."""
-    try:
-        if q.shape[1] and k.shape[1]:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            choose(q, k, v, causal)
-    except ConfigError as problem:
-        return problem
-    return None
-
-
-FACTS = (
-    *("problem", "algorithm", "causal", "scale", "sink", "reduce_dtype", "copies"),
-    *("q.dtype", "q.shape[0]"),
-    *("q.shape[2]", "q.shape[3]", "k.shape[2]", "q.shape[1]", "k.shape[1]"),
-)
-"""What the ranks tell each other; all but the lengths has to be the same."""
-
-
-def _facts(
-    q: Tensor, k: Tensor, algorithm: str, causal: bool, scale: float, sink: Tensor | None,
-    reduce_dtype: torch.dtype, copies: bool,
-) -> list[int]:  # fmt: skip
-    scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
-    types = DTYPES.index(reduce_dtype), bool(copies), DTYPES.index(q.dtype)
-    lengths = q.shape[1], k.shape[1]
-    which = [*ALGORITHMS, "auto"].index(algorithm)
-    shape = q.shape[0], *q.shape[2:], k.shape[2]
-    return [0, which, causal, scale_bits, sink is not None, *types, *shape, *lengths]
-
-
-def _agree(
-    ranks: Ranks, device: torch.device, facts: list[int], algorithm: str, causal: bool,
-    problem: Error | None,
-) -> tuple[Sequence[int], Sequence[int]]:  # fmt: skip
-    """One small all-gather before anything else. Gives the ranks' lengths of q and of k.
-
-    On a GPU it runs beside the current stream, so that the CPU waits for the group's last
-    collective at most, not for what is being computed; and not even for a place on the GPU where
-    the ranks have a board.
-
-    Raises:
-        ConfigError, ShapeError: on all ranks, if one has a problem or they differ.
-    """
-    window = known(ranks)
-    if window:
-        found = window.board.gather(facts)
-    else:
-        with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
-            mine = torch.tensor(facts, dtype=torch.int64, device=device)
-            everybody = torch.empty(ranks.size * len(facts), dtype=mine.dtype, device=device)
-            ranks.gather(everybody, mine).wait()
-            found = everybody.view(ranks.size, -1).tolist()
-    columns = dict(zip(FACTS, map(list, zip(*found, strict=True)), strict=True))
-    if problem:
-        raise problem
-    if any(columns["problem"]):
-        rank = columns["problem"].index(1)
-        raise ConfigError(f"ringx: rank {rank} of the group refused its arguments (see its error)")
-    uneven = not causal if algorithm == "auto" else ALGORITHMS[algorithm].uneven
-    lengths = columns.pop("q.shape[1]"), columns.pop("k.shape[1]")
-    for name, values in columns.items():
-        if len({*values}) > 1:
-            raise _differ(name, values, "the same on all ranks")
-    for name, values in zip(("q.shape[1]", "k.shape[1]"), lengths, strict=True):
-        if len({*values}) > 1 and not uneven:
-            raise _differ(name, values, f"one length (pad, or use {'X2' if causal else 'X1'})")
-        if not sum(values):
-            raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on one")
-    return lengths
-
-
-def _differ(name: str, values: Sequence[int], want: str) -> Error:
-    other = next(rank for rank, value in enumerate(values) if value != values[0])
-    kind = ShapeError if "shape" in name else ConfigError
-    first, second = (_fact(name, values[rank]) for rank in (0, other))
-    return kind(
-        f"ringx: {name} is {first} on rank 0 and {second} on rank {other} of the group: want {want}"
-    )
-
-
-def _fact(name: str, number: int) -> object:
-    """What a number that ranks told each other stands for."""
-    if name == "scale":
-        return struct.unpack("d", struct.pack("q", number))[0]
-    if name in ("q.dtype", "reduce_dtype"):
-        return DTYPES[number]
-    if name in ("causal", "copies"):
-        return bool(number)
-    which = {"algorithm": [*ALGORITHMS, "auto"], "sink": ["None", "a tensor"]}
-    return which[name][number] if name in which else number
-
-
-@lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 # The functions of the reference
 
 
@@ -518,7 +213,7 @@ def _reference_problem(
         return ConfigError(f"ringx: window_size {window}: not supported (use (-1, -1))")
     if alibi_slopes is not None:
         return ConfigError("ringx: alibi_slopes: not supported (use None)")
-    problem = _flag_problem(deterministic=deterministic, return_attn_probs=return_attn_probs)
+    problem = flag_problem(deterministic=deterministic, return_attn_probs=return_attn_probs)
     if problem:
         return problem
     if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,8 +30,7 @@ from torch import Tensor
 
 from fserver.errors import Error
 
-if TYPE_CHECKING:
-    from .schedules import Ranks
+from .ranks import Ranks
 
 
 class Board:

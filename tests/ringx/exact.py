@@ -13,7 +13,7 @@ from torch import Tensor
 from world import Rank, World
 
 from fserver.ringx import positions, ringx_attention
-from fserver.ringx.api import ALGORITHMS
+from fserver.ringx.algorithms import ALGORITHMS
 
 NAMES = [*ALGORITHMS]
 CAUSAL = [name for name in NAMES if ALGORITHMS[name].causal]

@@ -18,7 +18,7 @@ from torch import Tensor
 from world import Rank
 
 from fserver.ringx import api
-from fserver.ringx.schedules import Ranks
+from fserver.ringx.ranks import Ranks
 
 
 class Done:

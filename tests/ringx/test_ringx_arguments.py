@@ -17,7 +17,8 @@ from world import Rank, World
 
 import fserver.ringx
 from fserver.errors import ConfigError, Error, ShapeError
-from fserver.ringx import api, kernels, positions, ringx_attention, shard, unshard
+from fserver.ringx import api, arguments, kernels, positions, ringx_attention, shard, unshard
+from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.schedules import Job
 
 FUNCTIONS = {f"X{name}": f"ringX{name}_attn_func" for name in "1 1o 2 2o 3 3b 4 4o".split()}
@@ -209,10 +210,10 @@ def test_where_a_rank_without_a_tensor_takes_part(monkeypatch: pytest.MonkeyPatc
         ({"cpu": "gloo", "cuda": "gloo"}, cpu),
         ({"cpu": "gloo"}, cpu),
     ):
-        monkeypatch.setattr(api, "_backends", lambda _, backends=backends: backends)
+        monkeypatch.setattr(arguments, "_backends", lambda _, backends=backends: backends)
         for q in (None, X.to("meta")):
-            assert api._device(None, q) == want
-    assert api._device(None, X) == cpu
+            assert arguments.device_of(None, q) == want
+    assert arguments.device_of(None, X) == cpu
 
 
 def cause(me: Rank) -> str:
@@ -374,7 +375,7 @@ def test_signatures():
 
 
 def alike(me: Rank, algorithm: str, function: str) -> bool:
-    how = api.ALGORITHMS[algorithm]
+    how = ALGORITHMS[algorithm]
     mine = positions(24, how.layout, me.rank, me.size)
     q, k, v = (t[:, mine] for t in Problem().tensors()[:3])
     options = {"causal": how.causal, "group": me.group}

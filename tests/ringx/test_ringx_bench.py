@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fserver.ringx.api import ALGORITHMS
+from fserver.ringx.algorithms import ALGORITHMS
 
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "ringx_bench.py"
 

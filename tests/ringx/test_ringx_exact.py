@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from world import GROUPS, Rank, World
 
 from fserver.ringx import positions, ringx_attention, shard, unshard
-from fserver.ringx.api import ALGORITHMS
-from fserver.ringx.schedules import Ranks
+from fserver.ringx.algorithms import ALGORITHMS
+from fserver.ringx.ranks import Ranks
 
 THREE = (1, 2, 3)
 """A group of three that does not start at rank 0."""

@@ -17,7 +17,8 @@ from exact import EXACT, NAMES, Problem, assembled, attend, dense, errors, poiso
 from world import GROUPS, Rank, World
 
 from fserver.ringx import api, copies, kernels, positions, schedules
-from fserver.ringx.api import ALGORITHMS, FACTS
+from fserver.ringx.algorithms import ALGORITHMS
+from fserver.ringx.arguments import FACTS
 
 COLLECTIVES = {  # the tensor whose bytes count: that of all ranks, where there are two
     "broadcast": 0,

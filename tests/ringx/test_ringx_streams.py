@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fserver.ringx import copies, kernels, positions
-from fserver.ringx.api import ALGORITHMS
+from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.kernels import Given
 from fserver.ringx.schedules import Job
 

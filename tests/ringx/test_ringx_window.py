@@ -17,8 +17,9 @@ from world import GROUPS, Rank, World
 
 from fserver.errors import Error
 from fserver.ringx import positions, ringx_attention, window
-from fserver.ringx.api import ALGORITHMS, FACTS
-from fserver.ringx.schedules import Ranks
+from fserver.ringx.algorithms import ALGORITHMS
+from fserver.ringx.arguments import FACTS
+from fserver.ringx.ranks import Ranks
 from fserver.ringx.window import Board, window_of
 
 NAMES = [name for name, how in ALGORITHMS.items() if how.together]

@@ -1,0 +1,284 @@
+"""The arguments of `ringx_attention`: the checks of each rank, and the comparison between ranks."""
+
+from __future__ import annotations
+
+import reprlib
+import struct
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from numbers import Real
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fserver.errors import ConfigError, Error, ShapeError
+
+from .algorithms import ALGORITHMS
+from .kernels import DTYPES, choose
+from .ranks import Ranks
+from .window import known
+
+
+def ranks_of(group: object) -> Ranks:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError("ringx: torch.distributed has no group (call init_process_group first)")
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("ringx: group: this process is not in it (call on its members only)")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"ringx: group {said(group)}: want one of new_group, or None for all")
+    try:
+        return Ranks(group)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"ringx: group {said(group)}: {error} (make another)") from error
+
+
+def _backends(ranks: Ranks) -> dict[str, str]:
+    """Of the group, by type of device."""
+    pairs = dist.get_backend_config(ranks.group).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)
+
+
+def device_of(ranks: Ranks, q: object) -> torch.device:
+    """Where this rank takes part in the agreement: where q is, or, if the group cannot go there,
+    where the others most likely are."""
+    backends = _backends(ranks)
+    if isinstance(q, Tensor) and q.device.type in backends:
+        return q.device
+    if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def said(value: object) -> str:
+    """A value in a message."""
+    return f"{reprlib.repr(value)} of type {type(value).__name__}"
+
+
+def flag_problem(**flags: object) -> Error | None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            return ConfigError(f"ringx: {name} {said(flag)}: want True or False")
+    return None
+
+
+def _tensor_problem(name: str, value: object) -> Error | None:
+    if not isinstance(value, Tensor):
+        return ConfigError(f"ringx: {name} {said(value)}: want a torch.Tensor")
+    wrapped = hasattr(value, "__tensor_flatten__")  # such as a DTensor
+    if wrapped or value.is_nested or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else type(value).__name__ if wrapped else value.layout
+        return ConfigError(
+            f"ringx: {name} is {kind}: want a dense tensor (use to_padded_tensor, to_local or "
+            "to_dense)"
+        )
+    return None
+
+
+def argument_problem(
+    ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
+    scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool,
+) -> Error | None:  # fmt: skip
+    """What is wrong with the arguments of this rank, of whatever type they are."""
+    problem = flag_problem(causal=causal) or _scale_problem(scale)
+    if problem:
+        return problem
+    devices = [*_backends(ranks)]
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        problem = _tensor_problem(name, tensor)
+        if problem:
+            return problem
+        if tensor.device.type not in devices:
+            return ConfigError(
+                f"ringx: {name} is on {tensor.device}: want it where the group has a backend, on "
+                f"one of {devices}"
+            )
+        if tensor.dim() != 4:
+            return ShapeError(f"ringx: {name}.shape {tuple(tensor.shape)}: want [B, S, H, D]")
+        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
+            return ConfigError(
+                f"ringx: {name} is {tensor.dtype} on {tensor.device} and q {q.dtype} on {q.device}:"
+                " want one type and device"
+            )
+    if k.shape != v.shape:
+        return ShapeError(f"ringx: v.shape {tuple(v.shape)}: want that of k, {tuple(k.shape)}")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        return ShapeError(
+            f"ringx: k.shape {tuple(k.shape)}: want the batch and the head dimension of q, "
+            f"{tuple(q.shape)}"
+        )
+    if not (q.shape[0] and q.shape[2] and k.shape[2] and q.shape[3]):
+        return ShapeError(
+            f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty (want B, H and D of "
+            "1 or more)"
+        )
+    if q.shape[2] % k.shape[2]:
+        return ShapeError(
+            f"ringx: q has {q.shape[2]} heads and k {k.shape[2]}: want a multiple (repeat k and v)"
+        )
+    if causal and q.shape[1] != k.shape[1]:
+        return ShapeError(
+            f"ringx: causal with q.shape[1] {q.shape[1]} and k.shape[1] {k.shape[1]}: want equal "
+            "lengths, or causal=False"
+        )
+    problem = None if sink is None else _tensor_problem("sink", sink)
+    if problem:
+        return problem
+    if sink is not None and (
+        sink.shape != q.shape[2:3] or sink.device != q.device or sink.dtype not in DTYPES
+    ):
+        return ShapeError(
+            f"ringx: sink of shape {tuple(sink.shape)}, {sink.dtype} on {sink.device}: want "
+            f"[{q.shape[2]}], a score for each head of q, one of {DTYPES} on {q.device}"
+        )
+    for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
+        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+            return ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
+    return _mask_problem(algorithm, causal, q.shape[1], copies)
+
+
+def _scale_problem(scale: object) -> Error | None:
+    """Kernels have it in float32, and some are wrong where it is not more than 0."""
+    if scale is None:
+        return None
+    want = "want a positive number (a negative one: negate q; a tensor: multiply q by it)"
+    limits = torch.finfo(torch.float32)
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        return ConfigError(f"ringx: scale {said(scale)}: {want}")
+    if scale < limits.tiny or not scale <= limits.max:
+        return ConfigError(
+            f"ringx: scale {reprlib.repr(scale)}: {want} from {limits.tiny:g} to {limits.max:g}"
+        )
+    return None
+
+
+def _mask_problem(algorithm: str, causal: bool, length: int, copies: bool) -> Error | None:
+    if not isinstance(algorithm, str) or algorithm not in (*ALGORITHMS, "auto"):
+        return ConfigError(
+            f"ringx: algorithm {reprlib.repr(algorithm)}: want auto or one of {[*ALGORITHMS]}"
+        )
+    if algorithm == "auto":
+        layout = "zigzag" if causal else "contiguous"
+    else:
+        how = ALGORITHMS[algorithm]
+        layout = how.layout
+        if how.causal != causal:
+            fitting = [name for name, row in ALGORITHMS.items() if row.causal == causal]
+            return ConfigError(
+                f"ringx: algorithm {algorithm} with causal={causal}: its mask is "
+                f"{'causal' if how.causal else 'full'} (use causal={how.causal}, or one of "
+                f"{fitting})"
+            )
+        if copies is True and not how.together:
+            able = [name for name, row in ALGORITHMS.items() if row.together]
+            return ConfigError(
+                f"ringx: copies True with algorithm {algorithm}: it has no copies (use one of "
+                f"{able}, or copies=False)"
+            )
+    if layout == "zigzag" and (length % 2 or not length):
+        return ShapeError(
+            f"ringx: q.shape[1] is {length}, and zigzag wants two chunks of one length on each "
+            "rank (pad the sequence to a multiple of twice the ranks, or use X2)"
+        )
+    return None
+
+
+def kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
+    """Whether the kernels take these tensors; a schedule says so too, but only when others have
+    begun to exchange."""
+    try:
+        if q.shape[1] and k.shape[1]:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            choose(q, k, v, causal)
+    except ConfigError as problem:
+        return problem
+    return None
+
+
+FACTS = (
+    *("problem", "algorithm", "causal", "scale", "sink", "reduce_dtype", "copies"),
+    *("q.dtype", "q.shape[0]"),
+    *("q.shape[2]", "q.shape[3]", "k.shape[2]", "q.shape[1]", "k.shape[1]"),
+)
+"""What the ranks tell each other; all but the lengths has to be the same."""
+
+
+def facts_of(
+    q: Tensor, k: Tensor, algorithm: str, causal: bool, scale: float, sink: Tensor | None,
+    reduce_dtype: torch.dtype, copies: bool,
+) -> list[int]:  # fmt: skip
+    scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
+    types = DTYPES.index(reduce_dtype), bool(copies), DTYPES.index(q.dtype)
+    lengths = q.shape[1], k.shape[1]
+    which = [*ALGORITHMS, "auto"].index(algorithm)
+    shape = q.shape[0], *q.shape[2:], k.shape[2]
+    return [0, which, causal, scale_bits, sink is not None, *types, *shape, *lengths]
+
+
+def agree(
+    ranks: Ranks, device: torch.device, facts: list[int], algorithm: str, causal: bool,
+    problem: Error | None,
+) -> tuple[Sequence[int], Sequence[int]]:  # fmt: skip
+    """One small all-gather before anything else. Gives the ranks' lengths of q and of k.
+
+    On a GPU it runs beside the current stream, so that the CPU waits for the group's last
+    collective at most, not for what is being computed; and not even for a place on the GPU where
+    the ranks have a board.
+
+    Raises:
+        ConfigError, ShapeError: on all ranks, if one has a problem or they differ.
+    """
+    window = known(ranks)
+    if window:
+        found = window.board.gather(facts)
+    else:
+        with torch.cuda.stream(_beside(device)) if device.type == "cuda" else nullcontext():
+            mine = torch.tensor(facts, dtype=torch.int64, device=device)
+            everybody = torch.empty(ranks.size * len(facts), dtype=mine.dtype, device=device)
+            ranks.gather(everybody, mine).wait()
+            found = everybody.view(ranks.size, -1).tolist()
+    columns = dict(zip(FACTS, map(list, zip(*found, strict=True)), strict=True))
+    if problem:
+        raise problem
+    if any(columns["problem"]):
+        rank = columns["problem"].index(1)
+        raise ConfigError(f"ringx: rank {rank} of the group refused its arguments (see its error)")
+    uneven = not causal if algorithm == "auto" else ALGORITHMS[algorithm].uneven
+    lengths = columns.pop("q.shape[1]"), columns.pop("k.shape[1]")
+    for name, values in columns.items():
+        if len({*values}) > 1:
+            raise _differ(name, values, "the same on all ranks")
+    for name, values in zip(("q.shape[1]", "k.shape[1]"), lengths, strict=True):
+        if len({*values}) > 1 and not uneven:
+            raise _differ(name, values, f"one length (pad, or use {'X2' if causal else 'X1'})")
+        if not sum(values):
+            raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on one")
+    return lengths
+
+
+def _differ(name: str, values: Sequence[int], want: str) -> Error:
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    kind = ShapeError if "shape" in name else ConfigError
+    first, second = (_fact(name, values[rank]) for rank in (0, other))
+    return kind(
+        f"ringx: {name} is {first} on rank 0 and {second} on rank {other} of the group: want {want}"
+    )
+
+
+def _fact(name: str, number: int) -> object:
+    """What a number that ranks told each other stands for."""
+    if name == "scale":
+        return struct.unpack("d", struct.pack("q", number))[0]
+    if name in ("q.dtype", "reduce_dtype"):
+        return DTYPES[number]
+    if name in ("causal", "copies"):
+        return bool(number)
+    which = {"algorithm": [*ALGORITHMS, "auto"], "sink": ["None", "a tensor"]}
+    return which[name][number] if name in which else number
+
+
+@lru_cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
