@@ -28,7 +28,7 @@ from .arguments import (
     kernel_problem,
     ranks_of,
 )
-from .kernels import Given, accumulator
+from .kernels import Given, accumulator, capturing
 from .schedules import Job
 from .window import window_of
 
@@ -120,7 +120,8 @@ def ringx_attention(
         return_lse: also give lse, ``[B, H, Sq]``, in float32 or float64. It has no gradient.
         agreed: do not ask the other ranks, as every call does else: the caller knows that all pass
             the same arguments and equal lengths, as in a loop whose first call has asked. It saves
-            the CPU a wait. If it is not so, the call may hang or be wrong.
+            the CPU a wait. If it is not so, the call may hang or be wrong. A call in the capture of
+            a CUDA graph has to pass it.
         copies: X3, X3b and X4 do without collectives where the ranks are GPUs of one host that
             reach each other's memory. The group's first call with it finds that out. Elsewhere,
             tensors on a CPU among that, they do as without it, and so does "auto" where it is X1o.
@@ -130,7 +131,8 @@ def ringx_attention(
 
     Raises:
         ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
-            raise then, and nothing has been exchanged; with agreed, only this one raises.
+            raise then, and nothing has been exchanged; with agreed, and in the capture of a CUDA
+            graph, only this one raises.
     """
     more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
     out, lse = _run(
@@ -170,6 +172,12 @@ def _run(
         q_lengths, k_lengths = [q.shape[1]] * ranks.size, [k.shape[1]] * ranks.size
     else:
         device = device_of(ranks, q)
+        if capturing(device):
+            raise ConfigError(
+                "ringx: agreed False in the capture of a CUDA graph: ranks cannot compare their "
+                "arguments there (make one call before the capture, then capture "
+                "ringx_attention(agreed=True))"
+            )
         q_lengths, k_lengths = agree(ranks, device, facts, algorithm, causal, problem)
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)

@@ -2,18 +2,20 @@
 
 Answers are weighed, ``out = sum_i exp(lse_i - lse) out_i`` with ``lse = log sum_i exp(lse_i)``
 (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018); gradients are added up.
-Both go through memory once for all parts and not once for each: on a GPU in one kernel, by Triton,
-where that is installed and works, else in torch's.
+Both go through memory once for all parts and not once for each: on a GPU in one kernel of Triton's
+where `Trial` has seen it run, else in torch's.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .kernels import capturing
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -67,7 +69,8 @@ def combine(parts: list[Part], rows: int, dtype: torch.dtype) -> tuple[Tensor, T
         value = torch.empty(batch, rows, heads, dim, dtype=dtype, device=value.device)
     if lse is not None and not (whole and lse.is_contiguous()):
         lse = lse.new_empty(batch, heads, rows)
-    fused = _fused() if value.is_cuda and dtype is not torch.float64 else None
+    fusible = value.is_cuda and dtype is not torch.float64
+    fused = _trial.module(value.device) if fusible else None
     (fused.combine if fused else _combine)(parts, value, lse)
     return value, lse
 
@@ -90,22 +93,46 @@ def _combine(parts: list[Part], value: Tensor, lse: Tensor | None) -> None:
         lse.copy_(level)
 
 
-@lru_cache
-def _fused() -> ModuleType | None:
-    """The module with the kernel, once it has run."""
-    try:
-        from . import fused
+class Trial:
+    """Runs Triton's kernel once on small tensors and keeps the result.
 
-        small = torch.ones(1, 2, 1, 16, dtype=torch.bfloat16, device="cuda")
-        half: Any = Part(slice(1, 2), small[:, 1:], small[:, 1:, :, 0].float().transpose(1, 2))
-        parts = [Part(slice(0, 2), small, small[..., 0].float().transpose(1, 2)), half]
-        fused.combine(parts, torch.empty_like(small), small.new_empty(1, 1, 2).float())
-    except ImportError:
-        return None
-    except Exception as error:
-        warnings.warn(
-            f"ringx: Triton's kernel does not run here, torch's take its place, slower: {error}",
-            stacklevel=2,
-        )
-        return None
-    return fused
+    A success holds for the rest of the process, as does an ImportError: Triton is not installed.
+    After any other failure (no memory, no compiler, a full disk) the kernel is tried again, but
+    not within `PAUSE` seconds. Nothing is tried while a graph is captured, because an error of CUDA
+    would end the capture.
+    """
+
+    PAUSE = 60.0
+
+    def __init__(self) -> None:
+        self._module: ModuleType | None = None
+        self._next = 0.0  # when the kernel may be tried, by the monotonic clock
+
+    def module(self, device: torch.device) -> ModuleType | None:
+        """Returns the module with the kernel, or None as long as the kernel has not run."""
+        if self._module is None and time.monotonic() >= self._next and not capturing(device):
+            self._try(device)
+        return self._module
+
+    def _try(self, device: torch.device) -> None:
+        try:
+            from . import fused
+
+            small = torch.ones(1, 2, 1, 16, dtype=torch.bfloat16, device=device)
+            half: Any = Part(slice(1, 2), small[:, 1:], small[:, 1:, :, 0].float().transpose(1, 2))
+            parts = [Part(slice(0, 2), small, small[..., 0].float().transpose(1, 2)), half]
+            fused.combine(parts, torch.empty_like(small), small.new_empty(1, 1, 2).float())
+        except ImportError:
+            self._next = float("inf")
+        except Exception as error:
+            self._next = time.monotonic() + self.PAUSE
+            warnings.warn(
+                "ringx: Triton's kernel did not run. torch's kernels take its place, which are "
+                f"slower; it is tried again after {self.PAUSE:g} s: {error}",
+                stacklevel=2,
+            )
+        else:
+            self._module = fused
+
+
+_trial = Trial()

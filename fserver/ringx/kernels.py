@@ -94,6 +94,14 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def capturing(device: torch.device) -> bool:
+    """Reports whether a CUDA graph is captured on the current stream of the device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
     """The first kernel that is enabled and takes these tensors, [B, H, S, D].
 

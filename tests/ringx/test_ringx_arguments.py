@@ -505,3 +505,29 @@ def test_choosing_a_kernel_copies_nothing(monkeypatch: pytest.MonkeyPatch):
     q, k = torch.ones(1, 4, 8, 16), torch.ones(1, 2, 8, 16)  # heads before the sequence
     monkeypatch.setattr(torch.Tensor, "repeat_interleave", refuse)
     assert kernels.choose(q, k, k, True) is kernels.CPU_FLASH
+
+
+def captured(me: Rank) -> list[str]:
+    """What a call says while the current stream of a GPU is captured."""
+    gpu = torch.device("cuda", 0)
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(api, "device_of", lambda ranks, q: gpu)
+        for options in ({}, {"scale": -1.0}, {"agreed": True}):
+            said += refused(me, [options])
+        said += refused(me, [REFERENCE])
+    return said
+
+
+def test_capture_without_agreed_is_an_error_before_anything_is_enqueued(world: World):
+    """On each rank by itself: nothing can be exchanged in a capture, also not what is wrong."""
+    for without, wrong, agreed, reference in world.run((0, 1), captured):
+        assert without == (
+            "ConfigError: ringx: agreed False in the capture of a CUDA graph: ranks cannot compare "
+            "their arguments there (make one call before the capture, then capture "
+            "ringx_attention(agreed=True))"
+        )
+        assert wrong == reference == without
+        assert agreed == "nothing"

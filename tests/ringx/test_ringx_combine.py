@@ -5,11 +5,14 @@ import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import ModuleType
 
 import pytest
 import torch
 from exact import poison
 
+import fserver.ringx
 from fserver.ringx import combine
 from fserver.ringx.combine import Part, Parts
 
@@ -125,6 +128,75 @@ def interpreted() -> None:
     fused.combine([part(slice(3, ROWS), half), part(slice(5, ROWS), half)], out, lse)
     assert (out[:, :3] == 0).all() and (lse[:, :, :3] == -torch.inf).all()
     assert out.isfinite().all() and lse[:, :, 3:].isfinite().all()
+
+
+class Kernel(ModuleType):
+    """In the place of `fserver.ringx.fused`. Each call of combine takes one of the outcomes."""
+
+    def __init__(self, *outcomes: Exception | None):
+        super().__init__("fserver.ringx.fused")
+        self.outcomes = [*outcomes]
+
+    def combine(self, parts: list[Part], out: torch.Tensor, lse: torch.Tensor) -> None:
+        outcome = self.outcomes.pop(0)
+        if outcome:
+            raise outcome
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Its last number is the time."""
+    times = [1000.0]
+    monkeypatch.setattr(combine.time, "monotonic", lambda: times[-1])
+    return times
+
+
+def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: ModuleType | None) -> combine.Trial:
+    monkeypatch.setitem(sys.modules, "fserver.ringx.fused", kernel)
+    monkeypatch.setattr(fserver.ringx, "fused", kernel, raising=False)
+    if kernel is None:
+        monkeypatch.delattr(fserver.ringx, "fused")
+    return combine.Trial()
+
+
+def test_failed_trial_is_repeated(monkeypatch: pytest.MonkeyPatch, clock: list[float]):
+    """Such as one without memory: after a minute, not at each call. A success is for good."""
+    kernel = Kernel(torch.OutOfMemoryError("full"), RuntimeError("no compiler"), None)
+    trial = with_kernel(monkeypatch, kernel)
+    with pytest.warns(UserWarning, match="is tried again after 60 s: full"):
+        assert trial.module(CPU) is None
+    clock.append(1059.9)
+    assert trial.module(CPU) is None and len(kernel.outcomes) == 2
+    clock.append(1060.0)
+    with pytest.warns(UserWarning, match="no compiler"):
+        assert trial.module(CPU) is None
+    clock.append(1120.0)
+    assert trial.module(CPU) is kernel and not kernel.outcomes
+    clock.append(9000.0)
+    assert trial.module(CPU) is kernel
+
+
+def test_missing_triton_is_looked_for_once(monkeypatch: pytest.MonkeyPatch, clock: list[float]):
+    trial = with_kernel(monkeypatch, None)
+    assert trial.module(CPU) is None
+    monkeypatch.undo()
+    clock.append(1e9)
+    with_kernel(monkeypatch, Kernel(None))
+    assert trial.module(CPU) is None
+
+
+def test_nothing_is_tried_in_a_capture(monkeypatch: pytest.MonkeyPatch, clock: list[float]):
+    """A CUDA error there would end the capture, and would say nothing of the kernel."""
+    kernel = Kernel(None)
+    trial, gpu = with_kernel(monkeypatch, kernel), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert trial.module(gpu) is None and kernel.outcomes
+    assert trial.module(CPU) is kernel
+    assert trial.module(gpu) is kernel
 
 
 def test_fused():

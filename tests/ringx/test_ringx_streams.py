@@ -1,9 +1,13 @@
-"""Attention by copies between four ranks on as many GPUs as there are: ranks are threads, each with
-streams of its own, so that copies and kernels run beside each other as they do between processes.
+"""What needs a GPU: attention by copies between four ranks on as many GPUs as there are (ranks are
+threads, each with streams of its own, so that copies and kernels run beside each other as they do
+between processes), and a call in the capture of a graph.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fserver.ringx import copies, kernels, positions
+from fserver.errors import ConfigError
+from fserver.ringx import copies, kernels, positions, ringx_attention
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.kernels import Given
 from fserver.ringx.schedules import Job
@@ -145,3 +151,33 @@ def test_four_ranks(algorithm: str, together: int) -> None:
                 want = b[:, mine]
                 error = (a.to("cuda:0").float() - want).abs().max() / want.abs().max()
                 assert error < 2e-2, (me, number, name, float(error))
+
+
+def capture() -> None:
+    """In a process of its own: the group is the default one."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    torch.cuda.set_device(0)
+    x = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
+    want = ringx_attention(x, x, x, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(ConfigError, match="agreed False in the capture"):
+            ringx_attention(x, x, x, causal=True)
+        found = ringx_attention(x, x, x, causal=True, agreed=True)
+    graph.replay()
+    assert found.equal(want)
+    dist.destroy_process_group()
+
+
+def test_refusal_in_a_capture_leaves_it_valid() -> None:
+    code = "from test_ringx_streams import capture; capture()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=os.path.dirname(__file__),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
