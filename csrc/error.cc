@@ -6,8 +6,10 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <string>
 
 #include "fserver.h"
+#include "tensor.h"
 
 namespace fserver {
 namespace {
@@ -91,6 +93,7 @@ EngineError::EngineError(const char *call, int rc) {
   if (fs_errmsg(&error_) < 0) {
     error_ = {};
     error_.code = rc;
+    error_.got = error_.want = FS_ANY;
     snprintf(error_.text, sizeof error_.text, "%s: %s", call, strerror(-rc));
   }
 }
@@ -98,6 +101,11 @@ EngineError::EngineError(const char *call, int rc) {
 void EngineError::raise() const {
   const fs_error &e = error_;
   const Kind kind = kind_of(e.code);
+  if (e.want != FS_ANY) {
+    const std::string want = dtype_name(e.want);
+    fserver::raise(kind, "%s: %s for %s (pass .to(%s))", e.text,
+                   dtype_name(e.got).c_str(), want.c_str(), want.c_str());
+  }
   if (kind != Kind::kPeerLost)
     fserver::raise(kind, "%s", e.text);
   PyObject *message = decode(e.text), *address = decode(e.address),

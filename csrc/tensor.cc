@@ -398,6 +398,14 @@ size_t dtype_bytes(uint64_t dtype) {
 #undef FS_SIZE
 }
 
+std::string dtype_name(uint64_t dtype) {
+  if (!dtype_bytes(dtype))
+    return "type " + std::to_string(dtype);
+  return "torch." +
+         std::string(
+             c10::getDtypeNames(static_cast<c10::ScalarType>(dtype)).first);
+}
+
 Memory adopt(void *data, size_t bytes, int device, void *ctx,
              void (*free)(void *)) {
   return Memory(c10::make_intrusive<c10::StorageImpl>(

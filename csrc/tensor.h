@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 
 #include "args.h"
@@ -130,6 +131,9 @@ int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i);
 // Bytes of an element; 0 if no tensor of this torch can have the dtype, whose
 // number a peer chose.
 size_t dtype_bytes(uint64_t dtype);
+
+// "torch.float32". The number may be a peer's.
+std::string dtype_name(uint64_t dtype);
 
 // A storage over memory of somebody else, of the CPU (device -1) or a GPU;
 // free(ctx) is called once, from any thread, when it is gone. ctx is not null.

@@ -51,7 +51,7 @@ class ConfigError(Error, ValueError):
 
 
 class ShapeError(Error, ValueError):
-    """The number, shape or size of tensors or keys does not fit."""
+    """The number, shape, size or type of tensors, or the number of keys, does not fit."""
 
 
 class LimitError(Error):

@@ -55,13 +55,17 @@ func lastError(out *C.fs_error) C.int {
 	if err == nil {
 		return -C.int(syscall.ENOENT)
 	}
-	*out = C.fs_error{code: -C.int32_t(node.Errno(err)), role: -1, rank: -1}
+	*out = C.fs_error{code: -C.int32_t(node.Errno(err)), role: -1, rank: -1, got: C.FS_ANY, want: C.FS_ANY}
 	put(out.text[:], err.Error())
 	var lost *node.LostError
 	if errors.As(err, &lost) {
 		out.role, out.rank = C.int32_t(lost.Role), C.int32_t(lost.Rank)
 		put(out.address[:], lost.Address)
 		put(out.reason[:], lost.Reason)
+	}
+	var types *node.TypeError
+	if errors.As(err, &types) {
+		out.got, out.want = C.uint8_t(types.Got), C.uint8_t(types.Want)
 	}
 	return 0
 }

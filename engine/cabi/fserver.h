@@ -34,7 +34,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 8
+#define FS_ABI 9
 
 typedef uint64_t fs_node;   /* one worker, server or scheduler */
 typedef uint64_t fs_shared; /* memory of fs_shared_alloc */
@@ -46,6 +46,8 @@ typedef struct fs_error {
   int32_t code; /* the negative errno */
   int32_t role; /* ECONNRESET: role of the lost peer, else -1 */
   int32_t rank; /* ECONNRESET: its rank, else -1 */
+  uint8_t got;  /* EMSGSIZE: the dtype of an answer, and of its pull tensor, ... */
+  uint8_t want; /* ... if it is that they differ, else FS_ANY */
   char address[128];
   char reason[512];
   char text[1024]; /* the whole message */
@@ -63,8 +65,12 @@ typedef struct fs_tensor {
   const int64_t *dims;
   uint32_t ndim;
   int32_t device; /* -1: CPU, else the node's GPU as CUDA counts */
-  uint8_t dtype;  /* opaque to the engine; the receiver gets the same number */
+  uint8_t dtype;  /* opaque to the engine; the receiver gets the same number.
+                     Those of a pull tensor and of its answer must be equal, unless
+                     one is FS_ANY */
 } fs_tensor;
+
+#define FS_ANY 255
 
 typedef struct fs_info {
   int32_t role;                   /* FS_ROLE_* */
@@ -162,8 +168,8 @@ int fs_shared_alloc(uint64_t bytes, fs_shared *out, uint64_t *address);
 int fs_shared_free(fs_shared shared);
 
 /* Server: answers nh requests; request i takes the next counts[i] tensors of
- * t. Each tensor goes to the pull tensor of that position, whose bytes it must
- * match. tickets (nh of them) work as in fs_push_pull. On an error in request i,
+ * t. Each tensor goes to the pull tensor of that position, whose bytes and dtype
+ * it must match. tickets (nh of them) work as in fs_push_pull. On an error in request i,
  * *answered is i, and the requests before it have been answered. */
 int fs_respond(fs_node node, const uint64_t *handlers, const size_t *counts,
                size_t nh, const fs_tensor *t, fs_ticket *tickets,

@@ -46,6 +46,7 @@ type Request struct {
 // answer is where a pull tensor of a request is to be written.
 type answer struct {
 	bytes uint64
+	dtype uint8
 	target
 }
 
@@ -212,6 +213,10 @@ func (r *Request) match(t *Ticket) error {
 		if got, want := t.push[i].Span.Len, r.pull[i].bytes; got != want {
 			return Shapef("exchange: respond to worker %d: tensor %d has %d bytes, want %d as in the pull tensor of the request", r.client.rank, i, got, want)
 		}
+		if got, want := t.push[i].DType, r.pull[i].dtype; got != want && got != wire.AnyType && want != wire.AnyType {
+			text := fmt.Sprintf("exchange: respond to worker %d: tensor %d is of type %d, want %d as in the pull tensor of the request", r.client.rank, i, got, want)
+			return &TypeError{text, got, want}
+		}
 	}
 	return nil
 }
@@ -254,7 +259,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		if t.Changed {
 			p.targets[j] = target{transportKey(t.Region), t.Off}
 		}
-		r.pull = append(r.pull, answer{t.Bytes, p.targets[j]})
+		r.pull = append(r.pull, answer{t.Bytes, p.plan.Pull[j].DType, p.targets[j]})
 	}
 	return nil
 }

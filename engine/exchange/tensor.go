@@ -26,7 +26,7 @@ type Tensor struct {
 	Key   uint64
 	Base  mem.Region // the allocation that Span lies in
 	Alloc uint64     // a number that no other allocation ever gets; 0: do not cache
-	DType uint8
+	DType uint8      // the application's number; of a pull tensor or an answer, wire.AnyType is never compared
 	Dims  []int64
 }
 
@@ -66,6 +66,14 @@ type ShapeError struct{ text string }
 
 func (e *ShapeError) Error() string { return e.text }
 
+// TypeError says that an answer is of another type than the pull tensor that it is for.
+type TypeError struct {
+	text      string
+	Got, Want uint8
+}
+
+func (e *TypeError) Error() string { return e.text }
+
 // Shapef makes a ShapeError.
 func Shapef(format string, args ...any) error { return &ShapeError{fmt.Sprintf(format, args...)} }
 
@@ -76,7 +84,7 @@ type plan struct {
 	hash   uint64
 	on     string // a channel
 	push   []wire.PlanTensor
-	pull   []uint64
+	pull   []wire.PlanPull
 }
 
 // signature hashes what makes the plan of t (FNV-1a over 64-bit words).
@@ -94,6 +102,7 @@ func (t *Ticket) signature() uint64 {
 	mix(uint64(len(t.push)))
 	for i := range t.pull {
 		mix(t.pull[i].Key)
+		mix(uint64(t.pull[i].DType))
 	}
 	for i := range len(t.on) {
 		mix(uint64(t.on[i]))
@@ -113,7 +122,7 @@ func (p *plan) fits(t *Ticket) bool {
 		}
 	}
 	for i := range p.pull {
-		if p.pull[i] != t.pull[i].Key {
+		if p.pull[i] != (wire.PlanPull{Key: t.pull[i].Key, DType: t.pull[i].DType}) {
 			return false
 		}
 	}

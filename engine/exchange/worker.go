@@ -224,7 +224,7 @@ func (w *Worker) assign(t *Ticket) error {
 
 func (w *Worker) newPlan(h uint64, t *Ticket) (*plan, error) {
 	seen := make(map[uint64]int, len(t.push))
-	p := &plan{hash: h, on: t.on, push: make([]wire.PlanTensor, len(t.push)), pull: make([]uint64, len(t.pull))}
+	p := &plan{hash: h, on: t.on, push: make([]wire.PlanTensor, len(t.push)), pull: make([]wire.PlanPull, len(t.pull))}
 	for i := range t.push {
 		x := &t.push[i]
 		if j, dup := seen[x.Key]; dup {
@@ -234,7 +234,7 @@ func (w *Worker) newPlan(h uint64, t *Ticket) (*plan, error) {
 		p.push[i] = wire.PlanTensor{Key: x.Key, DType: x.DType, NDim: len(x.Dims), Tail: append([]int64(nil), x.tail()...)}
 	}
 	for i := range t.pull {
-		p.pull[i] = t.pull[i].Key
+		p.pull[i] = wire.PlanPull{Key: t.pull[i].Key, DType: t.pull[i].DType}
 	}
 	if len(w.numbers) < wire.MaxPlans {
 		p.number = uint64(len(w.numbers))

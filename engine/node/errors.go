@@ -12,8 +12,12 @@ import (
 	"fserver/engine/transport"
 )
 
-// LostError says that a node is gone.
-type LostError = cluster.LostError
+type (
+	// LostError says that a node is gone.
+	LostError = cluster.LostError
+	// TypeError says that an answer is of the wrong type.
+	TypeError = exchange.TypeError
+)
 
 var (
 	// ErrClosed says that the node has been closed.
@@ -69,6 +73,7 @@ func scarce(err error) bool {
 func Errno(err error) syscall.Errno {
 	var (
 		shape   *exchange.ShapeError
+		types   *exchange.TypeError
 		lost    *LostError
 		refused *cluster.RefusedError
 		over    *cluster.EndedError
@@ -79,7 +84,7 @@ func Errno(err error) syscall.Errno {
 	switch {
 	case errors.As(err, &lost):
 		return syscall.ECONNRESET
-	case errors.As(err, &shape):
+	case errors.As(err, &shape), errors.As(err, &types):
 		return syscall.EMSGSIZE
 	case errors.Is(err, exchange.ErrFull):
 		return syscall.EXFULL

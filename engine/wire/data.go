@@ -53,8 +53,17 @@ type Plan struct {
 	Number  uint64
 	Channel string // that its requests go through; empty: none
 	Push    []PlanTensor
-	Pull    []uint64 // keys
+	Pull    []PlanPull
 }
+
+// PlanPull is what stays the same of one pulled tensor.
+type PlanPull struct {
+	Key   uint64
+	DType uint8 // AnyType: of none that the answer must have
+}
+
+// AnyType is no type.
+const AnyType = 255
 
 // AppendPlan appends p as a frame.
 func AppendPlan(dst []byte, p *Plan) []byte {
@@ -72,8 +81,9 @@ func AppendPlan(dst []byte, p *Plan) []byte {
 		}
 	}
 	dst = binary.AppendUvarint(dst, uint64(len(p.Pull)))
-	for _, k := range p.Pull {
-		dst = binary.LittleEndian.AppendUint64(dst, k)
+	for _, t := range p.Pull {
+		dst = binary.LittleEndian.AppendUint64(dst, t.Key)
+		dst = append(dst, t.DType)
 	}
 	return dst
 }
@@ -95,9 +105,9 @@ func ParsePlan(b []byte) (*Plan, error) {
 			t.Tail[j] = r.size("dimension")
 		}
 	}
-	p.Pull = make([]uint64, r.count("pulled tensors", MaxTensors, 8))
+	p.Pull = make([]PlanPull, r.count("pulled tensors", MaxTensors, 9))
 	for i := range p.Pull {
-		p.Pull[i] = r.u64()
+		p.Pull[i] = PlanPull{r.u64(), r.u8()}
 	}
 	return p, r.end()
 }

@@ -16,8 +16,8 @@ var data = []struct {
 	{"plan", AppendPlan(nil, &Plan{Number: 300, Push: []PlanTensor{
 		{Key: 1<<64 - 1, DType: 15, NDim: 3, Tail: []int64{7168, 1}},
 		{Key: 2, DType: 6},
-	}, Pull: []uint64{3, 4}}), parsePlan},
-	{"plan of a channel", AppendPlan(nil, &Plan{Number: 1, Channel: "decode 0", Pull: []uint64{3}}), parsePlan},
+	}, Pull: []PlanPull{{3, 6}, {4, AnyType}}}), parsePlan},
+	{"plan of a channel", AppendPlan(nil, &Plan{Number: 1, Channel: "decode 0", Pull: []PlanPull{{3, 4}}}), parsePlan},
 	{"channel", AppendChannel(nil, &Channel{Name: "decode 0", Text: "{}"}), parseChannel},
 	{"end of a channel", AppendChannel(nil, &Channel{Name: "decode 0", Closes: true}), parseChannel},
 	{"refusal of a channel", AppendChannel(nil, &Channel{Name: "decode 0", Closes: true, Text: "no memory"}), parseChannel},
