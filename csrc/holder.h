@@ -23,6 +23,8 @@ public:
   }
 
   bool done(fs_ticket t) const { return word(t) == (t << 2 | 1); }
+  // Under way, and nothing is wrong with it so far.
+  bool open(fs_ticket t) const { return word(t) == t << 2; }
   // A word of another ticket: t has ended and its place was given on.
   bool ended(fs_ticket t) const {
     uint64_t w = word(t);

@@ -90,6 +90,8 @@ PyObject *get_batch(PyObject *self, PyObject *const *args, Py_ssize_t n,
   });
 }
 
+// kBehind: need_event where it is not given.
+template <bool kBehind>
 PyObject *respond(PyObject *self, PyObject *const *args, Py_ssize_t n,
                   PyObject *kw) {
   return guarded([&] {
@@ -97,7 +99,7 @@ PyObject *respond(PyObject *self, PyObject *const *args, Py_ssize_t n,
                                              "need_event"};
     PyObject *a[3];
     bind_args("respond", kNames, 3, 2, args, n, kw, a);
-    self_as<Server>(self).respond(a[0], a[1], a[2] && truth(a[2]));
+    self_as<Server>(self).respond(a[0], a[1], a[2] ? truth(a[2]) : kBehind);
     return Py_NewRef(Py_None);
   });
 }
@@ -275,11 +277,10 @@ void define(py::module_ &m) {
 
   auto worker =
       py::class_<Worker, Node>(m, "Worker", py::module_local())
-          .def(py::init([](const py::handle &settings, uint64_t next_handler) {
-                 return std::make_unique<Worker>(read_settings(settings),
-                                                 next_handler);
+          .def(py::init([](const py::handle &settings) {
+                 return std::make_unique<Worker>(read_settings(settings));
                }),
-               py::arg("settings"), py::arg("next_handler") = 0)
+               py::arg("settings"))
           .def(
               "get_all_handlers",
               [](Worker &w, py::handle handler) {
@@ -313,6 +314,14 @@ void define(py::module_ &m) {
            "wait($self, /, handler, timeout_ms=10000)\n--\n\n"
            "Returns when the push_pull has completed.");
 
+  py::class_<StepmeshWorker, Worker>(m, "StepmeshWorker", py::module_local(),
+                                     "A worker that keeps to StepMesh.")
+      .def(py::init([](const py::handle &settings, uint64_t next_handler) {
+             return std::make_unique<StepmeshWorker>(read_settings(settings),
+                                                     next_handler);
+           }),
+           py::arg("settings"), py::arg("next_handler"));
+
   auto server =
       py::class_<Server, Node>(m, "Server", py::module_local())
           .def(py::init([](const py::handle &settings) {
@@ -340,12 +349,24 @@ void define(py::module_ &m) {
   add_fast(server, "get_batch", get_batch,
            "get_batch($self, /, timeout_ms=None, at_least=None)\n--\n\n"
            "Takes one request of each worker group.");
-  add_fast(server, "respond", respond,
-           "respond($self, /, tensors, handler, need_event=False)\n--\n\n"
+  add_fast(server, "respond", respond<true>,
+           "respond($self, /, tensors, handler, need_event=True)\n--\n\n"
            "Answers a request.");
   add_fast(server, "respond_vec", respond_vec,
            "respond_vec($self, /, ret_buffer, tensors_vec, handler_vec)\n--\n\n"
            "Answers several requests with the rows of one tensor.");
+
+  auto stepmesh = py::class_<StepmeshServer, Server>(
+                      m, "StepmeshServer", py::module_local(),
+                      "A server that keeps to StepMesh.")
+                      .def(py::init([](const py::handle &settings) {
+                             return std::make_unique<StepmeshServer>(
+                                 read_settings(settings));
+                           }),
+                           py::arg("settings"));
+  add_fast(stepmesh, "respond", respond<false>,
+           "respond($self, /, tensors, handler, need_event=False)\n--\n\n"
+           "Answers a request.");
 
   auto lane =
       py::class_<Lane>(m, "Lane", py::module_local(),

@@ -244,6 +244,8 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
     lease.add(read_tensor(pins.add(items.at(i)), kTensors,
                           static_cast<Py_ssize_t>(i), Access::kRead, device,
                           &t[i]));
+    if (stepmesh_)
+      t[i].dtype = FS_ANY;
     bytes += t[i].device < 0 ? t[i].bytes : 0;
     on_gpu |= t[i].device >= 0;
   }
@@ -269,6 +271,8 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   Memory memory = read_tensor(pins.add(ret_buffer), kBuffer, -1, Access::kRead,
                               info().device, &whole);
   memory.fix(); // other Python code may run before it is sent
+  if (stepmesh_)
+    whole.dtype = FS_ANY;
   if (whole.ndim == 0)
     raise(Kind::kShape, "respond_vec: ret_buffer has no dimension: want one "
                         "with a row for each row of the answers");

@@ -14,7 +14,10 @@ namespace fserver {
 
 class Server : public Node {
 public:
-  explicit Server(const std::vector<std::string> &settings) : Node(settings) {}
+  // stepmesh: see StepmeshServer.
+  explicit Server(const std::vector<std::string> &settings,
+                  bool stepmesh = false)
+      : Node(settings), stepmesh_(stepmesh) {}
   ~Server() override { shut(); }
 
   // A list of (handler, [tensor, ...], [key, ...]), one for each worker group, or
@@ -52,9 +55,18 @@ private:
   const Memory &memory_of(uint64_t slot, uint64_t buffer, uint64_t address,
                           uint64_t bytes, int device);
 
+  const bool stepmesh_;
   std::vector<Slot> slots_;
   std::vector<Fixed> fixed_;
   size_t batch_words_ = 0; // of the largest batch so far
+};
+
+// One that keeps to StepMesh where that differs: it answers with tensors of any
+// type, and Python's respond does not wait for the stream unless it is told to.
+class StepmeshServer : public Server {
+public:
+  explicit StepmeshServer(const std::vector<std::string> &settings)
+      : Server(settings, true) {}
 };
 
 } // namespace fserver

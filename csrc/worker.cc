@@ -1,6 +1,7 @@
 #include "worker.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "args.h"
 #include "error.h"
@@ -76,8 +77,10 @@ void check_overlap(const fs_tensor *t, size_t np, size_t nq, bool strict) {
 
 } // namespace
 
-Worker::Worker(const std::vector<std::string> &settings, uint64_t next_handler)
-    : Node(settings), requests_(info().mask + 1), next_(next_handler) {}
+Worker::Worker(const std::vector<std::string> &settings, uint64_t next_handler,
+               bool stepmesh)
+    : Node(settings), stepmesh_(stepmesh), requests_(info().mask + 1),
+      next_(next_handler) {}
 
 uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
                            PyObject *pull_tensors, PyObject *pull_keys,
@@ -134,6 +137,8 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     Memory m =
         read_tensor(pins.add(pull.at(j)), kPull, j, Access::kWrite, device, &q);
     q.key = key;
+    if (stepmesh_)
+      q.dtype = FS_ANY;
     on_gpu |= q.device >= 0;
     if (q.bytes)
       allocations_.number(id_, m, q);
@@ -144,6 +149,9 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   if (nq > 1 || (np && servers > 1))
     check_overlap(t.data(), np, nq, servers > 1);
 
+  std::optional<Claims::Claim> claim;
+  if (!stepmesh_ && !channel)
+    claim.emplace(claims_, t.data() + np, nq);
   fs_ticket ticket = 0;
   const bool behind = need_event && on_gpu;
   const uint64_t stream = behind ? current_stream("push_pull", device) : 0;
@@ -158,6 +166,8 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   check("push_pull", bytes < kLarge ? send() : unlocked(send));
   lease.keep(ticket);
   const uint64_t first = next_;
+  if (claim)
+    claim->keep(ticket, first);
   next_ += np + nq;
   requests_[ticket & (requests_.size() - 1)] = {
       ticket, first, static_cast<uint32_t>(np + nq), started};
@@ -192,16 +202,18 @@ void Worker::wait(PyObject *handler, PyObject *timeout_ms) {
                               : kDefaultTimeout;
   const Request r = find(handler, "wait");
   if (!holder_.done(r.ticket)) {
-    int rc = in_slices(r.started + timeout, [&](int64_t slice, uint32_t flags) {
+    const int64_t from = stepmesh_ ? r.started : now_ns();
+    int rc = in_slices(from + timeout, [&](int64_t slice, uint32_t flags) {
       return fs_wait(id_, r.ticket, slice, flags);
     });
     if (rc == -EAGAIN)
       raise(Kind::kTimeout,
-            "wait: handler %llu has not completed within %g ms of its "
-            "push_pull: wait again with a larger timeout_ms, the handler stays "
-            "valid",
+            "wait: handler %llu has not completed within %g ms%s, the handler "
+            "stays valid",
             static_cast<unsigned long long>(r.first),
-            static_cast<double>(timeout) / 1e6);
+            static_cast<double>(timeout) / 1e6,
+            stepmesh_ ? " of its push_pull: wait again with a larger timeout_ms"
+                      : ": wait again");
     check("wait", rc);
   }
   holder_.reap(r.ticket);

@@ -8,22 +8,25 @@
 #include <vector>
 
 #include "allocations.h"
+#include "claims.h"
 #include "node.h"
 
 namespace fserver {
 
 class Worker : public Node {
 public:
-  // Handlers are numbered from next_handler on.
-  Worker(const std::vector<std::string> &settings, uint64_t next_handler);
+  // Handlers are numbered from next_handler on. stepmesh: see StepmeshWorker.
+  explicit Worker(const std::vector<std::string> &settings,
+                  uint64_t next_handler = 0, bool stepmesh = false);
   ~Worker() override { shut(); }
 
   // Gives the first of np + nq new handlers. need_event: tensors of the GPU are
-  // sent behind what is queued on the current stream.
+  // sent behind what is queued on the current stream. Refuses pull tensors that
+  // share memory with those of an open one.
   uint64_t push_pull(PyObject *push_tensors, PyObject *push_keys,
                      PyObject *pull_tensors, PyObject *pull_keys,
                      bool need_event, uint64_t channel = 0);
-  // timeout_ms: nullptr is 10 s.
+  // timeout_ms: counted from the call; nullptr is 10 s.
   void wait(PyObject *handler, PyObject *timeout_ms);
   // The handlers from first on of the push_pull that handler belongs to.
   std::pair<uint64_t, uint64_t> handlers(PyObject *handler);
@@ -41,13 +44,28 @@ private:
     int64_t started = 0;
   };
 
-  void forget() override { allocations_.clear(); }
+  void forget() override {
+    allocations_.clear();
+    claims_.clear();
+  }
   const Request &find(PyObject *handler, const char *call) const;
 
+  const bool stepmesh_;
   Allocations allocations_;
+  Claims claims_{holder_};
   std::vector<Request> requests_; // by ticket & mask
   fs_ticket newest_ = 0;
   uint64_t next_;
+};
+
+// One that keeps to StepMesh where that differs: it takes a pull tensor again that
+// belongs to an open push_pull, takes answers of any type, and the limit of wait
+// counts from the push_pull.
+class StepmeshWorker : public Worker {
+public:
+  StepmeshWorker(const std::vector<std::string> &settings,
+                 uint64_t next_handler)
+      : Worker(settings, next_handler, true) {}
 };
 
 } // namespace fserver

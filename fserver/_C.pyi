@@ -47,7 +47,7 @@ class Scheduler(Node):
     def __init__(self, settings: list[str]) -> None: ...
 
 class Worker(Node):
-    def __init__(self, settings: list[str], next_handler: int = 0) -> None: ...
+    def __init__(self, settings: list[str]) -> None: ...
     def push_pull(
         self,
         push_tensors: Sequence[Tensor],
@@ -70,6 +70,11 @@ class Worker(Node):
     @property
     def next_handler(self) -> int: ...
 
+class StepmeshWorker(Worker):
+    """One that keeps to StepMesh where that differs: see fserver.fserver_lib."""
+
+    def __init__(self, settings: list[str], next_handler: int) -> None: ...
+
 class Server(Node):
     def __init__(self, settings: list[str]) -> None: ...
     def get_batch(
@@ -80,7 +85,7 @@ class Server(Node):
         self, channel: int, timeout_ms: float
     ) -> list[tuple[int, list[Tensor], list[int]]]: ...
     def respond(
-        self, tensors: Sequence[Tensor], handler: int, need_event: bool = False
+        self, tensors: Sequence[Tensor], handler: int, need_event: bool = True
     ) -> None: ...
     def respond_vec(
         self,
@@ -90,6 +95,13 @@ class Server(Node):
     ) -> None: ...
     def register_recv_buffer(
         self, tensor: Tensor, worker_ranks: Sequence[int], push_keys: Sequence[int]
+    ) -> None: ...
+
+class StepmeshServer(Server):
+    """One that keeps to StepMesh where that differs: see fserver.fserver_lib."""
+
+    def respond(
+        self, tensors: Sequence[Tensor], handler: int, need_event: bool = False
     ) -> None: ...
 
 class Lane:

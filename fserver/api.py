@@ -353,10 +353,11 @@ class Worker(Node):
     ) -> int:
         """Sends P tensors to every server, and has every server's Q answers written to Q tensors.
 
-        Returns at once. The tensors are kept alive until the request has completed; until then
-        those that are pushed must not be changed, those that are pulled not be read, and torch
-        refuses to resize any (one whose ``resize_`` it has refused has the new shape over the old
-        memory all the same: resize it back). All are contiguous tensors of any dtype and shape,
+        Returns at once. The tensors are kept alive until the request has completed. Until then, do
+        not change those that are pushed and do not read those that are pulled, and torch refuses to
+        resize any (one whose ``resize_`` it has refused has the new shape over the old memory all
+        the same: resize it back). A pull tensor belongs to the request until that has completed or
+        failed, whether or not it has been waited for. All are contiguous tensors of any dtype and shape,
         also of no rows or no dimension, on the CPU or, where the backend is GPU, on the node's
         GPU; the peers' may be on either.
 
@@ -376,7 +377,8 @@ class Worker(Node):
             own, counted from 0.
 
         Raises:
-            ConfigError: an argument is not what it should be.
+            ConfigError: an argument is not what it should be, or a pull tensor shares memory with one
+                that belongs to another request. The text has the handler of that.
             ShapeError: counts do not fit, or a tensor is not contiguous.
             LimitError: 4,096 push_pulls of this worker have not completed. Wait for one of them,
                 then call again.
@@ -390,7 +392,7 @@ class Worker(Node):
 
         Args:
             handler: what push_pull returned. It may be waited for again.
-            timeout_ms: limit in milliseconds, counted from the push_pull.
+            timeout_ms: limit in milliseconds, counted from this call. 0: only look.
 
         Raises:
             TimeoutError: the limit is over. The request goes on, the handler stays valid.
@@ -590,7 +592,7 @@ class Server(Node):
         """
         return self._node.worker_of(handler)
 
-    def respond(self, tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:
+    def respond(self, tensors: Sequence[Tensor], handler: int, need_event: bool = True) -> None:
         """Answers a request, once.
 
         Returns at once. The tensors are kept alive until they have been sent, and must not be
@@ -598,12 +600,16 @@ class Server(Node):
 
         Args:
             tensors: Q contiguous tensors, in the order of the worker's pull tensors, each with
-                as many bytes. Empty for a request that pulls nothing: it completes that.
+                as many bytes and of the same dtype. Empty for a request that pulls nothing: it
+                completes that.
             handler: of get_batch.
-            need_event: for GPU tensors, send after what is queued on the current stream.
+            need_event: where one of the tensors is on the GPU, send after what is queued on the
+                current stream of that, so after the kernels that fill them. False: send at once,
+                because they are filled already.
 
         Raises:
-            ShapeError: count or sizes do not fit, or the handler is not waiting for an answer.
+            ShapeError: count, sizes or dtypes do not fit, or the handler is not waiting for an
+                answer. The dtype is compared unless the worker uses ``fserver_lib``.
             LimitError: 4,096 answers of this server have not left it, and none has within a second:
                 their workers take none. The request is not answered; call again later.
             PeerLostError: the worker is gone.
@@ -618,6 +624,9 @@ class Server(Node):
     ) -> None:
         """Answers several requests of one pull each with the rows of one tensor.
 
+        A tensor on the GPU is always sent after what is queued on the current stream, as by
+        ``respond`` with need_event=True.
+
         Args:
             ret_buffer: contiguous tensor. Handler k gets the rows after those of handlers 0 to
                 k-1, as many as ``tensors_vec[k]`` has. If it has too few rows for all, every
@@ -626,7 +635,7 @@ class Server(Node):
             handler_vec: as many handlers of get_batch.
 
         Raises:
-            ShapeError: counts or sizes do not fit. The requests before have been answered.
+            ShapeError: counts, sizes or dtypes do not fit. The requests before have been answered.
         """
         self._node.respond_vec(ret_buffer, tensors_vec, handler_vec)
 

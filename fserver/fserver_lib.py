@@ -46,10 +46,17 @@ __all__ = [
 
 
 class _Worker(Worker):
-    """Goes on counting handlers where the worker before has stopped."""
+    """Keeps to StepMesh, and goes on counting handlers where the worker before has stopped."""
 
     def _make(self, extension: ModuleType, lines: list[str]) -> Any:
-        return extension.Worker(lines, _next_handler)
+        return extension.StepmeshWorker(lines, _next_handler)
+
+
+class _Server(Server):
+    """Keeps to StepMesh."""
+
+    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
+        return extension.StepmeshServer(lines)
 
 
 _node: Node | None = None
@@ -77,7 +84,7 @@ def init() -> None:
         _become_launcher()
     classes: dict[str, type[Node]] = {
         "worker": _Worker,
-        "server": Server,
+        "server": _Server,
         "scheduler": Scheduler,
     }
     if role not in classes:
@@ -170,12 +177,19 @@ def push_pull(
     pull_keys: Sequence[int],
     need_event: bool = True,
 ) -> int:
-    """See Worker.push_pull. Handlers are counted from 0 in this process."""
+    """As Worker.push_pull, with what StepMesh's programs need.
+
+    - Handlers are counted from 0 in this process.
+    - A pull tensor may belong to an open push_pull. The answers that come later are written over
+      those that came before.
+    - An answer may be of any type: its bytes are written to the pull tensor as they are.
+    """
     return _method("push_pull")(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
 
 
 def wait(handler: int, timeout_ms: float = 10000) -> None:
-    """See Worker.wait."""
+    """As Worker.wait, but ``timeout_ms`` counts from the push_pull, as in StepMesh. If that was
+    longer ago, the request is only looked at."""
     _method("wait")(handler, timeout_ms)
 
 
@@ -202,7 +216,11 @@ def worker_of(handler: int) -> int:
 
 
 def respond(tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:
-    """See Server.respond."""
+    """As Server.respond, with what StepMesh's programs need.
+
+    ``need_event`` is False unless it is given: GPU tensors are sent at once, whether or not the
+    kernels that fill them have run. Their types are not compared with those of the pull tensors.
+    """
     _method("respond")(tensors, handler, need_event)
 
 
@@ -211,7 +229,7 @@ def respond_vec(
     tensors_vec: Sequence[Sequence[Tensor] | Tensor],
     handler_vec: Sequence[int],
 ) -> None:
-    """See Server.respond_vec."""
+    """As Server.respond_vec; types are not compared."""
     _method("respond_vec")(ret_buffer, tensors_vec, handler_vec)
 
 

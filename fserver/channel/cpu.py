@@ -152,22 +152,19 @@ class WorkerSide(Side):
                 self._pull += [*pull[mine], self._counts[i]]
                 self._pull_keys += [*pull_keys[mine], 0]
         self._handler: int | None = None
-        self._posted = 0.0
 
     def rows(self) -> list[Tensor]:
         return self._counts
 
     def _wait(self, call: str) -> None:
-        """For the answer; ends early when a peer has closed its side. The node's wait() counts
-        from the push_pull, so it is given the time since then as well."""
+        """For the answer; ends early when a peer has closed its side."""
         if self._handler is None:
             return
         self._caller.begin(call)
         closed: ClosedError | None = None
         while True:
-            since = (time.monotonic() - self._posted) * 1000
             try:
-                self._node.wait(self._handler, since + self._caller.slice_ms())
+                self._node.wait(self._handler, self._caller.slice_ms())
                 self._handler = None
                 return
             except TimeoutError as late:
@@ -192,7 +189,6 @@ class WorkerSide(Side):
         self._handler = self._node.channel_push_pull(
             self._channel, push, keys, self._pull, self._pull_keys
         )
-        self._posted = time.monotonic()
 
     def recv(self) -> None:
         if not self._push and self._handler is None:  # the server may write now
