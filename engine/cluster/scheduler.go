@@ -388,7 +388,7 @@ func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
 	}
 	if c := s.rails[rail{g.Role, g.Group, g.Instance}]; c != nil {
 		return fmt.Sprintf("instance %d of %v group %d is %s already: each process of a group needs an instance of its own "+
-			"(DMLC_INSTANCE_ID, else STEPMESH_GPU + DMLC_RANK_OFFSET)", g.Instance, g.Role, g.Group, c.who())
+			"(DMLC_INSTANCE_ID, else STEPMESH_GPU + DMLC_RANK_OFFSET)", g.Instance, g.Role, g.Group, who(c.Role, c.Rank))
 	}
 	s.sit(c, &g.Member)
 	s.registered(c)
@@ -456,7 +456,7 @@ func (s *Scheduler) judge(g *wire.Register) (why string) {
 // isThere says why nobody else can have the seat of c.
 func isThere(c *conn) string {
 	return fmt.Sprintf("%s is there already, at %s: each %v needs a rank of its own "+
-		"(DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET)", c.who(), c.address(), c.Role)
+		"(DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET)", who(c.Role, c.Rank), c.address(), c.Role)
 }
 
 func (s *Scheduler) refuse(c *conn, why string) {

@@ -54,7 +54,7 @@ func (stderr) Write(b []byte) (int, error) { return os.Stderr.Write(b) }
 func (stderr) Sync() error                 { return nil }
 
 // openFabrics opens the Fabrics of a node: the one of this host if it can be had
-// and is wanted, then TCP.
+// and is wanted, then TCP. An error beside Fabrics says why the first is missing.
 func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
 	base, err := openTCP(cfg, g, log)
 	if err != nil {
@@ -80,7 +80,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 		return nil, err
 	}
 	log.Warn("no transport inside this host", zap.Error(err))
-	return []transport.Fabric{base}, nil
+	return []transport.Fabric{base}, err
 }
 
 // refused logs the connections that were not let in. Somebody may look every few
@@ -229,9 +229,13 @@ func (n *Node) join() {
 	if n.joins.Add(1) > 1 { // the last one that we found was about to end
 		pause(n.ctx, firstPause)
 	}
-	c, err := n.dial(n.ctx, base, at)
+	c, err := n.dial(n.ctx, base, at, n.theScheduler())
 	if err != nil {
-		n.failDial(fmt.Errorf("node: scheduler at %s: %w (is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?)", n.cfg.Scheduler(), err))
+		remedy := " (is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?)"
+		if refusal(err) { // it is there, and err names the settings that differ
+			remedy = ""
+		}
+		n.failDial(fmt.Errorf("node: %s: %w%s", n.theScheduler(), err, remedy))
 		return
 	}
 	if !n.own() {
@@ -262,9 +266,9 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// dial connects to at over f, again and again until it works, the peer says no,
-// or ctx ends: in the bring-up, because its time is up.
-func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr) (transport.Conn, error) {
+// dial connects to at, where who is, over f, again and again until it works, the peer
+// says no, or ctx ends: in the bring-up, because its time is up.
+func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr, who string) (transport.Conn, error) {
 	wait := firstPause
 	var last error // of an attempt that said more than that its time was up
 	for {
@@ -277,7 +281,7 @@ func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr) 
 		if refusal(err) || errors.Is(err, transport.ErrClosed) {
 			return nil, err
 		}
-		n.log.Info("not connected yet", zap.String("to", string(at)), zap.Error(err))
+		n.log.Info("not connected yet", zap.String("to", who), zap.Error(err))
 		if last == nil || !errors.Is(err, context.DeadlineExceeded) {
 			last = err
 		}
@@ -321,11 +325,12 @@ func (n *Node) introduced(rail []wire.Member, late bool) {
 // server ends the older one, and that would be taken for the end of both.
 func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 	defer n.dials.Done()
-	p, c, why, err := n.path(ctx, m)
+	l, err := n.path(ctx, m)
 	if err != nil {
-		n.unreached(ctx, i, &m, fmt.Errorf("node: server %d: %w", m.Rank, err))
+		n.unreached(ctx, i, &m, fmt.Errorf("node: %s: %w", m.Name(), err))
 		return
 	}
+	c := l.conn
 	h, err := wire.ParseHello(c.Hello())
 	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) || h.Epoch != m.Epoch {
 		n.unreached(ctx, i, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Remote(), Reason: fmt.Sprintf("%v %d answers in its place", h.Role, h.Rank)})
@@ -341,10 +346,7 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 		_ = c.Close()
 		return
 	}
-	if how, why := transport.Via(c, p.Name()); why != "" && n.cfg.CMAMode == conf.CMAAuto {
-		n.log.Warn("no direct writes, taking "+how, zap.Int("server", m.Rank), zap.String("peer", c.Remote()), zap.String("why", why))
-	}
-	l := &link{conn: c, plane: p, why: why, kind: linkPeer, index: i, hello: h, since: trace.Now()}
+	l.kind, l.index, l.hello, l.since = linkPeer, i, h, trace.Now()
 	n.enlist(l)
 	n.linked(l)
 }
@@ -353,7 +355,7 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 // a server.
 func (n *Node) accept(p *plane, c transport.Conn) {
 	h, err := wire.ParseHello(c.Hello())
-	l := &link{conn: c, plane: p, hello: h, since: trace.Now()}
+	l := &link{conn: c, plane: p, why: n.lack, hello: h, since: trace.Now()}
 	switch {
 	case err != nil:
 	case n.scheduler != nil:
@@ -371,7 +373,7 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 	default:
 		err = fmt.Errorf("%v %d has nothing to say to a %v", h.Role, h.Rank, n.cfg.Role)
 	}
-	n.log.Warn("connection closed", zap.String("from", c.Remote()), zap.Error(err))
+	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.Error(err))
 	_ = c.Close()
 }
 

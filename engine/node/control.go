@@ -30,6 +30,7 @@ func (n *Node) control(in cluster.Input) {
 func (n *Node) tick() {
 	if n.failed() == nil {
 		n.overdue(trace.Now())
+		n.sayMissing(trace.Now())
 		n.control(cluster.Input{Kind: cluster.Tick})
 	}
 }
@@ -38,9 +39,9 @@ func (n *Node) tick() {
 func (n *Node) nextTimer() int64 {
 	switch {
 	case n.scheduler != nil:
-		return n.scheduler.Next()
+		return min(n.sayAt, n.scheduler.Next())
 	case n.member != nil:
-		return min(n.member.Next(), n.back.next())
+		return min(n.sayAt, n.member.Next(), n.back.next())
 	}
 	return cluster.Never
 }
@@ -327,13 +328,7 @@ func (n *Node) late() error {
 	n.dials.Wait() // its goroutines end with the deadline and know more
 	if n.own() {
 		if n.failed() == nil && n.phase.Load() == joining {
-			missing := ""
-			if n.scheduler != nil {
-				missing = n.scheduler.Waiting()
-			} else {
-				missing = n.member.Waiting()
-			}
-			n.fail(&TimeoutError{fmt.Sprintf("node: the cluster is not complete after %v: %s (start the missing nodes, or raise FSERVER_INIT_TIMEOUT)", n.cfg.InitTimeout, missing)})
+			n.fail(&TimeoutError{fmt.Sprintf("node: the cluster is not complete after %v: %s (start the missing nodes, or raise FSERVER_INIT_TIMEOUT)", n.cfg.InitTimeout, n.missing())})
 		}
 		n.disown()
 	}

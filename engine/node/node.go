@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"runtime"
 	"slices"
 	"sync"
@@ -48,6 +49,7 @@ type Node struct {
 	channels *channels
 	planes   []*plane         // the best first, the one that reaches everybody last
 	only     string           // the transport that the user wants for data; empty: any
+	lack     string           // why this node lacks a transport inside the host; empty: it does not
 	gpu      *gpu             // nil: tensors are on the CPU
 	worker   *exchange.Worker // of a worker, else nil
 	server   *exchange.Server // of a server, else nil
@@ -86,6 +88,8 @@ type Node struct {
 	rail      []wire.Member   // those of peers; nil before the roster came
 	waiting   []*link         // workers that connected before the roster came
 	met       bool            // all peers are connected
+	sayAt     int64           // when to say whom the cluster waits for
+	said      string          // about that
 	back      comingBack      // of peers and of this node
 	stuck     []*link         // with frames that back-pressure held up
 	frame     [1]transport.Op
@@ -107,6 +111,7 @@ type link struct {
 	conn   transport.Conn
 	plane  *plane
 	why    string // a better one was not used
+	tried  bool   // a better one was tried, in vain
 	kind   linkKind
 	id     int64 // of a member at the scheduler: its number; of the scheduler at a member: 0
 	index  int   // peer: place in the rail
@@ -129,7 +134,8 @@ const (
 )
 
 // Fabrics opens the Fabrics of a node, the best first and the one that reaches
-// everybody last; tests put their own in place. With an error it leaves none open.
+// everybody last; tests put their own in place. With an error it leaves none open, unless
+// it gives Fabrics too: then the error says why a better one is not among them.
 type Fabrics func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error)
 
 // Open parses settings ("NAME=value") and starts to bring a node into its
@@ -205,14 +211,18 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		err = n.progress.open()
 	}
 	if err == nil {
-		var list []transport.Fabric
-		if list, err = fabrics(cfg, n.gate, log); err == nil && gpu != nil {
+		list, failed := fabrics(cfg, n.gate, log)
+		if len(list) == 0 {
+			err = failed
+		}
+		if err == nil && gpu != nil {
 			err = gpu.wrap(cfg, list)
 		}
 		if err == nil {
 			err = n.lossy(list)
 			err = errors.Join(err, n.enter(list))
 		}
+		n.lack = n.lacks(failed)
 	}
 	if cfg.Transport != conf.Auto {
 		n.only = cfg.Transport.Base().String()
@@ -226,6 +236,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		n.abandon()
 		return nil, err
 	}
+	n.sayAt = trace.Now() + sayEvery
 	n.timer.Store(n.nextTimer())
 	if n.threaded {
 		go n.poller()
@@ -254,6 +265,7 @@ func (n *Node) self() wire.Member {
 	m := wire.Member{
 		Role: wire.Role(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group,
 		Instance: n.cfg.Instance, Epoch: n.gate.me.Epoch, Addrs: n.addrs(),
+		Pid: uint32(os.Getpid()), Host: hostName(),
 	}
 	return m
 }
@@ -441,7 +453,7 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 		err = n.lent(l, ev)
 	case ev.Kind == transport.EvDown:
 		if !errors.Is(ev.Err, io.EOF) {
-			n.log.Warn("connection ended", zap.String("peer", l.conn.Remote()), zap.Error(ev.Err))
+			n.log.Warn("connection ended", zap.String("peer", n.name(l)), zap.Error(ev.Err))
 		}
 		n.down(l, ev.Err)
 	case l.kind == linkPeer:
@@ -487,13 +499,17 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 	case wire.TypeBye:
 		l.left = true
 		n.channels.Left(l.index)
+		if n.server != nil {
+			n.sayDone()
+		}
 	case wire.TypeUp:
 		l.used = true
+		err := l.told(n, ev.Data)
 		if n.server != nil {
-			n.sendFrame(l, wire.AppendUp(nil))
+			n.sendFrame(l, wire.AppendUp(nil, n.lack))
 		}
 		n.meet()
-		return nil
+		return err
 	}
 	if n.server != nil {
 		return n.server.Frame(l.index, ev.Data)
@@ -507,7 +523,7 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 
 // breach ends the connection of somebody who does not keep to the protocol.
 func (n *Node) breach(l *link, err error) {
-	n.log.Warn("connection closed", zap.String("peer", l.conn.Remote()), zap.Error(err))
+	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.Error(err))
 	_ = l.conn.Close()
 	n.down(l, err)
 }
@@ -609,14 +625,38 @@ func (n *Node) failed() error {
 	return nil
 }
 
+// finishLimit bounds how long the Close of a scheduler waits for members that are leaving.
+const finishLimit = time.Second
+
+// finish lets the members of a scheduler that is about to go leave in order, if they are
+// about to.
+func (n *Node) finish() {
+	if n.scheduler == nil || n.phase.Load() != running || n.failed() != nil || !n.own() {
+		return
+	}
+	for looks := 1; looks <= 64; looks++ { // what has come counts; but it may come for ever
+		if n.woken.Store(true); n.pass(trace.Now()) == 0 {
+			break
+		}
+	}
+	out, parting := n.scheduler.Finish(trace.Now())
+	n.outputs(out)
+	n.disown()
+	if parting {
+		await(n, phaseReached{n, ended}, finishLimit, false)
+	}
+}
+
 // freeLimit bounds how long Close waits for memory of a GPU that does not end its work.
 const freeLimit = 5 * time.Second
 
-// Close ends the node at once. Whoever waits gets ErrClosed. When it has
+// Close ends the node at once; a scheduler whose members are leaving lets them do so
+// first, for up to a second. Whoever waits gets ErrClosed. When it has
 // returned, no goroutine, descriptor or foreign memory is in use any more, but for what
 // cudaipc.Later puts off.
 func (n *Node) Close() error {
 	n.closeOnce.Do(func() {
+		n.finish()
 		n.die()
 		n.own()
 		n.phase.Store(ended)

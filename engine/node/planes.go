@@ -1,13 +1,12 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"strings"
 	"time"
-
-	"go.uber.org/zap"
 
 	"fserver/engine/trace"
 	"fserver/engine/transport"
@@ -120,47 +119,76 @@ func scheme(f transport.Fabric) string {
 	return s
 }
 
-// via is how a connection travels, and why not better.
+// via is how a connection travels, and why not by each better way.
 func (l *link) via() (how, why string) {
-	if how, why = transport.Via(l.conn, l.plane.Name()); why == "" {
-		why = l.why
-	}
-	return how, why
+	how, why = transport.Via(l.conn, l.plane.Name())
+	return how, whyNot(l.why, why)
+}
+
+// A way is a Fabric that reaches a peer.
+type way struct {
+	p   *plane
+	at  transport.Addr
+	why string // what speaks against the Fabrics that are better
 }
 
 // path connects to m over the best Fabric that can. Only the last one that
-// reaches it is tried again and again. why is what spoke against the better
-// ones.
-func (n *Node) path(ctx context.Context, m wire.Member) (p *plane, c transport.Conn, why string, err error) {
-	type way struct {
-		p  *plane
-		at transport.Addr
-	}
-	var ways []way
-	for _, p := range n.planes {
-		for _, a := range m.Addrs {
-			if n.carries(p) && p.Reaches(transport.Addr(a)) {
-				ways = append(ways, way{p, transport.Addr(a)})
-				break
-			}
-		}
-	}
+// reaches it is tried again and again. The link says what spoke against the better
+// ones, and whether one was tried in vain.
+func (n *Node) path(ctx context.Context, m wire.Member) (*link, error) {
+	ways, why := n.ways(&m)
 	if len(ways) == 0 {
-		return nil, nil, "", badSetting("node: %v %d listens at %v, which %s cannot reach", m.Role, m.Rank, m.Addrs, n.wayNames())
+		return nil, badSetting("node: %s listens at %v, which %s cannot reach (%s)", m.Name(), m.Addrs, n.wayNames(), why)
 	}
 	last := len(ways) - 1
+	failed := ""
 	for _, w := range ways[:last] {
 		try, cancel := context.WithTimeout(ctx, 10*time.Second)
 		c, err := w.p.Connect(try, w.at)
 		cancel()
-		if err == nil {
-			return w.p, c, why, nil
+		switch {
+		case err == nil:
+			return &link{conn: c, plane: w.p, why: whyNot(w.why, failed), tried: failed != ""}, nil
+		case ctx.Err() != nil: // nobody wants the connection any more
+			return nil, err
 		}
-		n.log.Warn("no connection over "+scheme(w.p)+", taking another way", zap.String("to", string(w.at)), zap.Error(err))
-		why = err.Error()
+		failed = whyNot(failed, n.gives(scheme(w.p))+": "+strings.TrimPrefix(err.Error(), scheme(w.p)+": "))
 	}
-	c, err = n.dial(ctx, ways[last].p, ways[last].at)
-	return ways[last].p, c, why, err
+	w := ways[last]
+	c, err := n.dial(ctx, w.p, w.at, m.Name())
+	return &link{conn: c, plane: w.p, why: whyNot(w.why, failed), tried: failed != ""}, err
+}
+
+// ways are the Fabrics that reach m, the best first. why is what speaks against the
+// others.
+func (n *Node) ways(m *wire.Member) (list []way, why string) {
+	why = n.lack
+	for _, p := range n.planes {
+		at, no := n.reaches(p, m)
+		if no == "" {
+			list = append(list, way{p, at, why})
+		} else {
+			why = whyNot(why, n.gives(scheme(p))+": "+no)
+		}
+	}
+	return list, why
+}
+
+// reaches is where p reaches m, or why it does not.
+func (n *Node) reaches(p *plane, m *wire.Member) (at transport.Addr, no string) {
+	if !n.carries(p) {
+		return "", "FSERVER_TRANSPORT=" + n.only + " at " + n.me()
+	}
+	no = fmt.Sprintf("%v %d does not offer it (see FSERVER_TRANSPORT, BYTEPS_ENABLE_IPC and the log there)", m.Role, m.Rank)
+	for _, a := range m.Addrs {
+		if at = transport.Addr(a); p.Reaches(at) {
+			return at, ""
+		}
+		if strings.HasPrefix(a, scheme(p)+":") {
+			no = cmp.Or(transport.Beyond(p.Fabric, at), no)
+		}
+	}
+	return "", no
 }
 
 // carries says whether the data of peers may travel over p: over all, unless

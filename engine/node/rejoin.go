@@ -49,11 +49,12 @@ type comingBack struct {
 	why    []error              // the loss that they then end in
 	oldest int64                // of the workers that wait for their name, or Never
 	past   map[uint64]bool      // epochs of the rail that are over
+	seen   []bool               // a connection has been there before
 }
 
 func (b *comingBack) open(n *Node) {
 	k := len(n.peers)
-	b.dials, b.breaks, b.why = make([]context.CancelFunc, k), make([]int, k), make([]error, k)
+	b.dials, b.breaks, b.why, b.seen = make([]context.CancelFunc, k), make([]int, k), make([]error, k), make([]bool, k)
 	b.until = slices.Repeat([]int64{cluster.Never}, k)
 	b.oldest, b.past = cluster.Never, map[uint64]bool{}
 	switch {
@@ -166,7 +167,7 @@ func (n *Node) peerDown(l *link, err error) {
 	}
 	i := l.index
 	n.lose(i, err)
-	if n.worker == nil || l.left || n.rail[i].State == wire.Gone || n.failed() != nil {
+	if n.worker == nil || l.left || n.rail[i].State == wire.Gone || n.failed() != nil || n.phase.Load() >= leaving {
 		return
 	}
 	// It may live, and only the connection be gone. If not, the scheduler says so.
@@ -192,15 +193,18 @@ func (n *Node) peerLost(i int, err error) {
 
 // joined takes the news that a node has the place of one that is gone.
 func (n *Node) joined(m wire.Member) {
-	n.log.Info("a node has come back", zap.Stringer("role", m.Role), zap.Int("rank", m.Rank))
 	var lost *LostError
 	if errors.As(n.stopErr, &lost) && lost.Role == m.Role && lost.Rank == m.Rank {
 		n.stopErr = nil
 	}
 	i := n.place(m.Role, m.Rank)
+	if i < 0 { // a peer is back when it is connected
+		n.log.Info(fmt.Sprintf("%v %d is back", m.Role, m.Rank), zap.Uint32("pid", m.Pid), zap.String("host", m.Host))
+	}
 	if i < 0 || n.failed() != nil {
 		return
 	}
+	n.back.seen[i] = true
 	n.hangUp(i, &LostError{Role: m.Role, Rank: m.Rank, Reason: "another process has taken its place"})
 	if n.rail[i].Epoch != m.Epoch {
 		n.back.past[n.rail[i].Epoch] = true
@@ -255,7 +259,7 @@ func (n *Node) unreached(ctx context.Context, i int, m *wire.Member, err error) 
 	case n.phase.Load() == joining:
 		n.fail(closedError(err))
 	default:
-		n.log.Warn("a server cannot be reached", zap.Error(err))
+		n.log.Warn(m.Name()+" cannot be reached", zap.Error(err))
 	}
 }
 
@@ -264,8 +268,9 @@ func (n *Node) unreached(ctx context.Context, i int, m *wire.Member, err error) 
 func (n *Node) linked(l *link) {
 	n.peers[l.index] = l
 	l.plane.peers++
+	n.sayLinked(l)
 	if n.worker != nil {
-		n.sendFrame(l, wire.AppendUp(nil))
+		n.sendFrame(l, wire.AppendUp(nil, l.why))
 	}
 	n.begin(l)
 }
@@ -355,6 +360,16 @@ func (l *link) saidUp() bool {
 	return len(l.early) != 0 && wire.FrameType(l.early[0]) == wire.TypeUp
 }
 
+// told takes what the other side's Up says of why no better way was taken. What this
+// side lacks itself, it knows better.
+func (l *link) told(n *Node, up []byte) error {
+	why, err := wire.ParseUp(up)
+	if why != "" && n.lack == "" {
+		l.why = why
+	}
+	return err
+}
+
 // sameRank is those of links that have the rank of l.
 func sameRank(links []*link, l *link) (of []*link) {
 	for _, o := range links {
@@ -371,6 +386,7 @@ func (n *Node) admit(i int, l *link) {
 		n.hangUp(i, n.lostPeer(old, "it has connected again"))
 	}
 	l.kind, l.index = linkPeer, i
+	_ = l.told(n, l.early[0]) // what is wrong in it, data says
 	n.linked(l)
 	early := l.early
 	l.early = nil
@@ -386,7 +402,7 @@ func (n *Node) admit(i int, l *link) {
 
 // turnAway ends the connection of a worker that waited.
 func (n *Node) turnAway(l *link, why string) {
-	n.log.Warn("connection closed", zap.String("from", l.conn.Remote()), zap.Int32("worker", l.hello.Rank), zap.String("reason", why))
+	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.String("reason", why))
 	n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
 	n.unlink(l)
 	_ = l.conn.Close()
@@ -400,7 +416,7 @@ func (n *Node) joinAgain() {
 	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
 	for wait := firstPause; n.life.Err() == nil; wait = time.Second {
 		pause(n.life, wait)
-		c, err := n.dial(n.life, base, at)
+		c, err := n.dial(n.life, base, at, n.theScheduler())
 		if err == nil {
 			if h, bad := wire.ParseHello(c.Hello()); bad == nil && h.Role == wire.RoleScheduler {
 				n.report(c, h)

@@ -105,8 +105,9 @@ func TestStagedIsTold(t *testing.T) {
 			require.Equal(t, c.how, l.Transport)
 			require.Len(t, logs.All(), c.lines)
 			for _, line := range logs.All() {
-				require.Equal(t, "no direct writes, taking cma/staged", line.Message)
-				require.Equal(t, map[string]any{"server": int64(0), "peer": l.Remote, "why": "the peer is to stage"}, line.ContextMap())
+				require.Equal(t, "server 0 is connected", line.Message)
+				require.Equal(t, "cma/staged", line.ContextMap()["transport"])
+				require.Equal(t, "the peer is to stage", line.ContextMap()["why"])
 				require.Equal(t, l.Reason, line.ContextMap()["why"])
 			}
 			m.stop()
@@ -129,9 +130,10 @@ func TestNoWayInside(t *testing.T) {
 		require.Equal(t, "tcp", linkOf(t, m.servers[0]).Transport)
 		require.Equal(t, 1, logs.Len())
 		line := logs.All()[0]
-		require.Equal(t, "no connection over cma, taking another way", line.Message)
-		require.Equal(t, string(m.servers[0].planes[0].Addr()), line.ContextMap()["to"])
-		require.Equal(t, l.Reason, line.ContextMap()["error"])
+		require.Equal(t, "server 0 is connected", line.Message)
+		require.Equal(t, "tcp", line.ContextMap()["transport"])
+		require.Equal(t, l.Reason, line.ContextMap()["why"])
+		require.Equal(t, l.Reason, linkOf(t, m.servers[0]).Reason)
 		m.stop()
 	})
 	t.Run("open", func(t *testing.T) {
@@ -148,6 +150,7 @@ func TestNoWayInside(t *testing.T) {
 		m.echoes(t)
 		for _, n := range []*Node{m.workers[0], m.servers[0]} {
 			require.Equal(t, "tcp", linkOf(t, n).Transport)
+			require.Regexp(t, `^cma: .*process_vm_writev: operation not permitted \(.* at worker 0$`, linkOf(t, n).Reason)
 		}
 		require.Equal(t, 1, logs.Len())
 		line := logs.All()[0]
