@@ -212,10 +212,15 @@ func TestNewerSpellingWins(t *testing.T) {
 func TestTransportNotBuilt(t *testing.T) {
 	for _, v := range []string{"verbs", "ofi", "ucx"} {
 		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp, cma and cudaipc "+
-			"(unset it, or use tcp)", v, v), bad(t, with("FSERVER_TRANSPORT="+v)...))
+			"(set FSERVER_TRANSPORT=auto)", v, v), bad(t, with("FSERVER_TRANSPORT="+v)...))
 	}
 	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp, cma and cudaipc `+
-		`(FSERVER_TRANSPORT=tcp overrides it)`, bad(t, with("DMLC_ENABLE_RDMA=1")...))
+		`(set FSERVER_TRANSPORT=auto, which overrides it)`, bad(t, with("DMLC_ENABLE_RDMA=1")...))
+	for _, older := range []string{"DMLC_ENABLE_RDMA=ibverbs", "DMLC_ENABLE_UCX=1", "DMLC_PS_VAN_TYPE=fabric"} {
+		require.Contains(t, bad(t, with(older)...), "(set FSERVER_TRANSPORT=auto, which overrides it)")
+		c, _ := warned(t, with(older, "FSERVER_TRANSPORT=auto")...) // so it does
+		require.Equal(t, Auto, c.Transport)
+	}
 	require.Contains(t, bad(t, with("DMLC_ENABLE_UCX=1")...), `DMLC_ENABLE_UCX="1": transport ucx is not in this build`)
 	require.Contains(t, bad(t, with("DMLC_PS_VAN_TYPE=fabric")...), `DMLC_PS_VAN_TYPE="fabric": transport ofi is not in this build`)
 }

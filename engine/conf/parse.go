@@ -382,9 +382,9 @@ func (p *parser) transport() {
 		return
 	}
 	by := p.source["FSERVER_TRANSPORT"]
-	remedy := "unset it, or use tcp"
+	remedy := "set FSERVER_TRANSPORT=auto"
 	if by != "FSERVER_TRANSPORT" {
-		remedy = "FSERVER_TRANSPORT=tcp overrides it"
+		remedy += ", which overrides it"
 	}
 	p.fail("%s=%q: transport %v is not in this build, which has tcp, cma and cudaipc (%s)", by, p.given[by], c.Transport, remedy)
 }
