@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fserver.ringx import positions, ringx_attention, shard
+from fserver import ConfigError
+from fserver.ringx import layout_of, positions, ringx_attention, shard
 from fserver.ringx.api import GATHER_LIMIT
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -124,13 +125,14 @@ class Example:
 
 
 def train(
-    example: Example, config: Config, rank: int, size: int, attend: Attend, device: torch.device,
-    dtype: torch.dtype,
+    example: Example, config: Config, rank: int, size: int, attend: Attend, layout: str,
+    device: torch.device, dtype: torch.dtype,
 ) -> tuple[list[float], float, float]:  # fmt: skip
     """The loss of each step, seconds per step without the first, and GB of the GPU at most.
 
-    Every rank has its rows of each sequence. A rank's gradients are those of its rows, so they are
-    added up over the ranks, like those of any data that are spread over them.
+    Every rank has its rows of each sequence, by the layout that `attend` works on. A rank's
+    gradients are those of its rows, so they are added up over the ranks, like those of any data
+    that are spread over them.
     """
     torch.manual_seed(0)
     with torch.device(device):
@@ -145,7 +147,6 @@ def train(
     else:
         model = model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), config.rate)
-    layout = "zigzag" if example.causal else "contiguous"
     where = positions(config.tokens, layout, rank, size, device)
     losses, times = [], []
     batches = example.batches(config)
@@ -253,6 +254,10 @@ def main(example: Example) -> None:
     for field in ("steps", "tokens", "layers"):
         if getattr(options, field):
             config = dataclasses.replace(config, **{field: getattr(options, field)})
+    try:
+        layout = layout_of(options.algorithm, example.causal)
+    except ConfigError as error:
+        parser.error(str(error))
 
     size = options.ranks or int(os.environ.get("WORLD_SIZE", 1))
     on_gpus = torch.cuda.is_available() and not options.ranks
@@ -274,7 +279,9 @@ def main(example: Example) -> None:
     dtype = getattr(torch, options.dtype or ("bfloat16" if config.large else "float64"))
 
     def sharded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ringx_attention(q, k, v, causal=example.causal, algorithm=options.algorithm)
+        return ringx_attention(
+            q, k, v, causal=example.causal, algorithm=options.algorithm, layout=layout
+        )
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
@@ -283,13 +290,13 @@ def main(example: Example) -> None:
         )
         return out.transpose(1, 2)
 
-    losses, seconds, used = train(example, config, rank, size, sharded, device, dtype)
+    losses, seconds, used = train(example, config, rank, size, sharded, layout, device, dtype)
     if rank == 0:
         print(f"{example.name}: {config.tokens:,} tokens, world size {size}, {config.steps} steps")
         print(f"  loss {losses[0]:.6f} -> {losses[-1]:.6f}, {seconds:.3f} s a step", end="")
         print(f", at most {used:.1f} GB" if used else "")
         if not config.large:
-            alone, seconds, _ = train(example, config, 0, 1, whole, device, dtype)
+            alone, seconds, _ = train(example, config, 0, 1, whole, layout, device, dtype)
             apart = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True))
             print(f"  one process, torch's attention: -> {alone[-1]:.6f}, {seconds:.3f} s a step")
             limit = 1e4 * torch.finfo(dtype).eps

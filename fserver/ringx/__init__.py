@@ -14,9 +14,11 @@ from fserver.ringx.api import (
     ringX4o_attn_func,
     ringx_attention,
 )
+from fserver.ringx.arguments import layout_of
 from fserver.ringx.layout import positions, shard, unshard
 
 __all__ = [
+    "layout_of",
     "positions",
     "ringX1_attn_func",
     "ringX1o_attn_func",

@@ -94,6 +94,7 @@ def ringx_attention(
     *,
     algorithm: str = "auto",
     causal: bool,
+    layout: str | None = None,
     scale: float | None = None,
     group: dist.ProcessGroup | None = None,
     sink: Tensor | None = None,
@@ -105,13 +106,16 @@ def ringx_attention(
     """Exact attention of the local rows to the keys of all ranks. Every rank of the group calls it.
 
     Args:
-        q: ``[B, Sq, H, D]``, the local rows; see `fserver.ringx.layout` for which those are.
+        q: ``[B, Sq, H, D]``, the local rows: those that `shard` gives by `layout_of` the algorithm.
         k, v: ``[B, Sk, Hkv, D]``, the local keys and values. H is a multiple of Hkv.
         algorithm: "X1", "X1o" (full mask, contiguous, lengths may differ over the ranks), "X3b"
             (full mask, contiguous), "X2", "X2o" (causal, contiguous, lengths may differ), "X3",
             "X3c", "X4", "X4o" (causal, zigzag). "auto" is X1o or X3b for a full mask, whichever
             moves less, and for a causal one, zigzag, X3, or X4 above GATHER_LIMIT bytes.
         causal: a row sees the keys at its own and at earlier positions.
+        layout: how the caller has split the sequence over the ranks, "contiguous" or "zigzag". A
+            call with another layout than `layout_of` the algorithm is refused. Without it nothing
+            is checked, and parts of the wrong layout give a wrong answer under a causal mask.
         scale: of the scores, more than 0; 1 / sqrt(D) without.
         group: the ranks; all without.
         sink: ``[H]``, the score of a key that has no value. Its gradient is what the local rows
@@ -137,7 +141,7 @@ def ringx_attention(
     more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
     out, lse = _run(
         q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, more,
-        agreed=agreed, copies=copies,
+        layout=layout, agreed=agreed, copies=copies,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -145,7 +149,8 @@ def ringx_attention(
 def _run(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
     group: dist.ProcessGroup | None, sink: Tensor | None, reduce_dtype: torch.dtype,
-    more: Callable[[], Error | None], agreed: bool = False, copies: bool = False,
+    more: Callable[[], Error | None], layout: str | None = None, agreed: bool = False,
+    copies: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`more` gives what is wrong with arguments that are the caller's own."""
     ranks = ranks_of(group)
@@ -155,14 +160,14 @@ def _run(
     k_lengths: Sequence[int]
     try:
         problem = argument_problem(
-            ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, copies
+            ranks, q, k, v, algorithm, causal, layout, scale, sink, reduce_dtype, copies
         )
         problem = problem or more()
         if not problem and not agreed:
             problem = kernel_problem(q, k, v, causal)
         if not problem:
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-            facts = facts_of(q, k, algorithm, causal, factor, sink, reduce_dtype, copies)
+            facts = facts_of(q, k, v, algorithm, causal, factor, sink, reduce_dtype, copies)
     except Exception as error:  # the other ranks would wait
         problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
         problem.__cause__ = error

@@ -17,6 +17,7 @@ from fserver.errors import ConfigError, Error, ShapeError
 
 from .algorithms import ALGORITHMS
 from .kernels import DTYPES, choose
+from .layout import check_layout
 from .ranks import Ranks
 from .window import known
 
@@ -79,7 +80,8 @@ def _tensor_problem(name: str, value: object) -> Error | None:
 
 def argument_problem(
     ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
-    scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool,
+    layout: str | None, scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype,
+    copies: bool,
 ) -> Error | None:  # fmt: skip
     """What is wrong with the arguments of this rank, of whatever type they are."""
     problem = flag_problem(causal=causal) or _scale_problem(scale)
@@ -102,6 +104,26 @@ def argument_problem(
                 f"ringx: {name} is {tensor.dtype} on {tensor.device} and q {q.dtype} on {q.device}:"
                 " want one type and device"
             )
+    problem = _shape_problem(q, k, v, causal)
+    if problem:
+        return problem
+    problem = None if sink is None else _tensor_problem("sink", sink)
+    if problem:
+        return problem
+    if sink is not None and (
+        sink.shape != q.shape[2:3] or sink.device != q.device or sink.dtype not in DTYPES
+    ):
+        return ShapeError(
+            f"ringx: sink of shape {tuple(sink.shape)}, {sink.dtype} on {sink.device}: want "
+            f"[{q.shape[2]}], a score for each head of q, one of {DTYPES} on {q.device}"
+        )
+    for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
+        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+            return ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
+    return _mask_problem(algorithm, causal, layout, q.shape[1], copies)
+
+
+def _shape_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
     if k.shape != v.shape:
         return ShapeError(f"ringx: v.shape {tuple(v.shape)}: want that of k, {tuple(k.shape)}")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
@@ -123,20 +145,7 @@ def argument_problem(
             f"ringx: causal with q.shape[1] {q.shape[1]} and k.shape[1] {k.shape[1]}: want equal "
             "lengths, or causal=False"
         )
-    problem = None if sink is None else _tensor_problem("sink", sink)
-    if problem:
-        return problem
-    if sink is not None and (
-        sink.shape != q.shape[2:3] or sink.device != q.device or sink.dtype not in DTYPES
-    ):
-        return ShapeError(
-            f"ringx: sink of shape {tuple(sink.shape)}, {sink.dtype} on {sink.device}: want "
-            f"[{q.shape[2]}], a score for each head of q, one of {DTYPES} on {q.device}"
-        )
-    for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
-        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-            return ConfigError(f"ringx: {name} {reprlib.repr(dtype)}: want one of {DTYPES}")
-    return _mask_problem(algorithm, causal, q.shape[1], copies)
+    return None
 
 
 def _scale_problem(scale: object) -> Error | None:
@@ -154,30 +163,71 @@ def _scale_problem(scale: object) -> Error | None:
     return None
 
 
-def _mask_problem(algorithm: str, causal: bool, length: int, copies: bool) -> Error | None:
+def layout_of(algorithm: str, causal: bool | None = None) -> str:
+    """Returns the layout of the parts that an algorithm of `ringx_attention` works on.
+
+    It is what `shard` and `positions` take: "contiguous" or "zigzag".
+
+    Args:
+        algorithm: "auto", or the name of an algorithm.
+        causal: the mask, on which the layout of "auto" depends. An algorithm with a name has one
+            mask only: this may be left out, and has to be that mask if it is given.
+
+    Raises:
+        ConfigError: there is no such algorithm, it has another mask, or "auto" without causal.
+    """
     if not isinstance(algorithm, str) or algorithm not in (*ALGORITHMS, "auto"):
-        return ConfigError(
+        raise ConfigError(
             f"ringx: algorithm {reprlib.repr(algorithm)}: want auto or one of {[*ALGORITHMS]}"
         )
+    problem = None if causal is None else flag_problem(causal=causal)
+    if problem:
+        raise problem
     if algorithm == "auto":
-        layout = "zigzag" if causal else "contiguous"
-    else:
-        how = ALGORITHMS[algorithm]
-        layout = how.layout
-        if how.causal != causal:
-            fitting = [name for name, row in ALGORITHMS.items() if row.causal == causal]
-            return ConfigError(
-                f"ringx: algorithm {algorithm} with causal={causal}: its mask is "
-                f"{'causal' if how.causal else 'full'} (use causal={how.causal}, or one of "
-                f"{fitting})"
+        if causal is None:
+            raise ConfigError(
+                "ringx: layout_of('auto') depends on the mask: give causal, True or False"
             )
-        if copies is True and not how.together:
-            able = [name for name, row in ALGORITHMS.items() if row.together]
-            return ConfigError(
-                f"ringx: copies True with algorithm {algorithm}: it has no copies (use one of "
-                f"{able}, or copies=False)"
-            )
-    if layout == "zigzag" and (length % 2 or not length):
+        return "zigzag" if causal else "contiguous"
+    how = ALGORITHMS[algorithm]
+    if causal is not None and how.causal != causal:
+        raise ConfigError(
+            f"ringx: algorithm {algorithm} with causal={causal}: its mask is "
+            f"{'causal' if how.causal else 'full'} (use causal={how.causal}, or one of "
+            f"{_fitting(causal)})"
+        )
+    return how.layout
+
+
+def _fitting(causal: bool, layout: str | None = None) -> list[str]:
+    """The algorithms with this mask and, if given, this layout."""
+    rows = ((name, how) for name, how in ALGORITHMS.items() if how.causal == causal)
+    return [name for name, how in rows if layout in (None, how.layout)]
+
+
+def _mask_problem(
+    algorithm: str, causal: bool, layout: str | None, length: int, copies: bool
+) -> Error | None:
+    try:
+        wanted = layout_of(algorithm, causal)
+        if layout is not None:
+            check_layout(layout)
+    except ConfigError as problem:
+        return problem
+    if copies is True and algorithm != "auto" and not ALGORITHMS[algorithm].together:
+        able = [name for name, row in ALGORITHMS.items() if row.together]
+        return ConfigError(
+            f"ringx: copies True with algorithm {algorithm}: it has no copies (use one of "
+            f"{able}, or copies=False)"
+        )
+    if layout not in (None, wanted):
+        others = _fitting(causal, layout)
+        return ConfigError(
+            f"ringx: layout {layout} with algorithm {algorithm}, which wants {wanted} parts (shard "
+            f"by layout_of({algorithm!r}, {causal})"
+            + (f", or use one of {others})" if others else ")")
+        )
+    if wanted == "zigzag" and (length % 2 or not length):
         return ShapeError(
             f"ringx: q.shape[1] is {length}, and zigzag wants two chunks of one length on each "
             "rank (pad the sequence to a multiple of twice the ranks, or use X2)"
@@ -197,24 +247,29 @@ def kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | Non
     return None
 
 
+GRADIENTS = "requires_grad (of q, k, v or sink, in grad mode)"
 FACTS = (
-    *("problem", "algorithm", "causal", "scale", "sink", "reduce_dtype", "copies"),
-    *("q.dtype", "q.shape[0]"),
-    *("q.shape[2]", "q.shape[3]", "k.shape[2]", "q.shape[1]", "k.shape[1]"),
+    *("problem", "algorithm", "causal", "sink", "reduce_dtype", "copies", GRADIENTS),
+    *("q.dtype", "q.shape[0]", "q.shape[2]", "q.shape[3]", "k.shape[2]"),
+    "scale",  # behind the shapes, as that which is the default follows from q.shape[3]
+    *("q.shape[1]", "k.shape[1]"),
 )
 """What the ranks tell each other; all but the lengths has to be the same."""
 
 
 def facts_of(
-    q: Tensor, k: Tensor, algorithm: str, causal: bool, scale: float, sink: Tensor | None,
-    reduce_dtype: torch.dtype, copies: bool,
+    q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float,
+    sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool,
 ) -> list[int]:  # fmt: skip
-    scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
-    types = DTYPES.index(reduce_dtype), bool(copies), DTYPES.index(q.dtype)
-    lengths = q.shape[1], k.shape[1]
+    """Returns a number for each of FACTS."""
     which = [*ALGORITHMS, "auto"].index(algorithm)
+    wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
+    gradients = wanted and torch.is_grad_enabled()
+    same = sink is not None, DTYPES.index(reduce_dtype), bool(copies), gradients
     shape = q.shape[0], *q.shape[2:], k.shape[2]
-    return [0, which, causal, scale_bits, sink is not None, *types, *shape, *lengths]
+    scale_bits = struct.unpack("q", struct.pack("d", scale))[0]
+    lengths = q.shape[1], k.shape[1]
+    return [0, which, causal, *same, DTYPES.index(q.dtype), *shape, scale_bits, *lengths]
 
 
 def agree(
@@ -273,7 +328,7 @@ def _fact(name: str, number: int) -> object:
         return struct.unpack("d", struct.pack("q", number))[0]
     if name in ("q.dtype", "reduce_dtype"):
         return DTYPES[number]
-    if name in ("causal", "copies"):
+    if name in ("causal", "copies", GRADIENTS):
         return bool(number)
     which = {"algorithm": [*ALGORITHMS, "auto"], "sink": ["None", "a tensor"]}
     return which[name][number] if name in which else number

@@ -2,12 +2,13 @@
 
 ``contiguous``: rank r has the r-th part; the first parts are one longer where the length does not
 divide. ``zigzag``: the sequence is cut into 2N chunks and rank r has chunks r and 2N-1-r, so that
-under a causal mask all ranks have as much to do. `ringx_attention` wants contiguous parts for a
-full mask and for X2, and zigzag parts for X3 and X4.
+under a causal mask all ranks have as much to do. `layout_of` says which of them an algorithm of
+`ringx_attention` wants: zigzag for X3, X3c, X4 and X4o, contiguous for the others.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from operator import index
 
@@ -30,8 +31,7 @@ def positions(
         ConfigError: there is no such layout, rank, size or length.
         ShapeError: zigzag, and the length is not a multiple of 2 * size.
     """
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ConfigError(f"ringx: layout {layout!r}: want one of {LAYOUTS}")
+    check_layout(layout)
     length, size = _whole("length", length, 0), _whole("size", size, 1)
     if not 0 <= _whole("rank", rank, 0) < size:
         raise ConfigError(f"ringx: rank {rank} of {size}: want 0 to {size - 1}")
@@ -80,6 +80,12 @@ def unshard(parts: Sequence[Tensor], layout: str, dim: int = 1) -> Tensor:
                 f"{rank} of {size} has of a {layout} sequence of {length}"
             )
     return torch.cat(parts, dim).index_select(dim, torch.cat(places).argsort())
+
+
+def check_layout(layout: str) -> None:
+    """Raises a ConfigError if there is no such layout."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ConfigError(f"ringx: layout {reprlib.repr(layout)}: want one of {LAYOUTS}")
 
 
 def _whole(name: str, value: int, least: int) -> int:

@@ -17,7 +17,16 @@ from world import Rank, World
 
 import fserver.ringx
 from fserver.errors import ConfigError, Error, ShapeError
-from fserver.ringx import api, arguments, kernels, positions, ringx_attention, shard, unshard
+from fserver.ringx import (
+    api,
+    arguments,
+    kernels,
+    layout_of,
+    positions,
+    ringx_attention,
+    shard,
+    unshard,
+)
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.schedules import Job
 
@@ -92,6 +101,27 @@ REFUSED = [
         "copies True with algorithm X1: it has no copies (use one of ['X3', 'X3b', 'X4'], or",
     ),
     ({"algorithm": "X4o", "copies": True}, "copies True with algorithm X4o: it has no copies"),
+    (
+        {"layout": "contiguous"},
+        "ConfigError: ringx: layout contiguous with algorithm X3, which wants zigzag parts (shard "
+        "by layout_of('X3', True), or use one of ['X2', 'X2o'])",
+    ),
+    ({"layout": "contiguous", "agreed": True}, "ConfigError: ringx: layout contiguous with algo"),
+    (
+        {"algorithm": "auto", "layout": "contiguous"},
+        "with algorithm auto, which wants zigzag parts",
+    ),
+    (
+        {"algorithm": "X2", "layout": "zigzag"},
+        "layout zigzag with algorithm X2, which wants contiguous parts (shard by "
+        "layout_of('X2', True), or use one of ['X3', 'X3c', 'X4', 'X4o'])",
+    ),
+    (
+        {"algorithm": "X1", "causal": False, "layout": "zigzag"},
+        "ConfigError: ringx: layout zigzag with algorithm X1, which wants contiguous parts (shard "
+        "by layout_of('X1', False))",
+    ),
+    ({"layout": "striped"}, "ConfigError: ringx: layout 'striped': want one of ('contiguous', 'zi"),
 ]
 
 
@@ -104,6 +134,7 @@ def test_refuses_what_it_cannot_do(world: World):
 
 def test_one_rank_that_is_wrong_is_an_error_on_all(world: World):
     calls = [{"q": (1, 5, 2, 8), "k": (1, 5, 2, 8)}, {"dtype": torch.int32}]
+    calls.append({"layout": "contiguous"})
     answers = world.run((1, 2, 3), refused, calls, only=1)
     for rank, found in enumerate(answers):
         for text in found:
@@ -111,6 +142,7 @@ def test_one_rank_that_is_wrong_is_an_error_on_all(world: World):
             assert rank == 1 or want in text, found
     assert "zigzag" in answers[1][0]
     assert "q.dtype" in answers[1][1]
+    assert "layout contiguous with algorithm X3" in answers[1][2]
 
 
 class Trap:
@@ -166,6 +198,10 @@ ODD = [
     ({"sink": [1.0, 2.0]}, "ConfigError: ringx: sink [1.0, 2.0] of type list: want a torch.Tensor"),
     ({"sink": torch.ones(2).to_sparse()}, "ConfigError: ringx: sink is torch.sparse_coo: want a"),
     ({"algorithm": ["X3"]}, "ConfigError: ringx: algorithm ['X3']: want auto or one of ['X1'"),
+    (
+        {"layout": ["zigzag"]},
+        "ConfigError: ringx: layout ['zigzag']: want one of ('contiguous', 'z",
+    ),
     ({"algorithm": None}, "ConfigError: ringx: algorithm None: want auto or one of ['X1'"),
     ({"reduce_dtype": "float32"}, "ConfigError: ringx: reduce_dtype 'float32': want one of"),
     ({"agreed": "no"}, "ConfigError: ringx: agreed 'no' of type str: want True or False"),
@@ -306,7 +342,41 @@ DIFFERENT = [
     ({"dtype": torch.float64}, "q.dtype is torch.float32 on rank 0 and torch.float64 "),
     ({"sink": torch.ones(2)}, "sink is None on rank 0 and a tensor "),
     ({"copies": True}, "ConfigError: ringx: copies is False on rank 0 and True "),
+    # The default scale follows from the head dimension, which is what differs.
+    (
+        {"q": (1, 4, 2, 16), "k": (1, 4, 2, 16)},
+        "ShapeError: ringx: q.shape[3] is 8 on rank 0 and 16",
+    ),
+    *(
+        (
+            {"given": {name: value}, **options},
+            "ConfigError: ringx: requires_grad (of q, k, v or sink, in grad mode) is False on rank "
+            "0 and True on rank 1 of the group: want the same on all ranks",
+        )
+        for name, value, options in (
+            ("q", X.clone().requires_grad_(), {}),
+            ("v", X.clone().requires_grad_(), {"algorithm": "X3"}),
+        )
+    ),
 ]
+
+
+def modes(me: Rank) -> list[str]:
+    """Rank 1 does not compute gradients of what requires them."""
+    said = []
+    leaf = {"given": {"k": X.clone().requires_grad_()}}
+    for mode in (nullcontext, torch.no_grad, torch.inference_mode):
+        with mode() if me.rank == 1 else nullcontext():
+            said += refused(me, [leaf])
+    return said
+
+
+def test_grad_mode_that_differs_is_an_error_on_all(world: World):
+    """A backward on some of the ranks would wait for the others."""
+    for same, no_grad, inference in world.run((0, 1, 2), modes):
+        assert same == "nothing"
+        assert no_grad == inference
+        assert "in grad mode) is True on rank 0 and False on rank 1 of the group" in no_grad
 
 
 def test_what_differs_is_an_error_on_all(world: World):
@@ -359,9 +429,8 @@ def test_gradients_that_there_are_not_are_an_error(world: World):
 
 def test_signatures():
     parameters = inspect.signature(ringx_attention).parameters
-    assert [*parameters] == (
-        "q k v algorithm causal scale group sink reduce_dtype return_lse agreed copies".split()
-    )
+    names = "q k v algorithm causal layout scale group sink reduce_dtype return_lse agreed copies"
+    assert [*parameters] == names.split()
     assert parameters["causal"].default is inspect.Parameter.empty
     for name in FUNCTIONS.values():
         function = getattr(fserver.ringx, name)
@@ -424,6 +493,52 @@ def test_auto(world: World):
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
         found = unshard(world.run((0, 1, 2), automatic, causal), layout)
         torch.testing.assert_close(found, want.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+def test_layout_of():
+    """It is what each algorithm works on, and what it accepts as layout=."""
+    for name, how in ALGORITHMS.items():
+        assert layout_of(name) == layout_of(name, how.causal) == how.layout
+    assert {name for name in ALGORITHMS if layout_of(name) == "zigzag"} == {
+        "X3",
+        "X3c",
+        "X4",
+        "X4o",
+    }
+    assert layout_of("auto", True) == layout_of("auto", causal=True) == "zigzag"
+    assert layout_of("auto", False) == "contiguous"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("X9",), "ringx: algorithm 'X9': want auto or one of ['X1'"),
+        ((3,), "ringx: algorithm 3: want auto or one of ['X1'"),
+        (("auto",), "ringx: layout_of('auto') depends on the mask: give causal, True or False"),
+        (("auto", 1), "ringx: causal 1 of type int: want True or False"),
+        (("X3", 1), "ringx: causal 1 of type int: want True or False"),
+        (("X1", True), "ringx: algorithm X1 with causal=True: its mask is full (use causal=False"),
+    ],
+)
+def test_layout_of_refuses(arguments: Any, text: str):
+    with pytest.raises(ConfigError) as error:
+        layout_of(*arguments)
+    assert text in str(error.value)
+
+
+def accepted(me: Rank, algorithm: str) -> bool:
+    """The answer is the same with the layout and without it."""
+    name, causal = (algorithm, ALGORITHMS[algorithm].causal) if algorithm else ("auto", True)
+    layout = layout_of(name, causal)
+    q, k, v = (shard(t, layout, me.rank, me.size) for t in Problem().tensors()[:3])
+    options = {"algorithm": name, "causal": causal, "group": me.group}
+    want = ringx_attention(q, k, v, **options)
+    return torch.equal(ringx_attention(q, k, v, layout=layout, **options), want)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, ""])
+def test_layout_that_is_right(world: World, algorithm: str):
+    assert all(world.run((0, 1), accepted, algorithm))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

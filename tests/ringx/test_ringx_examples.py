@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from world import Rank, World
 
-from fserver.ringx import ringx_attention
+from fserver.ringx import layout_of, ringx_attention
 
 EXAMPLES = Path(__file__).parents[2] / "examples/ringx"
 
@@ -32,26 +32,31 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["gpt", "vit"])
-def test_losses_are_equal(name: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [("gpt", "auto"), ("gpt", "X2"), ("gpt", "X2o"), ("vit", "auto")]
+)
+def test_losses_are_equal(name: str, algorithm: str, tmp_path: Path):
     if name == "vit":
         pytest.importorskip("sklearn", reason="no scikit-learn: pip install 'fserver[ringx]'")
     plot = tmp_path / "losses.png"
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    text = run(*launch, str(EXAMPLES / f"{name}.py"), "--steps", "2", "--plot", str(plot))
+    options = "--algorithm", algorithm, "--steps", "2", "--plot", str(plot)
+    text = run(*launch, str(EXAMPLES / f"{name}.py"), *options)
     assert "losses equal" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def trained(me: Rank) -> tuple[list[float], list[float]]:
+def trained(me: Rank, algorithm: str) -> tuple[list[float], list[float]]:
     """Losses of the ranks of the world with the large models' weights in parts and blocks computed
     again, and of each alone with whole ones."""
     sys.path.insert(0, str(EXAMPLES))
     import common
     import gpt
 
+    layout = layout_of(algorithm, causal=True)
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ringx_attention(q, k, v, causal=True)
+        return ringx_attention(q, k, v, causal=True, algorithm=algorithm, layout=layout)
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
@@ -68,14 +73,25 @@ def trained(me: Rank) -> tuple[list[float], list[float]]:
         return made
 
     example = common.Example("GPT", {}, model, gpt.batches, gpt.loss, True)
-    given = torch.device("cpu"), torch.float32
+    given = layout, torch.device("cpu"), torch.float32
     in_parts, *_ = common.train(example, large, me.rank, me.size, attend, *given)
     return in_parts, common.train(example, small, 0, 1, whole, *given)[0]
 
 
-def test_weights_in_parts(world: World):
-    for in_parts, alone in world.run((0, 1, 2, 3), trained):
+@pytest.mark.parametrize("algorithm", ["auto", "X2", "X2o"])
+def test_weights_in_parts(world: World, algorithm: str):
+    for in_parts, alone in world.run((0, 1, 2, 3), trained, algorithm):
         assert in_parts == pytest.approx(alone, rel=1e-5) and alone[2] < alone[0]
+
+
+def test_algorithm_with_another_mask(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["gpt", "--algorithm", "X1"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / "gpt.py"), run_name="__main__")
+    assert "algorithm X1 with causal=True: its mask is full" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
