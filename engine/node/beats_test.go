@@ -1,8 +1,8 @@
 package node
 
 import (
+	"strconv"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -22,30 +22,27 @@ func (c *sinkConn) Post(ops []transport.Op) (int, error) {
 	return len(ops), nil
 }
 
-// TestBeatsAreLinear: what the scheduler does for one heartbeat does not depend on how
-// many members there are. It looked for each among all its links.
-func TestBeatsAreLinear(t *testing.T) {
-	each := func(members int) time.Duration {
-		n := &Node{links: map[transport.Conn]*link{}, controls: map[int64]*link{}}
-		beats := make([]cluster.Output, members)
-		conns := make([]sinkConn, members)
-		for i := range members {
-			n.enlist(&link{conn: &conns[i], kind: linkMember, id: int64(i + 1)})
-			beats[i] = cluster.Output{Kind: cluster.Send, Conn: int64(i + 1), Frame: wire.AppendSignal(nil, wire.TypeHeartbeat)}
-		}
-		least := time.Hour
-		for range 10 {
-			begin := time.Now()
-			for range 4096 / members {
-				n.outputs(beats)
+// BenchmarkBeats is what the scheduler does for one heartbeat, which must not depend on
+// how many members there are.
+func BenchmarkBeats(b *testing.B) {
+	for _, members := range []int{16, 4096} {
+		b.Run(strconv.Itoa(members), func(b *testing.B) {
+			n := &Node{links: map[transport.Conn]*link{}, controls: map[int64]*link{}}
+			beats := make([]cluster.Output, members)
+			conns := make([]sinkConn, members)
+			for i := range members {
+				n.enlist(&link{conn: &conns[i], kind: linkMember, id: int64(i + 1)})
+				beats[i] = cluster.Output{Kind: cluster.Send, Conn: int64(i + 1), Frame: wire.AppendSignal(nil, wire.TypeHeartbeat)}
 			}
-			least = min(least, time.Since(begin))
-		}
-		for i := range conns {
-			require.Equal(t, 10*4096/members, conns[i].frames)
-		}
-		return least
+			rounds := 0
+			for b.Loop() {
+				n.outputs(beats)
+				rounds++
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(rounds*members), "ns/beat")
+			for i := range conns {
+				require.Equal(b, rounds, conns[i].frames)
+			}
+		})
 	}
-	few, many := each(16), each(4096)
-	require.Less(t, many, 16*few, "4096 heartbeats for 16 members took %v, for 4096 members %v", few, many)
 }

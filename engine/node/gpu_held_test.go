@@ -98,7 +98,7 @@ func TestChannelPassesAWait(t *testing.T) {
 					b, err := getBatch(server)
 					require.NoError(t, err)
 					require.Equal(t, contents(t, g, x.Span), contents(t, g, b.reqs[0].push[0].Span))
-					respond(t, server, b.reqs[0].handler, tensor(t, 0, 625))
+					respond(t, server, b.reqs[0].handler, gpuTensor(t, g, 0, 5000, 3))
 					require.NoError(t, wait(worker, id))
 				}
 				require.NoError(t, worker.CloseChannel(here, "", -1))
@@ -142,7 +142,7 @@ func TestLoanBehindAStream(t *testing.T) {
 		b, err := getBatch(server)
 		require.NoError(t, err)
 		require.Equal(t, lent.Span.Bytes(), contents(t, g, b.reqs[0].push[1].Span))
-		respond(t, server, b.reqs[0].handler, tensor(t, 0, 1))
+		respond(t, server, b.reqs[0].handler, gpuTensor(t, g, 0, 8, 3))
 		require.NoError(t, wait(worker, id))
 	}
 	require.NoError(t, g.FreeStream(stream))
