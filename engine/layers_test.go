@@ -129,3 +129,53 @@ func TestLeavesTheProcessAlone(t *testing.T) {
 		})
 	}
 }
+
+// Where goroutines of the engine start. Each catches the panics of what it calls, and a
+// test of the package has one panic in each that starts there.
+var goroutines = map[string]int{
+	"node/panic.go":              1, // spawn
+	"transport/tcp/tcp.go":       1, // task
+	"transport/cma/cma.go":       1, // task
+	"transport/cudaipc/later.go": 1, // a chore at a time, in try
+}
+
+func TestGoroutinesAreKnown(t *testing.T) {
+	found := map[string]int{}
+	for _, s := range sources(t) {
+		if s.test || s.pkg == "transport/transporttest" || s.pkg == "transport/cudaipc/fakegpu" {
+			continue // of tests
+		}
+		ast.Inspect(s.file, func(n ast.Node) bool {
+			switch v := n.(type) {
+			case *ast.GoStmt:
+				found[s.name]++
+			case *ast.CallExpr:
+				if sel, ok := v.Fun.(*ast.SelectorExpr); ok && sel.Sel.Name == "Go" {
+					found[s.name]++ // of a WaitGroup
+				}
+			}
+			return true
+		})
+	}
+	require.Equal(t, goroutines, found)
+}
+
+// Each export turns a panic into an error before it does anything else.
+func TestExportsAreGuarded(t *testing.T) {
+	constant := []string{"fs_abi", "fs_now"}
+	exports := 0
+	for _, s := range sources(t) {
+		for _, d := range s.file.Decls {
+			f, ok := d.(*ast.FuncDecl)
+			if !ok || s.pkg != "cabi" || !strings.HasPrefix(f.Name.Name, "fs_") || slices.Contains(constant, f.Name.Name) {
+				continue
+			}
+			exports++
+			first, ok := f.Body.List[0].(*ast.DeferStmt)
+			require.True(t, ok, f.Name.Name)
+			guard, ok := first.Call.Fun.(*ast.Ident)
+			require.True(t, ok && guard.Name == "guard", f.Name.Name)
+		}
+	}
+	require.Greater(t, exports, 30)
+}

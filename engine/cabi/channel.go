@@ -19,7 +19,7 @@ import (
 
 //export fs_channel_open
 func fs_channel_open(h C.fs_node, name *C.char, out *C.fs_channel) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -34,7 +34,7 @@ func fs_channel_open(h C.fs_node, name *C.char, out *C.fs_channel) (rc C.int) {
 
 //export fs_channel_watch
 func fs_channel_watch(h C.fs_node, channel C.fs_channel, word *C.uint32_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -44,7 +44,7 @@ func fs_channel_watch(h C.fs_node, channel C.fs_channel, word *C.uint32_t) (rc C
 
 //export fs_channel_tell
 func fs_channel_tell(h C.fs_node, channel C.fs_channel, peer C.uint32_t, text *C.char, bytes C.size_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -54,7 +54,7 @@ func fs_channel_tell(h C.fs_node, channel C.fs_channel, peer C.uint32_t, text *C
 
 //export fs_channel_text
 func fs_channel_text(h C.fs_node, channel C.fs_channel, peer C.uint32_t, buf *C.char, room C.size_t, need *C.size_t, slice C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -68,7 +68,7 @@ func fs_channel_text(h C.fs_node, channel C.fs_channel, peer C.uint32_t, buf *C.
 
 //export fs_channel_state
 func fs_channel_state(h C.fs_node, channel C.fs_channel) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -78,7 +78,7 @@ func fs_channel_state(h C.fs_node, channel C.fs_channel) (rc C.int) {
 
 //export fs_channel_push_pull
 func fs_channel_push_pull(h C.fs_node, channel C.fs_channel, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -101,7 +101,7 @@ func fs_channel_push_pull(h C.fs_node, channel C.fs_channel, push *C.fs_tensor, 
 
 //export fs_channel_take
 func fs_channel_take(h C.fs_node, channel C.fs_channel, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -116,7 +116,7 @@ func fs_channel_take(h C.fs_node, channel C.fs_channel, buf *C.uint64_t, room C.
 
 //export fs_channel_close
 func fs_channel_close(h C.fs_node, channel C.fs_channel, why *C.char, bytes C.size_t, slice C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)

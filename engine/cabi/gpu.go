@@ -16,14 +16,14 @@ import (
 
 //export fs_gpu_hold
 func fs_gpu_hold(gpu C.int32_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	node.LaterOf(int(gpu)).Hold()
 	return 0
 }
 
 //export fs_gpu_release
 func fs_gpu_release(gpu C.int32_t, wait C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	l := node.LaterOf(int(gpu))
 	if !l.Release() {
 		return fail(fmt.Errorf("engine: %w: fs_gpu_release: nobody holds gpu %d", syscall.EINVAL, int(gpu)))
@@ -36,7 +36,7 @@ func fs_gpu_release(gpu C.int32_t, wait C.int64_t) (rc C.int) {
 
 //export fs_gpu_reclaim
 func fs_gpu_reclaim(gpu, what C.int32_t, wait C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	if err := known("fs_gpu_reclaim", what); err != nil {
 		return fail(err)
 	}
@@ -48,7 +48,7 @@ func fs_gpu_reclaim(gpu, what C.int32_t, wait C.int64_t) (rc C.int) {
 
 //export fs_gpu_free
 func fs_gpu_free(gpu, what C.int32_t, address, bytes C.uint64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	if err := known("fs_gpu_free", what); err != nil {
 		return fail(err)
 	}

@@ -19,7 +19,6 @@ import "C"
 import (
 	"fmt"
 	"runtime"
-	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -45,11 +44,14 @@ func fs_abi() C.int { return C.FS_ABI }
 func fs_now() C.int64_t { return C.int64_t(node.Now()) }
 
 //export fs_errmsg
-func fs_errmsg(out *C.fs_error) C.int { return lastError(out) }
+func fs_errmsg(out *C.fs_error) (rc C.int) {
+	defer guard(&rc, 0)
+	return lastError(out)
+}
 
 //export fs_open
 func fs_open(settings **C.char, n C.size_t, out *C.fs_node) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	nd, err := node.Open(goStrings(settings, n), buffers)
 	if err != nil {
 		return fail(err)
@@ -65,7 +67,7 @@ func fs_open(settings **C.char, n C.size_t, out *C.fs_node) (rc C.int) {
 
 //export fs_wait_ready
 func fs_wait_ready(h C.fs_node, slice C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -75,7 +77,7 @@ func fs_wait_ready(h C.fs_node, slice C.int64_t) (rc C.int) {
 
 //export fs_get_info
 func fs_get_info(h C.fs_node, out *C.fs_info) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -86,13 +88,13 @@ func fs_get_info(h C.fs_node, out *C.fs_info) (rc C.int) {
 
 //export fs_push_pull
 func fs_push_pull(h C.fs_node, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	return fail(pushPull(h, nil, push, np, pull, nq, out))
 }
 
 //export fs_push_pull_on
 func fs_push_pull_on(h C.fs_node, stream C.uint64_t, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	return fail(pushPull(h, &stream, push, np, pull, nq, out))
 }
 
@@ -122,7 +124,7 @@ func pushPull(h C.fs_node, stream *C.uint64_t, push *C.fs_tensor, np C.size_t, p
 
 //export fs_wait
 func fs_wait(h C.fs_node, ticket C.fs_ticket, slice C.int64_t, flags C.uint32_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -132,7 +134,7 @@ func fs_wait(h C.fs_node, ticket C.fs_ticket, slice C.int64_t, flags C.uint32_t)
 
 //export fs_get_batch
 func fs_get_batch(h C.fs_node, least C.uint32_t, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -147,7 +149,7 @@ func fs_get_batch(h C.fs_node, least C.uint32_t, buf *C.uint64_t, room C.size_t,
 
 //export fs_worker_of
 func fs_worker_of(h C.fs_node, handler C.uint64_t, rank *C.int32_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -159,13 +161,13 @@ func fs_worker_of(h C.fs_node, handler C.uint64_t, rank *C.int32_t) (rc C.int) {
 
 //export fs_buffer_release
 func fs_buffer_release(id C.uint64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	return fail(buffers.Release(uint64(id)))
 }
 
 //export fs_shared_alloc
 func fs_shared_alloc(bytes C.uint64_t, out *C.fs_shared, address *C.uint64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	s, err := mem.NewShared(uint64(bytes))
 	if err != nil {
 		return fail(err)
@@ -176,19 +178,19 @@ func fs_shared_alloc(bytes C.uint64_t, out *C.fs_shared, address *C.uint64_t) (r
 
 //export fs_shared_free
 func fs_shared_free(id C.fs_shared) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	return fail(mem.FreeShared(uint64(id)))
 }
 
 //export fs_respond
 func fs_respond(h C.fs_node, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	return fail(respondAll(h, nil, handlers, counts, nh, t, tickets, answered))
 }
 
 //export fs_respond_on
 func fs_respond_on(h C.fs_node, stream C.uint64_t, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	return fail(respondAll(h, &stream, handlers, counts, nh, t, tickets, answered))
 }
 
@@ -205,7 +207,7 @@ func respondAll(h C.fs_node, stream *C.uint64_t, handlers *C.uint64_t, counts *C
 
 //export fs_register_recv
 func fs_register_recv(h C.fs_node, t *C.fs_tensor, ranks *C.int32_t, keys *C.uint64_t, n C.size_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -215,7 +217,7 @@ func fs_register_recv(h C.fs_node, t *C.fs_tensor, ranks *C.int32_t, keys *C.uin
 
 //export fs_barrier
 func fs_barrier(h C.fs_node, flags C.uint32_t, timeout C.int64_t, token *C.uint64_t, slice C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -234,7 +236,7 @@ func fs_barrier(h C.fs_node, flags C.uint32_t, timeout C.int64_t, token *C.uint6
 
 //export fs_barrier_drop
 func fs_barrier_drop(h C.fs_node, token C.uint64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -245,7 +247,7 @@ func fs_barrier_drop(h C.fs_node, token C.uint64_t) (rc C.int) {
 
 //export fs_trace
 func fs_trace(h C.fs_node, ticket C.fs_ticket, out *C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -260,7 +262,7 @@ func fs_trace(h C.fs_node, ticket C.fs_ticket, out *C.int64_t) (rc C.int) {
 
 //export fs_forget
 func fs_forget(h C.fs_node, alloc C.uint64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -271,7 +273,7 @@ func fs_forget(h C.fs_node, alloc C.uint64_t) (rc C.int) {
 
 //export fs_describe
 func fs_describe(h C.fs_node, buf *C.char, room C.size_t, need *C.size_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -285,7 +287,7 @@ func fs_describe(h C.fs_node, buf *C.char, room C.size_t, need *C.size_t) (rc C.
 
 //export fs_stop
 func fs_stop(h C.fs_node, slice C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -295,7 +297,7 @@ func fs_stop(h C.fs_node, slice C.int64_t) (rc C.int) {
 
 //export fs_close
 func fs_close(h C.fs_node) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.get(h)
 	if err != nil {
 		return fail(err)
@@ -305,7 +307,7 @@ func fs_close(h C.fs_node) (rc C.int) {
 
 //export fs_free
 func fs_free(h C.fs_node) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, h)
 	nd, err := nodes.take(h)
 	if err != nil {
 		return fail(err)
@@ -315,14 +317,14 @@ func fs_free(h C.fs_node) (rc C.int) {
 
 //export fs_live
 func fs_live(n, b, goroutines *C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	*n, *b, *goroutines = C.int64_t(nodes.len()), C.int64_t(buffers.Len()), C.int64_t(runtime.NumGoroutine())
 	return 0
 }
 
 //export fs_heap
 func fs_heap(bytes, own *C.int64_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	all, asked := heap()
 	*bytes, *own = C.int64_t(all), C.int64_t(asked)
 	return 0
@@ -330,15 +332,24 @@ func fs_heap(bytes, own *C.int64_t) (rc C.int) {
 
 //export fs_settings
 func fs_settings(settings **C.char, n C.size_t, buf *C.char, room C.size_t, need *C.size_t) (rc C.int) {
-	defer guard(&rc)
+	defer guard(&rc, 0)
 	return text(conf.Describe(goStrings(settings, n)), buf, room, need)
 }
 
-// guard turns a panic into an error: no fault of the engine ends the process.
-func guard(rc *C.int) {
+// guard turns a panic into an error, and closes the node that it was a call of: no
+// fault of the engine ends the process. It is to be deferred; h is 0 where there is no
+// node.
+func guard(rc *C.int, h C.fs_node) {
 	if p := recover(); p != nil {
-		*rc = fail(fmt.Errorf("engine: panic: %v\n%s", p, debug.Stack()))
+		*rc = fail(panicked(h, p))
 	}
+}
+
+func panicked(h C.fs_node, p any) error {
+	if nd, err := nodes.get(h); err == nil {
+		return nd.Panicked(p)
+	}
+	return node.Caught(p)
 }
 
 // maxNodes is how many nodes a process can have open.

@@ -221,9 +221,14 @@ func interfaceAddress(name string) (string, error) {
 	return found, nil
 }
 
+// dialling starts a goroutine that connects, which Close waits for.
+func (n *Node) dialling(f func()) {
+	n.dials.Add(1)
+	n.spawn(f, n.dials.Done)
+}
+
 // join connects a member to the scheduler. It runs in a goroutine of its own.
 func (n *Node) join() {
-	defer n.dials.Done()
 	base := n.base()
 	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
 	if n.joins.Add(1) > 1 { // the last one that we found was about to end
@@ -294,10 +299,7 @@ func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr, 
 
 // failDial fails the node from a dialling goroutine.
 func (n *Node) failDial(err error) {
-	if n.own() {
-		n.fail(closedError(err))
-		n.disown()
-	}
+	n.under(func() { n.fail(closedError(err)) })
 }
 
 // introduced takes the roster: now we know whom to connect to, or to expect.
@@ -324,7 +326,6 @@ func (n *Node) introduced(rail []wire.Member, late bool) {
 // connection that stands when reach has begun another dial is closed: with two, the
 // server ends the older one, and that would be taken for the end of both.
 func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
-	defer n.dials.Done()
 	l, err := n.path(ctx, m)
 	if err != nil {
 		n.unreached(ctx, i, &m, fmt.Errorf("node: %s: %w", m.Name(), err))

@@ -163,7 +163,7 @@ func (n *Node) Wait(id uint64, limit time.Duration, spin bool) error {
 		return ErrAgain
 	}
 	if state, ok := tb.State(id); ok && state == exchange.StateOpen {
-		return ErrClosed // submitted while the node was being closed
+		return n.failed() // submitted while the node was being closed
 	}
 	return tb.Result(id)
 }
@@ -224,10 +224,8 @@ func (n *Node) takeBatch(s BatchSink, least int) (taken bool, err error) {
 	if !n.own() {
 		return false, n.failed()
 	}
-	defer func() {
-		n.token.Store(false)
-		n.submit()
-	}()
+	defer n.submit()
+	defer n.giveBack()
 	reqs, err := n.server.Batch(least)
 	if reqs == nil || err != nil {
 		return false, err

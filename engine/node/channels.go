@@ -39,7 +39,7 @@ func (n *Node) OpenChannel(name string) (uint64, error) {
 		return 0, err
 	}
 	if !n.own() {
-		return 0, ErrClosed
+		return 0, n.failed()
 	}
 	defer n.disown()
 	ch, err := n.channels.Open(name)
@@ -82,7 +82,7 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 		return exchange.Shapef("node: channel %q: %d peers, and none of number %d", ch.Name(), len(n.peers), i)
 	}
 	if !n.own() {
-		return ErrClosed
+		return n.failed()
 	}
 	defer n.disown()
 	if err := ch.ErrOf(i); err != nil {
@@ -183,12 +183,10 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 
 func (n *Node) takeOn(ch *exchange.Channel, s BatchSink) (taken bool, err error) {
 	if !n.own() {
-		return false, ErrClosed
+		return false, n.failed()
 	}
-	defer func() {
-		n.token.Store(false)
-		n.submit()
-	}()
+	defer n.submit()
+	defer n.giveBack()
 	reqs := n.server.Take(ch)
 	if reqs == nil {
 		return false, nil
@@ -220,29 +218,11 @@ func (n *Node) CloseChannel(h uint64, why string, limit time.Duration) error {
 	if len(why) > wire.MaxChannelText {
 		why = ""
 	}
-	if n.own() {
-		if ch.End() {
-			for _, l := range n.peers {
-				if n.up(l) {
-					n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
-				}
-			}
-		}
-		n.disown()
+	if n.under(func() { n.endChannel(ch, why) }) {
 		if limit >= 0 && !await(n, alone{n, ch}, limit, false) {
 			return ErrAgain
 		}
-		if n.own() {
-			if n.server != nil {
-				n.server.Detach(ch)
-			}
-			for i := range n.peers {
-				if n.worker != nil && ch.Parted(i) {
-					n.worker.Leave(i, ch.Name())
-				}
-			}
-			n.disown()
-		}
+		n.under(func() { n.leaveChannel(ch) })
 	}
 	ch.Forget()
 	c := n.channels
@@ -250,4 +230,28 @@ func (n *Node) CloseChannel(h uint64, why string, limit time.Duration) error {
 	defer c.mu.Unlock()
 	delete(c.all, h)
 	return nil
+}
+
+// endChannel ends this side of a channel and tells the peers, once.
+func (n *Node) endChannel(ch *exchange.Channel, why string) {
+	if !ch.End() {
+		return
+	}
+	for _, l := range n.peers {
+		if n.up(l) {
+			n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
+		}
+	}
+}
+
+// leaveChannel drops what a channel that is closed on this side still has to do.
+func (n *Node) leaveChannel(ch *exchange.Channel) {
+	if n.server != nil {
+		n.server.Detach(ch)
+	}
+	for i := range n.peers {
+		if n.worker != nil && ch.Parted(i) {
+			n.worker.Leave(i, ch.Name())
+		}
+	}
 }

@@ -75,11 +75,9 @@ func (n *Node) outputs(out []cluster.Output) {
 		case cluster.Redial:
 			switch {
 			case n.phase.Load() != joining:
-				n.dials.Add(1)
-				go n.joinAgain()
+				n.dialling(n.joinAgain)
 			case n.ctx.Err() == nil: // else the time is up, as WaitReady says
-				n.dials.Add(1)
-				go n.join()
+				n.dialling(n.join)
 			}
 		case cluster.Roster:
 			n.introduced(o.Peers, o.Late)
@@ -260,11 +258,10 @@ func (n *Node) Barrier(f wire.BarrierFlags, timeout time.Duration) (uint64, erro
 
 // WaitBarrier waits for a barrier, at most limit; then ErrAgain.
 func (n *Node) WaitBarrier(seq uint64, limit time.Duration) error {
-	if !n.own() {
+	var b *barrier
+	if !n.under(func() { b = n.barriers[seq] }) {
 		return n.failed()
 	}
-	b := n.barriers[seq]
-	n.disown()
 	if b == nil {
 		return fmt.Errorf("node: %w: no barrier %d is under way", exchange.ErrNoTicket, seq)
 	}
@@ -326,12 +323,12 @@ func (n *Node) WaitReady(limit time.Duration) error {
 // late fails the node because the cluster did not come to be in time.
 func (n *Node) late() error {
 	n.dials.Wait() // its goroutines end with the deadline and know more
-	if n.own() {
-		if n.failed() == nil && n.phase.Load() == joining {
-			n.fail(&TimeoutError{fmt.Sprintf("node: the cluster is not complete after %v: %s (start the missing nodes, or raise FSERVER_INIT_TIMEOUT)", n.cfg.InitTimeout, n.missing())})
+	n.under(func() {
+		if n.failed() != nil || n.phase.Load() != joining {
+			return
 		}
-		n.disown()
-	}
+		n.fail(&TimeoutError{fmt.Sprintf("node: the cluster is not complete after %v: %s (start the missing nodes, or raise FSERVER_INIT_TIMEOUT)", n.cfg.InitTimeout, n.missing())})
+	})
 	return n.failed()
 }
 
@@ -339,17 +336,21 @@ func (n *Node) late() error {
 // then ErrAgain. With any other result the node is closed: the error says who
 // was lost meanwhile, or that not all left in time.
 func (n *Node) Stop(limit time.Duration) error {
-	if !n.own() {
-		return nil // closed before
+	open := n.under(func() {
+		if n.failed() == nil && n.phase.Load() <= running {
+			n.leave()
+		}
+	})
+	if !open {
+		return n.Close() // closed before, or ended by a panic
 	}
-	if n.failed() == nil && n.phase.Load() <= running {
-		n.leave()
-	}
-	n.disown()
 	if !await(n, phaseReached{n, ended}, limit, true) {
 		return ErrAgain
 	}
 	err := n.stopErr
+	if e := (*transport.PanicError)(nil); errors.As(n.failed(), &e) {
+		err = e
+	}
 	if over := (*cluster.EndedError)(nil); errors.As(err, &over) {
 		err = &TimeoutError{fmt.Sprintf("node: stop: %s (FSERVER_STOP_TIMEOUT); this one has left alone", over.Reason)}
 	}

@@ -69,6 +69,7 @@ type Node struct {
 	gone      chan struct{} // closed when it has ended
 	closeOnce sync.Once
 	closeErr  error
+	unwatch   func() // of the GPU's Later; nil: none
 	freeOnce  sync.Once
 
 	_     cpu.CacheLinePad
@@ -238,14 +239,16 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	}
 	n.sayAt = trace.Now() + sayEvery
 	n.timer.Store(n.nextTimer())
+	if gpu != nil {
+		n.unwatch = gpu.later.OnPanic(func(err error) { _ = n.Panicked(err) })
+	}
 	if n.threaded {
-		go n.poller()
+		n.spawn(n.poller, func() { close(n.gone) })
 	} else {
-		go n.background()
+		n.spawn(n.background, func() { close(n.gone) })
 	}
 	if n.member != nil {
-		n.dials.Add(1)
-		go n.join()
+		n.dialling(n.join)
 	}
 	return n, nil
 }
@@ -342,20 +345,20 @@ func (n *Node) Describe() ([]byte, error) {
 	for _, p := range n.planes {
 		d.Fabrics = append(d.Fabrics, p.Name())
 	}
-	if n.own() {
+	n.under(func() {
 		for i, l := range n.peers {
 			if l != nil {
 				how, why := l.via()
 				d.Links = append(d.Links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, l.conn.Remote(), how, why})
 			}
 		}
-		n.disown()
-	}
+	})
 	return json.Marshal(d)
 }
 
 // own takes the token, waiting for the pass that is under way. False means
-// that the node is closed.
+// that the node is closed, and failed says why. Whoever has it defers disown or
+// giveBack.
 func (n *Node) own() bool {
 	if n.token.CompareAndSwap(false, true) {
 		return true
@@ -374,8 +377,12 @@ func (n *Node) own() bool {
 	return true
 }
 
-// disown gives the token back and makes the pass that others may have missed.
+// disown gives the token back and makes the pass that others may have missed. It is to
+// be deferred.
 func (n *Node) disown() {
+	if p := recover(); p != nil {
+		panic(n.crashed(p))
+	}
 	n.timer.Store(n.nextTimer())
 	n.token.Store(false)
 	n.wakeAll()
@@ -593,117 +600,4 @@ func (n *Node) operation(ev *transport.Event) error {
 		return n.lostBy(l.index, ev.Err)
 	}
 	return closedError(ev.Err)
-}
-
-// fail makes the node useless: everything that waits, and every later call,
-// gets err. The first call counts.
-func (n *Node) fail(err error) {
-	if !n.failure.CompareAndSwap(nil, &err) {
-		return
-	}
-	if tb := n.tickets(); tb != nil {
-		tb.Shut(err)
-	}
-	n.channels.Shut(err)
-	for i := range n.peers {
-		if n.worker != nil {
-			n.worker.Down(i, err)
-		} else {
-			n.server.Down(i, err)
-		}
-	}
-	for _, b := range n.barriers {
-		b.end(err)
-	}
-}
-
-// failed is the error of fail, or nil.
-func (n *Node) failed() error {
-	if p := n.failure.Load(); p != nil {
-		return *p
-	}
-	return nil
-}
-
-// finishLimit bounds how long the Close of a scheduler waits for members that are leaving.
-const finishLimit = time.Second
-
-// finish lets the members of a scheduler that is about to go leave in order, if they are
-// about to.
-func (n *Node) finish() {
-	if n.scheduler == nil || n.phase.Load() != running || n.failed() != nil || !n.own() {
-		return
-	}
-	for looks := 1; looks <= 64; looks++ { // what has come counts; but it may come for ever
-		if n.woken.Store(true); n.pass(trace.Now()) == 0 {
-			break
-		}
-	}
-	out, parting := n.scheduler.Finish(trace.Now())
-	n.outputs(out)
-	n.disown()
-	if parting {
-		await(n, phaseReached{n, ended}, finishLimit, false)
-	}
-}
-
-// freeLimit bounds how long Close waits for memory of a GPU that does not end its work.
-const freeLimit = 5 * time.Second
-
-// Close ends the node at once; a scheduler whose members are leaving lets them do so
-// first, for up to a second. Whoever waits gets ErrClosed. When it has
-// returned, no goroutine, descriptor or foreign memory is in use any more, but for what
-// cudaipc.Later puts off.
-func (n *Node) Close() error {
-	n.closeOnce.Do(func() {
-		n.finish()
-		n.die()
-		n.own()
-		n.phase.Store(ended)
-		n.fail(ErrClosed)
-		n.closeErr = n.shutFabrics()
-		if n.server != nil {
-			n.closeErr = errors.Join(n.closeErr, n.server.Close())
-		}
-		if n.gpu != nil {
-			n.gpu.later.Wait(freeLimit)
-		}
-		n.stopped.Store(true) // and the token stays taken: nobody drives again
-		n.dials.Wait()
-		for n.callers.Load() > 0 || !n.backgroundGone() {
-			n.kick.ring()
-			n.nudge.ring()
-			n.wakeAll()
-			time.Sleep(100 * time.Microsecond)
-		}
-		n.progress.close()
-		_ = n.log.Sync()
-	})
-	return n.closeErr
-}
-
-func (n *Node) backgroundGone() bool {
-	select {
-	case <-n.gone:
-		return true
-	default:
-		return false
-	}
-}
-
-// Free is Close, and gives back the words of the tickets too.
-func (n *Node) Free() error {
-	err := n.Close()
-	n.freeOnce.Do(func() { err = errors.Join(err, n.freeWords()) })
-	return err
-}
-
-func (n *Node) freeWords() error {
-	if n.gpu != nil {
-		n.gpu.close()
-	}
-	if tb := n.tickets(); tb != nil {
-		return tb.Free()
-	}
-	return nil
 }

@@ -79,6 +79,9 @@ func (n *Node) poll() (found int) {
 			n.event(p, &n.events[i])
 		}
 		if err != nil {
+			if e := (*transport.PanicError)(nil); errors.As(err, &e) {
+				panic(e) // of a goroutine of the Fabric: it ends the node like one of ours
+			}
 			n.fail(fmt.Errorf("node: %s: %w", p.Name(), err))
 		}
 		found += k
@@ -90,21 +93,32 @@ func (n *Node) poll() (found int) {
 func (n *Node) shutFabrics() error {
 	var errs []error
 	for _, p := range n.planes {
-		errs = append(errs, p.Close())
+		errs = append(errs, n.attempt(p.Close))
 	}
-	n.take() // what was submitted meanwhile ends at once
+	errs = append(errs, n.attempt(func() error {
+		n.take() // what was submitted meanwhile ends at once
+		return nil
+	}))
 	for _, p := range n.planes {
-		for {
-			k, err := p.Poll(n.events[:])
-			for i := range k {
-				n.event(p, &n.events[i])
-			}
-			if k == 0 || err != nil {
-				break
-			}
-		}
+		errs = append(errs, n.attempt(func() error {
+			n.drain(p)
+			return nil
+		}))
 	}
 	return errors.Join(errs...)
+}
+
+// drain hands on what a Fabric that is closed still has to tell.
+func (n *Node) drain(p *plane) {
+	for {
+		k, err := p.Poll(n.events[:])
+		for i := range k {
+			n.event(p, &n.events[i])
+		}
+		if k == 0 || err != nil {
+			return
+		}
+	}
 }
 
 // location is an address for people: without the name of its transport.

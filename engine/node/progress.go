@@ -160,19 +160,21 @@ func (p *progress) wakeAll() {
 // drive makes a pass if nobody else does; false if somebody else does. now is
 // the time, give or take what a pass takes.
 func (n *Node) drive(now int64) (found int, mine bool) {
-	if !n.token.CompareAndSwap(false, true) {
-		return 0, false
-	}
-	for {
-		found += n.pass(now)
-		n.token.Store(false)
+	for n.token.CompareAndSwap(false, true) {
+		found, mine = found+n.owned(now), true
 		// What was submitted after the pass looked, by somebody who then
 		// found the token taken, is ours.
-		if !n.pending() || !n.token.CompareAndSwap(false, true) {
+		if !n.pending() {
 			break
 		}
 	}
-	return found, true
+	return found, mine
+}
+
+// owned is a pass of whoever has just taken the token.
+func (n *Node) owned(now int64) int {
+	defer n.giveBack()
+	return n.pass(now)
 }
 
 // submit takes what the caller has just put into a queue of the exchange. What
@@ -180,11 +182,16 @@ func (n *Node) drive(now int64) (found int, mine bool) {
 // a caller drives.
 func (n *Node) submit() {
 	for n.pending() && n.token.CompareAndSwap(false, true) {
-		n.take()
-		if n.callers.Load() == 0 && n.unsent() {
-			n.nudge.ring()
-		}
-		n.token.Store(false)
+		n.post()
+	}
+}
+
+// post is submit for whoever has just taken the token.
+func (n *Node) post() {
+	defer n.giveBack()
+	n.take()
+	if n.callers.Load() == 0 && n.unsent() {
+		n.nudge.ring()
 	}
 }
 
@@ -213,9 +220,8 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 		n.rearm()
 		if n.callers.Add(-1) > 0 {
 			n.relay()
-		} else if n.dozing.Load() && n.own() {
-			n.nudge.ring()
-			n.disown()
+		} else if n.dozing.Load() {
+			n.under(n.nudge.ring)
 		}
 	}()
 	end := now + int64(max(0, min(limit, 1<<61)))
@@ -363,7 +369,6 @@ func (p *progress) relay() {
 // be sent. While callers drive it looks on, less and less often: where all
 // threads share a core, each look takes 10 µs from them.
 func (n *Node) background() {
-	defer close(n.gone)
 	tick := restTick
 	for !n.stopped.Load() {
 		now := trace.Now()
@@ -402,7 +407,6 @@ const (
 // poller drives whenever no caller does: thread mode. It sleeps when it has found
 // nothing, or callers have driven, for as long as a caller would spin.
 func (n *Node) poller() {
-	defer close(n.gone)
 	addProcs(1)
 	defer addProcs(-1)
 	n.bind()

@@ -238,12 +238,11 @@ func (n *Node) reach(i int, wait time.Duration) {
 	}
 	ctx, cancel := context.WithCancel(of)
 	n.back.dials[i] = cancel
-	n.dials.Add(1)
 	m := n.rail[i]
-	go func() {
+	n.dialling(func() {
 		pause(ctx, wait)
 		n.connect(ctx, i, m)
-	}()
+	})
 }
 
 // unreached takes the failure of connect: an error of the bring-up, and else
@@ -411,7 +410,6 @@ func (n *Node) turnAway(l *link, why string) {
 // joinAgain looks for the successor of a scheduler that is gone. It runs in a
 // goroutine of its own, for as long as it takes.
 func (n *Node) joinAgain() {
-	defer n.dials.Done()
 	base := n.base()
 	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
 	for wait := firstPause; n.life.Err() == nil; wait = time.Second {

@@ -97,18 +97,18 @@ func TestWaitingIsBounded(t *testing.T) {
 		hello.Rank, hello.Epoch = 1, uint64(i+1)
 		all = append(all, meetServer(t, net, fmt.Sprint("one-", i), hello))
 	}
-	gone := 0
-	for end := time.Now().Add(10 * time.Second); gone < 2*maxWaiting; {
-		require.True(t, time.Now().Before(end))
-		gone = 0
+	over := func() (count int) {
 		for _, c := range all {
 			if c.ended() {
-				gone++
+				count++
 			}
 		}
+		return count
 	}
+	require.Eventually(t, func() bool { return over() == 2*maxWaiting }, 10*time.Second, time.Millisecond)
 	links, _ := kept(t, s)
 	require.Equal(t, maxWaiting, links)
+	require.Equal(t, 2*maxWaiting, over())
 
 	// A rank that no worker has.
 	for i, rank := range []int32{-1, 5, 1 << 30} {

@@ -136,7 +136,7 @@ type Fabric interface {
 	// Poll makes progress on everything that is open and fills ev with what
 	// was found, in the order in which it happened on each Conn. It never
 	// blocks and does a bounded amount of work. An error means that the whole
-	// Fabric is unusable.
+	// Fabric is unusable: a *PanicError, that a goroutine of it has panicked.
 	Poll(ev []Event) (int, error)
 	// Close ends everything: open Ops end in ErrClosed in later Polls. It is
 	// idempotent and returns when no goroutine, descriptor or memory of the

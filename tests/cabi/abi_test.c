@@ -443,6 +443,42 @@ CASE(close_ends_a_blocked_call) {
   free_mesh(&m);
 }
 
+/* A pointer into the first page makes the engine panic where it is used: here while it
+ * holds what only one thread may hold. The process goes on, the node is closed, and
+ * whoever waits or calls gets the error. */
+CASE(panic_closes_the_node) {
+  struct mesh m = open_mesh();
+  struct call c = {.node = m.server, .rc = 1};
+  pthread_t thread;
+  fs_channel channel;
+  fs_error e;
+  fs_info info;
+  uint64_t word = 0;
+  size_t need;
+  CHECK(fs_channel_open(m.server, "c", &channel) == 0);
+  CHECK(fs_channel_watch(m.server, channel, (uint32_t *)8) == 0);
+  CHECK(pthread_create(&thread, NULL, blocked_get_batch, &c) == 0);
+  int64_t start = fs_now();
+  FAILS(fs_channel_close(m.server, channel, NULL, 0, SECOND), EIO,
+        "at exchange.(*Channel)");
+  CHECK(pthread_join(thread, NULL) == 0);
+  CHECK(c.rc == -EIO && strstr(c.error.text, "engine: panic: "));
+  FAILS(fs_get_batch(m.server, 0, &word, 1, &need, SECOND, 0), EIO,
+        "engine: panic: ");
+  CHECK(fs_close(m.server) == 0);
+  CHECK(fs_now() - start < 5 * SECOND);
+
+  FAILS(fs_get_info(m.worker, NULL), EIO, "engine: panic: "); /* without it */
+  FAILS(fs_barrier(m.worker, FS_BARRIER_WORKERS, SECOND, &word, 0), EIO,
+        "engine: panic: ");
+  CHECK(fs_get_info(m.scheduler, &info) == 0);
+
+  CHECK(fs_close(1234) == -EBADF);
+  CHECK(fs_errmsg(NULL) == -EIO);
+  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "engine: panic: "));
+  free_mesh(&m);
+}
+
 CASE(lost_peer) {
   struct mesh m = open_mesh();
   struct call c = {.node = m.server, .rc = 1};

@@ -112,9 +112,10 @@ type Fabric struct {
 	door     transport.Door
 	ctx      context.Context // ends with Close
 	cancel   context.CancelFunc
-	tasks    sync.WaitGroup // goroutines, and calls of Connect; added to by the owner
-	once     sync.Once      // Close
-	ended    error          // of Close
+	tasks    sync.WaitGroup                       // goroutines, and calls of Connect; added to by the owner
+	once     sync.Once                            // Close
+	broken   atomic.Pointer[transport.PanicError] // of a task
+	ended    error                                // of Close
 
 	// owner guards all below. Post and Poll only try to lock it and do nothing
 	// if they cannot, so they never wait; what waits for them is set-up and
@@ -185,9 +186,9 @@ func Open(o Options) (*Fabric, error) {
 		f.release()
 		return nil, fmt.Errorf("cma: open: %w", err)
 	}
-	f.tasks.Go(f.keep)
+	f.task(f.keep)
 	if f.listener != nil {
-		f.tasks.Go(f.accept)
+		f.task(f.accept)
 	}
 	return f, nil
 }
@@ -297,22 +298,20 @@ func (f *Fabric) Bind(k transport.Key, c transport.Conn) error {
 // key loses its Conn. It waits while a peer is in the middle of a copy,
 // whatever that goes to: well below a millisecond, as a rule.
 func (f *Fabric) Deregister(k transport.Key) error {
-	f.owner.Lock()
-	err := f.regions.remove(k)
+	var err error
 	var busy []writer
-	if err == nil {
-		busy = f.busy()
-	}
-	f.owner.Unlock()
+	f.owned(func() {
+		if err = f.regions.remove(k); err == nil {
+			busy = f.busy()
+		}
+	})
 	if len(busy) == 0 {
 		return err
 	}
 	if err = settle(busy, settleLimit); err != nil {
 		err = fmt.Errorf("cma: deregister key %d: %w", k.ID, err)
 	}
-	f.owner.Lock()
-	drop(busy)
-	f.owner.Unlock()
+	f.owned(func() { drop(busy) })
 	return err
 }
 
@@ -359,31 +358,48 @@ func (f *Fabric) Close() error {
 		// All tasks end by themselves from here on, and none begins. They may
 		// need to be the owner.
 		f.cancel()
-		f.owner.Lock()
-		f.closing = true
-		f.owner.Unlock()
+		f.owned(func() { f.closing = true })
 		if f.listener != nil {
 			f.listener.Close()
 		}
 		f.tasks.Wait()
 
-		f.owner.Lock()
-		f.closed = true
-		for _, c := range f.conns {
-			c.close()
-		}
-		busy := f.writers
-		f.writers = nil
-		f.release()
-		f.owner.Unlock()
+		var busy []writer
+		f.owned(func() {
+			f.closed = true
+			for _, c := range f.conns {
+				c.close()
+			}
+			busy, f.writers = f.writers, nil
+			f.release()
+		})
 		if err := settle(busy, settleLimit); err != nil {
 			f.ended = fmt.Errorf("cma: close: %w", err)
 		}
-		f.owner.Lock()
-		drop(busy)
-		f.owner.Unlock()
+		f.owned(func() { drop(busy) })
 	})
 	return f.ended
+}
+
+// owned calls do as the owner.
+func (f *Fabric) owned(do func()) {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	do()
+}
+
+// task starts a goroutine of the Fabric. A panic in it makes the Fabric unusable, as
+// Poll says.
+func (f *Fabric) task(run func()) {
+	f.tasks.Go(func() {
+		defer func() {
+			if e := transport.Caught(recover()); e != nil {
+				f.broken.Store(e)
+				f.ring()
+			}
+		}()
+		run()
+	})
 }
 
 // begin starts a task, which Close waits for; it is false after Close.
@@ -408,21 +424,23 @@ func (f *Fabric) keep() {
 			return
 		case <-tick.C:
 		}
-		now := time.Now()
-		f.owner.Lock()
-		for _, c := range f.conns {
-			if c.err != nil {
-				continue
-			}
-			if c.stalled(now) >= limit {
-				f.fail(c, fmt.Errorf("the peer has taken nothing for %v: %w", limit, unix.ETIMEDOUT))
-				f.ring()
-				continue
-			}
-			c.rx.trim()
-			c.tx.trim()
-		}
-		f.reap()
-		f.owner.Unlock()
+		f.owned(func() { f.inspect(time.Now(), limit) })
 	}
+}
+
+// inspect is one look of keep.
+func (f *Fabric) inspect(now time.Time, limit time.Duration) {
+	for _, c := range f.conns {
+		if c.err != nil {
+			continue
+		}
+		if c.stalled(now) >= limit {
+			f.fail(c, fmt.Errorf("the peer has taken nothing for %v: %w", limit, unix.ETIMEDOUT))
+			f.ring()
+			continue
+		}
+		c.rx.trim()
+		c.tx.trim()
+	}
+	f.reap()
 }

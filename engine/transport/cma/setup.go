@@ -102,7 +102,7 @@ func (f *Fabric) accept() {
 				nc.Close()
 				return
 			}
-			f.tasks.Go(func() {
+			f.task(func() {
 				defer f.door.Leave(g)
 				f.welcome(nc, g)
 			})

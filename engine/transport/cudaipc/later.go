@@ -4,6 +4,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"fserver/engine/transport"
 )
 
 // A Later frees, unmaps and unpins memory of one GPU for all of this process. Before it
@@ -18,6 +20,7 @@ type Later struct {
 	left    []*Chore
 	kept    [kinds]amount // of those
 	running bool
+	watch   []*func(error) // who is told of a panic
 }
 
 // A Kind of what is given back says who has use for it.
@@ -159,14 +162,52 @@ func (l *Later) start() {
 	}
 }
 
+// run does what is due. A chore that panics does not keep back the others; when they
+// are done, those who watch are told of the first.
 func (l *Later) run() {
+	var first *transport.PanicError
+	for c := l.next(); c != nil; c = l.next() {
+		if err := c.try(); first == nil {
+			first = err
+		}
+	}
+	if first == nil {
+		return
+	}
+	l.mu.Lock()
+	watch := slices.Clone(l.watch)
+	l.mu.Unlock()
+	for _, f := range watch {
+		(*f)(first)
+	}
+}
+
+// next takes a chore that is due; nil: run has done all.
+func (l *Later) next() *Chore {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for i := l.due(); i >= 0; i = l.due() {
-		c := l.take(i)
-		l.mu.Unlock()
-		c.do()
-		l.mu.Lock()
+	i := l.due()
+	if l.running = i >= 0; !l.running {
+		return nil
 	}
-	l.running = false
+	return l.take(i)
+}
+
+func (c *Chore) try() (err *transport.PanicError) {
+	defer func() { err = transport.Caught(recover()) }()
+	c.do()
+	return nil
+}
+
+// OnPanic has f called with a *transport.PanicError when a chore has panicked: what the
+// GPU holds is not known any more. f must not panic. stop ends that.
+func (l *Later) OnPanic(f func(error)) (stop func()) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.watch = append(l.watch, &f)
+	return func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.watch = slices.DeleteFunc(l.watch, func(w *func(error)) bool { return w == &f })
+	}
 }

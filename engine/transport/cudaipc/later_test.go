@@ -116,3 +116,28 @@ func TestWaitingKernel(t *testing.T) {
 		}
 	}
 }
+
+// TestLaterPanics: a chore that panics keeps nothing back, and who watches is told once.
+func TestLaterPanics(t *testing.T) {
+	var l Later
+	told := make(chan error, 4)
+	stop := l.OnPanic(func(err error) { told <- err })
+	ends := l.OnPanic(func(error) { t.Error("who has stopped watching is told") })
+	ends()
+	done := make(chan struct{})
+	l.Hold()
+	l.Do(Memory, 1, func() { panic("the first chore") })
+	l.Do(Memory, 1, func() { panic("the second chore") })
+	l.Do(Memory, 1, func() { close(done) })
+	require.True(t, l.Release())
+	<-done
+	var e *transport.PanicError
+	require.ErrorAs(t, <-told, &e)
+	require.Equal(t, "the first chore", e.Value)
+	require.Contains(t, e.Stack, "TestLaterPanics")
+	require.True(t, l.Wait(time.Second))
+	stop()
+	l.Do(Memory, 1, func() { panic("nobody watches") })
+	require.True(t, l.Wait(time.Second))
+	require.Empty(t, told)
+}

@@ -272,24 +272,10 @@ func (r *region) closeFDs() {
 
 // Deregister implements transport.Fabric.
 func (f *Fabric) Deregister(k transport.Key) error {
-	f.mu.Lock()
-	r := f.regions[k.ID]
-	if r == nil || r.last.ID != k.ID || r.last.Token != k.Token {
-		f.mu.Unlock()
+	r, writers := f.remove(k)
+	if r == nil {
 		return fmt.Errorf("cudaipc: deregister key %d: no such key", k.ID)
 	}
-	delete(f.regions, r.last.ID)
-	delete(f.regions, r.part.ID)
-	var writers []writer
-	if r.Dev != mem.CPU {
-		tableIn(f.table.Region())[r.slot].Store(0)
-		for _, c := range f.conns {
-			if w, ok := c.writer(); ok {
-				writers = append(writers, w)
-			}
-		}
-	}
-	f.mu.Unlock()
 	// Both are to be gone, whatever the first says.
 	err := errors.Join(f.inner.Deregister(r.last), f.inner.Deregister(r.part))
 	r.last, r.part = transport.Key{}, transport.Key{}
@@ -304,6 +290,28 @@ func (f *Fabric) Deregister(k transport.Key) error {
 	}
 	f.discard(r)
 	return nil
+}
+
+// remove takes a key out of the table, and returns those who may be about to write
+// there; nil: there is no such key.
+func (f *Fabric) remove(k transport.Key) (r *region, writers []writer) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	r = f.regions[k.ID]
+	if r == nil || r.last.ID != k.ID || r.last.Token != k.Token {
+		return nil, nil
+	}
+	delete(f.regions, r.last.ID)
+	delete(f.regions, r.part.ID)
+	if r.Dev != mem.CPU {
+		tableIn(f.table.Region())[r.slot].Store(0)
+		for _, c := range f.conns {
+			if w, ok := c.writer(); ok {
+				writers = append(writers, w)
+			}
+		}
+	}
+	return r, writers
 }
 
 // A writer is a peer that may be about to write by mapping.

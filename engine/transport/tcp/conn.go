@@ -38,9 +38,8 @@ func (c *Conn) Post(ops []transport.Op) (int, error) {
 		c.f.missed.Store(true)
 		return 0, nil // tear-down or set-up in another goroutine: a moment of back-pressure
 	}
-	n, err := c.post(ops)
-	c.f.owner.Unlock()
-	return n, err
+	defer c.f.owner.Unlock()
+	return c.post(ops)
 }
 
 func (c *Conn) post(ops []transport.Op) (n int, err error) {

@@ -25,9 +25,11 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	if !f.owner.TryLock() {
 		return 0, nil // tear-down or set-up in another goroutine, for a moment
 	}
-	n, err := f.poll(ev)
-	f.owner.Unlock()
-	return n, err
+	defer f.owner.Unlock()
+	if e := f.broken.Load(); e != nil && !f.closed {
+		return 0, e
+	}
+	return f.poll(ev)
 }
 
 func (f *Fabric) poll(ev []transport.Event) (int, error) {

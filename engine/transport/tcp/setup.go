@@ -116,7 +116,7 @@ func (f *Fabric) accept() {
 				nc.Close()
 				return
 			}
-			f.tasks.Go(func() {
+			f.task(func() {
 				defer f.door.Leave(g)
 				f.welcome(nc.(*net.TCPConn), g)
 			})

@@ -67,8 +67,9 @@ type Fabric struct {
 	door     transport.Door
 	ctx      context.Context // ends with Close
 	cancel   context.CancelFunc
-	tasks    sync.WaitGroup // goroutines, and calls of Connect; added to by the owner
-	once     sync.Once      // Close
+	tasks    sync.WaitGroup                       // goroutines, and calls of Connect; added to by the owner
+	once     sync.Once                            // Close
+	broken   atomic.Pointer[transport.PanicError] // of a task
 
 	// owner guards all below. Post and Poll only try to lock it and do nothing
 	// if they cannot, so they never wait; what waits for them is set-up and
@@ -127,9 +128,9 @@ func Open(o Options) (*Fabric, error) {
 		f.release()
 		return nil, err
 	}
-	f.tasks.Go(f.keep)
+	f.task(f.keep)
 	if f.listener != nil {
-		f.tasks.Go(f.accept)
+		f.task(f.accept)
 	}
 	return f, nil
 }
@@ -261,23 +262,42 @@ func (f *Fabric) Close() error {
 		// All tasks end by themselves from here on, and none begins. They may
 		// need to be the owner.
 		f.cancel()
-		f.owner.Lock()
-		f.closing = true
-		f.owner.Unlock()
+		f.owned(func() { f.closing = true })
 		if f.listener != nil {
 			f.listener.Close()
 		}
 		f.tasks.Wait()
 
-		f.owner.Lock()
-		f.closed = true
-		for _, c := range f.conns {
-			c.close()
-		}
-		f.release()
-		f.owner.Unlock()
+		f.owned(func() {
+			f.closed = true
+			for _, c := range f.conns {
+				c.close()
+			}
+			f.release()
+		})
 	})
 	return nil
+}
+
+// owned calls do as the owner.
+func (f *Fabric) owned(do func()) {
+	f.owner.Lock()
+	defer f.owner.Unlock()
+	do()
+}
+
+// task starts a goroutine of the Fabric. A panic in it makes the Fabric unusable, as
+// Poll says.
+func (f *Fabric) task(run func()) {
+	f.tasks.Go(func() {
+		defer func() {
+			if e := transport.Caught(recover()); e != nil {
+				f.broken.Store(e)
+				f.ring()
+			}
+		}()
+		run()
+	})
 }
 
 // begin starts a task, which Close waits for; it is false after Close.
@@ -303,32 +323,35 @@ func (f *Fabric) keep() {
 			return
 		case <-tick.C:
 		}
-		now := time.Now()
-		f.owner.Lock()
-		// Bytes that our own user leaves in the socket are no fault of a peer.
-		polled := seq != f.seq || !readable(f.epoll)
-		seq = f.seq
-		for _, c := range f.conns {
-			if c.err != nil {
-				continue
-			}
-			came, inside, taken := c.rx.came, c.rx.inside(), c.tx.taken
-			if c.tls != nil {
-				came, inside, taken = c.tls.link.moved[0], inside || c.tls.inside(), c.tls.link.moved[1]
-				c.tls.trim()
-			}
-			in := c.in.stalled(now, polled && inside, came)
-			out := c.out.stalled(now, polled && c.unsent(), taken)
-			if max(in, out) >= limit {
-				f.fail(c, fmt.Errorf("no progress in the middle of a record for %v: %w", limit, unix.ETIMEDOUT))
-				f.wake(c)
-				continue
-			}
-			c.rx.trim()
-			c.tx.trim()
-		}
-		f.owner.Unlock()
+		f.owned(func() { seq = f.inspect(time.Now(), limit, seq) })
 	}
+}
+
+// inspect is one look of keep. The Fabric was polled last for the seq-th time when keep
+// looked before; inspect returns that number of now.
+func (f *Fabric) inspect(now time.Time, limit time.Duration, seq uint64) uint64 {
+	// Bytes that our own user leaves in the socket are no fault of a peer.
+	polled := seq != f.seq || !readable(f.epoll)
+	for _, c := range f.conns {
+		if c.err != nil {
+			continue
+		}
+		came, inside, taken := c.rx.came, c.rx.inside(), c.tx.taken
+		if c.tls != nil {
+			came, inside, taken = c.tls.link.moved[0], inside || c.tls.inside(), c.tls.link.moved[1]
+			c.tls.trim()
+		}
+		in := c.in.stalled(now, polled && inside, came)
+		out := c.out.stalled(now, polled && c.unsent(), taken)
+		if max(in, out) >= limit {
+			f.fail(c, fmt.Errorf("no progress in the middle of a record for %v: %w", limit, unix.ETIMEDOUT))
+			f.wake(c)
+			continue
+		}
+		c.rx.trim()
+		c.tx.trim()
+	}
+	return f.seq
 }
 
 // progress watches one direction of a Conn.

@@ -1,0 +1,138 @@
+package node
+
+import (
+	"errors"
+	"time"
+
+	"fserver/engine/cluster"
+	"fserver/engine/trace"
+)
+
+// fail makes the node useless: everything that waits, and every later call,
+// gets err. The first call counts.
+func (n *Node) fail(err error) {
+	if !n.failure.CompareAndSwap(nil, &err) {
+		return
+	}
+	step := func(f func()) { _ = n.attempt(func() error { f(); return nil }) }
+	if tb := n.tickets(); tb != nil {
+		step(func() { tb.Shut(err) })
+	}
+	step(func() { n.channels.Shut(err) })
+	for i := range n.peers {
+		if n.worker != nil {
+			step(func() { n.worker.Down(i, err) })
+		} else {
+			step(func() { n.server.Down(i, err) })
+		}
+	}
+	for _, b := range n.barriers {
+		b.end(err)
+	}
+}
+
+// failed is the error of fail, or nil.
+func (n *Node) failed() error {
+	if p := n.failure.Load(); p != nil {
+		return *p
+	}
+	return nil
+}
+
+// finishLimit bounds how long the Close of a scheduler waits for members that are leaving.
+const finishLimit = time.Second
+
+// finish lets the members of a scheduler that is about to go leave in order, if they are
+// about to.
+func (n *Node) finish() error {
+	if n.scheduler == nil || n.phase.Load() != running || n.failed() != nil {
+		return nil
+	}
+	parting := false
+	n.under(func() {
+		for looks := 1; looks <= 64; looks++ { // what has come counts; but it may come for ever
+			if n.woken.Store(true); n.pass(trace.Now()) == 0 {
+				break
+			}
+		}
+		var out []cluster.Output
+		out, parting = n.scheduler.Finish(trace.Now())
+		n.outputs(out)
+	})
+	if parting {
+		await(n, phaseReached{n, ended}, finishLimit, false)
+	}
+	return nil
+}
+
+// freeLimit bounds how long Close waits for memory of a GPU that does not end its work.
+const freeLimit = 5 * time.Second
+
+// shut ends the node: whoever waits, and every later call, gets err. The caller holds
+// the token, which stays taken: nobody drives again. Each step is taken even if one
+// before it panics.
+func (n *Node) shut(err error) {
+	n.die()
+	n.phase.Store(ended)
+	n.fail(err)
+	n.closeErr = n.shutFabrics()
+	if n.server != nil {
+		n.closeErr = errors.Join(n.closeErr, n.attempt(n.server.Close))
+	}
+	n.stopped.Store(true)
+	n.wakeAll()
+	n.nudge.ring()
+}
+
+// Close ends the node at once; a scheduler whose members are leaving lets them do so
+// first, for up to a second. Whoever waits gets ErrClosed. When it has
+// returned, no goroutine, descriptor or foreign memory is in use any more, but for what
+// cudaipc.Later puts off.
+func (n *Node) Close() error {
+	n.closeOnce.Do(func() {
+		_ = n.attempt(n.finish)
+		if n.own() { // else a panic has shut it
+			n.shut(ErrClosed)
+		}
+		if n.gpu != nil {
+			n.unwatch()
+			n.gpu.later.Wait(freeLimit)
+		}
+		n.dials.Wait()
+		for n.callers.Load() > 0 || !n.backgroundGone() {
+			n.kick.ring()
+			n.nudge.ring()
+			n.wakeAll()
+			time.Sleep(100 * time.Microsecond)
+		}
+		n.progress.close()
+		_ = n.log.Sync()
+	})
+	return n.closeErr
+}
+
+func (n *Node) backgroundGone() bool {
+	select {
+	case <-n.gone:
+		return true
+	default:
+		return false
+	}
+}
+
+// Free is Close, and gives back the words of the tickets too.
+func (n *Node) Free() error {
+	err := n.Close()
+	n.freeOnce.Do(func() { err = errors.Join(err, n.freeWords()) })
+	return err
+}
+
+func (n *Node) freeWords() error {
+	if n.gpu != nil {
+		n.gpu.close()
+	}
+	if tb := n.tickets(); tb != nil {
+		return tb.Free()
+	}
+	return nil
+}
