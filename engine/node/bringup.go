@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
@@ -125,7 +126,7 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 	case listen.Kind == conf.ListenHost || listen.Kind == conf.ListenInterface:
 		o.Bind = host
 	}
-	f, err := tcp.Open(o)
+	f, err := openWhenFree(o, cfg, log)
 	if err != nil {
 		return nil, err
 	}
@@ -133,6 +134,36 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 		log.Warn(conf.OpenWarning(at))
 	}
 	return f, nil
+}
+
+// A process that takes another's place at once finds its port taken until that one has
+// wholly ended. A scheduler stays for up to 10 s when its cluster has ended, until all
+// have closed their connections.
+const (
+	portPatience      = 2 * time.Second
+	schedulerPatience = 12 * time.Second
+)
+
+// openWhenFree opens the Fabric that o describes. While its port is taken it tries again, for
+// a bounded time.
+func openWhenFree(o tcp.Options, cfg *conf.Config, log *zap.Logger) (*tcp.Fabric, error) {
+	limit := portPatience
+	if cfg.Role == conf.Scheduler {
+		limit = min(schedulerPatience, cfg.InitTimeout)
+	}
+	begin := time.Now()
+	for told := false; ; told = true {
+		f, err := tcp.Open(o)
+		switch {
+		case !errors.Is(err, unix.EADDRINUSE):
+			return f, err
+		case time.Since(begin) >= limit:
+			return nil, fmt.Errorf("node: the port was not free within %v: %w", limit, err)
+		case !told:
+			log.Warn("the port is taken, waiting for the process that has it to end", zap.String("at", o.Listen), zap.Duration("for", limit))
+		}
+		time.Sleep(firstPause)
+	}
 }
 
 // lossy puts the losses that the settings ask for, if any, over the Fabrics.

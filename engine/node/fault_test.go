@@ -11,6 +11,8 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/transport"
+	"fserver/engine/transport/tcp"
 )
 
 // lostWithin waits for call to give a LostError of a node.
@@ -191,6 +193,30 @@ func TestWorkersLeave(t *testing.T) {
 	require.ErrorIs(t, err, ErrClosed)
 }
 
+// TestSchedulerFollows starts a scheduler at the port of one whose cluster has ended, and
+// that still waits for a connection to be closed. The port was given up after 2 s.
+func TestSchedulerFollows(t *testing.T) {
+	long(t)
+	m := newMesh(t, openFabrics, shape{1, 1, 1})
+	_, port := splitPort(t, m.scheduler.Info().Address)
+	hello := m.workers[0].gate.me
+	hello.Rank = -1
+	f, err := tcp.Open(tcp.Options{Gate: &gate{me: hello}})
+	require.NoError(t, err)
+	defer f.Close()
+	_, err = f.Connect(t.Context(), transport.Addr("tcp:127.0.0.1:"+port))
+	require.NoError(t, err)
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		m.stop()
+	}()
+	require.Eventually(t, func() bool { return m.workers[0].stopped.Load() && m.servers[0].stopped.Load() }, 10*time.Second, time.Millisecond)
+	next := m.start(shape{1, 1, 1}.settings("scheduler", 0, 0, port))
+	require.Equal(t, "127.0.0.1:"+port, next.Info().Address)
+	<-stopped
+}
+
 // TestBring-up errors name what was tried.
 func TestBringUpErrors(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -198,10 +224,10 @@ func TestBringUpErrors(t *testing.T) {
 	_, port := splitPort(t, l.Addr().String())
 	one := shape{1, 1, 1}
 
-	cfg, _, err := conf.Parse(one.settings("scheduler", 0, 0, port))
+	cfg, _, err := conf.Parse(one.settings("scheduler", 0, 0, port, "FSERVER_INIT_TIMEOUT=0.1"))
 	require.NoError(t, err)
 	_, err = open(cfg, logger(cfg), exchange.NewBuffers(), openFabrics, nil)
-	require.ErrorContains(t, err, "127.0.0.1:"+port)
+	require.ErrorContains(t, err, "node: the port was not free within 100ms: tcp: listen on 127.0.0.1:"+port)
 	require.ErrorContains(t, err, "address already in use")
 	require.NoError(t, l.Close())
 

@@ -625,8 +625,9 @@ def test_keywords_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_scheduler_port_in_use(port: int) -> None:
     first = fserver.Scheduler(scheduler=f"127.0.0.1:{port}", connect=False)
+    soon = {"FSERVER_INIT_TIMEOUT": 0.1}  # for as long it waits for the port
     with pytest.raises(fserver.Error, match=rf"127.0.0.1:{port}.*address already in use"):
-        fserver.Scheduler(scheduler=f"127.0.0.1:{port}", connect=False)
+        fserver.Scheduler(scheduler=f"127.0.0.1:{port}", settings=soon, connect=False)
     first.close()
 
 

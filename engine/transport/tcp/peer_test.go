@@ -475,16 +475,6 @@ func TestOpenSaysWhatIsWrong(t *testing.T) {
 	}
 }
 
-// TestOpenWaitsForItsPort: whoever takes the place of a process that is about to end finds its port taken.
-func TestOpenWaitsForItsPort(t *testing.T) {
-	noLeaks(t)
-	before, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	time.AfterFunc(100*time.Millisecond, func() { before.Close() })
-	f := open(t, Options{Listen: before.Addr().String()})
-	require.Equal(t, transport.Addr(scheme+before.Addr().String()), f.Addr())
-}
-
 func TestConnectSaysWhatIsWrong(t *testing.T) {
 	f := open(t, Options{})
 	gone, err := net.Listen("tcp", "127.0.0.1:0")

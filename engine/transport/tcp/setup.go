@@ -20,26 +20,11 @@ import (
 // keepalive finds a host that is gone while no bytes are under way.
 var keepalive = net.KeepAliveConfig{Enable: true, Idle: 15 * time.Second, Interval: 5 * time.Second, Count: 3}
 
-// A process that takes another's place at once finds its port taken until that
-// one has wholly ended. So listen tries again for so long.
-const (
-	portPatience = 2 * time.Second
-	portAgain    = 20 * time.Millisecond
-)
-
 // listen opens the listener and derives addr.
 func (f *Fabric) listen() error {
 	lc := net.ListenConfig{KeepAliveConfig: keepalive}
 	lc.SetMultipathTCP(false) // its sockets know fewer options
 	l, err := lc.Listen(f.ctx, "tcp", f.opts.Listen)
-	for end := time.Now().Add(portPatience); errors.Is(err, unix.EADDRINUSE) && time.Now().Before(end); {
-		select {
-		case <-f.ctx.Done():
-			return fmt.Errorf("tcp: listen on %s: %w", f.opts.Listen, remedy(err))
-		case <-time.After(portAgain):
-		}
-		l, err = lc.Listen(f.ctx, "tcp", f.opts.Listen)
-	}
 	if err != nil {
 		return fmt.Errorf("tcp: listen on %s: %w", f.opts.Listen, remedy(err))
 	}
