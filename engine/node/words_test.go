@@ -16,6 +16,8 @@ import (
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
 	"fserver/engine/transport/cma"
+	"fserver/engine/transport/cudaipc"
+	"fserver/engine/transport/cudaipc/fakegpu"
 )
 
 // listen opens one node whose log is kept from info up.
@@ -311,4 +313,33 @@ func TestLeaveBeforeWorkers(t *testing.T) {
 	require.ErrorAs(t, m.workers[0].Stop(20*time.Second), &lost)
 	require.Equal(t, "server 0", fmt.Sprint(lost.Role, " ", lost.Rank))
 	<-left // it may or may not have heard before it left
+}
+
+// TestReasonsOfGPUs: with GPUs, the reasons name the transport of their memory too.
+func TestReasonsOfGPUs(t *testing.T) {
+	for _, c := range []struct{ way, setting, transport, why string }{
+		{"tcp", "", "tcp", "cma and cudaipc: FSERVER_TRANSPORT=tcp at "},
+		{"auto", "BYTEPS_ENABLE_IPC=0", "tcp", "cma and cudaipc: BYTEPS_ENABLE_IPC=0 at "},
+		{"cma", "BYTEPS_ENABLE_IPC=0", "cma", "cudaipc: BYTEPS_ENABLE_IPC=0 at "},
+		{"cudaipc", "", "cma", ""},
+	} {
+		t.Run(c.way+c.setting, func(t *testing.T) {
+			skipWithoutCMA(t)
+			g := fakegpu.New()
+			settings := []string{c.setting}
+			if c.setting == "" {
+				settings = nil
+			}
+			m := newGPUPair(t, c.way, func(int) (cudaipc.Device, error) { return g, nil }, settings...)
+			for n, who := range map[*Node]string{m.workers[0]: "worker 0", m.servers[0]: "server 0"} {
+				why := c.why
+				if why != "" {
+					why += who
+				}
+				l := linkOf(t, n)
+				require.Equal(t, []string{c.transport, why}, []string{l.Transport, l.Reason})
+			}
+			m.stop()
+		})
+	}
 }

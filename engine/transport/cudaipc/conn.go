@@ -45,8 +45,10 @@ type Conn struct {
 	theirs  *segment        // the peer's; nil before it has introduced itself
 	ways    map[uint64]*way // to the peer's memory, by key
 	maps    []*mapping
-	mapped  bool // a write has gone by mapping
-	owes    bool // the peer is still to be woken
+	mapped  bool   // a write has gone by mapping
+	apart   bool   // neither can map memory of the other
+	staged  string // why a write has not gone by mapping, or could not
+	owes    bool   // the peer is still to be woken
 	sweepAt time.Time
 
 	landing int     // writes of the peer that are on their way to the GPU
@@ -100,10 +102,18 @@ func (c *Conn) Via() string {
 	return via
 }
 
-// Why is inner's.
+// Why is inner's, and why GPU memory is staged where peers share this host.
 func (c *Conn) Why() string {
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
 	_, why := transport.Via(c.inner, c.f.Name())
-	return why
+	switch {
+	case c.staged == "":
+		return why
+	case why == "":
+		return "cudaipc: " + c.staged
+	}
+	return why + "; cudaipc: " + c.staged
 }
 
 // Unsent implements transport.Unsender.

@@ -107,6 +107,7 @@ type Fabric struct {
 	o      Options
 	secret [16]byte
 	id     uint64 // random; names this Fabric to peers
+	spaces spaces // of this process
 	epoll  int
 	timer  int
 
@@ -146,7 +147,7 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 		o.Later = new(Later)
 	}
 	f := &Fabric{
-		inner: inner, sleep: s, dev: o.Device, o: o, secret: secret, epoll: -1, timer: -1,
+		inner: inner, sleep: s, dev: o.Device, o: o, secret: secret, spaces: ownSpaces(), epoll: -1, timer: -1,
 		conns: map[transport.Conn]*Conn{}, regions: map[uint64]*region{},
 	}
 	if o.Events {

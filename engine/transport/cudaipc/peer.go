@@ -67,7 +67,10 @@ type way struct {
 
 // write starts a write by mapping.
 func (c *Conn) write(it *item, r *remote) int {
-	if !c.f.o.Share || r.reach <= reachStaged || c.lender == nil {
+	if !c.f.o.Share || r.reach <= reachStaged || c.lender == nil || c.apart {
+		if r.reach == reachStaged && c.f.o.Share && c.lender != nil {
+			c.staged = "the driver shares no such memory of the peer's GPU (of a memory pool, for one)"
+		}
 		return tryNot
 	}
 	if c.asked.IsZero() {
@@ -179,6 +182,9 @@ func (c *Conn) greeted(e *transport.Event) error {
 		}
 	}
 	c.peers, c.theirs, c.ways = tableIn(table), theirs, map[uint64]*way{}
+	if why := c.f.spaces.apart(theirs.spaces); why != "" {
+		c.apart, c.staged = true, why
+	}
 	c.lane.seg.met.Store(1)
 	c.wake()
 	return nil
@@ -242,7 +248,9 @@ func (c *Conn) reach(r *remote) *way {
 	c.ways[r.last.ID] = w
 	if r.reach == reachIPC && hmac.Equal([]byte(r.proof), []byte(c.f.prove(r))) {
 		// An IPC handle cannot be opened where it comes from, and need not.
-		if c.f.dev.Reach(cuda.UUID([]byte(r.uuid))) == nil {
+		if err := c.f.dev.Reach(cuda.UUID([]byte(r.uuid))); err != nil {
+			c.staged = err.Error()
+		} else {
 			w.at = r.addr
 		}
 		return w
@@ -271,7 +279,9 @@ func (c *Conn) reach(r *remote) *way {
 			if m.at != 0 { // it is not what it should be
 				c.f.unmap(m)
 			}
-			w.again = cuda.Is(err, cuda.AlreadyMapped) // by another Conn, or a channel
+			if w.again = cuda.Is(err, cuda.AlreadyMapped); !w.again { // by another Conn, or a channel
+				c.staged = err.Error()
+			}
 			return w
 		}
 		c.maps = append(c.maps, m)

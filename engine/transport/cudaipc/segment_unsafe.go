@@ -22,8 +22,9 @@ type segment struct {
 	fabric   uint64 // of its owner
 	boxID    uint64 // the owner's mailbox: a write of no bytes there wakes it
 	boxToken uint64
+	spaces   spaces        // of the owner
 	met      atomic.Uint32 // the owner knows the peer's segment
-	_        [92]byte
+	_        [68]byte
 
 	done atomic.Uint64 // stored by the GPU
 	_    [120]byte
@@ -53,7 +54,7 @@ type record struct {
 
 const (
 	depth        = 256 // operations of a Conn under way
-	segmentMagic = 0x6673_6375_6461_0003
+	segmentMagic = 0x6673_6375_6461_0004
 	segmentSize  = unsafe.Sizeof(segment{})
 	stagedAt     = unsafe.Offsetof(segment{}.staged)
 	doneAt       = unsafe.Offsetof(segment{}.done)

@@ -71,6 +71,7 @@ func (c *Conn) equip() (err error) {
 		return err
 	}
 	l.opened = true
+	l.seg.spaces = c.f.spaces
 	l.seg.magic, l.seg.fabric, l.seg.boxID, l.seg.boxToken = segmentMagic, c.f.id, c.f.mailbox.ID, c.f.mailbox.Token
 	l.buffers = 1<<buffers - 1 | 1<<bufWhole
 	c.items = make([]item, depth)

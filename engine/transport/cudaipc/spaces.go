@@ -1,0 +1,43 @@
+package cudaipc
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"syscall"
+)
+
+// spaceNames are the namespaces that two processes must share to map each other's GPU
+// memory: the driver finds the other process by its number, and so do we for
+// descriptors. Two containers of one host do not share them.
+var spaceNames = [...]string{"PID", "IPC", "mount"}
+
+// spaces are the numbers of a process's namespaces, in the order of spaceNames; 0 is one
+// that cannot be told.
+type spaces [len(spaceNames)]uint64
+
+// ownSpaces returns those of this process.
+func ownSpaces() (s spaces) {
+	for i, file := range [...]string{"pid", "ipc", "mnt"} {
+		if info, err := os.Stat("/proc/self/ns/" + file); err == nil {
+			if stat, ok := info.Sys().(*syscall.Stat_t); ok {
+				s[i] = stat.Ino
+			}
+		}
+	}
+	return s
+}
+
+// apart says which namespaces differ, and what helps; empty: none.
+func (s spaces) apart(other spaces) string {
+	var names []string
+	for i, name := range spaceNames {
+		if s[i] != other[i] {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("the two are in different %s namespaces of one host (run both in one container)", strings.Join(names, " and "))
+}

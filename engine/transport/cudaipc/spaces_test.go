@@ -1,0 +1,109 @@
+package cudaipc
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/cshim/cuda"
+	"fserver/engine/transport"
+	"fserver/engine/transport/cudaipc/fakegpu"
+)
+
+// importing counts the tries to map memory of other processes.
+type importing struct {
+	*fakegpu.GPU
+	tries int
+}
+
+func (g *importing) ImportIPC(h cuda.IPCHandle) (uint64, error) {
+	g.tries++
+	return g.GPU.ImportIPC(h)
+}
+
+func (g *importing) MapFDs(fds []int32, lens []uint64) (uint64, error) {
+	g.tries++
+	return g.GPU.MapFDs(fds, lens)
+}
+
+// TestContainers: GPU memory of a peer in another PID, IPC or mount namespace is staged,
+// and nobody tries to map it; both sides say why.
+func TestContainers(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		spaces spaces // added to those of one side
+		pieces bool
+		why    string
+	}{
+		{"pid", spaces{1, 0, 0}, false, "different PID namespaces"},
+		{"ipc", spaces{0, 1, 0}, false, "different IPC namespaces"},
+		{"mount", spaces{0, 0, 1}, false, "different mount namespaces"},
+		{"all, pieces", spaces{1, 1, 1}, true, "different PID and IPC and mount namespaces"},
+		{"none", spaces{}, false, ""},
+		{"none, pieces", spaces{}, true, ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			g := fakegpu.New()
+			g.Pieces = c.pieces
+			a, b := pairOf(t, g, overCMA, true)
+			da, db := &importing{GPU: g}, &importing{GPU: g}
+			a.f.dev, a.f.o.Device, b.f.dev, b.f.o.Device = da, da, db, db
+			for i, d := range c.spaces {
+				require.NotZero(t, b.f.spaces[i])
+				b.f.spaces[i] += d
+			}
+			one, other := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
+			to, back := b.key(t, other), a.key(t, one)
+			for fill := byte(6); fill < 9; fill++ {
+				src := onGPU(t, g, 3<<20, fill)
+				a.done, b.done, a.writes, b.writes = nil, nil, nil, nil
+				a.post(t, write(to, src, transport.Point{}))
+				b.post(t, write(back, src, transport.Point{}))
+				until(t, a, b, func() bool { return len(a.writes) == 1 && len(b.writes) == 1 && len(a.done) == 1 && len(b.done) == 1 })
+				holds(t, g, one, fill)
+				holds(t, g, other, fill)
+			}
+			for _, s := range []*side{a, b} {
+				l := s.c.(transport.Teller)
+				if c.why == "" {
+					require.Equal(t, []string{"cudaipc", ""}, []string{l.Via(), l.Why()})
+					continue
+				}
+				require.Equal(t, "cma", l.Via())
+				require.Contains(t, l.Why(), "cudaipc: the two are in "+c.why)
+			}
+			require.Equal(t, c.why != "", da.tries+db.tries == 0)
+			require.NoError(t, b.f.Deregister(to))
+			require.NoError(t, a.f.Deregister(back))
+		})
+	}
+}
+
+// TestWhyStaged: where memory of a peer in the same namespaces is not mapped, the writer
+// says why.
+func TestWhyStaged(t *testing.T) {
+	for _, c := range []struct {
+		call, why string
+		alone     bool
+	}{
+		{"ImportIPC", "cudaipc: ImportIPC: cuda: injected failure", false},
+		{"ExportIPC", "cudaipc: the driver shares no such memory", false},
+		{"", "cudaipc: the driver shares no such memory", true},
+	} {
+		g := fakegpu.New()
+		g.Alone = c.alone
+		a, b := pairOf(t, g, overCMA, true)
+		src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
+		if c.call != "" {
+			g.Fail(c.call, 1)
+		}
+		require.Empty(t, a.c.(transport.Teller).Why())
+		k := b.key(t, dst)
+		a.post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		holds(t, g, dst, 5)
+		require.Equal(t, "cma", a.c.(transport.Teller).Via())
+		require.Contains(t, a.c.(transport.Teller).Why(), c.why)
+		require.NoError(t, b.f.Deregister(k))
+	}
+}
