@@ -14,10 +14,10 @@
 namespace fserver {
 namespace {
 
-constexpr int kKinds = 7;
+constexpr int kKinds = 8;
 const char *const kNames[kKinds] = {
     "Error",      "TimeoutError", "PeerLostError", "ConfigError",
-    "ShapeError", "ClosedError",  "LimitError"};
+    "ShapeError", "ClosedError",  "LimitError",    "RefusedError"};
 PyObject *classes[kKinds]; // never freed: errors are raised until the very end
 
 PyObject *of(Kind kind) { return classes[static_cast<int>(kind)]; }
@@ -34,6 +34,8 @@ Kind kind_of(int code) {
     return Kind::kTimeout;
   case ECONNRESET:
     return Kind::kPeerLost;
+  case EREMOTEIO:
+    return Kind::kRefused;
   case ESHUTDOWN:
   case EBADF:
     return Kind::kClosed;
@@ -106,13 +108,16 @@ void EngineError::raise() const {
     fserver::raise(kind, "%s: %s for %s (pass .to(%s))", e.text,
                    dtype_name(e.got).c_str(), want.c_str(), want.c_str());
   }
-  if (kind != Kind::kPeerLost)
+  if (kind != Kind::kPeerLost && kind != Kind::kRefused)
     fserver::raise(kind, "%s", e.text);
   PyObject *message = decode(e.text), *address = decode(e.address),
            *reason = decode(e.reason);
   if (message && address && reason) {
-    PyObject *x = PyObject_CallFunction(
-        of(kind), "OsiOO", message, role_name(e.role), e.rank, address, reason);
+    PyObject *x =
+        kind == Kind::kRefused
+            ? PyObject_CallFunction(of(kind), "OiO", message, e.rank, reason)
+            : PyObject_CallFunction(of(kind), "OsiOO", message,
+                                    role_name(e.role), e.rank, address, reason);
     if (x) {
       PyErr_SetObject(of(kind), x);
       Py_DECREF(x);

@@ -16,7 +16,8 @@ enum class Kind {
   kConfig,
   kShape,
   kClosed,
-  kLimit
+  kLimit,
+  kRefused
 };
 
 // Looks up the classes. Called once, when the module is loaded.

@@ -17,6 +17,7 @@
 #include "process.h"
 #include "server.h"
 #include "shared.h"
+#include "tensor.h"
 #include "worker.h"
 
 namespace py = pybind11;
@@ -223,6 +224,10 @@ void define(py::module_ &m) {
     throw py::error_already_set();
   }
   watch_fork();
+  uint8_t sizes[256];
+  for (size_t i = 0; i < 256; i++)
+    sizes[i] = static_cast<uint8_t>(dtype_bytes(i));
+  fs_dtypes(sizes, 256);
 
   py::class_<Node>(m, "Node", py::module_local(),
                    "A node of a cluster: what all roles have.")
@@ -339,6 +344,12 @@ void define(py::module_ &m) {
                 return s.worker_of(handler.ptr());
               },
               py::arg("handler"))
+          .def(
+              "fail",
+              [](Server &s, py::handle handler, py::handle text) {
+                s.fail(handler.ptr(), text.ptr());
+              },
+              py::arg("handler"), py::arg("text"))
           .def(
               "register_recv_buffer",
               [](Server &s, py::handle tensor, py::handle ranks,

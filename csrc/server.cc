@@ -9,8 +9,6 @@
 namespace fserver {
 namespace {
 
-constexpr size_t kMostDims = 64; // as in the engine
-
 constexpr Arg kTensors{"respond", "tensors"};
 constexpr Arg kBuffer{"respond_vec", "ret_buffer"};
 constexpr Arg kTensorsVec{"respond_vec", "tensors_vec"};
@@ -120,7 +118,8 @@ int32_t Server::worker_of(PyObject *handler) {
 }
 
 Ref Server::take_request(Words &words) {
-  const uint64_t handler = words.next(), rank = words.next();
+  const uint64_t handler = words.next();
+  words.next(); // the worker's rank: worker_of tells it
   const uint64_t np = words.next(), nq = words.next();
   Ref tensors = Ref::steal(PyList_New(static_cast<Py_ssize_t>(np)));
   Ref keys = Ref::steal(PyList_New(static_cast<Py_ssize_t>(np)));
@@ -129,7 +128,7 @@ Ref Server::take_request(Words &words) {
     while (i < np) {
       const auto at = static_cast<Py_ssize_t>(i++);
       Ref key;
-      Ref tensor = take_tensor(words, rank, &key);
+      Ref tensor = take_tensor(words, &key);
       PyList_SET_ITEM(tensors.get(), at, tensor.release());
       PyList_SET_ITEM(keys.get(), at, key.release());
     }
@@ -153,42 +152,17 @@ void Server::skip_tensors(Words &words, uint64_t n) {
   }
 }
 
-// A tensor over the receive buffer. The worker chose dtype and dims.
-Ref Server::take_tensor(Words &words, uint64_t rank, Ref *key) {
+// A tensor over the receive buffer. The worker chose dtype and dims; the engine
+// has refused what fs_dtypes and torch's limit of dimensions do not allow.
+Ref Server::take_tensor(Words &words, Ref *key) {
   const uint64_t *w = words.take(8);
   const uint64_t k = w[0], slot = w[1], buffer = w[2], address = w[3];
   const uint64_t bytes = w[4], dtype = w[5], device = w[6], ndim = w[7];
-  const uint64_t *d = words.take(ndim);
+  const auto *dims = reinterpret_cast<const int64_t *>(words.take(ndim));
   Memory lent; // the worker's own, for this request alone: nothing is kept
   if (slot == FS_LENT)
     lent = adopt(pointer(address), bytes, -1, pointer(buffer), release_buffer);
-  const size_t element = dtype_bytes(dtype);
-  auto refuse = [&](const char *what, uint64_t value) {
-    raise(Kind::kError,
-          "get_batch: worker %llu sent a tensor with key %llu, %s %llu, which "
-          "this torch cannot hold: is the worker's torch the same as here? "
-          "The batch is lost",
-          static_cast<unsigned long long>(rank),
-          static_cast<unsigned long long>(k), what,
-          static_cast<unsigned long long>(value));
-  };
-  if (element == 0)
-    refuse("dtype", dtype);
-  if (ndim > kMostDims)
-    refuse("number of dimensions", ndim);
-  if (device != UINT64_MAX && device != static_cast<uint64_t>(info().device))
-    refuse("device", device);
   const int on = static_cast<int>(static_cast<int64_t>(device));
-  int64_t dims[kMostDims];
-  uint64_t size = element;
-  for (size_t i = 0; i < ndim; i++) {
-    dims[i] = static_cast<int64_t>(d[i]);
-    if (dims[i] < 0 || __builtin_mul_overflow(size, d[i], &size) ||
-        size > INT64_MAX)
-      refuse("dimension", d[i]);
-  }
-  if (size != bytes)
-    refuse("size in bytes", bytes);
   *key = Ref::steal(PyLong_FromUnsignedLongLong(k));
   if (lent)
     return Ref::steal(make_tensor(lent, dtype, dims, ndim));
@@ -346,6 +320,19 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
     lease.keep(tickets[k]);
   }
   check("respond_vec", rc);
+}
+
+void Server::fail(PyObject *handler, PyObject *text) {
+  enter_connected("fail");
+  const uint64_t h = read_u64(handler, {"fail", "handler"});
+  if (!PyUnicode_Check(text))
+    raise(Kind::kConfig, "fail: text is of type %s, want a str",
+          Py_TYPE(text)->tp_name);
+  const Ref bytes =
+      Ref::steal(PyUnicode_AsEncodedString(text, "utf-8", "backslashreplace"));
+  const char *p = PyBytes_AS_STRING(bytes.get());
+  const auto n = static_cast<size_t>(PyBytes_GET_SIZE(bytes.get()));
+  check("fail", unlocked([&] { return fs_fail(id_, h, p, n); }));
 }
 
 void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,

@@ -30,6 +30,8 @@ public:
   void respond(PyObject *tensors, PyObject *handler, bool need_event);
   void respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
                    PyObject *handler_vec);
+  // Ends a request with an error at its worker.
+  void fail(PyObject *handler, PyObject *text);
   void register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
                             PyObject *push_keys);
 
@@ -50,7 +52,7 @@ private:
 
   void forget() override;
   Ref take_request(Words &words);
-  Ref take_tensor(Words &words, uint64_t rank, Ref *key);
+  Ref take_tensor(Words &words, Ref *key);
   void skip_tensors(Words &words, uint64_t n);
   const Memory &memory_of(uint64_t slot, uint64_t buffer, uint64_t address,
                           uint64_t bytes, int device);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 
 #include "args.h"
 #include "error.h"
@@ -208,15 +209,49 @@ void Worker::wait(PyObject *handler, PyObject *timeout_ms) {
     });
     if (rc == -EAGAIN)
       raise(Kind::kTimeout,
-            "wait: handler %llu has not completed within %g ms%s, the handler "
-            "stays valid",
+            "wait: handler %llu has not completed within %g ms%s: %swait "
+            "again%s, "
+            "the handler stays valid",
             static_cast<unsigned long long>(r.first),
             static_cast<double>(timeout) / 1e6,
-            stepmesh_ ? " of its push_pull: wait again with a larger timeout_ms"
-                      : ": wait again");
+            stepmesh_ ? " of its push_pull" : "", why_open(r.ticket).c_str(),
+            stepmesh_ ? " with a larger timeout_ms" : "");
     check("wait", rc);
   }
   holder_.reap(r.ticket);
+}
+
+std::string Worker::name_of(fs_ticket ticket) const {
+  const Request &r = requests_[ticket & (requests_.size() - 1)];
+  return r.ticket == ticket ? "handler " + std::to_string(r.first)
+                            : "an earlier request";
+}
+
+std::string Worker::why_open(fs_ticket ticket) const {
+  fs_pending p;
+  if (unlocked([&] { return fs_waits_for(id_, ticket, &p); }) < 0)
+    return ""; // it has ended by now
+  const std::string server = "server " + std::to_string(p.server);
+  const std::string key = "key " + std::to_string(p.key);
+  if (p.state == FS_PENDING_ANSWER)
+    return server + " has not answered it (" + key + "); ";
+  const std::string behind =
+      p.head == ticket ? "it is"
+                       : "it waits behind " + name_of(p.head) + ", which is";
+  const std::string not_sent = behind + " not sent to " + server + " yet: ";
+  switch (p.state) {
+  case FS_PENDING_KEY:
+    return not_sent + "it pushes " + key + ", and " + server +
+           " has not answered " + name_of(p.holder) + ", which pushed " + key +
+           " before; ";
+  case FS_PENDING_BUFFER:
+    return not_sent + server + " has not said where it receives " + key + "; ";
+  case FS_PENDING_PEER:
+    return not_sent + server + " is lost, and no other process has its rank; ";
+  default:
+    return not_sent + "the connection takes no more, or the stream has not "
+                      "made what is pushed; ";
+  }
 }
 
 std::pair<uint64_t, uint64_t> Worker::handlers(PyObject *handler) {

@@ -49,6 +49,11 @@ private:
     claims_.clear();
   }
   const Request &find(PyObject *handler, const char *call) const;
+  // How errors name the request of a ticket.
+  std::string name_of(fs_ticket ticket) const;
+  // What a request waits for, with a semicolon behind it, or nothing. The GIL is
+  // released meanwhile.
+  std::string why_open(fs_ticket ticket) const;
 
   const bool stepmesh_;
   Allocations allocations_;

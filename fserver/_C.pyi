@@ -87,6 +87,7 @@ class Server(Node):
     def respond(
         self, tensors: Sequence[Tensor], handler: int, need_event: bool = True
     ) -> None: ...
+    def fail(self, handler: int, text: str) -> None: ...
     def respond_vec(
         self,
         ret_buffer: Tensor,

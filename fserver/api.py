@@ -395,10 +395,17 @@ class Worker(Node):
             timeout_ms: limit in milliseconds, counted from this call. 0: only look.
 
         Raises:
-            TimeoutError: the limit is over. The request goes on, the handler stays valid.
+            TimeoutError: the limit is over. The request goes on, the handler stays valid. The text
+                says which server has not answered, which key, and which earlier request this
+                one is behind, if it is: the requests of one worker go to a server in the order of
+                the calls, and a key that is pushed again waits for the answer to its last push.
             PeerLostError: a server is gone; so does every later wait for this handler. When
                 another process has taken the server's rank, new push_pulls succeed.
-            ShapeError: a pushed tensor is larger than what the server has registered for its key.
+            RefusedError: a server's application has refused the request (``Server.fail``); the
+                error has its text.
+            ShapeError: a server cannot take a pushed tensor: it is larger than what the server has
+                registered for its key, the server's torch has no such dtype, or the keys are too
+                many. The other requests are not touched by it.
             Error: this process lacks memory or descriptors for the request, and says for what. The
                 connection is made anew.
             ConfigError: no such handler. The last 4,096 requests are remembered.
@@ -475,6 +482,7 @@ class Server(Node):
         "get_batch",
         "worker_of",
         "respond",
+        "fail",
         "respond_vec",
         "register_recv_buffer",
     )
@@ -615,6 +623,24 @@ class Server(Node):
             PeerLostError: the worker is gone.
         """
         self._node.respond(tensors, handler, need_event)
+
+    def fail(self, handler: int, text: str) -> None:
+        """Refuses a request: at its worker, wait raises RefusedError with the text.
+
+        It takes the place of respond: the request is answered, its keys are free for the next
+        push, and the tensors of get_batch are not valid any more. Where a worker has several
+        servers, the others need not answer what they have not taken.
+
+        Args:
+            handler: of get_batch.
+            text: why. The first 500 bytes of its UTF-8 travel; line breaks become spaces.
+
+        Raises:
+            ShapeError: the handler is not waiting for an answer.
+            ConfigError: text is not a str.
+            PeerLostError: the worker is gone.
+        """
+        self._node.fail(handler, text)
 
     def respond_vec(
         self,

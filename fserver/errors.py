@@ -10,6 +10,7 @@ __all__ = [
     "Error",
     "LimitError",
     "PeerLostError",
+    "RefusedError",
     "ShapeError",
     "TimeoutError",
 ]
@@ -40,6 +41,23 @@ class PeerLostError(Error):
         self.role = role
         self.rank = rank
         self.address = address
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RefusedError(Error):
+    """A server's application has refused a request (``Server.fail``).
+
+    Attributes:
+        rank: the server's rank.
+        reason: what the server said; at most 500 bytes of UTF-8.
+    """
+
+    def __init__(self, message: str, rank: int = -1, reason: str = "") -> None:
+        super().__init__(message, rank, reason)
+        self.rank = rank
         self.reason = reason
 
     def __str__(self) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SimpleNotify",
     "barrier",
+    "fail",
     "fetch_trace",
     "finalize",
     "get_all_handlers",
@@ -222,6 +223,11 @@ def respond(tensors: Sequence[Tensor], handler: int, need_event: bool = False) -
     kernels that fill them have run. Their types are not compared with those of the pull tensors.
     """
     _method("respond")(tensors, handler, need_event)
+
+
+def fail(handler: int, text: str) -> None:
+    """See Server.fail."""
+    _method("fail")(handler, text)
 
 
 def respond_vec(

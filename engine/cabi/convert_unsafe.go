@@ -141,6 +141,11 @@ func (s *sink) Batch(reqs []*node.Request) error {
 	return nil
 }
 
+// goBytes copies n bytes of C's; nil for none.
+func goBytes(p *C.uint8_t, n C.size_t) []byte {
+	return append([]byte(nil), unsafe.Slice((*byte)(unsafe.Pointer(p)), n)...)
+}
+
 // goText copies n bytes of C's.
 func goText(p *C.char, n C.size_t) string { return C.GoStringN(p, C.int(n)) }
 

@@ -67,6 +67,11 @@ func lastError(out *C.fs_error) C.int {
 	if errors.As(err, &types) {
 		out.got, out.want = C.uint8_t(types.Got), C.uint8_t(types.Want)
 	}
+	var refused *node.RefusedError
+	if errors.As(err, &refused) {
+		out.role, out.rank = C.FS_ROLE_SERVER, C.int32_t(refused.Rank)
+		put(out.reason[:], refused.Text)
+	}
 	return 0
 }
 

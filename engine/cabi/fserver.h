@@ -13,6 +13,8 @@
  *   EXFULL       4,096 tickets are under way, which is the limit (LimitError)
  *   ETIMEDOUT    the time given to the operation is up         (TimeoutError)
  *   ECONNRESET   a peer is gone; fs_error names it            (PeerLostError)
+ *   EREMOTEIO    a server has refused the request; fs_error names it and says
+ *                why                                           (RefusedError)
  *   ESHUTDOWN    the node is closed, or the cluster has ended   (ClosedError)
  *   EBADF        no such handle                                 (ClosedError)
  *   EAGAIN       the slice of a waiting call is over: call again
@@ -47,9 +49,10 @@ enum { FS_ROLE_SCHEDULER = 0, FS_ROLE_WORKER = 1, FS_ROLE_SERVER = 2 };
 
 typedef struct fs_error {
   int32_t code; /* the negative errno */
-  int32_t role; /* ECONNRESET: role of the lost peer, else -1 */
-  int32_t rank; /* ECONNRESET: its rank, else -1 */
-  uint8_t got;  /* EMSGSIZE: the dtype of an answer, and of its pull tensor, ... */
+  int32_t role; /* ECONNRESET, EREMOTEIO: role of the peer, else -1 */
+  int32_t rank; /* ECONNRESET, EREMOTEIO: its rank, else -1 */
+  uint8_t
+      got; /* EMSGSIZE: the dtype of an answer, and of its pull tensor, ... */
   uint8_t want; /* ... if it is that they differ, else FS_ANY */
   char address[128];
   char reason[512];
@@ -98,6 +101,13 @@ int64_t fs_now(void);
  * -ENOENT if there is none. */
 int fs_errmsg(fs_error *out);
 
+/* What tensors the servers can hold that this process opens from now on. bytes[i] is
+ * the size of one element of dtype i, 0: there is no such type; n is at most 256. A
+ * push_pull with a tensor of another dtype, or whose bytes are not those of its shape,
+ * is refused to its worker, where fs_wait gives -EMSGSIZE, and is in no batch. With n = 0,
+ * and without this call, servers take any dtype and do not look at sizes. */
+int fs_dtypes(const uint8_t *bytes, size_t n);
+
 /* Opens a node and starts to connect it. settings is n strings "NAME=value";
  * nothing is read from the process environment. Does not block. */
 int fs_open(const char *const *settings, size_t n, fs_node *out);
@@ -132,6 +142,27 @@ int fs_push_pull_on(fs_node node, uint64_t stream, const fs_tensor *push,
  * longer known (4,096 later ones have been issued and it has ended) gives
  * -EBADF. */
 int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags);
+
+/* Why a push_pull is under way. */
+enum {
+  FS_PENDING_ANSWER = 1, /* the server has it and has not answered */
+  FS_PENDING_KEY,    /* head pushes key again, and the server has not answered
+                            holder, which pushed it before */
+  FS_PENDING_BUFFER, /* the server has not said where it receives key of head */
+  FS_PENDING_PEER,   /* there is no connection to the server */
+  FS_PENDING_SENDING /* head is being sent */
+};
+
+typedef struct fs_pending {
+  int32_t state;  /* FS_PENDING_* */
+  int32_t server; /* rank of the first server that has not answered */
+  uint64_t key;   /* FS_PENDING_ANSWER: the first that the push_pull names */
+  fs_ticket head; /* the first that was not sent there: it, or one before it */
+  fs_ticket holder;
+} fs_pending;
+
+/* Worker: what a push_pull waits for. -EBADF: it is not under way. */
+int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out);
 
 /* Server: takes one request of each worker group of the rail; with least above 0,
  * of each that has one, when at least so many have. Waits at most slice_ns (then
@@ -182,6 +213,10 @@ int fs_respond(fs_node node, const uint64_t *handlers, const size_t *counts,
 int fs_respond_on(fs_node node, uint64_t stream, const uint64_t *handlers,
                   const size_t *counts, size_t nh, const fs_tensor *t,
                   fs_ticket *tickets, size_t *answered);
+
+/* Server: ends a request without an answer. At its worker fs_wait gives -EREMOTEIO with
+ * bytes of text (UTF-8), of which the first 500 travel; line breaks become spaces. */
+int fs_fail(fs_node node, uint64_t handler, const char *text, size_t bytes);
 
 /* Server: cuts memory into n equal slices; slice i receives keys[i] of worker
  * ranks[i]. The memory must stay valid until fs_close. Allowed

@@ -49,6 +49,13 @@ func fs_errmsg(out *C.fs_error) (rc C.int) {
 	return lastError(out)
 }
 
+//export fs_dtypes
+func fs_dtypes(bytes *C.uint8_t, n C.size_t) (rc C.int) {
+	defer guard(&rc, 0)
+	buffers.Hold(goBytes(bytes, n))
+	return 0
+}
+
 //export fs_open
 func fs_open(settings **C.char, n C.size_t, out *C.fs_node) (rc C.int) {
 	defer guard(&rc, 0)
@@ -132,6 +139,24 @@ func fs_wait(h C.fs_node, ticket C.fs_ticket, slice C.int64_t, flags C.uint32_t)
 	return fail(nd.Wait(uint64(ticket), time.Duration(slice), flags&C.FS_NOSPIN == 0))
 }
 
+//export fs_waits_for
+func fs_waits_for(h C.fs_node, ticket C.fs_ticket, out *C.fs_pending) (rc C.int) {
+	defer guard(&rc, h)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	p, err := nd.Waits(uint64(ticket))
+	if err != nil {
+		return fail(err)
+	}
+	*out = C.fs_pending{
+		state: C.int32_t(p.State), server: C.int32_t(p.Rank), key: C.uint64_t(p.Key),
+		head: C.fs_ticket(p.Head), holder: C.fs_ticket(p.Holder),
+	}
+	return 0
+}
+
 //export fs_get_batch
 func fs_get_batch(h C.fs_node, least C.uint32_t, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) (rc C.int) {
 	defer guard(&rc, h)
@@ -203,6 +228,16 @@ func respondAll(h C.fs_node, stream *C.uint64_t, handlers *C.uint64_t, counts *C
 	err = respond(nd, stream, words(handlers, nh), sizes(counts, nh), t, ticketsOf(tickets, nh), answered)
 	nd.Flush()
 	return err
+}
+
+//export fs_fail
+func fs_fail(h C.fs_node, handler C.uint64_t, text *C.char, bytes C.size_t) (rc C.int) {
+	defer guard(&rc, h)
+	nd, err := nodes.get(h)
+	if err != nil {
+		return fail(err)
+	}
+	return fail(nd.Fail(uint64(handler), goText(text, bytes)))
 }
 
 //export fs_register_recv

@@ -15,6 +15,8 @@ type Buffers struct {
 	next uint64
 	all  map[uint64]*buffer
 	free []*buffer
+
+	elements Elements
 }
 
 type buffer struct {
@@ -40,6 +42,21 @@ func (Host) Free(r mem.Region) error            { return mem.Unmap(r) }
 
 // NewBuffers makes an empty set.
 func NewBuffers() *Buffers { return &Buffers{all: map[uint64]*buffer{}} }
+
+// Hold says what types of tensors can be made over the buffers: servers that are made from
+// now on refuse others.
+func (b *Buffers) Hold(e Elements) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.elements = e
+}
+
+// Holds returns what Hold was given.
+func (b *Buffers) Holds() Elements {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.elements
+}
 
 // Len is the number of buffers that are alive.
 func (b *Buffers) Len() int {

@@ -197,3 +197,20 @@ func TestMoreKeysThanThereMayBe(t *testing.T) {
 	p.shapeFails(p.push(2, 8192, 8), "more than 32768 keys")
 	p.answer(p.push(3, 4096), 3)
 }
+
+// TestPlanOfMoreKeysThanThereMayBe is refused likewise: its tensors have no bytes, and ask
+// for no buffer.
+func TestPlanOfMoreKeysThanThereMayBe(t *testing.T) {
+	p := newPair(t, 1)
+	p.answer(p.push(1, 4096), 1)
+	c := p.servers[0].clients[0]
+	for k := uint64(100); len(c.keys) < maxKeys-1; k++ {
+		c.keys[k] = &receiver{key: k, buffers: p.buffers}
+	}
+	id, err := p.pushPull([]Tensor{bytesOf(t, 2, 0, 0), bytesOf(t, 3, 0, 0), bytesOf(t, 4, 0, 0)}, nil)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	p.shapeFails(id, "more than 32768 keys")
+	require.Len(t, c.keys, maxKeys-1)
+	p.answer(p.push(4, 8192), 4)
+}

@@ -110,7 +110,7 @@ func newPair(t *testing.T, servers int) *pair {
 		p.sf = append(p.sf, newFabric())
 		p.to = append(p.to, &wireConn{room: 1000})
 		p.from = append(p.from, &wireConn{room: 1000})
-		p.w.Connect(i, p.wf, p.to[i])
+		p.w.Connect(i, 10+i, p.wf, p.to[i])
 		s.Connect(0, 0, p.sf[i], p.from[i])
 		t.Cleanup(func() { require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
 	}

@@ -143,12 +143,12 @@ func (w *Worker) sweep() {
 	})
 }
 
-// Up gives server i a path, its first or after it was down, and sends what has
+// Up gives server i its rank and a path, its first or after it was down, and sends what has
 // waited for it.
-func (w *Worker) Up(i int, f transport.Fabric, c transport.Conn) {
+func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
 	s.down, s.held = nil, false
-	w.Connect(i, f, c)
+	w.Connect(i, rank, f, c)
 	for q := range s.queues {
 		for range s.queues[q].len() {
 			t := s.queues[q].pop()
@@ -256,6 +256,9 @@ func (s *Server) part(c *client, err error) {
 	}
 	for c.replies.len() != 0 {
 		c.replies.pop()
+	}
+	for c.refusals.len() != 0 {
+		s.put(c.refusals.pop())
 	}
 	for c.ready.len() != 0 {
 		s.put(c.ready.pop())

@@ -22,7 +22,7 @@ func (p *pair) succeed(i int) {
 	p.servers[i], p.sf[i] = s, newFabric()
 	p.to[i], p.from[i] = &wireConn{room: 1000, lend: p.to[i].lend}, &wireConn{room: 1000}
 	s.Up(0, 0, p.sf[i], p.from[i])
-	p.w.Up(i, p.wf, p.to[i])
+	p.w.Up(i, 10+i, p.wf, p.to[i])
 }
 
 // drain lets the operations on a path end.
@@ -244,7 +244,7 @@ func TestLateAnswer(t *testing.T) {
 	require.False(t, s.Ready(1))
 	s.Drain()
 	require.Empty(t, p.from[0].ops)
-	_, _, err = s.requests.claim(handler)
+	_, _, err = s.requests.claim(handler, &Ticket{})
 	require.Error(t, err)
 	require.Equal(t, 1, p.buffers.Len(), "the application looks at it")
 	require.Equal(t, byte(5), seen.Span.Bytes()[0])
@@ -278,7 +278,7 @@ func TestUntaken(t *testing.T) {
 			require.Zero(t, p.buffers.Len())
 		}
 		s.Up(0, 0, p.sf[0], p.from[0])
-		p.w.Up(0, p.wf, p.to[0])
+		p.w.Up(0, 10, p.wf, p.to[0])
 	}
 
 	ch, err := NewChannels(1).Open("c")
@@ -310,7 +310,7 @@ func TestFixedMemory(t *testing.T) {
 		p.w.Lose(0, errGone)
 		require.Empty(t, p.sf[0].keys)
 		p.servers[0].Up(0, 0, p.sf[0], p.from[0])
-		p.w.Up(0, p.wf, p.to[0])
+		p.w.Up(0, 10, p.wf, p.to[0])
 	}
 	require.Zero(t, p.buffers.Len())
 }

@@ -34,6 +34,7 @@ type Request struct {
 	life     uint32 // of the client
 	lost     error  // why nobody can be answered; valid when lost
 	recalled bool   // its worker has taken it back
+	refusal  string // why the server cannot take it; empty: it can
 	channel  string // whose Take gives it; empty: a batch does
 	seq      uint64
 	writes   uint64 // that must have arrived
@@ -111,15 +112,20 @@ func (rs *requests) put(r *Request) {
 	rs.free = append(rs.free, r)
 }
 
-// claim takes the delivered request of a handler to answer it. lost says that
-// its worker is gone.
-func (rs *requests) claim(handler uint64) (r *Request, lost bool, err error) {
+// claim takes the delivered request of a handler to answer it with t. lost says that
+// its worker is gone. With an error the request stays as it was: that is known before it
+// is taken, as whoever else looks for delivered requests meanwhile must find it.
+func (rs *requests) claim(handler uint64, t *Ticket) (r *Request, lost bool, err error) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	place := handler & (1<<handlerPlace - 1)
 	if place < uint64(len(rs.all)) {
 		if r := rs.all[place]; r.handler == handler {
-			if r.state.CompareAndSwap(reqDelivered, reqResponding) {
+			if r.state.Load() == reqDelivered { // and stays so while rs.mu is held
+				if err := r.match(t); err != nil {
+					return nil, false, err
+				}
+				r.state.Store(reqResponding)
 				return r, false, nil
 			}
 			if r.state.CompareAndSwap(reqLost, reqResponding) {
@@ -127,7 +133,11 @@ func (rs *requests) claim(handler uint64) (r *Request, lost bool, err error) {
 			}
 		}
 	}
-	return nil, false, Shapef("exchange: respond to handler %d: no such request is waiting for an answer (each handler of get_batch is answered once)", handler)
+	call := "respond to"
+	if t.fails {
+		call = "fail"
+	}
+	return nil, false, Shapef("exchange: %s handler %d: no such request is waiting for an answer (each handler of get_batch is answered once)", call, handler)
 }
 
 // rank is the worker of the request of a handler; not ok if nobody waits for its answer.
@@ -206,6 +216,9 @@ func (rs *requests) waits(c *client, id uint64) bool {
 
 // match checks the tensors of an answer against what the worker expects.
 func (r *Request) match(t *Ticket) error {
+	if t.fails {
+		return nil
+	}
 	if len(t.push) != len(r.pull) {
 		return Shapef("exchange: respond to worker %d: %d tensors, want %d, one for each pull tensor of the request", r.client.rank, len(t.push), len(r.pull))
 	}
@@ -226,11 +239,14 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	if len(q.Push) != len(p.plan.Push) || len(q.Pull) != len(p.plan.Pull) {
 		return fmt.Errorf("exchange: request with %d pushed and %d pulled tensors under a plan of %d and %d", len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
-	r.channel = p.plan.Channel
+	r.channel, r.refusal = p.plan.Channel, p.refusal
 	r.client, r.life, r.seq, r.writes, r.recalled = c, c.life, q.Seq, q.Writes, false
 	r.push, r.keys, r.pull = r.push[:0], p.keys, r.pull[:0]
 	for i := range q.Push {
 		d, k := &p.plan.Push[i], p.keys[i]
+		if r.refusal == "" {
+			r.refusal = p.misfit(i, &q.Push[i])
+		}
 		if q.Push[i].Lent {
 			v, err := c.claim(uint32(q.Seq), q.Push[i].Bytes, k)
 			if err != nil {

@@ -22,6 +22,8 @@ type clientPlan struct {
 	plan    *wire.Plan
 	keys    []*receiver
 	targets []target
+	rows    []uint64 // bytes of a row of each pushed tensor; nil: they are not checked
+	refusal string   // why its requests are refused; empty: they are not
 }
 
 // client is one worker of the rail.
@@ -36,10 +38,11 @@ type client struct {
 	loans    []loan     // whose request is not here
 	open     []*Request // frame here, writes missing
 	ready    ring[*Request]
-	strays   []*Request    // for channels that are closed here
-	answers  ring[*Ticket] // not wholly posted
-	replies  ring[[]byte]  // frames with Buffers, likewise
-	count    int           // requests that are not answered
+	strays   []*Request     // for channels that are closed here
+	answers  ring[*Ticket]  // not wholly posted
+	replies  ring[[]byte]   // frames with Buffers, likewise
+	refusals ring[*Request] // complete, and refused
+	count    int            // requests that are not answered
 	left     bool
 	down     error    // why there is no path to it
 	held     bool     // down, and its successor is waited for
@@ -67,6 +70,7 @@ type Server struct {
 	*Table
 	counters *trace.Counters
 	buffers  *Buffers
+	elements Elements
 	memory   Memory // of new buffers
 	inbox    inbox
 	clients  []*client
@@ -110,7 +114,7 @@ func NewServer(n int, b *Buffers, c *trace.Counters, lost Lost) (*Server, error)
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{Table: tb, counters: c, buffers: b, memory: Host{}, lost: lost, fixed: map[fixedKey]fixed{}}
+	s := &Server{Table: tb, counters: c, buffers: b, elements: b.Holds(), memory: Host{}, lost: lost, fixed: map[fixedKey]fixed{}}
 	s.able.Store(int32(n))
 	for i := range n {
 		s.clients = append(s.clients, &client{
@@ -180,7 +184,7 @@ func (s *Server) Abandon(t *Ticket) { s.release(t) }
 // an error t is gone, and the request, unless its worker is lost, can still be
 // answered. Safe from any goroutine.
 func (s *Server) Respond(handler uint64, t *Ticket) error {
-	r, lost, err := s.requests.claim(handler)
+	r, lost, err := s.requests.claim(handler, t)
 	if err != nil {
 		s.Abandon(t)
 		return err
@@ -188,11 +192,6 @@ func (s *Server) Respond(handler uint64, t *Ticket) error {
 	if lost {
 		err := r.lost
 		s.put(r)
-		s.Abandon(t)
-		return err
-	}
-	if err := r.match(t); err != nil {
-		r.state.Store(reqDelivered)
 		s.Abandon(t)
 		return err
 	}
@@ -239,7 +238,7 @@ func (s *Server) Drain() {
 		c.answers.push(t)
 	}
 	for _, c := range s.clients {
-		if c.answers.len()+c.replies.len()+len(c.recalled) != 0 || !c.empty() {
+		if c.answers.len()+c.replies.len()+c.refusals.len()+len(c.recalled) != 0 || !c.empty() {
 			s.advance(c)
 		}
 	}
@@ -281,6 +280,8 @@ func (s *Server) advance(c *client) {
 			c.begin(nil)
 			c.frame = append(c.frame, c.replies.pop()...)
 			c.send()
+		case c.refusals.len() != 0:
+			s.tellRefused(c)
 		case len(c.recalled) != 0:
 			c.begin(nil)
 			c.frame = wire.AppendRecall(c.frame, wire.TypeRecalled, c.recalled)
@@ -297,6 +298,12 @@ func (s *Server) advance(c *client) {
 func (s *Server) compose(c *client, t *Ticket) {
 	r := t.request
 	c.begin(t)
+	if t.fails {
+		c.frame = wire.AppendRefused(c.frame, &wire.Refused{Seq: r.seq, Text: t.why})
+		c.send()
+		c.stamp(uint32(r.seq))
+		return
+	}
 	s.resp.Seq, s.resp.Writes = r.seq, 0
 	for i := range r.pull {
 		if r.pull[i].bytes != 0 {
@@ -418,10 +425,14 @@ func (s *Server) plan(c *client, b []byte) error {
 	for i := range p.Push {
 		k, err := s.receiver(c, p.Push[i].Key)
 		if err != nil {
-			return err
+			k, cp.refusal = &receiver{key: p.Push[i].Key, buffers: s.buffers}, err.Error()
 		}
 		cp.keys = append(cp.keys, k)
 	}
+	if cp.refusal != "" {
+		s.unmake(c)
+	}
+	cp.fit(s.elements)
 	for uint64(len(c.plans)) <= p.Number {
 		c.plans = append(c.plans, nil)
 	}
@@ -470,20 +481,23 @@ func (s *Server) match(c *client) error {
 			continue
 		}
 		c.arrived[uint32(r.seq)%Window] = arrival{}
-		if r.recalled {
+		switch {
+		case r.recalled:
 			s.dismiss(c, r)
-			continue
+		case r.refusal != "":
+			s.refuse(c, r)
+		default:
+			r.stamps[0] = s.found
+			r.state.Store(reqReady)
+			s.route(c, r)
 		}
-		r.stamps[0] = s.found
-		r.state.Store(reqReady)
-		s.route(c, r)
 	}
 	if len(kept) != len(open) {
 		clear(open[len(kept):])
 		c.open = kept
 		s.publish()
 	}
-	if len(c.recalled) != 0 {
+	if len(c.recalled)+c.refusals.len() != 0 {
 		s.advance(c)
 	}
 	return nil

@@ -50,6 +50,8 @@ type Ticket struct {
 	regs []registration // of pull; dropped at the end if they are not cached
 
 	request *Request // answers only
+	fails   bool     // the answer is a refusal,
+	why     string   // with this text
 }
 
 // leg is the part of a push-pull that one server has.
@@ -185,6 +187,7 @@ func (tb *Table) release(t *Ticket) {
 	}
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
 	t.plan, t.on, t.err, t.request, t.open = nil, "", nil, nil, 0
+	t.fails, t.why = false, ""
 	tb.mu.Lock()
 	defer tb.mu.Unlock()
 	t.rec.ticket = nil

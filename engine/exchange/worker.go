@@ -15,9 +15,9 @@ import (
 type credit struct {
 	region transport.Key
 	cap    uint64
-	busy   bool // written and not answered: must not be overwritten
-	asked  bool // whether tensors of the key may be lent,
-	lend   bool // and they may
+	holder uint64 // the push_pull that was written and is not answered: it must not be overwritten; 0: none
+	asked  bool   // whether tensors of the key may be lent,
+	lend   bool   // and they may
 }
 
 // target is where a pull tensor was, the last time the server was told.
@@ -36,6 +36,7 @@ type sent struct {
 type server struct {
 	outbox
 	index  int
+	rank   int
 	fabric transport.Fabric
 	lender transport.Lender // the path, if it is one
 	plans  []*sent          // by number
@@ -105,10 +106,10 @@ func NewWorker(n int, c *trace.Counters, lost Lost) (*Worker, error) {
 	return w, nil
 }
 
-// Connect gives server i its path. For the owner.
-func (w *Worker) Connect(i int, f transport.Fabric, c transport.Conn) {
+// Connect gives server i its rank and its path. For the owner.
+func (w *Worker) Connect(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
-	s.fabric, s.conn = f, c
+	s.rank, s.fabric, s.conn = rank, f, c
 	s.lender, _ = c.(transport.Lender)
 }
 
@@ -378,7 +379,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 		if lend && k.lend { // it touches no buffer
 			continue
 		}
-		if k.busy {
+		if k.holder != 0 {
 			return false
 		}
 		if lend || x.Span.Len > k.cap {
@@ -433,7 +434,7 @@ func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
 			w.counters.Loans.Add(1)
 			continue
 		}
-		l.keys[i].busy = true
+		l.keys[i].holder = t.id
 		if x.Span.Len != 0 {
 			s.write(i, l.keys[i].region, 0)
 			q.Writes++
@@ -469,8 +470,10 @@ func (w *Worker) endLeg(t *Ticket, s *server, err error) {
 		return
 	}
 	if l.state == legPosted {
-		for i, k := range l.keys {
-			k.busy = k.busy && l.lends[i]
+		for _, k := range l.keys {
+			if k.holder == t.id {
+				k.holder = 0
+			}
 		}
 	}
 	l.state = legEnded
@@ -549,6 +552,8 @@ func (w *Worker) Frame(i int, b []byte) error {
 		return w.granted(s, t, v)
 	case wire.TypeRecalled:
 		return w.recalled(s, b)
+	case wire.TypeRefused:
+		return w.refused(s, b)
 	default:
 		return fmt.Errorf("exchange: a frame of type %d, which no server sends", wire.FrameType(b))
 	}
@@ -574,7 +579,7 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 	if v.Reason != "" {
 		s.queue(t).pop()
 		s.disown()
-		w.endLeg(t, s, Shapef("exchange: server %d has no receive buffer: %s", s.index, v.Reason))
+		w.endLeg(t, s, Shapef("exchange: server %d has no receive buffer: %s", s.rank, v.Reason))
 		w.advance(s)
 		return nil
 	}
@@ -588,7 +593,7 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 			k.lend = true
 			continue
 		}
-		if k.busy {
+		if k.holder != 0 {
 			return fmt.Errorf("exchange: a new buffer for key %d, which is in use", b.Key)
 		}
 		k.region, k.cap = transportKey(b.Region), b.Cap

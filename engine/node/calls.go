@@ -2,6 +2,7 @@ package node
 
 import (
 	"fmt"
+	"strings"
 	"time"
 
 	"fserver/engine/exchange"
@@ -56,8 +57,10 @@ func (n *Node) BeginPushPull() (*Ticket, error) {
 //
 // An application that answers many requests in a row makes no call that drives
 // in between, so this one does when as many answers are under way as may be.
-func (n *Node) BeginAnswer() (*Ticket, error) {
-	if err := n.ready(n.server != nil, "respond", "server"); err != nil {
+func (n *Node) BeginAnswer() (*Ticket, error) { return n.beginAnswer("respond") }
+
+func (n *Node) beginAnswer(call string) (*Ticket, error) {
+	if err := n.ready(n.server != nil, call, "server"); err != nil {
 		return nil, err
 	}
 	t, err := n.server.Begin()
@@ -106,6 +109,19 @@ func (n *Node) Respond(handler uint64, t *Ticket) error {
 		return err
 	}
 	return n.server.Respond(handler, t)
+}
+
+// Fail ends the request of a handler at its worker, with an error that has text.
+func (n *Node) Fail(handler uint64, text string) error {
+	t, err := n.beginAnswer("fail")
+	if err != nil {
+		return err
+	}
+	if err := n.server.Fail(handler, t, strings.Join(strings.Fields(text), " ")); err != nil {
+		return err
+	}
+	n.submit()
+	return nil
 }
 
 // Flush posts what Respond was given.
@@ -166,6 +182,19 @@ func (n *Node) Wait(id uint64, limit time.Duration, spin bool) error {
 		return n.failed() // submitted while the node was being closed
 	}
 	return tb.Result(id)
+}
+
+// Waits returns what a push_pull that is under way waits for.
+func (n *Node) Waits(id uint64) (exchange.Pending, error) {
+	if n.worker == nil {
+		return exchange.Pending{}, badSetting("node: a %v has no push_pulls that wait for an answer", n.cfg.Role)
+	}
+	if !n.own() {
+		return exchange.Pending{}, ErrClosed
+	}
+	defer n.disown()
+	n.take() // it may have just been submitted
+	return n.worker.Waits(id)
 }
 
 // WorkerOf is the rank of the worker whose request has a handler.

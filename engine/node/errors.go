@@ -19,6 +19,9 @@ type (
 	TypeError = exchange.TypeError
 )
 
+// RefusedError says that a server has refused a request.
+type RefusedError = exchange.RefusedError
+
 var (
 	// ErrClosed says that the node has been closed.
 	ErrClosed = fmt.Errorf("node: %w", errClosed)
@@ -74,6 +77,7 @@ func Errno(err error) syscall.Errno {
 	var (
 		shape   *exchange.ShapeError
 		types   *exchange.TypeError
+		denied  *RefusedError
 		lost    *LostError
 		refused *cluster.RefusedError
 		over    *cluster.EndedError
@@ -88,6 +92,8 @@ func Errno(err error) syscall.Errno {
 		return syscall.EMSGSIZE
 	case errors.Is(err, exchange.ErrFull):
 		return syscall.EXFULL
+	case errors.As(err, &denied):
+		return syscall.EREMOTEIO
 	case errors.As(err, &timeout):
 		return syscall.ETIMEDOUT
 	case errors.As(err, &setting), errors.As(err, &refused), refusal(err):

@@ -283,7 +283,7 @@ func (n *Node) begin(l *link) {
 	l.begun = true
 	n.back.until[l.index] = cluster.Never
 	if n.worker != nil {
-		n.worker.Up(l.index, l.plane.Fabric, l.conn)
+		n.worker.Up(l.index, n.rail[l.index].Rank, l.plane.Fabric, l.conn)
 	} else {
 		n.server.Up(l.index, int32(n.rail[l.index].Rank), l.plane.Fabric, l.conn)
 	}

@@ -50,6 +50,7 @@ const (
 	TypeRecall   Type = 39 // worker -> server: push_pulls that have failed, not to be delivered
 	TypeRecalled Type = 40 // server -> worker: those of them that are not
 	TypeChannel  Type = 41 // either: I open, or close, my side of a stream channel
+	TypeRefused  Type = 42 // server -> worker: a push_pull that is not answered, and why
 )
 
 // ErrShort says that a frame ends too early.

@@ -343,8 +343,8 @@ func AppendLost(dst []byte, l *Lost) []byte {
 	dst = append(dst, byte(l.Role))
 	dst = binary.AppendUvarint(dst, uint64(l.Rank))
 	dst = binary.LittleEndian.AppendUint64(dst, l.Epoch)
-	dst = appendBytes(dst, clip(l.Address))
-	return appendBytes(dst, clip(l.Reason))
+	dst = appendBytes(dst, clip(l.Address, maxReason))
+	return appendBytes(dst, clip(l.Reason, maxReason))
 }
 
 // ParseLost parses a frame; the result does not alias it.
@@ -364,7 +364,7 @@ func ParseLost(b []byte) (*Lost, error) {
 
 // AppendRefuse appends the frame that turns a member away, with the reason.
 func AppendRefuse(dst []byte, reason string) []byte {
-	return appendBytes(append(dst, byte(TypeRefuse)), clip(reason))
+	return appendBytes(append(dst, byte(TypeRefuse)), clip(reason, maxReason))
 }
 
 // ParseRefuse parses a frame.
@@ -377,7 +377,7 @@ func ParseRefuse(b []byte) (reason string, err error) {
 
 // AppendWaiting appends the frame that tells a member what the cluster waits for.
 func AppendWaiting(dst []byte, what string) []byte {
-	return appendBytes(append(dst, byte(TypeWaiting)), clip(what))
+	return appendBytes(append(dst, byte(TypeWaiting)), clip(what, maxReason))
 }
 
 // ParseWaiting parses a frame.

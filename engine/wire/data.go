@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"unicode/utf8"
 )
 
 // Bounds of the frames of push-pull.
@@ -12,6 +13,7 @@ const (
 	MaxDims    = 64   // rank of a tensor
 	maxBlob    = 4096 // what a key needs once, bytes
 	maxReason  = 1024 // text of an error, bytes
+	MaxRefusal = 500  // text of a Refused, bytes
 )
 
 // Key is transport.Key as it travels.
@@ -164,7 +166,7 @@ type Buffers struct {
 // AppendBuffers appends b as a frame.
 func AppendBuffers(dst []byte, b *Buffers) []byte {
 	dst = append(dst, byte(TypeBuffers))
-	dst = appendBytes(dst, clip(b.Reason))
+	dst = appendBytes(dst, clip(b.Reason, maxReason))
 	dst = binary.AppendUvarint(dst, uint64(len(b.List)))
 	for i := range b.List {
 		e := &b.List[i]
@@ -298,13 +300,37 @@ func ParseResponse(b []byte, p *Response) error {
 	return r.end()
 }
 
+// Refused ends the request Seq without an answer. Unfit says that the server cannot
+// take its tensors; else its application has refused it.
+type Refused struct {
+	Seq   uint64
+	Unfit bool
+	Text  string // why; at most MaxRefusal bytes travel
+}
+
+// AppendRefused appends p as a frame.
+func AppendRefused(dst []byte, p *Refused) []byte {
+	dst = append(dst, byte(TypeRefused))
+	dst = binary.LittleEndian.AppendUint64(dst, p.Seq)
+	dst = appendBool(dst, p.Unfit)
+	return appendBytes(dst, clip(p.Text, MaxRefusal))
+}
+
+// ParseRefused parses a frame; the result does not alias it.
+func ParseRefused(b []byte) (Refused, error) {
+	r := reader{b: b}
+	r.kind(TypeRefused)
+	p := Refused{Seq: r.u64(), Unfit: r.bool(), Text: r.text("bytes of a refusal", MaxRefusal)}
+	return p, r.end()
+}
+
 // AppendBye appends the frame that announces the end of a connection.
 func AppendBye(dst []byte) []byte { return append(dst, byte(TypeBye)) }
 
 // AppendUp appends the frame that says that its sender uses the connection, and,
 // in a worker's, why it has taken no better way. A text that is too long is cut.
 func AppendUp(dst []byte, why string) []byte {
-	return appendBytes(append(dst, byte(TypeUp)), clip(why))
+	return appendBytes(append(dst, byte(TypeUp)), clip(why, maxReason))
 }
 
 // ParseUp parses a frame.
@@ -333,12 +359,15 @@ func (r *reader) size(what string) int64 {
 	return int64(v)
 }
 
-// clip bounds a text that we send to what the peer takes.
-func clip(s string) string {
-	if len(s) > maxReason {
-		return s[:maxReason]
+// clip returns the first limit bytes of s, or fewer: no rune is cut.
+func clip(s string, limit int) string {
+	if len(s) <= limit {
+		return s
 	}
-	return s
+	for limit > 0 && !utf8.RuneStart(s[limit]) {
+		limit--
+	}
+	return s[:limit]
 }
 
 // MaxRecalls bounds the push_pulls of one Recall or Recalled.

@@ -39,6 +39,8 @@ var data = []struct {
 		err := ParseResponse(b, &v)
 		return v, AppendResponse(nil, &v), err
 	}},
+	{"refused", AppendRefused(nil, &Refused{Seq: 0x1122334455667788, Text: "no room for 3 experts: später"}), parseRefused},
+	{"unfit", AppendRefused(nil, &Refused{Seq: 1, Unfit: true}), parseRefused},
 	{"bye", AppendBye(nil), func(b []byte) (any, []byte, error) { return nil, AppendBye(nil), nil }},
 	{"recall", AppendRecall(nil, TypeRecall, []uint64{7, 1 << 40}), func(b []byte) (any, []byte, error) {
 		v, err := ParseRecall(b, TypeRecall, nil)
@@ -66,6 +68,11 @@ func parseChannel(b []byte) (any, []byte, error) {
 func parseBuffers(b []byte) (any, []byte, error) {
 	v, err := ParseBuffers(b)
 	return v, AppendBuffers(nil, v), err
+}
+
+func parseRefused(b []byte) (any, []byte, error) {
+	v, err := ParseRefused(b)
+	return v, AppendRefused(nil, &v), err
 }
 
 func parseRequest(b []byte) (any, []byte, error) {
@@ -117,6 +124,13 @@ func TestDataBounds(t *testing.T) {
 	v, err := ParseBuffers(AppendBuffers(nil, &Buffers{Reason: strings.Repeat("x", 5000)}))
 	require.NoError(t, err)
 	require.Len(t, v.Reason, maxReason)
+	p, err := ParseRefused(AppendRefused(nil, &Refused{Text: strings.Repeat("ä", 300)}))
+	require.NoError(t, err)
+	require.Equal(t, strings.Repeat("ä", MaxRefusal/2), p.Text)
+	_, err = ParseRefused(append(AppendRefused(nil, &Refused{})[:10], append([]byte{0xf5, 3}, make([]byte, MaxRefusal+1)...)...))
+	require.ErrorContains(t, err, "501 bytes of a refusal")
+	require.Equal(t, "", clip("ä", 1))
+	require.Equal(t, "aä", clip("aäb", 3))
 }
 
 func TestDataAllocations(t *testing.T) {

@@ -257,7 +257,7 @@ func (h *Handshake) Next(in []byte) (out []byte, done bool, err error) {
 }
 
 func (h *Handshake) reject(reason string) ([]byte, bool, error) {
-	return appendBytes([]byte{byte(TypeReject)}, clip(reason)), false, &HandshakeError{Reason: reason}
+	return appendBytes([]byte{byte(TypeReject)}, clip(reason, maxReason)), false, &HandshakeError{Reason: reason}
 }
 
 // rejection is the peer's reason in a REJECT.

@@ -235,6 +235,7 @@ CASE(no_such_node) {
   size_t need = 0, count = 0;
   int64_t stamps[8], dims[] = {1, 1};
   int32_t rank = 0;
+  fs_pending pending;
   char byte;
   fs_tensor t = tensor(&byte, dims, 0);
   for (fs_node node = 0; node < 3; node++) {
@@ -245,6 +246,8 @@ CASE(no_such_node) {
     FAILS(fs_get_batch(node, 0, &word, 1, &need, 0, 0), EBADF, "handle");
     FAILS(fs_respond(node, &word, &count, 1, NULL, &ticket, &need), EBADF,
           "handle");
+    FAILS(fs_fail(node, 0, "", 0), EBADF, "handle");
+    FAILS(fs_waits_for(node, 0, &pending), EBADF, "handle");
     FAILS(fs_register_recv(node, &t, &rank, &word, 1), EBADF, "handle");
     FAILS(fs_channel_open(node, "a", &word), EBADF, "handle");
     FAILS(fs_channel_watch(node, 1, NULL), EBADF, "handle");
@@ -383,6 +386,53 @@ CASE(own_receive_buffer) {
   CHECK(fs_respond(m.server, &batch[1], &count, 1, NULL, &answer, &done) == 0);
   CHECK(wait_ticket(m.worker, ticket) == 0);
   free_mesh(&m);
+}
+
+/* A server refuses a request, and what it has no type for. */
+CASE(refusals) {
+  const uint8_t sizes[] = {0, 0, 0, 0, 0, 1};
+  CHECK(fs_dtypes(sizes, sizeof sizes) == 0);
+  struct mesh m = open_mesh();
+  char out[64] = "";
+  const int64_t dims[] = {1, 64};
+  fs_tensor good = tensor(out, dims, 1), odd = tensor(out, dims, 2);
+  fs_ticket first, again, behind, refused;
+  fs_pending p;
+  odd.dtype = 4;
+  CHECK(fs_push_pull(m.worker, &odd, 1, NULL, 0, &refused) == 0);
+  FAILS(wait_ticket(m.worker, refused), EMSGSIZE, "key 2, has dtype 4");
+  odd.dtype = 5;
+  odd.bytes = 63;
+  CHECK(fs_push_pull(m.worker, &odd, 1, NULL, 0, &refused) == 0);
+  FAILS(wait_ticket(m.worker, refused), EMSGSIZE, "has 63 bytes");
+  FAILS(fs_waits_for(m.worker, refused, &p), EBADF, "not under way");
+
+  CHECK(fs_push_pull(m.worker, &good, 1, NULL, 0, &first) == 0);
+  uint64_t batch[32];
+  size_t need;
+  CHECK(next_batch(m.server, batch, COUNT(batch), &need) == 0);
+  CHECK(batch[0] == 1 && batch[5] == 1); /* one request, key 1 */
+  CHECK(fs_push_pull(m.worker, &good, 1, NULL, 0, &again) == 0);
+  CHECK(fs_push_pull(m.worker, NULL, 0, &odd, 1, &behind) == 0);
+  CHECK(fs_waits_for(m.worker, first, &p) == 0);
+  CHECK(p.state == FS_PENDING_ANSWER && p.server == 0 && p.key == 1);
+  CHECK(fs_waits_for(m.worker, behind, &p) == 0);
+  CHECK(p.state == FS_PENDING_KEY && p.server == 0 && p.key == 1);
+  CHECK(p.head == again && p.holder == first);
+  FAILS(fs_waits_for(m.server, first, &p), EINVAL, "server");
+
+  fs_error e;
+  FAILS(fs_fail(m.worker, batch[1], "no", 2), EINVAL, "only a server");
+  FAILS(fs_fail(m.server, batch[1] + 1, "no", 2), EMSGSIZE, "fail handler");
+  CHECK(fs_fail(m.server, batch[1], "no room", 7) == 0);
+  CHECK(wait_ticket(m.worker, first) == -EREMOTEIO);
+  CHECK(fs_errmsg(&e) == 0 && e.code == -EREMOTEIO);
+  CHECK(e.role == FS_ROLE_SERVER && e.rank == 0);
+  CHECK(strcmp(e.reason, "no room") == 0 && strstr(e.text, "no room"));
+  if (batch[7])
+    CHECK(fs_buffer_release(batch[7]) == 0);
+  free_mesh(&m);
+  CHECK(fs_dtypes(NULL, 0) == 0);
 }
 
 CASE(wrong_role) {

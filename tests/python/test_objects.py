@@ -234,7 +234,7 @@ def test_the_limit_of_wait_begins_with_wait(pair: Cluster) -> None:
     time.sleep(0.3)
     start = time.monotonic()
     with pytest.raises(
-        fserver.TimeoutError, match=r"^wait: handler 0 .* within 200 ms: wait again"
+        fserver.TimeoutError, match=r"^wait: handler 0 .* within 200 ms: .*wait again"
     ):
         pair.worker.wait(handler, timeout_ms=200)
     assert 0.2 <= time.monotonic() - start < 2
@@ -275,7 +275,7 @@ def drop_in(parent: Parent) -> None:
     handler = f.push_pull([torch.ones(1)], [0], [y], [0])
     time.sleep(0.3)
     start = time.monotonic()
-    with pytest.raises(fserver.TimeoutError, match="within 200 ms of its push_pull: wait again"):
+    with pytest.raises(fserver.TimeoutError, match="within 200 ms of its push_pull: .*wait again"):
         f.wait(handler, timeout_ms=200)
     parent.put(time.monotonic() - start)
     f.wait(handler, 1e3 * LIMIT)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-from nodes import LIMIT
+import torch
+from nodes import LIMIT, together
 
 import fserver
 
@@ -38,36 +40,42 @@ def odd_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        ([UNKNOWN, "16", "4"], "dtype 99"),
-        ([QINT8, "16", "16"], "dtype 12"),
-        ([FLOAT32, "16", "3"], "size in bytes 16"),
-        ([FLOAT32, "0", "3"], "size in bytes 0"),
-        ([FLOAT32, "4", "0"], "size in bytes 4"),
-        ([FLOAT32, "16", str(2**40), str(2**40)], f"dimension {2**40}"),
-        ([FLOAT32, "16", str(2**62)], f"dimension {2**62}"),
+        ([UNKNOWN, "16", "4"], "has dtype 99, which the server cannot hold"),
+        ([QINT8, "16", "16"], "has dtype 12, which the server cannot hold"),
+        ([FLOAT32, "16", "3"], "has 16 bytes, which is not what dtype 6 and shape [3] make"),
+        ([FLOAT32, "0", "3"], "has 0 bytes, which is not"),
+        ([FLOAT32, "4", "0"], "has 4 bytes, which is not"),
+        ([FLOAT32, "16", str(2**40), str(2**40)], "shape [1099511627776 1099511627776] make"),
+        ([FLOAT32, "16", str(2**62)], f"shape [{2**62}] make"),
     ],
 )
 def test_odd_tensor(odd_worker: Path, memory: str, tensor: list[str], text: str) -> None:
-    server = fserver.Server(
-        scheduler="127.0.0.1:0",
-        host_scheduler=True,
-        connect=False,
-        settings={"FSERVER_LOG": "error"},
-    )
+    """It is refused to the worker that has sent it. The batches of the others are as ever."""
+    shape: dict[str, Any] = {"workers": 2, "connect": False, "settings": {"FSERVER_LOG": "error"}}
+    server = fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **shape)
+    worker = fserver.Worker(scheduler=server.scheduler, node_rank=1, **shape)
     port = server.scheduler.rpartition(":")[2]
-    worker = subprocess.Popen([odd_worker, port, memory, *tensor])
+    odd = subprocess.Popen([odd_worker, port, memory, *tensor], stdout=subprocess.PIPE, text=True)
     try:
-        server.connect()
-        with pytest.raises(fserver.Error, match=f"worker 0 sent a tensor with key 1, {text}, "):
-            server.get_batch(LIMIT * 1e3)
-        [(handler, [good], keys)] = server.get_batch(LIMIT * 1e3)
-        assert (keys, good.tolist()) == ([2], [0] * 4)
-        server.respond([], handler)
-        assert worker.wait(LIMIT) == 0
+        together([server.connect, worker.connect])
+        for turn in range(2):
+            h = worker.push_pull([torch.full((4,), float(turn))], [1], [], [])
+            batch = server.get_batch(LIMIT * 1e3)
+            assert [keys for _, _, keys in batch] == [[2], [1]]
+            assert [tensors[0].tolist() for _, tensors, _ in batch] == [[0] * 4, [turn] * 4]
+            for handler, _, _ in batch:
+                server.respond([], handler)
+            del batch
+            worker.wait(h, LIMIT * 1e3)
+        said, _ = odd.communicate(timeout=LIMIT)
+        assert odd.returncode == 0
+        refusal = "server 0 cannot take the push_pull: push tensor 0, of key 1, has "
+        first, second = said.splitlines()
+        assert first == second and refusal in first and text in first
     finally:
-        worker.kill()
-        worker.wait()
+        odd.kill()
+        odd.wait()
+        worker.close()
         server.close()
-    del good
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert not [x for x in maps if "fserver-shared" in x and " r--s " in x]
