@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,9 @@ class How:
 # Of cs_channel.h.
 _LOST, _LATE, _BROKEN = 1, 2, 3
 
-# How long close() waits for the other side to close too.
-_PARTING_MS = 2000.0
+# How long close() waits for the other side to close too. Of several channels that are closed
+# together, all wait for the same time.
+_PARTING_S = 2.0
 
 _numbers = itertools.count(1)
 _open: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
@@ -77,11 +79,11 @@ def _explain(channel: weakref.ref[Channel], error: Exception | None = None) -> N
         open_one.check()
 
 
-def part(node: Any, handle: int, side: Any, wait_ms: float = _PARTING_MS, why: str = "") -> None:
+def part(node: Any, handle: int, side: Any, wait_s: float = _PARTING_S, why: str = "") -> None:
     """Closes the side of a GPU: behind the engine's, which sets its word, and behind those of the
     peers, which may write to its memory until then."""
     try:
-        node.channel_close(handle, wait_ms, why)
+        node.channel_close(handle, wait_s * 1e3, why)
     finally:
         side.close()
 
@@ -94,6 +96,22 @@ def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], N
         node.channel_close(handle, 0, "")
     else:
         part(node, handle, side, 0)
+
+
+def close_all(channels: Iterable[Channel]) -> None:
+    """Closes channels together: all peers are told before any is waited for. It takes about as long
+    as to close the slowest of them."""
+    leaving = [channel for channel in channels if channel._leave()]
+    try:
+        for channel in leaving:
+            channel._side.finish()
+    finally:  # whatever comes, as Ctrl-C may, nothing stays open
+        end = time.monotonic() + _PARTING_S
+        with contextlib.ExitStack() as rest:
+            for channel in reversed(leaving):
+                rest.callback(channel._let_go, end)
+            for channel in leaving:
+                channel._say_closed()
 
 
 class Channel:
@@ -279,25 +297,38 @@ class Channel:
     def close(self) -> None:
         """Ends the channel on this side, after what is queued; bounded. The other side gets a
         ClosedError for what it sends or waits for afterwards. Does nothing if it is closed."""
+        close_all([self])
+
+    def _leave(self) -> bool:
+        """Refuses further calls. Reports whether the channel was open."""
         if self.closed:
-            return
+            return False
         self.closed = True
         _open.pop(self.number, None)
         if self.path != "cpu":
             for method in ("send", "recv"):
                 setattr(self, method, self._refuse)
+        return True
+
+    def _say_closed(self) -> None:
+        """Tells the peers, and the thread of the channel if it has one, and waits for none."""
+        if self.path == "cpu":
+            self._side.stop()
+            return
+        with contextlib.suppress(Error):  # the node is closed, and its peers know
+            self._node.channel_end(self._handle, "")
+
+    def _let_go(self, end: float) -> None:
+        """Waits for the peers, until a time of the monotonic clock, and lets go of everything."""
         try:
-            self._side.finish()
-        finally:  # whatever comes, as Ctrl-C may, nothing stays open
-            try:
-                if self.path == "cpu":
-                    self._side.close()
-                else:
-                    part(self._node, self._handle, self._side)
-            finally:
-                self._dropped()  # what is left of it: the keys are free
-                self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
-                self._places = []
+            if self.path == "cpu":
+                self._side.close()
+            else:
+                part(self._node, self._handle, self._side, max(0.0, end - time.monotonic()))
+        finally:
+            self._dropped()  # what is left of it: the keys are free
+            self.outgoing, self.incoming, self.tensors, self.rows = [], [], [], []
+            self._places = []
 
     def _refuse(self, rows: Sequence[int] | None = None) -> None:
         raise ClosedError(f"channel {self.name!r} is closed")

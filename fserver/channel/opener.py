@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fserver.channel import describe
-from fserver.channel.channel import Channel, How, captured, part
+from fserver.channel.channel import Channel, How, captured, close_all, part
 from fserver.channel.cpu import Caller, ServerSide, WorkerSide
 from fserver.channel.plan import Table
 from fserver.channel.stream import Gpu, StreamSide
@@ -89,8 +89,8 @@ class Opener:
         self._all: weakref.WeakSet[Channel] = weakref.WeakSet()
 
     def close(self) -> None:
-        for channel in list(self._all):
-            channel.close()
+        """Closes all channels that are open."""
+        close_all(list(self._all))
 
     @contextlib.contextmanager
     def called(self, name: str | None) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import json
 import math
@@ -17,17 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from nodes import LIMIT, Child, Cluster, Parent, in_thread, open_cluster, together
+from nodes import LIMIT, Child, Cluster, Parent, eventually, in_thread, open_cluster, together
 
 import fserver
 from fserver import _loader
-from fserver.channel import describe, nvrtc, opener, plan, tune
+from fserver.channel import channel, describe, nvrtc, opener, plan, tune
 
 MakeCluster = Callable[..., Cluster]
 MS = LIMIT * 1e3
@@ -587,10 +587,7 @@ def test_what_was_not_answered_holds_no_key(
     for turn in range(1, 4):
         w, *s = together(
             [lambda: c.worker.channel([x], [1], y, [2], timeout_ms=MS)]
-            + [
-                functools.partial(n.channel, [1], [torch.empty(100)], [2], timeout_ms=MS)
-                for n in c.servers
-            ]
+            + [partial(n.channel, [1], [torch.empty(100)], [2], timeout_ms=MS) for n in c.servers]
         )
         for i in range(1, 3):
             x.fill_(10 * turn + i)
@@ -788,6 +785,46 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[FakeSide]]:
     return local, made
 
 
+@pytest.mark.parametrize("call", ["stop", "close"])
+def test_all_channels_of_a_node_end_at_once(
+    pair: Cluster,
+    on_gpu: tuple[Any, list[FakeSide]],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+) -> None:
+    """Every peer is told before any is waited for, and they are waited for once: one that closes
+    its sides when it is told keeps nobody waiting, one that does not costs the time of one."""
+    local, _ = on_gpu
+    limit, count = 1.0, 4
+    monkeypatch.setattr(channel, "_PARTING_S", limit)
+
+    def opens(open_: Callable[..., Any], i: int) -> Any:
+        local.gpu = True
+        return open_(name=f"{i}", timeout_ms=MS)
+
+    x, y = torch.ones(8), [torch.empty(8) for _ in range(count)]
+    kept = []
+    for i in range(count):
+        kept += together(
+            [
+                partial(opens, partial(pair.worker.channel, [x], [i], [y[i]], [i]), i),
+                partial(opens, partial(pair.server.channel, [i], [y[i]], [i]), i),
+            ]
+        )
+    mine, theirs = ([ch._side for ch in side] for side in (kept[::2], kept[1::2]))
+    start = time.monotonic()
+    ended = in_thread(getattr(pair.worker, call))
+    eventually(lambda: all(side.word for side in theirs))
+    assert time.monotonic() - start < limit, "the last one was told after another was waited for"
+    eventually(lambda: all(side.at_close is not None for side in mine))
+    assert time.monotonic() - start < 2 * limit
+    for ch in kept[1::2]:
+        ch.close()
+    if call == "stop":
+        together([pair.server.stop, pair.scheduler.stop])
+    ended.result(LIMIT)
+
+
 def test_the_engine_lets_go_of_a_side_that_is_closed(
     pair: Cluster, on_gpu: tuple[Any, list[FakeSide]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -933,9 +970,9 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], An
 
 def follow(c: Cluster, name: str | None = None) -> None:
     """Comes back when all that nodes have told each other has come."""
-    sides = [functools.partial(n.channel, [torch.ones(1)], [9], [], []) for n in c.workers]
-    sides += [functools.partial(n.channel, [9], [], []) for n in c.servers]
-    opened = together([functools.partial(side, timeout_ms=MS, name=name) for side in sides])
+    sides = [partial(n.channel, [torch.ones(1)], [9], [], []) for n in c.workers]
+    sides += [partial(n.channel, [9], [], []) for n in c.servers]
+    opened = together([partial(side, timeout_ms=MS, name=name) for side in sides])
     together([ch.close for ch in opened])
 
 
@@ -1324,7 +1361,7 @@ def test_tune(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tune, "_seconds", seconds)
     for side in opened:
-        table = tune.tuned(functools.partial(Trial, side), side)  # type: ignore[arg-type]
+        table = tune.tuned(partial(Trial, side), side)  # type: ignore[arg-type]
         assert table == tune.CANDIDATES[best]
     for (name, ours), (same, theirs) in zip(opened[True], opened[False], strict=True):
         assert name == same and plan.TABLE in (ours, theirs)
