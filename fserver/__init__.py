@@ -2,10 +2,14 @@
 
 Objects: ``Worker``, ``Server``, ``Scheduler``. The functions of StepMesh's ``fserver_lib`` work
 on one node of the process, which the environment describes. Importing loads no engine: the
-first node does.
+first node does. It does not import torch either. Once both have been imported, in any order,
+``torch.ops.fserver`` has its operators.
 """
 
+from types import ModuleType
+
 from fserver import fserver_lib
+from fserver._after_torch import after_torch
 from fserver.api import Link, Node, Scheduler, Server, Worker
 from fserver.errors import (
     ClosedError,
@@ -81,3 +85,12 @@ __all__ = [
     "worker_of",
     "write_flag",
 ]
+
+
+def _define_operators(torch: ModuleType) -> None:
+    from fserver.channel import ops
+
+    ops.define(torch)
+
+
+after_torch(_define_operators)

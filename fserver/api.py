@@ -357,9 +357,9 @@ class Worker(Node):
         not change those that are pushed and do not read those that are pulled, and torch refuses to
         resize any (one whose ``resize_`` it has refused has the new shape over the old memory all
         the same: resize it back). A pull tensor belongs to the request until that has completed or
-        failed, whether or not it has been waited for. All are contiguous tensors of any dtype and shape,
-        also of no rows or no dimension, on the CPU or, where the backend is GPU, on the node's
-        GPU; the peers' may be on either.
+        failed, whether or not it has been waited for. All are contiguous tensors of any dtype and
+        shape, also of no rows or no dimension, on the CPU or, where the backend is GPU, on the
+        node's GPU; the peers' may be on either.
 
         Args:
             push_tensors: P tensors. Shapes may change from call to call.
@@ -377,8 +377,8 @@ class Worker(Node):
             own, counted from 0.
 
         Raises:
-            ConfigError: an argument is not what it should be, or a pull tensor shares memory with one
-                that belongs to another request. The text has the handler of that.
+            ConfigError: an argument is not what it should be, or a pull tensor shares memory with
+                one that belongs to another request. The text has the handler of that request.
             ShapeError: counts do not fit, or a tensor is not contiguous.
             LimitError: 4,096 push_pulls of this worker have not completed. Wait for one of them,
                 then call again.

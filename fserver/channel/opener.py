@@ -330,11 +330,6 @@ class Opener:
         device: Any,
         send_first: bool,
     ) -> Channel:
-        import torch
-
-        from fserver.channel import ops
-
-        ops.define(torch)
         free = self._keys.difference_update
         channel = Channel(
             self._node, it.handle, how, it.side, path, out, tensors, device, send_first,
