@@ -267,6 +267,7 @@ void define(py::module_ &m) {
                              [](Node &n) { return n.info().workers; })
       .def_property_readonly("servers",
                              [](Node &n) { return n.info().servers; })
+      .def_property_readonly("device", [](Node &n) { return n.info().device; })
       .def_property_readonly("address",
                              [](Node &n) { return n.info().address; })
       .def_property_readonly("closed", &Node::closed)

@@ -297,6 +297,12 @@ class Node:
         return self._node.servers
 
     @property
+    def device(self) -> str:
+        """The node's GPU as torch names it, ``"cuda:1"``; ``"cpu"`` if its backend is CPU."""
+        gpu = self._node.device
+        return "cpu" if gpu < 0 else f"cuda:{gpu}"
+
+    @property
     def address(self) -> str:
         """Where other nodes reach this one: ``"tcp:10.0.0.1:7000"``; empty if nowhere."""
         return self._node.address
@@ -431,7 +437,8 @@ class Worker(Node):
         The channel keeps the tensors alive.
 
         Args:
-            push: P contiguous tensors of one device.
+            push: P contiguous tensors, all tensors of the channel on one device: the CPU or the
+                node's GPU; any GPU if the node's backend is CPU.
             push_keys: P distinct ints; no other open channel of this worker has them.
             pull: ``servers * Q`` tensors; ``pull[i * Q + j]`` takes tensor j of server i.
             pull_keys: a key for each pull tensor, or one for each of the Q positions.
@@ -547,8 +554,10 @@ class Server(Node):
             push: ``workers * P`` tensors to receive in, those of worker 0 first; None: the
                 channel makes them.
             mode, name, timeout_ms, tune: as Worker.channel.
-            device: where the channel makes them, and all tensors that are given are; None: theirs,
-                or the current GPU if there is one and the workers' are on GPUs, else the CPU.
+            device: where the channel makes them, and where all tensors that are given are: the CPU
+                or the node's GPU (any GPU if the node's backend is CPU). ``"cuda"`` is the node's
+                GPU (the current one). None: that of the tensors; without any, a GPU as with
+                ``"cuda"`` if the workers' tensors are on GPUs and there is one, else the CPU.
 
         Raises:
             As Worker.channel.

@@ -67,19 +67,36 @@ def device(given: Any) -> Any:
     return device
 
 
-def of_one_device(tensors: dict[str, Sequence[Tensor]], wanted: Any = None) -> Any:
-    """The device of checked tensors, by the names of their arguments; if there are none that is
-    wanted, with its number.
+def of_one_device(tensors: dict[str, Sequence[Tensor]], wanted: Any = None, gpu: Any = None) -> Any:
+    """Returns the device of checked tensors, which are by the names of their arguments; if there
+    are none, the one that is wanted, with its number.
+
+    Args:
+        gpu: the only GPU that they may be on; None: any.
 
     Raises:
-        ConfigError: names the first two that differ, or one that is not where it is wanted.
+        ConfigError: names the first two that differ, or one that is not where it may be or is
+            wanted.
     """
     import torch
 
     named = [(f"{name}[{i}]", t.device) for name, row in tensors.items() for i, t in enumerate(row)]
+    if gpu is not None:
+        own = f"and this node's GPU is {gpu} (STEPMESH_GPU)"
+        if wanted is not None and wanted not in (gpu, torch.device("cuda"), torch.device("cpu")):
+            raise ConfigError(
+                f'channel: device is {wanted}, {own}: give "cuda", or set STEPMESH_GPU='
+                f"{wanted.index} for this process"
+            )
+        for name, place in named:
+            if place.type == "cuda" and place != gpu:
+                raise ConfigError(
+                    f'channel: {name} is on {place}, {own}: pass {name}.to("{gpu}"), or set '
+                    f"STEPMESH_GPU={place.index} for this process"
+                )
     if not named:
         bare = wanted == torch.device("cuda")
-        return torch.device("cuda", torch.cuda.current_device()) if bare else wanted
+        return gpu or torch.device("cuda", torch.cuda.current_device()) if bare else wanted
     first, device = named[0]
     for other, place in named:
         if place != device:

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def _gpu_of(node: Any) -> Any:
+    """Returns the GPU of a node, the only one that its channels may use; None: its backend is CPU,
+    and they may use any."""
+    import torch
+
+    return torch.device("cuda", node.device) if node.device >= 0 else None
+
+
 def _place(device: Any) -> str:
     """Equal for GPUs that may be able to reach each other."""
     if device.type != "cuda":
@@ -132,7 +140,7 @@ class Opener:
         describe.check("channel", "pull", pull, pull_keys, True)
         if not push and not pull:
             raise ShapeError("channel: push and pull are both empty: give at least one tensor")
-        device = describe.of_one_device({"push": push, "pull": pull})
+        device = describe.of_one_device({"push": push, "pull": pull}, None, _gpu_of(self._node))
         _outside(device)
         if how.tune and how.mode == "sm":
 
@@ -206,7 +214,8 @@ class Opener:
         device = describe.device(device)
         describe.check("channel", "pull", pull, pull_keys, False)
         describe.check("channel", "push", push or [], push_keys, True)
-        device = describe.of_one_device({"push": push or [], "pull": pull}, device)
+        gpu = _gpu_of(self._node)
+        device = describe.of_one_device({"push": push or [], "pull": pull}, device, gpu)
         _outside(device)
         if how.tune and how.mode == "sm":
 
@@ -230,7 +239,7 @@ class Opener:
             if refuse:  # they have ended their sides
                 it.waiting = [i for i in it.waiting if i not in refuse]
                 raise describe.refused(f"worker {refuse[0]}", theirs[refuse[0]])
-            device = device or _like_theirs(theirs)
+            device = device or _like_theirs(theirs, gpu)
             into, told = [], []
             for i, t in enumerate(theirs):
                 if push is None:
@@ -359,13 +368,13 @@ def _like(tensors: Any) -> Any:
     return [_zeros(t.shape, t.dtype, t.device, "to try tables with") for t in tensors]
 
 
-def _like_theirs(theirs: Sequence[dict[str, Any]]) -> Any:
-    """The device of a server that names none: its GPU, if it has one and those of the workers are
-    on GPUs."""
+def _like_theirs(theirs: Sequence[dict[str, Any]], gpu: Any) -> Any:
+    """Returns the device of a server that names none: its GPU, or the current one if its backend is
+    CPU, where there is one and the tensors of the workers are on GPUs."""
     import torch
 
     if torch.cuda.is_available() and all(t["device"].startswith("cuda") for t in theirs):
-        return torch.device("cuda", torch.cuda.current_device())
+        return gpu or torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 

@@ -227,9 +227,11 @@ def serve(
                     if seen["requests"] % 2:
                         answer = fserver.map_pinned_tensor(answer, device)
                 answers.append(answer)
-            if not need_event:
+            if need_event:  # which is the default
+                server.respond(answers, handler)
+            else:
                 torch.cuda.synchronize(device)
-            server.respond(answers, handler, need_event=need_event)
+                server.respond(answers, handler, need_event=False)
             kept = answers
             seen["requests"] += 1
         for link in server.links() if seen["requests"] <= 8 else ():
@@ -483,8 +485,13 @@ def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:
         for other in others:
             refused("push", "push_tensors[0] is on device", [other], [0], [y], [0])
             refused("pull", "pull_tensors[0] is on device", [x], [0], [other], [0])
+            if other.is_cuda:
+                text = f"push[0] is on {other.device}, and this node's GPU is {there}"
+                refused("channel", text, [other], [0], [], [], call=w.channel)
         refused("strides", "not contiguous", [x.view(10, 100).t()], [0], [y], [0])
         refused("overlap", "share memory", [x], [0], [y[:600], y[500:]], [0, 1])
+        if w.device != there:
+            bad.append(f"the node's device is {w.device}")
         notify = Notify(w.wait, lambda: None)
         notify.init()
         graph = torch.cuda.CUDAGraph()

@@ -424,6 +424,50 @@ def test_wrong_devices(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (w.path, s.path, s.incoming[0].device) == ("cpu", "cpu", torch.device("cpu"))
 
 
+def test_devices_of_a_node_with_a_gpu(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its channels are of that GPU or of the CPU, whichever GPU is the current one."""
+    x, y = torch.ones(8), torch.ones(8).as_subclass(OfGpu)  # on cuda:1
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(opener, "_gpu_of", lambda node: gpu)
+    channel: Any = pair.worker.channel
+    serve: Any = pair.server.channel
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        own = r"cuda:1, and this node's GPU is cuda:0 \(STEPMESH_GPU\): "
+        for call, text in [
+            (
+                lambda: channel([y], [1], [], []),
+                rf'push\[0\] is on {own}pass push\[0\].to\("cuda:0"\)',
+            ),
+            (lambda: channel([], [], [y], [2]), rf"pull\[0\] is on {own}pass"),
+            (lambda: serve([1], [y], [1]), rf"pull\[0\] is on {own}pass"),
+            (lambda: serve([1], [y], [1], device="cuda"), rf"pull\[0\] is on {own}pass"),
+            (lambda: serve([1], [], [], device="cuda:1"), rf"device is {own}give"),
+            (lambda: serve([1], [y], [1], device="cuda:1"), rf"{own}"),
+        ]:
+            with pytest.raises(fserver.ConfigError, match=f"^channel: .*{text}"):
+                call()
+        for given in ("cuda", "cuda:0"):
+            assert describe.of_one_device({}, describe.device(given), gpu) == gpu
+        assert opener._like_theirs([{"device": "cuda@here"}], gpu) == gpu
+        assert opener._like_theirs([{"device": "cpu"}], gpu) == x.device
+        assert describe.of_one_device({"pull": [x]}, None, gpu) == x.device
+    w, s = both(pair, [x], [])  # CPU tensors
+    w.send()
+    s.recv()
+    assert s.incoming[0].tolist() == [1] * 8
+
+
+def test_device_of_a_node(pair: Cluster) -> None:
+    assert pair.worker.device == pair.server.device == "cpu"
+    assert opener._gpu_of(pair.worker._node) is None
+    assert opener._gpu_of(SimpleNamespace(device=3)) == torch.device("cuda", 3)
+
+
 def test_no_memory_for_what_is_pushed() -> None:
     theirs = {"out": [(1, "float32", [1 << 50])]}
     text = r"shape \[1125899906842624\] and torch.float32 on cpu for what worker 3 pushes: .*free"
