@@ -133,6 +133,8 @@ class Channel:
         mode: ``"sm"``, ``"ce"`` or ``"proxy"``, as it was opened.
         path: how messages travel: ``"sm"`` or ``"ce"`` where GPUs do it all, or ``"cpu"`` through
             the engine, as with mode ``"proxy"``.
+        reason: why messages do not travel as the mode says, by peer; empty if they do, or if all
+            tensors are on the CPU.
         table: on the path ``"sm"``, how what comes is written here, by its size: in packets up to
             ``packets_up_to`` bytes, above that by so many ``blocks``.
         token: an int64 tensor on the device for ``torch.ops.fserver``, which orders the calls.
@@ -145,6 +147,7 @@ class Channel:
         how: How,
         side: Any,
         path: str,
+        reason: str,
         outgoing: Sequence[Tensor],
         tensors: Sequence[Sequence[Tensor]],
         device: Any,
@@ -155,6 +158,7 @@ class Channel:
 
         self._node, self._handle, self._side = node, handle, side
         self.name, self.mode, self.path, self.table = how.name, how.mode, path, how.table
+        self.reason = reason
         self.outgoing = list(outgoing)
         self.tensors = [list(row) for row in tensors]
         self.incoming = [t for row in tensors for t in row]

@@ -17,6 +17,8 @@ VERSION = 1
 MOST_TENSORS = 256  # of one side, one way
 MOST_DIMS = 64
 MODES = ("sm", "ce", "proxy")
+NAMESPACES = {"pid": "PID", "ipc": "IPC", "mnt": "mount"}
+"""What processes have to share, besides the host, for their GPUs to map each other's memory."""
 
 DTYPES = (
     "uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 bool "
@@ -162,6 +164,33 @@ def read(peer: int, received: str) -> dict[str, Any]:
             f"channel: peer {peer} describes its side in a way that makes no sense"
         ) from error
     return theirs
+
+
+def apart(worker: int, here: str, there: str) -> str:
+    """Why the GPU of a worker and that of this server cannot reach each other, by the devices of
+    their descriptions; empty if they may, or if neither is a GPU."""
+    if here == there:
+        return ""
+    for side, place in ((f"worker {worker}", there), ("its server", here)):
+        if place == "cpu":
+            return f"the tensors of {side} are on the CPU"
+    (host, *ours), (other, *theirs) = here.split(" "), there.split(" ")
+    if host != other:
+        return f"worker {worker} and its server are on different hosts"
+    kinds = [n for k, n in NAMESPACES.items() if _named(ours, k) != _named(theirs, k)]
+    return (
+        f"worker {worker} and its server are in different {' and '.join(kinds) or 'other'} "
+        "namespaces of one host (run both in one container)"
+    )
+
+
+def _named(namespaces: Sequence[str], kind: str) -> list[str]:
+    return [text for text in namespaces if text.startswith(f"{kind}:")]
+
+
+def reason(theirs: dict[str, Any]) -> str:
+    """What a server says of why its path is not the mode; see apart."""
+    return str(theirs.get("reason", ""))[:400]
 
 
 def refusal(mode: str, error: BaseException) -> str:

@@ -4,6 +4,7 @@ its peers, compares, and takes the way that both have."""
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import threading
 import weakref
@@ -33,11 +34,20 @@ def _gpu_of(node: Any) -> Any:
 
 
 def _place(device: Any) -> str:
-    """Equal for GPUs that may be able to reach each other."""
+    """Equal for GPUs that may be able to reach each other: those of one host, in processes that
+    share their namespaces; describe.apart compares."""
     if device.type != "cuda":
         return "cpu"
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"cuda@{boot.read_text().strip() if boot.exists() else platform.node()}"
+    host = boot.read_text().strip() if boot.exists() else platform.node()
+    return " ".join([f"cuda@{host}", *map(_namespace, describe.NAMESPACES)])
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return f"{kind}:unknown"
 
 
 def _outside(device: Any) -> None:
@@ -164,7 +174,7 @@ class Opener:
                 self._node.channel_watch(it.handle, it.side.abort_word)
             for i in range(servers):
                 it.tell(i, _place(device), out, into[i])
-            paths, plans = set(), []
+            paths, plans, reasons = set(), [], []
             for i in range(servers):
                 theirs = self._hear(it.handle, how, i)
                 if "refused" in theirs:
@@ -172,10 +182,12 @@ class Opener:
                 _same(i, how.mode, theirs, out, into[i])
                 paths.add(theirs.get("path"))
                 plans.append(theirs.get("gpu"))
+                reasons.append(describe.reason(theirs))
             if len(paths) > 1:
                 raise ConfigError(
-                    "channel: the GPU can reach some servers and others not: open a channel "
-                    "of CPU tensors"
+                    "channel: the GPU can reach some servers and others not "
+                    f'({"; ".join(filter(None, reasons))}): open the channel with mode="proxy" on '
+                    "all sides"
                 )
             path = paths.pop()
             if path == "cpu":
@@ -195,7 +207,8 @@ class Opener:
                 it.side.attach(plans)
             else:
                 raise Error("channel: a server wants a path that this side has not")
-            return self._made(it, how, path, push, shares, push_keys, device, True)
+            reason = "; ".join(filter(None, reasons))
+            return self._made(it, how, path, reason, push, shares, push_keys, device, True)
 
     def server(
         self,
@@ -252,13 +265,15 @@ class Opener:
                 _same(i, how.mode, t, *told[i])
             here = _place(device)
             direct = _direct(how.mode, device) and all(t["device"] == here for t in theirs)
-            path = how.mode if direct else "cpu"
+            path, reasons = how.mode if direct else "cpu", [""] * workers
+            if not direct and how.mode != "proxy":
+                reasons = [describe.apart(i, here, t["device"]) for i, t in enumerate(theirs)]
             if direct:
                 it.side = _gpu(device, how, shares, into, False)
                 self._node.channel_watch(it.handle, it.side.abort_word)
             self._node.channel_state(it.handle)  # before any worker takes this side to be open
             for i in range(workers):
-                it.tell(i, here, *told[i], path=path)
+                it.tell(i, here, *told[i], path=path, reason=reasons[i])
             if direct:
                 it.side.attach([t.get("gpu") for t in theirs])
             else:
@@ -271,7 +286,8 @@ class Opener:
 
                 flat = [t for row in into for t in row]
                 it.side = _carried(device, pull, flat, make, how.timeout_ms)
-            return self._made(it, how, path, pull, into, push_keys, device, False)
+            reason = "; ".join(filter(None, reasons))
+            return self._made(it, how, path, reason, pull, into, push_keys, device, False)
 
     @contextlib.contextmanager
     def _opening(
@@ -333,6 +349,7 @@ class Opener:
         it: _Opening,
         how: How,
         path: str,
+        reason: str,
         out: Sequence[Tensor],
         tensors: Sequence[Sequence[Tensor]],
         keys: Sequence[int],
@@ -341,7 +358,7 @@ class Opener:
     ) -> Channel:
         free = self._keys.difference_update
         channel = Channel(
-            self._node, it.handle, how, it.side, path, out, tensors, device, send_first,
+            self._node, it.handle, how, it.side, path, reason, out, tensors, device, send_first,
             lambda: free(keys),
         )  # fmt: skip
         self._all.add(channel)

@@ -1,6 +1,8 @@
 package cudaipc
 
 import (
+	"fmt"
+	"os/exec"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -106,4 +108,19 @@ func TestWhyStaged(t *testing.T) {
 		require.Contains(t, a.c.(transport.Teller).Why(), c.why)
 		require.NoError(t, b.f.Deregister(k))
 	}
+}
+
+// TestOwnSpaces: they are those of the kernel, which differ in a container.
+func TestOwnSpaces(t *testing.T) {
+	here := ownSpaces()
+	require.Empty(t, here.apart(ownSpaces()))
+	out, err := exec.Command("unshare", "--pid", "--ipc", "--mount", "--fork", "--mount-proc",
+		"stat", "-L", "-c", "%i", "/proc/self/ns/pid", "/proc/self/ns/ipc", "/proc/self/ns/mnt").Output()
+	if err != nil {
+		t.Skipf("no namespaces: %v", err)
+	}
+	var there spaces
+	_, err = fmt.Sscan(string(out), &there[0], &there[1], &there[2])
+	require.NoError(t, err)
+	require.Contains(t, here.apart(there), "different PID and IPC and mount namespaces of one host")
 }
