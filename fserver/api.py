@@ -80,7 +80,7 @@ class Link(NamedTuple):
     rank: int
     remote: str  # the peer's address; inside a host its process
     transport: str  # how it travels: "tcp", "tcp/tls", "cma", "cma/staged", "cudaipc"
-    reason: str  # why not by a better way; empty if there is none
+    reason: str  # why not by each better way; empty if there is none
 
 
 def _text(value: Any) -> str:
@@ -222,8 +222,10 @@ class Node:
         self._node.stop()
 
     def close(self) -> None:
-        """Closes this node at once; to the others it is lost. Calls that wait in other threads
-        end with ClosedError. Does nothing if the node is closed."""
+        """Closes this node at once; to the others it is lost, unless it is a server whose workers
+        have all left. A scheduler whose members are leaving waits for them, for up to a second.
+        Calls that wait in other threads end with ClosedError. Does nothing if the node is
+        closed."""
         self._node.close()
         if self._channels is not None:
             self._channels.close()
@@ -594,7 +596,10 @@ class Server(Node):
 
         Raises:
             ClosedError: a worker has left, so there will be no further batch (with at_least, so
-                many that fewer are left).
+                many that fewer are left). Call ``stop()``, which waits for the other nodes and
+                says whether one was lost. Once all workers have left, the server may also end
+                without it: by ``close()``, by the end of the process, or by dropping the object.
+                To the workers that is no loss.
             PeerLostError: a worker is gone, and so it is until another process has taken its
                 rank. The requests of the others wait for that, or are taken with at_least.
             ShapeError: at_least is more than there are worker groups.
