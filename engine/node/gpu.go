@@ -17,12 +17,9 @@ import (
 // Devices finds the GPU with an index, as CUDA counts; tests put their own in place.
 type Devices func(index int) (cudaipc.Device, error)
 
-// held is the GPUs of this process. Their contexts are never given back: receive
+// held is the GPUs of this process by their index. Their contexts are never given back: receive
 // buffers may outlive their node.
-var held struct {
-	mu   sync.Mutex
-	gpus map[int]*cuda.Device
-}
+var held sync.Map
 
 var laters sync.Map // *cudaipc.Later by the index of a GPU
 
@@ -81,10 +78,8 @@ func Reclaim(index int, what Thing, limit time.Duration) bool {
 
 // openDevice holds a GPU. Without a driver or that GPU it is an ErrUnavailable.
 func openDevice(index int) (cudaipc.Device, error) {
-	held.mu.Lock()
-	defer held.mu.Unlock()
-	if d := held.gpus[index]; d != nil {
-		return d, nil
+	if d, ok := held.Load(index); ok {
+		return d.(*cuda.Device), nil
 	}
 	if _, err := findDevice(index); err != nil {
 		return nil, err
@@ -93,11 +88,11 @@ func openDevice(index int) (cudaipc.Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	if held.gpus == nil {
-		held.gpus = map[int]*cuda.Device{}
+	first, loaded := held.LoadOrStore(index, d)
+	if loaded {
+		d.Release()
 	}
-	held.gpus[index] = d
-	return d, nil
+	return first.(*cuda.Device), nil
 }
 
 // findDevice is openDevice without a context: it holds nothing, and gives no Device.
@@ -121,7 +116,7 @@ type gpu struct {
 	log   *zap.Logger
 	later *cudaipc.Later
 
-	mu   sync.Mutex
+	mu   sync.Mutex // guards what follows; no call of the driver is made under it
 	free []cuda.Event
 	all  []cuda.Event
 }
@@ -198,23 +193,38 @@ func (g *gpu) Free(r mem.Region) error {
 
 // point is what is queued on a stream so far. Whether anything is left of it is not
 // asked: that takes the driver longer (1.4 µs on an H200) than the event and the wait
-// for it together.
+// for it together. It waits while the stream is full.
 func (g *gpu) point(stream uint64) (transport.Point, error) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if len(g.free) == 0 {
-		e, err := g.dev.NewEvent()
-		if err != nil {
-			return transport.Point{}, err
-		}
-		g.all, g.free = append(g.all, e), append(g.free, e)
-	}
-	e := g.free[len(g.free)-1]
-	if err := g.dev.Record(e, cuda.Stream(stream)); err != nil {
+	e, err := g.event()
+	if err != nil {
 		return transport.Point{}, err
 	}
-	g.free = g.free[:len(g.free)-1]
-	return transport.Point{Dev: g.device(), Event: uint64(e)}, nil
+	p := transport.Point{Dev: g.device(), Event: uint64(e)}
+	if err := g.dev.Record(e, cuda.Stream(stream)); err != nil {
+		g.passed(p)
+		return transport.Point{}, err
+	}
+	return p, nil
+}
+
+// event takes an event that nobody uses, or makes one.
+func (g *gpu) event() (cuda.Event, error) {
+	g.mu.Lock()
+	if i := len(g.free) - 1; i >= 0 {
+		e := g.free[i]
+		g.free = g.free[:i]
+		g.mu.Unlock()
+		return e, nil
+	}
+	g.mu.Unlock()
+	e, err := g.dev.NewEvent()
+	if err != nil {
+		return 0, err
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.all = append(g.all, e)
+	return e, nil
 }
 
 // passed takes back a point that nobody waits for any more.
@@ -227,9 +237,10 @@ func (g *gpu) passed(p transport.Point) {
 // close gives back the events. Nothing waits for any.
 func (g *gpu) close() {
 	g.mu.Lock()
-	defer g.mu.Unlock()
-	for _, e := range g.all {
+	all := g.all
+	g.all, g.free = nil, nil
+	g.mu.Unlock()
+	for _, e := range all {
 		_ = g.dev.FreeEvent(e)
 	}
-	g.all, g.free = nil, nil
 }
