@@ -29,7 +29,10 @@ cs_result SecondContext::open() {
     if (rc != CS_CU_SUCCESS)
       return rc;
     stream_ = nullptr;
-    given_ = false;
+    {
+      const std::lock_guard<std::mutex> locked(mutex_);
+      given_ = false;
+    }
     __atomic_store_n(&context_, made, __ATOMIC_RELEASE);
   }
   const cs_result rc = cs_cu.CtxSetCurrent(made);
@@ -39,20 +42,15 @@ cs_result SecondContext::open() {
 }
 
 bool SecondContext::write(const std::vector<uint64_t> &words) {
-  const std::lock_guard<std::mutex> locked(mutex_);
-  if (failed_ && now_ns() - failed_ < kAgain)
-    return false;
-  cs_context old = nullptr;
-  cs_result rc = cs_cu.CtxGetCurrent(&old);
-  if (rc == CS_CU_SUCCESS) {
-    rc = open();
-    for (const uint64_t word : words)
-      if (rc == CS_CU_SUCCESS)
-        rc = cs_cu.StreamWriteValue32(stream_, word, 1, CS_WRITE_DEFAULT);
-    if (rc == CS_CU_SUCCESS)
-      rc = cs_cu.StreamSynchronize(stream_);
-    cs_cu.CtxSetCurrent(old);
+  {
+    const std::lock_guard<std::mutex> locked(mutex_);
+    if (busy_ || (failed_ && now_ns() - failed_ < kAgain))
+      return false;
+    busy_ = now_ns();
   }
+  const cs_result rc = enqueue(words);
+  const std::lock_guard<std::mutex> locked(mutex_);
+  busy_ = 0;
   if (rc == CS_CU_SUCCESS) {
     failed_ = 0;
     return true;
@@ -64,9 +62,26 @@ bool SecondContext::write(const std::vector<uint64_t> &words) {
   return false;
 }
 
+cs_result SecondContext::enqueue(const std::vector<uint64_t> &words) {
+  cs_context old = nullptr;
+  cs_result rc = cs_cu.CtxGetCurrent(&old);
+  if (rc == CS_CU_SUCCESS) {
+    rc = open();
+    for (const uint64_t word : words)
+      if (rc == CS_CU_SUCCESS)
+        rc = cs_cu.StreamWriteValue32(stream_, word, 1, CS_WRITE_DEFAULT);
+    if (rc == CS_CU_SUCCESS)
+      rc = cs_cu.StreamSynchronize(stream_);
+    cs_cu.CtxSetCurrent(old);
+  }
+  return rc;
+}
+
 bool SecondContext::in_vain() {
   const std::lock_guard<std::mutex> locked(mutex_);
-  return failed_ && now_ns() - failing_ > kInVain;
+  const int64_t now = now_ns();
+  return (failed_ && now - failing_ > kInVain) ||
+         (busy_ && now - busy_ > kInVain);
 }
 
 void SecondContext::give_back() {
