@@ -4,13 +4,19 @@
 #include <time.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "args.h"
-#include "cs_cuda.h"
+#include "driver.h"
 #include "error.h"
+#include "keeper.h"
 #include "process.h"
 #include "tensor.h"
 
@@ -34,17 +40,44 @@ constexpr char kCode[] = R"(
   ret;
 }
 
-.visible .entry fs_wait_flag(.param .u64 flag, .param .u64 seq)
+.visible .entry fs_wait_flag(.param .u64 flag, .param .u64 seq, .param .u64 page, .param .u64 since, .param .u64 patience)
 {
-  .reg .b64 %rd<5>;
+  .reg .b64 %rd<10>;
+  .reg .b32 %r<3>;
   .reg .pred %p;
   ld.param.u64 %rd1, [flag];
   ld.param.u64 %rd2, [seq];
+  ld.param.u64 %rd5, [page];
   ld.relaxed.sys.s64 %rd3, [%rd2];
+  mov.u64 %rd8, 0;
+  mov.u32 %r1, 0;
 again:
   ld.acquire.sys.s64 %rd4, [%rd1];
   setp.ge.s64 %p, %rd4, %rd3;
   @%p bra over;
+  add.u32 %r1, %r1, 1;
+  and.b32 %r2, %r1, 1023;
+  setp.ne.u32 %p, %r2, 0;
+  @%p bra nap;
+  ld.relaxed.sys.u64 %rd6, [%rd5];
+  ld.param.u64 %rd7, [since];
+  setp.eq.s64 %p, %rd7, -1;
+  @%p ld.relaxed.sys.u64 %rd7, [%rd5+8];
+  setp.ne.u64 %p, %rd6, %rd7;
+  @%p bra over;
+  ld.param.u64 %rd7, [patience];
+  setp.eq.u64 %p, %rd7, 0;
+  @%p bra nap;
+  mov.u64 %rd9, %globaltimer;
+  setp.eq.u64 %p, %rd8, 0;
+  @%p mov.u64 %rd8, %rd9;
+  sub.u64 %rd9, %rd9, %rd8;
+  setp.lt.u64 %p, %rd9, %rd7;
+  @%p bra nap;
+  mov.u64 %rd9, 1;
+  st.relaxed.sys.u64 [%rd5+16], %rd9;
+  bra over;
+nap:
   nanosleep.u32 64;
   bra again;
 over:
@@ -70,61 +103,122 @@ struct Kernels {
   cs_function function[3];
 };
 
-std::unordered_map<int, Kernels> loaded; // by device; guarded by the GIL
+std::mutex mutex; // guards what follows; no call of the driver is made under it
+std::unordered_map<int, Kernels> loaded; // by device
 
-void must(int rc, const char *call, const char *what) {
-  if (rc == CS_CU_SUCCESS)
-    return;
+// What a kernel that waits looks at now and then, in pinned memory.
+struct Page {
+  volatile uint64_t ended; // counts the times that all waits were to end
+  volatile uint64_t
+      before; // those of them that a captured wait is not to end for
+  volatile uint64_t late; // a wait has lasted for its time
+};
+std::atomic<Page *> page{nullptr};
+std::atomic<int64_t> ended_at{0}; // nanoseconds
+
+// A wait asks within so long whether it is to end: nanoseconds.
+constexpr int64_t kAsks = 20'000'000;
+
+// The interpreter is ending, and nothing waits any more.
+constexpr uint64_t kForGood = ~uint64_t{0} - 1;
+
+// since, of a wait that is captured: it looks at `before`.
+constexpr uint64_t kCaptured = ~uint64_t{0};
+
+[[noreturn]] void fail(const char *call, const Tried &tried) {
   char text[160];
-  cs_cuda_text(rc, text, sizeof text);
-  raise(Kind::kError, "%s: %s: %s", call, what, text);
+  cs_cuda_text(tried.rc(), text, sizeof text);
+  raise(Kind::kError, "%s: %s: %s", call, tried.what(), text);
 }
 
-void open_driver(const char *call) {
-  char why[256];
-  if (cs_cuda_open(why, sizeof why) != 0)
-    raise(Kind::kConfig,
-          "%s: no GPU can be used: %s (install the NVIDIA driver, of CUDA 11.7 "
-          "or later)",
-          call, why);
-}
+// What follows, up to launch, is called without the GIL.
 
-// The kernels of a device, which is current. Loading is allowed while a stream
+// A kernel of a device, which is current. Loading is allowed while a stream
 // is being captured: it is no work of the stream's. Asking for an attribute loads a
 // kernel. At its first launch it would be too late: fs_wait_flag may be running then,
 // for which the driver waits.
-const Kernels &kernels(const char *call, int device) {
-  auto it = loaded.find(device);
-  if (it != loaded.end())
-    return it->second;
-  int mode = CS_CAPTURE_MODE_RELAXED;
-  must(cs_cu.ThreadExchangeStreamCaptureMode(&mode), call, "allow loading");
+cs_function kernel(int device, int which, Tried *tried) {
+  {
+    const std::lock_guard<std::mutex> locked(mutex);
+    const auto it = loaded.find(device);
+    if (it != loaded.end())
+      return it->second.function[which];
+  }
+  static const char *const what = "load the kernels for flags";
   Kernels k{};
-  const int rc = unlocked([&] {
-    cs_module module = nullptr;
-    int done = cs_cu.ModuleLoadData(&module, kCode), registers;
-    for (int i = 0; i < 3 && done == CS_CU_SUCCESS; i++) {
-      done = cs_cu.ModuleGetFunction(&k.function[i], module, kNames[i]);
-      if (done == CS_CU_SUCCESS)
-        done =
-            cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS, k.function[i]);
-    }
-    return done;
-  });
-  cs_cu.ThreadExchangeStreamCaptureMode(&mode);
-  must(rc, call, "load the kernels for flags");
-  return loaded.emplace(device, k).first->second;
+  cs_module module = nullptr;
+  int registers;
+  bool ok = tried->ok(what, cs_cu.ModuleLoadData(&module, kCode));
+  for (int i = 0; i < 3; i++)
+    ok = ok &&
+         tried->ok(what, cs_cu.ModuleGetFunction(&k.function[i], module,
+                                                 kNames[i])) &&
+         tried->ok(what, cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS,
+                                                k.function[i]));
+  if (!ok)
+    return nullptr;
+  const std::lock_guard<std::mutex> locked(mutex);
+  return loaded.emplace(device, k).first->second.function[which];
 }
 
-// Where the GPU that is current finds a counter.
-uint64_t seen(const char *call, const Counter &c) {
-  if (c.device >= 0)
-    return c.address;
+// Where the GPU that is current finds memory of the host.
+uint64_t seen(void *host, Tried *tried) {
   cs_ptr address = 0;
-  must(cs_cu.MemHostGetDevicePointer(&address,
-                                     reinterpret_cast<void *>(c.address), 0),
-       call, "find a tensor in pinned memory");
+  tried->ok("find a tensor in pinned memory",
+            cs_cu.MemHostGetDevicePointer(&address, host, 0));
   return address;
+}
+
+uint64_t seen(const Counter &c, Tried *tried) {
+  return c.device >= 0 ? c.address
+                       : seen(reinterpret_cast<void *>(c.address), tried);
+}
+
+// The page, made if there is none. Of two that are made at once, one stays unused.
+Page *the_page(Tried *tried) {
+  if (Page *p = page.load())
+    return p;
+  void *made = nullptr;
+  if (!tried->ok("allocate pinned memory",
+                 cs_cu.MemHostAlloc(&made, sizeof(Page),
+                                    CS_HOST_PORTABLE | CS_HOST_DEVICEMAP)))
+    return nullptr;
+  auto *p = new (made) Page{};
+  Page *none = nullptr;
+  return page.compare_exchange_strong(none, p) ? p : none;
+}
+
+// What the kernel of a wait is given beside the flag and the number.
+struct Wait {
+  int64_t limit; // nanoseconds; 0: none
+};
+
+bool enqueue(int device, int which, const Counter *counters, size_t n,
+             const Wait *wait, Kept *kept, Tried *tried) {
+  const OnDevice guard(device);
+  const Relaxed relaxed;
+  const auto stream = reinterpret_cast<cs_stream>(guard.stream());
+  const cs_function f = kernel(device, which, tried);
+  uint64_t values[5];
+  void *arguments[5];
+  for (size_t i = 0; i < n; i++)
+    values[i] = seen(counters[i], tried);
+  if (wait && tried->good()) {
+    if (Page *p = the_page(tried)) {
+      values[2] = seen(p, tried);
+      values[3] = capturing(stream) ? kCaptured : p->ended;
+      values[4] = static_cast<uint64_t>(wait->limit);
+    }
+  }
+  for (size_t i = 0; i < 5; i++)
+    arguments[i] = &values[i];
+  if (!tried->good() ||
+      !tried->ok("launch", cs_cu.LaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, stream,
+                                              arguments, nullptr)))
+    return false;
+  if (kept)
+    keep(stream, std::move(*kept));
+  return true;
 }
 
 // Pinned memory that a GPU sees. From the first wait of a stream for a flag in it until
@@ -132,7 +226,7 @@ uint64_t seen(const char *call, const Counter &c) {
 struct Seen {
   Memory memory;
   int device;
-  bool holds; // guarded by the GIL
+  std::atomic<bool> holds;
 };
 
 void release_seen(void *p) {
@@ -147,7 +241,8 @@ void release_seen(void *p) {
 void hold(const char *call, PyObject *flag, const Counter &c, int device) {
   static std::unordered_set<int> for_good; // guarded by the GIL
   auto *seen = static_cast<Seen *>(adopted(flag, release_seen));
-  if (seen ? seen->holds : c.device >= 0 || !for_good.insert(device).second)
+  if (seen ? seen->holds.load()
+           : c.device >= 0 || !for_good.insert(device).second)
     return;
   if (seen)
     seen->holds = true;
@@ -155,11 +250,18 @@ void hold(const char *call, PyObject *flag, const Counter &c, int device) {
   check(call, unlocked([&] { return fs_gpu_hold(gpu); }));
 }
 
+Kept both(Counter *counters, size_t n) {
+  Kept kept;
+  for (size_t i = 0; i < n; i++)
+    kept[i] = std::move(counters[i].memory);
+  return kept;
+}
+
 // Launches kernel which of one thread. The driver waits while the stream has no
-// room, for a flag that another Python thread may be about to set. waits: a tensor, the
-// first counter, that it waits for.
-void launch(const char *call, int which, const Counter *counters, size_t n,
-            PyObject *waits = nullptr) {
+// room, for a flag that another Python thread may be about to set. wait: for the first
+// counter, which is in a tensor. kept: the caller keeps the memory.
+void launch(const char *call, int which, Counter *counters, size_t n, bool kept,
+            const Wait *wait = nullptr, PyObject *flag = nullptr) {
   int device = -1;
   for (size_t i = 0; i < n; i++) {
     if (counters[i].device < 0)
@@ -175,22 +277,17 @@ void launch(const char *call, int which, const Counter *counters, size_t n,
           "memory",
           call);
   open_driver(call);
-  const OnDevice guard(device);
-  uint64_t address[2];
-  void *arguments[2];
-  for (size_t i = 0; i < n; i++) {
-    address[i] = seen(call, counters[i]);
-    arguments[i] = &address[i];
-  }
-  const cs_function f = kernels(call, device).function[which];
-  const auto stream = reinterpret_cast<cs_stream>(guard.stream());
-  if (waits)
-    hold(call, waits, counters[0], device);
-  must(unlocked([&] {
-         return cs_cu.LaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, stream, arguments,
-                                   nullptr);
-       }),
-       call, "launch");
+  if (wait)
+    hold(call, flag, counters[0], device);
+  Kept memory;
+  if (!kept)
+    memory = both(counters, n);
+  Tried tried;
+  if (!unlocked([&] {
+        return enqueue(device, which, counters, n, wait,
+                       kept ? nullptr : &memory, &tried);
+      }))
+    fail(call, tried);
 }
 
 // How long a wait for a word looks at it all the time, and how long it sleeps at
@@ -216,46 +313,93 @@ bool reached(const int64_t *word, int64_t value, int64_t limit_ns) {
 
 } // namespace
 
-void write_flag(PyObject *flag, PyObject *seq) {
+void write_flag(PyObject *flag, PyObject *seq, bool kept) {
   enter("write_flag");
-  const Counter c[] = {read_counter(flag, {"write_flag", "flag"}),
-                       read_counter(seq, {"write_flag", "seq"})};
-  launch("write_flag", kWrite, c, 2);
+  Counter c[] = {read_counter(flag, {"write_flag", "flag"}),
+                 read_counter(seq, {"write_flag", "seq"})};
+  launch("write_flag", kWrite, c, 2, kept);
 }
 
-void wait_flag(PyObject *flag, PyObject *seq) {
+void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms, bool kept) {
   enter("wait_flag");
-  const Counter c[] = {read_counter(flag, {"wait_flag", "flag"}),
-                       read_counter(seq, {"wait_flag", "seq"})};
-  launch("wait_flag", kWait, c, 2, flag);
+  Counter c[] = {read_counter(flag, {"wait_flag", "flag"}),
+                 read_counter(seq, {"wait_flag", "seq"})};
+  Wait wait{0};
+  if (timeout_ms && timeout_ms != Py_None)
+    wait.limit =
+        std::max<int64_t>(1, read_ms(timeout_ms, {"wait_flag", "timeout_ms"}));
+  if (Page *p = page.load(); p && p->late) {
+    p->late = 0;
+    raise(Kind::kTimeout,
+          "wait_flag: a wait before has lasted for its timeout_ms, and its "
+          "stream has gone on without the flag: nothing is enqueued (call "
+          "again to wait)");
+  }
+  waits_again();
+  launch("wait_flag", kWait, c, 2, kept, &wait, flag);
 }
 
-void seq_add_one(PyObject *seq) {
+void seq_add_one(PyObject *seq, bool kept) {
   enter("seq_add_one");
-  const Counter c = read_counter(seq, {"seq_add_one", "seq"});
-  launch("seq_add_one", kAdd, &c, 1);
+  Counter c = read_counter(seq, {"seq_add_one", "seq"});
+  launch("seq_add_one", kAdd, &c, 1, kept);
+}
+
+void end_waits(bool for_good) {
+  ended_at = now_ns();
+  if (Page *p = page.load(); p && p->ended != kForGood)
+    p->ended = for_good ? kForGood : p->ended + 1;
+}
+
+void waits_again() {
+  Page *p = page.load();
+  if (!p || p->before == p->ended || p->ended == kForGood)
+    return;
+  const int64_t left = ended_at + kAsks - now_ns();
+  if (left > 0)
+    unlocked([&] {
+      std::this_thread::sleep_for(std::chrono::nanoseconds(left));
+      return 0;
+    });
+  p->before = p->ended;
 }
 
 void wait_value(PyObject *flag, PyObject *value) {
   enter("wait_value");
-  const Counter c = read_counter(flag, {"wait_value", "flag"});
+  Counter c = read_counter(flag, {"wait_value", "flag"});
   const uint64_t v = read_u64(value, {"wait_value", "value"});
   open_driver("wait_value");
-  const int device = c.device < 0 ? current_gpu() : c.device;
-  const OnDevice guard(device);
-  const uint64_t stream = current_stream("wait_value", device);
-  const cs_ptr address = seen("wait_value", c);
   if (!cs_cu.StreamWaitValue64) {
     char why[128];
-    cs_cuda_too_old(11070, why, sizeof why);
+    unlocked([&] {
+      cs_cuda_too_old(11070, why, sizeof why);
+      return 0;
+    });
     raise(Kind::kConfig, "wait_value: %s (install a newer one)", why);
   }
+  const int device =
+      c.device < 0 ? unlocked([] { return current_gpu(); }) : c.device;
   hold("wait_value", flag, c, device);
-  must(unlocked([&] {
-         return cs_cu.StreamWaitValue64(reinterpret_cast<cs_stream>(stream),
-                                        address, v, CS_WAIT_GEQ);
-       }),
-       "wait_value", "have the stream wait");
+  Kept kept = both(&c, 1);
+  Tried tried;
+  bool captured = false;
+  unlocked([&] {
+    const OnDevice guard(device);
+    const Relaxed relaxed;
+    uint64_t stream = 0;
+    captured = !current_stream(device, &stream);
+    const uint64_t address = seen(c, &tried);
+    const auto s = reinterpret_cast<cs_stream>(stream);
+    if (!captured && tried.good() &&
+        tried.ok("have the stream wait",
+                 cs_cu.StreamWaitValue64(s, address, v, CS_WAIT_GEQ)))
+      keep(s, std::move(kept));
+    return 0;
+  });
+  if (captured)
+    refuse_captured("wait_value", device);
+  if (!tried.good())
+    fail("wait_value", tried);
 }
 
 bool wait_word(PyObject *word, PyObject *value, PyObject *timeout_ms) {
@@ -281,23 +425,32 @@ PyObject *map_pinned(PyObject *tensor, PyObject *index) {
   Memory memory = read_pinned(tensor, arg, &t);
   open_driver("map_pinned_tensor");
   int gpus = 0;
-  must(cs_cu.DeviceGetCount(&gpus), "map_pinned_tensor", "count the GPUs");
+  cs_ptr address = 0;
+  Tried tried;
+  unlocked([&] {
+    const Relaxed relaxed;
+    if (!tried.ok("count the GPUs", cs_cu.DeviceGetCount(&gpus)) ||
+        i >= static_cast<uint64_t>(gpus) || !t.bytes)
+      return 0;
+    const OnDevice guard(static_cast<int>(i));
+    tried.ok("find the memory of tensor, which must be pinned (pass "
+             "tensor.pin_memory())",
+             cs_cu.MemHostGetDevicePointer(&address, t.data, 0));
+    return 0;
+  });
+  if (!tried.good())
+    fail("map_pinned_tensor", tried);
   if (i >= static_cast<uint64_t>(gpus))
     raise(Kind::kConfig,
           "map_pinned_tensor: device_index is %llu, want 0 to %d, a GPU that "
           "CUDA shows",
           static_cast<unsigned long long>(i), gpus - 1);
   const int device = static_cast<int>(i);
-  const OnDevice guard(device);
-  cs_ptr seen = 0;
-  if (t.bytes)
-    must(cs_cu.MemHostGetDevicePointer(&seen, t.data, 0), "map_pinned_tensor",
-         "find the memory of tensor, which must be pinned (pass "
-         "tensor.pin_memory())");
   if (!t.bytes)
     return make_tensor(nothing(device), t.dtype, t.dims, t.ndim);
-  Memory view = adopt(reinterpret_cast<void *>(seen), t.bytes, device,
-                      new Seen{std::move(memory), device, false}, release_seen);
+  Memory view =
+      adopt(reinterpret_cast<void *>(address), t.bytes, device,
+            new Seen{std::move(memory), device, {false}}, release_seen);
   return make_tensor(view, t.dtype, t.dims, t.ndim);
 }
 

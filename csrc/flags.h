@@ -7,10 +7,21 @@ namespace fserver {
 
 // Each enqueues one small kernel on the current stream of its device, and can be
 // captured into a CUDA graph. The tensors are one int64 each, on a GPU or in
-// pinned host memory, at least one of them on a GPU.
-void write_flag(PyObject *flag, PyObject *seq);
-void wait_flag(PyObject *flag, PyObject *seq); // until *flag >= *seq
-void seq_add_one(PyObject *seq);
+// pinned host memory, at least one of them on a GPU. Their memory is kept until the stream
+// has passed, or, of a captured stream, as long as the graph; kept: the caller does that.
+void write_flag(PyObject *flag, PyObject *seq, bool kept);
+void seq_add_one(PyObject *seq, bool kept);
+
+// Until *flag >= *seq, or end_waits(), or for timeout_ms, which may be None or nullptr; the
+// call after a wait that has lasted for so long raises that.
+void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms, bool kept);
+
+// Has all waits of streams for flags end: those that are enqueued now, and those of graphs
+// until waits_again(), or for good. It calls no driver.
+void end_waits(bool for_good);
+
+// A wait that a graph starts from here on waits. Needs the GIL.
+void waits_again();
 
 // The current stream of the current GPU waits until *flag >= value, without a
 // kernel; not while it is captured.

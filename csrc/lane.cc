@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "args.h"
+#include "driver.h"
 #include "error.h"
 #include "process.h"
 #include "tensor.h"
@@ -19,15 +20,6 @@ namespace {
 const char kSource[] =
 #include "channel_source.inc"
     ;
-
-void open_driver(const char *call) {
-  char why[256];
-  if (cs_cuda_open(why, sizeof why) != 0)
-    raise(Kind::kConfig,
-          "%s: no CUDA driver: %s (install the NVIDIA driver, or use CPU "
-          "tensors)",
-          call, why);
-}
 
 const char kFull[] =
     "(torch keeps what it has freed: torch.cuda.empty_cache())";
@@ -44,6 +36,8 @@ void must(const char *what, cs_result rc) {
   if (rc != CS_CU_SUCCESS)
     fail(what, rc);
 }
+
+void must(const Tried &tried) { must(tried.what(), tried.rc()); }
 
 // Small allocations share a block of 2 MiB, which is what an IPC handle names:
 // whole blocks show a peer nothing else.
@@ -131,36 +125,24 @@ private:
   std::vector<cs_memory_op> &ops_;
 };
 
-// While any thread captures a graph in the mode that is torch's own, others must
-// not make calls that might disturb that (allocations, and waits), unless they say
-// that they know what they do: none of ours touches a stream that is captured.
-struct Relaxed {
-  Relaxed() { cs_cu.ThreadExchangeStreamCaptureMode(&mode); }
-  ~Relaxed() { cs_cu.ThreadExchangeStreamCaptureMode(&mode); }
-  Relaxed(const Relaxed &) = delete;
-  Relaxed &operator=(const Relaxed &) = delete;
-  int mode = CS_CAPTURE_MODE_RELAXED;
-};
-
-bool capturing(cs_stream s) {
-  int state = CS_CAPTURE_NONE;
-  cs_cu.StreamIsCapturing(s, &state);
-  return state != CS_CAPTURE_NONE;
-}
-
 } // namespace
 
 std::string lane_source() { return kSource; }
 
 int lane_arch(int device) {
   open_driver("channel");
-  cs_device d;
   int major = 0, minor = 0;
-  must("find the GPU", cs_cu.DeviceGet(&d, device));
-  must("ask for its compute capability",
-       cs_cu.DeviceGetAttribute(&major, CS_DEV_COMPUTE_CAPABILITY_MAJOR, d));
-  must("ask for its compute capability",
-       cs_cu.DeviceGetAttribute(&minor, CS_DEV_COMPUTE_CAPABILITY_MINOR, d));
+  Tried tried;
+  unlocked([&] {
+    cs_device d = 0;
+    const char *ask = "ask for its compute capability";
+    return tried.ok("find the GPU", cs_cu.DeviceGet(&d, device)) &&
+           tried.ok(ask, cs_cu.DeviceGetAttribute(
+                             &major, CS_DEV_COMPUTE_CAPABILITY_MAJOR, d)) &&
+           tried.ok(ask, cs_cu.DeviceGetAttribute(
+                             &minor, CS_DEV_COMPUTE_CAPABILITY_MINOR, d));
+  });
+  must(tried);
   return major * 10 + minor;
 }
 
@@ -198,40 +180,53 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
     raise(Kind::kConfig, "channel: %s (install a newer one)", why);
   }
   const Relaxed relaxed;
-  must("find the GPU", cs_cu.DeviceGet(&handle_, device));
-  must("hold the GPU's context",
-       cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
+  Tried tried;
+  unlocked([&] {
+    return tried.ok("find the GPU", cs_cu.DeviceGet(&handle_, device)) &&
+           tried.ok("hold the GPU's context",
+                    cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
+  });
+  must(tried);
   check("channel", unlocked([&] { return fs_gpu_hold(device_); }));
   try {
     Entered in(context_);
     void *words = pinned(4096, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP);
     memset(words, 0, 4096);
     words_ = static_cast<volatile uint32_t *>(words);
-    must("map pinned memory", cs_cu.MemHostGetDevicePointer(&seen_, words, 0));
+    must("map pinned memory", unlocked([&] {
+           return cs_cu.MemHostGetDevicePointer(&seen_, words, 0);
+         }));
     out_.name = "send";
     in_.name = "recv";
     if (!image.empty()) {
-      must("load the kernels", unlocked([&] {
-             return cs_cu.ModuleLoadData(&module_, image.data());
-           }));
-      // Asking for an attribute loads a kernel. At its first launch it would be too
-      // late: another one of ours may be waiting then, and the driver waits for it.
-      auto load = [&](cs_function *f, const char *name) {
-        int registers;
-        must("find a kernel", cs_cu.ModuleGetFunction(f, module_, name));
-        must("load a kernel", unlocked([&] {
-               return cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS, *f);
-             }));
-      };
-      load(&out_.few, "send_few");
-      load(&out_.many, "send_many");
-      load(&in_.few, "recv_few");
-      load(&in_.many, "recv_many");
+      unlocked([&] { return load(image.data(), &tried); });
+      must(tried);
     }
   } catch (...) {
     close();
     throw;
   }
+}
+
+// Asking for an attribute loads a kernel. At its first launch it would be too
+// late: another one of ours may be waiting then, and the driver waits for it.
+bool Lane::load(const void *image, Tried *tried) {
+  const std::pair<cs_function *, const char *> kernels[] = {
+      {&out_.few, "send_few"},
+      {&out_.many, "send_many"},
+      {&in_.few, "recv_few"},
+      {&in_.many, "recv_many"}};
+  bool ok =
+      tried->ok("load the kernels", cs_cu.ModuleLoadData(&module_, image));
+  for (const auto &[f, name] : kernels) {
+    int registers;
+    ok =
+        ok &&
+        tried->ok("find a kernel", cs_cu.ModuleGetFunction(f, module_, name)) &&
+        tried->ok("load a kernel",
+                  cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS, *f));
+  }
+  return ok;
 }
 
 // Makes a call of the driver, and once more if it has given full and there was something
@@ -279,13 +274,18 @@ uint64_t Lane::allocate(uint64_t bytes) {
           static_cast<unsigned long long>(bytes), device_, kFull);
   must("allocate", rc);
   owned_.push_back({FS_GPU_MEMORY, p, bytes});
-  cs_stream s;
-  must("make a stream", cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING));
-  rc = cs_cu.MemsetD8Async(p, 0, bytes, s);
-  if (rc == CS_CU_SUCCESS)
-    rc = cs_cu.StreamSynchronize(s);
-  cs_cu.StreamDestroy(s);
-  must("clear memory", rc);
+  Tried tried;
+  unlocked([&] {
+    cs_stream s;
+    if (!tried.ok("make a stream",
+                  cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING)))
+      return false;
+    if (tried.ok("clear memory", cs_cu.MemsetD8Async(p, 0, bytes, s)))
+      tried.ok("clear memory", cs_cu.StreamSynchronize(s));
+    cs_cu.StreamDestroy(s);
+    return tried.good();
+  });
+  must(tried);
   return p;
 }
 
@@ -294,14 +294,20 @@ std::tuple<std::string, uint64_t, uint64_t> Lane::share(uint64_t address) {
   Apart in(context_);
   cs_ptr base = 0;
   size_t bytes = 0;
-  int legacy = 0;
-  void *pool = nullptr;
-  must("find the allocation of a tensor",
-       cs_cu.MemGetAddressRange(&base, &bytes, address));
-  cs_cu.PointerGetAttribute(&legacy, CS_PTR_LEGACY_IPC_CAPABLE, address);
-  cs_cu.PointerGetAttribute(&pool, CS_PTR_MEMPOOL, address);
   cs_ipc_handle h;
-  if (!legacy || pool || cs_cu.IpcGetMemHandle(&h, base) != CS_CU_SUCCESS)
+  Tried tried;
+  const bool shared = unlocked([&] {
+    int legacy = 0;
+    void *pool = nullptr;
+    if (!tried.ok("find the allocation of a tensor",
+                  cs_cu.MemGetAddressRange(&base, &bytes, address)))
+      return false;
+    cs_cu.PointerGetAttribute(&legacy, CS_PTR_LEGACY_IPC_CAPABLE, address);
+    cs_cu.PointerGetAttribute(&pool, CS_PTR_MEMPOOL, address);
+    return legacy && !pool && cs_cu.IpcGetMemHandle(&h, base) == CS_CU_SUCCESS;
+  });
+  must(tried);
+  if (!shared)
     return {std::string(), 0, 0};
   return {std::string(h.bytes, sizeof h.bytes), bytes, address - base};
 }
@@ -330,7 +336,7 @@ std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle,
   must("map a peer's memory", rc);
   owned_.push_back({FS_GPU_MAPPING, p, 0});
   must("find the size of a peer's memory",
-       cs_cu.MemGetAddressRange(&base, &bytes, p));
+       unlocked([&] { return cs_cu.MemGetAddressRange(&base, &bytes, p); }));
   owned_.back().bytes = bytes;
   return {p, bytes - (p - base)};
 }
@@ -339,24 +345,31 @@ void Lane::reach(int device) {
   need("channel");
   if (device == device_)
     return;
-  cs_device other;
-  cs_context context;
+  Apart in(context_);
+  Tried tried;
   int can = 0;
-  must("find the peer's GPU", cs_cu.DeviceGet(&other, device));
-  must("ask for peer access", cs_cu.DeviceCanAccessPeer(&can, handle_, other));
+  unlocked([&] {
+    cs_device other = 0;
+    cs_context context;
+    if (!tried.ok("find the peer's GPU", cs_cu.DeviceGet(&other, device)) ||
+        !tried.ok("ask for peer access",
+                  cs_cu.DeviceCanAccessPeer(&can, handle_, other)) ||
+        !can ||
+        !tried.ok("hold the peer's context",
+                  cs_cu.DevicePrimaryCtxRetain(&context, other)))
+      return false;
+    const cs_result rc = cs_cu.CtxEnablePeerAccess(context, 0);
+    cs_cu.DevicePrimaryCtxRelease(other); // its channel holds it
+    return rc == CS_CU_PEER_ACCESS_ALREADY_ENABLED ||
+           tried.ok("use the memory of the peer's GPU", rc);
+  });
+  must(tried);
   if (!can)
     raise(Kind::kConfig,
           "channel: gpu %d cannot use the memory of gpu %d: no peer access "
           "between them (nvidia-smi topo -p2p rw shows it; use "
           "mode=\"proxy\")",
           device_, device);
-  Apart in(context_);
-  must("hold the peer's context",
-       cs_cu.DevicePrimaryCtxRetain(&context, other));
-  cs_result rc = cs_cu.CtxEnablePeerAccess(context, 0);
-  cs_cu.DevicePrimaryCtxRelease(other); // its channel holds it
-  if (rc != CS_CU_PEER_ACCESS_ALREADY_ENABLED)
-    must("use the memory of the peer's GPU", rc);
 }
 
 void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
@@ -420,8 +433,14 @@ void Lane::begin(bool in_turn, bool send_first, uint64_t flags,
 // What it needs it has when this returns: a lane that cannot be watched is no lane.
 void Lane::start_watcher() {
   Apart in(context_);
-  for (cs_stream &s : watcher_streams_)
-    must("make a stream", cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING));
+  Tried tried;
+  unlocked([&] {
+    for (cs_stream &s : watcher_streams_)
+      tried.good() && tried.ok("make a stream",
+                               cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING));
+    return 0;
+  });
+  must(tried);
   for (const Segment &g : in_.copies)
     if (g.s.flags)
       ends_.push_back(g.s.flags);
@@ -448,7 +467,7 @@ void Lane::start_watcher() {
           "channels)",
           e.what());
   }
-  must("enter the GPU's context", entered.get());
+  must("enter the GPU's context", unlocked([&] { return entered.get(); }));
 }
 
 // Without turns the kernel has to see the receiver's credit first.
@@ -501,10 +520,16 @@ cs_stream Lane::stream(const char *call, bool sends) {
   stand(call, sends);
   auto s = reinterpret_cast<cs_stream>(native_stream(device_));
   if (used_ && s != last_) {
-    Entered in(context_); // that a default stream is of
+    Apart in(context_); // that a default stream is of
+    busy_ = true;
     // Asking a stream that is captured would end its capture.
-    if (!capturing(s) && !capturing(last_) &&
-        cs_cu.StreamQuery(last_) == CS_CU_NOT_READY)
+    const bool in_use = unlocked([&] {
+      return !capturing(s) && !capturing(last_) &&
+             cs_cu.StreamQuery(last_) == CS_CU_NOT_READY;
+    });
+    busy_ = false;
+    need(call); // another thread may have closed it meanwhile
+    if (in_use)
       raise(Kind::kConfig,
             "%s: the channel is still in use on another stream: synchronize "
             "that one first, or open a "
@@ -558,18 +583,23 @@ template <class F>
 void Lane::message(const char *call, cs_stream s, F enqueue) {
   begun_ = false;
   busy_ = true;
-  const cs_result rc = unlocked(enqueue);
+  bool captured = false;
+  const cs_result rc = unlocked([&] {
+    const cs_result enqueued = enqueue();
+    captured = capturing(s);
+    return enqueued;
+  });
   busy_ = false;
   if (rc == CS_CU_SUCCESS) {
-    used(s);
+    used(s, captured);
     return;
   }
   try {
     fail(call, rc);
   } catch (const Raised &) {
-    if (begun_ && !capturing(s)) {
+    if (begun_ && !captured) {
       broken_ = call;
-      used(s);
+      used(s, false);
       abort();
       if (explain_) {
         PyObject *type, *value, *trace;
@@ -752,24 +782,27 @@ std::string Lane::peek(uint64_t address, uint64_t bytes) {
   Apart in(context_);
   std::string data(bytes, 0);
   void *host = pinned(bytes, 0);
-  cs_stream s;
-  cs_result rc = cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING);
-  if (rc == CS_CU_SUCCESS) {
-    rc = cs_cu.MemcpyDtoHAsync(host, address, bytes, s);
-    if (rc == CS_CU_SUCCESS)
-      rc = unlocked([&] { return cs_cu.StreamSynchronize(s); });
-    cs_cu.StreamDestroy(s);
-  }
-  memcpy(data.data(), host, bytes);
-  cs_cu.MemFreeHost(host);
+  const cs_result rc = unlocked([&] {
+    cs_stream s;
+    cs_result done = cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING);
+    if (done == CS_CU_SUCCESS) {
+      done = cs_cu.MemcpyDtoHAsync(host, address, bytes, s);
+      if (done == CS_CU_SUCCESS)
+        done = cs_cu.StreamSynchronize(s);
+      cs_cu.StreamDestroy(s);
+    }
+    memcpy(data.data(), host, bytes);
+    cs_cu.MemFreeHost(host);
+    return done;
+  });
   must("read the GPU's memory", rc);
   return data;
 }
 
-void Lane::used(cs_stream s) {
+void Lane::used(cs_stream s, bool captured) {
   last_ = s;
   used_ = true;
-  captured_ = captured_ || capturing(s);
+  captured_ = captured_ || captured;
 }
 
 void Lane::settle() {
@@ -788,7 +821,10 @@ void Lane::finish() {
 }
 
 int Lane::pending() const {
-  return used_ && !closed_ ? cs_cu.StreamQuery(last_) : CS_CU_SUCCESS;
+  if (!used_ || closed_)
+    return CS_CU_SUCCESS;
+  Apart in(context_);
+  return unlocked([&] { return cs_cu.StreamQuery(last_); });
 }
 
 void Lane::abort() {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "../cshim/cuda/cs_channel.h"
-#include "../cshim/cuda/cs_cuda.h"
+#include "driver.h"
 #include "second.h"
 #include "tensor.h"
 
@@ -33,7 +33,7 @@ struct Segment {
   cs_segment s;
 };
 
-// All methods but the watcher hold the GIL, but not where the driver waits for the GPU.
+// All methods but the watcher are called with the GIL, and call the driver without.
 // After close() there is only status().
 class Lane {
 public:
@@ -118,7 +118,8 @@ private:
 
   void stand(const char *call, bool sends) const; // raises what has ended it
   cs_stream stream(const char *call, bool sends);
-  void used(cs_stream s);
+  void used(cs_stream s, bool captured);
+  bool load(const void *image, Tried *tried);
   void settle(); // waits for what is enqueued
   void turn(const char *call, bool sends);
   void have(const char *call) const;

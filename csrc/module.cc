@@ -13,6 +13,7 @@
 #include "flags.h"
 #include "host.h"
 #include "lane.h"
+#include "mark.h"
 #include "node.h"
 #include "process.h"
 #include "server.h"
@@ -437,6 +438,15 @@ void define(py::module_ &m) {
   add_fast(lane, "recv", lane_recv,
            "recv($self, /)\n--\n\n"
            "Enqueues a receive on the current stream.");
+  py::class_<Mark>(m, "Mark", py::module_local(),
+                   "How far a stream of a GPU is.")
+      .def(py::init<int>(), py::arg("device"))
+      .def("capturing", &Mark::capturing)
+      .def("elsewhere", &Mark::elsewhere)
+      .def("record", &Mark::record)
+      .def("passed", &Mark::passed);
+  m.def("synchronize", &synchronize, py::arg("device"),
+        "Waits for all that a GPU has to do.");
   m.def("lane_source", &lane_source, "The source of the kernels, for NVRTC.");
   m.def("lane_arch", &lane_arch, "Compute capability of a GPU: 90 for 9.0.");
 
@@ -448,17 +458,24 @@ void define(py::module_ &m) {
       py::arg("bytes"), "A tensor of uint8 in shared memory.");
   m.def(
       "write_flag",
-      [](py::handle flag, py::handle seq) {
-        write_flag(flag.ptr(), seq.ptr());
+      [](py::handle flag, py::handle seq, bool kept) {
+        write_flag(flag.ptr(), seq.ptr(), kept);
       },
-      py::arg("flag"), py::arg("seq"), "Writes seq to flag on the stream.");
+      py::arg("flag"), py::arg("seq"), py::arg("kept") = false,
+      "Writes seq to flag on the stream. kept: the caller keeps both until it "
+      "has.");
   m.def(
       "wait_flag",
-      [](py::handle flag, py::handle seq) { wait_flag(flag.ptr(), seq.ptr()); },
-      py::arg("flag"), py::arg("seq"), "The stream waits until flag >= seq.");
+      [](py::handle flag, py::handle seq, py::handle timeout_ms, bool kept) {
+        wait_flag(flag.ptr(), seq.ptr(), timeout_ms.ptr(), kept);
+      },
+      py::arg("flag"), py::arg("seq"), py::arg("timeout_ms") = py::none(),
+      py::arg("kept") = false, "The stream waits until flag >= seq.");
   m.def(
-      "seq_add_one", [](py::handle seq) { seq_add_one(seq.ptr()); },
-      py::arg("seq"), "Adds one to seq on the stream.");
+      "seq_add_one",
+      [](py::handle seq, bool kept) { seq_add_one(seq.ptr(), kept); },
+      py::arg("seq"), py::arg("kept") = false,
+      "Adds one to seq on the stream.");
   m.def(
       "wait_value",
       [](py::handle flag, py::handle value) {

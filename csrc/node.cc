@@ -7,7 +7,9 @@
 
 #include "args.h"
 #include "error.h"
+#include "flags.h"
 #include "host.h"
+#include "keeper.h"
 #include "process.h"
 
 namespace fserver {
@@ -28,13 +30,14 @@ Node::Node(const std::vector<std::string> &settings) {
     error.raise();
   }
   open_nodes.push_back(id_);
+  waits_again();
   holder_.attach(info_.words, info_.mask);
 }
 
 Node::~Node() {
   shut();
   if (!forked.load())
-    fs_free(id_);
+    unlocked([&] { return fs_free(id_); });
 }
 
 void Node::enter(const char *call) const {
@@ -73,7 +76,7 @@ void Node::barrier(bool include_server, bool include_client,
   struct Call {
     ~Call() {
       if (token)
-        fs_barrier_drop(node, token);
+        unlocked([&] { return fs_barrier_drop(node, token); });
     }
     fs_node node;
     uint64_t token;
@@ -113,6 +116,8 @@ void Node::released() {
   closed_ = true;
   open_nodes.erase(std::remove(open_nodes.begin(), open_nodes.end(), id_),
                    open_nodes.end());
+  if (open_nodes.empty()) // nobody is left to set a flag
+    end_waits(false);
   forget();
   holder_.clear();
 }
@@ -120,14 +125,15 @@ void Node::released() {
 std::string Node::describe() {
   enter("describe");
   return text_from("describe", [&](char *buf, size_t cap, size_t *need) {
-    return fs_describe(id_, buf, cap, need);
+    return unlocked([&] { return fs_describe(id_, buf, cap, need); });
   });
 }
 
 uint64_t Node::channel_open(const std::string &name) {
   enter_connected("channel");
   uint64_t channel = 0;
-  check("channel", fs_channel_open(id_, name.c_str(), &channel));
+  check("channel",
+        unlocked([&] { return fs_channel_open(id_, name.c_str(), &channel); }));
   return channel;
 }
 
@@ -140,8 +146,9 @@ void Node::channel_watch(uint64_t channel, uint64_t word) {
 void Node::channel_tell(uint64_t channel, uint32_t peer,
                         const std::string &text) {
   enter_connected("channel");
-  check("channel",
-        fs_channel_tell(id_, channel, peer, text.data(), text.size()));
+  check("channel", unlocked([&] {
+          return fs_channel_tell(id_, channel, peer, text.data(), text.size());
+        }));
 }
 
 std::string Node::channel_text(uint64_t channel, uint32_t peer,
@@ -204,8 +211,10 @@ void close_all() {
   exiting.store(true);
   std::vector<fs_node> nodes = std::move(open_nodes);
   PyThreadState *state = PyEval_SaveThread();
+  end_waits(true);
   for (fs_node n : nodes)
     fs_close(n);
+  end_keeper();
   // The threads that this has released need the GIL to get out of our calls;
   // then the next call of each is refused. A thread that is still inside when
   // the interpreter goes would be ended in the middle of C++.

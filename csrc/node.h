@@ -10,6 +10,7 @@
 
 #include "fserver.h"
 #include "holder.h"
+#include "process.h"
 
 namespace fserver {
 
@@ -53,6 +54,12 @@ protected:
   // Refuses a call on a node that cannot take it.
   void enter(const char *call) const;
   void enter_connected(const char *call) const;
+
+  // Whether to send so many bytes of the CPU, beside what is on a GPU, without the GIL: it
+  // takes long, or the engine may call the driver meanwhile, for this message or another.
+  bool may_block(uint64_t bytes) const {
+    return info_.device >= 0 || bytes >= kLarge;
+  }
 
   // Closes the node and lets go of all memory. Every class that adds memory
   // calls it in its destructor, while that memory is still there.

@@ -6,7 +6,10 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <exception>
 #include <limits>
+#include <optional>
+#include <utility>
 
 #include "error.h"
 #include "fserver.h"
@@ -45,13 +48,25 @@ inline void enter(const char *call) {
 // Calls f, which knows no Python, without the GIL. Nothing of ours is locked
 // meanwhile. RestoreThread does not return once the interpreter is finalizing;
 // close_all() sees to it that no thread is here then.
+//
+// Every call that may reach the driver is made so, whatever its size: while a stream
+// waits, any of them may wait for it (a full stream, a kernel that is loaded, memory that
+// is freed), and what ends that wait may be a Python thread.
 template <class F> auto unlocked(F &&f) {
+  std::exception_ptr thrown; // by torch
+  std::optional<decltype(f())> r;
   outside.fetch_add(1);
   PyThreadState *state = PyEval_SaveThread();
-  auto r = f();
+  try {
+    r.emplace(f());
+  } catch (...) {
+    thrown = std::current_exception();
+  }
   PyEval_RestoreThread(state);
   outside.fetch_sub(1);
-  return r;
+  if (thrown)
+    std::rethrow_exception(thrown);
+  return std::move(*r);
 }
 
 // Calls f(slice_ns, flags) without the GIL for as long as it returns -EAGAIN

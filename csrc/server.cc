@@ -226,13 +226,20 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
   fs_ticket ticket = 0;
   size_t answered = 0;
   const bool behind = need_event && on_gpu;
-  const uint64_t stream = behind ? current_stream("respond", device) : 0;
+  bool captured = false;
   auto send = [&] {
+    uint64_t stream = 0;
+    if (behind && !current_stream(device, &stream)) {
+      captured = true;
+      return 0;
+    }
     return behind ? fs_respond_on(id_, stream, &h, &n, 1, t.data(), &ticket,
                                   &answered)
                   : fs_respond(id_, &h, &n, 1, t.data(), &ticket, &answered);
   };
-  check("respond", bytes < kLarge ? send() : unlocked(send));
+  check("respond", may_block(bytes) ? unlocked(send) : send());
+  if (captured)
+    refuse_captured("respond", device);
   lease.keep(ticket);
 }
 
@@ -305,15 +312,21 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   Array<fs_ticket, 16> tickets(n);
   size_t answered = n;
   const bool on_gpu = whole.device >= 0;
-  const uint64_t stream =
-      on_gpu ? current_stream("respond_vec", whole.device) : 0;
+  bool captured = false;
   auto send = [&] {
+    uint64_t stream = 0;
+    if (on_gpu && !current_stream(whole.device, &stream)) {
+      captured = true;
+      return 0;
+    }
     return on_gpu ? fs_respond_on(id_, stream, h.data(), counts.data(), n,
                                   t.data(), tickets.data(), &answered)
                   : fs_respond(id_, h.data(), counts.data(), n, t.data(),
                                tickets.data(), &answered);
   };
-  int rc = on_gpu || whole.bytes < kLarge ? send() : unlocked(send);
+  int rc = may_block(whole.bytes) ? unlocked(send) : send();
+  if (captured)
+    refuse_captured("respond_vec", whole.device);
   for (size_t k = 0; k < (rc < 0 ? answered : n); k++) {
     Lease lease(holder_);
     lease.add(memory.share());

@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "cs_cuda.h"
+#include "driver.h"
+#include "process.h"
 
 namespace fserver {
 namespace {
@@ -290,18 +291,17 @@ void *native_stream(int device) {
       .native_handle();
 }
 
-uint64_t current_stream(const char *call, int device) {
-  const c10::impl::VirtualGuardImpl gpu(c10::DeviceType::CUDA);
-  const auto stream =
-      reinterpret_cast<uint64_t>(gpu.getStream(place(device)).native_handle());
-  int captured = CS_CAPTURE_NONE;
-  cs_cu.StreamIsCapturing(reinterpret_cast<cs_stream>(stream), &captured);
-  if (captured != CS_CAPTURE_NONE)
-    raise(Kind::kConfig,
-          "%s: the current stream of cuda:%d is being captured into a CUDA "
-          "graph, which this call cannot be part of: call it outside",
-          call, device);
-  return stream;
+bool current_stream(int device, uint64_t *stream) {
+  const auto s = static_cast<cs_stream>(native_stream(device));
+  *stream = reinterpret_cast<uint64_t>(s);
+  return !capturing(s);
+}
+
+void refuse_captured(const char *call, int device) {
+  raise(Kind::kConfig,
+        "%s: the current stream of cuda:%d is being captured into a CUDA "
+        "graph, which this call cannot be part of: call it outside",
+        call, device);
 }
 
 namespace {
@@ -327,7 +327,7 @@ int current_gpu() { return gpus().getDevice().index(); }
 
 namespace {
 
-fs_tensor one_int64(PyObject *o, Arg arg) {
+Memory one_int64(PyObject *o, Arg arg, fs_tensor *one) {
   if (!is_tensor(o))
     refuse(arg, -1, Kind::kConfig,
            std::string("is of type ") + Py_TYPE(o)->tp_name +
@@ -342,16 +342,15 @@ fs_tensor one_int64(PyObject *o, Arg arg) {
                         : std::string("is undefined")) +
                ": want one int64 (torch.zeros(1, dtype=torch.int64)) on a GPU "
                "or the CPU");
-  fs_tensor one;
-  read_tensor(o, arg, -1, Access::kWrite, t.is_cpu() ? -1 : t.device().index(),
-              &one);
-  return one;
+  return read_tensor(o, arg, -1, Access::kWrite,
+                     t.is_cpu() ? -1 : t.device().index(), one);
 }
 
 } // namespace
 
 int64_t *read_word(PyObject *o, Arg arg) {
-  const fs_tensor t = one_int64(o, arg);
+  fs_tensor t;
+  one_int64(o, arg, &t);
   if (t.device >= 0)
     refuse(arg, -1, Kind::kConfig,
            "is on a GPU: pass what pin_memory() gave, on the CPU");
@@ -359,12 +358,17 @@ int64_t *read_word(PyObject *o, Arg arg) {
 }
 
 Counter read_counter(PyObject *o, Arg arg) {
-  const fs_tensor t = one_int64(o, arg);
-  if (t.device < 0 && !THPVariable_Unpack(o).is_pinned())
+  fs_tensor t;
+  Memory memory = one_int64(o, arg, &t);
+  const at::Tensor tensor = THPVariable_Unpack(o);
+  if (t.device < 0 && !unlocked([&] {
+        const Relaxed relaxed;
+        return tensor.is_pinned();
+      }))
     refuse(arg, -1, Kind::kConfig,
            "is on the CPU and not pinned: pass " + std::string(arg.name) +
                ".pin_memory()");
-  return {reinterpret_cast<uint64_t>(t.data), t.device};
+  return {reinterpret_cast<uint64_t>(t.data), t.device, std::move(memory)};
 }
 
 void *adopted(PyObject *tensor, void (*free)(void *)) {

@@ -88,11 +88,15 @@ Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
 // The same of one in memory of the CPU that is to be pinned, for reading.
 Memory read_pinned(PyObject *o, Arg arg, fs_tensor *t);
 
-// The current stream of a GPU that a tensor is on, as the driver knows it.
-// Refuses one that is being captured into a graph.
-uint64_t current_stream(const char *call, int device);
+// The current stream of a GPU that a tensor is on, as the driver knows it, for calls
+// without the GIL. False: it is being captured into a graph.
+bool current_stream(int device, uint64_t *stream);
 
-// Makes a GPU current for torch and the driver, as long as it lives.
+// Raises that, with the GIL.
+[[noreturn]] void refuse_captured(const char *call, int device);
+
+// Makes a GPU current for torch and the driver, as long as it lives. For calls without
+// the GIL: it may make the GPU's context.
 class OnDevice {
 public:
   explicit OnDevice(int device);
@@ -112,6 +116,7 @@ int current_gpu();
 struct Counter {
   uint64_t address;
   int device; // -1: pinned host memory
+  Memory memory;
 };
 Counter read_counter(PyObject *o, Arg arg);
 

@@ -155,8 +155,13 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
     claim.emplace(claims_, t.data() + np, nq);
   fs_ticket ticket = 0;
   const bool behind = need_event && on_gpu;
-  const uint64_t stream = behind ? current_stream("push_pull", device) : 0;
+  bool captured = false;
   auto send = [&] {
+    uint64_t stream = 0;
+    if (behind && !current_stream(device, &stream)) {
+      captured = true;
+      return 0;
+    }
     if (channel)
       return fs_channel_push_pull(id_, channel, t.data(), np, t.data() + np, nq,
                                   &ticket);
@@ -164,7 +169,9 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
                                     nq, &ticket)
                   : fs_push_pull(id_, t.data(), np, t.data() + np, nq, &ticket);
   };
-  check("push_pull", bytes < kLarge ? send() : unlocked(send));
+  check("push_pull", may_block(bytes) ? unlocked(send) : send());
+  if (captured)
+    refuse_captured("push_pull", device);
   lease.keep(ticket);
   const uint64_t first = next_;
   if (claim)

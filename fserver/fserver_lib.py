@@ -292,7 +292,8 @@ def write_flag(flag: Tensor, seq: Tensor) -> None:
     """Writes ``seq`` to ``flag`` on the current CUDA stream, after what is queued there.
 
     Both are one int64, on the GPU or in pinned memory, and at least one of them on the GPU. It can
-    be captured into a CUDA graph.
+    be captured into a CUDA graph. The memory of both is kept until the stream has passed, or as
+    long as the graph, or what was made of it.
 
     Raises:
         ConfigError: a tensor of another kind, or on two GPUs.
@@ -300,9 +301,24 @@ def write_flag(flag: Tensor, seq: Tensor) -> None:
     _loader.load().write_flag(flag, seq)
 
 
-def wait_flag(flag: Tensor, seq: Tensor) -> None:
-    """Makes the current CUDA stream wait until ``flag >= seq``; as :func:`write_flag`."""
-    _loader.load().wait_flag(flag, seq)
+def wait_flag(flag: Tensor, seq: Tensor, timeout_ms: float | None = None) -> None:
+    """Makes the current CUDA stream wait until ``flag >= seq``; as :func:`write_flag`.
+
+    The wait also ends, and the stream goes on without the flag, when the last node of this process
+    is stopped or closed, and when the interpreter ends. That goes for waits that are enqueued
+    already, and for those of graphs until a node is opened or this is called again. No peer
+    is known to be behind a flag: the loss of one ends nothing.
+
+    Args:
+        timeout_ms: ends the wait so long after it has begun; None: it has no limit. In a graph it
+            stays as it was captured.
+
+    Raises:
+        ConfigError: as :func:`write_flag`.
+        TimeoutError: a wait before, of any stream, has lasted for its ``timeout_ms``. Nothing is
+            enqueued; the next call is as if it had not been.
+    """
+    _loader.load().wait_flag(flag, seq, timeout_ms)
 
 
 def seq_add_one(seq: Tensor) -> None:

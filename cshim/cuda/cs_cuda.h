@@ -31,6 +31,8 @@ typedef struct cs_stream_ *cs_stream;
 typedef struct cs_event_ *cs_event;
 typedef struct cs_module_ *cs_module;
 typedef struct cs_function_ *cs_function;
+typedef struct cs_graph_ *cs_graph;
+typedef struct cs_user_object_ *cs_user_object;
 typedef unsigned long long cs_allocation; /* CUmemGenericAllocationHandle */
 
 typedef struct {
@@ -53,6 +55,7 @@ enum {
   CS_CU_NOT_SUPPORTED = 801,
   CS_CU_STREAM_CAPTURE_UNSUPPORTED = 900,
   CS_CU_STREAM_CAPTURE_INVALIDATED = 901,
+  CS_CU_STREAM_CAPTURE_WRONG_THREAD = 908, /* the last of that sort */
 };
 
 /* Of DeviceGetAttribute. */
@@ -85,6 +88,8 @@ enum { CS_WRITE_DEFAULT = 0 };
 enum { CS_OP_WAIT_32 = 1, CS_OP_WRITE_32 = 2 };
 enum { CS_CAPTURE_NONE = 0, CS_CAPTURE_INVALIDATED = 2 };
 enum { CS_CAPTURE_MODE_GLOBAL = 0, CS_CAPTURE_MODE_RELAXED = 2 };
+enum { CS_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1 };
+enum { CS_GRAPH_USER_OBJECT_MOVE = 1 };
 enum { CS_HANDLE_POSIX_FD = 1 };
 enum { CS_LOCATION_DEVICE = 1 };
 enum { CS_ACCESS_READWRITE = 3 };
@@ -220,6 +225,14 @@ typedef union {
     (cs_stream stream, int *status))                                           \
   F(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",      \
     10010, (int *mode))                                                        \
+  NEW(StreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2", 11030,                \
+      (cs_stream stream, int *status, uint64_t *id, cs_graph *graph,           \
+       const void **dependencies, size_t *count))                              \
+  NEW(UserObjectCreate, "cuUserObjectCreate", 11030,                           \
+      (cs_user_object * object, void *data, void (*destroy)(void *data),       \
+       unsigned references, unsigned flags))                                   \
+  NEW(GraphRetainUserObject, "cuGraphRetainUserObject", 11030,                 \
+      (cs_graph graph, cs_user_object object, unsigned count, unsigned flags)) \
   NEW(StreamWriteValue32, "cuStreamWriteValue32_v2", 11070,                    \
       (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))      \
   NEW(StreamWriteValue64, "cuStreamWriteValue64_v2", 11070,                    \

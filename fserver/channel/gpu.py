@@ -78,7 +78,7 @@ class GpuSide:
         self.lane.hold([t for row in (*outgoing, *incoming) for t in row])
         self._device = device
         # A peer may write to these tensors from now on, and what filled them comes first.
-        torch.cuda.synchronize(device)
+        extension.synchronize(device)
         if mode == "ce":  # which tells the rows only when there are fewer than all
             self._fill_rows(incoming)
         self.send, self.recv = self.lane.send, self.lane.recv
@@ -88,7 +88,7 @@ class GpuSide:
 
         for words, row in zip(self.rows(), incoming, strict=True):
             words.copy_(torch.tensor([piece(t).rows for t in row], dtype=torch.int64))
-        torch.cuda.synchronize(self._device)
+        _loader.load().synchronize(self._device)
 
     def describe(self, peer: int) -> dict[str, Any]:
         return self.plan.describe(peer)

@@ -37,8 +37,7 @@ class Gpu:
 
         self._torch, self.device = torch, device
         self._extension = _loader.load()
-        self._stream: Any = None  # that was used last
-        self._event = torch.cuda.Event()
+        self._mark = self._extension.Mark(device.index)  # behind what was enqueued last
         self._captured = False
 
     def host(self, like: Tensor) -> Tensor:
@@ -63,16 +62,14 @@ class Gpu:
 
     def settle(self) -> None:
         """Waits for what has filled the memory."""
-        self._torch.cuda.synchronize(self.device)
+        self._extension.synchronize(self.device.index)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Around what is enqueued for one call."""
-        cuda = self._torch.cuda
-        with cuda.device(self.device):
-            stream = cuda.current_stream()
-            capturing = cuda.is_current_stream_capturing()
-            if not capturing and self._stream not in (None, stream) and not self._event.query():
+        with self._torch.cuda.device(self.device):
+            capturing = self._mark.capturing()
+            if not capturing and self._mark.elsewhere():
                 raise ConfigError(
                     f"{name}: the channel is in use on another stream: give each stream a channel "
                     "of its own, or wait for that stream first"
@@ -81,8 +78,7 @@ class Gpu:
             if capturing:
                 self._captured = True
             else:
-                self._stream = stream
-                self._event.record(stream)
+                self._mark.record()
 
     def copy(self, to: Tensor, what: Tensor) -> None:
         to.copy_(what, non_blocking=True)
@@ -91,17 +87,17 @@ class Gpu:
         word.fill_(value)
 
     def count(self, counter: Tensor) -> None:
-        self._extension.seq_add_one(counter)
+        self._extension.seq_add_one(counter, kept=True)  # all by the side, until it is idle
 
     def show(self, flag: Tensor, counter: Tensor) -> None:
-        self._extension.write_flag(flag, counter)
+        self._extension.write_flag(flag, counter, kept=True)
 
     def wait(self, flag: Tensor, counter: Tensor) -> None:
-        self._extension.wait_flag(flag, counter)
+        self._extension.wait_flag(flag, counter, kept=True)
 
     def idle(self) -> bool:
         """Whether all is over that was enqueued outside of graphs."""
-        return self._stream is None or self._event.query()
+        return self._mark.passed()
 
     def finished(self, seconds: float) -> bool:
         """Waits for what is enqueued; false: not within the time. A graph may be replayed on any

@@ -2,6 +2,8 @@
  * the process, what is enqueued on a stream has run when a call returns, and a kernel does, in one
  * block for each segment, what that of channel.cu does, but for waiting. Each fail_... has calls fail, each count can be read. (fakecuda.c is the one for the raw
  * baselines of the bench, which are two processes without kernels.) */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -52,14 +54,29 @@ int waits; /* for this to be 0 again: what frees memory, launches, and batches *
 int waiting;  /* calls that wait so */
 int unloaded; /* launches of LaunchKernel whose kernel was not loaded before */
 int captures; /* a stream of another thread is captured, in the mode "global" */
+int with_gil; /* calls of a thread that kept other Python threads from running */
 uint64_t launched_bytes; /* of the first segment of the newest launch */
 unsigned launched_rows;
 
 static _Thread_local cs_context current;
 static _Thread_local int mode = CS_CAPTURE_MODE_GLOBAL, starter;
 
+/* Any call may wait for the GPU, but those that look at the thread alone. */
+static void called(const char *name) {
+  static int (*holds)(void);
+  if (!holds) {
+    void *found = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    memcpy(&holds, &found, sizeof found);
+  }
+  if (!holds || !holds())
+    return;
+  fprintf(stderr, "the driver is called with the GIL: %s\n", name);
+  __atomic_add_fetch(&with_gil, 1, __ATOMIC_SEQ_CST);
+}
+
 /* Refused while another thread captures, unless this one says that it knows what it does. */
 static int unsafe(void) {
+  called(__func__);
   if (!captures || mode == CS_CAPTURE_MODE_RELAXED)
     return CS_CU_SUCCESS;
   spoiled++;
@@ -85,12 +102,16 @@ static void take(void) { __atomic_add_fetch(&held, 1, __ATOMIC_SEQ_CST); }
 static void give_back(void) { __atomic_sub_fetch(&held, 1, __ATOMIC_SEQ_CST); }
 
 static int give_back_safely(void) {
+  called(__func__);
   give_back();
   wait_for_it();
   return unsafe();
 }
 
-static int good(void) { return CS_CU_SUCCESS; }
+static int good(void) {
+  called(__func__);
+  return CS_CU_SUCCESS;
+}
 static int start(unsigned flags) {
   starter = 1;
   return (int)flags;
@@ -101,15 +122,18 @@ static int text(int result, const char **out) {
 }
 
 static int get_device(cs_device *out, int ordinal) {
+  called(__func__);
   *out = ordinal;
   return ordinal >= GPUS;
 }
 static int retain(cs_context *out, int device) {
+  called(__func__);
   *out = (cs_context)(intptr_t)(device + 1);
   take();
   return CS_CU_SUCCESS;
 }
 static int release(void) {
+  called(__func__);
   give_back();
   return CS_CU_SUCCESS;
 }
@@ -125,6 +149,7 @@ static int set_context(cs_context context) {
 }
 static unsigned there; /* the newest of them */
 static int new_context(cs_context *out, unsigned flags, cs_device device) {
+  called(__func__);
   (void)flags;
   if (fail_second)
     return CS_CU_OUT_OF_MEMORY;
@@ -135,6 +160,7 @@ static int new_context(cs_context *out, unsigned flags, cs_device device) {
   return unsafe();
 }
 static int end_context(cs_context which) {
+  called(__func__);
   misplaced += which == current || (intptr_t)which < SECOND;
   seconds--;
   return give_back_safely();
@@ -157,28 +183,34 @@ static void *room(size_t bytes) {
 static int in_second(void) { return (intptr_t)current >= SECOND; }
 static int none_left(int of) { return of && (intptr_t)current == of; }
 static int free_safely(void) {
+  called(__func__);
   full = 0;
   return give_back_safely();
 }
 static int free_host_safely(void) {
+  called(__func__);
   full_host = 0;
   return give_back_safely();
 }
 static int unmap(void) {
+  called(__func__);
   taken = 0;
   return give_back_safely();
 }
 static int count_devices(int *out) {
+  called(__func__);
   *out = GPUS;
   return CS_CU_SUCCESS;
 }
 static int import(cs_ptr *out) {
+  called(__func__);
   if (taken)
     return CS_CU_ALREADY_MAPPED;
   *out = fail_import ? 0 : (cs_ptr)(uintptr_t)room(2 << 20);
   return fail_import;
 }
 static int load(cs_module *out) {
+  called(__func__);
   if (none_left(fail_load))
     return CS_CU_OUT_OF_MEMORY;
   *out = (cs_module)(uintptr_t)1;
@@ -190,6 +222,7 @@ static struct {
   size_t bytes;
 } given[256]; /* the newest */
 static int alloc(cs_ptr *out, size_t bytes) {
+  called(__func__);
   static unsigned n;
   if (full || none_left(fail_alloc))
     return CS_CU_OUT_OF_MEMORY;
@@ -199,16 +232,19 @@ static int alloc(cs_ptr *out, size_t bytes) {
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
 }
 static int alloc_host(void **out, size_t bytes) {
+  called(__func__);
   if (full_host || none_left(fail_host))
     return CS_CU_OUT_OF_MEMORY;
   *out = room(bytes);
   return *out ? unsafe() : CS_CU_OUT_OF_MEMORY;
 }
 static int seen_at(cs_ptr *out, void *host) {
+  called(__func__);
   *out = (cs_ptr)(uintptr_t)host;
   return CS_CU_SUCCESS;
 }
 static int range(cs_ptr *base, size_t *bytes, cs_ptr address) {
+  called(__func__);
   *base = address & ~0xfffull;
   *bytes = 2 << 20;
   for (size_t i = 0; i < 256; i++) {
@@ -220,6 +256,7 @@ static int range(cs_ptr *base, size_t *bytes, cs_ptr address) {
   return CS_CU_SUCCESS;
 }
 static int pointer(void *out, int what, cs_ptr address) {
+  called(__func__);
   if (what != CS_PTR_LEGACY_IPC_CAPABLE)
     return CS_CU_SUCCESS;
   *(int *)out = !foreign;
@@ -230,11 +267,13 @@ static int pointer(void *out, int what, cs_ptr address) {
   return CS_CU_SUCCESS;
 }
 static int can_access(int *out) {
+  called(__func__);
   *out = !no_access;
   return CS_CU_SUCCESS;
 }
 
 static int new_stream(cs_stream *out) {
+  called(__func__);
   if (fail_later == 0 && none_left(fail_stream))
     return CS_CU_OUT_OF_MEMORY;
   fail_later -= fail_later > 0;
@@ -252,16 +291,19 @@ static void check_place(cs_stream s) {
   misplaced += in_second() != ((uintptr_t)s == THERE + there);
 }
 static int query(cs_stream s) {
+  called(__func__);
   check_place(s);
   asked++;
   return busy || is_behind(s) ? CS_CU_NOT_READY : CS_CU_SUCCESS;
 }
 static int is_capturing(cs_stream s, int *out) {
+  called(__func__);
   (void)s;
   *out = capturing ? CS_CAPTURE_INVALIDATED : CS_CAPTURE_NONE;
   return CS_CU_SUCCESS;
 }
 static int copy(cs_ptr to, cs_ptr from, size_t bytes) {
+  called(__func__);
   misplaced += in_second();
   if (++copies == fail_copy)
     return UNKNOWN;
@@ -269,10 +311,12 @@ static int copy(cs_ptr to, cs_ptr from, size_t bytes) {
   return CS_CU_SUCCESS;
 }
 static int fill(cs_ptr at, unsigned char value, size_t bytes) {
+  called(__func__);
   memset((void *)(uintptr_t)at, value, bytes);
   return CS_CU_SUCCESS;
 }
 static int write_word(cs_stream s, cs_ptr at, uint32_t value) {
+  called(__func__);
   check_place(s);
   if (is_behind(s))
     return CS_CU_SUCCESS;
@@ -290,6 +334,7 @@ static void wait_word(cs_ptr at, uint32_t value) {
   waited_in_vain++;
 }
 static int batch(cs_stream s, unsigned n, cs_memory_op *ops) {
+  called(__func__);
   wait_for_it();
   for (unsigned i = 0; i < n; i++) {
     if (ops[i].is.op == CS_OP_WRITE_32)
@@ -299,7 +344,66 @@ static int batch(cs_stream s, unsigned n, cs_memory_op *ops) {
   }
   return CS_CU_SUCCESS;
 }
+/* An event is passed when its stream has done what is enqueued, as all have that do not wait. */
+int unpassed; /* no event is */
+int events;   /* recorded */
+static int new_event(cs_event *out) {
+  called(__func__);
+  *out = (cs_event)(uintptr_t)1;
+  return CS_CU_SUCCESS;
+}
+static int record(void) {
+  called(__func__);
+  __atomic_add_fetch(&events, 1, __ATOMIC_SEQ_CST);
+  return wait_for_it();
+}
+static int passed(void) {
+  called(__func__);
+  return __atomic_load_n(&unpassed, __ATOMIC_SEQ_CST) ? CS_CU_NOT_READY
+                                                      : unsafe();
+}
+
+/* The graph that is captured, and what it retains. */
+static struct {
+  void *data;
+  void (*destroy)(void *);
+} retained[16];
+int retains; /* how many */
+static int capture_info(cs_stream s, int *status, uint64_t *id,
+                        uintptr_t *graph) {
+  (void)id;
+  is_capturing(s, status);
+  *graph = 1;
+  return CS_CU_SUCCESS;
+}
+static int user_object(uintptr_t *out, void *data, void (*destroy)(void *)) {
+  called(__func__);
+  retained[retains].data = data;
+  retained[retains].destroy = destroy;
+  *out = (uintptr_t)retains;
+  return CS_CU_SUCCESS;
+}
+static int retain_object(cs_graph graph, uintptr_t object) {
+  called(__func__);
+  retains += graph && object == (uintptr_t)retains;
+  return CS_CU_SUCCESS;
+}
+void drop_graph(void) {
+  while (retains > 0) {
+    retains--;
+    retained[retains].destroy(retained[retains].data);
+  }
+}
+
+static int write_word64(cs_stream s, cs_ptr at, uint64_t value) {
+  called(__func__);
+  (void)s;
+  __atomic_store_n((uint64_t *)(uintptr_t)at, value, __ATOMIC_SEQ_CST);
+  return CS_CU_SUCCESS;
+}
+
 static int find_kernel(cs_function *out, cs_module module, const char *name) {
+  called(__func__);
   (void)module;
   *out = (cs_function)(uintptr_t)name;
   return CS_CU_SUCCESS;
@@ -307,13 +411,27 @@ static int find_kernel(cs_function *out, cs_module module, const char *name) {
 
 static unsigned loaded; /* kernels of flags.cc */
 static int load_kernel(int *value, int what, cs_function f) {
+  called(__func__);
   (void)what;
   *value = 1;
   loaded += strncmp((const char *)f, "fs_", 3) == 0;
   return CS_CU_SUCCESS;
 }
-static int launch_one(void) {
+/* What the newest wait for a flag was given. */
+uint64_t wait_page, wait_since, wait_patience;
+static int launch_one(cs_function f, unsigned grid_x, unsigned grid_y,
+                      unsigned grid_z, unsigned block_x, unsigned block_y,
+                      unsigned block_z, unsigned shared, cs_stream s,
+                      void **arguments) {
+  called(__func__);
+  (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y;
+  (void)block_z, (void)shared, (void)s;
   unloaded += loaded < 3;
+  if (strcmp((const char *)f, "fs_wait_flag") == 0) {
+    wait_page = *(uint64_t *)arguments[2];
+    wait_since = *(uint64_t *)arguments[3];
+    wait_patience = *(uint64_t *)arguments[4];
+  }
   return wait_for_it();
 }
 
@@ -362,6 +480,7 @@ static int recv(const cs_segment *s, uint32_t (*packets)[4], uint32_t seq) {
 
 static int launch(const cs_launch_config *config, cs_function f,
                   void **arguments) {
+  called(__func__);
   (void)config;
   if (fail_launch) {
     fail_launch--;
@@ -424,6 +543,13 @@ static const struct {
     {"cuStreamSynchronize", (void *)unsafe},
     {"cuStreamWriteValue32", (void *)write_word},
     {"cuStreamBatchMemOp", (void *)batch},
+    {"cuStreamWriteValue64", (void *)write_word64},
+    {"cuStreamGetCaptureInfo", (void *)capture_info},
+    {"cuUserObjectCreate", (void *)user_object},
+    {"cuGraphRetainUserObject", (void *)retain_object},
+    {"cuEventCreate", (void *)new_event},
+    {"cuEventRecord", (void *)record},
+    {"cuEventQuery", (void *)passed},
     {"cuMemcpyAsync", (void *)copy},
     {"cuMemsetD8Async", (void *)fill},
     {"cuFuncGetAttribute", (void *)load_kernel},

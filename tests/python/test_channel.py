@@ -1603,7 +1603,9 @@ def test_kernels_compile() -> None:
 def test_no_driver() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
-    with pytest.raises(fserver.ConfigError, match="no CUDA driver: .*install the NVIDIA driver"):
+    with pytest.raises(
+        fserver.ConfigError, match="no GPU can be used: .*install the NVIDIA driver"
+    ):
         _loader.load().Lane(0, b"", 1000.0, True)
     text = r"^map_pinned_tensor: no GPU can be used: .*libcuda.so.1.*\(install the NVIDIA driver"
     with pytest.raises(fserver.ConfigError, match=text):

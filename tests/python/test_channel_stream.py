@@ -131,14 +131,13 @@ class TwoStreams(FakeGpu):
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
         self.current, self.capturing, self.device = "first", False, 0
-        self._stream: Any = None
-        self._event = SimpleNamespace(record=lambda _: None, query=lambda: stream.over(0))
-        cuda = SimpleNamespace(
-            device=contextlib.nullcontext,
-            current_stream=lambda: self.current,
-            is_current_stream_capturing=lambda: self.capturing,
+        self._last = ""
+        self._mark = SimpleNamespace(
+            record=lambda: setattr(self, "_last", self.current),
+            elsewhere=lambda: self._last not in ("", self.current) and not stream.over(0),
+            capturing=lambda: self.capturing,
         )
-        self._torch = SimpleNamespace(cuda=cuda)
+        self._torch = SimpleNamespace(cuda=SimpleNamespace(device=contextlib.nullcontext))
 
 
 def void(tensor: torch.Tensor) -> None:

@@ -34,6 +34,7 @@ CC, CXX = os.environ.get("CC", "cc"), os.environ.get("CXX", "g++")
 ROWS = 16
 LOST, LATE = 1, 2  # of cs_channel.h
 SECOND = 0x100  # of fakelane.c: another context of the first GPU
+LARGE = ("launched_bytes", "wait_page", "wait_since", "wait_patience")  # of fakelane.c
 UNSUPPORTED = 217  # of the driver: peer access
 ENDED, PARTED = 1, 2  # what the engine writes into the word that ends a channel
 
@@ -61,9 +62,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def over(driver: Path, check: Callable[..., None], *arguments: str) -> None:
-    """Runs a function of this file in a child, over the driver."""
+    """Runs a function of a test file in a child, over the driver."""
     done = subprocess.run(
-        [sys.executable, __file__, check.__name__, *arguments],
+        [sys.executable, check.__code__.co_filename, check.__name__, *arguments],
         env={
             **os.environ,
             "LD_LIBRARY_PATH": str(driver),
@@ -89,7 +90,7 @@ class Driver:
         self._guard.install()
 
     def _at(self, name: str) -> Any:
-        kind = ctypes.c_uint64 if name == "launched_bytes" else ctypes.c_int
+        kind = ctypes.c_uint64 if name in LARGE else ctypes.c_int
         return kind.in_dll(self._guard if name == "current_stream" else self._library, name)
 
     def __getattr__(self, name: str) -> int:
@@ -170,7 +171,6 @@ def on_gpus() -> None:
         (opener, "_gpu", side),
         (GpuSide, "rows", rows),
         (nvrtc, "image", lambda source, arch: b"kernels"),
-        (torch.cuda, "synchronize", lambda device: None),
         (_loader.load().Lane, "hold", lambda lane, tensors: None),
     ]
     for where, name, what in patches:
@@ -774,7 +774,7 @@ def test_threads_go_on_while_the_gpu_is_busy(driver: Path) -> None:
 
 def put_off() -> None:
     flag, seq = (fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0) for _ in "12")
-    fserver.seq_add_one(seq)  # loads kernels, for good
+    fserver.wait_flag(seq, seq)  # loads kernels, and has a page of pinned memory, for good
     before = DRIVER.held
     first, second = pair("ce"), pair("ce")
     for w, s in (first, second):
@@ -1103,4 +1103,5 @@ def test_ended(driver: Path, mode: str) -> None:
 if __name__ == "__main__":
     DRIVER = Driver()
     globals()[sys.argv[1]](*sys.argv[2:])
+    assert DRIVER.with_gil == 0
     print("checked")

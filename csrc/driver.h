@@ -1,0 +1,49 @@
+// Calls of the CUDA driver, which are made without the GIL: see unlocked() in process.h.
+#pragma once
+
+#include "../cshim/cuda/cs_cuda.h"
+
+namespace fserver {
+
+// Opens the driver, or raises, naming a call, that there is none.
+void open_driver(const char *call);
+
+// While any thread captures a graph in the mode that is torch's own, others must
+// not make calls that might disturb that (allocations, queries and waits), unless they say
+// that they know what they do: none of ours touches a stream that is captured.
+struct Relaxed {
+  Relaxed() { cs_cu.ThreadExchangeStreamCaptureMode(&mode); }
+  ~Relaxed() { cs_cu.ThreadExchangeStreamCaptureMode(&mode); }
+  Relaxed(const Relaxed &) = delete;
+  Relaxed &operator=(const Relaxed &) = delete;
+  int mode = CS_CAPTURE_MODE_RELAXED;
+};
+
+// Several calls, one after the other: the first that failed is raised when the GIL is
+// held again.
+class Tried {
+public:
+  // Whether all so far have succeeded.
+  bool ok(const char *what, cs_result rc) {
+    if (rc_ == CS_CU_SUCCESS) {
+      what_ = what;
+      rc_ = rc;
+    }
+    return rc_ == CS_CU_SUCCESS;
+  }
+  bool good() const { return rc_ == CS_CU_SUCCESS; }
+  const char *what() const { return what_; } // it was to do
+  cs_result rc() const { return rc_; }
+
+private:
+  const char *what_ = "";
+  cs_result rc_ = CS_CU_SUCCESS;
+};
+
+inline bool capturing(cs_stream s) {
+  int state = CS_CAPTURE_NONE;
+  cs_cu.StreamIsCapturing(s, &state);
+  return state != CS_CAPTURE_NONE;
+}
+
+} // namespace fserver

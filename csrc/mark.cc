@@ -1,0 +1,89 @@
+#include "mark.h"
+
+#include <chrono>
+#include <thread>
+
+#include "error.h"
+#include "process.h"
+#include "tensor.h"
+
+namespace fserver {
+namespace {
+
+// How long a GPU may not be waited for, as a thread captures: nanoseconds.
+constexpr int64_t kCapture = 30'000'000'000;
+
+[[noreturn]] void fail(const char *what, cs_result rc) {
+  char text[160];
+  cs_cuda_text(rc, text, sizeof text);
+  raise(Kind::kError, "channel: %s: %s", what, text);
+}
+
+} // namespace
+
+Mark::~Mark() {
+  if (event_ && !forked.load() && !exiting.load())
+    unlocked([&] {
+      const Relaxed relaxed;
+      return cs_cu.EventDestroy(event_);
+    });
+}
+
+bool Mark::capturing() {
+  return unlocked([&] {
+    return fserver::capturing(static_cast<cs_stream>(native_stream(device_)));
+  });
+}
+
+cs_result Mark::query() const {
+  const OnDevice guard(device_);
+  const Relaxed relaxed;
+  return cs_cu.EventQuery(event_);
+}
+
+bool Mark::elsewhere() {
+  return used_ && unlocked([&] {
+           return native_stream(device_) != stream_ &&
+                  query() == CS_CU_NOT_READY;
+         });
+}
+
+void Mark::record() {
+  const cs_result rc = unlocked([&] {
+    const OnDevice guard(device_);
+    const Relaxed relaxed;
+    cs_result done = event_
+                         ? CS_CU_SUCCESS
+                         : cs_cu.EventCreate(&event_, CS_EVENT_DISABLE_TIMING);
+    stream_ = static_cast<cs_stream>(native_stream(device_));
+    if (done == CS_CU_SUCCESS)
+      done = cs_cu.EventRecord(event_, stream_);
+    return done;
+  });
+  if (rc != CS_CU_SUCCESS)
+    fail("record an event", rc);
+  used_ = true;
+}
+
+bool Mark::passed() {
+  return !used_ || unlocked([&] { return query(); }) != CS_CU_NOT_READY;
+}
+
+void synchronize(int device) {
+  const int64_t end = now_ns() + kCapture;
+  const cs_result rc = unlocked([&] {
+    const OnDevice guard(device);
+    const Relaxed relaxed;
+    for (;;) {
+      const cs_result done = cs_cu.CtxSynchronize();
+      if (done < CS_CU_STREAM_CAPTURE_UNSUPPORTED ||
+          done > CS_CU_STREAM_CAPTURE_WRONG_THREAD || now_ns() > end)
+        return done;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  if (rc != CS_CU_SUCCESS)
+    fail("wait for the GPU", rc);
+}
+
+} // namespace fserver
