@@ -51,9 +51,8 @@ typedef struct fs_error {
   int32_t code; /* the negative errno */
   int32_t role; /* ECONNRESET, EREMOTEIO: role of the peer, else -1 */
   int32_t rank; /* ECONNRESET, EREMOTEIO: its rank, else -1 */
-  uint8_t
-      got; /* EMSGSIZE: the dtype of an answer, and of its pull tensor, ... */
-  uint8_t want; /* ... if it is that they differ, else FS_ANY */
+  /* EMSGSIZE because of dtypes: of the answer, of the pull tensor; else FS_ANY */
+  uint8_t got, want;
   char address[128];
   char reason[512];
   char text[1024]; /* the whole message */

@@ -2,6 +2,7 @@ package exchange
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 	"sync/atomic"
 	"testing"
@@ -250,6 +251,42 @@ func TestRespondErrors(t *testing.T) {
 	bad, err := p.servers[0].Begin()
 	require.NoError(t, err)
 	require.ErrorContains(t, p.servers[0].Respond(h, bad), "no such request", "answered, and its place is free")
+}
+
+// TestAnswerOfAnotherType asks under one key for a type, for another and for any.
+func TestAnswerOfAnotherType(t *testing.T) {
+	p := newPair(t, 1)
+	of := func(dtype uint8) Tensor {
+		x := bytesOf(t, 1, 16, 0)
+		x.DType = dtype
+		return x
+	}
+	for _, c := range []struct {
+		want  uint8
+		wrong []uint8
+		right uint8
+	}{
+		{6, []uint8{3, 0}, 6},
+		{3, []uint8{6}, 3},
+		{6, []uint8{3}, wire.AnyType},
+		{wire.AnyType, nil, 3},
+		{wire.AnyType, nil, wire.AnyType},
+	} {
+		id, err := p.pushPull(nil, []Tensor{of(5), of(c.want)})
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		r := p.take(0)[0]
+		for _, wrong := range c.wrong {
+			var types *TypeError
+			err := p.respond(0, r, of(5), of(wrong))
+			require.ErrorAs(t, err, &types)
+			require.Equal(t, [2]uint8{wrong, c.want}, [2]uint8{types.Got, types.Want})
+			require.EqualError(t, err, fmt.Sprintf("exchange: respond to worker 0: tensor 1 is of type %d, want %d as in the pull tensor of the request", wrong, c.want))
+		}
+		require.NoError(t, p.respond(0, r, of(5), of(c.right)))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(id))
+	}
 }
 
 // TestManyTickets leaves some under way for ever and goes on around them.

@@ -332,6 +332,14 @@ CASE(round_trip) {
   FAILS(fs_respond(m.server, &handler, &count, 1, &wrong, &answered, &done),
         EMSGSIZE, "16");
   CHECK(done == 0);
+  /* So is one of another type, unless it says that it may be any. */
+  fs_error error;
+  wrong = right;
+  wrong.dtype = 6;
+  CHECK(fs_respond(m.server, &handler, &count, 1, &wrong, &answered, &done) ==
+        -EMSGSIZE);
+  CHECK(fs_errmsg(&error) == 0 && error.got == 6 && error.want == right.dtype);
+  right.dtype = FS_ANY;
   CHECK(fs_respond(m.server, &handler, &count, 1, &right, &answered, &done) ==
         0);
   CHECK(done == 1);
