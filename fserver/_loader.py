@@ -36,13 +36,14 @@ def load() -> ModuleType:
     if _module is None:
         with _lock:
             if _module is None:
-                _check(_PACKAGE)
+                check(_PACKAGE)
                 _module = _import("fserver._C")
     return _module
 
 
-def _check(package: Path) -> None:
-    """Raises LoadError unless the extension in this folder fits this Python and this torch.
+def check(package: Path) -> None:
+    """Raises LoadError unless the extension in this folder, a package fserver, fits this Python and
+    this torch.
 
     Has to come before the import: under another torch, that ends in an undefined symbol at
     best.
@@ -52,7 +53,9 @@ def _check(package: Path) -> None:
         here = sysconfig.get_config_var("SOABI")
         others = ", ".join(path.name for path in sorted(package.glob("_C.*.so")))
         found = f"there is {others}" if others else "it has not been built"
-        raise LoadError(f"fserver: no extension for {here} in {package}: {found} ({_remedy()})")
+        raise LoadError(
+            f"fserver: no extension for {here} in {package}: {found} ({_remedy(package)})"
+        )
     import torch
 
     built_for = json.loads(extension.with_suffix(".json").read_text())["torch"]
@@ -60,12 +63,12 @@ def _check(package: Path) -> None:
     if built_for.partition("+")[0] != torch.__version__.partition("+")[0]:
         raise LoadError(
             f"fserver: {extension} was built for torch {built_for}, "
-            f"and this is torch {torch.__version__} ({_remedy()})"
+            f"and this is torch {torch.__version__} ({_remedy(package)})"
         )
 
 
-def _remedy() -> str:
-    root = _PACKAGE.parent
+def _remedy(package: Path) -> str:
+    root = package.parent
     if (root / "setup.py").is_file():
         pip = f"{sys.executable} -m pip install --no-build-isolation --no-deps -e {root}"
         return f"run `make af` in {root}, or, for the torch of this Python, `{pip}`"

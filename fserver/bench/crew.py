@@ -17,9 +17,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-from fserver.errors import Error
+from fserver import Error
 
 from .errors import BenchError, WrongDataError
 
@@ -63,6 +64,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def first_on_path(folder: Path) -> Iterator[None]:
+    """In processes that are spawned meanwhile, sys.path begins with this folder."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 @dataclass(frozen=True)
@@ -159,6 +170,7 @@ class Member:
     nodes: int = 1
     exact: bool = False  # its memory is counted by the byte
     variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, and no fork
+    path: Path | None = None  # its sys.path begins with this folder, and no fork
 
 
 class Peer:
@@ -177,7 +189,7 @@ class Peer:
         Raises:
             BenchError: it cannot be started.
         """
-        fresh = member.exact or bool(member.variables)
+        fresh = member.exact or bool(member.variables) or member.path is not None
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         if not fresh:
             context.set_forkserver_preload([f"{__package__}.peers"])
@@ -188,6 +200,8 @@ class Peer:
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(environment(member.variables))
+            if member.path:
+                stack.enter_context(first_on_path(member.path))
             if member.exact:
                 stack.enter_context(by_the_byte())
             try:
@@ -429,13 +443,20 @@ def pair(
     exact: bool = False,
 ) -> Iterator[Crew]:
     """A worker and a server, connected. Results come in this order."""
+    with start(pair_of(cores, worker, exact=exact), nodes) as crew:
+        with crew.cluster(transport, host=host, device=device):
+            yield crew
+
+
+def pair_of(
+    cores: tuple[int, int] | None, worker: str = "peers.WorkerPart", **more: Any
+) -> list[Member]:
+    """The members of a pair; `more` is of both."""
     worker_core, server_core = cores or (None, None)
-    members = [
-        Member("worker", worker, "worker", worker_core, exact=exact),
-        Member("server", "peers.ServerPart", "server", server_core, exact=exact),
+    return [
+        Member("worker", worker, "worker", worker_core, **more),
+        Member("server", "peers.ServerPart", "server", server_core, **more),
     ]
-    with start(members, nodes) as crew, crew.cluster(transport, host=host, device=device):
-        yield crew
 
 
 @contextlib.contextmanager

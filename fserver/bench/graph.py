@@ -687,7 +687,7 @@ def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[s
             def run(count: int = trips) -> None:
                 for _ in range(count):
                     if side.is_worker:
-                        own.wait(own.push_pull([out], [0], [back], [0]))
+                        own.wait(own.push_pull([out], [0], [back], [0], need_event=True))
                     else:
                         [(handler, came[:], _)] = own.get_batch(timeout_ms=10000)
                         own.respond([out], handler, need_event=True)

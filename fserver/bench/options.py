@@ -11,6 +11,7 @@ from . import baseline, report
 from .errors import BenchError
 
 SHOWN = "(default %(default)s)"
+TRANSPORTS = "tcp, cma (same host), auto: the best that there is"
 
 MakeBaseline = Callable[[str, tuple[int, int] | None, str | None], baseline.Baseline]
 """Starts one; arguments as of Baseline."""
@@ -20,11 +21,12 @@ def parser(
     name: str,
     description: str,
     seconds: tuple[float | None, str],
-    transport: str = "tcp",
+    transport: str | None = "tcp",
     rounds: int | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with the common options. `seconds`: default and meaning; `rounds`: default, for
-    benchmarks whose baseline takes turns with them."""
+    """A parser with the common options. `seconds`: default and meaning; `transport`: default, or
+    None where the benchmark has an option of its own; `rounds`: default, for benchmarks whose
+    baseline takes turns with them."""
     made = argparse.ArgumentParser(prog=f"fserver bench {name}", description=description)
     default, meaning = seconds
     made.add_argument(
@@ -43,11 +45,10 @@ def parser(
         metavar="A,B",
         help="cores of workers and servers (default: the first two that we may use)",
     )
-    made.add_argument(
-        "--transport",
-        default=transport,
-        help=f"how bytes travel: tcp, cma (same host), auto: the best that there is {SHOWN}",
-    )
+    if transport:
+        made.add_argument(
+            "--transport", default=transport, help=f"how bytes travel: {TRANSPORTS} {SHOWN}"
+        )
     if rounds is not None:
         made.add_argument("--rounds", type=positive, default=rounds, help=f"rounds {SHOWN}")
         made.add_argument("--iters", type=positive, help="exchanges in a round, not --seconds")

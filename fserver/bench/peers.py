@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import fserver
-from fserver import _loader
 
 from .crew import Case, Factory, Place
 from .errors import WrongDataError
@@ -123,6 +122,8 @@ def in_use(gpu: int | None) -> dict[str, int]:
     """Memory that the engine has asked for (if its allocations are recorded), that Go, malloc and
     Python have given out, and what all processes have of its GPU, if it has one. To count Go's
     takes collections, which touch pages."""
+    from fserver import _loader
+
     gc.collect()
     go, engine = _loader.load().heap()
     found = {
@@ -240,6 +241,8 @@ class Part:
     def counts(self) -> dict[str, int]:
         """What must not grow: resident memory in bytes, open descriptors, goroutines; and threads,
         of which Go may start one when it likes, up to a number."""
+        from fserver import _loader
+
         goroutines = _loader.load().live()[2]
         return {
             "resident_bytes": resident(),
@@ -273,7 +276,9 @@ class Lane:
 
     def post(self) -> int:
         """Starts an exchange."""
-        return self.node.push_pull(self.push, self.push_keys, self.pull, self.pull_keys)
+        return self.node.push_pull(
+            self.push, self.push_keys, self.pull, self.pull_keys, need_event=True
+        )
 
 
 class WorkerPart(Part):
@@ -367,7 +372,7 @@ class WorkerPart(Part):
         for i in range(self.sequence + 1, self.sequence + 1 + count):
             sent.value = i
             start = now()
-            handle = push_pull(push, push_keys, pull, pull_keys)
+            handle = push_pull(push, push_keys, pull, pull_keys, need_event=True)
             wait(handle, TIMEOUT_MS)
             end = now()
             if sampled:
@@ -431,7 +436,7 @@ class ServerPart(Part):
                 raise AssertionError(f"{self.case}: exchange {i}: no request came")
             if echo:
                 for request in batch:
-                    respond(request[1], request[0])
+                    respond(request[1], request[0], need_event=False)
             elif pull:
                 stage = (i - first) % stages
                 if numbered:
@@ -439,12 +444,12 @@ class ServerPart(Part):
                         stamp.value = i
                 answer = self.answers[stage]
                 for request in batch:
-                    respond(answer, request[0])
+                    respond(answer, request[0], need_event=False)
             else:
                 for request in batch:
                     if numbered:
                         self.check_number(request[1], i)
-                    respond([], request[0])
+                    respond([], request[0], need_event=False)
             del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
 
@@ -479,7 +484,7 @@ class ServerPart(Part):
             stamp.value = self.sequence
         for handler, tensors, _ in batch:
             answer = tensors if self.case.echoes else self.answers[stage]
-            self.nodes[0].respond(answer, handler)
+            self.nodes[0].respond(answer, handler, need_event=False)
 
     def check_number(self, tensors: list[torch.Tensor], i: int) -> None:
         """What was pushed is that of exchange i."""

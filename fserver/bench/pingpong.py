@@ -6,11 +6,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import beside, report, ways
+from . import against, beside, report, ways
 from .baseline import Baseline, baseline_of
 from .crew import Case, Crew, Nodes, pair
 from .errors import BenchError
-from .options import MakeBaseline, choose_cores, exchanges, one_of, open_baseline, parser
+from .options import (
+    SHOWN,
+    TRANSPORTS,
+    MakeBaseline,
+    choose_cores,
+    exchanges,
+    one_of,
+    open_baseline,
+    parser,
+)
 from .others import reason
 from .turns import CrewPlayer, Player, take_turns
 
@@ -21,34 +30,38 @@ SMALL = 64  # bytes that a pull sends, and that the baseline sends for an answer
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
-    options = _parser().parse_args(argv)
-    if options.beside is None:
-        options.beside = ways.ON_GPUS if options.device == "gpu" else ()
+    options = _options(argv)
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
-    table, rows = report.Table(), []
+    if options.against:
+        facts["against"] = against.name(options.against)
+        print(f"against {facts['against']}", flush=True)
+    table = report.Table(against.COLUMNS if options.against else report.COLUMNS)
+    rows: list[dict[str, Any]] = []
     print(table.header(), flush=True)
     planned = cases(options.sizes, options.ops, options.device)
-    with report.Progress(len(planned) * options.rounds, "pingpong") as bar:
-        for row in run(options, planned, cores, nodes, bar):
-            bar.print(table.line(row))
-            rows.append(row)
+    steps = len(options.transport) * len(planned) * options.rounds
+    with report.Progress(steps, "pingpong") as bar:
+        for transport in options.transport:
+            play = against.run if options.against else _run
+            for row in play(options, transport, planned, cores, nodes, bar):
+                bar.print(table.line(row))
+                rows.append(row)
     report.finish(options, "pingpong", facts, rows)
-    return 0
+    return against.judge(options, rows) if options.against else 0
 
 
-def run(
+def _run(
     options: argparse.Namespace,
+    transport: str,
     planned: list[Case],
     cores: tuple[int, int] | None,
     nodes: Nodes,
     bar: report.Progress,
-    host: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Measures the cases between two processes of this host, and gives each row when it is done.
-    `host`: the address of this host that they use."""
-    with pair(nodes, options.transport, cores, host, device=planned[0].device) as crew:
-        yield from measure(crew, options, planned, cores, bar, host, nodes=nodes)
+    """Measures the cases between two processes of this host, and gives each row when it is done."""
+    with pair(nodes, transport, cores, device=options.device) as crew:
+        yield from measure(crew, options, planned, cores, bar, nodes=nodes)
 
 
 def measure(
@@ -143,6 +156,21 @@ def cases(sizes: list[tuple[int, int]], ops: list[str], device: str = "cpu") -> 
     ]
 
 
+def _options(argv: list[str]) -> argparse.Namespace:
+    """The options, checked, with defaults that depend on others."""
+    made = _parser()
+    options = made.parse_args(argv)
+    if options.against:
+        made.set_defaults(rounds=against.ROUNDS)
+        options = made.parse_args(argv)
+        if options.beside or options.plot:
+            made.error("--against goes with neither --beside nor --plot")
+        against.check(options.against, options.rounds)
+    if options.beside is None:
+        options.beside = ways.ON_GPUS if options.device == "gpu" else ()
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "pingpong",
@@ -160,7 +188,25 @@ def _parser() -> argparse.ArgumentParser:
         "reason. The row wire is what the bytes take at the speed at which the copy engine moves "
         "64 MiB.",
         seconds=(0.2, "about so long a round of each"),
+        transport=None,
         rounds=7,
+    )
+    made.add_argument(
+        "--transport",
+        type=lambda text: text.split(","),
+        default="tcp",
+        metavar="LIST",
+        help=f"how bytes travel, one after the other: {TRANSPORTS} {SHOWN}",
+    )
+    made.add_argument(
+        "--against",
+        type=against.checkout,
+        metavar="DIR",
+        help="instead of the baseline and others' ways, a checkout of fserver whose extension is "
+        f"built takes turns, {against.ROUNDS} rounds of each: prints the median of the rounds' "
+        "ratios of this build's p50 to its own, and the 95 %% interval of that median (order "
+        "statistics); the exit status is 1 if an interval lies wholly above "
+        f"{against.LIMIT}",
     )
     made.add_argument(
         "--device",

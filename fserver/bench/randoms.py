@@ -169,7 +169,7 @@ class RandomWorkers(RandomPart):
                 for t in pull:
                     as_bytes(t).fill_(POISON)
                 handle = node.push_pull(
-                    push, [t.key for t in request.push], pull, request.pull_keys
+                    push, [t.key for t in request.push], pull, request.pull_keys, need_event=False
                 )
                 waiting.append((number, node, request, handle, pull))
                 moved["requests"] += 1
@@ -211,7 +211,9 @@ class RandomWorkers(RandomPart):
     def _once(self, calls: list[tuple[Any, ...]]) -> float:
         nodes = self.nodes
         start = time.perf_counter_ns()
-        handles = [node.push_pull(*call) for node, call in zip(nodes, calls, strict=True)]
+        handles = [
+            node.push_pull(*call, need_event=False) for node, call in zip(nodes, calls, strict=True)
+        ]
         for node, handle in zip(nodes, handles, strict=True):
             node.wait(handle, TIMEOUT_MS)
         return (time.perf_counter_ns() - start) / 1e3
@@ -236,7 +238,8 @@ class RandomServers(RandomPart):
                         )
                     for j, (want, got) in enumerate(zip(request.push, tensors, strict=True)):
                         want.check(got, f"{what}: tensor {j}")
-                    node.respond([t.make() for t in request.pull[server]], handler)
+                    answer = [t.make() for t in request.pull[server]]
+                    node.respond(answer, handler, need_event=False)
 
     def _made(self, requests: list[Request]) -> list[list[list[torch.Tensor]]]:
         """The answers of each server to each worker."""
@@ -252,5 +255,5 @@ class RandomServers(RandomPart):
                 for node, own in zip(self.nodes, answers, strict=True):
                     batch = node.get_batch(timeout_ms=TIMEOUT_MS)
                     for (handler, _, _), answer in zip(batch, own, strict=True):
-                        node.respond(answer, handler)
+                        node.respond(answer, handler, need_event=False)
                     del batch

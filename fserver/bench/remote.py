@@ -60,7 +60,11 @@ class CommandingWorker(WorkerPart):
         node = self.nodes[0]
         node.wait(
             node.push_pull(
-                [torch.frombuffer(text, dtype=torch.uint8)], [CONTROL], pull, [CONTROL] * len(pull)
+                [torch.frombuffer(text, dtype=torch.uint8)],
+                [CONTROL],
+                pull,
+                [CONTROL] * len(pull),
+                need_event=False,
             ),
             TIMEOUT_MS,
         )
@@ -94,7 +98,7 @@ class ObeyingServer(ServerPart):
             if method == "listen":
                 self._listen(handler, *args)
                 continue
-            node.respond([], handler)
+            node.respond([], handler, need_event=False)
             if method not in METHODS:
                 raise AssertionError(f"{method!r}: no such command")
             if method == "prepare":
@@ -116,6 +120,6 @@ class ObeyingServer(ServerPart):
         except BenchError as error:
             reply = {"error": str(error)[: REPLY // 8]}  # of which JSON makes six times as much
         text = bytearray(json.dumps(reply).ljust(REPLY).encode())
-        node.respond([torch.frombuffer(text, dtype=torch.uint8)], handler)
+        node.respond([torch.frombuffer(text, dtype=torch.uint8)], handler, need_event=False)
         if self.raw is not None and not self.raw.accept():
             print("bench: no baseline: its client did not come", file=sys.stderr)

@@ -244,20 +244,23 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _own() -> str:
-    """The version, and the commit of the source tree or the device bundle, if it is one."""
-    root, version = Path(__file__).parents[2], _version("fserver")
+def commit(root: Path) -> str | None:
+    """The commit of a source tree or a device bundle; None if it is neither."""
     try:
-        if (root / ".git").exists():
-            describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-            commit = subprocess.run(
-                describe, capture_output=True, text=True, timeout=5, check=True
-            ).stdout.strip()
-        else:
-            commit = (root / "build/commit").read_text().strip()
+        if not (root / ".git").exists():
+            return (root / "build/commit").read_text().strip()
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+        return subprocess.run(
+            describe, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return version
-    return f"{version} ({commit})"
+        return None
+
+
+def _own() -> str:
+    """The version, and the commit if there is one."""
+    version, found = _version("fserver"), commit(Path(__file__).parents[2])
+    return f"{version} ({found})" if found else version
 
 
 def _version(package: str) -> str:

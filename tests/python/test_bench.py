@@ -73,7 +73,7 @@ class Pipe:
 
 
 class FakeWorker(Pipe):
-    def push_pull(self, push_tensors, push_keys, pull_tensors, pull_keys):
+    def push_pull(self, push_tensors, push_keys, pull_tensors, pull_keys, need_event):
         assert len(push_tensors) == len(push_keys) and len(pull_tensors) == len(pull_keys)
         self.pull = pull_tensors
         self.conn.send((push_keys, [raw(t) for t in push_tensors]))
@@ -94,7 +94,7 @@ class FakeServer(Pipe):
         self.count += 1
         return [(self.count, [received(d) for d in data], keys)]
 
-    def respond(self, tensors, handler):
+    def respond(self, tensors, handler, need_event):
         assert handler == self.count
         self.conn.send([raw(t) for t in tensors])
 
@@ -102,47 +102,47 @@ class FakeServer(Pipe):
 class CorruptingServer(FakeServer):
     """Changes one byte of every answer."""
 
-    def respond(self, tensors, handler):
+    def respond(self, tensors, handler, need_event):
         changed = [t.clone() for t in tensors]
         for t in changed:
             t[-1] ^= 1
-        super().respond(changed, handler)
+        super().respond(changed, handler, need_event)
 
 
 class RepeatingServer(FakeServer):
     """Goes on answering with what it answered third."""
 
-    def respond(self, tensors, handler):
+    def respond(self, tensors, handler, need_event):
         if handler <= 3:
             self.kept = [t.clone() for t in tensors]
-        super().respond(self.kept, handler)
+        super().respond(self.kept, handler, need_event)
 
 
 class LeakingServer(FakeServer):
     """Keeps 64 KiB for every request: more than an allocator has lying about."""
 
-    def respond(self, tensors, handler):
+    def respond(self, tensors, handler, need_event):
         self.kept = getattr(self, "kept", [])
         self.kept.append(bytearray(b"x" * 65536))
-        super().respond(tensors, handler)
+        super().respond(tensors, handler, need_event)
 
 
 class HoardingServer(FakeServer):
     """Opens a file for every request."""
 
-    def respond(self, tensors, handler):
+    def respond(self, tensors, handler, need_event):
         self.files = getattr(self, "files", [])
         self.files.append(os.open("/dev/null", os.O_RDONLY))
-        super().respond(tensors, handler)
+        super().respond(tensors, handler, need_event)
 
 
 class OpeningServer(FakeServer):
     """Opens a scheduler for every request, which is memory of the engine."""
 
-    def respond(self, tensors, handler):
+    def respond(self, tensors, handler, need_event):
         self.nodes = getattr(self, "nodes", [])
         self.nodes.append(Scheduler(scheduler="127.0.0.1:0", connect=False))
-        super().respond(tensors, handler)
+        super().respond(tensors, handler, need_event)
 
 
 def worker(place):
@@ -198,13 +198,13 @@ class CorruptingNode:
     def __exit__(self, *error):
         return self._node.__exit__(*error)
 
-    def respond(self, tensors, handler):
+    def respond(self, tensors, handler, need_event):
         for t in tensors:
             data = randoms.as_bytes(t)
             self._answers += len(data) > 0
             if self._answers >= 10 and len(data):
                 data[len(data) // 2] ^= 1
-        self._node.respond(tensors, handler)
+        self._node.respond(tensors, handler, need_event)
 
 
 def corrupting_node(place):

@@ -261,22 +261,27 @@ def install(package: Path, name: str, torch_version: str) -> None:
 def test_refuses_another_torch(tmp_path: Path) -> None:
     install(tmp_path, EXTENSION, "2.0.1+cu117")
     with pytest.raises(ImportError) as caught:
-        _loader._check(tmp_path)
+        _loader.check(tmp_path)
     for part in ("2.0.1+cu117", torch.__version__, "pip install --no-build-isolation"):
         assert part in str(caught.value)
 
 
 def test_takes_another_cuda_of_the_same_torch(tmp_path: Path) -> None:
     install(tmp_path, EXTENSION, torch.__version__.partition("+")[0] + "+cpu")
-    _loader._check(tmp_path)
+    _loader.check(tmp_path)
 
 
 def test_missing_extension(tmp_path: Path) -> None:
-    with pytest.raises(ImportError, match="has not been built.*make af"):
-        _loader._check(tmp_path)
-    install(tmp_path, "_C.cpython-30-x.so", torch.__version__)
+    package = tmp_path / "fserver"
+    package.mkdir()
+    with pytest.raises(ImportError, match="has not been built.*in the source tree of fserver"):
+        _loader.check(package)
+    (tmp_path / "setup.py").touch()
+    with pytest.raises(ImportError, match=f"has not been built.*make af. in {tmp_path},"):
+        _loader.check(package)
+    install(package, "_C.cpython-30-x.so", torch.__version__)
     with pytest.raises(ImportError, match=r"there is _C\.cpython-30-x\.so.*pip install"):
-        _loader._check(tmp_path)
+        _loader.check(package)
 
 
 # What is built again

@@ -1,0 +1,186 @@
+"""This build and that of another checkout, in turn: `fserver bench pingpong --against DIR`.
+
+Both builds are measured by this checkout's benchmark, which uses no more of a package fserver than
+its public API: each build has a pair of processes that import that build's package, with this
+checkout's `fserver.bench` in it.
+"""
+
+import argparse
+import contextlib
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fserver import _loader
+
+from . import report
+from .crew import Case, Crew, Nodes, pair_of, start
+from .errors import BenchError
+from .turns import CrewPlayer, Figures, take_turns
+
+ROUNDS = 20
+LIMIT = 1.03  # a ratio that is surely above means slower
+LEVEL = 0.95  # confidence of the interval
+HERE = Path(__file__).resolve().parents[2]
+COLUMNS = (
+    report.TRANSPORT,
+    report.OP,
+    *report.MOVED,
+    *report.TIMES,
+    report.Column("its p50", 11, "baseline_p50_us", "{:.1f}".format),
+    report.Column("its p99", 11, "baseline_p99_us", "{:.1f}".format),
+    report.Column("ratio", 6, "ratio", "{:.3f}".format),
+    report.Column("95 % from", 9, "ratio_low", "{:.3f}".format),
+    report.Column("to", 6, "ratio_high", "{:.3f}".format),
+)
+
+
+def checkout(text: str) -> Path:
+    """The type of --against: a folder with a package fserver in it."""
+    folder = Path(text).resolve()
+    if not (folder / "fserver/__init__.py").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: want a checkout of fserver: there is no fserver/__init__.py in it"
+        )
+    return folder
+
+
+def check(root: Path, rounds: int) -> None:
+    """Checks what can be checked before anything is measured.
+
+    Raises:
+        BenchError: there are too few rounds.
+        LoadError: a build has no extension, or one for another torch or Python.
+    """
+    if _rank(rounds) == 0:
+        raise BenchError(f"--rounds {rounds}: want 6 or more: fewer give no {LEVEL:.0%} interval")
+    for folder in (HERE, root):
+        _loader.check(folder / "fserver")
+
+
+def name(root: Path) -> str:
+    """A checkout, for people: its folder, and its commit if it has one."""
+    commit = report.commit(root)
+    return f"{root} ({commit})" if commit else str(root)
+
+
+def run(
+    options: argparse.Namespace,
+    transport: str,
+    planned: list[Case],
+    cores: tuple[int, int] | None,
+    nodes: Nodes,
+    bar: report.Progress,
+) -> Iterator[dict[str, Any]]:
+    """Measures the cases with a pair of processes of each build on the same cores, and gives the
+    rows when all is done.
+
+    Each round has new nodes, new connections and new tensors, because where memory lies can change
+    a round trip by more than what is looked for. In a round the builds take turns case by case,
+    and the build that is first changes with the round. The pair that does not measure is blocked.
+
+    In the rows the figures without prefix are those of this build, those with "baseline_" of the
+    other. "ratio" is the median of the ratios of the rounds, each of this build's p50 to the
+    other's; "ratio_low" and "ratio_high" are its 95 % interval.
+    """
+    with contextlib.ExitStack() as stack:
+        crews = [_start(stack, root, cores, nodes) for root in (HERE, options.against)]
+        found: dict[int, list[list[Figures]]] = {case.key: [[], []] for case in planned}
+        ways: dict[str, None] = {}
+        for turn in range(options.rounds):
+            order = 1 if turn % 2 == 0 else -1
+            with contextlib.ExitStack() as clusters:
+                for crew in crews[::order]:
+                    clusters.enter_context(crew.cluster(transport, device=options.device))
+                players = [CrewPlayer(crew) for crew in crews[::order]]
+                for case in planned:
+                    for player in players:
+                        player.prepare(case)
+                    figures = take_turns(players, 1, options.seconds, options.iters)
+                    for mine, (one,) in zip(found[case.key], figures[::order], strict=True):
+                        mine.append(one)
+                    bar.step()
+                ways.update(("+".join(crew.workers("links")[0]), None) for crew in crews)
+    for case in planned:
+        yield _row("/".join(ways), case, options.against, *found[case.key])
+
+
+def _start(
+    stack: contextlib.ExitStack, root: Path, cores: tuple[int, int] | None, nodes: Nodes
+) -> Crew:
+    """The processes of one build. They end with the stack."""
+    path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fserver-bench-")))
+    _package(path, root)
+    return stack.enter_context(start(pair_of(cores, path=path), nodes))
+
+
+def _row(
+    transport: str, case: Case, root: Path, ours: list[Figures], theirs: list[Figures]
+) -> dict[str, Any]:
+    ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(ours, theirs, strict=True)]
+    low, high = median_interval(ratios)
+    return report.row(
+        transport,
+        case.op,
+        sum(case.out),
+        sum(case.back),
+        ours,
+        theirs,
+        str(root),
+        ratio=round(statistics.median(ratios), 4),
+        ratio_low=round(low, 4),
+        ratio_high=round(high, 4),
+    )
+
+
+def judge(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
+    """The exit status: 1 if this build is slower, which is said on standard error."""
+    slower = [row for row in rows if row["ratio_low"] > LIMIT]
+    for row in slower:
+        print(
+            f"bench: slower than {options.against}: {row['transport']}, {row['op']}, "
+            f"{report.show_size(row['bytes_out'])} out, {report.show_size(row['bytes_back'])} "
+            f"back: {row['ratio']:.3f} times ({LEVEL:.0%}: {row['ratio_low']:.3f} to "
+            f"{row['ratio_high']:.3f}; the limit is {LIMIT})",
+            file=sys.stderr,
+        )
+    return 1 if slower else 0
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the median, whatever the distribution: the r-th smallest and the r-th
+    largest sample, with the largest r at which both together leave out the median with a
+    probability of at most 5 %, 2 P(Binomial(n, 1/2) < r). (H. A. David, H. N. Nagaraja: Order
+    Statistics, 3rd edition, 2003, section 7.1.) Of 20 samples these are the 6th and the 15th.
+
+    Raises:
+        ValueError: there are fewer than 6.
+    """
+    rank = _rank(len(samples))
+    if rank == 0:
+        raise ValueError(f"{len(samples)} samples: want 6 or more")
+    ordered = sorted(samples)
+    return ordered[rank - 1], ordered[-rank]
+
+
+def _rank(count: int) -> int:
+    """The r of median_interval; 0 if there is none."""
+    rank, left_out = 0, 0.0
+    while left_out <= (1 - LEVEL) / 2:  # which P(Binomial < rank) is
+        left_out += math.comb(count, rank) / 2**count
+        rank += 1
+    return rank - 1
+
+
+def _package(folder: Path, root: Path) -> None:
+    """Makes a package fserver in the folder: that of the checkout, with this benchmark in it."""
+    made = folder / "fserver"
+    made.mkdir()
+    for entry in (root / "fserver").iterdir():
+        if entry.name not in ("bench", "__pycache__"):
+            (made / entry.name).symlink_to(entry)
+    (made / "bench").symlink_to(Path(__file__).resolve().parent)

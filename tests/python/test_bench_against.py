@@ -1,0 +1,126 @@
+"""`fserver bench pingpong --against DIR`: its interval, its verdict, whose package it measures."""
+
+import json
+import random
+import statistics
+import sysconfig
+from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
+
+import pytest
+
+from fserver import _loader, bench
+from fserver.bench import against
+from fserver.bench.errors import BenchError
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = """
+import time as _time
+
+_Worker = Worker
+
+
+def Worker(**options):
+    node = _Worker(**options)
+    push_pull = node.push_pull
+
+    def slow(*args, **kwargs):
+        _time.sleep(0.002)
+        return push_pull(*args, **kwargs)
+
+    node.push_pull = slow
+    return node
+"""
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A checkout with the same extension, whose push_pull takes 2 ms longer."""
+    package = tmp_path / "slow/fserver"
+    package.mkdir(parents=True)
+    for entry in (ROOT / "fserver").iterdir():
+        if entry.name not in ("__init__.py", "bench", "__pycache__"):
+            (package / entry.name).symlink_to(entry)
+    (package / "__init__.py").write_text((ROOT / "fserver/__init__.py").read_text() + SLOW)
+    return package.parent
+
+
+def test_interval_of_the_median():
+    assert against.median_interval([*range(20, 0, -1)]) == (6, 15)
+    assert against.median_interval([*range(1, 7)]) == (1, 6)
+    assert against.median_interval([*range(1, 101)]) == (40, 61)
+    with pytest.raises(ValueError, match="5 samples: want 6 or more"):
+        against.median_interval([1] * 5)
+
+
+@pytest.mark.parametrize("count", [6, 20, 51])
+def test_interval_has_the_median_at_least_19_times_in_20(count):
+    draw = random.Random(count)
+    hits = 0
+    for _ in range(2000):  # of a distribution that leans far to one side; its median is 1
+        low, high = against.median_interval([draw.expovariate(1) for _ in range(count)])
+        hits += low <= 0.693147 <= high
+    assert hits >= 0.94 * 2000
+
+
+def test_slower_is_what_lies_wholly_above_the_limit(capsys):
+    row = {"transport": "cma", "op": "push", "bytes_out": 4096, "bytes_back": 0, "ratio": 1.06}
+    options = Namespace(against=Path("/that"))
+    good = [{**row, "ratio_low": low, "ratio_high": 1.5} for low in (0.9, 1.0, 1.03)]
+    assert against.judge(options, good) == 0
+    assert not capsys.readouterr().err
+    assert against.judge(options, [*good, {**row, "ratio_low": 1.031, "ratio_high": 1.5}]) == 1
+    assert capsys.readouterr().err == (
+        "bench: slower than /that: cma, push, 4 KiB out, 0 B back: 1.060 times (95%: 1.031 to "
+        "1.500; the limit is 1.03)\n"
+    )
+
+
+def test_each_build_is_measured_by_its_own_package(slow, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(against, "HERE", slow)
+    path = tmp_path / "rows.json"
+    argv = ["pingpong", "--ops", "push_pull", "--sizes", "64", "--rounds", "6", "--iters", "5"]
+    argv += ["--transport", "tcp,cma", "--json", str(path), "--against", str(ROOT)]
+    assert bench.main(argv) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[1].startswith(f"against {ROOT}") and "95 % from" in lines[2] and len(lines) == 5
+    for transport in ("tcp", "cma"):
+        assert f"bench: slower than {ROOT}: {transport}, push_pull, 64 B out, 64 B back: " in err
+    got = json.loads(path.read_text())
+    assert got["machine"]["against"].startswith(str(ROOT))
+    assert [row["transport"] for row in got["rows"]] == ["tcp", "cma"]
+    for row in got["rows"]:
+        assert row["baseline_p50_us"] < 2000 <= row["p50_us"] and row["baseline"] == str(ROOT)
+        ratios = [
+            ours / its
+            for ours, its in zip(row["p50_us_rounds"], row["baseline_p50_us_rounds"], strict=True)
+        ]
+        assert len(ratios) == 6
+        assert row["ratio"] == pytest.approx(statistics.median(ratios), abs=1e-4)
+        assert (row["ratio_low"], row["ratio_high"]) == pytest.approx(
+            (min(ratios), max(ratios)), abs=1e-4
+        )
+
+
+def test_a_checkout_that_cannot_be_measured(slow, capsys):
+    with pytest.raises(ArgumentTypeError, match="there is no fserver/__init__.py in it"):
+        against.checkout(str(slow / "fserver"))
+    argv = ["pingpong", "--against", str(slow)]
+    with pytest.raises(BenchError, match="--rounds 5: want 6 or more"):
+        against.check(slow, 5)
+    with pytest.raises(SystemExit):
+        bench.main([*argv, "--beside", "gloo"])
+    assert "--against goes with neither --beside nor --plot" in capsys.readouterr().err
+
+    extension = slow / f"fserver/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    built_for = extension.with_suffix(".json")
+    built_for.unlink()
+    built_for.write_text('{"torch": "1.0.0"}')
+    with pytest.raises(_loader.LoadError, match=f"{extension} was built for torch 1.0.0, and this"):
+        bench.main(argv)
+    extension.unlink()
+    (slow / "setup.py").touch()
+    with pytest.raises(_loader.LoadError, match=f"it has not been built .run `make af` in {slow},"):
+        bench.main(argv)
+    assert not capsys.readouterr().out
