@@ -246,13 +246,21 @@ func TestUnknownNames(t *testing.T) {
 		"STEPMSH_BACKEND":   "STEPMESH_BACKEND",
 		"BYTPES_ENABLE_IPC": "BYTEPS_ENABLE_IPC",
 		"STEPAFF_QP_NUM":    "STEPAF_QP_NUM",
+
+		"FSEVER_SECRETS":     "FSERVER_SECRET",
+		"FSRVER_INIT_TIMOUT": "FSERVER_INIT_TIMEOUT",
+		"FSEVRE_TRANSPORT":   "FSERVER_TRANSPORT",
+		"STEPMHS_BAKCEND":    "STEPMESH_BAKCEND",
+		"DMCL_NUM_WORKER":    "DMLC_NUM_WORKER",
+		"DLMC_PS_ROOT_URI":   "DMLC_PS_ROOT_URI",
 	} {
 		_, w := warned(t, with(name+"=1")...)
 		require.Contains(t, w, "(the nearest known name is "+want+")", name)
 	}
 	// Those of others.
-	good(t, with("SERVER_SECRET=1", "SERVER_TLS_CERT=1", "FSVR_SECRET=1", "FSEVER_PORT=1", "FSEVER_SECRETS=1", "FSEVER=1",
-		"MLC_PORT=1", "GPS_VERBOSE=1", "fserver_SECRET=1", strings.Repeat("X", 1<<20)+"_SECRET=1")...)
+	good(t, with("SERVER_SECRET=1", "SERVER_TLS_CERT=1", "FSVR_SECRET=1", "FSEVER_PORT=1", "FSEVER=1", "FSERVE_LAG=1",
+		"XSERVER_SECRETS=1", "SERVERS_SECRET=1", "SERVER_SECRETS=1", "FILESERVER_TLS=1", "STEPS_BACKENDS=1", "BYTES_TOTAL=1",
+		"_SECRET=1", "MLC_PORT=1", "MLC_ROLE=1", "MLC_NUM_WORKERS=1", "DML_LOCAL=1", "GPS_VERBOSE=1", "fserver_SECRET=1", strings.Repeat("X", 1<<20)+"_SECRET=1")...)
 	_, w = warned(t, with("DMLC_"+strings.Repeat("X", 1<<20)+"=1")...)
 	require.Less(t, len(w), 256)
 }

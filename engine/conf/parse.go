@@ -109,13 +109,28 @@ func ours(name string, known []string) bool {
 	return slipped(name, known)
 }
 
-// slipped says whether one letter in the prefix keeps a name from being known. Short prefixes
-// do not count, because other programs have their neighbours, nor does SERVER_, one of FSERVER_.
+// slipped reports whether a name is a known one with a misspelt prefix: one wrong letter in the
+// prefix alone, or up to three in all, of which at most two in the prefix and none in its first
+// letter. The latter needs a long rest, because other programs have settings that end in _LOG. The
+// prefixes PS_ and SERVER_, a neighbour of FSERVER_, never count; DMLC_, which is short, counts
+// before a long rest without a mistake.
 func slipped(name string, known []string) bool {
 	theirs, rest, _ := strings.Cut(name, "_")
-	for _, prefix := range []string{"FSERVER", "STEPMESH", "STEPAF", "BYTEPS"} {
-		if theirs != "SERVER" && slices.Contains(known, prefix+"_"+rest) && len(theirs) <= len(prefix)+1 &&
-			distance(theirs, prefix) == 1 {
+	if theirs == "" || theirs == "SERVER" || len(name) > 64 {
+		return false
+	}
+	for _, prefix := range []string{"FSERVER", "STEPMESH", "STEPAF", "BYTEPS", "DMLC"} {
+		wrong, meant, long := distance(theirs, prefix), prefix+"_"+rest, len(rest) >= 5
+		if prefix == "DMLC" {
+			if wrong == 1 && len(rest) >= 8 && slices.Contains(known, meant) {
+				return true
+			}
+			continue
+		}
+		if wrong == 1 && slices.Contains(known, meant) {
+			return true
+		}
+		if wrong <= 2 && long && theirs[0] == prefix[0] && wrong+distance(meant, nearest(meant, known)) <= 3 {
 			return true
 		}
 	}
