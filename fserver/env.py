@@ -13,10 +13,16 @@ WIDTH = 100
 
 
 def main(argv: list[str]) -> int:
-    """Prints the settings as the engine reads them, and on standard error what is wrong."""
+    """Prints the settings as the engine reads them, and on standard error what is wrong.
+
+    Returns 1 if these settings cannot start a node. Where they give no role they describe none, and
+    what a node needs may be missing.
+    """
     parser = argparse.ArgumentParser(
         prog="fserver env",
-        description="Prints every setting: name, value, where the value comes from, meaning.",
+        description="Prints every setting: name, value, where the value comes from, meaning. The "
+        "exit status is 1 if a value is not allowed, or, where DMLC_ROLE is set, if a setting that "
+        "the role needs is missing.",
     )
     parser.add_argument("--set", action="store_true", help="only those that are set")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -29,15 +35,21 @@ def main(argv: list[str]) -> int:
             parser.error("an argument without '=': want NAME=VALUE")  # not shown: maybe a secret
     arguments = dict(argument.split("=", 1) for argument in options.arguments)
     found = settings({**inherited(), **arguments}, set(arguments))
+    of = {s["name"]: s for s in found["settings"]}
+    if of["DMLC_ROLE"]["origin"] == "default":
+        missing = found["missing"]
+        found["errors"] = [error for error in found["errors"] if error not in missing]
+        found["missing"] = []
+    status = 1 if found["errors"] else 0
     if options.set:
         found["settings"] = [s for s in found["settings"] if s["origin"] != "default"]
     if options.json:
         print(json.dumps(found, indent=1))
-        return 0
+        return status
     print(table(found["settings"]))
     for problem in found["warnings"] + found["errors"]:
         print(problem, file=sys.stderr)
-    return 0
+    return status
 
 
 def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict:
@@ -45,7 +57,8 @@ def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict:
 
     Keys: ``settings`` (each with ``name``, ``value``, ``default``, ``origin``, ``source``,
     ``meaning``, ...), ``unknown`` (names that look like settings, each with the ``nearest``
-    known one), ``warnings``, ``errors``. ``origin`` is ``"argument"`` for names in arguments,
+    known one), ``warnings``, ``errors``, ``missing`` (the errors that only say that a setting is
+    not given). ``origin`` is ``"argument"`` for names in arguments,
     ``"environment"`` for others that are given, else ``"default"``. The value of a secret is
     ``"set"``.
 

@@ -19,9 +19,10 @@ type description struct {
 // Describe is JSON about every setting and, as far as they are right, about the
 // values that settings give to them:
 //
-//	{"settings": [...], "unknown": [{"name", "nearest"}], "warnings": ["..."], "errors": ["..."]}
+//	{"settings": [...], "unknown": [{"name", "nearest"}], "warnings": ["..."], "errors": ["..."], "missing": ["..."]}
 //
-// It never shows a secret.
+// Errors is what Parse returns for a node with these settings. Missing holds those of them that only say
+// that a setting is not given. It never shows a secret.
 func Describe(settings []string) []byte {
 	p := parse(settings)
 	out := struct {
@@ -29,9 +30,12 @@ func Describe(settings []string) []byte {
 		Unknown  []unknown     `json:"unknown"`
 		Warnings []Warning     `json:"warnings"`
 		Errors   []string      `json:"errors"`
-	}{Unknown: append([]unknown{}, p.unknown...), Warnings: append([]Warning{}, p.warnings...), Errors: []string{}}
-	for _, err := range p.errs {
-		out.Errors = append(out.Errors, err.Error())
+		Missing  []string      `json:"missing"`
+	}{
+		Unknown:  append([]unknown{}, p.unknown...),
+		Warnings: append([]Warning{}, p.warnings...),
+		Errors:   texts(p.errs),
+		Missing:  texts(p.missing),
 	}
 	section := ""
 	for _, s := range table {
@@ -52,6 +56,14 @@ func Describe(settings []string) []byte {
 	}
 	b, _ := json.Marshal(out) // strings only: cannot fail
 	return b
+}
+
+func texts(errs []error) []string {
+	all := make([]string, len(errs))
+	for i, err := range errs {
+		all[i] = err.Error()
+	}
+	return all
 }
 
 // fallback is what holds when no value is given.

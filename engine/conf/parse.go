@@ -48,6 +48,7 @@ type parser struct {
 	unknown  []unknown
 	warnings []Warning
 	errs     []error
+	missing  []error // those of errs that only say that a setting is not given
 }
 
 func parse(settings []string) *parser {
@@ -66,6 +67,12 @@ func (p *parser) warn(format string, args ...any) {
 
 func (p *parser) fail(format string, args ...any) {
 	p.errs = append(p.errs, fmt.Errorf("conf: "+format, args...))
+}
+
+// lack fails because a setting is not given.
+func (p *parser) lack(format string, args ...any) {
+	p.fail(format, args...)
+	p.missing = append(p.missing, p.errs[len(p.errs)-1])
 }
 
 // unknown is a name that looks like one of ours.
@@ -236,7 +243,7 @@ func (p *parser) scheduler() {
 	if c.SchedulerPort == 0 && c.Role != Scheduler && c.Role != Joint && !c.HostScheduler {
 		switch v := p.given["DMLC_PS_ROOT_PORT"]; {
 		case v == "":
-			p.fail("DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to %d", maxPort)
+			p.lack("DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to %d", maxPort)
 		case !p.refused("DMLC_PS_ROOT_PORT"):
 			p.fail("DMLC_PS_ROOT_PORT=%.100q: want the port of the scheduler, 1 to %d (0 is for the process that runs it)", v, maxPort)
 		}
@@ -250,7 +257,7 @@ func (p *parser) scheduler() {
 		c.SchedulerHost = "127.0.0.1"
 	case p.refused("DMLC_PS_ROOT_URI"):
 	default:
-		p.fail("DMLC_PS_ROOT_URI is not set: want the host of the scheduler, as DMLC_NODE_HOST or DMLC_INTERFACE says that it can be another one")
+		p.lack("DMLC_PS_ROOT_URI is not set: want the host of the scheduler, as DMLC_NODE_HOST or DMLC_INTERFACE says that it can be another one")
 	}
 }
 

@@ -9,9 +9,9 @@ import pytest
 from fserver import cli, env
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, str]:
+def run(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> tuple[str, str]:
     """Standard output and error."""
-    assert cli.main(["env", *args]) == 0
+    assert cli.main(["env", *args]) == status
     return capsys.readouterr()
 
 
@@ -23,8 +23,10 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DMLC_NUM_WORKER", "3")
     monkeypatch.setenv("STEPMESH_BAKCEND", "CPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    found = json.loads(run(capsys, "--json", "DMLC_NUM_SERVER=2", "DMLC_ROLE=worker")[0])
-    assert set(found) == {"settings", "unknown", "warnings", "errors"}
+    args = ("--json", "DMLC_NUM_SERVER=2", "DMLC_ROLE=worker")
+    found = json.loads(run(capsys, *args, status=1)[0])
+    assert set(found) == {"settings", "unknown", "warnings", "errors", "missing"}
+    assert found["errors"] == found["missing"] == [PORT]
     of = {s["name"]: s for s in found["settings"]}
     for s in found["settings"]:
         assert s["meaning"] and s["default"] and s["allowed"] and s["section"]
@@ -34,6 +36,19 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert of["DMLC_PORT"]["origin"] == "default"
     assert of["STEPMESH_BACKEND"]["source"] == "STEPMESH_BAKCEND"
     assert of["CUDA_VISIBLE_DEVICES"]["value"] == "1,0"
+
+
+PORT = "conf: DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to 65535"
+
+
+def test_status(capsys: pytest.CaptureFixture[str]) -> None:
+    """1 if a node could not start. Without a role no node is described, so nothing is missing."""
+    for args in ((), ("FSERVER_LOG=debug",), ("DMLC_ROLE=server", "DMLC_PS_ROOT_PORT=7000")):
+        assert run(capsys, *args)[1] == ""
+        assert json.loads(run(capsys, "--json", *args)[0])["errors"] == []
+    assert run(capsys, "DMLC_ROLE=worker", status=1)[1] == f"{PORT}\n"
+    assert run(capsys, "FSERVER_LOG=loud", status=1)[1].count("\n") == 1
+    assert json.loads(run(capsys, "--json", "FSERVER_LOG=loud", status=1)[0])["errors"]
 
 
 def test_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +77,7 @@ def test_unknown_names_are_pointed_out(
         {"name": "FSERVER_SECRETS", "nearest": "FSERVER_SECRET"},
     ]
     monkeypatch.setenv("FSEVER_SECRET", "hunter2")
-    _, err = run(capsys, "DMLC_PORT=many")
+    _, err = run(capsys, "DMLC_PORT=many", status=1)
     assert "FSEVER_SECRET" in err and "FSERVER_SECRET)" in err and "hunter2" not in err
     assert "DMLC_NUM_WORKERS" in err and "DMLC_NUM_WORKER)" in err
     assert 'DMLC_PORT="many": want a whole number' in err
