@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--transport",
         type=lambda text: text.split(","),
-        default="tcp",
+        default="auto",
         metavar="LIST",
         help=f"how bytes travel, one after the other: {TRANSPORTS} {SHOWN}",
     )
@@ -212,8 +212,8 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         choices=("cpu", "gpu"),
         default="cpu",
-        help="where tensors are; gpu: the worker's on the first, the server's on the last (with "
-        "--transport auto the copy engine moves them)",
+        help="where tensors are; gpu: the worker's on the first, the server's on the last (by "
+        "default the copy engine moves them)",
     )
     made.add_argument(
         "--sizes",

@@ -270,8 +270,22 @@ def _version(package: str) -> str:
         return "unknown"
 
 
+def _need_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BenchError("--device gpu: torch sees no GPU (`fserver doctor` says what is there)")
+
+
 def begin(options: argparse.Namespace, cores: tuple[int, ...] | None) -> dict[str, Any]:
-    """Before anything is measured: says on what, and that the results can be kept."""
+    """Before anything is measured or printed: checks that there is a GPU if one is asked for, and
+    that the results can be kept. Then prints on what is measured, and returns it.
+
+    Raises:
+        BenchError: one of them is missing.
+    """
+    if getattr(options, "device", "cpu") == "gpu":
+        _need_gpu()
     if options.plot:
         plot.need()
     facts = machine(cores)

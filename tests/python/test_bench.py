@@ -544,11 +544,13 @@ def test_baseline_between_gpus_says_what_is_wrong(way, monkeypatch):
             raw_echo.measure(0, 5)
 
 
-def test_gpus_that_are_not_there(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert bench.main(["pingpong", "--device", "gpu", "--sizes", "64", "--no-baseline"]) == 1
-    assert "STEPMESH_BACKEND=GPU" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["pingpong", "soak"])
+def test_gpus_that_are_not_there(name, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main([name, "--device", "gpu"]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err == "bench: --device gpu: torch sees no GPU (`fserver doctor` says what is there)\n"
 
 
 @needs_compiler
@@ -752,12 +754,12 @@ def test_pingpong(tmp_path, capsys):
     path = tmp_path / "rows.json"
     argv = ["--sizes", "64,4K,64:4K", "--rounds", "2", "--iters", "20", "--json", str(path)]
     affinity = os.sched_getaffinity(0)
-    assert bench.main(["pingpong", *argv]) == 0
+    assert bench.main(["pingpong", "--transport", "tcp,auto", *argv]) == 0
     assert os.sched_getaffinity(0) == affinity
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:2] == ["transport", "op"] and len(lines) == 2 + 9
+    assert lines[1].split()[:2] == ["transport", "op"] and len(lines) == 2 + 18
     rows = written(path, "pingpong")
-    assert [(r["op"], r["bytes_out"], r["bytes_back"]) for r in rows] == [
+    assert [(r["op"], r["bytes_out"], r["bytes_back"]) for r in rows] == 2 * [
         ("push", 64, 0),
         ("pull", 64, 64),
         ("push_pull", 64, 64),
@@ -768,10 +770,10 @@ def test_pingpong(tmp_path, capsys):
         ("pull", 64, 4096),
         ("push_pull", 64, 4096),
     ]
-    for row in rows:
+    for transport, row in zip(["tcp"] * 9 + ["cma"] * 9, rows, strict=True):
         assert (
-            row["transport"] == "tcp"
-            and row["baseline"] == "raw tcp"
+            row["transport"] == transport
+            and row["baseline"] == f"raw {transport}"
             and row["iters"] == 20
             and row["rounds"] == 2
         )

@@ -92,7 +92,7 @@ def test_pingpong_beside_gloo(path):
     moved = [("push", 64, 0), ("pull", 64, 64), ("push_pull", 64, 64)]
     for i, (op, out, back) in enumerate(moved):
         ours, gloo, nccl = rows[3 * i : 3 * i + 3]
-        assert [row["transport"] for row in (ours, gloo, nccl)] == ["tcp", "gloo", "nccl"]
+        assert [row["transport"] for row in (ours, gloo, nccl)] == ["cma", "gloo", "nccl"]
         for row in (ours, gloo, nccl):
             assert (row["op"], row["bytes_out"], row["bytes_back"]) == (op, out, back)
         assert 0 < gloo["p50_us"] <= gloo["p99_us"] and gloo["gbps"] >= 0
