@@ -210,6 +210,8 @@ func TestArguments(t *testing.T) {
 	deep.Dims = make([]int64, wire.MaxDims+1)
 	negative := x
 	negative.Dims = []int64{-1}
+	vast := x
+	vast.Dims = []int64{wire.MaxSize + 1}
 	outside := x
 	outside.Span.Len = 1 << 20
 	var shape *ShapeError
@@ -221,6 +223,7 @@ func TestArguments(t *testing.T) {
 		{[]Tensor{x}, []Tensor{x}, "1 pull tensors for 2 servers"},
 		{[]Tensor{deep}, nil, "65 dimensions"},
 		{[]Tensor{negative}, nil, "dimension -1"},
+		{[]Tensor{vast}, nil, "dimension 4611686018427387905 (dimensions are 0 to 2^62)"},
 		{[]Tensor{outside}, nil, "not inside its allocation"},
 		{make([]Tensor, wire.MaxTensors+1), nil, "more than 4096 push tensors"},
 	} {
@@ -491,7 +494,7 @@ func TestLeft(t *testing.T) {
 }
 
 func TestNewTable(t *testing.T) {
-	w, err := NewWorker(1, new(trace.Counters), same)
+	w, err := NewWorker(1, new(trace.Counters), ignored)
 	require.NoError(t, err)
 	require.EqualValues(t, Window*8, w.Words().Len)
 	w.Shut(errors.New("over"))

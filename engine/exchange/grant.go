@@ -123,13 +123,17 @@ func (s *Server) need(c *client, b []byte) error {
 			k.asked = false
 		}
 	}
+	reply := wire.AppendBuffers(nil, &v)
+	if err == nil && len(reply) > transport.MaxFrame {
+		err = fmt.Errorf("the keys of %d receive buffers take %d bytes, and a frame has at most %d (push fewer tensors in one call)", len(v.List), len(reply), transport.MaxFrame)
+	}
 	if err == nil {
 		s.commit(c)
 	} else {
 		s.revert(c)
-		v = wire.Buffers{Reason: err.Error()}
+		reply = wire.AppendBuffers(nil, &wire.Buffers{Reason: err.Error()})
 	}
-	c.replies.push(wire.AppendBuffers(nil, &v))
+	c.replies.push(reply)
 	s.advance(c)
 	return nil
 }

@@ -235,7 +235,7 @@ func TestBrokenLoans(t *testing.T) {
 		"none named":      {9, []wire.Pushed{{Rows: 0, Bytes: 0}}, 1, "1 loans beside"},
 	} {
 		buffers := NewBuffers()
-		s, err := NewServer(1, buffers, new(trace.Counters), same)
+		s, err := NewServer(1, buffers, new(trace.Counters), ignored)
 		require.NoError(t, err)
 		s.Connect(0, 0, newFabric(), &wireConn{room: 10})
 		require.NoError(t, s.Frame(0, wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))

@@ -10,6 +10,7 @@ type outbox struct {
 	next   int     // the first that has not been taken
 	ticket *Ticket // whose operations these are, or nil
 	frame  []byte  // of the frame in ops; free for reuse when all are taken
+	err    error   // what Post has said: it takes no more
 }
 
 // begin starts a new set of operations; the last one must be flushed.
@@ -45,18 +46,19 @@ func (o *outbox) stamp(imm uint32) {
 // empty says whether everything has been taken.
 func (o *outbox) empty() bool { return o.next == len(o.ops) }
 
-// flush posts what is left. An error means that the Conn is unusable.
+// flush posts what is left. An error means that the Conn takes no more.
 func (o *outbox) flush() error {
-	if o.empty() {
-		return nil
+	if o.empty() || o.err != nil {
+		return o.err
 	}
 	n, err := o.conn.Post(o.ops[o.next:])
 	o.next += n
 	if o.ticket != nil {
 		o.ticket.ops += n
 	}
+	o.err = err
 	return err
 }
 
-// drop forgets what has not been taken.
-func (o *outbox) drop() { o.ops, o.next, o.ticket = o.ops[:0], 0, nil }
+// drop forgets what has not been taken, and its Conn's error.
+func (o *outbox) drop() { o.ops, o.next, o.ticket, o.err = o.ops[:0], 0, nil, nil }

@@ -19,6 +19,7 @@ type fakeFabric struct {
 	keys map[transport.Key]mem.Region
 	busy error // what the next Deregister says: a write is under way
 	room *int  // registrations that there is room for; nil: any number
+	blob string
 }
 
 func newFabric() *fakeFabric { return &fakeFabric{keys: map[transport.Key]mem.Region{}} }
@@ -34,7 +35,7 @@ func (f *fakeFabric) Register(r mem.Region) (transport.Key, error) {
 		*f.room--
 	}
 	f.next++
-	k := transport.Key{ID: f.next, Token: 7 * f.next}
+	k := transport.Key{ID: f.next, Token: 7 * f.next, Blob: f.blob}
 	f.keys[k] = r
 	return k, nil
 }
@@ -95,16 +96,16 @@ type pair struct {
 	buffers *Buffers
 }
 
-// same is a Lost that adds nothing.
-func same(_ int, err error) error { return err }
+// ignored is a Broken for tests that lose the peer themselves.
+func ignored(int, error) {}
 
 func newPair(t *testing.T, servers int) *pair {
 	p := &pair{t: t, wf: newFabric(), copies: true, buffers: NewBuffers()}
 	var err error
-	p.w, err = NewWorker(servers, new(trace.Counters), same)
+	p.w, err = NewWorker(servers, new(trace.Counters), ignored)
 	require.NoError(t, err)
 	for i := range servers {
-		s, err := NewServer(1, p.buffers, new(trace.Counters), same)
+		s, err := NewServer(1, p.buffers, new(trace.Counters), ignored)
 		require.NoError(t, err)
 		p.servers = append(p.servers, s)
 		p.sf = append(p.sf, newFabric())

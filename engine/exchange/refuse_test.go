@@ -166,7 +166,7 @@ func TestUnfit(t *testing.T) {
 func strict(t *testing.T) *pair {
 	p := newPair(t, 1)
 	p.buffers.Hold(elements)
-	s, err := NewServer(1, p.buffers, new(trace.Counters), same)
+	s, err := NewServer(1, p.buffers, new(trace.Counters), ignored)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
 	s.Connect(0, 0, p.sf[0], p.from[0])

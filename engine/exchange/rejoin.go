@@ -15,7 +15,8 @@ import (
 // no key that the old peer was given stays valid.
 
 // maxSends bounds how often one push_pull is sent to one server and its
-// successors: a request that makes servers die is not to take all of them along.
+// successors, or is about to be: a request that makes servers die is not to take all of
+// them along, and one that no Conn takes is not to end all of them.
 const maxSends = 4
 
 // BePatient makes Lose keep push_pulls for a successor. To be called before any
@@ -34,6 +35,9 @@ func (w *Worker) Lose(i int, err error) {
 	case !w.patient:
 		w.Down(i, err)
 		return
+	}
+	if !s.empty() && s.turn != nil {
+		s.turn.legs[i].sends++
 	}
 	w.part(s, err)
 	s.held = true
@@ -54,6 +58,10 @@ func (w *Worker) Lose(i int, err error) {
 	for q := range s.queues {
 		for s.queues[q].len() != 0 {
 			t := s.queues[q].pop()
+			if t.legs[i].sends >= maxSends {
+				w.endLeg(t, s, err)
+				continue
+			}
 			t.legs[i].keys = t.legs[i].keys[:0]
 			again = append(again, t)
 		}
@@ -180,7 +188,7 @@ func (w *Worker) renew(t *Ticket, s *server) error {
 		}
 		t.regs[i] = r
 	}
-	return nil
+	return t.checkKeys(t.regs[s.index*share : (s.index+1)*share])
 }
 
 // BePatient makes Batch wait for the successor of a lost worker until Down. To be

@@ -16,7 +16,7 @@ var errGone = errors.New("gone")
 
 // succeed puts a new process in the place of server i.
 func (p *pair) succeed(i int) {
-	s, err := NewServer(1, p.buffers, new(trace.Counters), same)
+	s, err := NewServer(1, p.buffers, new(trace.Counters), ignored)
 	require.NoError(p.t, err)
 	p.t.Cleanup(func() { require.NoError(p.t, s.Close()); require.NoError(p.t, s.Free()) })
 	p.servers[i], p.sf[i] = s, newFabric()

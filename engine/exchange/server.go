@@ -90,7 +90,7 @@ type Server struct {
 	needs    []wire.Need // of the frame at hand,
 	grants   []grant     // and what it is to be given
 	made     []*receiver // of keys that the frame at hand was the first to name
-	lost     Lost
+	onBroken Broken
 
 	mu    sync.Mutex // guards fixed
 	fixed map[fixedKey]fixed
@@ -109,12 +109,12 @@ type fixedKey struct {
 
 // NewServer makes a server of n workers, in the order of their groups. Each
 // must be given its Conn before the first call of another kind.
-func NewServer(n int, b *Buffers, c *trace.Counters, lost Lost) (*Server, error) {
+func NewServer(n int, b *Buffers, c *trace.Counters, onBroken Broken) (*Server, error) {
 	tb, err := newTable()
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{Table: tb, counters: c, buffers: b, elements: b.Holds(), memory: Host{}, lost: lost, fixed: map[fixedKey]fixed{}}
+	s := &Server{Table: tb, counters: c, buffers: b, elements: b.Holds(), memory: Host{}, onBroken: onBroken, fixed: map[fixedKey]fixed{}}
 	s.able.Store(int32(n))
 	for i := range n {
 		s.clients = append(s.clients, &client{
@@ -261,7 +261,7 @@ func (s *Server) drop(t *Ticket, err error) {
 func (s *Server) advance(c *client) {
 	for {
 		if err := c.flush(); err != nil {
-			s.Lose(c.index, s.lost(c.index, err))
+			s.onBroken(c.index, err)
 			return
 		}
 		if !c.empty() {

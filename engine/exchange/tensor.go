@@ -11,7 +11,9 @@
 package exchange
 
 import (
+	"encoding/binary"
 	"fmt"
+	"math/bits"
 	"slices"
 
 	"fserver/engine/mem"
@@ -51,8 +53,8 @@ func (t *Tensor) check(what string, i int) error {
 		return Shapef("exchange: %s tensor %d has %d dimensions (at most %d are allowed)", what, i, len(t.Dims), wire.MaxDims)
 	}
 	for _, d := range t.Dims {
-		if d < 0 {
-			return Shapef("exchange: %s tensor %d has dimension %d (dimensions are 0 or more)", what, i, d)
+		if d < 0 || d > wire.MaxSize {
+			return Shapef("exchange: %s tensor %d has dimension %d (dimensions are 0 to 2^62)", what, i, d)
 		}
 	}
 	if !t.Base.Contains(t.Span) {
@@ -108,6 +110,37 @@ func (t *Ticket) signature() uint64 {
 		mix(uint64(t.on[i]))
 	}
 	return h
+}
+
+// planBytes returns how many bytes the frame of the plan of t may have, with share pull
+// tensors.
+func (t *Ticket) planBytes(share int) int {
+	n := 32 + len(t.on) + 10*len(t.push) + 8*share
+	if n+binary.MaxVarintLen64*len(t.dims) <= transport.MaxFrame {
+		return n // of nearly all push_pulls: no need to look at each dimension
+	}
+	for i := range t.push {
+		for _, d := range t.push[i].tail() {
+			n += (bits.Len64(uint64(d)|1) + 6) / 7
+		}
+	}
+	return n
+}
+
+// maxBlobs bounds the Blobs of the keys in one request, in bytes. All else in it takes
+// less than the rest of a frame.
+const maxBlobs = transport.MaxFrame - 256<<10
+
+// checkKeys refuses the pull tensors of one server if their keys do not fit into a request.
+func (t *Ticket) checkKeys(regs []registration) error {
+	n := 0
+	for i := range regs {
+		n += len(regs[i].key.Blob)
+	}
+	if n > maxBlobs {
+		return Shapef("exchange: push_pull: the keys of %d pull tensors take %d bytes, and there is room for %d in a frame of %d (pull fewer tensors in one call)", len(regs), n, maxBlobs, transport.MaxFrame)
+	}
+	return nil
 }
 
 // fits says whether p is the plan of t.

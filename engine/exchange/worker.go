@@ -43,6 +43,7 @@ type server struct {
 	keys   map[uint64]*credit
 	queues [2]ring[*Ticket] // those whose request is not wholly posted; see queue
 	asked  *Ticket          // whose Need is not answered yet, or nil
+	turn   *Ticket          // whose frames are in the outbox, while it is not empty, or nil
 	down   error            // why there is no path to it
 	held   bool             // down, and its push_pulls wait for its successor
 	recall []uint64         // push_pulls that have failed, which it is still to be told
@@ -83,21 +84,23 @@ type Worker struct {
 	stale    []registration            // taken out of regs, and still named by tickets
 	patient  bool
 	resp     wire.Response
-	lost     Lost
+	onBroken Broken
 }
 
-// Lost tells why peer i is lost, for callers, from what its Conn said.
-type Lost func(i int, err error) error
+// Broken takes note that the Conn of peer i takes no more, and why; more than once. It is
+// called by the owner, who is to close that Conn when what it still has to say has been
+// handed on, and then to call Lose.
+type Broken func(i int, err error)
 
 // NewWorker makes a worker of n servers. Each must be given its Conn before the
 // first submission.
-func NewWorker(n int, c *trace.Counters, lost Lost) (*Worker, error) {
+func NewWorker(n int, c *trace.Counters, onBroken Broken) (*Worker, error) {
 	tb, err := newTable()
 	if err != nil {
 		return nil, err
 	}
 	w := &Worker{
-		Table: tb, counters: c, lost: lost, servers: make([]*server, n),
+		Table: tb, counters: c, onBroken: onBroken, servers: make([]*server, n),
 		plans: map[uint64]*plan{}, regs: map[uint64][]registration{},
 	}
 	for i := range w.servers {
@@ -136,6 +139,9 @@ func (w *Worker) check(t *Ticket) error {
 	}
 	if len(t.pull)%len(w.servers) != 0 {
 		return Shapef("exchange: %d pull tensors for %d servers: give the same number for each server, those of server 0 first", len(t.pull), len(w.servers))
+	}
+	if n := t.planBytes(len(t.pull) / len(w.servers)); n > transport.MaxFrame {
+		return Shapef("exchange: push_pull: the description of %d push and %d pull tensors takes %d bytes, and a frame has at most %d (push fewer tensors in one call, or of fewer dimensions)", len(t.push), len(t.pull), n, transport.MaxFrame)
 	}
 	return nil
 }
@@ -219,6 +225,12 @@ func (w *Worker) assign(t *Ticket) error {
 			return fmt.Errorf("exchange: pull tensor %d: %w", i, err)
 		}
 		t.regs[i] = r
+	}
+	for i := range w.servers {
+		if err := t.checkKeys(t.regs[i*share : (i+1)*share]); err != nil {
+			w.unregister(t)
+			return err
+		}
 	}
 	return nil
 }
@@ -310,7 +322,7 @@ func (w *Worker) advance(s *server) {
 	}
 	for {
 		if err := s.flush(); err != nil {
-			w.Lose(s.index, w.lost(s.index, err))
+			w.onBroken(s.index, err)
 			return
 		}
 		if !s.empty() {
@@ -327,6 +339,7 @@ func (w *Worker) advance(s *server) {
 		}
 		switch {
 		case len(s.recall) != 0:
+			s.turn = nil
 			s.begin(nil)
 			s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall)
 			s.send()
@@ -351,6 +364,7 @@ func (w *Worker) proceed(s *server) bool {
 			return true
 		}
 		if w.compose(s, t) {
+			s.turn = t
 			return true
 		}
 	}

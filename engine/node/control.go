@@ -38,6 +38,8 @@ func (n *Node) tick() {
 // nextTimer is when tick must be called.
 func (n *Node) nextTimer() int64 {
 	switch {
+	case len(n.ailing) != 0:
+		return 0
 	case n.scheduler != nil:
 		return min(n.sayAt, n.scheduler.Next())
 	case n.member != nil:

@@ -93,6 +93,7 @@ type Node struct {
 	said      string          // about that
 	back      comingBack      // of peers and of this node
 	stuck     []*link         // with frames that back-pressure held up
+	ailing    []*link         // that take no more, and are to be ended
 	frame     [1]transport.Op
 	todo      []cluster.Output // of the calls of outputs under way
 	stopErr   error            // what happened while leaving
@@ -120,6 +121,7 @@ type link struct {
 	left   bool     // it said Bye
 	used   bool     // it said Up
 	begun  bool     // calls use it
+	ailing error    // why it takes no more
 	frames [][]byte // not posted yet
 	early  [][]byte // linkWaiting: frames that came already
 	since  int64    // when it was opened
@@ -189,11 +191,11 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	case conf.Worker:
 		n.peers = make([]*link, cfg.Servers)
 		n.channels = newChannels(cfg.Servers)
-		n.worker, err = exchange.NewWorker(cfg.Servers, &n.counters, n.lostBy)
+		n.worker, err = exchange.NewWorker(cfg.Servers, &n.counters, n.broken)
 	case conf.Server:
 		n.peers = make([]*link, cfg.Workers)
 		n.channels = newChannels(cfg.Workers)
-		n.server, err = exchange.NewServer(cfg.Workers, b, &n.counters, n.lostBy)
+		n.server, err = exchange.NewServer(cfg.Workers, b, &n.counters, n.broken)
 		if err == nil && !cfg.Loans {
 			n.server.RefuseLoans()
 		}
@@ -417,7 +419,11 @@ func (n *Node) pass(now int64) int {
 	if len(n.stuck) != 0 {
 		n.unstick()
 	}
+	ailing := len(n.ailing)
 	found := n.poll()
+	if ailing != 0 {
+		n.endAiling(ailing)
+	}
 	due := now >= n.timer.Load()
 	if due {
 		n.tick()
@@ -528,11 +534,37 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 	return n.worker.Frame(l.index, ev.Data)
 }
 
-// breach ends the connection of somebody who does not keep to the protocol.
+// breach ends a connection that is of no use: its peer does not keep to the protocol, or it
+// takes no more.
 func (n *Node) breach(l *link, err error) {
 	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.Error(err))
 	_ = l.conn.Close()
 	n.down(l, err)
+}
+
+// broken notes that the connection to peer i takes no more. It may have ended, or only what
+// was to be sent be wrong. The peer's last frames may be here: the next pass ends it after
+// its Poll, unless that reports the end.
+func (n *Node) broken(i int, err error) {
+	if l := n.peers[i]; n.up(l) && l.ailing == nil {
+		l.ailing = err
+		n.ailing = append(n.ailing, l)
+		n.timer.Store(0)
+		n.kick.ring()
+		n.nudge.ring()
+	}
+}
+
+// endAiling ends the first k of the connections that broken has noted.
+func (n *Node) endAiling(k int) {
+	ailing := n.ailing[:k]
+	n.ailing = append([]*link(nil), n.ailing[k:]...)
+	for _, l := range ailing {
+		if n.links[l.conn] == l {
+			n.breach(l, l.ailing)
+		}
+	}
+	n.timer.Store(n.nextTimer())
 }
 
 // down takes the end of a connection.

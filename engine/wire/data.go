@@ -9,11 +9,12 @@ import (
 
 // Bounds of the frames of push-pull.
 const (
-	MaxTensors = 4096 // push or pull tensors of one request
-	MaxDims    = 64   // rank of a tensor
-	maxBlob    = 4096 // what a key needs once, bytes
-	maxReason  = 1024 // text of an error, bytes
-	MaxRefusal = 500  // text of a Refused, bytes
+	MaxTensors = 4096    // push or pull tensors of one request
+	MaxDims    = 64      // rank of a tensor
+	MaxSize    = 1 << 62 // a dimension, or bytes
+	maxBlob    = 4096    // what a key needs once, bytes
+	maxReason  = 1024    // text of an error, bytes
+	MaxRefusal = 500     // text of a Refused, bytes
 )
 
 // Key is transport.Key as it travels.
@@ -352,7 +353,7 @@ func (r *reader) kind(want Type) {
 // later, and torch counts in int64.
 func (r *reader) size(what string) int64 {
 	v := r.uvarint()
-	if v > 1<<62 {
+	if v > MaxSize {
 		r.fail(fmt.Errorf("wire: %s %d is absurd", what, v))
 		return 0
 	}

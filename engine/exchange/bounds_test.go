@@ -1,0 +1,104 @@
+package exchange
+
+import (
+	"math"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/transport"
+	"fserver/engine/wire"
+)
+
+// many is so many tensors without bytes, of the dimensions given.
+func many(t *testing.T, n int, dims ...int64) []Tensor {
+	x := bytesOf(t, 0, 0, 0)
+	all := make([]Tensor, n)
+	for i := range all {
+		all[i] = x
+		all[i].Key, all[i].Dims = uint64(i), dims
+	}
+	return all
+}
+
+// TestPlanTooLarge is refused at once, and leaves nothing.
+func TestPlanTooLarge(t *testing.T) {
+	p := newPair(t, 2)
+	huge := append([]int64{0}, slices.Repeat([]int64{wire.MaxSize}, wire.MaxDims-1)...)
+	_, err := p.pushPull(many(t, wire.MaxTensors, huge...), nil)
+	var shape *ShapeError
+	require.ErrorAs(t, err, &shape)
+	require.ErrorContains(t, err, "the description of 4096 push and 0 pull tensors takes 23")
+	require.ErrorContains(t, err, "a frame has at most 1048576")
+	require.Empty(t, p.w.plans)
+
+	// The largest that is taken makes a frame, and the next one not.
+	most := (transport.MaxFrame - 32) / (10 + 9*(wire.MaxDims-1))
+	_, err = p.pushPull(many(t, most+1, huge...), nil)
+	require.ErrorAs(t, err, &shape)
+	id, err := p.pushPull(many(t, most, huge...), many(t, 2))
+	require.NoError(t, err)
+	p.w.Drain()
+	require.LessOrEqual(t, len(p.to[0].ops[0].Frame), transport.MaxFrame)
+	require.Greater(t, len(p.to[0].ops[0].Frame), transport.MaxFrame-1024)
+	require.NoError(t, p.settle())
+	for i := range p.servers {
+		require.NoError(t, p.respond(i, p.take(i)[0], many(t, 1)...))
+	}
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+}
+
+// TestKeysTooLarge: pull tensors whose keys need more than a frame are refused, when they
+// are registered for the first server or for one that has come back, and let go of.
+func TestKeysTooLarge(t *testing.T) {
+	p := newPair(t, 1)
+	p.w.BePatient()
+	x := bytesOf(t, 0, 8, 0)
+	x.Alloc = 0
+	pulls := slices.Repeat([]Tensor{x}, 1000)
+	p.wf.blob = strings.Repeat("b", 4096)
+	id, err := p.pushPull(nil, pulls)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	p.shapeFails(id, "the keys of 1000 pull tensors take 4096000 bytes")
+	require.Empty(t, p.wf.keys)
+
+	p.wf.blob = ""
+	id, err = p.pushPull(nil, pulls)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	p.wf.blob = strings.Repeat("b", 4096)
+	drain(p.to[0], p.w.Done)
+	p.w.Lose(0, errGone)
+	p.succeed(0)
+	p.shapeFails(id, "the keys of 1000 pull tensors take 4096000 bytes")
+	require.Empty(t, p.wf.keys)
+	p.answer(p.push(1, 8), 1)
+}
+
+// TestBuffersTooLarge: receive buffers whose keys need more than a frame are refused.
+func TestBuffersTooLarge(t *testing.T) {
+	p := newPair(t, 1)
+	p.sf[0].blob = strings.Repeat("b", 4096)
+	p.answer(p.push(1, 4096), 1)
+	p.shapeFails(p.push(1, slices.Repeat([]uint64{5000}, 300)...), "the keys of 300 receive buffers take 12")
+	require.Len(t, p.sf[0].keys, 1)
+	p.answer(p.push(2, 4096), 2)
+}
+
+// TestLargestRequest: with all keys as large as they may be, a request is a frame.
+func TestLargestRequest(t *testing.T) {
+	q := &wire.Request{Seq: math.MaxUint64, Plan: wire.MaxPlans - 1, Writes: wire.MaxTensors}
+	for range wire.MaxTensors {
+		q.Push = append(q.Push, wire.Pushed{Rows: wire.MaxSize, Bytes: wire.MaxSize})
+		q.Pull = append(q.Pull, wire.Target{Bytes: wire.MaxSize, Changed: true, Region: wire.Key{ID: 1, Token: 1, Blob: strings.Repeat("b", maxBlobs/wire.MaxTensors)}, Off: math.MaxUint64})
+	}
+	require.LessOrEqual(t, len(wire.AppendRequest(nil, q)), transport.MaxFrame)
+	all := make([]uint64, wire.MaxRecalls)
+	require.LessOrEqual(t, len(wire.AppendRecall(nil, wire.TypeRecall, all)), transport.MaxFrame)
+	needs := slices.Repeat([]wire.Need{{Key: 1, Bytes: wire.MaxSize}}, wire.MaxTensors)
+	require.LessOrEqual(t, len(wire.AppendNeed(nil, needs)), transport.MaxFrame)
+}
