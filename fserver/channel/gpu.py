@@ -56,7 +56,6 @@ class GpuSide:
         timeout_ms: float,
         table: Table = TABLE,
     ) -> None:
-        import torch
 
         extension = _loader.load()
         arch = extension.lane_arch(device)

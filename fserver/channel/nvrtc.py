@@ -7,6 +7,7 @@ import functools
 import glob
 import importlib.util
 import os
+import re
 import threading
 
 from fserver.errors import ConfigError, Error
@@ -15,7 +16,12 @@ _lock = threading.Lock()
 
 
 def _candidates() -> list[str]:
-    """Where NVRTC may be: loaded already, among torch's wheels, beside torch, on the system."""
+    """Where NVRTC may be: loaded already or on the system, among torch's wheels, beside torch.
+    Those of the CUDA that torch was built with come first: a newer one may give code that the driver
+    beside that torch does not take."""
+    import torch
+
+    own = (torch.version.cuda or "13").partition(".")[0]
     found: list[str] = []
     for package, pattern in (
         ("nvidia", "cu*/lib/libnvrtc.so.*"),
@@ -25,8 +31,14 @@ def _candidates() -> list[str]:
         spec = importlib.util.find_spec(package)
         for place in (spec.submodule_search_locations or ()) if spec else ():
             found += sorted(glob.glob(os.path.join(place, pattern)), reverse=True)
-    names = [f"libnvrtc.so.{major}" for major in (13, 12)]
-    return names + [path for path in found if "builtins" not in path and "alt" not in path]
+    found = [path for path in found if "builtins" not in path and "alt" not in path]
+    names = [f"libnvrtc.so.{major}" for major in dict.fromkeys((own, "13", "12"))]
+
+    def foreign(path: str) -> bool:
+        major = re.search(r"\.so\.(\d+)", path)
+        return major is not None and major[1] != own
+
+    return sorted(names + found, key=foreign)
 
 
 @functools.cache

@@ -1587,6 +1587,22 @@ def test_plan_and_the_numbers_of_gpus(own: bool, mine: int, theirs: int) -> None
     assert segment[3:5] == (ours[0].address, into[0].address)
 
 
+@pytest.mark.parametrize("own", ["12.9", "13.2", "14.0"])
+def test_compiler_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str) -> None:
+    """That of the CUDA which torch was built with comes before all others, wherever they are."""
+    major = own.partition(".")[0]
+    for place in ("cu12/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13", "cu14/lib/libnvrtc.so.14"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(torch.version, "cuda", own)
+    majors = [path.rpartition(".")[2] for path in nvrtc._candidates()]
+    assert majors[:2] == [major] * 2
+    assert major not in majors[2:]
+    assert {"12", "13"} <= set(majors)
+
+
 def test_kernels_compile() -> None:
     """NVRTC needs no GPU."""
     source = _loader.load().lane_source()
