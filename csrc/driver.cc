@@ -14,4 +14,13 @@ void open_driver(const char *call) {
           call, why);
 }
 
+void too_old(const char *call) {
+  char why[256];
+  unlocked([&] {
+    cs_cuda_too_old(11070, why, sizeof why);
+    return 0;
+  });
+  raise(Kind::kConfig, "%s: %s (install a newer one)", call, why);
+}
+
 } // namespace fserver

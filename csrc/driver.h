@@ -8,6 +8,9 @@ namespace fserver {
 // Opens the driver, or raises, naming a call, that there is none.
 void open_driver(const char *call);
 
+// Raises that it lacks what came with CUDA 11.7.
+[[noreturn]] void too_old(const char *call);
+
 // While any thread captures a graph in the mode that is torch's own, others must
 // not make calls that might disturb that (allocations, queries and waits), unless they say
 // that they know what they do: none of ours touches a stream that is captured.

@@ -53,6 +53,9 @@ constexpr int kKept = 10;
 // in which nothing waits; 4 KiB go by those of kernels and waits.
 constexpr uint64_t kFill = 64 << 10;
 
+// Threads that wait for what comes by way of landing buffers: each for some of its blocks.
+constexpr unsigned kWaiting = 128;
+
 // How long is waited for memory to be free again: nanoseconds.
 constexpr int64_t kFreeing = 5000000000;
 
@@ -174,11 +177,8 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
     : device_(device), programmatic_(programmatic),
       patience_(static_cast<uint64_t>(timeout_ns)) {
   open_driver("channel");
-  if (!cs_cu.LaunchKernelEx || !cs_cu.StreamBatchMemOp) {
-    char why[256];
-    cs_cuda_too_old(11070, why, sizeof why);
-    raise(Kind::kConfig, "channel: %s (install a newer one)", why);
-  }
+  if (!cs_cu.LaunchKernelEx || !cs_cu.StreamBatchMemOp)
+    too_old("channel");
   const Relaxed relaxed;
   Tried tried;
   unlocked([&] {
@@ -215,7 +215,8 @@ bool Lane::load(const void *image, Tried *tried) {
       {&out_.few, "send_few"},
       {&out_.many, "send_many"},
       {&in_.few, "recv_few"},
-      {&in_.many, "recv_many"}};
+      {&in_.many, "recv_many"},
+      {&in_.wait, "recv_wait"}};
   bool ok =
       tried->ok("load the kernels", cs_cu.ModuleLoadData(&module_, image));
   for (const auto &[f, name] : kernels) {
@@ -392,6 +393,7 @@ void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
       cs_segment s = step.segments[i].s;
       s.first = l.first[i] = static_cast<unsigned short>(l.grid);
       l.grid += s.blocks;
+      l.lands = l.lands || (!sends && s.kind == CS_BY_LANDING);
       l.args.segment[i] = s;
     }
     counts += 4 * l.grid;
@@ -630,8 +632,15 @@ cs_result Lane::launch(Way &way, cs_stream s) {
     c.attributes = &attribute;
     c.count = programmatic_ ? 1 : 0;
     void *args[] = {&l.args}; // cs_launch_few is its beginning
-    rc = cs_cu.LaunchKernelEx(
-        &c, l.segments.size() <= CS_FEW ? way.few : way.many, args, nullptr);
+    if (l.lands) {
+      cs_launch_config one = c;
+      one.grid_x = 1;
+      one.block_x = kWaiting;
+      rc = cs_cu.LaunchKernelEx(&one, way.wait, args, nullptr);
+    }
+    if (rc == CS_CU_SUCCESS)
+      rc = cs_cu.LaunchKernelEx(
+          &c, l.segments.size() <= CS_FEW ? way.few : way.many, args, nullptr);
     if (rc != CS_CU_SUCCESS)
       break;
     begun_ = true;

@@ -105,12 +105,14 @@ private:
     unsigned grid = 0, threads = 0;
     unsigned short first[CS_MANY] = {};
     bool large = false;   // the copy engine moves some of it
+    bool lands = false;   // some of it comes by way of landing buffers
     bool changed = false; // args are of fewer rows than all
   };
   struct Way { // sending, or receiving
     std::vector<Launch> launches;
     std::vector<Segment> copies;
     cs_function few = nullptr, many = nullptr;
+    cs_function wait = nullptr; // of one block, before a launch that lands
     const char *name = nullptr;
   };
   struct Entered;

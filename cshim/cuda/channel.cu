@@ -238,20 +238,29 @@ __device__ bool recv_packets(const cs_segment &s, const cs_launch_head &h, const
   return true;
 }
 
-// Waits until flag `block` of s says seq.
-__device__ __forceinline__ bool await(const cs_segment &s, const cs_launch_head &h, const Told &told, u32 block,
-                                      u32 seq) {
+// Waits until flag `block` of s says seq, and gives the number of rows.
+__device__ __forceinline__ bool arrived(const cs_segment &s, const cs_launch_head &h, u32 block, u32 seq, u64 *rows) {
   Patience patience;
   for (;;) {
     const u64 v = acquire64(s.flags + 8 * block);
     if ((int)((u32)v - seq) >= 0) {
-      if (block == 0)
-        told.tell(s, v >> 32);
+      *rows = v >> 32;
       return true;
     }
     if (patience.over(h, s.peer))
       return false;
   }
+}
+
+// The same, and tells the rows.
+__device__ __forceinline__ bool await(const cs_segment &s, const cs_launch_head &h, const Told &told, u32 block,
+                                      u32 seq) {
+  u64 rows;
+  if (!arrived(s, h, block, seq, &rows))
+    return false;
+  if (block == 0)
+    told.tell(s, rows);
+  return true;
 }
 
 template <class Launch> __device__ __forceinline__ const cs_segment &mine(const Launch &a) {
@@ -339,6 +348,22 @@ __device__ __forceinline__ void recv(const cs_launch_head &h, const cs_segment &
   }
 }
 
+// Before a launch that copies out of landing buffers, whose blocks would hold the SMs
+// while they wait: what lets peers write to tensors, as in that launch,
+__device__ __forceinline__ void give_room(const cs_launch_head &h, const cs_segment &s) {
+  if (s.kind == CS_IN_PLACE && s.credits != 0 && threadIdx.x == 0)
+    release32(s.credits, load_own(h.counts + 4 * s.first) + 1);
+}
+// and the wait, by one block for all of a segment's. It counts nothing.
+__device__ __forceinline__ bool landed(const cs_launch_head &h, const cs_segment &s) {
+  bool ok = true;
+  u64 rows;
+  if (s.kind == CS_BY_LANDING)
+    for (u32 b = threadIdx.x; ok && b < s.blocks; b += blockDim.x)
+      ok = arrived(s, h, b, load_own(h.counts + 4 * (s.first + b)) + 1, &rows);
+  return ok;
+}
+
 extern "C" {
 // One tensor has code of its own, in which the addresses of its numbers are constants.
 __global__ void __launch_bounds__(1024) send_few(const __grid_constant__ cs_launch_few a) {
@@ -362,5 +387,15 @@ __global__ void __launch_bounds__(1024) recv_few(const __grid_constant__ cs_laun
 __global__ void __launch_bounds__(1024) recv_many(const __grid_constant__ cs_launch_many a) {
   begin();
   recv(a.head, mine(a));
+}
+// The next kernel is not brought to the SMs before this one has ended.
+__global__ void __launch_bounds__(1024) recv_wait(const __grid_constant__ cs_launch_many a) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  for (u32 i = 0; i < a.head.count; i++)
+    give_room(a.head, a.segment[i]);
+  for (u32 i = 0; i < a.head.count && landed(a.head, a.segment[i]); i++) {
+  }
 }
 }

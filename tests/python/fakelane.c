@@ -478,10 +478,17 @@ static int recv(const cs_segment *s, uint32_t (*packets)[4], uint32_t seq) {
   return 1;
 }
 
+int waiters;  /* launches of recv_wait that no recv has followed */
+int spinning; /* launches that would wait in all blocks */
+static int landing(const cs_launch_many *a) {
+  for (unsigned i = 0; i < a->head.count; i++)
+    if (a->segment[i].kind == CS_BY_LANDING)
+      return 1;
+  return 0;
+}
 static int launch(const cs_launch_config *config, cs_function f,
                   void **arguments) {
   called(__func__);
-  (void)config;
   if (fail_launch) {
     fail_launch--;
     return CS_CU_STREAM_CAPTURE_INVALIDATED;
@@ -490,6 +497,13 @@ static int launch(const cs_launch_config *config, cs_function f,
     return UNKNOWN;
   wait_for_it();
   const cs_launch_many *a = arguments[0];
+  const int lands = landing(a);
+  if (strcmp((const char *)f, "recv_wait") == 0) {
+    waiters += lands && config->grid_x == 1;
+    return CS_CU_SUCCESS;
+  }
+  spinning += strncmp((const char *)f, "recv", 4) == 0 && lands && !waiters;
+  waiters -= strncmp((const char *)f, "recv", 4) == 0 && lands;
   launched_rows = a->segment[0].rows;
   launched_bytes = a->segment[0].bytes;
   const int sends = strncmp((const char *)f, "send", 4) == 0;

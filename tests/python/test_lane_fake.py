@@ -622,6 +622,7 @@ def whole_messages(mode: str, memory: str) -> None:
         for i, z in enumerate((z0, z1)):
             arrived(z, w.tensors[i], w.rows[i], rows)
     assert DRIVER.missed == 0
+    assert (DRIVER.spinning, DRIVER.waiters) == (0, 0)  # what lands is waited for by one block
     cluster.close()
 
 
