@@ -221,6 +221,7 @@ func (f *Fabric) event(e *transport.Event, p *poll) {
 		return
 	}
 	if c.down || c.broken { // its user has closed it since inner was asked, or we have
+		dropLoan(e)
 		return
 	}
 	switch e.Kind {
@@ -272,7 +273,18 @@ func (f *Fabric) Close() error {
 	for _, c := range f.conns {
 		c.stop()
 	}
+	for i := f.at; i < f.got; i++ { // nobody need poll any more
+		dropLoan(&f.ev[i])
+	}
 	return err
+}
+
+// dropLoan drops the loan that an event brings, if it does: nobody is handed it.
+func dropLoan(e *transport.Event) {
+	if e.Kind == transport.EvLent && e.View != nil {
+		_ = e.View.Drop() // our own mapping
+		e.View = nil
+	}
 }
 
 var errKind = errors.New("lossy: a frame without a header: the peer does not resend (PS_RESEND must be the same on all nodes)")
