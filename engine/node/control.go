@@ -150,7 +150,16 @@ func (n *Node) unstick() {
 // What waits for a peer ends when its own connection does, or here if that is
 // silent.
 func (n *Node) nodeLost(err error, seqs []uint64) {
-	n.log.Warn("a node is lost", zap.Error(err))
+	var lost *LostError
+	at := -1
+	if errors.As(err, &lost) {
+		at = n.place(lost.Role, lost.Rank)
+	}
+	peer := zap.Skip()
+	if at >= 0 {
+		peer = zap.String("peer", n.rail[at].Name())
+	}
+	n.log.Warn("a node is lost", peer, zap.Error(err))
 	if n.scheduler != nil && n.phase.Load() == joining {
 		n.fail(err) // without it the cluster cannot come to be
 		return
@@ -159,11 +168,8 @@ func (n *Node) nodeLost(err error, seqs []uint64) {
 		n.stopErr = err
 	}
 	n.endBarriers(seqs, err)
-	var lost *LostError
-	if errors.As(err, &lost) {
-		if i := n.place(lost.Role, lost.Rank); i >= 0 {
-			n.peerLost(i, err)
-		}
+	if at >= 0 {
+		n.peerLost(at, err)
 	}
 }
 

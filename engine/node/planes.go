@@ -152,7 +152,7 @@ type way struct {
 func (n *Node) path(ctx context.Context, m wire.Member) (*link, error) {
 	ways, why := n.ways(&m)
 	if len(ways) == 0 {
-		return nil, badSetting("node: %s listens at %v, which %s cannot reach (%s)", m.Name(), m.Addrs, n.wayNames(), why)
+		return nil, badSetting("node: %s cannot be reached over %s (%s)", m.Name(), n.wayNames(), why)
 	}
 	last := len(ways) - 1
 	failed := ""

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"strings"
+	"time"
 
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
@@ -72,7 +73,7 @@ func (n *Node) sayLinked(l *link) {
 
 // sayEvery is after what time a node says whom the cluster waits for, and how often it
 // does so again at most.
-const sayEvery = 5e9
+const sayEvery = int64(5 * time.Second)
 
 // sayMissing logs whom the cluster waits for, if that is due and has changed.
 func (n *Node) sayMissing(now int64) {

@@ -209,7 +209,7 @@ func TestOutOfReach(t *testing.T) {
 	w := m.start(s.settings("worker", 0, 0, port, "FSERVER_TRANSPORT=cma"))
 	m.start(s.settings("server", 0, 0, port, "FSERVER_TRANSPORT=tcp"))
 	err := w.WaitReady(20 * time.Second)
-	require.ErrorContains(t, err, fmt.Sprintf("server 0 (pid %d on %s) listens at", os.Getpid(), hostName()))
+	require.ErrorContains(t, err, fmt.Sprintf("server 0 (pid %d on %s) cannot be reached over cma", os.Getpid(), hostName()))
 	require.ErrorContains(t, err, "server 0 does not offer it")
 	require.EqualValues(t, 22, Errno(err))
 }

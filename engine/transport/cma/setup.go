@@ -112,7 +112,7 @@ func (f *Fabric) accept() {
 			return
 		}
 		// Most likely no descriptor is free; one that is closed helps.
-		f.refused(string(f.addr), fmt.Errorf("cma: take a connection: %w", cause(err)))
+		f.refused("a process of this host", fmt.Errorf("cma: take a connection: %w", cause(err)))
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
 		select {
 		case <-time.After(wait):

@@ -68,9 +68,7 @@ type way struct {
 // write starts a write by mapping.
 func (c *Conn) write(it *item, r *remote) int {
 	if !c.f.o.Share || r.reach <= reachStaged || c.lender == nil || c.apart {
-		if r.reach == reachStaged && c.f.o.Share && c.lender != nil {
-			c.staged = "the driver shares no such memory of the peer's GPU (of a memory pool, for one)"
-		}
+		c.unshared(r)
 		return tryNot
 	}
 	if c.asked.IsZero() {
@@ -126,6 +124,13 @@ func (c *Conn) write(it *item, r *remote) int {
 	c.owes = c.owes || c.theirs.asleep.Load() != 0
 	c.call()
 	return tryDone
+}
+
+// unshared notes why memory is staged that could be mapped, were it of another kind.
+func (c *Conn) unshared(r *remote) {
+	if r.reach == reachStaged && c.f.o.Share && c.lender != nil && !c.apart {
+		c.staged = "the driver shares no such memory of the peer's GPU (of a memory pool, for one)"
+	}
 }
 
 // call wakes the peer if it slept when something was written to it.
