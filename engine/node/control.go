@@ -87,6 +87,9 @@ func (n *Node) outputs(out []cluster.Output) {
 			n.cancel() // the bring-up is over
 			n.phase.CompareAndSwap(joining, running)
 			n.reachAll()
+			if n.server != nil {
+				n.sayDone() // they may have left before it came
+			}
 			n.log.Info("the cluster is running")
 		case cluster.Released:
 			if b := n.barriers[o.Seq]; b != nil {

@@ -145,7 +145,9 @@ func (n *Node) gives(name string) string {
 // whatever way then.
 func (n *Node) sayDone() {
 	for i := range n.rail {
-		if l := n.peers[i]; n.rail[i].State != wire.Parting && (l == nil || !l.left) {
+		l, m := n.peers[i], &n.rail[i]
+		left := m.State == wire.Parting || l != nil && l.left && l.hello.Epoch == m.Epoch
+		if !left {
 			return
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"fserver/engine/transport/cma"
 	"fserver/engine/transport/cudaipc"
 	"fserver/engine/transport/cudaipc/fakegpu"
+	"fserver/engine/wire"
 )
 
 // listen opens one node whose log is kept from info up.
@@ -342,4 +343,23 @@ func TestReasonsOfGPUs(t *testing.T) {
 			m.stop()
 		})
 	}
+}
+
+// TestDoneIsOfTheRun: a worker that has left, and whose successor comes, is not gone for
+// good: the server is needed again until that one leaves too.
+func TestDoneIsOfTheRun(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{2, 1, 1}, "FSERVER_STOP_TIMEOUT=0.2")
+	_, port := splitPort(t, m.scheduler.Info().Address)
+	m.meet()
+	require.ErrorContains(t, m.workers[0].Stop(20*time.Second), "FSERVER_STOP_TIMEOUT") // it has left alone
+	m.workers[0] = m.start(shape{2, 1, 1}.settings("worker", 0, 0, port))
+	waitReady(t, m.workers[0])
+	require.ErrorContains(t, m.workers[1].Stop(20*time.Second), "FSERVER_STOP_TIMEOUT")
+	require.NoError(t, m.servers[0].Close())
+	require.Eventually(t, func() bool { // the scheduler says so
+		require.True(t, m.workers[0].own())
+		defer m.workers[0].disown()
+		return m.workers[0].rail[0].State == wire.Gone
+	}, 10*time.Second, time.Millisecond)
+	require.NoError(t, m.workers[0].Close())
 }
