@@ -17,8 +17,8 @@ _lock = threading.Lock()
 
 def _candidates() -> list[str]:
     """Where NVRTC may be: loaded already or on the system, among torch's wheels, beside torch.
-    Those of the CUDA that torch was built with come first: a newer one may give code that the driver
-    beside that torch does not take."""
+    Those of the CUDA that torch was built with come first: a newer one may give code that the
+    driver beside that torch does not take."""
     import torch
 
     own = (torch.version.cuda or "13").partition(".")[0]
