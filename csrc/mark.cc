@@ -86,4 +86,15 @@ void synchronize(int device) {
     fail("wait for the GPU", rc);
 }
 
+void settle(int device) {
+  const cs_result rc = unlocked([&] {
+    const OnDevice guard(device);
+    const Relaxed relaxed;
+    return cs_cu.StreamSynchronize(
+        static_cast<cs_stream>(native_stream(device)));
+  });
+  if (rc != CS_CU_SUCCESS)
+    fail("wait for a stream", rc);
+}
+
 } // namespace fserver

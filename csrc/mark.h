@@ -39,4 +39,7 @@ private:
 // waited for first.
 void synchronize(int device);
 
+// Waits for what is on the current stream of a GPU, which is not captured.
+void settle(int device);
+
 } // namespace fserver

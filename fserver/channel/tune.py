@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from fserver import _loader
 from fserver.channel.plan import TABLE, Table
 from fserver.errors import TimeoutError
 
@@ -68,11 +69,11 @@ def _seconds(channel: Channel, send_first: bool) -> float:
     calls = [channel.send] * bool(channel.outgoing) + [channel.recv] * bool(channel.incoming)
     if not send_first:
         calls.reverse()
-    stream = torch.cuda.Stream(channel.token.device)
+    stream, settle = torch.cuda.Stream(channel.token.device), _loader.load().settle
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         for call in calls:
             call()
-        stream.synchronize()
+        settle(stream.device.index)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(EXCHANGES):
@@ -82,7 +83,7 @@ def _seconds(channel: Channel, send_first: bool) -> float:
         for _ in range(ROUNDS):
             started = time.perf_counter()
             graph.replay()
-            stream.synchronize()
+            settle(stream.device.index)
             took.append((time.perf_counter() - started) / EXCHANGES)
     whole(channel)
     return statistics.median(took)

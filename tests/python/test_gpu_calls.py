@@ -189,6 +189,8 @@ def beside_a_capture() -> None:
     mark.elsewhere()
     mark.passed()
     del mark
+    _loader.load().settle(0)
+    _loader.load().synchronize(0)
     w, s = lanes.pair("ce")
     lanes.exchange(w, s, 1)
     DRIVER.current_stream = 2  # has the lanes ask the stream before
