@@ -55,6 +55,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, how: Algorithm, job: Job
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        job.ranks.step = "forward"
         forward, turn = _way(how, job, k, backward=False)
         with turn, torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
             out, lse = forward(job, q, k, v)
@@ -77,6 +78,7 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         how: Algorithm = ctx.how
         job: Job = ctx.job
+        job.ranks.step = "backward"
         backward, turn = _way(how, job, k, backward=True)
         with turn, torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = backward(job, Given(dout, q, k, v, out, lse))
@@ -137,6 +139,8 @@ def ringx_attention(
         ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
             raise then, and nothing has been exchanged; with agreed, and in the capture of a CUDA
             graph, only this one raises.
+        TimeoutError, Error: a rank has not come to a collective in the group's time, or has ended;
+            also in backward. docs/ringx.md says when, under *Ranks that do not come*.
     """
     more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
     out, lse = _run(

@@ -2,40 +2,112 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fserver.errors import Error, TimeoutError
+
+T = TypeVar("T")
+
+UNUSABLE = "The group cannot be used any more: end its processes or make another group."
+"""The remedy in messages."""
+
 
 class Ranks:
-    """This process among those of a group. Collectives are started; whoever calls waits."""
+    """This process among those of a group. Collectives are started; the caller waits for them.
+
+    Attributes:
+        step: what the collectives are for. Messages begin with it.
+
+    Raises:
+        TimeoutError: a collective, or the wait for one, has taken the group's whole time.
+        Error: it has failed otherwise, as when a rank has ended.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.step = "forward"
 
-    def broadcast(self, tensor: Tensor, owner: int) -> dist.Work:
+    def broadcast(self, tensor: Tensor, owner: int) -> Collective:
         root = dist.get_global_rank(self.group, owner)
-        return _started(dist.broadcast(tensor, root, group=self.group, async_op=True))
-
-    def sum_at(self, owner: int, tensor: Tensor) -> dist.Work:
-        """Leaves the sum in the owner's tensor; what is in the others' is undefined."""
-        root = dist.get_global_rank(self.group, owner)
-        return _started(dist.reduce(tensor, root, group=self.group, async_op=True))
-
-    def maximum(self, tensor: Tensor) -> dist.Work:
-        return _started(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True))
-
-    def gather(self, everybody: Tensor, tensor: Tensor) -> dist.Work:
-        return _started(
-            dist.all_gather_into_tensor(everybody, tensor, group=self.group, async_op=True)
+        return Collective(
+            self,
+            f"the broadcast from rank {owner}",
+            lambda: dist.broadcast(tensor, root, group=self.group, async_op=True),
         )
 
-    def scatter_sum(self, mine: Tensor, tensor: Tensor) -> dist.Work:
-        return _started(dist.reduce_scatter_tensor(mine, tensor, group=self.group, async_op=True))
+    def sum_at(self, owner: int, tensor: Tensor) -> Collective:
+        """Leaves the sum in the owner's tensor; what is in the others' is undefined."""
+        root = dist.get_global_rank(self.group, owner)
+        return Collective(
+            self,
+            f"the sum at rank {owner}",
+            lambda: dist.reduce(tensor, root, group=self.group, async_op=True),
+        )
+
+    def maximum(self, tensor: Tensor) -> Collective:
+        maximum = dist.ReduceOp.MAX
+        return Collective(
+            self,
+            "the maximum over all ranks",
+            lambda: dist.all_reduce(tensor, maximum, group=self.group, async_op=True),
+        )
+
+    def gather(self, everybody: Tensor, tensor: Tensor) -> Collective:
+        return Collective(
+            self,
+            "the all-gather",
+            lambda: dist.all_gather_into_tensor(everybody, tensor, group=self.group, async_op=True),
+        )
+
+    def scatter_sum(self, mine: Tensor, tensor: Tensor) -> Collective:
+        return Collective(
+            self,
+            "the reduce-scatter",
+            lambda: dist.reduce_scatter_tensor(mine, tensor, group=self.group, async_op=True),
+        )
+
+    def guarded(self, what: str, call: Callable[[], T]) -> T:
+        """Returns what a call to torch.distributed returns, and makes its errors fserver's."""
+        try:
+            return call()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # no other rank's doing
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: RuntimeError) -> Error:
+        over = re.search("time(d |-)?out", str(error), re.IGNORECASE)
+        members = reprlib.repr(dist.get_process_group_ranks(self.group))
+        text = (
+            f"ringx: {self.step}: {what} {'timed out' if over else 'failed'} on rank {self.rank} "
+            f"of the group (global ranks {members}). At least one rank has not made the same call, "
+            f"or has ended: see the output of the others. {UNUSABLE}"
+        )
+        if over:
+            text += (
+                " If ranks are only slow, give init_process_group or new_group a longer timeout."
+            )
+        return (TimeoutError if over else Error)(f"{text} torch.distributed says: {error}")
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    """Of a collective in a group that this process is in, which is never None."""
-    assert work is not None
-    return work
+class Collective:
+    """A collective that has been started."""
+
+    def __init__(self, ranks: Ranks, what: str, start: Callable[[], dist.Work | None]):
+        self._ranks, self._what = ranks, what
+        work = ranks.guarded(what, start)
+        assert work is not None  # as this process is in the group
+        self._work = work
+
+    def wait(self) -> None:
+        """Lets the current stream wait for the result, on a CPU the caller."""
+        self._ranks.guarded(self._what, self._work.wait)

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import kernels
 from .combine import Parts
 from .kernels import Given, Pair, Triple, accumulator
-from .ranks import Ranks
+from .ranks import Collective, Ranks
 from .window import Window
 
 
@@ -94,7 +93,7 @@ def _put(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
 
 
 def _in_turn(
-    job: Job, send: Callable[[int], tuple[Tensor, dist.Work]], ahead: int
+    job: Job, send: Callable[[int], tuple[Tensor, Collective]], ahead: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Gives (owner, its tensor) for all owners. The first broadcast starts at once; so many more
     are under way while the caller works on one."""
@@ -131,7 +130,7 @@ KEYS_AHEAD = 2
 def _broadcast_keys(job: Job, k: Tensor, v: Tensor, ahead: bool) -> Iterator[tuple[int, Tensor]]:
     mine = _pack(k, v)
 
-    def send(owner: int) -> tuple[Tensor, dist.Work]:
+    def send(owner: int) -> tuple[Tensor, Collective]:
         kv = mine
         if owner != job.ranks.rank:
             kv = torch.empty(
@@ -155,11 +154,11 @@ def queries_forward(
     """
     ranks, dim = job.ranks, q.shape[-1]
     lag = 1 if overlap else 0
-    answered: deque[tuple[int, Tensor, Tensor, Tensor, dist.Work]] = deque()
-    summed: deque[tuple[int, Tensor, Tensor, dist.Work]] = deque()
+    answered: deque[tuple[int, Tensor, Tensor, Tensor, Collective]] = deque()
+    summed: deque[tuple[int, Tensor, Tensor, Collective]] = deque()
     result: list[Tensor] = []
 
-    def send(owner: int) -> tuple[Tensor, dist.Work]:
+    def send(owner: int) -> tuple[Tensor, Collective]:
         if owner == ranks.rank:
             rows = q.transpose(0, 1).contiguous()
         else:
@@ -240,7 +239,7 @@ def broadcast_backward(
     arrivals = _broadcast_keys(job, given.k, given.v, ahead)
     rows = given.q.shape[1]
     dq = Parts(rows, accumulator(given.q.dtype), LEAST)
-    under_way: deque[tuple[Tensor, dist.Work]] = deque()
+    under_way: deque[tuple[Tensor, Collective]] = deque()
     rest: Block | None = None
     for owner, kv in arrivals:
         dkv = torch.empty(kv.shape, dtype=job.reduce_dtype, device=kv.device)
@@ -310,7 +309,7 @@ def planned(job: Job, rows: int, keys: int, blocks: Blocks, pieces: int) -> Plan
     return Plan(parts, calls)
 
 
-def _gather_keys(job: Job, k: Tensor, v: Tensor, plan: Plan) -> list[tuple[Tensor, dist.Work]]:
+def _gather_keys(job: Job, k: Tensor, v: Tensor, plan: Plan) -> list[tuple[Tensor, Collective]]:
     kv, size = _pack(k, v), job.ranks.size
     gathered = []
     for part in plan.parts:
@@ -385,7 +384,7 @@ def gather_backward(job: Job, given: Given, *, blocks: Blocks, pieces: int) -> T
 
 
 def _finish(
-    job: Job, dq: Parts, given: Given, rest: Block | None, sums: list[dist.Work], mine: Tensor
+    job: Job, dq: Parts, given: Given, rest: Block | None, sums: list[Collective], mine: Tensor
 ) -> None:
     """Does what is left of the own block while the last sums are under way, and adds it to mine."""
     if rest:

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fserver.errors import Error
+from fserver.errors import Error, TimeoutError
 
-from .ranks import Ranks
+from .ranks import UNUSABLE, Ranks
 
 
 class Board:
@@ -75,14 +75,15 @@ class Board:
         if failed:
             raise problem or OSError("another rank of the group cannot open the file")
 
-    def gather(self, numbers: list[int]) -> list[list[int]]:
-        """What each rank has written, by rank.
+    def gather(self, numbers: list[int], step: str) -> list[list[int]]:
+        """Returns what each rank has written, by rank. `step` is what it is for, in messages.
 
         Raises:
-            Error: one has not come within the group's time.
+            TimeoutError: a rank has not come within the group's time.
+            Error: that has happened before.
         """
         if self._broken:
-            raise Error("ringx: a rank of the group has not called in time: the group is of no use")
+            raise Error(f"ringx: a rank of the group has not come to a call before. {UNUSABLE}")
         self._turn += 1  # places alternate: who writes a turn's has read all of the last one's
         record = struct.pack(f"{len(numbers) + 1}q", self._turn, *numbers)
         record += struct.pack("q", zlib.crc32(record))
@@ -102,8 +103,9 @@ class Board:
                 waited = time.monotonic() - began
                 if waited > self._timeout:
                     self._broken, self._memory[own] = True, bytes(len(record))
-                    raise Error(
-                        f"ringx: rank {rank} of the group has not called within {self._timeout:g} s"
+                    raise TimeoutError(
+                        f"ringx: {step}: rank {rank} of the group has not called within "
+                        f"{self._timeout:g} s (see its output). {UNUSABLE}"
                     )
                 time.sleep(0 if waited < 1e-3 else 1e-4)
             found.append(theirs)
@@ -171,7 +173,8 @@ class Window:
             tensor = symmetric.empty(aligned, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             problem = error
-        if any(failed for (failed,) in self.board.gather([problem is not None])):
+        answers = self.board.gather([problem is not None], "memory for copies")
+        if any(failed for (failed,) in answers):
             self._refused[name] = size
             what = problem or "another rank has none"
             warnings.warn(f"ringx: collectives for want of {size} bytes: {what}", stacklevel=2)
@@ -240,6 +243,7 @@ def window_of(ranks: Ranks, device: torch.device, most: int) -> Window | None:
     if ranks.group not in _windows:
         if torch.cuda.is_current_stream_capturing():
             return None
+        ranks.step = "finding out about copies"
         _windows[ranks.group] = _made(ranks, device, most) if _reach(ranks, device) else None
     return _windows[ranks.group]
 
@@ -254,6 +258,8 @@ def _made(ranks: Ranks, device: torch.device, most: int) -> Window | None:
                 window.fence()
         else:
             problem = RuntimeError("no memory")
+    except Error:  # a rank does not come: no more can be settled with it
+        raise
     except (OSError, RuntimeError) as error:  # such as a backend of symmetric memory without them
         problem = error
     failed = _any(ranks, problem is not None, device)

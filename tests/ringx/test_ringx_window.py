@@ -15,6 +15,7 @@ from files import in_window, in_window_poisoned, windowed
 from test_ringx_schedules import attend_mutated, counted, made_wrong
 from world import GROUPS, Rank, World
 
+import fserver
 from fserver.errors import Error
 from fserver.ringx import positions, ringx_attention, window
 from fserver.ringx.algorithms import ALGORITHMS
@@ -161,7 +162,7 @@ def told(me: Rank, turns: int) -> bool:
     for turn in range(turns):
         if chance.random() < 0.2:
             time.sleep(0.002)
-        found = board.gather([turn, -me.rank, 2**62 + turn])
+        found = board.gather([turn, -me.rank, 2**62 + turn], "telling")
         right &= found == [[turn, -rank, 2**62 + turn] for rank in range(me.size)]
     return right and not glob.glob("/dev/shm/fserver-ringx-*")
 
@@ -178,16 +179,30 @@ def waits(me: Rank) -> str:
     said = []
     for _ in range(2):
         try:
-            board.gather([1])
+            board.gather([1], "comparing")
         except Error as error:
-            said.append(str(error))
+            said.append(f"{type(error).__name__}: {error}")
     return "; ".join(said)
 
 
 def test_a_rank_that_does_not_come(world: World):
-    said = "ringx: rank 0 of the group has not called within 0.05 s"
-    said += "; ringx: a rank of the group has not called in time: the group is of no use"
+    remedy = "The group cannot be used any more: end its processes or make another group."
+    said = "TimeoutError: ringx: comparing: rank 0 of the group has not called within "
+    said += f"0.05 s (see its output). {remedy}"
+    said += f"; Error: ringx: a rank of the group has not come to a call before. {remedy}"
     assert world.run(THREE, waits) == ["late", said, said]
+
+
+def test_window_is_not_made_with_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch):
+    """It is no reason to go on with collectives, which would wait for the rank again."""
+
+    def missing(*_: object) -> None:
+        raise fserver.TimeoutError("rank 1 does not come")
+
+    monkeypatch.setattr(window, "Board", missing)
+    monkeypatch.setattr(window, "_any", lambda *_: pytest.fail("asks the ranks again"))
+    with pytest.raises(fserver.TimeoutError, match="rank 1 does not come"):
+        window._made(None, torch.device("cuda", 0), 1)
 
 
 def no_file(me: Rank, at: int) -> str:
