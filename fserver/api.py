@@ -387,7 +387,9 @@ class Worker(Node):
         Raises:
             ConfigError: an argument is not what it should be, or a pull tensor shares memory with
                 one that belongs to another request. The text has the handler of that request.
-            ShapeError: counts do not fit, or a tensor is not contiguous.
+            ShapeError: counts do not fit, a tensor is not contiguous, or the description of all
+                tensors (about 10 bytes each, and up to 9 for each dimension) is more than the
+                1 MiB that a frame holds.
             LimitError: 4,096 push_pulls of this worker have not completed. Wait for one of them,
                 then call again.
 
@@ -584,7 +586,9 @@ class Server(Node):
 
         Returns:
             ``(handler, tensors, keys)`` for each worker group, in rank order; an empty list if
-            the limit is over. The tensors are views of the receive buffers: each is valid until
+            the limit is over. Each handler is for one ``respond`` or ``fail``. A request that
+            this process's torch cannot hold is in no batch: its worker gets a ShapeError.
+            The tensors are views of the receive buffers: each is valid until
             its worker's next push of that key is taken, which is not before the answer; so an
             answer must not be sent before kernels that read them have run (need_event). They are
             on the node's GPU where the backend is GPU, and any stream may use them. One that

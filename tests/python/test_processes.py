@@ -148,6 +148,7 @@ def test_before_init() -> None:
         lambda: fserver_lib.push_pull([], [], [], []),
         lambda: fserver_lib.wait(0),
         lambda: fserver_lib.get_batch(),
+        lambda: fserver.fail(0, "no"),
         lambda: fserver.barrier(True, True),
     ):
         with pytest.raises(fserver.ClosedError, match=r"there is no node: call init\(\) first"):
