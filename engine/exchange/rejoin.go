@@ -123,32 +123,49 @@ func (w *Worker) part(s *server, err error) {
 	s.lender, s.asked = nil, nil
 	s.plans, s.recall = nil, nil
 	s.keys = map[uint64]*credit{}
+	var stale []registration
 	for alloc, list := range w.regs {
 		kept := list[:0]
 		for _, r := range list {
 			if r.fabric == s.fabric {
-				w.stale = append(w.stale, r)
+				stale = append(stale, r)
 			} else {
 				kept = append(kept, r)
 			}
 		}
 		w.regs[alloc] = kept
 	}
-	w.sweep()
+	w.retain(stale)
 }
 
-// sweep ends the keys of stale registrations that no ticket names any more: other
-// servers may still be writing with them.
-func (w *Worker) sweep() {
-	w.stale = slices.DeleteFunc(w.stale, func(r registration) bool {
-		for _, t := range w.active {
-			if t != nil && slices.ContainsFunc(t.regs, func(x registration) bool { return x.fabric == r.fabric && x.key == r.key }) {
-				return false
+// retain keeps the registrations that tickets name until the last of these lets go: other
+// servers may still be writing with them. The others end.
+func (w *Worker) retain(list []registration) {
+	named := make(map[registration]int, len(list))
+	for _, r := range list {
+		named[r] = 0
+	}
+	for _, t := range w.active {
+		if t == nil {
+			continue
+		}
+		for _, r := range t.regs {
+			if n, ok := named[r]; ok {
+				named[r] = n + 1
 			}
 		}
-		_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
-		return true
-	})
+	}
+	for r, n := range named {
+		if w.stale[r] = n; n == 0 {
+			w.endRegistration(r)
+		}
+	}
+}
+
+// endRegistration ends the key of a stale registration.
+func (w *Worker) endRegistration(r registration) {
+	delete(w.stale, r)
+	_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
 }
 
 // Up gives server i its rank and a path, its first or after it was down, and sends what has
@@ -167,7 +184,6 @@ func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 			s.queue(t).push(t)
 		}
 	}
-	w.sweep()
 	w.advance(s)
 }
 
@@ -175,10 +191,7 @@ func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 func (w *Worker) renew(t *Ticket, s *server) error {
 	share := len(t.pull) / len(w.servers)
 	for i := s.index * share; i < (s.index+1)*share; i++ {
-		if old := &t.regs[i]; old.fabric != nil && !old.cached {
-			_ = old.fabric.Deregister(old.key) // as in unregister
-		}
-		t.regs[i] = registration{}
+		w.letGo(&t.regs[i])
 		if t.pull[i].Span.Len == 0 {
 			continue
 		}

@@ -80,6 +80,37 @@ func TestKeysOfTheLost(t *testing.T) {
 	require.Equal(t, []byte{9, 10}, []byte{a.Span.Bytes()[0], b.Span.Bytes()[0]})
 }
 
+// TestKeysOfManyTickets loses one server after the other while many push_pulls are open, each
+// with an allocation of its own and one that all share.
+func TestKeysOfManyTickets(t *testing.T) {
+	const many = Window - 10
+	p := newPair(t, 2)
+	shared := bytesOf(t, 0, 8, 0)
+	ids := make([]uint64, many)
+	for i := range ids {
+		id, err := p.pushPull(nil, []Tensor{bytesOf(t, 0, 8, 0), shared})
+		require.NoError(t, err)
+		ids[i] = id
+	}
+	for p.to[0].room, p.to[1].room = 1<<20, 1<<20; ; {
+		p.w.Drain()
+		if p.w.servers[0].waiting()+p.w.servers[1].waiting() == 0 {
+			break
+		}
+		require.NoError(t, p.settle())
+	}
+	require.Len(t, p.wf.keys, many+1)
+	for i := range p.servers {
+		drain(p.to[i], p.w.Done)
+		p.w.Lose(i, errGone)
+	}
+	for _, id := range ids {
+		require.Equal(t, StateFailed, p.state(id))
+	}
+	require.Empty(t, p.wf.keys)
+	require.Empty(t, p.w.stale)
+}
+
 // TestRecall takes push_pulls back that one server has and another has not
 // answered: one that is delivered, one that is complete, one whose write is on its
 // way, one that is not sent.

@@ -81,7 +81,7 @@ type Worker struct {
 	numbers  []*plan
 	nextPlan int
 	regs     map[uint64][]registration // by allocation, one per Fabric
-	stale    []registration            // taken out of regs, and still named by tickets
+	stale    map[registration]int      // taken out of regs; how often tickets name it
 	patient  bool
 	resp     wire.Response
 	onBroken Broken
@@ -101,7 +101,7 @@ func NewWorker(n int, c *trace.Counters, onBroken Broken) (*Worker, error) {
 	}
 	w := &Worker{
 		Table: tb, counters: c, onBroken: onBroken, servers: make([]*server, n),
-		plans: map[uint64]*plan{}, regs: map[uint64][]registration{},
+		plans: map[uint64]*plan{}, regs: map[uint64][]registration{}, stale: map[registration]int{},
 	}
 	for i := range w.servers {
 		w.servers[i] = &server{index: i, keys: map[uint64]*credit{}}
@@ -293,17 +293,28 @@ func (w *Worker) register(f transport.Fabric, x *Tensor) (registration, error) {
 	return r, nil
 }
 
-// unregister drops the registrations of t that are not cached.
+// unregister lets go of the registrations of t.
 func (w *Worker) unregister(t *Ticket) {
 	for i := range t.regs {
-		if r := &t.regs[i]; r.fabric != nil && !r.cached {
-			_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
+		w.letGo(&t.regs[i])
+	}
+}
+
+// letGo ends a registration of a ticket for it. One that is cached stays, unless it is stale
+// and no other ticket names it.
+func (w *Worker) letGo(r *registration) {
+	switch {
+	case r.fabric == nil:
+	case !r.cached:
+		_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
+	case len(w.stale) != 0:
+		if n := w.stale[*r]; n > 1 {
+			w.stale[*r] = n - 1
+		} else if n == 1 {
+			w.endRegistration(*r)
 		}
-		t.regs[i] = registration{}
 	}
-	if len(w.stale) != 0 {
-		w.sweep()
-	}
+	*r = registration{}
 }
 
 func (w *Worker) forget(alloc uint64) {
