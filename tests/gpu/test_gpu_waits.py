@@ -269,6 +269,8 @@ def beside_a_capture(pipe: Connection, device: int) -> list[str]:
     extension = _loader.load()
     count = torch.zeros(1, device=peers.place(device))
     count.add_(1)
+    host, flag = _word(device)  # torch cannot pin memory while another thread captures
+    seq = torch.ones(1, dtype=torch.int64, device=peers.place(device))
     torch.cuda.synchronize()
     inside, over, bad = threading.Event(), threading.Event(), []
     graph = torch.cuda.CUDAGraph()
@@ -291,8 +293,6 @@ def beside_a_capture(pipe: Connection, device: int) -> list[str]:
     stream = torch.cuda.Stream()
     try:
         with torch.cuda.stream(stream):
-            host, flag = _word(device)
-            seq = torch.ones(1, dtype=torch.int64, device=peers.place(device))
             fserver.write_flag(flag, seq)
             fserver.wait_flag(flag, seq)
             fserver.seq_add_one(seq)
@@ -340,22 +340,22 @@ def receives_leave_room(side: Side, n: int) -> None:
     torch.cuda.synchronize()
     side.barrier()
     for turn in range(2):
-        graphs = []
+        calls = []
         for channel, stream in zip(channels, streams, strict=True):
-            calls = [channel.send, channel.recv][:: 1 if side.index == 0 else -1]
+            if side.index == 1:  # nothing comes back until both are told
+                break
+            if turn == 0:
+                calls.append((stream, [channel.send, channel.recv]))
+                continue
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):  # waits for the GPU when it begins
+                channel.send()
+                channel.recv()
+            calls.append((stream, [graph.replay]))
+        for stream, todo in calls:
             with torch.cuda.stream(stream):
-                if side.index == 1:  # nothing comes back until both are told
-                    continue
-                if turn == 0:
-                    for call in calls:
-                        call()
-                else:
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, stream=stream):
-                        for call in calls:
-                            call()
-                    graph.replay()
-                    graphs.append(graph)
+                for call in todo:
+                    call()
         if side.index == 0:
             time.sleep(0.2)
             assert not any(stream.query() for stream in streams)
