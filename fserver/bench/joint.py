@@ -34,7 +34,7 @@ def joint(transport: str, cores: tuple[int, int] | None, device: str = "cpu") ->
         listener.settimeout(0.2)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "STEPMESH_"))}
         env.update(transport_settings(transport), DMLC_ROLE="joint")
-        env["STEPMESH_BACKEND"] = device.upper()
+        env.update(STEPMESH_BACKEND=device.upper(), STEPMESH_GPU="0")
         command = [sys.executable, "-m", "fserver.bench.joint", path, *map(str, cores or (-1, -1))]
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 
+from .gpus import MAX_GPU, deal, seen, told
 from .roles import MAX_GROUP_SIZE, MAX_GROUPS, MAX_PROCESSES, Layout, Process, plan
 from .supervisor import Supervisor
 
@@ -19,9 +20,17 @@ fserver run [options] SCRIPT [ARGS...]            a Python script for both roles
 
 EPILOG = f"""\
 Every process finds in its environment who it is: DMLC_ROLE, DMLC_NUM_WORKER,
-DMLC_NUM_SERVER, DMLC_GROUP_SIZE, DMLC_NODE_RANK (its group), STEPMESH_GPU (its place in
-the group), DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT (the scheduler). On one host the
-scheduler gets a free port and the processes a secret of their own, unless they are given.
+DMLC_NUM_SERVER, DMLC_GROUP_SIZE, DMLC_NODE_RANK (its group), STEPMESH_GPU (its GPU) with
+DMLC_RANK_OFFSET (so that its rank does not depend on the GPU), DMLC_PS_ROOT_URI and
+DMLC_PS_ROOT_PORT (the scheduler). On one host the scheduler gets a free port and the
+processes a secret of their own, unless they are given.
+
+Workers, then servers, take the GPUs of their host in turn, so no two processes share one
+where there are enough. --worker-gpus and --server-gpus name them instead, those that no
+list names are left to the other role. Where STEPMESH_GPU is set, it is the GPU of the
+first process of each group, and the others of a group take those that follow. The first
+line on standard error says who got which. Without GPUs, or with STEPMESH_BACKEND=CPU,
+STEPMESH_GPU is the place in the group.
 
 Several hosts: give all of them the same options and --node-rank 0, 1, ...; the scheduler
 runs on host 0. The groups, the workers' first, are dealt to the hosts in equal runs, as
@@ -42,12 +51,15 @@ def main(argv: list[str]) -> int:
     layout = _layout(parser, options)
     commands = _commands(parser, options)
     with _scheduler(parser, options) as scheduler:
-        processes = plan(layout, scheduler, commands, _common(options))
+        dealt = deal(layout, _named(options), _base(parser), seen(os.environ))
+        processes = plan(layout, scheduler, commands, _common(options), dealt)
         if not processes:
             parser.error(
                 f"--nnodes {layout.hosts}: there are only {layout.workers + layout.servers} "
                 f"groups, nothing is left to run on host {layout.host}"
             )
+        if dealt:
+            print(f"fserver run: {told(dealt)}", file=sys.stderr, flush=True)
         if options.dry_run:
             print(*processes, sep="\n")
             return 0
@@ -70,6 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=size, default=1, metavar="N", help="processes per group (default 1)")
     add("--nnodes", type=count(MAX_PROCESSES), default=1, metavar="N", help="hosts (default 1)")
     add("--node-rank", type=int, default=0, metavar="R", help="this host, from 0")
+    for role in ("worker", "server"):
+        add(
+            f"--{role}-gpus",
+            type=_gpus,
+            metavar="LIST",
+            help=f"GPUs that {role}s of each host take in turn, as in 0,1 or 0-3",
+        )
     add("--scheduler", type=address, metavar="HOST:PORT", help="where the scheduler listens")
     add("--worker-script", metavar="W.py", help="what workers run")
     add("--server-script", metavar="S.py", help="what servers run")
@@ -105,6 +124,20 @@ def _layout(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Lay
     return Layout(
         options.workers, options.servers, options.group_size, options.nnodes, options.node_rank
     )
+
+
+def _named(options: argparse.Namespace) -> dict[str, list[int]]:
+    """The GPUs that options name, by role."""
+    lists = {"worker": options.worker_gpus, "server": options.server_gpus}
+    return {role: gpus for role, gpus in lists.items() if gpus}
+
+
+def _base(parser: argparse.ArgumentParser) -> int | None:
+    """The GPU that the user's own environment names."""
+    text = os.environ.get("STEPMESH_GPU", "").strip()
+    if text and not (text.isdecimal() and len(text) < 5 and int(text) <= MAX_GPU):
+        parser.error(f"STEPMESH_GPU={text[:100]!r}: a whole number from 0 to {MAX_GPU}")
+    return int(text) if text else None
 
 
 def _commands(
@@ -185,6 +218,22 @@ def count(most: int = sys.maxsize) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _gpus(text: str) -> list[int]:
+    """The type of a list of GPUs."""
+    gpus: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        ends = (first, last if dash else first)
+        if not all(end.isdecimal() and len(end) < 5 and int(end) <= MAX_GPU for end in ends):
+            raise argparse.ArgumentTypeError(
+                f"{text[:100]!r}: numbers of GPUs from 0 to {MAX_GPU}, as in 0,1 or 0-3"
+            )
+        gpus += range(int(ends[0]), int(ends[1]) + 1)
+    if not gpus:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r}: no GPU is in this list")
+    return gpus
 
 
 def _seconds(text: str) -> float:

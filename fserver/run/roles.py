@@ -3,7 +3,7 @@
 import dataclasses
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # What the engine takes, and what a cluster has at most.
 MAX_GROUPS = 65535  # of a role
@@ -74,11 +74,14 @@ def plan(
     scheduler: tuple[str, int | str],
     commands: dict[str, tuple[str, ...]],
     common: dict[str, str],
+    gpus: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Process]:
     """The processes of this host, the scheduler first.
 
     scheduler: host and port of the scheduler. commands: of the worker and the
-    server. common: settings that all of them get.
+    server. common: settings that all of them get. gpus: by role, the GPU of each
+    process of this host in the order of ranks. STEPMESH_GPU, which is part of the
+    rank too, is the place in the group without them.
     """
     cluster = {
         "DMLC_NUM_WORKER": str(layout.workers),
@@ -92,13 +95,16 @@ def plan(
     if layout.host == 0:
         command = (sys.executable, "-m", "fserver", "scheduler")
         processes.append(Process("scheduler", 0, command, {"DMLC_ROLE": "scheduler", **cluster}))
+    given = {role: iter(of_role) for role, of_role in (gpus or {}).items()}
     for role, group in layout.groups():
         for i in range(layout.group_size):
             rank = group * layout.group_size + i
+            gpu = next(given[role]) if given else i
             env = {
                 "DMLC_ROLE": role,
                 "DMLC_NODE_RANK": str(group),
-                "STEPMESH_GPU": str(i),
+                "STEPMESH_GPU": str(gpu),
+                **({"DMLC_RANK_OFFSET": str(i - gpu)} if gpu != i else {}),
                 **cluster,
             }
             processes.append(Process(role, rank, commands[role], env))

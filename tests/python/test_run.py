@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fserver import Error, Scheduler, Server, Worker, env
-from fserver.run import output, roles
+from fserver.run import gpus, output, roles
 from fserver.run.roles import Layout, inherited, plan
 
 ROOT = Path(__file__).parents[2]
@@ -429,6 +430,111 @@ def test_environment_of_a_group():
     assert processes[0].env["DMLC_ROLE"] == "scheduler"
 
 
+@pytest.mark.parametrize(
+    ("layout", "options", "worker", "server"),
+    [
+        # In turn, workers first: disjoint where there are enough.
+        (Layout(1, 1), {"seen": 2}, [0], [1]),
+        (Layout(2, 1), {"seen": 8}, [0, 1], [2]),
+        (Layout(1, 1, group_size=2), {"seen": 4}, [0, 1], [2, 3]),
+        (Layout(2, 1), {"seen": 2}, [0, 1], [0]),
+        (Layout(1, 1), {"seen": 1}, [0], [0]),
+        (Layout(2, 2, hosts=2, host=1), {"seen": 8}, [], [0, 1]),
+        # Named.
+        (Layout(2, 2), {"worker": [3, 1], "server": [5], "seen": 8}, [3, 1], [5, 5]),
+        (Layout(2, 2), {"worker": [0, 1], "server": [0, 1]}, [0, 1], [0, 1]),
+        (Layout(1, 2), {"worker": [1], "seen": 3}, [1], [0, 2]),
+        (Layout(1, 1), {"server": [0], "seen": 2}, [1], [0]),
+        (Layout(1, 1), {"server": [0], "seen": 1}, [0], [0]),
+        (Layout(1, 1, group_size=2), {"server": [6, 7]}, [0, 1], [6, 7]),
+        # The user's own.
+        (Layout(1, 1), {"base": 3, "seen": 8}, [3], [3]),
+        (Layout(1, 1, group_size=2), {"base": 2, "seen": 8}, [2, 3], [2, 3]),
+        (Layout(1, 1), {"base": 3, "worker": [1], "seen": 8}, [1], [3]),
+    ],
+)
+def test_gpus_are_dealt(layout, options, worker, server):
+    named = {role: options[role] for role in ("worker", "server") if role in options}
+    dealt = gpus.deal(layout, named, options.get("base"), options.get("seen", 0))
+    assert dealt == {"worker": worker, "server": server}
+    processes = plan(layout, ("h", 7000), {"worker": ("w",), "server": ("s",)}, {}, dealt)
+    for process, gpu in zip(processes[layout.host == 0 :], worker + server, strict=True):
+        # As the engine makes the rank, which the GPU does not change.
+        assert process.env["STEPMESH_GPU"] == str(gpu)
+        offset = int(process.env.get("DMLC_RANK_OFFSET", "0"))
+        group = int(process.env["DMLC_NODE_RANK"])
+        assert layout.group_size * group + gpu + offset == process.rank
+
+
+def test_no_gpus_are_dealt():
+    assert gpus.deal(Layout(2, 1), {}, None, 0) is None
+
+
+def test_gpus_are_told():
+    assert gpus.told({"worker": [0], "server": [1]}) == "worker on GPU 0; server on GPU 1"
+    assert gpus.told({"worker": [], "server": [0, 1]}) == "servers on GPU 0,1"
+    assert (
+        gpus.told({"worker": [0, 1], "server": [0]})
+        == "workers on GPU 0,1; server on GPU 0; processes share GPU 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shown", "count"),
+    [
+        (None, 2), ("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("1,-1,0", 1), ("0,2", 1),
+        ("GPU-22", 1), ("MIG-a,MIG-b,MIG-c", 3), (" 0 , 1", 2),
+    ],
+)  # fmt: skip
+def test_gpus_that_are_shown(shown, count, monkeypatch):
+    monkeypatch.setattr(gpus, "_installed", lambda: 2)
+    environment = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    assert gpus.seen(environment) == count
+    for name in ("STEPMESH_BACKEND", "STEPMESH_BAKCEND"):
+        assert gpus.seen({**environment, name: "cpu"}) == 0
+        assert gpus.seen({**environment, name: "GPU"}) == count
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="no C compiler (gcc)")
+def test_a_host_with_two_gpus(tmp_path, monkeypatch):
+    """They are counted by the driver's library, and what each got is said in one line."""
+    library = tmp_path / "libnvidia-ml.so.1"
+    source = Path(__file__).with_name("fake_nvml.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def got(*args):
+        done = fserver("run", "--dry-run", *args, "--", "true")
+        assert done.returncode == 0, done.stderr
+        given = [
+            dict(word.split("=", 1) for word in line.split() if "=" in word)
+            for line in done.stdout.splitlines()[1:]
+        ]
+        return done.stderr, [(e["STEPMESH_GPU"], e.get("DMLC_RANK_OFFSET")) for e in given]
+
+    one_each = ("fserver run: worker on GPU 0; server on GPU 1\n", [("0", None), ("1", "-1")])
+    assert got() == one_each
+    assert got("--worker-gpus", "1") == (
+        "fserver run: worker on GPU 1; server on GPU 0\n", [("1", "-1"), ("0", None)],
+    )  # fmt: skip
+    assert got("--worker-gpus=2-3", "--server-gpus=5", "--group-size=2")[0] == (
+        "fserver run: workers on GPU 2,3; servers on GPU 5,5; processes share GPU 5\n"
+    )
+    monkeypatch.setenv("STEPMESH_GPU", "1")
+    assert got()[0] == "fserver run: worker on GPU 1; server on GPU 1; processes share GPU 1\n"
+    monkeypatch.setenv("STEPMESH_BACKEND", "CPU")
+    monkeypatch.delenv("STEPMESH_GPU")
+    assert got() == ("", [("0", None), ("0", None)])
+
+
+def test_a_gpu_of_the_user_that_is_none(monkeypatch):
+    monkeypatch.setenv("STEPMESH_GPU", "first")
+    done = fserver("run", "--", "true")
+    assert done.returncode == 2
+    assert "STEPMESH_GPU='first': a whole number from 0 to 1023" in done.stderr
+
+
 def test_identity_is_not_inherited():
     outer = {"DMLC_RANK_OFFSET": "3", "DMLC_INSTANCE_ID": "1", "DMLC_INTERFACE": "eth0"}
     assert inherited(outer) == {"DMLC_INTERFACE": "eth0"}
@@ -498,6 +604,9 @@ def test_ways_to_name_a_command(tmp_path, args, worker, server):
             "--workers 1023 --servers 1 --group-size 65: these are 66560 processes, and a cluster "
             "has at most 65536 (start fewer groups, or smaller ones)",
         ),
+        (["--worker-gpus", "0,x", "x.py"], "--worker-gpus: '0,x': numbers of GPUs from 0 to 1023"),
+        (["--server-gpus", "1024", "x.py"], "--server-gpus: '1024': numbers of GPUs from 0 to"),
+        (["--server-gpus", "3-1", "x.py"], "--server-gpus: '3-1': no GPU is in this list"),
         (["--grace", "-1", "x.py"], "--grace: '-1': a number of seconds, 0 or more"),
         (["--scheduler", "host", "x.py"], "'host': HOST:PORT"),
         (["--scheduler", "host:0", "x.py"], "'host:0': HOST:PORT"),
@@ -546,7 +655,6 @@ CLUSTER = """
 import os, torch, fserver
 if os.environ["DMLC_ROLE"] == "worker":
     with fserver.Worker.from_env() as worker:
-        assert worker.rank == int(os.environ["STEPMESH_GPU"])
         x, y = torch.full((3,), worker.rank + 1.0), torch.empty(3)
         worker.wait(worker.push_pull([x], [0], [y], [0]))
         print("got", y.tolist())
@@ -568,8 +676,11 @@ def cluster_script(tmp_path) -> str:
     return str(script)
 
 
-def test_a_cluster_on_one_host(cluster_script):
-    done = fserver("run", "--group-size", "2", cluster_script, bound=120)
+@pytest.mark.parametrize("lists", [(), ("--worker-gpus", "5,3", "--server-gpus", "0,7")])
+def test_a_cluster_on_one_host(cluster_script, lists, monkeypatch):
+    """The ranks are the same whatever the GPUs are."""
+    monkeypatch.setenv("STEPMESH_BACKEND", "CPU")
+    done = fserver("run", "--group-size", "2", *lists, cluster_script, bound=120)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[server 0] no more",
