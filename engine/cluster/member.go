@@ -2,7 +2,9 @@ package cluster
 
 import (
 	"cmp"
+	"encoding/binary"
 	"fmt"
+	"hash/fnv"
 	"maps"
 	"slices"
 
@@ -155,6 +157,24 @@ func (m *Member) Waiting() string {
 		return cmp.Or(m.missing, "other members are not connected to all their peers")
 	}
 	return "nothing"
+}
+
+// Runs is a number for the runs of the workers of this member's rail, as it knows them
+// once it has a Roster: two members of a rail that know the same have the same number.
+func (m *Member) Runs() uint64 {
+	h := fnv.New64a()
+	for i := range m.roster {
+		v := &m.roster[i]
+		if v.Role != wire.RoleWorker || v.Instance != m.cfg.Self.Instance {
+			continue
+		}
+		var epoch uint64 // none: it is gone
+		if v.State != wire.Gone {
+			epoch = v.Epoch
+		}
+		_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, epoch))
+	}
+	return h.Sum64()
 }
 
 // Connected says that the connections to all peers of the Roster stand.

@@ -1,6 +1,7 @@
 package exchange
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 
@@ -41,6 +42,11 @@ func (w *Worker) Lose(i int, err error) {
 	}
 	w.part(s, err)
 	s.held = true
+	for q := range s.queues {
+		if s.queues[q].len() != 0 && s.queues[q].at(0).legs[i].sends >= maxSends {
+			w.endLeg(s.queues[q].pop(), s, err)
+		}
+	}
 	var again []*Ticket
 	for _, t := range w.active {
 		if t == nil || t.legs[i].state != legPosted {
@@ -54,18 +60,21 @@ func (w *Worker) Lose(i int, err error) {
 		*l = leg{keys: l.keys[:0], lends: l.lends[:0], sends: l.sends}
 		again = append(again, t)
 	}
-	slices.SortFunc(again, func(a, b *Ticket) int { return int(a.id - b.id) }) // the order of the calls
+	s.enqueue(again)
+}
+
+// enqueue puts push_pulls that are not posted any more into the queues of s, where they
+// have their places by the order of the calls.
+func (s *server) enqueue(again []*Ticket) {
 	for q := range s.queues {
 		for s.queues[q].len() != 0 {
 			t := s.queues[q].pop()
-			if t.legs[i].sends >= maxSends {
-				w.endLeg(t, s, err)
-				continue
-			}
-			t.legs[i].keys = t.legs[i].keys[:0]
+			l := &t.legs[s.index]
+			l.keys = l.keys[:0]
 			again = append(again, t)
 		}
 	}
+	slices.SortFunc(again, func(a, b *Ticket) int { return cmp.Compare(a.turn, b.turn) })
 	for _, t := range again {
 		s.queue(t).push(t)
 	}
@@ -107,10 +116,14 @@ func (w *Worker) recalled(s *server, b []byte) error {
 	}
 	for _, id := range seqs {
 		t := w.ticket(id)
-		if t == nil || t.err == nil || t.legs[s.index].state != legPosted || t.legs[s.index].replied {
+		if t == nil || t.legs[s.index].state != legPosted || t.legs[s.index].replied {
 			return fmt.Errorf("exchange: push_pull %d is recalled, which nobody asked for", id)
 		}
-		w.endLeg(t, s, t.err)
+		if t.err != nil {
+			w.endLeg(t, s, t.err)
+		} else if err := w.takeBack(t, s); err != nil {
+			return err
+		}
 	}
 	w.advance(s) // somebody may have waited for the credit
 	return nil
@@ -120,8 +133,10 @@ func (w *Worker) recalled(s *server, b []byte) error {
 func (w *Worker) part(s *server, err error) {
 	s.down = err
 	s.drop()
-	s.lender, s.asked = nil, nil
-	s.plans, s.recall = nil, nil
+	s.lender, s.asked, s.turn = nil, nil, nil
+	s.plans, s.recall, s.untold = nil, nil, 0
+	s.enqueue(s.back)
+	s.back = nil
 	s.keys = map[uint64]*credit{}
 	var stale []registration
 	for alloc, list := range w.regs {
@@ -172,7 +187,7 @@ func (w *Worker) endRegistration(r registration) {
 // waited for it.
 func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
-	s.down, s.held = nil, false
+	s.down, s.held, s.tell = nil, false, true
 	w.Connect(i, rank, f, c)
 	for q := range s.queues {
 		for range s.queues[q].len() {
@@ -289,7 +304,7 @@ func (s *Server) part(c *client, err error) {
 		s.put(r)
 	}
 	c.dropLoans()
-	c.open, c.plans, c.recalled, c.count = nil, nil, nil, 0
+	c.open, c.plans, c.recalled, c.echoes, c.count = nil, nil, nil, nil, 0
 	clear(c.arrived)
 	s.requests.lose(c, s.buffers)
 	for _, k := range c.keys {
@@ -300,7 +315,7 @@ func (s *Server) part(c *client, err error) {
 // Up gives worker i a path, its first or after it was down.
 func (s *Server) Up(i int, rank int32, f transport.Fabric, conn transport.Conn) {
 	c := s.clients[i]
-	c.down, c.held, c.left = nil, false, false
+	c.down, c.held, c.left, c.runs = nil, false, false, 0
 	s.Connect(i, rank, f, conn)
 	s.publish()
 }

@@ -48,6 +48,8 @@ type client struct {
 	held     bool     // down, and its successor is waited for
 	lost     error    // the last down
 	recalled []uint64 // requests that were taken back, which the worker is still to be told
+	runs     uint64   // of its last Regroup
+	echoes   []uint64 // answers to Regroups that it is still to be told
 	life     uint32   // counts them
 }
 
@@ -84,6 +86,8 @@ type Server struct {
 	slots    uint64
 	kept     []uint64 // buffers that may be written to, and have no key
 	patient  bool
+	runs     uint64 // of the workers of the rail, see Regroup
+	partial  bool   // the last call of Batch took less than all
 	noLoans  bool
 	req      wire.Request
 	resp     wire.Response
@@ -238,7 +242,7 @@ func (s *Server) Drain() {
 		c.answers.push(t)
 	}
 	for _, c := range s.clients {
-		if c.answers.len()+c.replies.len()+c.refusals.len()+len(c.recalled) != 0 || !c.empty() {
+		if c.answers.len()+c.replies.len()+c.refusals.len()+len(c.recalled)+len(c.echoes) != 0 || !c.empty() {
 			s.advance(c)
 		}
 	}
@@ -287,6 +291,11 @@ func (s *Server) advance(c *client) {
 			c.frame = wire.AppendRecall(c.frame, wire.TypeRecalled, c.recalled)
 			c.send()
 			c.recalled = c.recalled[:0]
+		case len(c.echoes) != 0 && c.decided():
+			c.begin(nil)
+			c.frame = wire.AppendRegroup(c.frame, c.echoes[0])
+			c.send()
+			c.echoes = slices.Delete(c.echoes, 0, 1)
 		case c.answers.len() != 0:
 			s.compose(c, c.answers.at(0))
 		default:
@@ -403,6 +412,8 @@ func (s *Server) Frame(i int, b []byte) error {
 		return s.need(c, b)
 	case wire.TypeRecall:
 		return s.recall(c, b)
+	case wire.TypeRegroup:
+		return s.regroup(c, b)
 	case wire.TypeBye:
 		c.left = true
 		s.publish()
@@ -497,7 +508,7 @@ func (s *Server) match(c *client) error {
 		c.open = kept
 		s.publish()
 	}
-	if len(c.recalled)+c.refusals.len() != 0 {
+	if len(c.recalled)+c.refusals.len()+len(c.echoes) != 0 {
 		s.advance(c)
 	}
 	return nil
@@ -537,6 +548,9 @@ func (s *Server) publish() {
 			broken = c.down
 		}
 	}
+	if s.apart() {
+		ready = 0
+	}
 	s.ready.Store(ready)
 	s.able.Store(able)
 	if broken != nil {
@@ -551,6 +565,10 @@ func (s *Server) publish() {
 // groups; nil if those are fewer than least; an error if they will be as things stand. The
 // requests stay until Deliver. The slice is valid until the next call.
 func (s *Server) Batch(least int) ([]*Request, error) {
+	if partial := least < len(s.clients); partial != s.partial {
+		s.partial = partial
+		s.publish()
+	}
 	if int(s.ready.Load()) < least {
 		if int(s.able.Load()) < least {
 			return nil, *s.broken.Load()

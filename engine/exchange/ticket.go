@@ -45,6 +45,8 @@ type Ticket struct {
 	open  int    // legs that have not ended
 	ops   int    // operations that have not ended
 	err   error
+	turn  uint64          // of a push_pull: its place among all of its worker
+	torn  bool            // see Regroup
 	after transport.Point // the pushed tensors are not read before this has passed
 
 	regs []registration // of pull; dropped at the end if they are not cached
@@ -56,9 +58,10 @@ type Ticket struct {
 
 // leg is the part of a push-pull that one server has.
 type leg struct {
-	state   uint8 // legQueued, legPosted, legEnded
-	replied bool  // the response frame is here
-	sends   uint8 // times that the request was posted
+	state   uint8  // legQueued, legPosted, legEnded
+	era     uint64 // in which its request was composed
+	replied bool   // the response frame is here
+	sends   uint8  // times that the request was posted
 	writes  uint64
 	arrived uint64 // writes that have arrived
 	keys    []*credit
@@ -186,7 +189,7 @@ func (tb *Table) release(t *Ticket) {
 		t.after = transport.Point{}
 	}
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
-	t.plan, t.on, t.err, t.request, t.open = nil, "", nil, nil, 0
+	t.plan, t.on, t.err, t.request, t.open, t.torn = nil, "", nil, nil, 0, false
 	t.fails, t.why = false, ""
 	tb.mu.Lock()
 	defer tb.mu.Unlock()

@@ -47,6 +47,10 @@ type server struct {
 	down   error            // why there is no path to it
 	held   bool             // down, and its push_pulls wait for its successor
 	recall []uint64         // push_pulls that have failed, which it is still to be told
+	tell   bool             // a Regroup is to be sent,
+	untold int              // and so many are not answered
+	back   []*Ticket        // push_pulls that were given back
+	pairs  bool             // it makes batches of all workers, as its last Regroup says
 	needs  []wire.Need      // scratch
 	req    wire.Request
 }
@@ -83,6 +87,10 @@ type Worker struct {
 	regs     map[uint64][]registration // by allocation, one per Fabric
 	stale    map[registration]int      // taken out of regs; how often tickets name it
 	patient  bool
+	turns    uint64 // push_pulls so far
+	runs     uint64 // of the workers of the rail, see Regroup
+	era      uint64 // how often that has changed
+	gone     error  // the last loss of one of them
 	resp     wire.Response
 	onBroken Broken
 }
@@ -166,7 +174,7 @@ func (w *Worker) Drain() {
 		w.start(s.ticket)
 	}
 	for _, s := range w.servers {
-		if s.waiting() != 0 || !s.empty() || len(s.recall) != 0 {
+		if s.waiting() != 0 || !s.empty() || len(s.recall)+len(s.back) != 0 || s.tell {
 			w.advance(s)
 		}
 	}
@@ -174,6 +182,8 @@ func (w *Worker) Drain() {
 
 func (w *Worker) start(t *Ticket) {
 	w.adopt(t)
+	w.turns++
+	t.turn = w.turns
 	w.counters.PushPulls.Add(1)
 	err := w.missing()
 	if err == nil {
@@ -355,7 +365,19 @@ func (w *Worker) advance(s *server) {
 			s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall)
 			s.send()
 			s.recall = s.recall[:0]
-		case s.asked != nil || !w.proceed(s):
+		case s.tell:
+			s.turn = nil
+			s.begin(nil)
+			s.frame = wire.AppendRegroup(s.frame, w.runs)
+			s.send()
+			s.tell = false
+			s.untold++
+		case s.asked != nil || s.untold != 0:
+			return
+		case len(s.back) != 0:
+			s.enqueue(s.back)
+			s.back = nil
+		case !w.proceed(s):
 			return
 		}
 	}
@@ -372,6 +394,12 @@ func (w *Worker) proceed(s *server) bool {
 		if t.err != nil {
 			s.queues[i].pop()
 			w.endLeg(t, s, t.err)
+			return true
+		}
+		if t.torn && !w.mend(s, t) {
+			continue
+		}
+		if t.err != nil { // mend has ended it
 			return true
 		}
 		if w.compose(s, t) {
@@ -467,7 +495,7 @@ func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
 		}
 	}
 	share := len(known.targets)
-	l.writes = 0
+	l.writes, l.era = 0, w.era
 	for j := range known.targets {
 		i := s.index*share + j
 		x := &t.pull[i]
@@ -579,6 +607,8 @@ func (w *Worker) Frame(i int, b []byte) error {
 		return w.recalled(s, b)
 	case wire.TypeRefused:
 		return w.refused(s, b)
+	case wire.TypeRegroup:
+		return w.regrouped(s, b)
 	default:
 		return fmt.Errorf("exchange: a frame of type %d, which no server sends", wire.FrameType(b))
 	}
@@ -663,6 +693,7 @@ func (w *Worker) Down(i int, err error) {
 		w.part(s, err)
 	}
 	s.held = false
+	s.back = nil
 	for i := range s.queues {
 		for s.queues[i].len() != 0 {
 			s.queues[i].pop()

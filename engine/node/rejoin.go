@@ -21,8 +21,12 @@ import (
 // server takes its connection, and nobody else's. A connection that breaks
 // between two that live is opened again by the worker.
 
-// hasLeft is why a peer that has said Bye is gone.
-const hasLeft = "it has left the cluster"
+// hasLeft is why a peer that has said Bye is gone, and replaced why one is whose successor
+// has come.
+const (
+	hasLeft  = "it has left the cluster"
+	replaced = "another process has taken its place"
+)
 
 // patience is how long a worker may be connected that the scheduler has not named.
 const patience = 10 * time.Second
@@ -191,6 +195,18 @@ func (n *Node) peerLost(i int, err error) {
 	n.meet()
 }
 
+// regroup has the workers and servers of a rail agree on what is paired with what, when
+// one of these workers is lost, or has a successor, as err says; nil at the start.
+func (n *Node) regroup(err error) {
+	switch {
+	case n.failed() != nil:
+	case n.server != nil:
+		n.server.Regroup(n.member.Runs())
+	case n.worker != nil:
+		n.worker.Regroup(n.member.Runs(), err)
+	}
+}
+
 // joined takes the news that a node has the place of one that is gone.
 func (n *Node) joined(m wire.Member) {
 	var lost *LostError
@@ -205,7 +221,7 @@ func (n *Node) joined(m wire.Member) {
 		return
 	}
 	n.back.seen[i] = true
-	n.hangUp(i, &LostError{Role: m.Role, Rank: m.Rank, Reason: "another process has taken its place"})
+	n.hangUp(i, &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced})
 	if n.rail[i].Epoch != m.Epoch {
 		n.back.past[n.rail[i].Epoch] = true
 	}
@@ -341,7 +357,7 @@ func (n *Node) admitAll() {
 		case i < 0:
 			n.turnAway(l, "it is not of this rail")
 		case n.back.past[l.hello.Epoch]:
-			n.turnAway(l, "another process has taken its place")
+			n.turnAway(l, replaced)
 		case n.rail[i].State == wire.Gone && n.rail[i].Epoch == l.hello.Epoch:
 			n.turnAway(l, "it was taken for lost")
 		case n.rail[i].Epoch != l.hello.Epoch || !l.saidUp():

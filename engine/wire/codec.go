@@ -51,6 +51,7 @@ const (
 	TypeRecalled Type = 40 // server -> worker: those of them that are not
 	TypeChannel  Type = 41 // either: I open, or close, my side of a stream channel
 	TypeRefused  Type = 42 // server -> worker: a push_pull that is not answered, and why
+	TypeRegroup  Type = 43 // worker -> server, and back: the workers have changed, give back what is not delivered
 )
 
 // ErrShort says that a frame ends too early.

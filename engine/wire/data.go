@@ -394,6 +394,21 @@ func ParseRecall(b []byte, t Type, dst []uint64) ([]uint64, error) {
 	return dst, r.end()
 }
 
+// AppendRegroup appends a Regroup as a frame. From a worker, runs is a number for the
+// runs of the workers of the rail, as it knows them. From a server it is that number, or 0
+// if nothing is given back.
+func AppendRegroup(dst []byte, runs uint64) []byte {
+	return binary.LittleEndian.AppendUint64(append(dst, byte(TypeRegroup)), runs)
+}
+
+// ParseRegroup parses a frame.
+func ParseRegroup(b []byte) (runs uint64, err error) {
+	r := reader{b: b}
+	r.kind(TypeRegroup)
+	runs = r.u64()
+	return runs, r.end()
+}
+
 // Bounds of a Channel.
 const (
 	MaxChannelName = 64

@@ -46,6 +46,10 @@ var data = []struct {
 		v, err := ParseRecall(b, TypeRecall, nil)
 		return v, AppendRecall(nil, TypeRecall, v), err
 	}},
+	{"regroup", AppendRegroup(nil, 3<<20+1), func(b []byte) (any, []byte, error) {
+		v, err := ParseRegroup(b)
+		return v, AppendRegroup(nil, v), err
+	}},
 	{"up", AppendUp(nil, ""), parseUp},
 	{"up, and why so", AppendUp(nil, "cma: worker 0 and server 0 are on different hosts"), parseUp},
 }

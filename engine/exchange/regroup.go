@@ -1,0 +1,171 @@
+package exchange
+
+import (
+	"fmt"
+	"slices"
+
+	"fserver/engine/wire"
+)
+
+// A server pairs the n-th requests of its workers, and each server of a rail must pair
+// the same ones. A worker that dies may have been heard by one server and not, or not
+// yet, by another: the first has delivered a batch that the second can never have. The
+// requests of the other workers in that batch would then be paired with the first of
+// the successor at the second server, and one call later at the first.
+//
+// So a change among the workers of a rail begins an era. Each of them tells its servers,
+// by a Regroup with a number for the runs that it knows. A server then gives back what it
+// has of that worker and has not delivered, answers, and makes no batch before all
+// workers know the runs that it knows. The worker sends it nothing new before that answer.
+// What no server has delivered is sent again, to all. A push_pull that some have
+// delivered and others have not fails: there is nobody to pair it with.
+//
+// A server whose application takes batches of less than all pairs nothing, and gives
+// nothing back.
+
+// Regroup begins an era: runs is a number for the runs of the workers of the rail, and err
+// the loss of one of them. Without a loss, at the start, err is nil.
+func (w *Worker) Regroup(runs uint64, err error) {
+	if err != nil {
+		w.gone = err
+	}
+	if runs == w.runs {
+		return
+	}
+	w.runs = runs
+	w.era++
+	for _, t := range w.active {
+		if t != nil && t.on == "" {
+			t.torn = t.torn || w.sentOf(t)
+		}
+	}
+	for _, s := range w.servers {
+		if s.conn != nil && s.down == nil {
+			s.tell = true
+			w.advance(s)
+		}
+	}
+}
+
+// sentOf reports whether a server may have been sent t.
+func (w *Worker) sentOf(t *Ticket) bool {
+	for i, s := range w.servers {
+		if t.legs[i].state != legQueued || s.ticket == t {
+			return true
+		}
+	}
+	return false
+}
+
+// settled reports whether s has said what it has delivered of the eras before.
+func (s *server) settled() bool { return !s.tell && s.untold == 0 }
+
+// regrouped takes the answer to a Regroup: what s has not given back by now is delivered.
+func (w *Worker) regrouped(s *server, b []byte) error {
+	runs, err := wire.ParseRegroup(b)
+	if err != nil {
+		return err
+	}
+	if s.untold == 0 {
+		return fmt.Errorf("exchange: server %d answers a Regroup that it was not sent", s.rank)
+	}
+	s.untold--
+	s.pairs = runs != 0
+	for _, o := range w.servers { // they may have waited for this
+		w.advance(o)
+	}
+	return nil
+}
+
+// takeBack takes a push_pull back that s has not delivered.
+func (w *Worker) takeBack(t *Ticket, s *server) error {
+	l := &t.legs[s.index]
+	if l.era >= w.era {
+		return fmt.Errorf("exchange: push_pull %d is given back, and no worker has changed since it was sent", t.id)
+	}
+	for _, k := range l.keys {
+		if k.holder == t.id {
+			k.holder = 0
+		}
+	}
+	*l = leg{keys: l.keys[:0], lends: l.lends[:0], sends: l.sends - 1}
+	s.back = append(s.back, t)
+	return nil
+}
+
+// mend decides what becomes of a push_pull that s has not, and that other servers may have
+// delivered with a worker that is gone. It returns false while that is not known. Else the
+// push_pull has failed, or can be sent.
+func (w *Worker) mend(s *server, t *Ticket) bool {
+	delivered := false
+	for i, o := range w.servers {
+		state := t.legs[i].state
+		if o.ticket == t || state == legPosted && !o.settled() {
+			return false
+		}
+		delivered = delivered || state != legQueued
+	}
+	switch {
+	case !delivered:
+		t.torn = false
+	case s.pairs:
+		w.fail(t, fmt.Errorf("exchange: a server has this push_pull together with one of a worker that is gone, and server %d cannot (call it again): %w", s.rank, w.gone))
+	default: // s takes it by itself
+		t.torn = false
+	}
+	return true
+}
+
+// Regroup holds batches back until all workers know the same runs of each other as this
+// server: runs is a number for these.
+func (s *Server) Regroup(runs uint64) {
+	s.runs = runs
+	s.publish()
+}
+
+// maxEchoes bounds the answers to Regroups that a worker has not taken.
+const maxEchoes = 256
+
+// decided reports whether all that c takes back has been named in a Recalled.
+func (c *client) decided() bool {
+	return !slices.ContainsFunc(c.open, func(r *Request) bool { return r.recalled })
+}
+
+// apart reports whether a worker and this server know of different runs of the workers.
+func (s *Server) apart() bool {
+	if s.partial {
+		return false
+	}
+	for _, c := range s.clients {
+		if c.down == nil && !c.left && c.runs != s.runs {
+			return true
+		}
+	}
+	return false
+}
+
+// regroup gives back what has come of c for batches and was not delivered.
+func (s *Server) regroup(c *client, b []byte) error {
+	runs, err := wire.ParseRegroup(b)
+	if err != nil {
+		return err
+	}
+	c.runs = runs
+	if s.partial {
+		runs = 0
+	} else {
+		for c.ready.len() != 0 {
+			s.dismiss(c, c.ready.pop())
+		}
+		for _, r := range c.open { // its writes may still be on their way
+			r.recalled = r.recalled || r.channel == ""
+		}
+	}
+	if len(c.echoes) == maxEchoes {
+		return fmt.Errorf("exchange: worker %d tells of changes and does not take the answers", c.rank)
+	}
+	c.echoes = append(c.echoes, runs)
+	s.publish()
+	s.advance(c)
+	return nil
+}
