@@ -14,6 +14,17 @@ void open_driver(const char *call) {
           call, why);
 }
 
+void enter_gpu(int device) {
+  cs_context context = nullptr;
+  cs_device handle = 0;
+  if (!cs_cu.CtxGetCurrent || cs_cu.CtxGetCurrent(&context) != CS_CU_SUCCESS ||
+      context || cs_cu.DeviceGet(&handle, device) != CS_CU_SUCCESS ||
+      cs_cu.DevicePrimaryCtxRetain(&context, handle) != CS_CU_SUCCESS)
+    return; // the call that follows says what is wrong
+  cs_cu.CtxSetCurrent(context);
+  cs_cu.DevicePrimaryCtxRelease(handle);
+}
+
 void too_old(const char *call) {
   char why[256];
   unlocked([&] {

@@ -8,6 +8,10 @@ namespace fserver {
 // Opens the driver, or raises, naming a call, that there is none.
 void open_driver(const char *call);
 
+// Makes the primary context of a GPU current in a thread that has none yet, if the driver
+// is open. torch holds that context wherever there are tensors or streams of the GPU.
+void enter_gpu(int device);
+
 // Raises that it lacks what came with CUDA 11.7.
 [[noreturn]] void too_old(const char *call);
 

@@ -90,11 +90,12 @@ void settle(int device) {
   const cs_result rc = unlocked([&] {
     const OnDevice guard(device);
     const Relaxed relaxed;
-    return cs_cu.StreamSynchronize(
-        static_cast<cs_stream>(native_stream(device)));
+    const cs_result rc =
+        cs_cu.StreamSynchronize(static_cast<cs_stream>(native_stream(device)));
+    return rc == CS_CU_SUCCESS ? cs_cu.StreamSynchronize(nullptr) : rc;
   });
   if (rc != CS_CU_SUCCESS)
-    fail("wait for a stream", rc);
+    fail("wait for the current and the default stream", rc);
 }
 
 } // namespace fserver

@@ -35,11 +35,12 @@ private:
   bool used_ = false;
 };
 
-// Waits for all that a GPU has to do. While another thread captures a stream of it, that is
-// waited for first.
+// Waits for all that a GPU has to do. A capture in another thread becomes invalid: the
+// driver allows that in no mode.
 void synchronize(int device);
 
-// Waits for what is on the current stream of a GPU, which is not captured.
+// Waits for what is on the current and on the default stream of a GPU, of which the
+// current one is not captured. A capture in another thread stays valid.
 void settle(int device);
 
 } // namespace fserver

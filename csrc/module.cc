@@ -448,7 +448,7 @@ void define(py::module_ &m) {
   m.def("synchronize", &synchronize, py::arg("device"),
         "Waits for all that a GPU has to do.");
   m.def("settle", &settle, py::arg("device"),
-        "Waits for what is on the current stream of a GPU.");
+        "Waits for what is on the current and the default stream of a GPU.");
   m.def("lane_source", &lane_source, "The source of the kernels, for NVRTC.");
   m.def("lane_arch", &lane_arch, "Compute capability of a GPU: 90 for 9.0.");
 

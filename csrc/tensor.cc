@@ -311,7 +311,10 @@ c10::impl::VirtualGuardImpl gpus() {
 } // namespace
 
 OnDevice::OnDevice(int device)
-    : device_(device), before_(gpus().exchangeDevice(place(device)).index()) {}
+    : device_(device), before_(gpus().exchangeDevice(place(device)).index()) {
+  enter_gpu(
+      device); // torch does nothing where the device is the thread's already
+}
 
 OnDevice::~OnDevice() {
   if (before_ != device_)

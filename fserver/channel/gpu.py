@@ -77,7 +77,7 @@ class GpuSide:
         self.lane.hold([t for row in (*outgoing, *incoming) for t in row])
         self._device = device
         # A peer may write to these tensors from now on, and what filled them comes first.
-        extension.synchronize(device)
+        extension.settle(device)
         if mode == "ce":  # which tells the rows only when there are fewer than all
             self._fill_rows(incoming)
         self.send, self.recv = self.lane.send, self.lane.recv
@@ -87,7 +87,7 @@ class GpuSide:
 
         for words, row in zip(self.rows(), incoming, strict=True):
             words.copy_(torch.tensor([piece(t).rows for t in row], dtype=torch.int64))
-        _loader.load().synchronize(self._device)
+        _loader.load().settle(self._device)
 
     def describe(self, peer: int) -> dict[str, Any]:
         return self.plan.describe(peer)

@@ -62,7 +62,7 @@ class Gpu:
 
     def settle(self) -> None:
         """Waits for what has filled the memory."""
-        self._extension.synchronize(self.device.index)
+        self._extension.settle(self.device.index)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Gpu:
         """Waits for what is enqueued; false: not within the time. A graph may be replayed on any
         stream: once there is one, the whole GPU is waited for."""
         if self._captured:
-            self.settle()
+            self._extension.synchronize(self.device.index)
         end = time.monotonic() + seconds
         while not self.idle():
             if time.monotonic() > end:

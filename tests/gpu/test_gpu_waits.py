@@ -289,7 +289,7 @@ def beside_a_capture(pipe: Connection, device: int) -> list[str]:
     thread = threading.Thread(target=capture)
     thread.start()
     inside.wait(10)
-    waits = threading.Thread(target=extension.synchronize, args=(device,))
+    waits = threading.Thread(target=extension.settle, args=(device,))
     stream = torch.cuda.Stream()
     try:
         with torch.cuda.stream(stream):

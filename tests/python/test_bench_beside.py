@@ -112,7 +112,7 @@ def test_matrix_beside_gloo(path):
 
 def test_other_that_brings_wrong_data(path, capsys):
     rows = measured(path, Nodes(other=CorruptingSide), "--beside", "gloo")
-    assert [row["transport"] for row in rows] == ["tcp", "gloo"] * 3
+    assert [row["transport"] for row in rows] == ["cma", "gloo"] * 3
     assert all(row["p50_us"] > 0 for row in rows[::2])
     for row in rows[1::2]:
         assert row["skipped"].startswith("the worker got wrong data: byte 63 of 64 is ")

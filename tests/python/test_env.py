@@ -100,7 +100,7 @@ def test_a_switch_takes_both_spellings(capsys: pytest.CaptureFixture[str]) -> No
     switches = [s for s in rows(capsys).values() if s["type"] == "flag"]
     assert {"FSERVER_TLS", "FSERVER_HOST_SCHEDULER", "PS_RESEND"} <= {s["name"] for s in switches}
     for given, shown in (("0", "0"), ("off", "0"), ("1", "1"), ("On", "1")):
-        found = rows(capsys, *(f"{s['name']}={given}" for s in switches))
+        found = rows(capsys, "FSERVER_SECRET=s", *(f"{s['name']}={given}" for s in switches))
         assert {found[s["name"]]["value"] for s in switches} == {shown}
     assert {s["allowed"] for s in switches} == {"0, 1, off or on"}
 

@@ -103,7 +103,7 @@ def calls_beside_a_full_stream() -> None:
         a, b = torch.ones(10), torch.zeros(10)
         h = worker.push_pull([a], [3], [b], [4])  # its event needs no stream
         [(handler, [got], _)] = server.get_batch(1e3 * LIMIT)
-        server.respond([got], handler)
+        server.respond([got], handler, need_event=False)
         worker.wait(h, 1e3 * LIMIT)
         second = in_thread(worker.push_pull, [on_gpu(10)], [5], [on_gpu(10)], [6])
         eventually(lambda: DRIVER.waiting == 2)  # no lock keeps it
