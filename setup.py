@@ -7,9 +7,21 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.dist_info import dist_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import builder  # noqa: E402  (tools/ is no package)
+
+
+class Describe(dist_info):
+    """Stops where there is no torch to build for, before anything that is required is fetched."""
+
+    def run(self) -> None:
+        try:
+            builder.need_torch()
+        except builder.BuildError as error:
+            sys.exit(f"build: {error}")
+        super().run()
 
 
 class BuildPackage(build_py):
@@ -37,7 +49,8 @@ class BuildExtension(build_ext):
 
 
 def requirements() -> list[str]:
-    """A wheel works with the torch it was built for and with no other."""
+    """A wheel works with the torch that it was built for and with no other. It is installed
+    where it was built, so what is required is there, and pip changes nothing."""
     version = builder.torch_version()
     return [f"torch=={version.partition('+')[0]}" if version else "torch"]
 
@@ -54,7 +67,7 @@ def build_requirements() -> list[str]:
 
 setup(
     ext_modules=[Extension("fserver._C", sources=[])],
-    cmdclass={"build_ext": BuildExtension, "build_py": BuildPackage},
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildPackage, "dist_info": Describe},
     install_requires=requirements(),
     setup_requires=build_requirements(),
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import filecmp
+import functools
 import hashlib
 import importlib.util
 import json
@@ -164,25 +165,49 @@ def archive() -> Path:
 # torch
 
 
+_FIND_TORCH = """
+import importlib.util
+spec = importlib.util.find_spec("torch")
+print(spec.origin if spec and spec.origin else "")
+"""
+
+
+@functools.cache
 def _torch_home() -> Path | None:
+    """The folder of the torch that this Python imports. pip builds with that Python too, but hides
+    the packages of its environment by these two variables, so another process looks for torch."""
+    hiding = ("PYTHONPATH", "PYTHONNOUSERSITE")
+    env = {name: value for name, value in os.environ.items() if name not in hiding}
     spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
+    origin = spec.origin if spec else None
+    if not origin:
+        command = [sys.executable, "-c", _FIND_TORCH]
+        done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
+        origin = done.stdout.strip()
+    return Path(origin).parent if origin else None
 
 
 def torch_version() -> str | None:
-    """The version of the torch beside this Python, without importing it; None if there is none."""
+    """The version of the torch of this Python, without importing it; None if there is none."""
     home = _torch_home()
     return runpy.run_path(str(home / "version.py"))["__version__"] if home else None
 
 
-def _torch() -> tuple[str, Path]:
+def need_torch() -> tuple[str, Path]:
+    """Version and folder of the torch that is built for.
+
+    Raises BuildError if there is none, or if it is too old.
+    """
     version, home = torch_version(), _torch_home()
+    least = ".".join(map(str, MIN_TORCH))
     if version is None or home is None:
         raise BuildError(
-            f"no torch beside {sys.executable} (pip install -r {ROOT / 'requirements/build.txt'})"
+            f"{sys.executable} has no torch to build for: install torch {least} or later in that "
+            "environment first; a front end that builds in an environment of its own (uv, python "
+            "-m build) needs --no-build-isolation or --no-isolation"
         )
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_TORCH:
-        raise BuildError(f"torch {version} is too old: {'.'.join(map(str, MIN_TORCH))} is needed")
+        raise BuildError(f"torch {version} is too old: {least} or later is needed")
     return version, home
 
 
@@ -247,7 +272,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 def extension(package: Path) -> Path:
     """Builds the extension into a package folder; with it, what it was built for and fserver.h."""
-    version, torch = _torch()
+    version, torch = need_torch()
     python = Path(sysconfig.get_path("include"))
     if not (python / "Python.h").is_file():
         raise BuildError(f"{python / 'Python.h'}: no such file (apt-get install python3-dev)")
@@ -258,8 +283,8 @@ def extension(package: Path) -> Path:
     sources = sorted((ROOT / "csrc").glob("*.cc"))
 
     # pybind11 is the copy among torch's headers, the one that torch itself was built with. The
-    # headers of torch and Python count by version, not by path or date, so that an isolated
-    # build, whose torch lies elsewhere, takes the same objects.
+    # headers of torch and Python count by version, not by path or date, so that a build in another
+    # environment takes the same objects.
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
     flags += ["-D_GLIBCXX_USE_CXX11_ABI=1", "-DTORCH_EXTENSION_NAME=_C", "-Iengine/cabi"]
     flags += ["-Icshim/cuda", f"-I{GENERATED.relative_to(ROOT)}"]

@@ -357,7 +357,7 @@ def test_missing_python_headers(builder: ModuleType, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("version", "error"), [("2.6.0+cu124", "2.6.0.cu124 is too old: 2.11"), (None, "no torch")]
+    ("version", "error"), [("2.6.0+cu124", "2.6.0.cu124 is too old: 2.11"), (None, "has no torch")]
 )
 def test_unfit_torch(
     builder: ModuleType, tmp_path: Path, monkeypatch, version: str | None, error: str
@@ -402,11 +402,59 @@ def test_wheel(tmp_path: Path) -> None:
     assert not [name for name in names if "__pycache__" in name or "test" in name]
 
 
+def isolated(tmp_path: Path) -> dict[str, str]:
+    """The environment in which pip builds: it hides the packages of this Python, but setuptools."""
+    site = tmp_path / "site"
+    site.mkdir()
+    spec = importlib.util.find_spec("setuptools")
+    assert spec and spec.origin
+    for pattern in ("setuptools*", "_distutils_hack"):  # the first with its entry points
+        for path in Path(spec.origin).parents[1].glob(pattern):
+            (site / path.name).symlink_to(path)
+    (site / "sitecustomize.py").write_text(
+        "import sys, sysconfig\n"
+        "theirs = {sysconfig.get_path(name) for name in ('purelib', 'platlib')}\n"
+        "sys.path[:] = [path for path in sys.path if path not in theirs]\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(site), "PYTHONNOUSERSITE": "1"}
+
+
+def test_isolated_builds_find_the_torch_of_the_environment(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    code = """
+        import importlib.util, sys
+        assert importlib.util.find_spec("torch") is None
+        sys.path.insert(0, sys.argv[1])
+        import builder
+        print(builder.need_torch())
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), ROOT / "tools"]
+    done = subprocess.run(command, env=isolated(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str((torch.__version__, Path(torch.__file__).parent))
+
+
+def test_a_build_without_torch_stops_before_anything_is_fetched(tmp_path: Path) -> None:
+    """Where pip asks for what is required. setuptools may make a source distribution all the
+    same."""
+    pytest.importorskip("setuptools")
+    tool(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    python = tmp_path / "env/bin/python"
+    command = [python, "setup.py", "-q", "dist_info", "-o", tmp_path]
+    environment = isolated(tmp_path)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and not list(tmp_path.glob("*.dist-info"))
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("build: ")]
+    assert f"{python} has no torch to build for: install torch 2.11 or later in that env" in line
+    assert "--no-build-isolation" in line
+
+
 def test_isolated_builds_use_the_same_pins() -> None:
     requires = re.search(
-        r"^requires = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
+        r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
     )
     assert requires
-    pins = (ROOT / "requirements/build.txt").read_text()
-    for _, requirement in re.findall(r"""(["'])(.*)\1,""", requires[1]):
-        assert requirement in pins
+    pins = (ROOT / "requirements/build.txt").read_text().splitlines()
+    asked = re.findall(r'"([^"]+)"', requires[1])
+    assert asked and set(asked) <= set(pins)
+    assert not [requirement for requirement in asked if "torch" in requirement]
