@@ -153,36 +153,6 @@ func (w *Worker) part(s *server, err error) {
 	w.retain(stale)
 }
 
-// retain keeps the registrations that tickets name until the last of these lets go: other
-// servers may still be writing with them. The others end.
-func (w *Worker) retain(list []registration) {
-	named := make(map[registration]int, len(list))
-	for _, r := range list {
-		named[r] = 0
-	}
-	for _, t := range w.active {
-		if t == nil {
-			continue
-		}
-		for _, r := range t.regs {
-			if n, ok := named[r]; ok {
-				named[r] = n + 1
-			}
-		}
-	}
-	for r, n := range named {
-		if w.stale[r] = n; n == 0 {
-			w.endRegistration(r)
-		}
-	}
-}
-
-// endRegistration ends the key of a stale registration.
-func (w *Worker) endRegistration(r registration) {
-	delete(w.stale, r)
-	_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
-}
-
 // Up gives server i its rank and a path, its first or after it was down, and sends what has
 // waited for it.
 func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {

@@ -1,0 +1,189 @@
+package exchange
+
+import (
+	"fserver/engine/mem"
+	"fserver/engine/trace"
+	"fserver/engine/wire"
+)
+
+// advance posts to s as much as credit, buffers and back-pressure allow. The
+// order of submission is kept in each queue: a request that waits holds up those
+// behind it, because the server pairs the n-th requests of its workers.
+func (w *Worker) advance(s *server) {
+	if s.down != nil {
+		return
+	}
+	for {
+		if err := s.flush(); err != nil {
+			w.onBroken(s.index, err)
+			return
+		}
+		if !s.empty() {
+			return
+		}
+		if t := s.ticket; t != nil { // its request is out
+			t.legs[s.index].state = legPosted
+			t.legs[s.index].sends++
+			s.queue(t).pop()
+			s.ticket = nil
+			if t.err != nil {
+				s.recall = append(s.recall, t.id)
+			}
+		}
+		switch {
+		case len(s.recall) != 0:
+			s.turn = nil
+			s.begin(nil)
+			s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall)
+			s.send()
+			s.recall = s.recall[:0]
+		case s.tell:
+			s.turn = nil
+			s.begin(nil)
+			s.frame = wire.AppendRegroup(s.frame, w.runs)
+			s.send()
+			s.tell = false
+			s.untold++
+		case s.asked != nil || s.untold != 0:
+			return
+		case len(s.back) != 0:
+			s.enqueue(s.back)
+			s.back = nil
+		case !w.proceed(s):
+			return
+		}
+	}
+}
+
+// proceed ends the first ticket of a queue, if it has failed, or puts into the outbox of s what
+// it needs next; false if all must wait.
+func (w *Worker) proceed(s *server) bool {
+	for i := range s.queues {
+		if s.queues[i].len() == 0 {
+			continue
+		}
+		t := s.queues[i].at(0)
+		if t.err != nil {
+			s.queues[i].pop()
+			w.endLeg(t, s, t.err)
+			return true
+		}
+		if t.torn && !w.mend(s, t) {
+			continue
+		}
+		if t.err != nil { // mend has ended it
+			return true
+		}
+		if w.compose(s, t) {
+			s.turn = t
+			return true
+		}
+	}
+	return false
+}
+
+// compose puts into the outbox of s what t needs next; false if t must wait.
+func (w *Worker) compose(s *server, t *Ticket) bool {
+	l := &t.legs[s.index]
+	if len(l.keys) == 0 {
+		for i := range t.push {
+			k := s.keys[t.push[i].Key]
+			if k == nil {
+				k = &credit{}
+				s.keys[t.push[i].Key] = k
+			}
+			l.keys = append(l.keys, k)
+		}
+	}
+	s.needs, l.lends = s.needs[:0], l.lends[:0]
+	for i, k := range l.keys {
+		x := &t.push[i]
+		// A loan cannot be held back behind a device stream, as what is written there is.
+		lend := s.lender != nil && t.after.Event == 0 && (k.lend && s.lender.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
+		l.lends = append(l.lends, lend)
+		if lend && k.lend { // it touches no buffer
+			continue
+		}
+		if k.holder != 0 {
+			return false
+		}
+		if lend || x.Span.Len > k.cap {
+			s.needs = append(s.needs, wire.Need{Key: x.Key, Bytes: x.Span.Len, Lend: lend, Host: t.on != ""})
+		}
+	}
+	if len(s.needs) != 0 {
+		s.begin(nil)
+		s.frame = wire.AppendNeed(s.frame, s.needs)
+		s.send()
+		s.asked = t
+		return true
+	}
+	known := w.know(s, t)
+	if known == nil {
+		return true
+	}
+	w.request(s, t, l, known)
+	return true
+}
+
+// know gives the plan of t as s knows it, or nil after it has put the plan into
+// the outbox.
+func (w *Worker) know(s *server, t *Ticket) *sent {
+	n := t.plan.number
+	if n < uint64(len(s.plans)) && s.plans[n].plan == t.plan {
+		return s.plans[n]
+	}
+	share := len(t.pull) / len(w.servers)
+	k := &sent{plan: t.plan, targets: make([]target, share)}
+	first := s.index * share
+	s.begin(nil)
+	s.frame = wire.AppendPlan(s.frame, &wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first : first+share]})
+	s.send()
+	for uint64(len(s.plans)) <= n {
+		s.plans = append(s.plans, k)
+	}
+	s.plans[n] = k
+	return nil
+}
+
+func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
+	s.begin(t)
+	q := &s.req
+	q.Seq, q.Plan, q.Writes = t.id, t.plan.number, 0
+	q.Push, q.Pull = q.Push[:0], q.Pull[:0]
+	for i := range t.push {
+		x := &t.push[i]
+		q.Push = append(q.Push, wire.Pushed{Rows: x.rows(), Bytes: x.Span.Len, Lent: l.lends[i]})
+		if l.lends[i] {
+			s.lend(i)
+			w.counters.Loans.Add(1)
+			continue
+		}
+		l.keys[i].holder = t.id
+		if x.Span.Len != 0 {
+			s.write(i, l.keys[i].region, 0)
+			q.Writes++
+			w.counters.BytesOut.Add(x.Span.Len)
+		}
+	}
+	share := len(known.targets)
+	l.writes, l.era = 0, w.era
+	for j := range known.targets {
+		i := s.index*share + j
+		x := &t.pull[i]
+		p := wire.Target{Bytes: x.Span.Len}
+		if x.Span.Len != 0 {
+			l.writes++
+			at := target{t.regs[i].key, uint64(x.Span.Addr - x.Base.Addr)}
+			if at != known.targets[j] {
+				known.targets[j] = at
+				p.Changed, p.Region, p.Off = true, wireKey(at.region), at.off
+			}
+		}
+		q.Pull = append(q.Pull, p)
+	}
+	t.rec.stamps[trace.Posted] = trace.Now()
+	s.frame = wire.AppendRequest(s.frame, q)
+	s.send()
+	s.stamp(uint32(t.id))
+}
