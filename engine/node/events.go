@@ -1,0 +1,213 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+
+	"go.uber.org/zap"
+
+	"fserver/engine/cluster"
+	"fserver/engine/transport"
+	"fserver/engine/wire"
+)
+
+func (n *Node) event(p *plane, ev *transport.Event) {
+	switch ev.Kind {
+	case transport.EvDone:
+		switch {
+		case ev.User == 0: // a frame of no ticket
+		case n.worker != nil:
+			n.worker.Done(ev.User, n.operation(ev))
+		case n.server != nil:
+			n.server.Done(ev.User, n.operation(ev))
+		}
+		return
+	case transport.EvAccept:
+		n.accept(p, ev.Conn)
+		return
+	}
+	l := n.last
+	if l == nil || l.conn != ev.Conn {
+		if l = n.links[ev.Conn]; l == nil { // we have closed it
+			if ev.Kind == transport.EvLent {
+				_ = ev.View.Drop()
+			}
+			return
+		}
+		n.last = l
+	}
+	var err error
+	switch {
+	case ev.Kind == transport.EvLent:
+		err = n.lent(l, ev)
+	case ev.Kind == transport.EvDown:
+		if !errors.Is(ev.Err, io.EOF) {
+			n.log.Warn("connection ended", zap.String("peer", n.name(l)), zap.Error(ev.Err))
+		}
+		n.down(l, ev.Err)
+	case l.kind == linkPeer:
+		err = n.data(l, ev)
+	case l.kind == linkWaiting:
+		if err = n.keep(l, ev); err == nil {
+			n.admitAll()
+		}
+	case ev.Kind == transport.EvFrame:
+		n.control(cluster.Input{Kind: cluster.Frame, Conn: l.id, Data: ev.Data})
+	default:
+		err = errors.New("node: a write on a connection that takes none")
+	}
+	if err != nil {
+		n.breach(l, err)
+	}
+}
+
+// lent takes a loan, and with it the hold on its view.
+func (n *Node) lent(l *link, ev *transport.Event) error {
+	if l.kind == linkPeer && n.server != nil {
+		return n.server.Lent(l.index, ev.Imm, ev.Span, ev.View)
+	}
+	_ = ev.View.Drop()
+	return errors.New("node: a loan on a connection that takes none")
+}
+
+// data takes a frame or write of a peer.
+func (n *Node) data(l *link, ev *transport.Event) error {
+	if ev.Kind == transport.EvWritten {
+		if n.worker != nil {
+			return n.worker.Written(l.index, ev.Imm, ev.Len)
+		}
+		return n.server.Written(l.index, ev.Imm, ev.Len)
+	}
+	switch wire.FrameType(ev.Data) {
+	case wire.TypeChannel:
+		over, err := n.channels.Frame(l.index, ev.Data)
+		if over != "" && n.worker != nil {
+			n.worker.Leave(l.index, over)
+		}
+		return err
+	case wire.TypeBye:
+		l.left = true
+		n.channels.Left(l.index)
+		if n.server != nil {
+			n.sayDone()
+		}
+	case wire.TypeUp:
+		l.used = true
+		err := l.told(n, ev.Data)
+		if n.server != nil {
+			n.sendFrame(l, wire.AppendUp(nil, n.lack))
+		}
+		n.meet()
+		return err
+	}
+	if n.server != nil {
+		return n.server.Frame(l.index, ev.Data)
+	}
+	if l.left {
+		n.worker.Down(l.index, n.lostPeer(l, hasLeft))
+		return nil
+	}
+	return n.worker.Frame(l.index, ev.Data)
+}
+
+// breach ends a connection that is of no use: its peer does not keep to the protocol, or it
+// takes no more.
+func (n *Node) breach(l *link, err error) {
+	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.Error(err))
+	_ = l.conn.Close()
+	n.down(l, err)
+}
+
+// broken notes that the connection to peer i takes no more. It may have ended, or only what
+// was to be sent be wrong. The peer's last frames may be here: the next pass ends it after
+// its Poll, unless that reports the end.
+func (n *Node) broken(i int, err error) {
+	if l := n.peers[i]; n.up(l) && l.ailing == nil {
+		l.ailing = err
+		n.ailing = append(n.ailing, l)
+		n.timer.Store(0)
+		n.kick.ring()
+		n.nudge.ring()
+	}
+}
+
+// endAiling ends the first k of the connections that broken has noted.
+func (n *Node) endAiling(k int) {
+	ailing := n.ailing[:k]
+	n.ailing = append([]*link(nil), n.ailing[k:]...)
+	for _, l := range ailing {
+		if n.links[l.conn] == l {
+			n.breach(l, l.ailing)
+		}
+	}
+	n.timer.Store(n.nextTimer())
+}
+
+// down takes the end of a connection.
+func (n *Node) down(l *link, err error) {
+	n.unlink(l)
+	switch l.kind {
+	case linkScheduler:
+		n.control(cluster.Input{Kind: cluster.Down, Err: err})
+	case linkMember:
+		n.control(cluster.Input{Kind: cluster.Down, Conn: l.id, Err: err})
+	case linkPeer:
+		n.peerDown(l, n.lostBy(l.index, err))
+	case linkWaiting:
+		n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
+	}
+}
+
+// enlist makes a connection known.
+func (n *Node) enlist(l *link) {
+	n.links[l.conn] = l
+	if l.kind == linkScheduler || l.kind == linkMember {
+		n.controls[l.id] = l
+	}
+}
+
+// unlink forgets a connection.
+func (n *Node) unlink(l *link) {
+	if n.links[l.conn] != l {
+		return
+	}
+	delete(n.links, l.conn)
+	n.last = nil
+	switch {
+	case l.kind == linkPeer:
+		l.plane.peers--
+	case n.controls[l.id] == l:
+		delete(n.controls, l.id)
+	}
+}
+
+// lostPeer is the error for the loss of a peer.
+func (n *Node) lostPeer(l *link, why string) error {
+	m := &n.rail[l.index]
+	return &LostError{Role: m.Role, Rank: m.Rank, Address: l.conn.Remote(), Reason: why}
+}
+
+// lostBy is lostPeer from what the connection of peer i said, unless that is none of
+// the peer's doing.
+func (n *Node) lostBy(i int, err error) error {
+	switch {
+	case errors.Is(err, transport.ErrClosed):
+		return closedError(err)
+	case scarce(err):
+		return fmt.Errorf("node: the connection to %v %d was ended here: %w", n.rail[i].Role, n.rail[i].Rank, err)
+	}
+	return n.lostPeer(n.peers[i], reason(err))
+}
+
+// operation is the error of an operation as the exchange is to tell it.
+func (n *Node) operation(ev *transport.Event) error {
+	if ev.Err == nil {
+		return nil
+	}
+	if l := n.links[ev.Conn]; l != nil && l.kind == linkPeer {
+		return n.lostBy(l.index, ev.Err)
+	}
+	return closedError(ev.Err)
+}
