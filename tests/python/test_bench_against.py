@@ -25,7 +25,7 @@ def Worker(**options):
     push_pull = node.push_pull
 
     def slow(*args, **kwargs):
-        _time.sleep(0.1)
+        _time.sleep(0.03)
         return push_pull(*args, **kwargs)
 
     node.push_pull = slow
@@ -35,7 +35,7 @@ def Worker(**options):
 
 @pytest.fixture
 def slow(tmp_path):
-    """A checkout with the same extension, whose push_pull takes 100 ms longer: more than a busy
+    """A checkout with the same extension, whose push_pull takes 30 ms longer: more than a busy
     machine adds."""
     package = tmp_path / "slow/fserver"
     package.mkdir(parents=True)
