@@ -10,7 +10,7 @@
 namespace fserver {
 namespace {
 
-// How long a GPU may not be waited for, as a thread captures: nanoseconds.
+// How long synchronize waits for the capture of another thread to end, in nanoseconds.
 constexpr int64_t kCapture = 30'000'000'000;
 
 [[noreturn]] void fail(const char *what, cs_result rc) {

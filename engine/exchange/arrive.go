@@ -99,9 +99,9 @@ func (s *Server) request(c *client, b []byte) error {
 }
 
 // match moves the requests whose writes have all arrived to where their callers look, in
-// the order of their frames. A request whose writes wait for a device stream holds up those
-// behind it of the same channel, or of none, and no others: the stream may wait for just
-// those.
+// the order of their frames. A request whose writes have not arrived holds back later
+// requests of its channel, or, if it has none, later requests without one. It holds back no
+// others: its writes may wait for a device stream that waits for one of those.
 func (s *Server) match(c *client) error {
 	open, kept := c.open, c.open[:0]
 	for i, r := range open {

@@ -54,8 +54,9 @@ type server struct {
 	req    wire.Request
 }
 
-// queue is where t waits until its request is posted. Messages of channels have a queue of
-// their own and go first: a device stream may wait for them, and push_pulls for that stream.
+// queue returns the queue in which t waits until its request is posted. Messages of channels
+// have a queue of their own, which goes first: a push_pull may wait for a device stream that
+// waits for such a message.
 func (s *server) queue(t *Ticket) *ring[*Ticket] {
 	if t.on != "" {
 		return &s.queues[0]
@@ -63,7 +64,7 @@ func (s *server) queue(t *Ticket) *ring[*Ticket] {
 	return &s.queues[1]
 }
 
-// waiting is how many tickets are in the queues.
+// waiting returns how many tickets are in the queues.
 func (s *server) waiting() int { return s.queues[0].len() + s.queues[1].len() }
 
 // Worker pushes to every server of its rail and takes their answers.
