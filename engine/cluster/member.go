@@ -159,13 +159,16 @@ func (m *Member) Waiting() string {
 	return "nothing"
 }
 
-// Runs is a number for the runs of the workers of this member's rail, as it knows them
-// once it has a Roster: two members of a rail that know the same have the same number.
+// Runs returns a number for the runs of the workers of this member's rail, as it knows them
+// once it has a Roster: two members of a rail that know the same have the same number. If a
+// rail has several workers and several servers, the number is for the runs of both.
 func (m *Member) Runs() uint64 {
 	h := fnv.New64a()
+	several := m.railHas(wire.RoleWorker) > 1 && m.railHas(wire.RoleServer) > 1
 	for i := range m.roster {
 		v := &m.roster[i]
-		if v.Role != wire.RoleWorker || v.Instance != m.cfg.Self.Instance {
+		counts := v.Role == wire.RoleWorker || v.Role == wire.RoleServer && several
+		if !counts || v.Instance != m.cfg.Self.Instance {
 			continue
 		}
 		var epoch uint64 // none: it is gone
@@ -175,6 +178,16 @@ func (m *Member) Runs() uint64 {
 		_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, epoch))
 	}
 	return h.Sum64()
+}
+
+// railHas returns how many members of a role this member's rail has.
+func (m *Member) railHas(r wire.Role) (n int) {
+	for i := range m.roster {
+		if v := &m.roster[i]; v.Role == r && v.Instance == m.cfg.Self.Instance {
+			n++
+		}
+	}
+	return n
 }
 
 // Connected says that the connections to all peers of the Roster stand.

@@ -13,36 +13,65 @@ import (
 // requests of the other workers in that batch would then be paired with the first of
 // the successor at the second server, and one call later at the first.
 //
-// So a change among the workers of a rail begins an era. Each of them tells its servers,
-// by a Regroup with a number for the runs that it knows. A server then gives back what it
-// has of that worker and has not delivered, answers, and makes no batch before all
-// workers know the runs that it knows. The worker sends it nothing new before that answer.
-// What no server has delivered is sent again, to all. A push_pull that some have
-// delivered and others have not fails: there is nobody to pair it with.
+// The loss of a server does the same harm. It may have answered one worker and not the
+// other, which then sends the call again: the successor would pair that with the next call of
+// the first.
+//
+// So a change among the workers of a rail begins an era, and so does the loss of a server,
+// where there are several of both. Each worker tells its servers, by a Regroup with a number
+// for the runs that it knows. A server then gives back what it has of that worker and has not
+// delivered, answers, and makes no batch before all workers know the runs that it knows. The
+// worker sends it nothing new before that answer. What no server has delivered is sent again,
+// to all. A push_pull that some have delivered and others have not fails: there is nobody to
+// pair it with.
+//
+// The successor of a server begins no era. It gets all push_pulls of the one that began with
+// the loss, as the other servers do. Only the runs that all know have changed.
 //
 // A server whose application takes batches of less than all pairs nothing, and gives
 // nothing back.
 
-// Regroup begins an era: runs is a number for the runs of the workers of the rail, and err
-// the loss of one of them. Without a loss, at the start, err is nil.
-func (w *Worker) Regroup(runs uint64, err error) {
-	if err != nil {
+// The values of server.tell.
+const (
+	tellNothing = iota
+	tellRuns    // which runs the worker knows
+	tellBack    // and the server is to give back what it has not delivered
+)
+
+// Regroup takes note of the runs of the members of the rail, of which runs is a number. With
+// back it begins an era, because of err: a loss, or nil at the start.
+func (w *Worker) Regroup(runs uint64, back bool, err error) {
+	if back && err != nil {
 		w.gone = err
 	}
 	if runs == w.runs {
 		return
 	}
 	w.runs = runs
+	for _, s := range w.servers {
+		if s.conn != nil && s.down == nil {
+			s.tell = max(s.tell, tellRuns)
+			if back {
+				s.tell = tellBack
+			}
+		}
+	}
+	if back {
+		w.beginEra()
+	}
+	for _, s := range w.servers {
+		if s.conn != nil {
+			w.advance(s)
+		}
+	}
+}
+
+// beginEra marks the push_pulls that a server may have delivered.
+func (w *Worker) beginEra() {
 	w.era++
 	for _, t := range w.active {
 		if t != nil && t.on == "" {
 			t.torn = t.torn || w.sentOf(t)
-		}
-	}
-	for _, s := range w.servers {
-		if s.conn != nil && s.down == nil {
-			s.tell = true
-			w.advance(s)
 		}
 	}
 }
@@ -58,11 +87,11 @@ func (w *Worker) sentOf(t *Ticket) bool {
 }
 
 // settled reports whether s has said what it has delivered of the eras before.
-func (s *server) settled() bool { return !s.tell && s.untold == 0 }
+func (s *server) settled() bool { return s.tell == tellNothing && s.untold == 0 }
 
 // regrouped takes the answer to a Regroup: what s has not given back by now is delivered.
 func (w *Worker) regrouped(s *server, b []byte) error {
-	runs, err := wire.ParseRegroup(b)
+	v, err := wire.ParseRegroup(b)
 	if err != nil {
 		return err
 	}
@@ -70,7 +99,7 @@ func (w *Worker) regrouped(s *server, b []byte) error {
 		return fmt.Errorf("exchange: server %d answers a Regroup that it was not sent", s.rank)
 	}
 	s.untold--
-	s.pairs = runs != 0
+	s.pairs = v.Runs != 0
 	for _, o := range w.servers { // they may have waited for this
 		w.advance(o)
 	}
@@ -81,7 +110,7 @@ func (w *Worker) regrouped(s *server, b []byte) error {
 func (w *Worker) takeBack(t *Ticket, s *server) error {
 	l := &t.legs[s.index]
 	if l.era >= w.era {
-		return fmt.Errorf("exchange: push_pull %d is given back, and no worker has changed since it was sent", t.id)
+		return fmt.Errorf("exchange: push_pull %d is given back, and nobody was lost since it was sent", t.id)
 	}
 	for _, k := range l.keys {
 		if k.holder == t.id {
@@ -94,7 +123,7 @@ func (w *Worker) takeBack(t *Ticket, s *server) error {
 }
 
 // mend decides what becomes of a push_pull that s has not, and that other servers may have
-// delivered with a worker that is gone. It returns false while that is not known. Else the
+// delivered before somebody was lost. It returns false while that is not known. Else the
 // push_pull has failed, or can be sent.
 func (w *Worker) mend(s *server, t *Ticket) bool {
 	delivered := false
@@ -109,15 +138,15 @@ func (w *Worker) mend(s *server, t *Ticket) bool {
 	case !delivered:
 		t.torn = false
 	case s.pairs:
-		w.fail(t, fmt.Errorf("exchange: a server has this push_pull together with one of a worker that is gone, and server %d cannot (call it again): %w", s.rank, w.gone))
+		w.fail(t, fmt.Errorf("exchange: another server has delivered this push_pull with those of other workers, and server %d cannot pair it with the same ones (call it again): %w", s.rank, w.gone))
 	default: // s takes it by itself
 		t.torn = false
 	}
 	return true
 }
 
-// Regroup holds batches back until all workers know the same runs of each other as this
-// server: runs is a number for these.
+// Regroup holds batches back until all workers know the same runs of the members of the rail
+// as this server: runs is a number for these.
 func (s *Server) Regroup(runs uint64) {
 	s.runs = runs
 	s.publish()
@@ -131,7 +160,7 @@ func (c *client) decided() bool {
 	return !slices.ContainsFunc(c.open, func(r *Request) bool { return r.recalled })
 }
 
-// apart reports whether a worker and this server know of different runs of the workers.
+// apart reports whether a worker and this server know of different runs.
 func (s *Server) apart() bool {
 	if s.partial {
 		return false
@@ -144,16 +173,18 @@ func (s *Server) apart() bool {
 	return false
 }
 
-// regroup gives back what has come of c for batches and was not delivered.
+// regroup takes the runs that c knows. If c wants it back, it gives back what has come of c
+// for batches and was not delivered.
 func (s *Server) regroup(c *client, b []byte) error {
-	runs, err := wire.ParseRegroup(b)
+	v, err := wire.ParseRegroup(b)
 	if err != nil {
 		return err
 	}
-	c.runs = runs
-	if s.partial {
-		runs = 0
-	} else {
+	c.runs = v.Runs
+	switch {
+	case s.partial:
+		v.Runs = 0
+	case v.Back:
 		for c.ready.len() != 0 {
 			s.dismiss(c, c.ready.pop())
 		}
@@ -164,7 +195,7 @@ func (s *Server) regroup(c *client, b []byte) error {
 	if len(c.echoes) == maxEchoes {
 		return fmt.Errorf("exchange: worker %d tells of changes and does not take the answers", c.rank)
 	}
-	c.echoes = append(c.echoes, runs)
+	c.echoes = append(c.echoes, v)
 	s.publish()
 	s.advance(c)
 	return nil

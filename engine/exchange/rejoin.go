@@ -157,7 +157,7 @@ func (w *Worker) part(s *server, err error) {
 // waited for it.
 func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
-	s.down, s.held, s.tell = nil, false, true
+	s.down, s.held, s.tell = nil, false, tellRuns
 	w.Connect(i, rank, f, c)
 	for q := range s.queues {
 		for range s.queues[q].len() {

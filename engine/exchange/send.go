@@ -37,12 +37,12 @@ func (w *Worker) advance(s *server) {
 			s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall)
 			s.send()
 			s.recall = s.recall[:0]
-		case s.tell:
+		case s.tell != tellNothing:
 			s.turn = nil
 			s.begin(nil)
-			s.frame = wire.AppendRegroup(s.frame, w.runs)
+			s.frame = wire.AppendRegroup(s.frame, wire.Regroup{Runs: w.runs, Back: s.tell == tellBack})
 			s.send()
-			s.tell = false
+			s.tell = tellNothing
 			s.untold++
 		case s.asked != nil || s.untold != 0:
 			return

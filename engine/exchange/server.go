@@ -44,13 +44,13 @@ type client struct {
 	refusals ring[*Request] // complete, and refused
 	count    int            // requests that are not answered
 	left     bool
-	down     error    // why there is no path to it
-	held     bool     // down, and its successor is waited for
-	lost     error    // the last down
-	recalled []uint64 // requests that were taken back, which the worker is still to be told
-	runs     uint64   // of its last Regroup
-	echoes   []uint64 // answers to Regroups that it is still to be told
-	life     uint32   // counts them
+	down     error          // why there is no path to it
+	held     bool           // down, and its successor is waited for
+	lost     error          // the last down
+	recalled []uint64       // requests that were taken back, which the worker is still to be told
+	runs     uint64         // of its last Regroup
+	echoes   []wire.Regroup // answers that it is still to be told
+	life     uint32         // counts them
 }
 
 // Server takes the requests of the workers of its rail and answers them.
@@ -72,7 +72,7 @@ type Server struct {
 	slots    uint64
 	kept     []uint64 // buffers that may be written to, and have no key
 	patient  bool
-	runs     uint64 // of the workers of the rail, see Regroup
+	runs     uint64 // of the members of the rail, see Regroup
 	partial  bool   // the last call of Batch took less than all
 	noLoans  bool
 	req      wire.Request

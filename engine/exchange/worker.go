@@ -46,8 +46,8 @@ type server struct {
 	down   error            // why there is no path to it
 	held   bool             // down, and its push_pulls wait for its successor
 	recall []uint64         // push_pulls that have failed, which it is still to be told
-	tell   bool             // a Regroup is to be sent,
-	untold int              // and so many are not answered
+	tell   uint8            // the Regroup that is to be sent: tellNothing, tellRuns, tellBack;
+	untold int              // so many are not answered
 	back   []*Ticket        // push_pulls that were given back
 	pairs  bool             // it makes batches of all workers, as its last Regroup says
 	needs  []wire.Need      // scratch
@@ -80,9 +80,9 @@ type Worker struct {
 	stale    map[registration]int      // taken out of regs; how often tickets name it
 	patient  bool
 	turns    uint64 // push_pulls so far
-	runs     uint64 // of the workers of the rail, see Regroup
-	era      uint64 // how often that has changed
-	gone     error  // the last loss of one of them
+	runs     uint64 // of the members of the rail, see Regroup
+	era      uint64 // how often what servers have not delivered was to be given back
+	gone     error  // the loss that this was for, the last time
 	resp     wire.Response
 	onBroken Broken
 }
@@ -166,7 +166,7 @@ func (w *Worker) Drain() {
 		w.start(s.ticket)
 	}
 	for _, s := range w.servers {
-		if s.waiting() != 0 || !s.empty() || len(s.recall)+len(s.back) != 0 || s.tell {
+		if s.waiting() != 0 || !s.empty() || len(s.recall)+len(s.back) != 0 || s.tell != tellNothing {
 			w.advance(s)
 		}
 	}

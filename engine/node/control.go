@@ -82,7 +82,7 @@ func (n *Node) outputs(out []cluster.Output) {
 				n.dialling(n.join)
 			}
 		case cluster.Roster:
-			n.regroup(nil)
+			n.regroup(true, nil)
 			n.introduced(o.Peers, o.Late)
 		case cluster.Running:
 			n.cancel() // the bring-up is over
@@ -98,12 +98,14 @@ func (n *Node) outputs(out []cluster.Output) {
 			}
 		case cluster.Lost:
 			n.nodeLost(o.Err, o.Seqs)
-			n.regroup(o.Err)
+			n.regroup(true, o.Err)
 		case cluster.Overdue:
 			n.endBarriers(o.Seqs, o.Err)
 		case cluster.Joined:
-			n.joined(o.Members[0])
-			n.regroup(&LostError{Role: o.Members[0].Role, Rank: o.Members[0].Rank, Reason: replaced})
+			m := &o.Members[0]
+			known := n.knownGone(m)
+			n.joined(*m)
+			n.regroup(!known, &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced})
 		case cluster.Ended:
 			n.over(o.Err)
 		}

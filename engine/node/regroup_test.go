@@ -1,6 +1,7 @@
 package node
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -81,4 +82,84 @@ func TestPairsAfterALoss(t *testing.T) {
 			m.stop()
 		})
 	}
+}
+
+// TestPairsAfterAServerIsLost has server 0 of two answer a call of worker 0, and die before it
+// answers the call of worker 1 in the same batch. Its successor pairs the same calls as server 1,
+// whether server 1 had delivered these two calls or not. The successor paired the call of worker 1
+// with the next one of worker 0; with a second loss the two could wait for each other.
+func TestPairsAfterAServerIsLost(t *testing.T) {
+	for _, mode := range []string{"wait", "raise"} {
+		for _, delivered := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s, delivered %v", mode, delivered), func(t *testing.T) {
+				net, sh := inproc.New(1), shape{2, 2, 1}
+				settings := []string{"FSERVER_ON_PEER_LOST=" + mode}
+				m := newMesh(t, over(net), sh, settings...)
+				first := halfAnswered(t, m, delivered)
+				second := [2]uint64{call(t, m.workers[0], 2), call(t, m.workers[1], 102)}
+				m.restart(net, sh, m.servers[0], settings...)
+				third := [2]uint64{call(t, m.workers[0], 3), call(t, m.workers[1], 103)}
+
+				// What one worker has the answer to, and the other has not, is lost at one of them.
+				lost, whole := []callOf{}, []callOf{{0, third[0]}, {1, third[1]}}
+				want := [][2]byte{{3, 103}}
+				switch {
+				case mode == "raise":
+					lost = append(lost, callOf{0, second[0]}, callOf{1, first[1]}, callOf{1, second[1]})
+				case delivered:
+					lost = append(lost, callOf{1, first[1]})
+					whole = append(whole, callOf{0, second[0]}, callOf{1, second[1]})
+					want = append([][2]byte{{2, 102}}, want...)
+				default: // nobody has delivered the first call of worker 1 to stay
+					whole = append(whole, callOf{0, second[0]}, callOf{1, first[1]}, callOf{1, second[1]})
+					want = [][2]byte{{2, 101}, {3, 102}, {4, 103}}
+					whole = append(whole, callOf{0, call(t, m.workers[0], 4)})
+				}
+				if delivered {
+					whole = append(whole, callOf{0, first[0]})
+				} else {
+					lost = append(lost, callOf{0, first[0]})
+				}
+				for _, c := range lost {
+					lostWithin(t, func() error { return wait(m.workers[c.worker], c.id) }, "server", 0)
+				}
+				for _, pairs := range want {
+					for _, s := range m.servers {
+						require.Equal(t, pairs, pair(t, s))
+					}
+				}
+				for _, c := range whole {
+					require.NoError(t, wait(m.workers[c.worker], c.id))
+				}
+				m.stop()
+			})
+		}
+	}
+}
+
+// callOf is a call of one of two workers.
+type callOf struct {
+	worker int
+	id     uint64
+}
+
+// halfAnswered makes a call of both workers, of which server 0 answers that of worker 0 alone.
+// Server 1 delivers and answers both, or has not delivered them.
+func halfAnswered(t *testing.T, m *mesh, delivered bool) [2]uint64 {
+	x, y := tensor(t, 1, 4), tensor(t, 0, 4)
+	fill(x, 1)
+	a := pushPull(t, m.workers[0], []exchange.Tensor{x}, []exchange.Tensor{y, tensor(t, 0, 4)})
+	b := call(t, m.workers[1], 101)
+	batch, err := getBatch(m.servers[0])
+	require.NoError(t, err)
+	answer := tensor(t, 0, 4)
+	fill(answer, 9)
+	respond(t, m.servers[0], batch.reqs[0].handler, answer)
+	if delivered {
+		require.Equal(t, [2]byte{1, 101}, pair(t, m.servers[1]))
+		require.NoError(t, wait(m.workers[0], a))
+	}
+	require.Eventually(t, func() bool { return y.Span.Bytes()[0] == 9 }, 5*time.Second, time.Millisecond)
+	time.Sleep(20 * time.Millisecond) // the frame is behind it
+	return [2]uint64{a, b}
 }

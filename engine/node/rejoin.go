@@ -195,15 +195,23 @@ func (n *Node) peerLost(i int, err error) {
 	n.meet()
 }
 
-// regroup has the workers and servers of a rail agree on what is paired with what, when
-// one of these workers is lost, or has a successor, as err says; nil at the start.
-func (n *Node) regroup(err error) {
+// knownGone reports whether this node has already taken note that the server with the rank of m
+// was lost, whose successor m is.
+func (n *Node) knownGone(m *wire.Member) bool {
+	i := n.place(m.Role, m.Rank)
+	return m.Role == wire.RoleServer && i >= 0 && n.rail[i].State == wire.Gone
+}
+
+// regroup has the workers and servers of a rail agree on what is paired with what, when one of
+// them is lost, or has a successor, as err says; nil at the start. With back the servers give
+// back what they have not delivered.
+func (n *Node) regroup(back bool, err error) {
 	switch {
 	case n.failed() != nil:
 	case n.server != nil:
 		n.server.Regroup(n.member.Runs())
 	case n.worker != nil:
-		n.worker.Regroup(n.member.Runs(), err)
+		n.worker.Regroup(n.member.Runs(), back, err)
 	}
 }
 

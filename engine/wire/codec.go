@@ -16,7 +16,7 @@ import (
 
 // Version of the wire format. It changes with every change that an older
 // build would not understand.
-const Version = 7
+const Version = 8
 
 // Type is the first byte of every frame.
 type Type uint8
@@ -51,7 +51,7 @@ const (
 	TypeRecalled Type = 40 // server -> worker: those of them that are not
 	TypeChannel  Type = 41 // either: I open, or close, my side of a stream channel
 	TypeRefused  Type = 42 // server -> worker: a push_pull that is not answered, and why
-	TypeRegroup  Type = 43 // worker -> server, and back: the workers have changed, give back what is not delivered
+	TypeRegroup  Type = 43 // worker -> server, and back: the members of the rail have changed
 )
 
 // ErrShort says that a frame ends too early.

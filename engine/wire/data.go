@@ -394,19 +394,23 @@ func ParseRecall(b []byte, t Type, dst []uint64) ([]uint64, error) {
 	return dst, r.end()
 }
 
-// AppendRegroup appends a Regroup as a frame. From a worker, runs is a number for the
-// runs of the workers of the rail, as it knows them. From a server it is that number, or 0
-// if nothing is given back.
-func AppendRegroup(dst []byte, runs uint64) []byte {
-	return binary.LittleEndian.AppendUint64(append(dst, byte(TypeRegroup)), runs)
+// Regroup says which runs of the members of the rail a worker knows, or is a server's answer.
+type Regroup struct {
+	Runs uint64 // a number for these runs; from a server 0 if it pairs nothing
+	Back bool   // the server gives back what it has not delivered
+}
+
+// AppendRegroup appends v as a frame.
+func AppendRegroup(dst []byte, v Regroup) []byte {
+	return appendBool(binary.LittleEndian.AppendUint64(append(dst, byte(TypeRegroup)), v.Runs), v.Back)
 }
 
 // ParseRegroup parses a frame.
-func ParseRegroup(b []byte) (runs uint64, err error) {
+func ParseRegroup(b []byte) (v Regroup, err error) {
 	r := reader{b: b}
 	r.kind(TypeRegroup)
-	runs = r.u64()
-	return runs, r.end()
+	v = Regroup{Runs: r.u64(), Back: r.bool()}
+	return v, r.end()
 }
 
 // Bounds of a Channel.

@@ -46,7 +46,7 @@ var data = []struct {
 		v, err := ParseRecall(b, TypeRecall, nil)
 		return v, AppendRecall(nil, TypeRecall, v), err
 	}},
-	{"regroup", AppendRegroup(nil, 3<<20+1), func(b []byte) (any, []byte, error) {
+	{"regroup", AppendRegroup(nil, Regroup{3<<20 + 1, true}), func(b []byte) (any, []byte, error) {
 		v, err := ParseRegroup(b)
 		return v, AppendRegroup(nil, v), err
 	}},

@@ -53,9 +53,12 @@ class Shape:
         ]
 
 
-# With several workers and several servers on one rail, a loss may leave the requests of the
-# workers paired differently at each server, which is for an application to sort out.
-SHAPES = [Shape("fan-in", 2, 1), Shape("rails", 1, 1, 2), Shape("fan-out", 1, 2)]
+SHAPES = [
+    Shape("fan-in", 2, 1),
+    Shape("rails", 1, 1, 2),
+    Shape("fan-out", 1, 2),
+    Shape("mesh", 2, 2),
+]
 
 MEMBERS = [Name("scheduler", 0), *(Name(r, i) for r in ("worker", "server") for i in range(2))]
 """Everybody in all shapes: the index of a member in a row."""
