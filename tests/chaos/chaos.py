@@ -146,6 +146,7 @@ class Cluster:
             "on_peer_lost": mode,
             "init_timeout": START,
             "settings": {
+                "STEPMESH_BACKEND": "CPU",  # also where there are GPUs
                 "PS_HEARTBEAT_INTERVAL": "0.3",
                 "PS_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT),
                 "FSERVER_STOP_TIMEOUT": str(HANG),
