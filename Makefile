@@ -63,7 +63,7 @@ setup: ## make .venv and install the pinned requirements
 engine: setup ## build the engine: build/libfserver.a
 	@$(BUILDER) engine
 
-ext: setup ## build the torch extension and put fserver into .venv, in place
+ext: setup ## build the extension, with an adapter to torch, and put fserver into .venv, in place
 	@$(BUILDER) ext
 	if [[ $$(cat $(BIN)/../.fserver-install 2>/dev/null) != "$(PACKAGING)" ]]; then
 	  $(BIN)/python -m pip install --no-deps --no-build-isolation -e .
@@ -123,7 +123,7 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	$(GO) test -c -o build/tests/cudaipc.test ./engine/transport/cudaipc
 	$(GO) test -c -o build/tests/node.test ./engine/node
 	git describe --always --dirty >build/commit || echo "no commit" >build/commit
-	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='_C.*.so' --exclude='_C.*.json' \
+	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='*.so' \
 	  --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples fserver \
 	  fserver_lib.py requirements tests tools pyproject.toml README.md setup.py
 	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
@@ -131,5 +131,5 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	echo "  OUT=build/gpu tools/gpu_check.sh eager"
 
 clean: ## remove what was built, not .venv
-	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_C.*.json fserver/include .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_torch/*.so fserver/include .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The part of the packaging that pyproject.toml cannot say: the extension and its torch."""
+"""The part of the packaging that pyproject.toml cannot say: the extension and its adapters."""
 
 import shutil
 import sys
@@ -18,7 +18,7 @@ class Describe(dist_info):
 
     def run(self) -> None:
         try:
-            builder.need_torch()
+            builder.need_torches()
         except builder.BuildError as error:
             sys.exit(f"build: {error}")
         super().run()
@@ -48,13 +48,6 @@ class BuildExtension(build_ext):
             sys.exit(f"build: {error}")
 
 
-def requirements() -> list[str]:
-    """A wheel works with the torch that it was built for and with no other. It is installed
-    where it was built, so what is required is there, and pip changes nothing."""
-    version = builder.torch_version()
-    return [f"torch=={version.partition('+')[0]}" if version else "torch"]
-
-
 def build_requirements() -> list[str]:
     """What an isolated build needs beside pyproject.toml: a Go toolchain, unless there is one."""
     try:
@@ -68,6 +61,5 @@ def build_requirements() -> list[str]:
 setup(
     ext_modules=[Extension("fserver._C", sources=[])],
     cmdclass={"build_ext": BuildExtension, "build_py": BuildPackage, "dist_info": Describe},
-    install_requires=requirements(),
     setup_requires=build_requirements(),
 )

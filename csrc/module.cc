@@ -1,4 +1,8 @@
 // fserver._C: registers what the other files define.
+
+// pybind11 keeps its types and exceptions for each compiler's name. With a name of its own the
+// extension shares none with torch, which may have another libstdc++ and another pybind11.
+#define PYBIND11_COMPILER_TYPE "_fserver"
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,6 +16,7 @@
 #include "error.h"
 #include "flags.h"
 #include "host.h"
+#include "join.h"
 #include "lane.h"
 #include "mark.h"
 #include "node.h"
@@ -209,10 +214,6 @@ void add_fast(py::handle cls, const char *name, FastCall f, const char *doc) {
 }
 
 void define(py::module_ &m) {
-  m.doc() = "The engine of fserver.";
-  if (fs_abi() != FS_ABI)
-    throw py::import_error("fserver._C was built with another fserver.h than "
-                           "its engine: run make ext");
   py::register_local_exception_translator([](std::exception_ptr p) {
     try {
       std::rethrow_exception(p);
@@ -555,4 +556,28 @@ void define(py::module_ &m) {
 } // namespace
 } // namespace fserver
 
-PYBIND11_MODULE(_C, m) { fserver::define(m); }
+// Until join() has succeeded, the module has no other function: they need torch.
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The engine of fserver.";
+  if (fs_abi() != FS_ABI)
+    throw py::import_error("fserver._C was built with another fserver.h than "
+                           "its engine: run make ext");
+  m.def(
+      "join",
+      [handle = py::handle(m)](const std::string &path, py::handle tensor,
+                               py::handle facts) {
+        std::string why;
+        try {
+          why = fserver::join(path.c_str(), tensor.ptr(), facts.ptr());
+        } catch (const fserver::Raised &) {
+          throw py::error_already_set();
+        }
+        if (!why.empty())
+          throw py::import_error(why);
+        auto module = py::reinterpret_borrow<py::module_>(handle);
+        if (!py::hasattr(module, "Node"))
+          fserver::define(module);
+      },
+      py::arg("path"), py::arg("tensor"), py::arg("facts"),
+      "Loads an adapter to torch, and defines the rest of the module.");
+}

@@ -1,4 +1,4 @@
-// Torch, as the rest of the extension sees it. Only tensor.cc includes torch.
+// Torch, as the rest of the extension sees it: what is behind it, the adapter does (adapter.h).
 #pragma once
 
 #include <Python.h>

@@ -1,19 +1,30 @@
-"""Builds the engine's archive and the torch extension, for the Makefile and for setup.py.
+"""Builds the engine's archive, the extension and its adapters to torch, for the Makefile and for
+setup.py.
 
     python tools/builder.py engine   build/libfserver.a
-    python tools/builder.py ext      the archive, and fserver/_C.*.so from it and csrc/
+    python tools/builder.py ext      the archive, fserver/_C.*.so from it and csrc/, and an adapter
+    python tools/builder.py adapter [--torch DIR] [--out PATH]
+                                     one adapter from fserver/_torch/, and print where it is
     python tools/builder.py go       print the Go toolchain that is used
 
-The extension is built for the Python and the torch that run this file. What is up to date is
-not built again: Go decides that for the archive, a dependency file and the command line for
-each object, the contents of archive and objects for the extension.
+The extension is built for the Python that runs this file. It has no symbol of torch. An adapter
+is built for this Python and one minor version of torch: --torch names the folder of a package
+torch (with include/, lib/ and version.py), which need not be installed; the default is the torch
+of this Python. --out names the file or an existing folder; the default is fserver/_torch/.
 
-Environment: CC, CXX and CXXFLAGS as usual, MAX_JOBS for the number of compilers at a time, and
-FSERVER_ARCHIVE, an archive built elsewhere: then Go is not needed.
+What is up to date is not built again: Go decides that for the archive, a dependency file and the
+command line for each object, the contents of archive and objects for what is linked.
+
+Environment: CC, CXX and CXXFLAGS as usual, LDFLAGS for the link of the extension, ADAPTER_LDFLAGS
+for that of an adapter, MAX_JOBS for the number of compilers at a time;
+FSERVER_ARCHIVE, an archive built elsewhere: then Go is not needed;
+FSERVER_TORCHES, folders of packages torch, separated by ":": `ext` and setup.py build one adapter
+for each, instead of one for the torch of this Python. The first one's pybind11 is used.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import filecmp
@@ -30,14 +41,15 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 GENERATED = BUILD / "generated"
-MIN_TORCH = (2, 11)
+HEADER = ROOT / "engine/cabi/fserver.h"
 
 # Two Go runtimes live in one process as long as neither sees the other's symbols.
 EXPORTS = "{ global: PyInit_*; local: *; };\n"
@@ -165,6 +177,16 @@ def archive() -> Path:
 # torch
 
 
+@functools.cache
+def adapters() -> ModuleType:
+    """fserver/_torch/build.py, without importing fserver."""
+    spec = importlib.util.spec_from_file_location("build", ROOT / "fserver/_torch/build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 _FIND_TORCH = """
 import importlib.util
 spec = importlib.util.find_spec("torch")
@@ -194,21 +216,41 @@ def torch_version() -> str | None:
 
 
 def need_torch() -> tuple[str, Path]:
-    """Version and folder of the torch that is built for.
+    """Version and folder of the torch of this Python.
 
     Raises BuildError if there is none, or if it is too old.
     """
     version, home = torch_version(), _torch_home()
-    least = ".".join(map(str, MIN_TORCH))
     if version is None or home is None:
         raise BuildError(
-            f"{sys.executable} has no torch to build for: install torch {least} or later in that "
-            "environment first; a front end that builds in an environment of its own (uv, python "
-            "-m build) needs --no-build-isolation or --no-isolation"
+            f"{sys.executable} has no torch to build for: install torch {adapters().LEAST} or "
+            "later in that environment first; a front end that builds in an environment of its "
+            "own (uv, python -m build) needs --no-build-isolation or --no-isolation"
         )
-    if tuple(int(part) for part in version.split(".")[:2]) < MIN_TORCH:
-        raise BuildError(f"torch {version} is too old: {least} or later is needed")
-    return version, home
+    return _new_enough(version), home
+
+
+def _new_enough(version: str) -> str:
+    if adapters().minor(version) < adapters().MIN_TORCH:
+        raise BuildError(f"torch {version} is too old: {adapters().LEAST} or later is needed")
+    return version
+
+
+def _torch_in(folder: str, name: str) -> tuple[str, Path]:
+    """Version and folder of a torch that a variable or an option names."""
+    home = Path(folder).resolve()
+    for part in ("version.py", "include", "lib"):
+        if not (home / part).exists():
+            raise BuildError(f"{name}: {folder}: no package torch: there is no {part} in it")
+    return _new_enough(runpy.run_path(str(home / "version.py"))["__version__"]), home
+
+
+def need_torches() -> list[tuple[str, Path]]:
+    """Version and folder of every torch that gets an adapter."""
+    given = os.environ.get("FSERVER_TORCHES", "")
+    if not given:
+        return [need_torch()]
+    return [_torch_in(folder, "FSERVER_TORCHES") for folder in given.split(os.pathsep)]
 
 
 # The extension
@@ -234,10 +276,36 @@ def _compile(source: Path, obj: Path, command: list[str], key: str) -> None:
     name = source.relative_to(ROOT)
     _say(f"c++ {name}")
     started = time.time_ns()
+    obj.parent.mkdir(parents=True, exist_ok=True)
     obj.with_suffix(".key").unlink(missing_ok=True)
     _run([*command, "-MMD", "-MF", str(obj.with_suffix(".d")), "-c", str(name), "-o", str(obj)])
     os.utime(obj, ns=(started, started))  # a source edited meanwhile is younger than its object
     obj.with_suffix(".key").write_text(key)
+
+
+def _link(made: Path, inputs: list[Path], flags: list[str]) -> None:
+    """Links a shared object, unless the same inputs have been linked with the same flags."""
+    cxx, compiler = _cxx()
+    contents = [file.read_bytes() for file in inputs]
+    key = _digest(json.dumps([*cxx, *flags, compiler]).encode(), *contents)
+    key_file = made.with_suffix(".link")
+    if made.is_file() and key_file.is_file() and key_file.read_text() == key:
+        return
+    _say(f"link {made.name}")
+    key_file.unlink(missing_ok=True)
+    _run([*cxx, "-o", str(made), *map(str, inputs), *flags])
+    key_file.write_text(key)
+
+
+def _cxx() -> tuple[list[str], str]:
+    """The C++ compiler, as words, and what it says of its version."""
+    cxx = _tool("CXX", "g++")
+    return cxx, _version(tuple(cxx))
+
+
+@functools.cache
+def _version(cxx: tuple[str, ...]) -> str:
+    return subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
 
 
 def _jobs() -> int:
@@ -256,95 +324,152 @@ def _kernels() -> None:
     # The compiler takes no literal above 64 KiB, but any number of them side by side.
     text = "".join(f'R"cuda({part.read_text()})cuda"\n' for part in parts)
     path = GENERATED / "channel_source.inc"
+    _write(path, text)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a generated file, unless it is so already."""
     if not path.is_file() or path.read_text() != text:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Writes a file in one step: a process that has mapped the old one keeps it."""
+def _replace(path: Path, made: Path) -> None:
+    """Copies a file in one step, unless it is so already: a process that has mapped the old one
+    keeps it."""
+    if path.is_file() and filecmp.cmp(made, path, shallow=False):
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
+    part.write_bytes(made.read_bytes())
     part.chmod(0o755 if path.suffix == ".so" else 0o644)
     part.replace(path)
 
 
-def extension(package: Path) -> Path:
-    """Builds the extension into a package folder; with it, what it was built for and fserver.h."""
-    version, torch = need_torch()
-    python = Path(sysconfig.get_path("include"))
-    if not (python / "Python.h").is_file():
-        raise BuildError(f"{python / 'Python.h'}: no such file (apt-get install python3-dev)")
-    cxx = _tool("CXX", "g++")
-    compiler = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    built_for = {"torch": version, "python": sysconfig.get_config_var("SOABI")}
-    sources = sorted((ROOT / "csrc").glob("*.cc"))
+def _python() -> Path:
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise BuildError(f"{include / 'Python.h'}: no such file (apt-get install python3-dev)")
+    return include
 
-    # pybind11 is the copy among torch's headers, the one that torch itself was built with. The
-    # headers of torch and Python count by version, not by path or date, so that a build in another
-    # environment takes the same objects.
+
+def _work() -> Path:
+    """Where what is built for this Python is kept."""
+    return BUILD / sysconfig.get_config_var("SOABI")
+
+
+def _key(command: list[str], *more: str) -> str:
+    """The headers of Python and of others count by version, not by path or date, so that a build
+    in another environment takes the same objects."""
+    return _digest(json.dumps([*command, _cxx()[1], sys.version, *more]).encode())
+
+
+def _units(torch: Path) -> list[tuple[Path, Path, list[str], str]]:
+    """What the extension is compiled from: source, object, command and key of each.
+
+    The binding's pybind11 is the copy among torch's headers. No other header of torch can be found.
+    """
+    shown = _work() / "include"
+    shown.mkdir(parents=True, exist_ok=True)
+    pybind11 = shown / "pybind11"
+    if not (pybind11.is_symlink() and pybind11.resolve() == torch / "include/pybind11"):
+        pybind11.unlink(missing_ok=True)
+        pybind11.symlink_to(torch / "include/pybind11")
+    common = pybind11 / "detail/common.h"
+    bound = _digest(common.read_bytes()) if common.is_file() else ""
+
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-    flags += ["-D_GLIBCXX_USE_CXX11_ABI=1", "-DTORCH_EXTENSION_NAME=_C", "-Iengine/cabi"]
-    flags += ["-Icshim/cuda", f"-I{GENERATED.relative_to(ROOT)}"]
-    flags += shlex.split(os.environ.get("CXXFLAGS", ""))
-    headers = [torch / "include", torch / "include/torch/csrc/api/include", python]
-    command = [*cxx, *flags, *(word for path in headers for word in ("-isystem", str(path)))]
-    key = _digest(json.dumps([*cxx, *flags, compiler, built_for, sys.version]).encode())
+    flags += ["-D_GLIBCXX_USE_CXX11_ABI=1", "-Iengine/cabi", "-Icshim/cuda", "-Ifserver/_torch"]
+    flags += [f"-I{GENERATED.relative_to(ROOT)}", *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    command = [*_cxx()[0], *flags]
+    found = [word for path in (shown, _python()) for word in ("-isystem", str(path))]
+    units = []
+    for source in sorted((ROOT / "csrc").glob("*.cc")):
+        binds = "#include <pybind11/" in source.read_text()
+        key = _key(command, bound if binds else "")
+        units.append((source, _work() / f"{source.stem}.o", [*command, *found], key))
+    return units
 
+
+def extension(package: Path) -> Path:
+    """Builds into a package folder: the extension, its adapters, and fserver.h."""
+    torches = need_torches()
+    made = _work() / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     with _lock():
-        work = BUILD / f"{built_for['python']}-torch-{version}"
-        work.mkdir(exist_ok=True)
         _kernels()
-        objects = [work / f"{source.stem}.o" for source in sources]
+        _write(GENERATED / "adapter_id.inc", f"#define FS_ADAPTER {adapters().literal(HEADER)}\n")
+        units = _units(torches[0][1])
         with ThreadPoolExecutor(_jobs()) as pool:
             # The objects need no more of the engine than its header, so Go builds beside them.
             engine = pool.submit(archive)
-            pairs = zip(sources, objects, strict=True)
-            units = [pool.submit(_compile, *pair, command, key) for pair in pairs]
+            jobs = [pool.submit(_adapter, *torch) for torch in torches]
+            jobs += [pool.submit(_compile, *unit) for unit in units]
             try:
-                for unit in units:
-                    unit.result()
+                done = [job.result() for job in jobs]
                 library = engine.result()
             except BuildError:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-        exports = work / "exports.map"
-        exports.write_text(EXPORTS)
-        link = [*LINK_FLAGS, f"-Wl,--version-script={exports}"]
-        libraries = ["-ltorch_python", "-ltorch_cpu", "-lc10", "-lresolv", "-lpthread"]
-        inputs = [file.read_bytes() for file in (*objects, library)]
-        key = _digest(json.dumps([*cxx, *link, *libraries, compiler]).encode(), *inputs)
-        built, key_file = work / f"_C{suffix}", work / "link.key"
-        if not (built.is_file() and key_file.is_file() and key_file.read_text() == key):
-            _say(f"link {built.name}")
-            key_file.unlink(missing_ok=True)
-            paths = [*map(str, objects), str(library), f"-L{torch / 'lib'}"]
-            _run([*cxx, *link, "-o", str(built), *paths, *libraries])
-            key_file.write_text(key)
+        exports = _work() / "exports.map"
+        _write(exports, EXPORTS)
+        flags = [*LINK_FLAGS, f"-Wl,--version-script={exports}"]
+        flags += ["-lresolv", "-lpthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        _link(made, [*(unit[1] for unit in units), library], flags)
 
-        target = package / built.name
-        if not (target.is_file() and filecmp.cmp(built, target, shallow=False)):
-            _replace(target, built.read_bytes())
-        _replace(target.with_suffix(".json"), (json.dumps(built_for) + "\n").encode())
-        _replace(package / "include/fserver.h", (ROOT / "engine/cabi/fserver.h").read_bytes())
-    return target
+        _replace(package / made.name, made)
+        for adapter in filter(None, done):
+            _replace(package / "_torch" / adapter.name, adapter)
+        _replace(package / "include/fserver.h", HEADER)
+    return package / made.name
 
 
-def main(arguments: list[str]) -> int:
+def _adapter(version: str, torch: Path) -> Path:
+    """Builds the adapter for one torch, if it is not up to date."""
+    work = BUILD / f"{sysconfig.get_config_var('SOABI')}-torch-{version}"
+    made = work / adapters().file_name(version)
+    given = [*_cxx()[0], "-Wall", "-Wextra", *adapters().compile_flags(HEADER)]
+    given += shlex.split(os.environ.get("CXXFLAGS", ""))
+    command = [*given, *adapters().includes(torch, _python())]
+    _compile(adapters().SOURCE, work / "adapter.o", command, _key(given, version))
+    flags = [*adapters().link_flags(torch), *shlex.split(os.environ.get("ADAPTER_LDFLAGS", ""))]
+    _link(made, [work / "adapter.o"], flags)
+    return made
+
+
+def adapter(torch: str | None, out: str | None) -> Path:
+    """Builds one adapter to a file or into a folder; see above."""
+    version, home = _torch_in(torch, "--torch") if torch else need_torch()
+    path = Path(out).resolve() if out else ROOT / "fserver/_torch"
+    with _lock():
+        made = _adapter(version, home)
+        if path.is_dir():
+            path /= made.name
+        _replace(path, made)
+    return path
+
+
+def main(arguments: Sequence[str]) -> int:
+    what = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = what.add_subparsers(dest="command", required=True)
+    for name in ("engine", "ext", "go"):
+        commands.add_parser(name)
+    one = commands.add_parser("adapter")
+    one.add_argument("--torch", metavar="DIR")
+    one.add_argument("--out", metavar="PATH")
+    options = what.parse_args(arguments)
     try:
-        if arguments == ["engine"]:
+        if options.command == "engine":
             with _lock():
                 _say(f"{os.path.relpath(archive(), ROOT)} is ready")
-        elif arguments == ["ext"]:
+        elif options.command == "ext":
             _say(f"{extension(ROOT / 'fserver').relative_to(ROOT)} is ready")
-        elif arguments == ["go"]:
-            print(find_go())
+        elif options.command == "adapter":
+            print(adapter(options.torch, options.out))
         else:
-            print(__doc__, file=sys.stderr)
-            return 2
+            print(find_go())
     except BuildError as error:
         print(f"build: {error}", file=sys.stderr)
         return 1

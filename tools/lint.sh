@@ -30,7 +30,7 @@ shell_syntax() {
   return $status
 }
 
-mapfile -t c_files < <(find csrc cshim engine fserver/bench tests tools -name '*.[ch]' -o -name '*.cc' | sort)
+mapfile -t c_files < <(find csrc cshim engine fserver/_torch fserver/bench tests tools -name '*.[ch]' -o -name '*.cc' | sort)
 
 check gofmt gofmt_clean
 check "go vet" "$GO" vet ./...

@@ -54,7 +54,7 @@ def check(root: Path, rounds: int) -> None:
 
     Raises:
         BenchError: there are too few rounds.
-        LoadError: a build has no extension, or one for another torch or Python.
+        LoadError: a build has no extension, or one for another Python.
     """
     if _rank(rounds) == 0:
         raise BenchError(f"--rounds {rounds}: want 6 or more: fewer give no {LEVEL:.0%} interval")

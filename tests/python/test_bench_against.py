@@ -115,11 +115,6 @@ def test_a_checkout_that_cannot_be_measured(slow, capsys):
     assert "--against goes with neither --beside nor --plot" in capsys.readouterr().err
 
     extension = slow / f"fserver/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    built_for = extension.with_suffix(".json")
-    built_for.unlink()
-    built_for.write_text('{"torch": "1.0.0"}')
-    with pytest.raises(_loader.LoadError, match=f"{extension} was built for torch 1.0.0, and this"):
-        bench.main(argv)
     extension.unlink()
     (slow / "setup.py").touch()
     with pytest.raises(_loader.LoadError, match=f"it has not been built .run `make af` in {slow},"):

@@ -1,10 +1,9 @@
-"""What the build makes: how the extension is linked, what is built again, and what the loader
-refuses."""
+"""What the build makes: how the extension is linked, what is built again, and what goes into the
+package. What the loader does is in test_loader.py."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -18,10 +17,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from fserver import _loader
+from fserver._torch import build
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+ADAPTER = build.file_name(torch.__version__)
 
 # A whole program in the shape of this one, small enough to be built by a test: an engine that
 # needs its Go runtime to answer, and an extension around it.
@@ -43,6 +43,9 @@ PROJECT = {
             return <-c
         }
         """,
+    "fserver/_torch/adapter.cc": '#include "adapter.h"\n',
+    "fserver/_torch/adapter.h": '#include "fserver.h"\n',
+    "fserver/_torch/exports.map": "{ local: *; };\n",
     "cshim/cuda/cs_channel.h": "",
     "cshim/cuda/channel.cu": "",
     "csrc/answer.cc": """
@@ -73,7 +76,8 @@ class Project:
         self.root = root
         for name, text in PROJECT.items():
             self.write(name, textwrap.dedent(text).lstrip())
-        self.write("tools/builder.py", (ROOT / "tools/builder.py").read_text())
+        for name in ("tools/builder.py", "fserver/_torch/build.py"):
+            self.write(name, (ROOT / name).read_text())
 
     def write(self, name: str, text: str) -> None:
         path = self.root / name
@@ -135,7 +139,10 @@ def project(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pr
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FSERVER_ARCHIVE", raising=False)
         steps = project.build()
-    assert steps == ["c++ csrc/answer.cc", "c++ csrc/module.cc", f"link {EXTENSION}"]
+    assert steps == [
+        *("c++ csrc/answer.cc", "c++ csrc/module.cc", "c++ fserver/_torch/adapter.cc"),
+        *(f"link {ADAPTER}", f"link {EXTENSION}"),
+    ]
     return project
 
 
@@ -154,13 +161,32 @@ def test_exports_only_its_initialiser(extension: Path) -> None:
     assert [line.split()[-1] for line in symbols if line] == ["PyInit__C"]
 
 
-def test_needs_only_torch_and_the_c_libraries(extension: Path) -> None:
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", tool("readelf", "-dW", extension))
-    assert {name.split(".so")[0] for name in needed} <= {
-        *("libtorch_python", "libtorch_cpu", "libc10"),
-        *("libstdc++", "libgcc_s", "libm", "libc", "ld-linux-x86-64", "ld-linux-aarch64"),
-        *("libresolv", "libpthread", "libdl"),  # parts of libc before 2.34
-    }
+C_LIBRARIES = {
+    *("libstdc++", "libgcc_s", "libm", "libc", "ld-linux-x86-64", "ld-linux-aarch64"),
+    *("libresolv", "libpthread", "libdl"),  # parts of libc before 2.34
+}
+OF_TORCH = re.compile("c10|torch|THP|2at|6caffe2")
+
+
+def needed(path: Path) -> set[str]:
+    names = re.findall(r"\(NEEDED\).*\[(.+)\]", tool("readelf", "-dW", path))
+    return {name.split(".so")[0] for name in names}
+
+
+def test_the_extension_has_nothing_of_torch(extension: Path) -> None:
+    assert needed(extension) <= C_LIBRARIES
+    undefined = tool("nm", "-D", "--undefined-only", extension).split("\n")
+    assert not [line for line in undefined if OF_TORCH.search(line)]
+
+
+def test_the_adapter_has_all_of_it(extension: Path) -> None:
+    adapter = extension.parent / "_torch" / ADAPTER
+    torch_libraries = {"libtorch_python", "libtorch_cpu", "libc10"}
+    assert torch_libraries <= needed(adapter) <= C_LIBRARIES | torch_libraries
+    defined = [line.split() for line in tool("nm", "-D", "--defined-only", adapter).splitlines()]
+    assert [words[-1] for words in defined] == ["fserver_adapter"]
+    section = tool("readelf", "-dW", adapter)
+    assert not re.search(r"TEXTREL|RPATH|RUNPATH", section)
 
 
 def test_dynamic_section(extension: Path) -> None:
@@ -205,85 +231,6 @@ def test_immediate_binding_works_or_says_why(extension: Path) -> None:
     assert answer == "0" or "unset LD_BIND_NOW" in answer
 
 
-# The loader
-
-
-def test_lazy_binding_around_the_import_only(tmp_path: Path) -> None:
-    (tmp_path / "lazy.c").write_text(
-        "#include <Python.h>\n"
-        "void *absent(void);\n"
-        "static PyObject *call(PyObject *s, PyObject *a) { return absent(); }\n"
-        'static PyMethodDef methods[] = {{"call", call, METH_NOARGS, ""}, {0}};\n'
-        'static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "lazy", "", -1, methods};\n'
-        "PyMODINIT_FUNC PyInit_lazy(void) { return PyModule_Create(&def); }\n"
-    )
-    include, module = sysconfig.get_path("include"), tmp_path / "lazy.so"
-    tool(
-        *("gcc", "-shared", "-fPIC", "-Wl,-z,lazy", f"-I{include}"),
-        *(tmp_path / "lazy.c", "-o", module),
-    )
-    code = """
-        import sys
-        from fserver import _loader
-        flags = sys.getdlopenflags()
-        try:
-            print(_loader._import("lazy").__name__)
-        except _loader.LoadError as error:
-            print(error)
-        assert sys.getdlopenflags() == flags
-        """
-    assert run(code, PYTHONPATH=str(tmp_path)) == "lazy"
-    answer = run(code, PYTHONPATH=str(tmp_path), LD_BIND_NOW="1")
-    assert "undefined symbol: absent" in answer and "unset LD_BIND_NOW" in answer
-
-
-def test_load_from_many_threads(extension: Path) -> None:
-    code = """
-        import sys, threading
-        from fserver import _loader
-        assert "fserver._C" not in sys.modules
-        start, seen = threading.Barrier(8), set()
-        def load():
-            start.wait()
-            seen.add(_loader.load())
-        threads = [threading.Thread(target=load) for _ in range(8)]
-        [t.start() for t in threads], [t.join() for t in threads]
-        print(len(seen))
-        """
-    assert run(code) == "1"
-
-
-def install(package: Path, name: str, torch_version: str) -> None:
-    (package / name).touch()
-    (package / name).with_suffix(".json").write_text(json.dumps({"torch": torch_version}))
-
-
-def test_refuses_another_torch(tmp_path: Path) -> None:
-    install(tmp_path, EXTENSION, "2.0.1+cu117")
-    with pytest.raises(ImportError) as caught:
-        _loader.check(tmp_path)
-    for part in ("2.0.1+cu117", torch.__version__, "pip install --no-build-isolation"):
-        assert part in str(caught.value)
-
-
-def test_takes_another_cuda_of_the_same_torch(tmp_path: Path) -> None:
-    install(tmp_path, EXTENSION, torch.__version__.partition("+")[0] + "+cpu")
-    _loader.check(tmp_path)
-
-
-def test_missing_extension(tmp_path: Path) -> None:
-    package = tmp_path / "fserver"
-    package.mkdir()
-    with pytest.raises(ImportError, match="has not been built.*in the source tree of fserver"):
-        _loader.check(package)
-    (tmp_path / "setup.py").touch()
-    with pytest.raises(ImportError, match=f"has not been built.*make af. in {tmp_path},"):
-        _loader.check(package)
-    install(package, "_C.cpython-30-x.so", torch.__version__)
-    with pytest.raises(ImportError, match=r"there is _C\.cpython-30-x\.so.*pip install"):
-        _loader.check(package)
-
-
 # What is built again
 
 
@@ -308,6 +255,38 @@ def test_changed_header(project: Project) -> None:
     assert project.build() == ["c++ csrc/answer.cc", "c++ csrc/module.cc"]
 
 
+def test_changed_header_of_the_adapter(project: Project) -> None:
+    text = PROJECT["fserver/_torch/adapter.h"]
+    project.write("fserver/_torch/adapter.h", text + "// changed\n")
+    # Both sides must learn the new digest; here only the adapter has it, and it is no code.
+    assert project.build() == ["c++ fserver/_torch/adapter.cc"]
+    project.write("fserver/_torch/adapter.h", text)
+    project.build()
+
+
+def test_an_adapter_for_another_torch(project: Project, tmp_path: Path) -> None:
+    other = tmp_path / "torch"
+    for name in ("include/pybind11", "lib"):
+        (other / name).mkdir(parents=True)
+    for name in ("libtorch_python.so", "libtorch_cpu.so", "libc10.so"):
+        (other / "lib" / name).symlink_to(Path(torch.__file__).parent / "lib" / name)
+    (other / "version.py").write_text("__version__ = '2.99.1+cu999'")
+    command = [sys.executable, project.root / "tools/builder.py", "adapter"]
+    name = build.file_name("2.99.1")
+    last = tool(*command, "--torch", other, "--out", tmp_path).splitlines()[-1]
+    assert last == str(tmp_path / name) and (tmp_path / name).is_file()
+    last = tool(*command, "--torch", other, "--out", tmp_path / "one.so").splitlines()[-1]
+    assert last == str(tmp_path / "one.so") and (tmp_path / "one.so").is_file()
+
+    here = Path(torch.__file__).parent
+    built = project.build(FSERVER_TORCHES=f"{here}:{other}")
+    assert not [step for step in built if "adapter" in step], "it was there"
+    adapters = {path.name for path in (project.root / "other/_torch").iterdir()}
+    assert adapters == {ADAPTER, name}
+    with pytest.raises(AssertionError, match="FSERVER_TORCHES: .*: no package torch"):
+        project.build(FSERVER_TORCHES=str(tmp_path))
+
+
 def test_changed_source_and_failed_build(project: Project) -> None:
     good = (project.root / "csrc/module.cc").read_text()
     project.write("csrc/module.cc", good + "#error broken\n")
@@ -319,7 +298,9 @@ def test_changed_source_and_failed_build(project: Project) -> None:
 
 
 def test_changed_flags(project: Project) -> None:
-    assert project.build(CXXFLAGS="-DCHANGED") == ["c++ csrc/answer.cc", "c++ csrc/module.cc"]
+    assert project.build(CXXFLAGS="-DCHANGED") == [
+        *("c++ csrc/answer.cc", "c++ csrc/module.cc", "c++ fserver/_torch/adapter.cc")
+    ]
     project.build()
 
 
@@ -391,9 +372,10 @@ def test_wheel(tmp_path: Path) -> None:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         (metadata,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
         requires = re.findall(r"^Requires-Dist: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
-    assert f"torch=={torch.__version__.partition('+')[0]}" in requires
+    assert [line for line in requires if line.startswith("torch")] == ["torch>=2.11"]
     for name in (
-        *(EXTENSION, str(Path(EXTENSION).with_suffix(".json")), "_C.pyi", "py.typed"),
+        *(EXTENSION, f"_torch/{ADAPTER}", "_torch/adapter.cc", "_torch/adapter.h"),
+        *("_torch/build.py", "_torch/exports.map", "_C.pyi", "py.typed"),
         *("__init__.py", "_loader.py", "api.py", "include/fserver.h", "examples/afd/model.py"),
         *("bench/raw.h", "bench/rawecho.c", "bench/rawcma.c", "bench/rawchannel.cu"),
     ):

@@ -1,0 +1,1 @@
+"""The adapters to torch: one small shared object for each minor version, and their source."""

@@ -1,0 +1,76 @@
+"""How an adapter is compiled. `tools/builder.py` and the loader use this file; it imports nothing
+but the standard library, and nothing of fserver.
+
+An adapter is compiled from ``adapter.cc`` in this folder for one minor version of torch and for one
+Python. It needs a C++ compiler, the headers of that Python, and torch, in which its headers are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE / "adapter.cc"
+MIN_TORCH = (2, 11)
+LEAST = ".".join(map(str, MIN_TORCH))
+
+_COMPILE = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-D_GLIBCXX_USE_CXX11_ABI=1"]
+_LINK = ["-shared", "-Wl,--as-needed", "-Wl,--strip-debug", "-Wl,-z,text"]
+_LIBRARIES = ["-ltorch_python", "-ltorch_cpu", "-lc10"]
+
+
+def minor(version: str) -> tuple[int, int]:
+    """(2, 15) for "2.15.0a0+git123"."""
+    major, rest = version.split(".")[:2]
+    return int(major), int(rest)
+
+
+def file_name(version: str, suffix: str | None = None) -> str:
+    """The name of the adapter for a version of torch and this Python: "2_15.cpython-311-….so".
+
+    Args:
+        version: a version of torch, of which the first two numbers count.
+        suffix: EXT_SUFFIX of another Python.
+    """
+    return "{}_{}".format(*minor(version)) + (suffix or sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+def identity(header: Path) -> str:
+    """The digest of an adapter's sources, 16 hexadecimal digits.
+
+    Args:
+        header: fserver.h, which the adapter includes.
+    """
+    digest = hashlib.sha256()
+    for path in (SOURCE, HERE / "adapter.h", header):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def literal(header: Path) -> str:
+    """FS_ADAPTER, by which the extension and an adapter know that they fit each other."""
+    return f"0x{identity(header)}ULL"
+
+
+def compile_flags(header: Path) -> list[str]:
+    """What the compiler needs beside the folders of `includes` and the names of files."""
+    return [*_COMPILE, f"-DFS_ADAPTER={literal(header)}", f"-I{HERE}", f"-I{header.parent}"]
+
+
+def includes(torch: Path, python: Path) -> list[str]:
+    """Where the headers of others are.
+
+    Args:
+        torch: the folder of a package torch.
+        python: the folder of Python.h.
+    """
+    headers = (torch / "include", torch / "include/torch/csrc/api/include", python)
+    return [word for path in headers for word in ("-isystem", str(path))]
+
+
+def link_flags(torch: Path) -> list[str]:
+    """What the linker needs beside the names of files, which come first."""
+    exports = f"-Wl,--version-script={HERE / 'exports.map'}"
+    return [*_LINK, exports, f"-L{torch / 'lib'}", *_LIBRARIES]

@@ -1,0 +1,102 @@
+"""Compiles an adapter for a torch that the package has none for, into a folder of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from fserver._torch import build
+
+HEADER = build.HERE.parent / "include/fserver.h"
+
+
+class CompileError(Exception):
+    """There is no adapter for this torch, and none can be made. The text says why and what to do,
+    in one line."""
+
+
+def path(version: str) -> Path:
+    """Where the adapter for exactly this torch, this Python and this fserver is, if it has been
+    compiled: in $XDG_CACHE_HOME/fserver, which is ~/.cache/fserver by default."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return Path(cache) / "fserver" / build.identity(HEADER) / f"{version}{suffix}"
+
+
+def compiled(version: str, torch: Path, again: bool = False) -> Path:
+    """Compiles the adapter, unless it is there. Two processes do not compile it twice.
+
+    Args:
+        version: the version of torch.
+        torch: the folder of its package.
+        again: compile it even if it is there.
+
+    Raises:
+        CompileError: that is not possible.
+    """
+    try:
+        made = path(version)
+        if made.is_file() and not again:
+            return made
+        command = _command(torch)
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(made.parent):
+            if again or not made.is_file():
+                _compile(made, version, torch, command)
+    except OSError as error:
+        raise CompileError(
+            f"it cannot be compiled: {error} (XDG_CACHE_HOME names another folder for it)"
+        ) from error
+    return made
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _command(torch: Path) -> list[str]:
+    """The compiler and its flags, if all that it needs is there."""
+    cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if shutil.which(cxx[0]) is None:
+        raise CompileError(
+            f"there is no C++ compiler to make one: {cxx[0]} (apt-get install g++, or set CXX)"
+        )
+    python = Path(sysconfig.get_path("include"))
+    for header, remedy in (
+        (python / "Python.h", "apt-get install python3-dev"),
+        (torch / "include/c10/core/TensorImpl.h", "install a torch with its headers"),
+        (HEADER, "install fserver again"),
+    ):
+        if not header.is_file():
+            raise CompileError(f"to make one, {header} is missing ({remedy})")
+    extra = shlex.split(os.environ.get("CXXFLAGS", ""))
+    return [*cxx, *build.compile_flags(HEADER), *extra, *build.includes(torch, python)]
+
+
+def _compile(made: Path, version: str, torch: Path, command: list[str]) -> None:
+    print(f"fserver: compiling an adapter for torch {version}, once", file=sys.stderr, flush=True)
+    part, log = made.with_name(f".{made.name}.part"), made.with_suffix(".log")
+    link = build.link_flags(torch)
+    done = subprocess.run(
+        [*command, str(build.SOURCE), "-o", str(part), *link],
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    log.write_text(shlex.join(done.args) + "\n" + done.stdout + done.stderr)
+    if done.returncode:
+        lines = (done.stdout + done.stderr).splitlines()
+        first = next((line for line in lines if "error" in line), "no message")
+        raise CompileError(f"it does not compile: {first.strip()} (see {log})")
+    part.replace(made)
