@@ -19,6 +19,7 @@ from .options import (
     one_of,
     open_baseline,
     parser,
+    positive,
 )
 from .others import reason
 from .turns import CrewPlayer, Player, take_turns
@@ -39,7 +40,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     table = report.Table(against.COLUMNS if options.against else report.COLUMNS)
     rows: list[dict[str, Any]] = []
     print(table.header(), flush=True)
-    planned = cases(options.sizes, options.ops, options.device)
+    planned = cases(options.sizes, options.ops, options.device, options.tensors)
     steps = len(options.transport) * len(planned) * options.rounds
     with report.Progress(steps, "pingpong") as bar:
         for transport in options.transport:
@@ -141,18 +142,21 @@ def _wire_row(
     return report.row("wire", case.op, out, back, [figures], baseline, **says)
 
 
-def cases(sizes: list[tuple[int, int]], ops: list[str], device: str = "cpu") -> list[Case]:
-    """Each size, there and home, with every op, each under a key of its own."""
+def cases(
+    sizes: list[tuple[int, int]], ops: list[str], device: str = "cpu", tensors: int = 1
+) -> list[Case]:
+    """Each size, there and home, with every op, each under keys of its own. A push and an answer
+    have as many tensors of that size as `tensors` says."""
     shapes = [(op, *size) for size in sizes for op in ops]
     return [
         Case(
             op,
-            (SMALL if op == "pull" else out,),
-            () if op == "push" else (back,),
-            key,
+            (SMALL if op == "pull" else out,) * tensors,
+            () if op == "push" else (back,) * tensors,
+            index * tensors,
             device=device,
         )
-        for key, (op, out, back) in enumerate(shapes)
+        for index, (op, out, back) in enumerate(shapes)
     ]
 
 
@@ -221,6 +225,13 @@ def _parser() -> argparse.ArgumentParser:
         default=SIZES,
         metavar="LIST",
         help=f"bytes, of both directions or OUT:BACK (default {SIZES})",
+    )
+    made.add_argument(
+        "--tensors",
+        type=positive,
+        default=1,
+        metavar="N",
+        help=f"tensors of that size in each push and in each answer {SHOWN}",
     )
     made.add_argument(
         "--ops",

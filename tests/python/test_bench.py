@@ -278,6 +278,9 @@ def test_cases():
     assert options.exchanges("64,4K:8K") == [(64, 64), (4096, 8192)]
     keys = [c.key for c in pingpong.cases([(64, 64), (4096, 4096)], ["push", "pull"])]
     assert len(set(keys)) == 4
+    several = pingpong.cases([(64, 32), (8, 8)], ["push", "push_pull"], tensors=3)
+    assert several[1].out == (64,) * 3 and several[1].back == (32,) * 3
+    assert [c.key for c in several] == [0, 3, 6, 9]
 
 
 def test_json(tmp_path):
