@@ -31,7 +31,7 @@ struct Host {
   void (*unlocked)(void (*f)(void *), void *ctx);
 };
 
-// What _cdata, sizes and the rest of a tensor are, as Python says; see Torch::probe.
+// What Python says of a tensor; see Torch::probe.
 struct Facts {
   const void *tensor;   // tensor._cdata
   const void *storage;  // tensor.untyped_storage()._cdata

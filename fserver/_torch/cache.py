@@ -47,7 +47,7 @@ def compiled(version: str, torch: Path, again: bool = False) -> Path:
         if made.is_file() and not again:
             return made
         command = _command(torch)
-        made.parent.mkdir(parents=True, exist_ok=True)
+        made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _lock(made.parent):
             if again or not made.is_file():
                 _compile(made, version, torch, command)
