@@ -33,6 +33,7 @@ shell_syntax() {
 mapfile -t c_files < <(find csrc cshim engine fserver/_torch fserver/bench tests tools -name '*.[ch]' -o -name '*.cc' | sort)
 
 check gofmt gofmt_clean
+check "go mod tidy" "$GO" mod tidy -diff
 check "go vet" "$GO" vet ./...
 check staticcheck "$GO" run "$staticcheck" ./...
 check "generated files (go test ./engine/conf -run TestSettingsPage -update)" \
