@@ -131,5 +131,5 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	echo "  OUT=build/gpu tools/gpu_check.sh eager"
 
 clean: ## remove what was built, not .venv
-	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_torch/*.so fserver/include .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_torch/*.so fserver/_commit fserver/include .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

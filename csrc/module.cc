@@ -562,6 +562,7 @@ PYBIND11_MODULE(_C, m) {
   if (fs_abi() != FS_ABI)
     throw py::import_error("fserver._C was built with another fserver.h than "
                            "its engine: run make ext");
+  m.attr("abi") = fs_abi();
   m.def(
       "join",
       [handle = py::handle(m)](const std::string &path, py::handle tensor,

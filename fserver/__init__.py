@@ -46,6 +46,8 @@ from fserver.fserver_lib import (
 )
 from fserver.memory import empty_shared, shared_like
 
+__version__ = "0.1.0"  # engine/node has the same
+
 __all__ = [
     "ClosedError",
     "ConfigError",

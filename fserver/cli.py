@@ -3,9 +3,8 @@
 import importlib
 import os
 import sys
-from importlib import metadata
 
-from fserver import _loader
+from fserver import _loader, versions
 
 COMMANDS = {
     "run": ("fserver.run", "start the roles of this host"),
@@ -24,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_help())
         return 0 if argv else 2
     if argv[0] == "--version":
-        print(metadata.version("fserver"))
+        print(versions.text())
         return 0
     if argv[0] not in COMMANDS:
         print(f"fserver: {argv[0]}: no such command\n\n{_help()}", file=sys.stderr)

@@ -334,6 +334,24 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+def commit() -> str | None:
+    """The commit that this tree is built from, with "-dirty" if something was changed since; None
+    in a source archive that does not say."""
+    noted = ROOT / "COMMIT"  # in the source distribution
+    if noted.is_file():
+        return noted.read_text().strip()
+    git = ["git", "-C", str(ROOT)]
+    try:
+        top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True)
+        describe = [*git, "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+        said = subprocess.run(describe, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    # A source archive may have been unpacked within a repository of something else.
+    ours = top.returncode == said.returncode == 0 and Path(top.stdout.strip()) == ROOT
+    return said.stdout.strip() if ours else None
+
+
 def _replace(path: Path, made: Path) -> None:
     """Copies a file in one step, unless it is so already: a process that has mapped the old one
     keeps it."""
@@ -421,6 +439,7 @@ def extension(package: Path) -> Path:
         for adapter in filter(None, done):
             _replace(package / "_torch" / adapter.name, adapter)
         _replace(package / "include/fserver.h", HEADER)
+        _write(package / "_commit", f"{commit() or 'unknown'}\n")
     return package / made.name
 
 

@@ -283,8 +283,8 @@ func (h *Handshake) greet(in []byte, t Type) (rest []byte, reason string) {
 	}
 	switch {
 	case err == errVersion:
-		return nil, fmt.Sprintf("the dialer has wire version %d (build %q), the listener %d (build %q): run the same build on all nodes",
-			d.Version, d.Build, l.Version, l.Build)
+		return nil, fmt.Sprintf("the node that connects has wire version %d (build %q), the node that accepts has wire version %d (build %q): "+
+			"install the same version of fserver on all nodes (fserver --version prints it)", d.Version, d.Build, l.Version, l.Build)
 	case d.Cluster != l.Cluster:
 		return nil, fmt.Sprintf("%s is of cluster %q, %s of cluster %q: FSERVER_CLUSTER must be the same on all nodes",
 			d.who(), d.Cluster, l.who(), l.Cluster)

@@ -102,10 +102,10 @@ func TestHelloDisagree(t *testing.T) {
 		{
 			name: "version", dialer: worker(), listener: with(server(), func(h *Hello) { h.Build = "v2" }),
 			versions: [2]uint32{Version, Version + 1},
-			want:     fmt.Sprintf(`the dialer has wire version %d (build "v1.2.3"), the listener %d (build "v2"): run the same build on all nodes`, Version, Version+1),
+			want:     fmt.Sprintf(`the node that connects has wire version %d (build "v1.2.3"), the node that accepts has wire version %d (build "v2"): install the same version of fserver on all nodes (fserver --version prints it)`, Version, Version+1),
 		}, {
 			name: "version of the dialer", dialer: worker(), listener: server(), versions: [2]uint32{Version + 1, Version},
-			want: fmt.Sprintf(`the dialer has wire version %d (build "v1.2.3"), the listener %d (build "v1.2.3"): run the same build on all nodes`, Version+1, Version),
+			want: fmt.Sprintf(`the node that connects has wire version %d (build "v1.2.3"), the node that accepts has wire version %d (build "v1.2.3"): install the same version of fserver on all nodes (fserver --version prints it)`, Version+1, Version),
 		}, {
 			name: "resend", dialer: worker(), listener: with(server(), func(h *Hello) { h.Caps |= CapResend }),
 			want: `server 1 sends frames again, worker 3 does not: PS_RESEND must be the same on all nodes`,

@@ -1,6 +1,5 @@
 """What the doctor says of this host: engine, transports, devices, limits."""
 
-import contextlib
 import ctypes.util
 import importlib.util
 import json
@@ -10,9 +9,9 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
+import fserver
 from fserver import _loader
 
 from . import cma
@@ -50,12 +49,9 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
 
 
 def _versions(file: str | None) -> Iterator[Check]:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        yield Check("fserver", "info", metadata.version("fserver"))
+    yield Check("fserver", "info", fserver.__version__)
     if file:
-        extension = Path(file)
-        built = json.loads(extension.with_suffix(".json").read_text())
-        yield Check("extension", "info", f"{extension.name}, built for torch {built['torch']}")
+        yield Check("extension", "info", Path(file).name)
     if importlib.util.find_spec("torch"):
         import torch
 

@@ -1,0 +1,48 @@
+"""What `fserver --version` prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fserver
+from fserver import _loader
+
+
+def text() -> str:
+    """The versions of all that makes up this installation, one a line.
+
+    Loads the engine, which knows its own. Where it cannot be loaded, a line says why.
+    """
+    lines = [("fserver", fserver.__version__), *_engine(), ("torch", _torch())]
+    return "\n".join(f"{name:<9}{value}" for name, value in lines)
+
+
+def _engine() -> list[tuple[str, str]]:
+    try:
+        extension = _loader.load()
+    except ImportError as error:
+        return [("engine", f"cannot be loaded: {error}")]
+    about = json.loads(extension.host([]))["engine"]
+    return [
+        ("engine", about["version"]),
+        ("ABI", str(extension.abi)),
+        ("wire", str(about["wire"])),
+        ("Go", about["go"].removeprefix("go")),
+        ("commit", _commit(extension.__file__)),
+    ]
+
+
+def _commit(extension: str | None) -> str:
+    """The commit that an extension was built from, which tools/builder.py notes beside it."""
+    assert extension is not None
+    noted = Path(extension).with_name("_commit").read_text().strip()
+    return "unknown: built from sources without git" if noted == "unknown" else noted
+
+
+def _torch() -> str:
+    try:
+        import torch
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    return torch.__version__
