@@ -8,9 +8,11 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.dist_info import dist_info
+from setuptools.command.sdist import sdist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import builder  # noqa: E402  (tools/ is no package)
+import source  # noqa: E402
 
 
 class Describe(dist_info):
@@ -22,6 +24,18 @@ class Describe(dist_info):
         except builder.BuildError as error:
             sys.exit(f"build: {error}")
         super().run()
+
+
+class Source(sdist):
+    """A source archive builds without network for Go: it has the modules. It also names its
+    commit."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        try:
+            source.complete(Path(base_dir))
+        except builder.BuildError as error:
+            sys.exit(f"build: {error}")
 
 
 class BuildPackage(build_py):
@@ -60,6 +74,13 @@ def build_requirements() -> list[str]:
 
 setup(
     ext_modules=[Extension("fserver._C", sources=[])],
-    cmdclass={"build_ext": BuildExtension, "build_py": BuildPackage, "dist_info": Describe},
+    cmdclass={
+        "build_ext": BuildExtension,
+        "build_py": BuildPackage,
+        "dist_info": Describe,
+        "sdist": Source,
+    },
+    long_description=source.long_description(builder.ROOT),
+    long_description_content_type="text/markdown",
     setup_requires=build_requirements(),
 )

@@ -166,8 +166,10 @@ def archive() -> Path:
     path = BUILD / "libfserver.a"
     _tool("CC", "gcc")
     env = {**os.environ, "GOTOOLCHAIN": "local", "CGO_ENABLED": "1"}
-    # Go's own symbols stay for profilers; debug information would double the file.
-    flags = ["-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags=-w"]
+    # A source distribution brings the modules. Go's own symbols stay for profilers; debug
+    # information would double the file.
+    modules = "-mod=vendor" if (ROOT / "vendor").is_dir() else "-mod=readonly"
+    flags = [modules, "-trimpath", "-buildvcs=false", "-ldflags=-w"]
     output = ["-buildmode=c-archive", "-o", str(path)]
     _say("go ./engine/cabi")
     _run([find_go(), "build", *flags, *output, "./engine/cabi"], env)

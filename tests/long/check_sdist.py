@@ -1,0 +1,82 @@
+"""The source distribution builds without network for Go. `tools/check_long.sh sdist` runs this."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import builder  # noqa: E402
+import notices  # noqa: E402
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def make(tree: Path, out: Path) -> Path:
+    """Makes a source distribution of a tree and unpacks it."""
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", out, cwd=tree)
+    (archive,) = out.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(out, filter="data")
+    return out / archive.name.removesuffix(".tar.gz")
+
+
+def files(tree: Path) -> set[str]:
+    return {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(ROOT, tmp_path_factory.mktemp("sdist"))
+
+
+def test_contents(tree: Path) -> None:
+    found = files(tree)
+    for name in ("go.mod", "NOTICES", "README.md", "engine/cabi/fserver.h", "tools/builder.py"):
+        assert name in found
+    assert (tree / "COMMIT").read_text().strip() == builder.commit()
+    vendored = {name.split()[0] for name in notices.modules()}
+    modules = {f"vendor/{module}" for module in vendored}
+    inside = {name for name in found if name.startswith("vendor/")} - {"vendor/modules.txt"}
+    assert all(any(name.startswith(f"{m}/") for name in inside) for m in modules)
+    assert not [name for name in inside if not any(name.startswith(f"{m}/") for m in modules)]
+    description = (tree / "PKG-INFO").read_text()
+    targets = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert [target for target in targets if not re.match("[a-z]+:|#", target)] == []
+    assert "License-File: NOTICES" in description
+    assert not re.search("^(License|License-Expression): ", description, re.MULTILINE)
+
+
+def test_a_distribution_of_a_distribution(tree: Path, tmp_path: Path) -> None:
+    assert files(make(tree, tmp_path)) == files(tree)
+
+
+def test_builds_without_network_for_go(tree: Path, tmp_path: Path) -> None:
+    # pip may take what it needs from PyPI; the modules of Go have to be in the archive.
+    offline = {"GOPROXY": "off", "GOSUMDB": "off", "GOMODCACHE": str(tmp_path / "modules")}
+    options = ["--no-deps", "--no-build-isolation", "-w", tmp_path]
+    run(sys.executable, "-m", "pip", "wheel", *options, tree, **offline)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    assert not (tmp_path / "modules").exists() or not files(tmp_path / "modules")
+    said = run(
+        sys.executable, "-m", "fserver", "--version", cwd=tmp_path, PYTHONPATH=str(installed)
+    )
+    assert f"commit   {builder.commit()}\n" in said

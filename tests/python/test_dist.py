@@ -1,0 +1,73 @@
+"""What packages say of themselves. tests/long builds them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import builder  # noqa: E402
+import source  # noqa: E402
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    command = ["git", "-C", folder, *identity, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "ROOT", tmp_path)
+    assert builder.commit() is None
+    git(tmp_path, "init", "-q")
+    assert builder.commit() is None  # nothing is committed
+    (tmp_path / "file").touch()
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    commit = git(tmp_path, "rev-parse", "--short=12", "HEAD")
+    git(tmp_path, "tag", "-a", "-m", "one", "v1")
+    assert builder.commit() == commit
+    (tmp_path / "file").write_text("changed")
+    assert builder.commit() == f"{commit}-dirty"
+    # A source archive that is unpacked there, without the commit and with it.
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    monkeypatch.setattr(builder, "ROOT", inside)
+    assert builder.commit() is None
+    (inside / "COMMIT").write_text("12ab34c\n")
+    assert builder.commit() == "12ab34c"
+    monkeypatch.setenv("PATH", str(inside))
+    (inside / "COMMIT").unlink()
+    assert builder.commit() is None  # no git
+
+
+def test_long_description(tmp_path: Path) -> None:
+    pyproject, readme = tmp_path / "pyproject.toml", tmp_path / "README.md"
+    pyproject.write_text('[project]\nname = "x"\n')
+    readme.write_text(
+        "![A picture](docs/a.svg) [Page](docs/page.md), [docs](docs), [there](https://a.b/c), "
+        "[below](#below), `a[0](x)`\n"
+    )
+    assert source.long_description(tmp_path) == (
+        "A picture Page (`docs/page.md`), docs, [there](https://a.b/c), "
+        "[below](#below), `a[0](x)`\n"
+    )
+    pyproject.write_text('[project.urls]\nSource = "https://a.b/x/"\n')
+    assert source.long_description(tmp_path) == (
+        "![A picture](https://a.b/x/raw/HEAD/docs/a.svg) "
+        "[Page](https://a.b/x/blob/HEAD/docs/page.md), [docs](https://a.b/x/blob/HEAD/docs), "
+        "[there](https://a.b/c), [below](#below), `a[0](x)`\n"
+    )
+
+
+def test_the_page_of_a_package_has_no_relative_links() -> None:
+    text = source.long_description(ROOT)
+    assert text.count("\n") > 50
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert [target for target in targets if not re.match("[a-z]+:|#", target)] == []
