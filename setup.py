@@ -16,10 +16,12 @@ import source  # noqa: E402
 
 
 class Describe(dist_info):
-    """Stops where there is no torch to build for, before anything that is required is fetched."""
+    """Stops before anything that is required is fetched: on a system that fserver does not run on,
+    and where there is no torch to build for."""
 
     def run(self) -> None:
         try:
+            builder.need_platform()
             builder.need_torches()
         except builder.BuildError as error:
             sys.exit(f"build: {error}")

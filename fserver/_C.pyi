@@ -7,6 +7,7 @@ from torch import Tensor
 
 # All else is there once this has succeeded; fserver._loader calls it.
 def join(path: str, tensor: Tensor, facts: tuple[Any, ...]) -> None: ...
+
 abi: int
 
 class Node:

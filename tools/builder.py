@@ -33,6 +33,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import re
 import runpy
 import shlex
@@ -106,6 +107,27 @@ def _digest(*parts: bytes) -> str:
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()
+
+
+def need_platform() -> None:
+    """Raises BuildError unless fserver runs on this system and processor."""
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux":
+        raise BuildError(f"fserver runs on Linux, and this is {system}: use a Linux host")
+    if machine not in ("x86_64", "aarch64"):
+        raise BuildError(
+            f"fserver runs on x86-64 and 64-bit Arm (aarch64), and this processor is {machine}: "
+            "use a host with one of those"
+        )
+    try:
+        libc = os.confstr("CS_GNU_LIBC_VERSION") or "unknown"
+    except (OSError, ValueError):
+        libc = "unknown"
+    if not libc.startswith("glibc"):
+        raise BuildError(
+            "fserver and torch need glibc, and the C library here is another one, such as musl: "
+            "use a system or image with glibc, such as Debian instead of Alpine"
+        )
 
 
 # Go
@@ -413,6 +435,7 @@ def _units(torch: Path) -> list[tuple[Path, Path, list[str], str]]:
 
 def extension(package: Path) -> Path:
     """Builds into a package folder: the extension, its adapters, and fserver.h."""
+    need_platform()
     torches = need_torches()
     made = _work() / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     with _lock():

@@ -348,6 +348,24 @@ def test_unfit_torch(
         builder.extension(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("platform.system", "Darwin", "runs on Linux, and this is Darwin: use a Linux host"),
+        ("platform.machine", "riscv64", "and 64-bit Arm .* is riscv64: use a host with one of"),
+        ("os.confstr", "musl 1.2", "need glibc, .* another one, such as musl: .* Debian instead"),
+        ("os.confstr", None, "need glibc"),
+    ],
+)
+def test_other_platform(
+    builder: ModuleType, tmp_path: Path, monkeypatch, name: str, value: str | None, error: str
+) -> None:
+    monkeypatch.setattr(f"{name}", lambda *_: value)
+    with pytest.raises(builder.BuildError, match=error) as caught:
+        builder.extension(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_go_that_is_too_old(builder: ModuleType, tmp_path: Path, monkeypatch) -> None:
     go = tmp_path / "go"
     go.write_text("#!/bin/sh\necho go version go1.19.8 linux/amd64\n")
