@@ -6,6 +6,7 @@
 # ARGS=...    options for `make demo` and `make bench`
 # N=50 SEED=7 TRANSPORT=auto   for `make chaos`: kills, their seed, how bytes travel
 # COUNT=1000000   push_pulls of each part of `make soak`
+# PARTS="wheel sdist"   parts of `make check-long`; default: all
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,6 +23,7 @@ N ?= 50
 SEED ?=
 TRANSPORT ?= auto
 COUNT ?= 1000000
+PARTS ?=
 
 BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
@@ -37,7 +39,7 @@ GO = $(shell $(BUILDER) go)
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test lint bench pgo chaos soak fuzz device-bundle clean
+.PHONY: help setup engine ext af demo test lint bench pgo chaos soak fuzz check-long device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -116,6 +118,9 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	    $(GO) test -run '^$$' -fuzz "^$$target$$" -fuzztime $(FUZZTIME) $$package
 	  done
 	done
+
+check-long: ext ## what takes too long for `make test`: wheel sdist site chaos soak fuzz (PARTS="wheel sdist")
+	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
 device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPUs, without Go or network
 	@mkdir -p build/tests

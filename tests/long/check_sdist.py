@@ -66,6 +66,19 @@ def test_a_distribution_of_a_distribution(tree: Path, tmp_path: Path) -> None:
     assert files(make(tree, tmp_path)) == files(tree)
 
 
+def test_a_build_that_cannot_be_says_so_in_one_line(tree: Path, tmp_path: Path) -> None:
+    options = ["--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)]
+    command = [sys.executable, "-m", "pip", "wheel", *options]
+    for env, line in (
+        ({"CXX": "no-cxx"}, "build: no-cxx: no such compiler (apt-get install g++, or set CXX)"),
+        ({"CC": "no-cc"}, "build: no-cc: no such compiler (apt-get install gcc, or set CC)"),
+    ):
+        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+        said = [text.strip() for text in (done.stdout + done.stderr).splitlines()]
+        assert done.returncode == 1
+        assert len([text for text in said if text.startswith(line)]) == 1, said
+
+
 def test_builds_without_network_for_go(tree: Path, tmp_path: Path) -> None:
     # pip may take what it needs from PyPI; the modules of Go have to be in the archive.
     offline = {"GOPROXY": "off", "GOSUMDB": "off", "GOMODCACHE": str(tmp_path / "modules")}

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Checks that take too long for `make test`, each by name; all of them without one.
+#
+#   tools/check_long.sh [PART...]
+#
+#   wheel   a wheel for this Python, tried in empty environments with the oldest and the newest torch
+#   sdist   the source distribution builds without network for Go
+#   site    the documentation is built and opened in a browser
+#   chaos   1,000 kills in a cluster, over tcp, cma and auto
+#   soak    10^6 push_pulls each way: does anything grow?
+#   fuzz    every parser
+#
+# `make check-long PARTS="wheel sdist"` builds what they need first, and sets BIN and MAKE.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+all=(wheel sdist site chaos soak fuzz)
+python=${BIN:-$PWD/.venv/bin}/python
+make=${MAKE:-make}
+
+part_wheel() { long tests/long/check_wheel.py tests/long/check_arm.py; }
+part_sdist() { long tests/long/check_sdist.py; }
+part_site() { # `make docs` installs what it needs
+  if [[ -x tools/site.sh ]]; then
+    "$make" docs && tools/site.sh
+  else
+    echo "check-long: there is no tools/site.sh here" >&2
+    return 1
+  fi
+}
+part_chaos() {
+  local transport status=0
+  for transport in tcp cma auto; do
+    "$make" chaos N=1000 TRANSPORT="$transport" || status=1
+  done
+  return $status
+}
+part_soak() { "$make" soak; }
+part_fuzz() { "$make" fuzz; }
+
+# They are no tests of `make test`: pytest runs them only by name, without its limit of silence.
+long() { "$python" -m pytest -o faulthandler_timeout=0 "$@"; }
+
+parts=("$@")
+((${#parts[@]})) || parts=("${all[@]}")
+for part in "${parts[@]}"; do
+  if [[ " ${all[*]} " != *" $part "* ]]; then
+    echo "check-long: $part: no such part; want some of: ${all[*]}" >&2
+    exit 2
+  fi
+done
+
+failed=()
+for part in "${parts[@]}"; do
+  printf 'check-long: %s\n' "$part"
+  "part_$part" || failed+=("$part")
+done
+if ((${#failed[@]})); then
+  printf 'check-long: failed: %s\n' "${failed[*]}" >&2
+  exit 1
+fi
+echo "check-long: passed: ${parts[*]}"
