@@ -1,21 +1,25 @@
 #!/usr/bin/env bash
 # Installs what a build needs from the system, on Debian or Ubuntu. Run it as often as you like.
 #
-#   tools/install_deps.sh [--dry-run]
+#   tools/install_deps.sh [--wheels] [--dry-run]
 #
+# --wheels adds what tools/wheels.sh needs to build for 64-bit Arm and to try that here.
 # The rest comes with `make setup`, a Go toolchain included if there is none.
 set -euo pipefail
 
 packages=(gcc g++ libc6-dev make python3 python3-dev python3-venv)
 
-case "${1:-}" in
-"") run=() ;;
---dry-run) run=(echo) ;;
-*)
-  sed -n '2,6s/^# \{0,1\}//p' "$0" >&2
-  exit 2
-  ;;
-esac
+run=()
+for option in "$@"; do
+  case "$option" in
+  --wheels) packages+=(g++-aarch64-linux-gnu qemu-user) ;;
+  --dry-run) run=(echo) ;;
+  *)
+    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+    ;;
+  esac
+done
 
 if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
   echo "install_deps: not a Debian or Ubuntu system; install the equivalents of: ${packages[*]}" >&2
