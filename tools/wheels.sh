@@ -109,7 +109,7 @@ archive() { # of the engine, for one processor
 }
 
 wheel() { # for one Python and processor
-  local python=$1 machine=$2 path=$work/setuptools tag raw
+  local python=$1 machine=$2 path=$work/setuptools tag raw plat
   local -a settings=()
   tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   if [[ $machine != "$(uname -m)" ]]; then
@@ -121,7 +121,9 @@ wheel() { # for one Python and processor
   env "${settings[@]}" PYTHONPATH="$path" FSERVER_ARCHIVE="$work/$machine.a" FSERVER_TORCHES="$torch_homes" \
     CXX="$work/env/bin/python tools/wheel_cxx.py $machine" \
     "$python" setup.py -q bdist_wheel --plat-name "linux_$machine" -d "$raw"
-  PATH=$work/env/bin:$PATH "$work/env/bin/python" -m auditwheel repair --plat "manylinux_2_28_$machine" --only-plat \
+  # auditwheel takes no name of another processor. It finds one itself: 2_28, or an older one that the wheel fits.
+  [[ $machine == "$(uname -m)" ]] && plat=manylinux_2_28_$machine || plat=auto
+  PATH=$work/env/bin:$PATH "$work/env/bin/python" -m auditwheel repair --plat "$plat" --only-plat \
     --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist "$raw"/*.whl
   rm -rf "$raw"
 }

@@ -59,6 +59,7 @@ def test_extension_loads(tmp_path: Path) -> None:
     code = "import fserver, fserver._loader as l; print(l._import('fserver._C').abi)"
     done = subprocess.run(
         ["qemu-aarch64", "-L", root, str(python), "-c", code],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "QEMU_LD_PREFIX": root},
         capture_output=True,
         text=True,
