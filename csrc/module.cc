@@ -71,8 +71,13 @@ PyObject *push_pull(PyObject *self, PyObject *const *args, Py_ssize_t n,
         "push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event"};
     PyObject *a[5];
     bind_args("push_pull", kNames, 5, 4, args, n, kw, a);
-    return PyLong_FromUnsignedLongLong(self_as<Worker>(self).push_pull(
-        a[0], a[1], a[2], a[3], !a[4] || truth(a[4])));
+    Worker &worker = self_as<Worker>(self);
+    PyObject *first = PyLong_FromUnsignedLongLong(
+        worker.push_pull(a[0], a[1], a[2], a[3], !a[4] || truth(a[4])));
+    if (!first || !worker.handle_type())
+      return first;
+    const Ref number = Ref::steal(first);
+    return PyObject_CallOneArg(worker.handle_type(), number.get());
   });
 }
 
@@ -261,6 +266,10 @@ void define(py::module_ &m) {
               const std::string &why) {
              return n.channel_close(channel, timeout_ms.ptr(), why);
            })
+      .def("watch_open", &Node::watch_open)
+      .def("watch_arm", &Node::watch_arm)
+      .def("watch_close", &Node::watch_close)
+      .def("ended", &Node::ended)
       .def_property_readonly("rank", [](Node &n) { return n.info().rank; })
       .def_property_readonly("group", [](Node &n) { return n.info().group; })
       .def_property_readonly("instance",
@@ -313,6 +322,14 @@ void define(py::module_ &m) {
                  return w.push_pull(push.ptr(), push_keys.ptr(), pull.ptr(),
                                     pull_keys.ptr(), true, channel);
                })
+          .def("ticket",
+               [](Worker &w, py::handle handler) {
+                 return w.ticket(handler.ptr());
+               })
+          .def("done", [](Worker &w,
+                          py::handle handler) { return w.done(handler.ptr()); })
+          .def("give_handles",
+               [](Worker &w, py::handle type) { w.give_handles(type.ptr()); })
           .def_property_readonly("next_handler", &Worker::next_handler);
   add_fast(worker, "push_pull", push_pull,
            "push_pull($self, /, push_tensors, push_keys, pull_tensors, "

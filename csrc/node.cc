@@ -205,6 +205,32 @@ bool Node::channel_close(uint64_t channel, PyObject *timeout_ms,
   return rc != -EAGAIN;
 }
 
+uint64_t Node::watch_open(int fd) {
+  enter("watch");
+  uint64_t watch = 0;
+  check("watch", fs_watch_open(id_, fd, &watch));
+  return watch;
+}
+
+void Node::watch_arm(uint64_t watch) {
+  enter("watch");
+  check("watch", unlocked([&] { return fs_watch_arm(id_, watch); }));
+}
+
+void Node::watch_close(uint64_t watch) {
+  if (!forked.load()) // the engine is not in a forked child
+    check("watch", unlocked([&] { return fs_watch_close(id_, watch); }));
+}
+
+std::vector<size_t> Node::ended(const std::vector<uint64_t> &tickets) const {
+  std::vector<size_t> places;
+  for (size_t i = 0; i < tickets.size(); i++) {
+    if (closed_ || !tickets[i] || !holder_.open(tickets[i]))
+      places.push_back(i);
+  }
+  return places;
+}
+
 void close_all() {
   if (forked.load())
     return;

@@ -45,6 +45,14 @@ public:
   // stays.
   void channel_end(uint64_t channel, const std::string &why);
 
+  // Watches, by the numbers of fs_watch_open.
+  uint64_t watch_open(int fd);
+  void watch_arm(uint64_t watch);
+  void watch_close(uint64_t watch);
+  // Which of these tickets have ended, by their places; 0 always has. All have
+  // when the node is closed.
+  std::vector<size_t> ended(const std::vector<uint64_t> &tickets) const;
+
   const fs_info &info() const { return info_; }
   bool closed() const { return closed_; }
   bool connected() const { return connected_; }

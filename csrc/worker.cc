@@ -183,14 +183,21 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   return first;
 }
 
-const Worker::Request &Worker::find(PyObject *handler, const char *call) const {
-  const uint64_t h = read_u64(handler, {call, "handler"});
+const Worker::Request *Worker::look_up(uint64_t handler) const {
   const size_t n = requests_.size();
   for (size_t i = 0; i < n; i++) { // from the newest: most waits are for it
     const Request &r = requests_[(newest_ - i) & (n - 1)];
-    if (h - r.first < r.count)
-      return r;
+    if (handler - r.first < r.count)
+      return &r;
   }
+  return nullptr;
+}
+
+const Worker::Request &Worker::find(PyObject *handler, const char *call) const {
+  const uint64_t h = read_u64(handler, {call, "handler"});
+  const size_t n = requests_.size();
+  if (const Request *r = look_up(h))
+    return *r;
   if (next_ == 0)
     raise(Kind::kConfig,
           "%s: handler %llu is not known: there has been no "
@@ -226,6 +233,18 @@ void Worker::wait(PyObject *handler, PyObject *timeout_ms) {
     check("wait", rc);
   }
   holder_.reap(r.ticket);
+}
+
+uint64_t Worker::ticket(PyObject *handler) {
+  const Request *r = look_up(read_u64(handler, {"done", "handler"}));
+  return r && !closed() && holder_.open(r->ticket) ? r->ticket : 0;
+}
+
+bool Worker::done(PyObject *handler) {
+  const fs_ticket t = ticket(handler);
+  if (t && !forked.load() && !exiting.load()) // an error is for wait
+    unlocked([&] { return fs_wait(id_, t, 0, FS_NOSPIN); });
+  return !t || !holder_.open(t);
 }
 
 std::string Worker::name_of(fs_ticket ticket) const {

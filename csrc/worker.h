@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "allocations.h"
+#include "args.h"
 #include "claims.h"
 #include "node.h"
 
@@ -28,6 +29,14 @@ public:
                      bool need_event, uint64_t channel = 0);
   // timeout_ms: counted from the call; nullptr is 10 s.
   void wait(PyObject *handler, PyObject *timeout_ms);
+  // The number by which the engine knows the push_pull that handler belongs to; 0: it
+  // has ended, or the node is closed.
+  uint64_t ticket(PyObject *handler);
+  // Reports whether wait would return or raise at once. Makes one pass if not.
+  bool done(PyObject *handler);
+  // The subclass of int that push_pull gives; none: int.
+  void give_handles(PyObject *type) { handle_type_ = Ref::borrow(type); }
+  PyObject *handle_type() const { return handle_type_.get(); }
   // The handlers from first on of the push_pull that handler belongs to.
   std::pair<uint64_t, uint64_t> handlers(PyObject *handler);
   void trace(PyObject *handler, int64_t (&stamps)[8]);
@@ -49,6 +58,8 @@ private:
     claims_.clear();
   }
   const Request &find(PyObject *handler, const char *call) const;
+  // The same, or nullptr.
+  const Request *look_up(uint64_t handler) const;
   // How errors name the request of a ticket.
   std::string name_of(fs_ticket ticket) const;
   // What a request waits for, with a semicolon behind it, or nothing. The GIL is
@@ -56,6 +67,7 @@ private:
   std::string why_open(fs_ticket ticket) const;
 
   const bool stepmesh_;
+  Ref handle_type_;
   Allocations allocations_;
   Claims claims_{holder_};
   std::vector<Request> requests_; // by ticket & mask

@@ -44,6 +44,7 @@ from fserver.fserver_lib import (
     worker_of,
     write_flag,
 )
+from fserver.handle import Handle
 from fserver.memory import empty_shared, shared_like
 
 __version__ = "0.1.0"  # engine/node has the same
@@ -52,6 +53,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "Error",
+    "Handle",
     "LimitError",
     "Link",
     "Node",

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fserver import _loader
 from fserver.errors import ClosedError, ConfigError
+from fserver.handle import Handle, handles_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from fserver.aio import Loops
     from fserver.channel import Channel
 
 _PREFIXES = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_", "FSERVER_")
@@ -358,7 +360,7 @@ class Worker(Node):
         pull_tensors: Sequence[Tensor],
         pull_keys: Sequence[int],
         need_event: bool = True,
-    ) -> int:
+    ) -> Handle:
         """Sends P tensors to every server, and has every server's Q answers written to Q tensors.
 
         Returns at once. The tensors are kept alive until the request has completed. Until then, do
@@ -381,8 +383,8 @@ class Worker(Node):
                 does not use the pull tensors.
 
         Returns:
-            The handler of the request: the first of ``P + servers * Q`` ints that are now its
-            own, counted from 0.
+            The handle of the request: an int, the first of ``P + servers * Q`` that are now its
+            own, counted from 0. Besides, it has ``wait()`` and ``done()``, and can be awaited.
 
         Raises:
             ConfigError: an argument is not what it should be, or a pull tensor shares memory with
@@ -469,6 +471,13 @@ class Worker(Node):
         with opener.called(name) as called:
             how = How(mode, called, timeout_ms, tune)
             return opener.worker(push, push_keys, pull, pull_keys, how)
+
+    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
+        from fserver.aio import Loops
+
+        node = extension.Worker(lines)
+        node.give_handles(handles_of(Loops(node)))
+        return node
 
     def get_all_handlers(self, handler: int) -> list[int]:
         """All ints of a request: one for each pushed tensor and each pull tensor."""
@@ -609,6 +618,43 @@ class Server(Node):
             ShapeError: at_least is more than there are worker groups.
         """
         return self._node.get_batch(timeout_ms, at_least)
+
+    async def get_batch_async(
+        self, timeout_ms: float | None = None, at_least: int | None = None
+    ) -> list[tuple[int, list[Tensor], list[int]]]:
+        """As ``get_batch``, for an asyncio event loop: other tasks run while it waits.
+
+        It takes no thread. When it is cancelled, no batch is lost. Several coroutines, of several
+        event loops too, may call it at the same time: each gets another batch.
+
+        Args:
+            timeout_ms: limit in milliseconds; None: none.
+            at_least: as in ``get_batch``.
+
+        Returns:
+            As ``get_batch``; an empty list if the limit is over.
+
+        Raises:
+            Error: as ``get_batch``.
+
+        Example:
+            ```python
+            while True:
+                for handler, tensors, keys in await server.get_batch_async():
+                    server.respond([tensors[0] * 2], handler)
+            ```
+        """
+        return await self._waiting().get_batch(timeout_ms, at_least)
+
+    def _waiting(self) -> Loops:
+        if self._loops is None:
+            from fserver.aio import Loops
+
+            # Another thread may be here too, and both have to wait for one.
+            return self.__dict__.setdefault("_loops", Loops(self._node))
+        return self._loops
+
+    _loops: Loops | None = None
 
     def worker_of(self, handler: int) -> int:
         """The rank of the worker whose request has this handler of get_batch.

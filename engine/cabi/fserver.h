@@ -237,6 +237,24 @@ int fs_barrier(fs_node node, uint32_t flags, int64_t timeout_ns,
  * the next barrier of the same kind goes on with it. */
 int fs_barrier_drop(fs_node node, uint64_t token);
 
+typedef uint64_t fs_watch; /* of one node; a number is never used twice */
+
+/* A watch wakes an event loop, which sleeps in no call of this interface. fd is an
+ * eventfd of the caller's. The engine keeps a duplicate of it, so that caller and engine
+ * may close theirs in any order. */
+int fs_watch_open(fs_node node, int fd, fs_watch *out);
+
+/* Arms a watch: the engine adds 1 to its eventfd when a ticket may have ended or a
+ * request may have come, once for each call. Arm first, then look (the words of fs_info,
+ * fs_get_batch with slice 0), then sleep: so nothing is missed. False alarms are
+ * possible. Until the alarm the engine drives the node where no caller does. fs_close
+ * writes to all watches, armed or not, and from then on this call gives -ESHUTDOWN. */
+int fs_watch_arm(fs_node node, fs_watch watch);
+
+/* Closes a watch. Its eventfd is not written to any more when this has returned.
+ * fs_free closes all watches of its node. */
+int fs_watch_close(fs_node node, fs_watch watch);
+
 /* The 8 stamps of a ticket (fetch_trace), among the last 4,096. */
 int fs_trace(fs_node node, fs_ticket ticket, int64_t stamps[8]);
 

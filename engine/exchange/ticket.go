@@ -91,6 +91,7 @@ type Table struct {
 	// The owner's.
 	active []*Ticket // submitted and not ended, at id % Window
 	found  int64     // when the events at hand were
+	news   bool      // the result of a ticket has become known since News
 
 	mu     sync.Mutex // held for a few instructions, never while waiting
 	next   uint64
@@ -164,6 +165,7 @@ func (tb *Table) fail(t *Ticket, err error) {
 	t.rec.err = err
 	tb.mu.Unlock()
 	tb.words[t.id%Window].Store(t.id<<2 | StateFailing)
+	tb.news = true
 }
 
 // adopt makes t known to the owner.
@@ -176,6 +178,17 @@ func (tb *Table) adopt(t *Ticket) {
 func (tb *Table) end(t *Ticket) {
 	tb.active[t.id%Window] = nil
 	tb.release(t)
+	tb.news = true
+}
+
+// News reports whether the result of a ticket has become known since the last call. For the
+// owner.
+func (tb *Table) News() bool {
+	news := tb.news
+	if news {
+		tb.news = false
+	}
+	return news
 }
 
 // release takes back a ticket that the owner does not know, or no longer.

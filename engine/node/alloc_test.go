@@ -37,7 +37,12 @@ func allocations(t *testing.T, way ...string) {
 	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
 	lent := Tensor{Span: mem.Span{Addr: shared.Region().Addr, Len: 8}, Dev: mem.CPU, Key: 2, Base: shared.Region(), Dims: []int64{8}}
 	with, without := m.once(tensor(t, 1, 512), lent, tensor(t, 1, 512)), m.once(tensor(t, 1, 512), tensor(t, 2, 3), tensor(t, 1, 512))
-	once := func() { with(); without() }
+	watch, _ := newWatch(t, m.workers[0])
+	once := func() {
+		with()
+		must(t, m.workers[0].Arm(watch))
+		without()
+	}
 	for range 1000 {
 		once()
 	}

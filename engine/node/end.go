@@ -81,6 +81,7 @@ func (n *Node) shut(err error) {
 	}
 	n.stopped.Store(true)
 	n.wakeAll()
+	n.alarm(true)
 	n.nudge.ring()
 }
 
@@ -123,7 +124,10 @@ func (n *Node) backgroundGone() bool {
 // Free is Close, and gives back the words of the tickets too.
 func (n *Node) Free() error {
 	err := n.Close()
-	n.freeOnce.Do(func() { err = errors.Join(err, n.freeWords()) })
+	n.freeOnce.Do(func() {
+		n.unwatchAll()
+		err = errors.Join(err, n.freeWords())
+	})
 	return err
 }
 

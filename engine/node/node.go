@@ -389,6 +389,12 @@ func (n *Node) disown() {
 	n.submit()
 }
 
+// news reports whether a ticket has ended since the last call. For the owner.
+func (n *Node) news() bool {
+	tb := n.tickets()
+	return tb != nil && tb.News()
+}
+
 // pending says whether callers have put something into a queue of the exchange.
 func (n *Node) pending() bool {
 	switch {
@@ -427,7 +433,7 @@ func (n *Node) pass(now int64) int {
 		n.tick()
 		n.timer.Store(n.nextTimer())
 	}
-	if (found > 0 || due) && n.others() { // they may wait for what has just ended
+	if (found > 0 || due || n.news()) && n.others() { // they may wait for what has just ended
 		n.wakeAll()
 	}
 	return found

@@ -48,6 +48,8 @@ type progress struct {
 	epoll int
 	kick  bell // wakes whoever sleeps on the descriptors
 	nudge bell // ends a nap of the background goroutine
+
+	watches
 }
 
 // bell wakes one who sleeps on fd, an eventfd.
@@ -134,15 +136,19 @@ func (p *progress) close() {
 	unix.Close(p.epoll)
 }
 
-// others says whether a caller sleeps or is parked. The one who asks does not.
+// others reports whether a caller sleeps or is parked, or a watch is armed. The caller who asks
+// does not sleep.
 func (p *progress) others() bool {
-	return p.count.Load() > 0 || p.sleeping.Load() && !p.resting.Load()
+	return p.count.Load() > 0 || p.armed.Load() > 0 || p.sleeping.Load() && !p.resting.Load()
 }
 
-// wakeAll makes everybody who sleeps look again.
+// wakeAll makes everybody who sleeps look again, and the event loops that have armed a watch.
 func (p *progress) wakeAll() {
 	if p.sleeping.Load() {
 		p.kick.ring()
+	}
+	if p.armed.Load() > 0 {
+		p.alarm(false)
 	}
 	if p.count.Load() == 0 {
 		return
@@ -190,6 +196,9 @@ func (n *Node) submit() {
 func (n *Node) post() {
 	defer n.giveBack()
 	n.take()
+	if n.armed.Load() > 0 && n.news() {
+		n.alarm(false)
+	}
 	if n.callers.Load() == 0 && n.unsent() {
 		n.nudge.ring()
 	}
@@ -220,8 +229,8 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 		n.rearm()
 		if n.callers.Add(-1) > 0 {
 			n.relay()
-		} else if n.dozing.Load() {
-			n.under(n.nudge.ring)
+		} else if n.dozing.Load() || n.unattended() {
+			n.rouse()
 		}
 	}()
 	end := now + int64(max(0, min(limit, 1<<61)))
@@ -367,7 +376,8 @@ func (p *progress) relay() {
 
 // background drives when no caller does: heartbeats, timers, what is left to
 // be sent. While callers drive it looks on, less and less often: where all
-// threads share a core, each look takes 10 µs from them.
+// threads share a core, each look takes 10 µs from them. It drives at once where a watch
+// is armed: then nobody else does before an event loop is told.
 func (n *Node) background() {
 	tick := restTick
 	for !n.stopped.Load() {
@@ -377,7 +387,7 @@ func (n *Node) background() {
 		case n.callers.Load() > 0 && n.sleeping.Load():
 			tick = restTick
 			n.stepAside()
-		case n.callers.Load() > 0 || idle < restTick:
+		case n.callers.Load() > 0 || idle < restTick && n.armed.Load() == 0:
 			runtime.Gosched() // see busyTick
 			if n.nap(tick) {
 				tick = restTick

@@ -3,10 +3,13 @@
  * one case; test_cabi.py builds it and runs them all.
  */
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include "fserver.h"
 
@@ -261,12 +264,75 @@ CASE(no_such_node) {
     FAILS(fs_barrier(node, FS_BARRIER_WORKERS, 0, &token, 0), EBADF, "handle");
     FAILS(fs_trace(node, 0, stamps), EBADF, "handle");
     FAILS(fs_forget(node, 1), EBADF, "handle");
+    FAILS(fs_watch_open(node, 0, &word), EBADF, "handle");
+    FAILS(fs_watch_arm(node, 1), EBADF, "handle");
+    FAILS(fs_watch_close(node, 1), EBADF, "handle");
     FAILS(fs_describe(node, &byte, 1, &need), EBADF, "handle");
     FAILS(fs_stop(node, 0), EBADF, "handle");
     FAILS(fs_close(node), EBADF, "handle");
     FAILS(fs_free(node), EBADF, "handle");
   }
   CHECK(fs_buffer_release(12345) < 0);
+}
+
+/* Sleeps until an eventfd is written to. */
+static void hear(int fd) {
+  struct pollfd p = {fd, POLLIN, 0};
+  uint64_t times = 0;
+  CHECK(poll(&p, 1, 10000) == 1);
+  CHECK(read(fd, &times, sizeof times) == sizeof times);
+  CHECK(times >= 1);
+}
+
+CASE(watched) {
+  struct mesh m = open_mesh();
+  fs_watch at_worker, at_server;
+  int worker = eventfd(0, EFD_NONBLOCK), server = eventfd(0, EFD_NONBLOCK);
+  CHECK(worker >= 0 && server >= 0);
+  CHECK(fs_watch_open(m.worker, worker, &at_worker) == 0);
+  CHECK(fs_watch_open(m.server, server, &at_server) == 0);
+  FAILS(fs_watch_open(m.server, 12345, &at_server), EBADF, "descriptor 12345");
+  FAILS(fs_watch_arm(m.worker, 77), EINVAL, "watch 77");
+  fs_info info;
+  CHECK(fs_get_info(m.worker, &info) == 0);
+  for (int i = 0; i < 20; i++) {
+    char out[64] = "";
+    const int64_t dims[] = {8, 8};
+    fs_tensor push = tensor(out, dims, 1);
+    fs_ticket asked = 0, answered = 0;
+    uint64_t words[64];
+    size_t need = 0, none = 0, count = 0;
+    int rc;
+    CHECK(fs_push_pull(m.worker, &push, 1, NULL, 0, &asked) == 0);
+    for (;;) {
+      CHECK(fs_watch_arm(m.server, at_server) == 0);
+      rc = fs_get_batch(m.server, 0, words, COUNT(words), &need, 0, 0);
+      if (rc != -EAGAIN)
+        break;
+      hear(server);
+    }
+    CHECK(rc == 0);
+    CHECK(fs_respond(m.server, &words[1], &none, 1, NULL, &answered, &count) ==
+          0);
+    for (;;) {
+      CHECK(fs_watch_arm(m.worker, at_worker) == 0);
+      if (info.words[asked & info.mask] != asked << 2)
+        break;
+      hear(worker);
+    }
+    CHECK(info.words[asked & info.mask] == (asked << 2 | 1));
+    uint64_t drained;
+    (void)!read(worker, &drained, sizeof drained);
+    (void)!read(server, &drained, sizeof drained);
+  }
+  CHECK(fs_watch_close(m.worker, at_worker) == 0);
+  CHECK(fs_watch_close(m.worker, at_worker) == 0); /* it does nothing */
+  CHECK(fs_close(m.server) == 0);
+  hear(server);
+  FAILS(fs_watch_arm(m.server, at_server), ESHUTDOWN, "closed");
+  close(worker);
+  close(server);
+  close_mesh(&m);
 }
 
 CASE(no_scheduler) {
