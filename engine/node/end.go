@@ -100,7 +100,7 @@ func (n *Node) Close() error {
 			n.gpu.later.Wait(freeLimit)
 		}
 		n.dials.Wait()
-		for n.callers.Load() > 0 || !n.backgroundGone() {
+		for n.callers.Load() > 0 || n.calls.Load() > 0 || !n.backgroundGone() {
 			n.kick.ring()
 			n.nudge.ring()
 			n.wakeAll()

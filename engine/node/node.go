@@ -347,7 +347,7 @@ func (n *Node) Describe() ([]byte, error) {
 	}
 	n.under(func() {
 		for i, l := range n.peers {
-			if l != nil {
+			if n.up(l) {
 				how, why := l.via()
 				d.Links = append(d.Links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, l.conn.Remote(), how, why})
 			}

@@ -396,7 +396,11 @@ func (n *Node) background() {
 			}
 		default:
 			tick = restTick
-			if found, mine := n.drive(now); found > 0 || !mine {
+			found, mine := n.drive(now)
+			if !mine {
+				yield() // who holds the token may need this core
+			}
+			if found > 0 || !mine {
 				continue
 			}
 			n.resting.Store(true)

@@ -15,7 +15,7 @@ import (
 // are armed, once for each time that they were.
 type watches struct {
 	armed  atomic.Int32 // how many; never less than are armed
-	calls  atomic.Int32 // of alarm, under way
+	calls  atomic.Int32 // of alarm and rouse, under way
 	all    atomic.Pointer[[]*watch]
 	change sync.Mutex // of all
 	opened uint64     // watches so far
@@ -138,12 +138,12 @@ func (n *Node) unattended() bool {
 	return !n.threaded && n.armed.Load() > 0 && !n.resting.Load()
 }
 
-// rouse ends a nap of the background goroutine, unless the node is closed.
+// rouse ends a nap of the background goroutine, unless the node is closed. It does not take the
+// token: the goroutine wants it as soon as it wakes, and may wake on the caller's core.
 func (n *Node) rouse() {
-	if !n.own() {
-		return
+	n.calls.Add(1) // Close waits for this
+	defer n.calls.Add(-1)
+	if !n.stopped.Load() {
+		n.nudge.ring()
 	}
-	defer n.submit()
-	defer n.giveBack()
-	n.nudge.ring()
 }

@@ -293,6 +293,7 @@ CASE(watched) {
   CHECK(fs_watch_open(m.server, server, &at_server) == 0);
   FAILS(fs_watch_open(m.server, 12345, &at_server), EBADF, "descriptor 12345");
   FAILS(fs_watch_arm(m.worker, 77), EINVAL, "watch 77");
+  uint64_t buffer = 0;
   fs_info info;
   CHECK(fs_get_info(m.worker, &info) == 0);
   for (int i = 0; i < 20; i++) {
@@ -312,6 +313,8 @@ CASE(watched) {
       hear(server);
     }
     CHECK(rc == 0);
+    if (i == 0)
+      buffer = words[7]; /* seen for the first time */
     CHECK(fs_respond(m.server, &words[1], &none, 1, NULL, &answered, &count) ==
           0);
     for (;;) {
@@ -330,9 +333,10 @@ CASE(watched) {
   CHECK(fs_close(m.server) == 0);
   hear(server);
   FAILS(fs_watch_arm(m.server, at_server), ESHUTDOWN, "closed");
+  CHECK(fs_buffer_release(buffer) == 0);
   close(worker);
   close(server);
-  close_mesh(&m);
+  free_mesh(&m);
 }
 
 CASE(no_scheduler) {
