@@ -332,7 +332,7 @@ std::pair<uint64_t, uint64_t> Lane::map(const std::string &handle,
   if (rc == CS_CU_PEER_ACCESS_UNSUPPORTED)
     raise(Kind::kConfig,
           "channel: gpu %d cannot use the memory of %s: no peer access between "
-          "them (nvidia-smi topo -p2p rw shows it; use mode=\"proxy\")",
+          "them (nvidia-smi topo -p2p rw shows it; use mode=\"host\")",
           device_, owner.c_str());
   must("map a peer's memory", rc);
   owned_.push_back({FS_GPU_MAPPING, p, 0});
@@ -369,7 +369,7 @@ void Lane::reach(int device) {
     raise(Kind::kConfig,
           "channel: gpu %d cannot use the memory of gpu %d: no peer access "
           "between them (nvidia-smi topo -p2p rw shows it; use "
-          "mode=\"proxy\")",
+          "mode=\"host\")",
           device_, device);
 }
 

@@ -25,7 +25,7 @@ std::string lane_source();
 // Compute capability of a GPU: 90 for 9.0. Raises if there is no driver.
 int lane_arch(int device);
 
-// One launch, or, in mode "ce", one row of copies and stream memory operations.
+// One launch, or, in mode "copy", one row of copies and stream memory operations.
 // For one tensor and one peer:
 struct Segment {
   int tensor; // whose row count it has

@@ -17,11 +17,14 @@ __all__ = [
 
 
 class Error(RuntimeError):
-    """Something in fserver or below it failed. The base of all others."""
+    """An error of fserver, or of what lies below it. The base of all others."""
 
 
 class TimeoutError(Error, builtins.TimeoutError):
-    """The time given to a call was over. What it waited for is still under way."""
+    """The limit of a call is over. What the call waited for goes on.
+
+    It is also Python's ``TimeoutError``.
+    """
 
 
 class PeerLostError(Error):
@@ -30,8 +33,8 @@ class PeerLostError(Error):
     Attributes:
         role: ``"scheduler"``, ``"worker"`` or ``"server"``.
         rank: the node's rank within its role.
-        address: where it was.
-        reason: how its loss was seen.
+        address: the node's address, or its process inside a host.
+        reason: what showed that it is gone.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class RefusedError(Error):
 
     Attributes:
         rank: the server's rank.
-        reason: what the server said; at most 500 bytes of UTF-8.
+        reason: the server's text, at most 500 bytes of UTF-8.
     """
 
     def __init__(self, message: str, rank: int = -1, reason: str = "") -> None:
@@ -65,16 +68,24 @@ class RefusedError(Error):
 
 
 class ConfigError(Error, ValueError):
-    """A setting or an argument is wrong. The text has its name, its value and what is allowed."""
+    """A setting or an argument is wrong. The text has its name, its value and what is allowed.
+
+    It is also a ``ValueError``.
+    """
 
 
 class ShapeError(Error, ValueError):
-    """The number, shape, size or type of tensors, or the number of keys, does not fit."""
+    """The number, shape, size or dtype of tensors, or the number of keys, does not fit.
+
+    It is also a ``ValueError``.
+    """
 
 
 class LimitError(Error):
-    """As many operations are under way as a node may have. Nothing is wrong with the arguments: the
-    same call succeeds when one of them has ended."""
+    """As many operations are under way as a node may have.
+
+    The arguments are right: the same call succeeds when one of the operations has ended.
+    """
 
 
 class ClosedError(Error):

@@ -1,7 +1,8 @@
 """The functions of StepMesh's ``fserver_lib``, on one node that the environment describes.
 
 ``import fserver_lib``, ``import fserver`` and ``from fserver import fserver_lib`` give the same
-functions. None of them loads the engine: the first call that needs it does.
+functions. Importing does not load the engine: the first call that needs it does. The examples
+below begin with ``import fserver_lib as f``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from fserver import _loader
 from fserver.api import Link, Node, Scheduler, Server, Worker
 from fserver.errors import ClosedError, ConfigError, Error
-from fserver.notify import Notify
+from fserver.flags import map_pinned_tensor, seq_add_one, wait_flag, write_flag
+from fserver.notify import SimpleNotify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,23 +67,32 @@ _slow: dict[str, Any] = {}  # the functions below, while faster ones are in thei
 
 
 def init() -> None:
-    """Opens the node that the environment describes (DMLC_ROLE, default ``server``), and returns
-    when the whole cluster is connected.
+    """Opens the node of this process and returns when the whole cluster is connected.
 
-    With DMLC_ROLE=joint, this process becomes ``fserver run``, which starts scheduler, servers
-    and workers of this host, each with this process's command line.
+    The environment describes the node: DMLC_ROLE (default ``server``) and the settings that
+    ``fserver env`` prints. With DMLC_ROLE=joint this process becomes ``fserver run``, which starts
+    scheduler, servers and workers of this host, each with the command line of this process.
 
     Raises:
-        ConfigError: a setting is wrong; the text has its name, its value and what is allowed.
+        ConfigError: a setting is wrong. The text has its name, its value and what is allowed.
         TimeoutError: the cluster was not complete within FSERVER_INIT_TIMEOUT seconds.
         Error: the node is open already.
+
+    Example:
+        ```python
+        f.init()
+        ...  # push_pull and wait on a worker, get_batch and respond on a server
+        f.stop()
+        ```
     """
     global _node
     if _node is not None and not _node.closed:
         raise Error("init: the node is open already: call stop() before the next init()")
     role = os.environ.get("DMLC_ROLE", "").strip().lower() or "server"
     if role == "joint":
-        _become_launcher()
+        from fserver.run.joint import become_launcher
+
+        become_launcher()
     classes: dict[str, type[Node]] = {
         "worker": _Worker,
         "server": _Server,
@@ -96,33 +106,22 @@ def init() -> None:
     _bind(_node)
 
 
-def _become_launcher() -> NoReturn:
-    from fserver.api import inherited
-    from fserver.env import settings
-
-    found = settings(inherited())
-    if found["errors"]:
-        raise ConfigError("\n".join(found["errors"]))
-    count = {s["name"]: s["value"] for s in found["settings"]}
-    command = [sys.executable, "-m", "fserver", "run"]
-    command += ["--workers", count["DMLC_NUM_WORKER"]]
-    command += ["--servers", count["DMLC_NUM_SERVER"]]
-    command += ["--group-size", count["DMLC_GROUP_SIZE"]]
-    command += ["--", sys.executable, *sys.orig_argv[1:]]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, command)
-
-
 def stop() -> None:
-    """Leaves the cluster together with all other nodes, and closes the node.
+    """Leaves the cluster together with all other nodes and closes the node.
 
-    Waits for the others to stop too, at most FSERVER_STOP_TIMEOUT seconds. Does nothing if there
-    is no open node.
+    Waits until the others stop too, at most FSERVER_STOP_TIMEOUT seconds. Does nothing if no node
+    is open. ``finalize`` is another name of this function.
 
     Raises:
         PeerLostError: another node was lost instead of stopping. This one is closed.
         TimeoutError: the others did not stop in time. This one is closed.
+
+    Example:
+        ```python
+        f.init()
+        work()
+        f.stop()
+        ```
     """
     global _node, _next_handler
     node = _node
@@ -178,55 +177,213 @@ def push_pull(
     pull_keys: Sequence[int],
     need_event: bool = True,
 ) -> int:
-    """As Worker.push_pull, with what StepMesh's programs need.
+    """Sends P tensors to every server and lets every server write Q answers.
 
-    - Handlers are counted from 0 in this process.
-    - A pull tensor may belong to an open push_pull. The answers that come later are written over
-      those that came before.
-    - An answer may be of any type: its bytes are written to the pull tensor as they are.
+    Returns at once. The tensors are kept alive until the request has completed. Until then, do not
+    change the pushed tensors and do not read the pulled ones. All tensors are contiguous, of any
+    dtype and shape, on the CPU or, with STEPMESH_BACKEND=GPU, on the node's GPU.
+
+    Unlike ``fserver.Worker``, and as StepMesh does, this function accepts a pull tensor that
+    belongs to an open push_pull (later answers are written over earlier ones) and answers of any
+    dtype (their bytes are written as they are).
+
+    Args:
+        push_tensors: P tensors. Shapes may change from call to call.
+        push_keys: P distinct ints of 0 to 2**64-1: the names of the tensors at the server. A key
+            that is pushed again waits until the server has answered its last push.
+        pull_tensors: ``servers * Q`` tensors. ``pull_tensors[i * Q + j]`` takes answer j of server
+            i.
+        pull_keys: a key for each pull tensor, or one for each of the Q positions.
+        need_event: with tensors on the GPU, send after what is queued on the current stream. False:
+            send at once, because the pushed tensors are filled already.
+
+    Returns:
+        The handler of the request, a plain int: the first of ``P + servers * Q`` ints that belong
+        to the request. Handlers are counted from 0 in this process.
+
+    Raises:
+        ConfigError: an argument has the wrong type, device or value.
+        ShapeError: counts do not fit, or a tensor is not contiguous.
+        LimitError: 4,096 push_pulls have not completed. Wait for one of them first.
+        ClosedError: there is no open node.
+
+    Example:
+        ```python
+        x, y = torch.ones(4, 8), torch.empty(4, 8)
+        handler = f.push_pull([x], [0], [y], [1])
+        f.wait(handler)  # y has the server's answer
+        ```
     """
     return _method("push_pull")(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
 
 
 def wait(handler: int, timeout_ms: float = 10000) -> None:
-    """As Worker.wait, but ``timeout_ms`` counts from the push_pull, as in StepMesh. If that was
-    longer ago, the request is only looked at."""
+    """Returns when all answers of a push_pull have been written.
+
+    Args:
+        handler: what ``push_pull`` returned, or any of the ints that belong to the request. A
+            request may be waited for again.
+        timeout_ms: limit in milliseconds. As in StepMesh it counts from the push_pull. If that was
+            longer ago, the function only looks.
+
+    Raises:
+        TimeoutError: the limit is over. The request goes on, and the handler stays valid.
+        PeerLostError: a server is gone.
+        RefusedError, ShapeError: a server has refused the request (``fail``), or a tensor of it.
+        ConfigError: the handler is unknown. The last 4,096 requests are remembered.
+
+    Example:
+        ```python
+        handler = f.push_pull([x], [0], [y], [1])
+        f.wait(handler, timeout_ms=1000)
+        ```
+    """
     _method("wait")(handler, timeout_ms)
 
 
 def get_all_handlers(handler: int) -> list[int]:
-    """See Worker.get_all_handlers."""
+    """Returns all ints that belong to a request: one for each pushed and each pull tensor.
+
+    Args:
+        handler: what ``push_pull`` returned, or any of the ints that belong to the request.
+
+    Raises:
+        ConfigError: the handler is unknown. The last 4,096 requests are remembered.
+
+    Example:
+        ```python
+        handler = f.push_pull([x], [0], [y], [1])
+        assert f.get_all_handlers(handler) == [handler, handler + 1]
+        ```
+    """
     return _method("get_all_handlers")(handler)
 
 
 def fetch_trace(handler: int) -> list[int]:
-    """See Worker.fetch_trace."""
+    """Returns the eight time stamps of a completed request, in nanoseconds.
+
+    Args:
+        handler: what ``push_pull`` returned.
+
+    Returns:
+        Request started (0), posted (1), received by the server (2), handed to its application (3),
+        answer started (4), posted (5), received by the worker (6), completed (7). Stamps 2 to 5 are
+        by the server's clock, so the time in the network is ``(t[6] - t[1]) - (t[5] - t[2])``.
+
+    Raises:
+        ShapeError: the request has not completed.
+        ConfigError: the handler is unknown.
+
+    Example:
+        ```python
+        f.wait(handler)
+        t = f.fetch_trace(handler)
+        print((t[7] - t[0]) / 1e3, "us in all")
+        ```
+    """
     return _method("fetch_trace")(handler)
 
 
 def get_batch(
     timeout_ms: float | None = None, at_least: int | None = None
 ) -> list[tuple[int, list[Tensor], list[int]]]:
-    """See Server.get_batch."""
+    """Takes one request of each worker group, and waits until there is one of each.
+
+    Args:
+        timeout_ms: limit in milliseconds; None: no limit.
+        at_least: 1 to the number of worker groups: return as soon as so many groups have a request,
+            with one request of each group that has one. None: wait for all groups.
+
+    Returns:
+        A list of ``(handler, tensors, keys)`` in the order of the worker ranks; an empty list if
+        the limit is over. Each handler is for one ``respond`` or ``fail``. The tensors are views of
+        the receive buffers: each is valid until the next push of its key by that worker arrives,
+        which is not before the answer.
+
+    Raises:
+        ClosedError: workers have left, so that there will be no such batch. Call ``stop()``.
+        PeerLostError: a worker is gone, and no other process has taken its rank.
+        ShapeError: at_least is more than there are worker groups.
+
+    Example:
+        ```python
+        for handler, tensors, keys in f.get_batch():
+            f.respond([tensors[0] * 2], handler)
+        ```
+    """
     return _method("get_batch")(timeout_ms, at_least)
 
 
 def worker_of(handler: int) -> int:
-    """See Server.worker_of."""
+    """Returns the rank of the worker that has sent a request.
+
+    Args:
+        handler: of ``get_batch``, not answered yet.
+
+    Raises:
+        ShapeError: no request with this handler waits for an answer.
+
+    Example:
+        ```python
+        for handler, tensors, keys in f.get_batch(at_least=1):
+            print("a request of worker", f.worker_of(handler))
+            f.respond([tensors[0]], handler)
+        ```
+    """
     return _method("worker_of")(handler)
 
 
 def respond(tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:
-    """As Server.respond, with what StepMesh's programs need.
+    """Answers a request, once.
 
-    ``need_event`` is False unless it is given: GPU tensors are sent at once, whether or not the
-    kernels that fill them have run. Their types are not compared with those of the pull tensors.
+    Returns at once. The tensors are kept alive until they have been sent. Do not change them before
+    the worker's next request has come.
+
+    Unlike ``fserver.Server``, and as StepMesh does, this function sends GPU tensors at once unless
+    need_event is True, and does not compare dtypes with those of the pull tensors.
+
+    Args:
+        tensors: Q contiguous tensors, in the order of the worker's pull tensors, each with as many
+            bytes. Empty for a request that pulls nothing.
+        handler: of ``get_batch``.
+        need_event: with tensors on the GPU, send after what is queued on the current stream, so
+            after the kernels that fill them. False: send at once.
+
+    Raises:
+        ShapeError: count or sizes do not fit, or the handler does not wait for an answer.
+        LimitError: 4,096 answers have not left this server. Call again later.
+        PeerLostError: the worker is gone.
+
+    Example:
+        ```python
+        for handler, tensors, keys in f.get_batch():
+            f.respond([model(tensors[0])], handler, need_event=True)
+        ```
     """
     _method("respond")(tensors, handler, need_event)
 
 
 def fail(handler: int, text: str) -> None:
-    """See Server.fail."""
+    """Refuses a request. At its worker, ``wait`` raises RefusedError with the text.
+
+    It takes the place of ``respond``: afterwards the tensors of the request are not valid any more.
+
+    Args:
+        handler: of ``get_batch``.
+        text: the reason. The first 500 bytes of its UTF-8 travel; line breaks become spaces.
+
+    Raises:
+        ShapeError: the handler does not wait for an answer.
+        ConfigError: text is not a str.
+        PeerLostError: the worker is gone.
+
+    Example:
+        ```python
+        for handler, tensors, keys in f.get_batch():
+            if tensors[0].shape[1] != hidden:
+                f.fail(handler, f"want rows of {hidden}")
+        ```
+    """
     _method("fail")(handler, text)
 
 
@@ -235,14 +392,56 @@ def respond_vec(
     tensors_vec: Sequence[Sequence[Tensor] | Tensor],
     handler_vec: Sequence[int],
 ) -> None:
-    """As Server.respond_vec; types are not compared."""
+    """Answers several requests of one pull tensor each with the rows of one tensor.
+
+    A tensor on the GPU is sent after what is queued on the current stream. As in StepMesh, dtypes
+    are not compared with those of the pull tensors.
+
+    Args:
+        ret_buffer: a contiguous tensor with at least one dimension. Handler k gets the rows behind
+            those of handlers 0 to k-1, as many as ``tensors_vec[k]`` has. If it has too few rows
+            for all, every handler gets the rows from 0 on.
+        tensors_vec: for each request a list of tensors, of which the first counts, or a tensor.
+        handler_vec: as many handlers of ``get_batch``.
+
+    Raises:
+        ShapeError: counts or sizes do not fit. The requests before the bad one have been answered.
+
+    Example:
+        ```python
+        batch = f.get_batch()
+        rows = torch.cat([tensors[0] for _, tensors, _ in batch])
+        f.respond_vec(model(rows), [t for _, t, _ in batch], [h for h, _, _ in batch])
+        ```
+    """
     _method("respond_vec")(ret_buffer, tensors_vec, handler_vec)
 
 
 def register_recv_buffer(
     tensor: Tensor, worker_ranks: Sequence[int], push_keys: Sequence[int]
 ) -> None:
-    """See Server.register_recv_buffer."""
+    """Receives pushed tensors in memory of the caller's.
+
+    Call it before the first push of these keys; a barrier of all nodes after it makes sure of that.
+
+    Args:
+        tensor: a contiguous tensor, kept until the node is closed. It is cut into
+            ``len(worker_ranks)`` slices of equal bytes.
+        worker_ranks: slice i receives from worker ``worker_ranks[i]``. A rank may repeat.
+        push_keys: slice i receives key ``push_keys[i]``. The keys of one rank are distinct.
+
+    Raises:
+        ShapeError: the bytes do not divide, counts differ, there is no such worker, or a key has
+            been pushed or has memory already. Nothing is registered then.
+        ConfigError: the tensor cannot be written to, or shares memory with a registered one.
+
+    Example:
+        ```python
+        rows = torch.empty(2, 128, 512)
+        f.register_recv_buffer(rows, [0, 1], [0, 0])  # key 0 of workers 0 and 1
+        f.barrier(True, True)
+        ```
+    """
     _method("register_recv_buffer")(tensor, worker_ranks, push_keys)
 
 
@@ -252,75 +451,50 @@ def barrier(
     instance_barrier: bool = True,
     timeout_ms: float | None = None,
 ) -> None:
-    """See Node.barrier."""
+    """Waits until every node of the named roles has called it.
+
+    Args:
+        include_server: servers take part.
+        include_client: workers take part.
+        instance_barrier: True: every instance calls it. False: one instance of each group does.
+        timeout_ms: limit in milliseconds; None: FSERVER_BARRIER_TIMEOUT.
+
+    Raises:
+        TimeoutError: not all nodes called it in time.
+        PeerLostError: one of the nodes, or the scheduler, is gone.
+
+    Example:
+        ```python
+        f.barrier(True, True)  # all servers and workers
+        ```
+    """
     _method("barrier")(include_server, include_client, instance_barrier, timeout_ms)
 
 
 def links() -> list[Link]:
-    """See Node.links."""
+    """Returns one ``Link`` (role, rank, remote, transport, reason) for each connected peer.
+
+    Raises:
+        ClosedError: there is no open node.
+
+    Example:
+        ```python
+        for link in f.links():
+            print(link.role, link.rank, link.transport, link.reason)
+        ```
+    """
     if _node is None:
         raise ClosedError("links: there is no node: call init() first")
     return _node.links()
 
 
 def get_nanosecond() -> int:
-    """Now, by the clock of the traces (CLOCK_MONOTONIC), in nanoseconds."""
+    """Returns the time by the clock of the traces (CLOCK_MONOTONIC), in nanoseconds.
+
+    Example:
+        ```python
+        start = f.get_nanosecond()
+        print((f.get_nanosecond() - start) / 1e3, "us")
+        ```
+    """
     return time.monotonic_ns()
-
-
-class SimpleNotify(Notify):
-    """Lets the current CUDA stream wait for a request or a batch; see :class:`Notify`."""
-
-    def __init__(self) -> None:
-        # init() puts others in the place of these functions.
-        super().__init__(lambda handler: wait(handler), lambda: get_batch())
-
-
-def map_pinned_tensor(tensor: Tensor, device_index: int) -> Tensor:
-    """The memory of a pinned host tensor as a tensor of GPU ``device_index``, without a copy.
-
-    It keeps the memory alive.
-
-    Raises:
-        ConfigError: the tensor is not contiguous or not on the CPU.
-        Error: it is not pinned.
-    """
-    return _loader.load().map_pinned_tensor(tensor, device_index)
-
-
-def write_flag(flag: Tensor, seq: Tensor) -> None:
-    """Writes ``seq`` to ``flag`` on the current CUDA stream, after what is queued there.
-
-    Both are one int64, on the GPU or in pinned memory, and at least one of them on the GPU. It can
-    be captured into a CUDA graph. The memory of both is kept until the stream has passed, or as
-    long as the graph, or what was made of it.
-
-    Raises:
-        ConfigError: a tensor of another kind, or on two GPUs.
-    """
-    _loader.load().write_flag(flag, seq)
-
-
-def wait_flag(flag: Tensor, seq: Tensor, timeout_ms: float | None = None) -> None:
-    """Makes the current CUDA stream wait until ``flag >= seq``; as :func:`write_flag`.
-
-    The wait also ends, and the stream goes on without the flag, when the last node of this process
-    is stopped or closed, and when the interpreter ends. That goes for waits that are enqueued
-    already, and for those of graphs until a node is opened or this is called again. No peer
-    is known to be behind a flag: the loss of one ends nothing.
-
-    Args:
-        timeout_ms: ends the wait so long after it has begun; None: it has no limit. In a graph it
-            stays as it was captured.
-
-    Raises:
-        ConfigError: as :func:`write_flag`.
-        TimeoutError: a wait before, of any stream, has lasted for its ``timeout_ms``. Nothing is
-            enqueued; the next call is as if it had not been.
-    """
-    _loader.load().wait_flag(flag, seq, timeout_ms)
-
-
-def seq_add_one(seq: Tensor) -> None:
-    """Adds one to ``seq`` on the current CUDA stream; as :func:`write_flag`."""
-    _loader.load().seq_add_one(seq)

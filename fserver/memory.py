@@ -15,22 +15,28 @@ def empty_shared(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A CPU tensor like that of ``torch.empty``, in shared memory, filled with zeros.
+    """Returns a CPU tensor in shared memory, filled with zeros.
 
-    When it or any view of it is pushed to a server of this host, no bytes move: the server
-    reads them where they are. To other servers it is sent as any tensor. As with any push, it
-    must not be changed until the push_pull has completed: the server would see that.
+    When the tensor, or a view of it, is pushed to a server of this host, no bytes move: the server
+    reads them where they are. To other servers it is sent as any tensor. As with any push, do not
+    change it until the push_pull has completed.
 
-    It needs no node, and is freed with the last tensor over it. It takes whole pages and a
-    descriptor (``ulimit -n``), so it is for tensors that are used again, and small ones are
-    best cut from a large one. A child of fork shares it with its parent.
+    It needs no node, and its memory is freed with the last tensor over it. It takes whole pages and
+    a descriptor (``ulimit -n``), so use it for tensors that are used again, and cut small tensors
+    from a large one. A child of fork shares it with its parent.
 
     Args:
         size: the shape, as ints or one sequence.
-        dtype: default ``torch.get_default_dtype()``.
+        dtype: the type; None: ``torch.get_default_dtype()``.
 
     Raises:
-        RuntimeError: the shape is negative or too large, or there is no memory or descriptor.
+        RuntimeError: the shape is negative or too large, or memory or descriptors are exhausted.
+
+    Example:
+        ```python
+        x = fserver.empty_shared(128, 512, dtype=torch.bfloat16)
+        worker.push_pull([x], [0], [y], [0])  # to a server of this host by reference
+        ```
     """
     extension = _loader.load()
     import torch
@@ -46,5 +52,9 @@ def empty_shared(
 
 
 def shared_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of ``empty_shared`` with the shape and type of another."""
+    """Returns a tensor of ``empty_shared`` with the shape and dtype of another tensor.
+
+    Args:
+        tensor: any tensor. Its contents are not copied.
+    """
     return empty_shared(*tensor.shape, dtype=tensor.dtype)

@@ -28,12 +28,16 @@ def _run(jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> Non
 
 
 class Notify:
-    """A number in pinned memory that streams wait for, and one thread that raises it.
+    """Lets CUDA streams wait for push_pulls and batches, without blocking the caller.
 
-    Each call that makes a stream wait gives the thread something to wait for; when that is there,
-    or has failed, the streams go on. No call blocks but ``wait_event_done`` and
-    ``get_future_batch_data``, which also raise what went wrong. A stream that is being captured
-    into a CUDA graph cannot wait so.
+    A stream waits for a number in pinned memory. One thread of the object waits for what the
+    streams are to wait for, in the order of the calls, and raises the number when it has come or
+    has failed. Only ``wait_event_done`` and ``get_future_batch_data`` block, and they raise what
+    went wrong. A stream that is being captured into a CUDA graph cannot wait in this way.
+
+    Args:
+        wait: called in the thread with a handle; returns when the push_pull has completed.
+        get_batch: called in the thread; returns the next batch.
     """
 
     def __init__(self, wait: Callable[[int], None], get_batch: Callable[[], Any]) -> None:
@@ -45,10 +49,10 @@ class Notify:
         self._batch: Future[Any] | None = None
 
     def init(self) -> None:
-        """Takes the pinned memory and starts the thread. To be called once, before the rest.
+        """Takes the pinned memory and starts the thread. Call it once, before the other methods.
 
         Raises:
-            ConfigError: there is no GPU, whose streams it is for.
+            ConfigError: torch sees no GPU.
         """
         import torch
 
@@ -100,26 +104,77 @@ class Notify:
         return future
 
     def stream_wait_event(self, handler: int) -> None:
-        """The current stream waits until a push_pull has completed."""
+        """Makes the current stream wait until a push_pull has completed.
+
+        Args:
+            handler: what ``push_pull`` returned.
+
+        Raises:
+            ConfigError: ``init`` has not been called.
+        """
         self._event = self._after("stream_wait_event", lambda: self._wait(handler))
 
     def wait_event_done(self) -> None:
-        """Waits until the push_pull of the last ``stream_wait_event`` has completed."""
+        """Waits until the push_pull of the last ``stream_wait_event`` has completed.
+
+        Raises:
+            Error: the errors of ``wait``.
+        """
         if self._event is not None:
             self._event.result()
 
     def block_now_stream(self) -> None:
-        """The current stream too waits for what was asked for last; if that is there already,
-        for what is asked for next."""
+        """Makes the current stream wait, too, for what was asked for last. If that has come
+        already, the stream waits for what is asked for next.
+
+        Raises:
+            ConfigError: ``init`` has not been called.
+        """
         flag = self._memory("block_now_stream")
         self._block("block_now_stream", self._asked + (int(flag) >= self._asked))
 
     def block_now_stream_and_get_batch(self) -> None:
-        """The current stream waits for the next batch."""
+        """Makes the current stream wait for the next batch, which the thread takes.
+
+        Raises:
+            ConfigError: ``init`` has not been called.
+        """
         self._batch = self._after("block_now_stream_and_get_batch", self._get_batch)
 
     def get_future_batch_data(self) -> Any:
-        """The batch of the last ``block_now_stream_and_get_batch``; waits for it."""
+        """Returns the batch of the last ``block_now_stream_and_get_batch``, and waits for it.
+
+        Returns:
+            As ``get_batch``.
+
+        Raises:
+            ConfigError: no batch has been asked for.
+            Error: the errors of ``get_batch``.
+        """
         if self._batch is None:
             raise ConfigError("get_future_batch_data: no batch has been asked for")
         return self._batch.result()
+
+
+class SimpleNotify(Notify):
+    """Lets the current CUDA stream wait for a request or a batch, without blocking the caller.
+
+    One thread of the object waits, however many
+    calls there are.
+
+    Example:
+        ```python
+        notify = f.SimpleNotify()
+        notify.init()
+        handler = f.push_pull([x], [0], [y], [1])
+        notify.stream_wait_event(handler)  # kernels enqueued from here on find the answer in y
+        z = y + 1
+        notify.wait_event_done()
+        ```
+    """
+
+    def __init__(self) -> None:
+        from fserver import fserver_lib as lib
+
+        # init() puts others in the place of these functions.
+        super().__init__(lambda handler: lib.wait(handler), lambda: lib.get_batch())

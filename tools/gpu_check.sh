@@ -227,7 +227,7 @@ bench_steps() {
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   bench_step pingpong 160 --device gpu --transport auto --sizes 4K,896K:1792K,64M --rounds "${ROUNDS:-5}"
   bench_step matrix 130 --sizes 4K,1M --rounds 3 --seconds 0.1
-  graph_step bench trips 190 --modes sm ce --runs "${RUNS:-1000}"
+  graph_step bench trips 190 --modes kernel copy --runs "${RUNS:-1000}"
 }
 
 tests() {

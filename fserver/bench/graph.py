@@ -13,14 +13,14 @@ af       time of a micro-batch, which is that of a graph divided by layers x sta
          is not to be had here is `skipped`. --modes, or --beside, without a name leaves them out.
 overlap  by how much a loop of GEMMs and that traffic slow each other, with and without the kernels
          of the model in the traffic. `none` has no traffic: what the measurement itself shows;
-         `plain` has the copies of `ce` alone, as many in a second, and nobody waits for one; rows
+         `plain` has the copies of `copy` alone, as many in a second, and nobody waits for one; rows
          `by` others are as in af. Between: where the median lies with 95 % confidence.
 memory   of the processes and GPUs before and after many exchanges.
-zero-sm  what runs on the GPU in round trips of push_pull and of channels, by torch.profiler; `sm`
-         has kernels and shows that they are seen.
+zero-sm  what runs on the GPU in round trips of push_pull and of channels, by torch.profiler;
+         `kernel` has kernels and shows that they are seen.
 trips    round trips of a channel of one worker and one server, and 64 MiB messages; by others; by
          plain copies (`wire`); and by a program in CUDA (`raw`), if there is nvcc. Of the modes
-         `proxy` is measured over cma and tcp. Times are microseconds of a round trip, or of a
+         `host` is measured over cma and tcp. Times are microseconds of a round trip, or of a
          message, by the host's clock from before the launch until the stream is idle, and `gpu_` by
          CUDA events. Data is compared, over memory that was poisoned, before and after each timing.
 
@@ -52,6 +52,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
+from fserver.channel.describe import mode_named
+
 from . import others, trips
 from .crew import by_the_byte
 from .errors import BenchError
@@ -70,8 +72,8 @@ HOST = {
     **dict.fromkeys(("go_bytes", "malloc_bytes"), 16 << 10),
     "python_blocks": 100,
 }
-KINDS = ("eager", "ce", "ce graph", "sm")
-MODES = ("sm", "ce")  # of channels on GPUs
+KINDS = ("eager", "copy", "copy graph", "kernel")
+MODES = ("kernel", "copy")  # of channels on GPUs
 BLOCKS = 8  # of GEMMs, of a part of overlap
 AHEAD = 3  # parts that are enqueued
 STEADY = 0.003  # GEMMs before and after a part differ by no more, else the clock has changed
@@ -118,7 +120,7 @@ def ours(side: Side, own: Any, mode: str, shape: tuple[int, ...]) -> Opened:
             channel = own.channel([small], key, wide, key, **options)
         else:
             channel = own.channel(key, wide, key, push=list(small.unbind(0)), **options)
-        if channel.path != ("cpu" if side.dry else mode):
+        if channel.path != ("host" if side.dry else mode):
             raise RuntimeError(f"the channel goes by {channel.path!r}, and mode is {mode!r}")
         opened.append((small, large, channel))
     return opened
@@ -359,7 +361,7 @@ def _timed(
 
 
 class Plain:
-    """Copies to all peers, and pauses, as a graph of the same length as that of Traffic over `ce`:
+    """Copies to all peers, and pauses, as a graph as long as that of Traffic over `copy`:
     what copies cost that nobody waits for. With a pace of 0 there are no copies.
 
     Args:
@@ -442,7 +444,7 @@ def overlap(
         pace = 0.0
         if mode in ("none", "plain"):
             if mode == "plain":
-                like = Traffic(side, ours(side, own, "ce", shape), shape, compute)
+                like = Traffic(side, ours(side, own, "copy", shape), shape, compute)
                 like.capture()
                 pace = 1e3 * max(side.share(median(like.timed(5)))) / like.per
                 like.close()
@@ -710,7 +712,7 @@ def zero_sm(side: Side, kind: str, shape: tuple[int, ...], trips: int) -> dict[s
             side.sync()
             side.barrier()
             with side.on(t.main):
-                found = _profiled(side, t.replay if kind == "ce graph" else t.body)
+                found = _profiled(side, t.replay if kind == "copy graph" else t.body)
             how, wrong = t.channels[0].path, sum(int((x != 1).sum()) for x in t.incoming)
             t.close()
     return {**found, "control": control["kernel"], "transport": how, "wrong": wrong}
@@ -762,7 +764,7 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
         worst = max(steady, key=median)
         slowed = [median(x) for x in steady]
         low, high = between(worst)
-        target = 0.005  # of ce, without kernels
+        target = 0.005  # of copy, without kernels
         return {
             "gemms_slowed_percent": round(100 * max(slowed), 2),
             "between": [round(100 * low, 2), round(100 * high, 2)],
@@ -918,7 +920,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dry", action="store_true", help="tensors on the CPU")
     parser.add_argument("--shape", type=_shape, help="workers x servers (2x2 with 4 GPUs, or 1x1)")
     parser.add_argument(
-        "--modes", nargs="*", choices=trips.MODES, help="all, but proxy with trips alone"
+        "--modes",
+        nargs="*",
+        type=mode_named,
+        choices=trips.MODES,
+        help="all, but host with trips alone",
     )
     parser.add_argument(
         "--beside",
@@ -933,8 +939,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.modes is None:
         args.modes = trips.MODES if args.work == "trips" else MODES
-    if args.work != "trips" and "proxy" in args.modes:
-        parser.error(f"--modes: 'proxy': want some of {', '.join(MODES)} with {args.work}")
+    if args.work != "trips" and "host" in args.modes:
+        parser.error(f"--modes: 'host': want some of {', '.join(MODES)} with {args.work}")
     gpus = torch.cuda.device_count()
     if args.work in ("zero-sm", "trips"):
         args.shape = (1, 1)

@@ -20,19 +20,21 @@ from .errors import BenchError
 from .report import gigabytes_per_second, percentile
 from .sides import Side
 
-MODES = ("sm", "ce", "proxy")
-TRANSPORTS = ("cma", "tcp")  # that carry a channel of mode proxy
+MODES = ("kernel", "copy", "host")
+TRANSPORTS = ("cma", "tcp")  # that carry a channel of mode host
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [(4 * KIB, 4 * KIB), (64 * KIB, 64 * KIB), (896 * KIB, 1792 * KIB)]
 ANSWER = 8  # bytes, to what goes one way
 WARM = 5  # runs
 POISON = 255
 # Targets on two H200, in microseconds for each of SIZES.
-GRAPH_US = dict(zip(SIZES, (5, 6, 17), strict=True))  # of 200 round trips, mode sm
-ENQUEUED_US = dict(zip(SIZES, (9, 9, 18), strict=True))  # mode sm
+GRAPH_US = dict(zip(SIZES, (5, 6, 17), strict=True))  # of 200 round trips, mode kernel
+ENQUEUED_US = dict(zip(SIZES, (9, 9, 18), strict=True))  # mode kernel
 SPREAD = 1.1  # p99 over p50, of those graphs
-BY_RAW = 1.1  # the longest of mode ce over the raw copy engine, both in graphs
-BY_WIRE = 0.98  # speed of large messages over the fastest plain copies, sm, two in flight or more
+BY_RAW = 1.1  # the longest of mode copy over the raw copy engine, both in graphs
+BY_WIRE = (
+    0.98  # speed of large messages over the fastest plain copies, kernel, two in flight or more
+)
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """What this side sends, and where as much comes from the other."""
@@ -146,7 +148,7 @@ class _Channel:
         else:
             self.channel = own.channel(keys, [self.source], keys, **options)
             [[self.landing]] = self.channel.tensors
-        path = "cpu" if side.dry or mode == "proxy" else mode
+        path = "host" if side.dry or mode == "host" else mode
         if self.channel.path != path:
             raise RuntimeError(f"the channel goes by {self.channel.path!r}, and not by {path!r}")
 
@@ -265,7 +267,7 @@ def rows(
         (raw, {"by": "raw"}, 120),
     ]
     for mode in modes:
-        if mode == "proxy":
+        if mode == "host":
             for transport in TRANSPORTS:
                 for push, pull in SIZES:
                     what = {"mode": mode, "transport": transport, "push": push, "pull": pull}
@@ -311,16 +313,16 @@ def _met(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> bool | None:
     """Whether a target is met; None: there is none, or nothing to measure by."""
     key: tuple[Any, Any] = row.get("push"), row.get("pull")
     p50 = row["p50_us"]
-    if row["mode"] == "sm" and row["how"] in ("graph x200", "graph x20"):
+    if row["mode"] == "kernel" and row["how"] in ("graph x200", "graph x20"):
         return p50 <= GRAPH_US[key] and row["p99_us"] <= SPREAD * p50
-    if row["mode"] == "sm" and row["how"] == "enqueued x20":
+    if row["mode"] == "kernel" and row["how"] == "enqueued x20":
         return p50 <= ENQUEUED_US[key]
-    if row["mode"] == "ce" and row["how"] == "graph x20" and key == SIZES[-1]:
+    if row["mode"] == "copy" and row["how"] == "graph x20" and key == SIZES[-1]:
         for one in before:
             same = all(one.get(k) == row[k] for k in ("how", "push", "pull"))
             if one.get("what") == "copy engine" and same:
                 return p50 <= BY_RAW * one["p50_us"]
-    if row["mode"] == "sm" and row.get("in_flight", 0) > 1:
+    if row["mode"] == "kernel" and row.get("in_flight", 0) > 1:
         both = row["how"] == "both ways"
         plain = [
             one["both_ways_p50_us" if both else "p50_us"]

@@ -91,7 +91,7 @@ def part(node: Any, handle: int, side: Any, wait_s: float = _PARTING_S, why: str
 def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], None]) -> None:
     """Ends a channel that nobody has closed."""
     on_close()
-    if path == "cpu":
+    if path == "host":
         side.stop()
         node.channel_close(handle, 0, "")
     else:
@@ -115,29 +115,32 @@ def close_all(channels: Iterable[Channel]) -> None:
 
 
 class Channel:
-    """One side of a stream channel. Made by ``Worker.channel`` and ``Server.channel``.
+    """One side of a stream channel, as ``Worker.channel`` and ``Server.channel`` return it.
 
-    ``send()`` and ``recv()`` enqueue on the current stream and return at once (with CPU tensors,
-    they do it). A channel with tensors both ways goes in turn: the worker sends and receives, the
-    server receives and sends. It belongs to one stream at a time; two micro-batches use two
-    channels. A context manager: leaving the block closes it.
+    ``send()`` and ``recv()`` enqueue on the current stream and return at once; with CPU tensors
+    they make the exchange themselves. On a channel with tensors both ways the two calls
+    alternate: the worker sends first, the server receives first. A channel belongs to one stream
+    at a time; two micro-batches use two channels. It is a context manager: leaving the block
+    closes it.
 
     Attributes:
-        name: what both sides call it.
-        number: names it in ``torch.ops.fserver``.
-        outgoing: the tensors that ``send()`` sends: the worker's push, the server's pull tensors.
-        incoming: those that ``recv()`` fills.
+        name: what both sides call the channel.
+        number: names the channel in ``torch.ops.fserver``.
+        outgoing: the tensors that ``send()`` sends: on a worker its push tensors, on a server its
+            pull tensors.
+        incoming: the tensors that ``recv()`` fills.
         tensors: ``incoming`` by peer: on a server ``tensors[i][j]`` is tensor j of worker i.
-        rows: for each peer an int64 tensor, on the device: how many rows of each tensor the last
-            message had. Rows behind them hold anything.
-        mode: ``"sm"``, ``"ce"`` or ``"proxy"``, as it was opened.
-        path: how messages travel: ``"sm"`` or ``"ce"`` where GPUs do it all, or ``"cpu"`` through
-            the engine, as with mode ``"proxy"``.
-        reason: why messages do not travel as the mode says, by peer; empty if they do, or if all
-            tensors are on the CPU.
-        table: on the path ``"sm"``, how what comes is written here, by its size: in packets up to
-            ``packets_up_to`` bytes, above that by so many ``blocks``.
-        token: an int64 tensor on the device for ``torch.ops.fserver``, which orders the calls.
+        rows: for each peer an int64 tensor on the device: how many rows of each tensor the last
+            message had. The rows behind them are undefined.
+        mode: ``"kernel"``, ``"copy"`` or ``"host"``, as the channel was opened.
+        path: how messages travel: as the mode says, or ``"host"`` where the GPUs cannot reach
+            each other or the tensors are on the CPU.
+        reason: why ``path`` is not ``mode``, for each peer; empty if it is, or if all tensors are
+            on the CPU.
+        table: with path ``"kernel"``, how incoming tensors are written, by size: in packets up to
+            ``packets_up_to`` bytes, above that by a number of ``blocks``.
+        token: an int64 tensor on the device, which orders the calls in ``torch.ops.fserver``.
+        closed: whether this side is closed.
     """
 
     def __init__(
@@ -161,6 +164,7 @@ class Channel:
         self.reason = reason
         self.outgoing = list(outgoing)
         self.tensors = [list(row) for row in tensors]
+        self._count = len(self.tensors)  # of peers
         self.incoming = [t for row in tensors for t in row]
         everything = (*self.outgoing, *self.incoming)
         self._places = [(t, t.data_ptr(), t.shape, t.dtype) for t in everything]
@@ -168,45 +172,48 @@ class Channel:
         self.rows: list[Tensor] = side.rows()
         self.closed = False
         self._peers = "server" if send_first else "worker"
-        self._turns = bool(self.outgoing and self.incoming) and path == "cpu"
+        self._turns = bool(self.outgoing and self.incoming) and path == "host"
         self._sends_next = send_first
-        if path != "cpu":  # no frame of Python in between
+        if path != "host":  # no frame of Python in between
             for method in ("send", "recv"):
                 setattr(self, method, getattr(side, method))
             side.explain(functools.partial(_explain, weakref.ref(self)))
         self.number = next(_numbers)
         _open[self.number] = self
         self._dropped = weakref.finalize(self, _drop, node, handle, side, path, on_close)
-        self._dropped.atexit = path == "cpu"  # a thread that is to end
+        self._dropped.atexit = path == "host"  # a thread that is to end
 
     def send(self, rows: Sequence[int] | None = None) -> None:
         """Sends ``outgoing`` after all that is queued on the current stream.
 
         Args:
-            rows: how many rows of each tensor, in the order of ``outgoing``; None: all. Inside a
-                graph they stay as they were when it was captured.
+            rows: how many rows of each tensor to send, in the order of ``outgoing``; None: all.
+                Inside a graph the numbers stay as they were captured.
 
         Raises:
-            ConfigError: it is not the turn of send, the channel is in use on another stream, or
-                the call cannot be captured.
+            ConfigError: it is the turn of ``recv``, the channel is in use on another stream, or the
+                call cannot be captured.
             ShapeError: rows do not fit.
-            PeerLostError, ClosedError: the channel has ended.
-            TimeoutError: so it has; but with CPU tensors, call again to go on waiting.
+            PeerLostError: a peer is gone, and the channel has ended.
+            ClosedError: this side or a peer has closed the channel.
+            TimeoutError: an earlier wait took longer than ``timeout_ms``, and the channel has
+                ended. With CPU tensors it has not: call again to go on waiting.
         """
         self._enter("send", True)
         with self._explained():
-            if self.path == "cpu" and self._side.capturable:  # by a thread, which learns it later
+            if self.path == "host" and self._side.capturable:  # by a thread, which learns it later
                 self._node.channel_state(self._handle)
             self._side.send(rows)
         self._sends_next = False
 
     def recv(self) -> None:
-        """Has what is queued on the current stream from now on wait for the peers' message, which
-        is then in ``incoming``. Between a send and the recv that follows, what is in there is
+        """Makes the current stream wait for the peers' message, and fills ``incoming`` with it.
+
+        Between a ``send`` and the ``recv`` that follows, the contents of ``incoming`` are
         undefined.
 
         Raises:
-            As send.
+            Error: the errors of ``send``.
         """
         self._enter("recv", False)
         with self._explained():
@@ -268,7 +275,7 @@ class Channel:
         return None
 
     def check(self) -> None:
-        """Says whether the channel still stands, without waiting.
+        """Reports by an error whether the channel has ended, without waiting.
 
         Raises:
             PeerLostError: a peer is gone.
@@ -277,7 +284,7 @@ class Channel:
         """
         if self.closed:
             raise ClosedError(f"check: channel {self.name!r} is closed")
-        if self.path != "cpu":
+        if self.path != "host":
             reason, peer = self._side.status()
             if reason == _LATE:
                 raise TimeoutError(
@@ -299,8 +306,12 @@ class Channel:
             self._node.channel_state(self._handle)
 
     def close(self) -> None:
-        """Ends the channel on this side, after what is queued; bounded. The other side gets a
-        ClosedError for what it sends or waits for afterwards. Does nothing if it is closed."""
+        """Closes this side after what is queued, and waits at most 2 s for the peers to close
+        theirs.
+
+        The peers get a ClosedError for what they send or wait for afterwards. Does nothing if the
+        channel is closed.
+        """
         close_all([self])
 
     def _leave(self) -> bool:
@@ -309,14 +320,14 @@ class Channel:
             return False
         self.closed = True
         _open.pop(self.number, None)
-        if self.path != "cpu":
+        if self.path != "host":
             for method in ("send", "recv"):
                 setattr(self, method, self._refuse)
         return True
 
     def _say_closed(self) -> None:
         """Tells the peers, and the thread of the channel if it has one, and waits for none."""
-        if self.path == "cpu":
+        if self.path == "host":
             self._side.stop()
             return
         with contextlib.suppress(Error):  # the node is closed, and its peers know
@@ -325,7 +336,7 @@ class Channel:
     def _let_go(self, end: float) -> None:
         """Waits for the peers, until a time of the monotonic clock, and lets go of everything."""
         try:
-            if self.path == "cpu":
+            if self.path == "host":
                 self._side.close()
             else:
                 part(self._node, self._handle, self._side, max(0.0, end - time.monotonic()))
@@ -349,5 +360,8 @@ class Channel:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else self.path
-        return f"<fserver.Channel {self.name!r} {state}>"
+        us, rank = ("worker" if self._peers == "server" else "server"), self._node.rank
+        with_whom = f"{self._count} {self._peers}{'s' * (self._count != 1)}"
+        way = self.mode if self.mode == self.path else f"{self.mode} (by way of {self.path})"
+        state = "closed" if self.closed else "open"
+        return f"<fserver.Channel {self.name!r} of {us} {rank} with {with_whom}: {way}, {state}>"

@@ -13,10 +13,11 @@ from fserver.errors import ClosedError, ConfigError, Error, PeerLostError, Shape
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 MOST_TENSORS = 256  # of one side, one way
 MOST_DIMS = 64
-MODES = ("sm", "ce", "proxy")
+MODES = ("kernel", "copy", "host")
+OLD_MODES = {"sm": "kernel", "ce": "copy", "proxy": "host"}
 NAMESPACES = {"pid": "PID", "ipc": "IPC", "mnt": "mount"}
 """What processes have to share, besides the host, for their GPUs to map each other's memory."""
 
@@ -40,6 +41,12 @@ def name(given: Any) -> str:
     if "\0" in given or not given.isascii() and any("\ud800" <= c <= "\udfff" for c in given):
         raise ConfigError(f"channel: name is {given!r:.80}: give one of printable text")
     return given
+
+
+def mode_named(given: Any) -> Any:
+    """Returns a mode by its present name: the former names are taken too, and what is no mode is
+    returned as it is."""
+    return OLD_MODES.get(given, given) if isinstance(given, str) else given
 
 
 def device(given: Any) -> Any:

@@ -39,7 +39,7 @@ class GpuSide:
 
     Args:
         device: ordinal of the GPU.
-        mode: ``"sm"`` or ``"ce"``.
+        mode: ``"kernel"`` or ``"copy"``.
         outgoing, incoming: for each peer, the tensors that go to it and come from it.
         send_first: this side speaks first.
         timeout_ms: how long a kernel waits for a peer.
@@ -59,7 +59,7 @@ class GpuSide:
 
         extension = _loader.load()
         arch = extension.lane_arch(device)
-        image = nvrtc.image(extension.lane_source(), arch) if mode == "sm" else b""
+        image = nvrtc.image(extension.lane_source(), arch) if mode == "kernel" else b""
         self.lane = extension.Lane(device, image, timeout_ms, arch >= 90)
         try:
             self.plan = Plan(
@@ -78,7 +78,7 @@ class GpuSide:
         self._device = device
         # A peer may write to these tensors from now on, and what filled them comes first.
         extension.settle(device)
-        if mode == "ce":  # which tells the rows only when there are fewer than all
+        if mode == "copy":  # which tells the rows only when there are fewer than all
             self._fill_rows(incoming)
         self.send, self.recv = self.lane.send, self.lane.recv
 

@@ -50,8 +50,8 @@ def _library() -> ctypes.CDLL:
         except OSError as error:
             tried.append(str(error))
     raise ConfigError(
-        "channel: no NVRTC, which compiles the kernels of mode='sm' (pip install "
-        f"nvidia-cuda-nvrtc, or use mode='ce'): {'; '.join(tried) or 'no library found'}"
+        "channel: no NVRTC, which compiles the kernels of mode='kernel' (pip install "
+        f"nvidia-cuda-nvrtc, or use mode='copy'): {'; '.join(tried) or 'no library found'}"
     )
 
 
@@ -90,8 +90,8 @@ def image(source: str, arch: int) -> bytes:
     """
     if arch < 70:
         raise ConfigError(
-            f"channel: mode='sm' needs compute capability 7.0, and this GPU has {arch / 10}: "
-            "use mode='ce'"
+            f"channel: mode='kernel' needs compute capability 7.0, and this GPU has {arch / 10}: "
+            "use mode='copy'"
         )
     with _lock:
         library = _library()

@@ -66,7 +66,7 @@ def _outside(device: Any) -> None:
 
 def _direct(mode: str, device: Any) -> bool:
     """Whether GPUs may do it all."""
-    return mode != "proxy" and device.type == "cuda"
+    return mode != "host" and device.type == "cuda"
 
 
 class _Opening:
@@ -152,7 +152,7 @@ class Opener:
             raise ShapeError("channel: push and pull are both empty: give at least one tensor")
         device = describe.of_one_device({"push": push, "pull": pull}, None, _gpu_of(self._node))
         _outside(device)
-        if how.tune and how.mode == "sm":
+        if how.tune and how.mode == "kernel":
 
             def trial(number: str, table: Table) -> Channel:
                 other = how.trial(number, table)
@@ -186,11 +186,11 @@ class Opener:
             if len(paths) > 1:
                 raise ConfigError(
                     "channel: the GPU can reach some servers and others not "
-                    f'({"; ".join(filter(None, reasons))}): open the channel with mode="proxy" on '
+                    f'({"; ".join(filter(None, reasons))}): open the channel with mode="host" on '
                     "all sides"
                 )
             path = paths.pop()
-            if path == "cpu":
+            if path == "host":
                 if it.side:
                     self._node.channel_watch(it.handle, 0)
                     it.side.close()
@@ -230,7 +230,7 @@ class Opener:
         gpu = _gpu_of(self._node)
         device = describe.of_one_device({"push": push or [], "pull": pull}, device, gpu)
         _outside(device)
-        if how.tune and how.mode == "sm":
+        if how.tune and how.mode == "kernel":
 
             def trial(number: str, table: Table) -> Channel:
                 some, other = (_like(pull), _like(push)), how.trial(number, table)
@@ -265,8 +265,8 @@ class Opener:
                 _same(i, how.mode, t, *told[i])
             here = _place(device)
             direct = _direct(how.mode, device) and all(t["device"] == here for t in theirs)
-            path, reasons = how.mode if direct else "cpu", [""] * workers
-            if not direct and how.mode != "proxy":
+            path, reasons = how.mode if direct else "host", [""] * workers
+            if not direct and how.mode != "host":
                 reasons = [describe.apart(i, here, t["device"]) for i, t in enumerate(theirs)]
             if direct:
                 it.side = _gpu(device, how, shares, into, False)

@@ -91,7 +91,7 @@ class Memory(Protocol):
 
 def choose(size: int, shareable: bool, mode: str, table: Table = TABLE) -> tuple[int, int]:
     """Kind and number of blocks for a tensor of ``size`` bytes."""
-    if mode == "sm" and size <= table.packets_up_to:
+    if mode == "kernel" and size <= table.packets_up_to:
         packets = _packets(size)
         if packets <= 2 * PACKET_THREADS:
             return PACKETS, 1
@@ -134,7 +134,7 @@ class Plan:
     Args:
         memory: the device.
         device: its ordinal in this process.
-        mode: ``"sm"`` or ``"ce"``.
+        mode: ``"kernel"`` or ``"copy"``.
         outgoing, incoming: for each peer, the tensors that go to it and come from it.
         send_first: this side speaks first (a worker).
         table: how what is incoming comes.
@@ -187,7 +187,7 @@ class Plan:
         for e in itertools.chain.from_iterable(self._incoming):
             e.flags = arena.take(8 * e.blocks)
         self._credits = [[arena.take(4 * MOST_BLOCKS) for _ in row] for row in self.outgoing]
-        if mode == "ce":  # which fills all of them when the channel ends
+        if mode == "copy":  # which fills all of them when the channel ends
             arena.take(-(arena.size - self._flags) % FILL)
         self._flags_bytes = arena.size - self._flags
         self.arena, self.used = memory.allocate(arena.size), arena.size
@@ -213,7 +213,7 @@ class Plan:
         return self.arena + self._counted, [len(row) for row in self._incoming]
 
     def _wants_place(self, piece: Piece) -> bool:
-        return piece.bytes > 0 and (self.mode == "ce" or piece.bytes > self.table.packets_up_to)
+        return piece.bytes > 0 and (self.mode == "copy" or piece.bytes > self.table.packets_up_to)
 
     def _share(self, piece: Piece) -> tuple[int, int] | None:
         handle, size, offset = self.memory.share(piece.address)
@@ -304,7 +304,7 @@ class Plan:
             kind, blocks = entry["kind"], entry["blocks"]
             if kind not in (PACKETS, PLACE, LANDING) or not 1 <= blocks <= MOST_BLOCKS:
                 raise ValueError
-            if self.mode == "ce" and kind == PACKETS:
+            if self.mode == "copy" and kind == PACKETS:
                 raise ValueError
             if entry["bytes"] != piece.bytes:
                 raise ShapeError(
@@ -332,7 +332,7 @@ class Plan:
 
     def install(self) -> None:
         """Gives the device its segments; all peers are attached."""
-        if self.mode == "ce":
+        if self.mode == "copy":
             self.memory.plan_copies(True, self._copies_out())
             self.memory.plan_copies(False, self._copies_in())
         else:

@@ -54,7 +54,7 @@ def tuned(open_trial: Callable[[str, Table], Channel], send_first: bool) -> Tabl
         except TimeoutError as error:
             raise TimeoutError(f"{error} (and with tune=True on all sides or on none)") from error
         with trial as channel:
-            if channel.path != "sm":
+            if channel.path != "kernel":
                 return TABLE
             seconds = _seconds(channel, send_first)
         if mine:

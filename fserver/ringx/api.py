@@ -105,42 +105,52 @@ def ringx_attention(
     agreed: bool = False,
     copies: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of the local rows to the keys of all ranks. Every rank of the group calls it.
+    """Computes exact attention of the local rows to the keys of all ranks.
+
+    Every rank of the group calls it, with the same arguments but for the tensors.
 
     Args:
-        q: ``[B, Sq, H, D]``, the local rows: those that `shard` gives by `layout_of` the algorithm.
-        k, v: ``[B, Sk, Hkv, D]``, the local keys and values. H is a multiple of Hkv.
-        algorithm: "X1", "X1o" (full mask, contiguous, lengths may differ over the ranks), "X3b"
-            (full mask, contiguous), "X2", "X2o" (causal, contiguous, lengths may differ), "X3",
-            "X3c", "X4", "X4o" (causal, zigzag). "auto" is X1o or X3b for a full mask, whichever
-            moves less, and for a causal one, zigzag, X3, or X4 above GATHER_LIMIT bytes.
-        causal: a row sees the keys at its own and at earlier positions.
-        layout: how the caller has split the sequence over the ranks, "contiguous" or "zigzag". A
-            call with another layout than `layout_of` the algorithm is refused. Without it nothing
-            is checked, and parts of the wrong layout give a wrong answer under a causal mask.
-        scale: of the scores, more than 0; 1 / sqrt(D) without.
-        group: the ranks; all without.
-        sink: ``[H]``, the score of a key that has no value. Its gradient is what the local rows
-            give, as for any weight that all ranks have: the sum over the ranks is the caller's.
-        reduce_dtype: of sums over ranks; q's type, if that is wider, as float64 for float64.
-        return_lse: also give lse, ``[B, H, Sq]``, in float32 or float64. It has no gradient.
-        agreed: do not ask the other ranks, as every call does else: the caller knows that all pass
-            the same arguments and equal lengths, as in a loop whose first call has asked. It saves
-            the CPU a wait. If it is not so, the call may hang or be wrong. A call in the capture of
-            a CUDA graph has to pass it.
-        copies: X3, X3b and X4 do without collectives where the ranks are GPUs of one host that
-            reach each other's memory. The group's first call with it finds that out. Elsewhere,
-            tensors on a CPU among that, they do as without it, and so does "auto" where it is X1o.
+        q: ``[B, Sq, H, D]``, the local rows: those that ``shard`` returns for ``layout_of`` the
+            algorithm.
+        k: ``[B, Sk, Hkv, D]``, the local keys. H is a multiple of Hkv.
+        v: ``[B, Sk, Hkv, D]``, the local values.
+        algorithm: ``"X1"``, ``"X1o"`` (full mask, contiguous, lengths may differ between ranks),
+            ``"X3b"`` (full mask, contiguous), ``"X2"``, ``"X2o"`` (causal, contiguous, lengths may
+            differ), ``"X3"``, ``"X3c"``, ``"X4"``, ``"X4o"`` (causal, zigzag). ``"auto"``: for a
+            full mask X1o or X3b, whichever moves less; for a causal mask, zigzag, X3, or X4 above
+            GATHER_LIMIT bytes.
+        causal: True: a row attends to the keys at its own and at earlier positions. False: to all.
+        layout: how the caller has split the sequence over the ranks, ``"contiguous"`` or
+            ``"zigzag"``. A call with another layout than ``layout_of`` the algorithm is refused.
+            None: nothing is checked, and parts of the wrong layout give a wrong answer under a
+                causal mask.
+        scale: factor of the scores, above 0. None: 1 / sqrt(D).
+        group: the ranks. None: all ranks.
+        sink: ``[H]``, for each head the score of a key that has no value. Its gradient is that of
+            the local rows, as for any weight that all ranks have: the caller adds up the ranks'.
+        reduce_dtype: type of sums over ranks. A wider type of q is used instead, such as float64.
+        return_lse: True: return lse too. It has no gradient.
+        agreed: True: do not compare the arguments with those of the other ranks, which every call
+            does otherwise. The caller guarantees that all ranks pass the same arguments and equal
+            lengths, as in a loop whose first call has compared them. It saves the CPU a wait. If
+            the guarantee is broken, the call may hang or return wrong values. A call in the capture
+            of a CUDA graph needs it.
+        copies: True: X3, X3b and X4 use copies in place of collectives where the ranks are GPUs of
+            one host that reach each other's memory. The group's first such call finds that out.
+            Elsewhere, on the CPU for instance, and where ``"auto"`` is X1o, it changes nothing.
 
     Returns:
-        out ``[B, Sq, H, D]`` of q's type; with return_lse (out, lse).
+        out, ``[B, Sq, H, D]`` of q's type. With return_lse ``(out, lse)``; lse is ``[B, H, Sq]`` in
+        float32 or float64.
 
     Raises:
-        ConfigError, ShapeError: an argument is wrong here, or not the same on all ranks. All ranks
-            raise then, and nothing has been exchanged; with agreed, and in the capture of a CUDA
-            graph, only this one raises.
-        TimeoutError, Error: a rank has not come to a collective in the group's time, or has ended;
-            also in backward. docs/ringx.md says when, under *Ranks that do not come*.
+        ConfigError: an argument is wrong here, or differs between ranks. All ranks raise, and
+            nothing has been exchanged. With agreed, and in the capture of a CUDA graph, this rank
+            alone raises.
+        ShapeError: a shape is wrong; otherwise as ConfigError.
+        TimeoutError: a rank has not come to a collective in the group's time. Also in backward.
+        Error: a rank has ended, or a collective has failed. Also in backward. docs/ringx.md says
+            more, under *Ranks that do not come*.
     """
     more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
     out, lse = _run(
@@ -260,14 +270,27 @@ def _like_reference(algorithm: str) -> Callable[..., Any]:
         return (out, lse, None) if return_attn_probs else out
 
     function.__name__ = function.__qualname__ = f"ring{algorithm}_attn_func"
-    function.__doc__ = f"""Attention by {algorithm}, with the signature of the reference.
+    function.__doc__ = f"""Computes attention by {algorithm}, with the signature of RingX.
 
-    The arguments are those of `ringx_attention`. dropout_p, window_size and alibi_slopes have to
-    be left alone, and causal has to be {ALGORITHMS[algorithm].causal}. With return_attn_probs the
-    result is (out, lse, None).
+    Args:
+        q: ``[B, Sq, H, D]``, the local rows.
+        k: ``[B, Sk, Hkv, D]``, the local keys.
+        v: ``[B, Sk, Hkv, D]``, the local values.
+        dropout_p: has to be 0.
+        softmax_scale: factor of the scores. None: 1 / sqrt(D).
+        causal: has to be {ALGORITHMS[algorithm].causal}.
+        window_size: has to be (-1, -1).
+        alibi_slopes: has to be None.
+        deterministic: True needs ``torch.use_deterministic_algorithms``.
+        return_attn_probs: True: return ``(out, lse, None)``.
+        group: the ranks. None: all ranks.
+
+    Returns:
+        out, ``[B, Sq, H, D]`` of q's type. With return_attn_probs ``(out, lse, None)``.
 
     Raises:
-        ConfigError, ShapeError: as for `ringx_attention`.
+        ConfigError: as ``ringx_attention``.
+        ShapeError: as ``ringx_attention``.
     """
     return function
 

@@ -23,13 +23,20 @@ LAYOUTS = ("contiguous", "zigzag")
 def positions(
     length: int, layout: str, rank: int, size: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """The positions in a sequence of `length` that `rank` of `size` has, in its order: int64.
+    """Returns the positions of a sequence that a rank holds, in its order, as int64.
 
-    This is what a rotary embedding of the rank's rows takes.
+    A rotary embedding of the rank's rows takes them.
+
+    Args:
+        length: number of tokens of the whole sequence.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        rank: the rank, 0 to size - 1.
+        size: number of ranks.
+        device: where the result is; None: the CPU.
 
     Raises:
         ConfigError: there is no such layout, rank, size or length.
-        ShapeError: zigzag, and the length is not a multiple of 2 * size.
+        ShapeError: the layout is zigzag, and the length is no multiple of 2 * size.
     """
     check_layout(layout)
     length, size = _whole("length", length, 0), _whole("size", size, 1)
@@ -49,20 +56,34 @@ def positions(
 
 
 def shard(x: Tensor, layout: str, rank: int, size: int, dim: int = 1) -> Tensor:
-    """The part of `x` that `rank` of `size` has, along `dim`: a copy.
+    """Returns a copy of the part of a tensor that a rank holds.
+
+    Args:
+        x: the whole tensor.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        rank: the rank, 0 to size - 1.
+        size: number of ranks.
+        dim: the dimension of the tokens.
 
     Raises:
-        ConfigError, ShapeError: as for positions, or x is no tensor with such a dim.
+        ConfigError: there is no such layout, rank or size, or x is no tensor with that dimension.
+        ShapeError: the layout is zigzag, and the length is no multiple of 2 * size.
     """
     _has_dim("x", x, dim)
     return x.index_select(dim, positions(x.shape[dim], layout, rank, size, x.device))
 
 
 def unshard(parts: Sequence[Tensor], layout: str, dim: int = 1) -> Tensor:
-    """The whole of which `parts`, one for each rank in order, are the shards: a copy.
+    """Returns a copy of the whole tensor, of which the given parts are the shards.
+
+    Args:
+        parts: the parts, one for each rank, in order.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        dim: the dimension of the tokens.
 
     Raises:
-        ConfigError, ShapeError: as for shard, or the parts are not the shards of a whole.
+        ConfigError: there is no such layout, or a part is no tensor with that dimension.
+        ShapeError: the parts are not the shards of one tensor.
     """
     parts = tuple(parts)
     if not parts:

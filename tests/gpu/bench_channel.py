@@ -108,13 +108,13 @@ def round_trips(
 ) -> dict[str, Any]:
     """A channel without nodes, with a table of its own, in a graph."""
     out, into = (push, pull) if side.index == 0 else (pull, push)
-    channel = side.open([_bytes(side, out)], [_bytes(side, into)], "sm", **table)
+    channel = side.open([_bytes(side, out)], [_bytes(side, into)], "kernel", **table)
     values = _round_trips(side, channel, True, count)
     ok = channel.status() == (0, 0)
     side.barrier()
     channel.close()
     side.barrier()
-    work = f"channel sm, graph x{INNER}"
+    work = f"channel kernel, graph x{INNER}"
     return _row(*values, work=work, push=push, pull=pull, ok=ok, table=table)
 
 
@@ -185,7 +185,7 @@ def extras(side: Side, push: int, pull: int, count: int) -> list[dict[str, Any]]
 
         gpu.nvrtc.image = image
         try:
-            channel = side.open([_bytes(side, out)], [_bytes(side, into)], "sm")
+            channel = side.open([_bytes(side, out)], [_bytes(side, into)], "kernel")
         finally:
             gpu.nvrtc.image = full
         channels.append(channel)
@@ -197,7 +197,9 @@ def extras(side: Side, push: int, pull: int, count: int) -> list[dict[str, Any]]
                 took[what] += _time(side, replay, 10, INNER)
     rows = []
     for what, values in took.items():
-        rows.append(_row(values, work=f"sm graph x{INNER}, without {what}", push=push, pull=pull))
+        rows.append(
+            _row(values, work=f"kernel graph x{INNER}, without {what}", push=push, pull=pull)
+        )
         rows[-1]["costs_us"] = round(rows[0]["p50_us"] - rows[-1]["p50_us"], 2)
     for channel in channels:
         assert channel.status() == (0, 0)
@@ -234,7 +236,7 @@ def main() -> int:
     pair = Pair(devices)
     failed, failures = False, 0
     jobs: list[tuple[Any, dict[str, Any]]] = []
-    for mode in ("sm", "ce"):
+    for mode in ("kernel", "copy"):
         jobs.append((calls, {"mode": mode, "count": 5}))
     if args.sweep:
         what: dict[str, Any] = {"count": count // 3}

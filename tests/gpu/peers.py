@@ -25,7 +25,7 @@ START = 40.0
 
 POISON = 0xA5
 
-PATHS = {"sm": "sm", "ce": "ce", "proxy": "cpu"}
+PATHS = {"kernel": "kernel", "copy": "copy", "host": "host"}
 """How a channel of each mode goes between GPUs of one host."""
 
 

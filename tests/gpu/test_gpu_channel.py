@@ -20,7 +20,7 @@ import pytest
 from pair import Pair, Side, at_once, say
 from peers import Child
 
-MODES = ["sm", "ce", "proxy"]
+MODES = ["kernel", "copy", "host"]
 OPTIONS: dict[str, Any] = {"backend": "CPU", "settings": {"FSERVER_LOG": "error"}}
 
 
@@ -147,7 +147,7 @@ def eager_and_graph(
                     del graph, replay
         [link], done = own.links(), own.describe()
         assert transport in ("auto", link.transport.split("/")[0])
-        carried = (path or peers.PATHS[mode]) == "cpu"
+        carried = (path or peers.PATHS[mode]) == "host"
         assert done["push_pulls" if side.index == 0 else "responses"] == 2 * 104 * carried
         side.barrier()
 
@@ -159,9 +159,9 @@ def test_channel(pair: Pair, mode: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "cma"])
-def test_proxy(pair: Pair, transport: str) -> None:
+def test_host(pair: Pair, transport: str) -> None:
     for n in (5, 1 << 18, 1_310_723):
-        pair.run(eager_and_graph, 20, mode="proxy", n=n, transport=transport)
+        pair.run(eager_and_graph, 20, mode="host", n=n, transport=transport)
 
 
 EXPANDABLE = dict.fromkeys(
@@ -197,7 +197,7 @@ def test_cpu_at_one_end(made: Callable[..., Pair], devices: tuple[int | None, in
     two = made(devices)
     for mode in MODES:
         for n in (5, 1 << 18):
-            two.run(eager_and_graph, mode=mode, n=n, path="cpu")
+            two.run(eager_and_graph, mode=mode, n=n, path="host")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -420,7 +420,7 @@ def layered(
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_layers(pair: Pair, mode: str, apart: bool) -> None:
     """61 layers of 3 micro-batches, 1,000 times where the processes need not take turns."""
     replays = 1000 if at_once(pair.devices) else 1
@@ -430,12 +430,12 @@ def test_layers(pair: Pair, mode: str, apart: bool) -> None:
 @pytest.mark.parametrize(
     ("apart", "transport"), [(False, "auto"), (True, "auto"), (False, "tcp"), (True, "cma")]
 )
-def test_layers_by_proxy(pair: Pair, apart: bool, transport: str) -> None:
+def test_layers_by_host(pair: Pair, apart: bool, transport: str) -> None:
     """As test_layers, with a tenth of the layers where the processes have to take turns: the CPU
     has a part in each message."""
     whole = at_once(pair.devices)
     shape = {"layers": 61 if whole else 6, "stages": 3, "replays": 1000 if whole else 20}
-    pair.run(layered, 90, mode="proxy", apart=apart, transport=transport, **shape)
+    pair.run(layered, 90, mode="host", apart=apart, transport=transport, **shape)
 
 
 def tuned(side: Side, n: int, rounds: int) -> tuple[Any, float, float]:
@@ -449,7 +449,7 @@ def tuned(side: Side, n: int, rounds: int) -> tuple[Any, float, float]:
     with node(side) as own:
         before = time.perf_counter()
         for tune in (True, False):
-            with opened(side, own, n, "sm", 11, tune=tune) as ch:
+            with opened(side, own, n, "kernel", 11, tune=tune) as ch:
                 if tune:
                     table, opening = ch.table, time.perf_counter() - before
                 else:
@@ -480,7 +480,7 @@ def compiled(side: Side, backend: str) -> None:
     torch.compiler.reset()
     torch._inductor.config.compile_threads = 1  # in this process
     # The first to have compiled its step waits for the other.
-    with node(side) as own, opened(side, own, 4096, "sm", 3, timeout_ms=60000) as ch:
+    with node(side) as own, opened(side, own, 4096, "kernel", 3, timeout_ms=60000) as ch:
 
         def worker(x: Any) -> Any:
             ch.outgoing[0].copy_(x * 2)
@@ -691,7 +691,7 @@ def parted(side: Side, mode: str) -> None:
         assert float(torch.ones(5, device=f"cuda:{side.device}").sum()) == 5
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_parted(pair: Pair, mode: str) -> None:
     pair.run(parted, mode=mode)
 
@@ -778,7 +778,7 @@ def closed_in_a_capture(side: Side, mode: str) -> None:
         side.barrier()
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_closed_in_a_capture(pair: Pair, mode: str) -> None:
     pair.run(closed_in_a_capture, mode=mode)
 

@@ -183,7 +183,7 @@ def _three(gpus: int) -> None:
 
 
 @pytest.mark.killed_at_work
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_killed_among_two(child: Callable[..., Child], gpus: int, mode: str) -> None:
     """One of two workers is killed in traffic, twice. The server is told who, the other worker's
     push_pulls go on without it, and with its successor all do, and another channel. The device
@@ -305,7 +305,7 @@ def work_rows(
     return bad
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce", "proxy"])
+@pytest.mark.parametrize("mode", ["kernel", "copy", "host"])
 def test_rows_of_two(child: Callable[..., Child], gpus: int, mode: str) -> None:
     """Workers whose tensors have other shapes, and other row counts in each message."""
     _three(gpus)

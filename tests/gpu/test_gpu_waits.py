@@ -332,7 +332,7 @@ def receives_leave_room(side: Side, n: int) -> None:
     place = f"cuda:{side.device}"
     out = [torch.full((4 << 20,), 1.0, device=place) for _ in range(n)]
     into = [torch.zeros(4 << 20, device=place) for _ in range(n)]
-    channels = [side.open([a], [b], "sm", 9000) for a, b in zip(out, into, strict=True)]
+    channels = [side.open([a], [b], "kernel", 9000) for a, b in zip(out, into, strict=True)]
     streams = [torch.cuda.Stream() for _ in range(n)]
     a = torch.ones(4096, 4096, device=place)
     c = a @ a

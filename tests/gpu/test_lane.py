@@ -18,7 +18,7 @@ SIZES = [
     4096, 1, 7, 8, 9, 15, 16, 17, 255, 4095, 4097, 64 * KIB, 256 * KIB - 1, 256 * KIB,
     256 * KIB + 1, 256 * KIB + 16, 896 * KIB, 1792 * KIB, 2 * MIB + 4, 8 * MIB + 3, 64 * MIB, 0,
 ]  # fmt: skip
-MODES = ["sm", "ce"]
+MODES = ["kernel", "copy"]
 
 
 def _pattern(size: int, seed: int, device: str) -> Any:
@@ -85,7 +85,7 @@ def test_sizes(pair: Pair, mode: str) -> None:
 @pytest.mark.parametrize("shift", [1, 4, 8])
 def test_unaligned(pair: Pair, shift: int) -> None:
     sizes = [1, 100, 4096, 300 * KIB + 5]
-    assert pair.run(exchange_sizes, mode="sm", sizes=sizes, shift=shift) == [4, 4]
+    assert pair.run(exchange_sizes, mode="kernel", sizes=sizes, shift=shift) == [4, 4]
 
 
 def exchange_many(side: Side, mode: str, n: int) -> None:
@@ -302,14 +302,20 @@ def wait_in_vain(side: Side, mode: str, how: str) -> tuple[float, tuple[int, int
 
 @pytest.mark.parametrize(
     ("mode", "how"),
-    [("sm", "late"), ("sm", "abort"), ("sm", "killed"), ("ce", "late"), ("ce", "killed")],
+    [
+        ("kernel", "late"),
+        ("kernel", "abort"),
+        ("kernel", "killed"),
+        ("copy", "late"),
+        ("copy", "killed"),
+    ],
 )
 def test_ends(fresh: Pair, mode: str, how: str) -> None:
     for index in (0, 1):
         fresh.start(index, wait_in_vain, mode=mode, how=how)
     took, status, lost = fresh.result(0)
     assert took < 5
-    assert status == ((2, 0) if how == "late" else (1, 0) if mode == "sm" else (1, -1))
+    assert status == ((2, 0) if how == "late" else (1, 0) if mode == "kernel" else (1, -1))
     if fresh.devices[0] != fresh.devices[1]:
         assert lost <= 32 * MIB, f"{lost} bytes of the GPU were not given back"
 
@@ -327,7 +333,7 @@ def many_in_vain(
     channels = []
     for _ in range(count):
         t, r = torch.ones(4096, device=device), torch.zeros(4096, device=device)
-        channels.append(side.open([t], [r], "ce", timeout_ms=300))
+        channels.append(side.open([t], [r], "copy", timeout_ms=300))
     before = torch.cuda.mem_get_info()[0]
 
     def taken() -> int:
@@ -382,7 +388,7 @@ def many_in_vain(
     ],
 )
 def test_many_end(made: Callable[..., Pair], queues: str, count: int, then: str) -> None:
-    """What ends a wait of mode "ce" is not behind other waits, nor kept by a thread for which the
+    """What ends a wait of mode "copy" is not behind other waits, nor kept by a thread for which the
     driver waits for all of them."""
     pair = made((0, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": queues})
     found, (ended, closed) = pair.run(many_in_vain, 30, count=count, then=then)[0]
@@ -438,7 +444,7 @@ def sends_no_more(side: Side, size: int) -> None:
     device = f"cuda:{side.device}"
     t = torch.zeros(size // 4, dtype=torch.int32, device=device)
     r = torch.zeros(size // 4, dtype=torch.int32, device=device)
-    channel = side.open([t], [r], "sm", timeout_ms=300 if side.index == 0 else 1500)
+    channel = side.open([t], [r], "kernel", timeout_ms=300 if side.index == 0 else 1500)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         if side.index == 0:

@@ -35,16 +35,17 @@ def profiled(gpus: int) -> Iterator[Crew]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "path"), [("eager", "cudaipc"), ("ce", "ce"), ("ce graph", "ce"), ("sm", "sm")]
+    ("kind", "path"),
+    [("eager", "cudaipc"), ("copy", "copy"), ("copy graph", "copy"), ("kernel", "kernel")],
 )
 def test_kernels(profiled: Crew, kind: str, path: str) -> None:
-    """push_pull and mode "ce" use no SM. Mode "sm" does, which shows that kernels of a channel
-    are seen, as those of torch are."""
+    """push_pull and mode "copy" use no SM. Mode "kernel" does, which shows that kernels
+    of a channel are seen, as those of torch are."""
     for seen in profiled(kind):
         assert seen["control"], "the profiler does not see a kernel of torch"
         assert seen["transport"] == path
         assert seen["wrong"] == 0
-        if kind == "sm":
+        if kind == "kernel":
             assert sum(seen["kernel"].values()) >= 2 * 20
         else:
             assert seen["kernel"] == {}

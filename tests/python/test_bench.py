@@ -1059,10 +1059,10 @@ def test_graph(tmp_path, shape):
     """On the CPU: the program, not the speed."""
     path = tmp_path / "rows.json"
     argv = ["--dry", "--shape", shape, "--layers", "3", "--stages", "2", "--rows", "2"]
-    argv += ["--width", "64", "--replays", "3", "--modes", "ce"]
+    argv += ["--width", "64", "--replays", "3", "--modes", "copy"]
     assert bench.main(["graph", "af", *argv, "--json", str(path)]) == 0
     ours, nccl, *others = json.loads(path.read_text())["rows"]
-    assert (ours["mode"], nccl["by"]) == ("ce", "nccl")
+    assert (ours["mode"], nccl["by"]) == ("copy", "nccl")
     for row in (ours, nccl):
         assert row["wrong"] == 0 and row["micro_batch_us"] > 0
     assert "meets" in ours and "meets" not in nccl
@@ -1074,7 +1074,7 @@ def test_graph_overlap(tmp_path):
     """On the CPU: the program, not the speed."""
     path = tmp_path / "rows.json"
     argv = ["--dry", "--shape", "1x1", "--layers", "2", "--stages", "2", "--rows", "2"]
-    argv += ["--width", "64", "--size", "32", "--rounds", "3", "--ms", "8", "--modes", "ce"]
+    argv += ["--width", "64", "--size", "32", "--rounds", "3", "--ms", "8", "--modes", "copy"]
     assert bench.main(["graph", "overlap", *argv, "--json", str(path), "--beside", "nccl"]) == 0
     *ours, nccl = json.loads(path.read_text())["rows"]
     assert [row["compute"] for row in ours] == [False, True] and nccl["by"] == "nccl"
@@ -1136,7 +1136,7 @@ def test_graph_zero_sm(tmp_path):
     argv = ["--dry", "--rows", "2", "--width", "64", "--trips", "3", "--json", str(path)]
     assert bench.main(["graph", "zero-sm", *argv]) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert [row["kind"] for row in rows] == ["eager", "ce", "ce graph", "sm"]
+    assert [row["kind"] for row in rows] == ["eager", "copy", "copy graph", "kernel"]
     assert all(row["wrong"] == 0 and row["profiler_sees_kernels"] is False for row in rows)
 
 

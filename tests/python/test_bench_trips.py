@@ -25,7 +25,7 @@ def run(path: Path, *argv: str) -> tuple[int, list[dict]]:
 
 
 def test_trips(path):
-    status, rows = run(path, "--runs", "3", "--modes", "sm", "--beside", "nccl", "symm")
+    status, rows = run(path, "--runs", "3", "--modes", "kernel", "--beside", "nccl", "symm")
     assert status == 0 and all(row["work"] == "trips" for row in rows)
     ours = [row for row in rows if "by" not in row]
     done = [(row["how"], row.get("push"), row.get("in_flight")) for row in ours]
@@ -50,19 +50,19 @@ def test_trips(path):
 
 
 def test_trips_through_the_engine(path):
-    status, rows = run(path, "--runs", "1", "--modes", "proxy", "--beside")
+    status, rows = run(path, "--runs", "1", "--modes", "host", "--beside")
     assert status == 0 and [row["by"] for row in rows[:2]] == ["wire", "raw"]
     assert [(row["transport"], row["push"]) for row in rows[2:]] == [
         (transport, push) for transport in ("cma", "tcp") for push, _ in trips.SIZES
     ]
-    assert all(row["p50_us"] > 0 and row["mode"] == "proxy" for row in rows[2:])
+    assert all(row["p50_us"] > 0 and row["mode"] == "host" for row in rows[2:])
 
 
-def test_proxy_is_for_trips_alone(capsys):
+def test_host_is_for_trips_alone(capsys):
     with pytest.raises(SystemExit) as end:
-        bench.main(["graph", "af", "--dry", "--modes", "ce", "proxy"])
+        bench.main(["graph", "af", "--dry", "--modes", "copy", "host"])
     assert end.value.code == 2
-    assert "--modes: 'proxy': want some of sm, ce with af" in capsys.readouterr().err
+    assert "--modes: 'host': want some of kernel, copy with af" in capsys.readouterr().err
 
 
 # What the sides do in place of the works.
@@ -94,7 +94,7 @@ def planned(monkeypatch, *work):
 
 def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch, capsys):
     first, second = {"how": "graph x20", "by": "nccl"}, {"how": "enqueued x20", "by": "nccl"}
-    mine = {"mode": "ce", "how": "graph x20"}
+    mine = {"mode": "copy", "how": "graph x20"}
     work = (failing, first), (good, first), (dying, second), (good, mine), (good, mine)
     planned(monkeypatch, *work)
     status, rows = run(path)
@@ -106,7 +106,7 @@ def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch,
 
 
 def test_processes_of_others_do_nothing_else(path, monkeypatch):
-    work = [{"mode": "sm"}, {"by": "nccl"}, {"by": "nccl"}, {"mode": "sm"}]
+    work = [{"mode": "kernel"}, {"by": "nccl"}, {"by": "nccl"}, {"mode": "kernel"}]
     planned(monkeypatch, *((good, {"how": "one way", **what}) for what in work))
     status, rows = run(path)
     pids = [row["p50_us"] for row in rows]
@@ -114,13 +114,13 @@ def test_processes_of_others_do_nothing_else(path, monkeypatch):
 
 
 def test_what_fails_of_ours_fails(path, monkeypatch, capsys):
-    mine = {"mode": "sm", "how": "one way"}
+    mine = {"mode": "kernel", "how": "one way"}
     planned(monkeypatch, (failing, mine), (good, mine), (wrong, mine), (good, mine))
     status, rows = run(path)
     assert status == 1 and len(rows) == 3  # no more after two
     assert "nothing here" in rows[0]["error"] and rows[2]["wrong"] == 3
     out = capsys.readouterr().out
-    assert "FAIL trips {'mode': 'sm', 'how': 'one way'}:" in out and "FAIL wrong data: " in out
+    assert "FAIL trips {'mode': 'kernel', 'how': 'one way'}:" in out and "FAIL wrong data: " in out
 
 
 # What is in the works.
@@ -155,7 +155,7 @@ def graph_of(mode, how, at, p50, p99=0.0):
 
 
 def messages(how, in_flight, p50):
-    return {"mode": "sm", "how": how, "size": 1 << 26, "in_flight": in_flight, "p50_us": p50}
+    return {"mode": "kernel", "how": how, "size": 1 << 26, "in_flight": in_flight, "p50_us": p50}
 
 
 RAW = {**graph_of("", "graph x20", 2, 20.0), "by": "raw", "what": "copy engine"}
@@ -166,16 +166,16 @@ FASTER = {"by": "raw", "what": "copy engine both ways", "how": "enqueued x20", "
 @pytest.mark.parametrize(
     ("row", "met"),
     [
-        (graph_of("sm", "graph x200", 0, 5.0, 5.5), True),
-        (graph_of("sm", "graph x200", 0, 5.1, 5.1), False),
-        (graph_of("sm", "graph x200", 2, 10.0, 11.1), False),
-        (graph_of("sm", "graph x20", 0, 5.0, 5.6), False),
-        (graph_of("sm", "enqueued x20", 2, 18.0, 99.0), True),
-        (graph_of("sm", "enqueued x20", 1, 9.1), False),
-        (graph_of("ce", "enqueued x20", 1, 9.0), None),
-        (graph_of("ce", "graph x20", 2, 22.0), True),
-        (graph_of("ce", "graph x20", 2, 22.1), False),
-        (graph_of("ce", "graph x20", 1, 22.0), None),
+        (graph_of("kernel", "graph x200", 0, 5.0, 5.5), True),
+        (graph_of("kernel", "graph x200", 0, 5.1, 5.1), False),
+        (graph_of("kernel", "graph x200", 2, 10.0, 11.1), False),
+        (graph_of("kernel", "graph x20", 0, 5.0, 5.6), False),
+        (graph_of("kernel", "enqueued x20", 2, 18.0, 99.0), True),
+        (graph_of("kernel", "enqueued x20", 1, 9.1), False),
+        (graph_of("copy", "enqueued x20", 1, 9.0), None),
+        (graph_of("copy", "graph x20", 2, 22.0), True),
+        (graph_of("copy", "graph x20", 2, 22.1), False),
+        (graph_of("copy", "graph x20", 1, 22.0), None),
         (messages("one way", 2, 100.0), True),
         (messages("one way", 3, 100.1), False),
         (messages("one way", 1, 90.0), None),
@@ -189,7 +189,7 @@ def test_targets(row, met):
     [one] = trips.summary({**row, "wrong": 0}, {}, before)
     assert one.get("meets") is met
     [one] = trips.summary({**row, "wrong": 0}, {}, [])
-    depends = row["mode"] == "ce" or "in_flight" in row
+    depends = row["mode"] == "copy" or "in_flight" in row
     assert one.get("meets") is (None if depends else met)
     [one] = trips.summary({**row, "by": "nccl", "wrong": 0}, {}, before)
     assert "meets" not in one

@@ -61,12 +61,12 @@ def both(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mode", ["sm", "ce", "proxy"])
+@pytest.mark.parametrize("mode", ["kernel", "copy", "host"])
 def test_exchange(cluster: MakeCluster, way: str, mode: str) -> None:
     pair = cluster(transport=way)
     x, y = torch.randn(7, 64), torch.empty(7, 128)
     w, s = both(pair, [x], [y], mode=mode)
-    assert (w.path, s.path, w.mode) == ("cpu", "cpu", mode)
+    assert (w.path, s.path, w.mode) == ("host", "host", mode)
     for turn in range(5):
         x.fill_(turn)
         w.send()
@@ -268,7 +268,7 @@ def refused(pair: Cluster, worker: Callable[[], Any], server: Callable[[], Any])
         ({"pull": torch.empty(9)}, fserver.ShapeError, "float32 [9] here, and key 2, float32 [8]"),
         ({"pull": torch.empty(8, dtype=torch.int32)}, fserver.ShapeError, "int32 [8] here"),
         ({"push": [torch.empty(5)]}, fserver.ShapeError, "incoming tensor 0 is key 1, float32 [5]"),
-        ({"mode": "ce"}, fserver.ConfigError, "mode is 'ce' here and 'sm' at peer 0"),
+        ({"mode": "copy"}, fserver.ConfigError, "mode is 'copy' here and 'kernel' at peer 0"),
     ],
 )  # fmt: skip
 def test_mismatch(pair: Cluster, change: dict[str, Any], kind: Any, text: str) -> None:
@@ -277,7 +277,7 @@ def test_mismatch(pair: Cluster, change: dict[str, Any], kind: Any, text: str) -
     def server() -> Any:
         return pair.server.channel(
             change.get("keys", [1]), [change.get("pull", y)], [2], push=change.get("push"),
-            mode=change.get("mode", "sm"), timeout_ms=5000,
+            mode=change.get("mode", "kernel"), timeout_ms=5000,
         )  # fmt: skip
 
     worker, served = refused(
@@ -292,7 +292,7 @@ def freed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("mode", ["sm", "proxy"])
+@pytest.mark.parametrize("mode", ["kernel", "host"])
 def test_reshaped_meanwhile(pair: Cluster, mode: str) -> None:
     """Its memory is the same: less of it would be sent, or it would in another order."""
     x, y = torch.arange(16.0).reshape(8, 2), torch.zeros(2, 2)
@@ -421,7 +421,7 @@ def test_wrong_devices(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opener, "_place", lambda device: "cuda@here")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     w, s = both(pair, [x], [])
-    assert (w.path, s.path, s.incoming[0].device) == ("cpu", "cpu", torch.device("cpu"))
+    assert (w.path, s.path, s.incoming[0].device) == ("host", "host", torch.device("cpu"))
 
 
 def test_devices_of_a_node_with_a_gpu(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -780,7 +780,7 @@ def test_a_successor_is_not_told(error: fserver.Error, told: list[int]) -> None:
     got: list[int] = []
     one = opener.Opener.__new__(opener.Opener)
     one._node = SimpleNamespace(channel_tell=lambda handle, peer, text: got.append(peer))
-    one._refuse(1, "sm", [0, 1, 2], error)
+    one._refuse(1, "kernel", [0, 1, 2], error)
     assert got == told
 
 
@@ -897,13 +897,13 @@ def test_the_engine_lets_go_of_a_side_that_is_closed(
     assert [side.at_close for side in made] == [1]
     # It has no GPU.
     for ch in opened("mixed", True, False):
-        assert ch.path == "cpu"
+        assert ch.path == "host"
         in_thread(ch.close)
     assert [side.at_close for side in made] == [1, 0]
     # Nobody closes it; then its name and its keys are free.
     for _ in range(2):
         w, s = opened("dropped", True, True)
-        assert (w.path, s.path) == ("sm", "sm")
+        assert (w.path, s.path) == ("kernel", "kernel")
         del w, s
         gc.collect()
     # Somebody does.
@@ -1170,7 +1170,7 @@ def test_opening_in_a_capture(
         patch.setattr(opener, "_like", lambda tensors: pytest.fail("it has allocated"))
         patch.setattr(opener.Opener, "_begin", lambda *_: pytest.fail("it has begun"))
         for call in (w, s):
-            for more in ({}, {"mode": "ce"}, {"mode": "proxy"}, {"tune": True}):
+            for more in ({}, {"mode": "copy"}, {"mode": "host"}, {"tune": True}):
                 with pytest.raises(fserver.ConfigError, match=text):
                     call(**more)
     assert made == []
@@ -1300,13 +1300,13 @@ def test_operators_are_what_they_say(pair: Cluster) -> None:
     "text",
     [
         "", "[]", "null", "{", '{"v": 1}', '{"v": 2}',
-        describe.text("sm", "cpu", [[1, "float32", [-1]]], []),
-        describe.text("sm", "cpu", [[1, "storage", [1]]], []),
-        describe.text("sm", "cpu", [[1.5, "int8", [1]]], []),
-        describe.text("sm", "cpu", [[1, "int8", [1 << 60]]], []),
-        describe.text("sm", "cpu", [[1, "int8", [1] * 65]], []),
-        describe.text("sm", "cpu", [[1, "int8"]], []),
-        describe.text("sm", "cpu", [[1, "int8", [1]]] * 257, []),
+        describe.text("kernel", "cpu", [[1, "float32", [-1]]], []),
+        describe.text("kernel", "cpu", [[1, "storage", [1]]], []),
+        describe.text("kernel", "cpu", [[1.5, "int8", [1]]], []),
+        describe.text("kernel", "cpu", [[1, "int8", [1 << 60]]], []),
+        describe.text("kernel", "cpu", [[1, "int8", [1] * 65]], []),
+        describe.text("kernel", "cpu", [[1, "int8"]], []),
+        describe.text("kernel", "cpu", [[1, "int8", [1]]] * 257, []),
         describe.text("no", "cpu", [], []), "[" * 5000,
     ],
 )  # fmt: skip
@@ -1357,7 +1357,7 @@ def pieces(sizes: list[int]) -> list[plan.Piece]:
     return [plan.Piece(next(Memory.room) + 4096, n, 1) for n in sizes]
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 @pytest.mark.parametrize("exportable", [True, False])
 @pytest.mark.parametrize("one_way", [True, False])
 @pytest.mark.parametrize("table", tune.CANDIDATES, ids=str)
@@ -1378,7 +1378,7 @@ def test_plan(mode: str, exportable: bool, one_way: bool, table: plan.Table) -> 
     for n, sent, got in zip(sizes, a.steps[True], b.steps[False], strict=True):
         kind, to, flags, blocks = sent[2], sent[4], sent[5], sent[12]
         assert kind == got[2]
-        if mode == "sm":
+        if mode == "kernel":
             assert flags == got[5]
             assert blocks == (got[10] if kind == plan.PLACE else got[12]) <= plan.MOST_BLOCKS
             assert bool(sent[6]) == bool(got[6]) == one_way
@@ -1392,7 +1392,7 @@ def test_plan(mode: str, exportable: bool, one_way: bool, table: plan.Table) -> 
         used.append((flags, flags + size))
         words = [got[5] for got in side.steps[False]] + [sent[6] for sent in side.steps[True]]
         assert all(flags <= at <= flags + size - 4 for at in words if at)
-        assert mode == "sm" or size % plan.FILL == 0
+        assert mode == "kernel" or size % plan.FILL == 0
     used.sort()
     assert all(end <= begin for (_, end), (begin, _) in zip(used, used[1:], strict=False))
 
@@ -1403,7 +1403,7 @@ def test_tune(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: dict[bool, list[tuple[str, plan.Table]]] = {True: [], False: []}
 
     class Trial(contextlib.AbstractContextManager[Any]):
-        path = "sm"
+        path = "kernel"
 
         def __init__(self, side: bool, name: str, table: plan.Table) -> None:
             opened[side].append((name, table))
@@ -1436,7 +1436,7 @@ def test_tune_without_kernels(cluster: MakeCluster) -> None:
     x, y = torch.ones(4), torch.empty(4)
     for number in range(2):
         w, s = both(pair, [x], [y], tune=True)
-        assert (w.path, w.name, s.name, w.table) == ("cpu", str(number), str(number), plan.TABLE)
+        assert (w.path, w.name, s.name, w.table) == ("host", str(number), str(number), plan.TABLE)
         w.send()
         s.recv()
         s.outgoing[0].copy_(s.tensors[0][0] + number)
@@ -1475,7 +1475,7 @@ def test_tune_and_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
     class Trial(contextlib.AbstractContextManager[Any]):
-        path = "sm"
+        path = "kernel"
 
         def __exit__(self, *error: object) -> None:
             closed.append(self)
@@ -1493,7 +1493,7 @@ def test_plan_of_a_liar() -> None:
     """No description makes a side use memory that the peer has not named."""
     random.seed(7)
     sizes = [100, 1 << 20]
-    s = plan.Plan(Memory(), 1, "sm", [[]], [pieces(sizes)], False)
+    s = plan.Plan(Memory(), 1, "kernel", [[]], [pieces(sizes)], False)
     honest = s.describe(0)
     for _ in range(500):
         theirs = {**honest, "proof": "", "in": [dict(e) for e in honest["in"]]}
@@ -1501,19 +1501,19 @@ def test_plan_of_a_liar() -> None:
         field = random.choice(list(entry))
         lie: Any = random.choice([-1, 1 << 33, 1 << 70, None, "x", [0], [9, 0], 3.5, [0, -4]])
         entry[field] = lie
-        w = plan.Plan(Memory(), 0, "sm", [pieces(sizes)], [[]], True)
+        w = plan.Plan(Memory(), 0, "kernel", [pieces(sizes)], [[]], True)
         try:
             w.attach(0, theirs)
         except fserver.Error:
             continue
         assert field in ("stride", "bytes", "blocks", "kind") or lie in ([0], 0)
     for field in ("mode", "turn", "memory", "in", "out"):
-        w = plan.Plan(Memory(), 0, "sm", [pieces(sizes)], [[]], True)
+        w = plan.Plan(Memory(), 0, "kernel", [pieces(sizes)], [[]], True)
         with pytest.raises(fserver.Error):
             w.attach(0, {**honest, field: 99})
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 @pytest.mark.parametrize("worker", [True, False])
 def test_plan_numbers_the_row_counts(mode: str, worker: bool) -> None:
     """A worker gives one for each of its tensors, which go to all servers; a server one for each
@@ -1543,15 +1543,15 @@ def test_plan_takes_no_address_of_another_process() -> None:
 
     def mapped(theirs: Any) -> bool:
         memory = Own()
-        plan.Plan(memory, 0, "sm", [pieces([100])], [[]], True).attach(0, theirs)
+        plan.Plan(memory, 0, "kernel", [pieces([100])], [[]], True).attach(0, theirs)
         return memory.mapped
 
-    server = plan.Plan(Memory(), 1, "sm", [[]], [pieces([100])], False)
+    server = plan.Plan(Memory(), 1, "kernel", [[]], [pieces([100])], False)
     honest = json.loads(json.dumps(server.describe(0)))
     assert not mapped(honest)
     assert mapped({**honest, "memory": [[h, 1 << 61, at] for h, _, at in honest["memory"]]})
     assert mapped({**honest, "proof": "x"})
-    theirs = plan.Plan(Memory(), 0, "sm", [pieces([100])], [[]], True).describe(0)
+    theirs = plan.Plan(Memory(), 0, "kernel", [pieces([100])], [[]], True).describe(0)
     assert mapped({**honest, "proof": theirs["proof"]})
     read, write = os.pipe()
     child = os.fork()
@@ -1586,9 +1586,9 @@ def test_plan_and_the_numbers_of_gpus(own: bool, mine: int, theirs: int) -> None
 
     memory = Asked()
     ours, into = pieces([1 << 20]), pieces([1 << 20])
-    server = plan.Plan(Memory(), theirs, "sm", [[]], [into], False)
+    server = plan.Plan(Memory(), theirs, "kernel", [[]], [into], False)
     told = server.describe(0)
-    worker = plan.Plan(memory, mine, "sm", [ours], [[]], True)
+    worker = plan.Plan(memory, mine, "kernel", [ours], [[]], True)
     worker.attach(0, told if own else {**told, "proof": ""})
     worker.install()
     assert memory.reached == ([theirs] if own else [])

@@ -210,7 +210,7 @@ def test_replayed(cluster: MakeCluster, on: On, way: str) -> None:
     pair = cluster(transport=way)
     x, y = torch.zeros(7, 64), torch.zeros(7, 128)
     w, s, at_worker, at_server = opened(on, pair, [x], [y])
-    assert (w.path, s.path) == ("cpu", "cpu")
+    assert (w.path, s.path) == ("host", "host")
     [[seen]] = s.tensors
     wrong: list[str] = []
     turn = torch.zeros(1)

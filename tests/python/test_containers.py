@@ -188,11 +188,11 @@ class Side:
         self.closed = True
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_channel(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Sides on GPUs of two containers take the engine, and both say why."""
     pair, local, made = cluster(), threading.local(), []
-    monkeypatch.setattr(opener, "_direct", lambda mode, device: mode != "proxy")
+    monkeypatch.setattr(opener, "_direct", lambda mode, device: mode != "host")
     monkeypatch.setattr(opener, "_gpu", lambda *_: made.append(Side()) or made[-1])
     monkeypatch.setattr(opener, "_place", lambda device: f"cuda@host pid:[1] mnt:[{local.at}]")
     x, y = torch.arange(8.0), torch.empty(8)
@@ -209,7 +209,7 @@ def test_channel(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: st
     )
     assert [side.closed for side in made] == [True]  # the worker's; the server has made none
     for ch in (w, s):
-        assert (ch.mode, ch.path) == (mode, "cpu")
+        assert (ch.mode, ch.path) == (mode, "host")
         assert ch.reason.startswith("worker 0 and its server are in different mount namespaces of")
     w.send()
     s.recv()
@@ -223,21 +223,21 @@ def test_channel(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, mode: st
 def test_channel_without_reason(cluster: MakeCluster) -> None:
     pair = cluster()
     x = torch.empty(8)
-    for mode in ("sm", "proxy"):
+    for mode in ("kernel", "host"):
         w, s = together(
             [
                 lambda: pair.worker.channel([x], [1], [], [], mode=mode),  # noqa: B023
                 lambda: pair.server.channel([1], [], [], mode=mode),  # noqa: B023
             ]
         )
-        assert (w.path, w.reason, s.path, s.reason) == ("cpu", "", "cpu", "")
+        assert (w.path, w.reason, s.path, s.reason) == ("host", "", "host", "")
         together([w.close, s.close])
 
 
 def test_channel_to_two_servers(cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """One beside the worker and one in another container: the error says which, and what helps."""
     pair, local = cluster(servers=2), threading.local()
-    monkeypatch.setattr(opener, "_direct", lambda mode, device: mode != "proxy")
+    monkeypatch.setattr(opener, "_direct", lambda mode, device: mode != "host")
     monkeypatch.setattr(opener, "_gpu", lambda *_: Side())
     monkeypatch.setattr(Side, "attach", lambda self, theirs: None)
     monkeypatch.setattr(Side, "send", lambda self: None, raising=False)
@@ -262,4 +262,4 @@ def test_channel_to_two_servers(cluster: MakeCluster, monkeypatch: pytest.Monkey
         ]
     )
     assert isinstance(found[0], fserver.ConfigError)
-    assert "in different IPC namespaces" in str(found[0]) and 'mode="proxy"' in str(found[0])
+    assert "in different IPC namespaces" in str(found[0]) and 'mode="host"' in str(found[0])

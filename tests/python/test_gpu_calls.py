@@ -191,7 +191,7 @@ def beside_a_capture() -> None:
     del mark
     _loader.load().settle(0)
     _loader.load().synchronize(0)
-    w, s = lanes.pair("ce")
+    w, s = lanes.pair("copy")
     lanes.exchange(w, s, 1)
     DRIVER.current_stream = 2  # has the lanes ask the stream before
     lanes.exchange(w, s, 2)

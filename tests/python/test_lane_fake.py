@@ -121,7 +121,7 @@ class Side:
     """A lane, its plan, and the tensors that it sends and receives."""
 
     def __init__(self, index: int, mode: str, timeout_ms: float, size: int, count: int) -> None:
-        image = b"kernels" if mode == "sm" else b""
+        image = b"kernels" if mode == "kernel" else b""
         self.lane = _loader.load().Lane(index, image, timeout_ms, False)
         self.out, self.into = ([Tensor(size) for _ in range(count)] for _ in range(2))
         outgoing, incoming = (
@@ -167,7 +167,7 @@ def on_gpus() -> None:
         return list(torch.frombuffer(words, dtype=torch.int64).split(counts))
 
     patches: list[tuple[Any, str, Any]] = [
-        (opener, "_direct", lambda mode, device: mode != "proxy"),
+        (opener, "_direct", lambda mode, device: mode != "host"),
         (opener, "_gpu", side),
         (GpuSide, "rows", rows),
         (nvrtc, "image", lambda source, arch: b"kernels"),
@@ -202,7 +202,7 @@ def opened(cluster: Cluster, mode: str, name: str, count: int = 1) -> list[Any]:
 
 
 def exchanged(w: Any, s: Any, value: float) -> None:
-    """With mode "ce", or "proxy"."""
+    """With mode "copy", or "host"."""
     x, y, z = w.outgoing[0], w.incoming[0], s.outgoing[0]
     x.fill_(value)
     w.send()
@@ -214,7 +214,7 @@ def exchanged(w: Any, s: Any, value: float) -> None:
 
 
 def exchange(w: Side, s: Side, value: int) -> None:
-    """With mode "ce"."""
+    """With mode "copy"."""
     w.out[0].fill(value)
     w.lane.send()
     s.lane.recv()
@@ -232,7 +232,7 @@ def refuses(call: Callable[[], None], kind: type[fserver.Error], text: str) -> N
 
 
 def parted_ce() -> None:
-    w, s = pair("ce")
+    w, s = pair("copy")
     exchange(w, s, 1)
     w.out[0].fill(3)
     w.lane.send()
@@ -250,7 +250,7 @@ def parted_ce() -> None:
     w.lane.close()
     s.lane.close()
 
-    w, s = pair("ce")
+    w, s = pair("copy")
     exchange(w, s, 1)
     w.lane.send()
     w.end(PARTED)
@@ -263,7 +263,7 @@ def parted_ce() -> None:
 
 
 def parted_sm() -> None:
-    w, _ = pair("sm")
+    w, _ = pair("kernel")
     w.lane.send()
     w.end(PARTED)
     w.lane.recv()
@@ -284,7 +284,7 @@ def test_peer_that_has_closed(driver: Path, check: Callable[[], None]) -> None:
 
 
 def late() -> None:
-    w, _ = pair("ce", timeout_ms=100)
+    w, _ = pair("copy", timeout_ms=100)
     w.lane.send()
     w.lane.recv()
     assert DRIVER.copies == 1  # of the tensor
@@ -304,7 +304,7 @@ def late_behind_others(how: str) -> None:
         threading.Timer(1, setattr, (DRIVER, "fail_second", 0)).start()
     before = DRIVER.held
     DRIVER.foreign = 1  # so there are landing buffers
-    w, s = pair("ce", timeout_ms=100, install=False, count=200)
+    w, s = pair("copy", timeout_ms=100, install=False, count=200)
     DRIVER.behind = behind
     for side in (w, s):
         side.plan.install()
@@ -325,7 +325,7 @@ def late_behind_others(how: str) -> None:
 
 def behind_others() -> tuple[Side, Side]:
     """A channel with a short time-out whose worker's watcher is kept."""
-    w, s = pair("ce", timeout_ms=100, install=False)
+    w, s = pair("copy", timeout_ms=100, install=False)
     DRIVER.behind = 2
     w.plan.install()
     s.plan.install()
@@ -382,7 +382,7 @@ def context_of_a_holder() -> None:
     """It does not end while kernels of another channel may wait, also where memory is short, and
     the next channel takes it."""
     before = DRIVER.held
-    held = pair("sm")
+    held = pair("kernel")
     for _ in range(3):
         sides = behind_others()
         sides[0].lane.send()
@@ -391,7 +391,7 @@ def context_of_a_holder() -> None:
             side.lane.close()
         assert DRIVER.seconds == 1
     DRIVER.full = 1
-    for side in pair("ce"):
+    for side in pair("copy"):
         side.lane.close()
     assert (DRIVER.full, DRIVER.seconds) == (0, 1)
     exchange(*held, 1)
@@ -425,10 +425,10 @@ def ended(mode: str) -> None:
 
 
 def unwatched(how: str) -> None:
-    """Without the thread of mode "ce" nothing ends a wait: the channel does not open, and what
+    """Without the thread of mode "copy" nothing ends a wait: the channel does not open, and what
     there was of it is given back, as so many streams."""
     before = DRIVER.held
-    w, s = pair("ce", install=False)
+    w, s = pair("copy", install=False)
     what, text = {
         "context": ("fail_context", "enter the GPU's context"),
         "pinned": ("fail_host", "allocate pinned memory: out of memory"),
@@ -448,7 +448,7 @@ def unwatched(how: str) -> None:
 
 def broken() -> None:
     """The context is, by an illegal access elsewhere in the process."""
-    w, s = pair("ce")
+    w, s = pair("copy")
     exchange(w, s, 1)
     DRIVER.fail_context = 1
     w.lane.close()
@@ -466,7 +466,7 @@ def test_close_in_a_broken_context(driver: Path) -> None:
 
 def rows_after_an_error_sm() -> None:
     size = 1 << 20  # in place, by flags
-    w, _ = pair("sm", size=size)
+    w, _ = pair("kernel", size=size)
     everything = (ROWS, size)
     w.lane.send()
     assert (DRIVER.launched_rows, DRIVER.launched_bytes) == everything
@@ -481,7 +481,7 @@ def rows_after_an_error_sm() -> None:
 
 
 def rows_after_an_error_ce() -> None:
-    w, s = pair("ce", count=2)
+    w, s = pair("copy", count=2)
     exchange(w, s, 1)
     DRIVER.fail_copy = DRIVER.copies + 2
     refuses(lambda: w.lane.send([3, 4]), fserver.Error, "^channel: send: an error")
@@ -504,7 +504,7 @@ def failed_half_way(mode: str, call: str) -> None:
     on_gpus()
     DRIVER.foreign = 1  # what comes is copied from a landing buffer then
     cluster = open_cluster(servers=2)
-    w, *servers = opened(cluster, mode, "it", 30 if mode == "sm" else 1)
+    w, *servers = opened(cluster, mode, "it", 30 if mode == "kernel" else 1)
     mine, others = (w, servers) if call == "send" else (servers[0], [w])
     if call == "recv":
         w.send()
@@ -534,7 +534,7 @@ def failed_half_way(mode: str, call: str) -> None:
     cluster.close()
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 @pytest.mark.parametrize("call", ["send", "recv"])
 def test_failed_half_way(driver: Path, mode: str, call: str) -> None:
     """The sides would count differently from then on: the channel ends, for all of them."""
@@ -561,7 +561,7 @@ def closed_by_a_peer(mode: str) -> None:
     cluster.close()
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_closed_by_a_peer(driver: Path, mode: str) -> None:
     """In good order: the next call says which one."""
     over(driver, closed_by_a_peer, mode)
@@ -570,7 +570,7 @@ def test_closed_by_a_peer(driver: Path, mode: str) -> None:
 def failed_in_a_capture() -> None:
     on_gpus()
     cluster = open_cluster()
-    w, s = opened(cluster, "sm", "it", 30)
+    w, s = opened(cluster, "kernel", "it", 30)
     DRIVER.capturing = 1
     DRIVER.fail_launch_at = DRIVER.launches + 2
     refuses(w.send, fserver.Error, "^channel: send: an error")
@@ -609,7 +609,7 @@ def whole_messages(mode: str, memory: str) -> None:
     )
     ways = {e.kind for e in servers[0]._side.plan._incoming[0] if e.piece.bytes}
     large = LANDING if DRIVER.foreign else PLACE
-    assert ways == ({large, PACKETS} if mode == "sm" else {large})
+    assert ways == ({large, PACKETS} if mode == "kernel" else {large})
     for rows in (None, [7, 2, 123, 0, 5], None):
         for t in (*x, *z0, *z1):
             t.copy_(fresh(t))
@@ -639,7 +639,7 @@ def arrived(
         assert torch.equal(a[:n], b[:n])
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 @pytest.mark.parametrize("memory", ["own", "foreign"])
 def test_whole_messages(driver: Path, mode: str, memory: str) -> None:
     """Foreign: that no IPC handle names, which is copied from a landing buffer."""
@@ -670,7 +670,7 @@ def two_streams(mode: str) -> None:
     DRIVER.capturing = 0
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_two_streams(driver: Path, mode: str) -> None:
     over(driver, two_streams, mode)
 
@@ -695,7 +695,7 @@ def wrong_rows(mode: str) -> None:
     w.lane.send([4])  # it is still its turn
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_wrong_rows(driver: Path, mode: str) -> None:
     over(driver, wrong_rows, mode)
 
@@ -717,7 +717,7 @@ def closed_by_rows(mode: str) -> None:
     assert (DRIVER.launches, DRIVER.copies) == (0, 0)
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_closed_while_rows_are_read(driver: Path, mode: str) -> None:
     over(driver, closed_by_rows, mode)
 
@@ -725,7 +725,7 @@ def test_closed_while_rows_are_read(driver: Path, mode: str) -> None:
 def no_limit() -> None:
     lane = _loader.load().Lane
     for ms in (1e14, float("inf")):
-        w, _ = pair("ce", timeout_ms=ms)
+        w, _ = pair("copy", timeout_ms=ms)
         w.lane.send()
         w.lane.recv()  # until the driver's own patience is over
         assert (DRIVER.waited_in_vain, w.lane.status()) == (1, (0, 0))
@@ -758,7 +758,7 @@ def released(call: Callable[[], None]) -> None:
 
 
 def goes_on_while_the_gpu_is_busy() -> None:
-    w, s = pair("ce")
+    w, s = pair("copy")
     released(w.lane.close)
     assert s.lane.status() == (0, 0)
     flag, seq = (fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0) for _ in "12")
@@ -777,7 +777,7 @@ def put_off() -> None:
     flag, seq = (fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0) for _ in "12")
     fserver.wait_flag(seq, seq)  # loads kernels, and has a page of pinned memory, for good
     before = DRIVER.held
-    first, second = pair("ce"), pair("ce")
+    first, second = pair("copy"), pair("copy")
     for w, s in (first, second):
         exchange(w, s, 1)
     fserver.wait_flag(flag, seq)
@@ -809,20 +809,20 @@ def test_memory_is_put_off(driver: Path) -> None:
 
 
 def makes_room() -> None:
-    stays = pair("ce")
-    for side in pair("ce"):
+    stays = pair("copy")
+    for side in pair("copy"):
         side.lane.close()
     made: list[tuple[Side, Side]] = []
     for what in ("full", "full_host"):
         setattr(DRIVER, what, 1)
-        released(lambda: made.append(pair("ce")))
+        released(lambda: made.append(pair("copy")))
         assert getattr(DRIVER, what) == 0
     w, s = made[1]
     exchange(w, s, 1)
     told = {**s.plan.describe(0), "proof": ""}
     for again in (0, 1):
         DRIVER.taken = again
-        x = Side(0, "ce", 10000, 64, 1)
+        x = Side(0, "copy", 10000, 64, 1)
         x.plan.attach(0, told)
         x.lane.close()
     assert DRIVER.taken == 0
@@ -842,7 +842,7 @@ def goes_on_while_a_stream_is_full(mode: str) -> None:
     assert DRIVER.missed == 0
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_threads_go_on_while_a_stream_is_full(driver: Path, mode: str) -> None:
     """The driver waits then for the GPU, and that for a thread: of the other side, say."""
     over(driver, goes_on_while_a_stream_is_full, mode)
@@ -872,7 +872,7 @@ def in_two_threads(mode: str) -> None:
     assert (s.lane.status(), DRIVER.waited_in_vain) == ((0, 0), 0)
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_in_two_threads(driver: Path, mode: str) -> None:
     """A channel is of one thread at a time; another may close it, which waits for the call."""
     over(driver, in_two_threads, mode)
@@ -899,14 +899,14 @@ def busy_at_exit(mode: str) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_busy_at_exit(driver: Path, mode: str) -> None:
     """A thread that the interpreter has left behind never comes back from its call."""
     over(driver, busy_at_exit, mode)
 
 
 def forked() -> None:
-    w, s = pair("ce")
+    w, s = pair("copy")
     exchange(w, s, 1)
     child = os.fork()
     if not child:
@@ -963,7 +963,7 @@ def old() -> None:
     flag = fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0)
     text = r"^wait_value: the driver is of CUDA .*, and 11.7 or later is needed \(install a newer"
     refuses(lambda: _loader.load().wait_value(flag, 1), fserver.ConfigError, text)
-    refuses(lambda: pair("ce"), fserver.ConfigError, "^channel: .* 11.7 or later is needed")
+    refuses(lambda: pair("copy"), fserver.ConfigError, "^channel: .* 11.7 or later is needed")
 
 
 def test_old_driver(driver: Path) -> None:
@@ -972,11 +972,11 @@ def test_old_driver(driver: Path) -> None:
 
 
 def no_pinned_memory() -> None:
-    w, _ = pair("ce")
+    w, _ = pair("copy")
     DRIVER.fail_host = 1
     text = "allocate pinned memory: out of memory .*open fewer channels, or raise ulimit -l"
     refuses(lambda: w.lane.peek(w.plan.arena, 64), fserver.Error, text)
-    refuses(lambda: pair("ce"), fserver.Error, text)
+    refuses(lambda: pair("copy"), fserver.Error, text)
 
 
 def test_no_pinned_memory(driver: Path) -> None:
@@ -986,7 +986,7 @@ def test_no_pinned_memory(driver: Path) -> None:
 def no_memory(mode: str, what: str, who: str) -> None:
     on_gpus()
     pair = open_cluster()
-    exchanged(*opened(pair, "proxy", "before"), 1)
+    exchanged(*opened(pair, "host", "before"), 1)
     before = DRIVER.held
     setattr(DRIVER, what, 1 if who == "worker" else 2)
     errors = dict(zip(("worker", "server"), opened(pair, mode, "none"), strict=True))
@@ -998,7 +998,7 @@ def no_memory(mode: str, what: str, who: str) -> None:
     assert DRIVER.held == before
     setattr(DRIVER, what, 0)
     w, s = opened(pair, mode, "none")  # its name and its keys are free
-    if mode == "ce":
+    if mode == "copy":
         exchanged(w, s, 2)
     pair.close()
     assert DRIVER.held == before
@@ -1015,7 +1015,10 @@ REMEDIES = {
 @pytest.mark.parametrize("who", ["worker", "server"])
 @pytest.mark.parametrize(
     ("mode", "what"),
-    [("sm", "fail_load"), *(("ce", what) for what in ("fail_alloc", "fail_host", "fail_stream"))],
+    [
+        ("kernel", "fail_load"),
+        *(("copy", what) for what in ("fail_alloc", "fail_host", "fail_stream")),
+    ],
 )
 def test_no_memory(driver: Path, mode: str, what: str, who: str) -> None:
     """One side has none: both say so, nothing is kept, and the next channel opens."""
@@ -1031,9 +1034,9 @@ def without_access(mode: str) -> None:
     for mine, error in zip((0, 1), opened(pair, mode, "none"), strict=True):
         assert type(error) is fserver.ConfigError, error
         assert f"gpu {mine} cannot use the memory of gpu {1 - mine}: no peer access" in str(error)
-        assert 'use mode="proxy"' in str(error)
+        assert 'use mode="host"' in str(error)
     assert DRIVER.held == before
-    w, s = opened(pair, "proxy", "none")  # as it says
+    w, s = opened(pair, "host", "none")  # as it says
     exchanged(w, s, 1)
     pair.close()
 
@@ -1044,14 +1047,14 @@ def without_access(mode: str) -> None:
         lambda: w.plan.attach(0, told),
         fserver.ConfigError,
         "gpu 0 cannot use the memory of gpu 5 of peer 0, as its process counts: no peer access .*"
-        'use mode="proxy"',
+        'use mode="host"',
     )
     w.lane.close()
     s.lane.close()
     assert DRIVER.held == before
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_gpus_without_peer_access(driver: Path, mode: str) -> None:
     over(driver, without_access, mode)
 
@@ -1060,7 +1063,7 @@ def beside_a_capture(mode: str) -> None:
     open_before = pair(mode)
     DRIVER.captures = 1
     open_now = pair(mode)
-    if mode == "ce":
+    if mode == "copy":
         exchange(*open_now, 1)  # and its threads look at the words
     for side in (*open_before, *open_now):
         side.lane.peek(side.plan.arena, 64)
@@ -1075,7 +1078,7 @@ def beside_a_capture(mode: str) -> None:
     assert DRIVER.spoiled == 0
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_beside_a_capture(driver: Path, mode: str) -> None:
     """What opens and closes a channel does no harm to a capture that another thread makes in
     torch's default mode."""
@@ -1096,7 +1099,7 @@ def test_one_context_ends_all_waits(driver: Path, check: Callable[[], None]) -> 
     over(driver, check)
 
 
-@pytest.mark.parametrize("mode", ["sm", "ce"])
+@pytest.mark.parametrize("mode", ["kernel", "copy"])
 def test_ended(driver: Path, mode: str) -> None:
     over(driver, ended, mode)
 

@@ -585,9 +585,9 @@ def test_over_tls(cluster: MakeCluster) -> None:
 
 def test_describe_and_repr(pair: Cluster) -> None:
     assert isinstance(pair.worker.describe(), dict)
-    assert repr(pair.worker) == "<fserver.Worker 0 connected>"
+    assert repr(pair.worker) == "<fserver.Worker 0: connected to server 0 by cma>"
     pair.worker.close()
-    assert repr(pair.worker) == "<fserver.Worker 0 closed>"
+    assert repr(pair.worker) == "<fserver.Worker 0: closed>"
 
 
 @pytest.mark.parametrize("progress", ["caller", "thread"])

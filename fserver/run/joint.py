@@ -1,0 +1,29 @@
+"""DMLC_ROLE=joint: a process that becomes the launcher of its host."""
+
+import os
+import sys
+from typing import NoReturn
+
+from fserver.api import inherited
+from fserver.env import settings
+from fserver.errors import ConfigError
+
+
+def become_launcher() -> NoReturn:
+    """Replaces this process by ``fserver run`` with the process's own command line.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    found = settings(inherited())
+    if found["errors"]:
+        raise ConfigError("\n".join(found["errors"]))
+    count = {s["name"]: s["value"] for s in found["settings"]}
+    command = [sys.executable, "-m", "fserver", "run"]
+    command += ["--workers", count["DMLC_NUM_WORKER"]]
+    command += ["--servers", count["DMLC_NUM_SERVER"]]
+    command += ["--group-size", count["DMLC_GROUP_SIZE"]]
+    command += ["--", sys.executable, *sys.orig_argv[1:]]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)
