@@ -3,6 +3,7 @@ user's program, the modes of channels, and that all of it is documented."""
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import inspect
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,23 +62,26 @@ def test_what_the_star_leaves_out_is_there() -> None:
 
 def test_repr_of_nodes_and_links(cluster: MakeCluster) -> None:
     two = cluster(workers=1, servers=2)
-    assert repr(two.worker) == "<fserver.Worker 0: connected to server 0 by cma, 1 by cma>"
-    assert repr(two.servers[1]) == "<fserver.Server 1: connected to worker 0 by cma>"
-    assert re.fullmatch(r"<fserver.Scheduler 0: open at 127.0.0.1:\d+>", repr(two.scheduler))
     first, second = two.worker.links()
-    assert re.fullmatch(r"<fserver.Link to server 1 at \S.* by cma>", repr(second))
-    assert "by tcp (cma: none)>" in repr(first._replace(transport="tcp", reason="cma: none"))
+    by = f"by {first.transport}"
+    assert repr(two.worker) == f"<fserver.Worker 0: connected to server 0 {by}, 1 {by}>"
+    assert repr(two.servers[1]) == f"<fserver.Server 1: connected to worker 0 {by}>"
+    assert re.fullmatch(r"<fserver.Scheduler 0: open at 127.0.0.1:\d+>", repr(two.scheduler))
+    said = repr(second._replace(transport="tcp", reason="cma: off", remote="10.0.0.1:7000"))
+    assert said == "<fserver.Link to server 1 at 10.0.0.1:7000 by tcp (cma: off)>"
     two.servers[1].close()
     with pytest.raises(fserver.PeerLostError):
         two.worker.push_pull([torch.zeros(1)], [0], [], []).wait(LIMIT * 1e3)
-    said = "connected to server 0 by cma; not connected to 1 of 2 servers"
+    said = f"connected to server 0 {by}; not connected to 1 of 2 servers"
     assert repr(two.worker) == f"<fserver.Worker 0: {said}>"
     two.worker.close()
     assert repr(two.worker) == "<fserver.Worker 0: closed>"
 
 
 def test_repr_of_a_node_with_many_peers(cluster: MakeCluster) -> None:
-    assert repr(cluster(servers=6).worker) == "<fserver.Worker 0: connected to 6 servers, 6 by cma>"
+    worker = cluster(servers=6).worker
+    by = f"6 by {worker.links()[0].transport}"
+    assert repr(worker) == f"<fserver.Worker 0: connected to 6 servers, {by}>"
 
 
 def test_repr_of_a_node_that_is_alone() -> None:
@@ -243,3 +248,17 @@ def test_the_fields_of_a_link_are_documented() -> None:
     text = inspect.getdoc(fserver.Link) or ""
     for field in fserver.Link._fields:
         assert re.search(rf"^    {field}: \w", text, re.M), field
+
+
+def test_the_examples_are_python() -> None:
+    """All of them can be compiled, and only call what there is."""
+    count = 0
+    for name, thing in public():
+        text = inspect.getdoc(thing) or ""
+        for code in re.findall(r"```python\n(.*?)```", text, re.S):
+            count += 1
+            source = textwrap.dedent(code)
+            compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            for called in re.findall(r"\b(?:f|fserver)\.(\w+)\(", source):
+                assert hasattr(fserver, called), f"{name}: {called}"
+    assert count >= len(fserver_lib.__all__)

@@ -585,7 +585,8 @@ def test_over_tls(cluster: MakeCluster) -> None:
 
 def test_describe_and_repr(pair: Cluster) -> None:
     assert isinstance(pair.worker.describe(), dict)
-    assert repr(pair.worker) == "<fserver.Worker 0: connected to server 0 by cma>"
+    [link] = pair.worker.links()
+    assert repr(pair.worker) == f"<fserver.Worker 0: connected to server 0 by {link.transport}>"
     pair.worker.close()
     assert repr(pair.worker) == "<fserver.Worker 0: closed>"
 
