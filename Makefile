@@ -129,8 +129,8 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	$(GO) test -c -o build/tests/node.test ./engine/node
 	git describe --always --dirty >build/commit || echo "no commit" >build/commit
 	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='*.so' \
-	  --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples fserver \
-	  fserver_lib.py requirements tests tools pyproject.toml README.md setup.py
+	  --exclude=docs/results --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples fserver \
+	  fserver_lib.py docs requirements tests tools pyproject.toml Makefile NOTICES README.md setup.py
 	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
 	echo "  FSERVER_ARCHIVE=build/libfserver.a python3 tools/builder.py ext && python3 -m pytest tests/python"
 	echo "  OUT=build/gpu tools/gpu_check.sh eager"
