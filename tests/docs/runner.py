@@ -58,17 +58,20 @@ def missing(block: Block) -> str:
     return ""
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """What a user's shell would have, with the commands of this Python in front."""
-    commands = folder / ".bin"
-    commands.mkdir(exist_ok=True)
+def commands(folder: Path) -> None:
+    """Puts the commands of this Python and this tree into the folder."""
+    folder.mkdir(exist_ok=True)
     for name, arguments in _COMMANDS.items():
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-        (commands / name).chmod(0o755)
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (folder / name).chmod(0o755)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What a user's shell would have, with those commands in front."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
     return {
         **kept,
-        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{folder / '.bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
@@ -109,27 +112,29 @@ class Process:
 def networks(hosts: list[str]) -> Iterator[dict[str, list[str]]]:
     """Gives for each host the command that starts others in its network namespace.
 
-    The namespaces belong to processes that sleep, so nothing is left when these end.
+    Without hosts there is one, whose name is empty: a namespace if this process may make one. The
+    namespaces belong to processes that sleep, so nothing is left when these end.
     """
-    if not hosts:
-        alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-        yield {"": alone if can_unshare() else []}
+    if len(hosts) not in (0, 2):
+        raise Failed(f"a block has two hosts or none, not {', '.join(hosts)}")
+    if not can_unshare():
+        yield {"": []}
         return
-    if len(hosts) != 2:
-        raise Failed(f"a block has two hosts, not {len(hosts)}: {', '.join(hosts)}")
     # "-" is there when the namespace is.
-    holder = ["unshare", "--net", "sh", "-c", "echo -; exec sleep 600"]
-    sleepers = [subprocess.Popen(holder, stdout=subprocess.PIPE) for _ in hosts]
+    holder = ["unshare", "--net", "sh", "-c", "ip link set lo up; echo -; exec sleep 600"]
+    sleepers = [subprocess.Popen(holder, stdout=subprocess.PIPE) for _ in hosts or [""]]
     try:
         for sleeper in sleepers:
             assert sleeper.stdout is not None and sleeper.stdout.readline() == b"-\n"
-        ours, theirs = (str(sleeper.pid) for sleeper in sleepers)
-        link = f"ip link add eth0 netns {ours} type veth peer name eth0 netns {theirs}"
-        subprocess.run(link.split(), check=True, timeout=10)
-        enter = {h: f"nsenter -t {s.pid} -n".split() for h, s in zip(hosts, sleepers, strict=True)}
-        for host, command in enter.items():
-            for step in (f"addr add {host}/24 dev eth0", "link set lo up", "link set eth0 up"):
-                subprocess.run([*command, "ip", *step.split()], check=True, timeout=10)
+        names = zip(hosts or [""], sleepers, strict=True)
+        enter = {name: f"nsenter -t {sleeper.pid} -n".split() for name, sleeper in names}
+        if hosts:
+            ours, theirs = (str(sleeper.pid) for sleeper in sleepers)
+            link = f"ip link add eth0 netns {ours} type veth peer name eth0 netns {theirs}"
+            subprocess.run(link.split(), check=True, timeout=10)
+        for host in hosts:
+            for step in (f"addr add {host}/24 dev eth0", "link set eth0 up"):
+                subprocess.run([*enter[host], "ip", *step.split()], check=True, timeout=10)
         yield enter
     finally:
         for sleeper in sleepers:
@@ -186,6 +191,7 @@ def together(these: list[Part], folder: Path, until: float, status: int = 0) -> 
 
 def run(block: Block, saved: dict[str, str], folder: Path) -> str:
     """Runs a block to its end in the folder, and gives what it printed."""
+    commands(folder / ".bin")
     for name, text in saved.items():
         (folder / name).write_text(text)
     until = time.monotonic() + LIMIT

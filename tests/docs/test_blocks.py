@@ -144,6 +144,19 @@ def test_terminals_share_a_folder(tmp_path: Path) -> None:
     assert sorted(output.split()) == ["before", "three", "two"]
 
 
+def test_terminals_share_a_network(tmp_path: Path) -> None:
+    listen = (
+        "import socket; s = socket.create_server(('127.0.0.1', 7003)); print('there'); s.accept()"
+    )
+    text = f"""
+        # terminal 1 (Ctrl-C)
+        python -c "{listen}"
+        # terminal 2
+        python -c "import socket; socket.create_connection(('127.0.0.1', 7003), 5)"
+    """
+    runner.run(sh(text), {}, tmp_path)
+
+
 @pytest.mark.skipif(not runner.can_unshare(), reason="this process may not make namespaces")
 def test_hosts(tmp_path: Path) -> None:
     connect = "python -c \"import socket; socket.create_connection(('10.9.0.1', 7000), 5)\""
