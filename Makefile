@@ -39,7 +39,7 @@ GO = $(shell $(BUILDER) go)
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test lint bench pgo chaos soak fuzz check-long device-bundle clean
+.PHONY: help setup engine ext af demo test lint docs bench pgo chaos soak fuzz check-long device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -88,6 +88,11 @@ test: ext ## all tests: go test and pytest
 
 lint: setup ## format, vet, types, static checks, generated files
 	@GO="$(GO)" BIN=$(BIN) tools/lint.sh
+
+docs: setup ## build the site of docs/ into build/site
+	@$(BIN)/python -m pip install --quiet -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	echo "open build/site/index.html (tools/site.sh looks at it in Chromium)"
 
 bench: ext ## round trips between two processes, against raw C (fserver bench --help: more)
 	@$(BIN)/fserver bench pingpong $(ARGS)
