@@ -32,21 +32,20 @@ func page() string {
 
 <!-- Generated from the table in engine/conf: go test ./engine/conf -run TestSettingsPage -update -->
 
-Settings come from the environment, or from keyword arguments in Python, which
-come first. ` + "`fserver env`" + ` prints those in force.
+Every setting is an environment variable. Most are also arguments of ` + "`Worker`, `Server` and `Scheduler`" + ` ([API](api/fserver.md)),
+and ` + "`settings={...}`" + ` there takes all of them by name. An argument takes precedence over the environment.
 
-- White space around a value does not count. An empty value is as good as none,
-  except that of a secret, which is an error.
+` + "```sh\nfserver env --set                      # the settings that are set, and where each comes from\nfserver env FSERVER_TRANSPORT=tcp      # tries a value\n```" + `
+
 - A setting that is on or off takes 0 or ` + "`off`, and 1 or `on`" + `.
-- Where a setting has an older spelling, the newer one counts if both are given;
-  if they disagree, a warning names both. Both have to be valid.
-- A name that starts with ` + "`DMLC_`, `STEPMESH_` or `FSERVER_`" + ` and is not here is
-  warned of once, with the nearest name that is; one that starts with ` + "`PS_`,\n  `BYTEPS_` or `STEPAF_`" + ` if it is at most two letters from such a name, and one
-  with a letter wrong in a longer prefix (` + "`FSEVER_SECRET`" + `) if the rest is right. A value
-  that is not allowed is an error; all errors are reported together.
-- A setting that "takes effect with" something is read and checked by every build,
-  and changes nothing where that is not in use. This build has the transports
-  tcp and cma, and GPU tensors over both; cudaipc is cma with GPU memory mapped.
+- White space around a value is ignored. An empty value counts as not set, except for a secret, where it is an error.
+- A value that is not allowed is an error. All errors are reported together.
+- If both a setting and its older spelling are set, the setting counts. If they disagree, a warning names both. Both must be valid.
+- An unknown name that starts with ` + "`DMLC_`, `STEPMESH_` or `FSERVER_`" + ` causes one warning, with the nearest known name. For
+  ` + "`PS_`, `BYTEPS_` and `STEPAF_`" + ` this is so if the name is at most two letters from a known one, and for a prefix with one
+  wrong letter (` + "`FSEVER_SECRET`" + `) if the rest is right.
+- A setting that "takes effect with" something is always checked, and otherwise changes nothing. This build has the transports tcp
+  and cma, and GPU tensors over both; cudaipc is cma with GPU memory mapped.
 `)
 	for _, s := range table {
 		if s.section != "" {

@@ -56,7 +56,7 @@ var table = []setting{
 		section: "Roles and ranks",
 		name:    "DMLC_ROLE",
 		value:   choice("server", roles, nil, func(c *Config) *Role { return &c.Role }),
-		meaning: "what this process is; `joint` starts all three on this host",
+		meaning: "role of this process; `joint` starts scheduler, servers and workers on this host",
 	}, {
 		name:    "DMLC_NUM_WORKER",
 		value:   number("1", 1, maxGroups, func(c *Config) *int { return &c.Workers }),
@@ -68,57 +68,57 @@ var table = []setting{
 	}, {
 		name:    "DMLC_GROUP_SIZE",
 		value:   number("1", 1, 1024, func(c *Config) *int { return &c.GroupSize }),
-		meaning: "processes in a group, one per GPU; as many rails",
+		meaning: "processes in a group, usually one for each GPU of a host. There are as many rails",
 	}, {
 		name:    "DMLC_NODE_RANK",
 		value:   number("0", 0, maxGroups-1, func(c *Config) *int { return &c.NodeRank }),
-		meaning: "index of this group within its role; the rank is DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET",
+		meaning: "index of this process's group within its role. The rank is DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET",
 	}, {
 		name:    "DMLC_RANK_OFFSET",
 		value:   number("0", -maxGroups, maxGroups, func(c *Config) *int { return &c.RankOffset }),
-		meaning: "added to the rank and to the instance, so that they can differ from the device",
+		meaning: "number that is added to the rank and to the rail index, for processes whose rank does not follow from their GPU",
 	}, {
 		name:    "DMLC_INSTANCE_ID",
 		value:   number("", 0, 1023, func(c *Config) *int { return &c.Instance }),
 		unset:   "STEPMESH_GPU + DMLC_RANK_OFFSET",
-		meaning: "index of the rail: this process talks to the same instance of the other role's groups",
+		meaning: "index of the rail. The process talks to the same instance of each group of the other role",
 	}, {
 		name:    "STEPMESH_GPU",
 		value:   number("0", 0, 1023, func(c *Config) *int { return &c.GPU }),
-		meaning: "device index; part of the rank also where there is no GPU",
+		meaning: "index of the GPU. It counts in the rank also where there is no GPU",
 	}, {
 		section: "Scheduler and addresses",
 		name:    "DMLC_PS_ROOT_URI",
 		value:   host(func(c *Config) *string { return &c.SchedulerHost }),
-		unset:   "127.0.0.1; required when DMLC_NODE_HOST or DMLC_INTERFACE names something else than loopback",
+		unset:   "127.0.0.1; required where DMLC_NODE_HOST or DMLC_INTERFACE names another address than loopback",
 		meaning: "host of the scheduler",
 	}, {
 		name:    "DMLC_PS_ROOT_PORT",
 		value:   number("", 0, maxPort, func(c *Config) *int { return &c.SchedulerPort }),
 		unset:   "any free port where the scheduler runs; required elsewhere",
-		meaning: "port of the scheduler; 0, only where it runs: any free one",
+		meaning: "port of the scheduler. The scheduler itself may have 0, which takes any free port",
 	}, {
 		name:    "FSERVER_HOST_SCHEDULER",
 		value:   onOff("0", func(c *Config) *bool { return &c.HostScheduler }),
-		meaning: "this server runs the scheduler too; for servers in Python, not for those of the C interface",
+		meaning: "whether this server also runs the scheduler, in its own process. For servers in Python only",
 	}, {
 		name:    "DMLC_NODE_HOST",
 		value:   host(func(c *Config) *string { return &c.NodeHost }),
 		unset:   "chosen",
-		meaning: "address of this host to use; comes before DMLC_INTERFACE",
+		meaning: "address of this host that the process uses. It takes precedence over DMLC_INTERFACE",
 	}, {
 		name:    "DMLC_INTERFACE",
 		value:   iface(),
 		unset:   "chosen",
-		meaning: "network interface to use; `auto`: of those with an RDMA device the one nearest the GPU, else the one that routes to the scheduler",
+		meaning: "network interface that the process uses. `auto` takes the interface nearest to the GPU among those with an RDMA device, or else the one that routes to the scheduler",
 	}, {
 		name:    "DMLC_PORT",
 		value:   number("0", 0, maxPort, func(c *Config) *int { return &c.Port }),
-		meaning: "port to listen on; 0: any free one",
+		meaning: "port that the process listens on; 0 takes any free port",
 	}, {
 		name:    "DMLC_LOCAL",
 		value:   onOff("0", func(c *Config) *bool { return &c.Local }),
-		meaning: "everything is on this host: loopback is used, whatever the other addresses say",
+		meaning: "whether all processes run on this host. 1 uses loopback and ignores the other addresses",
 	}, {
 		section: "Transport and device",
 		name:    "FSERVER_TRANSPORT",
@@ -128,112 +128,112 @@ var table = []setting{
 			{"DMLC_PS_VAN_TYPE", vans, van},
 		},
 		value:   choice("auto", transports, nil, func(c *Config) *Transport { return &c.Transport }),
-		meaning: "how bytes travel; `auto`: the best that reaches the peer. This build has tcp, cma (this host only) and cudaipc (cma between nodes that have GPUs), and refuses the others. Older values: `ibverbs`, `multivan` and 1 are verbs, `fabric` is ofi, `zmq` and 0 are tcp",
+		meaning: "transport of tensors. `auto` takes the best one that reaches the peer. This build has tcp, cma (inside a host) and cudaipc (cma between processes with GPUs), and refuses the others. Older spellings: `ibverbs`, `multivan` and 1 mean verbs, `fabric` means ofi, `zmq` and 0 mean tcp",
 	}, {
 		name:    "BYTEPS_ENABLE_IPC",
 		value:   onOff("1", func(c *Config) *bool { return &c.SameHost }),
-		meaning: "whether `auto` may take the transports inside a host; 0 leaves TCP. Where FSERVER_TRANSPORT names one it is used all the same, but GPUs do not map each other's memory then",
+		meaning: "whether `auto` may use the transports inside a host. 0 leaves TCP. A transport that FSERVER_TRANSPORT names is used all the same, but then GPUs do not map each other's memory",
 	}, {
 		name:    "FSERVER_LOANS",
 		value:   onOff("1", func(c *Config) *bool { return &c.Loans }),
-		meaning: "a server reads the shared tensors (`empty_shared`) that workers of its host push where they are, and cannot write to them; 0: they are copied into its receive buffers, as others are",
+		meaning: "whether a server reads shared tensors (`empty_shared`) of workers on its host where they are. It cannot write to them. 0 copies them into receive buffers as other tensors",
 	}, {
 		name:    "FSERVER_CMA",
 		value:   choice("auto", cmaModes, nil, func(c *Config) *CMAMode { return &c.CMAMode }),
-		meaning: "how transport cma writes into a peer on this host: `direct`, one copy; `staged`, two through shared memory; `auto`: direct where the kernel lets both sides, else staged, with a warning that says why",
+		meaning: "how the transport cma writes into a peer's memory. `direct` copies once; `staged` copies twice, through shared memory; `auto` takes `direct` where the kernel permits it to both sides, and otherwise `staged`, with a warning that says why",
 	}, {
 		name:    "FSERVER_PTRACER",
 		value:   onOff("1", func(c *Config) *bool { return &c.Ptracer }),
-		meaning: "where Yama lets only parents write into a process (kernel.yama.ptrace_scope=1), allow it to the other processes of the user (PR_SET_PTRACER), which `cma` needs to be direct",
+		meaning: "whether the process permits other processes of its user to write into its memory (PR_SET_PTRACER) where the kernel permits that to parents only (kernel.yama.ptrace_scope=1). `cma` needs this to copy directly",
 	}, {
 		name:    "STEPMESH_BACKEND",
 		older:   []spelling{{name: "STEPMESH_BAKCEND"}},
 		value:   choice("", backends, []string{"CPU", "GPU"}, func(c *Config) *Backend { return &c.Backend }),
 		unset:   "GPU if there is one",
-		meaning: "where the tensors are: on the CPU alone, or also on GPU STEPMESH_GPU, where receive buffers are then; a host without one refuses `GPU`",
+		meaning: "where tensors and receive buffers are. `CPU` uses no GPU; `GPU` uses GPU STEPMESH_GPU, and is an error on a host without one",
 	}, {
 		name:    "CUDA_VISIBLE_DEVICES",
 		value:   anything("as CUDA reads it", func(c *Config) *string { return &c.Visible }),
 		unset:   "all GPUs",
-		meaning: "the GPUs that CUDA shows to this process; says which one STEPMESH_GPU means",
+		meaning: "the GPUs that CUDA shows to this process. STEPMESH_GPU counts among these",
 	}, {
 		section: "Who may talk",
 		name:    "FSERVER_CLUSTER",
 		value:   text("default", 64, func(c *Config) *string { return &c.Cluster }),
-		meaning: "cluster id; nodes of another one are refused",
+		meaning: "id of the cluster. Nodes with another id are refused",
 	}, {
 		name:    "FSERVER_SECRET",
 		value:   secret(),
 		unset:   "none",
 		strict:  true,
 		secret:  true,
-		meaning: "what the nodes prove to each other that they know",
+		meaning: "secret that all nodes share. Both sides of each connection prove that they know it",
 	}, {
 		name:    "FSERVER_SECRET_FILE",
 		value:   secretFile(),
 		unset:   "none",
 		strict:  true,
-		meaning: "the file that holds the secret, where FSERVER_SECRET is not set; white space around it does not count",
+		meaning: "file with the secret, used where FSERVER_SECRET is not set. White space around the secret does not count",
 	}, {
 		name:    "FSERVER_TLS",
 		value:   onOff("0", func(c *Config) *bool { return &c.TLS }),
-		meaning: "TLS 1.3 on all connections over TCP, control and data; 1 needs a secret or a certificate, and must be the same on all nodes",
+		meaning: "whether all TCP connections, control and data, use TLS 1.3. 1 needs a secret or a certificate. It must be the same on all nodes",
 	}, {
 		name:    "FSERVER_TLS_CERT",
 		value:   file(func(c *Config) *string { return &c.TLSCert.Path }),
 		unset:   "derived from the secret and FSERVER_CLUSTER",
-		meaning: "the file with this node's certificate in PEM, and with what lies between it and its root",
+		meaning: "PEM file with this node's certificate, followed by those between it and its root",
 	}, {
 		name:    "FSERVER_TLS_KEY",
 		value:   file(func(c *Config) *string { return &c.TLSKey.Path }),
 		unset:   "derived from the secret and FSERVER_CLUSTER",
-		meaning: "the file with the key of that certificate in PEM",
+		meaning: "PEM file with the private key of that certificate",
 	}, {
 		name:    "FSERVER_TLS_CA",
 		value:   file(func(c *Config) *string { return &c.TLSCA.Path }),
 		unset:   "the certificate itself",
-		meaning: "the file with the roots in PEM from which the certificates of peers must come. Their names are not checked: peers are found by address, and being a member is what counts",
+		meaning: "PEM file with the roots from which certificates of peers must come. Names in certificates are not checked: peers are found by address, and being a member is what counts",
 	}, {
 		section: "Time limits and waiting",
 		name:    "FSERVER_INIT_TIMEOUT",
 		value:   seconds("60", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.InitTimeout }),
-		meaning: "for the cluster to become complete, from when this process starts to connect",
+		meaning: "limit for the cluster to become complete, from when this process starts to connect",
 	}, {
 		name:    "FSERVER_STOP_TIMEOUT",
 		value:   seconds("30", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.StopTimeout }),
-		meaning: "for all to leave together; then this node leaves alone",
+		meaning: "limit for all nodes to leave together. After that this node leaves alone",
 	}, {
 		name:    "FSERVER_BARRIER_TIMEOUT",
 		value:   seconds("300", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.BarrierTimeout }),
-		meaning: "for a barrier whose call gives no limit",
+		meaning: "limit for a barrier whose call gives none",
 	}, {
 		name:    "FSERVER_STALL_TIMEOUT",
 		value:   seconds("30", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.StallTimeout }),
-		meaning: "a connection that owes bytes and makes no progress for so long is lost",
+		meaning: "limit for a connection that has bytes to send and makes no progress. After that it is lost",
 	}, {
 		name:    "PS_HEARTBEAT_INTERVAL",
 		value:   seconds("1", 0, maxWait, func(c *Config) *time.Duration { return &c.HeartbeatInterval }),
-		meaning: "between two signs of life; 0: none are sent",
+		meaning: "time between two heartbeats; 0 sends none",
 	}, {
 		name:    "PS_HEARTBEAT_TIMEOUT",
 		value:   seconds("10", 0, maxWait, func(c *Config) *time.Duration { return &c.HeartbeatTimeout }),
-		meaning: "a peer that is silent for so long is lost; 0: never. More than PS_HEARTBEAT_INTERVAL",
+		meaning: "time without any message after which a peer is lost; 0 means never. It must be more than PS_HEARTBEAT_INTERVAL",
 	}, {
 		name:    "FSERVER_ON_PEER_LOST",
 		value:   choice("raise", onPeerLost, nil, func(c *Config) *OnPeerLost { return &c.OnPeerLost }),
-		meaning: "what the calls do that need a lost peer: `raise` an error until a process has taken its rank again, or `wait` for it, and send the requests again that were not answered",
+		meaning: "what calls do that need a lost peer. `raise` raises an error until a process has taken the rank again. `wait` waits for that process, and sends unanswered requests to it again",
 	}, {
 		name:    "FSERVER_REJOIN_TIMEOUT",
 		value:   seconds("60", 10*time.Millisecond, maxWait, func(c *Config) *time.Duration { return &c.RejoinTimeout }),
-		meaning: "how long FSERVER_ON_PEER_LOST=wait waits, from the loss; and how long a scheduler stays when all others are lost",
+		meaning: "limit for FSERVER_ON_PEER_LOST=wait, from the loss. A scheduler stays for as long when all others are lost",
 	}, {
 		name:    "FSERVER_PROGRESS",
 		value:   choice("auto", progresses, nil, func(c *Config) *Progress { return &c.Progress }),
-		meaning: "who moves the data while no thread is inside wait, get_batch and the like, which move it themselves. `caller`: a background thread about a millisecond later, for what must not stand still; `thread`: a thread that polls, at once, which takes a core while there is traffic; `auto`: `thread` where 8 cores are free for each process, else `caller`",
+		meaning: "who moves data while no thread is inside wait, get_batch or another call that moves it. `caller`: a background thread, about a millisecond later. `thread`: a thread that polls, at once, and takes a core while there is traffic. `auto`: `thread` where 8 cores are free for each process, otherwise `caller`",
 	}, {
 		name:    "FSERVER_SPIN_US",
 		value:   microseconds("1000", 0, time.Second, func(c *Config) *time.Duration { return &c.Spin }),
-		meaning: "a waiting call, or the thread of FSERVER_PROGRESS=thread, spins and yields for so long before it sleeps",
+		meaning: "time for which a waiting call, or the thread of FSERVER_PROGRESS=thread, spins and yields before it sleeps",
 	}, {
 		section: "Log",
 		name:    "FSERVER_LOG",
@@ -250,7 +250,7 @@ var table = []setting{
 			return "debug", true
 		}}},
 		value:   choice("warn", levels, nil, func(c *Config) *Level { return &c.Log }),
-		meaning: "what is logged; `info`: connection set-up, `debug`: every message. PS_VERBOSE 1 is info, 2 and above debug, 0 says nothing",
+		meaning: "least important kind of line that is logged. `warn`: losses and slower ways than expected; `info`: also who connects, and how; `debug`: also what was tried and is not there. PS_VERBOSE: 1 means info, 2 and above debug, 0 says nothing",
 	}, {
 		section: "RDMA",
 		name:    "STEPMESH_SPLIT_QP_LAG",
@@ -271,12 +271,12 @@ var table = []setting{
 		}}},
 		value:   choice("0", lags, nil, func(c *Config) *Lag { return &c.SplitLag }),
 		effect:  "transport verbs",
-		meaning: "spread queue pairs over the ports of a bonded NIC (1), keep them on one, or leave it to the NIC (0). DMLC_SPLIT_QP_LAG counts otherwise: 0 spreads, 1 and 2 are ports, all else is off",
+		meaning: "ports of a bonded NIC that queue pairs use: 1 spreads them over both, port1 and port2 keep to one, 0 leaves it to the NIC. DMLC_SPLIT_QP_LAG counts otherwise: 0 spreads, 1 and 2 are ports, all else is off",
 	}, {
 		name:    "STEPAF_QP_NUM",
 		value:   number("2", 1, 64, func(c *Config) *int { return &c.QueuePairs }),
 		effect:  "transport verbs",
-		meaning: "queue pairs per peer",
+		meaning: "number of queue pairs for each peer",
 	}, {
 		name:    "BYTEPS_RDMA_RX_DEPTH",
 		value:   number("256", 1, 65536, func(c *Config) *int { return &c.RecvDepth }),
@@ -292,22 +292,22 @@ var table = []setting{
 		name:    "STEPMESH_MEM_SYNC",
 		value:   onOff("1", func(c *Config) *bool { return &c.MemSync }),
 		effect:  "GPU tensors",
-		meaning: "how the CPU learns that a stream has reached a point: 1 by memory, 0 by an event",
+		meaning: "how the CPU learns that a stream has reached a point: 1 by a flag in memory, 0 by an event",
 	}, {
 		name:    "STEPMESH_BIND_CPU_CORE",
 		value:   onOff("0", func(c *Config) *bool { return &c.BindCores }),
 		effect:  "polling threads",
-		meaning: "pin the polling threads",
+		meaning: "whether the polling threads are pinned to cores",
 	}, {
 		name:    "STEPMESH_CPU_CORES_PER_SOCKET",
 		value:   number("48", 1, 4096, func(c *Config) *int { return &c.CoresPerSocket }),
 		effect:  "polling threads",
-		meaning: "cores of a socket; two GPUs share half of them",
+		meaning: "number of cores of a socket. Two GPUs share half of them",
 	}, {
 		name:    "STEPMESH_CPU_CORES_PER_GPU",
 		value:   number("5", 1, 4096, func(c *Config) *int { return &c.CoresPerGPU }),
 		effect:  "polling threads",
-		meaning: "cores for each GPU",
+		meaning: "number of cores for each GPU",
 	}, {
 		name:    "STEPMESH_CPU_START_OFFSET",
 		value:   number("10", 0, 4095, func(c *Config) *int { return &c.CoreOffset }),
@@ -317,16 +317,16 @@ var table = []setting{
 		section: "Loss",
 		name:    "PS_RESEND",
 		value:   onOff("0", func(c *Config) *bool { return &c.Resend }),
-		meaning: "number and acknowledge frames (control messages, not the bytes of tensors), and send again what is not acknowledged; the same on all nodes",
+		meaning: "whether frames (control messages, not the bytes of tensors) are numbered, acknowledged and sent again when they are lost. It must be the same on all nodes",
 	}, {
 		name:    "PS_RESEND_TIMEOUT",
 		value:   milliseconds("1000", time.Millisecond, time.Hour, func(c *Config) *time.Duration { return &c.ResendTimeout }),
-		meaning: "how long to wait for that; it doubles each time, up to 16 times as long",
+		meaning: "time to wait for an acknowledgement. It doubles each time, up to 16 times as long",
 	}, {
 		name:    "PS_DROP_MSG",
 		older:   []spelling{{name: "STEPMESH_DROP_RATE"}},
 		value:   number("0", 0, 100, func(c *Config) *int { return &c.DropPercent }),
-		meaning: "percentage of frames that this node loses on purpose instead of sending them; without PS_RESEND, the calls that need them end in TimeoutError",
+		meaning: "percentage of frames that this node loses on purpose. Without PS_RESEND, calls that need a lost frame end in TimeoutError",
 	},
 }
 
