@@ -5,16 +5,16 @@ Each layer of such a model is
     hidden = hidden + attention(norm(hidden))      looks back at earlier tokens: has a KV cache
     hidden = hidden + mlp(norm(hidden))            looks at each token alone: remembers nothing
 
-Attention stays with the worker that owns the text. The MLPs need nothing but rows
-of hidden states, whoever they belong to, so one server computes them for all
-workers at once. The two classes below are the two halves; each is made from the
-whole model and drops what it does not need.
+Attention runs on the worker that owns the text. An MLP needs only rows of hidden
+states and no text, so one server computes the MLPs of all workers at once. The two
+classes below are the two halves. Each is built from the whole model and deletes the
+weights of the other half.
 """
 
 import os
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a path here, never a name to fetch
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is given as a path; nothing is downloaded
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 
 def load(path: str | Path):
-    """Tokenizer and whole model, in float32, from a Hugging Face folder or a GGUF file."""
+    """Returns the tokenizer and the whole model in float32, from a Hugging Face folder or a GGUF
+    file."""
     path = Path(path)
     file = {}
     if path.suffix == ".gguf":
@@ -46,7 +47,7 @@ def check(model: nn.Module) -> None:
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
-    """Token ids of a prompt, as the chat template of the model wants it, if there is one."""
+    """Returns the token ids of a prompt, inside the chat template of the model if it has one."""
     if not tokenizer.chat_template:
         return tokenizer(prompt).input_ids
     chat = [{"role": "user", "content": prompt}]
@@ -59,13 +60,13 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 class Text:
-    """One text that is being written: its token ids, and where the model is with it."""
+    """A text that the model is writing: its token ids and the state of the model."""
 
     def __init__(self, number: int, prompt: list[int], config):
-        self.number = number  # of the prompt
-        self.pending = prompt  # ids that the model has not seen yet
+        self.number = number  # index of the prompt
+        self.pending = prompt  # ids that the model has not processed yet
         self.written: list[int] = []
-        self.logits: list[float] = []  # of each token written
+        self.logits: list[float] = []  # one for each written token
         self.done = False
         self.cache = DynamicCache(config=config)
         self.hidden: Tensor  # [1, pending, hidden size]
@@ -86,26 +87,26 @@ class Attention(nn.Module):
         self.ends = set(end) if isinstance(end, list) else {end}
 
     def begin(self, text: Text) -> None:
-        """Before the first layer: all of the prompt, or the token written last."""
+        """Embeds the pending ids before the first layer: the whole prompt, or the last token."""
         seen = text.cache.get_seq_length()
         positions = torch.arange(seen, seen + len(text.pending)).unsqueeze(0)
         text.hidden = self.model.model.embed_tokens(torch.tensor([text.pending]))
         text.rotary = self.model.model.rotary_emb(text.hidden, positions)
 
     def attend(self, number: int, text: Text) -> Tensor:
-        """The attention half of a layer. Returns what the MLP wants: [pending, hidden size]."""
+        """Computes the attention of a layer. Returns the MLP's input, [pending, hidden size]."""
         layer = self.model.model.layers[number]
         out, _ = layer.self_attn(
             hidden_states=layer.input_layernorm(text.hidden),
             position_embeddings=text.rotary,
-            attention_mask=None,  # one text alone: causal, nothing is padded
+            attention_mask=None,  # a single text: causal, without padding
             past_key_values=text.cache,
         )
         text.hidden = text.hidden + out
         return layer.post_attention_layernorm(text.hidden)[0]
 
     def end(self, text: Text, limit: int) -> None:
-        """After the last layer: writes the likeliest token."""
+        """Appends the most likely token, after the last layer."""
         last = self.model.model.norm(text.hidden[:, -1])
         logit, token = self.model.lm_head(last).max(-1)
         text.pending = [int(token)]
@@ -115,10 +116,10 @@ class Attention(nn.Module):
 
 
 class FFN(nn.Module):
-    """The server's half: the MLPs, or, of several servers, this one's columns of them.
+    """The server's half: the MLPs. With several servers, each has a part of the columns.
 
     down(act(gate(x)) * up(x)) is a sum over the columns in the middle. Each server
-    takes a run of columns, so the sum of what they answer is the whole.
+    computes a range of columns, so the sum of all answers is the whole result.
     """
 
     def __init__(self, model: nn.Module, server: int, servers: int):
@@ -131,7 +132,7 @@ class FFN(nn.Module):
                     keep(proj, "weight", columns)
                     keep(proj, "bias", columns)
                 mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight[:, columns])
-                if server > 0:  # the bias is added once
+                if server > 0:  # only server 0 adds the bias
                     mlp.down_proj.bias = None
 
     def forward(self, layer: int, rows: Tensor) -> Tensor:
@@ -139,6 +140,6 @@ class FFN(nn.Module):
 
 
 def keep(linear: nn.Linear, name: str, rows: Tensor) -> None:
-    """Drops all but some rows of a weight or bias."""
+    """Keeps only the given rows of a weight or bias."""
     if (whole := getattr(linear, name)) is not None:
         setattr(linear, name, nn.Parameter(whole[rows]))

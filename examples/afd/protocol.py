@@ -1,13 +1,13 @@
-"""What worker and server agree on: the keys, and the options that both are started with."""
+"""The keys and the command-line options that worker and server share."""
 
 import argparse
 from pathlib import Path
 
-VOTE = 1 << 32  # key of the question at the end of a step: how many texts go on?
+VOTE = 1 << 32  # key of the vote at the end of a step: how many texts are not done?
 
 
 def key_of(layer: int, micro_batch: int, layers: int) -> int:
-    """Each layer of each micro-batch has a key, so each has receive buffers of its own."""
+    """Returns the key of a layer of a micro-batch. Each key has receive buffers of its own."""
     return micro_batch * layers + layer
 
 
@@ -19,9 +19,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder or GGUF file")
-    add("--prompt", action="append", default=[], help="may be repeated; dealt to the workers")
+    add("--prompt", action="append", default=[], help="may be repeated; each goes to one worker")
     add("--micro-batches", type=int, default=1)
     add("--max-new-tokens", type=int, default=64)
-    add("--threads", type=int, default=1, help="of torch, per process")
+    add("--threads", type=int, default=1, help="threads of torch in each process")
     add("--out", type=Path, help="folder for results, one JSON file per process")
     return parser.parse_args()

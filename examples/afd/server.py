@@ -1,4 +1,4 @@
-"""The FFN server: computes the MLPs of all workers' rows together."""
+"""The FFN server. It computes the MLPs for the rows of all workers together."""
 
 import json
 
@@ -10,7 +10,7 @@ import fserver
 
 
 def serve(server: fserver.Server, ffn: FFN) -> list[int]:
-    """Until all workers have left. Returns the number of rows of each batch."""
+    """Answers batches until all workers have left. Returns the number of rows of each batch."""
     sizes = []
     while True:
         try:
@@ -19,7 +19,7 @@ def serve(server: fserver.Server, ffn: FFN) -> list[int]:
             return sizes
         handlers = [handler for handler, _, _ in batch]
         pushed = [tensors[0] for _, tensors, _ in batch]
-        key = batch[0][2][0]  # the same in all of them: the workers go in step
+        key = batch[0][2][0]  # equal in all requests: the workers make the same calls
         if key == VOTE:
             total = torch.stack(pushed).sum(0)
             for handler in handlers:

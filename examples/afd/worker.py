@@ -1,7 +1,7 @@
-"""The attention worker: owns texts, and sends rows of hidden states to the FFN servers.
+"""The attention worker. It owns texts and sends rows of hidden states to the FFN servers.
 
-Its texts are dealt to micro-batches. While the servers compute the MLP of one
-micro-batch, the worker does the attention of the next:
+The texts are divided into micro-batches. While the servers compute the MLP of one
+micro-batch, the worker computes the attention of the next:
 
     worker    a0 b0 a1 b1 a2 b2
     server       a0 b0 a1 b1 a2 b2
@@ -20,13 +20,13 @@ import fserver
 
 
 class MicroBatch:
-    """Some texts of a worker, which go through the layers together."""
+    """Texts of a worker that go through the layers together."""
 
     def __init__(self, number: int, texts: list[Text]):
         self.number = number
         self.texts = texts
-        self.going: list[Text] = []  # those that are not done
-        self.asked: tuple[int, list[Tensor]] | None = None  # handle and answers under way
+        self.going: list[Text] = []  # the texts that are not done
+        self.asked: tuple[int, list[Tensor]] | None = None  # handle and answers that are open
 
 
 class Writer:
@@ -36,19 +36,22 @@ class Writer:
         self.worker = worker
         self.model = model
         self.batches = [MicroBatch(m, texts[m::batches]) for m in range(batches)]
-        self.bytes = 0  # sent, and as many received
-        self.traces: list[list[int]] = []  # of the steps after the first
+        self.bytes = 0  # bytes sent; as many are received
+        self.traces: list[list[int]] = []  # fetch_trace of each push_pull after the first step
 
     def step(self, limit: int) -> bool:
-        """One token for each text that is not done. A worker that has none left takes part
-        with zero rows, because a batch of the server has a request of each worker."""
+        """Writes one token for each text that is not done. Reports whether any worker goes on.
+
+        A worker without texts still pushes zero rows, because a server's batch contains one
+        request of each worker.
+        """
         for batch in self.batches:
             batch.going = [text for text in batch.texts if not text.done]
             for text in batch.going:
                 self.model.begin(text)
         for layer in range(self.model.layers):
             for batch in self.batches:
-                self.receive(batch)  # the MLP of the layer before
+                self.receive(batch)  # the MLP of the previous layer
                 rows = [self.model.attend(layer, text) for text in batch.going]
                 rows = torch.cat([torch.empty(0, self.model.config.hidden_size), *rows])
                 batch.asked = self.ask(rows, key_of(layer, batch.number, self.model.layers))
@@ -59,7 +62,7 @@ class Writer:
         return self.vote()
 
     def ask(self, rows: Tensor, key: int) -> tuple[int, list[Tensor]]:
-        """Pushes rows to every server; each answers with as many."""
+        """Pushes rows to every server. Each server answers with as many rows."""
         answers = [torch.empty_like(rows) for _ in range(self.worker.servers)]
         self.bytes += rows.nbytes * len(answers)
         return self.worker.push_pull([rows], [key], answers, [key]), answers
@@ -70,7 +73,7 @@ class Writer:
         handle, answers = batch.asked
         batch.asked = None
         self.worker.wait(handle, timeout_ms=60_000)
-        rows = sum(answers[1:], answers[0])  # of each server's columns
+        rows = sum(answers[1:], answers[0])  # each server has computed a part of the columns
         parts = rows.split([len(text.pending) for text in batch.going])
         for text, part in zip(batch.going, parts, strict=True):
             text.hidden = text.hidden + part
@@ -78,7 +81,7 @@ class Writer:
             self.traces.append(self.worker.fetch_trace(handle))
 
     def vote(self) -> bool:
-        """Whether any worker has a text that is not done."""
+        """Reports whether any worker has a text that is not done."""
         mine = sum(not text.done for batch in self.batches for text in batch.texts)
         handle, totals = self.ask(torch.tensor([mine]), VOTE)
         self.worker.wait(handle, timeout_ms=60_000)

@@ -1,4 +1,4 @@
-"""What both examples share: a transformer, its training, the comparison, the estimate."""
+"""The parts that both examples share: transformer, training, comparison and estimate."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from fserver.ringx import layout_of, positions, ringx_attention, shard
 from fserver.ringx.api import GATHER_LIMIT
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Batch = tuple[Tensor, Tensor]  # what goes in, and what should come out, [B, S, ...]
+Batch = tuple[Tensor, Tensor]  # input and target, [B, S, ...]
 
 
 @dataclass(frozen=True)
 class Config:
-    """A model and its training. Tokens are those of a whole sequence."""
+    """A model and its training. ``tokens`` is the length of the whole sequence."""
 
     tokens: int
     layers: int
     dim: int
     heads: int
     kv_heads: int
-    hidden: int  # of the feed-forward part
+    hidden: int  # width of the feed-forward part
     batch: int = 1
     steps: int = 1
     rate: float = 3e-4
-    large: bool = False  # wants GPUs: weights are sharded, blocks computed again for backward
+    large: bool = False  # needs GPUs: weights are sharded, and blocks are recomputed in backward
 
     @property
     def head_dim(self) -> int:
@@ -44,7 +44,7 @@ class Config:
 
 
 def rotate(x: Tensor, where: Tensor, base: float = 500000.0) -> Tensor:
-    """Rotary embedding of [B, S, H, D] for rows at the positions `where`, [S]."""
+    """Applies the rotary embedding to [B, S, H, D], whose rows have the positions `where`, [S]."""
     half = x.shape[-1] // 2
     speed = base ** -(torch.arange(half, device=x.device, dtype=torch.float64) / half)
     angle = (where[:, None] * speed)[:, None]  # [S, 1, D/2]
@@ -54,7 +54,7 @@ def rotate(x: Tensor, where: Tensor, base: float = 500000.0) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward part, as Llama has them."""
+    """A block of Llama: attention and a gated feed-forward part."""
 
     def __init__(self, config: Config, rotary: bool):
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks between an embedding and a head. Everything but attention works row by row."""
+    """Blocks between an embedding and a head. Everything except attention works row by row."""
 
     def __init__(self, config: Config, embed: nn.Module, head: nn.Module, rotary: bool):
         super().__init__()
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
     def forward(
         self, x: Tensor, target: Tensor, where: Tensor, attend: Attend, loss: Callable[..., Tensor]
     ) -> Tensor:
-        """The sum of the loss over these rows, which are at the positions `where`."""
+        """Returns the sum of the loss over these rows, which have the positions `where`."""
         x = self.embed(x)
         if self.place is not None:
             x = x + self.place(where)
@@ -102,7 +102,7 @@ class Transformer(nn.Module):
         x = self.norm(x)
         total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         for rows, wanted in zip(x.split(8192, 1), target.split(8192, 1), strict=True):
-            if self.config.large:  # outputs of a million rows do not fit
+            if self.config.large:  # the outputs of a million rows do not fit into memory
                 total = total + checkpoint(self._loss, rows, wanted, loss, use_reentrant=False)
             else:
                 total = total + self._loss(rows, wanted, loss)
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
 
 @dataclass
 class Example:
-    """One of the two: its model, its data and its mask."""
+    """One of the two examples: its model, data and mask."""
 
     name: str
     configs: dict[str, Config]  # the first is the default
@@ -128,17 +128,17 @@ def train(
     example: Example, config: Config, rank: int, size: int, attend: Attend, layout: str,
     device: torch.device, dtype: torch.dtype,
 ) -> tuple[list[float], float, float]:  # fmt: skip
-    """The loss of each step, seconds per step without the first, and GB of the GPU at most.
+    """Returns the loss of each step, the seconds per step (without the first), and the peak of GPU
+    memory in GB.
 
-    Every rank has its rows of each sequence, by the layout that `attend` works on. A rank's
-    gradients are those of its rows, so they are added up over the ranks, like those of any data
-    that are spread over them.
+    Each rank has its rows of each sequence, in the layout that `attend` needs. The gradients of a
+    rank are those of its rows, so they are added up over the ranks, as in data-parallel training.
     """
     torch.manual_seed(0)
     with torch.device(device):
         model = example.model(config)
     sharded = config.large and size > 1
-    if sharded:  # the mean over ranks that this takes is made a sum by a loss that is N times it
+    if sharded:  # FSDP takes the mean over the ranks; the loss is multiplied by N to get the sum
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -174,7 +174,7 @@ def train(
 
 
 def estimate(example: Example, config: Config, options: argparse.Namespace, size: int) -> None:
-    """Prints memory and time of a step by calculation; docs/ringx.md has the formulas."""
+    """Prints the calculated memory and time of a step. docs/ringx.md has the formulas."""
     with torch.device("meta"):
         model = example.model(config)
     weights = sum(p.numel() for p in model.parameters())
@@ -202,11 +202,11 @@ def estimate(example: Example, config: Config, options: argparse.Namespace, size
     for name, count in memory.items():
         print(f"  {name:<52}{count / 1e9:10.2f} GB")
     print(f"  {'memory of a GPU':<52}{sum(memory.values()) / 1e9:10.2f} GB")
-    # forward, forward again, backward: 1 + 1 + 2 for products, 1 + 1 + 2.5 for attention
+    # cost of forward, recomputed forward and backward: products 1 + 1 + 2, attention 1 + 1 + 2.5
     products = 2 * (weights - (model.place.weight.numel() if model.place else 0)) * rows * 4
     scores = 4 * config.batch * config.tokens**2 * width * (0.5 if example.causal else 1)
     attention = config.layers * scores * 4.5
-    moved = config.layers * rows * keys * (3 * 2 + 4)  # gathered three times, gradients once
+    moved = config.layers * rows * keys * (3 * 2 + 4)  # keys three times, gradients once
     rate = options.tflops * 1e12 * size
     times = {
         f"products at {options.tflops:g} TFLOP/s": products / rate,
@@ -220,7 +220,7 @@ def estimate(example: Example, config: Config, options: argparse.Namespace, size
 
 
 def plot(path: str, name: str, losses: list[float], alone: list[float], size: int) -> None:
-    """Both losses, and how far they are apart."""
+    """Draws both losses and their relative difference."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -242,11 +242,11 @@ def main(example: Example) -> None:
     parser.add_argument("--config", choices=names, default=names[0])
     parser.add_argument("--algorithm", default="auto", help="of ringx_attention (auto)")
     parser.add_argument("--dtype", default=None, help="float64; bfloat16 on GPUs")
-    parser.add_argument("--steps", type=int, help="instead of the configuration's")
-    parser.add_argument("--tokens", type=int, help="instead of the configuration's")
-    parser.add_argument("--layers", type=int, help="instead of the configuration's")
+    parser.add_argument("--steps", type=int, help="replaces the value of the configuration")
+    parser.add_argument("--tokens", type=int, help="replaces the value of the configuration")
+    parser.add_argument("--layers", type=int, help="replaces the value of the configuration")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses")
-    parser.add_argument("--ranks", type=int, help="estimate for so many GPUs, and do not run")
+    parser.add_argument("--ranks", type=int, help="only estimate, for this number of GPUs")
     parser.add_argument("--tflops", type=float, default=500, help="for the estimate (500)")
     parser.add_argument("--gbs", type=float, default=300, help="for the estimate (300)")
     options = parser.parse_args()
@@ -264,7 +264,7 @@ def main(example: Example) -> None:
     if config.large and int(os.environ.get("RANK", 0)) == 0:
         estimate(example, config, options, size)
     if options.ranks or (config.large and not on_gpus):
-        print("not run: wants GPUs, and torchrun with one process for each")
+        print("not run: needs GPUs, and torchrun with one process for each GPU")
         return
 
     device = torch.device("cpu")

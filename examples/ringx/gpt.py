@@ -1,4 +1,4 @@
-"""A GPT (Llama's blocks, rotary positions) that learns Python's own documentation, byte by byte.
+"""Trains a GPT (blocks of Llama, rotary positions) on Python's documentation, byte by byte.
 
 torchrun --nproc-per-node 2 examples/ringx/gpt.py --plot gpt.png
 torchrun --nproc-per-node 4 examples/ringx/gpt.py --config llama3-8b-1m   # GPUs
@@ -31,11 +31,11 @@ def model(config: Config) -> Transformer:
 
 
 def batches(config: Config) -> Iterator[Batch]:
-    """Pieces of the text that `help()` shows, from random places; the next byte is the target."""
+    """Yields pieces of the text of `help()` from random places. The target is the next byte."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
-    text *= 1 + config.tokens // len(text)  # a million tokens are the text one and a half times
+    text *= 1 + config.tokens // len(text)  # a million tokens are 1.5 times this text
     text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(1)
     while True:

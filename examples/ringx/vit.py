@@ -1,4 +1,4 @@
-"""A vision transformer whose tokens are pixels learns to take noise out of photographs.
+"""Trains a vision transformer, whose tokens are pixels, to remove noise from photographs.
 
     torchrun --nproc-per-node 2 examples/ringx/vit.py --plot vit.png
     torchrun --nproc-per-node 4 examples/ringx/vit.py --config 360x720   # GPUs
@@ -34,7 +34,7 @@ def model(config: Config) -> Transformer:
 
 
 def batches(config: Config) -> Iterator[Batch]:
-    """Quarters of the photographs from random places, with noise; and without, the target."""
+    """Yields quarters of the photographs from random places, with noise. The target has none."""
     from sklearn.datasets import load_sample_images
 
     if config.tokens not in SIZES:
