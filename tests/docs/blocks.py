@@ -37,8 +37,7 @@ needs=gpu          It runs where there is a GPU. ``needs=2gpus``: where there ar
 needs=MODULE       It runs where Python has that module (``needs=ray``).
 continues          It runs behind the text of the previous block of its language, in one process.
 setup=NAME         Python: the text of tests/docs/setups/NAME.py is put in front of it. ``pair`` has
-                   ``worker`` and ``server``, which doubles what is pushed; ``channel`` an open
-                   channel ``ch`` with tensors ``x`` and ``y``; ``ringx`` a group of one rank.
+                   ``worker`` and ``server``, which doubles what is pushed.
 expect="text"      Its output has this text. It may be given several times.
 status=N           The exit status that it has to have (0).
 =================  =============================================================================
