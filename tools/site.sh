@@ -24,7 +24,8 @@ fi
 
 rm -rf "$shots"
 mkdir -p "$shots"
-NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --strict --quiet
+# Not with --quiet, which also hides from --strict what it is to count.
+NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --strict
 
 # Nothing may come from elsewhere when a page is read.
 if grep -rnoE --include='*.html' '<(script|img|iframe)[^>]* src="?(https?:)?//[^> ]*' build/site ||
@@ -37,7 +38,7 @@ home=$(mktemp -d)
 touch "$home/server"
 "$bin/python" -u -m http.server --bind 127.0.0.1 --directory build 0 >"$home/server" 2>/dev/null &
 server=$!
-trap 'kill $server 2>/dev/null; wait $server 2>/dev/null; rm -rf "$home"' EXIT
+trap 'kill $server 2>/dev/null; wait $server 2>/dev/null || true; rm -rf "$home"' EXIT
 port=
 for _ in {1..100}; do
   port=$(sed -nE 's/.* port ([0-9]+) .*/\1/p' "$home/server")
