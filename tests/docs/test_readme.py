@@ -1,9 +1,11 @@
-"""What README promises about itself: short, short cells."""
+"""What README promises about itself: short, short cells, links that lead somewhere."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import pytest
 from blocks import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -44,3 +46,10 @@ def test_speed_has_a_column_for_each_library() -> None:
         "floor",
     ]
     assert {len(row) for row in rows} == {len(head)}
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)", README))))
+def test_links(target: str) -> None:
+    """Links are relative, so that they work in a checkout; the build makes them absolute."""
+    assert ":" not in target and not target.startswith("/")
+    assert (ROOT / Path(target)).exists()
