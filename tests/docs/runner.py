@@ -79,6 +79,11 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
+def _interruptible() -> None:
+    """Ends with Ctrl-C: a shell has its background jobs, and all that they start, ignore that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Process:
     """A part that runs, and what it has printed."""
 
@@ -93,6 +98,7 @@ class Process:
             stdout=self._out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_interruptible,
         )
 
     def output(self) -> str:
@@ -164,6 +170,14 @@ def _first_line(process: Process, until: float) -> None:
         time.sleep(0.02)
 
 
+def _interrupted(process: Process, until: float) -> None:
+    process.signal(signal.SIGINT)
+    try:
+        process.popen.wait(max(1.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{process.part.comment}: did not end by Ctrl-C") from None
+
+
 def together(these: list[Part], folder: Path, until: float, status: int = 0) -> str:
     """Runs parts at the same time and gives what they printed."""
     running: list[Process] = []
@@ -178,8 +192,7 @@ def together(these: list[Part], folder: Path, until: float, status: int = 0) -> 
             _wait([p for p in running if not p.part.interrupted], until, status)
             for process in running:
                 if process.part.interrupted:
-                    process.signal(signal.SIGINT)
-                    process.popen.wait(max(1.0, until - time.monotonic()))
+                    _interrupted(process, until)
             return "".join(process.output() for process in running)
         except Failed as error:
             said = "".join(f"{p.part.comment}\n{indented(p.output())}\n" for p in running)
