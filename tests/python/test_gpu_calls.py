@@ -10,12 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import test_lane_fake as lanes
 import torch
+from forked import Forks
 from nodes import LIMIT, eventually, in_thread, open_cluster
 from test_lane_fake import Driver, driver, over, refuses, released
 
@@ -272,7 +272,7 @@ def ends_with_the_interpreter() -> None:
         ends_with_the_interpreter,
     ],
 )
-def test_calls(driver: Path, check: Callable[[], None]) -> None:  # noqa: F811
+def test_calls(driver: Forks, check: Callable[[], None]) -> None:  # noqa: F811
     over(driver, check)
 
 

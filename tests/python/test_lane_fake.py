@@ -1,6 +1,6 @@
 """The device's part of stream channels (csrc/lane.cc), and whole channels, over a driver without a
-GPU: what they do when something goes wrong. A check runs in a process of its own, which finds the
-driver first; tests/gpu/test_lane.py has the messages themselves."""
+GPU: what they do when something goes wrong. Each check runs in a process of its own, which finds
+this driver first; tests/gpu/test_lane.py has the messages themselves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import Forks
 from nodes import LIMIT as WAIT
 from nodes import Cluster, open_cluster, together
 
@@ -40,8 +41,9 @@ ENDED, PARTED = 1, 2  # what the engine writes into the word that ends a channel
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with libcuda.so.1, and libfakeguard.so, which gives torch its streams."""
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Starts processes that find our libcuda.so.1, and libfakeguard.so, which gives torch its
+    streams."""
     for compiler in (CC, CXX):
         if shutil.which(compiler) is None:
             pytest.skip(f"no {compiler}")
@@ -58,22 +60,14 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    return folder
+    forks = Forks(LD_LIBRARY_PATH=str(folder))
+    yield forks
+    forks.close()
 
 
-def over(driver: Path, check: Callable[..., None], *arguments: str) -> None:
+def over(driver: Forks, check: Callable[..., None], *arguments: str) -> None:
     """Runs a function of a test file in a child, over the driver."""
-    done = subprocess.run(
-        [sys.executable, check.__code__.co_filename, check.__name__, *arguments],
-        env={
-            **os.environ,
-            "LD_LIBRARY_PATH": str(driver),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    done = driver.run(check.__code__.co_filename, check.__name__, *arguments, limit=LIMIT)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
     assert done.stdout.endswith("checked\n"), done
 
@@ -278,7 +272,7 @@ def parted_sm() -> None:
 
 
 @pytest.mark.parametrize("check", [parted_ce, parted_sm])
-def test_peer_that_has_closed(driver: Path, check: Callable[[], None]) -> None:
+def test_peer_that_has_closed(driver: Forks, check: Callable[[], None]) -> None:
     """It takes nothing any more, and what it sent before still comes."""
     over(driver, check)
 
@@ -456,11 +450,11 @@ def broken() -> None:
 
 
 @pytest.mark.parametrize("how", ["0", "1", "2", "pinned", "context"])
-def test_channel_that_cannot_be_watched(driver: Path, how: str) -> None:
+def test_channel_that_cannot_be_watched(driver: Forks, how: str) -> None:
     over(driver, unwatched, how)
 
 
-def test_close_in_a_broken_context(driver: Path) -> None:
+def test_close_in_a_broken_context(driver: Forks) -> None:
     over(driver, broken)
 
 
@@ -494,7 +488,7 @@ def rows_after_an_error_ce() -> None:
 
 
 @pytest.mark.parametrize("check", [rows_after_an_error_sm, rows_after_an_error_ce])
-def test_rows_after_an_error(driver: Path, check: Callable[[], None]) -> None:
+def test_rows_after_an_error(driver: Forks, check: Callable[[], None]) -> None:
     """A send() of all rows sends them, and says so, after one of fewer has failed."""
     over(driver, check)
 
@@ -536,7 +530,7 @@ def failed_half_way(mode: str, call: str) -> None:
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
 @pytest.mark.parametrize("call", ["send", "recv"])
-def test_failed_half_way(driver: Path, mode: str, call: str) -> None:
+def test_failed_half_way(driver: Forks, mode: str, call: str) -> None:
     """The sides would count differently from then on: the channel ends, for all of them."""
     over(driver, failed_half_way, mode, call)
 
@@ -562,7 +556,7 @@ def closed_by_a_peer(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_closed_by_a_peer(driver: Path, mode: str) -> None:
+def test_closed_by_a_peer(driver: Forks, mode: str) -> None:
     """In good order: the next call says which one."""
     over(driver, closed_by_a_peer, mode)
 
@@ -584,7 +578,7 @@ def failed_in_a_capture() -> None:
     cluster.close()
 
 
-def test_failed_in_a_capture(driver: Path) -> None:
+def test_failed_in_a_capture(driver: Forks) -> None:
     """What was captured before never runs: the channel goes on."""
     over(driver, failed_in_a_capture)
 
@@ -641,7 +635,7 @@ def arrived(
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
 @pytest.mark.parametrize("memory", ["own", "foreign"])
-def test_whole_messages(driver: Path, mode: str, memory: str) -> None:
+def test_whole_messages(driver: Forks, mode: str, memory: str) -> None:
     """Foreign: that no IPC handle names, which is copied from a landing buffer."""
     over(driver, whole_messages, mode, memory)
 
@@ -671,7 +665,7 @@ def two_streams(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_two_streams(driver: Path, mode: str) -> None:
+def test_two_streams(driver: Forks, mode: str) -> None:
     over(driver, two_streams, mode)
 
 
@@ -696,7 +690,7 @@ def wrong_rows(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_wrong_rows(driver: Path, mode: str) -> None:
+def test_wrong_rows(driver: Forks, mode: str) -> None:
     over(driver, wrong_rows, mode)
 
 
@@ -718,7 +712,7 @@ def closed_by_rows(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_closed_while_rows_are_read(driver: Path, mode: str) -> None:
+def test_closed_while_rows_are_read(driver: Forks, mode: str) -> None:
     over(driver, closed_by_rows, mode)
 
 
@@ -736,7 +730,7 @@ def no_limit() -> None:
         refuses(lambda ms=ms: lane(0, b"", ms, False), fserver.ConfigError, text)
 
 
-def test_no_limit(driver: Path) -> None:
+def test_no_limit(driver: Forks) -> None:
     """A time-out that is too large for nanoseconds is none, and not one of 0."""
     over(driver, no_limit)
 
@@ -768,7 +762,7 @@ def goes_on_while_the_gpu_is_busy() -> None:
     assert DRIVER.unloaded == 0
 
 
-def test_threads_go_on_while_the_gpu_is_busy(driver: Path) -> None:
+def test_threads_go_on_while_the_gpu_is_busy(driver: Forks) -> None:
     """What the GPU does may wait for one of them."""
     over(driver, goes_on_while_the_gpu_is_busy)
 
@@ -802,7 +796,7 @@ def put_off() -> None:
     assert DRIVER.held == before
 
 
-def test_memory_is_put_off(driver: Path) -> None:
+def test_memory_is_put_off(driver: Forks) -> None:
     """A lane gives nothing back while a stream of the process may wait for another lane, or
     for a flag: the driver would keep all others from the GPU until that wait is over."""
     over(driver, put_off)
@@ -829,7 +823,7 @@ def makes_room() -> None:
     exchange(*stays, 2)
 
 
-def test_what_is_put_off_makes_room(driver: Path) -> None:
+def test_what_is_put_off_makes_room(driver: Forks) -> None:
     """Where memory is short, and where it lies at addresses of a peer that are used again."""
     over(driver, makes_room)
 
@@ -843,7 +837,7 @@ def goes_on_while_a_stream_is_full(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_threads_go_on_while_a_stream_is_full(driver: Path, mode: str) -> None:
+def test_threads_go_on_while_a_stream_is_full(driver: Forks, mode: str) -> None:
     """The driver waits then for the GPU, and that for a thread: of the other side, say."""
     over(driver, goes_on_while_a_stream_is_full, mode)
 
@@ -873,7 +867,7 @@ def in_two_threads(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_in_two_threads(driver: Path, mode: str) -> None:
+def test_in_two_threads(driver: Forks, mode: str) -> None:
     """A channel is of one thread at a time; another may close it, which waits for the call."""
     over(driver, in_two_threads, mode)
 
@@ -900,7 +894,7 @@ def busy_at_exit(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_busy_at_exit(driver: Path, mode: str) -> None:
+def test_busy_at_exit(driver: Forks, mode: str) -> None:
     """A thread that the interpreter has left behind never comes back from its call."""
     over(driver, busy_at_exit, mode)
 
@@ -925,7 +919,7 @@ def forked() -> None:
     exchange(w, s, 3)
 
 
-def test_a_child_of_fork_leaves_the_channel_alone(driver: Path) -> None:
+def test_a_child_of_fork_leaves_the_channel_alone(driver: Forks) -> None:
     """Whatever of its memory the two share."""
     over(driver, forked)
 
@@ -954,7 +948,7 @@ def odd_words() -> None:
     refuses(lambda: fserver.map_pinned_tensor(seen, 1), fserver.ConfigError, text)
 
 
-def test_odd_words(driver: Path) -> None:
+def test_odd_words(driver: Forks) -> None:
     over(driver, odd_words)
 
 
@@ -966,7 +960,7 @@ def old() -> None:
     refuses(lambda: pair("copy"), fserver.ConfigError, "^channel: .* 11.7 or later is needed")
 
 
-def test_old_driver(driver: Path) -> None:
+def test_old_driver(driver: Forks) -> None:
     """What SimpleNotify and channels need is not there; flags are."""
     over(driver, old)
 
@@ -979,7 +973,7 @@ def no_pinned_memory() -> None:
     refuses(lambda: pair("copy"), fserver.Error, text)
 
 
-def test_no_pinned_memory(driver: Path) -> None:
+def test_no_pinned_memory(driver: Forks) -> None:
     over(driver, no_pinned_memory)
 
 
@@ -1020,7 +1014,7 @@ REMEDIES = {
         *(("copy", what) for what in ("fail_alloc", "fail_host", "fail_stream")),
     ],
 )
-def test_no_memory(driver: Path, mode: str, what: str, who: str) -> None:
+def test_no_memory(driver: Forks, mode: str, what: str, who: str) -> None:
     """One side has none: both say so, nothing is kept, and the next channel opens."""
     over(driver, no_memory, mode, what, who)
 
@@ -1055,7 +1049,7 @@ def without_access(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_gpus_without_peer_access(driver: Path, mode: str) -> None:
+def test_gpus_without_peer_access(driver: Forks, mode: str) -> None:
     over(driver, without_access, mode)
 
 
@@ -1079,28 +1073,28 @@ def beside_a_capture(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_beside_a_capture(driver: Path, mode: str) -> None:
+def test_beside_a_capture(driver: Forks, mode: str) -> None:
     """What opens and closes a channel does no harm to a capture that another thread makes in
     torch's default mode."""
     over(driver, beside_a_capture, mode)
 
 
-def test_late_peer(driver: Path) -> None:
+def test_late_peer(driver: Forks) -> None:
     over(driver, late)
 
 
 @pytest.mark.parametrize("how", ["one", "both", "later", "full", "stream"])
-def test_late_peer_while_others_wait(driver: Path, how: str) -> None:
+def test_late_peer_while_others_wait(driver: Forks, how: str) -> None:
     over(driver, late_behind_others, how)
 
 
 @pytest.mark.parametrize("check", [one_context, no_context, context_of_a_holder])
-def test_one_context_ends_all_waits(driver: Path, check: Callable[[], None]) -> None:
+def test_one_context_ends_all_waits(driver: Forks, check: Callable[[], None]) -> None:
     over(driver, check)
 
 
 @pytest.mark.parametrize("mode", ["kernel", "copy"])
-def test_ended(driver: Path, mode: str) -> None:
+def test_ended(driver: Forks, mode: str) -> None:
     over(driver, ended, mode)
 
 
