@@ -69,8 +69,17 @@ func variant(t *testing.T) {
 	}
 }
 
+// twice skips in the first of the two runs of `make test` what the second, with the race detector,
+// runs whole, and what counts no allocations.
+func twice(t *testing.T) {
+	if testing.Short() {
+		t.Skip("with -short, TestContractPieces, Own, Events and Host stand for all; go test -race runs this one")
+	}
+}
+
 // TestContractMapped: GPU memory of peers is mapped by IPC handles.
 func TestContractMapped(t *testing.T) {
+	twice(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overCMA, true, true, true) })
 }
 
@@ -92,6 +101,7 @@ func TestContractOwn(t *testing.T) {
 
 // TestContractStaged: GPU memory that cannot be mapped, inside a host.
 func TestContractStaged(t *testing.T) {
+	twice(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
 		g := fakegpu.New()
 		g.Alone = true
@@ -101,6 +111,7 @@ func TestContractStaged(t *testing.T) {
 
 // TestContractTCP: GPU memory of another host.
 func TestContractTCP(t *testing.T) {
+	twice(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return bed(tb, fakegpu.New(), overTCP, false, true, true) })
 }
 

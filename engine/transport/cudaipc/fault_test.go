@@ -599,6 +599,7 @@ func TestDeregisterBehindADevice(t *testing.T) {
 // TestStuckPeer: copies that do not end, of a peer that lives, hold up who ends the keys
 // behind their Conn once, and wake a sleeper now and then.
 func TestStuckPeer(t *testing.T) {
+	twice(t)
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 3*4096, 1)

@@ -21,6 +21,7 @@ import (
 // Fabrics to their end. Nobody hangs, what a side is told of is right, a Conn that ends
 // is followed by one that works, and nothing is left.
 func TestEachCallFails(t *testing.T) {
+	twice(t)
 	for _, c := range []sweep{
 		{name: "mapped", under: overCMA, share: true},
 		{name: "pieces", under: overCMA, share: true, pieces: true},
