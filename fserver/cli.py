@@ -7,12 +7,12 @@ import sys
 from fserver import _loader, versions
 
 COMMANDS = {
-    "run": ("fserver.run", "start the roles of this host"),
-    "demo": ("fserver.demo", "serve a language model, split into attention and FFN"),
-    "bench": ("fserver.bench", "measure transports, layers, fan-in and memory; verify bytes"),
-    "doctor": ("fserver.doctor", "say what works on this host, what does not, and what to do"),
-    "env": ("fserver.env", "print every setting, its value, where that comes from, its meaning"),
-    "scheduler": ("fserver.run.scheduler", "be the scheduler of a cluster"),
+    "run": ("fserver.run", "start the scheduler, servers and workers of this host"),
+    "demo": ("fserver.demo", "run a language model, split into attention and FFN"),
+    "bench": ("fserver.bench", "measure speed and memory use, and verify data"),
+    "doctor": ("fserver.doctor", "report what works on this host, and how to fix what does not"),
+    "env": ("fserver.env", "print every setting, with its value, origin and meaning"),
+    "scheduler": ("fserver.run.scheduler", "run the scheduler of a cluster"),
 }
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         print(versions.text())
         return 0
     if argv[0] not in COMMANDS:
-        print(f"fserver: {argv[0]}: no such command\n\n{_help()}", file=sys.stderr)
+        print(f"fserver: no such command: {argv[0]}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
         return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
@@ -41,6 +41,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _help() -> str:
-    lines = ["usage: fserver COMMAND [options]      (fserver COMMAND --help says more)", ""]
+    lines = ["usage: fserver COMMAND [options]      (fserver COMMAND --help shows the options)", ""]
     lines += [f"  {name:<11}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(lines)

@@ -20,19 +20,22 @@ def main(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="fserver env",
-        description="Prints every setting: name, value, where the value comes from, meaning. The "
-        "exit status is 1 if a value is not allowed, or, where DMLC_ROLE is set, if a setting that "
-        "the role needs is missing.",
+        description="Prints every setting: name, value, where the value comes from, and meaning. "
+        "The exit status is 1 if a value is not allowed. If DMLC_ROLE is set, the exit "
+        "status is also 1 if a setting that the role needs is missing.",
     )
-    parser.add_argument("--set", action="store_true", help="only those that are set")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--set", action="store_true", help="print only the settings that are set")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "arguments", nargs="*", metavar="NAME=VALUE", help="tries a setting over the environment's"
+        "arguments",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="use this value instead of the environment's",
     )
     options = parser.parse_args(argv)
     for argument in options.arguments:
         if "=" not in argument:
-            parser.error("an argument without '=': want NAME=VALUE")  # not shown: maybe a secret
+            parser.error("an argument has no '=': want NAME=VALUE")  # not shown: maybe a secret
     arguments = dict(argument.split("=", 1) for argument in options.arguments)
     found = settings({**inherited(), **arguments}, set(arguments))
     of = {s["name"]: s for s in found["settings"]}

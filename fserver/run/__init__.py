@@ -19,29 +19,32 @@ fserver run [options] SCRIPT [ARGS...]            a Python script for both roles
        fserver run [options] --worker-script W.py --server-script S.py [-- ARGS...]"""
 
 EPILOG = f"""\
-Every process finds in its environment who it is: DMLC_ROLE, DMLC_NUM_WORKER,
-DMLC_NUM_SERVER, DMLC_GROUP_SIZE, DMLC_NODE_RANK (its group), STEPMESH_GPU (its GPU) with
-DMLC_RANK_OFFSET (so that its rank does not depend on the GPU), DMLC_PS_ROOT_URI and
-DMLC_PS_ROOT_PORT (the scheduler). On one host the scheduler gets a free port and the
-processes a secret of their own, unless they are given.
+Environment: the launcher sets these variables for each process: DMLC_ROLE,
+DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_GROUP_SIZE, DMLC_NODE_RANK (the group),
+STEPMESH_GPU (the GPU), DMLC_RANK_OFFSET (makes the rank independent of the GPU), and
+DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT (the address of the scheduler). On one host, the
+launcher chooses a free port for the scheduler and a random secret for the cluster.
+--scheduler, FSERVER_SECRET and FSERVER_SECRET_FILE override these.
 
-Workers, then servers, take the GPUs of their host in turn, so no two processes share one
-where there are enough. --worker-gpus and --server-gpus name them instead, those that no
-list names are left to the other role. Where STEPMESH_GPU is set, it is the GPU of the
-first process of each group, and the others of a group take those that follow. The first
-line on standard error says who got which. Without GPUs, or with STEPMESH_BACKEND=CPU,
-STEPMESH_GPU is the place in the group.
+GPUs: the launcher assigns the GPUs of the host in turn, first to the workers, then to
+the servers. If there are enough GPUs, no two processes share one. --worker-gpus and
+--server-gpus choose the GPUs of a role. If only one of the two is given, the other role
+gets the remaining GPUs. If STEPMESH_GPU is set, the first process of each group uses
+that GPU, and the other processes of the group use the next ones. The launcher prints
+the assignment on standard error. Without GPUs, or with STEPMESH_BACKEND=CPU,
+STEPMESH_GPU is the index of the process in its group.
 
-Several hosts: give all of them the same options and --node-rank 0, 1, ...; the scheduler
-runs on host 0. The groups, the workers' first, are dealt to the hosts in equal runs, as
---dry-run shows.
+Several hosts: run the same command on each host, with --node-rank 0, 1, ... The
+scheduler runs on host 0. The list of all groups, workers first, is divided into equal
+parts, one for each host. --dry-run shows the result.
 
-A process that fails ends all, and its exit status (128 + n for signal n) is that of the
-run. SIGINT, SIGTERM and SIGHUP are passed on. When the last worker has ended well,
-servers that do not end by themselves are ended, except in a run over several hosts.
+End of a run: if a process fails, the launcher ends all processes and exits with the
+status of the failed one (128 + n for signal n). The launcher forwards SIGINT, SIGTERM
+and SIGHUP to the processes. After the last worker has ended successfully, the launcher
+ends the servers that are still running. In a run over several hosts it waits for them.
 
-A cluster has at most {MAX_GROUPS} groups of a role, {MAX_GROUP_SIZE} processes in a group, and
-{MAX_PROCESSES} workers and servers together."""
+Limits: {MAX_GROUPS} groups of a role, {MAX_GROUP_SIZE} processes in a group, and
+{MAX_PROCESSES} workers and servers in total."""
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +59,7 @@ def main(argv: list[str]) -> int:
         if not processes:
             parser.error(
                 f"--nnodes {layout.hosts}: there are only {layout.workers + layout.servers} "
-                f"groups, nothing is left to run on host {layout.host}"
+                f"groups, so host {layout.host} has no process (use fewer hosts or more groups)"
             )
         if dealt:
             print(f"fserver run: {told(dealt)}", file=sys.stderr, flush=True)
@@ -70,38 +73,58 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fserver run",
         usage=USAGE,
-        description="Starts scheduler, servers and workers of this host and stays with them.",
+        description="Starts the scheduler, servers and workers of this host and waits for them.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     groups, size = count(MAX_GROUPS), count(MAX_GROUP_SIZE)
-    add("--workers", type=groups, default=1, metavar="N", help="worker groups (default 1)")
-    add("--servers", type=groups, default=1, metavar="N", help="server groups (default 1)")
+    add(
+        "--workers", type=groups, default=1, metavar="N", help="number of worker groups (default 1)"
+    )
+    add(
+        "--servers", type=groups, default=1, metavar="N", help="number of server groups (default 1)"
+    )
     add("--group-size", type=size, default=1, metavar="N", help="processes per group (default 1)")
-    add("--nnodes", type=count(MAX_PROCESSES), default=1, metavar="N", help="hosts (default 1)")
-    add("--node-rank", type=int, default=0, metavar="R", help="this host, from 0")
+    add(
+        "--nnodes",
+        type=count(MAX_PROCESSES),
+        default=1,
+        metavar="N",
+        help="number of hosts (default 1)",
+    )
+    add("--node-rank", type=int, default=0, metavar="R", help="index of this host, from 0")
     for role in ("worker", "server"):
         add(
             f"--{role}-gpus",
             type=_gpus,
             metavar="LIST",
-            help=f"GPUs that {role}s of each host take in turn, as in 0,1 or 0-3",
+            help=f"GPUs for the {role}s of each host, for example 0,1 or 0-3",
         )
-    add("--scheduler", type=address, metavar="HOST:PORT", help="where the scheduler listens")
-    add("--worker-script", metavar="W.py", help="what workers run")
-    add("--server-script", metavar="S.py", help="what servers run")
-    add("-m", "--module", action="store_true", help="scripts are names of Python modules")
-    add("--no-python", action="store_true", help="scripts are programs, as after --")
+    add(
+        "--scheduler",
+        type=address,
+        metavar="HOST:PORT",
+        help="address on which the scheduler listens",
+    )
+    add("--worker-script", metavar="W.py", help="script that the workers run")
+    add("--server-script", metavar="S.py", help="script that the servers run")
+    add("-m", "--module", action="store_true", help="the scripts are names of Python modules")
+    add("--no-python", action="store_true", help="the scripts are programs, run without Python")
     add(
         "--grace",
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
-        help="time to end after a request to, or after the last worker (default 5)",
+        help="how long processes may take to end after a signal, and servers after the last "
+        "worker (default 5)",
     )
-    add("--dry-run", action="store_true", help="print commands and their environment, run nothing")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the commands and their environment, but run nothing",
+    )
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -109,18 +132,21 @@ def _parser() -> argparse.ArgumentParser:
 def _layout(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Layout:
     if not 0 <= options.node_rank < options.nnodes:
         parser.error(
-            f"--node-rank {options.node_rank}: with --nnodes {options.nnodes} "
-            f"it goes from 0 to {options.nnodes - 1}"
+            f"--node-rank {options.node_rank}: want 0 to {options.nnodes - 1}, "
+            f"because --nnodes is {options.nnodes}"
         )
     processes = (options.workers + options.servers) * options.group_size
     if processes > MAX_PROCESSES:
         parser.error(
             f"--workers {options.workers} --servers {options.servers} "
-            f"--group-size {options.group_size}: these are {processes} processes, and a cluster "
-            f"has at most {MAX_PROCESSES} (start fewer groups, or smaller ones)"
+            f"--group-size {options.group_size}: {processes} processes, but a cluster has at "
+            f"most {MAX_PROCESSES} (use fewer or smaller groups)"
         )
     if options.nnodes > 1 and options.scheduler is None:
-        parser.error("--nnodes: several hosts need --scheduler HOST:PORT, an address of host 0")
+        parser.error(
+            f"--nnodes {options.nnodes}: several hosts need --scheduler HOST:PORT "
+            "(give an address of host 0)"
+        )
     return Layout(
         options.workers, options.servers, options.group_size, options.nnodes, options.node_rank
     )
@@ -136,7 +162,7 @@ def _base(parser: argparse.ArgumentParser) -> int | None:
     """The GPU that the user's own environment names."""
     text = os.environ.get("STEPMESH_GPU", "").strip()
     if text and not (text.isdecimal() and len(text) < 5 and int(text) <= MAX_GPU):
-        parser.error(f"STEPMESH_GPU={text[:100]!r}: a whole number from 0 to {MAX_GPU}")
+        parser.error(f"STEPMESH_GPU={text[:100]!r}: want a whole number from 0 to {MAX_GPU}")
     return int(text) if text else None
 
 
@@ -148,20 +174,23 @@ def _commands(
     scripts = {"worker": options.worker_script, "server": options.server_script}
     if any(scripts.values()):
         if not all(scripts.values()):
-            parser.error("--worker-script and --server-script go together")
+            parser.error("--worker-script and --server-script: give both, or neither")
         if args and args[0] != "--":
             parser.error(
-                f"{args[0]}: with --worker-script, arguments for both scripts stand after --"
+                f"{args[0]}: unexpected argument (with --worker-script, put the arguments of both "
+                "scripts after --)"
             )
         args = args[1:]
     else:
         if args and args[0] == "--":
             program, args = True, args[1:]
         if not args:
-            parser.error("what shall be run? A script, -m MODULE, or -- PROGRAM")
+            parser.error("no command given: want SCRIPT, -m MODULE, or -- PROGRAM")
         scripts, args = dict.fromkeys(scripts, args[0]), args[1:]
     if program and options.module:
-        parser.error("-m names a Python module: it does not go with --no-python or --")
+        parser.error(
+            "-m cannot be combined with --no-python or --, because it names a Python module"
+        )
     if program:
         prefix: tuple[str, ...] = ()
     elif options.module:
@@ -170,7 +199,9 @@ def _commands(
         prefix = (sys.executable,)
         for script in scripts.values():
             if not os.path.exists(script):
-                parser.error(f"{script}: no such file")
+                parser.error(
+                    f"{script}: no such file (want a Python script, -m MODULE, or -- PROGRAM)"
+                )
     return {role: (*prefix, script, *args) for role, script in scripts.items()}
 
 
@@ -214,7 +245,9 @@ def count(most: int = sys.maxsize) -> Callable[[str], int]:
         # No longer ones: int refuses 5000 digits in words of its own.
         value = int(text) if text.isdecimal() and len(text) < 20 else 0
         if not 1 <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:100]!r}: a whole number from 1 to {most}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:100]!r}: want a whole number from 1 to {most}"
+            )
         return value
 
     return parse
@@ -228,11 +261,11 @@ def _gpus(text: str) -> list[int]:
         ends = (first, last if dash else first)
         if not all(end.isdecimal() and len(end) < 5 and int(end) <= MAX_GPU for end in ends):
             raise argparse.ArgumentTypeError(
-                f"{text[:100]!r}: numbers of GPUs from 0 to {MAX_GPU}, as in 0,1 or 0-3"
+                f"{text[:100]!r}: want GPU numbers from 0 to {MAX_GPU}, for example 0,1 or 0-3"
             )
         gpus += range(int(ends[0]), int(ends[1]) + 1)
     if not gpus:
-        raise argparse.ArgumentTypeError(f"{text[:100]!r}: no GPU is in this list")
+        raise argparse.ArgumentTypeError(f"{text[:100]!r}: the list is empty (want FIRST-LAST)")
     return gpus
 
 
@@ -242,7 +275,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: want a number of seconds, 0 or more")
     return value
 
 
@@ -250,7 +283,7 @@ def address(text: str) -> tuple[str, int]:
     """An argument that is an address, with or without the brackets of IPv6."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r}: HOST:PORT, with a port from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r}: want HOST:PORT, with a port from 1 to 65535")
     return host.strip("[]"), int(port)
 
 

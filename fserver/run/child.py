@@ -24,7 +24,7 @@ def main() -> None:
     try:
         os.execvp(command[0], command)
     except OSError as e:
-        sys.stderr.write(f"fserver run: start {command[0]}: {e.strerror}\n")
+        sys.stderr.write(f"fserver run: cannot start {command[0]}: {e.strerror}\n")
         os._exit(127 if isinstance(e, FileNotFoundError) else 126)
 
 

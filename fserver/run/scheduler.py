@@ -9,10 +9,11 @@ def main(argv: list[str]) -> int:
     """Runs a scheduler until the cluster has ended; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="fserver scheduler",
-        description="Runs the scheduler of a cluster until all have left. It is configured by the "
-        "environment, as workers and servers are: DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, "
-        "DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_GROUP_SIZE (fserver env says more). Where "
-        "DMLC_PS_ROOT_PORT is 0 or not set, it prints the address for the others first.",
+        description="Runs the scheduler of a cluster until all workers and servers have left. The "
+        "environment configures it, as it does workers and servers: DMLC_PS_ROOT_URI, "
+        "DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_GROUP_SIZE (`fserver env` "
+        "explains them). If DMLC_PS_ROOT_PORT is 0 or not set, the scheduler chooses a free port "
+        "and prints its address.",
     )
     parser.parse_args(argv)
     os.environ["DMLC_ROLE"] = "scheduler"

@@ -229,7 +229,10 @@ class Supervisor:
             self._end_at = now + self._grace
         elif now >= self._end_at:
             names = ", ".join(c.process.name for c in left)
-            self._screen.say(f"{names}: still there {self._grace:g} s after the last worker, ended")
+            self._screen.say(
+                f"{names}: still running {self._grace:g} s after the last worker ended, so "
+                "ended by the launcher"
+            )
             self._end_at = None
             self._tell(left)
 
@@ -244,6 +247,6 @@ def _how(status: int) -> str:
     if status <= 128:
         return f"failed with status {status}"
     try:
-        return f"was ended by {signal.Signals(status - 128).name}"
+        return f"was killed by {signal.Signals(status - 128).name}"
     except ValueError:
         return f"failed with status {status}"

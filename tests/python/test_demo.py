@@ -446,7 +446,7 @@ def test_demo_refuses_counts_that_make_no_sense(capsys):
     ):
         with pytest.raises(SystemExit):
             demo.main([option, given])
-        text = f"{option}: {given!r}: a whole number from 1 to {most}"
+        text = f"{option}: {given!r}: want a whole number from 1 to {most}"
         assert text in capsys.readouterr().err
 
 

@@ -115,8 +115,8 @@ def test_all_well():
     ("code", "status", "how"),
     [
         ("raise SystemExit(7)", 7, "failed with status 7"),
-        ("import os; os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
-        ("import os; os.kill(os.getpid(), 6)", 134, "was ended by SIGABRT"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 6)", 134, "was killed by SIGABRT"),
         ("raise SystemExit(255)", 255, "failed with status 255"),
     ],
 )
@@ -164,7 +164,7 @@ def test_who_ignores_the_request_to_end_is_killed():
 def test_a_command_that_cannot_be_started():
     done = fserver("run", "--", "/no/such/program")
     assert done.returncode == 127
-    assert "fserver run: start /no/such/program: No such file or directory" in done.stderr
+    assert "fserver run: cannot start /no/such/program: No such file or directory" in done.stderr
 
 
 def test_servers_that_stay_are_ended_without_failure():
@@ -172,7 +172,8 @@ def test_servers_that_stay_are_ended_without_failure():
         status, _, err, _ = r.end()
     assert status == 0
     assert err == (
-        "fserver run: scheduler, server 0: still there 0.3 s after the last worker, ended\n"
+        "fserver run: scheduler, server 0: still running 0.3 s after the last worker ended, "
+        "so ended by the launcher\n"
     )
 
 
@@ -532,7 +533,7 @@ def test_a_gpu_of_the_user_that_is_none(monkeypatch):
     monkeypatch.setenv("STEPMESH_GPU", "first")
     done = fserver("run", "--", "true")
     assert done.returncode == 2
-    assert "STEPMESH_GPU='first': a whole number from 0 to 1023" in done.stderr
+    assert "STEPMESH_GPU='first': want a whole number from 0 to 1023" in done.stderr
 
 
 def test_identity_is_not_inherited():
@@ -592,33 +593,36 @@ def test_ways_to_name_a_command(tmp_path, args, worker, server):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ([], "what shall be run"),
-        (["--workers", "0", "x.py"], "--workers: '0': a whole number from 1 to 65535"),
-        (["--servers", "two", "x.py"], "--servers: 'two': a whole number from 1 to 65535"),
-        (["--workers", "65536", "x.py"], "--workers: '65536': a whole number from 1 to 65535"),
-        (["--servers", "9" * 5000, "x.py"], "99': a whole number from 1 to 65535"),
-        (["--group-size", "1025", "x.py"], "--group-size: '1025': a whole number from 1 to 1024"),
-        (["--nnodes", "65537", "x.py"], "--nnodes: '65537': a whole number from 1 to 65536"),
+        ([], "no command given: want SCRIPT"),
+        (["--workers", "0", "x.py"], "--workers: '0': want a whole number from 1 to 65535"),
+        (["--servers", "two", "x.py"], "--servers: 'two': want a whole number from 1 to 65535"),
+        (["--workers", "65536", "x.py"], "--workers: '65536': want a whole number from 1 to 65535"),
+        (["--servers", "9" * 5000, "x.py"], "99': want a whole number from 1 to 65535"),
+        (
+            ["--group-size", "1025", "x.py"],
+            "--group-size: '1025': want a whole number from 1 to 1024",
+        ),
+        (["--nnodes", "65537", "x.py"], "--nnodes: '65537': want a whole number from 1 to 65536"),
         (
             ["--workers", "1023", "--servers", "1", "--group-size", "65", "x.py"],
-            "--workers 1023 --servers 1 --group-size 65: these are 66560 processes, and a cluster "
-            "has at most 65536 (start fewer groups, or smaller ones)",
+            "--workers 1023 --servers 1 --group-size 65: 66560 processes, but a cluster has at "
+            "most 65536 (use fewer or smaller groups)",
         ),
-        (["--worker-gpus", "0,x", "x.py"], "--worker-gpus: '0,x': numbers of GPUs from 0 to 1023"),
-        (["--server-gpus", "1024", "x.py"], "--server-gpus: '1024': numbers of GPUs from 0 to"),
-        (["--server-gpus", "3-1", "x.py"], "--server-gpus: '3-1': no GPU is in this list"),
-        (["--grace", "-1", "x.py"], "--grace: '-1': a number of seconds, 0 or more"),
-        (["--scheduler", "host", "x.py"], "'host': HOST:PORT"),
-        (["--scheduler", "host:0", "x.py"], "'host:0': HOST:PORT"),
-        (["--nnodes", "2", "--", "x"], "--nnodes: several hosts need --scheduler HOST:PORT"),
-        (["--node-rank", "1", "--", "x"], "--node-rank 1: with --nnodes 1 it goes from 0 to 0"),
+        (["--worker-gpus", "0,x", "x.py"], "--worker-gpus: '0,x': want GPU numbers from 0 to 1023"),
+        (["--server-gpus", "1024", "x.py"], "--server-gpus: '1024': want GPU numbers from 0 to"),
+        (["--server-gpus", "3-1", "x.py"], "--server-gpus: '3-1': the list is empty"),
+        (["--grace", "-1", "x.py"], "--grace: '-1': want a number of seconds, 0 or more"),
+        (["--scheduler", "host", "x.py"], "'host': want HOST:PORT"),
+        (["--scheduler", "host:0", "x.py"], "'host:0': want HOST:PORT"),
+        (["--nnodes", "2", "--", "x"], "--nnodes 2: several hosts need --scheduler HOST:PORT"),
+        (["--node-rank", "1", "--", "x"], "--node-rank 1: want 0 to 0, because --nnodes is 1"),
         (
             ["--nnodes", "3", "--node-rank", "2", "--scheduler", "h:1", "--", "x"],
-            "--nnodes 3: there are only 2 groups",
+            "--nnodes 3: there are only 2 groups, so host 2 has no process",
         ),
         (["no such.py"], "no such.py: no such file"),
-        (["--worker-script", "w.py"], "--worker-script and --server-script go together"),
-        (["-m", "--", "x"], "-m names a Python module"),
+        (["--worker-script", "w.py"], "--worker-script and --server-script: give both, or neither"),
+        (["-m", "--", "x"], "-m cannot be combined with --no-python"),
         (["--worker", "2", "x.py"], "--worker"),
     ],
 )
@@ -645,7 +649,7 @@ def test_limits_are_those_of_the_settings():
 def test_unknown_command():
     done = fserver("fly")
     assert done.returncode == 2
-    assert "fserver: fly: no such command" in done.stderr
+    assert "fserver: no such command: fly" in done.stderr
     assert "  run " in fserver("--help").stdout
 
 
@@ -688,7 +692,7 @@ def test_a_cluster_on_one_host(cluster_script, lists, monkeypatch):
         "[worker 0] got [2.0, 2.0, 2.0]",
         "[worker 1] got [4.0, 4.0, 4.0]",
     ]
-    assert "still there" not in done.stderr  # the scheduler ended by itself
+    assert "still running" not in done.stderr  # the scheduler ended by itself
 
 
 def test_a_cluster_of_two_launchers(cluster_script):
