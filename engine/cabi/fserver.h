@@ -16,7 +16,7 @@
  *   EREMOTEIO    a server has refused the request; fs_error names it and says
  *                why                                           (RefusedError)
  *   ESHUTDOWN    the node is closed, or the cluster has ended   (ClosedError)
- *   EBADF        no such handle                                 (ClosedError)
+ *   EBADF        no such ticket                                 (ClosedError)
  *   EAGAIN       the slice of a waiting call is over: call again
  *   ENOBUFS      the buffer is too small; *need says what is needed
  *   everything else: a failure of the system or of the engine   (Error)

@@ -26,7 +26,7 @@ func fs_gpu_release(gpu C.int32_t, wait C.int64_t) (rc C.int) {
 	defer guard(&rc, 0)
 	l := node.LaterOf(int(gpu))
 	if !l.Release() {
-		return fail(fmt.Errorf("engine: %w: fs_gpu_release: nobody holds gpu %d", syscall.EINVAL, int(gpu)))
+		return fail(fmt.Errorf("engine: %w: fs_gpu_release: gpu %d is not held", syscall.EINVAL, int(gpu)))
 	}
 	if wait > 0 && !l.Held() {
 		l.Wait(time.Duration(wait))

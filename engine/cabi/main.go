@@ -416,7 +416,7 @@ func (tb *table) add(n *node.Node) (uint64, error) {
 			return h, nil
 		}
 	}
-	return 0, fmt.Errorf("node: open: %d nodes are open in this process: close some", maxNodes)
+	return 0, fmt.Errorf("node: open: %d nodes are open in this process (close some first)", maxNodes)
 }
 
 func (tb *table) get(h C.fs_node) (*node.Node, error) {

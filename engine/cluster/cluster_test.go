@@ -200,7 +200,7 @@ func TestBarrierCalls(t *testing.T) {
 	}
 	m.GiveUp(1)
 	_, _, err := m.Barrier(start, wire.BarrierWorkers|wire.BarrierServers)
-	require.EqualError(t, err, "cluster: barrier of servers and workers: 256 barrier calls are pending already")
+	require.EqualError(t, err, "cluster: barrier of servers and workers: 256 barrier calls are already pending (wait for them first)")
 	seq, out, err := m.Barrier(start, wire.BarrierWorkers)
 	require.NoError(t, err)
 	require.Empty(t, out)

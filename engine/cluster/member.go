@@ -209,7 +209,7 @@ func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Outp
 	m.out = m.out[:0]
 	switch self := m.cfg.Self; {
 	case !f.Valid() || !f.Has(self.Role):
-		return 0, nil, fmt.Errorf("cluster: %v called by %s: it must take part", f, who(self.Role, self.Rank))
+		return 0, nil, fmt.Errorf("cluster: %v called by %s: the caller must be a member", f, who(self.Role, self.Rank))
 	case m.stage != active:
 		return 0, nil, ErrNotRunning
 	}
@@ -234,7 +234,7 @@ func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Outp
 		pending += len(left)
 	}
 	if pending >= maxCalls {
-		return 0, nil, fmt.Errorf("cluster: %v: %d barrier calls are pending already", f, pending)
+		return 0, nil, fmt.Errorf("cluster: %v: %d barrier calls are already pending (wait for them first)", f, pending)
 	}
 	m.seq++
 	m.waiting[m.seq] = f
@@ -462,7 +462,7 @@ func (m *Member) frame(data []byte) error {
 		}
 		seat := seatOf(m.cfg.Shape, l.Role, l.Rank)
 		if seat < 0 || m.roster[seat].State == wire.Gone {
-			return fmt.Errorf("cluster: %s is lost, and is no member", who(l.Role, l.Rank))
+			return fmt.Errorf("cluster: %s is lost, but is not a member", who(l.Role, l.Rank))
 		}
 		m.view = l.View
 		m.lost(seat, e)
@@ -490,7 +490,7 @@ func (m *Member) frame(data []byte) error {
 
 // lostBefore is the loss of a member of which only the result is known.
 func lostBefore(v *wire.Member) *LostError {
-	e := &LostError{Role: v.Role, Rank: v.Rank, Reason: "it was lost, and nobody has taken its place yet"}
+	e := &LostError{Role: v.Role, Rank: v.Rank, Reason: "the process was lost and has not been replaced yet"}
 	e.Address = place(v)
 	return e
 }

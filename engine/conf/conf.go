@@ -311,8 +311,8 @@ func (c *Config) Listen() Listen {
 // OpenWarning is the text for a node that listens on addr without a secret
 // where other hosts can connect.
 func OpenWarning(addr string) string {
-	return fmt.Sprintf("conf: listening on %s without a secret: whoever can connect can join the cluster "+
-		"(set FSERVER_SECRET or FSERVER_SECRET_FILE on all its nodes)", addr)
+	return fmt.Sprintf("conf: listening on %s without a secret: any process that can connect can join the cluster "+
+		"(set FSERVER_SECRET or FSERVER_SECRET_FILE on all nodes)", addr)
 }
 
 // loopback says whether host is certain to be this host's loopback.

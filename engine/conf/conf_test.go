@@ -297,7 +297,7 @@ func TestRanks(t *testing.T) {
 		bad(t, with("STEPMESH_GPU=1")...))
 	require.Contains(t, bad(t, with("DMLC_RANK_OFFSET=-1")...), "rank -1 of a worker")
 	require.Contains(t, bad(t, "DMLC_NODE_RANK=1", "DMLC_PS_ROOT_PORT=7000"), "rank 1 of a server")
-	require.Equal(t, "conf: instance 3: want 0 to 0, for DMLC_GROUP_SIZE=1 (it is DMLC_INSTANCE_ID, else STEPMESH_GPU 3 + DMLC_RANK_OFFSET 0)",
+	require.Equal(t, "conf: instance 3: want 0 to 0, for DMLC_GROUP_SIZE=1 (the instance is DMLC_INSTANCE_ID or, if that is not set, STEPMESH_GPU 3 + DMLC_RANK_OFFSET 0)",
 		bad(t, with("DMLC_NUM_WORKER=4", "STEPMESH_GPU=3")...))
 	require.Contains(t, bad(t, with("DMLC_INSTANCE_ID=1")...), "instance 1: want 0 to 0")
 }
@@ -320,7 +320,7 @@ func TestScheduler(t *testing.T) {
 	}
 	for _, s := range []string{"DMLC_ROLE=worker", "DMLC_ROLE=server"} {
 		require.Equal(t, "conf: DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to 65535", bad(t, s))
-		require.Equal(t, `conf: DMLC_PS_ROOT_PORT="0": want the port of the scheduler, 1 to 65535 (0 is for the process that runs it)`,
+		require.Equal(t, `conf: DMLC_PS_ROOT_PORT="0": want the port of the scheduler, 1 to 65535 (only the scheduler may use 0)`,
 			bad(t, s, "DMLC_PS_ROOT_PORT=0"))
 	}
 
@@ -328,7 +328,7 @@ func TestScheduler(t *testing.T) {
 	require.Equal(t, `conf: DMLC_PS_ROOT_PORT="65536": want a whole number from 0 to 65535`, bad(t, "DMLC_PS_ROOT_PORT=65536"))
 	require.Equal(t, `conf: DMLC_PS_ROOT_URI="a:1": want a host name, or an IP address of one host, without port or scheme`,
 		bad(t, with("DMLC_PS_ROOT_URI=a:1", "DMLC_NODE_HOST=10.0.0.9")...))
-	require.Equal(t, "conf: FSERVER_HOST_SCHEDULER=1 for DMLC_ROLE=worker: only a server can run the scheduler too",
+	require.Equal(t, "conf: FSERVER_HOST_SCHEDULER=1 for DMLC_ROLE=worker: only a server can also run the scheduler (unset it)",
 		bad(t, with("FSERVER_HOST_SCHEDULER=1")...))
 }
 
@@ -394,13 +394,13 @@ func TestSecret(t *testing.T) {
 	require.Contains(t, w, "has no effect: FSERVER_SECRET is set")
 
 	_, w = warned(t, with("FSERVER_SECRET=hunter2")...)
-	require.Equal(t, "conf: the secret is shorter than 16 bytes: who sees one connection start can find it by trying", w)
+	require.Equal(t, "conf: the secret is shorter than 16 bytes: anyone who records the start of one connection can guess the secret (use a longer one)", w)
 
 	for path, want := range map[string]string{
 		"/nowhere/at/all":                        "no such file or directory",
 		t.TempDir():                              "not a regular file",
 		"/dev/zero":                              "not a regular file",
-		file("blank", " \n"):                     "no secret in it",
+		file("blank", " \n"):                     "the file contains no secret",
 		file("large", strings.Repeat("x", 4097)): "more than 4096 bytes",
 	} {
 		require.Equal(t, fmt.Sprintf("conf: FSERVER_SECRET_FILE=%.100q: %s", path, want), bad(t, with("FSERVER_SECRET_FILE="+path)...))

@@ -226,7 +226,7 @@ func (p *parser) rank() {
 		c.Instance = c.GPU + c.RankOffset
 	}
 	if c.Instance < 0 || c.Instance >= c.GroupSize {
-		p.fail("instance %d: want 0 to %d, for DMLC_GROUP_SIZE=%d (it is DMLC_INSTANCE_ID, else STEPMESH_GPU %d + DMLC_RANK_OFFSET %d)",
+		p.fail("instance %d: want 0 to %d, for DMLC_GROUP_SIZE=%d (the instance is DMLC_INSTANCE_ID or, if that is not set, STEPMESH_GPU %d + DMLC_RANK_OFFSET %d)",
 			c.Instance, c.GroupSize-1, c.GroupSize, c.GPU, c.RankOffset)
 	}
 }
@@ -238,14 +238,14 @@ func (p *parser) refused(name string) bool { return p.given[name] != "" && p.sou
 func (p *parser) scheduler() {
 	c := &p.cfg
 	if c.HostScheduler && c.Role != Server {
-		p.fail("FSERVER_HOST_SCHEDULER=1 for DMLC_ROLE=%v: only a server can run the scheduler too", c.Role)
+		p.fail("FSERVER_HOST_SCHEDULER=1 for DMLC_ROLE=%v: only a server can also run the scheduler (unset it)", c.Role)
 	}
 	if c.SchedulerPort == 0 && c.Role != Scheduler && c.Role != Joint && !c.HostScheduler {
 		switch v := p.given["DMLC_PS_ROOT_PORT"]; {
 		case v == "":
 			p.lack("DMLC_PS_ROOT_PORT is not set: want the port of the scheduler, 1 to %d", maxPort)
 		case !p.refused("DMLC_PS_ROOT_PORT"):
-			p.fail("DMLC_PS_ROOT_PORT=%.100q: want the port of the scheduler, 1 to %d (0 is for the process that runs it)", v, maxPort)
+			p.fail("DMLC_PS_ROOT_PORT=%.100q: want the port of the scheduler, 1 to %d (only the scheduler may use 0)", v, maxPort)
 		}
 	}
 	switch {
@@ -257,7 +257,7 @@ func (p *parser) scheduler() {
 		c.SchedulerHost = "127.0.0.1"
 	case p.refused("DMLC_PS_ROOT_URI"):
 	default:
-		p.lack("DMLC_PS_ROOT_URI is not set: want the host of the scheduler, as DMLC_NODE_HOST or DMLC_INTERFACE says that it can be another one")
+		p.lack("DMLC_PS_ROOT_URI is not set: want the host of the scheduler, because DMLC_NODE_HOST or DMLC_INTERFACE names an address other than loopback")
 	}
 }
 
@@ -284,7 +284,7 @@ func (p *parser) secret() {
 		b, err := readFile(c.secretFile, maxSecret)
 		s := strings.TrimSpace(string(b))
 		if err == nil && s == "" {
-			err = errors.New("no secret in it")
+			err = errors.New("the file contains no secret")
 		}
 		if err != nil {
 			p.fail("FSERVER_SECRET_FILE=%.100q: %w", c.secretFile, err)
@@ -293,7 +293,7 @@ func (p *parser) secret() {
 		c.Secret = Secret{s}
 	}
 	if c.Secret.IsSet() && len(c.Secret.s) < minSecret {
-		p.warn("the secret is shorter than %d bytes: who sees one connection start can find it by trying", minSecret)
+		p.warn("the secret is shorter than %d bytes: anyone who records the start of one connection can guess the secret (use a longer one)", minSecret)
 	}
 }
 

@@ -84,7 +84,7 @@ func TestBuffersTooLarge(t *testing.T) {
 	p := newPair(t, 1)
 	p.sf[0].blob = strings.Repeat("b", 4096)
 	p.answer(p.push(1, 4096), 1)
-	p.shapeFails(p.push(1, slices.Repeat([]uint64{5000}, 300)...), "the keys of 300 receive buffers take 12")
+	p.shapeFails(p.push(1, slices.Repeat([]uint64{5000}, 300)...), "300 receive buffers need 12")
 	require.Len(t, p.sf[0].keys, 1)
 	p.answer(p.push(2, 4096), 2)
 }

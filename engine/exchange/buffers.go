@@ -71,7 +71,7 @@ func (b *Buffers) Release(id uint64) error {
 	defer b.mu.Unlock()
 	e := b.all[id]
 	if e == nil || !e.seen {
-		return fmt.Errorf("exchange: release of buffer %d, which nobody holds", id)
+		return fmt.Errorf("exchange: release of buffer %d, which is not held", id)
 	}
 	e.seen = false
 	return b.collect(id, e)

@@ -118,7 +118,7 @@ func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
 		return "", nil
 	}
 	if waits && !p.parted || !waits && !cs.room(i) {
-		return "", fmt.Errorf("exchange: channel %q is opened twice, or is one of more than %d that are not open here", v.Name, maxEarly)
+		return "", fmt.Errorf("exchange: channel %q is opened twice, or the peer has opened more than %d channels that are not open here", v.Name, maxEarly)
 	}
 	early[v.Name] = counterpart{text: v.Text, told: true}
 	return "", nil
@@ -232,7 +232,7 @@ func (ch *Channel) Told(i int) (text string, ok bool, err error) {
 }
 
 func (ch *Channel) parting(i int) error {
-	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this one and open another): %w", ch.name, i, errOver)
+	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this side and open a new channel): %w", ch.name, i, errOver)
 }
 
 // Err is why nothing more can come through the channel, or nil.

@@ -59,7 +59,7 @@ func (s *Server) receiver(c *client, key uint64) (*receiver, error) {
 		return k, nil
 	}
 	if len(c.keys) == maxKeys {
-		return nil, fmt.Errorf("worker %d pushes more than %d keys (use fewer)", c.rank, maxKeys)
+		return nil, fmt.Errorf("worker %d pushes more than %d keys (use fewer keys)", c.rank, maxKeys)
 	}
 	k := &receiver{key: key, slot: s.slots, buffers: s.buffers}
 	s.mu.Lock()
@@ -101,7 +101,7 @@ func (s *Server) need(c *client, b []byte) error {
 		return err
 	}
 	if c.replies.len() == maxReplies {
-		return fmt.Errorf("exchange: worker %d asks for buffers and does not take the answers", c.rank)
+		return fmt.Errorf("exchange: worker %d requests buffers but does not read the answers", c.rank)
 	}
 	for i := range s.needs {
 		n := &s.needs[i]
@@ -125,7 +125,7 @@ func (s *Server) need(c *client, b []byte) error {
 	}
 	reply := wire.AppendBuffers(nil, &v)
 	if err == nil && len(reply) > transport.MaxFrame {
-		err = fmt.Errorf("the keys of %d receive buffers take %d bytes, and a frame has at most %d (push fewer tensors in one call)", len(v.List), len(reply), transport.MaxFrame)
+		err = fmt.Errorf("%d receive buffers need %d bytes of keys, but a frame has at most %d (push fewer tensors in one call)", len(v.List), len(reply), transport.MaxFrame)
 	}
 	if err == nil {
 		s.commit(c)
@@ -158,7 +158,7 @@ func (s *Server) grant(c *client, n *wire.Need) (wire.Buffer, error) {
 	case k.granted && n.Bytes <= k.cap:
 		return wire.Buffer{Key: k.key, Region: wireKey(k.token), Cap: k.cap}, nil
 	case n.Bytes > k.cap && k.fixed():
-		return wire.Buffer{}, fmt.Errorf("a push of %d bytes for key %d of worker %d is more than the %d bytes that register_recv_buffer gave it", n.Bytes, k.key, c.rank, k.cap)
+		return wire.Buffer{}, fmt.Errorf("a push of %d bytes for key %d of worker %d exceeds its buffer of %d bytes (register a larger one with register_recv_buffer)", n.Bytes, k.key, c.rank, k.cap)
 	}
 	s.grants = append(s.grants, grant{k: k, region: k.region})
 	g := &s.grants[len(s.grants)-1]

@@ -16,9 +16,9 @@ type RefusedError struct {
 
 func (e *RefusedError) Error() string {
 	if e.Text == "" {
-		return fmt.Sprintf("exchange: server %d has refused the request and gives no reason", e.Rank)
+		return fmt.Sprintf("exchange: server %d refused the request without a reason", e.Rank)
 	}
-	return fmt.Sprintf("exchange: server %d has refused the request: %s", e.Rank, e.Text)
+	return fmt.Sprintf("exchange: server %d refused the request: %s", e.Rank, e.Text)
 }
 
 // Elements are the types of tensors that a server can hold: the bytes of one element, by

@@ -50,7 +50,7 @@ func TestFail(t *testing.T) {
 		require.NoError(t, p.settle())
 		require.Equal(t, StateFailed, p.state(id))
 		p.refusedWith(id, 10, c.want)
-		require.Contains(t, p.w.Result(id).Error(), "server 10 has refused the request")
+		require.Contains(t, p.w.Result(id).Error(), "server 10 refused the request")
 		require.Equal(t, byte(7), out.Span.Bytes()[0])
 		r = p.take(0)[0]
 		require.NoError(t, p.respond(0, r, bytesOf(t, 0, 8, 3)))

@@ -138,7 +138,7 @@ func (w *Worker) mend(s *server, t *Ticket) bool {
 	case !delivered:
 		t.torn = false
 	case s.pairs:
-		w.fail(t, fmt.Errorf("exchange: another server has delivered this push_pull with those of other workers, and server %d cannot pair it with the same ones (call it again): %w", s.rank, w.gone))
+		w.fail(t, fmt.Errorf("exchange: another server paired this push_pull with requests of other workers, and server %d cannot pair it with the same ones (call push_pull again): %w", s.rank, w.gone))
 	default: // s takes it by itself
 		t.torn = false
 	}
@@ -193,7 +193,7 @@ func (s *Server) regroup(c *client, b []byte) error {
 		}
 	}
 	if len(c.echoes) == maxEchoes {
-		return fmt.Errorf("exchange: worker %d tells of changes and does not take the answers", c.rank)
+		return fmt.Errorf("exchange: worker %d reports changes but does not read the answers", c.rank)
 	}
 	c.echoes = append(c.echoes, v)
 	s.publish()

@@ -56,7 +56,7 @@ func TestRegroupHostile(t *testing.T) {
 		for i := uint64(0); err == nil && i < 2*maxEchoes; i++ {
 			err = p.servers[0].Frame(0, wire.AppendRegroup(nil, wire.Regroup{Runs: i}))
 		}
-		require.ErrorContains(t, err, "does not take the answers")
+		require.ErrorContains(t, err, "does not read the answers")
 	})
 	t.Run("a frame that is too short", func(t *testing.T) {
 		p := newPair(t, 1)

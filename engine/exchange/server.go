@@ -15,7 +15,7 @@ import (
 
 // ErrLeft says that a worker has left in good order, so that no batch will be
 // complete any more.
-var ErrLeft = errors.New("exchange: a worker has left, so no further batch can be complete")
+var ErrLeft = errors.New("exchange: a worker has left, so no further batch can become complete")
 
 // clientPlan is a plan of a worker, with what it means here.
 type clientPlan struct {

@@ -25,7 +25,7 @@ const (
 )
 
 // ErrFull says that as many tickets are under way as there may be.
-var ErrFull = fmt.Errorf("exchange: %d push_pulls or answers of this node are under way, which is the limit: wait for one of them before the next", Window)
+var ErrFull = fmt.Errorf("exchange: %d push_pulls or answers of this node are in progress, which is the limit (wait for one of them first)", Window)
 
 // ErrNoTicket says that a ticket was never issued or is forgotten.
 var ErrNoTicket = errors.New("exchange: no such ticket")
@@ -254,7 +254,7 @@ func (tb *Table) Stamps(id uint64) (trace.Stamps, error) {
 	r := &tb.recs[id%Window]
 	switch {
 	case !ok || r.id != id:
-		return trace.Stamps{}, fmt.Errorf("%w: %d (the last %d are remembered)", ErrNoTicket, id, Window)
+		return trace.Stamps{}, fmt.Errorf("%w: %d (only the last %d are kept)", ErrNoTicket, id, Window)
 	case state == StateOpen || state == StateFailing:
 		return trace.Stamps{}, Shapef("exchange: ticket %d is under way: its trace is complete when wait has returned", id)
 	}

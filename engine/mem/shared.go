@@ -84,7 +84,7 @@ func FreeShared(id uint64) error {
 	at := slices.IndexFunc(shares.sorted, func(s *Shared) bool { return s.id == id })
 	if at < 0 {
 		shares.mu.Unlock()
-		return fmt.Errorf("mem: free shared memory %d: there is none of that number", id)
+		return fmt.Errorf("mem: free shared memory %d: no such memory", id)
 	}
 	s := shares.sorted[at]
 	shares.sorted = slices.Delete(shares.sorted, at, at+1)

@@ -80,7 +80,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 		_ = base.Close()
 		return nil, err
 	}
-	log.Warn("no transport inside this host", zap.Error(err))
+	log.Warn("cannot use the transports inside this host", zap.Error(err))
 	return []transport.Fabric{base}, err
 }
 
@@ -160,7 +160,7 @@ func openWhenFree(o tcp.Options, cfg *conf.Config, log *zap.Logger) (*tcp.Fabric
 		case time.Since(begin) >= limit:
 			return nil, fmt.Errorf("node: the port was not free within %v: %w", limit, err)
 		case !told:
-			log.Warn("the port is taken, waiting for the process that has it to end", zap.String("at", o.Listen), zap.Duration("for", limit))
+			log.Warn("the port is in use, waiting until it is free", zap.String("at", o.Listen), zap.Duration("for", limit))
 		}
 		time.Sleep(firstPause)
 	}
@@ -172,7 +172,7 @@ func (n *Node) lossy(fabrics []transport.Fabric) error {
 		return nil
 	}
 	if n.cfg.DropPercent != 0 {
-		n.log.Warn("frames are lost on purpose (PS_DROP_MSG)", zap.Int("percent", n.cfg.DropPercent), zap.Bool("sent again", n.cfg.Resend))
+		n.log.Warn("dropping frames on purpose (PS_DROP_MSG)", zap.Int("percent", n.cfg.DropPercent), zap.Bool("sent again", n.cfg.Resend))
 	}
 	for i, f := range fabrics {
 		l, err := lossy.Wrap(f, lossy.Options{
@@ -365,7 +365,7 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 	c := l.conn
 	h, err := wire.ParseHello(c.Hello())
 	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) || h.Epoch != m.Epoch {
-		n.unreached(ctx, i, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Remote(), Reason: fmt.Sprintf("%v %d answers in its place", h.Role, h.Rank)})
+		n.unreached(ctx, i, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Remote(), Reason: fmt.Sprintf("%v %d answered at this address", h.Role, h.Rank)})
 		_ = c.Close()
 		return
 	}
@@ -397,13 +397,13 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 		n.control(cluster.Input{Kind: cluster.Up, Conn: l.id, Remote: c.Remote()})
 		return
 	case n.server != nil && h.Role == wire.RoleWorker && (h.Rank < 0 || int(h.Rank) >= n.cfg.Workers*n.cfg.GroupSize):
-		err = fmt.Errorf("worker %d is none of the %d of this cluster", h.Rank, n.cfg.Workers*n.cfg.GroupSize)
+		err = fmt.Errorf("rank %d is out of range: this cluster has %d workers", h.Rank, n.cfg.Workers*n.cfg.GroupSize)
 	case n.server != nil && h.Role == wire.RoleWorker:
 		n.hold(l)
 		n.admitAll()
 		return
 	default:
-		err = fmt.Errorf("%v %d has nothing to say to a %v", h.Role, h.Rank, n.cfg.Role)
+		err = fmt.Errorf("a %v (rank %d) must not connect to a %v", h.Role, h.Rank, n.cfg.Role)
 	}
 	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.Error(err))
 	_ = c.Close()

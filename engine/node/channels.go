@@ -90,7 +90,7 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 	}
 	l := n.peers[i]
 	if !n.up(l) {
-		return &LostError{Role: n.rail[i].Role, Rank: n.rail[i].Rank, Reason: "there is no connection to it"}
+		return &LostError{Role: n.rail[i].Role, Rank: n.rail[i].Rank, Reason: "not connected"}
 	}
 	n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Text: text}))
 	return nil

@@ -142,7 +142,7 @@ func (n *Node) unstick() {
 		frames := l.frames
 		l.frames = nil
 		if len(frames) > maxStuck && n.links[l.conn] == l {
-			n.breach(l, fmt.Errorf("node: it does not take what it is sent (%d frames wait)", len(frames)))
+			n.breach(l, fmt.Errorf("node: the peer does not read its messages (%d frames are queued)", len(frames)))
 			continue
 		}
 		for _, f := range frames {
@@ -368,7 +368,7 @@ func (n *Node) Stop(limit time.Duration) error {
 		err = e
 	}
 	if over := (*cluster.EndedError)(nil); errors.As(err, &over) {
-		err = &TimeoutError{fmt.Sprintf("node: stop: %s (FSERVER_STOP_TIMEOUT); this one has left alone", over.Reason)}
+		err = &TimeoutError{fmt.Sprintf("node: stop: %s (FSERVER_STOP_TIMEOUT); this node has left alone", over.Reason)}
 	}
 	if cerr := n.Close(); err == nil {
 		err = cerr

@@ -56,7 +56,7 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 	case ev.Kind == transport.EvFrame:
 		n.control(cluster.Input{Kind: cluster.Frame, Conn: l.id, Data: ev.Data})
 	default:
-		err = errors.New("node: a write on a connection that takes none")
+		err = errors.New("node: the peer wrote data on a connection that does not accept data")
 	}
 	if err != nil {
 		n.breach(l, err)
@@ -69,7 +69,7 @@ func (n *Node) lent(l *link, ev *transport.Event) error {
 		return n.server.Lent(l.index, ev.Imm, ev.Span, ev.View)
 	}
 	_ = ev.View.Drop()
-	return errors.New("node: a loan on a connection that takes none")
+	return errors.New("node: the peer lent memory on a connection that does not accept loans")
 }
 
 // data takes a frame or write of a peer.

@@ -102,10 +102,10 @@ func findDevice(index int) (cudaipc.Device, error) {
 	}
 	n, err := cuda.Count()
 	if err == nil && index >= n {
-		err = fmt.Errorf("gpu %d is not among the %d GPUs that CUDA shows", index, n)
+		err = fmt.Errorf("gpu %d: CUDA shows %d GPUs", index, n)
 	}
 	if err != nil {
-		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "see STEPMESH_GPU and CUDA_VISIBLE_DEVICES"}
+		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "check STEPMESH_GPU and CUDA_VISIBLE_DEVICES"}
 	}
 	return nil, nil
 }
@@ -176,7 +176,7 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 		a, err = g.dev.Alloc(n)
 	}
 	if cuda.Is(err, cuda.OutOfMemory) {
-		err = fmt.Errorf("%w (torch keeps what it has freed: torch.cuda.empty_cache(); or push smaller tensors, or fewer)", err)
+		err = fmt.Errorf("%w (call torch.cuda.empty_cache() to release memory that torch caches, or push fewer or smaller tensors)", err)
 	}
 	return mem.Region{Addr: uintptr(a), Len: n, Dev: g.device()}, err
 }
@@ -185,7 +185,7 @@ func (g *gpu) Alloc(n uint64) (mem.Region, error) {
 func (g *gpu) Free(r mem.Region) error {
 	g.later.Do(cudaipc.Memory, r.Len, func() {
 		if err := g.dev.Free(uint64(r.Addr)); err != nil {
-			g.log.Warn("receive buffer: memory of the GPU cannot be given back", zap.Uint64("bytes", r.Len), zap.Error(err))
+			g.log.Warn("cannot free a receive buffer on the GPU", zap.Uint64("bytes", r.Len), zap.Error(err))
 		}
 	})
 	return nil

@@ -120,7 +120,7 @@ func TestGPUTensors(t *testing.T) {
 // not that the peer is gone; the same request is taken later.
 func TestGPUOutOfMemory(t *testing.T) {
 	for call, says := range map[string]string{
-		"Alloc": "server 0 has no receive buffer: Alloc: cuda: injected failure: out of memory (torch keeps what it has freed: torch.cuda.empty_cache()",
+		"Alloc": "server 0 has no receive buffer: Alloc: cuda: injected failure: out of memory (call torch.cuda.empty_cache()",
 		"Pin":   "memory of the host for staging: Pin: cuda: injected failure: out of memory (have less in flight",
 	} {
 		t.Run(call, func(t *testing.T) {

@@ -23,7 +23,7 @@ import (
 func near(cfg *conf.Config, route string, log *zap.Logger) string {
 	c := choose(topo.Local().Read(), cfg, route)
 	if !c.Address.IsValid() {
-		log.Warn("DMLC_INTERFACE=auto finds no interface", zap.String("why", c.Why), zap.String("instead", route))
+		log.Warn("DMLC_INTERFACE=auto: found no interface", zap.String("why", c.Why), zap.String("instead", route))
 		return route
 	}
 	log.Info("interface chosen", zap.String("interface", c.Interface), zap.Stringer("address", c.Address), zap.String("why", c.Why))

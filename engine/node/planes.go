@@ -34,7 +34,7 @@ func (n *Node) enter(fabrics []transport.Fabric) error {
 	for _, f := range fabrics {
 		s, ok := f.(transport.Sleeper)
 		if !ok {
-			err = errors.Join(err, fmt.Errorf("node: transport %s cannot be slept on", f.Name()))
+			err = errors.Join(err, fmt.Errorf("node: transport %s has no descriptor to wait on", f.Name()))
 		}
 		n.planes = append(n.planes, &plane{Fabric: f, sleeper: s})
 	}

@@ -142,7 +142,7 @@ func (n *Node) overdue(now int64) {
 // absent takes a peer that was not there when this node came.
 func (n *Node) absent(i int) {
 	m := &n.rail[i]
-	err := &LostError{Role: m.Role, Rank: m.Rank, Reason: "it was lost, and nobody has taken its place yet"}
+	err := &LostError{Role: m.Role, Rank: m.Rank, Reason: "the process was lost and has not been replaced yet"}
 	switch {
 	case m.State == wire.Gone:
 		n.lose(i, err)
@@ -331,7 +331,7 @@ func (n *Node) hold(l *link) {
 // place to write to yet. It returns an error where the sender has sent too much.
 func (n *Node) keep(l *link, ev *transport.Event) error {
 	if ev.Kind != transport.EvFrame {
-		return errors.New("node: a write before the scheduler has named its sender")
+		return errors.New("node: the peer wrote data before the scheduler announced it")
 	}
 	all, own := len(ev.Data), len(ev.Data)
 	for _, w := range n.waiting {
@@ -343,7 +343,7 @@ func (n *Node) keep(l *link, ev *transport.Event) error {
 		}
 	}
 	if len(l.early) == maxEarly || own > maxEarlyBytes || all > maxWaitingBytes {
-		return fmt.Errorf("node: too much came before the scheduler has named its sender: %d frames of %d bytes, and %d bytes of all such senders (at most %d, %d and %d)",
+		return fmt.Errorf("node: the peer sent too much before the scheduler announced it: %d frames of %d bytes, and %d bytes of all such senders (at most %d, %d and %d)",
 			len(l.early)+1, own, all, maxEarly, maxEarlyBytes, maxWaitingBytes)
 	}
 	l.early = append(l.early, slices.Clone(ev.Data))
@@ -445,9 +445,9 @@ func (n *Node) joinAgain() {
 				return
 			}
 			_ = c.Close()
-			err = errors.New("node: what listens there is no scheduler")
+			err = errors.New("node: the process at this address is not a scheduler (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)")
 		}
-		n.log.Warn("no scheduler yet", zap.String("at", n.cfg.Scheduler()), zap.Error(err))
+		n.log.Warn("waiting for the scheduler", zap.String("at", n.cfg.Scheduler()), zap.Error(err))
 	}
 }
 

@@ -241,6 +241,6 @@ func TestPollerIsBound(t *testing.T) {
 	m := newCluster(t, openFabrics)
 	n, logs := m.watch(shape{1, 1, 1}.settings("worker", 0, 0, "1", "FSERVER_PROGRESS=thread",
 		"STEPMESH_BIND_CPU_CORE=1", fmt.Sprint("STEPMESH_CPU_START_OFFSET=", cores[len(cores)-1]+1)))
-	require.Eventually(t, func() bool { return logs.FilterMessage("the poller is bound to no core").Len() == 1 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return logs.FilterMessage("cannot pin the polling thread to a core").Len() == 1 }, 10*time.Second, time.Millisecond)
 	require.NoError(t, n.Free())
 }

@@ -68,6 +68,6 @@ func (n *Node) bind() {
 		err = unix.SchedSetaffinity(0, &set)
 	}
 	if err != nil {
-		n.log.Warn("the poller is bound to no core", zap.Error(err))
+		n.log.Warn("cannot pin the polling thread to a core", zap.Error(err))
 	}
 }

@@ -154,7 +154,7 @@ func TestNoWayInside(t *testing.T) {
 		}
 		require.Equal(t, 1, logs.Len())
 		line := logs.All()[0]
-		require.Equal(t, "no transport inside this host", line.Message)
+		require.Equal(t, "cannot use the transports inside this host", line.Message)
 		require.Contains(t, line.ContextMap()["error"], "process_vm_writev: operation not permitted (")
 		m.stop()
 

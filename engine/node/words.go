@@ -84,7 +84,7 @@ func (n *Node) sayMissing(now int64) {
 		n.sayAt = now + sayEvery
 		if what := n.missing(); what != n.said {
 			n.said = what
-			n.log.Info("the cluster is not complete yet: " + what)
+			n.log.Info("waiting for the cluster to become complete: " + what)
 		}
 	}
 }

@@ -187,7 +187,7 @@ func TestMissing(t *testing.T) {
 				err := n.WaitReady(20 * time.Second)
 				require.ErrorContains(t, err, names)
 				require.EqualValues(t, 110, Errno(err))
-				lines := log.FilterMessageSnippet("the cluster is not complete yet: ").All()
+				lines := log.FilterMessageSnippet("waiting for the cluster to become complete: ").All()
 				if after != "6" {
 					require.Empty(t, lines)
 					continue

@@ -25,7 +25,7 @@ type Guest struct {
 	at     *list.Element
 }
 
-var errPushedOut = errors.New("said too little for too long while others waited for its place in the handshake")
+var errPushedOut = errors.New("too slow in the handshake while other connections waited for a place")
 
 // Enter waits for a place; nil says that ctx has ended. Where limit guests are
 // inside, the oldest of those who have said nothing has to leave at once, or

@@ -91,7 +91,7 @@ func (r *reader) u8() uint8 {
 func (r *reader) bool() bool {
 	v := r.u8()
 	if v > 1 {
-		r.fail(fmt.Errorf("wire: %d is neither true nor false", v))
+		r.fail(fmt.Errorf("wire: %d is not a boolean", v))
 	}
 	return v == 1
 }

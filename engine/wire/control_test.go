@@ -176,8 +176,8 @@ func TestControlBounds(t *testing.T) {
 		{AppendRegister(nil, &Register{Shape: Shape{MaxMembers + 1, 1, 1}}), "worker groups 65537"},
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: many}}), "65 addresses"},
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{strings.Repeat("a", 256)}}}), "256 bytes of an address"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"a\x7f"}}}), "cannot be printed"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"\xc3"}}}), "cannot be printed"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"a\x7f"}}}), "not printable"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"\xc3"}}}), "not printable"},
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Host: strings.Repeat("a", MaxHost+1)}}), "65 bytes of a host name"},
 	} {
 		_, err := ParseRegister(c.frame)

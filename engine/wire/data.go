@@ -354,7 +354,7 @@ func (r *reader) kind(want Type) {
 func (r *reader) size(what string) int64 {
 	v := r.uvarint()
 	if v > MaxSize {
-		r.fail(fmt.Errorf("wire: %s %d is absurd", what, v))
+		r.fail(fmt.Errorf("wire: %s %d is out of range", what, v))
 		return 0
 	}
 	return int64(v)
@@ -445,7 +445,7 @@ func ParseChannel(b []byte) (Channel, error) {
 		Text:   r.text("bytes of a channel's text", MaxChannelText),
 	}
 	if c.Name == "" {
-		r.fail(errors.New("wire: a channel without a name"))
+		r.fail(errors.New("wire: a channel has no name"))
 	}
 	return c, r.end()
 }

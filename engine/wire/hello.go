@@ -88,7 +88,7 @@ func appendHello(dst []byte, t Type, h *Hello) []byte {
 
 // errVersion says that a hello is of another version of the wire. Only Version
 // and Build of what was parsed are set.
-var errVersion = errors.New("wire: another version of the wire")
+var errVersion = errors.New("wire: the peer uses another wire version")
 
 // parseHello takes a hello of type t off b; rest is what follows it.
 func parseHello(b []byte, t Type) (h Hello, rest []byte, err error) {
@@ -275,7 +275,7 @@ func rejection(in []byte) string {
 func (h *Handshake) greet(in []byte, t Type) (rest []byte, reason string) {
 	peer, rest, err := parseHello(in, t)
 	if err != nil && err != errVersion {
-		return nil, "what came is no hello: " + strings.TrimPrefix(err.Error(), "wire: ") + " (is that a port of fserver?)"
+		return nil, "the first message is not a hello: " + strings.TrimPrefix(err.Error(), "wire: ") + " (does fserver listen on this port?)"
 	}
 	d, l := &h.me, &peer
 	if !h.dialer {
@@ -356,7 +356,7 @@ func (r *reader) name(what string, limit int) string {
 	raw := *r
 	s := r.text(what, limit)
 	if r.err == nil && s != string(raw.bytes(what, limit)) {
-		r.fail(fmt.Errorf("wire: %s: they cannot be printed", what))
+		r.fail(fmt.Errorf("wire: %s: not printable", what))
 		return ""
 	}
 	return s

@@ -294,8 +294,8 @@ func TestHelloStrangers(t *testing.T) {
 		listener, dialer string // what each gets
 		want             string
 	}{
-		{"", "", "what came is no hello: magic number is missing (is that a port of fserver?)"},
-		{"GET / HTTP/1.1\r\n", "GET / HTTP/1.1\r\n", "what came is no hello: message of type 71"},
+		{"", "", "the first message is not a hello: magic number is missing (does fserver listen on this port?)"},
+		{"GET / HTTP/1.1\r\n", "GET / HTTP/1.1\r\n", "the first message is not a hello: message of type 71"},
 		{"\xf0", "\xf1", "magic number is missing"},
 		{"\xf0fsr0\x01\x00\x00\x00", "\xf1fsr0\x01\x00\x00\x00", "magic number is missing"},
 		{"\xf0fsrv", "\xf1fsrv", "frame ends too early"},
@@ -347,8 +347,8 @@ func TestHelloBounds(t *testing.T) {
 	}{
 		{func(h *Hello) { h.Build += "b" }, "256 bytes of a build"},
 		{func(h *Hello) { h.Cluster += "c" }, "256 bytes of a cluster id"},
-		{func(h *Hello) { h.Cluster = "a\nb" }, "cannot be printed"},
-		{func(h *Hello) { h.Cluster = "\xff" }, "cannot be printed"},
+		{func(h *Hello) { h.Cluster = "a\nb" }, "not printable"},
+		{func(h *Hello) { h.Cluster = "\xff" }, "not printable"},
 		{func(h *Hello) { h.Role = 3 }, "role 3 is unknown"},
 	} {
 		bad := long

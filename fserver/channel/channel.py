@@ -270,7 +270,7 @@ class Channel:
             if "refused" in theirs:
                 return ClosedError(
                     f"channel {self.name!r}: {self._peers} {i} has closed its side: "
-                    f"{str(theirs['refused']):.400} (close this one and open another)"
+                    f"{str(theirs['refused']):.400} (close this side and open a new channel)"
                 )
         return None
 

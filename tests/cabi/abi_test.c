@@ -177,7 +177,7 @@ CASE(shared) {
 CASE(gpu) {
   fs_error e;
   CHECK(fs_gpu_release(3, 0) == -EINVAL);
-  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "nobody holds gpu 3"));
+  CHECK(fs_errmsg(&e) == 0 && strstr(e.text, "gpu 3 is not held"));
   CHECK(fs_gpu_hold(3) == 0 && fs_gpu_hold(3) == 0);
   CHECK(fs_gpu_release(3, SECOND) == 0 && fs_gpu_release(3, SECOND) == 0);
   CHECK(fs_gpu_release(3, 0) == -EINVAL);
@@ -219,7 +219,7 @@ CASE(probe) {
         "DMLC_PS_ROOT_PORT");
   const char *closed[] = {"DMLC_ROLE=worker", "DMLC_PS_ROOT_PORT=1"};
   CHECK(fs_probe(closed, 2, 5000000000, json, sizeof json - 1, &need) == 0);
-  CHECK(strstr(json, "\"spoke\":false") && strstr(json, "nobody listens"));
+  CHECK(strstr(json, "\"spoke\":false") && strstr(json, "no process listens"));
 }
 
 CASE(wrong_setting) {

@@ -507,7 +507,9 @@ def failed_half_way(mode: str, call: str) -> None:
     with pytest.raises(fserver.Error, match=f"^channel: {call}: an error") as caught:
         getattr(mine, call)()
     who = "worker" if call == "send" else "server"
-    reason = re.escape(f"channel 'it': {who} 0 has closed its side: {caught.value} (close this one")
+    reason = re.escape(
+        f"channel 'it': {who} 0 has closed its side: {caught.value} (close this side"
+    )
     done = DRIVER.launches, DRIVER.copies
     for again in ("send", "recv"):
         text = f"^{again}: a {call} failed half-way: the channel has ended"
@@ -542,7 +544,7 @@ def closed_by_a_peer(mode: str) -> None:
     closing = threading.Thread(target=s.close)
     closing.start()
     end = time.monotonic() + WAIT
-    text = '"it": peer 0 has closed its side .close this one and open another'
+    text = '"it": peer 0 has closed its side .close this side and open a new channel'
     with pytest.raises(fserver.ClosedError, match=text):
         while time.monotonic() < end:
             w.check()

@@ -566,7 +566,7 @@ def test_as_many_at_once_as_may_be(pair: Cluster) -> None:
     """One more is refused as a limit, which ends when one of them does."""
     x = torch.ones(1)
     handlers = [pair.worker.push_pull([x], [0], [], []) for _ in range(4096)]
-    with pytest.raises(fserver.LimitError, match=r"4096 push_pulls .*under way.*wait") as raised:
+    with pytest.raises(fserver.LimitError, match=r"4096 push_pulls .*in progress.*wait") as raised:
         pair.worker.push_pull([x], [0], [], [])
     assert not isinstance(raised.value, ValueError)  # nothing is wrong with the arguments
     [(handler, _, _)] = pair.server.get_batch(LIMIT * 1e3)

@@ -146,7 +146,7 @@ type Fabric struct {
 // cannot even copy into itself.
 func Open(o Options) (*Fabric, error) {
 	if o.Gate == nil {
-		return nil, fmt.Errorf("cma: open: no gate to decide who may talk")
+		return nil, fmt.Errorf("cma: open: no gate (Options.Gate is nil)")
 	}
 	if o.Name == "" {
 		o.Name = "cma"

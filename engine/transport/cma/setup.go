@@ -265,7 +265,7 @@ func receiveMessage(r io.Reader) ([]byte, error) {
 	}
 	n := binary.LittleEndian.Uint32(p[len(magic):])
 	if !bytes.Equal(p[:len(magic)], magic[:]) {
-		return nil, fmt.Errorf("the peer sent % x: it is not of this kind", p)
+		return nil, fmt.Errorf("the peer sent % x: not a message of fserver", p)
 	}
 	if n > transport.MaxHandshake {
 		return nil, fmt.Errorf("the peer announced a message of %d bytes: at most %d", n, transport.MaxHandshake)

@@ -138,7 +138,7 @@ type Fabric struct {
 func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 	s, ok := inner.(transport.Sleeper)
 	if !ok {
-		return nil, fmt.Errorf("cudaipc: transport %s cannot be slept on", inner.Name())
+		return nil, fmt.Errorf("cudaipc: transport %s has no descriptor to wait on", inner.Name())
 	}
 	if o.Stall <= 0 {
 		o.Stall = 30 * time.Second

@@ -56,7 +56,7 @@ type Fabric struct {
 func Wrap(inner transport.Fabric, o Options) (transport.Fabric, error) {
 	s, ok := inner.(transport.Sleeper)
 	if !ok {
-		return nil, fmt.Errorf("lossy: transport %s cannot be slept on", inner.Name())
+		return nil, fmt.Errorf("lossy: transport %s has no descriptor to wait on", inner.Name())
 	}
 	f := &Fabric{inner: inner, sleep: s, o: o, rng: rand.New(rand.NewPCG(o.Seed, 0)), conns: map[transport.Conn]*Conn{}}
 	var err error

@@ -58,7 +58,7 @@ func FileIdentity(cert, key, roots []byte) (*Identity, error) {
 	if len(bytes.TrimSpace(roots)) == 0 {
 		i.roots.AddCert(pair.Leaf)
 	} else if !i.roots.AppendCertsFromPEM(roots) {
-		return nil, fmt.Errorf("tcp: TLS roots: no certificate in them")
+		return nil, fmt.Errorf("tcp: TLS roots: the file contains no certificate")
 	}
 	return i, nil
 }

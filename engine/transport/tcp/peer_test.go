@@ -330,14 +330,14 @@ func TestListenerRefuses(t *testing.T) {
 	}{
 		{"TLS", noise, "the peer speaks TLS (set FSERVER_TLS=on"},
 		{"noise", noise[1:], "the peer sent 03 01 02 00 01 00 01 fc"},
-		{"eight bytes of noise", noise[1:9], "it is not of this kind"},
+		{"eight bytes of noise", noise[1:9], "not a message of fserver"},
 		{"absurd length", long, "a message of 4294967295 bytes: at most 4096"},
 		{"one byte too long", append(magic[:], 1, 16, 0, 0), "a message of 4097 bytes: at most 4096"},
 		{"gate says no", append(magic[:], 1, 0, 0, 0, '?'), "unknown kind 0x3f"},
 		{"empty message", append(magic[:], 0, 0, 0, 0), "gate: empty message"},
-		{"half a preamble, then silence", magic[:2], "longer than 150ms"},
-		{"half a message, then silence", append(magic[:], 9, 0, 0, 0, '+'), "longer than 150ms"},
-		{"silence", nil, "longer than 150ms"},
+		{"half a preamble, then silence", magic[:2], "not finished within 150ms"},
+		{"half a message, then silence", append(magic[:], 9, 0, 0, 0, '+'), "not finished within 150ms"},
+		{"silence", nil, "not finished within 150ms"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			noLeaks(t)
@@ -419,7 +419,7 @@ func TestDialerRefuses(t *testing.T) {
 	noLeaks(t)
 	f := open(t, Options{})
 	for text, answer := range map[string]string{
-		"it is not of this kind":   "SSH-2.0-OpenSSH\r\n",
+		"not a message of fserver": "SSH-2.0-OpenSSH\r\n",
 		"at most 4096":             string(magic[:]) + "\xff\xff\xff\xff",
 		"the peer closed":          "",
 		"unexpected EOF":           string(magic[:]) + "\x05\x00\x00\x00+",
@@ -482,7 +482,7 @@ func TestConnectSaysWhatIsWrong(t *testing.T) {
 	gone.Close()
 	_, err = f.Connect(context.Background(), transport.Addr(scheme+gone.Addr().String()))
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
-	require.ErrorContains(t, err, "tcp: connect to "+gone.Addr().String()+": connection refused (nobody listens there)")
+	require.ErrorContains(t, err, "tcp: connect to "+gone.Addr().String()+": connection refused (no process listens at this address)")
 	for _, addr := range []transport.Addr{"", "inproc:1", "tcp:", "tcp:host", "tcp::1", "tcp:::1:5", "tcp:h:0", "tcp:h:65536", "tcp:h:http", "tcp:[::1]"} {
 		require.False(t, f.Reaches(addr), addr)
 		_, err = f.Connect(context.Background(), addr)

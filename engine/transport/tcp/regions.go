@@ -26,7 +26,7 @@ type region struct {
 
 func (t *regions) add(r mem.Region) (transport.Key, error) {
 	if r.Dev != mem.CPU {
-		return transport.Key{}, fmt.Errorf("tcp: register %d bytes on %v: only host memory can be reached", r.Len, r.Dev)
+		return transport.Key{}, fmt.Errorf("tcp: register %d bytes on %v: want host memory", r.Len, r.Dev)
 	}
 	if _, carry := bits.Add64(uint64(r.Addr), r.Len, 0); carry != 0 || r.Addr == 0 && r.Len > 0 {
 		return transport.Key{}, fmt.Errorf("tcp: register %d bytes at %#x: not a range of addresses", r.Len, r.Addr)

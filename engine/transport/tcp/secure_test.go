@@ -116,7 +116,7 @@ func TestFileIdentityErrors(t *testing.T) {
 	require.ErrorContains(t, err, "tcp: TLS certificate: tls: private key does not match public key")
 	cert, key = a.issue(time.Now().Add(time.Hour))
 	_, err = FileIdentity(cert, key, key)
-	require.ErrorContains(t, err, "tcp: TLS roots: no certificate in them")
+	require.ErrorContains(t, err, "tcp: TLS roots: the file contains no certificate")
 }
 
 // meet lets a dialer connect to a listener and gives what each side says of it.

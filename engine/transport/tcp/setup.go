@@ -60,13 +60,13 @@ func remedy(err error) error {
 	var addr *net.AddrError
 	switch {
 	case errors.Is(err, unix.EADDRINUSE):
-		return fmt.Errorf("%w (choose another port, or 0 for any free one; ss -ltnp shows who has it)", err)
+		return fmt.Errorf("%w (choose another port, or 0 for a free one; ss -ltnp shows the process that uses it)", err)
 	case errors.Is(err, unix.EADDRNOTAVAIL):
 		return fmt.Errorf("%w (it must be an address of this host: DMLC_NODE_HOST, DMLC_INTERFACE)", err)
 	case errors.Is(err, unix.EACCES):
-		return fmt.Errorf("%w (ports below 1024 need a privilege)", err)
+		return fmt.Errorf("%w (use a port from 1024, or run with the privilege for lower ones)", err)
 	case errors.Is(err, unix.ECONNREFUSED):
-		return fmt.Errorf("%w (nobody listens there)", err)
+		return fmt.Errorf("%w (no process listens at this address)", err)
 	case errors.As(err, &dns):
 		return fmt.Errorf("%w (give an address, or a name that this host can resolve)", err)
 	case errors.As(err, &addr):
@@ -123,7 +123,7 @@ func (f *Fabric) accept() {
 
 // ErrLooked is what Options.Refused is told of a connection that its peer has
 // closed before it said anything, as who only looks whether the port is open.
-var ErrLooked = errors.New("the peer closed the connection before it said anything")
+var ErrLooked = errors.New("the peer closed the connection before it sent anything")
 
 // welcome runs the Gate over a connection that a peer opened.
 func (f *Fabric) welcome(nc *net.TCPConn, g *transport.Guest) {
@@ -215,7 +215,7 @@ func (f *Fabric) shake(ctx context.Context, nc *net.TCPConn, dialer bool, heard 
 		part(nc, mismatch.answer)
 	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		err = fmt.Errorf("handshake: it took longer than %v: %w", f.opts.Limits.Handshake, os.ErrDeadlineExceeded)
+		err = fmt.Errorf("handshake: not finished within %v: %w", f.opts.Limits.Handshake, os.ErrDeadlineExceeded)
 	}
 	return s, hello, err
 }
@@ -281,7 +281,7 @@ func receiveMessage(r io.Reader) ([]byte, error) {
 		return nil, err
 	}
 	if !bytes.Equal(p[:len(magic)], magic[:]) {
-		return nil, fmt.Errorf("the peer sent % x: it is not of this kind", p)
+		return nil, fmt.Errorf("the peer sent % x: not a message of fserver", p)
 	}
 	length := binary.LittleEndian.Uint32(p[len(magic):])
 	if length > transport.MaxHandshake {

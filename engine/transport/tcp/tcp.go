@@ -100,7 +100,7 @@ type Fabric struct {
 // Open opens a Fabric.
 func Open(o Options) (*Fabric, error) {
 	if o.Gate == nil {
-		return nil, fmt.Errorf("tcp: open: no gate to decide who may talk")
+		return nil, fmt.Errorf("tcp: open: no gate (Options.Gate is nil)")
 	}
 	if o.Name == "" {
 		o.Name = "tcp"
