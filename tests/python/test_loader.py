@@ -382,4 +382,4 @@ def test_the_extension_says_nothing_before_it_is_joined() -> None:
         module = _loader._import("fserver._C")
         print(sorted(name for name in dir(module) if not name.startswith("_")))
         """
-    assert run(code) == "['join']"
+    assert run(code) == "['abi', 'join']"
