@@ -35,8 +35,7 @@ def Worker(**options):
 
 @pytest.fixture
 def slow(tmp_path):
-    """A checkout with the same extension, whose push_pull takes 30 ms longer: more than a busy
-    machine adds."""
+    """A checkout with the same extension, whose push_pull takes 30 ms longer."""
     package = tmp_path / "slow/fserver"
     package.mkdir(parents=True)
     for entry in (ROOT / "fserver").iterdir():
@@ -92,7 +91,8 @@ def test_each_build_is_measured_by_its_own_package(slow, tmp_path, monkeypatch, 
     assert got["machine"]["against"].startswith(str(ROOT))
     assert [row["transport"] for row in got["rows"]] == ["tcp", "cma"]
     for row in got["rows"]:
-        assert row["baseline_p50_us"] < 2000 <= row["p50_us"] and row["baseline"] == str(ROOT)
+        assert row["baseline"] == str(ROOT) and row["baseline_p50_us"] < row["p50_us"]
+        assert min(row["p50_us_rounds"]) >= 30_000  # a sleep is never shorter
         ratios = [
             ours / its
             for ours, its in zip(row["p50_us_rounds"], row["baseline_p50_us_rounds"], strict=True)
