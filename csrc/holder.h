@@ -72,10 +72,7 @@ public:
     if (!kept_)
       holder_.give_back(std::move(list_));
   }
-  void add(Memory m) {
-    m.fix();
-    list_.push_back(std::move(m));
-  }
+  void add(Memory m) { list_.push_back(std::move(m)); }
   // Keeps the list for t, unless t has ended already, as small answers have.
   void keep(fs_ticket t) {
     if (holder_.ended(t))

@@ -555,7 +555,7 @@ void Lane::hold(PyObject *tensors) {
   for (size_t i = 0; i < items.size(); i++) {
     fs_tensor t;
     Memory m = read_tensor(items.at(i), arg, static_cast<Py_ssize_t>(i),
-                           Access::kRead, device_, &t);
+                           Access::kLook, device_, &t);
     const void *start = start_of(m);
     held_.push_back({std::move(m), start});
   }

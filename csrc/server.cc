@@ -181,7 +181,10 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
     slots_.resize(slot + 1);
   Slot &s = slots_[slot];
   if (s.memory && s.buffer == buffer && s.address == address) {
-    extend(s.memory, bytes);
+    if (bytes > s.bytes) {
+      extend(s.memory, bytes);
+      s.bytes = bytes;
+    }
     return s.memory;
   }
   Memory m;
@@ -198,7 +201,7 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
               release_memory);
   }
   Slot old = std::move(s);
-  s = Slot{buffer, address, std::move(m)};
+  s = Slot{buffer, address, bytes, std::move(m)};
   return s.memory;
 }
 
@@ -251,7 +254,6 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   Pins pins(1);
   Memory memory = read_tensor(pins.add(ret_buffer), kBuffer, -1, Access::kRead,
                               info().device, &whole);
-  memory.fix(); // other Python code may run before it is sent
   if (stepmesh_)
     whole.dtype = FS_ANY;
   if (whole.ndim == 0)
@@ -354,7 +356,6 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
   fs_tensor t;
   Memory memory =
       read_tensor(tensor, kTensor, -1, Access::kWrite, info().device, &t);
-  memory.fix();
   const Items ranks(worker_ranks, kRanks, "ints");
   const Items keys(push_keys, kKeys, "ints");
   const size_t n = ranks.size();

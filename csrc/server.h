@@ -41,6 +41,7 @@ private:
   struct Slot {
     uint64_t buffer = 0;
     uint64_t address = 0;
+    uint64_t bytes = 0; // of memory
     Memory memory;
   };
   // Memory of register_recv_buffer.

@@ -91,13 +91,10 @@ Fixed &fixed = *new Fixed; // memory may go after what is static
 
 } // namespace
 
-void Memory::fix() {
-  if (!fixed.more(storage_)) {
-    if (!torch.fix(storage_))
-      return;
-    fixed.first(storage_);
-  }
-  fixed_ = true;
+Memory::Memory(void *storage, bool first) : Memory(storage) {
+  if (first)
+    fixed.first(storage);
+  fixed_ = first || fixed.more(storage);
 }
 
 void Memory::drop() { torch.drop(storage_, fixed_ && fixed.less(storage_)); }
@@ -133,8 +130,15 @@ Items tensor_items(PyObject *o, Arg arg) {
 
 Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
                    int device, fs_tensor *t) {
-  return Memory(raised(torch.read(o, arg.call, arg.name, i,
-                                  access == Access::kWrite, device, t)));
+  Ask ask{arg.call,
+          arg.name,
+          i,
+          device,
+          access == Access::kWrite,
+          access != Access::kLook,
+          false};
+  void *storage = raised(torch.read(o, &ask, t));
+  return ask.fix ? Memory(storage, ask.fixed) : Memory(storage);
 }
 
 Memory read_pinned(PyObject *o, Arg arg, fs_tensor *t) {
@@ -144,7 +148,7 @@ Memory read_pinned(PyObject *o, Arg arg, fs_tensor *t) {
           "%s: %s is on cuda:%d: want one in pinned memory of the host "
           "(pin_memory())",
           arg.call, arg.name, gpu);
-  return read_tensor(o, arg, -1, Access::kRead, -1, t);
+  return read_tensor(o, arg, -1, Access::kLook, -1, t);
 }
 
 void *native_stream(int device) {

@@ -13,6 +13,18 @@
 
 namespace fserver {
 
+// What a tensor is read for. Where it is sent or written, torch refuses to resize its storage as
+// long as somebody keeps the memory, which would go although there is a reference.
+enum class Access { kRead, kWrite, kLook };
+
+class Memory;
+
+// Fills t, but key and alloc, from argument i (i < 0: the argument itself).
+// Refuses what the engine cannot read or write as plain memory of the CPU, or of
+// GPU device (-1: none). t->dims lives as long as the tensor.
+Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
+                   int device, fs_tensor *t);
+
 // Keeps the memory of a tensor (its storage, not the tensor) alive. Letting go
 // may run Python code; needs the GIL.
 class Memory {
@@ -43,11 +55,12 @@ public:
   }
   explicit operator bool() const { return storage_ != nullptr; }
 
-  // Until this lets go, torch refuses to resize the storage, by which its
-  // memory would go although somebody has a reference.
-  void fix();
-
 private:
+  friend Memory read_tensor(PyObject *, Arg, Py_ssize_t, Access, int,
+                            fs_tensor *);
+  // Takes over a reference to a storage that torch refuses to resize until this lets go. first:
+  // torch allowed it until now.
+  Memory(void *storage, bool first);
   void drop();
   void *storage_ = nullptr;
   bool fixed_ = false;
@@ -77,15 +90,7 @@ bool is_tensor(PyObject *o);
 // too.
 Items tensor_items(PyObject *o, Arg arg);
 
-enum class Access { kRead, kWrite };
-
-// Fills t, but key and alloc, from argument i (i < 0: the argument itself).
-// Refuses what the engine cannot read or write as plain memory of the CPU, or of
-// GPU device (-1: none). t->dims lives as long as the tensor.
-Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
-                   int device, fs_tensor *t);
-
-// The same of one in memory of the CPU that is to be pinned, for reading.
+// The same as read_tensor, of one in memory of the CPU that is to be pinned, for reading.
 Memory read_pinned(PyObject *o, Arg arg, fs_tensor *t);
 
 // The current stream of a GPU that a tensor is on, as the driver knows it, for calls

@@ -133,7 +133,6 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   }
   for (size_t j = 0; j < nq; j++) {
     fs_tensor &q = t[np + j];
-    // Python code may run for the key, and m is not fixed yet.
     const uint64_t key = read_u64(qkeys.at(j % nqk), kPullKeys, j % nqk);
     Memory m =
         read_tensor(pins.add(pull.at(j)), kPull, j, Access::kWrite, device, &q);

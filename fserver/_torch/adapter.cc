@@ -201,13 +201,16 @@ void *read_checked(const at::Tensor &t, Arg arg, bool write, int device,
   }
 }
 
-void *read(PyObject *o, const char *call, const char *name, Py_ssize_t item,
-           int write, int device, fs_tensor *t) {
+void *read(PyObject *o, Ask *ask, fs_tensor *t) {
   return raising([&] {
-    const Arg arg{call, name, item};
+    const Arg arg{ask->call, ask->name, ask->item};
     if (!THPVariable_Check(o))
       refuse_type(arg, o);
-    return read_checked(unpack(o), arg, write != 0, device, t);
+    void *storage = read_checked(unpack(o), arg, ask->write, ask->device, t);
+    ask->fixed = ask->fix && impl(storage)->resizable();
+    if (ask->fixed)
+      impl(storage)->set_resizable(false);
+    return storage;
   });
 }
 
@@ -272,13 +275,6 @@ void drop(void *storage, int thaw) {
   if (thaw)
     impl(storage)->set_resizable(true);
   Storage::reclaim(impl(storage));
-}
-
-int fix(void *storage) {
-  if (!impl(storage)->resizable())
-    return 0;
-  impl(storage)->set_resizable(false);
-  return 1;
 }
 
 const void *start(void *storage) { return impl(storage)->data(); }
@@ -415,11 +411,12 @@ const char *probe(PyObject *o, const Facts *want) {
 }
 
 const Torch table{
-    FS_ADAPTER, TORCH_VERSION, probe,      is_tensor,   read,       read_int64,
-    gpu_of,     is_pinned,     rows,       adopted,     share,      drop,
-    fix,        start,         extend,     weak,        drop_weak,  expired,
-    adopt,      make_tensor,   make_bytes, dtype_bytes, dtype_name, current_gpu,
-    enter,      leave,         stream,     error,
+    FS_ADAPTER,  TORCH_VERSION, probe,       is_tensor,   read,
+    read_int64,  gpu_of,        is_pinned,   rows,        adopted,
+    share,       drop,          start,       extend,      weak,
+    drop_weak,   expired,       adopt,       make_tensor, make_bytes,
+    dtype_bytes, dtype_name,    current_gpu, enter,       leave,
+    stream,      error,
 };
 
 } // namespace

@@ -47,6 +47,18 @@ struct Facts {
   const char *device; // str(tensor.device)
 };
 
+// A tensor that the caller of read() wants, as its errors name it: the argument `name` of `call`,
+// or (item >= 0) an item of it.
+struct Ask {
+  const char *call;
+  const char *name;
+  Py_ssize_t item;
+  int device; // a GPU that it may be on, or -1
+  bool write; // it is about to be written
+  bool fix;   // torch is to refuse to resize its storage from now on
+  bool fixed; // out: torch allowed that until now
+};
+
 // What an adapter does. `adapter` is the first field in every version. A storage is a
 // c10::StorageImpl; "a reference" is one strong reference to it. All functions need the GIL
 // unless they say otherwise.
@@ -62,10 +74,9 @@ struct Torch {
 
   int (*is_tensor)(PyObject *o);
 
-  // Fills t, except key and alloc, from the argument `name` of `call` (item >= 0: from an item of
-  // it) and returns a reference. nullptr: the Python error is set. See read_tensor in tensor.h.
-  void *(*read)(PyObject *o, const char *call, const char *name,
-                Py_ssize_t item, int write, int device, fs_tensor *t);
+  // Fills t, except key and alloc, and returns a reference. nullptr: the Python error is set. See
+  // read_tensor in tensor.h.
+  void *(*read)(PyObject *o, Ask *ask, fs_tensor *t);
   // The same, for one int64 on a GPU or on the CPU, for writing.
   void *(*read_int64)(PyObject *o, const char *call, const char *name,
                       fs_tensor *t);
@@ -79,11 +90,9 @@ struct Torch {
   // the memory is not from adopt().
   void *(*adopted)(PyObject *tensor, void (*free)(void *));
 
-  // Storages. share() returns a new reference. drop() takes one; thaw: it ends fix() first.
+  // Storages. share() returns a new reference. drop() takes one; thaw: torch may resize it again.
   void (*share)(void *storage);
   void (*drop)(void *storage, int thaw);
-  // Has torch refuse to resize a storage. 0: torch refused that already.
-  int (*fix)(void *storage);
   const void *(*start)(void *storage);
   void (*extend)(void *storage, size_t bytes); // up to these bytes
   // A weak reference keeps the address of a storage from being used again, not its memory.
