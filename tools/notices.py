@@ -18,9 +18,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import builder
+import needs
 
-ROOT = builder.ROOT
+ROOT = needs.ROOT
 NOTICES = ROOT / "NOTICES"
 PROCESSORS = ("amd64", "arm64")
 TEXTS = re.compile(r"(LICEN[CS]E|COPYING|NOTICE|PATENTS)(\..*)?", re.IGNORECASE)
@@ -37,10 +37,10 @@ wheels, the GNU C++ library. Nothing is said here about the licence of fserver i
 def packages(processor: str) -> list[dict]:
     """What `go list` says of each package that the engine is linked from."""
     env = {**os.environ, "GOTOOLCHAIN": "local", "GOARCH": processor, "CGO_ENABLED": "1"}
-    command = [builder.find_go(), "list", "-deps", "-json=ImportPath,Module", "./engine/cabi"]
+    command = [needs.find_go(), "list", "-deps", "-json=ImportPath,Module", "./engine/cabi"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise builder.BuildError(f"go list: {done.stderr.strip()}")
+        raise needs.BuildError(f"go list: {done.stderr.strip()}")
     decoder, text, found = json.JSONDecoder(), done.stdout.strip(), []
     while text:
         package, end = decoder.raw_decode(text)
@@ -67,7 +67,7 @@ def texts(title: str, folder: Path) -> Iterator[str]:
     """
     files = sorted(path for path in folder.iterdir() if TEXTS.fullmatch(path.name))
     if not files:
-        raise builder.BuildError(f"{title}: no licence file in {folder}")
+        raise needs.BuildError(f"{title}: no licence file in {folder}")
     for path in files:
         yield f"{RULE}\n{title}: {path.name}\n{RULE}\n\n{path.read_text().strip()}\n"
 
@@ -77,7 +77,7 @@ def notices() -> str:
     parts = [HEAD]
     for title, folder in modules().items():
         parts += texts(title, folder)
-    command = [builder.find_go(), "env", "GOROOT"]
+    command = [needs.find_go(), "env", "GOROOT"]
     root = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     parts += texts("The Go runtime and standard library", Path(root))
     for path in sorted((ROOT / "tools/licences").glob("*.txt")):
@@ -88,7 +88,7 @@ def notices() -> str:
 def main(arguments: list[str]) -> int:
     try:
         text = notices()
-    except builder.BuildError as error:
+    except needs.BuildError as error:
         print(f"notices: {error}", file=sys.stderr)
         return 1
     if arguments == ["--check"]:

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import builder
+import needs
 
 LINK = re.compile(r"(?<!\w)(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s]+)\)")
 
@@ -26,10 +27,10 @@ def complete(tree: Path) -> None:
     vendor = tree / "vendor"
     if vendor.is_dir():
         return  # this is made from a source distribution
-    command = [builder.find_go(), "mod", "vendor", "-o", str(vendor.absolute())]
+    command = [needs.find_go(), "mod", "vendor", "-o", str(vendor.absolute())]
     done = subprocess.run(command, cwd=builder.ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise builder.BuildError(f"go mod vendor: {done.stderr.strip()}")
+        raise needs.BuildError(f"go mod vendor: {done.stderr.strip()}")
     _prune(vendor)
 
 
@@ -46,7 +47,7 @@ def _prune(vendor: Path) -> None:
         with contextlib.suppress(OSError):
             os.rmdir(folder)  # those that are empty now
     if missing := [module for module in sorted(needed) if not (vendor / module).is_dir()]:
-        raise builder.BuildError(f"go mod vendor: no {', '.join(missing)}")
+        raise needs.BuildError(f"go mod vendor: no {', '.join(missing)}")
 
 
 def long_description(root: Path) -> str:

