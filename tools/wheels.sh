@@ -109,7 +109,7 @@ archive() { # of the engine, for one processor
 }
 
 wheel() { # for one Python and processor
-  local python=$1 machine=$2 path=$work/setuptools tag raw plat
+  local python=$1 machine=$2 path=$work/setuptools tag raw
   local -a settings=()
   tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   if [[ $machine != "$(uname -m)" ]]; then
@@ -121,9 +121,12 @@ wheel() { # for one Python and processor
   env "${settings[@]}" PYTHONPATH="$path" FSERVER_ARCHIVE="$work/$machine.a" FSERVER_TORCHES="$torch_homes" \
     CXX="$work/env/bin/python tools/wheel_cxx.py $machine" \
     "$python" setup.py -q bdist_wheel --plat-name "linux_$machine" -d "$raw"
-  # auditwheel takes no name of another processor. It finds one itself: 2_28, or an older one that the wheel fits.
-  [[ $machine == "$(uname -m)" ]] && plat=manylinux_2_28_$machine || plat=auto
-  PATH=$work/env/bin:$PATH "$work/env/bin/python" -m auditwheel repair --plat "$plat" --only-plat \
+  # auditwheel accepts the names of the processor that it runs on only, so it is told that it runs on this one.
+  PATH=$work/env/bin:$PATH "$work/env/bin/python" -c "
+import platform, sys
+platform.machine = lambda: '$machine'
+from auditwheel.main import main
+sys.exit(main())" repair --plat "manylinux_2_28_$machine" --only-plat \
     --exclude 'libtorch*.so' --exclude 'libc10*.so' -w dist "$raw"/*.whl
   rm -rf "$raw"
 }
