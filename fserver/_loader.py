@@ -79,7 +79,7 @@ def _adapter() -> Path:
     except cache.CompileError as error:
         raise LoadError(
             f"fserver has {_adapters()}, and this is torch {version}: {error}"
-        ) from error
+        ) from None
 
 
 def _torch() -> tuple[ModuleType, str]:
@@ -129,7 +129,7 @@ def _join(module: ModuleType, adapter: Path) -> None:
         raise LoadError(
             f"fserver: {adapter} does not fit torch {version}: {error} "
             f"(run `{sys.executable} -m fserver._torch`, which compiles one for this torch)"
-        ) from error
+        ) from None
 
 
 def _import(name: str) -> ModuleType:
