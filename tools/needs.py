@@ -206,7 +206,11 @@ def need_torch() -> tuple[str, Path]:
 
 def _new_enough(version: str) -> str:
     if adapters().minor(version) < adapters().MIN_TORCH:
-        raise BuildError(f"torch {version} is too old: {adapters().LEAST} or later is needed")
+        least = adapters().LEAST
+        raise BuildError(
+            f"torch {version} is too old: {least} or later is needed "
+            f"(`{sys.executable} -m pip install 'torch>={least}'`)"
+        )
     return version
 
 
