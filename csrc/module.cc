@@ -1,12 +1,10 @@
-// fserver._C: registers what the other files define.
+// fserver._C: registers what the other files define. lane_bind.cc registers what stream
+// channels use.
 
-// pybind11 keeps its types and exceptions for each compiler's name. With a name of its own the
-// extension shares none with torch, which may have another libstdc++ and another pybind11.
-#define PYBIND11_COMPILER_TYPE "_fserver"
-#include <pybind11/pybind11.h>
+#include "bind.h"
+
 #include <pybind11/stl.h>
 
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <string>
@@ -17,8 +15,6 @@
 #include "flags.h"
 #include "host.h"
 #include "join.h"
-#include "lane.h"
-#include "mark.h"
 #include "node.h"
 #include "process.h"
 #include "server.h"
@@ -26,43 +22,8 @@
 #include "tensor.h"
 #include "worker.h"
 
-namespace py = pybind11;
-
 namespace fserver {
 namespace {
-
-// A method on the hot path. Costs 45 ns a call where pybind11's own dispatch
-// costs 170, or 390 with a keyword argument; a round trip makes four.
-using FastCall = PyObject *(*)(PyObject *, PyObject *const *, Py_ssize_t,
-                               PyObject *);
-
-// What f gives, or nullptr with the Python error set.
-template <class F> PyObject *guarded(F &&f) {
-  try {
-    return f();
-  } catch (const Raised &) {
-  } catch (const std::bad_alloc &) {
-    PyErr_NoMemory();
-  } catch (const std::exception &e) {
-    try {
-      raise(Kind::kError, "%s", e.what());
-    } catch (const Raised &) {
-    }
-  }
-  return nullptr;
-}
-
-// Checked by the method descriptor: self is an instance of the class.
-template <class T> T &self_as(PyObject *self) {
-  return py::handle(self).cast<T &>();
-}
-
-bool truth(PyObject *o) {
-  const int yes = PyObject_IsTrue(o);
-  if (yes < 0)
-    throw Raised{};
-  return yes == 1;
-}
 
 PyObject *push_pull(PyObject *self, PyObject *const *args, Py_ssize_t n,
                     PyObject *kw) {
@@ -128,27 +89,6 @@ PyObject *respond_vec(PyObject *self, PyObject *const *args, Py_ssize_t n,
   });
 }
 
-PyObject *lane_send(PyObject *self, PyObject *const *args, Py_ssize_t n,
-                    PyObject *kw) {
-  return guarded([&] {
-    static constexpr const char *kNames[] = {"rows"};
-    PyObject *a[1];
-    bind_args("send", kNames, 1, 0, args, n, kw, a);
-    self_as<Lane>(self).send(a[0]);
-    return Py_NewRef(Py_None);
-  });
-}
-
-PyObject *lane_recv(PyObject *self, PyObject *const *args, Py_ssize_t n,
-                    PyObject *kw) {
-  return guarded([&] {
-    PyObject *a[1];
-    bind_args("recv", nullptr, 0, 0, args, n, kw, a);
-    self_as<Lane>(self).recv();
-    return Py_NewRef(Py_None);
-  });
-}
-
 // Each "NAME=value". The value may be a secret, so no error has it.
 Settings read_settings(const py::handle &list) {
   Settings all;
@@ -177,45 +117,6 @@ Settings read_settings(const py::handle &list) {
     all.push_back(s);
   }
   return all;
-}
-
-// (tensor, row_bytes, kind, from, to, flags, credits, counted, bytes, rows,
-// stride, ahead, blocks, peer)
-Segment read_segment(const py::tuple &t) {
-  auto at = [&](size_t i) { return t[i].cast<uint64_t>(); };
-  Segment g;
-  memset(&g, 0, sizeof g);
-  g.tensor = t[0].cast<int>();
-  g.row_bytes = at(1);
-  g.s.kind = static_cast<unsigned short>(at(2));
-  g.s.from = at(3);
-  g.s.to = at(4);
-  g.s.flags = at(5);
-  g.s.credits = at(6);
-  g.s.counted = at(7);
-  g.s.bytes = at(8);
-  g.s.rows = static_cast<unsigned>(at(9));
-  g.s.stride = static_cast<unsigned>(at(10));
-  g.s.ahead = static_cast<unsigned>(at(11));
-  g.s.blocks = static_cast<unsigned short>(at(12));
-  g.s.peer = static_cast<unsigned short>(at(13));
-  return g;
-}
-
-std::vector<Segment> read_segments(const py::handle &list) {
-  std::vector<Segment> all;
-  for (py::handle t : list)
-    all.push_back(read_segment(py::reinterpret_borrow<py::tuple>(t)));
-  return all;
-}
-
-void add_fast(py::handle cls, const char *name, FastCall f, const char *doc) {
-  // The type keeps a pointer to the definition: it lives as long as the module.
-  auto *def = new PyMethodDef{
-      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f)),
-      METH_FASTCALL | METH_KEYWORDS, doc};
-  cls.attr(name) = py::reinterpret_steal<py::object>(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject *>(cls.ptr()), def));
 }
 
 void define(py::module_ &m) {
@@ -399,76 +300,7 @@ void define(py::module_ &m) {
            "respond($self, /, tensors, handler, need_event=False)\n--\n\n"
            "Answers a request.");
 
-  auto lane =
-      py::class_<Lane>(m, "Lane", py::module_local(),
-                       "The device's part of a stream channel.")
-          .def(py::init([](int device, const std::string &image,
-                           py::handle timeout_ms, bool programmatic) {
-                 const int64_t timeout =
-                     read_ms(timeout_ms.ptr(), {"channel", "timeout_ms"});
-                 return std::make_unique<Lane>(device, image, timeout,
-                                               programmatic);
-               }),
-               py::arg("device"), py::arg("image"), py::arg("timeout_ms"),
-               py::arg("programmatic"))
-          .def("allocate", &Lane::allocate)
-          .def("share",
-               [](Lane &l, uint64_t address) {
-                 auto [handle, bytes, offset] = l.share(address);
-                 return py::make_tuple(py::bytes(handle), bytes, offset);
-               })
-          .def("map",
-               [](Lane &l, const py::bytes &handle, const std::string &owner) {
-                 return l.map(handle, owner);
-               })
-          .def("reach", &Lane::reach)
-          .def("plan",
-               [](Lane &l, bool sends, const py::list &steps, uint64_t counts,
-                  uint64_t dead) {
-                 std::vector<Lane::Step> all;
-                 for (py::handle h : steps) {
-                   auto t = py::reinterpret_borrow<py::tuple>(h);
-                   all.push_back({read_segments(t[0]), t[1].cast<int>()});
-                 }
-                 l.plan(sends, std::move(all), counts, dead);
-               })
-          .def("plan_copies",
-               [](Lane &l, bool sends, const py::list &segments) {
-                 l.plan_copies(sends, read_segments(segments));
-               })
-          .def("begin", &Lane::begin)
-          .def("hold",
-               [](Lane &l, py::handle tensors) { l.hold(tensors.ptr()); })
-          .def("explain", [](Lane &l, py::handle why) { l.explain(why.ptr()); })
-          .def("status", &Lane::status)
-          .def_property_readonly("abort_word", &Lane::abort_word)
-          .def("abort", &Lane::abort)
-          .def("finish", &Lane::finish)
-          .def("peek",
-               [](Lane &l, uint64_t address, uint64_t bytes) {
-                 return py::bytes(l.peek(address, bytes));
-               })
-          .def("pending", &Lane::pending)
-          .def("close", &Lane::close);
-  add_fast(lane, "send", lane_send,
-           "send($self, /, rows=None)\n--\n\n"
-           "Enqueues a send on the current stream.");
-  add_fast(lane, "recv", lane_recv,
-           "recv($self, /)\n--\n\n"
-           "Enqueues a receive on the current stream.");
-  py::class_<Mark>(m, "Mark", py::module_local(),
-                   "How far a stream of a GPU is.")
-      .def(py::init<int>(), py::arg("device"))
-      .def("capturing", &Mark::capturing)
-      .def("elsewhere", &Mark::elsewhere)
-      .def("record", &Mark::record)
-      .def("passed", &Mark::passed);
-  m.def("synchronize", &synchronize, py::arg("device"),
-        "Waits for all that a GPU has to do.");
-  m.def("settle", &settle, py::arg("device"),
-        "Waits for what is on the current and the default stream of a GPU.");
-  m.def("lane_source", &lane_source, "The source of the kernels, for NVRTC.");
-  m.def("lane_arch", &lane_arch, "Compute capability of a GPU: 90 for 9.0.");
+  define_lanes(m);
 
   m.def(
       "shared_bytes",
