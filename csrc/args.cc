@@ -44,15 +44,17 @@ Items::Items(PyObject *o, Arg arg, const char *what) : arg_(arg) {
                                   PyObject_HasAttrString(o, "__len__") &&
                                   PyObject_HasAttrString(o, "__getitem__");
   if (!sequence)
-    raise(Kind::kConfig, "%s: %s is %s, want a sequence of %s: write [x]",
+    raise(Kind::kConfig, "%s: %s is %s, want a sequence of %s: pass [x]",
           arg.call, arg.name, Repr(o).text, what);
   fast_ = Ref::steal(PySequence_Fast(o, "not a sequence"));
 }
 
 PyObject *Items::at(size_t i) const {
   if (i >= size())
-    raise(Kind::kConfig, "%s: %s was changed during the call", arg_.call,
-          arg_.name);
+    raise(Kind::kConfig,
+          "%s: %s became shorter during the call (do not change it before the "
+          "call returns)",
+          arg_.call, arg_.name);
   return PySequence_Fast_GET_ITEM(fast_.get(), static_cast<Py_ssize_t>(i));
 }
 
@@ -77,7 +79,7 @@ uint64_t read_u64(PyObject *o, Arg arg, Py_ssize_t i) {
 int32_t read_rank(PyObject *o, Arg arg, Py_ssize_t i) {
   uint64_t v = read_u64(o, arg, i);
   if (v > INT32_MAX)
-    raise(Kind::kConfig, "%s: %s is %llu, want a rank of 0 to 2**31-1",
+    raise(Kind::kConfig, "%s: %s is %llu, want a rank from 0 to 2**31-1",
           arg.call, Name(arg, i).text, static_cast<unsigned long long>(v));
   return static_cast<int32_t>(v);
 }
@@ -89,7 +91,8 @@ int64_t read_ms(PyObject *o, Arg arg) {
     ms = NAN;
   }
   if (!(ms >= 0))
-    raise(Kind::kConfig, "%s: %s is %s, want milliseconds, 0 or more", arg.call,
+    raise(Kind::kConfig,
+          "%s: %s is %s, want a number of milliseconds, 0 or more", arg.call,
           arg.name, Repr(o).text);
   constexpr double kMost = 1e12; // 31 years; what is more is the same
   return static_cast<int64_t>((ms < kMost ? ms : kMost) * 1e6);
@@ -100,8 +103,9 @@ void bind_args(const char *call, const char *const *names, size_t n,
                PyObject *kwnames, PyObject **out) {
   size_t given = static_cast<size_t>(nargs);
   if (given > n) {
-    PyErr_Format(PyExc_TypeError, "%s() takes %zu arguments, %zu given", call,
-                 n, given);
+    PyErr_Format(PyExc_TypeError,
+                 "%s() takes at most %zu arguments (%zu given)", call, n,
+                 given);
     throw Raised{};
   }
   for (size_t i = 0; i < n; i++)
@@ -114,14 +118,15 @@ void bind_args(const char *call, const char *const *names, size_t n,
       i++;
     if (i == n || out[i]) {
       PyErr_Format(PyExc_TypeError, "%s() got %s argument '%U'", call,
-                   i == n ? "an unexpected" : "twice the", name);
+                   i == n ? "an unexpected" : "multiple values for", name);
       throw Raised{};
     }
     out[i] = args[nargs + k];
   }
   for (size_t i = 0; i < required; i++) {
     if (!out[i]) {
-      PyErr_Format(PyExc_TypeError, "%s() needs argument '%s'", call, names[i]);
+      PyErr_Format(PyExc_TypeError, "%s() is missing the argument '%s'", call,
+                   names[i]);
       throw Raised{};
     }
   }

@@ -27,13 +27,13 @@ void Claims::check(const fs_tensor *pull, size_t n) const {
       if (r.ticket == 0)
         raise(Kind::kConfig,
               "push_pull: pull_tensors[%zu] shares memory with a pull tensor "
-              "of a push_pull that another thread is making: give each call "
-              "tensors of its own",
+              "of a push_pull that another thread is calling (pass different "
+              "pull tensors to each call)",
               i);
       raise(Kind::kConfig,
             "push_pull: pull_tensors[%zu] shares memory with a pull tensor of "
-            "handler %llu, which has not completed: wait(%llu) first, or give "
-            "each call tensors of its own",
+            "handler %llu, which has not completed (call wait(%llu) first, or "
+            "pass different pull tensors to each call)",
             i, static_cast<unsigned long long>(r.handler),
             static_cast<unsigned long long>(r.handler));
     }

@@ -9,8 +9,8 @@ void open_driver(const char *call) {
   char why[256];
   if (unlocked([&] { return cs_cuda_open(why, sizeof why); }) != 0)
     raise(Kind::kConfig,
-          "%s: no GPU can be used: %s (install the NVIDIA driver, of CUDA 11.7 "
-          "or later, or use CPU tensors)",
+          "%s: cannot use a GPU: %s (install an NVIDIA driver for CUDA 11.7 or "
+          "later, or use CPU tensors)",
           call, why);
 }
 
@@ -31,7 +31,7 @@ void too_old(const char *call) {
     cs_cuda_too_old(11070, why, sizeof why);
     return 0;
   });
-  raise(Kind::kConfig, "%s: %s (install a newer one)", call, why);
+  raise(Kind::kConfig, "%s: %s (install a newer NVIDIA driver)", call, why);
 }
 
 } // namespace fserver

@@ -164,7 +164,7 @@ cs_function kernel(int device, int which, Tried *tried) {
 // Where the GPU that is current finds memory of the host.
 uint64_t seen(void *host, Tried *tried) {
   cs_ptr address = 0;
-  tried->ok("find a tensor in pinned memory",
+  tried->ok("get the GPU address of a pinned tensor",
             cs_cu.MemHostGetDevicePointer(&address, host, 0));
   return address;
 }
@@ -213,8 +213,9 @@ bool enqueue(int device, int which, const Counter *counters, size_t n,
   for (size_t i = 0; i < 5; i++)
     arguments[i] = &values[i];
   if (!tried->good() ||
-      !tried->ok("launch", cs_cu.LaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, stream,
-                                              arguments, nullptr)))
+      !tried->ok("launch a kernel",
+                 cs_cu.LaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, stream, arguments,
+                                    nullptr)))
     return false;
   if (kept)
     keep(stream, std::move(*kept));
@@ -267,14 +268,16 @@ void launch(const char *call, int which, Counter *counters, size_t n, bool kept,
     if (counters[i].device < 0)
       continue;
     if (device >= 0 && counters[i].device != device)
-      raise(Kind::kConfig, "%s: the tensors are on cuda:%d and cuda:%d", call,
-            device, counters[i].device);
+      raise(Kind::kConfig,
+            "%s: the tensors are on cuda:%d and cuda:%d (pass tensors of one "
+            "GPU)",
+            call, device, counters[i].device);
     device = counters[i].device;
   }
   if (device < 0)
     raise(Kind::kConfig,
-          "%s: no tensor is on a GPU: map_pinned_tensor gives one over pinned "
-          "memory",
+          "%s: no tensor is on a GPU (pass a GPU tensor; map_pinned_tensor() "
+          "returns one for a pinned CPU tensor)",
           call);
   open_driver(call);
   if (wait)
@@ -331,9 +334,9 @@ void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms, bool kept) {
   if (Page *p = page.load(); p && p->late) {
     p->late = 0;
     raise(Kind::kTimeout,
-          "wait_flag: a wait before has lasted for its timeout_ms, and its "
-          "stream has gone on without the flag: nothing is enqueued (call "
-          "again to wait)");
+          "wait_flag: an earlier wait_flag lasted longer than its timeout_ms, "
+          "and its stream went on without the flag. This call has enqueued "
+          "nothing (call it again to wait)");
   }
   waits_again();
   launch("wait_flag", kWait, c, 2, kept, &wait, flag);
@@ -385,7 +388,7 @@ void wait_value(PyObject *flag, PyObject *value) {
     const uint64_t address = seen(c, &tried);
     const auto s = reinterpret_cast<cs_stream>(stream);
     if (!captured && tried.good() &&
-        tried.ok("have the stream wait",
+        tried.ok("enqueue a wait on the stream",
                  cs_cu.StreamWaitValue64(s, address, v, CS_WAIT_GEQ)))
       keep(s, std::move(kept));
     return 0;
@@ -427,7 +430,7 @@ PyObject *map_pinned(PyObject *tensor, PyObject *index) {
         i >= static_cast<uint64_t>(gpus) || !t.bytes)
       return 0;
     const OnDevice guard(static_cast<int>(i));
-    tried.ok("find the memory of tensor, which must be pinned (pass "
+    tried.ok("get the GPU address of tensor, which must be pinned (pass "
              "tensor.pin_memory())",
              cs_cu.MemHostGetDevicePointer(&address, t.data, 0));
     return 0;
@@ -436,9 +439,9 @@ PyObject *map_pinned(PyObject *tensor, PyObject *index) {
     fail("map_pinned_tensor", tried);
   if (i >= static_cast<uint64_t>(gpus))
     raise(Kind::kConfig,
-          "map_pinned_tensor: device_index is %llu, want 0 to %d, a GPU that "
-          "CUDA shows",
-          static_cast<unsigned long long>(i), gpus - 1);
+          "map_pinned_tensor: device_index is %llu, want 0 to %d (CUDA shows "
+          "%d GPUs)",
+          static_cast<unsigned long long>(i), gpus - 1, gpus);
   const int device = static_cast<int>(i);
   if (!t.bytes)
     return make_tensor(nothing(device), t.dtype, t.dims, t.ndim);

@@ -22,7 +22,11 @@ const char kSource[] =
     ;
 
 const char kFull[] =
-    "(torch keeps what it has freed: torch.cuda.empty_cache())";
+    "(call torch.cuda.empty_cache() to release memory that torch caches)";
+
+// How to go on when a channel has ended.
+const char kReopen[] =
+    "call close() on this channel, then open a new one on both sides";
 
 [[noreturn]] void fail(const char *what, cs_result rc) {
   char text[256];
@@ -138,7 +142,7 @@ int lane_arch(int device) {
   Tried tried;
   unlocked([&] {
     cs_device d = 0;
-    const char *ask = "ask for its compute capability";
+    const char *ask = "read the compute capability of the GPU";
     return tried.ok("find the GPU", cs_cu.DeviceGet(&d, device)) &&
            tried.ok(ask, cs_cu.DeviceGetAttribute(
                              &major, CS_DEV_COMPUTE_CAPABILITY_MAJOR, d)) &&
@@ -153,7 +157,7 @@ int lane_arch(int device) {
 struct Lane::Entered {
   explicit Entered(cs_context context) {
     if (cs_cu.CtxGetCurrent(&old) != CS_CU_SUCCESS || old != context) {
-      must("enter the GPU's context", cs_cu.CtxSetCurrent(context));
+      must("make the context of the GPU current", cs_cu.CtxSetCurrent(context));
       changed = true;
     }
   }
@@ -183,7 +187,7 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
   Tried tried;
   unlocked([&] {
     return tried.ok("find the GPU", cs_cu.DeviceGet(&handle_, device)) &&
-           tried.ok("hold the GPU's context",
+           tried.ok("retain the context of the GPU",
                     cs_cu.DevicePrimaryCtxRetain(&context_, handle_));
   });
   must(tried);
@@ -278,7 +282,7 @@ uint64_t Lane::allocate(uint64_t bytes) {
   Tried tried;
   unlocked([&] {
     cs_stream s;
-    if (!tried.ok("make a stream",
+    if (!tried.ok("create a stream",
                   cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING)))
       return false;
     if (tried.ok("clear memory", cs_cu.MemsetD8Async(p, 0, bytes, s)))
@@ -353,10 +357,10 @@ void Lane::reach(int device) {
     cs_device other = 0;
     cs_context context;
     if (!tried.ok("find the peer's GPU", cs_cu.DeviceGet(&other, device)) ||
-        !tried.ok("ask for peer access",
+        !tried.ok("ask whether the GPU can use the memory of the peer's GPU",
                   cs_cu.DeviceCanAccessPeer(&can, handle_, other)) ||
         !can ||
-        !tried.ok("hold the peer's context",
+        !tried.ok("retain the context of the peer's GPU",
                   cs_cu.DevicePrimaryCtxRetain(&context, other)))
       return false;
     const cs_result rc = cs_cu.CtxEnablePeerAccess(context, 0);
@@ -380,7 +384,8 @@ void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
   for (Step &step : steps) {
     const size_t n = step.segments.size();
     if (n == 0 || n > CS_MANY)
-      raise(Kind::kError, "channel: %zu segments in a launch", n);
+      raise(Kind::kError, "channel: a launch has %zu segments, want 1 to %d", n,
+            CS_MANY);
     Launch l;
     memset(&l.args, 0, sizeof l.args);
     l.threads = static_cast<unsigned>(step.threads);
@@ -438,7 +443,7 @@ void Lane::start_watcher() {
   Tried tried;
   unlocked([&] {
     for (cs_stream &s : watcher_streams_)
-      tried.good() && tried.ok("make a stream",
+      tried.good() && tried.ok("create a stream",
                                cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING));
     return 0;
   });
@@ -469,7 +474,8 @@ void Lane::start_watcher() {
           "channels)",
           e.what());
   }
-  must("enter the GPU's context", unlocked([&] { return entered.get(); }));
+  must("make the context of the GPU current",
+       unlocked([&] { return entered.get(); }));
 }
 
 // Without turns the kernel has to see the receiver's credit first.
@@ -485,14 +491,14 @@ void Lane::stand(const char *call, bool sends) const {
     return;
   if (broken_)
     raise(Kind::kError,
-          "%s: a %s failed half-way: the channel has ended (close it and open "
-          "another)",
-          call, broken_);
+          "%s: an earlier %s failed after a part of its message was enqueued, "
+          "so the channel has ended (%s)",
+          call, broken_, kReopen);
   if ((why & 255) == CS_LATE)
     raise(Kind::kTimeout,
-          "%s: peer %u has sent nothing for the time-out of the channel: the "
-          "channel has ended (close it and open another)",
-          call, why >> 8);
+          "%s: peer %u has not responded within timeout_ms of the channel, so "
+          "the channel has ended (%s)",
+          call, why >> 8, kReopen);
   const bool parted = end == kParted && (sends || why);
   if ((end == kEnded || parted) && explain_) {
     PyObject *told = PyObject_CallNoArgs(explain_);
@@ -502,22 +508,20 @@ void Lane::stand(const char *call, bool sends) const {
   }
   if (parted)
     raise(Kind::kClosed,
-          "%s: a peer has closed its side: the channel has ended (close it and "
-          "open another)",
-          call);
+          "%s: a peer has closed its side, so the channel has ended (%s)", call,
+          kReopen);
   if (end == kEnded || why)
     raise(Kind::kError,
-          "%s: the channel has ended: check() says why (close it and open "
-          "another)",
-          call);
+          "%s: the channel has ended: check() raises the reason (%s)", call,
+          kReopen);
 }
 
 cs_stream Lane::stream(const char *call, bool sends) {
   need(call);
   if (busy_)
     raise(Kind::kConfig,
-          "%s: another thread is in a call of this channel: open a channel for "
-          "each thread, or let one of them wait for the other",
+          "%s: another thread is in a call of this channel (open a channel for "
+          "each thread, or make one call at a time)",
           call);
   stand(call, sends);
   auto s = reinterpret_cast<cs_stream>(native_stream(device_));
@@ -533,9 +537,8 @@ cs_stream Lane::stream(const char *call, bool sends) {
     need(call); // another thread may have closed it meanwhile
     if (in_use)
       raise(Kind::kConfig,
-            "%s: the channel is still in use on another stream: synchronize "
-            "that one first, or open a "
-            "channel for each stream",
+            "%s: the channel is still in use on another stream (synchronize "
+            "that stream first, or open a channel for each stream)",
             call);
   }
   return s;
@@ -544,8 +547,8 @@ cs_stream Lane::stream(const char *call, bool sends) {
 void Lane::turn(const char *call, bool sends) {
   if (in_turn_ && sends != send_next_)
     raise(Kind::kConfig,
-          "%s: it is the turn of %s(): on a channel with tensors both ways the "
-          "two alternate",
+          "%s: call %s() first: the channel has tensors in both directions, so "
+          "send() and recv() alternate",
           call, sends ? "recv" : "send");
 }
 
@@ -571,10 +574,10 @@ void Lane::have(const char *call) const {
   for (const Held &h : held_)
     if (start_of(h.memory) != h.start)
       raise(Kind::kConfig,
-            "%s: a tensor of the channel has lost its memory "
-            "(untyped_storage().resize_, set_): keep it while the channel is "
-            "open, or close the channel and open another",
-            call);
+            "%s: a tensor of the channel has lost its memory (by "
+            "untyped_storage().resize_ or set_): keep the memory while the "
+            "channel is open, or %s",
+            call, kReopen);
 }
 
 // Enqueues a message, without the GIL: where the stream is full, the driver waits for
@@ -738,14 +741,17 @@ void Lane::send(PyObject *rows) {
     const Items items(rows, {"send", "rows"}, "ints");
     if (items.size() != most_.size())
       raise(Kind::kShape,
-            "send: rows has %zu numbers for %zu tensors: give one for each",
+            "send: rows has %zu numbers for %zu tensors: give one number for "
+            "each tensor",
             items.size(), most_.size());
     for (size_t i = 0; i < most_.size(); i++) {
       const uint64_t n =
           read_u64(items.at(i), {"send", "rows"}, static_cast<Py_ssize_t>(i));
       if (n > most_[i])
-        raise(Kind::kShape, "send: rows[%zu] is %llu, and the tensor has %u", i,
-              static_cast<unsigned long long>(n), most_[i]);
+        raise(Kind::kShape,
+              "send: rows[%zu] is %llu, but the tensor has %u: give a number "
+              "from 0 to %u",
+              i, static_cast<unsigned long long>(n), most_[i], most_[i]);
       some.push_back(static_cast<uint32_t>(n));
     }
   }
@@ -804,7 +810,7 @@ std::string Lane::peek(uint64_t address, uint64_t bytes) {
     cs_cu.MemFreeHost(host);
     return done;
   });
-  must("read the GPU's memory", rc);
+  must("read memory of the GPU", rc);
   return data;
 }
 

@@ -105,13 +105,12 @@ Settings read_settings(const py::handle &list) {
                         static_cast<size_t>(PyBytes_GET_SIZE(bytes.get())));
     const std::string name = s.substr(0, s.find('='));
     if (s.find('\0') != s.npos)
-      raise(Kind::kConfig,
-            "conf: %s has a zero byte, which no setting may have: leave it out",
+      raise(Kind::kConfig, "conf: %s contains a zero byte: remove it",
             name.c_str());
     if (!PyUnicode_AsUTF8(text.ptr())) {
       PyErr_Clear();
       raise(Kind::kConfig,
-            "conf: %s is not UTF-8: write it so, or leave it out",
+            "conf: %s is not UTF-8: encode the value as UTF-8, or unset it",
             name.c_str());
     }
     all.push_back(s);
@@ -409,8 +408,8 @@ void define(py::module_ &m) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The engine of fserver.";
   if (fs_abi() != FS_ABI)
-    throw py::import_error("fserver._C was built with another fserver.h than "
-                           "its engine: run make ext");
+    throw py::import_error("fserver._C and its engine were built with "
+                           "different versions of fserver.h: run make ext");
   m.attr("abi") = fs_abi();
   m.def(
       "join",

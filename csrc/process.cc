@@ -22,11 +22,11 @@ void watch_fork() {
 void refuse(const char *call) {
   if (forked.load())
     raise(Kind::kError,
-          "%s: the engine was started before this process was forked, and does "
-          "not live on in a child: start it (init, Worker, Server, Scheduler) "
-          "after the fork, or use the start method spawn",
+          "%s: the engine was started before this process was forked, and it "
+          "does not work in a child process (call init, Worker, Server or "
+          "Scheduler after the fork, or use the start method spawn)",
           call);
-  raise(Kind::kClosed, "%s: the interpreter is ending", call);
+  raise(Kind::kClosed, "%s: the Python interpreter is shutting down", call);
 }
 
 } // namespace fserver

@@ -36,8 +36,9 @@ public:
   uint64_t next() { return *take(1); }
   const uint64_t *take(size_t n) {
     if (static_cast<size_t>(end_ - p_) < n)
-      raise(Kind::kError, "get_batch: the engine's description of the batch is "
-                          "cut short");
+      raise(Kind::kError,
+            "get_batch: the engine returned an incomplete description of the "
+            "batch (a fault of fserver: report it)");
     const uint64_t *p = p_;
     p_ += n;
     return p;
@@ -195,8 +196,9 @@ const Memory &Server::memory_of(uint64_t slot, uint64_t buffer,
       return address >= x.begin && address + bytes <= x.end;
     });
     if (f == fixed_.end())
-      raise(Kind::kError, "get_batch: a tensor outside every registered "
-                          "receive buffer");
+      raise(Kind::kError,
+            "get_batch: the engine returned a tensor that is in no registered "
+            "receive buffer (a fault of fserver: report it)");
     m = adopt(pointer(address), bytes, device, f->memory.share().release(),
               release_memory);
   }
@@ -257,8 +259,8 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   if (stepmesh_)
     whole.dtype = FS_ANY;
   if (whole.ndim == 0)
-    raise(Kind::kShape, "respond_vec: ret_buffer has no dimension: want one "
-                        "with a row for each row of the answers");
+    raise(Kind::kShape, "respond_vec: ret_buffer has no dimensions, want a "
+                        "tensor with one row for each row of the answers");
   const size_t ndim = whole.ndim;
   const int64_t rows = whole.dims[0];
   const uint64_t row = rows ? whole.bytes / static_cast<uint64_t>(rows) : 0;
@@ -267,8 +269,8 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   const size_t n = vec.size();
   if (handlers.size() != n)
     raise(Kind::kShape,
-          "respond_vec: handler_vec has %zu handlers for %zu tensors_vec: give "
-          "one for each",
+          "respond_vec: handler_vec has %zu handlers for %zu items of "
+          "tensors_vec: give one for each",
           handlers.size(), n);
 
   Array<fs_tensor, 16> t(n);
@@ -283,16 +285,16 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
       const Items list(item.get(), kTensorsVec, "tensors");
       if (list.size() == 0)
         raise(Kind::kShape,
-              "respond_vec: tensors_vec[%zu] is empty: want the "
-              "tensors of its request",
+              "respond_vec: tensors_vec[%zu] is empty, want the tensors that "
+              "answer its request",
               k);
       item = Ref::borrow(list.at(0));
     }
     const int64_t r = rows_of(item.get(), kTensorsVec, i);
     if (r > rows)
       raise(Kind::kShape,
-            "respond_vec: tensors_vec[%zu] has %lld rows, and ret_buffer %lld: "
-            "make ret_buffer as large as all answers",
+            "respond_vec: tensors_vec[%zu] has %lld rows, but ret_buffer has "
+            "%lld: make ret_buffer as large as all answers together",
             k, static_cast<long long>(r), static_cast<long long>(rows));
     h[k] = read_u64(handlers.at(k), kHandlerVec, i);
     int64_t *d = dims.data() + k * ndim;
@@ -361,7 +363,7 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
   const size_t n = ranks.size();
   if (n == 0)
     raise(Kind::kShape, "register_recv_buffer: worker_ranks is empty: give the "
-                        "rank that each slice of tensor receives from");
+                        "rank of the worker for each slice of tensor");
   if (keys.size() != n)
     raise(Kind::kShape,
           "register_recv_buffer: push_keys has %zu keys for %zu worker_ranks: "
@@ -369,8 +371,8 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
           keys.size(), n);
   if (t.bytes == 0 || t.bytes % n)
     raise(Kind::kShape,
-          "register_recv_buffer: tensor has %llu bytes, which %zu worker_ranks "
-          "do not divide: give equal slices of at least one byte",
+          "register_recv_buffer: tensor has %llu bytes, want a multiple of the "
+          "number of worker_ranks (%zu): all slices are equal and not empty",
           static_cast<unsigned long long>(t.bytes), n);
   Array<int32_t, 64> r(n);
   Array<uint64_t, 64> k(n);
@@ -383,8 +385,8 @@ void Server::register_recv_buffer(PyObject *tensor, PyObject *worker_ranks,
   for (const Fixed &f : fixed_) {
     if (begin < f.end && f.begin < end)
       raise(Kind::kConfig,
-            "register_recv_buffer: tensor shares memory with one "
-            "that is registered already: give memory of its own");
+            "register_recv_buffer: tensor shares memory with a tensor that is "
+            "already registered: pass a tensor that does not overlap it");
   }
   check("register_recv_buffer",
         fs_register_recv(id_, &t, r.data(), k.data(), n));

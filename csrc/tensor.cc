@@ -145,7 +145,7 @@ Memory read_pinned(PyObject *o, Arg arg, fs_tensor *t) {
   const int gpu = is_tensor(o) ? torch.gpu_of(o) : -1;
   if (gpu >= 0)
     raise(Kind::kConfig,
-          "%s: %s is on cuda:%d: want one in pinned memory of the host "
+          "%s: %s is on cuda:%d, want a CPU tensor in pinned memory "
           "(pin_memory())",
           arg.call, arg.name, gpu);
   return read_tensor(o, arg, -1, Access::kLook, -1, t);
@@ -164,10 +164,11 @@ bool current_stream(int device, uint64_t *stream) {
 }
 
 void refuse_captured(const char *call, int device) {
-  raise(Kind::kConfig,
-        "%s: the current stream of cuda:%d is being captured into a CUDA "
-        "graph, which this call cannot be part of: call it outside",
-        call, device);
+  raise(
+      Kind::kConfig,
+      "%s: the current stream of cuda:%d is being captured into a CUDA graph, "
+      "but this call cannot be captured: make it outside of the capture",
+      call, device);
 }
 
 OnDevice::OnDevice(int device) : device_(device) {
@@ -196,7 +197,8 @@ int64_t *read_word(PyObject *o, Arg arg) {
   const Memory memory(raised(torch.read_int64(o, arg.call, arg.name, &t)));
   if (t.device >= 0)
     raise(Kind::kConfig,
-          "%s: %s is on a GPU: pass what pin_memory() gave, on the CPU",
+          "%s: %s is on a GPU, want a CPU tensor: pass the tensor that "
+          "pin_memory() returned",
           arg.call, arg.name);
   return static_cast<int64_t *>(t.data);
 }
@@ -210,7 +212,7 @@ Counter read_counter(PyObject *o, Arg arg) {
       throw Raised{};
     if (!pinned)
       raise(Kind::kConfig,
-            "%s: %s is on the CPU and not pinned: pass %s.pin_memory()",
+            "%s: %s is on the CPU but not pinned: pass %s.pin_memory()",
             arg.call, arg.name, arg.name);
   }
   return {reinterpret_cast<uint64_t>(t.data), t.device, std::move(memory)};
@@ -229,8 +231,8 @@ int64_t rows_of(PyObject *o, Arg arg, Py_ssize_t i) {
   const int64_t rows = torch.rows(o);
   if (rows < 0)
     raise(Kind::kShape,
-          "%s: %s[%zd] has no dimension: want a tensor with as many rows as "
-          "its handler gets",
+          "%s: %s[%zd] has no dimensions, want a tensor with one row for each "
+          "row of the answer",
           arg.call, arg.name, i);
   return rows;
 }

@@ -27,8 +27,8 @@ void check_distinct(fs_tensor *t, size_t n) {
   for (size_t i = 1; i < n; i++) {
     if (keys[i] == keys[i - 1])
       raise(Kind::kConfig,
-            "push_pull: push_keys has %llu twice: give each tensor of a call a "
-            "key of its own",
+            "push_pull: push_keys contains %llu twice: give each tensor of a "
+            "call a different key",
             static_cast<unsigned long long>(keys[i]));
   }
 }
@@ -64,8 +64,8 @@ void check_overlap(const fs_tensor *t, size_t np, size_t nq, bool strict) {
       if (a < np) // name the pull tensor first
         std::swap(a, b);
       raise(Kind::kConfig,
-            "push_pull: pull_tensors[%zu] and %s[%zu] share memory: give each "
-            "a tensor of its own",
+            "push_pull: pull_tensors[%zu] and %s[%zu] share memory: pass "
+            "tensors that do not overlap",
             a - np, b < np ? "push_tensors" : "pull_tensors",
             b < np ? b : b - np);
     }
@@ -108,14 +108,15 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
         pkeys.size(), np);
   if (nq % servers)
     raise(Kind::kShape,
-          "push_pull: pull_tensors has %zu tensors, which %zu servers do not "
-          "divide: give pull[i*Q + j], tensor j of Q from server i",
+          "push_pull: pull_tensors has %zu tensors, want a multiple of the "
+          "number of servers (%zu): pull_tensors[i*Q + j] is tensor j of Q "
+          "from server i",
           nq, servers);
   if (nqk != nq && nqk != nq / servers)
     raise(Kind::kShape,
           "push_pull: pull_keys has %zu keys for %zu pull_tensors of %zu "
-          "servers: give one for each tensor (%zu), or one for each position "
-          "(%zu)",
+          "servers: give one for each tensor (%zu), or one for each tensor of "
+          "a server (%zu)",
           nqk, nq, servers, nq, nq / servers);
 
   Array<fs_tensor, 16> t(np + nq);
@@ -203,8 +204,8 @@ const Worker::Request &Worker::find(PyObject *handler, const char *call) const {
           "push_pull yet",
           call, static_cast<unsigned long long>(h));
   raise(Kind::kConfig,
-        "%s: handler %llu is not known: push_pull has given 0 to %llu, and the "
-        "last %zu requests are remembered",
+        "%s: handler %llu is not known: push_pull has returned 0 to %llu, and "
+        "only the last %zu requests are kept",
         call, static_cast<unsigned long long>(h),
         static_cast<unsigned long long>(next_ - 1), n);
 }
@@ -270,12 +271,13 @@ std::string Worker::why_open(fs_ticket ticket) const {
            " has not answered " + name_of(p.holder) + ", which pushed " + key +
            " before; ";
   case FS_PENDING_BUFFER:
-    return not_sent + server + " has not said where it receives " + key + "; ";
+    return not_sent + server + " has not given a receive buffer for " + key +
+           "; ";
   case FS_PENDING_PEER:
-    return not_sent + server + " is lost, and no other process has its rank; ";
+    return not_sent + server + " is lost and has not been replaced; ";
   default:
-    return not_sent + "the connection takes no more, or the stream has not "
-                      "made what is pushed; ";
+    return not_sent + "the connection is full, or the stream has not yet "
+                      "written the pushed tensors; ";
   }
 }
 

@@ -56,11 +56,12 @@ static int version_there(void) {
 static void lacks(const char *symbol, int since) {
   int there = version_there();
   int n = snprintf(reason, sizeof reason,
-                   "libcuda.so.1 has no %s (CUDA %d.%d or later)", symbol,
-                   since / 1000, since % 1000 / 10);
+                   "libcuda.so.1 has no function %s, which CUDA %d.%d added",
+                   symbol, since / 1000, since % 1000 / 10);
   if (there && n > 0 && (size_t)n < sizeof reason)
-    snprintf(reason + n, sizeof reason - (size_t)n, ", and is of CUDA %d.%d",
-             there / 1000, there % 1000 / 10);
+    snprintf(reason + n, sizeof reason - (size_t)n,
+             "; this driver supports CUDA %d.%d", there / 1000,
+             there % 1000 / 10);
 }
 
 static int open_library(void) {
@@ -89,7 +90,7 @@ static int open_library(void) {
   if (rc != CS_CU_SUCCESS) {
     char text[160];
     cs_cuda_text(rc, text, sizeof text);
-    snprintf(reason, sizeof reason, "the driver does not start: %s", text);
+    snprintf(reason, sizeof reason, "the NVIDIA driver cannot start: %s", text);
     return -1;
   }
   return 0;
@@ -110,8 +111,7 @@ int cs_cuda_open(char *why, size_t room) {
 
 void cs_cuda_too_old(int needed, char *why, size_t room) {
   int there = version_there();
-  snprintf(why, room,
-           "the driver is of CUDA %d.%d, and %d.%d or later is needed",
+  snprintf(why, room, "this driver supports CUDA %d.%d, want %d.%d or later",
            there / 1000, there % 1000 / 10, needed / 1000, needed % 1000 / 10);
 }
 

@@ -97,7 +97,7 @@ func Retain(ordinal int) (*Device, error) {
 		return nil, err
 	}
 	var context C.uint64_t
-	if err := failed(C.cs_retain(C.int(ordinal), &context), "hold the primary context of gpu %d", ordinal); err != nil {
+	if err := failed(C.cs_retain(C.int(ordinal), &context), "retain the primary context of gpu %d", ordinal); err != nil {
 		return nil, err
 	}
 	d.context = context
@@ -135,7 +135,7 @@ type (
 // NewStream makes a stream that does not wait for the default stream.
 func (d *Device) NewStream() (Stream, error) {
 	var s C.uint64_t
-	err := failed(C.cs_stream_create(d.context, &s), "make a stream on gpu %d", d.ordinal)
+	err := failed(C.cs_stream_create(d.context, &s), "create a stream on gpu %d", d.ordinal)
 	return Stream(s), err
 }
 
@@ -147,7 +147,7 @@ func (d *Device) FreeStream(s Stream) error {
 // Idle says whether all that is enqueued on s has run. An error is one of the
 // context's: nothing enqueued will ever run.
 func (d *Device) Idle(s Stream) (bool, error) {
-	return d.query(C.cs_stream_query(d.context, C.uint64_t(s)), "run what is enqueued")
+	return d.query(C.cs_stream_query(d.context, C.uint64_t(s)), "finish the enqueued work")
 }
 
 // Synchronize waits until what is enqueued on s has run.
@@ -175,7 +175,7 @@ func (d *Device) query(rc C.int, what string) (bool, error) {
 // NewEvent makes an event without timing.
 func (d *Device) NewEvent() (Event, error) {
 	var e C.uint64_t
-	err := failed(C.cs_event_create(d.context, &e), "make an event on gpu %d", d.ordinal)
+	err := failed(C.cs_event_create(d.context, &e), "create an event on gpu %d", d.ordinal)
 	return Event(e), err
 }
 
@@ -186,7 +186,7 @@ func (d *Device) Record(e Event, s Stream) error {
 
 // Passed says whether e has been reached.
 func (d *Device) Passed(e Event) (bool, error) {
-	return d.query(C.cs_event_query(d.context, C.uint64_t(e)), "reach an event")
+	return d.query(C.cs_event_query(d.context, C.uint64_t(e)), "wait for an event")
 }
 
 // FreeEvent destroys e.
@@ -234,7 +234,7 @@ func (d *Device) Unload(module uint64) error {
 // Destroy ends another context of the GPU than the one that Retain holds. The address is
 // that of a pointer to it, which is NULL from then on.
 func (d *Device) Destroy(address uint64) error {
-	return failed(C.cs_destroy(d.context, C.uint64_t(address)), "end a context of gpu %d", d.ordinal)
+	return failed(C.cs_destroy(d.context, C.uint64_t(address)), "destroy a context of gpu %d", d.ordinal)
 }
 
 // Pin keeps host memory, whole pages, in place for the GPU and gives its address
@@ -328,12 +328,12 @@ func (d *Device) Reach(peer UUID) error {
 			continue
 		}
 		var context C.uint64_t
-		if err := failed(C.cs_retain(C.int(i), &context), "hold the primary context of gpu %d", i); err != nil {
+		if err := failed(C.cs_retain(C.int(i), &context), "retain the primary context of gpu %d", i); err != nil {
 			return err
 		}
 		return failed(C.cs_peer(d.context, context), "let gpu %d use the memory of gpu %d", d.ordinal, i)
 	}
-	return errors.Join(err, fmt.Errorf("cuda: %v is not visible to this process", peer))
+	return errors.Join(err, fmt.Errorf("cuda: %v is not visible to this process (check CUDA_VISIBLE_DEVICES)", peer))
 }
 
 // ExportFD gives the mapped piece of memory at address as a descriptor, which is

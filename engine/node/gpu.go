@@ -98,7 +98,7 @@ func openDevice(index int) (cudaipc.Device, error) {
 // findDevice is openDevice without a context: it holds nothing, and gives no Device.
 func findDevice(index int) (cudaipc.Device, error) {
 	if err := cuda.Open(); err != nil {
-		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "install the NVIDIA driver, of CUDA 11.7 or later, or set STEPMESH_BACKEND=CPU"}
+		return nil, &transport.ErrUnavailable{Transport: "cudaipc", Reason: err.Error(), Remedy: "install an NVIDIA driver for CUDA 11.7 or later, or set STEPMESH_BACKEND=CPU"}
 	}
 	n, err := cuda.Count()
 	if err == nil && index >= n {

@@ -451,7 +451,7 @@ def beside_kernels(pipe: Connection, scheduler: str, device: int, transport: str
     return bad
 
 
-CAPTURED = "is being captured into a CUDA graph, which this call cannot be part of: call it outside"
+CAPTURED = "is being captured into a CUDA graph, but this call cannot be captured: make it outside"
 
 
 def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:

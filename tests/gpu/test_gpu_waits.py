@@ -216,7 +216,7 @@ def ends(pipe: Connection, device: int) -> list[str]:
         fserver.wait_flag(flag, seq, timeout_ms=300)
         stream.synchronize()
         assert 0.25 < time.monotonic() - start < HELD_S
-        with pytest.raises(fserver.TimeoutError, match="a wait before has lasted"):
+        with pytest.raises(fserver.TimeoutError, match="an earlier wait_flag lasted longer"):
             fserver.wait_flag(flag, seq)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):

@@ -173,7 +173,7 @@ def short_rows(side: Side, mode: str, width: int) -> None:
             channel.send([n])
     torch.cuda.synchronize()
     side.barrier()
-    with pytest.raises(Exception, match=r"rows\[0\] is 65, and the tensor has 64"):
+    with pytest.raises(Exception, match=r"rows\[0\] is 65, but the tensor has 64: give"):
         if side.index:
             channel.recv()
         channel.send([65])

@@ -1631,11 +1631,9 @@ def test_kernels_compile() -> None:
 def test_no_driver() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
-    with pytest.raises(
-        fserver.ConfigError, match="no GPU can be used: .*install the NVIDIA driver"
-    ):
+    with pytest.raises(fserver.ConfigError, match="cannot use a GPU: .*install an NVIDIA driver"):
         _loader.load().Lane(0, b"", 1000.0, True)
-    text = r"^map_pinned_tensor: no GPU can be used: .*libcuda.so.1.*\(install the NVIDIA driver"
+    text = r"^map_pinned_tensor: cannot use a GPU: .*libcuda.so.1.*\(install an NVIDIA driver"
     with pytest.raises(fserver.ConfigError, match=text):
         fserver.map_pinned_tensor(torch.zeros(1), 0)
 
@@ -1696,20 +1694,20 @@ def driver_of(version: int, lacks: str = "") -> str:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("int none;", r"libcuda.so.1 has no cu\w+ \(CUDA \d+\.\d or later\) \(install the NVIDIA"),
+        ("int none;", r"libcuda.so.1 has no function cu\w+, which CUDA \d+\.\d added \(install an"),
         (
             driver_of(12040, "cuMemAlloc"),
-            "no cuMemAlloc_v2 .CUDA 3.2 or later., and is of CUDA 12.4 ",
+            "no function cuMemAlloc_v2, which CUDA 3.2 added; this driver supports CUDA 12.4 ",
         ),
         (
             driver_of(10010),
-            "no .* .CUDA 1[01].[02] or later., and is of CUDA 10.1 .install the NVIDIA",
+            "no .* CUDA 1[01].[02] added; this driver supports CUDA 10.1 .install an NVIDIA",
         ),
         *(
             (
                 driver_of(v),
-                f"is of CUDA 11.{v // 10 % 100}, and 11.7 or later is needed "
-                r"\(install (a newer one\)|the NVIDIA driver, of CUDA 11.7 or later, or set S)",
+                f"supports CUDA 11.{v // 10 % 100}, want 11.7 or later "
+                r"\(install an? (newer NVIDIA driver\)|NVIDIA driver for CUDA 11.7 or later, or s)",
             )
             for v in (11030, 11040, 11060)
         ),

@@ -220,7 +220,7 @@ def ends() -> None:
     assert DRIVER.wait_patience == 50_000_000
     refuses(lambda: fserver.wait_flag(flag, seq, timeout_ms=-1), fserver.ConfigError, "timeout_ms")
     look[2] = 1  # as the kernel says it
-    text = "^wait_flag: a wait before has lasted for its timeout_ms"
+    text = "^wait_flag: an earlier wait_flag lasted longer than its timeout_ms"
     refuses(lambda: fserver.wait_flag(flag, seq), fserver.TimeoutError, text)
     fserver.wait_flag(flag, seq)
 

@@ -50,7 +50,7 @@ def test_a_pull_tensor_belongs_to_one_request(pair: Cluster) -> None:
         with pytest.raises(
             fserver.ConfigError,
             match=rf"^push_pull: pull_tensors\[1\] shares memory .* handler {first}, which has not "
-            rf"completed: wait\({first}\) first",
+            rf"completed .call wait\({first}\) first",
         ):
             ask(pair, torch.zeros(4), y)
     answer(pair, 2)
