@@ -117,22 +117,24 @@ bool inside(const at::Tensor &t) {
                ".cpu(), or set STEPMESH_BACKEND=GPU");
   if (!t.device().is_cpu() && t.device() != place(device))
     refuse(arg, Fault::kConfig,
-           "is on device " + t.device().str() + ", and this node's is " +
+           "is on device " + t.device().str() + ", but this node uses " +
                place(device).str() + " (STEPMESH_GPU): pass " + name +
                ".to(\"" + place(device).str() + "\")");
   if (t.layout() != c10::kStrided)
     refuse(arg, Fault::kConfig,
-           std::string("has layout ") +
-               (t.is_sparse() ? "sparse" : "other than strided") + ": pass " +
-               name + ".to_dense()");
+           std::string(t.is_sparse() ? "has layout sparse"
+                                     : "has a layout that is not strided") +
+               ": pass " + name + ".to_dense()");
   if (t.is_quantized())
     refuse(arg, Fault::kConfig,
            "is quantized: pass " + name +
-               ".int_repr() and the scale beside it");
+               ".int_repr(), and send the scale and zero point yourself");
   if (!t.is_contiguous())
     refuse(arg, Fault::kShape,
            "of shape " + text_of(t.sizes()) + " and strides " +
-               text_of(t.strides()) + " is not contiguous: use .contiguous()");
+               text_of(t.strides()) +
+               " is not contiguous: make it "
+               "contiguous first (.contiguous())");
   if (t.is_conj())
     refuse(arg, Fault::kConfig,
            "is a conjugate view: pass " + name + ".resolve_conj()");
@@ -140,13 +142,12 @@ bool inside(const at::Tensor &t) {
     refuse(arg, Fault::kConfig,
            "is a negated view: pass " + name + ".resolve_neg()");
   if (t.has_storage() && !inside(t))
-    refuse(
-        arg, Fault::kConfig,
-        "has lost its memory (untyped_storage().resize_): pass a tensor that "
-        "keeps it");
+    refuse(arg, Fault::kConfig,
+           "has lost its memory (untyped_storage().resize_): pass a tensor "
+           "whose storage holds all its elements");
   refuse(arg, Fault::kConfig,
-         "has no memory of its own (fake, functional or wrapped): pass a plain "
-         "tensor");
+         "has no memory (it is a fake, functional or wrapped tensor): pass a "
+         "plain tensor");
 }
 
 bool plain(const at::Tensor &t, int device) {
@@ -165,7 +166,7 @@ void *read_plain(const at::Tensor &t, Arg arg, bool write, int device,
   if (write) {
     if (t.requires_grad() && t.is_leaf() && c10::GradMode::is_enabled())
       refuse(arg, Fault::kConfig,
-             "is a leaf that requires grad, and would be written in place: "
+             "is a leaf that requires grad, but the call writes to it: "
              "pass " +
                  arg.text() + ".detach(), or use torch.no_grad()");
     out->data = bytes ? ti->mutable_data() : nullptr;

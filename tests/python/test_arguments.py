@@ -84,20 +84,20 @@ PUSH_PULL: list[tuple[str, type[Exception], str, Callable[[], tuple[Any, ...]]]]
     (
         "not contiguous",
         fserver.ShapeError,
-        "push_pull: push_tensors[0] ... shape [6, 4] ... strides [1, 6] ... not contiguous: use "
-        ".contiguous()",
+        "push_pull: push_tensors[0] ... shape [6, 4] ... strides [1, 6] ... not contiguous: make "
+        "it contiguous first",
         lambda: push(X.t()),
     ),
     (
         "pull not contiguous",
         fserver.ShapeError,
-        "push_pull: pull_tensors[0] ... [4, 3] ... [6, 2] ... use .contiguous()",
+        "push_pull: pull_tensors[0] ... [4, 3] ... [6, 2] ... not contiguous: make",
         lambda: pull(X[:, ::2]),
     ),
     (
         "expanded",
         fserver.ShapeError,
-        "pull_tensors[0] ... [3, 4] ... [0, 1] ... use .contiguous()",
+        "pull_tensors[0] ... [3, 4] ... [0, 1] ... not contiguous: make",
         lambda: pull(torch.zeros(4).expand(3, 4)),
     ),
     (
@@ -348,7 +348,7 @@ def test_trace_of_a_request_under_way(pair: Cluster) -> None:
         (fserver.ShapeError, "2 tensors, want 1", lambda: [X, X]),
         (fserver.ShapeError, "tensor 0 has 96 bytes, want 24", lambda: [X]),
         (fserver.ShapeError, "tensor 0 has 20 bytes, want 24", lambda: [torch.zeros(5)]),
-        (fserver.ShapeError, "respond: tensors[0] ... use .contiguous()", lambda: [X[:, 0]]),
+        (fserver.ShapeError, "respond: tensors[0] ... not contiguous: make", lambda: [X[:, 0]]),
         (fserver.ConfigError, "respond: tensors[0] is of type int", lambda: [1]),
         (fserver.ConfigError, "respond: tensors is a tensor ... pass [tensors]", lambda: X),
         (fserver.ConfigError, "respond: tensors is None, want a sequence", lambda: None),
@@ -416,7 +416,7 @@ def test_respond_twice_and_to_nobody(pair: Cluster) -> None:
         ),
         (
             fserver.ShapeError,
-            "respond_vec: ret_buffer ... use .contiguous()",
+            "respond_vec: ret_buffer ... not contiguous: make",
             lambda h: (X.t(), [[X]], [h]),
         ),
         (
@@ -480,7 +480,7 @@ def test_respond_vec(
         ),
         (
             fserver.ShapeError,
-            "register_recv_buffer: tensor ... use .contiguous()",
+            "register_recv_buffer: tensor ... not contiguous: make",
             lambda: (X.t(), [0], [0]),
         ),
         (
