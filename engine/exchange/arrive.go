@@ -27,7 +27,7 @@ func (s *Server) Written(i int, imm uint32, n uint64) error {
 	c := s.clients[i]
 	a := &c.arrived[imm%Window]
 	if a.n != 0 && a.imm != imm {
-		return fmt.Errorf("exchange: writes for push_pulls %d and %d, which are %d apart or more", a.imm, imm, Window)
+		return fmt.Errorf("exchange: worker %d wrote data for push_pulls %d and %d at once, which must be less than %d apart", c.rank, a.imm, imm, Window)
 	}
 	a.imm = imm
 	a.n++
@@ -44,7 +44,7 @@ func (s *Server) Lent(i int, imm uint32, span mem.Span, view *mem.View) error {
 	c := s.clients[i]
 	if len(c.loans) == wire.MaxTensors {
 		_ = view.Drop()
-		return fmt.Errorf("exchange: worker %d lends more than %d tensors at once", c.rank, wire.MaxTensors)
+		return fmt.Errorf("exchange: worker %d lent more than %d tensors for one request", c.rank, wire.MaxTensors)
 	}
 	c.loans = append(c.loans, loan{imm, span, view})
 	return nil
@@ -54,13 +54,13 @@ func (s *Server) Lent(i int, imm uint32, span mem.Span, view *mem.View) error {
 func (c *client) claim(imm uint32, n uint64, k *receiver) (loan, error) {
 	switch {
 	case k.fixed():
-		return loan{}, fmt.Errorf("exchange: a loan for key %d, which is received in memory of the application's", k.key)
+		return loan{}, fmt.Errorf("exchange: worker %d lent a tensor for key %d, which is received into a registered buffer and takes no loans", c.rank, k.key)
 	case len(c.loans) == 0:
-		return loan{}, fmt.Errorf("exchange: push_pull %d lends a tensor that did not come", imm)
+		return loan{}, fmt.Errorf("exchange: worker %d announced a loan for push_pull %d, but did not lend the tensor", c.rank, imm)
 	}
 	v := c.loans[0]
 	if v.imm != imm || v.span.Len != n {
-		return loan{}, fmt.Errorf("exchange: push_pull %d lends %d bytes, and %d came for %d", imm, n, v.span.Len, v.imm)
+		return loan{}, fmt.Errorf("exchange: worker %d announced a loan of %d bytes for push_pull %d, but lent %d bytes for push_pull %d", c.rank, n, imm, v.span.Len, v.imm)
 	}
 	c.loans = slices.Delete(c.loans, 0, 1)
 	return v, nil
@@ -80,10 +80,10 @@ func (s *Server) request(c *client, b []byte) error {
 		return err
 	}
 	if q.Plan >= uint64(len(c.plans)) || c.plans[q.Plan] == nil {
-		return fmt.Errorf("exchange: a request under plan %d, which was never sent", q.Plan)
+		return fmt.Errorf("exchange: worker %d sent a request with plan %d, but not the plan", c.rank, q.Plan)
 	}
 	if c.count == Window {
-		return fmt.Errorf("exchange: worker %d has more than %d requests open", c.rank, Window)
+		return fmt.Errorf("exchange: worker %d has sent more than %d requests that are not answered yet", c.rank, Window)
 	}
 	r := s.requests.get()
 	if err := r.fill(c, c.plans[q.Plan], q); err != nil {
@@ -146,7 +146,7 @@ func (c *client) arrivedWhole(r *Request) (bool, error) {
 	case a.imm != uint32(r.seq) || a.n < r.writes:
 		return false, nil
 	case a.n > r.writes:
-		return false, fmt.Errorf("exchange: %d writes for push_pull %d, which has %d", a.n, r.seq, r.writes)
+		return false, fmt.Errorf("exchange: worker %d wrote %d tensors for push_pull %d, want %d", c.rank, a.n, r.seq, r.writes)
 	}
 	return true, nil
 }

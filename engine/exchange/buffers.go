@@ -84,7 +84,7 @@ const maxBuffer = 1 << 42
 // make makes a buffer of at least n bytes.
 func (b *Buffers) make(m Memory, n uint64) (uint64, mem.Region, error) {
 	if n > maxBuffer {
-		return 0, mem.Region{}, fmt.Errorf("exchange: a receive buffer of %d bytes is more than %d", n, uint64(maxBuffer))
+		return 0, mem.Region{}, fmt.Errorf("exchange: a receive buffer of %d bytes is too large: want at most %d (push smaller tensors)", n, uint64(maxBuffer))
 	}
 	r, err := m.Alloc((n + 4095) &^ 4095)
 	if err != nil {

@@ -118,7 +118,7 @@ func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
 		return "", nil
 	}
 	if waits && !p.parted || !waits && !cs.room(i) {
-		return "", fmt.Errorf("exchange: channel %q is opened twice, or the peer has opened more than %d channels that are not open here", v.Name, maxEarly)
+		return "", fmt.Errorf("exchange: peer %d opened channel %q twice, or opened more than %d channels that are not open here", i, v.Name, maxEarly)
 	}
 	early[v.Name] = counterpart{text: v.Text, told: true}
 	return "", nil

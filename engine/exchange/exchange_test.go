@@ -444,7 +444,7 @@ func TestBreaches(t *testing.T) {
 	last := p.from[0].ops[len(p.from[0].ops)-1]
 	v, err := wire.ParseBuffers(last.Frame)
 	require.NoError(t, err)
-	require.Contains(t, v.Reason, "is more than")
+	require.Contains(t, v.Reason, "is too large")
 	p.from[0].ops = nil
 
 	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 1)))

@@ -106,7 +106,7 @@ func (s *Server) need(c *client, b []byte) error {
 	for i := range s.needs {
 		n := &s.needs[i]
 		if k := c.keys[n.Key]; k != nil && k.id != 0 && n.Bytes > k.cap && !s.lends(k, n) && s.requests.waits(c, k.id) { // it would lose its memory
-			return fmt.Errorf("exchange: a larger buffer for key %d, whose last push has not been answered", k.key)
+			return fmt.Errorf("exchange: worker %d requested a larger buffer for key %d before its last push of the key was answered", c.rank, k.key)
 		}
 	}
 	s.grants, s.made = s.grants[:0], s.made[:0]
@@ -149,7 +149,7 @@ func (s *Server) grant(c *client, n *wire.Need) (wire.Buffer, error) {
 	case err != nil:
 		return wire.Buffer{}, err
 	case k.asked:
-		return wire.Buffer{}, fmt.Errorf("worker %d asks for a buffer of key %d twice", c.rank, k.key)
+		return wire.Buffer{}, fmt.Errorf("worker %d requested the buffer of key %d twice in one message", c.rank, k.key)
 	}
 	k.asked = true
 	switch {

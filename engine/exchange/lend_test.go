@@ -228,11 +228,11 @@ func TestBrokenLoans(t *testing.T) {
 		come int
 		want string
 	}{
-		"none came":       {9, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 0, "did not come"},
-		"too many":        {9, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 2, "1 loans beside"},
-		"of another":      {8, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 1, "came for 8"},
-		"of another size": {9, []wire.Pushed{{Rows: 17, Bytes: 17, Lent: true}}, 1, "lends 17 bytes, and 16 came"},
-		"none named":      {9, []wire.Pushed{{Rows: 0, Bytes: 0}}, 1, "1 loans beside"},
+		"none came":       {9, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 0, "but did not lend the tensor"},
+		"too many":        {9, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 2, "lent 1 tensors that push_pull"},
+		"of another":      {8, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 1, "for push_pull 8"},
+		"of another size": {9, []wire.Pushed{{Rows: 17, Bytes: 17, Lent: true}}, 1, "loan of 17 bytes for push_pull 9, but lent 16 bytes"},
+		"none named":      {9, []wire.Pushed{{Rows: 0, Bytes: 0}}, 1, "lent 1 tensors that push_pull"},
 	} {
 		buffers := NewBuffers()
 		s, err := NewServer(1, buffers, new(trace.Counters), ignored)
@@ -255,7 +255,7 @@ func TestBrokenLoans(t *testing.T) {
 	require.NoError(t, p.servers[0].Frame(0, wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))
 	span, view := show(x.Span)
 	require.NoError(t, p.servers[0].Lent(0, 9, span, view))
-	require.ErrorContains(t, p.servers[0].Frame(0, wire.AppendRequest(nil, &wire.Request{Seq: 9, Push: []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}})), "memory of the application's")
+	require.ErrorContains(t, p.servers[0].Frame(0, wire.AppendRequest(nil, &wire.Request{Seq: 9, Push: []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}})), "a registered buffer")
 	p.servers[0].Lose(0, errors.New("gone"))
 	var last error
 	for i := 0; i <= wire.MaxTensors; i++ {

@@ -33,7 +33,7 @@ func (w *Worker) Waits(id uint64) (Pending, error) {
 			}
 		}
 	}
-	return Pending{}, fmt.Errorf("%w: %d is not under way", ErrNoTicket, id)
+	return Pending{}, fmt.Errorf("%w: %d has ended, or was never issued", ErrNoTicket, id)
 }
 
 func (s *server) waits(t *Ticket) Pending {

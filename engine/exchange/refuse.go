@@ -119,7 +119,7 @@ func (w *Worker) refused(s *server, b []byte) error {
 	}
 	t := w.ticket(v.Seq)
 	if t == nil || t.legs[s.index].state != legPosted || t.legs[s.index].replied || t.legs[s.index].arrived != 0 {
-		return fmt.Errorf("exchange: a refusal of push_pull %d, which nobody asked for", v.Seq)
+		return fmt.Errorf("exchange: server %d refused push_pull %d, which does not wait for its answer", s.rank, v.Seq)
 	}
 	if v.Unfit {
 		err = Shapef("exchange: server %d cannot take the push_pull: %s", s.rank, v.Text)

@@ -96,7 +96,7 @@ func (w *Worker) regrouped(s *server, b []byte) error {
 		return err
 	}
 	if s.untold == 0 {
-		return fmt.Errorf("exchange: server %d answers a Regroup that it was not sent", s.rank)
+		return fmt.Errorf("exchange: server %d answered a Regroup message that was not sent to it", s.rank)
 	}
 	s.untold--
 	s.pairs = v.Runs != 0
@@ -110,7 +110,7 @@ func (w *Worker) regrouped(s *server, b []byte) error {
 func (w *Worker) takeBack(t *Ticket, s *server) error {
 	l := &t.legs[s.index]
 	if l.era >= w.era {
-		return fmt.Errorf("exchange: push_pull %d is given back, and nobody was lost since it was sent", t.id)
+		return fmt.Errorf("exchange: server %d returned push_pull %d, but no member was lost since it was sent", s.rank, t.id)
 	}
 	for _, k := range l.keys {
 		if k.holder == t.id {

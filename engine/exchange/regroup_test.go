@@ -17,14 +17,14 @@ func TestRegroupHostile(t *testing.T) {
 	t.Run("an answer that nobody asked for", func(t *testing.T) {
 		p := newPair(t, 1)
 		require.NoError(t, p.settle())
-		require.ErrorContains(t, p.w.Frame(0, answer), "answers a Regroup that it was not sent")
+		require.ErrorContains(t, p.w.Frame(0, answer), "answered a Regroup message that was not sent to it")
 	})
 	t.Run("two answers", func(t *testing.T) {
 		p := newPair(t, 1)
 		p.w.Regroup(7, true, errors.New("worker 1 is lost"))
 		p.to[0].ops = nil // the peer is the test
 		require.NoError(t, p.w.Frame(0, answer))
-		require.ErrorContains(t, p.w.Frame(0, answer), "answers a Regroup that it was not sent")
+		require.ErrorContains(t, p.w.Frame(0, answer), "answered a Regroup message that was not sent to it")
 	})
 	t.Run("given back without a loss", func(t *testing.T) {
 		p := newPair(t, 1)
@@ -34,7 +34,7 @@ func TestRegroupHostile(t *testing.T) {
 		p.w.Regroup(7, false, nil)
 		require.NoError(t, p.settle())
 		recalled := wire.AppendRecall(nil, wire.TypeRecalled, []uint64{id})
-		require.ErrorContains(t, p.w.Frame(0, recalled), "is given back, and nobody was lost since it was sent")
+		require.ErrorContains(t, p.w.Frame(0, recalled), "but no member was lost since it was sent")
 		require.Equal(t, StateOpen, p.state(id))
 	})
 	t.Run("given back twice", func(t *testing.T) {
@@ -46,7 +46,7 @@ func TestRegroupHostile(t *testing.T) {
 		p.to[0].ops = nil
 		recalled := wire.AppendRecall(nil, wire.TypeRecalled, []uint64{id})
 		require.NoError(t, p.w.Frame(0, recalled))
-		require.ErrorContains(t, p.w.Frame(0, recalled), "which nobody asked for")
+		require.ErrorContains(t, p.w.Frame(0, recalled), "which does not wait for its answer")
 	})
 	t.Run("changes without end", func(t *testing.T) {
 		p := newPair(t, 1)

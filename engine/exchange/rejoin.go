@@ -117,7 +117,7 @@ func (w *Worker) recalled(s *server, b []byte) error {
 	for _, id := range seqs {
 		t := w.ticket(id)
 		if t == nil || t.legs[s.index].state != legPosted || t.legs[s.index].replied {
-			return fmt.Errorf("exchange: push_pull %d is recalled, which nobody asked for", id)
+			return fmt.Errorf("exchange: server %d returned push_pull %d, which does not wait for its answer", s.rank, id)
 		}
 		if t.err != nil {
 			w.endLeg(t, s, t.err)

@@ -237,7 +237,7 @@ func (r *Request) match(t *Ticket) error {
 // fill takes what a request frame says, checked against its plan and buffers.
 func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	if len(q.Push) != len(p.plan.Push) || len(q.Pull) != len(p.plan.Pull) {
-		return fmt.Errorf("exchange: request with %d pushed and %d pulled tensors under a plan of %d and %d", len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
+		return fmt.Errorf("exchange: worker %d sent a request with %d pushed and %d pulled tensors, but its plan has %d and %d", c.rank, len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
 	r.channel, r.refusal = p.plan.Channel, p.refusal
 	r.client, r.life, r.seq, r.writes, r.recalled = c, c.life, q.Seq, q.Writes, false
@@ -259,7 +259,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 			continue
 		}
 		if q.Push[i].Bytes > k.cap {
-			return fmt.Errorf("exchange: push of %d bytes for key %d into a buffer of %d", q.Push[i].Bytes, d.Key, k.cap)
+			return fmt.Errorf("exchange: worker %d pushed %d bytes for key %d, but its buffer has %d", c.rank, q.Push[i].Bytes, d.Key, k.cap)
 		}
 		v := Received{Key: d.Key, Slot: k.slot, Dev: mem.CPU, DType: d.DType, NDim: d.NDim, Rows: q.Push[i].Rows, Tail: d.Tail}
 		if n := q.Push[i].Bytes; n != 0 {
@@ -268,7 +268,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		r.push = append(r.push, v)
 	}
 	if len(c.loans) != 0 {
-		return fmt.Errorf("exchange: %d loans beside those of push_pull %d", len(c.loans), q.Seq)
+		return fmt.Errorf("exchange: worker %d lent %d tensors that push_pull %d does not name", c.rank, len(c.loans), q.Seq)
 	}
 	for j := range q.Pull {
 		t := &q.Pull[j]

@@ -353,7 +353,7 @@ func (s *Server) Frame(i int, b []byte) error {
 		s.publish()
 		return nil
 	default:
-		return fmt.Errorf("exchange: a frame of type %d, which no worker sends", wire.FrameType(b))
+		return fmt.Errorf("exchange: worker %d sent a frame of type %d, which only servers send or this version does not know", c.rank, wire.FrameType(b))
 	}
 }
 
@@ -363,7 +363,7 @@ func (s *Server) plan(c *client, b []byte) error {
 		return err
 	}
 	if p.Number >= wire.MaxPlans {
-		return fmt.Errorf("exchange: plan %d is above %d", p.Number, wire.MaxPlans-1)
+		return fmt.Errorf("exchange: worker %d sent plan %d, want at most %d", c.rank, p.Number, wire.MaxPlans-1)
 	}
 	s.made = s.made[:0]
 	cp := &clientPlan{plan: p, targets: make([]target, len(p.Pull))}

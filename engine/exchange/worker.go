@@ -318,7 +318,7 @@ func (w *Worker) Done(user uint64, err error) {
 func (w *Worker) Written(i int, imm uint32, n uint64) error {
 	t := w.immediate(imm)
 	if t == nil || t.legs[i].state != legPosted {
-		return fmt.Errorf("exchange: a write for push_pull %d, which is not under way", imm)
+		return fmt.Errorf("exchange: server %d wrote data for push_pull %d, which does not wait for its answer", w.servers[i].rank, imm)
 	}
 	l := &t.legs[i]
 	l.arrived++
@@ -337,7 +337,7 @@ func (w *Worker) Frame(i int, b []byte) error {
 		}
 		t := w.ticket(w.resp.Seq)
 		if t == nil || t.legs[i].state != legPosted || t.legs[i].replied || t.legs[i].writes != w.resp.Writes {
-			return fmt.Errorf("exchange: a response to push_pull %d with %d writes, which nobody asked for", w.resp.Seq, w.resp.Writes)
+			return fmt.Errorf("exchange: server %d answered push_pull %d with %d tensors, which does not wait for such an answer", s.rank, w.resp.Seq, w.resp.Writes)
 		}
 		t.legs[i].replied = true
 		copy(t.rec.stamps[trace.Received:trace.Arrived], w.resp.Stamps[:])
@@ -349,7 +349,7 @@ func (w *Worker) Frame(i int, b []byte) error {
 		}
 		t := s.asked
 		if t == nil {
-			return fmt.Errorf("exchange: %d buffers that nobody asked for", len(v.List))
+			return fmt.Errorf("exchange: server %d sent %d receive buffers that were not requested", s.rank, len(v.List))
 		}
 		s.asked = nil
 		return w.granted(s, t, v)
@@ -360,7 +360,7 @@ func (w *Worker) Frame(i int, b []byte) error {
 	case wire.TypeRegroup:
 		return w.regrouped(s, b)
 	default:
-		return fmt.Errorf("exchange: a frame of type %d, which no server sends", wire.FrameType(b))
+		return fmt.Errorf("exchange: server %d sent a frame of type %d, which only workers send or this version does not know", s.rank, wire.FrameType(b))
 	}
 }
 
@@ -392,14 +392,14 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 		b := &v.List[i]
 		k := s.keys[b.Key]
 		if k == nil {
-			return fmt.Errorf("exchange: a buffer for key %d, which was never pushed", b.Key)
+			return fmt.Errorf("exchange: server %d sent a receive buffer for key %d, which was not requested", s.rank, b.Key)
 		}
 		if b.Lend {
 			k.lend = true
 			continue
 		}
 		if k.holder != 0 {
-			return fmt.Errorf("exchange: a new buffer for key %d, which is in use", b.Key)
+			return fmt.Errorf("exchange: server %d replaced the receive buffer of key %d while a push uses it", s.rank, b.Key)
 		}
 		k.region, k.cap = transportKey(b.Region), b.Cap
 	}
@@ -407,7 +407,7 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 		k := s.keys[n.Key]
 		k.asked = k.asked || n.Lend
 		if !(n.Lend && k.lend) && k.cap < n.Bytes {
-			return fmt.Errorf("exchange: a buffer of %d bytes for key %d, which needs %d", k.cap, n.Key, n.Bytes)
+			return fmt.Errorf("exchange: server %d sent a receive buffer of %d bytes for key %d, want at least %d", s.rank, k.cap, n.Key, n.Bytes)
 		}
 	}
 	w.advance(s)
@@ -418,7 +418,7 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 func (w *Worker) complete(t *Ticket, i int) error {
 	l := &t.legs[i]
 	if l.arrived > l.writes {
-		return fmt.Errorf("exchange: more writes for push_pull %d than it has pull tensors", t.id)
+		return fmt.Errorf("exchange: server %d wrote more tensors for push_pull %d than it pulls", w.servers[i].rank, t.id)
 	}
 	if !l.replied || l.arrived != l.writes {
 		return nil

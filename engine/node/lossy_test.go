@@ -57,5 +57,5 @@ func TestResendOnOneSide(t *testing.T) {
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", "PS_RESEND=1"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	w := m.start(s.settings("worker", 0, 0, port, "FSERVER_INIT_TIMEOUT=0.3"))
-	require.ErrorContains(t, w.WaitReady(time.Second), "the scheduler sends frames again, worker 0 does not: PS_RESEND must be the same on all nodes")
+	require.ErrorContains(t, w.WaitReady(time.Second), "the scheduler resends lost frames (PS_RESEND=1), worker 0 does not: PS_RESEND must be the same on all nodes")
 }

@@ -55,7 +55,7 @@ const (
 )
 
 // ErrShort says that a frame ends too early.
-var ErrShort = errors.New("wire: frame ends too early")
+var ErrShort = errors.New("wire: the frame is too short")
 
 // FrameType is the type of a frame, or 0 if it is empty.
 func FrameType(b []byte) Type {
@@ -91,7 +91,7 @@ func (r *reader) u8() uint8 {
 func (r *reader) bool() bool {
 	v := r.u8()
 	if v > 1 {
-		r.fail(fmt.Errorf("wire: %d is not a boolean", v))
+		r.fail(fmt.Errorf("wire: a boolean is %d, want 0 or 1", v))
 	}
 	return v == 1
 }
@@ -134,7 +134,7 @@ func (r *reader) count(what string, limit, size int) int {
 		return 0
 	}
 	if n > uint64(limit) || n > uint64(len(r.b)/size) {
-		r.fail(fmt.Errorf("wire: %d %s: more than %d or than the frame holds", n, what, limit))
+		r.fail(fmt.Errorf("wire: the frame announces %d %s: more than %d, or more than it holds", n, what, limit))
 		return 0
 	}
 	return int(n)
@@ -152,7 +152,7 @@ func (r *reader) bytes(what string, limit int) []byte {
 // end is the error so far, or one if bytes are left over.
 func (r *reader) end() error {
 	if r.err == nil && len(r.b) != 0 {
-		return fmt.Errorf("wire: %d bytes left over", len(r.b))
+		return fmt.Errorf("wire: the frame has %d bytes too many", len(r.b))
 	}
 	return r.err
 }

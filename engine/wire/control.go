@@ -101,7 +101,7 @@ func (r *reader) member() Member {
 		Host:     r.text("bytes of a host name", MaxHost),
 	}
 	if r.err == nil && m.State > Parting {
-		r.fail(fmt.Errorf("wire: state %d of a member is unknown", m.State))
+		r.fail(fmt.Errorf("wire: a member has the unknown state %d", m.State))
 	}
 	if n := r.count("addresses", MaxAddrs, 1); n != 0 {
 		m.Addrs = make([]string, n)
@@ -307,7 +307,7 @@ func ParseBarrier(b []byte) (Barrier, error) {
 	r.kind(TypeBarrier)
 	v := Barrier{BarrierFlags(r.u8()), r.uvarint(), r.uvarint()}
 	if r.err == nil && !v.Flags.Valid() {
-		r.fail(fmt.Errorf("wire: barrier flags %#x", uint8(v.Flags)))
+		r.fail(fmt.Errorf("wire: a barrier has the invalid flags %#x", uint8(v.Flags)))
 	}
 	return v, r.end()
 }
@@ -400,7 +400,7 @@ func (r *reader) role() Role {
 func (r *reader) flag() bool {
 	v := r.u8()
 	if r.err == nil && v > 1 {
-		r.fail(fmt.Errorf("wire: %d where 0 or 1 is expected", v))
+		r.fail(fmt.Errorf("wire: a flag is %d, want 0 or 1", v))
 	}
 	return v == 1
 }
@@ -409,7 +409,7 @@ func (r *reader) flag() bool {
 func (r *reader) number(what string, limit int) int {
 	v := r.uvarint()
 	if r.err == nil && v > uint64(limit) {
-		r.fail(fmt.Errorf("wire: %s %d: more than %d", what, v, limit))
+		r.fail(fmt.Errorf("wire: %s %d: want at most %d", what, v, limit))
 		return 0
 	}
 	return int(v)

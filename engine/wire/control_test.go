@@ -169,8 +169,8 @@ func TestControlBounds(t *testing.T) {
 		want  string
 	}{
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: 3}}), "role 3 is unknown"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: MaxMembers}}), "rank 65536: more than 65535"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: -1}}), "more than 65535"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: MaxMembers}}), "rank 65536: want at most 65535"},
+		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: -1}}), "want at most 65535"},
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Group: MaxMembers}}), "group 65536"},
 		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Instance: MaxMembers}}), "instance 65536"},
 		{AppendRegister(nil, &Register{Shape: Shape{MaxMembers + 1, 1, 1}}), "worker groups 65537"},
@@ -185,16 +185,16 @@ func TestControlBounds(t *testing.T) {
 	}
 	for _, b := range []string{"\x02\x00\x00\xff\xff\x7f", "\x02\x00\x00\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "\x02\x00\x00\x02" + strings.Repeat("\x00", 16)} {
 		_, err := ParseRoster([]byte(b))
-		require.ErrorContains(t, err, "members: more than 65536 or than the frame holds")
+		require.ErrorContains(t, err, "members: more than 65536, or more than it holds")
 	}
 	_, err := ParseRoster([]byte{byte(TypeRoster), 0, 2, 0})
-	require.ErrorContains(t, err, "2 where 0 or 1 is expected")
+	require.ErrorContains(t, err, "a flag is 2, want 0 or 1")
 	_, err = ParseRoster(AppendRoster(nil, &Roster{Members: []Member{{State: 3}}}))
-	require.ErrorContains(t, err, "state 3 of a member is unknown")
+	require.ErrorContains(t, err, "the unknown state 3")
 	_, err = ParseBarrier([]byte{byte(TypeBarrier), 4, 1, 0})
-	require.ErrorContains(t, err, "barrier flags 0x4")
+	require.ErrorContains(t, err, "invalid flags 0x4")
 	_, err = ParseBarrier([]byte{byte(TypeBarrier), 9, 1, 0})
-	require.ErrorContains(t, err, "barrier flags 0x9")
+	require.ErrorContains(t, err, "invalid flags 0x9")
 	_, err = ParseRefuse(append([]byte{byte(TypeRefuse), 0x81, 0x08}, make([]byte, maxReason+1)...))
 	require.ErrorContains(t, err, "1025 bytes of a reason")
 	_, err = ParseRoster(control[0].frame)

@@ -115,7 +115,7 @@ func parseHello(b []byte, t Type) (h Hello, rest []byte, err error) {
 	case 1:
 		h.Secret = true
 	default:
-		r.fail(errors.New("wire: unknown kind of proof"))
+		r.fail(errors.New("wire: the hello has an unknown kind of proof"))
 	}
 	if len(r.b) < len(h.Nonce) {
 		r.fail(ErrShort)
@@ -135,7 +135,7 @@ func ParseHello(b []byte) (Hello, error) {
 	}
 	h, rest, err := parseHello(b, t)
 	if err == nil && len(rest) != 0 {
-		err = fmt.Errorf("wire: %d bytes left over", len(rest))
+		err = fmt.Errorf("wire: the message has %d bytes too many", len(rest))
 	}
 	return h, err
 }
@@ -240,7 +240,7 @@ func (h *Handshake) Next(in []byte) (out []byte, done bool, err error) {
 		return h.prove([]byte{byte(TypeProof)}, "dialer"), false, nil
 	case TypeProof:
 		if FrameType(in) != TypeProof {
-			return h.reject(fmt.Sprintf("a message of type %d came where a proof was expected", FrameType(in)))
+			return h.reject(fmt.Sprintf("the peer sent a message of type %d instead of its proof", FrameType(in)))
 		}
 		if reason := h.verify(in[1:], "dialer"); reason != "" {
 			return h.reject(reason)
@@ -249,7 +249,7 @@ func (h *Handshake) Next(in []byte) (out []byte, done bool, err error) {
 		return []byte{byte(TypeAccept)}, true, nil
 	default: // TypeAccept
 		if len(in) != 1 || FrameType(in) != TypeAccept {
-			return h.reject(fmt.Sprintf("a message of type %d and %d bytes came where the end of the handshake was expected", FrameType(in), len(in)))
+			return h.reject(fmt.Sprintf("the peer sent a message of type %d and %d bytes instead of the end of the handshake", FrameType(in), len(in)))
 		}
 		h.done = true
 		return nil, true, nil
@@ -297,7 +297,7 @@ func (h *Handshake) greet(in []byte, t Type) (rest []byte, reason string) {
 		if l.Caps&CapResend != 0 {
 			d, l = l, d
 		}
-		return nil, fmt.Sprintf("%s sends frames again, %s does not: PS_RESEND must be the same on all nodes", d.who(), l.who())
+		return nil, fmt.Sprintf("%s resends lost frames (PS_RESEND=1), %s does not: PS_RESEND must be the same on all nodes", d.who(), l.who())
 	case d.Role == RoleScheduler || l.Role == RoleWorker || d.Role == RoleServer && l.Role == RoleServer:
 		return nil, fmt.Sprintf("%s connects to %s: only members to the scheduler, and workers to servers (is one of the addresses wrong?)",
 			d.who(), l.who())

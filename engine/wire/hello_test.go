@@ -108,7 +108,7 @@ func TestHelloDisagree(t *testing.T) {
 			want: fmt.Sprintf(`the node that connects has wire version %d (build "v1.2.3"), the node that accepts has wire version %d (build "v1.2.3"): install the same version of fserver on all nodes (fserver --version prints it)`, Version+1, Version),
 		}, {
 			name: "resend", dialer: worker(), listener: with(server(), func(h *Hello) { h.Caps |= CapResend }),
-			want: `server 1 sends frames again, worker 3 does not: PS_RESEND must be the same on all nodes`,
+			want: `server 1 resends lost frames (PS_RESEND=1), worker 3 does not: PS_RESEND must be the same on all nodes`,
 		}, {
 			name: "cluster", dialer: worker(), listener: with(server(), func(h *Hello) { h.Cluster = "green" }),
 			want: `worker 3 is of cluster "blue", server 1 of cluster "green": FSERVER_CLUSTER must be the same on all nodes`,
@@ -298,8 +298,8 @@ func TestHelloStrangers(t *testing.T) {
 		{"GET / HTTP/1.1\r\n", "GET / HTTP/1.1\r\n", "the first message is not a hello: message of type 71"},
 		{"\xf0", "\xf1", "magic number is missing"},
 		{"\xf0fsr0\x01\x00\x00\x00", "\xf1fsr0\x01\x00\x00\x00", "magic number is missing"},
-		{"\xf0fsrv", "\xf1fsrv", "frame ends too early"},
-		{"\xf0fsrv\x01\x00\x00\x00\xff\xff\xff\xff\x7f", "\xf1fsrv\x01\x00\x00\x00\xff\xff\xff\xff\x7f", "more than 255 or than the frame holds"},
+		{"\xf0fsrv", "\xf1fsrv", "the frame is too short"},
+		{"\xf0fsrv\x01\x00\x00\x00\xff\xff\xff\xff\x7f", "\xf1fsrv\x01\x00\x00\x00\xff\xff\xff\xff\x7f", "more than 255, or more than it holds"},
 		{"\xf2", "\xf2", "message of type 242"},
 		{"\xf4", "\xf4", "refused by the peer: it gives no reason"},
 		{"\xf4\xff\xff\xff\xff\x7f", "\xf4\xff\xff\xff\xff\x7f", "refused by the peer: it gives no reason"},
@@ -371,7 +371,7 @@ func TestHelloBounds(t *testing.T) {
 		require.Error(t, err)
 	}
 	_, err = ParseHello(append(good, 0))
-	require.ErrorContains(t, err, "1 bytes left over")
+	require.ErrorContains(t, err, "the message has 1 bytes too many")
 }
 
 // TestHelloPrefix pins what every version of the wire must keep, so that this

@@ -483,7 +483,8 @@ CASE(refusals) {
   odd.bytes = 63;
   CHECK(fs_push_pull(m.worker, &odd, 1, NULL, 0, &refused) == 0);
   FAILS(wait_ticket(m.worker, refused), EMSGSIZE, "has 63 bytes");
-  FAILS(fs_waits_for(m.worker, refused, &p), EBADF, "not under way");
+  FAILS(fs_waits_for(m.worker, refused, &p), EBADF,
+        "has ended, or was never issued");
 
   CHECK(fs_push_pull(m.worker, &good, 1, NULL, 0, &first) == 0);
   uint64_t batch[32];
