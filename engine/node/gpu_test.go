@@ -121,7 +121,7 @@ func TestGPUTensors(t *testing.T) {
 func TestGPUOutOfMemory(t *testing.T) {
 	for call, says := range map[string]string{
 		"Alloc": "server 0 has no receive buffer: Alloc: cuda: injected failure: out of memory (call torch.cuda.empty_cache()",
-		"Pin":   "memory of the host for staging: Pin: cuda: injected failure: out of memory (have less in flight",
+		"Pin":   "allocate host memory for staging: Pin: cuda: injected failure: out of memory (send fewer or smaller",
 	} {
 		t.Run(call, func(t *testing.T) {
 			g := fakegpu.New()

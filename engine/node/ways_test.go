@@ -107,7 +107,7 @@ func TestStagedIsTold(t *testing.T) {
 			for _, line := range logs.All() {
 				require.Equal(t, "server 0 is connected", line.Message)
 				require.Equal(t, "cma/staged", line.ContextMap()["transport"])
-				require.Equal(t, "the peer is to stage", line.ContextMap()["why"])
+				require.Equal(t, "the peer is set to staging", line.ContextMap()["why"])
 				require.Equal(t, l.Reason, line.ContextMap()["why"])
 			}
 			m.stop()
@@ -125,7 +125,7 @@ func TestNoWayInside(t *testing.T) {
 		m.echoes(t)
 		l := linkOf(t, m.workers[0])
 		require.Equal(t, "tcp", l.Transport)
-		require.Contains(t, l.Reason, "not available: the peer is to stage")
+		require.Contains(t, l.Reason, "not available: the peer is set to staging")
 		require.Equal(t, location(m.servers[0].base().Addr()), l.Remote)
 		require.Equal(t, "tcp", linkOf(t, m.servers[0]).Transport)
 		require.Equal(t, 1, logs.Len())

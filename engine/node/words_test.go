@@ -84,8 +84,8 @@ func TestReasons(t *testing.T) {
 		{"no IPC", openFabrics, no, no, byIPC + "worker 0", byIPC + "server 0"},
 		{"worker without IPC", openFabrics, no, nil, byIPC + "worker 0", byIPC + "worker 0"},
 		{"server without IPC", openFabrics, nil, no, byIPC + "server 0", byIPC + "server 0"},
-		{"network namespaces", moved("(cma:.*-)[^/]*/"), nil, nil, "cma: the two are in different network namespaces of one host", "cma: the two are in different network namespaces of one host"},
-		{"hosts", moved("(cma:)[^/]*/"), nil, nil, "cma: the two are on different hosts", "cma: the two are on different hosts"},
+		{"network namespaces", moved("(cma:.*-)[^/]*/"), nil, nil, "cma: the two processes are in different network namespaces of one host", "cma: the two processes are in different network namespaces of one host"},
+		{"hosts", moved("(cma:)[^/]*/"), nil, nil, "cma: the two processes are on different hosts", "cma: the two processes are on different hosts"},
 		{"none is better", openFabrics, []string{"FSERVER_CMA=staged"}, []string{"FSERVER_CMA=direct", "FSERVER_TRANSPORT=tcp"}, byTCP + "server 0", byTCP + "server 0"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -67,11 +67,11 @@ func (h *Host) Choose(device int, visible string, route netip.Addr) Choice {
 		return h.choice(n, nil, n.Address(route), why)
 	}
 	if n := h.holder(route); n != nil {
-		return h.choice(n, gpu, route, "no interface has a usable RDMA device, and it routes to the scheduler")
+		return h.choice(n, gpu, route, "no interface has a usable RDMA device, and this one routes to the scheduler")
 	}
 	for i := range h.NICs {
 		if n := &h.NICs[i]; n.Up && n.Address(route).IsValid() {
-			return h.choice(n, gpu, n.Address(route), "no interface has a usable RDMA device, no route to a scheduler is known, and it is the first with an address")
+			return h.choice(n, gpu, n.Address(route), "no interface has a usable RDMA device, no route to a scheduler is known, and this is the first interface with an address")
 		}
 	}
 	return Choice{GPU: -1, Distance: Unknown, Why: "no interface has an address that other hosts can use"}

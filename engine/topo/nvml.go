@@ -24,14 +24,14 @@ func nvmlGPUs() ([]GPU, Driver) {
 	if ret := lib.Init(); ret != nvml.SUCCESS {
 		why := "NVML: " + lib.ErrorString(ret)
 		if ret == nvml.ERROR_LIBRARY_NOT_FOUND {
-			why = "libnvidia-ml.so.1 is not here (install the NVIDIA driver, or let this container see it)"
+			why = "libnvidia-ml.so.1 is not installed (install the NVIDIA driver, or make it visible in this container)"
 		}
 		return nil, Driver{Missing: why}
 	}
 	defer lib.Shutdown()
 	for _, name := range nvmlUsed {
 		if lib.Extensions().LookupSymbol(name) != nil {
-			return nil, Driver{Missing: fmt.Sprintf("libnvidia-ml.so.1 has no %s (install a newer NVIDIA driver)", name)}
+			return nil, Driver{Missing: fmt.Sprintf("libnvidia-ml.so.1 has no function %s (install a newer NVIDIA driver)", name)}
 		}
 	}
 	var d Driver

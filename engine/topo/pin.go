@@ -20,9 +20,9 @@ func Pin(c *conf.Config, gpu, poller int, allowed []int) (core int, ok bool, err
 	}
 	core = gpu/2*(c.CoresPerSocket/2) + c.CoreOffset + gpu%2*c.CoresPerGPU + min(poller, c.CoresPerGPU-1)
 	if !slices.Contains(allowed, core) {
-		return 0, false, fmt.Errorf("topo: pin poller %d of GPU %d to core %d: this process may not use it "+
+		return 0, false, fmt.Errorf("topo: pin poller %d of GPU %d to core %d: this process may not use that core "+
 			"(it may use %d cores; set STEPMESH_CPU_START_OFFSET=%d, STEPMESH_CPU_CORES_PER_GPU=%d and "+
-			"STEPMESH_CPU_CORES_PER_SOCKET=%d otherwise, or STEPMESH_BIND_CPU_CORE=0)",
+			"STEPMESH_CPU_CORES_PER_SOCKET=%d differently, or STEPMESH_BIND_CPU_CORE=0)",
 			poller, gpu, core, len(allowed), c.CoreOffset, c.CoresPerGPU, c.CoresPerSocket)
 	}
 	return core, true, nil

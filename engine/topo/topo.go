@@ -159,7 +159,7 @@ func (r *reader) unserved(h *Host) {
 		display := strings.HasPrefix(class, "0x0300") || strings.HasPrefix(class, "0x0302")
 		known := func(g GPU) bool { return g.PCI == name }
 		if vendor == "0x10de" && display && !slices.ContainsFunc(h.GPUs, known) {
-			r.note("the NVIDIA GPU at %s is not served: install the driver, or let this container see it", name)
+			r.note("the NVIDIA GPU at %s has no driver here: install the NVIDIA driver, or make it visible in this container", name)
 		}
 	}
 }

@@ -91,7 +91,7 @@ func TestBondedNICs(t *testing.T) {
 
 func TestOneGPUNoNIC(t *testing.T) {
 	h := recorded(t, "one_gpu_no_nic").Read()
-	require.Equal(t, []string{"topo: the NVIDIA GPU at 0000:02:00.0 is not served: install the driver, or let this container see it"}, h.Notes)
+	require.Equal(t, []string{"topo: the NVIDIA GPU at 0000:02:00.0 has no driver here: install the NVIDIA driver, or make it visible in this container"}, h.Notes)
 	require.Len(t, h.GPUs, 1)
 	require.Equal(t, -1, h.GPUs[0].NUMA)
 	require.Len(t, h.NICs, 1)
@@ -268,7 +268,7 @@ func TestPin(t *testing.T) {
 
 	_, ok, err := Pin(c, 0, 0, []int{0, 1})
 	require.False(t, ok)
-	require.ErrorContains(t, err, "topo: pin poller 0 of GPU 0 to core 10: this process may not use it (it may use 2 cores;")
+	require.ErrorContains(t, err, "topo: pin poller 0 of GPU 0 to core 10: this process may not use that core (it may use 2 cores;")
 	c.BindCores = false
 	_, ok, err = Pin(c, 0, 0, nil)
 	require.NoError(t, err)

@@ -86,7 +86,7 @@ def server_process(parent: Parent, mine: dict[str, str], options: dict[str, Any]
     server.stop()
 
 
-NETWORK = "cma: the two are in different network namespaces of one host"
+NETWORK = "cma: the two processes are in different network namespaces of one host"
 BY_TCP, BY_IPC = "cma: FSERVER_TRANSPORT=tcp at ", "cma: BYTEPS_ENABLE_IPC=0 at "
 
 

@@ -58,7 +58,7 @@ func (n *note) encode() []byte {
 
 func (n *note) decode(b []byte) error {
 	if string(b[:4]) != string(magic[:]) || b[4] != layoutVersion {
-		return fmt.Errorf("the peer sent % x: this is version %d of shared memory (use the same build on both sides)", b[:8], layoutVersion)
+		return fmt.Errorf("the peer sent % x: want version %d of shared memory (run the same version of fserver on both sides)", b[:8], layoutVersion)
 	}
 	*n = note{
 		mode:   Mode(b[5]),
@@ -93,11 +93,11 @@ func (v verdict) reason(from, to string) string {
 	case tryError:
 		return s + "process_vm_writev: " + v.errno.Error()
 	case tryOther:
-		return s + "its process number means another process"
+		return s + "its process number belongs to another process here"
 	case tryLost:
-		return s + "what it wrote did not arrive"
+		return s + "the data that it wrote did not arrive"
 	}
-	return s + "it was not tried"
+	return s + "writing was not tried"
 }
 
 // remedy says what the user can do about it.
@@ -106,7 +106,7 @@ func (v verdict) remedy() string {
 	case v.kind == tryOther || v.errno == unix.ESRCH:
 		return "let both processes share a PID namespace: docker run --pid=host, hostPID or shareProcessNamespace"
 	case v.errno == unix.ENOSYS:
-		return "the kernel needs CONFIG_CROSS_MEMORY_ATTACH, or a sandbox has to let process_vm_writev pass"
+		return "use a kernel with CONFIG_CROSS_MEMORY_ATTACH, and a sandbox that allows process_vm_writev"
 	case v.errno != unix.EPERM:
 		return ""
 	}
@@ -116,7 +116,7 @@ func (v verdict) remedy() string {
 	case "2", "3":
 		return "set kernel.yama.ptrace_scope to 0 or 1"
 	}
-	return "run both as the same user; in a container, let process_vm_writev pass: docker run --cap-add=SYS_PTRACE"
+	return "run both as the same user; in a container, allow process_vm_writev: docker run --cap-add=SYS_PTRACE"
 }
 
 // A probe is the word that a peer writes to.
@@ -185,7 +185,7 @@ func credentials(nc *net.UnixConn) (u user, err error) {
 		err = e
 	}
 	if err != nil {
-		return u, fmt.Errorf("ask who the peer is: %w", err)
+		return u, fmt.Errorf("read the credentials of the peer: %w", err)
 	}
 	return user{int(got.Pid), int(got.Uid)}, nil
 }
@@ -305,9 +305,9 @@ func (f *Fabric) decide(c *Conn, peer Mode, here, back verdict) error {
 		c.tx.direct, c.rx.direct = true, true
 		return nil
 	case f.opts.Mode == Staged:
-		no.Reason = "this process is to stage"
+		no.Reason = "this process is set to staging"
 	case peer == Staged:
-		no.Reason = "the peer is to stage"
+		no.Reason = "the peer is set to staging"
 	case here.kind == tryError || here.kind == tryOther || here.kind == tryLost:
 		no.Reason, no.Remedy = here.reason("this process", c.remote), here.remedy()
 	case back.kind == tryDone:
@@ -381,13 +381,13 @@ func receiveNote(nc *net.UnixConn, n *note, c *Conn) error {
 		return err
 	}
 	if _, err = io.ReadFull(nc, b[k:]); err != nil {
-		return fmt.Errorf("the peer sent a part of a message: %w", err)
+		return fmt.Errorf("the peer sent an incomplete message: %w", err)
 	}
 	if err = n.decode(b[:]); err != nil || len(fds) == 0 {
 		return err
 	}
 	if len(fds) > 1 || c == nil || c.table != nil {
-		return fmt.Errorf("the peer passed %d descriptors that were not asked for", len(fds))
+		return fmt.Errorf("the peer passed %d descriptors that were not requested", len(fds))
 	}
 	if c.seg == nil {
 		b, err := mapMemory(fds[0], segmentSize, unix.PROT_READ|unix.PROT_WRITE)
@@ -414,7 +414,7 @@ func passed(control []byte) (fds []int, err error) {
 		fds = append(fds, more...)
 	}
 	if err != nil {
-		err = fmt.Errorf("the peer passed something else than descriptors: %w", err)
+		err = fmt.Errorf("the peer passed something other than descriptors: %w", err)
 	}
 	return fds, err
 }

@@ -203,14 +203,14 @@ func (f *Fabric) open() (err error) {
 	}
 	var b []byte
 	if b, f.tableFD, err = mem.NewSealed("fserver-cma", tableSize, mem.Seals|unix.F_SEAL_FUTURE_WRITE); err != nil {
-		return fmt.Errorf("the table of regions: %w", err)
+		return fmt.Errorf("create the table of regions: %w", err)
 	}
 	f.regions.shared = asTable(b)
 	if f.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
-		return fmt.Errorf("an epoll descriptor: %w (see ulimit -n)", err)
+		return fmt.Errorf("create an epoll descriptor: %w (raise ulimit -n)", err)
 	}
 	if f.bell, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
-		return fmt.Errorf("an event descriptor: %w (see ulimit -n)", err)
+		return fmt.Errorf("create an event descriptor: %w (raise ulimit -n)", err)
 	}
 	ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(f.bell)}
 	if err = unix.EpollCtl(f.epoll, unix.EPOLL_CTL_ADD, f.bell, &ev); err != nil {
@@ -435,7 +435,7 @@ func (f *Fabric) inspect(now time.Time, limit time.Duration) {
 			continue
 		}
 		if c.stalled(now) >= limit {
-			f.fail(c, fmt.Errorf("the peer has taken nothing for %v: %w", limit, unix.ETIMEDOUT))
+			f.fail(c, fmt.Errorf("the peer has read nothing for %v: %w", limit, unix.ETIMEDOUT))
 			f.ring()
 			continue
 		}

@@ -161,7 +161,7 @@ func (c *Conn) parting() error {
 	if c.theirs.over.Load() == overBye {
 		return fmt.Errorf("the peer closed the connection: %w", io.EOF)
 	}
-	return fmt.Errorf("process %d is gone, or ended the connection for an error: %w", c.peer.pid, io.ErrUnexpectedEOF)
+	return fmt.Errorf("process %d has ended, or closed the connection because of an error: %w", c.peer.pid, io.ErrUnexpectedEOF)
 }
 
 // fail ends c: its socket is closed here, its events are left to the next

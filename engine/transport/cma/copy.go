@@ -119,7 +119,7 @@ func (c *Conn) copy(v *vec, limit uint64) (moved uint64, err error) {
 		e = unix.EFAULT
 	}
 	if e == unix.EFAULT {
-		return 0, fmt.Errorf("write %d bytes into process %d: %w (memory of one of the two is not mapped)", v.sum, c.peer.pid, e)
+		return 0, fmt.Errorf("write %d bytes into process %d: %w (memory of one of the two processes is not mapped)", v.sum, c.peer.pid, e)
 	}
 	return 0, fmt.Errorf("write %d bytes into process %d: %w", v.sum, c.peer.pid, e)
 }

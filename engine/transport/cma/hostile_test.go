@@ -163,7 +163,7 @@ func TestBrokenHead(t *testing.T) {
 			_, err = victim.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: frame}})
 			return err != nil
 		})
-		require.ErrorContains(t, err, "the peer says that it has read")
+		require.ErrorContains(t, err, "the peer reports that it has read")
 	}
 }
 
@@ -268,17 +268,17 @@ func TestBrokenAttach(t *testing.T) {
 			_, err := nc.Write((&note{}).encode()[:noteLen-1])
 			require.NoError(t, err)
 			nc.Close()
-		}, "a part of a message"},
+		}, "an incomplete message"},
 		"garbage": {func(t *testing.T, nc *net.UnixConn) {
 			_, err := nc.Write(bytes.Repeat([]byte{7}, noteLen))
 			require.NoError(t, err)
-		}, "same build"},
+		}, "same version of fserver"},
 		"another version": {func(t *testing.T, nc *net.UnixConn) {
 			b := (&note{}).encode()
 			b[4]++
 			_, err := nc.Write(b)
 			require.NoError(t, err)
-		}, "same build"},
+		}, "same version of fserver"},
 		"no memory": {func(t *testing.T, nc *net.UnixConn) {
 			require.NoError(t, sendNote(nc, &note{}, -1))
 		}, "passed no shared memory"},
@@ -296,18 +296,18 @@ func TestBrokenAttach(t *testing.T) {
 			require.NoError(t, unix.Pipe2(p[:], unix.O_CLOEXEC))
 			pass(t, nc, p[0])
 			unix.Close(p[1])
-		}, "no shared memory"},
+		}, "no valid shared memory"},
 		"two descriptors": {func(t *testing.T, nc *net.UnixConn) {
 			pass(t, nc, memory(t, segmentSize, mem.Seals), memory(t, segmentSize, mem.Seals))
-		}, "not asked for"},
+		}, "not requested"},
 		"many descriptors": {func(t *testing.T, nc *net.UnixConn) {
 			var fds []int
 			for range 100 {
 				fds = append(fds, memory(t, 4096, mem.Seals))
 			}
 			pass(t, nc, fds...)
-		}, "not asked for"},
-		"silence": {func(*testing.T, *net.UnixConn) {}, "took longer than"},
+		}, "not requested"},
+		"silence": {func(*testing.T, *net.UnixConn) {}, "not finished within"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			noLeaks(t)

@@ -174,9 +174,9 @@ func mapMemory(fd, size, prot int) ([]byte, error) {
 	n, err := mem.CheckSealed(fd, mem.Seals)
 	switch {
 	case err != nil:
-		return nil, fmt.Errorf("the peer passed no shared memory as it must be: %w", err)
+		return nil, fmt.Errorf("the peer passed no valid shared memory: %w", err)
 	case n != uint64(size):
-		return nil, fmt.Errorf("the peer passed %d bytes of shared memory: want %d", n, size)
+		return nil, fmt.Errorf("the peer passed %d bytes of shared memory, want %d", n, size)
 	}
 	b, err := unix.Mmap(fd, 0, size, prot, unix.MAP_SHARED)
 	if err != nil {

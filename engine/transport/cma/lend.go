@@ -79,7 +79,7 @@ func (c *Conn) Lends(s mem.Span) bool {
 // loan is where the memory of an operation that lends is, as the peer knows it.
 func (t *tx) loan(o *transport.Op) (number, off uint64, err error) {
 	if len(o.Src) != 1 {
-		return 0, 0, fmt.Errorf("cma: post: loan of %d spans: want one", len(o.Src))
+		return 0, 0, fmt.Errorf("cma: post: a loan has %d spans, want one", len(o.Src))
 	}
 	m := mem.SharedAt(o.Src[0])
 	if number = t.lent[m]; number == 0 {
@@ -111,7 +111,7 @@ func (f *Fabric) hear(c *Conn) bool {
 	}
 	switch {
 	case e == unix.EPROTO:
-		err = fmt.Errorf("the peer passed something else than one descriptor, or this process has none free (see ulimit -n)")
+		err = fmt.Errorf("the peer passed something other than one descriptor, or this process has no free descriptor (raise ulimit -n)")
 	case e == unix.EAGAIN:
 		return false
 	case e == unix.EINTR:
@@ -135,10 +135,10 @@ func (v *views) gain(fd int) error {
 	}
 	n, err := mem.CheckSealed(fd, mem.Seals)
 	if err != nil {
-		return fmt.Errorf("the peer passed a descriptor: %w", err)
+		return fmt.Errorf("the peer passed a descriptor that cannot be used: %w", err)
 	}
 	if !v.had.room(v.tally.Views.Load(), v.tally.Bytes.Load(), n) {
-		return fmt.Errorf("the peer passed %d bytes of shared memory beside %d pieces of %d bytes: at most %d of %d", n, v.had.pieces-v.tally.Views.Load(), v.had.bytes-v.tally.Bytes.Load(), maxViews, uint64(maxViewBytes))
+		return fmt.Errorf("the peer passed %d more bytes of shared memory after %d pieces of %d bytes: want at most %d pieces of %d bytes", n, v.had.pieces-v.tally.Views.Load(), v.had.bytes-v.tally.Bytes.Load(), maxViews, uint64(maxViewBytes))
 	}
 	view, err := mem.NewView(fd, n, v.tally)
 	if err != nil {
@@ -171,7 +171,7 @@ func (c *Conn) takeLoan(kind uint8, size uint64, ev *transport.Event) (made, tak
 	}
 	number := get64(rec, 1)
 	if size != 0 {
-		return false, false, fmt.Errorf("the peer sent a loan with %d bytes", size)
+		return false, false, fmt.Errorf("the peer sent a loan record with %d bytes of data, want 0", size)
 	}
 	for range maxLetters {
 		if number <= x.had.pieces || !c.f.hear(c) {
@@ -183,7 +183,7 @@ func (c *Conn) takeLoan(kind uint8, size uint64, ev *transport.Event) (made, tak
 	}
 	view := x.mapped[number]
 	if view == nil {
-		return false, false, fmt.Errorf("the peer named shared memory %d of %d: it has not passed it, or freed it", number, x.had.pieces)
+		return false, false, fmt.Errorf("the peer named shared memory %d of %d, which it has not passed or has freed", number, x.had.pieces)
 	}
 	if kind == recFreed {
 		delete(x.mapped, number)
@@ -192,11 +192,11 @@ func (c *Conn) takeLoan(kind uint8, size uint64, ev *transport.Event) (made, tak
 	}
 	off, n, imm := get64(rec, 3), get64(rec, 4), get64(rec, 5)
 	if n == 0 {
-		return false, false, fmt.Errorf("the peer lent no bytes")
+		return false, false, fmt.Errorf("the peer sent a loan of 0 bytes")
 	}
 	span, err := view.Region().Slice(off, n)
 	if err != nil {
-		return false, false, fmt.Errorf("the peer lent out of bounds of shared memory %d: %w", number, err)
+		return false, false, fmt.Errorf("the peer sent a loan out of bounds of shared memory %d: %w", number, err)
 	}
 	x.next(length)
 	view.Hold()

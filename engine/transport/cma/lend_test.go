@@ -45,19 +45,19 @@ func TestBrokenLoans(t *testing.T) {
 			{"over the end", []int{good}, func(e *end) { e.inject(recLent, 1, 0, size-7, 8, 0) }, "out of bounds"},
 			{"far away", []int{good}, func(e *end) { e.inject(recLent, 1, 0, ^uint64(0), 8, 0) }, "out of bounds"},
 			{"length of all ones", []int{good}, func(e *end) { e.inject(recLent, 1, 0, 1, ^uint64(0), 0) }, "out of bounds"},
-			{"no bytes", []int{good}, func(e *end) { e.inject(recLent, 1, 0, 1, 0, 0) }, "no bytes"},
+			{"no bytes", []int{good}, func(e *end) { e.inject(recLent, 1, 0, 1, 0, 0) }, "loan of 0 bytes"},
 			{"with bytes", []int{good}, func(e *end) { e.inject(makeWord(recLent, 8, 0), 1, 0, 0, 8, 0, 0) }, "with 8 bytes"},
-			{"freed", []int{good}, func(e *end) { e.inject(recFreed, 1); e.inject(recLent, 1, 0, 0, 8, 0) }, "freed it"},
-			{"freed twice", []int{good}, func(e *end) { e.inject(recFreed, 1); e.inject(recFreed, 1) }, "freed it"},
-			{"freed, never passed", nil, func(e *end) { e.inject(recFreed, 1) }, "not passed it"},
-			{"in a frame", []int{good}, func(e *end) { e.inject(makeWord(recFrame, 8, 16), 0); e.inject(recLent, 1, 0, 0, 8, 0) }, "cannot stand there"},
+			{"freed", []int{good}, func(e *end) { e.inject(recFreed, 1); e.inject(recLent, 1, 0, 0, 8, 0) }, "has freed"},
+			{"freed twice", []int{good}, func(e *end) { e.inject(recFreed, 1); e.inject(recFreed, 1) }, "has freed"},
+			{"freed, never passed", nil, func(e *end) { e.inject(recFreed, 1) }, "has not passed"},
+			{"in a frame", []int{good}, func(e *end) { e.inject(makeWord(recFrame, 8, 16), 0); e.inject(recLent, 1, 0, 0, 8, 0) }, "not allowed at this place"},
 			{"can shrink", []int{memfd(t, size, unix.F_SEAL_GROW|unix.F_SEAL_SEAL)}, func(e *end) { e.inject(recLent, 1, 0, 0, 8, 0) }, "could shrink"},
 			{"seals can be added", []int{memfd(t, size, unix.F_SEAL_GROW|unix.F_SEAL_SHRINK)}, func(*end) {}, "want"},
 			{"no memory", []int{memfd(t, 0, lendSeals)}, func(*end) {}, "0 bytes"},
-			{"too much memory", []int{memfd(t, 1<<41, lendSeals)}, func(*end) {}, "passed 2199023255552 bytes"},
-			{"too much memory together", []int{memfd(t, 1<<39, lendSeals), memfd(t, 1<<39, lendSeals), good}, func(*end) {}, "beside 2 pieces"},
+			{"too much memory", []int{memfd(t, 1<<41, lendSeals)}, func(*end) {}, "passed 2199023255552 more bytes"},
+			{"too much memory together", []int{memfd(t, 1<<39, lendSeals), memfd(t, 1<<39, lendSeals), good}, func(*end) {}, "after 2 pieces"},
 			{"a socket", []int{-1}, func(*end) {}, "not shared memory"},
-			{"two at once", []int{-2}, func(*end) {}, "something else than one descriptor"},
+			{"two at once", []int{-2}, func(*end) {}, "something other than one descriptor"},
 		} {
 			t.Run(c.name, func(t *testing.T) {
 				evil, victim := pair(t, m, m)
@@ -98,7 +98,7 @@ func TestTooManyViews(t *testing.T) {
 		_, err = victim.poll()
 		return err != nil
 	})
-	require.ErrorContains(t, err, "at most 1024 of ")
+	require.ErrorContains(t, err, "at most 1024 pieces of ")
 	require.Greater(t, sent, maxViews)
 }
 

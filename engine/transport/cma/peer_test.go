@@ -374,7 +374,7 @@ func TestModes(t *testing.T) {
 		_, err := a.f.Connect(context.Background(), b.f.Addr())
 		var no *transport.ErrUnavailable
 		require.ErrorAs(t, err, &no)
-		require.Contains(t, no.Reason, "stage")
+		require.Contains(t, no.Reason, "staging")
 		until(t, func() bool { return refusals.count() > 0 })
 	}
 }

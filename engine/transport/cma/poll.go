@@ -77,7 +77,7 @@ func (f *Fabric) look() error {
 	}
 	n, e := epollNow(f.epoll, f.ready[:])
 	if e != 0 && e != unix.EINTR {
-		return fmt.Errorf("cma: poll: ask epoll: %w", e)
+		return fmt.Errorf("cma: poll: epoll_wait: %w", e)
 	}
 	for i := range max(n, 0) {
 		fd := int(f.ready[i].Fd)

@@ -37,7 +37,7 @@ func (t *regions) add(r mem.Region) (transport.Key, error) {
 	}
 	if len(t.free) == 0 {
 		if len(t.slots) == maxSlots {
-			return transport.Key{}, fmt.Errorf("cma: register %d bytes: %d regions are registered, which is the most (deregister those that are not used)", r.Len, maxSlots)
+			return transport.Key{}, fmt.Errorf("cma: register %d bytes: %d regions are registered, which is the limit (deregister regions that are not used)", r.Len, maxSlots)
 		}
 		t.free = append(t.free, uint32(len(t.slots)))
 		t.slots = append(t.slots, region{})

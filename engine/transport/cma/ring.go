@@ -30,7 +30,7 @@ func (p *producer) place(n uint64) (at, skip uint64, ok bool, err error) {
 	if p.tail-p.head+n > size {
 		head := p.peer.head.Load()
 		if head-p.head > p.tail-p.head {
-			return 0, 0, false, fmt.Errorf("the peer says that it has read %d bytes of %d", head, p.tail)
+			return 0, 0, false, fmt.Errorf("the peer reports that it has read %d bytes, but %d were written", head, p.tail)
 		}
 		p.head = head
 	}
@@ -88,7 +88,7 @@ func (q *consumer) peek() uint64 { return word(q.ring, q.pos&uint64(len(q.ring)-
 func (q *consumer) record(n uint64) ([]byte, error) {
 	at := q.pos & uint64(len(q.ring)-1)
 	if left := uint64(len(q.ring)) - at; n > left {
-		return nil, fmt.Errorf("the peer announced a record of %d bytes, %d before the end of the ring", n, left)
+		return nil, fmt.Errorf("the peer announced a record of %d bytes, but only %d are left to the end of the ring", n, left)
 	}
 	return q.ring[at : at+n], nil
 }

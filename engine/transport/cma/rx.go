@@ -66,25 +66,25 @@ func (x *rx) take(c *Conn, w uint64, ev *transport.Event) (made, taken bool, err
 	kind, zero, size, total := splitWord(w)
 	inside := x.frame > 0 && kind != recFrame || x.part && kind != recPart && kind != recLast
 	if zero != 0 || total != 0 && kind != recFrame || inside && kind != recSkip {
-		return false, false, fmt.Errorf("the peer sent a record that starts with %#x, which cannot stand there", w)
+		return false, false, fmt.Errorf("the peer sent a record that starts with %#x, which is not allowed at this place", w)
 	}
 	switch kind {
 	case recLent, recFreed:
 		return c.takeLoan(kind, size, ev)
 	case recSkip:
 		if size != 0 {
-			return false, false, fmt.Errorf("the peer skipped with %d bytes", size)
+			return false, false, fmt.Errorf("the peer sent a skip record with %d bytes of data, want 0", size)
 		}
 		return false, true, x.skip()
 	case recFrame:
 		return x.takeFrame(c.f, size, total, ev)
 	case recWritten, recPart, recLast:
 		if kind == recWritten && (!x.direct || size != 0) {
-			return false, false, fmt.Errorf("the peer told of a write that was not to go past the ring")
+			return false, false, fmt.Errorf("the peer announced a direct write, which this connection does not allow, or one with data")
 		}
 		return x.takeWrite(c, kind, size, ev)
 	}
-	return false, false, fmt.Errorf("the peer sent a record that starts with %#x: not a kind of this version", w)
+	return false, false, fmt.Errorf("the peer sent a record that starts with %#x: this version does not know its kind", w)
 }
 
 func (x *rx) takeWrite(c *Conn, kind uint8, size uint64, ev *transport.Event) (made, taken bool, err error) {
@@ -94,10 +94,10 @@ func (x *rx) takeWrite(c *Conn, kind uint8, size uint64, ev *transport.Event) (m
 	}
 	id, token, off, n, imm := get64(rec, 1), get64(rec, 2), get64(rec, 3), get64(rec, 4), get64(rec, 5)
 	if kind != recWritten && n != size {
-		return false, false, fmt.Errorf("the peer sent %d bytes of a write in a record of %d", n, size)
+		return false, false, fmt.Errorf("the peer announced %d bytes of a write in a record with %d", n, size)
 	}
 	if x.part && (id != x.key || off != x.end) {
-		return false, false, fmt.Errorf("the peer went on with a write at offset %d of key %d at offset %d of key %d", x.end, x.key, off, id)
+		return false, false, fmt.Errorf("the peer has to continue a write at offset %d of key %d, but wrote at offset %d of key %d", x.end, x.key, off, id)
 	}
 	to, err := x.regions.target(c, id, token, off, n)
 	if err != nil {
@@ -119,7 +119,7 @@ func (x *rx) takeWrite(c *Conn, kind uint8, size uint64, ev *transport.Event) (m
 
 func (x *rx) takeFrame(f *Fabric, size, total uint64, ev *transport.Event) (made, taken bool, err error) {
 	if total > transport.MaxFrame || size > framePiece || x.got+size > total || x.frame > 0 && total != x.frame || size == 0 && total > 0 {
-		return false, false, fmt.Errorf("the peer announced %d bytes of a frame of %d after %d: at most %d", size, total, x.got, transport.MaxFrame)
+		return false, false, fmt.Errorf("the peer sent %d bytes of a frame of %d after %d bytes: a frame has at most %d", size, total, x.got, transport.MaxFrame)
 	}
 	rec, err := x.record(wordLen + size)
 	if err != nil {

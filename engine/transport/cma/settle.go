@@ -58,7 +58,7 @@ func settle(all []writer, limit time.Duration) error {
 				break
 			}
 			if time.Now().After(end) {
-				return fmt.Errorf("process %d has been in the middle of a write for %v: keep the memory mapped until it is gone", w.peer.pid, limit)
+				return fmt.Errorf("process %d has not finished a write for %v: keep the memory mapped until that process has ended", w.peer.pid, limit)
 			}
 			time.Sleep(100 * time.Microsecond)
 		}
@@ -76,7 +76,7 @@ type process struct {
 // findProcess looks up a process that is known to live.
 func findProcess(pid int) (process, error) {
 	if self, err := os.Readlink("/proc/self"); err == nil && self != strconv.Itoa(os.Getpid()) {
-		return process{pid: pid}, errors.New("/proc is of another PID namespace (mount it: unshare --mount-proc)")
+		return process{pid: pid}, errors.New("/proc belongs to another PID namespace (mount it again: unshare --mount-proc)")
 	}
 	_, start, err := stat(fmt.Sprintf("/proc/%d/stat", pid))
 	return process{pid, start}, err
@@ -126,7 +126,7 @@ func stat(name string) (state byte, start string, err error) {
 	// The name in the second field may hold anything, also brackets.
 	f := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
 	if len(f) < 20 {
-		return 0, "", fmt.Errorf("read %s: %d fields", name, len(f))
+		return 0, "", fmt.Errorf("read %s: it has %d fields, want at least 20", name, len(f))
 	}
 	return f[0][0], string(f[19]), nil
 }

@@ -155,7 +155,7 @@ func TestForeignProc(t *testing.T) {
 	const inside = "CMA_TEST_FOREIGN"
 	if os.Getenv(inside) != "" {
 		_, err := findProcess(os.Getpid())
-		require.ErrorContains(t, err, "/proc is of another PID namespace")
+		require.ErrorContains(t, err, "/proc belongs to another PID namespace")
 		return
 	}
 	attr := &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}

@@ -32,11 +32,11 @@ const (
 func identity() (string, error) {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
-		return "", fmt.Errorf("tell this host from others: %w", err)
+		return "", fmt.Errorf("identify this host: %w", err)
 	}
 	space, err := os.Readlink("/proc/self/ns/net")
 	if err != nil {
-		return "", fmt.Errorf("tell this network namespace from others: %w", err)
+		return "", fmt.Errorf("identify this network namespace: %w", err)
 	}
 	both := append(bytes.Clone(boot), space...)
 	host, net := sha256.Sum256(boot), sha256.Sum256(both)
@@ -49,7 +49,7 @@ func (f *Fabric) socketName(peer transport.Addr) (string, error) {
 	host, name, cut := strings.Cut(s, "/")
 	random, known := strings.CutPrefix(name, prefix)
 	if raw, err := hex.DecodeString(random); !ok || !cut || !known || err != nil || len(raw) != 16 {
-		return "", fmt.Errorf("want %sBOOT-NET/%s and 32 digits", scheme, prefix)
+		return "", fmt.Errorf("the address is malformed: want %sBOOT-NET/%s and 32 hexadecimal digits", scheme, prefix)
 	}
 	theirs, _, _ := strings.Cut(host, "-")
 	ours, _, _ := strings.Cut(f.host, "-")
@@ -57,9 +57,9 @@ func (f *Fabric) socketName(peer transport.Addr) (string, error) {
 	case host == f.host:
 		return name, nil
 	case theirs == ours:
-		return "", errors.New("the two are in different network namespaces of one host (in containers, share it: docker run --network=host)")
+		return "", errors.New("the two processes are in different network namespaces of one host (let the containers share one: docker run --network=host)")
 	}
-	return "", errors.New("the two are on different hosts")
+	return "", errors.New("the two processes are on different hosts")
 }
 
 // listen opens the listener and derives addr.
@@ -112,7 +112,7 @@ func (f *Fabric) accept() {
 			return
 		}
 		// Most likely no descriptor is free; one that is closed helps.
-		f.refused("a process of this host", fmt.Errorf("cma: take a connection: %w", cause(err)))
+		f.refused("a process of this host", fmt.Errorf("cma: accept a connection: %w", cause(err)))
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
 		select {
 		case <-time.After(wait):
@@ -182,7 +182,7 @@ func (f *Fabric) connect(ctx context.Context, peer transport.Addr) (*Conn, error
 		return nil, context.Cause(ctx)
 	}
 	if err = cause(err); errors.Is(err, unix.ECONNREFUSED) {
-		err = fmt.Errorf("%w (its process has ended, or closed it)", err)
+		err = fmt.Errorf("%w (the peer has ended, or closed its node)", err)
 	}
 	return nil, err
 }
@@ -207,7 +207,7 @@ func (f *Fabric) meet(ctx context.Context, nc *net.UnixConn, dialer bool, heard 
 // late says which step failed, and names the limit if that was the reason.
 func late(err error, step string, limit time.Duration) error {
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		return fmt.Errorf("%s: it took longer than %v", step, limit)
+		return fmt.Errorf("%s: not finished within %v", step, limit)
 	}
 	return fmt.Errorf("%s: %w", step, cause(err))
 }
@@ -247,7 +247,7 @@ var magic = [4]byte{'F', 'C', 'M', 'A'}
 
 func sendMessage(w io.Writer, m []byte) error {
 	if len(m) > transport.MaxHandshake {
-		return fmt.Errorf("message of %d bytes to the peer: at most %d", len(m), transport.MaxHandshake)
+		return fmt.Errorf("a handshake message has %d bytes, want at most %d", len(m), transport.MaxHandshake)
 	}
 	b := append(make([]byte, 0, preambleLen+len(m)), magic[:]...)
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(m)))
@@ -272,7 +272,7 @@ func receiveMessage(r io.Reader) ([]byte, error) {
 	}
 	m := make([]byte, n)
 	if _, err := io.ReadFull(r, m); err != nil {
-		return nil, fmt.Errorf("the peer announced a message of %d bytes: %w", n, err)
+		return nil, fmt.Errorf("read a message of %d bytes from the peer: %w", n, err)
 	}
 	return m, nil
 }
@@ -298,7 +298,7 @@ func (f *Fabric) adopt(c *Conn, nc *net.UnixConn) (err error) {
 		err = e
 	}
 	if err != nil {
-		return fmt.Errorf("take over the socket: %w", err)
+		return fmt.Errorf("duplicate the socket: %w", err)
 	}
 	if err = f.watch(c); err != nil {
 		unix.Close(c.fd)

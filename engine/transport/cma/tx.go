@@ -66,7 +66,7 @@ func (t *tx) unsent() bool { return t.queued() || len(t.freed) > 0 }
 // an error means that there never will be.
 func (t *tx) push(o *transport.Op) (taken bool, err error) {
 	if o.After.Event != 0 {
-		return false, fmt.Errorf("cma: post: the operation waits for a point on %v: hold it back until that has passed", o.After.Dev)
+		return false, fmt.Errorf("cma: post: the operation waits for a stream of %v, which this transport cannot do: post it after the stream has reached that point", o.After.Dev)
 	}
 	n := uint64(len(o.Frame))
 	id, off := o.Key.ID, o.Off

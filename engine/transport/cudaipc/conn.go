@@ -174,9 +174,9 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 	case many:
 		return false, fmt.Errorf("cudaipc: post: write of %d spans: more than 2^64 bytes", len(op.Src))
 	case op.Dev != mem.CPU && op.Dev != c.f.name(), op.After.Event != 0 && op.After.Dev != c.f.name():
-		return false, fmt.Errorf("cudaipc: post: memory on %v after a point on %v: this node uses %v (STEPMESH_GPU)", op.Dev, op.After.Dev, c.f.name())
+		return false, fmt.Errorf("cudaipc: post: memory on %v, behind a stream of %v: this node uses %v (STEPMESH_GPU)", op.Dev, op.After.Dev, c.f.name())
 	case op.Dev != mem.CPU && op.Kind != transport.OpWrite:
-		return false, fmt.Errorf("cudaipc: post: operation of kind %d with memory on %v: only writes have that", op.Kind, op.Dev)
+		return false, fmt.Errorf("cudaipc: post: an operation of kind %d has memory on %v: only writes may have GPU memory", op.Kind, op.Dev)
 	case n == 0 && op.After.Event == 0:
 		return c.pass(op, job{kind: jobUser, user: op.User})
 	case c.last-c.first == depth:

@@ -495,7 +495,7 @@ func (f *Fabric) Bind(k transport.Key, conn transport.Conn) error {
 	case lendingConn:
 		c = v.Conn
 	default:
-		return fmt.Errorf("cudaipc: bind key %d to a connection of another kind", k.ID)
+		return fmt.Errorf("cudaipc: bind key %d: the connection belongs to another transport", k.ID)
 	}
 	f.mu.Lock()
 	r := f.regions[k.ID]
@@ -543,7 +543,7 @@ func (f *Fabric) Close() error {
 			break
 		}
 		if time.Now().After(end) {
-			f.ended = fmt.Errorf("cudaipc: close: copies of %v have been under way for %v (a kernel before them does not end): their memory stays pinned", f.name(), settleLimit)
+			f.ended = fmt.Errorf("cudaipc: close: copies on %v have not finished within %v (a kernel before them does not end), so their memory stays pinned", f.name(), settleLimit)
 			return errors.Join(err, f.ended)
 		}
 		f.mu.Unlock()

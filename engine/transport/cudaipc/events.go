@@ -68,7 +68,7 @@ func (b *byEvents) Enqueue(s cuda.Stream, e cuda.Event, copies []cuda.Copy, flag
 			return nil
 		}
 	}
-	return errors.New("cudaipc: a flag in memory that is not pinned")
+	return errors.New("cudaipc: enqueue: the flag is not in pinned memory")
 }
 
 // settle stores the flags whose events have passed, in each stream in order.

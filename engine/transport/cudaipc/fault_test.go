@@ -234,7 +234,7 @@ func TestDeviceRefusesToLand(t *testing.T) {
 	g.Fail("Enqueue", 1)
 	a.post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
 	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
-	require.EqualError(t, b.down, "cudaipc: "+b.c.Remote()+": bring 3 bytes to gpu 0: Enqueue: cuda: injected failure")
+	require.EqualError(t, b.down, "cudaipc: "+b.c.Remote()+": copy 3 bytes to gpu 0: Enqueue: cuda: injected failure")
 	require.NotErrorIs(t, a.down, io.EOF)
 	require.NoError(t, b.f.Deregister(k)) // waits for the copy, which was enqueued
 	runtime.KeepAlive(src)
@@ -243,7 +243,7 @@ func TestDeviceRefusesToLand(t *testing.T) {
 // TestOutOfMemory: without memory for staging, or a descriptor, the call says so, and
 // what to do; the Conn ends with that, and the next one takes the write.
 func TestOutOfMemory(t *testing.T) {
-	const remedy = "out of memory (have less in flight or smaller tensors, or raise ulimit -l and the memory limit of the container)"
+	const remedy = "out of memory (send fewer or smaller tensors at once, or raise ulimit -l and the memory limit of the container)"
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overTCP, false)
 	src, dst := onGPU(t, g, 1000, 5), onGPU(t, g, 1000, 1)
@@ -624,7 +624,7 @@ func TestStuckPeer(t *testing.T) {
 
 	began := time.Now()
 	for _, k := range keys {
-		require.ErrorContains(t, b.f.Deregister(k), "a copy to it has been under way for 5s")
+		require.ErrorContains(t, b.f.Deregister(k), "a copy to this memory has not finished within 5s")
 	}
 	require.Less(t, time.Since(began), 2*settleLimit)
 	require.Len(t, b.f.conns, 1)

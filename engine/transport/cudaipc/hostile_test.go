@@ -130,8 +130,8 @@ func TestHostilePeerStaged(t *testing.T) {
 				{"stale key", "no such key", []transport.Op{write(d.stale, 0, "1")}},
 				{"another peer's key", "another peer", []transport.Op{write(d.goods, 0, "1")}},
 				{"piece with another peer's key", "another peer", []transport.Op{write(d.goodsPart, 0, "1")}},
-				{"pieces apart", "8 bytes of another write to come", []transport.Op{piece, write(d.keyPart, 16, "1")}},
-				{"pieces of two writes", "8 bytes of another write to come", []transport.Op{piece, write(d.hostPart, 8, "\x00")}},
+				{"pieces apart", "before the last 8 bytes of another write", []transport.Op{piece, write(d.keyPart, 16, "1")}},
+				{"pieces of two writes", "before the last 8 bytes of another write", []transport.Op{piece, write(d.hostPart, 8, "\x00")}},
 			} {
 				evil := d.join(t, under, false)
 				n, err := evil.below().inner.Post(c.ops)
@@ -174,9 +174,9 @@ func TestHostilePeerMapped(t *testing.T) {
 		{"key of all ones", "does not exist", record{key: math.MaxUint64, n: 8}, 1},
 		{"key of host memory", "does not exist", record{key: d.host.ID, n: 8}, 1},
 		{"key of pieces", "does not exist", record{key: d.keyPart.ID, n: 8}, 1},
-		{"another peer's key", "another peer's", record{key: d.goods.ID, n: 8}, 1},
-		{"more than there is room for", "says that it has made", record{}, depth + 1},
-		{"less than before", "says that it has made", record{}, math.MaxUint64},
+		{"another peer's key", "another peer", record{key: d.goods.ID, n: 8}, 1},
+		{"more than there is room for", "reports that it has made", record{}, depth + 1},
+		{"less than before", "reports that it has made", record{}, math.MaxUint64},
 	} {
 		evil := d.join(t, overCMA, true)
 		src := onGPU(t, d.g, d.size, 1)
@@ -213,7 +213,7 @@ func TestBrokenIntroduction(t *testing.T) {
 		n, err := inner.Post([]transport.Op{{Kind: transport.OpWrite, Key: r.box}, loan, loan})
 		require.NoError(t, err)
 		require.Equal(t, 3, n)
-		d.unharmed(t, evil, "", "introduces itself with")
+		d.unharmed(t, evil, "", "lent a table of")
 		require.NoError(t, mem.FreeShared(shared.ID()))
 	}
 }

@@ -113,7 +113,7 @@ func (f *Fabric) written(c *Conn, e *transport.Event, p *poll) {
 	}
 	last := c.pieces.before(r, e.Off, e.Len)
 	if e.Key == r.part.ID && c.pieces.n != 0 && !last {
-		c.fail(fmt.Errorf("the peer wrote a piece at offset %d of key %d, with %d bytes of another write to come", e.Off, e.Key, c.pieces.n))
+		c.fail(fmt.Errorf("the peer wrote a piece at offset %d of key %d before the last %d bytes of another write", e.Off, e.Key, c.pieces.n))
 		return
 	}
 	if r.Dev != mem.CPU && e.Len != 0 {
@@ -165,7 +165,7 @@ func (f *Fabric) lift(r *region, off, n uint64) error {
 	l.next++ // after an error too: the copy may be under way, and tick finds out when it is over
 	r.copied = l.next
 	if err != nil {
-		return fmt.Errorf("bring %d bytes to %v: %w", n, f.name(), err)
+		return fmt.Errorf("copy %d bytes to %v: %w", n, f.name(), err)
 	}
 	return nil
 }

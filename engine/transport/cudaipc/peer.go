@@ -98,7 +98,7 @@ func (c *Conn) write(it *item, r *remote) int {
 		if c.began.IsZero() {
 			c.began = time.Now()
 		} else if time.Since(c.began) > c.f.o.Stall {
-			c.fail(fmt.Errorf("the peer has taken no write for %v: %w", c.f.o.Stall, unix.ETIMEDOUT))
+			c.fail(fmt.Errorf("the peer has accepted no write for %v: %w", c.f.o.Stall, unix.ETIMEDOUT))
 		}
 		return tryAgain
 	}
@@ -178,12 +178,12 @@ func (c *Conn) greeted(e *transport.Event) error {
 	}
 	table, seg := c.views[0].Region(), c.views[1].Region()
 	if table.Len < tableSize || seg.Len < uint64(segmentSize) || segmentIn(seg).magic != segmentMagic {
-		return fmt.Errorf("the peer introduces itself with %d and %d bytes of another version", table.Len, seg.Len)
+		return fmt.Errorf("the peer lent a table of %d bytes and a segment of %d bytes, which this version does not know (run the same version of fserver on both sides)", table.Len, seg.Len)
 	}
 	theirs := segmentIn(seg)
 	if c.items == nil {
 		if err := c.equip(); err != nil {
-			return fmt.Errorf("the peer wants to write into our memory, and we cannot tell it how far it got: %w", err)
+			return fmt.Errorf("set up the memory in which the peer sees the progress of its writes: %w", err)
 		}
 	}
 	c.peers, c.theirs, c.ways = tableIn(table), theirs, map[uint64]*way{}
@@ -209,7 +209,7 @@ func (c *Conn) arrive(p *poll) {
 	}
 	taken, done := s.taken.Load(), c.theirs.done.Load()
 	if done-taken > depth {
-		c.fail(fmt.Errorf("the peer says that it has made %d writes of %d", done, taken))
+		c.fail(fmt.Errorf("the peer reports that it has made %d writes, but %d have been taken", done, taken))
 		return
 	}
 	start := taken
@@ -222,7 +222,7 @@ func (c *Conn) arrive(p *poll) {
 			break
 		}
 		if _, err := r.Slice(rec.off, rec.n); err != nil || r.only != nil && r.only != c {
-			c.fail(fmt.Errorf("the peer wrote %d bytes at offset %d of key %d, which has %d and may be another peer's", rec.n, rec.off, rec.key, r.Len))
+			c.fail(fmt.Errorf("the peer wrote %d bytes at offset %d of key %d, which has %d bytes and may belong to another peer", rec.n, rec.off, rec.key, r.Len))
 			break
 		}
 		c.mapped = true
@@ -299,8 +299,8 @@ func (c *Conn) reach(r *remote) *way {
 }
 
 var (
-	errGone  = errors.New("cudaipc: the key is gone")
-	errOther = errors.New("cudaipc: what was mapped is not what the key says")
+	errGone  = errors.New("cudaipc: the peer has deregistered the key")
+	errOther = errors.New("cudaipc: the mapped memory does not match the key")
 )
 
 // open maps the allocation of r. A descriptor's number may have been given to

@@ -210,7 +210,7 @@ func (f *Fabric) admit(r *region, host mem.Region) (err error) {
 	case len(f.free) > 0:
 		r.slot, f.free = f.free[len(f.free)-1], f.free[:len(f.free)-1]
 	case f.used+1 == maxRegions:
-		return fmt.Errorf("cudaipc: register %d bytes: %d regions of GPU memory are registered, which is the most", r.Len, maxRegions-1)
+		return fmt.Errorf("cudaipc: register %d bytes: %d regions of GPU memory are registered, which is the limit", r.Len, maxRegions-1)
 	default:
 		f.used++
 		r.slot = f.used // 0 is none
@@ -349,7 +349,7 @@ func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
 				time.Sleep(20 * time.Microsecond)
 			}
 			if time.Now().After(end) {
-				return fmt.Errorf("a copy to it has been under way for %v: keep the memory until it is over", settleLimit)
+				return fmt.Errorf("a copy to this memory has not finished within %v: keep the memory until it has", settleLimit)
 			}
 		}
 		return nil
@@ -400,7 +400,7 @@ func (f *Fabric) discard(r *region) {
 func reserve(n uint64) (mem.Region, error) {
 	n = max(4096, (n+4095)&^4095)
 	if n > 1<<46 {
-		return mem.Region{}, fmt.Errorf("cudaipc: register %d bytes: more than 2^46", n)
+		return mem.Region{}, fmt.Errorf("cudaipc: register %d bytes: want at most 2^46", n)
 	}
 	b, err := unix.Mmap(-1, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 	if err != nil {

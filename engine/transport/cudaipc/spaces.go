@@ -39,5 +39,5 @@ func (s spaces) apart(other spaces) string {
 	if len(names) == 0 {
 		return ""
 	}
-	return fmt.Sprintf("the two are in different %s namespaces of one host (run both in one container)", strings.Join(names, " and "))
+	return fmt.Sprintf("the two processes are in different %s namespaces of one host (run both in one container)", strings.Join(names, " and "))
 }

@@ -72,7 +72,7 @@ func TestContainers(t *testing.T) {
 					continue
 				}
 				require.Equal(t, "cma", l.Via())
-				require.Contains(t, l.Why(), "cudaipc: the two are in "+c.why)
+				require.Contains(t, l.Why(), "cudaipc: the two processes are in "+c.why)
 			}
 			require.Equal(t, c.why != "", da.tries+db.tries == 0)
 			require.NoError(t, b.f.Deregister(to))

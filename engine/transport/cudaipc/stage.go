@@ -163,7 +163,7 @@ func (c *Conn) stage(it *item) bool {
 		})
 		it.sent += n
 		if err != nil {
-			c.fail(fmt.Errorf("bring %d bytes to the host: %w", n, err))
+			c.fail(fmt.Errorf("copy %d bytes to the host: %w", n, err))
 			return false
 		}
 	}
@@ -237,7 +237,7 @@ func (l *lane) extend(f *Fabric, n uint64) (err error) {
 // staging.
 func scarce(err error) error {
 	if cuda.Is(err, cuda.OutOfMemory) || errors.Is(err, unix.ENOMEM) {
-		return fmt.Errorf("memory of the host for staging: %w (have less in flight or smaller tensors, or raise ulimit -l and the memory limit of the container)", err)
+		return fmt.Errorf("allocate host memory for staging: %w (send fewer or smaller tensors at once, or raise ulimit -l and the memory limit of the container)", err)
 	}
 	return err
 }

@@ -25,7 +25,7 @@ func (f *Fabric) connect(ctx context.Context, peer transport.Addr) (*Conn, error
 	}
 	name, ok := nameOf(peer)
 	if !ok {
-		return nil, errors.New("not an address of this transport")
+		return nil, errors.New("the address is not one of this transport")
 	}
 	p, held, err := f.meet(name)
 	if err != nil {
@@ -61,7 +61,7 @@ func (f *Fabric) meet(name string) (p *Fabric, held bool, err error) {
 	}
 	p = n.fabrics[name]
 	if p == nil || !p.listen {
-		return nil, false, errors.New("no fabric of that name takes connections")
+		return nil, false, errors.New("no fabric of this name accepts connections")
 	}
 	if err := n.refuse[name]; err != nil {
 		return nil, false, err
@@ -71,7 +71,7 @@ func (f *Fabric) meet(name string) (p *Fabric, held bool, err error) {
 		return nil, false, errCut
 	}
 	if p.pending >= p.limits.Pending {
-		return nil, false, fmt.Errorf("%d connections are inside its gate (Limits.Pending)", p.pending)
+		return nil, false, fmt.Errorf("%d connections are already in the handshake (Limits.Pending)", p.pending)
 	}
 	p.pending++
 	return p, r.held, nil
@@ -92,13 +92,13 @@ func (f *Fabric) wait(ctx context.Context, p *Fabric) error {
 	case <-p.done:
 		return errGone
 	case <-t.C:
-		return fmt.Errorf("no end of the handshake in %v (Limits.Handshake)", limit)
+		return fmt.Errorf("the handshake has not finished within %v (Limits.Handshake)", limit)
 	}
 }
 
 var errGone = errors.New("the peer closed during the handshake")
 
-var errSilence = errors.New("inproc: neither side of the handshake has anything to say")
+var errSilence = errors.New("inproc: neither side of the handshake sends a message")
 
 // shake carries messages between two runs of Gates until both are done. It
 // gives errSilence where on a wire both sides would wait for the other.

@@ -108,7 +108,7 @@ func (f *Fabric) Deregister(k transport.Key) error {
 func (f *Fabric) lookup(k transport.Key, off, n uint64) (mem.Span, error) {
 	r, ok := f.regions[k.ID]
 	if !ok || r.token != k.Token {
-		return mem.Span{}, fmt.Errorf("region %d is not registered under that token", k.ID)
+		return mem.Span{}, fmt.Errorf("region %d is not registered with this token", k.ID)
 	}
 	return r.Slice(off, n)
 }

@@ -106,7 +106,7 @@ func (n *Network) Open(o Options) (*Fabric, error) {
 	}
 	if n.fabrics[o.Name] != nil {
 		bell.close()
-		return nil, fmt.Errorf("inproc: open fabric %q: one of this name is open", o.Name)
+		return nil, fmt.Errorf("inproc: open fabric %q: a fabric of this name is already open", o.Name)
 	}
 	f := &Fabric{net: n, name: o.Name, listen: o.Listen, gate: o.Gate, limits: o.Limits, depth: o.Depth,
 		bell: bell, regions: map[uint64]region{}, done: make(chan struct{})}

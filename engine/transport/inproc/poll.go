@@ -27,8 +27,8 @@ func (c *Conn) poll(r *round) {
 	if c.over == nil && c.out.unsent > 0 {
 		r.owed = true
 		if limit := c.f.limits.Stall; r.now.Sub(c.progress) > limit {
-			c.end(fmt.Errorf("inproc: %s has taken nothing for %v (Limits.Stall)", c.Remote(), limit),
-				fmt.Errorf("inproc: %s gave up on a stalled connection", c.f.name), false, &c.f.touched)
+			c.end(fmt.Errorf("inproc: %s has read nothing for %v (Limits.Stall)", c.Remote(), limit),
+				fmt.Errorf("inproc: %s closed a stalled connection", c.f.name), false, &c.f.touched)
 		}
 	}
 	c.tell(r)

@@ -248,7 +248,7 @@ func (c *Conn) receive(b []byte, p *poll) error {
 			return nil
 		}
 		if seq > c.fresh {
-			return fmt.Errorf("lossy: frame %d is acknowledged, and %d was the last", seq, c.fresh)
+			return fmt.Errorf("lossy: the peer acknowledged frame %d, but the last frame sent was %d", seq, c.fresh)
 		}
 		c.settle(seq, nil)
 		c.wake()
@@ -260,7 +260,7 @@ func (c *Conn) receive(b []byte, p *poll) error {
 	switch s := &c.in[seq%window]; {
 	case int64(ahead) < 0: // it has come before
 	case ahead >= window:
-		return fmt.Errorf("lossy: frame %d, with %d expected", seq, c.expect)
+		return fmt.Errorf("lossy: the peer sent frame %d, want frame %d or one of the next", seq, c.expect)
 	case ahead == 0 && !s.here:
 		return c.take(kind, b, p)
 	case !s.here && c.inBytes+len(b) <= windowBytes: // else it will come again
@@ -291,7 +291,7 @@ func (c *Conn) take(kind byte, b []byte, p *poll) error {
 	}
 	switch {
 	case whole > transport.MaxFrame || kind == kindMore && c.beginning:
-		return fmt.Errorf("lossy: a frame of %d bytes or more: the limit is %d", whole, transport.MaxFrame)
+		return fmt.Errorf("lossy: the peer sent a frame of at least %d bytes, want at most %d", whole, transport.MaxFrame)
 	case kind == kindMore:
 		c.partial, c.beginning = append(c.partial[:0], b...), true
 		return nil

@@ -89,7 +89,7 @@ type binding struct {
 func (f binding) Bind(k transport.Key, conn transport.Conn) error {
 	c, ok := conn.(*Conn)
 	if !ok {
-		return fmt.Errorf("lossy: bind key %d to a connection of another kind", k.ID)
+		return fmt.Errorf("lossy: bind key %d: the connection belongs to another transport", k.ID)
 	}
 	return f.binder.Bind(k, c.inner)
 }
@@ -287,4 +287,4 @@ func dropLoan(e *transport.Event) {
 	}
 }
 
-var errKind = errors.New("lossy: a frame without a header: the peer does not resend (PS_RESEND must be the same on all nodes)")
+var errKind = errors.New("lossy: the peer sent a frame without a valid header (PS_RESEND must be the same on all nodes)")
