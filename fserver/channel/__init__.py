@@ -1,6 +1,8 @@
-"""Stream channels: a fixed set of tensors between a worker and its servers, sent and received on
-the current stream, also inside a CUDA graph. ``Worker.channel`` and ``Server.channel`` open one;
-docs/channels.md says what they are for."""
+"""Stream channels: a fixed set of tensors that a worker and its servers exchange again and again.
+
+``send`` and ``recv`` run on the current CUDA stream and can be captured in a CUDA graph.
+``Worker.channel`` and ``Server.channel`` open a channel. docs/channels.md is the guide.
+"""
 
 from fserver.channel.channel import Channel
 

@@ -1,4 +1,4 @@
-"""Channel: what Worker.channel and Server.channel give."""
+"""Channel: what Worker.channel and Server.channel return."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fserver.channel import describe
+from fserver.channel.cpu import REOPEN
 from fserver.channel.plan import TABLE, Table
 from fserver.errors import ClosedError, ConfigError, Error, TimeoutError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class How:
-    """What a channel is opened with, besides its tensors; see Worker.channel."""
+    """The arguments of Worker.channel and Server.channel, except the tensors and keys."""
 
     mode: str
     name: str
@@ -32,15 +33,15 @@ class How:
     table: Table = TABLE
 
     def trial(self, number: str, table: Table) -> How:
-        """One of those that find the table."""
+        """Returns the arguments of a trial channel, which tune.py opens to choose the table."""
         return replace(self, name=self.name + number, tune=False, table=table)
 
 
 # Of cs_channel.h.
 _LOST, _LATE, _BROKEN = 1, 2, 3
 
-# How long close() waits for the other side to close too. Of several channels that are closed
-# together, all wait for the same time.
+# How long close() waits for the other side to close too. Channels that are closed together share
+# one such wait.
 _PARTING_S = 2.0
 
 _numbers = itertools.count(1)
@@ -48,15 +49,19 @@ _open: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
 
 
 def find(number: int) -> Channel:
-    """The open channel of a number, for torch.ops.fserver."""
+    """Returns the open channel with this number, for torch.ops.fserver."""
     channel = _open.get(number)
     if channel is None:
-        raise ClosedError(f"channel {number}: it is closed, or there never was one")
+        raise ClosedError(
+            f"no open channel has number {number}: it is closed, or was never opened (pass "
+            "channel.number)"
+        )
     return channel
 
 
 def captured(device: Any = None) -> bool:
-    """Whether the current stream, or that of another device, is being captured into a graph."""
+    """Reports whether a stream is being captured into a CUDA graph: the current stream, or the
+    current stream of ``device``."""
     import torch
 
     if not torch.cuda.is_available():
@@ -80,8 +85,8 @@ def _explain(channel: weakref.ref[Channel], error: Exception | None = None) -> N
 
 
 def part(node: Any, handle: int, side: Any, wait_s: float = _PARTING_S, why: str = "") -> None:
-    """Closes the side of a GPU: behind the engine's, which sets its word, and behind those of the
-    peers, which may write to its memory until then."""
+    """Closes a GpuSide after the engine has closed its side, which sets the abort word, and after
+    the peers have closed theirs. Until then the peers may write to the memory of this side."""
     try:
         node.channel_close(handle, wait_s * 1e3, why)
     finally:
@@ -89,7 +94,7 @@ def part(node: Any, handle: int, side: Any, wait_s: float = _PARTING_S, why: str
 
 
 def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], None]) -> None:
-    """Ends a channel that nobody has closed."""
+    """Ends a channel that was garbage-collected without close()."""
     on_close()
     if path == "host":
         side.stop()
@@ -99,8 +104,8 @@ def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], N
 
 
 def close_all(channels: Iterable[Channel]) -> None:
-    """Closes channels together: all peers are told before any is waited for. It takes about as long
-    as to close the slowest of them."""
+    """Closes channels together: tells the peers of all channels, then waits for them. This takes
+    about as long as closing the slowest of the channels."""
     leaving = [channel for channel in channels if channel._leave()]
     try:
         for channel in leaving:
@@ -115,31 +120,33 @@ def close_all(channels: Iterable[Channel]) -> None:
 
 
 class Channel:
-    """One side of a stream channel, as ``Worker.channel`` and ``Server.channel`` return it.
+    """One side of a stream channel. ``Worker.channel`` and ``Server.channel`` return it.
 
-    ``send()`` and ``recv()`` enqueue on the current stream and return at once; with CPU tensors
-    they make the exchange themselves. On a channel with tensors both ways the two calls
-    alternate: the worker sends first, the server receives first. A channel belongs to one stream
-    at a time; two micro-batches use two channels. It is a context manager: leaving the block
-    closes it.
+    With GPU tensors, ``send()`` and ``recv()`` enqueue work on the current stream and return at
+    once. With CPU tensors, they transfer the data before they return. If a channel has tensors in
+    both directions, the two calls alternate: the worker sends first, the server receives first. A
+    channel belongs to one stream at a time, so two micro-batches need two channels. A channel is a
+    context manager: leaving the ``with`` block closes it.
 
     Attributes:
-        name: what both sides call the channel.
-        number: names the channel in ``torch.ops.fserver``.
-        outgoing: the tensors that ``send()`` sends: on a worker its push tensors, on a server its
-            pull tensors.
+        name: the name of the channel, the same on both sides.
+        number: identifies the channel in calls of ``torch.ops.fserver``.
+        outgoing: the tensors that ``send()`` sends. On a worker these are its push tensors, on a
+            server its pull tensors.
         incoming: the tensors that ``recv()`` fills.
-        tensors: ``incoming`` by peer: on a server ``tensors[i][j]`` is tensor j of worker i.
-        rows: for each peer an int64 tensor on the device: how many rows of each tensor the last
-            message had. The rows behind them are undefined.
-        mode: ``"kernel"``, ``"copy"`` or ``"host"``, as the channel was opened.
-        path: how messages travel: as the mode says, or ``"host"`` where the GPUs cannot reach
-            each other or the tensors are on the CPU.
-        reason: why ``path`` is not ``mode``, for each peer; empty if it is, or if all tensors are
-            on the CPU.
-        table: with path ``"kernel"``, how incoming tensors are written, by size: in packets up to
-            ``packets_up_to`` bytes, above that by a number of ``blocks``.
-        token: an int64 tensor on the device, which orders the calls in ``torch.ops.fserver``.
+        tensors: the tensors of ``incoming``, one list for each peer. On a server,
+            ``tensors[i][j]`` is tensor j of worker i.
+        rows: for each peer, an int64 tensor on the device. It holds, for each tensor, the number
+            of rows in the last message. The contents of the remaining rows are undefined.
+        mode: ``"kernel"``, ``"copy"`` or ``"host"``: the mode with which the channel was opened.
+        path: how messages travel. It is equal to ``mode``, or ``"host"`` if the GPUs cannot reach
+            each other's memory or the tensors are on the CPU.
+        reason: why ``path`` differs from ``mode``, for each peer. Empty if they are equal, or if
+            all tensors are on the CPU.
+        table: with path ``"kernel"``, how incoming tensors are transferred. Tensors of up to
+            ``packets_up_to`` bytes are sent in packets. Larger tensors are copied by a number of
+            CUDA blocks, which ``blocks`` gives by size.
+        token: an int64 tensor on the device. It keeps the calls of ``torch.ops.fserver`` in order.
         closed: whether this side is closed.
     """
 
@@ -184,20 +191,20 @@ class Channel:
         self._dropped.atexit = path == "host"  # a thread that is to end
 
     def send(self, rows: Sequence[int] | None = None) -> None:
-        """Sends ``outgoing`` after all that is queued on the current stream.
+        """Sends ``outgoing`` after the work that is already queued on the current stream.
 
         Args:
-            rows: how many rows of each tensor to send, in the order of ``outgoing``; None: all.
-                Inside a graph the numbers stay as they were captured.
+            rows: the number of rows of each tensor to send, in the order of ``outgoing``. None
+                sends all rows. A CUDA graph keeps the numbers that were captured.
 
         Raises:
-            ConfigError: it is the turn of ``recv``, the channel is in use on another stream, or the
+            ConfigError: ``recv`` has to be called first, another stream uses the channel, or the
                 call cannot be captured.
-            ShapeError: rows do not fit.
-            PeerLostError: a peer is gone, and the channel has ended.
+            ShapeError: ``rows`` has the wrong length, or a number is too large.
+            PeerLostError: a peer is lost. The channel has ended.
             ClosedError: this side or a peer has closed the channel.
             TimeoutError: an earlier wait took longer than ``timeout_ms``, and the channel has
-                ended. With CPU tensors it has not: call again to go on waiting.
+                ended. With CPU tensors the channel has not ended: call again to go on waiting.
         """
         self._enter("send", True)
         with self._explained():
@@ -207,13 +214,13 @@ class Channel:
         self._sends_next = False
 
     def recv(self) -> None:
-        """Makes the current stream wait for the peers' message, and fills ``incoming`` with it.
+        """Makes the current stream wait for the next message of each peer, which fills
+        ``incoming``.
 
-        Between a ``send`` and the ``recv`` that follows, the contents of ``incoming`` are
-        undefined.
+        After a ``send``, the contents of ``incoming`` are undefined until the next ``recv``.
 
         Raises:
-            Error: the errors of ``send``.
+            Error: as for ``send``.
         """
         self._enter("recv", False)
         with self._explained():
@@ -224,38 +231,40 @@ class Channel:
         if self.closed:
             raise ClosedError(f"{call}: channel {self.name!r} is closed")
         if self._turns and sends != self._sends_next:
-            self.check()  # without its peer it is nobody's turn
+            self.check()  # if a peer is lost, say that instead
+            due = "recv" if sends else "send"
             raise ConfigError(
-                f"{call}: it is the turn of {'recv' if sends else 'send'}(): on a channel with "
-                "tensors both ways the two alternate"
+                f"{call}: call {due}() first: on a channel with tensors in both directions, "
+                "send() and recv() alternate"
             )
         for t, place, shape, dtype in self._places:
             if t.data_ptr() != place:
                 raise ConfigError(
                     f"{call}: a tensor of channel {self.name!r}, of shape {list(t.shape)}, has "
-                    "lost its memory (untyped_storage().resize_, set_): keep it while the channel "
-                    "is open, or close the channel and open another"
+                    "lost its memory (by untyped_storage().resize_ or set_). Keep the memory while "
+                    f"the channel is open, or {REOPEN}"
                 )
             if t.shape != shape or t.dtype != dtype or not t.is_contiguous():
                 raise ConfigError(
-                    f"{call}: a tensor of channel {self.name!r}, of {dtype} {list(shape)} when it "
-                    f"was opened, has become one of {t.dtype} {list(t.shape)} and strides "
-                    f"{list(t.stride())} (resize_, t_, .data): make it what it was, or send fewer "
-                    "rows with send(rows=[...])"
+                    f"{call}: a tensor of channel {self.name!r} was {dtype} {list(shape)} when "
+                    f"the channel was opened and is now {t.dtype} {list(t.shape)} with strides "
+                    f"{list(t.stride())} (by resize_, t_ or .data): restore its dtype and shape; "
+                    "to send fewer rows, use send(rows=[...])"
                 )
         if not self._side.capturable and captured():
             raise ConfigError(
-                f"{call}: a channel of CPU tensors cannot be captured in a graph (channel "
-                f"{self.name!r}): call it outside, or open a channel of GPU tensors"
+                f"{call}: channel {self.name!r} has CPU tensors and cannot be captured in a CUDA "
+                "graph: call it outside the capture, or open a channel with GPU tensors"
             )
 
     def _fail(self, error: Exception) -> None:
-        """Tells the peers that this side has ended by itself, as if it were closed, and why."""
+        """Closes this side for the peers after a local failure, and tells them the reason."""
         self._node.channel_end(self._handle, describe.refusal(self.mode, error))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Has a ClosedError say why a peer has closed its side, if that peer has said so."""
+        """Adds to a ClosedError the reason for which the peer has closed its side, if it is
+        known."""
         try:
             yield
         except ClosedError as error:
@@ -265,7 +274,7 @@ class Channel:
         for i in range(len(self.tensors)):
             try:
                 theirs = describe.read(i, self._node.channel_text(self._handle, i, 0))
-            except Error:  # it has never told anything
+            except Error:  # the peer has never sent a text
                 continue
             if "refused" in theirs:
                 return ClosedError(
@@ -275,12 +284,12 @@ class Channel:
         return None
 
     def check(self) -> None:
-        """Reports by an error whether the channel has ended, without waiting.
+        """Raises an error if the channel has ended. Does not wait.
 
         Raises:
-            PeerLostError: a peer is gone.
-            TimeoutError: a stream has waited for a peer for longer than ``timeout_ms``.
-            ClosedError: a peer, or this side, has closed the channel.
+            PeerLostError: a peer is lost.
+            TimeoutError: a stream has waited longer than ``timeout_ms`` for a peer.
+            ClosedError: this side or a peer has closed the channel.
         """
         if self.closed:
             raise ClosedError(f"check: channel {self.name!r} is closed")
@@ -288,34 +297,37 @@ class Channel:
             reason, peer = self._side.status()
             if reason == _LATE:
                 raise TimeoutError(
-                    f"channel {self.name!r}: peer {peer} has sent nothing for the time-out of the "
-                    "channel: it has ended (close it and open another)"
+                    f"channel {self.name!r}: peer {peer} has not responded within timeout_ms of "
+                    f"the channel, so the channel has ended ({REOPEN})"
                 )
             if reason == _BROKEN:
                 raise Error(
-                    f"channel {self.name!r}: a send or recv failed half-way: it has ended (close "
-                    "it and open another)"
+                    f"channel {self.name!r}: an earlier send or recv failed after a part of its "
+                    f"message was enqueued, so the channel has ended ({REOPEN})"
                 )
             with self._explained():
                 self._node.channel_state(self._handle)
             if reason == _LOST:
-                raise Error(f"channel {self.name!r}: it was ended while it waited for peer {peer}")
+                raise Error(
+                    f"channel {self.name!r}: the channel ended while a stream waited for peer "
+                    f"{peer} ({REOPEN})"
+                )
             return
         with self._explained():
             self._side.check_error()
             self._node.channel_state(self._handle)
 
     def close(self) -> None:
-        """Closes this side after what is queued, and waits at most 2 s for the peers to close
-        theirs.
+        """Closes this side after the queued work has run. Waits at most 2 s for the peers to close
+        their sides.
 
-        The peers get a ClosedError for what they send or wait for afterwards. Does nothing if the
-        channel is closed.
+        Later calls of the peers raise ClosedError. ``close`` does nothing if this side is closed
+        already.
         """
         close_all([self])
 
     def _leave(self) -> bool:
-        """Refuses further calls. Reports whether the channel was open."""
+        """Makes further calls fail. Reports whether the channel was open."""
         if self.closed:
             return False
         self.closed = True
@@ -326,7 +338,7 @@ class Channel:
         return True
 
     def _say_closed(self) -> None:
-        """Tells the peers, and the thread of the channel if it has one, and waits for none."""
+        """Tells the peers, and the channel's thread if there is one, without waiting for them."""
         if self.path == "host":
             self._side.stop()
             return
@@ -334,7 +346,8 @@ class Channel:
             self._node.channel_end(self._handle, "")
 
     def _let_go(self, end: float) -> None:
-        """Waits for the peers, until a time of the monotonic clock, and lets go of everything."""
+        """Waits for the peers until ``end``, a time of the monotonic clock, and drops all
+        resources."""
         try:
             if self.path == "host":
                 self._side.close()

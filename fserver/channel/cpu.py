@@ -1,5 +1,5 @@
-"""The side of a channel of CPU tensors, whose messages the engine carries. A message from the
-worker is a push_pull on the channel, and what comes back its answer."""
+"""The side of a channel whose tensors are on the CPU. The engine carries the messages: a message of
+the worker is a push_pull on the channel, and a message of the server is its answer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 # Between two looks at whether a peer has closed its side.
 SLICE_MS = 200.0
 
+# How to go on when a channel has ended.
+REOPEN = "call close() on this channel, then open a new one on both sides"
+
 
 def part(tensor: Tensor, rows: int) -> Tensor:
-    """The first rows of a tensor; one without dimensions is one row."""
+    """Returns the first rows of a tensor. A tensor without dimensions is one row."""
     return tensor[:rows] if tensor.dim() else tensor.reshape(1)[:rows]
 
 
@@ -28,11 +31,12 @@ def rows_of(tensor: Tensor) -> int:
 
 
 def check_rows(rows: Sequence[int] | None, tensors: Sequence[Tensor]) -> list[int]:
-    """A number of rows for each tensor.
+    """Returns a number of rows for each tensor.
 
     Raises:
-        ConfigError: they are no ints.
-        ShapeError: there are not as many, or one is more than its tensor has.
+        ConfigError: ``rows`` is not a list of ints.
+        ShapeError: ``rows`` has another length than ``tensors``, or a number is larger than the
+            rows of its tensor.
     """
     if rows is None:
         return [rows_of(t) for t in tensors]
@@ -44,7 +48,8 @@ def check_rows(rows: Sequence[int] | None, tensors: Sequence[Tensor]) -> list[in
         ) from None
     if len(given) != len(tensors):
         raise ShapeError(
-            f"send: rows has {len(given)} numbers for {len(tensors)} tensors: give one for each"
+            f"send: rows has {len(given)} numbers for {len(tensors)} tensors: give one number for "
+            "each tensor"
         )
     counts = []
     for i, (n, t) in enumerate(zip(given, tensors, strict=True)):
@@ -52,17 +57,17 @@ def check_rows(rows: Sequence[int] | None, tensors: Sequence[Tensor]) -> list[in
             count = operator.index(None if isinstance(n, bool) else n)  # type: ignore[arg-type]
         except TypeError:
             raise ConfigError(
-                f"send: rows[{i}] is {n!r:.80}, want an int of 0 to {rows_of(t)}"
+                f"send: rows[{i}] is {n!r:.80}, want an int from 0 to {rows_of(t)}"
             ) from None
         if not 0 <= count <= rows_of(t):
-            raise ShapeError(f"send: rows[{i}] is {count}, and the tensor has {rows_of(t)}")
+            raise ShapeError(f"send: rows[{i}] is {count}, but the tensor has {rows_of(t)} rows")
         counts.append(count)
     return counts
 
 
 class Caller:
-    """What the user of a side wants of it: this one changes tensors as soon as a call returns,
-    and waits in the calls, for a time."""
+    """How the user of a side calls it. This user may change the tensors as soon as a call returns,
+    and the calls wait for a limited time."""
 
     def __init__(self, timeout_ms: float) -> None:
         self._timeout = timeout_ms
@@ -70,50 +75,50 @@ class Caller:
         self._call = ""
 
     def staged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What is sent instead of tensors; they are copied there."""
+        """Returns the buffers from which the tensors are sent."""
         import torch
 
         return [torch.empty_like(t) for t in tensors]
 
     def counts(self, n: int) -> Tensor:
-        """Where row counts come."""
+        """Returns a buffer for row counts."""
         import torch
 
         return torch.zeros(n, dtype=torch.int64)
 
     def begin(self, call: str) -> None:
-        """A wait begins, in send or recv."""
+        """Starts the clock of a wait in send or recv."""
         self._call = call
         self._end = time.monotonic() + self._timeout / 1000
 
     def slice_ms(self) -> float:
-        """How long to wait before check() is called."""
+        """Returns how long to wait before the next call of check()."""
         return max(0.0, min(SLICE_MS, (self._end - time.monotonic()) * 1000))
 
     def check(self) -> None:
-        """Raises what ends the wait."""
+        """Raises the error that ends the wait, if there is one."""
         if time.monotonic() >= self._end:
-            what = "nothing has come" if self._call == "recv" else "there was no room"
+            what = "no message came" if self._call == "recv" else "the peers did not receive"
             raise TimeoutError(
-                f"{self._call}: {what} within {self._timeout:g} ms: call {self._call}() again to "
-                "go on waiting"
+                f"{self._call}: {what} within timeout_ms={self._timeout:g}: call {self._call}() "
+                "again to go on waiting"
             )
 
 
 class Side:
-    """What a Channel that the engine carries asks of its side, beside send, recv, rows and close:
-    this one has done all when a call returns."""
+    """The methods of a side, besides send, recv, rows and close, that Channel calls when the engine
+    carries the messages. These defaults fit a side that completes its work within each call."""
 
-    capturable = False  # its calls can be captured in a graph
+    capturable = False  # whether its calls can be captured in a CUDA graph
 
     def check_error(self) -> None:
-        """Raises what has ended the channel, if that is not for the node to say."""
+        """Raises the error that has ended the channel, unless the node reports it."""
 
     def finish(self) -> None:
-        """Waits for what is enqueued; bounded."""
+        """Waits for the enqueued work, for a limited time."""
 
     def stop(self) -> None:
-        """Nobody uses the channel any more."""
+        """Is called when the channel is not used any more."""
 
 
 class WorkerSide(Side):
@@ -245,7 +250,8 @@ class ServerSide(Side):
                 if got.dtype != mine.dtype or n > rows_of(mine) or got.shape[1:] != mine.shape[1:]:
                     raise ShapeError(
                         f"recv: worker {i} sent {got.dtype} {list(got.shape)} for a tensor of "
-                        f"{mine.dtype} {list(mine.shape)}"
+                        f"{mine.dtype} {list(mine.shape)}: run the same version of fserver on both "
+                        "sides"
                     )
                 part(mine, n).copy_(got.reshape(part(mine, n).shape))
                 self._counts[i][j] = n

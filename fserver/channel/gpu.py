@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def piece(tensor: Tensor) -> Piece:
-    """A contiguous tensor as memory; one without dimensions is one row."""
+    """Returns the memory of a contiguous tensor. A tensor without dimensions is one row."""
     rows = tensor.shape[0] if tensor.dim() else 1
     row = math.prod(tensor.shape[1:]) * tensor.element_size()
     return Piece(tensor.data_ptr(), rows, row)
@@ -114,20 +114,20 @@ class GpuSide:
         return self.lane.status()
 
     def explain(self, why: Callable[..., None]) -> None:
-        """Has that raise, at a call after the engine or a peer has ended the channel, what has
-        ended it. When a call fails half-way, it is given that error."""
+        """Sets the function that raises the cause when a call finds the channel ended. When a
+        call fails half-way, the function gets that error as its argument."""
         self.lane.explain(why)
 
     @property
     def abort_word(self) -> int:
-        """Where the engine says that the channel has ended."""
+        """The address at which the engine marks the channel as ended."""
         return self.lane.abort_word
 
     def abort(self) -> None:
         self.lane.abort()
 
     def finish(self) -> None:
-        """Waits for what is queued: each wait in it is bounded."""
+        """Waits for the queued work. Each wait in it has a time limit."""
         self.lane.finish()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Compiles the kernels of stream channels for the GPU at hand, with the NVRTC that torch ships."""
+"""Compiles the kernels of stream channels for this GPU, with the NVRTC that torch ships."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _lock = threading.Lock()
 
 
 def _candidates() -> list[str]:
-    """Where NVRTC may be: loaded already or on the system, among torch's wheels, beside torch.
-    Those of the CUDA that torch was built with come first: a newer one may give code that the
-    driver beside that torch does not take."""
+    """Returns the places to look for NVRTC: loaded or on the system, in NVIDIA's wheels, in torch's
+    folder. The version of the CUDA that torch was built with comes first, because the installed
+    driver may reject the code of a newer NVRTC."""
     import torch
 
     own = (torch.version.cuda or "13").partition(".")[0]
@@ -50,18 +50,20 @@ def _library() -> ctypes.CDLL:
         except OSError as error:
             tried.append(str(error))
     raise ConfigError(
-        "channel: no NVRTC, which compiles the kernels of mode='kernel' (pip install "
-        f"nvidia-cuda-nvrtc, or use mode='copy'): {'; '.join(tried) or 'no library found'}"
+        "channel: mode='kernel' needs the NVRTC library to compile its kernels, but it cannot be "
+        f"loaded: {'; '.join(tried) or 'no library found'} (run pip install nvidia-cuda-nvrtc, or "
+        "use mode='copy')"
     )
 
 
 def _compile(library: ctypes.CDLL, source: str, target: str) -> tuple[bytes | None, str]:
-    """The image for a target (``sm_90``: machine code, ``compute_90``: PTX), or None and why."""
+    """Returns the image for a target (``sm_90``: machine code, ``compute_90``: PTX), or None and
+    the reason."""
     program = ctypes.c_void_p()
     if library.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"channel.cu", 0, None, None
     ):
-        return None, "no program could be made"
+        return None, "nvrtcCreateProgram failed"
     try:
         options = [f"--gpu-architecture={target}".encode(), b"--std=c++17"]
         array = (ctypes.c_char_p * len(options))(*options)
@@ -83,15 +85,17 @@ def _compile(library: ctypes.CDLL, source: str, target: str) -> tuple[bytes | No
 
 @functools.cache
 def image(source: str, arch: int) -> bytes:
-    """The kernels for a GPU of compute capability ``arch`` (90 for 9.0); compiled once.
+    """Returns the kernels for a GPU of compute capability ``arch`` (90 for 9.0). They are compiled
+    once.
 
     Raises:
-        ConfigError: there is no NVRTC, or none that compiles for such a GPU.
+        ConfigError: NVRTC is not installed, or the GPU is too old.
+        Error: NVRTC cannot compile for this GPU.
     """
     if arch < 70:
         raise ConfigError(
-            f"channel: mode='kernel' needs compute capability 7.0, and this GPU has {arch / 10}: "
-            "use mode='copy'"
+            "channel: mode='kernel' needs a GPU of compute capability 7.0 or later, but this GPU "
+            f"has {arch / 10}: use mode='copy'"
         )
     with _lock:
         library = _library()
@@ -104,4 +108,7 @@ def image(source: str, arch: int) -> bytes:
             if code is not None:
                 return code
             failures.append(why)
-    raise Error(f"channel: NVRTC does not compile the kernels: {'; '.join(failures)}")
+    raise Error(
+        f"channel: NVRTC cannot compile the kernels of mode='kernel': {'; '.join(failures)} (use "
+        "mode='copy')"
+    )

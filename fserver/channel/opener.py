@@ -1,5 +1,5 @@
-"""Opener: how Worker.channel and Server.channel open a channel. Each side describes its tensors to
-its peers, compares, and takes the way that both have."""
+"""Opener: opens channels for Worker.channel and Server.channel. Each side describes its tensors to
+its peers, compares the descriptions, and uses the path that both sides support."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import platform
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +27,16 @@ if TYPE_CHECKING:
 
 
 def _gpu_of(node: Any) -> Any:
-    """Returns the GPU of a node, the only one that its channels may use; None: its backend is CPU,
-    and they may use any."""
+    """Returns the GPU of a node, which is the only GPU that its channels may use. Returns None if
+    the backend of the node is CPU: then its channels may use any GPU."""
     import torch
 
     return torch.device("cuda", node.device) if node.device >= 0 else None
 
 
 def _place(device: Any) -> str:
-    """Equal for GPUs that may be able to reach each other: those of one host, in processes that
-    share their namespaces; describe.apart compares."""
+    """Returns a text that is equal for GPUs which may reach each other's memory: GPUs of one host,
+    in processes that share their namespaces. describe.apart compares the texts."""
     if device.type != "cuda":
         return "cpu"
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -51,31 +52,31 @@ def _namespace(kind: str) -> str:
 
 
 def _outside(device: Any) -> None:
-    """Opening allocates and waits, which a graph cannot replay. To be asked before a peer is told,
-    which would wait for the rest.
+    """Refuses to open a channel during the capture of a CUDA graph, because opening allocates and
+    waits. Call this before the peers are told of the channel, because they would wait for it.
 
     Raises:
         ConfigError: the current stream, or that of the tensors' device, is being captured.
     """
     if captured(device):
         raise ConfigError(
-            "channel: the current stream is being captured into a CUDA graph, which opening a "
-            "channel cannot be part of: open the channel before the capture"
+            "channel: the current stream is being captured into a CUDA graph, and a channel cannot "
+            "be opened during a capture: open the channel before the capture"
         )
 
 
 def _direct(mode: str, device: Any) -> bool:
-    """Whether GPUs may do it all."""
+    """Reports whether the GPUs may exchange messages without the engine."""
     return mode != "host" and device.type == "cuda"
 
 
 class _Opening:
-    """A channel of which this side is not open yet.
+    """A channel that this side is still opening.
 
     Attributes:
-        handle: what the node knows it by.
-        side: of a GPU, or in host memory, once there is one.
-        waiting: peers that wait for this side's description.
+        handle: the node's number of the channel.
+        side: the GpuSide or the side in host memory, once it exists.
+        waiting: the peers that wait for the description of this side.
     """
 
     def __init__(self, node: Any, handle: int, how: How, peers: int) -> None:
@@ -96,7 +97,7 @@ class _Opening:
 
 
 class Opener:
-    """Opens the channels of one node: gives them names, and keeps their keys apart."""
+    """Opens the channels of one node, names them, and refuses a key that another channel has."""
 
     def __init__(self, node: Any) -> None:
         self._node = node  # the extension's Worker or Server
@@ -112,12 +113,12 @@ class Opener:
 
     @contextlib.contextmanager
     def called(self, name: str | None) -> Iterator[str]:
-        """What a channel is called that is opened meanwhile. One without a name has the lowest
-        number that none has; if opening fails, which it may on one side first, the next one has it
-        again: so the two sides meet however often each has tried.
+        """Yields the name of a channel that is opened in the ``with`` block. An unnamed channel
+        gets the lowest free number. If opening fails, the number is free again, so that the two
+        sides agree on it even if one of them has to try more often.
 
         Raises:
-            ConfigError: name is none that the other side can be told.
+            ConfigError: ``name`` is not text that can be sent to the other side.
         """
         if name is not None:
             yield describe.name(name)
@@ -161,8 +162,8 @@ class Opener:
             how = replace(how, table=tuned(trial, True))
         if len(push_keys) != len(push):
             raise ShapeError(
-                f"channel: {len(push_keys)} push_keys for {len(push)} push tensors: give one for "
-                "each"
+                f"channel: {len(push_keys)} push_keys for {len(push)} push tensors: give one key "
+                "for each tensor"
             )
         servers = self._node.servers
         shares, keys = describe.divided(pull, pull_keys, servers, "server")
@@ -185,7 +186,7 @@ class Opener:
                 reasons.append(describe.reason(theirs))
             if len(paths) > 1:
                 raise ConfigError(
-                    "channel: the GPU can reach some servers and others not "
+                    "channel: this GPU can reach the GPUs of some servers only "
                     f'({"; ".join(filter(None, reasons))}): open the channel with mode="host" on '
                     "all sides"
                 )
@@ -206,7 +207,10 @@ class Opener:
             elif path == how.mode and it.side:
                 it.side.attach(plans)
             else:
-                raise Error("channel: a server wants a path that this side has not")
+                raise Error(
+                    f"channel: the servers chose path {path!r:.40}, but this side can use "
+                    f"{how.mode if it.side else 'host'!r} only: open both sides with the same mode"
+                )
             reason = "; ".join(filter(None, reasons))
             return self._made(it, how, path, reason, push, shares, push_keys, device, True)
 
@@ -241,8 +245,8 @@ class Opener:
         shares, keys = describe.divided(pull, pull_keys, workers, "worker")
         if push is not None and len(push) != n * workers:
             raise ShapeError(
-                f"channel: {len(push)} push tensors for {n} push_keys of {workers} workers: give "
-                f"{n * workers}, those of worker 0 first"
+                f"channel: {len(push)} push tensors for {n} push_keys and {workers} workers: give "
+                f"{n * workers} tensors, those of worker 0 first"
             )
         if n + len(pull) == 0:
             raise ShapeError("channel: push_keys and pull are both empty: give at least one tensor")
@@ -293,8 +297,9 @@ class Opener:
     def _opening(
         self, how: How, push_keys: Sequence[int], peers: int, worker: bool
     ) -> Iterator[_Opening]:
-        """Whatever fails meanwhile, the peers are told why, and nothing stays behind. Servers that
-        open their sides later are told what a worker has refused."""
+        """Opens a channel in the ``with`` block. If the block fails, the peers are told the reason,
+        and all resources are dropped. Servers that open their sides later are also told why a
+        worker has refused."""
         it = _Opening(self._node, self._begin(how.name, how.mode, push_keys), how, peers)
         try:
             yield it
@@ -312,31 +317,34 @@ class Opener:
         if mode not in describe.MODES:
             raise ConfigError(f"channel: mode is {mode!r}, want one of {', '.join(describe.MODES)}")
         if len(set(push_keys)) != len(push_keys):
-            raise ConfigError("channel: push_keys has a key twice: give each tensor its own")
+            twice, _ = Counter(push_keys).most_common(1)[0]
+            raise ConfigError(
+                f"channel: push_keys has key {twice} twice: give each tensor a key of its own"
+            )
         taken = self._keys.intersection(push_keys)
         if taken:
             raise ConfigError(
-                f"channel: key {min(taken)} is that of another open channel of this node: give "
-                "each channel keys of its own"
+                f"channel: another open channel of this node has key {min(taken)}: give each "
+                "channel keys of its own, or close the other channel first"
             )
         handle: int = self._node.channel_open(called)
         self._keys.update(push_keys)
         return handle
 
     def _hear(self, handle: int, how: How, peer: int) -> dict[str, Any]:
-        """What a peer tells of its side."""
+        """Returns the description that a peer has sent of its side."""
         try:
             return describe.read(peer, self._node.channel_text(handle, peer, how.timeout_ms))
         except TimeoutError as late:
             raise TimeoutError(
-                f"{late}: on this side the channel is called {how.name!r}: call channel() on both "
-                "sides with the same name=, or in the same order if without one"
+                f"{late}: this side has named the channel {how.name!r}: call channel() on both "
+                "sides with the same name=, or, without names, in the same order"
             ) from None
 
     def _refuse(self, handle: int, mode: str, peers: Iterable[int], error: BaseException) -> None:
-        """Tells peers that wait for this side's description why there is none. One that does not
-        wait any more may open its side again, and would take it for that one's, and so would the
-        successor of one that is lost."""
+        """Tells the peers that wait for the description of this side why there is none. No other
+        peer is told: a peer that has stopped waiting, and the successor of a lost peer, may open
+        the channel again and would take the refusal for the answer to that."""
         lost = -1
         if isinstance(error, PeerLostError) and error.role != "scheduler":
             lost = error.rank
@@ -373,21 +381,22 @@ def _zeros(shape: Sequence[int], dtype: Any, device: Any, what: str) -> Tensor:
     except RuntimeError as error:
         text = str(error).partition("\n")[0]
         raise Error(
-            f"channel: make a tensor of shape {list(shape)} and {dtype} on {device} {what}: {text} "
-            "(free memory there, or use smaller tensors)"
+            f"channel: cannot allocate a tensor of shape {list(shape)} and {dtype} on {device} "
+            f"{what}: {text} (free memory there, or use smaller tensors)"
         ) from error
 
 
 def _like(tensors: Any) -> Any:
-    """Zeros in the place of tensors."""
+    """Returns zeros of the same shapes."""
     if tensors is None:
         return None
-    return [_zeros(t.shape, t.dtype, t.device, "to try tables with") for t in tensors]
+    return [_zeros(t.shape, t.dtype, t.device, "for the trials of tune=True") for t in tensors]
 
 
 def _like_theirs(theirs: Sequence[dict[str, Any]], gpu: Any) -> Any:
-    """Returns the device of a server that names none: its GPU, or the current one if its backend is
-    CPU, where there is one and the tensors of the workers are on GPUs."""
+    """Returns the device for a server that names none. If the tensors of all workers are on GPUs
+    and this process sees a GPU, it is the node's GPU, or, with backend CPU, the current GPU.
+    Otherwise it is the CPU."""
     import torch
 
     if torch.cuda.is_available() and all(t["device"].startswith("cuda") for t in theirs):
@@ -398,15 +407,16 @@ def _like_theirs(theirs: Sequence[dict[str, Any]], gpu: Any) -> Any:
 def _as_pushed(
     worker: int, theirs: dict[str, Any], push_keys: Sequence[int], device: Any
 ) -> list[Tensor]:
-    """Tensors for what a worker pushes."""
+    """Returns tensors that can hold what a worker pushes."""
     import torch
 
     keys = [key for key, _, _ in theirs["out"]]
     if keys != push_keys:
         raise ShapeError(
-            f"channel: push_keys are {push_keys} here, and worker {worker} pushes {keys}"
+            f"channel: push_keys are {push_keys} here, but worker {worker} pushes {keys}: give the "
+            "same keys on both sides"
         )
-    what = f"for what worker {worker} pushes"
+    what = f"for the pushes of worker {worker}"
     return [_zeros(shape, getattr(torch, dtype), device, what) for _, dtype, shape in theirs["out"]]
 
 
@@ -420,7 +430,7 @@ def _same(
     if theirs["mode"] != mode:
         raise ConfigError(
             f"channel: mode is {mode!r} here and {theirs['mode']!r} at peer {peer}: open both "
-            "sides with the same"
+            "sides with the same mode"
         )
     describe.match(peer, "outgoing", out, theirs["in"])
     describe.match(peer, "incoming", into, theirs["out"])

@@ -1,11 +1,11 @@
-"""``torch.ops.fserver.send`` and ``recv``: a channel inside torch.compile.
+"""``torch.ops.fserver.send`` and ``recv``: calls of a channel inside torch.compile.
 
     torch.ops.fserver.send(ch.number, ch.outgoing, ch.token)
     torch.ops.fserver.recv(ch.number, ch.incoming, ch.token)
 
-Both change ``token``, so that a compiler keeps them, and in their order; recv changes the
-tensors. A compiler may hand a copy of a tensor instead of the channel's own: it is copied from, or
-to, then.
+Both operators declare that they change ``token``, so the compiler keeps the calls and their order.
+``recv`` declares that it changes the tensors. If the compiler passes a copy of a tensor instead of
+the channel's own, the operators copy between the two.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def define(torch: Any) -> None:
 
 
 def _fake(channel: int, tensors: Sequence[Tensor], token: Tensor) -> None:
-    """Neither gives anything back, nor changes a shape."""
+    """Neither operator returns a value or changes a shape."""
 
 
 def _pairs(call: str, given: Sequence[Tensor], own: Sequence[Tensor]) -> list[tuple[Any, Any]]:
     if len(given) != len(own):
         raise ShapeError(
-            f"torch.ops.fserver.{call}: {len(given)} tensors, and the channel has {len(own)}: pass "
-            f"channel.{'outgoing' if call == 'send' else 'incoming'}"
+            f"torch.ops.fserver.{call}: {len(given)} tensors given, but the channel has "
+            f"{len(own)}: pass channel.{'outgoing' if call == 'send' else 'incoming'}"
         )
     for i, (a, b) in enumerate(zip(given, own, strict=True)):
         if a.shape != b.shape:
             raise ShapeError(
-                f"torch.ops.fserver.{call}: tensor {i} is of shape {list(a.shape)}, and that of "
-                f"the channel of {list(b.shape)}: pass channel."
+                f"torch.ops.fserver.{call}: tensor {i} has shape {list(a.shape)}, but the "
+                f"channel's tensor has shape {list(b.shape)}: pass channel."
                 f"{'outgoing' if call == 'send' else 'incoming'}, or copies of them"
             )
     return [

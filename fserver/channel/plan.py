@@ -1,5 +1,5 @@
-"""Where each byte of a stream channel goes: what one side tells the other, and what its device
-is then given. No GPU is needed to plan; ``Memory`` is what a plan asks of one."""
+"""Plans where each byte of a stream channel goes: what one side describes to the other, and which
+segments its device gets. Planning needs no GPU: ``Memory`` is the interface to one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ PACKETS, PLACE, LANDING = range(3)
 
 
 class Table(NamedTuple):
-    """How a tensor comes, by its size.
+    """How a tensor is transferred, by its size.
 
-    As measured on two H200, where packets save the fence and the flag, 1.4 us a leg at 64 KiB, and
-    cost twice the bytes on the wire and a copy at the end: 2 us a leg at 1 MiB. See tune.py for
-    other GPUs.
+    The default values were measured on two H200. There, packets save the fence and the flag (1.4 us
+    a leg at 64 KiB), but send twice the bytes and need a copy at the end (2 us a leg at 1 MiB).
+    tune.py measures other GPUs.
+
+    Attributes:
+        packets_up_to: the largest tensor that is sent in packets, in bytes.
+        blocks: pairs of bytes and CUDA blocks. A larger tensor is copied by the blocks of the first
+            pair whose bytes are enough.
     """
 
-    packets_up_to: int = 256 << 10  # bytes
-    # Bytes, and how many blocks copy up to there: the first row that is large enough.
+    packets_up_to: int = 256 << 10
     blocks: tuple[tuple[int, int], ...] = ((2 << 20, 16), (8 << 20, 32), (1 << 62, 64))
 
 
@@ -201,7 +205,10 @@ class Plan:
         }
         handle, size, offset = memory.share(self.arena)
         if not handle:
-            raise Error("channel: the channel's own memory cannot be shared between processes")
+            raise Error(
+                "channel: the GPU memory of the channel cannot be shared between processes (use "
+                "mode='host')"
+            )
         self._shared.insert(0, (handle, size, self.arena - offset))
         self._arena_offset = offset
         self._peers: dict[int, list[tuple[int, int]]] = {}  # memories of a peer: address, bytes
@@ -253,9 +260,9 @@ class Plan:
         """Takes what a peer has described, after checking all of it.
 
         Raises:
-            ConfigError: the sides differ in how they are configured, or cannot share memory.
-            ShapeError: their tensors differ.
-            Error: the description makes no sense.
+            ConfigError: the modes of the sides differ, or the sides cannot share memory.
+            ShapeError: the tensors of the sides differ.
+            Error: the description is malformed.
         """
         try:
             self._check(peer, theirs)
@@ -263,26 +270,31 @@ class Plan:
             if isinstance(error, Error):
                 raise
             raise Error(
-                f"channel: peer {peer} describes its side in a way that makes no sense"
+                f"channel: peer {peer} describes its side in a malformed message: run the same "
+                "version of fserver on both sides"
             ) from error
 
     def _check(self, peer: int, theirs: dict[str, Any]) -> None:
         if theirs["mode"] != self.mode:
             raise ConfigError(
                 f"channel: mode is {self.mode!r} here and {str(theirs['mode'])[:16]!r} at peer "
-                f"{peer}: open both sides with the same"
+                f"{peer}: open both sides with the same mode"
             )
         if theirs["turn"] is not self.in_turn:
-            raise ShapeError("channel: one side has tensors both ways and the other has not")
+            here, there = ("both directions", "one direction")[:: 1 if self.in_turn else -1]
+            raise ShapeError(
+                f"channel: this side has tensors in {here}, but peer {peer} in {there}: give the "
+                "same tensors on both sides"
+            )
         if len(theirs["in"]) != len(self.outgoing[peer]):
             raise ShapeError(
-                f"channel: {len(self.outgoing[peer])} tensors go to peer {peer}, and it takes "
-                f"{len(theirs['in'])}"
+                f"channel: this side sends {len(self.outgoing[peer])} tensors to peer {peer}, "
+                f"which receives {len(theirs['in'])}: give the same tensors on both sides"
             )
         if len(theirs["out"]) != len(self._incoming[peer]):
             raise ShapeError(
-                f"channel: {len(self._incoming[peer])} tensors come from peer {peer}, and it "
-                f"sends {len(theirs['out'])}"
+                f"channel: this side receives {len(self._incoming[peer])} tensors from peer "
+                f"{peer}, which sends {len(theirs['out'])}: give the same tensors on both sides"
             )
         numbers = [*theirs["out"]]
         for entry in theirs["in"]:
@@ -308,8 +320,8 @@ class Plan:
                 raise ValueError
             if entry["bytes"] != piece.bytes:
                 raise ShapeError(
-                    f"channel: a tensor of {piece.bytes} bytes goes to peer {peer}, and it takes "
-                    f"{entry['bytes']}"
+                    f"channel: this side sends a tensor of {piece.bytes} bytes to peer {peer}, "
+                    f"which receives {entry['bytes']}: give the same tensors on both sides"
                 )
             size = piece.bytes
             if kind == PACKETS:

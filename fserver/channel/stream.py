@@ -1,7 +1,7 @@
-"""The side of a channel of GPU tensors whose messages the engine carries, where no GPU reaches
-the other. What is called enqueues copies to and from pinned host memory, and flags; a thread of
-the channel waits for the flags and exchanges the messages. So the calls return at once and can be
-captured in a graph, as where the GPUs do it all."""
+"""The side of a channel of path "host" with GPU tensors, whose messages the engine carries. The
+calls enqueue copies to and from pinned host memory, and flags. A thread of the channel waits for
+the flags and exchanges the messages. So the calls return at once and can be captured in a CUDA
+graph, as with the other paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
-from fserver.channel.cpu import SLICE_MS, Caller, Side, WorkerSide, check_rows, part, rows_of
+from fserver.channel.cpu import (
+    REOPEN,
+    SLICE_MS,
+    Caller,
+    Side,
+    WorkerSide,
+    check_rows,
+    part,
+    rows_of,
+)
 from fserver.errors import ConfigError, Error, TimeoutError
 
 if TYPE_CHECKING:
@@ -47,9 +56,9 @@ class Gpu:
         except RuntimeError as error:
             text = str(error).partition("\n")[0]
             raise Error(
-                f"channel: pin {like.nbytes} bytes of host memory for a tensor of shape "
-                f"{list(like.shape)}: {text} (let this process have more: ulimit -l, the limit of "
-                "its container; or use fewer channels, or smaller tensors)"
+                f"channel: cannot pin {like.nbytes} bytes of host memory for a tensor of shape "
+                f"{list(like.shape)}: {text} (raise the limit of locked memory, ulimit -l, or of "
+                "the container; or use fewer channels or smaller tensors)"
             ) from error
 
     def zeros(self, n: int) -> Tensor:
@@ -71,8 +80,8 @@ class Gpu:
             capturing = self._mark.capturing()
             if not capturing and self._mark.elsewhere():
                 raise ConfigError(
-                    f"{name}: the channel is in use on another stream: give each stream a channel "
-                    "of its own, or wait for that stream first"
+                    f"{name}: the channel is still in use on another stream (synchronize that "
+                    "stream first, or open a channel for each stream)"
                 )
             yield
             if capturing:
@@ -290,8 +299,8 @@ class StreamSide(Side, Caller):
         self._since = now if self._since is None else self._since
         if now - self._since > self._timeout / 1000:
             raise TimeoutError(
-                f"channel: nothing has come within its time-out of {self._timeout:g} ms: it has "
-                "ended (close it and open another)"
+                f"channel: no message came within timeout_ms={self._timeout:g}, so the channel has "
+                f"ended ({REOPEN})"
             )
 
     # The end

@@ -1,8 +1,8 @@
-"""What the table of plan.py is on these GPUs, by trying: channels of the same tensors are opened
-one after the other, each used for some exchanges in a graph, and closed.
+"""Measures which table of plan.py is the fastest on these GPUs. It opens trial channels of the same
+tensors one after the other, replays a CUDA graph of some exchanges on each, and closes them.
 
-A side chooses how tensors come to it. So in the first half of the trials the tables of the servers
-change and in the second half those of the workers, and each side takes the fastest of its own.
+The receiving side chooses how tensors are transferred. The first half of the trials varies the
+tables of the servers, the second half those of the workers. Each side takes its own fastest table.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ CANDIDATES = (
     Table(2 << 20),  # packets, which take up twice the bytes
     *(Table(0, ((1 << 62, blocks),)) for blocks in (8, 16, 32, 64)),
 )
-EXCHANGES, ROUNDS = 20, 9  # of a graph; of a trial
-GAIN = 0.97  # of the time of TABLE: less is noise
+EXCHANGES, ROUNDS = 20, 9  # exchanges in a graph; replays in a trial
+GAIN = 0.97  # a table must take less than this part of TABLE's time; a smaller gain is noise
 
 
 def choose(seconds: Sequence[float]) -> Table:
-    """The table to take, of those times of CANDIDATES."""
+    """Returns the table to use, from the times of CANDIDATES."""
     best = min(range(len(CANDIDATES)), key=seconds.__getitem__)
     return CANDIDATES[best] if seconds[best] < GAIN * seconds[0] else TABLE
 
 
 def tuned(open_trial: Callable[[str, Table], Channel], send_first: bool) -> Table:
-    """Makes the trials; every peer does too.
+    """Runs the trials. Every peer runs them at the same time.
 
     Args:
-        open_trial: opens a channel, given what is to be added to its name, and a table.
-        send_first: this side is a worker.
+        open_trial: opens a channel, given a suffix for its name, and a table.
+        send_first: whether this side is a worker.
 
     Returns:
-        What this side is to open the channel with. TABLE, if kernels do not carry it.
+        The table with which this side should open the channel. TABLE, if no kernels are used.
     """
     took: list[float] = []
     for number in range(2 * len(CANDIDATES)):
@@ -52,7 +52,7 @@ def tuned(open_trial: Callable[[str, Table], Channel], send_first: bool) -> Tabl
         try:
             trial = open_trial(f"~{number}", table)
         except TimeoutError as error:
-            raise TimeoutError(f"{error} (and with tune=True on all sides or on none)") from error
+            raise TimeoutError(f"{error} (set tune=True on all sides or on none)") from error
         with trial as channel:
             if channel.path != "kernel":
                 return TABLE
@@ -63,7 +63,7 @@ def tuned(open_trial: Callable[[str, Table], Channel], send_first: bool) -> Tabl
 
 
 def _seconds(channel: Channel, send_first: bool) -> float:
-    """Of an exchange, in a graph."""
+    """Returns the time of one exchange in a CUDA graph."""
     import torch
 
     calls = [channel.send] * bool(channel.outgoing) + [channel.recv] * bool(channel.incoming)
@@ -90,7 +90,7 @@ def _seconds(channel: Channel, send_first: bool) -> float:
 
 
 def whole(channel: Channel) -> None:
-    """Raises what has kept a message of a channel that kernels carry from coming. That a peer has
-    closed its side since is nothing: it had all messages first."""
+    """Raises the error that has stopped a message of a channel of path "kernel". It is no error if
+    a peer has closed its side meanwhile: that peer had received all messages before."""
     if channel._side.status()[0]:
         channel.check()

@@ -147,7 +147,10 @@ def test_rows(pair: Cluster) -> None:
         s.send(rows=[back])
         w.recv()
         assert w.rows[0].tolist() == [back] and bool((y[:back] == back).all())
-    for rows, text in [([17], "rows[0] is 17, and the tensor has 16"), ([1, 2], "2 numbers for 1")]:
+    for rows, text in [
+        ([17], "rows[0] is 17, but the tensor has 16 rows"),
+        ([1, 2], "2 numbers for 1"),
+    ]:
         with pytest.raises(fserver.ShapeError, match=text.replace("[", r"\[")):
             w.send(rows)
     w.send()  # a refused call was not a turn
@@ -263,9 +266,9 @@ def refused(pair: Cluster, worker: Callable[[], Any], server: Callable[[], Any])
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
-        ({"keys": [4]}, fserver.ShapeError, "push_keys are [4] here, and worker 0 pushes [1]"),
+        ({"keys": [4]}, fserver.ShapeError, "push_keys are [4] here, but worker 0 pushes [1]"),
         ({"keys": [1, 2]}, fserver.ShapeError, "push_keys are [1, 2] here"),
-        ({"pull": torch.empty(9)}, fserver.ShapeError, "float32 [9] here, and key 2, float32 [8]"),
+        ({"pull": torch.empty(9)}, fserver.ShapeError, "float32 [9] here, but key 2, float32 [8]"),
         ({"pull": torch.empty(8, dtype=torch.int32)}, fserver.ShapeError, "int32 [8] here"),
         ({"push": [torch.empty(5)]}, fserver.ShapeError, "incoming tensor 0 is key 1, float32 [5]"),
         ({"mode": "copy"}, fserver.ConfigError, "mode is 'copy' here and 'kernel' at peer 0"),
@@ -298,7 +301,7 @@ def test_reshaped_meanwhile(pair: Cluster, mode: str) -> None:
     x, y = torch.arange(16.0).reshape(8, 2), torch.zeros(2, 2)
     w, s = both(pair, [x], [y], mode=mode)
     x.resize_(2, 2)
-    with pytest.raises(fserver.ConfigError, match=r"^send: .* \[8, 2\] when .* \[2, 2\] and str"):
+    with pytest.raises(fserver.ConfigError, match=r"^send: .* \[8, 2\] when .* \[2, 2\] with str"):
         w.send()
     x.resize_(8, 2)
     w.send()
@@ -306,7 +309,7 @@ def test_reshaped_meanwhile(pair: Cluster, mode: str) -> None:
     s.send()
     for change in (lambda: y.t_(), lambda: setattr(y, "data", y.view(torch.int32))):
         change()
-        with pytest.raises(fserver.ConfigError, match=r"^recv: .* has become one of"):
+        with pytest.raises(fserver.ConfigError, match=r"^recv: .* and is now torch"):
             w.recv()
         if y.dtype == torch.float32:
             y.t_()
@@ -333,7 +336,7 @@ def test_bad_arguments(pair: Cluster) -> None:
         (lambda: channel(x, [1], [], []), fserver.ConfigError, "push is a tensor"),
         (lambda: channel([x.t()], [1], [], []), fserver.ShapeError, "push[0] of shape [4, 4]"),
         (lambda: channel([x], [1, 2], [], []), fserver.ShapeError, "1 push tensors: give one"),
-        (lambda: channel([x, x], [1, 1], [], []), fserver.ConfigError, "a key twice"),
+        (lambda: channel([x, x], [1, 1], [], []), fserver.ConfigError, "push_keys has key 1 twice"),
         (lambda: channel([x], [-1], [], []), fserver.ConfigError, "key 0 of push is -1"),
         (lambda: channel([], [], [], []), fserver.ShapeError, "both empty"),
         (lambda: channel([x], [1], [], [], mode="fast"), fserver.ConfigError, "mode is 'fast'"),
@@ -360,7 +363,7 @@ def test_bad_arguments(pair: Cluster) -> None:
         (
             lambda: serve([1], [x], [1], device="cuda"),
             fserver.ConfigError,
-            "device is 'cuda', and torch sees 0 GPUs here: give",
+            "device is 'cuda', but torch sees 0 GPUs here: give",
         ),
         (
             lambda: channel([], [], [x[:1], x[2:], x[:3]], [1, 2, 3]),
@@ -377,13 +380,13 @@ def test_bad_arguments(pair: Cluster) -> None:
             call()
         assert text in str(caught.value)
     w, other = both(pair, [x], [])
-    with pytest.raises(fserver.ConfigError, match="key 0 is that of another open channel"):
+    with pytest.raises(fserver.ConfigError, match="another open channel of this node has key 0"):
         channel([x], [0], [], [], name="other")
     together([w.close, other.close])
     w, s = both(pair, [x], [torch.empty(1)], name="both")
     w.send()
     for call in (w.send, s.send):
-        with pytest.raises(fserver.ConfigError, match="turn of recv"):
+        with pytest.raises(fserver.ConfigError, match=r"^send: call recv\(\) first"):
             call()
 
 
@@ -409,7 +412,7 @@ def test_wrong_devices(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
             (lambda: serve([1], [x], [1], device="cuda"), r"is 'cuda' and pull\[0\] is on cpu"),
             (lambda: serve([1], [y], [1], device="cuda:0"), r"'cuda:0' and pull\[0\] is on cuda:1"),
             (lambda: serve([1], [y], [1], device="cpu"), r"is 'cpu' and pull\[0\] is on cuda:1"),
-            (lambda: serve([1], [], [], device="cuda:2"), r"device is 'cuda:2', and torch sees 2"),
+            (lambda: serve([1], [], [], device="cuda:2"), r"device is 'cuda:2', but torch sees 2"),
         ]:
             with pytest.raises(fserver.ConfigError, match=f"^channel: .*{text}"):
                 call()
@@ -437,7 +440,7 @@ def test_devices_of_a_node_with_a_gpu(pair: Cluster, monkeypatch: pytest.MonkeyP
         patch.setattr(torch.cuda, "device", contextlib.nullcontext)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "current_device", lambda: 1)
-        own = r"cuda:1, and this node's GPU is cuda:0 \(STEPMESH_GPU\): "
+        own = r"cuda:1, but this node's GPU is cuda:0 \(STEPMESH_GPU\): "
         for call, text in [
             (
                 lambda: channel([y], [1], [], []),
@@ -470,8 +473,8 @@ def test_device_of_a_node(pair: Cluster) -> None:
 
 def test_no_memory_for_what_is_pushed() -> None:
     theirs = {"out": [(1, "float32", [1 << 50])]}
-    text = r"shape \[1125899906842624\] and torch.float32 on cpu for what worker 3 pushes: .*free"
-    with pytest.raises(fserver.Error, match=f"^channel: make a tensor of {text}"):
+    text = r"shape \[1125899906842624\] and torch.float32 on cpu for the pushes of worker 3: .*free"
+    with pytest.raises(fserver.Error, match=f"^channel: cannot allocate a tensor of {text}"):
         opener._as_pushed(3, theirs, [1], "cpu")
 
 
@@ -479,12 +482,12 @@ def test_bad_rows(pair: Cluster) -> None:
     w, s = both(pair, [torch.ones(8, 2)], [])
     for rows, kind, text in (
         (3, fserver.ConfigError, "rows is 3, want a list of ints"),
-        ([1.5], fserver.ConfigError, r"rows\[0\] is 1.5, want an int of 0 to 8"),
+        ([1.5], fserver.ConfigError, r"rows\[0\] is 1.5, want an int from 0 to 8"),
         (["1"], fserver.ConfigError, r"rows\[0\] is '1'"),
         ([None], fserver.ConfigError, r"rows\[0\] is None"),
         ([True], fserver.ConfigError, r"rows\[0\] is True"),
         ([torch.tensor(1.5)], fserver.ConfigError, r"rows\[0\] is tensor"),
-        ([-1], fserver.ShapeError, r"rows\[0\] is -1, and the tensor has 8"),
+        ([-1], fserver.ShapeError, r"rows\[0\] is -1, but the tensor has 8 rows"),
         ([1, 2], fserver.ShapeError, "rows has 2 numbers for 1 tensors"),
     ):
         with pytest.raises(kind, match=f"^send: {text}"):
@@ -498,12 +501,12 @@ def test_one_way_without_room(pair: Cluster) -> None:
     """The error is of the call that has waited, which can go on."""
     w, s = both(pair, [torch.ones(1)], [], timeout_ms=200)
     w.send()
-    with pytest.raises(fserver.TimeoutError, match=r"^send: there was no room .* call send\(\)"):
+    with pytest.raises(fserver.TimeoutError, match=r"^send: the peers did not .* call send\(\)"):
         w.send()
     s.recv()
     w.send()
     s.recv()
-    with pytest.raises(fserver.TimeoutError, match=r"^recv: nothing has come .* call recv\(\)"):
+    with pytest.raises(fserver.TimeoutError, match=r"^recv: no message came .* call recv\(\)"):
         s.recv()
 
 
@@ -532,7 +535,7 @@ def test_retried_without_a_name(pair: Cluster, late: str, tune: bool) -> None:
     for count in range(2):
         for _ in range(3):
             called = f"'{count}~0'" if tune else f"'{count}'"
-            text = rf"within 0 ms: on this side the channel is called {called}: .* same name="
+            text = rf"within 0 ms: this side has named the channel {called}: .* same name="
             with pytest.raises(fserver.TimeoutError, match=text):
                 side(early, 0, tune)
         follow(pair, name="between")
@@ -588,10 +591,10 @@ def test_two_threads_have_one_opener(pair: Cluster, monkeypatch: pytest.MonkeyPa
 
 def test_time_out(pair: Cluster) -> None:
     w, s = both(pair, [torch.ones(1)], [torch.empty(1)], timeout_ms=300)
-    with pytest.raises(fserver.TimeoutError, match="within 300 ms"):
+    with pytest.raises(fserver.TimeoutError, match="within timeout_ms=300"):
         s.recv()
     w.send()
-    with pytest.raises(fserver.TimeoutError, match="within 300 ms"):
+    with pytest.raises(fserver.TimeoutError, match="within timeout_ms=300"):
         w.recv()
     s.recv()
     s.send()
@@ -1260,11 +1263,11 @@ def test_operators(pair: Cluster, backend: str) -> None:
     [once] = served
     once.result(LIMIT)
     for call in (torch.ops.fserver.send, torch.ops.fserver.recv):
-        with pytest.raises(fserver.ShapeError, match=r"tensor 0 is of shape \[1\], and that of"):
+        with pytest.raises(fserver.ShapeError, match=r"tensor 0 has shape \[1\], but the channel"):
             call(w.number, [torch.ones(1)], w.token)
-    with pytest.raises(fserver.ShapeError, match="0 tensors, and the channel has 1"):
+    with pytest.raises(fserver.ShapeError, match="0 tensors given, but the channel has 1"):
         torch.ops.fserver.send(w.number, [], w.token)
-    with pytest.raises(fserver.ClosedError, match="channel 999999"):
+    with pytest.raises(fserver.ClosedError, match="no open channel has number 999999"):
         torch.ops.fserver.recv(999999, [y], w.token)
 
 

@@ -273,7 +273,9 @@ def test_two_streams(pair: Cluster, on: On) -> None:
             call()
             gpu.current = "second"
             other = "recv" if call == w.send else "send"
-            text = f"^{other}: the channel is in use on another stream: give each stream a channel"
+            text = (
+                f"^{other}: the channel is still in use on another stream .synchronize that stream"
+            )
             with pytest.raises(fserver.ConfigError, match=text):
                 getattr(w, other)()
         gpu.capturing = True  # nothing can be asked then
@@ -366,7 +368,7 @@ def test_time_out(pair: Cluster, on: On) -> None:
     w.recv()
     done(at_worker)
     for call in (w.check, w.send):
-        with pytest.raises(fserver.TimeoutError, match="time-out of 300 ms"):
+        with pytest.raises(fserver.TimeoutError, match="no message came within timeout_ms=300,"):
             call()
     w.close()
     s.close()
