@@ -1,6 +1,7 @@
-"""Exact attention over a sequence that several ranks share. Needs torch.distributed, no engine.
+"""Exact attention over a sequence that is split over several ranks.
 
-docs/ringx.md has the algorithms, what each moves, and when to take which.
+It needs ``torch.distributed``, but neither the engine nor a scheduler. docs/long-contexts.md is the
+guide. docs/ringx.md describes the algorithms, and how much data each one moves.
 """
 
 from fserver.ringx.api import (

@@ -1,4 +1,4 @@
-"""Attention over a sequence that the ranks of a group share: `ringx_attention`."""
+"""Attention over a sequence that is split over the ranks of a group: `ringx_attention`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ GATHER_LIMIT = 4 << 30
 def _way(
     how: Algorithm, job: Job, k: Tensor, backward: bool
 ) -> tuple[Callable[..., Any], AbstractContextManager[None]]:
-    """The forward or backward to call, by copies where these can be, and what is open then."""
+    """Returns the forward or backward to call, by copies if these are possible, and the context in
+    which to call it."""
     together = min(how.together, job.ranks.size - 1)
     if job.window and together and by_copies.fits(job, k, together, backward):
         copied = by_copies.backward if backward else by_copies.forward
@@ -71,9 +72,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dlse is not None:
-            raise Error("ringx: no gradient goes through lse (use lse.detach())")
+            raise Error("ringx: lse has no gradient (use lse.detach())")
         if torch.is_grad_enabled():
-            raise Error("ringx: create_graph: there is no second derivative")
+            raise Error(
+                "ringx: backward with create_graph=True: there is no second derivative (use "
+                "create_graph=False)"
+            )
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         how: Algorithm = ctx.how
@@ -105,52 +109,56 @@ def ringx_attention(
     agreed: bool = False,
     copies: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes exact attention of the local rows to the keys of all ranks.
+    """Computes exact attention of the local queries to the keys of all ranks.
 
-    Every rank of the group calls it, with the same arguments but for the tensors.
+    Every rank of the group has to call it, with equal arguments except for the tensors.
 
     Args:
-        q: ``[B, Sq, H, D]``, the local rows: those that ``shard`` returns for ``layout_of`` the
-            algorithm.
+        q: ``[B, Sq, H, D]``, the local queries. ``shard`` returns them, with the layout that
+            ``layout_of`` returns for the algorithm.
         k: ``[B, Sk, Hkv, D]``, the local keys. H is a multiple of Hkv.
         v: ``[B, Sk, Hkv, D]``, the local values.
-        algorithm: ``"X1"``, ``"X1o"`` (full mask, contiguous, lengths may differ between ranks),
-            ``"X3b"`` (full mask, contiguous), ``"X2"``, ``"X2o"`` (causal, contiguous, lengths may
-            differ), ``"X3"``, ``"X3c"``, ``"X4"``, ``"X4o"`` (causal, zigzag). ``"auto"``: for a
-            full mask X1o or X3b, whichever moves less; for a causal mask, zigzag, X3, or X4 above
-            GATHER_LIMIT bytes.
-        causal: True: a row attends to the keys at its own and at earlier positions. False: to all.
-        layout: how the caller has split the sequence over the ranks, ``"contiguous"`` or
-            ``"zigzag"``. A call with another layout than ``layout_of`` the algorithm is refused.
-            None: nothing is checked, and parts of the wrong layout give a wrong answer under a
-                causal mask.
-        scale: factor of the scores, above 0. None: 1 / sqrt(D).
-        group: the ranks. None: all ranks.
-        sink: ``[H]``, for each head the score of a key that has no value. Its gradient is that of
-            the local rows, as for any weight that all ranks have: the caller adds up the ranks'.
-        reduce_dtype: type of sums over ranks. A wider type of q is used instead, such as float64.
-        return_lse: True: return lse too. It has no gradient.
-        agreed: True: do not compare the arguments with those of the other ranks, which every call
-            does otherwise. The caller guarantees that all ranks pass the same arguments and equal
-            lengths, as in a loop whose first call has compared them. It saves the CPU a wait. If
-            the guarantee is broken, the call may hang or return wrong values. A call in the capture
-            of a CUDA graph needs it.
-        copies: True: X3, X3b and X4 use copies in place of collectives where the ranks are GPUs of
-            one host that reach each other's memory. The group's first such call finds that out.
-            Elsewhere, on the CPU for instance, and where ``"auto"`` is X1o, it changes nothing.
+        algorithm: for a full mask and contiguous parts: ``"X1"`` and ``"X1o"``, which allow
+            different lengths on the ranks, or ``"X3b"``. For a causal mask and contiguous parts:
+            ``"X2"`` and ``"X2o"``, which also allow different lengths. For a causal mask and zigzag
+            parts: ``"X3"``, ``"X3c"``, ``"X4"`` and ``"X4o"``. ``"auto"`` chooses: with a full mask
+            X1o or X3b, whichever moves less data; with a causal mask X3, or X4 if X3 would gather
+            more than GATHER_LIMIT bytes.
+        causal: True: a query attends to the keys at its own position and before. False: a query
+            attends to all keys.
+        layout: how the sequence is split over the ranks, ``"contiguous"`` or ``"zigzag"``. The call
+            raises an error if the algorithm needs another layout. None: the layout is not checked,
+            and with a causal mask the wrong layout gives wrong results.
+        scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
+        group: the process group. None: all ranks.
+        sink: ``[H]``, for each head the score of a key that has no value. Each rank gets the
+            gradient of its local queries. As for any replicated weight, the caller has to sum the
+            gradients of the ranks.
+        reduce_dtype: dtype of sums over ranks. If the dtype of q is wider, such as float64, it is
+            used instead.
+        return_lse: whether to return lse too. It has no gradient.
+        agreed: True: skip the comparison of arguments between ranks, so that the CPU need not wait
+            for it. The caller guarantees that all ranks pass equal arguments and lengths, for
+            example in a loop after a first call with ``agreed=False``. If the guarantee is broken,
+            the call may hang or return wrong values. The capture of a CUDA graph needs
+            ``agreed=True``.
+        copies: True: X3, X3b and X4 use copies instead of collectives if all ranks are GPUs of one
+            host that can reach each other's memory. The first such call of a group finds this out.
+            In other cases, for example on the CPU or if ``"auto"`` chooses X1o, it has no effect.
 
     Returns:
-        out, ``[B, Sq, H, D]`` of q's type. With return_lse ``(out, lse)``; lse is ``[B, H, Sq]`` in
-        float32 or float64.
+        out, ``[B, Sq, H, D]`` of the dtype of q. With return_lse, ``(out, lse)``, where lse is
+        ``[B, H, Sq]`` in float32 or float64.
 
     Raises:
-        ConfigError: an argument is wrong here, or differs between ranks. All ranks raise, and
-            nothing has been exchanged. With agreed, and in the capture of a CUDA graph, this rank
-            alone raises.
-        ShapeError: a shape is wrong; otherwise as ConfigError.
-        TimeoutError: a rank has not come to a collective in the group's time. Also in backward.
-        Error: a rank has ended, or a collective has failed. Also in backward. docs/ringx.md says
-            more, under *Ranks that do not come*.
+        ConfigError: an argument is wrong on a rank, or differs between ranks. All ranks raise an
+            error, before any data is exchanged. With agreed, or during the capture of a CUDA graph,
+            only this rank raises.
+        ShapeError: as ConfigError, for a shape.
+        TimeoutError: a rank has not joined a collective within the timeout of the group. The
+            backward pass may raise it too.
+        Error: a rank has ended, or a collective has failed. The backward pass may raise it too. See
+            *Ranks that do not come* in docs/ringx.md.
     """
     more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
     out, lse = _run(
@@ -166,7 +174,7 @@ def _run(
     more: Callable[[], Error | None], layout: str | None = None, agreed: bool = False,
     copies: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`more` gives what is wrong with arguments that are the caller's own."""
+    """As ringx_attention. `more` checks the arguments that only the calling function has."""
     ranks = ranks_of(group)
     facts = [1] + [0] * (len(FACTS) - 1)
     factor = 0.0
@@ -212,7 +220,8 @@ def _run(
 
 
 def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
-    """What moves least, within the memory; docs/ringx.md has the formulas."""
+    """Returns the algorithm that moves the least data within the memory limit; docs/ringx.md has
+    the formulas."""
     moved = 2 * k.shape[0] * k.shape[2] * k.shape[3] * sum(job.k_lengths)
     if causal:
         gathered = moved * (k.element_size() + job.reduce_dtype.itemsize)
@@ -232,7 +241,7 @@ def _reference_problem(
     q: Tensor, dropout_p: object, window_size: tuple[int, int], alibi_slopes: Tensor | None,
     deterministic: bool, return_attn_probs: bool,
 ) -> Error | None:  # fmt: skip
-    """What is wrong with the arguments that `ringx_attention` does not have."""
+    """Checks the arguments that `ringx_attention` does not have. Returns the error, or None."""
     if not isinstance(dropout_p, Real) or dropout_p != 0:
         return ConfigError(f"ringx: dropout_p {reprlib.repr(dropout_p)}: not supported (use 0.0)")
     if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
@@ -245,7 +254,8 @@ def _reference_problem(
         return problem
     if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
         return ConfigError(
-            "ringx: deterministic True: torch decides (call torch.use_deterministic_algorithms)"
+            "ringx: deterministic True: torch decides which kernels it uses (call "
+            "torch.use_deterministic_algorithms(True) first, or use deterministic=False)"
         )
     return None
 
@@ -270,23 +280,23 @@ def _like_reference(algorithm: str) -> Callable[..., Any]:
         return (out, lse, None) if return_attn_probs else out
 
     function.__name__ = function.__qualname__ = f"ring{algorithm}_attn_func"
-    function.__doc__ = f"""Computes attention by {algorithm}, with the signature of RingX.
+    function.__doc__ = f"""Computes attention by algorithm {algorithm}, with the arguments of RingX.
 
     Args:
-        q: ``[B, Sq, H, D]``, the local rows.
+        q: ``[B, Sq, H, D]``, the local queries.
         k: ``[B, Sk, Hkv, D]``, the local keys.
         v: ``[B, Sk, Hkv, D]``, the local values.
-        dropout_p: has to be 0.
-        softmax_scale: factor of the scores. None: 1 / sqrt(D).
-        causal: has to be {ALGORITHMS[algorithm].causal}.
-        window_size: has to be (-1, -1).
-        alibi_slopes: has to be None.
-        deterministic: True needs ``torch.use_deterministic_algorithms``.
-        return_attn_probs: True: return ``(out, lse, None)``.
-        group: the ranks. None: all ranks.
+        dropout_p: must be 0.
+        softmax_scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
+        causal: must be {ALGORITHMS[algorithm].causal}.
+        window_size: must be ``(-1, -1)``.
+        alibi_slopes: must be None.
+        deterministic: True needs ``torch.use_deterministic_algorithms(True)`` on GPUs.
+        return_attn_probs: whether to return ``(out, lse, None)``.
+        group: the process group. None: all ranks.
 
     Returns:
-        out, ``[B, Sq, H, D]`` of q's type. With return_attn_probs ``(out, lse, None)``.
+        out, ``[B, Sq, H, D]`` of the dtype of q. With return_attn_probs ``(out, lse, None)``.
 
     Raises:
         ConfigError: as ``ringx_attention``.

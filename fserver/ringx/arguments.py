@@ -24,27 +24,33 @@ from .window import known
 
 def ranks_of(group: object) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError("ringx: torch.distributed has no group (call init_process_group first)")
+        raise ConfigError(
+            "ringx: torch.distributed is not initialized (call init_process_group first)"
+        )
     group = dist.group.WORLD if group is None else group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError("ringx: group: this process is not in it (call on its members only)")
+        raise ConfigError(
+            "ringx: group: this process is not a member (call the function on members only)"
+        )
     if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(f"ringx: group {said(group)}: want one of new_group, or None for all")
+        raise ConfigError(
+            f"ringx: group {said(group)}: want a group from new_group, or None for all ranks"
+        )
     try:
         return Ranks(group)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"ringx: group {said(group)}: {error} (make another)") from error
+        raise ConfigError(f"ringx: group {said(group)}: {error} (make a new group)") from error
 
 
 def _backends(ranks: Ranks) -> dict[str, str]:
-    """Of the group, by type of device."""
+    """Returns the backends of the group, by type of device."""
     pairs = dist.get_backend_config(ranks.group).split(",")
     return dict(pair.split(":", 1) for pair in pairs)
 
 
 def device_of(ranks: Ranks, q: object) -> torch.device:
-    """Where this rank takes part in the agreement: where q is, or, if the group cannot go there,
-    where the others most likely are."""
+    """Returns the device on which this rank compares its arguments with the others: the device of
+    q, or, if the group has no backend for it, the one that the other ranks most likely use."""
     backends = _backends(ranks)
     if isinstance(q, Tensor) and q.device.type in backends:
         return q.device
@@ -54,7 +60,7 @@ def device_of(ranks: Ranks, q: object) -> torch.device:
 
 
 def said(value: object) -> str:
-    """A value in a message."""
+    """Formats a value for a message."""
     return f"{reprlib.repr(value)} of type {type(value).__name__}"
 
 
@@ -83,7 +89,7 @@ def argument_problem(
     layout: str | None, scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype,
     copies: bool,
 ) -> Error | None:  # fmt: skip
-    """What is wrong with the arguments of this rank, of whatever type they are."""
+    """Checks the arguments of this rank, whatever their type. Returns the error, or None."""
     problem = flag_problem(causal=causal) or _scale_problem(scale)
     if problem:
         return problem
@@ -94,15 +100,15 @@ def argument_problem(
             return problem
         if tensor.device.type not in devices:
             return ConfigError(
-                f"ringx: {name} is on {tensor.device}: want it where the group has a backend, on "
-                f"one of {devices}"
+                f"ringx: {name} is on {tensor.device}, for which the group has no backend: want a "
+                f"tensor on one of {devices}"
             )
         if tensor.dim() != 4:
             return ShapeError(f"ringx: {name}.shape {tuple(tensor.shape)}: want [B, S, H, D]")
         if (tensor.dtype, tensor.device) != (q.dtype, q.device):
             return ConfigError(
-                f"ringx: {name} is {tensor.dtype} on {tensor.device} and q {q.dtype} on {q.device}:"
-                " want one type and device"
+                f"ringx: {name} is {tensor.dtype} on {tensor.device}, but q is {q.dtype} on "
+                f"{q.device}: want one dtype and one device"
             )
     problem = _shape_problem(q, k, v, causal)
     if problem:
@@ -114,8 +120,8 @@ def argument_problem(
         sink.shape != q.shape[2:3] or sink.device != q.device or sink.dtype not in DTYPES
     ):
         return ShapeError(
-            f"ringx: sink of shape {tuple(sink.shape)}, {sink.dtype} on {sink.device}: want "
-            f"[{q.shape[2]}], a score for each head of q, one of {DTYPES} on {q.device}"
+            f"ringx: sink has shape {tuple(sink.shape)} and is {sink.dtype} on {sink.device}: want "
+            f"shape ({q.shape[2]},), one score for each head of q, one of {DTYPES}, on {q.device}"
         )
     for name, dtype in (("reduce_dtype", reduce_dtype), ("q.dtype", q.dtype)):
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
@@ -125,20 +131,21 @@ def argument_problem(
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
     if k.shape != v.shape:
-        return ShapeError(f"ringx: v.shape {tuple(v.shape)}: want that of k, {tuple(k.shape)}")
+        return ShapeError(f"ringx: v.shape {tuple(v.shape)}: want k.shape, {tuple(k.shape)}")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         return ShapeError(
-            f"ringx: k.shape {tuple(k.shape)}: want the batch and the head dimension of q, "
-            f"{tuple(q.shape)}"
+            f"ringx: k.shape {tuple(k.shape)}: want the batch size and the head dimension of "
+            f"q.shape, {tuple(q.shape)}"
         )
     if not (q.shape[0] and q.shape[2] and k.shape[2] and q.shape[3]):
         return ShapeError(
-            f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty (want B, H and D of "
-            "1 or more)"
+            f"ringx: q.shape {tuple(q.shape)}, k.shape {tuple(k.shape)}: empty (want B, H and D to "
+            "be 1 or more)"
         )
     if q.shape[2] % k.shape[2]:
         return ShapeError(
-            f"ringx: q has {q.shape[2]} heads and k {k.shape[2]}: want a multiple (repeat k and v)"
+            f"ringx: q has {q.shape[2]} heads and k has {k.shape[2]}: want a multiple in q (repeat "
+            "the heads of k and v)"
         )
     if causal and q.shape[1] != k.shape[1]:
         return ShapeError(
@@ -149,7 +156,8 @@ def _shape_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | Non
 
 
 def _scale_problem(scale: object) -> Error | None:
-    """Kernels have it in float32, and some are wrong where it is not more than 0."""
+    """Checks the scale. Kernels take it in float32, and some compute wrong results if it is not
+    above 0."""
     if scale is None:
         return None
     want = "want a positive number (a negative one: negate q; a tensor: multiply q by it)"
@@ -164,17 +172,19 @@ def _scale_problem(scale: object) -> Error | None:
 
 
 def layout_of(algorithm: str, causal: bool | None = None) -> str:
-    """Returns the layout of the parts that an algorithm of `ringx_attention` works on.
-
-    It is what `shard` and `positions` take: "contiguous" or "zigzag".
+    """Returns the layout that an algorithm of `ringx_attention` needs, for `shard` and `positions`.
 
     Args:
-        algorithm: "auto", or the name of an algorithm.
-        causal: the mask, on which the layout of "auto" depends. An algorithm with a name has one
-            mask only: this may be left out, and has to be that mask if it is given.
+        algorithm: ``"auto"``, or the name of an algorithm.
+        causal: whether the mask is causal. ``"auto"`` needs it. Any other algorithm has one mask
+            only: leave ``causal`` out, or give that mask.
+
+    Returns:
+        ``"contiguous"`` or ``"zigzag"``.
 
     Raises:
-        ConfigError: there is no such algorithm, it has another mask, or "auto" without causal.
+        ConfigError: the algorithm does not exist or has another mask, or ``"auto"`` was given
+            without causal.
     """
     if not isinstance(algorithm, str) or algorithm not in (*ALGORITHMS, "auto"):
         raise ConfigError(
@@ -186,7 +196,7 @@ def layout_of(algorithm: str, causal: bool | None = None) -> str:
     if algorithm == "auto":
         if causal is None:
             raise ConfigError(
-                "ringx: layout_of('auto') depends on the mask: give causal, True or False"
+                "ringx: layout_of('auto') depends on the mask: want causal=True or causal=False"
             )
         return "zigzag" if causal else "contiguous"
     how = ALGORITHMS[algorithm]
@@ -217,27 +227,27 @@ def _mask_problem(
     if copies is True and algorithm != "auto" and not ALGORITHMS[algorithm].together:
         able = [name for name, row in ALGORITHMS.items() if row.together]
         return ConfigError(
-            f"ringx: copies True with algorithm {algorithm}: it has no copies (use one of "
+            f"ringx: copies True with algorithm {algorithm}, which cannot use copies (use one of "
             f"{able}, or copies=False)"
         )
     if layout not in (None, wanted):
         others = _fitting(causal, layout)
         return ConfigError(
-            f"ringx: layout {layout} with algorithm {algorithm}, which wants {wanted} parts (shard "
+            f"ringx: layout {layout} with algorithm {algorithm}, which needs {wanted} parts (shard "
             f"by layout_of({algorithm!r}, {causal})"
             + (f", or use one of {others})" if others else ")")
         )
     if wanted == "zigzag" and (length % 2 or not length):
         return ShapeError(
-            f"ringx: q.shape[1] is {length}, and zigzag wants two chunks of one length on each "
-            "rank (pad the sequence to a multiple of twice the ranks, or use X2)"
+            f"ringx: q.shape[1] is {length}, but zigzag needs two chunks of equal length on each "
+            "rank (pad the sequence to a multiple of twice the number of ranks, or use X2)"
         )
     return None
 
 
 def kernel_problem(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Error | None:
-    """Whether the kernels take these tensors; a schedule says so too, but only when others have
-    begun to exchange."""
+    """Returns the error if no kernel takes these tensors, else None. A schedule would find out too,
+    but only after other ranks have begun to exchange data."""
     try:
         if q.shape[1] and k.shape[1]:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -254,7 +264,7 @@ FACTS = (
     "scale",  # behind the shapes, as that which is the default follows from q.shape[3]
     *("q.shape[1]", "k.shape[1]"),
 )
-"""What the ranks tell each other; all but the lengths has to be the same."""
+"""What the ranks compare. All but the lengths has to be equal."""
 
 
 def facts_of(
@@ -276,14 +286,14 @@ def agree(
     ranks: Ranks, device: torch.device, facts: list[int], algorithm: str, causal: bool,
     problem: Error | None,
 ) -> tuple[Sequence[int], Sequence[int]]:  # fmt: skip
-    """One small all-gather before anything else. Gives the ranks' lengths of q and of k.
+    """Compares the arguments of all ranks by one small all-gather before anything else. Returns the
+    ranks' lengths of q and of k.
 
-    On a GPU it runs beside the current stream, so that the CPU waits for the group's last
-    collective at most, not for what is being computed; and not even for a place on the GPU where
-    the ranks have a board.
+    On a GPU it runs on a stream of its own. So the CPU waits at most for the last collective of the
+    group, not for the computation. With a board the comparison does not use the GPU at all.
 
     Raises:
-        ConfigError, ShapeError: on all ranks, if one has a problem or they differ.
+        ConfigError, ShapeError: on all ranks, if one rank has a problem or the arguments differ.
     """
     ranks.step = "comparing the arguments"
     window = known(ranks)
@@ -300,7 +310,9 @@ def agree(
         raise problem
     if any(columns["problem"]):
         rank = columns["problem"].index(1)
-        raise ConfigError(f"ringx: rank {rank} of the group refused its arguments (see its error)")
+        raise ConfigError(
+            f"ringx: rank {rank} of the group has refused its own arguments (see the error there)"
+        )
     uneven = not causal if algorithm == "auto" else ALGORITHMS[algorithm].uneven
     lengths = columns.pop("q.shape[1]"), columns.pop("k.shape[1]")
     for name, values in columns.items():
@@ -308,9 +320,10 @@ def agree(
             raise _differ(name, values, "the same on all ranks")
     for name, values in zip(("q.shape[1]", "k.shape[1]"), lengths, strict=True):
         if len({*values}) > 1 and not uneven:
-            raise _differ(name, values, f"one length (pad, or use {'X2' if causal else 'X1'})")
+            other = "X2" if causal else "X1"
+            raise _differ(name, values, f"one length (pad the sequence, or use {other})")
         if not sum(values):
-            raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on one")
+            raise ShapeError(f"ringx: {name} is 0 on all ranks: want 1 or more on at least one")
     return lengths
 
 
@@ -324,7 +337,7 @@ def _differ(name: str, values: Sequence[int], want: str) -> Error:
 
 
 def _fact(name: str, number: int) -> object:
-    """What a number that ranks told each other stands for."""
+    """Returns the value that stands behind a number of FACTS."""
     if name == "scale":
         return struct.unpack("d", struct.pack("q", number))[0]
     if name in ("q.dtype", "reduce_dtype"):

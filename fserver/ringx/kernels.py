@@ -60,7 +60,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair
         ShapeError: causal, and not as many rows as keys. Kernels differ in what they mean by it.
     """
     if causal and q.shape[1] != k.shape[1]:
-        raise ShapeError(f"ringx: causal block of {q.shape[1]} rows and {k.shape[1]} keys")
+        raise ShapeError(
+            f"ringx: a causal block has {q.shape[1]} queries and {k.shape[1]} keys: want equal "
+            "lengths"
+        )
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if not (q.shape[2] and k.shape[2]):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulator(q.dtype))

@@ -1,9 +1,10 @@
 """Which positions of a sequence a rank holds.
 
-``contiguous``: rank r has the r-th part; the first parts are one longer where the length does not
-divide. ``zigzag``: the sequence is cut into 2N chunks and rank r has chunks r and 2N-1-r, so that
-under a causal mask all ranks have as much to do. `layout_of` says which of them an algorithm of
-`ringx_attention` wants: zigzag for X3, X3c, X4 and X4o, contiguous for the others.
+``contiguous``: rank r has part r of the sequence. If the length cannot be divided evenly, the first
+parts are longer by one. ``zigzag``: the sequence is cut into 2N chunks, and rank r has chunks r and
+2N-1-r, so that all ranks have the same amount of work under a causal mask. `layout_of` returns the
+layout that an algorithm of `ringx_attention` needs: zigzag for X3, X3c, X4 and X4o, contiguous for
+the others.
 """
 
 from __future__ import annotations
@@ -23,40 +24,40 @@ LAYOUTS = ("contiguous", "zigzag")
 def positions(
     length: int, layout: str, rank: int, size: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Returns the positions of a sequence that a rank holds, in its order, as int64.
+    """Returns the positions that a rank holds, as an int64 tensor in the order of its rows.
 
-    A rotary embedding of the rank's rows takes them.
+    Use them for position embeddings of the local rows, such as rotary embeddings.
 
     Args:
         length: number of tokens of the whole sequence.
         layout: ``"contiguous"`` or ``"zigzag"``.
         rank: the rank, 0 to size - 1.
         size: number of ranks.
-        device: where the result is; None: the CPU.
+        device: device of the result. None: the CPU.
 
     Raises:
-        ConfigError: there is no such layout, rank, size or length.
-        ShapeError: the layout is zigzag, and the length is no multiple of 2 * size.
+        ConfigError: the layout, rank, size or length is not valid.
+        ShapeError: the layout is zigzag, and the length is not a multiple of 2 * size.
     """
     check_layout(layout)
     length, size = _whole("length", length, 0), _whole("size", size, 1)
     if not 0 <= _whole("rank", rank, 0) < size:
-        raise ConfigError(f"ringx: rank {rank} of {size}: want 0 to {size - 1}")
+        raise ConfigError(f"ringx: rank {rank} with size {size}: want 0 to {size - 1}")
     if layout == "contiguous":
         short, longer = divmod(length, size)
         start = rank * short + min(rank, longer)
         return torch.arange(start, start + short + (rank < longer), device=device)
     if length % (2 * size):
         raise ShapeError(
-            f"ringx: zigzag over {size} ranks: length {length} is no multiple of {2 * size} "
-            "(pad the sequence)"
+            f"ringx: length {length}: want a multiple of {2 * size} for layout zigzag over {size} "
+            "ranks (pad the sequence)"
         )
     chunks = torch.arange(length, device=device).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
 def shard(x: Tensor, layout: str, rank: int, size: int, dim: int = 1) -> Tensor:
-    """Returns a copy of the part of a tensor that a rank holds.
+    """Returns the part of a tensor that a rank holds, as a copy.
 
     Args:
         x: the whole tensor.
@@ -66,28 +67,29 @@ def shard(x: Tensor, layout: str, rank: int, size: int, dim: int = 1) -> Tensor:
         dim: the dimension of the tokens.
 
     Raises:
-        ConfigError: there is no such layout, rank or size, or x is no tensor with that dimension.
-        ShapeError: the layout is zigzag, and the length is no multiple of 2 * size.
+        ConfigError: the layout, rank or size is not valid, or x is not a tensor with this
+            dimension.
+        ShapeError: the layout is zigzag, and the length is not a multiple of 2 * size.
     """
     _has_dim("x", x, dim)
     return x.index_select(dim, positions(x.shape[dim], layout, rank, size, x.device))
 
 
 def unshard(parts: Sequence[Tensor], layout: str, dim: int = 1) -> Tensor:
-    """Returns a copy of the whole tensor, of which the given parts are the shards.
+    """Joins the parts of all ranks. Returns the whole tensor, as a copy.
 
     Args:
-        parts: the parts, one for each rank, in order.
+        parts: the parts, one for each rank, in the order of the ranks.
         layout: ``"contiguous"`` or ``"zigzag"``.
         dim: the dimension of the tokens.
 
     Raises:
-        ConfigError: there is no such layout, or a part is no tensor with that dimension.
+        ConfigError: the layout is not valid, or a part is not a tensor with this dimension.
         ShapeError: the parts are not the shards of one tensor.
     """
     parts = tuple(parts)
     if not parts:
-        raise ConfigError("ringx: parts (): want one for each rank")
+        raise ConfigError("ringx: parts (): want one tensor for each rank")
     for rank, part in enumerate(parts):
         _has_dim(f"parts[{rank}]", part, dim)
     size, length = len(parts), sum(part.shape[dim] for part in parts)
@@ -97,14 +99,14 @@ def unshard(parts: Sequence[Tensor], layout: str, dim: int = 1) -> Tensor:
         want[dim] = len(place)
         if list(part.shape) != want:
             raise ShapeError(
-                f"ringx: parts[{rank}].shape {tuple(part.shape)}: want {tuple(want)}, as rank "
-                f"{rank} of {size} has of a {layout} sequence of {length}"
+                f"ringx: parts[{rank}].shape {tuple(part.shape)}: want {tuple(want)} (the {layout} "
+                f"part of rank {rank} of {size} of a sequence of {length})"
             )
     return torch.cat(parts, dim).index_select(dim, torch.cat(places).argsort())
 
 
 def check_layout(layout: str) -> None:
-    """Raises a ConfigError if there is no such layout."""
+    """Raises a ConfigError unless the layout is valid."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ConfigError(f"ringx: layout {reprlib.repr(layout)}: want one of {LAYOUTS}")
 
@@ -124,5 +126,6 @@ def _has_dim(name: str, value: Tensor, dim: int) -> None:
         raise ConfigError(f"ringx: {name} is of type {type(value).__name__}: want a torch.Tensor")
     if not -value.dim() <= _whole("dim", dim, -value.dim()) < value.dim():
         raise ConfigError(
-            f"ringx: dim {dim}: {name}.shape is {tuple(value.shape)} (want a smaller)"
+            f"ringx: dim {dim}: {name}.shape is {tuple(value.shape)}, want {-value.dim()} to "
+            f"{value.dim() - 1}"
         )

@@ -15,19 +15,19 @@ from fserver.errors import Error, TimeoutError
 
 T = TypeVar("T")
 
-UNUSABLE = "The group cannot be used any more: end its processes or make another group."
+UNUSABLE = "The group is no longer usable: end its processes, or make a new group."
 """The remedy in messages."""
 
 
 class Ranks:
-    """This process among those of a group. Collectives are started; the caller waits for them.
+    """A process group, seen from this process. Its methods start collectives; the caller waits.
 
     Attributes:
-        step: what the collectives are for. Messages begin with it.
+        step: the purpose of the collectives. Error texts begin with it.
 
     Raises:
-        TimeoutError: a collective, or the wait for one, has taken the group's whole time.
-        Error: it has failed otherwise, as when a rank has ended.
+        TimeoutError: a collective, or the wait for one, has taken longer than the group's timeout.
+        Error: a collective has failed for another reason, for example because a rank has ended.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -90,7 +90,7 @@ class Ranks:
         text = (
             f"ringx: {self.step}: {what} {'timed out' if over else 'failed'} on rank {self.rank} "
             f"of the group (global ranks {members}). At least one rank has not made the same call, "
-            f"or has ended: see the output of the others. {UNUSABLE}"
+            f"or has ended: see the output of the other ranks. {UNUSABLE}"
         )
         if over:
             text += (

@@ -76,14 +76,14 @@ class Board:
             raise problem or OSError("another rank of the group cannot open the file")
 
     def gather(self, numbers: list[int], step: str) -> list[list[int]]:
-        """Returns what each rank has written, by rank. `step` is what it is for, in messages.
+        """Returns the numbers that each rank has written. Error texts name the `step`.
 
         Raises:
-            TimeoutError: a rank has not come within the group's time.
-            Error: that has happened before.
+            TimeoutError: a rank has not made the call within the timeout of the group.
+            Error: an earlier call has timed out.
         """
         if self._broken:
-            raise Error(f"ringx: a rank of the group has not come to a call before. {UNUSABLE}")
+            raise Error(f"ringx: a rank of the group has missed an earlier call. {UNUSABLE}")
         self._turn += 1  # places alternate: who writes a turn's has read all of the last one's
         record = struct.pack(f"{len(numbers) + 1}q", self._turn, *numbers)
         record += struct.pack("q", zlib.crc32(record))
@@ -104,8 +104,8 @@ class Board:
                 if waited > self._timeout:
                     self._broken, self._memory[own] = True, bytes(len(record))
                     raise TimeoutError(
-                        f"ringx: {step}: rank {rank} of the group has not called within "
-                        f"{self._timeout:g} s (see its output). {UNUSABLE}"
+                        f"ringx: {step}: rank {rank} of the group has not made the same call "
+                        f"within {self._timeout:g} s (see its output). {UNUSABLE}"
                     )
                 time.sleep(0 if waited < 1e-3 else 1e-4)
             found.append(theirs)
@@ -264,7 +264,10 @@ def _made(ranks: Ranks, device: torch.device, most: int) -> Window | None:
         problem = error
     failed = _any(ranks, problem is not None, device)
     if problem:
-        warnings.warn(f"ringx: collectives, as ranks cannot copy here: {problem}", stacklevel=2)
+        warnings.warn(
+            f"ringx: copies=True uses collectives, because the ranks cannot copy here: {problem}",
+            stacklevel=2,
+        )
     return None if failed else window
 
 

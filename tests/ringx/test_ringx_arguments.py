@@ -66,17 +66,17 @@ REFUSED = [
     ({"algorithm": "X9"}, "ConfigError: ringx: algorithm 'X9': want auto or one of ['X1'"),
     ({"algorithm": "X1"}, "causal=True: its mask is full (use causal=False, or one of ['X2'"),
     ({"causal": False}, "algorithm X3 with causal=False: its mask is causal (use causal=True"),
-    ({"q": (1, 5, 2, 8), "k": (1, 5, 2, 8)}, "ShapeError: ringx: q.shape[1] is 5, and zigzag"),
-    ({"algorithm": "auto", "q": (1, 3, 2, 8), "k": (1, 3, 2, 8)}, "zigzag wants two chunks"),
-    ({"q": (1, 4, 3, 8)}, "q has 3 heads and k 2: want a multiple (repeat k and v)"),
+    ({"q": (1, 5, 2, 8), "k": (1, 5, 2, 8)}, "ShapeError: ringx: q.shape[1] is 5, but zigzag"),
+    ({"algorithm": "auto", "q": (1, 3, 2, 8), "k": (1, 3, 2, 8)}, "zigzag needs two chunks"),
+    ({"q": (1, 4, 3, 8)}, "q has 3 heads and k has 2: want a multiple in q (repeat"),
     ({"q": (1, 4, 2, 8), "k": (1, 6, 2, 8)}, "want equal lengths, or causal=False"),
     ({"q": (4, 2, 8)}, "ShapeError: ringx: q.shape (4, 2, 8): want [B, S, H, D]"),
-    ({"q": (2, 4, 2, 8)}, "want the batch and the head dimension of q"),
-    ({"v": (1, 4, 1, 8)}, "v.shape (1, 4, 1, 8): want that of k"),
-    ({"v_dtype": torch.float64}, "ConfigError: ringx: v is torch.float64 on cpu and q torch.float"),
+    ({"q": (2, 4, 2, 8)}, "want the batch size and the head dimension of q"),
+    ({"v": (1, 4, 1, 8)}, "v.shape (1, 4, 1, 8): want k.shape"),
+    ({"v_dtype": torch.float64}, "ConfigError: ringx: v is torch.float64 on cpu, but q is torch"),
     ({"dtype": torch.int32}, "ConfigError: ringx: q.dtype torch.int32: want one of"),
     ({"reduce_dtype": torch.int32}, "reduce_dtype torch.int32: want one of"),
-    ({"sink": torch.ones(3)}, "sink of shape (3,), torch.float32 on cpu: want [2]"),
+    ({"sink": torch.ones(3)}, "sink has shape (3,) and is torch.float32 on cpu: want shape (2,)"),
     ({"q": (1, 4, 0, 8)}, "empty"),
     (
         {"algorithm": "X1", "causal": False, "k": (1, 0, 2, 8)},
@@ -98,27 +98,27 @@ REFUSED = [
     ({"function": "ringX3b_attn_func", "causal": True}, "X3b with causal=True: its mask is full"),
     (
         {"algorithm": "X1", "causal": False, "copies": True},
-        "copies True with algorithm X1: it has no copies (use one of ['X3', 'X3b', 'X4'], or",
+        "copies True with algorithm X1, which cannot use copies (use one of ['X3', 'X3b', 'X4']",
     ),
-    ({"algorithm": "X4o", "copies": True}, "copies True with algorithm X4o: it has no copies"),
+    ({"algorithm": "X4o", "copies": True}, "copies True with algorithm X4o, which cannot use"),
     (
         {"layout": "contiguous"},
-        "ConfigError: ringx: layout contiguous with algorithm X3, which wants zigzag parts (shard "
+        "ConfigError: ringx: layout contiguous with algorithm X3, which needs zigzag parts (shard "
         "by layout_of('X3', True), or use one of ['X2', 'X2o'])",
     ),
     ({"layout": "contiguous", "agreed": True}, "ConfigError: ringx: layout contiguous with algo"),
     (
         {"algorithm": "auto", "layout": "contiguous"},
-        "with algorithm auto, which wants zigzag parts",
+        "with algorithm auto, which needs zigzag parts",
     ),
     (
         {"algorithm": "X2", "layout": "zigzag"},
-        "layout zigzag with algorithm X2, which wants contiguous parts (shard by "
+        "layout zigzag with algorithm X2, which needs contiguous parts (shard by "
         "layout_of('X2', True), or use one of ['X3', 'X3c', 'X4', 'X4o'])",
     ),
     (
         {"algorithm": "X1", "causal": False, "layout": "zigzag"},
-        "ConfigError: ringx: layout zigzag with algorithm X1, which wants contiguous parts (shard "
+        "ConfigError: ringx: layout zigzag with algorithm X1, which needs contiguous parts (shard "
         "by layout_of('X1', False))",
     ),
     ({"layout": "striped"}, "ConfigError: ringx: layout 'striped': want one of ('contiguous', 'zi"),
@@ -138,7 +138,7 @@ def test_one_rank_that_is_wrong_is_an_error_on_all(world: World):
     answers = world.run((1, 2, 3), refused, calls, only=1)
     for rank, found in enumerate(answers):
         for text in found:
-            want = "rank 1 of the group refused its arguments (see its error)"
+            want = "rank 1 of the group has refused its own arguments (see the error there)"
             assert rank == 1 or want in text, found
     assert "zigzag" in answers[1][0]
     assert "q.dtype" in answers[1][1]
@@ -193,7 +193,7 @@ ODD = [
     ),
     (
         {"given": dict.fromkeys("qkv", X.to("meta"))},
-        "ConfigError: ringx: q is on meta: want it where the group has a backend, on one of ['cpu'",
+        "ConfigError: ringx: q is on meta, for which the group has no backend: want a tensor on",
     ),
     ({"sink": [1.0, 2.0]}, "ConfigError: ringx: sink [1.0, 2.0] of type list: want a torch.Tensor"),
     ({"sink": torch.ones(2).to_sparse()}, "ConfigError: ringx: sink is torch.sparse_coo: want a"),
@@ -232,7 +232,7 @@ def odd(me: Rank, number: int) -> list[str]:
 def test_any_value_on_one_rank_is_an_error_on_all(world: World, number: int):
     answers = [answer for (answer,) in world.run((0, 1), odd, number)]
     assert ODD[number][1] in answers[1]
-    assert "rank 1 of the group refused its arguments (see its error)" in answers[0]
+    assert "rank 1 of the group has refused its own arguments (see the error there)" in answers[0]
 
 
 def test_where_a_rank_without_a_tensor_takes_part(monkeypatch: pytest.MonkeyPatch):
@@ -273,10 +273,10 @@ def wrong_groups(me: Rank) -> list[str]:
 
 def test_what_is_no_group(world: World):
     three, name, tensor, gone = world.run((0,), wrong_groups)[0]
-    assert three == "ringx: group 3 of type int: want one of new_group, or None for all"
+    assert three == "ringx: group 3 of type int: want a group from new_group, or None for all ranks"
     assert "group 'world' of type str: want" in name
     assert "of type Tensor: want" in tensor
-    assert "of type ProcessGroup: " in gone and "(make another)" in gone
+    assert "of type ProcessGroup: " in gone and "(make a new group)" in gone
 
 
 def without_kernel(me: Rank, only: int | None) -> str:
@@ -290,7 +290,7 @@ def test_no_kernel_on_one_rank_is_an_error_on_all(world: World):
     want = "ConfigError: ringx: no attention kernel for q.dtype torch.float32, head dimension 8 on"
     first, second = world.run((0, 1), without_kernel, 1)
     assert want in second
-    assert "rank 1 of the group refused its arguments" in first
+    assert "rank 1 of the group has refused its own arguments" in first
     assert all(want in text for text in world.run((0, 1), without_kernel, None))
 
 
@@ -308,8 +308,8 @@ def deterministic(me: Rank) -> str:
 def test_deterministic(world: World):
     """On a GPU torch decides; on a CPU all is."""
     first, second = world.run((0, 1), deterministic)
-    assert "rank 1 of the group refused its arguments" in first
-    assert "ringx: deterministic True: torch decides (call torch.use_deterministic_alg" in second
+    assert "rank 1 of the group has refused its own arguments" in first
+    assert "ringx: deterministic True: torch decides which kernels it uses (call " in second
     arguments = X.as_subclass(OnGpu), 0.0, (-1, -1), None, True, False
     assert "torch decides" in str(api._reference_problem(*arguments))
     torch.use_deterministic_algorithms(True)
@@ -403,7 +403,7 @@ def outside(me: Rank) -> str:
 
 
 def test_outside_of_the_group(world: World):
-    assert "not in it" in world.run((0, 1, 2, 3), outside)[0]
+    assert "not a member" in world.run((0, 1, 2, 3), outside)[0]
 
 
 def of_lse(me: Rank) -> tuple[str, str]:
@@ -514,7 +514,7 @@ def test_layout_of():
     [
         (("X9",), "ringx: algorithm 'X9': want auto or one of ['X1'"),
         ((3,), "ringx: algorithm 3: want auto or one of ['X1'"),
-        (("auto",), "ringx: layout_of('auto') depends on the mask: give causal, True or False"),
+        (("auto",), "ringx: layout_of('auto') depends on the mask: want causal=True or"),
         (("auto", 1), "ringx: causal 1 of type int: want True or False"),
         (("X3", 1), "ringx: causal 1 of type int: want True or False"),
         (("X1", True), "ringx: algorithm X1 with causal=True: its mask is full (use causal=False"),
@@ -557,7 +557,9 @@ def test_shards_make_the_whole(layout: str, size: int):
 
 def test_zigzag_positions():
     assert positions(12, "zigzag", 1, 3).tolist() == [2, 3, 8, 9]
-    with pytest.raises(ShapeError, match="length 10 is no multiple of 6"):
+    with pytest.raises(
+        ShapeError, match="length 10: want a multiple of 6 for layout zigzag over 3"
+    ):
         positions(10, "zigzag", 0, 3)
     with pytest.raises(ConfigError, match="layout 'striped'"):
         positions(12, "striped", 0, 3)
@@ -566,7 +568,7 @@ def test_zigzag_positions():
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: positions(12, "zigzag", 3, 3), ConfigError, "rank 3 of 3: want 0 to 2"),
+        (lambda: positions(12, "zigzag", 3, 3), ConfigError, "rank 3 with size 3: want 0 to 2"),
         (lambda: positions(12, "zigzag", -1, 3), ConfigError, "rank -1: want a whole number, 0 or"),
         (lambda: positions(4, "zigzag", 0, 0), ConfigError, "size 0: want a whole number, 1 or"),
         (lambda: positions(4.0, "zigzag", 0, 1), ConfigError, "length 4.0: want a whole number"),
@@ -574,26 +576,30 @@ def test_zigzag_positions():
         (lambda: positions("4", "zigzag", 0, 1), ConfigError, "length '4': want a whole number"),
         (lambda: positions(4, ["zigzag"], 0, 1), ConfigError, "layout ['zigzag']: want one of"),
         (lambda: shard([1, 2], "zigzag", 0, 1), ConfigError, "x is of type list: want a torch.T"),
-        (lambda: shard(X, "zigzag", 0, 1, dim=9), ConfigError, "dim 9: x.shape is (1, 4, 2, 8)"),
+        (
+            lambda: shard(X, "zigzag", 0, 1, dim=9),
+            ConfigError,
+            "dim 9: x.shape is (1, 4, 2, 8), want -4 to 3",
+        ),
         (lambda: shard(X, "zigzag", 0, 1, dim=-5), ConfigError, "dim -5: want a whole number, -4"),
-        (lambda: unshard([], "zigzag"), ConfigError, "parts (): want one for each rank"),
+        (lambda: unshard([], "zigzag"), ConfigError, "parts (): want one tensor for each rank"),
         (lambda: unshard([X, 3], "zigzag"), ConfigError, "parts[1] is of type int: want a torch.T"),
         (
             lambda: unshard([X[:, :1], X[:, 1:]], "contiguous"),
             ShapeError,
-            "parts[0].shape (1, 1, 2, 8): want (1, 2, 2, 8), as rank 0 of 2 has of a contiguous",
+            "parts[0].shape (1, 1, 2, 8): want (1, 2, 2, 8) (the contiguous part of rank 0 of",
         ),
         (
             lambda: unshard([X[:, :1], X[:, 1:]], "zigzag"),
             ShapeError,
-            "parts[0].shape (1, 1, 2, 8): want (1, 2, 2, 8), as rank 0 of 2 has of a zigzag",
+            "parts[0].shape (1, 1, 2, 8): want (1, 2, 2, 8) (the zigzag part of rank 0 of 2",
         ),
         (
             lambda: unshard([X, X[:, :, :1]], "contiguous"),
             ShapeError,
             "parts[1].shape (1, 4, 1, 8): want (1, 4, 2, 8)",
         ),
-        (lambda: unshard([X[:, :3]], "zigzag"), ShapeError, "length 3 is no multiple of 2 (pad"),
+        (lambda: unshard([X[:, :3]], "zigzag"), ShapeError, "length 3: want a multiple of 2 for"),
     ],
 )
 def test_layouts_refuse(call: Any, kind: type[Error], text: str):
@@ -604,7 +610,7 @@ def test_layouts_refuse(call: Any, kind: type[Error], text: str):
 
 def test_causal_kernels_want_as_many_rows_as_keys():
     x = torch.ones(1, 4, 1, 8)
-    with pytest.raises(ShapeError, match="causal block of 2 rows and 4 keys"):
+    with pytest.raises(ShapeError, match="a causal block has 2 queries and 4 keys"):
         kernels.forward(x[:, :2], x, x, True, 1.0)
 
 

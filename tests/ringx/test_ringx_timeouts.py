@@ -22,8 +22,8 @@ LIMIT = 0.5
 """Seconds that the group's collectives have in the step in which a rank is absent."""
 
 REMEDY = (
-    "At least one rank has not made the same call, or has ended: see the output of the others. "
-    "The group cannot be used any more: end its processes or make another group."
+    "At least one rank has not made the same call, or has ended: see the output of the other "
+    "ranks. The group is no longer usable: end its processes, or make a new group."
 )
 
 

@@ -186,10 +186,10 @@ def waits(me: Rank) -> str:
 
 
 def test_a_rank_that_does_not_come(world: World):
-    remedy = "The group cannot be used any more: end its processes or make another group."
-    said = "TimeoutError: ringx: comparing: rank 0 of the group has not called within "
+    remedy = "The group is no longer usable: end its processes, or make a new group."
+    said = "TimeoutError: ringx: comparing: rank 0 of the group has not made the same call within "
     said += f"0.05 s (see its output). {remedy}"
-    said += f"; Error: ringx: a rank of the group has not come to a call before. {remedy}"
+    said += f"; Error: ringx: a rank of the group has missed an earlier call. {remedy}"
     assert world.run(THREE, waits) == ["late", said, said]
 
 
