@@ -1,7 +1,7 @@
-"""Loads the extension, once, when something first needs it.
+"""Loads the extension on first use.
 
-Importing the package must not do it: loading the extension starts the engine's Go runtime, and
-a child that is forked afterwards cannot use it.
+``import fserver`` must not load it: the extension starts the engine's Go runtime, which does not
+work in a child process that is forked afterwards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ _module: ModuleType | None = None
 
 
 class LoadError(Error, ImportError):
-    """The extension is missing or is for another Python, or it has no adapter to this torch."""
+    """The extension is missing or is for another Python, or it has no adapter for this torch."""
 
 
 def load() -> ModuleType:
-    """The module ``fserver._C``, joined to the torch of this process, which is imported.
+    """Returns the module ``fserver._C``, connected to the torch of this process. Imports torch.
 
-    May be called from any thread, any number of times. Raises LoadError with the command that
-    mends it.
+    Any thread may call it, any number of times.
+
+    Raises:
+        LoadError: the extension cannot be loaded. The text has the command that repairs it.
     """
     global _module
     if _module is None:
@@ -45,14 +47,14 @@ def load() -> ModuleType:
 
 
 def check(package: Path) -> None:
-    """Raises LoadError unless this folder, a package fserver, has an extension for this Python."""
+    """Raises LoadError if the package in this folder has no extension for this Python."""
     extension = package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not extension.is_file():
         here = sysconfig.get_config_var("SOABI")
         others = ", ".join(path.name for path in sorted(package.glob("_C.*.so")))
-        found = f"there is {others}" if others else "it has not been built"
+        found = f"it has only {others}" if others else "it has not been built"
         raise LoadError(
-            f"fserver: no extension for {here} in {package}: {found} ({_remedy(package)})"
+            f"fserver: {package} has no extension for {here}: {found} ({_remedy(package)})"
         )
 
 
@@ -65,8 +67,8 @@ def _remedy(package: Path) -> str:
 
 
 def _adapter() -> Path:
-    """The adapter for the torch of this Python: compiled for exactly this torch before, or the
-    package's for its minor version, or compiled now."""
+    """Returns the adapter for the torch of this Python: one that was compiled for exactly this
+    torch, else the package's adapter for its minor version, else one that is compiled now."""
     torch, version = _torch()
     made = cache.path(version)
     if made.is_file():
@@ -78,7 +80,7 @@ def _adapter() -> Path:
         return cache.compiled(version, Path(str(torch.__file__)).parent)
     except cache.CompileError as error:
         raise LoadError(
-            f"fserver has {_adapters()}, and this is torch {version}: {error}"
+            f"fserver has {_adapters()}, but torch {version} is installed: {error}"
         ) from None
 
 
@@ -90,18 +92,19 @@ def _torch() -> tuple[ModuleType, str]:
         if error.name != "torch":
             raise
         raise LoadError(
-            f"fserver needs torch {build.LEAST} or later, and this Python has none (run `{pip}`)"
+            f"fserver needs torch {build.LEAST} or later, but torch is not installed (run `{pip}`)"
         ) from error
     version = str(torch.__version__)
     if build.minor(version) < build.MIN_TORCH:
         raise LoadError(
-            f"fserver needs torch {build.LEAST} or later, and this is torch {version} (run `{pip}`)"
+            f"fserver needs torch {build.LEAST} or later, but torch {version} is installed (run "
+            f"`{pip}`)"
         )
     return torch, version
 
 
 def _adapters() -> str:
-    """ "adapters for torch 2.11, 2.15": of this package, for this Python."""
+    """Returns "adapters for torch 2.11, 2.15": the package's adapters for this Python."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     names = (path.name for path in (_PACKAGE / "_torch").glob(f"*{suffix}"))
     found = sorted(build.minor(name.removesuffix(suffix).replace("_", ".")) for name in names)
@@ -109,9 +112,9 @@ def _adapters() -> str:
 
 
 def _join(module: ModuleType, adapter: Path) -> None:
-    """Joins the extension to an adapter, which must read a tensor as Python does.
+    """Connects the extension to an adapter, and checks that the adapter reads a tensor correctly.
 
-    The adapter's inlined code knows where torch keeps the fields of a tensor. If it is wrong, no
+    The adapter's inlined code contains the memory layout of a tensor. If the layout has changed, no
     symbol is missing: only the values are wrong.
     """
     torch, version = _torch()
@@ -127,16 +130,16 @@ def _join(module: ModuleType, adapter: Path) -> None:
         module.join(str(adapter), tensor, facts)
     except ImportError as error:
         raise LoadError(
-            f"fserver: {adapter} does not fit torch {version}: {error} "
-            f"(run `{sys.executable} -m fserver._torch`, which compiles one for this torch)"
+            f"fserver: the adapter {adapter} does not fit torch {version}: {error} "
+            f"(run `{sys.executable} -m fserver._torch` to compile an adapter for this torch)"
         ) from None
 
 
 def _import(name: str) -> ModuleType:
     """Imports an extension with lazy binding.
 
-    The engine's bindings to libraries that may be missing here leave their functions undefined
-    until they are called; Python would ask for all of them now.
+    The engine binds the functions of optional libraries when it first calls them. Python's default
+    is to bind all functions at import, which fails if such a library is missing.
     """
     flags = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_LAZY)
@@ -144,7 +147,10 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         if os.environ.get("LD_BIND_NOW"):
-            raise LoadError(f"{error} (unset LD_BIND_NOW: the extension binds lazily)") from error
+            raise LoadError(
+                f"fserver: the extension needs lazy binding, but LD_BIND_NOW is set: {error} "
+                "(unset LD_BIND_NOW)"
+            ) from error
         raise
     finally:
         sys.setdlopenflags(flags)

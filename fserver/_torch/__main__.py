@@ -1,5 +1,5 @@
-"""``python -m fserver._torch``: compiles the adapter for the torch of this Python, also if there is
-one, and prints where it is. The loader takes it before the one that the package has."""
+"""``python -m fserver._torch``: compiles the adapter for the installed torch, even if there is one
+already, and prints its path. The loader prefers it to the adapter of the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> int:
     try:
         print(cache.compiled(torch.__version__, Path(torch.__file__).parent, again=True))
     except cache.CompileError as error:
-        print(f"fserver: torch {torch.__version__}: {error}", file=sys.stderr)
+        print(f"fserver: adapter for torch {torch.__version__}: {error}", file=sys.stderr)
         return 1
     return 0
 

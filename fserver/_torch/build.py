@@ -1,8 +1,8 @@
-"""How an adapter is compiled. `tools/builder.py` and the loader use this file; it imports nothing
-but the standard library, and nothing of fserver.
+"""How an adapter is compiled. `tools/builder.py` and the loader use this file, so it imports only
+the standard library.
 
-An adapter is compiled from ``adapter.cc`` in this folder for one minor version of torch and for one
-Python. It needs a C++ compiler, the headers of that Python, and torch, in which its headers are.
+An adapter is compiled from ``adapter.cc`` in this folder, for one minor version of torch and one
+Python. This needs a C++ compiler, the headers of that Python, and torch with its headers.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _LIBRARIES = ["-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 
 def minor(version: str) -> tuple[int, int]:
-    """(2, 15) for "2.15.0a0+git123"."""
+    """Returns (2, 15) for "2.15.0a0+git123"."""
     major, rest = version.split(".")[:2]
     return int(major), int(rest)
 
 
 def file_name(version: str, suffix: str | None = None) -> str:
-    """The name of the adapter for a version of torch and this Python: "2_15.cpython-311-….so".
+    """Returns the file name of the adapter for a torch and a Python: "2_15.cpython-311-….so".
 
     Args:
-        version: a version of torch, of which the first two numbers count.
-        suffix: EXT_SUFFIX of another Python.
+        version: a version of torch. Only the first two numbers matter.
+        suffix: EXT_SUFFIX of the Python. None: this Python.
     """
     return "{}_{}".format(*minor(version)) + (suffix or sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def identity(header: Path) -> str:
-    """The digest of an adapter's sources, 16 hexadecimal digits.
+    """Returns the digest of an adapter's sources, 16 hexadecimal digits.
 
     Args:
         header: fserver.h, which the adapter includes.
@@ -50,20 +50,20 @@ def identity(header: Path) -> str:
 
 
 def literal(header: Path) -> str:
-    """FS_ADAPTER, by which the extension and an adapter know that they fit each other."""
+    """Returns the value of FS_ADAPTER, which is equal in an extension and an adapter that fit."""
     return f"0x{identity(header)}ULL"
 
 
 def compile_flags(header: Path) -> list[str]:
-    """What the compiler needs beside the folders of `includes` and the names of files."""
+    """Returns the compiler's flags, except those of `includes` and the names of files."""
     return [*_COMPILE, f"-DFS_ADAPTER={literal(header)}", f"-I{HERE}", f"-I{header.parent}"]
 
 
 def includes(torch: Path, python: Path) -> list[str]:
-    """Where the headers of others are.
+    """Returns the compiler's flags for the headers of torch and Python.
 
     Args:
-        torch: the folder of a package torch.
+        torch: the folder of the package torch.
         python: the folder of Python.h.
     """
     headers = (torch / "include", torch / "include/torch/csrc/api/include", python)
@@ -71,6 +71,6 @@ def includes(torch: Path, python: Path) -> list[str]:
 
 
 def link_flags(torch: Path) -> list[str]:
-    """What the linker needs beside the names of files, which come first."""
+    """Returns the linker's flags. They have to come after the names of files."""
     exports = f"-Wl,--version-script={HERE / 'exports.map'}"
     return [*_LINK, exports, f"-L{torch / 'lib'}", *_LIBRARIES]

@@ -1,4 +1,4 @@
-"""Compiles an adapter for a torch that the package has none for, into a folder of the user."""
+"""Compiles an adapter for a torch for which the package has none, into the user's cache."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ HEADER = build.HERE.parent / "include/fserver.h"
 
 
 class CompileError(Exception):
-    """There is no adapter for this torch, and none can be made. The text says why and what to do,
-    in one line."""
+    """There is no adapter for this torch, and it cannot be compiled. The text gives the reason and
+    the remedy in one line."""
 
 
 def path(version: str) -> Path:
-    """Where the adapter for exactly this torch, this Python and this fserver is, if it has been
-    compiled: in $XDG_CACHE_HOME/fserver, which is ~/.cache/fserver by default."""
+    """Returns the path of a compiled adapter for exactly this torch, this Python and this fserver.
+    It is in $XDG_CACHE_HOME/fserver, by default ~/.cache/fserver. It need not exist."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return Path(cache) / "fserver" / build.identity(HEADER) / f"{version}{suffix}"
 
 
 def compiled(version: str, torch: Path, again: bool = False) -> Path:
-    """Compiles the adapter, unless it is there. Two processes do not compile it twice.
+    """Compiles the adapter unless it exists. Of several processes, only one compiles it.
 
     Args:
         version: the version of torch.
-        torch: the folder of its package.
-        again: compile it even if it is there.
+        torch: the folder of the package torch.
+        again: compile the adapter even if it exists.
+
+    Returns:
+        The path of the adapter.
 
     Raises:
-        CompileError: that is not possible.
+        CompileError: the adapter cannot be compiled.
     """
     try:
         made = path(version)
@@ -53,7 +56,8 @@ def compiled(version: str, torch: Path, again: bool = False) -> Path:
                 _compile(made, version, torch, command)
     except OSError as error:
         raise CompileError(
-            f"it cannot be compiled: {error} (XDG_CACHE_HOME names another folder for it)"
+            f"an adapter cannot be compiled: {error} (set XDG_CACHE_HOME to a folder that can be "
+            "written)"
         ) from error
     return made
 
@@ -66,26 +70,33 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _command(torch: Path) -> list[str]:
-    """The compiler and its flags, if all that it needs is there."""
+    """Returns the compiler and its flags, after checking that all it needs is there."""
     cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(cxx[0]) is None:
         raise CompileError(
-            f"there is no C++ compiler to make one: {cxx[0]} (apt-get install g++, or set CXX)"
+            f"an adapter cannot be compiled, because there is no C++ compiler {cxx[0]} (run "
+            "apt-get install g++, or set CXX)"
         )
     python = Path(sysconfig.get_path("include"))
     for header, remedy in (
-        (python / "Python.h", "apt-get install python3-dev"),
+        (python / "Python.h", "run apt-get install python3-dev"),
         (torch / "include/c10/core/TensorImpl.h", "install a torch with its headers"),
         (HEADER, "install fserver again"),
     ):
         if not header.is_file():
-            raise CompileError(f"to make one, {header} is missing ({remedy})")
+            raise CompileError(
+                f"an adapter cannot be compiled, because {header} is missing ({remedy})"
+            )
     extra = shlex.split(os.environ.get("CXXFLAGS", ""))
     return [*cxx, *build.compile_flags(HEADER), *extra, *build.includes(torch, python)]
 
 
 def _compile(made: Path, version: str, torch: Path, command: list[str]) -> None:
-    print(f"fserver: compiling an adapter for torch {version}, once", file=sys.stderr, flush=True)
+    print(
+        f"fserver: compiling an adapter for torch {version} (only once)",
+        file=sys.stderr,
+        flush=True,
+    )
     part, log = made.with_name(f".{made.name}.part"), made.with_suffix(".log")
     link = build.link_flags(torch)
     done = subprocess.run(
@@ -98,5 +109,5 @@ def _compile(made: Path, version: str, torch: Path, command: list[str]) -> None:
     if done.returncode:
         lines = (done.stdout + done.stderr).splitlines()
         first = next((line for line in lines if "error" in line), "no message")
-        raise CompileError(f"it does not compile: {first.strip()} (see {log})")
+        raise CompileError(f"the adapter does not compile: {first.strip()} (see {log})")
     part.replace(made)
