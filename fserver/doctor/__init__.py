@@ -1,4 +1,4 @@
-"""`fserver doctor`: what works on this host, what does not, and what to do about it."""
+"""`fserver doctor`: tests this host or the path to another host, and says how to fix what fails."""
 
 import argparse
 import json
@@ -12,21 +12,22 @@ from .report import Report, say
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 where the cluster that the environment describes would start, and a peer can be
-    worked with; else 1."""
+    """Returns 0 if everything that is needed works, else 1."""
     parser = argparse.ArgumentParser(
         prog="fserver doctor",
-        description="Says what works on this host, what does not, and what to do about it. The "
-        "exit status is 1 if the cluster that the environment describes would not start, or if "
-        "the path to the peer does not work.",
+        description="Tests this host, and says what works, what does not, and how to fix it. If "
+        "the environment describes a cluster (DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT), "
+        "it also tests whether a process of this cluster can start here. With --peer it tests the "
+        "path to another host instead. The exit status is 1 if fserver cannot work on this host, "
+        "if the process cannot start, or if the path does not work; otherwise it is 0.",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
         "--peer",
         type=address,
         metavar="HOST:PORT",
-        help="try the path to a scheduler, or to a doctor that listens",
+        help="test the path to a scheduler, or to a host that runs `fserver doctor --listen`",
     )
     other.add_argument(
         "--listen",
@@ -34,8 +35,8 @@ def main(argv: list[str]) -> int:
         nargs="?",
         const=("", 0),
         metavar="HOST:PORT",
-        help="be the other end for --peer (default: this host's loopback, or, with a secret, any "
-        "of its addresses; any free port)",
+        help="answer `fserver doctor --peer` of another host until interrupted (default: any free "
+        "port; all addresses of this host if a secret is set, else 127.0.0.1)",
     )
     options = parser.parse_args(argv)
     values = inherited()
@@ -68,17 +69,20 @@ def _listen(at: str, port: int, values: dict[str, str]) -> int:
     try:
         key = protocol.secret(values)
     except OSError as e:
-        say(f"FSERVER_SECRET_FILE={e.filename}: {e.strerror}")
+        say(f"FSERVER_SECRET_FILE={e.filename}: {e.strerror} (name a file that this user can read)")
         return 1
     at = at or ("0.0.0.0" if key else "127.0.0.1")
     try:
         server = listen.listen(at, port)
     except OSError as e:
         where = names.join(at, port)
-        say(f"listen on {where}: {e.strerror or e} (name an address of this host and a free port)")
+        say(
+            f"cannot listen on {where}: {e.strerror or e} (give an address of this host and a free "
+            "port)"
+        )
         return 1
     if not key and at not in ("127.0.0.1", "::1", "localhost"):
-        say("without a secret whoever can connect can measure (set FSERVER_SECRET)")
+        say("no secret is set, so every host that can connect may use this (set FSERVER_SECRET)")
     with server:
         print(f"listening on {names.join(at, server.getsockname()[1])}", flush=True)
         listen.serve(server, key)

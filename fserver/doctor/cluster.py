@@ -1,4 +1,4 @@
-"""Whether the cluster that the environment describes would start here."""
+"""Tests whether a process of the cluster that the environment describes can start on this host."""
 
 import socket
 from collections.abc import Iterator
@@ -11,30 +11,44 @@ from .host import SHARED_MEMORY, TRANSPORTS
 from .report import Check, Report
 
 TITLE = "Cluster"
+HOSTED = "FSERVER_HOST_SCHEDULER"
+NONE = Check(
+    "settings",
+    "info",
+    "the environment describes no cluster, so only this host was tested",
+    "set DMLC_ROLE, DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT to test a cluster too",
+)
 
 
 def check(report: Report, values: dict[str, str], host: dict) -> None:
-    """Settings, addresses and ports of the process that this environment describes."""
-    if not environment():
-        text = "no setting is given, so there is no cluster to check"
-        report.add(TITLE, Check("settings", "info", text, "`fserver env` lists the settings"))
-        return
+    """Tests the settings, addresses and ports of the process that the environment describes.
+
+    If the environment describes no cluster, no setting is missing, and only the settings that are
+    set are tested.
+    """
+    described = any(name.startswith("DMLC_") or name == HOSTED for name in environment())
     found = env.settings(values)
     for warning in found["warnings"]:
         report.add(TITLE, Check("settings", "note", warning))
-    for error in found["errors"]:
-        remedy = "correct it; `fserver env` says what is allowed"
+    errors = [e for e in found["errors"] if described or e not in found["missing"]]
+    for error in errors:
+        remedy = "correct this setting (`fserver env` prints the allowed values)"
         report.add(TITLE, Check("settings", "no", error, remedy, fatal=True))
-    if found["errors"]:
+    if errors:
         return
     of = {s["name"]: s["value"] for s in found["settings"]}
     role = of["DMLC_ROLE"]
-    groups = f"{of['DMLC_NUM_WORKER']} worker and {of['DMLC_NUM_SERVER']} server groups"
-    text = f"a {role} in a cluster of {groups} of {of['DMLC_GROUP_SIZE']}"
-    report.add(TITLE, Check("settings", "yes", text))
+    report.add(TITLE, _settings(of, role) if described else NONE)
     shared = next(c for c in report.sections[TRANSPORTS] if c.name == SHARED_MEMORY)
-    report.add(TITLE, *_gpu(host), *_transport(of, role, shared))
-    report.add(TITLE, *_addresses(of, role, host), *_secret(of, host))
+    report.add(TITLE, *_transport(of, role, shared))
+    if described:
+        report.add(TITLE, *_gpu(host), *_addresses(of, role, host), *_secret(of, host))
+
+
+def _settings(of: dict[str, str], role: str) -> Check:
+    groups = f"{of['DMLC_NUM_WORKER']} worker groups and {of['DMLC_NUM_SERVER']} server groups"
+    text = f"this process is a {role} of {groups} of {of['DMLC_GROUP_SIZE']} processes each"
+    return Check("settings", "yes", text)
 
 
 def _gpu(host: dict) -> Iterator[Check]:
@@ -43,13 +57,14 @@ def _gpu(host: dict) -> Iterator[Check]:
         remedy = remedy.rstrip(")")
         if text.startswith("FSERVER_TRANSPORT=cudaipc: "):  # which STEPMESH_BACKEND=CPU refuses too
             remedy = (
-                "unset FSERVER_TRANSPORT, or let this process see the GPU that STEPMESH_GPU names"
+                "unset FSERVER_TRANSPORT, or make the GPU that STEPMESH_GPU names visible to this "
+                "process"
             )
         yield Check("device", "no", text, remedy, fatal=True)
 
 
 def _transport(of: dict[str, str], role: str, shared: Check) -> Iterator[Check]:
-    """Whether the one transport that is demanded can work; auto has tcp to fall back to."""
+    """Tests the transport that FSERVER_TRANSPORT demands. With auto, tcp always remains."""
     name = f"FSERVER_TRANSPORT={of['FSERVER_TRANSPORT']}"
     if role == "scheduler" or of["FSERVER_TRANSPORT"] not in ("cma", "cudaipc"):
         return
@@ -77,7 +92,7 @@ def _addresses(of: dict[str, str], role: str, host: dict) -> Iterator[Check]:
     if role == "scheduler":
         return
     if host["listen_error"]:
-        remedy = "name an address or interface of this host (DMLC_NODE_HOST, DMLC_INTERFACE)"
+        remedy = "set DMLC_NODE_HOST or DMLC_INTERFACE to an address or interface of this host"
         yield Check("address", "no", host["listen_error"], remedy, fatal=True)
     elif role == "server":
         address, settings = host["listen"], "DMLC_NODE_HOST and DMLC_PORT"
@@ -89,7 +104,7 @@ def _addresses(of: dict[str, str], role: str, host: dict) -> Iterator[Check]:
 
 
 def _free(name: str, host: str, port: int, settings: str) -> Check:
-    """Whether this process could listen there."""
+    """Tests whether this process can listen on an address."""
     where = names.join(host, port or "any free port")
     try:
         family, kind, _, _, address = names.resolve(host, port)[0]
@@ -98,28 +113,31 @@ def _free(name: str, host: str, port: int, settings: str) -> Check:
             s.bind(address)
             s.listen(1)
     except OSError as e:
-        remedy = f"{settings} must name an address of this host, and a port that nobody has"
-        return Check(name, "no", f"listen on {where}: {e.strerror or e}", remedy, fatal=True)
-    return Check(name, "yes", f"{where} can be listened on")
+        remedy = f"set {settings} to an address of this host and a free port"
+        text = f"cannot listen on {where}: {e.strerror or e}"
+        return Check(name, "no", text, remedy, fatal=True)
+    return Check(name, "yes", f"this process can listen on {where}")
 
 
 def _resolves(host: str, port: int) -> Check:
     try:
         found = names.resolve(host, port)
     except OSError as e:
-        remedy = "DMLC_PS_ROOT_URI must be an address, or a name that this host can resolve"
-        return Check("scheduler", "no", f"resolve {host}: {e.strerror or e}", remedy, fatal=True)
+        remedy = "set DMLC_PS_ROOT_URI to an address, or to a name that this host can resolve"
+        text = f"cannot resolve {host}: {e.strerror or e}"
+        return Check("scheduler", "no", text, remedy, fatal=True)
     addresses = list(dict.fromkeys(str(f[4][0]) for f in found))
     text = names.join(host, port) + ("" if addresses == [host] else f" is {', '.join(addresses)}")
-    remedy = f"`fserver doctor --peer {names.join(host, port)}` tries the way there"
+    remedy = f"`fserver doctor --peer {names.join(host, port)}` tests the path to it"
     return Check("scheduler", "yes", text, remedy)
 
 
 def _secret(of: dict[str, str], host: dict) -> Iterator[Check]:
     if of["FSERVER_SECRET"] or of["FSERVER_SECRET_FILE"]:
-        yield Check("secret", "yes", "set")
+        yield Check("secret", "yes", "a secret is set")
     elif host["listen"].startswith("127.") or host["listen"] in ("::1", "localhost"):
-        yield Check("secret", "info", "none is set, and only this host can connect")
+        yield Check("secret", "info", "no secret is set, and only this host can connect")
     else:
-        remedy = "set FSERVER_SECRET or FSERVER_SECRET_FILE on all nodes"
-        yield Check("secret", "note", "none is set: whoever can connect can join", remedy)
+        remedy = "set FSERVER_SECRET or FSERVER_SECRET_FILE to the same secret on all nodes"
+        text = "no secret is set, so every process that can connect can join the cluster"
+        yield Check("secret", "note", text, remedy)

@@ -1,4 +1,4 @@
-"""Whether one process of this user may write into the memory of another."""
+"""Tests whether one process of this user may write into the memory of another."""
 
 import ctypes
 import errno
@@ -28,8 +28,8 @@ _ANY = ctypes.c_ulong(-1)
 
 
 def probe() -> tuple[str, int]:
-    """How it went: ("plain", 0), ("ptracer", 0) where the target first has to allow it, as the
-    engine does, or ("", errno). An errno of -1: the bytes did not arrive."""
+    """Returns ("plain", 0) if it works, ("ptracer", 0) if it works after the target has allowed it,
+    as the engine does, else ("", errno). An errno of -1 means that the bytes did not arrive."""
     libc = ctypes.CDLL(None, use_errno=True)
     code = _try()
     if code == 0:
@@ -44,20 +44,20 @@ def probe() -> tuple[str, int]:
 
 
 def words(way: str, code: int) -> tuple[str, str]:
-    """What probe found, and what to do about it."""
+    """Returns the finding and the remedy for a result of probe."""
     if way == "plain":
         return "processes of this user can write into each other's memory", ""
     if way == "ptracer":
-        text = "processes of this user can write into each other's memory where FSERVER_PTRACER=1"
+        text = "processes of this user can write into each other's memory if FSERVER_PTRACER=1"
         return text, ""
     if code == errno.ENOSYS:
-        text = "process_vm_writev is not in this kernel, or a sandbox forbids it"
-        return text, "a container needs a seccomp profile that allows process_vm_writev"
+        text = "this kernel has no process_vm_writev, or a sandbox forbids it"
+        return text, "in a container, use a seccomp profile that allows process_vm_writev"
     if code > 0:
-        remedy = "sysctl kernel.yama.ptrace_scope=1; a container also needs --cap-add SYS_PTRACE"
-        return f"process_vm_writev: {os.strerror(code)}", remedy
-    remedy = f"see what `{sys.executable} -I -S -c pass` says"
-    return "a child process did not write what it was to write", remedy
+        remedy = "set sysctl kernel.yama.ptrace_scope=1; in a container also --cap-add SYS_PTRACE"
+        return f"process_vm_writev fails: {os.strerror(code)}", remedy
+    remedy = f"run `{sys.executable} -I -S -c pass` and correct what it reports"
+    return "a child process did not write into the memory of this process", remedy
 
 
 def _try() -> int:

@@ -1,4 +1,4 @@
-"""What the doctor says of this host: engine, transports, devices, limits."""
+"""The tests of this host: engine, transports, devices, limits."""
 
 import ctypes.util
 import importlib.util
@@ -23,8 +23,8 @@ SHARED_MEMORY = "shared memory"
 
 
 def engine(report: Report, values: dict[str, str]) -> dict | None:
-    """The versions of all that takes part. Gives what the engine says of this host, None where
-    there is no engine."""
+    """Reports the versions of all parts. Returns what the engine has found on this host, or None if
+    the engine cannot be loaded."""
     title = "Versions"
     try:
         extension = _loader.load()
@@ -43,7 +43,7 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
     report.add(title, *_versions(extension.__file__))
     report.add(title, Check("kernel", "info", found["kernel"]), *_drivers(found))
     for note in found["notes"]:
-        remedy = "what follows may lack something; give this process the right to read it"
+        remedy = "the findings below may be incomplete; let this process read it"
         report.add(title, Check("topology", "note", note, "" if "not served" in note else remedy))
     return found
 
@@ -62,30 +62,30 @@ def _versions(file: str | None) -> Iterator[Check]:
 def _drivers(found: dict) -> Iterator[Check]:
     driver = found["gpu_driver"]
     if driver["version"]:
-        yield Check("GPU driver", "info", f"{driver['version']}, CUDA up to {driver['cuda']}")
+        yield Check("GPU driver", "info", f"{driver['version']}, for CUDA up to {driver['cuda']}")
     modules = [f"{name} {version}".strip() for name, version in found["modules"].items()]
     if modules:
-        yield Check("modules", "info", ", ".join(modules))
+        yield Check("kernel modules", "info", ", ".join(modules))
 
 
 def transports(report: Report, found: dict) -> None:
-    """Each transport: yes, or no, why, and what to do."""
+    """Reports for each transport whether it works here."""
     built = set(found["engine"]["transports"])
     report.add(TRANSPORTS, _tcp(), _cma("cma" in built), _shared_memory(found["limits"]))
     gpus, rdma = found["gpus"], found["rdma"]
     usable = [d["name"] for d in rdma if d["nodes"] and any(p["active"] for p in d["ports"])]
     if gpus:
-        devices = f"there are GPUs for it: {len(gpus)}"
+        devices = f"this process sees {len(gpus)} GPU{'s' * (len(gpus) != 1)}"
     else:
-        devices = f"there is no GPU: {found['gpu_driver']['reason'] or 'the driver shows none'}"
+        devices = f"no GPU: {found['gpu_driver']['reason'] or 'the driver shows none'}"
     # Every build opens the driver where there is one; "auto" takes GPU tensors there over cma.
     report.add(TRANSPORTS, _other("cudaipc", {"cudaipc"}, bool(gpus), devices))
     if usable:
-        devices = f"there are RDMA devices for it: {', '.join(usable)}"
+        devices = f"this process can use the RDMA devices {', '.join(usable)}"
     elif rdma:
-        devices = "there are RDMA devices, but none with a link that this process may open"
+        devices = "no RDMA device has a link and can be opened by this process"
     else:
-        devices = "there is no RDMA device (/sys/class/infiniband)"
+        devices = "no RDMA device (/sys/class/infiniband)"
     for name, library in (("verbs", "ibverbs"), ("ofi", "fabric"), ("ucx", "ucp")):
         there = (
             f"; lib{library} {'is' if ctypes.util.find_library(library) else 'is not'} installed"
@@ -95,9 +95,10 @@ def transports(report: Report, found: dict) -> None:
 
 def _other(name: str, built: set[str], devices: bool, text: str) -> Check:
     if name not in built:
-        return Check(name, "no", f"not in this build; {text}", "use tcp, or a build that has it")
+        text = f"this build of fserver does not contain it; {text}"
+        return Check(name, "no", text, f"use tcp, or a build of fserver that contains {name}")
     if not devices:
-        return Check(name, "no", text, "use tcp, or make the devices visible to this process")
+        return Check(name, "no", text, "use tcp, or make a device visible to this process")
     return Check(name, "yes", text)
 
 
@@ -115,8 +116,9 @@ def _tcp() -> Check:
         except OSError as e:
             why = e
     if not families:
-        remedy = "bring loopback up: ip link set lo up"
-        return Check("tcp", "no", f"connecting to loopback fails: {why}", remedy, fatal=True)
+        remedy = "enable the loopback interface: ip link set lo up"
+        text = f"a connection to the loopback address fails: {why}"
+        return Check("tcp", "no", text, remedy, fatal=True)
     return Check("tcp", "yes", " and ".join(families))
 
 
@@ -124,20 +126,20 @@ def _cma(built: bool) -> Check:
     way, code = cma.probe()
     text, remedy = cma.words(way, code)
     if not built:
-        host = f"this host would {'allow' if way else 'not allow'} it: {text}"
-        return Check("cma", "no", f"not in this build; {host}", "use tcp, or a build that has it")
+        text = f"this build of fserver does not contain it; {text}"
+        return Check("cma", "no", text, "use tcp, or a build of fserver that contains cma")
     if way:
-        return Check("cma", "yes", f"one copy: {text}")
-    return Check("cma", "note", f"two copies, through shared memory: {text}", remedy)
+        return Check("cma", "yes", f"one copy, because {text}")
+    return Check("cma", "note", f"two copies through shared memory, because {text}", remedy)
 
 
 def _shared_memory(limits: dict) -> Check:
-    """Memory without a name, passed to another process as a descriptor."""
+    """Tests anonymous shared memory, which is passed to another process as a file descriptor."""
     try:
         fd = os.memfd_create("fserver", os.MFD_CLOEXEC)
     except (OSError, AttributeError) as e:
-        remedy = "use tcp; a container needs a seccomp profile that allows memfd_create"
-        return Check(SHARED_MEMORY, "no", f"memfd_create: {e}", remedy)
+        remedy = "use tcp, or, in a container, a seccomp profile that allows memfd_create"
+        return Check(SHARED_MEMORY, "no", f"memfd_create fails: {e}", remedy)
     left, right = socket.socketpair(socket.AF_UNIX)
     try:
         os.ftruncate(fd, mmap.PAGESIZE)
@@ -151,18 +153,21 @@ def _shared_memory(limits: dict) -> Check:
             os.close(passed)
     except OSError as e:
         remedy = "raise the limits on memory and open files (ulimit -a)"
-        return Check(SHARED_MEMORY, "no", f"pass memory to another process: {e}", remedy)
+        text = f"memory cannot be passed to another process: {e}"
+        return Check(SHARED_MEMORY, "no", text, remedy)
     finally:
         left.close()
         right.close()
         os.close(fd)
     if not same:
-        return Check(SHARED_MEMORY, "no", "it is not shared", "report this; use tcp")
-    return Check(SHARED_MEMORY, "yes", f"memfd; /dev/shm has {size(limits['dev_shm_bytes'])}")
+        text = "two mappings of one descriptor do not show the same bytes"
+        return Check(SHARED_MEMORY, "no", text, "use tcp, and report this")
+    text = f"memfd works; /dev/shm has {size(limits['dev_shm_bytes'])}"
+    return Check(SHARED_MEMORY, "yes", text)
 
 
 def devices(report: Report, found: dict) -> None:
-    """GPUs, interfaces, how far they are from each other, and what `auto` makes of it."""
+    """Reports the GPUs, the network interfaces, their distances, and what `auto` chooses."""
     gpus, nics = found["gpus"], found["nics"]
     title = "GPUs"
     for g in gpus:
@@ -183,9 +188,13 @@ def devices(report: Report, found: dict) -> None:
     title = "Distances"
     shown = [i for i, n in enumerate(nics) if n["rdma"] or not n["not_announced"]]
     if gpus:
-        text = "PIX one PCIe switch, PXB several, PHB host bridge, NODE same NUMA node, SYS another"
+        text = (
+            "the path from one to the other leads over: PIX one PCIe switch, PXB several PCIe "
+            "switches, PHB a PCIe host bridge, NODE several host bridges of a NUMA node, SYS "
+            "another NUMA node"
+        )
         if any(path["nvlinks"] for row in found["gpu_gpu"] for path in row):
-            text += ", NV# NVLink lanes"
+            text += ", NV# that number of NVLink lanes"
         report.add(title, Check("", "info", text))
         names = [f"gpu{g['index']}" for g in gpus] + [nics[i]["name"] for i in shown]
         rows = []
@@ -195,7 +204,7 @@ def devices(report: Report, found: dict) -> None:
             rows.append(cells + [found["gpu_nic"][i][j] for j in shown])
         report.tables[title] = list(_matrix(names, rows))
     auto = found["auto"]
-    text = f"{auto['interface'] or 'nothing'}"
+    text = f"{auto['interface'] or 'no interface'}"
     text += f" ({auto['address']})" if auto["address"] else ""
     text += f", RDMA device {auto['rdma']}" if auto["rdma"] else ""
     report.add(title, Check("DMLC_INTERFACE=auto", "info", f"{text}: {auto['why']}"))
@@ -212,7 +221,7 @@ def _nic(n: dict) -> str:
         parts.append(f"{n['mbit_s'] / 1000:g} Gbit/s")
     parts += [n["driver"], n["pci"], _numa(n)]
     if n["ports"]:
-        parts.append(f"over {' '.join(n['ports'])}")
+        parts.append(f"made of {' '.join(n['ports'])}")
     if n["rdma"]:
         parts.append(f"RDMA {' '.join(n['rdma'])}")
     if n["not_announced"]:
@@ -225,16 +234,19 @@ def _rdma(d: dict) -> Check:
     text = ", ".join(filter(None, ["RDMA device", *ports, d["pci"], _numa(d)]))
     if not ports:
         return Check(
-            d["name"], "no", f"{text}, no port has a link", "plug it in: ibstat, rdma link"
+            d["name"],
+            "no",
+            f"{text}, no port has a link",
+            "check cable and switch (ibstat and `rdma link` show the ports)",
         )
     if not any("/uverbs" in node for node in d["nodes"]):
-        remedy = "give the container the device: --device /dev/infiniband"
-        return Check(d["name"], "no", f"{text}, its /dev/infiniband/uverbs* is not here", remedy)
+        remedy = "in a container, add --device /dev/infiniband"
+        return Check(d["name"], "no", f"{text}, it has no /dev/infiniband/uverbs* here", remedy)
     return Check(d["name"], "yes", text + (", software" if d["software"] else ""))
 
 
 def _matrix(names: list[str], rows: list[list[str]], width: int = 92) -> Iterator[str]:
-    """A table in as many parts as fit the width."""
+    """Yields the lines of a table, in as many parts as the width requires."""
     left = 4 + max(len(name) for name in names[: len(rows)])
     columns = [max(len(names[j]), *(len(row[j]) for row in rows)) for j in range(len(names))]
     start = 0
@@ -251,7 +263,7 @@ def _matrix(names: list[str], rows: list[list[str]], width: int = 92) -> Iterato
 
 
 def limits(report: Report, found: dict) -> None:
-    """What this process may use."""
+    """Reports the limits of this process."""
     title = "Limits"
     values, cores, clock = found["limits"], found["cores"], found["clock"]
     rdma = any(d["nodes"] for d in found["rdma"])
@@ -259,27 +271,32 @@ def limits(report: Report, found: dict) -> None:
     low = rdma and 0 <= locked < 1 << 30
     report.add(
         title,
-        _limit("locked memory", size(locked), low, "RDMA registers memory: ulimit -l unlimited"),
+        _limit("locked memory", size(locked), low, "raise it for RDMA: ulimit -l unlimited"),
         _limit(
             "open files",
             f"{_count(values['open_files'])} (up to {_count(values['open_files_hard'])})",
             0 <= values["open_files"] < 1024,
-            "one for each connection: ulimit -n 65536",
+            "raise it, because each connection needs one: ulimit -n 65536",
         ),
         _limit("processes", _count(values["user_processes"]), False, ""),
         _limit(
             "/dev/shm",
             f"{size(values['dev_shm_bytes'])}, {size(values['dev_shm_free_bytes'])} free",
             values["dev_shm_bytes"] <= 64 * MIB,
-            "too small for torch's loaders; a container: --shm-size=8g",
+            "fserver does not need it, but torch's data loaders do: in a container, --shm-size=8g",
         ),
     )
     scope = values["ptrace_scope"]
-    names = {-1: "no Yama", 0: "same user", 1: "only what the target allows", 2: "only root"}
-    text = f"{scope} ({names.get(scope, 'nobody')})" if scope >= 0 else names[-1]
+    names = {
+        0: "all processes of a user may access each other",
+        1: "a process must allow the access",
+        2: "only root may access other processes",
+    }
+    text = f"{scope} ({names.get(scope, 'no process may access another one')})"
+    remedy = "for cma with one copy, set sysctl kernel.yama.ptrace_scope=1"
     report.add(
         title,
-        _limit("ptrace scope", text, scope > 1, "cma needs sysctl kernel.yama.ptrace_scope=1"),
+        _limit("ptrace scope", text if scope >= 0 else "no limit (no Yama)", scope > 1, remedy),
         _cores(cores),
     )
     if found["gpus"]:
@@ -292,16 +309,17 @@ def limits(report: Report, found: dict) -> None:
             f"CLOCK_MONOTONIC from {clock['source'] or 'an unknown source'}, "
             f"resolution {clock['resolution_ns']} ns",
             clock["source"] not in fast,
-            "each look at it is a system call; boot with a stable tsc if the machine has one",
+            "every reading of this clock is a system call; boot with clocksource=tsc if the "
+            "machine has a stable tsc",
         ),
     )
 
 
 def _queues() -> Check:
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip()
-    text = f"CUDA_DEVICE_MAX_CONNECTIONS={value}" if value else "as many as CUDA likes"
+    text = f"CUDA_DEVICE_MAX_CONNECTIONS={value}" if value else "the default of CUDA"
     low = value.isdecimal() and int(value) < 8
-    remedy = "a stream that waits for a message keeps others: unset it, or set 32"
+    remedy = "a stream that waits for a message blocks other streams: unset it, or set it to 32"
     return _limit("GPU queues", text, low, remedy)
 
 
@@ -318,7 +336,7 @@ def _cores(cores: dict) -> Check:
         f"{cores['free']} ({cores['online']} online, {len(cores['allowed'])} in the affinity mask"
     )
     if cores["quota"]:
-        text += f", a quota of {cores['quota']:g} in {cores['limit']}"
+        text += f", a quota of {cores['quota']:g} from {cores['limit']}"
     low = cores["free"] < 3
-    remedy = "too few for a thread that only polls: calls drive progress themselves"
+    remedy = "calls drive progress themselves, because a polling thread needs a core of its own"
     return _limit("free cores", text + ")", low, remedy)

@@ -1,4 +1,4 @@
-"""`fserver doctor --listen`: the other end for `--peer`."""
+"""`fserver doctor --listen`: the other end of `--peer`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SESSIONS = 8  # at a time; more wait in the kernel's queue
 NAME = "doctor session"  # of their threads
 CALL_LIMIT = 3.0  # seconds, to connect back
 WORDS = {
-    "differs": "its secret is another one",
-    "only here": "it has no secret, and this side has one",
-    "only there": "it has a secret, and this side has none",
+    "differs": "refused, because its secret differs from the one here",
+    "only here": "refused, because it has no secret and this side has one",
+    "only there": "refused, because it has a secret and this side has none",
 }
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listens; OSError if that is not possible."""
+    """Returns a listening socket. Raises OSError if that is not possible."""
     family, kind, _, _, at = names.resolve(host, port)[0]
     server = socket.socket(family, kind)
     try:
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(server: socket.socket, key: bytes) -> None:
-    """Answers callers until it is interrupted, or the socket is shut down or closed."""
+    """Answers callers until it is interrupted, or until the socket is shut down or closed."""
     free = threading.BoundedSemaphore(SESSIONS)
 
     def session(sock: socket.socket, remote: str) -> None:
@@ -55,7 +55,7 @@ def serve(server: socket.socket, key: bytes) -> None:
             free.release()
             if e.errno in (errno.EBADF, errno.EINVAL):
                 return
-            say(f"take a connection: {e}")
+            say(f"cannot accept a connection: {e}")
             time.sleep(0.1)  # most likely no descriptor is free; one that is closed helps
             continue
         remote = names.join(*address[:2])
@@ -70,7 +70,7 @@ def _session(channel: Channel, remote: str, key: bytes) -> None:
     except SecretError as e:
         say(f"{remote}: {WORDS[e.args[0]]}")
     except (OSError, ProtocolError):
-        pass  # a port scan, a node that looks what is here, or a caller that is done
+        pass  # a port scan, a node that probes this port, or a caller that has finished
 
 
 def _requests(channel: Channel) -> None:
@@ -90,10 +90,10 @@ def _requests(channel: Channel) -> None:
 
 
 def _call(channel: Channel, request: bytes) -> str:
-    """Connects to where the caller came from, and nowhere else; gives what went wrong."""
+    """Connects to the address that the caller came from, and to no other. Returns what failed."""
     port, nonce = struct.unpack("<H16s", request)
     if port < 1024:
-        return "that port is not for this"
+        return f"port {port} is not allowed (want 1024 or above)"
     host = channel.sock.getpeername()[0]
     try:
         with socket.create_connection((host, port), timeout=CALL_LIMIT) as back:

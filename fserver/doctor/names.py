@@ -7,7 +7,8 @@ LIMIT = 10.0  # seconds, for a name
 
 
 def resolve(host: str, port: int) -> list[tuple]:
-    """What socket.getaddrinfo gives for TCP, within LIMIT; OSError if that is nothing."""
+    """Returns the result of socket.getaddrinfo for TCP. Raises OSError if it takes longer than
+    LIMIT, or if there is no result."""
     found: list[list[tuple]] = []
     errors: list[OSError] = []
 
@@ -16,7 +17,7 @@ def resolve(host: str, port: int) -> list[tuple]:
             flags = socket.AI_PASSIVE
             found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
         except (OSError, UnicodeError) as e:
-            errors.append(e if isinstance(e, OSError) else OSError(0, "not a host name"))
+            errors.append(e if isinstance(e, OSError) else OSError(0, "this is not a host name"))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -29,5 +30,5 @@ def resolve(host: str, port: int) -> list[tuple]:
 
 
 def join(host: str, port: int | str) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
+    """Returns HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""`fserver doctor --peer`: the path to a scheduler, or to a doctor on another host."""
+"""`fserver doctor --peer`: tests the path to a scheduler, or to a doctor on another host."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ STREAM = 0.5  # seconds, each way
 _IP_MTU = 14  # of linux/in.h; the module socket does not have it
 _IPV6_MTU = 24
 
-SECRET = "FSERVER_SECRET (or FSERVER_SECRET_FILE) must be the same on all nodes"
-TLS = "FSERVER_TLS must be on, or off, on all nodes"
+SECRET = "set FSERVER_SECRET (or FSERVER_SECRET_FILE) to the same secret on all nodes"
+TLS = "set FSERVER_TLS to the same value, on or off, on all nodes"
 FIT = "FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* must fit each other on all nodes"
-# What a peer is told, or proven: the rest of the settings is its own.
+# The settings that both sides compare. All others may differ.
 SHARED = ("FSERVER_CLUSTER", "FSERVER_SECRET", "FSERVER_SECRET_FILE", "PS_RESEND")
 WORDS = {
-    "differs": "both sides have a secret, and they differ",
-    "only here": "this side has a secret, the peer has none",
-    "only there": "the peer has a secret, this side has none",
+    "differs": "the secrets of the two sides differ",
+    "only here": "this side has a secret, but the peer has none",
+    "only there": "the peer has a secret, but this side has none",
 }
 
 
 def check(report: Report, host: str, port: int, values: dict[str, str]) -> None:
-    """Tries everything between this host and another one. Every step has a bound on its time."""
+    """Tests the path between this host and another one. Every step has a time limit."""
     title = f"Path to {names.join(host, port)}"
     found: dict[str, object] = {"host": host, "port": port, "kind": "none"}
     report.data["peer"] = found
@@ -49,14 +49,13 @@ def check(report: Report, host: str, port: int, values: dict[str, str]) -> None:
 
 
 def _reach(report: Report, title: str, found: dict, host: str, port: int) -> str:
-    """The first address that takes a connection, after all of them have been tried; or empty."""
+    """Tries all addresses of a host. Returns the first one that accepts a connection, or ""."""
     try:
         all_ = names.resolve(host, port)
     except OSError as e:
-        remedy = "give an address, or a name that this host can resolve (getent hosts)"
-        report.add(
-            title, Check("name", "no", f"resolve {host}: {e.strerror or e}", remedy, fatal=True)
-        )
+        remedy = "give an address, or a name that this host can resolve (see getent hosts)"
+        text = f"cannot resolve {host}: {e.strerror or e}"
+        report.add(title, Check("name", "no", text, remedy, fatal=True))
         return ""
     text = " ".join(dict.fromkeys(str(a[4][0]) for a in all_))
     report.add(title, Check("name", "yes", text))
@@ -76,7 +75,7 @@ def _reach(report: Report, title: str, found: dict, host: str, port: int) -> str
                 failed.append((at[0], e))
                 continue
             one["connect_us"] = round((time.monotonic_ns() - begin) / 1000, 1)
-            report.add(title, Check("reach", "yes", f"{at[0]} port {port} takes connections"))
+            report.add(title, Check("reach", "yes", f"{at[0]} port {port} accepts connections"))
             if not first:
                 first = str(at[0])
                 _mtu(report, title, found, sock)
@@ -89,16 +88,16 @@ def _reach(report: Report, title: str, found: dict, host: str, port: int) -> str
 
 def _remedy(e: OSError) -> str:
     if isinstance(e, TimeoutError):
-        return "nothing comes back: is the host up, and does a firewall drop this port?"
+        return "no answer: check that the host is up and that no firewall drops this port"
     if e.errno == errno.ECONNREFUSED:
-        return "nobody listens there: start the scheduler, or `fserver doctor --listen` there"
+        return "no process listens there: start the scheduler, or `fserver doctor --listen`"
     if e.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-        return "there is no route: check the address, `ip route get` and the firewall"
+        return "no route: check the address, `ip route get` and the firewall"
     return "check the address and the network between the hosts"
 
 
 def _path_mtu(sock: socket.socket) -> int:
-    """What the kernel knows of the path; 0 if nothing."""
+    """Returns the MTU of the path as far as the kernel knows it, else 0."""
     level, option = socket.IPPROTO_IP, _IP_MTU
     if sock.family == socket.AF_INET6:
         level, option = socket.IPPROTO_IPV6, _IPV6_MTU
@@ -113,25 +112,25 @@ def _mtu(report: Report, title: str, found: dict, sock: socket.socket) -> None:
     found["mtu"], found["from"] = mtu, sock.getsockname()[0]
     text = f"MTU {mtu or 'unknown'} on the path from {sock.getsockname()[0]}"
     small = 0 < mtu < 4000
-    remedy = "on a network of your own, an MTU of 9000 costs less per byte" if small else ""
+    remedy = "on a private network, an MTU of 9000 makes large messages cheaper" if small else ""
     report.add(title, Check("mtu", "yes", text, remedy))
 
 
 def _node(
     report: Report, title: str, found: dict, address: str, port: int, values: dict[str, str]
 ) -> bool:
-    """Asks a node of fserver who it is; False if what listens is none."""
+    """Asks a node of fserver for its identity. Returns False if it is not a node that listens."""
     settings = {n: v for n, v in values.items() if n in SHARED or n.startswith("FSERVER_TLS")}
     settings |= {"DMLC_ROLE": "worker", "FSERVER_TRANSPORT": "tcp"}
     settings |= {"DMLC_PS_ROOT_URI": address, "DMLC_PS_ROOT_PORT": str(port)}
     try:
         text = _loader.load().probe([f"{n}={v}" for n, v in settings.items()], PROBE_LIMIT_MS)
     except _loader.LoadError as e:
-        remedy = "without it only a doctor can be talked to: mend the installation"
+        remedy = "repair the installation; without the engine only a listening doctor can be tested"
         report.add(title, Check("engine", "no", str(e), remedy, fatal=True))
         return False
     except Error as e:
-        remedy = "correct the settings: `fserver env`"
+        remedy = "correct the settings (`fserver env` prints them)"
         report.add(title, Check("settings", "no", str(e), remedy, fatal=True))
         return True
     probe = json.loads(text)
@@ -144,37 +143,38 @@ def _node(
         return True
     found["kind"] = probe["role"]
     rank = f" {probe['rank']}" if probe["role"] != "scheduler" else ""
-    text = f"a {probe['role']}{rank} listens there, {probe['build']}"
+    text = f"a {probe['role']}{rank} listens there ({probe['build']})"
     tls, trips = ("on both sides", "four") if probe["tls"] else ("on neither side", "three")
     has = bool(values.get("FSERVER_SECRET") or values.get("FSERVER_SECRET_FILE"))
     found["secret"] = "same" if has else "none"
-    again = "`fserver doctor --listen` there, and --peer here, measures that"
+    again = "run `fserver doctor --listen` there and --peer here"
     report.add(
         title,
         Check("node", "yes", text),
         Check("secret", "yes", "the same on both sides" if has else "none on either side"),
         Check("tls", "info", tls),
         Check("handshake", "yes", f"{probe['ns'] / 1e6:.2f} ms, {trips} round trips"),
-        Check("bandwidth", "info", "not measured: a node is not disturbed", again),
-        Check("way back", "info", "not tried", again),
+        Check("bandwidth", "info", "not measured, so as not to disturb the node", again),
+        Check("way back", "info", "not tested", again),
     )
     return True
 
 
 def _apart(found: dict, error: str) -> Check:
-    """Why TLS keeps the two apart."""
+    """Returns the finding for two sides that fail because of TLS."""
     if found["tls"] == "only here":
-        return Check("tls", "no", "this side has TLS, the node there has none", TLS, fatal=True)
+        text = "this side uses TLS, but the node there does not"
+        return Check("tls", "no", text, TLS, fatal=True)
     found["kind"] = "unknown"  # it has said nothing but TLS
     text, remedy = error.rpartition("handshake: ")[2].removesuffix(f": {FIT}"), FIT
     if found["tls"] == "only there":
-        text, remedy = "the peer has TLS, this side has none", TLS
-    remedy += f"; if it is no node, somebody else has port {found['port']}: ss -ltnp there says who"
+        text, remedy = "the peer uses TLS, but this side does not", TLS
+    remedy += f"; if another program has port {found['port']}, `ss -ltnp` there shows it"
     return Check("tls", "no", text, remedy, fatal=True)
 
 
 def _refused(found: dict, error: str) -> Check:
-    """Why a node does not talk to this side; the engine's text says it for both."""
+    """Returns the finding for a node that refuses this side. The engine's text has the reason."""
     text = error.rpartition("handshake: ")[2].removeprefix("refused by the peer: ")
     reason, _, remedy = text.rpartition(": ")
     if "secret, " in text or "proof of" in text:
@@ -185,7 +185,7 @@ def _refused(found: dict, error: str) -> Check:
         return Check("secret", "no", WORDS[found["secret"]], SECRET, fatal=True)
     if not reason:
         reason, remedy = text, "make it the same on both sides"
-    return Check("node", "no", f"it does not take this side: {reason}", remedy, fatal=True)
+    return Check("node", "no", f"the node refuses this side: {reason}", remedy, fatal=True)
 
 
 def _doctor(
@@ -194,7 +194,8 @@ def _doctor(
     try:
         key = protocol.secret(values)
     except OSError as e:
-        report.add(title, Check("secret", "no", f"read {e.filename}: {e.strerror}", SECRET, True))
+        text = f"cannot read {e.filename}: {e.strerror}"
+        report.add(title, Check("secret", "no", text, SECRET, fatal=True))
         return
     step = "peer"
     try:
@@ -221,13 +222,14 @@ def _doctor(
             Check("secret", "no", WORDS[e.args[0]], SECRET, fatal=True),
         )
     except (OSError, ProtocolError) as e:
-        why = "nothing came in time" if isinstance(e, TimeoutError) else str(e)
+        why = "no answer in time" if isinstance(e, TimeoutError) else str(e)
         if step == "peer":
             found["kind"] = "unknown"
-            text = f"what listens there is neither a node nor a doctor: {why}"
-            remedy = f"somebody else has port {port}: ss -ltnp there says who"
+            text = f"the program that listens there is neither a node nor a doctor: {why}"
+            remedy = f"free port {port}, or give another one (`ss -ltnp` there shows the program)"
         else:
-            text, remedy = f"it broke off: {why}", "try again; the network loses what is sent"
+            text = f"the connection broke off: {why}"
+            remedy = "try again; if it fails again, check the network for lost packets"
         report.add(title, Check(step, "no", text, remedy, fatal=True))
 
 
@@ -257,12 +259,12 @@ def _bandwidth(report: Report, title: str, found: dict, channel: Channel) -> Non
     count, took = protocol.drain(channel)
     back = count / max(took, 1)
     found["bandwidth_gb_s"] = {"out": round(out, 3), "in": round(back, 3)}
-    text = f"{out:.2f} GB/s there, {back:.2f} GB/s back, over one TCP connection of Python's"
+    text = f"{out:.2f} GB/s there, {back:.2f} GB/s back (one TCP connection, from Python)"
     report.add(title, Check("bandwidth", "yes", text))
     mtu = _path_mtu(channel.sock)
     if 0 < mtu < found["mtu"]:  # found out on the way, by packets that were too large
-        text = f"somewhere on the path it is {mtu}, less than the {found['mtu']} of this interface"
-        remedy = "give all interfaces and switches on the path the same MTU"
+        text = f"the path has an MTU of {mtu}, less than the {found['mtu']} of this interface"
+        remedy = "set the same MTU on all interfaces and switches of the path"
         report.add(title, Check("path mtu", "note", text, remedy))
         found["mtu"] = mtu
 
@@ -270,7 +272,7 @@ def _bandwidth(report: Report, title: str, found: dict, channel: Channel) -> Non
 def _back(
     report: Report, title: str, found: dict, channel: Channel, values: dict[str, str]
 ) -> None:
-    """Whether the peer can connect to this host, as workers do to servers."""
+    """Tests whether the peer can connect to this host, as workers connect to servers."""
     nonce = secrets.token_bytes(16)
     came = threading.Event()
     with socket.socket(channel.sock.family) as server:
@@ -288,14 +290,14 @@ def _back(
         report.add(title, Check("way back", "yes", f"the peer can connect to {host}"))
         return
     error = "".join(c if c.isprintable() else "?" for c in error[:200])
-    text = f"the peer cannot connect to {host}: {error or 'the connection led elsewhere'}"
-    remedy = "servers are connected to: open the firewall for this host, or set DMLC_NODE_HOST"
+    text = f"the peer cannot connect to {host}: {error or 'its connection reached another host'}"
+    remedy = "open the firewall of this host, or set DMLC_NODE_HOST to an address that it can reach"
     needed = values.get("DMLC_ROLE", "server").lower() in ("server", "scheduler", "joint")
     report.add(title, Check("way back", "no", text, remedy, fatal=needed))
 
 
 def _take(server: socket.socket, nonce: bytes, came: threading.Event) -> None:
-    """Takes connections until the one with the nonce has come, or the time is up."""
+    """Accepts connections until the one with the nonce has come, or the time is up."""
     end = time.monotonic() + CONNECT_LIMIT + 1
     try:
         while time.monotonic() < end and not came.is_set():

@@ -1,10 +1,10 @@
-"""What two doctors say to each other over one TCP connection.
+"""The protocol between two doctors, over one TCP connection.
 
-A message is 9 bytes, magic number, type and length, and at most 256 KiB. First the two prove to
-each other that they know the same secret, as nodes do: HMAC-SHA-256 over the side and both
-hellos, which hold a nonce each. Only then the listener does what it is asked to: to send back
-small messages, to take and to send data for at most two seconds, and to connect once to the
-address that the connection came from. It takes a bounded number of messages for a bounded time.
+A message has a header of 9 bytes (magic number, type and length) and at most 256 KiB of data. First
+the two sides prove to each other that they know the same secret, as nodes do: by HMAC-SHA-256 over
+the side and both hellos, each of which has a nonce. Only then does the listener serve requests: it
+echoes small messages, receives and sends data for at most two seconds, and connects back to the
+address that the connection came from. It serves a limited number of requests for a limited time.
 
     caller     listener
     HELLO  ->
@@ -57,16 +57,16 @@ class Type(enum.IntEnum):
 
 
 class ProtocolError(Exception):
-    """The other side is no doctor, or is broken. The text says what it sent."""
+    """The other side is not a doctor, or is faulty. The text says what it sent."""
 
 
 class SecretError(Exception):
-    """The sides do not share a secret. The argument is "differs", "only here" or "only there"."""
+    """The sides have no common secret. The argument is "differs", "only here" or "only there"."""
 
 
 class Channel:
-    """Messages over a connected socket. Every call ends within its limit, and all of them
-    together within SESSION_LIMIT, with TimeoutError."""
+    """Messages over a connected socket. A call raises TimeoutError if it exceeds its own limit,
+    or if all calls together exceed SESSION_LIMIT."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -77,7 +77,7 @@ class Channel:
     def _arm(self, end: float) -> None:
         left = min(end, self._end) - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the time is up")
+            raise TimeoutError("no answer in time")
         self.sock.settimeout(left)
 
     def send(self, kind: Type, data: bytes | memoryview = b"", limit: float = STEP_LIMIT) -> None:
@@ -90,13 +90,15 @@ class Channel:
             self.sock.sendall(data)
 
     def receive(self, limit: float = STEP_LIMIT) -> tuple[int, memoryview]:
-        """Type and content of the next message. The content is valid until the next call."""
+        """Returns type and data of the next message. The data is valid until the next call."""
         end = time.monotonic() + limit
         magic, kind, length = _HEADER.unpack(self._read(_HEADER.size, end))
         if magic != MAGIC:
-            raise ProtocolError(f"it sent {magic!r}, as no doctor does")
+            raise ProtocolError(f"it sent {magic!r} instead of {MAGIC!r}")
         if length > CHUNK:
-            raise ProtocolError(f"it announced a message of {length} bytes: at most {CHUNK}")
+            raise ProtocolError(
+                f"it announced a message of {length} bytes, but the limit is {CHUNK}"
+            )
         return kind, self._read(length, end)
 
     def _read(self, count: int, end: float) -> memoryview:
@@ -114,12 +116,13 @@ class Channel:
     def expect(self, kind: Type, limit: float = STEP_LIMIT) -> memoryview:
         got, data = self.receive(limit)
         if got != kind:
-            raise ProtocolError(f"it sent a message of type {got} where {kind.name} was expected")
+            raise ProtocolError(f"it sent a message of type {got} instead of {kind.value}")
         return data
 
 
 def secret(values: dict[str, str]) -> bytes:
-    """The secret that these settings give, empty if none; OSError if its file cannot be read."""
+    """Returns the secret of these settings, empty if there is none. Raises OSError if the file of
+    the secret cannot be read."""
     text = values.get("FSERVER_SECRET", "").strip().encode()
     path = values.get("FSERVER_SECRET_FILE", "").strip()
     if text or not path:
@@ -137,15 +140,17 @@ def _proof(key: bytes, side: str, hello: bytes, welcome: bytes) -> bytes:
 
 
 def _parse(data: memoryview) -> bool:
-    """Whether the side that sent this hello has a secret."""
+    """Reports whether the side that sent this hello has a secret."""
     version, flag, _ = _HELLO.unpack(data)
     if version != VERSION:
-        raise ProtocolError(f"it is a doctor of version {version}, and this one of {VERSION}")
+        raise ProtocolError(
+            f"it is a doctor of protocol version {version}, but this one has version {VERSION}"
+        )
     return flag == 1
 
 
 def call(channel: Channel, key: bytes) -> None:
-    """The caller's side. SecretError, ProtocolError or OSError if the two do not agree."""
+    """Makes the handshake as the caller. Failures are SecretError, ProtocolError or OSError."""
     hello = _HELLO.pack(VERSION, bool(key), secrets.token_bytes(32))
     channel.send(Type.HELLO, hello)
     answer = bytes(channel.expect(Type.WELCOME, HANDSHAKE_LIMIT))
@@ -165,7 +170,7 @@ def call(channel: Channel, key: bytes) -> None:
 
 
 def answer(channel: Channel, key: bytes) -> None:
-    """The listener's side of call."""
+    """Makes the handshake as the listener. Raises as `call`."""
     hello = bytes(channel.expect(Type.HELLO, HANDSHAKE_LIMIT))
     if len(hello) != _HELLO.size:
         raise ProtocolError(f"it sent a hello of {len(hello)} bytes")
@@ -183,7 +188,7 @@ def answer(channel: Channel, key: bytes) -> None:
 
 
 def stream(channel: Channel, seconds: float) -> int:
-    """Sends data for so long; gives the number of bytes."""
+    """Sends data for this time. Returns the number of bytes."""
     chunk = memoryview(bytes(CHUNK))
     end = time.monotonic() + min(seconds, STREAM_LIMIT)
     count = 0
@@ -195,7 +200,7 @@ def stream(channel: Channel, seconds: float) -> int:
 
 
 def drain(channel: Channel, first: int = 0) -> tuple[int, int]:
-    """Takes data up to its END; gives bytes, first among them, and nanoseconds."""
+    """Receives data up to END. Returns the bytes, including ``first``, and the nanoseconds."""
     begin = time.monotonic_ns()
     count = first
     while True:

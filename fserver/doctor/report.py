@@ -1,4 +1,4 @@
-"""What the doctor found, as text and as JSON."""
+"""The report of the doctor, as text and as JSON."""
 
 import os
 import sys
@@ -12,22 +12,23 @@ COLOURS = {"yes": 32, "no": 31, "note": 33}
 
 @dataclass
 class Check:
-    """One line. A state of "no" always comes with a remedy.
+    """One finding. A finding of state "no" always has a remedy.
 
-    States: "yes"; "no"; "note", it works and something is to be known; "info".
+    The states are "yes" (it works), "no" (it does not), "note" (it works, but with a drawback) and
+    "info".
     """
 
     name: str
     state: str
     text: str
     remedy: str = ""
-    fatal: bool = False  # a "no" that keeps the cluster from starting
+    fatal: bool = False  # a "no" that makes the exit status 1
 
     def __post_init__(self) -> None:
         assert self.state != "no" or self.remedy, f"{self.name}: no remedy"
 
     def lines(self, width: int) -> list[tuple[str, str]]:
-        """State and text of each line; the state only for the first."""
+        """Returns the state and text of each line. Only the first line has a state."""
         word = "" if self.state == "info" else self.state
         first = f"  {word:<5}{self.name:<{width}}  "
         indent = " " * len(first)
@@ -41,7 +42,7 @@ class Check:
 
 @dataclass
 class Report:
-    """Sections of checks, in the order in which they were made, and what they were made from."""
+    """Sections of findings, in the order in which they were added, and the data behind them."""
 
     sections: dict[str, list[Check]] = field(default_factory=dict)
     tables: dict[str, list[str]] = field(default_factory=dict)  # text below a section
@@ -52,7 +53,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """Exit status: 1 where something fatal was found."""
+        """The exit status: 1 if there is a fatal finding, else 0."""
         checks = [check for section in self.sections.values() for check in section]
         return int(any(check.fatal and check.state == "no" for check in checks))
 
@@ -82,7 +83,7 @@ class Report:
 
 
 def size(count: float) -> str:
-    """Bytes for people; a negative number is no limit."""
+    """Formats a number of bytes. A negative number means no limit."""
     if count < 0:
         return "unlimited"
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -93,5 +94,5 @@ def size(count: float) -> str:
 
 
 def say(text: str) -> None:
-    """A line of the doctor's own, on standard error."""
+    """Prints a line to standard error."""
     print(f"fserver doctor: {text}", file=sys.stderr, flush=True)

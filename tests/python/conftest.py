@@ -9,3 +9,4 @@ from nodes import (  # noqa: F401
     pair,
     port,
 )
+from reports import doctor  # noqa: F401
