@@ -1,8 +1,8 @@
 """`fserver bench`: measures fserver on this host. See --help of each benchmark.
 
-What is compared takes turns (turns.py). The processes of fserver are a crew (crew.py) of parts
-(peers.py), and so are those of others' ways (beside.py, ways.py); the raw baselines are programs in
-C (baseline.py). `graph` has processes of its own (sides.py).
+The things that are compared take turns (turns.py). The processes of fserver are a crew (crew.py) of
+parts (peers.py), and so are the processes of other libraries (beside.py, ways.py). The raw
+baselines are programs in C (baseline.py). `graph` has processes of its own (sides.py).
 """
 
 import argparse
@@ -12,29 +12,30 @@ import sys
 from .errors import BenchError
 
 BENCHMARKS = {
-    "pingpong": "round trips between two pinned processes, beside the same copy in C",
-    "ipc": "all ways inside a host side by side: tcp, cma, and what is raw",
-    "matrix": "local, remote and joint; push, pull and push_pull; cpu and gpu",
-    "af": "the layers of a large model: round trip, its stages, tokens per second",
-    "graph": "channels in CUDA graphs: the shape of a model, round trips, GEMMs beside them",
-    "fanin": "one server and 1 to 40 worker groups, or idle groups beside a busy one",
-    "threads": "two Python threads of a worker beside one; one beside links() or doctor",
-    "verify": "random shapes, types and counts, compared byte by byte; some timed too",
-    "soak": "resident memory over many push_pulls",
-    "idle": "CPU time of calls that have nothing to do",
+    "pingpong": "round trips between two pinned processes, compared with the same copies in C",
+    "ipc": "all transports inside a host (tcp, cma), compared with raw programs in C",
+    "matrix": "push, pull and push_pull; local, remote and joint; on CPU and GPU",
+    "af": "the layers of a large model: round trip, where its time goes, tokens per second",
+    "graph": "stream channels in CUDA graphs: layers of a model, round trips, effect on GEMMs",
+    "fanin": "one server with 1 to 40 worker groups, or with idle groups beside a busy one",
+    "threads": "two Python threads of a worker compared with one, or one beside other calls",
+    "verify": "random shapes, dtypes and counts, compared byte by byte; some are timed",
+    "soak": "memory, descriptors and threads over many push_pulls",
+    "idle": "CPU time of calls that wait",
 }
 
 
 def main(argv: list[str]) -> int:
-    """Runs one benchmark; returns the exit status."""
+    """Runs one benchmark. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="fserver bench",
-        description="Measures fserver on this host.",
+        description="Measures fserver on this host. `fserver bench BENCHMARK --help` shows the "
+        "options of a benchmark.",
         epilog="\n".join(f"{name:<10}{text}" for name, text in BENCHMARKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("benchmark", choices=BENCHMARKS, help="what to measure")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its options")
+    parser.add_argument("benchmark", choices=BENCHMARKS, help="one of the benchmarks below")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the options of the benchmark")
     options = parser.parse_args(argv)
     try:
         return importlib.import_module(f".{options.benchmark}", __name__).main(options.args)

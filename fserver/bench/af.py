@@ -1,4 +1,4 @@
-"""`fserver bench af`: what attention and FFN processes do to each other, layer by layer."""
+"""`fserver bench af`: the traffic between attention and FFN processes, layer by layer."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     if options.in_flight > options.stages:
         made.error(f"--in-flight {options.in_flight}: want at most --stages {options.stages}")
     if options.layers * options.stages > TRACES:
-        made.error(f"--layers x --stages: want at most {TRACES}")
+        made.error(f"--layers {options.layers} x --stages {options.stages}: want at most {TRACES}")
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
     table = report.Table(COLUMNS)
@@ -41,7 +41,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     with report.Progress(options.rounds, "af") as bar:
         row = _measure(options, cores, nodes, bar)
         bar.print(table.line(row))
-    print(f"\n{'median of each part':<52}{'µs':>9}")
+    print(f"\n{'median time of each part of a round trip':<52}{'µs':>9}")
     for name, text in PARTS.items():
         print(f"  {text:<50}{row['parts_us'][name]:>9.1f}")
     report.finish(options, "af", facts, [row], budget_us=BUDGET_US)
@@ -117,30 +117,31 @@ def _measure(
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "af",
-        "Plays the layers of a model: in each, for each stage (micro-batch), every worker pushes "
-        "its tensors to all servers and waits for the tensors of all. Prints the round trip of a "
-        "stage in a layer, the tokens/s that it would allow if it were all there is to do, "
-        "1 / (layers x stages x round trip), what part it is of the 273 µs that 61 layers x 3 "
-        "stages at 20 tokens/s leave, and where the time goes, from the 8 stamps of fetch_trace "
-        "(with several servers those of the one that answered last). With --in-flight above 1 a "
-        "round trip includes waiting for the stages before it; a step is all layers and stages. "
-        "Every worker and server is a process; workers share one core, servers the other. The "
-        "baseline is one raw round trip of what one worker moves. Every answer's number is "
-        "checked, and between rounds all bytes of an exchange of each stage.",
-        seconds=(1.0, "about so long a round"),
+        "Measures the traffic of a disaggregated model. In each layer and for each stage "
+        "(micro-batch), every worker pushes its tensors to all servers and waits for all answers. "
+        "The benchmark prints the round trip of a stage in a layer. It also prints the tokens/s "
+        "that this round trip allows, 1 / (layers x stages x round trip), and its share of the "
+        "273 µs that are available with 61 layers, 3 stages and 20 tokens/s. The time stamps of "
+        "fetch_trace show where the time goes (with several servers, those of the last answer). "
+        "With --in-flight above 1, a round trip includes the wait for earlier stages. Every "
+        "worker and every server is a process. The workers share one core and the servers "
+        "another. The baseline is a raw round trip of the bytes of one worker. The number in "
+        "every answer is checked, and between rounds all bytes of an exchange of each stage.",
+        seconds=(1.0, "approximate length of a round"),
         rounds=5,
     )
     add = made.add_argument
     for name, default, what in (
-        ("workers", 1, "worker groups"),
-        ("servers", 1, "server groups"),
-        ("layers", 61, "layers"),
-        ("stages", 3, "stages of a layer"),
-        ("in-flight", 1, "stages under way at a time"),
-        ("tensors", 7, "tensors that a request pushes"),
-        ("back-tensors", 7, "tensors that each server answers"),
+        ("workers", 1, "number of worker groups"),
+        ("servers", 1, "number of server groups"),
+        ("layers", 61, "number of layers"),
+        ("stages", 3, "number of stages (micro-batches) in a layer"),
+        ("in-flight", 1, "number of stages that are in flight at a time"),
+        ("tensors", 7, "number of tensors in a push"),
+        ("back-tensors", 7, "number of tensors in the answer of each server"),
     ):
-        add(f"--{name}", type=positive, default=default, help=f"{what} (default {default})")
-    add("--bytes", type=size, default="128K", help="of each pushed tensor (default 128K)")
-    add("--back-bytes", type=size, default="256K", help="of each answered one (default 256K)")
+        shown = f"{what} (default {default})"
+        add(f"--{name}", type=positive, metavar="N", default=default, help=shown)
+    add("--bytes", type=size, default="128K", help="bytes of each pushed tensor (default 128K)")
+    add("--back-bytes", type=size, default="256K", help="bytes of each answer (default 256K)")
     return made

@@ -40,11 +40,11 @@ COLUMNS = (
 
 
 def checkout(text: str) -> Path:
-    """The type of --against: a folder with a package fserver in it."""
+    """Returns the folder of --against, which has to contain a package fserver."""
     folder = Path(text).resolve()
     if not (folder / "fserver/__init__.py").is_file():
         raise argparse.ArgumentTypeError(
-            f"{text!r}: want a checkout of fserver: there is no fserver/__init__.py in it"
+            f"{text!r}: want a checkout of fserver, but it has no fserver/__init__.py"
         )
     return folder
 
@@ -57,7 +57,9 @@ def check(root: Path, rounds: int) -> None:
         LoadError: a build has no extension, or one for another Python.
     """
     if _rank(rounds) == 0:
-        raise BenchError(f"--rounds {rounds}: want 6 or more: fewer give no {LEVEL:.0%} interval")
+        raise BenchError(
+            f"--rounds {rounds}: want 6 or more, because fewer give no {LEVEL:.0%} interval"
+        )
     for folder in (HERE, root):
         _loader.check(folder / "fserver")
 

@@ -93,14 +93,16 @@ class Baseline:
             stdin.write(f"{self._out} {self._back} {warmup} {count}\n")
             ready, _, _ = select.select([stdout], [], [], TIMEOUT)
             if not ready:
-                raise BenchError(f"{self.way} did not answer in {TIMEOUT:g} s")
+                raise BenchError(f"the baseline {self.way} did not answer within {TIMEOUT:g} s")
             text = stdout.readline()
         except BrokenPipeError:
             text = ""
         if not text:
             _, errors = self._process.communicate()
             status = self._process.returncode
-            raise BenchError(f"{self.way} ended with status {status}: {errors.strip()}{self.hint}")
+            raise BenchError(
+                f"the baseline {self.way} ended with status {status}: {errors.strip()}{self.hint}"
+            )
         return json.loads(text)
 
 
@@ -116,8 +118,8 @@ class FarBaseline(Baseline):
                 conn.sendall(token.encode())
                 if conn.recv(1) != ACCEPTED:
                     raise BenchError(
-                        f"raw tcp: port {port} of {host} did not take the token (is something "
-                        "between that takes connections? else --no-baseline)"
+                        f"raw tcp: port {port} of {host} did not accept the token (check whether "
+                        "another program accepts the connections, or use --no-baseline)"
                     )
                 _ready(conn)
                 core = -1 if core is None else core
@@ -125,8 +127,8 @@ class FarBaseline(Baseline):
                 self._start("raw tcp", command, (conn.fileno(),))
         except OSError as error:
             raise BenchError(
-                f"raw tcp: connect to port {port} of {host}: {error.strerror or error} (it is any "
-                "free port: let this host connect to all, or choose --no-baseline)"
+                f"raw tcp: cannot connect to port {port} of {host}: {error.strerror or error} (it "
+                "is any free port: open all ports to this host, or use --no-baseline)"
             ) from None
 
 
@@ -147,7 +149,9 @@ class FarServer:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, 0), family=family)
         except OSError as error:
-            raise BenchError(f"raw tcp: listen on {host}: {error.strerror or error}") from None
+            raise BenchError(
+                f"raw tcp: cannot listen on {host}: {error.strerror or error}"
+            ) from None
         self.port = int(self._listener.getsockname()[1])
 
     def accept(self) -> bool:
@@ -224,18 +228,18 @@ def compiled(source: str, compiler: Sequence[str] | None = None) -> Path:
             command += ["-o", str(fresh), "-lcuda" if language == "cu" else "-ldl"]
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError:
-            needs = "nvcc of the CUDA toolkit (NVCC says where it is)"
+            needs = "nvcc of the CUDA toolkit (set NVCC to its path)"
             if language == "c":
-                needs = "a C compiler (apt-get install gcc)"
+                needs = "a C compiler (run apt-get install gcc)"
             raise BenchError(f"{command[0]}: not found: raw baselines need {needs}") from None
         except subprocess.CalledProcessError as error:
-            raise BenchError(f"compile {source}:\n{error.stderr}") from None
+            raise BenchError(f"cannot compile {source}:\n{error.stderr}") from None
         fresh.replace(binary)
     return binary
 
 
 def _cache() -> Path:
-    """A directory that is the user's own, as programs are run from it."""
+    """Returns a folder to which only this user may write, because programs are run from it."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(home) / "fserver"
     try:
@@ -243,13 +247,15 @@ def _cache() -> Path:
         owner, mode = directory.stat().st_uid, directory.stat().st_mode
     except OSError as error:
         raise BenchError(
-            f"cache directory {directory}: {error.strerror} (set XDG_CACHE_HOME)"
+            f"cache folder {directory}: {error.strerror} (set XDG_CACHE_HOME to another folder)"
         ) from None
     if owner != os.geteuid() or mode & 0o022:
         raise BenchError(
-            f"cache directory {directory}: others may write to it (chmod go-w, or set "
-            "XDG_CACHE_HOME)"
+            f"cache folder {directory}: others may write to it (run chmod go-w, or set "
+            "XDG_CACHE_HOME to another folder)"
         )
     if not os.access(directory, os.W_OK):
-        raise BenchError(f"cache directory {directory}: not writable (set XDG_CACHE_HOME)")
+        raise BenchError(
+            f"cache folder {directory}: not writable (set XDG_CACHE_HOME to another folder)"
+        )
     return directory

@@ -304,13 +304,13 @@ def _close(players: Sequence[Other]) -> None:
 
 
 def add_option(made: argparse.ArgumentParser, default: str) -> None:
-    """The option --beside, a list of WAYS; `default` says which are taken without it."""
+    """Adds the option --beside, a list of WAYS. `default` is shown as its default."""
     made.add_argument(
         "--beside",
         type=_names,
         metavar="LIST",
-        help=f"others' ways that take turns with ours, of {', '.join(WAYS)}, or none (default "
-        f"{default})",
+        help=f"other libraries that take turns with fserver: some of {', '.join(WAYS)}, or none "
+        f"(default {default})",
     )
 
 

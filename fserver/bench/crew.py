@@ -210,8 +210,8 @@ class Peer:
                 gone = isinstance(error, EOFError)
                 why = "the fork server of multiprocessing has ended" if gone else error
                 raise BenchError(
-                    f"the {member.name} cannot be started: {why} (was a process killed? is there "
-                    "memory, and room for one more: ulimit -u?)"
+                    f"the {member.name} cannot be started: {why} (check for a killed process, free "
+                    "memory, and the limit of processes, ulimit -u)"
                 ) from None
         theirs.close()
         return cls(member, conn, process)
@@ -235,7 +235,7 @@ class Peer:
                 status = f" with status {self._process.exitcode}"
             raise BenchError(f"the {self.name} ended{status}") from None
         if outcome == "wrong":
-            raise WrongDataError(f"the {self.name} got wrong data: {value}")
+            raise WrongDataError(f"the {self.name} received wrong data: {value}")
         if outcome != "ok":
             text, reason = value
             raise BenchError(f"the {self.name} failed: {text}", reason)
@@ -262,9 +262,9 @@ class Peer:
         if self._process.is_alive():
             atexit.register(_leave)
             raise BenchError(
-                f"the {self.name} (pid {self._process.pid}) is still there {KILL_TIMEOUT:g} s "
-                f"after SIGKILL: the kernel holds it (/proc/{self._process.pid}/stack says where; "
-                f"if in a driver that does not let go, restart the host)"
+                f"the {self.name} (pid {self._process.pid}) has not ended {KILL_TIMEOUT:g} s after "
+                f"SIGKILL, because the kernel holds it (/proc/{self._process.pid}/stack shows "
+                f"where; if a driver does not return, restart the host)"
             )
 
 
@@ -314,7 +314,7 @@ class Crew:
             ready = wait([peer.fileno() for peer in waiting], max(0.0, end - time.monotonic()))
             if not ready:
                 names = " and ".join(peer.name for peer in waiting)
-                raise BenchError(f"no answer from {names} in {timeout:g} s")
+                raise BenchError(f"no answer from {names} within {timeout:g} s")
             failures = []
             for peer in [one for one in waiting if one.fileno() in ready]:
                 waiting.remove(peer)

@@ -1,11 +1,11 @@
-"""What a benchmark raises."""
+"""The errors of the benchmarks."""
 
 
 class BenchError(RuntimeError):
     """The benchmark cannot run.
 
     Attributes:
-        reason: the same in one line.
+        reason: the text, in one line.
     """
 
     def __init__(self, text: str, reason: str | None = None):
@@ -14,8 +14,8 @@ class BenchError(RuntimeError):
 
 
 class WrongDataError(BenchError):
-    """What was moved is not what was sent. The text says where the first difference is."""
+    """The received data differs from the sent data. The text says where they differ first."""
 
 
 class GaveUpError(BenchError):
-    """One of those that are compared can do no more; the others go on."""
+    """One of the compared libraries has failed. The comparison of the others goes on."""

@@ -43,12 +43,16 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     more: dict[str, Any] = {}
     if options.idle:
         more["idle_ratio"] = round(rows[1]["p50_us"] / rows[0]["p50_us"], 3)
-        print(f"\nwith {options.idle} idle groups beside it: {more['idle_ratio']:.2f} x the time")
+        print(
+            f"\nwith {options.idle} idle groups beside it, a batch takes {more['idle_ratio']:.2f} "
+            "times as long"
+        )
     elif len(rows) > 1:
         more["fit"] = fit([(row["groups"], row["p50_us"]) for row in rows])
         print(
             "\ntime of a batch = {fixed_us:.1f} µs + {per_group_us:.2f} µs x groups "
-            "(R² {r2:.3f}); it grows as groups to the power of {exponent:.2f}".format(**more["fit"])
+            "(R² {r2:.3f}); it grows with the {exponent:.2f}th power of the number of "
+            "groups".format(**more["fit"])
         )
     report.finish(options, "fanin", facts, rows, **more)
     return 0
@@ -173,20 +177,42 @@ def _row(
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "fanin",
-        "Times a batch: one push_pull of each of 1 to 40 worker groups, in few processes, from "
-        "the first call until the last answer is there, against one server. Prints the time per "
-        "batch and per request, and how it grows with the groups. The baseline is the raw round "
-        "trip of one request; the ratio is time per request over that. With --idle N instead: a "
-        "pair alone and, in turn, a pair with N more groups connected to the same server that "
-        "ask for nothing; both servers take the requests that there are "
-        "(get_batch(at_least=1)). Every answer's number "
-        "is checked, and between rounds all bytes of an exchange into poisoned memory.",
-        seconds=(0.2, "about so long a round of each"),
+        "Measures one server with 1 to 40 worker groups. A batch is one push_pull of each group, "
+        "and its time is that from the first call to the last answer. The benchmark prints the "
+        "time per batch and per request, and how it grows with the number of groups. The baseline "
+        "is the raw round trip of one request. The ratio is the time per request divided by the "
+        "baseline. With --idle N, it compares a pair alone with a pair whose server has N more "
+        "groups that send no request. There both servers call get_batch(at_least=1). The number "
+        "in every answer is checked, and between rounds all bytes of an exchange into poisoned "
+        "memory.",
+        seconds=(0.2, "approximate length of a round, for each number of groups"),
         rounds=5,
     )
     add = made.add_argument
-    add("--groups", type=numbers, default=GROUPS, metavar="LIST", help=f"default {GROUPS}")
-    add("--idle", type=positive, metavar="N", help="idle groups beside one, not --groups")
-    add("--processes", type=positive, default=1, help="that share the groups (default 1)")
-    add("--size", type=size, default="4K", help="bytes each way of a request (default 4K)")
+    add(
+        "--groups",
+        type=numbers,
+        default=GROUPS,
+        metavar="LIST",
+        help=f"numbers of worker groups (default {GROUPS})",
+    )
+    add(
+        "--idle",
+        type=positive,
+        metavar="N",
+        help="measure one group beside N idle groups, instead of --groups",
+    )
+    add(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of processes that share the groups (default 1)",
+    )
+    add(
+        "--size",
+        type=size,
+        default="4K",
+        help="bytes of a request in each direction (default 4K)",
+    )
     return made

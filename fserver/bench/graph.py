@@ -1,33 +1,36 @@
-"""Stream channels in the shape of a disaggregated model, one process per GPU, by the public API.
+"""Measures stream channels in CUDA graphs, with the traffic of a disaggregated model.
 
-A workers (attention) and F servers (FFN): in each of the layers, for each of the stages (micro-
-batches, each with a channel of its own), a worker sends int8 [rows, width] to every server, and
-gets bf16 [rows, width] from each, with a light kernel in between on both sides. A graph on each
-side holds all layers and stages, and is replayed.
+There are workers (attention) and servers (FFN), one process for each GPU. In each layer and for
+each stage (micro-batch, with a channel of its own), a worker sends int8 [rows, width] to every
+server and receives bf16 [rows, width] from each. Both sides run a light kernel in between. Each
+side captures all layers and stages in one graph and replays it.
 
-af       time of a micro-batch, which is that of a graph divided by layers x stages, and how the
-         whole (a token) spreads; data is checked. Streams: `two` has one for what is sent and one
-         for all else, `one` has all on one stream, `each` has a branch of the graph for each stage.
-         Rows `by` others have the same tensors and kernels, and the data goes by NCCL's send and
-         recv, by copies and flags of torch's symmetric memory, or by puts of NVSHMEM; a way that
-         is not to be had here is `skipped`. --modes, or --beside, without a name leaves them out.
-overlap  by how much a loop of GEMMs and that traffic slow each other, with and without the kernels
-         of the model in the traffic. `none` has no traffic: what the measurement itself shows;
-         `plain` has the copies of `copy` alone, as many in a second, and nobody waits for one; rows
-         `by` others are as in af. Between: where the median lies with 95 % confidence.
-memory   of the processes and GPUs before and after many exchanges.
-zero-sm  what runs on the GPU in round trips of push_pull and of channels, by torch.profiler;
-         `kernel` has kernels and shows that they are seen.
-trips    round trips of a channel of one worker and one server, and 64 MiB messages; by others; by
-         plain copies (`wire`); and by a program in CUDA (`raw`), if there is nvcc. Of the modes
-         `host` is measured over cma and tcp. Times are microseconds of a round trip, or of a
-         message, by the host's clock from before the launch until the stream is idle, and `gpu_` by
-         CUDA events. Data is compared, over memory that was poisoned, before and after each timing.
+af       the time of a micro-batch (the time of a graph divided by layers x stages), and the spread
+         of the time of a graph (one token). Data is checked. Streams: with `two`, sends have a
+         stream of their own; with `one`, everything is on one stream; with `each`, the graph has a
+         branch for each stage. Rows `by` other libraries have the same tensors and kernels, but
+         the data travels by NCCL's send and recv, by copies and flags in torch's symmetric memory,
+         or by puts of NVSHMEM. A library that does not work here is `skipped`. --modes or --beside
+         without a name leaves these rows out.
+overlap  how much a loop of GEMMs and this traffic slow each other, with and without the kernels of
+         the model in the traffic. `none` has no traffic and shows the error of the measurement.
+         `plain` makes the same copies as `copy` at the same rate, but nothing waits for them. Rows
+         `by` other libraries are as in af. The columns `between` are the limits of the 95 %
+         confidence interval of the median.
+memory   memory of processes and GPUs before and after many exchanges.
+zero-sm  the kernels that run on the GPU during round trips of push_pull and of channels, by
+         torch.profiler. `kernel` does run kernels, and so shows that the profiler sees them.
+trips    round trips of a channel between one worker and one server, and messages of 64 MiB; by
+         other libraries; by plain copies (`wire`); and by a program in CUDA (`raw`), if nvcc is
+         installed. Mode `host` is measured over cma and tcp. Times are microseconds of a round
+         trip, or of a message, by the host's clock, from before the launch until the stream is
+         idle; times with the prefix `gpu_` are by CUDA events. Data is compared before and after
+         each timing, over poisoned memory.
 
---dry takes tensors on the CPU, loops in place of graphs, and gloo for NCCL: it checks the program,
-not the speed.
-JSON is written after each row. The exit status is 1 if a row failed or data was wrong, and 0 if
-only a target was missed.
+--dry uses tensors on the CPU, loops instead of graphs, and gloo instead of NCCL: it checks the
+program, not the speed.
+The JSON file is written after each row. The exit status is 1 if a row failed or data was wrong. It
+is 0 if only a target was missed.
 """
 
 from __future__ import annotations
@@ -80,19 +83,19 @@ STEADY = 0.003  # GEMMs before and after a part differ by no more, else the cloc
 STREAMS = ("two", "one", "each")
 # Options: default and help, which begins with the works that they are for alone.
 OPTIONS: dict[str, tuple[Any, str]] = {
-    "layers": (61, "of the model"),
-    "stages": (3, "micro-batches"),
-    "rows": (128, "of a tensor"),
-    "width": (7168, "of a tensor, a multiple of 4"),
-    "replays": (300, "af: timed, of each row"),
-    "parts": (6, "af: in how many parts"),
-    "size": (8192, "overlap: of the GEMM"),
-    "rounds": (200, "overlap: with traffic and without, of each row"),
-    "ms": (30.0, "overlap: length of each"),
-    "exchanges": (10**6, "memory: of each mode"),
-    "seconds": (40.0, "overlap, memory: the most that a row takes"),
-    "trips": (20, "zero-sm: round trips"),
-    "runs": (1000, "trips: of a graph of 20 round trips; of what takes longer fewer"),
+    "layers": (61, "number of layers (default 61)"),
+    "stages": (3, "number of micro-batches (default 3)"),
+    "rows": (128, "rows of a tensor (default 128)"),
+    "width": (7168, "width of a tensor, a multiple of 4 (default 7168)"),
+    "replays": (300, "af: number of timed replays for each row (default 300)"),
+    "parts": (6, "af: number of parts into which the replays are divided (default 6)"),
+    "size": (8192, "overlap: size of the GEMM (default 8192)"),
+    "rounds": (200, "overlap: number of rounds, with and without traffic, for a row (default 200)"),
+    "ms": (30.0, "overlap: length of each part, in milliseconds (default 30)"),
+    "exchanges": (10**6, "memory: number of exchanges for each mode (default 1000000)"),
+    "seconds": (40.0, "overlap, memory: longest time of a row (default 40)"),
+    "trips": (20, "zero-sm: number of round trips (default 20)"),
+    "runs": (1000, "trips: number of runs of a graph of 20 round trips (default 1000)"),
 }
 
 
@@ -749,8 +752,8 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
             part, replay = (max(r[k] for r in results) for k in ("part_ms", "quiet_ms"))
             raise BenchError(
                 "GEMMs and traffic took turns: no round has GEMMs beside traffic and others apart "
-                f"from it. Parts are of {part:.0f} ms, a replay alone takes "
-                f"{replay:.1f}: want longer parts (--ms), unless that is how it is"
+                f"from it. A part takes {part:.0f} ms, a replay alone takes {replay:.1f} ms: use "
+                "longer parts (--ms). If that does not help, they really take turns"
             )
         steady = [
             [x["slowed"] for x in r["rounds"] if args.dry or abs(x["noise"]) <= STEADY]
@@ -758,8 +761,8 @@ def _summary(work: str, results: list[Any], args: argparse.Namespace) -> dict[st
         ]
         if not all(steady):
             raise BenchError(
-                f"GEMMs before and after a part were never within {STEADY:.1%} of each other: "
-                f"the GPU's clock changes; --rounds is {args.rounds}: want more"
+                f"GEMMs before and after a part were never within {STEADY:.1%} of each other, "
+                f"because the GPU's clock changes; --rounds is {args.rounds}: want more"
             )
         worst = max(steady, key=median)
         slowed = [median(x) for x in steady]
@@ -892,7 +895,7 @@ def _shape(text: str) -> tuple[int, int]:
         return positive(a), positive(b)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: want workers x servers, as in 2x2, 1 or more of each"
+            f"{text!r}: want workers x servers, for example 2x2, 1 or more of each"
         ) from None
 
 
@@ -915,23 +918,29 @@ def main(argv: list[str]) -> int:
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("work", choices=["af", "overlap", "memory", "zero-sm", "trips"])
-    parser.add_argument("--json", metavar="FILE", type=output, help="file for the results")
-    parser.add_argument("--dry", action="store_true", help="tensors on the CPU")
-    parser.add_argument("--shape", type=_shape, help="workers x servers (2x2 with 4 GPUs, or 1x1)")
+    measured = ["af", "overlap", "memory", "zero-sm", "trips"]
+    parser.add_argument("work", choices=measured, help="the measurement, see below")
+    parser.add_argument("--json", metavar="FILE", type=output, help="write the results to FILE")
+    parser.add_argument("--dry", action="store_true", help="use tensors on the CPU, see below")
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        metavar="AxF",
+        help="numbers of workers and servers (default: 2x2 with 4 or more GPUs, else 1x1)",
+    )
     parser.add_argument(
         "--modes",
         nargs="*",
         type=mode_named,
         choices=trips.MODES,
-        help="all, but host with trips alone",
+        help="modes of the channels (default: all, but host only with trips)",
     )
     parser.add_argument(
         "--beside",
         nargs="*",
         default=others.WAYS,
         choices=others.WAYS,
-        help="af, overlap, trips: by others",
+        help="af, overlap, trips: other libraries to compare with (default: all)",
     )
     for name, (default, text) in OPTIONS.items():
         kind = TYPES.get(name, positive)
@@ -948,8 +957,8 @@ def main(argv: list[str]) -> int:
     shared = gpus > 0 and "CUDA_MPS_PIPE_DIRECTORY" in os.environ
     if not args.dry and not shared and gpus < sum(args.shape):
         raise BenchError(
-            f"{gpus} GPUs, and {sum(args.shape)} are needed, or one and NVIDIA's multi-process "
-            "service with CUDA_MPS_PIPE_DIRECTORY (--dry needs none)"
+            f"torch sees {gpus} GPUs, but {sum(args.shape)} are needed (use NVIDIA's multi-process "
+            "service with one GPU, which needs CUDA_MPS_PIPE_DIRECTORY, or --dry without a GPU)"
         )
     options: dict[str, Any] = {}
     if args.work != "trips":

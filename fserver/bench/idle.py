@@ -1,4 +1,4 @@
-"""`fserver bench idle`: what waiting costs."""
+"""`fserver bench idle`: the CPU time of calls that wait."""
 
 import argparse
 import sys
@@ -25,13 +25,16 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         {"role": "worker", "state": "no call", "cpu_percent": idle},
         {"role": "server", "state": "no call, a request open", "cpu_percent": busy},
     ]
-    print(f"CPU time over {options.seconds:g} s, percent of one core")
+    print(f"CPU time over {options.seconds:g} s, in percent of one core")
     for row in rows:
         print(f"{row['role']:<8}{row['state']:<26}{row['cpu_percent']:>8.2f} %")
     report.finish(options, "idle", facts, rows, seconds=options.seconds)
     worst = max(row["cpu_percent"] for row in rows)
     if options.limit is not None and worst > options.limit:
-        print(f"bench: {worst:.2f} % is more than {options.limit:g} %", file=sys.stderr)
+        print(
+            f"bench: a state used {worst:.2f} % of a core, more than --limit {options.limit:g} %",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
@@ -39,8 +42,13 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "idle",
-        "CPU time of worker and server, all threads, while they wait.",
-        seconds=(5.0, "how long each state lasts"),
+        "Measures the CPU time that all threads of a worker and a server use while they wait.",
+        seconds=(5.0, "length of each state"),
     )
-    made.add_argument("--limit", type=float, metavar="PERCENT", help="fail if one uses more")
+    made.add_argument(
+        "--limit",
+        type=float,
+        metavar="PERCENT",
+        help="exit with status 1 if a state uses more of a core",
+    )
     return made

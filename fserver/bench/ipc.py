@@ -1,4 +1,4 @@
-"""`fserver bench ipc`: every way inside a host, side by side."""
+"""`fserver bench ipc`: all transports inside a host, side by side."""
 
 import argparse
 import contextlib
@@ -117,7 +117,7 @@ def _open(
         crew = own.enter_context(pair(nodes, transport, cores))
         links = crew.workers("links")[0]
         if links != [transport]:
-            raise BenchError(f"asked for {transport}, connected over {'+'.join(links)}")
+            raise BenchError(f"{transport} was asked for, but the pair uses {'+'.join(links)}")
         stack.enter_context(own.pop_all())
     return crew
 
@@ -125,26 +125,30 @@ def _open(
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "ipc",
-        "Times push_pull and wait between two processes of this host over each transport, and in "
-        "turn with them what can be had in C on the same cores: raw tcp (a socket), raw cma "
-        "(process_vm_writev and a flag in shared memory), raw shm (a copy into shared memory, "
-        "read in place, and a flag). The ratio of a transport is to the raw way that does the "
-        "same. A transport that cannot be used here is skipped with the reason. Every answer's "
-        "number is checked, and between rounds all bytes of an exchange into poisoned memory. At "
-        "the end, cma with a small answer: a push of bytes, and of a shared tensor, which moves "
-        "none.",
-        seconds=(0.2, "about so long a round of each way"),
+        "Measures push_pull and wait between two processes of this host over each transport. In "
+        "turn with them it measures programs in C on the same cores: raw tcp (a socket), raw cma "
+        "(process_vm_writev and a flag in shared memory) and raw shm (a copy into shared memory, "
+        "which is read in place, and a flag). The ratio compares a transport with the raw program "
+        "that does the same. A transport that does not work here is skipped with the reason. The "
+        "number in every answer is checked, and between rounds all bytes of an exchange into "
+        "poisoned memory. At the end, it measures cma with a small answer: the push of a normal "
+        "tensor, and of a shared tensor, whose bytes are not copied.",
+        seconds=(0.2, "approximate length of a round of each transport"),
         transport="auto",
         rounds=5,
     )
     made.add_argument(
-        "--sizes", type=sizes, default=SIZES, metavar="LIST", help=f"bytes (default {SIZES})"
+        "--sizes",
+        type=sizes,
+        default=SIZES,
+        metavar="LIST",
+        help=f"sizes in bytes, in each direction (default {SIZES})",
     )
     made.add_argument(
         "--shared-sizes",
         type=sizes,
         default=SHARED_SIZES,
         metavar="LIST",
-        help=f"bytes of a shared push (default {SHARED_SIZES})",
+        help=f"sizes in bytes of the push of a shared tensor (default {SHARED_SIZES})",
     )
     return made

@@ -45,7 +45,7 @@ def joint(transport: str, cores: tuple[int, int] | None, device: str = "cpu") ->
         while len(peers) < 2:
             if launcher.poll() is not None or time.monotonic() > end:
                 log.seek(0)
-                raise BenchError(f"DMLC_ROLE=joint did not start the pair:\n{log.read()}")
+                raise BenchError(f"DMLC_ROLE=joint could not start the pair:\n{log.read()}")
             with contextlib.suppress(TimeoutError):
                 conn = Connection(listener.accept()[0].detach())
                 role = conn.recv()

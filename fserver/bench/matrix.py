@@ -1,4 +1,4 @@
-"""`fserver bench matrix`: every place, every operation, every device."""
+"""`fserver bench matrix`: all places, operations and devices."""
 
 import argparse
 import contextlib
@@ -18,8 +18,8 @@ from .remote import far_baseline
 
 PLACES = ("local", "remote", "joint")
 DEVICES = ("cpu", "gpu")
-NO_ADDRESS = "this host has no address but loopback (two hosts: --scheduler and --role)"
-TWO_HOSTS = "two hosts: CPU tensors only"
+NO_ADDRESS = "this host has only a loopback address (use two hosts, --scheduler and --role)"
+TWO_HOSTS = "between two hosts, only CPU tensors are measured"
 COLUMNS = (
     report.Column("place", -6, "place", str),
     report.Column("device", -6, "device", str),
@@ -34,7 +34,9 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     if options.beside is None:
         options.beside = ways.ON_GPUS
     if bool(options.scheduler) != bool(options.role):
-        made.error("--scheduler and --role go together: one command on each of two hosts")
+        made.error(
+            "--scheduler and --role: give both, or neither (run one command on each of two hosts)"
+        )
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
     if options.role == "server":
@@ -126,7 +128,7 @@ def _beside(options: argparse.Namespace, place: str, device: str) -> list[str]:
 def _serve(options: argparse.Namespace, cores: tuple[int, int] | None, nodes: Nodes) -> int:
     """The server of two hosts."""
     member = Member("server", "remote.ObeyingServer", "server", cores and cores[1])
-    print(f"bench: waiting for the worker at {options.scheduler}", file=sys.stderr)
+    print(f"bench: the server waits for the worker at {options.scheduler}", file=sys.stderr)
     with start([member], nodes) as crew:
         with crew.cluster("tcp", host=options.host, scheduler=options.scheduler):
             crew.all("serve", timeout=24 * 3600)
@@ -147,18 +149,19 @@ def own_address() -> str | None:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "matrix",
-        "Times pushes and pulls between a worker and a server, in turn with the raw baseline. "
-        "Places: local, two processes of this host over --transport; remote, over TCP through "
-        "this host's own address that is not loopback (the kernel still carries it inside the "
-        "host), or between two hosts: run it on both with --scheduler HOST:PORT, an address of "
-        "the server's host, and --role; joint, a pair that DMLC_ROLE=joint starts, over "
-        "--transport. Every answer's number is checked, and between rounds all bytes of an "
-        "exchange into poisoned memory. Between the two of place local others' ways take turns "
-        "too, as in `fserver bench pingpong`. Between two hosts the baseline has an end on each: "
-        "that of the server listens where fserver's does, on any free port and for at most ten "
-        "seconds, and takes the client that shows what it was sent over fserver; what these two "
-        "move is not encrypted.",
-        seconds=(0.2, "about so long a round of each"),
+        "Measures pushes and pulls between a worker and a server, in turn with the raw baseline. "
+        "There are three places. local: two processes of this host, over --transport. remote: "
+        "over TCP, either through an address of this host that is not loopback (the kernel still "
+        "keeps the traffic inside the host), or between two hosts. For two hosts, run the command "
+        "on both, with --role and with --scheduler HOST:PORT, an address of the server's host. "
+        "joint: a pair that DMLC_ROLE=joint starts, over --transport. The number in every answer "
+        "is checked, and between rounds all bytes of an exchange into poisoned memory. In place "
+        "local, other libraries take turns too, as in `fserver bench pingpong`. Between two "
+        "hosts, the baseline has a process on each host. The one on the server's host listens on "
+        "the address of fserver's server, on any free port, for at most ten seconds, and accepts "
+        "only a client that knows a token that was sent over fserver. The traffic of the baseline "
+        "is not encrypted.",
+        seconds=(0.2, "approximate length of a round of each"),
         transport="auto",
         rounds=5,
     )
@@ -168,13 +171,14 @@ def _parser() -> argparse.ArgumentParser:
         type=exchanges,
         default="4K,1M",
         metavar="LIST",
-        help="bytes, of both directions or OUT:BACK (default 4K,1M)",
+        help="sizes in bytes, for both directions or as OUT:BACK (default 4K,1M)",
     )
     for name, allowed in (("places", PLACES), ("ops", OPS)):
         text = ",".join(allowed)
-        add(f"--{name}", type=one_of(allowed), default=text, metavar="LIST", help=f"of {text}")
-    beside.add_option(made, f"{','.join(ways.ON_GPUS)}; gloo takes tensors on the CPU")
+        shown = f"{name} to measure (default {text})"
+        add(f"--{name}", type=one_of(allowed), default=text, metavar="LIST", help=shown)
+    beside.add_option(made, f"{','.join(ways.ON_GPUS)}; gloo is for tensors on the CPU")
     add("--scheduler", metavar="HOST:PORT", help="two hosts: an address of the server's host")
-    add("--role", choices=("worker", "server"), help="two hosts: what this one is")
-    add("--host", metavar="ADDRESS", help="two hosts: the address of this one to use")
+    add("--role", choices=("worker", "server"), help="two hosts: the role of this host")
+    add("--host", metavar="ADDRESS", help="two hosts: the address of this host to use")
     return made

@@ -1,4 +1,4 @@
-"""The options that all benchmarks share, and what they mean."""
+"""The options that all benchmarks share, and their types."""
 
 import argparse
 import contextlib
@@ -11,10 +11,10 @@ from . import baseline, report
 from .errors import BenchError
 
 SHOWN = "(default %(default)s)"
-TRANSPORTS = "tcp, cma (same host), auto: the best that there is"
+TRANSPORTS = "tcp, cma (inside a host), cudaipc (between GPUs), or auto (the best available)"
 
 MakeBaseline = Callable[[str, tuple[int, int] | None, str | None], baseline.Baseline]
-"""Starts one; arguments as of Baseline."""
+"""Starts a baseline. The arguments are those of Baseline."""
 
 
 def parser(
@@ -24,9 +24,15 @@ def parser(
     transport: str | None = "tcp",
     rounds: int | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with the common options. `seconds`: default and meaning; `transport`: default, or
-    None where the benchmark has an option of its own; `rounds`: default, for benchmarks whose
-    baseline takes turns with them."""
+    """Returns a parser with the common options.
+
+    Args:
+        name: the name of the benchmark.
+        description: the description in its help.
+        seconds: default and meaning of --seconds.
+        transport: default of --transport. None: the benchmark adds its own option.
+        rounds: default of --rounds. None: the benchmark has no baseline that takes turns with it.
+    """
     made = argparse.ArgumentParser(prog=f"fserver bench {name}", description=description)
     default, meaning = seconds
     made.add_argument(
@@ -35,34 +41,47 @@ def parser(
         default=default,
         help=f"{meaning} {SHOWN}" if default else meaning,
     )
-    made.add_argument("--json", metavar="FILE", type=output, help="also write the results to FILE")
     made.add_argument(
-        "--plot", metavar="FILE", type=output, help="also draw them (PNG, SVG or PDF)"
+        "--json", metavar="FILE", type=output, help="also write the results to FILE, as JSON"
+    )
+    made.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=output,
+        help="also draw the results to FILE (.png, .svg or .pdf; needs matplotlib)",
     )
     made.add_argument(
         "--cores",
         type=_cores,
         metavar="A,B",
-        help="cores of workers and servers (default: the first two that we may use)",
+        help="run the workers on core A and the servers on core B (default: the first two cores "
+        "that this process may use)",
     )
     if transport:
         made.add_argument(
-            "--transport", default=transport, help=f"how bytes travel: {TRANSPORTS} {SHOWN}"
+            "--transport", default=transport, help=f"the transport: {TRANSPORTS} {SHOWN}"
         )
     if rounds is not None:
-        made.add_argument("--rounds", type=positive, default=rounds, help=f"rounds {SHOWN}")
-        made.add_argument("--iters", type=positive, help="exchanges in a round, not --seconds")
+        made.add_argument(
+            "--rounds", type=positive, default=rounds, help=f"number of rounds {SHOWN}"
+        )
+        made.add_argument(
+            "--iters",
+            type=positive,
+            metavar="N",
+            help="make N exchanges in a round, instead of --seconds",
+        )
         add_no_baseline(made)
     return made
 
 
 def add_no_baseline(made: argparse.ArgumentParser) -> None:
-    """The option that leaves the raw baseline out."""
+    """Adds the option that leaves the raw baseline out."""
     made.add_argument(
         "--no-baseline",
         action="store_const",
         const="--no-baseline",  # which is the reason in the rows
-        help="without the raw baseline",
+        help="do not run the raw baseline, which needs a C compiler",
     )
 
 
@@ -74,12 +93,12 @@ def open_baseline(
     where: str | None = None,
     make: MakeBaseline = baseline.Baseline,
 ) -> tuple[baseline.Baseline | None, dict[str, Any]]:
-    """The raw baseline of a way, and what report.row is to say of it. Without a compiler, or where
-    the system refuses its calls, there is none, and the rows say why."""
+    """Returns the raw baseline of a way, and the arguments of report.row about it. Without a
+    compiler, or if the system refuses its calls, there is no baseline, and the rows say why."""
     if options.no_baseline:
         return None, {"missing": options.no_baseline}
     if way is None:
-        return None, {"missing": "nothing raw does the same"}
+        return None, {"missing": "there is no raw program that does the same"}
     try:
         with contextlib.ExitStack() as own:
             raw = own.enter_context(make(way, cores, where))
@@ -87,15 +106,18 @@ def open_baseline(
             raw.measure(0, 1)
             stack.enter_context(own.pop_all())
     except BenchError as error:
-        print(f"bench: no baseline: {error}", file=sys.stderr)
+        print(f"bench: there is no baseline: {error}", file=sys.stderr)
         return None, {"missing": str(error)}
     return raw, {"way": way}
 
 
 def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The cores of workers and servers; None where processes cannot be pinned."""
+    """Returns the cores of workers and servers, or None if processes cannot be pinned."""
     if not hasattr(os, "sched_getaffinity"):
-        print("bench: this system cannot pin processes: expect noise", file=sys.stderr)
+        print(
+            "bench: this system cannot pin processes to cores, so the results will be noisy",
+            file=sys.stderr,
+        )
         return None
     usable = sorted(os.sched_getaffinity(0))
     if asked is None:
@@ -105,43 +127,43 @@ def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
             raise BenchError(f"--cores: core {core}: want one of {_ranges(usable)}")
     if asked[0] == asked[1]:
         print(
-            f"bench: both processes share core {asked[0]}: times are those of the kernel's "
-            "scheduler, not of a transport",
+            f"bench: both processes share core {asked[0]}, so the times are those of the kernel's "
+            "scheduler, not of a transport (give two cores with --cores)",
             file=sys.stderr,
         )
     return asked
 
 
 def output(text: str) -> str:
-    """A file that can be written when all has been measured; until then it stays as it is."""
+    """Returns the name of a file after checking that it can be written at the end."""
     folder = os.path.dirname(text) or "."
     if not text or os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"{text!r}: want the name of a file")
     if not os.path.isdir(folder):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: there is no folder {folder!r}: make it, or choose another file"
+            f"{text!r}: the folder {folder!r} does not exist: create it, or give another file"
         )
     if not os.access(text if os.path.exists(text) else folder, os.W_OK):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: not writable: change its permissions, or choose another file"
+            f"{text!r}: not writable: change its permissions, or give another file"
         )
     return text
 
 
 def positive(text: str) -> int:
-    """A whole number, 1 or more."""
+    """Returns a whole number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: want a whole number, 1 or more")
     return int(text)
 
 
 def positive_seconds(text: str) -> float:
-    """Seconds, more than 0."""
+    """Returns a number of seconds, more than 0."""
     return _above_zero(text, "seconds")
 
 
 def positive_milliseconds(text: str) -> float:
-    """Milliseconds, more than 0."""
+    """Returns a number of milliseconds, more than 0."""
     return _above_zero(text, "milliseconds")
 
 
@@ -156,7 +178,7 @@ def _above_zero(text: str, unit: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes, 8 or more: so long is the number in a message."""
+    """Returns a number of bytes, 8 or more. The number in a message has 8 bytes."""
     try:
         count = report.parse_size(text)
     except ValueError as error:
@@ -167,12 +189,12 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """A list of them."""
+    """Returns a list of sizes."""
     return [size(part) for part in text.split(",")]
 
 
 def exchanges(text: str) -> list[tuple[int, int]]:
-    """A list of bytes there and home: OUT:BACK, or one size for both."""
+    """Returns a list of bytes in both directions, each given as OUT:BACK or as one size."""
     pairs = []
     for part in text.split(","):
         out, two, back = part.partition(":")
@@ -181,12 +203,12 @@ def exchanges(text: str) -> list[tuple[int, int]]:
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers, 1 or more, in order."""
+    """Returns a sorted list of whole numbers, 1 or more."""
     return sorted({positive(part) for part in text.split(",")})
 
 
 def one_of(allowed: tuple[str, ...]) -> Any:
-    """The type of a list of words."""
+    """Returns the type of an option that is a list of these words."""
 
     def parse(text: str) -> list[str]:
         words = text.split(",")
@@ -206,7 +228,7 @@ def _cores(text: str) -> tuple[int, int]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers, shortened: 0-3,8."""
+    """Formats sorted numbers: 0-3,8."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:

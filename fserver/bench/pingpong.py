@@ -1,4 +1,4 @@
-"""`fserver bench pingpong`: round trips through the Python API, beside the same copy in C."""
+"""`fserver bench pingpong`: round trips of the Python API, compared with the same copies in C."""
 
 import argparse
 import contextlib
@@ -168,7 +168,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         made.set_defaults(rounds=against.ROUNDS)
         options = made.parse_args(argv)
         if options.beside or options.plot:
-            made.error("--against goes with neither --beside nor --plot")
+            made.error("--against cannot be combined with --beside or --plot")
         against.check(options.against, options.rounds)
     if options.beside is None:
         options.beside = ways.ON_GPUS if options.device == "gpu" else ()
@@ -178,20 +178,20 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "pingpong",
-        "Times push_pull and wait between a worker and a server, two processes on a core each, "
-        "and in turn with them the same bytes between two spinning processes in C on the same "
-        "cores: raw TCP, for cma process_vm_writev and a flag in shared memory, for cudaipc the "
-        "copy engine and a flag in host memory (the columns raw). Figures are medians over the "
-        "rounds; GB/s counts the bytes of both directions; the ratio is p50 over raw p50. Every "
-        "answer's number is checked, and between rounds all bytes of an exchange into poisoned "
-        "memory. With tensors on GPUs the numbers of push and pull are checked between rounds "
-        "alone. Others' ways take turns too, in processes of their own on the same GPUs, which "
-        "wait for their stream at each round trip: NCCL's send and recv, torch's symmetric memory "
-        "by its own kernels and by NVSHMEM, NIXL; with tensors on the CPU gloo. A push has "
-        f"{SMALL} B for an answer there. What cannot be had, or goes wrong, is skipped with the "
-        "reason. The row wire is what the bytes take at the speed at which the copy engine moves "
-        "64 MiB.",
-        seconds=(0.2, "about so long a round of each"),
+        "Measures push_pull and wait between a worker and a server, two processes on a core each. "
+        "In turn with them, two spinning processes in C move the same bytes on the same cores "
+        "(the columns raw): over raw TCP, for cma by process_vm_writev and a flag in shared "
+        "memory, for cudaipc by the copy engine and a flag in host memory. The figures are "
+        "medians over the rounds. GB/s counts the bytes of both directions. The ratio is p50 "
+        "divided by raw p50. The number in every answer is checked, and between rounds all bytes "
+        "of an exchange into poisoned memory. With tensors on GPUs, the numbers of push and pull "
+        "are checked between rounds only. Other libraries take turns too, in processes of their "
+        "own on the same GPUs, and wait for their stream at each round trip: NCCL's send and "
+        "recv, torch's symmetric memory with its own kernels and with NVSHMEM, and NIXL; with "
+        f"tensors on the CPU, gloo. There the answer to a push has {SMALL} B. A library that is "
+        "missing or fails is skipped with the reason. The row wire is the time that the bytes "
+        "would take at the speed at which the copy engine moves 64 MiB.",
+        seconds=(0.2, "approximate length of a round of each"),
         transport=None,
         rounds=7,
     )
@@ -200,45 +200,44 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         default="auto",
         metavar="LIST",
-        help=f"how bytes travel, one after the other: {TRANSPORTS} {SHOWN}",
+        help=f"the transports, measured one after the other: {TRANSPORTS} {SHOWN}",
     )
     made.add_argument(
         "--against",
         type=against.checkout,
         metavar="DIR",
-        help="instead of the baseline and others' ways, a checkout of fserver whose extension is "
-        f"built takes turns, {against.ROUNDS} rounds of each: prints the median of the rounds' "
-        "ratios of this build's p50 to its own, and the 95 %% interval of that median (order "
-        "statistics); the exit status is 1 if an interval lies wholly above "
-        f"{against.LIMIT}",
+        help="compare with another checkout of fserver whose extension is built, instead of the "
+        f"baseline and other libraries, by {against.ROUNDS} rounds of each. Prints the median of "
+        "the ratios of this build's p50 to the other's, and its 95 %% interval (by order "
+        f"statistics). The exit status is 1 if a whole interval is above {against.LIMIT}",
     )
     made.add_argument(
         "--device",
         choices=("cpu", "gpu"),
         default="cpu",
-        help="where tensors are; gpu: the worker's on the first, the server's on the last (by "
-        "default the copy engine moves them)",
+        help="where the tensors are. gpu: the worker's on the first GPU, the server's on the last "
+        f"{SHOWN}",
     )
     made.add_argument(
         "--sizes",
         type=exchanges,
         default=SIZES,
         metavar="LIST",
-        help=f"bytes, of both directions or OUT:BACK (default {SIZES})",
+        help=f"sizes in bytes, for both directions or as OUT:BACK (default {SIZES})",
     )
     made.add_argument(
         "--tensors",
         type=positive,
         default=1,
         metavar="N",
-        help=f"tensors of that size in each push and in each answer {SHOWN}",
+        help=f"number of tensors of that size in each push and in each answer {SHOWN}",
     )
     made.add_argument(
         "--ops",
         type=one_of(OPS),
         default=",".join(OPS),
         metavar="LIST",
-        help=f"of {', '.join(OPS)}",
+        help=f"operations to measure {SHOWN}",
     )
-    beside.add_option(made, f"{','.join(ways.ON_GPUS)} with tensors on GPUs, else none")
+    beside.add_option(made, f"{','.join(ways.ON_GPUS)} for tensors on GPUs, else none")
     return made

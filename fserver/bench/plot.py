@@ -17,7 +17,7 @@ def need() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install 'fserver[bench]'") from None
+        raise BenchError("--plot needs matplotlib (run pip install 'fserver[bench]')") from None
 
 
 def save(path: str, bench: str, rows: Rows, machine: str) -> None:

@@ -122,4 +122,4 @@ class ObeyingServer(ServerPart):
         text = bytearray(json.dumps(reply).ljust(REPLY).encode())
         node.respond([torch.frombuffer(text, dtype=torch.uint8)], handler, need_event=False)
         if self.raw is not None and not self.raw.accept():
-            print("bench: no baseline: its client did not come", file=sys.stderr)
+            print("bench: there is no baseline: its client did not connect", file=sys.stderr)

@@ -185,8 +185,8 @@ def machine(cores: tuple[int, ...] | None) -> dict[str, Any]:
     busy = _busy(cores) if cores else None
     if busy and max(busy) > 10:
         print(
-            f"bench: cores {cores} are {' and '.join(map(str, busy))} % busy with something else: "
-            "expect noise, most of all from the raw baseline, which spins",
+            f"bench: cores {cores} are {' and '.join(map(str, busy))} % busy with other programs, "
+            "so the results will be noisy, most of all those of the raw baseline, which spins",
             file=sys.stderr,
         )
     return {
@@ -274,7 +274,7 @@ def _need_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise BenchError("--device gpu: torch sees no GPU (`fserver doctor` says what is there)")
+        raise BenchError("--device gpu: torch sees no GPU (run `fserver doctor` for the reason)")
 
 
 def begin(options: argparse.Namespace, cores: tuple[int, ...] | None) -> dict[str, Any]:
@@ -320,5 +320,5 @@ def save(path: str, results: dict[str, Any]) -> None:
             out.write("\n")
     except OSError as error:
         raise BenchError(
-            f"--json {path}: {error.strerror}: make room for it, or choose another file"
+            f"--json {path}: {error.strerror}: free some space, or give another file"
         ) from None

@@ -1,4 +1,4 @@
-"""`fserver bench soak`: does anything grow?"""
+"""`fserver bench soak`: checks that memory, descriptors and threads do not grow."""
 
 import argparse
 import sys
@@ -88,7 +88,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         worst = max(row.get(f"growth_{key.removeprefix('resident_')}", 0) for row in rows)
         limit = 0 if key in EXACT else options.limit
         if worst > limit:
-            print(f"bench: {title} grew by {worst}, more than {limit}", file=sys.stderr)
+            print(f"bench: {title} grew by {worst}, but the limit is {limit}", file=sys.stderr)
             failed = True
     return int(failed)
 
@@ -121,25 +121,32 @@ def _counts(options: argparse.Namespace, two: Crew) -> tuple[int, int]:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "soak",
-        "Memory, descriptors and goroutines of worker and server over many push_pulls. Memory is "
-        "what the engine has asked for and still uses, by each allocation; the same with what Go's "
-        "runtime has for its threads and for goroutines that wait; what malloc and Python have in "
-        "use, some of it for each thread that Go starts; and what is resident, to which pages "
-        "belong that are touched for the first time. The last column has what it grew by in as "
-        "long a time and with as many looks, without push_pulls: to look takes memory too. Of "
-        "each push_pull the answer's number is checked, and all bytes of one after each tenth. "
-        "Tensors on GPUs are the worker's on the first and the server's on the last.",
-        seconds=(None, "about so long in all, instead of --count and --warmup"),
+        "Measures memory, descriptors, goroutines and threads of a worker and a server over many "
+        "push_pulls. There are several figures of memory: the engine's heap (what it has allocated "
+        "and still uses); the heap with the memory that Go's runtime has for its threads and for "
+        "waiting goroutines; what malloc and Python have in use, some of it for each thread that "
+        "Go starts; and resident memory, which includes pages that are touched for the first "
+        "time. Reading the figures takes memory too, so the last column shows the growth in the "
+        "same time and with as many readings, but without push_pulls. The number in every answer "
+        "is checked, and all bytes of an exchange after each tenth of the push_pulls.",
+        seconds=(None, "approximate length of the whole run, instead of --count and --warmup"),
     )
-    made.add_argument("--count", type=int, default=200_000, help="push_pulls (default 200000)")
-    made.add_argument("--warmup", type=int, default=50_000, help="before (default 50000)")
-    made.add_argument("--size", type=size, default=4096, help="bytes each way (default 4K)")
-    made.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where tensors are")
+    add = made.add_argument
+    add("--count", type=int, default=200_000, help="number of push_pulls (default 200000)")
+    add("--warmup", type=int, default=50_000, help="number of push_pulls before (default 50000)")
+    add("--size", type=size, default=4096, help="bytes in each direction (default 4K)")
+    add(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="where the tensors are. gpu: the worker's on the first GPU, the server's on the last "
+        "(default cpu)",
+    )
     made.add_argument(
         "--limit",
         type=int,
         metavar="BYTES",
-        help="fail if the engine's heap grows at all, other memory of either by more, or a "
-        "descriptor or goroutine is left",
+        help="exit with status 1 if other memory grows by more than this, or if the engine's heap "
+        "or the number of descriptors or goroutines grows at all",
     )
     return made

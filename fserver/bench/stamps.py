@@ -9,12 +9,12 @@ BUDGET_US = 273.0  # of a round trip: 61 layers x 3 stages at 20 tokens/s
 # whole of one round trip. Differences are taken within one process, so the clocks of the two need
 # not agree.
 PARTS = {
-    "post": "worker: push_pull called, until posted",
-    "network": "network, both ways: (6 - 1) - (5 - 2)",
-    "deliver": "server: received, until get_batch returned it",
-    "serve": "server: the application, until respond",
-    "answer": "server: respond called, until posted",
-    "complete": "worker: received, until completed",
+    "post": "worker: from push_pull to the post",
+    "network": "network, both directions: (6 - 1) - (5 - 2)",
+    "deliver": "server: from the receipt to get_batch's return",
+    "serve": "server: the application, until it calls respond",
+    "answer": "server: from respond to the post",
+    "complete": "worker: from the receipt to the completion",
 }
 
 

@@ -26,8 +26,8 @@ COLUMNS = (
 
 
 BESIDE = {
-    "links": "a thread that asks for links() every 10 ms",
-    "doctor": "one `fserver doctor --json` after the other",
+    "links": "a thread that calls links() every 10 ms",
+    "doctor": "`fserver doctor --json`, again and again",
 }
 SECONDS = {"doctor": 2.0}  # of a round; a doctor takes one or two
 DOCTOR = [sys.executable, "-m", "fserver", "doctor", "--json"]
@@ -108,7 +108,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         print(table.line(rows[-1]))
     ratio = statistics.median(b["per_exchange_us"] / a["per_exchange_us"] for a, b in rounds)
     beside = f"beside {BESIDE[options.beside]}" if options.beside else "of two threads"
-    print(f"\nan exchange {beside} takes {ratio:.2f} x the time of one's")
+    print(f"\nan exchange {beside} takes {ratio:.2f} times as long as one of one thread alone")
     report.finish(options, "threads", facts, rows, ratio=round(ratio, 3))
     return 0
 
@@ -140,28 +140,30 @@ def _doctors(done: threading.Event) -> None:
         ended = subprocess.run(DOCTOR, capture_output=True, text=True, timeout=TIMEOUT)
         if not ended.stdout:
             raise BenchError(
-                f"fserver doctor ended with {ended.returncode}: {ended.stderr.strip()}"
+                f"fserver doctor ended with status {ended.returncode}: {ended.stderr.strip()}"
             )
 
 
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "threads",
-        "Two Python threads of one worker, each in a loop of push_pull and wait with tensors and "
-        "keys of its own, beside one: the time for an exchange, of all that were made. Below 1 x "
-        "they overlap; what is above is what they cost each other. With --beside there is one "
-        "thread, and something else runs in every other round. A doctor is a Python process that "
-        "starts, so it takes a core's worth of CPU: where the pair leaves none free, what it "
-        "costs is that. Nothing is pinned without --cores, and a doctor never is; taskset -c "
-        "leaves both sides several.",
-        seconds=(None, "of each round (default 0.2, beside doctor 2)"),
+        "Compares two Python threads of one worker with one thread. Each thread calls push_pull "
+        "and wait in a loop, with tensors and keys of its own. The benchmark prints the elapsed "
+        "time divided by the number of exchanges of all threads. A ratio below 1 means that the "
+        "threads overlap, a ratio above 1 that they slow each other. With --beside, there is one "
+        "thread, and something else runs in every second round. A doctor is a new Python process "
+        "each time and uses a whole core, so it slows the pair if no core is free. Processes are "
+        "pinned only with --cores, and a doctor never is. Use taskset -c to give both sides "
+        "several cores.",
+        seconds=(None, "length of each round (default 0.2, with --beside doctor 2)"),
     )
     made.add_argument(
         "--beside",
         choices=tuple(BESIDE),
         help="; ".join(f"{name}: {what}" for name, what in BESIDE.items()),
     )
-    made.add_argument("--rounds", type=positive, default=5, help="rounds (default 5)")
-    made.add_argument("--iters", type=positive, help="exchanges of a thread, not --seconds")
-    made.add_argument("--size", type=size, default=4096, help="bytes each way (default 4K)")
+    add = made.add_argument
+    add("--rounds", type=positive, default=5, help="number of rounds (default 5)")
+    add("--iters", type=positive, metavar="N", help="make N exchanges, instead of --seconds")
+    add("--size", type=size, default=4096, help="bytes in each direction (default 4K)")
     return made

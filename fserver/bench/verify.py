@@ -1,4 +1,4 @@
-"""`fserver bench verify`: is what arrives what was sent?"""
+"""`fserver bench verify`: compares the received data with the sent data."""
 
 import argparse
 import bisect
@@ -169,26 +169,27 @@ def _median(values: Iterable[float]) -> float | None:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "verify",
-        "Moves tensors of random types, shapes (0 to 10 dimensions, also of no rows), sizes and "
-        "counts between several workers and servers, up to three requests of each worker at a "
-        "time, and compares keys, types, shapes and all bytes at both ends; answers arrive in "
-        "poisoned memory. Keys are few, so the tensors of each grow, shrink and change type. "
-        "Everything follows from the seed. Ends with status 1 at the first difference, which it "
-        "describes. Workers are in one process and servers in another. A quarter of the steps is "
-        "made again and timed, with nothing compared, poisoned or made meanwhile: each round, "
-        "which is one request of each worker at the same time and the waits for them, twice: "
-        "after another one (first), and after itself (again). In turn with them as many bytes "
-        "go between two processes in C, also twice: all that is pushed, to all servers, there "
-        "and all answers back, as one block each way (raw), where fserver has several tensors, "
-        "workers and servers, the latter driven by one thread a side. The table has medians over "
-        "the rounds of a size, both directions counted; the ratio is the median of again / raw.",
-        seconds=(10.0, "how long to compare in all"),
+        "Sends tensors of random dtypes, shapes (0 to 10 dimensions, also without rows), sizes and "
+        "counts between several workers and servers, with up to three requests of each worker in "
+        "flight. Compares keys, dtypes, shapes and all bytes at both ends. Answers arrive in "
+        "poisoned memory. There are few keys, so the tensors of a key grow, shrink and change "
+        "dtype. The seed determines all choices. At the first difference, the benchmark describes "
+        "it and exits with status 1. The workers are in one process and the servers in another. A "
+        "quarter of the steps is repeated and timed, without comparing, poisoning or creating "
+        "tensors. A round is one request of each worker at the same time, and the wait for the "
+        "answers. Each round is timed twice: after another round (first), and after itself "
+        "(again). In turn with them, two processes in C move as many bytes, also twice: all "
+        "pushes to all servers and all answers, as one block in each direction (raw). fserver "
+        "sends several tensors between several workers and servers there, with one thread on each "
+        "side. The table has medians over the rounds of a size, where the size counts both "
+        "directions. The ratio is the median of again / raw.",
+        seconds=(10.0, "how long to compare"),
     )
     add_no_baseline(made)
     add = made.add_argument
-    add("--seed", type=int, help="that of an earlier run (default: random)")
-    add("--steps", type=positive, help="so many steps, not --seconds")
-    add("--workers", type=positive, default=2, help="worker groups (default 2)")
-    add("--servers", type=positive, default=2, help="server groups (default 2)")
-    add("--max-bytes", type=size, default="1M", help="of a tensor (default 1M)")
+    add("--seed", type=int, help="the seed, to repeat an earlier run (default: random)")
+    add("--steps", type=positive, metavar="N", help="make N steps, instead of --seconds")
+    add("--workers", type=positive, default=2, metavar="N", help="worker groups (default 2)")
+    add("--servers", type=positive, default=2, metavar="N", help="server groups (default 2)")
+    add("--max-bytes", type=size, default="1M", help="largest tensor, in bytes (default 1M)")
     return made

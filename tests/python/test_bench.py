@@ -398,7 +398,7 @@ def test_units_are_counted():
         (["pingpong", "--cores", "0"], "want two core numbers, A,B"),
         (["pingpong", "--seconds", "0"], "'0': want seconds, more than 0"),
         (["matrix", "--places", "here"], "'here': want one of local, remote, joint"),
-        (["matrix", "--role", "server"], "--scheduler and --role go together"),
+        (["matrix", "--role", "server"], "--scheduler and --role: give both, or neither"),
         (["af", "--in-flight", "4"], "want at most --stages 3"),
         (["af", "--layers", "2000"], "want at most 4096"),
         (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
@@ -407,7 +407,7 @@ def test_units_are_counted():
         (["graph", "overlap", "--rounds", "-1"], "--rounds: '-1': want a whole number, 1 or more"),
         (["graph", "overlap", "--ms", "0"], "--ms: '0': want milliseconds, more than 0"),
         (["graph", "af", "--width", "7"], "--width: '7': want a multiple of 4"),
-        (["graph", "af", "--shape", "2"], "--shape: '2': want workers x servers, as in 2x2"),
+        (["graph", "af", "--shape", "2"], "--shape: '2': want workers x servers, for example"),
         (["graph", "af", "--shape", "0x1"], "--shape: '0x1': want workers x servers"),
         (
             ["pingpong", "--beside", "mpi"],
@@ -437,14 +437,14 @@ def test_files_that_cannot_be_written(name, tmp_path, monkeypatch, capsys):
         return err.partition(f"error: argument {option}: {str(path)!r}: ")[2].strip()
 
     lost = tmp_path / "no" / "where.json"
-    told = f"there is no folder {str(lost.parent)!r}: make it, or choose another file"
+    told = f"the folder {str(lost.parent)!r} does not exist: create it, or give another file"
     for option in ("--json", "--plot") if name != "graph" else ("--json",):
         assert refused(option, lost) == told
         assert refused(option, tmp_path) == "want the name of a file"
         assert refused(option, "") == "want the name of a file"
     (tmp_path / "old.json").write_text("kept")
     monkeypatch.setattr(os, "access", lambda path, mode: path not in map(str, closed))
-    told = "not writable: change its permissions, or choose another file"
+    told = "not writable: change its permissions, or give another file"
     closed = [tmp_path / "old.json"]
     assert refused("--json", tmp_path / "old.json") == told
     closed = [tmp_path]
@@ -456,8 +456,7 @@ def test_files_that_cannot_be_written(name, tmp_path, monkeypatch, capsys):
 def test_a_disk_that_is_full(capsys):
     assert bench.main(["idle", "--seconds", "0.1", "--json", "/dev/full"]) == 1
     assert capsys.readouterr().err.endswith(
-        "bench: --json /dev/full: No space left on device: make room for it, or choose another "
-        "file\n"
+        "bench: --json /dev/full: No space left on device: free some space, or give another file\n"
     )
     with pytest.raises(BenchError, match="--json /dev/full: No space left"):
         graph.main(
@@ -553,7 +552,7 @@ def test_gpus_that_are_not_there(name, monkeypatch, capsys):
     assert bench.main([name, "--device", "gpu"]) == 1
     out, err = capsys.readouterr()
     assert not out
-    assert err == "bench: --device gpu: torch sees no GPU (`fserver doctor` says what is there)\n"
+    assert err == "bench: --device gpu: torch sees no GPU (run `fserver doctor` for the reason)\n"
 
 
 @needs_compiler
@@ -653,7 +652,7 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
     with ExitStack() as stack:
         raw_echo, says = options.open_baseline(stack, asked, "raw tcp", None)
     assert raw_echo is None and "no-such-compiler" in says["missing"]
-    assert "no baseline: no-such-compiler" in capsys.readouterr().err
+    assert "there is no baseline: no-such-compiler" in capsys.readouterr().err
     if shutil.which("cc"):
         monkeypatch.setenv("CC", "cc")
         with pytest.raises(BenchError, match="undeclared"):
@@ -664,7 +663,9 @@ def test_baseline_says_what_is_missing(monkeypatch, tmp_path, capsys):
         (tmp_path / "rawecho.c").write_text("int main(void) { return 3; }\n")
         with ExitStack() as stack:
             raw_echo, says = options.open_baseline(stack, asked, "raw tcp", None)
-        assert raw_echo is None and says["missing"].startswith("raw tcp ended with status 3")
+        assert raw_echo is None and says["missing"].startswith(
+            "the baseline raw tcp ended with status 3"
+        )
     cache.chmod(0o777)
     with pytest.raises(BenchError, match="others may write to it"):
         baseline.compiled("rawecho.c")
@@ -819,7 +820,7 @@ def said(*messages):
 def test_wrong_data_comes_before_other_failures():
     lost, wrong = ("failed", ("worker 1 is gone", "worker 1 is gone")), ("wrong", "byte 3")
     assert said(("ok", 1), ("ok", 2)).results() == [1, 2]
-    with pytest.raises(WrongDataError, match="the worker 1 got wrong data: byte 3"):
+    with pytest.raises(WrongDataError, match="the worker 1 received wrong data: byte 3"):
         said(lost, wrong).results()
     with pytest.raises(BenchError, match="(?s)the worker 0 failed: .*the worker 1 failed: "):
         said(lost, lost).results()
@@ -876,14 +877,14 @@ def test_a_process_that_cannot_be_killed():
         os.kill(int(stayed), 0)
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
-    text = f"the server (pid {stayed}) is still there 2 s after SIGKILL: the kernel holds it"
+    text = f"the server (pid {stayed}) has not ended 2 s after SIGKILL, because the kernel holds it"
     assert told.startswith(text) and f"/proc/{stayed}/stack" in told
     assert failed == "ZeroDivisionError" and err.startswith(f"bench: {text}")
     assert parent.returncode == 1
 
 
 def test_pingpong_ends_at_wrong_data():
-    with pytest.raises(WrongDataError, match="the worker got wrong data: .* byte 63 of 64"):
+    with pytest.raises(WrongDataError, match="the worker received wrong data: .* byte 63 of 64"):
         pingpong.main(["--sizes", "64", "--ops", "pull"], Nodes(worker, corrupting_server))
 
 
@@ -901,7 +902,7 @@ def test_soak(tmp_path, monkeypatch, capsys):
     assert soak.main([*argv, "--limit", "1000000"], Nodes(worker, leaking_server)) == 1
     out, err = capsys.readouterr()
     assert "100 push_pulls of 64 B each way" in out and "growth" in out
-    assert "more than 1000000" in err
+    assert "but the limit is 1000000" in err
     rows = json.loads(path.read_text())["rows"]
     assert [r["role"] for r in rows] == ["worker", "server"]
     for row in rows:
@@ -939,7 +940,7 @@ def test_threads(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("beside", "text"),
-    [("links", "a thread that asks for links()"), ("doctor", "one `fserver doctor --json`")],
+    [("links", "a thread that calls links()"), ("doctor", "`fserver doctor --json`, again")],
 )
 def test_threads_beside_something(beside, text, tmp_path, capsys):
     path = tmp_path / "threads.json"
@@ -953,7 +954,7 @@ def test_threads_beside_something(beside, text, tmp_path, capsys):
 
 def test_threads_beside_a_doctor_that_fails(monkeypatch):
     monkeypatch.setattr(threads, "DOCTOR", [sys.executable, "-c", "raise SystemExit('no way')"])
-    with pytest.raises(BenchError, match="fserver doctor ended with 1: no way"):
+    with pytest.raises(BenchError, match="fserver doctor ended with status 1: no way"):
         threads.main(["--beside", "doctor", "--iters", "50", "--rounds", "1"])
 
 
@@ -1007,7 +1008,7 @@ def test_matrix(tmp_path):
         if row["device"] == "gpu" and not torch.cuda.is_available():
             assert row["p50_us"] is None and "GPU" in row["skipped"]
         elif row["place"] == "remote" and not matrix.own_address():
-            assert "no address but loopback" in row["skipped"]
+            assert "only a loopback address" in row["skipped"]
         else:
             assert row["p50_us"] > 0 and row["skipped"] is None
     assert all(r["transport"] == "tcp" for r in rows if r["place"] == "remote" and r["p50_us"])
@@ -1041,7 +1042,7 @@ def test_matrix_of_two_hosts_where_the_other_has_no_compiler(tmp_path, port, cap
     row, _ = written(path, "matrix")
     assert row["p50_us"] > 0 and row["ratio"] is None
     assert row["baseline_missing"].startswith("the host of the server: no-such-compiler: not found")
-    assert "no baseline: the host of the server" in capsys.readouterr().err
+    assert "there is no baseline: the host of the server" in capsys.readouterr().err
 
 
 def test_af(tmp_path, capsys):
@@ -1050,7 +1051,7 @@ def test_af(tmp_path, capsys):
     argv += ["--back-tensors", "2", "--workers", "2", "--servers", "2", "--in-flight", "2"]
     argv += ["--rounds", "1", "--iters", "2", "--json", str(path)]
     assert bench.main(["af", *argv]) == 0
-    assert "the application, until respond" in capsys.readouterr().out
+    assert "the application, until it calls respond" in capsys.readouterr().out
     (row,) = written(path, "af")
     assert (row["bytes_out"], row["bytes_back"]) == (2 * 3 * 1024, 2 * 2 * 2048)
     assert row["iters"] == 2 * 4 * 3 and row["step_ms"] > 0
@@ -1127,7 +1128,7 @@ def test_graph_overlap_counts_rounds_of_a_steady_clock():
     with pytest.raises(BenchError, match=r"within 0.3% of each other.*--rounds is 4: want more"):
         graph._summary("overlap", [steady, side((0.1, 0.01))], args)
     with pytest.raises(
-        BenchError, match=r"took turns.*Parts are of 30 ms, a replay alone takes 1.0"
+        BenchError, match=r"took turns.*A part takes 30 ms, a replay alone takes 1.0"
     ):
         graph._summary("overlap", [steady, side()], args)
 
@@ -1153,7 +1154,7 @@ def test_graph_wants_gpus(capsys):
         pytest.skip("there is a GPU")
     assert bench.main(["graph", "af"]) == 1
     assert (
-        "0 GPUs, and 2 are needed, or one and NVIDIA's multi-process service"
+        "torch sees 0 GPUs, but 2 are needed (use NVIDIA's multi-process service"
         in capsys.readouterr().err
     )
 
@@ -1232,7 +1233,7 @@ def test_verify_sees_one_wrong_byte(tmp_path, capsys):
     argv += ["--plot", str(tmp_path / "plot.png")]  # of which there will be none
     assert verify.main(argv, Nodes(server=corrupting_node)) == 1
     err = capsys.readouterr().err
-    assert "the workers got wrong data: seed 7, step " in err
+    assert "the workers received wrong data: seed 7, step " in err
     difference = json.loads(path.read_text())["checked"]["difference"]
     assert f"bench: {difference}" in err
     assert "answer" in difference and " of server " in difference

@@ -105,14 +105,14 @@ def test_each_build_is_measured_by_its_own_package(slow, tmp_path, monkeypatch, 
 
 
 def test_a_checkout_that_cannot_be_measured(slow, capsys):
-    with pytest.raises(ArgumentTypeError, match="there is no fserver/__init__.py in it"):
+    with pytest.raises(ArgumentTypeError, match="it has no fserver/__init__.py"):
         against.checkout(str(slow / "fserver"))
     argv = ["pingpong", "--against", str(slow)]
     with pytest.raises(BenchError, match="--rounds 5: want 6 or more"):
         against.check(slow, 5)
     with pytest.raises(SystemExit):
         bench.main([*argv, "--beside", "gloo"])
-    assert "--against goes with neither --beside nor --plot" in capsys.readouterr().err
+    assert "--against cannot be combined with --beside or --plot" in capsys.readouterr().err
 
     extension = slow / f"fserver/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     extension.unlink()

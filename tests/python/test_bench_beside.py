@@ -115,9 +115,9 @@ def test_other_that_brings_wrong_data(path, capsys):
     assert [row["transport"] for row in rows] == ["cma", "gloo"] * 3
     assert all(row["p50_us"] > 0 for row in rows[::2])
     for row in rows[1::2]:
-        assert row["skipped"].startswith("the worker got wrong data: byte 63 of 64 is ")
+        assert row["skipped"].startswith("the worker received wrong data: byte 63 of 64 is ")
         assert row["p50_us"] is None and row["p50_us_rounds"] == []
-    assert "bench: gloo:\nthe worker got wrong data: byte 63 of 64" in capsys.readouterr().err
+    assert "bench: gloo:\nthe worker received wrong data: byte 63 of 64" in capsys.readouterr().err
 
 
 def test_other_that_dies(path):
@@ -133,7 +133,9 @@ def test_other_that_hangs(path, monkeypatch, capfd):
     monkeypatch.setattr(beside, "LIMIT", 4.0)
     rows = measured(path, Nodes(other=HangingSide), "--beside", "gloo")
     assert all(row["p50_us"] > 0 for row in rows[::2])
-    assert all(row["skipped"] == "no answer from worker and server in 6 s" for row in rows[1::2])
+    assert all(
+        row["skipped"] == "no answer from worker and server within 6 s" for row in rows[1::2]
+    )
     assert " in act\n" in capfd.readouterr().err  # where it was
 
 
