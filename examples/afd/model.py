@@ -43,7 +43,10 @@ def check(model: nn.Module) -> None:
         found = {name for name, _ in layer.named_children()}
         mlp = {name for name, _ in layer.mlp.named_children()} if found == parts else set()
         if not {"gate_proj", "up_proj", "down_proj"} <= mlp:
-            raise ValueError(f"{type(model).__name__} is not like Llama: its layers have {found}")
+            raise ValueError(
+                f"{type(model).__name__} is not like Llama: a layer has {sorted(found)}, want "
+                f"{sorted(parts)}, and gate_proj, up_proj and down_proj in mlp"
+            )
 
 
 def encode(tokenizer, prompt: str) -> list[int]:

@@ -239,16 +239,19 @@ def main(example: Example) -> None:
     """The command line of an example."""
     parser = argparse.ArgumentParser(description=f"Trains a {example.name} with ringx.")
     names = [*example.configs]
-    parser.add_argument("--config", choices=names, default=names[0])
-    parser.add_argument("--algorithm", default="auto", help="of ringx_attention (auto)")
-    parser.add_argument("--dtype", default=None, help="float64; bfloat16 on GPUs")
-    parser.add_argument("--steps", type=int, help="replaces the value of the configuration")
-    parser.add_argument("--tokens", type=int, help="replaces the value of the configuration")
-    parser.add_argument("--layers", type=int, help="replaces the value of the configuration")
-    parser.add_argument("--plot", metavar="FILE", help="draw the losses")
-    parser.add_argument("--ranks", type=int, help="only estimate, for this number of GPUs")
-    parser.add_argument("--tflops", type=float, default=500, help="for the estimate (500)")
-    parser.add_argument("--gbs", type=float, default=300, help="for the estimate (300)")
+    parser.add_argument(
+        "--config", choices=names, default=names[0], help=f"the model (default {names[0]})"
+    )
+    add = parser.add_argument
+    add("--algorithm", default="auto", help="the algorithm of ringx_attention (default auto)")
+    add("--dtype", help="dtype (default float64; bfloat16 for large configurations)")
+    add("--steps", type=int, help="number of steps (default: that of the configuration)")
+    add("--tokens", type=int, help="length of a sequence (default: that of the configuration)")
+    add("--layers", type=int, help="number of layers (default: that of the configuration)")
+    add("--plot", metavar="FILE", help="draw the losses to FILE")
+    add("--ranks", type=int, metavar="N", help="print only the estimate, for N GPUs")
+    add("--tflops", type=float, default=500, help="TFLOP/s of a GPU in the estimate (default 500)")
+    add("--gbs", type=float, default=300, help="GB/s of a link in the estimate (default 300)")
     options = parser.parse_args()
     config = example.configs[options.config]
     for field in ("steps", "tokens", "layers"):
@@ -264,7 +267,7 @@ def main(example: Example) -> None:
     if config.large and int(os.environ.get("RANK", 0)) == 0:
         estimate(example, config, options, size)
     if options.ranks or (config.large and not on_gpus):
-        print("not run: needs GPUs, and torchrun with one process for each GPU")
+        print("not run: training needs GPUs, and torchrun with one process for each GPU")
         return
 
     device = torch.device("cpu")

@@ -188,9 +188,9 @@ def _parser() -> argparse.ArgumentParser:
         "are checked between rounds only. Other libraries take turns too, in processes of their "
         "own on the same GPUs, and wait for their stream at each round trip: NCCL's send and "
         "recv, torch's symmetric memory with its own kernels and with NVSHMEM, and NIXL; with "
-        f"tensors on the CPU, gloo. There the answer to a push has {SMALL} B. A library that is "
-        "missing or fails is skipped with the reason. The row wire is the time that the bytes "
-        "would take at the speed at which the copy engine moves 64 MiB.",
+        f"tensors on the CPU, gloo. With these libraries, the answer to a push has {SMALL} B. "
+        "A library that is missing or fails is skipped with the reason. The row wire is the "
+        "time that the bytes would take at the speed at which the copy engine moves 64 MiB.",
         seconds=(0.2, "approximate length of a round of each"),
         transport=None,
         rounds=7,

