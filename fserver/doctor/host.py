@@ -44,7 +44,9 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
     report.add(title, Check("kernel", "info", found["kernel"]), *_drivers(found))
     for note in found["notes"]:
         remedy = "the findings below may be incomplete; let this process read it"
-        report.add(title, Check("topology", "note", note, "" if "not served" in note else remedy))
+        report.add(
+            title, Check("topology", "note", note, "" if "NVIDIA GPU at" in note else remedy)
+        )
     return found
 
 
