@@ -227,7 +227,10 @@ def test_gpu_driver(tmp_path: Path, old: bool) -> None:
     found = json.loads(done.stdout)
     if old:
         assert found["gpus"] == []
-        assert "libnvidia-ml.so.1 has no function nvmlDeviceGetMigMode" in found["gpu_driver"]["reason"]
+        assert (
+            "libnvidia-ml.so.1 has no function nvmlDeviceGetMigMode"
+            in found["gpu_driver"]["reason"]
+        )
         return
     assert found["gpu_driver"] == {"version": "570.86.15", "cuda": "12.8", "reason": ""}
     assert [(g["name"], g["uuid"], g["pci"], g["memory_bytes"]) for g in found["gpus"]] == [
