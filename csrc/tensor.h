@@ -13,8 +13,8 @@
 
 namespace fserver {
 
-// What a tensor is read for. Where it is sent or written, torch refuses to resize its storage as
-// long as somebody keeps the memory, which would go although there is a reference.
+// What a tensor is read for. kRead and kWrite have torch refuse to resize its storage until the
+// Memory lets go, because a resize frees the memory whoever refers to it. kLook does not.
 enum class Access { kRead, kWrite, kLook };
 
 class Memory;
