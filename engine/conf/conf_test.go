@@ -54,7 +54,7 @@ func TestDefaults(t *testing.T) {
 		Cluster:     "default",
 		InitTimeout: time.Minute, StopTimeout: 30 * time.Second, BarrierTimeout: 5 * time.Minute,
 		StallTimeout: 30 * time.Second, HeartbeatInterval: time.Second, HeartbeatTimeout: 10 * time.Second, RejoinTimeout: 60 * time.Second,
-		Spin: time.Millisecond, Log: LogWarn,
+		Spin: time.Millisecond, Log: LogInfo,
 		QueuePairs: 2, RecvDepth: 256, StartDepth: 128, MemSync: true,
 		CoresPerSocket: 48, CoresPerGPU: 5, CoreOffset: 10, ResendTimeout: time.Second,
 	}, good(t, "DMLC_PS_ROOT_PORT=7000"))
@@ -202,7 +202,7 @@ func TestNewerSpellingWins(t *testing.T) {
 
 	// The same said twice, or nothing said, is no contradiction.
 	require.Equal(t, TCP, good(t, with("FSERVER_TRANSPORT=TCP", "DMLC_ENABLE_RDMA=zmq", "DMLC_ENABLE_UCX=0")...).Transport)
-	require.Equal(t, LogDebug, good(t, with("FSERVER_LOG=debug", "PS_VERBOSE=0")...).Log)
+	require.Equal(t, LogWarn, good(t, with("FSERVER_LOG=warn", "PS_VERBOSE=0")...).Log)
 	require.Equal(t, LogDebug, good(t, with("FSERVER_LOG=debug", "PS_VERBOSE=3")...).Log)
 
 	// An overridden value still has to be one.

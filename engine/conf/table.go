@@ -243,14 +243,14 @@ var table = []setting{
 			case err != nil || n < 0 || n > 9:
 				return "", false
 			case n == 0:
-				return "", true
+				return "warn", true
 			case n == 1:
 				return "info", true
 			}
 			return "debug", true
 		}}},
-		value:   choice("warn", levels, nil, func(c *Config) *Level { return &c.Log }),
-		meaning: "least important kind of line that is logged. `warn`: losses and slower ways than expected; `info`: also who connects, and how; `debug`: also what was tried and is not there. PS_VERBOSE: 1 means info, 2 and above debug, 0 says nothing",
+		value:   choice("info", levels, nil, func(c *Config) *Level { return &c.Log }),
+		meaning: "least important kind of line that is logged. `warn`: losses and slower ways than expected; `info`: also who connects, and how; `debug`: also what was tried and is not there. PS_VERBOSE: 0 means warn, 1 info, 2 and above debug",
 	}, {
 		section: "RDMA",
 		name:    "STEPMESH_SPLIT_QP_LAG",

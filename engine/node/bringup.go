@@ -317,7 +317,7 @@ func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr, 
 		if refusal(err) || errors.Is(err, transport.ErrClosed) {
 			return nil, err
 		}
-		n.log.Info("not connected yet", zap.String("to", who), zap.Error(err))
+		n.log.Debug("not connected yet", zap.String("to", who), zap.Error(err))
 		if last == nil || !errors.Is(err, context.DeadlineExceeded) {
 			last = err
 		}

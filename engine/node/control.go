@@ -91,7 +91,9 @@ func (n *Node) outputs(out []cluster.Output) {
 			if n.server != nil {
 				n.sayDone() // they may have left before it came
 			}
-			n.log.Info("the cluster is running")
+			if n.scheduler == nil { // which has said more than that
+				n.log.Info("the cluster is running")
+			}
 		case cluster.Released:
 			if b := n.barriers[o.Seq]; b != nil {
 				b.end(nil)

@@ -26,7 +26,7 @@ func near(cfg *conf.Config, route string, log *zap.Logger) string {
 		log.Warn("DMLC_INTERFACE=auto: found no interface", zap.String("why", c.Why), zap.String("instead", route))
 		return route
 	}
-	log.Info("interface chosen", zap.String("interface", c.Interface), zap.Stringer("address", c.Address), zap.String("why", c.Why))
+	log.Debug("interface chosen", zap.String("interface", c.Interface), zap.Stringer("address", c.Address), zap.String("why", c.Why))
 	return c.Address.String()
 }
 

@@ -173,6 +173,8 @@ def _demo(options: argparse.Namespace, path: Path, examples: Path, folder: Path)
         _save(tokenizer, model, path)
 
     settings = {"STEPMESH_BACKEND": "CPU"}  # where the model is
+    if not {"FSERVER_LOG", "PS_VERBOSE"} & set(os.environ):
+        settings["FSERVER_LOG"] = "warn"  # the table says who used which transport
     if options.transport:
         settings["FSERVER_TRANSPORT"] = options.transport
     with _environment(settings):
