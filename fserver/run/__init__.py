@@ -39,9 +39,13 @@ scheduler runs on host 0. The list of all groups, workers first, is divided into
 parts, one for each host. --dry-run shows the result.
 
 End of a run: if a process fails, the launcher ends all processes and exits with the
-status of the failed one (128 + n for signal n). The launcher forwards SIGINT, SIGTERM
-and SIGHUP to the processes. After the last worker has ended successfully, the launcher
-ends the servers that are still running. In a run over several hosts it waits for them.
+status of the failed one (128 + n for signal n). It prints that process and its error
+first, then what it ends, and at last how the other processes ended. It leaves out the
+tracebacks of processes that failed because they lost a peer, that raised the same error,
+or that Ctrl-C interrupted: it prints their last line and the place in your program. The
+launcher forwards SIGINT, SIGTERM and SIGHUP to the workers and servers. After the last
+worker has ended successfully, the launcher ends the servers that are still running. In a
+run over several hosts it waits for them.
 
 Limits: {MAX_GROUPS} groups of a role, {MAX_GROUP_SIZE} processes in a group, and
 {MAX_PROCESSES} workers and servers in total."""

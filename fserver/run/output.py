@@ -4,11 +4,17 @@ Every line gets the name of its process. Lines are never mixed, and a line is
 what a terminal would show when it ends: of a progress bar, which redraws its
 line with \\r, that is the last state. On a terminal the bar that moved last is
 also shown while it moves, below everything else.
+
+A Python traceback on standard error is held back, with the lines that follow it, because only
+the end of the process shows whether it is the cause of a failure or repeats what is known.
 """
 
 import os
 import select
 import shutil
+import time
+
+from . import tracebacks
 
 LIMIT = 1 << 16  # a longer line is cut, so that nothing grows without bound
 ERASE = b"\r\x1b[K"
@@ -22,13 +28,14 @@ class Screen:
         self.tty = {fd: os.isatty(fd) for fd in (1, 2)}
         self._bar = False  # a progress bar stands in the last line
 
-    def stream(self, fd: int, name: str, number: int) -> "Stream":
-        """A stream of the process called name, to fd; number chooses the colour."""
+    def stream(self, fd: int, name: str, number: int, holds: bool = False) -> "Stream":
+        """A stream of the process called name, to fd; number chooses the colour. holds: it holds
+        tracebacks back."""
         prefix = f"[{name}] "
         width = len(prefix)
         if self.tty[fd] and not os.environ.get("NO_COLOR"):
             prefix = f"\x1b[{COLOURS[number % len(COLOURS)]}m{prefix}\x1b[0m"
-        return Stream(self, fd, prefix.encode(), width)
+        return Stream(self, fd, prefix.encode(), width, holds)
 
     def say(self, text: str) -> None:
         """A line of the launcher's own, on standard error."""
@@ -54,18 +61,24 @@ class Screen:
 class Stream:
     """One output of one process, cut into lines."""
 
-    def __init__(self, screen: Screen, fd: int, prefix: bytes, width: int) -> None:
+    def __init__(
+        self, screen: Screen, fd: int, prefix: bytes, width: int, holds: bool = False
+    ) -> None:
         self._screen, self._fd, self._prefix, self._width = screen, fd, prefix, width
         self._rest = b""  # the line that has not ended yet
+        self._holds = holds
+        self._held: list[bytes] = []  # lines from a traceback on
+        self._shown: list[bytes] = []  # the same, printed, while nothing follows
+        self.held_since: float | None = None
+        self.last = ""  # the last line with text
 
     def feed(self, data: bytes) -> None:
         *lines, rest = (self._rest + data).split(b"\n")
         if len(rest) > LIMIT:
             lines.append(rest)
             rest = b""
-        if lines:
-            self._screen.lines(self._fd, [self._prefix + _shown(line) for line in lines])
-        if b"\r" in rest:
+        self._take([_shown(line) for line in lines])
+        if b"\r" in rest and not self._held:
             text = _shown(rest)
             rest = b"\r" + text + (b"\r" if rest.endswith(b"\r") else b"")
             room = max(shutil.get_terminal_size().columns - self._width - 1, 0)
@@ -77,7 +90,46 @@ class Stream:
         """The end of the stream also ends its last line."""
         last, self._rest = _shown(self._rest), b""
         if last.strip():
-            self._screen.lines(self._fd, [self._prefix + last])
+            self._take([last])
+
+    def raised(self) -> tracebacks.Raised | None:
+        """The exception of the last traceback, if the output ends with it."""
+        return tracebacks.split(self._held or self._shown)[0]
+
+    def release(self) -> None:
+        """Prints what is held back."""
+        held = self._held
+        self._let_go(held)
+        self._shown = held
+
+    def drop(self) -> None:
+        """Prints what is held back, without its tracebacks."""
+        self._let_go(tracebacks.split(self._held)[1])
+
+    def _take(self, lines: list[bytes]) -> None:
+        for line in lines:
+            if text := line.strip():
+                self.last = text[: tracebacks.MOST].decode(errors="replace")
+        if self._holds and not self._held and tracebacks.BEGIN in lines:
+            begin = lines.index(tracebacks.BEGIN)
+            self._show(lines[:begin])
+            lines = lines[begin:]
+            self._held, self.held_since = lines, time.monotonic()
+        elif self._held:
+            self._held += lines
+        else:
+            self._show(lines)
+        if sum(map(len, self._held)) > LIMIT:
+            self.release()
+
+    def _let_go(self, lines: list[bytes]) -> None:
+        self._held, self.held_since = [], None
+        self._show(lines)
+
+    def _show(self, lines: list[bytes]) -> None:
+        if lines:
+            self._shown = []
+            self._screen.lines(self._fd, [self._prefix + line for line in lines])
 
 
 def _shown(line: bytes) -> bytes:

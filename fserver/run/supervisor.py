@@ -5,8 +5,10 @@
 - One that fails ends all: SIGTERM, and SIGKILL when the grace is over. Its
   status, 128 + n for signal n, is the launcher's. Its peers may see that it has
   gone before it has, and fail too: what fails within a second counts as one
-  failure. The status is that of the first which did not end with 1, as Python
-  does on an exception (such as a lost peer), or of the first.
+  failure, and endings.py says which process is the cause.
+- The launcher says first which process is the cause, then what it ends, and at last how the
+  others ended. A traceback that a lost peer or the signal explains, or that is the same as
+  that of the cause, is not printed: its last line is in the list of the others.
 - SIGINT, SIGTERM and SIGHUP are passed on to workers and servers, and SIGKILL
   follows when the grace is over, or at once with a second signal. The status is
   128 + n, or 0 if all of them took the signal for a request to end well.
@@ -27,22 +29,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import endings, tracebacks
 from .output import Screen, Stream
 from .roles import Process, inherited
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SETTLE = 1.0  # seconds in which failures count as one
+HOLD = 3.0  # seconds that a traceback is held back for while nothing has failed
 LAST_WORDS = 1.0  # seconds that output is read for when every process has ended
 
 
 class Child:
     """A started process. It is not reaped before the end, so that nobody else gets its number."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, screen: Screen, number: int) -> None:
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py"))]
         self.process = process
         self.told = False  # to end, by the launcher: its status is no failure
         self.status: int | None = None  # as a shell shows it, once it has ended
+        self.raised: tracebacks.Raised | None = None  # what ended it, as far as it is known
         self._popen = subprocess.Popen(
             [*command, str(os.getpid()), *process.command],
             env={**inherited(os.environ), **process.env},
@@ -53,10 +58,21 @@ class Child:
         )
         assert self._popen.stdout and self._popen.stderr
         self.outputs = {1: self._popen.stdout, 2: self._popen.stderr}
+        self.error = screen.stream(2, process.name, number, holds=True)
+        self.streams = {1: screen.stream(1, process.name, number), 2: self.error}
+
+    @property
+    def name(self) -> str:
+        return self.process.name
 
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def last(self) -> str:
+        """The last line of its standard error."""
+        return self.error.last
 
     def look(self) -> bool:
         """Whether it has ended since the last look."""
@@ -84,8 +100,9 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._failures: list[Child] = []
+        self._cause: Child | None = None  # the one of them that counts
         self._settle_at: float | None = None  # when it is decided which of them counts
-        self._status = 0  # of that one
+        self._patient = True  # that may be put off once
         self._signal: int | None = None  # the first that was passed on
         self._end_at: float | None = None  # when those that should have ended are told to
         self._kill_at: float | None = None  # when those that are left are killed
@@ -105,6 +122,7 @@ class Supervisor:
                 until = time.monotonic() + LAST_WORDS
                 while self._streams() and (left := until - time.monotonic()) > 0:
                     self._read(left)
+                self._conclude()
                 return self._result()
             except BrokenPipeError:  # nobody reads the output any more
                 return 128 + signal.SIGPIPE
@@ -119,11 +137,10 @@ class Supervisor:
                     self._screen.close()
 
     def _start(self, process: Process, number: int) -> None:
-        child = Child(process)
+        child = Child(process, self._screen, number)
         self._children.append(child)
         for fd, pipe in child.outputs.items():
-            stream = self._screen.stream(fd, process.name, number)
-            self._selector.register(pipe, selectors.EVENT_READ, stream)
+            self._selector.register(pipe, selectors.EVENT_READ, child.streams[fd])
 
     # -- events
 
@@ -149,14 +166,18 @@ class Supervisor:
 
     def _patience(self) -> float | None:
         times = [t for t in (self._settle_at, self._end_at, self._kill_at) if t is not None]
+        if not self._ending:
+            times += [t + HOLD for c in self._children if (t := c.error.held_since) is not None]
         return max(min(times) - time.monotonic(), 0) if times else None
 
     def _streams(self) -> list[Stream]:
         return [key.data for key in self._selector.get_map().values() if key.data]
 
-    def _read(self, patience: float | None) -> None:
-        """Waits for output, a signal or the end of a child, and takes what there is."""
-        for key, _ in self._selector.select(patience):
+    def _read(self, patience: float | None) -> bool:
+        """Waits for output, a signal or the end of a child, takes what there is, and reports
+        whether there was any."""
+        ready = self._selector.select(patience)
+        for key, _ in ready:
             data = os.read(key.fd, 1 << 16)
             if key.data is None:
                 for number in data:
@@ -169,8 +190,14 @@ class Supervisor:
                 assert isinstance(key.fileobj, io.IOBase)
                 key.fileobj.close()
                 key.data.close()
+        return bool(ready)
 
     # -- decisions
+
+    @property
+    def _ending(self) -> bool:
+        """Whether the run ends because of a failure or a signal."""
+        return bool(self._failures) or self._signal is not None
 
     def _pass_on(self, number: int) -> None:
         if self._signal is not None:
@@ -178,10 +205,16 @@ class Supervisor:
             return
         self._signal = number
         self._kill_at = time.monotonic() + self._grace
-        for child in self._children:
-            if child.process.role != "scheduler":
-                child.told = True
-                child.signal(number)
+        passed = [c for c in self._children if c.process.role != "scheduler"]
+        running = [c.name for c in passed if c.status is None]
+        if running:
+            self._screen.say(
+                f"passed {signal.Signals(number).name} on to {', '.join(running)} (those that run "
+                f"for {self._grace:g} s more are killed, and at once with a second signal)"
+            )
+        for child in passed:
+            child.told = True
+            child.signal(number)
 
     def _ended(self, child: Child) -> None:
         child.signal(signal.SIGTERM)  # to what it has started and left behind
@@ -191,13 +224,22 @@ class Supervisor:
             self._settle_at = time.monotonic() + SETTLE
         self._failures.append(child)
 
-    def _settle(self) -> None:
+    def _settle(self, left: list[Child]) -> bool:
+        """Decides which failure is the cause, and says so; reports False if it puts that off."""
         self._settle_at = None
-        failed = [(c, c.status) for c in self._failures if c.status is not None]
-        first = next((f for f in failed if f[1] != 1), failed[0])
-        self._status = first[1]
-        for c, status in (first, *(f for f in failed if f is not first)):
-            self._screen.say(f"{c.process.name} (pid {c.pid}) {_how(status)}")
+        until = time.monotonic() + LAST_WORDS
+        while self._read(0) and time.monotonic() < until:
+            pass
+        for child in self._children:
+            child.raised = child.error.raised()
+        cause = endings.cause(self._failures)
+        if self._patient and any(endings.likelier(c, cause) for c in left):
+            self._patient, self._settle_at = False, time.monotonic() + SETTLE
+            return False
+        self._cause = cause
+        cause.error.release()
+        self._screen.say(endings.sentence(cause))
+        return True
 
     def _tell(self, children: list[Child]) -> None:
         for child in children:
@@ -208,8 +250,16 @@ class Supervisor:
     def _advance(self, now: float) -> None:
         """What is due when so many have ended and it is so late."""
         left = [c for c in self._children if c.status is None]
+        names = ", ".join(c.name for c in left)
+        if not self._ending:
+            for child in self._children:
+                since = child.error.held_since
+                if since is not None and (child.status == 0 or now >= since + HOLD):
+                    child.error.release()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
+            if left:
+                self._screen.say(f"killed {names}, still running after the request to end")
             for child in left:
                 child.told = True
                 child.signal(signal.SIGKILL)
@@ -217,8 +267,10 @@ class Supervisor:
         if self._settle_at is not None:
             if left and now < self._settle_at:
                 return
-            self._settle()
-            if self._kill_at is None:
+            if not self._settle(left):
+                return
+            if self._kill_at is None and left:
+                self._screen.say(f"ending {names}")
                 self._tell(left)
         roles = {c.process.role for c in left}
         if self._signal is not None and roles == {"scheduler"}:
@@ -228,7 +280,6 @@ class Supervisor:
         if self._end_at is None:
             self._end_at = now + self._grace
         elif now >= self._end_at:
-            names = ", ".join(c.process.name for c in left)
             self._screen.say(
                 f"{names}: still running {self._grace:g} s after the last worker ended, so "
                 "ended by the launcher"
@@ -236,17 +287,20 @@ class Supervisor:
             self._end_at = None
             self._tell(left)
 
+    def _conclude(self) -> None:
+        """Prints what is still held back, and how those ended that are not the cause."""
+        others = [c for c in self._children if c is not self._cause]
+        for child in others:
+            child.raised = child.error.raised()
+            if endings.explained(child, self._cause, self._signal):
+                child.error.drop()
+            else:
+                child.error.release()
+        for line in endings.others(others):
+            self._screen.say(line)
+
     def _result(self) -> int:
         roles = [c for c in self._children if c.process.role != "scheduler"]
         if self._signal is not None and any(c.status for c in roles):
             return 128 + self._signal
-        return self._status
-
-
-def _how(status: int) -> str:
-    if status <= 128:
-        return f"failed with status {status}"
-    try:
-        return f"was killed by {signal.Signals(status - 128).name}"
-    except ValueError:
-        return f"failed with status {status}"
+        return self._cause.status or 0 if self._cause else 0

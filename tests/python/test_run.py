@@ -115,7 +115,11 @@ def test_all_well():
     ("code", "status", "how"),
     [
         ("raise SystemExit(7)", 7, "failed with status 7"),
-        ("import os; os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            137,
+            "was killed by SIGKILL: if you did not .*dmesg.*",
+        ),
         ("import os; os.kill(os.getpid(), 6)", 134, "was killed by SIGABRT"),
         ("raise SystemExit(255)", 255, "failed with status 255"),
     ],
@@ -127,7 +131,9 @@ def test_one_failure_ends_all(role, code, status, how):
         got, _, err, seconds = run.end()
     assert got == status
     name = role if role == "scheduler" else f"{role} 0"
-    assert re.fullmatch(rf"fserver run: {name} \(pid \d+\) {how}\n", err)
+    first, second = err.splitlines()
+    assert re.fullmatch(rf"fserver run: {name} \(pid \d+\) {how}", first)
+    assert second == "fserver run: ending server 5, worker 5"
     assert seconds < BOUND / 2
 
 

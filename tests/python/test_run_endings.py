@@ -1,0 +1,192 @@
+"""`fserver run`: what it prints when processes fail or are interrupted."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_run import FOREVER, Run, environment
+
+from fserver.run import tracebacks
+
+LOST = """
+    from fserver.errors import PeerLostError
+    {}
+    raise PeerLostError("worker 0 is gone")
+"""
+CAUSE = "raise KeyError('layer 3')"
+
+
+def pids_away(text: str) -> list[str]:
+    return re.sub(r" \(pid \d+\)", "", text).splitlines()
+
+
+def test_the_cause_comes_first_and_others_without_traceback():
+    """The servers lose the worker and end before it does."""
+    slow = "import atexit, time\natexit.register(time.sleep, 0.4)\n" + CAUSE
+    servers = [("server", i, LOST.format("")) for i in (0, 1)]
+    with Run(*servers, ("worker", 0, slow), ("worker", 1, FOREVER)) as run:
+        status, _, err, _ = run.end()
+    assert status == 1
+    assert pids_away(err) == [
+        "[worker 0] Traceback (most recent call last):",
+        '[worker 0]   File "<string>", line 3, in <module>',
+        "[worker 0] KeyError: 'layer 3'",
+        "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'",
+        "fserver run: ending worker 1",
+        "fserver run: server 0, server 1 ended with fserver.errors.PeerLostError: worker 0 is gone "
+        "(<string>, line 4)",
+    ]
+
+
+def test_a_cause_that_ends_late_is_waited_for():
+    slow = "import atexit, time\natexit.register(time.sleep, 1.5)\n" + CAUSE
+    with Run(("server", 0, LOST.format("")), ("worker", 0, slow)) as run:
+        _, _, err, _ = run.end()
+    assert "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'" in pids_away(err)
+
+
+def test_an_error_from_a_lost_peer_is_no_cause():
+    chained = """
+        from fserver.errors import PeerLostError
+        try:
+            raise PeerLostError("worker 0 is gone")
+        except PeerLostError as error:
+            raise ValueError("no answer") from error
+    """
+    with Run(("server", 0, chained), ("worker", 0, "import time; time.sleep(.3)\n" + CAUSE)) as run:
+        _, _, err, _ = run.end()
+    assert pids_away(err)[-2:] == [
+        "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'",
+        "fserver run: server 0 ended with ValueError: no answer (<string>, line 6)",
+    ]
+    assert err.count("Traceback") == 1
+
+
+def test_where_all_have_lost_a_peer_the_first_shows_its_traceback():
+    """The peer was on another host."""
+    with Run(("server", 0, LOST.format("")), ("server", 1, LOST.format(""))) as run:
+        _, _, err, _ = run.end()
+    assert err.count("Traceback") == 1
+    assert len(re.findall("failed with status 1: fserver.errors.PeerLostError", err)) == 1
+
+
+def test_the_same_error_everywhere_is_printed_once():
+    with Run(*(("worker", i, CAUSE) for i in range(3))) as run:
+        _, _, err, _ = run.end()
+    assert err.count("Traceback") == 1
+    assert re.search(
+        r"worker \d, worker \d ended with KeyError: 'layer 3' \(<string>, line 1\)", err
+    )
+
+
+def test_two_causes_are_both_printed():
+    with Run(("worker", 0, CAUSE), ("worker", 1, "raise ValueError('other')")) as run:
+        _, _, err, _ = run.end()
+    assert err.count("Traceback") == 2
+
+
+def test_the_last_line_of_a_program_that_printed_no_traceback():
+    code = "import sys; print('disk full', file=sys.stderr); sys.exit(3)"
+    with Run(("worker", 0, code)) as run:
+        _, _, err, _ = run.end()
+    assert pids_away(err) == [
+        "[worker 0] disk full",
+        "fserver run: worker 0 failed with status 3: its last line of standard error is: disk full",
+    ]
+
+
+def test_a_process_that_is_killed():
+    kill = "import os; os.kill(os.getpid(), 9)"
+    worker = LOST.format("import time; time.sleep(0.3)")
+    with Run(("server", 0, kill), ("worker", 0, worker)) as run:
+        status, _, err, _ = run.end()
+    assert status == 137
+    assert pids_away(err) == [
+        "fserver run: server 0 was killed by SIGKILL: if you did not kill it, the host may have "
+        "run out of memory (see dmesg)",
+        "fserver run: worker 0 ended with fserver.errors.PeerLostError: worker 0 is gone "
+        "(<string>, line 4)",
+    ]
+
+
+def test_ctrl_c_says_where_each_process_was():
+    with Run(("worker", 0, FOREVER), ("worker", 1, FOREVER)) as run:
+        run.wait_for("[worker 0] ready", "[worker 1] ready")
+        run.popen.send_signal(signal.SIGINT)
+        status, _, err, _ = run.end()
+    assert status == 130
+    assert err.splitlines() == [
+        "fserver run: passed SIGINT on to worker 0, worker 1 (those that run for 2 s more are "
+        "killed, and at once with a second signal)",
+        "fserver run: worker 0, worker 1 ended with KeyboardInterrupt (<string>, line 1)",
+    ]
+
+
+def test_a_process_that_does_not_end_is_named():
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n" + FOREVER
+    failing = "import time; time.sleep(1); raise SystemExit(3)"
+    with Run(("server", 0, deaf), ("worker", 0, failing), grace=0.3) as run:
+        run.wait_for("[server 0] ready")
+        _, _, err, _ = run.end()
+    assert pids_away(err)[1:] == [
+        "fserver run: ending server 0",
+        "fserver run: killed server 0, still running after the request to end",
+    ]
+
+
+@pytest.mark.parametrize("then", ["print('more', file=sys.stderr)", "time.sleep(600)"])
+def test_a_traceback_of_a_program_that_goes_on_is_printed(then):
+    code = f"""
+        import sys, time, traceback
+        try:
+            1 / 0
+        except ZeroDivisionError:
+            traceback.print_exc()
+        {then}
+    """
+    with Run(("worker", 0, code)) as run:
+        lines = [run.popen.stderr.readline() for _ in range(3)]
+        if "more" in then:
+            assert run.end()[0] == 0
+    assert "ZeroDivisionError" in "".join(lines)
+
+
+def test_lines_after_a_traceback_are_not_lost():
+    code = LOST.format("import atexit, os; atexit.register(os.write, 2, b'closed\\n')")
+    with Run(("server", 0, code), ("worker", 0, CAUSE)) as run:
+        _, _, err, _ = run.end()
+    assert "[server 0] closed" in err.splitlines()
+    assert err.count("Traceback") == 1
+
+
+def test_a_wrong_setting_is_printed_once(tmp_path):
+    script = tmp_path / "node.py"
+    script.write_text("import fserver\nfserver.Worker.from_env()\n")
+    env = {**environment(), "FSERVER_LOG": "loud"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fserver", "run", "--workers=2", str(script)],
+        env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") <= 1, done.stderr
+    wrong = 'conf: FSERVER_LOG="loud": want error, warn, info or debug'
+    assert re.search(
+        rf"fserver run: \w+( \d)? \(pid \d+\) failed with status 1: .*{wrong}", done.stderr
+    )
+
+
+def test_place_is_in_the_users_program():
+    lines = f"""\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in main
+    y.wait()
+  File "{Path(tracebacks.__file__).parents[1]}/handle.py", line 50, in wait
+    self.node.wait()
+
+KeyboardInterrupt""".encode().splitlines()
+    raised, others = tracebacks.split([b"before", *lines, b"after"])
+    assert raised == tracebacks.Raised("KeyboardInterrupt", False, "train.py, line 12")
+    assert others == [b"before", b"after"]
