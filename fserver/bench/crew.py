@@ -23,6 +23,7 @@ from typing import Any
 from fserver import Error
 
 from .errors import BenchError, WrongDataError
+from .spawned import by_the_byte, environment, first_on_path
 
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
@@ -32,48 +33,6 @@ KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all
 def transport_settings(transport: str) -> dict[str, str]:
     """The settings that choose a transport: all that a benchmark knows about the choice."""
     return {"FSERVER_TRANSPORT": transport, "BYTEPS_ENABLE_IPC": "0" if transport == "tcp" else "1"}
-
-
-BY_THE_BYTE = {
-    "GODEBUG": ("memprofilerate=1", ","),
-    "GLIBC_TUNABLES": ("glibc.malloc.tcache_count=0", ":"),
-}
-
-
-def by_the_byte() -> contextlib.AbstractContextManager[None]:
-    """In processes that are spawned meanwhile `peers.in_use` is exact: the engine records each of
-    its allocations, and malloc keeps nothing back for a thread, which it would count as in use."""
-    return environment(
-        {
-            name: between.join(filter(None, (os.environ.get(name), setting)))
-            for name, (setting, between) in BY_THE_BYTE.items()
-        }
-    )
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What processes that are spawned meanwhile have in their environment."""
-    given = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in given.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def first_on_path(folder: Path) -> Iterator[None]:
-    """In processes that are spawned meanwhile, sys.path begins with this folder."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 @dataclass(frozen=True)

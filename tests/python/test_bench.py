@@ -45,6 +45,8 @@ from fserver.bench import (
 )
 from fserver.bench.crew import Case, Nodes, Place, real_node
 from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
+from fserver.bench.graph import summary
+from fserver.bench.graph.overlap import BLOCKS, _compared
 
 
 def received(data: bytes) -> torch.Tensor:
@@ -1101,17 +1103,17 @@ def test_graph_overlap_compares_what_was_beside():
     """A block takes 1 ms alone and 3 beside traffic, which begins late, and once ends late."""
     ends, at, traffic = [0.0], 0.0, []
     for part in range(5):
-        for i in range(graph.BLOCKS):
+        for i in range(BLOCKS):
             at += 3.0 if part % 2 and i >= 2 or part == 2 and i < 2 else 1.0
             ends.append(at)
     for part in (1, 3):
-        first = ends[part * graph.BLOCKS + 2]
-        last = ends[(part + 1) * graph.BLOCKS + (2 if part == 1 else 0)]
+        first = ends[part * BLOCKS + 2]
+        last = ends[(part + 1) * BLOCKS + (2 if part == 1 else 0)]
         traffic.append([(first - 0.5, first), (first, (first + last) / 2), (last - 1, last)])
-    rows = graph._compared(ends, traffic, dry=False)
+    rows = _compared(ends, traffic, dry=False)
     assert [row["blocks"] for row in rows] == [[8, 6, 6], [6, 6, 8]]
     assert [row["slowed"] for row in rows] == [2.0, 2.0] and rows[0]["noise"] == 0.0
-    assert graph._compared(ends, [[(0.0, 0.1), (0.1, at)]], dry=False) == []
+    assert _compared(ends, [[(0.0, 0.1), (0.1, at)]], dry=False) == []
 
 
 def test_graph_overlap_counts_rounds_of_a_steady_clock():
@@ -1122,21 +1124,21 @@ def test_graph_overlap_counts_rounds_of_a_steady_clock():
         return {"rounds": rows, "quiet_ms": 1.0, "part_ms": 30.0}
 
     steady = side((0.001, 0.0), (0.002, -0.002), (0.003, 0.003), (0.2, 0.01), (-0.2, -0.01))
-    row = graph._summary("overlap", [side((0.0, 0.0)), steady], args)
+    row = summary.OF["overlap"]([side((0.0, 0.0)), steady], args)
     assert (row["gemms_slowed_percent"], row["of_each_gpu"]) == (0.2, [0.0, 0.2])
     assert (row["rounds"], row["of"], row["between"], row["meets"]) == (3, 5, [0.1, 0.3], True)
     with pytest.raises(BenchError, match=r"within 0.3% of each other.*--rounds is 4: want more"):
-        graph._summary("overlap", [steady, side((0.1, 0.01))], args)
+        summary.OF["overlap"]([steady, side((0.1, 0.01))], args)
     with pytest.raises(
         BenchError, match=r"took turns.*A part takes 30 ms, a replay alone takes 1.0"
     ):
-        graph._summary("overlap", [steady, side()], args)
+        summary.OF["overlap"]([steady, side()], args)
 
 
 def test_graph_between():
     """Of 100 values, the 40th and the 61st have it between them in 96 of 100 cases."""
-    assert graph.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
-    assert graph.between([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert summary.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
+    assert summary.between([3.0, 1.0, 2.0]) == (1.0, 3.0)
 
 
 def test_graph_zero_sm(tmp_path):

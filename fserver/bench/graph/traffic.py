@@ -1,0 +1,245 @@
+"""The channels of one side and the traffic of a disaggregated model over them, as a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import others
+from ..sides import Side
+
+POISON = 0x5A5A5A5A
+
+
+def _addend(layer: int, server: int, half: int) -> int:
+    return 1 + 64 * layer + 2 * server + half
+
+
+Opened = list[tuple[torch.Tensor, torch.Tensor, Any]]
+
+
+def ours(side: Side, own: Any, mode: str, shape: tuple[int, ...]) -> Opened:
+    """For each stage: int8 [rows, width] on a worker and [workers, rows, width] on a server, bf16
+    [servers, rows, width] or [workers, rows, width], and a channel of the node for them."""
+    _, stages, rows, width = shape
+    options = {"mode": mode, "timeout_ms": 20000.0}
+    count = side.servers if side.is_worker else side.workers
+    opened: Opened = []
+    for stage in range(stages):
+        small = torch.zeros(count, rows, width, dtype=torch.int8, device=side.device)
+        large = torch.zeros(count, rows, width, dtype=torch.bfloat16, device=side.device)
+        key, wide = [stage], list(large.unbind(0))
+        options["name"] = f"stage {stage}"
+        if side.is_worker:
+            small = small[0].clone()
+            channel = own.channel([small], key, wide, key, **options)
+        else:
+            channel = own.channel(key, wide, key, push=list(small.unbind(0)), **options)
+        if channel.path != ("host" if side.dry else mode):
+            raise RuntimeError(f"the channel goes by {channel.path!r}, and mode is {mode!r}")
+        opened.append((small, large, channel))
+    return opened
+
+
+class Traffic:
+    """The channels of one side, and all layers as a graph.
+
+    Tensors are looked at as int32, so that sums wrap and are exact. A server answers x with
+    x + addend twice, in each half of the answer, and a worker goes on with the first half of one
+    server's answer minus two times the second half of the next one's: -x and a number. So what is
+    wrong anywhere in a layer is wrong in the end.
+
+    Args:
+        side: the process.
+        opened: what it sends and receives, as ours gives it.
+        shape: layers, stages, rows, width.
+        compute: have the kernels in between.
+        streams: one of STREAMS.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        opened: Opened,
+        shape: tuple[int, ...],
+        compute: bool = True,
+        streams: str = "one",
+    ) -> None:
+        self.side, self.compute = side, compute
+        self.layers, self.stages, rows, width = shape
+        self.per = self.layers * self.stages
+        self.main = side.stream(-1)
+        branches = {"one": 0, "two": 1, "each": self.stages}[streams]
+        self.branches = [side.stream(-1) for _ in range(branches)]
+        self.apart = self.branches[0] if streams == "two" else None  # for what is sent
+        self.channels = [channel for _, _, channel in opened]
+        self.out: list[torch.Tensor] = []
+        self.incoming: list[torch.Tensor] = []
+        self.first: list[torch.Tensor] = []
+        self.turn = torch.zeros((), dtype=torch.int32, device=side.device)
+        self.addends = torch.tensor(
+            [[[_addend(i, side.rank, h)] for h in (0, 1)] for i in range(self.layers)],
+            dtype=torch.int32,
+            device=side.device,
+        )
+        for stage, (small, large, _) in enumerate(opened):
+            words, answers = small.view(torch.int32), large.view(torch.int32)
+            answers = answers.view(len(large), 2, -1)
+            if side.is_worker:
+                made = torch.Generator().manual_seed(100 * side.rank + stage)
+                first = torch.randint(
+                    -(1 << 31), 1 << 31, (rows * width // 4,), dtype=torch.int32, generator=made
+                )
+                self.first.append(first.to(side.device))
+                self.out.append(words.view(-1))
+                self.incoming.append(answers)
+            else:
+                self.out.append(answers)
+                self.incoming.append(words.view(len(small), 1, -1))
+
+    def _step(self, layer: int, stage: int, talk: bool) -> None:
+        channel, out, came = self.channels[stage], self.out[stage], self.incoming[stage]
+        if talk and not (self.side.is_worker and layer == 0):
+            channel.recv()
+        if not self.compute:
+            pass
+        elif not self.side.is_worker:
+            torch.add(came, self.addends[layer], out=out)
+        elif layer == 0:
+            torch.add(self.first[stage], self.turn, out=out)
+        else:
+            i, j = (layer - 1) % len(came), layer % len(came)
+            torch.add(came[i, 0], came[j, 1], alpha=-2, out=out)
+        if talk and self.apart:
+            # Who has the message has read the tensor: nothing waits for this stream.
+            self.apart.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.apart):
+                channel.send()
+        elif talk:
+            channel.send()
+
+    def _layers(self, stages: range, talk: bool) -> None:
+        for layer in range(self.layers):
+            for stage in stages:
+                self._step(layer, stage, talk)
+        if talk and self.side.is_worker:
+            for stage in stages:
+                self.channels[stage].recv()
+
+    def body(self, talk: bool = True) -> None:
+        """All layers; without talk only what is in between."""
+        if self.compute:
+            self.turn.add_(1)
+        if not self.branches:
+            self._layers(range(self.stages), talk)
+            return
+        main = torch.cuda.current_stream()
+        if self.apart:
+            self.apart.wait_stream(main)
+            self._layers(range(self.stages), talk)
+            main.wait_stream(self.apart)
+            return
+        for stage, stream in enumerate(self.branches):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                self._layers(range(stage, stage + 1), talk)
+        for stream in self.branches:
+            main.wait_stream(stream)
+
+    def capture(self) -> None:
+        """Makes the graphs. Every kernel has been loaded before one that waits is on a stream."""
+        with self.side.on(self.main):
+            if self.compute:
+                self.poison()
+                self.body(talk=False)
+                self.wrong()
+            self.side.sync()
+            self.side.barrier()
+            if not self.apart:  # out of a graph a channel is used on one stream
+                self.body()
+            self.side.sync()
+            self.check()
+            self.side.barrier()
+            self.replay = self.side.captured(self.body, self.main)
+        self.side.barrier()
+
+    def run(self, count: int) -> list[tuple[Any, Any]]:
+        """Replays; the moments before and after each."""
+        marks = []
+        with self.side.on(self.main):
+            for _ in range(count):
+                begin = self.side.mark()
+                self.replay()
+                marks.append((begin, self.side.mark()))
+        return marks
+
+    def timed(self, count: int, drop: int = 2) -> list[float]:
+        """Milliseconds of each of count replays one behind the other; before them come as many
+        as are dropped, in which the sides meet."""
+        self.side.barrier()
+        marks = self.run(count + drop)
+        self.side.sync()
+        self.check()
+        return [a.elapsed_time(b) for a, b in marks[drop:]]
+
+    def check(self) -> None:
+        for channel in self.channels:
+            channel.check()
+
+    def poison(self) -> None:
+        for tensor in (*self.out, *self.incoming):
+            tensor.fill_(POISON)
+
+    def wrong(self) -> int:
+        """How many words of the last answers are wrong, after a sync."""
+        if not self.side.is_worker:
+            return 0
+        servers, sign, plus = self.side.servers, 1, 0
+        for layer in range(self.layers - 1):
+            a, b = _addend(layer, layer % servers, 0), _addend(layer, (layer + 1) % servers, 1)
+            sign, plus = -sign, -plus + a - 2 * b
+        bad = 0
+        last = self.layers - 1
+        for first, came in zip(self.first, self.incoming, strict=True):
+            for server in range(servers):
+                for half in (0, 1):
+                    add = plus + _addend(last, server, half)
+                    bad += int((came[server, half] != (first + self.turn) * sign + add).sum())
+        return bad
+
+    def checked(self) -> int:
+        """One replay over poisoned memory; how many words are wrong."""
+        with self.side.on(self.main):
+            self.side.sync()
+            self.side.barrier()
+            self.poison()
+            self.side.sync()
+            self.side.barrier()
+            self.replay()
+            self.side.sync()
+            self.check()
+            return self.wrong()
+
+    def close(self) -> None:
+        """Both sides call it when all is well; else the node closes the channels."""
+        self.side.sync()
+        self.side.barrier()
+        self.replay = lambda: None  # the graph goes before what it uses
+        for channel in self.channels:
+            channel.close()
+        self.side.barrier()
+
+
+@contextlib.contextmanager
+def joined(side: Side, by: str) -> Iterator[None]:
+    """The process group of another's way: once in the life of a process."""
+    os.environ.update(others.ENVIRONMENT)
+    count = side.workers + side.servers
+    others.join(by, side.index, count, side.device, lambda port: int(max(side.share(port))))
+    yield
+    dist.destroy_process_group()
