@@ -1,4 +1,4 @@
-"""The extension. fserver.api is what users call; its docstrings hold here too."""
+"""The extension. Users call fserver.Worker and the other nodes, whose docstrings hold here too."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

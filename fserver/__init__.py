@@ -14,7 +14,6 @@ from types import ModuleType
 
 from fserver import fserver_lib as fserver_lib
 from fserver._after_torch import after_torch as _after_torch_import
-from fserver.api import Link, Node, Scheduler, Server, Worker
 from fserver.errors import (
     ClosedError,
     ConfigError,
@@ -47,7 +46,11 @@ from fserver.fserver_lib import wait_flag as wait_flag
 from fserver.fserver_lib import worker_of as worker_of
 from fserver.fserver_lib import write_flag as write_flag
 from fserver.handle import Handle
+from fserver.link import Link
 from fserver.memory import empty_shared, shared_like
+from fserver.node import Node, Scheduler
+from fserver.server import Server
+from fserver.worker import Worker
 
 __version__ = "0.1.0"  # engine/node has the same
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Set
 
 from fserver import _loader
-from fserver.api import inherited
+from fserver.node import inherited
 
 WIDTH = 100
 

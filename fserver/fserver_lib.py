@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fserver.api import Link, Node, Scheduler, Server, Worker
 from fserver.errors import ClosedError, ConfigError, Error
 from fserver.flags import map_pinned_tensor, seq_add_one, wait_flag, write_flag
+from fserver.link import Link
+from fserver.node import Node, Scheduler
 from fserver.notify import SimpleNotify
+from fserver.server import Server
+from fserver.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from fserver.api import inherited
+from fserver.node import inherited
 from fserver.run import address
 
 from . import cluster, host, listen, names, peer, protocol

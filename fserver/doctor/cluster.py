@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 
 from fserver import env
-from fserver.api import environment
+from fserver.node import environment
 
 from . import cma, names
 from .host import SHARED_MEMORY, TRANSPORTS

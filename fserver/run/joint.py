@@ -4,9 +4,9 @@ import os
 import sys
 from typing import NoReturn
 
-from fserver.api import inherited
 from fserver.env import settings
 from fserver.errors import ConfigError
+from fserver.node import inherited
 
 
 def become_launcher() -> NoReturn:

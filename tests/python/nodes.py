@@ -19,7 +19,7 @@ import pytest
 
 import fserver
 from fserver import _loader
-from fserver.api import environment
+from fserver.node import environment
 
 LIMIT = 30.0
 """Seconds after which something that a test waits for will not come any more."""

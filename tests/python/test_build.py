@@ -389,7 +389,7 @@ def test_wheel(tmp_path: Path) -> None:
     for name in (
         *(EXTENSION, f"_torch/{ADAPTER}", "_torch/adapter.cc", "_torch/adapter.h"),
         *("_torch/build.py", "_torch/exports.map", "_C.pyi", "py.typed"),
-        *("__init__.py", "_loader.py", "api.py", "include/fserver.h", "examples/afd/model.py"),
+        *("__init__.py", "_loader.py", "worker.py", "include/fserver.h", "examples/afd/model.py"),
         *("bench/raw.h", "bench/rawecho.c", "bench/rawcma.c", "bench/rawchannel.cu"),
     ):
         assert f"fserver/{name}" in names
