@@ -12,6 +12,7 @@ shadows no builtin: ``fserver.Error``, ``fserver.TimeoutError`` and StepMesh's f
 
 from types import ModuleType
 
+from fserver import _loader
 from fserver import fserver_lib as fserver_lib
 from fserver._after_torch import after_torch as _after_torch_import
 from fserver.errors import (
@@ -76,7 +77,10 @@ __all__ = [
 def _define_operators(torch: ModuleType) -> None:
     from fserver.channel import ops
 
-    ops.define(torch)
+    try:
+        ops.define(torch)
+    except Exception as error:
+        raise _loader.unusable(torch, error) from None
 
 
 _after_torch_import(_define_operators)

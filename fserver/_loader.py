@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -85,22 +86,63 @@ def _adapter() -> Path:
 
 
 def _torch() -> tuple[ModuleType, str]:
-    pip = f"{sys.executable} -m pip install 'torch>={build.LEAST}'"
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
-            raise
+            raise unusable(None, error) from error
         raise LoadError(
-            f"fserver needs torch {build.LEAST} or later, but torch is not installed (run `{pip}`)"
+            f"fserver needs torch {build.LEAST} or later, but torch is not installed (run `{_PIP}`)"
         ) from error
-    version = str(torch.__version__)
-    if build.minor(version) < build.MIN_TORCH:
-        raise LoadError(
-            f"fserver needs torch {build.LEAST} or later, but torch {version} is installed (run "
-            f"`{pip}`)"
-        )
+    except Exception as error:
+        raise unusable(None, error) from error
+    version = str(getattr(torch, "__version__", ""))
+    if not _VERSION.match(version) or build.minor(version) < build.MIN_TORCH:
+        raise unusable(torch)
+    for name in _NEEDED:
+        if not hasattr(torch, name):
+            raise unusable(torch, AttributeError(f"it has no torch.{name}"))
     return torch, version
+
+
+_PIP = f"{sys.executable} -m pip install 'torch>={build.LEAST}'"
+_VERSION = re.compile(r"\d+\.\d+")
+_NEEDED = ("Tensor", "library", "utils")  # what a torch has whose installation is whole
+
+
+def unusable(torch: ModuleType | None, error: Exception | None = None) -> LoadError:
+    """Returns the error for a torch that fserver cannot use.
+
+    Args:
+        torch: the module. None: its import failed.
+        error: what failed.
+    """
+    again = _PIP.replace("install", "install --force-reinstall", 1)
+    if torch is None:
+        return LoadError(
+            f"fserver needs torch, but importing torch fails: {_line(error)} (run `{again}`)"
+        )
+    version = str(getattr(torch, "__version__", ""))
+    where = getattr(torch, "__file__", None) or ", ".join(getattr(torch, "__path__", []))
+    if not _VERSION.match(version):
+        return LoadError(
+            f"fserver needs torch {build.LEAST} or later, but {where}, which Python imports as "
+            f"torch, has no version: it is not PyTorch (rename it, or run `{again}`)"
+        )
+    if build.minor(version) < build.MIN_TORCH:
+        return LoadError(
+            f"fserver needs torch {build.LEAST} or later, but torch {version} is installed (run "
+            f"`{_PIP}`)"
+        )
+    return LoadError(
+        f"fserver: the installation of torch {version} in {where} is damaged: {_line(error)} (run "
+        f"`{again}`)"
+    )
+
+
+def _line(error: Exception | None) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, AttributeError) else f"{type(error).__name__}: {text}"
 
 
 def _adapters() -> str:

@@ -383,3 +383,67 @@ def test_the_extension_says_nothing_before_it_is_joined() -> None:
         print(sorted(name for name in dir(module) if not name.startswith("_")))
         """
     assert run(code) == "['abi', 'join']"
+
+
+# A torch that cannot be used
+
+WHOLE = "__version__ = '2.15.0'\nTensor = utils = library = object()\n"
+TORCHES = {
+    "no library": (
+        WHOLE.replace("library = ", ""),
+        r"the installation of torch 2\.15\.0 in .*/torch/__init__\.py is damaged: .*library.* "
+        r"\(run `.* -m pip install --force-reinstall 'torch>=2\.11'`\)",
+    ),
+    "old": (
+        "__version__ = '1.13.1'",
+        r"fserver needs torch 2\.11 or later, but torch 1\.13\.1 is installed \(run `.* -m pip "
+        r"install 'torch>=2\.11'`\)",
+    ),
+    "not torch": ("", r".*/torch/__init__\.py, .* has no version: it is not PyTorch \(rename it,"),
+    "no import": (
+        "raise OSError('libcudart.so.99: cannot open\\nshared object file')",
+        r"importing torch fails: OSError: libcudart\.so\.99: cannot open shared object file \(run",
+    ),
+    "no module of it": (
+        "import absent_part",
+        r"importing torch fails: ModuleNotFoundError: No module named 'absent_part' \(run `",
+    ),
+}
+OPENS = "import fserver; fserver.Worker(connect=False)"
+CASES = [(kind, OPENS) for kind in TORCHES]
+CASES += [
+    (kind, f"import {names}")
+    for kind in ("no library", "old", "not torch")
+    for names in ("torch, fserver", "fserver, torch")
+]
+
+
+@pytest.mark.parametrize(("kind", "code"), CASES)
+def test_a_torch_that_cannot_be_used(tmp_path: Path, kind: str, code: str) -> None:
+    source, text = TORCHES[kind]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(source)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert re.match("fserver._loader.LoadError: ", last) and re.search(text, last), done.stderr
+
+
+def test_a_command_beside_a_broken_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(TORCHES["no import"][0])
+    done = subprocess.run(
+        [sys.executable, "-m", "fserver", "env"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and TORCHES["no import"][1][:20] in done.stderr
