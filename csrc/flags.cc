@@ -437,6 +437,10 @@ PyObject *map_pinned(PyObject *tensor, PyObject *index) {
   });
   if (!tried.good())
     fail("map_pinned_tensor", tried);
+  if (gpus == 0)
+    raise(Kind::kConfig,
+          "map_pinned_tensor: CUDA shows no GPU (see `nvidia-smi` and "
+          "CUDA_VISIBLE_DEVICES)");
   if (i >= static_cast<uint64_t>(gpus))
     raise(Kind::kConfig,
           "map_pinned_tensor: device_index is %llu, want 0 to %d (CUDA shows "

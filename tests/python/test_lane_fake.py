@@ -945,6 +945,10 @@ def odd_words() -> None:
     for i in (2, 128, 256, 2**40):  # not a number of 8 bits of it
         text = f"^map_pinned_tensor: device_index is {i}, want 0 to 1"
         refuses(lambda i=i: fserver.map_pinned_tensor(word(), i), fserver.ConfigError, text)
+    DRIVER.gpus_shown = 0
+    text = "^map_pinned_tensor: CUDA shows no GPU .see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    refuses(lambda: fserver.map_pinned_tensor(word(), 0), fserver.ConfigError, text)
+    DRIVER.gpus_shown = 2
     seen = fserver.map_pinned_tensor(word(), 0)
     text = r"^map_pinned_tensor: tensor is on cuda:0, want a CPU tensor .*pin_memory\(\)"
     refuses(lambda: fserver.map_pinned_tensor(seen, 1), fserver.ConfigError, text)
