@@ -111,6 +111,7 @@ type probe struct {
 	Role     string `json:"role"`     // of an accepted one
 	Rank     int    `json:"rank"`
 	Build    string `json:"build"`
+	Secret   string `json:"secret"` // how the secrets differ, as wire.HandshakeError.Secret
 	Error    string `json:"error"`
 	Took     int64  `json:"ns"` // to connect and to shake hands
 }
@@ -147,13 +148,17 @@ func Probe(settings []string, limit time.Duration) ([]byte, error) {
 	p.Spoke = err == nil || errors.As(err, &refused)
 	if apart := (*tcp.TLSError)(nil); errors.As(err, &apart) {
 		p.TLS = apart.Sides
+		p.Error = apart.Reason
 	} else if p.Spoke && id != nil {
 		p.TLS = tcp.Both
 	}
-	if err != nil {
-		p.Error = err.Error()
-	} else {
+	switch {
+	case refused != nil:
+		p.Error, p.Secret = refused.Reason, refused.Secret
+	case err == nil:
 		p.Accepted, p.Role, p.Rank, p.Build = true, hello.Role.String(), int(hello.Rank), hello.Build
+	case p.Error == "":
+		p.Error = err.Error()
 	}
 	return json.Marshal(p)
 }

@@ -11,6 +11,7 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/transport/tcp"
+	"fserver/engine/wire"
 )
 
 func TestDescribeHost(t *testing.T) {
@@ -101,11 +102,14 @@ func TestProbe(t *testing.T) {
 		p = probed(t, at)
 		require.True(t, p.Spoke && !p.Accepted)
 		require.Contains(t, p.Error, "the scheduler has a secret, a worker has none")
+		require.Equal(t, wire.SecretOnlyThere, p.Secret)
 		p = probed(t, at, "FSERVER_SECRET=another one, quite as long")
 		require.True(t, p.Spoke && !p.Accepted)
 		require.Contains(t, p.Error, "the proof of")
+		require.Equal(t, wire.SecretDiffers, p.Secret)
 		p = probed(t, at, secret, "FSERVER_CLUSTER=other")
-		require.Contains(t, p.Error, `of cluster "other"`)
+		require.Contains(t, p.Error, `a worker is of cluster "other"`)
+		require.Empty(t, p.Secret)
 	}
 	check()
 	_, port, _ := net.SplitHostPort(at)

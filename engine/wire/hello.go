@@ -144,7 +144,18 @@ func ParseHello(b []byte) (Hello, error) {
 type HandshakeError struct {
 	Reason string // in words that fit both ends
 	Remote bool   // the peer refused us
+	Secret string // SecretDiffers, SecretOnlyHere or SecretOnlyThere; empty: another reason
 }
+
+// How the secrets of two sides that do not talk compare.
+const (
+	SecretDiffers   = "differs"
+	SecretOnlyHere  = "only here"
+	SecretOnlyThere = "only there"
+)
+
+// sameSecret ends each reason that is about the secret.
+const sameSecret = "FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)"
 
 func (e *HandshakeError) Error() string {
 	if e.Remote {
@@ -215,7 +226,8 @@ func (h *Handshake) Next(in []byte) (out []byte, done bool, err error) {
 	case want == 0:
 		return h.reject("a message came when none was expected")
 	case FrameType(in) == TypeReject:
-		return nil, false, &HandshakeError{rejection(in), true}
+		reason := rejection(in)
+		return nil, false, &HandshakeError{reason, true, h.secrets(reason)}
 	}
 	switch want {
 	case TypeHello:
@@ -257,7 +269,21 @@ func (h *Handshake) Next(in []byte) (out []byte, done bool, err error) {
 }
 
 func (h *Handshake) reject(reason string) ([]byte, bool, error) {
-	return appendBytes([]byte{byte(TypeReject)}, clip(reason, maxReason)), false, &HandshakeError{Reason: reason}
+	return appendBytes([]byte{byte(TypeReject)}, clip(reason, maxReason)), false, &HandshakeError{Reason: reason, Secret: h.secrets(reason)}
+}
+
+// secrets returns HandshakeError.Secret for a reason. The sides compare proofs only when both have
+// a secret, and only then is the peer's hello kept.
+func (h *Handshake) secrets(reason string) string {
+	switch {
+	case !strings.HasSuffix(reason, sameSecret):
+		return ""
+	case h.theirs != nil:
+		return SecretDiffers
+	case h.me.Secret:
+		return SecretOnlyHere
+	}
+	return SecretOnlyThere
 }
 
 // rejection is the peer's reason in a REJECT.
@@ -292,7 +318,7 @@ func (h *Handshake) greet(in []byte, t Type) (rest []byte, reason string) {
 		if l.Secret {
 			d, l = l, d
 		}
-		return nil, fmt.Sprintf("%s has a secret, %s has none: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)", d.who(), l.who())
+		return nil, fmt.Sprintf("%s has a secret, %s has none: %s", d.who(), l.who(), sameSecret)
 	case (d.Caps^l.Caps)&CapResend != 0:
 		if l.Caps&CapResend != 0 {
 			d, l = l, d
@@ -320,7 +346,7 @@ func (h *Handshake) verify(got []byte, side string) (reason string) {
 	if !h.me.Secret && len(got) == 0 || h.me.Secret && hmac.Equal(got, h.proof(side)) {
 		return ""
 	}
-	return fmt.Sprintf("the proof of %s (the %s) is wrong: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)", h.peer.who(), side)
+	return fmt.Sprintf("the proof of %s (the %s) is wrong: %s", h.peer.who(), side, sameSecret)
 }
 
 // proof is over the side as well, so that no side's can be given back to it as

@@ -97,6 +97,7 @@ func TestHelloDisagree(t *testing.T) {
 		dialer, listener Hello
 		versions         [2]uint32
 		secrets          [2]string
+		apart            [2]string // HandshakeError.Secret of dialer and listener
 		want             string
 	}{
 		{
@@ -113,13 +114,13 @@ func TestHelloDisagree(t *testing.T) {
 			name: "cluster", dialer: worker(), listener: with(server(), func(h *Hello) { h.Cluster = "green" }),
 			want: `worker 3 is of cluster "blue", server 1 of cluster "green": FSERVER_CLUSTER must be the same on all nodes`,
 		}, {
-			name: "secret against none", dialer: worker(), listener: server(), secrets: [2]string{"a", ""},
+			name: "secret against none", dialer: worker(), listener: server(), secrets: [2]string{"a", ""}, apart: [2]string{SecretOnlyHere, SecretOnlyThere},
 			want: "worker 3 has a secret, server 1 has none: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)",
 		}, {
-			name: "none against a secret", dialer: worker(), listener: with(server(), func(h *Hello) { h.Rank = -1 }), secrets: [2]string{"", "a"},
+			name: "none against a secret", dialer: worker(), listener: with(server(), func(h *Hello) { h.Rank = -1 }), secrets: [2]string{"", "a"}, apart: [2]string{SecretOnlyThere, SecretOnlyHere},
 			want: "a server has a secret, worker 3 has none: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)",
 		}, {
-			name: "other secret", dialer: worker(), listener: server(), secrets: [2]string{"a", "b"},
+			name: "other secret", dialer: worker(), listener: server(), secrets: [2]string{"a", "b"}, apart: [2]string{SecretDiffers, SecretDiffers},
 			want: "the proof of server 1 (the listener) is wrong: FSERVER_SECRET must be the same on all nodes (or the text in FSERVER_SECRET_FILE)",
 		}, {
 			name: "workers", dialer: worker(), listener: worker(),
@@ -147,12 +148,17 @@ func TestHelloDisagree(t *testing.T) {
 			if c.listener.Version == Version {
 				de, le := pass(t, l, d, hello)
 				agree(t, de, le, c.want)
+				for i, err := range []error{de, le} {
+					var e *HandshakeError
+					require.ErrorAs(t, err, &e)
+					require.Equal(t, c.apart[i], e.Secret)
+				}
 				return
 			}
 			// What a listener of another version makes of the hello is its affair.
 			out, done, err := d.Next(l.mine)
 			require.False(t, done)
-			agree(t, err, &HandshakeError{rejection(out), true}, c.want)
+			agree(t, err, &HandshakeError{Reason: rejection(out), Remote: true}, c.want)
 		})
 	}
 	for _, role := range []Role{RoleWorker, RoleServer} {

@@ -27,7 +27,8 @@ _IPV6_MTU = 24
 
 SECRET = "set FSERVER_SECRET (or FSERVER_SECRET_FILE) to the same secret on all nodes"
 TLS = "set FSERVER_TLS to the same value, on or off, on all nodes"
-FIT = "FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* must fit each other on all nodes"
+TLS_SETTINGS = "compare FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* on both sides"
+FIT = "change what this text names on the side that is wrong (`fserver env` prints its settings)"
 # The settings that both sides compare. All others may differ.
 SHARED = ("FSERVER_CLUSTER", "FSERVER_SECRET", "FSERVER_SECRET_FILE", "PS_RESEND")
 WORDS = {
@@ -90,7 +91,7 @@ def _remedy(e: OSError) -> str:
     if isinstance(e, TimeoutError):
         return "no answer: check that the host is up and that no firewall drops this port"
     if e.errno == errno.ECONNREFUSED:
-        return "no process listens there: start the scheduler, or `fserver doctor --listen`"
+        return "nothing listens on this port: start the scheduler, or `fserver doctor --listen`"
     if e.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
         return "no route: check the address, `ip route get` and the firewall"
     return "check the address and the network between the hosts"
@@ -139,7 +140,7 @@ def _node(
     found["kind"], found["tls"] = "node", probe["tls"] or "none"
     if not probe["accepted"]:
         why = _refused if probe["spoke"] else _apart
-        report.add(title, why(found, probe["error"]))
+        report.add(title, why(found, probe))
         return True
     found["kind"] = probe["role"]
     rank = f" {probe['rank']}" if probe["role"] != "scheduler" else ""
@@ -160,32 +161,26 @@ def _node(
     return True
 
 
-def _apart(found: dict, error: str) -> Check:
+def _apart(found: dict, probe: dict) -> Check:
     """Returns the finding for two sides that fail because of TLS."""
     if found["tls"] == "only here":
         text = "this side uses TLS, but the node there does not"
         return Check("tls", "no", text, TLS, fatal=True)
     found["kind"] = "unknown"  # it has said nothing but TLS
-    text, remedy = error.rpartition("handshake: ")[2].removesuffix(f": {FIT}"), FIT
+    text, remedy = probe["error"], TLS_SETTINGS
     if found["tls"] == "only there":
         text, remedy = "the peer uses TLS, but this side does not", TLS
     remedy += f"; if another program has port {found['port']}, `ss -ltnp` there shows it"
     return Check("tls", "no", text, remedy, fatal=True)
 
 
-def _refused(found: dict, error: str) -> Check:
-    """Returns the finding for a node that refuses this side. The engine's text has the reason."""
-    text = error.rpartition("handshake: ")[2].removeprefix("refused by the peer: ")
-    reason, _, remedy = text.rpartition(": ")
-    if "secret, " in text or "proof of" in text:
-        if "proof of" in text:
-            found["secret"] = "differs"
-        else:
-            found["secret"] = "only here" if text.startswith("a worker has") else "only there"
+def _refused(found: dict, probe: dict) -> Check:
+    """Returns the finding for a node that refuses this side, or that this side refuses."""
+    if probe["secret"]:
+        found["secret"] = probe["secret"]
         return Check("secret", "no", WORDS[found["secret"]], SECRET, fatal=True)
-    if not reason:
-        reason, remedy = text, "make it the same on both sides"
-    return Check("node", "no", f"the node refuses this side: {reason}", remedy, fatal=True)
+    text = f"the two sides do not fit: {probe['error']}"
+    return Check("node", "no", text, FIT, fatal=True)
 
 
 def _doctor(

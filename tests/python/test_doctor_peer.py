@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from nodes import LIMIT, Cluster, eventually
@@ -139,8 +141,8 @@ def test_tls_of_another_secret(
     monkeypatch.setenv("FSERVER_TLS", "on")
     status, found = doctor("--peer", at)
     check = line(found, f"Path to {at}", "tls")
-    assert status == 1 and check["text"] == "the peer's certificate does not come from our secret"
-    assert check["remedy"].startswith("FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* must fit")
+    assert status == 1 and "the peer's certificate does not come from our secret" in check["text"]
+    assert check["remedy"].startswith("compare FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_*")
 
 
 def test_doctors_talk_without_tls(
@@ -158,7 +160,7 @@ def test_frames_that_are_sent_again(
     settings = {"PS_RESEND": "1", "FSERVER_LOG": "error"}
     at = cluster(connect=False, settings=settings).scheduler.scheduler
     status, found = doctor("--peer", at)
-    assert status == 1 and "PS_RESEND" in line(found, f"Path to {at}", "node")["remedy"]
+    assert status == 1 and "PS_RESEND" in line(found, f"Path to {at}", "node")["text"]
     monkeypatch.setenv("PS_RESEND", "1")
     assert doctor("--peer", at)[0] == 0
 
@@ -202,7 +204,39 @@ def test_another_cluster(
     status, found = doctor("--peer", at)
     assert status == 1
     check = line(found, f"Path to {at}", "node")
-    assert "blue" in check["text"] and "FSERVER_CLUSTER" in check["remedy"]
+    assert "blue" in check["text"] and "FSERVER_CLUSTER" in check["text"]
+    assert "change what this text names" in check["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("probe", "name", "secret"),
+    [
+        ({"spoke": True, "secret": "differs"}, "secret", "differs"),
+        ({"spoke": True, "secret": ""}, "node", None),
+        ({"spoke": False, "secret": "", "tls": "both"}, "tls", None),
+    ],
+)
+def test_no_finding_depends_on_a_text(
+    doctor: Doctor,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    probe: dict[str, Any],
+    name: str,
+    secret: str | None,
+) -> None:
+    """The engine says by a field of the probe whether the secrets differ."""
+    answer = {
+        "tls": "",
+        "accepted": False,
+        "error": "handshake: the proof of a worker has",
+        **probe,
+    }
+    engine = SimpleNamespace(probe=lambda *_: json.dumps(answer))
+    monkeypatch.setattr("fserver.doctor.peer._loader.load", lambda: engine)
+    with socket.create_server(("127.0.0.1", port)):
+        status, found = doctor("--peer", f"127.0.0.1:{port}")
+    assert status == 1 and found["peer"].get("secret") == secret
+    assert line(found, f"Path to 127.0.0.1:{port}", name)["fatal"]
 
 
 def test_ipv6(doctor: Doctor) -> None:
