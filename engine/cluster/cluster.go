@@ -19,6 +19,12 @@ import (
 	"fserver/engine/wire"
 )
 
+// brokeProtocol returns the reason of a loss by a message that no node of this version sends.
+func brokeProtocol(err error) string {
+	return "it broke the protocol: " + err.Error() +
+		" (run the same version of fserver on all nodes, see fserver --version; if it is the same, report this)"
+}
+
 // InputKind says what an Input reports.
 type InputKind uint8
 

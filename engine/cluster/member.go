@@ -113,7 +113,7 @@ func (m *Member) Step(now int64, in Input) []Output {
 		m.heard, m.known = now, true
 		if err := m.frame(in.Data); err != nil {
 			m.emit(Output{Kind: Close})
-			m.schedulerLost("it broke the protocol: " + err.Error())
+			m.schedulerLost(brokeProtocol(err))
 		}
 	case in.Kind == Down && !m.known && m.stage == joining:
 		// A scheduler that ends just now, and is not the one that we look for.

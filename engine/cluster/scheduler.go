@@ -341,7 +341,7 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 	}
 	if err != nil {
 		s.emit(Output{Kind: Close, Conn: c.id})
-		s.drop(c, "it broke the protocol: "+err.Error())
+		s.drop(c, brokeProtocol(err))
 	}
 }
 

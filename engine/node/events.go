@@ -59,8 +59,17 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 		err = errors.New("node: the peer wrote data on a connection that does not accept data")
 	}
 	if err != nil {
-		n.breach(l, err)
+		n.breach(l, n.protocol(l, err))
 	}
+}
+
+// protocol adds to err what to do if a message of the peer caused it.
+func (n *Node) protocol(l *link, err error) error {
+	if scarce(err) {
+		return err
+	}
+	return fmt.Errorf("%w (the peer runs %q, this node %q: run the same version on both; if it is the same, report this text)",
+		err, l.hello.Build, "fserver "+Version)
 }
 
 // lent takes a loan, and with it the hold on its view.

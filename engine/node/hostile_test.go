@@ -172,6 +172,9 @@ func TestHostileWorker(t *testing.T) {
 				}
 				require.Len(t, lines, 1)
 				require.Contains(t, lines[0], c.text)
+				if strings.HasPrefix(c.name, "a frame") { // the transport reports what a peer writes
+					require.Contains(t, lines[0], `(the peer runs "fserver `+Version+`", this node "fserver `+Version+`": run the same version on both; `)
+				}
 			})
 		}
 	}

@@ -418,7 +418,7 @@ func (n *Node) admit(i int, l *link) {
 			return
 		}
 		if err := n.data(l, &transport.Event{Kind: transport.EvFrame, Data: b}); err != nil {
-			n.breach(l, err)
+			n.breach(l, n.protocol(l, err))
 		}
 	}
 }
