@@ -43,4 +43,5 @@ def main(argv: list[str] | None = None) -> int:
 def _help() -> str:
     lines = ["usage: fserver COMMAND [options]      (fserver COMMAND --help shows the options)", ""]
     lines += [f"  {name:<11}{text}" for name, (_, text) in COMMANDS.items()]
+    lines += ["", "  --version  print the versions of all parts of this build"]
     return "\n".join(lines)

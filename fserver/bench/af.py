@@ -126,7 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         "With --in-flight above 1, a round trip includes the wait for earlier stages. Every "
         "worker and every server is a process. The workers share one core and the servers "
         "another. The baseline is a raw round trip of the bytes of one worker. The number in "
-        "every answer is checked, and between rounds all bytes of an exchange of each stage.",
+        "every answer is checked. Between rounds, all bytes of an exchange of each stage are "
+        "compared.",
         seconds=(1.0, "approximate length of a round"),
         rounds=5,
     )

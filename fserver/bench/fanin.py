@@ -10,7 +10,7 @@ from . import report
 from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
 from .idlers import IdlersPlayer
-from .options import choose_cores, numbers, open_baseline, parser, positive, size
+from .options import CHECKED, choose_cores, numbers, open_baseline, parser, positive, size
 from .turns import CrewPlayer, take_turns
 
 GROUPS = "1,2,4,8,16,32,40"
@@ -177,14 +177,13 @@ def _row(
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "fanin",
-        "Measures one server with 1 to 40 worker groups. A batch is one push_pull of each group, "
-        "and its time is that from the first call to the last answer. The benchmark prints the "
-        "time per batch and per request, and how it grows with the number of groups. The baseline "
-        "is the raw round trip of one request. The ratio is the time per request divided by the "
-        "baseline. With --idle N, it compares a pair alone with a pair whose server has N more "
-        "groups that send no request. There both servers call get_batch(at_least=1). The number "
-        "in every answer is checked, and between rounds all bytes of an exchange into poisoned "
-        "memory.",
+        "Measures one server with 1 to 40 worker groups. A batch is one push_pull of each "
+        "group. Its time is measured from the first call to the last answer. The benchmark "
+        "prints the time per batch and per request, and how it grows with the number of groups. "
+        "The baseline is the raw round trip of one request. The ratio is the time per request "
+        "divided by the baseline. With --idle N, it compares a pair alone with a pair whose "
+        "server has N more groups that send no request; both servers call "
+        f"get_batch(at_least=1). {CHECKED}",
         seconds=(0.2, "approximate length of a round, for each number of groups"),
         rounds=5,
     )

@@ -49,6 +49,6 @@ def _parser() -> argparse.ArgumentParser:
         "--limit",
         type=float,
         metavar="PERCENT",
-        help="exit with status 1 if a state uses more of a core",
+        help="exit with status 1 if a state uses more than this share of a core",
     )
     return made

@@ -9,7 +9,7 @@ from . import report
 from .baseline import HOST_WAYS, OF_TRANSPORT, Baseline
 from .crew import Case, Crew, Nodes, pair
 from .errors import BenchError
-from .options import choose_cores, open_baseline, parser, sizes
+from .options import CHECKED, choose_cores, open_baseline, parser, sizes
 from .pingpong import SMALL, cases
 from .turns import CrewPlayer, take_turns
 
@@ -126,13 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     made = parser(
         "ipc",
         "Measures push_pull and wait between two processes of this host over each transport. In "
-        "turn with them it measures programs in C on the same cores: raw tcp (a socket), raw cma "
-        "(process_vm_writev and a flag in shared memory) and raw shm (a copy into shared memory, "
-        "which is read in place, and a flag). The ratio compares a transport with the raw program "
-        "that does the same. A transport that does not work here is skipped with the reason. The "
-        "number in every answer is checked, and between rounds all bytes of an exchange into "
-        "poisoned memory. At the end, it measures cma with a small answer: the push of a normal "
-        "tensor, and of a shared tensor, whose bytes are not copied.",
+        "turn with them it measures programs in C on the same cores: raw tcp (a socket), raw "
+        "cma (process_vm_writev and a flag in shared memory) and raw shm (a copy into shared "
+        "memory, which is read in place, and a flag). The ratio compares a transport with the "
+        "raw program that does the same. A transport that does not work here is skipped with "
+        f"the reason. {CHECKED} At the end, it measures cma with a small answer: the push of a "
+        "normal tensor, and of a shared tensor, whose bytes are not copied.",
         seconds=(0.2, "approximate length of a round of each transport"),
         transport="auto",
         rounds=5,

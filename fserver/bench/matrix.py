@@ -12,7 +12,7 @@ from . import beside, report, ways
 from .baseline import Baseline
 from .crew import Case, Crew, Member, Nodes, pair, start
 from .joint import joint
-from .options import choose_cores, exchanges, one_of, parser
+from .options import CHECKED, choose_cores, exchanges, one_of, parser
 from .pingpong import OPS, cases, measure
 from .remote import far_baseline
 
@@ -149,19 +149,18 @@ def own_address() -> str | None:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "matrix",
-        "Measures pushes and pulls between a worker and a server, in turn with the raw baseline. "
-        "There are three places. local: two processes of this host, over --transport. remote: "
-        "over TCP, either through an address of this host that is not loopback (the kernel still "
-        "keeps the traffic inside the host), or between two hosts. For two hosts, run the command "
-        "on both, with --role and with --scheduler HOST:PORT, an address of the server's host. "
-        "joint: a pair that DMLC_ROLE=joint starts, over --transport. The number in every answer "
-        "is checked, and between rounds all bytes of an exchange into poisoned memory. In place "
-        "local, other libraries take turns too, as in `fserver bench pingpong`. Between two "
-        "hosts, the baseline has a process on each host. The one on the server's host listens on "
-        "the address of fserver's server, on any free port, for at most ten seconds, and accepts "
-        "only a client that knows a token that was sent over fserver. The traffic of the baseline "
-        "is not encrypted.",
-        seconds=(0.2, "approximate length of a round of each"),
+        "Measures pushes and pulls between a worker and a server, in turn with the raw "
+        "baseline. There are three places. local: two processes of this host, over --transport. "
+        "remote: over TCP, either through an address of this host that is not loopback (the "
+        "kernel still keeps the traffic inside the host), or between two hosts. For two hosts, "
+        "run the command on both, with --role and with --scheduler HOST:PORT, an address of the "
+        f"server's host. joint: a pair that DMLC_ROLE=joint starts, over --transport. {CHECKED} "
+        "In place local, other libraries take turns too, as in `fserver bench pingpong`. "
+        "Between two hosts, the baseline has a process on each host. The one on the server's "
+        "host listens on the address of fserver's server, on any free port, for at most ten "
+        "seconds. It accepts only a client that sends a token, which the two sides have "
+        "exchanged over fserver. The traffic of the baseline is not encrypted.",
+        seconds=(0.2, "approximate length of a round of each way"),
         transport="auto",
         rounds=5,
     )

@@ -16,6 +16,11 @@ TRANSPORTS = "tcp, cma (inside a host), cudaipc (between GPUs), or auto (the bes
 MakeBaseline = Callable[[str, tuple[int, int] | None, str | None], baseline.Baseline]
 """Starts a baseline. The arguments are those of Baseline."""
 
+CHECKED = (
+    "The number in every answer is checked. Between rounds, all bytes of an exchange are compared, "
+    "in memory that held other values before."
+)
+
 
 def parser(
     name: str,

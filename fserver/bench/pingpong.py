@@ -11,6 +11,7 @@ from .baseline import Baseline, baseline_of
 from .crew import Case, Crew, Nodes, pair
 from .errors import BenchError
 from .options import (
+    CHECKED,
     SHOWN,
     TRANSPORTS,
     MakeBaseline,
@@ -178,20 +179,20 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "pingpong",
-        "Measures push_pull and wait between a worker and a server, two processes on a core each. "
-        "In turn with them, two spinning processes in C move the same bytes on the same cores "
-        "(the columns raw): over raw TCP, for cma by process_vm_writev and a flag in shared "
-        "memory, for cudaipc by the copy engine and a flag in host memory. The figures are "
-        "medians over the rounds. GB/s counts the bytes of both directions. The ratio is p50 "
-        "divided by raw p50. The number in every answer is checked, and between rounds all bytes "
-        "of an exchange into poisoned memory. With tensors on GPUs, the numbers of push and pull "
-        "are checked between rounds only. Other libraries take turns too, in processes of their "
-        "own on the same GPUs, and wait for their stream at each round trip: NCCL's send and "
-        "recv, torch's symmetric memory with its own kernels and with NVSHMEM, and NIXL; with "
-        f"tensors on the CPU, gloo. With these libraries, the answer to a push has {SMALL} B. "
-        "A library that is missing or fails is skipped with the reason. The row wire is the "
-        "time that the bytes would take at the speed at which the copy engine moves 64 MiB.",
-        seconds=(0.2, "approximate length of a round of each"),
+        "Measures push_pull and wait between a worker and a server: two processes, each on a "
+        "core of its own. In turn with them, two processes in C move the same bytes on the same "
+        "cores (the columns raw). For tcp they use a socket, for cma process_vm_writev and a "
+        "flag in shared memory, for cudaipc the copy engine and a flag in host memory. The "
+        "figures are medians over the rounds. GB/s counts the bytes of both directions. The "
+        f"ratio is p50 divided by raw p50. {CHECKED} With tensors on GPUs, the numbers in the "
+        "answers to push and pull are checked between rounds only. Other libraries take turns "
+        "too, in processes of their own on the same GPUs. They wait for their stream at each "
+        "round trip. With tensors on GPUs, they are NCCL's send and recv, torch's symmetric "
+        "memory with its own kernels and with NVSHMEM, and NIXL. With tensors on the CPU, it is "
+        f"gloo. With these libraries, the answer to a push has {SMALL} B. A library that is "
+        "missing or fails is skipped with the reason. The row wire shows how long the same "
+        "bytes take at the speed of a copy of 64 MiB by the copy engine.",
+        seconds=(0.2, "approximate length of a round of each way"),
         transport=None,
         rounds=7,
     )

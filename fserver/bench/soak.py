@@ -121,19 +121,20 @@ def _counts(options: argparse.Namespace, two: Crew) -> tuple[int, int]:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "soak",
-        "Measures memory, descriptors, goroutines and threads of a worker and a server over many "
-        "push_pulls. There are several figures of memory: the engine's heap (what it has allocated "
-        "and still uses); the heap with the memory that Go's runtime has for its threads and for "
-        "waiting goroutines; what malloc and Python have in use, some of it for each thread that "
-        "Go starts; and resident memory, which includes pages that are touched for the first "
-        "time. Reading the figures takes memory too, so the last column shows the growth in the "
-        "same time and with as many readings, but without push_pulls. The number in every answer "
-        "is checked, and all bytes of an exchange after each tenth of the push_pulls.",
+        "Measures memory, descriptors, goroutines and threads of a worker and a server over "
+        "many push_pulls. There are four figures of memory. The first is the engine's heap: "
+        "what the engine has allocated and still uses. The second adds the memory that Go's "
+        "runtime has for its threads and for waiting goroutines. The third is what malloc and "
+        "Python have in use; a part of it is for the threads that Go starts. The fourth is "
+        "resident memory, which also grows when pages are touched for the first time. Reading "
+        "the figures takes memory too, so the last column shows the growth in the same time and "
+        "with as many readings, but without push_pulls. The number in every answer is checked. "
+        "After each tenth of the push_pulls, all bytes of an exchange are compared.",
         seconds=(None, "approximate length of the whole run, instead of --count and --warmup"),
     )
     add = made.add_argument
     add("--count", type=int, default=200_000, help="number of push_pulls (default 200000)")
-    add("--warmup", type=int, default=50_000, help="number of push_pulls before (default 50000)")
+    add("--warmup", type=int, default=50_000, help="push_pulls before it measures (default 50000)")
     add("--size", type=size, default=4096, help="bytes in each direction (default 4K)")
     add(
         "--device",

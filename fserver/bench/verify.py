@@ -169,20 +169,20 @@ def _median(values: Iterable[float]) -> float | None:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "verify",
-        "Sends tensors of random dtypes, shapes (0 to 10 dimensions, also without rows), sizes and "
-        "counts between several workers and servers, with up to three requests of each worker in "
-        "flight. Compares keys, dtypes, shapes and all bytes at both ends. Answers arrive in "
-        "poisoned memory. There are few keys, so the tensors of a key grow, shrink and change "
-        "dtype. The seed determines all choices. At the first difference, the benchmark describes "
-        "it and exits with status 1. The workers are in one process and the servers in another. A "
-        "quarter of the steps is repeated and timed, without comparing, poisoning or creating "
-        "tensors. A round is one request of each worker at the same time, and the wait for the "
-        "answers. Each round is timed twice: after another round (first), and after itself "
-        "(again). In turn with them, two processes in C move as many bytes, also twice: all "
-        "pushes to all servers and all answers, as one block in each direction (raw). fserver "
-        "sends several tensors between several workers and servers there, with one thread on each "
-        "side. The table has medians over the rounds of a size, where the size counts both "
-        "directions. The ratio is the median of again / raw.",
+        "Sends tensors of random dtypes, shapes (0 to 10 dimensions, also without rows), sizes "
+        "and counts between several workers and servers, with up to three requests of each "
+        "worker in flight. Compares keys, dtypes, shapes and all bytes at both ends. The memory "
+        "for answers holds other values before. There are few keys, so the tensors of a key "
+        "grow, shrink and change dtype. The seed determines all choices. At the first "
+        "difference, the benchmark describes it and exits with status 1. The workers are in one "
+        "process and the servers in another. A quarter of the steps is repeated and timed, "
+        "without comparing, filling or creating tensors. In a round, all workers send one "
+        "request at the same time and wait for the answers. Each round is timed twice: after "
+        "another round (first), and after itself (again). In turn with them, two processes in C "
+        "move as many bytes, also twice (raw). They send all pushes as one block and all "
+        "answers as one block, while fserver sends several tensors between several workers and "
+        "servers, with one thread on each side. The table has medians over the rounds of a "
+        "size. The size counts both directions. The ratio is the median of again / raw.",
         seconds=(10.0, "how long to compare"),
     )
     add_no_baseline(made)

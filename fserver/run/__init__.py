@@ -121,8 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
-        help="how long processes may take to end after a signal, and servers after the last "
-        "worker (default 5)",
+        help="time that processes have to end after a signal, and that servers have to end after "
+        "the last worker (default 5)",
     )
     add(
         "--dry-run",

@@ -8,24 +8,24 @@ side captures all layers and stages in one graph and replays it.
 af       the time of a micro-batch (the time of a graph divided by layers x stages), and the spread
          of the time of a graph (one token). Data is checked. Streams: with `two`, sends have a
          stream of their own; with `one`, everything is on one stream; with `each`, the graph has a
-         branch for each stage. Rows `by` other libraries have the same tensors and kernels, but
-         the data travels by NCCL's send and recv, by copies and flags in torch's symmetric memory,
-         or by puts of NVSHMEM. A library that does not work here is `skipped`. --modes or --beside
+         branch for each stage. In rows with `by`, another library moves the same tensors between
+         the same kernels: NCCL's send and recv, copies and flags in torch's symmetric memory, or
+         puts of NVSHMEM. A library that does not work here is `skipped`. --modes or --beside
          without a name leaves these rows out.
 overlap  how much a loop of GEMMs and this traffic slow each other, with and without the kernels of
          the model in the traffic. `none` has no traffic and shows the error of the measurement.
          `plain` makes the same copies as `copy` at the same rate, but nothing waits for them. Rows
-         `by` other libraries are as in af. The columns `between` are the limits of the 95 %
+         with `by` are as in af. The columns `between` are the limits of the 95 %
          confidence interval of the median.
 memory   memory of processes and GPUs before and after many exchanges.
 zero-sm  the kernels that run on the GPU during round trips of push_pull and of channels, by
-         torch.profiler. `kernel` does run kernels, and so shows that the profiler sees them.
-trips    round trips of a channel between one worker and one server, and messages of 64 MiB; by
-         other libraries; by plain copies (`wire`); and by a program in CUDA (`raw`), if nvcc is
-         installed. Mode `host` is measured over cma and tcp. Times are microseconds of a round
-         trip, or of a message, by the host's clock, from before the launch until the stream is
-         idle; times with the prefix `gpu_` are by CUDA events. Data is compared before and after
-         each timing, over poisoned memory.
+         torch.profiler. Mode `kernel` runs kernels, which shows that the profiler sees them.
+trips    round trips of a channel between one worker and one server, and messages of 64 MiB. The
+         same is measured with other libraries, with plain copies (`wire`), and with a program in
+         CUDA (`raw`), if nvcc is installed. Mode `host` is measured over cma and tcp. Times are
+         microseconds of a round trip or of a message. The host's clock measures from before the
+         launch until the stream is idle; times with the prefix `gpu_` are from CUDA events. Data is
+         compared before and after each timing, in memory that held other values.
 
 --dry uses tensors on the CPU, loops instead of graphs, and gloo instead of NCCL: it checks the
 program, not the speed.
