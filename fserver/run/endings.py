@@ -37,7 +37,7 @@ def explained(child: Child, cause: Child | None, passed_on: int | None) -> bool:
     raised = child.raised
     if raised is None or not child.status:
         return False
-    if passed_on == signal.SIGINT and raised.text == "KeyboardInterrupt":
+    if passed_on == signal.SIGINT and raised.interrupted:
         return True
     if cause is None:
         return raised.lost and passed_on is not None

@@ -5,11 +5,13 @@ what a terminal would show when it ends: of a progress bar, which redraws its
 line with \\r, that is the last state. On a terminal the bar that moved last is
 also shown while it moves, below everything else.
 
-A Python traceback on standard error is held back, with the lines that follow it, because only
-the end of the process shows whether it is the cause of a failure or repeats what is known.
+A Python traceback on standard error is held back, with the lines that follow it, if it may say
+nothing new: it is of a lost peer or of Ctrl-C, or another process has just printed the same error.
+Only the end of the processes shows whether it is needed.
 """
 
 import os
+import re
 import select
 import shutil
 import time
@@ -19,6 +21,8 @@ from . import tracebacks
 LIMIT = 1 << 16  # a longer line is cut, so that nothing grows without bound
 ERASE = b"\r\x1b[K"
 COLOURS = (36, 33, 35, 32, 34, 31)
+HOLD = 10.0  # seconds that a traceback is held back for while nothing has failed
+LOG_LINE = re.compile(rb"\d{4}-\d\d-\d\dT\S+\t(DEBUG|INFO|WARN|ERROR)\t")
 
 
 class Screen:
@@ -27,6 +31,7 @@ class Screen:
     def __init__(self) -> None:
         self.tty = {fd: os.isatty(fd) for fd in (1, 2)}
         self._bar = False  # a progress bar stands in the last line
+        self._raised: dict[str, float] = {}  # when an exception was printed last
 
     def stream(self, fd: int, name: str, number: int, holds: bool = False) -> "Stream":
         """A stream of the process called name, to fd; number chooses the colour. holds: it holds
@@ -52,6 +57,14 @@ class Screen:
             self._bar = True
             write(fd, ERASE + text)
 
+    def printed(self, exception: str) -> None:
+        """A traceback that ends with this exception has been printed."""
+        self._raised[exception] = time.monotonic()
+
+    def has_printed(self, exception: str) -> bool:
+        """Whether that was done within the last seconds."""
+        return time.monotonic() - self._raised.get(exception, -HOLD) < HOLD
+
     def close(self) -> None:
         """Leaves the cursor at the start of an empty line."""
         if self._bar:
@@ -70,7 +83,7 @@ class Stream:
         self._held: list[bytes] = []  # lines from a traceback on
         self._shown: list[bytes] = []  # the same, printed, while nothing follows
         self.held_since: float | None = None
-        self.last = ""  # the last line with text
+        self.last = ""  # the last line with text that is none of the engine's log
 
     def feed(self, data: bytes) -> None:
         *lines, rest = (self._rest + data).split(b"\n")
@@ -98,9 +111,12 @@ class Stream:
 
     def release(self) -> None:
         """Prints what is held back."""
-        held = self._held
-        self._let_go(held)
-        self._shown = held
+        if self._held:
+            held = self._held
+            if raised := self.raised():
+                self._screen.printed(raised.text)
+            self._let_go(held)
+            self._shown = held
 
     def drop(self) -> None:
         """Prints what is held back, without its tracebacks."""
@@ -108,7 +124,7 @@ class Stream:
 
     def _take(self, lines: list[bytes]) -> None:
         for line in lines:
-            if text := line.strip():
+            if (text := line.strip()) and not LOG_LINE.match(text):
                 self.last = text[: tracebacks.MOST].decode(errors="replace")
         if self._holds and not self._held and tracebacks.BEGIN in lines:
             begin = lines.index(tracebacks.BEGIN)
@@ -119,8 +135,15 @@ class Stream:
             self._held += lines
         else:
             self._show(lines)
-        if sum(map(len, self._held)) > LIMIT:
+        if self._held and (self._tells() or sum(map(len, self._held)) > LIMIT):
             self.release()
+
+    def _tells(self) -> bool:
+        """Whether what is held back says something new."""
+        raised = self.raised()
+        return raised is not None and not (
+            raised.lost or raised.interrupted or self._screen.has_printed(raised.text)
+        )
 
     def _let_go(self, lines: list[bytes]) -> None:
         self._held, self.held_since = [], None

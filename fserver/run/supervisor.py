@@ -30,12 +30,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import endings, tracebacks
-from .output import Screen, Stream
+from .output import HOLD, Screen, Stream
 from .roles import Process, inherited
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SETTLE = 1.0  # seconds in which failures count as one
-HOLD = 3.0  # seconds that a traceback is held back for while nothing has failed
 LAST_WORDS = 1.0  # seconds that output is read for when every process has ended
 
 
@@ -71,7 +70,7 @@ class Child:
 
     @property
     def last(self) -> str:
-        """The last line of its standard error."""
+        """The last line of its standard error, except log lines of the engine."""
         return self.error.last
 
     def look(self) -> bool:
@@ -102,7 +101,7 @@ class Supervisor:
         self._failures: list[Child] = []
         self._cause: Child | None = None  # the one of them that counts
         self._settle_at: float | None = None  # when it is decided which of them counts
-        self._patient = True  # that may be put off once
+        self._settle_by: float | None = None  # that may be put off until then
         self._signal: int | None = None  # the first that was passed on
         self._end_at: float | None = None  # when those that should have ended are told to
         self._kill_at: float | None = None  # when those that are left are killed
@@ -222,6 +221,7 @@ class Supervisor:
             return
         if not self._failures:
             self._settle_at = time.monotonic() + SETTLE
+            self._settle_by = self._settle_at + self._grace
         self._failures.append(child)
 
     def _settle(self, left: list[Child]) -> bool:
@@ -233,9 +233,11 @@ class Supervisor:
         for child in self._children:
             child.raised = child.error.raised()
         cause = endings.cause(self._failures)
-        if self._patient and any(endings.likelier(c, cause) for c in left):
-            self._patient, self._settle_at = False, time.monotonic() + SETTLE
-            return False
+        now = time.monotonic()
+        if self._settle_by and now < self._settle_by:
+            if any(endings.likelier(c, cause) for c in left):
+                self._settle_at = min(now + SETTLE, self._settle_by)
+                return False
         self._cause = cause
         cause.error.release()
         self._screen.say(endings.sentence(cause))

@@ -28,6 +28,11 @@ class Raised(NamedTuple):
     place: str
     """The innermost line of the user's program: "train.py, line 12"."""
 
+    @property
+    def interrupted(self) -> bool:
+        """It was Ctrl-C."""
+        return self.text == "KeyboardInterrupt"
+
 
 def split(lines: Sequence[bytes]) -> tuple[Raised | None, list[bytes]]:
     """Returns the exception of the last traceback, and the lines that belong to no traceback."""

@@ -43,6 +43,7 @@ def fserver(*args: str, bound: float = BOUND) -> subprocess.CompletedProcess:
 DRIVER = """
 import json, sys
 from fserver.run.roles import Process
+from fserver.run import supervisor
 from fserver.run.supervisor import Supervisor
 processes = [
     Process(role, rank, (sys.executable, "-c", code), {"NAME": f"{role}-{rank}"})

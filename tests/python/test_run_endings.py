@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_run import FOREVER, Run, environment
+from test_run import DRIVER, FOREVER, Run, environment
 
 from fserver.run import tracebacks
 
@@ -42,10 +42,13 @@ def test_the_cause_comes_first_and_others_without_traceback():
 
 
 def test_a_cause_that_ends_late_is_waited_for():
-    slow = "import atexit, time\natexit.register(time.sleep, 1.5)\n" + CAUSE
+    slow = "import atexit, time\natexit.register(time.sleep, 2.5)\n" + CAUSE
     with Run(("server", 0, LOST.format("")), ("worker", 0, slow)) as run:
+        lines = [run.popen.stderr.readline() for _ in range(3)]
+        assert lines[-1] == "[worker 0] KeyError: 'layer 3'\n"
+        assert run.popen.poll() is None  # it is printed at once
         _, _, err, _ = run.end()
-    assert "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'" in pids_away(err)
+    assert pids_away(err)[0] == "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'"
 
 
 def test_an_error_from_a_lost_peer_is_no_cause():
@@ -89,11 +92,13 @@ def test_two_causes_are_both_printed():
 
 
 def test_the_last_line_of_a_program_that_printed_no_traceback():
-    code = "import sys; print('disk full', file=sys.stderr); sys.exit(3)"
+    log = "2026-11-25T12:57:38.319Z\\tINFO\\tworker 0\\tclosed"
+    code = f"import sys; print('disk full\\n{log}', file=sys.stderr); sys.exit(3)"
     with Run(("worker", 0, code)) as run:
         _, _, err, _ = run.end()
     assert pids_away(err) == [
         "[worker 0] disk full",
+        "[worker 0] 2026-11-25T12:57:38.319Z\tINFO\tworker 0\tclosed",
         "fserver run: worker 0 failed with status 3: its last line of standard error is: disk full",
     ]
 
@@ -152,6 +157,24 @@ def test_a_traceback_of_a_program_that_goes_on_is_printed(then):
         if "more" in then:
             assert run.end()[0] == 0
     assert "ZeroDivisionError" in "".join(lines)
+
+
+def test_a_traceback_is_not_held_back_for_ever(monkeypatch):
+    """The program has lost a peer and goes on."""
+    begin = "processes = ["
+    monkeypatch.setattr("test_run.DRIVER", DRIVER.replace(begin, f"supervisor.HOLD = 0.3\n{begin}"))
+    code = """
+        import time, traceback
+        from fserver.errors import PeerLostError
+        try:
+            raise PeerLostError("worker 0 is gone")
+        except PeerLostError:
+            traceback.print_exc()
+        time.sleep(600)
+    """
+    with Run(("worker", 0, code)) as run:
+        lines = [run.popen.stderr.readline() for _ in range(3)]
+    assert lines[0].startswith("[worker 0] Traceback") and "PeerLostError" in lines[-1]
 
 
 def test_lines_after_a_traceback_are_not_lost():
