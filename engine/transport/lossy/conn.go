@@ -313,10 +313,12 @@ func (c *Conn) ready() bool {
 func (c *Conn) deliver(p *poll) {
 	for c.ready() && p.room() {
 		s := &c.in[c.expect%window]
-		s.here = false
-		c.inBytes -= len(s.buf)
+		b := s.buf
+		// The user keeps b until the next Poll. This Poll may fill the place again.
+		s.buf, s.here = nil, false
+		c.inBytes -= len(b)
 		c.ack = true
-		if err := c.take(s.kind, s.buf, p); err != nil {
+		if err := c.take(s.kind, b, p); err != nil {
 			c.fail(err)
 		}
 	}

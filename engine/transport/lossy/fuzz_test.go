@@ -63,6 +63,8 @@ func FuzzFrames(f *testing.F) {
 	f.Add(bytes.Join([][]byte{frame(kindLast, 0, 1), frame(kindLast, 2, 3), frame(kindLast, 1, 2), frame(kindLast, 1, 2)}, nil), uint8(0), uint8(1))
 	f.Add(bytes.Join([][]byte{frame(kindMore, 0, 1, 2), frame(kindLast, 1, 3)}, nil), uint8(0), uint8(2))
 	f.Add(bytes.Join([][]byte{frame(kindMore, 1, 1), frame(kindMore, 0, 2)}, nil), uint8(0), uint8(2))
+	// Frame 257 takes the place of frame 1, which the same Poll gives the user.
+	f.Add(bytes.Join([][]byte{frame(kindLast, 1, 2), frame(kindLast, 0, 1), frame(kindLast, 257, 3)}, nil), uint8(0), uint8(4))
 	f.Add(bytes.Join([][]byte{frame(kindAck, 2), frame(kindAck, 1), frame(kindAck, 5)}, nil), uint8(5), uint8(2))
 	f.Add(frame(kindAck, 1<<63), uint8(5), uint8(2))
 	f.Add(frame(kindAck, 0, 1), uint8(5), uint8(2))
