@@ -486,7 +486,7 @@ def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:
             refused("push", "push_tensors[0] is on device", [other], [0], [y], [0])
             refused("pull", "pull_tensors[0] is on device", [x], [0], [other], [0])
             if other.is_cuda:
-                text = f"push[0] is on {other.device}, and this node's GPU is {there}"
+                text = f"push[0] is on {other.device}, but this node's GPU is {there}"
                 refused("channel", text, [other], [0], [], [], call=w.channel)
         refused("strides", "not contiguous", [x.view(10, 100).t()], [0], [y], [0])
         refused("overlap", "share memory", [x], [0], [y[:600], y[500:]], [0, 1])
