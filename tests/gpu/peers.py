@@ -464,7 +464,7 @@ def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:
     bad = []
     there = place(device)
     x = torch.zeros(1000, dtype=torch.uint8, device=there)
-    y = torch.empty_like(x)
+    y, z = torch.empty_like(x), torch.empty_like(x)
     count = torch.zeros(1, dtype=torch.int64, device=there)
     others = [torch.zeros(10, device="meta")]
     if torch.cuda.device_count() > 1:
@@ -498,7 +498,7 @@ def wrong(pipe: Connection, scheduler: str, device: int) -> list[str]:
         h = w.push_pull([x], [0], [y], [0])
         with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
             count.add_(1)
-            refused("capture", CAPTURED, [x], [0], [y], [0])
+            refused("capture", CAPTURED, [x], [0], [z], [0])  # y may still belong to h
             refused("stream_wait_event", CAPTURED, h, call=notify.stream_wait_event)
             refused("block_now_stream", CAPTURED, call=notify.block_now_stream)
             w.wait(h)  # no stream has part in that
