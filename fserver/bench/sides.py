@@ -21,6 +21,7 @@ import fserver
 
 START_S = 60.0  # torch, and a context
 LIMIT_S = 60.0  # for another side
+PARTING_S = 10.0  # for the other sides, once one has failed
 
 
 class _Mark:
@@ -80,6 +81,8 @@ class Side:
         while min(self._turns) < goal:
             if time.monotonic() > end:
                 raise TimeoutError("the other side does not come")
+            if self.dry:  # nothing is timed exactly, and there may be fewer cores than sides
+                time.sleep(1e-4)
 
     def exchange(self, mine: Any) -> Any:
         """Gives the other one of two sides an object and takes its own."""
@@ -179,8 +182,13 @@ def _child(index: int, count: int, pipe: Any, made: tuple[Any, ...]) -> None:
 class Crew:
     """The processes. After an error they are not used again."""
 
-    def __init__(self, shape: tuple[int, int], dry: bool) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, shape: tuple[int, int], dry: bool, exact: bool = False) -> None:
+        # Without GPUs, forks of a process that has imported torch start sooner. With `exact`, a
+        # process needs an environment of its own from the start (crew.by_the_byte).
+        forked = dry and not exact
+        context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+        if forked:
+            context.set_forkserver_preload([__name__])
         self.shape, count = shape, sum(shape)
         self.folder = tempfile.TemporaryDirectory(prefix="fserver-graph-")
         cells = context.Array("d", count)
@@ -199,7 +207,7 @@ class Crew:
         self._collect(START_S + 5)
 
     def _collect(self, limit: float) -> list[Any]:
-        """What each has to give. Once one has failed, the others have ten seconds."""
+        """What each has to give. Once one has failed, the others have PARTING_S."""
         results: dict[int, Any] = {}
         errors = []
         missing = {pipe: index for index, pipe in enumerate(self.pipes)}
@@ -219,7 +227,7 @@ class Crew:
                     good, results[index] = False, f"{status}: crashed, or hung and was ended"
                 if not good:
                     errors.append(f"side {index}: {results[index]}")
-                    end = min(end, time.monotonic() + 10)
+                    end = min(end, time.monotonic() + PARTING_S)
         if errors:
             self.close()
             raise RuntimeError("\n".join(errors))

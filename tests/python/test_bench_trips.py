@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fserver import bench
-from fserver.bench import baseline, trips
+from fserver.bench import baseline, sides, trips
 from fserver.bench.errors import BenchError
 
 
@@ -93,6 +93,7 @@ def planned(monkeypatch, *work):
 
 
 def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch, capsys):
+    monkeypatch.setattr(sides, "PARTING_S", 0.5)
     first, second = {"how": "graph x20", "by": "nccl"}, {"how": "enqueued x20", "by": "nccl"}
     mine = {"mode": "copy", "how": "graph x20"}
     work = (failing, first), (good, first), (dying, second), (good, mine), (good, mine)

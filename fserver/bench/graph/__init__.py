@@ -126,8 +126,9 @@ def _measured(
                 crew = None
             try:
                 if not crew:
-                    with by_the_byte() if args.work == "memory" else contextlib.nullcontext():
-                        crew = Crew(args.shape, args.dry)
+                    exact = args.work == "memory"
+                    with by_the_byte() if exact else contextlib.nullcontext():
+                        crew = Crew(args.shape, args.dry, exact)
                 used = way
                 results = crew.run(function, limit, {**options, **what})
                 row["wrong"] = sum(r["wrong"] for r in results)
