@@ -452,10 +452,15 @@ def test_killed_server(child: Callable[..., Child], way: str) -> None:
 
 # torch.ops
 
+# For inductor: one run of the C++ compiler instead of seven, which try what the processor has, and
+# no processes that compile beside this one. They would import torch, each of them.
+QUICK = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}
+
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 def test_operators(pair: Cluster, backend: str) -> None:
     import torch._dynamo
+    import torch._inductor.config
 
     x, y, z = torch.empty(8), torch.empty(8), torch.empty(8)
     w, s = both(pair, [x], [y], [z])
@@ -476,7 +481,8 @@ def test_operators(pair: Cluster, backend: str) -> None:
 
     def compile(*graph: Any) -> Any:
         """The server begins when this is done: it may take longer than the server waits."""
-        made = torch._dynamo.lookup_backend(backend)(*graph)
+        with torch._inductor.config.patch(QUICK):
+            made = torch._dynamo.lookup_backend(backend)(*graph)
         served.append(in_thread(serve, 6))
         return made
 
