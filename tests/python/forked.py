@@ -11,7 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 
 class Forks:
@@ -26,14 +29,14 @@ class Forks:
             text=True,
         )
 
-    def run(self, *command: str, limit: int) -> subprocess.CompletedProcess[str]:
-        """Runs a program, with its arguments, as ``python PROGRAM ...`` would. SIGALRM ends it
-        after ``limit`` seconds."""
+    def run(self, *command: str, limit: int, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs a program, with its arguments, as ``python PROGRAM ...`` or ``python -c CODE ...``
+        would, with these variables in its environment. SIGALRM ends it after ``limit`` seconds."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
             print(
-                json.dumps([command, limit, out.name, err.name]),
+                json.dumps([command, limit, env, out.name, err.name]),
                 file=self._server.stdin,
                 flush=True,
             )
@@ -47,19 +50,31 @@ class Forks:
         self._server.wait()
 
 
-def forked() -> str:
-    """Forks for each line of stdin. In a child it returns the path of the program, with everything
-    ready to run it."""
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Forks]:
+    """Runs programs that need no interpreter without torch."""
+    made = Forks()
+    yield made
+    made.close()
+
+
+def forked() -> tuple[str, bytes]:
+    """Forks for each line of stdin. In a child it returns the path of the program and its text,
+    with everything ready to run it."""
     for line in sys.stdin:
         if child := os.fork():
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
             continue
-        command, limit, *outputs = json.loads(line)
+        command, limit, env, *outputs = json.loads(line)
+        os.environ.update(env)
         signal.alarm(limit)
         for fd, path in enumerate([os.devnull, *outputs]):
             os.dup2(os.open(path, os.O_RDWR), fd)
+        if command[0] == "-c":
+            sys.argv = ["-c", *command[2:]]
+            return "<string>", command[1].encode()
         sys.argv = command
-        return command[0]
+        return command[0], Path(command[0]).read_bytes()
     sys.exit()
 
 
@@ -71,5 +86,5 @@ if __name__ == "__main__":
     gc.freeze()  # a child's exit then leaves most of this memory alone
 
     # As __main__ itself, so that the program's globals live until the interpreter has ended.
-    __file__ = forked()
-    exec(compile(Path(__file__).read_bytes(), __file__, "exec", dont_inherit=True), globals())
+    __file__, _program = forked()
+    exec(compile(_program, __file__, "exec", dont_inherit=True), globals())

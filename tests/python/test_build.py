@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Forks
 
 from fserver._torch import build
 
@@ -193,9 +194,10 @@ def test_dynamic_section(extension: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["other", "ours"])
-def test_second_go_runtime(project: Project, extension: Path, first: str) -> None:
+def test_second_go_runtime(project: Project, extension: Path, programs: Forks, first: str) -> None:
     code = f"""
-        import threading, torch
+        import sys, threading
+        sys.path.insert(0, {str(project.root)!r})
         from fserver import _loader
         def other():
             import other._C
@@ -211,7 +213,8 @@ def test_second_go_runtime(project: Project, extension: Path, first: str) -> Non
         [t.start() for t in threads], [t.join() for t in threads]
         print("done")
         """
-    assert run(code, PYTHONPATH=str(project.root)) == "done"
+    done = programs.run("-c", textwrap.dedent(code), limit=120)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_immediate_binding_works_or_says_why(extension: Path) -> None:

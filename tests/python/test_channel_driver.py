@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from channels import COMPILER, needs_compiler
+from forked import Forks
 from nodes import LIMIT
 
 import fserver
@@ -58,19 +58,27 @@ def test_no_driver() -> None:
         fserver.map_pinned_tensor(torch.zeros(1), 0)
 
 
-def over_driver(tmp_path: Path, source: str, program: str) -> list[str]:
-    """What a program says over a CUDA driver of such a source, by line."""
-    command = [COMPILER, "-shared", "-fPIC", "-x", "c", "-o", tmp_path / "libcuda.so.1", "-"]
-    subprocess.run(command, input=source.encode(), check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done
-    return done.stdout.splitlines()
+OverDriver = Callable[[str, str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def over_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OverDriver]:
+    """Gives what a program says over a CUDA driver of such a source, by line."""
+    folder = tmp_path_factory.mktemp("driver")
+    forks = Forks(LD_LIBRARY_PATH=str(folder))
+    forks.run("-c", "", limit=int(LIMIT))  # torch looks for a driver when it is imported
+    library = folder / "libcuda.so.1"
+
+    def said(source: str, program: str) -> list[str]:
+        library.unlink(missing_ok=True)
+        command = [COMPILER, "-shared", "-fPIC", "-x", "c", "-o", library, "-"]
+        subprocess.run(command, input=source.encode(), check=True)
+        done = forks.run("-c", program, limit=int(LIMIT))
+        assert done.returncode == 0, done
+        return done.stdout.splitlines()
+
+    yield said
+    forks.close()
 
 
 OLD_DRIVER = """
@@ -134,10 +142,10 @@ def driver_of(version: int, lacks: str = "") -> str:
     ],
     ids=["none", "12.4 without", "10.1", "11.3", "11.4", "11.6"],
 )
-def test_driver_without_what_is_needed(tmp_path: Path, source: str, says: str) -> None:
+def test_driver_without_what_is_needed(over_driver: OverDriver, source: str, says: str) -> None:
     """Channels and nodes say what it lacks, since when drivers have it, what it is, and what to
     do."""
-    said = over_driver(tmp_path, source, OLD_DRIVER)
+    said = over_driver(source, OLD_DRIVER)
     assert len(said) == 2, said
     for text in said:
         assert re.search(says, text), text
@@ -188,8 +196,7 @@ print("a channel of a GPU", count())
 
 
 @needs_compiler
-def test_no_context_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_context_on_the_cpu(over_driver: OverDriver) -> None:
     """Nodes of backend CPU make none on a host that has GPUs."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    said = over_driver(tmp_path, COUNTED_CONTEXTS, ON_THE_CPU)
+    said = over_driver(COUNTED_CONTEXTS, ON_THE_CPU)
     assert said == ["exchanged 0", "a channel of a GPU 1"]

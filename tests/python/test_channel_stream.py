@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked import Forks
 from nodes import LIMIT, Child, Cluster, Parent, together
 
 import fserver
@@ -442,15 +440,9 @@ print("open", flush=True)
 
 
 @pytest.mark.parametrize("program", [LEFT_OPEN, LEFT_ASKING], ids=["channel", "notify"])
-def test_process_ends_with_a_stream_that_waits(program: str) -> None:
+def test_process_ends_with_a_stream_that_waits(programs: Forks, program: str) -> None:
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = programs.run("-c", program, limit=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "open\n", "")
     assert time.monotonic() - start < LIMIT
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import Forks
 
 from fserver import _loader
 from fserver._torch import build, cache
@@ -25,7 +26,23 @@ EXTENSION = f"_C{SUFFIX}"
 NEW = "2.99.1+cu999"  # a torch that the package has no adapter for
 
 
-def run(code: str, **env: str) -> str:
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(programs: Forks) -> Run:
+    """Gives the output of a process that has imported torch, and has not loaded the extension."""
+
+    def output(code: str) -> str:
+        cache_home = os.environ["XDG_CACHE_HOME"]
+        done = programs.run("-c", textwrap.dedent(code), limit=120, XDG_CACHE_HOME=cache_home)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
+
+    return output
+
+
+def fresh(code: str, **env: str) -> str:
     """Output of a new interpreter, with fserver importable."""
     path = os.pathsep.join(filter(None, [env.pop("PYTHONPATH", ""), str(ROOT)]))
     done = subprocess.run(
@@ -83,12 +100,12 @@ def test_lazy_binding_around_the_import_only(tmp_path: Path) -> None:
             print(error)
         assert sys.getdlopenflags() == flags
         """
-    assert run(code, PYTHONPATH=str(tmp_path)) == "lazy"
-    answer = run(code, PYTHONPATH=str(tmp_path), LD_BIND_NOW="1")
+    assert fresh(code, PYTHONPATH=str(tmp_path)) == "lazy"
+    answer = fresh(code, PYTHONPATH=str(tmp_path), LD_BIND_NOW="1")
     assert "undefined symbol: absent" in answer and "unset LD_BIND_NOW" in answer
 
 
-def test_load_from_many_threads() -> None:
+def test_load_from_many_threads(run: Run) -> None:
     code = """
         import sys, threading
         from fserver import _loader
@@ -104,7 +121,7 @@ def test_load_from_many_threads() -> None:
     assert run(code) == "1"
 
 
-def test_load_in_a_mode_that_makes_no_plain_tensors() -> None:
+def test_load_in_a_mode_that_makes_no_plain_tensors(run: Run) -> None:
     code = """
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -178,14 +195,14 @@ def test_no_torch() -> None:
         except ImportError as error:
             print(error)
         """
-    answer = run(code)
+    answer = fresh(code)
     assert "fserver needs torch 2.11 or later, but torch is not installed (run `" in answer
 
 
 # What does not fit
 
 
-def refused(*adapters: Path) -> list[str]:
+def refused(run: Run, *adapters: Path) -> list[str]:
     """What the loader says of adapters, in a process whose extension has none."""
     code = f"""
         from pathlib import Path
@@ -201,7 +218,7 @@ def refused(*adapters: Path) -> list[str]:
     return run(code).splitlines()
 
 
-def test_what_is_no_adapter_and_one_from_other_sources(tmp_path: Path) -> None:
+def test_what_is_no_adapter_and_one_from_other_sources(run: Run, tmp_path: Path) -> None:
     none, other = tmp_path / "none.so", tmp_path / "other.so"
     none.write_bytes(b"no object")
     (tmp_path / "x.cc").write_text(
@@ -215,7 +232,7 @@ def test_what_is_no_adapter_and_one_from_other_sources(tmp_path: Path) -> None:
     flags = [*build.compile_flags(cache.HEADER), *build.includes(HOME, python)]
     command = ["g++", "-shared", *flags, "-fvisibility=default"]
     subprocess.run([*command, tmp_path / "x.cc", "-o", other], check=True)
-    first, second = refused(none, other)
+    first, second = refused(run, none, other)
     for line, path in ((first, none), (second, other)):
         assert f"fserver: the adapter {path} does not fit torch {torch.__version__}: " in line
         assert line.endswith(
@@ -237,7 +254,7 @@ FACTS = {
 }
 
 
-def test_every_fact_that_differs_is_named() -> None:
+def test_every_fact_that_differs_is_named(run: Run) -> None:
     """The adapter is right here, so Python lies."""
     code = f"""
         from pathlib import Path
@@ -388,7 +405,7 @@ def test_two_processes_compile_once_and_a_wrong_layout_is_refused(tmp_path: Path
     ), outputs[2]
 
 
-def test_the_extension_says_nothing_before_it_is_joined() -> None:
+def test_the_extension_says_nothing_before_it_is_joined(run: Run) -> None:
     code = """
         from fserver import _loader
         module = _loader._import("fserver._C")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forks
 from nodes import LIMIT, Child, Cluster, Parent, in_thread, together
 
 import fserver
@@ -217,10 +218,10 @@ def test_joint(tmp_path: Any) -> None:
         ("DMLC_ROLE=boss", "DMLC_ROLE='boss': want worker, server, scheduler or joint"),
     ],
 )
-def test_joint_with_a_wrong_setting(setting: str, text: str) -> None:
+def test_joint_with_a_wrong_setting(programs: Forks, setting: str, text: str) -> None:
     name, value = setting.split("=")
     script = "import fserver_lib; fserver_lib.init()"
-    done = run_python(["-c", script], **{"DMLC_ROLE": "joint", name: value})
+    done = programs.run("-c", script, limit=120, **{"DMLC_ROLE": "joint", name: value})
     assert done.returncode == 1
     assert text in done.stderr and "ConfigError" in done.stderr
     assert "usage:" not in done.stderr
