@@ -7,6 +7,7 @@ baselines are programs in C (baseline.py). `graph` has processes of its own (sid
 
 import argparse
 import importlib
+import os
 import sys
 
 from .errors import BenchError
@@ -37,8 +38,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("benchmark", choices=BENCHMARKS, help="one of the benchmarks below")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the options of the benchmark")
     options = parser.parse_args(argv)
+    from .crew import environment
+
+    # A row of a table says the transport; a line of each connection would hide the table.
+    asked = {"FSERVER_LOG", "PS_VERBOSE"} & set(os.environ)
     try:
-        return importlib.import_module(f".{options.benchmark}", __name__).main(options.args)
+        with environment({} if asked else {"FSERVER_LOG": "warn"}):
+            return importlib.import_module(f".{options.benchmark}", __name__).main(options.args)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
@@ -37,3 +38,26 @@ def test_a_level_that_was_asked_for(
     for settings in ({"FSERVER_LOG": "warn"}, {"PS_VERBOSE": "0"}):
         cluster(settings=settings).close()
         assert "\tINFO\t" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "level"),
+    [({}, "warn"), ({"FSERVER_LOG": "info"}, "info"), ({"PS_VERBOSE": "1"}, None)],
+)
+def test_benchmarks_log_what_they_are_asked_to(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], level: str | None
+) -> None:
+    """A table is not to be lost among lines of connections."""
+    from fserver import bench
+    from fserver.bench import idle
+
+    seen: list[str | None] = []
+    for name in ("FSERVER_LOG", "PS_VERBOSE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    monkeypatch.setattr(idle, "main", lambda _: seen.append(os.environ.get("FSERVER_LOG")) or 0)
+    assert bench.main(["idle"]) == 0
+    assert seen == [level]
+    assert dict(os.environ) == before
