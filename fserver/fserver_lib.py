@@ -96,11 +96,8 @@ def init() -> None:
         from fserver.run.joint import become_launcher
 
         become_launcher()
-    classes: dict[str, type[Node]] = {
-        "worker": _Worker,
-        "server": _Server,
-        "scheduler": Scheduler,
-    }
+    classes: dict[str, type[Node]]
+    classes = {"worker": _Worker, "server": _Server, "scheduler": Scheduler}
     if role not in classes:
         raise ConfigError(
             f"DMLC_ROLE={os.environ['DMLC_ROLE']!r}: want worker, server, scheduler or joint"
