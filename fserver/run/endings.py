@@ -16,8 +16,9 @@ KILLED = "if you did not kill it, the host may have run out of memory (see dmesg
 
 def cause(failed: Sequence[Child]) -> Child:
     """Returns the failure that explains the others: the first one that a lost peer does not
-    explain, and that is no silent end with status 1, which may be the loss of a peer too."""
-    return min(failed, key=_doubt)
+    explain, and that is no silent end with status 1, which may be the loss of a peer too. Of
+    several with the same error it is the one whose traceback has been printed."""
+    return min(failed, key=lambda child: (_doubt(child), child.error.held_since is not None))
 
 
 def likelier(child: Child, than: Child) -> bool:

@@ -239,7 +239,10 @@ class Supervisor:
                 self._settle_at = min(now + SETTLE, self._settle_by)
                 return False
         self._cause = cause
-        cause.error.release()
+        if cause.raised and self._screen.has_printed(cause.raised.text):
+            cause.error.drop()  # another process that has not ended yet raised it before
+        else:
+            cause.error.release()
         self._screen.say(endings.sentence(cause))
         return True
 

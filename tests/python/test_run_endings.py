@@ -85,6 +85,16 @@ def test_the_same_error_everywhere_is_printed_once():
     )
 
 
+@pytest.mark.parametrize("first, second", [(0.5, 0), (2, 0)])
+def test_the_same_error_of_a_process_that_ends_first(first, second):
+    """The other one has printed it, and ends after this one, or much later."""
+    slow = "import atexit, time\n{}atexit.register(time.sleep, {})\n" + CAUSE
+    late = slow.format("time.sleep(0.3)\n", second)
+    with Run(("worker", 0, slow.format("", first)), ("worker", 1, late)) as run:
+        _, _, err, _ = run.end()
+    assert err.count("Traceback") == 1
+
+
 def test_two_causes_are_both_printed():
     with Run(("worker", 0, CAUSE), ("worker", 1, "raise ValueError('other')")) as run:
         _, _, err, _ = run.end()
