@@ -8,61 +8,47 @@ import (
 	"fserver/engine/wire"
 )
 
-// loan is a tensor that a worker lends. Its request is behind it, so all that
-// are here belong to one.
+// loan is a tensor that a worker lends. Its request is behind it.
 type loan struct {
-	imm  uint32
+	of   uint32 // the low bits of the request's number
 	span mem.Span
 	view *mem.View // held
 }
 
-// arrival counts the writes of one immediate.
-type arrival struct {
-	imm uint32
-	n   uint64
-}
+// maxLoans bounds the loans whose requests are not here: of one request that was sent, and of
+// one of a channel that has passed it.
+const maxLoans = 2 * wire.MaxTensors
 
-// Written takes a write of n bytes with an immediate from worker i.
-func (s *Server) Written(i int, imm uint32, n uint64) error {
+// Lent takes a loan with a number from worker i, and in any case the hold on its view.
+func (s *Server) Lent(i int, of uint32, span mem.Span, view *mem.View) error {
 	c := s.clients[i]
-	a := &c.arrived[imm%Window]
-	if a.n != 0 && a.imm != imm {
-		return fmt.Errorf("exchange: worker %d wrote data for push_pulls %d and %d at once, which must be less than %d apart", c.rank, a.imm, imm, Window)
-	}
-	a.imm = imm
-	a.n++
-	s.counters.BytesIn.Add(n)
-	if len(c.open) != 0 {
-		return s.match(c)
-	}
-	return nil
-}
-
-// Lent takes a loan with an immediate from worker i, and in any case the hold on
-// its view.
-func (s *Server) Lent(i int, imm uint32, span mem.Span, view *mem.View) error {
-	c := s.clients[i]
-	if len(c.loans) == wire.MaxTensors {
+	if len(c.loans) == maxLoans {
 		_ = view.Drop()
-		return fmt.Errorf("exchange: worker %d lent more than %d tensors for one request", c.rank, wire.MaxTensors)
+		return fmt.Errorf("exchange: worker %d lent more than %d tensors that no request has named", c.rank, maxLoans)
 	}
-	c.loans = append(c.loans, loan{imm, span, view})
+	c.loans = append(c.loans, loan{of, span, view})
 	return nil
 }
 
-// claim takes the next loan for a tensor of n bytes, and the hold on its view.
-func (c *client) claim(imm uint32, n uint64, k *receiver) (loan, error) {
-	switch {
-	case k.fixed():
+// lent is the place of the first loan of a request, or -1.
+func (c *client) lent(of uint32) int {
+	return slices.IndexFunc(c.loans, func(v loan) bool { return v.of == of })
+}
+
+// claim takes the next loan of a request, for a tensor of n bytes, and the hold on its view.
+func (c *client) claim(of uint32, n uint64, k *receiver) (loan, error) {
+	if k.fixed() {
 		return loan{}, fmt.Errorf("exchange: worker %d lent a tensor for key %d, which is received into a registered buffer and takes no loans", c.rank, k.key)
-	case len(c.loans) == 0:
-		return loan{}, fmt.Errorf("exchange: worker %d announced a loan for push_pull %d, but did not lend the tensor", c.rank, imm)
 	}
-	v := c.loans[0]
-	if v.imm != imm || v.span.Len != n {
-		return loan{}, fmt.Errorf("exchange: worker %d announced a loan of %d bytes for push_pull %d, but lent %d bytes for push_pull %d", c.rank, n, imm, v.span.Len, v.imm)
+	i := c.lent(of)
+	if i < 0 {
+		return loan{}, fmt.Errorf("exchange: worker %d announced a loan for push_pull %d, but did not lend the tensor", c.rank, of)
 	}
-	c.loans = slices.Delete(c.loans, 0, 1)
+	v := c.loans[i]
+	if v.span.Len != n {
+		return loan{}, fmt.Errorf("exchange: worker %d announced a loan of %d bytes for push_pull %d, but lent %d bytes", c.rank, n, of, v.span.Len)
+	}
+	c.loans = slices.Delete(c.loans, i, i+1)
 	return v, nil
 }
 
@@ -92,61 +78,19 @@ func (s *Server) request(c *client, b []byte) error {
 	}
 	c.count++
 	s.counters.Requests.Add(1)
-	r.state.Store(reqFilling)
-	r.writes = q.Writes
-	c.open = append(c.open, r)
-	return s.match(c)
-}
-
-// match moves the requests whose writes have all arrived to where their callers look, in
-// the order of their frames. A request whose writes have not arrived holds back later
-// requests of its channel, or, if it has none, later requests without one. It holds back no
-// others: its writes may wait for a device stream that waits for one of those.
-func (s *Server) match(c *client) error {
-	open, kept := c.open, c.open[:0]
-	for i, r := range open {
-		here, err := c.arrivedWhole(r)
-		if err != nil {
-			c.open = append(kept, open[i:]...) // those before are elsewhere, or free
-			return err
-		}
-		if !here || slices.ContainsFunc(kept, func(q *Request) bool { return q.channel == r.channel }) {
-			kept = append(kept, r)
-			continue
-		}
-		c.arrived[uint32(r.seq)%Window] = arrival{}
-		switch {
-		case r.recalled:
-			s.dismiss(c, r)
-		case r.refusal != "":
-			s.refuse(c, r)
-		default:
-			r.stamps[0] = s.found
-			r.state.Store(reqReady)
-			s.route(c, r)
+	for i := range r.push {
+		if !r.push[i].Lent {
+			s.counters.BytesIn.Add(r.push[i].Span.Len)
 		}
 	}
-	if len(kept) != len(open) {
-		clear(open[len(kept):])
-		c.open = kept
-		s.publish()
-	}
-	if len(c.recalled)+c.refusals.len()+len(c.echoes) != 0 {
+	if r.refusal != "" {
+		s.refuse(c, r)
 		s.advance(c)
+		return nil
 	}
+	r.stamps[0] = s.found
+	r.state.Store(reqReady)
+	s.route(c, r)
+	s.publish()
 	return nil
-}
-
-// arrivedWhole reports whether all writes of a request have arrived.
-func (c *client) arrivedWhole(r *Request) (bool, error) {
-	a := &c.arrived[uint32(r.seq)%Window]
-	switch {
-	case r.writes == 0:
-		return true, nil
-	case a.imm != uint32(r.seq) || a.n < r.writes:
-		return false, nil
-	case a.n > r.writes:
-		return false, fmt.Errorf("exchange: worker %d wrote %d tensors for push_pull %d, want %d", c.rank, a.n, r.seq, r.writes)
-	}
-	return true, nil
 }

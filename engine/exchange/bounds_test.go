@@ -1,6 +1,7 @@
 package exchange
 
 import (
+	"errors"
 	"math"
 	"slices"
 	"strings"
@@ -91,7 +92,7 @@ func TestBuffersTooLarge(t *testing.T) {
 
 // TestLargestRequest: with all keys as large as they may be, a request is a frame.
 func TestLargestRequest(t *testing.T) {
-	q := &wire.Request{Seq: math.MaxUint64, Plan: wire.MaxPlans - 1, Writes: wire.MaxTensors}
+	q := &wire.Request{Seq: math.MaxUint64, Plan: wire.MaxPlans - 1}
 	for range wire.MaxTensors {
 		q.Push = append(q.Push, wire.Pushed{Rows: wire.MaxSize, Bytes: wire.MaxSize})
 		q.Pull = append(q.Pull, wire.Target{Bytes: wire.MaxSize, Changed: true, Region: wire.Key{ID: 1, Token: 1, Blob: strings.Repeat("b", maxBlobs/wire.MaxTensors)}, Off: math.MaxUint64})
@@ -101,4 +102,44 @@ func TestLargestRequest(t *testing.T) {
 	require.LessOrEqual(t, len(wire.AppendRecall(nil, wire.TypeRecall, all)), transport.MaxFrame)
 	needs := slices.Repeat([]wire.Need{{Key: 1, Bytes: wire.MaxSize}}, wire.MaxTensors)
 	require.LessOrEqual(t, len(wire.AppendNeed(nil, needs)), transport.MaxFrame)
+}
+
+// TestNoRequestIsFreedTwice has a worker send requests again and again under one number, take
+// them back more than once, be refused, break the protocol and be lost in between. Each request
+// is freed once.
+func TestNoRequestIsFreedTwice(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	s.elements = Elements{4}
+	lost := errors.New("the worker is gone")
+	plan := wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})
+	need := wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 8}})
+	request := func(bytes uint64) []byte {
+		return wire.AppendRequest(nil, &wire.Request{Seq: 5, Push: []wire.Pushed{{Rows: 2, Bytes: bytes}}})
+	}
+	recall := wire.AppendRecall(nil, wire.TypeRecall, []uint64{5, 5, 6})
+	for _, frames := range [][][]byte{
+		{request(8), request(8), recall, recall},
+		{request(8), request(1 << 40)},                 // more than was granted
+		{request(7), recall, request(7)},               // refused
+		{recall, request(8), recall, request(8)},       // one stays
+		{request(8), {byte(wire.TypeRequest)}, recall}, // a frame that breaks off
+		{request(8), wire.AppendRegroup(nil, wire.Regroup{Runs: 1, Back: true}), recall},
+	} {
+		p.from[0].room = 0 // the worker takes nothing
+		for _, b := range append([][]byte{plan, need}, frames...) {
+			if s.Frame(0, b) != nil {
+				break
+			}
+		}
+		s.Lose(0, lost)
+		require.Len(t, s.requests.free, len(s.requests.all))
+		seen := map[*Request]bool{}
+		for _, r := range s.requests.free {
+			require.False(t, seen[r], "a request was freed twice")
+			seen[r] = true
+		}
+		p.from[0] = &wireConn{room: 1000}
+		s.Up(0, 0, p.sf[0], p.from[0])
+	}
 }

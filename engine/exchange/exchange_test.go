@@ -11,7 +11,6 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/trace"
-	"fserver/engine/transport"
 	"fserver/engine/wire"
 )
 
@@ -431,13 +430,11 @@ func TestBreaches(t *testing.T) {
 		"empty":            {},
 		"a server's":       wire.AppendNeed(nil, nil),
 		"unknown ticket":   wire.AppendResponse(nil, &wire.Response{Seq: id + 1}),
-		"wrong writes":     wire.AppendResponse(nil, &wire.Response{Seq: id, Writes: 5}),
 		"unasked buffers":  wire.AppendBuffers(nil, &wire.Buffers{}),
 		"garbage response": {byte(wire.TypeResponse), 1, 2},
 	} {
 		require.Error(t, w.Frame(0, frame), what)
 	}
-	require.Error(t, w.Written(0, uint32(id)+1, 8))
 
 	// An absurd need is refused to the one who asks.
 	require.NoError(t, s.Frame(0, wire.AppendNeed(nil, []wire.Need{{Key: 3, Bytes: 1 << 60}})))
@@ -450,35 +447,7 @@ func TestBreaches(t *testing.T) {
 	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 1)))
 	require.NoError(t, p.settle())
 	require.Equal(t, StateDone, p.state(id))
-	require.Error(t, w.Written(0, uint32(id), 8), "after the end")
-}
-
-// TestUnorderedWrites lets the frame of a request and of a response overtake
-// their writes, as transports may.
-func TestUnorderedWrites(t *testing.T) {
-	p := newPair(t, 1)
-	swap := func(c *wireConn) {
-		ops := c.ops
-		c.ops = append([]transport.Op{ops[len(ops)-1]}, ops[:len(ops)-1]...)
-	}
-	x, out := bytesOf(t, 1, 8, 5), []Tensor{bytesOf(t, 1, 8, 0), bytesOf(t, 2, 8, 0)}
-	for range 2 {
-		id, err := p.pushPull([]Tensor{x}, out)
-		require.NoError(t, err)
-		p.w.Drain()
-		if p.w.servers[0].asked != nil {
-			require.NoError(t, p.settle())
-		} else {
-			swap(p.to[0])
-			require.NoError(t, p.settle())
-		}
-		require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 6), bytesOf(t, 0, 8, 7)))
-		p.servers[0].Drain()
-		swap(p.from[0])
-		require.NoError(t, p.settle())
-		require.Equal(t, StateDone, p.state(id))
-		require.Equal(t, byte(7), out[1].Span.Bytes()[0])
-	}
+	require.Error(t, w.Frame(0, wire.AppendResponse(nil, &wire.Response{Seq: id})), "a second answer")
 }
 
 func TestLeft(t *testing.T) {

@@ -229,10 +229,10 @@ func TestBrokenLoans(t *testing.T) {
 		want string
 	}{
 		"none came":       {9, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 0, "but did not lend the tensor"},
-		"too many":        {9, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 2, "lent 1 tensors that push_pull"},
-		"of another":      {8, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 1, "for push_pull 8"},
+		"too many":        {9, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 2, "lent a tensor that push_pull 9"},
+		"of another":      {8, []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}, 1, "did not lend the tensor"},
 		"of another size": {9, []wire.Pushed{{Rows: 17, Bytes: 17, Lent: true}}, 1, "loan of 17 bytes for push_pull 9, but lent 16 bytes"},
-		"none named":      {9, []wire.Pushed{{Rows: 0, Bytes: 0}}, 1, "lent 1 tensors that push_pull"},
+		"none named":      {9, []wire.Pushed{{Rows: 0, Bytes: 0}}, 1, "lent a tensor that push_pull 9"},
 	} {
 		buffers := NewBuffers()
 		s, err := NewServer(1, buffers, new(trace.Counters), ignored)
@@ -258,11 +258,11 @@ func TestBrokenLoans(t *testing.T) {
 	require.ErrorContains(t, p.servers[0].Frame(0, wire.AppendRequest(nil, &wire.Request{Seq: 9, Push: []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}})), "a registered buffer")
 	p.servers[0].Lose(0, errors.New("gone"))
 	var last error
-	for i := 0; i <= wire.MaxTensors; i++ {
+	for i := 0; i <= maxLoans; i++ {
 		view.Hold()
 		last = p.servers[0].Lent(0, 9, span, view)
 	}
-	require.ErrorContains(t, last, "more than 4096 tensors")
+	require.ErrorContains(t, last, "more than 8192 tensors")
 	require.NoError(t, p.servers[0].Close())
 	require.Zero(t, views(t))
 }

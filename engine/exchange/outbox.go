@@ -10,13 +10,21 @@ type outbox struct {
 	next   int     // the first that has not been taken
 	ticket *Ticket // whose operations these are, or nil
 	frame  []byte  // of the frame in ops; free for reuse when all are taken
+	passes bool    // the operations do not wait for those of others that wait for a device
 	err    error   // what Post has said: it takes no more
 }
 
-// begin starts a new set of operations; the last one must be flushed.
+// begin starts a new set of operations; the last one must be flushed. Frames and loans of
+// channels, and frames of no ticket, do not wait for a device: it may wait for a message that
+// comes after them. For frames of no ticket, see ordered.
 func (o *outbox) begin(t *Ticket) {
 	o.ops, o.next, o.ticket, o.frame = o.ops[:0], 0, t, o.frame[:0]
+	o.passes = t == nil || t.on != ""
 }
+
+// ordered keeps the frame of the set behind the requests and answers that were posted before:
+// it says something about those, or about later ones.
+func (o *outbox) ordered() { o.passes = false }
 
 // write adds a write of pushed tensor i of the ticket.
 func (o *outbox) write(i int, to transport.Key, off uint64) {
@@ -28,18 +36,18 @@ func (o *outbox) write(i int, to transport.Key, off uint64) {
 
 // lend adds a loan of pushed tensor i of the ticket, which has no point to wait for.
 func (o *outbox) lend(i int) {
-	o.ops = append(o.ops, transport.Op{Kind: transport.OpLend, Src: o.ticket.source(i)})
+	o.ops = append(o.ops, transport.Op{Kind: transport.OpLend, Src: o.ticket.source(i), Passes: o.passes})
 }
 
 // send adds o.frame.
 func (o *outbox) send() {
-	o.ops = append(o.ops, transport.Op{Kind: transport.OpFrame, Frame: o.frame})
+	o.ops = append(o.ops, transport.Op{Kind: transport.OpFrame, Frame: o.frame, Passes: o.passes})
 }
 
 // stamp gives every operation what ties it to its ticket.
-func (o *outbox) stamp(imm uint32) {
+func (o *outbox) stamp() {
 	for i := range o.ops {
-		o.ops[i].User, o.ops[i].Imm = o.ticket.id, imm
+		o.ops[i].User, o.ops[i].Loan = o.ticket.id, uint32(o.ticket.id)
 	}
 }
 

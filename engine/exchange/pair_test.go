@@ -129,8 +129,8 @@ func (p *pair) settle() error {
 			s.Drain()
 			s.Found(trace.Now())
 			p.w.Found(trace.Now())
-			a, errA := deliver(p.to[i], p.sf[i], p.copies, p.w.Done, func(imm uint32, n uint64) error { return s.Written(0, imm, n) }, func(imm uint32, x mem.Span, v *mem.View) error { return s.Lent(0, imm, x, v) }, func(b []byte) error { return s.Frame(0, b) })
-			b, errB := deliver(p.from[i], p.wf, p.copies, s.Done, func(imm uint32, n uint64) error { return p.w.Written(i, imm, n) }, nil, func(b []byte) error { return p.w.Frame(i, b) })
+			a, errA := deliver(p.to[i], p.sf[i], p.copies, p.w.Done, func(of uint32, x mem.Span, v *mem.View) error { return s.Lent(0, of, x, v) }, func(b []byte) error { return s.Frame(0, b) })
+			b, errB := deliver(p.from[i], p.wf, p.copies, s.Done, nil, func(b []byte) error { return p.w.Frame(i, b) })
 			if err := errors.Join(errA, errB); err != nil {
 				return err
 			}
@@ -141,12 +141,17 @@ func (p *pair) settle() error {
 	return nil
 }
 
-func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error), written func(uint32, uint64) error, lent func(uint32, mem.Span, *mem.View) error, frame func([]byte) error) (bool, error) {
+// deliver lets through what c holds: all but the writes of a ticket that waits for a device,
+// and what is behind those and does not pass them.
+func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error), lent func(uint32, mem.Span, *mem.View) error, frame func([]byte) error) (bool, error) {
 	ops := c.ops
 	c.ops = nil
+	waits := false
 	for i := range ops {
 		o := &ops[i]
-		if o.Kind == transport.OpWrite && o.User == c.held {
+		behind := waits && o.Kind != transport.OpWrite && !o.Passes
+		if behind || o.Kind == transport.OpWrite && o.User == c.held {
+			waits = true
 			c.ops = append(c.ops, *o)
 			continue
 		}
@@ -157,7 +162,7 @@ func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error),
 			}
 		case transport.OpLend:
 			span, view := show(o.Src[0])
-			if err := lent(o.Imm, span, view); err != nil {
+			if err := lent(o.Loan, span, view); err != nil {
 				return true, err
 			}
 		default:
@@ -172,9 +177,6 @@ func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error),
 			}
 			if copies {
 				copy(at.Bytes(), o.Src[0].Bytes())
-			}
-			if err := written(o.Imm, n); err != nil {
-				return true, err
 			}
 		}
 		done(o.User, nil)

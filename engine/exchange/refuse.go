@@ -118,7 +118,7 @@ func (w *Worker) refused(s *server, b []byte) error {
 		return err
 	}
 	t := w.ticket(v.Seq)
-	if t == nil || t.legs[s.index].state != legPosted || t.legs[s.index].replied || t.legs[s.index].arrived != 0 {
+	if t == nil || t.legs[s.index].state != legPosted {
 		return fmt.Errorf("exchange: server %d refused push_pull %d, which does not wait for its answer", s.rank, v.Seq)
 	}
 	if v.Unfit {

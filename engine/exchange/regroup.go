@@ -2,7 +2,6 @@ package exchange
 
 import (
 	"fmt"
-	"slices"
 
 	"fserver/engine/wire"
 )
@@ -155,11 +154,6 @@ func (s *Server) Regroup(runs uint64) {
 // maxEchoes bounds the answers to Regroups that a worker has not taken.
 const maxEchoes = 256
 
-// decided reports whether all that c takes back has been named in a Recalled.
-func (c *client) decided() bool {
-	return !slices.ContainsFunc(c.open, func(r *Request) bool { return r.recalled })
-}
-
 // apart reports whether a worker and this server know of different runs.
 func (s *Server) apart() bool {
 	if s.partial {
@@ -187,9 +181,6 @@ func (s *Server) regroup(c *client, b []byte) error {
 	case v.Back:
 		for c.ready.len() != 0 {
 			s.dismiss(c, c.ready.pop())
-		}
-		for _, r := range c.open { // its writes may still be on their way
-			r.recalled = r.recalled || r.channel == ""
 		}
 	}
 	if len(c.echoes) == maxEchoes {

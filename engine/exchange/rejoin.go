@@ -86,10 +86,16 @@ func (s *server) enqueue(again []*Ticket) {
 // turn comes.
 func (w *Worker) withdraw(t *Ticket) {
 	for i, s := range w.servers {
-		if l := &t.legs[i]; s.down == nil && l.state == legPosted && !l.replied {
-			s.recall = append(s.recall, t.id)
+		if s.down == nil && t.legs[i].state == legPosted {
+			s.takeback(t)
 		}
 	}
+}
+
+// takeback has s told that t is not to be answered.
+func (s *server) takeback(t *Ticket) {
+	i := t.class()
+	s.recall[i] = append(s.recall[i], t.id)
 }
 
 // Leave takes back from server i what was asked through a channel that both have
@@ -101,8 +107,8 @@ func (w *Worker) Leave(i int, channel string) {
 			continue
 		}
 		w.fail(t, errOver)
-		if l := &t.legs[i]; s.down == nil && l.state == legPosted && !l.replied {
-			s.recall = append(s.recall, t.id)
+		if s.down == nil && t.legs[i].state == legPosted {
+			s.takeback(t)
 		}
 	}
 	w.advance(s)
@@ -116,7 +122,7 @@ func (w *Worker) recalled(s *server, b []byte) error {
 	}
 	for _, id := range seqs {
 		t := w.ticket(id)
-		if t == nil || t.legs[s.index].state != legPosted || t.legs[s.index].replied {
+		if t == nil || t.legs[s.index].state != legPosted {
 			return fmt.Errorf("exchange: server %d returned push_pull %d, which does not wait for its answer", s.rank, id)
 		}
 		if t.err != nil {
@@ -134,7 +140,7 @@ func (w *Worker) part(s *server, err error) {
 	s.down = err
 	s.drop()
 	s.lender, s.asked, s.turn = nil, nil, nil
-	s.plans, s.recall, s.untold = nil, nil, 0
+	s.plans, s.recall, s.untold = nil, [2][]uint64{}, 0
 	s.enqueue(s.back)
 	s.back = nil
 	s.keys = map[uint64]*credit{}
@@ -225,9 +231,6 @@ func (s *Server) recall(c *client, b []byte) error {
 		return true
 	})
 	s.requests.recall(c, seqs)
-	for _, r := range c.open { // its writes may still be on their way
-		r.recalled = r.recalled || slices.Contains(seqs, r.seq)
-	}
 	s.publish()
 	s.advance(c)
 	return nil
@@ -270,12 +273,8 @@ func (s *Server) part(c *client, err error) {
 		s.put(c.ready.pop())
 	}
 	s.unlane(c)
-	for _, r := range c.open {
-		s.put(r)
-	}
 	c.dropLoans()
-	c.open, c.plans, c.recalled, c.echoes, c.count = nil, nil, nil, nil, 0
-	clear(c.arrived)
+	c.plans, c.recalled, c.echoes, c.count = nil, nil, nil, 0
 	s.requests.lose(c, s.buffers)
 	for _, k := range c.keys {
 		_ = s.retire(c, k) // the Fabric is closed: nothing is left to drop

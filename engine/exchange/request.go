@@ -37,7 +37,6 @@ type Request struct {
 	refusal  string // why the server cannot take it; empty: it can
 	channel  string // whose Take gives it; empty: a batch does
 	seq      uint64
-	writes   uint64 // that must have arrived
 	push     []Received
 	keys     []*receiver // of push
 	pull     []answer
@@ -56,7 +55,6 @@ type answer struct {
 // whose worker is gone becomes lost, and is freed by whoever asks for it.
 const (
 	reqFree = iota
-	reqFilling
 	reqReady
 	reqDelivered
 	reqResponding
@@ -209,8 +207,7 @@ func (rs *requests) waits(c *client, id uint64) bool {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	return slices.ContainsFunc(rs.all, func(r *Request) bool {
-		s := r.state.Load()
-		return r.client == c && (s == reqFilling || s == reqReady) && slices.ContainsFunc(r.push, func(v Received) bool { return v.Buffer == id })
+		return r.client == c && r.state.Load() == reqReady && slices.ContainsFunc(r.push, func(v Received) bool { return v.Buffer == id })
 	})
 }
 
@@ -240,7 +237,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		return fmt.Errorf("exchange: worker %d sent a request with %d pushed and %d pulled tensors, but its plan has %d and %d", c.rank, len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
 	r.channel, r.refusal = p.plan.Channel, p.refusal
-	r.client, r.life, r.seq, r.writes, r.recalled = c, c.life, q.Seq, q.Writes, false
+	r.client, r.life, r.seq, r.recalled = c, c.life, q.Seq, false
 	r.push, r.keys, r.pull = r.push[:0], p.keys, r.pull[:0]
 	for i := range q.Push {
 		d, k := &p.plan.Push[i], p.keys[i]
@@ -267,8 +264,8 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		}
 		r.push = append(r.push, v)
 	}
-	if len(c.loans) != 0 {
-		return fmt.Errorf("exchange: worker %d lent %d tensors that push_pull %d does not name", c.rank, len(c.loans), q.Seq)
+	if n := c.lent(uint32(q.Seq)); n >= 0 {
+		return fmt.Errorf("exchange: worker %d lent a tensor that push_pull %d does not name", c.rank, q.Seq)
 	}
 	for j := range q.Pull {
 		t := &q.Pull[j]

@@ -27,19 +27,18 @@ func (w *Worker) advance(s *server) {
 			s.queue(t).pop()
 			s.ticket = nil
 			if t.err != nil {
-				s.recall = append(s.recall, t.id)
+				s.takeback(t)
 			}
 		}
 		switch {
-		case len(s.recall) != 0:
-			s.turn = nil
-			s.begin(nil)
-			s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall)
-			s.send()
-			s.recall = s.recall[:0]
+		case len(s.recall[ofChannels]) != 0:
+			s.sendRecall(ofChannels)
+		case len(s.recall[ofBatches]) != 0:
+			s.sendRecall(ofBatches)
 		case s.tell != tellNothing:
 			s.turn = nil
 			s.begin(nil)
+			s.ordered()
 			s.frame = wire.AppendRegroup(s.frame, wire.Regroup{Runs: w.runs, Back: s.tell == tellBack})
 			s.send()
 			s.tell = tellNothing
@@ -53,6 +52,19 @@ func (w *Worker) advance(s *server) {
 			return
 		}
 	}
+}
+
+// sendRecall puts a Recall of one class into the outbox. It stays behind the requests that it
+// names.
+func (s *server) sendRecall(class int) {
+	s.turn = nil
+	s.begin(nil)
+	if class == ofBatches {
+		s.ordered()
+	}
+	s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall[class])
+	s.send()
+	s.recall[class] = s.recall[class][:0]
 }
 
 // proceed ends the first ticket of a queue, if it has failed, or puts into the outbox of s what
@@ -137,6 +149,9 @@ func (w *Worker) know(s *server, t *Ticket) *sent {
 	k := &sent{plan: t.plan, targets: make([]target, share)}
 	first := s.index * share
 	s.begin(nil)
+	if t.class() == ofBatches {
+		s.ordered()
+	}
 	s.frame = wire.AppendPlan(s.frame, &wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first : first+share]})
 	s.send()
 	for uint64(len(s.plans)) <= n {
@@ -149,7 +164,7 @@ func (w *Worker) know(s *server, t *Ticket) *sent {
 func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
 	s.begin(t)
 	q := &s.req
-	q.Seq, q.Plan, q.Writes = t.id, t.plan.number, 0
+	q.Seq, q.Plan = t.id, t.plan.number
 	q.Push, q.Pull = q.Push[:0], q.Pull[:0]
 	for i := range t.push {
 		x := &t.push[i]
@@ -162,18 +177,16 @@ func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
 		l.keys[i].holder = t.id
 		if x.Span.Len != 0 {
 			s.write(i, l.keys[i].region, 0)
-			q.Writes++
 			w.counters.BytesOut.Add(x.Span.Len)
 		}
 	}
 	share := len(known.targets)
-	l.writes, l.era = 0, w.era
+	l.era = w.era
 	for j := range known.targets {
 		i := s.index*share + j
 		x := &t.pull[i]
 		p := wire.Target{Bytes: x.Span.Len}
 		if x.Span.Len != 0 {
-			l.writes++
 			at := target{t.regs[i].key, uint64(x.Span.Addr - x.Base.Addr)}
 			if at != known.targets[j] {
 				known.targets[j] = at
@@ -185,5 +198,5 @@ func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
 	t.rec.stamps[trace.Posted] = trace.Now()
 	s.frame = wire.AppendRequest(s.frame, q)
 	s.send()
-	s.stamp(uint32(t.id))
+	s.stamp()
 }

@@ -34,9 +34,7 @@ type client struct {
 	fabric   transport.Fabric
 	plans    []*clientPlan
 	keys     map[uint64]*receiver
-	arrived  []arrival  // writes whose request is not here, by immediate % Window
-	loans    []loan     // whose request is not here
-	open     []*Request // frame here, writes missing
+	loans    []loan // whose request is not here
 	ready    ring[*Request]
 	strays   []*Request     // for channels that are closed here
 	answers  ring[*Ticket]  // not wholly posted
@@ -107,9 +105,7 @@ func NewServer(n int, b *Buffers, c *trace.Counters, onBroken Broken) (*Server, 
 	s := &Server{Table: tb, counters: c, buffers: b, elements: b.Holds(), memory: Host{}, onBroken: onBroken, fixed: map[fixedKey]fixed{}}
 	s.able.Store(int32(n))
 	for i := range n {
-		s.clients = append(s.clients, &client{
-			index: i, keys: map[uint64]*receiver{}, arrived: make([]arrival, Window),
-		})
+		s.clients = append(s.clients, &client{index: i, keys: map[uint64]*receiver{}})
 	}
 	return s, nil
 }
@@ -277,7 +273,7 @@ func (s *Server) advance(c *client) {
 			c.frame = wire.AppendRecall(c.frame, wire.TypeRecalled, c.recalled)
 			c.send()
 			c.recalled = c.recalled[:0]
-		case len(c.echoes) != 0 && c.decided():
+		case len(c.echoes) != 0:
 			c.begin(nil)
 			c.frame = wire.AppendRegroup(c.frame, c.echoes[0])
 			c.send()
@@ -296,14 +292,13 @@ func (s *Server) compose(c *client, t *Ticket) {
 	if t.fails {
 		c.frame = wire.AppendRefused(c.frame, &wire.Refused{Seq: r.seq, Text: t.why})
 		c.send()
-		c.stamp(uint32(r.seq))
+		c.stamp()
 		return
 	}
-	s.resp.Seq, s.resp.Writes = r.seq, 0
+	s.resp.Seq = r.seq
 	for i := range r.pull {
 		if r.pull[i].bytes != 0 {
 			c.write(i, r.pull[i].region, r.pull[i].off)
-			s.resp.Writes++
 			s.counters.BytesOut.Add(r.pull[i].bytes)
 		}
 	}
@@ -311,7 +306,7 @@ func (s *Server) compose(c *client, t *Ticket) {
 	s.resp.Stamps = r.stamps
 	c.frame = wire.AppendResponse(c.frame, &s.resp)
 	c.send()
-	c.stamp(uint32(r.seq))
+	c.stamp()
 }
 
 func (s *Server) settle(t *Ticket, err error) {

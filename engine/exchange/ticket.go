@@ -58,14 +58,11 @@ type Ticket struct {
 
 // leg is the part of a push-pull that one server has.
 type leg struct {
-	state   uint8  // legQueued, legPosted, legEnded
-	era     uint64 // in which its request was composed
-	replied bool   // the response frame is here
-	sends   uint8  // times that the request was posted
-	writes  uint64
-	arrived uint64 // writes that have arrived
-	keys    []*credit
-	lends   []bool // by pushed tensor: it is lent
+	state uint8  // legQueued, legPosted, legEnded
+	era   uint64 // in which its request was composed
+	sends uint8  // times that the request was posted
+	keys  []*credit
+	lends []bool // by pushed tensor: it is lent
 }
 
 const (
@@ -215,14 +212,6 @@ func (tb *Table) release(t *Ticket) {
 // ticket is the active ticket with number id, or nil. For the owner.
 func (tb *Table) ticket(id uint64) *Ticket {
 	if t := tb.active[id%Window]; t != nil && t.id == id {
-		return t
-	}
-	return nil
-}
-
-// immediate is the active ticket whose writes carry imm, or nil. For the owner.
-func (tb *Table) immediate(imm uint32) *Ticket {
-	if t := tb.active[imm%Window]; t != nil && uint32(t.id) == imm {
 		return t
 	}
 	return nil

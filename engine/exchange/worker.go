@@ -45,7 +45,7 @@ type server struct {
 	turn   *Ticket          // whose frames are in the outbox, while it is not empty, or nil
 	down   error            // why there is no path to it
 	held   bool             // down, and its push_pulls wait for its successor
-	recall []uint64         // push_pulls that have failed, which it is still to be told
+	recall [2][]uint64      // push_pulls that have failed, which it is still to be told, by class
 	tell   uint8            // the Regroup that is to be sent: tellNothing, tellRuns, tellBack;
 	untold int              // so many are not answered
 	back   []*Ticket        // push_pulls that were given back
@@ -54,15 +54,22 @@ type server struct {
 	req    wire.Request
 }
 
-// queue returns the queue in which t waits until its request is posted. Messages of channels
-// have a queue of their own, which goes first: a push_pull may wait for a device stream that
-// waits for such a message.
-func (s *server) queue(t *Ticket) *ring[*Ticket] {
+// The classes of tickets. Messages of channels go first, and wait for none of the others: a
+// push_pull may wait for a device stream that waits for such a message.
+const (
+	ofChannels = iota
+	ofBatches
+)
+
+func (t *Ticket) class() int {
 	if t.on != "" {
-		return &s.queues[0]
+		return ofChannels
 	}
-	return &s.queues[1]
+	return ofBatches
 }
+
+// queue returns the queue in which t waits until its request is posted.
+func (s *server) queue(t *Ticket) *ring[*Ticket] { return &s.queues[t.class()] }
 
 // waiting returns how many tickets are in the queues.
 func (s *server) waiting() int { return s.queues[0].len() + s.queues[1].len() }
@@ -74,8 +81,8 @@ type Worker struct {
 	inbox    inbox
 	servers  []*server
 	plans    map[uint64]*plan // by signature
-	numbers  []*plan
-	nextPlan int
+	numbers  [2][]*plan       // by class, which has its share of the numbers
+	nextPlan [2]int
 	regs     map[uint64][]registration // by allocation, one per Fabric
 	stale    map[registration]int      // taken out of regs; how often tickets name it
 	patient  bool
@@ -166,7 +173,7 @@ func (w *Worker) Drain() {
 		w.start(s.ticket)
 	}
 	for _, s := range w.servers {
-		if s.waiting() != 0 || !s.empty() || len(s.recall)+len(s.back) != 0 || s.tell != tellNothing {
+		if s.waiting() != 0 || !s.empty() || len(s.recall[0])+len(s.recall[1])+len(s.back) != 0 || s.tell != tellNothing {
 			w.advance(s)
 		}
 	}
@@ -251,19 +258,30 @@ func (w *Worker) newPlan(h uint64, t *Ticket) (*plan, error) {
 	for i := range t.pull {
 		p.pull[i] = wire.PlanPull{Key: t.pull[i].Key, DType: t.pull[i].DType}
 	}
-	if len(w.numbers) < wire.MaxPlans {
-		p.number = uint64(len(w.numbers))
-		w.numbers = append(w.numbers, p)
-	} else {
-		p.number = uint64(w.nextPlan)
-		w.nextPlan = (w.nextPlan + 1) % wire.MaxPlans
-		if old := w.numbers[p.number]; w.plans[old.hash] == old {
-			delete(w.plans, old.hash)
-		}
-		w.numbers[p.number] = p
-	}
+	w.number(p, t.class())
 	w.plans[h] = p
 	return p, nil
+}
+
+// planShare is how many plans of a class are known at a time. Plans of channels pass requests
+// with plans of batches, so none takes the number of one of the others.
+const planShare = wire.MaxPlans / 2
+
+// number gives p a number of its class, and forgets the plan that had it.
+func (w *Worker) number(p *plan, class int) {
+	all := &w.numbers[class]
+	at := len(*all)
+	if at < planShare {
+		*all = append(*all, p)
+	} else {
+		at = w.nextPlan[class]
+		w.nextPlan[class] = (at + 1) % planShare
+		if old := (*all)[at]; w.plans[old.hash] == old {
+			delete(w.plans, old.hash)
+		}
+		(*all)[at] = p
+	}
+	p.number = uint64(class*planShare + at)
 }
 
 // endLeg ends the part of t that s has, with an error or without.
@@ -313,19 +331,6 @@ func (w *Worker) Done(user uint64, err error) {
 	w.settle(t, err)
 }
 
-// Written takes a write of n bytes with an immediate from server i. An error
-// means that the server does not keep to the protocol.
-func (w *Worker) Written(i int, imm uint32, n uint64) error {
-	t := w.immediate(imm)
-	if t == nil || t.legs[i].state != legPosted {
-		return fmt.Errorf("exchange: server %d wrote data for push_pull %d, which does not wait for its answer", w.servers[i].rank, imm)
-	}
-	l := &t.legs[i]
-	l.arrived++
-	w.counters.BytesIn.Add(n)
-	return w.complete(t, i)
-}
-
 // Frame takes a frame of server i. An error means that the server does not
 // keep to the protocol.
 func (w *Worker) Frame(i int, b []byte) error {
@@ -336,12 +341,12 @@ func (w *Worker) Frame(i int, b []byte) error {
 			return err
 		}
 		t := w.ticket(w.resp.Seq)
-		if t == nil || t.legs[i].state != legPosted || t.legs[i].replied || t.legs[i].writes != w.resp.Writes {
-			return fmt.Errorf("exchange: server %d answered push_pull %d with %d tensors, which does not wait for such an answer", s.rank, w.resp.Seq, w.resp.Writes)
+		if t == nil || t.legs[i].state != legPosted {
+			return fmt.Errorf("exchange: server %d answered push_pull %d, which does not wait for its answer", s.rank, w.resp.Seq)
 		}
-		t.legs[i].replied = true
 		copy(t.rec.stamps[trace.Received:trace.Arrived], w.resp.Stamps[:])
-		return w.complete(t, i)
+		w.answered(s, t)
+		return nil
 	case wire.TypeBuffers:
 		v, err := wire.ParseBuffers(b)
 		if err != nil {
@@ -414,22 +419,17 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 	return nil
 }
 
-// complete ends the leg if the response and all its writes are here.
-func (w *Worker) complete(t *Ticket, i int) error {
-	l := &t.legs[i]
-	if l.arrived > l.writes {
-		return fmt.Errorf("exchange: server %d wrote more tensors for push_pull %d than it pulls", w.servers[i].rank, t.id)
-	}
-	if !l.replied || l.arrived != l.writes {
-		return nil
+// answered ends the leg of t: all that s wrote is here.
+func (w *Worker) answered(s *server, t *Ticket) {
+	share := len(t.pull) / len(w.servers)
+	for i := s.index * share; i < (s.index+1)*share; i++ {
+		w.counters.BytesIn.Add(t.pull[i].Span.Len)
 	}
 	t.rec.stamps[trace.Arrived] = w.found
-	s := w.servers[i]
 	w.endLeg(t, s, nil)
 	if s.waiting() != 0 {
 		w.advance(s) // somebody may have waited for the credit
 	}
-	return nil
 }
 
 // Down ends everything that waits for server i, or for its successor, with err.

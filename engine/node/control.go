@@ -122,7 +122,8 @@ const maxStuck = 1024
 // reported before its link was known. The end of any other is reported by itself.
 func (n *Node) sendFrame(l *link, frame []byte) {
 	if len(l.frames) == 0 {
-		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame}
+		// A device may wait for what is said of a channel.
+		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame, Passes: wire.FrameType(frame) == wire.TypeChannel}
 		k, err := l.conn.Post(n.frame[:])
 		if err != nil && l.kind != linkMember && n.links[l.conn] == l {
 			_ = l.conn.Close()

@@ -75,20 +75,14 @@ func (n *Node) protocol(l *link, err error) error {
 // lent takes a loan, and with it the hold on its view.
 func (n *Node) lent(l *link, ev *transport.Event) error {
 	if l.kind == linkPeer && n.server != nil {
-		return n.server.Lent(l.index, ev.Imm, ev.Span, ev.View)
+		return n.server.Lent(l.index, ev.Loan, ev.Span, ev.View)
 	}
 	_ = ev.View.Drop()
 	return errors.New("node: the peer lent memory on a connection that does not accept loans")
 }
 
-// data takes a frame or write of a peer.
+// data takes a frame of a peer.
 func (n *Node) data(l *link, ev *transport.Event) error {
-	if ev.Kind == transport.EvWritten {
-		if n.worker != nil {
-			return n.worker.Written(l.index, ev.Imm, ev.Len)
-		}
-		return n.server.Written(l.index, ev.Imm, ev.Len)
-	}
 	switch wire.FrameType(ev.Data) {
 	case wire.TypeChannel:
 		over, err := n.channels.Frame(l.index, ev.Data)

@@ -12,6 +12,7 @@ import (
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/cudaipc"
+	"fserver/engine/wire"
 )
 
 // Devices finds the GPU with an index, as CUDA counts; tests put their own in place.
@@ -144,12 +145,16 @@ func openGPU(cfg *conf.Config, devices Devices, log *zap.Logger) (*gpu, error) {
 	return nil, nil
 }
 
-// wrap lets GPU memory travel over Fabrics. With an error, all of them are closed.
+// wrap lets GPU memory travel over Fabrics: memory of this node's GPU, if it has one, and of
+// its peers'. With an error, all of them are closed.
 func (g *gpu) wrap(cfg *conf.Config, list []transport.Fabric) error {
 	for i, f := range list {
-		w, err := cudaipc.Wrap(f, cudaipc.Options{
-			Device: g.dev, Share: scheme(f) == conf.CMA.String() && cfg.SameHost, Stall: cfg.StallTimeout, Events: !cfg.MemSync, Later: g.later,
-		})
+		o := cudaipc.Options{HasGPU: hasGPU}
+		if g != nil {
+			o.Device, o.Later, o.Events = g.dev, g.later, !cfg.MemSync
+			o.Share = scheme(f) == conf.CMA.String() && cfg.SameHost
+		}
+		w, err := cudaipc.Wrap(f, o)
 		if err != nil {
 			for _, f := range list {
 				_ = f.Close()
@@ -159,6 +164,12 @@ func (g *gpu) wrap(cfg *conf.Config, list []transport.Fabric) error {
 		list[i] = w
 	}
 	return nil
+}
+
+// hasGPU says by the hello of a peer whether it may have tensors on a GPU.
+func hasGPU(hello []byte) bool {
+	h, err := wire.ParseHello(hello)
+	return err == nil && h.Caps&wire.CapGPU != 0
 }
 
 // device is where the node's tensors may be beside the CPU; CPU if nowhere.

@@ -183,6 +183,9 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	n.life, n.die = context.WithCancel(context.Background())
 	n.ctx, n.cancel = context.WithDeadline(n.life, n.deadline)
 	n.gate = newGate(cfg)
+	if gpu != nil {
+		n.gate.me.Caps |= wire.CapGPU
+	}
 	timing := cluster.Timing{Interval: cfg.HeartbeatInterval, Timeout: cfg.HeartbeatTimeout, Leave: cfg.StopTimeout, Rejoin: cfg.RejoinTimeout}
 	shape := wire.Shape{Workers: cfg.Workers, Servers: cfg.Servers, GroupSize: cfg.GroupSize}
 	switch cfg.Role {
@@ -216,7 +219,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		if len(list) == 0 {
 			err = failed
 		}
-		if err == nil && gpu != nil {
+		if err == nil && n.scheduler == nil {
 			err = gpu.wrap(cfg, list)
 		}
 		if err == nil {

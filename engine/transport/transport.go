@@ -46,10 +46,10 @@ const (
 	// OpFrame sends Frame as one control frame.
 	OpFrame OpKind = iota + 1
 	// OpWrite gathers Src and writes it into the peer's region Key at offset
-	// Off, then delivers Imm there.
+	// Off. The peer learns of it from the next frame alone.
 	OpWrite
 	// OpLend shows the peer the memory of Src, one span, where it is, and
-	// delivers Imm there. For a Conn that is a Lender.
+	// delivers Loan there. For a Conn that is a Lender.
 	OpLend
 )
 
@@ -58,7 +58,7 @@ const (
 // completion event, and so does what the spans' slice holds.
 type Op struct {
 	Kind  OpKind
-	Imm   uint32
+	Loan  uint32 // OpLend: what the peer knows it by
 	User  uint64 // comes back in the completion event
 	Off   uint64 // bytes into the peer's region
 	Key   Key
@@ -66,6 +66,11 @@ type Op struct {
 	Src   []mem.Span
 	Dev   mem.Device // where Src lies
 	After Point      // the source is not read before this has passed
+	// Passes is for frames and loans that must not wait for a device: they may arrive
+	// before writes of device memory and writes behind a Point that were posted before
+	// them, and before the frames and loans behind those. Among themselves they keep their
+	// order, and they arrive after all other writes that were posted before them.
+	Passes bool
 }
 
 // EventKind says what an Event reports.
@@ -76,16 +81,14 @@ const (
 	// may be used again because its bytes are on their way. That the peer has
 	// them is for the protocol above to say.
 	EvDone EventKind = iota + 1
-	// EvFrame brings a control frame in Data.
+	// EvFrame brings a control frame in Data. All writes that were posted before it on its
+	// Conn are complete in local memory.
 	EvFrame
-	// EvWritten says that a peer's write of Len bytes with immediate Imm is
-	// complete in local memory. A write of no bytes is reported too.
-	EvWritten
 	// EvAccept brings a new Conn that a peer opened and that passed the Gate.
 	EvAccept
-	// EvLent says that a peer lends Len bytes, with immediate Imm: they are at
-	// Span, for reading alone, and stay mapped until View is dropped. Whoever is
-	// handed the event owes one Drop.
+	// EvLent says that a peer lends Len bytes as number Loan: they are at Span, for
+	// reading alone, and stay mapped until View is dropped. Whoever is handed the event
+	// owes one Drop.
 	EvLent
 	// EvDown is the last event of a Conn: it is unusable, and Err says why
 	// (io.EOF inside it when the peer closed in good order, and only then). The completions
@@ -97,11 +100,9 @@ const (
 // Event is one entry of what Poll found.
 type Event struct {
 	Kind EventKind
-	Imm  uint32
+	Loan uint32
 	User uint64
 	Len  uint64
-	Key  uint64 // EvWritten: ID of the key that was written to,
-	Off  uint64 // and the offset
 	Conn Conn
 	Data []byte // valid until the next Poll of the Fabric
 	Span mem.Span
@@ -145,8 +146,9 @@ type Fabric interface {
 }
 
 // A Conn is a reliable path to one peer Fabric. Frames arrive in the order in
-// which they were posted. A write may be seen before or after the frames and
-// writes around it, unless the Conn is an Orderer.
+// which they were posted, each after every write that was posted before it has landed whole;
+// for the exception see Op.Passes. That frame is the only word of a write's arrival: writes
+// may land in any order, and before frames that were posted before them.
 type Conn interface {
 	// Post hands over ops in order and returns how many were taken; fewer
 	// than len(ops) with a nil error is back-pressure: post the rest after a
@@ -162,10 +164,6 @@ type Conn interface {
 	// Remote is the peer's address, for messages.
 	Remote() string
 }
-
-// Orderer is a Conn on which writes and frames become visible to the peer in
-// the order of their posting.
-type Orderer interface{ Ordered() bool }
 
 // Unsender is a Conn on which Ops that were taken may need further Polls to get
 // on their way. Unsent says whether that is so now; for whoever may Post.
@@ -187,7 +185,7 @@ type Sleeper interface{ FD() int }
 // that memory is freed or the Conn ends; a later no may turn into a yes.
 //
 // A loan arrives before the frames that are posted after it, and loans arrive
-// in their order. Its EvDone says that the peer is being told. That it looks no
+// in their order; see Op.Passes for both. Its EvDone says that the peer is being told. That it looks no
 // longer is for the protocol above to say; until then the bytes must not
 // change. The peer may look even longer, also after the Conn has ended and the
 // memory was freed: what it finds then is not specified, but it is there. A View
@@ -206,7 +204,7 @@ type Mortal interface{ Dead() (dead, known bool) }
 // later Bind takes the place of an earlier one. A Key that was never bound is
 // good on every Conn of its Fabric. Where a peer writes into this process by
 // itself, no CPU of ours is in the path and nothing can be refused: its Conn ends
-// when it tells of the write, whose bytes are there by then.
+// if it tells of the write, whose bytes are there by then.
 type Binder interface{ Bind(k Key, c Conn) error }
 
 // Teller is a Conn whose Fabric can carry it in more than one way. Via is how

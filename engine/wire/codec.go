@@ -16,13 +16,14 @@ import (
 
 // Version of the wire format. It changes with every change that an older
 // build would not understand.
-const Version = 8
+const Version = 9
 
 // Type is the first byte of every frame.
 type Type uint8
 
 // The frames. Those below 32 belong to the cluster, those from 32 to
-// push-pull, and those from 240, in hello.go, to the handshake.
+// push-pull, and those from 240, in hello.go, to the handshake. No frame is of type 255:
+// a transport may start messages of its own with it.
 const (
 	TypeRegister  Type = 1  // member -> scheduler: I am here
 	TypeRoster    Type = 2  // scheduler -> member: these are all members

@@ -212,15 +212,13 @@ type Target struct {
 	Off     uint64
 }
 
-// Request completes a push-pull at the server. Its writes and loans carry the
-// low 32 bits of Seq as their immediate; there are Writes of them, and a loan for
-// each Push that says so, in this order.
+// Request completes a push-pull at the server: its writes have landed. There is a loan,
+// whose number is the low 32 bits of Seq, for each Push that says so, in this order.
 type Request struct {
-	Seq    uint64
-	Plan   uint64
-	Writes uint64
-	Push   []Pushed
-	Pull   []Target
+	Seq  uint64
+	Plan uint64
+	Push []Pushed
+	Pull []Target
 }
 
 // AppendRequest appends q as a frame.
@@ -228,7 +226,6 @@ func AppendRequest(dst []byte, q *Request) []byte {
 	dst = append(dst, byte(TypeRequest))
 	dst = binary.LittleEndian.AppendUint64(dst, q.Seq)
 	dst = binary.AppendUvarint(dst, q.Plan)
-	dst = binary.AppendUvarint(dst, q.Writes)
 	dst = binary.AppendUvarint(dst, uint64(len(q.Push)))
 	for _, p := range q.Push {
 		dst = binary.AppendUvarint(dst, uint64(p.Rows))
@@ -253,7 +250,7 @@ func AppendRequest(dst []byte, q *Request) []byte {
 func ParseRequest(b []byte, q *Request) error {
 	r := reader{b: b}
 	r.kind(TypeRequest)
-	q.Seq, q.Plan, q.Writes = r.u64(), r.uvarint(), r.uvarint()
+	q.Seq, q.Plan = r.u64(), r.uvarint()
 	q.Push = q.Push[:0]
 	for range r.count("pushed tensors", MaxTensors, 3) {
 		q.Push = append(q.Push, Pushed{r.size("rows"), uint64(r.size("bytes of a tensor")), r.bool()})
@@ -269,13 +266,11 @@ func ParseRequest(b []byte, q *Request) error {
 	return r.end()
 }
 
-// Response completes the answer to the request Seq. Its writes carry the low
-// 32 bits of Seq. Stamps are the server's four of the trace, in nanoseconds of
+// Response completes the answer to the request Seq: its writes have landed. Stamps are the server's four of the trace, in nanoseconds of
 // its own clock: request received, handed to the application, response
 // started, response posted.
 type Response struct {
 	Seq    uint64
-	Writes uint64
 	Stamps [4]int64
 }
 
@@ -283,7 +278,6 @@ type Response struct {
 func AppendResponse(dst []byte, p *Response) []byte {
 	dst = append(dst, byte(TypeResponse))
 	dst = binary.LittleEndian.AppendUint64(dst, p.Seq)
-	dst = binary.AppendUvarint(dst, p.Writes)
 	for _, s := range p.Stamps {
 		dst = binary.LittleEndian.AppendUint64(dst, uint64(s))
 	}
@@ -294,7 +288,7 @@ func AppendResponse(dst []byte, p *Response) []byte {
 func ParseResponse(b []byte, p *Response) error {
 	r := reader{b: b}
 	r.kind(TypeResponse)
-	p.Seq, p.Writes = r.u64(), r.uvarint()
+	p.Seq = r.u64()
 	for i := range p.Stamps {
 		p.Stamps[i] = int64(r.u64())
 	}

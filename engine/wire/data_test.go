@@ -31,10 +31,10 @@ var data = []struct {
 	}}), parseBuffers},
 	{"no buffers", AppendBuffers(nil, &Buffers{Reason: "no memory"}), parseBuffers},
 	{"request", AppendRequest(nil, &Request{
-		Seq: 0x1122334455667788, Plan: 1, Writes: 1, Push: []Pushed{{128, 1 << 20, false}, {0, 0, false}, {1, 4096, true}},
+		Seq: 0x1122334455667788, Plan: 1, Push: []Pushed{{128, 1 << 20, false}, {0, 0, false}, {1, 4096, true}},
 		Pull: []Target{{Bytes: 1 << 21, Changed: true, Region: Key{2, 3, ""}, Off: 512}, {Bytes: 8}},
 	}), parseRequest},
-	{"response", AppendResponse(nil, &Response{Seq: 0x1122334455667788, Writes: 2, Stamps: [4]int64{1, 2, 3, 4}}), func(b []byte) (any, []byte, error) {
+	{"response", AppendResponse(nil, &Response{Seq: 0x1122334455667788, Stamps: [4]int64{1, 2, 3, 4}}), func(b []byte) (any, []byte, error) {
 		var v Response
 		err := ParseResponse(b, &v)
 		return v, AppendResponse(nil, &v), err

@@ -40,9 +40,15 @@ const (
 	maxName = 255 // build and cluster id, bytes
 )
 
-// CapResend is the capability bit of a node that numbers its frames and sends them
-// again. Both ends of a connection have it, or neither.
-const CapResend uint64 = 1 << 8
+// The capability bits.
+const (
+	// CapResend is that of a node that numbers its frames and sends them again. Both ends of
+	// a connection have it, or neither.
+	CapResend uint64 = 1 << 8
+	// CapGPU is that of a node which may have tensors on a GPU: a peer that writes to it says
+	// what has to be copied there.
+	CapGPU uint64 = 1 << 9
+)
 
 // Hello is what one side says about itself.
 type Hello struct {

@@ -61,7 +61,6 @@ type end struct {
 	ev      [8]transport.Event
 	ops     [2]transport.Op
 	span    [1]mem.Span
-	written uint64
 
 	next, count int      // of ev: ev[next:count] came and has not been looked at
 	kept        [][]byte // frames that came while post waited
@@ -92,8 +91,6 @@ func (e *end) poll() (frame []byte, err error) {
 		switch ev := &e.ev[e.next]; ev.Kind {
 		case transport.EvAccept:
 			e.conn = ev.Conn
-		case transport.EvWritten:
-			e.written = ev.Len
 		case transport.EvFrame:
 			frame = ev.Data
 		case transport.EvDown:

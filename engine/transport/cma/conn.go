@@ -93,9 +93,6 @@ func (c *Conn) Hello() []byte { return c.hello }
 // Remote implements transport.Conn.
 func (c *Conn) Remote() string { return c.remote }
 
-// Ordered implements transport.Orderer: one ring tells of all in order.
-func (c *Conn) Ordered() bool { return true }
-
 // Unsent implements transport.Unsender.
 func (c *Conn) Unsent() bool { return c.tx.unsent() }
 

@@ -24,7 +24,7 @@ func FuzzRecords(f *testing.F) {
 		return b
 	}
 	write := func(kind uint8, n, off, claimed uint64) []byte {
-		b := record(makeWord(uint64(kind), n, 0), key, token, off, claimed, 7)
+		b := record(makeWord(uint64(kind), n, 0), key, token, off, claimed)
 		return append(b, make([]byte, n)...)
 	}
 	frame := record(makeWord(recFrame, 8, 8), 1)
@@ -33,9 +33,8 @@ func FuzzRecords(f *testing.F) {
 	f.Add(append(frame, record(makeWord(recSkip, 0, 0))...), true)
 	f.Add(append(record(makeWord(recFrame, 8, 16), 1), record(makeWord(recFrame, 8, 16), 2)...), false)
 	f.Add(record(makeWord(recFrame, 8, transport.MaxFrame), 1), false)
-	f.Add(append(write(recPart, 16, 0, 16), write(recLast, 8, 16, 8)...), false)
-	f.Add(append(write(recPart, 16, 0, 16), write(recLast, 8, 0, 8)...), false)
-	f.Add(write(recLast, 8, size-7, 8), true)
+	f.Add(append(write(recStaged, 16, 0, 16), write(recStaged, 8, 16, 8)...), false)
+	f.Add(write(recStaged, 8, size-7, 8), true)
 	f.Add(write(recWritten, 0, 8, size-8), true)
 	f.Add(write(recWritten, 0, 8, 1<<63), true)
 	memory := make([]byte, guard+size+guard)
@@ -69,10 +68,6 @@ func FuzzRecords(f *testing.F) {
 			}
 			require.Greater(t, x.pos, before)
 			require.LessOrEqual(t, len(ev.Data), transport.MaxFrame)
-			if ev.Kind == transport.EvWritten { // where the write was, all of it
-				_, err := r.Slice(ev.Off, ev.Len)
-				require.NoError(t, err)
-			}
 		}
 		require.Equal(t, guard, bytes.Count(memory[:guard], []byte{0xA5}))
 		require.Equal(t, guard, bytes.Count(memory[guard+size:], []byte{0xA5}))

@@ -34,15 +34,15 @@ import (
 //
 // A frame is the word and its payload, in several records if it is larger than
 // framePiece. A skip is a word alone: the next record is at the start of the
-// ring. What tells of a write has five more words before its payload: id,
-// token, offset, length, immediate. What tells of a loan has five more words too:
-// number of the shared memory, 0, offset, length, immediate; and that shared
+// ring. What tells of a write has four more words before its payload: id,
+// token, offset, length. What tells of a loan has four more words too:
+// number of the shared memory, number of the loan, offset, length; and that shared
 // memory is freed, one: its number. lend.go says what numbers they are.
 //
 // Direct Conns use the first ringDirect bytes of a ring, which stay in a
 // core's own cache. Pages that nobody touches take no memory.
 const (
-	layoutVersion = 2
+	layoutVersion = 3
 
 	controlSize = 2048
 	ringsAt     = 2 * controlSize
@@ -51,7 +51,7 @@ const (
 	segmentSize = ringsAt + 2*ringStaged
 
 	wordLen    = 8
-	writeLen   = 6 * wordLen // a write's words
+	writeLen   = 5 * wordLen // a write's words
 	framePiece = 16 << 10    // the largest payload of a frame's record
 	stagePiece = 128 << 10   // and of a staged write's
 	maxSize    = 1<<24 - 1   // what 24 bits hold
@@ -62,8 +62,7 @@ const (
 const (
 	recFrame   = 1 + iota // a frame, or a piece of one
 	recWritten            // a write whose bytes are in the region already
-	recPart               // bytes of a write; more follow
-	recLast               // the last bytes of a write
+	recStaged             // bytes of a write
 	recSkip               // go on at the start of the ring
 	recLent               // a loan
 	recFreed              // no more loans of this shared memory

@@ -190,7 +190,7 @@ func (c *Conn) takeLoan(kind uint8, size uint64, ev *transport.Event) (made, tak
 		x.next(length)
 		return false, true, view.Drop()
 	}
-	off, n, imm := get64(rec, 3), get64(rec, 4), get64(rec, 5)
+	loan, off, n := get64(rec, 2), get64(rec, 3), get64(rec, 4)
 	if n == 0 {
 		return false, false, fmt.Errorf("the peer sent a loan of 0 bytes")
 	}
@@ -200,7 +200,7 @@ func (c *Conn) takeLoan(kind uint8, size uint64, ev *transport.Event) (made, tak
 	}
 	x.next(length)
 	view.Hold()
-	*ev = transport.Event{Kind: transport.EvLent, Imm: uint32(imm), Len: n, Span: span, View: view}
+	*ev = transport.Event{Kind: transport.EvLent, Loan: uint32(loan), Len: n, Span: span, View: view}
 	return true, true, nil
 }
 

@@ -17,11 +17,6 @@ type rx struct {
 	big   []byte // where it goes
 	held  uint64 // the Poll whose event points into big
 
-	part    bool   // the last record was a part of a write
-	written uint64 // bytes of the write that is coming,
-	key     uint64 // where they went
-	end     uint64 // and the offset behind them
-
 	views
 }
 
@@ -64,7 +59,7 @@ func (f *Fabric) receive(c *Conn, ev []transport.Event) (n int, moved uint64) {
 // taken if the frames of this Poll are in the way.
 func (x *rx) take(c *Conn, w uint64, ev *transport.Event) (made, taken bool, err error) {
 	kind, zero, size, total := splitWord(w)
-	inside := x.frame > 0 && kind != recFrame || x.part && kind != recPart && kind != recLast
+	inside := x.frame > 0 && kind != recFrame
 	if zero != 0 || total != 0 && kind != recFrame || inside && kind != recSkip {
 		return false, false, fmt.Errorf("the peer sent a record that starts with %#x, which is not allowed at this place", w)
 	}
@@ -78,43 +73,33 @@ func (x *rx) take(c *Conn, w uint64, ev *transport.Event) (made, taken bool, err
 		return false, true, x.skip()
 	case recFrame:
 		return x.takeFrame(c.f, size, total, ev)
-	case recWritten, recPart, recLast:
+	case recWritten, recStaged:
 		if kind == recWritten && (!x.direct || size != 0) {
 			return false, false, fmt.Errorf("the peer announced a direct write, which this connection does not allow, or one with data")
 		}
-		return x.takeWrite(c, kind, size, ev)
+		return false, true, x.takeWrite(c, kind, size)
 	}
 	return false, false, fmt.Errorf("the peer sent a record that starts with %#x: this version does not know its kind", w)
 }
 
-func (x *rx) takeWrite(c *Conn, kind uint8, size uint64, ev *transport.Event) (made, taken bool, err error) {
+func (x *rx) takeWrite(c *Conn, kind uint8, size uint64) error {
 	rec, err := x.record(writeLen + size)
 	if err != nil {
-		return false, false, err
+		return err
 	}
-	id, token, off, n, imm := get64(rec, 1), get64(rec, 2), get64(rec, 3), get64(rec, 4), get64(rec, 5)
-	if kind != recWritten && n != size {
-		return false, false, fmt.Errorf("the peer announced %d bytes of a write in a record with %d", n, size)
-	}
-	if x.part && (id != x.key || off != x.end) {
-		return false, false, fmt.Errorf("the peer has to continue a write at offset %d of key %d, but wrote at offset %d of key %d", x.end, x.key, off, id)
+	id, token, off, n := get64(rec, 1), get64(rec, 2), get64(rec, 3), get64(rec, 4)
+	if kind == recStaged && n != size {
+		return fmt.Errorf("the peer announced %d bytes of a write in a record with %d", n, size)
 	}
 	to, err := x.regions.target(c, id, token, off, n)
 	if err != nil {
-		return false, false, err
+		return err
 	}
-	if kind != recWritten {
+	if kind == recStaged {
 		copy(to.Bytes(), rec[writeLen:])
 	}
 	x.next(writeLen + size)
-	x.written += n
-	if x.part = kind == recPart; x.part {
-		x.key, x.end = id, off+n
-		return false, true, nil
-	}
-	*ev = transport.Event{Kind: transport.EvWritten, Imm: uint32(imm), Len: x.written, Key: id, Off: off + n - x.written}
-	x.written = 0
-	return true, true, nil
+	return nil
 }
 
 func (x *rx) takeFrame(f *Fabric, size, total uint64, ev *transport.Event) (made, taken bool, err error) {

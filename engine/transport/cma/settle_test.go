@@ -69,12 +69,13 @@ func TestRevokedCopyIsDoneAgain(t *testing.T) {
 	until(t, func() bool { return c.revoked(&a.f.vec) })
 	c.mine.busy.Add(1)
 	require.NoError(t, <-done)
+	require.NoError(t, a.post(0, []byte("behind it")))
 	until(t, func() bool {
 		_, errA := a.poll()
-		_, errB := b.poll()
+		f, errB := b.poll()
 		require.NoError(t, errA)
 		require.NoError(t, errB)
-		return b.written > 0
+		return f != nil
 	})
 	require.Equal(t, a.out.Span().Bytes(), b.in.Span().Bytes())
 }

@@ -42,10 +42,9 @@ type tx struct {
 
 type op struct {
 	kind           transport.OpKind
-	imm            uint32
 	at             uint32 // of the frame in held
 	user, n        uint64 // n is the bytes of the frame or the write
-	id, token, off uint64 // of a loan: number, 0, offset
+	id, token, off uint64 // of a loan: numbers of the memory and the loan, offset
 	src            []mem.Span
 }
 
@@ -69,7 +68,7 @@ func (t *tx) push(o *transport.Op) (taken bool, err error) {
 		return false, fmt.Errorf("cma: post: the operation waits for a stream of %v, which this transport cannot do: post it after the stream has reached that point", o.After.Dev)
 	}
 	n := uint64(len(o.Frame))
-	id, off := o.Key.ID, o.Off
+	id, token, off := o.Key.ID, o.Key.Token, o.Off
 	switch o.Kind {
 	case transport.OpFrame:
 		if n > transport.MaxFrame {
@@ -87,7 +86,7 @@ func (t *tx) push(o *transport.Op) (taken bool, err error) {
 		if id, off, err = t.loan(o); err != nil {
 			return false, err
 		}
-		n = o.Src[0].Len
+		n, token = o.Src[0].Len, uint64(o.Loan)
 	default:
 		return false, fmt.Errorf("cma: post: operation of unknown kind %d", o.Kind)
 	}
@@ -103,7 +102,7 @@ func (t *tx) push(o *transport.Op) (taken bool, err error) {
 		*q = op{kind: o.Kind, user: o.User, n: n, at: uint32(len(t.held))}
 		t.held = append(t.held, o.Frame...)
 	} else {
-		*q = op{kind: o.Kind, user: o.User, n: n, imm: o.Imm, id: id, token: o.Key.Token, off: off, src: o.Src}
+		*q = op{kind: o.Kind, user: o.User, n: n, id: id, token: token, off: off, src: o.Src}
 	}
 	t.end++
 	return true, nil
@@ -194,16 +193,12 @@ func (t *tx) stage(o *op) (whole bool, err error) {
 		s := t.cur.next(o.src, uint64(len(to)))
 		to = to[copy(to, s.Bytes()):]
 	}
-	kind := uint64(recPart)
-	if whole = t.cur.done == o.n; whole {
-		kind = recLast
-	}
-	t.put(makeWord(kind, n, 0), writeLen+n)
+	t.put(makeWord(recStaged, n, 0), writeLen+n)
 	if n > small {
 		t.commit() // the peer can begin
 	}
 	t.moved += n
-	return whole, nil
+	return t.cur.done == o.n, nil
 }
 
 // told tells the peer of a write whose bytes it has, or of a loan.
@@ -223,7 +218,6 @@ func describe(rec []byte, o *op, off, n uint64) {
 	put64(rec, 2, o.token)
 	put64(rec, 3, off)
 	put64(rec, 4, n)
-	put64(rec, 5, uint64(o.imm))
 }
 
 // next is the next bytes of src, at least 1 and at most limit. They must be

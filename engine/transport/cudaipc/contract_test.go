@@ -43,7 +43,7 @@ func bed(tb testing.TB, g *fakegpu.GPU, under below, share, apart bool, onGPU bo
 			if err != nil {
 				return nil, err
 			}
-			f, err := Wrap(in, Options{Device: g, Share: share, Stall: o.Limits.Stall})
+			f, err := Wrap(in, Options{Device: g, Share: share})
 			if err != nil {
 				require.NoError(tb, in.Close())
 				return nil, err
@@ -55,6 +55,9 @@ func bed(tb testing.TB, g *fakegpu.GPU, under below, share, apart bool, onGPU bo
 		},
 	}
 	b.Offloads = onGPU
+	if onGPU && share {
+		b.Alone, b.Pause = true, 2*answerLimit
+	}
 	if onGPU {
 		b.Memory = fakegpu.Memory{G: g}
 	}
@@ -127,7 +130,7 @@ func TestContractEvents(t *testing.T) {
 				if err != nil {
 					return nil, err
 				}
-				f, err := Wrap(in, Options{Device: g, Share: share, Stall: o.Limits.Stall, Events: true})
+				f, err := Wrap(in, Options{Device: g, Share: share, Events: true})
 				if err == nil {
 					rand.Read(f.secret[:])
 				}
@@ -136,6 +139,23 @@ func TestContractEvents(t *testing.T) {
 			return b
 		})
 	}
+}
+
+// TestContractBare: nodes without a GPU, to peers that may have one.
+func TestContractBare(t *testing.T) {
+	variant(t)
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		b := bed(tb, fakegpu.New(), overCMA, true, true, false)
+		b.Allocates = ""
+		b.Open = func(o transporttest.Options) (transport.Fabric, error) {
+			in, err := overCMA(o)
+			if err != nil {
+				return nil, err
+			}
+			return Wrap(in, Options{HasGPU: func([]byte) bool { return true }})
+		}
+		return b
+	})
 }
 
 // TestContractHost: host memory beside a GPU.

@@ -1,23 +1,32 @@
-// Package cudaipc lets GPU memory travel over another Fabric, which carries host
-// memory alone: the frames, the connections and who may talk are that one's. A
-// peer need not be wrapped itself: its host memory can be written from our GPU,
-// and our GPU memory from its host memory.
+// Package cudaipc lets GPU memory travel over another Fabric, inner, which carries host
+// memory alone: connections, and who may talk, are inner's.
 //
 // # Three ways of a write
 //
-// Mapped: where the Fabric below is of this host, and the peer's GPU memory can
-// be mapped, the copy engine writes it there, and the stream then stores the
-// write's number into host memory that both processes map (segment_unsafe.go).
-// The receiver sees the number with a plain load. No CPU takes part after Post,
-// no call into the driver waits, no SM is used.
+// Mapped: inner is of this host, and the peer's GPU memory can be mapped. The copy engine
+// writes it there, and the stream then stores the write's number into host memory that both
+// processes map (segment_unsafe.go). No CPU takes part after Post, no call into the driver
+// waits, no SM is used.
 //
-// Staged: the copy engine brings the source to pinned host memory in pieces, and
-// each goes over the Fabric below while the next is copied (stage.go). GPU memory
-// has a shadow in host memory that such writes land in, from where the copy engine
-// takes them (land.go). A peer sees the shadow's key as that of the memory.
+// Staged: the copy engine brings the source to pinned host memory in pieces, and each goes
+// over inner while the next is copied (stage.go). GPU memory has a shadow in host memory,
+// which such writes land in. Its key is what a peer sees as that of the memory. Behind each
+// write the sender tells the receiver to lift it, that is, to copy it from the shadow to the
+// GPU (land.go).
 //
-// Held: host memory that a stream is still to fill waits here until the stream has
-// passed the point (Op.After).
+// Held: host memory that a stream is still to fill waits here until the stream has passed the
+// point (Op.After).
+//
+// # Frames
+//
+// A frame that comes behind mapped writes carries how many were begun before it on its Conn,
+// and the receiver gives it when as many have ended. So does a frame that arrives while
+// copies from shadows are under way (held.go). A frame whose writes are still to be started,
+// or to be handed to inner, waits at the sender. A frame that waits for nothing travels over
+// inner as it is, so peers without GPU memory need not be wrapped (message.go).
+//
+// A node without a GPU has a Fabric without a Device. It wraps only the Conns to nodes with
+// one, to tell them what to lift, and hands out inner's Conns for all others (bare.go).
 //
 // # Memory
 //
@@ -28,9 +37,8 @@
 // sees the copy, and waits for its number, or the peer sees that the key is gone.
 // Mappings without a living key are closed.
 //
-// A peer that is allowed to map memory could write anywhere in its allocation; that
-// it goes by keys and bounds guards against mistakes, not against malice, as with
-// cma.
+// A peer that is allowed to map memory can write anywhere in its allocation, as with cma. Its
+// own checks of keys and bounds guard against mistakes, not against malice.
 package cudaipc
 
 import (
@@ -40,6 +48,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -78,15 +87,16 @@ type Device interface {
 
 // Options say what to wrap with.
 type Options struct {
-	Device Device
+	Device Device // nil: this node has no GPU
+	// HasGPU says by its hello whether a peer may have GPU memory. It is for a Fabric
+	// without a Device; the others treat all peers alike.
+	HasGPU func(hello []byte) bool
 	// Share says that the peers are processes of this host, so that GPU memory
-	// can be mapped. Conns of the Fabric below are Lenders and Orderers then.
+	// can be mapped. Conns of inner are Lenders then.
 	Share bool
 	// Events has the CPU ask events how far copies to and from its own memory are,
 	// instead of having the streams say so in host memory.
 	Events bool
-	// Stall bounds how long a peer may leave writes unseen; 0 means 30 s.
-	Stall time.Duration
 	// Later is that of the Device, for all who share it; nil: nobody does.
 	Later *Later
 }
@@ -121,16 +131,16 @@ type Fabric struct {
 	told    []transport.Event        // completions, to be given first
 	ev      [64]transport.Event      // of inner
 	at, got int                      // ev[at:got] is not given yet
-	regions map[uint64]*region       // by the IDs of inner's keys
+	regions map[uint64]*region       // GPU memory, by the IDs of its keys
 	free    []uint32                 // slots of the table
 	used    uint32                   // slots that were ever used
 	table   *mem.Shared
-	mailbox transport.Key
-	box     mem.Region
 	in      landing
 	scan    time.Time // of the last tick
 	polls   uint64
 	slept   bool // FD was asked for, and no Poll since
+
+	tracked atomic.Int32 // without a Device: Conns that are wrapped, and Connects under way
 }
 
 // Wrap puts a Fabric over inner, which is a Sleeper, and is closed by the
@@ -140,15 +150,15 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 	if !ok {
 		return nil, fmt.Errorf("cudaipc: transport %s has no descriptor to wait on", inner.Name())
 	}
-	if o.Stall <= 0 {
-		o.Stall = 30 * time.Second
-	}
 	if o.Later == nil {
 		o.Later = new(Later)
 	}
 	f := &Fabric{
 		inner: inner, sleep: s, dev: o.Device, o: o, secret: secret, spaces: ownSpaces(), epoll: -1, timer: -1,
 		conns: map[transport.Conn]*Conn{}, regions: map[uint64]*region{},
+	}
+	if o.Device == nil {
+		return f, nil
 	}
 	if o.Events {
 		f.events = &byEvents{Device: o.Device}
@@ -158,9 +168,6 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 	rand.Read(b[:])
 	f.id = binary.LittleEndian.Uint64(b[:])
 	if err := f.open(); err != nil {
-		if f.mailbox.ID != 0 {
-			_ = inner.Deregister(f.mailbox) // it was just made
-		}
 		f.release()
 		return nil, fmt.Errorf("cudaipc: %w", err)
 	}
@@ -182,12 +189,6 @@ func (f *Fabric) open() (err error) {
 	if f.table, err = mem.NewNamed("fserver-cudaipc", tableSize); err != nil {
 		return err
 	}
-	if f.box, err = mem.Map(1); err != nil {
-		return err
-	}
-	if f.mailbox, err = f.inner.Register(f.box); err != nil {
-		return err
-	}
 	return f.in.open(f)
 }
 
@@ -206,10 +207,6 @@ func (f *Fabric) release() {
 	if f.table != nil {
 		_ = mem.FreeShared(f.table.ID())
 		f.table = nil
-	}
-	if f.box.Len != 0 {
-		_ = mem.Unmap(f.box)
-		f.box = mem.Region{}
 	}
 }
 
@@ -249,6 +246,8 @@ func (f *Fabric) Beyond(peer transport.Addr) string { return transport.Beyond(f.
 
 // Connect implements transport.Fabric.
 func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
+	f.tracked.Add(1) // before an event of the new Conn can come
+	defer f.tracked.Add(-1)
 	in, err := f.inner.Connect(ctx, peer)
 	if err != nil {
 		return nil, err
@@ -257,6 +256,9 @@ func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Co
 	defer f.mu.Unlock()
 	if f.closed {
 		return nil, errors.Join(transport.ErrClosed, in.Close())
+	}
+	if !f.wraps(in) {
+		return in, nil
 	}
 	return f.conn(in).self, nil
 }
@@ -272,242 +274,44 @@ func (f *Fabric) conn(in transport.Conn) *Conn {
 			c.self = lendingConn{c}
 		}
 		f.conns[in] = c
+		f.tracked.Add(1)
 	}
 	return c
 }
 
-// pollEvery is how often a sleeping user is woken while a GPU works: it cannot
-// ring.
-const pollEvery = 50 * time.Microsecond
-
-// FD is an epoll descriptor over inner's and a timer.
-func (f *Fabric) FD() int {
-	f.sleep.FD()
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.closed {
-		return f.epoll
-	}
-	f.tick()
-	f.look()
-	f.slept = true
-	if len(f.told) != 0 || f.at < f.got {
-		f.arm(1)
-	} else {
-		f.arm(f.rest())
-	}
-	return f.epoll
-}
-
-// arm has the descriptor readable after d; 0: not at all.
-func (f *Fabric) arm(d time.Duration) {
-	at := unix.ItimerSpec{Value: unix.Timespec{Nsec: int64(d)}}
-	_ = unix.TimerfdSettime(f.timer, 0, &at, nil)
-}
-
-// rouse wakes a sleeper who has not heard of work that a GPU has been given since.
-func (f *Fabric) rouse() {
-	if f.slept {
-		f.slept = false
-		f.arm(pollEvery)
-	}
-}
-
-// tick looks once a second at what nobody tells of: whether the device still works,
-// and, by way of scan, at mappings without a use.
-func (f *Fabric) tick() {
-	now := time.Now()
-	if now.Sub(f.scan) < time.Second {
-		return
-	}
-	f.scan = now
-	if f.in.waiting() {
-		idle, err := f.dev.Idle(f.in.stream)
-		f.look()
-		switch {
-		case err != nil:
-			f.in.fail(err)
-		case idle && f.in.waiting(): // the flag of the last copy was not enqueued
-			wordIn(f.in.page).Store(f.in.next)
-		}
-	}
-	for _, c := range f.conns {
-		if !c.copying() {
-			continue
-		}
-		idle, err := f.dev.Idle(c.lane.stream)
-		f.look()
-		if err != nil || idle && c.over != nil && c.copying() { // what is left was not enqueued
-			c.lane.broken = true
-			c.seg().begun.Store(c.seg().done.Load()) // for the peer: none is under way
-			c.fail(err)
-			c.wake()
-		}
-	}
-}
-
-// rest tells peers to wake us, and says when to look how far GPUs are; 0: none is at
-// work for us.
-func (f *Fabric) rest() time.Duration {
-	working, left := f.in.waiting() || len(f.in.queue) != 0, false
-	for _, c := range f.conns {
-		if c.lane.seg != nil {
-			c.lane.seg.asleep.Store(1)
-		}
-		if c.through() && c.writing() { // for as long as the peer likes
-			left = true
-			continue
-		}
-		working = working || c.due() || c.coming()
-	}
-	switch {
-	case working:
-		return pollEvery
-	case left:
-		return deadEvery
-	}
-	return 0
-}
-
-// Poll implements transport.Fabric. It finds nothing while a Post has f.mu: that is in
-// the driver for microseconds, and who parks meanwhile is not back for longer.
-func (f *Fabric) Poll(ev []transport.Event) (int, error) {
-	if !f.mu.TryLock() {
-		return 0, nil
-	}
-	defer f.mu.Unlock()
-	f.slept = false
-	f.look()
-	p := poll{ev: ev}
-	f.tell(&p)
-	f.land(&p)
-	if f.polls++; f.polls%(1<<16) == 0 {
-		f.tick()
-	}
-	var err error
-	if f.at == f.got && p.room() {
-		f.at = 0
-		f.got, err = f.inner.Poll(f.ev[:])
-	}
-	for f.at < f.got && p.room() {
-		f.event(&f.ev[f.at], &p)
-		f.at++
-	}
-	f.service(&p)
-	f.tell(&p)
-	if p.n != 0 || f.at < f.got || len(f.told) != 0 {
-		err = nil // it comes again
-	}
-	return p.n, err
-}
-
-// look finds out how far the streams are, if they do not say so by themselves.
-func (f *Fabric) look() {
-	if f.events != nil {
-		f.events.settle()
-	}
-}
-
-// poll is what one Poll has found.
-type poll struct {
-	ev []transport.Event
-	n  int
-}
-
-func (p *poll) room() bool { return p.n < len(p.ev) }
-
-func (p *poll) put(e transport.Event) {
-	p.ev[p.n] = e
-	p.n++
-}
-
-// tell gives the completions that wait, as far as p has room.
-func (f *Fabric) tell(p *poll) {
-	k := copy(p.ev[p.n:], f.told)
-	p.n += k
-	f.told = f.told[:copy(f.told, f.told[k:])]
-}
-
-// event takes one event of inner, for which p has room.
-func (f *Fabric) event(e *transport.Event, p *poll) {
-	c := f.conn(e.Conn)
-	if e.Kind == transport.EvDone {
-		c.open--
-		c.finish(e.User, e.Err)
-		return
-	}
-	if c.over != nil { // it has ended since inner was asked
-		if e.Kind == transport.EvLent {
-			_ = e.View.Drop()
-		}
-		return
-	}
-	switch e.Kind {
-	case transport.EvDown:
-		c.end(e.Err)
-		return
-	case transport.EvWritten:
-		f.written(c, e, p)
-		return
-	case transport.EvLent:
-		if c.expect > 0 {
-			if err := c.greeted(e); err != nil {
-				c.fail(err)
-			}
-			return
-		}
-	}
-	out := *e
-	out.Conn = c.self
-	p.put(out)
-}
-
-// service does what is due on the Conns.
-func (f *Fabric) service(p *poll) {
-	kept := f.busy[:0]
-	for _, c := range f.busy {
-		c.arrive(p)
-		c.advance()
-		c.call()
-		if c.ended() && p.room() && len(f.told) == 0 {
-			c.down = true
-			p.put(transport.Event{Kind: transport.EvDown, Conn: c.self, Err: c.over})
-		}
-		if c.gone() {
-			c.release()
-			delete(f.conns, c.inner)
-			continue
-		}
-		if c.listed = c.due() || c.theirs != nil; c.listed {
-			kept = append(kept, c)
-		}
-	}
-	clear(f.busy[len(kept):])
-	f.busy = kept
+// forget is for a Conn that nothing more comes of.
+func (f *Fabric) forget(c *Conn) {
+	c.release()
+	delete(f.conns, c.inner)
+	f.tracked.Add(-1)
 }
 
 // Bind implements transport.Binder, if inner does.
 func (f *Fabric) Bind(k transport.Key, conn transport.Conn) error {
-	var c *Conn
-	switch v := conn.(type) {
-	case *Conn:
-		c = v
-	case lendingConn:
-		c = v.Conn
-	default:
-		return fmt.Errorf("cudaipc: bind key %d: the connection belongs to another transport", k.ID)
-	}
 	f.mu.Lock()
-	r := f.regions[k.ID]
-	if r != nil {
+	c := wrapped(conn)
+	if c != nil {
+		conn = c.inner
+	}
+	if r := f.regions[k.ID]; r != nil && c != nil {
 		r.only = c
 	}
 	f.mu.Unlock()
-	b, ok := f.inner.(transport.Binder)
-	if !ok || r == nil {
-		return nil
+	if b, ok := f.inner.(transport.Binder); ok {
+		return b.Bind(k, conn) // it knows a Conn that is not its own
 	}
-	return errors.Join(b.Bind(r.last, c.inner), b.Bind(r.part, c.inner))
+	return nil
+}
+
+// wrapped is the Conn behind one that a Fabric has given; nil if it is inner's.
+func wrapped(conn transport.Conn) *Conn {
+	switch v := conn.(type) {
+	case *Conn:
+		return v
+	case lendingConn:
+		return v.Conn
+	}
+	return nil
 }
 
 // settleLimit bounds how long Deregister and Close wait for copies that are under
@@ -526,10 +330,8 @@ func (f *Fabric) Close() error {
 	for _, c := range f.conns {
 		c.stop()
 	}
-	for _, r := range f.regions {
-		if r.Dev != mem.CPU { // who has not begun to write there will not
-			tableIn(f.table.Region())[r.slot].Store(0)
-		}
+	for _, r := range f.regions { // who has not begun to write there will not
+		tableIn(f.table.Region())[r.slot].Store(0)
 	}
 	for end := time.Now().Add(settleLimit); ; {
 		f.look()
@@ -549,15 +351,12 @@ func (f *Fabric) Close() error {
 		f.mu.Unlock()
 		time.Sleep(20 * time.Microsecond)
 		f.mu.Lock()
-		f.in.forget()
 	}
 	for _, c := range f.conns {
 		c.release()
 	}
-	for id, r := range f.regions {
-		if id == r.last.ID {
-			f.discard(r)
-		}
+	for _, r := range f.regions {
+		f.discard(r)
 	}
 	clear(f.regions)
 	f.release()
@@ -565,4 +364,10 @@ func (f *Fabric) Close() error {
 	return err
 }
 
-func (f *Fabric) name() mem.Device { return mem.GPU(f.dev.Ordinal()) }
+// name is the GPU; the CPU if there is none.
+func (f *Fabric) name() mem.Device {
+	if f.dev == nil {
+		return mem.CPU
+	}
+	return mem.GPU(f.dev.Ordinal())
+}

@@ -86,13 +86,13 @@ func (m realMemory) Store(s mem.Span, src []byte) error {
 func realBed(tb testing.TB, under below, share bool) transporttest.Bed {
 	d := realGPU(tb)
 	return transporttest.Bed{
-		Memory: realMemory{d}, Offloads: true,
+		Memory: realMemory{d}, Offloads: true, Alone: share, Pause: 2 * answerLimit,
 		Open: func(o transporttest.Options) (transport.Fabric, error) {
 			in, err := under(o)
 			if err != nil {
 				return nil, err
 			}
-			return Wrap(in, Options{Device: d, Share: share, Stall: o.Limits.Stall})
+			return Wrap(in, Options{Device: d, Share: share})
 		},
 	}
 }

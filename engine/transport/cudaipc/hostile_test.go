@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"encoding/binary"
 	"io"
 	"math"
 	"runtime"
@@ -20,15 +21,14 @@ import (
 
 // A den is a victim with GPU and host memory that hostile peers know all keys of.
 type den struct {
-	g                            *fakegpu.GPU
-	victim                       *side
-	good                         *side
-	goodAt                       transport.Conn // the victim's end of good's Conn
-	all                          mem.Region     // on the GPU; key is of the middle third
-	size                         uint64
-	key, host, stale, goods      transport.Key
-	keyPart, hostPart, goodsPart transport.Key
-	hostMemory                   mem.Region
+	g                       *fakegpu.GPU
+	victim                  *side
+	good                    *side
+	goodAt                  transport.Conn // the victim's end of good's Conn
+	all                     mem.Region     // on the GPU; key is of the middle third
+	size                    uint64
+	key, host, stale, goods transport.Key
+	hostMemory              mem.Region
 }
 
 func newDen(t *testing.T, under below, share bool) *den {
@@ -40,16 +40,11 @@ func newDen(t *testing.T, under below, share bool) *den {
 	var err error
 	d.hostMemory, err = mem.Map(d.size)
 	require.NoError(t, err)
-	add := func(r mem.Region) (k, part transport.Key) {
-		k, err := d.victim.f.Register(r)
-		require.NoError(t, err)
-		return k, d.victim.f.regions[k.ID].part
-	}
-	d.key, d.keyPart = add(middle)
-	d.host, d.hostPart = add(d.hostMemory)
-	d.stale, _ = add(middle)
+	d.key = d.victim.key(t, middle)
+	d.host = d.victim.key(t, d.hostMemory)
+	d.stale = d.victim.key(t, middle)
 	require.NoError(t, d.victim.f.Deregister(d.stale))
-	d.goods, d.goodsPart = add(middle)
+	d.goods = d.victim.key(t, middle)
 	require.NoError(t, d.victim.f.Bind(d.goods, d.goodAt))
 	t.Cleanup(func() { require.NoError(t, mem.Unmap(d.hostMemory)) })
 	return d
@@ -79,13 +74,13 @@ func (d *den) unharmed(t *testing.T, evil *side, name, text string) {
 	require.ErrorContains(t, d.victim.down, text, name)
 	require.NotErrorIs(t, d.victim.down, io.EOF, name)
 	require.Empty(t, d.victim.writes, name)
+	require.Empty(t, d.victim.frames, name)
 	holds(t, d.g, d.all, 1)
 	require.Equal(t, make([]byte, d.size), d.hostMemory.Span().Bytes(), name)
 
 	src := onGPU(t, d.g, d.size, 5)
-	_, err := d.good.c.Post(write(d.goods, src, transport.Point{}))
-	require.NoError(t, err)
 	d.good.done = nil
+	d.good.post(t, write(d.goods, src, transport.Point{}))
 	until(t, d.good, d.victim, func() bool { return len(d.victim.writes) == 1 && len(d.good.done) == 1 })
 	require.NoError(t, d.good.done[0])
 	d.victim.writes = nil
@@ -94,12 +89,28 @@ func (d *den) unharmed(t *testing.T, evil *side, name, text string) {
 }
 
 // below is the Conn under one end.
-func (s *side) below() *Conn {
-	if l, ok := s.c.(lendingConn); ok {
-		return l.Conn
-	}
-	return s.c.(*Conn)
+func (s *side) below() *Conn { return wrapped(s.c) }
+
+// raw posts operations of the Fabric below.
+func (s *side) raw(t *testing.T, ops ...transport.Op) {
+	t.Helper()
+	n, err := s.below().inner.Post(ops)
+	require.NoError(t, err)
+	require.Len(t, ops, n)
 }
+
+func message(b []byte) transport.Op { return transport.Op{Kind: transport.OpFrame, Frame: b} }
+
+// liftOf tells of a write.
+func liftOf(k transport.Key, off, n uint64) transport.Op {
+	b := []byte{escape, kindLift}
+	for _, v := range []uint64{k.ID, k.Token, off, n} {
+		b = binary.LittleEndian.AppendUint64(b, v)
+	}
+	return message(b)
+}
+
+func forged(k transport.Key) transport.Key { k.Token ^= 1; return k }
 
 // TestHostilePeerStaged writes over the Fabric below, by itself, with all the keys
 // that there are.
@@ -107,113 +118,214 @@ func TestHostilePeerStaged(t *testing.T) {
 	for name, under := range map[string]below{"tcp": overTCP, "cma": overCMA, "cma staged": overStaged} {
 		t.Run(name, func(t *testing.T) {
 			d := newDen(t, under, false)
-			forged := func(k transport.Key) transport.Key { k.Token ^= 1; return k }
-			var sources [][]byte
-			write := func(k transport.Key, off uint64, text string) transport.Op {
-				b := []byte(text)
-				sources = append(sources, b)
-				return transport.Op{Kind: transport.OpWrite, Key: k, Off: off, Src: []mem.Span{mem.Of(b)}}
-			}
-			// The first piece goes where it is to.
-			piece := write(d.keyPart, 0, strings.Repeat("\x01", 8))
 			for _, c := range []struct {
 				name, text string
-				ops        []transport.Op
+				key        transport.Key
+				off        uint64
+				n          int
 			}{
-				{"past the end", "out of bounds", []transport.Op{write(d.key, d.size-7, "12345678")}},
-				{"behind the end", "out of bounds", []transport.Op{write(d.key, d.size, "1")}},
-				{"before the start", "out of bounds", []transport.Op{write(d.key, math.MaxUint64-7, "1234567890")}},
-				{"past the end of host memory", "out of bounds", []transport.Op{write(d.host, d.size-7, "12345678")}},
-				{"piece past the end", "out of bounds", []transport.Op{write(d.keyPart, d.size-7, "12345678")}},
-				{"wrong token", "wrong token", []transport.Op{write(forged(d.key), 0, "1")}},
-				{"piece with a wrong token", "wrong token", []transport.Op{write(forged(d.keyPart), 0, "1")}},
-				{"stale key", "no such key", []transport.Op{write(d.stale, 0, "1")}},
-				{"another peer's key", "another peer", []transport.Op{write(d.goods, 0, "1")}},
-				{"piece with another peer's key", "another peer", []transport.Op{write(d.goodsPart, 0, "1")}},
-				{"pieces apart", "before the last 8 bytes of another write", []transport.Op{piece, write(d.keyPart, 16, "1")}},
-				{"pieces of two writes", "before the last 8 bytes of another write", []transport.Op{piece, write(d.hostPart, 8, "\x00")}},
+				{"past the end", "out of bounds", d.key, d.size - 7, 8},
+				{"behind the end", "out of bounds", d.key, d.size, 1},
+				{"before the start", "out of bounds", d.key, math.MaxUint64 - 7, 10},
+				{"past the end of host memory", "out of bounds", d.host, d.size - 7, 8},
+				{"wrong token", "wrong token", forged(d.key), 0, 1},
+				{"stale key", "no such key", d.stale, 0, 1},
+				{"another peer's key", "another peer", d.goods, 0, 1},
 			} {
 				evil := d.join(t, under, false)
-				n, err := evil.below().inner.Post(c.ops)
-				require.NoError(t, err, c.name)
-				require.Len(t, c.ops, n, c.name)
+				src := bytes.Repeat([]byte{9}, c.n)
+				evil.raw(t, transport.Op{Kind: transport.OpWrite, Key: c.key, Off: c.off, Src: []mem.Span{mem.Of(src)}},
+					liftOf(c.key, c.off, uint64(c.n)), message(nil))
 				d.unharmed(t, evil, c.name, c.text)
+				runtime.KeepAlive(src)
 			}
-			runtime.KeepAlive(sources)
 		})
 	}
 }
 
-// TestLyingFabric: what the Fabric below lets through does not leave GPU memory.
-func TestLyingFabric(t *testing.T) {
+// TestHostileLift tells of writes that have not been made: what the GPU would copy is
+// checked by itself.
+func TestHostileLift(t *testing.T) {
 	d := newDen(t, overTCP, false)
-	for _, off := range []uint64{math.MaxUint64 - 7, d.size - 7, d.size, 1 << 63} {
+	for _, c := range []struct {
+		name, text string
+		key        transport.Key
+		off, n     uint64
+	}{
+		{"past the end", "out of bounds", d.key, d.size - 7, 8},
+		{"behind the end", "out of bounds", d.key, d.size, 1},
+		{"before the start", "out of bounds", d.key, math.MaxUint64 - 7, 16},
+		{"2^63 bytes", "out of bounds", d.key, 0, 1 << 63},
+		{"no bytes", "out of bounds", d.key, 0, 0},
+		{"wrong token", "wrong token", forged(d.key), 0, 8},
+		{"no token", "wrong token", transport.Key{ID: d.key.ID}, 0, 8},
+		{"stale key", "no longer", d.stale, 0, 8},
+		{"key of nothing", "not registered", transport.Key{}, 0, 8},
+		{"key of all ones", "not registered", transport.Key{ID: math.MaxUint64}, 0, 8},
+		{"key of host memory", "not registered", d.host, 0, 8},
+		{"another peer's key", "another peer", d.goods, 0, 8},
+	} {
 		evil := d.join(t, overTCP, false)
-		f, c := d.victim.f, d.victim.below()
-		f.mu.Lock()
-		f.event(&transport.Event{Kind: transport.EvWritten, Conn: c.inner, Key: d.key.ID, Off: off, Len: 16}, &poll{})
-		f.mu.Unlock()
-		d.unharmed(t, evil, "", "out of bounds")
+		evil.raw(t, liftOf(c.key, c.off, c.n), message(nil))
+		d.unharmed(t, evil, c.name, c.text)
 	}
 }
 
-// TestHostilePeerMapped says in its segment what no peer of ours says.
-func TestHostilePeerMapped(t *testing.T) {
+// TestHostileMessages sends frames that start as those of this package do.
+func TestHostileMessages(t *testing.T) {
+	for name, share := range map[string]bool{"tcp": false, "cma": true} {
+		t.Run(name, func(t *testing.T) {
+			under := overTCP
+			if share {
+				under = overCMA
+			}
+			d := newDen(t, under, share)
+			head := func(kind uint8, number uint64) []byte { return appendHead(nil, kind, number) }
+			more := append(head(kindMore, 0), make([]byte, transport.MaxFrame-headLen)...)
+			for _, c := range []struct {
+				name, text string
+				frames     [][]byte
+			}{
+				{"one byte", "kind 0 and 1 bytes", [][]byte{{escape}}},
+				{"no number", "9 bytes", [][]byte{head(kindFrame, 0)[:headLen-1]}},
+				{"kind 0", "kind 0", [][]byte{head(0, 0)}},
+				{"unknown kind", "kind 8", [][]byte{head(kindIntroduction+1, 0)}},
+				{"last kind", "kind 255", [][]byte{head(255, 0)}},
+				{"short lift", "kind 6 and 33 bytes", [][]byte{liftOf(d.key, 0, 8).Frame[:liftLen-1]}},
+				{"long lift", "kind 6 and 35 bytes", [][]byte{append(liftOf(d.key, 0, 8).Frame, 0)}},
+				{"number of a frame that passes", "want 0", [][]byte{head(kindFramePass, 1)}},
+				{"write that never was", "write 1", [][]byte{head(kindFrame, 1)}},
+				{"2^64-1 writes that never were", "write 18446744073709551615", [][]byte{head(kindFrame, math.MaxUint64)}},
+				{"no loan", "did not lend", [][]byte{head(kindLoan, 0)}},
+				{"no loan that passes", "did not lend", [][]byte{head(kindLoanPass, 0)}},
+				{"no end of a frame", "not its end", [][]byte{head(kindMore, 0), {1}}},
+				{"two beginnings", "not its end", [][]byte{head(kindMore, 0), head(kindMore, 0)}},
+				{"lift in a frame", "not its end", [][]byte{head(kindMore, 0), liftOf(d.key, 0, 8).Frame}},
+				{"frame that is too large", "want at most", [][]byte{more, append(head(kindFrame, 0), make([]byte, headLen+1)...)}},
+			} {
+				evil := d.join(t, under, share)
+				for _, b := range c.frames {
+					until(t, evil, d.victim, func() bool {
+						n, err := evil.below().inner.Post([]transport.Op{message(b)})
+						return n == 1 || err != nil
+					})
+				}
+				d.unharmed(t, evil, c.name, c.text)
+			}
+		})
+	}
+}
+
+// TestHostileLoans lends memory without the words that this needs.
+func TestHostileLoans(t *testing.T) {
 	d := newDen(t, overCMA, true)
+	shared, err := mem.NewShared(4096)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, mem.FreeShared(shared.ID())) }()
+	loan := transport.Op{Kind: transport.OpLend, Src: []mem.Span{shared.Region().Span()}}
+	meets := message(meeting)
 	for _, c := range []struct {
 		name, text string
-		rec        record
-		ahead      uint64 // of what it says to have made
+		ops        []transport.Op
 	}{
-		{"past the end", "which has 4096", record{key: d.key.ID, off: d.size - 7, n: 8}, 1},
-		{"behind the end", "which has 4096", record{key: d.key.ID, off: d.size, n: 1}, 1},
-		{"before the start", "which has 4096", record{key: d.key.ID, off: math.MaxUint64 - 7, n: 16}, 1},
-		{"2^63 bytes", "which has 4096", record{key: d.key.ID, n: 1 << 63}, 1},
-		{"stale key", "does not exist", record{key: d.stale.ID, n: 8}, 1},
-		{"key of nothing", "does not exist", record{n: 8}, 1},
-		{"key of all ones", "does not exist", record{key: math.MaxUint64, n: 8}, 1},
-		{"key of host memory", "does not exist", record{key: d.host.ID, n: 8}, 1},
-		{"key of pieces", "does not exist", record{key: d.keyPart.ID, n: 8}, 1},
-		{"another peer's key", "another peer", record{key: d.goods.ID, n: 8}, 1},
-		{"more than there is room for", "reports that it has made", record{}, depth + 1},
-		{"less than before", "reports that it has made", record{}, math.MaxUint64},
+		{"two loans, announced once", "lent memory twice", []transport.Op{liftOf(d.key, 0, 8), loan, loan}},
+		{"introduces itself twice", "introduced itself", []transport.Op{meets, meets}},
+		{"introduces itself inside a loan", "introduced itself", []transport.Op{liftOf(d.key, 0, 8), loan, meets}},
 	} {
 		evil := d.join(t, overCMA, true)
+		require.True(t, evil.below().lender.Lends(loan.Src[0]))
+		evil.raw(t, c.ops...)
+		until(t, evil, d.victim, func() bool { return d.victim.down != nil })
+		// The lift itself is good: it copies the shadow, which is empty.
+		require.NoError(t, fakegpu.Memory{G: d.g}.Store(d.all.Span(), bytes.Repeat([]byte{1}, int(d.all.Len))))
+		d.unharmed(t, evil, c.name, c.text)
+	}
+}
+
+// TestHostilePeerMapped says in its segment, and in the frames beside it, what no peer of
+// ours says.
+func TestHostilePeerMapped(t *testing.T) {
+	d := newDen(t, overCMA, true)
+	begin := func() (evil *side, s *segment) {
+		evil = d.join(t, overCMA, true)
 		src := onGPU(t, d.g, d.size, 1)
 		evil.post(t, write(d.key, src, transport.Point{}))
 		until(t, evil, d.victim, func() bool { return len(d.victim.writes) == 1 && len(evil.done) == 1 })
 		require.Equal(t, "cudaipc", evil.below().Via())
 		d.victim.writes = nil
-
-		s := evil.below().lane.seg
-		number := s.begun.Load() + 1
-		s.records[number%depth] = c.rec
-		s.begun.Store(number)
-		s.done.Store(number - 1 + c.ahead)
-		until(t, evil, d.victim, func() bool { return d.victim.down != nil })
-		if c.ahead > depth+1 { // its own side waits for that, and keeps the segment
-			s.done.Store(number)
-		}
-		d.unharmed(t, evil, c.name, c.text)
+		return evil, evil.below().lane.seg
 	}
+	evil, _ := begin()
+	evil.raw(t, message(appendHead(nil, kindFrame, 2)))
+	d.unharmed(t, evil, "not begun", "waits for its write 2, which it has not begun")
+
+	// Numbers that never come hold back this peer's own frames, up to a limit.
+	evil, s := begin()
+	s.begun.Store(math.MaxUint64)
+	late := []transport.Op{message(appendHead(nil, kindFrame, 1<<40))}
+	until(t, evil, d.victim, func() bool {
+		n, err := evil.below().inner.Post(late)
+		for n == 1 && err == nil {
+			n, err = evil.below().inner.Post(late)
+		}
+		return d.victim.down != nil
+	})
+	s.begun.Store(1) // its own side waits for that
+	d.unharmed(t, evil, "too many", "behind writes that have not landed")
+
+	evil, s = begin()
+	s.begun.Store(2)
+	evil.raw(t, message(append(appendHead(nil, kindFrame, 2), "held"...)))
+	for range 100 {
+		d.victim.poll(t)
+	}
+	require.True(t, wrapped(d.victim.c).holds())
+	require.NoError(t, evil.c.Close())
+	s.begun.Store(1)
+	until(t, evil, d.victim, func() bool { return d.victim.down != nil })
+	require.ErrorIs(t, d.victim.down, io.EOF)
+	require.Empty(t, d.victim.frames)
+	require.NoError(t, evil.f.Close())
 }
 
 // TestBrokenIntroduction shows memory that is no segment.
 func TestBrokenIntroduction(t *testing.T) {
 	d := newDen(t, overCMA, true)
-	var r remote
-	require.True(t, r.decode(d.key))
 	for _, size := range []uint64{4096, tableSize} { // too small, and without the magic
 		evil := d.join(t, overCMA, true)
 		shared, err := mem.NewNamed("fserver-cudaipc", size)
 		require.NoError(t, err)
-		inner := evil.below().inner
-		require.True(t, inner.(transport.Lender).Lends(shared.Region().Span()))
+		require.True(t, evil.below().lender.Lends(shared.Region().Span()))
 		loan := transport.Op{Kind: transport.OpLend, Src: []mem.Span{shared.Region().Span()}}
-		n, err := inner.Post([]transport.Op{{Kind: transport.OpWrite, Key: r.box}, loan, loan})
-		require.NoError(t, err)
-		require.Equal(t, 3, n)
+		evil.raw(t, message(meeting), loan, loan)
 		d.unharmed(t, evil, "", "lent a table of")
 		require.NoError(t, mem.FreeShared(shared.ID()))
 	}
+}
+
+// TestPlainFrames: what starts as our messages do, or is as large as a frame can be, arrives
+// as it was, with and without writes in front of it.
+func TestPlainFrames(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k := b.key(t, dst)
+	large := strings.Repeat("\xff", transport.MaxFrame)
+	for i := range 3 {
+		for _, f := range []string{"", "\xff", "\xff\x06", large, large[:transport.MaxFrame-headLen], large[:transport.MaxFrame-headLen+1], "\x00" + large[1:]} {
+			for _, passes := range []bool{false, true} {
+				b.frames = nil
+				if i > 0 {
+					a.post(t, write(k, src, transport.Point{}))
+				}
+				op := message([]byte(f))
+				op.Passes = passes
+				until(t, a, b, func() bool { n, _ := a.try([]transport.Op{op}); return n == 1 })
+				until(t, a, b, func() bool { return len(b.frames) == 1 })
+				require.True(t, f == b.frames[0], "a frame of %d bytes", len(f))
+			}
+		}
+	}
+	_, err := a.try([]transport.Op{message([]byte(large + "1"))})
+	require.ErrorContains(t, err, "at most")
 }

@@ -65,8 +65,8 @@ type way struct {
 	m     *mapping
 }
 
-// write starts a write by mapping.
-func (c *Conn) write(it *item, r *remote) int {
+// mapInto starts a write by mapping.
+func (c *Conn) mapInto(it *item, r *remote) int {
 	if !c.f.o.Share || r.reach <= reachStaged || c.lender == nil || c.apart {
 		c.unshared(r)
 		return tryNot
@@ -75,7 +75,7 @@ func (c *Conn) write(it *item, r *remote) int {
 		c.asked = time.Now()
 	}
 	// Before the peer knows our segment, the end of a key would not wait for us.
-	if !c.introduce(r.box) || c.theirs == nil || c.theirs.met.Load() == 0 {
+	if !c.introduce() || c.theirs == nil || c.theirs.met.Load() == 0 {
 		if c.introducing() || time.Since(c.asked) < answerLimit {
 			return tryAgain
 		}
@@ -84,7 +84,7 @@ func (c *Conn) write(it *item, r *remote) int {
 	if r.fabric != c.theirs.fabric || it.op.Off > r.n || it.n > r.n-it.op.Off {
 		return tryNot // inner refuses it
 	}
-	w := c.ways[r.last.ID]
+	w := c.ways[r.key.ID]
 	if w == nil {
 		w = c.reach(r)
 	}
@@ -94,19 +94,9 @@ func (c *Conn) write(it *item, r *remote) int {
 	l := &c.lane
 	s := l.seg
 	number := s.begun.Load() + 1
-	if number-c.theirs.taken.Load() > depth {
-		if c.began.IsZero() {
-			c.began = time.Now()
-		} else if time.Since(c.began) > c.f.o.Stall {
-			c.fail(fmt.Errorf("the peer has accepted no write for %v: %w", c.f.o.Stall, unix.ETIMEDOUT))
-		}
-		return tryAgain
-	}
-	c.began = time.Time{}
-	rec := &s.records[number%depth]
-	rec.imm, rec.key, rec.off, rec.n = it.op.Imm, r.last.ID, it.op.Off, it.n
+	s.keys[number%depth] = r.key.ID
 	s.begun.Store(number)
-	if c.peers[w.slot].Load() != r.last.ID {
+	if c.peers[w.slot].Load() != r.key.ID {
 		s.begun.Store(number - 1) // the key is gone: inner refuses it
 		return tryNot
 	}
@@ -121,8 +111,6 @@ func (c *Conn) write(it *item, r *remote) int {
 		return tryAgain
 	}
 	c.mapped = true
-	c.owes = c.owes || c.theirs.asleep.Load() != 0
-	c.call()
 	return tryDone
 }
 
@@ -133,28 +121,23 @@ func (c *Conn) unshared(r *remote) {
 	}
 }
 
-// call wakes the peer if it slept when something was written to it.
-func (c *Conn) call() {
-	if c.owes && c.over == nil {
-		c.owes = !c.signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: c.theirs.boxID, Token: c.theirs.boxToken}})
-	}
-}
-
 // introduction is how many operations introduce tells the peer with.
 const introduction = 3
 
+var meeting = appendHead(nil, kindIntroduction, 0)
+
 // introduce shows the peer our table of keys and our segment; false: not wholly,
 // for now.
-func (c *Conn) introduce(box transport.Key) bool {
+func (c *Conn) introduce() bool {
 	if c.shown == introduction {
 		return true
 	}
 	table, seg := c.f.table.Region().Span(), c.lane.shared.Region().Span()
-	if !c.lender.Lends(table) || !c.lender.Lends(seg) {
+	if !c.lender.Lends(table) || !c.lender.Lends(seg) || !c.flush() {
 		return false
 	}
 	ops := [introduction]transport.Op{
-		{Kind: transport.OpWrite, Key: transport.Key{ID: box.ID, Token: box.Token}},
+		{Kind: transport.OpFrame, Frame: meeting},
 		{Kind: transport.OpLend, Src: []mem.Span{table}},
 		{Kind: transport.OpLend, Src: []mem.Span{seg}},
 	}
@@ -162,8 +145,30 @@ func (c *Conn) introduce(box transport.Key) bool {
 		if !c.signal(ops[c.shown]) {
 			return false
 		}
+		c.marks = true
 	}
 	return true
+}
+
+// unanswered says whether the peer has introduced itself, and we have not.
+func (c *Conn) unanswered() bool {
+	return c.theirs != nil && c.over == nil && c.shown < introduction
+}
+
+// answer introduces us to a peer that has done so.
+func (c *Conn) answer() {
+	if c.unanswered() {
+		c.introduce()
+	}
+}
+
+// meet takes the beginning of the peer's introduction: two loans follow.
+func (c *Conn) meet() error {
+	if c.f.dev == nil || c.lender == nil || c.theirs != nil || c.expect > 0 || c.loan.View != nil {
+		return errors.New("the peer introduced itself where that is not allowed")
+	}
+	c.expect = 2
+	return nil
 }
 
 // introducing says whether the peer takes the next loan for one of the introduction.
@@ -195,48 +200,6 @@ func (c *Conn) greeted(e *transport.Event) error {
 	return nil
 }
 
-// arrive gives the writes that the peer has made by mapping.
-func (c *Conn) arrive(p *poll) {
-	if c.theirs == nil || c.over != nil || c.lane.seg == nil {
-		return
-	}
-	s := c.lane.seg
-	if s.asleep.Load() != 0 { // a store would take the line from the peer at every Poll
-		s.asleep.Store(0)
-	}
-	if c.shown < introduction {
-		c.introduce(transport.Key{ID: c.theirs.boxID, Token: c.theirs.boxToken})
-	}
-	taken, done := s.taken.Load(), c.theirs.done.Load()
-	if done-taken > depth {
-		c.fail(fmt.Errorf("the peer reports that it has made %d writes, but %d have been taken", done, taken))
-		return
-	}
-	start := taken
-	for taken != done && p.room() {
-		rec := c.theirs.records[(taken+1)%depth] // the peer may change it: read once
-		taken++
-		r := c.f.regions[rec.key]
-		if r == nil || r.Dev == mem.CPU || r.last.ID != rec.key {
-			c.fail(fmt.Errorf("the peer wrote %d bytes to key %d, which does not exist", rec.n, rec.key))
-			break
-		}
-		if _, err := r.Slice(rec.off, rec.n); err != nil || r.only != nil && r.only != c {
-			c.fail(fmt.Errorf("the peer wrote %d bytes at offset %d of key %d, which has %d bytes and may belong to another peer", rec.n, rec.off, rec.key, r.Len))
-			break
-		}
-		c.mapped = true
-		p.put(transport.Event{Kind: transport.EvWritten, Conn: c.self, Imm: rec.imm, Len: rec.n, Key: rec.key, Off: rec.off})
-	}
-	if taken != start {
-		s.taken.Store(taken)
-	}
-	if now := c.f.scan; len(c.ways)+len(c.maps) > 0 && now != c.sweepAt {
-		c.sweepAt = now
-		c.sweep()
-	}
-}
-
 // reach finds the way to a region of the peer's, and maps its allocation if that
 // has not been; nil: there is none yet.
 func (c *Conn) reach(r *remote) *way {
@@ -250,7 +213,7 @@ func (c *Conn) reach(r *remote) *way {
 		}
 	}
 	w := &way{slot: r.slot}
-	c.ways[r.last.ID] = w
+	c.ways[r.key.ID] = w
 	if r.reach == reachIPC && hmac.Equal([]byte(r.proof), []byte(c.f.prove(r))) {
 		// An IPC handle cannot be opened where it comes from, and need not.
 		if err := c.f.dev.Reach(cuda.UUID([]byte(r.uuid))); err != nil {
@@ -276,11 +239,11 @@ func (c *Conn) reach(r *remote) *way {
 			}
 		}
 		if beside {
-			delete(c.ways, r.last.ID)
+			delete(c.ways, r.key.ID)
 			return nil
 		}
 		m := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}
-		if err := m.open(c.f.dev, r, func() bool { return c.peers[r.slot].Load() == r.last.ID }); err != nil {
+		if err := m.open(c.f.dev, r, func() bool { return c.peers[r.slot].Load() == r.key.ID }); err != nil {
 			if m.at != 0 { // it is not what it should be
 				c.f.unmap(m)
 			}
@@ -356,12 +319,9 @@ func (c *Conn) forget(m *mapping) {
 	c.f.unmap(m)
 }
 
-// sweep forgets the keys that are gone, and closes the mappings that have had none
+// sweep forgets, while no copies are under way, the keys that are gone, and closes the mappings that have had none
 // since the last time.
 func (c *Conn) sweep() {
-	if c.copying() {
-		return
-	}
 	for id, w := range c.ways {
 		if c.peers[w.slot].Load() != id || w.again {
 			delete(c.ways, id)

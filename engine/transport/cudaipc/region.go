@@ -16,38 +16,35 @@ import (
 	"fserver/engine/transport"
 )
 
-// region is what a key stands for. Its memory is registered with inner twice: a
-// write to last is reported, one to part is a piece of the next to last of the same
-// Conn.
+// region is GPU memory that a key stands for.
 type region struct {
 	mem.Region
-	last, part transport.Key
-	shadow     mem.Region // of GPU memory: where writes over inner land
-	seen       uint64     // the shadow's address for the GPU, when it is pinned
-	pinned     bool
-	slot       uint32
-	copied     uint64 // the number of the newest copy from the shadow
-	only       *Conn  // that may write here; nil: all
-	fds        []int
+	key    transport.Key // of the shadow, for inner
+	shadow mem.Region    // where writes over inner land
+	seen   uint64        // the shadow's address for the GPU, when it is pinned
+	pinned bool
+	slot   uint32
+	copied uint64 // the number of the newest copy from the shadow
+	only   *Conn  // that may write here; nil: all
+	fds    []int
 }
 
 // How the memory of a key can be reached.
 const (
-	reachHost   = iota // it is on the host
-	reachStaged        // it is on a GPU and cannot be mapped
+	reachStaged = iota // it cannot be mapped
 	reachIPC           // by an IPC handle
 	reachFDs           // by descriptors, piece by piece
 )
 
-// A remote is a key as a writer sees it: Key.Blob. All numbers are little-endian.
+// A remote is a key of GPU memory as a writer sees it: Key.Blob. That of host memory has no
+// Blob. All numbers are little-endian.
 type remote struct {
 	reach        uint8
-	last, part   transport.Key
+	key          transport.Key
 	n            uint64 // bytes of the region
 	proof        string // 16 bytes: that it is of this process
 	fabric       uint64
 	uuid         string // 16 bytes
-	box          transport.Key
 	slot         uint32
 	addr         uint64 // for the owner
 	base, size   uint64 // of the allocation, for the owner
@@ -71,19 +68,19 @@ func (r *remote) encode() string {
 		}
 	}
 	b = append(b, blobVersion, r.reach)
-	u64(r.last.ID, r.last.Token, r.part.ID, r.part.Token, r.n)
+	u64(r.key.ID, r.key.Token, r.n)
 	if r.reach > reachStaged {
 		b = append(append(b, r.proof...), r.uuid...)
-		u64(r.fabric, r.box.ID, r.box.Token, uint64(r.slot), r.addr, r.base, r.size, r.id, uint64(r.pid))
+		u64(r.fabric, uint64(r.slot), r.addr, r.base, r.size, r.id, uint64(r.pid))
 		b = append(append(b, r.handle...), r.fdsAndPieces...)
 	}
 	return string(b)
 }
 
 const (
-	blobVersion = 1
-	blobShort   = 2 + 5*8
-	blobLong    = blobShort + 32 + 9*8
+	blobVersion = 2
+	blobShort   = 2 + 3*8
+	blobLong    = blobShort + 32 + 7*8
 )
 
 // decode reads the Blob of k. False: it is of no wrapped Fabric, or not of k.
@@ -94,14 +91,13 @@ func (r *remote) decode(k transport.Key) bool {
 	}
 	*r = remote{
 		reach: b[1],
-		last:  transport.Key{ID: u64(b, 2), Token: u64(b, 10)},
-		part:  transport.Key{ID: u64(b, 18), Token: u64(b, 26)},
-		n:     u64(b, 34),
+		key:   transport.Key{ID: u64(b, 2), Token: u64(b, 10)},
+		n:     u64(b, 18),
 	}
-	if r.last.ID != k.ID || r.last.Token != k.Token {
+	if r.key.ID != k.ID || r.key.Token != k.Token {
 		return false
 	}
-	if r.reach <= reachStaged {
+	if r.reach == reachStaged {
 		return true
 	}
 	rest := len(b) - blobLong
@@ -110,9 +106,8 @@ func (r *remote) decode(k transport.Key) bool {
 	}
 	const at = blobShort + 32
 	r.proof, r.uuid = b[blobShort:blobShort+16], b[blobShort+16:at]
-	r.fabric, r.box = u64(b, at), transport.Key{ID: u64(b, at+8), Token: u64(b, at+16)}
-	r.slot, r.addr, r.base, r.size = uint32(u64(b, at+24)), u64(b, at+32), u64(b, at+40), u64(b, at+48)
-	r.id, r.pid = u64(b, at+56), uint32(u64(b, at+64))
+	r.fabric, r.slot, r.addr = u64(b, at), uint32(u64(b, at+8)), u64(b, at+16)
+	r.base, r.size, r.id, r.pid = u64(b, at+24), u64(b, at+32), u64(b, at+40), uint32(u64(b, at+48))
 	if r.reach == reachIPC {
 		r.handle = b[blobLong:]
 	} else {
@@ -134,6 +129,12 @@ func (r *remote) decode(k transport.Key) bool {
 	return r.slot < maxRegions && carry == 0 && r.addr >= r.base && end-r.base <= r.size
 }
 
+// ofGPU says whether a key is of GPU memory.
+func ofGPU(k transport.Key) bool {
+	var r remote
+	return k.Blob != "" && r.decode(k)
+}
+
 // u64 is the number at b[i:]; the caller has checked the length.
 func u64(b string, i int) uint64 {
 	_ = b[i+7]
@@ -143,70 +144,58 @@ func u64(b string, i int) uint64 {
 
 // Register implements transport.Fabric.
 func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
-	if m.Dev != mem.CPU && m.Dev != f.name() {
+	switch _, carry := bits.Add64(uint64(m.Addr), m.Len, 0); {
+	case m.Dev == mem.CPU:
+		return f.inner.Register(m)
+	case m.Dev != f.name():
 		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes on %v: this node uses %v (STEPMESH_GPU)", m.Len, m.Dev, f.name())
+	case carry != 0:
+		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
 	}
 	r := &region{Region: m}
-	host := m
-	if m.Dev != mem.CPU {
-		if _, carry := bits.Add64(uint64(m.Addr), m.Len, 0); carry != 0 {
-			return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
-		}
-		var err error
-		if r.shadow, err = reserve(m.Len); err != nil {
-			return transport.Key{}, err
-		}
-		host = mem.Region{Addr: r.shadow.Addr, Len: m.Len}
+	var err error
+	if r.shadow, err = reserve(m.Len); err != nil {
+		return transport.Key{}, err
 	}
-	v := remote{n: m.Len, reach: reachHost, fabric: f.id, box: f.mailbox, addr: uint64(m.Addr)}
-	err := f.admit(r, host)
-	if err == nil && m.Dev != mem.CPU {
-		v.slot = r.slot
-		uuid := f.dev.UUID()
-		v.uuid = string(uuid[:])
+	uuid := f.dev.UUID()
+	v := remote{n: m.Len, fabric: f.id, addr: uint64(m.Addr), uuid: string(uuid[:])}
+	if err = f.admit(r); err == nil {
 		f.share(r, &v)
 	}
-	v.last, v.part = r.last, r.part
+	v.key, v.slot = r.key, r.slot
 	v.proof = f.prove(&v)
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if err == nil && f.closed {
+		err = fmt.Errorf("cudaipc: register %d bytes: %w", m.Len, transport.ErrClosed)
+	}
 	if err != nil {
 		f.discard(r)
 		return transport.Key{}, err
 	}
-	if f.closed {
-		f.discard(r)
-		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes: %w", m.Len, transport.ErrClosed)
-	}
-	f.regions[r.last.ID], f.regions[r.part.ID] = r, r
-	if m.Dev != mem.CPU {
-		tableIn(f.table.Region())[r.slot].Store(r.last.ID)
-	}
-	return transport.Key{ID: r.last.ID, Token: r.last.Token, Blob: v.encode()}, nil
+	f.regions[r.key.ID] = r
+	tableIn(f.table.Region())[r.slot].Store(r.key.ID)
+	return transport.Key{ID: r.key.ID, Token: r.key.Token, Blob: v.encode()}, nil
 }
 
 // prove is what nobody who does not know the secret can say of a key: where its
 // memory is, by addresses of this process.
 func (f *Fabric) prove(r *remote) string {
 	h := hmac.New(sha256.New, f.secret[:])
-	for _, v := range [...]uint64{r.last.ID, r.last.Token, r.n, uint64(r.slot), r.addr, r.base, r.size, r.id} {
+	for _, v := range [...]uint64{r.key.ID, r.key.Token, r.n, uint64(r.slot), r.addr, r.base, r.size, r.id} {
 		_ = binary.Write(h, binary.LittleEndian, v) // never fails
 	}
 	return string(h.Sum(nil)[:16])
 }
 
-// admit registers r with inner and gives it a slot.
-func (f *Fabric) admit(r *region, host mem.Region) (err error) {
-	if r.last, err = f.inner.Register(host); err != nil {
-		return err
-	}
-	if r.part, err = f.inner.Register(host); err != nil {
+// admit registers the shadow of r with inner and gives r a slot.
+func (f *Fabric) admit(r *region) (err error) {
+	if r.key, err = f.inner.Register(mem.Region{Addr: r.shadow.Addr, Len: r.Len}); err != nil {
 		return err
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
-	case r.Dev == mem.CPU:
 	case len(f.free) > 0:
 		r.slot, f.free = f.free[len(f.free)-1], f.free[:len(f.free)-1]
 	case f.used+1 == maxRegions:
@@ -274,11 +263,10 @@ func (r *region) closeFDs() {
 func (f *Fabric) Deregister(k transport.Key) error {
 	r, writers := f.remove(k)
 	if r == nil {
-		return fmt.Errorf("cudaipc: deregister key %d: no such key", k.ID)
+		return f.inner.Deregister(k) // host memory, or no key
 	}
-	// Both are to be gone, whatever the first says.
-	err := errors.Join(f.inner.Deregister(r.last), f.inner.Deregister(r.part))
-	r.last, r.part = transport.Key{}, transport.Key{}
+	err := f.inner.Deregister(r.key)
+	r.key = transport.Key{}
 	err = errors.Join(err, f.settle(writers, r, k.ID))
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -292,23 +280,23 @@ func (f *Fabric) Deregister(k transport.Key) error {
 	return nil
 }
 
-// remove takes a key out of the table, and returns those who may be about to write
-// there; nil: there is no such key.
+// remove takes a key of GPU memory out of the table, and returns those who may be about to
+// write there; nil: there is no such key.
 func (f *Fabric) remove(k transport.Key) (r *region, writers []writer) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	r = f.regions[k.ID]
-	if r == nil || r.last.ID != k.ID || r.last.Token != k.Token {
+	if r == nil || r.key.Token != k.Token {
 		return nil, nil
 	}
-	delete(f.regions, r.last.ID)
-	delete(f.regions, r.part.ID)
-	if r.Dev != mem.CPU {
-		tableIn(f.table.Region())[r.slot].Store(0)
-		for _, c := range f.conns {
-			if w, ok := c.writer(); ok {
-				writers = append(writers, w)
-			}
+	delete(f.regions, r.key.ID)
+	if f.closed {
+		return r, nil
+	}
+	tableIn(f.table.Region())[r.slot].Store(0)
+	for _, c := range f.conns {
+		if w, ok := c.writer(); ok {
+			writers = append(writers, w)
 		}
 	}
 	return r, writers
@@ -332,7 +320,7 @@ func (w *writer) over(key uint64) bool {
 		return false
 	}
 	for ; done < begun; done++ {
-		if w.seg.records[(done+1)%depth].key == key {
+		if w.seg.keys[(done+1)%depth] == key {
 			return false
 		}
 	}
@@ -377,11 +365,8 @@ func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
 // discard gives back what r holds; nobody writes to it any more. The caller holds
 // f.mu.
 func (f *Fabric) discard(r *region) {
-	if r.last.ID != 0 && !f.closed {
-		_ = f.inner.Deregister(r.last)
-	}
-	if r.part.ID != 0 && !f.closed {
-		_ = f.inner.Deregister(r.part)
+	if r.key.ID != 0 && !f.closed {
+		_ = f.inner.Deregister(r.key)
 	}
 	if shadow := r.shadow; r.pinned {
 		f.unpinMapped(shadow)

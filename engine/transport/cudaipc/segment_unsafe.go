@@ -11,20 +11,17 @@ import (
 // reading alone: what is in it belongs to the side that made it. Groups of words
 // that are stored to by different parties are 128 bytes apart.
 //
-// A write that goes by mapping has a number, from 1 in its Conn. The sender puts it
-// into records[number%depth], then says so in begun, then looks whether the key is
+// A write that goes by mapping has a number, from 1 in its Conn. The sender puts its key
+// into keys[number%depth], then the number into begun, then looks whether the key is
 // still in the receiver's table, then enqueues the copy and the store of the number
 // to done. The GPU stores done after the copy, and a barrier. It writes nothing before
-// the receiver knows its segment (met), and can wait for it. The receiver takes
-// the records up to done, in order, and says so in its own segment, in taken.
+// the receiver knows its segment (met), and can wait for it.
 type segment struct {
-	magic    uint64
-	fabric   uint64 // of its owner
-	boxID    uint64 // the owner's mailbox: a write of no bytes there wakes it
-	boxToken uint64
-	spaces   spaces        // of the owner
-	met      atomic.Uint32 // the owner knows the peer's segment
-	_        [68]byte
+	magic  uint64
+	fabric uint64        // of its owner
+	spaces spaces        // of the owner
+	met    atomic.Uint32 // the owner knows the peer's segment
+	_      [84]byte
 
 	done atomic.Uint64 // stored by the GPU
 	_    [120]byte
@@ -32,29 +29,15 @@ type segment struct {
 	staged atomic.Uint64 // stored by the GPU; its owner alone looks
 	_      [120]byte
 
-	begun atomic.Uint64 // each Poll of the receiver looks
+	begun atomic.Uint64
 	_     [120]byte
 
-	asleep atomic.Uint32 // the owner is to be woken of writes
-	_      [124]byte
-
-	taken atomic.Uint64 // of the peer's writes
-	_     [120]byte
-
-	records [depth]record
-}
-
-// record describes a write.
-type record struct {
-	imm, _   uint32
-	key, off uint64 // what was written to
-	n        uint64
-	_        [32]byte
+	keys [depth]uint64 // that the last writes go to
 }
 
 const (
-	depth        = 256 // operations of a Conn under way
-	segmentMagic = 0x6673_6375_6461_0004
+	depth        = 512 // items of a Conn
+	segmentMagic = 0x6673_6375_6461_0005
 	segmentSize  = unsafe.Sizeof(segment{})
 	stagedAt     = unsafe.Offsetof(segment{}.staged)
 	doneAt       = unsafe.Offsetof(segment{}.done)

@@ -3,7 +3,6 @@ package cudaipc
 import (
 	"errors"
 	"fmt"
-	"math"
 	"math/bits"
 
 	"golang.org/x/sys/unix"
@@ -33,25 +32,20 @@ type lane struct {
 	pool    mem.Region // the buffers; mapped when first used
 	seen    uint64     // their address for the GPU
 	buffers uint8      // those that are free
-	pending []piece    // copied, or being copied, and not handed to inner; by number
-	whole   mem.Region // for a write that must not go in pieces
-	wholeAt uint64
+	pending []piece    // not handed to inner; by number
 	copies  []cuda.Copy
-	spans   [buffers + 1]mem.Span // what of each buffer inner has
-	broken  bool                  // the device does nothing any more
+	spans   [buffers]mem.Span // what of each buffer inner has
+	broken  bool              // the device does nothing any more
 }
 
-// piece is a part of an item in a buffer.
+// piece is a part of an item in a buffer, or a frame or a loan behind such.
 type piece struct {
 	item   uint32
 	number uint64 // of its copy
 	off, n uint64 // in the item
-	buf    int8   // bufWhole: lane.whole
+	buf    int8
 	last   bool
-	addr   uintptr
 }
-
-const bufWhole = buffers // its bit in lane.buffers
 
 // equip gives c what it needs for GPU memory.
 func (c *Conn) equip() (err error) {
@@ -72,8 +66,8 @@ func (c *Conn) equip() (err error) {
 	}
 	l.opened = true
 	l.seg.spaces = c.f.spaces
-	l.seg.magic, l.seg.fabric, l.seg.boxID, l.seg.boxToken = segmentMagic, c.f.id, c.f.mailbox.ID, c.f.mailbox.Token
-	l.buffers = 1<<buffers - 1 | 1<<bufWhole
+	l.seg.magic, l.seg.fabric = segmentMagic, c.f.id
+	l.buffers = 1<<buffers - 1
 	c.items = make([]item, depth)
 	return nil
 }
@@ -83,10 +77,8 @@ func (l *lane) close(f *Fabric) {
 	if l.opened {
 		_ = f.dev.FreeStream(l.stream)
 	}
-	for _, r := range []mem.Region{l.pool, l.whole} {
-		if r.Len != 0 {
-			f.unpinMapped(r)
-		}
+	if l.pool.Len != 0 {
+		f.unpinMapped(l.pool)
 	}
 	if s := l.shared; s != nil {
 		f.unpin(s.Region(), func() { _ = mem.FreeShared(s.ID()) })
@@ -116,14 +108,6 @@ func (l *lane) uses(i uint32) bool {
 // when all have been started.
 func (c *Conn) stage(it *item) bool {
 	l := &c.lane
-	var r remote
-	known := r.decode(it.op.Key)
-	if known {
-		if end, carry := bits.Add64(it.op.Off, it.n, 0); carry != 0 || end > r.n {
-			c.misplaced(it)
-			return true
-		}
-	}
 	if l.pool.Len == 0 {
 		if err := l.provide(c.f); err != nil {
 			c.fail(err)
@@ -131,35 +115,20 @@ func (c *Conn) stage(it *item) bool {
 		}
 	}
 	for it.sent < it.n {
-		n := min(it.n-it.sent, pieceSize)
-		buf := int8(bits.TrailingZeros8(l.buffers & (1<<buffers - 1)))
-		at, seen := l.pool.Addr, l.seen
-		if !known && it.n > pieceSize { // a peer that knows nothing of pieces
-			n, buf = it.n, bufWhole
-			if l.buffers&(1<<bufWhole) == 0 {
-				return false
-			}
-			if err := l.extend(c.f, n); err != nil {
-				c.fail(err)
-				return false
-			}
-			at, seen = l.whole.Addr, l.wholeAt
-		} else if buf >= buffers {
+		n, buf := min(it.n-it.sent, pieceSize), bits.TrailingZeros8(l.buffers)
+		if buf >= buffers {
 			return false
-		} else {
-			at, seen = at+uintptr(buf)*pieceSize, seen+uint64(buf)*pieceSize
 		}
-		l.gather(it, seen, n)
+		l.gather(it, l.seen+uint64(buf)*pieceSize, n)
 		var event cuda.Event
 		if it.sent == 0 {
 			event = cuda.Event(it.op.After.Event)
 		}
 		err := c.f.dev.Enqueue(l.stream, event, l.copies, l.flags+uint64(stagedAt), l.staged+1)
-		l.staged++ // after an error too, as in write
+		l.staged++ // after an error too, as in mapInto
 		l.buffers &^= 1 << buf
 		l.pending = append(l.pending, piece{
-			item: c.next, number: l.staged, off: it.sent, n: n, buf: buf, last: it.sent+n == it.n,
-			addr: at,
+			item: c.next, number: l.staged, off: it.sent, n: n, buf: int8(buf), last: it.sent+n == it.n,
 		})
 		it.sent += n
 		if err != nil {
@@ -168,19 +137,6 @@ func (c *Conn) stage(it *item) bool {
 		}
 	}
 	return true
-}
-
-// misplaced hands inner a write that is out of bounds, for it to refuse.
-func (c *Conn) misplaced(it *item) {
-	op := transport.Op{Kind: transport.OpWrite, Key: it.op.Key, Off: math.MaxUint64, Src: []mem.Span{{Addr: c.f.box.Addr, Len: 1}}}
-	it.over = true
-	if taken, err := c.pass(&op, job{kind: jobUser, user: it.op.User}); !taken {
-		it.over = false
-		if err == nil {
-			err = fmt.Errorf("write %d bytes at offset %d of the peer's key %d, which is out of bounds", it.n, it.op.Off, it.op.Key.ID)
-		}
-		c.fail(err)
-	}
 }
 
 // gather makes the copies of the next n bytes of an item.
@@ -213,26 +169,6 @@ func (l *lane) provide(f *Fabric) (err error) {
 	return scarce(err)
 }
 
-// extend makes the buffer for undivided writes as large as n.
-func (l *lane) extend(f *Fabric, n uint64) (err error) {
-	if l.whole.Len >= n {
-		return nil
-	}
-	if l.whole.Len != 0 {
-		f.unpinMapped(l.whole)
-		l.whole = mem.Region{}
-	}
-	if l.whole, err = mem.Map(n); err != nil {
-		return scarce(err)
-	}
-	// Pin takes whole pages.
-	if l.wholeAt, err = f.pin(uint64(l.whole.Addr), (n+4095)&^4095); err != nil {
-		_ = mem.Unmap(l.whole)
-		l.whole = mem.Region{}
-	}
-	return scarce(err)
-}
-
 // scarce says what to do about an error if it is that there is no host memory for
 // staging.
 func scarce(err error) error {
@@ -242,33 +178,34 @@ func scarce(err error) error {
 	return err
 }
 
-// forward hands inner the pieces that have reached their buffers.
+// forward hands inner the pieces that have reached their buffers, and what waits for them.
 func (c *Conn) forward() {
 	l := &c.lane
 	if len(l.pending) == 0 {
 		return
 	}
 	here, n := l.seg.staged.Load(), 0
-	for ; n < len(l.pending) && (l.pending[n].number <= here || l.broken); n++ {
-		p := &l.pending[n]
-		it := &c.items[p.item%depth]
-		if c.over != nil {
-			l.buffers |= 1 << p.buf
-			continue
-		}
-		l.spans[p.buf] = mem.Span{Addr: p.addr, Len: p.n}
-		op := transport.Op{Kind: transport.OpWrite, Imm: it.op.Imm, Key: it.op.Key, Off: it.op.Off + p.off, Src: l.spans[p.buf : p.buf+1]}
-		var r remote
-		if !p.last && r.decode(op.Key) {
-			op.Key = r.part
-		}
-		taken, err := c.pass(&op, job{kind: jobPiece, item: p.item, buf: p.buf, last: p.last})
-		if err != nil {
-			c.fail(err)
-		}
-		if !taken {
-			break
-		}
+	for n < len(l.pending) && (l.pending[n].number <= here || l.broken) && c.hand(&l.pending[n]) {
+		n++
 	}
 	l.pending = l.pending[:copy(l.pending, l.pending[n:])]
+}
+
+// hand hands inner a piece, or what waits for pieces.
+func (c *Conn) hand(p *piece) bool {
+	l, it := &c.lane, &c.items[p.item%depth]
+	if it.way == wayBehind {
+		return c.over != nil || c.dispatch(it)
+	}
+	if c.over != nil {
+		l.buffers |= 1 << p.buf
+		return true
+	}
+	l.spans[p.buf] = mem.Span{Addr: l.pool.Addr + uintptr(p.buf)*pieceSize, Len: p.n}
+	op := transport.Op{Kind: transport.OpWrite, Key: it.op.Key, Off: it.op.Off + p.off, Src: l.spans[p.buf : p.buf+1]}
+	taken, err := c.write(&op, p.n, it.lift, job{kind: jobPiece, item: p.item, buf: p.buf, last: p.last})
+	if err != nil {
+		c.fail(err)
+	}
+	return taken
 }

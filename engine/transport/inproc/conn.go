@@ -44,9 +44,6 @@ func (c *Conn) Hello() []byte { return c.hello }
 // Remote is "inproc:NAME" of the peer, which need not take connections.
 func (c *Conn) Remote() string { return prefix + c.peer.f.name }
 
-// Ordered is true unless the Conn was opened under Faults.Reorder.
-func (c *Conn) Ordered() bool { return c.ordered }
-
 // Post implements transport.Conn.
 func (c *Conn) Post(ops []transport.Op) (int, error) {
 	f := c.f

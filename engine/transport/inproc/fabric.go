@@ -52,7 +52,6 @@ var (
 	_ transport.Fabric  = (*Fabric)(nil)
 	_ transport.Sleeper = (*Fabric)(nil)
 	_ transport.Conn    = (*Conn)(nil)
-	_ transport.Orderer = (*Conn)(nil)
 )
 
 // Name is "inproc/NAME".

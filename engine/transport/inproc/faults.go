@@ -12,8 +12,8 @@ type Faults struct {
 	// Delay holds each op and each EvAccept back for 0 to Delay Polls of the
 	// receiver, by chance.
 	Delay int
-	// Reorder lets a write overtake and be overtaken. It holds for Conns that
-	// are opened under it, and those are not Ordered.
+	// Reorder lets a write land before or after the writes around it, and before the frames
+	// before it. It holds for Conns that are opened under it.
 	Reorder bool
 	// Pressure is the share of Posts that take fewer ops than they could, or
 	// none.

@@ -10,7 +10,6 @@ import (
 // An entry is an op between Post and the later of its EvDone and its arrival.
 type entry struct {
 	kind   transport.OpKind
-	imm    uint32
 	user   uint64
 	off    uint64
 	key    transport.Key
@@ -51,7 +50,7 @@ func (p *pipe) push(op *transport.Op) *entry {
 	e := p.at(p.tail)
 	p.tail++
 	p.unsent++
-	*e = entry{kind: op.Kind, imm: op.Imm, user: op.User, off: op.Off, key: op.Key}
+	*e = entry{kind: op.Kind, user: op.User, off: op.Off, key: op.Key}
 	return e
 }
 

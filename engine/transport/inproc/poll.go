@@ -60,7 +60,7 @@ func (c *Conn) tell(r *round) {
 func (c *Conn) receive(r *round) {
 	in := &c.peer.out
 	before := in.unsent
-	held := false // an earlier frame has not arrived
+	held := false // something before has not arrived
 scan:
 	for i := in.head; i < in.tail && c.over == nil; i++ {
 		e := in.at(i)
@@ -73,7 +73,7 @@ scan:
 			if c.ordered {
 				break scan
 			}
-			held = held || e.kind == transport.OpFrame
+			held = true
 		case e.kind == transport.OpFrame:
 			if held {
 				continue
@@ -86,6 +86,7 @@ scan:
 			if c.ordered {
 				break scan
 			}
+			held = true
 		}
 	}
 	in.trim()
@@ -125,9 +126,6 @@ func (c *Conn) land(e *entry, r *round) bool {
 	if !e.over {
 		in.finish(e, nil)
 		c.f.touched.add(c.peer.f)
-	}
-	if !r.put(transport.Event{Kind: transport.EvWritten, Conn: c, Imm: e.imm, Len: e.size, Key: e.key.ID, Off: e.off}) {
-		return false
 	}
 	c.f.net.spare.put(in.send(e))
 	return true

@@ -178,13 +178,18 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		c.deliver(&p)
 	}
 	var err error
-	if f.at == f.got {
-		f.at = 0
-		f.got, err = f.inner.Poll(f.ev[:])
-	}
-	for f.at < f.got && p.room() {
-		f.event(&f.ev[f.at], &p)
-		f.at++
+	for range maxRounds { // what inner gives may be nothing to the user, with more behind it
+		if f.at == f.got {
+			f.at = 0
+			f.got, err = f.inner.Poll(f.ev[:])
+		}
+		for f.at < f.got && p.room() {
+			f.event(&f.ev[f.at], &p)
+			f.at++
+		}
+		if p.n != 0 || f.got < len(f.ev) || !p.room() {
+			break
+		}
 	}
 	f.service(&p)
 	if p.n != 0 || f.at < f.got || len(f.told) != 0 {
@@ -192,6 +197,10 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	}
 	return p.n, err
 }
+
+// maxRounds bounds the Polls of inner in one Poll. It is more than the operations of a Conn
+// that inner can have under way.
+const maxRounds = 64
 
 // poll is what one Poll has found.
 type poll struct {

@@ -87,9 +87,6 @@ func (c *Conn) Hello() []byte { return c.hello }
 // Remote implements transport.Conn.
 func (c *Conn) Remote() string { return c.remote }
 
-// Ordered implements transport.Orderer: the stream keeps all in order.
-func (c *Conn) Ordered() bool { return true }
-
 // due says whether a visit finds something without a system call.
 func (c *Conn) due() bool {
 	return c.announce || c.err != nil || c.txErr != nil || c.rx.more || c.tls != nil && c.tls.more ||

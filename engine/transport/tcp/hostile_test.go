@@ -79,7 +79,7 @@ func TestHostilePeer(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, u.f.Bind(granted, goodConn))
 		write := func(k transport.Key, off, n uint64) []byte {
-			return record(header{kind: recWrite, imm: 9, key: k.ID, token: k.Token, offset: off, length: n}, strings.Repeat("x", int(min(n, 64))))
+			return record(header{kind: recWrite, key: k.ID, token: k.Token, offset: off, length: n}, strings.Repeat("x", int(min(n, 64))))
 		}
 		with := func(change func(k *transport.Key)) transport.Key {
 			k := key
@@ -131,7 +131,7 @@ func TestHostilePeer(t *testing.T) {
 			require.ErrorContains(t, u.down[conn], c.text, c.name)
 			require.NotErrorIs(t, u.down[conn], io.EOF, c.name)
 			require.Len(t, u.down, round+1, "%s: another connection has ended", c.name)
-			require.Len(t, u.writes, round, c.name)
+			require.Len(t, u.frames, round, c.name)
 
 			b := all.Span().Bytes()
 			allowed := 0
@@ -141,9 +141,9 @@ func TestHostilePeer(t *testing.T) {
 			clear(b[size : size+allowed])
 			require.Equal(t, make([]byte, 3*size), b, c.name)
 
-			_, err = good.Write(write(granted, 16, 8))
+			_, err = good.Write(append(write(granted, 16, 8), record(header{kind: recFrame}, "")...))
 			require.NoError(t, err)
-			u.until(func() bool { return len(u.writes) == round+1 })
+			u.until(func() bool { return len(u.frames) == round+1 })
 			require.Equal(t, "xxxxxxxx", string(b[size+16:size+24]))
 		}
 		require.NotContains(t, u.down, goodConn)
@@ -160,16 +160,17 @@ func TestBind(t *testing.T) {
 	require.NoError(t, err)
 	require.ErrorContains(t, u.f.Bind(transport.Key{ID: key.ID}, a), "no such key")
 	w := record(header{kind: recWrite, key: key.ID, token: key.Token, length: 1}, "x")
+	w = append(w, record(header{kind: recFrame}, "")...)
 	for i, nc := range []*net.TCPConn{first, second} { // good everywhere until it is bound
 		_, err := nc.Write(w)
 		require.NoError(t, err)
-		u.until(func() bool { return len(u.writes) == i+1 })
+		u.until(func() bool { return len(u.frames) == i+1 })
 	}
 	require.NoError(t, u.f.Bind(key, a))
 	require.NoError(t, u.f.Bind(key, b))
 	_, err = second.Write(w)
 	require.NoError(t, err)
-	u.until(func() bool { return len(u.writes) == 3 })
+	u.until(func() bool { return len(u.frames) == 3 })
 	_, err = first.Write(w)
 	require.NoError(t, err)
 	u.until(func() bool { return len(u.down) == 1 })

@@ -19,8 +19,7 @@ import (
 //
 //	at  size
 //	 0     1  type: 1 frame, 2 write, 3 goodbye
-//	 1     3  zero
-//	 4     4  immediate of a write; zero in a frame
+//	 1     7  zero
 //	 8     8  length of the payload in bytes; at most transport.MaxFrame in a frame
 //	16     8  key of the region to write into; zero in a frame
 //	24     8  token of that key; zero in a frame
@@ -50,7 +49,6 @@ const (
 // header is the head of a record.
 type header struct {
 	kind   uint8
-	imm    uint32
 	length uint64
 	key    uint64
 	token  uint64
@@ -60,8 +58,7 @@ type header struct {
 // put writes h to b, which has at least headerLen bytes.
 func (h *header) put(b []byte) {
 	_ = b[headerLen-1]
-	binary.LittleEndian.PutUint32(b, uint32(h.kind))
-	binary.LittleEndian.PutUint32(b[4:], h.imm)
+	binary.LittleEndian.PutUint64(b, uint64(h.kind))
 	binary.LittleEndian.PutUint64(b[8:], h.length)
 	binary.LittleEndian.PutUint64(b[16:], h.key)
 	binary.LittleEndian.PutUint64(b[24:], h.token)
@@ -73,8 +70,7 @@ func (h *header) put(b []byte) {
 // table to check.
 func (h *header) parse(b []byte) error {
 	_ = b[headerLen-1]
-	first := binary.LittleEndian.Uint32(b)
-	h.imm = binary.LittleEndian.Uint32(b[4:])
+	first := binary.LittleEndian.Uint64(b)
 	h.length = binary.LittleEndian.Uint64(b[8:])
 	h.key = binary.LittleEndian.Uint64(b[16:])
 	h.token = binary.LittleEndian.Uint64(b[24:])
@@ -85,14 +81,14 @@ func (h *header) parse(b []byte) error {
 		if h.length > transport.MaxFrame {
 			return fmt.Errorf("the peer announced a frame of %d bytes: at most %d", h.length, transport.MaxFrame)
 		}
-		if h.imm != 0 || h.key|h.token|h.offset != 0 {
-			return fmt.Errorf("the peer sent a frame whose header names a region or an immediate")
+		if h.key|h.token|h.offset != 0 {
+			return fmt.Errorf("the peer sent a frame whose header names a region")
 		}
 		if first == recBye && h.length != 0 {
 			return fmt.Errorf("the peer sent a goodbye of %d bytes", h.length)
 		}
 	default:
-		return fmt.Errorf("the peer sent a record that starts with % x: not a type of this version", b[:4])
+		return fmt.Errorf("the peer sent a record that starts with % x: not a type of this version", b[:8])
 	}
 	h.kind = uint8(first)
 	return nil

@@ -19,8 +19,8 @@ func TestHeaderGolden(t *testing.T) {
 	}{
 		{
 			"write",
-			header{recWrite, 0x01020304, 0x1112131415161718, 0x2122232425262728, 0x3132333435363738, 0x4142434445464748},
-			"02000000" + "04030201" + "1817161514131211" + "2827262524232221" + "3837363534333231" + "4847464544434241",
+			header{recWrite, 0x1112131415161718, 0x2122232425262728, 0x3132333435363738, 0x4142434445464748},
+			"02000000" + "00000000" + "1817161514131211" + "2827262524232221" + "3837363534333231" + "4847464544434241",
 		},
 		{
 			"frame",
@@ -45,7 +45,7 @@ func TestHeaderGolden(t *testing.T) {
 func TestHeaderOfAnyWriteComesBack(t *testing.T) {
 	b := make([]byte, headerLen)
 	for range 1000 {
-		want := header{recWrite, rand.Uint32(), rand.Uint64(), rand.Uint64(), rand.Uint64(), rand.Uint64()}
+		want := header{recWrite, rand.Uint64(), rand.Uint64(), rand.Uint64(), rand.Uint64()}
 		want.put(b)
 		var got header
 		require.NoError(t, got.parse(b))
@@ -63,7 +63,6 @@ func TestHeaderRefuses(t *testing.T) {
 		{header{kind: 'F'}, "not a type"},
 		{header{kind: recFrame, length: transport.MaxFrame + 1}, "a frame of 1048577 bytes: at most 1048576"},
 		{header{kind: recFrame, length: math.MaxUint64}, "at most 1048576"},
-		{header{kind: recFrame, imm: 1}, "immediate"},
 		{header{kind: recFrame, key: 1}, "region"},
 		{header{kind: recFrame, token: 1}, "region"},
 		{header{kind: recFrame, offset: 1}, "region"},

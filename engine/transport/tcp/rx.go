@@ -30,10 +30,7 @@ type rx struct {
 	// The record whose payload goes to its place: kind is 0 when there is
 	// none, rest is what has not come. stage is empty while rest is not.
 	kind uint8
-	imm  uint32
-	size uint64
 	key  uint64
-	off  uint64
 	rest mem.Span
 
 	big     []byte // the frame that is too large for stage
@@ -96,17 +93,15 @@ func (x *rx) parse(c transport.Conn, ev []transport.Event, seq uint64) (n int, e
 			if x.rest.Len > 0 {
 				return n, nil
 			}
-			if n == len(ev) {
-				x.more = true
-				return n, nil
-			}
-			if x.kind == recWrite {
-				ev[n] = transport.Event{Kind: transport.EvWritten, Conn: c, Imm: x.imm, Len: x.size, Key: x.key, Off: x.off}
-			} else {
+			if x.kind == recFrame {
+				if n == len(ev) {
+					x.more = true
+					return n, nil
+				}
 				ev[n] = transport.Event{Kind: transport.EvFrame, Conn: c, Data: x.big}
 				x.bigHeld = seq
+				n++
 			}
-			n++
 			x.kind = 0
 		}
 
@@ -149,7 +144,7 @@ func (x *rx) parse(c transport.Conn, ev []transport.Event, seq uint64) (n int, e
 				return n, err
 			}
 		}
-		x.kind, x.imm, x.size, x.key, x.off = h.kind, h.imm, h.length, h.key, h.offset
+		x.kind, x.key = h.kind, h.key
 		x.r += headerLen
 	}
 }

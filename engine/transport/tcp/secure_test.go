@@ -270,12 +270,12 @@ func TestTamperedCiphertext(t *testing.T) {
 		require.NoError(t, h.Conn.(*net.TCPConn).CloseWrite())
 		u.until(func() bool { return len(u.down) == i+1 })
 		require.NotErrorIs(t, u.down[u.conns[i+1]], io.EOF)
-		require.Empty(t, u.writes)
+		require.Empty(t, u.frames)
 		require.Equal(t, make([]byte, 64), dst.Span().Bytes())
 	}
-	_, err = other.Write(message)
+	_, err = other.Write(append(message, record(header{kind: recFrame}, "")...))
 	require.NoError(t, err)
-	u.until(func() bool { return len(u.writes) == 1 })
+	u.until(func() bool { return len(u.frames) == 1 })
 	require.NotContains(t, u.down, u.conns[0])
 }
 
@@ -474,17 +474,17 @@ func mover(b *testing.B, id *Identity, n uint64) func() {
 	require.NoError(b, err)
 	conn, err := f[1].Connect(context.Background(), f[0].Addr())
 	require.NoError(b, err)
-	ops := []transport.Op{{Kind: transport.OpWrite, Key: key, Src: []mem.Span{hold(b, n).Span()}}}
+	ops := []transport.Op{{Kind: transport.OpWrite, Key: key, Src: []mem.Span{hold(b, n).Span()}}, {Kind: transport.OpFrame}}
 	ev := make([]transport.Event, 16)
 	return func() {
 		_, err := conn.Post(ops)
 		require.NoError(b, err)
-		for done := 0; done < 2; {
+		for done := 0; done < 3; {
 			for i := range f {
 				k, err := f[i].Poll(ev)
 				require.NoError(b, err)
 				for _, e := range ev[:k] {
-					if e.Kind == transport.EvDone || e.Kind == transport.EvWritten {
+					if e.Kind == transport.EvDone || e.Kind == transport.EvFrame {
 						done++
 					}
 				}

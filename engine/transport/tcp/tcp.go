@@ -249,7 +249,7 @@ func (f *Fabric) Deregister(k transport.Key) error {
 	}
 	for _, c := range f.conns {
 		if c.err == nil && c.rx.writes(k.ID) {
-			f.fail(c, fmt.Errorf("key %d was deregistered in the middle of the peer's write of %d bytes", k.ID, c.rx.size))
+			f.fail(c, fmt.Errorf("key %d was deregistered in the middle of a write of the peer, of which %d bytes are missing", k.ID, c.rx.rest.Len))
 			f.wake(c)
 		}
 	}

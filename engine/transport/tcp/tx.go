@@ -75,7 +75,7 @@ func (t *tx) push(op *transport.Op) (taken bool, err error) {
 		}
 		h.kind, h.length, src = recFrame, uint64(len(frame)), nil
 	case transport.OpWrite:
-		h = header{recWrite, op.Imm, 0, op.Key.ID, op.Key.Token, op.Off}
+		h = header{recWrite, 0, op.Key.ID, op.Key.Token, op.Off}
 		for _, s := range src {
 			var carry uint64
 			if h.length, carry = bits.Add64(h.length, s.Len, 0); carry != 0 {

@@ -52,19 +52,19 @@ func (w *world) shared(n uint64) (mem.Region, func()) {
 
 func (l *link) lends(s mem.Span) bool { return l.c.(transport.Lender).Lends(s) }
 
-func lend(imm uint32, s mem.Span) transport.Op {
-	return transport.Op{Kind: transport.OpLend, Imm: imm, Src: []mem.Span{s}}
+func lend(number uint32, s mem.Span) transport.Op {
+	return transport.Op{Kind: transport.OpLend, Loan: number, Src: []mem.Span{s}}
 }
 
 // give lends s and waits until it is there; the test owes a Drop.
-func (w *world) give(a, b *link, imm uint32, s mem.Span) loan {
+func (w *world) give(a, b *link, number uint32, s mem.Span) loan {
 	w.Helper()
 	require.True(w, a.lends(s))
 	k := len(b.loans)
-	a.post(lend(imm, s))
+	a.post(lend(number, s))
 	w.until("a loan arrives", func() bool { return len(b.loans) == k+1 && a.idle() })
 	require.Zero(w, a.failed())
-	require.Equal(w, imm, b.loans[k].imm)
+	require.Equal(w, number, b.loans[k].number)
 	require.Equal(w, s.Len, b.loans[k].span.Len)
 	return b.loans[k]
 }
@@ -110,7 +110,7 @@ func testLoanOrder(w *world) {
 	}
 	w.until("all arrives", func() bool { return len(b.loans) == count && len(b.frames) == count && a.idle() })
 	for i, l := range b.loans {
-		require.Equal(w, uint32(i), l.imm)
+		require.Equal(w, uint32(i), l.number)
 		require.LessOrEqual(w, l.frames, i)
 		require.NoError(w, l.view.Drop())
 	}

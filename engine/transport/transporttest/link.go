@@ -1,6 +1,8 @@
 package transporttest
 
 import (
+	"encoding/binary"
+
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/mem"
@@ -18,14 +20,14 @@ type link struct {
 	done     []doneOp
 	frames   [][]byte
 	writes   []written
-	order    []seen // frames and writes as they came
-	loans    []loan // the test owes each a Drop
+	owed     []transport.Op // the mark of the last write that was taken, if it was not
+	loans    []loan         // the test owes each a Drop
 	isDown   bool
 	down     error
 
 	onDone    func(user uint64, err error)
 	onFrame   func(data []byte)
-	onWritten func(imm uint32, n uint64)
+	onWritten func(number uint32, n uint64)
 }
 
 type doneOp struct {
@@ -33,39 +35,87 @@ type doneOp struct {
 	err  error
 }
 
+// written is a write that the peer has told of: each is followed by a mark, a frame of the
+// suite's own.
 type written struct {
-	imm uint32
-	n   uint64
+	number uint32
+	n      uint64
 }
 
 type loan struct {
-	imm    uint32
+	number uint32
 	span   mem.Span
 	view   *mem.View
 	frames int // that came before
 }
 
-// seen is an entry of frames or of writes.
-type seen struct {
-	frame bool
-	n     int
+// A mark starts with this, which no frame of a test does. The number and length of the write
+// follow.
+const markMagic = 0x1e9d_35c2_77a0_f14b
+
+// aMark is what the User of a mark has in common.
+const aMark = 1 << 63
+
+func markOf(op *transport.Op) transport.Op {
+	n := uint64(0)
+	for _, s := range op.Src {
+		n += s.Len
+	}
+	b := binary.LittleEndian.AppendUint64(nil, markMagic)
+	b = binary.LittleEndian.AppendUint32(b, op.Loan)
+	b = binary.LittleEndian.AppendUint64(b, n)
+	return transport.Op{Kind: transport.OpFrame, Frame: b, User: op.User | aMark}
 }
 
-// try posts ops in one call, numbers them, and returns how many were taken.
+func parseMark(b []byte) (m written, ok bool) {
+	if len(b) != 20 || binary.LittleEndian.Uint64(b) != markMagic {
+		return written{}, false
+	}
+	return written{binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint64(b[12:])}, true
+}
+
+// try posts ops in one call, numbers them, and returns how many were taken. It posts a mark
+// behind each write, at once or later.
 func (l *link) try(ops ...transport.Op) (int, error) {
-	first := l.n.user + 1
+	all := l.owed
+	l.forgive()
 	for i := range ops {
 		l.n.user++
 		ops[i].User = l.n.user
+		all = append(all, ops[i])
+		if ops[i].Kind == transport.OpWrite {
+			all = append(all, markOf(&ops[i]))
+		}
 	}
-	k, err := l.c.Post(ops)
-	if k < 0 || k > len(ops) {
-		l.n.w.Fatalf("%s: post took %d of %d ops", l.n.name, k, len(ops))
+	k, err := l.c.Post(all)
+	if k < 0 || k > len(all) {
+		l.n.w.Fatalf("%s: post took %d of %d ops", l.n.name, k, len(all))
 	}
-	for i := range k {
-		l.open[first+uint64(i)] = true
+	taken := 0
+	for i := range all[:k] {
+		l.open[all[i].User] = true
+		if all[i].User&aMark == 0 {
+			taken++
+		}
 	}
-	return k, err
+	if k < len(all) && all[k].User&aMark != 0 && err == nil {
+		l.owed = all[k : k+1 : k+1]
+		l.open[all[k].User] = true // for idle: its write has not arrived
+	}
+	return taken, err
+}
+
+// pay posts the mark that is owed.
+func (l *link) pay() {
+	if len(l.owed) == 0 || l.closed || l.n.closed {
+		return
+	}
+	switch k, err := l.c.Post(l.owed); {
+	case err != nil:
+		l.forgive()
+	case k != 0:
+		l.owed = nil
+	}
 }
 
 // post posts all of ops and polls while there is back-pressure.
@@ -77,6 +127,14 @@ func (l *link) post(ops ...transport.Op) {
 		ops = ops[k:]
 		return len(ops) == 0
 	})
+}
+
+// forgive forgets the mark that is owed: the Conn has ended.
+func (l *link) forgive() {
+	for _, op := range l.owed {
+		delete(l.open, op.User)
+	}
+	l.owed = nil
 }
 
 // idle says whether every op that was taken has ended.
@@ -93,15 +151,10 @@ func (l *link) failed() int {
 	return k
 }
 
-// ordered says whether the Conn keeps writes and frames in order.
-func (l *link) ordered() bool {
-	o, ok := l.c.(transport.Orderer)
-	return ok && o.Ordered()
-}
-
 func (l *link) close() {
 	l.n.w.Helper()
 	l.closed = true
+	l.forgive()
 	require.NoError(l.n.w, l.c.Close())
 }
 

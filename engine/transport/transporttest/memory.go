@@ -187,6 +187,6 @@ func difference(got, want []byte) string {
 }
 
 // write is an op that writes src at off of t.
-func (t target) write(off uint64, imm uint32, src ...mem.Span) transport.Op {
-	return transport.Op{Kind: transport.OpWrite, Key: t.key, Off: off, Imm: imm, Src: src, Dev: t.Dev}
+func (t target) write(off uint64, number uint32, src ...mem.Span) transport.Op {
+	return transport.Op{Kind: transport.OpWrite, Key: t.key, Off: off, Loan: number, Src: src, Dev: t.Dev}
 }

@@ -48,6 +48,9 @@ func (n *node) poll() int {
 		}
 	}
 	n.held = n.held[:0]
+	for _, l := range n.links {
+		l.pay()
+	}
 	n.polls++
 	k, err := n.f.Poll(n.ev)
 	if err != nil && !n.killed && !(n.closed && errors.Is(err, transport.ErrClosed)) {
@@ -86,29 +89,33 @@ func (n *node) take(e *transport.Event) {
 			n.w.Errorf("%s: EvDone for op %d, which is not open (err %v)", n.name, e.User, e.Err)
 		}
 		delete(l.open, e.User)
+		if e.User&aMark != 0 {
+			return
+		}
 		l.done = append(l.done, doneOp{e.User, e.Err})
 		if l.onDone != nil {
 			l.onDone(e.User, e.Err)
 		}
 	case transport.EvFrame:
 		n.held = append(n.held, heldData{e.Data, bytes.Clone(e.Data)})
+		if m, ok := parseMark(e.Data); ok {
+			l.writes = append(l.writes, m)
+			if l.onWritten != nil {
+				l.onWritten(m.number, m.n)
+			}
+			return
+		}
 		l.frames = append(l.frames, bytes.Clone(e.Data))
-		l.order = append(l.order, seen{frame: true, n: len(l.frames) - 1})
 		if l.onFrame != nil {
 			l.onFrame(e.Data)
 		}
-	case transport.EvWritten:
-		l.writes = append(l.writes, written{e.Imm, e.Len})
-		l.order = append(l.order, seen{n: len(l.writes) - 1})
-		if l.onWritten != nil {
-			l.onWritten(e.Imm, e.Len)
-		}
 	case transport.EvLent:
-		l.loans = append(l.loans, loan{e.Imm, e.Span, e.View, len(l.frames)})
+		l.loans = append(l.loans, loan{e.Loan, e.Span, e.View, len(l.frames)})
 		if e.Span.Len != e.Len || !e.View.Region().Contains(e.Span) {
 			n.w.Errorf("%s: a loan of %d bytes at %+v of %+v", n.name, e.Len, e.Span, e.View.Region())
 		}
 	case transport.EvDown:
+		l.forgive()
 		if len(l.open) > 0 {
 			n.w.Errorf("%s: EvDown with %d ops open", n.name, len(l.open))
 		}
@@ -147,6 +154,9 @@ func (n *node) register(r mem.Region) transport.Key {
 // close closes the Fabric once more or for the first time.
 func (n *node) close() {
 	n.closed = true
+	for _, l := range n.links {
+		l.forgive()
+	}
 	if err := n.f.Close(); err != nil {
 		n.w.Errorf("%s: close: %v", n.name, err)
 	}

@@ -78,11 +78,11 @@ func testPressureWrites(w *world) {
 			return dst.write(0, uint32(i), part(src, 0, size))
 		})
 		got := map[uint32]bool{}
-		b.onWritten = func(imm uint32, n uint64) {
-			if n != size || got[imm] || int(imm) >= taken {
-				w.Errorf("write %d of %d bytes came twice or was never posted", imm, n)
+		b.onWritten = func(number uint32, n uint64) {
+			if n != size || got[number] || int(number) >= taken {
+				w.Errorf("write %d of %d bytes came twice or was never posted", number, n)
 			}
-			got[imm] = true
+			got[number] = true
 		}
 		b.n.asleep = false
 		w.until("all that was taken arrives", func() bool { return len(got) == taken && a.idle() })

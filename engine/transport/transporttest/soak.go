@@ -32,7 +32,7 @@ type lane struct {
 	src         mem.Span
 	slots       [laneSlots]slot
 	bySource    map[uint64]*slot // by the op's User
-	byImm       map[uint32]*slot
+	byNumber    map[uint32]*slot
 	writes      uint32 // posted so far
 	frames, got uint32
 	cut         bool // the Conn was closed: ops may fail
@@ -44,12 +44,12 @@ type slot struct {
 	off, n      uint64 // of the write in the slot
 	seed        uint64
 	sourceInUse bool // until EvDone
-	targetInUse bool // until EvWritten
+	targetInUse bool // until its mark
 }
 
 func newLane(w *world, from, to *link, dst target, src mem.Span) *lane {
 	l := &lane{w: w, from: from, to: to, dst: dst, src: src,
-		bySource: map[uint64]*slot{}, byImm: map[uint32]*slot{}}
+		bySource: map[uint64]*slot{}, byNumber: map[uint32]*slot{}}
 	for i := range l.slots {
 		l.slots[i].at = uint64(i) * slotBytes
 	}
@@ -69,17 +69,17 @@ func (l *lane) done(user uint64, err error) {
 	}
 }
 
-func (l *lane) written(imm uint32, n uint64) {
-	s := l.byImm[imm]
+func (l *lane) written(number uint32, n uint64) {
+	s := l.byNumber[number]
 	if s == nil || s.n != n {
-		l.w.Errorf("write %d of %d bytes was not posted", imm, n)
+		l.w.Errorf("write %d of %d bytes was not posted", number, n)
 		return
 	}
 	l.w.holds("soak: target", part(l.dst.Span(), s.at+s.off, n), s.seed)
 	l.w.poison(part(l.dst.Span(), s.at+s.off, n))
 	l.w.untouched("soak: around the target", part(l.dst.Span(), s.at, slotBytes))
 	s.targetInUse = false
-	delete(l.byImm, imm)
+	delete(l.byNumber, number)
 }
 
 func (l *lane) frame(data []byte) {
@@ -98,7 +98,7 @@ func (l *lane) frame(data []byte) {
 func (l *lane) post(r *rand.Rand) {
 	var ops []transport.Op
 	var used []*slot // of the ops, nil for a frame
-	number, imm := l.frames, l.writes
+	number, write := l.frames, l.writes
 	for range 1 + r.IntN(5) {
 		if r.IntN(3) == 0 {
 			b := pattern(uint64(number), 4+r.Uint64N(1<<r.IntN(14)))
@@ -118,9 +118,9 @@ func (l *lane) post(r *rand.Rand) {
 		where := r.Uint64N(slotBytes - s.n + 1)
 		src := part(l.src, s.at+where, s.n)
 		l.w.fill(src, s.seed)
-		ops = append(ops, l.dst.write(s.at+s.off, imm, spans(src, r.Uint64N(s.n+1))...))
+		ops = append(ops, l.dst.write(s.at+s.off, write, spans(src, r.Uint64N(s.n+1))...))
 		used = append(used, s)
-		imm++
+		write++
 	}
 	if len(ops) == 0 {
 		return
@@ -132,7 +132,7 @@ func (l *lane) post(r *rand.Rand) {
 		case s == nil && i < k:
 			l.frames++
 		case s != nil && i < k:
-			l.bySource[ops[i].User], l.byImm[ops[i].Imm] = s, s
+			l.bySource[ops[i].User], l.byNumber[ops[i].Loan] = s, s
 			l.writes++
 		case s != nil:
 			s.sourceInUse, s.targetInUse = false, false
@@ -141,7 +141,7 @@ func (l *lane) post(r *rand.Rand) {
 }
 
 // quiet says whether all that was taken has ended and arrived.
-func (l *lane) quiet() bool { return l.from.idle() && len(l.byImm) == 0 && l.got == l.frames }
+func (l *lane) quiet() bool { return l.from.idle() && len(l.byNumber) == 0 && l.got == l.frames }
 
 // A path is one Conn under soak.
 type path struct {

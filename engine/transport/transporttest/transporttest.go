@@ -20,6 +20,7 @@ package transporttest
 import (
 	"slices"
 	"testing"
+	"time"
 
 	"fserver/engine/transport"
 )
@@ -48,6 +49,11 @@ type Bed struct {
 	// Offloads says that something else than the CPU makes the writes, so that no
 	// Poll of either side shares its time with them.
 	Offloads bool
+	// Alone says that a peer's device writes here without anybody's help, once it has been
+	// shown the memory: nobody can refuse it a key that is bound to another peer.
+	Alone bool
+	// Pause is for how long Post may take nothing and go on by itself; 0: 100 ms.
+	Pause time.Duration
 	// Kill ends a Fabric as the death of its process would: its peers are not
 	// told, they find out. The test still calls Close. nil skips the tests
 	// that need it.

@@ -1,0 +1,136 @@
+package cudaipc
+
+import (
+	"fmt"
+	"time"
+
+	"fserver/engine/transport"
+)
+
+// What one Conn holds back at most. A peer whose user keeps to a window of requests that are
+// not answered, as exchange does with 4096, never has so many frames under way behind its
+// writes; the Conn of one that sends more ends.
+const (
+	heldMost  = 1 << 13
+	heldBytes = 64 << 20
+)
+
+// held is a frame or a loan that has arrived before the writes in front of it have landed.
+type held struct {
+	ev     transport.Event
+	number uint64 // of the peer's mapped writes that must have landed
+	landed uint64 // number of the copy from a shadow that must have ended
+	data   []byte // of the frame; the next one in this place uses it again
+	poll   uint64 // the Poll that gave it last, whose user may still read data
+}
+
+// queue is a ring of what is held, in the order of its arrival.
+type queue struct {
+	list     []held
+	first, n int
+	bytes    int
+}
+
+func (q *queue) at(i int) *held { return &q.list[(q.first+i)%len(q.list)] }
+
+// push holds an event back.
+func (q *queue) push(e *transport.Event, number, landed, poll uint64) error {
+	if q.n == heldMost || q.n > 0 && q.bytes+len(e.Data) > heldBytes {
+		return fmt.Errorf("the peer sent more than %d frames, or %d bytes, behind writes that have not landed", heldMost, heldBytes)
+	}
+	if q.n == len(q.list) {
+		list := make([]held, max(8, 2*q.n))
+		for i := range q.n {
+			list[i] = *q.at(i)
+		}
+		q.list, q.first = list, 0
+	}
+	h := q.at(q.n)
+	if h.poll == poll {
+		h.data = nil
+	}
+	h.data = append(h.data[:0], e.Data...)
+	h.ev, h.number, h.landed = *e, number, landed
+	h.ev.Data = h.data
+	q.bytes += len(e.Data)
+	q.n++
+	return nil
+}
+
+// pop takes the oldest event out. Its data is valid until the next Poll.
+func (q *queue) pop(poll uint64) transport.Event {
+	h := q.at(0)
+	e := h.ev
+	h.ev, h.poll = transport.Event{}, poll
+	h.data = trim(h.data)
+	q.bytes -= len(e.Data)
+	q.first = (q.first + 1) % len(q.list)
+	q.n--
+	return e
+}
+
+// arrive gives an event of the peer's, for which p has room, or holds it back until its
+// number and the copies from shadows that have begun are reached, and what came before it is
+// given. One that passes waits neither for numbers nor for what does. Copies from shadows
+// wait for nothing, so it does wait for them: some are of host memory.
+func (c *Conn) arrive(e *transport.Event, number uint64, passes bool, p *poll) error {
+	q := &c.held[0]
+	if passes {
+		q = &c.held[1]
+	}
+	landed := c.landed
+	if c.f.in.reached(landed) {
+		landed = 0
+	}
+	if q.n == 0 && landed == 0 && c.reached(number) {
+		p.put(*e)
+		return nil
+	}
+	c.wake()
+	err := q.push(e, number, landed, c.f.polls)
+	if err != nil {
+		drop(e)
+	}
+	return err
+}
+
+// reached says whether so many mapped writes of the peer's have landed.
+func (c *Conn) reached(number uint64) bool {
+	return number == 0 || c.theirs.done.Load() >= number
+}
+
+// holds says whether anything is held.
+func (c *Conn) holds() bool { return c.held[0].n+c.held[1].n != 0 }
+
+// give gives what is held and need not be any more, as far as p has room. What waits for
+// mapped writes when the Conn has ended is given up a little later: the peer may live, and
+// its copies wait behind a kernel.
+func (c *Conn) give(p *poll) {
+	for i := range c.held {
+		q := &c.held[i]
+		for q.n > 0 && p.room() {
+			h := q.at(0)
+			if !c.f.in.reached(h.landed) {
+				break
+			}
+			if !c.reached(h.number) {
+				if c.over != nil && time.Since(c.since) > lastWrites {
+					c.giveUp()
+				}
+				break
+			}
+			p.put(q.pop(c.f.polls))
+		}
+	}
+}
+
+// giveUp drops what is held.
+func (c *Conn) giveUp() {
+	for i := range c.held {
+		for q := &c.held[i]; q.n > 0; {
+			e := q.pop(c.f.polls)
+			drop(&e)
+		}
+	}
+	drop(&c.loan)
+}

@@ -1,0 +1,245 @@
+package cudaipc
+
+import (
+	"fmt"
+
+	"fserver/cshim/cuda"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// job is what an operation of inner belongs to.
+type job struct {
+	kind uint8
+	user uint64 // jobUser
+	item uint32 // jobPiece
+	buf  int8   // jobPiece: the piece's buffer
+	last bool   // jobPiece: the last one of the item
+}
+
+const (
+	jobUser  = iota + 1 // an operation of the user's own
+	jobPiece            // a piece of a write
+)
+
+// item is an operation that a GPU has to do with, or one that waits for such.
+type item struct {
+	op     transport.Op
+	n      uint64 // bytes
+	way    uint8
+	number uint64 // wayMapped: of the write; wayBehind: of the last one before
+	sent   uint64 // wayStaged: bytes whose copy has been started
+	lift   bool   // it goes to GPU memory
+	err    error
+	over   bool   // it has been told
+	frame  []byte // of op; the next one in this place uses it again
+}
+
+const (
+	wayNone   = iota // not decided
+	wayHeld          // host memory, behind a point in a stream
+	wayBehind        // a frame or a loan, behind what was posted before it
+	wayMapped        // into the peer's memory
+	wayStaged        // in pieces, through host memory
+)
+
+// queueMost bounds the bytes of the frames that wait in items, but for one.
+const queueMost = 4 << 20
+
+// order posts a frame or a loan, behind what has been posted unless it passes.
+func (c *Conn) order(op *transport.Op) (taken bool, err error) {
+	if op.Passes {
+		return c.send(op, 0)
+	}
+	if c.next != c.last {
+		c.advance()
+	}
+	switch {
+	case c.over != nil:
+		return false, c.over
+	case c.next == c.last && !c.lane.queued():
+		return c.send(op, c.ahead())
+	case len(op.Frame) > transport.MaxFrame:
+		return false, fmt.Errorf("cudaipc: post: frame of %d bytes: at most %d", len(op.Frame), transport.MaxFrame)
+	case c.queued > 0 && c.queued+len(op.Frame) > queueMost:
+		return false, nil
+	}
+	return c.queue(op, 0)
+}
+
+// ahead is the number of the newest mapped write, if it is not over.
+func (c *Conn) ahead() uint64 {
+	if s := c.seg(); s != nil {
+		if n := s.begun.Load(); s.done.Load() < n {
+			return n
+		}
+	}
+	return 0
+}
+
+// queue makes an operation of n bytes an item.
+func (c *Conn) queue(op *transport.Op, n uint64) (taken bool, err error) {
+	if c.last-c.first == depth {
+		return false, nil
+	}
+	if c.items == nil {
+		if err := c.equip(); err != nil {
+			c.fail(err)
+			return false, c.over
+		}
+	}
+	it := &c.items[c.last%depth]
+	*it = item{op: *op, n: n, lift: op.Kind == transport.OpWrite && n > 0 && ofGPU(op.Key), frame: append(it.frame, op.Frame...)}
+	it.op.Frame = it.frame
+	c.queued += len(it.frame)
+	c.last++
+	return true, nil
+}
+
+// finish takes the end of an operation of inner.
+func (c *Conn) finish(at uint64, err error) {
+	if at == 0 {
+		return
+	}
+	j := c.jobs[at]
+	c.spare = append(c.spare, at)
+	if j.kind == jobUser {
+		c.done(j.user, err)
+		return
+	}
+	c.lane.buffers |= 1 << j.buf
+	it := &c.items[j.item%depth]
+	if it.err == nil {
+		it.err = err
+	}
+	if j.last {
+		c.complete(it, it.err)
+	}
+	c.wake()
+}
+
+// complete ends an item.
+func (c *Conn) complete(it *item, err error) {
+	if !it.over {
+		user := it.op.User
+		c.handed(it)
+		c.done(user, err)
+	}
+}
+
+// handed is for an item that nothing more is to be done for: inner has it and tells of its
+// end, or it has ended.
+func (c *Conn) handed(it *item) {
+	c.queued -= len(it.frame)
+	it.over, it.op, it.frame = true, transport.Op{}, trim(it.frame)
+}
+
+// advance starts what can be started and notes what has ended.
+func (c *Conn) advance() {
+	if c.first == c.last {
+		return
+	}
+	for c.over == nil && c.next != c.last && c.start(&c.items[c.next%depth]) {
+		c.next++
+	}
+	c.forward()
+	done := c.seg().done.Load()
+	for i := c.first; i != c.last; i++ {
+		it := &c.items[i%depth]
+		switch {
+		case it.over:
+		case it.way == wayMapped && it.number != 0:
+			if it.number <= done {
+				c.complete(it, nil)
+			} else if c.lane.broken {
+				c.complete(it, c.over)
+			}
+		case c.over != nil && !c.lane.uses(i):
+			c.complete(it, c.over)
+		}
+	}
+	for c.first != c.last && c.items[c.first%depth].over {
+		c.first++
+	}
+	if int32(c.next-c.first) < 0 { // it ended before it was started
+		c.next = c.first
+	}
+}
+
+// start starts an item, or goes on with it; true when nothing is left to start.
+func (c *Conn) start(it *item) bool {
+	if it.way == wayNone && !c.decide(it) {
+		return false
+	}
+	switch it.way {
+	case wayHeld:
+		passed, err := c.f.dev.Passed(cuda.Event(it.op.After.Event))
+		switch {
+		case err != nil:
+			c.fail(err)
+			return false
+		case !passed:
+			return false
+		case it.op.Kind == transport.OpWrite:
+			taken, err := c.write(&it.op, it.n, it.lift, job{kind: jobUser, user: it.op.User})
+			return c.took(it, taken, err)
+		}
+		it.way = wayBehind
+		fallthrough
+	case wayBehind:
+		it.number = c.ahead()
+		if !c.lane.queued() {
+			return c.dispatch(it)
+		}
+		c.lane.pending = append(c.lane.pending, piece{item: c.next, number: c.lane.staged})
+		return true
+	case wayMapped:
+		return true
+	}
+	return c.stage(it)
+}
+
+// dispatch hands inner a frame or a loan whose turn has come.
+func (c *Conn) dispatch(it *item) bool {
+	taken, err := c.send(&it.op, it.number)
+	return c.took(it, taken, err)
+}
+
+// took notes that inner has taken an item, if it has.
+func (c *Conn) took(it *item, taken bool, err error) bool {
+	if taken {
+		c.handed(it)
+	} else if err != nil {
+		c.fail(err)
+	}
+	return taken
+}
+
+// decide finds the way of an item; false if that is not known yet.
+func (c *Conn) decide(it *item) bool {
+	switch {
+	case it.op.Kind != transport.OpWrite && it.op.After.Event == 0, it.op.Kind == transport.OpFrame:
+		it.way = wayBehind
+		return true
+	case it.op.Dev == mem.CPU || it.n == 0:
+		it.way = wayHeld
+		return true
+	}
+	var r remote
+	if !r.decode(it.op.Key) {
+		it.way = wayStaged
+		return true
+	}
+	switch c.mapInto(it, &r) {
+	case tryAgain:
+		return false
+	case tryDone:
+		it.way = wayMapped
+	default:
+		it.way = wayStaged
+	}
+	return c.over == nil
+}
+
+// seg is our segment; there is one when there are items.
+func (c *Conn) seg() *segment { return c.lane.seg }

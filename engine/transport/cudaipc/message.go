@@ -1,0 +1,250 @@
+package cudaipc
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"fserver/engine/transport"
+)
+
+// escape starts every frame that means something to this package. A frame of the user's that
+// starts with it gets a header; package wire has no message that does.
+const escape = 0xff
+
+// The kinds of frames that start with escape, and what follows the kind.
+const (
+	kindFrame        = iota + 1 // a number, a frame of the user's
+	kindFramePass               // 0, a frame of the user's that passes
+	kindMore                    // 0, the beginning of a frame that is too large with its header
+	kindLoan                    // a number: the loan before is given then
+	kindLoanPass                // 0: the loan before passes
+	kindLift                    // a key, its token, offset, length: what has been written there
+	kindIntroduction            // 0: two loans follow
+)
+
+// A number is that of the mapped writes of the Conn that have to be there first.
+const (
+	headLen = 2 + 8
+	liftLen = 2 + 4*8
+)
+
+func appendHead(b []byte, kind uint8, number uint64) []byte {
+	return binary.LittleEndian.AppendUint64(append(b, escape, kind), number)
+}
+
+// send hands inner a frame or a loan of the user's that comes behind so many mapped writes.
+// Until the Conn has written to GPU memory of the peer, nothing waits there, and loans and
+// frames that pass need no header.
+func (c *Conn) send(op *transport.Op, number uint64) (taken bool, err error) {
+	if !c.flush() || op.Kind == transport.OpLend && c.introducing() {
+		return false, nil
+	}
+	j := job{kind: jobUser, user: op.User}
+	passes := op.Passes && c.marks
+	if op.Kind == transport.OpLend {
+		if c.marks {
+			c.trailer = appendHead(c.trailer, pick(passes, kindLoanPass, kindLoan), number)
+		}
+		return c.pass(op, j)
+	}
+	b := op.Frame
+	bare := number == 0 && !passes && (len(b) == 0 || b[0] != escape)
+	if bare || len(b) > transport.MaxFrame { // that one inner refuses
+		return c.pass(op, j)
+	}
+	kind := pick(passes, kindFramePass, kindFrame)
+	if len(b) > transport.MaxFrame-headLen {
+		c.trailer = append(appendHead(c.trailer, kind, number), b[len(b)/2:]...)
+		b, kind, number = b[:len(b)/2], kindMore, 0
+	}
+	c.head = append(appendHead(c.head[:0], kind, number), b...)
+	out := transport.Op{Kind: transport.OpFrame, Frame: c.head}
+	taken, err = c.pass(&out, j)
+	c.head = trim(c.head)
+	return taken, err
+}
+
+func pick(passes bool, yes, no uint8) uint8 {
+	if passes {
+		return yes
+	}
+	return no
+}
+
+// keepMost is the largest buffer of a frame that is kept for the next one.
+const keepMost = 64 << 10
+
+// trim returns b as a buffer for the next frame, or nothing if it is large.
+func trim(b []byte) []byte {
+	if cap(b) > keepMost {
+		return nil
+	}
+	return b[:0]
+}
+
+// write hands inner a write of n bytes of host memory, and has the peer lift it if it goes
+// to a GPU.
+func (c *Conn) write(op *transport.Op, n uint64, lift bool, j job) (taken bool, err error) {
+	if !c.flush() {
+		return false, nil
+	}
+	if lift {
+		b := append(c.trailer, escape, kindLift)
+		for _, v := range [...]uint64{op.Key.ID, op.Key.Token, op.Off, n} {
+			b = binary.LittleEndian.AppendUint64(b, v)
+		}
+		c.trailer = b
+	}
+	taken, err = c.pass(op, j)
+	c.marks = c.marks || taken && lift
+	return taken, err
+}
+
+// pass hands inner an operation, and c.trailer right behind it. If inner takes only the
+// first, the trailer stays, and goes before anything else: see flush.
+func (c *Conn) pass(op *transport.Op, j job) (taken bool, err error) {
+	var at uint64
+	if n := len(c.spare); n > 0 {
+		at, c.spare = c.spare[n-1], c.spare[:n-1]
+		c.jobs[at] = j
+	} else {
+		at = uint64(len(c.jobs))
+		c.jobs = append(c.jobs, j)
+	}
+	c.scratch[0] = *op
+	c.scratch[0].User, c.scratch[0].After, c.scratch[0].Dev = at, transport.Point{}, 0
+	ops := c.scratch[:1]
+	if len(c.trailer) > 0 {
+		c.scratch[1] = transport.Op{Kind: transport.OpFrame, Frame: c.trailer}
+		ops = c.scratch[:2]
+	}
+	k, err := c.inner.Post(ops)
+	clear(c.scratch[:])
+	c.open += k
+	if k == 0 {
+		c.spare = append(c.spare, at)
+	}
+	if k == 0 || k == len(ops) {
+		c.trailer = trim(c.trailer)
+	} else {
+		c.wake()
+	}
+	return k > 0, err
+}
+
+// flush hands inner the trailer that it has not taken yet; false is back-pressure.
+func (c *Conn) flush() bool {
+	if len(c.trailer) > 0 && c.signal(transport.Op{Kind: transport.OpFrame, Frame: c.trailer}) {
+		c.trailer = trim(c.trailer)
+	}
+	return len(c.trailer) == 0
+}
+
+// signal posts an operation of ours that belongs to nothing; false is back-pressure.
+func (c *Conn) signal(op transport.Op) bool {
+	c.scratch[0] = op
+	k, _ := c.inner.Post(c.scratch[:1])
+	c.scratch[0] = transport.Op{}
+	c.open += k
+	return k == 1
+}
+
+// parse reads the head of a frame that starts with escape.
+func parse(b []byte) (kind uint8, number uint64, err error) {
+	known := false
+	if len(b) >= headLen {
+		switch kind = b[1]; kind {
+		case kindFrame, kindFramePass, kindMore:
+			known = true
+		case kindLoan, kindLoanPass, kindIntroduction:
+			known = len(b) == headLen
+		case kindLift:
+			known = len(b) == liftLen
+		}
+	}
+	if !known {
+		return 0, 0, fmt.Errorf("the peer sent a message of kind %d and %d bytes, which this version does not know (run the same version of fserver on both sides)", kind, len(b))
+	}
+	if kind != kindLift {
+		number = word(b, 0)
+	}
+	if number > 0 && kind != kindFrame && kind != kindLoan {
+		return 0, 0, fmt.Errorf("the peer sent a message of kind %d with the number %d, want 0", kind, number)
+	}
+	return kind, number, nil
+}
+
+// word is the i-th number behind the kind.
+func word(b []byte, i int) uint64 { return binary.LittleEndian.Uint64(b[2+8*i:]) }
+
+// message takes a frame of inner, for which p has room.
+func (c *Conn) message(b []byte, p *poll) error {
+	kind, number := uint8(kindFrame), uint64(0)
+	if len(b) > 0 && b[0] == escape {
+		var err error
+		if kind, number, err = parse(b); err != nil {
+			return err
+		}
+	} else if c.beginning {
+		return errBeginning
+	}
+	switch {
+	case c.beginning && kind != kindFrame && kind != kindFramePass:
+		return errBeginning
+	case number > 0 && (c.theirs == nil || number > c.theirs.begun.Load()):
+		return fmt.Errorf("the peer sent a frame that waits for its write %d, which it has not begun", number)
+	}
+	switch kind {
+	case kindLift:
+		c.marked = true
+		return c.f.lift(c, transport.Key{ID: word(b, 0), Token: word(b, 1)}, word(b, 2), word(b, 3))
+	case kindIntroduction:
+		c.marked = true
+		return c.meet()
+	case kindLoan, kindLoanPass:
+		v := c.loan
+		if c.loan = (transport.Event{}); v.View == nil {
+			return errors.New("the peer announced a loan, but did not lend the memory")
+		}
+		return c.arrive(&v, number, kind == kindLoanPass, p)
+	case kindMore:
+		c.partial, c.beginning = append(c.partial[:0], b[headLen:]...), true
+		return nil
+	}
+	return c.frame(b, number, kind == kindFramePass, p)
+}
+
+// frame takes a frame of the user's, with or without a head.
+func (c *Conn) frame(b []byte, number uint64, passes bool, p *poll) error {
+	if len(b) > 0 && b[0] == escape {
+		b = b[headLen:]
+	}
+	if c.beginning {
+		b = append(c.partial, b...)
+		c.partial, c.beginning = nil, false
+	}
+	if len(b) > transport.MaxFrame {
+		return fmt.Errorf("the peer sent a frame of %d bytes, want at most %d", len(b), transport.MaxFrame)
+	}
+	return c.arrive(&transport.Event{Kind: transport.EvFrame, Conn: c.self, Data: b}, number, passes, p)
+}
+
+var errBeginning = errors.New("the peer sent the beginning of a frame, and then not its end")
+
+// lent takes a loan of inner.
+func (c *Conn) lent(e *transport.Event, p *poll) error {
+	out := *e
+	out.Conn = c.self
+	switch {
+	case c.expect > 0:
+		return c.greeted(e)
+	case !c.marked:
+		return c.arrive(&out, 0, false, p)
+	case c.loan.View != nil:
+		drop(e)
+		return errors.New("the peer lent memory twice, and announced one loan")
+	}
+	c.loan = out // given, or held, when the peer has said behind what it comes
+	return nil
+}

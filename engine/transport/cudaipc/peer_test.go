@@ -1,0 +1,366 @@
+package cudaipc
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/cshim/cuda"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/cudaipc/fakegpu"
+)
+
+// TestMappingFails: what cannot be mapped is staged.
+func TestMappingFails(t *testing.T) {
+	for _, call := range []string{"ImportIPC", "ExportIPC"} {
+		g := fakegpu.New()
+		a, b := pairOf(t, g, overCMA, true)
+		src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
+		g.Fail(call, 1)
+		k := b.key(t, dst)
+		a.post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		require.NoError(t, a.done[0])
+		require.Equal(t, uint64(3<<20), b.writes[0].Len)
+		require.Equal(t, []uint64{k.ID, 0}, []uint64{b.writes[0].Key, b.writes[0].Off})
+		holds(t, g, dst, 5)
+		require.NotEqual(t, "cudaipc", a.c.(transport.Teller).Via())
+	}
+}
+
+// TestNobodyMapsUnseen: a side writes nothing by mapping before the other knows whom to
+// wait for at the end of a key.
+func TestNobodyMapsUnseen(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 8192, 1)
+	there := b.key(t, mem.Region{Addr: dst.Addr, Len: 4096, Dev: dst.Dev})
+	back := a.key(t, mem.Region{Addr: dst.Addr + 4096, Len: 4096, Dev: dst.Dev})
+	point, open := heldUp(t, g, b.f)
+	a.post(t, write(there, src, transport.Point{}))
+	from, to := b.f.conns[b.c.(lendingConn).inner], a.f.conns[a.c.(lendingConn).inner]
+	for from.shown < introduction {
+		b.poll(t)
+	}
+	b.post(t, write(back, src, point))
+	require.Nil(t, to.theirs)
+	require.Zero(t, from.lane.seg.begun.Load())
+	until(t, a, b, func() bool { return from.lane.seg.begun.Load() == 1 })
+	require.NotNil(t, to.theirs)
+	open()
+	until(t, a, b, func() bool { return len(a.writes) == 1 && len(b.writes) == 1 && len(b.done) == 1 })
+	holds(t, g, dst, 5)
+	require.NoError(t, errors.Join(b.f.Deregister(there), a.f.Deregister(back)))
+}
+
+// miser is a Lender that lends nothing.
+type miser struct{}
+
+func (miser) Lends(mem.Span) bool { return false }
+
+// TestNothingToLend: a side that cannot introduce itself, as too much is lent to the peer
+// already, writes by another way.
+func TestNothingToLend(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k := b.key(t, dst)
+	a.f.conns[a.c.(lendingConn).inner].lender = miser{}
+	a.post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	holds(t, g, dst, 5)
+	require.Equal(t, "cma", a.c.(transport.Teller).Via())
+}
+
+// TestLoanBesideIntroduction: a loan that waited for a stream does not come into the
+// middle of the introduction, where the peer would take it for one of that.
+func TestLoanBesideIntroduction(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	shared, err := mem.NewShared(4096)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
+	point, open := heldUp(t, g, a.f)
+	loan := transport.Op{Kind: transport.OpLend, Src: []mem.Span{shared.Region().Span()}, After: point}
+	require.True(t, a.c.(transport.Lender).Lends(loan.Src[0]))
+	n, err := a.c.Post([]transport.Op{loan})
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	c := a.f.conns[a.c.(lendingConn).inner]
+	c.shown = 1
+	open()
+	for passed := false; !passed; {
+		passed, err = g.Passed(cuda.Event(point.Event))
+		require.NoError(t, err)
+	}
+	a.poll(t)
+	require.Zero(t, c.open)
+	c.shown = introduction
+	until(t, a, b, func() bool { return len(a.done) == 1 })
+	require.NoError(t, a.done[0])
+}
+
+// view is a GPU as one process sees it: with a number of that process, and the GPUs whose
+// memory it reaches there.
+type view struct {
+	*fakegpu.GPU
+	ordinal int
+	uuid    cuda.UUID
+	near    cuda.UUID
+	asked   []cuda.UUID
+}
+
+func (v *view) Ordinal() int    { return v.ordinal }
+func (v *view) UUID() cuda.UUID { return v.uuid }
+
+func (v *view) Reach(u cuda.UUID) error {
+	if v.asked = append(v.asked, u); u != v.near {
+		return errors.New("no way")
+	}
+	return nil
+}
+
+// TestNumbersOfGPUs: what numbers two processes have for their GPUs changes nothing.
+// Memory of this process is reached by the GPU's UUID, that of another by handles.
+func TestNumbersOfGPUs(t *testing.T) {
+	x, y := cuda.UUID{7}, cuda.UUID{8}
+	for _, c := range []struct {
+		name    string
+		a, b    int // numbers of x and of y
+		own     bool
+		near    cuda.UUID
+		imports int
+		via     string
+	}{
+		{name: "both, each sees one", imports: 1, via: "cudaipc"},
+		{name: "both, in the same order", b: 1, imports: 1, via: "cudaipc"},
+		{name: "both, each in its order", a: 1, b: 1, imports: 1, via: "cudaipc"},
+		{name: "one process", b: 1, own: true, near: y, via: "cudaipc"},
+		{name: "one process, the other order", a: 1, own: true, near: y, via: "cudaipc"},
+		{name: "one process, out of reach", b: 1, own: true, via: "cma"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, overCMA, true)
+			va := &view{GPU: g, ordinal: c.a, uuid: x, near: c.near}
+			a.f.dev, a.f.o.Device = va, va
+			vb := &view{GPU: g, ordinal: c.b, uuid: y}
+			b.f.dev, b.f.o.Device = vb, vb
+			if c.own {
+				b.f.secret = a.f.secret
+			}
+			src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
+			src.Dev, dst.Dev = mem.GPU(c.a), mem.GPU(c.b)
+			k := b.key(t, dst)
+			a.post(t, write(k, src, transport.Point{}))
+			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+			require.NoError(t, a.done[0])
+			holds(t, g, dst, 5)
+			require.Equal(t, c.imports, g.Imports())
+			require.Contains(t, a.c.(transport.Teller).Via(), c.via)
+			if c.own {
+				require.Equal(t, []cuda.UUID{y}, va.asked)
+			} else {
+				require.Empty(t, va.asked)
+			}
+		})
+	}
+}
+
+// TestMappingsEnd: a mapping is made once, lives on while a key of its allocation
+// does, and is closed when there has been none for a while, or when other memory
+// comes to lie there.
+func TestMappingsEnd(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 1<<20, 1)
+	send := func(k transport.Key) {
+		a.done, b.writes = nil, nil
+		a.post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	}
+	for i := range uint64(20) {
+		k := b.key(t, mem.Region{Addr: dst.Addr + uintptr(i)*4096, Len: 8192, Dev: dst.Dev})
+		send(k)
+		require.Equal(t, 1, g.Imports())
+		if i > 0 {
+			require.NoError(t, b.f.Deregister(k))
+		}
+	}
+	k := b.key(t, dst)
+	send(k)
+	require.Equal(t, "cudaipc", a.c.(transport.Teller).Via())
+	conn := a.f.conns[a.c.(lendingConn).inner]
+	require.Len(t, conn.ways, 21) // those of keys that are gone are swept with time
+	a.f.mu.Lock()
+	conn.sweep()
+	require.Len(t, conn.ways, 2)
+	a.f.mu.Unlock()
+	require.Equal(t, 1, g.Imports())
+
+	for _, r := range b.f.regions {
+		require.NoError(t, b.f.Deregister(r.key))
+	}
+	for range 2 {
+		a.f.scan = time.Time{}
+		a.f.FD()
+		a.poll(t)
+	}
+	until(t, a, b, func() bool { return g.Imports() == 0 })
+	require.Empty(t, conn.ways)
+}
+
+// lateToClose closes mappings when it is told to.
+type lateToClose struct {
+	*fakegpu.GPU
+	began, now chan struct{}
+}
+
+func (d lateToClose) CloseIPC(base uint64) error {
+	close(d.began)
+	<-d.now
+	return d.GPU.CloseIPC(base)
+}
+
+// TestMappingsEndLater: a mapping without a use stays while kernels may wait for messages,
+// for its next use; and nobody waits for a driver that waits for its GPU before it closes one; the same memory
+// goes by the host meanwhile.
+func TestMappingsEndLater(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	conn := a.f.conns[a.c.(lendingConn).inner]
+	send := func(k transport.Key) {
+		a.done, b.writes = nil, nil
+		a.post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		holds(t, g, dst, 5)
+	}
+	sweep := func() {
+		a.f.scan = time.Time{}
+		a.f.FD()
+		a.poll(t)
+	}
+	k := b.key(t, dst)
+	send(k)
+	at := conn.maps[0].at
+	a.f.o.Later.Hold()
+	require.NoError(t, b.f.Deregister(k))
+	sweep()
+	sweep()
+	require.NotNil(t, conn.maps[0].chore) // it is counted
+	k = b.key(t, dst)
+	send(k)
+	require.Len(t, conn.maps, 1)
+	require.Equal(t, at, conn.maps[0].at)
+	require.Nil(t, conn.maps[0].chore)
+
+	a.f.o.Later.Release()
+	require.NoError(t, b.f.Deregister(k))
+	now, began := make(chan struct{}), make(chan struct{})
+	a.f.o.Device = lateToClose{g, began, now}
+	sweep()
+	sweep()
+	<-began
+	k = b.key(t, dst)
+	send(k)
+	require.Empty(t, conn.ways)
+	require.Equal(t, 1, g.Imports())
+	close(now)
+	require.True(t, a.f.o.Later.Wait(time.Second))
+	require.Zero(t, g.Imports())
+	a.f.o.Device = g
+	send(k)
+	require.Len(t, conn.ways, 1)
+	require.Equal(t, 1, g.Imports())
+}
+
+// TestAddressIsTaken: what lies where something else of the peer's is still mapped from goes
+// by the host until that is not there.
+func TestAddressIsTaken(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA, true)
+	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+	k := b.key(t, dst)
+	send := func() {
+		a.done, b.writes = nil, nil
+		a.post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		holds(t, g, dst, 5)
+	}
+	g.Fail(fakegpu.Mapped, 1)
+	send()
+	send()
+	require.Zero(t, g.Imports())
+	a.f.scan = time.Time{}
+	a.f.FD() // ticks
+	a.poll(t)
+	send()
+	require.Equal(t, 1, g.Imports())
+}
+
+// TestWaysEnd: keys that are gone are forgotten, also where nothing of the peer's could
+// be mapped, or needs to be.
+func TestWaysEnd(t *testing.T) {
+	for _, own := range []bool{false, true} {
+		g := fakegpu.New()
+		a, b := pairOf(t, g, overCMA, true)
+		if own {
+			b.f.secret = a.f.secret
+		}
+		src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
+		g.Fail("ImportIPC", 20)
+		for range 20 {
+			a.done, b.writes = nil, nil
+			k := b.key(t, dst)
+			a.post(t, write(k, src, transport.Point{}))
+			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+			require.NoError(t, b.f.Deregister(k))
+		}
+		require.Zero(t, g.Imports())
+		c := a.f.conns[a.c.(lendingConn).inner]
+		require.NotEmpty(t, c.ways)
+		a.f.scan = time.Time{}
+		a.f.FD() // ticks
+		until(t, a, b, func() bool { return len(c.ways) == 0 })
+	}
+}
+
+// TestSharedPieces: regions that have some pieces in common are mapped side by side, as
+// copies to the first may be under way when the second is first written to.
+func TestSharedPieces(t *testing.T) {
+	g := fakegpu.New()
+	g.Pieces = true
+	a, b := pairOf(t, g, overCMA, true)
+	const piece = 64 << 10
+	src, dst := onGPU(t, g, 2*piece, 5), onGPU(t, g, 3*piece, 1)
+	point, open := heldUp(t, g, a.f)
+	var k transport.Key
+	for i := range uintptr(2) {
+		k = b.key(t, mem.Region{Addr: dst.Addr + i*piece, Len: 2 * piece, Dev: dst.Dev})
+		a.post(t, write(k, src, point))
+		until(t, a, b, func() bool { return g.Imports() == int(i)+1 })
+	}
+	c := a.f.conns[a.c.(lendingConn).inner]
+	until(t, a, b, func() bool { return c.lane.seg.begun.Load() == 2 })
+	require.Len(t, c.maps, 2)
+	open()
+	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
+	holds(t, g, dst, 5)
+
+	a.f.o.Later.Hold() // so the second mapping is put off, which is in nobody's way
+	require.NoError(t, b.f.Deregister(k))
+	until(t, a, b, func() bool {
+		a.f.scan = time.Time{}
+		a.f.FD()
+		return c.maps[1].chore != nil
+	})
+	k = b.key(t, mem.Region{Addr: dst.Addr + 2*piece, Len: piece, Dev: dst.Dev})
+	a.post(t, write(k, mem.Region{Addr: src.Addr, Len: piece, Dev: src.Dev}, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.writes) == 3 && len(a.done) == 3 })
+	require.Equal(t, 3, g.Imports())
+	a.f.o.Later.Release()
+}
