@@ -45,7 +45,7 @@ func (s shape) settings(role string, group, instance int, port string, extra ...
 		fmt.Sprintf("DMLC_NODE_RANK=%d", group),
 		fmt.Sprintf("STEPMESH_GPU=%d", instance),
 		"DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT=" + port,
-		"STEPMESH_BACKEND=CPU", "FSERVER_INIT_TIMEOUT=20", "FSERVER_STOP_TIMEOUT=10",
+		"STEPMESH_BACKEND=CPU", "FSERVER_INIT_TIMEOUT=20", "FSERVER_STOP_TIMEOUT=10", "FSERVER_LOG=warn",
 	}, extra...)
 }
 
