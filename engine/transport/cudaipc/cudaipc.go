@@ -279,7 +279,7 @@ func (f *Fabric) conn(in transport.Conn) *Conn {
 	return c
 }
 
-// forget is for a Conn that nothing more comes of.
+// forget drops a Conn that has no more events to give.
 func (f *Fabric) forget(c *Conn) {
 	c.release()
 	delete(f.conns, c.inner)
@@ -303,7 +303,7 @@ func (f *Fabric) Bind(k transport.Key, conn transport.Conn) error {
 	return nil
 }
 
-// wrapped is the Conn behind one that a Fabric has given; nil if it is inner's.
+// wrapped returns the Conn behind one that a Fabric gave out; nil if that is inner's.
 func wrapped(conn transport.Conn) *Conn {
 	switch v := conn.(type) {
 	case *Conn:

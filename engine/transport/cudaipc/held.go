@@ -7,9 +7,9 @@ import (
 	"fserver/engine/transport"
 )
 
-// What one Conn holds back at most. A peer whose user keeps to a window of requests that are
-// not answered, as exchange does with 4096, never has so many frames under way behind its
-// writes; the Conn of one that sends more ends.
+// The limits of what one queue holds. A peer that sends more loses its Conn. A peer that runs
+// exchange stays far below: it has at most exchange.Window (4096) requests that are not
+// answered, each with one frame, and nobody else sends frames behind writes of GPU memory.
 const (
 	heldMost  = 1 << 13
 	heldBytes = 64 << 20
@@ -18,13 +18,13 @@ const (
 // held is a frame or a loan that has arrived before the writes in front of it have landed.
 type held struct {
 	ev     transport.Event
-	number uint64 // of the peer's mapped writes that must have landed
-	landed uint64 // number of the copy from a shadow that must have ended
-	data   []byte // of the frame; the next one in this place uses it again
-	poll   uint64 // the Poll that gave it last, whose user may still read data
+	number uint64 // of the peer's mapped write that must have landed
+	landed uint64 // of the copy from a shadow that must have ended
+	data   []byte // the bytes of the frame; the buffer is used again
+	poll   uint64 // the Poll that gave data to the user, who may read it until the next
 }
 
-// queue is a ring of what is held, in the order of its arrival.
+// A queue is a ring of held events, in the order of their arrival.
 type queue struct {
 	list     []held
 	first, n int
@@ -69,10 +69,11 @@ func (q *queue) pop(poll uint64) transport.Event {
 	return e
 }
 
-// arrive gives an event of the peer's, for which p has room, or holds it back until its
-// number and the copies from shadows that have begun are reached, and what came before it is
-// given. One that passes waits neither for numbers nor for what does. Copies from shadows
-// wait for nothing, so it does wait for them: some are of host memory.
+// arrive gives an event of the peer's, for which p has room, or holds it until its mapped write
+// has landed, the copies from shadows that the peer has asked for have ended, and the events
+// before it have been given. An event that passes waits for no mapped write, and for none of
+// the events that do not pass. It does wait for the copies from shadows: some are of host
+// memory, and a copy waits for no stream of an application.
 func (c *Conn) arrive(e *transport.Event, number uint64, passes bool, p *poll) error {
 	q := &c.held[0]
 	if passes {
@@ -94,17 +95,16 @@ func (c *Conn) arrive(e *transport.Event, number uint64, passes bool, p *poll) e
 	return err
 }
 
-// reached says whether so many mapped writes of the peer's have landed.
+// reached reports whether mapped write number of the peer has landed; 0 is none.
 func (c *Conn) reached(number uint64) bool {
 	return number == 0 || c.theirs.done.Load() >= number
 }
 
-// holds says whether anything is held.
+// holds reports whether an event is held.
 func (c *Conn) holds() bool { return c.held[0].n+c.held[1].n != 0 }
 
-// give gives what is held and need not be any more, as far as p has room. What waits for
-// mapped writes when the Conn has ended is given up a little later: the peer may live, and
-// its copies wait behind a kernel.
+// give gives the events whose turn has come, as far as p has room. When the Conn has ended,
+// mapped writes may still land: give waits for them for lastWrites, and then drops all events.
 func (c *Conn) give(p *poll) {
 	for i := range c.held {
 		q := &c.held[i]
@@ -124,7 +124,7 @@ func (c *Conn) give(p *poll) {
 	}
 }
 
-// giveUp drops what is held.
+// giveUp drops all held events.
 func (c *Conn) giveUp() {
 	for i := range c.held {
 		for q := &c.held[i]; q.n > 0; {

@@ -8,7 +8,7 @@ import (
 	"fserver/engine/transport"
 )
 
-// job is what an operation of inner belongs to.
+// A job says what an operation of inner belongs to.
 type job struct {
 	kind uint8
 	user uint64 // jobUser
@@ -22,17 +22,17 @@ const (
 	jobPiece            // a piece of a write
 )
 
-// item is an operation that a GPU has to do with, or one that waits for such.
+// An item is an operation that involves a GPU, or a frame or loan that waits for one.
 type item struct {
 	op     transport.Op
 	n      uint64 // bytes
 	way    uint8
 	number uint64 // wayMapped: of the write; wayBehind: of the last one before
 	sent   uint64 // wayStaged: bytes whose copy has been started
-	lift   bool   // it goes to GPU memory
+	lift   bool   // wayHeld, wayStaged: the target is GPU memory
 	err    error
 	over   bool   // it has been told
-	frame  []byte // of op; the next one in this place uses it again
+	frame  []byte // the bytes of op.Frame; the buffer is used again
 }
 
 const (
@@ -43,10 +43,11 @@ const (
 	wayStaged        // in pieces, through host memory
 )
 
-// queueMost bounds the bytes of the frames that wait in items, but for one.
+// queueMost bounds the bytes of the frames in items. A single frame may be larger.
 const queueMost = 4 << 20
 
-// order posts a frame or a loan, behind what has been posted unless it passes.
+// order posts a frame or a loan. One that passes goes to inner at once. Any other one goes when
+// everything before it has been started and is with inner, and else becomes an item.
 func (c *Conn) order(op *transport.Op) (taken bool, err error) {
 	if op.Passes {
 		return c.send(op, 0)
@@ -67,7 +68,7 @@ func (c *Conn) order(op *transport.Op) (taken bool, err error) {
 	return c.queue(op, 0)
 }
 
-// ahead is the number of the newest mapped write, if it is not over.
+// ahead returns the number of the newest mapped write, or 0 if all have ended.
 func (c *Conn) ahead() uint64 {
 	if s := c.seg(); s != nil {
 		if n := s.begun.Load(); s.done.Load() < n {
@@ -77,7 +78,7 @@ func (c *Conn) ahead() uint64 {
 	return 0
 }
 
-// queue makes an operation of n bytes an item.
+// queue appends an item for an operation; n is the bytes of a write.
 func (c *Conn) queue(op *transport.Op, n uint64) (taken bool, err error) {
 	if c.last-c.first == depth {
 		return false, nil
@@ -89,7 +90,7 @@ func (c *Conn) queue(op *transport.Op, n uint64) (taken bool, err error) {
 		}
 	}
 	it := &c.items[c.last%depth]
-	*it = item{op: *op, n: n, lift: op.Kind == transport.OpWrite && n > 0 && ofGPU(op.Key), frame: append(it.frame, op.Frame...)}
+	*it = item{op: *op, n: n, frame: append(it.frame, op.Frame...)}
 	it.op.Frame = it.frame
 	c.queued += len(it.frame)
 	c.last++
@@ -127,8 +128,7 @@ func (c *Conn) complete(it *item, err error) {
 	}
 }
 
-// handed is for an item that nothing more is to be done for: inner has it and tells of its
-// end, or it has ended.
+// handed marks an item as over: it has ended, or inner has it and reports its end.
 func (c *Conn) handed(it *item) {
 	c.queued -= len(it.frame)
 	it.over, it.op, it.frame = true, transport.Op{}, trim(it.frame)
@@ -199,13 +199,13 @@ func (c *Conn) start(it *item) bool {
 	return c.stage(it)
 }
 
-// dispatch hands inner a frame or a loan whose turn has come.
+// dispatch hands a frame or a loan to inner.
 func (c *Conn) dispatch(it *item) bool {
 	taken, err := c.send(&it.op, it.number)
 	return c.took(it, taken, err)
 }
 
-// took notes that inner has taken an item, if it has.
+// took takes what inner said to an item.
 func (c *Conn) took(it *item, taken bool, err error) bool {
 	if taken {
 		c.handed(it)
@@ -222,11 +222,11 @@ func (c *Conn) decide(it *item) bool {
 		it.way = wayBehind
 		return true
 	case it.op.Dev == mem.CPU || it.n == 0:
-		it.way = wayHeld
+		it.way, it.lift = wayHeld, it.n > 0 && ofGPU(it.op.Key)
 		return true
 	}
 	var r remote
-	if !r.decode(it.op.Key) {
+	if it.lift = r.decode(it.op.Key); !it.lift {
 		it.way = wayStaged
 		return true
 	}

@@ -76,8 +76,8 @@ func (l *landing) fail(f *Fabric, err error) {
 	l.broken = err
 }
 
-// lift copies to the GPU n bytes at off that the peer of c has written to the shadow of a
-// region.
+// lift starts the copy of n bytes at off from the shadow of a region to the GPU: the peer of c
+// has written them.
 func (f *Fabric) lift(c *Conn, k transport.Key, off, n uint64) error {
 	r := f.regions[k.ID]
 	switch {

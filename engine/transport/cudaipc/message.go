@@ -8,22 +8,22 @@ import (
 	"fserver/engine/transport"
 )
 
-// escape starts every frame that means something to this package. A frame of the user's that
-// starts with it gets a header; package wire has no message that does.
+// escape is the first byte of every message of this package; docs/wire.md lists them. A frame
+// of the user's that starts with it is sent with a header. Package wire uses it for no frame.
 const escape = 0xff
 
-// The kinds of frames that start with escape, and what follows the kind.
+// The kinds of messages, and what follows the kind. A number is that of the last mapped write
+// of the Conn that has to land first.
 const (
 	kindFrame        = iota + 1 // a number, a frame of the user's
 	kindFramePass               // 0, a frame of the user's that passes
 	kindMore                    // 0, the beginning of a frame that is too large with its header
-	kindLoan                    // a number: the loan before is given then
-	kindLoanPass                // 0: the loan before passes
-	kindLift                    // a key, its token, offset, length: what has been written there
+	kindLoan                    // a number: it belongs to the loan just before
+	kindLoanPass                // 0: the loan just before passes
+	kindLift                    // key, token, offset and length of the write just before
 	kindIntroduction            // 0: two loans follow
 )
 
-// A number is that of the mapped writes of the Conn that have to be there first.
 const (
 	headLen = 2 + 8
 	liftLen = 2 + 4*8
@@ -33,9 +33,9 @@ func appendHead(b []byte, kind uint8, number uint64) []byte {
 	return binary.LittleEndian.AppendUint64(append(b, escape, kind), number)
 }
 
-// send hands inner a frame or a loan of the user's that comes behind so many mapped writes.
-// Until the Conn has written to GPU memory of the peer, nothing waits there, and loans and
-// frames that pass need no header.
+// send hands inner a frame or a loan of the user's that comes behind mapped write number. As
+// long as c has not written to GPU memory of the peer, the peer holds nothing of c. Until
+// then, loans need no trailer, and frames that pass no header.
 func (c *Conn) send(op *transport.Op, number uint64) (taken bool, err error) {
 	if !c.flush() || op.Kind == transport.OpLend && c.introducing() {
 		return false, nil
@@ -72,10 +72,10 @@ func pick(passes bool, yes, no uint8) uint8 {
 	return no
 }
 
-// keepMost is the largest buffer of a frame that is kept for the next one.
+// keepMost is the largest buffer for a frame that is kept.
 const keepMost = 64 << 10
 
-// trim returns b as a buffer for the next frame, or nothing if it is large.
+// trim returns b empty, for the next frame, or nil if it is large.
 func trim(b []byte) []byte {
 	if cap(b) > keepMost {
 		return nil
@@ -83,8 +83,8 @@ func trim(b []byte) []byte {
 	return b[:0]
 }
 
-// write hands inner a write of n bytes of host memory, and has the peer lift it if it goes
-// to a GPU.
+// write hands inner a write of n bytes of host memory. With lift, the peer copies them to its
+// GPU.
 func (c *Conn) write(op *transport.Op, n uint64, lift bool, j job) (taken bool, err error) {
 	if !c.flush() {
 		return false, nil
@@ -102,7 +102,7 @@ func (c *Conn) write(op *transport.Op, n uint64, lift bool, j job) (taken bool, 
 }
 
 // pass hands inner an operation, and c.trailer right behind it. If inner takes only the
-// first, the trailer stays, and goes before anything else: see flush.
+// operation, the trailer stays, and flush sends it before anything else.
 func (c *Conn) pass(op *transport.Op, j job) (taken bool, err error) {
 	var at uint64
 	if n := len(c.spare); n > 0 {
@@ -133,7 +133,7 @@ func (c *Conn) pass(op *transport.Op, j job) (taken bool, err error) {
 	return k > 0, err
 }
 
-// flush hands inner the trailer that it has not taken yet; false is back-pressure.
+// flush sends a trailer that inner has not taken yet; false is back-pressure.
 func (c *Conn) flush() bool {
 	if len(c.trailer) > 0 && c.signal(transport.Op{Kind: transport.OpFrame, Frame: c.trailer}) {
 		c.trailer = trim(c.trailer)
@@ -141,7 +141,7 @@ func (c *Conn) flush() bool {
 	return len(c.trailer) == 0
 }
 
-// signal posts an operation of ours that belongs to nothing; false is back-pressure.
+// signal posts an operation whose end nobody waits for; false is back-pressure.
 func (c *Conn) signal(op transport.Op) bool {
 	c.scratch[0] = op
 	k, _ := c.inner.Post(c.scratch[:1])
@@ -175,7 +175,7 @@ func parse(b []byte) (kind uint8, number uint64, err error) {
 	return kind, number, nil
 }
 
-// word is the i-th number behind the kind.
+// word returns the i-th number behind the kind.
 func word(b []byte, i int) uint64 { return binary.LittleEndian.Uint64(b[2+8*i:]) }
 
 // message takes a frame of inner, for which p has room.
@@ -245,6 +245,6 @@ func (c *Conn) lent(e *transport.Event, p *poll) error {
 		drop(e)
 		return errors.New("the peer lent memory twice, and announced one loan")
 	}
-	c.loan = out // given, or held, when the peer has said behind what it comes
+	c.loan = out // its trailer follows
 	return nil
 }

@@ -150,7 +150,7 @@ func (c *Conn) introduce() bool {
 	return true
 }
 
-// unanswered says whether the peer has introduced itself, and we have not.
+// unanswered reports whether the peer has introduced itself, and we have not.
 func (c *Conn) unanswered() bool {
 	return c.theirs != nil && c.over == nil && c.shown < introduction
 }
@@ -162,7 +162,7 @@ func (c *Conn) answer() {
 	}
 }
 
-// meet takes the beginning of the peer's introduction: two loans follow.
+// meet begins to take the peer's introduction: two loans follow.
 func (c *Conn) meet() error {
 	if c.f.dev == nil || c.lender == nil || c.theirs != nil || c.expect > 0 || c.loan.View != nil {
 		return errors.New("the peer introduced itself where that is not allowed")

@@ -48,7 +48,7 @@ func (f *Fabric) rouse() {
 	}
 }
 
-// rest says when to look how far GPUs are; 0: nothing waits for one.
+// rest returns when to look how far GPUs are; 0: nothing waits for one.
 func (f *Fabric) rest() time.Duration {
 	working, left := f.in.waiting(), false
 	for _, c := range f.conns {
@@ -67,8 +67,8 @@ func (f *Fabric) rest() time.Duration {
 	return 0
 }
 
-// tick looks once a second at what nobody tells of: whether the device still works, and
-// which mappings have no use any more.
+// tick looks once a second whether the device still works, and which mappings are not used any
+// more: no event tells of that.
 func (f *Fabric) tick() {
 	now := time.Now()
 	if now.Sub(f.scan) < time.Second {
@@ -125,7 +125,7 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	if f.at == f.got && p.room() {
 		f.at = 0
 		most := len(f.ev)
-		if f.dev == nil { // nothing is left for later: inner's descriptor does not tell of it
+		if f.dev == nil { // leave nothing for later: FD would not tell of it
 			most = min(most, len(ev)-p.n)
 		}
 		f.got, err = f.inner.Poll(f.ev[:most])
@@ -164,7 +164,7 @@ func (f *Fabric) tell(p *poll) {
 	f.told = f.told[:copy(f.told, f.told[k:])]
 }
 
-// take gives what inner has found, and what follows from it, as far as p has room.
+// take gives the events of inner, and what follows from them, as far as p has room.
 func (f *Fabric) take(p *poll) {
 	for f.at < f.got && p.room() {
 		f.event(&f.ev[f.at], p)
@@ -212,7 +212,7 @@ func (f *Fabric) event(e *transport.Event, p *poll) {
 	}
 }
 
-// drop drops the loan that an event brings, if it does: nobody is handed it.
+// drop drops the view of an event that the user does not get.
 func drop(e *transport.Event) {
 	if e.View != nil {
 		_ = e.View.Drop() // our own mapping

@@ -178,7 +178,8 @@ func scarce(err error) error {
 	return err
 }
 
-// forward hands inner the pieces that have reached their buffers, and what waits for them.
+// forward hands inner the pieces that have reached their buffers, and the frames and loans
+// behind them.
 func (c *Conn) forward() {
 	l := &c.lane
 	if len(l.pending) == 0 {
@@ -191,7 +192,7 @@ func (c *Conn) forward() {
 	l.pending = l.pending[:copy(l.pending, l.pending[n:])]
 }
 
-// hand hands inner a piece, or what waits for pieces.
+// hand hands inner the oldest entry of pending.
 func (c *Conn) hand(p *piece) bool {
 	l, it := &c.lane, &c.items[p.item%depth]
 	if it.way == wayBehind {
