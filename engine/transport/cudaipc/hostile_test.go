@@ -329,3 +329,28 @@ func TestPlainFrames(t *testing.T) {
 	_, err := a.try([]transport.Op{message([]byte(large + "1"))})
 	require.ErrorContains(t, err, "at most")
 }
+
+// FuzzMessage feeds two random frames to a Conn. Each makes one event at most, and what the
+// user gets of a message is what follows its head.
+func FuzzMessage(f *testing.F) {
+	for kind := range uint8(kindIntroduction + 2) {
+		f.Add(append(appendHead(nil, kind, 0), "frame"...), appendHead(nil, kindFrame, 1))
+		f.Add(appendHead(nil, kind, 0), []byte("frame"))
+	}
+	f.Add(liftOf(transport.Key{ID: 1}, 0, 8).Frame, []byte{escape})
+	f.Fuzz(func(t *testing.T, one, two []byte) {
+		c := &Conn{f: &Fabric{regions: map[uint64]*region{}}}
+		p := poll{ev: make([]transport.Event, 2)}
+		for i, b := range [][]byte{one, two} {
+			if c.message(b, &p) != nil {
+				return
+			}
+			require.LessOrEqual(t, p.n, i+1)
+		}
+		for _, e := range p.ev[:p.n] {
+			require.Equal(t, transport.EvFrame, e.Kind)
+			require.LessOrEqual(t, len(e.Data), transport.MaxFrame)
+			require.True(t, bytes.HasSuffix(one, e.Data) || bytes.HasSuffix(two, e.Data) || len(e.Data) == len(one)+len(two)-2*headLen)
+		}
+	})
+}
