@@ -15,15 +15,20 @@ CHAOS = Path(__file__).parents[1] / "chaos" / "chaos.py"
 
 
 def test_kills(tmp_path: Path) -> None:
-    """In clusters of all shapes and both modes; every role is killed."""
+    """In clusters of all shapes and both modes, in every way; every role is killed."""
     results = tmp_path / "chaos.json"
-    argv = [sys.executable, str(CHAOS), "--kills", "50", "--seed", "39", "--json", str(results)]
+    argv = [sys.executable, str(CHAOS), "--kills", "25", "--seed", "39", "--json", str(results)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     print(done.stdout, done.stderr)
     found = json.loads(results.read_text())
-    assert (found["kills"], found["hangs"], found["ended"], found["wrong"]) == (50, [], [], 0)
+    assert (found["kills"], found["hangs"], found["ended"], found["wrong"]) == (25, [], [], 0)
     assert found["exchanges"] > 0
-    assert {turn["mode"] for turn in found["turns"]} == {"raise", "wait"}
+    turns = found["turns"]
+    assert {turn["mode"] for turn in turns} == {"raise", "wait"}
+    assert {turn["shape"] for turn in turns} == {"fan-in", "rails", "fan-out", "mesh"}
+    assert {turn["way"] for turn in turns} == {"kill", "term", "close", "freeze", "both"}
+    killed = {victim.split()[0] for turn in turns for victim in turn["victims"]}
+    assert killed == {"scheduler", "worker", "server"}
     assert done.returncode == 0
 
 

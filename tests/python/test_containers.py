@@ -7,7 +7,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -127,26 +126,38 @@ def test_network_namespaces(
     server.end()
 
 
-def in_namespaces(*kinds: str) -> str:
-    """What a process in other namespaces says of its GPU's place."""
-    flags = [f"--{kind}" for kind in kinds]
+CLONE = {"net": CLONE_NEWNET, "ipc": 0x08000000, "mount": 0x20000, "pid": 0x20000000}
+
+
+def elsewhere(parent: Parent, *kinds: str) -> None:
+    """Says its GPU's place, in namespaces of its own of these kinds."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = sum(CLONE[kind] for kind in kinds)
+    if libc.unshare(flags):
+        raise OSError(ctypes.get_errno(), "unshare")
+    if "pid" in kinds:  # which only children are in, and /proc has to be mounted for them
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return
+        shell("mount", "--make-rprivate", "/")
+        shell("mount", "-t", "proc", "proc", "/proc")
+    parent.put(opener._place(torch.device("cuda", 0)))
     if "pid" in kinds:
-        flags += ["--fork", "--mount-proc"]
-    say = "from fserver.channel.opener import _place; import torch; print(_place(torch.device(0)))"
-    return shell("unshare", *flags, sys.executable, "-c", say).strip()
+        os._exit(0)
 
 
-def test_place() -> None:
+def test_place(child: MakeChild) -> None:
     needs("unshare")
     here = opener._place(torch.device("cuda"))
-    assert here.startswith("cuda@") and in_namespaces("net") == here  # which the driver needs not
+    assert here.startswith("cuda@")
+    assert child(elsewhere, "net").get() == here  # which the driver needs not
     assert describe.apart(0, here, here) == ""
     for kinds, named in (
-        (["pid"], "different PID and mount namespaces"),  # /proc is mounted for it
+        (["pid", "mount"], "different PID and mount namespaces"),
         (["ipc"], "different IPC namespaces"),
         (["mount"], "different mount namespaces"),
     ):
-        there = in_namespaces(*kinds)
+        there = child(elsewhere, *kinds).get()
         assert there != here
         for one, other in ((here, there), (there, here)):
             text = describe.apart(3, one, other)

