@@ -19,10 +19,24 @@ X = torch.zeros(4, 6)
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Cluster]:
-    c = open_cluster()
-    yield c
-    c.close()
+def kept() -> Iterator[list[Cluster]]:
+    """The nodes that tests share, if there are any."""
+    found: list[Cluster] = []
+    yield found
+    for c in found:
+        c.close()
+
+
+@pytest.fixture
+def pair(kept: list[Cluster], request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A worker and a server. A test that fails may leave a request behind, for which the next one
+    would wait: it ends the nodes."""
+    if not kept:
+        kept.append(open_cluster())
+    failed = request.session.testsfailed
+    yield kept[0]
+    if request.session.testsfailed > failed:
+        kept.pop().close()
 
 
 @pytest.fixture(scope="module")
