@@ -1,10 +1,10 @@
 """The benchmark's own program: what it compares ringx with has to be right too."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from launch import launched
 
 from fserver.ringx.algorithms import ALGORITHMS
 
@@ -14,10 +14,7 @@ BENCH = Path(__file__).resolve().parents[2] / "tools" / "ringx_bench.py"
 def rows_of(tmp_path: Path, command: str, *options: str) -> list[dict[str, Any]]:
     """What it leaves, run by two processes."""
     file = tmp_path / "rows.json"
-    run = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    run += [str(BENCH), command, *options, "--json", str(file)]
-    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launched(BENCH, command, *options, "--json", str(file))
     return json.loads(file.read_text())["rows"]
 
 
