@@ -251,6 +251,12 @@ class Part:
             "threads": len(os.listdir("/proc/self/task")),
         }
 
+    def freeze(self) -> None:
+        """Later collections leave out the objects that exist now: what torch has imported, most
+        of all."""
+        gc.collect()
+        gc.freeze()
+
     def in_use(self) -> dict[str, int]:
         """`in_use`, in this process."""
         return in_use(self.places[0].gpu)

@@ -48,6 +48,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
         count, warmup = _counts(options, two)
         timeout = 60 + count / 100
         two.all("run", warmup, timeout=timeout)
+        two.all("freeze")
         for part in range(CHECKS):  # what looks warms up too: 11 looks took up to 24 KiB
             two.all("verify", part)
             two.all("in_use")
