@@ -161,10 +161,12 @@ class Other:
         """Starts the processes, and does not wait for them. `room`: bytes of the largest message;
         `cores`: those of others, to keep away from."""
         links = Pipe()
+        # On the CPU the process may be a fork (see Peer.spawn), which sets them itself.
+        from_the_start = {} if self.way in ways.ON_CPU else others.ENVIRONMENT
         with contextlib.suppress(GaveUpError), self._guarded():
             for role, link, own in zip(("worker", "server"), links, _apart(cores), strict=True):
                 make = partial(_make, nodes.other, self.way, link, room, own)
-                member = Member(role, "beside.OtherPart", role, variables=others.ENVIRONMENT)
+                member = Member(role, "beside.OtherPart", role, variables=from_the_start)
                 self._crew.peers.append(Peer.spawn(member, Nodes(make, make)))
         for link in links:
             link.close()
@@ -241,6 +243,7 @@ class Other:
 def _make(
     make: Callable[..., Any], way: str, link: Any, room: int, cores: Any, place: Place
 ) -> Any:
+    os.environ.update(others.ENVIRONMENT)
     return make(place, way, link, room, cores)
 
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,7 @@ def test_other_that_dies(path):
 
 
 def test_other_that_hangs(path, monkeypatch, capfd):
+    forkserver._forkserver._stop()  # the next one has the standard error of this test
     monkeypatch.setattr(beside, "LIMIT", 4.0)
     rows = measured(path, Nodes(other=HangingSide), "--beside", "gloo")
     assert all(row["p50_us"] > 0 for row in rows[::2])
