@@ -356,8 +356,11 @@ def run_demo(*args: str) -> subprocess.CompletedProcess:
 
 
 def test_demo(folder):
-    """More servers than one, so that columns are shared, and a worker without a prompt."""
-    options = ["--servers=2", "--max-new-tokens=6", "--transport=tcp", "--prompt=hello"]
+    """More servers than one, so that columns are shared. A worker without a prompt is in the tests
+    of the split above, and in `make check-long PARTS=demo`: each process takes 6 s of a
+    processor to import transformers."""
+    options = ["--workers=1", "--servers=2", "--max-new-tokens=6", "--transport=tcp"]
+    options.append("--prompt=hello")
     done = run_demo(f"--model={folder}", *options)
     assert done.returncode == 0, done.stderr
     assert "all token ids equal: yes" in done.stdout
