@@ -113,7 +113,7 @@ def test_a_program_that_ends(tmp_path: Any) -> None:
     path = os.pathsep.join(sys.path)
     with subprocess.Popen(
         [sys.executable, program],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "FSERVER_LOG": "warn"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
