@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -299,6 +300,91 @@ func newGPUPair(tb testing.TB, transport string, devices Devices, settings ...st
 		waitReady(tb, n)
 	}
 	return m
+}
+
+// hostTensor is like gpuTensor, on the host.
+func hostTensor(t *testing.T, key uint64, n uint64, fill byte) exchange.Tensor {
+	r, err := mem.Map(n)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, mem.Unmap(r)) })
+	copy(r.Span().Bytes(), bytes.Repeat([]byte{fill}, int(n)))
+	return exchange.Tensor{Span: r.Span(), Key: key, Base: r, Alloc: uint64(r.Addr), Dims: []int64{int64(n)}}
+}
+
+// TestOneSideHasAGPU: a node with tensors on the CPU and one with tensors on a GPU write into
+// each other's memory, also where frames are lost and sent again.
+func TestOneSideHasAGPU(t *testing.T) {
+	for _, transport := range []string{"cma", "tcp"} {
+		for _, c := range []struct {
+			name           string
+			worker, server string
+			more           []string
+		}{
+			{"server", "CPU", "GPU", nil},
+			{"worker", "GPU", "CPU", nil},
+			{"server, resend", "CPU", "GPU", []string{"PS_RESEND=1", "PS_DROP_MSG=10", "PS_RESEND_TIMEOUT=20"}},
+		} {
+			t.Run(transport+" "+c.name, func(t *testing.T) {
+				g := fakegpu.New()
+				t.Cleanup(func() { g.Empty(t) })
+				m, s := newCluster(t, openFabrics), shape{1, 1, 1}
+				m.devices = func(int) (cudaipc.Device, error) { return g, nil }
+				with := func(backend string) []string {
+					return slices.Concat([]string{"FSERVER_TRANSPORT=" + transport, "STEPMESH_BACKEND=" + backend}, c.more)
+				}
+				m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", with("CPU")...))
+				_, port := splitPort(t, m.scheduler.Info().Address)
+				worker := m.start(s.settings("worker", 0, 0, port, with(c.worker)...))
+				server := m.start(s.settings("server", 0, 0, port, with(c.server)...))
+				m.workers, m.servers = []*Node{worker}, []*Node{server}
+				for _, n := range m.all() {
+					waitReady(t, n)
+				}
+				tensor := func(backend string, key, n uint64, fill byte) exchange.Tensor {
+					if backend == "GPU" {
+						return gpuTensor(t, g, key, n, fill)
+					}
+					return hostTensor(t, key, n, fill)
+				}
+				buffers := map[uint64]bool{} // that we have seen
+				for round, n := range []uint64{1, 5000, 3 << 20, 700000} {
+					x, y := tensor(c.worker, 1, n, byte(round+1)), tensor(c.worker, 2, n, 200)
+					ticket, err := worker.BeginPushPull()
+					require.NoError(t, err)
+					require.NoError(t, errors.Join(ticket.AddPush(x), ticket.AddPull(y)))
+					id := ticket.ID()
+					require.NoError(t, worker.PushPull(ticket))
+					var batch taken
+					for err = ErrAgain; err == ErrAgain; {
+						err = server.GetBatch(&batch, 0, time.Second, true)
+					}
+					require.NoError(t, err)
+					got := batch.push[0]
+					buffers[got.Buffer] = true
+					require.Equal(t, server.Info().Device, got.Dev)
+					require.Equal(t, contents(t, g, x.Span), contents(t, g, got.Span))
+					back := tensor(c.server, 0, n, byte(100+round))
+					answer, err := server.BeginAnswer()
+					require.NoError(t, err)
+					require.NoError(t, answer.AddPush(back))
+					require.NoError(t, server.Respond(batch.handler, answer))
+					server.Flush()
+					for err = ErrAgain; err == ErrAgain; {
+						err = worker.Wait(id, time.Second, true)
+					}
+					require.NoError(t, err)
+					require.Equal(t, contents(t, g, back.Span), contents(t, g, y.Span))
+				}
+				m.stop()
+				for _, n := range m.all() {
+					require.NoError(t, n.Free())
+				}
+				for id := range buffers {
+					require.NoError(t, m.buffers.Release(id))
+				}
+			})
+		}
+	}
 }
 
 // TestGPUFreesLater: nobody waits for a busy GPU to take memory back, but who finds none;
