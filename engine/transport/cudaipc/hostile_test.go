@@ -235,8 +235,8 @@ func TestHostileLoans(t *testing.T) {
 		evil := d.join(t, overCMA, true)
 		require.True(t, evil.below().lender.Lends(loan.Src[0]))
 		evil.raw(t, c.ops...)
-		until(t, evil, d.victim, func() bool { return d.victim.down != nil })
 		// The lift itself is good: it copies the shadow, which is empty.
+		until(t, evil, d.victim, func() bool { return d.victim.down != nil && !d.victim.f.in.waiting() })
 		require.NoError(t, fakegpu.Memory{G: d.g}.Store(d.all.Span(), bytes.Repeat([]byte{1}, int(d.all.Len))))
 		d.unharmed(t, evil, c.name, c.text)
 	}
