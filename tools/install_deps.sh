@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Installs what a build needs from the system, on Debian or Ubuntu. Run it as often as you like.
 #
-#   tools/install_deps.sh [--wheels] [--dry-run]
+#   tools/install_deps.sh [--wheels] [--softroce] [--dry-run]
 #
 # --wheels adds what tools/wheels.sh needs to build for 64-bit Arm and to try that here.
+# --softroce adds what the emulated machine of tests/softroce needs.
 # The rest comes with `make setup`, a Go toolchain included if there is none.
 set -euo pipefail
 
@@ -13,9 +14,13 @@ run=()
 for option in "$@"; do
   case "$option" in
   --wheels) packages+=(g++-aarch64-linux-gnu qemu-user) ;;
+  --softroce)
+    packages+=(qemu-system-x86 busybox-static kmod iproute2 procps xz-utils zstd)
+    packages+=(libibverbs-dev ibverbs-providers ibverbs-utils perftest)
+    ;;
   --dry-run) run=(echo) ;;
   *)
-    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
   esac

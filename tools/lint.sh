@@ -24,7 +24,7 @@ gofmt_clean() {
 
 shell_syntax() {
   local script status=0
-  for script in .ci/run tools/*.sh; do
+  for script in .ci/run tools/*.sh tests/softroce/*.sh tests/softroce/guest/*; do
     bash -n "$script" || status=1
   done
   return $status
