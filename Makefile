@@ -6,6 +6,7 @@
 # ARGS=...    options for `make demo` and `make bench`
 # N=50 SEED=7 TRANSPORT=auto   for `make chaos`: kills, their seed, how bytes travel
 # COUNT=1000000   push_pulls of each part of `make soak`
+# CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all
 # PARTS="wheel sdist"   parts of `make check-long`; default: all
 
 SHELL := /bin/bash
@@ -24,6 +25,7 @@ SEED ?=
 TRANSPORT ?= auto
 COUNT ?= 1000000
 PARTS ?=
+CASES ?=
 
 BIN := $(abspath $(VENV))/bin
 BUILDER := $(BIN)/python tools/builder.py
@@ -39,7 +41,7 @@ GO = $(shell $(BUILDER) go)
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test lint docs bench pgo chaos soak fuzz check-long device-bundle clean
+.PHONY: help setup engine ext af demo test lint docs bench pgo chaos soak fuzz check-long softroce device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -126,6 +128,11 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 
 check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
+
+softroce: setup ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")
+	@tools/install_deps.sh --softroce
+	tests/softroce/image.sh
+	GO="$(GO)" BIN=$(BIN) tests/softroce/check.sh $(CASES)
 
 device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPUs, without Go or network
 	@mkdir -p build/tests
