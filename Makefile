@@ -129,7 +129,7 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
-softroce: setup ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")
+softroce: engine ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")
 	@tools/install_deps.sh --softroce
 	tests/softroce/image.sh
 	GO="$(GO)" BIN=$(BIN) tests/softroce/check.sh $(CASES)

@@ -15,12 +15,31 @@ packages=(
   tcp ./engine/transport/tcp
 )
 
+for name in "$@"; do
+  grep -q "^$name " "$here/cases" || {
+    echo "check.sh: $name: no such case in tests/softroce/cases" >&2
+    exit 2
+  }
+done
 "$here/image.sh" --check
 mkdir -p "$share"
+needed() { # whether a case that is to run names $share/PROGRAM
+  local name=$1
+  shift
+  awk -v chosen=" $* " -v program="\$share/$name" '
+    $1 !~ /^#/ && (chosen == "  " || index(chosen, " " $1 " ")) && index($0 " ", program " ") { found = 1 }
+    END { exit !found }' "$here/cases"
+}
 for program in floor facts; do
+  needed "$program" "$@" || continue
   ${CC:-cc} -O2 -Wall -Wextra -Werror -o "$share/$program" "$here/$program"*.c "$here/rdma.c" -libverbs
 done
+if needed abi_test "$@"; then # as tests/cabi/test_cabi.py builds it
+  ${CC:-cc} -D_GNU_SOURCE -O1 -Iengine/cabi -o "$share/abi_test" tests/cabi/abi_test.c build/libfserver.a -pthread -lresolv \
+    -Wl,-z,lazy,--unresolved-symbols=ignore-in-object-files,--export-dynamic
+fi
 for ((i = 0; i < ${#packages[@]}; i += 2)); do
+  needed "${packages[i]}.test" "$@" || continue
   "${GO:-go}" test -c -o "$share/${packages[i]}.test" "${packages[i + 1]}"
 done
 exec "$here/vm.sh" run --time "${SOFTROCE_SECONDS:-330}" -- \

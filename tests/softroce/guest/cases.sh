@@ -21,10 +21,6 @@ while read -r -u 7 name seconds command; do
   *) echo "softroce: $name FAILED in ${took/#./0.} s: exit status $result" && failed+=("$name") ;;
   esac
 done 7<tests/softroce/cases
-if ((ran == 0)); then
-  echo "softroce: $*: no such case in tests/softroce/cases"
-  exit 2
-fi
 if ((${#failed[@]})); then
   echo "softroce: failed: ${failed[*]}"
   exit 1

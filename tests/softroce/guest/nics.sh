@@ -5,14 +5,30 @@
 #   rxe0    rdma0      10.77.0.1  fd77::1
 #   rxe1    rdma1      10.77.0.2  fd77::2
 #
+# `nics.sh ipv6` adds what IPv6 loses when an interface goes down.
+#
 # rxe sees the first network namespace only, so both ends are in it, and the kernel has to be told
 # that packets between two of its own addresses go out by one interface and come in by the other.
 set -euo pipefail
 
+set_ipv4() { echo "$3" >"/proc/sys/net/ipv4/conf/$1/$2"; }
+
+add_ipv6() {
+  local i
+  for i in 0 1; do
+    ip addr replace fd77::$((i + 1))/64 dev rdma$i nodad
+    ip -6 route replace fd77::$((2 - i)) dev rdma$i table $((100 + i))
+    ip -6 neigh replace fd77::$((2 - i)) dev rdma$i lladdr "$(cat /sys/class/net/rdma$((1 - i))/address)"
+  done
+}
+
+if [[ ${1:-} == ipv6 ]]; then
+  add_ipv6
+  exit
+fi
+
 # rdma_rxe asks for the "crc32" of crc32_generic, and does not load it.
 modprobe -a crc32_generic rdma_rxe ib_uverbs rdma_ucm veth
-
-set_ipv4() { echo "$3" >"/proc/sys/net/ipv4/conf/$1/$2"; }
 
 # An RDMA packet of 4096 bytes and its headers fit in one frame.
 ip link add rdma0 mtu 4200 type veth peer name rdma1 mtu 4200
@@ -23,20 +39,17 @@ for i in 0 1; do
   set_ipv4 rdma$i arp_ignore 1   # answer for the address of this interface alone
   set_ipv4 rdma$i arp_announce 2
   ip addr add 10.77.0.$((i + 1))/24 dev rdma$i
-  ip addr add fd77::$((i + 1))/64 dev rdma$i nodad
   ip link set rdma$i up
 done
 ip link set lo up
 
-# IPv6 has no accept_local: without these, the table of local addresses sends packets to lo. The
-# rules apply to packets for which the sender has chosen the interface, as rxe does.
+# IPv6 has no accept_local: without these rules, the table of local addresses sends packets to lo. They
+# apply to packets for which the sender has chosen the interface, as rxe does.
 ip -6 rule del pref 0
 ip -6 rule add pref 10 table local
-for i in 0 1; do
-  ip -6 rule add pref $((i + 1)) oif rdma$i table $((100 + i))
-  ip -6 route add fd77::$((2 - i)) dev rdma$i table $((100 + i))
-  ip -6 neigh replace fd77::$((2 - i)) dev rdma$i lladdr "$(cat /sys/class/net/rdma$((1 - i))/address)"
-done
+ip -6 rule add pref 1 oif rdma0 table 100
+ip -6 rule add pref 2 oif rdma1 table 101
+add_ipv6
 
 for i in 0 1; do
   rdma link add rxe$i type rxe netdev rdma$i
