@@ -11,7 +11,6 @@ share=${SOFTROCE_BUILD:-$PWD/build/softroce}/share
 
 # NAME of $share/NAME.test, and its package.
 packages=(
-  inproc ./engine/transport/inproc
   tcp ./engine/transport/tcp
 )
 

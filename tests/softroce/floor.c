@@ -232,7 +232,7 @@ static int by_value(const void *a, const void *b) {
 struct result {
   uint32_t bytes;
   int trips;
-  double median, p90;
+  double p10, median, p90;
   struct counts each; /* x 100 */
 };
 
@@ -254,6 +254,7 @@ static struct result measure(struct side *side, uint32_t bytes, double seconds,
   return (struct result){
       .bytes = bytes,
       .trips = n,
+      .p10 = took[n / 10],
       .median = took[n / 2],
       .p90 = took[n * 9 / 10],
       .each = {(side->counts.doorbells - before.doorbells) * 100 / n,
@@ -263,8 +264,8 @@ static struct result measure(struct side *side, uint32_t bytes, double seconds,
 }
 
 static void print(const struct result *results, const char *json) {
-  printf("%10s %8s %12s %12s %9s %10s %9s %12s\n", "bytes", "trips",
-         "median us", "p90 us", "MiB/s", "doorbells", "requests",
+  printf("%10s %8s %12s %12s %12s %9s %10s %9s %12s\n", "bytes", "trips",
+         "p10 us", "median us", "p90 us", "MiB/s", "doorbells", "requests",
          "completions");
   FILE *file = json != NULL ? fopen(json, "w") : NULL;
   if (json != NULL && file == NULL)
@@ -272,16 +273,17 @@ static void print(const struct result *results, const char *json) {
   for (size_t i = 0; i < SIZES; i++) {
     const struct result *r = &results[i];
     double rate = 2.0 * r->bytes / r->median / (1 << 20);
-    printf("%10u %8d %12.1f %12.1f %9.1f %10.2f %9.2f %12.2f\n", r->bytes,
-           r->trips, r->median * 1e6, r->p90 * 1e6, rate,
-           r->each.doorbells / 100.0, r->each.requests / 100.0,
+    printf("%10u %8d %12.1f %12.1f %12.1f %9.1f %10.2f %9.2f %12.2f\n",
+           r->bytes, r->trips, r->p10 * 1e6, r->median * 1e6, r->p90 * 1e6,
+           rate, r->each.doorbells / 100.0, r->each.requests / 100.0,
            r->each.completions / 100.0);
     if (file != NULL)
       fprintf(file,
-              "%s{\"bytes\": %u, \"trips\": %d, \"median_us\": %.2f, "
+              "%s{\"bytes\": %u, \"trips\": %d, \"p10_us\": %.2f, "
+              "\"median_us\": %.2f, "
               "\"p90_us\": %.2f, \"mib_per_s\": %.2f}",
-              i ? ",\n " : "[", r->bytes, r->trips, r->median * 1e6,
-              r->p90 * 1e6, rate);
+              i ? ",\n " : "[", r->bytes, r->trips, r->p10 * 1e6,
+              r->median * 1e6, r->p90 * 1e6, rate);
   }
   if (file != NULL && (fprintf(file, "]\n") < 0 || fclose(file) != 0))
     die("%s", json);

@@ -35,7 +35,11 @@ mkdir -p /dev/pts /dev/shm /run
 mount -t devpts devpts /dev/pts
 mount -t tmpfs shm /dev/shm
 mount -t tmpfs run /run
-[[ -e /dev/fd ]] || ln -s /proc/self/fd /dev/fd
+# There is no udev, which would make these.
+ln -sfn /proc/self/fd /dev/fd
+for name in stdin:0 stdout:1 stderr:2; do
+  ln -sf "/proc/self/fd/${name#*:}" "/dev/${name%:*}"
+done
 shares || finish 125
 echo "started $(cut -d' ' -f1 /proc/uptime)" >"$status"
 
