@@ -1,5 +1,5 @@
 #!/bin/bash
-# ib_write_lat and ib_write_bw of the distribution between rxe0 and rxe1, each end on its own processor.
+# ib_send_lat, ib_write_lat and ib_write_bw of the distribution between rxe0 and rxe1, each end on its own processor.
 set -euo pipefail
 pair() { # PROGRAM BYTES ITERATIONS
   local options=(-x 1 -F -s "$2" -n "$3") log server
@@ -18,6 +18,7 @@ pair() { # PROGRAM BYTES ITERATIONS
   wait "$server"
 }
 ib() { echo "$1, $2 bytes:" && pair "$@"; }
+ib ib_send_lat 64 500
 ib ib_write_lat 64 500
 ib ib_write_lat 4096 500
 ib ib_write_bw 65536 300
