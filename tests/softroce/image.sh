@@ -27,16 +27,24 @@ missing() {
 
 ready() { [[ $(cat "$image/recipe" 2>/dev/null) == "$recipe" ]]; }
 
+# Downloads the kernel that apt knows now.
+download() {
+  package=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '$1 == "Depends:" { print $2; exit }')
+  [[ -n $package ]] && (cd "$1" && apt-get -q download "$package")
+}
+
 unpack_kernel() {
   local package folder=$build/download
-  package=$(apt-cache depends linux-image-amd64 | awk '$1 == "Depends:" { print $2; exit }')
-  [[ -n $package ]] || {
-    echo "softroce: apt knows no linux-image-amd64 (apt-get update)" >&2
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  # What apt knows may be missing or old.
+  download "$folder" || {
+    if ((EUID == 0)); then apt-get -q update; else sudo apt-get -q update; fi
+    download "$folder"
+  } || {
+    echo "softroce: cannot download linux-image-amd64 of Debian by apt-get" >&2
     return 1
   }
-  mkdir -p "$folder"
-  # Only a package that came whole gets its final name.
-  compgen -G "$folder/${package}_*.deb" >/dev/null || (cd "$folder" && apt-get -q download "$package")
   dpkg-deb -x "$folder/${package}"_*.deb "$image"
   release=${package#linux-image-}
   depmod -b "$image" "$release"
