@@ -1,0 +1,690 @@
+/* Objects of the fake libibverbs, and what tests set. */
+#define _GNU_SOURCE
+#include "fake.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#undef ibv_query_port
+#undef ibv_reg_mr
+
+static pthread_mutex_t big = PTHREAD_MUTEX_INITIALIZER;
+void lock(void) { pthread_mutex_lock(&big); }
+void unlock(void) { pthread_mutex_unlock(&big); }
+
+struct context *contexts;
+struct qp *qps;
+struct mr *mrs;
+
+/* Options: what the devices are like. */
+static long opt_devices = 2, opt_td = 1, opt_cqe = 4096, opt_mr_size = 1L << 40,
+            opt_inline = 220, opt_gids = 2, opt_down, opt_locked = -1,
+            opt_qps = 1000, opt_wr = 4096;
+int opt_hold;
+static long locked;
+
+static struct {
+  char name[32];
+  long value;
+} counts[32];
+
+static long *counter(const char *name) {
+  for (int i = 0; i < 32; i++) {
+    if (!*counts[i].name)
+      snprintf(counts[i].name, sizeof counts[i].name, "%s", name);
+    if (!strcmp(counts[i].name, name))
+      return &counts[i].value;
+  }
+  abort();
+}
+
+void count(const char *name, long by) { *counter(name) += by; }
+
+static struct {
+  char call[32];
+  int error, after, times;
+} fails[8];
+
+int injected(const char *call) {
+  for (int i = 0; i < 8; i++)
+    if (!strcmp(fails[i].call, call) && fails[i].times) {
+      if (fails[i].after-- > 0)
+        return 0;
+      fails[i].after = 0;
+      fails[i].times--;
+      return fails[i].error;
+    }
+  return 0;
+}
+
+static struct {
+  int status, after;
+} statuses[4]; /* by op */
+
+int injected_status(int op) {
+  int s = statuses[op].status;
+  if (!s || statuses[op].after-- > 0)
+    return 0;
+  statuses[op].status = 0;
+  return s;
+}
+
+static int dead[DEVICES];
+
+static struct context *of(struct ibv_context *c) {
+  return (struct context *)((char *)c - offsetof(struct context, v.context));
+}
+
+int gone(struct ibv_context *c) { return dead[of(c)->device]; }
+
+/* Fails a call: with what is injected, or because the device is gone. */
+#define MAY_FAIL(call, context, fails)                                         \
+  do {                                                                         \
+    int error_ = injected(call);                                               \
+    if (!error_ && (context) && gone(context))                                 \
+      error_ = EIO;                                                            \
+    if (error_) {                                                              \
+      unlock();                                                                \
+      errno = error_;                                                          \
+      return fails;                                                            \
+    }                                                                          \
+  } while (0)
+
+void notify(struct ibv_context *c, enum ibv_event_type type, void *element,
+            int port) {
+  struct ibv_async_event e = {.event_type = type};
+  if (port)
+    e.element.port_num = port;
+  else
+    e.element.qp = element;
+  if (write(of(c)->pipe[1], &e, sizeof e) != sizeof e)
+    abort();
+}
+
+int gid_of(int device, int index, struct ibv_gid_entry *e) {
+  static const int type[GIDS] = {IBV_GID_TYPE_ROCE_V1,
+                                 IBV_GID_TYPE_ROCE_V2,
+                                 IBV_GID_TYPE_ROCE_V1,
+                                 IBV_GID_TYPE_ROCE_V2,
+                                 0,
+                                 IBV_GID_TYPE_ROCE_V2};
+  char text[64];
+  memset(e, 0, sizeof *e);
+  e->gid_index = (uint32_t)index;
+  e->port_num = 1;
+  e->gid_type = (uint32_t)type[index];
+  e->ndev_ifindex = (uint32_t)device + 2;
+  if (index == 4 || (opt_gids < 2 && index >= 2 && index < 4) || opt_gids < 1)
+    return ENODATA;
+  snprintf(text, sizeof text,
+           index < 2   ? "fe80::%d"
+           : index < 4 ? "::ffff:10.77.0.%d"
+                       : "fd00:77::%d",
+           device + 1);
+  inet_pton(AF_INET6, text, e->gid.raw);
+  return 0;
+}
+
+struct qp *find_qp(uint32_t number) {
+  for (struct qp *q = qps; q; q = q->next)
+    if (q->qp.qp_num == number)
+      return q;
+  return NULL;
+}
+
+static struct ibv_device all[DEVICES];
+
+struct ibv_device **ibv_get_device_list(int *n) {
+  lock();
+  MAY_FAIL("ibv_get_device_list", NULL, NULL);
+  struct ibv_device **list = calloc(DEVICES + 1, sizeof *list);
+  for (int i = 0; i < opt_devices; i++) {
+    snprintf(all[i].name, sizeof all[i].name, "fake%d", i);
+    all[i].node_type = IBV_NODE_CA;
+    list[i] = &all[i];
+  }
+  *n = (int)opt_devices;
+  unlock();
+  return list;
+}
+
+void ibv_free_device_list(struct ibv_device **list) { free(list); }
+
+__be64 ibv_get_device_guid(struct ibv_device *d) {
+  return htobe64(0xfa4e0000 + (uint64_t)(d - all));
+}
+
+static struct ibv_td *alloc_td(struct ibv_context *c,
+                               struct ibv_td_init_attr *a) {
+  lock();
+  (void)a;
+  if (!opt_td) {
+    unlock();
+    errno = EOPNOTSUPP;
+    return NULL;
+  }
+  MAY_FAIL("ibv_alloc_td", c, NULL);
+  struct td *t = calloc(1, sizeof *t);
+  t->td.context = c;
+  of(c)->objects++;
+  unlock();
+  return &t->td;
+}
+
+static int dealloc_td(struct ibv_td *t) {
+  lock();
+  of(t->context)->objects--;
+  unlock();
+  free(t);
+  return 0;
+}
+
+static struct pd *new_pd(struct ibv_context *c, struct pd *parent) {
+  struct pd *p = calloc(1, sizeof *p);
+  p->pd.context = c;
+  p->of = parent;
+  if (parent)
+    parent->users++;
+  of(c)->objects++;
+  return p;
+}
+
+static struct ibv_pd *
+alloc_parent_domain(struct ibv_context *c,
+                    struct ibv_parent_domain_init_attr *a) {
+  lock();
+  MAY_FAIL("ibv_alloc_parent_domain", c, NULL);
+  struct pd *p = new_pd(c, (struct pd *)a->pd);
+  unlock();
+  return &p->pd;
+}
+
+struct ibv_context *ibv_open_device(struct ibv_device *d) {
+  lock();
+  MAY_FAIL("ibv_open_device", NULL, NULL);
+  if (dead[d - all]) {
+    unlock();
+    errno = ENODEV;
+    return NULL;
+  }
+  struct context *c = calloc(1, sizeof *c);
+  if (pipe2(c->pipe, O_CLOEXEC))
+    abort();
+  c->device = (int)(d - all);
+  c->v.sz = sizeof c->v;
+  c->v.alloc_td = alloc_td;
+  c->v.dealloc_td = dealloc_td;
+  c->v.alloc_parent_domain = alloc_parent_domain;
+  c->v.context.abi_compat = __VERBS_ABI_IS_EXTENDED;
+  c->v.context.device = d;
+  c->v.context.async_fd = c->pipe[0];
+  c->v.context.num_comp_vectors = 1;
+  c->v.context.ops.post_send = post_send;
+  c->v.context.ops.post_recv = post_recv;
+  c->v.context.ops.poll_cq = poll_cq;
+  c->v.context.ops.req_notify_cq = arm_cq;
+  c->next = contexts;
+  contexts = c;
+  count("contexts", 1);
+  unlock();
+  return &c->v.context;
+}
+
+int ibv_close_device(struct ibv_context *v) {
+  struct context *c = of(v), **at = &contexts;
+  lock();
+  MAY_FAIL("ibv_close_device", NULL, -1);
+  if (c->objects) {
+    unlock();
+    errno = EBUSY;
+    return -1;
+  }
+  while (*at != c)
+    at = &(*at)->next;
+  *at = c->next;
+  count("contexts", -1);
+  unlock();
+  close(c->pipe[0]);
+  close(c->pipe[1]);
+  free(c);
+  return 0;
+}
+
+int ibv_query_device(struct ibv_context *c, struct ibv_device_attr *a) {
+  lock();
+  MAY_FAIL("ibv_query_device", c, error_);
+  memset(a, 0, sizeof *a);
+  strcpy(a->fw_ver, "fake");
+  a->max_mr_size = (uint64_t)opt_mr_size;
+  a->max_qp = (int)opt_qps;
+  a->max_qp_wr = (int)opt_wr;
+  a->max_sge = SGES;
+  a->max_cq = 100;
+  a->max_cqe = (int)opt_cqe;
+  a->max_mr = 100000;
+  a->max_qp_rd_atom = 16;
+  a->phys_port_cnt = 1;
+  unlock();
+  return 0;
+}
+
+int ibv_query_port(struct ibv_context *c, uint8_t n,
+                   struct _compat_ibv_port_attr *to) {
+  struct ibv_port_attr *a = (struct ibv_port_attr *)to;
+  lock();
+  MAY_FAIL("ibv_query_port", c, error_);
+  unlock();
+  if (n != 1)
+    return EINVAL;
+  a->state = opt_down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
+  a->link_layer = IBV_LINK_LAYER_ETHERNET;
+  a->max_mtu = IBV_MTU_4096;
+  a->active_mtu = IBV_MTU_1024;
+  a->gid_tbl_len = GIDS;
+  a->active_speed = 32;
+  a->active_width = 2;
+  return 0;
+}
+
+int _ibv_query_gid_ex(struct ibv_context *c, uint32_t port, uint32_t index,
+                      struct ibv_gid_entry *e, uint32_t flags, size_t size) {
+  (void)flags;
+  lock();
+  MAY_FAIL("ibv_query_gid_ex", c, error_);
+  unlock();
+  if (port != 1 || index >= GIDS || size != sizeof *e)
+    return EINVAL;
+  return gid_of(of(c)->device, (int)index, e);
+}
+
+int ibv_get_async_event(struct ibv_context *c, struct ibv_async_event *e) {
+  return read(of(c)->pipe[0], e, sizeof *e) == sizeof *e ? 0 : -1;
+}
+
+void ibv_ack_async_event(struct ibv_async_event *e) { (void)e; }
+
+struct ibv_pd *ibv_alloc_pd(struct ibv_context *c) {
+  lock();
+  MAY_FAIL("ibv_alloc_pd", c, NULL);
+  struct pd *p = new_pd(c, NULL);
+  unlock();
+  return &p->pd;
+}
+
+int ibv_dealloc_pd(struct ibv_pd *v) {
+  struct pd *p = (struct pd *)v;
+  lock();
+  if (p->users) {
+    unlock();
+    return EBUSY;
+  }
+  if (p->of)
+    p->of->users--;
+  of(v->context)->objects--;
+  unlock();
+  free(p);
+  return 0;
+}
+
+/* Whether all of it is mapped; what is not cannot be pinned. */
+static int mapped(void *addr, size_t length) {
+  uintptr_t page = 4095, from = (uintptr_t)addr & ~page;
+  size_t pages = ((uintptr_t)addr + length - from + page) / 4096;
+  unsigned char *in = malloc(pages + 1);
+  int ok = mincore((void *)from, pages * 4096, in) == 0;
+  free(in);
+  return ok;
+}
+
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *v, void *addr, size_t length,
+                                uint64_t iova, unsigned access) {
+  static uint32_t last = 0x1000;
+  lock();
+  MAY_FAIL("ibv_reg_mr", v->context, NULL);
+  int rc =
+      length == 0 || length > (size_t)opt_mr_size               ? EINVAL
+      : !mapped(addr, length)                                   ? EFAULT
+      : (opt_locked >= 0 && locked + (long)length > opt_locked) ? ENOMEM
+      : (access & IBV_ACCESS_REMOTE_WRITE) && !(access & IBV_ACCESS_LOCAL_WRITE)
+          ? EINVAL
+          : 0;
+  if (rc || iova != (uintptr_t)addr) {
+    unlock();
+    errno = rc ? rc : EINVAL;
+    return NULL;
+  }
+  struct mr *m = calloc(1, sizeof *m);
+  last += 0x101;
+  m->mr = (struct ibv_mr){v->context, v, addr, length, 0, last, last};
+  m->access = access;
+  m->next = mrs;
+  mrs = m;
+  ((struct pd *)v)->users++;
+  locked += (long)length;
+  count("regions", 1);
+  count("registered", 1);
+  unlock();
+  return &m->mr;
+}
+
+int ibv_dereg_mr(struct ibv_mr *v) {
+  struct mr **at = &mrs;
+  lock();
+  int rc = injected("ibv_dereg_mr");
+  if (!rc) {
+    while (*at != (struct mr *)v)
+      at = &(*at)->next;
+    *at = (*at)->next;
+    ((struct pd *)v->pd)->users--;
+    locked -= (long)v->length;
+    count("regions", -1);
+    free(v);
+  }
+  unlock();
+  return rc;
+}
+
+struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *c) {
+  int fd[2];
+  lock();
+  MAY_FAIL("ibv_create_comp_channel", c, NULL);
+  struct channel *ch = calloc(1, sizeof *ch);
+  if (pipe2(fd, O_CLOEXEC))
+    abort();
+  ch->channel.context = c;
+  ch->channel.fd = fd[0];
+  ch->in = fd[1];
+  of(c)->objects++;
+  unlock();
+  return &ch->channel;
+}
+
+int ibv_destroy_comp_channel(struct ibv_comp_channel *v) {
+  lock();
+  of(v->context)->objects--;
+  unlock();
+  close(v->fd);
+  close(((struct channel *)v)->in);
+  free(v);
+  return 0;
+}
+
+struct ibv_cq *ibv_create_cq(struct ibv_context *c, int cqe, void *context,
+                             struct ibv_comp_channel *channel, int vector) {
+  lock();
+  (void)vector;
+  MAY_FAIL("ibv_create_cq", c, NULL);
+  if (cqe < 1 || cqe > opt_cqe) {
+    unlock();
+    errno = EINVAL;
+    return NULL;
+  }
+  struct cq *q = calloc(1, sizeof *q);
+  q->cq.context = c;
+  q->cq.channel = channel;
+  q->cq.cq_context = context;
+  q->cq.cqe = cqe;
+  q->ring = calloc((size_t)cqe, sizeof *q->ring);
+  of(c)->objects++;
+  count("queues", 1);
+  unlock();
+  return &q->cq;
+}
+
+int ibv_destroy_cq(struct ibv_cq *v) {
+  struct cq *q = (struct cq *)v;
+  lock();
+  int rc = q->users ? EBUSY : injected("ibv_destroy_cq");
+  if (!rc) {
+    of(v->context)->objects--;
+    count("queues", -1);
+  }
+  unlock();
+  if (!rc) {
+    free(q->ring);
+    free(q);
+  }
+  return rc;
+}
+
+int ibv_get_cq_event(struct ibv_comp_channel *ch, struct ibv_cq **cq,
+                     void **context) {
+  if (read(ch->fd, cq, sizeof *cq) != sizeof *cq)
+    return -1;
+  *context = (*cq)->cq_context;
+  return 0;
+}
+
+void ibv_ack_cq_events(struct ibv_cq *cq, unsigned n) {
+  (void)cq;
+  (void)n;
+}
+
+struct ibv_qp *ibv_create_qp(struct ibv_pd *v, struct ibv_qp_init_attr *a) {
+  static uint32_t last = 0x100;
+  lock();
+  MAY_FAIL("ibv_create_qp", v->context, NULL);
+  int rc = a->qp_type != IBV_QPT_RC || a->cap.max_send_wr > opt_wr ||
+                   a->cap.max_recv_wr > opt_wr || a->cap.max_send_sge > SGES ||
+                   a->cap.max_inline_data > opt_inline
+               ? EINVAL
+           : *counter("pairs") >= opt_qps ? ENOMEM
+                                          : 0;
+  if (rc) {
+    unlock();
+    errno = rc;
+    return NULL;
+  }
+  struct qp *q = calloc(1, sizeof *q);
+  a->cap.max_inline_data = (uint32_t)opt_inline;
+  q->qp.context = v->context;
+  q->qp.pd = v;
+  q->qp.send_cq = a->send_cq;
+  q->qp.recv_cq = a->recv_cq;
+  q->qp.state = IBV_QPS_RESET;
+  q->qp.qp_num = ++last;
+  q->cap = a->cap;
+  q->sends = calloc(q->cap.max_send_wr, sizeof *q->sends);
+  q->recvs = calloc(q->cap.max_recv_wr, sizeof *q->recvs);
+  q->to = calloc(q->cap.max_recv_wr, sizeof *q->to);
+  q->next = qps;
+  qps = q;
+  ((struct pd *)v)->users++;
+  ((struct cq *)a->send_cq)->users++;
+  of(v->context)->objects++;
+  count("pairs", 1);
+  unlock();
+  return &q->qp;
+}
+
+static int known(const uint8_t *gid) {
+  struct ibv_gid_entry e;
+  for (int d = 0; d < opt_devices; d++)
+    for (int i = 0; i < GIDS; i++)
+      if (!gid_of(d, i, &e) && !memcmp(e.gid.raw, gid, 16))
+        return 1;
+  return 0;
+}
+
+static int to_state(struct qp *q, struct ibv_qp_attr *a, int mask) {
+  struct ibv_gid_entry e;
+  const int init = IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+  const int rtr = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+                  IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+                  IBV_QP_MIN_RNR_TIMER;
+  const int rts = IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                  IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
+  mask &= ~IBV_QP_STATE;
+  switch (a->qp_state) {
+  case IBV_QPS_INIT:
+    q->access = a->qp_access_flags;
+    return q->qp.state != IBV_QPS_RESET || mask != init || a->port_num != 1
+               ? EINVAL
+               : 0;
+  case IBV_QPS_RTR:
+    if (q->qp.state != IBV_QPS_INIT || mask != rtr || !a->ah_attr.is_global ||
+        a->ah_attr.grh.sgid_index >= GIDS ||
+        gid_of(of(q->qp.context)->device, a->ah_attr.grh.sgid_index, &e))
+      return EINVAL;
+    if (!known(a->ah_attr.grh.dgid.raw))
+      return ETIMEDOUT; /* the neighbour is not found */
+    q->peer = a->dest_qp_num;
+    q->rq_psn = a->rq_psn;
+    memcpy(q->gid, a->ah_attr.grh.dgid.raw, sizeof q->gid);
+    return 0;
+  case IBV_QPS_RTS:
+    q->sq_psn = a->sq_psn;
+    q->retries = a->rnr_retry;
+    return q->qp.state != IBV_QPS_RTR || mask != rts ? EINVAL : 0;
+  case IBV_QPS_ERR:
+    return 0;
+  default:
+    return EINVAL;
+  }
+}
+
+int ibv_modify_qp(struct ibv_qp *v, struct ibv_qp_attr *a, int mask) {
+  static const char *const call[] = {"", "INIT", "RTR", "RTS"};
+  struct qp *q = (struct qp *)v;
+  lock();
+  int rc = injected("ibv_modify_qp");
+  if (!rc && a->qp_state <= IBV_QPS_RTS)
+    rc = injected(call[a->qp_state]);
+  if (!rc && gone(v->context))
+    rc = EIO;
+  if (!rc)
+    rc = to_state(q, a, mask);
+  if (!rc && a->qp_state == IBV_QPS_ERR)
+    end(q);
+  else if (!rc)
+    v->state = a->qp_state;
+  struct qp *p = find_qp(q->peer);
+  if (!rc && p)
+    run(p);
+  unlock();
+  return rc;
+}
+
+int ibv_destroy_qp(struct ibv_qp *v) {
+  struct qp *q = (struct qp *)v, **at = &qps;
+  struct cq *c = (struct cq *)v->send_cq;
+  lock();
+  for (uint64_t i = c->tail; i < c->head; i++)
+    if (c->ring[i % (uint64_t)c->cq.cqe].qp == q)
+      c->ring[i % (uint64_t)c->cq.cqe].qp = NULL;
+  while (*at != q)
+    at = &(*at)->next;
+  *at = q->next;
+  ((struct pd *)v->pd)->users--;
+  c->users--;
+  of(v->context)->objects--;
+  count("pairs", -1);
+  struct qp *p = find_qp(q->peer);
+  if (p)
+    run(p); /* what it waited with finds nobody */
+  unlock();
+  for (; q->done < q->posted; q->done++)
+    free(q->sends[q->done % q->cap.max_send_wr].inlined);
+  free(q->sends);
+  free(q->recvs);
+  free(q->to);
+  free(q);
+  return 0;
+}
+
+/* For tests. */
+
+static const struct {
+  const char *name;
+  long *value, first;
+} options[] = {
+    {"devices", &opt_devices, 2}, {"td", &opt_td, 1},
+    {"cqe", &opt_cqe, 4096},      {"mr_size", &opt_mr_size, 1L << 40},
+    {"inline", &opt_inline, 220}, {"gids", &opt_gids, 2},
+    {"down", &opt_down, 0},       {"locked", &opt_locked, -1},
+    {"qps", &opt_qps, 1000},      {"wr", &opt_wr, 4096}};
+
+int fake_set(const char *name, long value) {
+  lock();
+  int found = !strcmp(name, "hold");
+  if (found) {
+    opt_hold = (int)value;
+    for (struct qp *q = qps; !value && q; q = q->next)
+      run(q);
+  }
+  for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+    if (!strcmp(options[i].name, name)) {
+      *options[i].value = value;
+      found = 1;
+    }
+  unlock();
+  return found ? 0 : -1;
+}
+
+void fake_reset(void) {
+  lock();
+  memset(fails, 0, sizeof fails);
+  memset(statuses, 0, sizeof statuses);
+  memset(dead, 0, sizeof dead);
+  for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+    *options[i].value = options[i].first;
+  unlock();
+  fake_set("hold", 0);
+}
+
+int fake_fail(const char *call, int error, int after, int times) {
+  int rc = -1;
+  lock();
+  for (int i = 0; i < 8 && rc; i++)
+    if (!fails[i].times) {
+      snprintf(fails[i].call, sizeof fails[i].call, "%s", call);
+      fails[i].error = error;
+      fails[i].after = after;
+      fails[i].times = times;
+      rc = 0;
+    }
+  unlock();
+  return rc;
+}
+
+void fake_status(int op, int after, int status) {
+  lock();
+  statuses[op].status = status;
+  statuses[op].after = after;
+  unlock();
+}
+
+/* An event of all contexts of a device: of the port, or of a queue pair. */
+void fake_event(int device, int type, int port, uint32_t number) {
+  lock();
+  for (struct context *c = contexts; c; c = c->next)
+    if (c->device == device)
+      notify(&c->v.context, (enum ibv_event_type)type, find_qp(number), port);
+  unlock();
+}
+
+void fake_vanish(int device) {
+  lock();
+  dead[device] = 1;
+  for (struct context *c = contexts; c; c = c->next)
+    if (c->device == device)
+      notify(&c->v.context, IBV_EVENT_DEVICE_FATAL, NULL, 0);
+  for (struct qp *q = qps; q; q = q->next)
+    if (of(q->qp.context)->device == device)
+      end(q);
+  unlock();
+}
+
+long fake_count(const char *name) {
+  lock();
+  long value = *counter(name);
+  unlock();
+  return value;
+}
