@@ -1,0 +1,88 @@
+#include "cs_table.h"
+
+#include <errno.h>
+#include <stdio.h>
+
+#ifdef CS_VERBS_BUILT_IN
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <string.h>
+
+struct cs_ib_table cs_ib;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static char opened[PATH_MAX]; /* the library in use; empty: none */
+
+/* A function of the library is stored through a pointer to its field. */
+static void set(void *field, void *function) {
+  memcpy(field, &function, sizeof function);
+}
+
+static int open_library(const char *path, char *why, size_t room) {
+  struct cs_ib_table table;
+  if (strlen(path) >= sizeof opened) {
+    snprintf(why, room, "%.64s...: the name is too long", path);
+    return ENAMETOOLONG;
+  }
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    snprintf(why, room, "%s", dlerror());
+    return ENOENT;
+  }
+#define FIND(field, symbol, result, arguments)                                 \
+  set(&table.field, dlsym(library, symbol));                                   \
+  if (!table.field) {                                                          \
+    snprintf(why, room, "%s has no function %s (want rdma-core 33 or later)",  \
+             path, symbol);                                                    \
+    dlclose(library);                                                          \
+    return ENOSYS;                                                             \
+  }
+  CS_IB_TABLE(FIND)
+#undef FIND
+  cs_ib = table;
+  strcpy(opened, path);
+  return 0;
+}
+
+int cs_ib_open(const char *path, char *why, size_t room) {
+  int rc = 0;
+  if (!path || !*path)
+    path = "libibverbs.so.1";
+  pthread_mutex_lock(&lock);
+  if (!*opened) {
+    rc = open_library(path, why, room);
+  } else if (strcmp(opened, path) != 0) {
+    snprintf(why, room, "this process already uses %s", opened);
+    rc = EBUSY;
+  }
+  pthread_mutex_unlock(&lock);
+  return rc;
+}
+
+int cs_ib_errno(void) { return errno ? errno : EIO; }
+
+int cs_ib_nonblocking(int fd) {
+  int flags = fcntl(fd, F_GETFL);
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0)
+    return errno;
+  return 0;
+}
+
+#else
+
+int cs_ib_open(const char *path, char *why, size_t room) {
+  snprintf(why, room,
+           "not built in: infiniband/verbs.h was not there (install "
+           "libibverbs-dev, or rdma-core-devel, and build again)");
+  return ENOSYS;
+}
+
+#define ABSENT(name, arguments)                                                \
+  int name arguments { return ENOSYS; }
+CS_IB_CALLS(ABSENT)
+#undef ABSENT
+
+#endif

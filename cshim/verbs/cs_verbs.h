@@ -1,0 +1,198 @@
+/* RDMA verbs: libibverbs, opened at run time. The headers come from
+ * libibverbs-dev. Without them this folder builds as "not built in": then
+ * cs_ib_open fails with the reason and every other call returns ENOSYS.
+ *
+ * Every call returns 0 or an errno. What a call gives back goes through its last
+ * pointers, which are unchanged when it fails. Calls on the hot path take arrays
+ * and return counts: cs_ib_post_send, cs_ib_post_recv and cs_ib_poll do not
+ * block, allocate or enter the kernel on a NIC that is driven from user space.
+ *
+ * The thread rule is that of a thread domain: one thread at a time may be inside
+ * cs_ib_post_send and cs_ib_post_recv for all queue pairs of a device, because
+ * they take no lock where the device can do without. Every other call is safe
+ * from any thread at any time.
+ *
+ * This is mechanism only: no policy, no threads, no logging, no state but the
+ * table of the library's functions. */
+#ifndef CS_VERBS_H
+#define CS_VERBS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct cs_ib_device cs_ib_device; /* an open device and its domains */
+typedef struct cs_ib_cq cs_ib_cq;         /* with a completion channel */
+typedef struct cs_ib_qp cs_ib_qp;         /* reliable connected */
+typedef struct cs_ib_mr cs_ib_mr;
+
+typedef struct {
+  char name[64];
+  uint64_t guid;     /* host byte order */
+  int32_t node_type; /* IBV_NODE_*: 1 is a channel adapter */
+  int32_t pad;
+} cs_ib_name;
+
+typedef struct {
+  char firmware[64];
+  uint64_t max_mr_size;
+  int32_t max_qp, max_qp_wr, max_sge, max_cq, max_cqe, max_mr;
+  int32_t ports;
+  int32_t max_read;  /* reads that a queue pair may have outstanding */
+  int32_t lock_free; /* posting takes no lock of the library */
+  int32_t vectors;   /* completion vectors */
+} cs_ib_limits;
+
+enum { CS_IB_PORT_DOWN = 1, CS_IB_PORT_ACTIVE = 4 };
+enum { CS_IB_LINK_INFINIBAND = 1, CS_IB_LINK_ETHERNET = 2 };
+
+typedef struct {
+  int32_t state; /* CS_IB_PORT_* */
+  int32_t link;  /* CS_IB_LINK_* */
+  int32_t mtu;   /* bytes that one packet carries at most now */
+  int32_t gids;  /* length of the GID table */
+  int32_t lid;   /* InfiniBand */
+  int32_t mbits; /* Mbit/s, 0 if it is not known */
+} cs_ib_port;
+
+enum { CS_IB_GID_IB = 0, CS_IB_GID_ROCE_V1 = 1, CS_IB_GID_ROCE_V2 = 2 };
+
+typedef struct {
+  uint8_t gid[16];
+  int32_t index;
+  int32_t type;   /* CS_IB_GID_* */
+  int32_t netdev; /* number of the network interface, or 0 */
+} cs_ib_gid;
+
+enum { /* of cs_ib_register, joined by | */
+       CS_IB_LOCAL_WRITE = 1,
+       CS_IB_REMOTE_WRITE = 2,
+       CS_IB_REMOTE_READ = 4,
+       CS_IB_RELAXED_ORDERING = 8, /* where the device knows it */
+};
+
+typedef struct {
+  int32_t send, recv, sge, inline_bytes;
+} cs_ib_room;
+
+typedef struct { /* to the peer's queue pair */
+  uint8_t gid[16];
+  uint32_t qp, psn;             /* the peer's */
+  int32_t port, gid_index, mtu; /* ours; mtu in bytes */
+  int32_t lid;                  /* the peer's, on InfiniBand */
+  int32_t global;               /* the way is by GID */
+  int32_t traffic_class;
+} cs_ib_path;
+
+typedef struct {
+  uint32_t psn; /* ours */
+  int32_t timeout, retries, not_ready_retries;
+} cs_ib_patience;
+
+enum { CS_IB_SEND = 1, CS_IB_WRITE = 2 };
+enum { CS_IB_SIGNALED = 1, CS_IB_INLINE = 2 };
+
+typedef struct {
+  uint64_t id;
+  uint64_t remote; /* a write's address at the peer */
+  uint32_t rkey;
+  uint16_t sges; /* so many of the list that goes with the requests */
+  uint8_t op;    /* CS_IB_SEND, CS_IB_WRITE */
+  uint8_t flags;
+} cs_ib_wr;
+
+typedef struct {
+  uint64_t address;
+  uint32_t bytes, lkey;
+} cs_ib_sge;
+
+typedef struct {
+  uint64_t id;
+  cs_ib_sge to;
+} cs_ib_recv;
+
+/* So many requests go to the device at once. */
+enum { CS_IB_CHAIN = 64 };
+
+/* What a completion is of; not defined if its status is not 0. */
+enum { CS_IB_DONE_SEND = 0, CS_IB_DONE_WRITE = 1, CS_IB_DONE_RECV = 128 };
+
+typedef struct {
+  uint64_t id;
+  uint32_t status; /* IBV_WC_*: 0 is success */
+  uint32_t op;     /* CS_IB_DONE_* */
+  uint32_t bytes;  /* of a receive */
+  uint32_t qp;     /* number of our queue pair */
+  uint32_t vendor;
+  uint32_t pad;
+} cs_ib_wc;
+
+typedef struct {
+  int32_t type;     /* IBV_EVENT_* */
+  uint32_t element; /* number of the queue pair or the port, else 0 */
+} cs_ib_event;
+
+/* Opens the library that path names, or libibverbs.so.1 if that is NULL or
+ * empty. The first call that succeeds counts for the process; another path fails
+ * from then on. */
+int cs_ib_open(const char *path, char *why, size_t room);
+
+/* The calls. cs_table.c defines them all where the headers are missing.
+ *
+ * cs_ib_list            names at most room devices and says how many there are
+ * cs_ib_device_open     opens a device; cs_ib_device_close needs all else closed
+ * cs_ib_gids            names at most room valid entries of the GID table
+ * cs_ib_async_fd        is non-blocking, readable when cs_ib_async has an event
+ * cs_ib_async           takes one event, EAGAIN if there is none
+ * cs_ib_register        pins memory and makes it known to the device; may block
+ * cs_ib_cq_create       makes a queue of at least entries, and says how many
+ * cs_ib_cq_fd           is non-blocking, readable after cs_ib_arm and a completion
+ * cs_ib_arm             asks for one event when the next completion comes
+ * cs_ib_quiet           takes the events that have come, and says how many
+ * cs_ib_qp_create       makes a queue pair whose both queues complete on cq; room
+ *                       is what is wanted, and then what there is
+ * cs_ib_qp_init         RESET to INIT: receives may be posted
+ * cs_ib_qp_receive      INIT to RTR: the peer's requests are taken
+ * cs_ib_qp_send         RTR to RTS
+ * cs_ib_qp_error        to ERR: what is posted completes with status 5
+ * cs_ib_qp_destroy      may block; completions that are not polled are dropped
+ * cs_ib_post_send       hands requests over in order, CS_IB_CHAIN at a time, and
+ *                       says how many; the rest of an error was not taken
+ * cs_ib_post_recv       likewise for receives
+ * cs_ib_poll            says how many completions there were, at most room */
+#define CS_IB_CALLS(X)                                                         \
+  X(cs_ib_list, (cs_ib_name * names, int room, int *count))                    \
+  X(cs_ib_device_open, (const char *name, cs_ib_device **device))              \
+  X(cs_ib_device_close, (cs_ib_device * device))                               \
+  X(cs_ib_limits_of, (cs_ib_device * device, cs_ib_limits * limits))           \
+  X(cs_ib_port_of, (cs_ib_device * device, int number, cs_ib_port *port))      \
+  X(cs_ib_gids,                                                                \
+    (cs_ib_device * device, int port, cs_ib_gid *gids, int room, int *count))  \
+  X(cs_ib_async_fd, (cs_ib_device * device, int *fd))                          \
+  X(cs_ib_async, (cs_ib_device * device, cs_ib_event * event))                 \
+  X(cs_ib_register,                                                            \
+    (cs_ib_device * device, uint64_t address, uint64_t bytes, int access,      \
+     cs_ib_mr **mr, uint32_t *lkey, uint32_t *rkey))                           \
+  X(cs_ib_deregister, (cs_ib_mr * mr))                                         \
+  X(cs_ib_cq_create, (cs_ib_device * device, int *entries, cs_ib_cq **cq))     \
+  X(cs_ib_cq_destroy, (cs_ib_cq * cq))                                         \
+  X(cs_ib_cq_fd, (cs_ib_cq * cq, int *fd))                                     \
+  X(cs_ib_arm, (cs_ib_cq * cq))                                                \
+  X(cs_ib_quiet, (cs_ib_cq * cq, int *count))                                  \
+  X(cs_ib_qp_create, (cs_ib_device * device, cs_ib_cq * cq, cs_ib_room * room, \
+                      cs_ib_qp * *qp, uint32_t *number))                       \
+  X(cs_ib_qp_init, (cs_ib_qp * qp, int port, int access))                      \
+  X(cs_ib_qp_receive, (cs_ib_qp * qp, const cs_ib_path *path))                 \
+  X(cs_ib_qp_send, (cs_ib_qp * qp, const cs_ib_patience *patience))            \
+  X(cs_ib_qp_error, (cs_ib_qp * qp))                                           \
+  X(cs_ib_qp_destroy, (cs_ib_qp * qp))                                         \
+  X(cs_ib_post_send, (cs_ib_qp * qp, const cs_ib_wr *requests, int count,      \
+                      const cs_ib_sge *sges, int *posted))                     \
+  X(cs_ib_post_recv,                                                           \
+    (cs_ib_qp * qp, const cs_ib_recv *receives, int count, int *posted))       \
+  X(cs_ib_poll, (cs_ib_cq * cq, cs_ib_wc * completions, int room, int *count))
+
+#define CS_IB_DECLARE(name, arguments) int name arguments;
+CS_IB_CALLS(CS_IB_DECLARE)
+#undef CS_IB_DECLARE
+
+#endif

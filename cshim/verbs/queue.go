@@ -1,0 +1,200 @@
+package verbs
+
+/*
+#include "cs_verbs.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Room is what a queue pair has place for.
+type Room struct {
+	Send, Recv int // requests in each queue
+	SGE        int // pieces of memory of one request to send
+	Inline     int // bytes that can be sent from the request itself
+}
+
+// A QP is a reliable connected queue pair.
+type QP struct {
+	Number uint32
+	Room   Room // at least what was wanted, but for Inline
+	c      *C.cs_ib_qp
+}
+
+// NewQP makes a queue pair that completes on cq. A device that has no inline data
+// gives Inline 0.
+func (d *Device) NewQP(cq *CQ, want Room) (*QP, error) {
+	q := &QP{}
+	room := C.cs_ib_room{C.int32_t(want.Send), C.int32_t(want.Recv), C.int32_t(want.SGE), C.int32_t(want.Inline)}
+	rc := C.cs_ib_qp_create(d.c, cq.c, &room, &q.c, (*C.uint32_t)(&q.Number))
+	if errno(rc) == unix.EINVAL && want.Inline > 0 {
+		want.Inline = 0
+		return d.NewQP(cq, want)
+	}
+	if rc != 0 {
+		return nil, failed(rc, "create a queue pair of %d and %d requests on %s", want.Send, want.Recv, d.name)
+	}
+	q.Room = Room{int(room.send), int(room.recv), int(room.sge), int(room.inline_bytes)}
+	return q, nil
+}
+
+// Init makes q ready for PostRecv. access is what the peer may do.
+func (q *QP) Init(port int, access Access) error {
+	return failed(C.cs_ib_qp_init(q.c, C.int(port), C.int(access)), "initialise queue pair %d on port %d", q.Number, port)
+}
+
+// A Path leads to the queue pair of a peer.
+type Path struct {
+	GID      [16]byte // the peer's
+	QP, PSN  uint32   // the peer's
+	LID      int      // the peer's, on InfiniBand
+	Port     int      // ours
+	GIDIndex int      // ours
+	MTU      int      // bytes; the smaller one of both ends
+	Global   bool     // by GID: on Ethernet always
+	Class    int      // traffic class
+}
+
+// Receive takes q from Init to where it receives from the peer.
+func (q *QP) Receive(p Path) error {
+	to := C.cs_ib_path{
+		qp: C.uint32_t(p.QP), psn: C.uint32_t(p.PSN), port: C.int32_t(p.Port), gid_index: C.int32_t(p.GIDIndex),
+		mtu: C.int32_t(p.MTU), lid: C.int32_t(p.LID), traffic_class: C.int32_t(p.Class),
+	}
+	if p.Global {
+		to.global = 1
+	}
+	*(*[16]byte)(unsafe.Pointer(&to.gid)) = p.GID
+	return failed(C.cs_ib_qp_receive(q.c, &to), "join queue pair %d to %d of %v", q.Number, p.QP, GID{Raw: p.GID})
+}
+
+// Patience says when a queue pair gives its peer up.
+type Patience struct {
+	Timeout  int // 4.096 µs times 2 to this power without an acknowledgement, then again
+	Retries  int // 0 to 6; 7 is for ever on some devices
+	NotReady int // tries while the peer has posted no receive; 7 is for ever
+}
+
+// Send takes q from Receive to where it sends, too. psn is the number of its first
+// packet, which the peer's Path names.
+func (q *QP) Send(psn uint32, p Patience) error {
+	c := C.cs_ib_patience{C.uint32_t(psn), C.int32_t(p.Timeout), C.int32_t(p.Retries), C.int32_t(p.NotReady)}
+	return failed(C.cs_ib_qp_send(q.c, &c), "start to send on queue pair %d", q.Number)
+}
+
+// Fail ends all traffic of q. What is posted, and what is posted later, completes as
+// Flushed; it may have been done all the same.
+func (q *QP) Fail() error {
+	return failed(C.cs_ib_qp_error(q.c), "end queue pair %d", q.Number)
+}
+
+// Destroy destroys q. It may block, and drops completions that were not polled.
+func (q *QP) Destroy() error {
+	return failed(C.cs_ib_qp_destroy(q.c), "destroy queue pair %d", q.Number)
+}
+
+// Op tells requests apart.
+type Op uint8
+
+// A Send goes into what the peer has posted with PostRecv, a Write to Remote.
+const (
+	Send  Op = C.CS_IB_SEND
+	Write Op = C.CS_IB_WRITE
+)
+
+// Flags of a Request.
+type Flags uint8
+
+// A request that is not Signaled completes only if it fails, and is over when a
+// later one of its queue pair has completed. With Inline the memory may be used
+// again when PostSend returns.
+const (
+	Signaled Flags = C.CS_IB_SIGNALED
+	Inline   Flags = C.CS_IB_INLINE
+)
+
+// A Request is one thing to do for a queue pair, with so many of the pieces of
+// memory that go with the requests.
+type Request struct {
+	ID     uint64 // comes back in the completion
+	Remote uint64 // address at the peer
+	RKey   uint32 // that the peer gave
+	Pieces uint16
+	Op     Op
+	Flags  Flags
+}
+
+// A Piece is a part of registered memory.
+type Piece struct {
+	Address uint64
+	Len     uint32
+	LKey    uint32
+}
+
+// A Slot is memory that takes one Send of the peer.
+type Slot struct {
+	ID uint64
+	To Piece
+}
+
+// Chain is how many requests go to the device at once: PostSend rings a doorbell
+// for each Chain of them.
+const Chain = C.CS_IB_CHAIN
+
+// ErrFull says that a queue has no room for another request.
+var ErrFull = errors.New("verbs: the queue is full")
+
+// errno values of a post without a place: that is no fault, so nothing is allocated.
+func full(rc C.int) bool { return errno(rc) == unix.ENOMEM || errno(rc) == unix.ENOSPC }
+
+// PostSend hands over requests in order and says how many were taken. pieces holds
+// the memory of all of them. An error is of the first request that was not taken.
+func (q *QP) PostSend(requests []Request, pieces []Piece) (int, error) {
+	var n C.int
+	rc := C.cs_ib_post_send(q.c, (*C.cs_ib_wr)(unsafe.Pointer(unsafe.SliceData(requests))), C.int(len(requests)),
+		(*C.cs_ib_sge)(unsafe.Pointer(unsafe.SliceData(pieces))), &n)
+	return q.posted(rc, n, "send")
+}
+
+// PostRecv hands over slots, likewise.
+func (q *QP) PostRecv(slots []Slot) (int, error) {
+	var n C.int
+	rc := C.cs_ib_post_recv(q.c, (*C.cs_ib_recv)(unsafe.Pointer(unsafe.SliceData(slots))), C.int(len(slots)), &n)
+	return q.posted(rc, n, "receive")
+}
+
+func (q *QP) posted(rc, n C.int, what string) (int, error) {
+	switch {
+	case rc == 0:
+		return int(n), nil
+	case full(rc):
+		return int(n), ErrFull
+	}
+	return int(n), failed(rc, "post a request to %s on queue pair %d", what, q.Number)
+}
+
+// Done says what a Completion is of, where its Status is Success.
+type Done uint32
+
+// What can be done.
+const (
+	DoneSend  Done = C.CS_IB_DONE_SEND
+	DoneWrite Done = C.CS_IB_DONE_WRITE
+	DoneRecv  Done = C.CS_IB_DONE_RECV
+)
+
+// A Completion is how a request ended.
+type Completion struct {
+	ID     uint64
+	Status Status
+	Done   Done
+	Len    uint32 // of what a Slot took
+	QP     uint32 // number of our queue pair
+	Vendor uint32 // more about a Status, for people
+	_      uint32
+}

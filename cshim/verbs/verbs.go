@@ -1,0 +1,260 @@
+// Package verbs is RDMA verbs as Go sees them: cs_verbs.h, whose library is opened
+// at run time. It is mechanism: each method is one crossing. Memory is named by
+// address, because none of it is Go's.
+//
+// At a time one goroutine may be inside PostSend and PostRecv of all queue pairs of
+// a Device. Everything else is safe for concurrent use, as long as nothing is used
+// after its Destroy or Close.
+package verbs
+
+/*
+#cgo LDFLAGS: -ldl
+#cgo noescape cs_ib_post_send
+#cgo nocallback cs_ib_post_send
+#cgo noescape cs_ib_post_recv
+#cgo nocallback cs_ib_post_recv
+#cgo noescape cs_ib_poll
+#cgo nocallback cs_ib_poll
+#cgo noescape cs_ib_quiet
+#cgo nocallback cs_ib_quiet
+#cgo nocallback cs_ib_arm
+#include <stdlib.h>
+#include "cs_verbs.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"unsafe"
+)
+
+// Open opens the library with that name; empty means libibverbs.so.1. The first
+// one that opens is the process's, and another name is an error from then on. The
+// error says what is missing.
+func Open(library string) error {
+	name := C.CString(library)
+	defer C.free(unsafe.Pointer(name))
+	var why [512]C.char
+	if rc := C.cs_ib_open(name, &why[0], C.size_t(len(why))); rc != 0 {
+		return &Error{errno(rc), "verbs: " + C.GoString(&why[0])}
+	}
+	return nil
+}
+
+// A Name is a device of this host that can be opened.
+type Name struct {
+	Name string
+	GUID uint64
+}
+
+// Names lists the devices. The library must be open.
+func Names() ([]Name, error) {
+	var found [64]C.cs_ib_name
+	var n C.int
+	if rc := C.cs_ib_list(&found[0], C.int(len(found)), &n); rc != 0 {
+		return nil, failed(rc, "list the devices")
+	}
+	var names []Name
+	for _, d := range found[:min(int(n), len(found))] {
+		names = append(names, Name{C.GoString(&d.name[0]), uint64(d.guid)})
+	}
+	return names, nil
+}
+
+// A Device is an open device with a protection domain, in which everything that is
+// made of it lies.
+type Device struct {
+	name string
+	c    *C.cs_ib_device
+}
+
+// OpenDevice opens the device with a name.
+func OpenDevice(name string) (*Device, error) {
+	d := &Device{name: name}
+	s := C.CString(name)
+	defer C.free(unsafe.Pointer(s))
+	if rc := C.cs_ib_device_open(s, &d.c); rc != 0 {
+		return nil, failed(rc, "open %s", name)
+	}
+	return d, nil
+}
+
+// Close closes the device. All that was made of it must be destroyed.
+func (d *Device) Close() error { return failed(C.cs_ib_device_close(d.c), "close %s", d.name) }
+
+// Name is what OpenDevice was given.
+func (d *Device) Name() string { return d.name }
+
+// Limits are what a device can do.
+type Limits struct {
+	Firmware   string
+	MaxMRSize  uint64
+	MaxQP      int
+	MaxQPWR    int // requests in one queue of a queue pair
+	MaxSGE     int
+	MaxCQE     int
+	MaxMR      int
+	Ports      int
+	LockFree   bool // posting takes no lock of the library
+	AnswersMax int  // reads of a peer that are answered at a time
+}
+
+// Limits asks the device.
+func (d *Device) Limits() (Limits, error) {
+	var l C.cs_ib_limits
+	if rc := C.cs_ib_limits_of(d.c, &l); rc != 0 {
+		return Limits{}, failed(rc, "ask %s for its limits", d.name)
+	}
+	return Limits{
+		Firmware: C.GoString(&l.firmware[0]), MaxMRSize: uint64(l.max_mr_size),
+		MaxQP: int(l.max_qp), MaxQPWR: int(l.max_qp_wr), MaxSGE: int(l.max_sge),
+		MaxCQE: int(l.max_cqe), MaxMR: int(l.max_mr), Ports: int(l.ports),
+		LockFree: l.lock_free != 0, AnswersMax: int(l.max_read),
+	}, nil
+}
+
+// A Port is the state of one port.
+type Port struct {
+	Active   bool
+	Ethernet bool // RoCE; else InfiniBand
+	MTU      int  // bytes that a packet carries at most now
+	LID      int  // InfiniBand
+	Mbits    int  // 0 if it is not known
+}
+
+// Port asks for port number, from 1.
+func (d *Device) Port(number int) (Port, error) {
+	var p C.cs_ib_port
+	if rc := C.cs_ib_port_of(d.c, C.int(number), &p); rc != 0 {
+		return Port{}, failed(rc, "ask for port %d of %s", number, d.name)
+	}
+	return Port{
+		Active: p.state == C.CS_IB_PORT_ACTIVE, Ethernet: p.link == C.CS_IB_LINK_ETHERNET,
+		MTU: int(p.mtu), LID: int(p.lid), Mbits: int(p.mbits),
+	}, nil
+}
+
+// GIDs are the valid entries of the GID table of a port, in the order of the table.
+func (d *Device) GIDs(port int) ([]GID, error) {
+	var found [256]C.cs_ib_gid
+	var n C.int
+	if rc := C.cs_ib_gids(d.c, C.int(port), &found[0], C.int(len(found)), &n); rc != 0 {
+		return nil, failed(rc, "read the GID table of port %d of %s", port, d.name)
+	}
+	var gids []GID
+	for _, g := range found[:n] {
+		gids = append(gids, GID{
+			Raw: *(*[16]byte)(unsafe.Pointer(&g.gid)), Index: int(g.index), Type: GIDType(g._type), Interface: int(g.netdev),
+		})
+	}
+	return gids, nil
+}
+
+// AsyncFD is readable when Async has something. It is the device's.
+func (d *Device) AsyncFD() int {
+	fd := C.int(-1)
+	C.cs_ib_async_fd(d.c, &fd)
+	return int(fd)
+}
+
+// Async takes one asynchronous event; false means that there is none.
+func (d *Device) Async() (Event, bool, error) {
+	var e C.cs_ib_event
+	rc := C.cs_ib_async(d.c, &e)
+	switch err := failed(rc, "take an event of %s", d.name); {
+	case err == nil:
+		return Event{EventType(e._type), uint32(e.element)}, true, nil
+	case again(rc):
+		return Event{}, false, nil
+	default:
+		return Event{}, false, err
+	}
+}
+
+// Access says what a registration allows.
+type Access int
+
+// The bits of Access. A peer can write only where we can.
+const (
+	LocalWrite      Access = C.CS_IB_LOCAL_WRITE
+	RemoteWrite     Access = C.CS_IB_REMOTE_WRITE
+	RemoteRead      Access = C.CS_IB_REMOTE_READ
+	RelaxedOrdering Access = C.CS_IB_RELAXED_ORDERING // where the device knows it
+)
+
+// A Region is registered memory.
+type Region struct {
+	LKey, RKey uint32
+	c          *C.cs_ib_mr
+}
+
+// Register pins n bytes at address and makes them known to the device, which may
+// take milliseconds.
+func (d *Device) Register(address, n uint64, access Access) (Region, error) {
+	var r Region
+	rc := C.cs_ib_register(d.c, C.uint64_t(address), C.uint64_t(n), C.int(access), &r.c, (*C.uint32_t)(&r.LKey), (*C.uint32_t)(&r.RKey))
+	if rc == 0 {
+		return r, nil
+	}
+	err := failed(rc, "register %d bytes at %#x on %s", n, address, d.name)
+	var e *Error
+	if errors.As(err, &e) {
+		e.Text += lockedMemory(e.Errno)
+	}
+	return Region{}, err
+}
+
+// Deregister lets go of the memory. It may block.
+func (r Region) Deregister() error { return failed(C.cs_ib_deregister(r.c), "deregister memory") }
+
+// A CQ is a queue of completions.
+type CQ struct {
+	c       *C.cs_ib_cq
+	entries int
+}
+
+// NewCQ makes a queue with room for at least entries completions. It is for its
+// users to see that there are never more.
+func (d *Device) NewCQ(entries int) (*CQ, error) {
+	n := C.int(entries)
+	q := &CQ{}
+	if rc := C.cs_ib_cq_create(d.c, &n, &q.c); rc != 0 {
+		return nil, failed(rc, "create a completion queue of %d entries on %s", entries, d.name)
+	}
+	q.entries = int(n)
+	return q, nil
+}
+
+// Destroy destroys the queue. All queue pairs that complete on it must be gone.
+func (q *CQ) Destroy() error { return failed(C.cs_ib_cq_destroy(q.c), "destroy a completion queue") }
+
+// Entries is how many completions there is room for.
+func (q *CQ) Entries() int { return q.entries }
+
+// FD is readable when a completion has come since Arm, until Quiet.
+func (q *CQ) FD() int {
+	fd := C.int(-1)
+	C.cs_ib_cq_fd(q.c, &fd)
+	return int(fd)
+}
+
+// Arm asks for FD to become readable with the next completion. One that has come
+// before does not count, so poll again after it.
+func (q *CQ) Arm() error { return failed(C.cs_ib_arm(q.c), "arm a completion queue") }
+
+// Quiet takes what makes FD readable, and says how many events there were.
+func (q *CQ) Quiet() (int, error) {
+	var n C.int
+	rc := C.cs_ib_quiet(q.c, &n)
+	return int(n), failed(rc, "take the events of a completion queue")
+}
+
+// Poll fills completions with what has come, and says how many there are.
+func (q *CQ) Poll(completions []Completion) (int, error) {
+	var n C.int
+	rc := C.cs_ib_poll(q.c, (*C.cs_ib_wc)(unsafe.Pointer(unsafe.SliceData(completions))), C.int(len(completions)), &n)
+	if rc != 0 {
+		return int(n), failed(rc, "poll a completion queue")
+	}
+	return int(n), nil
+}

@@ -1,0 +1,219 @@
+package verbs
+
+/*
+#include "cs_verbs.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+)
+
+// An Error is what a call of the library gave.
+type Error struct {
+	Errno unix.Errno
+	Text  string
+}
+
+func (e *Error) Error() string { return e.Text }
+
+// Unwrap gives the errno.
+func (e *Error) Unwrap() error { return e.Errno }
+
+func errno(rc C.int) unix.Errno {
+	if rc < 0 {
+		rc = -rc // as some providers give it
+	}
+	return unix.Errno(rc)
+}
+
+func again(rc C.int) bool { return errno(rc) == unix.EAGAIN || errno(rc) == unix.EINTR }
+
+// failed is the error of a result, nil for success.
+func failed(rc C.int, format string, args ...any) error {
+	if rc == 0 {
+		return nil
+	}
+	e := errno(rc)
+	return &Error{e, fmt.Sprintf("verbs: "+format+": %v%s", append(args, e, remedies[e])...)}
+}
+
+var remedies = map[unix.Errno]string{
+	unix.EACCES: " (the process needs read and write access to /dev/infiniband/uverbs*)",
+	unix.EPERM:  " (the process needs read and write access to /dev/infiniband/uverbs*)",
+	unix.ENODEV: " (the device is gone, or its name is wrong: ibv_devinfo -l lists the names)",
+	unix.EMFILE: " (raise the limit of open files: ulimit -n)",
+	unix.EIO:    " (the device has failed; dmesg says why)",
+}
+
+// lockedMemory is what helps where memory cannot be pinned.
+func lockedMemory(e unix.Errno) string {
+	var l unix.Rlimit
+	if e != unix.ENOMEM && e != unix.EAGAIN && e != unix.EPERM || unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l) != nil {
+		return ""
+	}
+	if l.Cur == unix.RLIM_INFINITY {
+		return " (the locked-memory limit, ulimit -l, is unlimited: the host or the device has no memory left)"
+	}
+	return fmt.Sprintf(" (raise the locked-memory limit: ulimit -l, now %d KiB)", l.Cur>>10)
+}
+
+// IsErrno reports whether err is an Error with e.
+func IsErrno(err error, e unix.Errno) bool {
+	var v *Error
+	return errors.As(err, &v) && v.Errno == e
+}
+
+// GIDType is what a GID can be used for.
+type GIDType int
+
+// The kinds of GID.
+const (
+	InfiniBand GIDType = C.CS_IB_GID_IB
+	RoCEv1     GIDType = C.CS_IB_GID_ROCE_V1
+	RoCEv2     GIDType = C.CS_IB_GID_ROCE_V2
+)
+
+func (t GIDType) String() string {
+	switch t {
+	case InfiniBand:
+		return "InfiniBand"
+	case RoCEv1:
+		return "RoCE v1"
+	case RoCEv2:
+		return "RoCE v2"
+	}
+	return fmt.Sprintf("GID type %d", int(t))
+}
+
+// A GID is an address of a port.
+type GID struct {
+	Raw       [16]byte
+	Index     int // in the table of its port
+	Type      GIDType
+	Interface int // number of the network interface, or 0
+}
+
+// Addr is the GID as an IP address, which it is with RoCE v2.
+func (g GID) Addr() netip.Addr { return netip.AddrFrom16(g.Raw).Unmap() }
+
+func (g GID) String() string { return g.Addr().String() }
+
+// Better reports whether g should be preferred to o on Ethernet: RoCE v2 before v1,
+// then IPv4, then a global IPv6 address before a link-local one.
+func (g GID) Better(o GID) bool { return g.rank() > o.rank() }
+
+func (g GID) rank() int {
+	r := 0
+	if g.Type == RoCEv2 {
+		r += 4
+	}
+	switch a := g.Addr(); {
+	case a.Is4():
+		r += 2
+	case !a.IsLinkLocalUnicast():
+		r++
+	}
+	return r
+}
+
+// Status is how a request ended.
+type Status uint32
+
+// Statuses that callers tell apart.
+const (
+	Success         Status = 0
+	LocalLength     Status = 1
+	LocalOperation  Status = 2
+	LocalProtection Status = 4
+	Flushed         Status = 5
+	RemoteInvalid   Status = 9
+	RemoteAccess    Status = 10
+	RemoteOperation Status = 11
+	RetryExceeded   Status = 12
+	NotReady        Status = 13
+)
+
+var statuses = [...]string{
+	"success",
+	"a message was longer than the memory for it, or than the device allows",
+	"the queue pair refused the operation",
+	"the end-to-end context refused the operation",
+	"local memory is not registered for this (protection error)",
+	"flushed: the queue pair had ended before",
+	"a memory window could not be bound",
+	"the peer's answer made no sense",
+	"a peer's request was refused by local memory (access error)",
+	"the peer found the request invalid",
+	"the peer refused the access: a wrong key, or an address out of bounds",
+	"the peer could not complete the request",
+	"the peer did not acknowledge in time (retries exceeded)",
+	"the peer had posted no receive for too long (receiver not ready, retries exceeded)",
+	"a violation of reliable datagram domains",
+	"the peer found the read request invalid",
+	"the peer aborted the request",
+	"a wrong end-to-end context number",
+	"a wrong state of the end-to-end context",
+	"the device reported a fatal error",
+	"the peer's answer timed out",
+	"the device reported an error without more to say",
+	"tag matching failed",
+	"tag matching: the rendezvous was not completed",
+}
+
+func (s Status) String() string {
+	if int(s) < len(statuses) {
+		return statuses[s]
+	}
+	return fmt.Sprintf("completion status %d", uint32(s))
+}
+
+// EventType is what an Event is.
+type EventType int
+
+// Asynchronous events that callers tell apart.
+const (
+	CQError     EventType = 0
+	QPFatal     EventType = 1
+	QPRequest   EventType = 2
+	QPAccess    EventType = 3
+	DeviceFatal EventType = 8
+	PortActive  EventType = 9
+	PortError   EventType = 10
+	GIDChange   EventType = 18
+)
+
+var events = [...]string{
+	"a completion queue overran, and is lost", "a queue pair failed", "a peer's request was invalid",
+	"a peer's request was refused by local memory", "a queue pair has heard from its peer", "a send queue is drained",
+	"a path has migrated", "a path could not migrate", "the device failed, or was taken away",
+	"the port is up", "the port is down", "the LID has changed", "the partition keys have changed",
+	"the subnet manager has changed", "a shared receive queue failed", "a shared receive queue is at its limit",
+	"the last receive was used", "the subnet manager asks to register again", "the GID table has changed",
+	"a work queue failed",
+}
+
+func (t EventType) String() string {
+	if t >= 0 && int(t) < len(events) {
+		return events[t]
+	}
+	return fmt.Sprintf("asynchronous event %d", int(t))
+}
+
+// An Event is something that happened to a device.
+type Event struct {
+	Type    EventType
+	Element uint32 // number of the queue pair or the port, else 0
+}
+
+// Port is the port that the event is about, 0 if it is about none.
+func (e Event) Port() int {
+	if e.Type >= PortActive && e.Type <= GIDChange && e.Type != 14 && e.Type != 15 && e.Type != 16 {
+		return int(e.Element)
+	}
+	return 0
+}
