@@ -33,6 +33,7 @@ var layers = map[string][]string{
 	"transport/inproc":          {"mem", "transport"},
 	"transport/lossy":           {"mem", "transport"},
 	"transport/tcp":             {"mem", "transport"},
+	"transport/verbs":           {"mem", "transport"},
 	"topo":                      {"conf"},
 	"cluster":                   {"wire"},
 	"exchange":                  {"mem", "trace", "transport", "wire"},
@@ -137,6 +138,7 @@ var goroutines = map[string]int{
 	"transport/tcp/tcp.go":       1, // task
 	"transport/cma/cma.go":       1, // task
 	"transport/cudaipc/later.go": 1, // a chore at a time, in try
+	"transport/verbs/verbs.go":   1, // task
 }
 
 func TestGoroutinesAreKnown(t *testing.T) {

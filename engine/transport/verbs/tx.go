@@ -1,0 +1,376 @@
+package verbs
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	rdma "fserver/cshim/verbs"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+const (
+	opDepth  = 256      // operations between Post and their EvDone; a power of two
+	wrDepth  = 256      // requests that are made and not done; a power of two
+	direct   = 16 << 10 // spans from here on are registered; shorter ones are copied into slots
+	longest  = 1 << 20  // bytes of one request
+	signalAt = 4 << 20  // bytes after which a request is signalled, so that progress is seen
+	headLen  = 8
+	kindData = 1 // a piece of a frame
+	kindBare = 2 // credits alone
+)
+
+// tx is the sending half: operations, the requests that they are made into, and the
+// slots that hold what is copied. Numbers run on and wrap.
+type tx struct {
+	ops            [opDepth]sendOp
+	opDone, opTail uint32
+	cur            cursor // the newest operation, while it is not wholly made into requests
+
+	// wrs[acked:posted] are with the NIC, wrs[posted:prepared] wait for room or credit.
+	wrs                     [wrDepth]sendWR
+	acked, posted, prepared uint32
+	sq, sqAcked             uint32 // requests that the NIC was given, and those that are over; 31 bits
+
+	ends             [slots]uint32 // acked must have come so far for a slot to be free
+	slotHead, slotAt uint32
+	wordAt           uint32
+	wordEnds         [words]uint32 // likewise, by sqAcked
+	wordUsed         [words]bool
+	credits          int
+	owed             int // credits to return
+}
+
+type sendOp struct {
+	user    uint64
+	end     uint32 // it has ended when acked is here
+	whole   bool   // it is made into requests
+	sources []rdma.Region
+}
+
+// release lets go of what the operation had registered. It may block.
+func (o *sendOp) release() {
+	for _, r := range o.sources {
+		_ = r.Deregister()
+	}
+	o.sources = nil
+}
+
+type sendWR struct {
+	r     rdma.Request
+	p     rdma.Piece
+	frame bool // takes a credit
+}
+
+type cursor struct {
+	active  bool
+	frame   []byte // of a long frame, what is left
+	total   uint32
+	src     []mem.Span
+	off     uint64 // into src[0]
+	address uint64 // at the peer
+	rkey    uint32
+	lkey    uint32 // of src[0]
+	known   bool   // it is registered
+	copies  bool   // it cannot be
+}
+
+// batch is what goes to the NIC at once.
+type batch struct {
+	requests [rdma.Chain]rdma.Request
+	pieces   [rdma.Chain]rdma.Piece
+}
+
+// take takes an operation if there is room. An error means that there never will be.
+func (c *Conn) take(op *transport.Op) (bool, error) {
+	t := &c.tx
+	if op.After.Event != 0 {
+		return false, fmt.Errorf("verbs: post: the operation waits for a point on %v: hold it back until that has passed", op.After.Dev)
+	}
+	c.prepare()
+	if t.cur.active || t.opTail-t.opDone == opDepth {
+		return false, nil
+	}
+	o := &t.ops[t.opTail%opDepth]
+	switch op.Kind {
+	case transport.OpFrame:
+		if len(op.Frame) > transport.MaxFrame {
+			return false, fmt.Errorf("verbs: post: frame of %d bytes: at most %d", len(op.Frame), transport.MaxFrame)
+		}
+		if len(op.Frame) <= slotBytes-headLen {
+			slot, ok := c.slot()
+			if !ok {
+				return false, nil
+			}
+			c.piece(slot, op.Frame, uint32(len(op.Frame)))
+			*o = sendOp{user: op.User, end: t.prepared, whole: true}
+			t.opTail++
+			return true, nil
+		}
+		t.cur = cursor{active: true, frame: append([]byte(nil), op.Frame...), total: uint32(len(op.Frame))}
+	case transport.OpWrite:
+		address, rkey := remote(&op.Key) // the NIC at the peer refuses what is none
+		t.cur = cursor{active: true, src: op.Src, address: address + op.Off, rkey: rkey}
+	default:
+		return false, fmt.Errorf("verbs: post: operation of unknown kind %d", op.Kind)
+	}
+	*o = sendOp{user: op.User}
+	t.opTail++
+	c.prepare()
+	return true, nil
+}
+
+// slot is a free slot and room for a request.
+func (c *Conn) slot() (uint32, bool) {
+	t := &c.tx
+	for t.slotHead != t.slotAt && int32(t.acked-t.ends[t.slotHead%slots]) >= 0 {
+		t.slotHead++
+	}
+	if t.slotAt-t.slotHead == slots || t.prepared-t.acked == wrDepth {
+		return 0, false
+	}
+	return t.slotAt % slots, true
+}
+
+// use makes a request of n bytes of a slot.
+func (c *Conn) use(slot uint32, n int, w sendWR) {
+	t := &c.tx
+	w.p = rdma.Piece{Address: uint64(c.buf.Addr) + uint64(slot)*slotBytes, Len: uint32(n), LKey: c.mr.LKey}
+	t.wrs[t.prepared%wrDepth] = w
+	t.prepared++
+	t.ends[slot] = t.prepared
+	t.slotAt++
+}
+
+// send is the memory of a slot to send.
+func (c *Conn) send(slot uint32) []byte {
+	return mem.Span{Addr: c.buf.Addr + uintptr(slot)*slotBytes, Len: slotBytes}.Bytes()
+}
+
+// piece makes a request of a piece of a frame that has total bytes.
+func (c *Conn) piece(slot uint32, b []byte, total uint32) {
+	s := c.send(slot)
+	binary.LittleEndian.PutUint32(s, kindData<<16)
+	binary.LittleEndian.PutUint32(s[4:], total)
+	n := headLen + copy(s[headLen:], b)
+	c.use(slot, n, sendWR{r: rdma.Request{Op: rdma.Send, Pieces: 1}, frame: true})
+}
+
+// prepare makes the newest operation into requests, as far as there is room.
+func (c *Conn) prepare() {
+	t := &c.tx
+	cur := &t.cur
+	for cur.active {
+		switch {
+		case len(cur.frame) > 0:
+			slot, ok := c.slot()
+			if !ok {
+				return
+			}
+			n := min(len(cur.frame), slotBytes-headLen)
+			c.piece(slot, cur.frame[:n], cur.total)
+			cur.frame = cur.frame[n:]
+		case len(cur.src) > 0 && cur.off == cur.src[0].Len:
+			cur.src, cur.off, cur.known, cur.copies = cur.src[1:], 0, false, false
+		case len(cur.src) > 0:
+			if t.prepared-t.acked == wrDepth || !c.prepareWrite() {
+				return
+			}
+		default:
+			o := &t.ops[(t.opTail-1)%opDepth]
+			o.end, o.whole = t.prepared, true
+			*cur = cursor{}
+		}
+	}
+}
+
+// prepareWrite makes one request of the write; false: there is no slot.
+func (c *Conn) prepareWrite() bool {
+	t := &c.tx
+	cur := &t.cur
+	w := sendWR{r: rdma.Request{Remote: cur.address, RKey: cur.rkey, Op: rdma.Write, Pieces: 1}}
+	if left := cur.src[0].Len - cur.off; c.direct(left) {
+		n := min(left, longest)
+		w.p = rdma.Piece{Address: uint64(cur.src[0].Addr) + cur.off, Len: uint32(n), LKey: cur.lkey}
+		t.wrs[t.prepared%wrDepth] = w
+		t.prepared++
+		cur.off += n
+		cur.address += n
+		return true
+	}
+	slot, ok := c.slot()
+	if !ok {
+		return false
+	}
+	s, n := c.send(slot), 0
+	for n < slotBytes && len(cur.src) > 0 {
+		span := cur.src[0]
+		left := span.Len - cur.off
+		if left >= direct && !cur.copies {
+			break
+		}
+		k := copy(s[n:], mem.Span{Addr: span.Addr + uintptr(cur.off), Len: left}.Bytes())
+		n += k
+		if cur.off += uint64(k); cur.off == span.Len {
+			cur.src, cur.off, cur.known, cur.copies = cur.src[1:], 0, false, false
+		}
+	}
+	cur.address += uint64(n)
+	c.use(slot, n, w)
+	return true
+}
+
+// direct says whether the NIC is to read src[0] itself, of which left bytes are to go: it is
+// registered for that.
+func (c *Conn) direct(left uint64) bool {
+	cur := &c.tx.cur
+	if cur.known || cur.copies || left < direct {
+		return cur.known
+	}
+	s := cur.src[0]
+	r, err := c.f.dev.Register(uint64(s.Addr), s.Len, 0)
+	if err != nil {
+		cur.copies, c.why = true, "large sources are copied: "+err.Error()
+		return false
+	}
+	o := &c.tx.ops[(c.tx.opTail-1)%opDepth]
+	o.sources = append(o.sources, r)
+	cur.known, cur.lkey = true, r.LKey
+	return true
+}
+
+// ready says whether operations have ended, or a pump may do something.
+func (t *tx) ready() bool {
+	if t.opDone == t.opTail {
+		return false
+	}
+	o := &t.ops[t.opDone%opDepth]
+	return o.whole && int32(t.acked-o.end) >= 0
+}
+
+// pump gives the NIC what there is room and credit for, in one chain for each Chain of
+// requests. The last of them is signalled, and one in between every 4 MiB.
+func (c *Conn) pump() {
+	for c.up && c.err == nil {
+		c.prepare()
+		n := c.fill()
+		if n == 0 {
+			return
+		}
+		b := &c.f.batch
+		b.requests[n-1].Flags |= rdma.Signaled
+		taken, err := c.qp.PostSend(b.requests[:n], b.pieces[:n])
+		c.f.doorbells++
+		c.f.requests += uint64(taken)
+		if err != nil {
+			if errors.Is(err, rdma.ErrFull) {
+				err = fmt.Errorf("%w, with %d of %d requests in it", err, (c.tx.sq-c.tx.sqAcked)&mask31, sendRoom)
+			}
+			c.tx.sq = (c.tx.sq - uint32(n-taken)) & mask31
+			c.end(err)
+		}
+	}
+}
+
+const mask31 = 1<<31 - 1
+
+// fill fills the batch.
+func (c *Conn) fill() (n int) {
+	t, b := &c.tx, &c.f.batch
+	silent := uint32(0)
+	for n < rdma.Chain && t.posted != t.prepared && (t.sq-t.sqAcked)&mask31 < sendRoom-1 {
+		w := &t.wrs[t.posted%wrDepth]
+		if w.frame {
+			if t.credits == 0 {
+				break
+			}
+			t.credits--
+			s := mem.Span{Addr: uintptr(w.p.Address), Len: headLen}.Bytes()
+			binary.LittleEndian.PutUint16(s, uint16(t.owed))
+			t.owed = 0
+		}
+		t.posted++
+		b.requests[n], b.pieces[n] = w.r, w.p
+		b.requests[n].ID = c.number31()
+		if silent += w.p.Len; silent >= signalAt {
+			b.requests[n].Flags = rdma.Signaled
+			silent = 0
+		}
+		n++
+	}
+	if n < rdma.Chain && t.owed >= slots/2 && (t.sq-t.sqAcked)&mask31 < sendRoom {
+		n = c.fillBare(n)
+	}
+	return n
+}
+
+// number31 is the ID of the request that is given to the NIC now: how many it has been given,
+// and how many of wrs.
+func (c *Conn) number31() uint64 {
+	c.tx.sq = (c.tx.sq + 1) & mask31
+	return uint64(c.tx.sq)<<32 | uint64(c.tx.posted)
+}
+
+// fillBare adds a message that only returns credits. It takes none: the peer has spare
+// slots for two of them, and there are never more, for each stands for half of the peer's
+// slots.
+func (c *Conn) fillBare(n int) int {
+	t, b := &c.tx, &c.f.batch
+	w := t.wordAt % words
+	if t.wordUsed[w] && int32(t.sqAcked<<1-t.wordEnds[w]<<1) < 0 {
+		return n
+	}
+	at := c.buf.Addr + (2*slots+spare)*slotBytes + uintptr(w)*headLen
+	s := mem.Span{Addr: at, Len: headLen}.Bytes()
+	binary.LittleEndian.PutUint32(s, kindBare<<16|uint32(t.owed))
+	binary.LittleEndian.PutUint32(s[4:], 0)
+	t.owed = 0
+	b.requests[n] = rdma.Request{ID: c.number31(), Op: rdma.Send, Pieces: 1}
+	b.pieces[n] = rdma.Piece{Address: uint64(at), Len: headLen, LKey: c.mr.LKey}
+	t.wordUsed[w], t.wordEnds[w] = true, t.sq
+	t.wordAt++
+	return n + 1
+}
+
+// sent takes the completion of a request.
+func (c *Conn) sent(w *rdma.Completion) {
+	t := &c.tx
+	t.sqAcked = uint32(w.ID>>32) & mask31
+	switch {
+	case w.Status == rdma.Success:
+		t.acked = uint32(w.ID)
+	case w.Status == rdma.Flushed:
+		c.end(errors.New("the queue pair ended"))
+	default:
+		c.end(errors.New(w.Status.String()))
+	}
+}
+
+// complete reports operations that have ended: when all is over, all have.
+func (c *Conn) complete(ev []transport.Event) (n int) {
+	t := &c.tx
+	for n < len(ev) && t.opDone != t.opTail {
+		o := &t.ops[t.opDone%opDepth]
+		ok := o.whole && int32(t.acked-o.end) >= 0
+		if !ok && !c.gone {
+			break
+		}
+		ev[n] = transport.Event{Kind: transport.EvDone, Conn: c, User: o.user}
+		if !ok {
+			ev[n].Err = c.err
+		}
+		if o.sources != nil && !c.gone {
+			over := *o
+			o.sources = nil
+			if c.f.closing {
+				over.release()
+			} else {
+				c.f.task(func() { over.release() })
+			}
+		}
+		t.opDone++
+		n++
+	}
+	return n
+}
