@@ -40,6 +40,7 @@ type Conn struct {
 	peer    place
 	refusal error
 	since   time.Time
+	joined  bool // a listener's: the dialer has said so
 	up      bool // both ends may send
 
 	// Fabric.mu guards all below.

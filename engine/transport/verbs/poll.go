@@ -65,7 +65,7 @@ func (f *Fabric) collect() error {
 		if err != nil {
 			return fmt.Errorf("%s: %w", f.name, err)
 		}
-		f.completions += uint64(n)
+		f.counts.Completions += uint64(n)
 		for i := range f.found[:n] {
 			w := &f.found[i]
 			c := f.conns[w.QP]
@@ -208,4 +208,14 @@ func (q *queue) pop() *Conn {
 	}
 	c.queued = false
 	return c
+}
+
+// Counts is what a Fabric has asked of its NIC so far.
+type Counts struct{ Doorbells, Requests, Completions uint64 }
+
+// Counts returns them.
+func (f *Fabric) Counts() Counts {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.counts
 }

@@ -63,7 +63,7 @@ func (c *Conn) here() place {
 }
 
 // make makes the queue pair of a Conn over in, ready to receive. It may block.
-func (f *Fabric) make(in transport.Conn, dialer bool) (c *Conn, err error) {
+func (f *Fabric) make(in transport.Conn, dialer bool) (*Conn, error) {
 	f.mu.Lock()
 	room := f.made < f.most
 	if room {
@@ -73,38 +73,40 @@ func (f *Fabric) make(in transport.Conn, dialer bool) (c *Conn, err error) {
 	if !room {
 		return nil, fmt.Errorf("%s has room for %d connections, and all are in use", f.name, f.most)
 	}
-	c = &Conn{f: f, inner: in, since: time.Now()}
+	c := &Conn{f: f, inner: in, since: time.Now()}
 	if dialer {
 		c.ready = make(chan struct{})
 	}
-	defer func() {
-		if err != nil {
-			c.destroy()
-			c = nil
-			f.mu.Lock()
-			f.made--
-			f.mu.Unlock()
-		}
-	}()
-	if c.buf, err = mem.Map(bufBytes); err != nil {
+	if err := c.make(); err != nil {
+		c.destroy()
+		f.mu.Lock()
+		f.made--
+		f.mu.Unlock()
 		return nil, err
+	}
+	return c, nil
+}
+
+// make acquires what destroy gives back, also after an error.
+func (c *Conn) make() (err error) {
+	f := c.f
+	if c.buf, err = mem.Map(bufBytes); err != nil {
+		return err
 	}
 	if c.mr, err = f.dev.Register(uint64(c.buf.Addr), c.buf.Len, rdma.LocalWrite); err != nil {
-		return nil, err
+		return err
 	}
 	c.registered = true
-	if c.qp, err = f.dev.NewQP(f.cq, rdma.Room{Send: sendRoom, Recv: slots + spare, SGE: 1}); err != nil {
-		return nil, err
+	qp, err := f.dev.NewQP(f.cq, rdma.Room{Send: sendRoom, Recv: slots + spare, SGE: 1})
+	if err != nil {
+		return err
 	}
-	if err = c.qp.Init(1, rdma.RemoteWrite); err != nil {
-		return nil, err
-	}
-	c.number = c.qp.Number
+	c.qp, c.number = qp, qp.Number
 	c.psn = binary.LittleEndian.Uint32(random(4)) & 0xffffff
 	for i := range uint32(slots + spare) {
 		c.rx.spent = append(c.rx.spent, i)
 	}
-	return c, nil
+	return qp.Init(1, rdma.RemoteWrite)
 }
 
 func random(n int) []byte {
@@ -334,8 +336,11 @@ func (f *Fabric) frame(c *Conn, b []byte) {
 	case b[0] == setHere && c.ready != nil && !c.up && c.peer.qp == 0 && c.refusal == nil:
 		c.peer, c.refusal = parsePlace(b)
 		close(c.ready)
-	case b[0] == setReady && !c.up && !c.waits && c.ready == nil:
-		c.arrive()
+	case b[0] == setReady && !c.joined && !c.waits && c.ready == nil:
+		c.joined = true
+		if !c.up { // else a message over the queue pair was faster
+			c.arrive()
+		}
 	case b[0] == setEnd:
 		c.lost(fmt.Errorf("the peer: %.500s", b[1:]))
 	default:

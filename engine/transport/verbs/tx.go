@@ -261,8 +261,8 @@ func (c *Conn) pump() {
 		b := &c.f.batch
 		b.requests[n-1].Flags |= rdma.Signaled
 		taken, err := c.qp.PostSend(b.requests[:n], b.pieces[:n])
-		c.f.doorbells++
-		c.f.requests += uint64(taken)
+		c.f.counts.Doorbells++
+		c.f.counts.Requests += uint64(taken)
 		if err != nil {
 			if errors.Is(err, rdma.ErrFull) {
 				err = fmt.Errorf("%w, with %d of %d requests in it", err, (c.tx.sq-c.tx.sqAcked)&mask31, sendRoom)

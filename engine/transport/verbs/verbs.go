@@ -89,7 +89,7 @@ type Fabric struct {
 	batch   batch
 	frames  []byte // what events of the last Poll point to
 
-	doorbells, requests, completions uint64 // so far
+	counts Counts
 
 	missed atomic.Bool // Post took nothing because it was not the owner
 }

@@ -1,0 +1,176 @@
+package node
+
+import (
+	"math/rand/v2"
+	"os"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+
+	"fserver/cshim/verbs/fakeverbs"
+	"fserver/engine/conf"
+	"fserver/engine/exchange"
+	"fserver/engine/transport"
+	"fserver/engine/transport/tcp"
+	"fserver/engine/transport/verbs"
+)
+
+// nics opens the Fabrics of a mesh whose data travels over RDMA: workers use the first
+// device and servers the second. They are those of the fake library or, where
+// FSERVER_TEST_RDMA is set, of the system.
+type nics struct {
+	mu  sync.Mutex
+	all []*verbs.Fabric
+}
+
+func newNICs(t *testing.T) *nics {
+	if os.Getenv("FSERVER_TEST_RDMA") == "" {
+		_, err := fakeverbs.Library()
+		if err != nil {
+			t.Skip(err)
+		}
+		fakeverbs.Reset()
+	}
+	return &nics{}
+}
+
+func (n *nics) open(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+	base, err := openTCP(cfg, g, log)
+	if err != nil || cfg.Role == conf.Scheduler {
+		return []transport.Fabric{base}, err
+	}
+	o := verbs.Options{Device: map[conf.Role]string{conf.Worker: "rxe0", conf.Server: "rxe1"}[cfg.Role]}
+	if os.Getenv("FSERVER_TEST_RDMA") == "" {
+		if o.Library, err = fakeverbs.Library(); err != nil {
+			return nil, err
+		}
+		o.Device = map[conf.Role]string{conf.Worker: "fake0", conf.Server: "fake1"}[cfg.Role]
+	}
+	in := tcp.Options{Gate: g}
+	if cfg.Role == conf.Server {
+		in.Listen = "127.0.0.1:0"
+	}
+	if o.Inner, err = tcp.Open(in); err != nil {
+		return nil, err
+	}
+	f, err := verbs.Open(o)
+	if err != nil {
+		return nil, err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.all = append(n.all, f)
+	return []transport.Fabric{f, base}, nil
+}
+
+// TestVerbs runs push_pulls of 8 B to 16 MiB and of random sizes between nodes on two
+// devices, with and without a secret, and compares every byte.
+func TestVerbs(t *testing.T) {
+	for name, extra := range map[string][]string{"open": nil, "secret": {"FSERVER_SECRET=a secret of the test"}} {
+		t.Run(name, func(t *testing.T) {
+			s := shape{1, 1, 1}
+			if name == "secret" {
+				s = shape{2, 2, 1}
+			}
+			m := newMesh(t, newNICs(t).open, s, extra...)
+			for _, w := range m.workers {
+				for _, l := range w.peers[:len(m.servers)] {
+					how, _ := l.via()
+					require.Equal(t, "verbs", how)
+				}
+			}
+			const rounds, keys = 10, 3
+			sizes := []int{1, 512, 1 << 17, 2 << 20}
+			done := make(chan error, len(m.servers)+len(m.workers))
+			for _, n := range m.servers {
+				go func() { done <- serve(t, n, rounds*keys) }()
+			}
+			for _, n := range m.workers {
+				rng := rand.New(rand.NewPCG(7, uint64(n.Info().Rank)))
+				go func() { done <- chaoticWorker(t, n, rng, rounds, keys) }()
+			}
+			for range cap(done) {
+				require.NoError(t, <-done)
+			}
+			for i, rows := range sizes {
+				oneOf(t, m, rows, byte(i))
+			}
+			m.stop()
+		})
+	}
+}
+
+// oneOf is a push_pull of each worker to all servers, with one tensor of so many rows.
+func oneOf(t *testing.T, m *mesh, rows int, seed byte) {
+	x, answer := tensor(t, 100, rows), tensor(t, 0, rows)
+	fill(x, seed)
+	fill(answer, seed+1)
+	var ids []uint64
+	var outs [][]exchange.Tensor
+	for _, w := range m.workers {
+		var out []exchange.Tensor
+		for range m.servers {
+			out = append(out, tensor(t, 0, rows))
+		}
+		outs = append(outs, out)
+		ids = append(ids, pushPull(t, w, []exchange.Tensor{x}, out))
+	}
+	for _, s := range m.servers {
+		b, err := getBatch(s)
+		require.NoError(t, err)
+		for _, r := range b.reqs {
+			require.Equal(t, x.Span.Bytes(), r.push[0].Span.Bytes())
+			respond(t, s, r.handler, answer)
+		}
+	}
+	for i, w := range m.workers {
+		require.NoError(t, wait(w, ids[i]))
+		for _, out := range outs[i] {
+			require.Equal(t, answer.Span.Bytes(), out.Span.Bytes())
+		}
+	}
+}
+
+// TestVerbsCounts: more tensors of a push_pull are more writes, and neither more doorbells nor
+// more completions.
+func TestVerbsCounts(t *testing.T) {
+	n := newNICs(t)
+	m := newMesh(t, n.open, shape{1, 1, 1})
+	total := func() (c verbs.Counts) {
+		for _, f := range n.all {
+			o := f.Counts()
+			c.Doorbells, c.Requests, c.Completions = c.Doorbells+o.Doorbells, c.Requests+o.Requests, c.Completions+o.Completions
+		}
+		return c
+	}
+	w, s := m.workers[0], m.servers[0]
+	const rounds = 100
+	used := map[int]verbs.Counts{}
+	for _, tensors := range []int{1, 8} {
+		var push, pull []exchange.Tensor
+		for i := range tensors {
+			push, pull = append(push, tensor(t, uint64(100*tensors+i), 64)), append(pull, tensor(t, 0, 64))
+		}
+		before := verbs.Counts{}
+		for i := range rounds + 1 {
+			id := pushPull(t, w, push, pull)
+			b, err := getBatch(s)
+			require.NoError(t, err)
+			respond(t, s, b.reqs[0].handler, push...)
+			require.NoError(t, wait(w, id))
+			if i == 0 { // buffers and plans
+				before = total()
+			}
+		}
+		c := total()
+		c.Doorbells, c.Requests, c.Completions = c.Doorbells-before.Doorbells, c.Requests-before.Requests, c.Completions-before.Completions
+		t.Logf("%d tensors each way, %d push_pulls: %d doorbells, %d requests, %d completions", tensors, rounds, c.Doorbells, c.Requests, c.Completions)
+		used[tensors] = c
+	}
+	require.LessOrEqual(t, used[8].Requests, used[1].Requests+2*7*rounds+rounds/10)
+	require.LessOrEqual(t, used[8].Doorbells, used[1].Doorbells+rounds/10)
+	require.LessOrEqual(t, used[8].Completions, used[1].Completions+rounds/10)
+	m.stop()
+}

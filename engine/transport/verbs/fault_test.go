@@ -1,0 +1,300 @@
+package verbs
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"runtime"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	rdma "fserver/cshim/verbs"
+	"fserver/cshim/verbs/fakeverbs"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/inproc"
+	"fserver/engine/transport/transporttest"
+)
+
+// two is two Fabrics of the fake, each on its own device, and what they have told.
+type two struct {
+	t      *testing.T
+	net    *inproc.Network
+	f      [2]*Fabric
+	frames [2][][]byte
+	done   [2]int
+	down   [2]map[transport.Conn]error
+	fresh  [2][]*Conn
+}
+
+func newTwo(t *testing.T) *two {
+	if onHardware() {
+		t.Skip("verbs: only the fake library can inject this")
+	}
+	w := &two{t: t, net: inproc.New(1)}
+	lib := library(t)
+	for i := range w.f {
+		w.down[i] = map[transport.Conn]error{}
+		w.f[i] = w.open(Options{Library: lib, Device: [2]string{"fake0", "fake1"}[i]})
+	}
+	return w
+}
+
+func (w *two) inner() transport.Fabric {
+	in, err := w.net.Open(inproc.Options{Listen: true, Gate: transporttest.Gate{}})
+	require.NoError(w.t, err)
+	return in
+}
+
+func (w *two) open(o Options) *Fabric {
+	o.Inner = w.inner()
+	f, err := Open(o)
+	require.NoError(w.t, err)
+	w.t.Cleanup(func() { require.NoError(w.t, f.Close()) })
+	return f
+}
+
+func (w *two) poll() {
+	var ev [16]transport.Event
+	for i, f := range w.f {
+		n, err := f.Poll(ev[:])
+		require.NoError(w.t, err)
+		for _, e := range ev[:n] {
+			switch e.Kind {
+			case transport.EvAccept:
+				w.fresh[i] = append(w.fresh[i], e.Conn.(*Conn))
+			case transport.EvFrame:
+				w.frames[i] = append(w.frames[i], bytes.Clone(e.Data))
+			case transport.EvDone:
+				w.done[i]++
+			case transport.EvDown:
+				w.down[i][e.Conn] = e.Err
+			}
+		}
+	}
+	runtime.Gosched()
+}
+
+func (w *two) until(what string, cond func() bool) {
+	w.t.Helper()
+	for end := time.Now().Add(20 * time.Second); !cond(); w.poll() {
+		require.True(w.t, time.Now().Before(end), what)
+	}
+}
+
+// dial connects the first Fabric to the second.
+func (w *two) dial() (*Conn, error) {
+	var c transport.Conn
+	var err error
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		c, err = w.f[0].Connect(context.Background(), w.f[1].Addr())
+	}()
+	w.until("connect returns", func() bool {
+		select {
+		case <-over:
+			return true
+		default:
+			return false
+		}
+	})
+	if err != nil {
+		require.Nil(w.t, c)
+		return nil, err
+	}
+	return c.(*Conn), nil
+}
+
+func (w *two) pair() (a, b *Conn) {
+	a, err := w.dial()
+	require.NoError(w.t, err)
+	w.until("the listener hears of it", func() bool { return len(w.fresh[1]) > 0 })
+	b, w.fresh[1] = w.fresh[1][0], w.fresh[1][1:]
+	return a, b
+}
+
+func (w *two) frame(c *Conn, b []byte) {
+	n, err := c.Post([]transport.Op{{Kind: transport.OpFrame, Frame: b}})
+	require.NoError(w.t, err)
+	require.Equal(w.t, 1, n)
+}
+
+func (w *two) memory(n uint64) mem.Region {
+	r, err := mem.Map(n)
+	require.NoError(w.t, err)
+	w.t.Cleanup(func() { require.NoError(w.t, mem.Unmap(r)) })
+	return r
+}
+
+// echo shows that a Conn works.
+func (w *two) echo(a *Conn) {
+	n := len(w.frames[1])
+	w.frame(a, []byte("still here"))
+	w.until("a frame arrives", func() bool { return len(w.frames[1]) > n })
+	require.Equal(w.t, "still here", string(w.frames[1][n]))
+}
+
+// TestEveryStatus: whatever the NIC says of a request, its Conn ends at both sides, with the
+// NIC's words where they were seen, and nothing else does.
+func TestEveryStatus(t *testing.T) {
+	w := newTwo(t)
+	other, _ := w.pair()
+	for s := rdma.LocalLength; s <= 23; s++ {
+		for _, op := range []fakeverbs.Op{fakeverbs.Send, fakeverbs.Recv} {
+			a, b := w.pair()
+			fakeverbs.Status(op, 0, uint32(s))
+			w.frame(a, []byte("lost"))
+			w.until("both ends go down", func() bool { return w.down[0][a] != nil && w.down[1][b] != nil })
+			require.NotErrorIs(t, w.down[0][a], io.EOF)
+			require.NotErrorIs(t, w.down[1][b], io.EOF)
+			if op == fakeverbs.Send && s != rdma.Flushed {
+				require.ErrorContains(t, w.down[0][a], s.String())
+			}
+			w.echo(other)
+		}
+	}
+	w.until("only one Conn is left", func() bool { return fakeverbs.Count("pairs") == 2 })
+}
+
+// TestVanish: a device that is taken away ends its Conns, with the reason, and a new one
+// is refused.
+func TestVanish(t *testing.T) {
+	w := newTwo(t)
+	a, b := w.pair()
+	w.frame(a, []byte("on its way"))
+	w.frame(b, []byte("and back"))
+	fakeverbs.Vanish(0)
+	w.f[0].FD() // as who sleeps does
+	w.until("both ends go down", func() bool { return w.down[0][a] != nil && w.down[1][b] != nil })
+	require.NotErrorIs(t, w.down[0][a], io.EOF)
+	require.Len(t, w.frames[1], 1, "what had come is given")
+	require.Len(t, w.frames[0], 1)
+	_, err := w.dial()
+	require.ErrorContains(t, err, "input/output error (the device has failed; dmesg says why)")
+}
+
+// TestConnectFails: each call that a Conn needs can fail at either side. Connect says so, and
+// nothing is left of it.
+func TestConnectFails(t *testing.T) {
+	w := newTwo(t)
+	for _, call := range []string{"ibv_reg_mr", "ibv_create_qp", "INIT", "RTR", "RTS", "ibv_post_recv"} {
+		for after := range 2 { // the dialer's or the listener's
+			fakeverbs.Fail(call, syscall.ENOMEM, after, 1)
+			_, err := w.dial()
+			require.ErrorContains(t, err, "verbs: connect to ", call)
+			w.until("nothing is left after "+call, func() bool { return fakeverbs.Count("pairs") == 0 })
+			require.Empty(t, w.fresh[0])
+			require.Empty(t, w.fresh[1], call)
+		}
+	}
+	a, _ := w.pair()
+	w.echo(a)
+}
+
+// TestRoom: a Fabric takes as many Conns as its completion queue has room for.
+func TestRoom(t *testing.T) {
+	w := newTwo(t)
+	fakeverbs.Set("cqe", 2*(sendRoom+slots+spare))
+	w.f[0] = w.open(Options{Library: library2(t), Device: "fake0"})
+	a, _ := w.pair()
+	_, _ = w.pair()
+	_, err := w.dial()
+	require.ErrorContains(t, err, "verbs/fake0:1 has room for 2 connections, and all are in use")
+	require.NoError(t, a.Close())
+	w.until("the place is free", func() bool { return a.retired })
+	_, _ = w.pair()
+}
+
+// library2 is the fake, as it is set.
+func library2(t *testing.T) string {
+	path, err := fakeverbs.Library()
+	require.NoError(t, err)
+	return path
+}
+
+// TestLockedMemory: Register raises the error that names the limit; a large source that cannot
+// be registered is copied.
+func TestLockedMemory(t *testing.T) {
+	w := newTwo(t)
+	a, _ := w.pair()
+	const size = 1 << 20
+	src, dst := w.memory(size), w.memory(size)
+	k, err := w.f[1].Register(dst)
+	require.NoError(t, err)
+	fakeverbs.Set("locked", 0)
+	_, err = w.f[1].Register(dst)
+	require.ErrorContains(t, err, "ulimit -l")
+	for i, b := 0, src.Span().Bytes(); i < size; i++ {
+		b[i] = byte(i * 7)
+	}
+	posted, err := a.Post([]transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{src.Span()}}})
+	require.NoError(t, err)
+	require.Equal(t, 1, posted)
+	w.until("the write ends", func() bool { return w.done[0] == 1 })
+	require.Equal(t, src.Span().Bytes(), dst.Span().Bytes())
+	require.Contains(t, a.Why(), "ulimit -l")
+}
+
+// TestUnavailable: the reason is named.
+func TestUnavailable(t *testing.T) {
+	w := newTwo(t)
+	fails := func(device, reason string) {
+		in := w.inner()
+		defer in.Close()
+		_, err := Open(Options{Inner: in, Library: library2(t), Device: device})
+		var no *transport.ErrUnavailable
+		require.ErrorAs(t, err, &no)
+		require.ErrorContains(t, err, reason)
+	}
+	fails("mlx5_9", "no RDMA device mlx5_9")
+	fakeverbs.Set("gids", 0)
+	fails("", "port 1 of fake1 has no GID")
+	fakeverbs.Set("down", 1)
+	fails("fake0", "port 1 of fake0 is not active")
+	fakeverbs.Set("devices", 0)
+	fails("", "no RDMA device (/sys/class/infiniband is empty)")
+}
+
+// TestHostileMessages: what a peer sends that makes no sense ends its Conn alone.
+func TestHostileMessages(t *testing.T) {
+	w := newTwo(t)
+	other, _ := w.pair()
+	for name, message := range map[string][]byte{
+		"short":              {1, 2, 3},
+		"of unknown kind":    {0, 0, 9, 0, 0, 0, 0, 0},
+		"too many credits":   {255, 255, kindBare, 0, 0, 0, 0, 0},
+		"a frame too long":   {0, 0, kindData, 0, 0, 0, 0, 255, 1},
+		"no piece of it":     {0, 0, kindData, 0, 0, 0, 1, 0},
+		"more than it tells": {0, 0, kindData, 0, 1, 0, 0, 0, 1, 2},
+	} {
+		a, b := w.pair()
+		copy(a.send(0), message)
+		n, err := a.qp.PostSend([]rdma.Request{{Pieces: 1, Op: rdma.Send}}, []rdma.Piece{{Address: uint64(a.buf.Addr), Len: uint32(len(message)), LKey: a.mr.LKey}})
+		require.NoError(t, err)
+		require.Equal(t, 1, n)
+		w.until(name, func() bool { return w.down[0][a] != nil && w.down[1][b] != nil })
+		require.ErrorContains(t, w.down[1][b], "the peer", name)
+		require.NotErrorIs(t, w.down[0][a], io.EOF)
+		w.echo(other)
+	}
+}
+
+// TestPanics: a panic of a goroutine is Poll's error, and Close ends all the same.
+func TestPanics(t *testing.T) {
+	w := newTwo(t)
+	f := w.open(Options{Library: library2(t)})
+	f.task(func() { panic("a fault") })
+	var err error
+	for end := time.Now().Add(10 * time.Second); err == nil && time.Now().Before(end); {
+		_, _ = unix.Poll([]unix.PollFd{{Fd: int32(f.FD()), Events: unix.POLLIN}}, 10_000)
+		_, err = f.Poll(make([]transport.Event, 4))
+	}
+	var e *transport.PanicError
+	require.ErrorAs(t, err, &e)
+	require.NoError(t, f.Close())
+}
