@@ -139,7 +139,7 @@ func (c *Conn) join(p place) error {
 func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
 	at, ok := f.innerAddr(peer)
 	if !ok {
-		return nil, fmt.Errorf("verbs: connect to %q: want an address of this transport, %s...", peer, scheme)
+		return nil, fmt.Errorf("verbs: connect to %q: want an address that starts with %s", peer, scheme)
 	}
 	if !f.begin() {
 		return nil, fmt.Errorf("verbs: connect to %s: %w", peer, transport.ErrClosed)
