@@ -284,6 +284,22 @@ func TestHostileMessages(t *testing.T) {
 	}
 }
 
+// TestStallIsCounted: a Conn that is new when the Fabric looks at it has not stalled.
+func TestStallIsCounted(t *testing.T) {
+	w := newTwo(t)
+	fakeverbs.Set("hold", 1)
+	a, _ := w.pair()
+	w.frame(a, []byte("on its way"))
+	f := w.f[0]
+	f.mu.Lock()
+	a.inspect(time.Now(), true)
+	require.NoError(t, a.err)
+	a.inspect(time.Now().Add(f.limits.Stall), true)
+	require.ErrorIs(t, a.err, unix.ETIMEDOUT)
+	f.mu.Unlock()
+	fakeverbs.Set("hold", 0)
+}
+
 // TestPanics: a panic of a goroutine is Poll's error, and Close ends all the same.
 func TestPanics(t *testing.T) {
 	w := newTwo(t)

@@ -73,7 +73,7 @@ func (f *Fabric) make(in transport.Conn, dialer bool) (*Conn, error) {
 	if !room {
 		return nil, fmt.Errorf("%s has room for %d connections, and all are in use", f.name, f.most)
 	}
-	c := &Conn{f: f, inner: in, since: time.Now()}
+	c := &Conn{f: f, inner: in, since: time.Now(), moved: time.Now()}
 	if dialer {
 		c.ready = make(chan struct{})
 	}
@@ -115,10 +115,10 @@ func random(n int) []byte {
 	return b
 }
 
-// patience: what is not acknowledged within 0.27 s is sent again, six times. A peer that dies is
+// patience: what is not acknowledged within 67 ms is sent again, six times. A peer that dies is
 // known by its socket, long before. A peer without a slot is waited for: the credits see to it
 // that there is one.
-var patience = rdma.Patience{Timeout: 16, Retries: 6, NotReady: 7}
+var patience = rdma.Patience{Timeout: 14, Retries: 6, NotReady: 7}
 
 // join joins the queue pair to the peer's. It may block.
 func (c *Conn) join(p place) error {
