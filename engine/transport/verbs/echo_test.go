@@ -102,16 +102,16 @@ func (w *two) echoOver(a, b *Conn, size, rounds int) time.Duration {
 	return median(times)
 }
 
-// echoBare does it without a Fabric: memory is registered once, and nothing is copied.
-func (w *two) echoBare(size, rounds int) time.Duration {
-	type end struct {
-		cq  *rdma.CQ
-		qp  *rdma.QP
-		mr  rdma.Region
-		mem mem.Region
-		f   *Fabric
-	}
-	var e [2]end
+// bareEnd is one side of a pair of queue pairs without a Fabric.
+type bareEnd struct {
+	cq  *rdma.CQ
+	qp  *rdma.QP
+	mr  rdma.Region
+	mem mem.Region
+	f   *Fabric
+}
+
+func (w *two) bareEnds(size int) (e [2]bareEnd) {
 	for i := range e {
 		f := w.f[i]
 		m := w.memory(uint64(size) + 128)
@@ -122,20 +122,28 @@ func (w *two) echoBare(size, rounds int) time.Duration {
 		mr, err := f.dev.Register(uint64(m.Addr), m.Len, rdma.LocalWrite|rdma.RemoteWrite)
 		require.NoError(w.t, err)
 		require.NoError(w.t, qp.Init(1, rdma.RemoteWrite))
-		e[i] = end{cq, qp, mr, m, f}
-		defer func() {
-			require.NoError(w.t, qp.Destroy())
-			require.NoError(w.t, cq.Destroy())
-			require.NoError(w.t, mr.Deregister())
-		}()
+		e[i] = bareEnd{cq, qp, mr, m, f}
 	}
 	for i := range e {
 		p := &e[1-i]
 		require.NoError(w.t, e[i].qp.Receive(rdma.Path{GID: p.f.gid.Raw, QP: p.qp.Number, Port: 1, GIDIndex: e[i].f.gid.Index, MTU: p.f.port.MTU, Global: true}))
 		require.NoError(w.t, e[i].qp.Send(0, patience))
 	}
+	return e
+}
+
+// echoBare does it without a Fabric: memory is registered once, and nothing is copied.
+func (w *two) echoBare(size, rounds int) time.Duration {
+	e := w.bareEnds(size)
+	defer func() {
+		for i := range e {
+			require.NoError(w.t, e[i].qp.Destroy())
+			require.NoError(w.t, e[i].cq.Destroy())
+			require.NoError(w.t, e[i].mr.Deregister())
+		}
+	}()
 	var found [8]rdma.Completion
-	oneWay := func(from, to *end) {
+	oneWay := func(from, to *bareEnd) {
 		_, err := to.qp.PostRecv([]rdma.Slot{{To: rdma.Piece{Address: uint64(to.mem.Addr) + uint64(size) + 64, Len: 64, LKey: to.mr.LKey}}})
 		require.NoError(w.t, err)
 		_, err = from.qp.PostSend([]rdma.Request{

@@ -115,10 +115,11 @@ func random(n int) []byte {
 	return b
 }
 
-// patience: what is not acknowledged within 67 ms is sent again, six times. A peer that dies is
-// known by its socket, long before. A peer without a slot is waited for: the credits see to it
-// that there is one.
-var patience = rdma.Patience{Timeout: 14, Retries: 6, NotReady: 7}
+// patience: what is not acknowledged within 0.27 s is sent again, six times. In an emulated machine
+// under load 67 ms (14) was too short: Soft-RoCE sent again what was not lost, and its peer found that
+// invalid. A peer that dies is known by its socket, long before. A peer without a slot is waited
+// for: the credits see to it that there is one.
+var patience = rdma.Patience{Timeout: 16, Retries: 6, NotReady: 7}
 
 // join joins the queue pair to the peer's. It may block.
 func (c *Conn) join(p place) error {
