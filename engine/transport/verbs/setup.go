@@ -116,8 +116,7 @@ func random(n int) []byte {
 }
 
 // patience: what is not acknowledged within 0.27 s is sent again, six times. In an emulated machine
-// under load 67 ms (14) was too short: Soft-RoCE sent again what was not lost, and its peer found that
-// invalid. A peer that dies is known by its socket, long before. A peer without a slot is waited
+// under load 67 ms (14) was too short: queue pairs with large writes both ways ended (ADR 23). A peer that dies is known by its socket, long before. A peer without a slot is waited
 // for: the credits see to it that there is one.
 var patience = rdma.Patience{Timeout: 16, Retries: 6, NotReady: 7}
 
