@@ -12,6 +12,9 @@ share=${SOFTROCE_BUILD:-$PWD/build/softroce}/share
 # NAME of $share/NAME.test, and its package.
 packages=(
   tcp ./engine/transport/tcp
+  shim ./cshim/verbs
+  verbs ./engine/transport/verbs
+  node ./engine/node
 )
 
 for name in "$@"; do
