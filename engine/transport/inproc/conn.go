@@ -158,8 +158,8 @@ func (c *Conn) close(w *wakes) {
 }
 
 // end ends this end of the Conn: open ops are told why. With deliver, what the
-// peer can still be given without a source is, before it learns of the end. The
-// caller holds net.mu.
+// peer can still be given without a source is, before it learns of the end, up to the first
+// write that cannot: no frame may come after that. The caller holds net.mu.
 func (c *Conn) end(why, bye error, deliver bool, w *wakes) {
 	if c.over != nil {
 		return
@@ -170,6 +170,7 @@ func (c *Conn) end(why, bye error, deliver bool, w *wakes) {
 		open := !e.over
 		if open {
 			c.out.finish(e, why)
+			deliver = false
 		}
 		if !e.sent && (open || !deliver) {
 			c.f.net.spare.put(c.out.send(e))
