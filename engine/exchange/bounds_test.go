@@ -143,3 +143,22 @@ func TestNoRequestIsFreedTwice(t *testing.T) {
 		s.Up(0, 0, p.sf[0], p.from[0])
 	}
 }
+
+// TestPlansOfChannelsHaveTheirNumbers makes more plans of both kinds than are known at a time.
+func TestPlansOfChannelsHaveTheirNumbers(t *testing.T) {
+	p := newPair(t, 1)
+	ch, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	for i := range uint64(2 * planShare) {
+		p.through(nil, i, 8, 1)
+		p.through(ch, wire.MaxPlans+i, 8, 1)
+		p.w.Drain()
+		batch, channel := p.w.numbers[ofBatches], p.w.numbers[ofChannels]
+		require.Len(t, batch, int(min(i+1, planShare)))
+		at := i % planShare
+		require.Equal(t, at, batch[at].number)
+		require.Empty(t, batch[at].on)
+		require.Equal(t, planShare+at, channel[at].number)
+		require.Equal(t, "a", channel[at].on)
+	}
+}

@@ -264,7 +264,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		}
 		r.push = append(r.push, v)
 	}
-	if n := c.lent(uint32(q.Seq)); n >= 0 {
+	if c.lent(uint32(q.Seq)) >= 0 {
 		return fmt.Errorf("exchange: worker %d lent a tensor that push_pull %d does not name", c.rank, q.Seq)
 	}
 	for j := range q.Pull {

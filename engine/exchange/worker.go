@@ -263,8 +263,9 @@ func (w *Worker) newPlan(h uint64, t *Ticket) (*plan, error) {
 	return p, nil
 }
 
-// planShare is how many plans of a class are known at a time. Plans of channels pass requests
-// with plans of batches, so none takes the number of one of the others.
+// planShare is how many plans of a class are known at a time: batches have the numbers below it,
+// channels those above. Plans of channels pass requests with plans of batches, so none may take
+// the number of one of the others.
 const planShare = wire.MaxPlans / 2
 
 // number gives p a number of its class, and forgets the plan that had it.
@@ -281,7 +282,10 @@ func (w *Worker) number(p *plan, class int) {
 		}
 		(*all)[at] = p
 	}
-	p.number = uint64(class*planShare + at)
+	if class == ofChannels {
+		at += planShare
+	}
+	p.number = uint64(at)
 }
 
 // endLeg ends the part of t that s has, with an error or without.
