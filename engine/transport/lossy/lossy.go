@@ -178,7 +178,9 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		c.deliver(&p)
 	}
 	var err error
-	for range maxRounds { // what inner gives may be nothing to the user, with more behind it
+	// What inner gives may be nothing to the user, with more behind it. After Close, whoever
+	// polls stops at the first Poll that gives nothing.
+	for round := 0; round < maxRounds || f.closed; round++ {
 		if f.at == f.got {
 			f.at = 0
 			f.got, err = f.inner.Poll(f.ev[:])
@@ -198,8 +200,7 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	return p.n, err
 }
 
-// maxRounds bounds the Polls of inner in one Poll. It is more than the operations of a Conn
-// that inner can have under way.
+// maxRounds bounds the Polls of inner in one Poll, so that peers cannot keep us in it.
 const maxRounds = 64
 
 // poll is what one Poll has found.
