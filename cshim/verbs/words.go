@@ -124,7 +124,8 @@ func (g GID) rank() int {
 // Status is how a request ended.
 type Status uint32
 
-// Statuses that callers tell apart.
+// Statuses, by the numbers of the specification. Only Success and Flushed can be relied on to say
+// what happened: devices differ in the others.
 const (
 	Success         Status = 0
 	LocalLength     Status = 1
@@ -175,7 +176,7 @@ func (s Status) String() string {
 // EventType is what an Event is.
 type EventType int
 
-// Asynchronous events that callers tell apart.
+// Asynchronous events, by the numbers of the specification.
 const (
 	CQError     EventType = 0
 	QPFatal     EventType = 1

@@ -186,7 +186,8 @@ func difference(got, want []byte) string {
 	return fmt.Sprintf("byte %d of %d is %#x, want %#x", i, len(got), got[i], want[i])
 }
 
-// write is an op that writes src at off of t.
+// write is an op that writes src at off of t. Its number is for the mark behind it (link.go): it is
+// in Loan, which no transport looks at in a write.
 func (t target) write(off uint64, number uint32, src ...mem.Span) transport.Op {
 	return transport.Op{Kind: transport.OpWrite, Key: t.key, Off: off, Loan: number, Src: src, Dev: t.Dev}
 }
