@@ -3,7 +3,7 @@
 Methods of the same name run at the same time in all of them, with the same arguments, and agree
 on the number of exchanges. All tensors are bytes of shape [n], on the CPU or on a GPU. In every
 exchange the first 8 bytes of the first tensor that is pushed, and of all that come back, carry its
-number. On a GPU a server handles no numbers in timed exchanges: that would take longer than they do.
+number. On a GPU a server handles no numbers in timed exchanges: that takes longer than they do.
 """
 
 import ctypes
