@@ -440,6 +440,9 @@ def test_a_build_without_torch_stops_before_anything_is_fetched(tmp_path: Path) 
     python = tmp_path / "env/bin/python"
     command = [python, "setup.py", "-q", "dist_info", "-o", tmp_path]
     environment = isolated(tmp_path)
+    # setup.py would fetch a Go toolchain; pip only notes that one is needed.
+    go = tool(needs.find_go(), "env", "GOROOT").strip()
+    environment["PATH"] = f"{go}/bin{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and not list(tmp_path.glob("*.dist-info"))
     [line] = [line for line in done.stderr.splitlines() if line.startswith("build: ")]
