@@ -6,7 +6,7 @@
 # ARGS=...    options for `make demo` and `make bench`
 # N=50 SEED=7 TRANSPORT=auto   for `make chaos`: kills, their seed, how bytes travel
 # COUNT=1000000   push_pulls of each part of `make soak`
-# CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all
+# CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
 # PARTS="wheel sdist"   parts of `make check-long`; default: all
 
 SHELL := /bin/bash
@@ -126,10 +126,10 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	  done
 	done
 
-check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz (PARTS="wheel sdist")
+check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz softroce (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
-softroce: engine ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")
+softroce: ext ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")
 	@tools/install_deps.sh --softroce
 	tests/softroce/image.sh
 	GO="$(GO)" BIN=$(BIN) tests/softroce/check.sh $(CASES)

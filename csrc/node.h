@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "allocations.h"
 #include "fserver.h"
 #include "holder.h"
 #include "process.h"
@@ -72,10 +73,17 @@ protected:
   // Closes the node and lets go of all memory. Every class that adds memory
   // calls it in its destructor, while that memory is still there.
   void shut();
-  virtual void forget() {}
+  virtual void forget() { allocations_.clear(); }
+
+  // Numbers the memory m of a tensor that is sent, where the engine registers that.
+  void number_source(const Memory &m, fs_tensor &t) {
+    if (info_.registers && t.bytes)
+      allocations_.number(id_, m, t);
+  }
 
   fs_node id_ = 0;
   Holder holder_;
+  Allocations allocations_;
 
 private:
   void released();

@@ -49,6 +49,7 @@ private:
 };
 
 void Server::forget() {
+  Node::forget();
   slots_.clear();
   fixed_.clear();
 }
@@ -220,9 +221,11 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
   uint64_t bytes = 0; // that this thread may have to move
   bool on_gpu = false;
   for (size_t i = 0; i < n; i++) {
-    lease.add(read_tensor(pins.add(items.at(i)), kTensors,
-                          static_cast<Py_ssize_t>(i), Access::kRead, device,
-                          &t[i]));
+    Memory m =
+        read_tensor(pins.add(items.at(i)), kTensors, static_cast<Py_ssize_t>(i),
+                    Access::kRead, device, &t[i]);
+    number_source(m, t[i]);
+    lease.add(std::move(m));
     if (stepmesh_)
       t[i].dtype = FS_ANY;
     bytes += t[i].device < 0 ? t[i].bytes : 0;
@@ -256,6 +259,7 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
   Pins pins(1);
   Memory memory = read_tensor(pins.add(ret_buffer), kBuffer, -1, Access::kRead,
                               info().device, &whole);
+  number_source(memory, whole);
   if (stepmesh_)
     whole.dtype = FS_ANY;
   if (whole.ndim == 0)

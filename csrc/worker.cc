@@ -126,8 +126,10 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
   uint64_t bytes = 0; // that this thread may have to move
   bool on_gpu = false;
   for (size_t i = 0; i < np; i++) {
-    lease.add(read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead, device,
-                          &t[i]));
+    Memory m = read_tensor(pins.add(push.at(i)), kPush, i, Access::kRead,
+                           device, &t[i]);
+    number_source(m, t[i]);
+    lease.add(std::move(m));
     t[i].key = read_u64(pkeys.at(i), kPushKeys, i);
     bytes += t[i].device < 0 ? t[i].bytes : 0;
     on_gpu |= t[i].device >= 0;

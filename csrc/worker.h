@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "allocations.h"
 #include "args.h"
 #include "claims.h"
 #include "node.h"
@@ -54,7 +53,7 @@ private:
   };
 
   void forget() override {
-    allocations_.clear();
+    Node::forget();
     claims_.clear();
   }
   const Request &find(PyObject *handler, const char *call) const;
@@ -68,7 +67,6 @@ private:
 
   const bool stepmesh_;
   Ref handle_type_;
-  Allocations allocations_;
   Claims claims_{holder_};
   std::vector<Request> requests_; // by ticket & mask
   fs_ticket newest_ = 0;

@@ -5,14 +5,18 @@ import (
 	"go/parser"
 	"go/token"
 	"io/fs"
+	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"fserver/engine/transport/all"
 )
 
 const module = "fserver/engine/"
@@ -21,27 +25,30 @@ const module = "fserver/engine/"
 // package that is not here does not exist. transport/* are siblings: none
 // imports another, and only node imports them.
 var layers = map[string][]string{
-	"conf":                      {},
-	"mem":                       {},
-	"wire":                      {},
-	"trace":                     {},
-	"transport":                 {"mem"},
-	"transport/transporttest":   {"mem", "transport"},
-	"transport/cma":             {"mem", "transport"},
-	"transport/cudaipc":         {"mem", "transport"},
-	"transport/cudaipc/fakegpu": {"mem"},
-	"transport/inproc":          {"mem", "transport"},
-	"transport/lossy":           {"mem", "transport"},
-	"transport/tcp":             {"mem", "transport"},
-	"transport/verbs":           {"mem", "transport"},
-	"topo":                      {"conf"},
-	"cluster":                   {"wire"},
-	"exchange":                  {"mem", "trace", "transport", "wire"},
+	"conf":                    {},
+	"mem":                     {},
+	"wire":                    {},
+	"trace":                   {},
+	"gpu":                     {"transport"},
+	"gpu/fakegpu":             {"mem"},
+	"transport":               {"conf", "mem"},
+	"transport/all":           {"conf", "transport", "transport/cma", "transport/cudaipc", "transport/tcp", "transport/verbs"},
+	"transport/transporttest": {"mem", "transport"},
+	"transport/cma":           {"conf", "mem", "transport", "transport/link"},
+	"transport/cudaipc":       {"conf", "gpu", "mem", "transport", "transport/link"},
+	"transport/faults":        {"mem", "transport", "transport/link"},
+	"transport/inproc":        {"transport", "transport/link"},
+	"transport/link":          {"conf", "mem", "transport"},
+	"transport/tcp":           {"conf", "mem", "transport", "transport/link"},
+	"transport/verbs":         {"conf", "mem", "transport", "transport/link"},
+	"topo":                    {"conf"},
+	"cluster":                 {"wire"},
+	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
-		"cluster", "conf", "exchange", "mem", "topo", "trace", "transport",
-		"transport/cma", "transport/cudaipc", "transport/inproc", "transport/lossy", "transport/tcp", "wire",
+		"cluster", "conf", "exchange", "gpu", "mem", "topo", "trace", "transport",
+		"transport/all", "transport/faults", "wire",
 	},
-	"cabi": {"conf", "mem", "node"},
+	"cabi": {"conf", "gpu", "mem", "node"},
 }
 
 // source is one Go file of the engine, whatever its build tags.
@@ -54,18 +61,18 @@ type source struct {
 
 func sources(t *testing.T) []source {
 	t.Helper()
-	var all []source
+	var found []source
 	set := token.NewFileSet()
 	require.NoError(t, filepath.WalkDir(".", func(name string, entry fs.DirEntry, err error) error {
 		if err != nil || entry.IsDir() || path.Dir(name) == "." || path.Ext(name) != ".go" {
 			return err
 		}
 		file, err := parser.ParseFile(set, name, nil, parser.SkipObjectResolution)
-		all = append(all, source{name, path.Dir(name), strings.HasSuffix(name, "_test.go"), file})
+		found = append(found, source{name, path.Dir(name), strings.HasSuffix(name, "_test.go"), file})
 		return err
 	}))
-	require.NotEmpty(t, all)
-	return all
+	require.NotEmpty(t, found)
+	return found
 }
 
 func imports(t *testing.T, s source) []string {
@@ -94,6 +101,32 @@ func TestLayers(t *testing.T) {
 	}
 }
 
+// TestLayersPage compares the table of packages in docs/architecture.md with layers.
+func TestLayersPage(t *testing.T) {
+	page, err := os.ReadFile("../docs/architecture.md")
+	require.NoError(t, err)
+	_, table, found := strings.Cut(string(page), "\n| package | what it is | imports |\n|---|---|---|\n")
+	require.True(t, found)
+	table, _, _ = strings.Cut(table, "\n\n")
+	code := regexp.MustCompile("`([^`]+)`")
+	names := func(cell string) []string {
+		list := []string{}
+		for _, m := range code.FindAllStringSubmatch(cell, -1) {
+			list = append(list, m[1])
+		}
+		return list
+	}
+	rows := map[string][]string{}
+	for row := range strings.Lines(table) {
+		cells := strings.Split(row, "|")
+		require.Len(t, cells, 5, row)
+		for _, pkg := range names(cells[1]) {
+			rows[pkg] = names(cells[3])
+		}
+	}
+	require.Equal(t, layers, rows)
+}
+
 func TestUnsafeAndCgo(t *testing.T) {
 	for _, s := range sources(t) {
 		base := strings.TrimSuffix(strings.TrimSuffix(s.name, ".go"), "_test")
@@ -106,6 +139,27 @@ func TestUnsafeAndCgo(t *testing.T) {
 				require.Equal(t, "cabi", s.pkg, "%s: cgo belongs into cabi", s.name)
 			}
 		}
+	}
+}
+
+// Nobody but a transport and the list of all names one, in strings too: what asks for a name would
+// have to be found again for each new transport.
+func TestTransportsAreNotNamed(t *testing.T) {
+	var names []string
+	for _, d := range all.Drivers() {
+		names = append(names, d.Name)
+	}
+	word := regexp.MustCompile(`\b(` + strings.Join(names, "|") + `)\b`)
+	for _, s := range sources(t) {
+		if s.test || strings.HasPrefix(s.pkg, "transport/") {
+			continue
+		}
+		ast.Inspect(s.file, func(n ast.Node) bool {
+			if text, ok := n.(*ast.BasicLit); ok && text.Kind == token.STRING {
+				require.False(t, word.MatchString(text.Value), "%s: %s names a transport", s.name, text.Value)
+			}
+			return true
+		})
 	}
 }
 
@@ -134,17 +188,16 @@ func TestLeavesTheProcessAlone(t *testing.T) {
 // Where goroutines of the engine start. Each catches the panics of what it calls, and a
 // test of the package has one panic in each that starts there.
 var goroutines = map[string]int{
+	"gpu/later.go":               1, // a chore at a time, in try
 	"node/panic.go":              1, // spawn
-	"transport/tcp/tcp.go":       1, // task
-	"transport/cma/cma.go":       1, // task
-	"transport/cudaipc/later.go": 1, // a chore at a time, in try
-	"transport/verbs/verbs.go":   1, // task
+	"transport/link/link.go":     1, // Task
+	"transport/cudaipc/calls.go": 1, // the calls of the driver that may wait
 }
 
 func TestGoroutinesAreKnown(t *testing.T) {
 	found := map[string]int{}
 	for _, s := range sources(t) {
-		if s.test || s.pkg == "transport/transporttest" || s.pkg == "transport/cudaipc/fakegpu" {
+		if s.test || s.pkg == "transport/transporttest" || s.pkg == "gpu/fakegpu" {
 			continue // of tests
 		}
 		ast.Inspect(s.file, func(n ast.Node) bool {
@@ -162,22 +215,48 @@ func TestGoroutinesAreKnown(t *testing.T) {
 	require.Equal(t, goroutines, found)
 }
 
-// Each export turns a panic into an error before it does anything else.
+// Each export turns a panic into an error before it does anything else: it begins with guard, or
+// returns what call or on, which begin with guard, make of a function.
 func TestExportsAreGuarded(t *testing.T) {
-	constant := []string{"fs_abi", "fs_now"}
-	exports := 0
+	unguarded := []string{"fs_abi", "fs_now"} // constants
+	begins := map[string]string{}
 	for _, s := range sources(t) {
 		for _, d := range s.file.Decls {
-			f, ok := d.(*ast.FuncDecl)
-			if !ok || s.pkg != "cabi" || !strings.HasPrefix(f.Name.Name, "fs_") || slices.Contains(constant, f.Name.Name) {
-				continue
+			if f, ok := d.(*ast.FuncDecl); ok && s.pkg == "cabi" && !slices.Contains(unguarded, f.Name.Name) {
+				begins[f.Name.Name] = firstCall(f.Body)
 			}
+		}
+	}
+	exports := 0
+	for name, first := range begins {
+		if strings.HasPrefix(name, "fs_") {
 			exports++
-			first, ok := f.Body.List[0].(*ast.DeferStmt)
-			require.True(t, ok, f.Name.Name)
-			guard, ok := first.Call.Fun.(*ast.Ident)
-			require.True(t, ok && guard.Name == "guard", f.Name.Name)
+			require.Contains(t, []string{"defer guard", "return call", "return on"}, first, name)
 		}
 	}
 	require.Greater(t, exports, 30)
+	require.Equal(t, []string{"defer guard", "defer guard"}, []string{begins["call"], begins["on"]})
+}
+
+// firstCall is the function that a body calls in its first statement, and how.
+func firstCall(body *ast.BlockStmt) string {
+	if len(body.List) == 0 {
+		return ""
+	}
+	var how string
+	var call ast.Expr
+	switch first := body.List[0].(type) {
+	case *ast.DeferStmt:
+		how, call = "defer ", first.Call
+	case *ast.ReturnStmt:
+		if len(first.Results) == 1 {
+			how, call = "return ", first.Results[0]
+		}
+	}
+	if c, ok := call.(*ast.CallExpr); ok {
+		if name, ok := c.Fun.(*ast.Ident); ok {
+			return how + name.Name
+		}
+	}
+	return ""
 }

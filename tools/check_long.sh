@@ -10,12 +10,13 @@
 #   chaos   1,000 kills in a cluster, over tcp, cma and auto
 #   soak    10^6 push_pulls each way: does anything grow?
 #   fuzz    every parser
+#   softroce  100 kills, and the whole contract of verbs, in the emulated machine
 #
 # `make check-long PARTS="wheel sdist"` builds what they need first, and sets BIN and MAKE.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-all=(wheel sdist site demo chaos soak fuzz)
+all=(wheel sdist site demo chaos soak fuzz softroce)
 python=${BIN:-$PWD/.venv/bin}/python
 make=${MAKE:-make}
 
@@ -39,6 +40,7 @@ part_chaos() {
 }
 part_soak() { "$make" soak; }
 part_fuzz() { "$make" fuzz; }
+part_softroce() { SOFTROCE_SECONDS=1800 "$make" softroce CASES="kill_long verbs_long"; }
 
 # They are no tests of `make test`: pytest runs them only by name, without its limit of silence.
 long() { "$python" -m pytest -o faulthandler_timeout=0 "$@"; }

@@ -13,7 +13,7 @@ packages=(gcc g++ libc6-dev make python3 python3-dev python3-venv)
 run=()
 for option in "$@"; do
   case "$option" in
-  --wheels) packages+=(g++-aarch64-linux-gnu qemu-user) ;;
+  --wheels) packages+=(libibverbs-dev g++-aarch64-linux-gnu qemu-user) ;;
   --softroce)
     packages+=(qemu-system-x86 busybox-static kmod iproute2 procps xz-utils zstd)
     packages+=(libibverbs-dev ibverbs-providers ibverbs-utils perftest)

@@ -100,11 +100,22 @@ print(path.stem)
 END
 }
 
+# The headers of libibverbs, which the engine opens at run time. They are the same for each processor.
+rdma_headers() {
+  local from=/usr/include/infiniband
+  [[ -e $from/verbs.h ]] || {
+    echo "wheels: no $from/verbs.h: install libibverbs-dev (tools/install_deps.sh --wheels)" >&2
+    exit 1
+  }
+  mkdir -p "$work/include"
+  cp -rT "$from" "$work/include/infiniband"
+}
+
 archive() { # of the engine, for one processor
   local machine=$1
   local -A names=([x86_64]=amd64 [aarch64]=arm64)
   CC="$work/env/bin/python -m ziglang cc -target $machine-linux-gnu.2.28" GOARCH=${names[$machine]} \
-    CGO_LDFLAGS="-O2 -g -Wl,-z,lazy" FSERVER_ARCHIVE='' "$work/env/bin/python" tools/builder.py engine
+    CGO_CFLAGS="-O2 -g -I$work/include" CGO_LDFLAGS="-O2 -g -Wl,-z,lazy" FSERVER_ARCHIVE='' "$work/env/bin/python" tools/builder.py engine
   cp build/libfserver.a "$work/$machine.a"
 }
 
@@ -133,6 +144,7 @@ sys.exit(main())" repair --plat "manylinux_2_28_$machine" --only-plat \
 
 ((${#pythons[@]})) || find_pythons
 tools
+rdma_headers
 torch_homes=
 for version in "${torches[@]}"; do
   headers "$version"

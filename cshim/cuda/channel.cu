@@ -22,43 +22,27 @@ constexpr u32 kPolls = 64;
 constexpr u32 kAsks = 32;     // of the dead word, for one of the clock
 constexpr u64 kTick = 100000; // nanoseconds from one look at the host to the next
 
-__device__ __forceinline__ u32 load_own(u64 p) {
-  u32 v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_own(u64 p, u32 v) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-__device__ __forceinline__ u64 load_own64(u64 p) {
-  u64 v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 acquire32(u64 p) {
-  u32 v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ u64 acquire64(u64 p) {
-  u64 v;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void release32(u64 p, u32 v) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-__device__ __forceinline__ void release64(u64 p, u64 v) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ __forceinline__ u32 host_word(u64 p) {
-  u32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void host_store(u64 p, u32 v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
+// LOAD(name, type, how, reg) and STORE are one access to global memory.
+#define LOAD(name, type, how, reg) \
+  __device__ __forceinline__ type name(u64 p) { \
+    type v; \
+    asm volatile("ld." how " %0, [%1];" : "=" reg(v) : "l"(p) : "memory"); \
+    return v; \
+  }
+#define STORE(name, type, how, reg) \
+  __device__ __forceinline__ void name(u64 p, type v) { \
+    asm volatile("st." how " [%0], %1;" ::"l"(p), reg(v) : "memory"); \
+  }
+LOAD(load_own, u32, "relaxed.gpu.global.u32", "r")
+STORE(store_own, u32, "relaxed.gpu.global.u32", "r")
+LOAD(load_own64, u64, "relaxed.gpu.global.u64", "l")
+LOAD(acquire32, u32, "acquire.sys.global.u32", "r")
+LOAD(acquire64, u64, "acquire.sys.global.u64", "l")
+STORE(release32, u32, "release.sys.global.u32", "r")
+STORE(release64, u64, "release.sys.global.u64", "l")
+LOAD(host_word, u32, "relaxed.sys.global.u32", "r")
+STORE(host_store, u32, "relaxed.sys.global.u32", "r")
+
 __device__ __forceinline__ u64 nanoseconds() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -149,13 +133,15 @@ __device__ void copy_share(const char *from, char *to, u64 bytes, u32 block, u32
     to[whole * 16 + threadIdx.x] = from[whole * 16 + threadIdx.x];
 }
 
+union Eight {
+  char c[8];
+  uint2 v;
+};
+
 __device__ __forceinline__ uint2 load8(const char *p, u64 left, bool aligned) {
   if (aligned && left >= 8)
     return *(const uint2 *)p;
-  union {
-    char c[8];
-    uint2 v;
-  } u;
+  Eight u;
   u.v = make_uint2(0, 0);
   for (u32 i = 0; i < 8 && i < left; i++)
     u.c[i] = p[i];
@@ -167,10 +153,7 @@ __device__ __forceinline__ void store8(char *p, uint2 v, u64 left, bool aligned)
     *(uint2 *)p = v;
     return;
   }
-  union {
-    char c[8];
-    uint2 v;
-  } u;
+  Eight u;
   u.v = v;
   for (u32 i = 0; i < 8 && i < left; i++)
     p[i] = u.c[i];
@@ -364,30 +347,22 @@ __device__ __forceinline__ bool landed(const cs_launch_head &h, const cs_segment
   return ok;
 }
 
+// Does the segment of this block. Where a launch has few, one tensor has code of its own, in
+// which the addresses of its numbers are constants.
+template <void (*does)(const cs_launch_head &, const cs_segment &), class Launch>
+__device__ __forceinline__ void run(const Launch &a) {
+  begin();
+  if (sizeof a.segment == CS_FEW * sizeof(cs_segment) && a.head.count == 1)
+    does(a.head, a.segment[0]);
+  else
+    does(a.head, mine(a));
+}
+
 extern "C" {
-// One tensor has code of its own, in which the addresses of its numbers are constants.
-__global__ void __launch_bounds__(1024) send_few(const __grid_constant__ cs_launch_few a) {
-  begin();
-  if (a.head.count == 1)
-    send(a.head, a.segment[0]);
-  else
-    send(a.head, mine(a));
-}
-__global__ void __launch_bounds__(1024) send_many(const __grid_constant__ cs_launch_many a) {
-  begin();
-  send(a.head, mine(a));
-}
-__global__ void __launch_bounds__(1024) recv_few(const __grid_constant__ cs_launch_few a) {
-  begin();
-  if (a.head.count == 1)
-    recv(a.head, a.segment[0]);
-  else
-    recv(a.head, mine(a));
-}
-__global__ void __launch_bounds__(1024) recv_many(const __grid_constant__ cs_launch_many a) {
-  begin();
-  recv(a.head, mine(a));
-}
+__global__ void __launch_bounds__(1024) send_few(const __grid_constant__ cs_launch_few a) { run<send>(a); }
+__global__ void __launch_bounds__(1024) send_many(const __grid_constant__ cs_launch_many a) { run<send>(a); }
+__global__ void __launch_bounds__(1024) recv_few(const __grid_constant__ cs_launch_few a) { run<recv>(a); }
+__global__ void __launch_bounds__(1024) recv_many(const __grid_constant__ cs_launch_many a) { run<recv>(a); }
 // The next kernel is not brought to the SMs before this one has ended.
 __global__ void __launch_bounds__(1024) recv_wait(const __grid_constant__ cs_launch_many a) {
 #if __CUDA_ARCH__ >= 900

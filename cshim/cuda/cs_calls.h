@@ -1,6 +1,6 @@
-/* Calls of the driver for Go: handles are numbers, what belongs together is one
- * crossing, and each makes its context current for its time, because Go runs a
- * goroutine on any thread. All return a cs_result. */
+/* Calls of the driver for Go, which alone includes this file: handles are numbers,
+ * what belongs together is one crossing, and each makes its context current for
+ * its time, because Go runs a goroutine on any thread. All return a cs_result. */
 #ifndef CS_CALLS_H
 #define CS_CALLS_H
 
@@ -12,9 +12,9 @@ typedef struct {
 
 /* What the driver knows of an address. */
 typedef struct {
-  uint64_t base,
-      bytes;   /* of the allocation; of the mapping, in a reserved range */
-  uint64_t id; /* buffer id: no other allocation of the process ever has it */
+  uint64_t base;
+  size_t bytes; /* of the allocation; of the mapping, in a reserved range */
+  uint64_t id;  /* buffer id: no other allocation of the process ever has it */
   uint64_t handles; /* CS_HANDLE_* that it can be exported as */
   int device;       /* ordinal */
   int type;         /* CS_MEMORY_* */
@@ -22,57 +22,265 @@ typedef struct {
   int pool;         /* it is of a memory pool */
 } cs_memory;
 
+/* What a call changes for its thread, which may be the application's, and puts
+ * back. While any thread captures a graph, others must not make calls that might
+ * disturb that, unless they say that they know what they do: none of ours touches
+ * a stream that is captured. */
+typedef struct {
+  cs_context before; /* NULL: it had none */
+  int changed, mode;
+} scope;
+
+static int enter(uint64_t context, scope *s) {
+  cs_context now = NULL;
+  s->mode = CS_CAPTURE_MODE_RELAXED;
+  cs_cu.ThreadExchangeStreamCaptureMode(&s->mode);
+  int rc = cs_cu.CtxGetCurrent(&now);
+  if (rc == CS_CU_SUCCESS && now == (cs_context)context)
+    return rc;
+  rc = cs_cu.CtxSetCurrent((cs_context)context);
+  s->changed = rc == CS_CU_SUCCESS;
+  s->before = now;
+  return rc;
+}
+
+static void leave(scope *s) {
+  if (s->changed)
+    cs_cu.CtxSetCurrent(s->before);
+  cs_cu.ThreadExchangeStreamCaptureMode(&s->mode);
+}
+
+#define ENTER(context)                                                         \
+  scope entered __attribute__((cleanup(leave))) = {NULL, 0, 0};                \
+  int usable = enter(context, &entered);                                       \
+  if (usable != CS_CU_SUCCESS)                                                 \
+  return usable
+
 /* How many GPUs there are, and who one is; no context is needed. */
-int cs_count(int *count);
-int cs_identify(int ordinal, void *uuid, char *name, int room);
+static int cs_count(int *count) { return cs_cu.DeviceGetCount(count); }
 
-int cs_retain(int ordinal, uint64_t *context);
-int cs_release(int ordinal);
+#define FIND(ordinal)                                                          \
+  cs_device device;                                                            \
+  int found = cs_cu.DeviceGet(&device, ordinal);                               \
+  if (found != CS_CU_SUCCESS)                                                  \
+  return found
 
-int cs_stream_create(uint64_t context, uint64_t *stream);
-int cs_stream_destroy(uint64_t context, uint64_t stream);
-int cs_stream_query(uint64_t context, uint64_t stream);
-int cs_stream_synchronize(uint64_t context, uint64_t stream);
-int cs_stream_capturing(uint64_t context, uint64_t stream, int *status);
+static int cs_identify(int ordinal, void *uuid) {
+  FIND(ordinal);
+  return cs_cu.DeviceGetUuid(uuid, device);
+}
 
-int cs_event_create(uint64_t context, uint64_t *event);
-int cs_event_record(uint64_t context, uint64_t event, uint64_t stream);
-int cs_event_query(uint64_t context, uint64_t event);
-int cs_event_destroy(uint64_t context, uint64_t event);
+static int cs_retain(int ordinal, uint64_t *context) {
+  FIND(ordinal);
+  return cs_cu.DevicePrimaryCtxRetain((cs_context *)context, device);
+}
 
-/* Has stream wait for event (0: for nothing), make the n copies, and store value at
- * flag (a device address; 0: nowhere). It returns at once. */
-int cs_enqueue(uint64_t context, uint64_t stream, uint64_t event,
-               const cs_copy *copies, size_t n, uint64_t flag, uint64_t value);
+static int cs_release(int ordinal) {
+  FIND(ordinal);
+  return cs_cu.DevicePrimaryCtxRelease(device);
+}
 
-int cs_alloc(uint64_t context, uint64_t bytes, uint64_t *address);
-int cs_free(uint64_t context, uint64_t address);
-int cs_free_host(uint64_t context, uint64_t address);
-int cs_unload(uint64_t context, uint64_t module);
-/* Ends a context, of which there is a pointer at this address. It is NULL from then on. */
-int cs_destroy(uint64_t context, uint64_t at);
-int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,
-           uint64_t *device);
-int cs_unpin(uint64_t context, uint64_t address);
-int cs_read(uint64_t context, void *to, uint64_t from, uint64_t bytes);
-int cs_write(uint64_t context, uint64_t to, const void *from, uint64_t bytes);
+/* A call that takes one number at most, on, and makes one at most. */
+#define CALL(name, call)                                                       \
+  static int cs_##name(uint64_t context, uint64_t on, uint64_t *made) {        \
+    ENTER(context);                                                            \
+    return cs_cu.call;                                                         \
+  }
+CALL(stream_create, StreamCreate((cs_stream *)made, CS_STREAM_NON_BLOCKING))
+CALL(stream_destroy, StreamDestroy((cs_stream)on))
+CALL(stream_query, StreamQuery((cs_stream)on))
+CALL(event_create, EventCreate((cs_event *)made, CS_EVENT_DISABLE_TIMING))
+CALL(event_destroy, EventDestroy((cs_event)on))
+CALL(event_query, EventQuery((cs_event)on))
+CALL(alloc, MemAlloc((cs_ptr *)made, on))
+CALL(free, MemFree(on))
+CALL(free_host, MemFreeHost((void *)on))
+CALL(unpin, MemHostUnregister((void *)on))
+CALL(unload, ModuleUnload((cs_module)on))
+CALL(ipc_close, IpcCloseMemHandle(on))
+#undef CALL
 
-int cs_describe(uint64_t context, uint64_t address, cs_memory *out);
-int cs_buffer_id(uint64_t context, uint64_t address, uint64_t *id);
+/* Destroys a context, of which there is a pointer at an address: NULL from then
+ * on. */
+static int cs_destroy(uint64_t context, uint64_t address) {
+  ENTER(context);
+  cs_context other =
+      __atomic_exchange_n((cs_context *)address, NULL, __ATOMIC_ACQ_REL);
+  return other ? cs_cu.CtxDestroy(other) : CS_CU_SUCCESS;
+}
 
-int cs_ipc_get(uint64_t context, uint64_t base, void *handle);
-int cs_ipc_open(uint64_t context, const void *handle, uint64_t *base);
-int cs_ipc_close(uint64_t context, uint64_t base);
-int cs_peer(uint64_t context, uint64_t peer);
+/* Lets a context use the memory of another. */
+static int cs_peer(uint64_t context, uint64_t peer) {
+  ENTER(context);
+  int rc = cs_cu.CtxEnablePeerAccess((cs_context)peer, 0);
+  return rc == CS_CU_PEER_ACCESS_ALREADY_ENABLED ? CS_CU_SUCCESS : rc;
+}
+
+static int cs_event_record(uint64_t context, uint64_t event, uint64_t stream) {
+  ENTER(context);
+  return cs_cu.EventRecord((cs_event)event, (cs_stream)stream);
+}
+
+/* Has stream wait for event (0: for nothing), make the n copies, and store value
+ * at flag (a device address; 0: nowhere). It returns at once. */
+static int cs_enqueue(uint64_t context, uint64_t stream, uint64_t event,
+                      const cs_copy *copies, size_t n, uint64_t flag,
+                      uint64_t value) {
+  ENTER(context);
+  cs_stream s = (cs_stream)stream;
+  int rc = event ? cs_cu.StreamWaitEvent(s, (cs_event)event, 0) : CS_CU_SUCCESS;
+  for (size_t i = 0; i < n && rc == CS_CU_SUCCESS; i++)
+    if (copies[i].bytes)
+      rc = cs_cu.MemcpyAsync(copies[i].to, copies[i].from, copies[i].bytes, s);
+  if (rc == CS_CU_SUCCESS && flag)
+    rc = cs_cu.StreamWriteValue64(s, flag, value, CS_WRITE_DEFAULT);
+  return rc;
+}
+
+static int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,
+                  uint64_t *device) {
+  ENTER(context);
+  int rc = cs_cu.MemHostRegister((void *)address, bytes,
+                                 CS_HOST_PORTABLE | CS_HOST_DEVICEMAP);
+  if (rc != CS_CU_SUCCESS)
+    return rc;
+  rc = cs_cu.MemHostGetDevicePointer((cs_ptr *)device, (void *)address, 0);
+  if (rc != CS_CU_SUCCESS)
+    cs_cu.MemHostUnregister((void *)address);
+  return rc;
+}
+
+static int cs_read(uint64_t context, void *to, uint64_t from, uint64_t bytes) {
+  ENTER(context);
+  return cs_cu.MemcpyDtoH(to, from, bytes);
+}
+
+static int cs_write(uint64_t context, uint64_t to, const void *from,
+                    uint64_t bytes) {
+  ENTER(context);
+  int rc = cs_cu.MemcpyHtoD(to, from, bytes);
+  /* From pageable memory, it returns when the bytes are staged. */
+  return rc == CS_CU_SUCCESS ? cs_cu.StreamSynchronize(NULL) : rc;
+}
+
+/* An attribute that the driver does not know, or that the memory does not have,
+ * is left as it is. */
+static void ask(cs_ptr address, int what, void *value) {
+  cs_cu.PointerGetAttribute(value, what, address);
+}
+
+static int cs_describe(uint64_t context, uint64_t address, cs_memory *out) {
+  ENTER(context);
+  void *pool = NULL;
+  cs_ptr start = 0;
+  size_t mapped = 0;
+  *out = (cs_memory){.device = -1};
+  int rc = cs_cu.PointerGetAttribute(&out->type, CS_PTR_MEMORY_TYPE, address);
+  if (rc == CS_CU_SUCCESS)
+    rc = cs_cu.PointerGetAttribute(&out->id, CS_PTR_BUFFER_ID, address);
+  if (rc == CS_CU_SUCCESS)
+    rc = cs_cu.MemGetAddressRange((cs_ptr *)&out->base, &out->bytes, address);
+  if (rc != CS_CU_SUCCESS)
+    return rc;
+  ask(address, CS_PTR_DEVICE_ORDINAL, &out->device);
+  ask(address, CS_PTR_LEGACY_IPC_CAPABLE, &out->legacy_ipc);
+  ask(address, CS_PTR_ALLOWED_HANDLE_TYPES, &out->handles);
+  ask(address, CS_PTR_MEMPOOL, &pool);
+  out->pool = pool != NULL;
+  if (out->legacy_ipc || !out->handles)
+    return rc;
+  /* In a reserved range: the piece that is mapped here. */
+  ask(address, CS_PTR_MAPPING_BASE, &start);
+  ask(address, CS_PTR_MAPPING_SIZE, &mapped);
+  if (start && mapped) {
+    out->base = start;
+    out->bytes = mapped;
+  }
+  return rc;
+}
+
+static int cs_ipc_get(uint64_t context, uint64_t base, void *handle) {
+  ENTER(context);
+  return cs_cu.IpcGetMemHandle((cs_ipc_handle *)handle, base);
+}
+
+static int cs_ipc_open(uint64_t context, const void *handle, uint64_t *base) {
+  ENTER(context);
+  return cs_cu.IpcOpenMemHandle((cs_ptr *)base, *(const cs_ipc_handle *)handle,
+                                CS_IPC_LAZY_PEER_ACCESS);
+}
 
 /* The piece of mapped memory that address lies in, as a descriptor, which is the
  * caller's. */
-int cs_export_fd(uint64_t context, uint64_t address, int *fd);
+static int cs_export_fd(uint64_t context, uint64_t address, int *fd) {
+  ENTER(context);
+  cs_allocation handle;
+  int rc = cs_cu.MemRetainAllocationHandle(&handle, (void *)address);
+  if (rc != CS_CU_SUCCESS)
+    return rc;
+  rc = cs_cu.MemExportToShareableHandle(fd, handle, CS_HANDLE_POSIX_FD, 0);
+  cs_cu.MemRelease(handle);
+  return rc;
+}
+
+/* Unmaps the first n pieces of a range of total bytes, and gives it back. */
+static int unmap(cs_ptr range, const uint64_t *bytes, size_t n,
+                 uint64_t total) {
+  int rc = CS_CU_SUCCESS;
+  for (cs_ptr at = range; n > 0; n--) {
+    int one = cs_cu.MemUnmap(at, *bytes);
+    if (rc == CS_CU_SUCCESS)
+      rc = one;
+    at += *bytes++;
+  }
+  int one = cs_cu.MemAddressFree(range, total);
+  return rc == CS_CU_SUCCESS ? one : rc;
+}
+
+static uint64_t sum(const uint64_t *bytes, size_t n) {
+  uint64_t total = 0;
+  while (n > 0)
+    total += bytes[--n];
+  return total;
+}
+
+static int cs_unmap_fds(uint64_t context, uint64_t base, const uint64_t *bytes,
+                        size_t n) {
+  ENTER(context);
+  return unmap(base, bytes, n, sum(bytes, n));
+}
+
 /* Maps n pieces, one behind the other, for device ordinal. The descriptors stay
- * the caller's. cs_unmap undoes it. */
-int cs_map_fds(uint64_t context, int ordinal, const int *fds,
-               const uint64_t *bytes, size_t n, uint64_t *base);
-int cs_unmap_fds(uint64_t context, uint64_t base, const uint64_t *bytes,
-                 size_t n);
+ * the caller's. cs_unmap_fds undoes it. */
+static int cs_map_fds(uint64_t context, int ordinal, const int *fds,
+                      const uint64_t *bytes, size_t n, uint64_t *base) {
+  ENTER(context);
+  uint64_t total = sum(bytes, n);
+  cs_ptr range;
+  size_t done = 0;
+  int rc = cs_cu.MemAddressReserve(&range, total, 0, 0, 0);
+  if (rc != CS_CU_SUCCESS)
+    return rc;
+  for (cs_ptr at = range; done < n; at += bytes[done++]) {
+    cs_allocation handle;
+    rc = cs_cu.MemImportFromShareableHandle(
+        &handle, (void *)(uintptr_t)fds[done], CS_HANDLE_POSIX_FD);
+    if (rc != CS_CU_SUCCESS)
+      break;
+    rc = cs_cu.MemMap(at, bytes[done], 0, handle, 0);
+    cs_cu.MemRelease(handle); /* the mapping keeps the memory */
+    if (rc != CS_CU_SUCCESS)
+      break;
+  }
+  if (rc == CS_CU_SUCCESS) {
+    cs_access access = {{CS_LOCATION_DEVICE, ordinal}, CS_ACCESS_READWRITE};
+    rc = cs_cu.MemSetAccess(range, total, &access, 1);
+  }
+  if (rc == CS_CU_SUCCESS)
+    *base = range;
+  else
+    unmap(range, bytes, done, total);
+  return rc;
+}
 
 #endif

@@ -7,9 +7,8 @@
 
 struct cs_cuda cs_cu;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int opened; /* 1: yes, -1: it has failed */
-static char reason[256];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static char reason[256]; /* why the driver is not open; empty: it is */
 
 /* A driver of CUDA 12 has the first, one of 11.3 the second. */
 typedef cs_result (*lookup_v2)(const char *, void **, int, uint64_t, int *);
@@ -19,23 +18,17 @@ static void *library;
 static lookup_v2 by_version;
 static lookup_v1 by_version_v1;
 
-/* find is the function with the signature that came in version. symbol may end in
- * _v2, which names it where the driver cannot be asked. */
-static void *find(const char *symbol, int version) {
-  char name[64];
-  size_t n = strlen(symbol);
+/* find is the function of a name with the signature that came in version, and a
+ * symbol where the driver cannot be asked. */
+static void *find(const char *name, const char *symbol, int version) {
   void *function = NULL;
-  if (n > 3 && strcmp(symbol + n - 3, "_v2") == 0)
-    n -= 3;
-  if (n < sizeof name && (by_version || by_version_v1)) {
-    int found = 0;
-    memcpy(name, symbol, n);
-    name[n] = 0;
-    if (by_version ? by_version(name, &function, version, 0, &found)
-                   : by_version_v1(name, &function, version, 0))
-      function = NULL;
-  }
-  return function ? function : dlsym(library, symbol);
+  cs_result rc = CS_CU_SUCCESS;
+  int found;
+  if (by_version)
+    rc = by_version(name, &function, version, 0, &found);
+  else if (by_version_v1)
+    rc = by_version_v1(name, &function, version, 0);
+  return rc == CS_CU_SUCCESS && function ? function : dlsym(library, symbol);
 }
 
 /* A driver's function is stored through a pointer to its field. */
@@ -47,7 +40,7 @@ static void set(void *field, void *function) {
 static int version_there(void) {
   cs_result (*get)(int *) = NULL;
   int version = 0;
-  set(&get, find("cuDriverGetVersion", 2020));
+  set(&get, find("cuDriverGetVersion", "cuDriverGetVersion", 2020));
   if (get)
     get(&version);
   return version;
@@ -64,49 +57,36 @@ static void lacks(const char *symbol, int since) {
              there % 1000 / 10);
 }
 
-static int open_library(void) {
+static void open_library(void) {
   library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) {
     snprintf(reason, sizeof reason, "%s", dlerror());
-    return -1;
+    return;
   }
   set(&by_version, dlsym(library, "cuGetProcAddress_v2"));
   if (!by_version)
     set(&by_version_v1, dlsym(library, "cuGetProcAddress"));
 
-#define MUST(name, symbol, version, arguments)                                 \
-  set(&cs_cu.name, find(symbol, version));                                     \
-  if (!cs_cu.name) {                                                           \
-    lacks(symbol, version);                                                    \
-    return -1;                                                                 \
-  }
-#define MAY(name, symbol, version, arguments)                                  \
-  set(&cs_cu.name, find(symbol, version));
-  CS_CUDA_TABLE(MUST, MAY)
-#undef MUST
-#undef MAY
+#define LOOK_UP(name, suffix, version, arguments)                              \
+  set(&cs_cu.name, find("cu" #name, "cu" #name #suffix, version));             \
+  if (!cs_cu.name && version <= CS_CUDA_OLDEST)                                \
+    return lacks("cu" #name #suffix, version);
+  CS_CUDA_TABLE(LOOK_UP)
+#undef LOOK_UP
 
   cs_result rc = cs_cu.Init(0);
   if (rc != CS_CU_SUCCESS) {
     char text[160];
     cs_cuda_text(rc, text, sizeof text);
     snprintf(reason, sizeof reason, "the NVIDIA driver cannot start: %s", text);
-    return -1;
   }
-  return 0;
 }
 
 int cs_cuda_open(char *why, size_t room) {
-  pthread_mutex_lock(&lock);
-  if (!opened)
-    opened = open_library() == 0 ? 1 : -1;
-  int ok = opened;
-  pthread_mutex_unlock(&lock);
-  if (ok == 1)
-    return 0;
-  if (room)
+  pthread_once(&once, open_library);
+  if (*reason)
     snprintf(why, room, "%s", reason);
-  return -1;
+  return *reason ? -1 : 0;
 }
 
 void cs_cuda_too_old(int needed, char *why, size_t room) {

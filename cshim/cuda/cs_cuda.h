@@ -11,8 +11,8 @@
  *     if (rc != CS_CU_SUCCESS) ... cs_cuda_text(rc, why, sizeof why) ...
  *
  * Functions of the table return a cs_result. Those that a driver is too old for
- * are NULL, and only those that the table marks so. This is mechanism only: no
- * policy, no threads, no logging, no state but the table. */
+ * are NULL. This is mechanism only: no policy, no threads, no logging, no state
+ * but the table. */
 #ifndef CS_CUDA_H
 #define CS_CUDA_H
 
@@ -36,10 +36,6 @@ typedef struct cs_user_object_ *cs_user_object;
 typedef unsigned long long cs_allocation; /* CUmemGenericAllocationHandle */
 
 typedef struct {
-  char bytes[16];
-} cs_uuid;
-
-typedef struct {
   char bytes[64];
 } cs_ipc_handle;
 
@@ -52,7 +48,6 @@ enum {
   CS_CU_PEER_ACCESS_UNSUPPORTED = 217,
   CS_CU_NOT_READY = 600,
   CS_CU_PEER_ACCESS_ALREADY_ENABLED = 704,
-  CS_CU_NOT_SUPPORTED = 801,
   CS_CU_STREAM_CAPTURE_UNSUPPORTED = 900,
   CS_CU_STREAM_CAPTURE_INVALIDATED = 901,
   CS_CU_STREAM_CAPTURE_WRONG_THREAD = 908, /* the last of that sort */
@@ -134,136 +129,116 @@ typedef union {
   uint64_t pad[6];
 } cs_memory_op;
 
-/* The table: CS_CUDA_TABLE(F) is F(name, symbol, version, arguments) for each
- * function. version is the CUDA version in which the signature came (1000 * major
- * + 10 * minor), which is what the driver is asked for; symbol is the name of that
- * signature for drivers that are too old to be asked. F is NEW for what a
- * driver of CUDA 11.0 may lack: NULL then. */
-#define CS_CUDA_TABLE(F, NEW)                                                  \
-  F(GetErrorName, "cuGetErrorName", 6000,                                      \
-    (cs_result error, const char **text))                                      \
-  F(GetErrorString, "cuGetErrorString", 6000,                                  \
-    (cs_result error, const char **text))                                      \
-  F(Init, "cuInit", 2000, (unsigned flags))                                    \
-  F(DeviceGetCount, "cuDeviceGetCount", 2000, (int *count))                    \
-  F(DeviceGet, "cuDeviceGet", 2000, (cs_device * device, int ordinal))         \
-  F(DeviceGetName, "cuDeviceGetName", 2000,                                    \
-    (char *name, int len, cs_device device))                                   \
-  NEW(DeviceGetUuid, "cuDeviceGetUuid_v2", 11040,                              \
-      (cs_uuid * uuid, cs_device device))                                      \
-  F(DeviceGetAttribute, "cuDeviceGetAttribute", 2000,                          \
-    (int *value, int what, cs_device device))                                  \
-  F(DeviceCanAccessPeer, "cuDeviceCanAccessPeer", 4000,                        \
-    (int *can, cs_device device, cs_device peer))                              \
-  F(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", 7000,                  \
-    (cs_context * context, cs_device device))                                  \
-  F(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", 11000,            \
-    (cs_device device))                                                        \
-  F(CtxCreate, "cuCtxCreate_v2", 3020,                                         \
+/* The table: CS_CUDA_TABLE(F) is F(name, suffix, version, arguments) for each
+ * function. version is the CUDA version in which the signature came (1000 * major +
+ * 10 * minor), and the driver is asked for cuNAME of that version. One that is too
+ * old to be asked has it as cuNAMESUFFIX. A driver may lack what came after
+ * CS_CUDA_OLDEST: NULL then. */
+enum { CS_CUDA_OLDEST = 11000 };
+#define CS_CUDA_TABLE(F)                                                       \
+  F(GetErrorName, , 6000, (cs_result error, const char **text))                \
+  F(GetErrorString, , 6000, (cs_result error, const char **text))              \
+  F(Init, , 2000, (unsigned flags))                                            \
+  F(DeviceGetCount, , 2000, (int *count))                                      \
+  F(DeviceGet, , 2000, (cs_device * device, int ordinal))                      \
+  F(DeviceGetUuid, _v2, 11040, (void *uuid, cs_device device))                 \
+  F(DeviceGetAttribute, , 2000, (int *value, int what, cs_device device))      \
+  F(DeviceCanAccessPeer, , 4000, (int *can, cs_device device, cs_device peer)) \
+  F(DevicePrimaryCtxRetain, , 7000, (cs_context * context, cs_device device))  \
+  F(DevicePrimaryCtxRelease, _v2, 11000, (cs_device device))                   \
+  F(CtxCreate, _v2, 3020,                                                      \
     (cs_context * context, unsigned flags, cs_device device))                  \
-  F(CtxDestroy, "cuCtxDestroy_v2", 4000, (cs_context context))                 \
-  F(CtxGetCurrent, "cuCtxGetCurrent", 4000, (cs_context * context))            \
-  F(CtxSetCurrent, "cuCtxSetCurrent", 4000, (cs_context context))              \
-  F(CtxEnablePeerAccess, "cuCtxEnablePeerAccess", 4000,                        \
-    (cs_context peer, unsigned flags))                                         \
-  F(MemAlloc, "cuMemAlloc_v2", 3020, (cs_ptr * address, size_t bytes))         \
-  F(MemFree, "cuMemFree_v2", 3020, (cs_ptr address))                           \
-  F(MemGetAddressRange, "cuMemGetAddressRange_v2", 3020,                       \
+  F(CtxDestroy, _v2, 4000, (cs_context context))                               \
+  F(CtxGetCurrent, , 4000, (cs_context * context))                             \
+  F(CtxSetCurrent, , 4000, (cs_context context))                               \
+  F(CtxEnablePeerAccess, , 4000, (cs_context peer, unsigned flags))            \
+  F(MemAlloc, _v2, 3020, (cs_ptr * address, size_t bytes))                     \
+  F(MemFree, _v2, 3020, (cs_ptr address))                                      \
+  F(MemGetAddressRange, _v2, 3020,                                             \
     (cs_ptr * base, size_t *bytes, cs_ptr address))                            \
-  F(PointerGetAttribute, "cuPointerGetAttribute", 4000,                        \
-    (void *value, int what, cs_ptr address))                                   \
-  F(MemHostAlloc, "cuMemHostAlloc", 2020,                                      \
-    (void **address, size_t bytes, unsigned flags))                            \
-  F(MemFreeHost, "cuMemFreeHost", 2000, (void *address))                       \
-  F(MemHostRegister, "cuMemHostRegister_v2", 6050,                             \
-    (void *address, size_t bytes, unsigned flags))                             \
-  F(MemHostUnregister, "cuMemHostUnregister", 4000, (void *address))           \
-  F(MemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2", 3020,             \
+  F(PointerGetAttribute, , 4000, (void *value, int what, cs_ptr address))      \
+  F(MemHostAlloc, , 2020, (void **address, size_t bytes, unsigned flags))      \
+  F(MemFreeHost, , 2000, (void *address))                                      \
+  F(MemHostRegister, _v2, 6050, (void *address, size_t bytes, unsigned flags)) \
+  F(MemHostUnregister, , 4000, (void *address))                                \
+  F(MemHostGetDevicePointer, _v2, 3020,                                        \
     (cs_ptr * device, void *address, unsigned flags))                          \
-  F(IpcGetMemHandle, "cuIpcGetMemHandle", 4010,                                \
-    (cs_ipc_handle * handle, cs_ptr address))                                  \
-  F(IpcOpenMemHandle, "cuIpcOpenMemHandle_v2", 11000,                          \
+  F(IpcGetMemHandle, , 4010, (cs_ipc_handle * handle, cs_ptr address))         \
+  F(IpcOpenMemHandle, _v2, 11000,                                              \
     (cs_ptr * address, cs_ipc_handle handle, unsigned flags))                  \
-  F(IpcCloseMemHandle, "cuIpcCloseMemHandle", 4010, (cs_ptr address))          \
-  F(MemRelease, "cuMemRelease", 10020, (cs_allocation handle))                 \
-  F(MemRetainAllocationHandle, "cuMemRetainAllocationHandle", 11000,           \
+  F(IpcCloseMemHandle, , 4010, (cs_ptr address))                               \
+  F(MemRelease, , 10020, (cs_allocation handle))                               \
+  F(MemRetainAllocationHandle, , 11000,                                        \
     (cs_allocation * handle, void *address))                                   \
-  F(MemExportToShareableHandle, "cuMemExportToShareableHandle", 10020,         \
+  F(MemExportToShareableHandle, , 10020,                                       \
     (void *shareable, cs_allocation handle, int type,                          \
      unsigned long long flags))                                                \
-  F(MemImportFromShareableHandle, "cuMemImportFromShareableHandle", 10020,     \
+  F(MemImportFromShareableHandle, , 10020,                                     \
     (cs_allocation * handle, void *shareable, int type))                       \
-  F(MemAddressReserve, "cuMemAddressReserve", 10020,                           \
+  F(MemAddressReserve, , 10020,                                                \
     (cs_ptr * address, size_t bytes, size_t alignment, cs_ptr hint,            \
      unsigned long long flags))                                                \
-  F(MemAddressFree, "cuMemAddressFree", 10020, (cs_ptr address, size_t bytes)) \
-  F(MemMap, "cuMemMap", 10020,                                                 \
+  F(MemAddressFree, , 10020, (cs_ptr address, size_t bytes))                   \
+  F(MemMap, , 10020,                                                           \
     (cs_ptr address, size_t bytes, size_t offset, cs_allocation handle,        \
      unsigned long long flags))                                                \
-  F(MemUnmap, "cuMemUnmap", 10020, (cs_ptr address, size_t bytes))             \
-  F(MemSetAccess, "cuMemSetAccess", 10020,                                     \
+  F(MemUnmap, , 10020, (cs_ptr address, size_t bytes))                         \
+  F(MemSetAccess, , 10020,                                                     \
     (cs_ptr address, size_t bytes, const cs_access *access, size_t count))     \
-  F(MemcpyAsync, "cuMemcpyAsync", 4000,                                        \
+  F(MemcpyAsync, , 4000,                                                       \
     (cs_ptr to, cs_ptr from, size_t bytes, cs_stream stream))                  \
-  F(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", 3020,                             \
+  F(MemcpyDtoHAsync, _v2, 3020,                                                \
     (void *to, cs_ptr from, size_t bytes, cs_stream stream))                   \
-  F(MemcpyHtoD, "cuMemcpyHtoD_v2", 3020,                                       \
-    (cs_ptr to, const void *from, size_t bytes))                               \
-  F(MemcpyDtoH, "cuMemcpyDtoH_v2", 3020,                                       \
-    (void *to, cs_ptr from, size_t bytes))                                     \
-  F(MemsetD8Async, "cuMemsetD8Async", 3020,                                    \
+  F(MemcpyHtoD, _v2, 3020, (cs_ptr to, const void *from, size_t bytes))        \
+  F(MemcpyDtoH, _v2, 3020, (void *to, cs_ptr from, size_t bytes))              \
+  F(MemsetD8Async, , 3020,                                                     \
     (cs_ptr address, unsigned char value, size_t bytes, cs_stream stream))     \
-  F(StreamCreate, "cuStreamCreate", 2000,                                      \
-    (cs_stream * stream, unsigned flags))                                      \
-  F(StreamDestroy, "cuStreamDestroy_v2", 4000, (cs_stream stream))             \
-  F(StreamSynchronize, "cuStreamSynchronize", 2000, (cs_stream stream))        \
-  F(CtxSynchronize, "cuCtxSynchronize", 2000, (void))                          \
-  F(StreamQuery, "cuStreamQuery", 2000, (cs_stream stream))                    \
-  F(StreamWaitEvent, "cuStreamWaitEvent", 3020,                                \
+  F(StreamCreate, , 2000, (cs_stream * stream, unsigned flags))                \
+  F(StreamDestroy, _v2, 4000, (cs_stream stream))                              \
+  F(StreamSynchronize, , 2000, (cs_stream stream))                             \
+  F(CtxSynchronize, , 2000, (void))                                            \
+  F(StreamQuery, , 2000, (cs_stream stream))                                   \
+  F(StreamWaitEvent, , 3020,                                                   \
     (cs_stream stream, cs_event event, unsigned flags))                        \
-  F(StreamIsCapturing, "cuStreamIsCapturing", 10000,                           \
-    (cs_stream stream, int *status))                                           \
-  F(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",      \
-    10010, (int *mode))                                                        \
-  NEW(StreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2", 11030,                \
-      (cs_stream stream, int *status, uint64_t *id, cs_graph *graph,           \
-       const void **dependencies, size_t *count))                              \
-  NEW(UserObjectCreate, "cuUserObjectCreate", 11030,                           \
-      (cs_user_object * object, void *data, void (*destroy)(void *data),       \
-       unsigned references, unsigned flags))                                   \
-  NEW(GraphRetainUserObject, "cuGraphRetainUserObject", 11030,                 \
-      (cs_graph graph, cs_user_object object, unsigned count, unsigned flags)) \
-  NEW(StreamWriteValue32, "cuStreamWriteValue32_v2", 11070,                    \
-      (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))      \
-  NEW(StreamWriteValue64, "cuStreamWriteValue64_v2", 11070,                    \
-      (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))      \
-  NEW(StreamWaitValue64, "cuStreamWaitValue64_v2", 11070,                      \
-      (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))      \
-  NEW(StreamBatchMemOp, "cuStreamBatchMemOp_v2", 11070,                        \
-      (cs_stream stream, unsigned count, cs_memory_op *ops, unsigned flags))   \
-  F(EventCreate, "cuEventCreate", 2000, (cs_event * event, unsigned flags))    \
-  F(EventRecord, "cuEventRecord", 2000, (cs_event event, cs_stream stream))    \
-  F(EventQuery, "cuEventQuery", 2000, (cs_event event))                        \
-  F(EventDestroy, "cuEventDestroy_v2", 4000, (cs_event event))                 \
-  F(ModuleLoadData, "cuModuleLoadData", 2000,                                  \
-    (cs_module * module, const void *image))                                   \
-  F(ModuleUnload, "cuModuleUnload", 2000, (cs_module module))                  \
-  F(ModuleGetFunction, "cuModuleGetFunction", 2000,                            \
+  F(StreamIsCapturing, , 10000, (cs_stream stream, int *status))               \
+  F(ThreadExchangeStreamCaptureMode, , 10010, (int *mode))                     \
+  F(StreamGetCaptureInfo, _v2, 11030,                                          \
+    (cs_stream stream, int *status, uint64_t *id, cs_graph *graph,             \
+     const void **dependencies, size_t *count))                                \
+  F(UserObjectCreate, , 11030,                                                 \
+    (cs_user_object * object, void *data, void (*destroy)(void *data),         \
+     unsigned references, unsigned flags))                                     \
+  F(GraphRetainUserObject, , 11030,                                            \
+    (cs_graph graph, cs_user_object object, unsigned count, unsigned flags))   \
+  F(StreamWriteValue32, _v2, 11070,                                            \
+    (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))        \
+  F(StreamWriteValue64, _v2, 11070,                                            \
+    (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))        \
+  F(StreamWaitValue64, _v2, 11070,                                             \
+    (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))        \
+  F(StreamBatchMemOp, _v2, 11070,                                              \
+    (cs_stream stream, unsigned count, cs_memory_op *ops, unsigned flags))     \
+  F(EventCreate, , 2000, (cs_event * event, unsigned flags))                   \
+  F(EventRecord, , 2000, (cs_event event, cs_stream stream))                   \
+  F(EventQuery, , 2000, (cs_event event))                                      \
+  F(EventDestroy, _v2, 4000, (cs_event event))                                 \
+  F(ModuleLoadData, , 2000, (cs_module * module, const void *image))           \
+  F(ModuleUnload, , 2000, (cs_module module))                                  \
+  F(ModuleGetFunction, , 2000,                                                 \
     (cs_function * function, cs_module module, const char *name))              \
-  F(FuncGetAttribute, "cuFuncGetAttribute", 2020,                              \
-    (int *value, int what, cs_function function))                              \
-  F(LaunchKernel, "cuLaunchKernel", 4000,                                      \
+  F(FuncGetAttribute, , 2020, (int *value, int what, cs_function function))    \
+  F(LaunchKernel, , 4000,                                                      \
     (cs_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,  \
      unsigned block_x, unsigned block_y, unsigned block_z,                     \
      unsigned shared_bytes, cs_stream stream, void **arguments, void **extra)) \
-  NEW(LaunchKernelEx, "cuLaunchKernelEx", 11060,                               \
-      (const cs_launch_config *config, cs_function function, void **arguments, \
-       void **extra))
+  F(LaunchKernelEx, , 11060,                                                   \
+    (const cs_launch_config *config, cs_function function, void **arguments,   \
+     void **extra))
 
-#define CS_CUDA_FIELD(name, symbol, version, arguments)                        \
+#define CS_CUDA_FIELD(name, suffix, version, arguments)                        \
   cs_result(*name) arguments;
 struct cs_cuda {
-  CS_CUDA_TABLE(CS_CUDA_FIELD, CS_CUDA_FIELD)
+  CS_CUDA_TABLE(CS_CUDA_FIELD)
 };
 #undef CS_CUDA_FIELD
 

@@ -32,8 +32,6 @@ func (e *Error) Error() string { return e.Text }
 // Codes of Error that callers tell apart.
 const (
 	OutOfMemory   = C.CS_CU_OUT_OF_MEMORY
-	InvalidValue  = C.CS_CU_INVALID_VALUE
-	NotSupported  = C.CS_CU_NOT_SUPPORTED
 	AlreadyMapped = C.CS_CU_ALREADY_MAPPED
 )
 
@@ -85,7 +83,6 @@ type Device struct {
 	ordinal int
 	context C.uint64_t
 	uuid    UUID
-	name    string
 	once    sync.Once
 }
 
@@ -93,22 +90,22 @@ type Device struct {
 // was not. Release gives it back.
 func Retain(ordinal int) (*Device, error) {
 	d := &Device{ordinal: ordinal}
-	if err := d.identify(); err != nil {
+	err := d.identify()
+	if err == nil {
+		err = d.retain()
+	}
+	if err != nil {
 		return nil, err
 	}
-	var context C.uint64_t
-	if err := failed(C.cs_retain(C.int(ordinal), &context), "retain the primary context of gpu %d", ordinal); err != nil {
-		return nil, err
-	}
-	d.context = context
 	return d, nil
 }
 
+func (d *Device) retain() error {
+	return failed(C.cs_retain(C.int(d.ordinal), &d.context), "retain the primary context of gpu %d", d.ordinal)
+}
+
 func (d *Device) identify() error {
-	var name [128]C.char
-	rc := C.cs_identify(C.int(d.ordinal), unsafe.Pointer(&d.uuid), &name[0], C.int(len(name)))
-	d.name = C.GoString(&name[0])
-	return failed(rc, "find gpu %d", d.ordinal)
+	return failed(C.cs_identify(C.int(d.ordinal), unsafe.Pointer(&d.uuid)), "find gpu %d", d.ordinal)
 }
 
 // Release gives the context back; nothing else may be called afterwards.
@@ -122,9 +119,6 @@ func (d *Device) Ordinal() int { return d.ordinal }
 // UUID names the GPU.
 func (d *Device) UUID() UUID { return d.uuid }
 
-// Name is for people: "NVIDIA H200".
-func (d *Device) Name() string { return d.name }
-
 // Stream and Event are numbers of the driver's; 0 is the default stream, and no
 // event.
 type (
@@ -135,31 +129,19 @@ type (
 // NewStream makes a stream that does not wait for the default stream.
 func (d *Device) NewStream() (Stream, error) {
 	var s C.uint64_t
-	err := failed(C.cs_stream_create(d.context, &s), "create a stream on gpu %d", d.ordinal)
+	err := failed(C.cs_stream_create(d.context, 0, &s), "create a stream on gpu %d", d.ordinal)
 	return Stream(s), err
 }
 
 // FreeStream destroys s when what is enqueued has run.
 func (d *Device) FreeStream(s Stream) error {
-	return failed(C.cs_stream_destroy(d.context, C.uint64_t(s)), "destroy a stream of gpu %d", d.ordinal)
+	return failed(C.cs_stream_destroy(d.context, C.uint64_t(s), nil), "destroy a stream on gpu %d", d.ordinal)
 }
 
 // Idle says whether all that is enqueued on s has run. An error is one of the
 // context's: nothing enqueued will ever run.
 func (d *Device) Idle(s Stream) (bool, error) {
-	return d.query(C.cs_stream_query(d.context, C.uint64_t(s)), "finish the enqueued work")
-}
-
-// Synchronize waits until what is enqueued on s has run.
-func (d *Device) Synchronize(s Stream) error {
-	return failed(C.cs_stream_synchronize(d.context, C.uint64_t(s)), "wait for a stream of gpu %d", d.ordinal)
-}
-
-// Capturing says whether s is being captured into a graph.
-func (d *Device) Capturing(s Stream) (bool, error) {
-	var status C.int
-	err := failed(C.cs_stream_capturing(d.context, C.uint64_t(s), &status), "ask whether a stream of gpu %d is captured", d.ordinal)
-	return status != C.CS_CAPTURE_NONE, err
+	return d.query(C.cs_stream_query(d.context, C.uint64_t(s), nil), "finish the enqueued work")
 }
 
 func (d *Device) query(rc C.int, what string) (bool, error) {
@@ -175,7 +157,7 @@ func (d *Device) query(rc C.int, what string) (bool, error) {
 // NewEvent makes an event without timing.
 func (d *Device) NewEvent() (Event, error) {
 	var e C.uint64_t
-	err := failed(C.cs_event_create(d.context, &e), "create an event on gpu %d", d.ordinal)
+	err := failed(C.cs_event_create(d.context, 0, &e), "create an event on gpu %d", d.ordinal)
 	return Event(e), err
 }
 
@@ -186,12 +168,12 @@ func (d *Device) Record(e Event, s Stream) error {
 
 // Passed says whether e has been reached.
 func (d *Device) Passed(e Event) (bool, error) {
-	return d.query(C.cs_event_query(d.context, C.uint64_t(e)), "wait for an event")
+	return d.query(C.cs_event_query(d.context, C.uint64_t(e), nil), "wait for an event")
 }
 
 // FreeEvent destroys e.
 func (d *Device) FreeEvent(e Event) error {
-	return failed(C.cs_event_destroy(d.context, C.uint64_t(e)), "destroy an event of gpu %d", d.ordinal)
+	return failed(C.cs_event_destroy(d.context, C.uint64_t(e), nil), "destroy an event on gpu %d", d.ordinal)
 }
 
 // Copy is one copy, between any two addresses that the device knows.
@@ -211,30 +193,30 @@ func (d *Device) Enqueue(s Stream, event Event, copies []Copy, flag, value uint6
 
 // Alloc gives n bytes of the GPU's memory, which Free returns.
 func (d *Device) Alloc(n uint64) (uint64, error) {
-	var a C.uint64_t
-	err := failed(C.cs_alloc(d.context, C.uint64_t(n), &a), "allocate %d bytes on gpu %d", n, d.ordinal)
-	return uint64(a), err
+	var address C.uint64_t
+	err := failed(C.cs_alloc(d.context, C.uint64_t(n), &address), "allocate %d bytes on gpu %d", n, d.ordinal)
+	return uint64(address), err
 }
 
 // Free returns what Alloc gave. It may wait for the GPU.
 func (d *Device) Free(address uint64) error {
-	return failed(C.cs_free(d.context, C.uint64_t(address)), "free memory of gpu %d", d.ordinal)
+	return failed(C.cs_free(d.context, C.uint64_t(address), nil), "free memory on gpu %d", d.ordinal)
 }
 
 // FreeHost returns pinned memory that the driver gave.
 func (d *Device) FreeHost(address uint64) error {
-	return failed(C.cs_free_host(d.context, C.uint64_t(address)), "free pinned memory of gpu %d", d.ordinal)
+	return failed(C.cs_free_host(d.context, C.uint64_t(address), nil), "free pinned memory on gpu %d", d.ordinal)
 }
 
 // Unload unloads kernels.
 func (d *Device) Unload(module uint64) error {
-	return failed(C.cs_unload(d.context, C.uint64_t(module)), "unload kernels of gpu %d", d.ordinal)
+	return failed(C.cs_unload(d.context, C.uint64_t(module), nil), "unload kernels on gpu %d", d.ordinal)
 }
 
 // Destroy ends another context of the GPU than the one that Retain holds. The address is
 // that of a pointer to it, which is NULL from then on.
 func (d *Device) Destroy(address uint64) error {
-	return failed(C.cs_destroy(d.context, C.uint64_t(address)), "destroy a context of gpu %d", d.ordinal)
+	return failed(C.cs_destroy(d.context, C.uint64_t(address)), "destroy a context on gpu %d", d.ordinal)
 }
 
 // Pin keeps host memory, whole pages, in place for the GPU and gives its address
@@ -247,7 +229,7 @@ func (d *Device) Pin(address, n uint64) (uint64, error) {
 
 // Unpin lets go of what Pin took.
 func (d *Device) Unpin(address uint64) error {
-	return failed(C.cs_unpin(d.context, C.uint64_t(address)), "unpin memory of gpu %d", d.ordinal)
+	return failed(C.cs_unpin(d.context, C.uint64_t(address), nil), "unpin memory on gpu %d", d.ordinal)
 }
 
 // Read copies from the GPU and waits for it; for tests and set-up.
@@ -268,7 +250,6 @@ type Memory struct {
 	OnGPU      bool   // else on the host, or in both
 	LegacyIPC  bool   // ExportIPC works
 	Descriptor bool   // ExportFD works
-	Pool       bool   // it is of a memory pool
 }
 
 // Describe says what is at an address. It fails for memory that the driver does
@@ -281,17 +262,8 @@ func (d *Device) Describe(address uint64) (Memory, error) {
 	return Memory{
 		Base: uint64(m.base), Len: uint64(m.bytes), ID: uint64(m.id), Ordinal: int(m.device),
 		OnGPU: m._type == C.CS_MEMORY_DEVICE, LegacyIPC: m.legacy_ipc != 0 && m.pool == 0,
-		Descriptor: m.handles&C.CS_HANDLE_POSIX_FD != 0 && m.pool == 0, Pool: m.pool != 0,
+		Descriptor: m.handles&C.CS_HANDLE_POSIX_FD != 0 && m.pool == 0,
 	}, nil
-}
-
-// BufferID is the number of the allocation at an address, 0 if there is none.
-func (d *Device) BufferID(address uint64) uint64 {
-	var id C.uint64_t
-	if C.cs_buffer_id(d.context, C.uint64_t(address), &id) != C.CS_CU_SUCCESS {
-		return 0
-	}
-	return uint64(id)
 }
 
 // IPCHandle names an allocation for the other processes of the host.
@@ -312,7 +284,7 @@ func (d *Device) ImportIPC(h IPCHandle) (uint64, error) {
 
 // CloseIPC unmaps what ImportIPC gave.
 func (d *Device) CloseIPC(base uint64) error {
-	return failed(C.cs_ipc_close(d.context, C.uint64_t(base)), "unmap memory of another process on gpu %d", d.ordinal)
+	return failed(C.cs_ipc_close(d.context, C.uint64_t(base), nil), "unmap memory of another process on gpu %d", d.ordinal)
 }
 
 // Reach lets d use the memory of another GPU of this process, whose primary context
@@ -327,11 +299,10 @@ func (d *Device) Reach(peer UUID) error {
 		if p.identify() != nil || p.uuid != peer {
 			continue
 		}
-		var context C.uint64_t
-		if err := failed(C.cs_retain(C.int(i), &context), "retain the primary context of gpu %d", i); err != nil {
+		if err := p.retain(); err != nil {
 			return err
 		}
-		return failed(C.cs_peer(d.context, context), "let gpu %d use the memory of gpu %d", d.ordinal, i)
+		return failed(C.cs_peer(d.context, p.context), "let gpu %d use the memory of gpu %d", d.ordinal, i)
 	}
 	return errors.Join(err, fmt.Errorf("cuda: %v is not visible to this process (check CUDA_VISIBLE_DEVICES)", peer))
 }

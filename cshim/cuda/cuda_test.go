@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
@@ -93,7 +94,7 @@ func TestReach(t *testing.T) {
 func TestCopies(t *testing.T) {
 	d := device(t)
 	require.NotZero(t, d.UUID())
-	t.Log(d.Name(), d.UUID())
+	t.Log(d.UUID())
 	a, err := d.Alloc(1 << 20)
 	require.NoError(t, err)
 	b, err := d.Alloc(1 << 20)
@@ -102,7 +103,7 @@ func TestCopies(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, m.OnGPU && m.LegacyIPC)
 	require.Equal(t, a, m.Base)
-	require.Equal(t, m.ID, d.BufferID(a))
+	require.NotZero(t, m.ID)
 	host := make([]byte, 1<<20)
 	for i := range host {
 		host[i] = byte(i * 7)
@@ -114,16 +115,14 @@ func TestCopies(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, d.Record(e, 0))
 	require.NoError(t, d.Enqueue(s, e, []Copy{{b, a, 1 << 19}, {b + 1<<19, a + 1<<19, 1 << 19}}, 0, 0))
-	require.NoError(t, d.Synchronize(s))
-	idle, err := d.Idle(s)
-	require.NoError(t, err)
-	require.True(t, idle)
+	require.Eventually(t, func() bool {
+		idle, err := d.Idle(s)
+		require.NoError(t, err)
+		return idle
+	}, 10*time.Second, time.Millisecond)
 	passed, err := d.Passed(e)
 	require.NoError(t, err)
 	require.True(t, passed)
-	capturing, err := d.Capturing(s)
-	require.NoError(t, err)
-	require.False(t, capturing)
 	got := make([]byte, len(host))
 	require.NoError(t, d.Read(got, b))
 	require.Equal(t, host, got)

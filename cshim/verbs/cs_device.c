@@ -2,7 +2,6 @@
 
 #ifdef CS_VERBS_BUILT_IN
 
-#include <endian.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,8 +16,6 @@ int cs_ib_list(cs_ib_name *names, int room, int *count) {
     memset(&names[i], 0, sizeof names[i]);
     memcpy(names[i].name, list[i]->name,
            strnlen(list[i]->name, sizeof names[i].name - 1));
-    names[i].guid = be64toh(cs_ib.get_device_guid(list[i]));
-    names[i].node_type = list[i]->node_type;
   }
   cs_ib.free_device_list(list);
   *count = n;
@@ -104,19 +101,9 @@ int cs_ib_limits_of(cs_ib_device *d, cs_ib_limits *l) {
   int rc = cs_ib.query_device(d->context, &a);
   if (rc)
     return rc;
-  memset(l, 0, sizeof *l);
-  memcpy(l->firmware, a.fw_ver, sizeof l->firmware - 1);
-  l->max_mr_size = a.max_mr_size;
   l->max_qp = a.max_qp;
-  l->max_qp_wr = a.max_qp_wr;
-  l->max_sge = a.max_sge;
-  l->max_cq = a.max_cq;
   l->max_cqe = a.max_cqe;
-  l->max_mr = a.max_mr;
-  l->ports = a.phys_port_cnt;
-  l->max_read = a.max_qp_rd_atom;
   l->lock_free = d->td != NULL;
-  l->vectors = d->context->num_comp_vectors;
   return 0;
 }
 
@@ -168,7 +155,6 @@ int cs_ib_gids(cs_ib_device *d, int port, cs_ib_gid *gids, int room,
     memcpy(gids[n].gid, e.gid.raw, sizeof gids[n].gid);
     gids[n].index = i;
     gids[n].type = (int32_t)e.gid_type;
-    gids[n].netdev = (int32_t)e.ndev_ifindex;
     n++;
   }
   if (!rc)
@@ -220,7 +206,6 @@ int cs_ib_register(cs_ib_device *d, uint64_t address, uint64_t bytes,
   unsigned a = 0;
   a |= access & CS_IB_LOCAL_WRITE ? IBV_ACCESS_LOCAL_WRITE : 0;
   a |= access & CS_IB_REMOTE_WRITE ? IBV_ACCESS_REMOTE_WRITE : 0;
-  a |= access & CS_IB_REMOTE_READ ? IBV_ACCESS_REMOTE_READ : 0;
   a |= access & CS_IB_RELAXED_ORDERING ? IBV_ACCESS_RELAXED_ORDERING : 0;
   errno = 0;
   struct ibv_mr *m =

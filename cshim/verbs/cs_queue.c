@@ -73,7 +73,6 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq *cq, cs_ib_room *room,
   a.cap.max_recv_wr = (uint32_t)room->recv;
   a.cap.max_send_sge = (uint32_t)room->sge;
   a.cap.max_recv_sge = 1;
-  a.cap.max_inline_data = (uint32_t)room->inline_bytes;
   errno = 0;
   struct ibv_qp *q = cs_ib.create_qp(d->parent, &a);
   if (!q)
@@ -81,7 +80,6 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq *cq, cs_ib_room *room,
   room->send = (int32_t)a.cap.max_send_wr;
   room->recv = (int32_t)a.cap.max_recv_wr;
   room->sge = (int32_t)a.cap.max_send_sge;
-  room->inline_bytes = (int32_t)a.cap.max_inline_data;
   *qp = (cs_ib_qp *)q;
   *number = q->qp_num;
   return 0;
@@ -93,7 +91,6 @@ int cs_ib_qp_init(cs_ib_qp *qp, int port, int access) {
   a.qp_state = IBV_QPS_INIT;
   a.port_num = (uint8_t)port;
   a.qp_access_flags = access & CS_IB_REMOTE_WRITE ? IBV_ACCESS_REMOTE_WRITE : 0;
-  a.qp_access_flags |= access & CS_IB_REMOTE_READ ? IBV_ACCESS_REMOTE_READ : 0;
   return cs_ib.modify_qp((struct ibv_qp *)qp, &a,
                          IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
                              IBV_QP_ACCESS_FLAGS);
@@ -123,7 +120,6 @@ int cs_ib_qp_receive(cs_ib_qp *qp, const cs_ib_path *p) {
     memcpy(a.ah_attr.grh.dgid.raw, p->gid, sizeof p->gid);
     a.ah_attr.grh.sgid_index = (uint8_t)p->gid_index;
     a.ah_attr.grh.hop_limit = 64;
-    a.ah_attr.grh.traffic_class = (uint8_t)p->traffic_class;
   }
   return cs_ib.modify_qp((struct ibv_qp *)qp, &a,
                          IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU |
@@ -176,7 +172,6 @@ static const cs_ib_sge *chain(struct ibv_send_wr *to, const cs_ib_wr *from,
     w->num_sge = f->sges;
     w->opcode = f->op == CS_IB_WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_SEND;
     w->send_flags = f->flags & CS_IB_SIGNALED ? IBV_SEND_SIGNALED : 0;
-    w->send_flags |= f->flags & CS_IB_INLINE ? IBV_SEND_INLINE : 0;
     w->wr.rdma.remote_addr = f->remote;
     w->wr.rdma.rkey = f->rkey;
     sges += f->sges;

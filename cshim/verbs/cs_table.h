@@ -21,7 +21,6 @@
   X(open_device, "ibv_open_device", struct ibv_context *,                      \
     (struct ibv_device *))                                                     \
   X(close_device, "ibv_close_device", int, (struct ibv_context *))             \
-  X(get_device_guid, "ibv_get_device_guid", __be64, (struct ibv_device *))     \
   X(query_device, "ibv_query_device", int,                                     \
     (struct ibv_context *, struct ibv_device_attr *))                          \
   X(query_port, "ibv_query_port", int,                                         \

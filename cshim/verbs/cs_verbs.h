@@ -27,19 +27,11 @@ typedef struct cs_ib_mr cs_ib_mr;
 
 typedef struct {
   char name[64];
-  uint64_t guid;     /* host byte order */
-  int32_t node_type; /* IBV_NODE_*: 1 is a channel adapter */
-  int32_t pad;
 } cs_ib_name;
 
 typedef struct {
-  char firmware[64];
-  uint64_t max_mr_size;
-  int32_t max_qp, max_qp_wr, max_sge, max_cq, max_cqe, max_mr;
-  int32_t ports;
-  int32_t max_read;  /* reads that a queue pair may have outstanding */
+  int32_t max_qp, max_cqe;
   int32_t lock_free; /* posting takes no lock of the library */
-  int32_t vectors;   /* completion vectors */
 } cs_ib_limits;
 
 enum { CS_IB_PORT_DOWN = 1, CS_IB_PORT_ACTIVE = 4 };
@@ -59,19 +51,17 @@ enum { CS_IB_GID_IB = 0, CS_IB_GID_ROCE_V1 = 1, CS_IB_GID_ROCE_V2 = 2 };
 typedef struct {
   uint8_t gid[16];
   int32_t index;
-  int32_t type;   /* CS_IB_GID_* */
-  int32_t netdev; /* number of the network interface, or 0 */
+  int32_t type; /* CS_IB_GID_* */
 } cs_ib_gid;
 
 enum { /* of cs_ib_register, joined by | */
        CS_IB_LOCAL_WRITE = 1,
        CS_IB_REMOTE_WRITE = 2,
-       CS_IB_REMOTE_READ = 4,
-       CS_IB_RELAXED_ORDERING = 8, /* where the device knows it */
+       CS_IB_RELAXED_ORDERING = 4, /* where the device knows it */
 };
 
 typedef struct {
-  int32_t send, recv, sge, inline_bytes;
+  int32_t send, recv, sge;
 } cs_ib_room;
 
 typedef struct { /* to the peer's queue pair */
@@ -80,7 +70,6 @@ typedef struct { /* to the peer's queue pair */
   int32_t port, gid_index, mtu; /* ours; mtu in bytes */
   int32_t lid;                  /* the peer's, on InfiniBand */
   int32_t global;               /* the way is by GID */
-  int32_t traffic_class;
 } cs_ib_path;
 
 typedef struct {
@@ -89,7 +78,7 @@ typedef struct {
 } cs_ib_patience;
 
 enum { CS_IB_SEND = 1, CS_IB_WRITE = 2 };
-enum { CS_IB_SIGNALED = 1, CS_IB_INLINE = 2 };
+enum { CS_IB_SIGNALED = 1 };
 
 typedef struct {
   uint64_t id;

@@ -169,12 +169,15 @@ func TestEvents(t *testing.T) {
 		fakeverbs.Event(0, int(kind), 1, 0)
 		e := take()
 		require.Equal(t, Event{kind, 1}, e)
-		require.Equal(t, 1, e.Port())
 	}
 	fakeverbs.Event(0, int(QPAccess), 0, a.qp.Number)
 	e := take()
 	require.Equal(t, Event{QPAccess, a.qp.Number}, e)
-	require.Zero(t, e.Port())
+	fakeverbs.Event(0, int(QPAccess), 0, a.qp.Number)
+	fakeverbs.Event(0, int(PortError), 1, 0)
+	require.NoError(t, a.qp.Destroy())
+	a.qp = nil
+	require.Equal(t, Event{PortError, 1}, take(), "the event of a queue pair that is gone")
 }
 
 // TestOverrun: a queue with too few entries is lost, with its queue pairs, and says so.
@@ -223,24 +226,4 @@ func TestAddresses(t *testing.T) {
 	p, err := d.Port(1)
 	require.NoError(t, err)
 	require.False(t, p.Active)
-}
-
-// TestInline: the memory of an inline request may change at once; a device without
-// inline data says 0.
-func TestInline(t *testing.T) {
-	onFake(t)
-	a, b := pair(t)
-	require.GreaterOrEqual(t, a.qp.Room.Inline, 64)
-	b.receive(1, 64)
-	fakeverbs.Set("hold", 1)
-	fill(a.mem[:32], 9)
-	_, err := a.qp.PostSend([]Request{{Pieces: 1, Op: Send, Flags: Signaled | Inline}}, []Piece{{a.base, 32, 0}})
-	require.NoError(t, err)
-	want := append([]byte(nil), a.mem[:32]...)
-	clear(a.mem[:32])
-	fakeverbs.Set("hold", 0)
-	require.Equal(t, uint32(32), b.take(1)[0].Len)
-	require.Equal(t, want, b.mem[:32])
-	fakeverbs.Set("inline", 0)
-	require.Zero(t, newEnd(t, 0, small).qp.Room.Inline)
 }

@@ -16,30 +16,24 @@ import (
 type Room struct {
 	Send, Recv int // requests in each queue
 	SGE        int // pieces of memory of one request to send
-	Inline     int // bytes that can be sent from the request itself
 }
 
 // A QP is a reliable connected queue pair.
 type QP struct {
 	Number uint32
-	Room   Room // at least what was wanted, but for Inline
+	Room   Room // at least what was wanted
 	c      *C.cs_ib_qp
 }
 
-// NewQP makes a queue pair that completes on cq. A device that has no inline data
-// gives Inline 0.
+// NewQP makes a queue pair that completes on cq.
 func (d *Device) NewQP(cq *CQ, want Room) (*QP, error) {
 	q := &QP{}
-	room := C.cs_ib_room{C.int32_t(want.Send), C.int32_t(want.Recv), C.int32_t(want.SGE), C.int32_t(want.Inline)}
+	room := C.cs_ib_room{C.int32_t(want.Send), C.int32_t(want.Recv), C.int32_t(want.SGE)}
 	rc := C.cs_ib_qp_create(d.c, cq.c, &room, &q.c, (*C.uint32_t)(&q.Number))
-	if errno(rc) == unix.EINVAL && want.Inline > 0 {
-		want.Inline = 0
-		return d.NewQP(cq, want)
-	}
 	if rc != 0 {
 		return nil, failed(rc, "create a queue pair of %d and %d requests on %s", want.Send, want.Recv, d.name)
 	}
-	q.Room = Room{int(room.send), int(room.recv), int(room.sge), int(room.inline_bytes)}
+	q.Room = Room{int(room.send), int(room.recv), int(room.sge)}
 	return q, nil
 }
 
@@ -57,14 +51,13 @@ type Path struct {
 	GIDIndex int      // ours
 	MTU      int      // bytes; the smaller one of both ends
 	Global   bool     // by GID: on Ethernet always
-	Class    int      // traffic class
 }
 
 // Receive takes q from Init to where it receives from the peer.
 func (q *QP) Receive(p Path) error {
 	to := C.cs_ib_path{
 		qp: C.uint32_t(p.QP), psn: C.uint32_t(p.PSN), port: C.int32_t(p.Port), gid_index: C.int32_t(p.GIDIndex),
-		mtu: C.int32_t(p.MTU), lid: C.int32_t(p.LID), traffic_class: C.int32_t(p.Class),
+		mtu: C.int32_t(p.MTU), lid: C.int32_t(p.LID),
 	}
 	if p.Global {
 		to.global = 1
@@ -111,12 +104,8 @@ const (
 type Flags uint8
 
 // A request that is not Signaled completes only if it fails, and is over when a
-// later one of its queue pair has completed. With Inline the memory may be used
-// again when PostSend returns.
-const (
-	Signaled Flags = C.CS_IB_SIGNALED
-	Inline   Flags = C.CS_IB_INLINE
-)
+// later one of its queue pair has completed.
+const Signaled Flags = C.CS_IB_SIGNALED
 
 // A Request is one thing to do for a queue pair, with so many of the pieces of
 // memory that go with the requests.

@@ -41,22 +41,16 @@ func Open(library string) error {
 	return nil
 }
 
-// A Name is a device of this host that can be opened.
-type Name struct {
-	Name string
-	GUID uint64
-}
-
-// Names lists the devices. The library must be open.
-func Names() ([]Name, error) {
+// Names lists the devices that can be opened. The library must be open.
+func Names() ([]string, error) {
 	var found [64]C.cs_ib_name
 	var n C.int
 	if rc := C.cs_ib_list(&found[0], C.int(len(found)), &n); rc != 0 {
 		return nil, failed(rc, "list the devices")
 	}
-	var names []Name
+	var names []string
 	for _, d := range found[:min(int(n), len(found))] {
-		names = append(names, Name{C.GoString(&d.name[0]), uint64(d.guid)})
+		names = append(names, C.GoString(&d.name[0]))
 	}
 	return names, nil
 }
@@ -87,16 +81,9 @@ func (d *Device) Name() string { return d.name }
 
 // Limits are what a device can do.
 type Limits struct {
-	Firmware   string
-	MaxMRSize  uint64
-	MaxQP      int
-	MaxQPWR    int // requests in one queue of a queue pair
-	MaxSGE     int
-	MaxCQE     int
-	MaxMR      int
-	Ports      int
-	LockFree   bool // posting takes no lock of the library
-	AnswersMax int  // reads of a peer that are answered at a time
+	MaxQP    int
+	MaxCQE   int
+	LockFree bool // posting takes no lock of the library
 }
 
 // Limits asks the device.
@@ -105,12 +92,7 @@ func (d *Device) Limits() (Limits, error) {
 	if rc := C.cs_ib_limits_of(d.c, &l); rc != 0 {
 		return Limits{}, failed(rc, "ask %s for its limits", d.name)
 	}
-	return Limits{
-		Firmware: C.GoString(&l.firmware[0]), MaxMRSize: uint64(l.max_mr_size),
-		MaxQP: int(l.max_qp), MaxQPWR: int(l.max_qp_wr), MaxSGE: int(l.max_sge),
-		MaxCQE: int(l.max_cqe), MaxMR: int(l.max_mr), Ports: int(l.ports),
-		LockFree: l.lock_free != 0, AnswersMax: int(l.max_read),
-	}, nil
+	return Limits{MaxQP: int(l.max_qp), MaxCQE: int(l.max_cqe), LockFree: l.lock_free != 0}, nil
 }
 
 // A Port is the state of one port.
@@ -144,7 +126,7 @@ func (d *Device) GIDs(port int) ([]GID, error) {
 	var gids []GID
 	for _, g := range found[:n] {
 		gids = append(gids, GID{
-			Raw: *(*[16]byte)(unsafe.Pointer(&g.gid)), Index: int(g.index), Type: GIDType(g._type), Interface: int(g.netdev),
+			Raw: *(*[16]byte)(unsafe.Pointer(&g.gid)), Index: int(g.index), Type: GIDType(g._type),
 		})
 	}
 	return gids, nil
@@ -178,7 +160,6 @@ type Access int
 const (
 	LocalWrite      Access = C.CS_IB_LOCAL_WRITE
 	RemoteWrite     Access = C.CS_IB_REMOTE_WRITE
-	RemoteRead      Access = C.CS_IB_REMOTE_READ
 	RelaxedOrdering Access = C.CS_IB_RELAXED_ORDERING // where the device knows it
 )
 

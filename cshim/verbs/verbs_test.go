@@ -71,7 +71,7 @@ func device(t *testing.T, i int) *Device {
 	names, err := Names()
 	require.NoError(t, err)
 	require.Greater(t, len(names), i, "the tests need two devices")
-	d, err := OpenDevice(names[i].Name)
+	d, err := OpenDevice(names[i])
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, d.Close()) })
 	return d
@@ -126,7 +126,7 @@ func (e *end) connect(to *end) {
 	require.NoError(e.t, e.qp.Send(e.psn, Patience{Timeout: 12, Retries: 2, NotReady: 7}))
 }
 
-var small = Room{Send: 64, Recv: 64, SGE: 4, Inline: 64}
+var small = Room{Send: 64, Recv: 64, SGE: 4}
 
 func pair(t *testing.T) (a, b *end) {
 	a, b = newEnd(t, 0, small), newEnd(t, 1, small)
@@ -192,9 +192,7 @@ func TestDevice(t *testing.T) {
 	l, err := d.Limits()
 	require.NoError(t, err)
 	t.Logf("%s: %+v", d.Name(), l)
-	require.NotZero(t, l.MaxMRSize)
 	require.NotZero(t, l.MaxCQE)
-	require.Equal(t, 1, l.Ports)
 	require.Equal(t, !onHardware(), l.LockFree)
 	p, err := d.Port(1)
 	require.NoError(t, err)
@@ -205,7 +203,7 @@ func TestDevice(t *testing.T) {
 	gids, err := d.GIDs(1)
 	require.NoError(t, err)
 	for _, g := range gids {
-		t.Logf("gid %d: %v, %v, interface %d", g.Index, g, g.Type, g.Interface)
+		t.Logf("gid %d: %v, %v", g.Index, g, g.Type)
 	}
 	g := bestGID(t, d)
 	require.Equal(t, RoCEv2, g.Type)

@@ -92,10 +92,9 @@ func (t GIDType) String() string {
 
 // A GID is an address of a port.
 type GID struct {
-	Raw       [16]byte
-	Index     int // in the table of its port
-	Type      GIDType
-	Interface int // number of the network interface, or 0
+	Raw   [16]byte
+	Index int // in the table of its port
+	Type  GIDType
 }
 
 // Addr is the GID as an IP address, which it is with RoCE v2.
@@ -209,12 +208,4 @@ func (t EventType) String() string {
 type Event struct {
 	Type    EventType
 	Element uint32 // number of the queue pair or the port, else 0
-}
-
-// Port is the port that the event is about, 0 if it is about none.
-func (e Event) Port() int {
-	if e.Type >= PortActive && e.Type <= GIDChange && e.Type != 14 && e.Type != 15 && e.Type != 16 {
-		return int(e.Element)
-	}
-	return 0
 }

@@ -20,21 +20,10 @@ func goStrings(p **C.char, n C.size_t) []string {
 	return out
 }
 
-func words(p *C.uint64_t, n C.size_t) []uint64 {
-	return unsafe.Slice((*uint64)(unsafe.Pointer(p)), n)
-}
+// array is n values of C's where they are, as Go's type of the same size.
+func array[G, T any](p *T, n C.size_t) []G { return unsafe.Slice((*G)(unsafe.Pointer(p)), n) }
 
-func ticketsOf(p *C.fs_ticket, n C.size_t) []uint64 {
-	return unsafe.Slice((*uint64)(unsafe.Pointer(p)), n)
-}
-
-func sizes(p *C.size_t, n C.size_t) []C.size_t { return unsafe.Slice(p, n) }
-
-func int64s(p *C.int64_t, n int) []int64 { return unsafe.Slice((*int64)(unsafe.Pointer(p)), n) }
-
-func int32s(p *C.int32_t, n C.size_t) []int32 {
-	return unsafe.Slice((*int32)(unsafe.Pointer(p)), n)
-}
+func tensors(p *C.fs_tensor, n C.size_t) []C.fs_tensor { return unsafe.Slice(p, n) }
 
 // tensor translates; the dims alias C's.
 func tensor(c *C.fs_tensor) node.Tensor {
@@ -49,52 +38,64 @@ func tensor(c *C.fs_tensor) node.Tensor {
 	}
 }
 
-func addTensors(t *node.Ticket, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t) error {
-	for i := range unsafe.Slice(push, np) {
-		if err := t.AddPush(tensor(&unsafe.Slice(push, np)[i])); err != nil {
-			return err
-		}
-	}
-	for i := range unsafe.Slice(pull, nq) {
-		if err := t.AddPull(tensor(&unsafe.Slice(pull, nq)[i])); err != nil {
+// add gives tensors to a ticket.
+func add(list []C.fs_tensor, to func(node.Tensor) error) error {
+	for i := range list {
+		if err := to(tensor(&list[i])); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// respond answers one request after the other; answered counts them.
-func respond(nd *node.Node, stream *C.uint64_t, handlers []uint64, counts []C.size_t, all *C.fs_tensor, tickets []uint64, answered *C.size_t) error {
-	total := C.size_t(0)
-	for _, n := range counts {
-		total += n
+// issue begins a ticket for tensors, behind what is queued on a stream (nil: on none), and submits it.
+func issue(nd *node.Node, begin func() (*node.Ticket, error), stream *C.uint64_t, push, pull []C.fs_tensor, out *C.fs_ticket, submit func(*node.Ticket) error) error {
+	t, err := begin()
+	if err != nil {
+		return err
 	}
-	list := unsafe.Slice(all, total)
-	for i, h := range handlers {
-		t, err := nd.BeginAnswer()
+	if err = add(push, t.AddPush); err == nil {
+		err = add(pull, t.AddPull)
+	}
+	if err == nil && stream != nil {
+		err = nd.After(t, uint64(*stream))
+	}
+	if err != nil {
+		nd.Abandon(t)
+		return err
+	}
+	id := t.ID() // with an error of submit, t is gone
+	if err = submit(t); err == nil {
+		*out = C.fs_ticket(id)
+	}
+	return err
+}
+
+// respond answers one request after the other; answered counts them.
+func respond(nd *node.Node, stream, handlers *C.uint64_t, counts *C.size_t, n C.size_t, all *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (err error) {
+	total, out := C.size_t(0), unsafe.Slice(tickets, n)
+	for i, count := range unsafe.Slice(counts, n) {
+		list := tensors(all, total+count)[total:]
+		handler := array[uint64](handlers, n)[i]
+		err = issue(nd, nd.BeginAnswer, stream, list, nil, &out[i], func(t *node.Ticket) error { return nd.Respond(handler, t) })
 		if err != nil {
-			return err
+			break
 		}
-		for j := range list[:counts[i]] {
-			if err := t.AddPush(tensor(&list[j])); err != nil {
-				nd.Abandon(t)
-				return err
-			}
-		}
-		if stream != nil {
-			if err := nd.After(t, uint64(*stream)); err != nil {
-				nd.Abandon(t)
-				return err
-			}
-		}
-		list = list[counts[i]:]
-		tickets[i] = t.ID()
-		if err := nd.Respond(h, t); err != nil {
-			return err
-		}
+		total += count
 		*answered++
 	}
-	return nil
+	nd.Flush()
+	return err
+}
+
+// take has a batch written into the words of buf.
+func take(buf *C.uint64_t, room C.size_t, need *C.size_t, from func(*sink) error) error {
+	s := sinks.Get().(*sink)
+	defer sinks.Put(s)
+	s.buf, s.need = array[uint64](buf, room), 0
+	err := from(s)
+	*need = C.size_t(s.need)
+	return err
 }
 
 // sink writes a batch into the caller's words.
@@ -141,24 +142,29 @@ func (s *sink) Batch(reqs []*node.Request) error {
 	return nil
 }
 
-// goBytes copies n bytes of C's; nil for none.
-func goBytes(p *C.uint8_t, n C.size_t) []byte {
-	return append([]byte(nil), unsafe.Slice((*byte)(unsafe.Pointer(p)), n)...)
-}
-
 // goText copies n bytes of C's.
 func goText(p *C.char, n C.size_t) string { return C.GoStringN(p, C.int(n)) }
 
 func addressOf(p *C.uint32_t) uintptr { return uintptr(unsafe.Pointer(p)) }
 
-// text gives b to C.
-func text(b []byte, buf *C.char, room C.size_t, need *C.size_t) C.int {
-	*need = C.size_t(len(b))
-	if C.size_t(len(b)) > room {
-		return -C.int(syscall.ENOBUFS)
+// space is where C wants a text.
+type space struct {
+	buf  *C.char
+	room C.size_t
+	need *C.size_t
+}
+
+// put gives b to C, unless there is an error.
+func (s space) put(b []byte, err error) error {
+	if err != nil {
+		return err
 	}
-	copy(unsafe.Slice((*byte)(unsafe.Pointer(buf)), room), b)
-	return 0
+	*s.need = C.size_t(len(b))
+	if C.size_t(len(b)) > s.room {
+		return syscall.ENOBUFS
+	}
+	copy(array[byte](s.buf, s.room), b)
+	return nil
 }
 
 func fillInfo(out *C.fs_info, v node.Info) {
@@ -166,6 +172,9 @@ func fillInfo(out *C.fs_info, v node.Info) {
 		role: C.int32_t(v.Role), rank: C.int32_t(v.Rank), group: C.int32_t(v.Group),
 		instance: C.int32_t(v.Instance), workers: C.int32_t(v.Workers), servers: C.int32_t(v.Servers),
 		device: C.int32_t(v.Device.Index()),
+	}
+	if v.Registers {
+		out.registers = 1
 	}
 	if v.Words.Len != 0 {
 		out.words = (*C.uint64_t)(unsafe.Pointer(v.Words.Span().Ptr()))

@@ -11,22 +11,22 @@ import (
 	"syscall"
 	"time"
 
-	"fserver/engine/node"
+	"fserver/engine/gpu"
 )
 
 //export fs_gpu_hold
-func fs_gpu_hold(gpu C.int32_t) (rc C.int) {
+func fs_gpu_hold(index C.int32_t) (rc C.int) {
 	defer guard(&rc, 0)
-	node.LaterOf(int(gpu)).Hold()
+	gpu.LaterOf(int(index)).Hold()
 	return 0
 }
 
 //export fs_gpu_release
-func fs_gpu_release(gpu C.int32_t, wait C.int64_t) (rc C.int) {
+func fs_gpu_release(index C.int32_t, wait C.int64_t) (rc C.int) {
 	defer guard(&rc, 0)
-	l := node.LaterOf(int(gpu))
+	l := gpu.LaterOf(int(index))
 	if !l.Release() {
-		return fail(fmt.Errorf("engine: %w: fs_gpu_release: gpu %d is not held", syscall.EINVAL, int(gpu)))
+		return fail(fmt.Errorf("engine: %w: fs_gpu_release: gpu %d is not held", syscall.EINVAL, int(index)))
 	}
 	if wait > 0 && !l.Held() {
 		l.Wait(time.Duration(wait))
@@ -35,24 +35,24 @@ func fs_gpu_release(gpu C.int32_t, wait C.int64_t) (rc C.int) {
 }
 
 //export fs_gpu_reclaim
-func fs_gpu_reclaim(gpu, what C.int32_t, wait C.int64_t) (rc C.int) {
+func fs_gpu_reclaim(index, what C.int32_t, wait C.int64_t) (rc C.int) {
 	defer guard(&rc, 0)
 	if err := known("fs_gpu_reclaim", what); err != nil {
 		return fail(err)
 	}
-	if node.Reclaim(int(gpu), node.Thing(what), time.Duration(wait)) {
+	if gpu.Reclaim(int(index), gpu.Kind(what), time.Duration(wait)) {
 		return 1
 	}
 	return 0
 }
 
 //export fs_gpu_free
-func fs_gpu_free(gpu, what C.int32_t, address, bytes C.uint64_t) (rc C.int) {
+func fs_gpu_free(index, what C.int32_t, address, bytes C.uint64_t) (rc C.int) {
 	defer guard(&rc, 0)
 	if err := known("fs_gpu_free", what); err != nil {
 		return fail(err)
 	}
-	return fail(node.FreeLater(int(gpu), node.Thing(what), uint64(address), uint64(bytes)))
+	return fail(gpu.FreeLater(int(index), gpu.Kind(what), uint64(address), uint64(bytes)))
 }
 
 func known(call string, what C.int32_t) error {

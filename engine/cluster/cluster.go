@@ -212,6 +212,18 @@ func (h *heartbeat) silence(heard int64) int64 {
 	return heard + h.timeout
 }
 
+// machine is what both state machines have.
+type machine struct {
+	hb  heartbeat
+	now int64
+	out []Output
+}
+
+// begin starts a call at time now.
+func (m *machine) begin(now int64) { m.now, m.out = now, m.out[:0] }
+
+func (m *machine) emit(o Output) { m.out = append(m.out, o) }
+
 func (h *heartbeat) reason() string {
 	return fmt.Sprintf("nothing was heard of it for %v", time.Duration(h.timeout))
 }

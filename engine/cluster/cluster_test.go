@@ -20,7 +20,7 @@ const start = int64(time.Hour)
 var timing = Timing{Interval: time.Second, Timeout: 5 * time.Second, Leave: 10 * time.Second}
 
 func scheduler(t testing.TB, workers, servers, size int) *Scheduler {
-	s, err := NewScheduler(SchedulerConfig{wire.Shape{Workers: workers, Servers: servers, GroupSize: size}, timing})
+	s, err := NewScheduler(wire.Shape{Workers: workers, Servers: servers, GroupSize: size}, timing)
 	require.NoError(t, err)
 	return s
 }
@@ -67,10 +67,10 @@ func activeMember(t testing.TB) *Member {
 func TestShapes(t *testing.T) {
 	for _, s := range []wire.Shape{{}, {Workers: 1, Servers: 1}, {Workers: 1, GroupSize: 1}, {Servers: 1, GroupSize: 1},
 		{Workers: -1, Servers: 1, GroupSize: 1}, {Workers: 1 << 40, Servers: 1, GroupSize: 1}} {
-		_, err := NewScheduler(SchedulerConfig{Shape: s})
+		_, err := NewScheduler(s, Timing{})
 		require.ErrorContains(t, err, "each must be from 1 to 65536")
 	}
-	_, err := NewScheduler(SchedulerConfig{Shape: wire.Shape{Workers: 256, Servers: 1, GroupSize: 256}})
+	_, err := NewScheduler(wire.Shape{Workers: 256, Servers: 1, GroupSize: 256}, Timing{})
 	require.EqualError(t, err, "cluster: workers=256 servers=1 group_size=256 are 65792 members: more than 65536")
 }
 

@@ -2,11 +2,7 @@ package cluster
 
 import (
 	"cmp"
-	"encoding/binary"
 	"fmt"
-	"hash/fnv"
-	"maps"
-	"slices"
 
 	"fserver/engine/wire"
 )
@@ -30,10 +26,8 @@ type MemberConfig struct {
 // that the scheduler is gone stops nothing else either. The member looks for the
 // next scheduler then (Redial, Up) and tells it what it knows.
 type Member struct {
-	cfg MemberConfig
-	hb  heartbeat
-
-	now     int64
+	machine
+	cfg     MemberConfig
 	stage   stage
 	online  bool   // connected to the scheduler
 	known   bool   // it has said something
@@ -48,16 +42,7 @@ type Member struct {
 	view    uint64        // of it
 	losses  []loss        // members that are gone, in order
 	seq     uint64        // barrier calls so far
-	waiting map[uint64]wire.BarrierFlags
-	left    [wire.BarrierKinds][]leftCall
-	out     []Output
-}
-
-// loss is a member that is gone and has no successor yet.
-type loss struct {
-	seat  int
-	err   *LostError
-	until int64 // a barrier of a patient member waits; Never: no longer
+	calls   []ownCall     // those that are not over, in order
 }
 
 // stage is where a Member is in its life.
@@ -73,30 +58,18 @@ const (
 	gone
 )
 
-// leftCall is a barrier call that its caller has given up.
-type leftCall struct {
-	seq      uint64
-	released bool
-}
-
 // NewMember makes a Member.
 func NewMember(cfg MemberConfig) *Member {
-	return &Member{
-		cfg:     cfg,
-		hb:      newHeartbeat(cfg.Timing),
-		leaveBy: Never,
-		waiting: make(map[uint64]wire.BarrierFlags),
-	}
+	return &Member{cfg: cfg, machine: machine{hb: newHeartbeat(cfg.Timing)}, leaveBy: Never}
 }
 
 // Step takes one input at time now. What it returns is valid until the next
 // call that returns outputs. A time that is up is noticed at any Step after it.
 func (m *Member) Step(now int64, in Input) []Output {
-	m.out = m.out[:0]
 	if m.stage == gone {
 		return nil
 	}
-	m.now = now
+	m.begin(now)
 	m.heard += m.hb.step(now)
 	switch {
 	case in.Kind == Up && !m.online && (m.stage == alone || m.stage == active):
@@ -159,99 +132,14 @@ func (m *Member) Waiting() string {
 	return "nothing"
 }
 
-// Runs returns a number for the runs of the workers of this member's rail, as it knows them
-// once it has a Roster: two members of a rail that know the same have the same number. If a
-// rail has several workers and several servers, the number is for the runs of both.
-func (m *Member) Runs() uint64 {
-	h := fnv.New64a()
-	several := m.railHas(wire.RoleWorker) > 1 && m.railHas(wire.RoleServer) > 1
-	for i := range m.roster {
-		v := &m.roster[i]
-		counts := v.Role == wire.RoleWorker || v.Role == wire.RoleServer && several
-		if !counts || v.Instance != m.cfg.Self.Instance {
-			continue
-		}
-		var epoch uint64 // none: it is gone
-		if v.State != wire.Gone {
-			epoch = v.Epoch
-		}
-		_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, epoch))
-	}
-	return h.Sum64()
-}
-
-// railHas returns how many members of a role this member's rail has.
-func (m *Member) railHas(r wire.Role) (n int) {
-	for i := range m.roster {
-		if v := &m.roster[i]; v.Role == r && v.Instance == m.cfg.Self.Instance {
-			n++
-		}
-	}
-	return n
-}
-
 // Connected says that the connections to all peers of the Roster stand.
 func (m *Member) Connected(now int64) []Output {
-	m.out = m.out[:0]
+	m.begin(now)
 	if m.stage == meeting {
-		m.now, m.stage = now, connected
+		m.stage = connected
 		m.send(wire.AppendSignal(nil, wire.TypeReady))
 	}
 	return m.out
-}
-
-// Barrier begins a call of a barrier; Released with the number seq ends it,
-// and may be among the outputs of this very call. A Lost that names it and Ended
-// end it too. While a member is lost a barrier cannot be called, and the loss is
-// the error, unless this member is patient. Without a scheduler the call waits
-// for the next one.
-func (m *Member) Barrier(now int64, f wire.BarrierFlags) (seq uint64, out []Output, err error) {
-	m.out = m.out[:0]
-	switch self := m.cfg.Self; {
-	case !f.Valid() || !f.Has(self.Role):
-		return 0, nil, fmt.Errorf("cluster: %v called by %s: the caller must be a member", f, who(self.Role, self.Rank))
-	case m.stage != active:
-		return 0, nil, ErrNotRunning
-	}
-	for i := range m.losses {
-		if !m.cfg.Patient || m.losses[i].until == Never {
-			return 0, nil, m.losses[i].err
-		}
-	}
-	m.now = now
-	if len(m.left[f]) != 0 {
-		c := m.left[f][0]
-		m.left[f] = slices.Delete(m.left[f], 0, 1)
-		if c.released {
-			m.emit(Output{Kind: Released, Seq: c.seq})
-		} else {
-			m.waiting[c.seq] = f
-		}
-		return c.seq, m.out, nil
-	}
-	pending := len(m.waiting)
-	for _, left := range m.left {
-		pending += len(left)
-	}
-	if pending >= maxCalls {
-		return 0, nil, fmt.Errorf("cluster: %v: %d barrier calls are already pending (wait for them first)", f, pending)
-	}
-	m.seq++
-	m.waiting[m.seq] = f
-	if m.agreed {
-		m.call(m.seq, f)
-	}
-	return m.seq, m.out, nil
-}
-
-// GiveUp says that nobody waits for a barrier call any more. The member has
-// reached the barrier all the same: the next call of the same kind goes on with
-// this one.
-func (m *Member) GiveUp(seq uint64) {
-	if f, ok := m.waiting[seq]; ok {
-		delete(m.waiting, seq)
-		m.left[f] = append(m.left[f], leftCall{seq: seq})
-	}
 }
 
 // Leave asks to leave together with the others; Ended answers, at the latest
@@ -259,7 +147,7 @@ func (m *Member) GiveUp(seq uint64) {
 // A member that is not running or is without a scheduler ends at once; one that has
 // called the next scheduler waits for its answer.
 func (m *Member) Leave(now int64) []Output {
-	m.out = m.out[:0]
+	m.begin(now)
 	switch {
 	case m.stage == active && m.online:
 		m.stage = parting
@@ -278,8 +166,8 @@ func (m *Member) Leave(now int64) []Output {
 // Done says of a server that all its workers have left: that it ends without Leave is
 // no loss any more.
 func (m *Member) Done(now int64) []Output {
-	m.out = m.out[:0]
-	if m.now = now; m.stage == active && !m.done {
+	m.begin(now)
+	if m.stage == active && !m.done {
 		m.done = true
 		m.sayDone()
 	}
@@ -291,8 +179,6 @@ func (m *Member) sayDone() {
 		m.send(wire.AppendSignal(nil, wire.TypeDone))
 	}
 }
-
-func (m *Member) emit(o Output) { m.out = append(m.out, o) }
 
 func (m *Member) send(frame []byte) { m.emit(Output{Kind: Send, Frame: frame}) }
 
@@ -336,66 +222,6 @@ func (m *Member) schedulerLost(why string) {
 	m.emit(Output{Kind: Redial})
 }
 
-// lost takes note that the member in a seat is gone.
-func (m *Member) lost(seat int, e *LostError) {
-	m.roster[seat].State = wire.Gone
-	m.miss(seat, e)
-	var over []uint64
-	if !m.cfg.Patient {
-		over = m.abandon()
-	}
-	m.emit(Output{Kind: Lost, Err: e, Seqs: over})
-	m.callAgain()
-}
-
-// miss counts a member among those that are gone.
-func (m *Member) miss(seat int, e *LostError) {
-	l := loss{seat, e, Never}
-	if m.cfg.Patient {
-		l.until = m.now + int64(m.cfg.Timing.Rejoin)
-	}
-	m.losses = append(m.losses, l)
-}
-
-// joined takes note of a successor.
-func (m *Member) joined(seat int, j wire.Member) {
-	m.roster[seat] = j
-	m.done = m.done && j.Role == wire.RoleServer
-	m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == seat })
-	m.emit(Output{Kind: Joined, Members: []wire.Member{j}})
-}
-
-// abandon ends all barrier calls and gives those that somebody waits for.
-func (m *Member) abandon() []uint64 {
-	seqs := slices.Sorted(maps.Keys(m.waiting))
-	clear(m.waiting)
-	clear(m.left[:])
-	return seqs
-}
-
-// callAgain sends the barrier calls that are not released: the scheduler has
-// none of this view yet.
-func (m *Member) callAgain() {
-	if !m.agreed {
-		return
-	}
-	calls := maps.Clone(m.waiting)
-	for f, left := range m.left {
-		for _, c := range left {
-			if !c.released {
-				calls[c.seq] = wire.BarrierFlags(f)
-			}
-		}
-	}
-	for _, seq := range slices.Sorted(maps.Keys(calls)) {
-		m.call(seq, calls[seq])
-	}
-}
-
-func (m *Member) call(seq uint64, f wire.BarrierFlags) {
-	m.send(wire.AppendBarrier(nil, wire.Barrier{Flags: f, Seq: seq, View: m.view}))
-}
-
 func (m *Member) frame(data []byte) error {
 	switch t := wire.FrameType(data); {
 	case t == wire.TypeHeartbeat:
@@ -408,36 +234,11 @@ func (m *Member) frame(data []byte) error {
 		m.missing = what
 		return err
 	case t == wire.TypeRefuse:
-		why, err := wire.ParseRefuse(data)
-		if err != nil {
-			return err
-		}
-		if m.stage >= active {
-			m.end(&EndedError{why})
-		} else {
-			m.end(&RefusedError{why})
-		}
-	case t == wire.TypeRoster && (m.stage == joining || m.stage >= active && !m.agreed):
-		r, err := wire.ParseRoster(data)
-		if err != nil {
-			return err
-		}
-		peers, err := m.peers(r.Members)
-		if err != nil {
-			return err
-		}
-		if m.stage >= active {
-			m.agree(r)
-			break
-		}
-		m.stage, m.late, m.view, m.roster = meeting, r.Running, r.View, r.Members
-		m.missing = ""
-		for i := range m.roster {
-			if v := &m.roster[i]; v.State == wire.Gone {
-				m.miss(i, lostBefore(v))
-			}
-		}
-		m.emit(Output{Kind: Roster, Members: slices.Clone(m.roster), Peers: peers, Late: m.late})
+		return with(data, wire.ParseRefuse, m.refused)
+	case t == wire.TypeRoster && m.stage == joining:
+		return with(data, wire.ParseRoster, m.meet)
+	case t == wire.TypeRoster && m.stage >= active && !m.agreed:
+		return with(data, wire.ParseRoster, m.agree)
 	case t == wire.TypeGo && m.stage == connected:
 		if err := wire.ParseSignal(data); err != nil {
 			return err
@@ -445,38 +246,11 @@ func (m *Member) frame(data []byte) error {
 		m.stage, m.agreed = active, true
 		m.emit(Output{Kind: Running})
 	case t == wire.TypeRelease && m.agreed:
-		seq, err := wire.ParseRelease(data)
-		if err != nil {
-			return err
-		}
-		return m.release(seq)
+		return with(data, wire.ParseRelease, m.release)
 	case t == wire.TypeLost:
-		l, err := wire.ParseLost(data)
-		if err != nil {
-			return err
-		}
-		e := &LostError{l.Role, l.Rank, l.Address, l.Reason}
-		if m.stage < active && !m.late {
-			m.end(e)
-			break
-		}
-		seat := seatOf(m.cfg.Shape, l.Role, l.Rank)
-		if seat < 0 || m.roster[seat].State == wire.Gone {
-			return fmt.Errorf("cluster: %s is lost, but is not a member", who(l.Role, l.Rank))
-		}
-		m.view = l.View
-		m.lost(seat, e)
+		return with(data, wire.ParseLost, m.isLost)
 	case t == wire.TypeJoined && m.roster != nil:
-		j, err := wire.ParseJoined(data)
-		if err != nil {
-			return err
-		}
-		seat := seatOf(m.cfg.Shape, j.Role, j.Rank)
-		if seat < 0 || m.roster[seat].Group != j.Group || m.roster[seat].Instance != j.Instance {
-			return fmt.Errorf("cluster: %s has joined group %d as instance %d, where there is no place for it", who(j.Role, j.Rank), j.Group, j.Instance)
-		}
-		m.view = j.View
-		m.joined(seat, j.Member)
+		return with(data, wire.ParseJoined, m.hasJoined)
 	case t == wire.TypeLeft && m.agreed:
 		if err := wire.ParseSignal(data); err != nil {
 			return err
@@ -488,80 +262,20 @@ func (m *Member) frame(data []byte) error {
 	return nil
 }
 
-// lostBefore is the loss of a member of which only the result is known.
-func lostBefore(v *wire.Member) *LostError {
-	e := &LostError{Role: v.Role, Rank: v.Rank, Reason: "the process was lost and has not been replaced yet"}
-	e.Address = place(v)
-	return e
+// with parses a frame, and calls do with what it says.
+func with[T any](data []byte, parse func([]byte) (T, error), do func(T) error) error {
+	said, err := parse(data)
+	if err != nil {
+		return err
+	}
+	return do(said)
 }
 
-// agree takes the roster of a scheduler that is new: what has happened while
-// there was none, happens now.
-func (m *Member) agree(r *wire.Roster) {
-	m.view = r.View
-	for i, v := range r.Members {
-		was := m.roster[i]
-		switch {
-		case v.State == wire.Gone && (was.State != wire.Gone || was.Epoch != v.Epoch):
-			m.roster[i] = v
-			m.losses = slices.DeleteFunc(m.losses, func(l loss) bool { return l.seat == i })
-			m.lost(i, lostBefore(&v))
-		case v.State != wire.Gone && was.Epoch != v.Epoch:
-			m.joined(i, v)
-		}
+func (m *Member) refused(why string) error {
+	if m.stage >= active {
+		m.end(&EndedError{why})
+	} else {
+		m.end(&RefusedError{why})
 	}
-	m.agreed = true
-	m.sayDone()
-	m.callAgain()
-	if m.stage == parting {
-		m.send(wire.AppendSignal(nil, wire.TypeLeave))
-	}
-}
-
-// release ends a barrier call, or notes that it has ended.
-func (m *Member) release(seq uint64) error {
-	if _, ok := m.waiting[seq]; ok {
-		delete(m.waiting, seq)
-		m.emit(Output{Kind: Released, Seq: seq})
-		return nil
-	}
-	for _, left := range m.left {
-		for i := range left {
-			if left[i].seq == seq && !left[i].released {
-				left[i].released = true
-				return nil
-			}
-		}
-	}
-	return fmt.Errorf("cluster: barrier call %d was released, and is not pending", seq)
-}
-
-// peers checks the list of all members and takes from it those of our rail:
-// the same instance of each group of the other role.
-func (m *Member) peers(members []wire.Member) ([]wire.Member, error) {
-	self := m.cfg.Self
-	role := wire.RoleServer
-	if self.Role == wire.RoleServer {
-		role = wire.RoleWorker
-	}
-	peers := make([]wire.Member, m.cfg.Shape.Groups(role))
-	found, own := 0, 0
-	ordered := true
-	for i, p := range members {
-		ordered = ordered && seatOf(m.cfg.Shape, p.Role, p.Rank) == i
-		if p.Role == self.Role && p.Rank == self.Rank && p.Epoch == self.Epoch {
-			own++
-		}
-		if p.Role == role && p.Instance == self.Instance {
-			if found++; p.Group < len(peers) {
-				peers[p.Group] = p
-			}
-		}
-	}
-	complete := !slices.ContainsFunc(peers, func(p wire.Member) bool { return p.Role != role })
-	if own != 1 || found != len(peers) || !complete || !ordered || len(members) != m.cfg.Shape.Members() {
-		return nil, fmt.Errorf("cluster: the list of %d members is not of %v with %s in it once, and with instance %d in each %v group",
-			len(members), m.cfg.Shape, who(self.Role, self.Rank), self.Instance, role)
-	}
-	return peers, nil
+	return nil
 }

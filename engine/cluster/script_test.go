@@ -210,7 +210,7 @@ func (w *world) command(f []string) {
 		}
 		w.command([]string{"scheduler"})
 	case "scheduler":
-		s, err := NewScheduler(SchedulerConfig{w.shape, w.time})
+		s, err := NewScheduler(w.shape, w.time)
 		require.NoError(w.t, err)
 		w.s = s
 	case "redial":

@@ -27,48 +27,7 @@ const (
 	Joint
 )
 
-func (r Role) String() string { return name(roles, r) }
-
-// Transport is the user's choice of how bytes travel.
-type Transport uint8
-
-// The transports. Auto is the best that reaches the peer.
-const (
-	Auto Transport = iota
-	TCP
-	CMA
-	CUDAIPC
-	Verbs
-	OFI
-	UCX
-)
-
-func (t Transport) String() string { return name(transports, t) }
-
-// built says which transports a user can choose in this build.
-func (t Transport) built() bool { return t <= CUDAIPC }
-
-// Base is the transport that opens connections for t: GPU memory of the same host travels
-// over those of CMA.
-func (t Transport) Base() Transport {
-	if t == CUDAIPC {
-		return CMA
-	}
-	return t
-}
-
-// CMAMode is how the transport inside a host writes.
-type CMAMode uint8
-
-// The ways: one copy if the kernel lets both sides, one copy or nothing, two
-// copies.
-const (
-	CMAAuto CMAMode = iota
-	CMADirect
-	CMAStaged
-)
-
-func (m CMAMode) String() string { return name(cmaModes, m) }
+func (r Role) String() string { return nameOf(roles, r) }
 
 // Progress says who drives a node.
 type Progress uint8
@@ -81,19 +40,6 @@ const (
 	ByThread
 )
 
-func (p Progress) String() string { return name(progresses, p) }
-
-// Built lists the transports of this build.
-func Built() []string {
-	var names []string
-	for i := range transports {
-		if t := Transport(i); t != Auto && t.built() {
-			names = append(names, t.String())
-		}
-	}
-	return names
-}
-
 // Backend is the kind of device that the tensors are on.
 type Backend uint8
 
@@ -105,7 +51,7 @@ const (
 	GPU
 )
 
-func (b Backend) String() string { return name(backends, b) }
+func (b Backend) String() string { return nameOf(backends, b) }
 
 // Level is how much is logged; each level includes those before it.
 type Level uint8
@@ -118,21 +64,6 @@ const (
 	LogDebug // every message
 )
 
-func (l Level) String() string { return name(levels, l) }
-
-// Lag says how queue pairs use the ports of a bonded NIC.
-type Lag uint8
-
-// The ways: no care taken, spread over both ports, or all on one of them.
-const (
-	LagOff Lag = iota
-	LagSpread
-	LagPort1
-	LagPort2
-)
-
-func (l Lag) String() string { return name(lags, l) }
-
 // OnPeerLost says what becomes of the calls that need a peer that is lost.
 type OnPeerLost uint8
 
@@ -142,20 +73,15 @@ const (
 	WaitForSuccessor
 )
 
-func (o OnPeerLost) String() string { return name(onPeerLost, o) }
-
 var (
 	roles      = []string{"scheduler", "worker", "server", "joint"}
-	transports = []string{"auto", "tcp", "cma", "cudaipc", "verbs", "ofi", "ucx"}
-	cmaModes   = []string{"auto", "direct", "staged"}
 	progresses = []string{"auto", "caller", "thread"}
 	backends   = []string{"any", "CPU", "GPU"}
 	levels     = []string{"error", "warn", "info", "debug"}
-	lags       = []string{"0", "1", "port1", "port2"}
 	onPeerLost = []string{"raise", "wait"}
 )
 
-func name[T ~uint8](names []string, v T) string {
+func nameOf[T ~uint8](names []string, v T) string {
 	if int(v) < len(names) {
 		return names[v]
 	}
@@ -163,7 +89,7 @@ func name[T ~uint8](names []string, v T) string {
 }
 
 // Config is what one node is to be. Parse makes it; nobody changes it after
-// that. It holds no references, so a copy is independent.
+// that.
 type Config struct {
 	Role       Role
 	Workers    int // worker groups
@@ -190,11 +116,9 @@ type Config struct {
 	Port      int    // port to listen on; 0: any free one
 	Local     bool   // everything is on this host
 
-	Transport Transport
-	SameHost  bool // same-host transports may be used
-	Loans     bool // a server takes tensors that are lent
-	CMAMode   CMAMode
-	Ptracer   bool // let processes of the same user write into this one
+	Transport string // Auto, or the name of one of the transports
+	SameHost  bool   // transports inside a host may be used
+	Loans     bool   // a server takes tensors that are lent
 	Backend   Backend
 	Visible   string // CUDA_VISIBLE_DEVICES
 
@@ -222,11 +146,6 @@ type Config struct {
 
 	// What follows is read and checked, and takes effect with what the table
 	// names in its column "takes effect".
-	SplitLag       Lag
-	QueuePairs     int
-	RecvDepth      int
-	StartDepth     int
-	MemSync        bool
 	BindCores      bool
 	CoresPerSocket int
 	CoresPerGPU    int
@@ -234,6 +153,8 @@ type Config struct {
 	Resend         bool
 	ResendTimeout  time.Duration
 	DropPercent    int
+
+	options map[string]any // those of transports, as pointers, by name; see Get
 }
 
 // Scheduler is the scheduler's address, "host:port".

@@ -24,7 +24,7 @@ func with(more ...string) []string {
 
 func good(t *testing.T, settings ...string) *Config {
 	t.Helper()
-	c, warnings, err := Parse(settings)
+	c, warnings, err := Parse(settings, ways)
 	require.NoError(t, err)
 	require.Empty(t, warnings)
 	return c
@@ -32,7 +32,7 @@ func good(t *testing.T, settings ...string) *Config {
 
 func bad(t *testing.T, settings ...string) string {
 	t.Helper()
-	c, _, err := Parse(settings)
+	c, _, err := Parse(settings, ways)
 	require.Error(t, err)
 	require.Nil(t, c)
 	return err.Error()
@@ -40,23 +40,36 @@ func bad(t *testing.T, settings ...string) string {
 
 func warned(t *testing.T, settings ...string) (*Config, string) {
 	t.Helper()
-	c, warnings, err := Parse(settings)
+	c, warnings, err := Parse(settings, ways)
 	require.NoError(t, err)
 	require.Len(t, warnings, 1)
 	return c, string(warnings[0])
 }
 
+// ways are transports for the tests.
+type mode uint8
+
+var ways = []Way{
+	{Name: "near", About: "inside a host", Options: []Option{
+		Choice[mode]("NEAR_MODE", "one", []string{"one", "two"}, "how"), Flag("NEAR_OPEN", "1", "whether"), Number("NEAR_ROOM", "7", 1, 9, "how much"),
+	}},
+	{Name: "tcp", About: "between all hosts", Aliases: []string{"zmq", "0"}, Options: []Option{
+		Number("STEPAF_QP_NUM", "2", 1, 64, "how many"), Number("BYTEPS_RDMA_RX_DEPTH", "256", 1, 65536, "how deep"),
+	}},
+}
+
 func TestDefaults(t *testing.T) {
+	yes, room, pairs, depth := true, 7, 2, 256
 	require.Equal(t, &Config{
 		Role: Server, Workers: 1, Servers: 1, GroupSize: 1,
 		SchedulerHost: "127.0.0.1", SchedulerPort: 7000,
-		Transport: Auto, SameHost: true, Loans: true, Ptracer: true, Backend: AnyBackend,
+		Transport: Auto, SameHost: true, Loans: true, Backend: AnyBackend,
 		Cluster:     "default",
 		InitTimeout: time.Minute, StopTimeout: 30 * time.Second, BarrierTimeout: 5 * time.Minute,
 		StallTimeout: 30 * time.Second, HeartbeatInterval: time.Second, HeartbeatTimeout: 10 * time.Second, RejoinTimeout: 60 * time.Second,
 		Spin: time.Millisecond, Log: LogInfo,
-		QueuePairs: 2, RecvDepth: 256, StartDepth: 128, MemSync: true,
 		CoresPerSocket: 48, CoresPerGPU: 5, CoreOffset: 10, ResendTimeout: time.Second,
+		options: map[string]any{"NEAR_MODE": new(mode), "NEAR_OPEN": &yes, "NEAR_ROOM": &room, "STEPAF_QP_NUM": &pairs, "BYTEPS_RDMA_RX_DEPTH": &depth},
 	}, good(t, "DMLC_PS_ROOT_PORT=7000"))
 }
 
@@ -81,7 +94,7 @@ func TestEverySpelling(t *testing.T) {
 	hosts := cases{
 		map[string]string{"10.0.0.9": "10.0.0.9", "node-7.rack2": "node-7.rack2", "fe80::1%eth0": "fe80::1%eth0", "[::1]": "::1", "localhost": "localhost"},
 		[]string{"0.0.0.0", "::", "224.0.0.1", "10.0.0.9:7000", "tcp://10.0.0.9", "a b", "[10.0.0.9]", "[]", "é", strings.Repeat("a", 254)}}
-	vans := cases{map[string]string{"0": "tcp", "zmq": "tcp", "ZMQ": "tcp"}, []string{"tcp", "rdma", "2"}}
+	vans := cases{map[string]string{"0": "tcp", "zmq": "tcp", "ZMQ": "tcp"}, []string{"rdma", "2"}}
 
 	all := map[string]cases{
 		"DMLC_ROLE":               {map[string]string{"worker": "worker", "Server": "server", "scheduler": "scheduler", "joint": "joint"}, []string{"master", "2"}},
@@ -99,9 +112,12 @@ func TestEverySpelling(t *testing.T) {
 		"DMLC_INTERFACE":          {map[string]string{"eth0": "eth0", "AUTO": "auto", "bond0.7": "bond0.7"}, []string{"a/b", "a b", "sixteencharacter"}},
 		"DMLC_PORT":               whole(0, 65535),
 		"DMLC_LOCAL":              onOff,
-		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp", "cma": "cma"}, []string{"zmq", "1", "inproc"}},
-		"FSERVER_CMA":             {map[string]string{"auto": "auto", "Direct": "direct", "staged": "staged"}, []string{"1", "shm"}},
-		"FSERVER_PTRACER":         onOff,
+		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp", "near": "near"}, []string{"zmq", "1", "inproc"}},
+		"NEAR_MODE":               {map[string]string{"one": "one", "Two": "two"}, []string{"1", "shm"}},
+		"NEAR_ROOM":               whole(1, 9),
+		"STEPAF_QP_NUM":           whole(1, 64),
+		"BYTEPS_RDMA_RX_DEPTH":    whole(1, 65536),
+		"NEAR_OPEN":               onOff,
 		"FSERVER_PROGRESS":        {map[string]string{"auto": "auto", "Caller": "caller", "thread": "thread"}, []string{"1", "both"}},
 		"DMLC_ENABLE_RDMA":        vans,
 		"DMLC_ENABLE_UCX":         {map[string]string{"0": "auto", "off": "auto"}, []string{"ucx", "2"}},
@@ -129,13 +145,7 @@ func TestEverySpelling(t *testing.T) {
 		"FSERVER_SPIN_US":         times("0", "1000000", "1000001"),
 		"FSERVER_LOG":             {map[string]string{"error": "error", "WARN": "warn", "info": "info", "debug": "debug"}, []string{"trace", "1"}},
 		"PS_VERBOSE":              {map[string]string{"0": "warn", "1": "info", "2": "debug", "9": "debug"}, []string{"10", "-1", "info"}},
-		"STEPMESH_SPLIT_QP_LAG":   {map[string]string{"0": "0", "1": "1", "port1": "port1", "port2": "port2"}, []string{"2", "on"}},
-		"DMLC_SPLIT_QP_LAG":       {map[string]string{"0": "1", "1": "port1", "2": "port2", "-1": "0", "7": "0"}, []string{"port1", "on"}},
-		"STEPAF_QP_NUM":           whole(1, 64),
-		"BYTEPS_RDMA_RX_DEPTH":    whole(1, 65536),
-		"BYTEPS_RDMA_START_DEPTH": whole(1, 65536),
 
-		"STEPMESH_MEM_SYNC":             onOff,
 		"STEPMESH_BIND_CPU_CORE":        onOff,
 		"STEPMESH_CPU_CORES_PER_SOCKET": whole(1, 4096),
 		"STEPMESH_CPU_CORES_PER_GPU":    whole(1, 4096),
@@ -146,23 +156,24 @@ func TestEverySpelling(t *testing.T) {
 		"PS_DROP_MSG":        whole(0, 100),
 		"STEPMESH_DROP_RATE": whole(0, 100),
 	}
-	require.ElementsMatch(t, names(), keys(all))
+	p := parse(nil, ways)
+	require.ElementsMatch(t, p.names(), keys(all))
 
-	for _, s := range table {
-		for _, sp := range append([]spelling{{name: s.name, want: s.want}}, s.older...) {
-			for v, come := range all[sp.name].take {
-				p := &parser{given: map[string]string{}, source: map[string]string{}}
-				p.collect([]string{sp.name + "=" + v})
+	for _, s := range p.table {
+		for _, sp := range append([]Spelling{{Name: s.Name, Want: s.want}}, s.Older...) {
+			for v, come := range all[sp.Name].take {
+				p := &parser{ways: ways, table: rows(ways), given: map[string]string{}, source: map[string]string{}}
+				p.collect([]string{sp.Name + "=" + v})
 				p.resolve(&s)
-				require.Empty(t, p.errs, "%s=%q", sp.name, v)
-				require.Equal(t, come, s.get(&p.cfg), "%s=%q", sp.name, v)
+				require.Empty(t, p.errs, "%s=%q", sp.Name, v)
+				require.Equal(t, come, s.get(&p.cfg), "%s=%q", sp.Name, v)
 			}
-			for _, v := range all[sp.name].refuse {
-				text := bad(t, with(sp.name+"="+v)...)
+			for _, v := range all[sp.Name].refuse {
+				text := bad(t, with(sp.Name+"="+v)...)
 				if s.secret {
-					require.Contains(t, text, "conf: "+sp.name+": want "+s.want)
+					require.Contains(t, text, "conf: "+sp.Name+": want "+s.want)
 				} else {
-					require.Contains(t, text, fmt.Sprintf("conf: %s=%.100q: ", sp.name, strings.TrimSpace(v)))
+					require.Contains(t, text, fmt.Sprintf("conf: %s=%.100q: ", sp.Name, strings.TrimSpace(v)))
 				}
 			}
 		}
@@ -197,11 +208,11 @@ func TestNewerSpellingWins(t *testing.T) {
 
 	// What a newer spelling overrides need not be in this build.
 	c, w = warned(t, with("FSERVER_TRANSPORT=tcp", "DMLC_ENABLE_RDMA=ibverbs")...)
-	require.Equal(t, TCP, c.Transport)
+	require.Equal(t, "tcp", c.Transport)
 	require.Contains(t, w, `DMLC_ENABLE_RDMA="ibverbs" has no effect`)
 
 	// The same said twice, or nothing said, is no contradiction.
-	require.Equal(t, TCP, good(t, with("FSERVER_TRANSPORT=TCP", "DMLC_ENABLE_RDMA=zmq", "DMLC_ENABLE_UCX=0")...).Transport)
+	require.Equal(t, "tcp", good(t, with("FSERVER_TRANSPORT=TCP", "DMLC_ENABLE_RDMA=zmq", "DMLC_ENABLE_UCX=0")...).Transport)
 	require.Equal(t, LogWarn, good(t, with("FSERVER_LOG=warn", "PS_VERBOSE=0")...).Log)
 	require.Equal(t, LogDebug, good(t, with("FSERVER_LOG=debug", "PS_VERBOSE=3")...).Log)
 
@@ -210,19 +221,27 @@ func TestNewerSpellingWins(t *testing.T) {
 }
 
 func TestTransportNotBuilt(t *testing.T) {
-	for _, v := range []string{"verbs", "ofi", "ucx"} {
-		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: transport %s is not in this build, which has tcp, cma and cudaipc "+
-			"(set FSERVER_TRANSPORT=auto)", v, v), bad(t, with("FSERVER_TRANSPORT="+v)...))
+	const list = "this build has no such transport: want auto, near or tcp (set FSERVER_TRANSPORT=auto"
+	for _, v := range []string{"verbs", "fabric", "zmq", "1"} { // zmq is a name of the older spellings alone
+		require.Equal(t, fmt.Sprintf("conf: FSERVER_TRANSPORT=%q: %s)", v, list), bad(t, with("FSERVER_TRANSPORT="+v)...))
 	}
-	require.Equal(t, `conf: DMLC_ENABLE_RDMA="1": transport verbs is not in this build, which has tcp, cma and cudaipc `+
-		`(set FSERVER_TRANSPORT=auto, which overrides it)`, bad(t, with("DMLC_ENABLE_RDMA=1")...))
-	for _, older := range []string{"DMLC_ENABLE_RDMA=ibverbs", "DMLC_ENABLE_UCX=1", "DMLC_PS_VAN_TYPE=fabric"} {
-		require.Contains(t, bad(t, with(older)...), "(set FSERVER_TRANSPORT=auto, which overrides it)")
+	for _, older := range []string{"DMLC_ENABLE_RDMA=ibverbs", "DMLC_ENABLE_RDMA=1", "DMLC_ENABLE_UCX=1", "DMLC_PS_VAN_TYPE=fabric"} {
+		name, v, _ := strings.Cut(older, "=")
+		require.Equal(t, fmt.Sprintf("conf: %s=%q: %s, which overrides it)", name, v, list), bad(t, with(older)...))
 		c, _ := warned(t, with(older, "FSERVER_TRANSPORT=auto")...) // so it does
 		require.Equal(t, Auto, c.Transport)
 	}
-	require.Contains(t, bad(t, with("DMLC_ENABLE_UCX=1")...), `DMLC_ENABLE_UCX="1": transport ucx is not in this build`)
-	require.Contains(t, bad(t, with("DMLC_PS_VAN_TYPE=fabric")...), `DMLC_PS_VAN_TYPE="fabric": transport ofi is not in this build`)
+}
+
+// TestOptions: a transport's own settings are read and shown as all others are.
+func TestOptions(t *testing.T) {
+	c := good(t, with("NEAR_MODE=TWO", "NEAR_OPEN=off")...)
+	require.Equal(t, mode(1), Get[mode](c, "NEAR_MODE"))
+	require.False(t, Get[bool](c, "NEAR_OPEN"))
+	require.Equal(t, 7, Get[int](c, "NEAR_ROOM"))
+	require.True(t, ways[0].Chosen(c))
+	require.False(t, ways[0].Chosen(good(t, with("NEAR_ROOM=7")...)))
+	require.Equal(t, `conf: NEAR_ROOM="10": want a whole number from 1 to 9`, bad(t, with("NEAR_ROOM=10")...))
 }
 
 func TestUnknownNames(t *testing.T) {
@@ -337,7 +356,7 @@ func TestLocal(t *testing.T) {
 	require.Equal(t, "[::1]:7000", c.Scheduler())
 	require.Equal(t, Listen{Kind: ListenLoopback}, c.Listen())
 
-	c, w, err := Parse(with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=10.0.0.9", "DMLC_NODE_HOST=10.0.0.9", "DMLC_INTERFACE=eth0"))
+	c, w, err := Parse(with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=10.0.0.9", "DMLC_NODE_HOST=10.0.0.9", "DMLC_INTERFACE=eth0"), ways)
 	require.NoError(t, err)
 	require.Equal(t, "127.0.0.1:7000", c.Scheduler())
 	require.Equal(t, Listen{Kind: ListenLoopback}, c.Listen())
@@ -415,8 +434,8 @@ func TestSecret(t *testing.T) {
 	js, err := json.Marshal(c)
 	require.NoError(t, err)
 	require.NotContains(t, string(js), s)
-	require.NotContains(t, string(Describe(with("FSERVER_SECRET="+s))), s)
-	require.NotContains(t, string(Describe(with("FSERVER_SECRET_FILE="+ok))), s)
+	require.NotContains(t, string(Describe(with("FSERVER_SECRET="+s), ways)), s)
+	require.NotContains(t, string(Describe(with("FSERVER_SECRET_FILE="+ok), ways)), s)
 }
 
 // certificate makes a certificate and its key in PEM.
@@ -499,33 +518,33 @@ func TestDescribe(t *testing.T) {
 		Warnings []string
 		Errors   []string
 	}
-	require.NoError(t, json.Unmarshal(Describe(with("DMLC_ENABLE_RDMA=zmq", "FSERVER_TYPO=1", "DMLC_PORT=many")), &got))
-	require.Len(t, got.Settings, len(table))
+	require.NoError(t, json.Unmarshal(Describe(with("DMLC_ENABLE_RDMA=zmq", "FSERVER_TYPO=1", "DMLC_PORT=many"), ways), &got))
+	require.Len(t, got.Settings, len(rows(ways)))
 	require.Equal(t, []string{`conf: DMLC_PORT="many": want a whole number from 0 to 65535`}, got.Errors)
 	require.Len(t, got.Warnings, 1)
 	require.Equal(t, "FSERVER_TYPO", got.Unknown[0]["name"])
-	require.Contains(t, names(), got.Unknown[0]["nearest"])
-	rows := map[string]map[string]any{}
+	require.Contains(t, parse(nil, ways).names(), got.Unknown[0]["nearest"])
+	of := map[string]map[string]any{}
 	for _, s := range got.Settings {
-		rows[s["name"].(string)] = s
+		of[s["name"].(string)] = s
 		for _, field := range []string{"section", "type", "allowed", "default", "meaning", "source"} {
 			require.NotEmpty(t, s[field], "%s of %s", field, s["name"])
 		}
 	}
-	row := rows["FSERVER_TRANSPORT"]
+	row := of["FSERVER_TRANSPORT"]
 	require.Equal(t, "tcp", row["value"])
 	require.Equal(t, "DMLC_ENABLE_RDMA", row["source"])
 	require.Equal(t, []any{"DMLC_ENABLE_RDMA", "DMLC_ENABLE_UCX", "DMLC_PS_VAN_TYPE"}, row["older"])
-	require.Equal(t, "worker", rows["DMLC_ROLE"]["value"])
-	require.Equal(t, "127.0.0.1", rows["DMLC_PS_ROOT_URI"]["value"])
-	require.Equal(t, "default", rows["DMLC_PS_ROOT_URI"]["source"])
-	require.Equal(t, "transport verbs", rows["STEPAF_QP_NUM"]["takes_effect_with"])
-	require.Empty(t, rows["STEPMESH_BACKEND"]["value"]) // which no value stands for: the default is in words
+	require.Equal(t, "worker", of["DMLC_ROLE"]["value"])
+	require.Equal(t, "127.0.0.1", of["DMLC_PS_ROOT_URI"]["value"])
+	require.Equal(t, "default", of["DMLC_PS_ROOT_URI"]["source"])
+	require.Equal(t, "polling threads", of["STEPMESH_BIND_CPU_CORE"]["takes_effect_with"])
+	require.Equal(t, "Transport near", of["NEAR_MODE"]["section"])
+	require.Empty(t, of["STEPMESH_BACKEND"]["value"]) // which no value stands for: the default is in words
 
-	require.NoError(t, json.Unmarshal(Describe(nil), &got))
+	require.NoError(t, json.Unmarshal(Describe(nil, ways), &got))
 	require.Equal(t, []string{}, got.Warnings)
 	require.Empty(t, got.Unknown)
-	require.Equal(t, "tcp", Built()[0])
 }
 
 // FuzzParse holds what is true for any settings: no panic, an error or a
@@ -538,8 +557,8 @@ func FuzzParse(f *testing.F) {
 	f.Add("STEPMESH_BAKCEND=GPU\nSTEPMESH_BACKEND=cpu\nDMLC_SPLIT_QP_LAG=-9\nDMLC_\xff=\xff")
 	f.Fuzz(func(t *testing.T, text string) {
 		settings := strings.Split(text, "\n")
-		c, _, err := Parse(settings)
-		if js := Describe(settings); !json.Valid(js) {
+		c, _, err := Parse(settings, ways)
+		if js := Describe(settings, ways); !json.Valid(js) {
 			t.Fatalf("not JSON: %s", js)
 		}
 		if (c == nil) != (err != nil) {
@@ -555,7 +574,7 @@ func FuzzParse(f *testing.F) {
 		if c.Rank < 0 || c.Rank >= groups*c.GroupSize || c.Instance < 0 || c.Instance >= c.GroupSize || c.Group < 0 || c.Group >= groups {
 			t.Fatalf("rank %d group %d instance %d of %d groups of %d", c.Rank, c.Group, c.Instance, groups, c.GroupSize)
 		}
-		if c.InitTimeout <= 0 || c.StopTimeout <= 0 || c.BarrierTimeout <= 0 || c.StallTimeout <= 0 || c.Spin < 0 || c.SchedulerHost == "" || !c.Transport.built() {
+		if c.InitTimeout <= 0 || c.StopTimeout <= 0 || c.BarrierTimeout <= 0 || c.StallTimeout <= 0 || c.Spin < 0 || c.SchedulerHost == "" || c.Transport == "" {
 			t.Fatalf("out of limits: %+v", *c)
 		}
 		c.Listen()

@@ -1,6 +1,9 @@
 package conf
 
-import "encoding/json"
+import (
+	"cmp"
+	"encoding/json"
+)
 
 // description is one row of what Describe gives.
 type description struct {
@@ -23,8 +26,8 @@ type description struct {
 //
 // Errors is what Parse returns for a node with these settings. Missing holds those of them that only say
 // that a setting is not given. It never shows a secret.
-func Describe(settings []string) []byte {
-	p := parse(settings)
+func Describe(settings []string, transports []Way) []byte {
+	p := parse(settings, transports)
 	out := struct {
 		Settings []description `json:"settings"`
 		Unknown  []unknown     `json:"unknown"`
@@ -34,42 +37,22 @@ func Describe(settings []string) []byte {
 	}{
 		Unknown:  append([]unknown{}, p.unknown...),
 		Warnings: append([]Warning{}, p.warnings...),
-		Errors:   texts(p.errs),
-		Missing:  texts(p.missing),
+		Errors:   append([]string{}, p.errs...),
+		Missing:  append([]string{}, p.missing...),
 	}
-	section := ""
-	for _, s := range table {
-		if s.section != "" {
-			section = s.section
-		}
+	for _, s := range p.table {
 		d := description{
-			Name: s.name, Section: section, Type: s.typ, Allowed: s.want, Default: s.fallback(),
-			Effect: s.effect, Meaning: s.meaning, Value: s.get(&p.cfg), Source: "default",
+			Name: s.Name, Section: s.section, Type: s.typ, Allowed: s.want, Default: cmp.Or(s.def, s.unset),
+			Effect: s.Effect, Meaning: s.Meaning, Value: s.get(&p.cfg), Source: "default",
 		}
-		for _, o := range s.older {
-			d.Older = append(d.Older, o.name)
+		for _, o := range s.Older {
+			d.Older = append(d.Older, o.Name)
 		}
-		if by := p.source[s.name]; by != "" {
+		if by := p.source[s.Name]; by != "" {
 			d.Source = by
 		}
 		out.Settings = append(out.Settings, d)
 	}
 	b, _ := json.Marshal(out) // strings only: cannot fail
 	return b
-}
-
-func texts(errs []error) []string {
-	all := make([]string, len(errs))
-	for i, err := range errs {
-		all[i] = err.Error()
-	}
-	return all
-}
-
-// fallback is what holds when no value is given.
-func (s *setting) fallback() string {
-	if s.def != "" {
-		return s.def
-	}
-	return s.unset
 }

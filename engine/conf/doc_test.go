@@ -1,4 +1,4 @@
-package conf
+package conf_test
 
 import (
 	"flag"
@@ -8,6 +8,9 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"fserver/engine/conf"
+	"fserver/engine/transport/all"
 )
 
 var update = flag.Bool("update", false, "write docs/settings.md from the table")
@@ -44,29 +47,30 @@ and ` + "`settings={...}`" + ` there takes all of them by name. An argument take
 - An unknown name that starts with ` + "`DMLC_`, `STEPMESH_` or `FSERVER_`" + ` causes one warning, with the nearest known name. For
   ` + "`PS_`, `BYTEPS_` and `STEPAF_`" + ` this is so if the name is at most two letters from a known one, and for a prefix with one
   wrong letter (` + "`FSEVER_SECRET`" + `) if the rest is right.
-- A setting that "takes effect with" something is always checked, and otherwise changes nothing. This build has the transports tcp
-  and cma, and GPU tensors over both; cudaipc is cma with GPU memory mapped.
+- A setting that "takes effect with" something is always checked, and otherwise changes nothing.
 `)
-	for _, s := range table {
-		if s.section != "" {
-			fmt.Fprintf(&b, "\n## %s\n\n| name | values | default | meaning |\n|---|---|---|---|\n", s.section)
+	section := ""
+	for _, s := range conf.Rows(all.Ways()) {
+		if s.Section() != section {
+			section = s.Section()
+			fmt.Fprintf(&b, "\n## %s\n\n| name | values | default | meaning |\n|---|---|---|---|\n", section)
 		}
-		meaning := strings.ToUpper(s.meaning[:1]) + s.meaning[1:] + "."
-		if s.effect != "" {
-			meaning += " Takes effect with: " + s.effect + "."
+		meaning := strings.ToUpper(s.Meaning[:1]) + s.Meaning[1:] + "."
+		if s.Effect != "" {
+			meaning += " Takes effect with: " + s.Effect + "."
 		}
-		names := "`" + s.name + "`"
-		for _, o := range s.older {
-			names += ", older: `" + o.name + "`"
-			if o.want != "" {
-				names += " (" + o.want + ")"
+		names := "`" + s.Name + "`"
+		for _, o := range s.Older {
+			names += ", older: `" + o.Name + "`"
+			if o.Want != "" {
+				names += " (" + o.Want + ")"
 			}
 		}
-		def := s.unset
-		if s.def != "" {
-			def = "`" + s.def + "`"
+		def, literal := s.Fallback()
+		if literal {
+			def = "`" + def + "`"
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", names, s.want, def, meaning)
+		fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", names, s.Want(), def, meaning)
 	}
 	return b.String()
 }

@@ -5,7 +5,6 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"slices"
 	"strings"
@@ -30,32 +29,36 @@ const minSecret = 16
 //   - A name that looks like one of ours and is none is warned of once, with the
 //     nearest known name.
 //
+// The transports are those that FSERVER_TRANSPORT can name.
+//
 // The error holds everything that is wrong, one line for each. Config is nil
 // then.
-func Parse(settings []string) (*Config, []Warning, error) {
-	p := parse(settings)
-	if err := errors.Join(p.errs...); err != nil {
-		return nil, p.warnings, err
+func Parse(settings []string, transports []Way) (*Config, []Warning, error) {
+	p := parse(settings, transports)
+	if len(p.errs) > 0 {
+		return nil, p.warnings, errors.New(strings.Join(p.errs, "\n"))
 	}
 	return &p.cfg, p.warnings, nil
 }
 
 // parser is one run of Parse.
 type parser struct {
+	ways     []Way
+	table    []Option
 	cfg      Config
 	given    map[string]string // by name, as it was written
 	source   map[string]string // of a setting: the spelling that counts, if any
 	unknown  []unknown
 	warnings []Warning
-	errs     []error
-	missing  []error // those of errs that only say that a setting is not given
+	errs     []string
+	missing  []string // those of errs that only say that a setting is not given
 }
 
-func parse(settings []string) *parser {
-	p := &parser{given: map[string]string{}, source: map[string]string{}}
+func parse(settings []string, ways []Way) *parser {
+	p := &parser{ways: ways, table: rows(ways), given: map[string]string{}, source: map[string]string{}}
 	p.collect(settings)
-	for i := range table {
-		p.resolve(&table[i])
+	for i := range p.table {
+		p.resolve(&p.table[i])
 	}
 	p.finish()
 	return p
@@ -66,7 +69,7 @@ func (p *parser) warn(format string, args ...any) {
 }
 
 func (p *parser) fail(format string, args ...any) {
-	p.errs = append(p.errs, fmt.Errorf("conf: "+format, args...))
+	p.errs = append(p.errs, "conf: "+fmt.Sprintf(format, args...))
 }
 
 // lack fails because a setting is not given.
@@ -83,7 +86,7 @@ type unknown struct {
 
 // collect fills given and warns of unknown names.
 func (p *parser) collect(settings []string) {
-	known := names()
+	known := p.names()
 	for i, s := range settings {
 		name, v, ok := strings.Cut(s, "=")
 		switch {
@@ -127,17 +130,10 @@ func slipped(name string, known []string) bool {
 		return false
 	}
 	for _, prefix := range []string{"FSERVER", "STEPMESH", "STEPAF", "BYTEPS", "DMLC"} {
-		wrong, meant, long := distance(theirs, prefix), prefix+"_"+rest, len(rest) >= 5
-		if prefix == "DMLC" {
-			if wrong == 1 && len(rest) >= 8 && slices.Contains(known, meant) {
-				return true
-			}
-			continue
-		}
-		if wrong == 1 && slices.Contains(known, meant) {
-			return true
-		}
-		if wrong <= 2 && long && theirs[0] == prefix[0] && wrong+distance(meant, nearest(meant, known)) <= 3 {
+		wrong, meant, short := distance(theirs, prefix), prefix+"_"+rest, prefix == "DMLC"
+		alone := wrong == 1 && (!short || len(rest) >= 8) && slices.Contains(known, meant)
+		inAll := wrong <= 2 && !short && len(rest) >= 5 && theirs[0] == prefix[0] && wrong+distance(meant, nearest(meant, known)) <= 3
+		if alone || inAll {
 			return true
 		}
 	}
@@ -146,42 +142,42 @@ func slipped(name string, known []string) bool {
 
 // resolve gives one setting its value: that of the newest spelling that says
 // something, else the default. All spellings are checked.
-func (p *parser) resolve(s *setting) {
+func (p *parser) resolve(s *Option) {
 	if s.def != "" {
 		s.set(&p.cfg, s.def)
 	}
 	chosen := ""
-	for _, sp := range append([]spelling{{name: s.name}}, s.older...) {
-		v, ok := p.given[sp.name]
+	for _, sp := range append([]Spelling{{Name: s.Name}}, s.Older...) {
+		v, ok := p.given[sp.Name]
 		if !ok || v == "" && !s.strict {
 			continue
 		}
 		now, want := v, s.want
-		if sp.to != nil {
-			want = sp.want
-			if now, ok = sp.to(v); ok && now == "" {
+		if sp.To != nil {
+			want = sp.Want
+			if now, ok = sp.To(v); ok && now == "" {
 				continue
 			}
 		}
 		var try Config
 		if !ok || !s.set(&try, now) {
-			p.fail("%s: want %s", s.show(sp.name, v), want)
+			p.fail("%s: want %s", s.show(sp.Name, v), want)
 			continue
 		}
 		switch said := s.get(&try); {
 		case chosen == "":
 			s.set(&p.cfg, now)
-			chosen, p.source[s.name] = said, sp.name
+			chosen, p.source[s.Name] = said, sp.Name
 		case said != chosen:
-			newer := p.source[s.name]
+			newer := p.source[s.Name]
 			p.warn("%s has no effect: %s is the newer spelling and says otherwise",
-				s.show(sp.name, v), s.show(newer, p.given[newer]))
+				s.show(sp.Name, v), s.show(newer, p.given[newer]))
 		}
 	}
 }
 
 // show is a setting as it was given, for messages.
-func (s *setting) show(name, v string) string {
+func (s *Option) show(name, v string) string {
 	if s.secret {
 		return name
 	}
@@ -287,7 +283,7 @@ func (p *parser) secret() {
 			err = errors.New("the file contains no secret")
 		}
 		if err != nil {
-			p.fail("FSERVER_SECRET_FILE=%.100q: %w", c.secretFile, err)
+			p.fail("FSERVER_SECRET_FILE=%.100q: %v", c.secretFile, err)
 			return
 		}
 		c.Secret = Secret{s}
@@ -301,25 +297,16 @@ func (p *parser) secret() {
 // is refused.
 func readFile(path string, limit int64) ([]byte, error) {
 	info, err := os.Stat(path)
-	if err != nil {
+	switch {
+	case err != nil:
 		return nil, reason(err)
-	}
-	if !info.Mode().IsRegular() {
+	case !info.Mode().IsRegular():
 		return nil, errors.New("not a regular file")
-	}
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, reason(err)
-	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, limit+1))
-	if err != nil {
-		return nil, reason(err)
-	}
-	if int64(len(b)) > limit {
+	case info.Size() > limit:
 		return nil, fmt.Errorf("more than %d bytes", limit)
 	}
-	return b, nil
+	b, err := os.ReadFile(path)
+	return b, reason(err)
 }
 
 // tls reads the files that TLS needs, so that a mistake is found here and not by
@@ -345,7 +332,7 @@ func (p *parser) tls() {
 		}
 		b, err := readFile(f.Path, maxPEM)
 		if err != nil {
-			p.fail("%s=%.100q: %w (want a PEM file that this process can read)", f.name, f.Path, err)
+			p.fail("%s=%.100q: %v (want a PEM file that this process can read)", f.name, f.Path, err)
 		}
 		f.Text = Secret{string(b)}
 	}
@@ -372,7 +359,7 @@ func (p *parser) certificate() {
 	c := &p.cfg
 	pair, err := tls.X509KeyPair(c.TLSCert.Text.Bytes(), c.TLSKey.Text.Bytes())
 	if err != nil {
-		p.fail("FSERVER_TLS_CERT=%.100q and FSERVER_TLS_KEY=%.100q: %w (want a certificate and its own key, both in PEM)",
+		p.fail("FSERVER_TLS_CERT=%.100q and FSERVER_TLS_KEY=%.100q: %v (want a certificate and its own key, both in PEM)",
 			c.TLSCert.Path, c.TLSKey.Path, err)
 		return
 	}
@@ -399,25 +386,25 @@ func reason(err error) error {
 }
 
 func (p *parser) transport() {
-	c := &p.cfg
-	if c.Transport.built() {
+	named := p.cfg.Transport
+	by := p.source["FSERVER_TRANSPORT"]
+	if named == Auto || by == "" || slices.ContainsFunc(p.ways, func(w Way) bool { return w.Name == named }) {
 		return
 	}
-	by := p.source["FSERVER_TRANSPORT"]
 	remedy := "set FSERVER_TRANSPORT=auto"
 	if by != "FSERVER_TRANSPORT" {
 		remedy += ", which overrides it"
 	}
-	p.fail("%s=%q: transport %v is not in this build, which has tcp, cma and cudaipc (%s)", by, p.given[by], c.Transport, remedy)
+	p.fail("%s=%.100q: this build has no such transport: want %s (%s)", by, p.given[by], wanted(p.ways), remedy)
 }
 
-// names is every name in the table, all spellings.
-func names() []string {
+// names is every name that there is, all spellings.
+func (p *parser) names() []string {
 	var all []string
-	for _, s := range table {
-		all = append(all, s.name)
-		for _, o := range s.older {
-			all = append(all, o.name)
+	for _, s := range p.table {
+		all = append(all, s.Name)
+		for _, o := range s.Older {
+			all = append(all, o.Name)
 		}
 	}
 	return all
@@ -434,23 +421,22 @@ func nearest(name string, known []string) string {
 // distance counts insertions, deletions, replacements and swaps of neighbours
 // that turn a into b (optimal string alignment).
 func distance(a, b string) int {
-	before, last, row := make([]int, len(b)+1), make([]int, len(b)+1), make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
-	}
-	for i := 1; i <= len(a); i++ {
-		before, last, row = last, row, before
-		row[0] = i
-		for j := 1; j <= len(b); j++ {
-			cost := 1
-			if a[i-1] == b[j-1] {
-				cost = 0
+	d := make([][]int, len(a)+1)
+	for i := range d {
+		d[i] = make([]int, len(b)+1)
+		for j := range d[i] {
+			if i == 0 || j == 0 {
+				d[i][j] = i + j
+				continue
 			}
-			row[j] = min(last[j]+1, row[j-1]+1, last[j-1]+cost)
+			d[i][j] = min(d[i-1][j], d[i][j-1], d[i-1][j-1]) + 1
+			if a[i-1] == b[j-1] {
+				d[i][j] = d[i-1][j-1]
+			}
 			if i > 1 && j > 1 && a[i-1] == b[j-2] && a[i-2] == b[j-1] {
-				row[j] = min(row[j], before[j-2]+1)
+				d[i][j] = min(d[i][j], d[i-2][j-2]+1)
 			}
 		}
 	}
-	return row[len(b)]
+	return d[len(a)][len(b)]
 }

@@ -84,13 +84,10 @@ func (s *Server) request(c *client, b []byte) error {
 		}
 	}
 	if r.refusal != "" {
-		s.refuse(c, r)
-		s.advance(c)
-		return nil
+		return s.refuse(c, r)
 	}
 	r.stamps[0] = s.found
 	r.state.Store(reqReady)
 	s.route(c, r)
-	s.publish()
 	return nil
 }

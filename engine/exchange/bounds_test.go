@@ -61,20 +61,21 @@ func TestKeysTooLarge(t *testing.T) {
 	x.Alloc = 0
 	pulls := slices.Repeat([]Tensor{x}, 1000)
 	p.wf.blob = strings.Repeat("b", 4096)
-	id, err := p.pushPull(nil, pulls)
-	require.NoError(t, err)
-	require.NoError(t, p.settle())
-	p.shapeFails(id, "the keys of 1000 pull tensors take 4096000 bytes")
+	_, err := p.pushPull(nil, pulls)
+	var shape *ShapeError
+	require.ErrorAs(t, err, &shape)
+	require.ErrorContains(t, err, "the keys of 1000 pull tensors take 4096000 bytes")
 	require.Empty(t, p.wf.keys)
 
 	p.wf.blob = ""
-	id, err = p.pushPull(nil, pulls)
+	id, err := p.pushPull(nil, pulls)
 	require.NoError(t, err)
 	require.NoError(t, p.settle())
 	p.wf.blob = strings.Repeat("b", 4096)
 	drain(p.to[0], p.w.Done)
 	p.w.Lose(0, errGone)
 	p.succeed(0)
+	require.NoError(t, p.settle())
 	p.shapeFails(id, "the keys of 1000 pull tensors take 4096000 bytes")
 	require.Empty(t, p.wf.keys)
 	p.answer(p.push(1, 8), 1)
@@ -131,6 +132,7 @@ func TestNoRequestIsFreedTwice(t *testing.T) {
 			if s.Frame(0, b) != nil {
 				break
 			}
+			s.Drain()
 		}
 		s.Lose(0, lost)
 		require.Len(t, s.requests.free, len(s.requests.all))

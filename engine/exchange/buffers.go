@@ -34,11 +34,11 @@ type Memory interface {
 	Free(mem.Region) error
 }
 
-// Host is the memory of the CPU.
-type Host struct{}
+// CPU is the memory of the host.
+type CPU struct{}
 
-func (Host) Alloc(n uint64) (mem.Region, error) { return mem.Map(n) }
-func (Host) Free(r mem.Region) error            { return mem.Unmap(r) }
+func (CPU) Alloc(n uint64) (mem.Region, error) { return mem.Map(n) }
+func (CPU) Free(r mem.Region) error            { return mem.Unmap(r) }
 
 // NewBuffers makes an empty set.
 func NewBuffers() *Buffers { return &Buffers{all: map[uint64]*buffer{}} }
@@ -68,9 +68,9 @@ func (b *Buffers) Len() int {
 // Release says that nobody looks at buffer id any more.
 func (b *Buffers) Release(id uint64) error {
 	b.mu.Lock()
-	defer b.mu.Unlock()
 	e := b.all[id]
 	if e == nil || !e.seen {
+		b.mu.Unlock()
 		return fmt.Errorf("exchange: release of buffer %d, which is not held", id)
 	}
 	e.seen = false
@@ -121,20 +121,22 @@ func (b *Buffers) hand(id uint64) {
 // drop says that the server does not use the buffer any more.
 func (b *Buffers) drop(id uint64) error {
 	b.mu.Lock()
-	defer b.mu.Unlock()
 	e := b.all[id]
 	e.used = false
 	return b.collect(id, e)
 }
 
+// collect frees a buffer that nobody needs. It gives the lock back.
 func (b *Buffers) collect(id uint64, e *buffer) error {
 	if e.used || e.seen {
+		b.mu.Unlock()
 		return nil
 	}
 	delete(b.all, id)
 	region, from, view := e.region, e.from, e.view
 	*e = buffer{}
 	b.free = append(b.free, e)
+	b.mu.Unlock() // giving memory back may take long
 	if view != nil {
 		return view.Drop()
 	}

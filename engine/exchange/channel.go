@@ -10,7 +10,6 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"fserver/engine/trace"
 	"fserver/engine/wire"
 )
 
@@ -33,13 +32,15 @@ const (
 type Channels struct {
 	mu    sync.Mutex
 	open  map[string]*Channel
+	all   map[uint64]*Channel      // by handle; those that are closed stay until Forget
+	last  uint64                   // handle
 	early []map[string]counterpart // by peer: channels that we have not opened
 	over  error                    // the node has failed
 }
 
 // NewChannels is for a node with n peers.
 func NewChannels(n int) *Channels {
-	cs := &Channels{open: map[string]*Channel{}, early: make([]map[string]counterpart, n)}
+	cs := &Channels{open: map[string]*Channel{}, all: map[uint64]*Channel{}, early: make([]map[string]counterpart, n)}
 	for i := range cs.early {
 		cs.early[i] = map[string]counterpart{}
 	}
@@ -48,13 +49,14 @@ func NewChannels(n int) *Channels {
 
 // Channel is this side of one channel.
 type Channel struct {
-	of    *Channels
-	name  string
-	word  *atomic.Uint32 // nil: nobody looks
-	peers []counterpart
-	err   error // why it has ended
-	ended bool  // by this side
-	lane  *lane // of a server: requests that come through the CPU
+	of     *Channels
+	handle uint64
+	name   string
+	word   *atomic.Uint32 // nil: nobody looks
+	peers  []counterpart
+	err    error // why it has ended
+	ended  bool  // by this side
+	lane   *lane // of a server: requests that come through the CPU
 }
 
 // counterpart is a peer's side.
@@ -81,8 +83,17 @@ func (cs *Channels) Open(name string) (*Channel, error) {
 		ch.peers[i] = m[name]
 		delete(m, name)
 	}
-	cs.open[name] = ch
+	cs.last++
+	ch.handle = cs.last
+	cs.open[name], cs.all[ch.handle] = ch, ch
 	return ch, nil
+}
+
+// Get is the channel of a handle, or nil.
+func (cs *Channels) Get(handle uint64) *Channel {
+	cs.mu.Lock()
+	defer cs.mu.Unlock()
+	return cs.all[handle]
 }
 
 func unprintable(c rune) bool { return c == utf8.RuneError || !unicode.IsPrint(c) }
@@ -209,6 +220,9 @@ func (ch *Channel) Watch(word *atomic.Uint32) {
 	}
 }
 
+// Handle is a number that no other channel of the node gets.
+func (ch *Channel) Handle() uint64 { return ch.handle }
+
 // Name is what both sides call the channel.
 func (ch *Channel) Name() string { return ch.name }
 
@@ -219,16 +233,10 @@ func (ch *Channel) Told(i int) (text string, ok bool, err error) {
 	if i < 0 || i >= len(ch.peers) {
 		return "", false, Shapef("exchange: channel %q has %d peers, and none of number %d", ch.name, len(ch.peers), i)
 	}
-	p := &ch.peers[i]
-	switch {
-	case p.told:
+	if p := &ch.peers[i]; p.told {
 		return p.text, true, nil
-	case ch.err != nil:
-		return "", false, ch.err
-	case p.parted:
-		return "", false, ch.parting(i)
 	}
-	return "", false, nil
+	return "", false, ch.why(i)
 }
 
 func (ch *Channel) parting(i int) error {
@@ -239,23 +247,22 @@ func (ch *Channel) parting(i int) error {
 func (ch *Channel) Err() error {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
-	if ch.err != nil {
-		return ch.err
-	}
-	if i := slices.IndexFunc(ch.peers, func(p counterpart) bool { return p.parted }); i >= 0 {
+	return ch.why(slices.IndexFunc(ch.peers, func(p counterpart) bool { return p.parted }))
+}
+
+// why is the error of the channel, or else that peer i has closed its side, if it has.
+func (ch *Channel) why(i int) error {
+	if ch.err == nil && i >= 0 && ch.peers[i].parted {
 		return ch.parting(i)
 	}
-	return nil
+	return ch.err
 }
 
 // ErrOf is why peer i is to be told nothing more, or nil.
 func (ch *Channel) ErrOf(i int) error {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
-	if ch.err == nil && ch.peers[i].parted {
-		return ch.parting(i)
-	}
-	return ch.err
+	return ch.why(i)
 }
 
 // End ends this side: calls on it fail from now on. False if it was called before.
@@ -287,6 +294,7 @@ func (ch *Channel) Forget() {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
 	ch.word = nil
+	delete(ch.of.all, ch.handle)
 	if ch.of.open[ch.name] == ch {
 		delete(ch.of.open, ch.name)
 	}
@@ -295,28 +303,30 @@ func (ch *Channel) Forget() {
 // IsOver says whether err is that a side has closed the channel.
 func IsOver(err error) bool { return errors.Is(err, errOver) }
 
-// lane takes the requests of a channel at a server: they are in no batch.
+// lane has the requests of a channel at a server that are not delivered, or those for batches.
 type lane struct {
 	queues []ring[*Request] // by client
-	ready  atomic.Bool      // there is one of each
+	ready  atomic.Int32     // clients with a request
 }
 
+func (s *Server) newLane() *lane { return &lane{queues: make([]ring[*Request], len(s.clients))} }
+
 func (l *lane) publish() {
+	ready := int32(0)
 	for i := range l.queues {
-		if l.queues[i].len() == 0 {
-			l.ready.Store(false)
-			return
+		if l.queues[i].len() != 0 {
+			ready++
 		}
 	}
-	l.ready.Store(true)
+	l.ready.Store(ready)
 }
+
+// full reports whether there is a request of each client.
+func (l *lane) full() bool { return int(l.ready.Load()) == len(l.queues) }
 
 // Attach makes requests that name ch wait for Take. For the owner, as all below.
 func (s *Server) Attach(ch *Channel) {
-	ch.lane = &lane{queues: make([]ring[*Request], len(s.clients))}
-	if s.lanes == nil {
-		s.lanes = map[string]*lane{}
-	}
+	ch.lane = s.newLane()
 	s.lanes[ch.name] = ch.lane
 }
 
@@ -345,53 +355,54 @@ func (s *Server) Detach(ch *Channel) {
 }
 
 // Taken says whether Take would give requests. Safe from any goroutine.
-func (ch *Channel) Taken() bool { return ch.lane != nil && ch.lane.ready.Load() }
+func (ch *Channel) Taken() bool { return ch.lane != nil && ch.lane.full() }
 
 // Take gives one request of each worker on a channel, or nil; they stay until
-// Hand. The slice is valid until the next call.
+// Deliver. The slice is valid until the next call.
 func (s *Server) Take(ch *Channel) []*Request {
-	l := ch.lane
-	if l == nil || !l.ready.Load() {
+	if !ch.Taken() {
 		return nil
 	}
+	return s.heads(ch.lane)
+}
+
+// heads gives the first request of each client that has one.
+func (s *Server) heads(l *lane) []*Request {
 	s.batch = s.batch[:0]
 	for i := range l.queues {
-		s.batch = append(s.batch, l.queues[i].at(0))
+		if l.queues[i].len() != 0 {
+			s.batch = append(s.batch, l.queues[i].at(0))
+		}
 	}
 	return s.batch
 }
 
-// Hand takes what Take gave out of the queues.
-func (s *Server) Hand(ch *Channel) {
-	now := trace.Now()
-	for i := range ch.lane.queues {
-		s.delivered(ch.lane.queues[i].pop(), now)
+// lane is that of a channel that is open here, or nil; batches have no name.
+func (s *Server) lane(channel string) *lane {
+	if channel == "" {
+		return s.batches
 	}
-	ch.lane.publish()
+	return s.lanes[channel]
 }
 
 // route puts a complete request where its caller looks for it.
 func (s *Server) route(c *client, r *Request) {
-	if r.channel == "" {
-		c.ready.push(r)
-		return
-	}
-	l := s.lanes[r.channel]
+	l := s.lane(r.channel)
 	if l == nil {
 		c.strays = append(c.strays, r)
 		return
 	}
 	l.queues[c.index].push(r)
-	l.publish()
+	s.publish(l)
 }
 
-// unlane frees the requests on channels of a client that is gone.
+// unlane frees the requests of a client that is gone and that were not delivered.
 func (s *Server) unlane(c *client) {
 	for _, l := range s.lanes {
 		for l.queues[c.index].len() != 0 {
 			s.put(l.queues[c.index].pop())
 		}
-		l.publish()
+		s.publish(l)
 	}
 	for _, r := range c.strays {
 		s.put(r)

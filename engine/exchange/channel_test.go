@@ -213,13 +213,13 @@ func TestChannelBounds(t *testing.T) {
 
 // counted is memory that says how often it was used.
 type counted struct {
-	Host
+	CPU
 	n *int
 }
 
 func (c counted) Alloc(n uint64) (mem.Region, error) {
 	*c.n++
-	return c.Host.Alloc(n)
+	return c.CPU.Alloc(n)
 }
 
 // TestChannelRequests sends push_pulls through a channel and beside it. Those
@@ -242,7 +242,7 @@ func TestChannelRequests(t *testing.T) {
 		require.True(t, at.Taken())
 		r := s.Take(at)[0]
 		require.EqualValues(t, 7, r.Push()[0].Span.Bytes()[99])
-		s.Hand(at)
+		s.Deliver()
 		require.False(t, at.Taken())
 		require.Nil(t, s.Take(at))
 		q := p.take(0)
@@ -264,7 +264,7 @@ func TestChannelRequests(t *testing.T) {
 		require.NoError(t, p.settle())
 		if turn%2 == 0 {
 			require.Len(t, s.Take(at), 1)
-			s.Hand(at)
+			s.Deliver()
 		}
 		if turn < 2 {
 			s.Detach(at)
@@ -312,7 +312,7 @@ func TestChannelWaitsForNobody(t *testing.T) {
 		require.True(t, at.Taken())
 		r := s.Take(at)[0]
 		require.Equal(t, fill, r.Push()[0].Span.Bytes()[99])
-		s.Hand(at)
+		s.Deliver()
 		require.NoError(t, p.respond(0, r, bytesOf(t, 0, 100, fill+1)))
 		require.NoError(t, p.settle())
 		require.Equal(t, StateDone, p.state(on))
@@ -358,10 +358,51 @@ func TestChannelWaitsForNobody(t *testing.T) {
 	}
 	require.True(t, at.Taken())
 	r := s.Take(at)[0]
-	s.Hand(at)
+	s.Deliver()
 	require.NoError(t, p.respond(0, r, bytesOf(t, 0, 100, 1)))
 	require.NoError(t, p.settle())
 	require.Equal(t, StateDone, p.state(on))
+}
+
+// TestChannelAnswerPasses answers messages of a channel while an answer to a push_pull waits for a
+// stream, which may be waiting for the next of those messages.
+func TestChannelAnswerPasses(t *testing.T) {
+	p := newPair(t, 1)
+	s := p.servers[0]
+	at, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	from, err := NewChannels(1).Open("a")
+	require.NoError(t, err)
+	s.Attach(at)
+	beside, _ := p.through(nil, 2, 100, 9)
+	require.NoError(t, p.settle())
+	q := p.take(0)
+	require.Len(t, q, 1)
+	p.from[0].held = s.next // the answer is out, and its bytes are not
+	require.NoError(t, p.respond(0, q[0], bytesOf(t, 0, 100, 3)))
+	for _, refuse := range []bool{false, true} {
+		on, y := p.through(from, 1, 100, 4)
+		require.NoError(t, p.settle())
+		require.True(t, at.Taken())
+		r := s.Take(at)[0]
+		s.Deliver()
+		want := StateDone
+		if refuse {
+			tk, err := s.Begin()
+			require.NoError(t, err)
+			require.NoError(t, s.Fail(r.Handler(), tk, "no"))
+			want = StateFailed
+		} else {
+			require.NoError(t, p.respond(0, r, bytesOf(t, 0, 100, 5)))
+		}
+		require.NoError(t, p.settle())
+		require.Equal(t, want, p.state(on))
+		require.Equal(t, !refuse, y.Span.Bytes()[50] == 5)
+	}
+	require.Equal(t, StateOpen, p.state(beside))
+	p.from[0].held = 0
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(beside))
 }
 
 // TestChannelBesideARefusal has the server refuse a buffer to a push_pull while a message of
@@ -382,7 +423,7 @@ func TestChannelBesideARefusal(t *testing.T) {
 	require.Equal(t, StateFailed, p.state(bad))
 	require.True(t, at.Taken())
 	r := s.Take(at)[0]
-	s.Hand(at)
+	s.Deliver()
 	require.NoError(t, p.respond(0, r, bytesOf(t, 0, 100, 1)))
 	require.NoError(t, p.settle())
 	require.Equal(t, StateDone, p.state(on))
@@ -392,6 +433,7 @@ func TestChannelBesideARefusal(t *testing.T) {
 	on, _ = p.through(from, 1, 100, 7)
 	p.w.Drain()
 	p.w.Lose(0, errors.New("gone"))
+	p.w.Drain()
 	require.Equal(t, StateFailed, p.state(beside))
 	require.Equal(t, StateFailed, p.state(on))
 }

@@ -160,9 +160,10 @@ func TestBusyBufferStays(t *testing.T) {
 		return buffer
 	}
 	first := push(100)
-	p.sf[0].busy = errors.New("a copy to it has been under way")
+	p.sf[0].busy = true
 	require.NotEqual(t, first, push(10000))
 	require.Equal(t, 2, p.buffers.Len())
+	p.servers[0].Over()
 	require.NoError(t, p.servers[0].Close())
 	require.Zero(t, p.buffers.Len())
 }
@@ -388,6 +389,8 @@ func TestPeerDown(t *testing.T) {
 			p.w.Down(0, gone)
 			p.w.Down(0, errors.New("again"))
 			p.servers[0].Down(0, gone)
+			state, _ := p.w.State(id)
+			require.Equal(t, StateFailing, state, "the server may still write its answer")
 			require.Equal(t, StateFailed, p.state(id))
 			require.Equal(t, StateFailed, p.state(behind))
 			require.ErrorIs(t, p.w.Result(id), gone)
@@ -438,6 +441,7 @@ func TestBreaches(t *testing.T) {
 
 	// An absurd need is refused to the one who asks.
 	require.NoError(t, s.Frame(0, wire.AppendNeed(nil, []wire.Need{{Key: 3, Bytes: 1 << 60}})))
+	s.Drain()
 	last := p.from[0].ops[len(p.from[0].ops)-1]
 	v, err := wire.ParseBuffers(last.Frame)
 	require.NoError(t, err)
@@ -463,7 +467,7 @@ func TestLeft(t *testing.T) {
 }
 
 func TestNewTable(t *testing.T) {
-	w, err := NewWorker(1, new(trace.Counters), ignored)
+	w, err := NewWorker(1, new(trace.Counters), inline)
 	require.NoError(t, err)
 	require.EqualValues(t, Window*8, w.Words().Len)
 	w.Shut(errors.New("over"))

@@ -12,10 +12,6 @@ import (
 // mapping of its own.
 const maxKeys = 1 << 15
 
-// maxReplies bounds the answers to Needs that a worker has not taken. One that
-// keeps to the protocol asks again only after the answer.
-const maxReplies = 4
-
 // receiver is where the tensors of one (worker, key) are received.
 type receiver struct {
 	key     uint64
@@ -26,7 +22,6 @@ type receiver struct {
 	token   transport.Key
 	granted bool // token is valid
 	handed  bool // the application has seen buffer id
-	asked   bool // the Need at hand has named the key
 	buffers *Buffers
 }
 
@@ -42,194 +37,278 @@ func (k *receiver) hand() {
 	k.handed = true
 }
 
-// grant is what a Need is to be given for one key: a token, and a buffer if that of
-// the key is too small. The key has it when commit has been called.
+// look returns the receiver of a key, or what it would be: without a buffer of ours.
+func (s *Server) look(c *client, key uint64) *receiver {
+	if k := c.keys[key]; k != nil {
+		return k
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := s.fixed[fixedKey{c.rank, key}].region
+	return &receiver{key: key, region: r, cap: r.Len, buffers: s.buffers}
+}
+
+// receiver finds or makes the receiver of a key.
+func (s *Server) receiver(c *client, key uint64) *receiver {
+	k := s.look(c, key)
+	if c.keys[key] == nil {
+		s.mu.Lock()
+		at := fixedKey{c.rank, key}
+		k.region = s.fixed[at].region
+		s.fixed[at] = fixed{region: k.region, used: true}
+		s.mu.Unlock()
+		k.cap, k.slot = k.region.Len, s.slots
+		s.slots++
+		c.keys[key] = k
+	}
+	return k
+}
+
+// tooMany returns why c may not have so many new keys.
+func (c *client) tooMany(fresh int) error {
+	if len(c.keys)+fresh <= maxKeys {
+		return nil
+	}
+	return fmt.Errorf("worker %d pushes more than %d keys (use fewer keys)", c.rank, maxKeys)
+}
+
+// provision is what a Need is given: all that it asks for, or nothing. A helper makes what is not
+// there, and only the answer to this Need waits for it.
+type provision struct {
+	client *client
+	life   uint32 // of the client
+	fabric transport.Fabric
+	needs  []wire.Need
+	grants []grant // by need; nil: there is nothing to be made, or all of it has been used
+	err    error   // why the Need is refused
+}
+
+// grant is a token, and a buffer if that of the key is too small.
 type grant struct {
-	k      *receiver
+	wanted bool   // else the key has what it needs
+	bytes  uint64 // of a new buffer; 0: the key keeps its own
+	in     Memory // of the new buffer
+	id     uint64 // likewise
 	region mem.Region
-	id     uint64 // of a new buffer; 0: the key keeps its own
 	token  transport.Key
 	valid  bool // token is registered
 }
 
-// receiver finds or makes the receiver of a key; it has no buffer yet. Those that are
-// new are in s.made.
-func (s *Server) receiver(c *client, key uint64) (*receiver, error) {
-	if k := c.keys[key]; k != nil {
-		return k, nil
-	}
-	if len(c.keys) == maxKeys {
-		return nil, fmt.Errorf("worker %d pushes more than %d keys (use fewer keys)", c.rank, maxKeys)
-	}
-	k := &receiver{key: key, slot: s.slots, buffers: s.buffers}
-	s.mu.Lock()
-	f := s.fixed[fixedKey{c.rank, key}]
-	f.used = true
-	s.fixed[fixedKey{c.rank, key}] = f
-	s.mu.Unlock()
-	k.region, k.cap = f.region, f.region.Len
-	s.slots++
-	c.keys[key] = k
-	s.made = append(s.made, k)
-	return k, nil
-}
-
-// unmake forgets the keys in s.made, the last that were made: their frame is refused.
-func (s *Server) unmake(c *client) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, k := range s.made {
-		at := fixedKey{c.rank, k.key}
-		if f := s.fixed[at]; f.region.Len != 0 {
-			f.used = false
-			s.fixed[at] = f
-		} else {
-			delete(s.fixed, at)
-		}
-		delete(c.keys, k.key)
-	}
-	s.slots -= uint64(len(s.made))
-	s.made = s.made[:0]
-}
-
-// need makes or enlarges receive buffers and tells the worker where they are: all
-// that it asks for, or none. An error means that the worker does not keep to the
-// protocol.
+// need makes or enlarges receive buffers and tells the worker where they are. An error means
+// that the worker does not keep to the protocol.
 func (s *Server) need(c *client, b []byte) error {
-	var err error
-	if s.needs, err = wire.ParseNeed(b, s.needs[:0]); err != nil {
+	needs, err := wire.ParseNeed(b, nil)
+	if err != nil {
 		return err
 	}
-	if c.replies.len() == maxReplies {
-		return fmt.Errorf("exchange: worker %d requests buffers but does not read the answers", c.rank)
+	if c.needing {
+		return fmt.Errorf("exchange: worker %d requested buffers again before the answer", c.rank)
 	}
-	for i := range s.needs {
-		n := &s.needs[i]
-		if k := c.keys[n.Key]; k != nil && k.id != 0 && n.Bytes > k.cap && !s.lends(k, n) && s.requests.waits(c, k.id) { // it would lose its memory
-			return fmt.Errorf("exchange: worker %d requested a larger buffer for key %d before its last push of the key was answered", c.rank, k.key)
+	return s.provide(&provision{client: c, life: c.life, fabric: c.fabric, needs: needs})
+}
+
+// provide answers a Need, now or when a helper has made what there is to be made.
+func (s *Server) provide(p *provision) error {
+	c := p.client
+	if err := s.inUse(p); err != nil {
+		return err
+	}
+	if p.err = s.lack(p); p.err != nil || len(p.grants) == 0 {
+		return s.answer(p)
+	}
+	c.needing = true
+	calm := c.calm
+	s.later(func() { s.make(p, calm) }, func() { s.provided(p) })
+	return nil
+}
+
+// inUse returns an error if a buffer that is to be replaced holds a request that has not been
+// delivered: it would lose its memory.
+func (s *Server) inUse(p *provision) error {
+	for i := range p.needs {
+		n := &p.needs[i]
+		if k := p.client.keys[n.Key]; k != nil && k.id != 0 && n.Bytes > k.cap && !s.lends(k, n) && s.requests.waits(p.client, k.id) {
+			return fmt.Errorf("exchange: worker %d requested a larger buffer for key %d before its last push of the key was answered", p.client.rank, k.key)
 		}
 	}
-	s.grants, s.made = s.grants[:0], s.made[:0]
-	var v wire.Buffers
-	for i := range s.needs {
-		var e wire.Buffer
-		if e, err = s.grant(c, &s.needs[i]); err != nil {
-			break
-		}
-		v.List = append(v.List, e)
-	}
-	for i := range s.needs {
-		if k := c.keys[s.needs[i].Key]; k != nil {
-			k.asked = false
-		}
-	}
-	reply := wire.AppendBuffers(nil, &v)
-	if err == nil && len(reply) > transport.MaxFrame {
-		err = fmt.Errorf("%d receive buffers need %d bytes of keys, but a frame has at most %d (push fewer tensors in one call)", len(v.List), len(reply), transport.MaxFrame)
-	}
-	if err == nil {
-		s.commit(c)
-	} else {
-		s.revert(c)
-		reply = wire.AppendBuffers(nil, &wire.Buffers{Reason: err.Error()})
-	}
-	c.replies.push(reply)
-	s.advance(c)
 	return nil
 }
 
 // lends reports whether the tensors of a key may be lent, where that is asked.
 func (s *Server) lends(k *receiver, n *wire.Need) bool { return n.Lend && !k.fixed() && !s.noLoans }
 
-// grant prepares what is asked for one key. With an error, revert gives up what there
-// is of it.
-func (s *Server) grant(c *client, n *wire.Need) (wire.Buffer, error) {
-	k, err := s.receiver(c, n.Key)
-	switch {
-	case err != nil:
-		return wire.Buffer{}, err
-	case k.asked:
-		return wire.Buffer{}, fmt.Errorf("worker %d requested the buffer of key %d twice in one message", c.rank, k.key)
-	}
-	k.asked = true
-	switch {
-	case s.lends(k, n):
-		return wire.Buffer{Key: k.key, Lend: true}, nil
-	case k.granted && n.Bytes <= k.cap:
-		return wire.Buffer{Key: k.key, Region: wireKey(k.token), Cap: k.cap}, nil
-	case n.Bytes > k.cap && k.fixed():
-		return wire.Buffer{}, fmt.Errorf("a push of %d bytes for key %d of worker %d exceeds its buffer of %d bytes (register a larger one with register_recv_buffer)", n.Bytes, k.key, c.rank, k.cap)
-	}
-	s.grants = append(s.grants, grant{k: k, region: k.region})
-	g := &s.grants[len(s.grants)-1]
-	if n.Bytes > k.cap {
-		in := s.memory
-		if n.Host {
-			in = Host{}
+// lack works out what is to be made. An error refuses the Need.
+func (s *Server) lack(p *provision) error {
+	c := p.client
+	seen, fresh := make(map[uint64]bool, len(p.needs)), 0
+	for i := range p.needs {
+		n := &p.needs[i]
+		k := s.look(c, n.Key)
+		if seen[n.Key] {
+			return fmt.Errorf("worker %d requested the buffer of key %d twice in one message", c.rank, k.key)
 		}
-		if g.id, g.region, err = s.buffers.make(in, max(n.Bytes, k.cap+k.cap/2)); err != nil {
-			return wire.Buffer{}, err
+		seen[n.Key] = true
+		if c.keys[n.Key] == nil {
+			fresh++
 		}
-	}
-	if g.token, err = c.fabric.Register(g.region); err != nil {
-		return wire.Buffer{}, err
-	}
-	g.valid = true
-	if b, ok := c.fabric.(transport.Binder); ok { // no other worker may use what this one is told
-		if err = b.Bind(g.token, c.conn); err != nil {
-			return wire.Buffer{}, err
+		g := grant{wanted: true, region: k.region}
+		switch {
+		case s.lends(k, n), k.granted && n.Bytes <= k.cap:
+			continue
+		case n.Bytes > k.cap && k.fixed():
+			return fmt.Errorf("a push of %d bytes for key %d of worker %d exceeds its buffer of %d bytes (register a larger one with register_recv_buffer)", n.Bytes, k.key, c.rank, k.cap)
+		case n.Bytes > k.cap:
+			g.bytes, g.in = max(n.Bytes, k.cap+k.cap/2), s.memory
+			if n.Host {
+				g.in = CPU{}
+			}
 		}
+		if p.grants == nil {
+			p.grants = make([]grant, len(p.needs))
+		}
+		p.grants[i] = g
 	}
-	return wire.Buffer{Key: k.key, Region: wireKey(g.token), Cap: g.region.Len}, nil
+	return c.tooMany(fresh)
 }
 
-// commit gives the keys what was prepared, in the place of what they had.
-func (s *Server) commit(c *client) {
-	for i := range s.grants {
-		g := &s.grants[i]
-		k := g.k
+// make makes what a Need lacks, or nothing. It may block. Memory of the application's own is
+// registered when a lost worker writes there no more.
+func (s *Server) make(p *provision, calm quiet) {
+	for i := range p.grants {
+		g := &p.grants[i]
+		if !g.wanted {
+			continue
+		}
+		if g.bytes == 0 {
+			p.err = calm.wait()
+		} else {
+			g.id, g.region, p.err = s.buffers.make(g.in, g.bytes)
+		}
+		if p.err == nil {
+			g.token, p.err = p.fabric.Register(g.region)
+		}
+		if p.err != nil {
+			return
+		}
+		g.valid = true
+	}
+}
+
+// waste ends what was made for nothing.
+func (s *Server) waste(p *provision) {
+	for _, g := range p.grants {
+		s.discard(p.fabric, g.token, g.valid, g.id)
+	}
+	p.grants = nil
+}
+
+// provided goes on with a Need when a helper has done its part.
+func (s *Server) provided(p *provision) {
+	c := p.client
+	if c.life != p.life { // it is another run's, or nobody's
+		s.waste(p)
+		return
+	}
+	c.needing = false
+	again := false
+	for i, g := range p.grants { // the application may have given memory for a key meanwhile
+		again = again || g.bytes != 0 && s.look(c, p.needs[i].Key).fixed()
+	}
+	err := s.inUse(p) // a worker may have pushed meanwhile that should have waited
+	if again || err != nil {
+		s.waste(p)
+	}
+	if again && err == nil {
+		err = s.provide(p)
+	} else if err == nil {
+		err = s.answer(p)
+	}
+	if err != nil {
+		s.Broken(c.index, err)
+	}
+}
+
+// answer tells the worker what it is given, or why it is refused.
+func (s *Server) answer(p *provision) error {
+	c := p.client
+	var reply []byte
+	if p.err == nil {
+		reply, p.err = s.offer(p)
+	}
+	if p.err == nil {
+		s.commit(p)
+	} else {
+		s.waste(p)
+		reply = wire.AppendBuffers(nil, &wire.Buffers{Reason: p.err.Error()})
+	}
+	return s.reply(c, reply)
+}
+
+// offer makes the answer to a Need, and keeps the tokens in it to the worker's Conn.
+func (s *Server) offer(p *provision) ([]byte, error) {
+	c := p.client
+	var v wire.Buffers
+	for i := range p.needs {
+		n := &p.needs[i]
+		k := s.look(c, n.Key)
+		e := wire.Buffer{Key: k.key, Region: wireKey(k.token), Cap: k.cap}
+		if s.lends(k, n) {
+			e = wire.Buffer{Key: k.key, Lend: true}
+		} else if p.grants != nil && p.grants[i].wanted {
+			g := &p.grants[i]
+			e.Region, e.Cap = wireKey(g.token), g.region.Len
+			if err := c.fabric.Bind(g.token, c.conn); err != nil { // no other worker may use what this one is told
+				return nil, err
+			}
+		}
+		v.List = append(v.List, e)
+	}
+	reply := wire.AppendBuffers(nil, &v)
+	if len(reply) > transport.MaxFrame {
+		return nil, fmt.Errorf("%d receive buffers need %d bytes of keys, but a frame has at most %d (push fewer tensors in one call)", len(v.List), len(reply), transport.MaxFrame)
+	}
+	return reply, nil
+}
+
+// commit gives the keys what was made, in the place of what they had.
+func (s *Server) commit(p *provision) {
+	c := p.client
+	for i := range p.needs {
+		k := s.receiver(c, p.needs[i].Key)
+		if p.grants == nil || !p.grants[i].wanted {
+			continue
+		}
+		g := &p.grants[i]
 		if g.id != 0 {
-			_ = s.retire(c, k) // what may still be written to stays until Close
+			s.retire(c, k)
 			k.id, k.handed = g.id, false
 		}
 		k.region, k.cap, k.token, k.granted = g.region, g.region.Len, g.token, true
 	}
+	p.grants = nil
 }
 
-// revert gives up what was prepared, and the keys that are new.
-func (s *Server) revert(c *client) {
-	for i := range s.grants {
-		g := &s.grants[i]
-		var err error
-		if g.valid {
-			err = c.fabric.Deregister(g.token)
-		}
-		switch {
-		case g.id == 0:
-		case err != nil:
-			s.kept = append(s.kept, g.id)
-		default:
-			_ = s.buffers.drop(g.id) // our own mapping: nobody has been told of it
-		}
+// retire takes the token and the buffer of c from k, and ends them.
+func (s *Server) retire(c *client, k *receiver) {
+	s.discard(c.fabric, k.token, k.granted, k.id)
+	k.granted = false
+	if k.id != 0 {
+		k.id, k.cap, k.region = 0, 0, mem.Region{}
 	}
-	s.unmake(c)
 }
 
-// retire gives up the buffer of k. With an error, somebody may still write there: it
-// stays until Close.
-func (s *Server) retire(c *client, k *receiver) (err error) {
-	if k.granted {
-		k.granted = false
-		err = c.fabric.Deregister(k.token)
+// discard ends a key at f, if there is one, and then a buffer, if that is not 0. A helper gives its
+// memory back.
+func (s *Server) discard(f transport.Fabric, key transport.Key, valid bool, buffer uint64) {
+	drop := func() {
+		if buffer != 0 {
+			s.later(func() { _ = s.buffers.drop(buffer) }, nil) // our own mapping
+		}
 	}
-	if k.id == 0 {
-		return err
+	if !valid {
+		drop()
+		return
 	}
-	id := k.id
-	k.id, k.cap, k.region = 0, 0, mem.Region{}
-	if err != nil {
-		s.kept = append(s.kept, id)
-		return err
-	}
-	return s.buffers.drop(id)
+	f.Deregister(key)
+	s.afterFreed(freed{f, key.ID}, drop)
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/mem"
+	"fserver/engine/trace"
 	"fserver/engine/wire"
 )
 
@@ -109,13 +110,13 @@ func TestRefusalLeavesNothing(t *testing.T) {
 }
 
 // little is memory for small buffers.
-type little struct{ Host }
+type little struct{ CPU }
 
 func (little) Alloc(n uint64) (mem.Region, error) {
 	if n > 1<<16 {
 		return mem.Region{}, errors.New("no memory")
 	}
-	return Host{}.Alloc(n)
+	return CPU{}.Alloc(n)
 }
 
 // TestRefusalWhileUnderWay refuses a push_pull while another of the same key waits for its answer,
@@ -213,4 +214,100 @@ func TestPlanOfMoreKeysThanThereMayBe(t *testing.T) {
 	p.shapeFails(id, "more than 32768 keys")
 	require.Len(t, c.keys, maxKeys-1)
 	p.answer(p.push(4, 8192), 4)
+}
+
+// aside has the helpers of a server that is new wait for the test. The function runs what they are
+// to do.
+func (p *pair) aside() (run func()) {
+	var jobs []func()
+	s, err := NewServer(1, p.buffers, new(trace.Counters), Host{
+		Broken: func(_ int, err error) { p.broken = err },
+		Aside:  func(f func()) { jobs = append(jobs, f) },
+	})
+	require.NoError(p.t, err)
+	p.servers[0] = s
+	s.Connect(0, 0, p.sf[0], p.from[0])
+	run = func() {
+		for len(jobs) != 0 {
+			f := jobs[0]
+			jobs = jobs[1:]
+			f()
+			s.Drain()
+		}
+	}
+	p.t.Cleanup(func() {
+		s.Lose(0, errGone)
+		run()
+		s.Over()
+		run()
+		require.NoError(p.t, errors.Join(s.Close(), s.Free()))
+		require.Empty(p.t, p.sf[0].keys)
+		require.Zero(p.t, p.buffers.Len())
+	})
+	return run
+}
+
+// TestWhileBuffersAreMade has all sorts of things happen between a Need and its answer.
+func TestWhileBuffersAreMade(t *testing.T) {
+	need := func(key, bytes uint64) []byte { return wire.AppendNeed(nil, []wire.Need{{Key: key, Bytes: bytes}}) }
+	t.Run("another need", func(t *testing.T) {
+		p := newPair(t, 1)
+		p.aside()
+		require.NoError(t, p.servers[0].Frame(0, need(1, 8)))
+		require.ErrorContains(t, p.servers[0].Frame(0, need(2, 8)), "again before the answer")
+	})
+	t.Run("memory of the application's", func(t *testing.T) {
+		p := newPair(t, 1)
+		run := p.aside()
+		mine := bytesOf(t, 0, 16, 0)
+		id := p.push(4, 8)
+		require.NoError(t, p.servers[0].Fix([]Own{{0, 1, mine.Base}}))
+		run()
+		require.NoError(t, p.settle())
+		p.answer(id, 4)
+		require.EqualValues(t, 4, mine.Span.Bytes()[7])
+		require.Len(t, p.sf[0].keys, 1)
+	})
+	t.Run("a plan with the key", func(t *testing.T) {
+		p := newPair(t, 1)
+		run := p.aside()
+		require.NoError(t, p.servers[0].Frame(0, need(1, 8)))
+		require.NoError(t, p.servers[0].Frame(0, wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1}, {Key: 2}}})))
+		run()
+		c := p.servers[0].clients[0]
+		require.Len(t, c.keys, 2)
+		require.Same(t, c.keys[1], c.plans[0].keys[0])
+		require.True(t, c.keys[1].granted)
+	})
+	t.Run("a push that should have waited", func(t *testing.T) {
+		p := newPair(t, 1)
+		run := p.aside()
+		id := p.push(1, 8)
+		run()
+		require.NoError(t, p.settle())
+		p.answer(id, 1)
+		require.NoError(t, p.servers[0].Frame(0, need(1, 1<<16)))
+		require.NoError(t, p.servers[0].Frame(0, wire.AppendRequest(nil, &wire.Request{Seq: 9, Push: []wire.Pushed{{Rows: 8, Bytes: 8}}})))
+		run()
+		require.ErrorContains(t, p.broken, "before its last push of the key was answered")
+		require.Len(t, p.sf[0].keys, 1)
+		require.NoError(t, p.buffers.Release(p.servers[0].clients[0].keys[1].id))
+	})
+	t.Run("the worker's loss", func(t *testing.T) {
+		p := newPair(t, 1)
+		run := p.aside()
+		first := p.push(1, 8, 9)
+		p.servers[0].Lose(0, errGone)
+		p.w.Lose(0, errGone)
+		p.servers[0].Up(0, 0, p.sf[0], p.from[0])
+		p.w.Up(0, 10, p.wf, p.to[0])
+		require.Equal(t, StateFailed, p.state(first))
+		id := p.push(2, 8)
+		run()
+		require.NoError(t, p.settle())
+		p.answer(id, 2)
+		run()
+		require.Len(t, p.sf[0].keys, 1)
+		require.NoError(t, p.buffers.Release(p.servers[0].clients[0].keys[1].id))
+	})
 }

@@ -130,7 +130,7 @@ func TestLoansOfOneKey(t *testing.T) {
 func TestLoanToSome(t *testing.T) {
 	p := lending(t, 4)
 	p.to[1].lend = false
-	p.servers[2].RefuseLoans()
+	p.servers[2].RefuseLoans(true)
 	own := bytesOf(t, 0, 64, 0)
 	require.NoError(t, p.servers[3].Fix([]Own{{0, 5, own.Base}}))
 	for v := range byte(3) {
@@ -235,7 +235,7 @@ func TestBrokenLoans(t *testing.T) {
 		"none named":      {9, []wire.Pushed{{Rows: 0, Bytes: 0}}, 1, "lent a tensor that push_pull 9"},
 	} {
 		buffers := NewBuffers()
-		s, err := NewServer(1, buffers, new(trace.Counters), ignored)
+		s, err := NewServer(1, buffers, new(trace.Counters), inline)
 		require.NoError(t, err)
 		s.Connect(0, 0, newFabric(), &wireConn{room: 10})
 		require.NoError(t, s.Frame(0, wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))

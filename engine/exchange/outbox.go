@@ -54,6 +54,9 @@ func (o *outbox) stamp() {
 // empty says whether everything has been taken.
 func (o *outbox) empty() bool { return o.next == len(o.ops) }
 
+// stuck reports whether back-pressure holds something up, which only a Poll ends.
+func (o *outbox) stuck() bool { return !o.empty() && o.conn != nil && o.err == nil }
+
 // flush posts what is left. An error means that the Conn takes no more.
 func (o *outbox) flush() error {
 	if o.empty() || o.err != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -15,18 +16,21 @@ import (
 
 // fakeFabric registers and moves nothing.
 type fakeFabric struct {
-	next uint64
-	keys map[transport.Key]mem.Region
-	busy error // what the next Deregister says: a write is under way
-	room *int  // registrations that there is room for; nil: any number
-	blob string
+	next  uint64
+	keys  map[transport.Key]mem.Region
+	busy  bool     // writes are under way
+	freed []uint64 // keys that are to be freed
+	room  *int     // registrations that there is room for; nil: any number
+	blob  string
+	local bool // it sends what is registered
 }
 
 func newFabric() *fakeFabric { return &fakeFabric{keys: map[transport.Key]mem.Region{}} }
 
-func (f *fakeFabric) Name() string                { return "fake" }
-func (f *fakeFabric) Addr() transport.Addr        { return "fake:" }
-func (f *fakeFabric) Reaches(transport.Addr) bool { return true }
+func (f *fakeFabric) Name() string                 { return "fake" }
+func (f *fakeFabric) Addr() transport.Addr         { return "fake:" }
+func (f *fakeFabric) Caps() transport.Caps         { return transport.Caps{Lends: true, LocalKeys: f.local} }
+func (f *fakeFabric) Reaches(transport.Addr) error { return nil }
 func (f *fakeFabric) Register(r mem.Region) (transport.Key, error) {
 	if f.room != nil {
 		if *f.room == 0 {
@@ -40,20 +44,44 @@ func (f *fakeFabric) Register(r mem.Region) (transport.Key, error) {
 	return k, nil
 }
 
-func (f *fakeFabric) Deregister(k transport.Key) error {
-	if _, ok := f.keys[k]; !ok {
-		return errors.New("fake: no such key")
+func (f *fakeFabric) Deregister(k transport.Key) {
+	if _, ok := f.keys[k]; ok {
+		delete(f.keys, k)
+		f.freed = append(f.freed, k.ID)
 	}
-	delete(f.keys, k)
-	err := f.busy
-	f.busy = nil
-	return err
 }
+
+// free gives what waits for the end of keys at f, which as knows, its word.
+func (f *fakeFabric) free(as transport.Fabric, tb *Table) (any bool) {
+	if f.busy {
+		return false
+	}
+	list := f.freed
+	f.freed = nil
+	for _, id := range list {
+		tb.Freed(as, id)
+	}
+	return len(list) > 0
+}
+
+// knows reports whether s is registered.
+func (f *fakeFabric) knows(s mem.Span) bool {
+	for _, r := range f.keys {
+		if r.Contains(s) {
+			return true
+		}
+	}
+	return false
+}
+
 func (f *fakeFabric) Connect(context.Context, transport.Addr) (transport.Conn, error) {
 	return nil, nil
 }
-func (f *fakeFabric) Poll([]transport.Event) (int, error) { return 0, nil }
-func (f *fakeFabric) Close() error                        { return nil }
+func (f *fakeFabric) Poll([]transport.Event) (int, error)      { return 0, nil }
+func (f *fakeFabric) Bind(transport.Key, transport.Conn) error { return nil }
+func (f *fakeFabric) FD() int                                  { return -1 }
+func (f *fakeFabric) Arm() bool                                { return false }
+func (f *fakeFabric) Close() error                             { return nil }
 
 // wireConn is one direction of a path: what is posted waits in it until the
 // test lets it through.
@@ -63,6 +91,7 @@ type wireConn struct {
 	held uint64 // the ticket whose writes wait, as behind a stream
 	ops  []transport.Op
 	dead error
+	of   *fakeFabric
 }
 
 func (c *wireConn) Post(ops []transport.Op) (int, error) {
@@ -72,15 +101,18 @@ func (c *wireConn) Post(ops []transport.Op) (int, error) {
 	n := min(len(ops), c.room)
 	for _, o := range ops[:n] {
 		o.Frame = append([]byte(nil), o.Frame...)
+		if o.Kind == transport.OpWrite && c.of != nil && c.of.local && !c.of.knows(o.Src[0]) {
+			return 0, errors.New("fake: the source is not registered")
+		}
 		c.ops = append(c.ops, o)
 	}
 	return n, nil
 }
 func (c *wireConn) Lends(s mem.Span) bool { return c.lend && mem.SharedAt(s) != nil }
 
-func (c *wireConn) Close() error   { return nil }
-func (c *wireConn) Hello() []byte  { return nil }
-func (c *wireConn) Remote() string { return "fake" }
+func (c *wireConn) Unsent() bool         { return false }
+func (c *wireConn) Close()               {}
+func (c *wireConn) Peer() transport.Peer { return transport.Peer{Remote: "fake"} }
 
 // pair is one worker and its servers without transports. Nothing moves unless
 // the test says so.
@@ -88,42 +120,65 @@ type pair struct {
 	t       *testing.T
 	w       *Worker
 	wf      *fakeFabric
+	as      transport.Fabric // what the worker knows wf by; nil: wf
 	servers []*Server
 	sf      []*fakeFabric
 	to      []*wireConn // worker to server i
 	from    []*wireConn
 	copies  bool // move the bytes
 	buffers *Buffers
+	broken  error // what a server of aside has said
 }
 
-// ignored is a Broken for tests that lose the peer themselves.
-func ignored(int, error) {}
+// inline is a Host for tests that lose the peer themselves: what helpers do is done at once.
+var inline = Host{Broken: func(int, error) {}, Aside: func(f func()) { f() }}
 
 func newPair(t *testing.T, servers int) *pair {
 	p := &pair{t: t, wf: newFabric(), copies: true, buffers: NewBuffers()}
 	var err error
-	p.w, err = NewWorker(servers, new(trace.Counters), ignored)
+	p.w, err = NewWorker(servers, new(trace.Counters), inline)
 	require.NoError(t, err)
 	for i := range servers {
-		s, err := NewServer(1, p.buffers, new(trace.Counters), ignored)
+		s, err := NewServer(1, p.buffers, new(trace.Counters), inline)
 		require.NoError(t, err)
 		p.servers = append(p.servers, s)
 		p.sf = append(p.sf, newFabric())
-		p.to = append(p.to, &wireConn{room: 1000})
-		p.from = append(p.from, &wireConn{room: 1000})
+		p.to = append(p.to, &wireConn{room: 1000, of: p.wf})
+		p.from = append(p.from, &wireConn{room: 1000, of: p.sf[i]})
 		p.w.Connect(i, 10+i, p.wf, p.to[i])
 		s.Connect(0, 0, p.sf[i], p.from[i])
-		t.Cleanup(func() { require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
+		t.Cleanup(func() { s.Over(); require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
 	}
 	t.Cleanup(func() { require.NoError(t, p.w.Free()) })
 	return p
+}
+
+// ended lets come what has ended: keys, and Conns of peers that were lost.
+func (p *pair) ended() (any bool) {
+	as := p.as
+	if as == nil {
+		as = p.wf
+	}
+	any = p.wf.free(as, p.w.Tickets())
+	tables := []*Table{p.w.Tickets()}
+	for i, s := range p.servers {
+		any = p.sf[i].free(p.sf[i], s.Tickets()) || any
+		tables = append(tables, s.Tickets())
+	}
+	for _, tb := range tables {
+		for c := range tb.ends.closed {
+			tb.Closed(c)
+			any = true
+		}
+	}
+	return any
 }
 
 // settle lets everything through until nothing moves, and returns the first
 // breach of the protocol that a side reports.
 func (p *pair) settle() error {
 	for moved := true; moved; {
-		moved = false
+		moved = p.ended()
 		p.w.Drain()
 		for i, s := range p.servers {
 			s.Drain()
@@ -136,7 +191,8 @@ func (p *pair) settle() error {
 			}
 			moved = moved || a || b
 		}
-		moved = moved || p.w.Pending()
+		moved = p.ended() || moved
+		moved = moved || p.w.Pending() || slices.ContainsFunc(p.servers, func(s *Server) bool { return s.Pending() })
 	}
 	return nil
 }
@@ -201,6 +257,7 @@ func (p *pair) through(ch *Channel, key, n uint64, fill byte) (uint64, Tensor) {
 }
 
 func (p *pair) pushPull(push, pull []Tensor) (uint64, error) {
+	p.ended()
 	t, err := p.w.Begin()
 	require.NoError(p.t, err)
 	for _, x := range push {
@@ -239,6 +296,7 @@ func (p *pair) respond(i int, r *Request, tensors ...Tensor) error {
 }
 
 func (p *pair) state(id uint64) int {
+	p.ended()
 	s, ok := p.w.State(id)
 	require.True(p.t, ok)
 	return s

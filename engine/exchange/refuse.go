@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/bits"
 
+	"fserver/engine/transport"
 	"fserver/engine/wire"
 )
 
@@ -88,19 +89,28 @@ func shape(dims []int64) string {
 
 // refuse has the worker told that a request, which is complete, is not answered. Nobody
 // else learns of it.
-func (s *Server) refuse(c *client, r *Request) {
-	r.giveBack(s.buffers)
-	c.refusals.push(r)
+func (s *Server) refuse(c *client, r *Request) error {
+	b := wire.AppendRefused(nil, &wire.Refused{Seq: r.seq, Unfit: true, Text: r.refusal})
+	s.put(r)
+	c.count--
+	return s.reply(c, b)
 }
 
-// tellRefused puts the next refusal into the outbox.
-func (s *Server) tellRefused(c *client) {
-	r := c.refusals.pop()
-	c.begin(nil)
-	c.frame = wire.AppendRefused(c.frame, &wire.Refused{Seq: r.seq, Unfit: true, Text: r.refusal})
-	c.send()
-	c.count--
-	s.put(r)
+// maxOwed bounds the frames that a worker has not taken, other than answers, in bytes. One that
+// keeps to the protocol is owed one of Buffers, and a Refused for each push_pull.
+const (
+	maxOwed   = 4 * transport.MaxFrame
+	owedExtra = 64 // for each of them
+)
+
+// reply has c told b, of no ticket. An error means that it does not read what it is told.
+func (s *Server) reply(c *client, b []byte) error {
+	if c.owed += len(b) + owedExtra; c.owed > maxOwed {
+		return fmt.Errorf("exchange: worker %d does not read the answers to its messages: %d frames are queued", c.rank, c.replies.len())
+	}
+	c.replies.push(b)
+	s.advance(c)
+	return nil
 }
 
 // Fail ends the request of a handler at its worker with a RefusedError that has text, of

@@ -166,7 +166,7 @@ func TestUnfit(t *testing.T) {
 func strict(t *testing.T) *pair {
 	p := newPair(t, 1)
 	p.buffers.Hold(elements)
-	s, err := NewServer(1, p.buffers, new(trace.Counters), ignored)
+	s, err := NewServer(1, p.buffers, new(trace.Counters), inline)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
 	s.Connect(0, 0, p.sf[0], p.from[0])
@@ -211,7 +211,7 @@ func TestUnfitAndLost(t *testing.T) {
 	}
 	require.NoError(t, p.settle())
 	s := p.servers[0]
-	require.Equal(t, 2, s.clients[0].refusals.len(), "and one is on its way")
+	require.Equal(t, 2, s.clients[0].replies.len(), "and one is on its way")
 	s.Lose(0, errGone)
 	require.Zero(t, s.clients[0].count)
 	require.Len(t, s.requests.free, len(s.requests.all))
@@ -235,7 +235,7 @@ func TestWrongAnswersAndDetach(t *testing.T) {
 		require.NoError(t, p.w.Submit(tk))
 		require.NoError(t, p.settle())
 		h := s.Take(at)[0].Handler()
-		s.Hand(at)
+		s.Deliver()
 		began, stop, done := make(chan bool), make(chan bool), make(chan error)
 		go func() {
 			close(began)

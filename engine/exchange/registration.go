@@ -1,104 +1,273 @@
 package exchange
 
 import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
 
-// registration is the key of an allocation at one Fabric.
-type registration struct {
+// freed names a Key whose EvFreed is waited for.
+type freed struct {
 	fabric transport.Fabric
-	key    transport.Key
-	region mem.Region
-	cached bool
+	key    uint64 // its ID
 }
 
-func (w *Worker) register(f transport.Fabric, x *Tensor) (registration, error) {
-	if x.Alloc != 0 {
-		list := w.regs[x.Alloc]
-		for i := range list {
-			if list[i].fabric != f {
-				continue
-			}
-			if list[i].region == x.Base {
-				return list[i], nil
-			}
-			// The allocation has been resized in place.
-			if err := f.Deregister(list[i].key); err != nil {
-				return registration{}, err
-			}
-			w.regs[x.Alloc] = append(list[:i], list[i+1:]...)
-			break
+// quiet are the Conns of lost peers that may still write: each is closed with its Conn.
+type quiet []chan struct{}
+
+// calmLimit bounds how long a call waits for that.
+const calmLimit = 5 * time.Second
+
+func (q quiet) wait() error {
+	limit := time.After(calmLimit)
+	for _, over := range q {
+		select {
+		case <-over:
+		case <-limit:
+			return fmt.Errorf("a process whose connection was lost may still write to memory of this one, for %v (end that process)", calmLimit)
 		}
 	}
-	k, err := f.Register(x.Base)
-	if err != nil {
-		return registration{}, err
+	return nil
+}
+
+// ends is what the owner waits for when something ends at a Fabric.
+type ends struct {
+	freed  map[freed]func()
+	closed map[transport.Conn]chan struct{}
+	over   bool // all Fabrics are closed: nobody touches memory any more
+}
+
+// Freed takes EvFreed of a key of f, and Closed EvClosed.
+func (e *ends) Freed(f transport.Fabric, key uint64) {
+	at := freed{f, key}
+	if then := e.freed[at]; then != nil {
+		delete(e.freed, at)
+		then()
 	}
-	r := registration{f, k, x.Base, x.Alloc != 0}
-	if r.cached {
-		w.regs[x.Alloc] = append(w.regs[x.Alloc], r)
+}
+
+func (e *ends) Closed(c transport.Conn) {
+	if over := e.closed[c]; over != nil {
+		delete(e.closed, c)
+		close(over)
 	}
+}
+
+// afterFreed calls then when a key is freed that is being deregistered.
+func (e *ends) afterFreed(at freed, then func()) {
+	if e.over {
+		then()
+	} else {
+		e.freed[at] = then
+	}
+}
+
+// lost adds c, which a peer that is lost had, to those in q that have not ended.
+func (e *ends) lost(c transport.Conn, q quiet) (next quiet) {
+	for _, over := range q {
+		select {
+		case <-over:
+		default:
+			next = append(next, over)
+		}
+	}
+	if c != nil && !e.over {
+		over := make(chan struct{})
+		e.closed[c] = over
+		next = append(next, over)
+	}
+	return next
+}
+
+// Over says that all Fabrics are closed, so that nobody touches memory any more.
+func (e *ends) Over() {
+	e.over = true
+	for c := range e.closed {
+		e.Closed(c)
+	}
+	for at := range e.freed {
+		e.Freed(at.fabric, at.key)
+	}
+}
+
+// registration is the key of an allocation at one Fabric.
+type registration struct {
+	ring   *keyring
+	key    transport.Key
+	region mem.Region
+	era    uint64 // of the ring
+	cached bool   // in the ring; else it ends when no ticket names it
+	uses   int    // tickets that name it
+}
+
+// keyring is what a node has registered with one Fabric, but for receive buffers.
+type keyring struct {
+	fabric transport.Fabric
+	local  bool                     // the Fabric sends what is registered
+	at     int                      // in keys.rings
+	all    map[uint64]*registration // by allocation
+	era    uint64                   // how often peers on the Fabric were lost; the owner writes it
+	calm   quiet                    // of peers that know keys of the eras before
+}
+
+// keys are the keys of a worker's pull tensors and of what a node sends. Callers look them up and
+// make new ones; the owner ends them.
+type keys struct {
+	mu    sync.Mutex  // held for a few instructions, never while a Fabric registers
+	rings []*keyring  // one for each Fabric
+	paths []*keyring  // by peer; nil: it has had no path yet
+	local atomic.Bool // a Fabric sends what is registered
+}
+
+// path has the keys for peer i made at f.
+func (ks *keys) path(i int, f transport.Fabric) *keyring {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for _, r := range ks.rings {
+		if r.fabric == f {
+			ks.paths[i] = r
+			return r
+		}
+	}
+	r := &keyring{fabric: f, local: f.Caps().LocalKeys, at: len(ks.rings), all: map[uint64]*registration{}}
+	ks.rings, ks.paths[i] = append(ks.rings, r), r
+	if r.local {
+		ks.local.Store(true)
+	}
+	return r
+}
+
+// acquire gives regs, which are of pull tensors of server i, their keys, and registers what is new.
+// That may block.
+func (ks *keys) acquire(i int, tensors []Tensor, regs []*registration) (err error) {
+	blobs := 0
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	ring := ks.paths[i]
+	if ring == nil {
+		return nil
+	}
+	for j := range tensors {
+		x := &tensors[j]
+		if x.Span.Len == 0 {
+			continue
+		}
+		if regs[j], err = ks.use(ring, x); err != nil {
+			return fmt.Errorf("exchange: pull tensor of key %d: %w", x.Key, err)
+		}
+		blobs += len(regs[j].key.Blob)
+	}
+	if blobs > maxBlobs {
+		err = Shapef("exchange: push_pull: the keys of %d pull tensors take %d bytes, and there is room for %d in a frame of %d (pull fewer tensors in one call)", len(regs), blobs, maxBlobs, transport.MaxFrame)
+	}
+	return err
+}
+
+// source registers what t sends with each Fabric that sends what is registered. That may block.
+func (ks *keys) source(t *Ticket) error {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for ; t.rings < len(ks.rings); t.rings++ {
+		ring := ks.rings[t.rings]
+		for j := 0; ring.local && j < len(t.push); j++ {
+			if t.push[j].Span.Len == 0 || t.push[j].Dev != mem.CPU {
+				continue
+			}
+			r, err := ks.use(ring, &t.push[j])
+			if err != nil {
+				return fmt.Errorf("exchange: tensor %d cannot be sent: %w", j, err)
+			}
+			t.regs = append(t.regs, r)
+		}
+	}
+	return nil
+}
+
+// use finds or makes the key of the allocation of x for a ticket. It gives the lock back while the
+// Fabric registers.
+func (ks *keys) use(ring *keyring, x *Tensor) (*registration, error) {
+	r := ring.all[x.Alloc]
+	if r == nil || r.region != x.Base {
+		k, err := ks.call(ring, x.Base)
+		if err != nil {
+			return nil, err
+		}
+		r = &registration{ring: ring, key: k, region: x.Base, era: ring.era}
+		old := ring.all[x.Alloc]
+		if x.Alloc != 0 && (old == nil || old.region != x.Base) { // else another thread was faster
+			if old != nil { // the allocation has been resized in place
+				old.uncache()
+			}
+			r.cached, ring.all[x.Alloc] = true, r
+		}
+	}
+	r.uses++
 	return r, nil
 }
 
-// unregister lets go of the registrations of t.
-func (w *Worker) unregister(t *Ticket) {
-	for i := range t.regs {
-		w.letGo(&t.regs[i])
+// call registers without the lock, when no peer that is lost writes to the same memory any more.
+func (ks *keys) call(ring *keyring, r mem.Region) (transport.Key, error) {
+	calm := ring.calm
+	ks.mu.Unlock()
+	defer ks.mu.Lock()
+	if err := calm.wait(); err != nil {
+		return transport.Key{}, err
 	}
+	return ring.fabric.Register(r)
 }
 
-// letGo ends a registration of a ticket for it. One that is cached stays, unless it is stale
-// and no other ticket names it.
-func (w *Worker) letGo(r *registration) {
-	switch {
-	case r.fabric == nil:
-	case !r.cached:
-		_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
-	case len(w.stale) != 0:
-		if n := w.stale[*r]; n > 1 {
-			w.stale[*r] = n - 1
-		} else if n == 1 {
-			w.endRegistration(*r)
-		}
+// uncache ends r if no ticket names it, as it reports. The caller takes it from its ring.
+func (r *registration) uncache() (ended bool) {
+	r.cached = false
+	if r.uses == 0 {
+		r.ring.fabric.Deregister(r.key)
 	}
-	*r = registration{}
+	return r.uses == 0
 }
 
-func (w *Worker) forget(alloc uint64) {
-	for _, r := range w.regs[alloc] {
-		_ = r.fabric.Deregister(r.key)
+// letGo takes the keys from a ticket, and returns those that end with it.
+func (ks *keys) letGo(regs []*registration) (over []freed) {
+	if len(regs) == 0 {
+		return nil
 	}
-	delete(w.regs, alloc)
-}
-
-// retain keeps the registrations that tickets name until the last of these lets go: other
-// servers may still be writing with them. The others end.
-func (w *Worker) retain(list []registration) {
-	named := make(map[registration]int, len(list))
-	for _, r := range list {
-		named[r] = 0
-	}
-	for _, t := range w.active {
-		if t == nil {
-			continue
-		}
-		for _, r := range t.regs {
-			if n, ok := named[r]; ok {
-				named[r] = n + 1
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for i, r := range regs {
+		if r != nil {
+			if r.uses--; !r.cached && r.uncache() {
+				over = append(over, freed{r.ring.fabric, r.key.ID})
 			}
+			regs[i] = nil
 		}
 	}
-	for r, n := range named {
-		if w.stale[r] = n; n == 0 {
-			w.endRegistration(r)
+	return over
+}
+
+// forget ends the keys of an allocation that is gone, when no ticket names them any more.
+func (ks *keys) forget(alloc uint64) {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for _, ring := range ks.rings {
+		if r := ring.all[alloc]; r != nil {
+			delete(ring.all, alloc)
+			r.uncache()
 		}
 	}
 }
 
-// endRegistration ends the key of a stale registration.
-func (w *Worker) endRegistration(r registration) {
-	delete(w.stale, r)
-	_ = r.fabric.Deregister(r.key) // the Fabric is closed: nothing is left to drop
+// revoke has nothing new use the keys of a ring any more: a peer that is lost may know all of them,
+// and may write with them until calm.
+func (ks *keys) revoke(ring *keyring, calm quiet) {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for _, r := range ring.all {
+		r.uncache()
+	}
+	clear(ring.all)
+	ring.era++
+	ring.calm = calm
 }

@@ -148,11 +148,8 @@ func (w *Worker) mend(s *server, t *Ticket) bool {
 // as this server: runs is a number for these.
 func (s *Server) Regroup(runs uint64) {
 	s.runs = runs
-	s.publish()
+	s.publish(s.batches)
 }
-
-// maxEchoes bounds the answers to Regroups that a worker has not taken.
-const maxEchoes = 256
 
 // apart reports whether a worker and this server know of different runs.
 func (s *Server) apart() bool {
@@ -179,15 +176,10 @@ func (s *Server) regroup(c *client, b []byte) error {
 	case s.partial:
 		v.Runs = 0
 	case v.Back:
-		for c.ready.len() != 0 {
-			s.dismiss(c, c.ready.pop())
+		for q := &s.batches.queues[c.index]; q.len() != 0; {
+			s.dismiss(c, q.pop())
 		}
 	}
-	if len(c.echoes) == maxEchoes {
-		return fmt.Errorf("exchange: worker %d reports changes but does not read the answers", c.rank)
-	}
-	c.echoes = append(c.echoes, v)
-	s.publish()
-	s.advance(c)
-	return nil
+	s.publish(s.batches)
+	return s.reply(c, wire.AppendRegroup(nil, v))
 }

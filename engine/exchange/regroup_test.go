@@ -53,7 +53,7 @@ func TestRegroupHostile(t *testing.T) {
 		require.NoError(t, p.settle())
 		p.from[0].room = 0 // the worker takes no answers
 		var err error
-		for i := uint64(0); err == nil && i < 2*maxEchoes; i++ {
+		for i := uint64(0); err == nil && i < 2*maxOwed/owedExtra; i++ {
 			err = p.servers[0].Frame(0, wire.AppendRegroup(nil, wire.Regroup{Runs: i}))
 		}
 		require.ErrorContains(t, err, "does not read the answers")

@@ -139,24 +139,14 @@ func (w *Worker) recalled(s *server, b []byte) error {
 func (w *Worker) part(s *server, err error) {
 	s.down = err
 	s.drop()
-	s.lender, s.asked, s.turn = nil, nil, nil
+	s.lends, s.asked, s.turn = false, nil, nil
 	s.plans, s.recall, s.untold = nil, [2][]uint64{}, 0
 	s.enqueue(s.back)
 	s.back = nil
 	s.keys = map[uint64]*credit{}
-	var stale []registration
-	for alloc, list := range w.regs {
-		kept := list[:0]
-		for _, r := range list {
-			if r.fabric == s.fabric {
-				stale = append(stale, r)
-			} else {
-				kept = append(kept, r)
-			}
-		}
-		w.regs[alloc] = kept
+	if s.ring != nil {
+		w.keys.revoke(s.ring, w.lost(s.conn, s.ring.calm))
 	}
-	w.retain(stale)
 }
 
 // Up gives server i its rank and a path, its first or after it was down, and sends what has
@@ -165,34 +155,7 @@ func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
 	s.down, s.held, s.tell = nil, false, tellRuns
 	w.Connect(i, rank, f, c)
-	for q := range s.queues {
-		for range s.queues[q].len() {
-			t := s.queues[q].pop()
-			if err := w.renew(t, s); err != nil {
-				w.endLeg(t, s, err)
-				continue
-			}
-			s.queue(t).push(t)
-		}
-	}
 	w.advance(s)
-}
-
-// renew registers the pull tensors of t that s is to write.
-func (w *Worker) renew(t *Ticket, s *server) error {
-	share := len(t.pull) / len(w.servers)
-	for i := s.index * share; i < (s.index+1)*share; i++ {
-		w.letGo(&t.regs[i])
-		if t.pull[i].Span.Len == 0 {
-			continue
-		}
-		r, err := w.register(s.fabric, &t.pull[i])
-		if err != nil {
-			return err
-		}
-		t.regs[i] = r
-	}
-	return t.checkKeys(t.regs[s.index*share : (s.index+1)*share])
 }
 
 // BePatient makes Batch wait for the successor of a lost worker until Down. To be
@@ -207,7 +170,7 @@ func (s *Server) Lose(i int, err error) {
 	if c := s.clients[i]; c.down == nil {
 		s.part(c, err)
 		c.held = s.patient
-		s.publish()
+		s.publish(s.batches)
 	}
 }
 
@@ -218,10 +181,9 @@ func (s *Server) recall(c *client, b []byte) error {
 	if err != nil {
 		return err
 	}
-	s.sift(c, &c.ready, seqs)
 	for _, l := range s.lanes {
 		s.sift(c, &l.queues[c.index], seqs)
-		l.publish()
+		s.publish(l)
 	}
 	c.strays = slices.DeleteFunc(c.strays, func(r *Request) bool {
 		if !slices.Contains(seqs, r.seq) {
@@ -231,7 +193,6 @@ func (s *Server) recall(c *client, b []byte) error {
 		return true
 	})
 	s.requests.recall(c, seqs)
-	s.publish()
 	s.advance(c)
 	return nil
 }
@@ -259,6 +220,7 @@ func (s *Server) dismiss(c *client, r *Request) {
 func (s *Server) part(c *client, err error) {
 	c.down, c.lost = err, err
 	c.life++
+	c.needing = false
 	c.outbox.drop()
 	for c.answers.len() != 0 {
 		s.drop(c.answers.pop(), err)
@@ -266,25 +228,20 @@ func (s *Server) part(c *client, err error) {
 	for c.replies.len() != 0 {
 		c.replies.pop()
 	}
-	for c.refusals.len() != 0 {
-		s.put(c.refusals.pop())
-	}
-	for c.ready.len() != 0 {
-		s.put(c.ready.pop())
-	}
 	s.unlane(c)
 	c.dropLoans()
-	c.plans, c.recalled, c.echoes, c.count = nil, nil, nil, 0
+	c.plans, c.recalled, c.count, c.owed = nil, nil, 0, 0
 	s.requests.lose(c, s.buffers)
+	c.calm = s.ends.lost(c.conn, c.calm)
 	for _, k := range c.keys {
-		_ = s.retire(c, k) // the Fabric is closed: nothing is left to drop
+		s.retire(c, k)
 	}
 }
 
 // Up gives worker i a path, its first or after it was down.
-func (s *Server) Up(i int, rank int32, f transport.Fabric, conn transport.Conn) {
+func (s *Server) Up(i, rank int, f transport.Fabric, conn transport.Conn) {
 	c := s.clients[i]
 	c.down, c.held, c.left, c.runs = nil, false, false, 0
 	s.Connect(i, rank, f, conn)
-	s.publish()
+	s.publish(s.batches)
 }

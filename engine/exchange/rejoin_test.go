@@ -15,11 +15,12 @@ var errGone = errors.New("gone")
 
 // succeed puts a new process in the place of server i.
 func (p *pair) succeed(i int) {
-	s, err := NewServer(1, p.buffers, new(trace.Counters), ignored)
+	p.ended()
+	s, err := NewServer(1, p.buffers, new(trace.Counters), inline)
 	require.NoError(p.t, err)
-	p.t.Cleanup(func() { require.NoError(p.t, s.Close()); require.NoError(p.t, s.Free()) })
+	p.t.Cleanup(func() { s.Over(); require.NoError(p.t, s.Close()); require.NoError(p.t, s.Free()) })
 	p.servers[i], p.sf[i] = s, newFabric()
-	p.to[i], p.from[i] = &wireConn{room: 1000, lend: p.to[i].lend}, &wireConn{room: 1000}
+	p.to[i], p.from[i] = &wireConn{room: 1000, lend: p.to[i].lend, of: p.wf}, &wireConn{room: 1000, of: p.sf[i]}
 	s.Up(0, 0, p.sf[i], p.from[i])
 	p.w.Up(i, 10+i, p.wf, p.to[i])
 }
@@ -56,7 +57,8 @@ func TestKeysOfTheLost(t *testing.T) {
 	require.NoError(t, p.settle())
 	require.Equal(t, StateFailed, p.state(next))
 	require.ErrorIs(t, p.w.Result(next), errGone)
-	require.Equal(t, old, p.wf.keys)
+	require.Subset(t, p.wf.keys, old)
+	require.Len(t, p.wf.keys, 2, "and one that server 1 never had")
 
 	require.NoError(t, p.respond(0, request, bytesOf(t, 0, 8, 7)))
 	require.NoError(t, p.settle())
@@ -103,11 +105,14 @@ func TestKeysOfManyTickets(t *testing.T) {
 		drain(p.to[i], p.w.Done)
 		p.w.Lose(i, errGone)
 	}
+	p.w.Drain()
 	for _, id := range ids {
 		require.Equal(t, StateFailed, p.state(id))
 	}
 	require.Empty(t, p.wf.keys)
-	require.Empty(t, p.w.stale)
+	for _, ring := range p.w.keys.rings {
+		require.Empty(t, ring.all)
+	}
 }
 
 // TestRecall takes push_pulls back that one server has and another has not
@@ -230,9 +235,11 @@ func TestDownAfterLose(t *testing.T) {
 	p := newPair(t, 1)
 	p.w.BePatient()
 	var ids [2]uint64
+	var out [2]Tensor
 	for i := range ids {
 		var err error
-		ids[i], err = p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, []Tensor{bytesOf(t, 0, 8, 0)})
+		out[i] = bytesOf(t, 0, 8, 0)
+		ids[i], err = p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, out[i:i+1])
 		require.NoError(t, err)
 		require.NoError(t, p.settle())
 		p.w.Lose(0, errGone)
@@ -247,6 +254,8 @@ func TestDownAfterLose(t *testing.T) {
 		require.Equal(t, StateFailed, p.state(id))
 		require.ErrorIs(t, p.w.Result(id), errGone)
 	}
+	require.Len(t, p.wf.keys, 1, "that which nobody was told")
+	p.w.Forget(out[1].Alloc)
 	require.Empty(t, p.wf.keys)
 }
 
@@ -273,6 +282,7 @@ func TestLateAnswer(t *testing.T) {
 	require.Empty(t, p.from[0].ops)
 	_, _, err = s.requests.claim(handler, &Ticket{})
 	require.Error(t, err)
+	p.ended()
 	require.Equal(t, 1, p.buffers.Len(), "the application looks at it")
 	require.Equal(t, byte(5), seen.Span.Bytes()[0])
 	require.NoError(t, p.buffers.Release(seen.Buffer))
@@ -299,6 +309,7 @@ func TestUntaken(t *testing.T) {
 		}
 		s.Lose(0, errGone)
 		p.w.Lose(0, errGone)
+		p.ended()
 		require.Equal(t, want, p.buffers.Len())
 		if taken {
 			require.NoError(t, p.buffers.Release(seen))
@@ -318,6 +329,7 @@ func TestUntaken(t *testing.T) {
 	require.NoError(t, p.w.Submit(on))
 	push(1)
 	require.Equal(t, 2, p.buffers.Len())
+	s.Over()
 	require.NoError(t, s.Close())
 	require.Zero(t, p.buffers.Len())
 }

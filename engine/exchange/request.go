@@ -116,19 +116,16 @@ func (rs *requests) put(r *Request) {
 func (rs *requests) claim(handler uint64, t *Ticket) (r *Request, lost bool, err error) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
-	place := handler & (1<<handlerPlace - 1)
-	if place < uint64(len(rs.all)) {
-		if r := rs.all[place]; r.handler == handler {
-			if r.state.Load() == reqDelivered { // and stays so while rs.mu is held
-				if err := r.match(t); err != nil {
-					return nil, false, err
-				}
-				r.state.Store(reqResponding)
-				return r, false, nil
+	if r := rs.find(handler); r != nil {
+		if r.state.Load() == reqDelivered { // and stays so while rs.mu is held
+			if err := r.match(t); err != nil {
+				return nil, false, err
 			}
-			if r.state.CompareAndSwap(reqLost, reqResponding) {
-				return r, true, nil
-			}
+			r.state.Store(reqResponding)
+			return r, false, nil
+		}
+		if r.state.CompareAndSwap(reqLost, reqResponding) {
+			return r, true, nil
 		}
 	}
 	call := "respond to"
@@ -138,15 +135,22 @@ func (rs *requests) claim(handler uint64, t *Ticket) (r *Request, lost bool, err
 	return nil, false, Shapef("exchange: %s handler %d: no such request is waiting for an answer (each handler of get_batch is answered once)", call, handler)
 }
 
+// find returns the request of a handler, or nil.
+func (rs *requests) find(handler uint64) *Request {
+	if place := handler & (1<<handlerPlace - 1); place < uint64(len(rs.all)) && rs.all[place].handler == handler {
+		return rs.all[place]
+	}
+	return nil
+}
+
 // rank is the worker of the request of a handler; not ok if nobody waits for its answer.
 func (rs *requests) rank(handler uint64) (rank int32, ok bool) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
-	place := handler & (1<<handlerPlace - 1)
-	if place >= uint64(len(rs.all)) || rs.all[place].handler != handler {
+	r := rs.find(handler)
+	if r == nil {
 		return 0, false
 	}
-	r := rs.all[place]
 	if s := r.state.Load(); s != reqDelivered && s != reqLost {
 		return 0, false
 	}

@@ -15,7 +15,7 @@ func (w *Worker) advance(s *server) {
 	}
 	for {
 		if err := s.flush(); err != nil {
-			w.onBroken(s.index, err)
+			w.Broken(s.index, err)
 			return
 		}
 		if !s.empty() {
@@ -96,6 +96,9 @@ func (w *Worker) proceed(s *server) bool {
 
 // compose puts into the outbox of s what t needs next; false if t must wait.
 func (w *Worker) compose(s *server, t *Ticket) bool {
+	if !w.keyed(t, s) {
+		return false
+	}
 	l := &t.legs[s.index]
 	if len(l.keys) == 0 {
 		for i := range t.push {
@@ -111,7 +114,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	for i, k := range l.keys {
 		x := &t.push[i]
 		// A loan cannot be held back behind a device stream, as what is written there is.
-		lend := s.lender != nil && t.after.Event == 0 && (k.lend && s.lender.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
+		lend := s.lends && t.after.Event == 0 && (k.lend && s.conn.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
 		l.lends = append(l.lends, lend)
 		if lend && k.lend { // it touches no buffer
 			continue
@@ -138,6 +141,38 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	return true
 }
 
+// keyed reports whether the pull tensors that s is to write, and what it is sent, have keys that
+// are good for it. If not, it has a helper make them anew: s was lost, or had no path, when they
+// were made.
+func (w *Worker) keyed(t *Ticket, s *server) bool {
+	first, end := w.share(t, s.index)
+	good := !t.renewing && (!s.ring.local || s.ring.at < t.rings)
+	for i := first; i < end && good; i++ {
+		r := t.regs[i]
+		good = t.pull[i].Span.Len == 0 || r != nil && r.ring == s.ring && r.era == s.ring.era
+	}
+	if good || t.renewing {
+		return good
+	}
+	t.renewing = true
+	t.ops++
+	w.keys.letGo(t.regs[first:end])
+	var err error
+	w.later(func() {
+		if err = w.acquire(t, s.index); err == nil {
+			err = w.source(t)
+		}
+	}, func() {
+		t.renewing = false
+		if err != nil && t.err == nil {
+			w.fail(t, err)
+			w.withdraw(t)
+		}
+		w.Done(t.id, nil)
+	})
+	return false
+}
+
 // know gives the plan of t as s knows it, or nil after it has put the plan into
 // the outbox.
 func (w *Worker) know(s *server, t *Ticket) *sent {
@@ -145,14 +180,13 @@ func (w *Worker) know(s *server, t *Ticket) *sent {
 	if n < uint64(len(s.plans)) && s.plans[n].plan == t.plan {
 		return s.plans[n]
 	}
-	share := len(t.pull) / len(w.servers)
-	k := &sent{plan: t.plan, targets: make([]target, share)}
-	first := s.index * share
+	first, end := w.share(t, s.index)
+	k := &sent{plan: t.plan, targets: make([]target, end-first)}
 	s.begin(nil)
 	if t.class() == ofBatches {
 		s.ordered()
 	}
-	s.frame = wire.AppendPlan(s.frame, &wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first : first+share]})
+	s.frame = wire.AppendPlan(s.frame, &wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first:end]})
 	s.send()
 	for uint64(len(s.plans)) <= n {
 		s.plans = append(s.plans, k)
@@ -180,10 +214,10 @@ func (w *Worker) request(s *server, t *Ticket, l *leg, known *sent) {
 			w.counters.BytesOut.Add(x.Span.Len)
 		}
 	}
-	share := len(known.targets)
 	l.era = w.era
+	first, _ := w.share(t, s.index)
 	for j := range known.targets {
-		i := s.index*share + j
+		i := first + j
 		x := &t.pull[i]
 		p := wire.Target{Bytes: x.Span.Len}
 		if x.Span.Len != 0 {

@@ -34,53 +34,46 @@ type client struct {
 	fabric   transport.Fabric
 	plans    []*clientPlan
 	keys     map[uint64]*receiver
-	loans    []loan // whose request is not here
-	ready    ring[*Request]
-	strays   []*Request     // for channels that are closed here
-	answers  ring[*Ticket]  // not wholly posted
-	replies  ring[[]byte]   // frames with Buffers, likewise
-	refusals ring[*Request] // complete, and refused
-	count    int            // requests that are not answered
+	loans    []loan        // whose request is not here
+	strays   []*Request    // for channels that are closed here
+	answers  ring[*Ticket] // not wholly posted
+	replies  ring[[]byte]  // frames, likewise,
+	owed     int           // and their bytes
+	count    int           // requests that are not answered
 	left     bool
-	down     error          // why there is no path to it
-	held     bool           // down, and its successor is waited for
-	lost     error          // the last down
-	recalled []uint64       // requests that were taken back, which the worker is still to be told
-	runs     uint64         // of its last Regroup
-	echoes   []wire.Regroup // answers that it is still to be told
-	life     uint32         // counts them
+	down     error    // why there is no path to it
+	held     bool     // down, and its successor is waited for
+	lost     error    // the last down
+	recalled []uint64 // requests that were taken back, which the worker is still to be told
+	runs     uint64   // of its last Regroup
+	life     uint32   // how often it was lost
+	needing  bool     // a helper makes what its Need lacks
+	calm     quiet    // its earlier runs write nothing any more
 }
 
 // Server takes the requests of the workers of its rail and answers them.
 type Server struct {
 	*Table
-	counters *trace.Counters
 	buffers  *Buffers
 	elements Elements
 	memory   Memory // of new buffers
-	inbox    inbox
 	clients  []*client
 	requests requests
-	batch    []*Request            // scratch
-	lanes    map[string]*lane      // by channel
-	ready    atomic.Int32          // workers with a request for a batch
+	batch    []*Request       // scratch
+	lanes    map[string]*lane // by channel; batches have no name
+	batches  *lane
 	able     atomic.Int32          // workers that have one, or may still send one
 	ranked   atomic.Bool           // all clients have their ranks
 	broken   atomic.Pointer[error] // why not all workers are able, if so
 	slots    uint64
-	kept     []uint64 // buffers that may be written to, and have no key
 	patient  bool
 	runs     uint64 // of the members of the rail, see Regroup
 	partial  bool   // the last call of Batch took less than all
 	noLoans  bool
 	req      wire.Request
 	resp     wire.Response
-	needs    []wire.Need // of the frame at hand,
-	grants   []grant     // and what it is to be given
-	made     []*receiver // of keys that the frame at hand was the first to name
-	onBroken Broken
 
-	mu    sync.Mutex // guards fixed
+	mu    sync.Mutex // guards what follows
 	fixed map[fixedKey]fixed
 }
 
@@ -97,22 +90,26 @@ type fixedKey struct {
 
 // NewServer makes a server of n workers, in the order of their groups. Each
 // must be given its Conn before the first call of another kind.
-func NewServer(n int, b *Buffers, c *trace.Counters, onBroken Broken) (*Server, error) {
-	tb, err := newTable()
+func NewServer(n int, b *Buffers, c *trace.Counters, h Host) (*Server, error) {
+	tb, err := newTable(n, c, h)
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{Table: tb, counters: c, buffers: b, elements: b.Holds(), memory: Host{}, onBroken: onBroken, fixed: map[fixedKey]fixed{}}
+	s := &Server{Table: tb, buffers: b, elements: b.Holds(), memory: CPU{}, fixed: map[fixedKey]fixed{}}
 	s.able.Store(int32(n))
 	for i := range n {
 		s.clients = append(s.clients, &client{index: i, keys: map[uint64]*receiver{}})
+		tb.outs = append(tb.outs, &s.clients[i].outbox)
 	}
+	s.batches = s.newLane()
+	s.lanes = map[string]*lane{"": s.batches}
 	return s, nil
 }
 
 // Connect gives worker i its rank and its path. For the owner.
-func (s *Server) Connect(i int, rank int32, f transport.Fabric, c transport.Conn) {
-	s.clients[i].rank, s.clients[i].fabric, s.clients[i].conn = rank, f, c
+func (s *Server) Connect(i, rank int, f transport.Fabric, c transport.Conn) {
+	s.clients[i].rank, s.clients[i].fabric, s.clients[i].conn = int32(rank), f, c
+	s.keys.path(i, f)
 	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.conn == nil }))
 }
 
@@ -153,23 +150,21 @@ func (s *Server) Fix(all []Own) error {
 	return nil
 }
 
-// RefuseLoans has all tensors written into receive buffers. To be called before
+// RefuseLoans says whether all tensors are to be written into receive buffers. To be called before
 // any request.
-func (s *Server) RefuseLoans() { s.noLoans = true }
+func (s *Server) RefuseLoans(all bool) { s.noLoans = all }
 
 // ReceiveIn has receive buffers made of m. To be called before any request.
 func (s *Server) ReceiveIn(m Memory) { s.memory = m }
 
-// Begin issues a ticket for an answer. Safe from any goroutine.
-func (s *Server) Begin() (*Ticket, error) { return s.begin() }
-
-// Abandon gives back a ticket that was not submitted.
-func (s *Server) Abandon(t *Ticket) { s.release(t) }
-
-// Respond answers the request of a handler with the pushed tensors of t. With
-// an error t is gone, and the request, unless its worker is lost, can still be
-// answered. Safe from any goroutine.
+// Respond answers the request of a handler with the pushed tensors of t, and registers those that
+// are new. It may block. With an error t is gone, and the request, unless its worker is lost, can
+// still be answered. Safe from any goroutine.
 func (s *Server) Respond(handler uint64, t *Ticket) error {
+	if err := s.source(t); err != nil {
+		s.Abandon(t)
+		return err
+	}
 	r, lost, err := s.requests.claim(handler, t)
 	if err != nil {
 		s.Abandon(t)
@@ -182,7 +177,7 @@ func (s *Server) Respond(handler uint64, t *Ticket) error {
 		return err
 	}
 	r.stamps[trace.Respond-trace.Received] = t.rec.stamps[trace.Start]
-	t.request = r
+	t.request, t.on = r, r.channel
 	s.inbox.put(submission{ticket: t})
 	return nil
 }
@@ -196,22 +191,23 @@ func (s *Server) WorkerOf(handler uint64) (int32, error) {
 	return rank, nil
 }
 
-// Pending says whether Drain has something to do. Safe from any goroutine.
-func (s *Server) Pending() bool { return s.inbox.waiting.Load() }
-
 // Workers is how many there are.
 func (s *Server) Workers() int { return len(s.clients) }
 
 // Ready says whether Batch would give a batch of at least so many requests, or an error. Safe
 // from any goroutine.
 func (s *Server) Ready(least int) bool {
-	return int(s.ready.Load()) >= least || int(s.able.Load()) < least
+	return int(s.batches.ready.Load()) >= least || int(s.able.Load()) < least
 }
 
 // Drain takes the answers that callers have submitted and posts what can be
 // posted. For the owner, as everything below.
 func (s *Server) Drain() {
 	for _, m := range s.inbox.take() {
+		if m.then != nil {
+			m.then()
+			continue
+		}
 		t := m.ticket
 		c := t.request.client
 		s.adopt(t)
@@ -224,7 +220,7 @@ func (s *Server) Drain() {
 		c.answers.push(t)
 	}
 	for _, c := range s.clients {
-		if c.answers.len()+c.replies.len()+c.refusals.len()+len(c.recalled)+len(c.echoes) != 0 || !c.empty() {
+		if c.answers.len()+c.replies.len()+len(c.recalled) != 0 || !c.empty() {
 			s.advance(c)
 		}
 	}
@@ -247,7 +243,7 @@ func (s *Server) drop(t *Ticket, err error) {
 func (s *Server) advance(c *client) {
 	for {
 		if err := c.flush(); err != nil {
-			s.onBroken(c.index, err)
+			s.Broken(c.index, err)
 			return
 		}
 		if !c.empty() {
@@ -262,22 +258,16 @@ func (s *Server) advance(c *client) {
 			s.settle(t, nil)
 		}
 		switch {
-		case c.replies.len() != 0:
-			c.begin(nil)
-			c.frame = append(c.frame, c.replies.pop()...)
-			c.send()
-		case c.refusals.len() != 0:
-			s.tellRefused(c)
-		case len(c.recalled) != 0:
+		case len(c.recalled) != 0: // before the answer to a Regroup
 			c.begin(nil)
 			c.frame = wire.AppendRecall(c.frame, wire.TypeRecalled, c.recalled)
 			c.send()
 			c.recalled = c.recalled[:0]
-		case len(c.echoes) != 0:
+		case c.replies.len() != 0:
 			c.begin(nil)
-			c.frame = wire.AppendRegroup(c.frame, c.echoes[0])
+			c.frame = append(c.frame, c.replies.pop()...)
+			c.owed -= len(c.frame) + owedExtra
 			c.send()
-			c.echoes = slices.Delete(c.echoes, 0, 1)
 		case c.answers.len() != 0:
 			s.compose(c, c.answers.at(0))
 		default:
@@ -309,15 +299,6 @@ func (s *Server) compose(c *client, t *Ticket) {
 	c.stamp()
 }
 
-func (s *Server) settle(t *Ticket, err error) {
-	if err != nil {
-		s.fail(t, err)
-	}
-	if t.open == 0 && t.ops == 0 {
-		s.end(t)
-	}
-}
-
 // Done takes the end of an operation.
 func (s *Server) Done(user uint64, err error) {
 	t := s.ticket(user)
@@ -345,7 +326,7 @@ func (s *Server) Frame(i int, b []byte) error {
 		return s.regroup(c, b)
 	case wire.TypeBye:
 		c.left = true
-		s.publish()
+		s.publish(s.batches)
 		return nil
 	default:
 		return fmt.Errorf("exchange: worker %d sent a frame of type %d, which only servers send or this version does not know", c.rank, wire.FrameType(b))
@@ -360,17 +341,19 @@ func (s *Server) plan(c *client, b []byte) error {
 	if p.Number >= wire.MaxPlans {
 		return fmt.Errorf("exchange: worker %d sent plan %d, want at most %d", c.rank, p.Number, wire.MaxPlans-1)
 	}
-	s.made = s.made[:0]
 	cp := &clientPlan{plan: p, targets: make([]target, len(p.Pull))}
+	fresh := 0
 	for i := range p.Push {
-		k, err := s.receiver(c, p.Push[i].Key)
-		if err != nil {
-			k, cp.refusal = &receiver{key: p.Push[i].Key, buffers: s.buffers}, err.Error()
+		if c.keys[p.Push[i].Key] == nil {
+			fresh++
 		}
-		cp.keys = append(cp.keys, k)
 	}
-	if cp.refusal != "" {
-		s.unmake(c)
+	find := s.receiver
+	if err := c.tooMany(fresh); err != nil {
+		find, cp.refusal = s.look, err.Error()
+	}
+	for i := range p.Push {
+		cp.keys = append(cp.keys, find(c, p.Push[i].Key))
 	}
 	cp.fit(s.elements)
 	for uint64(len(c.plans)) <= p.Number {
@@ -380,13 +363,17 @@ func (s *Server) plan(c *client, b []byte) error {
 	return nil
 }
 
-// publish works out how many requests a batch would have, and can have as things stand.
-func (s *Server) publish() {
-	ready, able := int32(0), int32(len(s.clients))
+// publish has callers see what a lane has; of batches also how many requests one can have as things
+// stand.
+func (s *Server) publish(l *lane) {
+	l.publish()
+	if l != s.batches {
+		return
+	}
+	able := int32(len(s.clients))
 	var broken error
-	for _, c := range s.clients {
-		if c.ready.len() != 0 {
-			ready++
+	for i, c := range s.clients {
+		if l.queues[i].len() != 0 {
 			continue
 		}
 		switch {
@@ -401,9 +388,8 @@ func (s *Server) publish() {
 		}
 	}
 	if s.apart() {
-		ready = 0
+		l.ready.Store(0)
 	}
-	s.ready.Store(ready)
 	s.able.Store(able)
 	if broken != nil {
 		why := broken // its own variable: broken would be allocated at each call
@@ -419,30 +405,25 @@ func (s *Server) publish() {
 func (s *Server) Batch(least int) ([]*Request, error) {
 	if partial := least < len(s.clients); partial != s.partial {
 		s.partial = partial
-		s.publish()
+		s.publish(s.batches)
 	}
-	if int(s.ready.Load()) < least {
+	if int(s.batches.ready.Load()) < least {
 		if int(s.able.Load()) < least {
 			return nil, *s.broken.Load()
 		}
 		return nil, nil
 	}
-	s.batch = s.batch[:0]
-	for _, c := range s.clients {
-		if c.ready.len() != 0 {
-			s.batch = append(s.batch, c.ready.at(0))
-		}
-	}
-	return s.batch, nil
+	return s.heads(s.batches), nil
 }
 
-// Deliver takes the batch that Batch gave out of the queues.
+// Deliver takes what Batch or Take gave out of the queues.
 func (s *Server) Deliver() {
 	now := trace.Now()
+	l := s.lane(s.batch[0].channel)
 	for _, r := range s.batch {
-		s.delivered(r.client.ready.pop(), now)
+		s.delivered(l.queues[r.client.index].pop(), now)
 	}
-	s.publish()
+	s.publish(l)
 }
 
 // delivered notes that the application is about to see r.
@@ -467,10 +448,10 @@ func (s *Server) Down(i int, err error) {
 		s.part(c, err)
 	}
 	c.held = false
-	s.publish()
+	s.publish(s.batches)
 }
 
-// Close gives up all receive buffers. The Fabrics must be closed.
+// Close gives up all receive buffers. Over must have been called.
 func (s *Server) Close() error {
 	var errs []error
 	for _, r := range s.requests.all {
@@ -479,14 +460,11 @@ func (s *Server) Close() error {
 	for _, c := range s.clients {
 		c.dropLoans()
 		for _, k := range c.keys {
-			k.granted = false // the Fabric is closed: its keys are gone
-			errs = append(errs, s.retire(c, k))
+			if k.id != 0 {
+				errs = append(errs, s.buffers.drop(k.id))
+			}
 		}
 		clear(c.keys)
 	}
-	for _, id := range s.kept {
-		errs = append(errs, s.buffers.drop(id))
-	}
-	s.kept = nil
 	return errors.Join(errs...)
 }

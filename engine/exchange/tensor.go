@@ -2,10 +2,11 @@
 // and matching. It does no I/O of its own: it posts to transport.Conns and is
 // handed their events.
 //
-// Two kinds of goroutine meet here. Callers begin and submit tickets, from any
-// goroutine. The owner, one goroutine at a time, runs everything else: it takes
-// what was submitted (Drain) and what the transports report (Frame, Written,
-// Done, Down). No lock is held while the owner works; what crosses over goes
+// Three kinds of goroutine meet here. Callers begin and submit tickets, from any
+// goroutine. Helpers make what may block: they allocate, register and let go of
+// memory (Host.Aside). The owner, one goroutine at a time, runs everything else: it
+// takes what was submitted (Drain) and what the transports report (Frame, Done,
+// Down). No lock is held while the owner works; what crosses over goes
 // through a queue of submissions, the words of the tickets and the states of
 // the requests. docs/architecture.md has the picture.
 package exchange
@@ -130,18 +131,6 @@ func (t *Ticket) planBytes(share int) int {
 // maxBlobs bounds the Blobs of the keys in one request, in bytes. All else in it takes
 // less than the rest of a frame.
 const maxBlobs = transport.MaxFrame - 256<<10
-
-// checkKeys refuses the pull tensors of one server if their keys do not fit into a request.
-func (t *Ticket) checkKeys(regs []registration) error {
-	n := 0
-	for i := range regs {
-		n += len(regs[i].key.Blob)
-	}
-	if n > maxBlobs {
-		return Shapef("exchange: push_pull: the keys of %d pull tensors take %d bytes, and there is room for %d in a frame of %d (pull fewer tensors in one call)", len(regs), n, maxBlobs, transport.MaxFrame)
-	}
-	return nil
-}
 
 // fits says whether p is the plan of t.
 func (p *plan) fits(t *Ticket) bool {

@@ -3,6 +3,7 @@ package exchange
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -49,7 +50,9 @@ type Ticket struct {
 	torn  bool            // see Regroup
 	after transport.Point // the pushed tensors are not read before this has passed
 
-	regs []registration // of pull; dropped at the end if they are not cached
+	regs     []*registration // of pull, nil: there is none yet; then those of what is sent
+	rings    int             // Fabrics that know what is sent, if they must
+	renewing bool            // a helper changes regs
 
 	request *Request // answers only
 	fails   bool     // the answer is a refusal,
@@ -79,13 +82,54 @@ type record struct {
 	ticket *Ticket // while it is open
 }
 
+// Host is what a Worker or a Server needs of its node.
+type Host struct {
+	// Broken takes note that the Conn of peer i takes no more, and why; more than once. The
+	// owner calls it. It is to close that Conn when what it still has to say has been handed on,
+	// and then to call Lose.
+	Broken func(i int, err error)
+	// Aside calls f, which may block, without the token, and has Drain called after it. It does
+	// not wait for it.
+	Aside func(f func())
+}
+
+// Side is what a Worker and a Server have in common. Abandon, Forget, Pending and Tickets are for
+// any goroutine, the rest for the owner.
+type Side interface {
+	Abandon(t *Ticket)
+	Forget(alloc uint64)
+	Pending() bool
+	Tickets() *Table
+	// Drain takes what callers have submitted and posts what can be posted, and Backlog reports
+	// whether back-pressure holds something up.
+	Drain()
+	Backlog() bool
+	// Done takes the end of an operation, and Frame a frame of peer i. Its error means that the
+	// peer does not keep to the protocol.
+	Done(user uint64, err error)
+	Frame(i int, b []byte) error
+	// Up gives peer i its rank and a path, its first or after it was down.
+	Up(i, rank int, f transport.Fabric, c transport.Conn)
+	// Lose takes note that peer i is gone. If this side is patient, what waits for it waits for
+	// its successor until Down. Operations on its Conn must have ended, or be about to.
+	Lose(i int, err error)
+	Down(i int, err error)
+	BePatient()
+}
+
 // Table issues tickets and tells how they ended.
 type Table struct {
-	region mem.Region
-	words  []atomic.Uint64 // id<<2 | state, at id % Window; in C memory
-	passed func(transport.Point)
+	Host
+	counters *trace.Counters
+	inbox    inbox
+	outs     []*outbox // by peer
+	region   mem.Region
+	words    []atomic.Uint64 // id<<2 | state, at id % Window; in C memory
+	passed   func(transport.Point)
+	keys     keys
 
 	// The owner's.
+	ends
 	active []*Ticket // submitted and not ended, at id % Window
 	found  int64     // when the events at hand were
 	news   bool      // the result of a ticket has become known since News
@@ -97,17 +141,21 @@ type Table struct {
 	closed error
 }
 
-func newTable() (*Table, error) {
+// newTable makes the Table of a node with n peers.
+func newTable(n int, c *trace.Counters, h Host) (*Table, error) {
 	r, err := mem.Map(Window * 8)
 	if err != nil {
 		return nil, fmt.Errorf("exchange: words of tickets: %w", err)
 	}
 	return &Table{
+		Host: h, counters: c,
 		region: r,
 		words:  wordsIn(r, Window),
 		next:   1,
+		ends:   ends{freed: map[freed]func(){}, closed: map[transport.Conn]chan struct{}{}},
 		active: make([]*Ticket, Window),
 		recs:   make([]record, Window),
+		keys:   keys{paths: make([]*keyring, n)},
 	}, nil
 }
 
@@ -124,8 +172,9 @@ func (tb *Table) Found(now int64) { tb.found = now }
 // number is i modulo Window.
 func (tb *Table) Words() mem.Region { return tb.region }
 
-// begin issues a ticket.
-func (tb *Table) begin() (*Ticket, error) {
+// Begin issues a ticket, to be filled and then submitted or abandoned. It is
+// safe from any goroutine, and so is Abandon.
+func (tb *Table) Begin() (*Ticket, error) {
 	now := trace.Now()
 	tb.mu.Lock()
 	defer tb.mu.Unlock()
@@ -165,14 +214,68 @@ func (tb *Table) fail(t *Ticket, err error) {
 	tb.news = true
 }
 
+// Abandon gives back a ticket that was not submitted.
+func (tb *Table) Abandon(t *Ticket) {
+	tb.keys.letGo(t.regs)
+	tb.release(t)
+}
+
+// Forget drops what is cached for an allocation that is gone.
+func (tb *Table) Forget(alloc uint64) { tb.keys.forget(alloc) }
+
+// source registers what t sends with the Fabrics that must know it. It may block.
+func (tb *Table) source(t *Ticket) error {
+	if !tb.keys.local.Load() {
+		return nil
+	}
+	return tb.keys.source(t)
+}
+
+// Pending reports whether Drain has something to do. Safe from any goroutine.
+func (tb *Table) Pending() bool { return tb.inbox.waiting.Load() }
+
+// Tickets is tb.
+func (tb *Table) Tickets() *Table { return tb }
+
+// Backlog reports whether back-pressure holds something up. For the owner.
+func (tb *Table) Backlog() bool { return slices.ContainsFunc(tb.outs, (*outbox).stuck) }
+
+// later has f run aside, and then has the owner call then, if that is not nil.
+func (tb *Table) later(f, then func()) {
+	tb.Aside(func() {
+		f()
+		if then != nil {
+			tb.inbox.put(submission{then: then})
+		}
+	})
+}
+
 // adopt makes t known to the owner.
 func (tb *Table) adopt(t *Ticket) {
 	t.ops = 0
 	tb.active[t.id%Window] = t
 }
 
-// end makes known how t ended and takes it back.
-func (tb *Table) end(t *Ticket) {
+// settle ends t if nothing of it is under way any more: it takes t back and makes known how it
+// ended.
+func (tb *Table) settle(t *Ticket, err error) {
+	if err != nil {
+		tb.fail(t, err)
+	}
+	if t.open != 0 || t.ops != 0 {
+		return
+	}
+	if over := tb.keys.letGo(t.regs); len(over) != 0 { // nobody may write when t has ended
+		t.ops = len(over)
+		for _, at := range over {
+			tb.afterFreed(at, func() {
+				t.ops--
+				tb.settle(t, nil)
+			})
+		}
+		return
+	}
+	t.rec.stamps[trace.Completed] = tb.found
 	tb.active[t.id%Window] = nil
 	tb.release(t)
 	tb.news = true
@@ -199,7 +302,8 @@ func (tb *Table) release(t *Ticket) {
 		t.after = transport.Point{}
 	}
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
-	t.plan, t.on, t.err, t.request, t.open, t.torn = nil, "", nil, nil, 0, false
+	t.plan, t.on, t.err, t.request, t.open, t.torn, t.renewing = nil, "", nil, nil, 0, false, false
+	t.regs, t.rings = t.regs[:0], 0
 	t.fails, t.why = false, ""
 	tb.mu.Lock()
 	defer tb.mu.Unlock()
@@ -303,7 +407,7 @@ func (t *Ticket) source(i int) []mem.Span { return t.spans[i : i+1 : i+1] }
 // submission hands work of callers to the owner.
 type submission struct {
 	ticket *Ticket
-	forget uint64 // number of an allocation that is gone
+	then   func() // instead: what follows what a helper has done
 }
 
 // inbox is the queue of submissions. Its lock is held for a few instructions.

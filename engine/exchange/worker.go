@@ -36,9 +36,9 @@ type server struct {
 	outbox
 	index  int
 	rank   int
-	fabric transport.Fabric
-	lender transport.Lender // the path, if it is one
-	plans  []*sent          // by number
+	ring   *keyring // of the Fabric of its path
+	lends  bool     // the Fabric lends memory
+	plans  []*sent  // by number
 	keys   map[uint64]*credit
 	queues [2]ring[*Ticket] // those whose request is not wholly posted; see queue
 	asked  *Ticket          // whose Need is not answered yet, or nil
@@ -77,41 +77,29 @@ func (s *server) waiting() int { return s.queues[0].len() + s.queues[1].len() }
 // Worker pushes to every server of its rail and takes their answers.
 type Worker struct {
 	*Table
-	counters *trace.Counters
-	inbox    inbox
 	servers  []*server
 	plans    map[uint64]*plan // by signature
 	numbers  [2][]*plan       // by class, which has its share of the numbers
 	nextPlan [2]int
-	regs     map[uint64][]registration // by allocation, one per Fabric
-	stale    map[registration]int      // taken out of regs; how often tickets name it
 	patient  bool
 	turns    uint64 // push_pulls so far
 	runs     uint64 // of the members of the rail, see Regroup
 	era      uint64 // how often what servers have not delivered was to be given back
 	gone     error  // the loss that this was for, the last time
 	resp     wire.Response
-	onBroken Broken
 }
-
-// Broken takes note that the Conn of peer i takes no more, and why; more than once. It is
-// called by the owner, who is to close that Conn when what it still has to say has been
-// handed on, and then to call Lose.
-type Broken func(i int, err error)
 
 // NewWorker makes a worker of n servers. Each must be given its Conn before the
 // first submission.
-func NewWorker(n int, c *trace.Counters, onBroken Broken) (*Worker, error) {
-	tb, err := newTable()
+func NewWorker(n int, c *trace.Counters, h Host) (*Worker, error) {
+	tb, err := newTable(n, c, h)
 	if err != nil {
 		return nil, err
 	}
-	w := &Worker{
-		Table: tb, counters: c, onBroken: onBroken, servers: make([]*server, n),
-		plans: map[uint64]*plan{}, regs: map[uint64][]registration{}, stale: map[registration]int{},
-	}
+	w := &Worker{Table: tb, servers: make([]*server, n), plans: map[uint64]*plan{}}
 	for i := range w.servers {
 		w.servers[i] = &server{index: i, keys: map[uint64]*credit{}}
+		tb.outs = append(tb.outs, &w.servers[i].outbox)
 	}
 	return w, nil
 }
@@ -119,15 +107,12 @@ func NewWorker(n int, c *trace.Counters, onBroken Broken) (*Worker, error) {
 // Connect gives server i its rank and its path. For the owner.
 func (w *Worker) Connect(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
-	s.rank, s.fabric, s.conn = rank, f, c
-	s.lender, _ = c.(transport.Lender)
+	s.rank, s.ring, s.conn = rank, w.keys.path(i, f), c
+	s.lends = f.Caps().Lends
 }
 
-// Begin issues a ticket, to be filled and then submitted or abandoned. It is
-// safe from any goroutine, and so are Submit, Abandon and Forget.
-func (w *Worker) Begin() (*Ticket, error) { return w.begin() }
-
-// Submit checks t and hands it to the owner. With an error, t is gone.
+// Submit checks t, registers memory that is new, and hands t to the owner. It may block, and with
+// an error t is gone. Safe from any goroutine.
 func (w *Worker) Submit(t *Ticket) error {
 	if err := w.check(t); err != nil {
 		w.Abandon(t)
@@ -136,6 +121,16 @@ func (w *Worker) Submit(t *Ticket) error {
 	t.legs = slices.Grow(t.legs, len(w.servers))[:len(w.servers)] // keeps the memory of the legs' keys
 	t.regs = slices.Grow(t.regs[:0], len(t.pull))[:len(t.pull)]
 	t.open = len(w.servers)
+	for i := range w.servers {
+		if err := w.acquire(t, i); err != nil {
+			w.Abandon(t)
+			return err
+		}
+	}
+	if err := w.source(t); err != nil {
+		w.Abandon(t)
+		return err
+	}
 	w.inbox.put(submission{ticket: t})
 	return nil
 }
@@ -153,24 +148,27 @@ func (w *Worker) check(t *Ticket) error {
 	return nil
 }
 
-// Abandon gives back a ticket that was not submitted.
-func (w *Worker) Abandon(t *Ticket) { w.release(t) }
+// acquire gives the pull tensors of t that server i is to write their keys. It may block.
+func (w *Worker) acquire(t *Ticket, i int) error {
+	first, end := w.share(t, i)
+	return w.keys.acquire(i, t.pull[first:end], t.regs[first:end])
+}
 
-// Forget drops what is cached for an allocation that is gone.
-func (w *Worker) Forget(alloc uint64) { w.inbox.put(submission{forget: alloc}) }
-
-// Pending says whether Drain has something to do. Safe from any goroutine.
-func (w *Worker) Pending() bool { return w.inbox.waiting.Load() }
+// share returns which pull tensors of t server i is to write.
+func (w *Worker) share(t *Ticket, i int) (first, end int) {
+	n := len(t.pull) / len(w.servers)
+	return i * n, (i + 1) * n
+}
 
 // Drain takes what callers have submitted and posts what can be posted. For
 // the owner, as everything below.
 func (w *Worker) Drain() {
 	for _, s := range w.inbox.take() {
-		if s.ticket == nil {
-			w.forget(s.forget)
-			continue
+		if s.then != nil {
+			s.then()
+		} else {
+			w.start(s.ticket)
 		}
-		w.start(s.ticket)
 	}
 	for _, s := range w.servers {
 		if s.waiting() != 0 || !s.empty() || len(s.recall[0])+len(s.recall[1])+len(s.back) != 0 || s.tell != tellNothing {
@@ -210,7 +208,7 @@ func (w *Worker) missing() error {
 	return nil
 }
 
-// assign gives t its plan and its pull tensors their registrations.
+// assign gives t its plan.
 func (w *Worker) assign(t *Ticket) error {
 	h := t.signature()
 	p := w.plans[h]
@@ -221,26 +219,6 @@ func (w *Worker) assign(t *Ticket) error {
 		}
 	}
 	t.plan = p
-	share := len(t.pull) / len(w.servers)
-	clear(t.regs)
-	for i := range t.pull {
-		s := w.servers[i/share]
-		if s.down != nil || t.pull[i].Span.Len == 0 {
-			continue
-		}
-		r, err := w.register(s.fabric, &t.pull[i])
-		if err != nil {
-			w.unregister(t)
-			return fmt.Errorf("exchange: pull tensor %d: %w", i, err)
-		}
-		t.regs[i] = r
-	}
-	for i := range w.servers {
-		if err := t.checkKeys(t.regs[i*share : (i+1)*share]); err != nil {
-			w.unregister(t)
-			return err
-		}
-	}
 	return nil
 }
 
@@ -307,18 +285,6 @@ func (w *Worker) endLeg(t *Ticket, s *server, err error) {
 	w.settle(t, err) // t may be another's from here on, but not while open
 	if first {
 		w.withdraw(t)
-	}
-}
-
-// settle ends t if nothing of it is under way any more.
-func (w *Worker) settle(t *Ticket, err error) {
-	if err != nil {
-		w.fail(t, err)
-	}
-	if t.open == 0 && t.ops == 0 {
-		w.unregister(t)
-		t.rec.stamps[trace.Completed] = w.found
-		w.end(t)
 	}
 }
 
@@ -425,8 +391,7 @@ func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 
 // answered ends the leg of t: all that s wrote is here.
 func (w *Worker) answered(s *server, t *Ticket) {
-	share := len(t.pull) / len(w.servers)
-	for i := s.index * share; i < (s.index+1)*share; i++ {
+	for i, end := w.share(t, s.index); i < end; i++ {
 		w.counters.BytesIn.Add(t.pull[i].Span.Len)
 	}
 	t.rec.stamps[trace.Arrived] = w.found

@@ -3,6 +3,7 @@
 package node
 
 import (
+	"os"
 	"runtime"
 	"testing"
 	"time"
@@ -51,6 +52,21 @@ func allocations(t *testing.T, way ...string) {
 		runs = 50 // AllocsPerRun leaves one P to all, which the pollers hold for 10 ms at a time
 	}
 	require.Zero(t, testing.AllocsPerRun(runs, once))
+	m.stop()
+}
+
+// TestVerbsAllocations: a push_pull over verbs allocates nothing either.
+func TestVerbsAllocations(t *testing.T) {
+	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+		t.Skip("counted over the fake library: over software NICs 3,000 push_pulls take seconds, in which the background allocates too")
+	}
+	n := newNICs(t)
+	m := newMesh(t, n.open, shape{1, 1, 1})
+	once := m.once(tensor(t, 1, 512), tensor(t, 2, 3), tensor(t, 1, 512))
+	for range 1000 {
+		once()
+	}
+	require.Zero(t, testing.AllocsPerRun(2000, once))
 	m.stop()
 }
 

@@ -1,12 +1,14 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
-	"strings"
+	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -16,9 +18,8 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
-	"fserver/engine/transport/cma"
-	"fserver/engine/transport/lossy"
-	"fserver/engine/transport/tcp"
+	"fserver/engine/transport/all"
+	"fserver/engine/transport/faults"
 	"fserver/engine/wire"
 )
 
@@ -54,34 +55,110 @@ type stderr struct{}
 func (stderr) Write(b []byte) (int, error) { return os.Stderr.Write(b) }
 func (stderr) Sync() error                 { return nil }
 
-// openFabrics opens the Fabrics of a node: the one of this host if it can be had
-// and is wanted, then TCP. An error beside Fabrics says why the first is missing.
+// failures are the transports that could not be opened, by the names of their drivers.
+type failures map[string]error
+
+func (f failures) Error() string { return errors.Join(slices.Collect(maps.Values(f))...).Error() }
+
+// absent says whether d has nothing to do on this host, and nobody asks for it.
+func absent(cfg *conf.Config, d *transport.Driver) bool {
+	return d.Open == nil || d.Absent != nil && d.Absent() && d.Name != carrier(cfg)
+}
+
+// excluded says which setting keeps a node from opening a transport; empty: none.
+func excluded(cfg *conf.Config, d *transport.Driver) string {
+	switch {
+	case cfg.Transport != conf.Auto && d.Name != carrier(cfg):
+		return "FSERVER_TRANSPORT=" + cfg.Transport
+	case d.Inside && cfg.Transport == conf.Auto && !cfg.SameHost:
+		return "BYTEPS_ENABLE_IPC=0"
+	case d.ByName && cfg.Transport == conf.Auto:
+		return "used only with FSERVER_TRANSPORT=" + d.Name
+	}
+	return ""
+}
+
+// openFabrics opens the transports of a node, the best first. The last one reaches everybody. The
+// error beside Fabrics is failures.
 func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-	base, err := openTCP(cfg, g, log)
+	base, err := openBase(cfg, g, log)
 	if err != nil {
 		return nil, err
 	}
-	here := cfg.Role != conf.Scheduler && (cfg.Transport.Base() == conf.CMA || cfg.Transport == conf.Auto && cfg.SameHost)
-	if !here {
-		return []transport.Fabric{base}, nil
+	list := []transport.Fabric{base}
+	if cfg.Role == conf.Scheduler {
+		return list, nil
 	}
-	f, err := cma.Open(cma.Options{
-		Listen:    cfg.Role == conf.Server,
-		Gate:      g,
-		Limits:    transport.Limits{Stall: cfg.StallTimeout},
-		Refused:   refused(log),
-		Mode:      [...]cma.Mode{cma.Auto, cma.Direct, cma.Staged}[cfg.CMAMode],
-		NoPtracer: !cfg.Ptracer,
-	})
-	switch {
-	case err == nil:
-		return []transport.Fabric{f, base}, nil
-	case cfg.Transport.Base() == conf.CMA:
-		_ = base.Close()
-		return nil, err
+	failed := failures{}
+	drivers := all.Drivers()
+	for i := len(drivers) - 2; i >= 0; i-- {
+		d := &drivers[i]
+		if absent(cfg, d) || excluded(cfg, d) != "" {
+			continue
+		}
+		f, err := d.Open(environment(cfg, g, log, location(base.Addr())))
+		var no *transport.ErrUnavailable
+		switch {
+		case err == nil:
+			list = append(f, list...)
+		case cfg.Transport != conf.Auto:
+			for _, f := range list {
+				_ = f.Close()
+			}
+			if errors.As(err, &no) {
+				remedy := "set FSERVER_TRANSPORT=auto"
+				if no.Remedy != "" {
+					remedy = no.Remedy + ", or " + remedy
+				}
+				err = &settingError{fmt.Sprintf("FSERVER_TRANSPORT=%s: %s (%s)", cfg.Transport, no.Reason, remedy), err}
+			}
+			return nil, err
+		default:
+			log.Warn("cannot use the transport "+d.Name, zap.Error(err))
+			failed[d.Name] = err
+		}
 	}
-	log.Warn("cannot use the transports inside this host", zap.Error(err))
-	return []transport.Fabric{base}, err
+	if len(failed) == 0 {
+		return list, nil
+	}
+	return list, failed
+}
+
+// carrier is the transport whose connections carry the data of peers, or conf.Auto.
+func carrier(cfg *conf.Config) string {
+	return cmp.Or(named(cfg).Over, cfg.Transport)
+}
+
+// environment is what drivers are given. A server takes connections at the host of the address at,
+// too.
+func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string) *transport.Env {
+	e := &transport.Env{Config: cfg, Gate: g, Log: log, Named: cfg.Transport != conf.Auto, Refused: refused(log)}
+	listen := cfg.Listen()
+	e.Host, _ = address(listen)
+	if listen.Kind == conf.ListenHost || listen.Kind == conf.ListenInterface {
+		e.Bind = e.Host
+	}
+	if host, _, err := net.SplitHostPort(at); err == nil && cfg.Role == conf.Server {
+		e.Listen, e.Host, e.Bind = net.JoinHostPort(host, "0"), host, ""
+	}
+	return e
+}
+
+// wrap puts the drivers that wrap others around the Fabrics.
+func wrap(e *transport.Env, list []transport.Fabric) error {
+	for _, d := range all.Drivers() {
+		for i := range list {
+			if d.Wrap == nil {
+				continue
+			}
+			f, err := d.Wrap(e, list[i])
+			if err != nil {
+				return err
+			}
+			list[i] = f
+		}
+	}
+	return nil
 }
 
 // refused logs the connections that were not let in. Somebody may look every few
@@ -89,25 +166,17 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 func refused(log *zap.Logger) func(string, error) {
 	return func(remote string, err error) {
 		level := zap.WarnLevel
-		if errors.Is(err, tcp.ErrLooked) {
+		if errors.Is(err, transport.ErrLooked) {
 			level = zap.DebugLevel
 		}
 		log.Log(level, "connection refused", zap.String("from", remote), zap.Error(err))
 	}
 }
 
-// openTCP opens the Fabric that reaches everybody. Workers dial and take no
+// openBase opens the Fabric that reaches everybody. Workers dial and take no
 // connections.
-func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
-	o := tcp.Options{
-		Gate:    g,
-		Limits:  transport.Limits{Stall: cfg.StallTimeout},
-		Refused: refused(log),
-	}
-	var err error
-	if o.TLS, err = identity(cfg); err != nil {
-		return nil, err
-	}
+func openBase(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
+	e := environment(cfg, g, log, "")
 	listen := cfg.Listen()
 	host, err := address(listen)
 	if err == nil && cfg.NearGPU && listen.Kind == conf.ListenRoute {
@@ -115,18 +184,16 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 	}
 	switch {
 	case cfg.Role == conf.Scheduler:
-		o.Listen = cfg.Scheduler()
+		e.Listen, e.Bind = cfg.Scheduler(), ""
 		if cfg.NodeHost != "" {
-			o.Listen = net.JoinHostPort(cfg.NodeHost, fmt.Sprint(cfg.SchedulerPort))
+			e.Listen = net.JoinHostPort(cfg.NodeHost, fmt.Sprint(cfg.SchedulerPort))
 		}
 	case err != nil:
 		return nil, err
 	case cfg.Role == conf.Server:
-		o.Listen = net.JoinHostPort(host, fmt.Sprint(cfg.Port))
-	case listen.Kind == conf.ListenHost || listen.Kind == conf.ListenInterface:
-		o.Bind = host
+		e.Listen, e.Bind = net.JoinHostPort(host, fmt.Sprint(cfg.Port)), ""
 	}
-	f, err := openWhenFree(o, cfg, log)
+	f, err := openWhenFree(e)
 	if err != nil {
 		return nil, err
 	}
@@ -134,6 +201,12 @@ func openTCP(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fab
 		log.Warn(conf.OpenWarning(at))
 	}
 	return f, nil
+}
+
+// base is the driver that reaches everybody.
+func base() *transport.Driver {
+	drivers := all.Drivers()
+	return &drivers[len(drivers)-1]
 }
 
 // A process that takes another's place at once finds its port taken until that one has
@@ -144,23 +217,24 @@ const (
 	schedulerPatience = 12 * time.Second
 )
 
-// openWhenFree opens the Fabric that o describes. While its port is taken it tries again, for
-// a bounded time.
-func openWhenFree(o tcp.Options, cfg *conf.Config, log *zap.Logger) (*tcp.Fabric, error) {
+// openWhenFree opens the base. While its port is taken it tries again, for a bounded time.
+func openWhenFree(e *transport.Env) (transport.Fabric, error) {
 	limit := portPatience
-	if cfg.Role == conf.Scheduler {
-		limit = min(schedulerPatience, cfg.InitTimeout)
+	if e.Config.Role == conf.Scheduler {
+		limit = min(schedulerPatience, e.Config.InitTimeout)
 	}
 	begin := time.Now()
 	for told := false; ; told = true {
-		f, err := tcp.Open(o)
+		f, err := base().Open(e)
 		switch {
+		case err == nil:
+			return f[0], nil
 		case !errors.Is(err, unix.EADDRINUSE):
-			return f, err
+			return nil, err
 		case time.Since(begin) >= limit:
 			return nil, fmt.Errorf("node: the port was not free within %v: %w", limit, err)
 		case !told:
-			log.Warn("the port is in use, waiting until it is free", zap.String("at", o.Listen), zap.Duration("for", limit))
+			e.Log.Warn("the port is in use, waiting until it is free", zap.String("at", e.Listen), zap.Duration("for", limit))
 		}
 		time.Sleep(firstPause)
 	}
@@ -175,7 +249,7 @@ func (n *Node) lossy(fabrics []transport.Fabric) error {
 		n.log.Warn("dropping frames on purpose (PS_DROP_MSG)", zap.Int("percent", n.cfg.DropPercent), zap.Bool("sent again", n.cfg.Resend))
 	}
 	for i, f := range fabrics {
-		l, err := lossy.Wrap(f, lossy.Options{
+		l, err := faults.Wrap(f, faults.Options{
 			Drop: float64(n.cfg.DropPercent) / 100, Seed: uint64(n.cfg.Role)<<40 | uint64(n.cfg.Rank)<<8 | uint64(i),
 			Resend: n.cfg.Resend, Timeout: n.cfg.ResendTimeout,
 		})
@@ -187,69 +261,12 @@ func (n *Node) lossy(fabrics []transport.Fabric) error {
 	return nil
 }
 
-func isLoopback(hostport string) bool {
-	h, _, err := net.SplitHostPort(hostport)
-	ip := net.ParseIP(h)
-	return err == nil && ip != nil && ip.IsLoopback()
-}
-
-// address turns the settings' wish into one address of this host.
-func address(l conf.Listen) (string, error) {
-	switch l.Kind {
-	case conf.ListenHost:
-		if ip := net.ParseIP(l.Name); ip != nil && ip.IsUnspecified() {
-			return "", badSetting("node: DMLC_NODE_HOST=%s is not an address that peers can connect to (name one of this host's, or set DMLC_INTERFACE)", l.Name)
-		}
-		return l.Name, nil
-	case conf.ListenInterface:
-		return interfaceAddress(l.Name)
-	case conf.ListenRoute:
-		// Connecting a UDP socket sends nothing; it asks the routing table.
-		c, err := net.Dial("udp", net.JoinHostPort(l.Name, "9"))
-		if err != nil {
-			return "", badSetting("node: no route to the scheduler's host %s: %v (DMLC_PS_ROOT_URI)", l.Name, err)
-		}
-		defer c.Close()
-		h, _, err := net.SplitHostPort(c.LocalAddr().String())
-		return h, err
+// dialContext ends when nobody wants what is dialled from now on.
+func (n *Node) dialContext() context.Context {
+	if n.phase.Load() == joining {
+		return n.ctx
 	}
-	if strings.Contains(l.Name, ":") {
-		return "::1", nil
-	}
-	return "127.0.0.1", nil
-}
-
-func interfaceAddress(name string) (string, error) {
-	i, err := net.InterfaceByName(name)
-	if err != nil {
-		all, _ := net.Interfaces()
-		names := make([]string, len(all))
-		for j := range all {
-			names[j] = all[j].Name
-		}
-		return "", badSetting("node: DMLC_INTERFACE=%s: %v (this host has %s)", name, err, strings.Join(names, ", "))
-	}
-	addrs, err := i.Addrs()
-	if err != nil {
-		return "", fmt.Errorf("node: DMLC_INTERFACE=%s: %w", name, err)
-	}
-	var found string
-	for _, a := range addrs {
-		p, ok := a.(*net.IPNet)
-		if !ok || p.IP.IsLinkLocalUnicast() {
-			continue
-		}
-		if p.IP.To4() != nil {
-			return p.IP.String(), nil
-		}
-		if found == "" {
-			found = p.IP.String()
-		}
-	}
-	if found == "" {
-		return "", badSetting("node: DMLC_INTERFACE=%s has no address", name)
-	}
-	return found, nil
+	return n.life
 }
 
 // dialling starts a goroutine that connects, which Close waits for.
@@ -258,35 +275,55 @@ func (n *Node) dialling(f func()) {
 	n.spawn(f, n.dials.Done)
 }
 
-// join connects a member to the scheduler. It runs in a goroutine of its own.
-func (n *Node) join() {
-	base := n.base()
-	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
-	if n.joins.Add(1) > 1 { // the last one that we found was about to end
-		pause(n.ctx, firstPause)
+// join connects a member to the scheduler, in a goroutine of its own. In the bring-up, which
+// ends with ctx, it fails the node if it cannot. Later it looks for the successor of a scheduler
+// that is gone, for as long as it takes.
+func (n *Node) join(ctx context.Context) {
+	wait := time.Duration(0)
+	if n.joins.Add(1) > 1 { // the last one that we found has ended, or was about to
+		wait = firstPause
 	}
-	c, err := n.dial(n.ctx, base, at, n.theScheduler())
+	for ; ; wait = time.Second {
+		pause(ctx, wait)
+		err := n.meetScheduler(ctx)
+		switch {
+		case err == nil:
+			return
+		case ctx == n.ctx:
+			n.under(func() { n.fail(closedError(err)) })
+			return
+		}
+		n.log.Warn("waiting for the scheduler", zap.String("at", n.cfg.Scheduler()), zap.Error(err))
+		if ctx.Err() != nil {
+			return
+		}
+	}
+}
+
+// meetScheduler connects to the scheduler and hands the connection over.
+func (n *Node) meetScheduler(ctx context.Context) error {
+	base := n.base()
+	c, err := n.dial(ctx, base, transport.Addr(scheme(base)+":"+n.cfg.Scheduler()), n.theScheduler())
 	if err != nil {
 		remedy := " (is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?)"
 		if refusal(err) { // it is there, and err names the settings that differ
 			remedy = ""
 		}
-		n.failDial(fmt.Errorf("node: %s: %w%s", n.theScheduler(), err, remedy))
-		return
+		return fmt.Errorf("node: %s: %w%s", n.theScheduler(), err, remedy)
+	}
+	h, err := wire.ParseHello(c.Peer().Hello)
+	if err != nil || h.Role != wire.RoleScheduler {
+		c.Close()
+		return badSetting("node: what listens at %s is %v %d, not a scheduler (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)", n.cfg.Scheduler(), h.Role, h.Rank)
 	}
 	if !n.own() {
-		_ = c.Close()
-		return
+		c.Close()
+		return nil
 	}
 	defer n.disown()
-	h, err := wire.ParseHello(c.Hello())
-	if err != nil || h.Role != wire.RoleScheduler {
-		n.fail(badSetting("node: what listens at %s is %v %d, not a scheduler (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)", n.cfg.Scheduler(), h.Role, h.Rank))
-		_ = c.Close()
-		return
-	}
 	n.enlist(&link{conn: c, plane: base, kind: linkScheduler, hello: h})
-	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
+	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Peer().Remote})
+	return nil
 }
 
 // firstPause is how long dial waits before it tries again; it doubles.
@@ -328,11 +365,6 @@ func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr, 
 	}
 }
 
-// failDial fails the node from a dialling goroutine.
-func (n *Node) failDial(err error) {
-	n.under(func() { n.fail(closedError(err)) })
-}
-
 // introduced takes the roster: now we know whom to connect to, or to expect.
 // late says that the cluster runs already.
 func (n *Node) introduced(rail []wire.Member, late bool) {
@@ -363,19 +395,19 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 		return
 	}
 	c := l.conn
-	h, err := wire.ParseHello(c.Hello())
+	h, err := wire.ParseHello(c.Peer().Hello)
 	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) || h.Epoch != m.Epoch {
-		n.unreached(ctx, i, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Remote(), Reason: fmt.Sprintf("%v %d answered at this address", h.Role, h.Rank)})
-		_ = c.Close()
+		n.unreached(ctx, i, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Peer().Remote, Reason: fmt.Sprintf("%v %d answered at this address", h.Role, h.Rank)})
+		c.Close()
 		return
 	}
 	if !n.own() {
-		_ = c.Close()
+		c.Close()
 		return
 	}
 	defer n.disown()
 	if ctx.Err() != nil || !n.current(i, &m) {
-		_ = c.Close()
+		c.Close()
 		return
 	}
 	l.kind, l.index, l.hello, l.since = linkPeer, i, h, trace.Now()
@@ -386,7 +418,7 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 // accept takes a new connection: of a member by the scheduler, of a worker by
 // a server.
 func (n *Node) accept(p *plane, c transport.Conn) {
-	h, err := wire.ParseHello(c.Hello())
+	h, err := wire.ParseHello(c.Peer().Hello)
 	l := &link{conn: c, plane: p, why: n.lack, hello: h, since: trace.Now()}
 	switch {
 	case err != nil:
@@ -394,7 +426,7 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 		n.lastID++
 		l.kind, l.id = linkMember, n.lastID
 		n.enlist(l)
-		n.control(cluster.Input{Kind: cluster.Up, Conn: l.id, Remote: c.Remote()})
+		n.control(cluster.Input{Kind: cluster.Up, Conn: l.id, Remote: c.Peer().Remote})
 		return
 	case n.server != nil && h.Role == wire.RoleWorker && (h.Rank < 0 || int(h.Rank) >= n.cfg.Workers*n.cfg.GroupSize):
 		err = fmt.Errorf("rank %d is out of range: this cluster has %d workers", h.Rank, n.cfg.Workers*n.cfg.GroupSize)
@@ -406,7 +438,7 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 		err = fmt.Errorf("a %v (rank %d) must not connect to a %v", h.Role, h.Rank, n.cfg.Role)
 	}
 	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.Error(err))
-	_ = c.Close()
+	c.Close()
 }
 
 // meet tells the cluster when all peers are connected, and say so.

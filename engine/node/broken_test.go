@@ -23,8 +23,6 @@ var errNeverTaken = errors.New("test: this operation can never be taken")
 // and live on.
 type refusing struct {
 	transport.Fabric
-	transport.Sleeper
-	transport.Binder
 	kind  wire.Type
 	left  *atomic.Int32
 	mu    sync.Mutex
@@ -62,7 +60,7 @@ func (p *refusing) Connect(ctx context.Context, at transport.Addr) (transport.Co
 }
 
 func (p *refusing) Bind(k transport.Key, c transport.Conn) error {
-	return p.Binder.Bind(k, c.(*refusingConn).Conn)
+	return p.Fabric.Bind(k, c.(*refusingConn).Conn)
 }
 
 func (c *refusingConn) Post(ops []transport.Op) (int, error) {
@@ -82,8 +80,8 @@ func refusingFrames(role conf.Role, kind wire.Type, left *atomic.Int32) Fabrics 
 		if err == nil && cfg.Role == role {
 			for i, f := range list {
 				list[i] = &refusing{
-					Fabric: f, Sleeper: f.(transport.Sleeper), Binder: f.(transport.Binder),
-					kind: kind, left: left, conns: map[transport.Conn]*refusingConn{},
+					Fabric: f,
+					kind:   kind, left: left, conns: map[transport.Conn]*refusingConn{},
 				}
 			}
 		}

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"time"
@@ -80,25 +81,28 @@ func (n *Node) beginAnswer(call string) (*Ticket, error) {
 const answerRoom = time.Second
 
 // Abandon gives back a ticket that was not handed on.
-func (n *Node) Abandon(t *Ticket) {
-	if n.worker != nil {
-		n.worker.Abandon(t)
-	} else {
-		n.server.Abandon(t)
-	}
-}
+func (n *Node) Abandon(t *Ticket) { n.side.Abandon(t) }
 
-// PushPull starts the push-pull of t. With an error t is gone.
+// PushPull starts the push-pull of t. It registers memory that is new, which may take
+// milliseconds. With an error t is gone.
 func (n *Node) PushPull(t *Ticket) error {
 	if err := n.checkDevices(t, "push_pull"); err != nil {
 		n.Abandon(t)
 		return err
 	}
+	n.helpers.Add(1) // Close waits for this
+	defer n.helpers.Add(-1)
 	if err := n.worker.Submit(t); err != nil {
-		return err
+		return cmp.Or(n.failed(), closedError(err))
 	}
 	n.submit()
 	return nil
+}
+
+// aside calls f, which may block, in a goroutine that does not hold the token. What f leaves in the
+// inbox is taken then. Close waits for it.
+func (n *Node) aside(f func()) {
+	n.help(func() { f(); n.submit() })
 }
 
 // Respond answers the request of a handler with t. Flush after the last one.
@@ -156,29 +160,20 @@ func (n *Node) where() string {
 	return fmt.Sprintf("this node takes tensors on %v and on the CPU: move it there, or set STEPMESH_GPU", n.gpu.device())
 }
 
-// ticketEnded is met when the result of a ticket is known.
-type ticketEnded struct {
-	n  *Node
-	tb *exchange.Table
-	id uint64
-}
-
-func (c ticketEnded) met() bool {
-	state, ok := c.tb.State(c.id)
-	return !ok || state != exchange.StateOpen || c.n.stopped.Load()
-}
-
 // Wait waits until a ticket is done or failed, at most limit; then ErrAgain.
 func (n *Node) Wait(id uint64, limit time.Duration, spin bool) error {
 	tb := n.tickets()
-	if tb == nil {
+	if n.scheduler != nil {
 		return badSetting("node: wait on a %v, which has no push_pulls", n.cfg.Role)
 	}
-	c := ticketEnded{n, tb, id}
-	if !await(n, c, limit, spin) {
+	open := func() bool {
+		state, ok := tb.State(id)
+		return ok && state == exchange.StateOpen
+	}
+	if !n.await(func() bool { return !open() || n.stopped.Load() }, limit, spin) {
 		return ErrAgain
 	}
-	if state, ok := tb.State(id); ok && state == exchange.StateOpen {
+	if open() {
 		return n.failed() // submitted while the node was being closed
 	}
 	return tb.Result(id)
@@ -193,7 +188,7 @@ func (n *Node) Waits(id uint64) (exchange.Pending, error) {
 		return exchange.Pending{}, ErrClosed
 	}
 	defer n.disown()
-	n.take() // it may have just been submitted
+	n.side.Drain() // it may have just been submitted
 	return n.worker.Waits(id)
 }
 
@@ -210,14 +205,6 @@ type BatchSink interface {
 	Batch(reqs []*Request) error
 }
 
-// batchReady is met when Server.Batch has something to say.
-type batchReady struct {
-	n     *Node
-	least int
-}
-
-func (c batchReady) met() bool { return c.n.server.Ready(c.least) || c.n.failure.Load() != nil }
-
 // GetBatch gives the next batch to s: one request of each worker group that has one, when there
 // are at least so many; of all with 0. It waits for at most limit; then ErrAgain.
 func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) error {
@@ -231,14 +218,15 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 	if least == 0 {
 		least = all
 	}
+	ready := func() bool { return n.server.Ready(least) || n.failure.Load() != nil }
 	for end := int64(0); ; {
-		if !await(n, batchReady{n, least}, limit, spin) {
+		if !n.await(ready, limit, spin) {
 			return ErrAgain
 		}
 		if err := n.failed(); err != nil {
 			return err
 		}
-		if taken, err := n.takeBatch(s, least); taken || err != nil {
+		if taken, err := n.takeBatch(s, nil, least); taken || err != nil {
 			return err
 		}
 		// Another thread was faster. The limit counts from here.
@@ -249,17 +237,23 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 	}
 }
 
-func (n *Node) takeBatch(s BatchSink, least int) (taken bool, err error) {
+// takeBatch gives the next batch, or that of a channel, to s.
+func (n *Node) takeBatch(s BatchSink, ch *exchange.Channel, least int) (taken bool, err error) {
 	if !n.own() {
 		return false, n.failed()
 	}
 	defer n.submit()
 	defer n.giveBack()
-	reqs, err := n.server.Batch(least)
-	if reqs == nil || err != nil {
+	var reqs []*Request
+	if ch != nil {
+		reqs = n.server.Take(ch)
+	} else if reqs, err = n.server.Batch(least); err != nil {
 		return false, err
 	}
-	if err := s.Batch(reqs); err != nil {
+	if reqs == nil {
+		return false, nil
+	}
+	if err = s.Batch(reqs); err != nil {
 		return false, err
 	}
 	n.server.Deliver()
@@ -302,7 +296,7 @@ func (n *Node) Stamps(id uint64) (trace.Stamps, error) {
 
 // Forget drops what is cached for an allocation that is gone.
 func (n *Node) Forget(alloc uint64) {
-	if n.worker != nil && n.failed() == nil {
-		n.worker.Forget(alloc)
+	if n.failed() == nil {
+		n.side.Forget(alloc)
 	}
 }

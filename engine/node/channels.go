@@ -2,7 +2,6 @@ package node
 
 import (
 	"fmt"
-	"sync"
 	"time"
 
 	"fserver/engine/exchange"
@@ -10,23 +9,9 @@ import (
 	"fserver/engine/wire"
 )
 
-// channels are the stream channels of a node by their handles.
-type channels struct {
-	*exchange.Channels
-	mu   sync.Mutex
-	next uint64
-	all  map[uint64]*exchange.Channel
-}
-
-func newChannels(peers int) *channels {
-	return &channels{Channels: exchange.NewChannels(peers), all: map[uint64]*exchange.Channel{}}
-}
-
-// get is the channel of a handle.
-func (c *channels) get(h uint64) (*exchange.Channel, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if ch := c.all[h]; ch != nil {
+// channel is that of a handle.
+func (n *Node) channel(h uint64) (*exchange.Channel, error) {
+	if ch := n.channels.Get(h); ch != nil {
 		return ch, nil
 	}
 	return nil, fmt.Errorf("node: channel %d: %w", h, errClosed)
@@ -49,19 +34,14 @@ func (n *Node) OpenChannel(name string) (uint64, error) {
 	if n.server != nil {
 		n.server.Attach(ch)
 	}
-	c := n.channels
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.next++
-	c.all[c.next] = ch
-	return c.next, nil
+	return ch.Handle(), nil
 }
 
 // WatchChannel has the 32-bit word at address become 1 when the channel ends and 2
 // when a peer has closed its side. It must stay valid until CloseChannel has
 // returned nil, or WatchChannel has with another address, or with 0 for none.
 func (n *Node) WatchChannel(h uint64, address uintptr) error {
-	ch, err := n.channels.get(h)
+	ch, err := n.channel(h)
 	if err != nil {
 		return err
 	}
@@ -71,7 +51,7 @@ func (n *Node) WatchChannel(h uint64, address uintptr) error {
 
 // TellChannel tells peer i about this side.
 func (n *Node) TellChannel(h uint64, i int, text string) error {
-	ch, err := n.channels.get(h)
+	ch, err := n.channel(h)
 	if err != nil {
 		return err
 	}
@@ -96,25 +76,18 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 	return nil
 }
 
-// channelTold is met when peer i has told of its side of a channel, or will not.
-type channelTold struct {
-	ch *exchange.Channel
-	i  int
-}
-
-func (c channelTold) met() bool {
-	_, ok, err := c.ch.Told(c.i)
-	return ok || err != nil
-}
-
 // ChannelText waits for what peer i tells of its side of a channel, at most limit;
 // then ErrAgain.
 func (n *Node) ChannelText(h uint64, i int, limit time.Duration) (string, error) {
-	ch, err := n.channels.get(h)
+	ch, err := n.channel(h)
 	if err != nil {
 		return "", err
 	}
-	if !await(n, channelTold{ch, i}, limit, false) {
+	told := func() bool {
+		_, ok, err := ch.Told(i)
+		return ok || err != nil
+	}
+	if !n.await(told, limit, false) {
 		return "", ErrAgain
 	}
 	text, _, err := ch.Told(i)
@@ -123,7 +96,7 @@ func (n *Node) ChannelText(h uint64, i int, limit time.Duration) (string, error)
 
 // ChannelState is nil as long as all peers have their sides of a channel open.
 func (n *Node) ChannelState(h uint64) error {
-	ch, err := n.channels.get(h)
+	ch, err := n.channel(h)
 	if err != nil {
 		return err
 	}
@@ -132,7 +105,7 @@ func (n *Node) ChannelState(h uint64) error {
 
 // PushPullOn is PushPull through a channel: at the servers TakeOn gives it.
 func (n *Node) PushPullOn(h uint64, t *Ticket) error {
-	ch, err := n.channels.get(h)
+	ch, err := n.channel(h)
 	if err == nil {
 		err = ch.Err()
 	}
@@ -148,70 +121,37 @@ func (n *Node) PushPullOn(h uint64, t *Ticket) error {
 // closed its side.
 const afterwards = 200 * time.Millisecond
 
-// requestsOn is met when a channel has a request of each worker, or has ended.
-type requestsOn struct {
-	ch   *exchange.Channel
-	ends bool // it is over when a peer has closed its side
-}
-
-func (c requestsOn) met() bool { return c.ch.Taken() || c.ends && c.ch.Err() != nil }
-
 // TakeOn gives one request of each worker on a channel to s. It waits for at most
 // limit; then ErrAgain.
 func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) error {
 	if err := n.ready(n.server != nil, "recv on a channel", "server"); err != nil {
 		return err
 	}
-	ch, err := n.channels.get(h)
+	ch, err := n.channel(h)
 	if err != nil {
 		return err
 	}
 	for end := trace.Now() + int64(min(limit, forever)); ; limit = time.Duration(end - trace.Now()) {
-		if !await(n, requestsOn{ch, true}, limit, spin) {
+		if !n.await(func() bool { return ch.Taken() || ch.Err() != nil }, limit, spin) {
 			return ErrAgain
 		}
 		if err := ch.Err(); err != nil && !ch.Taken() {
-			if !exchange.IsOver(err) || !await(n, requestsOn{ch, false}, min(limit, afterwards), false) {
+			if !exchange.IsOver(err) || !n.await(ch.Taken, min(limit, afterwards), false) {
 				return err
 			}
 		}
-		if taken, err := n.takeOn(ch, s); taken || err != nil {
+		if taken, err := n.takeBatch(s, ch, 0); taken || err != nil {
 			return err
 		}
 	}
 }
-
-func (n *Node) takeOn(ch *exchange.Channel, s BatchSink) (taken bool, err error) {
-	if !n.own() {
-		return false, n.failed()
-	}
-	defer n.submit()
-	defer n.giveBack()
-	reqs := n.server.Take(ch)
-	if reqs == nil {
-		return false, nil
-	}
-	if err := s.Batch(reqs); err != nil {
-		return false, err
-	}
-	n.server.Hand(ch)
-	return true, nil
-}
-
-// alone is met when all peers have closed their sides of a channel.
-type alone struct {
-	n  *Node
-	ch *exchange.Channel
-}
-
-func (c alone) met() bool { return c.ch.Alone() || c.n.failed() != nil }
 
 // CloseChannel closes this side, tells the peers why if that is not empty (nor longer
 // than a text of TellChannel), and waits until they have closed theirs, at most limit;
 // then ErrAgain, and the next call goes on waiting. A limit below 0 does not wait for
 // them. Whatever it returns but ErrAgain, the handle is gone.
 func (n *Node) CloseChannel(h uint64, why string, limit time.Duration) error {
-	ch, err := n.channels.get(h)
+	ch, err := n.channel(h)
 	if err != nil {
 		return nil
 	}
@@ -219,16 +159,13 @@ func (n *Node) CloseChannel(h uint64, why string, limit time.Duration) error {
 		why = ""
 	}
 	if n.under(func() { n.endChannel(ch, why) }) {
-		if limit >= 0 && !await(n, alone{n, ch}, limit, false) {
+		alone := func() bool { return ch.Alone() || n.failed() != nil }
+		if limit >= 0 && !n.await(alone, limit, false) {
 			return ErrAgain
 		}
 		n.under(func() { n.leaveChannel(ch) })
 	}
 	ch.Forget()
-	c := n.channels
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	delete(c.all, h)
 	return nil
 }
 

@@ -17,12 +17,7 @@ import (
 
 // control hands an input to the state machine of the cluster.
 func (n *Node) control(in cluster.Input) {
-	switch {
-	case n.scheduler != nil:
-		n.outputs(n.scheduler.Step(trace.Now(), in))
-	case n.member != nil:
-		n.outputs(n.member.Step(trace.Now(), in))
-	}
+	n.outputs(n.machine.Step(trace.Now(), in))
 	n.timer.Store(n.nextTimer())
 }
 
@@ -37,15 +32,10 @@ func (n *Node) tick() {
 
 // nextTimer is when tick must be called.
 func (n *Node) nextTimer() int64 {
-	switch {
-	case len(n.ailing) != 0:
+	if len(n.ailing) != 0 {
 		return 0
-	case n.scheduler != nil:
-		return min(n.sayAt, n.scheduler.Next())
-	case n.member != nil:
-		return min(n.sayAt, n.member.Next(), n.back.next())
 	}
-	return cluster.Never
+	return min(n.sayAt, n.machine.Next(), n.back.next())
 }
 
 // outputs does what the state machine asks for. That may step the machine again,
@@ -68,18 +58,15 @@ func (n *Node) outputs(out []cluster.Output) {
 		case cluster.Close:
 			if l := n.controls[o.Conn]; l != nil {
 				n.unlink(l)
-				_ = l.conn.Close()
+				l.conn.Close()
 			}
 		case cluster.Log:
 			n.log.Info(o.Text)
 		case cluster.Warn:
 			n.log.Warn(o.Text)
 		case cluster.Redial:
-			switch {
-			case n.phase.Load() != joining:
-				n.dialling(n.joinAgain)
-			case n.ctx.Err() == nil: // else the time is up, as WaitReady says
-				n.dialling(n.join)
+			if ctx := n.dialContext(); ctx.Err() == nil { // else the time is up, as WaitReady says
+				n.dialling(func() { n.join(ctx) })
 			}
 		case cluster.Roster:
 			n.regroup(true, nil)
@@ -126,7 +113,6 @@ func (n *Node) sendFrame(l *link, frame []byte) {
 		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame, Passes: wire.FrameType(frame) == wire.TypeChannel}
 		k, err := l.conn.Post(n.frame[:])
 		if err != nil && l.kind != linkMember && n.links[l.conn] == l {
-			_ = l.conn.Close()
 			n.down(l, err)
 		}
 		if k == 1 || err != nil {
@@ -227,8 +213,6 @@ func (b *barrier) end(err error) {
 	}
 }
 
-func (b *barrier) met() bool { return b.done.Load() }
-
 // BarrierOf makes the flags of a barrier.
 func BarrierOf(servers, workers, groups bool) wire.BarrierFlags {
 	var f wire.BarrierFlags
@@ -284,7 +268,7 @@ func (n *Node) WaitBarrier(seq uint64, limit time.Duration) error {
 	if b == nil {
 		return fmt.Errorf("node: %w: no barrier %d is under way", exchange.ErrNoTicket, seq)
 	}
-	done := await(n, b, min(limit, time.Until(b.deadline)), true)
+	done := n.await(b.done.Load, min(limit, time.Until(b.deadline)), true)
 	if !done && time.Now().Before(b.deadline) {
 		return ErrAgain
 	}
@@ -313,20 +297,16 @@ func (n *Node) DropBarrier(seq uint64) {
 	}
 }
 
-// phaseReached is met when the node has come to a phase, or failed.
-type phaseReached struct {
-	n     *Node
-	phase int32
-}
-
-func (c phaseReached) met() bool {
-	return c.n.phase.Load() >= c.phase || c.n.failure.Load() != nil
+// reachesPhase waits, driving, until the node has come to a phase or failed, or until limit has passed:
+// then it returns false.
+func (n *Node) reachesPhase(phase int32, limit time.Duration, spin bool) bool {
+	return n.await(func() bool { return n.phase.Load() >= phase || n.failure.Load() != nil }, limit, spin)
 }
 
 // WaitReady waits until the cluster is complete, at most limit; then ErrAgain.
 // When the time of the whole bring-up is over it says what was missing.
 func (n *Node) WaitReady(limit time.Duration) error {
-	done := await(n, phaseReached{n, running}, min(limit, time.Until(n.deadline)), true)
+	done := n.reachesPhase(running, min(limit, time.Until(n.deadline)), true)
 	if err := n.failed(); err != nil {
 		return err
 	}
@@ -363,7 +343,7 @@ func (n *Node) Stop(limit time.Duration) error {
 	if !open {
 		return n.Close() // closed before, or ended by a panic
 	}
-	if !await(n, phaseReached{n, ended}, limit, true) {
+	if !n.reachesPhase(ended, limit, true) {
 		return ErrAgain
 	}
 	err := n.stopErr

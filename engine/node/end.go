@@ -14,17 +14,10 @@ func (n *Node) fail(err error) {
 	if !n.failure.CompareAndSwap(nil, &err) {
 		return
 	}
-	step := func(f func()) { _ = n.attempt(func() error { f(); return nil }) }
-	if tb := n.tickets(); tb != nil {
-		step(func() { tb.Shut(err) })
-	}
-	step(func() { n.channels.Shut(err) })
+	_ = n.attempt(func() { n.tickets().Shut(err) })
+	_ = n.attempt(func() { n.channels.Shut(err) })
 	for i := range n.peers {
-		if n.worker != nil {
-			step(func() { n.worker.Down(i, err) })
-		} else {
-			step(func() { n.server.Down(i, err) })
-		}
+		_ = n.attempt(func() { n.side.Down(i, err) })
 	}
 	for _, b := range n.barriers {
 		b.end(err)
@@ -44,9 +37,9 @@ const finishLimit = time.Second
 
 // finish lets the members of a scheduler that is about to go leave in order, if they are
 // about to.
-func (n *Node) finish() error {
+func (n *Node) finish() {
 	if n.scheduler == nil || n.phase.Load() != running || n.failed() != nil {
-		return nil
+		return
 	}
 	parting := false
 	n.under(func() {
@@ -60,9 +53,8 @@ func (n *Node) finish() error {
 		n.outputs(out)
 	})
 	if parting {
-		await(n, phaseReached{n, ended}, finishLimit, false)
+		n.reachesPhase(ended, finishLimit, false)
 	}
-	return nil
 }
 
 // freeLimit bounds how long Close waits for memory of a GPU that does not end its work.
@@ -75,10 +67,23 @@ func (n *Node) shut(err error) {
 	n.die()
 	n.phase.Store(ended)
 	n.fail(err)
-	n.closeErr = n.shutFabrics()
-	if n.server != nil {
-		n.closeErr = errors.Join(n.closeErr, n.attempt(n.server.Close))
+	var errs []error
+	step := func(f func()) {
+		caught := n.attempt(f) // which may append to errs
+		errs = append(errs, caught)
 	}
+	for _, p := range n.planes {
+		step(func() { errs = append(errs, p.Close()) })
+	}
+	step(n.side.Drain) // what was submitted meanwhile ends at once
+	for _, p := range n.planes {
+		step(func() { n.drain(p) })
+	}
+	step(n.tickets().Over)
+	if n.server != nil {
+		step(func() { errs = append(errs, n.server.Close()) })
+	}
+	n.closeErr = errors.Join(errs...)
 	n.stopped.Store(true)
 	n.wakeAll()
 	n.alarm(true)
@@ -88,7 +93,7 @@ func (n *Node) shut(err error) {
 // Close ends the node at once; a scheduler whose members are leaving lets them do so
 // first, for up to a second. Whoever waits gets ErrClosed. When it has
 // returned, no goroutine, descriptor or foreign memory is in use any more, but for what
-// cudaipc.Later puts off.
+// gpu.Later puts off.
 func (n *Node) Close() error {
 	n.closeOnce.Do(func() {
 		_ = n.attempt(n.finish)
@@ -97,10 +102,11 @@ func (n *Node) Close() error {
 		}
 		if n.gpu != nil {
 			n.unwatch()
-			n.gpu.later.Wait(freeLimit)
+			n.gpu.Later.Wait(freeLimit)
 		}
 		n.dials.Wait()
-		for n.callers.Load() > 0 || n.calls.Load() > 0 || !n.backgroundGone() {
+		for n.callers.Load() > 0 || n.calls.Load() > 0 || n.helpers.Load() > 0 || n.side.Pending() {
+			_ = n.attempt(n.side.Drain) // what ended behind shut
 			n.kick.ring()
 			n.nudge.ring()
 			n.wakeAll()
@@ -110,15 +116,6 @@ func (n *Node) Close() error {
 		_ = n.log.Sync()
 	})
 	return n.closeErr
-}
-
-func (n *Node) backgroundGone() bool {
-	select {
-	case <-n.gone:
-		return true
-	default:
-		return false
-	}
 }
 
 // Free is Close, and gives back the words of the tickets too.
@@ -135,8 +132,8 @@ func (n *Node) freeWords() error {
 	if n.gpu != nil {
 		n.gpu.close()
 	}
-	if tb := n.tickets(); tb != nil {
-		return tb.Free()
+	if n.side == nil { // it could not be opened
+		return nil
 	}
-	return nil
+	return n.tickets().Free()
 }

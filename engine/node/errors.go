@@ -10,6 +10,7 @@ import (
 	"fserver/engine/cluster"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
+	"fserver/engine/wire"
 )
 
 type (
@@ -37,12 +38,17 @@ type TimeoutError struct{ text string }
 func (e *TimeoutError) Error() string { return e.text }
 
 // settingError says that a setting or argument is wrong.
-type settingError struct{ text string }
+type settingError struct {
+	text  string
+	cause error // or nil
+}
 
 func (e *settingError) Error() string { return e.text }
 
+func (e *settingError) Unwrap() error { return e.cause }
+
 func badSetting(format string, args ...any) error {
-	return &settingError{fmt.Sprintf(format, args...)}
+	return &settingError{text: fmt.Sprintf(format, args...)}
 }
 
 // closedError turns what a transport says of its own end into ErrClosed.
@@ -72,33 +78,29 @@ func scarce(err error) bool {
 		errors.Is(err, syscall.ENOMEM) || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
+// is reports whether err is, or wraps, a T.
+func is[T error](err error) bool {
+	var e T
+	return errors.As(err, &e)
+}
+
 // Errno is the code that fserver.h gives an error.
 func Errno(err error) syscall.Errno {
-	var (
-		shape   *exchange.ShapeError
-		types   *exchange.TypeError
-		denied  *RefusedError
-		lost    *LostError
-		refused *cluster.RefusedError
-		over    *cluster.EndedError
-		timeout *TimeoutError
-		setting *settingError
-		errno   syscall.Errno
-	)
+	var errno syscall.Errno
 	switch {
-	case errors.As(err, &lost):
+	case is[*LostError](err):
 		return syscall.ECONNRESET
-	case errors.As(err, &shape), errors.As(err, &types):
+	case is[*exchange.ShapeError](err), is[*TypeError](err):
 		return syscall.EMSGSIZE
 	case errors.Is(err, exchange.ErrFull):
 		return syscall.EXFULL
-	case errors.As(err, &denied):
+	case is[*RefusedError](err):
 		return syscall.EREMOTEIO
-	case errors.As(err, &timeout):
+	case is[*TimeoutError](err):
 		return syscall.ETIMEDOUT
-	case errors.As(err, &setting), errors.As(err, &refused), refusal(err):
+	case is[*settingError](err), is[*cluster.RefusedError](err), refusal(err):
 		return syscall.EINVAL
-	case errors.Is(err, errClosed), errors.Is(err, exchange.ErrLeft), exchange.IsOver(err), errors.As(err, &over), errors.Is(err, cluster.ErrNotRunning):
+	case errors.Is(err, errClosed), errors.Is(err, exchange.ErrLeft), exchange.IsOver(err), is[*cluster.EndedError](err), errors.Is(err, cluster.ErrNotRunning):
 		return syscall.ESHUTDOWN
 	case errors.Is(err, exchange.ErrNoTicket):
 		return syscall.EBADF
@@ -107,3 +109,7 @@ func Errno(err error) syscall.Errno {
 	}
 	return syscall.EIO
 }
+
+// refusal says whether err comes from settings that do not fit each other, so
+// that trying again does not help.
+func refusal(err error) bool { return is[*wire.HandshakeError](err) || is[*transport.TLSError](err) }

@@ -16,16 +16,19 @@ import (
 func (n *Node) event(p *plane, ev *transport.Event) {
 	switch ev.Kind {
 	case transport.EvDone:
-		switch {
-		case ev.User == 0: // a frame of no ticket
-		case n.worker != nil:
-			n.worker.Done(ev.User, n.operation(ev))
-		case n.server != nil:
-			n.server.Done(ev.User, n.operation(ev))
+		if ev.User != 0 { // else a frame of no ticket
+			n.side.Done(ev.User, n.operation(ev))
 		}
 		return
 	case transport.EvAccept:
 		n.accept(p, ev.Conn)
+		return
+	case transport.EvFreed:
+		n.tickets().Freed(p.Fabric, ev.User)
+		return
+	case transport.EvClosed:
+		delete(n.ended, ev.Conn)
+		n.tickets().Closed(ev.Conn)
 		return
 	}
 	l := n.last
@@ -105,21 +108,17 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 		n.meet()
 		return err
 	}
-	if n.server != nil {
-		return n.server.Frame(l.index, ev.Data)
-	}
-	if l.left {
+	if n.worker != nil && l.left {
 		n.worker.Down(l.index, n.lostPeer(l, hasLeft))
 		return nil
 	}
-	return n.worker.Frame(l.index, ev.Data)
+	return n.side.Frame(l.index, ev.Data)
 }
 
 // breach ends a connection that is of no use: its peer does not keep to the protocol, or it
 // takes no more.
 func (n *Node) breach(l *link, err error) {
 	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.Error(err))
-	_ = l.conn.Close()
 	n.down(l, err)
 }
 
@@ -131,15 +130,12 @@ func (n *Node) broken(i int, err error) {
 		l.ailing = err
 		n.ailing = append(n.ailing, l)
 		n.timer.Store(0)
-		n.kick.ring()
-		n.nudge.ring()
+		n.stir()
 	}
 }
 
-// endAiling ends the first k of the connections that broken has noted.
-func (n *Node) endAiling(k int) {
-	ailing := n.ailing[:k]
-	n.ailing = append([]*link(nil), n.ailing[k:]...)
+// endAiling ends connections that broken has noted.
+func (n *Node) endAiling(ailing []*link) {
 	for _, l := range ailing {
 		if n.links[l.conn] == l {
 			n.breach(l, l.ailing)
@@ -150,14 +146,20 @@ func (n *Node) endAiling(k int) {
 
 // down takes the end of a connection.
 func (n *Node) down(l *link, err error) {
+	known := n.up(l)
 	n.unlink(l)
+	l.conn.Close()
 	switch l.kind {
 	case linkScheduler:
 		n.control(cluster.Input{Kind: cluster.Down, Err: err})
 	case linkMember:
 		n.control(cluster.Input{Kind: cluster.Down, Conn: l.id, Err: err})
 	case linkPeer:
-		n.peerDown(l, n.lostBy(l.index, err))
+		err = n.lostBy(l.index, err)
+		if known {
+			n.ended[l.conn] = err
+		}
+		n.peerDown(l, err)
 	case linkWaiting:
 		n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
 	}
@@ -189,7 +191,7 @@ func (n *Node) unlink(l *link) {
 // lostPeer is the error for the loss of a peer.
 func (n *Node) lostPeer(l *link, why string) error {
 	m := &n.rail[l.index]
-	return &LostError{Role: m.Role, Rank: m.Rank, Address: l.conn.Remote(), Reason: why}
+	return &LostError{Role: m.Role, Rank: m.Rank, Address: l.conn.Peer().Remote, Reason: why}
 }
 
 // lostBy is lostPeer from what the connection of peer i said, unless that is none of
@@ -211,6 +213,9 @@ func (n *Node) operation(ev *transport.Event) error {
 	}
 	if l := n.links[ev.Conn]; l != nil && l.kind == linkPeer {
 		return n.lostBy(l.index, ev.Err)
+	}
+	if err := n.ended[ev.Conn]; err != nil {
+		return err
 	}
 	return closedError(ev.Err)
 }

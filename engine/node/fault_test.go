@@ -1,8 +1,10 @@
 package node
 
 import (
+	"errors"
 	"io"
 	"net"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -12,6 +14,7 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
+	"fserver/engine/transport/all"
 	"fserver/engine/transport/tcp"
 )
 
@@ -224,18 +227,23 @@ func TestBringUpErrors(t *testing.T) {
 	_, port := splitPort(t, l.Addr().String())
 	one := shape{1, 1, 1}
 
-	cfg, _, err := conf.Parse(one.settings("scheduler", 0, 0, port, "FSERVER_INIT_TIMEOUT=0.1"))
+	cfg, _, err := conf.Parse(one.settings("scheduler", 0, 0, port, "FSERVER_INIT_TIMEOUT=0.1"), all.Ways())
 	require.NoError(t, err)
 	_, err = open(cfg, logger(cfg), exchange.NewBuffers(), openFabrics, nil)
 	require.ErrorContains(t, err, "node: the port was not free within 100ms: tcp: listen on 127.0.0.1:"+port)
 	require.ErrorContains(t, err, "address already in use")
 	require.NoError(t, l.Close())
 
+	_, err = Open(shape{65000, 65000, 1}.settings("scheduler", 0, 0, port), exchange.NewBuffers())
+	require.ErrorContains(t, err, "are 130000 members: more than 65536")
+	_, err = os.Stdin.Stat()
+	require.NoError(t, err) // it closes what it has opened, and not descriptor 0
+
 	_, err = Open(append(one.settings("server", 0, 0, port), "DMLC_INTERFACE=nosuch0"), exchange.NewBuffers())
 	require.ErrorContains(t, err, "DMLC_INTERFACE=nosuch0")
 	require.ErrorContains(t, err, "lo")
 
-	n, err := Open(append(one.settings("worker", 0, 0, port), "FSERVER_INIT_TIMEOUT=1"), exchange.NewBuffers())
+	n, err := Open(append(one.settings("worker", 0, 0, port), "FSERVER_INIT_TIMEOUT=3"), exchange.NewBuffers()) // enough for an attempt on a machine under load
 	require.NoError(t, err)
 	defer n.Free()
 	err = n.WaitReady(20 * time.Second)
@@ -298,4 +306,22 @@ func closing(t *testing.T, way ...string) {
 	require.ErrorIs(t, <-waited, ErrClosed)
 	require.NoError(t, s.Close())
 	<-served
+}
+
+// TestDoneAfterDown: an operation that ends after its Conn went down fails because of the loss, and
+// what the transport said of it is no error for a caller.
+func TestDoneAfterDown(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1})
+	s := m.servers[0]
+	s.under(func() {
+		l := s.peers[0]
+		s.down(l, io.ErrUnexpectedEOF)
+		var lost *LostError
+		require.ErrorAs(t, s.operation(&transport.Event{Conn: l.conn, Err: errors.New("refused")}), &lost)
+	})
+	require.Eventually(t, func() (over bool) {
+		s.under(func() { over = len(s.ended) == 0 })
+		return over
+	}, 10*time.Second, time.Millisecond)
+	m.stop()
 }

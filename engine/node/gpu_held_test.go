@@ -10,9 +10,9 @@ import (
 
 	"fserver/cshim/cuda"
 	"fserver/engine/exchange"
+	"fserver/engine/gpu"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
-	"fserver/engine/transport/cudaipc"
-	"fserver/engine/transport/cudaipc/fakegpu"
 )
 
 // letGo frees the nodes and what the server has received into.
@@ -25,7 +25,7 @@ func (m *mesh) letGo(tb testing.TB) {
 	}
 	for _, n := range m.all() {
 		if n.gpu != nil {
-			n.gpu.later.Wait(freeLimit)
+			n.gpu.Later.Wait(freeLimit)
 		}
 	}
 }
@@ -59,7 +59,7 @@ func TestChannelPassesAWait(t *testing.T) {
 			t.Run(fmt.Sprint(transport, held), func(t *testing.T) {
 				g := fakegpu.New()
 				t.Cleanup(func() { g.Empty(t) })
-				m := newGPUPair(t, transport, func(int) (cudaipc.Device, error) { return g, nil })
+				m := newGPUPair(t, transport, func(int) (gpu.Device, error) { return g, nil })
 				worker, server := m.workers[0], m.servers[0]
 				here, err := worker.OpenChannel("c")
 				require.NoError(t, err)
@@ -116,7 +116,7 @@ func TestChannelPassesAWait(t *testing.T) {
 func TestLoanBehindAStream(t *testing.T) {
 	g := fakegpu.New()
 	t.Cleanup(func() { g.Empty(t) })
-	m := newGPUPair(t, "cudaipc", func(int) (cudaipc.Device, error) { return g, nil })
+	m := newGPUPair(t, "cudaipc", func(int) (gpu.Device, error) { return g, nil })
 	worker, server := m.workers[0], m.servers[0]
 	stream, err := g.NewStream()
 	require.NoError(t, err)

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/exchange"
-	"fserver/engine/transport/cudaipc"
-	"fserver/engine/transport/cudaipc/fakegpu"
+	"fserver/engine/gpu"
+	"fserver/engine/gpu/fakegpu"
 )
 
 // BenchmarkGPURoundTrip is what all but the driver takes, beside the same on the CPU.
@@ -31,7 +31,7 @@ func BenchmarkGPURoundTrip(b *testing.B) {
 	b.Run("gpu", func(b *testing.B) {
 		g := fakegpu.New()
 		g.Instant = true
-		m := newGPUPair(b, "cma", func(int) (cudaipc.Device, error) { return g, nil }, "FSERVER_PROGRESS=caller")
+		m := newGPUPair(b, "cma", func(int) (gpu.Device, error) { return g, nil }, "FSERVER_PROGRESS=caller")
 		run(b, m, gpuTensor(b, g, 1, 64, 1), gpuTensor(b, g, 2, 64, 1), gpuTensor(b, g, 3, 64, 1))
 		m.letGo(b)
 	})
@@ -41,7 +41,7 @@ func BenchmarkGPURoundTrip(b *testing.B) {
 func TestGPUAllocations(t *testing.T) {
 	g := fakegpu.New()
 	g.Instant = true
-	m := newGPUPair(t, "cma", func(int) (cudaipc.Device, error) { return g, nil }, "FSERVER_PROGRESS=caller")
+	m := newGPUPair(t, "cma", func(int) (gpu.Device, error) { return g, nil }, "FSERVER_PROGRESS=caller")
 	once := m.once(gpuTensor(t, g, 1, 64, 1), gpuTensor(t, g, 2, 64, 1), gpuTensor(t, g, 3, 64, 1))
 	stream, err := g.NewStream()
 	require.NoError(t, err)

@@ -13,9 +13,9 @@ import (
 
 	"fserver/cshim/cuda"
 	"fserver/engine/exchange"
+	"fserver/engine/gpu"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
-	"fserver/engine/transport/cudaipc"
-	"fserver/engine/transport/cudaipc/fakegpu"
 )
 
 // gpuTensor is n bytes of a GPU.
@@ -46,7 +46,7 @@ func TestGPUTensors(t *testing.T) {
 				g := fakegpu.New()
 				g.Pieces = pieces
 				t.Cleanup(func() { g.Empty(t) })
-				m := newGPUPair(t, transport, func(int) (cudaipc.Device, error) { return g, nil })
+				m := newGPUPair(t, transport, func(int) (gpu.Device, error) { return g, nil })
 				worker, server := m.workers[0], m.servers[0]
 				require.Equal(t, mem.GPU(0), worker.Info().Device)
 				stream, err := g.NewStream()
@@ -127,7 +127,7 @@ func TestGPUOutOfMemory(t *testing.T) {
 		t.Run(call, func(t *testing.T) {
 			g := fakegpu.New()
 			t.Cleanup(func() { g.Empty(t) })
-			m := newGPUPair(t, "tcp", func(int) (cudaipc.Device, error) { return g, nil })
+			m := newGPUPair(t, "tcp", func(int) (gpu.Device, error) { return g, nil })
 			worker, server := m.workers[0], m.servers[0]
 			x := gpuTensor(t, g, 1, 5000, 1)
 			push := func(limit time.Duration) error {
@@ -172,13 +172,13 @@ func TestGPUOutOfMemory(t *testing.T) {
 func TestGPUUntaken(t *testing.T) {
 	g := fakegpu.New()
 	t.Cleanup(func() { g.Empty(t) })
-	m := newGPUPair(t, "tcp", func(int) (cudaipc.Device, error) { return g, nil })
+	m := newGPUPair(t, "tcp", func(int) (gpu.Device, error) { return g, nil })
 	worker, server := m.workers[0], m.servers[0]
 	ticket, err := worker.BeginPushPull()
 	require.NoError(t, err)
 	require.NoError(t, ticket.AddPush(gpuTensor(t, g, 1, 5000, 1)))
 	require.NoError(t, worker.PushPull(ticket))
-	require.True(t, await(server, batchReady{server, 1}, 10*time.Second, true))
+	require.True(t, server.await(func() bool { return server.server.Ready(1) }, 10*time.Second, true))
 	require.Equal(t, 1, m.buffers.Len())
 	for _, n := range m.all() {
 		require.NoError(t, n.Free())
@@ -215,21 +215,21 @@ func TestWrongDevice(t *testing.T) {
 
 // TestBackendWithoutGPU says what is missing, and the default is the CPU then.
 func TestBackendWithoutGPU(t *testing.T) {
-	if _, err := openDevice(0); err == nil {
+	if _, err := gpu.Open(0); err == nil {
 		t.Skip("this host has a GPU")
 	}
 	s := shape{1, 1, 1}
 	_, err := Open(s.settings("worker", 0, 0, "1", "STEPMESH_BACKEND=GPU"), exchange.NewBuffers())
-	require.ErrorContains(t, err, "STEPMESH_BACKEND=GPU: cudaipc: not available: cuda: ")
+	require.ErrorContains(t, err, "STEPMESH_BACKEND=GPU: gpu: not available: cuda: ")
 	_, err = Open(s.settings("worker", 0, 0, "1", "FSERVER_TRANSPORT=cudaipc", "STEPMESH_BACKEND="), exchange.NewBuffers())
-	require.ErrorContains(t, err, "FSERVER_TRANSPORT=cudaipc: cudaipc: not available: cuda: ")
+	require.ErrorContains(t, err, "FSERVER_TRANSPORT=cudaipc: gpu: not available: cuda: ")
 	_, err = Open(s.settings("worker", 0, 0, "1", "FSERVER_TRANSPORT=cudaipc", "STEPMESH_BACKEND=CPU"), exchange.NewBuffers())
 	require.ErrorContains(t, err, "FSERVER_TRANSPORT=cudaipc with STEPMESH_BACKEND=CPU")
 }
 
 // TestRealGPU moves tensors of this host's GPU, mapped and staged.
 func TestRealGPU(t *testing.T) {
-	if _, err := openDevice(0); err != nil {
+	if _, err := gpu.Open(0); err != nil {
 		t.Skip(err)
 	}
 	d, err := cuda.Retain(0)
@@ -243,7 +243,7 @@ func TestRealGPU(t *testing.T) {
 		return exchange.Tensor{Span: r.Span(), Dev: r.Dev, Key: key, Base: r, Alloc: a, Dims: []int64{int64(n)}}
 	}
 	for _, transport := range []string{"cma", "tcp"} {
-		m := newGPUPair(t, transport, openDevice)
+		m := newGPUPair(t, transport, gpu.Open)
 		worker, server := m.workers[0], m.servers[0]
 		buffers := map[uint64]bool{}
 		for round, n := range []uint64{1, 4096, 128 * 7168, 5 << 20, 64 << 20, 128 * 7168} {
@@ -288,7 +288,7 @@ func TestRealGPU(t *testing.T) {
 }
 
 // newGPUPair brings up a worker and a server with tensors on a GPU.
-func newGPUPair(tb testing.TB, transport string, devices Devices, settings ...string) *mesh {
+func newGPUPair(tb testing.TB, transport string, devices gpu.Opener, settings ...string) *mesh {
 	m, s := newCluster(tb, openFabrics), shape{1, 1, 1}
 	m.devices = devices
 	extra := append(settings, "FSERVER_TRANSPORT="+transport, "STEPMESH_BACKEND=GPU")
@@ -328,7 +328,7 @@ func TestOneSideHasAGPU(t *testing.T) {
 				g := fakegpu.New()
 				t.Cleanup(func() { g.Empty(t) })
 				m, s := newCluster(t, openFabrics), shape{1, 1, 1}
-				m.devices = func(int) (cudaipc.Device, error) { return g, nil }
+				m.devices = func(int) (gpu.Device, error) { return g, nil }
 				with := func(backend string) []string {
 					return slices.Concat([]string{"FSERVER_TRANSPORT=" + transport, "STEPMESH_BACKEND=" + backend}, c.more)
 				}
@@ -391,7 +391,7 @@ func TestOneSideHasAGPU(t *testing.T) {
 // and where kernels may wait for messages, nobody else does either.
 func TestGPUFreesLater(t *testing.T) {
 	fake := fakegpu.New()
-	g := &gpu{dev: fake, log: zap.NewNop(), later: new(cudaipc.Later)}
+	g := &card{GPU: gpu.GPU{Device: fake, Later: new(gpu.Later)}, log: zap.NewNop()}
 	take := func() mem.Region {
 		r, err := g.Alloc(4096)
 		require.NoError(t, err)
@@ -400,25 +400,25 @@ func TestGPUFreesLater(t *testing.T) {
 	r := take()
 	end := fake.Kernel(t)
 	require.NoError(t, g.Free(r))
-	g.later.Wait(5 * time.Millisecond)
+	g.Later.Wait(5 * time.Millisecond)
 	require.Equal(t, 1, fake.Reclaims())
 	end()
-	g.later.Wait(freeLimit)
+	g.Later.Wait(freeLimit)
 	fake.Empty(t)
 
 	r = take()
 	end = fake.Kernel(t)
-	g.later.Hold()
+	g.Later.Hold()
 	require.NoError(t, g.Free(r))
-	g.later.Wait(5 * time.Millisecond)
+	g.Later.Wait(5 * time.Millisecond)
 	r = take()
 	require.Zero(t, fake.Reclaims())
 	fake.Fail("Alloc", 1)
 	time.AfterFunc(20*time.Millisecond, end)
 	require.NoError(t, g.Free(take())) // the first one makes room
 	require.NoError(t, g.Free(r))
-	g.later.Release()
-	g.later.Wait(freeLimit)
+	g.Later.Release()
+	g.Later.Wait(freeLimit)
 	fake.Empty(t)
 
 	fake.Fail("Alloc", 1)

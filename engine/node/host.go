@@ -12,9 +12,10 @@ import (
 	"go.uber.org/zap"
 
 	"fserver/engine/conf"
+	"fserver/engine/gpu"
 	"fserver/engine/topo"
 	"fserver/engine/transport"
-	"fserver/engine/transport/tcp"
+	"fserver/engine/transport/all"
 	"fserver/engine/wire"
 )
 
@@ -48,7 +49,8 @@ type hostDescription struct {
 	Clock   topo.Clock        `json:"clock"`
 	Kernel  string            `json:"kernel"`
 	Modules map[string]string `json:"modules"`
-	Engine  engine            `json:"engine"`
+	Engine  map[string]any    `json:"engine"`
+	Ways    []foundWay        `json:"transports"`
 }
 
 type gpuPath struct {
@@ -56,12 +58,10 @@ type gpuPath struct {
 	NVLinks int           `json:"nvlinks"`
 }
 
-type engine struct {
-	Version    string   `json:"version"`
-	Wire       int      `json:"wire"`
-	Go         string   `json:"go"`
-	Transports []string `json:"transports"`
-	Backends   []string `json:"backends"`
+// foundWay is what a driver says of this host.
+type foundWay struct {
+	Name     string              `json:"name"`
+	Findings []transport.Finding `json:"findings"`
 }
 
 // DescribeHost gives JSON about this host: what topo finds, and what a node
@@ -72,7 +72,19 @@ func DescribeHost(settings []string) ([]byte, error) {
 	d := hostDescription{
 		Host: h, GPUNIC: [][]topo.Distance{}, GPUGPU: [][]gpuPath{},
 		Limits: s.Limits(), Clock: s.Clock(), Kernel: topo.Kernel(), Modules: s.Modules(),
-		Engine: engine{Version, wire.Version, runtime.Version(), conf.Built(), []string{conf.CPU.String(), conf.GPU.String()}},
+	}
+	var names []string
+	for _, w := range all.Drivers() {
+		names = append(names, w.Name)
+		found := foundWay{w.Name, []transport.Finding{}}
+		if w.Probe != nil {
+			found.Findings = w.Probe()
+		}
+		d.Ways = append(d.Ways, found)
+	}
+	d.Engine = map[string]any{
+		"version": Version, "wire": wire.Version, "go": runtime.Version(),
+		"transports": names, "backends": []string{conf.CPU.String(), conf.GPU.String()},
 	}
 	for i := range h.GPUs {
 		g := &h.GPUs[i]
@@ -85,15 +97,15 @@ func DescribeHost(settings []string) ([]byte, error) {
 		}
 		d.GPUNIC, d.GPUGPU = append(d.GPUNIC, nics), append(d.GPUGPU, gpus)
 	}
-	cfg, _, err := conf.Parse(settings)
+	cfg, _, err := conf.Parse(settings, all.Ways())
 	if err != nil {
 		cfg = &conf.Config{}
 	} else {
 		if d.Listen, err = address(cfg.Listen()); err != nil {
 			d.NoAddr = err.Error()
 		}
-		if cfg.Backend == conf.GPU || cfg.Transport == conf.CUDAIPC {
-			if _, err = openGPU(cfg, findDevice, zap.NewNop()); err != nil {
+		if cfg.Backend == conf.GPU || named(cfg).GPU {
+			if _, err = openGPU(cfg, gpu.Find, zap.NewNop()); err != nil {
 				d.NoGPU = err.Error()
 			}
 		}
@@ -107,7 +119,7 @@ type probe struct {
 	Address  string `json:"address"`
 	Spoke    bool   `json:"spoke"`    // it is a node: it knows the handshake
 	Accepted bool   `json:"accepted"` // and it would talk to us
-	TLS      string `json:"tls"`      // who has it, as tcp.TLSError.Sides; empty: nobody, or it is not known
+	TLS      string `json:"tls"`      // who has it, as transport.TLSError.Sides; empty: nobody, or it is not known
 	Role     string `json:"role"`     // of an accepted one
 	Rank     int    `json:"rank"`
 	Build    string `json:"build"`
@@ -120,37 +132,34 @@ type probe struct {
 // without a rank, and leaves again. A scheduler notes that a connection is
 // gone; its cluster does not see it. The result is JSON.
 func Probe(settings []string, limit time.Duration) ([]byte, error) {
-	cfg, _, err := conf.Parse(settings)
+	cfg, _, err := conf.Parse(settings, all.Ways())
 	if err != nil {
-		return nil, &settingError{err.Error()}
+		return nil, &settingError{err.Error(), err}
 	}
 	g := newGate(cfg)
 	g.me.Role, g.me.Rank = wire.RoleWorker, -1
-	id, err := identity(cfg)
-	if err != nil {
-		return nil, err
-	}
-	f, err := tcp.Open(tcp.Options{Gate: g, TLS: id})
+	list, err := base().Open(&transport.Env{Config: cfg, Gate: g, Log: zap.NewNop()})
 	if err != nil {
 		return nil, fmt.Errorf("node: probe: %w", err)
 	}
+	f := list[0]
 	defer f.Close()
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	begin := Now()
-	c, err := f.Connect(ctx, transport.Addr("tcp:"+cfg.Scheduler()))
+	c, err := f.Connect(ctx, transport.Addr(scheme(f)+":"+cfg.Scheduler()))
 	p := probe{Address: cfg.Scheduler(), Rank: -1, Took: Now() - begin}
 	var hello wire.Hello
 	if err == nil {
-		hello, err = wire.ParseHello(c.Hello())
+		hello, err = wire.ParseHello(c.Peer().Hello)
 	}
 	var refused *wire.HandshakeError
 	p.Spoke = err == nil || errors.As(err, &refused)
-	if apart := (*tcp.TLSError)(nil); errors.As(err, &apart) {
+	if apart := (*transport.TLSError)(nil); errors.As(err, &apart) {
 		p.TLS = apart.Sides
 		p.Error = apart.Reason
-	} else if p.Spoke && id != nil {
-		p.TLS = tcp.Both
+	} else if p.Spoke && cfg.TLS {
+		p.TLS = transport.Both
 	}
 	switch {
 	case refused != nil:

@@ -10,7 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/conf"
-	"fserver/engine/transport/tcp"
+	"fserver/engine/transport"
+	"fserver/engine/transport/all"
 	"fserver/engine/wire"
 )
 
@@ -20,6 +21,7 @@ func TestDescribeHost(t *testing.T) {
 		{"DMLC_ROLE=worker", "DMLC_PS_ROOT_PORT=7000"},
 		{"DMLC_ROLE=worker", "DMLC_PS_ROOT_PORT=7000", "DMLC_INTERFACE=nosuch0", "DMLC_PS_ROOT_URI=127.0.0.1"},
 	} {
+		_ = library() // if it can be had
 		b, err := DescribeHost(settings)
 		require.NoError(t, err)
 		var d struct {
@@ -52,11 +54,12 @@ func TestDescribeHostWithoutItsGPU(t *testing.T) {
 	}{
 		{"", []string{"STEPMESH_GPU=1023"}},
 		{"", []string{"STEPMESH_GPU=1023", "FSERVER_TRANSPORT=cma"}},
-		{"FSERVER_TRANSPORT=cudaipc: cudaipc: not available", []string{"STEPMESH_GPU=1023", "FSERVER_TRANSPORT=cudaipc"}},
-		{"STEPMESH_BACKEND=GPU: cudaipc: not available", []string{"STEPMESH_GPU=1023", "STEPMESH_BACKEND=GPU"}},
+		{"FSERVER_TRANSPORT=cudaipc: gpu: not available", []string{"STEPMESH_GPU=1023", "FSERVER_TRANSPORT=cudaipc"}},
+		{"STEPMESH_BACKEND=GPU: gpu: not available", []string{"STEPMESH_GPU=1023", "STEPMESH_BACKEND=GPU"}},
 		{"FSERVER_TRANSPORT=cudaipc with STEPMESH_BACKEND=CPU", []string{"FSERVER_TRANSPORT=cudaipc", "STEPMESH_BACKEND=CPU"}},
 	} {
 		settings := append([]string{"DMLC_ROLE=server", "DMLC_PS_ROOT_PORT=7000", "DMLC_GROUP_SIZE=1024"}, c.settings...)
+		_ = library() // if it can be had
 		b, err := DescribeHost(settings)
 		require.NoError(t, err)
 		var d struct {
@@ -137,10 +140,10 @@ func TestProbeOverTLS(t *testing.T) {
 		accepted    bool
 		tls         string
 	}{
-		{[]string{secret, tls}, []string{secret, tls}, true, tcp.Both},
-		{[]string{secret, tls}, []string{secret}, false, tcp.OnlyThere},
-		{[]string{secret}, []string{secret, tls}, false, tcp.OnlyHere},
-		{[]string{secret, tls}, []string{secret + "x", tls}, false, tcp.Both},
+		{[]string{secret, tls}, []string{secret, tls}, true, transport.Both},
+		{[]string{secret, tls}, []string{secret}, false, transport.OnlyThere},
+		{[]string{secret}, []string{secret, tls}, false, transport.OnlyHere},
+		{[]string{secret, tls}, []string{secret + "x", tls}, false, transport.Both},
 	} {
 		scheduler, err := Open(append([]string{"DMLC_ROLE=scheduler", "FSERVER_LOG=error"}, c.there...), NewBuffers())
 		require.NoError(t, err)
@@ -184,7 +187,7 @@ func TestProbeOfAStranger(t *testing.T) {
 // auto keeps a cluster on loopback there, and takes an address of this host
 // where the scheduler is elsewhere.
 func TestAutomaticInterface(t *testing.T) {
-	cfg, _, err := conf.Parse([]string{"DMLC_ROLE=server", "DMLC_PS_ROOT_PORT=7000", "DMLC_INTERFACE=auto"})
+	cfg, _, err := conf.Parse([]string{"DMLC_ROLE=server", "DMLC_PS_ROOT_PORT=7000", "DMLC_INTERFACE=auto"}, all.Ways())
 	require.NoError(t, err)
 	require.Equal(t, conf.ListenLoopback, cfg.Listen().Kind)
 	route, err := address(conf.Listen{Kind: conf.ListenRoute, Name: "192.0.2.1"})

@@ -22,13 +22,13 @@ import (
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/all"
 	"fserver/engine/wire"
 )
 
 // spy is the Fabric of a worker; it keeps the keys that servers give to it.
 type spy struct {
 	transport.Fabric
-	transport.Sleeper
 	header int // bytes before each frame, if frames are sent again
 	mu     sync.Mutex
 	keys   []transport.Key
@@ -64,7 +64,7 @@ func newHostileMesh(t *testing.T, s shape, way ...string) *hostileMesh {
 	h.mesh = newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
 		list, err := openFabrics(cfg, g, log)
 		if err == nil && cfg.Role == conf.Worker {
-			s := &spy{Fabric: list[0], Sleeper: list[0].(transport.Sleeper)}
+			s := &spy{Fabric: list[0]}
 			if cfg.Resend {
 				s.header = 9
 			}
@@ -258,7 +258,7 @@ func TestOneSidedSecret(t *testing.T) {
 	} {
 		m := newCluster(t, openFabrics)
 		core, logs := observer.New(zapcore.WarnLevel)
-		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("scheduler", 0, 0, "0", c.scheduler...))
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("scheduler", 0, 0, "0", c.scheduler...), all.Ways())
 		require.NoError(t, err)
 		s, err := open(cfg, zap.New(core), m.buffers, openFabrics, nil)
 		require.NoError(t, err)

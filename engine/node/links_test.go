@@ -38,7 +38,7 @@ func (f *lateDialer) Connect(ctx context.Context, to transport.Addr) (transport.
 func TestDialledTwice(t *testing.T) {
 	var f *lateDialer
 	m := newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-		base, err := openTCP(cfg, g, log)
+		base, err := openBase(cfg, g, log)
 		if err == nil && cfg.Role == conf.Worker {
 			f = &lateDialer{Fabric: base.(*tcp.Fabric)}
 			base = f

@@ -13,7 +13,7 @@ import (
 func TestResend(t *testing.T) {
 	long(t)
 	settings := []string{"PS_DROP_MSG=20", "PS_RESEND=1", "PS_RESEND_TIMEOUT=5"}
-	for name, fabrics := range map[string]Fabrics{"tcp": openFabrics, "inproc": over(inproc.New(1))} {
+	for name, fabrics := range map[string]Fabrics{"tcp": openFabrics, "inproc": over(inproc.New())} {
 		t.Run(name, func(t *testing.T) {
 			m := newMesh(t, fabrics, shape{1, 2, 1}, settings...)
 			require.NoError(t, echo(t, m.workers[0], m.servers, 100, closed()))
@@ -26,7 +26,7 @@ func TestResend(t *testing.T) {
 // TestResendAndRestart kills nodes while frames are lost.
 func TestResendAndRestart(t *testing.T) {
 	settings := []string{"STEPMESH_DROP_RATE=10", "PS_RESEND=1", "PS_RESEND_TIMEOUT=5"}
-	net, s := inproc.New(1), shape{1, 1, 1}
+	net, s := inproc.New(), shape{1, 1, 1}
 	m := newMesh(t, over(net), s, settings...)
 	for range 3 {
 		m.restart(net, s, m.servers[0], settings...)

@@ -18,14 +18,16 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/gpu"
 	"fserver/engine/mem"
+	"fserver/engine/transport/all"
 )
 
 // mesh is a whole cluster in one process.
 type mesh struct {
 	tb        testing.TB
 	fabrics   Fabrics
-	devices   Devices // nil: none is asked for
+	devices   gpu.Opener // nil: none is asked for
 	buffers   *exchange.Buffers
 	scheduler *Node
 	workers   []*Node
@@ -51,14 +53,14 @@ func (s shape) settings(role string, group, instance int, port string, extra ...
 
 // start opens one node.
 func (m *mesh) start(settings []string) *Node {
-	cfg, _, err := conf.Parse(settings)
+	cfg, _, err := conf.Parse(settings, all.Ways())
 	require.NoError(m.tb, err)
 	return m.open(cfg, logger(cfg))
 }
 
 // watch opens one node whose warnings are kept.
 func (m *mesh) watch(settings []string) (*Node, *observer.ObservedLogs) {
-	cfg, _, err := conf.Parse(settings)
+	cfg, _, err := conf.Parse(settings, all.Ways())
 	require.NoError(m.tb, err)
 	core, logs := observer.New(zapcore.WarnLevel)
 	return m.open(cfg, zap.New(core)), logs

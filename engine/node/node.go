@@ -20,10 +20,12 @@ import (
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/gpu"
 	"fserver/engine/mem"
 	"fserver/engine/topo"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
+	"fserver/engine/transport/all"
 	"fserver/engine/wire"
 )
 
@@ -44,11 +46,12 @@ type Node struct {
 	yields   time.Duration // how long it polls before polls are followed by yields
 	threaded bool          // the poller drives when no caller does
 	counters trace.Counters
-	channels *channels
+	channels *exchange.Channels
 	planes   []*plane         // the best first, the one that reaches everybody last
 	only     string           // the transport that the user wants for data; empty: any
 	lack     string           // why this node lacks a transport inside the host; empty: it does not
-	gpu      *gpu             // nil: tensors are on the CPU
+	gpu      *card            // nil: tensors are on the CPU
+	side     exchange.Side    // the one of these that is not nil; of a scheduler, one without peers
 	worker   *exchange.Worker // of a worker, else nil
 	server   *exchange.Server // of a server, else nil
 
@@ -64,38 +67,47 @@ type Node struct {
 	failure atomic.Pointer[error] // why the node is of no use any more
 
 	stopped   atomic.Bool
-	gone      chan struct{} // closed when it has ended
 	closeOnce sync.Once
 	closeErr  error
 	unwatch   func() // of the GPU's Later; nil: none
 	freeOnce  sync.Once
 
-	_     cpu.CacheLinePad
-	timer atomic.Int64 // when pass must look at the clock
-	woken atomic.Bool  // somebody has slept: the next pass looks at everything
+	_       cpu.CacheLinePad
+	timer   atomic.Int64 // when pass must look at the clock
+	woken   atomic.Bool  // somebody has slept: the next pass looks at everything
+	helpers atomic.Int32 // goroutines of help, and callers who may register memory
 
 	// What follows belongs to who holds the token.
 	events    [64]transport.Event
 	passes    int                // since the last look at every Fabric
+	machine   machine            // the one of these that is not nil
 	member    *cluster.Member    // of a worker or server, else nil
 	scheduler *cluster.Scheduler // of a scheduler, else nil
 	links     map[transport.Conn]*link
-	controls  map[int64]*link // those of the cluster, by the numbers that its outputs give them
-	last      *link           // whose event came last
-	lastID    int64           // of a connection of the scheduler
-	peers     []*link         // the other side of the rail, by group; nil: not connected
-	rail      []wire.Member   // those of peers; nil before the roster came
-	waiting   []*link         // workers that connected before the roster came
-	met       bool            // all peers are connected
-	sayAt     int64           // when to say whom the cluster waits for
-	said      string          // about that
-	back      comingBack      // of peers and of this node
-	stuck     []*link         // with frames that back-pressure held up
-	ailing    []*link         // that take no more, and are to be ended
+	ended     map[transport.Conn]error // why peers' Conns that are not in links have ended; until EvClosed
+	controls  map[int64]*link          // those of the cluster, by the numbers that its outputs give them
+	last      *link                    // whose event came last
+	lastID    int64                    // of a connection of the scheduler
+	peers     []*link                  // the other side of the rail, by group; nil: not connected
+	rail      []wire.Member            // those of peers; nil before the roster came
+	waiting   []*link                  // workers that connected before the roster came
+	met       bool                     // all peers are connected
+	sayAt     int64                    // when to say whom the cluster waits for
+	said      string                   // about that
+	back      comingBack               // of peers and of this node
+	stuck     []*link                  // with frames that back-pressure held up
+	ailing    []*link                  // that take no more, and are to be ended
 	frame     [1]transport.Op
 	todo      []cluster.Output // of the calls of outputs under way
 	stopErr   error            // what happened while leaving
 	barriers  map[uint64]*barrier
+}
+
+// machine is the node's part in the cluster.
+type machine interface {
+	Step(now int64, in cluster.Input) []cluster.Output
+	Next() int64
+	Waiting() string
 }
 
 // The phases of a node, in order.
@@ -139,18 +151,21 @@ const (
 // it gives Fabrics too: then the error says why a better one is not among them.
 type Fabrics func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error)
 
+// DescribeSettings is conf.Describe for the transports of this build.
+func DescribeSettings(settings []string) []byte { return conf.Describe(settings, all.Ways()) }
+
 // Open parses settings ("NAME=value") and starts to bring a node into its
 // cluster. It does not wait; WaitReady does.
 func Open(settings []string, b *exchange.Buffers) (*Node, error) {
-	cfg, warnings, err := conf.Parse(settings)
+	cfg, warnings, err := conf.Parse(settings, all.Ways())
 	if err != nil {
-		return nil, &settingError{err.Error()}
+		return nil, &settingError{err.Error(), err}
 	}
 	log := logger(cfg)
 	for _, w := range warnings {
 		log.Warn(string(w))
 	}
-	return open(cfg, log, b, openFabrics, openDevice)
+	return open(cfg, log, b, openFabrics, gpu.Open)
 }
 
 func logger(cfg *conf.Config) *zap.Logger {
@@ -165,7 +180,7 @@ func logger(cfg *conf.Config) *zap.Logger {
 	return zap.New(core).Named(name)
 }
 
-func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabrics, devices Devices) (n *Node, err error) {
+func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabrics, devices gpu.Opener) (n *Node, err error) {
 	if cfg.Role == conf.Joint {
 		return nil, badSetting("DMLC_ROLE=joint: a node is a worker, a server or a scheduler (init() of the Python package starts one process for each)")
 	}
@@ -173,87 +188,132 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	if err != nil {
 		return nil, err
 	}
-	free := topo.FreeCores().Free
-	n = &Node{
-		cfg: cfg, log: log, gpu: gpu, spin: cfg.Spin, yields: yieldsAfter(cfg, gpu, free), threaded: threaded(cfg, free),
-		links: map[transport.Conn]*link{}, controls: map[int64]*link{}, barriers: map[uint64]*barrier{},
-		gone:     make(chan struct{}),
-		deadline: time.Now().Add(cfg.InitTimeout),
+	n = newNode(cfg, log, gpu)
+	if err = n.progress.open(); err != nil {
+		n.die()
+		return nil, err
 	}
-	n.life, n.die = context.WithCancel(context.Background())
-	n.ctx, n.cancel = context.WithDeadline(n.life, n.deadline)
-	n.gate = newGate(cfg)
-	if gpu != nil {
-		n.gate.me.Caps |= wire.CapGPU
-	}
-	timing := cluster.Timing{Interval: cfg.HeartbeatInterval, Timeout: cfg.HeartbeatTimeout, Leave: cfg.StopTimeout, Rejoin: cfg.RejoinTimeout}
-	shape := wire.Shape{Workers: cfg.Workers, Servers: cfg.Servers, GroupSize: cfg.GroupSize}
-	switch cfg.Role {
-	case conf.Worker:
-		n.peers = make([]*link, cfg.Servers)
-		n.channels = newChannels(cfg.Servers)
-		n.worker, err = exchange.NewWorker(cfg.Servers, &n.counters, n.broken)
-	case conf.Server:
-		n.peers = make([]*link, cfg.Workers)
-		n.channels = newChannels(cfg.Workers)
-		n.server, err = exchange.NewServer(cfg.Workers, b, &n.counters, n.broken)
-		if err == nil && !cfg.Loans {
-			n.server.RefuseLoans()
-		}
-	case conf.Scheduler:
-		n.channels = newChannels(0)
-		n.scheduler, err = cluster.NewScheduler(cluster.SchedulerConfig{Shape: shape, Timing: timing})
-	}
-	if err == nil && gpu != nil {
-		n.tickets().OnPassed(gpu.passed)
-		if n.server != nil {
-			n.server.ReceiveIn(gpu)
-		}
-	}
-	if err == nil {
-		n.back.open(n)
-		err = n.progress.open()
-	}
-	if err == nil {
-		list, failed := fabrics(cfg, n.gate, log)
-		if len(list) == 0 {
-			err = failed
-		}
-		if err == nil && n.scheduler == nil {
-			err = gpu.wrap(cfg, list)
-		}
-		if err == nil {
-			err = n.lossy(list)
-			err = errors.Join(err, n.enter(list))
-		}
-		n.lack = n.lacks(failed)
-	}
-	if cfg.Transport != conf.Auto {
-		n.only = cfg.Transport.Base().String()
-	}
-	if err == nil && n.scheduler == nil {
-		n.member = cluster.NewMember(cluster.MemberConfig{
-			Self: n.self(), Shape: shape, Scheduler: cfg.Scheduler(), Timing: timing, Patient: n.patient(),
-		})
+	if err = n.takeRole(b); err == nil {
+		err = n.openPlanes(fabrics)
 	}
 	if err != nil {
 		n.abandon()
 		return nil, err
 	}
+	n.start()
+	return n, nil
+}
+
+func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
+	free := topo.FreeCores().Free
+	n := &Node{
+		cfg: cfg, log: log, gpu: gpu, spin: spins(cfg), yields: yieldsAfter(cfg, gpu, free), threaded: threaded(cfg, free),
+		links: map[transport.Conn]*link{}, ended: map[transport.Conn]error{}, controls: map[int64]*link{}, barriers: map[uint64]*barrier{},
+		deadline: time.Now().Add(cfg.InitTimeout),
+		gate:     newGate(cfg),
+	}
+	n.life, n.die = context.WithCancel(context.Background())
+	n.ctx, n.cancel = context.WithDeadline(n.life, n.deadline)
+	if gpu != nil {
+		n.gate.me.Caps |= wire.CapGPU
+	}
+	return n
+}
+
+// takeRole makes what a worker, a server or a scheduler has.
+func (n *Node) takeRole(b *exchange.Buffers) (err error) {
+	host := exchange.Host{Broken: n.broken, Aside: n.aside}
+	switch n.cfg.Role {
+	case conf.Server:
+		n.peers = make([]*link, n.cfg.Workers)
+		if n.server, err = exchange.NewServer(n.cfg.Workers, b, &n.counters, host); err != nil {
+			return err
+		}
+		n.side = n.server
+		n.server.RefuseLoans(!n.cfg.Loans)
+	case conf.Worker:
+		n.peers = make([]*link, n.cfg.Servers)
+		if n.worker, err = exchange.NewWorker(n.cfg.Servers, &n.counters, host); err != nil {
+			return err
+		}
+		n.side = n.worker
+	case conf.Scheduler:
+		idle, err := exchange.NewWorker(0, &n.counters, host)
+		if err != nil {
+			return err
+		}
+		n.side = idle
+		if n.scheduler, err = cluster.NewScheduler(n.shape(), n.timing()); err != nil {
+			return err
+		}
+		n.machine = n.scheduler
+	}
+	n.back.open(n)
+	n.channels = exchange.NewChannels(len(n.peers))
+	if n.gpu != nil {
+		n.tickets().OnPassed(n.gpu.passed)
+		if n.server != nil {
+			n.server.ReceiveIn(n.gpu)
+		}
+	}
+	return nil
+}
+
+func (n *Node) shape() wire.Shape {
+	return wire.Shape{Workers: n.cfg.Workers, Servers: n.cfg.Servers, GroupSize: n.cfg.GroupSize}
+}
+
+func (n *Node) timing() cluster.Timing {
+	c := n.cfg
+	return cluster.Timing{Interval: c.HeartbeatInterval, Timeout: c.HeartbeatTimeout, Leave: c.StopTimeout, Rejoin: c.RejoinTimeout}
+}
+
+// openPlanes opens the Fabrics, and makes what depends on their addresses.
+func (n *Node) openPlanes(fabrics Fabrics) error {
+	list, failed := fabrics(n.cfg, n.gate, n.log)
+	if len(list) == 0 && failed != nil {
+		return failed
+	}
+	if n.cfg.Transport != conf.Auto {
+		n.only = carrier(n.cfg)
+	}
+	var err error
+	if n.scheduler == nil {
+		e := environment(n.cfg, n.gate, n.log, "")
+		e.HasGPU = hasGPU
+		if n.gpu != nil {
+			e.Device = n.gpu.GPU
+		}
+		err = wrap(e, list)
+	}
+	if err = errors.Join(err, n.lossy(list), n.enter(list)); err != nil {
+		return err
+	}
+	n.lack = n.lacks(failed)
+	if n.scheduler == nil {
+		n.member = cluster.NewMember(cluster.MemberConfig{
+			Self: n.self(), Shape: n.shape(), Scheduler: n.cfg.Scheduler(), Timing: n.timing(), Patient: n.patient(),
+		})
+		n.machine = n.member
+	}
+	return nil
+}
+
+// start lets the node run.
+func (n *Node) start() {
 	n.sayAt = trace.Now() + sayEvery
 	n.timer.Store(n.nextTimer())
-	if gpu != nil {
-		n.unwatch = gpu.later.OnPanic(func(err error) { _ = n.Panicked(err) })
+	if n.gpu != nil {
+		n.unwatch = n.gpu.Later.OnPanic(func(err error) { _ = n.Panicked(err) })
 	}
+	drive := n.background
 	if n.threaded {
-		n.spawn(n.poller, func() { close(n.gone) })
-	} else {
-		n.spawn(n.background, func() { close(n.gone) })
+		drive = n.poller
 	}
+	n.help(drive)
 	if n.member != nil {
-		n.dialling(n.join)
+		n.dialling(func() { n.join(n.ctx) })
 	}
-	return n, nil
 }
 
 // abandon undoes what open has done when it cannot finish.
@@ -282,6 +342,7 @@ type Info struct {
 	Rank, Group, Instance int
 	Workers, Servers      int // groups
 	Device                mem.Device
+	Registers             bool       // what is sent is registered with a Fabric
 	Words                 mem.Region // of the tickets; none for a scheduler
 	Address               string     // without the name of the transport
 }
@@ -293,40 +354,18 @@ func (n *Node) Info() Info {
 		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: n.gpu.device(),
 		Address: location(n.base().Addr()),
 	}
-	if tb := n.tickets(); tb != nil {
-		v.Words = tb.Words()
+	for _, p := range n.planes {
+		v.Registers = v.Registers || p.Caps().LocalKeys
+	}
+	if n.scheduler == nil {
+		v.Words = n.tickets().Words()
 	}
 	return v
 }
 
-func (n *Node) tickets() *exchange.Table {
-	switch {
-	case n.worker != nil:
-		return n.worker.Table
-	case n.server != nil:
-		return n.server.Table
-	}
-	return nil
-}
+func (n *Node) tickets() *exchange.Table { return n.side.Tickets() }
 
-// description is the JSON of Describe.
-type description struct {
-	Role      string            `json:"role"`
-	Rank      int               `json:"rank"`
-	Group     int               `json:"group"`
-	Instance  int               `json:"instance"`
-	Address   string            `json:"address"`
-	Fabrics   []string          `json:"fabrics"`
-	Links     []linkDescription `json:"links"`
-	PushPulls uint64            `json:"push_pulls"`
-	Requests  uint64            `json:"requests"`
-	Responses uint64            `json:"responses"`
-	BytesOut  uint64            `json:"bytes_out"`
-	BytesIn   uint64            `json:"bytes_in"`
-	Loans     uint64            `json:"loans"`
-	Sleeps    uint64            `json:"sleeps"`
-}
-
+// linkDescription is a link in the JSON of Describe.
 type linkDescription struct {
 	Role      string `json:"role"`
 	Rank      int    `json:"rank"`
@@ -337,26 +376,27 @@ type linkDescription struct {
 
 // Describe gives JSON about the node: who it is, its links and its counters.
 func (n *Node) Describe() ([]byte, error) {
-	i := n.Info()
-	d := description{
-		Role: n.cfg.Role.String(), Rank: i.Rank, Group: i.Group, Instance: i.Instance,
-		Address: i.Address, Links: []linkDescription{},
-		PushPulls: n.counters.PushPulls.Load(), Requests: n.counters.Requests.Load(),
-		Responses: n.counters.Responses.Load(), BytesOut: n.counters.BytesOut.Load(),
-		BytesIn: n.counters.BytesIn.Load(), Loans: n.counters.Loans.Load(), Sleeps: n.counters.Sleeps.Load(),
-	}
+	var fabrics []string
 	for _, p := range n.planes {
-		d.Fabrics = append(d.Fabrics, p.Name())
+		fabrics = append(fabrics, p.Name())
 	}
+	links := []linkDescription{}
 	n.under(func() {
 		for i, l := range n.peers {
 			if n.up(l) {
 				how, why := l.via()
-				d.Links = append(d.Links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, l.conn.Remote(), how, why})
+				links = append(links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, l.conn.Peer().Remote, how, why})
 			}
 		}
 	})
-	return json.Marshal(d)
+	c := &n.counters
+	return json.Marshal(map[string]any{
+		"role": n.cfg.Role.String(), "rank": n.cfg.Rank, "group": n.cfg.Group, "instance": n.cfg.Instance,
+		"address": location(n.base().Addr()), "fabrics": fabrics, "links": links,
+		"push_pulls": c.PushPulls.Load(), "requests": c.Requests.Load(), "responses": c.Responses.Load(),
+		"bytes_out": c.BytesOut.Load(), "bytes_in": c.BytesIn.Load(),
+		"loans": c.Loans.Load(), "sleeps": c.Sleeps.Load(),
+	})
 }
 
 // own takes the token, waiting for the pass that is under way. False means
@@ -392,43 +432,18 @@ func (n *Node) disown() {
 	n.submit()
 }
 
-// news reports whether a ticket has ended since the last call. For the owner.
-func (n *Node) news() bool {
-	tb := n.tickets()
-	return tb != nil && tb.News()
-}
-
-// pending says whether callers have put something into a queue of the exchange.
-func (n *Node) pending() bool {
-	switch {
-	case n.worker != nil:
-		return n.worker.Pending()
-	case n.server != nil:
-		return n.server.Pending()
-	}
-	return false
-}
-
-// take hands the exchange what callers have put into its queue, and lets it
-// post what back-pressure held up.
-func (n *Node) take() {
-	switch {
-	case n.worker != nil:
-		n.worker.Drain()
-	case n.server != nil:
-		n.server.Drain()
-	}
-}
-
 // pass makes one round over everything, and returns how much it found.
 func (n *Node) pass(now int64) int {
-	n.take()
-	if len(n.stuck) != 0 {
+	n.side.Drain()
+	n.unstick()
+	ailing := n.ailing
+	n.ailing = nil
+	found := n.poll()
+	if found == 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
+		n.side.Drain()
 		n.unstick()
 	}
-	ailing := len(n.ailing)
-	found := n.poll()
-	if ailing != 0 {
+	if ailing != nil {
 		n.endAiling(ailing)
 	}
 	due := now >= n.timer.Load()
@@ -436,7 +451,7 @@ func (n *Node) pass(now int64) int {
 		n.tick()
 		n.timer.Store(n.nextTimer())
 	}
-	if (found > 0 || due || n.news()) && n.others() { // they may wait for what has just ended
+	if (found > 0 || due || n.tickets().News()) && n.others() { // they may wait for what has just ended
 		n.wakeAll()
 	}
 	return found

@@ -27,6 +27,12 @@ func (n *Node) spawn(f, done func()) {
 	}()
 }
 
+// help calls f in a goroutine that Close waits for.
+func (n *Node) help(f func()) {
+	n.helpers.Add(1)
+	n.spawn(f, func() { n.helpers.Add(-1) })
+}
+
 // Panicked closes the node because of a panic in a call or goroutine of it, which does
 // not hold the token: p is what recover returned. It returns the error that all calls
 // get from now on.
@@ -69,7 +75,7 @@ func (n *Node) under(f func()) bool {
 
 // attempt calls f, a step of the node's end that is to be followed by others whatever
 // happens.
-func (n *Node) attempt(f func() error) (err error) {
+func (n *Node) attempt(f func()) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			e := transport.Caught(p)
@@ -77,5 +83,6 @@ func (n *Node) attempt(f func() error) (err error) {
 			err = e
 		}
 	}()
-	return f()
+	f()
+	return nil
 }

@@ -14,9 +14,10 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/gpu"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/transport"
-	"fserver/engine/transport/cudaipc"
-	"fserver/engine/transport/cudaipc/fakegpu"
+	"fserver/engine/transport/all"
 	"fserver/engine/transport/tcp"
 )
 
@@ -99,9 +100,9 @@ func (f *mined) Bind(k transport.Key, c transport.Conn) error {
 	return f.Fabric.Bind(k, c)
 }
 
-func (f *mined) FD() int {
-	f.step("FD")
-	return f.Fabric.FD()
+func (f *mined) Arm() bool {
+	f.step("Arm")
+	return f.Fabric.Arm()
 }
 
 func (f *mined) Name() string {
@@ -115,14 +116,9 @@ func (f *mined) Close() error {
 	return err
 }
 
-func (c *minedConn) Hello() []byte {
-	c.f.step("Hello")
-	return c.Conn.Hello()
-}
-
-func (c *minedConn) Remote() string {
-	c.f.step("Remote")
-	return c.Conn.Remote()
+func (c *minedConn) Peer() transport.Peer {
+	c.f.step("Peer")
+	return c.Conn.Peer()
 }
 
 func (c *minedConn) Post(ops []transport.Op) (int, error) {
@@ -134,7 +130,7 @@ func (c *minedConn) Post(ops []transport.Op) (int, error) {
 // node starts.
 func minefield(role conf.Role, lay func(*mined)) Fabrics {
 	return func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-		base, err := openTCP(cfg, g, log)
+		base, err := openBase(cfg, g, log)
 		if err == nil && cfg.Role == role {
 			f := &mined{Fabric: base.(*tcp.Fabric), conns: map[transport.Conn]*minedConn{}}
 			lay(f)
@@ -184,9 +180,9 @@ func endsIn(t *testing.T, n *Node, err error, below string) {
 func TestPanicInGoroutine(t *testing.T) {
 	for _, c := range []struct{ mode, call, below string }{
 		{"caller", "Poll", "(*Node).background"},
-		{"caller", "FD", "(*Node).background"},
+		{"caller", "Arm", "(*Node).background"},
 		{"thread", "Poll", "(*Node).poller"},
-		{"thread", "FD", "(*Node).poller"},
+		{"thread", "Arm", "(*Node).poller"},
 	} {
 		t.Run(c.below+" "+c.call, func(t *testing.T) {
 			var f *mined
@@ -214,7 +210,7 @@ func TestPanicInGoroutine(t *testing.T) {
 func TestPanicWhileDialling(t *testing.T) {
 	for _, c := range []struct{ call, below string }{
 		{"Connect", "(*Node).join"},
-		{"Hello", "(*Node).join"}, // with the token
+		{"Post", "(*Node).meetScheduler"}, // with the token
 		{"Connect", "(*Node).connect"},
 		{"Name", "(*Node).connect"}, // with the token
 	} {
@@ -229,8 +225,8 @@ func TestPanicWhileDialling(t *testing.T) {
 		})
 	}
 	for _, c := range []struct{ call, below string }{
-		{"Connect", "(*Node).joinAgain"},
-		{"Post", "(*Node).report"}, // with the token
+		{"Connect", "(*Node).join"},
+		{"Post", "(*Node).meetScheduler"}, // with the token
 	} {
 		t.Run(c.below+" "+c.call, func(t *testing.T) {
 			var f *mined
@@ -271,13 +267,14 @@ func TestPanicInCall(t *testing.T) {
 		start       func(m *mesh) func() error // of the worker, which is mined
 	}{
 		{"wait", "Poll", "(*Node).Wait", push},
-		{"wait, asleep", "FD", "(*Node).Wait", push},
+		{"wait, asleep", "Arm", "(*Node).Wait", push},
 		{"barrier", "Post", "(*Node).Barrier", func(m *mesh) func() error { return barrier(m.workers[0]) }},
 		{"wait for a barrier", "Poll", "(*Node).WaitBarrier", func(m *mesh) func() error { return barrier(m.workers[0]) }},
-		{"push_pull", "Post", "(*Node).take", func(m *mesh) func() error {
+		{"push_pull", "Post", "(*Worker).Drain", func(m *mesh) func() error {
 			key := uint64(1)
 			return func() error {
-				key++ // of which the server has to be asked first
+				key++                        // of which the server has to be asked first
+				time.Sleep(time.Millisecond) // so that it has answered for the one before, most likely
 				p, err := m.workers[0].BeginPushPull()
 				if err == nil {
 					require.NoError(m.tb, p.AddPush(tensor(m.tb, key, 9)))
@@ -289,7 +286,7 @@ func TestPanicInCall(t *testing.T) {
 				return err
 			}
 		}},
-		{"links", "Remote", "(*Node).Describe", func(m *mesh) func() error {
+		{"links", "Peer", "(*Node).Describe", func(m *mesh) func() error {
 			return func() error { _, err := m.workers[0].Describe(); return err }
 		}},
 		{"stop", "Post", "(*Node).Stop", func(m *mesh) func() error {
@@ -392,7 +389,7 @@ func TestPanicInServer(t *testing.T) {
 // TestPanicInClose has a node panic while it is closed: all the rest is closed too.
 func TestPanicInClose(t *testing.T) {
 	m := newCluster(t, minefield(conf.Scheduler, func(f *mined) { f.mine.Store(&mine{"Close", "(*Node).Close"}) }))
-	cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("scheduler", 0, 0, "0"))
+	cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("scheduler", 0, 0, "0"), all.Ways())
 	require.NoError(t, err)
 	n, err := open(cfg, logger(cfg), m.buffers, m.fabrics, nil)
 	require.NoError(t, err)
@@ -407,16 +404,16 @@ func TestPanicInClose(t *testing.T) {
 // of its nodes on that GPU end.
 func TestPanicBesideGPU(t *testing.T) {
 	g := fakegpu.New()
-	m := newGPUPair(t, "tcp", func(int) (cudaipc.Device, error) { return g, nil })
+	m := newGPUPair(t, "tcp", func(int) (gpu.Device, error) { return g, nil })
 	w, s := m.workers[0], m.servers[0]
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, nil)
-	LaterOf(w.cfg.GPU).Do(cudaipc.Rest, 0, func() { panic(bang) })
+	gpu.LaterOf(w.cfg.GPU).Do(gpu.Rest, 0, func() { panic(bang) })
 	for _, n := range []*Node{w, s} {
 		require.Eventually(t, n.stopped.Load, 10*time.Second, time.Millisecond)
 	}
 	endsIn(t, w, again(w, func() error { return w.Wait(id, time.Second, true) }), "TestPanicBesideGPU")
 	endsIn(t, s, again(s, func() error { return s.GetBatch(&batch{}, 0, time.Second, true) }), "TestPanicBesideGPU")
-	require.True(t, LaterOf(w.cfg.GPU).Wait(time.Second))
+	require.True(t, gpu.LaterOf(w.cfg.GPU).Wait(time.Second))
 }
 
 // TestPanicInFabric: a Fabric that says that a goroutine of its own has panicked ends the

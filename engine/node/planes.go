@@ -1,7 +1,6 @@
 package node
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,8 +17,7 @@ import (
 // reaches. The others carry only data.
 type plane struct {
 	transport.Fabric
-	sleeper transport.Sleeper // the same
-	peers   int               // connections to peers on it; for the owner of the node
+	peers int // connections to peers on it; for the owner of the node
 }
 
 // restPasses is how many passes go by between two looks at a Fabric that
@@ -29,18 +27,11 @@ const restPasses = 64
 
 // enter takes the Fabrics that were opened, the best first, and sleeps on them
 // from now on.
-func (n *Node) enter(fabrics []transport.Fabric) error {
-	var err error
+func (n *Node) enter(fabrics []transport.Fabric) (err error) {
 	for _, f := range fabrics {
-		s, ok := f.(transport.Sleeper)
-		if !ok {
-			err = errors.Join(err, fmt.Errorf("node: transport %s has no descriptor to wait on", f.Name()))
-		}
-		n.planes = append(n.planes, &plane{Fabric: f, sleeper: s})
-	}
-	for _, p := range n.planes {
+		n.planes = append(n.planes, &plane{Fabric: f})
 		if err == nil {
-			err = n.watch(p.sleeper.FD())
+			err = n.watch(f.FD())
 		}
 	}
 	return err
@@ -72,8 +63,8 @@ func (n *Node) poll() (found int) {
 			continue
 		}
 		k, err := p.Poll(n.events[:])
-		if tb := n.tickets(); k > 0 && tb != nil {
-			tb.Found(trace.Now())
+		if k > 0 {
+			n.tickets().Found(trace.Now())
 		}
 		for i := range k {
 			n.event(p, &n.events[i])
@@ -87,25 +78,6 @@ func (n *Node) poll() (found int) {
 		found += k
 	}
 	return found
-}
-
-// shutFabrics closes the Fabrics and hands on what they still have to tell.
-func (n *Node) shutFabrics() error {
-	var errs []error
-	for _, p := range n.planes {
-		errs = append(errs, n.attempt(p.Close))
-	}
-	errs = append(errs, n.attempt(func() error {
-		n.take() // what was submitted meanwhile ends at once
-		return nil
-	}))
-	for _, p := range n.planes {
-		errs = append(errs, n.attempt(func() error {
-			n.drain(p)
-			return nil
-		}))
-	}
-	return errors.Join(errs...)
 }
 
 // drain hands on what a Fabric that is closed still has to tell.
@@ -135,8 +107,8 @@ func scheme(f transport.Fabric) string {
 
 // via is how a connection travels, and why not by each better way.
 func (l *link) via() (how, why string) {
-	how, why = transport.Via(l.conn, l.plane.Name())
-	return how, whyNot(l.why, why)
+	p := l.conn.Peer()
+	return p.Via, whyNot(l.why, p.Why)
 }
 
 // A way is a Fabric that reaches a peer.
@@ -195,11 +167,13 @@ func (n *Node) reaches(p *plane, m *wire.Member) (at transport.Addr, no string) 
 	}
 	no = fmt.Sprintf("%v %d does not offer it (see FSERVER_TRANSPORT, BYTEPS_ENABLE_IPC and the log there)", m.Role, m.Rank)
 	for _, a := range m.Addrs {
-		if at = transport.Addr(a); p.Reaches(at) {
+		at = transport.Addr(a)
+		err := p.Reaches(at)
+		if err == nil {
 			return at, ""
 		}
 		if strings.HasPrefix(a, scheme(p)+":") {
-			no = cmp.Or(transport.Beyond(p.Fabric, at), no)
+			no = err.Error()
 		}
 	}
 	return "", no

@@ -1,7 +1,9 @@
 package node
 
 import (
+	"errors"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -11,7 +13,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/trace"
-	"fserver/engine/transport"
 )
 
 // Progress and waiting. One goroutine at a time holds the token and makes a
@@ -89,6 +90,13 @@ type parking struct {
 	timer *time.Timer
 }
 
+func (k *parking) rouse() {
+	select {
+	case k.wake <- struct{}{}:
+	default:
+	}
+}
+
 // Waiting callers and the background goroutine look at the clock and at each
 // other at these intervals.
 const (
@@ -102,24 +110,14 @@ const (
 	longSleep = time.Second // and while one of them sleeps; see nudge
 )
 
-// condition is what a caller waits for. met is asked without the token.
-type condition interface{ met() bool }
-
 func (p *progress) open() error {
+	p.unpark(p.parking(0)) // one caller at a time then parks without an allocation
 	var err error
-	if p.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
-		return err
+	p.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err = errors.Join(err, p.kick.open(), p.nudge.open()); err == nil {
+		err = p.watch(p.kick.fd)
 	}
-	if err = p.kick.open(); err != nil {
-		unix.Close(p.epoll)
-		return err
-	}
-	if err = p.nudge.open(); err != nil {
-		unix.Close(p.kick.fd)
-		unix.Close(p.epoll)
-		return err
-	}
-	if err = p.watch(p.kick.fd); err != nil {
+	if err != nil {
 		p.close()
 	}
 	return err
@@ -130,6 +128,7 @@ func (p *progress) watch(fd int) error {
 	return unix.EpollCtl(p.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)})
 }
 
+// close closes the descriptors; those that could not be opened are -1.
 func (p *progress) close() {
 	unix.Close(p.nudge.fd)
 	unix.Close(p.kick.fd)
@@ -156,10 +155,7 @@ func (p *progress) wakeAll() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, k := range p.parked {
-		select {
-		case k.wake <- struct{}{}:
-		default:
-		}
+		k.rouse()
 	}
 }
 
@@ -170,7 +166,7 @@ func (n *Node) drive(now int64) (found int, mine bool) {
 		found, mine = found+n.owned(now), true
 		// What was submitted after the pass looked, by somebody who then
 		// found the token taken, is ours.
-		if !n.pending() {
+		if !n.side.Pending() {
 			break
 		}
 	}
@@ -187,7 +183,7 @@ func (n *Node) owned(now int64) int {
 // the transport cannot send at once is left to the background goroutine, unless
 // a caller drives.
 func (n *Node) submit() {
-	for n.pending() && n.token.CompareAndSwap(false, true) {
+	for n.side.Pending() && n.token.CompareAndSwap(false, true) {
 		n.post()
 	}
 }
@@ -195,31 +191,42 @@ func (n *Node) submit() {
 // post is submit for whoever has just taken the token.
 func (n *Node) post() {
 	defer n.giveBack()
-	n.take()
-	if n.armed.Load() > 0 && n.news() {
+	n.side.Drain()
+	if n.armed.Load() > 0 && n.tickets().News() {
 		n.alarm(false)
 	}
-	if n.callers.Load() == 0 && n.unsent() {
+	if (n.callers.Load() == 0 || n.sleeping.Load()) && n.unsent() {
+		n.stir()
+	}
+}
+
+// stir has somebody make a pass soon: the sleeper, or else the background goroutine. For the
+// owner. Whoever goes to sleep after this has looked for a sleeper asks the descriptors first.
+func (n *Node) stir() {
+	if n.sleeping.Load() {
+		n.kick.ring()
+	} else {
 		n.nudge.ring()
 	}
 }
 
-// unsent says whether somebody has to poll for what was posted to get out.
+// unsent reports whether somebody has to poll before everything that was submitted gets out.
 func (n *Node) unsent() bool {
+	if n.side.Backlog() {
+		return true
+	}
 	for _, l := range n.peers {
-		if l != nil {
-			if u, ok := l.conn.(transport.Unsender); ok && u.Unsent() {
-				return true
-			}
+		if l != nil && l.conn.Unsent() {
+			return true
 		}
 	}
 	return false
 }
 
-// await drives or waits until c is met or limit has passed. spin says whether
-// to poll before sleeping. False means that the time is up.
-func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
-	if c.met() {
+// await drives or waits until met, which is asked without the token, or until limit has passed.
+// spin says whether to poll before sleeping. False means that the time is up.
+func (n *Node) await(met func() bool, limit time.Duration, spin bool) bool {
+	if met() {
 		return true
 	}
 	n.callers.Add(1)
@@ -240,7 +247,7 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 	}
 	for {
 		found, mine := n.drive(now)
-		if c.met() {
+		if met() {
 			return true
 		}
 		now = trace.Now()
@@ -256,7 +263,7 @@ func await[C condition](n *Node, c C, limit time.Duration, spin bool) bool {
 		case idle < int64(n.spin):
 			yield()
 		default:
-			if rest(n, c, time.Duration(end-now)) {
+			if n.rest(met, time.Duration(end-now)) {
 				return false // a signal: the caller wants to look at it
 			}
 			now = trace.Now()
@@ -270,13 +277,13 @@ func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 
 // rest sleeps until there may be something to do, at most limit. True means
 // that a signal came.
-func rest[C condition](n *Node, c C, limit time.Duration) (interrupted bool) {
+func (n *Node) rest(met func() bool, limit time.Duration) (interrupted bool) {
 	n.counters.Sleeps.Add(1)
 	if n.sleeping.CompareAndSwap(false, true) {
 		defer n.sleeping.Store(false)
 		// Between our pass and the line above, somebody else may have ended
 		// what we wait for without seeing us sleep.
-		if c.met() || n.pending() {
+		if met() || n.side.Pending() {
 			return false
 		}
 		return n.sleep(limit)
@@ -288,39 +295,45 @@ func rest[C condition](n *Node, c C, limit time.Duration) (interrupted bool) {
 		yield()
 		return false
 	}
-	park(n, c, limit)
+	n.park(met, limit)
 	return false
 }
 
-// rearm makes the descriptors tell a sleeper of what comes from now on. A Fabric
-// that is polled tells nobody, so whoever has polled while somebody slept calls
-// it when he stops.
+// arm makes the descriptors tell of what comes from now on. It reports whether something has
+// come already.
+func (n *Node) arm() (again bool) {
+	for _, p := range n.planes {
+		again = p.Arm() || again
+	}
+	return again
+}
+
+// rearm is arm for a sleeper. A Fabric that is polled tells nobody, so whoever has polled
+// while somebody slept calls it when he stops.
 func (n *Node) rearm() {
-	if n.sleeping.Load() {
-		for _, p := range n.planes {
-			p.sleeper.FD()
-		}
+	if n.sleeping.Load() && n.arm() {
+		n.ring(&n.kick)
 	}
 }
 
 // sleep waits on the descriptors, for at most limit or until the next timer.
 func (n *Node) sleep(limit time.Duration) (interrupted bool) {
-	for _, p := range n.planes {
-		p.sleeper.FD() // makes it readable if Post has left something to find
+	defer n.woken.Store(true)
+	if n.arm() {
+		return false
 	}
 	var ev [4]unix.EpollEvent
 	ms := min(limit, longSleep, time.Duration(n.timer.Load()-trace.Now()))
 	_, err := unix.EpollWait(n.epoll, ev[:], int(max(0, (ms+time.Millisecond-1)/time.Millisecond)))
 	n.kick.hush()
-	n.woken.Store(true)
 	return err == unix.EINTR
 }
 
 // park waits until somebody calls wakeAll or relay.
-func park[C condition](n *Node, c C, limit time.Duration) {
+func (n *Node) park(met func() bool, limit time.Duration) {
 	k := n.parking(limit)
 	defer n.unpark(k)
-	if c.met() || !n.sleeping.Load() {
+	if met() || !n.sleeping.Load() {
 		return
 	}
 	select {
@@ -348,13 +361,8 @@ func (p *progress) unpark(k *parking) {
 	k.timer.Stop()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for i := range p.parked {
-		if p.parked[i] == k {
-			p.parked = append(p.parked[:i], p.parked[i+1:]...)
-			p.count.Add(-1)
-			break
-		}
-	}
+	p.parked = slices.DeleteFunc(p.parked, func(o *parking) bool { return o == k })
+	p.count.Add(-1)
 	select {
 	case <-k.wake:
 	default:
@@ -367,10 +375,7 @@ func (p *progress) relay() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if len(p.parked) > 0 {
-		select {
-		case p.parked[0].wake <- struct{}{}:
-		default:
-		}
+		p.parked[0].rouse()
 	}
 }
 
@@ -404,7 +409,7 @@ func (n *Node) background() {
 				continue
 			}
 			n.resting.Store(true)
-			rest(n, never{}, longSleep)
+			n.rest(never, longSleep)
 			n.resting.Store(false)
 		}
 	}
@@ -454,7 +459,7 @@ func (n *Node) poller() {
 			yield()
 		default:
 			n.resting.Store(true)
-			rest(n, never{}, longSleep)
+			n.rest(never, longSleep)
 			n.resting.Store(false)
 			now = trace.Now()
 			quiet = now - int64(n.spin) + int64(yieldAfter)
@@ -471,9 +476,7 @@ func (n *Node) stepAside() {
 	n.dozing.Store(false)
 }
 
-type never struct{}
-
-func (never) met() bool { return false }
+func never() bool { return false }
 
 // nap sleeps for d, by a system call: a channel and a timer would do, but for
 // each select Go takes records out of a list per core, and gives them back to the

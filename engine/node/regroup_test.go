@@ -40,7 +40,7 @@ func pair(t *testing.T, s *Node) [2]byte {
 func TestPairsAfterALoss(t *testing.T) {
 	for _, mode := range []string{"wait", "raise"} {
 		t.Run(mode, func(t *testing.T) {
-			net, sh := inproc.New(1), shape{2, 2, 1}
+			net, sh := inproc.New(), shape{2, 2, 1}
 			settings := []string{"FSERVER_ON_PEER_LOST=" + mode}
 			m := newMesh(t, over(net), sh, settings...)
 			w, v := m.workers[0], byte(0)
@@ -92,7 +92,7 @@ func TestPairsAfterAServerIsLost(t *testing.T) {
 	for _, mode := range []string{"wait", "raise"} {
 		for _, delivered := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s, delivered %v", mode, delivered), func(t *testing.T) {
-				net, sh := inproc.New(1), shape{2, 2, 1}
+				net, sh := inproc.New(), shape{2, 2, 1}
 				settings := []string{"FSERVER_ON_PEER_LOST=" + mode}
 				m := newMesh(t, over(net), sh, settings...)
 				first := halfAnswered(t, m, delivered)

@@ -61,12 +61,8 @@ func (b *comingBack) open(n *Node) {
 	b.dials, b.breaks, b.why, b.seen = make([]context.CancelFunc, k), make([]int, k), make([]error, k), make([]bool, k)
 	b.until = slices.Repeat([]int64{cluster.Never}, k)
 	b.oldest, b.past = cluster.Never, map[uint64]bool{}
-	switch {
-	case !n.patient():
-	case n.worker != nil:
-		n.worker.BePatient()
-	case n.server != nil:
-		n.server.BePatient()
+	if n.patient() {
+		n.side.BePatient()
 	}
 }
 
@@ -101,32 +97,19 @@ func (n *Node) up(l *link) bool { return l != nil && n.links[l.conn] == l }
 // lose ends what waits for peer i, or lets it wait for the successor.
 func (n *Node) lose(i int, err error) {
 	n.channels.Lose(i, err)
-	if n.worker != nil {
-		n.worker.Lose(i, err)
-	} else {
-		n.server.Lose(i, err)
-	}
+	n.side.Lose(i, err)
 	if n.patient() && n.back.until[i] == cluster.Never {
 		n.back.until[i], n.back.why[i] = trace.Now()+int64(n.cfg.RejoinTimeout), err
 	}
 	n.timer.Store(n.nextTimer())
 }
 
-// giveUp ends what waits for the successor of peer i.
-func (n *Node) giveUp(i int, err error) {
-	n.back.until[i] = cluster.Never
-	if n.worker != nil {
-		n.worker.Down(i, err)
-	} else {
-		n.server.Down(i, err)
-	}
-}
-
 // overdue ends what has waited for too long.
 func (n *Node) overdue(now int64) {
 	for i, t := range n.back.until {
 		if now >= t {
-			n.giveUp(i, n.back.why[i])
+			n.back.until[i] = cluster.Never
+			n.side.Down(i, n.back.why[i])
 		}
 	}
 	if n.back.oldest != cluster.Never && now >= n.back.oldest+int64(patience) {
@@ -158,7 +141,8 @@ func (n *Node) absent(i int) {
 func (n *Node) hangUp(i int, err error) {
 	if l := n.peers[i]; n.up(l) {
 		n.unlink(l)
-		_ = l.conn.Close()
+		n.ended[l.conn] = err
+		l.conn.Close()
 	}
 	n.lose(i, err)
 }
@@ -256,11 +240,7 @@ func (n *Node) reach(i int, wait time.Duration) {
 	if n.back.dials[i] != nil {
 		n.back.dials[i]()
 	}
-	of := n.life
-	if n.phase.Load() == joining {
-		of = n.ctx
-	}
-	ctx, cancel := context.WithCancel(of)
+	ctx, cancel := context.WithCancel(n.dialContext())
 	n.back.dials[i] = cancel
 	m := n.rail[i]
 	n.dialling(func() {
@@ -306,11 +286,7 @@ func (n *Node) begin(l *link) {
 	}
 	l.begun = true
 	n.back.until[l.index] = cluster.Never
-	if n.worker != nil {
-		n.worker.Up(l.index, n.rail[l.index].Rank, l.plane.Fabric, l.conn)
-	} else {
-		n.server.Up(l.index, int32(n.rail[l.index].Rank), l.plane.Fabric, l.conn)
-	}
+	n.side.Up(l.index, n.rail[l.index].Rank, l.plane.Fabric, l.conn)
 	if n.phase.Load() == leaving {
 		n.sendFrame(l, wire.AppendBye(nil))
 	}
@@ -322,8 +298,9 @@ func (n *Node) begin(l *link) {
 func (n *Node) hold(l *link) {
 	n.enlist(l)
 	n.waiting = append(n.waiting, l)
-	if of := sameRank(n.waiting, l); len(of) > maxWaiting {
-		n.turnAway(of[0], fmt.Sprintf("it has connected more than %d times before the scheduler has named it", maxWaiting))
+	other := func(o *link) bool { return o.hello.Rank != l.hello.Rank }
+	if same := slices.DeleteFunc(slices.Clone(n.waiting), other); len(same) > maxWaiting {
+		n.turnAway(same[0], fmt.Sprintf("it has connected more than %d times before the scheduler has named it", maxWaiting))
 	}
 }
 
@@ -393,16 +370,6 @@ func (l *link) told(n *Node, up []byte) error {
 	return err
 }
 
-// sameRank is those of links that have the rank of l.
-func sameRank(links []*link, l *link) (of []*link) {
-	for _, o := range links {
-		if o.hello.Rank == l.hello.Rank {
-			of = append(of, o)
-		}
-	}
-	return of
-}
-
 // admit makes a worker's connection that of peer i.
 func (n *Node) admit(i int, l *link) {
 	if old := n.peers[i]; old != nil {
@@ -428,36 +395,5 @@ func (n *Node) turnAway(l *link, why string) {
 	n.log.Warn("connection closed", zap.String("peer", n.name(l)), zap.String("reason", why))
 	n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
 	n.unlink(l)
-	_ = l.conn.Close()
-}
-
-// joinAgain looks for the successor of a scheduler that is gone. It runs in a
-// goroutine of its own, for as long as it takes.
-func (n *Node) joinAgain() {
-	base := n.base()
-	at := transport.Addr(scheme(base) + ":" + n.cfg.Scheduler())
-	for wait := firstPause; n.life.Err() == nil; wait = time.Second {
-		pause(n.life, wait)
-		c, err := n.dial(n.life, base, at, n.theScheduler())
-		if err == nil {
-			if h, bad := wire.ParseHello(c.Hello()); bad == nil && h.Role == wire.RoleScheduler {
-				n.report(c, h)
-				return
-			}
-			_ = c.Close()
-			err = errors.New("node: the process at this address is not a scheduler (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)")
-		}
-		n.log.Warn("waiting for the scheduler", zap.String("at", n.cfg.Scheduler()), zap.Error(err))
-	}
-}
-
-// report hands the state machine its connection to the scheduler.
-func (n *Node) report(c transport.Conn, h wire.Hello) {
-	if !n.own() {
-		_ = c.Close()
-		return
-	}
-	defer n.disown()
-	n.enlist(&link{conn: c, plane: n.base(), kind: linkScheduler, hello: h})
-	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Remote()})
+	l.conn.Close()
 }

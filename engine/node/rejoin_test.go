@@ -12,6 +12,7 @@ import (
 	"fserver/engine/cluster"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
+	"fserver/engine/transport/faults"
 	"fserver/engine/transport/inproc"
 	"fserver/engine/wire"
 )
@@ -137,7 +138,7 @@ func TestRestart(t *testing.T) {
 	s := shape{1, 1, 2}
 	for _, role := range []string{"worker", "server"} {
 		t.Run(role, func(t *testing.T) {
-			net := inproc.New(1)
+			net := inproc.New()
 			m := newMesh(t, over(net), s)
 			stop, done := make(chan struct{}), make(chan error, 1)
 			go func() { done <- echo(t, m.workers[0], m.servers[:1], 1000, stop) }()
@@ -161,7 +162,7 @@ func TestRestart(t *testing.T) {
 // TestServerRestarts looks at what a worker sees of a server that dies and comes
 // back, with another one beside it.
 func TestServerRestarts(t *testing.T) {
-	net, s := inproc.New(1), shape{1, 2, 1}
+	net, s := inproc.New(), shape{1, 2, 1}
 	m := newMesh(t, over(net), s)
 	w := m.workers[0]
 	x, out := tensor(t, 7, 4), []exchange.Tensor{tensor(t, 0, 4), tensor(t, 0, 4)}
@@ -185,7 +186,7 @@ func TestServerRestarts(t *testing.T) {
 // TestWorkerRestarts looks at what a server sees of a worker that dies and comes
 // back: its tensors stay as they were, and the other's requests are not lost.
 func TestWorkerRestarts(t *testing.T) {
-	net, sh := inproc.New(1), shape{2, 1, 1}
+	net, sh := inproc.New(), shape{2, 1, 1}
 	m := newMesh(t, over(net), sh)
 	s := m.servers[0]
 	x, y := tensor(t, 1, 9), tensor(t, 2, 9)
@@ -227,7 +228,7 @@ func TestWorkerRestarts(t *testing.T) {
 // TestPatientWorker has push_pulls that wait for the successor of a server: one
 // that was delivered, one that had not been sent, one that comes later.
 func TestPatientWorker(t *testing.T) {
-	net, sh := inproc.New(1), shape{1, 2, 1}
+	net, sh := inproc.New(), shape{1, 2, 1}
 	patient := []string{"FSERVER_ON_PEER_LOST=wait"}
 	m := newMesh(t, over(net), sh, patient...)
 	w := m.workers[0]
@@ -274,11 +275,10 @@ func TestPatientWorker(t *testing.T) {
 // It did, and the server then waited for that frame until its patience ended.
 func TestUpComesFirst(t *testing.T) {
 	long(t)
-	net, sh := inproc.New(1), shape{1, 1, 1}
+	net, sh := inproc.New(), shape{1, 1, 1}
 	patient := []string{"FSERVER_ON_PEER_LOST=wait"}
-	m := newMesh(t, over(net), sh, patient...)
+	m := newMesh(t, under(faults.Options{Starve: 0.3}, over(net)), sh, patient...)
 	w := m.workers[0]
-	net.SetFaults(inproc.Faults{Pressure: 0.5})
 	start := time.Now()
 	for range 3 {
 		out := []exchange.Tensor{tensor(t, 0, 4)}
@@ -307,7 +307,7 @@ func lostPeers(n *Node) (lost int) {
 
 // TestPatientServer has a get_batch that waits for the successor of a worker.
 func TestPatientServer(t *testing.T) {
-	net, sh := inproc.New(1), shape{2, 1, 1}
+	net, sh := inproc.New(), shape{2, 1, 1}
 	patient := []string{"FSERVER_ON_PEER_LOST=wait"}
 	m := newMesh(t, over(net), sh, patient...)
 	x := tensor(t, 1, 9)
@@ -323,7 +323,7 @@ func TestPatientServer(t *testing.T) {
 
 // TestPatienceEnds has calls that wait for nobody.
 func TestPatienceEnds(t *testing.T) {
-	net := inproc.New(1)
+	net := inproc.New()
 	// Without heartbeats nothing else wakes anybody.
 	m := newMesh(t, over(net), shape{2, 2, 1}, "FSERVER_ON_PEER_LOST=wait", "FSERVER_REJOIN_TIMEOUT=0.3", "PS_HEARTBEAT_INTERVAL=0", "PS_HEARTBEAT_TIMEOUT=0")
 	w, s := m.workers[0], m.servers[0]
@@ -341,7 +341,7 @@ func TestPatienceEnds(t *testing.T) {
 
 // TestPoison has a request that makes every server die that gets it.
 func TestPoison(t *testing.T) {
-	net, sh := inproc.New(1), shape{1, 1, 1}
+	net, sh := inproc.New(), shape{1, 1, 1}
 	patient := []string{"FSERVER_ON_PEER_LOST=wait"}
 	m := newMesh(t, over(net), sh, patient...)
 	w := m.workers[0]
@@ -360,7 +360,7 @@ func TestPoison(t *testing.T) {
 func TestSchedulerRestarts(t *testing.T) {
 	for _, with := range []string{"", "server", "worker"} {
 		t.Run("and "+with, func(t *testing.T) {
-			net, s := inproc.New(1), shape{1, 1, 2}
+			net, s := inproc.New(), shape{1, 1, 2}
 			m := newMesh(t, over(net), s)
 			stop, done := make(chan struct{}), make(chan error, 1)
 			go func() { done <- echo(t, m.workers[0], m.servers[:1], 1000, stop) }()
@@ -413,7 +413,7 @@ func orphan(n *Node) bool {
 
 // TestBothAreGone starts one of two that are gone before the other.
 func TestBothAreGone(t *testing.T) {
-	net, s := inproc.New(1), shape{1, 2, 1}
+	net, s := inproc.New(), shape{1, 2, 1}
 	m := newMesh(t, over(net), s)
 	w := m.workers[0]
 	net.Kill("server-1")
@@ -427,7 +427,7 @@ func TestBothAreGone(t *testing.T) {
 
 // TestCut breaks the connection between two that live; the worker opens it again.
 func TestCut(t *testing.T) {
-	net := inproc.New(1)
+	net := inproc.New()
 	m := newMesh(t, over(net), shape{1, 1, 1})
 	w := m.workers[0]
 	for range 3 {
@@ -444,7 +444,7 @@ func TestCut(t *testing.T) {
 // TestOldEpoch has a run of a worker that is over come back to a server, before
 // and after it has a successor, and one that nobody has heard of.
 func TestOldEpoch(t *testing.T) {
-	net, sh := inproc.New(1), shape{2, 1, 1}
+	net, sh := inproc.New(), shape{2, 1, 1}
 	m := newMesh(t, over(net), sh)
 	s := m.servers[0]
 	old := m.workers[1].gate
@@ -499,7 +499,7 @@ func TestOldEpoch(t *testing.T) {
 // TestTakenForLost holds a worker for longer than the time-out of heartbeats. When
 // it is back it learns that the others have gone on, and its rank is free.
 func TestTakenForLost(t *testing.T) {
-	net, sh := inproc.New(1), shape{2, 1, 1}
+	net, sh := inproc.New(), shape{2, 1, 1}
 	beats := []string{"PS_HEARTBEAT_INTERVAL=0.2", "PS_HEARTBEAT_TIMEOUT=1"}
 	m := newMesh(t, over(net), sh, beats...)
 	stopped := m.workers[1]
@@ -535,7 +535,7 @@ func TestRankTaken(t *testing.T) {
 // TestStopWithoutTheLost leaves together with those that are left. Whether a loss
 // just before it is told is a matter of time.
 func TestStopWithoutTheLost(t *testing.T) {
-	net := inproc.New(1)
+	net := inproc.New()
 	m := newMesh(t, over(net), shape{2, 2, 1})
 	net.Kill("server-1")
 	net.Kill("worker-1")
@@ -564,7 +564,7 @@ func TestStopWithoutTheLost(t *testing.T) {
 // sleeps on the descriptors and waits for something else. The first was not woken before
 // its own limit.
 func TestTickWakes(t *testing.T) {
-	net := inproc.New(1)
+	net := inproc.New()
 	// Without heartbeats nothing else wakes anybody.
 	m := newMesh(t, over(net), shape{2, 1, 1}, "FSERVER_ON_PEER_LOST=wait", "FSERVER_REJOIN_TIMEOUT=1", "PS_HEARTBEAT_INTERVAL=0", "PS_HEARTBEAT_TIMEOUT=0")
 	w := m.workers[0]

@@ -19,8 +19,11 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/mem"
 	"fserver/engine/topo"
 	"fserver/engine/transport"
+	"fserver/engine/transport/all"
+	"fserver/engine/transport/inproc"
 )
 
 // TestSleepersHear has one caller asleep while another polls for a moment and
@@ -56,8 +59,6 @@ func sleepersHear(t *testing.T, way ...string) {
 // counted is a Fabric that counts how often it is polled.
 type counted struct {
 	transport.Fabric
-	transport.Sleeper
-	transport.Binder
 	polls *atomic.Int64
 }
 
@@ -74,7 +75,7 @@ func TestIdlePair(t *testing.T) {
 		m := newMesh(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
 			list, err := openFabrics(cfg, g, log)
 			for i, f := range list {
-				list[i] = counted{f, f.(transport.Sleeper), f.(transport.Binder), &polls}
+				list[i] = counted{f, &polls}
 			}
 			return list, err
 		}, shape{1, 1, 1}, way...)
@@ -147,7 +148,7 @@ func TestProgressAuto(t *testing.T) {
 		{"by a thread", "0", 1, unlimited, []string{"FSERVER_PROGRESS=thread"}, true},
 		{"scheduler", "0-63", 64, unlimited, []string{"DMLC_ROLE=scheduler", "FSERVER_PROGRESS=thread"}, false},
 	} {
-		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", c.settings...))
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", c.settings...), all.Ways())
 		require.NoError(t, err)
 		require.Equal(t, c.want, threaded(cfg, hostOf(t, c.online, c.mask, c.quota).Read().Cores.Free), c.name)
 	}
@@ -155,10 +156,10 @@ func TestProgressAuto(t *testing.T) {
 
 // TestProgressOnOneCore opens nodes from threads that may use one core and all.
 func TestProgressOnOneCore(t *testing.T) {
-	all := topo.FreeCores()
-	for _, cores := range [][]int{all.Allowed[:1], all.Allowed} {
+	every := topo.FreeCores()
+	for _, cores := range [][]int{every.Allowed[:1], every.Allowed} {
 		m := newCluster(t, openFabrics)
-		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1"))
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1"), all.Ways())
 		require.NoError(t, err)
 		var n *Node
 		done := make(chan struct{})
@@ -175,7 +176,7 @@ func TestProgressOnOneCore(t *testing.T) {
 		}()
 		<-done
 		require.NoError(t, err)
-		require.Equal(t, len(cores) > 1 && all.Free >= coresPerNode, n.threaded)
+		require.Equal(t, len(cores) > 1 && every.Free >= coresPerNode, n.threaded)
 		require.NoError(t, n.Free())
 	}
 }
@@ -243,4 +244,92 @@ func TestPollerIsBound(t *testing.T) {
 		"STEPMESH_BIND_CPU_CORE=1", fmt.Sprint("STEPMESH_CPU_START_OFFSET=", cores[len(cores)-1]+1)))
 	require.Eventually(t, func() bool { return logs.FilterMessage("cannot pin the polling thread to a core").Len() == 1 }, 10*time.Second, time.Millisecond)
 	require.NoError(t, n.Free())
+}
+
+// TestBackPressureWakes: a push_pull, or an answer, of more tensors than a Conn takes at once gets
+// out although nobody waits for it: who sleeps on the descriptors is woken to post the rest.
+func TestBackPressureWakes(t *testing.T) {
+	eachWay(t, func(t *testing.T, way ...string) { pressed(t, openFabrics, way...) })
+	for _, mode := range []string{"caller", "thread"} {
+		t.Run("inproc "+mode, func(t *testing.T) { pressed(t, over(inproc.New()), "FSERVER_PROGRESS="+mode) })
+	}
+}
+
+func pressed(t *testing.T, f Fabrics, way ...string) {
+	const tensors = 2000 // a Conn takes some hundreds
+	m := newMesh(t, f, shape{1, 1, 1}, append(way, "FSERVER_SPIN_US=50")...)
+	w, s := m.workers[0], m.servers[0]
+	all := tensor(t, 0, tensors)
+	var list []exchange.Tensor
+	for i := range tensors {
+		x := all
+		x.Span, x.Key, x.Dims = mem.Span{Addr: all.Span.Addr + uintptr(8*i), Len: 8}, uint64(i), []int64{1, 8}
+		list = append(list, x)
+	}
+	// Nobody waits at n, and its background goroutine sleeps on the descriptors.
+	asleep := func(n *Node) {
+		require.Eventually(t, func() bool { return n.callers.Load() == 0 && n.sleeping.Load() && n.resting.Load() }, 10*time.Second, 100*time.Microsecond)
+		time.Sleep(5 * time.Millisecond) // it is about to, until then
+	}
+	// Another thread waits at n, and sleeps on the descriptors.
+	waits := func(n *Node, met func() error) (end func()) {
+		done := make(chan error, 1)
+		go func() { done <- met() }()
+		require.Eventually(t, func() bool { return n.callers.Load() == 1 && n.sleeping.Load() && !n.resting.Load() }, 10*time.Second, 100*time.Microsecond)
+		time.Sleep(5 * time.Millisecond)
+		return func() { require.NoError(t, <-done) }
+	}
+	// Without a wake-up each of them takes almost longSleep. A loaded machine may be slow too, so of some
+	// rounds of each kind one has to be quick.
+	var pushed, answered [2]bool // while nobody waits at the worker, and while another thread does
+	for round := range 9 {
+		another := round%2 == 0 && round > 0
+		first := pushPull(t, w, list[:1], list[:1])
+		b, err := getBatch(s)
+		require.NoError(t, err)
+		ended := func() {}
+		if another {
+			ended = waits(w, func() error { return wait(w, first) })
+		} else {
+			respond(t, s, b.reqs[0].handler, list[0])
+			require.NoError(t, wait(w, first))
+			asleep(w)
+		}
+		since := time.Now()
+		id := pushPull(t, w, list[1:], list[1:])
+		next, err := getBatch(s)
+		require.NoError(t, err)
+		kind := round % 2 // the first round asks for buffers
+		pushed[kind] = pushed[kind] || round > 0 && time.Since(since) < longSleep/2
+		if another {
+			respond(t, s, b.reqs[0].handler, list[0])
+			ended()
+		}
+		asleep(s)
+		answer, err := s.BeginAnswer()
+		require.NoError(t, err)
+		for _, x := range list[1:] {
+			require.NoError(t, answer.AddPush(x))
+		}
+		since = time.Now()
+		require.NoError(t, s.Respond(next.reqs[0].handler, answer))
+		s.Flush()
+		require.NoError(t, wait(w, id))
+		answered[kind] = answered[kind] || time.Since(since) < longSleep/2
+		if both := [2]bool{true, true}; pushed == both && answered == both {
+			break
+		}
+	}
+	require.Equal(t, [2]bool{true, true}, pushed)
+	require.Equal(t, [2]bool{true, true}, answered)
+	m.stop()
+}
+
+// TestSchedulerDoesNotPoll: where three processes shared two cores, a scheduler that polled for
+// FSERVER_SPIN_US after each heartbeat made a push_pull take three to six times as long.
+func TestSchedulerDoesNotPoll(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_SPIN_US=1000000")
+	require.Zero(t, m.scheduler.spin)
+	require.Equal(t, time.Second, m.workers[0].spin)
+	m.stop()
 }

@@ -29,6 +29,15 @@ func threaded(cfg *conf.Config, free int) bool {
 	return free >= coresPerNode*cfg.GroupSize
 }
 
+// spins is how long a waiting call polls before it sleeps. A scheduler carries no tensors: it does not
+// poll, because workers and servers of its host may need the core.
+func spins(cfg *conf.Config) time.Duration {
+	if cfg.Role == conf.Scheduler {
+		return 0
+	}
+	return cfg.Spin
+}
+
 // A round trip between GPUs takes 15 µs and more, and nobody runs meanwhile who
 // could do with the core, if there are this many for each process.
 const (
@@ -38,7 +47,7 @@ const (
 
 // yieldsAfter is how long a node polls before it gives its core to others between
 // polls.
-func yieldsAfter(cfg *conf.Config, g *gpu, free int) time.Duration {
+func yieldsAfter(cfg *conf.Config, g *card, free int) time.Duration {
 	if g == nil || free < coresToSpin*cfg.GroupSize {
 		return yieldAfter
 	}

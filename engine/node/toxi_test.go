@@ -19,7 +19,6 @@ import (
 // behind is a Fabric that peers find at another address.
 type behind struct {
 	transport.Fabric
-	transport.Sleeper
 	at transport.Addr
 }
 
@@ -44,13 +43,13 @@ type toxicMesh struct {
 func newToxicMesh(t *testing.T, extra ...string) *toxicMesh {
 	m := &toxicMesh{}
 	m.mesh = newCluster(t, func(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-		f, err := openTCP(cfg, g, log)
+		f, err := openBase(cfg, g, log)
 		if err != nil || cfg.Role != conf.Server {
 			return []transport.Fabric{f}, err
 		}
 		m.data = newProxy(t, "data", location(f.Addr()))
 		at := transport.Addr(scheme(f) + ":" + m.data.Listen)
-		return []transport.Fabric{behind{f, f.(transport.Sleeper), at}}, nil
+		return []transport.Fabric{behind{f, at}}, nil
 	})
 	s, extra := shape{1, 1, 1}, append([]string{"FSERVER_LOG=error"}, extra...)
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))

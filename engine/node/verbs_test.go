@@ -9,11 +9,11 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/zap"
 
+	rdma "fserver/cshim/verbs"
 	"fserver/cshim/verbs/fakeverbs"
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
-	"fserver/engine/transport/tcp"
 	"fserver/engine/transport/verbs"
 )
 
@@ -26,18 +26,29 @@ type nics struct {
 }
 
 func newNICs(t *testing.T) *nics {
+	if err := library(); err != nil {
+		t.Skip(err)
+	}
 	if os.Getenv("FSERVER_TEST_RDMA") == "" {
-		_, err := fakeverbs.Library()
-		if err != nil {
-			t.Skip(err)
-		}
 		fakeverbs.Reset()
 	}
 	return &nics{}
 }
 
+// library opens the library of these tests, before something opens another one.
+func library() error {
+	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+		return nil
+	}
+	path, err := fakeverbs.Library()
+	if err != nil {
+		return err
+	}
+	return rdma.Open(path)
+}
+
 func (n *nics) open(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-	base, err := openTCP(cfg, g, log)
+	base, err := openBase(cfg, g, log)
 	if err != nil || cfg.Role == conf.Scheduler {
 		return []transport.Fabric{base}, err
 	}
@@ -48,12 +59,9 @@ func (n *nics) open(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]tran
 		}
 		o.Device = map[conf.Role]string{conf.Worker: "fake0", conf.Server: "fake1"}[cfg.Role]
 	}
-	in := tcp.Options{Gate: g}
+	o.Gate = g
 	if cfg.Role == conf.Server {
-		in.Listen = "127.0.0.1:0"
-	}
-	if o.Inner, err = tcp.Open(in); err != nil {
-		return nil, err
+		o.Listen = "127.0.0.1:0"
 	}
 	f, err := verbs.Open(o)
 	if err != nil {
@@ -133,8 +141,16 @@ func oneOf(t *testing.T, m *mesh, rows int, seed byte) {
 	}
 }
 
+// registrations is how many the fake library has made.
+func registrations() int {
+	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+		return 0
+	}
+	return fakeverbs.Count("registered")
+}
+
 // TestVerbsCounts: more tensors of a push_pull are more writes, and neither more doorbells nor
-// more completions.
+// more completions. Memory is registered once.
 func TestVerbsCounts(t *testing.T) {
 	n := newNICs(t)
 	m := newMesh(t, n.open, shape{1, 1, 1})
@@ -153,7 +169,7 @@ func TestVerbsCounts(t *testing.T) {
 		for i := range tensors {
 			push, pull = append(push, tensor(t, uint64(100*tensors+i), 64)), append(pull, tensor(t, 0, 64))
 		}
-		before := verbs.Counts{}
+		before, registered := verbs.Counts{}, 0
 		for i := range rounds + 1 {
 			id := pushPull(t, w, push, pull)
 			b, err := getBatch(s)
@@ -161,9 +177,10 @@ func TestVerbsCounts(t *testing.T) {
 			respond(t, s, b.reqs[0].handler, push...)
 			require.NoError(t, wait(w, id))
 			if i == 0 { // buffers and plans
-				before = total()
+				before, registered = total(), registrations()
 			}
 		}
+		require.Equal(t, registered, registrations())
 		c := total()
 		c.Doorbells, c.Requests, c.Completions = c.Doorbells-before.Doorbells, c.Requests-before.Requests, c.Completions-before.Completions
 		t.Logf("%d tensors each way, %d push_pulls: %d doorbells, %d requests, %d completions", tensors, rounds, c.Doorbells, c.Requests, c.Completions)

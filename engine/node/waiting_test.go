@@ -83,7 +83,7 @@ func hasHeard(t *testing.T, n *Node, rank int32, frames int) (heard bool) {
 // keeps a few connections of each rank and a bounded number of bytes, and the cluster
 // comes to be all the same.
 func TestWaitingIsBounded(t *testing.T) {
-	net, sh := inproc.New(1), shape{5, 1, 1}
+	net, sh := inproc.New(), shape{5, 1, 1}
 	m := newCluster(t, over(net))
 	m.scheduler = m.start(sh.settings("scheduler", 0, 0, "0"))
 	s := m.start(sh.settings("server", 0, 0, "1"))

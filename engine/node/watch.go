@@ -79,7 +79,13 @@ func (n *Node) Unwatch(id uint64) {
 	if w := n.watchOf(id); w != nil {
 		list := slices.DeleteFunc(slices.Clone(n.list()), func(x *watch) bool { return x == w })
 		n.all.Store(&list)
-		n.shutWatch(w)
+		if w.state.Swap(watchClosed) == watchArmed {
+			n.armed.Add(-1)
+		}
+		for n.calls.Load() > 0 { // a write takes less than a microsecond
+			yield()
+		}
+		unix.Close(w.fd)
 	}
 }
 
@@ -88,16 +94,6 @@ func (n *Node) unwatchAll() {
 	for _, w := range n.list() {
 		n.Unwatch(w.id)
 	}
-}
-
-func (p *watches) shutWatch(w *watch) {
-	if w.state.Swap(watchClosed) == watchArmed {
-		p.armed.Add(-1)
-	}
-	for p.calls.Load() > 0 { // a write takes less than a microsecond
-		yield()
-	}
-	unix.Close(w.fd)
 }
 
 func (p *watches) list() []*watch {
@@ -140,10 +136,13 @@ func (n *Node) unattended() bool {
 
 // rouse ends a nap of the background goroutine, unless the node is closed. It does not take the
 // token: the goroutine wants it as soon as it wakes, and may wake on the caller's core.
-func (n *Node) rouse() {
+func (n *Node) rouse() { n.ring(&n.nudge) }
+
+// ring rings a bell, unless the node is closed.
+func (n *Node) ring(b *bell) {
 	n.calls.Add(1) // Close waits for this
 	defer n.calls.Add(-1)
 	if !n.stopped.Load() {
-		n.nudge.ring()
+		b.ring()
 	}
 }

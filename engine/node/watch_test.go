@@ -28,7 +28,7 @@ func alarmed(t *testing.T, fd int, limit time.Duration) bool {
 	end := time.Now().Add(limit)
 	fds := [1]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
 	for {
-		n, err := unix.Poll(fds[:], int(time.Until(end)/time.Millisecond))
+		n, err := unix.Poll(fds[:], int(max(0, time.Until(end))/time.Millisecond))
 		if err == unix.EINTR {
 			continue
 		}

@@ -12,6 +12,7 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/transport"
+	"fserver/engine/transport/all"
 	"fserver/engine/transport/cma"
 	"fserver/engine/transport/transporttest"
 )
@@ -75,7 +76,7 @@ func unlike(t *testing.T, f Fabrics, worker, server []string) (m *mesh, logs *ob
 func linkOf(t *testing.T, n *Node) linkDescription {
 	b, err := n.Describe()
 	require.NoError(t, err)
-	var d description
+	var d struct{ Links []linkDescription }
 	require.NoError(t, json.Unmarshal(b, &d))
 	require.Len(t, d.Links, 1)
 	return d.Links[0]
@@ -154,12 +155,12 @@ func TestNoWayInside(t *testing.T) {
 		}
 		require.Equal(t, 1, logs.Len())
 		line := logs.All()[0]
-		require.Equal(t, "cannot use the transports inside this host", line.Message)
+		require.Equal(t, "cannot use the transport cma", line.Message)
 		require.Contains(t, line.ContextMap()["error"], "process_vm_writev: operation not permitted (")
 		m.stop()
 
 		// Who wants it alone cannot do without.
-		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", direct, "FSERVER_TRANSPORT=cma"))
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", direct, "FSERVER_TRANSPORT=cma"), all.Ways())
 		require.NoError(t, err)
 		_, err = refused(cfg, newGate(cfg), zap.NewNop())
 		var no *transport.ErrUnavailable
@@ -180,7 +181,7 @@ func TestPtracer(t *testing.T) {
 		{[]string{"FSERVER_CMA=staged"}, false},
 		{[]string{"FSERVER_TRANSPORT=tcp"}, false},
 	} {
-		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", c.settings...))
+		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "1", c.settings...), all.Ways())
 		require.NoError(t, err)
 		var list []transport.Fabric
 		called := transporttest.Calls(t, unix.SYS_PRCTL, unix.PR_SET_PTRACER, func() {

@@ -1,8 +1,10 @@
 package node
 
 import (
+	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -12,7 +14,7 @@ import (
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
 	"fserver/engine/trace"
-	"fserver/engine/transport"
+	"fserver/engine/transport/all"
 	"fserver/engine/wire"
 )
 
@@ -46,7 +48,7 @@ func (n *Node) name(l *link) string {
 			return name
 		}
 	}
-	return fmt.Sprintf("%v %d at %s", l.hello.Role, l.hello.Rank, l.conn.Remote())
+	return fmt.Sprintf("%v %d at %s", l.hello.Role, l.hello.Rank, l.conn.Peer().Remote)
 }
 
 // sayLinked logs, once for each connection to a peer, how its data travels and why not
@@ -64,8 +66,8 @@ func (n *Node) sayLinked(l *link) {
 		fields = append(fields, zap.String("why", why))
 	}
 	level := zapcore.InfoLevel
-	_, staged := transport.Via(l.conn, l.plane.Name())
-	if n.worker != nil && (l.tried || staged != "" && n.cfg.CMAMode == conf.CMAAuto) {
+	worse := l.conn.Peer().Why
+	if n.worker != nil && (l.tried || worse != "" && !n.chosen(scheme(l.plane))) {
 		level = zapcore.WarnLevel
 	}
 	n.log.Log(level, fmt.Sprintf("%v %d %s", m.Role, m.Rank, what), fields...)
@@ -91,9 +93,6 @@ func (n *Node) sayMissing(now int64) {
 
 // missing says what the cluster waits for before it runs.
 func (n *Node) missing() string {
-	if n.scheduler != nil {
-		return n.scheduler.Waiting()
-	}
 	var names []string
 	for i := range n.rail {
 		if l := n.peers[i]; n.rail[i].State == wire.Present && !(n.up(l) && l.used) {
@@ -103,42 +102,62 @@ func (n *Node) missing() string {
 	if len(names) != 0 {
 		return "not connected to " + strings.Join(names, ", ")
 	}
-	return n.member.Waiting()
+	return n.machine.Waiting()
 }
 
-// lacks says why this node has not all transports that carry the data of peers on this
-// host: text for people, empty if it has them. failed is why one could not be opened.
+// lacks says why this node has not all transports that are better than the one that reaches
+// everybody: text for people, empty if it has them. failed is what was beside its Fabrics.
 func (n *Node) lacks(failed error) string {
-	why, has, inside := "", false, conf.CMA.String()
-	for _, p := range n.planes {
-		has = has || scheme(p) == inside
+	var errs failures
+	errors.As(failed, &errs)
+	var names, whys []string
+	drivers := all.Drivers()
+	for i := range drivers[:len(drivers)-1] {
+		d := &drivers[i]
+		why := ""
+		switch err := errs[d.Name]; {
+		case d.Open == nil && n.gpu != nil && !n.cfg.SameHost && n.has(d.Over):
+			why = "BYTEPS_ENABLE_IPC=0"
+		case absent(n.cfg, d) || n.has(d.Name):
+		case err != nil:
+			why = strings.TrimPrefix(err.Error(), d.Name+": ")
+		default:
+			why = excluded(n.cfg, d)
+		}
+		switch last := len(whys) - 1; {
+		case why == "":
+		case last >= 0 && whys[last] == why:
+			names[last] += ", " + n.gives(d.Name)
+		default:
+			names, whys = append(names, n.gives(d.Name)), append(whys, why)
+		}
 	}
-	better := n.gives(inside)
-	if has {
-		better = conf.CUDAIPC.String()
+	for i := range whys {
+		whys[i] = names[i] + ": " + whys[i] + " at " + n.me()
 	}
-	switch {
-	case has && (n.gpu == nil || n.cfg.SameHost):
-		return ""
-	case !has && n.cfg.Transport != conf.Auto:
-		why = "FSERVER_TRANSPORT=" + n.cfg.Transport.String() + " at " + n.me()
-	case !n.cfg.SameHost:
-		why = "BYTEPS_ENABLE_IPC=0 at " + n.me()
-	case failed != nil:
-		why = strings.TrimPrefix(failed.Error(), inside+": ") + " at " + n.me()
-	default:
-		return ""
-	}
-	return better + ": " + why
+	return whyNot(whys...)
+}
+
+// chosen says whether the settings say how the transport with a name is to work.
+func (n *Node) chosen(name string) bool {
+	return slices.ContainsFunc(all.Ways(), func(w conf.Way) bool { return w.Name == name && w.Chosen(n.cfg) })
+}
+
+// has says whether this node has a Fabric of the driver with a name.
+func (n *Node) has(name string) bool {
+	return slices.ContainsFunc(n.planes, func(p *plane) bool { return scheme(p) == name })
 }
 
 // gives names the transports that a link over one of this name gives: of a node with a
-// GPU, its memory travels over cma by cudaipc.
+// GPU, those for its memory too.
 func (n *Node) gives(name string) string {
-	if n.gpu != nil && name == conf.CMA.String() {
-		return name + " and " + conf.CUDAIPC.String()
+	text := name
+	for _, d := range all.Drivers() {
+		if n.gpu != nil && d.Over == name {
+			text += " and " + d.Name
+		}
 	}
-	return name
+	return text
 }
 
 // sayDone tells the scheduler when all workers have left this server, which may end in
@@ -156,11 +175,5 @@ func (n *Node) sayDone() {
 
 // whyNot joins what speaks against the ways that are better than the one taken.
 func whyNot(of ...string) string {
-	var said []string
-	for _, s := range of {
-		if s != "" {
-			said = append(said, s)
-		}
-	}
-	return strings.Join(said, "; ")
+	return strings.Join(slices.DeleteFunc(of, func(s string) bool { return s == "" }), "; ")
 }

@@ -14,16 +14,17 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/gpu"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/transport"
+	"fserver/engine/transport/all"
 	"fserver/engine/transport/cma"
-	"fserver/engine/transport/cudaipc"
-	"fserver/engine/transport/cudaipc/fakegpu"
 	"fserver/engine/wire"
 )
 
 // listen opens one node whose log is kept from info up.
 func (m *mesh) listen(settings []string) (*Node, *observer.ObservedLogs) {
-	cfg, _, err := conf.Parse(settings)
+	cfg, _, err := conf.Parse(settings, all.Ways())
 	require.NoError(m.tb, err)
 	core, logs := observer.New(zapcore.InfoLevel)
 	return m.open(cfg, zap.New(core)), logs
@@ -331,7 +332,7 @@ func TestReasonsOfGPUs(t *testing.T) {
 			if c.setting == "" {
 				settings = nil
 			}
-			m := newGPUPair(t, c.way, func(int) (cudaipc.Device, error) { return g, nil }, settings...)
+			m := newGPUPair(t, c.way, func(int) (gpu.Device, error) { return g, nil }, settings...)
 			for n, who := range map[*Node]string{m.workers[0]: "worker 0", m.servers[0]: "server 0"} {
 				why := c.why
 				if why != "" {

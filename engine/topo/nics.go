@@ -2,6 +2,7 @@ package topo
 
 import (
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 )
@@ -85,7 +86,7 @@ func (r *reader) nic(name string, addrs []netip.Prefix) NIC {
 	}
 	state, known := r.text(dir + "/operstate")
 	n.Up = state == "up" || state == "unknown" && r.number(dir+"/flags", 0)&1 != 0 || !known && len(addrs) > 0
-	if b, err := r.content(dir + "/speed"); err == nil { // an error: no link
+	if b, err := os.ReadFile(r.root + dir + "/speed"); err == nil { // an error: no link
 		n.Speed = max(0, atoi(string(b)))
 	}
 	for _, entry := range r.list(dir) {

@@ -2,6 +2,7 @@ package topo
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -84,13 +85,12 @@ func (g *GPU) ask(dev nvml.Device) {
 
 // link counts one lane more.
 func (g *GPU) link(to string) {
-	for i := range g.Links {
-		if g.Links[i].To == to {
-			g.Links[i].Lanes++
-			return
-		}
+	i := slices.IndexFunc(g.Links, func(l NVLink) bool { return l.To == to })
+	if i < 0 {
+		i = len(g.Links)
+		g.Links = append(g.Links, NVLink{To: to})
 	}
-	g.Links = append(g.Links, NVLink{to, 1})
+	g.Links[i].Lanes++
 }
 
 // sysfsAddress is a PCI address as sysfs writes it; NVML writes the domain

@@ -1,6 +1,7 @@
 package topo
 
 import (
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -92,7 +93,7 @@ func (r *reader) rdma() []RDMADevice {
 // use cannot be read, so nothing is noted.
 func (r *reader) ndevs(dir string, found []string) []string {
 	for _, index := range r.list(dir) {
-		b, err := r.content(dir + "/" + index)
+		b, err := os.ReadFile(r.root + dir + "/" + index)
 		if name := strings.TrimSpace(string(b)); err == nil && name != "" && !slices.Contains(found, name) {
 			found = append(found, name)
 		}

@@ -9,7 +9,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"net"
 	"net/netip"
@@ -93,23 +92,16 @@ func (s System) Read() *Host {
 		g.at = r.pci(g.PCI)
 		g.NUMA = g.at.numa
 	}
-	h.RDMA = r.rdma()
-	h.NICs = r.nics(h.RDMA, s.addresses(r))
-	h.Cores = s.cores(r)
-	r.unserved(h)
-	h.Notes = append([]string{}, r.notes...)
-	if h.GPUs == nil {
-		h.GPUs = []GPU{}
-	}
-	return h
-}
-
-func (s System) addresses(r *reader) map[string][]netip.Prefix {
-	all, err := s.Addresses()
+	addrs, err := s.Addresses()
 	if err != nil {
 		r.note("addresses of the interfaces: %v", err)
 	}
-	return all
+	h.RDMA = r.rdma()
+	h.NICs = r.nics(h.RDMA, addrs)
+	h.Cores = s.cores(r)
+	r.unserved(h)
+	h.GPUs, h.Notes = append([]GPU{}, h.GPUs...), append([]string{}, r.notes...)
+	return h
 }
 
 func addresses() (map[string][]netip.Prefix, error) {
@@ -212,7 +204,7 @@ func (r *reader) note(format string, args ...any) {
 // text is the content of a small file without white space around it. That it
 // is not there is normal, everything else is noted.
 func (r *reader) text(name string) (string, bool) {
-	b, err := r.content(name)
+	b, err := os.ReadFile(r.root + name)
 	if err != nil {
 		if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) {
 			r.note("read %s: %v", name, reason(err))
@@ -220,15 +212,6 @@ func (r *reader) text(name string) (string, bool) {
 		return "", false
 	}
 	return string(bytes.TrimSpace(b)), true
-}
-
-func (r *reader) content(name string) ([]byte, error) {
-	f, err := os.Open(r.root + name)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	return io.ReadAll(io.LimitReader(f, 1<<20))
 }
 
 // number is the whole number in a file, or otherwise if there is none. What is

@@ -246,7 +246,7 @@ func TestPin(t *testing.T) {
 		all[i] = i
 	}
 	config := func(settings ...string) *conf.Config {
-		c, _, err := conf.Parse(append(settings, "DMLC_ROLE=scheduler", "STEPMESH_BIND_CPU_CORE=1"))
+		c, _, err := conf.Parse(append(settings, "DMLC_ROLE=scheduler", "STEPMESH_BIND_CPU_CORE=1"), nil)
 		require.NoError(t, err)
 		return c
 	}

@@ -10,7 +10,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	"fserver/engine/mem"
@@ -49,7 +48,7 @@ const (
 	// Off. The peer learns of it from the next frame alone.
 	OpWrite
 	// OpLend shows the peer the memory of Src, one span, where it is, and
-	// delivers Loan there. For a Conn that is a Lender.
+	// delivers Loan there. Only where Lends says yes.
 	OpLend
 )
 
@@ -90,24 +89,42 @@ const (
 	// reading alone, and stay mapped until View is dropped. Whoever is handed the event
 	// owes one Drop.
 	EvLent
-	// EvDown is the last event of a Conn: it is unusable, and Err says why
-	// (io.EOF inside it when the peer closed in good order, and only then). The completions
-	// of its open Ops come before it. A Conn that its own user closed gives
-	// none.
+	// EvDown says that a Conn is unusable. Err is the reason, with io.EOF inside it when the
+	// peer closed in good order, and only then. Every frame and loan that had arrived comes
+	// before it; completions of open Ops may come after it. The user then calls Close. It
+	// comes at most once, and not after the user has called Close.
 	EvDown
+	// EvFreed says that no peer can touch the memory of the Key with ID User any more, and that the
+	// Fabric has let go of it. It comes once for each Key that Deregister has ended, and names no
+	// Conn. After Close of the Fabric it need not come.
+	EvFreed
+	// EvClosed is the last event of a Conn. It comes once, after Close and after every
+	// completion. The peer can touch no local memory over this Conn any more. A Conn that was
+	// closed before its EvAccept was given gives neither.
+	EvClosed
 )
 
 // Event is one entry of what Poll found.
 type Event struct {
 	Kind EventKind
 	Loan uint32
-	User uint64
+	User uint64 // of EvDone and EvFreed
 	Len  uint64
 	Conn Conn
 	Data []byte // valid until the next Poll of the Fabric
 	Span mem.Span
 	View *mem.View
 	Err  error
+}
+
+// Caps is what a Fabric can do beyond what all can.
+type Caps struct {
+	// Lends says that its Conns lend shared memory; see Conn.Lends. So its peers are processes of
+	// this host.
+	Lends bool
+	// LocalKeys says that it reads the sources of writes by their registrations: host memory is
+	// registered before it is sent, as memory is that peers write to.
+	LocalKeys bool
 }
 
 // A Fabric is one transport on one device: a NIC port, a GPU, the host.
@@ -120,16 +137,25 @@ type Fabric interface {
 	Name() string
 	// Addr is where peers find this Fabric; empty if it takes no connections.
 	Addr() Addr
-	// Reaches says whether Connect to peer can succeed as far as the address
-	// tells. It is symmetric and does no I/O.
-	Reaches(peer Addr) bool
+	// Caps says what the Fabric can do. It does not change.
+	Caps() Caps
+	// Reaches returns nil if Connect to peer can succeed as far as the address tells, and else why
+	// it cannot. It is symmetric and does no I/O.
+	Reaches(peer Addr) error
 	// Register makes r writable for peers that are given the Key. The memory
-	// stays the caller's and must stay mapped until Deregister or Close. A
+	// stays the caller's and must stay mapped until EvFreed or Close. A
 	// region may be registered more than once; each Key counts for itself.
 	Register(r mem.Region) (Key, error)
-	// Deregister ends what Key allows. When it has returned, no write of a
-	// peer that names this Key touches the memory any more.
-	Deregister(k Key) error
+	// Deregister starts the end of what a Key allows, and does not wait for it: EvFreed tells when
+	// the memory is the caller's again. A write that is under way may still land until then, and
+	// one that comes later ends its Conn. A Key that is not registered, or no longer, does nothing.
+	Deregister(k Key)
+	// Bind keeps k to c. A write that names k on another Conn is refused from then on, and ends that
+	// one, as with a wrong token. A later Bind takes the place of an earlier one. A Key that
+	// was never bound is good on every Conn of the Fabric. Where the peer, its GPU or a NIC
+	// writes into this process by itself, nothing can be refused: the peer's Conn ends if it tells
+	// of the write, whose bytes are there by then.
+	Bind(k Key, c Conn) error
 	// Connect opens a path to the Fabric at peer: it blocks until both sides
 	// have passed the Gate, ctx ends or the attempt fails. It needs no Poll of
 	// its own Fabric.
@@ -139,9 +165,19 @@ type Fabric interface {
 	// blocks and does a bounded amount of work. An error means that the whole
 	// Fabric is unusable: a *PanicError, that a goroutine of it has panicked.
 	Poll(ev []Event) (int, error)
-	// Close ends everything: open Ops end in ErrClosed in later Polls. It is
-	// idempotent and returns when no goroutine, descriptor or memory of the
-	// Fabric is left, but for events that Poll still has to give.
+	// FD returns a descriptor to sleep on (poll, epoll) after Arm. It is always the same one, and
+	// valid until Close.
+	FD() int
+	// Arm makes FD tell of what comes from now on: until the next Poll it becomes readable when
+	// Poll would find something or could make progress, and when back-pressure ends. Call it
+	// before each sleep. A Poll undoes it, so whoever polls while another goroutine sleeps on
+	// FD calls it after the last Poll. True means that there is something to do already, of
+	// which FD need not tell: poll first, or wake the sleeper for that.
+	Arm() (again bool)
+	// Close ends everything, as Close of every Conn does: open Ops end in ErrClosed in later
+	// Polls, and Conns in EvClosed. It is idempotent and returns when no goroutine, descriptor
+	// or memory of the Fabric is left, but for events that Poll still has to give. What it
+	// waits for is bounded: with an error, a peer may still touch memory of this process.
 	Close() error
 }
 
@@ -152,88 +188,44 @@ type Fabric interface {
 type Conn interface {
 	// Post hands over ops in order and returns how many were taken; fewer
 	// than len(ops) with a nil error is back-pressure: post the rest after a
-	// Poll. Every Op that is taken ends in exactly one EvDone. An error means
+	// Poll, before sleeping, also where that Poll found nothing. Every Op that is
+	// taken ends in exactly one EvDone, in any order. An error means
 	// that the next Op can never be taken, and why: it is wrong in itself, or the
 	// Conn has ended, as EvDown is to say too.
 	Post(ops []Op) (int, error)
-	// Close ends the Conn; open Ops end in ErrClosed. It is idempotent. What
-	// has been posted before may or may not reach the peer.
-	Close() error
-	// Hello is what the Gate verified about the peer.
-	Hello() []byte
-	// Remote is the peer's address, for messages.
-	Remote() string
+	// Unsent reports whether an Op that was taken needs further Polls to get on its way. Only
+	// whoever may Post may call it.
+	Unsent() bool
+	// Lends reports whether Post takes an OpLend of s: s lies in shared memory (mem.Shared), and
+	// the peer can be shown that memory. Only whoever may Post may call it. Yes holds until the
+	// memory is freed or the Conn ends; no may change. If the Fabric lends nothing (Caps), it is
+	// always no.
+	//
+	// A loan arrives before the frames that are posted after it, and loans arrive in their order;
+	// Op.Passes says what may overtake them. EvDone says that the peer is being told. The protocol
+	// above has to say that the peer looks no longer; until then the bytes must not change. The
+	// peer may look even longer, also after the Conn has ended and the memory was freed: what it
+	// finds then is not specified, but it is there. A View that nobody holds is unmapped when
+	// the memory is freed or the Conn ends.
+	Lends(s mem.Span) bool
+	// Close starts the end of the Conn, and does not wait for it: EvClosed tells when it has
+	// ended. Open Ops end in ErrClosed, and no frame and no loan is given any more. It is
+	// idempotent. What has been posted before may or may not reach the peer.
+	Close()
+	// Peer says who the peer is and how bytes travel to it. It is for any goroutine, also when
+	// the Conn has ended. Via and Why may change while the Conn is used.
+	Peer() Peer
 }
 
-// Unsender is a Conn on which Ops that were taken may need further Polls to get
-// on their way. Unsent says whether that is so now; for whoever may Post.
-type Unsender interface{ Unsent() bool }
-
-// Sleeper is a Fabric whose user need not spin. FD is readable (for poll,
-// epoll) whenever Poll would find something or could make progress, and when
-// back-pressure ends. Ask for it
-// before each wait, and after the last Poll if somebody else waits meanwhile:
-// what Post has completed may show only then, and a Fabric that is polled may
-// tell nobody of what comes. It is always the same descriptor, and stays valid
-// until Close.
-type Sleeper interface{ FD() int }
-
-// Lender is a Conn over which shared memory (mem.Shared) can be lent.
-//
-// Lends says whether an OpLend of s would be taken: s lies in shared memory,
-// and the peer can be shown that. It is for whoever may Post, and holds until
-// that memory is freed or the Conn ends; a later no may turn into a yes.
-//
-// A loan arrives before the frames that are posted after it, and loans arrive
-// in their order; see Op.Passes for both. Its EvDone says that the peer is being told. That it looks no
-// longer is for the protocol above to say; until then the bytes must not
-// change. The peer may look even longer, also after the Conn has ended and the
-// memory was freed: what it finds then is not specified, but it is there. A View
-// that nobody holds is unmapped when the memory is freed or the Conn ends.
-type Lender interface{ Lends(s mem.Span) bool }
-
-// Mortal is a Conn whose peer is a process of this host.
-//
-// Dead says whether that process has ended, so that nothing it had begun goes on;
-// known is false where that cannot be seen. It is for any goroutine, also when the
-// Conn has ended, and not for every Poll: it asks the system.
-type Mortal interface{ Dead() (dead, known bool) }
-
-// Binder is a Fabric that can keep a Key to one Conn. After Bind a write that
-// names k on another Conn is refused and ends that one, as with a wrong token; a
-// later Bind takes the place of an earlier one. A Key that was never bound is
-// good on every Conn of its Fabric. Where a peer writes into this process by
-// itself, no CPU of ours is in the path and nothing can be refused: its Conn ends
-// if it tells of the write, whose bytes are there by then.
-type Binder interface{ Bind(k Key, c Conn) error }
-
-// Teller is a Conn whose Fabric can carry it in more than one way. Via is how
-// this one travels ("cma/staged"), Why what spoke against a better way, or empty.
-type Teller interface {
-	Via() string
-	Why() string
-}
-
-// Explainer is a Fabric that can say why Reaches is false. Beyond returns that for an
-// address of its own transport, and an empty text where Reaches is true.
-type Explainer interface{ Beyond(peer Addr) string }
-
-// Beyond returns what f says as an Explainer; an empty text if it is none.
-func Beyond(f Fabric, peer Addr) string {
-	if e, ok := f.(Explainer); ok {
-		return e.Beyond(peer)
-	}
-	return ""
-}
-
-// Via is what a Conn of the Fabric with a name says as a Teller; for one that is
-// none, the kind of the Fabric and nothing.
-func Via(c Conn, fabric string) (via, why string) {
-	if t, ok := c.(Teller); ok {
-		return t.Via(), t.Why()
-	}
-	via, _, _ = strings.Cut(fabric, "/")
-	return via, ""
+// Peer describes the other end of a Conn.
+type Peer struct {
+	Hello  []byte // what the Gate verified
+	Remote string // its address, for messages
+	Via    string // how bytes travel: "cma/staged"
+	Why    string // what spoke against a better way, or empty
+	// Dead reports whether the peer's process has ended, so that nothing it had begun goes on. It asks
+	// the system, so it is not for every Poll. It is nil where that cannot be seen.
+	Dead func() bool
 }
 
 // A Gate decides who may talk: it runs over each new connection before the

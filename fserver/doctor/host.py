@@ -1,6 +1,5 @@
 """The tests of this host: engine, transports, devices, limits."""
 
-import ctypes.util
 import importlib.util
 import json
 import mmap
@@ -71,65 +70,29 @@ def _drivers(found: dict) -> Iterator[Check]:
 
 
 def transports(report: Report, found: dict) -> None:
-    """Reports for each transport whether it works here."""
-    built = set(found["engine"]["transports"])
-    report.add(TRANSPORTS, _tcp(), _cma("cma" in built), _shared_memory(found["limits"]))
-    gpus, rdma = found["gpus"], found["rdma"]
-    usable = [d["name"] for d in rdma if d["nodes"] and any(p["active"] for p in d["ports"])]
-    if gpus:
-        devices = f"this process sees {len(gpus)} GPU{'s' * (len(gpus) != 1)}"
-    else:
-        devices = f"no GPU: {found['gpu_driver']['reason'] or 'the driver shows none'}"
-    # Every build opens the driver where there is one; "auto" takes GPU tensors there over cma.
-    report.add(TRANSPORTS, _other("cudaipc", {"cudaipc"}, bool(gpus), devices))
-    if usable:
-        devices = f"this process can use the RDMA devices {', '.join(usable)}"
-    elif rdma:
-        devices = "no RDMA device has a link and can be opened by this process"
-    else:
-        devices = "no RDMA device (/sys/class/infiniband)"
-    for name, library in (("verbs", "ibverbs"), ("ofi", "fabric"), ("ucx", "ucp")):
-        there = (
-            f"; lib{library} {'is' if ctypes.util.find_library(library) else 'is not'} installed"
-        )
-        report.add(TRANSPORTS, _other(name, built, bool(usable), devices + there))
+    """Reports for each transport whether it works here. The last one reaches everybody."""
+    for way in found["transports"]:
+        if way["name"] == "cma":
+            report.add(TRANSPORTS, _cma())
+        else:
+            report.add(TRANSPORTS, *_findings(way, last=way is found["transports"][-1]))
+    report.add(TRANSPORTS, _shared_memory(found["limits"]))
 
 
-def _other(name: str, built: set[str], devices: bool, text: str) -> Check:
-    if name not in built:
-        text = f"this build of fserver does not contain it; {text}"
-        return Check(name, "no", text, f"use tcp, or a build of fserver that contains {name}")
-    if not devices:
-        return Check(name, "no", text, "use tcp, or make a device visible to this process")
-    return Check(name, "yes", text)
+def _findings(way: dict, last: bool) -> Iterator[Check]:
+    """Yields what a transport's own probe says. The first line says whether one of its devices
+    can be used."""
+    found = sorted(way["findings"], key=lambda f: ("yes", "note", "no", "info").index(f["state"]))
+    for i, f in enumerate(found):
+        name = f"{way['name']}: {f['what']}" if i and f["what"] else way["name"]
+        text = f"{f['what']}: {f['text']}" if not i and f["what"] else f["text"]
+        yield Check(name, f["state"], text, f["remedy"], fatal=last)
 
 
-def _tcp() -> Check:
-    families = []
-    why: Exception | None = None
-    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        try:
-            with socket.socket(family) as server, socket.socket(family) as client:
-                server.bind((address, 0))
-                server.listen(1)
-                client.settimeout(2)
-                client.connect(server.getsockname())
-            families.append("IPv4" if family == socket.AF_INET else "IPv6")
-        except OSError as e:
-            why = e
-    if not families:
-        remedy = "enable the loopback interface: ip link set lo up"
-        text = f"a connection to the loopback address fails: {why}"
-        return Check("tcp", "no", text, remedy, fatal=True)
-    return Check("tcp", "yes", " and ".join(families))
-
-
-def _cma(built: bool) -> Check:
+def _cma() -> Check:
+    """Tests two processes, which the engine cannot: it starts none."""
     way, code = cma.probe()
     text, remedy = cma.words(way, code)
-    if not built:
-        text = f"this build of fserver does not contain it; {text}"
-        return Check("cma", "no", text, "use tcp, or a build of fserver that contains cma")
     if way:
         return Check("cma", "yes", f"one copy, because {text}")
     return Check("cma", "note", f"two copies through shared memory, because {text}", remedy)

@@ -35,7 +35,9 @@ def make(tree: Path, out: Path) -> Path:
     run(sys.executable, "setup.py", "-q", "sdist", "-d", out, cwd=tree)
     (archive,) = out.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
-        tar.extractall(out, filter="data")
+        if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2, which Debian 12 has
+            tar.extraction_filter = staticmethod(tarfile.data_filter)
+        tar.extractall(out)
     return out / archive.name.removesuffix(".tar.gz")
 
 

@@ -127,6 +127,16 @@ def lost(call: Callable[[], Any], since: float, role: str, rank: int) -> None:
     assert (raised.value.role, raised.value.rank) == (role, rank)
 
 
+def met(server: fserver.Server) -> bool:
+    """Whether a barrier of the servers was met. One that has not heard yet that the worker is back
+    refuses it."""
+    try:
+        server.barrier(True, False)
+    except fserver.PeerLostError:
+        return False
+    return True
+
+
 def stop_all(*nodes: fserver.Node) -> None:
     together([node.stop for node in nodes])
 
@@ -178,7 +188,7 @@ def test_a_worker_is_restarted(child: MakeChild) -> None:
             assert [other.get(), other.get()] == ["open", "connected"]
             assert answer(servers[1], 20) == 0
             assert other.get() == "done"
-            together([lambda s=s: s.barrier(True, False) for s in servers])
+            together([lambda s=s: eventually(lambda: met(s)) for s in servers])
     other.put("stop")
     stop_all(worker, *servers, scheduler)
     assert other.get() == "stopped"

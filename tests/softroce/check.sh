@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
 # Builds the test programs, starts the emulated machine and runs cases in it.
 #
-#   tests/softroce/check.sh [NAME...]      cases of tests/softroce/cases; without names: all
+#   tests/softroce/check.sh [NAME...]      cases of tests/softroce/cases; without names: all but *_long
 #
 # `make softroce` installs what it needs first. GO and BIN name the toolchain and the virtual environment.
+# SOFTROCE_SECONDS is the time until the machine is stopped.
 set -euo pipefail
+
+# The transports that the cases with tests/cabi/mesh try.
+transports=${TRANSPORTS:-verbs}
+
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.."
 share=${SOFTROCE_BUILD:-$PWD/build/softroce}/share
@@ -29,22 +34,29 @@ needed() { # whether a case that is to run names $share/PROGRAM
   local name=$1
   shift
   awk -v chosen=" $* " -v program="\$share/$name" '
-    $1 !~ /^#/ && (chosen == "  " || index(chosen, " " $1 " ")) && index($0 " ", program " ") { found = 1 }
+    $1 !~ /^#/ && (chosen == "  " ? $1 !~ /_long$/ : index(chosen, " " $1 " ")) && index($0 " ", program " ") { found = 1 }
     END { exit !found }' "$here/cases"
 }
 for program in floor facts; do
   needed "$program" "$@" || continue
   ${CC:-cc} -O2 -Wall -Wextra -Werror -o "$share/$program" "$here/$program"*.c "$here/rdma.c" -libverbs
 done
-if needed abi_test "$@"; then # as tests/cabi/test_cabi.py builds it
-  ${CC:-cc} -D_GNU_SOURCE -O1 -Iengine/cabi -o "$share/abi_test" tests/cabi/abi_test.c build/libfserver.a -pthread -lresolv \
-    -Wl,-z,lazy,--unresolved-symbols=ignore-in-object-files,--export-dynamic
-fi
+# As tests/cabi/test_cabi.py builds them.
+cabi() { # PROGRAM FILE...
+  needed "$1" "${names[@]}" || return 0
+  ${CC:-cc} -std=c11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror -Iengine/cabi -o "$share/$1" "${@:2}" build/libfserver.a -pthread \
+    -lresolv -Wl,-z,lazy,--unresolved-symbols=ignore-in-object-files,--export-dynamic
+}
+names=("$@")
+cabi abi_test tests/cabi/abi_test.c
+cabi mesh tests/cabi/mesh*.c
+cabi echo tests/softroce/echo.c tests/softroce/rdma.c -libverbs
 # Go's cache does not notice that libibverbs-dev was installed after a build without it. It does notice a flag.
 export CGO_CFLAGS="${CGO_CFLAGS:--O2 -g} -DCS_VERBS_INSTALLED"
 for ((i = 0; i < ${#packages[@]}; i += 2)); do
   needed "${packages[i]}.test" "$@" || continue
   "${GO:-go}" test -c -o "$share/${packages[i]}.test" "${packages[i + 1]}"
 done
-exec "$here/vm.sh" run --time "${SOFTROCE_SECONDS:-330}" -- \
-  env SOFTROCE_SHARE="$share" SOFTROCE_PYTHON="${BIN:+$BIN/}python3" "$here/guest/cases.sh" "$@"
+seconds=${SOFTROCE_SECONDS:-350}
+exec "$here/vm.sh" run --time "$seconds" -- \
+  env SOFTROCE_SECONDS="$seconds" SOFTROCE_SHARE="$share" SOFTROCE_TRANSPORTS="$transports" SOFTROCE_PYTHON="${BIN:+$BIN/}python3" "$here/guest/cases.sh" "$@"

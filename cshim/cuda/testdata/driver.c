@@ -2,7 +2,6 @@
  * in its order, as CUDA_VISIBLE_DEVICES has it; FAKE_PEER that of the one whose memory is to be
  * reached. Numbers are those of the host, and so are the UUIDs. */
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -22,10 +21,6 @@ static int device(int *out, int ordinal) {
   if (ordinal < 0 || ordinal >= n)
     return NO_DEVICE;
   *out = getenv("FAKE_SEES")[ordinal] - '0';
-  return 0;
-}
-static int name(char *out, int room) {
-  snprintf(out, (size_t)room, "a GPU");
   return 0;
 }
 static int uuid(char *out, int number) {
@@ -57,7 +52,6 @@ static const struct {
 } table[] = {
     {"cuDeviceGetCount", (void *)count},
     {"cuDeviceGet", (void *)device},
-    {"cuDeviceGetName", (void *)name},
     {"cuDeviceGetUuid", (void *)uuid},
     {"cuDevicePrimaryCtxRetain", (void *)retain},
     {"cuCtxGetCurrent", (void *)get_context},

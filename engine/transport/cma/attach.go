@@ -15,6 +15,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // How two sides that trust each other agree on how to talk. Each sends two
@@ -191,21 +192,18 @@ func credentials(nc *net.UnixConn) (u user, err error) {
 }
 
 // attach makes a Conn that is not open yet: it has its memory, and no socket.
-func (f *Fabric) attach(nc *net.UnixConn, dialer bool) (*Conn, error) {
+func (f *Fabric) attach(nc *net.UnixConn, s *link.Session) (*Conn, error) {
 	who, err := credentials(nc)
 	if err != nil {
 		return nil, err
 	}
-	c := &Conn{f: f, remote: who.String(), peer: process{pid: who.pid}, announce: !dialer}
-	if dialer {
-		err = f.attachDialer(nc, c)
-	} else {
-		err = f.attachAcceptor(nc, c)
-	}
+	c := &Conn{f: f, peer: process{pid: who.pid}}
+	c.Open(s, c.end)
+	err = f.agree(nc, c, s.Dialer)
 	if err == nil && who.pid > 0 { // it is in a PID namespace that is ours
 		p, e := findProcess(who.pid)
 		if e == nil {
-			c.peer = p
+			c.peer, c.About.Dead = p, p.dead
 		} else if c.tx.direct {
 			err = fmt.Errorf("look up the peer: %w", e)
 		}
@@ -214,7 +212,7 @@ func (f *Fabric) attach(nc *net.UnixConn, dialer bool) (*Conn, error) {
 		c.discard()
 		return nil, err
 	}
-	c.arrange(dialer)
+	c.arrange(s.Dialer)
 	return c, nil
 }
 
@@ -226,74 +224,68 @@ func (c *Conn) discard() {
 	c.table.unmap()
 }
 
-func (f *Fabric) attachDialer(nc *net.UnixConn, c *Conn) error {
-	b, fd, err := mem.NewSealed("fserver-cma", segmentSize, mem.Seals)
-	if err != nil {
-		return err
-	}
-	c.seg = &segment{mem: b, refs: 1}
+// agree exchanges the notes.
+func (f *Fabric) agree(nc *net.UnixConn, c *Conn, dialer bool) (err error) {
 	p := newProbe()
-	c.start = startOf(p.number)
-	c.seg.control(0).head.Store(c.start)
-	c.seg.control(1).head.Store(c.start)
-	err = sendNote(nc, &note{mode: f.opts.Mode, word: addressOf(&p.word), number: p.number}, fd)
-	unix.Close(fd)
+	ours, in := note{mode: f.mode, word: addressOf(&p.word), number: p.number}, note{}
+	var none *Conn // nothing is to be passed to the dialer yet
+	if dialer {
+		err = f.share(nc, c, &ours)
+	} else {
+		none = c
+	}
+	if err == nil {
+		err = receiveNote(nc, &in, none)
+	}
 	if err != nil {
-		return err
-	}
-	var in note
-	if err = receiveNote(nc, &in, nil); err != nil {
-		return err
-	}
-	var here verdict // into the acceptor
-	back := p.came(in.there)
-	if f.opts.Mode != Staged && in.mode != Staged {
-		here = tryWord(c.peer.pid, in.word, in.number)
-	}
-	fd = -1
-	if here.kind == tryDone && back.kind == tryDone {
-		fd = f.tableFD
-	}
-	if err = sendNote(nc, &note{mode: f.opts.Mode, there: here, back: back}, fd); err != nil {
-		return err
-	}
-	mode := in.mode
-	if err = receiveNote(nc, &in, c); err != nil {
-		return err
-	}
-	return f.decide(c, mode, in.back, back)
-}
-
-func (f *Fabric) attachAcceptor(nc *net.UnixConn, c *Conn) error {
-	var in note
-	if err := receiveNote(nc, &in, c); err != nil {
 		return err
 	}
 	if c.seg == nil {
 		return errors.New("the peer passed no shared memory")
 	}
 	mode := in.mode
-	c.start = startOf(in.number)
-	p := newProbe()
-	var here verdict // into the dialer
-	if f.opts.Mode != Staged && mode != Staged {
-		here = tryWord(c.peer.pid, in.word, in.number)
+	if f.mode != Staged && mode != Staged {
+		ours.there = tryWord(c.peer.pid, in.word, in.number)
 	}
-	if err := sendNote(nc, &note{mode: f.opts.Mode, there: here, word: addressOf(&p.word), number: p.number}, -1); err != nil {
-		return err
+	if !dialer {
+		c.start = startOf(in.number)
+		if err = sendNote(nc, &ours, -1); err == nil {
+			err = receiveNote(nc, &in, c)
+		}
+		if err != nil {
+			return err
+		}
+		ours.there = in.back
 	}
-	if err := receiveNote(nc, &in, c); err != nil {
-		return err
-	}
-	here, back := in.back, p.came(in.there)
+	ours.back = p.came(in.there)
 	fd := -1
-	if here.kind == tryDone && back.kind == tryDone {
+	if ours.there.kind == tryDone && ours.back.kind == tryDone {
 		fd = f.tableFD
 	}
-	if err := sendNote(nc, &note{mode: f.opts.Mode, there: here, back: back}, fd); err != nil {
+	if err = sendNote(nc, &ours, fd); err != nil {
 		return err
 	}
-	return f.decide(c, mode, here, back)
+	if dialer {
+		if err = receiveNote(nc, &in, c); err != nil {
+			return err
+		}
+		ours.there = in.back
+	}
+	return f.decide(c, mode, ours.there, ours.back)
+}
+
+// share makes the segment of c, and sends it with n.
+func (f *Fabric) share(nc *net.UnixConn, c *Conn, n *note) error {
+	b, fd, err := mem.NewSealed("fserver-cma", segmentSize, mem.Seals)
+	if err != nil {
+		return err
+	}
+	c.seg = &segment{mem: b, refs: 1}
+	c.start = startOf(n.number)
+	c.seg.control(0).head.Store(c.start)
+	c.seg.control(1).head.Store(c.start)
+	defer unix.Close(fd)
+	return sendNote(nc, n, fd)
 }
 
 // decide takes the verdicts that both sides know: here is how writing into the
@@ -304,23 +296,23 @@ func (f *Fabric) decide(c *Conn, peer Mode, here, back verdict) error {
 	case here.kind == tryDone && back.kind == tryDone && c.table != nil:
 		c.tx.direct, c.rx.direct = true, true
 		return nil
-	case f.opts.Mode == Staged:
+	case f.mode == Staged:
 		no.Reason = "this process is set to staging"
 	case peer == Staged:
 		no.Reason = "the peer is set to staging"
 	case here.kind == tryError || here.kind == tryOther || here.kind == tryLost:
-		no.Reason, no.Remedy = here.reason("this process", c.remote), here.remedy()
+		no.Reason, no.Remedy = here.reason("this process", c.About.Remote), here.remedy()
 	case back.kind == tryDone:
 		no.Reason = "the peer passed no table of its regions"
 	default:
-		no.Reason, no.Remedy = back.reason(c.remote, "this process"), back.remedy()
+		no.Reason, no.Remedy = back.reason(c.About.Remote, "this process"), back.remedy()
 	}
-	if f.opts.Mode == Direct || peer == Direct {
+	if f.mode == Direct || peer == Direct {
 		return no
 	}
-	c.why = no.Reason
+	c.About.Via, c.About.Why = "cma/staged", no.Reason
 	if no.Remedy != "" {
-		c.why += " (" + no.Remedy + ")"
+		c.About.Why += " (" + no.Remedy + ")"
 	}
 	c.table.unmap()
 	c.table = nil
@@ -344,9 +336,9 @@ func (c *Conn) arrange(dialer bool) {
 	c.mine, c.theirs = c.seg.control(me), c.seg.control(1-me)
 	c.tx.producer = producer{ring: c.seg.ring(me, size), peer: c.theirs, tail: c.start, head: c.start}
 	c.rx.consumer = consumer{ring: c.seg.ring(1-me, size), pos: c.start}
-	c.rx.regions = &c.f.regions
-	c.tx.ops = new([txDepth]op)
-	c.tx.held = make([]byte, 0, txHeld)
+	c.rx.regions = &c.f.Regions
+	c.tx.Init(txDepth)
+	c.tx.held.Trim(txHeld)
 }
 
 // sendNote sends n, and descriptor fd with it if there is one.
@@ -362,59 +354,53 @@ func sendNote(nc *net.UnixConn, n *note, fd int) error {
 // receiveNote receives n. Memory that comes with it becomes c's segment if that
 // has none, and the peer's table otherwise; without a c there must be none.
 func receiveNote(nc *net.UnixConn, n *note, c *Conn) error {
-	var b [noteLen]byte
-	rights := make([]byte, unix.CmsgSpace(4))
-	k, m, _, _, err := nc.ReadMsgUnix(b[:], rights)
-	if k == 0 && errors.Is(err, io.EOF) {
-		return fmt.Errorf("the peer closed the connection: %w", io.EOF)
-	}
+	raw, err := nc.SyscallConn()
 	if err != nil {
 		return err
 	}
-	fds, err := passed(rights[:m])
-	defer func() {
-		for _, fd := range fds {
+	var b [noteLen]byte
+	var l letter
+	for k := 0; k < len(b); {
+		m, fd, e := 0, -1, unix.Errno(0)
+		err = raw.Read(func(s uintptr) bool { m, fd, e = l.receive(int(s), b[k:]); return e != unix.EAGAIN })
+		if fd >= 0 {
+			if err == nil && e == 0 {
+				err = c.keep(fd)
+			}
 			unix.Close(fd)
 		}
-	}()
-	if err != nil {
-		return err
+		switch {
+		case err != nil:
+			return err
+		case e == unix.EPROTO:
+			return errors.New("the peer passed descriptors that were not requested, or this process has no free one (raise ulimit -n)")
+		case e != 0 && e != unix.EINTR:
+			return e
+		case m == 0 && k == 0 && e == 0:
+			return fmt.Errorf("the peer closed the connection: %w", io.EOF)
+		case m == 0 && e == 0:
+			return fmt.Errorf("the peer sent an incomplete message: %w", io.ErrUnexpectedEOF)
+		}
+		k += m
 	}
-	if _, err = io.ReadFull(nc, b[k:]); err != nil {
-		return fmt.Errorf("the peer sent an incomplete message: %w", err)
-	}
-	if err = n.decode(b[:]); err != nil || len(fds) == 0 {
-		return err
-	}
-	if len(fds) > 1 || c == nil || c.table != nil {
-		return fmt.Errorf("the peer passed %d descriptors that were not requested", len(fds))
-	}
-	if c.seg == nil {
-		b, err := mapMemory(fds[0], segmentSize, unix.PROT_READ|unix.PROT_WRITE)
+	return n.decode(b[:])
+}
+
+// keep maps memory that the peer passed.
+func (c *Conn) keep(fd int) error {
+	switch {
+	case c == nil || c.table != nil:
+		return errors.New("the peer passed a descriptor that was not requested")
+	case c.seg == nil:
+		b, err := mapMemory(fd, segmentSize, unix.PROT_READ|unix.PROT_WRITE)
 		if err == nil {
 			c.seg = &segment{mem: b, refs: 1}
 		}
 		return err
 	}
-	table, err := mapMemory(fds[0], tableSize, unix.PROT_READ)
+	b, err := mapMemory(fd, tableSize, unix.PROT_READ)
 	if err == nil {
-		c.table = asTable(table)
+		c.table = asTable(b)
 	}
 	return err
-}
-
-// passed is the descriptors in the control data of a message.
-func passed(control []byte) (fds []int, err error) {
-	messages, err := unix.ParseSocketControlMessage(control)
-	for i := range messages {
-		var more []int
-		if more, err = unix.ParseUnixRights(&messages[i]); err != nil {
-			break
-		}
-		fds = append(fds, more...)
-	}
-	if err != nil {
-		err = fmt.Errorf("the peer passed something other than descriptors: %w", err)
-	}
-	return fds, err
 }

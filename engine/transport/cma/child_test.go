@@ -64,6 +64,7 @@ type end struct {
 
 	next, count int      // of ev: ev[next:count] came and has not been looked at
 	kept        [][]byte // frames that came while post waited
+	freed       int      // keys
 	sleeps      bool     // waitFrame does, between polls
 }
 
@@ -93,6 +94,8 @@ func (e *end) poll() (frame []byte, err error) {
 			e.conn = ev.Conn
 		case transport.EvFrame:
 			frame = ev.Data
+		case transport.EvFreed:
+			e.freed++
 		case transport.EvDown:
 			err = ev.Err
 		}
@@ -113,9 +116,8 @@ func (e *end) waitFrame(yield bool) ([]byte, error) {
 			return f, err
 		}
 		if e.sleeps {
-			p := []unix.PollFd{{Fd: int32(e.f.FD()), Events: unix.POLLIN}}
-			if n, err := unix.Poll(p, int(patience.Milliseconds())); n == 0 && err == nil {
-				return nil, errors.New("nothing wakes a sleeper")
+			if which, err := transporttest.Woken(patience, e.f); len(which) == 0 {
+				return nil, errors.Join(errors.New("nothing wakes a sleeper"), err)
 			}
 		} else if yield && i%64 == 0 {
 			runtime.Gosched()

@@ -16,7 +16,7 @@
 // Small writes go through the ring as well: two copies cost less than a system
 // call there. Where one side cannot write into the other (Yama, another user, seccomp, a
 // PID namespace), both stage: the sender copies into the ring, the receiver
-// copies to the region. Conn.Why has the reason.
+// copies to the region. Conn.Peer has the reason.
 //
 // A Conn takes about 60 KiB of memory, and of the segment what its rings have
 // touched: up to 512 KiB, or 4 MiB if it is staged. Large frames take up to
@@ -25,7 +25,7 @@
 // # Waiting
 //
 // Poll looks at one word of each Conn and makes no system call, but for a look
-// at the sockets now and then. FD, which is asked before each wait, tells all
+// at the sockets now and then. Arm, which is called before each sleep, tells all
 // peers to ring; who finds that said rings once, with one byte on the socket. So
 // a pair that spins makes no system calls but the copies, and an idle one none
 // at all.
@@ -54,21 +54,18 @@
 // looked at (within 1024 Polls), leaves a moment in which a copy meets another
 // process of the same user, and fails there unless the same addresses are
 // mapped. And a sender can be starved for seconds in the middle of a copy;
-// Deregister and Close then fail and say so.
+// EvFreed and EvClosed then wait for it, and Close fails and says so.
 package cma
 
 import (
-	"context"
 	"fmt"
-	"net"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // Mode says how writes travel.
@@ -82,8 +79,6 @@ const (
 
 // Options say what Open opens.
 type Options struct {
-	// Name is what Fabric.Name gives; empty means "cma".
-	Name string
 	// Listen asks for connections to be taken; without it Addr is empty.
 	Listen bool
 	// Gate decides who may talk, on both sides.
@@ -104,62 +99,26 @@ type Options struct {
 
 // Fabric is the transport of one process. See transport.Fabric.
 type Fabric struct {
-	opts Options
-	host string // identity of what Unix sockets and processes can be seen
-	addr transport.Addr
+	link.Fabric
+	link.Regions // Shared is what peers see of it
+	mode         Mode
+	host         string // identity of what Unix sockets and processes can be seen
 
-	listener *net.UnixListener // or nil
-	door     transport.Door
-	ctx      context.Context // ends with Close
-	cancel   context.CancelFunc
-	tasks    sync.WaitGroup                       // goroutines, and calls of Connect; added to by the owner
-	once     sync.Once                            // Close
-	broken   atomic.Pointer[transport.PanicError] // of a task
-	ended    error                                // of Close
-
-	// owner guards all below. Post and Poll only try to lock it and do nothing
-	// if they cannot, so they never wait; what waits for them is set-up and
-	// tear-down. Being the owner is what keeps memory mapped while it is used.
-	owner   sync.Mutex
-	closing bool // nothing new is taken
-	closed  bool // all has ended but for events to give
-	slept   bool // FD was asked for, and no Poll since
-	regions regions
-	tableFD int     // of regions.shared
-	conns   []*Conn // those with events to come; Conn.at is the index
-	next    int     // in conns: where the next Poll begins
-	byFD    map[int]*Conn
-	writers []writer // of Conns that have ended
-	seq     uint64   // number of the Poll
+	// The owner guards all below.
+	slept   bool // Arm was called, and no Poll since
+	tableFD int  // of Regions.Shared
+	conns   link.Conns[*Conn]
+	next    int   // in conns: where the next Poll begins
+	ended   error // of Close
 	arena   []byte
 	vec     vec
 	letter  letter
 	freed   uint64 // mem.SharedFreed when it was last looked at
-	ready   [64]unix.EpollEvent
-	epoll   int
-	bell    int // an eventfd in epoll
-
-	missed atomic.Bool // Post took nothing because it was not the owner
 }
 
 // Open opens a Fabric. With Mode Direct it is an ErrUnavailable if this process
 // cannot even copy into itself.
 func Open(o Options) (*Fabric, error) {
-	if o.Gate == nil {
-		return nil, fmt.Errorf("cma: open: no gate (Options.Gate is nil)")
-	}
-	if o.Name == "" {
-		o.Name = "cma"
-	}
-	if o.Limits.Handshake <= 0 {
-		o.Limits.Handshake = 10 * time.Second
-	}
-	if o.Limits.Stall <= 0 {
-		o.Limits.Stall = 30 * time.Second
-	}
-	if o.Limits.Pending <= 0 {
-		o.Limits.Pending = 256
-	}
 	if o.Mode > Staged {
 		return nil, fmt.Errorf("cma: open: mode %d is unknown", o.Mode)
 	}
@@ -172,30 +131,27 @@ func Open(o Options) (*Fabric, error) {
 			return nil, &transport.ErrUnavailable{Transport: "cma", Reason: v.reason("this process", "itself"), Remedy: v.remedy()}
 		}
 	}
-	f := &Fabric{
-		opts:    o,
-		host:    host,
-		byFD:    map[int]*Conn{},
-		arena:   make([]byte, 0, arenaSize),
-		epoll:   -1,
-		bell:    -1,
-		tableFD: -1,
+	f := &Fabric{mode: o.Mode, host: host, arena: make([]byte, 0, arenaSize), tableFD: -1}
+	f.Regions.Init(&f.Fabric)
+	err = f.Fabric.Open(link.Kind{
+		Name: "cma", Network: "unix", Magic: magic, Gone: "the peer has ended, or closed its node",
+		Caps: transport.Caps{Lends: true}, Target: f.socketName, Remote: remote, Adopt: f.adopt,
+	}, link.Options{Gate: o.Gate, Limits: o.Limits, Refused: o.Refused})
+	if err != nil {
+		return nil, err
 	}
-	f.ctx, f.cancel = context.WithCancel(context.Background())
-	if err := f.open(); err != nil {
+	if err := f.open(&o); err != nil {
 		f.release()
+		f.Release()
 		return nil, fmt.Errorf("cma: open: %w", err)
 	}
-	f.task(f.keep)
-	if f.listener != nil {
-		f.task(f.accept)
-	}
+	f.Start(f.inspect)
 	return f, nil
 }
 
 // open acquires what release gives back.
-func (f *Fabric) open() (err error) {
-	if !f.opts.NoPtracer && f.opts.Mode != Staged {
+func (f *Fabric) open(o *Options) (err error) {
+	if !o.NoPtracer && o.Mode != Staged {
 		// Yama takes one process or all, and there are many peers. With all,
 		// what may attach is what could without Yama: processes of the same
 		// user, and root. Without Yama this fails, which is as well.
@@ -205,18 +161,8 @@ func (f *Fabric) open() (err error) {
 	if b, f.tableFD, err = mem.NewSealed("fserver-cma", tableSize, mem.Seals|unix.F_SEAL_FUTURE_WRITE); err != nil {
 		return fmt.Errorf("create the table of regions: %w", err)
 	}
-	f.regions.shared = asTable(b)
-	if f.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
-		return fmt.Errorf("create an epoll descriptor: %w (raise ulimit -n)", err)
-	}
-	if f.bell, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
-		return fmt.Errorf("create an event descriptor: %w (raise ulimit -n)", err)
-	}
-	ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(f.bell)}
-	if err = unix.EpollCtl(f.epoll, unix.EPOLL_CTL_ADD, f.bell, &ev); err != nil {
-		return fmt.Errorf("watch an event descriptor: %w", err)
-	}
-	if f.opts.Listen {
+	f.Shared = asTable(b)
+	if o.Listen {
 		return f.listen()
 	}
 	return nil
@@ -224,223 +170,64 @@ func (f *Fabric) open() (err error) {
 
 // release gives back what open acquired.
 func (f *Fabric) release() {
-	f.cancel()
-	if f.listener != nil {
-		f.listener.Close()
+	if f.tableFD >= 0 {
+		unix.Close(f.tableFD)
 	}
-	for _, fd := range []int{f.epoll, f.bell, f.tableFD} {
-		if fd >= 0 {
-			unix.Close(fd)
-		}
-	}
-	f.regions.shared.unmap()
-	f.regions = regions{}
+	table(f.Shared).unmap()
+	f.Shared = nil
 }
 
-// Name implements transport.Fabric.
-func (f *Fabric) Name() string { return f.opts.Name }
-
-// Addr implements transport.Fabric.
-func (f *Fabric) Addr() transport.Addr { return f.addr }
-
-// Reaches implements transport.Fabric: the peer must be of the same host and
-// network namespace, which abstract sockets belong to.
-func (f *Fabric) Reaches(peer transport.Addr) bool {
-	_, err := f.socketName(peer)
-	return err == nil
-}
-
-// Beyond implements transport.Explainer.
-func (f *Fabric) Beyond(peer transport.Addr) string {
-	if _, err := f.socketName(peer); err != nil {
-		return err.Error()
-	}
-	return ""
-}
-
-// FD implements transport.Sleeper: an epoll descriptor. Ask for it before each
-// wait: it is here that peers are told to ring.
-func (f *Fabric) FD() int {
-	f.owner.Lock()
-	defer f.owner.Unlock()
-	if !f.closed {
+// Arm implements transport.Fabric. It tells the peers to ring.
+func (f *Fabric) Arm() (again bool) {
+	f.Owner.Lock()
+	defer f.Owner.Unlock()
+	if !f.Closed {
 		f.slept = true
-		found := f.missed.Swap(false)
-		for _, c := range f.conns {
-			found = c.rest() || found
-		}
-		if found {
-			f.ring()
+		again = f.Missed.Swap(false)
+		for _, c := range f.conns.All {
+			again = c.rest() || again
 		}
 	}
-	return f.epoll
-}
-
-// Register implements transport.Fabric.
-func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
-	f.owner.Lock()
-	defer f.owner.Unlock()
-	if f.closing {
-		return transport.Key{}, fmt.Errorf("cma: register %d bytes: %w", r.Len, transport.ErrClosed)
-	}
-	return f.regions.add(r)
-}
-
-// Bind implements transport.Binder. It cannot keep a peer that writes directly
-// from doing so: see the package's text.
-func (f *Fabric) Bind(k transport.Key, c transport.Conn) error {
-	f.owner.Lock()
-	defer f.owner.Unlock()
-	return f.regions.bind(k, c)
+	return again
 }
 
 // Deregister implements transport.Fabric. A peer that goes on writing to the
-// key loses its Conn. It waits while a peer is in the middle of a copy,
+// key loses its Conn. EvFreed waits for the peers that are in the middle of a copy,
 // whatever that goes to: well below a millisecond, as a rule.
-func (f *Fabric) Deregister(k transport.Key) error {
-	var err error
-	var busy []writer
-	f.owned(func() {
-		if err = f.regions.remove(k); err == nil {
-			busy = f.busy()
+func (f *Fabric) Deregister(k transport.Key) {
+	f.Owned(func() {
+		if !f.Remove(k) {
+			return
 		}
-	})
-	if len(busy) == 0 {
-		return err
-	}
-	if err = settle(busy, settleLimit); err != nil {
-		err = fmt.Errorf("cma: deregister key %d: %w", k.ID, err)
-	}
-	f.owned(func() { drop(busy) })
-	return err
-}
-
-// busy is the peers that are in the middle of a copy.
-func (f *Fabric) busy() (all []writer) {
-	for _, c := range f.conns {
-		if c.err == nil {
-			if w, found := c.revoke(); found {
-				all = append(all, w)
+		var busy []writer
+		for _, c := range f.conns.All {
+			if w, found := c.writer(); found {
+				w.seg.refs++
+				busy = append(busy, w)
 			}
 		}
-	}
-	f.reap()
-	for _, w := range f.writers {
-		w.seg.refs++
-		all = append(all, w)
-	}
-	return all
-}
-
-// reap forgets the writers of ended Conns that are through.
-func (f *Fabric) reap() {
-	left := f.writers[:0]
-	for _, w := range f.writers {
-		if w.through() {
-			w.seg.drop()
-		} else {
-			left = append(left, w)
-		}
-	}
-	clear(f.writers[len(left):])
-	f.writers = left
-}
-
-func drop(all []writer) {
-	for _, w := range all {
-		w.seg.drop()
-	}
+		f.settle(busy, func() { f.Free(k.ID) })
+	})
 }
 
 // Close implements transport.Fabric.
 func (f *Fabric) Close() error {
-	f.once.Do(func() {
-		// All tasks end by themselves from here on, and none begins. They may
-		// need to be the owner.
-		f.cancel()
-		f.owned(func() { f.closing = true })
-		if f.listener != nil {
-			f.listener.Close()
-		}
-		f.tasks.Wait()
-
-		var busy []writer
-		f.owned(func() {
-			f.closed = true
-			for _, c := range f.conns {
-				c.close()
-			}
-			busy, f.writers = f.writers, nil
-			f.release()
-		})
-		if err := settle(busy, settleLimit); err != nil {
-			f.ended = fmt.Errorf("cma: close: %w", err)
-		}
-		f.owned(func() { drop(busy) })
-	})
+	f.Shut(f.conns.Leave, f.release)
 	return f.ended
 }
 
-// owned calls do as the owner.
-func (f *Fabric) owned(do func()) {
-	f.owner.Lock()
-	defer f.owner.Unlock()
-	do()
-}
-
-// task starts a goroutine of the Fabric. A panic in it makes the Fabric unusable, as
-// Poll says.
-func (f *Fabric) task(run func()) {
-	f.tasks.Go(func() {
-		defer func() {
-			if e := transport.Caught(recover()); e != nil {
-				f.broken.Store(e)
-				f.ring()
-			}
-		}()
-		run()
-	})
-}
-
-// begin starts a task, which Close waits for; it is false after Close.
-func (f *Fabric) begin() bool {
-	f.owner.Lock()
-	defer f.owner.Unlock()
-	if !f.closing {
-		f.tasks.Add(1)
-	}
-	return !f.closing
-}
-
-// keep ends what stalls and frees what is idle. It looks eight times within
-// Limits.Stall.
-func (f *Fabric) keep() {
-	limit := f.opts.Limits.Stall
-	tick := time.NewTicker(max(limit/8, time.Millisecond))
-	defer tick.Stop()
-	for {
-		select {
-		case <-f.ctx.Done():
-			return
-		case <-tick.C:
-		}
-		f.owned(func() { f.inspect(time.Now(), limit) })
-	}
-}
-
-// inspect is one look of keep.
-func (f *Fabric) inspect(now time.Time, limit time.Duration) {
-	for _, c := range f.conns {
-		if c.err != nil {
+// inspect ends what stalls and frees what is idle. See link.Fabric.
+func (f *Fabric) inspect(now time.Time, _ bool) {
+	limit := f.Limits.Stall
+	for _, c := range f.conns.All {
+		if c.Err != nil {
 			continue
 		}
 		if c.stalled(now) >= limit {
-			f.fail(c, fmt.Errorf("the peer has read nothing for %v: %w", limit, unix.ETIMEDOUT))
-			f.ring()
+			c.end(fmt.Errorf("the peer has read nothing for %v: %w", limit, unix.ETIMEDOUT))
 			continue
 		}
 		c.rx.trim()
-		c.tx.trim()
+		c.tx.held.Trim(txHeld)
 	}
-	f.reap()
 }

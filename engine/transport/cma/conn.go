@@ -8,49 +8,38 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // Conn is one connection. See transport.Conn.
 type Conn struct {
-	f      *Fabric
-	fd     int // the socket: bytes that wake, and descriptors of shared memory
-	remote string
-	hello  []byte
-	peer   process
-	why    string
-	start  uint64 // of both rings
+	link.Conn // FD is the socket: bytes that wake, and descriptors of shared memory
+	f         *Fabric
+	peer      process
+	start     uint64 // of both rings
 
 	// The owner of the Fabric guards all below.
-	seg          *segment // unmapped when err is set
+	seg          *segment // unmapped when Err is set
 	mine, theirs *control
-	table        table // the peer's regions, if writes are direct
-	at           int   // index in Fabric.conns
-	announce     bool  // EvAccept is still to be given
-	hup          bool  // the peer's end of the socket is closed; its records are still read
-	closed       bool  // by its own user: no EvDown
-	err          error // why all ended; the socket is closed
+	table        table  // the peer's regions, if writes are direct
+	hup          bool   // the peer's end of the socket is closed; its records are still read
+	last         writer // with Err: the peer, if it was in the middle of a copy and may still be
 	tx           tx
 	rx           rx
-	stuck        progress
 }
 
 // Post implements transport.Conn. It copies up to quantum bytes at once; Poll
 // goes on with the rest.
-func (c *Conn) Post(ops []transport.Op) (int, error) {
-	if !c.f.owner.TryLock() {
-		c.f.missed.Store(true)
-		return 0, nil // tear-down or set-up in another goroutine: a moment of back-pressure
+func (c *Conn) Post(ops []transport.Op) (n int, err error) {
+	if !c.f.Try() {
+		return 0, nil
 	}
-	defer c.f.owner.Unlock()
-	return c.post(ops)
-}
-
-func (c *Conn) post(ops []transport.Op) (n int, err error) {
-	if c.err != nil {
-		return 0, c.err
-	}
-	if c.hup {
-		return 0, c.because(c.parting())
+	defer c.f.Owner.Unlock()
+	switch {
+	case c.Err != nil:
+		return 0, c.Err
+	case c.hup:
+		return 0, c.Because(c.parting())
 	}
 	for n < len(ops) {
 		taken, bad := c.tx.push(&ops[n])
@@ -61,63 +50,29 @@ func (c *Conn) post(ops []transport.Op) (n int, err error) {
 	}
 	if c.tx.unsent() {
 		c.f.send(c)
-		if c.f.slept && (c.err != nil || c.tx.unsent()) {
-			// Somebody waits who has not heard of what is left.
-			if c.rest() {
-				c.f.ring()
-			}
+		if c.f.slept && (c.Err != nil || c.tx.unsent()) && c.rest() {
+			c.f.Ring() // somebody waits who has not heard of what is left
 		}
 	}
 	return n, err
 }
 
-// Close implements transport.Conn.
-func (c *Conn) Close() error {
-	c.f.owner.Lock()
-	defer c.f.owner.Unlock()
-	c.close()
-	return nil
-}
-
-func (c *Conn) close() {
-	c.closed = true
-	if c.err == nil {
-		c.f.fail(c, transport.ErrClosed)
-		c.f.ring()
-	}
-}
-
-// Hello implements transport.Conn.
-func (c *Conn) Hello() []byte { return c.hello }
-
-// Remote implements transport.Conn.
-func (c *Conn) Remote() string { return c.remote }
-
-// Unsent implements transport.Unsender.
+// Unsent implements transport.Conn.
 func (c *Conn) Unsent() bool { return c.tx.unsent() }
-
-// Via says how writes travel: "cma", straight into the peer's memory, or
-// "cma/staged", through memory that both share.
-func (c *Conn) Via() string {
-	if c.tx.direct {
-		return "cma"
-	}
-	return "cma/staged"
-}
-
-// Why is the reason for which writes are staged; empty if they are not.
-func (c *Conn) Why() string { return c.why }
 
 // due says whether a visit may find something.
 func (c *Conn) due() bool {
-	return c.rx.peek() != 0 || c.tx.done != c.tx.end || len(c.tx.freed) > 0 || c.announce || c.hup
+	if c.Err != nil {
+		return c.tx.Done != c.tx.End || c.Ends(c.last.seg == nil)
+	}
+	return c.rx.peek() != 0 || c.tx.Done != c.tx.End || len(c.tx.freed) > 0 || c.Fresh || c.hup
 }
 
 // rest tells the peer to ring, and says whether a visit would find something
 // right now.
 func (c *Conn) rest() bool {
-	if c.err != nil {
-		return true
+	if c.Err != nil {
+		return c.due()
 	}
 	bits := uint32(asleepData)
 	if c.tx.unsent() {
@@ -125,32 +80,19 @@ func (c *Conn) rest() bool {
 	}
 	c.mine.sleep.Store(bits)
 	switch {
-	case c.announce, c.hup, c.tx.done != c.tx.sent, c.rx.peek() != 0:
+	case c.Fresh, c.hup, c.tx.Done != c.tx.Sent, c.rx.peek() != 0:
 		return true
 	case !c.tx.unsent():
 		return false
-	case c.tx.need == 0:
-		return true
 	}
-	_, _, ok, err := c.tx.place(c.tx.need)
-	return ok || err != nil
-}
-
-// Dead implements transport.Mortal.
-func (c *Conn) Dead() (dead, known bool) {
-	return c.peer.start != "" && c.peer.dead(), c.peer.start != ""
+	return !c.tx.blocked()
 }
 
 // ring wakes the peer if it sleeps and waits for one of what bits say.
 func (c *Conn) ring(bits uint32) {
 	if c.theirs.sleep.Load()&bits != 0 && c.theirs.sleep.Swap(0) != 0 {
-		sendByte(c.fd)
+		sendByte(c.FD)
 	}
-}
-
-// because wraps the reason for which c ended.
-func (c *Conn) because(reason error) error {
-	return fmt.Errorf("cma: %s: %w", c.remote, reason)
 }
 
 // parting is the reason of a peer whose socket is closed.
@@ -161,48 +103,41 @@ func (c *Conn) parting() error {
 	return fmt.Errorf("process %d has ended, or closed the connection because of an error: %w", c.peer.pid, io.ErrUnexpectedEOF)
 }
 
+// end is fail outside of a visit.
+func (c *Conn) end(reason error) {
+	c.f.fail(c, reason)
+	c.f.Ring()
+}
+
 // fail ends c: its socket is closed here, its events are left to the next
-// visit. Outside of a visit, ring must follow.
+// visit.
 func (f *Fabric) fail(c *Conn, reason error) {
-	if c.err != nil {
+	if c.Err != nil {
 		return
 	}
-	c.err = c.because(reason)
-	if c.closed && !c.tx.queued() {
+	c.Err = c.Because(reason)
+	if c.Closed && !c.tx.queued() {
 		c.mine.over.Store(overBye)
 	} else {
 		c.mine.over.Store(overCut)
 	}
-	f.unwatch(c)
-	unix.Shutdown(c.fd, unix.SHUT_RDWR) // a child process may hold the socket too
-	unix.Close(c.fd)
-	if w, found := c.revoke(); found {
-		f.writers = append(f.writers, w)
+	f.conns.Unwatch(&f.Fabric, c)
+	unix.Shutdown(c.FD, unix.SHUT_RDWR) // a child process may hold the socket too
+	unix.Close(c.FD)
+	if w, found := c.writer(); found {
+		c.last = w
+		f.settle([]writer{w}, func() { c.last = writer{}; f.Ring() })
+	} else {
+		c.seg.drop()
 	}
-	c.seg.drop()
 	c.table.unmap()
 	c.rx.forget()
 	c.seg, c.mine, c.theirs, c.table = nil, nil, nil, nil
 }
 
-// progress watches whether the peer lets the queue move.
-type progress struct {
-	owed  bool // the queue waits for the peer
-	count uint64
-	since time.Time // when that was first seen with this count
-}
-
 // stalled is for how long what c owes has found no room, or was not let into
 // the peer's memory.
 func (c *Conn) stalled(now time.Time) time.Duration {
-	owed := c.tx.queued() && c.tx.balked
-	if c.tx.need > 0 {
-		_, _, ok, err := c.tx.place(c.tx.need)
-		owed = !ok && err == nil
-	}
-	count := c.theirs.head.Load() + c.tx.moved
-	if !owed || !c.stuck.owed || count != c.stuck.count {
-		c.stuck = progress{owed, count, now}
-	}
-	return now.Sub(c.stuck.since)
+	owed := c.tx.queued() && c.tx.balked && c.tx.need == 0
+	return c.Out.Stalled(now, owed || c.tx.blocked(), c.theirs.head.Load()+c.tx.moved)
 }

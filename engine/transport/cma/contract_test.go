@@ -26,10 +26,10 @@ func bed(m Mode) transporttest.Bed {
 // kill does what the kernel does to the sockets of a process that dies.
 func kill(tf transport.Fabric) {
 	f := tf.(*Fabric)
-	f.listener.Close()
-	f.owner.Lock()
-	defer f.owner.Unlock()
-	for _, c := range f.conns {
-		unix.Shutdown(c.fd, unix.SHUT_RDWR)
+	f.Listener.Close()
+	f.Owner.Lock()
+	defer f.Owner.Unlock()
+	for _, c := range f.conns.All {
+		unix.Shutdown(c.FD, unix.SHUT_RDWR)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // How a copy into a peer's memory and the end of a key exclude each other.
@@ -25,7 +26,7 @@ import (
 // waits for a page until it is through, so a peer of which no thread is in
 // either state (/proc says that) writes nothing any more, and neither does one
 // that is gone. What is left is a sender that the kernel lets not run in the
-// middle of a call: Deregister and Close wait for that one, up to settleLimit.
+// middle of a call: EvFreed and EvClosed wait for that one, and Close up to settleLimit.
 //
 // A call whose lengths were taken moves fewer bytes than it was to, possibly to
 // other targets of the same call. No write of it has been reported yet, so the
@@ -41,61 +42,52 @@ type vec struct {
 	spaces [maxRemote]uint64 // their lengths
 }
 
-// behind is how many bytes a copy takes with it from beyond something that
-// waits in the queue to go into the ring, and that more would hold up.
-const behind = 32 << 10
-
-// gather fills v and the iov of c with what is to be copied next, at most
-// limit bytes. It returns where the queue stands when they have gone.
-func (c *Conn) gather(v *vec, limit uint64) (ready uint32, ahead cursor, err error) {
+// gather fills v and the iov of c with the writes at the head of the queue, at most limit bytes and
+// up to what goes through the ring. It returns where the queue stands when they have gone.
+func (c *Conn) gather(v *vec, limit uint64) (ready uint32, cur cursor, err error) {
 	t := &c.tx
-	ready, ahead = t.ready, t.ahead
+	ready, cur = t.ready, t.cur
 	v.n, v.m, v.sum = 0, 0, 0
-	others := false
-	for ready != t.end && v.sum < limit && v.m < maxRemote {
-		o := &t.ops[ready%txDepth]
+	for ready != t.End && v.sum < limit && v.m < maxRemote {
+		o := t.At(ready)
 		if o.kind != transport.OpWrite || t.stages(o) {
-			others = true
-		} else {
-			if others && v.sum+o.n > behind {
-				break
+			break
+		}
+		to, bad := c.table.target(o.id, o.token, o.off, o.n)
+		if bad != nil {
+			if v.sum > 0 {
+				break // that comes when the others have gone
 			}
-			to, bad := c.table.target(o.id, o.token, o.off, o.n)
-			if bad != nil {
-				if v.sum > 0 {
-					break // that comes when the others have gone
-				}
-				return ready, ahead, bad
-			}
-			at, from := uint64(to.Addr)+ahead.done, ahead.done
-			for most := min(o.n, ahead.done+limit-v.sum); ahead.done < most && v.n < maxVec; v.n++ {
-				s := ahead.next(o.src, most-ahead.done)
-				v.local[v.n] = iovec{s.Addr, s.Len}
-			}
-			n := ahead.done - from
-			if n == 0 {
-				break
-			}
-			c.mine.iov[v.m].base.Store(at)
-			c.mine.iov[v.m].n.Store(n)
-			v.ids[v.m], v.spaces[v.m] = o.id, n
-			v.m++
-			v.sum += n
-			if ahead.done < o.n {
-				break
-			}
+			return ready, cur, bad
+		}
+		from := cur.done
+		for most := min(o.n, from+limit-v.sum); cur.done < most && v.n < maxVec; v.n++ {
+			s := cur.next(o.src, most-cur.done)
+			v.local[v.n] = iovec{s.Addr, s.Len}
+		}
+		n := cur.done - from
+		if n == 0 {
+			break
+		}
+		c.mine.iov[v.m].base.Store(uint64(to.Addr) + from)
+		c.mine.iov[v.m].n.Store(n)
+		v.ids[v.m], v.spaces[v.m] = o.id, n
+		v.m++
+		v.sum += n
+		if cur.done < o.n {
+			break
 		}
 		ready++
-		ahead = cursor{}
+		cur = cursor{}
 	}
-	return ready, ahead, nil
+	return ready, cur, nil
 }
 
 // copy moves up to limit bytes of the writes at the head of the queue into the
 // peer's memory, in one call. It may move none without an error: then the peer
 // has just changed something.
 func (c *Conn) copy(v *vec, limit uint64) (moved uint64, err error) {
-	ready, ahead, err := c.gather(v, limit)
+	ready, cur, err := c.gather(v, limit)
 	if err != nil || v.sum == 0 {
 		return 0, err
 	}
@@ -112,7 +104,7 @@ func (c *Conn) copy(v *vec, limit uint64) (moved uint64, err error) {
 	case !valid || n != v.sum && revoked:
 		return 0, nil
 	case e == 0 && n == v.sum:
-		c.tx.ready, c.tx.ahead = ready, ahead
+		c.tx.ready, c.tx.cur = ready, cur
 		c.tx.moved += n
 		return n, nil
 	case e == 0:
@@ -127,7 +119,7 @@ func (c *Conn) copy(v *vec, limit uint64) (moved uint64, err error) {
 // valid says whether what v names may still be written.
 func (c *Conn) valid(v *vec) bool {
 	for _, id := range v.ids[:v.m] {
-		if c.table[id%maxSlots].id.Load() != id {
+		if c.table[id%link.SlotLimit].ID.Load() != id {
 			return false
 		}
 	}

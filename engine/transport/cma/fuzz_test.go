@@ -8,13 +8,18 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // FuzzRecords reads random rings. Nothing may panic, write beside a region, or give
 // more than the ring has.
 func FuzzRecords(f *testing.F) {
 	const size, guard, ringLen = 1 << 10, 64, 1 << 13
-	const key, token = 1 << slotBits, 42
+	memory := make([]byte, guard+size+guard)
+	known := new(link.Regions)
+	known.Init(new(link.Fabric))
+	key, err := known.Register(mem.Region{Addr: mem.Of(memory[guard : guard+size]).Addr, Len: size, Dev: mem.CPU})
+	require.NoError(f, err)
 	record := func(w uint64, words ...uint64) []byte {
 		b := make([]byte, wordLen*(1+len(words)))
 		put64(b, 0, w)
@@ -24,7 +29,7 @@ func FuzzRecords(f *testing.F) {
 		return b
 	}
 	write := func(kind uint8, n, off, claimed uint64) []byte {
-		b := record(makeWord(uint64(kind), n, 0), key, token, off, claimed)
+		b := record(makeWord(uint64(kind), n, 0), key.ID, key.Token, off, claimed)
 		return append(b, make([]byte, n)...)
 	}
 	frame := record(makeWord(recFrame, 8, 8), 1)
@@ -37,9 +42,6 @@ func FuzzRecords(f *testing.F) {
 	f.Add(write(recStaged, 8, size-7, 8), true)
 	f.Add(write(recWritten, 0, 8, size-8), true)
 	f.Add(write(recWritten, 0, 8, 1<<63), true)
-	memory := make([]byte, guard+size+guard)
-	r := mem.Region{Addr: mem.Of(memory[guard : guard+size]).Addr, Len: size, Dev: mem.CPU}
-	known := &regions{slots: []region{{Region: r, id: key, token: token}}}
 
 	f.Fuzz(func(t *testing.T, b []byte, direct bool) {
 		for i := range memory {
@@ -63,7 +65,7 @@ func FuzzRecords(f *testing.F) {
 			if !taken { // until the next Poll
 				require.False(t, made)
 				fab.arena = fab.arena[:0]
-				fab.seq++
+				fab.Seq++
 				continue
 			}
 			require.Greater(t, x.pos, before)

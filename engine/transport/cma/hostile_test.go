@@ -16,6 +16,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -61,7 +62,7 @@ func TestBrokenRecords(t *testing.T) {
 			"length of all ones":        write(recStaged, 0, k.ID, k.Token, 0, ^uint64(0)),
 			"out of bounds":             write(recStaged, 8, k.ID, k.Token, victim.in.Len-7, 8, 0),
 			"wrong token":               write(recStaged, 8, k.ID, k.Token^1, 0, 8, 0),
-			"stale key":                 write(recStaged, 8, k.ID-1<<slotBits, k.Token, 0, 8, 0),
+			"stale key":                 write(recStaged, 8, k.ID-link.SlotLimit, k.Token, 0, 8, 0),
 			"key of nothing":            write(recStaged, 0, 0, 0, 0, 0),
 			"told, with bytes":          write(recWritten, 8, k.ID, k.Token, 0, 8, 0),
 			"told, out of bounds":       write(recWritten, 0, k.ID, k.Token, victim.in.Len, 1),
@@ -114,7 +115,7 @@ func TestBind(t *testing.T) {
 				}
 				return refused != nil && down != nil
 			})
-			require.ErrorIs(t, refused, errNotIts)
+			require.ErrorIs(t, refused, link.ErrNotIts)
 			require.NotErrorIs(t, down, io.EOF)
 			if m == Staged || n <= small {
 				require.Equal(t, make([]byte, len(in)), in, "%d bytes", n)
@@ -128,10 +129,10 @@ func TestBind(t *testing.T) {
 		require.Equal(t, "xxxxxxxx", string(in[:8]))
 
 		// A region that takes the place of one that was bound is good for all.
-		require.NoError(t, victim.f.Deregister(victim.key))
+		victim.f.Deregister(victim.key)
 		k, err := victim.f.Register(victim.in)
 		require.NoError(t, err)
-		require.Equal(t, victim.key.ID%maxSlots, k.ID%maxSlots)
+		require.Equal(t, victim.key.ID%link.SlotLimit, k.ID%link.SlotLimit)
 		join(t, evil, victim)
 		evil.remote = k
 		require.NoError(t, evil.post(8, []byte("good for all")))
@@ -198,15 +199,15 @@ func TestGarbageEverywhere(t *testing.T) {
 				if _, err := victim.poll(); err != nil {
 					break
 				}
-				victim.f.FD()
+				victim.f.Arm()
 			}
 			// What the garbage says of a copy must not hold up the end for long.
-			evil.conn.(*Conn).close()
-			if victim.conn.(*Conn).err == nil {
+			evil.f.Owned(func() { evil.conn.(*Conn).end(transport.ErrClosed) })
+			if victim.conn.(*Conn).Err == nil {
 				victim.conn.(*Conn).theirs.busy.Store(0)
 			}
-			for i := range victim.f.writers {
-				victim.f.writers[i].at.busy.Store(0)
+			if last := victim.conn.(*Conn).last; last.seg != nil {
+				last.at.busy.Store(0)
 			}
 			require.NoError(t, victim.f.Close())
 			require.NoError(t, evil.f.Close())
@@ -219,14 +220,14 @@ func stranger(t *testing.T, f *Fabric) *net.UnixConn {
 	t.Helper()
 	name, err := f.socketName(f.Addr())
 	require.NoError(t, err)
-	nc, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: "@" + name, Net: "unix"})
+	nc, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: name, Net: "unix"})
 	require.NoError(t, err)
 	t.Cleanup(func() { nc.Close() })
 	require.NoError(t, nc.SetDeadline(time.Now().Add(patience)))
 	hs := transporttest.Gate{Hello: "stranger"}.Open(true)
 	out, _, _ := hs.Next(nil)
-	require.NoError(t, sendMessage(nc, out))
-	in, err := receiveMessage(nc)
+	require.NoError(t, link.SendMessage(nc, magic, out))
+	in, err := link.ReceiveMessage(nc, magic)
 	require.NoError(t, err)
 	_, done, err := hs.Next(in)
 	require.True(t, done)
@@ -341,7 +342,7 @@ func TestLiarAboutItself(t *testing.T) {
 			}
 			return c != nil
 		})
-		require.Equal(t, "cma/staged", c.Via())
+		require.Equal(t, "cma/staged", c.Peer().Via)
 		require.NoError(t, unix.Munmap(b))
 	}
 	require.Equal(t, p.number, p.word.Load())
@@ -382,7 +383,7 @@ func TestFloodOfHalfOpenConnections(t *testing.T) {
 	var silent []net.Conn
 	tries := 0
 	for i := range total {
-		nc, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: "@" + name, Net: "unix"})
+		nc, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: name, Net: "unix"})
 		require.NoError(t, err)
 		if silent = append(silent, nc); len(silent) > atOnce {
 			require.NoError(t, silent[0].Close())
@@ -401,7 +402,7 @@ func TestFloodOfHalfOpenConnections(t *testing.T) {
 			c, err = dialer.Connect(ctx, f.Addr())
 			return err == nil
 		})
-		require.NoError(t, c.Close())
+		c.Close()
 		poll()
 	}
 	for _, nc := range silent {

@@ -10,6 +10,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // Two processes of one Conn share a segment, which the dialer makes:
@@ -143,23 +144,13 @@ func splitWord(w uint64) (kind, zero uint8, size, total uint64) {
 func put64(b []byte, at int, v uint64) { binary.NativeEndian.PutUint64(b[at*wordLen:], v) }
 func get64(b []byte, at int) uint64    { return binary.NativeEndian.Uint64(b[at*wordLen:]) }
 
-// An entry of a Fabric's table is a region that peers may write into. Its
-// Fabric alone stores to it, id last when it comes and first when it goes, and
-// no id is used twice: who finds the same id before and after has read one
-// region.
-type entry struct{ id, token, addr, n atomic.Uint64 }
-
-const (
-	slotBits  = 20
-	maxSlots  = 1 << slotBits
-	tableSize = maxSlots * int(unsafe.Sizeof(entry{}))
-)
+const tableSize = link.SlotLimit * int(unsafe.Sizeof(link.Entry{}))
 
 // A table is the regions of a Fabric, by slot. The memory is sparse.
-type table []entry
+type table []link.Entry
 
 func asTable(b []byte) table {
-	return unsafe.Slice((*entry)(unsafe.Pointer(unsafe.SliceData(b))), maxSlots)
+	return unsafe.Slice((*link.Entry)(unsafe.Pointer(unsafe.SliceData(b))), link.SlotLimit)
 }
 
 func (t table) unmap() {

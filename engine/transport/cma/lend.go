@@ -49,7 +49,7 @@ type views struct {
 	tally  *mem.Tally // outlives the Conn, as the views may
 }
 
-// Lends implements transport.Lender. It passes what the peer does not have yet.
+// Lends implements transport.Conn. It passes what the peer does not have yet.
 func (c *Conn) Lends(s mem.Span) bool {
 	m := mem.SharedAt(s)
 	if m == nil {
@@ -58,13 +58,13 @@ func (c *Conn) Lends(s mem.Span) bool {
 	if c.tx.lent[m] != 0 {
 		return true
 	}
-	c.f.owner.Lock()
-	defer c.f.owner.Unlock()
+	c.f.Owner.Lock()
+	defer c.f.Owner.Unlock()
 	n := m.Region().Len
-	if c.err != nil || c.hup || !c.tx.shown.room(c.theirs.views.Load(), c.theirs.viewBytes.Load(), n) {
+	if c.Err != nil || c.hup || !c.tx.shown.room(c.theirs.views.Load(), c.theirs.viewBytes.Load(), n) {
 		return false
 	}
-	if passFD(c.fd, m.FD()) != nil {
+	if passFD(c.FD, m.FD()) != nil {
 		return false // the socket is full, or too many descriptors are under way
 	}
 	c.tx.shown.pieces++
@@ -101,7 +101,7 @@ func (t *tx) recall() {
 // hear reads the socket of c once and takes the descriptor that comes, if one
 // does. It is false when there was nothing to read, or c has ended.
 func (f *Fabric) hear(c *Conn) bool {
-	n, fd, e := f.letter.receive(c.fd)
+	n, fd, e := f.letter.receive(c.FD, f.letter.bytes[:])
 	var err error
 	if fd >= 0 {
 		if e == 0 {
@@ -118,7 +118,7 @@ func (f *Fabric) hear(c *Conn) bool {
 		return true
 	case e != 0 || n == 0:
 		c.hup = true
-		f.unwatch(c)
+		f.conns.Unwatch(&f.Fabric, c)
 		return false
 	}
 	if err != nil {
@@ -178,8 +178,8 @@ func (c *Conn) takeLoan(kind uint8, size uint64, ev *transport.Event) (made, tak
 			break
 		}
 	}
-	if c.err != nil {
-		return false, false, c.err
+	if c.Err != nil {
+		return false, false, c.Err
 	}
 	view := x.mapped[number]
 	if view == nil {

@@ -60,17 +60,18 @@ func TestBrokenLoans(t *testing.T) {
 			{"two at once", []int{-2}, func(*end) {}, "something other than one descriptor"},
 		} {
 			t.Run(c.name, func(t *testing.T) {
+				noLeaks(t)
 				evil, victim := pair(t, m, m)
 				conn := evil.conn.(*Conn)
 				for _, fd := range c.fds {
 					switch fd {
 					case -1:
-						fd = conn.fd
+						fd = conn.FD
 					case -2:
-						require.NoError(t, unix.Sendmsg(conn.fd, []byte{0}, unix.UnixRights(good, good), nil, 0))
+						require.NoError(t, unix.Sendmsg(conn.FD, []byte{0}, unix.UnixRights(good, good), nil, 0))
 						continue
 					}
-					require.NoError(t, passFD(conn.fd, fd))
+					require.NoError(t, passFD(conn.FD, fd))
 				}
 				c.do(evil)
 				var err error
@@ -91,10 +92,10 @@ func TestTooManyViews(t *testing.T) {
 	var err error
 	sent := 0
 	until(t, func() bool {
-		for passFD(evil.conn.(*Conn).fd, fd) == nil {
+		for passFD(evil.conn.(*Conn).FD, fd) == nil {
 			sent++
 		}
-		victim.f.FD()
+		victim.f.Arm()
 		_, err = victim.poll()
 		return err != nil
 	})

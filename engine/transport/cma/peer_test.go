@@ -19,6 +19,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -167,9 +168,8 @@ func TestKilledProcess(t *testing.T) {
 			for err == nil {
 				require.Less(t, time.Since(start), time.Second)
 				if asleep {
-					p := []unix.PollFd{{Fd: int32(e.f.FD()), Events: unix.POLLIN}}
-					_, bad := unix.Poll(p, 1000)
-					require.True(t, bad == nil || bad == unix.EINTR)
+					_, bad := transporttest.Woken(time.Second, e.f)
+					require.NoError(t, bad)
 				}
 				_, err = e.poll()
 			}
@@ -222,10 +222,10 @@ func TestOtherUser(t *testing.T) {
 	defer func() { childAttr = nil }()
 	e := newFamily(t, Auto.digit(), "").ends[0]
 	c := e.conn.(*Conn)
-	require.Equal(t, "cma/staged", c.Via())
-	require.Contains(t, c.Why(), "operation not permitted")
-	require.Contains(t, c.Why(), "same user")
-	require.Contains(t, c.Remote(), "of user 65534")
+	require.Equal(t, "cma/staged", c.Peer().Via)
+	require.Contains(t, c.Peer().Why, "operation not permitted")
+	require.Contains(t, c.Peer().Why, "same user")
+	require.Contains(t, c.Peer().Remote, "of user 65534")
 	e.echo(t, 1<<20)
 }
 
@@ -238,9 +238,9 @@ func TestOtherPIDNamespace(t *testing.T) {
 	}
 	e := newFamily(t, Auto.digit(), "").ends[0]
 	c := e.conn.(*Conn)
-	require.Equal(t, "cma/staged", c.Via())
-	require.Contains(t, c.Why(), "cannot write into this process: process_vm_writev: no such process")
-	require.Contains(t, c.Why(), "share a PID namespace")
+	require.Equal(t, "cma/staged", c.Peer().Via)
+	require.Contains(t, c.Peer().Why, "cannot write into this process: process_vm_writev: no such process")
+	require.Contains(t, c.Peer().Why, "share a PID namespace")
 	e.echo(t, 1<<20)
 }
 
@@ -263,15 +263,15 @@ func TestYama(t *testing.T) {
 		e := newFamily(t, Auto.digit(), "").ends[0]
 		c := e.conn.(*Conn)
 		if scope == "1" && !noPtracer {
-			require.Equal(t, "cma", c.Via())
+			require.Equal(t, "cma", c.Peer().Via)
 		} else {
-			require.Equal(t, "cma/staged", c.Via())
-			require.Contains(t, c.Why(), "operation not permitted")
+			require.Equal(t, "cma/staged", c.Peer().Via)
+			require.Contains(t, c.Peer().Why, "operation not permitted")
 			remedy := "set kernel.yama.ptrace_scope to 0 or 1"
 			if scope == "1" {
 				remedy = "leave PR_SET_PTRACER on"
 			}
-			require.Contains(t, c.Why(), remedy)
+			require.Contains(t, c.Peer().Why, remedy)
 		}
 		e.echo(t, 1<<20)
 	}
@@ -323,9 +323,9 @@ func TestRefusedByTheKernel(t *testing.T) {
 			until(t, func() bool { _, err = b.poll(); return b.conn != nil })
 			require.NoError(t, err)
 			for _, e := range []*end{a, b} {
-				require.Equal(t, "cma/staged", e.conn.(*Conn).Via())
-				require.Contains(t, e.conn.(*Conn).Why(), c.reason+" (")
-				require.Contains(t, e.conn.(*Conn).Why(), c.remedy)
+				require.Equal(t, "cma/staged", e.conn.(*Conn).Peer().Via)
+				require.Contains(t, e.conn.(*Conn).Peer().Why, c.reason+" (")
+				require.Contains(t, e.conn.(*Conn).Peer().Why, c.remedy)
 			}
 			a.equip(t)
 			b.equip(t)
@@ -363,8 +363,8 @@ func TestModes(t *testing.T) {
 		if c.via != "" {
 			join(t, a, b)
 			for _, conn := range []transport.Conn{a.conn, b.conn} {
-				require.Equal(t, c.via, conn.(*Conn).Via())
-				require.Equal(t, c.via == "cma", conn.(*Conn).Why() == "")
+				require.Equal(t, c.via, conn.(*Conn).Peer().Via)
+				require.Equal(t, c.via == "cma", conn.(*Conn).Peer().Why == "")
 			}
 			continue
 		}
@@ -397,19 +397,17 @@ func (r *refusals) count() int {
 func TestAddresses(t *testing.T) {
 	f := open(t, Options{Listen: true})
 	here := string(f.Addr())
-	require.True(t, f.Reaches(f.Addr()))
+	require.NoError(t, f.Reaches(f.Addr()))
 	name := here[strings.LastIndexByte(here, '/')+1:]
 	for _, a := range []string{
 		"cma:0123456789abcdef/" + name, "cma:" + f.host + "/", "cma:" + f.host, "cma:" + f.host + "/" + name + "00",
 		"cma:" + f.host + "/" + strings.Replace(name, prefix, "other-", 1), "tcp:127.0.0.1:1",
 	} {
-		require.False(t, f.Reaches(transport.Addr(a)), a)
-		require.NotEmpty(t, f.Beyond(transport.Addr(a)), a)
+		require.Error(t, f.Reaches(transport.Addr(a)), a)
 	}
-	require.Empty(t, f.Beyond(f.Addr()))
-	require.Contains(t, f.Beyond(transport.Addr("cma:0123456789abcdef-0123456789abcdef/"+name)), "different hosts")
+	require.ErrorContains(t, f.Reaches(transport.Addr("cma:0123456789abcdef-0123456789abcdef/"+name)), "different hosts")
 	boot, _, _ := strings.Cut(f.host, "-")
-	require.Contains(t, f.Beyond(transport.Addr("cma:"+boot+"-0123456789abcdef/"+name)), "different network namespaces")
+	require.ErrorContains(t, f.Reaches(transport.Addr("cma:"+boot+"-0123456789abcdef/"+name)), "different network namespaces")
 	b, err := os.ReadFile("/proc/net/unix")
 	require.NoError(t, err)
 	require.Contains(t, string(b), "@"+name, "the socket is not an abstract one")
@@ -428,18 +426,18 @@ func TestRegionTable(t *testing.T) {
 	// opened is closed.
 	old, err := f.Register(r)
 	require.NoError(t, err)
-	require.NoError(t, f.Deregister(old))
+	f.Deregister(old)
 	k, err := f.Register(r)
 	require.NoError(t, err)
-	require.Equal(t, old.ID%maxSlots, k.ID%maxSlots)
-	_, err = f.regions.shared.target(old.ID, old.Token, 0, 1)
-	require.ErrorIs(t, err, errNoKey)
-	_, err = f.regions.shared.target(0, 0, 0, 0)
-	require.ErrorIs(t, err, errNoKey)
-	s, err := f.regions.shared.target(k.ID, k.Token, 4000, 96)
+	require.Equal(t, old.ID%link.SlotLimit, k.ID%link.SlotLimit)
+	_, err = table(f.Shared).target(old.ID, old.Token, 0, 1)
+	require.ErrorIs(t, err, link.ErrNoKey)
+	_, err = table(f.Shared).target(0, 0, 0, 0)
+	require.ErrorIs(t, err, link.ErrNoKey)
+	s, err := table(f.Shared).target(k.ID, k.Token, 4000, 96)
 	require.NoError(t, err)
 	require.Equal(t, mem.Span{Addr: r.Addr + 4000, Len: 96}, s)
-	_, err = f.regions.shared.target(k.ID, k.Token, 4000, 97)
+	_, err = table(f.Shared).target(k.ID, k.Token, 4000, 97)
 	require.Error(t, err)
 }
 
@@ -483,24 +481,18 @@ func TestNoAllocationWithManyConns(t *testing.T) {
 // TestOwnerNeverWaits polls and posts while another goroutine is the owner.
 func TestOwnerNeverWaits(t *testing.T) {
 	a, _ := pair(t, Direct, Direct)
-	a.f.owner.Lock()
+	a.f.Owner.Lock()
 	n, err := a.f.Poll(a.ev[:])
 	require.Zero(t, n)
 	require.NoError(t, err)
 	n, err = a.conn.Post([]transport.Op{{Kind: transport.OpFrame}})
 	require.Zero(t, n)
 	require.NoError(t, err)
-	a.f.owner.Unlock()
+	a.f.Owner.Unlock()
 
 	// The back-pressure is over, which whoever goes to sleep now must hear.
-	readable := func(f *Fabric) bool {
-		p := []unix.PollFd{{Fd: int32(f.FD()), Events: unix.POLLIN}}
-		n, err := unix.Poll(p, 0)
-		require.NoError(t, err)
-		return n > 0
-	}
-	require.True(t, readable(a.f))
+	require.True(t, a.f.Arm())
 	_, err = a.poll()
 	require.NoError(t, err)
-	require.False(t, readable(a.f))
+	require.False(t, a.f.Arm())
 }

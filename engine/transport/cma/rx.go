@@ -4,12 +4,13 @@ import (
 	"fmt"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // rx is the receiving half of a Conn.
 type rx struct {
 	consumer
-	regions *regions
+	regions *link.Regions
 	direct  bool
 
 	frame uint64 // bytes of the large frame that is coming; 0 if none is
@@ -91,7 +92,7 @@ func (x *rx) takeWrite(c *Conn, kind uint8, size uint64) error {
 	if kind == recStaged && n != size {
 		return fmt.Errorf("the peer announced %d bytes of a write in a record with %d", n, size)
 	}
-	to, err := x.regions.target(c, id, token, off, n)
+	to, err := x.regions.Target(c, id, token, off, n)
 	if err != nil {
 		return err
 	}
@@ -121,7 +122,7 @@ func (x *rx) takeFrame(f *Fabric, size, total uint64, ev *transport.Event) (made
 		return true, true, nil
 	}
 	if x.frame == 0 {
-		if x.held == f.seq {
+		if x.held == f.Seq {
 			return false, false, nil
 		}
 		if uint64(cap(x.big)) < total {
@@ -135,7 +136,7 @@ func (x *rx) takeFrame(f *Fabric, size, total uint64, ev *transport.Event) (made
 		return false, true, nil
 	}
 	*ev = transport.Event{Kind: transport.EvFrame, Data: x.big}
-	x.frame, x.got, x.held = 0, 0, f.seq
+	x.frame, x.got, x.held = 0, 0, f.Seq
 	return true, true, nil
 }
 

@@ -13,13 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// settleLimit bounds how long Deregister and Close wait for a peer that is in
+// settleLimit bounds how long Close waits for a peer that is in
 // the middle of a copy. It takes less than a millisecond unless the peer is
 // starved, and never as long as this if the peer is stopped or gone.
 const settleLimit = 5 * time.Second
 
-// A writer is a peer that was found in the middle of a copy. It holds a
-// reference to seg.
+// A writer is a peer that was found in the middle of a copy. Who keeps one holds a
+// reference to its seg.
 type writer struct {
 	seg  *segment
 	at   *control // the peer's
@@ -27,9 +27,12 @@ type writer struct {
 	peer process
 }
 
-// revoke is the peer of c if it is in the middle of a copy, which it can then
+// writer is the peer of c if it is in the middle of a copy, which it can then
 // no longer begin. See copy.go.
-func (c *Conn) revoke() (w writer, found bool) {
+func (c *Conn) writer() (w writer, found bool) {
+	if c.theirs == nil { // it has ended
+		return c.last, c.last.seg != nil
+	}
 	busy := c.theirs.busy.Load()
 	if !c.tx.direct || busy%2 == 0 {
 		return writer{}, false
@@ -37,17 +40,38 @@ func (c *Conn) revoke() (w writer, found bool) {
 	for i := range c.theirs.iov {
 		c.theirs.iov[i].n.Store(0)
 	}
-	c.seg.refs++
 	return writer{c.seg, c.theirs, busy, c.peer}, true
 }
 
 // through says whether the copy is over.
 func (w *writer) through() bool { return w.at.busy.Load() != w.busy }
 
-// settle waits until the copies of all writers are over or can do nothing any
-// more. It needs no lock.
-func settle(all []writer, limit time.Duration) error {
-	end := time.Now().Add(limit)
+// settle has the owner call then when the copies of all writers are over, or can do nothing any
+// more. It takes over the references of the writers, and is for the owner.
+func (f *Fabric) settle(all []writer, then func()) {
+	if len(all) == 0 {
+		then()
+		return
+	}
+	f.Task(func() {
+		err := await(all, f.Ending(), settleLimit)
+		f.Owned(func() {
+			for _, w := range all {
+				w.seg.drop()
+			}
+			if err != nil {
+				f.ended = fmt.Errorf("cma: close: %w", err)
+				return
+			}
+			then()
+		})
+	})
+}
+
+// await waits for the copies of all writers, but only up to limit from closing on. It needs no lock.
+func await(all []writer, closing <-chan struct{}, limit time.Duration) error {
+	var end <-chan time.Time
+	pause := 100 * time.Microsecond
 	for _, w := range all {
 		for turn := 1; !w.through(); turn++ {
 			if turn < 100 {
@@ -57,10 +81,14 @@ func settle(all []writer, limit time.Duration) error {
 			if turn%8 == 4 && w.peer.quiet() {
 				break
 			}
-			if time.Now().After(end) {
+			select {
+			case <-end:
 				return fmt.Errorf("process %d has not finished a write for %v: keep the memory mapped until that process has ended", w.peer.pid, limit)
+			case <-closing:
+				closing, end = nil, time.After(limit)
+			case <-time.After(pause):
+				pause = min(pause+pause/8, 10*time.Millisecond)
 			}
-			time.Sleep(100 * time.Microsecond)
 		}
 	}
 	return nil

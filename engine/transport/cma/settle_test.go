@@ -13,6 +13,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // halfway brings a to just before the system call of a copy into b.
@@ -29,6 +30,16 @@ func halfway(t *testing.T, a, b *end, n uint64) *Conn {
 	return c
 }
 
+// frees polls until EvFreed has come; false: not within limit.
+func (e *end) frees(t *testing.T, limit time.Duration) bool {
+	t.Helper()
+	for end := time.Now().Add(limit); e.freed == 0 && time.Now().Before(end); {
+		_, err := e.poll()
+		require.NoError(t, err)
+	}
+	return e.freed > 0
+}
+
 // TestRevokedCopyWritesNothing is for a sender that goes to sleep between its
 // last look at the keys and its system call.
 func TestRevokedCopyWritesNothing(t *testing.T) {
@@ -36,23 +47,18 @@ func TestRevokedCopyWritesNothing(t *testing.T) {
 	copy(a.out.Span().Bytes(), bytes.Repeat([]byte{1}, 1<<20))
 	c := halfway(t, a, b, 1<<20)
 	v := &a.f.vec
-	done := make(chan error)
-	go func() { done <- b.f.Deregister(b.key) }()
-	until(t, func() bool { return c.revoked(v) })
+	b.f.Deregister(b.key)
+	require.True(t, c.revoked(v))
 	n, e := writeTo(c.peer.pid, v.local[:v.n], &c.mine.iov, v.m)
 	require.Zero(t, e)
 	require.Zero(t, n)
-	select {
-	case err := <-done:
-		t.Fatalf("deregister did not wait for the copy: %v", err)
-	default:
-	}
+	require.False(t, b.frees(t, 10*time.Millisecond), "while a copy is under way")
 	c.mine.busy.Add(1)
-	require.NoError(t, <-done)
+	require.True(t, b.frees(t, time.Minute))
 	require.Equal(t, make([]byte, 1<<20), b.in.Span().Bytes())
 
 	// The sender tries again and learns that the key is gone.
-	require.ErrorIs(t, a.down(t), errNoKey)
+	require.ErrorIs(t, a.down(t), link.ErrNoKey)
 	require.Error(t, b.down(t))
 }
 
@@ -64,11 +70,10 @@ func TestRevokedCopyIsDoneAgain(t *testing.T) {
 	other, err := b.f.Register(b.out)
 	require.NoError(t, err)
 	c := halfway(t, a, b, 1<<20)
-	done := make(chan error)
-	go func() { done <- b.f.Deregister(other) }()
-	until(t, func() bool { return c.revoked(&a.f.vec) })
+	b.f.Deregister(other)
+	require.True(t, c.revoked(&a.f.vec))
 	c.mine.busy.Add(1)
-	require.NoError(t, <-done)
+	require.True(t, b.frees(t, time.Minute))
 	require.NoError(t, a.post(0, []byte("behind it")))
 	until(t, func() bool {
 		_, errA := a.poll()
@@ -86,34 +91,32 @@ func TestEndedConnIsWaitedFor(t *testing.T) {
 	noLeaks(t)
 	a, b := pair(t, Direct, Direct)
 	c := halfway(t, a, b, 1<<20)
-	require.NoError(t, b.conn.Close())
+	b.conn.Close()
 	require.False(t, c.valid(&a.f.vec))
-	done := make(chan error)
-	go func() { done <- b.f.Deregister(b.key) }()
-	select {
-	case err := <-done:
-		t.Fatalf("deregister did not wait for the copy: %v", err)
-	case <-time.After(20 * time.Millisecond):
-	}
+	b.f.Deregister(b.key)
+	require.False(t, b.frees(t, 20*time.Millisecond), "while a copy is under way")
 	c.mine.busy.Add(1)
-	require.NoError(t, <-done)
+	require.True(t, b.frees(t, time.Minute))
 	require.Error(t, a.down(t))
 }
 
-// TestSettleHasALimit is for a peer that runs, or says so, for ever.
-func TestSettleHasALimit(t *testing.T) {
+// TestCloseHasALimit is for a peer that runs, or says so, for ever: the Conn has no end, and Close
+// says so in time.
+func TestCloseHasALimit(t *testing.T) {
 	a, b := pair(t, Direct, Direct)
 	c := halfway(t, a, b, 1<<20)
-	b.f.owner.Lock()
-	all := b.f.busy()
-	b.f.owner.Unlock()
-	require.Len(t, all, 1)
-	require.ErrorContains(t, settle(all, 10*time.Millisecond), "keep the memory mapped")
+	b.conn.Close()
+	closing := make(chan struct{})
+	close(closing)
+	last := b.conn.(*Conn).last
+	require.ErrorContains(t, await([]writer{last}, closing, 10*time.Millisecond), "keep the memory mapped")
+	for range 100 {
+		n, err := b.f.Poll(make([]transport.Event, 4))
+		require.NoError(t, err)
+		require.Zero(t, n, "EvClosed")
+	}
 	c.mine.busy.Add(1)
-	require.NoError(t, settle(all, time.Minute))
-	b.f.owner.Lock()
-	drop(all)
-	b.f.owner.Unlock()
+	require.NoError(t, await([]writer{last}, nil, settleLimit))
 }
 
 // TestStoppedWriter stops a child, which looks as if it were in the middle of a
@@ -127,7 +130,8 @@ func TestStoppedWriter(t *testing.T) {
 	c := e.conn.(*Conn)
 	c.theirs.busy.Add(1)
 	start := time.Now()
-	require.NoError(t, e.f.Deregister(e.key))
+	e.f.Deregister(e.key)
+	require.True(t, e.frees(t, time.Minute))
 	require.NoError(t, e.f.Close())
 	require.Less(t, time.Since(start), time.Second)
 }

@@ -52,16 +52,16 @@ type letter struct {
 	head    unix.Msghdr
 	vec     unix.Iovec
 	bytes   [256]byte
-	control [24]byte // CmsgSpace of one descriptor
+	control [24]byte // room for one descriptor
 }
 
-// receive reads what others sent with sendByte and passFD, up to and with the
-// next descriptor; 0 bytes are the end. passed is the descriptor, or -1. EPROTO
-// says that something else was passed, or could not be taken.
-func (l *letter) receive(fd int) (n, passed int, e unix.Errno) {
-	l.vec = unix.Iovec{Base: &l.bytes[0], Len: uint64(len(l.bytes))}
+// receive fills b, which is not empty, with what others sent with sendByte and passFD, up to
+// and with the next descriptor; 0 bytes are the end. passed is the descriptor, or -1. EPROTO
+// says that something else was passed, too, or could not be taken.
+func (l *letter) receive(fd int, b []byte) (n, passed int, e unix.Errno) {
+	l.vec = unix.Iovec{Base: &b[0], Len: uint64(len(b))}
 	l.head = unix.Msghdr{Iov: &l.vec, Iovlen: 1, Control: &l.control[0]}
-	l.head.SetControllen(len(l.control))
+	l.head.SetControllen(unix.CmsgLen(4)) // the kernel closes a second one
 	n, e = result(unix.RawSyscall(unix.SYS_RECVMSG, uintptr(fd), uintptr(unsafe.Pointer(&l.head)), unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC))
 	if e != 0 {
 		return 0, -1, e
@@ -77,12 +77,6 @@ func (l *letter) receive(fd int) (n, passed int, e unix.Errno) {
 		return n, -1, unix.EPROTO
 	}
 	return n, int(*(*int32)(unsafe.Pointer(&l.control[unix.CmsgLen(0)]))), e
-}
-
-// epollNow is epoll_wait without waiting. (arm64 has only the call with a
-// signal mask.)
-func epollNow(fd int, ev []unix.EpollEvent) (int, unix.Errno) {
-	return result(unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(fd), uintptr(unsafe.Pointer(&ev[0])), uintptr(len(ev)), 0, 0, 0))
 }
 
 func result(r, _ uintptr, e unix.Errno) (int, unix.Errno) { return int(r), e }

@@ -1,11 +1,9 @@
 package cma
 
 import (
-	"fmt"
-	"math/bits"
-
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 const (
@@ -24,26 +22,24 @@ const (
 type tx struct {
 	producer
 	direct bool
-	ops    *[txDepth]op
-	// Running numbers: ops[done:sent] are in the ring and wait for their
-	// EvDone, ops[sent:tail] are not, or not wholly. Of those, the writes in
-	// ops[sent:ready] have their bytes in the peer's memory.
-	done, sent, ready, end uint32
-	cur                    cursor                 // in ops[sent]
-	ahead                  cursor                 // in ops[ready]; for copy.go
-	need                   uint64                 // bytes of the record for which the ring had no room; or 0
-	balked                 bool                   // the last copy moved nothing
-	held                   []byte                 // frames of ops[sent:end]
-	moved                  uint64                 // bytes of writes that went, ever
-	lent                   map[*mem.Shared]uint64 // what was passed to the peer, with its number
-	shown                  amount
-	freed                  []uint64 // numbers of shared memory that the peer is to hear is freed
+	// Operations in [Done, Sent) are in the ring, those in [Sent, End) are not, or not
+	// wholly. Of those, the writes in [Sent, ready) have their bytes in the peer's memory.
+	link.Window[op]
+	ready  uint32
+	cur    cursor                 // in the operation ready
+	need   uint64                 // bytes of the record for which the ring had no room; or 0
+	balked bool                   // the last copy moved nothing
+	held   link.Bytes             // frames of ops[sent:end]
+	moved  uint64                 // bytes of writes that went, ever
+	lent   map[*mem.Shared]uint64 // what was passed to the peer, with its number
+	shown  amount
+	freed  []uint64 // numbers of shared memory that the peer is to hear is freed
 }
 
 type op struct {
 	kind           transport.OpKind
 	at             uint32 // of the frame in held
-	user, n        uint64 // n is the bytes of the frame or the write
+	n              uint64 // bytes of the frame or the write
 	id, token, off uint64 // of a loan: numbers of the memory and the loan, offset
 	src            []mem.Span
 }
@@ -56,55 +52,44 @@ type cursor struct {
 }
 
 // queued says whether not all operations are in the ring, or not wholly.
-func (t *tx) queued() bool { return t.sent != t.end }
+func (t *tx) queued() bool { return t.Sent != t.End }
 
 // unsent says whether not everything is in the ring.
 func (t *tx) unsent() bool { return t.queued() || len(t.freed) > 0 }
 
+// blocked says whether what comes next waits for room in the ring.
+func (t *tx) blocked() bool {
+	if t.need == 0 {
+		return false
+	}
+	_, _, ok, err := t.place(t.need)
+	return !ok && err == nil
+}
+
 // push puts o at the end of the queue. It is not taken when there is no room;
 // an error means that there never will be.
 func (t *tx) push(o *transport.Op) (taken bool, err error) {
-	if o.After.Event != 0 {
-		return false, fmt.Errorf("cma: post: the operation waits for a stream of %v, which this transport cannot do: post it after the stream has reached that point", o.After.Dev)
-	}
-	n := uint64(len(o.Frame))
-	id, token, off := o.Key.ID, o.Key.Token, o.Off
-	switch o.Kind {
-	case transport.OpFrame:
-		if n > transport.MaxFrame {
-			return false, fmt.Errorf("cma: post: frame of %d bytes: at most %d", n, transport.MaxFrame)
-		}
-	case transport.OpWrite:
-		n = 0
-		for _, s := range o.Src {
-			var carry uint64
-			if n, carry = bits.Add64(n, s.Len, 0); carry != 0 {
-				return false, fmt.Errorf("cma: post: write of %d spans: more than 2^64 bytes", len(o.Src))
-			}
-		}
-	case transport.OpLend:
-		if id, off, err = t.loan(o); err != nil {
+	q := op{kind: o.Kind, id: o.Key.ID, token: o.Key.Token, off: o.Off, src: o.Src}
+	if o.Kind == transport.OpLend && o.After.Event == 0 {
+		if q.id, q.off, err = t.loan(o); err != nil {
 			return false, err
 		}
-		n, token = o.Src[0].Len, uint64(o.Loan)
-	default:
-		return false, fmt.Errorf("cma: post: operation of unknown kind %d", o.Kind)
+		q.n, q.token = o.Src[0].Len, uint64(o.Loan)
+	} else if q.n, err = link.Check("cma", o); err != nil {
+		return false, err
 	}
-	if t.end-t.done == txDepth {
+	if t.Full() {
 		return false, nil
 	}
-	q := &t.ops[t.end%txDepth]
 	if o.Kind == transport.OpFrame {
-		// The first frame may be of any size.
-		if len(t.held)+len(o.Frame) > max(cap(t.held), txHeld) && len(t.held) > 0 {
+		at, ok := t.held.Add(len(o.Frame), txHeld)
+		if !ok {
 			return false, nil
 		}
-		*q = op{kind: o.Kind, user: o.User, n: n, at: uint32(len(t.held))}
-		t.held = append(t.held, o.Frame...)
-	} else {
-		*q = op{kind: o.Kind, user: o.User, n: n, id: id, token: token, off: off, src: o.Src}
+		copy(t.held[at:], o.Frame)
+		q = op{kind: o.Kind, n: q.n, at: uint32(at)}
 	}
-	t.end++
+	*t.Push(o.User) = q
 	return true, nil
 }
 
@@ -125,7 +110,7 @@ func (t *tx) publish(end uint64) (err error) {
 		t.freed = append(t.freed[:0], t.freed[1:]...)
 	}
 	for t.queued() {
-		o := &t.ops[t.sent%txDepth]
+		o := t.At(t.Sent)
 		whole := false
 		switch {
 		case o.kind == transport.OpFrame:
@@ -137,7 +122,7 @@ func (t *tx) publish(end uint64) (err error) {
 				return nil
 			}
 			whole, err = t.stage(o)
-		case t.sent == t.ready:
+		case t.Sent == t.ready:
 			return nil
 		default:
 			whole, err = t.told(recWritten, o)
@@ -146,11 +131,11 @@ func (t *tx) publish(end uint64) (err error) {
 			return err
 		}
 		if whole {
-			if t.sent == t.ready {
+			if t.Sent == t.ready {
 				t.ready++
+				t.cur = cursor{}
 			}
-			t.sent++
-			t.cur = cursor{}
+			t.Sent++
 		}
 	}
 	if !t.queued() {
@@ -233,26 +218,4 @@ func (c *cursor) next(src []mem.Span, limit uint64) mem.Span {
 	c.off += n
 	c.done += n
 	return s
-}
-
-// complete takes the oldest operation off the queue if it has ended: all have
-// when the Conn is down.
-func (t *tx) complete(down bool) (user uint64, sent, ok bool) {
-	if t.done == t.sent && !(down && t.done != t.end) {
-		return 0, false, false
-	}
-	o := &t.ops[t.done%txDepth]
-	o.src = nil
-	if sent = t.done != t.sent; !sent {
-		t.sent++
-	}
-	t.done++
-	return o.user, sent, true
-}
-
-// trim frees the buffer for large frames if it is idle.
-func (t *tx) trim() {
-	if !t.queued() && cap(t.held) > txHeld {
-		t.held = nil
-	}
 }

@@ -2,42 +2,40 @@ package cudaipc
 
 import (
 	"fmt"
-	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // A Conn is one of inner, for GPU memory too. f.mu guards all.
 type Conn struct {
-	f      *Fabric
-	inner  transport.Conn
-	self   transport.Conn   // c, or what shows the user that it lends
-	lender transport.Lender // inner, if it is one
-	over   error            // why nothing can be posted any more, and what EvDown is to say
-	since  time.Time        // when over was set
-	down   bool             // EvDown was given, or will not come
-	listed bool             // in f.busy
-	asks   atomic.Int64     // when to ask whether the peer lives, nanoseconds; 0: over is not set
-	silent atomic.Bool      // it does not, or that cannot be seen: see quiet
-	late   atomic.Bool      // the end of its copies has been waited for in vain since: see settle
+	f                  *Fabric
+	link.OverConn[job]           // a job says what an operation of inner's belongs to
+	over               error     // why nothing can be posted any more, and what EvDown is to say
+	since              time.Time // when over was set
+	down               bool      // EvDown was given, or will not come
+	closed             bool      // by its user
+	left               bool      // inner's has given its EvClosed
+	listed             bool      // in f.busy
+	asks               time.Time // when to ask whether the peer lives, if over is set
+	silent             bool      // it does not, or that cannot be seen: see quiet
+	waits              bool      // calls of the driver for it are made aside, and it keeps what it has
 
-	jobs    []job    // what inner's operations are, by their User; 0: of nobody
-	spare   []uint64 // of jobs
-	open    int      // operations that inner has not ended
-	scratch [2]transport.Op
 	head    []byte // a frame with its head, for inner.Post
 	trailer []byte // a frame of ours, right behind the operation that is or was posted
 	marks   bool   // we have written to GPU memory of the peer: see send
 
-	// Operations that a GPU has to do with, and what waits for them: items[first:last], of
-	// which those from next on have not, or not wholly, been started.
-	items             []item
-	first, next, last uint32
-	queued            int // bytes of frames there
-	lane              lane
+	// Operations that a GPU has to do with, and what waits for them: items[first:last]. Those from
+	// next on have not, or not wholly, been started. Nothing of those
+	// before passed is left to hand to inner.
+	items                     []item
+	first, passed, next, last uint32
+	queued                    int // bytes of frames there
+	lane                      lane
 
 	// Writing by mapping.
 	asked  time.Time // when the first write waited for the introductions
@@ -53,67 +51,45 @@ type Conn struct {
 	staged string // why a write has not gone by mapping, or could not
 
 	// What comes.
-	marked    bool            // the peer marks
-	loan      transport.Event // of the peer, which is still to say behind what it comes
-	partial   []byte          // the beginning of a frame
-	beginning bool            // partial is one
-	landed    uint64          // number of the newest copy from a shadow that the peer has asked for
-	held      [2]queue        // what waits, and what passes
+	marked  bool            // the peer marks
+	loan    transport.Event // of the peer, which is still to say behind what it comes
+	partial []byte          // the beginning of a frame; nil: none has come
+	landed  uint64          // number of the newest copy from a shadow that the peer has asked for
+	held    [2]queue        // what waits, and what passes
 }
 
-// Hello is inner's, and so is Remote.
-func (c *Conn) Hello() []byte  { return c.inner.Hello() }
-func (c *Conn) Remote() string { return c.inner.Remote() }
-
-// Via says how GPU memory travels once it has, and how host memory does before.
-func (c *Conn) Via() string {
+// Peer implements transport.Conn. Via is how GPU memory travels once it has, and how host memory
+// does before. Why says also why GPU memory is staged where peers share this host.
+func (c *Conn) Peer() transport.Peer {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
+	p := c.Conn.Peer()
 	if c.mapped || c.theirs != nil && c.theirs.done.Load() > 0 {
-		return "cudaipc"
+		p.Via = "cudaipc"
 	}
-	via, _ := transport.Via(c.inner, c.f.Name())
-	return via
+	if c.staged != "" {
+		p.Why = strings.TrimPrefix(p.Why+"; cudaipc: "+c.staged, "; ")
+	}
+	return p
 }
 
-// Why is inner's, and why GPU memory is staged where peers share this host.
-func (c *Conn) Why() string {
-	c.f.mu.Lock()
-	defer c.f.mu.Unlock()
-	_, why := transport.Via(c.inner, c.f.Name())
-	switch {
-	case c.staged == "":
-		return why
-	case why == "":
-		return "cudaipc: " + c.staged
-	}
-	return why + "; cudaipc: " + c.staged
-}
-
-// Unsent implements transport.Unsender.
+// Unsent implements transport.Conn.
 func (c *Conn) Unsent() bool {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
-	u, ok := c.inner.(transport.Unsender)
-	return c.next != c.last || c.lane.queued() || len(c.trailer) > 0 || ok && u.Unsent()
-}
-
-// lendingConn is a Conn over one that lends host memory.
-type lendingConn struct{ *Conn }
-
-// Lends implements transport.Lender.
-func (c lendingConn) Lends(s mem.Span) bool {
-	c.f.mu.Lock()
-	defer c.f.mu.Unlock()
-	return c.over == nil && c.lender.Lends(s)
+	return c.passed != c.last || len(c.trailer) > 0 || c.Conn.Unsent()
 }
 
 // Post implements transport.Conn.
 func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
-	if c.over != nil {
+	switch {
+	case c.over != nil:
 		return 0, c.over
+	case c.f.inside:
+		c.f.refused = true
+		return 0, nil
 	}
 	for n < len(ops) {
 		taken, bad := c.post(&ops[n])
@@ -130,6 +106,14 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 		c.f.rouse()
 	}
 	return n, err
+}
+
+// rouse wakes a sleeper, who has not heard of what there is to do now.
+func (f *Fabric) rouse() {
+	if f.slept {
+		f.slept = false
+		f.Wake(pollEvery)
+	}
 }
 
 func (c *Conn) post(op *transport.Op) (taken bool, err error) {
@@ -149,9 +133,9 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 	case gpu && op.Kind != transport.OpWrite:
 		return false, fmt.Errorf("cudaipc: post: an operation of kind %d has memory on %v: only writes may have GPU memory", op.Kind, op.Dev)
 	case !waits && (!gpu || n == 0):
-		return c.write(op, n, n > 0 && ofGPU(op.Key), job{kind: jobUser, user: op.User})
+		return c.write(op, n, job{user: op.User})
 	}
-	return c.queue(op, n)
+	return c.queue(op, n), nil
 }
 
 // done tells how an operation of the user's ended.
@@ -159,7 +143,7 @@ func (c *Conn) done(user uint64, err error) {
 	if err != nil && c.over != nil {
 		err = c.over
 	}
-	c.f.told = append(c.f.told, transport.Event{Kind: transport.EvDone, User: user, Conn: c.self, Err: err})
+	c.f.told = append(c.f.told, transport.Event{Kind: transport.EvDone, User: user, Conn: c, Err: err})
 }
 
 // Copies of a peer may still arrive when its Conn has ended, and wait behind a kernel
@@ -175,29 +159,29 @@ func (c *Conn) writing() bool {
 	return c.theirs != nil && c.theirs.done.Load() < c.theirs.begun.Load() && !c.quiet()
 }
 
-// quiet says whether c has ended, and with it all that the peer had begun; also for
-// who does not hold f.mu.
+// quiet says whether c has ended, and with it all that the peer had begun.
 func (c *Conn) quiet() bool {
-	at, now := c.asks.Load(), time.Now().UnixNano()
-	if at == 0 || now < at || c.silent.Load() || !c.asks.CompareAndSwap(at, now+int64(deadEvery)) {
-		return c.silent.Load()
+	if now := time.Now(); c.over != nil && !c.silent && now.After(c.asks) {
+		c.asks = now.Add(deadEvery)
+		dead := c.Conn.Peer().Dead
+		c.silent = dead == nil || dead()
 	}
-	dead, known := false, false
-	if m, ok := c.inner.(transport.Mortal); ok {
-		dead, known = m.Dead()
-	}
-	if dead || !known {
-		c.silent.Store(true)
-	}
-	return c.silent.Load()
+	return c.silent
 }
-
-// copying says whether copies of ours are under way.
-func (c *Conn) copying() bool { return c.lane.working() }
 
 // due says whether a Poll has to look at c.
 func (c *Conn) due() bool {
-	return c.over != nil || c.first != c.last || c.lane.queued() || len(c.trailer) > 0 || c.holds() || c.unanswered()
+	return c.over != nil && !c.down || c.closed || c.first != c.last || len(c.trailer) > 0 || c.holds() || c.unanswered()
+}
+
+// aside is Fabric.aside for c, which starts nothing before then has been called.
+func (c *Conn) aside(calls, then func()) {
+	c.waits = true
+	c.f.aside(calls, func() {
+		c.waits = false
+		then()
+		c.wake()
+	})
 }
 
 // wake makes Polls look at c.
@@ -212,9 +196,12 @@ func (c *Conn) wake() {
 func (c *Conn) end(err error) {
 	if c.over == nil {
 		c.over, c.since = err, time.Now()
-		c.asks.Store(c.since.Add(lastWrites).UnixNano())
+		c.asks = c.since.Add(lastWrites)
 		c.trailer = nil
-		drop(&c.loan)
+		link.Drop(&c.loan)
+		if s := c.lane.seg; s != nil {
+			s.over.Store(1)
+		}
 	}
 	c.wake()
 }
@@ -223,42 +210,42 @@ func (c *Conn) end(err error) {
 // order: it is asked for a key that nobody has.
 func (c *Conn) fail(err error) {
 	if c.over == nil {
-		c.end(fmt.Errorf("cudaipc: %s: %w", c.Remote(), err))
+		c.end(fmt.Errorf("cudaipc: %s: %w", c.Conn.Peer().Remote, err))
 		c.giveUp()
 		c.signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: ^uint64(0)}})
-		_ = c.inner.Close()
+		c.Conn.Close()
 	}
 }
 
-// stop ends a Conn for its own user.
+// stop ends a Conn for its own user, once.
 func (c *Conn) stop() {
-	c.end(transport.ErrClosed)
-	c.giveUp()
-	c.down = true
+	if !c.closed {
+		c.end(transport.ErrClosed)
+		c.giveUp()
+		c.down, c.closed = true, true
+	}
 }
 
 // Close implements transport.Conn.
-func (c *Conn) Close() error {
+func (c *Conn) Close() {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
 	c.stop()
-	return c.inner.Close()
+	c.Conn.Close()
+	c.f.rouse()
 }
 
 // ended says whether EvDown is due.
-func (c *Conn) ended() bool {
-	return c.over != nil && !c.down && c.open == 0 && c.first == c.last && !c.holds()
-}
+func (c *Conn) ended() bool { return c.over != nil && !c.down && !c.holds() }
 
-// through says whether c has ended and nothing of ours is left to do for it.
+// through says whether c is closed and nothing of ours is left to do for it.
 func (c *Conn) through() bool {
-	return c.down && c.open == 0 && c.first == c.last && !c.copying()
+	return c.closed && c.Open == 0 && c.first == c.last && !c.lane.working()
 }
 
-// gone says whether nothing more comes of c.
+// gone says whether EvClosed is due, but for completions that are still to be given.
 func (c *Conn) gone() bool {
-	return c.through() && c.f.at == c.f.got && !c.writing() &&
-		!slices.ContainsFunc(c.f.told, func(e transport.Event) bool { return e.Conn == c.self })
+	return c.through() && c.left && !c.writing() && !c.waits && c.f.in.reached(c.landed)
 }
 
 // release gives back what c holds. Its copies are over.

@@ -1,14 +1,14 @@
 package cudaipc
 
 import (
-	"crypto/rand"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/transport"
 	"fserver/engine/transport/cma"
-	"fserver/engine/transport/cudaipc/fakegpu"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/transport/transporttest"
 )
@@ -49,7 +49,7 @@ func bed(tb testing.TB, g *fakegpu.GPU, under below, share, apart bool, onGPU bo
 				return nil, err
 			}
 			if apart {
-				rand.Read(f.secret[:])
+				f.own = new(sync.Map)
 			}
 			return f, nil
 		},
@@ -132,7 +132,7 @@ func TestContractEvents(t *testing.T) {
 				}
 				f, err := Wrap(in, Options{Device: g, Share: share, Events: true})
 				if err == nil {
-					rand.Read(f.secret[:])
+					f.own = new(sync.Map)
 				}
 				return f, err
 			}

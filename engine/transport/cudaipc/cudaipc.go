@@ -26,14 +26,14 @@
 // inner as it is, so peers without GPU memory need not be wrapped (message.go).
 //
 // A node without a GPU has a Fabric without a Device. It wraps only the Conns to nodes with
-// one, to tell them what to lift, and hands out inner's Conns for all others (bare.go).
+// one, to tell them what to lift, and hands out inner's Conns for all others.
 //
 // # Memory
 //
 // A Key of GPU memory carries what a peer needs to map it: the name of the
 // allocation, which is mapped once for each Conn and told from a later one at the
 // same address by its buffer id. A peer looks into the owner's table of keys before
-// it enqueues a copy, and says first that it is about to: so Deregister either
+// it enqueues a copy, and says first that it is about to: so the owner either
 // sees the copy, and waits for its number, or the peer sees that the key is gone.
 // Mappings without a living key are closed.
 //
@@ -43,130 +43,88 @@ package cudaipc
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"fserver/cshim/cuda"
+	"fserver/engine/gpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
-
-// A Device is the GPU as this package uses it; *cuda.Device is one. No method waits for
-// what the GPU has to do but those that give memory back; see Later.
-type Device interface {
-	Ordinal() int
-	UUID() cuda.UUID
-	NewStream() (cuda.Stream, error)
-	FreeStream(cuda.Stream) error
-	Idle(cuda.Stream) (bool, error)
-	NewEvent() (cuda.Event, error)
-	FreeEvent(cuda.Event) error
-	Record(cuda.Event, cuda.Stream) error
-	Passed(cuda.Event) (bool, error)
-	Enqueue(s cuda.Stream, e cuda.Event, copies []cuda.Copy, flag, value uint64) error
-	Alloc(n uint64) (uint64, error)
-	Free(address uint64) error
-	Pin(address, n uint64) (uint64, error)
-	Unpin(address uint64) error
-	Describe(address uint64) (cuda.Memory, error)
-	ExportIPC(base uint64) (cuda.IPCHandle, error)
-	ImportIPC(cuda.IPCHandle) (uint64, error)
-	CloseIPC(base uint64) error
-	Reach(cuda.UUID) error
-	ExportFD(address uint64) (int, error)
-	MapFDs(fds []int32, lens []uint64) (uint64, error)
-	UnmapFDs(base uint64, lens []uint64) error
-}
 
 // Options say what to wrap with.
 type Options struct {
-	Device Device // nil: this node has no GPU
+	Device gpu.Device // nil: this node has no GPU
 	// HasGPU says by its hello whether a peer may have GPU memory. It is for a Fabric
 	// without a Device; the others treat all peers alike.
 	HasGPU func(hello []byte) bool
-	// Share says that the peers are processes of this host, so that GPU memory
-	// can be mapped. Conns of inner are Lenders then.
+	// Share has GPU memory mapped where it can be. Only if inner lends, so that peers are
+	// processes of this host.
 	Share bool
 	// Events has the CPU ask events how far copies to and from its own memory are,
 	// instead of having the streams say so in host memory.
 	Events bool
 	// Later is that of the Device, for all who share it; nil: nobody does.
-	Later *Later
+	Later *gpu.Later
 }
 
-// secret is this process's: with it a Fabric knows the keys of all Fabrics here,
-// whose memory it cannot map and need not. Nobody else can make one.
-var secret = func() (p [16]byte) {
-	rand.Read(p[:]) // never fails
-	return p
-}()
-
-// A Fabric is another one, for GPU memory too. It is a Sleeper.
+// A Fabric is another one, for GPU memory too.
 type Fabric struct {
-	inner  transport.Fabric
-	sleep  transport.Sleeper
-	dev    Device
-	events *byEvents // dev, or nil
+	link.Over
+	dev    gpu.Device
 	o      Options
-	secret [16]byte
-	id     uint64 // random; names this Fabric to peers
-	spaces spaces // of this process
-	epoll  int
-	timer  int
+	own    *sync.Map // registered; tests play several processes
+	id     uint64    // random; names this Fabric to peers
+	spaces spaces    // of this process
 
-	// mu guards the rest. It is held during Posts and Polls of inner, and calls
-	// of the device, which do not wait.
-	mu      sync.Mutex
-	closed  bool
-	ended   error
-	conns   map[transport.Conn]*Conn // by inner's
-	busy    []*Conn                  // that a Poll has to look at; see due
-	told    []transport.Event        // completions, to be given first
-	ev      [64]transport.Event      // of inner
-	at, got int                      // ev[at:got] is not given yet
-	regions map[uint64]*region       // GPU memory, by the IDs of its keys
-	free    []uint32                 // slots of the table
-	used    uint32                   // slots that were ever used
-	table   *mem.Shared
-	in      landing
-	scan    time.Time // of the last tick
-	polls   uint64
-	slept   bool // FD was asked for, and no Poll since
+	// mu guards the rest. It is held during Posts and Polls of inner, and during no call of the
+	// device; see outside.
+	mu       sync.Mutex
+	inside   bool     // somebody calls the device in place, and is to have f.mu again
+	refused  bool     // a Post came meanwhile, and no Poll since
+	asides   int      // goroutines that call it, and what is in prepared
+	prepared []func() // what is to be done when they have
+	panicked error    // one of them has
+	marks    []mark
+	spare    []cuda.Event // for marks
+	closed   bool
+	ended    error
+	conns    map[transport.Conn]*Conn // by inner's
+	busy     []*Conn                  // that a Poll has to look at; see due
+	told     []transport.Event        // completions, to be given first
+	ev       [64]transport.Event      // of inner
+	regions  map[uint64]*region       // GPU memory, by the IDs of its keys
+	ending   map[uint64]*region       // whose keys are gone, but not what had begun before
+	free     []uint32                 // slots of the table
+	used     uint32                   // slots that were ever used
+	table    *mem.Shared
+	in       landing
+	scan     time.Time // of the last tick
+	polls    uint64
+	slept    bool // Arm was called, and no Poll since
 
 	tracked atomic.Int32 // without a Device: Conns that are wrapped, and Connects under way
 }
 
-// Wrap puts a Fabric over inner, which is a Sleeper, and is closed by the
-// Fabric's Close. With an error, inner is still the caller's.
+// Wrap puts a Fabric over inner, which the Fabric's Close closes. With an error, inner is
+// still the caller's.
 func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
-	s, ok := inner.(transport.Sleeper)
-	if !ok {
-		return nil, fmt.Errorf("cudaipc: transport %s has no descriptor to wait on", inner.Name())
-	}
 	if o.Later == nil {
-		o.Later = new(Later)
+		o.Later = new(gpu.Later)
 	}
 	f := &Fabric{
-		inner: inner, sleep: s, dev: o.Device, o: o, secret: secret, spaces: ownSpaces(), epoll: -1, timer: -1,
-		conns: map[transport.Conn]*Conn{}, regions: map[uint64]*region{},
+		Over: link.Over{Fabric: inner}, dev: o.Device, o: o, own: &registered, spaces: ownSpaces(),
+		conns: map[transport.Conn]*Conn{}, regions: map[uint64]*region{}, ending: map[uint64]*region{},
 	}
 	if o.Device == nil {
 		return f, nil
 	}
-	if o.Events {
-		f.events = &byEvents{Device: o.Device}
-		f.dev = f.events
-	}
-	var b [8]byte
-	rand.Read(b[:])
-	f.id = binary.LittleEndian.Uint64(b[:])
+	f.id = rand.Uint64()
 	if err := f.open(); err != nil {
 		f.release()
 		return nil, fmt.Errorf("cudaipc: %w", err)
@@ -175,16 +133,8 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 }
 
 func (f *Fabric) open() (err error) {
-	if f.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+	if err = f.Over.Open(); err != nil {
 		return err
-	}
-	if f.timer, err = unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_CLOEXEC|unix.TFD_NONBLOCK); err != nil {
-		return err
-	}
-	for _, fd := range []int{f.sleep.FD(), f.timer} {
-		if err = unix.EpollCtl(f.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN}); err != nil {
-			return err
-		}
 	}
 	if f.table, err = mem.NewNamed("fserver-cudaipc", tableSize); err != nil {
 		return err
@@ -195,72 +145,34 @@ func (f *Fabric) open() (err error) {
 // release gives back what open acquired.
 func (f *Fabric) release() {
 	f.in.close(f)
-	if f.events != nil {
-		f.events.close()
+	for _, e := range f.spare {
+		f.o.Later.Do(gpu.Rest, 0, func() { _ = f.dev.FreeEvent(e) })
 	}
-	for _, fd := range []int{f.epoll, f.timer} {
-		if fd >= 0 {
-			unix.Close(fd)
-		}
-	}
-	f.epoll, f.timer = -1, -1
+	f.Shut()
 	if f.table != nil {
 		_ = mem.FreeShared(f.table.ID())
 		f.table = nil
 	}
 }
 
-// pin is Pin. Where memory is short, what is put off is there for who tries again.
-func (f *Fabric) pin(address, n uint64) (uint64, error) {
-	seen, err := f.dev.Pin(address, n)
-	if cuda.Is(err, cuda.OutOfMemory) {
-		f.o.Later.Force(Host)
-	}
-	return seen, err
-}
-
-// unpin gives back memory that is pinned, and to whom it belongs, later. The caller holds
-// f.mu.
-func (f *Fabric) unpin(r mem.Region, free func()) {
-	if f.events != nil {
-		f.events.forget(uint64(r.Addr))
-	}
-	f.o.Later.Do(Host, r.Len, func() {
-		_ = f.o.Device.Unpin(uint64(r.Addr))
-		free()
-	})
-}
-
-// unpinMapped is unpin for what mem.Map gave.
-func (f *Fabric) unpinMapped(r mem.Region) {
-	f.unpin(r, func() { _ = mem.Unmap(r) })
-}
-
-// Name is inner's, and so are the addresses.
-func (f *Fabric) Name() string                     { return f.inner.Name() }
-func (f *Fabric) Addr() transport.Addr             { return f.inner.Addr() }
-func (f *Fabric) Reaches(peer transport.Addr) bool { return f.inner.Reaches(peer) }
-
-// Beyond implements transport.Explainer, if inner does.
-func (f *Fabric) Beyond(peer transport.Addr) string { return transport.Beyond(f.inner, peer) }
-
 // Connect implements transport.Fabric.
 func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
 	f.tracked.Add(1) // before an event of the new Conn can come
 	defer f.tracked.Add(-1)
-	in, err := f.inner.Connect(ctx, peer)
+	in, err := f.Fabric.Connect(ctx, peer)
 	if err != nil {
 		return nil, err
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.closed {
-		return nil, errors.Join(transport.ErrClosed, in.Close())
-	}
 	if !f.wraps(in) {
 		return in, nil
 	}
-	return f.conn(in).self, nil
+	if f.closed && f.conns[in] == nil {
+		in.Close()
+		return nil, transport.ErrClosed
+	}
+	return f.conn(in), nil
 }
 
 // conn is the Conn over one of inner, whose events may come before Connect
@@ -268,11 +180,7 @@ func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Co
 func (f *Fabric) conn(in transport.Conn) *Conn {
 	c := f.conns[in]
 	if c == nil {
-		c = &Conn{f: f, inner: in, jobs: make([]job, 1)}
-		c.self = c
-		if c.lender, _ = in.(transport.Lender); c.lender != nil {
-			c.self = lendingConn{c}
-		}
+		c = &Conn{f: f, OverConn: link.OverConn[job]{Conn: in}}
 		f.conns[in] = c
 		f.tracked.Add(1)
 	}
@@ -282,75 +190,55 @@ func (f *Fabric) conn(in transport.Conn) *Conn {
 // forget drops a Conn that has no more events to give.
 func (f *Fabric) forget(c *Conn) {
 	c.release()
-	delete(f.conns, c.inner)
+	delete(f.conns, c.Conn)
 	f.tracked.Add(-1)
 }
 
-// Bind implements transport.Binder, if inner does.
+// Bind implements transport.Fabric.
 func (f *Fabric) Bind(k transport.Key, conn transport.Conn) error {
 	f.mu.Lock()
-	c := wrapped(conn)
-	if c != nil {
-		conn = c.inner
-	}
-	if r := f.regions[k.ID]; r != nil && c != nil {
-		r.only = c
+	if c, ok := conn.(*Conn); ok { // else it is inner's
+		if r := f.regions[k.ID]; r != nil {
+			r.only = c
+		}
+		conn = c.Conn
 	}
 	f.mu.Unlock()
-	if b, ok := f.inner.(transport.Binder); ok {
-		return b.Bind(k, conn) // it knows a Conn that is not its own
-	}
-	return nil
+	return f.Fabric.Bind(k, conn)
 }
-
-// wrapped returns the Conn behind one that a Fabric gave out; nil if that is inner's.
-func wrapped(conn transport.Conn) *Conn {
-	switch v := conn.(type) {
-	case *Conn:
-		return v
-	case lendingConn:
-		return v.Conn
-	}
-	return nil
-}
-
-// settleLimit bounds how long Deregister and Close wait for copies that are under
-// way. The wire needs microseconds; a copy may wait behind a kernel though.
-const settleLimit = 5 * time.Second
 
 // Close implements transport.Fabric.
 func (f *Fabric) Close() error {
-	err := f.inner.Close()
+	err := errors.Join(f.Fabric.Close(), f.end())
+	f.o.Later.Wait(settleLimit)
+	return err
+}
+
+// end waits for what is under way, and gives back what f holds.
+func (f *Fabric) end() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed {
-		return errors.Join(err, f.ended)
+		return f.ended
 	}
 	f.closed = true
 	for _, c := range f.conns {
 		c.stop()
 	}
 	for _, r := range f.regions { // who has not begun to write there will not
-		tableIn(f.table.Region())[r.slot].Store(0)
+		f.slot(r).Store(0)
 	}
-	for end := time.Now().Add(settleLimit); ; {
-		f.look()
-		f.tick()
-		left := f.in.waiting()
-		for _, c := range f.conns {
-			c.advance()
-			left = left || c.first != c.last || c.copying() || c.writing() // a copy may have ended since advance looked
-		}
-		if !left {
+	// Nobody may poll.
+	for limit := time.Now().Add(settleLimit); ; f.mu.Lock() {
+		if f.drive(true); f.idles() {
 			break
 		}
-		if time.Now().After(end) {
+		if time.Now().After(limit) {
 			f.ended = fmt.Errorf("cudaipc: close: copies on %v have not finished within %v (a kernel before them does not end), so their memory stays pinned", f.name(), settleLimit)
-			return errors.Join(err, f.ended)
+			return f.ended
 		}
 		f.mu.Unlock()
 		time.Sleep(20 * time.Microsecond)
-		f.mu.Lock()
 	}
 	for _, c := range f.conns {
 		c.release()
@@ -360,8 +248,21 @@ func (f *Fabric) Close() error {
 	}
 	clear(f.regions)
 	f.release()
-	f.o.Later.Wait(settleLimit)
-	return err
+	return nil
+}
+
+// idles reports whether nothing is under way that the end of f has to wait for.
+func (f *Fabric) idles() bool {
+	if f.inside || f.in.waiting() || f.asides > 0 || len(f.ending) > 0 {
+		return false
+	}
+	for _, c := range f.conns {
+		c.advance()
+		if c.first != c.last || c.lane.working() || c.writing() { // a copy may have ended since advance looked
+			return false
+		}
+	}
+	return true
 }
 
 // name is the GPU; the CPU if there is none.

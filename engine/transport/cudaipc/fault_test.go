@@ -14,15 +14,16 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/gpu"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
-	"fserver/engine/transport/cudaipc/fakegpu"
 	"fserver/engine/transport/transporttest"
 )
 
 // slow is a Device whose driver takes its time.
 type slow struct {
-	Device
+	gpu.Device
 	in, out chan struct{}
 }
 
@@ -41,8 +42,8 @@ func TestPollBesidePost(t *testing.T) {
 	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 
-	d := slow{a.f.o.Device, make(chan struct{}), make(chan struct{})}
-	a.f.o.Device = d
+	d := slow{a.f.dev, make(chan struct{}), make(chan struct{})}
+	a.f.dev = d
 	posted := make(chan error)
 	go func() {
 		_, err := a.try(write(k, src, transport.Point{}))
@@ -55,10 +56,10 @@ func TestPollBesidePost(t *testing.T) {
 	require.Zero(t, n)
 	close(d.out)
 	require.NoError(t, <-posted)
-	a.f.o.Device = d.Device
+	a.f.dev = d.Device
 	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
 	holds(t, g, dst, 5)
-	require.NoError(t, b.f.Deregister(k))
+	b.free(t, k)
 }
 
 // TestDeviceFails: the Conn ends with the reason, and at the peer not in good order.
@@ -73,7 +74,7 @@ func TestDeviceFails(t *testing.T) {
 		until(t, a, b, func() bool { return a.down != nil && b.down != nil })
 		require.ErrorContains(t, a.down, "injected failure")
 		require.NotErrorIs(t, b.down, io.EOF)
-		require.Len(t, a.done, 1)
+		until(t, a, b, func() bool { return len(a.done) == 1 })
 		require.Error(t, a.done[0])
 		if !share {
 			holds(t, g, dst, 1)
@@ -94,7 +95,7 @@ func TestDeviceFailsToLand(t *testing.T) {
 	until(t, a, b, func() bool { return b.f.in.next == 1 })
 	g.Fail("Idle", 1)
 	b.f.scan = time.Time{}
-	b.f.FD() // looks at the device
+	b.f.Arm() // looks at the device
 	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
 	require.ErrorContains(t, b.down, "injected failure")
 	require.NotErrorIs(t, a.down, io.EOF)
@@ -118,9 +119,9 @@ func TestDeviceRefusesToLand(t *testing.T) {
 	g.Fail("Enqueue", 1)
 	a.post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
 	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
-	require.EqualError(t, b.down, "cudaipc: "+b.c.Remote()+": copy 3 bytes to gpu 0: Enqueue: cuda: injected failure")
+	require.EqualError(t, b.down, "cudaipc: "+b.c.Peer().Remote+": copy 3 bytes to gpu 0: Enqueue: cuda: injected failure")
 	require.NotErrorIs(t, a.down, io.EOF)
-	require.NoError(t, b.f.Deregister(k)) // waits for the copy, which was enqueued
+	b.free(t, k) // waits for the copy, which was enqueued
 	runtime.KeepAlive(src)
 }
 
@@ -148,19 +149,18 @@ func TestOutOfMemory(t *testing.T) {
 		{func() { limit(0) }, new(unix.Errno), "too many open files (each takes a descriptor: ulimit -n)"},
 	} {
 		c.fail()
-		n, err := a.c.Post(write(k, src, transport.Point{}))
-		limit(files.Cur)
-		require.ErrorContains(t, err, c.says)
-		if c.as != nil {
-			require.ErrorAs(t, err, c.as)
-		}
-		require.Zero(t, n)
+		a.post(t, write(k, src, transport.Point{}))
 		until(t, a, b, func() bool { return a.down != nil && b.down != nil })
-		require.Equal(t, err, a.down)
+		limit(files.Cur)
+		require.ErrorContains(t, a.down, c.says)
+		if c.as != nil {
+			require.ErrorAs(t, a.down, c.as)
+		}
+		require.Equal(t, []error{a.down}, a.done)
 		require.NotErrorIs(t, b.down, io.EOF)
-		_, again := a.c.Post(write(k, src, transport.Point{}))
-		require.Equal(t, err, again)
-		a.down, b.down, b.c = nil, nil, nil
+		_, err := a.c.Post(write(k, src, transport.Point{}))
+		require.Equal(t, a.down, err)
+		a.done, a.down, b.down, b.c = nil, nil, nil, nil
 		a.c, err = a.f.Connect(context.Background(), b.f.Addr())
 		require.NoError(t, err)
 		until(t, a, b, func() bool { return b.c != nil })
@@ -169,11 +169,12 @@ func TestOutOfMemory(t *testing.T) {
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	holds(t, g, dst, 5)
 
-	l := new(lane)
 	g.Fail("Pin", 1)
-	require.ErrorContains(t, l.provide(a.f), remedy)
-	require.NoError(t, l.provide(a.f))
-	l.close(a.f)
+	_, err := a.f.mapPinned(4096)
+	require.ErrorContains(t, err, remedy)
+	p, err := a.f.mapPinned(4096)
+	require.NoError(t, err)
+	a.f.unmapPinned(p.Region)
 	require.ErrorContains(t, scarce(unix.ENOMEM), "container")
 	require.Equal(t, io.EOF, scarce(io.EOF))
 }
@@ -181,7 +182,6 @@ func TestOutOfMemory(t *testing.T) {
 // counting is a Fabric that counts its keys.
 type counting struct {
 	transport.Fabric
-	transport.Sleeper
 	keys int
 }
 
@@ -190,9 +190,9 @@ func (c *counting) Register(r mem.Region) (transport.Key, error) {
 	return c.Fabric.Register(r)
 }
 
-func (c *counting) Deregister(k transport.Key) error {
+func (c *counting) Deregister(k transport.Key) {
 	c.keys--
-	return c.Fabric.Deregister(k)
+	c.Fabric.Deregister(k)
 }
 
 // TestNothingPinned: wherever there is no pinned memory, who needs it says so and what to
@@ -205,7 +205,7 @@ func TestNothingPinned(t *testing.T) {
 		in, err := overTCP(transporttest.Options{Listen: true, Gate: transporttest.Gate{Hello: "a"}})
 		require.NoError(t, err)
 		g.Fail("Pin", 1)
-		counts := &counting{Fabric: in, Sleeper: in.(transport.Sleeper)}
+		counts := &counting{Fabric: in}
 		_, err = Wrap(counts, Options{Device: g})
 		require.ErrorContains(t, err, remedy)
 		require.Zero(t, counts.keys)
@@ -226,7 +226,7 @@ func TestNothingPinned(t *testing.T) {
 			until(t, a, b, func() bool { return len(b.writes) == i+1 && len(a.done) == i+1 })
 			holds(t, g, to, 5)
 			require.Equal(t, i == 0, b.f.regions[k.ID].pinned)
-			require.NoError(t, b.f.Deregister(k))
+			b.free(t, k)
 		}
 	})
 	for name, share := range map[string]bool{"to stage": false, "to be written to": true} {
@@ -235,9 +235,12 @@ func TestNothingPinned(t *testing.T) {
 			a, b := pairOf(t, g, overCMA, share)
 			src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
 			k := b.key(t, dst)
+			c := a.below()
 			a.f.mu.Lock()
-			require.NoError(t, a.f.conns[a.c.(lendingConn).inner].equip())
+			c.equip()
 			a.f.mu.Unlock()
+			until(t, a, b, func() bool { return !c.waits })
+			require.NotNil(t, c.lane.seg)
 			g.Fail("Pin", 1)
 			a.post(t, write(k, src, transport.Point{}))
 			until(t, a, b, func() bool { return a.down != nil && b.down != nil && len(a.done) == 1 })
@@ -281,7 +284,8 @@ func TestBetweenPieces(t *testing.T) {
 		require.Equal(t, map[uint64]uint64{k.ID: dst.Len, hostKey.ID: hostDst.Len}[w.Key], w.Len)
 	}
 	holds(t, g, dst, 5)
-	require.NoError(t, errors.Join(b.f.Deregister(hostKey), mem.Unmap(host), mem.Unmap(hostDst)))
+	b.free(t, hostKey)
+	require.NoError(t, errors.Join(mem.Unmap(host), mem.Unmap(hostDst)))
 }
 
 // TestHeldBack: nothing is read before the stream has passed the point, host memory
@@ -330,13 +334,12 @@ func TestHeldBack(t *testing.T) {
 func TestDeregisterBesideOthers(t *testing.T) {
 	g := fakegpu.New()
 	a, b, dst, k, s, open := underWay(t, g)
-	require.NoError(t, b.f.Deregister(b.key(t, onGPU(t, g, 4096, 1))))
+	b.free(t, b.key(t, onGPU(t, g, 4096, 1)))
 	require.Zero(t, s.done.Load())
 
 	s.keys[2] = k.ID
 	s.begun.Store(2)
-	w, ok := b.f.conns[b.c.(lendingConn).inner].writer()
-	require.True(t, ok)
+	w := writer{b.below(), 2}
 	s.begun.Store(1)
 	require.False(t, w.over(k.ID))
 	open()
@@ -346,7 +349,7 @@ func TestDeregisterBesideOthers(t *testing.T) {
 	w.begun = math.MaxUint64
 	require.False(t, w.over(k.ID))
 	s.begun.Store(1)
-	require.NoError(t, errors.Join(w.view.Drop(), b.f.Deregister(k)))
+	b.free(t, k)
 	holds(t, g, dst, 5)
 }
 
@@ -365,22 +368,23 @@ func TestFailsHalfWay(t *testing.T) {
 			g.Fail("Enqueue", 1)
 			a.post(t, write(k, src, point))
 			until(t, a, b, func() bool { return b.down != nil })
-			gone := make(chan error, 1)
-			go func() { gone <- b.f.Deregister(k) }()
+			b.f.Deregister(k)
 			time.Sleep(2 * lastWrites)
+			b.poll(t)
+			b.poll(t)
 			a.f.scan = time.Time{}
-			a.f.FD() // looks at the device
+			a.f.Arm() // looks at the device
 			a.poll(t)
 			require.Len(t, a.done, 1)
-			require.Equal(t, share, len(gone) == 0)
+			require.Equal(t, share, len(b.freed) == 0)
 			open()
 			until(t, a, b, func() bool {
 				a.f.scan = time.Time{}
-				a.f.FD()
+				a.f.Arm()
 				return len(a.done) == 2 && a.down != nil
 			})
 			require.ErrorContains(t, a.done[1], "injected failure")
-			require.NoError(t, <-gone)
+			until(t, a, b, func() bool { return len(b.freed) == 1 })
 			if share {
 				holds(t, g, dst, 5)
 			}
@@ -391,7 +395,11 @@ func TestFailsHalfWay(t *testing.T) {
 // ghost is a Conn of a process that has ended.
 type ghost struct{ transport.Conn }
 
-func (ghost) Dead() (dead, known bool) { return true, true }
+func (g ghost) Peer() transport.Peer {
+	p := g.Conn.Peer()
+	p.Dead = func() bool { return true }
+	return p
+}
 
 // TestDeregisterBehindAConn: a copy of a peer that lives is waited for when their Conn
 // has ended too, and that of one that has died is not.
@@ -400,22 +408,23 @@ func TestDeregisterBehindAConn(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			g := fakegpu.New()
 			_, b, dst, k, s, open := underWay(t, g)
-			if c := b.f.conns[b.c.(lendingConn).inner]; dead {
-				c.inner = ghost{c.inner}
+			if c := b.below(); dead {
+				c.Conn = ghost{c.Conn}
 			}
-			require.NoError(t, b.c.Close())
-			gone := make(chan error, 1)
-			go func() { gone <- b.f.Deregister(k) }()
+			b.c.Close()
+			b.f.Deregister(k)
 			if dead {
-				require.NoError(t, <-gone)
+				until(t, b, b, func() bool { return len(b.freed) == 1 })
 				require.Zero(t, s.done.Load())
 				open()
 				return
 			}
-			time.Sleep(3 * lastWrites)
-			require.Empty(t, gone)
+			for end := time.Now().Add(3 * lastWrites); time.Now().Before(end); {
+				b.poll(t)
+			}
+			require.Empty(t, b.freed)
 			open()
-			require.NoError(t, <-gone)
+			until(t, b, b, func() bool { return len(b.freed) == 1 })
 			holds(t, g, dst, 5)
 		})
 	}
@@ -428,20 +437,24 @@ func TestDeregisterBehindADevice(t *testing.T) {
 	a, b, _, k, _, open := underWay(t, g)
 	g.Fail("Idle", 1)
 	a.f.scan = time.Time{}
-	a.f.FD() // looks at the device
-	for end := time.Now().Add(settleLimit); len(b.f.conns) > 0 && time.Now().Before(end); {
+	a.f.Arm()
+	a.poll(t) // looks at the device
+	for end := time.Now().Add(settleLimit); b.down == nil && time.Now().Before(end); {
 		b.poll(t)
 	}
 	require.Error(t, b.down)
+	b.c.Close()
+	for end := time.Now().Add(settleLimit); len(b.f.conns) > 0 && time.Now().Before(end); {
+		b.poll(t)
+	}
 	require.Empty(t, b.f.conns)
-	require.NoError(t, b.f.Deregister(k))
+	b.free(t, k)
 	open() // the fake goes on after all
 }
 
-// TestStuckPeer: copies that do not end, of a peer that lives, hold up who ends the keys
-// behind their Conn once, and wake a sleeper now and then.
+// TestStuckPeer: copies that do not end, of a peer that lives, hold up the end of the keys and of their
+// Conn, and wake a sleeper now and then.
 func TestStuckPeer(t *testing.T) {
-	twice(t)
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 3*4096, 1)
@@ -451,30 +464,29 @@ func TestStuckPeer(t *testing.T) {
 		keys = append(keys, b.key(t, mem.Region{Addr: dst.Addr + i*4096, Len: 4096, Dev: dst.Dev}))
 		a.post(t, write(keys[i], src, point))
 	}
-	s := a.f.conns[a.c.(lendingConn).inner].lane.seg
+	s := a.segment(t, b)
 	until(t, a, b, func() bool { return s.begun.Load() == 3 })
-	require.NoError(t, b.c.Close())
+	b.c.Close()
+	for _, k := range keys {
+		b.f.Deregister(k)
+	}
 	b.poll(t)
 
 	wakes := 0
 	for end := time.Now().Add(500 * time.Millisecond); time.Now().Before(end); wakes++ {
-		_, err := unix.Poll([]unix.PollFd{{Fd: int32(b.f.FD()), Events: unix.POLLIN}}, 1000)
-		require.True(t, err == nil || errors.Is(err, unix.EINTR))
+		_, err := transporttest.Woken(time.Second, b.f)
+		require.NoError(t, err)
 		b.poll(t)
 	}
 	require.LessOrEqual(t, wakes, 100)
 
-	began := time.Now()
-	for _, k := range keys {
-		require.ErrorContains(t, b.f.Deregister(k), "a copy to this memory has not finished within 5s")
-	}
-	require.Less(t, time.Since(began), 2*settleLimit)
+	require.Empty(t, b.freed)
 	require.Len(t, b.f.conns, 1)
 	open()
-	until(t, a, b, func() bool { return len(b.f.conns) == 0 })
+	until(t, a, b, func() bool { return len(b.f.conns) == 0 && len(b.freed) == len(keys) })
 }
 
-// TestDeregisterBesideClose: who waits for a copy to the GPU does not look at memory that
+// TestDeregisterBesideClose: who looks for the end of a copy to the GPU does not look at memory that
 // Close has given back.
 func TestDeregisterBesideClose(t *testing.T) {
 	g := fakegpu.New()
@@ -484,16 +496,15 @@ func TestDeregisterBesideClose(t *testing.T) {
 	k := b.key(t, dst)
 	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return b.f.in.next == 1 })
-	gone := make(chan error)
-	go func() { gone <- b.f.Deregister(k) }()
+	gone := make(chan struct{})
+	go func() { defer close(gone); b.f.Deregister(k) }()
 	require.NoError(t, b.f.Close())
-	<-gone // an error if Close was first
+	<-gone
 }
 
 // late is a Fabric whose Connect returns when its user has closed it.
 type late struct {
 	transport.Fabric
-	transport.Sleeper
 	close func() error
 }
 
@@ -506,7 +517,7 @@ func (l late) Connect(ctx context.Context, to transport.Addr) (transport.Conn, e
 func TestConnectBesideClose(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overTCP, false)
-	a.f.inner = late{a.f.inner, a.f.sleep, a.f.Close}
+	a.f.Fabric = late{a.f.Fabric, a.f.Close}
 	_, err := a.f.Connect(context.Background(), b.f.Addr())
 	require.ErrorIs(t, err, transport.ErrClosed)
 	require.Len(t, a.f.conns, 1)
@@ -526,26 +537,28 @@ func TestLiftLater(t *testing.T) {
 	k := b.key(t, dst)
 	src := bytes.Repeat([]byte{5}, 4096)
 	fd := []unix.PollFd{{Fd: int32(b.f.FD()), Events: unix.POLLIN}}
-	for n := 1; n > 0; b.f.FD() { // what else there was to tell
+	for n := 1; n > 0; { // what else there was to tell
 		b.poll(t)
-		n, _ = unix.Poll(fd, 10)
+		which, err := transporttest.Woken(10*time.Millisecond, b.f)
+		require.NoError(t, err)
+		n = len(which)
 	}
-	c := a.f.conns[a.c.(*Conn).inner]
-	c.inner = narrow{c.inner}
+	c := a.below()
+	c.Conn = narrow{c.Conn}
 	n, err := a.c.Post([]transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}})
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
-	require.True(t, a.c.(transport.Unsender).Unsent())
+	require.True(t, a.c.Unsent())
 	for end := time.Now().Add(20 * time.Second); len(a.done) < 1 || c.listed; a.poll(t) {
 		require.True(t, time.Now().Before(end))
 	}
-	require.False(t, a.c.(transport.Unsender).Unsent())
+	require.False(t, a.c.Unsent())
 	n, err = unix.Poll(fd, 20_000)
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
 	until(t, a, b, func() bool { return b.f.in.next == 1 && !b.f.in.waiting() })
 	holds(t, g, dst, 5)
-	c.inner = c.inner.(narrow).Conn
+	c.Conn = c.Conn.(narrow).Conn
 	runtime.KeepAlive(src)
 }
 
@@ -587,7 +600,7 @@ func TestAllocatesNothing(t *testing.T) {
 		for range 1000 {
 			round()
 		}
-		require.Equal(t, share, a.c.(transport.Teller).Via() == "cudaipc")
+		require.Equal(t, share, a.c.Peer().Via == "cudaipc")
 		require.Zero(t, testing.AllocsPerRun(1000, round), "mapped: %v", share)
 	}
 }

@@ -3,10 +3,12 @@ package cudaipc
 import (
 	"errors"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/gpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/transporttest"
@@ -40,8 +42,7 @@ func warmUp(tb testing.TB, d *cuda.Device) {
 	a, err := d.Alloc(4096)
 	require.NoError(tb, err)
 	require.NoError(tb, d.Enqueue(s, 0, []cuda.Copy{{To: a, From: seen, Len: 2048}}, seen, 1))
-	require.NoError(tb, d.Synchronize(s))
-	require.Equal(tb, uint64(1), wordIn(r).Load())
+	require.Eventually(tb, func() bool { return wordIn(r).Load() == 1 }, 10*time.Second, time.Millisecond)
 	require.NoError(tb, errors.Join(d.Free(a), d.Unpin(uint64(r.Addr)), mem.Unmap(r), d.FreeStream(s)))
 }
 
@@ -109,4 +110,4 @@ func TestGPUContractTCP(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed { return realBed(tb, overTCP, false) })
 }
 
-var _ Device = (*cuda.Device)(nil)
+var _ gpu.Device = (*cuda.Device)(nil)

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // The limits of what one queue holds. A peer that sends more loses its Conn. A peer that runs
@@ -74,7 +75,7 @@ func (q *queue) pop(poll uint64) transport.Event {
 // before it have been given. An event that passes waits for no mapped write, and for none of
 // the events that do not pass. It does wait for the copies from shadows: some are of host
 // memory, and a copy waits for no stream of an application.
-func (c *Conn) arrive(e *transport.Event, number uint64, passes bool, p *poll) error {
+func (c *Conn) arrive(e *transport.Event, number uint64, passes bool, p *link.Found) error {
 	q := &c.held[0]
 	if passes {
 		q = &c.held[1]
@@ -84,13 +85,13 @@ func (c *Conn) arrive(e *transport.Event, number uint64, passes bool, p *poll) e
 		landed = 0
 	}
 	if q.n == 0 && landed == 0 && c.reached(number) {
-		p.put(*e)
+		p.Put(*e)
 		return nil
 	}
 	c.wake()
 	err := q.push(e, number, landed, c.f.polls)
 	if err != nil {
-		drop(e)
+		link.Drop(e)
 	}
 	return err
 }
@@ -105,10 +106,10 @@ func (c *Conn) holds() bool { return c.held[0].n+c.held[1].n != 0 }
 
 // give gives the events whose turn has come, as far as p has room. When the Conn has ended,
 // mapped writes may still land: give waits for them for lastWrites, and then drops all events.
-func (c *Conn) give(p *poll) {
+func (c *Conn) give(p *link.Found) {
 	for i := range c.held {
 		q := &c.held[i]
-		for q.n > 0 && p.room() {
+		for q.n > 0 && p.Room() {
 			h := q.at(0)
 			if !c.f.in.reached(h.landed) {
 				break
@@ -119,7 +120,7 @@ func (c *Conn) give(p *poll) {
 				}
 				break
 			}
-			p.put(q.pop(c.f.polls))
+			p.Put(q.pop(c.f.polls))
 		}
 	}
 }
@@ -129,8 +130,8 @@ func (c *Conn) giveUp() {
 	for i := range c.held {
 		for q := &c.held[i]; q.n > 0; {
 			e := q.pop(c.f.polls)
-			drop(&e)
+			link.Drop(&e)
 		}
 	}
-	drop(&c.loan)
+	link.Drop(&c.loan)
 }

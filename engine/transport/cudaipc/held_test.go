@@ -14,9 +14,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
-	"fserver/engine/transport/cudaipc/fakegpu"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -63,12 +63,11 @@ func TestPasses(t *testing.T) {
 				require.NoError(t, fakegpu.Memory{G: g}.Store(dst.Span(), make([]byte, 4096)))
 			}
 			point, open := heldUp(t, g, a.f)
-			lender, lends := a.c.(transport.Lender)
 			shared, err := mem.NewShared(4096)
 			require.NoError(t, err)
 			t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
 			loan := transport.Op{Kind: transport.OpLend, Src: []mem.Span{shared.Region().Span()}}
-			lends = lends && lender.Lends(loan.Src[0])
+			lends := a.c.Lends(loan.Src[0])
 			post := func(number uint32, passes bool) {
 				a.post(t, []transport.Op{text(fmt.Sprintf("%v %d", passes, number), passes)})
 				if lends {
@@ -180,9 +179,9 @@ func TestHeldAtTheEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			g := fakegpu.New()
 			a, b, dst, _, _, open := underWay(t, g)
-			until(t, a, b, func() bool { return wrapped(b.c).holds() })
-			require.NoError(t, a.c.Close())
-			until(t, a, b, func() bool { return wrapped(b.c).over != nil })
+			until(t, a, b, func() bool { return b.below().holds() })
+			a.c.Close()
+			until(t, a, b, func() bool { return b.below().over != nil })
 			require.NoError(t, b.down)
 			if come {
 				open()
@@ -289,7 +288,7 @@ func TestNodeWithoutGPU(t *testing.T) {
 			if c.from == "gpu" {
 				cpu, gpu = gpu, cpu
 			}
-			require.NotNil(t, wrapped(cpu.c))
+			require.NotNil(t, cpu.below())
 			there, from := onGPU(t, g, 3<<20, 1), onGPU(t, g, 3<<20, 6)
 			src, err := mem.Map(3 << 20)
 			require.NoError(t, err)
@@ -315,10 +314,11 @@ func TestNodeWithoutGPU(t *testing.T) {
 			}
 			_, err = cpu.c.Post(write(to, src, transport.Point{Dev: mem.GPU(0), Event: 1}))
 			require.ErrorContains(t, err, "this node uses")
-			require.NoError(t, errors.Join(gpu.f.Deregister(to), cpu.f.Deregister(back)))
-			require.NoError(t, gpu.c.Close())
+			gpu.free(t, to)
+			cpu.free(t, back)
+			gpu.c.Close()
 			until(t, cpu, gpu, func() bool { return cpu.down != nil })
-			require.NoError(t, cpu.c.Close())
+			cpu.c.Close()
 			until(t, cpu, gpu, func() bool { return cpu.f.tracked.Load() == 0 && len(gpu.f.conns) == 0 })
 			require.NoError(t, errors.Join(mem.Unmap(src), mem.Unmap(here)))
 		})
@@ -328,8 +328,8 @@ func TestNodeWithoutGPU(t *testing.T) {
 // TestNobodyHasAGPU: the Conns are those of the Fabric below.
 func TestNobodyHasAGPU(t *testing.T) {
 	a, b := mixed(t, fakegpu.New(), overTCP, "cpu", "cpu")
-	require.Nil(t, wrapped(a.c))
-	require.Nil(t, wrapped(b.c))
+	require.Nil(t, a.below())
+	require.Nil(t, b.below())
 	host, err := mem.Map(4096)
 	require.NoError(t, err)
 	k := b.key(t, host)
@@ -351,7 +351,7 @@ func TestNobodyHasAGPU(t *testing.T) {
 	old := b.c
 	b.c = nil
 	connect(t, c, b)
-	require.NotNil(t, wrapped(b.c))
+	require.NotNil(t, b.below())
 	dst := onGPU(t, g, 4096, 1)
 	b.post(t, write(c.key(t, dst), host, transport.Point{}))
 	until(t, c, b, func() bool { return len(c.writes) == 1 })
@@ -373,7 +373,7 @@ func TestPointOfALoan(t *testing.T) {
 	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
 	point, open := heldUp(t, g, a.f)
 	loan := transport.Op{Kind: transport.OpLend, Loan: 3, Src: []mem.Span{shared.Region().Span()}, After: point}
-	require.True(t, a.c.(transport.Lender).Lends(loan.Src[0]))
+	require.True(t, a.c.Lends(loan.Src[0]))
 	a.post(t, []transport.Op{loan, text("behind", false), text("passes", true)})
 	until(t, a, b, func() bool { return len(b.frames) == 1 })
 	polls(t, a, b)

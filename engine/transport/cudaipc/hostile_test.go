@@ -3,19 +3,20 @@ package cudaipc
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
 	"encoding/binary"
 	"io"
 	"math"
 	"runtime"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
-	"fserver/engine/transport/cudaipc/fakegpu"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -43,7 +44,7 @@ func newDen(t *testing.T, under below, share bool) *den {
 	d.key = d.victim.key(t, middle)
 	d.host = d.victim.key(t, d.hostMemory)
 	d.stale = d.victim.key(t, middle)
-	require.NoError(t, d.victim.f.Deregister(d.stale))
+	d.victim.f.Deregister(d.stale)
 	d.goods = d.victim.key(t, middle)
 	require.NoError(t, d.victim.f.Bind(d.goods, d.goodAt))
 	t.Cleanup(func() { require.NoError(t, mem.Unmap(d.hostMemory)) })
@@ -57,7 +58,7 @@ func (d *den) join(t *testing.T, under below, share bool) *side {
 	require.NoError(t, err)
 	f, err := Wrap(in, Options{Device: d.g, Share: share})
 	require.NoError(t, err)
-	rand.Read(f.secret[:])
+	f.own = new(sync.Map)
 	evil := &side{f: f}
 	d.victim.c, d.victim.down = nil, nil
 	evil.c, err = f.Connect(context.Background(), d.victim.f.Addr())
@@ -88,13 +89,16 @@ func (d *den) unharmed(t *testing.T, evil *side, name, text string) {
 	require.NoError(t, evil.f.Close())
 }
 
-// below is the Conn under one end.
-func (s *side) below() *Conn { return wrapped(s.c) }
+// below is the Conn of one end; nil if the Fabric does not wrap it.
+func (s *side) below() *Conn {
+	c, _ := s.c.(*Conn)
+	return c
+}
 
 // raw posts operations of the Fabric below.
 func (s *side) raw(t *testing.T, ops ...transport.Op) {
 	t.Helper()
-	n, err := s.below().inner.Post(ops)
+	n, err := s.below().Conn.Post(ops)
 	require.NoError(t, err)
 	require.Len(t, ops, n)
 }
@@ -206,7 +210,7 @@ func TestHostileMessages(t *testing.T) {
 				evil := d.join(t, under, share)
 				for _, b := range c.frames {
 					until(t, evil, d.victim, func() bool {
-						n, err := evil.below().inner.Post([]transport.Op{message(b)})
+						n, err := evil.below().Conn.Post([]transport.Op{message(b)})
 						return n == 1 || err != nil
 					})
 				}
@@ -233,7 +237,7 @@ func TestHostileLoans(t *testing.T) {
 		{"introduces itself inside a loan", "introduced itself", []transport.Op{liftOf(d.key, 0, 8), loan, meets}},
 	} {
 		evil := d.join(t, overCMA, true)
-		require.True(t, evil.below().lender.Lends(loan.Src[0]))
+		require.True(t, evil.below().Conn.Lends(loan.Src[0]))
 		evil.raw(t, c.ops...)
 		// The lift itself is good: it copies the shadow, which is empty.
 		until(t, evil, d.victim, func() bool { return d.victim.down != nil && !d.victim.f.in.waiting() })
@@ -251,7 +255,7 @@ func TestHostilePeerMapped(t *testing.T) {
 		src := onGPU(t, d.g, d.size, 1)
 		evil.post(t, write(d.key, src, transport.Point{}))
 		until(t, evil, d.victim, func() bool { return len(d.victim.writes) == 1 && len(evil.done) == 1 })
-		require.Equal(t, "cudaipc", evil.below().Via())
+		require.Equal(t, "cudaipc", evil.below().Peer().Via)
 		d.victim.writes = nil
 		return evil, evil.below().lane.seg
 	}
@@ -264,9 +268,9 @@ func TestHostilePeerMapped(t *testing.T) {
 	s.begun.Store(math.MaxUint64)
 	late := []transport.Op{message(appendHead(nil, kindFrame, 1<<40))}
 	until(t, evil, d.victim, func() bool {
-		n, err := evil.below().inner.Post(late)
+		n, err := evil.below().Conn.Post(late)
 		for n == 1 && err == nil {
-			n, err = evil.below().inner.Post(late)
+			n, err = evil.below().Conn.Post(late)
 		}
 		return d.victim.down != nil
 	})
@@ -279,8 +283,8 @@ func TestHostilePeerMapped(t *testing.T) {
 	for range 100 {
 		d.victim.poll(t)
 	}
-	require.True(t, wrapped(d.victim.c).holds())
-	require.NoError(t, evil.c.Close())
+	require.True(t, d.victim.below().holds())
+	evil.c.Close()
 	s.begun.Store(1)
 	until(t, evil, d.victim, func() bool { return d.victim.down != nil })
 	require.ErrorIs(t, d.victim.down, io.EOF)
@@ -295,7 +299,7 @@ func TestBrokenIntroduction(t *testing.T) {
 		evil := d.join(t, overCMA, true)
 		shared, err := mem.NewNamed("fserver-cudaipc", size)
 		require.NoError(t, err)
-		require.True(t, evil.below().lender.Lends(shared.Region().Span()))
+		require.True(t, evil.below().Conn.Lends(shared.Region().Span()))
 		loan := transport.Op{Kind: transport.OpLend, Src: []mem.Span{shared.Region().Span()}}
 		evil.raw(t, message(meeting), loan, loan)
 		d.unharmed(t, evil, "", "lent a table of")
@@ -323,6 +327,8 @@ func TestPlainFrames(t *testing.T) {
 				until(t, a, b, func() bool { n, _ := a.try([]transport.Op{op}); return n == 1 })
 				until(t, a, b, func() bool { return len(b.frames) == 1 })
 				require.True(t, f == b.frames[0], "a frame of %d bytes", len(f))
+				until(t, a, b, func() bool { return i == 0 || len(b.writes) == 1 })
+				b.writes = nil
 			}
 		}
 	}
@@ -340,14 +346,14 @@ func FuzzMessage(f *testing.F) {
 	f.Add(liftOf(transport.Key{ID: 1}, 0, 8).Frame, []byte{escape})
 	f.Fuzz(func(t *testing.T, one, two []byte) {
 		c := &Conn{f: &Fabric{regions: map[uint64]*region{}}}
-		p := poll{ev: make([]transport.Event, 2)}
+		p := link.Found{Events: make([]transport.Event, 2)}
 		for i, b := range [][]byte{one, two} {
 			if c.message(b, &p) != nil {
 				return
 			}
-			require.LessOrEqual(t, p.n, i+1)
+			require.LessOrEqual(t, p.N, i+1)
 		}
-		for _, e := range p.ev[:p.n] {
+		for _, e := range p.Events[:p.N] {
 			require.Equal(t, transport.EvFrame, e.Kind)
 			require.LessOrEqual(t, len(e.Data), transport.MaxFrame)
 			require.True(t, bytes.HasSuffix(one, e.Data) || bytes.HasSuffix(two, e.Data) || len(e.Data) == len(one)+len(two)-2*headLen)

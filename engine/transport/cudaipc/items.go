@@ -10,26 +10,21 @@ import (
 
 // A job says what an operation of inner belongs to.
 type job struct {
-	kind uint8
-	user uint64 // jobUser
-	item uint32 // jobPiece
-	buf  int8   // jobPiece: the piece's buffer
-	last bool   // jobPiece: the last one of the item
+	user  uint64 // an operation of the user's own
+	ours  bool   // or one of ours
+	piece *item  // or a piece of this one
+	buf   uint8  // the piece's buffer
 }
-
-const (
-	jobUser  = iota + 1 // an operation of the user's own
-	jobPiece            // a piece of a write
-)
 
 // An item is an operation that involves a GPU, or a frame or loan that waits for one.
 type item struct {
 	op     transport.Op
 	n      uint64 // bytes
 	way    uint8
-	number uint64 // wayMapped: of the write; wayBehind: of the last one before
+	number uint64 // wayMapped: of the write; wayBehind: of the last one before; wayStaged: of the first copy
 	sent   uint64 // wayStaged: bytes whose copy has been started
-	lift   bool   // wayHeld, wayStaged: the target is GPU memory
+	passed uint64 // wayStaged: bytes that inner has, or had
+	open   int    // wayStaged: pieces that inner has
 	err    error
 	over   bool   // it has been told
 	frame  []byte // the bytes of op.Frame; the buffer is used again
@@ -52,25 +47,25 @@ func (c *Conn) order(op *transport.Op) (taken bool, err error) {
 	if op.Passes {
 		return c.send(op, 0)
 	}
-	if c.next != c.last {
+	if c.passed != c.last {
 		c.advance()
 	}
 	switch {
 	case c.over != nil:
 		return false, c.over
-	case c.next == c.last && !c.lane.queued():
+	case c.passed == c.last:
 		return c.send(op, c.ahead())
 	case len(op.Frame) > transport.MaxFrame:
 		return false, fmt.Errorf("cudaipc: post: frame of %d bytes: at most %d", len(op.Frame), transport.MaxFrame)
 	case c.queued > 0 && c.queued+len(op.Frame) > queueMost:
 		return false, nil
 	}
-	return c.queue(op, 0)
+	return c.queue(op, 0), nil
 }
 
 // ahead returns the number of the newest mapped write, or 0 if all have ended.
 func (c *Conn) ahead() uint64 {
-	if s := c.seg(); s != nil {
+	if s := c.lane.seg; s != nil {
 		if n := s.begun.Load(); s.done.Load() < n {
 			return n
 		}
@@ -79,44 +74,39 @@ func (c *Conn) ahead() uint64 {
 }
 
 // queue appends an item for an operation; n is the bytes of a write.
-func (c *Conn) queue(op *transport.Op, n uint64) (taken bool, err error) {
+func (c *Conn) queue(op *transport.Op, n uint64) (taken bool) {
 	if c.last-c.first == depth {
-		return false, nil
+		return false
 	}
 	if c.items == nil {
-		if err := c.equip(); err != nil {
-			c.fail(err)
-			return false, c.over
-		}
+		c.equip()
 	}
 	it := &c.items[c.last%depth]
 	*it = item{op: *op, n: n, frame: append(it.frame, op.Frame...)}
 	it.op.Frame = it.frame
 	c.queued += len(it.frame)
 	c.last++
-	return true, nil
+	return true
 }
 
 // finish takes the end of an operation of inner.
 func (c *Conn) finish(at uint64, err error) {
-	if at == 0 {
-		return
-	}
-	j := c.jobs[at]
-	c.spare = append(c.spare, at)
-	if j.kind == jobUser {
+	j, known := c.Whose(at)
+	switch it := j.piece; {
+	case !known || j.ours:
+	case it == nil:
 		c.done(j.user, err)
-		return
+	default:
+		c.lane.buffers |= 1 << j.buf
+		it.open--
+		if it.err == nil {
+			it.err = err
+		}
+		if it.open == 0 && it.passed == it.n {
+			c.complete(it, it.err)
+		}
+		c.wake()
 	}
-	c.lane.buffers |= 1 << j.buf
-	it := &c.items[j.item%depth]
-	if it.err == nil {
-		it.err = err
-	}
-	if j.last {
-		c.complete(it, it.err)
-	}
-	c.wake()
 }
 
 // complete ends an item.
@@ -143,37 +133,38 @@ func (c *Conn) advance() {
 		c.next++
 	}
 	c.forward()
-	done := c.seg().done.Load()
 	for i := c.first; i != c.last; i++ {
 		it := &c.items[i%depth]
 		switch {
 		case it.over:
-		case it.way == wayMapped && it.number != 0:
-			if it.number <= done {
+		case it.way == wayMapped:
+			if it.number <= c.lane.seg.done.Load() {
 				c.complete(it, nil)
 			} else if c.lane.broken {
 				c.complete(it, c.over)
 			}
-		case c.over != nil && !c.lane.uses(i):
+		case c.over != nil && it.passed == it.sent:
 			c.complete(it, c.over)
 		}
 	}
 	for c.first != c.last && c.items[c.first%depth].over {
 		c.first++
 	}
-	if int32(c.next-c.first) < 0 { // it ended before it was started
-		c.next = c.first
+	for _, at := range [...]*uint32{&c.next, &c.passed} {
+		if int32(*at-c.first) < 0 { // it ended before it was started
+			*at = c.first
+		}
 	}
 }
 
 // start starts an item, or goes on with it; true when nothing is left to start.
 func (c *Conn) start(it *item) bool {
-	if it.way == wayNone && !c.decide(it) {
+	if c.waits || it.way == wayNone && !c.decide(it) {
 		return false
 	}
 	switch it.way {
 	case wayHeld:
-		passed, err := c.f.dev.Passed(cuda.Event(it.op.After.Event))
+		passed, err := c.f.passed(cuda.Event(it.op.After.Event))
 		switch {
 		case err != nil:
 			c.fail(err)
@@ -181,17 +172,13 @@ func (c *Conn) start(it *item) bool {
 		case !passed:
 			return false
 		case it.op.Kind == transport.OpWrite:
-			taken, err := c.write(&it.op, it.n, it.lift, job{kind: jobUser, user: it.op.User})
+			taken, err := c.write(&it.op, it.n, job{user: it.op.User})
 			return c.took(it, taken, err)
 		}
 		it.way = wayBehind
 		fallthrough
 	case wayBehind:
 		it.number = c.ahead()
-		if !c.lane.queued() {
-			return c.dispatch(it)
-		}
-		c.lane.pending = append(c.lane.pending, piece{item: c.next, number: c.lane.staged})
 		return true
 	case wayMapped:
 		return true
@@ -222,24 +209,13 @@ func (c *Conn) decide(it *item) bool {
 		it.way = wayBehind
 		return true
 	case it.op.Dev == mem.CPU || it.n == 0:
-		it.way, it.lift = wayHeld, it.n > 0 && ofGPU(it.op.Key)
+		it.way = wayHeld
 		return true
 	}
 	var r remote
-	if it.lift = r.decode(it.op.Key); !it.lift {
-		it.way = wayStaged
-		return true
+	it.way = wayStaged
+	if r.decode(it.op.Key) {
+		it.way = c.mapInto(it, &r)
 	}
-	switch c.mapInto(it, &r) {
-	case tryAgain:
-		return false
-	case tryDone:
-		it.way = wayMapped
-	default:
-		it.way = wayStaged
-	}
-	return c.over == nil
+	return it.way != wayNone && c.over == nil
 }
-
-// seg is our segment; there is one when there are items.
-func (c *Conn) seg() *segment { return c.lane.seg }

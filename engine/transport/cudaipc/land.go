@@ -4,66 +4,50 @@ import (
 	"fmt"
 
 	"fserver/cshim/cuda"
-	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
 
-// landing brings what has arrived in shadows to the GPU, on a stream of its own.
-// Nothing there waits for work of the application's, so it is never held up.
+// landing brings what has arrived in shadows to the GPU, on a stream of its own, in the order
+// of arrival. Nothing there waits for work of the application's, so it is never held up.
 type landing struct {
 	stream cuda.Stream
-	open_  bool
-	page   mem.Region
-	flag   uint64 // the page's address for the GPU
-	word   counter
+	page   pinned
+	word   word
+	queue  []lift // of copies that have not been enqueued
+	begun  uint64 // number of the newest that has
 	next   uint64 // number of the newest copy
 	copies [1]cuda.Copy
-	broken error // the device does nothing any more
+	broken error // the device does nothing any more, or it is closed
 }
 
-// counter is a word that the GPU stores numbers to, which grow.
-type counter interface{ Load() uint64 }
+// A lift is a copy of n bytes at off from the shadow of a region, which the peer of c has written.
+type lift struct {
+	c      *Conn
+	r      *region
+	off, n uint64
+}
 
 func (l *landing) open(f *Fabric) (err error) {
-	if l.page, err = mem.Map(4096); err != nil {
-		return scarce(err)
-	}
-	l.word = wordIn(l.page)
-	if l.flag, err = f.pin(uint64(l.page.Addr), l.page.Len); err != nil {
-		_ = mem.Unmap(l.page)
-		l.page = mem.Region{}
-		return scarce(err)
-	}
-	if l.stream, err = f.dev.NewStream(); err != nil {
+	if l.page, err = f.mapPinned(4096); err != nil {
 		return err
 	}
-	l.open_ = true
-	return nil
+	l.word = wordAt(l.page, 0)
+	l.stream, err = f.dev.NewStream()
+	return err
 }
 
 func (l *landing) close(f *Fabric) {
-	if l.open_ {
-		_ = f.dev.FreeStream(l.stream)
-		l.open_ = false
-	}
-	if l.page.Len != 0 {
-		f.unpinMapped(l.page)
-		l.page = mem.Region{}
-		l.word = zero{}
-	}
+	f.freeStream(l.stream)
+	f.unmapPinned(l.page.Region)
+	*l = landing{broken: transport.ErrClosed}
 }
 
-// zero is the counter of a landing that is closed: all has ended.
-type zero struct{}
-
-func (zero) Load() uint64 { return ^uint64(0) }
-
 // waiting says whether copies are under way.
-func (l *landing) waiting() bool { return l.word != nil && !l.reached(l.next) }
+func (l *landing) waiting() bool { return !l.reached(l.next) }
 
 // reached says whether a copy is over, or as good as that; 0 is none.
 func (l *landing) reached(number uint64) bool {
-	return number == 0 || l.broken != nil || l.word.Load() >= number
+	return number == 0 || l.broken != nil || l.word.here.Load() >= number
 }
 
 // fail ends the Conns whose writes do not reach the GPU any more.
@@ -73,13 +57,13 @@ func (l *landing) fail(f *Fabric, err error) {
 			c.fail(err)
 		}
 	}
-	l.broken = err
+	l.broken, l.queue = err, nil
 }
 
-// lift starts the copy of n bytes at off from the shadow of a region to the GPU: the peer of c
-// has written them.
-func (f *Fabric) lift(c *Conn, k transport.Key, off, n uint64) error {
-	r := f.regions[k.ID]
+// lift begins the copy of n bytes at off from the shadow of a region to the GPU.
+func (c *Conn) lift(k transport.Key, off, n uint64) error {
+	f := c.f
+	l, r := &f.in, f.regions[k.ID]
 	switch {
 	case r == nil: // taken back after the write has passed inner
 		return fmt.Errorf("the peer wrote %d bytes at offset %d of key %d, which is not registered on a GPU, or no longer", n, off, k.ID)
@@ -87,29 +71,53 @@ func (f *Fabric) lift(c *Conn, k transport.Key, off, n uint64) error {
 		return fmt.Errorf("the peer wrote to key %d with a wrong token", k.ID)
 	case r.only != nil && r.only != c:
 		return fmt.Errorf("the peer wrote to key %d, which belongs to another peer", k.ID)
+	case l.broken != nil:
+		return l.broken
+	case len(l.queue) == heldMost:
+		return fmt.Errorf("the peer wrote to key %d while %d copies to %v wait", k.ID, heldMost, f.name())
 	}
 	// The GPU looks at no bounds.
 	if _, err := r.Slice(off, n); err != nil || n == 0 {
 		return fmt.Errorf("the peer wrote %d bytes at offset %d of key %d, which has %d bytes: out of bounds", n, off, k.ID, r.Len)
 	}
-	if r.seen == 0 {
-		// Memory that cannot be pinned can be copied too, by way of the driver's own.
-		seen, err := f.dev.Pin(uint64(r.shadow.Addr), r.shadow.Len)
-		if r.pinned = err == nil; !r.pinned {
-			seen = uint64(r.shadow.Addr)
-		}
-		r.seen = seen
-	}
-	l := &f.in
-	if l.broken != nil {
-		return l.broken
-	}
-	l.copies[0] = cuda.Copy{To: uint64(r.Addr) + off, From: r.seen + off, Len: n}
-	err := f.dev.Enqueue(l.stream, 0, l.copies[:], l.flag, l.next+1)
-	l.next++ // after an error too: the copy may be under way, and tick finds out when it is over
+	l.next++
 	r.copied, c.landed = l.next, l.next
-	if err != nil {
-		return fmt.Errorf("copy %d bytes to %v: %w", n, f.name(), err)
-	}
+	l.queue = append(l.queue, lift{c, r, off, n})
+	f.land()
 	return nil
+}
+
+// land enqueues the copies that wait. The first one of a region has to wait until its shadow
+// is pinned. After an error, tick finds out when the copy is over.
+func (f *Fabric) land() {
+	l := &f.in
+	for len(l.queue) > 0 && l.broken == nil {
+		q := l.queue[0]
+		if q.r.seen == 0 {
+			f.pinShadow(q.r)
+			return
+		}
+		l.queue = l.queue[:copy(l.queue, l.queue[1:])]
+		l.begun++
+		l.copies[0] = cuda.Copy{To: uint64(q.r.Addr) + q.off, From: q.r.seen + q.off, Len: q.n}
+		if err := f.enqueue(l.stream, transport.Point{}, l.copies[:], l.word, l.begun); err != nil {
+			q.c.fail(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.name(), err))
+		}
+	}
+}
+
+// pinShadow pins the shadow of a region. Memory that cannot be pinned can be copied too, by
+// way of the driver's own.
+func (f *Fabric) pinShadow(r *region) {
+	if r.pinning {
+		return
+	}
+	r.pinning = true
+	seen, err := uint64(0), error(nil)
+	f.aside(func() { seen, err = f.dev.Pin(uint64(r.shadow.Addr), r.shadow.Len) }, func() {
+		r.pinning, r.pinned, r.seen = false, err == nil, seen
+		if err != nil {
+			r.seen = uint64(r.shadow.Addr)
+		}
+	})
 }

@@ -4,8 +4,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 
+	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // escape is the first byte of every message of this package; docs/wire.md lists them. A frame
@@ -15,13 +18,14 @@ const escape = 0xff
 // The kinds of messages, and what follows the kind. A number is that of the last mapped write
 // of the Conn that has to land first.
 const (
-	kindFrame        = iota + 1 // a number, a frame of the user's
-	kindFramePass               // 0, a frame of the user's that passes
-	kindMore                    // 0, the beginning of a frame that is too large with its header
-	kindLoan                    // a number: it belongs to the loan just before
-	kindLoanPass                // 0: the loan just before passes
-	kindLift                    // key, token, offset and length of the write just before
-	kindIntroduction            // 0: two loans follow
+	kindPlain        = iota // no message of ours: a frame of the user's as it is
+	kindFrame               // a number, a frame of the user's
+	kindFramePass           // 0, a frame of the user's that passes
+	kindMore                // 0, the beginning of a frame that is too large with its header
+	kindLoan                // a number: it belongs to the loan just before
+	kindLoanPass            // 0: the loan just before passes
+	kindLift                // key, token, offset and length of the write just before
+	kindIntroduction        // 0: two loans follow
 )
 
 const (
@@ -40,11 +44,11 @@ func (c *Conn) send(op *transport.Op, number uint64) (taken bool, err error) {
 	if !c.flush() || op.Kind == transport.OpLend && c.introducing() {
 		return false, nil
 	}
-	j := job{kind: jobUser, user: op.User}
+	j := job{user: op.User}
 	passes := op.Passes && c.marks
 	if op.Kind == transport.OpLend {
 		if c.marks {
-			c.trailer = appendHead(c.trailer, pick(passes, kindLoanPass, kindLoan), number)
+			c.trailer = appendHead(c.trailer, kindOf(kindLoan, passes), number)
 		}
 		return c.pass(op, j)
 	}
@@ -53,7 +57,7 @@ func (c *Conn) send(op *transport.Op, number uint64) (taken bool, err error) {
 	if bare || len(b) > transport.MaxFrame { // that one inner refuses
 		return c.pass(op, j)
 	}
-	kind := pick(passes, kindFramePass, kindFrame)
+	kind := kindOf(kindFrame, passes)
 	if len(b) > transport.MaxFrame-headLen {
 		c.trailer = append(appendHead(c.trailer, kind, number), b[len(b)/2:]...)
 		b, kind, number = b[:len(b)/2], kindMore, 0
@@ -65,11 +69,12 @@ func (c *Conn) send(op *transport.Op, number uint64) (taken bool, err error) {
 	return taken, err
 }
 
-func pick(passes bool, yes, no uint8) uint8 {
+// kindOf returns the kind of a frame or a loan. What passes has the next number.
+func kindOf(kind uint8, passes bool) uint8 {
 	if passes {
-		return yes
+		kind++
 	}
-	return no
+	return kind
 }
 
 // keepMost is the largest buffer for a frame that is kept.
@@ -83,12 +88,13 @@ func trim(b []byte) []byte {
 	return b[:0]
 }
 
-// write hands inner a write of n bytes of host memory. With lift, the peer copies them to its
-// GPU.
-func (c *Conn) write(op *transport.Op, n uint64, lift bool, j job) (taken bool, err error) {
+// write hands inner a write of n bytes of host memory. The peer lifts them if the key is of GPU
+// memory.
+func (c *Conn) write(op *transport.Op, n uint64, j job) (taken bool, err error) {
 	if !c.flush() {
 		return false, nil
 	}
+	lift := n > 0 && ofGPU(op.Key)
 	if lift {
 		b := append(c.trailer, escape, kindLift)
 		for _, v := range [...]uint64{op.Key.ID, op.Key.Token, op.Off, n} {
@@ -104,31 +110,13 @@ func (c *Conn) write(op *transport.Op, n uint64, lift bool, j job) (taken bool, 
 // pass hands inner an operation, and c.trailer right behind it. If inner takes only the
 // operation, the trailer stays, and flush sends it before anything else.
 func (c *Conn) pass(op *transport.Op, j job) (taken bool, err error) {
-	var at uint64
-	if n := len(c.spare); n > 0 {
-		at, c.spare = c.spare[n-1], c.spare[:n-1]
-		c.jobs[at] = j
-	} else {
-		at = uint64(len(c.jobs))
-		c.jobs = append(c.jobs, j)
-	}
-	c.scratch[0] = *op
-	c.scratch[0].User, c.scratch[0].After, c.scratch[0].Dev = at, transport.Point{}, 0
-	ops := c.scratch[:1]
-	if len(c.trailer) > 0 {
-		c.scratch[1] = transport.Op{Kind: transport.OpFrame, Frame: c.trailer}
-		ops = c.scratch[:2]
-	}
-	k, err := c.inner.Post(ops)
-	clear(c.scratch[:])
-	c.open += k
-	if k == 0 {
-		c.spare = append(c.spare, at)
-	}
-	if k == 0 || k == len(ops) {
-		c.trailer = trim(c.trailer)
-	} else {
+	host := *op
+	host.After, host.Dev = transport.Point{}, mem.CPU
+	k, err := c.Pass(&host, j, c.trailer)
+	if k == 1 && len(c.trailer) > 0 {
 		c.wake()
+	} else {
+		c.trailer = trim(c.trailer)
 	}
 	return k > 0, err
 }
@@ -143,31 +131,23 @@ func (c *Conn) flush() bool {
 
 // signal posts an operation whose end nobody waits for; false is back-pressure.
 func (c *Conn) signal(op transport.Op) bool {
-	c.scratch[0] = op
-	k, _ := c.inner.Post(c.scratch[:1])
-	c.scratch[0] = transport.Op{}
-	c.open += k
+	k, _ := c.Pass(&op, job{ours: true}, nil)
 	return k == 1
 }
 
+// lengths are those of the messages of each kind that have one.
+var lengths = [kindIntroduction + 1]int{kindLoan: headLen, kindLoanPass: headLen, kindLift: liftLen, kindIntroduction: headLen}
+
 // parse reads the head of a frame that starts with escape.
 func parse(b []byte) (kind uint8, number uint64, err error) {
-	known := false
 	if len(b) >= headLen {
-		switch kind = b[1]; kind {
-		case kindFrame, kindFramePass, kindMore:
-			known = true
-		case kindLoan, kindLoanPass, kindIntroduction:
-			known = len(b) == headLen
-		case kindLift:
-			known = len(b) == liftLen
-		}
+		kind = b[1]
 	}
-	if !known {
+	if kind == 0 || kind > kindIntroduction || lengths[kind] != 0 && lengths[kind] != len(b) {
 		return 0, 0, fmt.Errorf("the peer sent a message of kind %d and %d bytes, which this version does not know (run the same version of fserver on both sides)", kind, len(b))
 	}
 	if kind != kindLift {
-		number = word(b, 0)
+		number = field(b, 0)
 	}
 	if number > 0 && kind != kindFrame && kind != kindLoan {
 		return 0, 0, fmt.Errorf("the peer sent a message of kind %d with the number %d, want 0", kind, number)
@@ -175,30 +155,29 @@ func parse(b []byte) (kind uint8, number uint64, err error) {
 	return kind, number, nil
 }
 
-// word returns the i-th number behind the kind.
-func word(b []byte, i int) uint64 { return binary.LittleEndian.Uint64(b[2+8*i:]) }
+// field returns the i-th number behind the kind.
+func field(b []byte, i int) uint64 { return binary.LittleEndian.Uint64(b[2+8*i:]) }
 
 // message takes a frame of inner, for which p has room.
-func (c *Conn) message(b []byte, p *poll) error {
-	kind, number := uint8(kindFrame), uint64(0)
+func (c *Conn) message(b []byte, p *link.Found) error {
+	kind, number, body := uint8(kindPlain), uint64(0), b
 	if len(b) > 0 && b[0] == escape {
 		var err error
 		if kind, number, err = parse(b); err != nil {
 			return err
 		}
-	} else if c.beginning {
-		return errBeginning
+		body = b[headLen:]
 	}
 	switch {
-	case c.beginning && kind != kindFrame && kind != kindFramePass:
-		return errBeginning
+	case c.partial != nil && kind != kindFrame && kind != kindFramePass:
+		return errors.New("the peer sent the beginning of a frame, and then not its end")
 	case number > 0 && (c.theirs == nil || number > c.theirs.begun.Load()):
 		return fmt.Errorf("the peer sent a frame that waits for its write %d, which it has not begun", number)
 	}
 	switch kind {
 	case kindLift:
 		c.marked = true
-		return c.f.lift(c, transport.Key{ID: word(b, 0), Token: word(b, 1)}, word(b, 2), word(b, 3))
+		return c.lift(transport.Key{ID: field(b, 0), Token: field(b, 1)}, field(b, 2), field(b, 3))
 	case kindIntroduction:
 		c.marked = true
 		return c.meet()
@@ -209,40 +188,29 @@ func (c *Conn) message(b []byte, p *poll) error {
 		}
 		return c.arrive(&v, number, kind == kindLoanPass, p)
 	case kindMore:
-		c.partial, c.beginning = append(c.partial[:0], b[headLen:]...), true
+		c.partial = slices.Clone(body)
 		return nil
 	}
-	return c.frame(b, number, kind == kindFramePass, p)
+	if c.partial != nil {
+		body, c.partial = append(c.partial, body...), nil
+	}
+	if len(body) > transport.MaxFrame {
+		return fmt.Errorf("the peer sent a frame of %d bytes, want at most %d", len(body), transport.MaxFrame)
+	}
+	return c.arrive(&transport.Event{Kind: transport.EvFrame, Conn: c, Data: body}, number, kind == kindFramePass, p)
 }
-
-// frame takes a frame of the user's, with or without a head.
-func (c *Conn) frame(b []byte, number uint64, passes bool, p *poll) error {
-	if len(b) > 0 && b[0] == escape {
-		b = b[headLen:]
-	}
-	if c.beginning {
-		b = append(c.partial, b...)
-		c.partial, c.beginning = nil, false
-	}
-	if len(b) > transport.MaxFrame {
-		return fmt.Errorf("the peer sent a frame of %d bytes, want at most %d", len(b), transport.MaxFrame)
-	}
-	return c.arrive(&transport.Event{Kind: transport.EvFrame, Conn: c.self, Data: b}, number, passes, p)
-}
-
-var errBeginning = errors.New("the peer sent the beginning of a frame, and then not its end")
 
 // lent takes a loan of inner.
-func (c *Conn) lent(e *transport.Event, p *poll) error {
+func (c *Conn) lent(e *transport.Event, p *link.Found) error {
 	out := *e
-	out.Conn = c.self
+	out.Conn = c
 	switch {
 	case c.expect > 0:
 		return c.greeted(e)
 	case !c.marked:
 		return c.arrive(&out, 0, false, p)
 	case c.loan.View != nil:
-		drop(e)
+		link.Drop(e)
 		return errors.New("the peer lent memory twice, and announced one loan")
 	}
 	c.loan = out // its trailer follows

@@ -1,7 +1,6 @@
 package cudaipc
 
 import (
-	"crypto/hmac"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -12,15 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/gpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
-)
-
-// What came of the wish to write by mapping.
-const (
-	tryNot   = iota // by another way
-	tryAgain        // later
-	tryDone
 )
 
 // answerLimit is how long writes wait for both sides to introduce themselves. They are
@@ -35,17 +28,17 @@ type mapping struct {
 	lens           []uint64
 	used           int // ways that go through it
 	idle           bool
-	chore          *Chore      // that closes it, or nil
+	chore          *gpu.Chore  // that closes it, or nil
 	closed         atomic.Bool // it has
 }
 
 // unmap closes a mapping, later.
 func (f *Fabric) unmap(m *mapping) {
-	m.chore = f.o.Later.Do(Mapping, m.size, func() {
+	m.chore = f.o.Later.Do(gpu.Mapping, m.size, func() {
 		if m.reach == reachIPC {
-			_ = f.o.Device.CloseIPC(m.at)
+			_ = f.dev.CloseIPC(m.at)
 		} else {
-			_ = f.o.Device.UnmapFDs(m.at, m.lens)
+			_ = f.dev.UnmapFDs(m.at, m.lens)
 		}
 		m.closed.Store(true)
 	})
@@ -59,17 +52,20 @@ func (m *mapping) over(r *remote) bool { return m.base < r.base+r.size && r.base
 
 // A way is where a region of the peer's is in our address space.
 type way struct {
-	slot  uint32
+	slot  uint64
 	at    uint64 // 0: it cannot be mapped
 	again bool   // for now: what was at its address is still mapped
 	m     *mapping
 }
 
-// mapInto starts a write by mapping.
-func (c *Conn) mapInto(it *item, r *remote) int {
-	if !c.f.o.Share || r.reach <= reachStaged || c.lender == nil || c.apart {
-		c.unshared(r)
-		return tryNot
+// mapInto starts a write by mapping if it can; it gives the way of the write, or wayNone: not now.
+func (c *Conn) mapInto(it *item, r *remote) (way uint8) {
+	switch {
+	case !c.f.o.Share || c.apart:
+		return wayStaged
+	case r.reach == reachStaged:
+		c.staged = "the driver shares no such memory of the peer's GPU (of a memory pool, for one)"
+		return wayStaged
 	}
 	if c.asked.IsZero() {
 		c.asked = time.Now()
@@ -77,48 +73,42 @@ func (c *Conn) mapInto(it *item, r *remote) int {
 	// Before the peer knows our segment, the end of a key would not wait for us.
 	if !c.introduce() || c.theirs == nil || c.theirs.met.Load() == 0 {
 		if c.introducing() || time.Since(c.asked) < answerLimit {
-			return tryAgain
+			return wayNone
 		}
-		return tryNot
+		return wayStaged
 	}
 	if r.fabric != c.theirs.fabric || it.op.Off > r.n || it.n > r.n-it.op.Off {
-		return tryNot // inner refuses it
+		return wayStaged // inner refuses it
 	}
 	w := c.ways[r.key.ID]
 	if w == nil {
 		w = c.reach(r)
 	}
-	if w == nil || w.at == 0 {
-		return tryNot
+	switch {
+	case c.waits:
+		return wayNone
+	case w == nil || w.at == 0:
+		return wayStaged
 	}
 	l := &c.lane
 	s := l.seg
 	number := s.begun.Load() + 1
 	s.keys[number%depth] = r.key.ID
 	s.begun.Store(number)
-	if c.peers[w.slot].Load() != r.key.ID {
-		s.begun.Store(number - 1) // the key is gone: inner refuses it
-		return tryNot
+	if c.peers[w.slot].Load() != r.key.ID || c.theirs.over.Load() != 0 {
+		s.begun.Store(number - 1) // the key is gone, or the Conn: inner refuses it
+		return wayStaged
 	}
 	it.sent = 0
 	l.gather(it, w.at+it.op.Off, it.n)
-	// It is the GPU that tells the peer, also where our own CPU asks events. After an error,
-	// a part of it may be under way: tick finds out when that is over.
+	// After an error, a part of it may be under way: tick finds out when that is over.
 	it.way, it.number = wayMapped, number
-	err := c.f.o.Device.Enqueue(l.stream, cuda.Event(it.op.After.Event), l.copies, l.flags+uint64(doneAt), number)
-	if err != nil {
+	if err := c.f.enqueue(l.stream, it.op.After, l.copies, l.mapped, number); err != nil {
 		c.fail(fmt.Errorf("write %d bytes into the peer's memory: %w", it.n, err))
-		return tryAgain
+		return wayMapped
 	}
 	c.mapped = true
-	return tryDone
-}
-
-// unshared notes why memory is staged that could be mapped, were it of another kind.
-func (c *Conn) unshared(r *remote) {
-	if r.reach == reachStaged && c.f.o.Share && c.lender != nil && !c.apart {
-		c.staged = "the driver shares no such memory of the peer's GPU (of a memory pool, for one)"
-	}
+	return wayMapped
 }
 
 // introduction is how many operations introduce tells the peer with.
@@ -129,11 +119,11 @@ var meeting = appendHead(nil, kindIntroduction, 0)
 // introduce shows the peer our table of keys and our segment; false: not wholly,
 // for now.
 func (c *Conn) introduce() bool {
-	if c.shown == introduction {
-		return true
+	if c.shown == introduction || c.lane.seg == nil {
+		return c.lane.seg != nil
 	}
 	table, seg := c.f.table.Region().Span(), c.lane.shared.Region().Span()
-	if !c.lender.Lends(table) || !c.lender.Lends(seg) || !c.flush() {
+	if !c.Conn.Lends(table) || !c.Conn.Lends(seg) || !c.flush() {
 		return false
 	}
 	ops := [introduction]transport.Op{
@@ -155,16 +145,9 @@ func (c *Conn) unanswered() bool {
 	return c.theirs != nil && c.over == nil && c.shown < introduction
 }
 
-// answer introduces us to a peer that has done so.
-func (c *Conn) answer() {
-	if c.unanswered() {
-		c.introduce()
-	}
-}
-
 // meet begins to take the peer's introduction: two loans follow.
 func (c *Conn) meet() error {
-	if c.f.dev == nil || c.lender == nil || c.theirs != nil || c.expect > 0 || c.loan.View != nil {
+	if c.f.dev == nil || !c.f.Caps().Lends || c.theirs != nil || c.expect > 0 || c.loan.View != nil {
 		return errors.New("the peer introduced itself where that is not allowed")
 	}
 	c.expect = 2
@@ -186,79 +169,84 @@ func (c *Conn) greeted(e *transport.Event) error {
 		return fmt.Errorf("the peer lent a table of %d bytes and a segment of %d bytes, which this version does not know (run the same version of fserver on both sides)", table.Len, seg.Len)
 	}
 	theirs := segmentIn(seg)
-	if c.items == nil {
-		if err := c.equip(); err != nil {
-			return fmt.Errorf("set up the memory in which the peer sees the progress of its writes: %w", err)
-		}
-	}
 	c.peers, c.theirs, c.ways = tableIn(table), theirs, map[uint64]*way{}
 	if why := c.f.spaces.apart(theirs.spaces); why != "" {
 		c.apart, c.staged = true, why
 	}
-	c.lane.seg.met.Store(1)
+	if c.met(); c.items == nil {
+		c.equip()
+	}
 	c.wake()
 	return nil
 }
 
-// reach finds the way to a region of the peer's, and maps its allocation if that
-// has not been; nil: there is none yet.
-func (c *Conn) reach(r *remote) *way {
-	for _, m := range c.maps {
-		switch {
-		case m.chore == nil || m.closed.Load() || !m.over(r):
-		case m.is(r) && c.f.o.Later.Cancel(m.chore):
-			m.chore = nil
-		case m.is(r) || m.reach == reachIPC: // it is in the way; pieces are not
-			return nil
-		}
+// met tells the peer that we know its segment, when we have one ourselves.
+func (c *Conn) met() {
+	if c.theirs != nil && c.lane.seg != nil {
+		c.lane.seg.met.Store(1)
 	}
+}
+
+// reach finds the way to a region of the peer's; nil: that takes calls of the driver, or what
+// lay at the address before is still mapped.
+func (c *Conn) reach(arg *remote) *way {
+	r := *arg // it may outlive the operation
+	id, dev, there := r.key.ID, c.f.dev, &c.peers[r.slot]
 	w := &way{slot: r.slot}
-	c.ways[r.key.ID] = w
-	if r.reach == reachIPC && hmac.Equal([]byte(r.proof), []byte(c.f.prove(r))) {
+	var err error
+	if r.reach == reachIPC && c.f.ours(&r) {
 		// An IPC handle cannot be opened where it comes from, and need not.
-		if err := c.f.dev.Reach(cuda.UUID([]byte(r.uuid))); err != nil {
-			c.staged = err.Error()
-		} else {
-			w.at = r.addr
-		}
-		return w
-	}
-	for _, m := range c.maps {
-		if m.is(r) && m.chore == nil {
-			w.m = m
-		}
-	}
-	if w.m == nil {
-		// What lies at the same addresses of the peer has been freed there, and a handle
-		// cannot be opened beside it. Of mapped pieces, others may share some: they are in use.
-		beside := false
-		for _, m := range c.maps {
-			if m.reach == reachIPC && m.chore == nil && m.over(r) {
-				c.forget(m)
-				beside = true
-			}
-		}
-		if beside {
-			delete(c.ways, r.key.ID)
-			return nil
-		}
-		m := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}
-		if err := m.open(c.f.dev, r, func() bool { return c.peers[r.slot].Load() == r.key.ID }); err != nil {
-			if m.at != 0 { // it is not what it should be
-				c.f.unmap(m)
-			}
-			if w.again = cuda.Is(err, cuda.AlreadyMapped); !w.again { // by another Conn, or a channel
+		c.aside(func() { err = dev.Reach(cuda.UUID([]byte(r.uuid))) }, func() {
+			if c.ways[id] = w; err == nil {
+				w.at = r.addr
+			} else {
 				c.staged = err.Error()
 			}
-			return w
-		}
-		c.maps = append(c.maps, m)
-		w.m = m
+		})
+		return nil
 	}
-	w.m.used++
-	w.m.idle = false
-	w.at = w.m.at + (r.addr - r.base)
-	return w
+	beside := false
+	for _, m := range c.maps {
+		switch {
+		case m.closed.Load() || !m.over(&r):
+		case m.is(&r) && (m.chore == nil || c.f.o.Later.Cancel(m.chore)):
+			m.chore = nil
+			c.ways[id] = w
+			w.through(m, &r)
+			return w
+		case m.is(&r) || m.reach == reachIPC:
+			// What lies at the same addresses of the peer has been freed there, and a handle
+			// cannot be opened beside it. Of mapped pieces, others may share some: they are in use.
+			if beside = true; m.chore == nil {
+				c.forget(m)
+			}
+		}
+	}
+	if beside {
+		return nil
+	}
+	m := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}
+	c.aside(func() { err = m.open(dev, &r, func() bool { return there.Load() == id }) }, func() {
+		switch c.ways[id] = w; {
+		case err == nil:
+			c.maps = append(c.maps, m)
+			w.through(m, &r)
+			return
+		case m.at != 0: // it is not what it should be
+			c.f.unmap(m)
+		}
+		if w.again = cuda.Is(err, cuda.AlreadyMapped); !w.again { // by another Conn, or a channel
+			c.staged = err.Error()
+		}
+	})
+	return nil
+}
+
+// through makes w the way to r by a mapping.
+func (w *way) through(m *mapping, r *remote) {
+	m.used++
+	m.idle = false
+	w.m, w.at = m, m.at+(r.addr-r.base)
 }
 
 var (
@@ -269,7 +257,7 @@ var (
 // open maps the allocation of r. A descriptor's number may have been given to
 // something else since the owner wrote it down, but not as long as the key is there.
 // A copy behind the end of what is mapped would cost us our context.
-func (m *mapping) open(d Device, r *remote, there func() bool) (err error) {
+func (m *mapping) open(d gpu.Device, r *remote, there func() bool) (err error) {
 	if r.reach == reachIPC {
 		var h cuda.IPCHandle
 		copy(h[:], r.handle)
@@ -337,14 +325,4 @@ func (c *Conn) sweep() {
 		m.idle = m.used == 0
 		return m.closed.Load()
 	})
-}
-
-// writer is the peer, if it may be about to write by mapping.
-func (c *Conn) writer() (w writer, ok bool) {
-	if c.theirs == nil || c.quiet() {
-		return writer{}, false
-	}
-	w = writer{c, c.views[1], c.theirs, c.theirs.begun.Load()}
-	w.view.Hold()
-	return w, true
 }

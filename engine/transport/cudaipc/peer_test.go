@@ -8,9 +8,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
-	"fserver/engine/transport/cudaipc/fakegpu"
 )
 
 // TestMappingFails: what cannot be mapped is staged.
@@ -27,7 +27,7 @@ func TestMappingFails(t *testing.T) {
 		require.Equal(t, uint64(3<<20), b.writes[0].Len)
 		require.Equal(t, []uint64{k.ID, 0}, []uint64{b.writes[0].Key, b.writes[0].Off})
 		holds(t, g, dst, 5)
-		require.NotEqual(t, "cudaipc", a.c.(transport.Teller).Via())
+		require.NotEqual(t, "cudaipc", a.c.Peer().Via)
 	}
 }
 
@@ -41,9 +41,10 @@ func TestNobodyMapsUnseen(t *testing.T) {
 	back := a.key(t, mem.Region{Addr: dst.Addr + 4096, Len: 4096, Dev: dst.Dev})
 	point, open := heldUp(t, g, b.f)
 	a.post(t, write(there, src, transport.Point{}))
-	from, to := b.f.conns[b.c.(lendingConn).inner], a.f.conns[a.c.(lendingConn).inner]
-	for from.shown < introduction {
-		b.poll(t)
+	from, to := b.below(), a.below()
+	for ; to.shown < introduction; a.poll(t) { // and then it sees nothing of b's
+	}
+	for ; from.shown < introduction; b.poll(t) {
 	}
 	b.post(t, write(back, src, point))
 	require.Nil(t, to.theirs)
@@ -53,11 +54,12 @@ func TestNobodyMapsUnseen(t *testing.T) {
 	open()
 	until(t, a, b, func() bool { return len(a.writes) == 1 && len(b.writes) == 1 && len(b.done) == 1 })
 	holds(t, g, dst, 5)
-	require.NoError(t, errors.Join(b.f.Deregister(there), a.f.Deregister(back)))
+	b.free(t, there)
+	a.free(t, back)
 }
 
-// miser is a Lender that lends nothing.
-type miser struct{}
+// miser is a Conn that lends nothing.
+type miser struct{ transport.Conn }
 
 func (miser) Lends(mem.Span) bool { return false }
 
@@ -68,11 +70,11 @@ func TestNothingToLend(t *testing.T) {
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 	k := b.key(t, dst)
-	a.f.conns[a.c.(lendingConn).inner].lender = miser{}
+	a.below().Conn = miser{a.below().Conn}
 	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	holds(t, g, dst, 5)
-	require.Equal(t, "cma", a.c.(transport.Teller).Via())
+	require.Equal(t, "cma", a.c.Peer().Via)
 }
 
 // TestLoanBesideIntroduction: a loan that waited for a stream does not come into the
@@ -85,11 +87,11 @@ func TestLoanBesideIntroduction(t *testing.T) {
 	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
 	point, open := heldUp(t, g, a.f)
 	loan := transport.Op{Kind: transport.OpLend, Src: []mem.Span{shared.Region().Span()}, After: point}
-	require.True(t, a.c.(transport.Lender).Lends(loan.Src[0]))
+	require.True(t, a.c.Lends(loan.Src[0]))
 	n, err := a.c.Post([]transport.Op{loan})
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
-	c := a.f.conns[a.c.(lendingConn).inner]
+	c := a.below()
 	c.shown = 1
 	open()
 	for passed := false; !passed; {
@@ -97,7 +99,7 @@ func TestLoanBesideIntroduction(t *testing.T) {
 		require.NoError(t, err)
 	}
 	a.poll(t)
-	require.Zero(t, c.open)
+	require.Zero(t, c.Open)
 	c.shown = introduction
 	until(t, a, b, func() bool { return len(a.done) == 1 })
 	require.NoError(t, a.done[0])
@@ -146,11 +148,11 @@ func TestNumbersOfGPUs(t *testing.T) {
 			g := fakegpu.New()
 			a, b := pairOf(t, g, overCMA, true)
 			va := &view{GPU: g, ordinal: c.a, uuid: x, near: c.near}
-			a.f.dev, a.f.o.Device = va, va
+			a.f.dev = va
 			vb := &view{GPU: g, ordinal: c.b, uuid: y}
-			b.f.dev, b.f.o.Device = vb, vb
+			b.f.dev = vb
 			if c.own {
-				b.f.secret = a.f.secret
+				b.f.own = a.f.own
 			}
 			src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
 			src.Dev, dst.Dev = mem.GPU(c.a), mem.GPU(c.b)
@@ -160,7 +162,7 @@ func TestNumbersOfGPUs(t *testing.T) {
 			require.NoError(t, a.done[0])
 			holds(t, g, dst, 5)
 			require.Equal(t, c.imports, g.Imports())
-			require.Contains(t, a.c.(transport.Teller).Via(), c.via)
+			require.Contains(t, a.c.Peer().Via, c.via)
 			if c.own {
 				require.Equal(t, []cuda.UUID{y}, va.asked)
 			} else {
@@ -187,13 +189,13 @@ func TestMappingsEnd(t *testing.T) {
 		send(k)
 		require.Equal(t, 1, g.Imports())
 		if i > 0 {
-			require.NoError(t, b.f.Deregister(k))
+			b.free(t, k)
 		}
 	}
 	k := b.key(t, dst)
 	send(k)
-	require.Equal(t, "cudaipc", a.c.(transport.Teller).Via())
-	conn := a.f.conns[a.c.(lendingConn).inner]
+	require.Equal(t, "cudaipc", a.c.Peer().Via)
+	conn := a.below()
 	require.Len(t, conn.ways, 21) // those of keys that are gone are swept with time
 	a.f.mu.Lock()
 	conn.sweep()
@@ -202,11 +204,11 @@ func TestMappingsEnd(t *testing.T) {
 	require.Equal(t, 1, g.Imports())
 
 	for _, r := range b.f.regions {
-		require.NoError(t, b.f.Deregister(r.key))
+		b.free(t, r.key)
 	}
 	for range 2 {
 		a.f.scan = time.Time{}
-		a.f.FD()
+		a.f.Arm()
 		a.poll(t)
 	}
 	until(t, a, b, func() bool { return g.Imports() == 0 })
@@ -232,7 +234,7 @@ func TestMappingsEndLater(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	conn := a.f.conns[a.c.(lendingConn).inner]
+	conn := a.below()
 	send := func(k transport.Key) {
 		a.done, b.writes = nil, nil
 		a.post(t, write(k, src, transport.Point{}))
@@ -241,14 +243,14 @@ func TestMappingsEndLater(t *testing.T) {
 	}
 	sweep := func() {
 		a.f.scan = time.Time{}
-		a.f.FD()
+		a.f.Arm()
 		a.poll(t)
 	}
 	k := b.key(t, dst)
 	send(k)
 	at := conn.maps[0].at
 	a.f.o.Later.Hold()
-	require.NoError(t, b.f.Deregister(k))
+	b.free(t, k)
 	sweep()
 	sweep()
 	require.NotNil(t, conn.maps[0].chore) // it is counted
@@ -259,9 +261,9 @@ func TestMappingsEndLater(t *testing.T) {
 	require.Nil(t, conn.maps[0].chore)
 
 	a.f.o.Later.Release()
-	require.NoError(t, b.f.Deregister(k))
+	b.free(t, k)
 	now, began := make(chan struct{}), make(chan struct{})
-	a.f.o.Device = lateToClose{g, began, now}
+	a.f.dev = lateToClose{g, began, now}
 	sweep()
 	sweep()
 	<-began
@@ -272,7 +274,7 @@ func TestMappingsEndLater(t *testing.T) {
 	close(now)
 	require.True(t, a.f.o.Later.Wait(time.Second))
 	require.Zero(t, g.Imports())
-	a.f.o.Device = g
+	a.f.dev = g
 	send(k)
 	require.Len(t, conn.ways, 1)
 	require.Equal(t, 1, g.Imports())
@@ -296,7 +298,7 @@ func TestAddressIsTaken(t *testing.T) {
 	send()
 	require.Zero(t, g.Imports())
 	a.f.scan = time.Time{}
-	a.f.FD() // ticks
+	a.f.Arm() // ticks
 	a.poll(t)
 	send()
 	require.Equal(t, 1, g.Imports())
@@ -309,7 +311,7 @@ func TestWaysEnd(t *testing.T) {
 		g := fakegpu.New()
 		a, b := pairOf(t, g, overCMA, true)
 		if own {
-			b.f.secret = a.f.secret
+			b.f.own = a.f.own
 		}
 		src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 		g.Fail("ImportIPC", 20)
@@ -318,13 +320,13 @@ func TestWaysEnd(t *testing.T) {
 			k := b.key(t, dst)
 			a.post(t, write(k, src, transport.Point{}))
 			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-			require.NoError(t, b.f.Deregister(k))
+			b.free(t, k)
 		}
 		require.Zero(t, g.Imports())
-		c := a.f.conns[a.c.(lendingConn).inner]
+		c := a.below()
 		require.NotEmpty(t, c.ways)
 		a.f.scan = time.Time{}
-		a.f.FD() // ticks
+		a.f.Arm() // ticks
 		until(t, a, b, func() bool { return len(c.ways) == 0 })
 	}
 }
@@ -344,7 +346,7 @@ func TestSharedPieces(t *testing.T) {
 		a.post(t, write(k, src, point))
 		until(t, a, b, func() bool { return g.Imports() == int(i)+1 })
 	}
-	c := a.f.conns[a.c.(lendingConn).inner]
+	c := a.below()
 	until(t, a, b, func() bool { return c.lane.seg.begun.Load() == 2 })
 	require.Len(t, c.maps, 2)
 	open()
@@ -352,10 +354,11 @@ func TestSharedPieces(t *testing.T) {
 	holds(t, g, dst, 5)
 
 	a.f.o.Later.Hold() // so the second mapping is put off, which is in nobody's way
-	require.NoError(t, b.f.Deregister(k))
+	b.free(t, k)
 	until(t, a, b, func() bool {
 		a.f.scan = time.Time{}
-		a.f.FD()
+		a.f.Arm()
+		a.poll(t)
 		return c.maps[1].chore != nil
 	})
 	k = b.key(t, mem.Region{Addr: dst.Addr + 2*piece, Len: piece, Dev: dst.Dev})

@@ -3,54 +3,29 @@ package cudaipc
 import (
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // pollEvery is how often a sleeping user is woken while a GPU works: it cannot
 // ring.
 const pollEvery = 50 * time.Microsecond
 
-// FD is an epoll descriptor over inner's and a timer.
-func (f *Fabric) FD() int {
-	fd := f.sleep.FD()
-	if f.dev == nil {
-		return fd
-	}
+// Arm implements transport.Fabric.
+func (f *Fabric) Arm() (again bool) {
+	again = f.Fabric.Arm()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.closed {
-		return f.epoll
+	if f.dev != nil && !f.closed {
+		f.slept = true
+		f.Wake(f.rest())
 	}
-	f.tick()
-	f.look()
-	f.slept = true
-	if len(f.told) != 0 || f.at < f.got {
-		f.arm(1)
-	} else {
-		f.arm(f.rest())
-	}
-	return f.epoll
-}
-
-// arm has the descriptor readable after d; 0: not at all.
-func (f *Fabric) arm(d time.Duration) {
-	at := unix.ItimerSpec{Value: unix.Timespec{Nsec: int64(d)}}
-	_ = unix.TimerfdSettime(f.timer, 0, &at, nil)
-}
-
-// rouse wakes a sleeper who has not heard of work that a GPU has been given since.
-func (f *Fabric) rouse() {
-	if f.slept {
-		f.slept = false
-		f.arm(pollEvery)
-	}
+	return again || len(f.told) != 0 || f.refused
 }
 
 // rest returns when to look how far GPUs are; 0: nothing waits for one.
 func (f *Fabric) rest() time.Duration {
-	working, left := f.in.waiting(), false
+	working, left := f.inside || f.in.waiting() || f.asides > 0 || len(f.marks) > 0, len(f.ending) > 0
 	for _, c := range f.conns {
 		if c.through() && c.writing() { // for as long as the peer likes
 			left = true
@@ -67,6 +42,26 @@ func (f *Fabric) rest() time.Duration {
 	return 0
 }
 
+// drive takes what calls aside have made, finds out how far the GPU is, and goes on with what
+// is not of one Conn.
+func (f *Fabric) drive(tick bool) {
+	if !f.inside {
+		for _, then := range f.prepared {
+			f.asides--
+			then()
+		}
+		f.prepared = f.prepared[:0]
+		if tick {
+			f.tick()
+		}
+		f.look()
+		f.land()
+	}
+	for _, r := range f.ending {
+		f.settle(r)
+	}
+}
+
 // tick looks once a second whether the device still works, and which mappings are not used any
 // more: no event tells of that.
 func (f *Fabric) tick() {
@@ -75,100 +70,75 @@ func (f *Fabric) tick() {
 		return
 	}
 	f.scan = now
-	if f.in.waiting() {
-		idle, err := f.dev.Idle(f.in.stream)
-		f.look()
+	if l := &f.in; l.word.here != nil && l.word.here.Load() < l.begun && l.broken == nil {
+		idle, err := f.idle(l.stream)
 		switch {
 		case err != nil:
-			f.in.fail(f, err)
-		case idle && f.in.waiting(): // the flag of the last copy was not enqueued
-			wordIn(f.in.page).Store(f.in.next)
+			l.fail(f, err)
+		case idle && l.word.here.Load() < l.begun: // the number of the last copy was not enqueued
+			l.word.here.Store(l.begun)
 		}
 	}
 	for _, c := range f.conns {
-		if !c.copying() {
+		if !c.lane.working() {
 			c.sweep()
 			continue
 		}
-		idle, err := f.dev.Idle(c.lane.stream)
-		f.look()
-		if err != nil || idle && c.over != nil && c.copying() { // what is left was not enqueued
+		idle, err := f.idle(c.lane.stream)
+		if err != nil || idle && c.over != nil && c.lane.working() { // what is left was not enqueued
 			c.lane.broken = true
-			c.seg().begun.Store(c.seg().done.Load()) // for the peer: none is under way
+			c.lane.seg.begun.Store(c.lane.seg.done.Load()) // for the peer: none is under way
 			c.fail(err)
 			c.wake()
 		}
 	}
 }
 
-// Poll implements transport.Fabric. It finds nothing while a Post has f.mu: that is in
-// the driver for microseconds, and who parks meanwhile is not back for longer.
+// Poll implements transport.Fabric. It finds nothing while a Post is in the driver.
 func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	if f.dev == nil && f.tracked.Load() == 0 {
 		return f.pollBare(ev)
 	}
-	if !f.mu.TryLock() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.inside {
 		return 0, nil
 	}
-	defer f.mu.Unlock()
-	f.slept = false
-	f.look()
-	if f.polls++; f.polls%(1<<16) == 0 {
-		f.tick()
-	}
-	p := poll{ev: ev}
+	f.polls++
+	f.drive(f.slept || f.polls%(1<<16) == 0)
+	f.slept, f.refused = false, false
+	p := link.Found{Events: ev}
 	f.tell(&p)
 	for _, c := range f.busy {
 		c.give(&p)
 	}
-	var err error
-	if f.at == f.got && p.room() {
-		f.at = 0
-		most := len(f.ev)
-		if f.dev == nil { // leave nothing for later: FD would not tell of it
-			most = min(most, len(ev)-p.n)
+	err := f.panicked
+	for again := true; again; {
+		got := 0
+		if err == nil && p.Room() {
+			got, err = f.Fabric.Poll(f.ev[:min(len(f.ev), len(ev)-p.N)])
 		}
-		f.got, err = f.inner.Poll(f.ev[:most])
+		f.take(f.ev[:got], &p)
+		again = f.closed && got > 0 && p.N == 0 // all was dropped: more may come
 	}
-	f.take(&p)
-	if p.n != 0 || f.at < f.got || len(f.told) != 0 {
+	if p.N != 0 || len(f.told) != 0 {
 		err = nil // it comes again
 	}
-	return p.n, err
-}
-
-// look finds out how far the streams are, if they do not say so by themselves.
-func (f *Fabric) look() {
-	if f.events != nil {
-		f.events.settle()
-	}
-}
-
-// poll is what one Poll has found.
-type poll struct {
-	ev []transport.Event
-	n  int
-}
-
-func (p *poll) room() bool { return p.n < len(p.ev) }
-
-func (p *poll) put(e transport.Event) {
-	p.ev[p.n] = e
-	p.n++
+	return p.N, err
 }
 
 // tell gives the completions that wait, as far as p has room.
-func (f *Fabric) tell(p *poll) {
-	k := copy(p.ev[p.n:], f.told)
-	p.n += k
+func (f *Fabric) tell(p *link.Found) {
+	k := copy(p.Events[p.N:], f.told)
+	p.N += k
 	f.told = f.told[:copy(f.told, f.told[k:])]
 }
 
-// take gives the events of inner, and what follows from them, as far as p has room.
-func (f *Fabric) take(p *poll) {
-	for f.at < f.got && p.room() {
-		f.event(&f.ev[f.at], p)
-		f.at++
+// take takes events of inner, for which p has room, and gives what follows from them, as far as p
+// has room.
+func (f *Fabric) take(ev []transport.Event, p *link.Found) {
+	for i := range ev {
+		f.event(&ev[i], p)
 	}
 	f.tell(p)
 	f.service(p)
@@ -176,70 +146,102 @@ func (f *Fabric) take(p *poll) {
 }
 
 // event takes one event of inner, for which p has room.
-func (f *Fabric) event(e *transport.Event, p *poll) {
+func (f *Fabric) event(e *transport.Event, p *link.Found) {
+	if e.Kind == transport.EvFreed {
+		if r := f.ending[e.User]; r != nil {
+			r.freed = true
+			f.settle(r)
+		} else {
+			p.Put(*e)
+		}
+		return
+	}
 	c := f.conns[e.Conn]
 	if c == nil {
-		if !f.first(e) || !f.wraps(e.Conn) {
-			p.put(*e)
+		// It may be the first event of its Conn. Events of Conns that are not wrapped cost no look
+		// at the Conn.
+		first := f.dev != nil || e.Kind == transport.EvAccept || int(f.tracked.Load()) > len(f.conns)
+		if !first || !f.wraps(e.Conn) {
+			p.Put(*e)
+			return
+		}
+		if f.closed { // nobody knows it
+			link.Drop(e)
 			return
 		}
 		c = f.conn(e.Conn)
 	}
-	if e.Kind == transport.EvDone {
-		c.open--
-		c.finish(e.User, e.Err)
-		return
-	}
-	if c.over != nil { // it has ended since inner was asked
-		drop(e)
-		return
-	}
 	var err error
-	switch e.Kind {
-	case transport.EvDown:
+	switch {
+	case e.Kind == transport.EvDone:
+		c.finish(e.User, e.Err)
+	case e.Kind == transport.EvClosed:
+		c.left = true
+		c.wake()
+	case c.over != nil: // it has ended since inner was asked
+		link.Drop(e)
+	case e.Kind == transport.EvDown:
 		c.end(e.Err)
-	case transport.EvLent:
+	case e.Kind == transport.EvLent:
 		err = c.lent(e, p)
-	case transport.EvFrame:
+	case e.Kind == transport.EvFrame:
 		err = c.message(e.Data, p)
 	default:
 		out := *e
-		out.Conn = c.self
-		p.put(out)
+		out.Conn = c
+		p.Put(out)
 	}
 	if err != nil {
 		c.fail(err)
 	}
 }
 
-// drop drops the view of an event that the user does not get.
-func drop(e *transport.Event) {
-	if e.View != nil {
-		_ = e.View.Drop() // our own mapping
-		e.View = nil
-	}
-}
-
 // service does what is due on the Conns.
-func (f *Fabric) service(p *poll) {
-	kept := f.busy[:0]
-	for _, c := range f.busy {
+func (f *Fabric) service(p *link.Found) {
+	left := 0
+	for i := 0; i < len(f.busy); i++ { // one may wake another
+		c := f.busy[i]
 		c.give(p)
 		c.advance()
 		c.flush()
-		c.answer()
-		if c.ended() && p.room() && len(f.told) == 0 {
+		if c.unanswered() {
+			c.introduce()
+		}
+		if c.ended() && p.Room() && len(f.told) == 0 {
 			c.down = true
-			p.put(transport.Event{Kind: transport.EvDown, Conn: c.self, Err: c.over})
+			p.Put(transport.Event{Kind: transport.EvDown, Conn: c, Err: c.over})
 		}
-		if c.gone() {
+		if c.gone() && p.Room() && len(f.told) == 0 {
 			f.forget(c)
-			continue
-		}
-		if c.listed = c.due(); c.listed {
-			kept = append(kept, c)
+			p.Put(transport.Event{Kind: transport.EvClosed, Conn: c})
+		} else if c.listed = c.due(); c.listed {
+			f.busy[left] = c
+			left++
 		}
 	}
-	clear(f.busy[len(kept):])
-	f.busy = kept
+	clear(f.busy[left:])
+	f.busy = f.busy[:left]
+}
+
+// wraps reports whether this Fabric wraps a Conn of inner. A Fabric with a Device wraps all.
+// One without wraps those to peers that may have a GPU.
+func (f *Fabric) wraps(in transport.Conn) bool {
+	return f.dev != nil || f.o.HasGPU != nil && f.o.HasGPU(in.Peer().Hello)
+}
+
+// pollBare is Poll for a Fabric without a Device that wraps no Conn yet. It hands on what
+// inner gives, until an event is of a Conn that has to be wrapped.
+func (f *Fabric) pollBare(ev []transport.Event) (int, error) {
+	ev = ev[:min(len(ev), len(f.ev))]
+	n, err := f.Fabric.Poll(ev)
+	for i := range ev[:n] {
+		if ev[i].Kind == transport.EvAccept && f.wraps(ev[i].Conn) || f.tracked.Load() != 0 {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			p := link.Found{Events: ev, N: i}
+			f.take(f.ev[:copy(f.ev[:], ev[i:n])], &p)
+			return p.N, err
+		}
+	}
+	return n, err
 }

@@ -1,13 +1,13 @@
 package cudaipc
 
 import (
-	"crypto/hmac"
-	"crypto/sha256"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"math/bits"
 	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -21,12 +21,16 @@ type region struct {
 	mem.Region
 	key    transport.Key // of the shadow, for inner
 	shadow mem.Region    // where writes over inner land
-	seen   uint64        // the shadow's address for the GPU, when it is pinned
+	seen   uint64        // the shadow's address for the GPU; 0: it is still to be pinned
 	pinned bool
 	slot   uint32
 	copied uint64 // the number of the newest copy from the shadow
 	only   *Conn  // that may write here; nil: all
 	fds    []int
+	// When the key is gone, the region is in f.ending until it is quiet.
+	pinning bool
+	freed   bool     // inner has let go of the shadow
+	writers []writer // who may be about to write here by mapping
 }
 
 // How the memory of a key can be reached.
@@ -42,15 +46,14 @@ type remote struct {
 	reach        uint8
 	key          transport.Key
 	n            uint64 // bytes of the region
-	proof        string // 16 bytes: that it is of this process
-	fabric       uint64
 	uuid         string // 16 bytes
-	slot         uint32
+	fabric       uint64
+	slot         uint64
 	addr         uint64 // for the owner
 	base, size   uint64 // of the allocation, for the owner
 	id           uint64 // of the allocation
+	pid          uint64 // reachFDs
 	handle       string // reachIPC: 64 bytes
-	pid          uint32 // reachFDs
 	fdsAndPieces string // 12 bytes each: number in process pid, length
 }
 
@@ -60,73 +63,84 @@ const (
 	pieceLen  = 12
 )
 
-func (r *remote) encode() string {
-	b := make([]byte, 0, 256)
-	u64 := func(v ...uint64) {
-		for _, x := range v {
-			b = binary.LittleEndian.AppendUint64(b, x)
-		}
-	}
-	b = append(b, blobVersion, r.reach)
-	u64(r.key.ID, r.key.Token, r.n)
-	if r.reach > reachStaged {
-		b = append(append(b, r.proof...), r.uuid...)
-		u64(r.fabric, uint64(r.slot), r.addr, r.base, r.size, r.id, uint64(r.pid))
-		b = append(append(b, r.handle...), r.fdsAndPieces...)
-	}
-	return string(b)
+// numbers are the 64-bit numbers of a Blob, in order. The uuid follows the first three. It and what
+// follows it are there only if the memory can be mapped.
+func (r *remote) numbers() [10]*uint64 {
+	return [...]*uint64{&r.key.ID, &r.key.Token, &r.n, &r.fabric, &r.slot, &r.addr, &r.base, &r.size, &r.id, &r.pid}
 }
 
 const (
-	blobVersion = 2
+	blobVersion = 3
 	blobShort   = 2 + 3*8
-	blobLong    = blobShort + 32 + 7*8
+	blobNumbers = blobShort + 16
+	blobLong    = blobNumbers + 7*8
 )
+
+func (r *remote) encode() string {
+	b := append(make([]byte, 0, 256), blobVersion, r.reach)
+	for i, v := range r.numbers() {
+		switch {
+		case i == 3 && r.reach == reachStaged:
+			return string(b)
+		case i == 3:
+			b = append(b, r.uuid...)
+		}
+		b = binary.LittleEndian.AppendUint64(b, *v)
+	}
+	return string(append(append(b, r.handle...), r.fdsAndPieces...))
+}
 
 // decode reads the Blob of k. False: it is of no wrapped Fabric, or not of k.
 func (r *remote) decode(k transport.Key) bool {
 	b := k.Blob
-	if len(b) < blobShort || b[0] != blobVersion || b[1] > reachFDs {
+	if len(b) < blobShort || b[0] != blobVersion || b[1] > reachFDs || b[1] > reachStaged && len(b) <= blobLong {
 		return false
 	}
-	*r = remote{
-		reach: b[1],
-		key:   transport.Key{ID: u64(b, 2), Token: u64(b, 10)},
-		n:     u64(b, 18),
+	*r = remote{reach: b[1]}
+	at := 2
+	for i, v := range r.numbers() {
+		if i == 3 {
+			if r.reach == reachStaged {
+				break
+			}
+			r.uuid, at = b[at:blobNumbers], blobNumbers
+		}
+		*v = u64(b, at)
+		at += 8
 	}
 	if r.key.ID != k.ID || r.key.Token != k.Token {
 		return false
 	}
-	if r.reach == reachStaged {
+	switch rest := b[at:]; r.reach {
+	case reachStaged:
 		return true
-	}
-	rest := len(b) - blobLong
-	if r.reach == reachIPC && rest != 64 || r.reach == reachFDs && (rest <= 0 || rest%pieceLen != 0 || rest > pieceMost*pieceLen) {
-		return false
-	}
-	const at = blobShort + 32
-	r.proof, r.uuid = b[blobShort:blobShort+16], b[blobShort+16:at]
-	r.fabric, r.slot, r.addr = u64(b, at), uint32(u64(b, at+8)), u64(b, at+16)
-	r.base, r.size, r.id, r.pid = u64(b, at+24), u64(b, at+32), u64(b, at+40), uint32(u64(b, at+48))
-	if r.reach == reachIPC {
-		r.handle = b[blobLong:]
-	} else {
-		// They have to be all of the allocation: writes are checked against size.
-		r.fdsAndPieces = b[blobLong:]
-		left := r.size
-		for p := r.fdsAndPieces; p != ""; p = p[pieceLen:] {
-			n := u64(p, 4)
-			if n > left {
-				return false
-			}
-			left -= n
+	case reachIPC:
+		if r.handle = rest; len(rest) != 64 {
+			return false
 		}
-		if left != 0 {
+	case reachFDs:
+		if r.fdsAndPieces = rest; !piecesOf(rest, r.size) {
 			return false
 		}
 	}
 	end, carry := bits.Add64(r.addr, r.n, 0)
 	return r.slot < maxRegions && carry == 0 && r.addr >= r.base && end-r.base <= r.size
+}
+
+// piecesOf reports whether pieces are all of an allocation of some size: writes are checked against
+// that.
+func piecesOf(pieces string, size uint64) bool {
+	if len(pieces)%pieceLen != 0 || len(pieces) > pieceMost*pieceLen {
+		return false
+	}
+	for ; pieces != ""; pieces = pieces[pieceLen:] {
+		n := u64(pieces, 4)
+		if n > size {
+			return false
+		}
+		size -= n
+	}
+	return size == 0
 }
 
 // ofGPU says whether a key is of GPU memory.
@@ -136,17 +150,13 @@ func ofGPU(k transport.Key) bool {
 }
 
 // u64 is the number at b[i:]; the caller has checked the length.
-func u64(b string, i int) uint64 {
-	_ = b[i+7]
-	return uint64(b[i]) | uint64(b[i+1])<<8 | uint64(b[i+2])<<16 | uint64(b[i+3])<<24 |
-		uint64(b[i+4])<<32 | uint64(b[i+5])<<40 | uint64(b[i+6])<<48 | uint64(b[i+7])<<56
-}
+func u64(b string, i int) uint64 { return binary.LittleEndian.Uint64([]byte(b[i : i+8])) }
 
 // Register implements transport.Fabric.
 func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	switch _, carry := bits.Add64(uint64(m.Addr), m.Len, 0); {
 	case m.Dev == mem.CPU:
-		return f.inner.Register(m)
+		return f.Fabric.Register(m)
 	case m.Dev != f.name():
 		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes on %v: this node uses %v (STEPMESH_GPU)", m.Len, m.Dev, f.name())
 	case carry != 0:
@@ -157,45 +167,27 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	if r.shadow, err = reserve(m.Len); err != nil {
 		return transport.Key{}, err
 	}
-	uuid := f.dev.UUID()
-	v := remote{n: m.Len, fabric: f.id, addr: uint64(m.Addr), uuid: string(uuid[:])}
-	if err = f.admit(r); err == nil {
-		f.share(r, &v)
-	}
-	v.key, v.slot = r.key, r.slot
-	v.proof = f.prove(&v)
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if err == nil && f.closed {
-		err = fmt.Errorf("cudaipc: register %d bytes: %w", m.Len, transport.ErrClosed)
+	var v remote
+	if r.key, err = f.Fabric.Register(mem.Region{Addr: r.shadow.Addr, Len: m.Len}); err == nil {
+		v = f.share(r)
+		if err = f.admit(r, &v); err != nil {
+			f.Fabric.Deregister(r.key)
+		}
 	}
 	if err != nil {
 		f.discard(r)
 		return transport.Key{}, err
 	}
-	f.regions[r.key.ID] = r
-	tableIn(f.table.Region())[r.slot].Store(r.key.ID)
 	return transport.Key{ID: r.key.ID, Token: r.key.Token, Blob: v.encode()}, nil
 }
 
-// prove is what nobody who does not know the secret can say of a key: where its
-// memory is, by addresses of this process.
-func (f *Fabric) prove(r *remote) string {
-	h := hmac.New(sha256.New, f.secret[:])
-	for _, v := range [...]uint64{r.key.ID, r.key.Token, r.n, uint64(r.slot), r.addr, r.base, r.size, r.id} {
-		_ = binary.Write(h, binary.LittleEndian, v) // never fails
-	}
-	return string(h.Sum(nil)[:16])
-}
-
-// admit registers the shadow of r with inner and gives r a slot.
-func (f *Fabric) admit(r *region) (err error) {
-	if r.key, err = f.inner.Register(mem.Region{Addr: r.shadow.Addr, Len: r.Len}); err != nil {
-		return err
-	}
+// admit puts r into the table.
+func (f *Fabric) admit(r *region, v *remote) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
+	case f.closed:
+		return fmt.Errorf("cudaipc: register %d bytes: %w", r.Len, transport.ErrClosed)
 	case len(f.free) > 0:
 		r.slot, f.free = f.free[len(f.free)-1], f.free[:len(f.free)-1]
 	case f.used+1 == maxRegions:
@@ -204,45 +196,65 @@ func (f *Fabric) admit(r *region) (err error) {
 		f.used++
 		r.slot = f.used // 0 is none
 	}
+	v.slot = uint64(r.slot)
+	f.own.Store(ownKey{f.id, r.key.ID, r.key.Token}, [2]uint64{uint64(r.Addr), r.Len})
+	f.regions[r.key.ID] = r
+	f.slot(r).Store(r.key.ID)
 	return nil
 }
 
-// share says in v how a peer can map r. What cannot be mapped is staged.
-func (f *Fabric) share(r *region, v *remote) {
-	v.reach = reachStaged
+// slot is the place of r in the table.
+func (f *Fabric) slot(r *region) *atomic.Uint64 { return &tableIn(f.table.Region())[r.slot] }
+
+// registered is where the regions of this process's Fabrics are, {address, length} by ownKey: a
+// Fabric cannot map their memory, and need not.
+var registered sync.Map
+
+type ownKey struct{ fabric, id, token uint64 }
+
+// ours says whether a key is of this process, and tells the truth of it.
+func (f *Fabric) ours(r *remote) bool {
+	at, ok := f.own.Load(ownKey{r.fabric, r.key.ID, r.key.Token})
+	return ok && at == [2]uint64{r.addr, r.n}
+}
+
+// share says how a peer can map r. What cannot be mapped is staged.
+func (f *Fabric) share(r *region) (v remote) {
+	uuid := f.dev.UUID()
+	v = remote{key: r.key, n: r.Len, fabric: f.id, addr: uint64(r.Addr), uuid: string(uuid[:])}
 	if !f.o.Share || r.Len == 0 {
-		return
+		return v
 	}
 	m, err := f.dev.Describe(uint64(r.Addr))
 	if err != nil || !m.OnGPU || m.ID == 0 {
-		return
+		return v
 	}
 	if m.LegacyIPC {
 		h, err := f.dev.ExportIPC(m.Base)
 		if err != nil || uint64(r.Addr)-m.Base+r.Len > m.Len {
-			return
+			return v
 		}
 		v.reach, v.base, v.size, v.id, v.handle = reachIPC, m.Base, m.Len, m.ID, string(h[:])
-		return
+		return v
 	}
 	if !m.Descriptor {
-		return
+		return v
 	}
 	defer func() {
 		if v.reach == reachStaged { // descriptors may be what is short
 			r.closeFDs()
 		}
 	}()
-	v.base, v.id, v.pid = m.Base, m.ID, uint32(os.Getpid())
+	v.base, v.id, v.pid = m.Base, m.ID, uint64(os.Getpid())
 	end := uint64(r.Addr) + r.Len
 	var list []byte
 	for at := m.Base; at < end; at += m.Len {
 		if m, err = f.dev.Describe(at); err != nil || !m.Descriptor || m.Base != at || m.Len == 0 || len(r.fds) == pieceMost {
-			return
+			return v
 		}
 		fd, err := f.dev.ExportFD(at)
 		if err != nil {
-			return
+			return v
 		}
 		r.fds = append(r.fds, fd)
 		list = binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint32(list, uint32(fd)), m.Len)
@@ -250,6 +262,7 @@ func (f *Fabric) share(r *region, v *remote) {
 		v.id = v.id*1099511628211 ^ m.ID
 	}
 	v.reach, v.fdsAndPieces = reachFDs, string(list)
+	return v
 }
 
 func (r *region) closeFDs() {
@@ -259,125 +272,90 @@ func (r *region) closeFDs() {
 	r.fds = nil
 }
 
-// Deregister implements transport.Fabric.
-func (f *Fabric) Deregister(k transport.Key) error {
-	r, writers := f.remove(k)
-	if r == nil {
-		return f.inner.Deregister(k) // host memory, or no key
-	}
-	err := f.inner.Deregister(r.key)
-	r.key = transport.Key{}
-	err = errors.Join(err, f.settle(writers, r, k.ID))
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for _, w := range writers {
-		_ = w.view.Drop() // our own mapping
-	}
-	if err != nil {
-		return fmt.Errorf("cudaipc: deregister key %d: %w", k.ID, err) // its memory stays, for who may still use it
-	}
-	f.discard(r)
-	return nil
+// settleLimit bounds how long Close waits for copies that are under
+// way. The wire needs microseconds; a copy may wait behind a kernel though.
+const settleLimit = 5 * time.Second
+
+// Deregister implements transport.Fabric. A region of the GPU is in f.ending until the copies to it
+// have ended and inner has let go of its shadow.
+func (f *Fabric) Deregister(k transport.Key) {
+	f.remove(k)
+	f.Fabric.Deregister(k)
 }
 
-// remove takes a key of GPU memory out of the table, and returns those who may be about to
-// write there; nil: there is no such key.
-func (f *Fabric) remove(k transport.Key) (r *region, writers []writer) {
+// remove takes a key of GPU memory, if it is one, out of the table, and notes who may be about to
+// write there.
+func (f *Fabric) remove(k transport.Key) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	r = f.regions[k.ID]
-	if r == nil || r.key.Token != k.Token {
-		return nil, nil
+	r := f.regions[k.ID]
+	if r == nil || r.key.Token != k.Token || f.closed {
+		return
 	}
-	delete(f.regions, r.key.ID)
-	if f.closed {
-		return r, nil
-	}
-	tableIn(f.table.Region())[r.slot].Store(0)
+	delete(f.regions, k.ID)
+	f.slot(r).Store(0)
+	f.free = append(f.free, r.slot)
 	for _, c := range f.conns {
-		if w, ok := c.writer(); ok {
-			writers = append(writers, w)
+		if c.theirs != nil && !c.quiet() {
+			r.writers = append(r.writers, writer{c, c.theirs.begun.Load()})
 		}
 	}
-	return r, writers
+	f.ending[r.key.ID] = r
+	f.rouse()
 }
 
 // A writer is a peer that may be about to write by mapping.
 type writer struct {
 	c     *Conn
-	view  *mem.View // held
-	seg   *segment  // the peer's
 	begun uint64
 }
 
 // over says that nothing of the peer's is on its way to a key that is gone. Its other
 // writes may wait behind a kernel for long.
 func (w *writer) over(key uint64) bool {
+	seg := w.c.theirs
+	if seg == nil || w.c.quiet() { // released, so all is over
+		return true
+	}
 	// It takes the newest back if it finds the key gone. Those before have been enqueued.
-	begun := min(w.begun, w.seg.begun.Load())
-	done := w.seg.done.Load()
+	begun := min(w.begun, seg.begun.Load())
+	done := seg.done.Load()
 	if done < begun && begun-done > depth { // no peer of ours says that
 		return false
 	}
 	for ; done < begun; done++ {
-		if w.seg.keys[(done+1)%depth] == key {
+		if seg.keys[(done+1)%depth] == key {
 			return false
 		}
 	}
 	return true
 }
 
-// settle waits for what had begun before the key with an id, of r, was gone. Behind a
-// Conn it waits once in vain: who loses a peer has many keys to end.
-func (f *Fabric) settle(writers []writer, r *region, id uint64) error {
-	end := time.Now().Add(settleLimit)
-	wait := func(end time.Time, over func() bool) error {
-		for turn := 1; !over(); turn++ {
-			if turn > 1000 {
-				time.Sleep(20 * time.Microsecond)
-			}
-			if time.Now().After(end) {
-				return fmt.Errorf("a copy to this memory has not finished within %v: keep the memory until it has", settleLimit)
-			}
-		}
-		return nil
-	}
-	for _, w := range writers {
-		until := end
-		if w.c.late.Load() {
-			until = time.Time{}
-		}
-		err := wait(until, func() bool { return w.over(id) || w.c.quiet() })
-		if err != nil {
-			w.c.late.Store(w.c.asks.Load() != 0)
-			return err
-		}
-	}
-	return wait(end, func() bool {
-		f.mu.Lock() // beside Close
-		defer f.mu.Unlock()
-		f.look() // nobody may poll meanwhile
-		f.tick()
-		return f.in.reached(r.copied)
-	})
+// quiet reports whether nobody touches the memory of a region any more whose key is gone.
+func (f *Fabric) quiet(r *region) bool {
+	r.writers = slices.DeleteFunc(r.writers, func(w writer) bool { return w.over(r.key.ID) })
+	return len(r.writers) == 0 && !r.pinning && f.in.reached(r.copied) && (r.freed || f.closed)
 }
 
-// discard gives back what r holds; nobody writes to it any more. The caller holds
-// f.mu.
-func (f *Fabric) discard(r *region) {
-	if r.key.ID != 0 && !f.closed {
-		_ = f.inner.Deregister(r.key)
+// settle gives back a region in f.ending, if it is quiet. Here, and nowhere else, the end of a key
+// is complete.
+func (f *Fabric) settle(r *region) {
+	if f.quiet(r) {
+		delete(f.ending, r.key.ID)
+		f.discard(r)
+		f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: r.key.ID})
 	}
-	if shadow := r.shadow; r.pinned {
-		f.unpinMapped(shadow)
-	} else if shadow.Len != 0 {
-		_ = mem.Unmap(shadow)
+}
+
+// discard gives back what r holds; nobody writes to it any more.
+func (f *Fabric) discard(r *region) {
+	f.own.Delete(ownKey{f.id, r.key.ID, r.key.Token})
+	if r.pinned {
+		f.unmapPinned(r.shadow)
+	} else {
+		_ = mem.Unmap(r.shadow)
 	}
 	r.closeFDs()
-	if r.slot != 0 {
-		f.free = append(f.free, r.slot)
-	}
-	r.shadow, r.slot, r.pinned = mem.Region{}, 0, false
 }
 
 // reserve gives addresses for n bytes, whole pages of them, which take no memory

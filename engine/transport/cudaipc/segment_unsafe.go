@@ -12,16 +12,18 @@ import (
 // that are stored to by different parties are 128 bytes apart.
 //
 // A write that goes by mapping has a number, from 1 in its Conn. The sender puts its key
-// into keys[number%depth], then the number into begun, then looks whether the key is
-// still in the receiver's table, then enqueues the copy and the store of the number
-// to done. The GPU stores done after the copy, and a barrier. It writes nothing before
-// the receiver knows its segment (met), and can wait for it.
+// into keys[number%depth], then the number into begun. Then it looks whether the key is
+// still in the receiver's table, and whether the receiver's Conn has ended (over). Then it
+// enqueues the copy and the store of the number to done. The GPU stores done after the
+// copy, and a barrier. It writes nothing before the receiver knows its segment (met), and
+// can wait for it.
 type segment struct {
 	magic  uint64
 	fabric uint64        // of its owner
 	spaces spaces        // of the owner
 	met    atomic.Uint32 // the owner knows the peer's segment
-	_      [84]byte
+	over   atomic.Uint32 // the owner's Conn has ended: the peer starts no write
+	_      [80]byte
 
 	done atomic.Uint64 // stored by the GPU
 	_    [120]byte
@@ -37,7 +39,7 @@ type segment struct {
 
 const (
 	depth        = 512 // items of a Conn
-	segmentMagic = 0x6673_6375_6461_0005
+	segmentMagic = 0x6673_6375_6461_0006
 	segmentSize  = unsafe.Sizeof(segment{})
 	stagedAt     = unsafe.Offsetof(segment{}.staged)
 	doneAt       = unsafe.Offsetof(segment{}.done)

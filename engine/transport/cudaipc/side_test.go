@@ -3,10 +3,10 @@ package cudaipc
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -14,9 +14,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
-	"fserver/engine/transport/cudaipc/fakegpu"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -29,6 +29,7 @@ type side struct {
 	writes []landed
 	frames []string // all but marks, and loans
 	down   error
+	freed  []uint64 // keys
 }
 
 // landed is a write that a mark has told of, a frame right behind it. Its number is what the
@@ -92,6 +93,13 @@ func (s *side) key(t *testing.T, r mem.Region) transport.Key {
 	return k
 }
 
+// free ends a key.
+func (s *side) free(t *testing.T, k transport.Key) {
+	t.Helper()
+	s.f.Deregister(k)
+	until(t, s, s, func() bool { return slices.Contains(s.freed, k.ID) })
+}
+
 func (s *side) poll(t *testing.T) {
 	if len(s.owed) > 0 {
 		_, _ = s.try(nil)
@@ -119,6 +127,8 @@ func (s *side) poll(t *testing.T) {
 		case transport.EvLent:
 			require.NoError(t, e.View.Drop())
 			s.frames = append(s.frames, fmt.Sprintf("loan %d", e.Loan))
+		case transport.EvFreed:
+			s.freed = append(s.freed, e.User)
 		case transport.EvDown:
 			s.down, s.owed = e.Err, nil
 		}
@@ -133,7 +143,7 @@ func pairOf(t *testing.T, g *fakegpu.GPU, under below, share bool) (a, b *side) 
 		require.NoError(t, err)
 		f, err := Wrap(in, Options{Device: g, Share: share})
 		require.NoError(t, err)
-		rand.Read(f.secret[:])
+		f.own = new(sync.Map)
 		t.Cleanup(func() { require.NoError(t, f.Close()) })
 		return &side{f: f}
 	}
@@ -200,7 +210,14 @@ func underWay(t *testing.T, g *fakegpu.GPU) (a, b *side, dst mem.Region, k trans
 	point, open := heldUp(t, g, a.f)
 	k = b.key(t, dst)
 	a.post(t, write(k, src, point))
-	s = a.f.conns[a.c.(lendingConn).inner].lane.seg
+	s = a.segment(t, b)
 	until(t, a, b, func() bool { return s.begun.Load() == 1 })
 	return a, b, dst, k, s, open
+}
+
+// segment is that of a side which has posted a write of GPU memory to b.
+func (a *side) segment(t *testing.T, b *side) *segment {
+	l := &a.below().lane
+	until(t, a, b, func() bool { return l.seg != nil })
+	return l.seg
 }

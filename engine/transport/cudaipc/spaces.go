@@ -2,9 +2,9 @@ package cudaipc
 
 import (
 	"fmt"
-	"os"
 	"strings"
-	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // spaceNames are the namespaces that two processes must share to map each other's GPU
@@ -19,10 +19,9 @@ type spaces [len(spaceNames)]uint64
 // ownSpaces returns those of this process.
 func ownSpaces() (s spaces) {
 	for i, file := range [...]string{"pid", "ipc", "mnt"} {
-		if info, err := os.Stat("/proc/self/ns/" + file); err == nil {
-			if stat, ok := info.Sys().(*syscall.Stat_t); ok {
-				s[i] = stat.Ino
-			}
+		var stat unix.Stat_t
+		if unix.Stat("/proc/self/ns/"+file, &stat) == nil {
+			s[i] = stat.Ino
 		}
 	}
 	return s

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/transport"
-	"fserver/engine/transport/cudaipc/fakegpu"
 )
 
 // importing counts the tries to map memory of other processes.
@@ -49,7 +49,7 @@ func TestContainers(t *testing.T) {
 			g.Pieces = c.pieces
 			a, b := pairOf(t, g, overCMA, true)
 			da, db := &importing{GPU: g}, &importing{GPU: g}
-			a.f.dev, a.f.o.Device, b.f.dev, b.f.o.Device = da, da, db, db
+			a.f.dev, b.f.dev = da, db
 			for i, d := range c.spaces {
 				require.NotZero(t, b.f.spaces[i])
 				b.f.spaces[i] += d
@@ -66,17 +66,17 @@ func TestContainers(t *testing.T) {
 				holds(t, g, other, fill)
 			}
 			for _, s := range []*side{a, b} {
-				l := s.c.(transport.Teller)
+				l := s.c.Peer()
 				if c.why == "" {
-					require.Equal(t, []string{"cudaipc", ""}, []string{l.Via(), l.Why()})
+					require.Equal(t, []string{"cudaipc", ""}, []string{l.Via, l.Why})
 					continue
 				}
-				require.Equal(t, "cma", l.Via())
-				require.Contains(t, l.Why(), "cudaipc: the two processes are in "+c.why)
+				require.Equal(t, "cma", l.Via)
+				require.Contains(t, l.Why, "cudaipc: the two processes are in "+c.why)
 			}
 			require.Equal(t, c.why != "", da.tries+db.tries == 0)
-			require.NoError(t, b.f.Deregister(to))
-			require.NoError(t, a.f.Deregister(back))
+			b.free(t, to)
+			a.free(t, back)
 		})
 	}
 }
@@ -99,14 +99,14 @@ func TestWhyStaged(t *testing.T) {
 		if c.call != "" {
 			g.Fail(c.call, 1)
 		}
-		require.Empty(t, a.c.(transport.Teller).Why())
+		require.Empty(t, a.c.Peer().Why)
 		k := b.key(t, dst)
 		a.post(t, write(k, src, transport.Point{}))
 		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 		holds(t, g, dst, 5)
-		require.Equal(t, "cma", a.c.(transport.Teller).Via())
-		require.Contains(t, a.c.(transport.Teller).Why(), c.why)
-		require.NoError(t, b.f.Deregister(k))
+		require.Equal(t, "cma", a.c.Peer().Via)
+		require.Contains(t, a.c.Peer().Why, c.why)
+		b.free(t, k)
 	}
 }
 

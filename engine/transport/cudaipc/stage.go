@@ -3,7 +3,6 @@ package cudaipc
 import (
 	"errors"
 	"fmt"
-	"math/bits"
 
 	"golang.org/x/sys/unix"
 
@@ -22,64 +21,60 @@ const (
 // lane is the stream of a Conn on which its copies are made, its segment, where
 // the stream says how far it is, and the buffers of staging.
 type lane struct {
-	stream cuda.Stream
-	opened bool
-	shared *mem.Shared
-	seg    *segment
-	flags  uint64 // the segment's address for the GPU
+	stream  cuda.Stream
+	shared  *mem.Shared
+	seg     *segment
+	staging word // seg.staged
+	mapped  word // seg.done; it is the GPU that stores it, also where our own CPU asks events
 
-	staged  uint64     // number of the newest copy to a buffer
-	pool    mem.Region // the buffers; mapped when first used
-	seen    uint64     // their address for the GPU
-	buffers uint8      // those that are free
-	pending []piece    // not handed to inner; by number
+	staged  uint64 // number of the newest copy to a buffer
+	pool    pinned // the buffers; mapped when first used
+	buffers uint8  // those that are free
 	copies  []cuda.Copy
 	spans   [buffers]mem.Span // what of each buffer inner has
 	broken  bool              // the device does nothing any more
 }
 
-// piece is a part of an item in a buffer, or a frame or a loan behind such.
-type piece struct {
-	item   uint32
-	number uint64 // of its copy
-	off, n uint64 // in the item
-	buf    int8
-	last   bool
+// equip gives c what it needs for GPU memory.
+func (c *Conn) equip() {
+	c.items = make([]item, depth)
+	var l lane
+	var err error
+	c.aside(func() { err = l.open(c.f) }, func() {
+		if err != nil {
+			c.fail(fmt.Errorf("set up the memory that shows the progress of writes: %w", err))
+			return
+		}
+		c.lane = l
+		c.met()
+	})
 }
 
-// equip gives c what it needs for GPU memory.
-func (c *Conn) equip() (err error) {
-	l := &c.lane
+func (l *lane) open(f *Fabric) (err error) {
 	if l.shared, err = mem.NewNamed("fserver-cudaipc", uint64(segmentSize)); err != nil {
 		return scarce(err)
 	}
 	r := l.shared.Region()
-	if l.flags, err = c.f.pin(uint64(r.Addr), r.Len); err != nil {
+	seen, err := f.pin(r)
+	if err != nil {
 		_ = mem.FreeShared(l.shared.ID())
-		l.shared = nil
-		return scarce(err)
-	}
-	l.seg = segmentIn(r)
-	if l.stream, err = c.f.dev.NewStream(); err != nil {
-		l.close(c.f)
 		return err
 	}
-	l.opened = true
-	l.seg.spaces = c.f.spaces
-	l.seg.magic, l.seg.fabric = segmentMagic, c.f.id
+	l.seg = segmentIn(r)
+	l.staging = wordAt(pinned{r, seen}, uint64(stagedAt))
+	l.mapped = word{at: seen + uint64(doneAt)}
+	l.seg.spaces, l.seg.magic, l.seg.fabric = f.spaces, segmentMagic, f.id
 	l.buffers = 1<<buffers - 1
-	c.items = make([]item, depth)
-	return nil
+	if l.stream, err = f.dev.NewStream(); err != nil {
+		l.close(f)
+	}
+	return err
 }
 
-// close gives back what equip and open acquired.
+// close gives back what equip and provide acquired.
 func (l *lane) close(f *Fabric) {
-	if l.opened {
-		_ = f.dev.FreeStream(l.stream)
-	}
-	if l.pool.Len != 0 {
-		f.unpinMapped(l.pool)
-	}
+	f.freeStream(l.stream)
+	f.unmapPinned(l.pool.Region)
 	if s := l.shared; s != nil {
 		f.unpin(s.Region(), func() { _ = mem.FreeShared(s.ID()) })
 	}
@@ -91,47 +86,28 @@ func (l *lane) working() bool {
 	return l.seg != nil && !l.broken && (l.seg.done.Load() < l.seg.begun.Load() || l.seg.staged.Load() < l.staged)
 }
 
-// queued says whether pieces wait for inner.
-func (l *lane) queued() bool { return len(l.pending) != 0 }
-
-// uses says whether a copy of item i is under way, or a buffer holds a piece of it.
-func (l *lane) uses(i uint32) bool {
-	for k := range l.pending {
-		if l.pending[k].item == i {
-			return true
-		}
-	}
-	return false
-}
-
 // stage starts the copies of an item to the buffers, as far as there are any; true
 // when all have been started.
 func (c *Conn) stage(it *item) bool {
 	l := &c.lane
 	if l.pool.Len == 0 {
-		if err := l.provide(c.f); err != nil {
-			c.fail(err)
-			return false
-		}
+		c.provide()
+		return false
 	}
 	for it.sent < it.n {
-		n, buf := min(it.n-it.sent, pieceSize), bits.TrailingZeros8(l.buffers)
-		if buf >= buffers {
+		n, buf := min(it.n-it.sent, pieceSize), (l.staged+1)%buffers
+		if l.buffers&(1<<buf) == 0 {
 			return false
 		}
-		l.gather(it, l.seen+uint64(buf)*pieceSize, n)
-		var event cuda.Event
-		if it.sent == 0 {
-			event = cuda.Event(it.op.After.Event)
-		}
-		err := c.f.dev.Enqueue(l.stream, event, l.copies, l.flags+uint64(stagedAt), l.staged+1)
-		l.staged++ // after an error too, as in mapInto
+		l.gather(it, l.pool.seen+buf*pieceSize, n)
+		l.staged++
 		l.buffers &^= 1 << buf
-		l.pending = append(l.pending, piece{
-			item: c.next, number: l.staged, off: it.sent, n: n, buf: int8(buf), last: it.sent+n == it.n,
-		})
+		var after transport.Point
+		if it.sent == 0 {
+			after, it.number = it.op.After, l.staged
+		}
 		it.sent += n
-		if err != nil {
+		if err := c.f.enqueue(l.stream, after, l.copies, l.staging, l.staged); err != nil { // as in mapInto
 			c.fail(fmt.Errorf("copy %d bytes to the host: %w", n, err))
 			return false
 		}
@@ -158,15 +134,14 @@ func (l *lane) gather(it *item, to, n uint64) {
 }
 
 // provide maps and pins the buffers.
-func (l *lane) provide(f *Fabric) (err error) {
-	if l.pool, err = mem.Map(buffers * pieceSize); err != nil {
-		return scarce(err)
-	}
-	if l.seen, err = f.pin(uint64(l.pool.Addr), l.pool.Len); err != nil {
-		_ = mem.Unmap(l.pool)
-		l.pool = mem.Region{}
-	}
-	return scarce(err)
+func (c *Conn) provide() {
+	var pool pinned
+	var err error
+	c.aside(func() { pool, err = c.f.mapPinned(buffers * pieceSize) }, func() {
+		if c.lane.pool = pool; err != nil {
+			c.fail(err)
+		}
+	})
 }
 
 // scarce says what to do about an error if it is that there is no host memory for
@@ -178,35 +153,52 @@ func scarce(err error) error {
 	return err
 }
 
-// forward hands inner the pieces that have reached their buffers, and the frames and loans
-// behind them.
+// forward hands inner what is ready, in the order of the items: pieces that have reached their
+// buffers, frames and loans.
 func (c *Conn) forward() {
-	l := &c.lane
-	if len(l.pending) == 0 {
-		return
+	for c.passed != c.last && c.hand(&c.items[c.passed%depth]) && c.passed != c.next {
+		c.passed++
 	}
-	here, n := l.seg.staged.Load(), 0
-	for n < len(l.pending) && (l.pending[n].number <= here || l.broken) && c.hand(&l.pending[n]) {
-		n++
-	}
-	l.pending = l.pending[:copy(l.pending, l.pending[n:])]
 }
 
-// hand hands inner the oldest entry of pending.
-func (c *Conn) hand(p *piece) bool {
-	l, it := &c.lane, &c.items[p.item%depth]
-	if it.way == wayBehind {
+// hand hands inner what is ready of an item; true when nothing is left of it to hand over.
+func (c *Conn) hand(it *item) bool {
+	switch it.way {
+	case wayBehind:
 		return c.over != nil || c.dispatch(it)
+	case wayStaged:
+		for it.passed < it.sent {
+			if !c.handPiece(it) {
+				return false
+			}
+		}
+		return it.passed == it.n
 	}
-	if c.over != nil {
-		l.buffers |= 1 << p.buf
-		return true
+	return true
+}
+
+// handPiece hands inner the next piece of an item, if it has reached its buffer.
+func (c *Conn) handPiece(it *item) bool {
+	l := &c.lane
+	number, n := it.number+it.passed/pieceSize, min(it.n-it.passed, pieceSize)
+	buf := number % buffers
+	switch {
+	case number > l.seg.staged.Load() && !l.broken:
+		return false
+	case c.over != nil:
+		l.buffers |= 1 << buf
+	default:
+		l.spans[buf] = mem.Span{Addr: l.pool.Addr + uintptr(buf*pieceSize), Len: n}
+		op := transport.Op{Kind: transport.OpWrite, Key: it.op.Key, Off: it.op.Off + it.passed, Src: l.spans[buf : buf+1]}
+		taken, err := c.write(&op, n, job{piece: it, buf: uint8(buf)})
+		if !taken {
+			if err != nil {
+				c.fail(err)
+			}
+			return false
+		}
+		it.open++
 	}
-	l.spans[p.buf] = mem.Span{Addr: l.pool.Addr + uintptr(p.buf)*pieceSize, Len: p.n}
-	op := transport.Op{Kind: transport.OpWrite, Key: it.op.Key, Off: it.op.Off + p.off, Src: l.spans[p.buf : p.buf+1]}
-	taken, err := c.write(&op, p.n, it.lift, job{kind: jobPiece, item: p.item, buf: p.buf, last: p.last})
-	if err != nil {
-		c.fail(err)
-	}
-	return taken
+	it.passed += n
+	return true
 }

@@ -1,184 +1,223 @@
 package inproc
 
 import (
+	"crypto/rand"
+	"errors"
 	"fmt"
-	"io"
-	"math/rand/v2"
-	"time"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
-// A Conn is one end of a path between two Fabrics. All but what newConn sets is
-// guarded by net.mu.
+// A Conn is one end of a path between two Fabrics. All but what adopt sets is guarded by net.mu.
 type Conn struct {
-	f       *Fabric
-	peer    *Conn // the other end
-	rel     *relation
-	hello   []byte
-	ordered bool
-	rng     *rand.Rand // draws the faults of what is posted here
-
-	out      pipe      // what is posted here; the peer's Poll takes from it
-	fresh    bool      // EvAccept is still to come,
-	due      uint64    // in this Poll or a later one
-	pressed  bool      // the last Post took fewer ops than it was given
-	progress time.Time // when the peer last took something, or had taken all
-	over     error     // why this end is at its end; it is told in EvDone and EvDown
-	bye      error     // what the peer's end will say; valid with over
-	closed   bool      // by its user: no EvDown
-	downTold bool      // EvDown was given
+	link.Conn
+	link.Window[struct{}] // Sent: the peer has taken those before
+	f                     *Fabric
+	peer                  *Conn    // the other end
+	inbox                 []letter // of the peer, in order
 }
 
-// newConn makes f's end of a Conn to p. The caller holds net.mu, joins the two
-// ends and has counted the Conn in rel.
-func newConn(f, p *Fabric, rel *relation, hello []byte) *Conn {
-	seed := mix(f.net.seed, f.name+" to "+p.name, rel.conns)
-	return &Conn{f: f, rel: rel, hello: hello, ordered: !f.net.faults.Reorder,
-		rng: rand.New(rand.NewPCG(seed, 0)), out: pipe{ring: make([]entry, f.depth)}}
+// letter is a frame, or the reason of an end, behind which nothing is read.
+type letter struct {
+	number uint32 // of the operation in the peer's Window
+	frame  []byte
+	end    error
 }
 
-// Hello implements transport.Conn.
-func (c *Conn) Hello() []byte { return c.hello }
-
-// Remote is "inproc:NAME" of the peer, which need not take connections.
-func (c *Conn) Remote() string { return prefix + c.peer.f.name }
-
-// Post implements transport.Conn.
-func (c *Conn) Post(ops []transport.Op) (int, error) {
-	f := c.f
-	f.net.mu.Lock()
-	k, err := c.post(ops)
-	f.net.mu.Unlock()
-	f.touched.ring()
+// adopt has the two ends of a Conn meet: the dialer tells a word, by which the other side finds the
+// dialer's end.
+func (f *Fabric) adopt(s *link.Session) (transport.Conn, error) {
+	c := &Conn{f: f}
+	c.Open(s, c.end)
+	c.Init(maxDepth)
+	if s.Dialer {
+		return c, c.dial(s)
+	}
+	word, err := s.Hear()
 	if err != nil {
-		err = fmt.Errorf("inproc: post to %s: %w", c.Remote(), err)
+		return nil, err
 	}
-	return k, err
+	f.Owned(func() { err = c.join(string(word)) })
+	if err == nil {
+		_ = s.Tell(nil) // a dialer that has gone ends its end
+	}
+	return c, err
 }
 
-func (c *Conn) post(ops []transport.Op) (int, error) {
-	if c.over != nil {
-		return 0, c.over
+func (c *Conn) dial(s *link.Session) error {
+	f, n, word := c.f, c.f.net, rand.Text()
+	n.mu.Lock()
+	n.dialing[word] = c
+	n.mu.Unlock()
+	err := s.Tell([]byte(word))
+	if err == nil {
+		_, err = s.Hear()
 	}
-	room := len(ops)
-	if room > 0 && c.chance(c.f.net.faults.Pressure) {
-		room = c.rng.IntN(room)
-		c.f.touched.add(c.f) // the next Post may take more
-	}
-	for i := range ops {
-		if err := check(&ops[i]); err != nil {
-			return i, err
+	f.Owned(func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		delete(n.dialing, word)
+		if err == nil {
+			err = f.closing()
 		}
-		if i == room || !c.out.takes(&ops[i]) {
-			c.pressed = true
-			return i, nil
+		if err == nil {
+			f.conns.Add(c)
+		} else if c.peer != nil {
+			c.cut(err, errReset)
 		}
-		if c.accept(&ops[i]); c.over != nil {
-			return i + 1, nil
-		}
-	}
-	return len(ops), nil
+	})
+	return err
 }
 
-// stageMax bounds the writes that Faults.Stage is about, in bytes.
-const stageMax = 64 << 10
-
-// accept takes one op that there is room for.
-func (c *Conn) accept(op *transport.Op) {
-	f := c.f
-	if c.out.unsent == 0 {
-		c.progress = time.Now()
+// join makes c the other end of the one that waits for it.
+func (c *Conn) join(word string) error {
+	f, n := c.f, c.f.net
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	d := n.dialing[word]
+	if d == nil {
+		return errors.New("the peer has given up")
 	}
-	e := c.out.push(op)
-	e.due = c.peer.f.polls + 1 + c.delay()
-	if op.Kind == transport.OpFrame {
-		e.buf = f.net.spare.get(len(op.Frame))
-		c.out.owned += copy(e.buf, op.Frame)
-		c.out.finish(e, nil)
-	} else {
-		for _, s := range op.Src {
-			e.size += s.Len
-		}
-		e.src = op.Src
-		if e.size <= stageMax && c.chance(f.net.faults.Stage) {
-			buf := f.net.spare.get(int(e.size))
-			e.gather(buf)
-			e.at, e.buf = 0, buf
-			c.out.owned += len(buf)
-			c.out.finish(e, nil)
-		}
+	if err := f.closing(); err != nil {
+		return err
 	}
-	if e.over {
-		f.touched.add(f)
+	if n.relation(f.name, d.f.name).cut {
+		return errCut
 	}
-	f.touched.add(c.peer.f)
-	f.watch()
-	if f.failIn > 0 {
-		if f.failIn--; f.failIn == 0 {
-			c.fail(e, f.failWith)
-		}
-	}
-}
-
-// fail ends e, the last op posted, and with it the Conn in err.
-func (c *Conn) fail(e *entry, err error) {
-	if e.over {
-		e.err = err
-	}
-	c.end(err, fmt.Errorf("inproc: an op of %s failed: %w", c.f.name, err), false, &c.f.touched)
-}
-
-// chance is true for a share p of its calls.
-func (c *Conn) chance(p float64) bool { return p > 0 && c.rng.Float64() < p }
-
-// delay draws how many Polls of the receiver something is held back.
-func (c *Conn) delay() uint64 {
-	if d := c.f.net.faults.Delay; d > 0 {
-		return c.rng.Uint64N(uint64(d) + 1)
-	}
-	return 0
-}
-
-// Close implements transport.Conn.
-func (c *Conn) Close() error {
-	var w wakes
-	c.f.net.mu.Lock()
-	c.close(&w)
-	c.f.net.mu.Unlock()
-	w.ring()
+	delete(n.dialing, word)
+	c.peer, d.peer = d, c
+	c.About.Remote, d.About.Remote = prefix+d.f.name, prefix+f.name
+	f.conns.Add(c)
+	f.ring()
 	return nil
 }
 
-func (c *Conn) close(w *wakes) {
-	c.closed = true
-	bye := fmt.Errorf("inproc: %s closed the connection: %w", c.f.name, io.EOF)
-	c.end(transport.ErrClosed, bye, !c.chance(c.f.net.faults.Forget), w)
-	w.add(c.f)
+// closing is why f takes no Conn. The caller is the owner and holds net.mu.
+func (f *Fabric) closing() error {
+	switch {
+	case f.killed:
+		return errKilled
+	case f.Closing:
+		return transport.ErrClosed
+	}
+	return nil
 }
 
-// end ends this end of the Conn: open ops are told why. With deliver, what the
-// peer can still be given without a source is, before it learns of the end, up to the first
-// write that cannot: no frame may come after that. The caller holds net.mu.
-func (c *Conn) end(why, bye error, deliver bool, w *wakes) {
-	if c.over != nil {
+func (c *Conn) relation() *relation { return c.f.net.relation(c.f.name, c.peer.f.name) }
+
+// Post implements transport.Conn. It is the owner of the peer's Fabric, where writes land.
+func (c *Conn) Post(ops []transport.Op) (n int, err error) {
+	to := c.peer.f
+	to.Owner.Lock()
+	defer to.Owner.Unlock()
+	c.f.net.mu.Lock()
+	defer c.f.net.mu.Unlock()
+	for ; n < len(ops); n++ {
+		o := &ops[n]
+		size, err := link.Check("inproc", o)
+		switch {
+		case c.Err != nil:
+			return n, c.Err
+		case err != nil:
+			return n, err
+		case int(c.End-c.Done) == c.f.depth || o.Kind == transport.OpWrite && c.relation().held:
+			return n, nil
+		}
+		c.post(o, size)
+	}
+	return n, nil
+}
+
+func (c *Conn) post(o *transport.Op, size uint64) {
+	p := c.peer
+	l := letter{number: c.End}
+	c.Push(o.User)
+	switch waiting := len(p.inbox); {
+	case p.Err != nil || waiting > 0 && p.inbox[waiting-1].end != nil: // which the next Polls will find
+		return
+	case o.Kind == transport.OpFrame:
+		l.frame = append([]byte{}, o.Frame...)
+	default:
+		dst, err := p.f.Target(p, o.Key.ID, o.Key.Token, o.Off, size)
+		if err != nil {
+			l.end = err
+			break
+		}
+		to := dst.Bytes()
+		for _, s := range o.Src {
+			to = to[copy(to, s.Bytes()):]
+		}
+		if waiting == 0 {
+			c.Sent = c.End
+			c.f.ring()
+		}
 		return
 	}
-	c.over, c.bye = why, bye
-	for i := c.out.head; i < c.out.tail; i++ {
-		e := c.out.at(i)
-		open := !e.over
-		if open {
-			c.out.finish(e, why)
-			deliver = false
-		}
-		if !e.sent && (open || !deliver) {
-			c.f.net.spare.put(c.out.send(e))
-		}
-	}
-	w.add(c.f)
-	w.add(c.peer.f)
+	p.inbox = append(p.inbox, l)
+	p.f.ring()
 }
 
-// gone says whether the Conn has no more events to give.
-func (c *Conn) gone() bool { return c.out.untold == 0 && (c.closed || c.downTold) }
+// Unsent implements transport.Conn: the peer takes everything by itself.
+func (c *Conn) Unsent() bool { return false }
+
+// end is what a Close of c calls. The peer is given what was posted before.
+func (c *Conn) end(why error) {
+	c.f.net.mu.Lock()
+	defer c.f.net.mu.Unlock()
+	c.over(why, errBye)
+}
+
+// cut ends c, and the peer finds bye in place of what it has not read. The caller holds net.mu.
+func (c *Conn) cut(why, bye error) {
+	if c.Err == nil {
+		c.peer.inbox = nil
+		c.over(why, bye)
+	}
+}
+
+// over ends c; bye is for the peer. The caller holds net.mu.
+func (c *Conn) over(why, bye error) {
+	if c.Err == nil {
+		c.Err = c.Because(why)
+		c.peer.inbox = append(c.peer.inbox, letter{end: bye})
+		c.peer.f.ring()
+	}
+	c.f.ring()
+}
+
+// visit gives what has happened on c, as far as there is room. The caller is the owner and holds net.mu.
+func (c *Conn) visit(ev []transport.Event) (n int) {
+	n = c.Accept(c, ev)
+	if c.Err == nil && !c.relation().held {
+		n += c.receive(ev[n:])
+	}
+	n += c.Complete(c, c.Err, ev[n:])
+	if c.Err == nil || c.Done != c.End {
+		return n
+	}
+	k, _ := c.f.conns.End(c, true, ev[n:])
+	return n + k
+}
+
+// receive takes what the peer has sent.
+func (c *Conn) receive(ev []transport.Event) (n int) {
+	for len(c.inbox) > 0 && n < len(ev) {
+		l := c.inbox[0]
+		c.inbox = c.inbox[1:]
+		if l.end != nil {
+			c.cut(l.end, fmt.Errorf("the peer refuses what was sent: %w", l.end))
+			return n
+		}
+		ev[n] = transport.Event{Kind: transport.EvFrame, Conn: c, Data: l.frame}
+		n++
+	}
+	if p := c.peer; n > 0 && p.Err == nil {
+		p.Sent = p.End
+		if len(c.inbox) > 0 {
+			p.Sent = c.inbox[0].number
+		}
+		p.f.ring()
+	}
+	return n
+}

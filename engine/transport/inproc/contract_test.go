@@ -1,7 +1,6 @@
 package inproc_test
 
 import (
-	"fmt"
 	"strings"
 	"testing"
 
@@ -10,32 +9,17 @@ import (
 	"fserver/engine/transport/transporttest"
 )
 
-// bed is a Network of its own for each test.
-func bed(seed uint64, faults inproc.Faults) func(testing.TB) transporttest.Bed {
-	return func(testing.TB) transporttest.Bed {
-		net := inproc.New(seed)
-		net.SetFaults(faults)
+// TestContract has a Network of its own for each test. Package faults runs the suite over it, too.
+func TestContract(t *testing.T) {
+	transporttest.Run(t, func(testing.TB) transporttest.Bed {
+		net := inproc.New()
 		return transporttest.Bed{
 			Open: func(o transporttest.Options) (transport.Fabric, error) {
 				return net.Open(inproc.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits})
 			},
-			Kill: func(f transport.Fabric) {
-				net.Kill(strings.TrimPrefix(f.Name(), "inproc/"))
-			},
+			Kill:      func(f transport.Fabric) { net.Kill(strings.TrimPrefix(f.Name(), "inproc/")) },
+			Offloads:  true,
+			Allocates: "a copy of each frame",
 		}
-	}
-}
-
-func TestContract(t *testing.T) { transporttest.Run(t, bed(1, inproc.Faults{})) }
-
-func TestContractUnderChaos(t *testing.T) {
-	seeds := uint64(2)
-	if testing.Short() {
-		seeds = 1
-	}
-	for seed := range seeds {
-		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
-			transporttest.Run(t, bed(seed, inproc.Chaos))
-		})
-	}
+	})
 }

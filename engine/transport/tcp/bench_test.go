@@ -20,6 +20,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -69,7 +70,7 @@ func newEnd(kind string, echo bool) (e *end, err error) {
 	e = &end{ev: make([]transport.Event, 16)}
 	o := Options{Gate: transporttest.Gate{}}
 	if kind == "tls" {
-		if o.TLS, err = SharedIdentity([]byte("the secret of the benchmark"), "default"); err != nil {
+		if o.TLS, err = link.SharedIdentity([]byte("the secret of the benchmark"), "default"); err != nil {
 			return nil, err
 		}
 	}
@@ -202,7 +203,7 @@ func benchPeer(in io.Reader, out io.Writer) error {
 		return err
 	}
 	ends["bare"] = ends["conn"]
-	if ends["bare"].bare, err = ends["bare"].f.detach(nc.(*net.TCPConn)); err != nil {
+	if ends["bare"].bare, err = link.Descriptor(nc); err != nil {
 		return err
 	}
 	for lines := bufio.NewScanner(in); lines.Scan(); {
@@ -225,7 +226,7 @@ func benchPeer(in io.Reader, out io.Writer) error {
 				return err
 			}
 		}
-		for c := e.conn.(*Conn); c.tx.done != c.tx.tail || c.unsent(); {
+		for c := e.conn.(*Conn); c.tx.Done != c.tx.End || c.Unsent(); {
 			if _, err := e.poll(); err != nil {
 				return err
 			}
@@ -280,7 +281,7 @@ func dialPeer(b *testing.B) (ends map[string]*end, commands io.Writer) {
 	ends["bare"] = ends["conn"]
 	nc, err := net.Dial("tcp", bare)
 	require.NoError(b, err)
-	ends["bare"].bare, err = ends["bare"].f.detach(nc.(*net.TCPConn))
+	ends["bare"].bare, err = link.Descriptor(nc)
 	require.NoError(b, err)
 	b.Cleanup(func() { require.NoError(b, unix.Close(ends["bare"].bare)) })
 	require.NoError(b, nc.Close())

@@ -6,6 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -26,7 +27,7 @@ func TestContractTLS(t *testing.T) {
 	})
 }
 
-func openForContract(o transporttest.Options, id *Identity) (transport.Fabric, error) {
+func openForContract(o transporttest.Options, id *link.Identity) (transport.Fabric, error) {
 	opts := Options{Gate: o.Gate, Limits: o.Limits, TLS: id}
 	if o.Listen {
 		opts.Listen = "127.0.0.1:0"
@@ -37,10 +38,10 @@ func openForContract(o transporttest.Options, id *Identity) (transport.Fabric, e
 // kill does what the kernel does to the sockets of a process that dies.
 func kill(tf transport.Fabric) {
 	f := tf.(*Fabric)
-	f.listener.Close()
-	f.owner.Lock()
-	defer f.owner.Unlock()
-	for _, c := range f.conns {
-		unix.Shutdown(c.fd, unix.SHUT_RDWR)
+	f.Listener.Close()
+	f.Owner.Lock()
+	defer f.Owner.Unlock()
+	for _, c := range f.conns.All {
+		unix.Shutdown(c.FD, unix.SHUT_RDWR)
 	}
 }

@@ -9,12 +9,7 @@ import (
 
 // What travels on a connection, integers little-endian:
 //
-// First the handshake, in both directions: messages of the transport.Gate,
-// each after a preamble of the 4 bytes "FSRV" and the u32 length of the
-// message, at most transport.MaxHandshake. A peer of another kind is refused
-// after its first 8 bytes at the latest.
-//
-// Then records without end. A record is a header of headerLen bytes and its
+// First the handshake, in both directions (package link). Then records without end. A record is a header of headerLen bytes and its
 // payload:
 //
 //	at  size
@@ -33,12 +28,7 @@ import (
 // The header of all types has one size, so that a receiver needs one look to
 // know what follows, and no record is padded: the bytes of a write go to their
 // place straight from the socket, wherever they start in the stream.
-const (
-	preambleLen = 8
-	headerLen   = 40
-)
-
-var magic = [4]byte{'F', 'S', 'R', 'V'}
+const headerLen = 40
 
 const (
 	recFrame = 1

@@ -6,6 +6,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // rxStage is the size of the staging buffer of a Conn. What comes behind the
@@ -19,7 +20,7 @@ const rxStage = 8 << 10
 // rx is the receiving half of a Conn: it says where the next bytes of the
 // stream go, and turns what came into events. It makes no system call.
 type rx struct {
-	regions *regions
+	regions *link.Regions
 
 	stage []byte // stage[r:w] has come and is not used up
 	base  uintptr
@@ -39,7 +40,7 @@ type rx struct {
 	came uint64 // bytes that came, ever
 }
 
-func (x *rx) init(t *regions) {
+func (x *rx) init(t *link.Regions) {
 	x.regions = t
 	x.stage = make([]byte, rxStage)
 	x.base = mem.Of(x.stage).Addr
@@ -84,18 +85,16 @@ func (x *rx) parse(c transport.Conn, ev []transport.Event, seq uint64) (n int, e
 	x.more = false
 	for {
 		if x.kind != 0 {
-			if x.rest.Len > 0 && x.r < x.w {
-				d := copy(x.rest.Bytes(), x.stage[x.r:x.w])
-				x.r += d
-				x.rest.Addr += uintptr(d)
-				x.rest.Len -= uint64(d)
+			if d := min(uint64(x.w-x.r), x.rest.Len); d > 0 {
+				copy(x.rest.Bytes(), x.stage[x.r:x.w])
+				x.r += int(d)
+				x.rest = mem.Span{Addr: x.rest.Addr + uintptr(d), Len: x.rest.Len - d}
 			}
 			if x.rest.Len > 0 {
 				return n, nil
 			}
 			if x.kind == recFrame {
-				if n == len(ev) {
-					x.more = true
+				if x.more = n == len(ev); x.more {
 					return n, nil
 				}
 				ev[n] = transport.Event{Kind: transport.EvFrame, Conn: c, Data: x.big}
@@ -104,7 +103,6 @@ func (x *rx) parse(c transport.Conn, ev []transport.Event, seq uint64) (n int, e
 			}
 			x.kind = 0
 		}
-
 		if x.w-x.r < headerLen {
 			return n, nil
 		}
@@ -112,41 +110,47 @@ func (x *rx) parse(c transport.Conn, ev []transport.Event, seq uint64) (n int, e
 		if err := h.parse(x.stage[x.r:]); err != nil {
 			return n, err
 		}
-		if h.kind == recFrame && h.length <= rxStage-headerLen {
-			end := x.r + headerLen + int(h.length)
-			if end > x.w {
-				return n, nil
-			}
-			if n == len(ev) {
-				x.more = true
-				return n, nil
-			}
-			ev[n] = transport.Event{Kind: transport.EvFrame, Conn: c, Data: x.stage[x.r+headerLen : end : end]}
-			n++
-			x.r, x.held = end, seq
-			continue
-		}
-		switch h.kind {
-		case recBye:
-			return n, fmt.Errorf("the peer closed the connection: %w", io.EOF)
-		case recFrame:
-			if x.bigHeld == seq {
-				x.more = true
-				return n, nil
-			}
-			if uint64(cap(x.big)) < h.length {
-				x.big = make([]byte, h.length)
-			}
-			x.big = x.big[:h.length]
-			x.rest = mem.Of(x.big)
-		default:
-			if x.rest, err = x.regions.target(&h, c); err != nil {
+		if h.kind != recFrame || h.length > rxStage-headerLen {
+			if x.more, err = x.begin(c, &h, seq); x.more || err != nil {
 				return n, err
 			}
+			continue
 		}
-		x.kind, x.key = h.kind, h.key
-		x.r += headerLen
+		end := x.r + headerLen + int(h.length)
+		if end > x.w {
+			return n, nil
+		}
+		if x.more = n == len(ev); x.more {
+			return n, nil
+		}
+		ev[n] = transport.Event{Kind: transport.EvFrame, Conn: c, Data: x.stage[x.r+headerLen : end : end]}
+		n++
+		x.r, x.held = end, seq
 	}
+}
+
+// begin finds the place of a record's payload. wait says that an event of this Poll is there.
+func (x *rx) begin(c transport.Conn, h *header, seq uint64) (wait bool, err error) {
+	switch h.kind {
+	case recBye:
+		return false, fmt.Errorf("the peer closed the connection: %w", io.EOF)
+	case recFrame:
+		if x.bigHeld == seq {
+			return true, nil
+		}
+		if uint64(cap(x.big)) < h.length {
+			x.big = make([]byte, h.length)
+		}
+		x.big = x.big[:h.length]
+		x.rest = mem.Of(x.big)
+	default:
+		if x.rest, err = x.regions.Target(c, h.key, h.token, h.offset, h.length); err != nil {
+			return false, err
+		}
+	}
+	x.kind, x.key = h.kind, h.key
+	x.r += headerLen
+	return false, nil
 }
 
 // end is the reason of a stream that ended without a goodbye.

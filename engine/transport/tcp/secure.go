@@ -1,15 +1,16 @@
 package tcp
 
 import (
-	"bytes"
+	"bufio"
 	"crypto/tls"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"io"
 	"net"
 
 	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport/link"
 )
 
 const (
@@ -26,29 +27,17 @@ const (
 // like them. The price is what crypto/tls costs: encryption, two copies on each
 // side and two small allocations for each record received.
 type secure struct {
-	conn  *tls.Conn
-	link  cipherLink
-	more  bool   // plaintext may be here that no system call announces
-	bad   error  // why crypto/tls gave up, when a call gives EPROTO
-	stage []byte // gathers small pieces into one record
+	conn *tls.Conn
+	link *cipherLink
+	more bool          // plaintext may be here that no system call announces
+	bad  error         // why crypto/tls gave up, when a call gives EPROTO
+	out  *bufio.Writer // gathers small pieces into one record; large ones pass it by
 }
 
-func newSecure(nc net.Conn, i *tls.Config, dialer bool) *secure {
-	s := &secure{more: true, link: cipherLink{Conn: nc}}
-	if dialer {
-		s.conn = tls.Client(&s.link, i)
-	} else {
-		s.conn = tls.Server(&s.link, i)
-	}
-	return s
-}
-
-// detach makes s go on with fd, without blocking from here on.
-func (s *secure) detach(fd int) {
-	s.link.Conn = nil
-	s.link.fd = fd
-	s.link.in = make([]byte, cipherStage)
-	s.stage = make([]byte, 0, maxRecord)
+// newSecure makes conn, which was set up over l, go on with fd and without blocking.
+func newSecure(conn *tls.Conn, l *cipherLink, fd int) *secure {
+	l.Conn, l.fd, l.in = nil, fd, make([]byte, cipherStage)
+	return &secure{conn: conn, link: l, more: true, out: bufio.NewWriterSize(conn, maxRecord)}
 }
 
 // unsent says whether the kernel has not taken all ciphertext.
@@ -64,23 +53,9 @@ func (s *secure) send(v *vec) (int, unix.Errno) {
 		return 0, e
 	}
 	for i := range v.n {
-		for b := v.piece(i); len(b) > 0; {
-			k := len(b) - len(b)%maxRecord
-			if len(s.stage) == 0 && k > 0 {
-				if !s.seal(b[:k]) {
-					return 0, unix.EPROTO
-				}
-			} else {
-				k = min(len(b), maxRecord-len(s.stage))
-				s.stage = append(s.stage, b[:k]...)
-				if len(s.stage) == maxRecord && !s.sealStage() {
-					return 0, unix.EPROTO
-				}
-			}
-			b = b[k:]
-		}
+		_, _ = s.out.Write(v.piece(i)) // seal gives its error
 	}
-	if len(s.stage) > 0 && !s.sealStage() {
+	if !s.seal() {
 		return 0, unix.EPROTO
 	}
 	if e := s.link.flush(); e != unix.EAGAIN {
@@ -89,16 +64,10 @@ func (s *secure) send(v *vec) (int, unix.Errno) {
 	return int(v.sum), 0
 }
 
-func (s *secure) sealStage() bool {
-	ok := s.seal(s.stage)
-	s.stage = s.stage[:0]
-	return ok
-}
-
 // seal does not block, for the link takes everything. It fails only after
 // crypto/tls has told the peer that it gave up.
-func (s *secure) seal(b []byte) bool {
-	if _, err := s.conn.Write(b); err != nil {
+func (s *secure) seal() bool {
+	if err := s.out.Flush(); err != nil {
 		s.bad = err
 		return false
 	}
@@ -109,7 +78,7 @@ func (s *secure) seal(b []byte) bool {
 // Fewer than v has room for means that no more are here, unless more is set; 0
 // is the end of the stream.
 func (s *secure) recv(v *vec) (n int, e unix.Errno) {
-	l := &s.link
+	l := s.link
 	l.dry = false
 	if !s.more && l.r == l.w {
 		// Most visits find nothing, and crypto/tls would allocate to say so.
@@ -138,7 +107,7 @@ func (s *secure) recv(v *vec) (n int, e unix.Errno) {
 			if e, ok := err.(unix.Errno); ok {
 				return 0, e
 			}
-			s.bad = fmt.Errorf("TLS: %w", cause(err))
+			s.bad = fmt.Errorf("TLS: %w", link.Cause(err))
 			return 0, unix.EPROTO
 		}
 	}
@@ -148,7 +117,8 @@ func (s *secure) recv(v *vec) (n int, e unix.Errno) {
 
 // bye sends b if the kernel has room for it.
 func (s *secure) bye(b []byte) {
-	if s.seal(b) {
+	_, _ = s.out.Write(b)
+	if s.seal() {
 		s.link.flush()
 	}
 }
@@ -218,7 +188,7 @@ func (l *cipherLink) Write(b []byte) (int, error) {
 // the stream.
 func (l *cipherLink) fill() unix.Errno {
 	l.r, l.w = 0, 0
-	n, e := recv(l.fd, l.in)
+	n, e := of(l.in).recv(l.fd)
 	l.dry = n < len(l.in)
 	if e == 0 {
 		l.w, l.eof = n, n == 0
@@ -232,7 +202,7 @@ func (l *cipherLink) flush() unix.Errno {
 	if len(l.out) == 0 {
 		return 0
 	}
-	n, e := send(l.fd, l.out[l.done:])
+	n, e := of(l.out[l.done:]).send(l.fd)
 	if e != 0 {
 		return e
 	}
@@ -274,40 +244,3 @@ func (m *recordMark) pass(b []byte) {
 }
 
 func (m *recordMark) inside() bool { return m.got > 0 || m.body > 0 }
-
-// How the first record of each side over TLS begins; then comes a 3.
-const (
-	tlsAlert     = 21
-	tlsHandshake = 22
-)
-
-// Where two sides do not agree about TLS, each is told in a way that it
-// understands: an alert is what a plain side knows for TLS, and an empty message
-// is no TLS.
-var (
-	alertVersion = []byte{tlsAlert, 3, 3, 0, 2, 2, 70}
-	emptyMessage = append(magic[:], 0, 0, 0, 0)
-)
-
-// speaksTLS says whether b, the first bytes of a peer, are TLS.
-func speaksTLS(b []byte) bool {
-	return len(b) > 1 && (b[0] == tlsHandshake || b[0] == tlsAlert) && b[1] == 3
-}
-
-// explain puts what went wrong in a TLS handshake, or on the way behind it,
-// into the words of our settings.
-func explain(err error) error {
-	var plain tls.RecordHeaderError
-	var op *net.OpError
-	switch {
-	case errors.As(err, &plain) && plain.Conn != nil: // its first bytes
-		sides := ""
-		if bytes.HasPrefix(plain.RecordHeader[:], magic[:]) {
-			sides = OnlyHere
-		}
-		return &TLSError{"the peer does not speak TLS (FSERVER_TLS=on here, and it must be so on all nodes)", sides, alertVersion}
-	case errors.As(err, &op) && op.Op == "remote error":
-		return &TLSError{Sides: Both, Reason: fmt.Sprintf("the peer refuses our certificate or what we offer (%v): %s", op.Err, sameEverywhere)}
-	}
-	return err
-}

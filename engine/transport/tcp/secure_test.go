@@ -6,7 +6,6 @@ import (
 	"crypto/aes"
 	"crypto/cipher"
 	"crypto/ecdsa"
-	"crypto/ed25519"
 	"crypto/elliptic"
 	"crypto/hkdf"
 	"crypto/rand"
@@ -33,11 +32,12 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
-func shared(tb testing.TB, secret string) *Identity {
-	id, err := SharedIdentity([]byte(secret), "default")
+func shared(tb testing.TB, secret string) *link.Identity {
+	id, err := link.SharedIdentity([]byte(secret), "default")
 	require.NoError(tb, err)
 	return id
 }
@@ -78,49 +78,26 @@ func (a *authority) issue(then time.Time) (cert, key []byte) {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: p})
 }
 
-func (a *authority) identity(then time.Time, roots []byte) *Identity {
+func (a *authority) identity(then time.Time, roots []byte) *link.Identity {
 	cert, key := a.issue(then)
-	id, err := FileIdentity(cert, key, roots)
+	id, err := link.FileIdentity(cert, key, roots)
 	require.NoError(a.t, err)
 	return id
-}
-
-// TestSharedIdentity holds the derivation fast: nodes of different builds must
-// come to the same key.
-func TestSharedIdentity(t *testing.T) {
-	key := func(secret, cluster string) string {
-		id, err := SharedIdentity([]byte(secret), cluster)
-		require.NoError(t, err)
-		c, err := x509.ParseCertificate(id.cert.Certificate[0])
-		require.NoError(t, err)
-		require.NoError(t, c.CheckSignature(x509.PureEd25519, c.RawTBSCertificate, c.Signature))
-		require.Equal(t, id.cert.PrivateKey.(ed25519.PrivateKey).Public(), c.PublicKey)
-		return hex.EncodeToString(c.PublicKey.(ed25519.PublicKey))
-	}
-	golden := key("correct horse battery staple", "default")
-	require.Equal(t, "bdeb89cf2787a577c5a9bf53fed28eb42b53164604661a8e3648bfcb1be95563", golden)
-	require.Equal(t, shared(t, "a").cert, shared(t, "a").cert)
-	for _, other := range []string{
-		key("correct horse battery staplf", "default"), key("correct horse battery staple", "default2"),
-		key("correct horse battery stapledefault", ""), key("correct horse battery staple ", "default"),
-	} {
-		require.NotEqual(t, golden, other)
-	}
 }
 
 func TestFileIdentityErrors(t *testing.T) {
 	a := newAuthority(t)
 	cert, _ := a.issue(time.Now().Add(time.Hour))
 	_, key := a.issue(time.Now().Add(time.Hour))
-	_, err := FileIdentity(cert, key, nil)
+	_, err := link.FileIdentity(cert, key, nil)
 	require.ErrorContains(t, err, "tcp: TLS certificate: tls: private key does not match public key")
 	cert, key = a.issue(time.Now().Add(time.Hour))
-	_, err = FileIdentity(cert, key, key)
+	_, err = link.FileIdentity(cert, key, key)
 	require.ErrorContains(t, err, "tcp: TLS roots: the file contains no certificate")
 }
 
 // meet lets a dialer connect to a listener and gives what each side says of it.
-func meet(t *testing.T, dialer, listener *Identity, gate transport.Gate) (dialled, refused error) {
+func meet(t *testing.T, dialer, listener *link.Identity, gate transport.Gate) (dialled, refused error) {
 	t.Helper()
 	said := make(chan error, 10)
 	b := open(t, Options{Listen: "127.0.0.1:0", TLS: listener, Gate: gate, Refused: func(_ string, err error) { said <- err }})
@@ -143,7 +120,7 @@ func TestTLSMeets(t *testing.T) {
 	ours, theirs := newAuthority(t), newAuthority(t)
 	later, before := time.Now().Add(time.Hour), time.Now().Add(-time.Minute)
 	selfCert, selfKey := ours.issue(later)
-	self, err := FileIdentity(selfCert, selfKey, nil)
+	self, err := link.FileIdentity(selfCert, selfKey, nil)
 	require.NoError(t, err)
 	const (
 		ok        = ""
@@ -156,7 +133,7 @@ func TestTLSMeets(t *testing.T) {
 	)
 	for _, c := range []struct {
 		name             string
-		dialer, listener *Identity
+		dialer, listener *link.Identity
 		dials, refuses   string
 	}{
 		{"same secret", shared(t, "one"), shared(t, "one"), ok, ok},
@@ -184,15 +161,15 @@ func TestTLSMeets(t *testing.T) {
 				err  error
 				text string
 			}{{dialled, c.dials}, {refused, c.refuses}} {
-				var mismatch *TLSError
+				var mismatch *transport.TLSError
 				require.ErrorAs(t, side.err, &mismatch)
 				require.ErrorContains(t, side.err, side.text)
-				sides := Both
+				sides := transport.Both
 				switch side.text {
 				case noTLS:
-					sides = OnlyHere
+					sides = transport.OnlyHere
 				case hasTLS:
-					sides = OnlyThere
+					sides = transport.OnlyThere
 				}
 				require.Equal(t, sides, mismatch.Sides)
 			}
@@ -206,7 +183,7 @@ func TestGateOverTLS(t *testing.T) {
 	dialled, refused := meet(t, shared(t, "one"), shared(t, "one"), transporttest.Gate{Refuse: "no room"})
 	require.ErrorContains(t, dialled, "no room")
 	require.ErrorContains(t, refused, "no room")
-	require.False(t, errors.As(dialled, new(*TLSError)))
+	require.False(t, errors.As(dialled, new(*transport.TLSError)))
 }
 
 // held is a socket whose writes can be kept instead of sent.
@@ -227,13 +204,13 @@ func (h *held) Write(b []byte) (int, error) {
 
 // dialTLS opens a connection over TLS that passes the Gate. The log of its keys
 // goes to keys, if that is not nil.
-func dialTLS(t *testing.T, f *Fabric, id *Identity, keys io.Writer) (*tls.Conn, *held) {
+func dialTLS(t *testing.T, f *Fabric, id *link.Identity, keys io.Writer) (*tls.Conn, *held) {
 	t.Helper()
 	nc, err := net.Dial("tcp", strings.TrimPrefix(string(f.Addr()), scheme))
 	require.NoError(t, err)
 	t.Cleanup(func() { nc.Close() })
 	require.NoError(t, nc.SetDeadline(time.Now().Add(patience)))
-	config := id.config()
+	config := id.Config()
 	config.KeyLogWriter = keys
 	h := &held{Conn: nc}
 	c := tls.Client(h, config)
@@ -383,8 +360,8 @@ func TestTLSTransfers(t *testing.T) {
 	require.NoError(t, err)
 	b.until(func() bool { return len(b.conns) == 1 })
 	for _, c := range []transport.Conn{conn, b.conns[0]} {
-		require.Equal(t, "tcp/tls", c.(transport.Teller).Via())
-		require.Empty(t, c.(transport.Teller).Why())
+		require.Equal(t, "tcp/tls", c.Peer().Via)
+		require.Empty(t, c.Peer().Why)
 	}
 	const size = 24 << 20
 	sizes := []uint64{1, 40, 4096, 16<<10 - 40, 16 << 10, 16<<10 + 1, 100_000, 3 << 20}
@@ -422,7 +399,7 @@ func TestTLSTransfers(t *testing.T) {
 		require.Equal(t, frames, way.to.frames)
 		require.True(t, bytes.Equal(src.Span().Bytes(), dst.Span().Bytes()))
 	}
-	require.NoError(t, conn.Close())
+	conn.Close()
 	b.until(func() bool { return len(b.down) == 1 })
 	require.ErrorIs(t, b.down[b.conns[0]], io.EOF, "a goodbye goes over TLS too")
 }
@@ -435,7 +412,7 @@ func BenchmarkMove(b *testing.B) {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
-			ids := map[string]*Identity{"plain": nil, "tls": shared(b, "the secret of the benchmark")}
+			ids := map[string]*link.Identity{"plain": nil, "tls": shared(b, "the secret of the benchmark")}
 			spent := map[string]time.Duration{}
 			bytes := 0.0
 			moves := map[string]func(){}
@@ -462,7 +439,7 @@ func BenchmarkMove(b *testing.B) {
 }
 
 // mover gives a function that writes n bytes from one Fabric to another.
-func mover(b *testing.B, id *Identity, n uint64) func() {
+func mover(b *testing.B, id *link.Identity, n uint64) func() {
 	var f [2]*Fabric
 	for i, listen := range []string{"127.0.0.1:0", ""} {
 		var err error

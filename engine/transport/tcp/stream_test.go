@@ -12,6 +12,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // A recorder receives a stream without a socket, and keeps what came of it.
@@ -26,12 +27,13 @@ type recorder struct {
 }
 
 func newRecorder(tb testing.TB, room int, r ...mem.Region) (*recorder, []transport.Key) {
-	t := &regions{byID: map[uint64]region{}}
+	t := new(link.Regions)
+	t.Init(new(link.Fabric))
 	rec := &recorder{tb: tb, ev: make([]transport.Event, room)}
 	rec.x.init(t)
 	var keys []transport.Key
 	for i := range r {
-		k, err := t.add(r[i])
+		k, err := t.Register(r[i])
 		require.NoError(tb, err)
 		keys = append(keys, k)
 	}
@@ -150,14 +152,11 @@ func TestStreamComesOutAsPosted(t *testing.T) {
 			require.NoError(t, rec.err)
 			require.False(t, rec.x.inside())
 			require.True(t, bytes.Equal(want, dst.Span().Bytes()))
-			for {
-				_, sent, ok := out.complete(false)
-				if !ok {
-					break
-				}
-				require.True(t, sent)
+			var ended [1]transport.Event
+			for out.Complete(nil, nil, ended[:]) == 1 {
+				require.NoError(t, ended[0].Err)
 			}
-			require.Equal(t, out.done, out.tail)
+			require.Equal(t, out.Done, out.End)
 		}
 		require.Equal(t, len(frames), len(rec.frames))
 		for i := range frames {
@@ -245,8 +244,8 @@ func TestHeadRingNeverOverlaps(t *testing.T) {
 			out.gather(v, 1+r.Uint64N(40000))
 			out.advance(r.Uint64N(v.sum + 1))
 		}
-		for i := out.sent; i != out.tail; i++ {
-			op := &out.ops[i%txDepth]
+		for i := out.Sent; i != out.End; i++ {
+			op := out.At(i)
 			var h header
 			require.NoError(t, h.parse(out.heads[op.at:]))
 			require.Equal(t, uint64(op.n), headerLen+h.length)
@@ -255,32 +254,9 @@ func TestHeadRingNeverOverlaps(t *testing.T) {
 			}
 		}
 		for ok := true; ok; {
-			_, _, ok = out.complete(false)
+			ok = out.Complete(nil, nil, make([]transport.Event, 1)) > 0
 		}
 	}
-}
-
-func TestRegionsRefuse(t *testing.T) {
-	rs := &regions{byID: map[uint64]region{}}
-	for text, r := range map[string]mem.Region{
-		"on gpu 0":    {Addr: 4096, Len: 1, Dev: mem.GPU(0)},
-		"at 0x0":      {Addr: 0, Len: 1, Dev: mem.CPU},
-		"not a range": {Addr: 1 << 63, Len: 1<<63 + 1, Dev: mem.CPU},
-	} {
-		_, err := rs.add(r)
-		require.ErrorContains(t, err, text)
-	}
-	k, err := rs.add(mem.Region{Dev: mem.CPU})
-	require.NoError(t, err, "a tensor of no rows")
-	_, err = rs.target(&header{kind: recWrite, key: k.ID, token: k.Token}, nil)
-	require.NoError(t, err)
-	_, err = rs.target(&header{kind: recWrite, key: k.ID, token: k.Token, length: 1}, nil)
-	require.ErrorContains(t, err, "leave the region of 0 bytes")
-	_, err = rs.target(&header{kind: recWrite, key: k.ID, token: k.Token + 1}, nil)
-	require.ErrorIs(t, err, errNoKey)
-	require.ErrorContains(t, rs.remove(transport.Key{ID: k.ID, Token: k.Token + 1}), "no such key")
-	require.NoError(t, rs.remove(k))
-	require.ErrorContains(t, rs.remove(k), "no such key")
 }
 
 // FuzzStream receives random bytes, and random bytes behind headers that are

@@ -1,11 +1,9 @@
 package tcp
 
 import (
-	"fmt"
-	"math/bits"
-
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 const (
@@ -16,30 +14,14 @@ const (
 // tx is the sending half of a Conn: a queue of operations, of which the kernel
 // has taken some. It makes no system call.
 type tx struct {
-	ops [txDepth]sendOp
-	// Running numbers: ops[done:sent] are with the kernel and wait for their
-	// EvDone, ops[sent:tail] are not, or not wholly.
-	done, sent, tail uint32
-	cur              cursor // in ops[sent]
-
-	// heads holds the headers, each followed by the frame if there is one, in
-	// a ring of pieces that do not wrap. first and next enclose what is in use;
-	// next < first if the newest pieces start over.
-	heads       []byte
-	base        uintptr // of heads
-	first, next uint32
-
-	// big holds the one frame that is too large for heads, while bigBusy.
-	big     []byte
-	bigSrc  [1]mem.Span
-	bigBusy bool
-
-	taken uint64 // bytes that the kernel has taken, ever
+	link.Window[sendOp]            // those in [Done, Sent) are with the kernel
+	cur                 cursor     // in the operation Sent
+	heads               link.Bytes // the headers, each followed by the frame if there is one
+	taken               uint64     // bytes that the kernel has taken, ever
 }
 
 // sendOp is an operation in the queue: its head in heads, then src.
 type sendOp struct {
-	user  uint64
 	at, n uint32
 	src   []mem.Span
 }
@@ -52,96 +34,48 @@ type cursor struct {
 }
 
 func (t *tx) init() {
-	t.heads = make([]byte, txHeads)
-	t.base = mem.Of(t.heads).Addr
+	t.Init(txDepth)
+	t.heads.Trim(txHeads)
 }
 
 // unsent says whether the kernel has not taken everything.
-func (t *tx) unsent() bool { return t.sent != t.tail }
+func (t *tx) unsent() bool { return t.Sent != t.End }
 
 // push puts op at the end of the queue. It is not taken when there is no room;
 // an error means that there never will be.
 func (t *tx) push(op *transport.Op) (taken bool, err error) {
-	if op.After.Event != 0 {
-		return false, fmt.Errorf("tcp: post: the operation waits for a point on %v: hold it back until that has passed", op.After.Dev)
+	length, err := link.Check("tcp", op)
+	if err != nil {
+		return false, err
 	}
-	h := header{}
-	src := op.Src
-	frame := op.Frame
-	switch op.Kind {
-	case transport.OpFrame:
-		if len(frame) > transport.MaxFrame {
-			return false, fmt.Errorf("tcp: post: frame of %d bytes: at most %d", len(frame), transport.MaxFrame)
-		}
-		h.kind, h.length, src = recFrame, uint64(len(frame)), nil
-	case transport.OpWrite:
-		h = header{recWrite, 0, op.Key.ID, op.Key.Token, op.Off}
-		for _, s := range src {
-			var carry uint64
-			if h.length, carry = bits.Add64(h.length, s.Len, 0); carry != 0 {
-				return false, fmt.Errorf("tcp: post: write of %d spans: more than 2^64 bytes", len(src))
-			}
-		}
-		frame = nil
-	default:
-		return false, fmt.Errorf("tcp: post: operation of unknown kind %d", op.Kind)
+	h, src, frame := header{kind: recFrame, length: length}, []mem.Span(nil), op.Frame
+	if op.Kind == transport.OpWrite {
+		h, src, frame = header{recWrite, length, op.Key.ID, op.Key.Token, op.Off}, op.Src, nil
 	}
-	if t.tail-t.done == txDepth {
+	if t.Full() {
 		return false, nil
 	}
-	big := headerLen+len(frame) > txHeads
-	if big {
-		if t.bigBusy {
-			return false, nil
-		}
-		if cap(t.big) < len(frame) {
-			t.big = make([]byte, len(frame))
-		}
-		t.big = t.big[:copy(t.big[:len(frame)], frame)]
-		t.bigSrc[0] = mem.Of(t.big)
-		src, frame = t.bigSrc[:], nil
-	}
-	at, ok := t.room(uint32(headerLen + len(frame)))
+	at, ok := t.heads.Add(headerLen+len(frame), txHeads)
 	if !ok {
 		return false, nil
 	}
-	t.bigBusy = t.bigBusy || big
 	h.put(t.heads[at:])
 	copy(t.heads[at+headerLen:], frame)
-	t.ops[t.tail%txDepth] = sendOp{op.User, at, uint32(headerLen + len(frame)), src}
-	t.tail++
+	*t.Push(op.User) = sendOp{uint32(at), uint32(headerLen + len(frame)), src}
 	return true, nil
-}
-
-// room takes n bytes of heads.
-func (t *tx) room(n uint32) (at uint32, ok bool) {
-	switch {
-	case t.next < t.first:
-		if t.next+n >= t.first {
-			return 0, false
-		}
-	case t.next+n <= txHeads:
-	case n < t.first:
-		t.next = 0
-	default:
-		return 0, false
-	}
-	at = t.next
-	t.next += n
-	return at, true
 }
 
 // gather fills v with what is to be sent next, at most limit bytes.
 func (t *tx) gather(v *vec, limit uint64) {
 	v.reset()
-	at := t.cur
-	for i := t.sent; i != t.tail; i++ {
-		op := &t.ops[i%txDepth]
+	at, base := t.cur, mem.Of(t.heads).Addr
+	for i := t.Sent; i != t.End; i++ {
+		op := t.At(i)
 		if at.head < op.n {
 			if v.full() || v.sum >= limit {
 				return
 			}
-			v.add(t.base+uintptr(op.at+at.head), min(uint64(op.n-at.head), limit-v.sum))
+			v.add(base+uintptr(op.at+at.head), min(uint64(op.n-at.head), limit-v.sum))
 		}
 		for _, s := range op.src[at.span:] {
 			if v.full() || v.sum >= limit {
@@ -159,8 +93,8 @@ func (t *tx) gather(v *vec, limit uint64) {
 // advance notes that the kernel took n bytes more.
 func (t *tx) advance(n uint64) {
 	t.taken += n
-	for t.sent != t.tail {
-		op := &t.ops[t.sent%txDepth]
+	for t.unsent() {
+		op := t.At(t.Sent)
 		d := min(n, uint64(op.n-t.cur.head))
 		t.cur.head += uint32(d)
 		n -= d
@@ -178,34 +112,8 @@ func (t *tx) advance(n uint64) {
 			t.cur.span++
 			t.cur.off = 0
 		}
-		if len(op.src) > 0 && &op.src[0] == &t.bigSrc[0] {
-			t.bigBusy = false
-		}
-		t.first = op.at + op.n
 		t.cur = cursor{}
-		t.sent++
+		t.Sent++
 	}
-	t.first, t.next = 0, 0
-}
-
-// complete takes the oldest operation off the queue if it has ended: all have
-// when the Conn is down.
-func (t *tx) complete(down bool) (user uint64, sent, ok bool) {
-	if t.done == t.sent && !(down && t.done != t.tail) {
-		return 0, false, false
-	}
-	op := &t.ops[t.done%txDepth]
-	op.src = nil
-	if sent = t.done != t.sent; !sent {
-		t.sent++
-	}
-	t.done++
-	return op.user, sent, true
-}
-
-// trim frees the buffer for large frames if it is idle.
-func (t *tx) trim() {
-	if !t.bigBusy {
-		t.big = nil
-	}
+	t.heads = t.heads[:0]
 }

@@ -77,7 +77,7 @@ func testAfterDeregister(w *world) {
 	dst, src := b.n.target(1000), w.source(1, 1000)
 	a.post(dst.write(0, 1, src))
 	w.until("the write arrives", func() bool { return len(b.writes) == 1 && a.idle() })
-	require.NoError(w, b.n.f.Deregister(dst.key))
+	b.n.free(dst.key)
 	w.poison(dst.Span())
 	a.post(dst.write(0, 2, src))
 	w.until("both ends go down", func() bool { return a.isDown && b.isDown })
@@ -86,7 +86,7 @@ func testAfterDeregister(w *world) {
 }
 
 // testDeregisterStops takes the key away in the middle of a large write. What has landed
-// whole before Deregister returns may still arrive.
+// whole before EvFreed may still arrive.
 func testDeregisterStops(w *world) {
 	const size = 32 << 20
 	a, b := w.pair()
@@ -97,7 +97,7 @@ func testDeregisterStops(w *world) {
 		w.load(got, first)
 		return difference(got, start) == ""
 	})
-	require.NoError(w, b.n.f.Deregister(dst.key))
+	b.n.free(dst.key)
 	whole := true
 	if len(b.writes) == 0 {
 		end := make([]byte, 64)
@@ -120,23 +120,20 @@ func testDeregisterAside(w *world) {
 	for i := range 20 {
 		a, b := w.pair()
 		dst, src := b.n.target(size), w.source(1, size)
-		var begun, over atomic.Bool
+		var begun atomic.Bool
 		var aside sync.WaitGroup
 		aside.Go(func() {
 			for !begun.Load() {
 				runtime.Gosched()
 			}
-			if err := b.n.f.Deregister(dst.key); err != nil {
-				w.Errorf("deregister: %v", err)
-			}
-			w.poison(dst.Span())
-			over.Store(true)
+			b.n.deregister(dst.key)
 		})
 		a.post(dst.write(0, 1, src), dst.write(0, 2, src), dst.write(0, 3, src))
 		w.turns(i)
 		begun.Store(true)
-		w.until("deregister returns", over.Load)
 		aside.Wait()
+		w.until("the key is freed", func() bool { return b.n.freed(dst.key) })
+		w.poison(dst.Span())
 		w.until("the writes are refused, or have arrived before", func() bool {
 			return a.isDown && b.isDown || len(b.writes) == 3
 		})
@@ -149,20 +146,18 @@ func testDeregisterAside(w *world) {
 func testDeregisterTwice(w *world) {
 	a, b := w.pair()
 	dst := b.n.target(10)
-	require.NoError(w, b.n.f.Deregister(dst.key))
-	// What the second call says is open. It must do no harm.
-	_ = b.n.f.Deregister(dst.key)
-	_ = b.n.f.Deregister(transport.Key{})
+	b.n.deregister(dst.key)
+	b.n.f.Deregister(dst.key)
+	b.n.f.Deregister(transport.Key{})
+	w.until("the key is freed", func() bool { return b.n.freed(dst.key) })
+	b.n.f.Deregister(dst.key)
+	w.turns(50)
 	w.transfer(a, b)
 }
 
 // testBind keeps a key to one peer, then to another.
 func testBind(w *world) {
 	victim := w.open("victim")
-	binder, ok := victim.f.(transport.Binder)
-	if !ok {
-		w.Skip("the fabric keeps no key to one conn")
-	}
 	if w.bed.Alone {
 		w.Skip("nobody stands between a peer and memory that it has been shown")
 	}
@@ -178,7 +173,7 @@ func testBind(w *world) {
 	}
 	arrives(a, atA) // good everywhere until it is bound
 	arrives(b, atB)
-	require.NoError(w, binder.Bind(dst.key, atA.c))
+	require.NoError(w, victim.f.Bind(dst.key, atA.c))
 	arrives(a, atA)
 	c, atC := w.connect(third, victim)
 	c.post(dst.write(0, 1, evil))
@@ -187,7 +182,7 @@ func testBind(w *world) {
 	require.Empty(w, atC.writes)
 	w.holds("target", dst.Span(), 1)
 
-	require.NoError(w, binder.Bind(dst.key, atB.c))
+	require.NoError(w, victim.f.Bind(dst.key, atB.c))
 	arrives(b, atB)
 	n := len(atA.writes)
 	a.post(dst.write(0, 1, evil))

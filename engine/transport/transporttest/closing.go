@@ -34,18 +34,20 @@ func testConnClose(w *world) {
 	w.until("the peer hears", func() bool { return b.isDown })
 	require.ErrorIs(w, b.down, io.EOF)
 	w.turns(50) // no further event comes: take checks it
-	b.refuses()
-	require.ErrorIs(w, a.refuses(), transport.ErrClosed)
-	require.NoError(w, b.c.Close())
+	b.refuses(frame(nil))
+	require.ErrorIs(w, a.refuses(frame(nil)), transport.ErrClosed)
+	b.close()
 	w.transfer(w.connect(a.n, b.n))
 }
 
-// refuses waits until Post gives the reason why the Conn takes nothing: a moment of
+// refuses waits until Post gives the reason why op is never taken: a moment of
 // back-pressure may come before it.
-func (l *link) refuses() (err error) {
+func (l *link) refuses(op transport.Op) (err error) {
 	l.n.w.Helper()
-	l.n.w.until("post refuses the frame", func() bool {
-		_, err = l.try(frame(nil))
+	l.n.w.until("post refuses the op", func() bool {
+		var k int
+		k, err = l.try(op)
+		require.Zero(l.n.w, k)
 		return err != nil
 	})
 	return err
@@ -191,9 +193,9 @@ func testAfterClose(w *world) {
 	_, err = a.n.f.Register(r)
 	require.Error(w, err)
 	// What these say is open. They must do no harm.
-	_ = a.n.f.Deregister(k)
+	a.n.f.Deregister(k)
 	_ = a.n.f.Reaches(addr)
-	require.NoError(w, a.c.Close())
+	a.c.Close()
 	require.NotEmpty(w, a.n.f.Name())
 }
 
@@ -227,12 +229,12 @@ func testLoss(w *world) {
 		}
 	}
 	w.until("both ends go down", func() bool { return a.isDown && b.isDown })
-	require.True(w, a.idle() && b.idle())
 	require.Empty(w, b.writes)
 	for _, l := range []*link{a, b} {
-		l.refuses()
-		require.NoError(w, l.c.Close())
+		l.refuses(frame(nil))
+		l.close()
 	}
+	w.until("all open ops end", func() bool { return a.idle() && b.idle() })
 	w.transfer(w.connect(a.n, b.n))
 }
 
@@ -250,7 +252,7 @@ func testDeath(w *world) {
 	w.until("the peers find out", func() bool { return a.isDown && c.isDown })
 	require.NotErrorIs(w, a.down, io.EOF)
 	require.NotErrorIs(w, c.down, io.EOF)
-	require.True(w, a.idle())
+	w.until("the open ops end", a.idle)
 	require.NotZero(w, a.failed())
 	for _, o := range a.done {
 		require.False(w, errors.Is(o.err, transport.ErrClosed), "the peer's death is no close of our own")
@@ -268,10 +270,13 @@ func testStall(w *world) {
 	b.asleep = true
 	start := time.Now()
 	ab.flood(b.target(1 << 20))
-	w.until("the stalled connection ends", func() bool { return ab.isDown })
+	w.until("the stalled connection ends", func() bool {
+		_, _ = ab.try(frame(nil)) // on a machine under load the flood ends before anything is owed
+		return ab.isDown
+	})
 	require.GreaterOrEqual(w, time.Since(start), limit)
 	require.NotErrorIs(w, ab.down, io.EOF)
-	require.NotZero(w, ab.failed())
+	w.until("an open op ends", func() bool { return ab.failed() > 0 })
 	b.asleep = false
 	w.until("the peer hears", func() bool { return ba.isDown })
 	w.echo(ac, ca) // a connection that owes nothing is not stalled

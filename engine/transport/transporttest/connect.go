@@ -34,10 +34,10 @@ func testNames(w *world) {
 
 func testReaches(w *world) {
 	a, b := w.open("a"), w.open("b")
-	require.True(w, a.f.Reaches(b.f.Addr()))
-	require.True(w, b.f.Reaches(a.f.Addr()))
+	require.NoError(w, a.f.Reaches(b.f.Addr()))
+	require.NoError(w, b.f.Reaches(a.f.Addr()))
 	for _, addr := range foreign(a) {
-		require.False(w, a.f.Reaches(addr), "%q", addr)
+		require.Error(w, a.f.Reaches(addr), "%q", addr)
 	}
 }
 
@@ -58,15 +58,15 @@ func testConnectNeedsNoPoll(w *world) {
 
 func testConnectFromQuiet(w *world) {
 	a, b := w.openWith(Options{Gate: Gate{Hello: "quiet"}}), w.open("b")
-	require.True(w, a.f.Reaches(b.f.Addr()))
+	require.NoError(w, a.f.Reaches(b.f.Addr()))
 	la, lb := w.connect(a, b)
-	require.Equal(w, "quiet", string(lb.c.Hello()))
+	require.Equal(w, "quiet", string(lb.c.Peer().Hello))
 	w.echo(la, lb)
 }
 
 func testConnectToItself(w *world) {
 	n := w.open("self")
-	require.True(w, n.f.Reaches(n.f.Addr()))
+	require.NoError(w, n.f.Reaches(n.f.Addr()))
 	a, b := w.connect(n, n)
 	require.NotSame(w, a, b)
 	w.echo(a, b)

@@ -110,13 +110,7 @@ func testOpCopied(w *world) {
 func testUnknownKind(w *world) {
 	for _, kind := range []transport.OpKind{0, transport.OpWrite + 1, 255} {
 		a, b := w.pair()
-		var err error
-		w.until("post refuses the op", func() bool {
-			var k int
-			k, err = a.try(transport.Op{Kind: kind})
-			require.Zero(w, k)
-			return err != nil
-		})
+		a.refuses(transport.Op{Kind: kind})
 		w.echo(a, b)
 	}
 }

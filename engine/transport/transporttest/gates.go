@@ -24,10 +24,10 @@ var gateCases = []testCase{
 
 func testHello(w *world) {
 	a, b := w.connect(w.open("alice"), w.open("bob"))
-	require.Equal(w, "bob", string(a.c.Hello()))
-	require.Equal(w, "alice", string(b.c.Hello()))
-	require.NotEmpty(w, a.c.Remote())
-	require.NotEmpty(w, b.c.Remote())
+	require.Equal(w, "bob", string(a.c.Peer().Hello))
+	require.Equal(w, "alice", string(b.c.Peer().Hello))
+	require.NotEmpty(w, a.c.Peer().Remote)
+	require.NotEmpty(w, b.c.Peer().Remote)
 }
 
 func testGateTrips(w *world) {
@@ -35,8 +35,8 @@ func testGateTrips(w *world) {
 		a := w.openWith(Options{Gate: Gate{Hello: "a", Trips: trips}, Listen: true})
 		b := w.openWith(Options{Gate: Gate{Hello: "b", Trips: trips}, Listen: true})
 		la, lb := w.connect(a, b)
-		require.Equal(w, "b", string(la.c.Hello()))
-		require.Equal(w, "a", string(lb.c.Hello()))
+		require.Equal(w, "b", string(la.c.Peer().Hello))
+		require.Equal(w, "a", string(lb.c.Peer().Hello))
 		w.echo(la, lb)
 	}
 }
@@ -44,8 +44,8 @@ func testGateTrips(w *world) {
 func testGateLargestMessage(w *world) {
 	big := strings.Repeat("h", transport.MaxHandshake-1)
 	a, b := w.connect(w.open(big), w.open(big))
-	require.Equal(w, big, string(a.c.Hello()))
-	require.Equal(w, big, string(b.c.Hello()))
+	require.Equal(w, big, string(a.c.Peer().Hello))
+	require.Equal(w, big, string(b.c.Peer().Hello))
 }
 
 func testGateMessageTooLarge(w *world) {

@@ -27,8 +27,9 @@ var lendCases = []testCase{
 func (w *world) lenders() (a, b *link) {
 	w.Helper()
 	a, b = w.pair()
-	if _, ok := a.c.(transport.Lender); !ok {
-		w.Skip("the conn lends nothing")
+	if !a.n.f.Caps().Lends {
+		require.False(w, a.c.Lends(w.source(1, 8)))
+		w.Skip("the fabric lends nothing")
 	}
 	return a, b
 }
@@ -50,7 +51,7 @@ func (w *world) shared(n uint64) (mem.Region, func()) {
 	return mem.Region{Addr: s.Region().Addr, Len: n, Dev: mem.CPU}, free
 }
 
-func (l *link) lends(s mem.Span) bool { return l.c.(transport.Lender).Lends(s) }
+func (l *link) lends(s mem.Span) bool { return l.c.Lends(s) }
 
 func lend(number uint32, s mem.Span) transport.Op {
 	return transport.Op{Kind: transport.OpLend, Loan: number, Src: []mem.Span{s}}
@@ -182,14 +183,11 @@ func testLoanRefused(w *world) {
 	beyond := mem.Span{Addr: r.Addr, Len: 3 * 4096}
 	for _, s := range []mem.Span{own, beyond, {Addr: r.Addr}, {}} {
 		require.False(w, a.lends(s))
-		_, err := a.c.Post([]transport.Op{lend(1, s)})
-		require.Error(w, err)
+		a.refuses(lend(1, s))
 	}
-	_, err := a.c.Post([]transport.Op{lend(1, r.Span())})
-	require.Error(w, err, "nobody asked Lends")
+	a.refuses(lend(1, r.Span())) // nobody asked Lends
 	require.True(w, a.lends(r.Span()))
-	_, err = a.c.Post([]transport.Op{{Kind: transport.OpLend, Src: []mem.Span{r.Span(), r.Span()}}})
-	require.Error(w, err)
+	a.refuses(transport.Op{Kind: transport.OpLend, Src: []mem.Span{r.Span(), r.Span()}})
 	w.transfer(a, b)
 }
 
@@ -204,6 +202,9 @@ func testLendsDown(w *world) {
 func testLendAllocs(w *world) {
 	if RaceEnabled {
 		w.Skip("the race detector allocates")
+	}
+	if w.bed.Allocates != "" {
+		w.Skip(w.bed.Allocates)
 	}
 	a, b := w.lenders()
 	r, _ := w.shared(1 << 20)

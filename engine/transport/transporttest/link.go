@@ -24,6 +24,7 @@ type link struct {
 	loans    []loan         // the test owes each a Drop
 	isDown   bool
 	down     error
+	isOver   bool // EvClosed has come
 
 	onDone    func(user uint64, err error)
 	onFrame   func(data []byte)
@@ -122,7 +123,7 @@ func (l *link) pay() {
 func (l *link) post(ops ...transport.Op) {
 	l.n.w.Helper()
 	l.n.w.until("post takes the ops", func() bool {
-		k, err := l.try(ops...)
+		k, err := l.try(ops[:min(len(ops), 100)]...)
 		require.NoError(l.n.w, err)
 		ops = ops[k:]
 		return len(ops) == 0
@@ -155,7 +156,7 @@ func (l *link) close() {
 	l.n.w.Helper()
 	l.closed = true
 	l.forgive()
-	require.NoError(l.n.w, l.c.Close())
+	l.c.Close()
 }
 
 // frame is an op that sends b.

@@ -3,6 +3,7 @@ package transporttest
 import (
 	"bytes"
 	"errors"
+	"sync"
 
 	"github.com/stretchr/testify/require"
 
@@ -22,7 +23,8 @@ type node struct {
 	held   []heldData
 	user   uint64
 	polls  int
-	asleep bool // not polled by turn
+	asleep bool     // not polled by turn
+	ends   sync.Map // by the ID of a Key: whether EvFreed has come since deregister
 	closed bool
 	killed bool
 }
@@ -48,9 +50,6 @@ func (n *node) poll() int {
 		}
 	}
 	n.held = n.held[:0]
-	for _, l := range n.links {
-		l.pay()
-	}
 	n.polls++
 	k, err := n.f.Poll(n.ev)
 	if err != nil && !n.killed && !(n.closed && errors.Is(err, transport.ErrClosed)) {
@@ -63,19 +62,32 @@ func (n *node) poll() int {
 	for i := range n.ev[:k] {
 		n.take(&n.ev[i])
 	}
+	for _, l := range n.links {
+		l.pay()
+	}
 	return k
 }
 
 // take files one event.
 func (n *node) take(e *transport.Event) {
+	if e.Kind == transport.EvFreed {
+		if freed, known := n.ends.Load(e.User); !known || freed.(bool) {
+			n.w.Errorf("%s: EvFreed of key %d, which is not being deregistered", n.name, e.User)
+		}
+		n.ends.Store(e.User, true)
+		return
+	}
 	if e.Conn == nil {
 		n.w.Errorf("%s: event %+v names no conn", n.name, *e)
 		return
 	}
 	_, known := n.links[e.Conn]
 	l := n.link(e.Conn)
-	if l.isDown {
-		n.w.Errorf("%s: event %+v after EvDown", n.name, *e)
+	if l.isOver || l.isDown && e.Kind != transport.EvDone && e.Kind != transport.EvClosed {
+		n.w.Errorf("%s: event %+v after EvDown or EvClosed", n.name, *e)
+	}
+	if l.closed && e.Kind != transport.EvDone && e.Kind != transport.EvClosed {
+		n.w.Errorf("%s: event %+v after Close", n.name, *e)
 	}
 	switch e.Kind {
 	case transport.EvAccept:
@@ -116,16 +128,22 @@ func (n *node) take(e *transport.Event) {
 		}
 	case transport.EvDown:
 		l.forgive()
-		if len(l.open) > 0 {
-			n.w.Errorf("%s: EvDown with %d ops open", n.name, len(l.open))
-		}
-		if l.closed || n.closed {
-			n.w.Errorf("%s: EvDown for a conn that its own user closed: %v", n.name, e.Err)
+		if n.closed {
+			n.w.Errorf("%s: EvDown on a closed fabric: %v", n.name, e.Err)
 		}
 		if e.Err == nil {
 			n.w.Errorf("%s: EvDown says no reason", n.name)
 		}
 		l.isDown, l.down = true, e.Err
+	case transport.EvClosed:
+		l.forgive()
+		if len(l.open) > 0 {
+			n.w.Errorf("%s: EvClosed with %d ops open", n.name, len(l.open))
+		}
+		if !l.closed && !n.closed {
+			n.w.Errorf("%s: EvClosed for a conn that its own user has not closed", n.name)
+		}
+		l.isOver = true
 	default:
 		n.w.Errorf("%s: event of unknown kind %+v", n.name, *e)
 	}
@@ -149,6 +167,24 @@ func (n *node) register(r mem.Region) transport.Key {
 	k, err := n.f.Register(r)
 	require.NoError(n.w, err)
 	return k
+}
+
+// deregister starts the end of a key; freed says whether it has come. Both are for any goroutine.
+func (n *node) deregister(k transport.Key) {
+	n.ends.Store(k.ID, false)
+	n.f.Deregister(k)
+}
+
+func (n *node) freed(k transport.Key) bool {
+	freed, _ := n.ends.Load(k.ID)
+	return freed == true
+}
+
+// free ends a key.
+func (n *node) free(k transport.Key) {
+	n.w.Helper()
+	n.deregister(k)
+	n.w.until("the key is freed", func() bool { return n.freed(k) })
 }
 
 // close closes the Fabric once more or for the first time.
@@ -177,6 +213,9 @@ func (n *node) settled() {
 	for _, l := range n.links {
 		if len(l.open) > 0 && !n.killed {
 			n.w.Errorf("%s: %d ops never ended", n.name, len(l.open))
+		}
+		if !l.isOver && !n.killed {
+			n.w.Errorf("%s: a conn has no EvClosed", n.name)
 		}
 		if l.accepted == l.dialed {
 			n.w.Errorf("%s: a conn was accepted: %v, dialed: %v", n.name, l.accepted, l.dialed)

@@ -38,7 +38,7 @@ func testFortyPeers(w *world) {
 	var from, to []*link
 	for i := range peers {
 		a, b := w.connect(w.openWith(Options{Gate: Gate{Hello: fmt.Sprint("peer ", i)}}), s)
-		require.Equal(w, fmt.Sprint("peer ", i), string(b.c.Hello()))
+		require.Equal(w, fmt.Sprint("peer ", i), string(b.c.Peer().Hello))
 		from, to = append(from, a), append(to, b)
 	}
 	for i, l := range from {

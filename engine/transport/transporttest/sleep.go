@@ -15,47 +15,52 @@ var sleepCases = []testCase{
 	{"FDCarriesAllTraffic", testSleepTraffic},
 	{"FDWakesAfterBackPressure", testSleepPressure},
 	{"FDIsQuietWhenIdle", testSleepQuiet},
+	{"ArmForAnotherSleeper", testArmForOther},
 }
 
-// fd skips the test when n cannot sleep.
-func (n *node) fd() int {
-	s, ok := n.f.(transport.Sleeper)
-	if !ok {
-		n.w.Skip("the fabric is no Sleeper")
-	}
-	return s.FD()
-}
-
-// readable waits up to limit until the descriptors of some nodes are readable,
-// and returns those nodes.
-func (w *world) readable(limit time.Duration) []*node {
-	fds := make([]unix.PollFd, len(w.nodes))
-	for i, n := range w.nodes {
-		fds[i] = unix.PollFd{Fd: int32(n.fd()), Events: unix.POLLIN}
-	}
-	for {
-		if _, err := unix.Poll(fds, int(limit.Milliseconds())); err != unix.EINTR {
-			require.NoError(w, err)
-			break
+// Woken sleeps as the user of some Fabrics does, at most for limit, and returns the numbers of
+// those that have something to tell.
+func Woken(limit time.Duration, fabrics ...transport.Fabric) (which []int, err error) {
+	fds, again := make([]unix.PollFd, len(fabrics)), make([]bool, len(fabrics))
+	for i, f := range fabrics {
+		fds[i] = unix.PollFd{Fd: int32(f.FD()), Events: unix.POLLIN}
+		if again[i] = f.Arm(); again[i] {
+			limit = 0
 		}
 	}
-	var out []*node
-	for i, f := range fds {
-		if f.Revents&unix.POLLIN != 0 {
-			out = append(out, w.nodes[i])
+	for err = unix.EINTR; err == unix.EINTR; {
+		_, err = unix.Poll(fds, int(limit.Milliseconds()))
+	}
+	for i := range fabrics {
+		if again[i] || fds[i].Revents&unix.POLLIN != 0 {
+			which = append(which, i)
 		}
 	}
-	return out
+	return which, err
 }
 
-// untilWoken is until for a user that sleeps: it polls a node only when its
-// descriptor is readable. What must happen has no other cause than Polls.
+// woken sleeps on all nodes, and returns those to poll.
+func (w *world) woken(limit time.Duration) (awake []*node) {
+	var all []transport.Fabric
+	for _, n := range w.nodes {
+		all = append(all, n.f)
+	}
+	which, err := Woken(limit, all...)
+	require.NoError(w, err)
+	for _, i := range which {
+		awake = append(awake, w.nodes[i])
+	}
+	return awake
+}
+
+// untilWoken is until for a user that sleeps: it polls a node only when that has something to
+// tell. What must happen has no other cause than Polls.
 func (w *world) untilWoken(what string, cond func() bool) {
 	w.Helper()
 	for end := time.Now().Add(patience); !cond(); {
-		awake := w.readable(patience / 4)
+		awake := w.woken(patience / 4)
 		if len(awake) == 0 {
-			w.Fatalf("no descriptor is readable and this has not happened: %s\n%s", what, w.state())
+			w.Fatalf("nobody is woken and this has not happened: %s\n%s", what, w.state())
 		}
 		for _, n := range awake {
 			n.poll()
@@ -69,21 +74,20 @@ func (w *world) untilWoken(what string, cond func() bool) {
 	}
 }
 
-// settle polls until no descriptor is readable.
+// settle polls until no node has anything to tell, and has all armed then.
 func (w *world) settle() {
 	w.Helper()
 	for range 10000 {
 		w.turn()
-		if len(w.readable(0)) == 0 {
+		if len(w.woken(0)) == 0 {
 			return
 		}
 	}
-	w.Fatalf("a descriptor stays readable though nothing happens\n%s", w.state())
+	w.Fatalf("a fabric has something to tell though nothing happens\n%s", w.state())
 }
 
 func testWakes(w *world) {
 	a, b := w.open("a"), w.open("b")
-	a.fd()
 	w.settle()
 	d := a.dial(context.Background(), b.f.Addr())
 	w.untilWoken("the listener hears of the connection", func() bool { return len(b.fresh) == 1 })
@@ -151,7 +155,6 @@ func testSleepTraffic(w *world) {
 // for the next op must wake the sender.
 func testSleepPressure(w *world) {
 	a, b := w.pair()
-	a.n.fd()
 	b.n.asleep = true
 	buf := make([]byte, 4096)
 	taken := a.fill(pressureBytes/len(buf), func(int) transport.Op { return frame(buf) })
@@ -172,7 +175,46 @@ func testSleepQuiet(w *world) {
 	a, b := w.pair()
 	w.transfer(a, b)
 	w.settle()
-	require.Empty(w, w.readable(50*time.Millisecond))
+	require.Empty(w, w.woken(50*time.Millisecond))
 	w.echo(a, b)
 	w.settle()
+}
+
+// testArmForOther polls while somebody else sleeps on the descriptor, who hears of what comes
+// after that, be it from Arm or from the descriptor.
+func testArmForOther(w *world) {
+	a, b := w.pair()
+	w.transfer(a, b)
+	w.settle()
+	fd := b.n.f.FD()
+	require.Equal(w, fd, b.n.f.FD())
+	for i := range 20 {
+		asleep := make(chan bool)
+		go func() {
+			fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+			err := error(unix.EINTR)
+			for err == unix.EINTR {
+				_, err = unix.Poll(fds, int(patience.Milliseconds()))
+			}
+			asleep <- err == nil && fds[0].Revents != 0
+		}()
+		for range i {
+			b.n.poll()
+		}
+		require.False(w, b.n.f.Arm())
+		b.n.asleep = true
+		frames := len(b.frames)
+		a.post(frame([]byte{byte(i)}))
+		for b.n.asleep {
+			select {
+			case told := <-asleep:
+				require.True(w, told)
+				b.n.asleep = false
+			default:
+				a.n.poll()
+			}
+		}
+		w.until("the frame arrives", func() bool { return len(b.frames) > frames && a.idle() })
+		w.settle()
+	}
 }

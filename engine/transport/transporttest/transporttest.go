@@ -14,7 +14,7 @@
 // tests give each Fabric a goroutine of its own. It knows nothing of a
 // transport but the interfaces. Every event of every test passes the same
 // checks: an Op ends exactly once, EvAccept is the first event of a Conn and
-// EvDown the last, nothing is left when all is closed.
+// EvClosed the last, which comes once, nothing is left when all is closed.
 package transporttest
 
 import (
@@ -76,7 +76,7 @@ func Run(t *testing.T, bed func(tb testing.TB) Bed) {
 }
 
 var (
-	shortCases = slices.Concat(connectCases, gateCases, peerCases, frameCases, writeCases, boundsCases, closingCases,
+	shortCases = slices.Concat(connectCases, gateCases, peerCases, frameCases, writeCases, boundsCases, closingCases, endCases,
 		lendCases, sleepCases, allocCases)
 	longCases = slices.Concat(pressureCases, parallelCases, soakCases)
 )

@@ -105,7 +105,7 @@ func (w *world) state() string {
 		fmt.Fprintf(&s, "%s (%s): %d polls\n", n.name, n.f.Name(), n.polls)
 		for _, l := range n.links {
 			fmt.Fprintf(&s, "  to %s: %d ops open, %d ended, %d frames, %d writes, down %v %v\n",
-				l.c.Remote(), len(l.open), len(l.done), len(l.frames), len(l.writes), l.isDown, l.down)
+				l.c.Peer().Remote, len(l.open), len(l.done), len(l.frames), len(l.writes), l.isDown, l.down)
 		}
 	}
 	return s.String()

@@ -231,7 +231,7 @@ func testTwoKeys(w *world) {
 	r := w.alloc(100)
 	first, second := target{r, b.n.register(r)}, target{r, b.n.register(r)}
 	require.NotEqual(w, first.key.ID, second.key.ID)
-	require.NoError(w, b.n.f.Deregister(first.key))
+	b.n.free(first.key)
 	a.post(second.write(0, 2, w.source(1, 100)))
 	w.until("the write arrives", func() bool { return len(b.writes) == 1 })
 	w.holds("target", r.Span(), 1)
@@ -245,6 +245,6 @@ func testKeysUnique(w *world) {
 		k := n.register(r)
 		require.False(w, seen[k.ID], "number %d was given twice", k.ID)
 		seen[k.ID] = true
-		require.NoError(w, n.f.Deregister(k))
+		n.free(k)
 	}
 }

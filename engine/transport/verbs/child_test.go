@@ -9,10 +9,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sys/unix"
 
 	"fserver/engine/transport"
-	"fserver/engine/transport/tcp"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -26,11 +25,11 @@ func TestKilledPeer(t *testing.T) {
 		idlePeer(t, transport.Addr(at))
 		return
 	}
-	f := overTCP(t, devices()[0], "127.0.0.1:0")
+	f := onDevice(t, devices()[0], "127.0.0.1:0")
 	var ev [16]transport.Event
 	until := func(kind transport.EventKind) transport.Event {
 		for end := time.Now().Add(30 * time.Second); time.Now().Before(end); {
-			_, _ = unix.Poll([]unix.PollFd{{Fd: int32(f.FD()), Events: unix.POLLIN}}, 1000)
+			_, _ = transporttest.Woken(time.Second, f)
 			n, err := f.Poll(ev[:])
 			require.NoError(t, err)
 			for _, e := range ev[:n] {
@@ -65,10 +64,8 @@ func TestKilledPeer(t *testing.T) {
 	}
 }
 
-func overTCP(t *testing.T, device, listen string) *Fabric {
-	in, err := tcp.Open(tcp.Options{Gate: transporttest.Gate{}, Listen: listen})
-	require.NoError(t, err)
-	f, err := Open(Options{Inner: in, Device: device})
+func onDevice(t *testing.T, device, listen string) *Fabric {
+	f, err := Open(Options{Options: link.Options{Gate: transporttest.Gate{}, Listen: listen}, Device: device})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, f.Close()) })
 	return f
@@ -76,7 +73,7 @@ func overTCP(t *testing.T, device, listen string) *Fabric {
 
 // idlePeer connects and waits to be killed.
 func idlePeer(t *testing.T, at transport.Addr) {
-	f := overTCP(t, devices()[1], "")
+	f := onDevice(t, devices()[1], "")
 	_, err := f.Connect(context.Background(), at)
 	require.NoError(t, err)
 	select {}

@@ -1,16 +1,16 @@
 package verbs
 
 import (
+	"errors"
 	"os"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"fserver/cshim/verbs/fakeverbs"
+	"fserver/engine/mem"
 	"fserver/engine/transport"
-	"fserver/engine/transport/inproc"
-	"fserver/engine/transport/tcp"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -40,63 +40,85 @@ func devices() [2]string {
 	return [2]string{"fake0", "fake1"}
 }
 
-// bed opens each second Fabric on the other device, over what under opens.
-func bed(t testing.TB, under func(transporttest.Options) (transport.Fabric, error)) transporttest.Bed {
-	lib := library(t)
-	opened := 0
-	return transporttest.Bed{
-		Open: func(o transporttest.Options) (transport.Fabric, error) {
-			in, err := under(o)
-			if err != nil {
-				return nil, err
-			}
-			device := devices()[opened%2]
-			opened++
-			f, err := Open(Options{Inner: in, Library: lib, Device: device, Limits: o.Limits})
-			if err != nil {
-				require.NoError(t, in.Close())
-				return nil, err
-			}
-			return f, nil
-		},
-		Offloads: true,
-		Alone:    true,
+// known is host memory that all Fabrics of a test know, as they must know what they send.
+type known struct {
+	fabrics []*Fabric
+	regions []mem.Region
+}
+
+func (k *known) add(f *Fabric) {
+	k.fabrics = append(k.fabrics, f)
+	for _, r := range k.regions {
+		_, _ = f.Register(r)
 	}
 }
 
-// TestContract is over Conns that are set up in memory, so that a peer can be killed.
+func (k *known) Alloc(n uint64) (mem.Region, error) {
+	r, err := mem.Map(n)
+	if err == nil {
+		k.regions = append(k.regions, r)
+		for _, f := range k.fabrics {
+			_, _ = f.Register(r) // of one that is closed
+		}
+	}
+	return r, err
+}
+
+// Free is called when the Fabrics are closed.
+func (k *known) Free(r mem.Region) error { return mem.Unmap(r) }
+
+func (k *known) Load(dst []byte, s mem.Span) error {
+	copy(dst, s.Bytes())
+	return nil
+}
+
+func (k *known) Store(s mem.Span, src []byte) error {
+	copy(s.Bytes(), src)
+	return nil
+}
+
+// TestContract opens each second Fabric on the other device. Sources are registered, as exchange
+// does it; TestLockedMemory sends one that is not.
 func TestContract(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
-		net := inproc.New(1)
-		b := bed(tb, func(o transporttest.Options) (transport.Fabric, error) {
-			return net.Open(inproc.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits})
-		})
-		// The kernel closes the sockets of a process that dies and destroys its queue pairs.
-		b.Kill = func(tf transport.Fabric) {
-			f := tf.(*Fabric)
-			net.Kill(strings.TrimPrefix(f.inner.Name(), "inproc/"))
-			f.mu.Lock()
-			defer f.mu.Unlock()
-			for _, c := range f.conns {
-				require.NoError(tb, c.qp.Fail())
-			}
+		lib := library(tb)
+		opened := 0
+		all := &known{}
+		return transporttest.Bed{
+			Memory: all,
+			Open: func(o transporttest.Options) (transport.Fabric, error) {
+				opts := Options{Options: link.Options{Gate: o.Gate, Limits: o.Limits}, Library: lib, Device: devices()[opened%2]}
+				if o.Listen {
+					opts.Listen = "127.0.0.1:0"
+				}
+				f, err := Open(opts)
+				if err != nil {
+					return nil, err
+				}
+				opened++
+				all.add(f)
+				return f, nil
+			},
+			Kill: func(f transport.Fabric) {
+				require.NoError(tb, kill(f.(*Fabric)))
+			},
+			Offloads: true,
+			Alone:    true,
 		}
-		return b
 	})
 }
 
-// TestContractTCP is over Conns that are set up as nodes do it.
-func TestContractTCP(t *testing.T) {
-	if transporttest.RaceEnabled {
-		t.Skip("with the race detector, TestContract stands for this one")
-	}
-	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
-		return bed(tb, func(o transporttest.Options) (transport.Fabric, error) {
-			in := tcp.Options{Gate: o.Gate, Limits: o.Limits}
-			if o.Listen {
-				in.Listen = "127.0.0.1:0"
+// kill does what the kernel does to a process that dies: it closes the sockets and destroys the
+// queue pairs.
+func kill(f *Fabric) (err error) {
+	f.Listener.Close()
+	f.Owned(func() {
+		for _, c := range f.conns.All {
+			_ = c.session.Socket.Close() // it may have ended
+			if c.qp != nil {
+				err = errors.Join(err, c.qp.Fail())
 			}
-			return tcp.Open(in)
-		})
+		}
 	})
+	return err
 }

@@ -1,9 +1,13 @@
 package verbs
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"math/bits"
+	"slices"
+
+	"golang.org/x/sys/unix"
 
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/mem"
@@ -30,71 +34,91 @@ func remote(k *transport.Key) (address uint64, rkey uint32) {
 	return address, uint32(k.Token) ^ mixed(k.ID)
 }
 
-// Register implements transport.Fabric. It may take milliseconds.
-func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
-	if r.Dev != mem.CPU {
-		return transport.Key{}, fmt.Errorf("verbs: register %d bytes on %v: want host memory", r.Len, r.Dev)
-	}
-	if _, carry := bits.Add64(uint64(r.Addr), r.Len, 0); carry != 0 || r.Addr == 0 && r.Len > 0 {
-		return transport.Key{}, fmt.Errorf("verbs: register %d bytes at %#x: not a range of addresses", r.Len, r.Addr)
-	}
-	if !f.begin() {
-		return transport.Key{}, fmt.Errorf("verbs: register %d bytes: %w", r.Len, transport.ErrClosed)
-	}
-	defer f.tasks.Done()
-	g := region{empty: r.Len == 0}
-	if !g.empty {
-		var err error
-		if g.mr, err = f.dev.Register(uint64(r.Addr), r.Len, rdma.LocalWrite|rdma.RemoteWrite|rdma.RelaxedOrdering); err != nil {
-			return transport.Key{}, err
-		}
-	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.last++
-	g.token = uint64(g.mr.RKey ^ mixed(f.last))
-	f.regions[f.last] = g
-	blob := binary.LittleEndian.AppendUint64(nil, uint64(r.Addr))
-	return transport.Key{ID: f.last, Token: g.token, Blob: string(blob)}, nil
+// A region is registered memory, or none where start is end.
+type region struct {
+	start, end uint64
+	reach      uint64 // the largest end of this one and those before it
+	id, token  uint64
+	mr         rdma.Region
 }
 
-// Deregister implements transport.Fabric. A peer's later write ends its Conn.
-func (f *Fabric) Deregister(k transport.Key) error {
-	if !f.begin() {
-		return fmt.Errorf("verbs: deregister key %d: %w", k.ID, transport.ErrClosed)
-	}
-	defer f.tasks.Done()
-	f.mu.Lock()
-	g, ok := f.regions[k.ID]
-	if ok = ok && g.token == k.Token; ok {
-		delete(f.regions, k.ID)
-	}
-	f.mu.Unlock()
-	switch {
-	case !ok:
-		return fmt.Errorf("verbs: deregister key %d: no such key", k.ID)
-	case g.empty:
+func (g *region) deregister() error {
+	if g.start == g.end {
 		return nil
 	}
 	return g.mr.Deregister() // blocks until the NIC does not touch it any more
 }
 
-// drop forgets a region at the end of the Fabric.
-func (f *Fabric) drop(id uint64) error {
-	g := f.regions[id]
-	delete(f.regions, id)
-	if g.empty {
-		return nil
+// local returns the NIC's key for a source: that of the newest region that contains it, because
+// the memory of an older one may be gone.
+func (f *Fabric) local(s mem.Span) (lkey uint32, ok bool) {
+	start := uint64(s.Addr)
+	end, newest := start+s.Len, uint64(0)
+	i, _ := slices.BinarySearchFunc(f.regions, start+1, byStart)
+	for i--; i >= 0 && f.regions[i].reach >= end; i-- {
+		if g := &f.regions[i]; g.end >= end && g.id > newest {
+			lkey, newest = g.mr.LKey, g.id
+		}
 	}
-	return g.mr.Deregister()
+	return lkey, newest != 0
 }
 
-// begin holds off Close until tasks.Done; it is false after Close.
-func (f *Fabric) begin() bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if !f.closing {
-		f.tasks.Add(1)
+func byStart(g region, start uint64) int { return cmp.Compare(g.start, start) }
+
+// reaches works out the reach of regions from i on.
+func (f *Fabric) reaches(i int) {
+	for ; i < len(f.regions); i++ {
+		g := &f.regions[i]
+		if g.reach = g.end; i > 0 {
+			g.reach = max(g.end, f.regions[i-1].reach)
+		}
 	}
-	return !f.closing
+}
+
+// Register implements transport.Fabric. It may take milliseconds.
+func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
+	if err := f.CheckRegion(r); err != nil {
+		return transport.Key{}, err
+	}
+	if !f.Begin() {
+		return transport.Key{}, fmt.Errorf("verbs: register %d bytes: %w", r.Len, transport.ErrClosed)
+	}
+	defer f.End()
+	g := region{start: uint64(r.Addr), end: uint64(r.Addr) + r.Len}
+	if r.Len != 0 {
+		var err error
+		g.mr, err = f.dev.Register(g.start, r.Len, rdma.LocalWrite|rdma.RemoteWrite|rdma.RelaxedOrdering)
+		if rdma.IsErrno(err, unix.EFAULT) { // memory that can only be read is good as a source
+			g.mr, err = f.dev.Register(g.start, r.Len, rdma.RelaxedOrdering)
+		}
+		if err != nil {
+			return transport.Key{}, err
+		}
+	}
+	f.Owner.Lock()
+	defer f.Owner.Unlock()
+	f.last++
+	g.id, g.token = f.last, uint64(g.mr.RKey^mixed(f.last))
+	i, _ := slices.BinarySearchFunc(f.regions, g.start, byStart)
+	f.regions = slices.Insert(f.regions, i, g)
+	f.reaches(i)
+	blob := binary.LittleEndian.AppendUint64(nil, uint64(r.Addr))
+	return transport.Key{ID: f.last, Token: g.token, Blob: string(blob)}, nil
+}
+
+// Deregister implements transport.Fabric. A peer's later write ends its Conn.
+func (f *Fabric) Deregister(k transport.Key) {
+	f.Owner.Lock()
+	defer f.Owner.Unlock()
+	i := slices.IndexFunc(f.regions, func(g region) bool { return g.id == k.ID && g.token == k.Token })
+	if i < 0 || f.Closing {
+		return
+	}
+	g := f.regions[i]
+	f.regions = slices.Delete(f.regions, i, i+1)
+	f.reaches(i)
+	f.Task(func() {
+		_ = g.deregister() // of a device that is gone
+		f.Owned(func() { f.Free(k.ID) })
+	})
 }

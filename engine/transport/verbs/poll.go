@@ -4,39 +4,29 @@ import (
 	"errors"
 	"fmt"
 
-	"golang.org/x/sys/unix"
-
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/transport"
 )
 
 const (
 	frameRoom  = 64 * slotBytes // of the frames that one Poll gives
-	innerEvery = 16             // Polls, where nothing has woken the user
+	asyncEvery = 1024           // Polls, where nothing has woken the user: it is a system call
 )
 
 // Poll implements transport.Fabric.
 func (f *Fabric) Poll(ev []transport.Event) (int, error) {
-	if !f.mu.TryLock() {
-		return 0, nil // tear-down or set-up in another goroutine, for a moment
+	if owner, err := f.Enter(); !owner {
+		return 0, err
 	}
-	defer f.mu.Unlock()
+	defer f.Owner.Unlock()
 	f.frames = f.frames[:0]
-	if f.closed {
-		n := f.visits(ev)
-		if n == 0 && f.queue.n() == 0 {
+	if f.Closed {
+		n := f.Freed(ev)
+		n += f.visits(ev[n:])
+		if n == 0 && f.queue.Len() == 0 {
 			return 0, transport.ErrClosed
 		}
 		return n, nil
-	}
-	if e := f.broken.Load(); e != nil {
-		return 0, e
-	}
-	f.polls++
-	if f.rung {
-		f.rung = false
-		var b [8]byte
-		unix.Read(f.bell, b[:])
 	}
 	if f.slept {
 		if _, err := f.cq.Quiet(); err != nil {
@@ -46,16 +36,12 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	if err := f.collect(); err != nil {
 		return 0, err
 	}
-	if f.slept || f.polls%innerEvery == 0 {
-		f.askInner()
+	if f.slept || f.Seq%asyncEvery == 0 {
 		f.async()
 	}
 	f.slept = false
-	n := f.visits(ev)
-	if f.queue.n() > 0 {
-		f.ring()
-	}
-	return n, nil
+	n := f.Freed(ev)
+	return n + f.visits(ev[n:]), nil
 }
 
 // collect takes completions to their Conns.
@@ -63,12 +49,12 @@ func (f *Fabric) collect() error {
 	for {
 		n, err := f.cq.Poll(f.found[:])
 		if err != nil {
-			return fmt.Errorf("%s: %w", f.name, err)
+			return fmt.Errorf("%s: %w", f.Name(), err)
 		}
 		f.counts.Completions += uint64(n)
 		for i := range f.found[:n] {
 			w := &f.found[i]
-			c := f.conns[w.QP]
+			c := f.byQP[w.QP]
 			if c == nil {
 				continue
 			}
@@ -77,7 +63,7 @@ func (f *Fabric) collect() error {
 			} else {
 				c.sent(w)
 			}
-			f.queue.push(c)
+			f.push(c)
 		}
 		if n < len(f.found) {
 			return nil
@@ -87,11 +73,11 @@ func (f *Fabric) collect() error {
 
 // visits visits Conns in the order in which they asked for it.
 func (f *Fabric) visits(ev []transport.Event) (n int) {
-	for left := f.queue.n(); left > 0 && n < len(ev); left-- {
-		c := f.queue.pop()
+	for left := f.queue.Len(); left > 0 && n < len(ev); left-- {
+		c := f.queue.Pop()
 		n += c.visit(ev[n:])
 		if c.due() {
-			f.queue.push(c)
+			f.push(c)
 		}
 	}
 	return n
@@ -99,23 +85,19 @@ func (f *Fabric) visits(ev []transport.Event) (n int) {
 
 // visit does what there is to do for c.
 func (c *Conn) visit(ev []transport.Event) (n int) {
-	if c.retired {
-		return 0
-	}
-	if c.fresh && !c.closed {
-		ev[0] = transport.Event{Kind: transport.EvAccept, Conn: c}
-		c.fresh = false
-		n++
+	n = c.Accept(c, ev)
+	for c.tx.over() {
+		c.tx.Sent++
 	}
 	if !c.gone {
-		n += c.complete(ev[n:])
+		n += c.tx.Complete(c, nil, ev[n:])
 	}
-	if !c.closed && !c.gone {
+	if !c.Closed && !c.gone {
 		n += c.give(ev[n:])
 	}
 	c.repost()
 	c.pump()
-	if c.err != nil {
+	if c.Err != nil {
 		n += c.finish(ev[n:])
 	}
 	return n
@@ -130,84 +112,53 @@ func (f *Fabric) async() {
 		}
 		switch e.Type {
 		case rdma.DeviceFatal, rdma.CQError:
-			for _, c := range f.conns {
+			for _, c := range f.byQP {
 				c.end(errors.New(e.Type.String()))
 			}
 		case rdma.QPFatal, rdma.QPRequest, rdma.QPAccess:
-			if c := f.conns[e.Element]; c != nil {
+			if c := f.byQP[e.Element]; c != nil {
 				c.end(errors.New(e.Type.String()))
 			}
 		}
 	}
 }
 
-// FD implements transport.Sleeper: an epoll descriptor over Inner's, the completion channel and
-// the device's events.
-func (f *Fabric) FD() int {
-	f.sleep.FD()
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.closed {
-		return f.epoll
+// Arm implements transport.Fabric. FD is an epoll descriptor over the completion channel and the
+// device's events.
+func (f *Fabric) Arm() bool {
+	f.Owner.Lock()
+	defer f.Owner.Unlock()
+	if f.Closed {
+		return false
 	}
 	f.slept = true
-	missed := f.missed.Swap(false)
+	missed := f.Missed.Swap(false)
 	err := f.cq.Arm()
 	if err == nil {
 		err = f.collect() // what came before does not count
 	}
-	if err != nil || missed || f.queue.n() > 0 {
-		f.ring()
-	}
-	return f.epoll
+	return err != nil || missed || f.queue.Len() > 0
 }
-
-var one = [8]byte{1}
 
 func (f *Fabric) ring() {
-	if !f.rung {
-		f.rung = true
-		unix.Write(f.bell, one[:])
+	if !f.Rung.Load() {
+		f.Ring()
 	}
 }
 
-// visitLater makes the next Poll visit c, and wakes who sleeps. The caller holds f.mu.
+// push makes the next Poll visit c.
+func (f *Fabric) push(c *Conn) {
+	if c.up && !c.retired {
+		f.queue.Push(c)
+	}
+}
+
+// visitLater is push that wakes who sleeps. It is for the owner.
 func (f *Fabric) visitLater(c *Conn) {
-	f.queue.push(c)
-	if !f.closed {
+	f.push(c)
+	if !f.Closed {
 		f.ring()
 	}
-}
-
-// queue holds Conns, each once, in the order in which they came.
-type queue struct {
-	list []*Conn
-	head int
-}
-
-func (q *queue) n() int { return len(q.list) - q.head }
-
-func (q *queue) push(c *Conn) {
-	if c.queued || c.retired || c.waits {
-		return
-	}
-	c.queued = true
-	if q.head > 64 && 2*q.head > len(q.list) {
-		n := copy(q.list, q.list[q.head:])
-		clear(q.list[n:])
-		q.list, q.head = q.list[:n], 0
-	}
-	q.list = append(q.list, c)
-}
-
-func (q *queue) pop() *Conn {
-	c := q.list[q.head]
-	q.list[q.head] = nil
-	if q.head++; q.head == len(q.list) {
-		q.list, q.head = q.list[:0], 0
-	}
-	c.queued = false
-	return c
 }
 
 // Counts is what a Fabric has asked of its NIC so far.
@@ -215,7 +166,7 @@ type Counts struct{ Doorbells, Requests, Completions uint64 }
 
 // Counts returns them.
 func (f *Fabric) Counts() Counts {
-	f.mu.Lock()
-	defer f.mu.Unlock()
+	f.Owner.Lock()
+	defer f.Owner.Unlock()
 	return f.counts
 }

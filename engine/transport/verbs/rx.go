@@ -56,9 +56,6 @@ func (c *Conn) received(w *rdma.Completion) {
 		}
 		return
 	}
-	if !c.up && c.ready == nil && c.err == nil {
-		c.arrive() // the word of it travels by another way
-	}
 	slot, n := uint32(w.ID), int(w.Len)
 	b := c.recv(slot).Bytes()
 	if n < headLen || n > slotBytes {
@@ -133,7 +130,7 @@ func (c *Conn) assemble(b []byte) (frame []byte, whole bool, err error) {
 // repost posts again what is spent, and owes the credits.
 func (c *Conn) repost() {
 	r := &c.rx
-	if len(r.spent) == 0 || c.err != nil {
+	if len(r.spent) == 0 || c.Err != nil {
 		return
 	}
 	c.tx.owed += r.freed

@@ -8,14 +8,14 @@ import (
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 const (
-	opDepth  = 256      // operations between Post and their EvDone; a power of two
-	wrDepth  = 256      // requests that are made and not done; a power of two
-	direct   = 16 << 10 // spans from here on are registered; shorter ones are copied into slots
-	longest  = 1 << 20  // bytes of one request
-	signalAt = 4 << 20  // bytes after which a request is signalled, so that progress is seen
+	opDepth  = 256     // operations between Post and their EvDone; a power of two
+	wrDepth  = 256     // requests that are made and not done; a power of two
+	longest  = 1 << 20 // bytes of one request
+	signalAt = 4 << 20 // bytes after which a request is signalled, so that progress is seen
 	headLen  = 8
 	kindData = 1 // a piece of a frame
 	kindBare = 2 // credits alone
@@ -24,9 +24,8 @@ const (
 // tx is the sending half: operations, the requests that they are made into, and the
 // slots that hold what is copied. Numbers run on and wrap.
 type tx struct {
-	ops            [opDepth]sendOp
-	opDone, opTail uint32
-	cur            cursor // the newest operation, while it is not wholly made into requests
+	link.Window[sendOp]        // those in [Done, Sent) have ended
+	cur                 cursor // the newest operation, while it is not wholly made into requests
 
 	// wrs[acked:posted] are with the NIC, wrs[posted:prepared] wait for room or credit.
 	wrs                     [wrDepth]sendWR
@@ -43,18 +42,8 @@ type tx struct {
 }
 
 type sendOp struct {
-	user    uint64
-	end     uint32 // it has ended when acked is here
-	whole   bool   // it is made into requests
-	sources []rdma.Region
-}
-
-// release lets go of what the operation had registered. It may block.
-func (o *sendOp) release() {
-	for _, r := range o.sources {
-		_ = r.Deregister()
-	}
-	o.sources = nil
+	end   uint32 // it has ended when acked is here
+	whole bool   // it is made into requests
 }
 
 type sendWR struct {
@@ -71,9 +60,6 @@ type cursor struct {
 	off     uint64 // into src[0]
 	address uint64 // at the peer
 	rkey    uint32
-	lkey    uint32 // of src[0]
-	known   bool   // it is registered
-	copies  bool   // it cannot be
 }
 
 // batch is what goes to the NIC at once.
@@ -85,38 +71,29 @@ type batch struct {
 // take takes an operation if there is room. An error means that there never will be.
 func (c *Conn) take(op *transport.Op) (bool, error) {
 	t := &c.tx
-	if op.After.Event != 0 {
-		return false, fmt.Errorf("verbs: post: the operation waits for a point on %v: hold it back until that has passed", op.After.Dev)
+	if _, err := link.Check("verbs", op); err != nil {
+		return false, err
 	}
 	c.prepare()
-	if t.cur.active || t.opTail-t.opDone == opDepth {
+	if t.cur.active || t.Full() {
 		return false, nil
 	}
-	o := &t.ops[t.opTail%opDepth]
-	switch op.Kind {
-	case transport.OpFrame:
-		if len(op.Frame) > transport.MaxFrame {
-			return false, fmt.Errorf("verbs: post: frame of %d bytes: at most %d", len(op.Frame), transport.MaxFrame)
-		}
-		if len(op.Frame) <= slotBytes-headLen {
-			slot, ok := c.slot()
-			if !ok {
-				return false, nil
-			}
-			c.piece(slot, op.Frame, uint32(len(op.Frame)))
-			*o = sendOp{user: op.User, end: t.prepared, whole: true}
-			t.opTail++
-			return true, nil
-		}
-		t.cur = cursor{active: true, frame: append([]byte(nil), op.Frame...), total: uint32(len(op.Frame))}
-	case transport.OpWrite:
+	switch {
+	case op.Kind == transport.OpWrite:
 		address, rkey := remote(&op.Key) // the NIC at the peer refuses what is none
 		t.cur = cursor{active: true, src: op.Src, address: address + op.Off, rkey: rkey}
+	case len(op.Frame) <= slotBytes-headLen:
+		slot, ok := c.slot()
+		if !ok {
+			return false, nil
+		}
+		c.piece(slot, op.Frame, uint32(len(op.Frame)))
+		*t.Push(op.User) = sendOp{end: t.prepared, whole: true}
+		return true, nil
 	default:
-		return false, fmt.Errorf("verbs: post: operation of unknown kind %d", op.Kind)
+		t.cur = cursor{active: true, frame: append([]byte(nil), op.Frame...), total: uint32(len(op.Frame))}
 	}
-	*o = sendOp{user: op.User}
-	t.opTail++
+	*t.Push(op.User) = sendOp{}
 	c.prepare()
 	return true, nil
 }
@@ -172,13 +149,13 @@ func (c *Conn) prepare() {
 			c.piece(slot, cur.frame[:n], cur.total)
 			cur.frame = cur.frame[n:]
 		case len(cur.src) > 0 && cur.off == cur.src[0].Len:
-			cur.src, cur.off, cur.known, cur.copies = cur.src[1:], 0, false, false
+			cur.src, cur.off = cur.src[1:], 0
 		case len(cur.src) > 0:
 			if t.prepared-t.acked == wrDepth || !c.prepareWrite() {
 				return
 			}
 		default:
-			o := &t.ops[(t.opTail-1)%opDepth]
+			o := t.At(t.End - 1)
 			o.end, o.whole = t.prepared, true
 			*cur = cursor{}
 		}
@@ -190,69 +167,36 @@ func (c *Conn) prepareWrite() bool {
 	t := &c.tx
 	cur := &t.cur
 	w := sendWR{r: rdma.Request{Remote: cur.address, RKey: cur.rkey, Op: rdma.Write, Pieces: 1}}
-	if left := cur.src[0].Len - cur.off; c.direct(left) {
-		n := min(left, longest)
-		w.p = rdma.Piece{Address: uint64(cur.src[0].Addr) + cur.off, Len: uint32(n), LKey: cur.lkey}
+	src := mem.Span{Addr: cur.src[0].Addr + uintptr(cur.off), Len: cur.src[0].Len - cur.off}
+	n := min(src.Len, longest)
+	if lkey, ok := c.f.local(src); ok {
+		w.p = rdma.Piece{Address: uint64(src.Addr), Len: uint32(n), LKey: lkey}
 		t.wrs[t.prepared%wrDepth] = w
 		t.prepared++
-		cur.off += n
-		cur.address += n
-		return true
-	}
-	slot, ok := c.slot()
-	if !ok {
+	} else if slot, ok := c.slot(); ok {
+		n = uint64(copy(c.send(slot), src.Bytes()))
+		c.use(slot, int(n), w)
+	} else {
 		return false
 	}
-	s, n := c.send(slot), 0
-	for n < slotBytes && len(cur.src) > 0 {
-		span := cur.src[0]
-		left := span.Len - cur.off
-		if left >= direct && !cur.copies {
-			break
-		}
-		k := copy(s[n:], mem.Span{Addr: span.Addr + uintptr(cur.off), Len: left}.Bytes())
-		n += k
-		if cur.off += uint64(k); cur.off == span.Len {
-			cur.src, cur.off, cur.known, cur.copies = cur.src[1:], 0, false, false
-		}
-	}
-	cur.address += uint64(n)
-	c.use(slot, n, w)
+	cur.off += n
+	cur.address += n
 	return true
 }
 
-// direct says whether the NIC is to read src[0] itself, of which left bytes are to go: it is
-// registered for that.
-func (c *Conn) direct(left uint64) bool {
-	cur := &c.tx.cur
-	if cur.known || cur.copies || left < direct {
-		return cur.known
-	}
-	s := cur.src[0]
-	r, err := c.f.dev.Register(uint64(s.Addr), s.Len, 0)
-	if err != nil {
-		cur.copies, c.why = true, "large sources are copied: "+err.Error()
+// over says whether the oldest operation that is under way has ended.
+func (t *tx) over() bool {
+	if t.Sent == t.End {
 		return false
 	}
-	o := &c.tx.ops[(c.tx.opTail-1)%opDepth]
-	o.sources = append(o.sources, r)
-	cur.known, cur.lkey = true, r.LKey
-	return true
-}
-
-// ready says whether operations have ended, or a pump may do something.
-func (t *tx) ready() bool {
-	if t.opDone == t.opTail {
-		return false
-	}
-	o := &t.ops[t.opDone%opDepth]
+	o := t.At(t.Sent)
 	return o.whole && int32(t.acked-o.end) >= 0
 }
 
 // pump gives the NIC what there is room and credit for, in one chain for each Chain of
 // requests. The last of them is signalled, and one in between every 4 MiB.
 func (c *Conn) pump() {
-	for c.up && c.err == nil {
+	for c.up && c.Err == nil {
 		c.prepare()
 		n := c.fill()
 		if n == 0 {
@@ -345,32 +289,4 @@ func (c *Conn) sent(w *rdma.Completion) {
 	default:
 		c.end(errors.New(w.Status.String()))
 	}
-}
-
-// complete reports operations that have ended: when all is over, all have.
-func (c *Conn) complete(ev []transport.Event) (n int) {
-	t := &c.tx
-	for n < len(ev) && t.opDone != t.opTail {
-		o := &t.ops[t.opDone%opDepth]
-		ok := o.whole && int32(t.acked-o.end) >= 0
-		if !ok && !c.gone {
-			break
-		}
-		ev[n] = transport.Event{Kind: transport.EvDone, Conn: c, User: o.user}
-		if !ok {
-			ev[n].Err = c.err
-		}
-		if o.sources != nil && !c.gone {
-			over := *o
-			o.sources = nil
-			if c.f.closing {
-				over.release()
-			} else {
-				c.f.task(func() { over.release() })
-			}
-		}
-		t.opDone++
-		n++
-	}
-	return n
 }

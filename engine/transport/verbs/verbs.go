@@ -4,18 +4,17 @@
 // frame comes after the writes before it. The receiver sees a frame by its completion
 // alone; it never looks at memory.
 //
-// Another Fabric, of sockets, sets the Conns up: it dials and listens, runs the Gate
-// and TLS, and carries the numbers of the queue pairs (setup.go). Its Conn stays open for as
-// long as ours, and its end is the end of ours: a queue pair that is idle does not
-// notice that its peer was killed.
+// Package link sets the Conns up over TCP: it dials and listens, and runs the Gate and
+// TLS. The numbers of the queue pairs travel over that connection (setup.go), which stays open
+// for as long as the Conn. Its end is the end of the Conn: a queue pair that is idle does not
+// notice that its peer was killed. TLS does not protect the data, which the NIC sends in the clear.
 //
 // # Memory
 //
 // A region is registered with the NIC by Register, and its key carries what the NIC
-// calls it. The source of a write needs a registration, too. What is small is copied into
-// a slot, which is registered; the rest is registered for as long as the write
-// takes: nothing tells this Fabric that memory is gone, so it cannot keep a
-// registration, which would go on to name the old pages.
+// calls it. The source of a write is registered in the same way, before it is posted. The
+// Fabric finds its registration by its address. A source that has none is copied, in pieces, into
+// slots, which are registered.
 //
 // # The end
 //
@@ -25,112 +24,80 @@
 package verbs
 
 import (
-	"context"
 	"fmt"
+	"net/netip"
+	"slices"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	rdma "fserver/cshim/verbs"
+	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // Options say what Open opens.
 type Options struct {
-	// Inner sets connections up. It is a Sleeper, and closed by the Fabric's Close.
-	Inner transport.Fabric
+	link.Options
 	// Library is the file of libibverbs; empty means the system's.
 	Library string
 	// Device is the name of the device, of which port 1 is used; empty means the first
 	// one whose port is up.
 	Device string
-	// Limits are the bounds to keep.
-	Limits transport.Limits
+	// Near is an address of this host; of several devices one that has it is taken.
+	Near string
 }
 
 // Fabric is one port of an RDMA device. See transport.Fabric.
 type Fabric struct {
-	name   string
-	limits transport.Limits
-	inner  transport.Fabric
-	sleep  transport.Sleeper
-	dev    *rdma.Device
-	cq     *rdma.CQ
-	port   rdma.Port
-	gid    rdma.GID
-	most   int // Conns
-	ctx    context.Context
-	cancel context.CancelFunc
-	tasks  sync.WaitGroup
-	once   sync.Once
-	broken atomic.Pointer[transport.PanicError] // of a task
+	link.Fabric
+	dev  *rdma.Device
+	cq   *rdma.CQ
+	port rdma.Port
+	gid  rdma.GID
+	most int // Conns
 
-	// mu guards the rest. Post and Poll only try to lock it, and nobody calls what may
-	// block with it.
-	mu      sync.Mutex
-	closing bool // nothing new is taken
-	closed  bool // all has ended but for events to give
-	made    int  // queue pairs that exist or are being made
-	regions map[uint64]region
-	last    uint64                   // the newest key
-	conns   map[uint32]*Conn         // by the number of the queue pair
-	inners  map[transport.Conn]*Conn // by Inner's
-	queue   queue                    // what the next Poll visits
-	polls   uint64
-	slept   bool // FD was asked for, and no Poll since
-	rung    bool // bell is readable
-	epoll   int
-	bell    int
-	told    [16]transport.Event // of Inner
+	// The owner guards the rest, and calls nothing that may block.
+	made    int      // queue pairs that exist or are being made
+	regions []region // by start
+	last    uint64   // the newest key
+	conns   link.Conns[*Conn]
+	byQP    map[uint32]*Conn  // by the number of the queue pair, also while they are set up
+	queue   link.Queue[*Conn] // what the next Poll visits
+	slept   bool              // Arm was called, and no Poll since
 	found   [64]rdma.Completion
 	batch   batch
 	frames  []byte // what events of the last Poll point to
-
-	counts Counts
-
-	missed atomic.Bool // Post took nothing because it was not the owner
+	counts  Counts
 }
 
-type region struct {
-	mr    rdma.Region
-	token uint64
-	empty bool // no memory, no registration
-}
-
-// Open opens a Fabric. With an error, Inner is still the caller's.
+// Open opens a Fabric.
 func Open(o Options) (*Fabric, error) {
-	sleeper, ok := o.Inner.(transport.Sleeper)
-	if !ok {
-		return nil, fmt.Errorf("verbs: open: the fabric that sets connections up has no descriptor to wait on")
-	}
-	if o.Limits.Stall <= 0 {
-		o.Limits.Stall = 30 * time.Second
-	}
-	if o.Limits.Handshake <= 0 {
-		o.Limits.Handshake = 10 * time.Second
-	}
-	f := &Fabric{
-		limits: o.Limits, inner: o.Inner, sleep: sleeper, epoll: -1, bell: -1,
-		regions: map[uint64]region{}, conns: map[uint32]*Conn{}, inners: map[transport.Conn]*Conn{},
-		frames: make([]byte, 0, frameRoom),
-	}
-	f.ctx, f.cancel = context.WithCancel(context.Background())
-	if err := f.open(o); err != nil {
-		f.release()
+	f := &Fabric{byQP: map[uint32]*Conn{}, frames: make([]byte, 0, frameRoom)}
+	kind := link.TCP("verbs", f.adopt)
+	kind.Caps.LocalKeys = true
+	if err := f.Fabric.Open(kind, o.Options); err != nil {
 		return nil, err
 	}
-	f.task(f.keep)
+	if err := f.open(o); err != nil {
+		f.release()
+		f.Release()
+		return nil, err
+	}
+	f.Start(f.inspect)
 	return f, nil
 }
 
+// open acquires what release gives back.
 func (f *Fabric) open(o Options) (err error) {
 	if err = f.openDevice(o); err != nil {
 		return err
 	}
-	f.name = fmt.Sprintf("verbs/%s:1", f.dev.Name())
+	if o.Name == "" {
+		f.Options.Name = fmt.Sprintf("verbs/%s:1", f.dev.Name())
+	}
 	limits, err := f.dev.Limits()
 	if err != nil {
 		return err
@@ -140,18 +107,11 @@ func (f *Fabric) open(o Options) (err error) {
 		return err
 	}
 	if f.most = min(f.cq.Entries()/(sendRoom+slots+spare), limits.MaxQP); f.most == 0 {
-		return fmt.Errorf("verbs: %s: room for %d completions and %d queue pairs, which is too little for one connection", f.name, f.cq.Entries(), limits.MaxQP)
+		return fmt.Errorf("verbs: %s: room for %d completions and %d queue pairs, which is too little for one connection", f.Name(), f.cq.Entries(), limits.MaxQP)
 	}
-	if f.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
-		return fmt.Errorf("verbs: open an epoll descriptor: %w (see ulimit -n)", err)
-	}
-	if f.bell, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
-		return fmt.Errorf("verbs: open an event descriptor: %w (see ulimit -n)", err)
-	}
-	for _, fd := range []int{f.sleep.FD(), f.cq.FD(), f.dev.AsyncFD(), f.bell} {
-		ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)}
-		if err = unix.EpollCtl(f.epoll, unix.EPOLL_CTL_ADD, fd, &ev); err != nil {
-			return fmt.Errorf("verbs: watch a descriptor: %w", err)
+	for _, fd := range []int{f.cq.FD(), f.dev.AsyncFD()} {
+		if err = f.Watch(fd, unix.EPOLLIN); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -169,15 +129,18 @@ func (f *Fabric) openDevice(o Options) error {
 	if err != nil {
 		return unavailable(strings.TrimPrefix(err.Error(), "verbs: "), "load the kernel's modules: modprobe ib_uverbs")
 	}
-	why := "no RDMA device (/sys/class/infiniband is empty)"
-	for _, n := range names {
-		if o.Device != "" && n.Name != o.Device {
-			continue
+	why := noDevice
+	at, _ := netip.ParseAddr(o.Near)
+	for _, at := range []netip.Addr{at.Unmap(), {}} { // the device with that address, else any
+		for _, n := range names {
+			if o.Device != "" && n != o.Device {
+				continue
+			}
+			if err = f.tryDevice(n, at); err == nil {
+				return nil
+			}
+			why = strings.TrimPrefix(err.Error(), "verbs: ")
 		}
-		if err = f.tryDevice(n.Name); err == nil {
-			return nil
-		}
-		why = strings.TrimPrefix(err.Error(), "verbs: ")
 	}
 	if o.Device != "" && err == nil && len(names) > 0 {
 		why = fmt.Sprintf("no RDMA device %s", o.Device)
@@ -185,137 +148,83 @@ func (f *Fabric) openDevice(o Options) error {
 	return unavailable(why, "ibv_devinfo shows the devices and their ports")
 }
 
-func (f *Fabric) tryDevice(name string) error {
+// tryDevice opens a device whose port is up and, if at is valid, has that address.
+func (f *Fabric) tryDevice(name string, at netip.Addr) error {
 	dev, err := rdma.OpenDevice(name)
 	if err != nil {
 		return err
 	}
-	if f.port, err = dev.Port(1); err == nil && !f.port.Active {
-		err = fmt.Errorf("port 1 of %s is not active", name)
+	port, gids, err := usable(dev)
+	best := 0
+	for i, g := range gids {
+		if port.Ethernet && g.Better(gids[best]) {
+			best = i
+		}
 	}
-	var gids []rdma.GID
+	if err == nil && at.IsValid() {
+		is := func(g rdma.GID) bool { return g.Addr() == at && g.Type == gids[best].Type }
+		if best = slices.IndexFunc(gids, is); best < 0 {
+			err = fmt.Errorf("port 1 of %s does not have the address %s", name, at)
+		}
+	}
 	if err == nil {
-		gids, err = dev.GIDs(1)
-	}
-	if err == nil && len(gids) == 0 {
-		err = fmt.Errorf("port 1 of %s has no GID (give its network interface an address)", name)
+		err = lock(dev)
 	}
 	if err != nil {
 		_ = dev.Close() // nothing was made of it
 		return err
 	}
-	f.dev, f.gid = dev, gids[0]
-	for _, g := range gids {
-		if f.port.Ethernet && g.Better(f.gid) {
-			f.gid = g
-		}
-	}
+	f.dev, f.port, f.gid = dev, port, gids[best]
 	return nil
+}
+
+// lock says whether the memory of a Conn can be locked, which would else be noticed by the first
+// peer alone.
+func lock(dev *rdma.Device) error {
+	buf, err := mem.Map(bufBytes)
+	if err != nil {
+		return err
+	}
+	defer mem.Unmap(buf)
+	r, err := dev.Register(uint64(buf.Addr), buf.Len, rdma.LocalWrite)
+	if err == nil {
+		err = r.Deregister()
+	}
+	return err
 }
 
 // release gives back what open acquired.
 func (f *Fabric) release() {
-	f.cancel()
 	if f.cq != nil {
 		_ = f.cq.Destroy()
 	}
 	if f.dev != nil {
 		_ = f.dev.Close()
 	}
-	for _, fd := range []int{f.epoll, f.bell} {
-		if fd >= 0 {
-			unix.Close(fd)
-		}
-	}
 }
 
-// Name implements transport.Fabric.
-func (f *Fabric) Name() string { return f.name }
-
-const scheme = "verbs:"
-
-// Addr implements transport.Fabric: that of Inner, with another name.
-func (f *Fabric) Addr() transport.Addr {
-	_, at, ok := strings.Cut(string(f.inner.Addr()), ":")
-	if !ok {
-		return ""
-	}
-	return transport.Addr(scheme + at)
-}
-
-// innerAddr is the address of Inner that peer stands for.
-func (f *Fabric) innerAddr(peer transport.Addr) (transport.Addr, bool) {
-	at, ok := strings.CutPrefix(string(peer), scheme)
-	kind, _, _ := strings.Cut(f.inner.Name(), "/")
-	in := transport.Addr(kind + ":" + at)
-	return in, ok && f.inner.Reaches(in)
-}
-
-// Reaches implements transport.Fabric.
-func (f *Fabric) Reaches(peer transport.Addr) bool {
-	_, ok := f.innerAddr(peer)
-	return ok
-}
+// Bind implements transport.Fabric. The NIC takes a key from every peer.
+func (f *Fabric) Bind(transport.Key, transport.Conn) error { return nil }
 
 // Close implements transport.Fabric.
 func (f *Fabric) Close() error {
-	f.once.Do(func() {
-		f.cancel()
-		f.mu.Lock()
-		f.closing = true
-		for _, c := range f.inners {
-			c.closed = true
-			c.end(transport.ErrClosed) // tells the peer
-		}
-		f.mu.Unlock()
-		_ = f.inner.Close()
-		f.tasks.Wait()
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		for _, c := range f.inners {
-			c.closed = true
-			c.end(transport.ErrClosed) // one that was being set up
+	f.Shut(f.conns.Leave, func() {
+		for _, c := range f.conns.All {
 			c.destroy()
-			f.queue.push(c)
+			f.queue.Push(c)
 		}
-		for id := range f.regions {
-			_ = f.drop(id)
+		for i := range f.regions {
+			_ = f.regions[i].deregister()
 		}
-		f.closed = true
+		f.regions = nil
 		f.release()
 	})
 	return nil
 }
 
-// task starts a goroutine of the Fabric; a panic in it makes the Fabric unusable. The
-// caller knows that Close does not wait yet: it is open itself, or a task.
-func (f *Fabric) task(run func()) {
-	f.tasks.Go(func() {
-		defer func() {
-			if e := transport.Caught(recover()); e != nil {
-				f.broken.Store(e)
-				unix.Write(f.bell, one[:])
-			}
-		}()
-		run()
-	})
-}
-
-// keep ends what stalls. It looks eight times within Limits.Stall.
-func (f *Fabric) keep() {
-	tick := time.NewTicker(max(f.limits.Stall/8, time.Millisecond))
-	defer tick.Stop()
-	for polls := uint64(0); ; {
-		select {
-		case now := <-tick.C:
-			f.mu.Lock()
-			for _, c := range f.inners {
-				c.inspect(now, f.polls != polls)
-			}
-			polls = f.polls
-			f.mu.Unlock()
-		case <-f.ctx.Done():
-			return
-		}
+// inspect ends what stalls. See link.Fabric.
+func (f *Fabric) inspect(now time.Time, polled bool) {
+	for _, c := range f.conns.All {
+		c.inspect(now, polled)
 	}
 }

@@ -5,25 +5,27 @@
 #   rxe0    rdma0      10.77.0.1  fd77::1
 #   rxe1    rdma1      10.77.0.2  fd77::2
 #
-# `nics.sh ipv6` adds what IPv6 loses when an interface goes down.
+# `nics.sh again` adds the routes and addresses that were lost when an interface went down.
 #
 # rxe sees the first network namespace only, so both ends are in it, and the kernel has to be told
-# that packets between two of its own addresses go out by one interface and come in by the other.
+# that packets between two of its own addresses go out by one interface and come in by the other:
+# those of rxe, and those of a socket that is bound to one of the addresses.
 set -euo pipefail
 
 set_ipv4() { echo "$3" >"/proc/sys/net/ipv4/conf/$1/$2"; }
 
-add_ipv6() {
+add_routes() {
   local i
   for i in 0 1; do
+    ip route replace 10.77.0.$((2 - i)) dev rdma$i table $((100 + i))
     ip addr replace fd77::$((i + 1))/64 dev rdma$i nodad
     ip -6 route replace fd77::$((2 - i)) dev rdma$i table $((100 + i))
     ip -6 neigh replace fd77::$((2 - i)) dev rdma$i lladdr "$(cat /sys/class/net/rdma$((1 - i))/address)"
   done
 }
 
-if [[ ${1:-} == ipv6 ]]; then
-  add_ipv6
+if [[ ${1:-} == again ]]; then
+  add_routes
   exit
 fi
 
@@ -43,13 +45,18 @@ for i in 0 1; do
 done
 ip link set lo up
 
-# IPv6 has no accept_local: without these rules, the table of local addresses sends packets to lo. They
-# apply to packets for which the sender has chosen the interface, as rxe does.
-ip -6 rule del pref 0
-ip -6 rule add pref 10 table local
-ip -6 rule add pref 1 oif rdma0 table 100
-ip -6 rule add pref 2 oif rdma1 table 101
-add_ipv6
+# Without these rules, the table of local addresses sends packets to lo. Those of IPv4 are for packets
+# that this machine makes. IPv6 has no accept_local: its rules apply to packets for which the sender
+# has chosen the interface, as rxe does.
+for family in -4 -6; do
+  ip $family rule del pref 0
+  ip $family rule add pref 10 table local
+done
+for i in 0 1; do
+  ip rule add pref $((1 + i)) iif lo from 10.77.0.$((i + 1)) to 10.77.0.$((2 - i)) table $((100 + i))
+  ip -6 rule add pref $((1 + i)) oif rdma$i table $((100 + i))
+done
+add_routes
 
 for i in 0 1; do
   rdma link add rxe$i type rxe netdev rdma$i

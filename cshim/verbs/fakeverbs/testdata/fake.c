@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -305,7 +306,26 @@ int _ibv_query_gid_ex(struct ibv_context *c, uint32_t port, uint32_t index,
 }
 
 int ibv_get_async_event(struct ibv_context *c, struct ibv_async_event *e) {
-  return read(of(c)->pipe[0], e, sizeof *e) == sizeof *e ? 0 : -1;
+  lock(); /* the user has made the pipe non-blocking */
+  int rc = read(of(c)->pipe[0], e, sizeof *e) == sizeof *e ? 0 : -1;
+  unlock();
+  return rc;
+}
+
+/* Takes back the events of q that nobody has read, as its destruction does. */
+void take_back(struct qp *q) {
+  struct context *c = of(q->qp.context);
+  struct ibv_async_event e;
+  int waiting;
+  if (ioctl(c->pipe[0], FIONREAD, &waiting))
+    abort();
+  for (; waiting > 0; waiting -= (int)sizeof e) {
+    if (read(c->pipe[0], &e, sizeof e) != sizeof e)
+      abort();
+    if (e.element.qp != &q->qp)
+      if (write(c->pipe[1], &e, sizeof e) != sizeof e)
+        abort();
+  }
 }
 
 void ibv_ack_async_event(struct ibv_async_event *e) { (void)e; }
@@ -468,7 +488,8 @@ void ibv_ack_cq_events(struct ibv_cq *cq, unsigned n) {
 }
 
 struct ibv_qp *ibv_create_qp(struct ibv_pd *v, struct ibv_qp_init_attr *a) {
-  static uint32_t last = 0x100;
+  /* The device's first that is free: devices use numbers again. */
+  uint32_t number = 0x101 + 0x1000 * (uint32_t)of(v->context)->device;
   lock();
   MAY_FAIL("ibv_create_qp", v->context, NULL);
   int rc = a->qp_type != IBV_QPT_RC || a->cap.max_send_wr > opt_wr ||
@@ -489,7 +510,9 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *v, struct ibv_qp_init_attr *a) {
   q->qp.send_cq = a->send_cq;
   q->qp.recv_cq = a->recv_cq;
   q->qp.state = IBV_QPS_RESET;
-  q->qp.qp_num = ++last;
+  while (find_qp(number))
+    number++;
+  q->qp.qp_num = number;
   q->cap = a->cap;
   q->sends = calloc(q->cap.max_send_wr, sizeof *q->sends);
   q->recvs = calloc(q->cap.max_recv_wr, sizeof *q->recvs);
@@ -589,6 +612,7 @@ int ibv_destroy_qp(struct ibv_qp *v) {
   struct qp *p = find_qp(q->peer);
   if (p)
     run(p); /* what it waited with finds nobody */
+  take_back(q);
   unlock();
   for (; q->done < q->posted; q->done++)
     free(q->sends[q->done % q->cap.max_send_wr].inlined);

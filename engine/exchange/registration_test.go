@@ -1,0 +1,250 @@
+package exchange
+
+import (
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// TestKeysOfAnotherFabric: a server that comes back over another Fabric is given keys of that one,
+// for what waits for it and for what comes.
+func TestKeysOfAnotherFabric(t *testing.T) {
+	p := newPair(t, 1)
+	p.w.BePatient()
+	out := bytesOf(t, 0, 8, 0)
+	p.w.Lose(0, errGone)
+	first, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, []Tensor{out})
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	old := p.wf
+	p.wf = newFabric()
+	p.succeed(0)
+	for _, fill := range []byte{5, 6} {
+		if fill == 6 {
+			first, err = p.pushPull([]Tensor{bytesOf(t, 1, 8, 6)}, []Tensor{out})
+			require.NoError(t, err)
+		}
+		require.NoError(t, p.settle())
+		require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, fill)))
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(first))
+		require.Equal(t, fill, out.Span.Bytes()[0])
+		require.Len(t, p.wf.keys, 1)
+	}
+	p.w.Forget(out.Alloc)
+	require.Empty(t, p.wf.keys)
+	require.Empty(t, old.keys)
+}
+
+// TestKeyThatCannotBeRenewed fails the push_pull that has waited for the successor, and no other.
+func TestKeyThatCannotBeRenewed(t *testing.T) {
+	p := newPair(t, 2)
+	p.w.BePatient()
+	out := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}
+	id, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, out)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	p.w.Lose(1, errGone)
+	none := 0
+	p.wf.room = &none
+	p.succeed(1)
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailed, p.state(id), "server 0 has given it back")
+	require.ErrorContains(t, p.w.Result(id), "no room")
+	require.Nil(t, p.take(0))
+	p.wf.room = nil
+	id, err = p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, out)
+	require.NoError(t, err)
+	require.NoError(t, p.settle())
+	for i := range p.servers {
+		require.NoError(t, p.respond(i, p.take(i)[0], bytesOf(t, 0, 8, 7)))
+	}
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+}
+
+// meeting is a Fabric whose first two calls of Register wait for each other.
+type meeting struct {
+	*fakeFabric
+	mu    sync.Mutex
+	calls int
+	both  chan struct{}
+}
+
+func (f *meeting) Register(r mem.Region) (transport.Key, error) {
+	f.mu.Lock()
+	if f.calls++; f.calls == 2 {
+		close(f.both)
+	}
+	f.mu.Unlock()
+	<-f.both
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.fakeFabric.Register(r)
+}
+
+// TestTwoRegisterTheSame: of two threads that register one allocation at the same time, one has
+// its key kept, and that of the other ends with its push_pull.
+func TestTwoRegisterTheSame(t *testing.T) {
+	p := newPair(t, 1)
+	f := &meeting{fakeFabric: p.wf, both: make(chan struct{})}
+	p.w.Connect(0, 10, f, p.to[0])
+	p.as = f
+	out := bytesOf(t, 0, 8, 0)
+	var tickets [2]*Ticket
+	var ids [2]uint64
+	for i := range tickets {
+		tk, err := p.w.Begin()
+		require.NoError(t, err)
+		require.NoError(t, tk.AddPull(out))
+		tickets[i], ids[i] = tk, tk.ID()
+	}
+	errs := make(chan error)
+	for _, tk := range tickets {
+		go func() { errs <- p.w.Submit(tk) }()
+	}
+	for range tickets {
+		require.NoError(t, <-errs)
+	}
+	require.NoError(t, p.settle())
+	require.Len(t, p.wf.keys, 2)
+	for range ids {
+		require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 3)))
+		require.NoError(t, p.settle())
+	}
+	for _, id := range ids {
+		require.Equal(t, StateDone, p.state(id))
+	}
+	require.Len(t, p.wf.keys, 1)
+}
+
+// sources is a pair whose Fabrics send what is registered.
+func sources(t *testing.T, servers int) *pair {
+	p := newPair(t, servers)
+	for i := range p.servers {
+		p.wf.local, p.sf[i].local = true, true
+		p.w.keys, p.servers[i].keys = keys{paths: make([]*keyring, servers)}, keys{paths: make([]*keyring, 1)}
+	}
+	for i, s := range p.servers {
+		p.w.Connect(i, 10+i, p.wf, p.to[i])
+		s.Connect(0, 0, p.sf[i], p.from[i])
+	}
+	return p
+}
+
+// TestSources: a Fabric that sends what is registered is told of each allocation once, before it is
+// sent, by both sides. What is not to be cached is known for one push_pull.
+func TestSources(t *testing.T) {
+	p := sources(t, 2)
+	push := []Tensor{bytesOf(t, 1, 8, 5), bytesOf(t, 2, 16, 6), bytesOf(t, 3, 0, 0)}
+	whole := bytesOf(t, 0, 4096, 7)
+	loose := whole
+	loose.Alloc, loose.Key, loose.Span.Len = 0, 4, 64
+	loose.Dims = []int64{64}
+	pull := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}
+	answer := bytesOf(t, 0, 8, 9)
+	for round := range 3 {
+		id, err := p.pushPull(append(push, loose), pull)
+		require.NoError(t, err)
+		require.Len(t, p.wf.keys, 2+2+1)
+		require.NoError(t, p.settle())
+		for i := range p.servers {
+			require.NoError(t, p.respond(i, p.take(i)[0], answer))
+		}
+		require.NoError(t, p.settle())
+		require.Equal(t, StateDone, p.state(id))
+		require.Equal(t, byte(9), pull[1].Span.Bytes()[0])
+		require.Len(t, p.wf.keys, 2+2, "what is not to be cached is gone")
+		require.Equal(t, uint64(4+round+1), p.wf.next, "registrations of the worker so far")
+		require.Len(t, p.sf[0].keys, 3+1, "three receive buffers and the answer")
+	}
+	p.servers[0].Forget(answer.Alloc)
+	require.Len(t, p.sf[0].keys, 3)
+	for _, x := range append(push[:2], pull...) {
+		p.w.Forget(x.Alloc)
+	}
+	require.Empty(t, p.wf.keys)
+}
+
+// TestSourceIsGone: an allocation that is gone while it is sent stays registered until the push_pull
+// has ended.
+func TestSourceIsGone(t *testing.T) {
+	p := sources(t, 1)
+	x, out := bytesOf(t, 1, 8, 5), bytesOf(t, 0, 8, 0)
+	id, err := p.pushPull([]Tensor{x}, []Tensor{out})
+	require.NoError(t, err)
+	p.w.Forget(x.Alloc)
+	require.True(t, p.wf.knows(x.Span))
+	require.NoError(t, p.settle())
+	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 5)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+	require.False(t, p.wf.knows(x.Span))
+}
+
+// TestSourceCannotBeRegistered: the call that sends it gives the error. Nothing else notices, and
+// the call can be made again.
+func TestSourceCannotBeRegistered(t *testing.T) {
+	p := sources(t, 1)
+	out := bytesOf(t, 0, 8, 0)
+	first, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, []Tensor{out})
+	require.NoError(t, err)
+	none := 0
+	p.wf.room = &none
+	_, err = p.pushPull([]Tensor{bytesOf(t, 2, 8, 5)}, []Tensor{out})
+	require.EqualError(t, err, "exchange: tensor 0 cannot be sent: fake: no room")
+	p.wf.room = nil
+	require.NoError(t, p.settle())
+	r := p.take(0)[0]
+	p.sf[0].room = &none
+	require.EqualError(t, p.respond(0, r, bytesOf(t, 0, 8, 6)), "exchange: tensor 0 cannot be sent: fake: no room")
+	p.sf[0].room = nil
+	require.NoError(t, p.respond(0, r, bytesOf(t, 0, 8, 6)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(first))
+	require.Equal(t, byte(6), out.Span.Bytes()[0])
+}
+
+// TestSourcesOfAnotherFabric: what waits for a server that comes back over another Fabric is made
+// known to that one.
+func TestSourcesOfAnotherFabric(t *testing.T) {
+	p := sources(t, 1)
+	p.w.BePatient()
+	p.w.Lose(0, errGone)
+	x := bytesOf(t, 1, 8, 5)
+	id, err := p.pushPull([]Tensor{x}, []Tensor{bytesOf(t, 0, 8, 0)})
+	require.NoError(t, err)
+	p.wf = newFabric()
+	p.wf.local = true
+	p.succeed(0)
+	require.NoError(t, p.settle())
+	require.True(t, p.wf.knows(x.Span))
+	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 6)))
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(id))
+}
+
+// BenchmarkKnownMemory is what a push_pull with two pull tensors pays to find their keys and to let
+// go of them.
+func BenchmarkKnownMemory(b *testing.B) {
+	ks := keys{paths: make([]*keyring, 1)}
+	ks.path(0, newFabric())
+	var all []Tensor
+	for i := range 1000 {
+		x := mem.Region{Addr: uintptr(4096 * (i + 1)), Len: 8}
+		all = append(all, Tensor{Span: x.Span(), Base: x, Alloc: uint64(i + 1)})
+	}
+	regs := make([]*registration, 2)
+	b.ReportAllocs()
+	for i := range b.N {
+		at := i % 998
+		if err := ks.acquire(0, all[at:at+2], regs); err != nil {
+			b.Fatal(err)
+		}
+		ks.letGo(regs)
+	}
+}

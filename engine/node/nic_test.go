@@ -1,0 +1,69 @@
+package node
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/transport/faults"
+	"fserver/engine/transport/inproc"
+)
+
+// overFaults, if set, are the faults of the Fabrics that over opens.
+var overFaults *faults.Options
+
+// TestOverNICs runs the tests of a mesh in a Network anew, with memory that behaves like a NIC:
+// with fixed seeds, and with one of the time, which the names of the tests tell. The longest
+// run with the last one alone.
+func TestOverNICs(t *testing.T) {
+	seeds := []uint64{1 << 10, 2 << 10, uint64(time.Now().UnixNano())}
+	if testing.Short() {
+		seeds = seeds[:1]
+	}
+	for i, seed := range seeds {
+		for _, test := range []struct {
+			name string
+			run  func(*testing.T)
+			long bool
+		}{
+			{"Kill", TestKill, false},
+			{"FailedOp", TestFailedOp, false},
+			{"ServerRestarts", TestServerRestarts, true},
+			{"WorkerRestarts", TestWorkerRestarts, false},
+			{"PatientWorker", TestPatientWorker, false},
+			{"PatientServer", TestPatientServer, false},
+			{"PatienceEnds", TestPatienceEnds, false},
+			{"Poison", TestPoison, false},
+			{"BothAreGone", TestBothAreGone, false},
+			{"Cut", TestCut, false},
+			{"OldEpoch", TestOldEpoch, false},
+			{"StopWithoutTheLost", TestStopWithoutTheLost, false},
+			{"WaitingIsBounded", TestWaitingIsBounded, false},
+			{"PairsAfterALoss", TestPairsAfterALoss, true},
+			{"PairsAfterAServerIsLost", TestPairsAfterAServerIsLost, false},
+		} {
+			if test.long && i < len(seeds)-1 {
+				continue
+			}
+			t.Run(fmt.Sprintf("seed %d/%s", seed, test.name), func(t *testing.T) {
+				o := faults.NIC(seed)
+				overFaults = &o
+				defer func() { overFaults = nil }()
+				test.run(t)
+			})
+		}
+	}
+}
+
+// TestCreditBringsNoEvent: what Post has not taken is posted after the Poll that ends
+// back-pressure, also if that Poll finds no event. It was posted before the next Poll, and nobody
+// was woken for that: a call took until the longest sleep was over.
+func TestCreditBringsNoEvent(t *testing.T) {
+	m := newMesh(t, under(faults.Options{Starve: 0.5}, over(inproc.New())), shape{1, 1, 1})
+	begin := time.Now()
+	require.NoError(t, echo(t, m.workers[0], m.servers, 500, closed()))
+	require.Less(t, time.Since(begin), 5*time.Second)
+	m.stop()
+}

@@ -1,0 +1,27 @@
+package cma
+
+import (
+	"fserver/engine/conf"
+	"fserver/engine/transport"
+)
+
+// Driver opens connections between processes of one host.
+var Driver = transport.Driver{
+	Way: conf.Way{Name: "cma", About: "inside a host, from process to process", Options: []conf.Option{
+		conf.Choice[Mode]("FSERVER_CMA", "auto", []string{"auto", "direct", "staged"},
+			"how the transport cma writes into a peer's memory. `direct` copies once; `staged` copies twice, through shared memory; `auto` takes `direct` where the kernel permits it to both sides, and otherwise `staged`, with a warning that says why"),
+		conf.Flag("FSERVER_PTRACER", "1",
+			"whether the process permits other processes of its user to write into its memory (PR_SET_PTRACER) where the kernel permits that to parents only (kernel.yama.ptrace_scope=1). `cma` needs this to copy directly"),
+	}},
+	Inside: true,
+	Open: func(e *transport.Env) ([]transport.Fabric, error) {
+		f, err := Open(Options{
+			Listen: e.Listen != "", Gate: e.Gate, Limits: e.Limits(), Refused: e.Refused,
+			Mode: conf.Get[Mode](e.Config, "FSERVER_CMA"), NoPtracer: !conf.Get[bool](e.Config, "FSERVER_PTRACER"),
+		})
+		if err != nil {
+			return nil, err
+		}
+		return []transport.Fabric{f}, nil
+	},
+}

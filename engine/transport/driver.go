@@ -1,0 +1,77 @@
+package transport
+
+import (
+	"go.uber.org/zap"
+
+	"fserver/engine/conf"
+)
+
+// A Driver is a way that bytes can travel, before a device of it is opened.
+type Driver struct {
+	conf.Way // its name and settings
+	// Over names the driver whose connections this one travels over; empty: its own.
+	Over string
+	// Inside says that it reaches processes of this host alone: BYTEPS_ENABLE_IPC=0 excludes it
+	// where it is not named.
+	Inside bool
+	// Absent says that this host has no device for it, so that nobody needs to be told why it is not
+	// used. Nil: there is always one.
+	Absent func() bool
+	// ByName says that it is used only where the user names it.
+	ByName bool
+	// GPU says that it is for GPU tensors alone.
+	GPU bool
+	// Probe says what works on this host, and what does not and why: for the doctor.
+	Probe func() []Finding
+	// Open opens a Fabric for each device that is to be used. It is an *ErrUnavailable
+	// where it cannot run, or is not to be used with these settings. Nil: see Wrap.
+	Open func(*Env) ([]Fabric, error)
+	// Wrap puts the driver around a Fabric of another one, or returns that Fabric if it has
+	// nothing to do there. Nil: it wraps none. With an error, the Fabric is still the caller's.
+	Wrap func(*Env, Fabric) (Fabric, error)
+}
+
+// Env is what a Driver is given.
+type Env struct {
+	Config *conf.Config
+	Gate   Gate
+	Log    *zap.Logger
+	// Named says that the user asks for this driver by name.
+	Named bool
+	// Listen is where connections are taken, "host:port"; empty: none are. A driver that is
+	// not the one that reaches everybody takes another port.
+	Listen string
+	// Bind is the address of this host to dial from; empty: any.
+	Bind string
+	// Host is the address of this host by which its devices are chosen; empty: none is known.
+	Host string
+	// Refused is told of each connection that was taken and is of no use; it may be called
+	// by several goroutines at once.
+	Refused func(remote string, err error)
+	// Device is the GPU of the node, in the form that drivers for GPUs know; nil: none.
+	Device any
+	// HasGPU says by its hello whether a peer may have tensors on a GPU.
+	HasGPU func(hello []byte) bool
+}
+
+// Limits are what the settings say of connections.
+func (e *Env) Limits() Limits { return Limits{Stall: e.Config.StallTimeout} }
+
+// A Finding is what a Probe says of one thing.
+type Finding struct {
+	What   string `json:"what"`  // "library", "device rxe0"
+	State  State  `json:"state"` // whether it can be used
+	Text   string `json:"text"`
+	Remedy string `json:"remedy"` // what the user can do, or empty
+}
+
+// State is a judgement.
+type State string
+
+// Judgements: it works; it works in a slower way; it does not work; a plain fact.
+const (
+	Yes  State = "yes"
+	Note State = "note"
+	No   State = "no"
+	Info State = "info"
+)

@@ -1,0 +1,132 @@
+package link
+
+import (
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+)
+
+// Over is a Fabric over another one, whose names, addresses and abilities it has.
+type Over struct {
+	transport.Fabric       // the inner one
+	fds              []int // for epoll, and the timer
+}
+
+// Open makes a descriptor of its own to sleep on, over the inner Fabric's and a timer. Shut closes
+// it, also after an error.
+func (o *Over) Open() error {
+	epoll, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err != nil {
+		return err
+	}
+	o.fds = append(o.fds, epoll)
+	timer, err := unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_CLOEXEC|unix.TFD_NONBLOCK)
+	if err != nil {
+		return err
+	}
+	o.fds = append(o.fds, timer)
+	for _, fd := range []int{o.Fabric.FD(), timer} {
+		if err = unix.EpollCtl(epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Shut closes what Open has opened. It is called once, and no Wake at the same time.
+func (o *Over) Shut() {
+	for _, fd := range o.fds {
+		unix.Close(fd)
+	}
+	if len(o.fds) == 2 {
+		o.fds[1] = -1 // a Wake may come
+	}
+}
+
+// FD implements transport.Fabric. Without Open, it is the inner Fabric's.
+func (o *Over) FD() int {
+	if len(o.fds) == 0 {
+		return o.Fabric.FD()
+	}
+	return o.fds[0]
+}
+
+// Wake makes FD readable after some time; with 0, it does not.
+func (o *Over) Wake(after time.Duration) {
+	if len(o.fds) == 2 {
+		_ = unix.TimerfdSettime(o.fds[1], 0, &unix.ItimerSpec{Value: unix.NsecToTimespec(int64(after))}, nil)
+	}
+}
+
+// OverConn is a Conn over an inner one. It keeps the owner of each operation on the inner Conn by
+// the operation's User. User 0 has no owner.
+type OverConn[T any] struct {
+	transport.Conn     // the inner one
+	Open           int // operations that it has not ended
+	owners         []T // by their User, from 1 on
+	free           []uint64
+	scratch        [2]transport.Op
+}
+
+// Pass posts an operation of owner's on the inner Conn, and right behind it a frame, if it is not
+// empty. It returns how many of the two were taken.
+func (c *OverConn[T]) Pass(op *transport.Op, owner T, behind []byte) (taken int, err error) {
+	if len(c.free) == 0 {
+		c.owners = append(c.owners, owner)
+		c.free = append(c.free, uint64(len(c.owners)))
+	}
+	last := len(c.free) - 1
+	user := c.free[last]
+	c.owners[user-1] = owner
+	c.scratch[0] = *op
+	c.scratch[0].User = user
+	ops := c.scratch[:1]
+	if len(behind) > 0 {
+		c.scratch[1] = transport.Op{Kind: transport.OpFrame, Frame: behind}
+		ops = c.scratch[:]
+	}
+	taken, err = c.Conn.Post(ops)
+	clear(c.scratch[:])
+	c.Open += taken
+	if taken > 0 {
+		c.free = c.free[:last]
+	}
+	return taken, err
+}
+
+// Whose returns the owner of an operation that has ended; false if it has none.
+func (c *OverConn[T]) Whose(user uint64) (owner T, known bool) {
+	c.Open--
+	if user == 0 {
+		return owner, false
+	}
+	c.free = append(c.free, user)
+	at := &c.owners[user-1]
+	owner, *at = *at, owner
+	return owner, true
+}
+
+// Found is what one Poll has found.
+type Found struct {
+	Events []transport.Event
+	N      int
+}
+
+// Room says whether there is room for one more event.
+func (p *Found) Room() bool { return p.N < len(p.Events) }
+
+// Put takes an event, for which there is room.
+func (p *Found) Put(e transport.Event) {
+	p.Events[p.N] = e
+	p.N++
+}
+
+// Drop drops the loan of an event, if it has one. Call it for an event that nobody is given.
+func Drop(e *transport.Event) {
+	if e.View != nil {
+		_ = e.View.Drop() // our own mapping
+		e.View = nil
+	}
+}

@@ -1,0 +1,192 @@
+package link
+
+import (
+	"bytes"
+	"crypto/tls"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+)
+
+// A Session is a connection while it is set up, and after that where a Conn keeps it as its life.
+// What travels on it are messages: the Gate's, the transport's, and why it ends.
+type Session struct {
+	f       *Fabric
+	Dialer  bool // we are
+	Remote  string
+	Hello   []byte   // what the Gate verified about the peer
+	Socket  net.Conn // of the kind's network
+	TLS     *tls.Conn
+	Carrier net.Conn // that TLS is on
+	stream  net.Conn // Socket or TLS
+	heard   func()   // called when the peer has said something
+
+	mu   sync.Mutex
+	kept bool // a Conn has it, and nothing else ends it or sets its deadline
+}
+
+// interrupt ends what waits for the socket while it is set up.
+func (s *Session) interrupt() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.kept {
+		s.Socket.SetDeadline(time.Unix(1, 0))
+	}
+}
+
+// Descriptor is one of nc's socket that the runtime's poller does not know. It stays
+// non-blocking, and is the caller's.
+func Descriptor(nc net.Conn) (fd int, err error) {
+	raw, err := nc.(syscall.Conn).SyscallConn()
+	if err == nil {
+		if e := raw.Control(func(s uintptr) { fd, err = unix.FcntlInt(s, unix.F_DUPFD_CLOEXEC, 0) }); err == nil {
+			err = e
+		}
+	}
+	if err != nil {
+		return -1, fmt.Errorf("take over the socket: %w", err)
+	}
+	return fd, nil
+}
+
+// passGate runs the Gate.
+func (s *Session) passGate() error {
+	hs := s.f.Gate.Open(s.Dialer)
+	var in []byte
+	var err error
+	for first := s.Dialer; ; first = false {
+		if !first {
+			if in, err = ReceiveMessage(s.stream, s.f.kind.Magic); err != nil {
+				break
+			}
+			s.heard()
+		}
+		out, done, bad := hs.Next(in)
+		if out != nil {
+			err = SendMessage(s.stream, s.f.kind.Magic, out)
+		}
+		if bad != nil {
+			return bad
+		}
+		if err != nil {
+			break
+		}
+		if done {
+			s.Hello = hs.Hello()
+			return nil
+		}
+	}
+	return fmt.Errorf("handshake: %w", Cause(explain(err)))
+}
+
+// The messages of a transport start with tellMore, and the last one with tellEnd, behind
+// which is the reason; none is a close in good order.
+const (
+	tellMore = 'M'
+	tellEnd  = 'E'
+)
+
+// Tell sends a message of the transport.
+func (s *Session) Tell(m []byte) error {
+	return SendMessage(s.stream, s.f.kind.Magic, append([]byte{tellMore}, m...))
+}
+
+// Hear receives a message of the transport. When the peer has ended the session, the error has
+// its reason, or io.EOF inside it for a close in good order.
+func (s *Session) Hear() ([]byte, error) {
+	m, err := ReceiveMessage(s.stream, s.f.kind.Magic)
+	switch {
+	case errors.Is(err, io.EOF):
+		return nil, fmt.Errorf("the peer's process has ended, or cut the connection: %w", io.ErrUnexpectedEOF)
+	case err != nil:
+		return nil, Cause(explain(err))
+	case len(m) > 0 && m[0] == tellMore:
+		return m[1:], nil
+	case len(m) > 1 && m[0] == tellEnd:
+		return nil, fmt.Errorf("the peer: %s", m[1:])
+	case len(m) == 1 && m[0] == tellEnd:
+		return nil, fmt.Errorf("the peer closed the connection: %w", io.EOF)
+	}
+	return nil, fmt.Errorf("the peer sent a message of %d bytes out of turn", len(m))
+}
+
+// End tells the peer why, with nil for a close in good order, and closes the socket.
+func (s *Session) End(why error) {
+	m := []byte{tellEnd}
+	if why != nil {
+		m = append(m, why.Error()...)
+	}
+	s.Socket.SetWriteDeadline(time.Now().Add(100 * time.Millisecond)) // it has room for what little is said
+	_ = SendMessage(s.stream, s.f.kind.Magic, m[:min(len(m), 1000)])  // the socket's end says most of it
+	s.Socket.Close()
+}
+
+// Keep makes the session the life of its Conn, which has to End it: the owner calls ended when the
+// peer has ended it, with the reason. Keep is for Adopt, as the owner.
+func (s *Session) Keep(ended func(why error)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.kept = true
+	s.Socket.SetDeadline(time.Time{})
+	s.f.Task(func() {
+		_, err := s.Hear()
+		if err == nil {
+			err = errors.New("the peer sent a message out of turn")
+		}
+		s.f.Owned(func() { ended(err) })
+	})
+}
+
+// Each message is behind a preamble of the 4 bytes of magic and its u32 length, which
+// is at most transport.MaxHandshake. A peer of another kind is refused after its first 8
+// bytes at the latest.
+const preambleLen = 8
+
+var magic = [4]byte{'F', 'S', 'R', 'V'}
+
+// SendMessage sends one message.
+func SendMessage(w io.Writer, magic [4]byte, m []byte) error {
+	if len(m) > transport.MaxHandshake {
+		return fmt.Errorf("message of %d bytes to the peer: at most %d", len(m), transport.MaxHandshake)
+	}
+	b := append(make([]byte, 0, preambleLen+len(m)), magic[:]...)
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(m)))
+	_, err := w.Write(append(b, m...))
+	return err
+}
+
+// ReceiveMessage receives one message.
+func ReceiveMessage(r io.Reader, magic [4]byte) ([]byte, error) {
+	var p [preambleLen]byte
+	n, err := io.ReadFull(r, p[:])
+	if speaksTLS(p[:n]) {
+		return nil, &transport.TLSError{Reason: "the peer speaks TLS (set FSERVER_TLS=on, which must be the same on all nodes)", Sides: transport.OnlyThere}
+	}
+	if err != nil {
+		if err == io.EOF {
+			return nil, fmt.Errorf("the peer closed the connection: %w", err)
+		}
+		return nil, err
+	}
+	if !bytes.Equal(p[:len(magic)], magic[:]) {
+		return nil, fmt.Errorf("the peer sent % x: not a message of fserver", p)
+	}
+	length := binary.LittleEndian.Uint32(p[len(magic):])
+	if length > transport.MaxHandshake {
+		return nil, fmt.Errorf("the peer announced a message of %d bytes: at most %d", length, transport.MaxHandshake)
+	}
+	m := make([]byte, length)
+	if _, err := io.ReadFull(r, m); err != nil {
+		return nil, fmt.Errorf("the peer announced a message of %d bytes: %w", length, err)
+	}
+	return m, nil
+}
