@@ -100,7 +100,9 @@ func TestPasses(t *testing.T) {
 			require.Equal(t, waits[:1], subset(b.frames, "false"))
 			loans := len(subset(b.frames, "loan"))
 			open()
-			until(t, a, b, func() bool { return len(subset(b.frames, "false")) == 21 })
+			until(t, a, b, func() bool {
+				return len(subset(b.frames, "false")) == 21 && (!lends || len(subset(b.frames, "loan")) == 2*21)
+			})
 			holds(t, g, dst, 5)
 			require.Equal(t, waits, subset(b.frames, "false"))
 			if lends {
