@@ -67,14 +67,16 @@ constexpr int64_t kFreeing = 5000000000;
 // and 49 us, 64 MiB: 173 and 200), and a kernel only raises the flags after it.
 constexpr uint64_t kEngine = 16 << 20;
 
-// The values of the word that ends a channel, as fs_channel_watch has them: it has
-// ended, or a peer has closed its side and sends no more.
+// The values of the first word, as fs_channel_watch has them: the channel has ended, or
+// a peer has closed its side and sends no more.
 constexpr uint32_t kEnded = 1, kParted = 2;
 
 // Words of the page in host memory: what ends the channel and why it ended, as
 // fs_channel_watch and cs_launch_head have them, and what a stream waits for in recv
 // and in send.
-enum { kEnd, kWhy, kRecvWaits, kSendWaits };
+enum { kEnd, kWhy, kRecvWaits, kSendWaits, kParts };
+constexpr size_t kPage = 4 * FS_WATCH_WORDS;
+static_assert(kParts == CS_BIT);
 
 // A stream writes kWaits, and the peer above it, before it waits, and kGoesOn
 // after it. The watcher makes the first kSeen: a word that still says so belongs to
@@ -194,8 +196,8 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
   check("channel", unlocked([&] { return fs_gpu_hold(device_); }));
   try {
     Entered in(context_);
-    void *words = pinned(4096, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP);
-    memset(words, 0, 4096);
+    void *words = pinned(kPage, CS_HOST_PORTABLE | CS_HOST_DEVICEMAP);
+    memset(words, 0, kPage);
     words_ = static_cast<volatile uint32_t *>(words);
     must("map pinned memory", unlocked([&] {
            return cs_cu.MemHostGetDevicePointer(&seen_, words, 0);
@@ -847,22 +849,24 @@ void Lane::abort() {
     words_[kEnd] = kEnded;
 }
 
-// Ends the lane if the wait that a word tells of has lasted for too long. since:
-// when it was seen first, in nanoseconds. parted: when it was seen that a peer has
-// closed its side, or 0.
-void Lane::time_out(int which, uint64_t *since, uint64_t parted) {
+// Ends the lane if the wait that a word tells of has lasted for too long: since it was
+// seen first, or since it was seen that the peer has closed its side.
+void Lane::time_out(int which, Seen *seen) {
   const auto now = static_cast<uint64_t>(now_ns());
   auto *at = const_cast<uint32_t *>(words_) + which;
   uint32_t v = words_[which];
   if ((v & kState) == kWaits) {
     if (__atomic_compare_exchange_n(at, &v, v ^ kState, false, __ATOMIC_RELAXED,
                                     __ATOMIC_RELAXED))
-      *since = now;
+      *seen = {now, 0};
   } else if ((v & kState) == kSeen) {
-    if (parted && now - std::max(*since, parted) > CS_AFTERWARDS)
-      words_[kWhy] = CS_LOST | v >> 2 << 8;
-    else if (now - *since > patience_)
-      words_[kWhy] = CS_LATE | v >> 2 << 8;
+    const uint32_t peer = v >> 2;
+    if (seen->parted == 0 && words_[kParts + peer / 32] >> peer % 32 & 1)
+      seen->parted = now;
+    if (seen->parted && now - seen->parted > CS_AFTERWARDS)
+      words_[kWhy] = CS_LOST | peer << 8;
+    else if (now - seen->since > patience_)
+      words_[kWhy] = CS_LATE | peer << 8;
   }
 }
 
@@ -904,14 +908,12 @@ void Lane::fill() {
 // every flag until it is closed: a stream that waits goes on, and so does the
 // next wait on it.
 void Lane::watch() {
-  uint64_t receives = 0, sends = 0, parted = 0;
+  Seen receives, sends;
   while (!stop_.load()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(kWatchMs));
     if (words_[kEnd] != kEnded && words_[kWhy] == 0) {
-      if (parted == 0 && words_[kEnd] == kParted)
-        parted = static_cast<uint64_t>(now_ns());
-      time_out(kRecvWaits, &receives, parted);
-      time_out(kSendWaits, &sends, parted);
+      time_out(kRecvWaits, &receives);
+      time_out(kSendWaits, &sends);
       if (words_[kWhy] == 0)
         continue;
     }
@@ -965,7 +967,7 @@ void Lane::close() {
   if (module_)
     owned_.push_back({FS_GPU_MODULE, number(module_), 0});
   if (words_)
-    owned_.push_back({FS_GPU_PINNED, number(words_), 4096});
+    owned_.push_back({FS_GPU_PINNED, number(words_), kPage});
   words_ = nullptr;
   unlocked(
       [&] { // the engine may wait for all of the GPU, and that for any Python thread

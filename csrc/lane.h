@@ -135,7 +135,10 @@ private:
   void fill();
   void watch();
   void end_watcher();
-  void time_out(int which, uint64_t *since, uint64_t parted);
+  struct Seen { // of a wait: when, in nanoseconds; 0: not yet
+    uint64_t since = 0, parted = 0;
+  };
+  void time_out(int which, Seen *seen);
   cs_ptr word(int which) const { return seen_ + 4u * which; }
   void need(const char *call) const;
   bool by_engine(const Segment &g) const;

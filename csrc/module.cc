@@ -159,7 +159,8 @@ void define(py::module_ &m) {
            [](Node &n, uint64_t channel, uint32_t peer, py::handle timeout_ms) {
              return n.channel_text(channel, peer, timeout_ms.ptr());
            })
-      .def("channel_state", &Node::channel_state)
+      .def("channel_state",
+           [](Node &n, uint64_t channel) { n.channel_state(channel); })
       .def("channel_end", &Node::channel_end)
       .def("channel_close",
            [](Node &n, uint64_t channel, py::handle timeout_ms,
@@ -216,6 +217,11 @@ void define(py::module_ &m) {
                 return std::vector<int64_t>(stamps, stamps + 8);
               },
               py::arg("handler"))
+          .def("channel_awaits",
+               [](Worker &w, uint64_t channel, py::handle handler) {
+                 if (const uint64_t t = w.ticket(handler.ptr()))
+                   w.channel_state(channel, t);
+               })
           .def("channel_push_pull",
                [](Worker &w, uint64_t channel, py::handle push,
                   py::handle push_keys, py::handle pull, py::handle pull_keys) {

@@ -137,10 +137,10 @@ uint64_t Node::channel_open(const std::string &name) {
   return channel;
 }
 
-void Node::channel_watch(uint64_t channel, uint64_t word) {
+void Node::channel_watch(uint64_t channel, uint64_t words) {
   enter_connected("channel");
   check("channel",
-        fs_channel_watch(id_, channel, reinterpret_cast<uint32_t *>(word)));
+        fs_channel_watch(id_, channel, reinterpret_cast<uint32_t *>(words)));
 }
 
 void Node::channel_tell(uint64_t channel, uint32_t peer,
@@ -170,9 +170,11 @@ std::string Node::channel_text(uint64_t channel, uint32_t peer,
   });
 }
 
-void Node::channel_state(uint64_t channel) {
+void Node::channel_state(uint64_t channel, uint64_t ticket) {
   enter("channel");
-  check("channel", fs_channel_state(id_, channel));
+  int rc = 0;
+  unlocked([&] { return rc = fs_channel_state(id_, channel, ticket); });
+  check("channel", rc);
 }
 
 void Node::channel_end(uint64_t channel, const std::string &why) {

@@ -34,11 +34,11 @@ public:
 
   // Stream channels, by the handles of fs_channel_open.
   uint64_t channel_open(const std::string &name);
-  void channel_watch(uint64_t channel, uint64_t word);
+  void channel_watch(uint64_t channel, uint64_t words);
   void channel_tell(uint64_t channel, uint32_t peer, const std::string &text);
   std::string channel_text(uint64_t channel, uint32_t peer,
                            PyObject *timeout_ms);
-  void channel_state(uint64_t channel);
+  void channel_state(uint64_t channel, uint64_t ticket = 0);
   // False: peers have not closed their sides, and this one is forgotten.
   bool channel_close(uint64_t channel, PyObject *timeout_ms,
                      const std::string &why);

@@ -69,11 +69,13 @@ __device__ __noinline__ u64 ask(const cs_launch_head &h, u32 peer, u64 since, u3
     if (since == 0)
       since = now;
     const u32 tick = (u32)(now / kTick), last = load_own(asked);
-    u32 ended = 0;
+    u32 ended = 0, parted = 0;
     if (tick != last && threadIdx.x % 32 == __ffs(__activemask()) - 1 &&
         atomicCAS((unsigned *)asked, last, tick) == last)
       ended = host_word(h.status);
-    if (ended == 1 || (ended != 0 && now - since > CS_AFTERWARDS))
+    if (ended > 1)
+      parted = host_word(h.status + 4 * (CS_BIT + peer / 32)) >> peer % 32 & 1;
+    if (ended == 1 || (parted != 0 && now - since > CS_AFTERWARDS))
       why = CS_LOST;
     else if (now - since > h.patience)
       why = CS_LATE;

@@ -22,6 +22,7 @@ enum {
 /* Why a channel has ended. A kernel says one of the first two in the status word; the
  * last is the host's: a call has enqueued a part of a message and failed. */
 enum { CS_LOST = 1, CS_LATE = 2, CS_BROKEN = 3 };
+enum { CS_BIT = 4 };
 
 /* How long what a peer sent before it closed its side may take, in nanoseconds. */
 enum { CS_AFTERWARDS = 100000000 };
@@ -47,10 +48,10 @@ typedef struct {
       counts; /* a sequence number for each block of this launch */
   /* Not zero: the channel has ended. The word behind it: when the host was asked. */
   unsigned long long dead;
-  /* Host memory, two words. The first is that of fs_channel_open: 1 ends the
-   * channel, 2 says that a peer has sent its last message; a kernel that gives up
-   * writes why into the second: CS_LOST or CS_LATE in the
-   * lowest byte, the peer above it. */
+  // Host memory: the words of fs_channel_watch. 1 in the first ends the channel, 2 says that a
+  // peer has sent its last message; CS_BIT and those behind it have a bit for each such
+  // peer. A kernel that gives up writes why into the second: CS_LOST or CS_LATE in the
+  // lowest byte, the peer above it.
   unsigned long long status;
   unsigned long long patience; /* nanoseconds that a kernel waits */
   unsigned count;              /* segments */

@@ -49,8 +49,8 @@ func fs_channel_text(h C.fs_node, channel C.fs_channel, peer C.uint32_t, buf *C.
 }
 
 //export fs_channel_state
-func fs_channel_state(h C.fs_node, channel C.fs_channel) C.int {
-	return on(h, func(nd *node.Node) error { return nd.ChannelState(uint64(channel)) })
+func fs_channel_state(h C.fs_node, channel C.fs_channel, ticket C.fs_ticket) C.int {
+	return on(h, func(nd *node.Node) error { return nd.ChannelState(uint64(channel), uint64(ticket)) })
 }
 
 //export fs_channel_push_pull

@@ -37,7 +37,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 10
+#define FS_ABI 11
 
 typedef uint64_t fs_node;   // one worker, server or scheduler
 typedef uint64_t fs_shared; // memory of fs_shared_alloc
@@ -267,11 +267,14 @@ typedef uint64_t fs_channel; // of one node; a handle is never used twice
 // to 64 bytes). The peers number from 0 in the order of their groups.
 int fs_channel_open(fs_node node, const char *name, fs_channel *out);
 
-// *word becomes 1 when the channel ends: a peer is lost, or the node or this side
+// words[0] becomes 1 when the channel ends: a peer is lost, or the node or this side
 // closed; it becomes 2 when a peer has closed its side, after which that sends no
-// more. It must stay valid until fs_channel_close has returned 0, or this has been
-// called with another word or NULL.
-int fs_channel_watch(fs_node node, fs_channel channel, uint32_t *word);
+// more. Bit i % 32 of words[4 + i / 32] says that peer i has. words[1] to words[3]
+// are the caller's. The words must stay valid until fs_channel_close has returned 0,
+// or this has been called with others or NULL.
+#define FS_WATCH_WORDS 4096
+int fs_channel_watch(fs_node node, fs_channel channel,
+                     uint32_t words[FS_WATCH_WORDS]);
 
 // Tells a peer bytes of text about this side, once.
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
@@ -282,8 +285,9 @@ int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,
 int fs_channel_text(fs_node node, fs_channel channel, uint32_t peer, char *buf,
                     size_t cap, size_t *need, int64_t slice_ns);
 
-// 0 while all sides are open, else the error that ended the channel.
-int fs_channel_state(fs_node node, fs_channel channel);
+// 0 while all sides are open, else the error that ended the channel. With a ticket
+// of fs_channel_push_pull, sides of servers that have answered it do not count.
+int fs_channel_state(fs_node node, fs_channel channel, fs_ticket ticket);
 
 // fs_push_pull whose requests the servers take with fs_channel_take. The keys must
 // be the channel's own.

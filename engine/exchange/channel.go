@@ -19,10 +19,15 @@ const maxEarly = 256
 // errOver is why a channel that this side has closed is of no use.
 var errOver = errors.New("exchange: the channel is closed")
 
-// The values of a channel's word. A device that waits for a peer looks at it.
+// WatchWords is how many words Watch takes: there are bits for wire.MaxMembers peers.
+const WatchWords = 4096
+
+// The values of a channel's first word, which a device looks at that waits for a peer, and
+// where the bits of the peers begin that have closed their sides.
 const (
 	wordEnded  = 1 // give up now
-	wordParted = 2 // the peer has closed its side: what is not here by now does not come
+	wordParted = 2 // some peer has closed its side: what is not here of it by now does not come
+	wordBits   = 4
 )
 
 // Channels are the stream channels of a node, as far as the engine takes part: it
@@ -52,7 +57,7 @@ type Channel struct {
 	of     *Channels
 	handle uint64
 	name   string
-	word   *atomic.Uint32 // nil: nobody looks
+	words  []atomic.Uint32 // nil: nobody looks
 	peers  []counterpart
 	err    error // why it has ended
 	ended  bool  // by this side
@@ -153,15 +158,14 @@ func (cs *Channels) room(i int) bool {
 // part notes that peer i has closed its side.
 func (ch *Channel) part(i int) {
 	ch.peers[i].parted = true
-	ch.ring(wordParted)
+	ch.mark(i)
 }
 
-func (ch *Channel) ring(v uint32) {
-	if ch.word != nil {
-		ch.word.CompareAndSwap(0, v)
-		if v == wordEnded {
-			ch.word.Store(v)
-		}
+// mark tells the device that peer i has closed its side.
+func (ch *Channel) mark(i int) {
+	if at := wordBits + i/32; at < len(ch.words) {
+		ch.words[at].Or(1 << (i % 32))
+		ch.words[0].CompareAndSwap(0, wordParted)
 	}
 }
 
@@ -169,7 +173,9 @@ func (ch *Channel) end(err error) {
 	if ch.err == nil {
 		ch.err = err
 	}
-	ch.ring(wordEnded)
+	if ch.words != nil {
+		ch.words[0].Store(wordEnded)
+	}
 }
 
 // Left notes that peer i has left in good order.
@@ -209,14 +215,20 @@ func (cs *Channels) Shut(err error) {
 	}
 }
 
-// Watch has word set to one of the values above when the channel ends, or has. It
-// must stay valid until Forget, or until Watch has been given another, or nil.
-func (ch *Channel) Watch(word *atomic.Uint32) {
+// Watch has WatchWords words say what has become of the channel: the first has one of the
+// values above, and bit i%32 of word 4+i/32 is set when peer i has closed its side. They must
+// stay valid until Forget, or until Watch has been given others, or nil.
+func (ch *Channel) Watch(words []atomic.Uint32) {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
-	ch.word = word
+	ch.words = words
+	for i := range ch.peers {
+		if ch.peers[i].parted {
+			ch.mark(i)
+		}
+	}
 	if ch.err != nil {
-		ch.ring(wordEnded)
+		ch.end(ch.err)
 	}
 }
 
@@ -243,11 +255,21 @@ func (ch *Channel) parting(i int) error {
 	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this side and open a new channel): %w", ch.name, i, errOver)
 }
 
-// Err is why nothing more can come through the channel, or nil.
-func (ch *Channel) Err() error {
+// Err is why the next message cannot come through the channel, or nil: it has ended, or
+// a peer has closed its side.
+func (ch *Channel) Err() error { return ch.missing(func(int) bool { return true }) }
+
+// missing is why a message cannot become whole of which the parts of the peers that lacks
+// says are not here, or nil.
+func (ch *Channel) missing(lacks func(i int) bool) error {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
-	return ch.why(slices.IndexFunc(ch.peers, func(p counterpart) bool { return p.parted }))
+	for i := range ch.peers {
+		if ch.peers[i].parted && lacks(i) {
+			return ch.why(i)
+		}
+	}
+	return ch.err
 }
 
 // why is the error of the channel, or else that peer i has closed its side, if it has.
@@ -289,11 +311,11 @@ func (ch *Channel) Alone() bool {
 	return !slices.ContainsFunc(ch.peers, func(p counterpart) bool { return !p.parted })
 }
 
-// Forget drops the channel. Its word is not touched any more.
+// Forget drops the channel. Its words are not touched any more.
 func (ch *Channel) Forget() {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
-	ch.word = nil
+	ch.words = nil
 	delete(ch.of.all, ch.handle)
 	if ch.of.open[ch.name] == ch {
 		delete(ch.of.open, ch.name)
@@ -319,6 +341,12 @@ func (l *lane) publish() {
 		}
 	}
 	l.ready.Store(ready)
+}
+
+// Missing is why Take will give nothing, or nil: the channel has ended, or a worker of which
+// there is no request has closed its side.
+func (s *Server) Missing(ch *Channel) error {
+	return ch.missing(func(i int) bool { return ch.lane == nil || ch.lane.queues[i].len() == 0 })
 }
 
 // full reports whether there is a request of each client.

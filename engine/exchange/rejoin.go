@@ -114,6 +114,13 @@ func (w *Worker) Leave(i int, channel string) {
 	w.advance(s)
 }
 
+// Missing is why a push_pull on ch will not be answered, or nil: the channel has ended, or a
+// server that has not answered has closed its side.
+func (w *Worker) Missing(ch *Channel, id uint64) error {
+	t := w.ticket(id)
+	return ch.missing(func(i int) bool { return t != nil && t.legs[i].state != legEnded })
+}
+
 // recalled takes the word of s that it will not deliver push_pulls.
 func (w *Worker) recalled(s *server, b []byte) error {
 	seqs, err := wire.ParseRecall(b, wire.TypeRecalled, nil)

@@ -37,15 +37,15 @@ func (n *Node) OpenChannel(name string) (uint64, error) {
 	return ch.Handle(), nil
 }
 
-// WatchChannel has the 32-bit word at address become 1 when the channel ends and 2
-// when a peer has closed its side. It must stay valid until CloseChannel has
-// returned nil, or WatchChannel has with another address, or with 0 for none.
+// WatchChannel has exchange.WatchWords words of 32 bits at address say what has become of the
+// channel (see exchange.Channel.Watch). They must stay valid until CloseChannel has returned
+// nil, or WatchChannel has with another address, or with 0 for none.
 func (n *Node) WatchChannel(h uint64, address uintptr) error {
 	ch, err := n.channel(h)
 	if err != nil {
 		return err
 	}
-	ch.Watch(exchange.WordAt(address))
+	ch.Watch(exchange.WordsAt(address))
 	return nil
 }
 
@@ -94,13 +94,18 @@ func (n *Node) ChannelText(h uint64, i int, limit time.Duration) (string, error)
 	return text, err
 }
 
-// ChannelState is nil as long as all peers have their sides of a channel open.
-func (n *Node) ChannelState(h uint64) error {
+// ChannelState is nil as long as all peers have their sides of a channel open. With the number
+// of a push_pull on it, only the servers count that have not answered it.
+func (n *Node) ChannelState(h, id uint64) error {
 	ch, err := n.channel(h)
 	if err != nil {
 		return err
 	}
-	return ch.Err()
+	err = ch.Err()
+	if id != 0 && n.worker != nil && exchange.IsOver(err) {
+		n.under(func() { err = n.worker.Missing(ch, id) })
+	}
+	return err
 }
 
 // PushPullOn is PushPull through a channel: at the servers TakeOn gives it.
@@ -136,7 +141,10 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 			return ErrAgain
 		}
 		if err := ch.Err(); err != nil && !ch.Taken() {
-			if !exchange.IsOver(err) || !n.await(ch.Taken, min(limit, afterwards), false) {
+			if exchange.IsOver(err) && !n.await(ch.Taken, min(limit, afterwards), false) {
+				n.under(func() { err = n.server.Missing(ch) })
+			}
+			if err != nil && !ch.Taken() {
 				return err
 			}
 		}

@@ -24,7 +24,7 @@ func channelsOf(t *testing.T, way ...string) {
 	_, err = m.scheduler.OpenChannel("x")
 	require.ErrorContains(t, err, "only a worker or server does that")
 	require.ErrorContains(t, s.TellChannel(at, 2, ""), "2 peers, and none of number 2")
-	require.NoError(t, s.ChannelState(at))
+	require.NoError(t, s.ChannelState(at, 0))
 	_, err = s.ChannelText(at, 0, time.Millisecond)
 	require.Equal(t, ErrAgain, err)
 	var from []uint64
@@ -94,18 +94,18 @@ func channelsOf(t *testing.T, way ...string) {
 
 	require.Equal(t, ErrAgain, s.CloseChannel(at, "", 0))
 	for i, w := range m.workers {
-		require.Eventually(t, func() bool { return exchange.IsOver(w.ChannelState(from[i])) }, 20*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return exchange.IsOver(w.ChannelState(from[i], 0)) }, 20*time.Second, time.Millisecond)
 		require.NoError(t, w.CloseChannel(from[i], "", 20*time.Second))
 		require.NoError(t, w.CloseChannel(from[i], "", 0))
 	}
 	require.NoError(t, s.CloseChannel(at, "", 20*time.Second))
-	require.ErrorIs(t, s.ChannelState(at), errClosed)
+	require.ErrorIs(t, s.ChannelState(at, 0), errClosed)
 
-	require.NoError(t, s.ChannelState(other))
+	require.NoError(t, s.ChannelState(other, 0))
 	require.NoError(t, m.workers[1].Close())
 	var lost *LostError
 	require.Eventually(t, func() bool { return word.Span().Bytes()[0] == 1 }, 20*time.Second, time.Millisecond)
-	require.ErrorAs(t, s.ChannelState(other), &lost)
+	require.ErrorAs(t, s.ChannelState(other, 0), &lost)
 	require.Equal(t, 1, lost.Rank)
 	var b batch
 	require.ErrorAs(t, s.TakeOn(other, &b, 20*time.Second, false), &lost)

@@ -162,24 +162,25 @@ class WorkerSide(Side):
         return self._counts
 
     def _wait(self, call: str) -> None:
-        """For the answer; ends early when a peer has closed its side."""
+        """For the answer; ends early when a peer that has not given its own closes its side."""
         if self._handler is None:
             return
         self._caller.begin(call)
-        closed: ClosedError | None = None
+        closed = False
         while True:
             try:
                 self._node.wait(self._handler, self._caller.slice_ms())
                 self._handler = None
                 return
-            except TimeoutError as late:
-                if closed is not None:
-                    raise closed from late
+            except TimeoutError:
                 self._caller.check()
             try:
-                self._node.channel_state(self._channel)
-            except ClosedError as error:
-                closed = error  # what it sent before may still be on its way
+                self._node.channel_awaits(self._channel, self._handler)
+                closed = False
+            except ClosedError:
+                if closed:
+                    raise
+                closed = True  # what it sent before may still be on its way
 
     def send(self, rows: Sequence[int] | None = None) -> None:
         counts = check_rows(rows, self._push)

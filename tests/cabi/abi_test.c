@@ -256,7 +256,7 @@ CASE(no_such_node) {
     FAILS(fs_channel_watch(node, 1, NULL), EBADF, "handle");
     FAILS(fs_channel_tell(node, 1, 0, "", 0), EBADF, "handle");
     FAILS(fs_channel_text(node, 1, 0, &byte, 1, &need, 0), EBADF, "handle");
-    FAILS(fs_channel_state(node, 1), EBADF, "handle");
+    FAILS(fs_channel_state(node, 1, 0), EBADF, "handle");
     FAILS(fs_channel_push_pull(node, 1, &t, 1, NULL, 0, &ticket), EBADF,
           "handle");
     FAILS(fs_channel_take(node, 1, &word, 1, &need, 0, 0), EBADF, "handle");

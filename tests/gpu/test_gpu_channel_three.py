@@ -314,3 +314,54 @@ def test_rows_of_two(child: Callable[..., Child], gpus: int, mode: str) -> None:
     scheduler = s.get()
     workers = [child(work_rows, scheduler, 0, mode, rank, 24) for rank in range(2)]
     assert [one.get() for one in (*workers, s)] == [[], [], []]
+
+
+def serve_last(pipe: Connection, device: int | None, mode: str) -> list[str]:
+    """Waits for both workers. One has closed its side long before the other sends."""
+    import torch
+
+    bad = []
+    torch.cuda.set_device(device)
+    own = _node("Server", "127.0.0.1:0", device, 0, host_scheduler=True)
+    pipe.send((True, own.scheduler))
+    own.connect()
+    into = [torch.zeros(64, device=peers.place(device)) for _ in range(2)]
+    with own.channel([1], [], [], push=into, mode=mode, timeout_ms=WAIT_MS) as ch:
+        ch.recv()
+        _settle(device)
+        if (came := [t.tolist() for t in into]) != [[1.0] * 64, [2.0] * 64]:
+            bad.append(f"{came} came")
+        if ch.path != "host" and ch._side.status() != (0, 0):
+            bad.append(f"the channel ended: {ch._side.status()}")
+    own.barrier(True, True)
+    own.stop()
+    return bad
+
+
+def work_last(
+    pipe: Connection, scheduler: str, device: int | None, mode: str, rank: int
+) -> list[str]:
+    import torch
+
+    torch.cuda.set_device(device)
+    x = torch.full((64,), rank + 1.0, device=peers.place(device))
+    w = _node("Worker", scheduler, device, rank)
+    w.connect()
+    with w:
+        with w.channel([x], [1], [], [], mode=mode, timeout_ms=WAIT_MS) as ch:
+            time.sleep(rank)
+            ch.send()
+            _settle(device)
+        w.barrier(True, True)
+    return []
+
+
+@pytest.mark.parametrize("mode", ["kernel", "copy", "host"])
+def test_closed_by_one_of_two(child: Callable[..., Child], gpus: int, mode: str) -> None:
+    """A worker that has sent its last message and closes its side ends no wait for the other."""
+    _three(gpus)
+    Process.ready(3)
+    s = child(serve_last, 1, mode)
+    scheduler = s.get()
+    workers = [child(work_last, scheduler, 0, mode, rank) for rank in range(2)]
+    assert [one.get() for one in (*workers, s)] == [[], [], []]

@@ -301,6 +301,52 @@ def test_closed(pair: Cluster) -> None:
         pair.worker.channel([torch.ones(1)], [9], [], [], timeout_ms=1000)
 
 
+def test_closed_by_one_of_two_servers(cluster: MakeCluster) -> None:
+    """A server that has answered and closes its side ends no wait for the other one."""
+    c = cluster(servers=2)
+    y = [torch.zeros(1) for _ in range(2)]
+    w, *s = together(
+        [lambda: c.worker.channel([torch.ones(1)], [1], y, [2], timeout_ms=MS)]
+        + [partial(n.channel, [1], [torch.ones(1)], [2], timeout_ms=MS) for n in c.servers]
+    )
+    w.send()
+    for side in s:
+        side.recv()
+    waiting = in_thread(w.recv)
+    s[0].send()
+    closing = in_thread(s[0].close)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.7)
+    s[1].send()
+    waiting.result(LIMIT)
+    assert [t.item() for t in y] == [1, 1]
+    with pytest.raises(fserver.ClosedError, match="peer 0 has closed its side"):
+        w.send()
+    w.close()
+    closing.result(LIMIT)
+
+
+def test_closed_by_one_of_two_workers(cluster: MakeCluster) -> None:
+    """A worker that has sent its last message and closes its side ends no wait for the other."""
+    c = cluster(workers=2)
+    s, *w = together(
+        [lambda: c.server.channel([1], [], [], timeout_ms=MS)]
+        + [partial(n.channel, [torch.ones(1)], [1], [], [], timeout_ms=MS) for n in c.workers]
+    )
+    waiting = in_thread(s.recv)
+    w[0].send()
+    closing = in_thread(w[0].close)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.7)
+    w[1].send()
+    waiting.result(LIMIT)
+    w[1].send()
+    with pytest.raises(fserver.ClosedError, match="peer 0 has closed its side"):
+        s.recv()
+    s.close()
+    closing.result(LIMIT)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("first", ["server", "worker"])

@@ -24,8 +24,8 @@ class FakeSide:
     """In place of GpuSide; made for threads whose `local.gpu` is true."""
 
     def __init__(self) -> None:
-        self._word = ctypes.c_uint32(0)
-        self.abort_word = ctypes.addressof(self._word)
+        self._words = (ctypes.c_uint32 * 4096)()
+        self.abort_word = ctypes.addressof(self._words)
         self.at_close: int | None = None
         self.at_finish: BaseException | None = None
 
@@ -49,12 +49,12 @@ class FakeSide:
 
     def close(self) -> None:
         if self.at_close is None:
-            self.at_close, self._word.value = self._word.value, 7
+            self.at_close, self._words[0] = self._words[0], 7
 
     @property
     def word(self) -> int:
         """What the engine has set since the side was closed; 7: nothing."""
-        return self._word.value
+        return self._words[0]
 
 
 @pytest.fixture

@@ -130,8 +130,9 @@ class Side:
 
     def end(self, word: int, why: int = 0, peer: int = 0) -> None:
         """As the engine does it, and then a kernel."""
-        words = (ctypes.c_uint32 * 2).from_address(self.lane.abort_word)
-        words[:] = [word, why | peer << 8]
+        words = (ctypes.c_uint32 * 5).from_address(self.lane.abort_word)
+        words[4] |= int(word == PARTED) << peer
+        words[:2] = [word, why and why | peer << 8]
 
 
 def pair(
@@ -254,6 +255,12 @@ def parted_ce() -> None:
     assert w.lane.status() == (LOST, 0)
     for call in (w.lane.send, w.lane.recv):
         refuses(call, fserver.ClosedError, "a peer has closed .*the channel has ended")
+
+    w, _ = pair("copy", timeout_ms=600)
+    w.lane.send()
+    w.end(PARTED, peer=1)  # not who is waited for
+    w.lane.recv()
+    assert w.lane.status() == (LATE, 0)
 
 
 def parted_sm() -> None:
