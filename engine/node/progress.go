@@ -470,6 +470,7 @@ func (n *Node) poller() {
 // stepAside naps for long, while there are callers: whoever leaves last ends the nap.
 func (n *Node) stepAside() {
 	n.dozing.Store(true)
+	n.rearm() // our last pass may have taken what was to wake a caller who sleeps
 	if n.callers.Load() > 0 {
 		n.nap(longSleep)
 	}
