@@ -34,6 +34,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The functions of the GPU driver's library are bound when they are first used; some compilers
 # would have every test program bind them when it starts.
 export CGO_LDFLAGS ?= -O2 -g -Wl,-z,lazy
+# Go's cache does not notice that a header of the system has come. It does notice a flag.
+export CGO_CFLAGS ?= -O2 -g $(if $(wildcard /usr/include/infiniband/verbs.h),-DCS_VERBS_INSTALLED)
 # Expanded in recipes only, when setup has seen to it that there is one.
 GO = $(shell $(BUILDER) go)
 
@@ -129,8 +131,9 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz softroce (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
-softroce: ext ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")
+softroce: setup ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")
 	@tools/install_deps.sh --softroce
+	$(MAKE) ext # with the headers that have just come
 	tests/softroce/image.sh
 	GO="$(GO)" BIN=$(BIN) tests/softroce/check.sh $(CASES)
 
