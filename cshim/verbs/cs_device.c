@@ -22,7 +22,7 @@ int cs_ib_list(cs_ib_name *names, int room, int *count) {
   return 0;
 }
 
-/* A thread domain lets the library post without locks. Few devices have one. */
+// A thread domain lets the library post without locks. Few devices have one.
 static void add_thread_domain(cs_ib_device *d) {
   struct ibv_td_init_attr plain = {0};
   struct ibv_parent_domain_init_attr attr = {.pd = d->pd};
@@ -107,7 +107,7 @@ int cs_ib_limits_of(cs_ib_device *d, cs_ib_limits *l) {
   return 0;
 }
 
-/* Mbit/s of one lane, by the bit of active_speed, and lanes by active_width. */
+// Mbit/s of one lane, by the bit of active_speed, and lanes by active_width.
 static int rate(int speed, int width) {
   static const int lane[] = {2500,  5000,  10000, 10000,
                              14063, 25781, 53125, 106250};

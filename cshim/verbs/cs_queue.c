@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The queue keeps its lock, also where queue pairs have none: ibv_destroy_qp
- * takes it to remove completions, and may run beside a poll. */
+// The queue keeps its lock, also where queue pairs have none: ibv_destroy_qp
+// takes it to remove completions, and may run beside a poll.
 int cs_ib_cq_create(cs_ib_device *d, int *entries, cs_ib_cq **cq) {
   int rc = 0;
   cs_ib_cq *q = calloc(1, sizeof *q);
@@ -96,7 +96,7 @@ int cs_ib_qp_init(cs_ib_qp *qp, int port, int access) {
                              IBV_QP_ACCESS_FLAGS);
 }
 
-/* The enum of an MTU in bytes, the largest that is not above it. */
+// The enum of an MTU in bytes, the largest that is not above it.
 static enum ibv_mtu mtu_of(int bytes) {
   int m = IBV_MTU_256;
   while (m < IBV_MTU_4096 && (128 << (m + 1)) <= bytes)
@@ -159,7 +159,7 @@ _Static_assert(sizeof(cs_ib_sge) == sizeof(struct ibv_sge) &&
                    offsetof(cs_ib_sge, lkey) == offsetof(struct ibv_sge, lkey),
                "a list of cs_ib_sge is one of ibv_sge");
 
-/* Makes a chain of n requests; returns the rest of the list of memory. */
+// Makes a chain of n requests; returns the rest of the list of memory.
 static const cs_ib_sge *chain(struct ibv_send_wr *to, const cs_ib_wr *from,
                               int n, const cs_ib_sge *sges) {
   for (int i = 0; i < n; i++) {

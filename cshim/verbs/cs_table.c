@@ -16,7 +16,7 @@ struct cs_ib_table cs_ib;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char opened[PATH_MAX]; /* the library in use; empty: none */
 
-/* A function of the library is stored through a pointer to its field. */
+// A function of the library is stored through a pointer to its field.
 static void set(void *field, void *function) {
   memcpy(field, &function, sizeof function);
 }

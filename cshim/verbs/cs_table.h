@@ -1,4 +1,4 @@
-/* The functions of libibverbs, and whether they are built in. */
+// The functions of libibverbs, and whether they are built in.
 #ifndef CS_VERBS_TABLE_H
 #define CS_VERBS_TABLE_H
 
@@ -13,8 +13,8 @@
 #ifdef CS_VERBS_BUILT_IN
 #include <infiniband/verbs.h>
 
-/* X(field, symbol, result, arguments). Calls that verbs.h makes through the
- * context of a device (post_send, poll_cq, alloc_td and so on) need no entry. */
+// X(field, symbol, result, arguments). Calls that verbs.h makes through the
+// context of a device (post_send, poll_cq, alloc_td and so on) need no entry.
 #define CS_IB_TABLE(X)                                                         \
   X(get_device_list, "ibv_get_device_list", struct ibv_device **, (int *))     \
   X(free_device_list, "ibv_free_device_list", void, (struct ibv_device **))    \
@@ -72,10 +72,10 @@ struct cs_ib_cq {
   struct ibv_comp_channel *channel;
 };
 
-/* The errno of a call that has failed, which some providers forget to set. */
+// The errno of a call that has failed, which some providers forget to set.
 int cs_ib_errno(void);
 
-/* Makes a descriptor non-blocking. */
+// Makes a descriptor non-blocking.
 int cs_ib_nonblocking(int fd);
 #endif
 

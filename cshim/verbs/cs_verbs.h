@@ -1,19 +1,19 @@
-/* RDMA verbs: libibverbs, opened at run time. The headers come from
- * libibverbs-dev. Without them this folder builds as "not built in": then
- * cs_ib_open fails with the reason and every other call returns ENOSYS.
- *
- * Every call returns 0 or an errno. What a call gives back goes through its last
- * pointers, which are unchanged when it fails. Calls on the hot path take arrays
- * and return counts: cs_ib_post_send, cs_ib_post_recv and cs_ib_poll do not
- * block, allocate or enter the kernel on a NIC that is driven from user space.
- *
- * The thread rule is that of a thread domain: one thread at a time may be inside
- * cs_ib_post_send and cs_ib_post_recv for all queue pairs of a device, because
- * they take no lock where the device can do without. Every other call is safe
- * from any thread at any time.
- *
- * This is mechanism only: no policy, no threads, no logging, no state but the
- * table of the library's functions. */
+// RDMA verbs: libibverbs, opened at run time. The headers come from
+// libibverbs-dev. Without them this folder builds as "not built in": then
+// cs_ib_open fails with the reason and every other call returns ENOSYS.
+//
+// Every call returns 0 or an errno. What a call gives back goes through its last
+// pointers, which are unchanged when it fails. Calls on the hot path take arrays
+// and return counts: cs_ib_post_send, cs_ib_post_recv and cs_ib_poll do not
+// block, allocate or enter the kernel on a NIC that is driven from user space.
+//
+// The thread rule is that of a thread domain: one thread at a time may be inside
+// cs_ib_post_send and cs_ib_post_recv for all queue pairs of a device, because
+// they take no lock where the device can do without. Every other call is safe
+// from any thread at any time.
+//
+// This is mechanism only: no policy, no threads, no logging, no state but the
+// table of the library's functions.
 #ifndef CS_VERBS_H
 #define CS_VERBS_H
 
@@ -99,10 +99,10 @@ typedef struct {
   cs_ib_sge to;
 } cs_ib_recv;
 
-/* So many requests go to the device at once. */
+// So many requests go to the device at once.
 enum { CS_IB_CHAIN = 64 };
 
-/* What a completion is of; not defined if its status is not 0. */
+// What a completion is of; not defined if its status is not 0.
 enum { CS_IB_DONE_SEND = 0, CS_IB_DONE_WRITE = 1, CS_IB_DONE_RECV = 128 };
 
 typedef struct {
@@ -120,34 +120,34 @@ typedef struct {
   uint32_t element; /* number of the queue pair or the port, else 0 */
 } cs_ib_event;
 
-/* Opens the library that path names, or libibverbs.so.1 if that is NULL or
- * empty. The first call that succeeds counts for the process; another path fails
- * from then on. */
+// Opens the library that path names, or libibverbs.so.1 if that is NULL or
+// empty. The first call that succeeds counts for the process; another path fails
+// from then on.
 int cs_ib_open(const char *path, char *why, size_t room);
 
-/* The calls. cs_table.c defines them all where the headers are missing.
- *
- * cs_ib_list            names at most room devices and says how many there are
- * cs_ib_device_open     opens a device; cs_ib_device_close needs all else closed
- * cs_ib_gids            names at most room valid entries of the GID table
- * cs_ib_async_fd        is non-blocking, readable when cs_ib_async has an event
- * cs_ib_async           takes one event, EAGAIN if there is none
- * cs_ib_register        pins memory and makes it known to the device; may block
- * cs_ib_cq_create       makes a queue of at least entries, and says how many
- * cs_ib_cq_fd           is non-blocking, readable after cs_ib_arm and a completion
- * cs_ib_arm             asks for one event when the next completion comes
- * cs_ib_quiet           takes the events that have come, and says how many
- * cs_ib_qp_create       makes a queue pair whose both queues complete on cq; room
- *                       is what is wanted, and then what there is
- * cs_ib_qp_init         RESET to INIT: receives may be posted
- * cs_ib_qp_receive      INIT to RTR: the peer's requests are taken
- * cs_ib_qp_send         RTR to RTS
- * cs_ib_qp_error        to ERR: what is posted completes with status 5
- * cs_ib_qp_destroy      may block; completions that are not polled are dropped
- * cs_ib_post_send       hands requests over in order, CS_IB_CHAIN at a time, and
- *                       says how many; the rest of an error was not taken
- * cs_ib_post_recv       likewise for receives
- * cs_ib_poll            says how many completions there were, at most room */
+// The calls. cs_table.c defines them all where the headers are missing.
+//
+// cs_ib_list            names at most room devices and says how many there are
+// cs_ib_device_open     opens a device; cs_ib_device_close needs all else closed
+// cs_ib_gids            names at most room valid entries of the GID table
+// cs_ib_async_fd        is non-blocking, readable when cs_ib_async has an event
+// cs_ib_async           takes one event, EAGAIN if there is none
+// cs_ib_register        pins memory and makes it known to the device; may block
+// cs_ib_cq_create       makes a queue of at least entries, and says how many
+// cs_ib_cq_fd           is non-blocking, readable after cs_ib_arm and a completion
+// cs_ib_arm             asks for one event when the next completion comes
+// cs_ib_quiet           takes the events that have come, and says how many
+// cs_ib_qp_create       makes a queue pair whose both queues complete on cq; room
+//                       is what is wanted, and then what there is
+// cs_ib_qp_init         RESET to INIT: receives may be posted
+// cs_ib_qp_receive      INIT to RTR: the peer's requests are taken
+// cs_ib_qp_send         RTR to RTS
+// cs_ib_qp_error        to ERR: what is posted completes with status 5
+// cs_ib_qp_destroy      may block; completions that are not polled are dropped
+// cs_ib_post_send       hands requests over in order, CS_IB_CHAIN at a time, and
+//                       says how many; the rest of an error was not taken
+// cs_ib_post_recv       likewise for receives
+// cs_ib_poll            says how many completions there were, at most room
 #define CS_IB_CALLS(X)                                                         \
   X(cs_ib_list, (cs_ib_name * names, int room, int *count))                    \
   X(cs_ib_device_open, (const char *name, cs_ib_device **device))              \
