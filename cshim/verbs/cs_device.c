@@ -107,19 +107,6 @@ int cs_ib_limits_of(cs_ib_device *d, cs_ib_limits *l) {
   return 0;
 }
 
-// Mbit/s of one lane, by the bit of active_speed, and lanes by active_width.
-static int rate(int speed, int width) {
-  static const int lane[] = {2500,  5000,  10000, 10000,
-                             14063, 25781, 53125, 106250};
-  static const int lanes[] = {1, 4, 8, 12, 2};
-  int s = speed ? __builtin_ctz((unsigned)speed) : 32;
-  int w = width ? __builtin_ctz((unsigned)width) : 32;
-  if (s >= (int)(sizeof lane / sizeof *lane) ||
-      w >= (int)(sizeof lanes / sizeof *lanes))
-    return 0;
-  return lane[s] * lanes[w];
-}
-
 int cs_ib_port_of(cs_ib_device *d, int number, cs_ib_port *port) {
   struct ibv_port_attr a;
   memset(&a, 0, sizeof a);
@@ -134,7 +121,6 @@ int cs_ib_port_of(cs_ib_device *d, int number, cs_ib_port *port) {
   port->mtu = 128 << a.active_mtu;
   port->gids = a.gid_tbl_len;
   port->lid = a.lid;
-  port->mbits = rate(a.active_speed, a.active_width);
   return 0;
 }
 
@@ -173,30 +159,10 @@ int cs_ib_async(cs_ib_device *d, cs_ib_event *event) {
   if (cs_ib.get_async_event(d->context, &e))
     return cs_ib_errno();
   event->type = (int32_t)e.event_type;
-  event->element = 0;
-  switch (e.event_type) {
-  case IBV_EVENT_QP_FATAL:
-  case IBV_EVENT_QP_REQ_ERR:
-  case IBV_EVENT_QP_ACCESS_ERR:
-  case IBV_EVENT_COMM_EST:
-  case IBV_EVENT_SQ_DRAINED:
-  case IBV_EVENT_PATH_MIG:
-  case IBV_EVENT_PATH_MIG_ERR:
-  case IBV_EVENT_QP_LAST_WQE_REACHED:
-    event->element = e.element.qp->qp_num;
-    break;
-  case IBV_EVENT_PORT_ACTIVE:
-  case IBV_EVENT_PORT_ERR:
-  case IBV_EVENT_LID_CHANGE:
-  case IBV_EVENT_PKEY_CHANGE:
-  case IBV_EVENT_SM_CHANGE:
-  case IBV_EVENT_CLIENT_REREGISTER:
-  case IBV_EVENT_GID_CHANGE:
-    event->element = (uint32_t)e.element.port_num;
-    break;
-  default:
-    break;
-  }
+  event->qp = 0;
+  if (e.event_type >= IBV_EVENT_QP_FATAL &&
+      e.event_type <= IBV_EVENT_QP_ACCESS_ERR)
+    event->qp = e.element.qp->qp_num;
   cs_ib.ack_async_event(&e);
   return 0;
 }

@@ -43,7 +43,6 @@ typedef struct {
   int32_t mtu;   /* bytes that one packet carries at most now */
   int32_t gids;  /* length of the GID table */
   int32_t lid;   /* InfiniBand */
-  int32_t mbits; /* Mbit/s, 0 if it is not known */
 } cs_ib_port;
 
 enum { CS_IB_GID_IB = 0, CS_IB_GID_ROCE_V1 = 1, CS_IB_GID_ROCE_V2 = 2 };
@@ -102,22 +101,17 @@ typedef struct {
 // So many requests go to the device at once.
 enum { CS_IB_CHAIN = 64 };
 
-// What a completion is of; not defined if its status is not 0.
-enum { CS_IB_DONE_SEND = 0, CS_IB_DONE_WRITE = 1, CS_IB_DONE_RECV = 128 };
-
 typedef struct {
   uint64_t id;
   uint32_t status; /* IBV_WC_*: 0 is success */
-  uint32_t op;     /* CS_IB_DONE_* */
   uint32_t bytes;  /* of a receive */
   uint32_t qp;     /* number of our queue pair */
-  uint32_t vendor;
   uint32_t pad;
 } cs_ib_wc;
 
 typedef struct {
-  int32_t type;     /* IBV_EVENT_* */
-  uint32_t element; /* number of the queue pair or the port, else 0 */
+  int32_t type; /* IBV_EVENT_* */
+  uint32_t qp;  /* number of the queue pair of events 1 to 3, else 0 */
 } cs_ib_event;
 
 // Opens the library that path names, or libibverbs.so.1 if that is NULL or

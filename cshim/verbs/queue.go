@@ -167,23 +167,11 @@ func (q *QP) posted(rc, n C.int, what string) (int, error) {
 	return int(n), failed(rc, "post a request to %s on queue pair %d", what, q.Number)
 }
 
-// Done says what a Completion is of, where its Status is Success.
-type Done uint32
-
-// What can be done.
-const (
-	DoneSend  Done = C.CS_IB_DONE_SEND
-	DoneWrite Done = C.CS_IB_DONE_WRITE
-	DoneRecv  Done = C.CS_IB_DONE_RECV
-)
-
 // A Completion is how a request ended.
 type Completion struct {
 	ID     uint64
 	Status Status
-	Done   Done
 	Len    uint32 // of what a Slot took
 	QP     uint32 // number of our queue pair
-	Vendor uint32 // more about a Status, for people
 	_      uint32
 }

@@ -101,7 +101,6 @@ type Port struct {
 	Ethernet bool // RoCE; else InfiniBand
 	MTU      int  // bytes that a packet carries at most now
 	LID      int  // InfiniBand
-	Mbits    int  // 0 if it is not known
 }
 
 // Port asks for port number, from 1.
@@ -112,7 +111,7 @@ func (d *Device) Port(number int) (Port, error) {
 	}
 	return Port{
 		Active: p.state == C.CS_IB_PORT_ACTIVE, Ethernet: p.link == C.CS_IB_LINK_ETHERNET,
-		MTU: int(p.mtu), LID: int(p.lid), Mbits: int(p.mbits),
+		MTU: int(p.mtu), LID: int(p.lid),
 	}, nil
 }
 
@@ -145,7 +144,7 @@ func (d *Device) Async() (Event, bool, error) {
 	rc := C.cs_ib_async(d.c, &e)
 	switch err := failed(rc, "take an event of %s", d.name); {
 	case err == nil:
-		return Event{EventType(e._type), uint32(e.element)}, true, nil
+		return Event{EventType(e._type), uint32(e.qp)}, true, nil
 	case again(rc):
 		return Event{}, false, nil
 	default:

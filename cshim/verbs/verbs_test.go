@@ -173,7 +173,7 @@ func TestLayouts(t *testing.T) {
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Request{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Piece{}))
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Slot{}))
-	require.Equal(t, uintptr(32), unsafe.Sizeof(Completion{}))
+	require.Equal(t, uintptr(24), unsafe.Sizeof(Completion{}))
 }
 
 func TestOpen(t *testing.T) {
@@ -239,10 +239,10 @@ func TestBatch(t *testing.T) {
 		require.Equal(t, bells+1, fakeverbs.Count("doorbells"))
 	}
 	got := b.take(1)[0]
-	require.Equal(t, Completion{ID: 0, Done: DoneRecv, Len: 100, QP: b.qp.Number}, got)
+	require.Equal(t, Completion{ID: 0, Len: 100, QP: b.qp.Number}, got)
 	require.Equal(t, a.mem[n*size:n*size+100], b.mem[:100])
 	require.Equal(t, a.mem[:n*size], b.mem[65536:65536+n*size])
-	require.Equal(t, Completion{ID: n, Done: DoneSend, QP: a.qp.Number}, clean(a.take(1)[0]))
+	require.Equal(t, Completion{ID: n, QP: a.qp.Number}, clean(a.take(1)[0]))
 }
 
 // clean drops the length, which a completion of a send does not have.
@@ -340,7 +340,7 @@ func TestEnd(t *testing.T) {
 	}
 	_, err = a.qp.PostSend([]Request{{ID: 8, Pieces: 1, Op: Send}}, []Piece{a.piece(0, 64)})
 	require.NoError(t, err)
-	require.Equal(t, RetryExceeded, a.take(1)[0].Status)
+	require.Equal(t, retryExceeded, a.take(1)[0].Status)
 }
 
 // TestWrongKey: a wrong key, and an address out of bounds, end both queue pairs.
@@ -361,7 +361,7 @@ func TestWrongKey(t *testing.T) {
 			_, err := a.qp.PostSend([]Request{r, {ID: 2, Pieces: 1, Op: Send}}, []Piece{a.piece(0, 8), a.piece(0, 8)})
 			require.NoError(t, err)
 			all := a.take(2)
-			require.Equal(t, RemoteAccess, all[0].Status)
+			require.Equal(t, remoteAccess, all[0].Status)
 			require.Equal(t, Flushed, all[1].Status)
 			require.Equal(t, byte(0), b.mem[0])
 		})
@@ -375,8 +375,8 @@ func TestTooLong(t *testing.T) {
 	b.receive(1, 64)
 	_, err := a.qp.PostSend([]Request{{Pieces: 1, Op: Send}}, []Piece{a.piece(0, 65)})
 	require.NoError(t, err)
-	require.Contains(t, []Status{RemoteInvalid, RemoteOperation}, a.take(1)[0].Status)
-	require.Contains(t, []Status{LocalLength, LocalOperation}, b.take(1)[0].Status)
+	require.Contains(t, []Status{remoteInvalid, remoteOperation}, a.take(1)[0].Status)
+	require.Contains(t, []Status{localLength, localOperation}, b.take(1)[0].Status)
 }
 
 // TestUnregistered: a source that is not registered ends the sender.
@@ -384,7 +384,7 @@ func TestUnregistered(t *testing.T) {
 	a, b := pair(t)
 	_, err := a.qp.PostSend([]Request{{Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write}}, []Piece{{a.base + memory, 8, a.mr.LKey}})
 	if err == nil {
-		require.Equal(t, LocalProtection, a.take(1)[0].Status)
+		require.Equal(t, localProtection, a.take(1)[0].Status)
 	} else {
 		require.ErrorContains(t, err, "post a request to send") // the driver looks by itself
 	}

@@ -6,6 +6,7 @@ package verbs
 import "C"
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -79,15 +80,7 @@ const (
 )
 
 func (t GIDType) String() string {
-	switch t {
-	case InfiniBand:
-		return "InfiniBand"
-	case RoCEv1:
-		return "RoCE v1"
-	case RoCEv2:
-		return "RoCE v2"
-	}
-	return fmt.Sprintf("GID type %d", int(t))
+	return [...]string{"InfiniBand", "RoCE v1", "RoCE v2", "unknown type"}[min(uint(t), 3)]
 }
 
 // A GID is an address of a port.
@@ -120,53 +113,37 @@ func (g GID) rank() int {
 	return r
 }
 
-// Status is how a request ended.
+// Status is how a request ended, by the numbers of the specification. Only Success and Flushed can
+// be relied on to say what happened: devices differ in the others.
 type Status uint32
 
-// Statuses, by the numbers of the specification. Only Success and Flushed can be relied on to say
-// what happened: devices differ in the others.
+// What a Status is compared with.
 const (
-	Success         Status = 0
-	LocalLength     Status = 1
-	LocalOperation  Status = 2
-	LocalProtection Status = 4
-	Flushed         Status = 5
-	RemoteInvalid   Status = 9
-	RemoteAccess    Status = 10
-	RemoteOperation Status = 11
-	RetryExceeded   Status = 12
-	NotReady        Status = 13
+	Success Status = 0
+	Flushed Status = 5
 )
 
+// Statuses that a reliable connected queue pair has for sends and writes.
 var statuses = [...]string{
-	"success",
-	"a message was longer than the memory for it, or than the device allows",
-	"the queue pair refused the operation",
-	"the end-to-end context refused the operation",
-	"local memory is not registered for this (protection error)",
-	"flushed: the queue pair had ended before",
-	"a memory window could not be bound",
-	"the peer's answer made no sense",
-	"a peer's request was refused by local memory (access error)",
-	"the peer found the request invalid",
-	"the peer refused the access: a wrong key, or an address out of bounds",
-	"the peer could not complete the request",
-	"the peer did not acknowledge in time (retries exceeded)",
-	"the peer had posted no receive for too long (receiver not ready, retries exceeded)",
-	"a violation of reliable datagram domains",
-	"the peer found the read request invalid",
-	"the peer aborted the request",
-	"a wrong end-to-end context number",
-	"a wrong state of the end-to-end context",
-	"the device reported a fatal error",
-	"the peer's answer timed out",
-	"the device reported an error without more to say",
-	"tag matching failed",
-	"tag matching: the rendezvous was not completed",
+	0:  "success",
+	1:  "a message was longer than the memory for it, or than the device allows",
+	2:  "the queue pair refused the operation",
+	4:  "local memory is not registered for this (protection error)",
+	5:  "flushed: the queue pair had ended before",
+	7:  "the peer's answer made no sense",
+	8:  "a peer's request was refused by local memory (access error)",
+	9:  "the peer found the request invalid",
+	10: "the peer refused the access: a wrong key, or an address out of bounds",
+	11: "the peer could not complete the request",
+	12: "the peer did not acknowledge in time (retries exceeded)",
+	13: "the peer had posted no receive for too long (receiver not ready, retries exceeded)",
+	16: "the peer aborted the request",
+	19: "the device reported a fatal error",
+	21: "the device reported an error without more to say",
 }
 
 func (s Status) String() string {
-	if int(s) < len(statuses) {
+	if int(s) < len(statuses) && statuses[s] != "" {
 		return statuses[s]
 	}
 	return fmt.Sprintf("completion status %d", uint32(s))
@@ -175,37 +152,29 @@ func (s Status) String() string {
 // EventType is what an Event is.
 type EventType int
 
-// Asynchronous events, by the numbers of the specification.
+// Asynchronous events that end queue pairs, by the numbers of the specification.
 const (
 	CQError     EventType = 0
 	QPFatal     EventType = 1
 	QPRequest   EventType = 2
 	QPAccess    EventType = 3
 	DeviceFatal EventType = 8
-	PortActive  EventType = 9
-	PortError   EventType = 10
-	GIDChange   EventType = 18
 )
 
-var events = [...]string{
-	"a completion queue overran, and is lost", "a queue pair failed", "a peer's request was invalid",
-	"a peer's request was refused by local memory", "a queue pair has heard from its peer", "a send queue is drained",
-	"a path has migrated", "a path could not migrate", "the device failed, or was taken away",
-	"the port is up", "the port is down", "the LID has changed", "the partition keys have changed",
-	"the subnet manager has changed", "a shared receive queue failed", "a shared receive queue is at its limit",
-	"the last receive was used", "the subnet manager asks to register again", "the GID table has changed",
-	"a work queue failed",
+var events = map[EventType]string{
+	CQError:     "a completion queue overran, and is lost",
+	QPFatal:     "a queue pair failed",
+	QPRequest:   "a peer's request was invalid",
+	QPAccess:    "a peer's request was refused by local memory",
+	DeviceFatal: "the device failed, or was taken away",
 }
 
 func (t EventType) String() string {
-	if t >= 0 && int(t) < len(events) {
-		return events[t]
-	}
-	return fmt.Sprintf("asynchronous event %d", int(t))
+	return cmp.Or(events[t], fmt.Sprintf("asynchronous event %d", int(t)))
 }
 
 // An Event is something that happened to a device.
 type Event struct {
-	Type    EventType
-	Element uint32 // number of the queue pair or the port, else 0
+	Type EventType
+	QP   uint32 // number of the queue pair of QPFatal, QPRequest and QPAccess, else 0
 }

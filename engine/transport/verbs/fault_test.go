@@ -141,7 +141,7 @@ func (w *two) echo(a *Conn) {
 func TestEveryStatus(t *testing.T) {
 	w := newTwo(t)
 	other, _ := w.pair()
-	for s := rdma.LocalLength; s <= 23; s++ {
+	for s := rdma.Status(1); s <= 23; s++ {
 		for _, op := range []fakeverbs.Op{fakeverbs.Send, fakeverbs.Recv} {
 			a, b := w.pair()
 			fakeverbs.Status(op, 0, uint32(s))
@@ -377,7 +377,8 @@ func TestUnreachable(t *testing.T) {
 		w.until("nothing is left", func() bool { return fakeverbs.Count("pairs") == 0 })
 		require.Empty(t, w.fresh[1])
 	}
-	fakeverbs.Status(fakeverbs.Send, 0, uint32(rdma.RetryExceeded))
+	const retryExceeded = 12
+	fakeverbs.Status(fakeverbs.Send, 0, retryExceeded)
 	fails("the peer did not acknowledge in time (retries exceeded)")
 	good := w.f[1].gid
 	w.f[1].gid.Raw[15] ^= 0xff // of nobody

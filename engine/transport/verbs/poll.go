@@ -116,7 +116,7 @@ func (f *Fabric) async() {
 				c.end(errors.New(e.Type.String()))
 			}
 		case rdma.QPFatal, rdma.QPRequest, rdma.QPAccess:
-			if c := f.byQP[e.Element]; c != nil {
+			if c := f.byQP[e.QP]; c != nil {
 				c.end(errors.New(e.Type.String()))
 			}
 		}

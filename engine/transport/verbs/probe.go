@@ -50,11 +50,7 @@ func inspect(name string) transport.Finding {
 	if err != nil {
 		return no(name, err, "check cable and switch, and the address of the network interface (ibv_devinfo shows the ports)")
 	}
-	text := []string{"port 1 is active"}
-	if port.Mbits > 0 {
-		text = append(text, fmt.Sprintf("%g Gbit/s", float64(port.Mbits)/1000))
-	}
-	text = append(text, fmt.Sprintf("packets of %d bytes", port.MTU))
+	text := []string{"port 1 is active", fmt.Sprintf("packets of %d bytes", port.MTU)}
 	for _, g := range gids {
 		text = append(text, fmt.Sprintf("GID %d %s (%s)", g.Index, g, g.Type))
 	}
