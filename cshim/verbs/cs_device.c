@@ -57,7 +57,9 @@ static int open_context(const char *name, struct ibv_context **context) {
   return rc;
 }
 
-int cs_ib_device_open(const char *name, cs_ib_device **device) {
+int cs_ib_device_open(const char *name, cs_ib_device **device,
+                      cs_ib_facts *facts) {
+  struct ibv_device_attr a;
   cs_ib_device *d = calloc(1, sizeof *d);
   if (!d)
     return ENOMEM;
@@ -66,7 +68,8 @@ int cs_ib_device_open(const char *name, cs_ib_device **device) {
     free(d);
     return rc;
   }
-  rc = cs_ib_nonblocking(d->context->async_fd);
+  rc = cs_ib.query_device(d->context, &a);
+  rc = rc ? rc : cs_ib_nonblocking(d->context->async_fd);
   errno = 0;
   if (!rc && !(d->pd = cs_ib.alloc_pd(d->context)))
     rc = cs_ib_errno();
@@ -76,6 +79,8 @@ int cs_ib_device_open(const char *name, cs_ib_device **device) {
     return rc;
   }
   add_thread_domain(d);
+  *facts =
+      (cs_ib_facts){a.max_qp, a.max_cqe, d->td != NULL, d->context->async_fd};
   *device = d;
   return 0;
 }
@@ -94,17 +99,6 @@ int cs_ib_device_close(cs_ib_device *d) {
     first = cs_ib_errno();
   free(d);
   return first;
-}
-
-int cs_ib_limits_of(cs_ib_device *d, cs_ib_limits *l) {
-  struct ibv_device_attr a;
-  int rc = cs_ib.query_device(d->context, &a);
-  if (rc)
-    return rc;
-  l->max_qp = a.max_qp;
-  l->max_cqe = a.max_cqe;
-  l->lock_free = d->td != NULL;
-  return 0;
 }
 
 int cs_ib_port_of(cs_ib_device *d, int number, cs_ib_port *port) {
@@ -146,11 +140,6 @@ int cs_ib_gids(cs_ib_device *d, int port, cs_ib_gid *gids, int room,
   if (!rc)
     *count = n;
   return rc;
-}
-
-int cs_ib_async_fd(cs_ib_device *d, int *fd) {
-  *fd = d->context->async_fd;
-  return 0;
 }
 
 int cs_ib_async(cs_ib_device *d, cs_ib_event *event) {

@@ -8,7 +8,7 @@
 
 // The queue keeps its lock, also where queue pairs have none: ibv_destroy_qp
 // takes it to remove completions, and may run beside a poll.
-int cs_ib_cq_create(cs_ib_device *d, int *entries, cs_ib_cq **cq) {
+int cs_ib_cq_create(cs_ib_device *d, int *entries, cs_ib_cq **cq, int *fd) {
   int rc = 0;
   cs_ib_cq *q = calloc(1, sizeof *q);
   if (!q)
@@ -31,6 +31,7 @@ int cs_ib_cq_create(cs_ib_device *d, int *entries, cs_ib_cq **cq) {
     return rc;
   }
   *entries = q->cq->cqe;
+  *fd = q->channel->fd;
   *cq = q;
   return 0;
 }
@@ -40,11 +41,6 @@ int cs_ib_cq_destroy(cs_ib_cq *q) {
   int rc = cs_ib.destroy_comp_channel(q->channel);
   free(q);
   return first ? first : rc;
-}
-
-int cs_ib_cq_fd(cs_ib_cq *q, int *fd) {
-  *fd = q->channel->fd;
-  return 0;
 }
 
 int cs_ib_arm(cs_ib_cq *q) { return ibv_req_notify_cq(q->cq, 0); }
@@ -77,23 +73,22 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq *cq, cs_ib_room *room,
   struct ibv_qp *q = cs_ib.create_qp(d->parent, &a);
   if (!q)
     return cs_ib_errno();
+  struct ibv_qp_attr init = {.qp_state = IBV_QPS_INIT,
+                             .port_num = 1,
+                             .qp_access_flags = IBV_ACCESS_REMOTE_WRITE};
+  int rc = cs_ib.modify_qp(q, &init,
+                           IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
+                               IBV_QP_ACCESS_FLAGS);
+  if (rc) {
+    cs_ib.destroy_qp(q);
+    return rc;
+  }
   room->send = (int32_t)a.cap.max_send_wr;
   room->recv = (int32_t)a.cap.max_recv_wr;
   room->sge = (int32_t)a.cap.max_send_sge;
   *qp = (cs_ib_qp *)q;
   *number = q->qp_num;
   return 0;
-}
-
-int cs_ib_qp_init(cs_ib_qp *qp, int port, int access) {
-  struct ibv_qp_attr a;
-  memset(&a, 0, sizeof a);
-  a.qp_state = IBV_QPS_INIT;
-  a.port_num = (uint8_t)port;
-  a.qp_access_flags = access & CS_IB_REMOTE_WRITE ? IBV_ACCESS_REMOTE_WRITE : 0;
-  return cs_ib.modify_qp((struct ibv_qp *)qp, &a,
-                         IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
-                             IBV_QP_ACCESS_FLAGS);
 }
 
 // The enum of an MTU in bytes, the largest that is not above it.
@@ -104,7 +99,7 @@ static enum ibv_mtu mtu_of(int bytes) {
   return (enum ibv_mtu)m;
 }
 
-int cs_ib_qp_receive(cs_ib_qp *qp, const cs_ib_path *p) {
+int cs_ib_qp_connect(cs_ib_qp *qp, const cs_ib_path *p) {
   struct ibv_qp_attr a;
   memset(&a, 0, sizeof a);
   a.qp_state = IBV_QPS_RTR;
@@ -113,7 +108,7 @@ int cs_ib_qp_receive(cs_ib_qp *qp, const cs_ib_path *p) {
   a.rq_psn = p->psn;
   a.max_dest_rd_atomic = 1;
   a.min_rnr_timer = 12; /* 0.64 ms */
-  a.ah_attr.port_num = (uint8_t)p->port;
+  a.ah_attr.port_num = 1;
   a.ah_attr.dlid = (uint16_t)p->lid;
   if (p->global) {
     a.ah_attr.is_global = 1;
@@ -121,20 +116,17 @@ int cs_ib_qp_receive(cs_ib_qp *qp, const cs_ib_path *p) {
     a.ah_attr.grh.sgid_index = (uint8_t)p->gid_index;
     a.ah_attr.grh.hop_limit = 64;
   }
-  return cs_ib.modify_qp((struct ibv_qp *)qp, &a,
-                         IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU |
-                             IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                             IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
-}
-
-int cs_ib_qp_send(cs_ib_qp *qp, const cs_ib_patience *p) {
-  struct ibv_qp_attr a;
-  memset(&a, 0, sizeof a);
+  int rc = cs_ib.modify_qp(
+      (struct ibv_qp *)qp, &a,
+      IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+          IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+  if (rc)
+    return rc;
   a.qp_state = IBV_QPS_RTS;
   a.timeout = (uint8_t)p->timeout;
   a.retry_cnt = (uint8_t)p->retries;
   a.rnr_retry = (uint8_t)p->not_ready_retries;
-  a.sq_psn = p->psn;
+  a.sq_psn = p->own_psn;
   a.max_rd_atomic = 1;
   return cs_ib.modify_qp((struct ibv_qp *)qp, &a,
                          IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |

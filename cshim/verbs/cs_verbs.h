@@ -32,7 +32,8 @@ typedef struct {
 typedef struct {
   int32_t max_qp, max_cqe;
   int32_t lock_free; /* posting takes no lock of the library */
-} cs_ib_limits;
+  int32_t fd;        /* non-blocking, readable when cs_ib_async has an event */
+} cs_ib_facts;
 
 enum { CS_IB_PORT_DOWN = 1, CS_IB_PORT_ACTIVE = 4 };
 enum { CS_IB_LINK_INFINIBAND = 1, CS_IB_LINK_ETHERNET = 2 };
@@ -65,16 +66,13 @@ typedef struct {
 
 typedef struct { /* to the peer's queue pair */
   uint8_t gid[16];
-  uint32_t qp, psn;             /* the peer's */
-  int32_t port, gid_index, mtu; /* ours; mtu in bytes */
-  int32_t lid;                  /* the peer's, on InfiniBand */
-  int32_t global;               /* the way is by GID */
-} cs_ib_path;
-
-typedef struct {
-  uint32_t psn; /* ours */
+  uint32_t qp, psn;       /* the peer's */
+  uint32_t own_psn;       /* ours */
+  int32_t gid_index, mtu; /* ours; mtu in bytes */
+  int32_t lid;            /* the peer's, on InfiniBand */
+  int32_t global;         /* the way is by GID */
   int32_t timeout, retries, not_ready_retries;
-} cs_ib_patience;
+} cs_ib_path;
 
 enum { CS_IB_SEND = 1, CS_IB_WRITE = 2 };
 enum { CS_IB_SIGNALED = 1 };
@@ -122,20 +120,20 @@ int cs_ib_open(const char *path, char *why, size_t room);
 // The calls. cs_table.c defines them all where the headers are missing.
 //
 // cs_ib_list            names at most room devices and says how many there are
-// cs_ib_device_open     opens a device; cs_ib_device_close needs all else closed
+// cs_ib_device_open     opens a device, whose port 1 queue pairs use;
+//                       cs_ib_device_close needs all else closed
 // cs_ib_gids            names at most room valid entries of the GID table
-// cs_ib_async_fd        is non-blocking, readable when cs_ib_async has an event
 // cs_ib_async           takes one event, EAGAIN if there is none
 // cs_ib_register        pins memory and makes it known to the device; may block
-// cs_ib_cq_create       makes a queue of at least entries, and says how many
-// cs_ib_cq_fd           is non-blocking, readable after cs_ib_arm and a completion
+// cs_ib_cq_create       makes a queue of at least entries, and says how many; fd
+//                       is non-blocking, readable after cs_ib_arm and a
+//                       completion
 // cs_ib_arm             asks for one event when the next completion comes
 // cs_ib_quiet           takes the events that have come, and says how many
 // cs_ib_qp_create       makes a queue pair whose both queues complete on cq; room
-//                       is what is wanted, and then what there is
-// cs_ib_qp_init         RESET to INIT: receives may be posted
-// cs_ib_qp_receive      INIT to RTR: the peer's requests are taken
-// cs_ib_qp_send         RTR to RTS
+//                       is what is wanted, and then what there is. Receives may
+//                       be posted. The peer will be able to write
+// cs_ib_qp_connect      joins it to the peer's: both directions may be used
 // cs_ib_qp_error        to ERR: what is posted completes with status 5
 // cs_ib_qp_destroy      may block; completions that are not polled are dropped
 // cs_ib_post_send       hands requests over in order, CS_IB_CHAIN at a time, and
@@ -144,28 +142,25 @@ int cs_ib_open(const char *path, char *why, size_t room);
 // cs_ib_poll            says how many completions there were, at most room
 #define CS_IB_CALLS(X)                                                         \
   X(cs_ib_list, (cs_ib_name * names, int room, int *count))                    \
-  X(cs_ib_device_open, (const char *name, cs_ib_device **device))              \
+  X(cs_ib_device_open,                                                         \
+    (const char *name, cs_ib_device **device, cs_ib_facts *facts))             \
   X(cs_ib_device_close, (cs_ib_device * device))                               \
-  X(cs_ib_limits_of, (cs_ib_device * device, cs_ib_limits * limits))           \
   X(cs_ib_port_of, (cs_ib_device * device, int number, cs_ib_port *port))      \
   X(cs_ib_gids,                                                                \
     (cs_ib_device * device, int port, cs_ib_gid *gids, int room, int *count))  \
-  X(cs_ib_async_fd, (cs_ib_device * device, int *fd))                          \
   X(cs_ib_async, (cs_ib_device * device, cs_ib_event * event))                 \
   X(cs_ib_register,                                                            \
     (cs_ib_device * device, uint64_t address, uint64_t bytes, int access,      \
      cs_ib_mr **mr, uint32_t *lkey, uint32_t *rkey))                           \
   X(cs_ib_deregister, (cs_ib_mr * mr))                                         \
-  X(cs_ib_cq_create, (cs_ib_device * device, int *entries, cs_ib_cq **cq))     \
+  X(cs_ib_cq_create,                                                           \
+    (cs_ib_device * device, int *entries, cs_ib_cq **cq, int *fd))             \
   X(cs_ib_cq_destroy, (cs_ib_cq * cq))                                         \
-  X(cs_ib_cq_fd, (cs_ib_cq * cq, int *fd))                                     \
   X(cs_ib_arm, (cs_ib_cq * cq))                                                \
   X(cs_ib_quiet, (cs_ib_cq * cq, int *count))                                  \
   X(cs_ib_qp_create, (cs_ib_device * device, cs_ib_cq * cq, cs_ib_room * room, \
                       cs_ib_qp * *qp, uint32_t *number))                       \
-  X(cs_ib_qp_init, (cs_ib_qp * qp, int port, int access))                      \
-  X(cs_ib_qp_receive, (cs_ib_qp * qp, const cs_ib_path *path))                 \
-  X(cs_ib_qp_send, (cs_ib_qp * qp, const cs_ib_patience *patience))            \
+  X(cs_ib_qp_connect, (cs_ib_qp * qp, const cs_ib_path *path))                 \
   X(cs_ib_qp_error, (cs_ib_qp * qp))                                           \
   X(cs_ib_qp_destroy, (cs_ib_qp * qp))                                         \
   X(cs_ib_post_send, (cs_ib_qp * qp, const cs_ib_wr *requests, int count,      \

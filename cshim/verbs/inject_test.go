@@ -94,6 +94,8 @@ func TestWantOfMemory(t *testing.T) {
 		"ibv_create_comp_channel": "verbs: create a completion queue of 16 entries on fake0: cannot allocate memory",
 		"ibv_create_cq":           "verbs: create a completion queue of 16 entries on fake0: cannot allocate memory",
 		"ibv_create_qp":           "verbs: create a queue pair of 64 and 64 requests on fake0: cannot allocate memory",
+		"INIT":                    "verbs: create a queue pair of 64 and 64 requests on fake0: cannot allocate memory",
+		"ibv_query_device":        "verbs: open fake0: cannot allocate memory",
 	} {
 		fakeverbs.Fail(call, syscall.ENOMEM, 0, 1)
 		require.EqualError(t, making(), text)
@@ -124,8 +126,7 @@ func TestPostFails(t *testing.T) {
 	require.ErrorContains(t, err, "verbs: poll a completion queue: input/output error")
 	fakeverbs.Fail("ibv_req_notify_cq", syscall.EIO, 0, 1)
 	require.ErrorContains(t, a.cq.Arm(), "verbs: arm a completion queue")
-	require.ErrorContains(t, a.qp.Init(1, RemoteWrite), "verbs: initialise queue pair")
-	require.ErrorContains(t, a.qp.Receive(Path{Port: 1, GIDIndex: 4, Global: true}), "invalid argument")
+	require.ErrorContains(t, a.qp.Connect(Path{GIDIndex: 4, Global: true}), "invalid argument")
 }
 
 // TestLockedMemory: where memory cannot be pinned the error names the limit.
@@ -162,7 +163,7 @@ func TestVanish(t *testing.T) {
 	require.Equal(t, DeviceFatal, e.Type)
 	require.Equal(t, "the device failed, or was taken away", e.Type.String())
 	require.Equal(t, Flushed, a.take(1)[0].Status)
-	_, err = a.d.Limits()
+	_, err = a.d.Port(1)
 	require.True(t, IsErrno(err, unix.EIO))
 	_, err = OpenDevice("fake0")
 	require.True(t, IsErrno(err, unix.ENODEV))
@@ -207,7 +208,6 @@ func TestOverrun(t *testing.T) {
 	require.NoError(t, a.qp.Destroy())
 	require.NoError(t, a.cq.Destroy())
 	a.qp, a.cq = qp, cq
-	require.NoError(t, a.qp.Init(1, 0))
 	a.connect(b)
 	b.connect(a)
 	write := Request{Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write, Flags: Signaled}

@@ -25,59 +25,46 @@ type QP struct {
 	c      *C.cs_ib_qp
 }
 
-// NewQP makes a queue pair that completes on cq.
+// NewQP makes a queue pair that completes on cq and takes PostRecv.
 func (d *Device) NewQP(cq *CQ, want Room) (*QP, error) {
 	q := &QP{}
 	room := C.cs_ib_room{C.int32_t(want.Send), C.int32_t(want.Recv), C.int32_t(want.SGE)}
 	rc := C.cs_ib_qp_create(d.c, cq.c, &room, &q.c, (*C.uint32_t)(&q.Number))
 	if rc != 0 {
-		return nil, failed(rc, "create a queue pair of %d and %d requests on %s", want.Send, want.Recv, d.name)
+		return nil, failed(rc, "create a queue pair of %d and %d requests on %s", want.Send, want.Recv, d.Name)
 	}
 	q.Room = Room{int(room.send), int(room.recv), int(room.sge)}
 	return q, nil
-}
-
-// Init makes q ready for PostRecv. access is what the peer may do.
-func (q *QP) Init(port int, access Access) error {
-	return failed(C.cs_ib_qp_init(q.c, C.int(port), C.int(access)), "initialise queue pair %d on port %d", q.Number, port)
 }
 
 // A Path leads to the queue pair of a peer.
 type Path struct {
 	GID      [16]byte // the peer's
 	QP, PSN  uint32   // the peer's
+	OwnPSN   uint32   // of our first packet, which the peer's Path names
 	LID      int      // the peer's, on InfiniBand
-	Port     int      // ours
 	GIDIndex int      // ours
 	MTU      int      // bytes; the smaller one of both ends
 	Global   bool     // by GID: on Ethernet always
-}
 
-// Receive takes q from Init to where it receives from the peer.
-func (q *QP) Receive(p Path) error {
-	to := C.cs_ib_path{
-		qp: C.uint32_t(p.QP), psn: C.uint32_t(p.PSN), port: C.int32_t(p.Port), gid_index: C.int32_t(p.GIDIndex),
-		mtu: C.int32_t(p.MTU), lid: C.int32_t(p.LID),
-	}
-	if p.Global {
-		to.global = 1
-	}
-	*(*[16]byte)(unsafe.Pointer(&to.gid)) = p.GID
-	return failed(C.cs_ib_qp_receive(q.c, &to), "join queue pair %d to %d of %v", q.Number, p.QP, GID{Raw: p.GID})
-}
-
-// Patience says when a queue pair gives its peer up.
-type Patience struct {
+	// When q gives the peer up.
 	Timeout  int // 4.096 µs times 2 to this power without an acknowledgement, then again
 	Retries  int // 0 to 6; 7 is for ever on some devices
 	NotReady int // tries while the peer has posted no receive; 7 is for ever
 }
 
-// Send takes q from Receive to where it sends, too. psn is the number of its first
-// packet, which the peer's Path names.
-func (q *QP) Send(psn uint32, p Patience) error {
-	c := C.cs_ib_patience{C.uint32_t(psn), C.int32_t(p.Timeout), C.int32_t(p.Retries), C.int32_t(p.NotReady)}
-	return failed(C.cs_ib_qp_send(q.c, &c), "start to send on queue pair %d", q.Number)
+// Connect takes q to where it receives from the peer and sends to it.
+func (q *QP) Connect(p Path) error {
+	to := C.cs_ib_path{
+		qp: C.uint32_t(p.QP), psn: C.uint32_t(p.PSN), own_psn: C.uint32_t(p.OwnPSN), gid_index: C.int32_t(p.GIDIndex),
+		mtu: C.int32_t(p.MTU), lid: C.int32_t(p.LID), timeout: C.int32_t(p.Timeout), retries: C.int32_t(p.Retries),
+		not_ready_retries: C.int32_t(p.NotReady),
+	}
+	if p.Global {
+		to.global = 1
+	}
+	*(*[16]byte)(unsafe.Pointer(&to.gid)) = p.GID
+	return failed(C.cs_ib_qp_connect(q.c, &to), "join queue pair %d to %d of %v", q.Number, p.QP, GID{Raw: p.GID})
 }
 
 // Fail ends all traffic of q. What is posted, and what is posted later, completes as

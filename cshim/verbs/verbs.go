@@ -58,42 +58,28 @@ func Names() ([]string, error) {
 // A Device is an open device with a protection domain, in which everything that is
 // made of it lies.
 type Device struct {
-	name string
-	c    *C.cs_ib_device
+	Name          string
+	MaxQP, MaxCQE int
+	LockFree      bool // posting takes no lock of the library
+	FD            int  // readable when Async has something; the device's
+	c             *C.cs_ib_device
 }
 
 // OpenDevice opens the device with a name.
 func OpenDevice(name string) (*Device, error) {
-	d := &Device{name: name}
+	d := &Device{Name: name}
+	var facts C.cs_ib_facts
 	s := C.CString(name)
 	defer C.free(unsafe.Pointer(s))
-	if rc := C.cs_ib_device_open(s, &d.c); rc != 0 {
+	if rc := C.cs_ib_device_open(s, &d.c, &facts); rc != 0 {
 		return nil, failed(rc, "open %s", name)
 	}
+	d.MaxQP, d.MaxCQE, d.LockFree, d.FD = int(facts.max_qp), int(facts.max_cqe), facts.lock_free != 0, int(facts.fd)
 	return d, nil
 }
 
 // Close closes the device. All that was made of it must be destroyed.
-func (d *Device) Close() error { return failed(C.cs_ib_device_close(d.c), "close %s", d.name) }
-
-// Name is what OpenDevice was given.
-func (d *Device) Name() string { return d.name }
-
-// Limits are what a device can do.
-type Limits struct {
-	MaxQP    int
-	MaxCQE   int
-	LockFree bool // posting takes no lock of the library
-}
-
-// Limits asks the device.
-func (d *Device) Limits() (Limits, error) {
-	var l C.cs_ib_limits
-	if rc := C.cs_ib_limits_of(d.c, &l); rc != 0 {
-		return Limits{}, failed(rc, "ask %s for its limits", d.name)
-	}
-	return Limits{MaxQP: int(l.max_qp), MaxCQE: int(l.max_cqe), LockFree: l.lock_free != 0}, nil
-}
+func (d *Device) Close() error { return failed(C.cs_ib_device_close(d.c), "close %s", d.Name) }
 
 // A Port is the state of one port.
 type Port struct {
@@ -107,7 +93,7 @@ type Port struct {
 func (d *Device) Port(number int) (Port, error) {
 	var p C.cs_ib_port
 	if rc := C.cs_ib_port_of(d.c, C.int(number), &p); rc != 0 {
-		return Port{}, failed(rc, "ask for port %d of %s", number, d.name)
+		return Port{}, failed(rc, "ask for port %d of %s", number, d.Name)
 	}
 	return Port{
 		Active: p.state == C.CS_IB_PORT_ACTIVE, Ethernet: p.link == C.CS_IB_LINK_ETHERNET,
@@ -120,7 +106,7 @@ func (d *Device) GIDs(port int) ([]GID, error) {
 	var found [256]C.cs_ib_gid
 	var n C.int
 	if rc := C.cs_ib_gids(d.c, C.int(port), &found[0], C.int(len(found)), &n); rc != 0 {
-		return nil, failed(rc, "read the GID table of port %d of %s", port, d.name)
+		return nil, failed(rc, "read the GID table of port %d of %s", port, d.Name)
 	}
 	var gids []GID
 	for _, g := range found[:n] {
@@ -131,18 +117,11 @@ func (d *Device) GIDs(port int) ([]GID, error) {
 	return gids, nil
 }
 
-// AsyncFD is readable when Async has something. It is the device's.
-func (d *Device) AsyncFD() int {
-	fd := C.int(-1)
-	C.cs_ib_async_fd(d.c, &fd)
-	return int(fd)
-}
-
 // Async takes one asynchronous event; false means that there is none.
 func (d *Device) Async() (Event, bool, error) {
 	var e C.cs_ib_event
 	rc := C.cs_ib_async(d.c, &e)
-	switch err := failed(rc, "take an event of %s", d.name); {
+	switch err := failed(rc, "take an event of %s", d.Name); {
 	case err == nil:
 		return Event{EventType(e._type), uint32(e.qp)}, true, nil
 	case again(rc):
@@ -176,7 +155,7 @@ func (d *Device) Register(address, n uint64, access Access) (Region, error) {
 	if rc == 0 {
 		return r, nil
 	}
-	err := failed(rc, "register %d bytes at %#x on %s", n, address, d.name)
+	err := failed(rc, "register %d bytes at %#x on %s", n, address, d.Name)
 	var e *Error
 	if errors.As(err, &e) {
 		e.Text += lockedMemory(e.Errno)
@@ -189,34 +168,25 @@ func (r Region) Deregister() error { return failed(C.cs_ib_deregister(r.c), "der
 
 // A CQ is a queue of completions.
 type CQ struct {
+	Entries int // how many completions there is room for
+	FD      int // readable when a completion has come since Arm, until Quiet
 	c       *C.cs_ib_cq
-	entries int
 }
 
 // NewCQ makes a queue with room for at least entries completions. It is for its
 // users to see that there are never more.
 func (d *Device) NewCQ(entries int) (*CQ, error) {
-	n := C.int(entries)
+	n, fd := C.int(entries), C.int(0)
 	q := &CQ{}
-	if rc := C.cs_ib_cq_create(d.c, &n, &q.c); rc != 0 {
-		return nil, failed(rc, "create a completion queue of %d entries on %s", entries, d.name)
+	if rc := C.cs_ib_cq_create(d.c, &n, &q.c, &fd); rc != 0 {
+		return nil, failed(rc, "create a completion queue of %d entries on %s", entries, d.Name)
 	}
-	q.entries = int(n)
+	q.Entries, q.FD = int(n), int(fd)
 	return q, nil
 }
 
 // Destroy destroys the queue. All queue pairs that complete on it must be gone.
 func (q *CQ) Destroy() error { return failed(C.cs_ib_cq_destroy(q.c), "destroy a completion queue") }
-
-// Entries is how many completions there is room for.
-func (q *CQ) Entries() int { return q.entries }
-
-// FD is readable when a completion has come since Arm, until Quiet.
-func (q *CQ) FD() int {
-	fd := C.int(-1)
-	C.cs_ib_cq_fd(q.c, &fd)
-	return int(fd)
-}
 
 // Arm asks for FD to become readable with the next completion. One that has come
 // before does not count, so poll again after it.

@@ -117,13 +117,13 @@ func (w *two) bareEnds(size int) (e [2]bareEnd) {
 		require.NoError(w.t, err)
 		mr, err := f.dev.Register(uint64(m.Addr), m.Len, rdma.LocalWrite|rdma.RemoteWrite)
 		require.NoError(w.t, err)
-		require.NoError(w.t, qp.Init(1, rdma.RemoteWrite))
 		e[i] = bareEnd{cq, qp, mr, m, f}
 	}
 	for i := range e {
 		p := &e[1-i]
-		require.NoError(w.t, e[i].qp.Receive(rdma.Path{GID: p.f.gid.Raw, QP: p.qp.Number, Port: 1, GIDIndex: e[i].f.gid.Index, MTU: p.f.port.MTU, Global: true}))
-		require.NoError(w.t, e[i].qp.Send(0, patience))
+		require.NoError(w.t, e[i].qp.Connect(rdma.Path{
+			GID: p.f.gid.Raw, QP: p.qp.Number, GIDIndex: e[i].f.gid.Index, MTU: p.f.port.MTU, Global: true, Timeout: 16, Retries: 6, NotReady: 7,
+		}))
 	}
 	return e
 }

@@ -69,13 +69,13 @@ func no(what string, err error, remedy string) transport.Finding {
 // usable is the port of a device that is to be used, and its GIDs.
 func usable(dev *rdma.Device) (port rdma.Port, gids []rdma.GID, err error) {
 	if port, err = dev.Port(1); err == nil && !port.Active {
-		err = fmt.Errorf("port 1 of %s is not active", dev.Name())
+		err = fmt.Errorf("port 1 of %s is not active", dev.Name)
 	}
 	if err == nil {
 		gids, err = dev.GIDs(1)
 	}
 	if err == nil && len(gids) == 0 {
-		err = fmt.Errorf("port 1 of %s has no GID (give its network interface an address)", dev.Name())
+		err = fmt.Errorf("port 1 of %s has no GID (give its network interface an address)", dev.Name)
 	}
 	return port, gids, err
 }

@@ -207,26 +207,20 @@ func (c *Conn) make() (err error) {
 	for i := range uint32(slots + spare) {
 		c.rx.spent = append(c.rx.spent, i)
 	}
-	return qp.Init(1, rdma.RemoteWrite)
+	return nil
 }
 
-// patience: what is not acknowledged within 0.27 s is sent again, six times. In an emulated machine
-// under load 67 ms (14) was too short: queue pairs with large writes both ways ended (ADR 23). A peer
-// that dies is known by its socket, long before. A peer without a slot is waited for: the credits see
-// to it that there is one.
-var patience = rdma.Patience{Timeout: 16, Retries: 6, NotReady: 7}
-
-// join joins the queue pair to the peer's. It may block.
+// join joins the queue pair to the peer's. It may block. What is not acknowledged within 0.27 s is
+// sent again, six times. In an emulated machine under load 67 ms (14) was too short: queue pairs with
+// large writes both ways ended (ADR 23). A peer that dies is known by its socket, long before. A peer
+// without a slot is waited for: the credits see to it that there is one.
 func (c *Conn) join(p place) error {
 	if err := c.post(c.rx.spent); err != nil {
 		return err
 	}
-	err := c.qp.Receive(rdma.Path{
-		GID: p.gid, QP: p.qp, PSN: p.psn, LID: p.lid, Port: 1, GIDIndex: c.f.gid.Index,
+	return c.qp.Connect(rdma.Path{
+		GID: p.gid, QP: p.qp, PSN: p.psn, OwnPSN: c.psn, LID: p.lid, GIDIndex: c.f.gid.Index,
 		MTU: min(p.mtu, c.f.port.MTU), Global: c.f.port.Ethernet,
+		Timeout: 16, Retries: 6, NotReady: 7,
 	})
-	if err == nil {
-		err = c.qp.Send(c.psn, patience)
-	}
-	return err
 }

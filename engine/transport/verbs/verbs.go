@@ -96,20 +96,15 @@ func (f *Fabric) open(o Options) (err error) {
 		return err
 	}
 	if o.Name == "" {
-		f.Options.Name = fmt.Sprintf("verbs/%s:1", f.dev.Name())
+		f.Options.Name = fmt.Sprintf("verbs/%s:1", f.dev.Name)
 	}
-	limits, err := f.dev.Limits()
-	if err != nil {
+	if f.cq, err = f.dev.NewCQ(min(f.dev.MaxCQE, 1<<15)); err != nil {
 		return err
 	}
-	entries := min(limits.MaxCQE, 1<<15)
-	if f.cq, err = f.dev.NewCQ(entries); err != nil {
-		return err
+	if f.most = min(f.cq.Entries/(sendRoom+slots+spare), f.dev.MaxQP); f.most == 0 {
+		return fmt.Errorf("verbs: %s: room for %d completions and %d queue pairs, which is too little for one connection", f.Name(), f.cq.Entries, f.dev.MaxQP)
 	}
-	if f.most = min(f.cq.Entries()/(sendRoom+slots+spare), limits.MaxQP); f.most == 0 {
-		return fmt.Errorf("verbs: %s: room for %d completions and %d queue pairs, which is too little for one connection", f.Name(), f.cq.Entries(), limits.MaxQP)
-	}
-	for _, fd := range []int{f.cq.FD(), f.dev.AsyncFD()} {
+	for _, fd := range []int{f.cq.FD, f.dev.FD} {
 		if err = f.Watch(fd, unix.EPOLLIN); err != nil {
 			return err
 		}
