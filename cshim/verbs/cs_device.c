@@ -80,7 +80,7 @@ int cs_ib_device_open(const char *name, cs_ib_device **device,
   }
   add_thread_domain(d);
   *facts =
-      (cs_ib_facts){a.max_qp, a.max_cqe, d->td != NULL, d->context->async_fd};
+      (cs_ib_facts){a.max_qp, a.max_cqe, d->context->async_fd, d->td != NULL};
   *device = d;
   return 0;
 }
@@ -110,8 +110,8 @@ int cs_ib_port_of(cs_ib_device *d, int number, cs_ib_port *port) {
                             (struct _compat_ibv_port_attr *)&a);
   if (rc)
     return rc;
-  port->state = a.state;
-  port->link = a.link_layer;
+  port->active = a.state == IBV_PORT_ACTIVE;
+  port->ethernet = a.link_layer == IBV_LINK_LAYER_ETHERNET;
   port->mtu = 128 << a.active_mtu;
   port->gids = a.gid_tbl_len;
   port->lid = a.lid;

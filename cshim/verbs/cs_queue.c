@@ -123,9 +123,9 @@ int cs_ib_qp_connect(cs_ib_qp *qp, const cs_ib_path *p) {
   if (rc)
     return rc;
   a.qp_state = IBV_QPS_RTS;
-  a.timeout = (uint8_t)p->timeout;
-  a.retry_cnt = (uint8_t)p->retries;
-  a.rnr_retry = (uint8_t)p->not_ready_retries;
+  a.timeout = p->timeout;
+  a.retry_cnt = p->retries;
+  a.rnr_retry = p->not_ready_retries;
   a.sq_psn = p->own_psn;
   a.max_rd_atomic = 1;
   return cs_ib.modify_qp((struct ibv_qp *)qp, &a,

@@ -17,6 +17,7 @@
 #ifndef CS_VERBS_H
 #define CS_VERBS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -31,19 +32,16 @@ typedef struct {
 
 typedef struct {
   int32_t max_qp, max_cqe;
-  int32_t lock_free; /* posting takes no lock of the library */
-  int32_t fd;        /* non-blocking, readable when cs_ib_async has an event */
+  int32_t fd;     /* non-blocking, readable when cs_ib_async has an event */
+  bool lock_free; /* posting takes no lock of the library */
 } cs_ib_facts;
 
-enum { CS_IB_PORT_DOWN = 1, CS_IB_PORT_ACTIVE = 4 };
-enum { CS_IB_LINK_INFINIBAND = 1, CS_IB_LINK_ETHERNET = 2 };
-
 typedef struct {
-  int32_t state; /* CS_IB_PORT_* */
-  int32_t link;  /* CS_IB_LINK_* */
-  int32_t mtu;   /* bytes that one packet carries at most now */
-  int32_t gids;  /* length of the GID table */
-  int32_t lid;   /* InfiniBand */
+  int32_t mtu;  /* bytes that one packet carries at most now */
+  int32_t gids; /* length of the GID table */
+  int32_t lid;  /* InfiniBand */
+  bool active;
+  bool ethernet; /* RoCE; else InfiniBand */
 } cs_ib_port;
 
 enum { CS_IB_GID_IB = 0, CS_IB_GID_ROCE_V1 = 1, CS_IB_GID_ROCE_V2 = 2 };
@@ -70,8 +68,8 @@ typedef struct { /* to the peer's queue pair */
   uint32_t own_psn;       /* ours */
   int32_t gid_index, mtu; /* ours; mtu in bytes */
   int32_t lid;            /* the peer's, on InfiniBand */
-  int32_t global;         /* the way is by GID */
-  int32_t timeout, retries, not_ready_retries;
+  uint8_t timeout, retries, not_ready_retries;
+  bool global; /* the way is by GID */
 } cs_ib_path;
 
 enum { CS_IB_SEND = 1, CS_IB_WRITE = 2 };

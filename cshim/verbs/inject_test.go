@@ -140,14 +140,14 @@ func TestLockedMemory(t *testing.T) {
 	require.ErrorContains(t, err, "verbs: register 4096 bytes at ")
 	require.ErrorContains(t, err, "cannot allocate memory (")
 	require.ErrorContains(t, err, "ulimit -l")
-	require.True(t, IsErrno(err, unix.ENOMEM))
+	require.ErrorIs(t, err, unix.ENOMEM)
 	require.NoError(t, r.Deregister())
 	_, err = a.d.Register(4096, 4096, LocalWrite)
 	require.ErrorContains(t, err, "bad address")
 	require.NotContains(t, err.Error(), "ulimit")
 	fakeverbs.Set("mr_size", 1000)
 	_, err = a.d.Register(a.base, 4096, LocalWrite)
-	require.True(t, IsErrno(err, unix.EINVAL))
+	require.ErrorIs(t, err, unix.EINVAL)
 }
 
 // TestVanish: a device that is taken away says so, flushes, and refuses everything but
@@ -164,9 +164,9 @@ func TestVanish(t *testing.T) {
 	require.Equal(t, "the device failed, or was taken away", e.Type.String())
 	require.Equal(t, Flushed, a.take(1)[0].Status)
 	_, err = a.d.Port(1)
-	require.True(t, IsErrno(err, unix.EIO))
+	require.ErrorIs(t, err, unix.EIO)
 	_, err = OpenDevice("fake0")
-	require.True(t, IsErrno(err, unix.ENODEV))
+	require.ErrorIs(t, err, unix.ENODEV)
 }
 
 // TestEvents: asynchronous events that end a queue pair name it, also beside others.

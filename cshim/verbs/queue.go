@@ -14,8 +14,8 @@ import (
 
 // Room is what a queue pair has place for.
 type Room struct {
-	Send, Recv int // requests in each queue
-	SGE        int // pieces of memory of one request to send
+	Send, Recv int32 // requests in each queue
+	SGE        int32 // pieces of memory of one request to send
 }
 
 // A QP is a reliable connected queue pair.
@@ -27,13 +27,11 @@ type QP struct {
 
 // NewQP makes a queue pair that completes on cq and takes PostRecv.
 func (d *Device) NewQP(cq *CQ, want Room) (*QP, error) {
-	q := &QP{}
-	room := C.cs_ib_room{C.int32_t(want.Send), C.int32_t(want.Recv), C.int32_t(want.SGE)}
-	rc := C.cs_ib_qp_create(d.c, cq.c, &room, &q.c, (*C.uint32_t)(&q.Number))
+	q := &QP{Room: want}
+	rc := C.cs_ib_qp_create(d.c, cq.c, (*C.cs_ib_room)(unsafe.Pointer(&q.Room)), &q.c, (*C.uint32_t)(&q.Number))
 	if rc != 0 {
 		return nil, failed(rc, "create a queue pair of %d and %d requests on %s", want.Send, want.Recv, d.Name)
 	}
-	q.Room = Room{int(room.send), int(room.recv), int(room.sge)}
 	return q, nil
 }
 
@@ -42,29 +40,22 @@ type Path struct {
 	GID      [16]byte // the peer's
 	QP, PSN  uint32   // the peer's
 	OwnPSN   uint32   // of our first packet, which the peer's Path names
-	LID      int      // the peer's, on InfiniBand
-	GIDIndex int      // ours
-	MTU      int      // bytes; the smaller one of both ends
-	Global   bool     // by GID: on Ethernet always
+	GIDIndex int32    // ours
+	MTU      int32    // bytes; the smaller one of both ends
+	LID      int32    // the peer's, on InfiniBand
 
 	// When q gives the peer up.
-	Timeout  int // 4.096 µs times 2 to this power without an acknowledgement, then again
-	Retries  int // 0 to 6; 7 is for ever on some devices
-	NotReady int // tries while the peer has posted no receive; 7 is for ever
+	Timeout  uint8 // 4.096 µs times 2 to this power without an acknowledgement, then again
+	Retries  uint8 // 0 to 6; 7 is for ever on some devices
+	NotReady uint8 // tries while the peer has posted no receive; 7 is for ever
+
+	Global bool // by GID: on Ethernet always
 }
 
 // Connect takes q to where it receives from the peer and sends to it.
 func (q *QP) Connect(p Path) error {
-	to := C.cs_ib_path{
-		qp: C.uint32_t(p.QP), psn: C.uint32_t(p.PSN), own_psn: C.uint32_t(p.OwnPSN), gid_index: C.int32_t(p.GIDIndex),
-		mtu: C.int32_t(p.MTU), lid: C.int32_t(p.LID), timeout: C.int32_t(p.Timeout), retries: C.int32_t(p.Retries),
-		not_ready_retries: C.int32_t(p.NotReady),
-	}
-	if p.Global {
-		to.global = 1
-	}
-	*(*[16]byte)(unsafe.Pointer(&to.gid)) = p.GID
-	return failed(C.cs_ib_qp_connect(q.c, &to), "join queue pair %d to %d of %v", q.Number, p.QP, GID{Raw: p.GID})
+	rc := C.cs_ib_qp_connect(q.c, (*C.cs_ib_path)(unsafe.Pointer(&p)))
+	return failed(rc, "join queue pair %d to %d of %v", q.Number, p.QP, GID{Raw: p.GID})
 }
 
 // Fail ends all traffic of q. What is posted, and what is posted later, completes as

@@ -25,6 +25,7 @@ import "C"
 
 import (
 	"errors"
+	"fmt"
 	"unsafe"
 )
 
@@ -36,7 +37,7 @@ func Open(library string) error {
 	defer C.free(unsafe.Pointer(name))
 	var why [512]C.char
 	if rc := C.cs_ib_open(name, &why[0], C.size_t(len(why))); rc != 0 {
-		return &Error{errno(rc), "verbs: " + C.GoString(&why[0])}
+		return errors.New("verbs: " + C.GoString(&why[0]))
 	}
 	return nil
 }
@@ -58,23 +59,26 @@ func Names() ([]string, error) {
 // A Device is an open device with a protection domain, in which everything that is
 // made of it lies.
 type Device struct {
-	Name          string
-	MaxQP, MaxCQE int
-	LockFree      bool // posting takes no lock of the library
-	FD            int  // readable when Async has something; the device's
-	c             *C.cs_ib_device
+	Name string
+	Facts
+	c *C.cs_ib_device
+}
+
+// Facts are what opening a device tells of it.
+type Facts struct {
+	MaxQP, MaxCQE int32
+	FD            int32 // readable when Async has something; the device's
+	LockFree      bool  // posting takes no lock of the library
 }
 
 // OpenDevice opens the device with a name.
 func OpenDevice(name string) (*Device, error) {
 	d := &Device{Name: name}
-	var facts C.cs_ib_facts
 	s := C.CString(name)
 	defer C.free(unsafe.Pointer(s))
-	if rc := C.cs_ib_device_open(s, &d.c, &facts); rc != 0 {
+	if rc := C.cs_ib_device_open(s, &d.c, (*C.cs_ib_facts)(unsafe.Pointer(&d.Facts))); rc != 0 {
 		return nil, failed(rc, "open %s", name)
 	}
-	d.MaxQP, d.MaxCQE, d.LockFree, d.FD = int(facts.max_qp), int(facts.max_cqe), facts.lock_free != 0, int(facts.fd)
 	return d, nil
 }
 
@@ -83,38 +87,25 @@ func (d *Device) Close() error { return failed(C.cs_ib_device_close(d.c), "close
 
 // A Port is the state of one port.
 type Port struct {
+	MTU      int32 // bytes that a packet carries at most now
+	GIDs     int32 // length of the GID table
+	LID      int32 // InfiniBand
 	Active   bool
 	Ethernet bool // RoCE; else InfiniBand
-	MTU      int  // bytes that a packet carries at most now
-	LID      int  // InfiniBand
 }
 
 // Port asks for port number, from 1.
-func (d *Device) Port(number int) (Port, error) {
-	var p C.cs_ib_port
-	if rc := C.cs_ib_port_of(d.c, C.int(number), &p); rc != 0 {
-		return Port{}, failed(rc, "ask for port %d of %s", number, d.Name)
-	}
-	return Port{
-		Active: p.state == C.CS_IB_PORT_ACTIVE, Ethernet: p.link == C.CS_IB_LINK_ETHERNET,
-		MTU: int(p.mtu), LID: int(p.lid),
-	}, nil
+func (d *Device) Port(number int) (p Port, err error) {
+	rc := C.cs_ib_port_of(d.c, C.int(number), (*C.cs_ib_port)(unsafe.Pointer(&p)))
+	return p, failed(rc, "ask for port %d of %s", number, d.Name)
 }
 
 // GIDs are the valid entries of the GID table of a port, in the order of the table.
 func (d *Device) GIDs(port int) ([]GID, error) {
-	var found [256]C.cs_ib_gid
 	var n C.int
-	if rc := C.cs_ib_gids(d.c, C.int(port), &found[0], C.int(len(found)), &n); rc != 0 {
-		return nil, failed(rc, "read the GID table of port %d of %s", port, d.Name)
-	}
-	var gids []GID
-	for _, g := range found[:n] {
-		gids = append(gids, GID{
-			Raw: *(*[16]byte)(unsafe.Pointer(&g.gid)), Index: int(g.index), Type: GIDType(g._type),
-		})
-	}
-	return gids, nil
+	found := make([]GID, 256)
+	rc := C.cs_ib_gids(d.c, C.int(port), (*C.cs_ib_gid)(unsafe.Pointer(&found[0])), C.int(len(found)), &n)
+	return found[:n], failed(rc, "read the GID table of port %d of %s", port, d.Name)
 }
 
 // Async takes one asynchronous event; false means that there is none.
@@ -156,11 +147,7 @@ func (d *Device) Register(address, n uint64, access Access) (Region, error) {
 		return r, nil
 	}
 	err := failed(rc, "register %d bytes at %#x on %s", n, address, d.Name)
-	var e *Error
-	if errors.As(err, &e) {
-		e.Text += lockedMemory(e.Errno)
-	}
-	return Region{}, err
+	return Region{}, fmt.Errorf("%w%s", err, lockedMemory(errno(rc)))
 }
 
 // Deregister lets go of the memory. It may block.

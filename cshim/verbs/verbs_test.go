@@ -3,7 +3,6 @@ package verbs
 import (
 	"fmt"
 	"os"
-	"syscall"
 	"testing"
 	"time"
 	"unsafe"
@@ -59,7 +58,7 @@ type end struct {
 	mem  []byte
 	base uint64
 	gid  GID
-	mtu  int
+	mtu  int32
 	psn  uint32
 }
 
@@ -173,6 +172,12 @@ func TestLayouts(t *testing.T) {
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Piece{}))
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Slot{}))
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Completion{}))
+	require.Equal(t, uintptr(16), unsafe.Sizeof(Facts{}))
+	require.Equal(t, uintptr(16), unsafe.Sizeof(Port{}))
+	require.Equal(t, uintptr(24), unsafe.Sizeof(GID{}))
+	require.Equal(t, uintptr(44), unsafe.Sizeof(Path{}))
+	require.Equal(t, uintptr(43), unsafe.Offsetof(Path{}.Global))
+	require.Equal(t, uintptr(12), unsafe.Sizeof(Room{}))
 }
 
 func TestOpen(t *testing.T) {
@@ -181,7 +186,6 @@ func TestOpen(t *testing.T) {
 	}
 	err := Open("/nowhere/libibverbs.so.1")
 	require.ErrorContains(t, err, "verbs: this process already uses")
-	require.True(t, IsErrno(err, syscall.EBUSY))
 	_, err = OpenDevice("nothing9")
 	require.ErrorContains(t, err, "verbs: open nothing9: no such device (the device is gone, or its name is wrong")
 }
@@ -256,7 +260,7 @@ func TestQueueFull(t *testing.T) {
 	onFake(t)
 	a, b := pair(t)
 	b.receive(1, 64)
-	room := a.qp.Room.Send
+	room := int(a.qp.Room.Send)
 	var requests []Request
 	var pieces []Piece
 	for i := range room + 10 {
@@ -273,13 +277,13 @@ func TestQueueFull(t *testing.T) {
 	taken, err = a.qp.PostSend(requests[room:], pieces)
 	require.NoError(t, err)
 	require.Equal(t, 10, taken)
-	slots := make([]Slot, b.qp.Room.Recv+1)
+	slots := make([]Slot, int(b.qp.Room.Recv)+1)
 	for i := range slots {
 		slots[i] = Slot{To: b.piece(0, 64)}
 	}
 	taken, err = b.qp.PostRecv(slots)
 	require.ErrorIs(t, err, ErrFull)
-	require.Equal(t, b.qp.Room.Recv-1, taken)
+	require.Equal(t, int(b.qp.Room.Recv)-1, taken)
 }
 
 // TestSleep: FD becomes readable with the first completion after Arm, and only then.

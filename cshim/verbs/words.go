@@ -7,23 +7,11 @@ import "C"
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"net/netip"
 
 	"golang.org/x/sys/unix"
 )
-
-// An Error is what a call of the library gave.
-type Error struct {
-	Errno unix.Errno
-	Text  string
-}
-
-func (e *Error) Error() string { return e.Text }
-
-// Unwrap gives the errno.
-func (e *Error) Unwrap() error { return e.Errno }
 
 func errno(rc C.int) unix.Errno {
 	if rc < 0 {
@@ -40,7 +28,7 @@ func failed(rc C.int, format string, args ...any) error {
 		return nil
 	}
 	e := errno(rc)
-	return &Error{e, fmt.Sprintf("verbs: "+format+": %v%s", append(args, e, remedies[e])...)}
+	return fmt.Errorf("verbs: "+format+": %w%s", append(args, e, remedies[e])...)
 }
 
 var remedies = map[unix.Errno]string{
@@ -63,14 +51,8 @@ func lockedMemory(e unix.Errno) string {
 	return fmt.Sprintf(" (raise the locked-memory limit: ulimit -l, now %d KiB)", l.Cur>>10)
 }
 
-// IsErrno reports whether err is an Error with e.
-func IsErrno(err error, e unix.Errno) bool {
-	var v *Error
-	return errors.As(err, &v) && v.Errno == e
-}
-
 // GIDType is what a GID can be used for.
-type GIDType int
+type GIDType int32
 
 // The kinds of GID.
 const (
@@ -86,7 +68,7 @@ func (t GIDType) String() string {
 // A GID is an address of a port.
 type GID struct {
 	Raw   [16]byte
-	Index int // in the table of its port
+	Index int32 // in the table of its port
 	Type  GIDType
 }
 

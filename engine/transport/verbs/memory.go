@@ -3,6 +3,7 @@ package verbs
 import (
 	"cmp"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/bits"
 	"slices"
@@ -88,7 +89,7 @@ func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
 	if r.Len != 0 {
 		var err error
 		g.mr, err = f.dev.Register(g.start, r.Len, rdma.LocalWrite|rdma.RemoteWrite|rdma.RelaxedOrdering)
-		if rdma.IsErrno(err, unix.EFAULT) { // memory that can only be read is good as a source
+		if errors.Is(err, unix.EFAULT) { // memory that can only be read is good as a source
 			g.mr, err = f.dev.Register(g.start, r.Len, rdma.RelaxedOrdering)
 		}
 		if err != nil {

@@ -22,8 +22,8 @@ import (
 type place struct {
 	gid     [16]byte
 	qp, psn uint32
-	mtu     int
-	lid     int
+	mtu     int32
+	lid     int32
 	slots   int // that are posted for frames
 	slot    int // bytes of each
 }
@@ -44,7 +44,7 @@ func parsePlace(b []byte) (p place, err error) {
 	}
 	copy(p.gid[:], b)
 	v := func(i int) uint32 { return binary.LittleEndian.Uint32(b[16+4*i:]) }
-	p.qp, p.psn, p.mtu, p.lid, p.slots, p.slot = v(0), v(1), int(v(2)), int(v(3)), int(v(4)), int(v(5))
+	p.qp, p.psn, p.mtu, p.lid, p.slots, p.slot = v(0), v(1), int32(v(2)), int32(v(3)), int(v(4)), int(v(5))
 	if p.qp >= 1<<24 || p.psn >= 1<<24 || p.mtu < 256 || p.slots < 2 || p.slots > 1<<15 || p.slot < slotBytes {
 		return p, fmt.Errorf("the peer's queue pair is %+v, which cannot be", p)
 	}

@@ -98,13 +98,13 @@ func (f *Fabric) open(o Options) (err error) {
 	if o.Name == "" {
 		f.Options.Name = fmt.Sprintf("verbs/%s:1", f.dev.Name)
 	}
-	if f.cq, err = f.dev.NewCQ(min(f.dev.MaxCQE, 1<<15)); err != nil {
+	if f.cq, err = f.dev.NewCQ(int(min(f.dev.MaxCQE, 1<<15))); err != nil {
 		return err
 	}
-	if f.most = min(f.cq.Entries/(sendRoom+slots+spare), f.dev.MaxQP); f.most == 0 {
+	if f.most = min(f.cq.Entries/(sendRoom+slots+spare), int(f.dev.MaxQP)); f.most == 0 {
 		return fmt.Errorf("verbs: %s: room for %d completions and %d queue pairs, which is too little for one connection", f.Name(), f.cq.Entries, f.dev.MaxQP)
 	}
-	for _, fd := range []int{f.cq.FD, f.dev.FD} {
+	for _, fd := range []int{f.cq.FD, int(f.dev.FD)} {
 		if err = f.Watch(fd, unix.EPOLLIN); err != nil {
 			return err
 		}
