@@ -173,67 +173,45 @@ static const cs_ib_sge *chain(struct ibv_send_wr *to, const cs_ib_wr *from,
 
 int cs_ib_post_send(cs_ib_qp *qp, const cs_ib_wr *requests, int count,
                     const cs_ib_sge *sges, int *posted) {
-  struct ibv_send_wr list[CS_IB_CHAIN];
+  struct ibv_send_wr list[CS_IB_CHAIN], *bad = list;
   *posted = 0;
-  while (*posted < count) {
-    struct ibv_send_wr *bad = NULL;
-    int n = count - *posted < CS_IB_CHAIN ? count - *posted : CS_IB_CHAIN;
-    sges = chain(list, requests + *posted, n, sges);
-    int rc = ibv_post_send((struct ibv_qp *)qp, list, &bad);
-    if (rc) {
-      *posted += bad ? (int)(bad - list) : 0;
-      return rc;
-    }
-    *posted += n;
-  }
-  return 0;
+  if (count < 1 || count > CS_IB_CHAIN)
+    return EINVAL;
+  chain(list, requests, count, sges);
+  int rc = ibv_post_send((struct ibv_qp *)qp, list, &bad);
+  *posted = rc ? (int)(bad - list) : count;
+  return rc;
 }
 
 int cs_ib_post_recv(cs_ib_qp *qp, const cs_ib_recv *receives, int count,
                     int *posted) {
-  struct ibv_recv_wr list[CS_IB_CHAIN];
+  struct ibv_recv_wr list[CS_IB_CHAIN], *bad = list;
   *posted = 0;
-  while (*posted < count) {
-    struct ibv_recv_wr *bad = NULL;
-    int n = count - *posted < CS_IB_CHAIN ? count - *posted : CS_IB_CHAIN;
-    for (int i = 0; i < n; i++) {
-      const cs_ib_recv *r = &receives[*posted + i];
-      list[i].wr_id = r->id;
-      list[i].next = i + 1 < n ? &list[i + 1] : NULL;
-      list[i].sg_list = (struct ibv_sge *)(uintptr_t)&r->to;
-      list[i].num_sge = 1;
-    }
-    int rc = ibv_post_recv((struct ibv_qp *)qp, list, &bad);
-    if (rc) {
-      *posted += bad ? (int)(bad - list) : 0;
-      return rc;
-    }
-    *posted += n;
+  if (count < 1 || count > CS_IB_CHAIN)
+    return EINVAL;
+  for (int i = 0; i < count; i++) {
+    list[i].wr_id = receives[i].id;
+    list[i].next = i + 1 < count ? &list[i + 1] : NULL;
+    list[i].sg_list = (struct ibv_sge *)(uintptr_t)&receives[i].to;
+    list[i].num_sge = 1;
   }
-  return 0;
+  int rc = ibv_post_recv((struct ibv_qp *)qp, list, &bad);
+  *posted = rc ? (int)(bad - list) : count;
+  return rc;
 }
 
+_Static_assert(sizeof(cs_ib_wc) == sizeof(struct ibv_wc) &&
+                   offsetof(cs_ib_wc, status) ==
+                       offsetof(struct ibv_wc, status) &&
+                   offsetof(cs_ib_wc, bytes) ==
+                       offsetof(struct ibv_wc, byte_len) &&
+                   offsetof(cs_ib_wc, qp) == offsetof(struct ibv_wc, qp_num),
+               "a cs_ib_wc is an ibv_wc");
+
 int cs_ib_poll(cs_ib_cq *q, cs_ib_wc *completions, int room, int *count) {
-  struct ibv_wc list[CS_IB_CHAIN];
-  *count = 0;
-  while (*count < room) {
-    int want = room - *count < CS_IB_CHAIN ? room - *count : CS_IB_CHAIN;
-    int n = ibv_poll_cq(q->cq, want, list);
-    if (n < 0)
-      return n == -1 ? EIO : -n;
-    for (int i = 0; i < n; i++) {
-      cs_ib_wc *c = &completions[*count + i];
-      c->id = list[i].wr_id;
-      c->status = list[i].status;
-      c->bytes = list[i].byte_len;
-      c->qp = list[i].qp_num;
-      c->pad = 0;
-    }
-    *count += n;
-    if (n < want)
-      break;
-  }
-  return 0;
+  int n = ibv_poll_cq(q->cq, room, (struct ibv_wc *)completions);
+  *count = n < 0 ? 0 : n;
+  return n == -1 ? EIO : n < 0 ? -n : 0;
 }
 
 #endif

@@ -94,15 +94,17 @@ typedef struct {
   cs_ib_sge to;
 } cs_ib_recv;
 
-// So many requests go to the device at once.
+// So many requests go to the device at once, with one doorbell.
 enum { CS_IB_CHAIN = 64 };
 
-typedef struct {
+typedef struct { /* as ibv_wc */
   uint64_t id;
   uint32_t status; /* IBV_WC_*: 0 is success */
-  uint32_t bytes;  /* of a receive */
-  uint32_t qp;     /* number of our queue pair */
-  uint32_t pad;
+  uint32_t unused[2];
+  uint32_t bytes; /* of a receive */
+  uint32_t unused2;
+  uint32_t qp; /* number of our queue pair */
+  uint32_t unused3[4];
 } cs_ib_wc;
 
 typedef struct {
@@ -134,8 +136,8 @@ int cs_ib_open(const char *path, char *why, size_t room);
 // cs_ib_qp_connect      joins it to the peer's: both directions may be used
 // cs_ib_qp_error        to ERR: what is posted completes with status 5
 // cs_ib_qp_destroy      may block; completions that are not polled are dropped
-// cs_ib_post_send       hands requests over in order, CS_IB_CHAIN at a time, and
-//                       says how many; the rest of an error was not taken
+// cs_ib_post_send       hands 1 to CS_IB_CHAIN requests over in order, and says
+//                       how many; the rest of an error was not taken
 // cs_ib_post_recv       likewise for receives
 // cs_ib_poll            says how many completions there were, at most room
 #define CS_IB_CALLS(X)                                                         \

@@ -109,8 +109,8 @@ type Slot struct {
 	To Piece
 }
 
-// Chain is how many requests go to the device at once: PostSend rings a doorbell
-// for each Chain of them.
+// Chain is how many requests or slots PostSend and PostRecv take at most. One call
+// rings one doorbell.
 const Chain = C.CS_IB_CHAIN
 
 // ErrFull says that a queue has no room for another request.
@@ -119,7 +119,7 @@ var ErrFull = errors.New("verbs: the queue is full")
 // errno values of a post without a place: that is no fault, so nothing is allocated.
 func full(rc C.int) bool { return errno(rc) == unix.ENOMEM || errno(rc) == unix.ENOSPC }
 
-// PostSend hands over requests in order and says how many were taken. pieces holds
+// PostSend hands over 1 to Chain requests in order and says how many were taken. pieces holds
 // the memory of all of them. An error is of the first request that was not taken.
 func (q *QP) PostSend(requests []Request, pieces []Piece) (int, error) {
 	var n C.int
@@ -149,7 +149,9 @@ func (q *QP) posted(rc, n C.int, what string) (int, error) {
 type Completion struct {
 	ID     uint64
 	Status Status
+	_      [2]uint32
 	Len    uint32 // of what a Slot took
-	QP     uint32 // number of our queue pair
 	_      uint32
+	QP     uint32 // number of our queue pair
+	_      [4]uint32
 }

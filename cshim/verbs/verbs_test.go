@@ -171,7 +171,7 @@ func TestLayouts(t *testing.T) {
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Request{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Piece{}))
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Slot{}))
-	require.Equal(t, uintptr(24), unsafe.Sizeof(Completion{}))
+	require.Equal(t, uintptr(48), unsafe.Sizeof(Completion{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Facts{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Port{}))
 	require.Equal(t, uintptr(24), unsafe.Sizeof(GID{}))
@@ -240,17 +240,18 @@ func TestBatch(t *testing.T) {
 	if !onHardware() {
 		require.Equal(t, bells+1, fakeverbs.Count("doorbells"))
 	}
-	got := b.take(1)[0]
+	got := clean(b.take(1)[0])
 	require.Equal(t, Completion{ID: 0, Len: 100, QP: b.qp.Number}, got)
 	require.Equal(t, a.mem[n*size:n*size+100], b.mem[:100])
 	require.Equal(t, a.mem[:n*size], b.mem[65536:65536+n*size])
-	require.Equal(t, Completion{ID: n, QP: a.qp.Number}, clean(a.take(1)[0]))
+	sent := clean(a.take(1)[0])
+	sent.Len = 0 // a send has none
+	require.Equal(t, Completion{ID: n, QP: a.qp.Number}, sent)
 }
 
-// clean drops the length, which a completion of a send does not have.
+// clean drops what a completion has without a name.
 func clean(c Completion) Completion {
-	c.Len = 0
-	return c
+	return Completion{ID: c.ID, Status: c.Status, Len: c.Len, QP: c.QP}
 }
 
 // TestQueueFull: a queue takes what it has room for, and a completion that is polled
@@ -270,9 +271,12 @@ func TestQueueFull(t *testing.T) {
 		}
 		requests, pieces = append(requests, r), append(pieces, a.piece(0, 8))
 	}
-	taken, err := a.qp.PostSend(requests, pieces)
+	taken, err := a.qp.PostSend(requests[:10], pieces)
+	require.NoError(t, err)
+	require.Equal(t, 10, taken)
+	taken, err = a.qp.PostSend(requests[10:], pieces)
 	require.ErrorIs(t, err, ErrFull)
-	require.Equal(t, room, taken)
+	require.Equal(t, room-10, taken)
 	require.Equal(t, uint64(room-1), a.take(1)[0].ID)
 	taken, err = a.qp.PostSend(requests[room:], pieces)
 	require.NoError(t, err)
@@ -281,9 +285,25 @@ func TestQueueFull(t *testing.T) {
 	for i := range slots {
 		slots[i] = Slot{To: b.piece(0, 64)}
 	}
-	taken, err = b.qp.PostRecv(slots)
+	taken, err = b.qp.PostRecv(slots[:1])
+	require.NoError(t, err)
+	require.Equal(t, 1, taken)
+	taken, err = b.qp.PostRecv(slots[1:])
 	require.ErrorIs(t, err, ErrFull)
-	require.Equal(t, int(b.qp.Room.Recv)-1, taken)
+	require.Equal(t, int(b.qp.Room.Recv)-2, taken)
+}
+
+// TestCounts: a call takes at least one request and at most Chain.
+func TestCounts(t *testing.T) {
+	a, _ := pair(t)
+	for _, n := range []int{0, Chain + 1} {
+		taken, err := a.qp.PostSend(make([]Request, n), make([]Piece, n))
+		require.ErrorIs(t, err, unix.EINVAL)
+		require.Zero(t, taken)
+		taken, err = a.qp.PostRecv(make([]Slot, n))
+		require.ErrorIs(t, err, unix.EINVAL)
+		require.Zero(t, taken)
+	}
 }
 
 // TestSleep: FD becomes readable with the first completion after Arm, and only then.
