@@ -67,8 +67,7 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq *cq, cs_ib_room *room,
   a.qp_type = IBV_QPT_RC;
   a.cap.max_send_wr = (uint32_t)room->send;
   a.cap.max_recv_wr = (uint32_t)room->recv;
-  a.cap.max_send_sge = (uint32_t)room->sge;
-  a.cap.max_recv_sge = 1;
+  a.cap.max_send_sge = a.cap.max_recv_sge = 1;
   errno = 0;
   struct ibv_qp *q = cs_ib.create_qp(d->parent, &a);
   if (!q)
@@ -85,7 +84,6 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq *cq, cs_ib_room *room,
   }
   room->send = (int32_t)a.cap.max_send_wr;
   room->recv = (int32_t)a.cap.max_recv_wr;
-  room->sge = (int32_t)a.cap.max_send_sge;
   *qp = (cs_ib_qp *)q;
   *number = q->qp_num;
   return 0;
@@ -149,35 +147,27 @@ _Static_assert(sizeof(cs_ib_sge) == sizeof(struct ibv_sge) &&
                    offsetof(cs_ib_sge, bytes) ==
                        offsetof(struct ibv_sge, length) &&
                    offsetof(cs_ib_sge, lkey) == offsetof(struct ibv_sge, lkey),
-               "a list of cs_ib_sge is one of ibv_sge");
-
-// Makes a chain of n requests; returns the rest of the list of memory.
-static const cs_ib_sge *chain(struct ibv_send_wr *to, const cs_ib_wr *from,
-                              int n, const cs_ib_sge *sges) {
-  for (int i = 0; i < n; i++) {
-    struct ibv_send_wr *w = &to[i];
-    const cs_ib_wr *f = &from[i];
-    memset(w, 0, sizeof *w);
-    w->wr_id = f->id;
-    w->next = i + 1 < n ? w + 1 : NULL;
-    w->sg_list = (struct ibv_sge *)(uintptr_t)sges;
-    w->num_sge = f->sges;
-    w->opcode = f->op == CS_IB_WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_SEND;
-    w->send_flags = f->flags & CS_IB_SIGNALED ? IBV_SEND_SIGNALED : 0;
-    w->wr.rdma.remote_addr = f->remote;
-    w->wr.rdma.rkey = f->rkey;
-    sges += f->sges;
-  }
-  return sges;
-}
+               "a cs_ib_sge is an ibv_sge");
 
 int cs_ib_post_send(cs_ib_qp *qp, const cs_ib_wr *requests, int count,
-                    const cs_ib_sge *sges, int *posted) {
+                    int *posted) {
   struct ibv_send_wr list[CS_IB_CHAIN], *bad = list;
   *posted = 0;
   if (count < 1 || count > CS_IB_CHAIN)
     return EINVAL;
-  chain(list, requests, count, sges);
+  for (int i = 0; i < count; i++) {
+    struct ibv_send_wr *w = &list[i];
+    const cs_ib_wr *f = &requests[i];
+    memset(w, 0, sizeof *w);
+    w->wr_id = f->id;
+    w->next = i + 1 < count ? w + 1 : NULL;
+    w->sg_list = (struct ibv_sge *)(uintptr_t)&f->from;
+    w->num_sge = f->from.bytes != 0;
+    w->opcode = f->op == CS_IB_WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_SEND;
+    w->send_flags = f->flags & CS_IB_SIGNALED ? IBV_SEND_SIGNALED : 0;
+    w->wr.rdma.remote_addr = f->remote;
+    w->wr.rdma.rkey = f->rkey;
+  }
   int rc = ibv_post_send((struct ibv_qp *)qp, list, &bad);
   *posted = rc ? (int)(bad - list) : count;
   return rc;

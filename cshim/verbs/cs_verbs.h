@@ -59,7 +59,7 @@ enum { /* of cs_ib_register, joined by | */
 };
 
 typedef struct {
-  int32_t send, recv, sge;
+  int32_t send, recv;
 } cs_ib_room;
 
 typedef struct { /* to the peer's queue pair */
@@ -76,18 +76,18 @@ enum { CS_IB_SEND = 1, CS_IB_WRITE = 2 };
 enum { CS_IB_SIGNALED = 1 };
 
 typedef struct {
-  uint64_t id;
-  uint64_t remote; /* a write's address at the peer */
-  uint32_t rkey;
-  uint16_t sges; /* so many of the list that goes with the requests */
-  uint8_t op;    /* CS_IB_SEND, CS_IB_WRITE */
-  uint8_t flags;
-} cs_ib_wr;
-
-typedef struct {
   uint64_t address;
   uint32_t bytes, lkey;
 } cs_ib_sge;
+
+typedef struct {
+  uint64_t id;
+  uint64_t remote; /* a write's address at the peer */
+  uint32_t rkey;
+  uint8_t op; /* CS_IB_SEND, CS_IB_WRITE */
+  uint8_t flags;
+  cs_ib_sge from; /* nothing else is looked at if it has no bytes */
+} cs_ib_wr;
 
 typedef struct {
   uint64_t id;
@@ -163,8 +163,8 @@ int cs_ib_open(const char *path, char *why, size_t room);
   X(cs_ib_qp_connect, (cs_ib_qp * qp, const cs_ib_path *path))                 \
   X(cs_ib_qp_error, (cs_ib_qp * qp))                                           \
   X(cs_ib_qp_destroy, (cs_ib_qp * qp))                                         \
-  X(cs_ib_post_send, (cs_ib_qp * qp, const cs_ib_wr *requests, int count,      \
-                      const cs_ib_sge *sges, int *posted))                     \
+  X(cs_ib_post_send,                                                           \
+    (cs_ib_qp * qp, const cs_ib_wr *requests, int count, int *posted))         \
   X(cs_ib_post_recv,                                                           \
     (cs_ib_qp * qp, const cs_ib_recv *receives, int count, int *posted))       \
   X(cs_ib_poll, (cs_ib_cq * cq, cs_ib_wc * completions, int room, int *count))

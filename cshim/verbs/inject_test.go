@@ -32,12 +32,12 @@ func TestEveryStatus(t *testing.T) {
 	for s := localLength; s <= 23; s++ {
 		a, b := pair(t)
 		fakeverbs.Status(fakeverbs.Write, 1, uint32(s))
-		write := Request{Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write}
+		write := Request{Remote: b.base, RKey: b.mr.RKey, Op: Write, From: a.piece(0, 8)}
 		requests := []Request{write, write, write}
 		for i := range requests {
 			requests[i].ID = uint64(i)
 		}
-		_, err := a.qp.PostSend(requests, []Piece{a.piece(0, 8), a.piece(0, 8), a.piece(0, 8)})
+		_, err := a.qp.PostSend(requests)
 		require.NoError(t, err)
 		all := a.take(2)
 		require.Equal(t, s, all[0].Status)
@@ -57,7 +57,7 @@ func TestReceiverFails(t *testing.T) {
 	a, b := pair(t)
 	b.receive(2, 64)
 	fakeverbs.Status(fakeverbs.Recv, 0, uint32(localProtection))
-	_, err := a.qp.PostSend([]Request{{Pieces: 1, Op: Send}}, []Piece{a.piece(0, 8)})
+	_, err := a.qp.PostSend([]Request{{Op: Send, From: a.piece(0, 8)}})
 	require.NoError(t, err)
 	all := b.take(2)
 	require.Equal(t, localProtection, all[0].Status)
@@ -115,7 +115,7 @@ func TestPostFails(t *testing.T) {
 	onFake(t)
 	a, b := pair(t)
 	fakeverbs.Fail("ibv_post_send", syscall.EIO, 0, 1)
-	n, err := a.qp.PostSend([]Request{{Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write}}, []Piece{a.piece(0, 8)})
+	n, err := a.qp.PostSend([]Request{{Remote: b.base, RKey: b.mr.RKey, Op: Write, From: a.piece(0, 8)}})
 	require.Zero(t, n)
 	require.ErrorContains(t, err, "input/output error (the device has failed; dmesg says why)")
 	fakeverbs.Fail("ibv_post_recv", syscall.ENOMEM, 0, 1)
@@ -210,9 +210,8 @@ func TestOverrun(t *testing.T) {
 	a.qp, a.cq = qp, cq
 	a.connect(b)
 	b.connect(a)
-	write := Request{Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write, Flags: Signaled}
-	p := a.piece(0, 8)
-	_, err = a.qp.PostSend([]Request{write, write, write, write, write}, []Piece{p, p, p, p, p})
+	write := Request{Remote: b.base, RKey: b.mr.RKey, Op: Write, Flags: Signaled, From: a.piece(0, 8)}
+	_, err = a.qp.PostSend([]Request{write, write, write, write, write})
 	require.NoError(t, err)
 	for _, kind := range []EventType{CQError, QPFatal} {
 		e, found, err := a.d.Async()
@@ -231,7 +230,7 @@ func TestAddresses(t *testing.T) {
 	require.Equal(t, "fd00:77::2", bestGID(t, d).String())
 	a, b := pair(t) // over IPv6
 	b.receive(1, 64)
-	_, err := a.qp.PostSend([]Request{{Pieces: 1, Op: Send, Flags: Signaled}}, []Piece{a.piece(0, 8)})
+	_, err := a.qp.PostSend([]Request{{Op: Send, Flags: Signaled, From: a.piece(0, 8)}})
 	require.NoError(t, err)
 	require.Equal(t, Success, a.take(1)[0].Status)
 	fakeverbs.Set("gids", 0)

@@ -15,7 +15,6 @@ import (
 // Room is what a queue pair has place for.
 type Room struct {
 	Send, Recv int32 // requests in each queue
-	SGE        int32 // pieces of memory of one request to send
 }
 
 // A QP is a reliable connected queue pair.
@@ -85,15 +84,14 @@ type Flags uint8
 // later one of its queue pair has completed.
 const Signaled Flags = C.CS_IB_SIGNALED
 
-// A Request is one thing to do for a queue pair, with so many of the pieces of
-// memory that go with the requests.
+// A Request is one thing to do for a queue pair.
 type Request struct {
 	ID     uint64 // comes back in the completion
 	Remote uint64 // address at the peer
 	RKey   uint32 // that the peer gave
-	Pieces uint16
 	Op     Op
 	Flags  Flags
+	From   Piece // of 0 bytes: none. A Write without bytes needs no key
 }
 
 // A Piece is a part of registered memory.
@@ -119,12 +117,11 @@ var ErrFull = errors.New("verbs: the queue is full")
 // errno values of a post without a place: that is no fault, so nothing is allocated.
 func full(rc C.int) bool { return errno(rc) == unix.ENOMEM || errno(rc) == unix.ENOSPC }
 
-// PostSend hands over 1 to Chain requests in order and says how many were taken. pieces holds
-// the memory of all of them. An error is of the first request that was not taken.
-func (q *QP) PostSend(requests []Request, pieces []Piece) (int, error) {
+// PostSend hands over 1 to Chain requests in order and says how many were taken.
+// An error is of the first request that was not taken.
+func (q *QP) PostSend(requests []Request) (int, error) {
 	var n C.int
-	rc := C.cs_ib_post_send(q.c, (*C.cs_ib_wr)(unsafe.Pointer(unsafe.SliceData(requests))), C.int(len(requests)),
-		(*C.cs_ib_sge)(unsafe.Pointer(unsafe.SliceData(pieces))), &n)
+	rc := C.cs_ib_post_send(q.c, (*C.cs_ib_wr)(unsafe.Pointer(unsafe.SliceData(requests))), C.int(len(requests)), &n)
 	return q.posted(rc, n, "send")
 }
 

@@ -124,7 +124,7 @@ func (e *end) connect(to *end) {
 	}))
 }
 
-var small = Room{Send: 64, Recv: 64, SGE: 4}
+var small = Room{Send: 64, Recv: 64}
 
 func pair(t *testing.T) (a, b *end) {
 	a, b = newEnd(t, 0, small), newEnd(t, 1, small)
@@ -168,7 +168,7 @@ func fill(b []byte, seed int) {
 }
 
 func TestLayouts(t *testing.T) {
-	require.Equal(t, uintptr(24), unsafe.Sizeof(Request{}))
+	require.Equal(t, uintptr(40), unsafe.Sizeof(Request{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Piece{}))
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Slot{}))
 	require.Equal(t, uintptr(48), unsafe.Sizeof(Completion{}))
@@ -177,7 +177,7 @@ func TestLayouts(t *testing.T) {
 	require.Equal(t, uintptr(24), unsafe.Sizeof(GID{}))
 	require.Equal(t, uintptr(44), unsafe.Sizeof(Path{}))
 	require.Equal(t, uintptr(43), unsafe.Offsetof(Path{}.Global))
-	require.Equal(t, uintptr(12), unsafe.Sizeof(Room{}))
+	require.Equal(t, uintptr(8), unsafe.Sizeof(Room{}))
 }
 
 func TestOpen(t *testing.T) {
@@ -223,18 +223,15 @@ func TestBatch(t *testing.T) {
 	const n, size = 20, 3000
 	fill(a.mem[:n*size+100], 1)
 	var requests []Request
-	var pieces []Piece
-	for i := range n { // two pieces each
-		requests = append(requests, Request{ID: uint64(i), Remote: b.base + 65536 + uint64(i*size), RKey: b.mr.RKey, Pieces: 2, Op: Write})
-		pieces = append(pieces, a.piece(i*size, 1000), a.piece(i*size+1000, size-1000))
+	for i := range n {
+		requests = append(requests, Request{ID: uint64(i), Remote: b.base + 65536 + uint64(i*size), RKey: b.mr.RKey, Op: Write, From: a.piece(i*size, size)})
 	}
-	requests = append(requests, Request{ID: n, Pieces: 1, Op: Send, Flags: Signaled})
-	pieces = append(pieces, a.piece(n*size, 100))
+	requests = append(requests, Request{ID: n, Op: Send, Flags: Signaled, From: a.piece(n*size, 100)})
 	bells := 0
 	if !onHardware() {
 		bells = fakeverbs.Count("doorbells")
 	}
-	taken, err := a.qp.PostSend(requests, pieces)
+	taken, err := a.qp.PostSend(requests)
 	require.NoError(t, err)
 	require.Equal(t, n+1, taken)
 	if !onHardware() {
@@ -263,22 +260,21 @@ func TestQueueFull(t *testing.T) {
 	b.receive(1, 64)
 	room := int(a.qp.Room.Send)
 	var requests []Request
-	var pieces []Piece
 	for i := range room + 10 {
-		r := Request{ID: uint64(i), Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write}
+		r := Request{ID: uint64(i), Remote: b.base, RKey: b.mr.RKey, Op: Write, From: a.piece(0, 8)}
 		if i == room-1 {
 			r.Flags = Signaled
 		}
-		requests, pieces = append(requests, r), append(pieces, a.piece(0, 8))
+		requests = append(requests, r)
 	}
-	taken, err := a.qp.PostSend(requests[:10], pieces)
+	taken, err := a.qp.PostSend(requests[:10])
 	require.NoError(t, err)
 	require.Equal(t, 10, taken)
-	taken, err = a.qp.PostSend(requests[10:], pieces)
+	taken, err = a.qp.PostSend(requests[10:])
 	require.ErrorIs(t, err, ErrFull)
 	require.Equal(t, room-10, taken)
 	require.Equal(t, uint64(room-1), a.take(1)[0].ID)
-	taken, err = a.qp.PostSend(requests[room:], pieces)
+	taken, err = a.qp.PostSend(requests[room:])
 	require.NoError(t, err)
 	require.Equal(t, 10, taken)
 	slots := make([]Slot, int(b.qp.Room.Recv)+1)
@@ -297,7 +293,7 @@ func TestQueueFull(t *testing.T) {
 func TestCounts(t *testing.T) {
 	a, _ := pair(t)
 	for _, n := range []int{0, Chain + 1} {
-		taken, err := a.qp.PostSend(make([]Request, n), make([]Piece, n))
+		taken, err := a.qp.PostSend(make([]Request, n))
 		require.ErrorIs(t, err, unix.EINVAL)
 		require.Zero(t, taken)
 		taken, err = a.qp.PostRecv(make([]Slot, n))
@@ -322,7 +318,7 @@ func TestSleep(t *testing.T) {
 		}
 	}
 	send := func() {
-		_, err := a.qp.PostSend([]Request{{Pieces: 1, Op: Send, Flags: Signaled}}, []Piece{a.piece(0, 8)})
+		_, err := a.qp.PostSend([]Request{{Op: Send, Flags: Signaled, From: a.piece(0, 8)}})
 		require.NoError(t, err)
 	}
 	require.NoError(t, b.cq.Arm())
@@ -345,7 +341,7 @@ func TestEnd(t *testing.T) {
 	a, b := pair(t)
 	b.receive(4, 64)
 	fill(a.mem[:64], 3)
-	_, err := a.qp.PostSend([]Request{{ID: 7, Pieces: 1, Op: Send, Flags: Signaled}}, []Piece{a.piece(0, 64)})
+	_, err := a.qp.PostSend([]Request{{ID: 7, Op: Send, Flags: Signaled, From: a.piece(0, 64)}})
 	require.NoError(t, err)
 	a.take(1)
 	require.NoError(t, b.qp.Fail())
@@ -360,7 +356,7 @@ func TestEnd(t *testing.T) {
 		b.receive(1, 64)
 		require.Equal(t, Flushed, b.take(1)[0].Status)
 	}
-	_, err = a.qp.PostSend([]Request{{ID: 8, Pieces: 1, Op: Send}}, []Piece{a.piece(0, 64)})
+	_, err = a.qp.PostSend([]Request{{ID: 8, Op: Send, From: a.piece(0, 64)}})
 	require.NoError(t, err)
 	require.Equal(t, retryExceeded, a.take(1)[0].Status)
 }
@@ -371,7 +367,7 @@ func TestWrongKey(t *testing.T) {
 		t.Run(wrong, func(t *testing.T) {
 			a, b := pair(t)
 			b.receive(2, 64)
-			r := Request{ID: 1, Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write}
+			r := Request{ID: 1, Remote: b.base, RKey: b.mr.RKey, Op: Write, From: a.piece(0, 8)}
 			switch wrong {
 			case "key":
 				r.RKey ^= 0xff00
@@ -380,7 +376,7 @@ func TestWrongKey(t *testing.T) {
 			case "length":
 				r.Remote -= 4
 			}
-			_, err := a.qp.PostSend([]Request{r, {ID: 2, Pieces: 1, Op: Send}}, []Piece{a.piece(0, 8), a.piece(0, 8)})
+			_, err := a.qp.PostSend([]Request{r, {ID: 2, Op: Send, From: a.piece(0, 8)}})
 			require.NoError(t, err)
 			all := a.take(2)
 			require.Equal(t, remoteAccess, all[0].Status)
@@ -395,7 +391,7 @@ func TestWrongKey(t *testing.T) {
 func TestTooLong(t *testing.T) {
 	a, b := pair(t)
 	b.receive(1, 64)
-	_, err := a.qp.PostSend([]Request{{Pieces: 1, Op: Send}}, []Piece{a.piece(0, 65)})
+	_, err := a.qp.PostSend([]Request{{Op: Send, From: a.piece(0, 65)}})
 	require.NoError(t, err)
 	require.Contains(t, []Status{remoteInvalid, remoteOperation}, a.take(1)[0].Status)
 	require.Contains(t, []Status{localLength, localOperation}, b.take(1)[0].Status)
@@ -404,7 +400,7 @@ func TestTooLong(t *testing.T) {
 // TestUnregistered: a source that is not registered ends the sender.
 func TestUnregistered(t *testing.T) {
 	a, b := pair(t)
-	_, err := a.qp.PostSend([]Request{{Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write}}, []Piece{{a.base + memory, 8, a.mr.LKey}})
+	_, err := a.qp.PostSend([]Request{{Remote: b.base, RKey: b.mr.RKey, Op: Write, From: a.piece(memory, 8)}})
 	if err == nil {
 		require.Equal(t, localProtection, a.take(1)[0].Status)
 	} else {
@@ -415,12 +411,12 @@ func TestUnregistered(t *testing.T) {
 func TestPostDoesNotAllocate(t *testing.T) {
 	a, b := pair(t)
 	requests := []Request{
-		{Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write}, {Remote: b.base, RKey: b.mr.RKey, Pieces: 1, Op: Write, Flags: Signaled},
+		{Remote: b.base, RKey: b.mr.RKey, Op: Write, From: a.piece(0, 8)},
+		{Remote: b.base, RKey: b.mr.RKey, Op: Write, Flags: Signaled, From: a.piece(8, 8)},
 	}
-	pieces := []Piece{a.piece(0, 8), a.piece(8, 8)}
 	some := make([]Completion, 16)
 	require.Zero(t, testing.AllocsPerRun(100, func() {
-		if n, err := a.qp.PostSend(requests, pieces); n != 2 || err != nil {
+		if n, err := a.qp.PostSend(requests); n != 2 || err != nil {
 			t.Fatal(n, err)
 		}
 		for n := 0; n == 0; {

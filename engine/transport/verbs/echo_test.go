@@ -113,7 +113,7 @@ func (w *two) bareEnds(size int) (e [2]bareEnd) {
 		m := w.memory(uint64(size) + 128)
 		cq, err := f.dev.NewCQ(64)
 		require.NoError(w.t, err)
-		qp, err := f.dev.NewQP(cq, rdma.Room{Send: 16, Recv: 16, SGE: 1})
+		qp, err := f.dev.NewQP(cq, rdma.Room{Send: 16, Recv: 16})
 		require.NoError(w.t, err)
 		mr, err := f.dev.Register(uint64(m.Addr), m.Len, rdma.LocalWrite|rdma.RemoteWrite)
 		require.NoError(w.t, err)
@@ -143,10 +143,13 @@ func (w *two) echoBare(size, rounds int) time.Duration {
 		_, err := to.qp.PostRecv([]rdma.Slot{{ID: recvMark, To: rdma.Piece{Address: uint64(to.mem.Addr) + uint64(size) + 64, Len: 64, LKey: to.mr.LKey}}})
 		require.NoError(w.t, err)
 		_, err = from.qp.PostSend([]rdma.Request{
-			{Remote: uint64(to.mem.Addr), RKey: to.mr.RKey, Pieces: 1, Op: rdma.Write}, {Pieces: 1, Op: rdma.Send, Flags: rdma.Signaled},
-		}, []rdma.Piece{
-			{Address: uint64(from.mem.Addr), Len: uint32(size), LKey: from.mr.LKey},
-			{Address: uint64(from.mem.Addr) + uint64(size), Len: 64, LKey: from.mr.LKey},
+			{
+				Remote: uint64(to.mem.Addr), RKey: to.mr.RKey, Op: rdma.Write,
+				From: rdma.Piece{Address: uint64(from.mem.Addr), Len: uint32(size), LKey: from.mr.LKey},
+			}, {
+				Op: rdma.Send, Flags: rdma.Signaled,
+				From: rdma.Piece{Address: uint64(from.mem.Addr) + uint64(size), Len: 64, LKey: from.mr.LKey},
+			},
 		})
 		require.NoError(w.t, err)
 		for got := 0; got == 0; {

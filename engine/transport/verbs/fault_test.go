@@ -268,7 +268,7 @@ func TestHostileMessages(t *testing.T) {
 	} {
 		a, b := w.pair()
 		copy(a.send(0), message)
-		n, err := a.qp.PostSend([]rdma.Request{{Pieces: 1, Op: rdma.Send}}, []rdma.Piece{{Address: uint64(a.buf.Addr), Len: uint32(len(message)), LKey: a.mr.LKey}})
+		n, err := a.qp.PostSend([]rdma.Request{{Op: rdma.Send, From: rdma.Piece{Address: uint64(a.buf.Addr), Len: uint32(len(message)), LKey: a.mr.LKey}}})
 		require.NoError(t, err)
 		require.Equal(t, 1, n)
 		w.until(name, func() bool { return w.down[0][a] != nil && w.down[1][b] != nil })

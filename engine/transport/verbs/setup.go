@@ -153,8 +153,8 @@ func (c *Conn) greet() (err error) {
 	begin := time.Now()
 	f.Owned(func() {
 		n := c.fillBare(0)
-		f.batch.requests[0].Flags = rdma.Signaled
-		_, err = c.qp.PostSend(f.batch.requests[:n], f.batch.pieces[:n])
+		f.batch[0].Flags = rdma.Signaled
+		_, err = c.qp.PostSend(f.batch[:n])
 	})
 	for done := err != nil; !done; time.Sleep(100 * time.Microsecond) {
 		f.Owned(func() {
@@ -195,7 +195,7 @@ func (c *Conn) make() (err error) {
 		return err
 	}
 	c.registered = true
-	qp, err := f.dev.NewQP(f.cq, rdma.Room{Send: sendRoom, Recv: slots + spare, SGE: 1})
+	qp, err := f.dev.NewQP(f.cq, rdma.Room{Send: sendRoom, Recv: slots + spare})
 	if err != nil {
 		return err
 	}

@@ -48,7 +48,6 @@ type sendOp struct {
 
 type sendWR struct {
 	r     rdma.Request
-	p     rdma.Piece
 	frame bool // takes a credit
 }
 
@@ -60,12 +59,6 @@ type cursor struct {
 	off     uint64 // into src[0]
 	address uint64 // at the peer
 	rkey    uint32
-}
-
-// batch is what goes to the NIC at once.
-type batch struct {
-	requests [rdma.Chain]rdma.Request
-	pieces   [rdma.Chain]rdma.Piece
 }
 
 // take takes an operation if there is room. An error means that there never will be.
@@ -113,7 +106,7 @@ func (c *Conn) slot() (uint32, bool) {
 // use makes a request of n bytes of a slot.
 func (c *Conn) use(slot uint32, n int, w sendWR) {
 	t := &c.tx
-	w.p = rdma.Piece{Address: uint64(c.buf.Addr) + uint64(slot)*slotBytes, Len: uint32(n), LKey: c.mr.LKey}
+	w.r.From = rdma.Piece{Address: uint64(c.buf.Addr) + uint64(slot)*slotBytes, Len: uint32(n), LKey: c.mr.LKey}
 	t.wrs[t.prepared%wrDepth] = w
 	t.prepared++
 	t.ends[slot] = t.prepared
@@ -131,7 +124,7 @@ func (c *Conn) piece(slot uint32, b []byte, total uint32) {
 	binary.LittleEndian.PutUint32(s, kindData<<16)
 	binary.LittleEndian.PutUint32(s[4:], total)
 	n := headLen + copy(s[headLen:], b)
-	c.use(slot, n, sendWR{r: rdma.Request{Op: rdma.Send, Pieces: 1}, frame: true})
+	c.use(slot, n, sendWR{r: rdma.Request{Op: rdma.Send}, frame: true})
 }
 
 // prepare makes the newest operation into requests, as far as there is room.
@@ -166,11 +159,11 @@ func (c *Conn) prepare() {
 func (c *Conn) prepareWrite() bool {
 	t := &c.tx
 	cur := &t.cur
-	w := sendWR{r: rdma.Request{Remote: cur.address, RKey: cur.rkey, Op: rdma.Write, Pieces: 1}}
+	w := sendWR{r: rdma.Request{Remote: cur.address, RKey: cur.rkey, Op: rdma.Write}}
 	src := mem.Span{Addr: cur.src[0].Addr + uintptr(cur.off), Len: cur.src[0].Len - cur.off}
 	n := min(src.Len, longest)
 	if lkey, ok := c.f.local(src); ok {
-		w.p = rdma.Piece{Address: uint64(src.Addr), Len: uint32(n), LKey: lkey}
+		w.r.From = rdma.Piece{Address: uint64(src.Addr), Len: uint32(n), LKey: lkey}
 		t.wrs[t.prepared%wrDepth] = w
 		t.prepared++
 	} else if slot, ok := c.slot(); ok {
@@ -203,8 +196,8 @@ func (c *Conn) pump() {
 			return
 		}
 		b := &c.f.batch
-		b.requests[n-1].Flags |= rdma.Signaled
-		taken, err := c.qp.PostSend(b.requests[:n], b.pieces[:n])
+		b[n-1].Flags |= rdma.Signaled
+		taken, err := c.qp.PostSend(b[:n])
 		c.f.counts.Doorbells++
 		c.f.counts.Requests += uint64(taken)
 		if err != nil {
@@ -230,15 +223,15 @@ func (c *Conn) fill() (n int) {
 				break
 			}
 			t.credits--
-			s := mem.Span{Addr: uintptr(w.p.Address), Len: headLen}.Bytes()
+			s := mem.Span{Addr: uintptr(w.r.From.Address), Len: headLen}.Bytes()
 			binary.LittleEndian.PutUint16(s, uint16(t.owed))
 			t.owed = 0
 		}
 		t.posted++
-		b.requests[n], b.pieces[n] = w.r, w.p
-		b.requests[n].ID = c.number31()
-		if silent += w.p.Len; silent >= signalAt {
-			b.requests[n].Flags = rdma.Signaled
+		b[n] = w.r
+		b[n].ID = c.number31()
+		if silent += w.r.From.Len; silent >= signalAt {
+			b[n].Flags = rdma.Signaled
 			silent = 0
 		}
 		n++
@@ -270,8 +263,7 @@ func (c *Conn) fillBare(n int) int {
 	binary.LittleEndian.PutUint32(s, kindBare<<16|uint32(t.owed))
 	binary.LittleEndian.PutUint32(s[4:], 0)
 	t.owed = 0
-	b.requests[n] = rdma.Request{ID: c.number31(), Op: rdma.Send, Pieces: 1}
-	b.pieces[n] = rdma.Piece{Address: uint64(at), Len: headLen, LKey: c.mr.LKey}
+	b[n] = rdma.Request{ID: c.number31(), Op: rdma.Send, From: rdma.Piece{Address: uint64(at), Len: headLen, LKey: c.mr.LKey}}
 	t.wordUsed[w], t.wordEnds[w] = true, t.sq
 	t.wordAt++
 	return n + 1

@@ -68,8 +68,8 @@ type Fabric struct {
 	queue   link.Queue[*Conn] // what the next Poll visits
 	slept   bool              // Arm was called, and no Poll since
 	found   [64]rdma.Completion
-	batch   batch
-	frames  []byte // what events of the last Poll point to
+	batch   [rdma.Chain]rdma.Request // what goes to the NIC at once
+	frames  []byte                   // what events of the last Poll point to
 	counts  Counts
 }
 
