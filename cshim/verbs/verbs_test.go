@@ -251,6 +251,21 @@ func clean(c Completion) Completion {
 	return Completion{ID: c.ID, Status: c.Status, Len: c.Len, QP: c.QP}
 }
 
+// TestNoBytes: a send without bytes takes a slot, and a write without bytes needs neither key nor
+// address.
+func TestNoBytes(t *testing.T) {
+	a, b := pair(t)
+	b.receive(1, 64)
+	for _, op := range []Op{Write, Send} {
+		_, err := a.qp.PostSend([]Request{{ID: uint64(op), Op: op, Flags: Signaled}})
+		require.NoError(t, err)
+		c := a.take(1)[0]
+		require.Equal(t, uint64(op), c.ID)
+		require.Equal(t, Success, c.Status)
+	}
+	require.Equal(t, Completion{QP: b.qp.Number}, clean(b.take(1)[0]))
+}
+
 // TestQueueFull: a queue takes what it has room for, and a completion that is polled
 // makes room for all requests before it. Soft-RoCE makes room as it sends, so there the
 // queue is never seen full.

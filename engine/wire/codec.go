@@ -16,7 +16,7 @@ import (
 
 // Version of the wire format. It changes with every change that an older
 // build would not understand.
-const Version = 9
+const Version = 10
 
 // Type is the first byte of every frame.
 type Type uint8

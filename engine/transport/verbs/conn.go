@@ -17,10 +17,9 @@ import (
 const (
 	slotBytes = 8 << 10 // of one message; longer frames travel in pieces
 	slots     = 32      // that each side posts for frames, and has for what it sends
-	spare     = 4       // more, for messages that only return credits: two at a time at most
+	spare     = 4       // more, for messages without bytes, which return half of the credits: two at a time at most
 	sendRoom  = 128     // requests in a send queue
-	words     = 4       // of 8 bytes, for messages that only return credits
-	bufBytes  = (2*slots+spare)*slotBytes + words*headLen
+	bufBytes  = (2*slots + spare) * slotBytes
 )
 
 // Conn is one queue pair. See transport.Conn.
@@ -32,7 +31,7 @@ type Conn struct {
 	number     uint32      // of qp
 	mr         rdma.Region // of buf
 	registered bool
-	buf        mem.Region // send slots, receive slots, words
+	buf        mem.Region // send slots, receive slots
 	psn        uint32
 	peer       place
 

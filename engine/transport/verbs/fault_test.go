@@ -261,7 +261,8 @@ func TestHostileMessages(t *testing.T) {
 	for name, message := range map[string][]byte{
 		"short":              {1, 2, 3},
 		"of unknown kind":    {0, 0, 9, 0, 0, 0, 0, 0},
-		"too many credits":   {255, 255, kindBare, 0, 0, 0, 0, 0},
+		"too many credits":   {255, 255, kindData, 0, 0, 0, 0, 0},
+		"credits of nothing": {},
 		"a frame too long":   {0, 0, kindData, 0, 0, 0, 0, 255, 1},
 		"no piece of it":     {0, 0, kindData, 0, 0, 0, 1, 0},
 		"more than it tells": {0, 0, kindData, 0, 1, 0, 0, 0, 1, 2},
@@ -378,7 +379,7 @@ func TestUnreachable(t *testing.T) {
 		require.Empty(t, w.fresh[1])
 	}
 	const retryExceeded = 12
-	fakeverbs.Status(fakeverbs.Send, 0, retryExceeded)
+	fakeverbs.Status(fakeverbs.Write, 0, retryExceeded)
 	fails("the peer did not acknowledge in time (retries exceeded)")
 	good := w.f[1].gid
 	w.f[1].gid.Raw[15] ^= 0xff // of nobody

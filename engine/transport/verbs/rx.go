@@ -58,23 +58,27 @@ func (c *Conn) received(w *rdma.Completion) {
 	}
 	slot, n := uint32(w.ID), int(w.Len)
 	b := c.recv(slot).Bytes()
-	if n < headLen || n > slotBytes {
-		c.end(fmt.Errorf("the peer sent a message of %d bytes: want %d to %d", n, headLen, slotBytes))
-		return
+	credits := c.peer.slots / 2
+	if n > 0 {
+		if n < headLen || n > slotBytes {
+			c.end(fmt.Errorf("the peer sent a message of %d bytes: want none, or %d to %d", n, headLen, slotBytes))
+			return
+		}
+		credits = int(binary.LittleEndian.Uint16(b))
 	}
-	c.tx.credits += int(binary.LittleEndian.Uint16(b))
+	c.tx.credits += credits
 	if c.tx.credits > c.peer.slots {
 		c.end(fmt.Errorf("the peer returned more credits than it was sent frames"))
 		return
 	}
-	switch b[2] {
-	case kindData:
+	switch {
+	case n == 0:
+		r.spent = append(r.spent, slot)
+	case b[2] != kindData:
+		c.end(fmt.Errorf("the peer sent a message of unknown kind %d", b[2]))
+	default:
 		r.got[(r.at+r.n)%len(r.got)] = arrival{slot, n}
 		r.n++
-	case kindBare:
-		r.spent = append(r.spent, slot)
-	default:
-		c.end(fmt.Errorf("the peer sent a message of unknown kind %d", b[2]))
 	}
 }
 

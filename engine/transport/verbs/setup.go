@@ -15,7 +15,7 @@ import (
 )
 
 // The dialer makes a queue pair and tells of it; the listener makes one, joins it to that, and
-// tells of it; the dialer joins its own, sends a first message over it and, when the listener's NIC
+// tells of it; the dialer joins its own, writes nothing over it and, when the listener's NIC
 // has acknowledged that, says so with an empty message. From then on both send.
 
 // A place is what a peer is told of a queue pair.
@@ -146,15 +146,14 @@ func (c *Conn) meet() error {
 	return err
 }
 
-// greet sends a message that returns no credits, and waits until the peer's NIC has acknowledged it:
-// then packets travel both ways. Completions of others that it finds are for the next Poll.
+// greet posts a write of no bytes, for which the peer's NIC looks at no key, and waits until that NIC
+// has acknowledged it: then packets travel both ways. Completions of others that it finds are for the next Poll.
 func (c *Conn) greet() (err error) {
 	f := c.f
 	begin := time.Now()
 	f.Owned(func() {
-		n := c.fillBare(0)
-		f.batch[0].Flags = rdma.Signaled
-		_, err = c.qp.PostSend(f.batch[:n])
+		f.batch[0] = rdma.Request{ID: c.number31(), Op: rdma.Write, Flags: rdma.Signaled}
+		_, err = c.qp.PostSend(f.batch[:1])
 	})
 	for done := err != nil; !done; time.Sleep(100 * time.Microsecond) {
 		f.Owned(func() {

@@ -18,7 +18,6 @@ const (
 	signalAt = 4 << 20 // bytes after which a request is signalled, so that progress is seen
 	headLen  = 8
 	kindData = 1 // a piece of a frame
-	kindBare = 2 // credits alone
 )
 
 // tx is the sending half: operations, the requests that they are made into, and the
@@ -34,9 +33,6 @@ type tx struct {
 
 	ends             [slots]uint32 // acked must have come so far for a slot to be free
 	slotHead, slotAt uint32
-	wordAt           uint32
-	wordEnds         [words]uint32 // likewise, by sqAcked
-	wordUsed         [words]bool
 	credits          int
 	owed             int // credits to return
 }
@@ -237,7 +233,11 @@ func (c *Conn) fill() (n int) {
 		n++
 	}
 	if n < rdma.Chain && t.owed >= slots/2 && (t.sq-t.sqAcked)&mask31 < sendRoom {
-		n = c.fillBare(n)
+		// It takes no credit: the peer has spare slots for two of them, and there are never more, for each
+		// stands for half of the peer's slots.
+		t.owed -= slots / 2
+		b[n] = rdma.Request{ID: c.number31(), Op: rdma.Send}
+		n++
 	}
 	return n
 }
@@ -247,26 +247,6 @@ func (c *Conn) fill() (n int) {
 func (c *Conn) number31() uint64 {
 	c.tx.sq = (c.tx.sq + 1) & mask31
 	return uint64(c.tx.sq)<<32 | uint64(c.tx.posted)
-}
-
-// fillBare adds a message that only returns credits. It takes none: the peer has spare
-// slots for two of them, and there are never more, for each stands for half of the peer's
-// slots.
-func (c *Conn) fillBare(n int) int {
-	t, b := &c.tx, &c.f.batch
-	w := t.wordAt % words
-	if t.wordUsed[w] && int32(t.sqAcked<<1-t.wordEnds[w]<<1) < 0 {
-		return n
-	}
-	at := c.buf.Addr + (2*slots+spare)*slotBytes + uintptr(w)*headLen
-	s := mem.Span{Addr: at, Len: headLen}.Bytes()
-	binary.LittleEndian.PutUint32(s, kindBare<<16|uint32(t.owed))
-	binary.LittleEndian.PutUint32(s[4:], 0)
-	t.owed = 0
-	b[n] = rdma.Request{ID: c.number31(), Op: rdma.Send, From: rdma.Piece{Address: uint64(at), Len: headLen, LKey: c.mr.LKey}}
-	t.wordUsed[w], t.wordEnds[w] = true, t.sq
-	t.wordAt++
-	return n + 1
 }
 
 // sent takes the completion of a request.
