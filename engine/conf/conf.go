@@ -189,46 +189,6 @@ func (s Secret) String() string {
 // Format prints String for every verb.
 func (s Secret) Format(f fmt.State, _ rune) { io.WriteString(f, s.String()) }
 
-// ListenKind says how the address to listen on is found.
-type ListenKind uint8
-
-// The ways. A node turns each into one address of this host.
-const (
-	ListenLoopback  ListenKind = iota // 127.0.0.1, or ::1 if the scheduler is there
-	ListenHost                        // Name is an address or host name of this host
-	ListenInterface                   // Name is an interface of this host
-	ListenRoute                       // the address of this host that routes to the host Name
-)
-
-// Listen is where a node listens, as far as settings can tell.
-type Listen struct {
-	Kind ListenKind
-	Name string
-	Open bool // other hosts can connect, and neither secret nor certificate keeps them out
-}
-
-// Listen says where this node listens. What the user named comes first
-// (DMLC_NODE_HOST, then DMLC_INTERFACE); else the address that routes to a
-// scheduler elsewhere; else loopback. A scheduler follows the same rule: the
-// address that routes to its own address is that address.
-//
-// Open is decided before names are resolved: when ListenHost or ListenRoute
-// turns out to be a loopback address, nothing is open after all.
-func (c *Config) Listen() Listen {
-	open := !c.Secret.IsSet() && !c.TLS
-	switch {
-	case c.Local:
-		return Listen{Kind: ListenLoopback}
-	case c.NodeHost != "":
-		return Listen{ListenHost, c.NodeHost, open && !loopback(c.NodeHost)}
-	case c.Interface != "":
-		return Listen{ListenInterface, c.Interface, open && c.Interface != "lo"}
-	case !loopback(c.SchedulerHost):
-		return Listen{ListenRoute, c.SchedulerHost, open}
-	}
-	return Listen{Kind: ListenLoopback}
-}
-
 // OpenWarning is the text for a node that listens on addr without a secret
 // where other hosts can connect.
 func OpenWarning(addr string) string {
@@ -236,8 +196,8 @@ func OpenWarning(addr string) string {
 		"(set FSERVER_SECRET or FSERVER_SECRET_FILE on all nodes)", addr)
 }
 
-// loopback says whether host is certain to be this host's loopback.
-func loopback(host string) bool {
+// Loopback says whether host is certain to be this host's loopback.
+func Loopback(host string) bool {
 	if a, err := netip.ParseAddr(host); err == nil {
 		return a.Unmap().IsLoopback()
 	}

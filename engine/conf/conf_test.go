@@ -354,12 +354,11 @@ func TestScheduler(t *testing.T) {
 func TestLocal(t *testing.T) {
 	c := good(t, with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=::1")...)
 	require.Equal(t, "[::1]:7000", c.Scheduler())
-	require.Equal(t, Listen{Kind: ListenLoopback}, c.Listen())
 
 	c, w, err := Parse(with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=10.0.0.9", "DMLC_NODE_HOST=10.0.0.9", "DMLC_INTERFACE=eth0"), ways)
 	require.NoError(t, err)
 	require.Equal(t, "127.0.0.1:7000", c.Scheduler())
-	require.Equal(t, Listen{Kind: ListenLoopback}, c.Listen())
+	require.Empty(t, c.NodeHost+c.Interface)
 	require.Equal(t, []Warning{
 		`conf: DMLC_PS_ROOT_URI="10.0.0.9" has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1`,
 		`conf: DMLC_NODE_HOST="10.0.0.9" has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1`,
@@ -367,31 +366,17 @@ func TestLocal(t *testing.T) {
 	}, w)
 }
 
-func TestListen(t *testing.T) {
-	const secret = "FSERVER_SECRET=0123456789abcdef"
-	for _, c := range []struct {
-		settings string
-		want     Listen
-	}{
-		{"", Listen{Kind: ListenLoopback}},
-		{"DMLC_PS_ROOT_URI=localhost", Listen{Kind: ListenLoopback}},
-		{"DMLC_PS_ROOT_URI=127.8.8.8", Listen{Kind: ListenLoopback}},
-		{"DMLC_PS_ROOT_URI=::ffff:127.0.0.1", Listen{Kind: ListenLoopback}},
-		{"DMLC_PS_ROOT_URI=10.0.0.9", Listen{ListenRoute, "10.0.0.9", true}},
-		{"DMLC_PS_ROOT_URI=head", Listen{ListenRoute, "head", true}},
-		{"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=auto", Listen{ListenRoute, "10.0.0.9", true}},
-		{"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=eth0", Listen{ListenInterface, "eth0", true}},
-		{"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=eth0 DMLC_NODE_HOST=10.0.0.8", Listen{ListenHost, "10.0.0.8", true}},
-		{"DMLC_NODE_HOST=::1", Listen{ListenHost, "::1", false}},
-		{"DMLC_INTERFACE=lo", Listen{ListenInterface, "lo", false}},
-		{secret + " DMLC_PS_ROOT_URI=10.0.0.9", Listen{ListenRoute, "10.0.0.9", false}},
-		{secret + " DMLC_PS_ROOT_URI=10.0.0.9 DMLC_NODE_HOST=10.0.0.8", Listen{ListenHost, "10.0.0.8", false}},
-		{secret + " DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=eth0", Listen{ListenInterface, "eth0", false}},
-		{"DMLC_ROLE=scheduler DMLC_PS_ROOT_URI=10.0.0.9", Listen{ListenRoute, "10.0.0.9", true}},
-	} {
-		require.Equal(t, c.want, good(t, with(strings.Fields(c.settings)...)...).Listen(), c.settings)
-	}
+func TestOpenWarning(t *testing.T) {
 	require.Contains(t, OpenWarning("10.0.0.9:7000"), "conf: listening on 10.0.0.9:7000 without a secret")
+}
+
+func TestLoopback(t *testing.T) {
+	for _, host := range []string{"localhost", "LOCALHOST", "127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"} {
+		require.True(t, Loopback(host), host)
+	}
+	for _, host := range []string{"", "10.0.0.9", "head", "fe80::1%eth0", "::", "127.0.0.1:7000"} {
+		require.False(t, Loopback(host), host)
+	}
 }
 
 func TestSecret(t *testing.T) {
@@ -474,7 +459,6 @@ func TestTLS(t *testing.T) {
 	require.Equal(t, keyText, string(c.TLSKey.Text.Bytes()))
 	require.Equal(t, certText, string(c.TLSCA.Text.Bytes()))
 	require.NotContains(t, fmt.Sprintf("%+v", *c), "PRIVATE")
-	require.False(t, good(t, with("FSERVER_TLS=on", "FSERVER_TLS_CERT="+cert, "FSERVER_TLS_KEY="+key, "DMLC_PS_ROOT_URI=10.0.0.9")...).Listen().Open)
 	require.True(t, good(t, with("FSERVER_TLS=on", "FSERVER_SECRET=0123456789abcdef")...).TLS)
 	_, w := warned(t, with("FSERVER_TLS_CERT=/nowhere")...)
 	require.Equal(t, `conf: FSERVER_TLS_CERT="/nowhere" has no effect: FSERVER_TLS is off`, w)
@@ -577,6 +561,5 @@ func FuzzParse(f *testing.F) {
 		if c.InitTimeout <= 0 || c.StopTimeout <= 0 || c.BarrierTimeout <= 0 || c.StallTimeout <= 0 || c.Spin < 0 || c.SchedulerHost == "" || c.Transport == "" {
 			t.Fatalf("out of limits: %+v", *c)
 		}
-		c.Listen()
 	})
 }

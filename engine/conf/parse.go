@@ -245,11 +245,11 @@ func (p *parser) scheduler() {
 		}
 	}
 	switch {
-	case c.Local && c.SchedulerHost != "" && !loopback(c.SchedulerHost):
+	case c.Local && c.SchedulerHost != "" && !Loopback(c.SchedulerHost):
 		p.warn("DMLC_PS_ROOT_URI=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", c.SchedulerHost)
 		c.SchedulerHost = "127.0.0.1"
 	case c.SchedulerHost != "":
-	case c.Local || c.Role == Joint || (c.NodeHost == "" || loopback(c.NodeHost)) && (c.Interface == "" || c.Interface == "lo"):
+	case c.Local || c.Role == Joint || (c.NodeHost == "" || Loopback(c.NodeHost)) && (c.Interface == "" || c.Interface == "lo"):
 		c.SchedulerHost = "127.0.0.1"
 	case p.refused("DMLC_PS_ROOT_URI"):
 	default:
@@ -262,7 +262,7 @@ func (p *parser) network() {
 	if !c.Local {
 		return
 	}
-	if c.NodeHost != "" && !loopback(c.NodeHost) {
+	if c.NodeHost != "" && !Loopback(c.NodeHost) {
 		p.warn("DMLC_NODE_HOST=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", c.NodeHost)
 	}
 	if c.Interface != "" && c.Interface != "lo" {

@@ -133,9 +133,8 @@ func carrier(cfg *conf.Config) string {
 // too.
 func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string) *transport.Env {
 	e := &transport.Env{Config: cfg, Gate: g, Log: log, Named: cfg.Transport != conf.Auto, Refused: refused(log)}
-	listen := cfg.Listen()
-	e.Host, _ = address(listen)
-	if listen.Kind == conf.ListenHost || listen.Kind == conf.ListenInterface {
+	e.Host, _ = address(cfg)
+	if cfg.NodeHost != "" || cfg.Interface != "" {
 		e.Bind = e.Host
 	}
 	if host, _, err := net.SplitHostPort(at); err == nil && cfg.Role == conf.Server {
@@ -177,9 +176,8 @@ func refused(log *zap.Logger) func(string, error) {
 // connections.
 func openBase(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
 	e := environment(cfg, g, log, "")
-	listen := cfg.Listen()
-	host, err := address(listen)
-	if err == nil && cfg.NearGPU && listen.Kind == conf.ListenRoute {
+	host, err := address(cfg)
+	if err == nil && cfg.NearGPU && cfg.NodeHost == "" && !conf.Loopback(host) {
 		host = near(cfg, host, log)
 	}
 	switch {
@@ -197,7 +195,8 @@ func openBase(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fa
 	if err != nil {
 		return nil, err
 	}
-	if at := location(f.Addr()); at != "" && listen.Open && !isLoopback(at) {
+	at := location(f.Addr())
+	if h, _, _ := net.SplitHostPort(at); h != "" && !cfg.Secret.IsSet() && !cfg.TLS && !conf.Loopback(h) {
 		log.Warn(conf.OpenWarning(at))
 	}
 	return f, nil

@@ -101,7 +101,7 @@ func DescribeHost(settings []string) ([]byte, error) {
 	if err != nil {
 		cfg = &conf.Config{}
 	} else {
-		if d.Listen, err = address(cfg.Listen()); err != nil {
+		if d.Listen, err = address(cfg); err != nil {
 			d.NoAddr = err.Error()
 		}
 		if cfg.Backend == conf.GPU || named(cfg).GPU {

@@ -189,12 +189,15 @@ func TestProbeOfAStranger(t *testing.T) {
 func TestAutomaticInterface(t *testing.T) {
 	cfg, _, err := conf.Parse([]string{"DMLC_ROLE=server", "DMLC_PS_ROOT_PORT=7000", "DMLC_INTERFACE=auto"}, all.Ways())
 	require.NoError(t, err)
-	require.Equal(t, conf.ListenLoopback, cfg.Listen().Kind)
-	route, err := address(conf.Listen{Kind: conf.ListenRoute, Name: "192.0.2.1"})
+	at, err := address(cfg)
+	require.NoError(t, err)
+	require.Equal(t, "127.0.0.1", at)
+	cfg.SchedulerHost = "192.0.2.1"
+	route, err := address(cfg)
 	if err != nil {
 		t.Skipf("this host has no route to another one: %v", err)
 	}
-	at := near(cfg, route, logger(cfg))
+	at = near(cfg, route, logger(cfg))
 	l, err := net.Listen("tcp", net.JoinHostPort(at, "0"))
 	require.NoError(t, err, "an address of this host")
 	require.NoError(t, l.Close())

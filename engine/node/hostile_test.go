@@ -216,31 +216,33 @@ func TestTLSMesh(t *testing.T) {
 	plain.stop()
 }
 
+// certified is the settings of a node with a certificate of its own and no secret.
+func certified(t *testing.T) []string {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	c := &x509.Certificate{SerialNumber: big.NewInt(1), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour)}
+	der, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
+	require.NoError(t, err)
+	secret, err := x509.MarshalPKCS8PrivateKey(key)
+	require.NoError(t, err)
+	dir := t.TempDir()
+	for name, block := range map[string]*pem.Block{
+		"cert": {Type: "CERTIFICATE", Bytes: der}, "key": {Type: "PRIVATE KEY", Bytes: secret},
+	} {
+		require.NoError(t, os.WriteFile(dir+"/"+name, pem.EncodeToMemory(block), 0o600))
+	}
+	return []string{"FSERVER_TRANSPORT=tcp", "FSERVER_TLS=on", "FSERVER_TLS_CERT=" + dir + "/cert", "FSERVER_TLS_KEY=" + dir + "/key"}
+}
+
 // TestTLSWithCertificates brings a cluster up with a certificate that its nodes share, and
 // no secret, and lets nobody in with another one.
 func TestTLSWithCertificates(t *testing.T) {
-	made := func() []string {
-		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-		require.NoError(t, err)
-		c := &x509.Certificate{SerialNumber: big.NewInt(1), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour)}
-		der, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
-		require.NoError(t, err)
-		secret, err := x509.MarshalPKCS8PrivateKey(key)
-		require.NoError(t, err)
-		dir := t.TempDir()
-		for name, block := range map[string]*pem.Block{
-			"cert": {Type: "CERTIFICATE", Bytes: der}, "key": {Type: "PRIVATE KEY", Bytes: secret},
-		} {
-			require.NoError(t, os.WriteFile(dir+"/"+name, pem.EncodeToMemory(block), 0o600))
-		}
-		return []string{"FSERVER_TRANSPORT=tcp", "FSERVER_TLS=on", "FSERVER_TLS_CERT=" + dir + "/cert", "FSERVER_TLS_KEY=" + dir + "/key"}
-	}
-	way := made()
+	way := certified(t)
 	oneToOne(t, way...)
 
 	m := newMesh(t, openFabrics, shape{1, 1, 1}, way...)
 	_, port := splitPort(t, m.scheduler.Info().Address)
-	n, err := Open(shape{1, 1, 1}.settings("worker", 0, 0, port, made()...), m.buffers)
+	n, err := Open(shape{1, 1, 1}.settings("worker", 0, 0, port, certified(t)...), m.buffers)
 	require.NoError(t, err)
 	err = n.WaitReady(20 * time.Second)
 	require.ErrorContains(t, err, "certificate")

@@ -1,0 +1,102 @@
+package node
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
+	"fserver/engine/conf"
+	"fserver/engine/topo"
+	"fserver/engine/transport/all"
+)
+
+func settingsOf(t *testing.T, settings string) *conf.Config {
+	t.Helper()
+	base := []string{"DMLC_ROLE=server", "DMLC_PS_ROOT_PORT=7000"}
+	cfg, _, err := conf.Parse(append(base, strings.Fields(settings)...), all.Ways())
+	require.NoError(t, err, settings)
+	return cfg
+}
+
+// TestAddress: what is named comes first, then the route to a scheduler elsewhere, then loopback.
+func TestAddress(t *testing.T) {
+	for settings, want := range map[string]string{
+		"":                                  "127.0.0.1",
+		"DMLC_INTERFACE=auto":               "127.0.0.1",
+		"DMLC_PS_ROOT_URI=localhost":        "127.0.0.1",
+		"DMLC_PS_ROOT_URI=127.8.8.8":        "127.0.0.1",
+		"DMLC_PS_ROOT_URI=::ffff:127.0.0.1": "127.0.0.1",
+		"DMLC_PS_ROOT_URI=::1":              "127.0.0.1",
+		"DMLC_NODE_HOST=::1":                "::1",
+		"DMLC_INTERFACE=lo":                 "127.0.0.1",
+		"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=lo":                                        "127.0.0.1",
+		"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=lo DMLC_NODE_HOST=10.0.0.8":                "10.0.0.8",
+		"DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=auto DMLC_NODE_HOST=10.0.0.8":              "10.0.0.8",
+		"DMLC_LOCAL=1 DMLC_PS_ROOT_URI=10.0.0.9 DMLC_NODE_HOST=10.0.0.8 DMLC_INTERFACE=eth9": "127.0.0.1",
+	} {
+		got, err := address(settingsOf(t, settings))
+		require.NoError(t, err, settings)
+		require.Equal(t, want, got, settings)
+	}
+	_, err := address(settingsOf(t, "DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE=eth9"))
+	require.ErrorContains(t, err, "node: DMLC_INTERFACE=eth9: no such network interface (this host has ")
+	_, err = address(settingsOf(t, "DMLC_PS_ROOT_URI=nobody.invalid DMLC_ROLE=scheduler"))
+	require.ErrorContains(t, err, "node: no route to the scheduler's host nobody.invalid: ")
+	for name, list := range addressesHere(t) {
+		for _, at := range list { // the way to itself, and by the name of its interface
+			got, err := address(settingsOf(t, "DMLC_PS_ROOT_URI="+at))
+			require.NoError(t, err)
+			require.Equal(t, at, got)
+		}
+		got, err := address(settingsOf(t, "DMLC_PS_ROOT_URI=10.0.0.9 DMLC_INTERFACE="+name))
+		require.NoError(t, err)
+		require.Contains(t, list, got)
+	}
+}
+
+// addressesHere is the addresses of this host that others can use, by interface.
+func addressesHere(t *testing.T) map[string][]string {
+	found, err := topo.Local().Addresses()
+	require.NoError(t, err)
+	here := map[string][]string{}
+	for name, list := range found {
+		for _, p := range list {
+			if a := p.Addr(); !a.IsLoopback() && !a.IsLinkLocalUnicast() {
+				here[name] = append(here[name], a.String())
+			}
+		}
+	}
+	return here
+}
+
+// TestOpenIsTold: a node warns where other hosts can connect and neither secret nor certificate keeps
+// them out.
+func TestOpenIsTold(t *testing.T) {
+	told := func(settings string) bool {
+		core, logs := observer.New(zapcore.WarnLevel)
+		cfg := settingsOf(t, settings)
+		f, err := openBase(cfg, newGate(cfg), zap.New(core))
+		require.NoError(t, err, settings)
+		require.NoError(t, f.Close())
+		if logs.Len() > 0 {
+			require.Contains(t, logs.All()[0].Message, "without a secret")
+		}
+		return logs.Len() > 0
+	}
+	for _, closed := range []string{"", "DMLC_NODE_HOST=localhost", "DMLC_NODE_HOST=127.0.0.1", "DMLC_INTERFACE=lo"} {
+		require.False(t, told(closed), closed)
+	}
+	for name, list := range addressesHere(t) {
+		for _, open := range []string{"DMLC_NODE_HOST=" + list[0], "DMLC_INTERFACE=" + name, ""} {
+			open += " DMLC_PS_ROOT_URI=" + list[0]
+			require.True(t, told(open), open)
+			require.False(t, told(open+" FSERVER_SECRET=0123456789abcdef"), open)
+			require.False(t, told(open+" FSERVER_SECRET=0123456789abcdef FSERVER_TLS=on"), open)
+			require.False(t, told(open+" "+strings.Join(certified(t), " ")), open)
+		}
+	}
+}
