@@ -15,7 +15,6 @@ type Limits struct {
 	Processes    int64 `json:"user_processes"`
 	SharedMemory int64 `json:"dev_shm_bytes"` // size of /dev/shm
 	SharedFree   int64 `json:"dev_shm_free_bytes"`
-	Memfd        bool  `json:"memfd"`
 	PtraceScope  int   `json:"ptrace_scope"`
 }
 
@@ -36,10 +35,6 @@ func (s System) Limits() Limits {
 	if unix.Statfs(r.root+"/dev/shm", &shm) == nil {
 		l.SharedMemory = int64(shm.Blocks) * shm.Bsize
 		l.SharedFree = int64(shm.Bavail) * shm.Bsize
-	}
-	if fd, err := unix.MemfdCreate("fserver", unix.MFD_CLOEXEC); err == nil {
-		l.Memfd = unix.Ftruncate(fd, 4096) == nil
-		unix.Close(fd)
 	}
 	return l
 }

@@ -105,10 +105,10 @@ func distance(a, b place, nodes int) Distance {
 func (h *Host) Distance(g *GPU, n *NIC) Distance {
 	nearest := Unknown
 	for _, at := range n.at {
-		nearest = min(nearest, distance(g.at, at, len(h.NUMA)))
+		nearest = min(nearest, distance(g.at, at, h.NUMA))
 	}
 	return nearest
 }
 
 // Between is how far two GPUs are from each other over PCIe.
-func (h *Host) Between(a, b *GPU) Distance { return distance(a.at, b.at, len(h.NUMA)) }
+func (h *Host) Between(a, b *GPU) Distance { return distance(a.at, b.at, h.NUMA) }

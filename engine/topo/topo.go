@@ -28,7 +28,7 @@ type Host struct {
 	Driver Driver       `json:"gpu_driver"`
 	NICs   []NIC        `json:"nics"`
 	RDMA   []RDMADevice `json:"rdma"`
-	NUMA   []NUMANode   `json:"numa"`
+	NUMA   int          `json:"numa"` // nodes
 	Cores  Cores        `json:"cores"`
 	Notes  []string     `json:"notes"` // what could not be read, or is odd
 }
@@ -60,14 +60,6 @@ type Driver struct {
 	Missing string `json:"reason"` // why it could not be asked; empty: it was
 }
 
-// NUMANode is a part of the host with memory of its own.
-type NUMANode struct {
-	ID     int    `json:"id"`
-	Cores  []int  `json:"-"`
-	List   string `json:"cores"` // "0-23,48-71"
-	Memory uint64 `json:"memory_bytes"`
-}
-
 // System is where Read looks; Local is this host.
 type System struct {
 	Root      string // of the file system
@@ -85,7 +77,8 @@ func Local() System {
 // to start first, seconds.
 func (s System) Read() *Host {
 	r := s.reader()
-	h := &Host{NUMA: r.numa()}
+	nodes, _ := filepath.Glob(r.root + "/sys/devices/system/node/node[0-9]*") // the pattern is good
+	h := &Host{NUMA: len(nodes)}
 	h.GPUs, h.Driver = s.GPUs()
 	for i := range h.GPUs {
 		g := &h.GPUs[i]
@@ -154,30 +147,6 @@ func (r *reader) unserved(h *Host) {
 			r.note("the NVIDIA GPU at %s has no driver here: install the NVIDIA driver, or make it visible in this container", name)
 		}
 	}
-}
-
-func (r *reader) numa() []NUMANode {
-	nodes := []NUMANode{}
-	for _, name := range r.list("/sys/devices/system/node") {
-		id, err := strconv.Atoi(strings.TrimPrefix(name, "node"))
-		if err != nil || !strings.HasPrefix(name, "node") {
-			continue
-		}
-		dir := "/sys/devices/system/node/" + name
-		n := NUMANode{ID: id}
-		n.List, _ = r.text(dir + "/cpulist")
-		n.Cores = r.cpus(dir+"/cpulist", n.List)
-		info, _ := r.text(dir + "/meminfo")
-		if _, rest, ok := strings.Cut(info, "MemTotal:"); ok {
-			if f := strings.Fields(rest); len(f) > 0 {
-				kib, _ := strconv.ParseUint(f[0], 10, 50)
-				n.Memory = kib << 10
-			}
-		}
-		nodes = append(nodes, n)
-	}
-	slices.SortFunc(nodes, func(a, b NUMANode) int { return a.ID - b.ID })
-	return nodes
 }
 
 // reader reads files of a System and notes what is wrong with them.

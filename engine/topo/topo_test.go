@@ -19,9 +19,7 @@ func TestEightGPUsEightNICs(t *testing.T) {
 	require.Empty(t, h.Notes)
 	require.Len(t, h.GPUs, 8)
 	require.Len(t, h.RDMA, 8)
-	require.Len(t, h.NUMA, 2)
-	require.Equal(t, "48-95,144-191", h.NUMA[1].List)
-	require.Equal(t, uint64(1032)<<30, h.NUMA[1].Memory)
+	require.Equal(t, 2, h.NUMA)
 	require.Equal(t, Cores{Online: 192, Allowed: h.Cores.Allowed, Free: 192}, h.Cores)
 
 	for i := range h.GPUs {
@@ -127,11 +125,15 @@ func TestLaptop(t *testing.T) {
 	require.Zero(t, h.Cores.Quota)
 }
 
+func TestNoListOfCores(t *testing.T) {
+	r := &reader{}
+	require.Empty(t, r.cpus("/sys/devices/system/cpu/online", "zero to seven"))
+	require.Equal(t, []string{`topo: /sys/devices/system/cpu/online holds "zero to seven", not a list of cores`}, r.notes)
+}
+
 func TestContainer(t *testing.T) {
 	h := recorded(t, "container").Read()
 	require.ElementsMatch(t, []string{
-		`topo: /sys/devices/system/node/node0/cpulist holds "zero to seven", not a list of cores`,
-		"topo: read /sys/devices/system/node/node0/meminfo: is a directory",
 		"topo: read /sys/class/infiniband/mlx5_3/ports/1/link_layer: is a directory",
 	}, h.Notes)
 	require.Equal(t, "veth", h.nicNamed(t, "eth0").Kind)

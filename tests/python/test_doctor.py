@@ -183,7 +183,7 @@ def recorded(gpus: int) -> dict:
         "limits": {
             "locked_memory_bytes": 65536, "open_files": 256, "open_files_hard": -1,
             "user_processes": -1, "dev_shm_bytes": 64 << 20, "dev_shm_free_bytes": 0,
-            "ptrace_scope": 3, "memfd": True,
+            "ptrace_scope": 3,
         },
         "cores": {"free": 1, "online": 64, "allowed": [0, 1], "quota": 1.5, "limit": "cpu.max"},
         "clock": {"source": "hpet", "resolution_ns": 1},
