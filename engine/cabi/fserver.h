@@ -366,8 +366,8 @@ int fs_settings(const char *const *settings, size_t n, char *buf, size_t cap,
                 size_t *need);
 
 // JSON about this host: GPUs, interfaces, RDMA devices and how far they are
-// from each other, cores, limits, clock, versions, and what a node with the n
-// settings would make of it. May take seconds where a GPU driver starts.
+// from each other, cores, versions, and what a node with the n settings would
+// make of it. May take seconds where a GPU driver starts.
 int fs_host(const char *const *settings, size_t n, char *buf, size_t cap,
             size_t *need);
 

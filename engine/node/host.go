@@ -39,18 +39,14 @@ func choose(h *topo.Host, cfg *conf.Config, route string) topo.Choice {
 // hostDescription is the JSON of DescribeHost.
 type hostDescription struct {
 	*topo.Host
-	GPUNIC  [][]topo.Distance `json:"gpu_nic"` // distance of each GPU from each NIC
-	GPUGPU  [][]gpuPath       `json:"gpu_gpu"`
-	Auto    topo.Choice       `json:"auto"` // what DMLC_INTERFACE=auto comes to
-	Listen  string            `json:"listen"`
-	NoAddr  string            `json:"listen_error"`
-	NoGPU   string            `json:"gpu_error"` // of settings that demand one
-	Limits  topo.Limits       `json:"limits"`
-	Clock   topo.Clock        `json:"clock"`
-	Kernel  string            `json:"kernel"`
-	Modules map[string]string `json:"modules"`
-	Engine  map[string]any    `json:"engine"`
-	Ways    []foundWay        `json:"transports"`
+	GPUNIC [][]topo.Distance `json:"gpu_nic"` // distance of each GPU from each NIC
+	GPUGPU [][]gpuPath       `json:"gpu_gpu"`
+	Auto   topo.Choice       `json:"auto"` // what DMLC_INTERFACE=auto comes to
+	Listen string            `json:"listen"`
+	NoAddr string            `json:"listen_error"`
+	NoGPU  string            `json:"gpu_error"` // of settings that demand one
+	Engine map[string]any    `json:"engine"`
+	Ways   []foundWay        `json:"transports"`
 }
 
 type gpuPath struct {
@@ -67,12 +63,8 @@ type foundWay struct {
 // DescribeHost gives JSON about this host: what topo finds, and what a node
 // with these settings would make of it. Settings that are wrong count as none.
 func DescribeHost(settings []string) ([]byte, error) {
-	s := topo.Local()
-	h := s.Read()
-	d := hostDescription{
-		Host: h, GPUNIC: [][]topo.Distance{}, GPUGPU: [][]gpuPath{},
-		Limits: s.Limits(), Clock: s.Clock(), Kernel: topo.Kernel(), Modules: s.Modules(),
-	}
+	h := topo.Local().Read()
+	d := hostDescription{Host: h, GPUNIC: [][]topo.Distance{}, GPUGPU: [][]gpuPath{}}
 	var names []string
 	for _, w := range all.Drivers() {
 		names = append(names, w.Name)

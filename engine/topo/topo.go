@@ -1,6 +1,6 @@
 // Package topo finds out what a host has: GPUs and their links, network
-// interfaces and their RDMA devices, how far these are from each other, the
-// cores that are free to this process, and its limits.
+// interfaces and their RDMA devices, how far these are from each other, and the
+// cores that are free to this process.
 //
 // Nothing here fails: what cannot be read is left out, and Host.Notes says so.
 package topo

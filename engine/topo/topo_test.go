@@ -236,10 +236,6 @@ func TestThisHost(t *testing.T) {
 	if len(h.GPUs) == 0 {
 		require.NotEmpty(t, h.Driver.Missing)
 	}
-	require.Positive(t, s.Clock().Resolution)
-	require.Positive(t, s.Limits().OpenFiles)
-	require.Contains(t, Kernel(), "Linux ")
-	require.NotNil(t, s.Modules())
 }
 
 func TestPin(t *testing.T) {

@@ -5,8 +5,10 @@ import json
 import mmap
 import os
 import platform
+import resource
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +22,15 @@ MIB = 1 << 20
 TRANSPORTS = "Transports"
 SHARED_MEMORY = "shared memory"
 
+MODULES = (
+    "nvidia", "nvidia_peermem", "gdrdrv", "mlx5_core", "mlx5_ib", "ib_core", "irdma", "efa",
+    "rdma_rxe", "siw",
+)  # fmt: skip
+
 
 def engine(report: Report, values: dict[str, str]) -> dict | None:
-    """Reports the versions of all parts. Returns what the engine has found on this host, or None if
-    the engine cannot be loaded."""
+    """Reports the versions of all parts. Returns what the engine and the kernel say of this host,
+    or None if the engine cannot be loaded."""
     title = "Versions"
     try:
         extension = _loader.load()
@@ -33,7 +40,7 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
         remedy = remedy.rstrip(")") if text else "run `make af`"
         report.add(title, Check("engine", "no", text or str(e), remedy, fatal=True))
         return None
-    found = json.loads(extension.host([f"{n}={v}" for n, v in values.items()]))
+    found = json.loads(extension.host([f"{n}={v}" for n, v in values.items()])) | kernel()
     report.data["host"] = found
     about = found["engine"]
     report.add(
@@ -47,6 +54,45 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
             title, Check("topology", "note", note, "" if "NVIDIA GPU at" in note else remedy)
         )
     return found
+
+
+def kernel(root: str = "/") -> dict:
+    """Returns limits, clock, name and modules of the kernel, for this process. A limit of -1 is
+    none; so is a ptrace scope of -1, where the kernel has no Yama. root is for tests."""
+
+    def text(name: str, otherwise: str = "") -> str:
+        try:
+            return Path(root, name).read_text().strip()
+        except OSError:
+            return otherwise
+
+    open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        shm = os.statvfs(Path(root, "dev/shm"))
+        total, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+    except OSError:
+        total = free = 0
+    source = text("sys/devices/system/clocksource/clocksource0/current_clocksource")
+    modules = {name: Path("sys/module", name) for name in MODULES}
+    return {
+        "limits": {
+            "locked_memory_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+            "open_files": open_files,
+            "open_files_hard": most,
+            "user_processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
+            "dev_shm_bytes": total,
+            "dev_shm_free_bytes": free,
+            "ptrace_scope": int(text("proc/sys/kernel/yama/ptrace_scope", "-1")),
+        },
+        "clock": {
+            "source": source,
+            "resolution_ns": round(time.clock_getres(time.CLOCK_MONOTONIC) * 1e9),
+        },
+        "kernel": f"{platform.system()} {platform.release()}",
+        "modules": {
+            name: text(f"{at}/version") for name, at in modules.items() if Path(root, at).exists()
+        },
+    }
 
 
 def _versions(file: str | None) -> Iterator[Check]:

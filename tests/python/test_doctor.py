@@ -219,6 +219,29 @@ def test_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.status == 0, "the host of nobody's cluster has nothing to fail"
 
 
+def test_kernel(tmp_path: Path) -> None:
+    bare = host.kernel(str(tmp_path))
+    assert bare["limits"]["ptrace_scope"] == -1 and bare["limits"]["dev_shm_bytes"] == 0
+    assert bare["clock"]["source"] == "" and bare["clock"]["resolution_ns"] > 0
+    assert bare["modules"] == {} and bare["kernel"].startswith("Linux ")
+    for name, text in {
+        "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc",
+        "proc/sys/kernel/yama/ptrace_scope": "2",
+        "sys/module/nvidia/version": "570.86.15",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "sys/module/mlx5_ib").mkdir()
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    found = host.kernel(str(tmp_path))
+    assert found["clock"]["source"] == "tsc"
+    assert found["modules"] == {"nvidia": "570.86.15", "mlx5_ib": ""}
+    limits = found["limits"]
+    assert limits["ptrace_scope"] == 2
+    assert limits["dev_shm_bytes"] >= limits["dev_shm_free_bytes"] > 0
+    assert limits["open_files"] > 0
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_gpu_driver(tmp_path: Path, old: bool) -> None:
     """The engine binds the driver's functions when it calls them, and asks for them before."""
