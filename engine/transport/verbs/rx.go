@@ -58,7 +58,7 @@ func (c *Conn) received(w *rdma.Completion) {
 	}
 	slot, n := uint32(w.ID), int(w.Len)
 	b := c.recv(slot).Bytes()
-	credits := c.peer.slots / 2
+	credits := int(c.peer.Slots) / 2
 	if n > 0 {
 		if n < headLen || n > slotBytes {
 			c.end(fmt.Errorf("the peer sent a message of %d bytes: want none, or %d to %d", n, headLen, slotBytes))
@@ -67,7 +67,7 @@ func (c *Conn) received(w *rdma.Completion) {
 		credits = int(binary.LittleEndian.Uint16(b))
 	}
 	c.tx.credits += credits
-	if c.tx.credits > c.peer.slots {
+	if c.tx.credits > int(c.peer.Slots) {
 		c.end(fmt.Errorf("the peer returned more credits than it was sent frames"))
 		return
 	}

@@ -18,34 +18,22 @@ import (
 // tells of it; the dialer joins its own, writes nothing over it and, when the listener's NIC
 // has acknowledged that, says so with an empty message. From then on both send.
 
-// A place is what a peer is told of a queue pair.
+// A place is what a peer is told of a queue pair, in this order and little-endian.
 type place struct {
-	gid     [16]byte
-	qp, psn uint32
-	mtu     int32
-	lid     int32
-	slots   int // that are posted for frames
-	slot    int // bytes of each
-}
-
-const placeLen = 16 + 4*6
-
-func (p *place) encode() []byte {
-	b := append([]byte(nil), p.gid[:]...)
-	for _, v := range []uint32{p.qp, p.psn, uint32(p.mtu), uint32(p.lid), uint32(p.slots), uint32(p.slot)} {
-		b = binary.LittleEndian.AppendUint32(b, v)
-	}
-	return b
+	GID     [16]byte
+	QP, PSN uint32
+	MTU     uint32
+	LID     uint32
+	Slots   uint32 // that are posted for frames
+	Slot    uint32 // bytes of each
 }
 
 func parsePlace(b []byte) (p place, err error) {
-	if len(b) != placeLen {
-		return p, fmt.Errorf("the peer told of its queue pair in %d bytes, want %d", len(b), placeLen)
+	if n := binary.Size(p); len(b) != n {
+		return p, fmt.Errorf("the peer told of its queue pair in %d bytes, want %d", len(b), n)
 	}
-	copy(p.gid[:], b)
-	v := func(i int) uint32 { return binary.LittleEndian.Uint32(b[16+4*i:]) }
-	p.qp, p.psn, p.mtu, p.lid, p.slots, p.slot = v(0), v(1), int32(v(2)), int32(v(3)), int(v(4)), int(v(5))
-	if p.qp >= 1<<24 || p.psn >= 1<<24 || p.mtu < 256 || p.slots < 2 || p.slots > 1<<15 || p.slot < slotBytes {
+	_, _ = binary.Decode(b, binary.LittleEndian, &p) // it fits
+	if p.QP >= 1<<24 || p.PSN >= 1<<24 || p.MTU < 256 || p.Slots < 2 || p.Slots > 1<<15 || p.Slot < slotBytes {
 		return p, fmt.Errorf("the peer's queue pair is %+v, which cannot be", p)
 	}
 	return p, nil
@@ -123,7 +111,7 @@ func (c *Conn) meet() error {
 	if c.peer, err = parsePlace(m); err != nil {
 		return err
 	}
-	c.tx.credits = c.peer.slots
+	c.tx.credits = int(c.peer.Slots)
 	if err = c.join(c.peer); err == nil {
 		c.f.Owned(func() { c.f.byQP[c.number] = c })
 	}
@@ -132,7 +120,7 @@ func (c *Conn) meet() error {
 	}
 	if err != nil {
 		return fmt.Errorf("no path from GID %v of %s to GID %v of the peer: %w (check that both are in one network, and that its switches and firewalls let RoCE pass, UDP port 4791; FSERVER_RDMA_DEVICE names another device)",
-			c.f.gid, c.f.Name(), rdma.GID{Raw: c.peer.gid}, err)
+			c.f.gid, c.f.Name(), rdma.GID{Raw: c.peer.GID}, err)
 	}
 	if s.Dialer {
 		return s.Tell(nil)
@@ -180,8 +168,9 @@ func (c *Conn) greet() (err error) {
 
 // tell tells the peer of the queue pair.
 func (c *Conn) tell() error {
-	p := place{c.f.gid.Raw, c.qp.Number, c.psn, c.f.port.MTU, c.f.port.LID, slots, slotBytes}
-	return c.session.Tell(p.encode())
+	p := place{c.f.gid.Raw, c.qp.Number, c.psn, uint32(c.f.port.MTU), uint32(c.f.port.LID), slots, slotBytes}
+	b, _ := binary.Append(nil, binary.LittleEndian, p) // its size is fixed
+	return c.session.Tell(b)
 }
 
 // make acquires what destroy gives back, also after an error.
@@ -218,8 +207,8 @@ func (c *Conn) join(p place) error {
 		return err
 	}
 	return c.qp.Connect(rdma.Path{
-		GID: p.gid, QP: p.qp, PSN: p.psn, OwnPSN: c.psn, LID: p.lid, GIDIndex: c.f.gid.Index,
-		MTU: min(p.mtu, c.f.port.MTU), Global: c.f.port.Ethernet,
+		GID: p.GID, QP: p.QP, PSN: p.PSN, OwnPSN: c.psn, LID: int32(p.LID), GIDIndex: c.f.gid.Index,
+		MTU: int32(min(p.MTU, uint32(c.f.port.MTU))), Global: c.f.port.Ethernet,
 		Timeout: 16, Retries: 6, NotReady: 7,
 	})
 }
