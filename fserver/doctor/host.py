@@ -282,7 +282,12 @@ def limits(report: Report, found: dict) -> None:
     low = rdma and 0 <= locked < 1 << 30
     report.add(
         title,
-        _limit("locked memory", size(locked), low, "raise it for RDMA: ulimit -l unlimited"),
+        _limit(
+            "locked memory",
+            size(locked),
+            low,
+            "raise it, because RDMA locks all memory that travels: ulimit -l unlimited",
+        ),
         _limit(
             "open files",
             f"{_count(values['open_files'])} (up to {_count(values['open_files_hard'])})",

@@ -4,8 +4,6 @@ import (
 	"fmt"
 	"strings"
 
-	"golang.org/x/sys/unix"
-
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/transport"
 )
@@ -28,13 +26,6 @@ func probe() []transport.Finding {
 	var all []transport.Finding
 	for _, n := range names {
 		all = append(all, inspect(n))
-	}
-	var l unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err == nil && l.Cur < 1<<30 {
-		all = append(all, transport.Finding{
-			What: "locked memory", State: transport.Note, Text: fmt.Sprintf("the limit is %d KiB, and all memory that travels is locked", l.Cur>>10),
-			Remedy: "raise it: ulimit -l unlimited",
-		})
 	}
 	return all
 }
