@@ -77,10 +77,8 @@ PyObject *Server::get_batch(PyObject *timeout_ms, PyObject *at_least,
     Array<uint64_t, 512> buf(room);
     size_t need = 0;
     int rc = in_slices(deadline, [&](int64_t slice, uint32_t flags) {
-      return channel ? fs_channel_take(id_, channel, buf.data(), room, &need,
-                                       slice, flags)
-                     : fs_get_batch(id_, least, buf.data(), room, &need, slice,
-                                    flags);
+      return fs_get_batch(id_, channel, least, buf.data(), room, &need, slice,
+                          flags);
     });
     if (rc == -EAGAIN)
       return PyList_New(0);
@@ -241,9 +239,8 @@ void Server::respond(PyObject *tensors, PyObject *handler, bool need_event) {
       captured = true;
       return 0;
     }
-    return behind ? fs_respond_on(id_, stream, &h, &n, 1, t.data(), &ticket,
-                                  &answered)
-                  : fs_respond(id_, &h, &n, 1, t.data(), &ticket, &answered);
+    return fs_respond(id_, behind ? &stream : nullptr, &h, &n, 1, t.data(),
+                      &ticket, &answered);
   };
   check("respond", may_block(bytes) ? unlocked(send) : send());
   if (captured)
@@ -327,10 +324,8 @@ void Server::respond_vec(PyObject *ret_buffer, PyObject *tensors_vec,
       captured = true;
       return 0;
     }
-    return on_gpu ? fs_respond_on(id_, stream, h.data(), counts.data(), n,
-                                  t.data(), tickets.data(), &answered)
-                  : fs_respond(id_, h.data(), counts.data(), n, t.data(),
-                               tickets.data(), &answered);
+    return fs_respond(id_, on_gpu ? &stream : nullptr, h.data(), counts.data(),
+                      n, t.data(), tickets.data(), &answered);
   };
   int rc = may_block(whole.bytes) ? unlocked(send) : send();
   if (captured)

@@ -164,12 +164,8 @@ uint64_t Worker::push_pull(PyObject *push_tensors, PyObject *push_keys,
       captured = true;
       return 0;
     }
-    if (channel)
-      return fs_channel_push_pull(id_, channel, t.data(), np, t.data() + np, nq,
-                                  &ticket);
-    return behind ? fs_push_pull_on(id_, stream, t.data(), np, t.data() + np,
-                                    nq, &ticket)
-                  : fs_push_pull(id_, t.data(), np, t.data() + np, nq, &ticket);
+    return fs_push_pull(id_, channel, behind && !channel ? &stream : nullptr,
+                        t.data(), np, t.data() + np, nq, &ticket);
   };
   check("push_pull", may_block(bytes) ? unlocked(send) : send());
   if (captured)

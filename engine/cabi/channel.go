@@ -53,23 +53,6 @@ func fs_channel_state(h C.fs_node, channel C.fs_channel, ticket C.fs_ticket) C.i
 	return on(h, func(nd *node.Node) error { return nd.ChannelState(uint64(channel), uint64(ticket)) })
 }
 
-//export fs_channel_push_pull
-func fs_channel_push_pull(h C.fs_node, channel C.fs_channel, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) C.int {
-	return on(h, func(nd *node.Node) error {
-		submit := func(t *node.Ticket) error { return nd.PushPullOn(uint64(channel), t) }
-		return issue(nd, nd.BeginPushPull, nil, tensors(push, np), tensors(pull, nq), out, submit)
-	})
-}
-
-//export fs_channel_take
-func fs_channel_take(h C.fs_node, channel C.fs_channel, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) C.int {
-	return on(h, func(nd *node.Node) error {
-		return take(buf, room, need, func(s *sink) error {
-			return nd.TakeOn(uint64(channel), s, time.Duration(slice), flags&C.FS_NOSPIN == 0)
-		})
-	})
-}
-
 //export fs_channel_close
 func fs_channel_close(h C.fs_node, channel C.fs_channel, why *C.char, bytes C.size_t, slice C.int64_t) C.int {
 	return on(h, func(nd *node.Node) error {

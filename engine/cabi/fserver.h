@@ -39,9 +39,10 @@ extern "C" {
 
 #define FS_ABI 11
 
-typedef uint64_t fs_node;   // one worker, server or scheduler
-typedef uint64_t fs_shared; // memory of fs_shared_alloc
-typedef uint64_t fs_ticket; // one push_pull or one answer; they grow
+typedef uint64_t fs_node;    // one worker, server or scheduler
+typedef uint64_t fs_shared;  // memory of fs_shared_alloc
+typedef uint64_t fs_ticket;  // one push_pull or one answer; they grow
+typedef uint64_t fs_channel; // of one node; a handle is never used twice
 
 enum { FS_ROLE_SCHEDULER = 0, FS_ROLE_WORKER = 1, FS_ROLE_SERVER = 2 };
 
@@ -124,15 +125,16 @@ int fs_get_info(fs_node node, fs_info *out);
 // words[ticket & mask] == ticket << 2 | 1 (done) or | 2 (failed). | 3 means
 // failed, so that fs_wait gives the error, while another peer may still write
 // to the memory; | 0 under way. Other upper bits: forgotten, ended before.
-int fs_push_pull(fs_node node, const fs_tensor *push, size_t np,
-                 const fs_tensor *pull, size_t nq, fs_ticket *out);
-
-// fs_push_pull, and the pushed tensors are read when what is queued so far on a
-// stream of the node's GPU (a CUstream, 0: the default one) has run. The stream
-// must not be under capture. It does not wait for that.
-int fs_push_pull_on(fs_node node, uint64_t stream, const fs_tensor *push,
-                    size_t np, const fs_tensor *pull, size_t nq,
-                    fs_ticket *out);
+//
+// With a channel (0: none), fs_get_batch takes the requests on that channel. The keys
+// must be the channel's own, and stream must be NULL.
+//
+// With *stream (NULL: none), the pushed tensors are read when what is queued so far on
+// that stream of the node's GPU (a CUstream, 0: the default one) has run. The stream
+// must not be under capture. The call does not wait for it.
+int fs_push_pull(fs_node node, fs_channel channel, const uint64_t *stream,
+                 const fs_tensor *push, size_t np, const fs_tensor *pull,
+                 size_t nq, fs_ticket *out);
 
 #define FS_NOSPIN 1u // goes on with a wait whose slice was over: no spinning
 
@@ -164,8 +166,8 @@ typedef struct fs_pending {
 int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out);
 
 // Server: takes one request of each worker group of the rail; with least above 0,
-// of each that has one, when at least so many have. Waits at most slice_ns (then
-// -EAGAIN). Fills buf, an array of cap 64-bit words:
+// of each that has one, when at least so many have. With a channel (0: none), it takes
+// the requests on that, and least must be 0. Waits at most slice_ns (then -EAGAIN). Fills buf, an array of cap 64-bit words:
 //
 //  n
 //  n times: handler, worker rank, np, nq,
@@ -182,8 +184,9 @@ int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out);
 // FS_LENT, buffer is memory of the worker's own, mapped for reading alone: the
 // caller owes a release for each such tensor, and the bytes are valid until the
 // request is answered.
-int fs_get_batch(fs_node node, uint32_t least, uint64_t *buf, size_t cap,
-                 size_t *need, int64_t slice_ns, uint32_t flags);
+int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
+                 uint64_t *buf, size_t cap, size_t *need, int64_t slice_ns,
+                 uint32_t flags);
 
 #define FS_LENT UINT64_MAX
 
@@ -202,16 +205,11 @@ int fs_shared_free(fs_shared shared);
 
 // Server: answers nh requests; request i takes the next counts[i] tensors of
 // t. Each tensor goes to the pull tensor of that position, whose bytes and dtype
-// it must match. tickets (nh of them) work as in fs_push_pull. On an error in request i,
-// *answered is i, and the requests before it have been answered.
-int fs_respond(fs_node node, const uint64_t *handlers, const size_t *counts,
-               size_t nh, const fs_tensor *t, fs_ticket *tickets,
-               size_t *answered);
-
-// fs_respond, as fs_push_pull_on.
-int fs_respond_on(fs_node node, uint64_t stream, const uint64_t *handlers,
-                  const size_t *counts, size_t nh, const fs_tensor *t,
-                  fs_ticket *tickets, size_t *answered);
+// it must match. stream and tickets (nh of them) work as in fs_push_pull. On an error
+// in request i, *answered is i, and the requests before it have been answered.
+int fs_respond(fs_node node, const uint64_t *stream, const uint64_t *handlers,
+               const size_t *counts, size_t nh, const fs_tensor *t,
+               fs_ticket *tickets, size_t *answered);
 
 // Server: ends a request without an answer. At its worker fs_wait gives -EREMOTEIO with
 // bytes of text (UTF-8), of which the first 500 travel; line breaks become spaces.
@@ -261,8 +259,6 @@ int fs_trace(fs_node node, fs_ticket ticket, int64_t stamps[8]);
 // The allocation is gone: drop what is cached for it.
 int fs_forget(fs_node node, uint64_t alloc);
 
-typedef uint64_t fs_channel; // of one node; a handle is never used twice
-
 // Opens a stream channel with all peers of the rail, under a name for both sides (1
 // to 64 bytes). The peers number from 0 in the order of their groups.
 int fs_channel_open(fs_node node, const char *name, fs_channel *out);
@@ -286,18 +282,8 @@ int fs_channel_text(fs_node node, fs_channel channel, uint32_t peer, char *buf,
                     size_t cap, size_t *need, int64_t slice_ns);
 
 // 0 while all sides are open, else the error that ended the channel. With a ticket
-// of fs_channel_push_pull, sides of servers that have answered it do not count.
+// of fs_push_pull on it, sides of servers that have answered it do not count.
 int fs_channel_state(fs_node node, fs_channel channel, fs_ticket ticket);
-
-// fs_push_pull whose requests the servers take with fs_channel_take. The keys must
-// be the channel's own.
-int fs_channel_push_pull(fs_node node, fs_channel channel,
-                         const fs_tensor *push, size_t np,
-                         const fs_tensor *pull, size_t nq, fs_ticket *out);
-
-// fs_get_batch of the requests on a channel.
-int fs_channel_take(fs_node node, fs_channel channel, uint64_t *buf, size_t cap,
-                    size_t *need, int64_t slice_ns, uint32_t flags);
 
 // Closes this side and waits until all peers have closed theirs or are gone, at
 // most slice_ns (then -EAGAIN; call again). With a slice below 0 it does not wait

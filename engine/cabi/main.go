@@ -17,10 +17,12 @@ package main
 import "C"
 
 import (
+	"fmt"
 	"maps"
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"fserver/engine/mem"
@@ -80,16 +82,16 @@ func fs_get_info(h C.fs_node, out *C.fs_info) C.int {
 }
 
 //export fs_push_pull
-func fs_push_pull(h C.fs_node, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) C.int {
+func fs_push_pull(h C.fs_node, channel C.fs_channel, stream *C.uint64_t, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) C.int {
 	return on(h, func(nd *node.Node) error {
-		return issue(nd, nd.BeginPushPull, nil, tensors(push, np), tensors(pull, nq), out, nd.PushPull)
-	})
-}
-
-//export fs_push_pull_on
-func fs_push_pull_on(h C.fs_node, stream C.uint64_t, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) C.int {
-	return on(h, func(nd *node.Node) error {
-		return issue(nd, nd.BeginPushPull, &stream, tensors(push, np), tensors(pull, nq), out, nd.PushPull)
+		submit := nd.PushPull
+		if channel != 0 {
+			if stream != nil {
+				return fmt.Errorf("engine: %w: fs_push_pull: stream is not NULL: tensors on a channel wait for no stream", syscall.EINVAL)
+			}
+			submit = func(t *node.Ticket) error { return nd.PushPullOn(uint64(channel), t) }
+		}
+		return issue(nd, nd.BeginPushPull, stream, tensors(push, np), tensors(pull, nq), out, submit)
 	})
 }
 
@@ -116,10 +118,14 @@ func fs_waits_for(h C.fs_node, ticket C.fs_ticket, out *C.fs_pending) C.int {
 }
 
 //export fs_get_batch
-func fs_get_batch(h C.fs_node, least C.uint32_t, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) C.int {
+func fs_get_batch(h C.fs_node, channel C.fs_channel, least C.uint32_t, buf *C.uint64_t, room C.size_t, need *C.size_t, slice C.int64_t, flags C.uint32_t) C.int {
 	return on(h, func(nd *node.Node) error {
 		return take(buf, room, need, func(s *sink) error {
-			return nd.GetBatch(s, int(least), time.Duration(slice), flags&C.FS_NOSPIN == 0)
+			limit, spin := time.Duration(slice), flags&C.FS_NOSPIN == 0
+			if channel != 0 {
+				return nd.TakeOn(uint64(channel), s, limit, spin)
+			}
+			return nd.GetBatch(s, int(least), limit, spin)
 		})
 	})
 }
@@ -155,17 +161,10 @@ func fs_shared_free(id C.fs_shared) C.int {
 }
 
 //export fs_respond
-func fs_respond(h C.fs_node, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (rc C.int) {
+func fs_respond(h C.fs_node, stream, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (rc C.int) {
 	defer guard(&rc, h)
 	*answered = 0
-	return on(h, func(nd *node.Node) error { return respond(nd, nil, handlers, counts, nh, t, tickets, answered) })
-}
-
-//export fs_respond_on
-func fs_respond_on(h C.fs_node, stream C.uint64_t, handlers *C.uint64_t, counts *C.size_t, nh C.size_t, t *C.fs_tensor, tickets *C.fs_ticket, answered *C.size_t) (rc C.int) {
-	defer guard(&rc, h)
-	*answered = 0
-	return on(h, func(nd *node.Node) error { return respond(nd, &stream, handlers, counts, nh, t, tickets, answered) })
+	return on(h, func(nd *node.Node) error { return respond(nd, stream, handlers, counts, nh, t, tickets, answered) })
 }
 
 //export fs_fail

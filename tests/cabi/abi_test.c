@@ -141,7 +141,8 @@ static int wait_ticket(fs_node node, fs_ticket ticket) {
 static int next_batch(fs_node node, uint64_t *buf, size_t cap, size_t *need) {
   int rc;
   int64_t end = fs_now() + 20 * SECOND;
-  while ((rc = fs_get_batch(node, 0, buf, cap, need, 100 * MS, 0)) == -EAGAIN &&
+  while ((rc = fs_get_batch(node, 0, 0, buf, cap, need, 100 * MS, 0)) ==
+             -EAGAIN &&
          fs_now() < end)
     ;
   return rc;
@@ -244,10 +245,11 @@ CASE(no_such_node) {
   for (fs_node node = 0; node < 3; node++) {
     FAILS(fs_wait_ready(node, 0), EBADF, "handle");
     FAILS(fs_get_info(node, &info), EBADF, "handle");
-    FAILS(fs_push_pull(node, &t, 1, NULL, 0, &ticket), EBADF, "handle");
+    FAILS(fs_push_pull(node, 0, NULL, &t, 1, NULL, 0, &ticket), EBADF,
+          "handle");
     FAILS(fs_wait(node, 0, 0, 0), EBADF, "handle");
-    FAILS(fs_get_batch(node, 0, &word, 1, &need, 0, 0), EBADF, "handle");
-    FAILS(fs_respond(node, &word, &count, 1, NULL, &ticket, &need), EBADF,
+    FAILS(fs_get_batch(node, 0, 0, &word, 1, &need, 0, 0), EBADF, "handle");
+    FAILS(fs_respond(node, NULL, &word, &count, 1, NULL, &ticket, &need), EBADF,
           "handle");
     FAILS(fs_fail(node, 0, "", 0), EBADF, "handle");
     FAILS(fs_waits_for(node, 0, &pending), EBADF, "handle");
@@ -257,9 +259,9 @@ CASE(no_such_node) {
     FAILS(fs_channel_tell(node, 1, 0, "", 0), EBADF, "handle");
     FAILS(fs_channel_text(node, 1, 0, &byte, 1, &need, 0), EBADF, "handle");
     FAILS(fs_channel_state(node, 1, 0), EBADF, "handle");
-    FAILS(fs_channel_push_pull(node, 1, &t, 1, NULL, 0, &ticket), EBADF,
+    FAILS(fs_push_pull(node, 1, NULL, &t, 1, NULL, 0, &ticket), EBADF,
           "handle");
-    FAILS(fs_channel_take(node, 1, &word, 1, &need, 0, 0), EBADF, "handle");
+    FAILS(fs_get_batch(node, 1, 0, &word, 1, &need, 0, 0), EBADF, "handle");
     FAILS(fs_channel_close(node, 1, "", 0, 0), EBADF, "handle");
     FAILS(fs_barrier(node, FS_BARRIER_WORKERS, 0, &token, 0), EBADF, "handle");
     FAILS(fs_trace(node, 0, stamps), EBADF, "handle");
@@ -304,10 +306,10 @@ CASE(watched) {
     uint64_t words[64];
     size_t need = 0, none = 0, count = 0;
     int rc;
-    CHECK(fs_push_pull(m.worker, &push, 1, NULL, 0, &asked) == 0);
+    CHECK(fs_push_pull(m.worker, 0, NULL, &push, 1, NULL, 0, &asked) == 0);
     for (;;) {
       CHECK(fs_watch_arm(m.server, at_server) == 0);
-      rc = fs_get_batch(m.server, 0, words, COUNT(words), &need, 0, 0);
+      rc = fs_get_batch(m.server, 0, 0, words, COUNT(words), &need, 0, 0);
       if (rc != -EAGAIN)
         break;
       hear(server);
@@ -315,8 +317,8 @@ CASE(watched) {
     CHECK(rc == 0);
     if (i == 0)
       buffer = words[7]; /* seen for the first time */
-    CHECK(fs_respond(m.server, &words[1], &none, 1, NULL, &answered, &count) ==
-          0);
+    CHECK(fs_respond(m.server, NULL, &words[1], &none, 1, NULL, &answered,
+                     &count) == 0);
     for (;;) {
       CHECK(fs_watch_arm(m.worker, at_worker) == 0);
       if (info.words[asked & info.mask] != asked << 2)
@@ -366,7 +368,7 @@ CASE(round_trip) {
                       tensor(out[1], out_dims[1], 7)};
   fs_tensor pull = tensor(back, back_dims, 8);
   fs_ticket asked = 0;
-  CHECK(fs_push_pull(m.worker, push, 2, &pull, 1, &asked) == 0);
+  CHECK(fs_push_pull(m.worker, 0, NULL, push, 2, &pull, 1, &asked) == 0);
   CHECK(fs_wait(m.worker, asked, 5 * MS, 0) == -EAGAIN);
   CHECK(info.words[asked & info.mask] == asked << 2);
 
@@ -399,22 +401,23 @@ CASE(round_trip) {
   fs_tensor right = tensor(answer, back_dims, 0);
   fs_ticket answered = 0;
   size_t count = 1, done = 9;
-  FAILS(fs_respond(m.server, &handler, &count, 1, &wrong, &answered, &done),
-        EMSGSIZE, "16");
+  FAILS(
+      fs_respond(m.server, NULL, &handler, &count, 1, &wrong, &answered, &done),
+      EMSGSIZE, "16");
   CHECK(done == 0);
   /* So is one of another type, unless it says that it may be any. */
   fs_error error;
   wrong = right;
   wrong.dtype = 6;
-  CHECK(fs_respond(m.server, &handler, &count, 1, &wrong, &answered, &done) ==
-        -EMSGSIZE);
+  CHECK(fs_respond(m.server, NULL, &handler, &count, 1, &wrong, &answered,
+                   &done) == -EMSGSIZE);
   CHECK(fs_errmsg(&error) == 0 && error.got == 6 && error.want == right.dtype);
   right.dtype = FS_ANY;
-  CHECK(fs_respond(m.server, &handler, &count, 1, &right, &answered, &done) ==
-        0);
+  CHECK(fs_respond(m.server, NULL, &handler, &count, 1, &right, &answered,
+                   &done) == 0);
   CHECK(done == 1);
-  CHECK(fs_respond(m.server, &handler, &count, 1, &right, &answered, &done) <
-        0);
+  CHECK(fs_respond(m.server, NULL, &handler, &count, 1, &right, &answered,
+                   &done) < 0);
   CHECK(done == 0);
 
   CHECK(wait_ticket(m.worker, asked) == 0);
@@ -454,14 +457,15 @@ CASE(own_receive_buffer) {
 
   fs_tensor push = tensor(out, dims, 2);
   fs_ticket ticket, answer;
-  CHECK(fs_push_pull(m.worker, &push, 1, NULL, 0, &ticket) == 0);
+  CHECK(fs_push_pull(m.worker, 0, NULL, &push, 1, NULL, 0, &ticket) == 0);
   uint64_t batch[32];
   size_t need, count = 0, done;
   CHECK(next_batch(m.server, batch, COUNT(batch), &need) == 0);
   CHECK(batch[7] == 0); /* nobody owes a release */
   CHECK(batch[8] == (uint64_t)(uintptr_t)(mine + 64));
   CHECK(memcmp(mine + 64, out, sizeof(out)) == 0 && mine[63] == 0);
-  CHECK(fs_respond(m.server, &batch[1], &count, 1, NULL, &answer, &done) == 0);
+  CHECK(fs_respond(m.server, NULL, &batch[1], &count, 1, NULL, &answer,
+                   &done) == 0);
   CHECK(wait_ticket(m.worker, ticket) == 0);
   free_mesh(&m);
 }
@@ -477,22 +481,22 @@ CASE(refusals) {
   fs_ticket first, again, behind, refused;
   fs_pending p;
   odd.dtype = 4;
-  CHECK(fs_push_pull(m.worker, &odd, 1, NULL, 0, &refused) == 0);
+  CHECK(fs_push_pull(m.worker, 0, NULL, &odd, 1, NULL, 0, &refused) == 0);
   FAILS(wait_ticket(m.worker, refused), EMSGSIZE, "key 2, has dtype 4");
   odd.dtype = 5;
   odd.bytes = 63;
-  CHECK(fs_push_pull(m.worker, &odd, 1, NULL, 0, &refused) == 0);
+  CHECK(fs_push_pull(m.worker, 0, NULL, &odd, 1, NULL, 0, &refused) == 0);
   FAILS(wait_ticket(m.worker, refused), EMSGSIZE, "has 63 bytes");
   FAILS(fs_waits_for(m.worker, refused, &p), EBADF,
         "has ended, or was never issued");
 
-  CHECK(fs_push_pull(m.worker, &good, 1, NULL, 0, &first) == 0);
+  CHECK(fs_push_pull(m.worker, 0, NULL, &good, 1, NULL, 0, &first) == 0);
   uint64_t batch[32];
   size_t need;
   CHECK(next_batch(m.server, batch, COUNT(batch), &need) == 0);
   CHECK(batch[0] == 1 && batch[5] == 1); /* one request, key 1 */
-  CHECK(fs_push_pull(m.worker, &good, 1, NULL, 0, &again) == 0);
-  CHECK(fs_push_pull(m.worker, NULL, 0, &odd, 1, &behind) == 0);
+  CHECK(fs_push_pull(m.worker, 0, NULL, &good, 1, NULL, 0, &again) == 0);
+  CHECK(fs_push_pull(m.worker, 0, NULL, NULL, 0, &odd, 1, &behind) == 0);
   CHECK(fs_waits_for(m.worker, first, &p) == 0);
   CHECK(p.state == FS_PENDING_ANSWER && p.server == 0 && p.key == 1);
   CHECK(fs_waits_for(m.worker, behind, &p) == 0);
@@ -520,12 +524,16 @@ CASE(wrong_role) {
   const int64_t dims[] = {1, 1};
   fs_tensor t = tensor(&byte, dims, 0);
   fs_ticket ticket;
-  uint64_t word;
+  uint64_t word = 0;
   size_t need;
-  FAILS(fs_push_pull(m.server, &t, 1, NULL, 0, &ticket), EINVAL, "worker");
-  FAILS(fs_get_batch(m.worker, 0, &word, 1, &need, 0, 0), EINVAL, "server");
+  FAILS(fs_push_pull(m.server, 0, NULL, &t, 1, NULL, 0, &ticket), EINVAL,
+        "worker");
+  FAILS(fs_push_pull(m.worker, 1, &word, &t, 1, NULL, 0, &ticket), EINVAL,
+        "stream is not NULL");
+  FAILS(fs_get_batch(m.worker, 0, 0, &word, 1, &need, 0, 0), EINVAL, "server");
   t.device = 0;
-  FAILS(fs_push_pull(m.worker, &t, 1, NULL, 0, &ticket), EINVAL, "CPU");
+  FAILS(fs_push_pull(m.worker, 0, NULL, &t, 1, NULL, 0, &ticket), EINVAL,
+        "CPU");
   free_mesh(&m);
 }
 
@@ -539,7 +547,7 @@ static void *blocked_get_batch(void *arg) {
   struct call *c = arg;
   uint64_t buf[8];
   size_t need;
-  c->rc = fs_get_batch(c->node, 0, buf, COUNT(buf), &need, 60 * SECOND, 0);
+  c->rc = fs_get_batch(c->node, 0, 0, buf, COUNT(buf), &need, 60 * SECOND, 0);
   fs_errmsg(&c->error);
   return NULL;
 }
@@ -593,7 +601,7 @@ CASE(panic_closes_the_node) {
         "at exchange.(*Channel)");
   CHECK(pthread_join(thread, NULL) == 0);
   CHECK(c.rc == -EIO && strstr(c.error.text, "engine: panic: "));
-  FAILS(fs_get_batch(m.server, 0, &word, 1, &need, SECOND, 0), EIO,
+  FAILS(fs_get_batch(m.server, 0, 0, &word, 1, &need, SECOND, 0), EIO,
         "engine: panic: ");
   CHECK(fs_close(m.server) == 0);
   CHECK(fs_now() - start < 5 * SECOND);
@@ -646,7 +654,8 @@ CASE(barrier_and_stop) {
   char byte = 0;
   const int64_t dims[] = {1, 1};
   fs_tensor t = tensor(&byte, dims, 0);
-  FAILS(fs_push_pull(m.worker, &t, 1, NULL, 0, &ticket), ESHUTDOWN, "");
+  FAILS(fs_push_pull(m.worker, 0, NULL, &t, 1, NULL, 0, &ticket), ESHUTDOWN,
+        "");
   free_mesh(&m);
 }
 

@@ -220,7 +220,7 @@ static void ask(uint64_t seq) {
   }
   for (int i = 0; i < n * SERVERS; i++)
     pull[i] = carve(s, bytes, push[i % n].key, &dims);
-  const int rc = fs_push_pull(self.node, push, (size_t)n, pull,
+  const int rc = fs_push_pull(self.node, 0, NULL, push, (size_t)n, pull,
                               (size_t)(n * SERVERS), &s->tickets[0]);
   if (rc == 0)
     s->ntickets = 1;
@@ -415,7 +415,7 @@ static void respond(struct slot *s, struct request *r, int n) {
   next = answers;
   for (int i = 0; i < n;) { /* a lost worker keeps the others from nothing */
     fs_ticket tickets[WORKERS];
-    const int rc = fs_respond(self.node, handlers + i, counts + i,
+    const int rc = fs_respond(self.node, NULL, handlers + i, counts + i,
                               (size_t)(n - i), next, tickets, &answered);
     for (size_t k = 0; k < answered; k++, i++) {
       s->tickets[s->ntickets++] = tickets[k];
@@ -451,7 +451,7 @@ static void work_as_server(void) {
        tells of a lost one. */
     const uint32_t least = self.o->mode != EXCHANGE && turn % 2;
     const int rc =
-        fs_get_batch(self.node, least, words, WORDS, &need, 50 * MS, 0);
+        fs_get_batch(self.node, 0, least, words, WORDS, &need, 50 * MS, 0);
     if (rc == -ESHUTDOWN && (quits() || self.board->done))
       return; /* a worker has left */
     if (rc == -EAGAIN)

@@ -39,7 +39,7 @@ static fs_ticket push(fs_node node, uint64_t key, uint8_t dtype, uint64_t bytes,
                  .device = -1,
                  .dtype = dtype};
   fs_ticket ticket;
-  check("push_pull", fs_push_pull(node, &t, 1, NULL, 0, &ticket));
+  check("push_pull", fs_push_pull(node, 0, NULL, &t, 1, NULL, 0, &ticket));
   return ticket;
 }
 

@@ -136,7 +136,8 @@ static void serve(void) {
   pin(1);
   for (uint8_t mark = 0;; mark++) {
     int rc;
-    while ((rc = fs_get_batch(node, 0, words, 64, &need, SLICE, 0)) == -EAGAIN)
+    while ((rc = fs_get_batch(node, 0, 0, words, 64, &need, SLICE, 0)) ==
+           -EAGAIN)
       ;
     if (rc == -ESHUTDOWN) /* the worker has left */
       break;
@@ -153,8 +154,9 @@ static void serve(void) {
     check(ticket ? rc : 0, "fs_wait");
     size(&answer, &bytes);
     fill(&answer, (uint8_t)(first + 1), all);
-    check(fs_respond(node, &words[1], &one, 1, &answer, &ticket, &answered),
-          "fs_respond");
+    check(
+        fs_respond(node, NULL, &words[1], &one, 1, &answer, &ticket, &answered),
+        "fs_respond");
   }
   leave(node);
 }
@@ -165,7 +167,7 @@ static double round_trip(fs_node node, fs_tensor *push, fs_tensor *pull,
   int rc;
   fill(push, mark, all);
   double start = now();
-  check(fs_push_pull(node, push, 1, pull, 1, &ticket), "fs_push_pull");
+  check(fs_push_pull(node, 0, NULL, push, 1, pull, 1, &ticket), "fs_push_pull");
   while ((rc = fs_wait(node, ticket, SLICE, 0)) == -EAGAIN)
     ;
   double took = now() - start;
