@@ -180,11 +180,16 @@ func TestVanish(t *testing.T) {
 // nothing is left of it.
 func TestConnectFails(t *testing.T) {
 	w := newTwo(t)
+	refused := make(chan error, 1)
+	w.f[1] = w.open(Options{
+		Options: link.Options{Refused: func(_ string, err error) { refused <- err }}, Library: library2(t), Device: "fake1",
+	})
 	for _, call := range []string{"ibv_reg_mr", "ibv_create_qp", "INIT", "RTR", "RTS", "ibv_post_recv"} {
 		for after := range 2 { // the dialer's or the listener's
 			fakeverbs.Fail(call, syscall.ENOMEM, after, 1)
 			_, err := w.dial()
 			require.ErrorContains(t, err, "verbs: connect to ", call)
+			require.Error(t, <-refused, call) // it makes no more calls
 			w.until("nothing is left after "+call, func() bool { return fakeverbs.Count("pairs") == 0 })
 			require.Empty(t, w.fresh[0])
 			require.Empty(t, w.fresh[1], call)
