@@ -1,6 +1,6 @@
-/* Calls of the driver for Go, which alone includes this file: handles are numbers,
- * what belongs together is one crossing, and each makes its context current for
- * its time, because Go runs a goroutine on any thread. All return a cs_result. */
+// Calls of the driver for Go, which alone includes this file: handles are numbers,
+// what belongs together is one crossing, and each makes its context current for
+// its time, because Go runs a goroutine on any thread. All return a cs_result.
 #ifndef CS_CALLS_H
 #define CS_CALLS_H
 
@@ -10,7 +10,7 @@ typedef struct {
   uint64_t to, from, bytes;
 } cs_copy;
 
-/* What the driver knows of an address. */
+// What the driver knows of an address.
 typedef struct {
   uint64_t base;
   size_t bytes; /* of the allocation; of the mapping, in a reserved range */
@@ -22,10 +22,10 @@ typedef struct {
   int pool;         /* it is of a memory pool */
 } cs_memory;
 
-/* What a call changes for its thread, which may be the application's, and puts
- * back. While any thread captures a graph, others must not make calls that might
- * disturb that, unless they say that they know what they do: none of ours touches
- * a stream that is captured. */
+// What a call changes for its thread, which may be the application's, and puts
+// back. While any thread captures a graph, others must not make calls that might
+// disturb that, unless they say that they know what they do: none of ours touches
+// a stream that is captured.
 typedef struct {
   cs_context before; /* NULL: it had none */
   int changed, mode;
@@ -56,7 +56,7 @@ static void leave(scope *s) {
   if (usable != CS_CU_SUCCESS)                                                 \
   return usable
 
-/* How many GPUs there are, and who one is; no context is needed. */
+// How many GPUs there are, and who one is; no context is needed.
 static int cs_count(int *count) { return cs_cu.DeviceGetCount(count); }
 
 #define FIND(ordinal)                                                          \
@@ -80,7 +80,7 @@ static int cs_release(int ordinal) {
   return cs_cu.DevicePrimaryCtxRelease(device);
 }
 
-/* A call that takes one number at most, on, and makes one at most. */
+// A call that takes one number at most, on, and makes one at most.
 #define CALL(name, call)                                                       \
   static int cs_##name(uint64_t context, uint64_t on, uint64_t *made) {        \
     ENTER(context);                                                            \
@@ -100,8 +100,8 @@ CALL(unload, ModuleUnload((cs_module)on))
 CALL(ipc_close, IpcCloseMemHandle(on))
 #undef CALL
 
-/* Destroys a context, of which there is a pointer at an address: NULL from then
- * on. */
+// Destroys a context, of which there is a pointer at an address: NULL from then
+// on.
 static int cs_destroy(uint64_t context, uint64_t address) {
   ENTER(context);
   cs_context other =
@@ -109,7 +109,7 @@ static int cs_destroy(uint64_t context, uint64_t address) {
   return other ? cs_cu.CtxDestroy(other) : CS_CU_SUCCESS;
 }
 
-/* Lets a context use the memory of another. */
+// Lets a context use the memory of another.
 static int cs_peer(uint64_t context, uint64_t peer) {
   ENTER(context);
   int rc = cs_cu.CtxEnablePeerAccess((cs_context)peer, 0);
@@ -121,8 +121,8 @@ static int cs_event_record(uint64_t context, uint64_t event, uint64_t stream) {
   return cs_cu.EventRecord((cs_event)event, (cs_stream)stream);
 }
 
-/* Has stream wait for event (0: for nothing), make the n copies, and store value
- * at flag (a device address; 0: nowhere). It returns at once. */
+// Has stream wait for event (0: for nothing), make the n copies, and store value
+// at flag (a device address; 0: nowhere). It returns at once.
 static int cs_enqueue(uint64_t context, uint64_t stream, uint64_t event,
                       const cs_copy *copies, size_t n, uint64_t flag,
                       uint64_t value) {
@@ -159,12 +159,12 @@ static int cs_write(uint64_t context, uint64_t to, const void *from,
                     uint64_t bytes) {
   ENTER(context);
   int rc = cs_cu.MemcpyHtoD(to, from, bytes);
-  /* From pageable memory, it returns when the bytes are staged. */
+  // From pageable memory, it returns when the bytes are staged.
   return rc == CS_CU_SUCCESS ? cs_cu.StreamSynchronize(NULL) : rc;
 }
 
-/* An attribute that the driver does not know, or that the memory does not have,
- * is left as it is. */
+// An attribute that the driver does not know, or that the memory does not have,
+// is left as it is.
 static void ask(cs_ptr address, int what, void *value) {
   cs_cu.PointerGetAttribute(value, what, address);
 }
@@ -189,7 +189,7 @@ static int cs_describe(uint64_t context, uint64_t address, cs_memory *out) {
   out->pool = pool != NULL;
   if (out->legacy_ipc || !out->handles)
     return rc;
-  /* In a reserved range: the piece that is mapped here. */
+  // In a reserved range: the piece that is mapped here.
   ask(address, CS_PTR_MAPPING_BASE, &start);
   ask(address, CS_PTR_MAPPING_SIZE, &mapped);
   if (start && mapped) {
@@ -210,8 +210,8 @@ static int cs_ipc_open(uint64_t context, const void *handle, uint64_t *base) {
                                 CS_IPC_LAZY_PEER_ACCESS);
 }
 
-/* The piece of mapped memory that address lies in, as a descriptor, which is the
- * caller's. */
+// The piece of mapped memory that address lies in, as a descriptor, which is the
+// caller's.
 static int cs_export_fd(uint64_t context, uint64_t address, int *fd) {
   ENTER(context);
   cs_allocation handle;
@@ -223,7 +223,7 @@ static int cs_export_fd(uint64_t context, uint64_t address, int *fd) {
   return rc;
 }
 
-/* Unmaps the first n pieces of a range of total bytes, and gives it back. */
+// Unmaps the first n pieces of a range of total bytes, and gives it back.
 static int unmap(cs_ptr range, const uint64_t *bytes, size_t n,
                  uint64_t total) {
   int rc = CS_CU_SUCCESS;
@@ -250,8 +250,8 @@ static int cs_unmap_fds(uint64_t context, uint64_t base, const uint64_t *bytes,
   return unmap(base, bytes, n, sum(bytes, n));
 }
 
-/* Maps n pieces, one behind the other, for device ordinal. The descriptors stay
- * the caller's. cs_unmap_fds undoes it. */
+// Maps n pieces, one behind the other, for device ordinal. The descriptors stay
+// the caller's. cs_unmap_fds undoes it.
 static int cs_map_fds(uint64_t context, int ordinal, const int *fds,
                       const uint64_t *bytes, size_t n, uint64_t *base) {
   ENTER(context);

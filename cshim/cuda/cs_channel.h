@@ -1,30 +1,30 @@
-/* What the kernels of a stream channel (channel.cu) are given. Both the host's
- * compiler and NVRTC read this file, so it includes nothing.
- *
- * A segment is one tensor on its way to or from one peer. Its blocks have numbers
- * of their own among those of the launch: first .. first + blocks - 1. Both sides
- * cut a segment in the same number of blocks, and block b here talks to block b
- * there and to no other. */
+// What the kernels of a stream channel (channel.cu) are given. Both the host's
+// compiler and NVRTC read this file, so it includes nothing.
+//
+// A segment is one tensor on its way to or from one peer. Its blocks have numbers
+// of their own among those of the launch: first .. first + blocks - 1. Both sides
+// cut a segment in the same number of blocks, and block b here talks to block b
+// there and to no other.
 #ifndef CS_CHANNEL_H
 #define CS_CHANNEL_H
 
-/* How the bytes of a segment travel. */
+// How the bytes of a segment travel.
 enum {
-  /* In packets of 16 bytes, 8 of data and twice the sequence number, into a
-   * landing buffer of the receiver, which copies them out. No fence, no flag. */
+  // In packets of 16 bytes, 8 of data and twice the sequence number, into a
+  // landing buffer of the receiver, which copies them out. No fence, no flag.
   CS_BY_PACKETS = 0,
-  /* Into the receiver's tensor; then each block raises a flag. */
+  // Into the receiver's tensor; then each block raises a flag.
   CS_IN_PLACE = 1,
-  /* Into a landing buffer, a flag for each block; the receiver copies it out. */
+  // Into a landing buffer, a flag for each block; the receiver copies it out.
   CS_BY_LANDING = 2,
 };
 
-/* Why a channel has ended. A kernel says one of the first two in the status word; the
- * last is the host's: a call has enqueued a part of a message and failed. */
+// Why a channel has ended. A kernel says one of the first two in the status word; the
+// last is the host's: a call has enqueued a part of a message and failed.
 enum { CS_LOST = 1, CS_LATE = 2, CS_BROKEN = 3 };
 enum { CS_BIT = 4 };
 
-/* How long what a peer sent before it closed its side may take, in nanoseconds. */
+// How long what a peer sent before it closed its side may take, in nanoseconds.
 enum { CS_AFTERWARDS = 100000000 };
 
 typedef struct {
@@ -42,11 +42,11 @@ typedef struct {
   unsigned short kind, first, blocks, peer;
 } cs_segment;
 
-/* The 32-bit words that the kernels of a channel keep in device memory. */
+// The 32-bit words that the kernels of a channel keep in device memory.
 typedef struct {
   unsigned long long
       counts; /* a sequence number for each block of this launch */
-  /* Not zero: the channel has ended. The word behind it: when the host was asked. */
+  // Not zero: the channel has ended. The word behind it: when the host was asked.
   unsigned long long dead;
   // Host memory: the words of fs_channel_watch. 1 in the first ends the channel, 2 says that a
   // peer has sent its last message; CS_BIT and those behind it have a bit for each such

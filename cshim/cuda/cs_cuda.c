@@ -10,7 +10,7 @@ struct cs_cuda cs_cu;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char reason[256]; /* why the driver is not open; empty: it is */
 
-/* A driver of CUDA 12 has the first, one of 11.3 the second. */
+// A driver of CUDA 12 has the first, one of 11.3 the second.
 typedef cs_result (*lookup_v2)(const char *, void **, int, uint64_t, int *);
 typedef cs_result (*lookup_v1)(const char *, void **, int, uint64_t);
 
@@ -18,8 +18,8 @@ static void *library;
 static lookup_v2 by_version;
 static lookup_v1 by_version_v1;
 
-/* find is the function of a name with the signature that came in version, and a
- * symbol where the driver cannot be asked. */
+// find is the function of a name with the signature that came in version, and a
+// symbol where the driver cannot be asked.
 static void *find(const char *name, const char *symbol, int version) {
   void *function = NULL;
   cs_result rc = CS_CU_SUCCESS;
@@ -31,12 +31,12 @@ static void *find(const char *name, const char *symbol, int version) {
   return rc == CS_CU_SUCCESS && function ? function : dlsym(library, symbol);
 }
 
-/* A driver's function is stored through a pointer to its field. */
+// A driver's function is stored through a pointer to its field.
 static void set(void *field, void *function) {
   memcpy(field, &function, sizeof function);
 }
 
-/* The CUDA version of the driver, 0 if it does not say. */
+// The CUDA version of the driver, 0 if it does not say.
 static int version_there(void) {
   cs_result (*get)(int *) = NULL;
   int version = 0;

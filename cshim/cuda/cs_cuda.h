@@ -1,18 +1,18 @@
-/* The CUDA driver, opened at run time. Neither a toolkit nor a driver is needed
- * to build, and a machine without one runs the same build.
- *
- * What is declared here by hand is the ABI of libcuda.so.1: types by their size,
- * constants by their value. cs_cuda_open looks up every function of the table
- * once; from then on cs_cu holds them, for C and C++ alike:
- *
- *     char why[256];
- *     if (cs_cuda_open(why, sizeof why) != 0) ...
- *     int rc = cs_cu.StreamWriteValue64(stream, address, 1, 0);
- *     if (rc != CS_CU_SUCCESS) ... cs_cuda_text(rc, why, sizeof why) ...
- *
- * Functions of the table return a cs_result. Those that a driver is too old for
- * are NULL. This is mechanism only: no policy, no threads, no logging, no state
- * but the table. */
+// The CUDA driver, opened at run time. Neither a toolkit nor a driver is needed
+// to build, and a machine without one runs the same build.
+//
+// What is declared here by hand is the ABI of libcuda.so.1: types by their size,
+// constants by their value. cs_cuda_open looks up every function of the table
+// once; from then on cs_cu holds them, for C and C++ alike:
+//
+//     char why[256];
+//     if (cs_cuda_open(why, sizeof why) != 0) ...
+//     int rc = cs_cu.StreamWriteValue64(stream, address, 1, 0);
+//     if (rc != CS_CU_SUCCESS) ... cs_cuda_text(rc, why, sizeof why) ...
+//
+// Functions of the table return a cs_result. Those that a driver is too old for
+// are NULL. This is mechanism only: no policy, no threads, no logging, no state
+// but the table.
 #ifndef CS_CUDA_H
 #define CS_CUDA_H
 
@@ -39,7 +39,7 @@ typedef struct {
   char bytes[64];
 } cs_ipc_handle;
 
-/* Results that callers tell apart. */
+// Results that callers tell apart.
 enum {
   CS_CU_SUCCESS = 0,
   CS_CU_INVALID_VALUE = 1,
@@ -53,13 +53,13 @@ enum {
   CS_CU_STREAM_CAPTURE_WRONG_THREAD = 908, /* the last of that sort */
 };
 
-/* Of DeviceGetAttribute. */
+// Of DeviceGetAttribute.
 enum {
   CS_DEV_COMPUTE_CAPABILITY_MAJOR = 75,
   CS_DEV_COMPUTE_CAPABILITY_MINOR = 76,
 };
 
-/* Of PointerGetAttribute. */
+// Of PointerGetAttribute.
 enum {
   CS_PTR_MEMORY_TYPE = 2,         /* uint32_t: CS_MEMORY_* */
   CS_PTR_BUFFER_ID = 7,           /* uint64_t, never used twice in a process */
@@ -117,7 +117,7 @@ typedef struct {
   unsigned count;
 } cs_launch_config;
 
-/* CUstreamBatchMemOpParams: a wait or a write. */
+// CUstreamBatchMemOpParams: a wait or a write.
 typedef union {
   struct {
     int op;
@@ -129,11 +129,11 @@ typedef union {
   uint64_t pad[6];
 } cs_memory_op;
 
-/* The table: CS_CUDA_TABLE(F) is F(name, suffix, version, arguments) for each
- * function. version is the CUDA version in which the signature came (1000 * major +
- * 10 * minor), and the driver is asked for cuNAME of that version. One that is too
- * old to be asked has it as cuNAMESUFFIX. A driver may lack what came after
- * CS_CUDA_OLDEST: NULL then. */
+// The table: CS_CUDA_TABLE(F) is F(name, suffix, version, arguments) for each
+// function. version is the CUDA version in which the signature came (1000 * major +
+// 10 * minor), and the driver is asked for cuNAME of that version. One that is too
+// old to be asked has it as cuNAMESUFFIX. A driver may lack what came after
+// CS_CUDA_OLDEST: NULL then.
 enum { CS_CUDA_OLDEST = 11000 };
 #define CS_CUDA_TABLE(F)                                                       \
   F(GetErrorName, , 6000, (cs_result error, const char **text))                \
@@ -242,20 +242,20 @@ struct cs_cuda {
 };
 #undef CS_CUDA_FIELD
 
-/* Filled by cs_cuda_open; not to be written to. */
+// Filled by cs_cuda_open; not to be written to.
 extern struct cs_cuda cs_cu;
 
-/* Opens the driver, fills the table and calls Init; idempotent, and safe from any
- * thread. 0, or -1 and the reason in why: a library that is missing, a function
- * that it lacks, a driver that does not start. It creates no context. */
+// Opens the driver, fills the table and calls Init; idempotent, and safe from any
+// thread. 0, or -1 and the reason in why: a library that is missing, a function
+// that it lacks, a driver that does not start. It creates no context.
 int cs_cuda_open(char *why, size_t room);
 
-/* What to say where a function is NULL: the version of the driver, and which is
- * needed. For a driver that is open. */
+// What to say where a function is NULL: the version of the driver, and which is
+// needed. For a driver that is open.
 void cs_cuda_too_old(int needed, char *why, size_t room);
 
-/* What a result means: "out of memory (CUDA_ERROR_OUT_OF_MEMORY)". Always ends
- * with a zero byte. */
+// What a result means: "out of memory (CUDA_ERROR_OUT_OF_MEMORY)". Always ends
+// with a zero byte.
 void cs_cuda_text(cs_result result, char *text, size_t room);
 
 #ifdef __cplusplus
