@@ -56,7 +56,7 @@ static void leave(scope *s) {
   if (usable != CS_CU_SUCCESS)                                                 \
   return usable
 
-// How many GPUs there are, and who one is; no context is needed.
+// How many GPUs there are; no context is needed.
 static int cs_count(int *count) { return cs_cu.DeviceGetCount(count); }
 
 #define FIND(ordinal)                                                          \
@@ -64,11 +64,6 @@ static int cs_count(int *count) { return cs_cu.DeviceGetCount(count); }
   int found = cs_cu.DeviceGet(&device, ordinal);                               \
   if (found != CS_CU_SUCCESS)                                                  \
   return found
-
-static int cs_identify(int ordinal, void *uuid) {
-  FIND(ordinal);
-  return cs_cu.DeviceGetUuid(uuid, device);
-}
 
 static int cs_retain(int ordinal, uint64_t *context) {
   FIND(ordinal);

@@ -141,7 +141,6 @@ enum { CS_CUDA_OLDEST = 11000 };
   F(Init, , 2000, (unsigned flags))                                            \
   F(DeviceGetCount, , 2000, (int *count))                                      \
   F(DeviceGet, , 2000, (cs_device * device, int ordinal))                      \
-  F(DeviceGetUuid, _v2, 11040, (void *uuid, cs_device device))                 \
   F(DeviceGetAttribute, , 2000, (int *value, int what, cs_device device))      \
   F(DeviceCanAccessPeer, , 4000, (int *can, cs_device device, cs_device peer)) \
   F(DevicePrimaryCtxRetain, , 7000, (cs_context * context, cs_device device))  \

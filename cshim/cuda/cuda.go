@@ -57,7 +57,7 @@ func Open() error {
 	if C.cs_cuda_open(&why[0], C.size_t(len(why))) != 0 {
 		return errors.New("cuda: " + C.GoString(&why[0]))
 	}
-	if C.cs_cu.StreamWriteValue64 == nil || C.cs_cu.DeviceGetUuid == nil {
+	if C.cs_cu.StreamWriteValue64 == nil {
 		C.cs_cuda_too_old(11070, &why[0], C.size_t(len(why)))
 		return errors.New("cuda: " + C.GoString(&why[0]))
 	}
@@ -71,18 +71,10 @@ func Count() (int, error) {
 	return int(n), err
 }
 
-// UUID names a GPU, whatever number it has in a process.
-type UUID [16]byte
-
-func (u UUID) String() string {
-	return fmt.Sprintf("GPU-%x-%x-%x-%x-%x", u[:4], u[4:6], u[6:8], u[8:10], u[10:])
-}
-
 // Device is a GPU whose primary context this process holds.
 type Device struct {
 	ordinal int
 	context C.uint64_t
-	uuid    UUID
 	once    sync.Once
 }
 
@@ -90,22 +82,10 @@ type Device struct {
 // was not. Release gives it back.
 func Retain(ordinal int) (*Device, error) {
 	d := &Device{ordinal: ordinal}
-	err := d.identify()
-	if err == nil {
-		err = d.retain()
-	}
-	if err != nil {
+	if err := failed(C.cs_retain(C.int(ordinal), &d.context), "retain the primary context of gpu %d", ordinal); err != nil {
 		return nil, err
 	}
 	return d, nil
-}
-
-func (d *Device) retain() error {
-	return failed(C.cs_retain(C.int(d.ordinal), &d.context), "retain the primary context of gpu %d", d.ordinal)
-}
-
-func (d *Device) identify() error {
-	return failed(C.cs_identify(C.int(d.ordinal), unsafe.Pointer(&d.uuid)), "find gpu %d", d.ordinal)
 }
 
 // Release gives the context back; nothing else may be called afterwards.
@@ -115,9 +95,6 @@ func (d *Device) Release() {
 
 // Ordinal is the number of the GPU in this process.
 func (d *Device) Ordinal() int { return d.ordinal }
-
-// UUID names the GPU.
-func (d *Device) UUID() UUID { return d.uuid }
 
 // Stream and Event are numbers of the driver's; 0 is the default stream, and no
 // event.
@@ -287,24 +264,16 @@ func (d *Device) CloseIPC(base uint64) error {
 	return failed(C.cs_ipc_close(d.context, C.uint64_t(base), nil), "unmap memory of another process on gpu %d", d.ordinal)
 }
 
-// Reach lets d use the memory of another GPU of this process, whose primary context
-// stays held.
-func (d *Device) Reach(peer UUID) error {
-	if peer == d.uuid {
+// Reach lets d use the memory of visible GPU ordinal, whose primary context stays held.
+func (d *Device) Reach(ordinal int) error {
+	if ordinal == d.ordinal {
 		return nil
 	}
-	n, err := Count()
-	for i := range n {
-		p := Device{ordinal: i}
-		if p.identify() != nil || p.uuid != peer {
-			continue
-		}
-		if err := p.retain(); err != nil {
-			return err
-		}
-		return failed(C.cs_peer(d.context, p.context), "let gpu %d use the memory of gpu %d", d.ordinal, i)
+	peer, err := Retain(ordinal)
+	if err != nil {
+		return err
 	}
-	return errors.Join(err, fmt.Errorf("cuda: %v is not visible to this process (check CUDA_VISIBLE_DEVICES)", peer))
+	return failed(C.cs_peer(d.context, peer.context), "let gpu %d use the memory of gpu %d", d.ordinal, ordinal)
 }
 
 // ExportFD gives the mapped piece of memory at address as a descriptor, which is

@@ -15,7 +15,6 @@ import (
 // itself, so none is called with a lock held.
 type Device interface {
 	Ordinal() int
-	UUID() cuda.UUID
 	NewStream() (cuda.Stream, error)
 	FreeStream(cuda.Stream) error
 	Idle(cuda.Stream) (bool, error)
@@ -32,7 +31,7 @@ type Device interface {
 	ExportIPC(base uint64) (cuda.IPCHandle, error)
 	ImportIPC(cuda.IPCHandle) (uint64, error)
 	CloseIPC(base uint64) error
-	Reach(cuda.UUID) error
+	Reach(ordinal int) error
 	ExportFD(address uint64) (int, error)
 	MapFDs(fds []int32, lens []uint64) (uint64, error)
 	UnmapFDs(base uint64, lens []uint64) error

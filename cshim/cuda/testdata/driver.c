@@ -1,6 +1,6 @@
 /* A libcuda.so.1 for tests of Reach. FAKE_SEES has the numbers of the GPUs that the process sees,
  * in its order, as CUDA_VISIBLE_DEVICES has it; FAKE_PEER that of the one whose memory is to be
- * reached. Numbers are those of the host, and so are the UUIDs. */
+ * reached. Numbers are those of the host. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,11 +21,6 @@ static int device(int *out, int ordinal) {
   if (ordinal < 0 || ordinal >= n)
     return NO_DEVICE;
   *out = getenv("FAKE_SEES")[ordinal] - '0';
-  return 0;
-}
-static int uuid(char *out, int number) {
-  memset(out, 0, 16);
-  out[0] = (char)(number + 1);
   return 0;
 }
 static int retain(intptr_t *out, int number) {
@@ -52,7 +47,6 @@ static const struct {
 } table[] = {
     {"cuDeviceGetCount", (void *)count},
     {"cuDeviceGet", (void *)device},
-    {"cuDeviceGetUuid", (void *)uuid},
     {"cuDevicePrimaryCtxRetain", (void *)retain},
     {"cuCtxGetCurrent", (void *)get_context},
     {"cuCtxSetCurrent", (void *)set_context},

@@ -176,17 +176,16 @@ func (g *GPU) number() uint64 {
 	return g.next
 }
 
-func (g *GPU) Ordinal() int    { return 0 }
-func (g *GPU) UUID() cuda.UUID { return cuda.UUID{1} }
+func (g *GPU) Ordinal() int { return 0 }
 
-func (g *GPU) Reach(u cuda.UUID) error {
+func (g *GPU) Reach(ordinal int) error {
 	g.enter("Reach")
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.fails("Reach"); err != nil {
 		return err
 	}
-	if u != g.UUID() {
+	if ordinal != g.Ordinal() {
 		return errFake
 	}
 	return nil

@@ -194,9 +194,9 @@ func (c *Conn) reach(arg *remote) *way {
 	id, dev, there := r.key.ID, c.f.dev, &c.peers[r.slot]
 	w := &way{slot: r.slot}
 	var err error
-	if r.reach == reachIPC && c.f.ours(&r) {
+	if ordinal, ours := c.f.ours(&r); ours && r.reach == reachIPC {
 		// An IPC handle cannot be opened where it comes from, and need not.
-		c.aside(func() { err = dev.Reach(cuda.UUID([]byte(r.uuid))) }, func() {
+		c.aside(func() { err = dev.Reach(ordinal) }, func() {
 			if c.ways[id] = w; err == nil {
 				w.at = r.addr
 			} else {

@@ -105,51 +105,48 @@ func TestLoanBesideIntroduction(t *testing.T) {
 	require.NoError(t, a.done[0])
 }
 
-// view is a GPU as one process sees it: with a number of that process, and the GPUs whose
-// memory it reaches there.
+// view is a GPU as one process sees it: with a number of that process, and the number of the
+// GPU whose memory it reaches there.
 type view struct {
 	*fakegpu.GPU
 	ordinal int
-	uuid    cuda.UUID
-	near    cuda.UUID
-	asked   []cuda.UUID
+	near    int
+	asked   []int
 }
 
-func (v *view) Ordinal() int    { return v.ordinal }
-func (v *view) UUID() cuda.UUID { return v.uuid }
+func (v *view) Ordinal() int { return v.ordinal }
 
-func (v *view) Reach(u cuda.UUID) error {
-	if v.asked = append(v.asked, u); u != v.near {
+func (v *view) Reach(ordinal int) error {
+	if v.asked = append(v.asked, ordinal); ordinal != v.near {
 		return errors.New("no way")
 	}
 	return nil
 }
 
 // TestNumbersOfGPUs: what numbers two processes have for their GPUs changes nothing.
-// Memory of this process is reached by the GPU's UUID, that of another by handles.
+// Memory of this process is reached by the GPU's number there, that of another by handles.
 func TestNumbersOfGPUs(t *testing.T) {
-	x, y := cuda.UUID{7}, cuda.UUID{8}
 	for _, c := range []struct {
 		name    string
-		a, b    int // numbers of x and of y
+		a, b    int // numbers of the GPUs, each in its process
 		own     bool
-		near    cuda.UUID
+		near    int
 		imports int
 		via     string
 	}{
 		{name: "both, each sees one", imports: 1, via: "cudaipc"},
 		{name: "both, in the same order", b: 1, imports: 1, via: "cudaipc"},
 		{name: "both, each in its order", a: 1, b: 1, imports: 1, via: "cudaipc"},
-		{name: "one process", b: 1, own: true, near: y, via: "cudaipc"},
-		{name: "one process, the other order", a: 1, own: true, near: y, via: "cudaipc"},
-		{name: "one process, out of reach", b: 1, own: true, via: "cma"},
+		{name: "one process", b: 1, own: true, near: 1, via: "cudaipc"},
+		{name: "one process, the other order", a: 1, own: true, near: 0, via: "cudaipc"},
+		{name: "one process, out of reach", b: 1, own: true, near: 2, via: "cma"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			g := fakegpu.New()
 			a, b := pairOf(t, g, overCMA, true)
-			va := &view{GPU: g, ordinal: c.a, uuid: x, near: c.near}
+			va := &view{GPU: g, ordinal: c.a, near: c.near}
 			a.f.dev = va
-			vb := &view{GPU: g, ordinal: c.b, uuid: y}
+			vb := &view{GPU: g, ordinal: c.b}
 			b.f.dev = vb
 			if c.own {
 				b.f.own = a.f.own
@@ -164,7 +161,7 @@ func TestNumbersOfGPUs(t *testing.T) {
 			require.Equal(t, c.imports, g.Imports())
 			require.Contains(t, a.c.Peer().Via, c.via)
 			if c.own {
-				require.Equal(t, []cuda.UUID{y}, va.asked)
+				require.Equal(t, []int{c.b}, va.asked)
 			} else {
 				require.Empty(t, va.asked)
 			}

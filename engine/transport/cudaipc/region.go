@@ -46,7 +46,6 @@ type remote struct {
 	reach        uint8
 	key          transport.Key
 	n            uint64 // bytes of the region
-	uuid         string // 16 bytes
 	fabric       uint64
 	slot         uint64
 	addr         uint64 // for the owner
@@ -63,27 +62,23 @@ const (
 	pieceLen  = 12
 )
 
-// numbers are the 64-bit numbers of a Blob, in order. The uuid follows the first three. It and what
-// follows it are there only if the memory can be mapped.
+// numbers are the 64-bit numbers of a Blob, in order. Those after the first three, and what follows
+// them, are there only if the memory can be mapped.
 func (r *remote) numbers() [10]*uint64 {
 	return [...]*uint64{&r.key.ID, &r.key.Token, &r.n, &r.fabric, &r.slot, &r.addr, &r.base, &r.size, &r.id, &r.pid}
 }
 
 const (
-	blobVersion = 3
+	blobVersion = 4
 	blobShort   = 2 + 3*8
-	blobNumbers = blobShort + 16
-	blobLong    = blobNumbers + 7*8
+	blobLong    = blobShort + 7*8
 )
 
 func (r *remote) encode() string {
 	b := append(make([]byte, 0, 256), blobVersion, r.reach)
 	for i, v := range r.numbers() {
-		switch {
-		case i == 3 && r.reach == reachStaged:
+		if i == 3 && r.reach == reachStaged {
 			return string(b)
-		case i == 3:
-			b = append(b, r.uuid...)
 		}
 		b = binary.LittleEndian.AppendUint64(b, *v)
 	}
@@ -99,11 +94,8 @@ func (r *remote) decode(k transport.Key) bool {
 	*r = remote{reach: b[1]}
 	at := 2
 	for i, v := range r.numbers() {
-		if i == 3 {
-			if r.reach == reachStaged {
-				break
-			}
-			r.uuid, at = b[at:blobNumbers], blobNumbers
+		if i == 3 && r.reach == reachStaged {
+			break
 		}
 		*v = u64(b, at)
 		at += 8
@@ -197,7 +189,7 @@ func (f *Fabric) admit(r *region, v *remote) error {
 		r.slot = f.used // 0 is none
 	}
 	v.slot = uint64(r.slot)
-	f.own.Store(ownKey{f.id, r.key.ID, r.key.Token}, [2]uint64{uint64(r.Addr), r.Len})
+	f.own.Store(ownKey{f.id, r.key.ID, r.key.Token}, [3]uint64{uint64(r.Addr), r.Len, uint64(f.dev.Ordinal())})
 	f.regions[r.key.ID] = r
 	f.slot(r).Store(r.key.ID)
 	return nil
@@ -206,22 +198,23 @@ func (f *Fabric) admit(r *region, v *remote) error {
 // slot is the place of r in the table.
 func (f *Fabric) slot(r *region) *atomic.Uint64 { return &tableIn(f.table.Region())[r.slot] }
 
-// registered is where the regions of this process's Fabrics are, {address, length} by ownKey: a
-// Fabric cannot map their memory, and need not.
+// registered is where the regions of this process's Fabrics are, {address, length, number of the
+// GPU} by ownKey: a Fabric cannot map their memory, and need not.
 var registered sync.Map
 
 type ownKey struct{ fabric, id, token uint64 }
 
-// ours says whether a key is of this process, and tells the truth of it.
-func (f *Fabric) ours(r *remote) bool {
-	at, ok := f.own.Load(ownKey{r.fabric, r.key.ID, r.key.Token})
-	return ok && at == [2]uint64{r.addr, r.n}
+// ours reports whether a key is of this process and tells the truth of it, and the number of the
+// GPU whose memory it is of.
+func (f *Fabric) ours(r *remote) (ordinal int, ours bool) {
+	own, _ := f.own.Load(ownKey{r.fabric, r.key.ID, r.key.Token})
+	at, ok := own.([3]uint64)
+	return int(at[2]), ok && at[0] == r.addr && at[1] == r.n
 }
 
 // share says how a peer can map r. What cannot be mapped is staged.
 func (f *Fabric) share(r *region) (v remote) {
-	uuid := f.dev.UUID()
-	v = remote{key: r.key, n: r.Len, fabric: f.id, addr: uint64(r.Addr), uuid: string(uuid[:])}
+	v = remote{key: r.key, n: r.Len, fabric: f.id, addr: uint64(r.Addr)}
 	if !f.o.Share || r.Len == 0 {
 		return v
 	}

@@ -32,7 +32,7 @@ func TestDescriptorsEnd(t *testing.T) {
 // TestBlob refuses what is no description of a key.
 func TestBlob(t *testing.T) {
 	v := remote{reach: reachIPC, key: transport.Key{ID: 3, Token: 4}, n: 10,
-		uuid: string(make([]byte, 16)), addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
+		addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
 	k := transport.Key{ID: 3, Token: 4, Blob: v.encode()}
 	var r remote
 	require.True(t, r.decode(k))
@@ -66,8 +66,10 @@ func TestForgedKey(t *testing.T) {
 	var r remote
 	require.True(t, r.decode(k))
 	require.Equal(t, uint8(reachIPC), r.reach)
-	require.True(t, a.f.ours(&r))
-	require.False(t, b.f.ours(&r), "of another process")
+	_, ours := a.f.ours(&r)
+	require.True(t, ours)
+	_, ours = b.f.ours(&r)
+	require.False(t, ours, "of another process")
 	for _, forge := range []func(r *remote){
 		func(r *remote) { r.addr += 8 },
 		func(r *remote) { r.n += 8 },
@@ -78,10 +80,12 @@ func TestForgedKey(t *testing.T) {
 	} {
 		forged := r
 		forge(&forged)
-		require.False(t, a.f.ours(&forged))
+		_, ours = a.f.ours(&forged)
+		require.False(t, ours)
 	}
 	a.free(t, k)
-	require.False(t, a.f.ours(&r), "it is gone")
+	_, ours = a.f.ours(&r)
+	require.False(t, ours, "it is gone")
 	require.NoError(t, g.Free(at))
 }
 
@@ -128,7 +132,7 @@ func pieces(lens ...uint64) string {
 // allocation, all of which can be mapped, and says the same when it is sent again.
 func FuzzBlob(f *testing.F) {
 	v := remote{reach: reachIPC, key: transport.Key{ID: 3, Token: 4}, n: 10,
-		uuid: string(make([]byte, 16)), addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
+		addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
 	f.Add(v.encode())
 	v.reach, v.handle, v.fdsAndPieces = reachFDs, "", pieces(32, 18)
 	f.Add(v.encode())
