@@ -59,20 +59,12 @@ static void leave(scope *s) {
 // How many GPUs there are; no context is needed.
 static int cs_count(int *count) { return cs_cu.DeviceGetCount(count); }
 
-#define FIND(ordinal)                                                          \
-  cs_device device;                                                            \
-  int found = cs_cu.DeviceGet(&device, ordinal);                               \
-  if (found != CS_CU_SUCCESS)                                                  \
-  return found
-
 static int cs_retain(int ordinal, uint64_t *context) {
-  FIND(ordinal);
-  return cs_cu.DevicePrimaryCtxRetain((cs_context *)context, device);
-}
-
-static int cs_release(int ordinal) {
-  FIND(ordinal);
-  return cs_cu.DevicePrimaryCtxRelease(device);
+  cs_device device;
+  int rc = cs_cu.DeviceGet(&device, ordinal);
+  return rc == CS_CU_SUCCESS
+             ? cs_cu.DevicePrimaryCtxRetain((cs_context *)context, device)
+             : rc;
 }
 
 // A call that takes one number at most, on, and makes one at most.

@@ -17,7 +17,6 @@ import "C"
 import (
 	"errors"
 	"fmt"
-	"sync"
 	"unsafe"
 )
 
@@ -71,26 +70,20 @@ func Count() (int, error) {
 	return int(n), err
 }
 
-// Device is a GPU whose primary context this process holds.
+// Device is a GPU whose primary context this process holds, from Retain to its end.
 type Device struct {
 	ordinal int
 	context C.uint64_t
-	once    sync.Once
 }
 
 // Retain holds the primary context of visible GPU ordinal, which is created if it
-// was not. Release gives it back.
+// was not. It is not given back: receive buffers may outlive whoever holds them.
 func Retain(ordinal int) (*Device, error) {
 	d := &Device{ordinal: ordinal}
 	if err := failed(C.cs_retain(C.int(ordinal), &d.context), "retain the primary context of gpu %d", ordinal); err != nil {
 		return nil, err
 	}
 	return d, nil
-}
-
-// Release gives the context back; nothing else may be called afterwards.
-func (d *Device) Release() {
-	d.once.Do(func() { C.cs_release(C.int(d.ordinal)) })
 }
 
 // Ordinal is the number of the GPU in this process.

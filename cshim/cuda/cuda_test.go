@@ -26,7 +26,6 @@ func device(t *testing.T) *Device {
 	}
 	d, err := Retain(0)
 	require.NoError(t, err)
-	t.Cleanup(d.Release)
 	return d
 }
 
@@ -81,7 +80,6 @@ func TestReach(t *testing.T) {
 					require.ErrorContains(t, err, fmt.Sprintf("cuda: retain the primary context of gpu %d: ", peer))
 				}
 			}
-			d.Release()
 		}
 	}
 }

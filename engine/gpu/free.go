@@ -27,13 +27,12 @@ var frees = [kinds]func(*cuda.Device, uint64) error{
 
 // FreeLater gives back what the driver knows by an address or handle, when LaterOf does.
 func FreeLater(index int, kind Kind, address, bytes uint64) error {
-	d, err := cuda.Retain(index)
+	d, err := Open(index)
 	if err != nil {
 		return err
 	}
 	LaterOf(index).Do(kind, bytes, func() {
-		_ = frees[kind](d, address) // who had it has gone on
-		d.Release()
+		_ = frees[kind](d.(*cuda.Device), address) // who had it has gone on
 	})
 	return nil
 }

@@ -63,10 +63,7 @@ func Open(index int) (Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	first, loaded := opened.LoadOrStore(index, d)
-	if loaded {
-		d.Release()
-	}
+	first, _ := opened.LoadOrStore(index, d)
 	return first.(*cuda.Device), nil
 }
 

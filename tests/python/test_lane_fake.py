@@ -94,6 +94,13 @@ class Driver:
         self._at(name).value = value
 
 
+def at_rest() -> int:
+    """What is held when the engine has opened the GPUs, whose contexts it keeps."""
+    for index in range(2):
+        _loader.load().Lane(index, b"", 1000.0, False).close()
+    return DRIVER.held
+
+
 class Tensor:
     """Memory in the place of a tensor."""
 
@@ -303,7 +310,7 @@ def late_behind_others(how: str) -> None:
     DRIVER.fail_stream = SECOND if how == "stream" else 0
     if how == "later":  # memory is free again
         threading.Timer(1, setattr, (DRIVER, "fail_second", 0)).start()
-    before = DRIVER.held
+    before = at_rest()
     DRIVER.foreign = 1  # so there are landing buffers
     w, s = pair("copy", timeout_ms=100, install=False, count=200)
     DRIVER.behind = behind
@@ -335,7 +342,7 @@ def behind_others() -> tuple[Side, Side]:
 
 def one_context() -> None:
     """For all channels of a GPU, until nobody holds it. Without a wait there is none."""
-    before = DRIVER.held
+    before = at_rest()
     for _ in range(2):
         pairs = [behind_others() for _ in range(3)]
         pairs[0][0].end(ENDED)
@@ -382,7 +389,7 @@ def no_context() -> None:
 def context_of_a_holder() -> None:
     """It does not end while kernels of another channel may wait, also where memory is short, and
     the next channel takes it."""
-    before = DRIVER.held
+    before = at_rest()
     held = pair("kernel")
     for _ in range(3):
         sides = behind_others()
@@ -428,7 +435,7 @@ def ended(mode: str) -> None:
 def unwatched(how: str) -> None:
     """Without the thread of mode "copy" nothing ends a wait: the channel does not open, and what
     there was of it is given back, as so many streams."""
-    before = DRIVER.held
+    before = at_rest()
     w, s = pair("copy", install=False)
     what, text = {
         "context": ("fail_context", "make the context of the GPU current"),
@@ -777,6 +784,7 @@ def test_threads_go_on_while_the_gpu_is_busy(driver: Forks) -> None:
 
 
 def put_off() -> None:
+    at_rest()
     flag, seq = (fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0) for _ in "12")
     fserver.wait_flag(seq, seq)  # loads kernels, and has a page of pinned memory, for good
     before = DRIVER.held
@@ -994,7 +1002,7 @@ def no_memory(mode: str, what: str, who: str) -> None:
     on_gpus()
     pair = open_cluster()
     exchanged(*opened(pair, "host", "before"), 1)
-    before = DRIVER.held
+    before = at_rest()
     setattr(DRIVER, what, 1 if who == "worker" else 2)
     errors = dict(zip(("worker", "server"), opened(pair, mode, "none"), strict=True))
     mine = errors.pop(who)
@@ -1036,7 +1044,7 @@ def without_access(mode: str) -> None:
     """Of one process, and of two."""
     on_gpus()
     pair = open_cluster()
-    before = DRIVER.held
+    before = at_rest()
     DRIVER.no_access = 1
     for mine, error in zip((0, 1), opened(pair, mode, "none"), strict=True):
         assert type(error) is fserver.ConfigError, error
