@@ -137,19 +137,6 @@ static int cs_pin(uint64_t context, uint64_t address, uint64_t bytes,
   return rc;
 }
 
-static int cs_read(uint64_t context, void *to, uint64_t from, uint64_t bytes) {
-  ENTER(context);
-  return cs_cu.MemcpyDtoH(to, from, bytes);
-}
-
-static int cs_write(uint64_t context, uint64_t to, const void *from,
-                    uint64_t bytes) {
-  ENTER(context);
-  int rc = cs_cu.MemcpyHtoD(to, from, bytes);
-  // From pageable memory, it returns when the bytes are staged.
-  return rc == CS_CU_SUCCESS ? cs_cu.StreamSynchronize(NULL) : rc;
-}
-
 // An attribute that the driver does not know, or that the memory does not have,
 // is left as it is.
 static void ask(cs_ptr address, int what, void *value) {

@@ -188,8 +188,6 @@ enum { CS_CUDA_OLDEST = 11000 };
     (cs_ptr to, cs_ptr from, size_t bytes, cs_stream stream))                  \
   F(MemcpyDtoHAsync, _v2, 3020,                                                \
     (void *to, cs_ptr from, size_t bytes, cs_stream stream))                   \
-  F(MemcpyHtoD, _v2, 3020, (cs_ptr to, const void *from, size_t bytes))        \
-  F(MemcpyDtoH, _v2, 3020, (void *to, cs_ptr from, size_t bytes))              \
   F(MemsetD8Async, , 3020,                                                     \
     (cs_ptr address, unsigned char value, size_t bytes, cs_stream stream))     \
   F(StreamCreate, , 2000, (cs_stream * stream, unsigned flags))                \

@@ -202,16 +202,6 @@ func (d *Device) Unpin(address uint64) error {
 	return failed(C.cs_unpin(d.context, C.uint64_t(address), nil), "unpin memory on gpu %d", d.ordinal)
 }
 
-// Read copies from the GPU and waits for it; for tests and set-up.
-func (d *Device) Read(to []byte, from uint64) error {
-	return failed(C.cs_read(d.context, unsafe.Pointer(unsafe.SliceData(to)), C.uint64_t(from), C.uint64_t(len(to))), "read %d bytes of gpu %d", len(to), d.ordinal)
-}
-
-// Write copies to the GPU and waits for it; for tests and set-up.
-func (d *Device) Write(to uint64, from []byte) error {
-	return failed(C.cs_write(d.context, C.uint64_t(to), unsafe.Pointer(unsafe.SliceData(from)), C.uint64_t(len(from))), "write %d bytes of gpu %d", len(from), d.ordinal)
-}
-
 // Memory is what the driver knows of an address.
 type Memory struct {
 	Base, Len  uint64 // the allocation, or the piece that is mapped there

@@ -229,11 +229,7 @@ func TestBackendWithoutGPU(t *testing.T) {
 
 // TestRealGPU moves tensors of this host's GPU, mapped and staged.
 func TestRealGPU(t *testing.T) {
-	if _, err := gpu.Open(0); err != nil {
-		t.Skip(err)
-	}
-	d, err := cuda.Retain(0)
-	require.NoError(t, err)
+	d := fakegpu.Real(t)
 	buffer := func(key, n uint64, fill byte) exchange.Tensor {
 		a, err := d.Alloc(n)
 		require.NoError(t, err)

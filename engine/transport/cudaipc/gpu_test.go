@@ -9,30 +9,21 @@ import (
 
 	"fserver/cshim/cuda"
 	"fserver/engine/gpu"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/transporttest"
 )
 
-// realGPU is a GPU of this host, or the test is skipped. The contexts stay: there
-// are few.
-func realGPU(tb testing.TB) *cuda.Device {
-	if err := cuda.Open(); err != nil {
-		tb.Skip(err)
-	}
-	n, err := cuda.Count()
-	require.NoError(tb, err)
-	if n == 0 {
-		tb.Skip("cuda: no GPU is visible")
-	}
-	d, err := cuda.Retain(0)
-	require.NoError(tb, err)
+// realGPU is a GPU of this host, or the test is skipped.
+func realGPU(tb testing.TB) *fakegpu.RealGPU {
+	d := fakegpu.Real(tb)
 	warmUp(tb, d)
 	return d
 }
 
 // warmUp has the driver open what it keeps open, so that no test counts that as left.
-func warmUp(tb testing.TB, d *cuda.Device) {
+func warmUp(tb testing.TB, d gpu.Device) {
 	s, err := d.NewStream()
 	require.NoError(tb, err)
 	r, err := mem.Map(4096)
@@ -47,7 +38,7 @@ func warmUp(tb testing.TB, d *cuda.Device) {
 }
 
 // realMemory is that of a GPU.
-type realMemory struct{ d *cuda.Device }
+type realMemory struct{ d *fakegpu.RealGPU }
 
 func (m realMemory) Alloc(n uint64) (mem.Region, error) {
 	a, err := m.d.Alloc(max(n, 1)) // the driver has nothing of 0 bytes
@@ -93,7 +84,7 @@ func realBed(tb testing.TB, under below, share bool) transporttest.Bed {
 			if err != nil {
 				return nil, err
 			}
-			return Wrap(in, Options{Device: d, Share: share})
+			return Wrap(in, Options{Device: d.Device, Share: share})
 		},
 	}
 }
