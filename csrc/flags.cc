@@ -212,10 +212,12 @@ bool enqueue(int device, int which, const Counter *counters, size_t n,
   }
   for (size_t i = 0; i < 5; i++)
     arguments[i] = &values[i];
+  cs_launch_config c{};
+  c.grid_x = c.grid_y = c.grid_z = c.block_x = c.block_y = c.block_z = 1;
+  c.stream = stream;
   if (!tried->good() ||
       !tried->ok("launch a kernel",
-                 cs_cu.LaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, stream, arguments,
-                                    nullptr)))
+                 cs_cu.LaunchKernelEx(&c, f, arguments, nullptr)))
     return false;
   if (kept)
     keep(stream, std::move(*kept));

@@ -354,29 +354,26 @@ void Lane::reach(int device) {
     return;
   Apart in(context_);
   Tried tried;
-  int can = 0;
-  unlocked([&] {
+  const cs_result rc = unlocked([&]() -> cs_result {
     cs_device other = 0;
     cs_context context;
     if (!tried.ok("find the peer's GPU", cs_cu.DeviceGet(&other, device)) ||
-        !tried.ok("ask whether the GPU can use the memory of the peer's GPU",
-                  cs_cu.DeviceCanAccessPeer(&can, handle_, other)) ||
-        !can ||
         !tried.ok("retain the context of the peer's GPU",
                   cs_cu.DevicePrimaryCtxRetain(&context, other)))
-      return false;
-    const cs_result rc = cs_cu.CtxEnablePeerAccess(context, 0);
+      return CS_CU_SUCCESS;
+    const cs_result enabled = cs_cu.CtxEnablePeerAccess(context, 0);
     cs_cu.DevicePrimaryCtxRelease(other); // its channel holds it
-    return rc == CS_CU_PEER_ACCESS_ALREADY_ENABLED ||
-           tried.ok("use the memory of the peer's GPU", rc);
+    return enabled;
   });
   must(tried);
-  if (!can)
+  if (rc == CS_CU_PEER_ACCESS_UNSUPPORTED)
     raise(Kind::kConfig,
           "channel: gpu %d cannot use the memory of gpu %d: no peer access "
           "between them (nvidia-smi topo -p2p rw shows it; use "
           "mode=\"host\")",
           device_, device);
+  if (rc != CS_CU_PEER_ACCESS_ALREADY_ENABLED)
+    must("use the memory of the peer's GPU", rc);
 }
 
 void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
@@ -803,7 +800,8 @@ std::string Lane::peek(uint64_t address, uint64_t bytes) {
     cs_stream s;
     cs_result done = cs_cu.StreamCreate(&s, CS_STREAM_NON_BLOCKING);
     if (done == CS_CU_SUCCESS) {
-      done = cs_cu.MemcpyDtoHAsync(host, address, bytes, s);
+      done =
+          cs_cu.MemcpyAsync(reinterpret_cast<cs_ptr>(host), address, bytes, s);
       if (done == CS_CU_SUCCESS)
         done = cs_cu.StreamSynchronize(s);
       cs_cu.StreamDestroy(s);

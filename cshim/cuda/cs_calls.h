@@ -4,6 +4,8 @@
 #ifndef CS_CALLS_H
 #define CS_CALLS_H
 
+#include <stdbool.h>
+
 #include "cs_cuda.h"
 
 typedef struct {
@@ -15,11 +17,7 @@ typedef struct {
   uint64_t base;
   size_t bytes; /* of the allocation; of the mapping, in a reserved range */
   uint64_t id;  /* buffer id: no other allocation of the process ever has it */
-  uint64_t handles; /* CS_HANDLE_* that it can be exported as */
-  int device;       /* ordinal */
-  int type;         /* CS_MEMORY_* */
-  int legacy_ipc;   /* IpcGetMemHandle works */
-  int pool;         /* it is of a memory pool */
+  bool on_gpu, legacy_ipc, descriptor; /* as Memory of Go has them */
 } cs_memory;
 
 // What a call changes for its thread, which may be the application's, and puts
@@ -148,20 +146,22 @@ static int cs_describe(uint64_t context, uint64_t address, cs_memory *out) {
   void *pool = NULL;
   cs_ptr start = 0;
   size_t mapped = 0;
-  *out = (cs_memory){.device = -1};
-  int rc = cs_cu.PointerGetAttribute(&out->type, CS_PTR_MEMORY_TYPE, address);
+  uint64_t handles = 0;
+  int type = 0, legacy_ipc = 0;
+  int rc = cs_cu.PointerGetAttribute(&type, CS_PTR_MEMORY_TYPE, address);
   if (rc == CS_CU_SUCCESS)
     rc = cs_cu.PointerGetAttribute(&out->id, CS_PTR_BUFFER_ID, address);
   if (rc == CS_CU_SUCCESS)
     rc = cs_cu.MemGetAddressRange((cs_ptr *)&out->base, &out->bytes, address);
   if (rc != CS_CU_SUCCESS)
     return rc;
-  ask(address, CS_PTR_DEVICE_ORDINAL, &out->device);
-  ask(address, CS_PTR_LEGACY_IPC_CAPABLE, &out->legacy_ipc);
-  ask(address, CS_PTR_ALLOWED_HANDLE_TYPES, &out->handles);
+  ask(address, CS_PTR_LEGACY_IPC_CAPABLE, &legacy_ipc);
+  ask(address, CS_PTR_ALLOWED_HANDLE_TYPES, &handles);
   ask(address, CS_PTR_MEMPOOL, &pool);
-  out->pool = pool != NULL;
-  if (out->legacy_ipc || !out->handles)
+  out->on_gpu = type == CS_MEMORY_DEVICE;
+  out->legacy_ipc = legacy_ipc && !pool;
+  out->descriptor = (handles & CS_HANDLE_POSIX_FD) && !pool;
+  if (legacy_ipc || !handles)
     return rc;
   // In a reserved range: the piece that is mapped here.
   ask(address, CS_PTR_MAPPING_BASE, &start);

@@ -42,7 +42,6 @@ typedef struct {
 // Results that callers tell apart.
 enum {
   CS_CU_SUCCESS = 0,
-  CS_CU_INVALID_VALUE = 1,
   CS_CU_OUT_OF_MEMORY = 2,
   CS_CU_ALREADY_MAPPED = 208,
   CS_CU_PEER_ACCESS_UNSUPPORTED = 217,
@@ -63,7 +62,6 @@ enum {
 enum {
   CS_PTR_MEMORY_TYPE = 2,         /* uint32_t: CS_MEMORY_* */
   CS_PTR_BUFFER_ID = 7,           /* uint64_t, never used twice in a process */
-  CS_PTR_DEVICE_ORDINAL = 9,      /* int */
   CS_PTR_LEGACY_IPC_CAPABLE = 10, /* int: IpcGetMemHandle works */
   CS_PTR_ALLOWED_HANDLE_TYPES = 14, /* uint64_t: CS_HANDLE_* */
   CS_PTR_MEMPOOL = 17,              /* NULL if it is of none */
@@ -142,7 +140,6 @@ enum { CS_CUDA_OLDEST = 11000 };
   F(DeviceGetCount, , 2000, (int *count))                                      \
   F(DeviceGet, , 2000, (cs_device * device, int ordinal))                      \
   F(DeviceGetAttribute, , 2000, (int *value, int what, cs_device device))      \
-  F(DeviceCanAccessPeer, , 4000, (int *can, cs_device device, cs_device peer)) \
   F(DevicePrimaryCtxRetain, , 7000, (cs_context * context, cs_device device))  \
   F(DevicePrimaryCtxRelease, _v2, 11000, (cs_device device))                   \
   F(CtxCreate, _v2, 3020,                                                      \
@@ -186,8 +183,6 @@ enum { CS_CUDA_OLDEST = 11000 };
     (cs_ptr address, size_t bytes, const cs_access *access, size_t count))     \
   F(MemcpyAsync, , 4000,                                                       \
     (cs_ptr to, cs_ptr from, size_t bytes, cs_stream stream))                  \
-  F(MemcpyDtoHAsync, _v2, 3020,                                                \
-    (void *to, cs_ptr from, size_t bytes, cs_stream stream))                   \
   F(MemsetD8Async, , 3020,                                                     \
     (cs_ptr address, unsigned char value, size_t bytes, cs_stream stream))     \
   F(StreamCreate, , 2000, (cs_stream * stream, unsigned flags))                \
@@ -224,10 +219,6 @@ enum { CS_CUDA_OLDEST = 11000 };
   F(ModuleGetFunction, , 2000,                                                 \
     (cs_function * function, cs_module module, const char *name))              \
   F(FuncGetAttribute, , 2020, (int *value, int what, cs_function function))    \
-  F(LaunchKernel, , 4000,                                                      \
-    (cs_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,  \
-     unsigned block_x, unsigned block_y, unsigned block_z,                     \
-     unsigned shared_bytes, cs_stream stream, void **arguments, void **extra)) \
   F(LaunchKernelEx, , 11060,                                                   \
     (const cs_launch_config *config, cs_function function, void **arguments,   \
      void **extra))

@@ -206,7 +206,6 @@ func (d *Device) Unpin(address uint64) error {
 type Memory struct {
 	Base, Len  uint64 // the allocation, or the piece that is mapped there
 	ID         uint64 // no other allocation of the process ever has it
-	Ordinal    int    // of the GPU; -1 for none
 	OnGPU      bool   // else on the host, or in both
 	LegacyIPC  bool   // ExportIPC works
 	Descriptor bool   // ExportFD works
@@ -214,16 +213,9 @@ type Memory struct {
 
 // Describe says what is at an address. It fails for memory that the driver does
 // not know.
-func (d *Device) Describe(address uint64) (Memory, error) {
-	var m C.cs_memory
-	if err := failed(C.cs_describe(d.context, C.uint64_t(address), &m), "describe the memory at %#x", address); err != nil {
-		return Memory{}, err
-	}
-	return Memory{
-		Base: uint64(m.base), Len: uint64(m.bytes), ID: uint64(m.id), Ordinal: int(m.device),
-		OnGPU: m._type == C.CS_MEMORY_DEVICE, LegacyIPC: m.legacy_ipc != 0 && m.pool == 0,
-		Descriptor: m.handles&C.CS_HANDLE_POSIX_FD != 0 && m.pool == 0,
-	}, nil
+func (d *Device) Describe(address uint64) (m Memory, err error) {
+	err = failed(C.cs_describe(d.context, C.uint64_t(address), (*C.cs_memory)(unsafe.Pointer(&m))), "describe the memory at %#x", address)
+	return m, err
 }
 
 // IPCHandle names an allocation for the other processes of the host.

@@ -62,6 +62,15 @@ func TestErrorText(t *testing.T) {
 
 func TestCopyLayout(t *testing.T) { require.Equal(t, uintptr(24), unsafe.Sizeof(Copy{})) }
 
+// TestMemoryLayout: Memory is laid out as cs_memory of cs_calls.h, which C fills.
+func TestMemoryLayout(t *testing.T) {
+	var m Memory
+	require.Equal(t, [...]uintptr{0, 8, 16, 24, 25, 26, 32}, [...]uintptr{
+		unsafe.Offsetof(m.Base), unsafe.Offsetof(m.Len), unsafe.Offsetof(m.ID),
+		unsafe.Offsetof(m.OnGPU), unsafe.Offsetof(m.LegacyIPC), unsafe.Offsetof(m.Descriptor), unsafe.Sizeof(m),
+	})
+}
+
 // TestReach: the memory that is used is that of the GPU which has the number in this process,
 // whatever number it has in the host. It runs in a child, over a driver of its own.
 func TestReach(t *testing.T) {
