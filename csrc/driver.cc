@@ -25,13 +25,4 @@ void enter_gpu(int device) {
   cs_cu.DevicePrimaryCtxRelease(handle);
 }
 
-void too_old(const char *call) {
-  char why[256];
-  unlocked([&] {
-    cs_cuda_too_old(11070, why, sizeof why);
-    return 0;
-  });
-  raise(Kind::kConfig, "%s: %s (install a newer NVIDIA driver)", call, why);
-}
-
 } // namespace fserver

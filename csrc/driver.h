@@ -12,9 +12,6 @@ void open_driver(const char *call);
 // is open. torch holds that context wherever there are tensors or streams of the GPU.
 void enter_gpu(int device);
 
-// Raises that it lacks what came with CUDA 11.7.
-[[noreturn]] void too_old(const char *call);
-
 // While any thread captures a graph in the mode that is torch's own, others must
 // not make calls that might disturb that (allocations, queries and waits), unless they say
 // that they know what they do: none of ours touches a stream that is captured.

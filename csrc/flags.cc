@@ -374,8 +374,6 @@ void wait_value(PyObject *flag, PyObject *value) {
   Counter c = read_counter(flag, {"wait_value", "flag"});
   const uint64_t v = read_u64(value, {"wait_value", "value"});
   open_driver("wait_value");
-  if (!cs_cu.StreamWaitValue64)
-    too_old("wait_value");
   const int device =
       c.device < 0 ? unlocked([] { return current_gpu(); }) : c.device;
   hold("wait_value", flag, c, device);

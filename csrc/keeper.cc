@@ -178,9 +178,7 @@ void keep_with_graph(cs_stream s, Kept *memory) {
   int state = CS_CAPTURE_NONE;
   cs_graph graph = nullptr;
   cs_user_object object;
-  if (cs_cu.StreamGetCaptureInfo && cs_cu.UserObjectCreate &&
-      cs_cu.GraphRetainUserObject &&
-      cs_cu.StreamGetCaptureInfo(s, &state, nullptr, &graph, nullptr,
+  if (cs_cu.StreamGetCaptureInfo(s, &state, nullptr, &graph, nullptr,
                                  nullptr) == CS_CU_SUCCESS &&
       graph &&
       cs_cu.UserObjectCreate(&object, memory, graph_is_gone, 1,

@@ -183,8 +183,6 @@ Lane::Lane(int device, const std::string &image, int64_t timeout_ns,
     : device_(device), programmatic_(programmatic),
       patience_(static_cast<uint64_t>(timeout_ns)) {
   open_driver("channel");
-  if (!cs_cu.LaunchKernelEx || !cs_cu.StreamBatchMemOp)
-    too_old("channel");
   const Relaxed relaxed;
   Tried tried;
   unlocked([&] {

@@ -10,9 +10,8 @@
 //     int rc = cs_cu.StreamWriteValue64(stream, address, 1, 0);
 //     if (rc != CS_CU_SUCCESS) ... cs_cuda_text(rc, why, sizeof why) ...
 //
-// Functions of the table return a cs_result. Those that a driver is too old for
-// are NULL. This is mechanism only: no policy, no threads, no logging, no state
-// but the table.
+// Functions of the table return a cs_result. This is mechanism only: no policy, no
+// threads, no logging, no state but the table.
 #ifndef CS_CUDA_H
 #define CS_CUDA_H
 
@@ -127,104 +126,98 @@ typedef union {
   uint64_t pad[6];
 } cs_memory_op;
 
-// The table: CS_CUDA_TABLE(F) is F(name, suffix, version, arguments) for each
-// function. version is the CUDA version in which the signature came (1000 * major +
-// 10 * minor), and the driver is asked for cuNAME of that version. One that is too
-// old to be asked has it as cuNAMESUFFIX. A driver may lack what came after
-// CS_CUDA_OLDEST: NULL then.
-enum { CS_CUDA_OLDEST = 11000 };
+// The table: CS_CUDA_TABLE(F) is F(name, version, arguments) for each function.
+// version is the CUDA version in which the signature came (1000 * major + 10 * minor),
+// and the driver is asked for cuNAME of that version. A driver of CS_CUDA_OLDEST has
+// them all.
+enum { CS_CUDA_OLDEST = 11070 };
 #define CS_CUDA_TABLE(F)                                                       \
-  F(GetErrorName, , 6000, (cs_result error, const char **text))                \
-  F(GetErrorString, , 6000, (cs_result error, const char **text))              \
-  F(Init, , 2000, (unsigned flags))                                            \
-  F(DeviceGetCount, , 2000, (int *count))                                      \
-  F(DeviceGet, , 2000, (cs_device * device, int ordinal))                      \
-  F(DeviceGetAttribute, , 2000, (int *value, int what, cs_device device))      \
-  F(DevicePrimaryCtxRetain, , 7000, (cs_context * context, cs_device device))  \
-  F(DevicePrimaryCtxRelease, _v2, 11000, (cs_device device))                   \
-  F(CtxCreate, _v2, 3020,                                                      \
-    (cs_context * context, unsigned flags, cs_device device))                  \
-  F(CtxDestroy, _v2, 4000, (cs_context context))                               \
-  F(CtxGetCurrent, , 4000, (cs_context * context))                             \
-  F(CtxSetCurrent, , 4000, (cs_context context))                               \
-  F(CtxEnablePeerAccess, , 4000, (cs_context peer, unsigned flags))            \
-  F(MemAlloc, _v2, 3020, (cs_ptr * address, size_t bytes))                     \
-  F(MemFree, _v2, 3020, (cs_ptr address))                                      \
-  F(MemGetAddressRange, _v2, 3020,                                             \
-    (cs_ptr * base, size_t *bytes, cs_ptr address))                            \
-  F(PointerGetAttribute, , 4000, (void *value, int what, cs_ptr address))      \
-  F(MemHostAlloc, , 2020, (void **address, size_t bytes, unsigned flags))      \
-  F(MemFreeHost, , 2000, (void *address))                                      \
-  F(MemHostRegister, _v2, 6050, (void *address, size_t bytes, unsigned flags)) \
-  F(MemHostUnregister, , 4000, (void *address))                                \
-  F(MemHostGetDevicePointer, _v2, 3020,                                        \
+  F(GetErrorName, 6000, (cs_result error, const char **text))                  \
+  F(GetErrorString, 6000, (cs_result error, const char **text))                \
+  F(Init, 2000, (unsigned flags))                                              \
+  F(DeviceGetCount, 2000, (int *count))                                        \
+  F(DeviceGet, 2000, (cs_device * device, int ordinal))                        \
+  F(DeviceGetAttribute, 2000, (int *value, int what, cs_device device))        \
+  F(DevicePrimaryCtxRetain, 7000, (cs_context * context, cs_device device))    \
+  F(DevicePrimaryCtxRelease, 11000, (cs_device device))                        \
+  F(CtxCreate, 3020, (cs_context * context, unsigned flags, cs_device device)) \
+  F(CtxDestroy, 4000, (cs_context context))                                    \
+  F(CtxGetCurrent, 4000, (cs_context * context))                               \
+  F(CtxSetCurrent, 4000, (cs_context context))                                 \
+  F(CtxEnablePeerAccess, 4000, (cs_context peer, unsigned flags))              \
+  F(MemAlloc, 3020, (cs_ptr * address, size_t bytes))                          \
+  F(MemFree, 3020, (cs_ptr address))                                           \
+  F(MemGetAddressRange, 3020, (cs_ptr * base, size_t *bytes, cs_ptr address))  \
+  F(PointerGetAttribute, 4000, (void *value, int what, cs_ptr address))        \
+  F(MemHostAlloc, 2020, (void **address, size_t bytes, unsigned flags))        \
+  F(MemFreeHost, 2000, (void *address))                                        \
+  F(MemHostRegister, 6050, (void *address, size_t bytes, unsigned flags))      \
+  F(MemHostUnregister, 4000, (void *address))                                  \
+  F(MemHostGetDevicePointer, 3020,                                             \
     (cs_ptr * device, void *address, unsigned flags))                          \
-  F(IpcGetMemHandle, , 4010, (cs_ipc_handle * handle, cs_ptr address))         \
-  F(IpcOpenMemHandle, _v2, 11000,                                              \
+  F(IpcGetMemHandle, 4010, (cs_ipc_handle * handle, cs_ptr address))           \
+  F(IpcOpenMemHandle, 11000,                                                   \
     (cs_ptr * address, cs_ipc_handle handle, unsigned flags))                  \
-  F(IpcCloseMemHandle, , 4010, (cs_ptr address))                               \
-  F(MemRelease, , 10020, (cs_allocation handle))                               \
-  F(MemRetainAllocationHandle, , 11000,                                        \
-    (cs_allocation * handle, void *address))                                   \
-  F(MemExportToShareableHandle, , 10020,                                       \
+  F(IpcCloseMemHandle, 4010, (cs_ptr address))                                 \
+  F(MemRelease, 10020, (cs_allocation handle))                                 \
+  F(MemRetainAllocationHandle, 11000, (cs_allocation * handle, void *address)) \
+  F(MemExportToShareableHandle, 10020,                                         \
     (void *shareable, cs_allocation handle, int type,                          \
      unsigned long long flags))                                                \
-  F(MemImportFromShareableHandle, , 10020,                                     \
+  F(MemImportFromShareableHandle, 10020,                                       \
     (cs_allocation * handle, void *shareable, int type))                       \
-  F(MemAddressReserve, , 10020,                                                \
+  F(MemAddressReserve, 10020,                                                  \
     (cs_ptr * address, size_t bytes, size_t alignment, cs_ptr hint,            \
      unsigned long long flags))                                                \
-  F(MemAddressFree, , 10020, (cs_ptr address, size_t bytes))                   \
-  F(MemMap, , 10020,                                                           \
+  F(MemAddressFree, 10020, (cs_ptr address, size_t bytes))                     \
+  F(MemMap, 10020,                                                             \
     (cs_ptr address, size_t bytes, size_t offset, cs_allocation handle,        \
      unsigned long long flags))                                                \
-  F(MemUnmap, , 10020, (cs_ptr address, size_t bytes))                         \
-  F(MemSetAccess, , 10020,                                                     \
+  F(MemUnmap, 10020, (cs_ptr address, size_t bytes))                           \
+  F(MemSetAccess, 10020,                                                       \
     (cs_ptr address, size_t bytes, const cs_access *access, size_t count))     \
-  F(MemcpyAsync, , 4000,                                                       \
+  F(MemcpyAsync, 4000,                                                         \
     (cs_ptr to, cs_ptr from, size_t bytes, cs_stream stream))                  \
-  F(MemsetD8Async, , 3020,                                                     \
+  F(MemsetD8Async, 3020,                                                       \
     (cs_ptr address, unsigned char value, size_t bytes, cs_stream stream))     \
-  F(StreamCreate, , 2000, (cs_stream * stream, unsigned flags))                \
-  F(StreamDestroy, _v2, 4000, (cs_stream stream))                              \
-  F(StreamSynchronize, , 2000, (cs_stream stream))                             \
-  F(CtxSynchronize, , 2000, (void))                                            \
-  F(StreamQuery, , 2000, (cs_stream stream))                                   \
-  F(StreamWaitEvent, , 3020,                                                   \
-    (cs_stream stream, cs_event event, unsigned flags))                        \
-  F(StreamIsCapturing, , 10000, (cs_stream stream, int *status))               \
-  F(ThreadExchangeStreamCaptureMode, , 10010, (int *mode))                     \
-  F(StreamGetCaptureInfo, _v2, 11030,                                          \
+  F(StreamCreate, 2000, (cs_stream * stream, unsigned flags))                  \
+  F(StreamDestroy, 4000, (cs_stream stream))                                   \
+  F(StreamSynchronize, 2000, (cs_stream stream))                               \
+  F(CtxSynchronize, 2000, (void))                                              \
+  F(StreamQuery, 2000, (cs_stream stream))                                     \
+  F(StreamWaitEvent, 3020, (cs_stream stream, cs_event event, unsigned flags)) \
+  F(StreamIsCapturing, 10000, (cs_stream stream, int *status))                 \
+  F(ThreadExchangeStreamCaptureMode, 10010, (int *mode))                       \
+  F(StreamGetCaptureInfo, 11030,                                               \
     (cs_stream stream, int *status, uint64_t *id, cs_graph *graph,             \
      const void **dependencies, size_t *count))                                \
-  F(UserObjectCreate, , 11030,                                                 \
+  F(UserObjectCreate, 11030,                                                   \
     (cs_user_object * object, void *data, void (*destroy)(void *data),         \
      unsigned references, unsigned flags))                                     \
-  F(GraphRetainUserObject, , 11030,                                            \
+  F(GraphRetainUserObject, 11030,                                              \
     (cs_graph graph, cs_user_object object, unsigned count, unsigned flags))   \
-  F(StreamWriteValue32, _v2, 11070,                                            \
+  F(StreamWriteValue32, 11070,                                                 \
     (cs_stream stream, cs_ptr address, uint32_t value, unsigned flags))        \
-  F(StreamWriteValue64, _v2, 11070,                                            \
+  F(StreamWriteValue64, 11070,                                                 \
     (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))        \
-  F(StreamWaitValue64, _v2, 11070,                                             \
+  F(StreamWaitValue64, 11070,                                                  \
     (cs_stream stream, cs_ptr address, uint64_t value, unsigned flags))        \
-  F(StreamBatchMemOp, _v2, 11070,                                              \
+  F(StreamBatchMemOp, 11070,                                                   \
     (cs_stream stream, unsigned count, cs_memory_op *ops, unsigned flags))     \
-  F(EventCreate, , 2000, (cs_event * event, unsigned flags))                   \
-  F(EventRecord, , 2000, (cs_event event, cs_stream stream))                   \
-  F(EventQuery, , 2000, (cs_event event))                                      \
-  F(EventDestroy, _v2, 4000, (cs_event event))                                 \
-  F(ModuleLoadData, , 2000, (cs_module * module, const void *image))           \
-  F(ModuleUnload, , 2000, (cs_module module))                                  \
-  F(ModuleGetFunction, , 2000,                                                 \
+  F(EventCreate, 2000, (cs_event * event, unsigned flags))                     \
+  F(EventRecord, 2000, (cs_event event, cs_stream stream))                     \
+  F(EventQuery, 2000, (cs_event event))                                        \
+  F(EventDestroy, 4000, (cs_event event))                                      \
+  F(ModuleLoadData, 2000, (cs_module * module, const void *image))             \
+  F(ModuleUnload, 2000, (cs_module module))                                    \
+  F(ModuleGetFunction, 2000,                                                   \
     (cs_function * function, cs_module module, const char *name))              \
-  F(FuncGetAttribute, , 2020, (int *value, int what, cs_function function))    \
-  F(LaunchKernelEx, , 11060,                                                   \
+  F(FuncGetAttribute, 2020, (int *value, int what, cs_function function))      \
+  F(LaunchKernelEx, 11060,                                                     \
     (const cs_launch_config *config, cs_function function, void **arguments,   \
      void **extra))
 
-#define CS_CUDA_FIELD(name, suffix, version, arguments)                        \
-  cs_result(*name) arguments;
+#define CS_CUDA_FIELD(name, version, arguments) cs_result(*name) arguments;
 struct cs_cuda {
   CS_CUDA_TABLE(CS_CUDA_FIELD)
 };
@@ -234,13 +227,9 @@ struct cs_cuda {
 extern struct cs_cuda cs_cu;
 
 // Opens the driver, fills the table and calls Init; idempotent, and safe from any
-// thread. 0, or -1 and the reason in why: a library that is missing, a function
-// that it lacks, a driver that does not start. It creates no context.
+// thread. 0, or -1 and the reason in why: a library that is missing, a driver that is
+// too old, lacks a function or does not start. It creates no context.
 int cs_cuda_open(char *why, size_t room);
-
-// What to say where a function is NULL: the version of the driver, and which is
-// needed. For a driver that is open.
-void cs_cuda_too_old(int needed, char *why, size_t room);
 
 // What a result means: "out of memory (CUDA_ERROR_OUT_OF_MEMORY)". Always ends
 // with a zero byte.

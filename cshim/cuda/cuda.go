@@ -56,10 +56,6 @@ func Open() error {
 	if C.cs_cuda_open(&why[0], C.size_t(len(why))) != 0 {
 		return errors.New("cuda: " + C.GoString(&why[0]))
 	}
-	if C.cs_cu.StreamWriteValue64 == nil {
-		C.cs_cuda_too_old(11070, &why[0], C.size_t(len(why)))
-		return errors.New("cuda: " + C.GoString(&why[0]))
-	}
 	return nil
 }
 

@@ -33,7 +33,7 @@ int full;      /* out of memory until some is freed */
 int full_host; /* the same of pinned memory */
 int taken; /* what is imported is where another mapping is, until that is closed */
 
-int old; /* what came with CUDA 11.7 is not there; to be set before it is opened */
+int old; /* it is a driver for CUDA 11.6; to be set before it is opened */
 int fail_context; /* 1: in all threads, 2: in those that did not start the driver */
 int fail_copy;      /* the copy of this number, from 1 on */
 int fail_import;    /* memory of other processes: with this result */
@@ -110,6 +110,10 @@ static int give_back_safely(void) {
 
 static int good(void) {
   called(__func__);
+  return CS_CU_SUCCESS;
+}
+static int version(int *out) {
+  *out = old ? 11060 : 13000;
   return CS_CU_SUCCESS;
 }
 static int start(unsigned flags) {
@@ -525,6 +529,7 @@ static const struct {
   const char *name;
   void *function;
 } table[] = {
+    {"cuDriverGetVersion", (void *)version},
     {"cuInit", (void *)start},
     {"cuGetErrorName", (void *)text},
     {"cuGetErrorString", (void *)text},
@@ -572,9 +577,9 @@ static const struct {
 };
 
 /* What the table does not name succeeds. */
-int cuGetProcAddress_v2(const char *name, void **out, int version) {
+int cuGetProcAddress_v2(const char *name, void **out, int since) {
   *out = NULL;
-  if (old && version >= 11070)
+  if (old && since >= 11070)
     return UNKNOWN;
   *out = (void *)good;
   for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {

@@ -975,14 +975,17 @@ def test_odd_words(driver: Forks) -> None:
 
 def old() -> None:
     DRIVER.old = 1
-    flag = fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0)
-    text = r"^wait_value: this driver supports CUDA .*, want 11.7 or later \(install a newer"
-    refuses(lambda: _loader.load().wait_value(flag, 1), fserver.ConfigError, text)
-    refuses(lambda: pair("copy"), fserver.ConfigError, "^channel: .* want 11.7 or later")
+    word = torch.zeros(1, dtype=torch.int64)
+    for name, call in (
+        ("map_pinned_tensor", lambda: fserver.map_pinned_tensor(word, 0)),
+        ("channel", lambda: pair("copy")),
+    ):
+        text = f"^{name}: cannot use a GPU: this driver supports CUDA 11.6, want 11.7 or later "
+        refuses(call, fserver.ConfigError, text + r"\(install an NVIDIA driver for CUDA 11.7")
 
 
 def test_old_driver(driver: Forks) -> None:
-    """What SimpleNotify and channels need is not there; flags are."""
+    """Neither channels nor flags use it."""
     over(driver, old)
 
 

@@ -10,6 +10,10 @@ enum { INVALID = 1, NO_DEVICE = 101 };
 static intptr_t current;
 
 static int good(void) { return 0; }
+static int version(int *out) {
+  *out = 13000;
+  return 0;
+}
 /* Refused while a thread has the context of a call that is over. */
 static int count(int *out) {
   *out = (int)strlen(getenv("FAKE_SEES"));
@@ -45,6 +49,7 @@ static const struct {
   const char *name;
   void *function;
 } table[] = {
+    {"cuDriverGetVersion", (void *)version},
     {"cuDeviceGetCount", (void *)count},
     {"cuDeviceGet", (void *)device},
     {"cuDevicePrimaryCtxRetain", (void *)retain},
