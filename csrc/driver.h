@@ -15,12 +15,19 @@ void enter_gpu(int device);
 // While any thread captures a graph in the mode that is torch's own, others must
 // not make calls that might disturb that (allocations, queries and waits), unless they say
 // that they know what they do: none of ours touches a stream that is captured.
+// It does nothing while the driver is not open.
 struct Relaxed {
-  Relaxed() { cs_cu.ThreadExchangeStreamCaptureMode(&mode); }
-  ~Relaxed() { cs_cu.ThreadExchangeStreamCaptureMode(&mode); }
+  Relaxed() { exchange(); }
+  ~Relaxed() { exchange(); }
   Relaxed(const Relaxed &) = delete;
   Relaxed &operator=(const Relaxed &) = delete;
-  int mode = CS_CAPTURE_MODE_RELAXED;
+
+private:
+  void exchange() {
+    if (cs_cu.ThreadExchangeStreamCaptureMode)
+      cs_cu.ThreadExchangeStreamCaptureMode(&mode_);
+  }
+  int mode_ = CS_CAPTURE_MODE_RELAXED;
 };
 
 // Several calls, one after the other: the first that failed is raised when the GIL is

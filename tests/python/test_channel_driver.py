@@ -56,6 +56,10 @@ def test_no_driver() -> None:
     text = r"^map_pinned_tensor: cannot use a GPU: .*libcuda.so.1.*\(install an NVIDIA driver"
     with pytest.raises(fserver.ConfigError, match=text):
         fserver.map_pinned_tensor(torch.zeros(1), 0)
+    word = torch.zeros(1, dtype=torch.int64)
+    text = r"^wait_flag: flag is on the CPU but not pinned: pass flag.pin_memory\(\)"
+    with pytest.raises(fserver.ConfigError, match=text):
+        fserver.wait_flag(word, word)
 
 
 OverDriver = Callable[[str, str], list[str]]
