@@ -24,12 +24,8 @@ func fs_gpu_hold(index C.int32_t) (rc C.int) {
 //export fs_gpu_release
 func fs_gpu_release(index C.int32_t, wait C.int64_t) (rc C.int) {
 	defer guard(&rc, 0)
-	l := gpu.LaterOf(int(index))
-	if !l.Release() {
+	if !gpu.LaterOf(int(index)).Release(time.Duration(wait)) {
 		return fail(fmt.Errorf("engine: %w: fs_gpu_release: gpu %d is not held", syscall.EINVAL, int(index)))
-	}
-	if wait > 0 && !l.Held() {
-		l.Wait(time.Duration(wait))
 	}
 	return 0
 }
@@ -40,7 +36,7 @@ func fs_gpu_reclaim(index, what C.int32_t, wait C.int64_t) (rc C.int) {
 	if err := known("fs_gpu_reclaim", what); err != nil {
 		return fail(err)
 	}
-	if gpu.Reclaim(int(index), gpu.Kind(what), time.Duration(wait)) {
+	if gpu.LaterOf(int(index)).Reclaim(gpu.Kind(what), time.Duration(wait)) {
 		return 1
 	}
 	return 0

@@ -2,7 +2,6 @@ package gpu
 
 import (
 	"sync"
-	"time"
 
 	"fserver/cshim/cuda"
 )
@@ -35,10 +34,4 @@ func FreeLater(index int, kind Kind, address, bytes uint64) error {
 		_ = frees[kind](d.(*cuda.Device), address) // who had it has gone on
 	})
 	return nil
-}
-
-// Reclaim gives back what has been put off of a Kind, and says whether that has been of use.
-func Reclaim(index int, kind Kind, limit time.Duration) bool {
-	l := LaterOf(index)
-	return l.Force(kind) && l.Wait(limit)
 }

@@ -64,24 +64,18 @@ func (l *Later) Hold() {
 	l.Wait(holdLimit)
 }
 
-// Release ends a Hold. After the last one all goes back that was put off. False: there was
-// none.
-func (l *Later) Release() bool {
+// Release ends a Hold. After the last one all goes back that was put off, and Release waits for
+// that, at most for so long. False: there was no Hold.
+func (l *Later) Release(limit time.Duration) bool {
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.holds == 0 {
-		return false
-	}
-	l.holds--
+	holds := l.holds
+	l.holds = max(0, holds-1)
 	l.start()
-	return true
-}
-
-// Held says whether somebody holds.
-func (l *Later) Held() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.holds > 0
+	l.mu.Unlock()
+	if holds == 1 {
+		l.Wait(limit)
+	}
+	return holds > 0
 }
 
 // Do calls what gives back so many bytes, in a goroutine of its own.
@@ -116,6 +110,9 @@ func (l *Later) Force(kind Kind) bool {
 	l.start()
 	return l.running.Load()
 }
+
+// Reclaim is Force, and waits for that, at most for so long. It says whether that has been of use.
+func (l *Later) Reclaim(kind Kind, limit time.Duration) bool { return l.Force(kind) && l.Wait(limit) }
 
 // Wait waits until all is given back that is not put off, at most for so long. False: it is
 // not.

@@ -37,8 +37,8 @@ func TestLater(t *testing.T) {
 	put(0, Memory, putOffMost)
 	put(1, Memory, 0)
 	host := put(2, Host, putOffMost)
-	require.True(t, l.Release())
-	require.True(t, l.Held())
+	require.True(t, l.Release(0))
+	require.Equal(t, 1, l.holds)
 	require.Empty(t, did())
 
 	put(3, Memory, 1) // the first, and then there is room
@@ -56,10 +56,10 @@ func TestLater(t *testing.T) {
 	}
 	require.Equal(t, []int{0, 1, 3, 5}, did())
 
-	require.True(t, l.Release())
+	require.True(t, l.Release(0))
 	require.Len(t, did(), 4+1+putOffChores)
-	require.False(t, l.Held())
-	require.False(t, l.Release())
+	require.Zero(t, l.holds)
+	require.False(t, l.Release(0))
 	put(6, Mapping, 1)
 	require.Len(t, did(), 4+2+putOffChores)
 }
@@ -77,7 +77,24 @@ func TestLaterHold(t *testing.T) {
 	time.AfterFunc(10*time.Millisecond, func() { close(now) })
 	l.Hold()
 	require.True(t, l.Wait(0))
-	l.Release()
+	l.Release(0)
+}
+
+// TestLaterRelease: the last to release waits for what is given back, and nobody else does.
+func TestLaterRelease(t *testing.T) {
+	var l Later
+	now := make(chan struct{})
+	l.Hold()
+	l.Hold()
+	l.Do(Host, 0, func() { <-now })
+	require.True(t, l.Force(Host))
+	require.True(t, l.Release(time.Hour))
+	require.False(t, l.Wait(0))
+	require.False(t, l.Reclaim(Host, time.Millisecond))
+	time.AfterFunc(10*time.Millisecond, func() { close(now) })
+	require.True(t, l.Release(time.Hour))
+	require.True(t, l.Wait(0))
+	require.False(t, l.Reclaim(Host, time.Hour), "there is nothing")
 }
 
 // TestLaterPanics: a chore that panics keeps nothing back, and who watches is told once.
@@ -92,7 +109,7 @@ func TestLaterPanics(t *testing.T) {
 	l.Do(Memory, 1, func() { panic("the first chore") })
 	l.Do(Memory, 1, func() { panic("the second chore") })
 	l.Do(Memory, 1, func() { close(done) })
-	require.True(t, l.Release())
+	require.True(t, l.Release(0))
 	<-done
 	var e *transport.PanicError
 	require.ErrorAs(t, <-told, &e)

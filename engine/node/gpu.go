@@ -77,7 +77,7 @@ func (g *card) device() mem.Device {
 // Alloc implements exchange.Memory.
 func (g *card) Alloc(n uint64) (mem.Region, error) {
 	a, err := g.Device.Alloc(n)
-	if cuda.Is(err, cuda.OutOfMemory) && g.Later.Force(gpu.Memory) && g.Later.Wait(time.Second) {
+	if cuda.Is(err, cuda.OutOfMemory) && g.Later.Reclaim(gpu.Memory, time.Second) {
 		a, err = g.Device.Alloc(n)
 	}
 	if cuda.Is(err, cuda.OutOfMemory) {

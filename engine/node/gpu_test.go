@@ -413,7 +413,7 @@ func TestGPUFreesLater(t *testing.T) {
 	time.AfterFunc(20*time.Millisecond, end)
 	require.NoError(t, g.Free(take())) // the first one makes room
 	require.NoError(t, g.Free(r))
-	g.Later.Release()
+	g.Later.Release(0)
 	g.Later.Wait(freeLimit)
 	fake.Empty(t)
 

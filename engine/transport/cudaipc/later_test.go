@@ -41,7 +41,7 @@ func TestWaitingKernel(t *testing.T) {
 		require.NoError(t, g.FreeStream(stream))
 		end()
 		for _, s := range []*side{a, b} {
-			s.f.o.Later.Release()
+			s.f.o.Later.Release(0)
 		}
 	}
 }

@@ -257,7 +257,7 @@ func TestMappingsEndLater(t *testing.T) {
 	require.Equal(t, at, conn.maps[0].at)
 	require.Nil(t, conn.maps[0].chore)
 
-	a.f.o.Later.Release()
+	a.f.o.Later.Release(0)
 	b.free(t, k)
 	now, began := make(chan struct{}), make(chan struct{})
 	a.f.dev = lateToClose{g, began, now}
@@ -362,5 +362,5 @@ func TestSharedPieces(t *testing.T) {
 	a.post(t, write(k, mem.Region{Addr: src.Addr, Len: piece, Dev: src.Dev}, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 3 && len(a.done) == 3 })
 	require.Equal(t, 3, g.Imports())
-	a.f.o.Later.Release()
+	a.f.o.Later.Release(0)
 }
