@@ -1,6 +1,7 @@
 package cudaipc
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 
@@ -35,16 +36,10 @@ func Driver(over string) transport.Driver {
 
 // probe counts the GPUs that CUDA shows to this process.
 func probe() []transport.Finding {
-	err := cuda.Open()
-	n := 0
-	if err == nil {
-		n, err = cuda.Count()
+	var why *transport.ErrUnavailable
+	if _, err := gpu.Find(0); errors.As(err, &why) {
+		return []transport.Finding{{State: transport.No, Text: "no GPU: " + strings.TrimPrefix(why.Reason, "cuda: "), Remedy: "use tcp, or " + why.Remedy}}
 	}
-	switch {
-	case err != nil:
-		return []transport.Finding{{State: transport.No, Text: "no GPU: " + strings.TrimPrefix(err.Error(), "cuda: "), Remedy: "use tcp, or install an NVIDIA driver for CUDA 11.7 or later"}}
-	case n == 0:
-		return []transport.Finding{{State: transport.No, Text: "no GPU: the driver shows none", Remedy: "use tcp, or make a GPU visible to this process (CUDA_VISIBLE_DEVICES)"}}
-	}
+	n, _ := cuda.Count() // Find has counted them just now
 	return []transport.Finding{{State: transport.Yes, Text: fmt.Sprintf("GPUs that this process sees: %d", n)}}
 }
