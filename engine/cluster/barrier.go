@@ -21,7 +21,7 @@ type call struct {
 }
 
 // barrier counts a call, and releases it with the others if it is the last.
-func (s *Scheduler) barrier(c *conn, v wire.Barrier) error {
+func (s *Scheduler) barrier(c *conn, v *wire.Barrier) error {
 	if !v.Flags.Has(c.Role) {
 		return fmt.Errorf("cluster: %s calls a %v", c.who(), v.Flags)
 	}
@@ -46,7 +46,7 @@ func (s *Scheduler) barrier(c *conn, v wire.Barrier) error {
 	for i, q := range b.calls {
 		if q[0].c.member { // else it has left
 			q[0].c.calls--
-			s.send(q[0].c, wire.AppendRelease(nil, q[0].seq))
+			s.send(q[0].c, wire.Append(nil, wire.TypeRelease, &wire.Release{Seq: q[0].seq}))
 		}
 		b.calls[i] = slices.Delete(q, 0, 1)
 		if len(q) == 1 {

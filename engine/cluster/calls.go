@@ -67,11 +67,11 @@ func (m *Member) GiveUp(seq uint64) {
 }
 
 // release ends a barrier call, or notes that it has ended.
-func (m *Member) release(seq uint64) error {
-	i := m.callOf(seq)
+func (m *Member) release(v *wire.Release) error {
+	i := m.callOf(v.Seq)
 	switch {
 	case i < 0 || m.calls[i].released:
-		return fmt.Errorf("cluster: barrier call %d was released, and is not pending", seq)
+		return fmt.Errorf("cluster: barrier call %d was released, and is not pending", v.Seq)
 	case m.calls[i].left:
 		m.calls[i].released = true
 	default:
@@ -107,5 +107,5 @@ func (m *Member) callAgain() {
 }
 
 func (m *Member) call(seq uint64, f wire.BarrierFlags) {
-	m.send(wire.AppendBarrier(nil, wire.Barrier{Flags: f, Seq: seq, View: m.view}))
+	m.send(wire.Append(nil, wire.TypeBarrier, &wire.Barrier{Flags: f, Seq: seq, View: m.view}))
 }

@@ -42,7 +42,7 @@ func run(t testing.TB, s *Scheduler) []wire.Member {
 	members := selves(s.shape)
 	for i, m := range members {
 		s.Step(start, Input{Kind: Up, Conn: int64(i), Remote: "host"})
-		s.Step(start, Input{Kind: Frame, Conn: int64(i), Data: wire.AppendRegister(nil, &wire.Register{Shape: s.shape, Member: m})})
+		s.Step(start, Input{Kind: Frame, Conn: int64(i), Data: wire.Append(nil, wire.TypeRegister, &wire.Register{Shape: s.shape, Member: m})})
 	}
 	var out []Output
 	for i := range members {
@@ -58,7 +58,7 @@ func activeMember(t testing.TB) *Member {
 	all := selves(shape)
 	m := NewMember(MemberConfig{Self: all[0], Shape: shape, Scheduler: "10.0.0.1:7000", Timing: timing})
 	m.Step(start, Input{Kind: Up})
-	require.Equal(t, Roster, m.Step(start, Input{Kind: Frame, Data: wire.AppendRoster(nil, &wire.Roster{Members: all})})[0].Kind)
+	require.Equal(t, Roster, m.Step(start, Input{Kind: Frame, Data: wire.Append(nil, wire.TypeRoster, &wire.Roster{Members: all})})[0].Kind)
 	require.Equal(t, Send, m.Connected(start)[0].Kind)
 	require.Equal(t, Running, m.Step(start, Input{Kind: Frame, Data: wire.AppendSignal(nil, wire.TypeGo)})[0].Kind)
 	return m
@@ -111,14 +111,14 @@ func TestRosterTooLong(t *testing.T) {
 			m.Addrs = append(m.Addrs, "tcp:"+strings.Repeat("a", 251))
 		}
 		s.Step(start, Input{Kind: Up, Conn: int64(i)})
-		out = s.Step(start, Input{Kind: Frame, Conn: int64(i), Data: wire.AppendRegister(nil, &wire.Register{Shape: s.shape, Member: m})})
+		out = s.Step(start, Input{Kind: Frame, Conn: int64(i), Data: wire.Append(nil, wire.TypeRegister, &wire.Register{Shape: s.shape, Member: m})})
 	}
 	require.Len(t, out, 66) // a line of log, and each is refused
 	for _, o := range out[1:] {
-		why, err := wire.ParseRefuse(o.Frame)
+		why, err := wire.Parse[wire.Text](o.Frame, wire.TypeRefuse)
 		require.NoError(t, err)
 		require.Equal(t, wire.TypeRefuse, wire.FrameType(o.Frame))
-		require.Contains(t, why, "the list of 65 members takes 1070164 bytes")
+		require.Contains(t, why.Text, "the list of 65 members takes 1070164 bytes")
 	}
 	for i := range 65 {
 		out = s.Step(start, Input{Kind: Down, Conn: int64(i)})
@@ -165,10 +165,10 @@ func TestBarrierModel(t *testing.T) {
 
 			var got, want []int
 			for _, o := range s.Step(start, Input{Kind: Frame, Conn: int64(i),
-				Data: wire.AppendBarrier(nil, wire.Barrier{Flags: kind, Seq: uint64(begun[i])})}) {
-				seq, err := wire.ParseRelease(o.Frame)
+				Data: wire.Append(nil, wire.TypeBarrier, &wire.Barrier{Flags: kind, Seq: uint64(begun[i])})}) {
+				v, err := wire.Parse[wire.Release](o.Frame, wire.TypeRelease)
 				require.NoError(t, err)
-				got = append(got, int(o.Conn)<<32|int(seq))
+				got = append(got, int(o.Conn)<<32|int(v.Seq))
 			}
 			least := 1 << 30
 			for _, m := range members {
@@ -209,7 +209,7 @@ func TestBarrierCalls(t *testing.T) {
 	s := scheduler(t, 2, 1, 1)
 	run(t, s)
 	for i := range uint64(maxCalls + 1) {
-		out = s.Step(start, Input{Kind: Frame, Conn: 0, Data: wire.AppendBarrier(nil, wire.Barrier{Flags: wire.BarrierWorkers, Seq: i})})
+		out = s.Step(start, Input{Kind: Frame, Conn: 0, Data: wire.Append(nil, wire.TypeBarrier, &wire.Barrier{Flags: wire.BarrierWorkers, Seq: i})})
 		require.Equal(t, i == maxCalls, len(out) != 0)
 	}
 	require.Equal(t, Close, out[0].Kind)
@@ -243,7 +243,7 @@ func TestBadRoster(t *testing.T) {
 	} {
 		m := NewMember(MemberConfig{Self: selves(shape)[0], Shape: shape, Timing: timing})
 		m.Step(start, Input{Kind: Up})
-		out := m.Step(start, Input{Kind: Frame, Data: wire.AppendRoster(nil, &wire.Roster{Members: change(selves(shape))})})
+		out := m.Step(start, Input{Kind: Frame, Data: wire.Append(nil, wire.TypeRoster, &wire.Roster{Members: change(selves(shape))})})
 		require.Len(t, out, 2, name)
 		require.Equal(t, Close, out[0].Kind, name)
 		require.Equal(t, Ended, out[1].Kind, name)
@@ -295,18 +295,18 @@ func TestComesBackTwice(t *testing.T) {
 	again := func(conn int64, known *wire.Roster) []Output {
 		s.Step(start, Input{Kind: Up, Conn: conn, Remote: "host"})
 		return slices.Clone(s.Step(start, Input{Kind: Frame, Conn: conn,
-			Data: wire.AppendRegister(nil, &wire.Register{Shape: s.shape, Member: members[0], Known: known})}))
+			Data: wire.Append(nil, wire.TypeRegister, &wire.Register{Shape: s.shape, Member: members[0], Known: known})}))
 	}
 	out := again(10, &wire.Roster{Members: members})
 	require.Equal(t, []Output{{Kind: Close, Conn: 0}}, out[:1])
-	why, err := wire.ParseRefuse(out[len(out)-1].Frame)
+	why, err := wire.Parse[wire.Text](out[len(out)-1].Frame, wire.TypeRefuse)
 	require.NoError(t, err)
-	require.Contains(t, why, "it was taken for lost")
+	require.Contains(t, why.Text, "it was taken for lost")
 	for i, known := range [][]wire.Member{nil, members[:2], {members[1], members[0], members[2]}, {{Role: wire.RoleWorker, Epoch: 9}, members[1], members[2]}} {
 		out = again(int64(11+i), &wire.Roster{View: 7, Members: known})
-		why, err = wire.ParseRefuse(out[len(out)-1].Frame)
+		why, err = wire.Parse[wire.Text](out[len(out)-1].Frame, wire.TypeRefuse)
 		require.NoError(t, err)
-		require.Contains(t, why, "is not that of a cluster of workers=2 servers=1 group_size=1 with itself in it")
+		require.Contains(t, why.Text, "is not that of a cluster of workers=2 servers=1 group_size=1 with itself in it")
 	}
 }
 
@@ -314,7 +314,7 @@ func TestComesBackTwice(t *testing.T) {
 // goes to a connection that is closed, and the end is the end.
 func FuzzScheduler(f *testing.F) {
 	register := func(role wire.Role, rank int) []byte {
-		b := wire.AppendRegister(nil, &wire.Register{Shape: wire.Shape{Workers: 2, Servers: 1, GroupSize: 1},
+		b := wire.Append(nil, wire.TypeRegister, &wire.Register{Shape: wire.Shape{Workers: 2, Servers: 1, GroupSize: 1},
 			Member: wire.Member{Role: role, Rank: rank, Group: rank, Epoch: 1}})
 		return append([]byte{byte(len(b))}, b...)
 	}
@@ -322,7 +322,7 @@ func FuzzScheduler(f *testing.F) {
 	script = append(append(script, 0x11), register(wire.RoleWorker, 0)...)
 	script = append(append(script, 0x12), register(wire.RoleWorker, 1)...)
 	script = append(append(script, 0x13), register(wire.RoleServer, 0)...)
-	known := wire.AppendRegister(nil, &wire.Register{
+	known := wire.Append(nil, wire.TypeRegister, &wire.Register{
 		Shape:  wire.Shape{Workers: 2, Servers: 1, GroupSize: 1},
 		Member: wire.Member{Role: wire.RoleWorker, Epoch: 1},
 		Known:  &wire.Roster{View: 3, Members: selves(wire.Shape{Workers: 2, Servers: 1, GroupSize: 1})},
@@ -395,9 +395,9 @@ func FuzzScheduler(f *testing.F) {
 func FuzzMember(f *testing.F) {
 	shape := wire.Shape{Workers: 1, Servers: 1, GroupSize: 1}
 	all := selves(shape)
-	roster := wire.AppendRoster(nil, &wire.Roster{Members: all})
-	lost := wire.AppendLost(nil, &wire.Lost{Role: wire.RoleServer})
-	joined := wire.AppendJoined(nil, &wire.Joined{Member: all[1]})
+	roster := wire.Append(nil, wire.TypeRoster, &wire.Roster{Members: all})
+	lost := wire.Append(nil, wire.TypeLost, &wire.Lost{Role: wire.RoleServer})
+	joined := wire.Append(nil, wire.TypeJoined, &wire.Joined{Member: all[1]})
 	f.Add(roster, []byte{4}, lost, joined, byte(9))
 	f.Add(roster, []byte{4}, []byte{6, 1}, []byte{8}, byte(0))
 	f.Add(roster, []byte{4}, lost, []byte{8, 2, 'n', 'o'}, byte(3))

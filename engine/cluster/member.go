@@ -80,7 +80,7 @@ func (m *Member) Step(now int64, in Input) []Output {
 		} else {
 			m.stage = joining
 		}
-		m.send(wire.AppendRegister(nil, &g))
+		m.send(wire.Append(nil, wire.TypeRegister, &g))
 	case !m.online:
 	case in.Kind == Frame:
 		m.heard, m.known = now, true
@@ -230,15 +230,15 @@ func (m *Member) frame(data []byte) error {
 		m.send(wire.AppendSignal(nil, wire.TypePing))
 		return wire.ParseSignal(data)
 	case t == wire.TypeWaiting && m.stage < active:
-		what, err := wire.ParseWaiting(data)
-		m.missing = what
+		said, err := wire.Parse[wire.Text](data, t)
+		m.missing = said.Text
 		return err
 	case t == wire.TypeRefuse:
-		return with(data, wire.ParseRefuse, m.refused)
+		return with(data, m.refused)
 	case t == wire.TypeRoster && m.stage == joining:
-		return with(data, wire.ParseRoster, m.meet)
+		return with(data, m.meet)
 	case t == wire.TypeRoster && m.stage >= active && !m.agreed:
-		return with(data, wire.ParseRoster, m.agree)
+		return with(data, m.agree)
 	case t == wire.TypeGo && m.stage == connected:
 		if err := wire.ParseSignal(data); err != nil {
 			return err
@@ -246,11 +246,11 @@ func (m *Member) frame(data []byte) error {
 		m.stage, m.agreed = active, true
 		m.emit(Output{Kind: Running})
 	case t == wire.TypeRelease && m.agreed:
-		return with(data, wire.ParseRelease, m.release)
+		return with(data, m.release)
 	case t == wire.TypeLost:
-		return with(data, wire.ParseLost, m.isLost)
+		return with(data, m.isLost)
 	case t == wire.TypeJoined && m.roster != nil:
-		return with(data, wire.ParseJoined, m.hasJoined)
+		return with(data, m.hasJoined)
 	case t == wire.TypeLeft && m.agreed:
 		if err := wire.ParseSignal(data); err != nil {
 			return err
@@ -263,19 +263,19 @@ func (m *Member) frame(data []byte) error {
 }
 
 // with parses a frame, and calls do with what it says.
-func with[T any](data []byte, parse func([]byte) (T, error), do func(T) error) error {
-	said, err := parse(data)
+func with[T any, P wire.Frame[T]](data []byte, do func(P) error) error {
+	said, err := wire.Parse[T, P](data, wire.FrameType(data))
 	if err != nil {
 		return err
 	}
 	return do(said)
 }
 
-func (m *Member) refused(why string) error {
+func (m *Member) refused(why *wire.Text) error {
 	if m.stage >= active {
-		m.end(&EndedError{why})
+		m.end(&EndedError{why.Text})
 	} else {
-		m.end(&RefusedError{why})
+		m.end(&RefusedError{why.Text})
 	}
 	return nil
 }

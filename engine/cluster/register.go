@@ -82,18 +82,18 @@ func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
 	s.registered(c)
 	s.tellSoon()
 	if s.seated < len(s.seats) {
-		s.send(c, wire.AppendWaiting(nil, s.Waiting())) // so that it knows that it is here
+		s.send(c, wire.Append(nil, wire.TypeWaiting, &wire.Text{Text: s.Waiting()})) // so that it knows that it is here
 		return ""
 	}
 	s.known = make([]wire.Member, len(s.seats))
 	for i, c := range s.seats {
 		s.known[i] = c.Member
 	}
-	roster := wire.AppendRoster(nil, &wire.Roster{Members: s.known})
+	roster := wire.Append(nil, wire.TypeRoster, &wire.Roster{Members: s.known})
 	if len(roster) > wire.MaxRoster {
 		why := fmt.Sprintf("the list of %d members takes %d bytes, more than %d: they have too many addresses",
 			len(s.known), len(roster), wire.MaxRoster)
-		s.all(wire.AppendRefuse(nil, why))
+		s.all(wire.Append(nil, wire.TypeRefuse, &wire.Text{Text: why}))
 		s.end(errors.New("cluster: " + why))
 		return ""
 	}
@@ -125,12 +125,12 @@ func (s *Scheduler) tell() {
 	s.tellBy = Never
 	if what := s.Waiting(); s.phase < running && what != s.told {
 		s.told = what
-		s.all(wire.AppendWaiting(nil, what))
+		s.all(wire.Append(nil, wire.TypeWaiting, &wire.Text{Text: what}))
 	}
 }
 
 func (s *Scheduler) refuse(c *conn, why string) {
-	s.send(c, wire.AppendRefuse(nil, why))
+	s.send(c, wire.Append(nil, wire.TypeRefuse, &wire.Text{Text: why}))
 	s.dismiss(c)
 }
 

@@ -79,13 +79,13 @@ func (s *Scheduler) announce(m *wire.Member) {
 		}
 	}
 	s.view++
-	s.all(wire.AppendJoined(nil, &wire.Joined{View: s.view, Member: *m}))
+	s.all(wire.Append(nil, wire.TypeJoined, &wire.Joined{View: s.view, Member: *m}))
 	s.emit(Output{Kind: Joined, Members: []wire.Member{*m}})
 }
 
 // introduce tells c who else there is.
 func (s *Scheduler) introduce(c *conn) {
-	s.send(c, wire.AppendRoster(nil, &wire.Roster{View: s.view, Running: true, Members: s.known}))
+	s.send(c, wire.Append(nil, wire.TypeRoster, &wire.Roster{View: s.view, Running: true, Members: s.known}))
 }
 
 // comesBack takes a member that runs and has lost its scheduler.

@@ -279,7 +279,7 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 	c.heard = s.now
 	switch {
 	case t == wire.TypeRegister && !c.member:
-		err = with(data, wire.ParseRegister, func(g *wire.Register) error { return s.register(c, g) })
+		err = with(data, func(g *wire.Register) error { return s.register(c, g) })
 	case t == wire.TypeHeartbeat && (c.member || c.waits != nil):
 		err = wire.ParseSignal(data)
 	case !c.member:
@@ -293,7 +293,7 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 			s.isReady(c)
 		}
 	case t == wire.TypeBarrier && s.phase == running && c.ready && !c.leaving:
-		err = with(data, wire.ParseBarrier, func(v wire.Barrier) error { return s.barrier(c, v) })
+		err = with(data, func(v *wire.Barrier) error { return s.barrier(c, v) })
 	case t == wire.TypeDone && s.phase == running && c.Role == wire.RoleServer:
 		err = wire.ParseSignal(data)
 		c.done, s.parting = true, true
@@ -403,7 +403,7 @@ func (s *Scheduler) lose(m *wire.Member, address, why string) error {
 	if s.known != nil {
 		s.known[s.seat(m)].State = wire.Gone
 	}
-	s.all(wire.AppendLost(nil, &wire.Lost{View: s.view, Role: m.Role, Rank: m.Rank, Epoch: m.Epoch, Address: address, Reason: why}))
+	s.all(wire.Append(nil, wire.TypeLost, &wire.Lost{View: s.view, Role: m.Role, Rank: m.Rank, Epoch: m.Epoch, Address: address, Reason: why}))
 	s.emit(Output{Kind: Lost, Err: err})
 	s.barriers = [wire.BarrierKinds]barrier{}
 	for _, c := range s.seats {

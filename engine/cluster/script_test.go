@@ -545,7 +545,7 @@ func (w *world) show(from, to string, b []byte) {
 func describe(b []byte) string {
 	switch t := wire.FrameType(b); t {
 	case wire.TypeRegister:
-		if g, err := wire.ParseRegister(b); err == nil {
+		if g, err := wire.Parse[wire.Register](b, wire.TypeRegister); err == nil {
 			text := fmt.Sprintf("register %v %d, group %d, instance %d", g.Role, g.Rank, g.Group, g.Instance)
 			if g.Known != nil {
 				text += fmt.Sprintf(", runs with view %d", g.Known.View)
@@ -553,7 +553,7 @@ func describe(b []byte) string {
 			return text
 		}
 	case wire.TypeRoster:
-		if ms, err := wire.ParseRoster(b); err == nil {
+		if ms, err := wire.Parse[wire.Roster](b, wire.TypeRoster); err == nil {
 			if ms.Running {
 				return fmt.Sprintf("roster of %d, view %d", len(ms.Members), ms.View)
 			}
@@ -566,28 +566,28 @@ func describe(b []byte) string {
 			}[t]
 		}
 	case wire.TypeJoined:
-		if j, err := wire.ParseJoined(b); err == nil {
+		if j, err := wire.Parse[wire.Joined](b, wire.TypeJoined); err == nil {
 			return fmt.Sprintf("joined %v %d, view %d", j.Role, j.Rank, j.View)
 		}
 	case wire.TypeBarrier:
-		if v, err := wire.ParseBarrier(b); err == nil {
+		if v, err := wire.Parse[wire.Barrier](b, wire.TypeBarrier); err == nil {
 			return fmt.Sprintf("%v, call %d", v.Flags, v.Seq)
 		}
 	case wire.TypeRelease:
-		if seq, err := wire.ParseRelease(b); err == nil {
-			return fmt.Sprintf("release %d", seq)
+		if v, err := wire.Parse[wire.Release](b, wire.TypeRelease); err == nil {
+			return fmt.Sprintf("release %d", v.Seq)
 		}
 	case wire.TypeLost:
-		if l, err := wire.ParseLost(b); err == nil {
+		if l, err := wire.Parse[wire.Lost](b, wire.TypeLost); err == nil {
 			return fmt.Sprintf("lost %v %d, view %d", l.Role, l.Rank, l.View)
 		}
 	case wire.TypeWaiting:
-		if what, err := wire.ParseWaiting(b); err == nil {
-			return "waiting: " + what
+		if v, err := wire.Parse[wire.Text](b, wire.TypeWaiting); err == nil {
+			return "waiting: " + v.Text
 		}
 	case wire.TypeRefuse:
-		if why, err := wire.ParseRefuse(b); err == nil {
-			return strings.TrimSpace("refuse: " + why)
+		if v, err := wire.Parse[wire.Text](b, wire.TypeRefuse); err == nil {
+			return strings.TrimSpace("refuse: " + v.Text)
 		}
 	}
 	return "frame " + hex.EncodeToString(b)

@@ -100,7 +100,7 @@ func TestLargestRequest(t *testing.T) {
 	}
 	require.LessOrEqual(t, len(wire.AppendRequest(nil, q)), transport.MaxFrame)
 	all := make([]uint64, wire.MaxRecalls)
-	require.LessOrEqual(t, len(wire.AppendRecall(nil, wire.TypeRecall, all)), transport.MaxFrame)
+	require.LessOrEqual(t, len(wire.Append(nil, wire.TypeRecall, (*wire.Seqs)(&all))), transport.MaxFrame)
 	needs := slices.Repeat([]wire.Need{{Key: 1, Bytes: wire.MaxSize}}, wire.MaxTensors)
 	require.LessOrEqual(t, len(wire.AppendNeed(nil, needs)), transport.MaxFrame)
 }
@@ -113,19 +113,19 @@ func TestNoRequestIsFreedTwice(t *testing.T) {
 	s := p.servers[0]
 	s.elements = Elements{4}
 	lost := errors.New("the worker is gone")
-	plan := wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})
+	plan := wire.Append(nil, wire.TypePlan, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})
 	need := wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 8}})
 	request := func(bytes uint64) []byte {
 		return wire.AppendRequest(nil, &wire.Request{Seq: 5, Push: []wire.Pushed{{Rows: 2, Bytes: bytes}}})
 	}
-	recall := wire.AppendRecall(nil, wire.TypeRecall, []uint64{5, 5, 6})
+	recall := wire.Append(nil, wire.TypeRecall, &wire.Seqs{5, 5, 6})
 	for _, frames := range [][][]byte{
 		{request(8), request(8), recall, recall},
 		{request(8), request(1 << 40)},                 // more than was granted
 		{request(7), recall, request(7)},               // refused
 		{recall, request(8), recall, request(8)},       // one stays
 		{request(8), {byte(wire.TypeRequest)}, recall}, // a frame that breaks off
-		{request(8), wire.AppendRegroup(nil, wire.Regroup{Runs: 1, Back: true}), recall},
+		{request(8), wire.Append(nil, wire.TypeRegroup, &wire.Regroup{Runs: 1, Back: true}), recall},
 	} {
 		p.from[0].room = 0 // the worker takes nothing
 		for _, b := range append([][]byte{plan, need}, frames...) {

@@ -107,7 +107,7 @@ func unprintable(c rune) bool { return c == utf8.RuneError || !unicode.IsPrint(c
 // and this side too, or that it has not opened: then it stays if the peer says why, for
 // Open. An error means that the peer does not keep to the protocol.
 func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
-	v, err := wire.ParseChannel(b)
+	v, err := wire.Parse[wire.Channel](b, wire.TypeChannel)
 	if err != nil {
 		return "", err
 	}

@@ -14,15 +14,15 @@ import (
 )
 
 func opens(name, text string) []byte {
-	return wire.AppendChannel(nil, &wire.Channel{Name: name, Text: text})
+	return wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: name, Text: text})
 }
 
 func closes(name string) []byte {
-	return wire.AppendChannel(nil, &wire.Channel{Name: name, Closes: true})
+	return wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: name, Closes: true})
 }
 
 func refuses(name, why string) []byte {
-	return wire.AppendChannel(nil, &wire.Channel{Name: name, Closes: true, Text: why})
+	return wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: name, Closes: true, Text: why})
 }
 
 func told(t *testing.T, ch *Channel, i int) string {

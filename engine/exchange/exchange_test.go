@@ -416,7 +416,7 @@ func TestBreaches(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, p.settle())
 
-	plan := wire.AppendPlan(nil, &wire.Plan{Number: wire.MaxPlans})
+	plan := wire.Append(nil, wire.TypePlan, &wire.Plan{Number: wire.MaxPlans})
 	for what, frame := range map[string][]byte{
 		"empty":             {},
 		"a worker's":        wire.AppendResponse(nil, &wire.Response{}),
@@ -459,7 +459,7 @@ func TestLeft(t *testing.T) {
 	_, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, nil)
 	require.NoError(t, err)
 	require.NoError(t, p.settle())
-	require.NoError(t, p.servers[0].Frame(0, wire.AppendBye(nil)))
+	require.NoError(t, p.servers[0].Frame(0, wire.AppendSignal(nil, wire.TypeBye)))
 	require.Len(t, p.take(0), 1, "what was sent before the goodbye is served")
 	require.True(t, p.servers[0].Ready(1))
 	_, err = p.servers[0].Batch(1)

@@ -272,7 +272,7 @@ func TestWhileBuffersAreMade(t *testing.T) {
 		p := newPair(t, 1)
 		run := p.aside()
 		require.NoError(t, p.servers[0].Frame(0, need(1, 8)))
-		require.NoError(t, p.servers[0].Frame(0, wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1}, {Key: 2}}})))
+		require.NoError(t, p.servers[0].Frame(0, wire.Append(nil, wire.TypePlan, &wire.Plan{Push: []wire.PlanTensor{{Key: 1}, {Key: 2}}})))
 		run()
 		c := p.servers[0].clients[0]
 		require.Len(t, c.keys, 2)

@@ -238,7 +238,7 @@ func TestBrokenLoans(t *testing.T) {
 		s, err := NewServer(1, buffers, new(trace.Counters), inline)
 		require.NoError(t, err)
 		s.Connect(0, 0, newFabric(), &wireConn{room: 10})
-		require.NoError(t, s.Frame(0, wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))
+		require.NoError(t, s.Frame(0, wire.Append(nil, wire.TypePlan, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))
 		for range c.come {
 			span, view := show(x.Span)
 			require.NoError(t, s.Lent(0, c.imm, span, view))
@@ -252,7 +252,7 @@ func TestBrokenLoans(t *testing.T) {
 
 	p := lending(t, 1)
 	require.NoError(t, p.servers[0].Fix([]Own{{0, 1, bytesOf(t, 0, 16, 0).Base}}))
-	require.NoError(t, p.servers[0].Frame(0, wire.AppendPlan(nil, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))
+	require.NoError(t, p.servers[0].Frame(0, wire.Append(nil, wire.TypePlan, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))
 	span, view := show(x.Span)
 	require.NoError(t, p.servers[0].Lent(0, 9, span, view))
 	require.ErrorContains(t, p.servers[0].Frame(0, wire.AppendRequest(nil, &wire.Request{Seq: 9, Push: []wire.Pushed{{Rows: 16, Bytes: 16, Lent: true}}})), "a registered buffer")

@@ -90,7 +90,7 @@ func shape(dims []int64) string {
 // refuse has the worker told that a request, which is complete, is not answered. Nobody
 // else learns of it.
 func (s *Server) refuse(c *client, r *Request) error {
-	b := wire.AppendRefused(nil, &wire.Refused{Seq: r.seq, Unfit: true, Text: r.refusal})
+	b := wire.Append(nil, wire.TypeRefused, &wire.Refused{Seq: r.seq, Unfit: true, Text: r.refusal})
 	s.put(r)
 	c.count--
 	return s.reply(c, b)
@@ -123,7 +123,7 @@ func (s *Server) Fail(handler uint64, t *Ticket, text string) error {
 
 // refused takes the word of s that it does not answer a push_pull.
 func (w *Worker) refused(s *server, b []byte) error {
-	v, err := wire.ParseRefused(b)
+	v, err := wire.Parse[wire.Refused](b, wire.TypeRefused)
 	if err != nil {
 		return err
 	}

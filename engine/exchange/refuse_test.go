@@ -101,7 +101,7 @@ func TestFailForTheLost(t *testing.T) {
 func TestRefusedBreaches(t *testing.T) {
 	p := newPair(t, 1)
 	id := p.push(1, 8)
-	refusal := func(seq uint64) []byte { return wire.AppendRefused(nil, &wire.Refused{Seq: seq}) }
+	refusal := func(seq uint64) []byte { return wire.Append(nil, wire.TypeRefused, &wire.Refused{Seq: seq}) }
 	require.Error(t, p.w.Frame(0, refusal(id+1)))
 	require.Error(t, p.w.Frame(0, refusal(id)[:5]))
 	p.answer(id, 1)

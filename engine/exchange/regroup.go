@@ -90,7 +90,7 @@ func (s *server) settled() bool { return s.tell == tellNothing && s.untold == 0 
 
 // regrouped takes the answer to a Regroup: what s has not given back by now is delivered.
 func (w *Worker) regrouped(s *server, b []byte) error {
-	v, err := wire.ParseRegroup(b)
+	v, err := wire.Parse[wire.Regroup](b, wire.TypeRegroup)
 	if err != nil {
 		return err
 	}
@@ -167,7 +167,7 @@ func (s *Server) apart() bool {
 // regroup takes the runs that c knows. If c wants it back, it gives back what has come of c
 // for batches and was not delivered.
 func (s *Server) regroup(c *client, b []byte) error {
-	v, err := wire.ParseRegroup(b)
+	v, err := wire.Parse[wire.Regroup](b, wire.TypeRegroup)
 	if err != nil {
 		return err
 	}
@@ -181,5 +181,5 @@ func (s *Server) regroup(c *client, b []byte) error {
 		}
 	}
 	s.publish(s.batches)
-	return s.reply(c, wire.AppendRegroup(nil, v))
+	return s.reply(c, wire.Append(nil, wire.TypeRegroup, v))
 }

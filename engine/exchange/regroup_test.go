@@ -12,7 +12,7 @@ import (
 // TestRegroupHostile has a peer say with Regroup and Recalled what no peer would: each is a breach
 // of the protocol, which ends that connection, and nothing else happens.
 func TestRegroupHostile(t *testing.T) {
-	answer := wire.AppendRegroup(nil, wire.Regroup{Runs: 1, Back: true})
+	answer := wire.Append(nil, wire.TypeRegroup, &wire.Regroup{Runs: 1, Back: true})
 
 	t.Run("an answer that nobody asked for", func(t *testing.T) {
 		p := newPair(t, 1)
@@ -33,7 +33,7 @@ func TestRegroupHostile(t *testing.T) {
 		require.NoError(t, p.settle())
 		p.w.Regroup(7, false, nil)
 		require.NoError(t, p.settle())
-		recalled := wire.AppendRecall(nil, wire.TypeRecalled, []uint64{id})
+		recalled := wire.Append(nil, wire.TypeRecalled, &wire.Seqs{id})
 		require.ErrorContains(t, p.w.Frame(0, recalled), "but no member was lost since it was sent")
 		require.Equal(t, StateOpen, p.state(id))
 	})
@@ -44,7 +44,7 @@ func TestRegroupHostile(t *testing.T) {
 		require.NoError(t, p.settle())
 		p.w.Regroup(7, true, errors.New("worker 1 is lost"))
 		p.to[0].ops = nil
-		recalled := wire.AppendRecall(nil, wire.TypeRecalled, []uint64{id})
+		recalled := wire.Append(nil, wire.TypeRecalled, &wire.Seqs{id})
 		require.NoError(t, p.w.Frame(0, recalled))
 		require.ErrorContains(t, p.w.Frame(0, recalled), "which does not wait for its answer")
 	})
@@ -54,7 +54,7 @@ func TestRegroupHostile(t *testing.T) {
 		p.from[0].room = 0 // the worker takes no answers
 		var err error
 		for i := uint64(0); err == nil && i < 2*maxOwed/owedExtra; i++ {
-			err = p.servers[0].Frame(0, wire.AppendRegroup(nil, wire.Regroup{Runs: i}))
+			err = p.servers[0].Frame(0, wire.Append(nil, wire.TypeRegroup, &wire.Regroup{Runs: i}))
 		}
 		require.ErrorContains(t, err, "does not read the answers")
 	})

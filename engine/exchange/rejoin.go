@@ -123,11 +123,11 @@ func (w *Worker) Missing(ch *Channel, id uint64) error {
 
 // recalled takes the word of s that it will not deliver push_pulls.
 func (w *Worker) recalled(s *server, b []byte) error {
-	seqs, err := wire.ParseRecall(b, wire.TypeRecalled, nil)
+	seqs, err := wire.Parse[wire.Seqs](b, wire.TypeRecalled)
 	if err != nil {
 		return err
 	}
-	for _, id := range seqs {
+	for _, id := range *seqs {
 		t := w.ticket(id)
 		if t == nil || t.legs[s.index].state != legPosted {
 			return fmt.Errorf("exchange: server %d returned push_pull %d, which does not wait for its answer", s.rank, id)
@@ -184,22 +184,22 @@ func (s *Server) Lose(i int, err error) {
 // recall drops the requests that c takes back, unless they have been delivered:
 // then they are answered.
 func (s *Server) recall(c *client, b []byte) error {
-	seqs, err := wire.ParseRecall(b, wire.TypeRecall, nil)
+	seqs, err := wire.Parse[wire.Seqs](b, wire.TypeRecall)
 	if err != nil {
 		return err
 	}
 	for _, l := range s.lanes {
-		s.sift(c, &l.queues[c.index], seqs)
+		s.sift(c, &l.queues[c.index], *seqs)
 		s.publish(l)
 	}
 	c.strays = slices.DeleteFunc(c.strays, func(r *Request) bool {
-		if !slices.Contains(seqs, r.seq) {
+		if !slices.Contains(*seqs, r.seq) {
 			return false
 		}
 		s.dismiss(c, r)
 		return true
 	})
-	s.requests.recall(c, seqs)
+	s.requests.recall(c, *seqs)
 	s.advance(c)
 	return nil
 }

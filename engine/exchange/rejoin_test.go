@@ -176,8 +176,8 @@ func TestRecall(t *testing.T) {
 	}
 	require.NoError(t, p.settle())
 	require.Equal(t, StateDone, p.state(id))
-	require.Error(t, p.w.Frame(0, wire.AppendRecall(nil, wire.TypeRecalled, []uint64{id})))
-	require.NoError(t, p.servers[0].Frame(0, wire.AppendRecall(nil, wire.TypeRecall, []uint64{id, 0})), "it has been answered")
+	require.Error(t, p.w.Frame(0, wire.Append(nil, wire.TypeRecalled, &wire.Seqs{id})))
+	require.NoError(t, p.servers[0].Frame(0, wire.Append(nil, wire.TypeRecall, &wire.Seqs{id, 0})), "it has been answered")
 }
 
 // TestSentAgain loses a server at each point of a push_pull's way, and has what

@@ -39,7 +39,7 @@ func (w *Worker) advance(s *server) {
 			s.turn = nil
 			s.begin(nil)
 			s.ordered()
-			s.frame = wire.AppendRegroup(s.frame, wire.Regroup{Runs: w.runs, Back: s.tell == tellBack})
+			s.frame = wire.Append(s.frame, wire.TypeRegroup, &wire.Regroup{Runs: w.runs, Back: s.tell == tellBack})
 			s.send()
 			s.tell = tellNothing
 			s.untold++
@@ -62,7 +62,7 @@ func (s *server) sendRecall(class int) {
 	if class == ofBatches {
 		s.ordered()
 	}
-	s.frame = wire.AppendRecall(s.frame, wire.TypeRecall, s.recall[class])
+	s.frame = wire.Append(s.frame, wire.TypeRecall, (*wire.Seqs)(&s.recall[class]))
 	s.send()
 	s.recall[class] = s.recall[class][:0]
 }
@@ -186,7 +186,7 @@ func (w *Worker) know(s *server, t *Ticket) *sent {
 	if t.class() == ofBatches {
 		s.ordered()
 	}
-	s.frame = wire.AppendPlan(s.frame, &wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first:end]})
+	s.frame = wire.Append(s.frame, wire.TypePlan, &wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first:end]})
 	s.send()
 	for uint64(len(s.plans)) <= n {
 		s.plans = append(s.plans, k)

@@ -260,7 +260,7 @@ func (s *Server) advance(c *client) {
 		switch {
 		case len(c.recalled) != 0: // before the answer to a Regroup
 			c.begin(nil)
-			c.frame = wire.AppendRecall(c.frame, wire.TypeRecalled, c.recalled)
+			c.frame = wire.Append(c.frame, wire.TypeRecalled, (*wire.Seqs)(&c.recalled))
 			c.send()
 			c.recalled = c.recalled[:0]
 		case c.replies.len() != 0:
@@ -280,7 +280,7 @@ func (s *Server) compose(c *client, t *Ticket) {
 	r := t.request
 	c.begin(t)
 	if t.fails {
-		c.frame = wire.AppendRefused(c.frame, &wire.Refused{Seq: r.seq, Text: t.why})
+		c.frame = wire.Append(c.frame, wire.TypeRefused, &wire.Refused{Seq: r.seq, Text: t.why})
 		c.send()
 		c.stamp()
 		return
@@ -334,7 +334,7 @@ func (s *Server) Frame(i int, b []byte) error {
 }
 
 func (s *Server) plan(c *client, b []byte) error {
-	p, err := wire.ParsePlan(b)
+	p, err := wire.Parse[wire.Plan](b, wire.TypePlan)
 	if err != nil {
 		return err
 	}

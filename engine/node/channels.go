@@ -72,7 +72,7 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 	if !n.up(l) {
 		return &LostError{Role: n.rail[i].Role, Rank: n.rail[i].Rank, Reason: "not connected"}
 	}
-	n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Text: text}))
+	n.sendFrame(l, wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: ch.Name(), Text: text}))
 	return nil
 }
 
@@ -184,7 +184,7 @@ func (n *Node) endChannel(ch *exchange.Channel, why string) {
 	}
 	for _, l := range n.peers {
 		if n.up(l) {
-			n.sendFrame(l, wire.AppendChannel(nil, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
+			n.sendFrame(l, wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
 		}
 	}
 }

@@ -370,7 +370,7 @@ func (n *Node) leave() {
 	}
 	for _, l := range n.peers {
 		if l != nil && n.links[l.conn] != nil {
-			n.sendFrame(l, wire.AppendBye(nil))
+			n.sendFrame(l, wire.AppendSignal(nil, wire.TypeBye))
 		}
 	}
 	n.outputs(n.member.Leave(trace.Now()))

@@ -103,7 +103,7 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 		l.used = true
 		err := l.told(n, ev.Data)
 		if n.server != nil {
-			n.sendFrame(l, wire.AppendUp(nil, n.lack))
+			n.sendFrame(l, wire.Append(nil, wire.TypeUp, &wire.Text{Text: n.lack}))
 		}
 		n.meet()
 		return err

@@ -133,7 +133,7 @@ func (n *Node) absent(i int) {
 		err.Reason = hasLeft
 		n.worker.Down(i, err)
 	default:
-		_ = n.server.Frame(i, wire.AppendBye(nil)) // as it would say itself
+		_ = n.server.Frame(i, wire.AppendSignal(nil, wire.TypeBye)) // as it would say itself
 	}
 }
 
@@ -273,7 +273,7 @@ func (n *Node) linked(l *link) {
 	l.plane.peers++
 	n.sayLinked(l)
 	if n.worker != nil {
-		n.sendFrame(l, wire.AppendUp(nil, l.why))
+		n.sendFrame(l, wire.Append(nil, wire.TypeUp, &wire.Text{Text: l.why}))
 	}
 	n.begin(l)
 }
@@ -288,7 +288,7 @@ func (n *Node) begin(l *link) {
 	n.back.until[l.index] = cluster.Never
 	n.side.Up(l.index, n.rail[l.index].Rank, l.plane.Fabric, l.conn)
 	if n.phase.Load() == leaving {
-		n.sendFrame(l, wire.AppendBye(nil))
+		n.sendFrame(l, wire.AppendSignal(nil, wire.TypeBye))
 	}
 	n.meet()
 }
@@ -363,9 +363,9 @@ func (l *link) saidUp() bool {
 // told takes what the other side's Up says of why no better way was taken. What this
 // side lacks itself, it knows better.
 func (l *link) told(n *Node, up []byte) error {
-	why, err := wire.ParseUp(up)
-	if why != "" && n.lack == "" {
-		l.why = why
+	said, err := wire.Parse[wire.Text](up, wire.TypeUp)
+	if said.Text != "" && n.lack == "" {
+		l.why = said.Text
 	}
 	return err
 }

@@ -455,7 +455,7 @@ func TestOldEpoch(t *testing.T) {
 		defer f.Close()
 		c, err := f.Connect(context.Background(), "inproc:server-0")
 		require.NoError(t, err)
-		_, _ = c.Post([]transport.Op{{Kind: transport.OpFrame, Frame: wire.AppendBye(nil)}})
+		_, _ = c.Post([]transport.Op{{Kind: transport.OpFrame, Frame: wire.AppendSignal(nil, wire.TypeBye)}})
 		var ev [4]transport.Event
 		require.Eventually(t, func() bool {
 			k, err := f.Poll(ev[:])
@@ -482,7 +482,7 @@ func TestOldEpoch(t *testing.T) {
 	defer f.Close()
 	c, err := f.Connect(context.Background(), "inproc:server-0")
 	require.NoError(t, err)
-	_, err = c.Post([]transport.Op{{Kind: transport.OpFrame, Frame: wire.AppendBye(nil)}})
+	_, err = c.Post([]transport.Op{{Kind: transport.OpFrame, Frame: wire.AppendSignal(nil, wire.TypeBye)}})
 	require.NoError(t, err)
 	require.Eventually(t, func() bool {
 		require.True(t, s.own())

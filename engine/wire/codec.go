@@ -1,7 +1,8 @@
 // Package wire is the codec of everything that travels: the handshake, the
 // control frames of the cluster and the frames of push-pull. Append functions
 // never fail and never allocate when dst has room; Parse functions trust
-// nothing: every length is bounded before it is used. docs/wire.md is the
+// nothing: every length is bounded before it is used. Most frames are a type with a
+// walk, which is both; those that each push_pull has are written by hand, and faster. docs/wire.md is the
 // description for people, testdata/ holds golden frames.
 //
 // Integers are little-endian and of fixed width, except counts and sizes that
@@ -12,6 +13,9 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"strings"
+	"unicode"
+	"unicode/utf8"
 )
 
 // Version of the wire format. It changes with every change that an older
@@ -97,16 +101,6 @@ func (r *reader) bool() bool {
 	return v == 1
 }
 
-func (r *reader) u32() uint32 {
-	if len(r.b) < 4 {
-		r.fail(ErrShort)
-		return 0
-	}
-	v := binary.LittleEndian.Uint32(r.b)
-	r.b = r.b[4:]
-	return v
-}
-
 func (r *reader) u64() uint64 {
 	if len(r.b) < 8 {
 		r.fail(ErrShort)
@@ -150,6 +144,46 @@ func (r *reader) bytes(what string, limit int) []byte {
 	return v
 }
 
+// text reads a text for people: what cannot be printed is replaced, so that it
+// can go into a message as it is.
+func (r *reader) text(what string, limit int) string {
+	return strings.Map(func(c rune) rune {
+		if c == utf8.RuneError || !unicode.IsPrint(c) {
+			return '?'
+		}
+		return c
+	}, string(r.bytes(what, limit)))
+}
+
+// name reads a text that is compared or used, and refuses it where text would
+// change it.
+func (r *reader) name(what string, limit int) string {
+	raw := *r
+	s := r.text(what, limit)
+	if r.err == nil && s != string(raw.bytes(what, limit)) {
+		r.fail(fmt.Errorf("wire: %s: not printable", what))
+		return ""
+	}
+	return s
+}
+
+// number reads a number that is at most limit.
+func (r *reader) number(what string, limit uint64) uint64 {
+	v := r.uvarint()
+	if v > limit {
+		r.fail(fmt.Errorf("wire: %s %d: want at most %d", what, v, limit))
+		return 0
+	}
+	return v
+}
+
+// kind takes the type byte.
+func (r *reader) kind(want Type) {
+	if got := Type(r.u8()); r.err == nil && got != want {
+		r.fail(fmt.Errorf("wire: frame of type %d, want %d", got, want))
+	}
+}
+
 // end is the error so far, or one if bytes are left over.
 func (r *reader) end() error {
 	if r.err == nil && len(r.b) != 0 {
@@ -168,4 +202,15 @@ func appendBool(dst []byte, v bool) []byte {
 func appendBytes[T ~[]byte | ~string](dst []byte, v T) []byte {
 	dst = binary.AppendUvarint(dst, uint64(len(v)))
 	return append(dst, v...)
+}
+
+// clip returns the first limit bytes of s, or fewer: no rune is cut.
+func clip(s string, limit int) string {
+	if len(s) <= limit {
+		return s
+	}
+	for limit > 0 && !utf8.RuneStart(s[limit]) {
+		limit--
+	}
+	return s[:limit]
 }

@@ -1,7 +1,6 @@
 package wire
 
 import (
-	"encoding/binary"
 	"fmt"
 	"math"
 )
@@ -73,43 +72,16 @@ const (
 // memberSize is the least that a Member takes.
 const memberSize = 16
 
-func appendMember(dst []byte, m *Member) []byte {
-	dst = append(dst, byte(m.Role))
-	dst = binary.AppendUvarint(dst, uint64(m.Rank))
-	dst = binary.AppendUvarint(dst, uint64(m.Group))
-	dst = binary.AppendUvarint(dst, uint64(m.Instance))
-	dst = binary.LittleEndian.AppendUint64(dst, m.Epoch)
-	dst = append(dst, byte(m.State))
-	dst = binary.AppendUvarint(dst, uint64(m.Pid))
-	dst = appendBytes(dst, m.Host)
-	dst = binary.AppendUvarint(dst, uint64(len(m.Addrs)))
-	for _, a := range m.Addrs {
-		dst = appendBytes(dst, a)
-	}
-	return dst
-}
-
-func (r *reader) member() Member {
-	m := Member{
-		Role:     r.role(),
-		Rank:     r.number("rank", MaxMembers-1),
-		Group:    r.number("group", MaxMembers-1),
-		Instance: r.number("instance", MaxMembers-1),
-		Epoch:    r.u64(),
-		State:    State(r.u8()),
-		Pid:      uint32(r.number("process number", math.MaxUint32)),
-		Host:     r.text("bytes of a host name", MaxHost),
-	}
-	if r.err == nil && m.State > Parting {
-		r.fail(fmt.Errorf("wire: a member has the unknown state %d", m.State))
-	}
-	if n := r.count("addresses", MaxAddrs, 1); n != 0 {
-		m.Addrs = make([]string, n)
-		for i := range m.Addrs {
-			m.Addrs[i] = r.name("bytes of an address", maxAddr)
-		}
-	}
-	return m
+func (m *Member) walk(c *codec) {
+	octet(c, "role", &m.Role, RoleServer)
+	number(c, "rank", &m.Rank, MaxMembers-1)
+	number(c, "group", &m.Group, MaxMembers-1)
+	number(c, "instance", &m.Instance, MaxMembers-1)
+	c.word(&m.Epoch)
+	octet(c, "state", &m.State, Parting)
+	number(c, "process number", &m.Pid, math.MaxUint32)
+	c.words("bytes of a host name", &m.Host, MaxHost)
+	list(c, "addresses", &m.Addrs, MaxAddrs, 1, func(a *string) { c.label("bytes of an address", a, maxAddr) })
 }
 
 // Shape is how large the cluster is. All nodes are configured with the same.
@@ -117,6 +89,12 @@ type Shape struct {
 	Workers   int // groups
 	Servers   int // groups
 	GroupSize int // members of a group: as many rails
+}
+
+func (s *Shape) walk(c *codec) {
+	number(c, "worker groups", &s.Workers, MaxMembers)
+	number(c, "server groups", &s.Servers, MaxMembers)
+	number(c, "group size", &s.GroupSize, MaxMembers)
 }
 
 // Groups is the number of groups of a role.
@@ -141,6 +119,12 @@ type Roster struct {
 	Members []Member
 }
 
+func (v *Roster) walk(c *codec) {
+	number(c, "view", &v.View, math.MaxUint64)
+	c.flag(&v.Running)
+	list(c, "members", &v.Members, MaxMembers, memberSize, func(m *Member) { m.walk(c) })
+}
+
 // Register is a member's first frame.
 type Register struct {
 	Shape Shape // as the member is configured
@@ -148,68 +132,17 @@ type Register struct {
 	Known *Roster // of a member that runs and has lost its scheduler; nil: it is new
 }
 
-// AppendRegister appends g as a frame.
-func AppendRegister(dst []byte, g *Register) []byte {
-	dst = append(dst, byte(TypeRegister))
-	dst = binary.AppendUvarint(dst, uint64(g.Shape.Workers))
-	dst = binary.AppendUvarint(dst, uint64(g.Shape.Servers))
-	dst = binary.AppendUvarint(dst, uint64(g.Shape.GroupSize))
-	dst = appendMember(dst, &g.Member)
-	if g.Known == nil {
-		return append(dst, 0)
+func (g *Register) walk(c *codec) {
+	g.Shape.walk(c)
+	g.Member.walk(c)
+	known := g.Known != nil
+	if c.flag(&known); !known {
+		return
 	}
-	return appendRoster(append(dst, 1), g.Known)
-}
-
-// ParseRegister parses a frame; the result does not alias it.
-func ParseRegister(b []byte) (*Register, error) {
-	r := reader{b: b}
-	r.kind(TypeRegister)
-	g := &Register{Shape: Shape{
-		Workers:   r.number("worker groups", MaxMembers),
-		Servers:   r.number("server groups", MaxMembers),
-		GroupSize: r.number("group size", MaxMembers),
-	}, Member: r.member()}
-	if r.flag() {
-		g.Known = r.roster()
+	if c.parses {
+		g.Known = new(Roster)
 	}
-	return g, r.end()
-}
-
-// AppendRoster appends the list of all members as a frame.
-func AppendRoster(dst []byte, v *Roster) []byte {
-	return appendRoster(append(dst, byte(TypeRoster)), v)
-}
-
-func appendRoster(dst []byte, v *Roster) []byte {
-	dst = binary.AppendUvarint(dst, v.View)
-	running := byte(0)
-	if v.Running {
-		running = 1
-	}
-	dst = append(dst, running)
-	dst = binary.AppendUvarint(dst, uint64(len(v.Members)))
-	for i := range v.Members {
-		dst = appendMember(dst, &v.Members[i])
-	}
-	return dst
-}
-
-// ParseRoster parses a frame; the result does not alias it.
-func ParseRoster(b []byte) (*Roster, error) {
-	r := reader{b: b}
-	r.kind(TypeRoster)
-	v := r.roster()
-	return v, r.end()
-}
-
-func (r *reader) roster() *Roster {
-	v := &Roster{View: r.uvarint(), Running: r.flag()}
-	v.Members = make([]Member, r.count("members", MaxMembers, memberSize))
-	for i := range v.Members {
-		v.Members[i] = r.member()
-	}
-	return v
+	g.Known.walk(c)
 }
 
 // Joined says that a member has taken the place of one that is gone.
@@ -218,23 +151,13 @@ type Joined struct {
 	Member
 }
 
-// AppendJoined appends j as a frame.
-func AppendJoined(dst []byte, j *Joined) []byte {
-	dst = append(dst, byte(TypeJoined))
-	dst = binary.AppendUvarint(dst, j.View)
-	return appendMember(dst, &j.Member)
-}
-
-// ParseJoined parses a frame; the result does not alias it.
-func ParseJoined(b []byte) (*Joined, error) {
-	r := reader{b: b}
-	r.kind(TypeJoined)
-	j := &Joined{r.uvarint(), r.member()}
-	return j, r.end()
+func (j *Joined) walk(c *codec) {
+	number(c, "view", &j.View, math.MaxUint64)
+	j.Member.walk(c)
 }
 
 // AppendSignal appends a frame that is its type alone: Ready, Go, Leave, Left,
-// Heartbeat, Ping, Done.
+// Heartbeat, Ping, Done, Bye.
 func AppendSignal(dst []byte, t Type) []byte { return append(dst, byte(t)) }
 
 // ParseSignal checks that a frame is its type alone.
@@ -294,37 +217,19 @@ type Barrier struct {
 	View  uint64
 }
 
-// AppendBarrier appends v as a frame.
-func AppendBarrier(dst []byte, v Barrier) []byte {
-	dst = append(dst, byte(TypeBarrier), byte(v.Flags))
-	dst = binary.AppendUvarint(dst, v.Seq)
-	return binary.AppendUvarint(dst, v.View)
-}
-
-// ParseBarrier parses a frame. The flags are valid.
-func ParseBarrier(b []byte) (Barrier, error) {
-	r := reader{b: b}
-	r.kind(TypeBarrier)
-	v := Barrier{BarrierFlags(r.u8()), r.uvarint(), r.uvarint()}
-	if r.err == nil && !v.Flags.Valid() {
-		r.fail(fmt.Errorf("wire: a barrier has the invalid flags %#x", uint8(v.Flags)))
+func (v *Barrier) walk(c *codec) {
+	octet(c, "flags", &v.Flags, math.MaxUint8)
+	number(c, "call", &v.Seq, math.MaxUint64)
+	number(c, "view", &v.View, math.MaxUint64)
+	if !v.Flags.Valid() {
+		c.fail(fmt.Errorf("wire: a barrier has the invalid flags %#x", uint8(v.Flags)))
 	}
-	return v, r.end()
 }
 
-// AppendRelease appends the frame that ends the receiver's barrier call seq.
-func AppendRelease(dst []byte, seq uint64) []byte {
-	dst = append(dst, byte(TypeRelease))
-	return binary.AppendUvarint(dst, seq)
-}
+// Release ends the receiver's barrier call Seq.
+type Release struct{ Seq uint64 }
 
-// ParseRelease parses a frame.
-func ParseRelease(b []byte) (seq uint64, err error) {
-	r := reader{b: b}
-	r.kind(TypeRelease)
-	seq = r.uvarint()
-	return seq, r.end()
-}
+func (v *Release) walk(c *codec) { number(c, "call", &v.Seq, math.MaxUint64) }
 
 // Lost says that a member is gone. Epoch tells which run of it.
 type Lost struct {
@@ -336,81 +241,17 @@ type Lost struct {
 	Reason  string
 }
 
-// AppendLost appends l as a frame. A reason that is too long is cut.
-func AppendLost(dst []byte, l *Lost) []byte {
-	dst = append(dst, byte(TypeLost))
-	dst = binary.AppendUvarint(dst, l.View)
-	dst = append(dst, byte(l.Role))
-	dst = binary.AppendUvarint(dst, uint64(l.Rank))
-	dst = binary.LittleEndian.AppendUint64(dst, l.Epoch)
-	dst = appendBytes(dst, clip(l.Address, maxReason))
-	return appendBytes(dst, clip(l.Reason, maxReason))
+func (l *Lost) walk(c *codec) {
+	number(c, "view", &l.View, math.MaxUint64)
+	octet(c, "role", &l.Role, RoleServer)
+	number(c, "rank", &l.Rank, MaxMembers-1)
+	c.word(&l.Epoch)
+	c.reason("bytes of an address", &l.Address, maxReason)
+	c.reason("bytes of a reason", &l.Reason, maxReason)
 }
 
-// ParseLost parses a frame; the result does not alias it.
-func ParseLost(b []byte) (*Lost, error) {
-	r := reader{b: b}
-	r.kind(TypeLost)
-	l := &Lost{
-		View:    r.uvarint(),
-		Role:    r.role(),
-		Rank:    r.number("rank", MaxMembers-1),
-		Epoch:   r.u64(),
-		Address: r.text("bytes of an address", maxReason),
-		Reason:  r.text("bytes of a reason", maxReason),
-	}
-	return l, r.end()
-}
+// Text is what a Refuse, a Waiting and an Up say: why a member is turned away, what the cluster
+// waits for, and, in a worker's, why it has taken no better way.
+type Text struct{ Text string }
 
-// AppendRefuse appends the frame that turns a member away, with the reason.
-func AppendRefuse(dst []byte, reason string) []byte {
-	return appendBytes(append(dst, byte(TypeRefuse)), clip(reason, maxReason))
-}
-
-// ParseRefuse parses a frame.
-func ParseRefuse(b []byte) (reason string, err error) {
-	r := reader{b: b}
-	r.kind(TypeRefuse)
-	reason = r.text("bytes of a reason", maxReason)
-	return reason, r.end()
-}
-
-// AppendWaiting appends the frame that tells a member what the cluster waits for.
-func AppendWaiting(dst []byte, what string) []byte {
-	return appendBytes(append(dst, byte(TypeWaiting)), clip(what, maxReason))
-}
-
-// ParseWaiting parses a frame.
-func ParseWaiting(b []byte) (what string, err error) {
-	r := reader{b: b}
-	r.kind(TypeWaiting)
-	what = r.text("bytes of what is waited for", maxReason)
-	return what, r.end()
-}
-
-func (r *reader) role() Role {
-	v := Role(r.u8())
-	if r.err == nil && v > RoleServer {
-		r.fail(fmt.Errorf("wire: %v is unknown", v))
-	}
-	return v
-}
-
-// flag reads a byte that is 0 or 1.
-func (r *reader) flag() bool {
-	v := r.u8()
-	if r.err == nil && v > 1 {
-		r.fail(fmt.Errorf("wire: a flag is %d, want 0 or 1", v))
-	}
-	return v == 1
-}
-
-// number reads a number that is at most limit.
-func (r *reader) number(what string, limit int) int {
-	v := r.uvarint()
-	if r.err == nil && v > uint64(limit) {
-		r.fail(fmt.Errorf("wire: %s %d: want at most %d", what, v, limit))
-		return 0
-	}
-	return int(v)
-}
+func (v *Text) walk(c *codec) { c.reason("bytes of a reason", &v.Text, maxReason) }

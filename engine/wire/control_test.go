@@ -39,49 +39,22 @@ var control = []struct {
 	frame []byte
 	again func(b []byte) (any, []byte, error)
 }{
-	{"register", AppendRegister(nil, &Register{Shape: Shape{3, 2, 4}, Member: member}), func(b []byte) (any, []byte, error) {
-		g, err := ParseRegister(b)
-		return g, AppendRegister(nil, g), err
-	}},
-	{"register without addresses", AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: RoleWorker}}), func(b []byte) (any, []byte, error) {
-		g, err := ParseRegister(b)
-		return g, AppendRegister(nil, g), err
-	}},
-	{"register of one that runs", AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: member, Known: roster}), func(b []byte) (any, []byte, error) {
-		g, err := ParseRegister(b)
-		return g, AppendRegister(nil, g), err
-	}},
-	{"roster", AppendRoster(nil, roster), func(b []byte) (any, []byte, error) {
-		ms, err := ParseRoster(b)
-		return ms, AppendRoster(nil, ms), err
-	}},
+	{"register", Append(nil, TypeRegister, &Register{Shape: Shape{3, 2, 4}, Member: member}), again[Register](TypeRegister)},
+	{"register without addresses", Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: RoleWorker}}), again[Register](TypeRegister)},
+	{"register of one that runs", Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: member, Known: roster}), again[Register](TypeRegister)},
+	{"roster", Append(nil, TypeRoster, roster), again[Roster](TypeRoster)},
 	{"ready", AppendSignal(nil, TypeReady), signal},
 	{"go", AppendSignal(nil, TypeGo), signal},
-	{"barrier", AppendBarrier(nil, Barrier{BarrierWorkers | BarrierGroups, 300, 5}), func(b []byte) (any, []byte, error) {
-		v, err := ParseBarrier(b)
-		return v, AppendBarrier(nil, v), err
-	}},
-	{"release", AppendRelease(nil, 300), func(b []byte) (any, []byte, error) {
-		seq, err := ParseRelease(b)
-		return seq, AppendRelease(nil, seq), err
-	}},
+	{"barrier", Append(nil, TypeBarrier, &Barrier{BarrierWorkers | BarrierGroups, 300, 5}), again[Barrier](TypeBarrier)},
+	{"release", Append(nil, TypeRelease, &Release{300}), again[Release](TypeRelease)},
 	{"leave", AppendSignal(nil, TypeLeave), signal},
 	{"left", AppendSignal(nil, TypeLeft), signal},
-	{"lost", AppendLost(nil, &Lost{7, RoleServer, 5, 0x1122334455667788, "10.0.0.9:7000", "connection reset by peer"}), func(b []byte) (any, []byte, error) {
-		l, err := ParseLost(b)
-		return l, AppendLost(nil, l), err
-	}},
-	{"refuse", AppendRefuse(nil, "rank 9 is taken"), reason},
+	{"lost", Append(nil, TypeLost, &Lost{7, RoleServer, 5, 0x1122334455667788, "10.0.0.9:7000", "connection reset by peer"}), again[Lost](TypeLost)},
+	{"refuse", Append(nil, TypeRefuse, &Text{"rank 9 is taken"}), again[Text](TypeRefuse)},
 	{"heartbeat", AppendSignal(nil, TypeHeartbeat), signal},
-	{"joined", AppendJoined(nil, &Joined{300, member}), func(b []byte) (any, []byte, error) {
-		j, err := ParseJoined(b)
-		return j, AppendJoined(nil, j), err
-	}},
+	{"joined", Append(nil, TypeJoined, &Joined{300, member}), again[Joined](TypeJoined)},
 	{"ping", AppendSignal(nil, TypePing), signal},
-	{"waiting", AppendWaiting(nil, "1 of 2 members have registered; missing: worker 0"), func(b []byte) (any, []byte, error) {
-		what, err := ParseWaiting(b)
-		return what, AppendWaiting(nil, what), err
-	}},
+	{"waiting", Append(nil, TypeWaiting, &Text{"1 of 2 members have registered; missing: worker 0"}), again[Text](TypeWaiting)},
 	{"done", AppendSignal(nil, TypeDone), signal},
 }
 
@@ -98,9 +71,12 @@ func signal(b []byte) (any, []byte, error) {
 	return nil, AppendSignal(nil, FrameType(b)), ParseSignal(b)
 }
 
-func reason(b []byte) (any, []byte, error) {
-	why, err := ParseRefuse(b)
-	return why, AppendRefuse(nil, why), err
+// again parses a frame of type t, and appends it again.
+func again[T any, P Frame[T]](t Type) func(b []byte) (any, []byte, error) {
+	return func(b []byte) (any, []byte, error) {
+		v, err := Parse[T, P](b, t)
+		return v, Append(nil, t, v), err
+	}
 }
 
 func TestControlGolden(t *testing.T) {
@@ -115,7 +91,7 @@ func TestControlGolden(t *testing.T) {
 }
 
 func TestControlValues(t *testing.T) {
-	g, err := ParseRegister(control[0].frame)
+	g, err := Parse[Register](control[0].frame, TypeRegister)
 	require.NoError(t, err)
 	require.Equal(t, &Register{Shape: Shape{3, 2, 4}, Member: member}, g)
 	require.Equal(t, 20, g.Shape.Members())
@@ -124,7 +100,7 @@ func TestControlValues(t *testing.T) {
 	require.Equal(t, "server 5 (pid 4321 on host-a)", g.Name())
 	require.Equal(t, "worker 0", (&Member{Role: RoleWorker, Pid: 1}).Name())
 
-	l, err := ParseLost(AppendLost(nil, &Lost{Role: RoleWorker, Address: "a\x00b", Reason: "line\nline\xff" + strings.Repeat("x", 5000)}))
+	l, err := Parse[Lost](Append(nil, TypeLost, &Lost{Role: RoleWorker, Address: "a\x00b", Reason: "line\nline\xff" + strings.Repeat("x", 5000)}), TypeLost)
 	require.NoError(t, err)
 	require.Equal(t, "a?b", l.Address)
 	require.Len(t, l.Reason, maxReason)
@@ -168,36 +144,36 @@ func TestControlBounds(t *testing.T) {
 		frame []byte
 		want  string
 	}{
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: 3}}), "role 3 is unknown"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: MaxMembers}}), "rank 65536: want at most 65535"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: -1}}), "want at most 65535"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Group: MaxMembers}}), "group 65536"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Instance: MaxMembers}}), "instance 65536"},
-		{AppendRegister(nil, &Register{Shape: Shape{MaxMembers + 1, 1, 1}}), "worker groups 65537"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: many}}), "65 addresses"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{strings.Repeat("a", 256)}}}), "256 bytes of an address"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"a\x7f"}}}), "not printable"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"\xc3"}}}), "not printable"},
-		{AppendRegister(nil, &Register{Shape: Shape{1, 1, 1}, Member: Member{Host: strings.Repeat("a", MaxHost+1)}}), "65 bytes of a host name"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: 3}}), "role 3: want at most 2"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: MaxMembers}}), "rank 65536: want at most 65535"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Rank: -1}}), "want at most 65535"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Group: MaxMembers}}), "group 65536"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Instance: MaxMembers}}), "instance 65536"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{MaxMembers + 1, 1, 1}}), "worker groups 65537"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: many}}), "65 addresses"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{strings.Repeat("a", 256)}}}), "256 bytes of an address"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"a\x7f"}}}), "not printable"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Addrs: []string{"\xc3"}}}), "not printable"},
+		{Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Host: strings.Repeat("a", MaxHost+1)}}), "65 bytes of a host name"},
 	} {
-		_, err := ParseRegister(c.frame)
+		_, err := Parse[Register](c.frame, TypeRegister)
 		require.ErrorContains(t, err, c.want)
 	}
 	for _, b := range []string{"\x02\x00\x00\xff\xff\x7f", "\x02\x00\x00\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "\x02\x00\x00\x02" + strings.Repeat("\x00", 16)} {
-		_, err := ParseRoster([]byte(b))
+		_, err := Parse[Roster]([]byte(b), TypeRoster)
 		require.ErrorContains(t, err, "members: more than 65536, or more than it holds")
 	}
-	_, err := ParseRoster([]byte{byte(TypeRoster), 0, 2, 0})
-	require.ErrorContains(t, err, "a flag is 2, want 0 or 1")
-	_, err = ParseRoster(AppendRoster(nil, &Roster{Members: []Member{{State: 3}}}))
-	require.ErrorContains(t, err, "the unknown state 3")
-	_, err = ParseBarrier([]byte{byte(TypeBarrier), 4, 1, 0})
+	_, err := Parse[Roster]([]byte{byte(TypeRoster), 0, 2, 0}, TypeRoster)
+	require.ErrorContains(t, err, "a boolean is 2, want 0 or 1")
+	_, err = Parse[Roster](Append(nil, TypeRoster, &Roster{Members: []Member{{State: 3}}}), TypeRoster)
+	require.ErrorContains(t, err, "state 3: want at most 2")
+	_, err = Parse[Barrier]([]byte{byte(TypeBarrier), 4, 1, 0}, TypeBarrier)
 	require.ErrorContains(t, err, "invalid flags 0x4")
-	_, err = ParseBarrier([]byte{byte(TypeBarrier), 9, 1, 0})
+	_, err = Parse[Barrier]([]byte{byte(TypeBarrier), 9, 1, 0}, TypeBarrier)
 	require.ErrorContains(t, err, "invalid flags 0x9")
-	_, err = ParseRefuse(append([]byte{byte(TypeRefuse), 0x81, 0x08}, make([]byte, maxReason+1)...))
+	_, err = Parse[Text](append([]byte{byte(TypeRefuse), 0x81, 0x08}, make([]byte, maxReason+1)...), TypeRefuse)
 	require.ErrorContains(t, err, "1025 bytes of a reason")
-	_, err = ParseRoster(control[0].frame)
+	_, err = Parse[Roster](control[0].frame, TypeRoster)
 	require.ErrorContains(t, err, "frame of type 1, want 2")
 }
 
@@ -220,37 +196,13 @@ func TestControlRoster(t *testing.T) {
 	}
 	for _, c := range []struct{ groups, instances, addrs int }{{40, 8, 4}, {1125, 8, 1}, {518, 8, 4}} {
 		ms := cluster(c.groups, c.instances, c.addrs)
-		b := AppendRoster(nil, &Roster{Members: ms})
+		b := Append(nil, TypeRoster, &Roster{Members: ms})
 		require.LessOrEqual(t, len(b), MaxRoster)
 		t.Logf("%d members with %d addresses: %d bytes, %.1f each", len(ms), c.addrs, len(b), float64(len(b))/float64(len(ms)))
-		got, err := ParseRoster(b)
+		got, err := Parse[Roster](b, TypeRoster)
 		require.NoError(t, err)
 		require.Equal(t, ms, got.Members)
 	}
-}
-
-func TestControlAllocs(t *testing.T) {
-	buf := make([]byte, 0, 1<<16)
-	g := &Register{Shape: Shape{3, 2, 4}, Member: member}
-	l := &Lost{7, RoleServer, 5, 9, "10.0.0.9:7000", "connection reset by peer"}
-	require.Zero(t, testing.AllocsPerRun(100, func() {
-		buf = AppendRegister(buf[:0], g)
-		buf = AppendRoster(buf[:0], roster)
-		buf = AppendLost(buf[:0], l)
-		buf = AppendRefuse(buf[:0], "rank 9 is taken")
-		buf = AppendRelease(buf[:0], 9)
-		if _, err := ParseRelease(buf); err != nil {
-			t.Error(err)
-		}
-		buf = AppendBarrier(buf[:0], Barrier{BarrierServers, 1 << 40, 3})
-		if _, err := ParseBarrier(buf); err != nil {
-			t.Error(err)
-		}
-		buf = AppendSignal(buf[:0], TypeHeartbeat)
-		if err := ParseSignal(buf); err != nil {
-			t.Error(err)
-		}
-	}))
 }
 
 // FuzzControl parses anything as every kind of frame; what parses is the same

@@ -3,8 +3,7 @@ package wire
 import (
 	"encoding/binary"
 	"errors"
-	"fmt"
-	"unicode/utf8"
+	"math"
 )
 
 // Bounds of the frames of push-pull.
@@ -68,51 +67,23 @@ type PlanPull struct {
 // AnyType is no type.
 const AnyType = 255
 
-// AppendPlan appends p as a frame.
-func AppendPlan(dst []byte, p *Plan) []byte {
-	dst = append(dst, byte(TypePlan))
-	dst = binary.AppendUvarint(dst, p.Number)
-	dst = appendBytes(dst, p.Channel)
-	dst = binary.AppendUvarint(dst, uint64(len(p.Push)))
-	for i := range p.Push {
-		t := &p.Push[i]
-		dst = binary.LittleEndian.AppendUint64(dst, t.Key)
-		dst = append(dst, t.DType)
-		dst = binary.AppendUvarint(dst, uint64(t.NDim))
-		for _, d := range t.Tail {
-			dst = binary.AppendUvarint(dst, uint64(d))
-		}
-	}
-	dst = binary.AppendUvarint(dst, uint64(len(p.Pull)))
-	for _, t := range p.Pull {
-		dst = binary.LittleEndian.AppendUint64(dst, t.Key)
-		dst = append(dst, t.DType)
-	}
-	return dst
-}
-
-// ParsePlan parses a frame; the result does not alias it.
-func ParsePlan(b []byte) (*Plan, error) {
-	r := reader{b: b}
-	r.kind(TypePlan)
-	p := &Plan{Number: r.uvarint(), Channel: r.text("bytes of a channel's name", MaxChannelName)}
-	p.Push = make([]PlanTensor, r.count("pushed tensors", MaxTensors, 10))
-	for i := range p.Push {
-		t := &p.Push[i]
-		t.Key = r.u64()
-		t.DType = r.u8()
-		if t.NDim = r.count("dimensions", MaxDims, 1); t.NDim > 1 {
+func (p *Plan) walk(c *codec) {
+	number(c, "plan", &p.Number, math.MaxUint64)
+	c.words("bytes of a channel's name", &p.Channel, MaxChannelName)
+	list(c, "pushed tensors", &p.Push, MaxTensors, 10, func(t *PlanTensor) {
+		c.word(&t.Key)
+		octet(c, "type", &t.DType, math.MaxUint8)
+		if t.NDim = c.length("dimensions", t.NDim, MaxDims, 1); c.parses && t.NDim > 1 {
 			t.Tail = make([]int64, t.NDim-1)
 		}
-		for j := range t.Tail {
-			t.Tail[j] = r.size("dimension")
+		for i := range t.Tail {
+			number(c, "dimension", &t.Tail[i], MaxSize)
 		}
-	}
-	p.Pull = make([]PlanPull, r.count("pulled tensors", MaxTensors, 9))
-	for i := range p.Pull {
-		p.Pull[i] = PlanPull{r.u64(), r.u8()}
-	}
-	return p, r.end()
+	})
+	list(c, "pulled tensors", &p.Pull, MaxTensors, 9, func(t *PlanPull) {
+		c.word(&t.Key)
+		octet(c, "type", &t.DType, math.MaxUint8)
+	})
 }
 
 // Need asks for receive buffers of at least Bytes each, or, with Lend, whether
@@ -143,7 +114,7 @@ func ParseNeed(b []byte, dst []Need) ([]Need, error) {
 	r := reader{b: b}
 	r.kind(TypeNeed)
 	for range r.count("needs", MaxTensors, 11) {
-		dst = append(dst, Need{r.u64(), uint64(r.size("bytes of a buffer")), r.bool(), r.bool()})
+		dst = append(dst, Need{r.u64(), r.number("bytes of a buffer", MaxSize), r.bool(), r.bool()})
 	}
 	return dst, r.end()
 }
@@ -253,11 +224,11 @@ func ParseRequest(b []byte, q *Request) error {
 	q.Seq, q.Plan = r.u64(), r.uvarint()
 	q.Push = q.Push[:0]
 	for range r.count("pushed tensors", MaxTensors, 3) {
-		q.Push = append(q.Push, Pushed{r.size("rows"), uint64(r.size("bytes of a tensor")), r.bool()})
+		q.Push = append(q.Push, Pushed{int64(r.number("rows", MaxSize)), r.number("bytes of a tensor", MaxSize), r.bool()})
 	}
 	q.Pull = q.Pull[:0]
 	for range r.count("pulled tensors", MaxTensors, 2) {
-		t := Target{Bytes: uint64(r.size("bytes of an answer")), Changed: r.bool()}
+		t := Target{Bytes: r.number("bytes of an answer", MaxSize), Changed: r.bool()}
 		if t.Changed {
 			t.Region, t.Off = r.key(), r.uvarint()
 		}
@@ -303,90 +274,19 @@ type Refused struct {
 	Text  string // why; at most MaxRefusal bytes travel
 }
 
-// AppendRefused appends p as a frame.
-func AppendRefused(dst []byte, p *Refused) []byte {
-	dst = append(dst, byte(TypeRefused))
-	dst = binary.LittleEndian.AppendUint64(dst, p.Seq)
-	dst = appendBool(dst, p.Unfit)
-	return appendBytes(dst, clip(p.Text, MaxRefusal))
-}
-
-// ParseRefused parses a frame; the result does not alias it.
-func ParseRefused(b []byte) (Refused, error) {
-	r := reader{b: b}
-	r.kind(TypeRefused)
-	p := Refused{Seq: r.u64(), Unfit: r.bool(), Text: r.text("bytes of a refusal", MaxRefusal)}
-	return p, r.end()
-}
-
-// AppendBye appends the frame that announces the end of a connection.
-func AppendBye(dst []byte) []byte { return append(dst, byte(TypeBye)) }
-
-// AppendUp appends the frame that says that its sender uses the connection, and,
-// in a worker's, why it has taken no better way. A text that is too long is cut.
-func AppendUp(dst []byte, why string) []byte {
-	return appendBytes(append(dst, byte(TypeUp)), clip(why, maxReason))
-}
-
-// ParseUp parses a frame.
-func ParseUp(b []byte) (why string, err error) {
-	r := reader{b: b}
-	r.kind(TypeUp)
-	why = r.text("bytes of a reason", maxReason)
-	return why, r.end()
-}
-
-// kind takes the type byte.
-func (r *reader) kind(want Type) {
-	if got := Type(r.u8()); r.err == nil && got != want {
-		r.fail(fmt.Errorf("wire: frame of type %d, want %d", got, want))
-	}
-}
-
-// size takes a number that must fit an int64: sizes are added and multiplied
-// later, and torch counts in int64.
-func (r *reader) size(what string) int64 {
-	v := r.uvarint()
-	if v > MaxSize {
-		r.fail(fmt.Errorf("wire: %s %d is out of range", what, v))
-		return 0
-	}
-	return int64(v)
-}
-
-// clip returns the first limit bytes of s, or fewer: no rune is cut.
-func clip(s string, limit int) string {
-	if len(s) <= limit {
-		return s
-	}
-	for limit > 0 && !utf8.RuneStart(s[limit]) {
-		limit--
-	}
-	return s[:limit]
+func (p *Refused) walk(c *codec) {
+	c.word(&p.Seq)
+	c.flag(&p.Unfit)
+	c.reason("bytes of a refusal", &p.Text, MaxRefusal)
 }
 
 // MaxRecalls bounds the push_pulls of one Recall or Recalled.
 const MaxRecalls = 4096
 
-// AppendRecall appends a Recall or Recalled of the push_pulls seqs as a frame.
-func AppendRecall(dst []byte, t Type, seqs []uint64) []byte {
-	dst = append(dst, byte(t))
-	dst = binary.AppendUvarint(dst, uint64(len(seqs)))
-	for _, s := range seqs {
-		dst = binary.LittleEndian.AppendUint64(dst, s)
-	}
-	return dst
-}
+// Seqs are the push_pulls of a Recall or Recalled.
+type Seqs []uint64
 
-// ParseRecall parses a Recall or Recalled, and appends what is in it to dst.
-func ParseRecall(b []byte, t Type, dst []uint64) ([]uint64, error) {
-	r := reader{b: b}
-	r.kind(t)
-	for range r.count("push_pulls", MaxRecalls, 8) {
-		dst = append(dst, r.u64())
-	}
-	return dst, r.end()
-}
+func (v *Seqs) walk(c *codec) { list(c, "push_pulls", (*[]uint64)(v), MaxRecalls, 8, c.word) }
 
 // Regroup says which runs of the members of the rail a worker knows, or is a server's answer.
 type Regroup struct {
@@ -394,17 +294,9 @@ type Regroup struct {
 	Back bool   // the server gives back what it has not delivered
 }
 
-// AppendRegroup appends v as a frame.
-func AppendRegroup(dst []byte, v Regroup) []byte {
-	return appendBool(binary.LittleEndian.AppendUint64(append(dst, byte(TypeRegroup)), v.Runs), v.Back)
-}
-
-// ParseRegroup parses a frame.
-func ParseRegroup(b []byte) (v Regroup, err error) {
-	r := reader{b: b}
-	r.kind(TypeRegroup)
-	v = Regroup{Runs: r.u64(), Back: r.bool()}
-	return v, r.end()
+func (v *Regroup) walk(c *codec) {
+	c.word(&v.Runs)
+	c.flag(&v.Back)
 }
 
 // Bounds of a Channel.
@@ -421,25 +313,11 @@ type Channel struct {
 	Text   string // if it closes, empty: in good order
 }
 
-// AppendChannel appends c as a frame.
-func AppendChannel(dst []byte, c *Channel) []byte {
-	dst = append(dst, byte(TypeChannel))
-	dst = appendBytes(dst, c.Name)
-	dst = appendBool(dst, c.Closes)
-	return appendBytes(dst, c.Text)
-}
-
-// ParseChannel parses a frame; the result does not alias it.
-func ParseChannel(b []byte) (Channel, error) {
-	r := reader{b: b}
-	r.kind(TypeChannel)
-	c := Channel{
-		Name:   r.text("bytes of a channel's name", MaxChannelName),
-		Closes: r.bool(),
-		Text:   r.text("bytes of a channel's text", MaxChannelText),
+func (v *Channel) walk(c *codec) {
+	c.words("bytes of a channel's name", &v.Name, MaxChannelName)
+	c.flag(&v.Closes)
+	c.words("bytes of a channel's text", &v.Text, MaxChannelText)
+	if v.Name == "" {
+		c.fail(errors.New("wire: a channel has no name"))
 	}
-	if c.Name == "" {
-		r.fail(errors.New("wire: a channel has no name"))
-	}
-	return c, r.end()
 }

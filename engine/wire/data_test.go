@@ -13,15 +13,15 @@ var data = []struct {
 	frame []byte
 	again func(b []byte) (any, []byte, error)
 }{
-	{"plan", AppendPlan(nil, &Plan{Number: 300, Push: []PlanTensor{
+	{"plan", Append(nil, TypePlan, &Plan{Number: 300, Push: []PlanTensor{
 		{Key: 1<<64 - 1, DType: 15, NDim: 3, Tail: []int64{7168, 1}},
 		{Key: 2, DType: 6},
-	}, Pull: []PlanPull{{3, 6}, {4, AnyType}}}), parsePlan},
-	{"plan of a channel", AppendPlan(nil, &Plan{Number: 1, Channel: "decode 0", Pull: []PlanPull{{3, 4}}}), parsePlan},
-	{"channel", AppendChannel(nil, &Channel{Name: "decode 0", Text: "{}"}), parseChannel},
-	{"end of a channel", AppendChannel(nil, &Channel{Name: "decode 0", Closes: true}), parseChannel},
-	{"refusal of a channel", AppendChannel(nil, &Channel{Name: "decode 0", Closes: true, Text: "no memory"}), parseChannel},
-	{"plan of nothing", AppendPlan(nil, &Plan{}), parsePlan},
+	}, Pull: []PlanPull{{3, 6}, {4, AnyType}}}), again[Plan](TypePlan)},
+	{"plan of a channel", Append(nil, TypePlan, &Plan{Number: 1, Channel: "decode 0", Pull: []PlanPull{{3, 4}}}), again[Plan](TypePlan)},
+	{"channel", Append(nil, TypeChannel, &Channel{Name: "decode 0", Text: "{}"}), again[Channel](TypeChannel)},
+	{"end of a channel", Append(nil, TypeChannel, &Channel{Name: "decode 0", Closes: true}), again[Channel](TypeChannel)},
+	{"refusal of a channel", Append(nil, TypeChannel, &Channel{Name: "decode 0", Closes: true, Text: "no memory"}), again[Channel](TypeChannel)},
+	{"plan of nothing", Append(nil, TypePlan, &Plan{}), again[Plan](TypePlan)},
 	{"need", AppendNeed(nil, []Need{{1, 4096, false, true}, {1<<64 - 1, 1 << 40, true, false}}), func(b []byte) (any, []byte, error) {
 		v, err := ParseNeed(b, nil)
 		return v, AppendNeed(nil, v), err
@@ -39,44 +39,18 @@ var data = []struct {
 		err := ParseResponse(b, &v)
 		return v, AppendResponse(nil, &v), err
 	}},
-	{"refused", AppendRefused(nil, &Refused{Seq: 0x1122334455667788, Text: "no room for 3 experts: später"}), parseRefused},
-	{"unfit", AppendRefused(nil, &Refused{Seq: 1, Unfit: true}), parseRefused},
-	{"bye", AppendBye(nil), func(b []byte) (any, []byte, error) { return nil, AppendBye(nil), nil }},
-	{"recall", AppendRecall(nil, TypeRecall, []uint64{7, 1 << 40}), func(b []byte) (any, []byte, error) {
-		v, err := ParseRecall(b, TypeRecall, nil)
-		return v, AppendRecall(nil, TypeRecall, v), err
-	}},
-	{"regroup", AppendRegroup(nil, Regroup{3<<20 + 1, true}), func(b []byte) (any, []byte, error) {
-		v, err := ParseRegroup(b)
-		return v, AppendRegroup(nil, v), err
-	}},
-	{"up", AppendUp(nil, ""), parseUp},
-	{"up, and why so", AppendUp(nil, "cma: worker 0 and server 0 are on different hosts"), parseUp},
-}
-
-func parseUp(b []byte) (any, []byte, error) {
-	why, err := ParseUp(b)
-	return why, AppendUp(nil, why), err
-}
-
-func parsePlan(b []byte) (any, []byte, error) {
-	v, err := ParsePlan(b)
-	return v, AppendPlan(nil, v), err
-}
-
-func parseChannel(b []byte) (any, []byte, error) {
-	v, err := ParseChannel(b)
-	return v, AppendChannel(nil, &v), err
+	{"refused", Append(nil, TypeRefused, &Refused{Seq: 0x1122334455667788, Text: "no room for 3 experts: später"}), again[Refused](TypeRefused)},
+	{"unfit", Append(nil, TypeRefused, &Refused{Seq: 1, Unfit: true}), again[Refused](TypeRefused)},
+	{"bye", AppendSignal(nil, TypeBye), func(b []byte) (any, []byte, error) { return nil, AppendSignal(nil, TypeBye), nil }},
+	{"recall", Append(nil, TypeRecall, &Seqs{7, 1 << 40}), again[Seqs](TypeRecall)},
+	{"regroup", Append(nil, TypeRegroup, &Regroup{3<<20 + 1, true}), again[Regroup](TypeRegroup)},
+	{"up", Append(nil, TypeUp, &Text{""}), again[Text](TypeUp)},
+	{"up, and why so", Append(nil, TypeUp, &Text{"cma: worker 0 and server 0 are on different hosts"}), again[Text](TypeUp)},
 }
 
 func parseBuffers(b []byte) (any, []byte, error) {
 	v, err := ParseBuffers(b)
 	return v, AppendBuffers(nil, v), err
-}
-
-func parseRefused(b []byte) (any, []byte, error) {
-	v, err := ParseRefused(b)
-	return v, AppendRefused(nil, &v), err
 }
 
 func parseRequest(b []byte) (any, []byte, error) {
@@ -113,25 +87,25 @@ func TestDataCut(t *testing.T) {
 }
 
 func TestDataBounds(t *testing.T) {
-	_, err := ParsePlan(AppendPlan(nil, &Plan{Push: []PlanTensor{{NDim: MaxDims + 1, Tail: make([]int64, MaxDims)}}}))
+	_, err := Parse[Plan](Append(nil, TypePlan, &Plan{Push: []PlanTensor{{NDim: MaxDims + 1, Tail: make([]int64, MaxDims)}}}), TypePlan)
 	require.ErrorContains(t, err, "65 dimensions")
 	_, err = ParseNeed(AppendNeed(nil, []Need{{1, 1 << 63, false, false}}), nil)
-	require.ErrorContains(t, err, "out of range")
-	_, err = ParsePlan(AppendPlan(nil, &Plan{Push: make([]PlanTensor, MaxTensors+1)}))
+	require.ErrorContains(t, err, "bytes of a buffer 9223372036854775808: want at most 4611686018427387904")
+	_, err = Parse[Plan](Append(nil, TypePlan, &Plan{Push: make([]PlanTensor, MaxTensors+1)}), TypePlan)
 	require.ErrorContains(t, err, "4097 pushed tensors")
-	_, err = ParseChannel(AppendChannel(nil, &Channel{Name: strings.Repeat("x", MaxChannelName+1)}))
+	_, err = Parse[Channel](Append(nil, TypeChannel, &Channel{Name: strings.Repeat("x", MaxChannelName+1)}), TypeChannel)
 	require.ErrorContains(t, err, "65 bytes of a channel's name")
-	_, err = ParseChannel(AppendChannel(nil, &Channel{Name: "x", Text: strings.Repeat("x", MaxChannelText+1)}))
+	_, err = Parse[Channel](Append(nil, TypeChannel, &Channel{Name: "x", Text: strings.Repeat("x", MaxChannelText+1)}), TypeChannel)
 	require.ErrorContains(t, err, "262145 bytes of a channel's text")
-	_, err = ParseChannel(AppendChannel(nil, &Channel{}))
+	_, err = Parse[Channel](Append(nil, TypeChannel, &Channel{}), TypeChannel)
 	require.ErrorContains(t, err, "has no name")
 	v, err := ParseBuffers(AppendBuffers(nil, &Buffers{Reason: strings.Repeat("x", 5000)}))
 	require.NoError(t, err)
 	require.Len(t, v.Reason, maxReason)
-	p, err := ParseRefused(AppendRefused(nil, &Refused{Text: strings.Repeat("ä", 300)}))
+	p, err := Parse[Refused](Append(nil, TypeRefused, &Refused{Text: strings.Repeat("ä", 300)}), TypeRefused)
 	require.NoError(t, err)
 	require.Equal(t, strings.Repeat("ä", MaxRefusal/2), p.Text)
-	_, err = ParseRefused(append(AppendRefused(nil, &Refused{})[:10], append([]byte{0xf5, 3}, make([]byte, MaxRefusal+1)...)...))
+	_, err = Parse[Refused](append(Append(nil, TypeRefused, &Refused{})[:10], append([]byte{0xf5, 3}, make([]byte, MaxRefusal+1)...)...), TypeRefused)
 	require.ErrorContains(t, err, "501 bytes of a refusal")
 	require.Equal(t, "", clip("ä", 1))
 	require.Equal(t, "aä", clip("aäb", 3))

@@ -9,8 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"unicode"
-	"unicode/utf8"
 )
 
 // The messages of the handshake, which comes before the first frame:
@@ -74,22 +72,42 @@ func (h *Hello) who() string {
 	return fmt.Sprintf("%v %d", h.Role, h.Rank)
 }
 
-func appendHello(dst []byte, t Type, h *Hello) []byte {
-	dst = append(dst, byte(t))
-	dst = append(dst, magic...)
-	dst = binary.LittleEndian.AppendUint32(dst, h.Version)
-	dst = appendBytes(dst, h.Build)
-	dst = binary.LittleEndian.AppendUint64(dst, h.Caps)
-	dst = appendBytes(dst, h.Cluster)
-	dst = append(dst, byte(h.Role))
-	dst = binary.LittleEndian.AppendUint32(dst, uint32(h.Rank))
-	dst = binary.LittleEndian.AppendUint64(dst, h.Epoch)
-	secret := byte(0)
-	if h.Secret {
-		secret = 1
+func (h *Hello) walk(c *codec) {
+	if !c.parses {
+		c.out = append(c.out, magic...)
+	} else if left, ok := bytes.CutPrefix(c.b, []byte(magic)); ok {
+		c.b = left
+	} else {
+		c.fail(errors.New("wire: magic number is missing"))
 	}
-	dst = append(dst, secret)
-	return append(dst, h.Nonce[:]...)
+	half(c, &h.Version)
+	if c.words("bytes of a build", &h.Build, maxName); h.Version != Version {
+		c.fail(errVersion)
+	}
+	c.word(&h.Caps)
+	c.label("bytes of a cluster id", &h.Cluster, maxName)
+	octet(c, "role", &h.Role, RoleServer)
+	half(c, &h.Rank)
+	c.word(&h.Epoch)
+	c.flag(&h.Secret)
+	if !c.parses {
+		c.out = append(c.out, h.Nonce[:]...)
+	} else if n := copy(h.Nonce[:], c.b); n < len(h.Nonce) {
+		c.fail(ErrShort)
+	} else {
+		c.b = c.b[n:]
+	}
+}
+
+// half takes a number of 32 bits.
+func half[T ~int32 | ~uint32](c *codec, v *T) {
+	if !c.parses {
+		c.out = binary.LittleEndian.AppendUint32(c.out, uint32(*v))
+	} else if len(c.b) < 4 {
+		c.fail(ErrShort)
+	} else {
+		*v, c.b = T(binary.LittleEndian.Uint32(c.b)), c.b[4:]
+	}
 }
 
 // errVersion says that a hello is of another version of the wire. Only Version
@@ -98,39 +116,12 @@ var errVersion = errors.New("wire: the peer uses another wire version")
 
 // parseHello takes a hello of type t off b; rest is what follows it.
 func parseHello(b []byte, t Type) (h Hello, rest []byte, err error) {
-	r := reader{b: b}
-	if got := Type(r.u8()); r.err == nil && got != t {
+	if got := FrameType(b); len(b) != 0 && got != t {
 		return h, nil, fmt.Errorf("wire: message of type %d, want %d", got, t)
 	}
-	if len(r.b) < len(magic) || string(r.b[:len(magic)]) != magic {
-		return h, nil, errors.New("wire: magic number is missing")
-	}
-	r.b = r.b[len(magic):]
-	h.Version = r.u32()
-	h.Build = r.text("bytes of a build", maxName)
-	if r.err == nil && h.Version != Version {
-		return h, nil, errVersion
-	}
-	h.Caps = r.u64()
-	h.Cluster = r.name("bytes of a cluster id", maxName)
-	h.Role = r.role()
-	h.Rank = int32(r.u32())
-	h.Epoch = r.u64()
-	switch r.u8() {
-	case 0:
-	case 1:
-		h.Secret = true
-	default:
-		r.fail(errors.New("wire: the hello has an unknown kind of proof"))
-	}
-	if len(r.b) < len(h.Nonce) {
-		r.fail(ErrShort)
-	}
-	copy(h.Nonce[:], r.b)
-	if r.err != nil {
-		return h, nil, r.err
-	}
-	return h, r.b[len(h.Nonce):], nil
+	c := codec{reader: reader{b: b[min(1, len(b)):]}, parses: true}
+	h.walk(&c)
+	return h, c.b, c.err
 }
 
 // ParseHello parses what Handshake.Hello gives.
@@ -201,9 +192,9 @@ func newHandshake(me Hello, secret []byte, dialer bool) *Handshake {
 	rand.Read(me.Nonce[:])
 	h := &Handshake{secret: secret, dialer: dialer, me: me, start: dialer}
 	if dialer {
-		h.mine = appendHello(nil, TypeHello, &me)
+		h.mine = Append(nil, TypeHello, &me)
 	} else {
-		h.mine = appendHello(nil, TypeWelcome, &me)
+		h.mine = Append(nil, TypeWelcome, &me)
 		h.next = TypeHello
 	}
 	return h
@@ -369,27 +360,4 @@ func (h *Handshake) proof(side string) []byte {
 	b = appendBytes(b, listener)
 	m.Write(b)
 	return m.Sum(nil)
-}
-
-// text reads a text for people: what cannot be printed is replaced, so that it
-// can go into a message as it is.
-func (r *reader) text(what string, limit int) string {
-	return strings.Map(func(c rune) rune {
-		if c == utf8.RuneError || !unicode.IsPrint(c) {
-			return '?'
-		}
-		return c
-	}, string(r.bytes(what, limit)))
-}
-
-// name reads a text that is compared or used, and refuses it where text would
-// change it.
-func (r *reader) name(what string, limit int) string {
-	raw := *r
-	s := r.text(what, limit)
-	if r.err == nil && s != string(raw.bytes(what, limit)) {
-		r.fail(fmt.Errorf("wire: %s: not printable", what))
-		return ""
-	}
-	return s
 }

@@ -239,7 +239,7 @@ func TestHelloReflection(t *testing.T) {
 	h, _, err := parseHello(hello, TypeHello)
 	require.NoError(t, err)
 	h.Role = RoleServer
-	_, _, err = d.Next(appendHello(nil, TypeWelcome, &h))
+	_, _, err = d.Next(Append(nil, TypeWelcome, &h))
 	require.ErrorContains(t, err, "proof")
 
 	// A listener's proof given back to it as the dialer's.
@@ -355,23 +355,23 @@ func TestHelloBounds(t *testing.T) {
 		{func(h *Hello) { h.Cluster += "c" }, "256 bytes of a cluster id"},
 		{func(h *Hello) { h.Cluster = "a\nb" }, "not printable"},
 		{func(h *Hello) { h.Cluster = "\xff" }, "not printable"},
-		{func(h *Hello) { h.Role = 3 }, "role 3 is unknown"},
+		{func(h *Hello) { h.Role = 3 }, "role 3: want at most 2"},
 	} {
 		bad := long
 		bad.Version = Version
 		c.change(&bad)
-		_, err := ParseHello(appendHello(nil, TypeHello, &bad))
+		_, err := ParseHello(Append(nil, TypeHello, &bad))
 		require.ErrorContains(t, err, c.want)
 	}
 
 	// A build may be any text, and is made printable.
 	odd := worker()
 	odd.Version, odd.Build = Version, "v1\x1b[0m\xfe"
-	got, err := ParseHello(appendHello(nil, TypeWelcome, &odd))
+	got, err := ParseHello(Append(nil, TypeWelcome, &odd))
 	require.NoError(t, err)
 	require.Equal(t, "v1?[0m?", got.Build)
 
-	good := appendHello(nil, TypeHello, &odd)
+	good := Append(nil, TypeHello, &odd)
 	for n := range good {
 		_, err := ParseHello(good[:n])
 		require.Error(t, err)
@@ -387,7 +387,7 @@ func TestHelloPrefix(t *testing.T) {
 	h.Version = 0x04030201
 	want := "fsrv\x01\x02\x03\x04\x06v1.2.3"
 	for _, typ := range []Type{240, 241} {
-		b := appendHello(nil, typ, &h)
+		b := Append(nil, typ, &h)
 		require.EqualValues(t, typ, b[0])
 		require.Equal(t, want, string(b[1:1+len(want)]))
 		// A later version may have anything after it.
@@ -413,13 +413,13 @@ func FuzzHello(f *testing.F) {
 	h := worker()
 	h.Version = Version
 	f.Add(true, []byte("\xf1fsrv"), []byte("\xf3"), []byte{})
-	f.Add(false, appendHello(nil, TypeHello, &h), []byte("\xf2"), []byte("\xf4\x02no"))
+	f.Add(false, Append(nil, TypeHello, &h), []byte("\xf2"), []byte("\xf4\x02no"))
 	h.Secret = true
-	f.Add(false, appendHello(nil, TypeHello, &h), append([]byte{byte(TypeProof)}, make([]byte, 32)...), []byte{})
+	f.Add(false, Append(nil, TypeHello, &h), append([]byte{byte(TypeProof)}, make([]byte, 32)...), []byte{})
 	h.Role = RoleServer
-	f.Add(true, append(appendHello(nil, TypeWelcome, &h), make([]byte, 32)...), []byte{byte(TypeAccept)}, []byte{})
+	f.Add(true, append(Append(nil, TypeWelcome, &h), make([]byte, 32)...), []byte{byte(TypeAccept)}, []byte{})
 	h.Version = 9
-	f.Add(true, appendHello(nil, TypeWelcome, &h), []byte{}, []byte{})
+	f.Add(true, Append(nil, TypeWelcome, &h), []byte{}, []byte{})
 	f.Fuzz(func(t *testing.T, dialer bool, a, b, c []byte) {
 		me := server()
 		if dialer {
@@ -440,7 +440,7 @@ func FuzzHello(f *testing.F) {
 			}
 		}
 		if h, err := ParseHello(a); err == nil {
-			again, err := ParseHello(appendHello(nil, FrameType(a), &h))
+			again, err := ParseHello(Append(nil, FrameType(a), &h))
 			require.NoError(t, err)
 			require.Equal(t, h, again)
 		}
@@ -455,8 +455,8 @@ func TestHelloGolden(t *testing.T) {
 	for i := range d.Nonce {
 		d.Nonce[i], l.Nonce[i] = byte(i), byte(0xff-i)
 	}
-	hd := &Handshake{secret: []byte("a secret"), dialer: true, me: d, mine: appendHello(nil, TypeHello, &d), start: true}
-	hl := &Handshake{secret: []byte("a secret"), me: l, mine: appendHello(nil, TypeWelcome, &l), next: TypeHello}
+	hd := &Handshake{secret: []byte("a secret"), dialer: true, me: d, mine: Append(nil, TypeHello, &d), start: true}
+	hl := &Handshake{secret: []byte("a secret"), me: l, mine: Append(nil, TypeWelcome, &l), next: TypeHello}
 	var g golden
 	var in []byte
 	for i, side := range []*Handshake{hd, hl, hd, hl} {
