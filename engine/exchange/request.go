@@ -244,27 +244,22 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	r.client, r.life, r.seq, r.recalled = c, c.life, q.Seq, false
 	r.push, r.keys, r.pull = r.push[:0], p.keys, r.pull[:0]
 	for i := range q.Push {
-		d, k := &p.plan.Push[i], p.keys[i]
+		x, d, k := &q.Push[i], &p.plan.Push[i], p.keys[i]
 		if r.refusal == "" {
-			r.refusal = p.misfit(i, &q.Push[i])
+			r.refusal = p.misfit(i, x)
 		}
-		if q.Push[i].Lent {
-			v, err := c.claim(uint32(q.Seq), q.Push[i].Bytes, k)
+		v := Received{Key: d.Key, Slot: k.slot, Lent: x.Lent, Dev: mem.CPU, DType: d.DType, NDim: d.NDim, Rows: x.Rows, Tail: d.Tail}
+		switch {
+		case x.Lent:
+			l, err := c.claim(uint32(q.Seq), x.Bytes, k)
 			if err != nil {
 				return err
 			}
-			r.push = append(r.push, Received{
-				Key: d.Key, Slot: k.slot, Buffer: k.buffers.lend(v.view), Lent: true, Span: v.span,
-				Dev: mem.CPU, DType: d.DType, NDim: d.NDim, Rows: q.Push[i].Rows, Tail: d.Tail,
-			})
-			continue
-		}
-		if q.Push[i].Bytes > k.cap {
-			return fmt.Errorf("exchange: worker %d pushed %d bytes for key %d, but its buffer has %d", c.rank, q.Push[i].Bytes, d.Key, k.cap)
-		}
-		v := Received{Key: d.Key, Slot: k.slot, Dev: mem.CPU, DType: d.DType, NDim: d.NDim, Rows: q.Push[i].Rows, Tail: d.Tail}
-		if n := q.Push[i].Bytes; n != 0 {
-			v.Buffer, v.Dev, v.Span = k.id, k.region.Dev, mem.Span{Addr: k.region.Addr, Len: n}
+			v.Buffer, v.Span = k.buffers.lend(l.view), l.span
+		case x.Bytes > k.cap:
+			return fmt.Errorf("exchange: worker %d pushed %d bytes for key %d, but its buffer has %d", c.rank, x.Bytes, d.Key, k.cap)
+		case x.Bytes != 0:
+			v.Buffer, v.Dev, v.Span = k.id, k.region.Dev, mem.Span{Addr: k.region.Addr, Len: x.Bytes}
 		}
 		r.push = append(r.push, v)
 	}

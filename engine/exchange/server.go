@@ -62,9 +62,9 @@ type Server struct {
 	batch    []*Request       // scratch
 	lanes    map[string]*lane // by channel; batches have no name
 	batches  *lane
-	able     atomic.Int32          // workers that have one, or may still send one
-	ranked   atomic.Bool           // all clients have their ranks
-	broken   atomic.Pointer[error] // why not all workers are able, if so
+	able     atomic.Int32 // workers that have one, or may still send one
+	ranked   atomic.Bool  // all clients have their ranks
+	broken   error        // why not all workers are able, if so
 	slots    uint64
 	patient  bool
 	runs     uint64 // of the members of the rail, see Regroup
@@ -371,7 +371,7 @@ func (s *Server) publish(l *lane) {
 		return
 	}
 	able := int32(len(s.clients))
-	var broken error
+	s.broken = nil
 	for i, c := range s.clients {
 		if l.queues[i].len() != 0 {
 			continue
@@ -379,24 +379,18 @@ func (s *Server) publish(l *lane) {
 		switch {
 		case c.left:
 			able--
-			if broken == nil {
-				broken = ErrLeft
+			if s.broken == nil {
+				s.broken = ErrLeft
 			}
 		case c.down != nil && !c.held:
 			able--
-			broken = c.down
+			s.broken = c.down
 		}
 	}
 	if s.apart() {
 		l.ready.Store(0)
 	}
 	s.able.Store(able)
-	if broken != nil {
-		why := broken // its own variable: broken would be allocated at each call
-		s.broken.Store(&why)
-	} else if s.broken.Load() != nil {
-		s.broken.Store(nil)
-	}
 }
 
 // Batch gives the next batch: one request of each worker that has one, in the order of the
@@ -409,7 +403,7 @@ func (s *Server) Batch(least int) ([]*Request, error) {
 	}
 	if int(s.batches.ready.Load()) < least {
 		if int(s.able.Load()) < least {
-			return nil, *s.broken.Load()
+			return nil, s.broken
 		}
 		return nil, nil
 	}

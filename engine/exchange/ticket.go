@@ -93,12 +93,9 @@ type Host struct {
 	Aside func(f func())
 }
 
-// Side is what a Worker and a Server have in common. Abandon, Forget, Pending and Tickets are for
-// any goroutine, the rest for the owner.
+// Side is what a Worker and a Server have in common beside their Table. Tickets is for any
+// goroutine, the rest for the owner.
 type Side interface {
-	Abandon(t *Ticket)
-	Forget(alloc uint64)
-	Pending() bool
 	Tickets() *Table
 	// Drain takes what callers have submitted and posts what can be posted, and Backlog reports
 	// whether back-pressure holds something up.

@@ -81,7 +81,7 @@ func (n *Node) beginAnswer(call string) (*Ticket, error) {
 const answerRoom = time.Second
 
 // Abandon gives back a ticket that was not handed on.
-func (n *Node) Abandon(t *Ticket) { n.side.Abandon(t) }
+func (n *Node) Abandon(t *Ticket) { n.tickets().Abandon(t) }
 
 // PushPull starts the push-pull of t. It registers memory that is new, which may take
 // milliseconds. With an error t is gone.
@@ -297,6 +297,6 @@ func (n *Node) Stamps(id uint64) (trace.Stamps, error) {
 // Forget drops what is cached for an allocation that is gone.
 func (n *Node) Forget(alloc uint64) {
 	if n.failed() == nil {
-		n.side.Forget(alloc)
+		n.tickets().Forget(alloc)
 	}
 }

@@ -105,7 +105,7 @@ func (n *Node) Close() error {
 			n.gpu.Later.Wait(freeLimit)
 		}
 		n.dials.Wait()
-		for n.callers.Load() > 0 || n.calls.Load() > 0 || n.helpers.Load() > 0 || n.side.Pending() {
+		for n.callers.Load() > 0 || n.calls.Load() > 0 || n.helpers.Load() > 0 || n.tickets().Pending() {
 			_ = n.attempt(n.side.Drain) // what ended behind shut
 			n.kick.ring()
 			n.nudge.ring()

@@ -166,7 +166,7 @@ func (n *Node) drive(now int64) (found int, mine bool) {
 		found, mine = found+n.owned(now), true
 		// What was submitted after the pass looked, by somebody who then
 		// found the token taken, is ours.
-		if !n.side.Pending() {
+		if !n.tickets().Pending() {
 			break
 		}
 	}
@@ -183,7 +183,7 @@ func (n *Node) owned(now int64) int {
 // the transport cannot send at once is left to the background goroutine, unless
 // a caller drives.
 func (n *Node) submit() {
-	for n.side.Pending() && n.token.CompareAndSwap(false, true) {
+	for n.tickets().Pending() && n.token.CompareAndSwap(false, true) {
 		n.post()
 	}
 }
@@ -283,7 +283,7 @@ func (n *Node) rest(met func() bool, limit time.Duration) (interrupted bool) {
 		defer n.sleeping.Store(false)
 		// Between our pass and the line above, somebody else may have ended
 		// what we wait for without seeing us sleep.
-		if met() || n.side.Pending() {
+		if met() || n.tickets().Pending() {
 			return false
 		}
 		return n.sleep(limit)
