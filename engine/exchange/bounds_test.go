@@ -56,7 +56,7 @@ func TestPlanTooLarge(t *testing.T) {
 // are registered for the first server or for one that has come back, and let go of.
 func TestKeysTooLarge(t *testing.T) {
 	p := newPair(t, 1)
-	p.w.BePatient()
+	p.w.Patient = true
 	x := bytesOf(t, 0, 8, 0)
 	x.Alloc = 0
 	pulls := slices.Repeat([]Tensor{x}, 1000)

@@ -226,7 +226,7 @@ func (p *pair) aside() (run func()) {
 	})
 	require.NoError(p.t, err)
 	p.servers[0] = s
-	s.Connect(0, 0, p.sf[0], p.from[0])
+	s.Up(0, 0, p.sf[0], p.from[0])
 	run = func() {
 		for len(jobs) != 0 {
 			f := jobs[0]

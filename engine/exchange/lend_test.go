@@ -237,7 +237,7 @@ func TestBrokenLoans(t *testing.T) {
 		buffers := NewBuffers()
 		s, err := NewServer(1, buffers, new(trace.Counters), inline)
 		require.NoError(t, err)
-		s.Connect(0, 0, newFabric(), &wireConn{room: 10})
+		s.Up(0, 0, newFabric(), &wireConn{room: 10})
 		require.NoError(t, s.Frame(0, wire.Append(nil, wire.TypePlan, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})))
 		for range c.come {
 			span, view := show(x.Span)
@@ -272,7 +272,7 @@ func TestBrokenLoans(t *testing.T) {
 func TestLoanIsMadeAgain(t *testing.T) {
 	for _, lends := range []bool{true, false} {
 		p := lending(t, 1)
-		p.w.BePatient()
+		p.w.Patient = true
 		id, err := p.pushPull([]Tensor{sharedOf(t, 1, 10, 4)}, nil)
 		require.NoError(t, err)
 		require.NoError(t, p.settle())

@@ -133,6 +133,12 @@ type pair struct {
 // inline is a Host for tests that lose the peer themselves: what helpers do is done at once.
 var inline = Host{Broken: func(int, error) {}, Aside: func(f func()) { f() }}
 
+// meet gives the worker its path to server i. What tests look at comes after the Regroup.
+func (p *pair) meet(i int, f transport.Fabric) {
+	p.w.Up(i, 10+i, f, p.to[i])
+	p.to[i].ops, p.w.servers[i].untold = nil, 0
+}
+
 func newPair(t *testing.T, servers int) *pair {
 	p := &pair{t: t, wf: newFabric(), copies: true, buffers: NewBuffers()}
 	var err error
@@ -145,8 +151,8 @@ func newPair(t *testing.T, servers int) *pair {
 		p.sf = append(p.sf, newFabric())
 		p.to = append(p.to, &wireConn{room: 1000, of: p.wf})
 		p.from = append(p.from, &wireConn{room: 1000, of: p.sf[i]})
-		p.w.Connect(i, 10+i, p.wf, p.to[i])
-		s.Connect(0, 0, p.sf[i], p.from[i])
+		p.meet(i, p.wf)
+		s.Up(0, 0, p.sf[i], p.from[i])
 		t.Cleanup(func() { s.Over(); require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
 	}
 	t.Cleanup(func() { require.NoError(t, p.w.Free()) })

@@ -55,7 +55,7 @@ func TestWaits(t *testing.T) {
 	stuck := push(6)
 	p.w.Drain()
 	waits(stuck, Pending{PendingSending, 10, 0, stuck, 0})
-	p.w.BePatient()
+	p.w.Patient = true
 	p.w.Lose(0, errGone)
 	waits(stuck, Pending{PendingPeer, 10, 0, stuck, 0})
 }

@@ -169,7 +169,7 @@ func strict(t *testing.T) *pair {
 	s, err := NewServer(1, p.buffers, new(trace.Counters), inline)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.Close()); require.NoError(t, s.Free()) })
-	s.Connect(0, 0, p.sf[0], p.from[0])
+	s.Up(0, 0, p.sf[0], p.from[0])
 	p.servers[0] = s
 	return p
 }

@@ -14,7 +14,7 @@ import (
 // for what waits for it and for what comes.
 func TestKeysOfAnotherFabric(t *testing.T) {
 	p := newPair(t, 1)
-	p.w.BePatient()
+	p.w.Patient = true
 	out := bytesOf(t, 0, 8, 0)
 	p.w.Lose(0, errGone)
 	first, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, []Tensor{out})
@@ -43,7 +43,7 @@ func TestKeysOfAnotherFabric(t *testing.T) {
 // TestKeyThatCannotBeRenewed fails the push_pull that has waited for the successor, and no other.
 func TestKeyThatCannotBeRenewed(t *testing.T) {
 	p := newPair(t, 2)
-	p.w.BePatient()
+	p.w.Patient = true
 	out := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}
 	id, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, out)
 	require.NoError(t, err)
@@ -92,7 +92,7 @@ func (f *meeting) Register(r mem.Region) (transport.Key, error) {
 func TestTwoRegisterTheSame(t *testing.T) {
 	p := newPair(t, 1)
 	f := &meeting{fakeFabric: p.wf, both: make(chan struct{})}
-	p.w.Connect(0, 10, f, p.to[0])
+	p.meet(0, f)
 	p.as = f
 	out := bytesOf(t, 0, 8, 0)
 	var tickets [2]*Ticket
@@ -130,8 +130,8 @@ func sources(t *testing.T, servers int) *pair {
 		p.w.keys, p.servers[i].keys = keys{paths: make([]*keyring, servers)}, keys{paths: make([]*keyring, 1)}
 	}
 	for i, s := range p.servers {
-		p.w.Connect(i, 10+i, p.wf, p.to[i])
-		s.Connect(0, 0, p.sf[i], p.from[i])
+		p.meet(i, p.wf)
+		s.Up(0, 0, p.sf[i], p.from[i])
 	}
 	return p
 }
@@ -213,7 +213,7 @@ func TestSourceCannotBeRegistered(t *testing.T) {
 // known to that one.
 func TestSourcesOfAnotherFabric(t *testing.T) {
 	p := sources(t, 1)
-	p.w.BePatient()
+	p.w.Patient = true
 	p.w.Lose(0, errGone)
 	x := bytesOf(t, 1, 8, 5)
 	id, err := p.pushPull([]Tensor{x}, []Tensor{bytesOf(t, 0, 8, 0)})

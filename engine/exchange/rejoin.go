@@ -20,10 +20,6 @@ import (
 // them along, and one that no Conn takes is not to end all of them.
 const maxSends = 4
 
-// BePatient makes Lose keep push_pulls for a successor. To be called before any
-// submission.
-func (w *Worker) BePatient() { w.patient = true }
-
 // Lose takes note that server i is gone: the push_pulls that wait for it end with
 // err, or, if the worker is patient, wait for its successor until Down. Those
 // whose request is out are sent again then: the answers that have come of them do
@@ -33,7 +29,7 @@ func (w *Worker) Lose(i int, err error) {
 	switch {
 	case s.down != nil:
 		return
-	case !w.patient:
+	case !w.Patient:
 		w.Down(i, err)
 		return
 	}
@@ -161,13 +157,10 @@ func (w *Worker) part(s *server, err error) {
 func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
 	s.down, s.held, s.tell = nil, false, tellRuns
-	w.Connect(i, rank, f, c)
+	s.rank, s.ring, s.conn = rank, w.keys.path(i, f), c
+	s.lends = f.Caps().Lends
 	w.advance(s)
 }
-
-// BePatient makes Batch wait for the successor of a lost worker until Down. To be
-// called before any request.
-func (s *Server) BePatient() { s.patient = true }
 
 // Lose takes note that worker i is gone: its requests and their answers end with
 // err, and no batch is complete until Up. Batch says so, or, if the server is
@@ -176,7 +169,7 @@ func (s *Server) BePatient() { s.patient = true }
 func (s *Server) Lose(i int, err error) {
 	if c := s.clients[i]; c.down == nil {
 		s.part(c, err)
-		c.held = s.patient
+		c.held = s.Patient
 		s.publish(s.batches)
 	}
 }
@@ -249,6 +242,8 @@ func (s *Server) part(c *client, err error) {
 func (s *Server) Up(i, rank int, f transport.Fabric, conn transport.Conn) {
 	c := s.clients[i]
 	c.down, c.held, c.left, c.runs = nil, false, false, 0
-	s.Connect(i, rank, f, conn)
+	c.rank, c.fabric, c.conn = int32(rank), f, conn
+	s.keys.path(i, f)
+	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.conn == nil }))
 	s.publish(s.batches)
 }

@@ -185,7 +185,7 @@ func TestRecall(t *testing.T) {
 func TestSentAgain(t *testing.T) {
 	for room := range 3 { // operations of the second push_pull that get out
 		p := newPair(t, 1)
-		p.w.BePatient()
+		p.w.Patient = true
 		out := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}
 		out[2].Alloc = 0 // not cached
 		var ids [3]uint64
@@ -233,7 +233,7 @@ func TestSentAgain(t *testing.T) {
 // TestDownAfterLose ends what has waited.
 func TestDownAfterLose(t *testing.T) {
 	p := newPair(t, 1)
-	p.w.BePatient()
+	p.w.Patient = true
 	var ids [2]uint64
 	var out [2]Tensor
 	for i := range ids {

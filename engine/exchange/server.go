@@ -66,7 +66,6 @@ type Server struct {
 	ranked   atomic.Bool  // all clients have their ranks
 	broken   error        // why not all workers are able, if so
 	slots    uint64
-	patient  bool
 	runs     uint64 // of the members of the rail, see Regroup
 	partial  bool   // the last call of Batch took less than all
 	noLoans  bool
@@ -104,13 +103,6 @@ func NewServer(n int, b *Buffers, c *trace.Counters, h Host) (*Server, error) {
 	s.batches = s.newLane()
 	s.lanes = map[string]*lane{"": s.batches}
 	return s, nil
-}
-
-// Connect gives worker i its rank and its path. For the owner.
-func (s *Server) Connect(i, rank int, f transport.Fabric, c transport.Conn) {
-	s.clients[i].rank, s.clients[i].fabric, s.clients[i].conn = int32(rank), f, c
-	s.keys.path(i, f)
-	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.conn == nil }))
 }
 
 // Own is memory of the application's for a key of a worker.

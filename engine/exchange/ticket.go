@@ -91,6 +91,11 @@ type Host struct {
 	// Aside calls f, which may block, without the token, and has Drain called after it. It does
 	// not wait for it.
 	Aside func(f func())
+	// Patient has what waits for a peer that is lost wait for its successor.
+	Patient bool
+	// Passed is told of each point that a ticket was given and needs no more; from any goroutine.
+	// Nil: no ticket is given one.
+	Passed func(transport.Point)
 }
 
 // Side is what a Worker and a Server have in common beside their Table. Tickets is for any
@@ -111,7 +116,6 @@ type Side interface {
 	// its successor until Down. Operations on its Conn must have ended, or be about to.
 	Lose(i int, err error)
 	Down(i int, err error)
-	BePatient()
 }
 
 // Table issues tickets and tells how they ended.
@@ -122,7 +126,6 @@ type Table struct {
 	outs     []*outbox // by peer
 	region   mem.Region
 	words    []atomic.Uint64 // id<<2 | state, at id % Window; in C memory
-	passed   func(transport.Point)
 	keys     keys
 
 	// The owner's.
@@ -155,10 +158,6 @@ func newTable(n int, c *trace.Counters, h Host) (*Table, error) {
 		keys:   keys{paths: make([]*keyring, n)},
 	}, nil
 }
-
-// OnPassed has f told of each point that a ticket was given and needs no more; from
-// any goroutine. To be called before any ticket is issued.
-func (tb *Table) OnPassed(f func(transport.Point)) { tb.passed = f }
 
 // Found says when the events that the owner hands on from now on were found: it
 // is what their stamps say. One look at the clock, at 25 to 50 ns, does for all
@@ -295,7 +294,7 @@ func (tb *Table) release(t *Ticket) {
 		state = StateFailed
 	}
 	if t.after.Event != 0 {
-		tb.passed(t.after)
+		tb.Passed(t.after)
 		t.after = transport.Point{}
 	}
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
@@ -367,7 +366,7 @@ func (t *Ticket) ID() uint64 { return t.id }
 // Through makes t a push_pull on a channel.
 func (t *Ticket) Through(ch *Channel) { t.on = ch.name }
 
-// After has the pushed tensors sent when p has passed. OnPassed is told of p.
+// After has the pushed tensors sent when p has passed. Host.Passed is told of p.
 func (t *Ticket) After(p transport.Point) { t.after = p }
 
 // AddPush adds a tensor to push, or to answer with. x.Dims is copied.

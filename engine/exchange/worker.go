@@ -81,7 +81,6 @@ type Worker struct {
 	plans    map[uint64]*plan // by signature
 	numbers  [2][]*plan       // by class, which has its share of the numbers
 	nextPlan [2]int
-	patient  bool
 	turns    uint64 // push_pulls so far
 	runs     uint64 // of the members of the rail, see Regroup
 	era      uint64 // how often what servers have not delivered was to be given back
@@ -102,13 +101,6 @@ func NewWorker(n int, c *trace.Counters, h Host) (*Worker, error) {
 		tb.outs = append(tb.outs, &w.servers[i].outbox)
 	}
 	return w, nil
-}
-
-// Connect gives server i its rank and its path. For the owner.
-func (w *Worker) Connect(i, rank int, f transport.Fabric, c transport.Conn) {
-	s := w.servers[i]
-	s.rank, s.ring, s.conn = rank, w.keys.path(i, f), c
-	s.lends = f.Caps().Lends
 }
 
 // Submit checks t, registers memory that is new, and hands t to the owner. It may block, and with
@@ -294,7 +286,7 @@ func (w *Worker) Done(user uint64, err error) {
 	if t == nil { // a frame of no ticket
 		return
 	}
-	if w.patient {
+	if w.Patient {
 		err = nil // the end of the Conn follows, and decides
 	}
 	t.ops--

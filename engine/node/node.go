@@ -222,7 +222,10 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 
 // takeRole makes what a worker, a server or a scheduler has.
 func (n *Node) takeRole(b *exchange.Buffers) (err error) {
-	host := exchange.Host{Broken: n.broken, Aside: n.aside}
+	host := exchange.Host{Broken: n.broken, Aside: n.aside, Patient: n.patient()}
+	if n.gpu != nil {
+		host.Passed = n.gpu.passed
+	}
 	switch n.cfg.Role {
 	case conf.Server:
 		n.peers = make([]*link, n.cfg.Workers)
@@ -250,11 +253,8 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 	}
 	n.back.open(n)
 	n.channels = exchange.NewChannels(len(n.peers))
-	if n.gpu != nil {
-		n.tickets().OnPassed(n.gpu.passed)
-		if n.server != nil {
-			n.server.ReceiveIn(n.gpu)
-		}
+	if n.gpu != nil && n.server != nil {
+		n.server.ReceiveIn(n.gpu)
 	}
 	return nil
 }

@@ -61,9 +61,6 @@ func (b *comingBack) open(n *Node) {
 	b.dials, b.breaks, b.why, b.seen = make([]context.CancelFunc, k), make([]int, k), make([]error, k), make([]bool, k)
 	b.until = slices.Repeat([]int64{cluster.Never}, k)
 	b.oldest, b.past = cluster.Never, map[uint64]bool{}
-	if n.patient() {
-		n.side.BePatient()
-	}
 }
 
 // next is when overdue has something to do.
