@@ -2,6 +2,7 @@ package exchange
 
 import (
 	"fmt"
+	"slices"
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
@@ -23,6 +24,7 @@ type receiver struct {
 	granted bool // token is valid
 	handed  bool // the application has seen buffer id
 	buffers *Buffers
+	in      Memory // of one that is to be made: where its buffer is to lie; nil: it has one
 }
 
 // fixed reports whether the buffer is the application's own.
@@ -79,19 +81,8 @@ type provision struct {
 	life   uint32 // of the client
 	fabric transport.Fabric
 	needs  []wire.Need
-	grants []grant // by need; nil: there is nothing to be made, or all of it has been used
-	err    error   // why the Need is refused
-}
-
-// grant is a token, and a buffer if that of the key is too small.
-type grant struct {
-	wanted bool   // else the key has what it needs
-	bytes  uint64 // of a new buffer; 0: the key keeps its own
-	in     Memory // of the new buffer
-	id     uint64 // likewise
-	region mem.Region
-	token  transport.Key
-	valid  bool // token is registered
+	made   []*receiver // by need: what the key is to become; nil: it has what it needs
+	err    error       // why the Need is refused
 }
 
 // need makes or enlarges receive buffers and tells the worker where they are. An error means
@@ -113,7 +104,7 @@ func (s *Server) provide(p *provision) error {
 	if err := s.inUse(p); err != nil {
 		return err
 	}
-	if p.err = s.lack(p); p.err != nil || len(p.grants) == 0 {
+	if p.err = s.lack(p); p.err != nil || !slices.ContainsFunc(p.made, func(k *receiver) bool { return k != nil }) {
 		return s.answer(p)
 	}
 	c.needing = true
@@ -141,6 +132,7 @@ func (s *Server) lends(k *receiver, n *wire.Need) bool { return n.Lend && !k.fix
 func (s *Server) lack(p *provision) error {
 	c := p.client
 	seen, fresh := make(map[uint64]bool, len(p.needs)), 0
+	p.made = make([]*receiver, len(p.needs))
 	for i := range p.needs {
 		n := &p.needs[i]
 		k := s.look(c, n.Key)
@@ -151,22 +143,19 @@ func (s *Server) lack(p *provision) error {
 		if c.keys[n.Key] == nil {
 			fresh++
 		}
-		g := grant{wanted: true, region: k.region}
+		made := &receiver{key: n.Key, region: k.region, buffers: s.buffers}
 		switch {
 		case s.lends(k, n), k.granted && n.Bytes <= k.cap:
 			continue
 		case n.Bytes > k.cap && k.fixed():
 			return fmt.Errorf("a push of %d bytes for key %d of worker %d exceeds its buffer of %d bytes (register a larger one with register_recv_buffer)", n.Bytes, k.key, c.rank, k.cap)
 		case n.Bytes > k.cap:
-			g.bytes, g.in = max(n.Bytes, k.cap+k.cap/2), s.memory
+			made.cap, made.in = max(n.Bytes, k.cap+k.cap/2), s.memory
 			if n.Host {
-				g.in = CPU{}
+				made.in = CPU{}
 			}
 		}
-		if p.grants == nil {
-			p.grants = make([]grant, len(p.needs))
-		}
-		p.grants[i] = g
+		p.made[i] = made
 	}
 	return c.tooMany(fresh)
 }
@@ -174,32 +163,33 @@ func (s *Server) lack(p *provision) error {
 // make makes what a Need lacks, or nothing. It may block. Memory of the application's own is
 // registered when a lost worker writes there no more.
 func (s *Server) make(p *provision, calm quiet) {
-	for i := range p.grants {
-		g := &p.grants[i]
-		if !g.wanted {
+	for _, k := range p.made {
+		if k == nil {
 			continue
 		}
-		if g.bytes == 0 {
+		if k.in == nil {
 			p.err = calm.wait()
 		} else {
-			g.id, g.region, p.err = s.buffers.make(g.in, g.bytes)
+			k.id, k.region, p.err = s.buffers.make(k.in, k.cap)
 		}
 		if p.err == nil {
-			g.token, p.err = p.fabric.Register(g.region)
+			k.token, p.err = p.fabric.Register(k.region)
 		}
 		if p.err != nil {
 			return
 		}
-		g.valid = true
+		k.cap, k.granted = k.region.Len, true
 	}
 }
 
 // waste ends what was made for nothing.
 func (s *Server) waste(p *provision) {
-	for _, g := range p.grants {
-		s.discard(p.fabric, g.token, g.valid, g.id)
+	for _, k := range p.made {
+		if k != nil {
+			s.retire(p.fabric, k)
+		}
 	}
-	p.grants = nil
+	p.made = nil
 }
 
 // provided goes on with a Need when a helper has done its part.
@@ -211,8 +201,9 @@ func (s *Server) provided(p *provision) {
 	}
 	c.needing = false
 	again := false
-	for i, g := range p.grants { // the application may have given memory for a key meanwhile
-		again = again || g.bytes != 0 && s.look(c, p.needs[i].Key).fixed()
+	for i, made := range p.made { // the application may have given memory for a key meanwhile
+		k := s.look(c, p.needs[i].Key)
+		again = again || k.fixed() && !k.granted && (made == nil || made.in != nil)
 	}
 	err := s.inUse(p) // a worker may have pushed meanwhile that should have waited
 	if again || err != nil {
@@ -251,15 +242,15 @@ func (s *Server) offer(p *provision) ([]byte, error) {
 	for i := range p.needs {
 		n := &p.needs[i]
 		k := s.look(c, n.Key)
-		e := wire.Buffer{Key: k.key, Region: wireKey(k.token), Cap: k.cap}
-		if s.lends(k, n) {
-			e = wire.Buffer{Key: k.key, Lend: true}
-		} else if p.grants != nil && p.grants[i].wanted {
-			g := &p.grants[i]
-			e.Region, e.Cap = wireKey(g.token), g.region.Len
-			if err := c.fabric.Bind(g.token, c.conn); err != nil { // no other worker may use what this one is told
+		if p.made[i] != nil {
+			k = p.made[i]
+			if err := c.fabric.Bind(k.token, c.conn); err != nil { // no other worker may use what this one is told
 				return nil, err
 			}
+		}
+		e := wire.Buffer{Key: n.Key, Lend: s.lends(k, n)}
+		if !e.Lend {
+			e.Region, e.Cap = wireKey(k.token), k.cap
 		}
 		v.List = append(v.List, e)
 	}
@@ -274,41 +265,35 @@ func (s *Server) offer(p *provision) ([]byte, error) {
 func (s *Server) commit(p *provision) {
 	c := p.client
 	for i := range p.needs {
-		k := s.receiver(c, p.needs[i].Key)
-		if p.grants == nil || !p.grants[i].wanted {
+		k, made := s.receiver(c, p.needs[i].Key), p.made[i]
+		if made == nil {
 			continue
 		}
-		g := &p.grants[i]
-		if g.id != 0 {
-			s.retire(c, k)
-			k.id, k.handed = g.id, false
+		if made.id != 0 {
+			s.retire(c.fabric, k)
+			k.id, k.handed = made.id, false
 		}
-		k.region, k.cap, k.token, k.granted = g.region, g.region.Len, g.token, true
-	}
-	p.grants = nil
-}
-
-// retire takes the token and the buffer of c from k, and ends them.
-func (s *Server) retire(c *client, k *receiver) {
-	s.discard(c.fabric, k.token, k.granted, k.id)
-	k.granted = false
-	if k.id != 0 {
-		k.id, k.cap, k.region = 0, 0, mem.Region{}
+		k.region, k.cap, k.token, k.granted = made.region, made.cap, made.token, true
 	}
 }
 
-// discard ends a key at f, if there is one, and then a buffer, if that is not 0. A helper gives its
-// memory back.
-func (s *Server) discard(f transport.Fabric, key transport.Key, valid bool, buffer uint64) {
+// retire takes the token at f and the buffer from k, and ends them. A helper gives the memory of
+// the buffer back.
+func (s *Server) retire(f transport.Fabric, k *receiver) {
+	buffer := k.id
 	drop := func() {
 		if buffer != 0 {
 			s.later(func() { _ = s.buffers.drop(buffer) }, nil) // our own mapping
 		}
 	}
-	if !valid {
+	if k.granted {
+		f.Deregister(k.token)
+		s.afterFreed(freed{f, k.token.ID}, drop)
+	} else {
 		drop()
-		return
 	}
-	f.Deregister(key)
-	s.afterFreed(freed{f, key.ID}, drop)
+	k.granted = false
+	if k.id != 0 {
+		k.id, k.cap, k.region = 0, 0, mem.Region{}
+	}
 }

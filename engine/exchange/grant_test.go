@@ -268,6 +268,19 @@ func TestWhileBuffersAreMade(t *testing.T) {
 		require.EqualValues(t, 4, mine.Span.Bytes()[7])
 		require.Len(t, p.sf[0].keys, 1)
 	})
+	t.Run("memory of the application's, for a key that was to be lent", func(t *testing.T) {
+		p := newPair(t, 1)
+		run := p.aside()
+		needs := []wire.Need{{Key: 1, Bytes: 8, Lend: true}, {Key: 2, Bytes: 8}}
+		require.NoError(t, p.servers[0].Frame(0, wire.AppendNeed(nil, needs)))
+		mine := bytesOf(t, 0, 16, 0)
+		require.NoError(t, p.servers[0].Fix([]Own{{0, 1, mine.Base}}))
+		run()
+		v, err := wire.ParseBuffers(p.from[0].ops[0].Frame)
+		require.NoError(t, err)
+		require.False(t, v.List[0].Lend)
+		require.Equal(t, mine.Base, p.sf[0].keys[transportKey(v.List[0].Region)])
+	})
 	t.Run("a plan with the key", func(t *testing.T) {
 		p := newPair(t, 1)
 		run := p.aside()

@@ -234,7 +234,7 @@ func (s *Server) part(c *client, err error) {
 	s.requests.lose(c, s.buffers)
 	c.calm = s.ends.lost(c.conn, c.calm)
 	for _, k := range c.keys {
-		s.retire(c, k)
+		s.retire(c.fabric, k)
 	}
 }
 
