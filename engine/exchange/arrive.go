@@ -84,7 +84,7 @@ func (s *Server) request(c *client, b []byte) error {
 		}
 	}
 	if r.refusal != "" {
-		return s.refuse(c, r)
+		return s.refuse(c, r, wire.RefusedUnfit, r.refusal)
 	}
 	r.stamps[0] = s.found
 	r.state.Store(reqReady)

@@ -251,8 +251,9 @@ func (ch *Channel) Told(i int) (text string, ok bool, err error) {
 	return "", false, ch.why(i)
 }
 
-func (ch *Channel) parting(i int) error {
-	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this side and open a new channel): %w", ch.name, i, errOver)
+// parting says that peer i has closed its side of a channel.
+func parting(channel string, i int) error {
+	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this side and open a new channel): %w", channel, i, errOver)
 }
 
 // Err is why the next message cannot come through the channel, or nil: it has ended, or
@@ -275,7 +276,7 @@ func (ch *Channel) missing(lacks func(i int) bool) error {
 // why is the error of the channel, or else that peer i has closed its side, if it has.
 func (ch *Channel) why(i int) error {
 	if ch.err == nil && i >= 0 && ch.peers[i].parted {
-		return ch.parting(i)
+		return parting(ch.name, i)
 	}
 	return ch.err
 }
@@ -358,8 +359,7 @@ func (s *Server) Attach(ch *Channel) {
 	s.lanes[ch.name] = ch.lane
 }
 
-// Detach undoes Attach. Requests that were not answered never are: their workers
-// learn that the channel is closed, and take them back.
+// Detach undoes Attach. Requests that were not answered are refused.
 func (s *Server) Detach(ch *Channel) {
 	l := s.lanes[ch.name]
 	if l == nil || l != ch.lane {
@@ -368,17 +368,20 @@ func (s *Server) Detach(ch *Channel) {
 	delete(s.lanes, ch.name)
 	for i := range l.queues {
 		for l.queues[i].len() != 0 {
-			s.clients[i].strays = append(s.clients[i].strays, l.queues[i].pop())
+			s.turnAway(l.queues[i].pop())
 		}
 	}
 	l.publish()
 	for _, r := range s.requests.strand(ch.name) {
-		if c := r.client; r.recalled {
-			s.dismiss(c, r)
-			s.advance(c)
-		} else {
-			c.strays = append(c.strays, r)
-		}
+		s.turnAway(r)
+	}
+}
+
+// turnAway has the worker told that the channel of a request is closed.
+func (s *Server) turnAway(r *Request) {
+	c := r.client
+	if err := s.refuse(c, r, wire.RefusedClosed, ""); err != nil {
+		s.Broken(c.index, err)
 	}
 }
 
@@ -417,7 +420,7 @@ func (s *Server) lane(channel string) *lane {
 func (s *Server) route(c *client, r *Request) {
 	l := s.lane(r.channel)
 	if l == nil {
-		c.strays = append(c.strays, r)
+		s.turnAway(r)
 		return
 	}
 	l.queues[c.index].push(r)
@@ -432,8 +435,4 @@ func (s *Server) unlane(c *client) {
 		}
 		s.publish(l)
 	}
-	for _, r := range c.strays {
-		s.put(r)
-	}
-	c.strays = nil
 }

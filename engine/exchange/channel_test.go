@@ -277,7 +277,7 @@ func TestChannelRequests(t *testing.T) {
 		}
 		require.NoError(t, p.settle())
 		require.Equal(t, StateFailed, p.state(on), turn)
-		require.Empty(t, s.clients[0].strays)
+		require.True(t, IsOver(p.w.Result(on)), turn)
 		require.Zero(t, s.clients[0].count)
 		beside, _ := push(nil, 1, 9) // with the same key
 		require.NoError(t, p.settle())
@@ -288,13 +288,23 @@ func TestChannelRequests(t *testing.T) {
 		require.Equal(t, StateDone, p.state(beside), turn)
 		s.Attach(at)
 	}
-	// Nobody takes what comes for a channel that is closed; the loss of the worker frees it.
-	_, _ = push(from, 1, 1)
-	require.NoError(t, p.settle())
+	// What comes for a channel that is closed is refused at once. The loss of a worker that has not
+	// read that frees it.
 	s.Detach(at)
 	require.False(t, at.Taken())
-	s.Lose(0, errors.New("gone"))
-	require.Empty(t, s.clients[0].strays)
+	on, _ := push(from, 1, 1)
+	require.NoError(t, p.settle())
+	require.Equal(t, StateFailed, p.state(on))
+	require.ErrorContains(t, p.w.Result(on), `channel "a": peer 0 has closed its side`)
+	require.True(t, IsOver(p.w.Result(on)))
+	p.from[0].room = 0
+	for range 3 {
+		_, _ = push(from, 1, 1)
+		require.NoError(t, p.settle())
+	}
+	s.Lose(0, errGone)
+	require.Zero(t, s.clients[0].count)
+	require.Len(t, s.requests.free, len(s.requests.all))
 }
 
 // TestChannelWaitsForNobody sends messages of a channel while push_pulls beside it wait: a

@@ -89,8 +89,8 @@ func shape(dims []int64) string {
 
 // refuse has the worker told that a request, which is complete, is not answered. Nobody
 // else learns of it.
-func (s *Server) refuse(c *client, r *Request) error {
-	b := wire.Append(nil, wire.TypeRefused, &wire.Refused{Seq: r.seq, Unfit: true, Text: r.refusal})
+func (s *Server) refuse(c *client, r *Request, why uint8, text string) error {
+	b := wire.Append(nil, wire.TypeRefused, &wire.Refused{Seq: r.seq, Why: why, Text: text})
 	s.put(r)
 	c.count--
 	return s.reply(c, b)
@@ -131,9 +131,12 @@ func (w *Worker) refused(s *server, b []byte) error {
 	if t == nil || t.legs[s.index].state != legPosted {
 		return fmt.Errorf("exchange: server %d refused push_pull %d, which does not wait for its answer", s.rank, v.Seq)
 	}
-	if v.Unfit {
+	switch v.Why {
+	case wire.RefusedUnfit:
 		err = Shapef("exchange: server %d cannot take the push_pull: %s", s.rank, v.Text)
-	} else {
+	case wire.RefusedClosed:
+		err = parting(t.on, s.index)
+	default:
 		err = &RefusedError{Rank: s.rank, Text: v.Text}
 	}
 	w.endLeg(t, s, err)

@@ -88,26 +88,22 @@ func (w *Worker) withdraw(t *Ticket) {
 	}
 }
 
-// takeback has s told that t is not to be answered.
+// takeback has s told that t is not to be answered. A push_pull of a channel pairs with none.
 func (s *server) takeback(t *Ticket) {
-	i := t.class()
-	s.recall[i] = append(s.recall[i], t.id)
+	if t.on == "" {
+		s.recall = append(s.recall, t.id)
+	}
 }
 
-// Leave takes back from server i what was asked through a channel that both have
-// closed. The server answers none of it any more, and it would hold its keys for ever.
+// Leave fails what was asked of server i through a channel that both have closed. The server
+// refuses what it has of it, and the next channel of that name gets none of the rest.
 func (w *Worker) Leave(i int, channel string) {
-	s := w.servers[i]
 	for _, t := range w.active {
-		if t == nil || t.on != channel || t.legs[i].state == legEnded {
-			continue
-		}
-		w.fail(t, errOver)
-		if s.down == nil && t.legs[i].state == legPosted {
-			s.takeback(t)
+		if t != nil && t.on == channel && t.legs[i].state != legEnded {
+			w.fail(t, errOver)
 		}
 	}
-	w.advance(s)
+	w.advance(w.servers[i])
 }
 
 // Missing is why a push_pull on ch will not be answered, or nil: the channel has ended, or a
@@ -143,7 +139,7 @@ func (w *Worker) part(s *server, err error) {
 	s.down = err
 	s.drop()
 	s.lends, s.asked, s.turn = false, nil, nil
-	s.plans, s.recall, s.untold = nil, [2][]uint64{}, 0
+	s.plans, s.recall, s.untold = nil, nil, 0
 	s.enqueue(s.back)
 	s.back = nil
 	s.keys = map[uint64]*credit{}
@@ -181,31 +177,17 @@ func (s *Server) recall(c *client, b []byte) error {
 	if err != nil {
 		return err
 	}
-	for _, l := range s.lanes {
-		s.sift(c, &l.queues[c.index], *seqs)
-		s.publish(l)
-	}
-	c.strays = slices.DeleteFunc(c.strays, func(r *Request) bool {
-		if !slices.Contains(*seqs, r.seq) {
-			return false
-		}
-		s.dismiss(c, r)
-		return true
-	})
-	s.requests.recall(c, *seqs)
-	s.advance(c)
-	return nil
-}
-
-// sift dismisses the requests of a queue that c takes back.
-func (s *Server) sift(c *client, queue *ring[*Request], seqs []uint64) {
+	queue := &s.batches.queues[c.index]
 	for range queue.len() {
-		if r := queue.pop(); slices.Contains(seqs, r.seq) {
+		if r := queue.pop(); slices.Contains(*seqs, r.seq) {
 			s.dismiss(c, r)
 		} else {
 			queue.push(r)
 		}
 	}
+	s.publish(s.batches)
+	s.advance(c)
+	return nil
 }
 
 // dismiss drops a request that is complete and was taken back.

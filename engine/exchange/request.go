@@ -28,19 +28,18 @@ type Received struct {
 
 // Request is one push-pull at the server.
 type Request struct {
-	handler  uint64 // generation above, place in the list of requests below
-	state    atomic.Uint32
-	client   *client
-	life     uint32 // of the client
-	lost     error  // why nobody can be answered; valid when lost
-	recalled bool   // its worker has taken it back
-	refusal  string // why the server cannot take it; empty: it can
-	channel  string // whose Take gives it; empty: a batch does
-	seq      uint64
-	push     []Received
-	keys     []*receiver // of push
-	pull     []answer
-	stamps   [4]int64
+	handler uint64 // generation above, place in the list of requests below
+	state   atomic.Uint32
+	client  *client
+	life    uint32 // of the client
+	lost    error  // why nobody can be answered; valid when lost
+	refusal string // why the server cannot take it; empty: it can
+	channel string // whose Take gives it; empty: a batch does
+	seq     uint64
+	push    []Received
+	keys    []*receiver // of push
+	pull    []answer
+	stamps  [4]int64
 }
 
 // answer is where a pull tensor of a request is to be written.
@@ -157,17 +156,6 @@ func (rs *requests) rank(handler uint64) (rank int32, ok bool) {
 	return r.client.rank, true
 }
 
-// recall notes which delivered requests of c on channels it takes back.
-func (rs *requests) recall(c *client, seqs []uint64) {
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
-	for _, r := range rs.all {
-		if r.client == c && r.channel != "" && r.state.Load() == reqDelivered && slices.Contains(seqs, r.seq) {
-			r.recalled = true
-		}
-	}
-}
-
 // strand gives the requests that were delivered on a channel, and that nobody will
 // answer any more.
 func (rs *requests) strand(channel string) (found []*Request) {
@@ -241,7 +229,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		return fmt.Errorf("exchange: worker %d sent a request with %d pushed and %d pulled tensors, but its plan has %d and %d", c.rank, len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
 	r.channel, r.refusal = p.plan.Channel, p.refusal
-	r.client, r.life, r.seq, r.recalled = c, c.life, q.Seq, false
+	r.client, r.life, r.seq = c, c.life, q.Seq
 	r.push, r.keys, r.pull = r.push[:0], p.keys, r.pull[:0]
 	for i := range q.Push {
 		x, d, k := &q.Push[i], &p.plan.Push[i], p.keys[i]

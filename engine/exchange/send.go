@@ -31,10 +31,13 @@ func (w *Worker) advance(s *server) {
 			}
 		}
 		switch {
-		case len(s.recall[ofChannels]) != 0:
-			s.sendRecall(ofChannels)
-		case len(s.recall[ofBatches]) != 0:
-			s.sendRecall(ofBatches)
+		case len(s.recall) != 0: // behind the requests that it names
+			s.turn = nil
+			s.begin(nil)
+			s.ordered()
+			s.frame = wire.Append(s.frame, wire.TypeRecall, (*wire.Seqs)(&s.recall))
+			s.send()
+			s.recall = s.recall[:0]
 		case s.tell != tellNothing:
 			s.turn = nil
 			s.begin(nil)
@@ -52,19 +55,6 @@ func (w *Worker) advance(s *server) {
 			return
 		}
 	}
-}
-
-// sendRecall puts a Recall of one class into the outbox. It stays behind the requests that it
-// names.
-func (s *server) sendRecall(class int) {
-	s.turn = nil
-	s.begin(nil)
-	if class == ofBatches {
-		s.ordered()
-	}
-	s.frame = wire.Append(s.frame, wire.TypeRecall, (*wire.Seqs)(&s.recall[class]))
-	s.send()
-	s.recall[class] = s.recall[class][:0]
 }
 
 // proceed ends the first ticket of a queue, if it has failed, or puts into the outbox of s what

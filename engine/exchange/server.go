@@ -35,7 +35,6 @@ type client struct {
 	plans    []*clientPlan
 	keys     map[uint64]*receiver
 	loans    []loan        // whose request is not here
-	strays   []*Request    // for channels that are closed here
 	answers  ring[*Ticket] // not wholly posted
 	replies  ring[[]byte]  // frames, likewise,
 	owed     int           // and their bytes

@@ -45,7 +45,7 @@ type server struct {
 	turn   *Ticket          // whose frames are in the outbox, while it is not empty, or nil
 	down   error            // why there is no path to it
 	held   bool             // down, and its push_pulls wait for its successor
-	recall [2][]uint64      // push_pulls that have failed, which it is still to be told, by class
+	recall []uint64         // push_pulls that have failed, which it is still to be told
 	tell   uint8            // the Regroup that is to be sent: tellNothing, tellRuns, tellBack;
 	untold int              // so many are not answered
 	back   []*Ticket        // push_pulls that were given back
@@ -163,7 +163,7 @@ func (w *Worker) Drain() {
 		}
 	}
 	for _, s := range w.servers {
-		if s.waiting() != 0 || !s.empty() || len(s.recall[0])+len(s.recall[1])+len(s.back) != 0 || s.tell != tellNothing {
+		if s.waiting() != 0 || !s.empty() || len(s.recall)+len(s.back) != 0 || s.tell != tellNothing {
 			w.advance(s)
 		}
 	}

@@ -266,17 +266,23 @@ func ParseResponse(b []byte, p *Response) error {
 	return r.end()
 }
 
-// Refused ends the request Seq without an answer. Unfit says that the server cannot
-// take its tensors; else its application has refused it.
+// Refused ends the request Seq without an answer.
 type Refused struct {
-	Seq   uint64
-	Unfit bool
-	Text  string // why; at most MaxRefusal bytes travel
+	Seq  uint64
+	Why  uint8
+	Text string // for people; at most MaxRefusal bytes travel
 }
+
+// The values of Refused.Why.
+const (
+	RefusedByApp  = iota // the application of the server has refused it
+	RefusedUnfit         // the server cannot take its tensors
+	RefusedClosed        // it is for a channel that is closed at the server
+)
 
 func (p *Refused) walk(c *codec) {
 	c.word(&p.Seq)
-	c.flag(&p.Unfit)
+	octet(c, "cause of a refusal", &p.Why, RefusedClosed)
 	c.reason("bytes of a refusal", &p.Text, MaxRefusal)
 }
 

@@ -40,7 +40,8 @@ var data = []struct {
 		return v, AppendResponse(nil, &v), err
 	}},
 	{"refused", Append(nil, TypeRefused, &Refused{Seq: 0x1122334455667788, Text: "no room for 3 experts: später"}), again[Refused](TypeRefused)},
-	{"unfit", Append(nil, TypeRefused, &Refused{Seq: 1, Unfit: true}), again[Refused](TypeRefused)},
+	{"unfit", Append(nil, TypeRefused, &Refused{Seq: 1, Why: RefusedUnfit}), again[Refused](TypeRefused)},
+	{"refused, the channel is closed", Append(nil, TypeRefused, &Refused{Seq: 2, Why: RefusedClosed}), again[Refused](TypeRefused)},
 	{"bye", AppendSignal(nil, TypeBye), func(b []byte) (any, []byte, error) { return nil, AppendSignal(nil, TypeBye), nil }},
 	{"recall", Append(nil, TypeRecall, &Seqs{7, 1 << 40}), again[Seqs](TypeRecall)},
 	{"regroup", Append(nil, TypeRegroup, &Regroup{3<<20 + 1, true}), again[Regroup](TypeRegroup)},
@@ -107,6 +108,8 @@ func TestDataBounds(t *testing.T) {
 	require.Equal(t, strings.Repeat("ä", MaxRefusal/2), p.Text)
 	_, err = Parse[Refused](append(Append(nil, TypeRefused, &Refused{})[:10], append([]byte{0xf5, 3}, make([]byte, MaxRefusal+1)...)...), TypeRefused)
 	require.ErrorContains(t, err, "501 bytes of a refusal")
+	_, err = Parse[Refused](Append(nil, TypeRefused, &Refused{Why: 3}), TypeRefused)
+	require.ErrorContains(t, err, "cause of a refusal 3: want at most 2")
 	require.Equal(t, "", clip("ä", 1))
 	require.Equal(t, "aä", clip("aäb", 3))
 }
