@@ -242,11 +242,8 @@ func (ch *Channel) Name() string { return ch.name }
 func (ch *Channel) Told(i int) (text string, ok bool, err error) {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
-	if i < 0 || i >= len(ch.peers) {
-		return "", false, Shapef("exchange: channel %q has %d peers, and none of number %d", ch.name, len(ch.peers), i)
-	}
-	if p := &ch.peers[i]; p.told {
-		return p.text, true, nil
+	if i >= 0 && i < len(ch.peers) && ch.peers[i].told {
+		return ch.peers[i].text, true, nil
 	}
 	return "", false, ch.why(i)
 }
@@ -273,9 +270,13 @@ func (ch *Channel) missing(lacks func(i int) bool) error {
 	return ch.err
 }
 
-// why is the error of the channel, or else that peer i has closed its side, if it has.
+// why is the error of the channel, or else that peer i has closed its side, if it has, or does not
+// exist.
 func (ch *Channel) why(i int) error {
-	if ch.err == nil && i >= 0 && ch.peers[i].parted {
+	if i < 0 || i >= len(ch.peers) {
+		return Shapef("exchange: channel %q has %d peers, and none of number %d", ch.name, len(ch.peers), i)
+	}
+	if ch.err == nil && ch.peers[i].parted {
 		return parting(ch.name, i)
 	}
 	return ch.err

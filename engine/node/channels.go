@@ -58,9 +58,6 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 	if len(text) > wire.MaxChannelText {
 		return exchange.Shapef("node: channel %q: its description has %d bytes, and there is room for %d: use fewer tensors", ch.Name(), len(text), wire.MaxChannelText)
 	}
-	if i < 0 || i >= len(n.peers) {
-		return exchange.Shapef("node: channel %q: %d peers, and none of number %d", ch.Name(), len(n.peers), i)
-	}
 	if !n.own() {
 		return n.failed()
 	}
