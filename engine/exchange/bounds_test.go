@@ -102,7 +102,7 @@ func TestLargestRequest(t *testing.T) {
 	all := make([]uint64, wire.MaxRecalls)
 	require.LessOrEqual(t, len(wire.Append(nil, wire.TypeRecall, (*wire.Seqs)(&all))), transport.MaxFrame)
 	needs := slices.Repeat([]wire.Need{{Key: 1, Bytes: wire.MaxSize}}, wire.MaxTensors)
-	require.LessOrEqual(t, len(wire.AppendNeed(nil, needs)), transport.MaxFrame)
+	require.LessOrEqual(t, len(wire.Append(nil, wire.TypeNeed, (*wire.Needs)(&needs))), transport.MaxFrame)
 }
 
 // TestNoRequestIsFreedTwice has a worker send requests again and again under one number, take
@@ -114,7 +114,7 @@ func TestNoRequestIsFreedTwice(t *testing.T) {
 	s.elements = Elements{4}
 	lost := errors.New("the worker is gone")
 	plan := wire.Append(nil, wire.TypePlan, &wire.Plan{Push: []wire.PlanTensor{{Key: 1, NDim: 1}}})
-	need := wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 8}})
+	need := wire.Append(nil, wire.TypeNeed, &wire.Needs{{Key: 1, Bytes: 8}})
 	request := func(bytes uint64) []byte {
 		return wire.AppendRequest(nil, &wire.Request{Seq: 5, Push: []wire.Pushed{{Rows: 2, Bytes: bytes}}})
 	}

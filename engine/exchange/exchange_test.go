@@ -424,26 +424,26 @@ func TestBreaches(t *testing.T) {
 		"unknown plan":      wire.AppendRequest(nil, &wire.Request{Seq: 9, Plan: 77}),
 		"counts":            wire.AppendRequest(nil, &wire.Request{Seq: 9, Plan: 0}),
 		"more than granted": wire.AppendRequest(nil, &wire.Request{Seq: 9, Plan: 0, Push: []wire.Pushed{{Rows: 1, Bytes: 1 << 40}}, Pull: []wire.Target{{}}}),
-		"larger, untaken":   wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 5000}}),
-		"cut short":         wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 1}})[:5],
+		"larger, untaken":   wire.Append(nil, wire.TypeNeed, &wire.Needs{{Key: 1, Bytes: 5000}}),
+		"cut short":         wire.Append(nil, wire.TypeNeed, &wire.Needs{{Key: 1, Bytes: 1}})[:5],
 	} {
 		require.Error(t, s.Frame(0, frame), what)
 	}
 	for what, frame := range map[string][]byte{
 		"empty":            {},
-		"a server's":       wire.AppendNeed(nil, nil),
+		"a server's":       wire.Append(nil, wire.TypeNeed, &wire.Needs{}),
 		"unknown ticket":   wire.AppendResponse(nil, &wire.Response{Seq: id + 1}),
-		"unasked buffers":  wire.AppendBuffers(nil, &wire.Buffers{}),
+		"unasked buffers":  wire.Append(nil, wire.TypeBuffers, &wire.Buffers{}),
 		"garbage response": {byte(wire.TypeResponse), 1, 2},
 	} {
 		require.Error(t, w.Frame(0, frame), what)
 	}
 
 	// An absurd need is refused to the one who asks.
-	require.NoError(t, s.Frame(0, wire.AppendNeed(nil, []wire.Need{{Key: 3, Bytes: 1 << 60}})))
+	require.NoError(t, s.Frame(0, wire.Append(nil, wire.TypeNeed, &wire.Needs{{Key: 3, Bytes: 1 << 60}})))
 	s.Drain()
 	last := p.from[0].ops[len(p.from[0].ops)-1]
-	v, err := wire.ParseBuffers(last.Frame)
+	v, err := wire.Parse[wire.Buffers](last.Frame, wire.TypeBuffers)
 	require.NoError(t, err)
 	require.Contains(t, v.Reason, "is too large")
 	p.from[0].ops = nil

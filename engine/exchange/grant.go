@@ -88,14 +88,14 @@ type provision struct {
 // need makes or enlarges receive buffers and tells the worker where they are. An error means
 // that the worker does not keep to the protocol.
 func (s *Server) need(c *client, b []byte) error {
-	needs, err := wire.ParseNeed(b, nil)
+	needs, err := wire.Parse[wire.Needs](b, wire.TypeNeed)
 	if err != nil {
 		return err
 	}
 	if c.needing {
 		return fmt.Errorf("exchange: worker %d requested buffers again before the answer", c.rank)
 	}
-	return s.provide(&provision{client: c, life: c.life, fabric: c.fabric, needs: needs})
+	return s.provide(&provision{client: c, life: c.life, fabric: c.fabric, needs: *needs})
 }
 
 // provide answers a Need, now or when a helper has made what there is to be made.
@@ -230,7 +230,7 @@ func (s *Server) answer(p *provision) error {
 		s.commit(p)
 	} else {
 		s.waste(p)
-		reply = wire.AppendBuffers(nil, &wire.Buffers{Reason: p.err.Error()})
+		reply = wire.Append(nil, wire.TypeBuffers, &wire.Buffers{Reason: p.err.Error()})
 	}
 	return s.reply(c, reply)
 }
@@ -254,7 +254,7 @@ func (s *Server) offer(p *provision) ([]byte, error) {
 		}
 		v.List = append(v.List, e)
 	}
-	reply := wire.AppendBuffers(nil, &v)
+	reply := wire.Append(nil, wire.TypeBuffers, &v)
 	if len(reply) > transport.MaxFrame {
 		return nil, fmt.Errorf("%d receive buffers need %d bytes of keys, but a frame has at most %d (push fewer tensors in one call)", len(v.List), len(reply), transport.MaxFrame)
 	}

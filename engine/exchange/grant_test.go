@@ -179,8 +179,8 @@ func TestRefusalByOneServer(t *testing.T) {
 func TestNeedOfOneKeyTwice(t *testing.T) {
 	p := newPair(t, 1)
 	p.answer(p.push(1, 4096), 1)
-	require.NoError(t, p.servers[0].Frame(0, wire.AppendNeed(nil, []wire.Need{{Key: 1, Bytes: 5000}, {Key: 1, Bytes: 9000}})))
-	v, err := wire.ParseBuffers(p.from[0].ops[0].Frame)
+	require.NoError(t, p.servers[0].Frame(0, wire.Append(nil, wire.TypeNeed, &wire.Needs{{Key: 1, Bytes: 5000}, {Key: 1, Bytes: 9000}})))
+	v, err := wire.Parse[wire.Buffers](p.from[0].ops[0].Frame, wire.TypeBuffers)
 	require.NoError(t, err)
 	require.Contains(t, v.Reason, "key 1 twice")
 	p.from[0].ops = nil
@@ -249,7 +249,9 @@ func (p *pair) aside() (run func()) {
 
 // TestWhileBuffersAreMade has all sorts of things happen between a Need and its answer.
 func TestWhileBuffersAreMade(t *testing.T) {
-	need := func(key, bytes uint64) []byte { return wire.AppendNeed(nil, []wire.Need{{Key: key, Bytes: bytes}}) }
+	need := func(key, bytes uint64) []byte {
+		return wire.Append(nil, wire.TypeNeed, &wire.Needs{{Key: key, Bytes: bytes}})
+	}
 	t.Run("another need", func(t *testing.T) {
 		p := newPair(t, 1)
 		p.aside()
@@ -272,11 +274,11 @@ func TestWhileBuffersAreMade(t *testing.T) {
 		p := newPair(t, 1)
 		run := p.aside()
 		needs := []wire.Need{{Key: 1, Bytes: 8, Lend: true}, {Key: 2, Bytes: 8}}
-		require.NoError(t, p.servers[0].Frame(0, wire.AppendNeed(nil, needs)))
+		require.NoError(t, p.servers[0].Frame(0, wire.Append(nil, wire.TypeNeed, (*wire.Needs)(&needs))))
 		mine := bytesOf(t, 0, 16, 0)
 		require.NoError(t, p.servers[0].Fix([]Own{{0, 1, mine.Base}}))
 		run()
-		v, err := wire.ParseBuffers(p.from[0].ops[0].Frame)
+		v, err := wire.Parse[wire.Buffers](p.from[0].ops[0].Frame, wire.TypeBuffers)
 		require.NoError(t, err)
 		require.False(t, v.List[0].Lend)
 		require.Equal(t, mine.Base, p.sf[0].keys[transportKey(v.List[0].Region)])

@@ -118,7 +118,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	}
 	if len(s.needs) != 0 {
 		s.begin(nil)
-		s.frame = wire.AppendNeed(s.frame, s.needs)
+		s.frame = wire.Append(s.frame, wire.TypeNeed, (*wire.Needs)(&s.needs))
 		s.send()
 		s.asked = t
 		return true

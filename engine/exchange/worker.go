@@ -310,7 +310,7 @@ func (w *Worker) Frame(i int, b []byte) error {
 		w.answered(s, t)
 		return nil
 	case wire.TypeBuffers:
-		v, err := wire.ParseBuffers(b)
+		v, err := wire.Parse[wire.Buffers](b, wire.TypeBuffers)
 		if err != nil {
 			return err
 		}

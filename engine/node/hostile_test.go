@@ -39,7 +39,7 @@ func (s *spy) Poll(ev []transport.Event) (int, error) {
 	for _, e := range ev[:n] {
 		b := e.Data[min(s.header, len(e.Data)):]
 		if e.Kind == transport.EvFrame && wire.FrameType(b) == wire.TypeBuffers {
-			if v, err := wire.ParseBuffers(b); err == nil {
+			if v, err := wire.Parse[wire.Buffers](b, wire.TypeBuffers); err == nil {
 				s.mu.Lock()
 				for _, b := range v.List {
 					s.keys = append(s.keys, transport.Key{ID: b.Region.ID, Token: b.Region.Token})

@@ -2,8 +2,9 @@
 // control frames of the cluster and the frames of push-pull. Append functions
 // never fail and never allocate when dst has room; Parse functions trust
 // nothing: every length is bounded before it is used. Most frames are a type with a
-// walk, which is both; those that each push_pull has are written by hand, and faster. docs/wire.md is the
-// description for people, testdata/ holds golden frames.
+// walk, which does both. Request and Response, which each push_pull has, are
+// written by hand, and faster. docs/wire.md is the description for people,
+// testdata/ holds golden frames.
 //
 // Integers are little-endian and of fixed width, except counts and sizes that
 // are mostly small, which are unsigned varints (LEB128, as encoding/binary).

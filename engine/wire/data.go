@@ -96,27 +96,16 @@ type Need struct {
 	Host  bool
 }
 
-// AppendNeed appends a frame that asks for ns.
-func AppendNeed(dst []byte, ns []Need) []byte {
-	dst = append(dst, byte(TypeNeed))
-	dst = binary.AppendUvarint(dst, uint64(len(ns)))
-	for _, n := range ns {
-		dst = binary.LittleEndian.AppendUint64(dst, n.Key)
-		dst = binary.AppendUvarint(dst, n.Bytes)
-		dst = appendBool(dst, n.Lend)
-		dst = appendBool(dst, n.Host)
-	}
-	return dst
-}
+// Needs are those of one frame.
+type Needs []Need
 
-// ParseNeed appends what a frame asks for to dst.
-func ParseNeed(b []byte, dst []Need) ([]Need, error) {
-	r := reader{b: b}
-	r.kind(TypeNeed)
-	for range r.count("needs", MaxTensors, 11) {
-		dst = append(dst, Need{r.u64(), r.number("bytes of a buffer", MaxSize), r.bool(), r.bool()})
-	}
-	return dst, r.end()
+func (v *Needs) walk(c *codec) {
+	list(c, "needs", (*[]Need)(v), MaxTensors, 11, func(n *Need) {
+		c.word(&n.Key)
+		number(c, "bytes of a buffer", &n.Bytes, MaxSize)
+		c.flag(&n.Lend)
+		c.flag(&n.Host)
+	})
 }
 
 // Buffer says where the tensor of a key is received: at the start of Region, or,
@@ -135,36 +124,20 @@ type Buffers struct {
 	List   []Buffer
 }
 
-// AppendBuffers appends b as a frame.
-func AppendBuffers(dst []byte, b *Buffers) []byte {
-	dst = append(dst, byte(TypeBuffers))
-	dst = appendBytes(dst, clip(b.Reason, maxReason))
-	dst = binary.AppendUvarint(dst, uint64(len(b.List)))
-	for i := range b.List {
-		e := &b.List[i]
-		dst = binary.LittleEndian.AppendUint64(dst, e.Key)
-		if dst = appendBool(dst, e.Lend); e.Lend {
-			continue
+func (v *Buffers) walk(c *codec) {
+	c.reason("bytes of a reason", &v.Reason, maxReason)
+	list(c, "buffers", &v.List, MaxTensors, 9, func(b *Buffer) {
+		c.word(&b.Key)
+		if c.flag(&b.Lend); b.Lend {
+			return
 		}
-		dst = appendKey(dst, e.Region)
-		dst = binary.AppendUvarint(dst, e.Cap)
-	}
-	return dst
-}
-
-// ParseBuffers parses a frame; the result does not alias it.
-func ParseBuffers(b []byte) (*Buffers, error) {
-	r := reader{b: b}
-	r.kind(TypeBuffers)
-	v := &Buffers{Reason: r.text("bytes of a reason", maxReason)}
-	v.List = make([]Buffer, r.count("buffers", MaxTensors, 9))
-	for i := range v.List {
-		e := &v.List[i]
-		if e.Key, e.Lend = r.u64(), r.bool(); !e.Lend {
-			e.Region, e.Cap = r.key(), r.uvarint()
+		if c.parses {
+			b.Region = c.key()
+		} else {
+			c.out = appendKey(c.out, b.Region)
 		}
-	}
-	return v, r.end()
+		number(c, "capacity", &b.Cap, math.MaxUint64)
+	})
 }
 
 // Pushed is what one request changes about a pushed tensor of its plan.

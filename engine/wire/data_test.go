@@ -22,14 +22,11 @@ var data = []struct {
 	{"end of a channel", Append(nil, TypeChannel, &Channel{Name: "decode 0", Closes: true}), again[Channel](TypeChannel)},
 	{"refusal of a channel", Append(nil, TypeChannel, &Channel{Name: "decode 0", Closes: true, Text: "no memory"}), again[Channel](TypeChannel)},
 	{"plan of nothing", Append(nil, TypePlan, &Plan{}), again[Plan](TypePlan)},
-	{"need", AppendNeed(nil, []Need{{1, 4096, false, true}, {1<<64 - 1, 1 << 40, true, false}}), func(b []byte) (any, []byte, error) {
-		v, err := ParseNeed(b, nil)
-		return v, AppendNeed(nil, v), err
-	}},
-	{"buffers", AppendBuffers(nil, &Buffers{List: []Buffer{
+	{"need", Append(nil, TypeNeed, &Needs{{1, 4096, false, true}, {1<<64 - 1, 1 << 40, true, false}}), again[Needs](TypeNeed)},
+	{"buffers", Append(nil, TypeBuffers, &Buffers{List: []Buffer{
 		{Key: 1, Region: Key{2, 0x1122334455667788, ""}, Cap: 4096}, {Key: 3, Region: Key{4, 5, "handle"}, Cap: 1 << 40}, {Key: 6, Lend: true},
-	}}), parseBuffers},
-	{"no buffers", AppendBuffers(nil, &Buffers{Reason: "no memory"}), parseBuffers},
+	}}), again[Buffers](TypeBuffers)},
+	{"no buffers", Append(nil, TypeBuffers, &Buffers{Reason: "no memory"}), again[Buffers](TypeBuffers)},
 	{"request", AppendRequest(nil, &Request{
 		Seq: 0x1122334455667788, Plan: 1, Push: []Pushed{{128, 1 << 20, false}, {0, 0, false}, {1, 4096, true}},
 		Pull: []Target{{Bytes: 1 << 21, Changed: true, Region: Key{2, 3, ""}, Off: 512}, {Bytes: 8}},
@@ -47,11 +44,6 @@ var data = []struct {
 	{"regroup", Append(nil, TypeRegroup, &Regroup{3<<20 + 1, true}), again[Regroup](TypeRegroup)},
 	{"up", Append(nil, TypeUp, &Text{""}), again[Text](TypeUp)},
 	{"up, and why so", Append(nil, TypeUp, &Text{"cma: worker 0 and server 0 are on different hosts"}), again[Text](TypeUp)},
-}
-
-func parseBuffers(b []byte) (any, []byte, error) {
-	v, err := ParseBuffers(b)
-	return v, AppendBuffers(nil, v), err
 }
 
 func parseRequest(b []byte) (any, []byte, error) {
@@ -90,7 +82,7 @@ func TestDataCut(t *testing.T) {
 func TestDataBounds(t *testing.T) {
 	_, err := Parse[Plan](Append(nil, TypePlan, &Plan{Push: []PlanTensor{{NDim: MaxDims + 1, Tail: make([]int64, MaxDims)}}}), TypePlan)
 	require.ErrorContains(t, err, "65 dimensions")
-	_, err = ParseNeed(AppendNeed(nil, []Need{{1, 1 << 63, false, false}}), nil)
+	_, err = Parse[Needs](Append(nil, TypeNeed, &Needs{{1, 1 << 63, false, false}}), TypeNeed)
 	require.ErrorContains(t, err, "bytes of a buffer 9223372036854775808: want at most 4611686018427387904")
 	_, err = Parse[Plan](Append(nil, TypePlan, &Plan{Push: make([]PlanTensor, MaxTensors+1)}), TypePlan)
 	require.ErrorContains(t, err, "4097 pushed tensors")
@@ -100,7 +92,7 @@ func TestDataBounds(t *testing.T) {
 	require.ErrorContains(t, err, "262145 bytes of a channel's text")
 	_, err = Parse[Channel](Append(nil, TypeChannel, &Channel{}), TypeChannel)
 	require.ErrorContains(t, err, "has no name")
-	v, err := ParseBuffers(AppendBuffers(nil, &Buffers{Reason: strings.Repeat("x", 5000)}))
+	v, err := Parse[Buffers](Append(nil, TypeBuffers, &Buffers{Reason: strings.Repeat("x", 5000)}), TypeBuffers)
 	require.NoError(t, err)
 	require.Len(t, v.Reason, maxReason)
 	p, err := Parse[Refused](Append(nil, TypeRefused, &Refused{Text: strings.Repeat("ä", 300)}), TypeRefused)
