@@ -77,15 +77,15 @@ func (s *server) waiting() int { return s.queues[0].len() + s.queues[1].len() }
 // Worker pushes to every server of its rail and takes their answers.
 type Worker struct {
 	*Table
-	servers  []*server
-	plans    map[uint64]*plan // by signature
-	numbers  [2][]*plan       // by class, which has its share of the numbers
-	nextPlan [2]int
-	turns    uint64 // push_pulls so far
-	runs     uint64 // of the members of the rail, see Regroup
-	era      uint64 // how often what servers have not delivered was to be given back
-	gone     error  // the loss that this was for, the last time
-	resp     wire.Response
+	servers []*server
+	plans   map[uint64]*plan    // by signature
+	numbers [2][planShare]*plan // by class, which has its share of the numbers
+	planned [2]uint64           // plans so far, likewise
+	turns   uint64              // push_pulls so far
+	runs    uint64              // of the members of the rail, see Regroup
+	era     uint64              // how often what servers have not delivered was to be given back
+	gone    error               // the loss that this was for, the last time
+	resp    wire.Response
 }
 
 // NewWorker makes a worker of n servers. Each must be given its Conn before the
@@ -240,22 +240,13 @@ const planShare = wire.MaxPlans / 2
 
 // number gives p a number of its class, and forgets the plan that had it.
 func (w *Worker) number(p *plan, class int) {
-	all := &w.numbers[class]
-	at := len(*all)
-	if at < planShare {
-		*all = append(*all, p)
-	} else {
-		at = w.nextPlan[class]
-		w.nextPlan[class] = (at + 1) % planShare
-		if old := (*all)[at]; w.plans[old.hash] == old {
-			delete(w.plans, old.hash)
-		}
-		(*all)[at] = p
+	at := w.planned[class] % planShare
+	w.planned[class]++
+	if old := w.numbers[class][at]; old != nil && w.plans[old.hash] == old {
+		delete(w.plans, old.hash)
 	}
-	if class == ofChannels {
-		at += planShare
-	}
-	p.number = uint64(at)
+	w.numbers[class][at] = p
+	p.number = at + planShare*uint64(ofBatches-class)
 }
 
 // endLeg ends the part of t that s has, with an error or without.
