@@ -151,9 +151,9 @@ var table = []struct {
 	}},
 	{"Loss", []Option{
 		flag("PS_RESEND", "0", func(c *Config) *bool { return &c.Resend },
-			"whether frames (control messages, not the bytes of tensors) are numbered, acknowledged and sent again when they are lost. It must be the same on all nodes"),
+			"whether a frame (a control message, not the bytes of a tensor) that this node has lost on purpose is sent again. The frames behind it wait for it. Transports lose nothing by themselves, so this does nothing without PS_DROP_MSG, and nodes may differ in it"),
 		duration("PS_RESEND_TIMEOUT", "1000", time.Millisecond, time.Millisecond, time.Hour, func(c *Config) *time.Duration { return &c.ResendTimeout },
-			"time to wait for an acknowledgement. It doubles each time, up to 16 times as long"),
+			"time until a lost frame is sent again. It doubles each time that the frame is lost again, up to 16 times as long"),
 		number("PS_DROP_MSG", "0", 0, 100, func(c *Config) *int { return &c.DropPercent },
 			"percentage of frames that this node loses on purpose. Without PS_RESEND, calls that need a lost frame end in TimeoutError").older(Spelling{Name: "STEPMESH_DROP_RATE"}),
 	}},

@@ -34,9 +34,6 @@ func newGate(cfg *conf.Config) *gate {
 		Build: "fserver " + Version, Cluster: cfg.Cluster, Role: wire.Role(cfg.Role), Rank: int32(cfg.Rank),
 		Epoch: uint64(time.Now().UnixNano()),
 	}}
-	if cfg.Resend {
-		g.me.Caps |= wire.CapResend
-	}
 	if cfg.Secret.IsSet() {
 		g.secret = cfg.Secret.Bytes()
 	}
@@ -241,12 +238,10 @@ func openWhenFree(e *transport.Env) (transport.Fabric, error) {
 
 // lossy puts the losses that the settings ask for, if any, over the Fabrics.
 func (n *Node) lossy(fabrics []transport.Fabric) error {
-	if !n.cfg.Resend && n.cfg.DropPercent == 0 {
+	if n.cfg.DropPercent == 0 {
 		return nil
 	}
-	if n.cfg.DropPercent != 0 {
-		n.log.Warn("dropping frames on purpose (PS_DROP_MSG)", zap.Int("percent", n.cfg.DropPercent), zap.Bool("sent again", n.cfg.Resend))
-	}
+	n.log.Warn("dropping frames on purpose (PS_DROP_MSG)", zap.Int("percent", n.cfg.DropPercent), zap.Bool("sent again", n.cfg.Resend))
 	for i, f := range fabrics {
 		l, err := faults.Wrap(f, faults.Options{
 			Drop: float64(n.cfg.DropPercent) / 100, Seed: uint64(n.cfg.Role)<<40 | uint64(n.cfg.Rank)<<8 | uint64(i),

@@ -29,17 +29,15 @@ import (
 // spy is the Fabric of a worker; it keeps the keys that servers give to it.
 type spy struct {
 	transport.Fabric
-	header int // bytes before each frame, if frames are sent again
-	mu     sync.Mutex
-	keys   []transport.Key
+	mu   sync.Mutex
+	keys []transport.Key
 }
 
 func (s *spy) Poll(ev []transport.Event) (int, error) {
 	n, err := s.Fabric.Poll(ev)
 	for _, e := range ev[:n] {
-		b := e.Data[min(s.header, len(e.Data)):]
-		if e.Kind == transport.EvFrame && wire.FrameType(b) == wire.TypeBuffers {
-			if v, err := wire.Parse[wire.Buffers](b, wire.TypeBuffers); err == nil {
+		if e.Kind == transport.EvFrame && wire.FrameType(e.Data) == wire.TypeBuffers {
+			if v, err := wire.Parse[wire.Buffers](e.Data, wire.TypeBuffers); err == nil {
 				s.mu.Lock()
 				for _, b := range v.List {
 					s.keys = append(s.keys, transport.Key{ID: b.Region.ID, Token: b.Region.Token})
@@ -65,9 +63,6 @@ func newHostileMesh(t *testing.T, s shape, way ...string) *hostileMesh {
 		list, err := openFabrics(cfg, g, log)
 		if err == nil && cfg.Role == conf.Worker {
 			s := &spy{Fabric: list[0]}
-			if cfg.Resend {
-				s.header = 9
-			}
 			h.spies = append(h.spies, s)
 			list[0] = s
 		}
@@ -104,7 +99,7 @@ func TestHostileWorker(t *testing.T) {
 		{"FSERVER_TLS=off", "FSERVER_TRANSPORT=tcp"},
 		{"FSERVER_TLS=on", "FSERVER_TRANSPORT=tcp", "FSERVER_SECRET=a secret of some length"},
 		{"FSERVER_CMA=staged", "FSERVER_TRANSPORT=cma"},
-		{"PS_RESEND=1", "FSERVER_TRANSPORT=tcp"},
+		{"PS_DROP_MSG=10", "PS_RESEND=1", "PS_RESEND_TIMEOUT=5", "FSERVER_TRANSPORT=tcp"},
 	} {
 		for _, c := range []struct {
 			name string

@@ -38,15 +38,9 @@ const (
 	maxName = 255 // build and cluster id, bytes
 )
 
-// The capability bits.
-const (
-	// CapResend is that of a node that numbers its frames and sends them again. Both ends of
-	// a connection have it, or neither.
-	CapResend uint64 = 1 << 8
-	// CapGPU is that of a node which may have tensors on a GPU: a peer that writes to it says
-	// what has to be copied there.
-	CapGPU uint64 = 1 << 9
-)
+// CapGPU is the capability bit of a node which may have tensors on a GPU: a peer that writes to it says
+// what has to be copied there.
+const CapGPU uint64 = 1 << 9
 
 // Hello is what one side says about itself.
 type Hello struct {
@@ -316,11 +310,6 @@ func (h *Handshake) greet(in []byte, t Type) (rest []byte, reason string) {
 			d, l = l, d
 		}
 		return nil, fmt.Sprintf("%s has a secret, %s has none: %s", d.who(), l.who(), sameSecret)
-	case (d.Caps^l.Caps)&CapResend != 0:
-		if l.Caps&CapResend != 0 {
-			d, l = l, d
-		}
-		return nil, fmt.Sprintf("%s resends lost frames (PS_RESEND=1), %s does not: PS_RESEND must be the same on all nodes", d.who(), l.who())
 	case d.Role == RoleScheduler || l.Role == RoleWorker || d.Role == RoleServer && l.Role == RoleServer:
 		return nil, fmt.Sprintf("%s connects to %s: only members to the scheduler, and workers to servers (is one of the addresses wrong?)",
 			d.who(), l.who())

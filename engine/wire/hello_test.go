@@ -108,9 +108,6 @@ func TestHelloDisagree(t *testing.T) {
 			name: "version of the dialer", dialer: worker(), listener: server(), versions: [2]uint32{Version + 1, Version},
 			want: fmt.Sprintf(`the node that connects has wire version %d (build "v1.2.3"), the node that accepts has wire version %d (build "v1.2.3"): install the same version of fserver on all nodes (fserver --version prints it)`, Version+1, Version),
 		}, {
-			name: "resend", dialer: worker(), listener: with(server(), func(h *Hello) { h.Caps |= CapResend }),
-			want: `server 1 resends lost frames (PS_RESEND=1), worker 3 does not: PS_RESEND must be the same on all nodes`,
-		}, {
 			name: "cluster", dialer: worker(), listener: with(server(), func(h *Hello) { h.Cluster = "green" }),
 			want: `worker 3 is of cluster "blue", server 1 of cluster "green": FSERVER_CLUSTER must be the same on all nodes`,
 		}, {

@@ -30,7 +30,7 @@ TLS = "set FSERVER_TLS to the same value, on or off, on all nodes"
 TLS_SETTINGS = "compare FSERVER_SECRET, FSERVER_CLUSTER and FSERVER_TLS_* on both sides"
 FIT = "change what this text names on the side that is wrong (`fserver env` prints its settings)"
 # The settings that both sides compare. All others may differ.
-SHARED = ("FSERVER_CLUSTER", "FSERVER_SECRET", "FSERVER_SECRET_FILE", "PS_RESEND")
+SHARED = ("FSERVER_CLUSTER", "FSERVER_SECRET", "FSERVER_SECRET_FILE")
 WORDS = {
     "differs": "the secrets of the two sides differ",
     "only here": "this side has a secret, but the peer has none",

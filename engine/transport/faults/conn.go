@@ -1,6 +1,8 @@
 package faults
 
 import (
+	"time"
+
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
@@ -15,12 +17,10 @@ type Conn struct {
 	closed               bool  // by its user
 	left                 bool  // the inner Conn has given its EvClosed
 
-	queue   []held // that LateWrite holds back
+	queue   []held // that LateWrite holds back, and frames that Drop has lost, with Resend
 	device  bool   // a write of a device was posted
 	dry     uint64 // there is no credit before this Poll
 	refused error  // why the inner Conn has not taken what was held back
-
-	resend
 }
 
 // owner is whose operation of the inner Conn it is.
@@ -36,12 +36,16 @@ type held struct {
 	owner
 	due    uint64 // the Poll after which it may go
 	device bool   // it waits for a device, or is a frame behind a write that may
+	// wait is not 0 for a frame that was lost: after so long, at until, it is sent again.
+	wait  time.Duration
+	until time.Time
 }
 
 const (
 	queueMax = 32       // ops of one Conn that are held back
 	earlyMax = 64 << 10 // bytes of a write that ends early
 	dryMax   = 8        // Polls without credit
+	patience = 16       // bounds held.wait, in Timeouts
 )
 
 // Lends implements transport.Conn.
@@ -55,7 +59,7 @@ func (c *Conn) Lends(s mem.Span) bool {
 func (c *Conn) Unsent() bool {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
-	return len(c.queue) != 0 || c.fresh != c.next || c.Conn.Unsent()
+	return len(c.queue) != 0 || c.Conn.Unsent()
 }
 
 // Post implements transport.Conn.
@@ -89,33 +93,35 @@ func (c *Conn) starves() bool {
 }
 
 func (c *Conn) post(op *transport.Op) (taken bool, err error) {
-	frame := op.Kind == transport.OpFrame && len(op.Frame) <= transport.MaxFrame
+	o, frame := &c.f.o, op.Kind == transport.OpFrame && len(op.Frame) <= transport.MaxFrame
 	switch {
 	case c.f.fails != nil:
 		err, c.f.fails = c.f.fails, nil
 		c.tell(op.User, err)
 		c.fail(err)
 		return true, nil
-	case frame && c.f.o.Resend:
-		return c.accept(op), nil
-	case frame && c.f.chance(c.f.o.Drop):
+	case behind(op, c.queue) && (o.LateWrite == 0 || !frame):
+		return false, nil
+	case frame && c.f.chance(o.Drop):
+		if o.Resend {
+			return c.holdBack(op, o.Timeout), nil
+		}
 		c.tell(op.User, nil)
 		return true, nil
-	case c.f.o.LateWrite > 0 && (frame || op.Kind == transport.OpWrite):
-		return c.holdBack(op, owner{user: op.User}), nil
-	case behind(op, c.queue):
-		return false, nil
+	case o.LateWrite > 0 && (frame || op.Kind == transport.OpWrite):
+		return c.holdBack(op, 0), nil
 	}
 	return c.pass(op, owner{user: op.User})
 }
 
-// holdBack takes a write or a frame into the queue; false if there is no room.
-func (c *Conn) holdBack(op *transport.Op, o owner) bool {
+// holdBack takes a write or a frame into the queue; false if there is no room. A frame that was
+// lost waits.
+func (c *Conn) holdBack(op *transport.Op, wait time.Duration) bool {
 	if len(c.queue) == queueMax {
 		return false
 	}
 	f := c.f
-	h := held{op: *op, owner: o, due: f.polls}
+	h := held{op: *op, owner: owner{user: op.User}, due: f.polls}
 	if op.Kind == transport.OpWrite {
 		h.due = f.later(f.o.LateWrite)
 		h.device = op.Dev != mem.CPU || op.After != transport.Point{}
@@ -131,6 +137,7 @@ func (c *Conn) holdBack(op *transport.Op, o owner) bool {
 	} else {
 		h.device = c.device
 		h.op.Frame = append([]byte{}, op.Frame...)
+		h.wait, h.until = wait, time.Now().Add(wait)
 	}
 	c.queue = append(c.queue, h)
 	c.flush(false)
@@ -141,7 +148,7 @@ func (c *Conn) holdBack(op *transport.Op, o owner) bool {
 func (c *Conn) flush(all bool) {
 	kept := c.queue[:0]
 	for _, h := range c.queue {
-		if c.refused == nil && (all || h.due <= c.f.polls) && !behind(&h.op, kept) {
+		if c.refused == nil && (all || h.due <= c.f.polls) && !behind(&h.op, kept) && (all || !c.lost(&h)) {
 			taken, err := c.pass(&h.op, h.owner)
 			if taken {
 				continue
@@ -152,6 +159,23 @@ func (c *Conn) flush(all bool) {
 	}
 	clear(c.queue[len(kept):])
 	c.queue = kept
+}
+
+// lost says whether a frame has been lost that is not to be sent yet, or is lost again.
+func (c *Conn) lost(h *held) bool {
+	now := time.Now()
+	switch {
+	case h.wait == 0:
+		return false
+	case now.Before(h.until):
+		return true
+	case c.f.chance(c.f.o.Drop):
+		h.wait = min(2*h.wait, patience*c.f.o.Timeout)
+		h.until = now.Add(h.wait)
+		return true
+	}
+	h.wait = 0
+	return false
 }
 
 // behind says whether op has to wait for one of those before it: a frame or a loan for all of
@@ -198,7 +222,6 @@ func (c *Conn) deliver(p *poll) {
 func (c *Conn) end(err error) {
 	if c.over == nil {
 		c.over = err
-		c.settle(c.next, err)
 		for _, h := range c.queue {
 			if !h.silent {
 				c.tell(h.user, err)
@@ -208,8 +231,7 @@ func (c *Conn) end(err error) {
 	}
 }
 
-// fail ends a Conn whose peer does not keep to the protocol, or that has refused an op which
-// was taken from the user.
+// fail ends a Conn that has refused an op which was taken from the user.
 func (c *Conn) fail(err error) {
 	if c.over == nil {
 		c.end(err)
@@ -244,11 +266,8 @@ func (c *Conn) leave() {
 	if c.closed {
 		return
 	}
-	if c.over == nil {
-		if !c.f.chance(c.f.o.Forget) {
-			c.flush(true)
-		}
-		c.settle(c.most, nil) // on their way, as far as one can know
+	if c.over == nil && !c.f.chance(c.f.o.Forget) {
+		c.flush(true)
 	}
 	c.end(transport.ErrClosed)
 	c.down, c.closed = true, true

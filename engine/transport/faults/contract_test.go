@@ -38,15 +38,11 @@ func bed(o faults.Options) func(testing.TB) transporttest.Bed {
 	}
 }
 
-func TestContract(t *testing.T) {
-	transporttest.Run(t, bed(faults.Options{Resend: true, Timeout: time.Minute}))
-}
-
-func TestContractWithoutResend(t *testing.T) { transporttest.Run(t, bed(faults.Options{})) }
+func TestContract(t *testing.T) { transporttest.Run(t, bed(faults.Options{})) }
 
 func TestContractUnderLoss(t *testing.T) {
 	o := faults.NIC(1)
-	o.Resend, o.Drop, o.Timeout = true, 0.1, 2*time.Millisecond
+	o.Resend, o.Drop, o.Timeout = true, 0.1, 200*time.Microsecond
 	transporttest.Run(t, bed(o))
 }
 
@@ -64,7 +60,7 @@ func TestContractOfNIC(t *testing.T) {
 
 func TestContractOverTCP(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
-		o := faults.Options{Resend: true, Timeout: time.Minute}
+		o := faults.Options{}
 		return transporttest.Bed{Open: func(w transporttest.Options) (transport.Fabric, error) {
 			in := tcp.Options{Gate: w.Gate, Limits: w.Limits}
 			if w.Listen {

@@ -1,18 +1,13 @@
 // Package faults makes any Fabric worse, within the contract of package transport.
 //
-// Programs' tests ask for two of its faults by settings: it loses frames on purpose, and it
-// sends again what is not acknowledged. Our own tests turn on the others: with them, memory in
+// Programs' tests ask for one of its faults by settings: it loses frames on purpose, and sends them
+// again if that is wanted, too. Our own tests turn on the others: with them, memory in
 // one process behaves like a NIC. A Fabric for which Options are zero is not to be wrapped,
 // so that nothing of this is on its way.
-//
-// Both ends must agree on Resend: each frame then has a header (kind, sequence number), and the
-// receiver gives frames to its user once and in order. It acknowledges them once for each Poll
-// that has found something.
 package faults
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -28,10 +23,11 @@ import (
 type Options struct {
 	Seed uint64 // of all that is drawn
 
-	Drop float64 // share of the frames that are lost, acknowledgements too
-	// Resend sends lost frames again. It keeps the order of all frames, so Op.Passes does nothing.
+	Drop float64 // share of the frames that are lost
+	// Resend sends a lost frame again, and may lose it again; the frames and loans behind it wait. The
+	// inner Fabric loses nothing, so the sender knows what was lost, and the receiver need not help.
 	Resend  bool
-	Timeout time.Duration // without an acknowledgement, until a frame is sent again
+	Timeout time.Duration // until a lost frame is sent again; it doubles each time
 
 	LateDone int // an EvDone is held back for 0 to so many Polls, each for itself
 	// LateWrite holds a write back for 0 to so many Polls. Later writes land before it; the frame
@@ -168,9 +164,6 @@ func (f *Fabric) conn(in transport.Conn) *Conn {
 	c := f.conns[in]
 	if c == nil {
 		c = &Conn{f: f, OverConn: link.OverConn[owner]{Conn: in}}
-		if f.o.Resend {
-			c.out, c.wait = make([]sent, window), f.o.Timeout
-		}
 		f.conns[in] = c
 		f.list = append(f.list, c)
 	}
@@ -185,9 +178,11 @@ func (f *Fabric) Arm() (again bool) {
 	var wait time.Duration
 	for _, c := range f.list {
 		again = again || c.ended() || c.late()
-		if c.first < c.fresh { // it may have to be sent again
-			if left := max(time.Until(c.since.Add(c.wait)), 1); wait == 0 || left < wait {
-				wait = left
+		for i := range c.queue {
+			if h := &c.queue[i]; h.wait != 0 {
+				if left := max(time.Until(h.until), 1); wait == 0 || left < wait {
+					wait = left
+				}
 			}
 		}
 	}
@@ -274,13 +269,6 @@ func (f *Fabric) event(e *transport.Event, p *poll) {
 		if f.closed {
 			c.leave()
 		}
-	case transport.EvFrame:
-		if f.o.Resend {
-			if err := c.receive(e.Data, p); err != nil {
-				c.fail(err)
-			}
-			return
-		}
 	case transport.EvDown:
 		c.end(e.Err) // after the frames that are here
 		return
@@ -290,7 +278,7 @@ func (f *Fabric) event(e *transport.Event, p *poll) {
 	p.Put(out)
 }
 
-// service sends what is due on all Conns, and tells of those that have ended.
+// service posts what is due on all Conns, and tells of those that have ended.
 func (f *Fabric) service(p *poll) {
 	for _, c := range f.list {
 		if c.refused != nil && p.quiet { // what ended the inner Conn would have come
@@ -298,7 +286,6 @@ func (f *Fabric) service(p *poll) {
 		}
 		c.deliver(p)
 		c.flush(false)
-		c.send()
 	}
 	f.list = slices.DeleteFunc(f.list, func(c *Conn) bool { return f.conns[c.Conn] != c })
 }
@@ -336,5 +323,3 @@ func (f *Fabric) Close() error {
 	}
 	return err
 }
-
-var errKind = errors.New("faults: the peer sent a frame without a valid header (PS_RESEND must be the same on all nodes)")

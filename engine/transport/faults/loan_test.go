@@ -1,6 +1,7 @@
 package faults
 
 import (
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -12,10 +13,15 @@ import (
 
 // lender gives loans of a peer.
 type lender struct {
-	script
+	transport.Fabric
+	conn  lenderConn
 	fd    int
 	loans []*mem.View
 }
+
+type lenderConn struct{ transport.Conn }
+
+func (c *lenderConn) Close() {}
 
 func (l *lender) Poll(ev []transport.Event) (n int, err error) {
 	for ; n < len(ev) && len(l.loans) > 0; n++ {
@@ -42,7 +48,7 @@ func TestLoansOfTheClosed(t *testing.T) {
 	defer func() { require.NoError(t, mem.FreeShared(m.ID())) }()
 	for name, end := range map[string]func(f *Fabric, c *Conn) error{
 		"conn closed":   func(_ *Fabric, c *Conn) error { c.Close(); return nil },
-		"conn broken":   func(_ *Fabric, c *Conn) error { c.fail(errKind); return nil },
+		"conn broken":   func(_ *Fabric, c *Conn) error { c.fail(errors.New("broken")); return nil },
 		"fabric closed": func(f *Fabric, _ *Conn) error { return f.Close() },
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
@@ -25,10 +26,14 @@ type two struct {
 	src      mem.Region
 }
 
-func newTwo(t *testing.T, o faults.Options) *two {
+// The second one has other faults if others says so.
+func newTwo(t *testing.T, o faults.Options, others ...faults.Options) *two {
 	net := inproc.New()
 	w := &two{t: t}
-	for _, f := range []*transport.Fabric{&w.a, &w.b} {
+	for i, f := range []*transport.Fabric{&w.a, &w.b} {
+		if i == 1 && len(others) > 0 {
+			o = others[0]
+		}
 		in, err := net.Open(inproc.Options{Listen: true, Gate: transporttest.Gate{}})
 		require.NoError(t, err)
 		*f, err = faults.Wrap(in, o)
@@ -203,6 +208,36 @@ func TestPasses(t *testing.T) {
 		}
 		require.Equal(t, dev != mem.CPU, overtakes)
 	}
+}
+
+// TestResend: lost frames come again, once and in order, and whoever sleeps is woken to send them. The
+// receiver takes no part in it.
+func TestResend(t *testing.T) {
+	const count = 100
+	w := newTwo(t, faults.Options{Drop: 0.5, Resend: true, Timeout: time.Millisecond}, faults.Options{})
+	var want, got []string
+	lost := false
+	for len(got) < count {
+		if len(want) < count {
+			s := fmt.Sprint(len(want))
+			k, err := w.from.Post([]transport.Op{frame(s)})
+			require.NoError(t, err)
+			want = append(want, []string{s}[:k]...)
+		}
+		for _, e := range w.poll(w.b) {
+			got = append(got, string(e.Data))
+		}
+		if w.from.Unsent() && !w.a.Arm() {
+			lost = true
+			p := []unix.PollFd{{Fd: int32(w.a.FD()), Events: unix.POLLIN}}
+			n, err := unix.Poll(p, 10_000)
+			require.NoError(t, err)
+			require.Equal(t, 1, n, "nobody wakes the sleeper")
+		}
+		w.poll(w.a)
+	}
+	require.True(t, lost)
+	require.Equal(t, want, got)
 }
 
 func TestStarve(t *testing.T) {
