@@ -18,63 +18,58 @@ import (
 	"fserver/engine/transport/link"
 )
 
-// How two sides that trust each other agree on how to talk. Each sends two
-// notes, the dialer the first and third; each names a word of its own memory
-// and the random number in it. The other side reads that word: only if it finds
-// the number, the process number means the process of the socket. Then it
-// writes the complement there, for real, and the first side sees whether that
-// arrived.
+// How two sides that trust each other agree on how to talk. Each sends three notes, and hears the
+// peer's after each:
 //
-//	1  dialer:    its word; with it, the segment
-//	2  acceptor:  its word; how writing into the dialer went
-//	3  dialer:    how writing into the acceptor went, and whether the
-//	              acceptor's writing arrived; its table if all of that is well
-//	4  acceptor:  whether the dialer's writing arrived; its table if all is well
+//  1. It names a word of its own memory, and the random number in it. Behind it the dialer passes
+//     the segment.
+//  2. How writing into the peer went: it reads the peer's word. Only if it finds the number, the
+//     process number means the process of the socket. Then it writes the complement there, for real.
+//  3. Whether the peer's writing arrived.
 //
-// Writes are direct if both directions are, and staged otherwise.
+// Now both know how it went in both directions. Writes are direct if all is well, and each side
+// passes its table then. Otherwise they are staged.
 
 // A note is one of these messages.
 type note struct {
-	mode Mode
+	Version uint8 // of the layout
+	Mode    Mode
 	// How it went so far: the sender of the note writing into its receiver,
 	// and the other way.
-	there, back verdict
-	word        uint64 // address
-	number      uint64
+	There, Back verdict
+	Word        uint64 // address
+	Number      uint64
 }
 
-const noteLen = 40
-
 func (n *note) encode() []byte {
-	b := make([]byte, noteLen)
-	copy(b, magic[:])
-	b[4], b[5] = layoutVersion, byte(n.mode)
-	b[6], b[7] = byte(n.there.kind), byte(n.back.kind)
-	binary.NativeEndian.PutUint32(b[8:], uint32(n.there.errno))
-	binary.NativeEndian.PutUint32(b[12:], uint32(n.back.errno))
-	binary.NativeEndian.PutUint64(b[16:], n.word)
-	binary.NativeEndian.PutUint64(b[24:], n.number)
+	b, _ := binary.Append(nil, binary.NativeEndian, n) // its size is fixed
 	return b
 }
 
 func (n *note) decode(b []byte) error {
-	if string(b[:4]) != string(magic[:]) || b[4] != layoutVersion {
-		return fmt.Errorf("the peer sent % x: want version %d of shared memory (run the same version of fserver on both sides)", b[:8], layoutVersion)
+	if len(b) != binary.Size(n) || b[0] != layoutVersion {
+		return fmt.Errorf("the peer sent % x: want version %d of shared memory (run the same version of fserver on both sides)", b[:min(len(b), 8)], layoutVersion)
 	}
-	*n = note{
-		mode:   Mode(b[5]),
-		there:  verdict{verdictKind(b[6]), unix.Errno(binary.NativeEndian.Uint32(b[8:]))},
-		back:   verdict{verdictKind(b[7]), unix.Errno(binary.NativeEndian.Uint32(b[12:]))},
-		word:   binary.NativeEndian.Uint64(b[16:]),
-		number: binary.NativeEndian.Uint64(b[24:]),
+	_, err := binary.Decode(b, binary.NativeEndian, n)
+	return err
+}
+
+// swap sends our note and returns the peer's.
+func swap(s *link.Session, ours *note) (in note, err error) {
+	if err = s.Tell(ours.encode()); err != nil {
+		return in, err
 	}
-	return nil
+	b, err := s.Hear()
+	if err == nil {
+		err = in.decode(b)
+	}
+	return in, err
 }
 
 // A verdict says how writing into the other process went.
 type verdict struct {
-	kind  verdictKind
-	errno unix.Errno
+	Kind  verdictKind
+	Errno uint32
 }
 
 type verdictKind uint8
@@ -90,9 +85,9 @@ const (
 // reason says what is in the way of from's writing into to.
 func (v verdict) reason(from, to string) string {
 	s := fmt.Sprintf("%s cannot write into %s: ", from, to)
-	switch v.kind {
+	switch v.Kind {
 	case tryError:
-		return s + "process_vm_writev: " + v.errno.Error()
+		return s + "process_vm_writev: " + unix.Errno(v.Errno).Error()
 	case tryOther:
 		return s + "its process number belongs to another process here"
 	case tryLost:
@@ -103,12 +98,12 @@ func (v verdict) reason(from, to string) string {
 
 // remedy says what the user can do about it.
 func (v verdict) remedy() string {
-	switch {
-	case v.kind == tryOther || v.errno == unix.ESRCH:
+	switch errno := unix.Errno(v.Errno); {
+	case v.Kind == tryOther || errno == unix.ESRCH:
 		return "let both processes share a PID namespace: docker run --pid=host, hostPID or shareProcessNamespace"
-	case v.errno == unix.ENOSYS:
+	case errno == unix.ENOSYS:
 		return "use a kernel with CONFIG_CROSS_MEMORY_ATTACH, and a sandbox that allows process_vm_writev"
-	case v.errno != unix.EPERM:
+	case errno != unix.EPERM:
 		return ""
 	}
 	switch b, _ := os.ReadFile("/proc/sys/kernel/yama/ptrace_scope"); strings.TrimSpace(string(b)) {
@@ -136,8 +131,8 @@ func newProbe() *probe {
 
 // came turns the peer's word that it wrote into what has been seen of it.
 func (p *probe) came(v verdict) verdict {
-	if v.kind == tryDone && p.word.Load() != ^p.number {
-		v.kind = tryLost
+	if v.Kind == tryDone && p.word.Load() != ^p.number {
+		v.Kind = tryLost
 	}
 	return v
 }
@@ -149,7 +144,7 @@ func tryPeer(pid int, p *probe) verdict {
 
 func tryWord(pid int, addr, number uint64) verdict {
 	if pid <= 0 { // the process is in a PID namespace that is not ours
-		return verdict{kind: tryError, errno: unix.ESRCH}
+		return verdict{tryError, uint32(unix.ESRCH)}
 	}
 	b := binary.NativeEndian.AppendUint64(nil, 0)
 	local := []unix.Iovec{{Base: &b[0], Len: 8}}
@@ -164,11 +159,11 @@ func tryWord(pid int, addr, number uint64) verdict {
 	var e unix.Errno
 	switch {
 	case err == nil:
-		return verdict{kind: tryDone}
+		return verdict{Kind: tryDone}
 	case errors.As(err, &e) && e == unix.EFAULT: // the word is not there
-		return verdict{kind: tryOther}
+		return verdict{Kind: tryOther}
 	}
-	return verdict{kind: tryError, errno: e}
+	return verdict{tryError, uint32(e)}
 }
 
 // user is who is at the other end of a socket.
@@ -199,7 +194,7 @@ func (f *Fabric) attach(nc *net.UnixConn, s *link.Session) (*Conn, error) {
 	}
 	c := &Conn{f: f, peer: process{pid: who.pid}}
 	c.Open(s, c.end)
-	err = f.agree(nc, c, s.Dialer)
+	err = f.agree(nc, c, s)
 	if err == nil && who.pid > 0 { // it is in a PID namespace that is ours
 		p, e := findProcess(who.pid)
 		if e == nil {
@@ -224,68 +219,65 @@ func (c *Conn) discard() {
 	c.table.unmap()
 }
 
-// agree exchanges the notes.
-func (f *Fabric) agree(nc *net.UnixConn, c *Conn, dialer bool) (err error) {
+// agree exchanges the notes, and what is passed with them.
+func (f *Fabric) agree(nc *net.UnixConn, c *Conn, s *link.Session) error {
 	p := newProbe()
-	ours, in := note{mode: f.mode, word: addressOf(&p.word), number: p.number}, note{}
-	var none *Conn // nothing is to be passed to the dialer yet
-	if dialer {
-		err = f.share(nc, c, &ours)
-	} else {
-		none = c
+	ours := note{Version: layoutVersion, Mode: f.mode, Word: addressOf(&p.word), Number: p.number}
+	in, err := swap(s, &ours)
+	if err != nil {
+		return err
 	}
-	if err == nil {
-		err = receiveNote(nc, &in, none)
+	mode := in.Mode
+	if s.Dialer {
+		err = c.share(nc, ours.Number)
+	} else {
+		c.start = startOf(in.Number)
+		var b []byte
+		if b, err = receiveMemory(nc, segmentSize, unix.PROT_READ|unix.PROT_WRITE); err == nil {
+			c.seg = &segment{mem: b, refs: 1}
+		}
 	}
 	if err != nil {
 		return err
 	}
-	if c.seg == nil {
-		return errors.New("the peer passed no shared memory")
-	}
-	mode := in.mode
 	if f.mode != Staged && mode != Staged {
-		ours.there = tryWord(c.peer.pid, in.word, in.number)
+		ours.There = tryWord(c.peer.pid, in.Word, in.Number)
 	}
-	if !dialer {
-		c.start = startOf(in.number)
-		if err = sendNote(nc, &ours, -1); err == nil {
-			err = receiveNote(nc, &in, c)
+	if in, err = swap(s, &ours); err != nil {
+		return err
+	}
+	ours.Back = p.came(in.There)
+	if in, err = swap(s, &ours); err != nil {
+		return err
+	}
+	if ours.There.Kind == tryDone { // what we have seen to fail is no matter of the peer's word
+		ours.There = in.Back
+	}
+	if ours.There.Kind == tryDone && ours.Back.Kind == tryDone {
+		if err = passMemory(nc, f.tableFD); err != nil {
+			return err
 		}
+		b, err := receiveMemory(nc, tableSize, unix.PROT_READ)
 		if err != nil {
 			return err
 		}
-		ours.there = in.back
+		c.table = asTable(b)
 	}
-	ours.back = p.came(in.there)
-	fd := -1
-	if ours.there.kind == tryDone && ours.back.kind == tryDone {
-		fd = f.tableFD
-	}
-	if err = sendNote(nc, &ours, fd); err != nil {
-		return err
-	}
-	if dialer {
-		if err = receiveNote(nc, &in, c); err != nil {
-			return err
-		}
-		ours.there = in.back
-	}
-	return f.decide(c, mode, ours.there, ours.back)
+	return f.decide(c, mode, ours.There, ours.Back)
 }
 
-// share makes the segment of c, and sends it with n.
-func (f *Fabric) share(nc *net.UnixConn, c *Conn, n *note) error {
+// share makes the segment of c, and passes it.
+func (c *Conn) share(nc *net.UnixConn, number uint64) error {
 	b, fd, err := mem.NewSealed("fserver-cma", segmentSize, mem.Seals)
 	if err != nil {
 		return err
 	}
+	defer unix.Close(fd)
 	c.seg = &segment{mem: b, refs: 1}
-	c.start = startOf(n.number)
+	c.start = startOf(number)
 	c.seg.control(0).head.Store(c.start)
 	c.seg.control(1).head.Store(c.start)
-	defer unix.Close(fd)
-	return sendNote(nc, n, fd)
+	return passMemory(nc, fd)
 }
 
 // decide takes the verdicts that both sides know: here is how writing into the
@@ -293,17 +285,15 @@ func (f *Fabric) share(nc *net.UnixConn, c *Conn, n *note) error {
 func (f *Fabric) decide(c *Conn, peer Mode, here, back verdict) error {
 	no := &transport.ErrUnavailable{Transport: "cma"}
 	switch {
-	case here.kind == tryDone && back.kind == tryDone && c.table != nil:
+	case c.table != nil:
 		c.tx.direct, c.rx.direct = true, true
 		return nil
 	case f.mode == Staged:
 		no.Reason = "this process is set to staging"
 	case peer == Staged:
 		no.Reason = "the peer is set to staging"
-	case here.kind == tryError || here.kind == tryOther || here.kind == tryLost:
+	case here.Kind == tryError || here.Kind == tryOther || here.Kind == tryLost:
 		no.Reason, no.Remedy = here.reason("this process", c.About.Remote), here.remedy()
-	case back.kind == tryDone:
-		no.Reason = "the peer passed no table of its regions"
 	default:
 		no.Reason, no.Remedy = back.reason(c.About.Remote, "this process"), back.remedy()
 	}
@@ -314,8 +304,6 @@ func (f *Fabric) decide(c *Conn, peer Mode, here, back verdict) error {
 	if no.Remedy != "" {
 		c.About.Why += " (" + no.Remedy + ")"
 	}
-	c.table.unmap()
-	c.table = nil
 	return nil
 }
 
@@ -341,66 +329,35 @@ func (c *Conn) arrange(dialer bool) {
 	c.tx.held.Trim(txHeld)
 }
 
-// sendNote sends n, and descriptor fd with it if there is one.
-func sendNote(nc *net.UnixConn, n *note, fd int) error {
-	var rights []byte
-	if fd >= 0 {
-		rights = unix.UnixRights(fd)
-	}
-	_, _, err := nc.WriteMsgUnix(n.encode(), rights, nil)
+// passMemory passes a descriptor, with one byte.
+func passMemory(nc *net.UnixConn, fd int) error {
+	_, _, err := nc.WriteMsgUnix([]byte{0}, unix.UnixRights(fd), nil)
 	return err
 }
 
-// receiveNote receives n. Memory that comes with it becomes c's segment if that
-// has none, and the peer's table otherwise; without a c there must be none.
-func receiveNote(nc *net.UnixConn, n *note, c *Conn) error {
+// receiveMemory maps the memory that the peer passes.
+func receiveMemory(nc *net.UnixConn, size, prot int) ([]byte, error) {
 	raw, err := nc.SyscallConn()
 	if err != nil {
-		return err
+		return nil, err
 	}
-	var b [noteLen]byte
 	var l letter
-	for k := 0; k < len(b); {
-		m, fd, e := 0, -1, unix.Errno(0)
-		err = raw.Read(func(s uintptr) bool { m, fd, e = l.receive(int(s), b[k:]); return e != unix.EAGAIN })
-		if fd >= 0 {
-			if err == nil && e == 0 {
-				err = c.keep(fd)
-			}
-			unix.Close(fd)
-		}
-		switch {
-		case err != nil:
-			return err
-		case e == unix.EPROTO:
-			return errors.New("the peer passed descriptors that were not requested, or this process has no free one (raise ulimit -n)")
-		case e != 0 && e != unix.EINTR:
-			return e
-		case m == 0 && k == 0 && e == 0:
-			return fmt.Errorf("the peer closed the connection: %w", io.EOF)
-		case m == 0 && e == 0:
-			return fmt.Errorf("the peer sent an incomplete message: %w", io.ErrUnexpectedEOF)
-		}
-		k += m
+	n, fd, e := 0, -1, unix.Errno(0)
+	err = raw.Read(func(s uintptr) bool { n, fd, e = l.receive(int(s), l.bytes[:1]); return e != unix.EAGAIN })
+	if fd >= 0 {
+		defer unix.Close(fd)
 	}
-	return n.decode(b[:])
-}
-
-// keep maps memory that the peer passed.
-func (c *Conn) keep(fd int) error {
 	switch {
-	case c == nil || c.table != nil:
-		return errors.New("the peer passed a descriptor that was not requested")
-	case c.seg == nil:
-		b, err := mapMemory(fd, segmentSize, unix.PROT_READ|unix.PROT_WRITE)
-		if err == nil {
-			c.seg = &segment{mem: b, refs: 1}
-		}
-		return err
+	case err != nil:
+		return nil, err
+	case e == unix.EPROTO:
+		return nil, errors.New("the peer passed descriptors that were not requested, or this process has no free one (raise ulimit -n)")
+	case e != 0:
+		return nil, e
+	case n == 0:
+		return nil, fmt.Errorf("the peer's process has ended, or cut the connection: %w", io.ErrUnexpectedEOF)
+	case fd < 0:
+		return nil, errors.New("the peer passed no shared memory")
 	}
-	b, err := mapMemory(fd, tableSize, unix.PROT_READ)
-	if err == nil {
-		c.table = asTable(b)
-	}
-	return err
+	return mapMemory(fd, size, prot)
 }

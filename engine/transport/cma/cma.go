@@ -127,7 +127,7 @@ func Open(o Options) (*Fabric, error) {
 		return nil, &transport.ErrUnavailable{Transport: "cma", Reason: err.Error(), Remedy: "mount /proc"}
 	}
 	if o.Mode == Direct {
-		if v := tryPeer(unix.Getpid(), newProbe()); v.kind != tryDone {
+		if v := tryPeer(unix.Getpid(), newProbe()); v.Kind != tryDone {
 			return nil, &transport.ErrUnavailable{Transport: "cma", Reason: v.reason("this process", "itself"), Remedy: v.remedy()}
 		}
 	}

@@ -79,14 +79,14 @@ func FuzzRecords(f *testing.F) {
 // FuzzNote takes random messages of the set-up: what one says is the same when it is
 // sent again, and can be told to people.
 func FuzzNote(f *testing.F) {
-	f.Add((&note{mode: Direct, there: verdict{kind: tryError, errno: 1}, word: 1, number: 2}).encode())
-	f.Add(bytes.Repeat([]byte{0xFF}, noteLen))
+	f.Add((&note{Version: layoutVersion, Mode: Direct, There: verdict{tryError, 1}, Word: 1, Number: 2}).encode())
+	f.Add(bytes.Repeat([]byte{0xFF}, len((&note{}).encode())))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var n, again note
-		if len(b) != noteLen || n.decode(b) != nil {
+		if n.decode(b) != nil {
 			return
 		}
-		for _, v := range []verdict{n.there, n.back} {
+		for _, v := range []verdict{n.There, n.Back} {
 			_ = v.reason("here", "there") + v.remedy()
 		}
 		require.NoError(t, again.decode(n.encode()))

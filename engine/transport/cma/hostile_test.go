@@ -3,6 +3,7 @@ package cma
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"io"
 	"net"
 	"os"
@@ -235,6 +236,22 @@ func stranger(t *testing.T, f *Fabric) *net.UnixConn {
 	return nc
 }
 
+// tell sends a message of the set-up.
+func tell(t *testing.T, nc *net.UnixConn, b []byte) {
+	t.Helper()
+	require.NoError(t, link.SendMessage(nc, magic, append([]byte{'M'}, b...)))
+}
+
+// hear receives a note.
+func hear(t *testing.T, nc *net.UnixConn) (in note) {
+	t.Helper()
+	b, err := link.ReceiveMessage(nc, magic)
+	require.NoError(t, err)
+	require.Equal(t, byte('M'), b[0])
+	require.NoError(t, in.decode(b[1:]))
+	return in
+}
+
 func TestBrokenAttach(t *testing.T) {
 	memory := func(t *testing.T, size, seals int) int {
 		b, fd, err := mem.NewSealed("fserver-cma", size, seals)
@@ -242,35 +259,60 @@ func TestBrokenAttach(t *testing.T) {
 		require.NoError(t, unix.Munmap(b))
 		return fd
 	}
-	pass := func(t *testing.T, nc *net.UnixConn, fds ...int) {
-		_, _, err := nc.WriteMsgUnix((&note{}).encode(), unix.UnixRights(fds...), nil)
+	first := (&note{Version: layoutVersion}).encode()
+	rights := func(t *testing.T, nc *net.UnixConn, b []byte, fds ...int) {
+		_, _, err := nc.WriteMsgUnix(b, unix.UnixRights(fds...), nil)
 		require.NoError(t, err)
 		for _, fd := range fds {
 			unix.Close(fd)
 		}
 	}
+	pass := func(t *testing.T, nc *net.UnixConn, fds ...int) {
+		tell(t, nc, first)
+		rights(t, nc, []byte{0}, fds...)
+	}
 	for name, c := range map[string]struct {
 		do   func(t *testing.T, nc *net.UnixConn)
 		want string
 	}{
-		"nothing": {func(_ *testing.T, nc *net.UnixConn) { nc.Close() }, "closed the connection"},
-		"part of a note": {func(t *testing.T, nc *net.UnixConn) {
-			_, err := nc.Write((&note{}).encode()[:noteLen-1])
-			require.NoError(t, err)
+		"nothing": {func(t *testing.T, nc *net.UnixConn) {
+			hear(t, nc)
 			nc.Close()
-		}, "an incomplete message"},
-		"garbage": {func(t *testing.T, nc *net.UnixConn) {
-			_, err := nc.Write(bytes.Repeat([]byte{7}, noteLen))
+		}, "cut the connection"},
+		"no memory, and the end": {func(t *testing.T, nc *net.UnixConn) {
+			tell(t, nc, first)
+			hear(t, nc)
+			nc.Close()
+		}, "cut the connection"},
+		"part of a message": {func(t *testing.T, nc *net.UnixConn) {
+			_, err := nc.Write([]byte{'F'})
 			require.NoError(t, err)
+			hear(t, nc)
+			nc.Close()
+		}, io.ErrUnexpectedEOF.Error()},
+		"part of a note": {func(t *testing.T, nc *net.UnixConn) { tell(t, nc, first[:len(first)-1]) }, "same version of fserver"},
+		"empty note":     {func(t *testing.T, nc *net.UnixConn) { tell(t, nc, nil) }, "same version of fserver"},
+		"garbage": {func(t *testing.T, nc *net.UnixConn) {
+			_, err := nc.Write(bytes.Repeat([]byte{7}, 100))
+			require.NoError(t, err)
+		}, "not a message of fserver"},
+		"garbage of the right length": {func(t *testing.T, nc *net.UnixConn) {
+			tell(t, nc, bytes.Repeat([]byte{7}, len(first)))
 		}, "same version of fserver"},
 		"another version": {func(t *testing.T, nc *net.UnixConn) {
-			b := (&note{}).encode()
-			b[4]++
-			_, err := nc.Write(b)
-			require.NoError(t, err)
+			tell(t, nc, (&note{Version: layoutVersion + 1}).encode())
 		}, "same version of fserver"},
 		"no memory": {func(t *testing.T, nc *net.UnixConn) {
-			require.NoError(t, sendNote(nc, &note{}, -1))
+			tell(t, nc, first)
+			_, err := nc.Write([]byte{0})
+			require.NoError(t, err)
+		}, "passed no shared memory"},
+		"memory with the note": {func(t *testing.T, nc *net.UnixConn) {
+			fd := memory(t, segmentSize, mem.Seals)
+			b := append(binary.LittleEndian.AppendUint32(magic[:], uint32(1+len(first))), 'M')
+			rights(t, nc, append(b, first...), fd)
+			_, err := nc.Write([]byte{0})
+			require.NoError(t, err)
 		}, "passed no shared memory"},
 		"memory that can shrink": {func(t *testing.T, nc *net.UnixConn) {
 			pass(t, nc, memory(t, segmentSize, unix.F_SEAL_GROW|unix.F_SEAL_SEAL))
@@ -319,33 +361,82 @@ func TestBrokenAttach(t *testing.T) {
 }
 
 // TestLiarAboutItself names a word that is not there, and one that holds
-// something else: nothing is written, and the Conn is a staged one.
+// something else: nothing is written, and the Conn is a staged one. That holds also for a peer that can
+// write into us, and claims that we can write into it.
 func TestLiarAboutItself(t *testing.T) {
 	f := open(t, Options{Listen: true})
 	p := newProbe()
-	for _, n := range []note{{word: 8, number: 1}, {word: addressOf(&p.word), number: p.number + 1}} {
-		nc := stranger(t, f)
-		b, fd, err := mem.NewSealed("fserver-cma", segmentSize, mem.Seals)
-		require.NoError(t, err)
-		require.NoError(t, sendNote(nc, &n, fd))
-		unix.Close(fd)
-		var in note
-		require.NoError(t, receiveNote(nc, &in, nil))
-		require.Equal(t, tryOther, in.there.kind)
-		require.NoError(t, sendNote(nc, &note{there: verdict{kind: tryDone}, back: verdict{kind: tryDone}}, -1))
-		require.NoError(t, receiveNote(nc, &in, nil))
-		var c *Conn
-		until(t, func() bool {
-			ev := make([]transport.Event, 1)
-			if n, _ := f.Poll(ev); n > 0 && ev[0].Kind == transport.EvAccept {
-				c = ev[0].Conn.(*Conn)
+	for _, n := range []note{{Word: 8, Number: 1}, {Word: addressOf(&p.word), Number: p.number + 1}} {
+		for _, writes := range []bool{false, true} {
+			nc := stranger(t, f)
+			b, fd, err := mem.NewSealed("fserver-cma", segmentSize, mem.Seals)
+			require.NoError(t, err)
+			n.Version = layoutVersion
+			tell(t, nc, n.encode())
+			require.NoError(t, passMemory(nc, fd))
+			unix.Close(fd)
+			in := hear(t, nc)
+			if writes {
+				require.Equal(t, tryDone, tryWord(os.Getpid(), in.Word, in.Number).Kind)
 			}
-			return c != nil
-		})
-		require.Equal(t, "cma/staged", c.Peer().Via)
-		require.NoError(t, unix.Munmap(b))
+			n.There.Kind, n.Back.Kind = tryDone, tryDone
+			tell(t, nc, n.encode())
+			require.Equal(t, tryOther, hear(t, nc).There.Kind)
+			tell(t, nc, n.encode())
+			require.Equal(t, writes, hear(t, nc).Back.Kind == tryDone)
+			var c *Conn
+			until(t, func() bool {
+				ev := make([]transport.Event, 1)
+				if n, _ := f.Poll(ev); n > 0 && ev[0].Kind == transport.EvAccept {
+					c = ev[0].Conn.(*Conn)
+				}
+				return c != nil
+			})
+			require.Equal(t, "cma/staged", c.Peer().Via)
+			require.NoError(t, unix.Munmap(b))
+		}
 	}
 	require.Equal(t, p.number, p.word.Load())
+}
+
+// TestBrokenTable: a peer that passes no table where each can write into the other is refused, and so
+// is one that passes other memory.
+func TestBrokenTable(t *testing.T) {
+	for want, pass := range map[string]func(nc *net.UnixConn) error{
+		"passed no shared memory": func(nc *net.UnixConn) error { _, err := nc.Write([]byte{0}); return err },
+		"bytes of shared memory": func(nc *net.UnixConn) error {
+			b, fd, err := mem.NewSealed("fserver-cma", tableSize+4096, mem.Seals)
+			require.NoError(t, err)
+			defer unix.Close(fd)
+			require.NoError(t, unix.Munmap(b))
+			return passMemory(nc, fd)
+		},
+	} {
+		t.Run(want, func(t *testing.T) {
+			noLeaks(t)
+			var refusals refusals
+			f := open(t, Options{Listen: true, Refused: refusals.add})
+			nc := stranger(t, f)
+			p := newProbe()
+			n := note{Version: layoutVersion, Word: addressOf(&p.word), Number: p.number}
+			tell(t, nc, n.encode())
+			b, fd, err := mem.NewSealed("fserver-cma", segmentSize, mem.Seals)
+			require.NoError(t, err)
+			require.NoError(t, passMemory(nc, fd))
+			unix.Close(fd)
+			in := hear(t, nc)
+			n.There = tryWord(os.Getpid(), in.Word, in.Number)
+			tell(t, nc, n.encode())
+			n.Back = p.came(hear(t, nc).There)
+			require.Equal(t, tryDone, n.Back.Kind)
+			tell(t, nc, n.encode())
+			require.Equal(t, tryDone, hear(t, nc).Back.Kind)
+			require.NoError(t, pass(nc))
+			until(t, func() bool { return refusals.count() > 0 })
+			require.ErrorContains(t, refusals.all[0], want)
+			require.NoError(t, unix.Munmap(b))
+		})
+	}
 }
 
 // TestFloodOfHalfOpenConnections opens 10^4 connections that never say a word, 256

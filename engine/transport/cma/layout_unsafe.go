@@ -43,7 +43,7 @@ import (
 // Direct Conns use the first ringDirect bytes of a ring, which stay in a
 // core's own cache. Pages that nobody touches take no memory.
 const (
-	layoutVersion = 3
+	layoutVersion = 4
 
 	controlSize = 2048
 	ringsAt     = 2 * controlSize

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -356,23 +357,25 @@ func TestModes(t *testing.T) {
 		{Direct, Staged, ""},
 		{Staged, Direct, ""},
 	} {
-		noLeaks(t)
-		var refusals refusals
-		a := &end{f: open(t, Options{Mode: c.dialer})}
-		b := &end{f: open(t, Options{Mode: c.acceptor, Listen: true, Refused: refusals.add})}
-		if c.via != "" {
-			join(t, a, b)
-			for _, conn := range []transport.Conn{a.conn, b.conn} {
-				require.Equal(t, c.via, conn.(*Conn).Peer().Via)
-				require.Equal(t, c.via == "cma", conn.(*Conn).Peer().Why == "")
+		t.Run(fmt.Sprintf("%d to %d", c.dialer, c.acceptor), func(t *testing.T) {
+			noLeaks(t)
+			var refusals refusals
+			a := &end{f: open(t, Options{Mode: c.dialer})}
+			b := &end{f: open(t, Options{Mode: c.acceptor, Listen: true, Refused: refusals.add})}
+			if c.via != "" {
+				join(t, a, b)
+				for _, conn := range []transport.Conn{a.conn, b.conn} {
+					require.Equal(t, c.via, conn.(*Conn).Peer().Via)
+					require.Equal(t, c.via == "cma", conn.(*Conn).Peer().Why == "")
+				}
+				return
 			}
-			continue
-		}
-		_, err := a.f.Connect(context.Background(), b.f.Addr())
-		var no *transport.ErrUnavailable
-		require.ErrorAs(t, err, &no)
-		require.Contains(t, no.Reason, "staging")
-		until(t, func() bool { return refusals.count() > 0 })
+			_, err := a.f.Connect(context.Background(), b.f.Addr())
+			var no *transport.ErrUnavailable
+			require.ErrorAs(t, err, &no)
+			require.Contains(t, no.Reason, "staging")
+			until(t, func() bool { return refusals.count() > 0 })
+		})
 	}
 }
 
