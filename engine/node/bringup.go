@@ -129,7 +129,7 @@ func carrier(cfg *conf.Config) string {
 // environment is what drivers are given. A server takes connections at the host of the address at,
 // too.
 func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string) *transport.Env {
-	e := &transport.Env{Config: cfg, Gate: g, Log: log, Named: cfg.Transport != conf.Auto, Refused: refused(log)}
+	e := &transport.Env{Config: cfg, Gate: g, Log: log, Refused: refused(log)}
 	e.Host, _ = address(cfg)
 	if cfg.NodeHost != "" || cfg.Interface != "" {
 		e.Bind = e.Host

@@ -47,7 +47,9 @@ func eachWay(t *testing.T, test func(t *testing.T, way ...string)) {
 
 // skipWithoutCMA skips where the kernel lets no process write into another.
 func skipWithoutCMA(t *testing.T) {
-	f, err := cma.Open(cma.Options{Gate: newGate(&conf.Config{}), Mode: cma.Direct})
+	o := cma.Options{Mode: cma.Direct}
+	o.Gate = newGate(&conf.Config{})
+	f, err := cma.Open(o)
 	var no *transport.ErrUnavailable
 	if errors.As(err, &no) {
 		t.Skip(no.Error())

@@ -36,8 +36,6 @@ type Env struct {
 	Config *conf.Config
 	Gate   Gate
 	Log    *zap.Logger
-	// Named says that the user asks for this driver by name.
-	Named bool
 	// Listen is where connections are taken, "host:port"; empty: none are. A driver that is
 	// not the one that reaches everybody takes another port.
 	Listen string
@@ -53,9 +51,6 @@ type Env struct {
 	// HasGPU says by its hello whether a peer may have tensors on a GPU.
 	HasGPU func(hello []byte) bool
 }
-
-// Limits are what the settings say of connections.
-func (e *Env) Limits() Limits { return Limits{Stall: e.Config.StallTimeout} }
 
 // A Finding is what a Probe says of one thing.
 type Finding struct {

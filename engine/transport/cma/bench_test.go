@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -84,10 +85,10 @@ func BenchmarkEcho(b *testing.B) {
 func BenchmarkIdlePoll(b *testing.B) {
 	for _, conns := range []int{1, 40} {
 		b.Run(fmt.Sprint(conns), func(b *testing.B) {
-			f, err := Open(Options{Gate: transporttest.Gate{}, Listen: true})
+			f, err := Open(Options{Options: link.Options{Gate: transporttest.Gate{}, Listen: here}})
 			require.NoError(b, err)
 			defer f.Close()
-			g, err := Open(Options{Gate: transporttest.Gate{}})
+			g, err := Open(Options{Options: link.Options{Gate: transporttest.Gate{}}})
 			require.NoError(b, err)
 			defer g.Close()
 			ev := make([]transport.Event, 64)

@@ -20,6 +20,7 @@ import (
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -68,9 +69,19 @@ type end struct {
 	sleeps      bool     // waitFrame does, between polls
 }
 
+// here is where a Fabric listens that listens at all.
+const here = "here"
+
+func where(listen bool) string {
+	if listen {
+		return here
+	}
+	return ""
+}
+
 func newEnd(m Mode, listen bool, in, out mem.Region) (e *end, err error) {
 	e = &end{in: in, out: out}
-	if e.f, err = Open(Options{Mode: m, Listen: listen, Gate: transporttest.Gate{}, NoPtracer: noPtracer}); err != nil {
+	if e.f, err = Open(Options{Options: link.Options{Listen: where(listen), Gate: transporttest.Gate{}}, Mode: m, NoPtracer: noPtracer}); err != nil {
 		return nil, err
 	}
 	e.ops[0] = transport.Op{Kind: transport.OpWrite, Src: e.span[:]}

@@ -77,18 +77,10 @@ const (
 	Staged             // two copies
 )
 
-// Options say what Open opens.
+// Options say what Open opens. A Fabric listens on a Unix socket if Listen is not empty, whatever that
+// says; Bind and TLS are not used.
 type Options struct {
-	// Listen asks for connections to be taken; without it Addr is empty.
-	Listen bool
-	// Gate decides who may talk, on both sides.
-	Gate transport.Gate
-	// Limits are the bounds to keep.
-	Limits transport.Limits
-	// Refused, if set, is told once of each connection that was taken and did
-	// not become a Conn, and of failures to take one. It is called by several
-	// goroutines at once and must not call the Fabric.
-	Refused func(remote string, err error)
+	link.Options
 	// Mode is the zero value, Auto, but for those who know.
 	Mode Mode
 	// NoPtracer keeps Open from calling prctl(PR_SET_PTRACER_ANY), which lets
@@ -133,10 +125,12 @@ func Open(o Options) (*Fabric, error) {
 	}
 	f := &Fabric{mode: o.Mode, host: host, arena: make([]byte, 0, arenaSize), tableFD: -1}
 	f.Regions.Init(&f.Fabric)
+	kept := o.Options
+	kept.Listen, kept.Bind, kept.TLS = "", "", nil // they are of TCP
 	err = f.Fabric.Open(link.Kind{
 		Name: "cma", Network: "unix", Magic: magic, Gone: "the peer has ended, or closed its node",
 		Caps: transport.Caps{Lends: true}, Target: f.socketName, Remote: remote, Adopt: f.adopt,
-	}, link.Options{Gate: o.Gate, Limits: o.Limits, Refused: o.Refused})
+	}, kept)
 	if err != nil {
 		return nil, err
 	}
@@ -162,7 +156,7 @@ func (f *Fabric) open(o *Options) (err error) {
 		return fmt.Errorf("create the table of regions: %w", err)
 	}
 	f.Shared = asTable(b)
-	if o.Listen {
+	if o.Listen != "" {
 		return f.listen()
 	}
 	return nil

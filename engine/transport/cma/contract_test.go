@@ -6,6 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -19,7 +20,7 @@ func TestContractStaged(t *testing.T) {
 
 func bed(m Mode) transporttest.Bed {
 	return transporttest.Bed{Open: func(o transporttest.Options) (transport.Fabric, error) {
-		return Open(Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits, Mode: m})
+		return Open(Options{Options: link.Options{Listen: where(o.Listen), Gate: o.Gate, Limits: o.Limits}, Mode: m})
 	}, Kill: kill}
 }
 

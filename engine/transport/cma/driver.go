@@ -3,6 +3,7 @@ package cma
 import (
 	"fserver/engine/conf"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // Driver opens connections between processes of one host.
@@ -15,10 +16,11 @@ var Driver = transport.Driver{
 	}},
 	Inside: true,
 	Open: func(e *transport.Env) ([]transport.Fabric, error) {
-		f, err := Open(Options{
-			Listen: e.Listen != "", Gate: e.Gate, Limits: e.Limits(), Refused: e.Refused,
-			Mode: conf.Get[Mode](e.Config, "FSERVER_CMA"), NoPtracer: !conf.Get[bool](e.Config, "FSERVER_PTRACER"),
-		})
+		o, err := link.From(e)
+		if err != nil {
+			return nil, err
+		}
+		f, err := Open(Options{Options: o, Mode: conf.Get[Mode](e.Config, "FSERVER_CMA"), NoPtracer: !conf.Get[bool](e.Config, "FSERVER_PTRACER")})
 		if err != nil {
 			return nil, err
 		}

@@ -348,7 +348,7 @@ func TestBrokenAttach(t *testing.T) {
 			if name == "silence" {
 				limits.Handshake = 50 * time.Millisecond
 			}
-			f := open(t, Options{Listen: true, Refused: refusals.add, Limits: limits})
+			f := open(t, Options{Options: link.Options{Listen: here, Refused: refusals.add, Limits: limits}})
 			c.do(t, stranger(t, f))
 			until(t, func() bool { return refusals.count() > 0 })
 			require.ErrorContains(t, refusals.all[0], c.want)
@@ -364,7 +364,7 @@ func TestBrokenAttach(t *testing.T) {
 // something else: nothing is written, and the Conn is a staged one. That holds also for a peer that can
 // write into us, and claims that we can write into it.
 func TestLiarAboutItself(t *testing.T) {
-	f := open(t, Options{Listen: true})
+	f := open(t, Options{Options: link.Options{Listen: here}})
 	p := newProbe()
 	for _, n := range []note{{Word: 8, Number: 1}, {Word: addressOf(&p.word), Number: p.number + 1}} {
 		for _, writes := range []bool{false, true} {
@@ -415,7 +415,7 @@ func TestBrokenTable(t *testing.T) {
 		t.Run(want, func(t *testing.T) {
 			noLeaks(t)
 			var refusals refusals
-			f := open(t, Options{Listen: true, Refused: refusals.add})
+			f := open(t, Options{Options: link.Options{Listen: here, Refused: refusals.add}})
 			nc := stranger(t, f)
 			p := newProbe()
 			n := note{Version: layoutVersion, Word: addressOf(&p.word), Number: p.number}
@@ -447,7 +447,7 @@ func TestFloodOfHalfOpenConnections(t *testing.T) {
 	noLeaks(t)
 	const total, atOnce, pending, friends = 10_000, 256, 32, 20
 	var refusals refusals
-	f := open(t, Options{Listen: true, Refused: refusals.add, Limits: transport.Limits{Pending: pending}})
+	f := open(t, Options{Options: link.Options{Listen: here, Refused: refusals.add, Limits: transport.Limits{Pending: pending}}})
 	dialer := open(t, Options{})
 	name, err := f.socketName(f.Addr())
 	require.NoError(t, err)

@@ -12,7 +12,7 @@ import (
 
 // TestPanicInPoll leaves the owner's lock free, and so Close possible.
 func TestPanicInPoll(t *testing.T) {
-	f, err := Open(Options{Gate: transporttest.Gate{}})
+	f, err := Open(Options{Options: link.Options{Gate: transporttest.Gate{}}})
 	require.NoError(t, err)
 	f.Owned(func() { f.conns.All = append(f.conns.All, nil) })
 	require.Panics(t, func() { _, _ = f.Poll(make([]transport.Event, 1)) })

@@ -66,7 +66,7 @@ func open(t *testing.T, o Options) *Fabric {
 // pair is two ends in this process.
 func pair(t *testing.T, dialer, acceptor Mode) (a, b *end) {
 	t.Helper()
-	a, b = &end{f: open(t, Options{Mode: dialer})}, &end{f: open(t, Options{Mode: acceptor, Listen: true})}
+	a, b = &end{f: open(t, Options{Mode: dialer})}, &end{f: open(t, Options{Options: link.Options{Listen: here}, Mode: acceptor})}
 	join(t, a, b)
 	a.equip(t)
 	b.equip(t)
@@ -303,14 +303,14 @@ func TestRefusedByTheKernel(t *testing.T) {
 				require.Contains(t, no.Remedy, c.remedy)
 			}
 			var err error
-			refuse(func() { _, err = Open(Options{Gate: transporttest.Gate{}, Mode: Direct}) })
+			refuse(func() { _, err = Open(Options{Options: link.Options{Gate: transporttest.Gate{}}, Mode: Direct}) })
 			unavailable(err)
 
 			// The dialer's calls fail, the acceptor's do not.
 			var refusals refusals
 			for _, modes := range [][2]Mode{{Direct, Auto}, {Auto, Direct}, {Direct, Direct}} {
 				a := open(t, Options{Mode: modes[0]})
-				b := open(t, Options{Mode: modes[1], Listen: true, Refused: refusals.add})
+				b := open(t, Options{Options: link.Options{Listen: here, Refused: refusals.add}, Mode: modes[1]})
 				refuse(func() { _, err = a.Connect(context.Background(), b.Addr()) })
 				unavailable(err)
 				until(t, func() bool { return refusals.count() > 0 })
@@ -318,7 +318,7 @@ func TestRefusedByTheKernel(t *testing.T) {
 				refusals.all = nil
 			}
 
-			a, b := &end{f: open(t, Options{})}, &end{f: open(t, Options{Listen: true})}
+			a, b := &end{f: open(t, Options{})}, &end{f: open(t, Options{Options: link.Options{Listen: here}})}
 			refuse(func() { a.conn, err = a.f.Connect(context.Background(), b.f.Addr()) })
 			require.NoError(t, err)
 			until(t, func() bool { _, err = b.poll(); return b.conn != nil })
@@ -361,7 +361,7 @@ func TestModes(t *testing.T) {
 			noLeaks(t)
 			var refusals refusals
 			a := &end{f: open(t, Options{Mode: c.dialer})}
-			b := &end{f: open(t, Options{Mode: c.acceptor, Listen: true, Refused: refusals.add})}
+			b := &end{f: open(t, Options{Options: link.Options{Listen: here, Refused: refusals.add}, Mode: c.acceptor})}
 			if c.via != "" {
 				join(t, a, b)
 				for _, conn := range []transport.Conn{a.conn, b.conn} {
@@ -398,7 +398,7 @@ func (r *refusals) count() int {
 }
 
 func TestAddresses(t *testing.T) {
-	f := open(t, Options{Listen: true})
+	f := open(t, Options{Options: link.Options{Listen: here}})
 	here := string(f.Addr())
 	require.NoError(t, f.Reaches(f.Addr()))
 	name := here[strings.LastIndexByte(here, '/')+1:]

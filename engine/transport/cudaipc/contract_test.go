@@ -16,12 +16,17 @@ import (
 // below opens the Fabric that is wrapped.
 type below func(o transporttest.Options) (transport.Fabric, error)
 
-func overCMA(o transporttest.Options) (transport.Fabric, error) {
-	return cma.Open(cma.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits})
-}
+func overCMA(o transporttest.Options) (transport.Fabric, error) { return openCMA(o, cma.Auto) }
 
-func overStaged(o transporttest.Options) (transport.Fabric, error) {
-	return cma.Open(cma.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits, Mode: cma.Staged})
+func overStaged(o transporttest.Options) (transport.Fabric, error) { return openCMA(o, cma.Staged) }
+
+func openCMA(o transporttest.Options, m cma.Mode) (transport.Fabric, error) {
+	in := cma.Options{Mode: m}
+	in.Gate, in.Limits = o.Gate, o.Limits
+	if o.Listen {
+		in.Listen = "here"
+	}
+	return cma.Open(in)
 }
 
 func overTCP(o transporttest.Options) (transport.Fabric, error) {

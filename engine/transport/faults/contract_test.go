@@ -9,6 +9,7 @@ import (
 	"fserver/engine/transport/cma"
 	"fserver/engine/transport/faults"
 	"fserver/engine/transport/inproc"
+	"fserver/engine/transport/link"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/transport/transporttest"
 )
@@ -80,7 +81,11 @@ func TestContractOverCMA(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
 		o := faults.NIC(1)
 		return transporttest.Bed{Allocates: "a copy of what is held back", Open: func(w transporttest.Options) (transport.Fabric, error) {
-			f, err := cma.Open(cma.Options{Gate: w.Gate, Limits: w.Limits, Listen: w.Listen})
+			in := link.Options{Gate: w.Gate, Limits: w.Limits}
+			if w.Listen {
+				in.Listen = "here"
+			}
+			f, err := cma.Open(cma.Options{Options: in})
 			if err != nil {
 				return nil, err
 			}

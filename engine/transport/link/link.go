@@ -48,7 +48,8 @@ type Options struct {
 // From is what the settings say.
 func From(e *transport.Env) (Options, error) {
 	id, err := IdentityOf(e.Config)
-	return Options{Gate: e.Gate, Limits: e.Limits(), Refused: e.Refused, Listen: e.Listen, Bind: e.Bind, TLS: id}, err
+	limits := transport.Limits{Stall: e.Config.StallTimeout}
+	return Options{Gate: e.Gate, Limits: limits, Refused: e.Refused, Listen: e.Listen, Bind: e.Bind, TLS: id}, err
 }
 
 // Fabric is the part of a Fabric that does not depend on how bytes travel.
