@@ -128,7 +128,7 @@ func Open(o Options) (*Fabric, error) {
 	kept := o.Options
 	kept.Listen, kept.Bind, kept.TLS = "", "", nil // they are of TCP
 	err = f.Fabric.Open(link.Kind{
-		Name: "cma", Network: "unix", Magic: magic, Gone: "the peer has ended, or closed its node",
+		Name: "cma", Network: "unix", Gone: "the peer has ended, or closed its node",
 		Caps: transport.Caps{Lends: true}, Target: f.socketName, Remote: remote, Adopt: f.adopt,
 	}, kept)
 	if err != nil {

@@ -227,8 +227,8 @@ func stranger(t *testing.T, f *Fabric) *net.UnixConn {
 	require.NoError(t, nc.SetDeadline(time.Now().Add(patience)))
 	hs := transporttest.Gate{Hello: "stranger"}.Open(true)
 	out, _, _ := hs.Next(nil)
-	require.NoError(t, link.SendMessage(nc, magic, out))
-	in, err := link.ReceiveMessage(nc, magic)
+	require.NoError(t, link.SendMessage(nc, out))
+	in, err := link.ReceiveMessage(nc)
 	require.NoError(t, err)
 	_, done, err := hs.Next(in)
 	require.True(t, done)
@@ -239,13 +239,13 @@ func stranger(t *testing.T, f *Fabric) *net.UnixConn {
 // tell sends a message of the set-up.
 func tell(t *testing.T, nc *net.UnixConn, b []byte) {
 	t.Helper()
-	require.NoError(t, link.SendMessage(nc, magic, append([]byte{'M'}, b...)))
+	require.NoError(t, link.SendMessage(nc, append([]byte{'M'}, b...)))
 }
 
 // hear receives a note.
 func hear(t *testing.T, nc *net.UnixConn) (in note) {
 	t.Helper()
-	b, err := link.ReceiveMessage(nc, magic)
+	b, err := link.ReceiveMessage(nc)
 	require.NoError(t, err)
 	require.Equal(t, byte('M'), b[0])
 	require.NoError(t, in.decode(b[1:]))
@@ -309,7 +309,7 @@ func TestBrokenAttach(t *testing.T) {
 		}, "passed no shared memory"},
 		"memory with the note": {func(t *testing.T, nc *net.UnixConn) {
 			fd := memory(t, segmentSize, mem.Seals)
-			b := append(binary.LittleEndian.AppendUint32(magic[:], uint32(1+len(first))), 'M')
+			b := append(binary.LittleEndian.AppendUint32([]byte("FSRV"), uint32(1+len(first))), 'M')
 			rights(t, nc, append(b, first...), fd)
 			_, err := nc.Write([]byte{0})
 			require.NoError(t, err)

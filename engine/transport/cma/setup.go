@@ -80,8 +80,6 @@ func remote(nc net.Conn) string {
 	return "a process of this host"
 }
 
-var magic = [4]byte{'F', 'C', 'M', 'A'}
-
 // adopt agrees with the peer on how to talk, and opens a Conn on the socket of s.
 func (f *Fabric) adopt(s *link.Session) (transport.Conn, error) {
 	nc := s.Socket.(*net.UnixConn)

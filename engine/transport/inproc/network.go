@@ -94,8 +94,8 @@ func (n *Network) open(o Options) (*Fabric, error) {
 	}
 	f.Regions.Init(&f.Fabric)
 	err := f.Fabric.Open(link.Kind{
-		Name: "inproc", Network: "unix", Magic: [4]byte{'F', 'I', 'N', 'P'},
-		Gone: "no fabric of this name takes connections", Target: f.socket, Adopt: f.adopt,
+		Name: "inproc", Network: "unix", Gone: "no fabric of this name takes connections",
+		Target: f.socket, Adopt: f.adopt,
 	}, link.Options{Name: "inproc/" + o.Name, Gate: o.Gate, Limits: o.Limits})
 	if err != nil {
 		return nil, err

@@ -65,14 +65,14 @@ func (s *Session) passGate() error {
 	var err error
 	for first := s.Dialer; ; first = false {
 		if !first {
-			if in, err = ReceiveMessage(s.stream, s.f.kind.Magic); err != nil {
+			if in, err = ReceiveMessage(s.stream); err != nil {
 				break
 			}
 			s.heard()
 		}
 		out, done, bad := hs.Next(in)
 		if out != nil {
-			err = SendMessage(s.stream, s.f.kind.Magic, out)
+			err = SendMessage(s.stream, out)
 		}
 		if bad != nil {
 			return bad
@@ -97,13 +97,13 @@ const (
 
 // Tell sends a message of the transport.
 func (s *Session) Tell(m []byte) error {
-	return SendMessage(s.stream, s.f.kind.Magic, append([]byte{tellMore}, m...))
+	return SendMessage(s.stream, append([]byte{tellMore}, m...))
 }
 
 // Hear receives a message of the transport. When the peer has ended the session, the error has
 // its reason, or io.EOF inside it for a close in good order.
 func (s *Session) Hear() ([]byte, error) {
-	m, err := ReceiveMessage(s.stream, s.f.kind.Magic)
+	m, err := ReceiveMessage(s.stream)
 	switch {
 	case errors.Is(err, io.EOF):
 		return nil, fmt.Errorf("the peer's process has ended, or cut the connection: %w", io.ErrUnexpectedEOF)
@@ -126,7 +126,7 @@ func (s *Session) End(why error) {
 		m = append(m, why.Error()...)
 	}
 	s.Socket.SetWriteDeadline(time.Now().Add(100 * time.Millisecond)) // it has room for what little is said
-	_ = SendMessage(s.stream, s.f.kind.Magic, m[:min(len(m), 1000)])  // the socket's end says most of it
+	_ = SendMessage(s.stream, m[:min(len(m), 1000)])                  // the socket's end says most of it
 	s.Socket.Close()
 }
 
@@ -147,14 +147,14 @@ func (s *Session) Keep(ended func(why error)) {
 }
 
 // Each message is behind a preamble of the 4 bytes of magic and its u32 length, which
-// is at most transport.MaxHandshake. A peer of another kind is refused after its first 8
+// is at most transport.MaxHandshake. What is no fserver is refused after its first 8
 // bytes at the latest.
 const preambleLen = 8
 
 var magic = [4]byte{'F', 'S', 'R', 'V'}
 
 // SendMessage sends one message.
-func SendMessage(w io.Writer, magic [4]byte, m []byte) error {
+func SendMessage(w io.Writer, m []byte) error {
 	if len(m) > transport.MaxHandshake {
 		return fmt.Errorf("message of %d bytes to the peer: at most %d", len(m), transport.MaxHandshake)
 	}
@@ -165,7 +165,7 @@ func SendMessage(w io.Writer, magic [4]byte, m []byte) error {
 }
 
 // ReceiveMessage receives one message.
-func ReceiveMessage(r io.Reader, magic [4]byte) ([]byte, error) {
+func ReceiveMessage(r io.Reader) ([]byte, error) {
 	var p [preambleLen]byte
 	n, err := io.ReadFull(r, p[:])
 	if speaksTLS(p[:n]) {

@@ -20,10 +20,9 @@ import (
 // A Kind is how transports differ when they set connections up.
 type Kind struct {
 	Caps    transport.Caps
-	Name    string  // starts addresses, with a colon behind it, and errors
-	Network string  // of package net
-	Magic   [4]byte // starts the messages
-	Gone    string  // what a connection that is refused means
+	Name    string // starts addresses, with a colon behind it, and errors
+	Network string // of package net
+	Gone    string // what a connection that is refused means
 	// Target is what package net is to dial for an address.
 	Target func(peer transport.Addr) (string, error)
 	// Remote, if set, names the other end of a connection better than its address.
@@ -39,7 +38,7 @@ type Kind struct {
 // it can be tried.
 func TCP(name string, adopt func(*Session) (transport.Conn, error)) Kind {
 	return Kind{
-		Name: name, Network: "tcp", Magic: magic, Gone: "no process listens at this address",
+		Name: name, Network: "tcp", Gone: "no process listens at this address",
 		Target: func(peer transport.Addr) (string, error) { return hostPort(name+":", peer) },
 		Adopt:  adopt,
 	}

@@ -141,8 +141,8 @@ func shakeBare(t *testing.T, c io.ReadWriter) {
 	t.Helper()
 	hs := transporttest.Gate{Hello: "bare"}.Open(true)
 	out, _, _ := hs.Next(nil)
-	require.NoError(t, link.SendMessage(c, magic, out))
-	in, err := link.ReceiveMessage(c, magic)
+	require.NoError(t, link.SendMessage(c, out))
+	in, err := link.ReceiveMessage(c)
 	require.NoError(t, err)
 	_, done, err := hs.Next(in)
 	require.True(t, done)
@@ -434,7 +434,7 @@ func TestDialerRefuses(t *testing.T) {
 		served.Go(func() {
 			nc, err := l.Accept()
 			if err == nil {
-				link.ReceiveMessage(nc, magic)
+				link.ReceiveMessage(nc)
 				io.WriteString(nc, answer)
 				nc.Close()
 			}
