@@ -197,41 +197,26 @@ func (l *Conns[C]) At(fd int32) (c C) {
 }
 
 // Queue holds Conns, each once, in the order in which they came.
-type Queue[C Part] struct {
-	ring    []C // its length is a power of two
-	head, n int
-}
+type Queue[C Part] []C
 
 // Len is how many there are.
-func (q *Queue[C]) Len() int { return q.n }
+func (q Queue[C]) Len() int { return len(q) }
 
-// Reserve makes room for n Conns.
-func (q *Queue[C]) Reserve(n int) {
-	if n <= len(q.ring) {
-		return
-	}
-	ring := make([]C, max(8, 2*len(q.ring)))
-	for i := range q.n {
-		ring[i] = q.ring[(q.head+i)&(len(q.ring)-1)]
-	}
-	q.ring, q.head = ring, 0
-}
-
-// Push adds c if it is not there. There is room.
+// Push adds c if it is not there.
 func (q *Queue[C]) Push(c C) {
 	if p := c.part(); !p.queued {
 		p.queued = true
-		q.ring[(q.head+q.n)&(len(q.ring)-1)] = c
-		q.n++
+		*q = append(*q, c)
 	}
 }
 
 // Pop takes the first.
 func (q *Queue[C]) Pop() C {
-	c := q.ring[q.head]
-	q.ring[q.head] = *new(C)
-	q.head = (q.head + 1) & (len(q.ring) - 1)
-	q.n--
+	all := *q
+	c, last := all[0], len(all)-1
+	copy(all, all[1:])
+	clear(all[last:])
+	*q = all[:last]
 	c.part().queued = false
 	return c
 }

@@ -79,7 +79,6 @@ func (f *plain) adopt(s *Session) (transport.Conn, error) {
 	}
 	f.Owned(func() {
 		f.conns.Add(c)
-		f.queue.Reserve(len(f.conns.All))
 		f.queue.Push(c)
 		s.Keep(c.end)
 		f.Ring()
@@ -316,7 +315,6 @@ func TestQueue(t *testing.T) {
 	all := make([]plainConn, 20)
 	for round := range 3 {
 		for i := range all[:7*(round+1)-1] {
-			q.Reserve(i + 1)
 			q.Push(&all[i])
 			q.Push(&all[i])
 		}

@@ -14,7 +14,6 @@ func TestPanicInPoll(t *testing.T) {
 	f, err := Open(Options{Gate: transporttest.Gate{}})
 	require.NoError(t, err)
 	f.Owned(func() {
-		f.queue.Reserve(1)
 		f.queue.Push(&Conn{readable: true, tls: &secure{}})
 	})
 	require.Panics(t, func() { _, _ = f.Poll(make([]transport.Event, 1)) })

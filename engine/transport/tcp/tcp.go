@@ -102,7 +102,6 @@ func ofThisHost(nc net.Conn) bool {
 // add makes c one of the Fabric's.
 func (f *Fabric) add(c *Conn) error {
 	err := f.conns.Watch(&f.Fabric, unix.EPOLLIN, c)
-	f.queue.Reserve(len(f.conns.All))
 	if err == nil && c.due() {
 		f.wake(c)
 	}

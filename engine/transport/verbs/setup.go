@@ -85,7 +85,6 @@ func (f *Fabric) add(c *Conn) error {
 	}
 	c.up = true
 	f.conns.Add(c)
-	f.queue.Reserve(len(f.conns.All))
 	f.visitLater(c)
 	c.session.Keep(func(why error) {
 		if !errors.Is(why, io.EOF) {
