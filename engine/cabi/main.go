@@ -183,9 +183,7 @@ func fs_register_recv(h C.fs_node, t *C.fs_tensor, ranks *C.int32_t, keys *C.uin
 func fs_barrier(h C.fs_node, flags C.uint32_t, timeout C.int64_t, token *C.uint64_t, slice C.int64_t) C.int {
 	return on(h, func(nd *node.Node) error {
 		if *token == 0 {
-			id, err := nd.Barrier(node.BarrierOf(
-				flags&C.FS_BARRIER_SERVERS != 0, flags&C.FS_BARRIER_WORKERS != 0, flags&C.FS_BARRIER_GROUPS != 0,
-			), time.Duration(timeout))
+			id, err := nd.Barrier(uint32(flags), time.Duration(timeout))
 			if err != nil {
 				return err
 			}

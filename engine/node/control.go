@@ -213,29 +213,15 @@ func (b *barrier) end(err error) {
 	}
 }
 
-// BarrierOf makes the flags of a barrier.
-func BarrierOf(servers, workers, groups bool) wire.BarrierFlags {
-	var f wire.BarrierFlags
-	if servers {
-		f |= wire.BarrierServers
-	}
-	if workers {
-		f |= wire.BarrierWorkers
-	}
-	if groups {
-		f |= wire.BarrierGroups
-	}
-	return f
-}
-
-// Barrier begins a barrier; WaitBarrier waits for it. timeout bounds the whole;
-// 0 means the setting.
-func (n *Node) Barrier(f wire.BarrierFlags, timeout time.Duration) (uint64, error) {
+// Barrier begins a barrier; WaitBarrier waits for it. flags are wire.BarrierFlags. timeout
+// bounds the whole; 0 means the setting.
+func (n *Node) Barrier(flags uint32, timeout time.Duration) (uint64, error) {
+	f := wire.BarrierFlags(min(flags, wire.BarrierKinds)) // a larger number is none
 	if n.member == nil {
 		return 0, badSetting("node: barrier: the scheduler takes part in none (call it on workers and servers)")
 	}
 	if !f.Valid() {
-		return 0, badSetting("node: barrier: neither servers nor workers take part (set include_server or include_client)")
+		return 0, badSetting("node: barrier: the flags %#x name neither servers nor workers, or something unknown (set include_server or include_client)", flags)
 	}
 	if !f.Has(wire.Role(n.cfg.Role)) {
 		return 0, badSetting("node: barrier of %v called by a %v, which does not take part (include its role)", f, n.cfg.Role)

@@ -16,6 +16,7 @@ import (
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
 	"fserver/engine/transport/tcp"
+	"fserver/engine/wire"
 )
 
 // lostWithin waits for call to give a LostError of a node.
@@ -57,8 +58,10 @@ func serverLost(t *testing.T, way ...string) {
 	lostWithin(t, func() error { return barrierOf(w) }, "server", 1)
 }
 
+const everybody = uint32(wire.BarrierServers | wire.BarrierWorkers)
+
 func barrierOf(n *Node) error {
-	seq, err := n.Barrier(BarrierOf(true, true, false), 0)
+	seq, err := n.Barrier(everybody, 0)
 	for err == nil {
 		if err = n.WaitBarrier(seq, time.Second); err == nil {
 			return nil
@@ -162,7 +165,7 @@ func TestLostInStop(t *testing.T) {
 func TestSchedulerLost(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1})
 	w, s := m.workers[0], m.servers[0]
-	seq, err := w.Barrier(BarrierOf(true, true, false), 0)
+	seq, err := w.Barrier(everybody, 0)
 	require.NoError(t, err)
 	require.NoError(t, m.scheduler.Close())
 	done := make(chan error, 1)
@@ -173,7 +176,7 @@ func TestSchedulerLost(t *testing.T) {
 	}
 	require.NoError(t, <-done)
 	lostWithin(t, func() error { return w.WaitBarrier(seq, 10*time.Second) }, "scheduler", 0)
-	seq, err = w.Barrier(BarrierOf(true, true, false), 50*time.Millisecond)
+	seq, err = w.Barrier(everybody, 50*time.Millisecond)
 	require.NoError(t, err)
 	var late *TimeoutError
 	require.ErrorAs(t, w.WaitBarrier(seq, 10*time.Second), &late)

@@ -254,7 +254,7 @@ func TestPanicInCall(t *testing.T) {
 		var seq uint64
 		return func() (err error) {
 			if seq == 0 {
-				if seq, err = n.Barrier(BarrierOf(true, true, false), 0); err != nil {
+				if seq, err = n.Barrier(everybody, 0); err != nil {
 					return err
 				}
 			}

@@ -247,7 +247,7 @@ func TestPatientWorker(t *testing.T) {
 		ids[i] = pushPull(t, w, []exchange.Tensor{x}, out[i])
 	}
 	require.ErrorIs(t, w.Wait(ids[0], 20*time.Millisecond, true), ErrAgain)
-	barrier, err := w.Barrier(BarrierOf(true, true, false), 0)
+	barrier, err := w.Barrier(everybody, 0)
 	require.NoError(t, err)
 	m.restart(net, sh, m.servers[1], patient...)
 	done := make(chan error, 2)
@@ -568,7 +568,7 @@ func TestTickWakes(t *testing.T) {
 	// Without heartbeats nothing else wakes anybody.
 	m := newMesh(t, over(net), shape{2, 1, 1}, "FSERVER_ON_PEER_LOST=wait", "FSERVER_REJOIN_TIMEOUT=1", "PS_HEARTBEAT_INTERVAL=0", "PS_HEARTBEAT_TIMEOUT=0")
 	w := m.workers[0]
-	seq, err := w.Barrier(BarrierOf(true, true, false), 0)
+	seq, err := w.Barrier(everybody, 0)
 	require.NoError(t, err)
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, nil)
 	net.Kill("worker-1")

@@ -534,6 +534,16 @@ CASE(wrong_role) {
   t.device = 0;
   FAILS(fs_push_pull(m.worker, 0, NULL, &t, 1, NULL, 0, &ticket), EINVAL,
         "CPU");
+  /* The flags are those of the wire. */
+  word = 0;
+  FAILS(
+      fs_barrier(m.worker, FS_BARRIER_SERVERS | FS_BARRIER_GROUPS, 0, &word, 0),
+      EINVAL, "barrier of servers by groups");
+  FAILS(fs_barrier(m.server, FS_BARRIER_WORKERS, 0, &word, 0), EINVAL,
+        "barrier of workers called by a server");
+  FAILS(fs_barrier(m.worker, FS_BARRIER_GROUPS, 0, &word, 0), EINVAL,
+        "neither servers nor workers");
+  FAILS(fs_barrier(m.worker, 0x101, 0, &word, 0), EINVAL, "0x101");
   free_mesh(&m);
 }
 
