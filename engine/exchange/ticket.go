@@ -34,6 +34,7 @@ var ErrNoTicket = errors.New("exchange: no such ticket")
 // Ticket is one push-pull, or one answer, on its way. Between Begin and Submit
 // it is the caller's, then the owner's.
 type Ticket struct {
+	tb    *Table
 	id    uint64 // also the User of its operations
 	rec   *record
 	push  []Tensor // of an answer: its tensors
@@ -96,6 +97,8 @@ type Host struct {
 	// Passed is told of each point that a ticket was given and needs no more; from any goroutine.
 	// Nil: no ticket is given one.
 	Passed func(transport.Point)
+	// Takes refuses tensors on a device. It is for any goroutine; its error follows the name of a tensor.
+	Takes func(d mem.Device) error
 }
 
 // Side is what a Worker and a Server have in common beside their Table. Tickets is for any
@@ -188,7 +191,7 @@ func (tb *Table) Begin() (*Ticket, error) {
 	if n := len(tb.free); n > 0 {
 		t, tb.free = tb.free[n-1], tb.free[:n-1]
 	} else {
-		t = &Ticket{}
+		t = &Ticket{tb: tb}
 	}
 	t.id, t.rec = id, &tb.recs[id%Window]
 	*t.rec = record{id: id, ticket: t}
@@ -389,6 +392,11 @@ func (t *Ticket) add(to *[]Tensor, what string, x Tensor) error {
 	if err := x.check(what, n); err != nil {
 		return err
 	}
+	if x.Dev != mem.CPU {
+		if err := t.tb.Takes(x.Dev); err != nil {
+			return fmt.Errorf("exchange: %s tensor %d %w", what, n, err)
+		}
+	}
 	d := len(t.dims)
 	t.dims = append(t.dims, x.Dims...)
 	x.Dims = t.dims[d:len(t.dims):len(t.dims)]
@@ -430,17 +438,4 @@ func (b *inbox) take() []submission {
 	b.in, b.out = b.out[:0], b.in
 	b.mu.Unlock()
 	return b.out
-}
-
-// Foreign is a tensor of t that is neither on the CPU nor on device d: its list, its
-// place there, and where it is. ok says whether there is one.
-func (t *Ticket) Foreign(d mem.Device) (list string, i int, on mem.Device, ok bool) {
-	for k, all := range [...][]Tensor{t.push, t.pull} {
-		for i := range all {
-			if on := all[i].Dev; on != mem.CPU && on != d {
-				return [...]string{"push", "pull"}[k], i, on, true
-			}
-		}
-	}
-	return "", 0, 0, false
 }

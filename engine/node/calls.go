@@ -86,10 +86,6 @@ func (n *Node) Abandon(t *Ticket) { n.tickets().Abandon(t) }
 // PushPull starts the push-pull of t. It registers memory that is new, which may take
 // milliseconds. With an error t is gone.
 func (n *Node) PushPull(t *Ticket) error {
-	if err := n.checkDevices(t, "push_pull"); err != nil {
-		n.Abandon(t)
-		return err
-	}
 	n.helpers.Add(1) // Close waits for this
 	defer n.helpers.Add(-1)
 	if err := n.worker.Submit(t); err != nil {
@@ -108,10 +104,6 @@ func (n *Node) aside(f func()) {
 // Respond answers the request of a handler with t. Flush after the last one.
 // With an error t is gone.
 func (n *Node) Respond(handler uint64, t *Ticket) error {
-	if err := n.checkDevices(t, "respond"); err != nil {
-		n.Abandon(t)
-		return err
-	}
 	return n.server.Respond(handler, t)
 }
 
@@ -144,20 +136,16 @@ func (n *Node) After(t *Ticket, stream uint64) error {
 	return err
 }
 
-func (n *Node) checkDevices(t *Ticket, call string) error {
-	list, i, on, ok := t.Foreign(n.gpu.device())
-	if !ok {
+// takes refuses tensors on a device, with an error for the end of a sentence.
+func (n *Node) takes(d mem.Device) error {
+	switch own := n.gpu.device(); {
+	case d == mem.CPU || d == own:
 		return nil
+	case n.gpu == nil:
+		return badSetting("is on %v, and this node takes CPU tensors only: pass .cpu(), or set STEPMESH_BACKEND=GPU where there is one", d)
+	default:
+		return badSetting("is on %v, and this node takes tensors on %v and on the CPU: move it there, or set STEPMESH_GPU", d, own)
 	}
-	return badSetting("node: %s: %s tensor %d is on %v, and %s", call, list, i, on, n.where())
-}
-
-// where says what tensors a node takes.
-func (n *Node) where() string {
-	if n.gpu == nil {
-		return "this node takes CPU tensors only: pass .cpu(), or set STEPMESH_BACKEND=GPU where there is one"
-	}
-	return fmt.Sprintf("this node takes tensors on %v and on the CPU: move it there, or set STEPMESH_GPU", n.gpu.device())
 }
 
 // Wait waits until a ticket is done or failed, at most limit; then ErrAgain.
@@ -270,8 +258,8 @@ func (n *Node) RegisterRecv(t Tensor, ranks []int32, keys []uint64) error {
 			return err
 		}
 	}
-	if t.Dev != mem.CPU && t.Dev != n.gpu.device() {
-		return badSetting("node: register_recv_buffer: a tensor on %v, and %s", t.Dev, n.where())
+	if err := n.takes(t.Dev); err != nil {
+		return fmt.Errorf("node: register_recv_buffer: the tensor %w", err)
 	}
 	k := uint64(len(keys))
 	if k == 0 || len(ranks) != len(keys) || t.Span.Len%k != 0 || t.Span.Len == 0 {

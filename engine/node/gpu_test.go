@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"syscall"
 	"testing"
 	"time"
 
@@ -204,8 +205,16 @@ func TestWrongDevice(t *testing.T) {
 	x.Dev, x.Base.Dev = mem.GPU(3), mem.GPU(3)
 	ticket, err := m.workers[0].BeginPushPull()
 	require.NoError(t, err)
-	require.NoError(t, ticket.AddPull(x))
-	require.ErrorContains(t, m.workers[0].PushPull(ticket), "push_pull: pull tensor 0 is on gpu 3, and this node takes CPU tensors only")
+	for what, add := range map[string]func(Tensor) error{"push": ticket.AddPush, "pull": ticket.AddPull} {
+		err = add(x)
+		require.ErrorContains(t, err, what+" tensor 0 is on gpu 3, and this node takes CPU tensors only")
+		require.Equal(t, syscall.EINVAL, Errno(err))
+	}
+	m.workers[0].Abandon(ticket)
+	ticket, err = m.servers[0].BeginAnswer()
+	require.NoError(t, err)
+	require.ErrorContains(t, ticket.AddPush(x), "push tensor 0 is on gpu 3")
+	m.servers[0].Abandon(ticket)
 	ticket, err = m.workers[0].BeginPushPull()
 	require.NoError(t, err)
 	require.ErrorContains(t, m.workers[0].After(ticket, 0), "STEPMESH_BACKEND")

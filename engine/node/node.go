@@ -222,7 +222,7 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 
 // takeRole makes what a worker, a server or a scheduler has.
 func (n *Node) takeRole(b *exchange.Buffers) (err error) {
-	host := exchange.Host{Broken: n.broken, Aside: n.aside, Patient: n.patient()}
+	host := exchange.Host{Broken: n.broken, Aside: n.aside, Takes: n.takes, Patient: n.patient()}
 	if n.gpu != nil {
 		host.Passed = n.gpu.passed
 	}
