@@ -27,10 +27,10 @@ const maxSends = 4
 func (w *Worker) Lose(i int, err error) {
 	s := w.servers[i]
 	switch {
-	case s.down != nil:
-		return
 	case !w.Patient:
 		w.Down(i, err)
+		return
+	case s.down != nil:
 		return
 	}
 	if !s.empty() && s.turn != nil {
@@ -147,6 +147,10 @@ func (w *Worker) part(s *server, err error) {
 		w.keys.revoke(s.ring, w.lost(s.conn, s.ring.calm))
 	}
 }
+
+// Expect has push_pulls wait for server i, which was lost and is about to be Up again, or to be
+// lost.
+func (w *Worker) Expect(i int) { w.servers[i].held = w.servers[i].down != nil }
 
 // Up gives server i its rank and a path, its first or after it was down, and sends what has
 // waited for it.

@@ -81,6 +81,41 @@ func TestKeysOfTheLost(t *testing.T) {
 	require.Equal(t, []byte{9, 10}, []byte{a.Span.Bytes()[0], b.Span.Bytes()[0]})
 }
 
+// TestExpect has push_pulls wait for a server that was lost and is about to be up again. They end
+// when it is lost once more.
+func TestExpect(t *testing.T) {
+	p := newPair(t, 2)
+	push := func(want int) uint64 {
+		id, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, nil)
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		require.Equal(t, want, p.state(id))
+		return id
+	}
+	p.w.Expect(1) // it is up
+	p.w.Lose(1, errGone)
+	push(StateFailed)
+	p.w.Expect(1)
+	first := push(StateOpen)
+	again := errors.New("gone again")
+	p.w.Lose(1, again)
+	require.Equal(t, StateFailing, p.state(first))
+	require.NoError(t, p.respond(0, p.take(0)[0]))
+	require.NoError(t, p.settle())
+	require.ErrorIs(t, p.w.Result(first), again)
+	push(StateFailed)
+
+	p.w.Expect(1)
+	second := push(StateOpen)
+	p.succeed(1)
+	require.NoError(t, p.settle())
+	for i := range p.servers {
+		require.NoError(t, p.respond(i, p.take(i)[0]))
+	}
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(second))
+}
+
 // TestKeysOfManyTickets loses one server after the other while many push_pulls are open, each
 // with an allocation of its own and one that all share.
 func TestKeysOfManyTickets(t *testing.T) {

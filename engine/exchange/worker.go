@@ -44,7 +44,7 @@ type server struct {
 	asked  *Ticket          // whose Need is not answered yet, or nil
 	turn   *Ticket          // whose frames are in the outbox, while it is not empty, or nil
 	down   error            // why there is no path to it
-	held   bool             // down, and its push_pulls wait for its successor
+	held   bool             // down, and its push_pulls wait until it is up
 	recall []uint64         // push_pulls that have failed, which it is still to be told
 	tell   uint8            // the Regroup that is to be sent: tellNothing, tellRuns, tellBack;
 	untold int              // so many are not answered

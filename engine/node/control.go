@@ -104,13 +104,14 @@ func (n *Node) outputs(out []cluster.Output) {
 // maxStuck bounds the control frames that a peer does not take.
 const maxStuck = 1024
 
-// sendFrame posts a control frame, now or, under back-pressure, later. A
-// connection that we have opened and that is broken ends here: that may have been
+// sendFrame posts a control frame, now or, under back-pressure, later. One of a channel also
+// waits for the server's answer to the Up. A connection that we have opened and that is broken ends here: that may have been
 // reported before its link was known. The end of any other is reported by itself.
 func (n *Node) sendFrame(l *link, frame []byte) {
-	if len(l.frames) == 0 {
+	channel := wire.FrameType(frame) == wire.TypeChannel
+	if len(l.frames) == 0 && (l.used || !channel) {
 		// A device may wait for what is said of a channel.
-		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame, Passes: wire.FrameType(frame) == wire.TypeChannel}
+		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame, Passes: channel}
 		k, err := l.conn.Post(n.frame[:])
 		if err != nil && l.kind != linkMember && n.links[l.conn] == l {
 			n.down(l, err)
@@ -355,7 +356,7 @@ func (n *Node) leave() {
 		return
 	}
 	for _, l := range n.peers {
-		if l != nil && n.links[l.conn] != nil {
+		if n.up(l) && l.begun { // else begin says it
 			n.sendFrame(l, wire.AppendSignal(nil, wire.TypeBye))
 		}
 	}

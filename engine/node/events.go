@@ -53,7 +53,7 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 	case l.kind == linkPeer:
 		err = n.data(l, ev)
 	case l.kind == linkWaiting:
-		if err = n.keep(l, ev); err == nil {
+		if err = l.told(n, ev); err == nil {
 			n.admitAll()
 		}
 	case ev.Kind == transport.EvFrame:
@@ -86,6 +86,14 @@ func (n *Node) lent(l *link, ev *transport.Event) error {
 
 // data takes a frame of a peer.
 func (n *Node) data(l *link, ev *transport.Event) error {
+	if !l.used { // the server answers the Up
+		err := l.told(n, ev)
+		if err == nil {
+			n.stuck = append(n.stuck, l)
+			n.unstick()
+		}
+		return err
+	}
 	switch wire.FrameType(ev.Data) {
 	case wire.TypeChannel:
 		over, err := n.channels.Frame(l.index, ev.Data)
@@ -99,14 +107,6 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 		if n.server != nil {
 			n.sayDone()
 		}
-	case wire.TypeUp:
-		l.used = true
-		err := l.told(n, ev.Data)
-		if n.server != nil {
-			n.sendFrame(l, wire.Append(nil, wire.TypeUp, &wire.Text{Text: n.lack}))
-		}
-		n.meet()
-		return err
 	}
 	if n.worker != nil && l.left {
 		n.worker.Down(l.index, n.lostPeer(l, hasLeft))

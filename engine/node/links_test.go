@@ -10,6 +10,7 @@ import (
 	"go.uber.org/zap"
 
 	"fserver/engine/conf"
+	"fserver/engine/exchange"
 	"fserver/engine/transport"
 	"fserver/engine/transport/tcp"
 )
@@ -64,6 +65,39 @@ func TestDialledTwice(t *testing.T) {
 		before = f.dials.Load()
 		require.NoError(t, echo(t, w, m.servers, 100, closed()))
 		require.Equal(t, before, f.dials.Load(), "nobody has dialled again")
+	}
+	m.stop()
+}
+
+// TestBeforeTheServerAnswers has a worker connect to a server that does not answer yet: what is
+// called meanwhile waits, and is done when it does.
+func TestBeforeTheServerAnswers(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT=tcp")
+	w, s := m.workers[0], m.servers[0]
+	require.NoError(t, echo(t, w, m.servers, 5, closed()))
+	require.True(t, s.own()) // it does nothing until disown
+	require.True(t, w.own())
+	w.hangUp(0, w.lostPeer(w.peers[0], "the test ends it"))
+	w.reach(0, 0)
+	w.disown()
+	require.Eventually(t, func() bool { return peerLinks(w) == 1 }, 10*time.Second, time.Millisecond)
+	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, []exchange.Tensor{tensor(t, 0, 9)})
+	ch, err := w.OpenChannel("a")
+	require.NoError(t, err)
+	require.NoError(t, w.TellChannel(ch, 0, "of the worker"))
+	require.Equal(t, ErrAgain, w.Wait(id, 50*time.Millisecond, true))
+	require.False(t, linkUsed(w))
+	s.disown()
+	require.Eventually(t, func() bool { return linkUsed(w) }, 10*time.Second, time.Millisecond)
+	require.NoError(t, serve(t, s, 1))
+	require.NoError(t, wait(w, id))
+	theirs, err := s.OpenChannel("a")
+	require.NoError(t, err)
+	text, err := s.ChannelText(theirs, 0, 10*time.Second)
+	require.NoError(t, err)
+	require.Equal(t, "of the worker", text)
+	for n, h := range map[*Node]uint64{w: ch, s: theirs} {
+		require.NoError(t, n.CloseChannel(h, "", -1))
 	}
 	m.stop()
 }

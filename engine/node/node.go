@@ -133,7 +133,6 @@ type link struct {
 	begun  bool     // calls use it
 	ailing error    // why it takes no more
 	frames [][]byte // not posted yet
-	early  [][]byte // linkWaiting: frames that came already
 	since  int64    // when it was opened
 }
 

@@ -34,15 +34,9 @@ const patience = 10 * time.Second
 // steady is how long a connection must have lasted to be dialled again at once.
 const steady = time.Second
 
-// Bounds of what a server keeps for workers that the scheduler has not named. A
-// worker's first frames are small, but for the texts of its channels, of which any
-// one fits.
-const (
-	maxEarly        = 16      // frames of one connection
-	maxEarlyBytes   = 1 << 20 // of these frames
-	maxWaitingBytes = 8 << 20 // of the frames of all connections
-	maxWaiting      = 4       // connections of one rank
-)
+// maxWaiting bounds the connections of one rank that a server keeps for workers that the
+// scheduler has not named.
+const maxWaiting = 4
 
 // comingBack is what a node knows of its peers' absence. Slices are by rail.
 type comingBack struct {
@@ -263,25 +257,26 @@ func (n *Node) unreached(ctx context.Context, i int, m *wire.Member, err error) 
 	}
 }
 
-// linked gives peer l.index its connection. A worker says that it uses it before
-// anything else.
+// linked gives peer l.index its connection, and tells it so before anything else. What a worker
+// has to send waits from now on for the answer of the server, which has had the worker's Up.
 func (n *Node) linked(l *link) {
 	n.peers[l.index] = l
 	l.plane.peers++
-	n.sayLinked(l)
 	if n.worker != nil {
-		n.sendFrame(l, wire.Append(nil, wire.TypeUp, &wire.Text{Text: l.why}))
+		n.worker.Expect(l.index)
 	}
+	n.sendFrame(l, wire.Append(nil, wire.TypeUp, &wire.Text{Text: l.why}))
 	n.begin(l)
 }
 
-// begin lets the calls use the connection to a peer, unless frames wait: what the
-// calls post would overtake them.
+// begin lets the calls use the connection to a peer that uses it too, unless frames wait:
+// what the calls post would overtake them.
 func (n *Node) begin(l *link) {
-	if l.begun || len(l.frames) != 0 || !n.up(l) {
+	if l.begun || !l.used || len(l.frames) != 0 || !n.up(l) {
 		return
 	}
 	l.begun = true
+	n.sayLinked(l)
 	n.back.until[l.index] = cluster.Never
 	n.side.Up(l.index, n.rail[l.index].Rank, l.plane.Fabric, l.conn)
 	if n.phase.Load() == leaving {
@@ -299,29 +294,6 @@ func (n *Node) hold(l *link) {
 	if same := slices.DeleteFunc(slices.Clone(n.waiting), other); len(same) > maxWaiting {
 		n.turnAway(same[0], fmt.Sprintf("it has connected more than %d times before the scheduler has named it", maxWaiting))
 	}
-}
-
-// keep keeps a frame until the scheduler has named its sender, who has been told no
-// place to write to yet. It returns an error where the sender has sent too much.
-func (n *Node) keep(l *link, ev *transport.Event) error {
-	if ev.Kind != transport.EvFrame {
-		return errors.New("node: the peer wrote data before the scheduler announced it")
-	}
-	all, own := len(ev.Data), len(ev.Data)
-	for _, w := range n.waiting {
-		for _, b := range w.early {
-			all += len(b)
-			if w == l {
-				own += len(b)
-			}
-		}
-	}
-	if len(l.early) == maxEarly || own > maxEarlyBytes || all > maxWaitingBytes {
-		return fmt.Errorf("node: the peer sent too much before the scheduler announced it: %d frames of %d bytes, and %d bytes of all such senders (at most %d, %d and %d)",
-			len(l.early)+1, own, all, maxEarly, maxEarlyBytes, maxWaitingBytes)
-	}
-	l.early = append(l.early, slices.Clone(ev.Data))
-	return nil
 }
 
 // admitAll gives the workers that wait their places in the rail, as far as the
@@ -342,7 +314,7 @@ func (n *Node) admitAll() {
 			n.turnAway(l, replaced)
 		case n.rail[i].State == wire.Gone && n.rail[i].Epoch == l.hello.Epoch:
 			n.turnAway(l, "it was taken for lost")
-		case n.rail[i].Epoch != l.hello.Epoch || !l.saidUp():
+		case n.rail[i].Epoch != l.hello.Epoch || !l.used:
 			n.waiting = append(n.waiting, l)
 			n.back.oldest = min(n.back.oldest, l.since)
 		default:
@@ -352,15 +324,14 @@ func (n *Node) admitAll() {
 	n.timer.Store(n.nextTimer())
 }
 
-// saidUp says whether a worker that waits has said that it uses the connection.
-func (l *link) saidUp() bool {
-	return len(l.early) != 0 && wire.FrameType(l.early[0]) == wire.TypeUp
-}
-
-// told takes what the other side's Up says of why no better way was taken. What this
-// side lacks itself, it knows better.
-func (l *link) told(n *Node, up []byte) error {
-	said, err := wire.Parse[wire.Text](up, wire.TypeUp)
+// told takes the first frame of the other side, its Up, and what that says of why no better
+// way was taken. What this side lacks itself, it knows better.
+func (l *link) told(n *Node, ev *transport.Event) error {
+	if l.used {
+		return errors.New("node: the peer sent more than an Up before it was answered")
+	}
+	l.used = true
+	said, err := wire.Parse[wire.Text](ev.Data, wire.TypeUp)
 	if said.Text != "" && n.lack == "" {
 		l.why = said.Text
 	}
@@ -373,18 +344,7 @@ func (n *Node) admit(i int, l *link) {
 		n.hangUp(i, n.lostPeer(old, "it has connected again"))
 	}
 	l.kind, l.index = linkPeer, i
-	_ = l.told(n, l.early[0]) // what is wrong in it, data says
 	n.linked(l)
-	early := l.early
-	l.early = nil
-	for _, b := range early {
-		if n.links[l.conn] != l {
-			return
-		}
-		if err := n.data(l, &transport.Event{Kind: transport.EvFrame, Data: b}); err != nil {
-			n.breach(l, n.protocol(l, err))
-		}
-	}
 }
 
 // turnAway ends the connection of a worker that waited.

@@ -482,12 +482,12 @@ func TestOldEpoch(t *testing.T) {
 	defer f.Close()
 	c, err := f.Connect(context.Background(), "inproc:server-0")
 	require.NoError(t, err)
-	_, err = c.Post([]transport.Op{{Kind: transport.OpFrame, Frame: wire.AppendSignal(nil, wire.TypeBye)}})
+	_, err = c.Post([]transport.Op{{Kind: transport.OpFrame, Frame: wire.Append(nil, wire.TypeUp, &wire.Text{})}})
 	require.NoError(t, err)
 	require.Eventually(t, func() bool {
 		require.True(t, s.own())
 		defer s.disown()
-		return len(s.waiting) == 1 && len(s.waiting[0].early) == 1
+		return len(s.waiting) == 1 && s.waiting[0].used
 	}, 10*time.Second, time.Millisecond)
 	for _, n := range m.workers {
 		pushPull(t, n, []exchange.Tensor{tensor(t, 1, 9)}, nil)

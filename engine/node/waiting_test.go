@@ -31,17 +31,14 @@ func meetServer(t *testing.T, net *inproc.Network, name string, hello wire.Hello
 	return &stranger{t: t, f: f, conn: c}
 }
 
-// send posts a frame, and says whether the connection has ended before that or since.
-func (s *stranger) send(frame []byte) (ended bool) {
+// send posts a frame.
+func (s *stranger) send(frame []byte) {
 	s.t.Helper()
-	for end := time.Now().Add(10 * time.Second); !s.ended(); {
-		require.True(s.t, time.Now().Before(end))
+	require.Eventually(s.t, func() bool {
 		k, err := s.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: frame}})
-		if err != nil || k == 1 {
-			break
-		}
-	}
-	return s.ended()
+		require.NoError(s.t, err)
+		return k == 1
+	}, 10*time.Second, time.Millisecond)
 }
 
 func (s *stranger) ended() bool {
@@ -54,34 +51,25 @@ func (s *stranger) ended() bool {
 	return s.down
 }
 
-// kept is how many connections and bytes of frames a server keeps for workers that the
-// scheduler has not named.
-func kept(t *testing.T, n *Node) (links, bytes int) {
-	require.True(t, n.own())
-	defer n.disown()
-	for _, l := range n.waiting {
-		for _, b := range l.early {
-			bytes += len(b)
-		}
-	}
-	return len(n.waiting), bytes
-}
-
-// hasHeard says whether the newest connection of a rank that waits has brought so many frames.
-func hasHeard(t *testing.T, n *Node, rank int32, frames int) (heard bool) {
+// kept is how many connections of a rank a server keeps that the scheduler has not named, and how
+// many of these have said Up.
+func kept(t *testing.T, n *Node, rank int32) (links, up int) {
 	require.True(t, n.own())
 	defer n.disown()
 	for _, l := range n.waiting {
 		if l.hello.Rank == rank {
-			heard = len(l.early) == frames
+			links++
+			if l.used {
+				up++
+			}
 		}
 	}
-	return heard
+	return links, up
 }
 
 // TestWaitingIsBounded has strangers connect to a server that waits for its roster. It
-// keeps a few connections of each rank and a bounded number of bytes, and the cluster
-// comes to be all the same.
+// keeps a few connections of each rank, of each of which it takes an Up and nothing else, and
+// the cluster comes to be all the same.
 func TestWaitingIsBounded(t *testing.T) {
 	net, sh := inproc.New(), shape{5, 1, 1}
 	m := newCluster(t, over(net))
@@ -106,7 +94,7 @@ func TestWaitingIsBounded(t *testing.T) {
 		return count
 	}
 	require.Eventually(t, func() bool { return over() == 2*maxWaiting }, 10*time.Second, time.Millisecond)
-	links, _ := kept(t, s)
+	links, _ := kept(t, s, 1)
 	require.Equal(t, maxWaiting, links)
 	require.Equal(t, 2*maxWaiting, over())
 
@@ -117,35 +105,26 @@ func TestWaitingIsBounded(t *testing.T) {
 		require.Eventually(t, c.ended, 10*time.Second, time.Millisecond, "rank %d", rank)
 	}
 
-	// Too many bytes on one connection.
-	frame := make([]byte, maxEarlyBytes/4)
-	hello.Rank = 2
-	c := meetServer(t, net, "bytes", hello)
-	require.Eventually(t, func() bool { return c.send(frame) }, 10*time.Second, time.Millisecond)
-
-	// As many as one may have, on many.
-	ended := 0
-	for rank := range int32(5) {
-		for i := range maxWaiting {
-			hello.Rank = rank
-			c := meetServer(t, net, fmt.Sprint("sum-", rank, "-", i), hello)
-			for range 3 {
-				c.send(frame)
-			}
-			require.Eventually(t, func() bool {
-				links, bytes := kept(t, s)
-				require.LessOrEqual(t, links, 5*maxWaiting)
-				require.LessOrEqual(t, bytes, maxWaitingBytes)
-				return c.ended() || hasHeard(t, s, rank, 3)
-			}, 10*time.Second, time.Millisecond)
-			if c.ended() {
-				ended++
-			}
-		}
+	// An Up is kept, and a second frame ends the connection.
+	up := wire.Append(nil, wire.TypeUp, &wire.Text{Text: "for the test"})
+	for i, more := range [][]byte{up, wire.AppendSignal(nil, wire.TypeBye), make([]byte, transport.MaxFrame)} {
+		hello.Rank = 2
+		c := meetServer(t, net, fmt.Sprint("two-", i), hello)
+		c.send(up)
+		require.Eventually(t, func() bool { _, up := kept(t, s, 2); return up == 1 }, 10*time.Second, time.Millisecond)
+		require.False(t, c.ended())
+		c.send(more)
+		require.Eventually(t, c.ended, 10*time.Second, time.Millisecond)
+		links, _ = kept(t, s, 2)
+		require.Zero(t, links)
 	}
-	require.Positive(t, ended)
-	_, bytes := kept(t, s)
-	require.Greater(t, bytes, maxWaitingBytes/2)
+
+	// So does a first one that is no Up.
+	for i, first := range [][]byte{wire.AppendSignal(nil, wire.TypeBye), append(up, 0), make([]byte, transport.MaxFrame)} {
+		c := meetServer(t, net, fmt.Sprint("first-", i), hello)
+		c.send(first)
+		require.Eventually(t, c.ended, 10*time.Second, time.Millisecond)
+	}
 
 	for i := range 5 {
 		m.workers = append(m.workers, m.start(sh.settings("worker", i, 0, "1")))
