@@ -122,7 +122,7 @@ func (n *Node) Close() error {
 func (n *Node) Free() error {
 	err := n.Close()
 	n.freeOnce.Do(func() {
-		n.unwatchAll()
+		n.unwatchIf(func(uint64) bool { return true })
 		err = errors.Join(err, n.freeWords())
 	})
 	return err

@@ -111,6 +111,7 @@ const (
 )
 
 func (p *progress) open() error {
+	p.all = map[uint64]*watch{}
 	p.unpark(p.parking(0)) // one caller at a time then parks without an allocation
 	var err error
 	p.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC)

@@ -2,7 +2,7 @@ package node
 
 import (
 	"fmt"
-	"slices"
+	"maps"
 	"sync"
 	"sync/atomic"
 
@@ -14,25 +14,18 @@ import (
 // eventfd. When something has ended, whoever drives writes to the eventfds of the watches that
 // are armed, once for each time that they were.
 type watches struct {
-	armed  atomic.Int32 // how many; never less than are armed
-	calls  atomic.Int32 // of alarm and rouse, under way
-	all    atomic.Pointer[[]*watch]
-	change sync.Mutex // of all
-	opened uint64     // watches so far
+	armed  atomic.Int32 // how many are
+	calls  atomic.Int32 // of ring, under way
+	change sync.Mutex   // of what follows; the writes under it cannot block, as an eventfd takes 2^64 of them
+	all    map[uint64]*watch
+	opened uint64 // watches so far
 }
 
 // watch is one eventfd.
 type watch struct {
-	id    uint64
 	fd    int // a duplicate of the caller's, so that it is ours to close
-	state atomic.Int32
+	armed bool
 }
-
-const (
-	watchIdle int32 = iota
-	watchArmed
-	watchClosed
-)
 
 // Watch opens a watch that writes to fd, an eventfd of the caller's.
 func (n *Node) Watch(fd int) (uint64, error) {
@@ -43,22 +36,22 @@ func (n *Node) Watch(fd int) (uint64, error) {
 	n.change.Lock()
 	defer n.change.Unlock()
 	n.opened++
-	w := &watch{id: n.opened, fd: own}
-	list := append(slices.Clone(n.list()), w)
-	n.all.Store(&list)
-	return w.id, nil
+	n.all[n.opened] = &watch{fd: own}
+	return n.opened, nil
 }
 
 // Arm has a watch written to when something may have ended next. It is to be called before the
 // caller looks, so that nothing is missed. The node is driven until then.
 func (n *Node) Arm(id uint64) error {
-	w := n.watchOf(id)
+	n.change.Lock()
+	w := n.all[id]
+	if w != nil && !w.armed {
+		w.armed = true
+		n.armed.Add(1)
+	}
+	n.change.Unlock()
 	if w == nil {
 		return badSetting("node: watch %d is not open", id)
-	}
-	n.armed.Add(1)
-	if !w.state.CompareAndSwap(watchIdle, watchArmed) {
-		n.armed.Add(-1)
 	}
 	if n.stopped.Load() {
 		if err := n.failed(); err != nil {
@@ -74,57 +67,38 @@ func (n *Node) Arm(id uint64) error {
 
 // Unwatch closes a watch. Its eventfd is not written to any more when it has returned.
 func (n *Node) Unwatch(id uint64) {
-	n.change.Lock()
-	defer n.change.Unlock()
-	if w := n.watchOf(id); w != nil {
-		list := slices.DeleteFunc(slices.Clone(n.list()), func(x *watch) bool { return x == w })
-		n.all.Store(&list)
-		if w.state.Swap(watchClosed) == watchArmed {
-			n.armed.Add(-1)
+	n.unwatchIf(func(x uint64) bool { return x == id })
+}
+
+// unwatchIf closes the watches that are to go.
+func (p *watches) unwatchIf(goes func(id uint64) bool) {
+	p.change.Lock()
+	defer p.change.Unlock()
+	maps.DeleteFunc(p.all, func(id uint64, w *watch) bool {
+		if !goes(id) {
+			return false
 		}
-		for n.calls.Load() > 0 { // a write takes less than a microsecond
-			yield()
+		if w.armed {
+			p.armed.Add(-1)
 		}
 		unix.Close(w.fd)
-	}
-}
-
-// unwatchAll closes all watches.
-func (n *Node) unwatchAll() {
-	for _, w := range n.list() {
-		n.Unwatch(w.id)
-	}
-}
-
-func (p *watches) list() []*watch {
-	if l := p.all.Load(); l != nil {
-		return *l
-	}
-	return nil
-}
-
-func (p *watches) watchOf(id uint64) *watch {
-	for _, w := range p.list() {
-		if w.id == id {
-			return w
-		}
-	}
-	return nil
+		return true
+	})
 }
 
 // alarm writes to the eventfds of the watches that are armed, or of every one.
 func (p *watches) alarm(every bool) {
-	p.calls.Add(1)
-	defer p.calls.Add(-1)
-	for _, w := range p.list() {
-		armed := w.state.CompareAndSwap(watchArmed, watchIdle)
-		if armed {
+	p.change.Lock()
+	defer p.change.Unlock()
+	for _, w := range p.all {
+		if w.armed {
+			w.armed = false
 			p.armed.Add(-1)
+		} else if !every {
+			continue
 		}
-		if armed || every && w.state.Load() != watchClosed {
-			one := [8]byte{1}
-			_, _ = unix.Write(w.fd, one[:]) // full means that it is readable already
-		}
+		one := [8]byte{1}
+		_, _ = unix.Write(w.fd, one[:]) // full means that it is readable already
 	}
 }
 

@@ -96,6 +96,8 @@ func TestWatchEnds(t *testing.T) {
 	s.Unwatch(id) // does nothing
 	require.Zero(t, s.armed.Load())
 	require.ErrorContains(t, s.Arm(id), "watch 1 is not open")
+	_ = alarmed(t, fd, 0) // it may have been while it was armed
+	s.alarm(true)
 	require.False(t, alarmed(t, fd, 0))
 	_, err := s.Watch(-1)
 	require.ErrorIs(t, err, unix.EBADF)
@@ -105,7 +107,7 @@ func TestWatchEnds(t *testing.T) {
 	require.True(t, alarmed(t, idleFD, 0))
 	require.ErrorIs(t, w.Arm(idle), ErrClosed)
 	require.NoError(t, w.Free())
-	require.Empty(t, w.list())
+	require.Empty(t, w.all)
 	require.Zero(t, w.armed.Load())
 }
 
