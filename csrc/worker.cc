@@ -245,38 +245,23 @@ bool Worker::done(PyObject *handler) {
   return !t || !holder_.open(t);
 }
 
-std::string Worker::name_of(fs_ticket ticket) const {
-  const Request &r = requests_[ticket & (requests_.size() - 1)];
-  return r.ticket == ticket ? "handler " + std::to_string(r.first)
-                            : "an earlier request";
-}
-
 std::string Worker::why_open(fs_ticket ticket) const {
   fs_pending p;
   if (unlocked([&] { return fs_waits_for(id_, ticket, &p); }) < 0)
     return ""; // it has ended by now
-  const std::string server = "server " + std::to_string(p.server);
-  const std::string key = "key " + std::to_string(p.key);
-  if (p.state == FS_PENDING_ANSWER)
-    return server + " has not answered it (" + key + "); ";
-  const std::string behind =
-      p.head == ticket ? "it is"
-                       : "it waits behind " + name_of(p.head) + ", which is";
-  const std::string not_sent = behind + " not sent to " + server + " yet: ";
-  switch (p.state) {
-  case FS_PENDING_KEY:
-    return not_sent + "it pushes " + key + ", and " + server +
-           " has not answered " + name_of(p.holder) + ", which pushed " + key +
-           " before; ";
-  case FS_PENDING_BUFFER:
-    return not_sent + server + " has not given a receive buffer for " + key +
-           "; ";
-  case FS_PENDING_PEER:
-    return not_sent + server + " is lost and has not been replaced; ";
-  default:
-    return not_sent + "the connection is full, or the stream has not yet "
-                      "written the pushed tensors; ";
-  }
+  const std::string at = "server " + std::to_string(p.server);
+  const std::string key = " (key " + std::to_string(p.key) + ")";
+  if (p.sent)
+    return at + " has not answered it" + key + "; ";
+  const std::string unsent = "it is not sent to " + at + " yet" + key + ": ";
+  if (!p.behind)
+    return unsent + "that is lost, has no receive buffer for it yet, or takes "
+                    "no more for now; ";
+  const Request &r = requests_[p.behind & (requests_.size() - 1)];
+  return unsent + "it waits for " +
+         (r.ticket == p.behind ? "handler " + std::to_string(r.first)
+                               : "an earlier request") +
+         "; ";
 }
 
 std::pair<uint64_t, uint64_t> Worker::handlers(PyObject *handler) {

@@ -59,8 +59,6 @@ private:
   const Request &find(PyObject *handler, const char *call) const;
   // The same, or nullptr.
   const Request *look_up(uint64_t handler) const;
-  // How errors name the request of a ticket.
-  std::string name_of(fs_ticket ticket) const;
   // What a request waits for, with a semicolon behind it, or nothing. The GIL is
   // released meanwhile.
   std::string why_open(fs_ticket ticket) const;

@@ -144,22 +144,11 @@ int fs_push_pull(fs_node node, fs_channel channel, const uint64_t *stream,
 // -EBADF.
 int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags);
 
-// Why a push_pull is under way.
-enum {
-  FS_PENDING_ANSWER = 1, // the server has it and has not answered
-  FS_PENDING_KEY,    // head pushes key again, and the server has not answered
-                     // holder, which pushed it before
-  FS_PENDING_BUFFER, // the server has not said where it receives key of head
-  FS_PENDING_PEER,   // there is no connection to the server
-  FS_PENDING_SENDING // head is being sent
-};
-
 typedef struct fs_pending {
-  int32_t state;  // FS_PENDING_*
-  int32_t server; // rank of the first server that has not answered
-  uint64_t key;   // FS_PENDING_ANSWER: the first that the push_pull names
-  fs_ticket head; // the first that was not sent there: it, or one before it
-  fs_ticket holder;
+  int32_t server;   // rank of the first server that has not answered
+  int32_t sent;     // 1: that server has it
+  uint64_t key;     // the first that the push_pull names
+  fs_ticket behind; // not sent: the one before it that it waits for, 0: none
 } fs_pending;
 
 // Worker: what a push_pull waits for. -EBADF: it is not under way.

@@ -109,9 +109,9 @@ func fs_waits_for(h C.fs_node, ticket C.fs_ticket, out *C.fs_pending) C.int {
 		if err != nil {
 			return err
 		}
-		*out = C.fs_pending{
-			state: C.int32_t(p.State), server: C.int32_t(p.Rank), key: C.uint64_t(p.Key),
-			head: C.fs_ticket(p.Head), holder: C.fs_ticket(p.Holder),
+		*out = C.fs_pending{server: C.int32_t(p.Rank), key: C.uint64_t(p.Key), behind: C.fs_ticket(p.Behind)}
+		if p.Sent {
+			out.sent = 1
 		}
 		return nil
 	})

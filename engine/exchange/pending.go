@@ -2,25 +2,12 @@ package exchange
 
 import "fmt"
 
-// PendingState is why a push_pull has not been answered by a server.
-type PendingState int
-
-// The states, with the numbers of FS_PENDING_* in fserver.h.
-const (
-	PendingAnswer  PendingState = iota + 1 // the server has it and has not answered
-	PendingKey                             // Head pushes Key again, and the server has not answered Holder, which pushed it before
-	PendingBuffer                          // the server has not said yet where it receives Key of Head
-	PendingPeer                            // there is no connection to the server
-	PendingSending                         // Head is being sent
-)
-
 // Pending is what a push_pull waits for at a server.
 type Pending struct {
-	State  PendingState
 	Rank   int    // of the server
-	Key    uint64 // of PendingAnswer: the first key that it pushes, or pulls if it pushes none
-	Head   uint64 // the first push_pull that has not been sent to the server; the others wait behind it
-	Holder uint64 // of PendingKey
+	Key    uint64 // the first key that it pushes, or pulls if it pushes none
+	Sent   bool   // the server has it and has not answered
+	Behind uint64 // else, the one before it that it waits for: the first that was not sent, or pushed a key of it; 0: none
 }
 
 // Waits returns what a push_pull that is under way waits for, at the first server that has
@@ -37,26 +24,19 @@ func (w *Worker) Waits(id uint64) (Pending, error) {
 }
 
 func (s *server) waits(t *Ticket) Pending {
-	p := Pending{State: PendingSending, Rank: s.rank}
-	if t.legs[s.index].state == legPosted {
-		p.State, p.Head = PendingAnswer, t.id
-		p.Key = t.firstKey(s.index)
+	l := &t.legs[s.index]
+	p := Pending{Rank: s.rank, Key: t.firstKey(s.index), Sent: l.state == legPosted}
+	if p.Sent {
 		return p
 	}
-	head := s.queue(t).at(0)
-	p.Head = head.id
-	l := &head.legs[s.index]
-	switch {
-	case s.down != nil:
-		p.State = PendingPeer
-	case s.asked != nil:
-		p.State, p.Key = PendingBuffer, s.needs[0].Key
-	case s.empty():
-		for i, k := range l.keys {
-			if k.holder != 0 && !(i < len(l.lends) && l.lends[i] && k.lend) {
-				p.State, p.Key, p.Holder = PendingKey, head.push[i].Key, k.holder
-				break
-			}
+	if head := s.queue(t).at(0); head != t {
+		p.Behind = head.id
+		return p
+	}
+	for i, k := range l.keys {
+		if k.holder != 0 && k.holder != t.id && !(i < len(l.lends) && l.lends[i] && k.lend) {
+			p.Behind = k.holder
+			break
 		}
 	}
 	return p

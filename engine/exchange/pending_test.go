@@ -28,22 +28,22 @@ func TestWaits(t *testing.T) {
 	_, err := p.w.Waits(first)
 	require.ErrorIs(t, err, ErrNoTicket, "the owner does not know it yet")
 	p.w.Drain()
-	waits(first, Pending{PendingBuffer, 10, 5, first, 0})
+	waits(first, Pending{10, 5, false, 0})
 	require.NoError(t, p.settle())
-	waits(first, Pending{PendingAnswer, 10, 5, first, 0})
+	waits(first, Pending{10, 5, true, 0})
 	other := push(6)
 	again, behind := push(5), push(7)
 	require.NoError(t, p.settle())
-	waits(other, Pending{PendingAnswer, 10, 6, other, 0})
-	waits(again, Pending{PendingKey, 10, 5, again, first})
-	waits(behind, Pending{PendingKey, 10, 5, again, first})
+	waits(other, Pending{10, 6, true, 0})
+	waits(again, Pending{10, 5, false, first})
+	waits(behind, Pending{10, 7, false, again})
 	answer(0)
-	waits(first, Pending{PendingAnswer, 11, 5, first, 0})
-	waits(again, Pending{PendingAnswer, 10, 5, again, 0})
+	waits(first, Pending{11, 5, true, 0})
+	waits(again, Pending{10, 5, true, 0})
 	for range 3 {
 		answer(0)
 	}
-	waits(behind, Pending{PendingKey, 11, 5, again, first})
+	waits(behind, Pending{11, 7, false, again})
 	answer(1)
 	_, err = p.w.Waits(first)
 	require.ErrorIs(t, err, ErrNoTicket)
@@ -54,10 +54,10 @@ func TestWaits(t *testing.T) {
 	p.to[0].room = 0
 	stuck := push(6)
 	p.w.Drain()
-	waits(stuck, Pending{PendingSending, 10, 0, stuck, 0})
+	waits(stuck, Pending{10, 6, false, 0})
 	p.w.Patient = true
 	p.w.Lose(0, errGone)
-	waits(stuck, Pending{PendingPeer, 10, 0, stuck, 0})
+	waits(stuck, Pending{10, 6, false, 0})
 }
 
 // TestWaitsOfPulls have the key that is pulled.
@@ -68,10 +68,10 @@ func TestWaitsOfPulls(t *testing.T) {
 	require.NoError(t, p.settle())
 	got, err := p.w.Waits(id)
 	require.NoError(t, err)
-	require.Equal(t, Pending{PendingAnswer, 10, 3, id, 0}, got)
+	require.Equal(t, Pending{10, 3, true, 0}, got)
 	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 0)))
 	require.NoError(t, p.settle())
 	got, err = p.w.Waits(id)
 	require.NoError(t, err)
-	require.Equal(t, Pending{PendingAnswer, 11, 4, id, 0}, got)
+	require.Equal(t, Pending{11, 4, true, 0}, got)
 }

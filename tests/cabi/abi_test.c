@@ -498,10 +498,11 @@ CASE(refusals) {
   CHECK(fs_push_pull(m.worker, 0, NULL, &good, 1, NULL, 0, &again) == 0);
   CHECK(fs_push_pull(m.worker, 0, NULL, NULL, 0, &odd, 1, &behind) == 0);
   CHECK(fs_waits_for(m.worker, first, &p) == 0);
-  CHECK(p.state == FS_PENDING_ANSWER && p.server == 0 && p.key == 1);
+  CHECK(p.sent == 1 && p.server == 0 && p.key == 1 && p.behind == 0);
+  CHECK(fs_waits_for(m.worker, again, &p) == 0);
+  CHECK(p.sent == 0 && p.server == 0 && p.key == 1 && p.behind == first);
   CHECK(fs_waits_for(m.worker, behind, &p) == 0);
-  CHECK(p.state == FS_PENDING_KEY && p.server == 0 && p.key == 1);
-  CHECK(p.head == again && p.holder == first);
+  CHECK(p.sent == 0 && p.server == 0 && p.key == 2 && p.behind == again);
   FAILS(fs_waits_for(m.server, first, &p), EINVAL, "server");
 
   fs_error e;

@@ -174,12 +174,9 @@ def test_a_wait_says_what_it_waits_for(pair: Cluster) -> None:
     pair.server.respond([], batches[1][0])
     pair.worker.wait(handlers[1], LIMIT * 1e3)
     assert says(handlers[0]) == "server 0 has not answered it (key 0)"
-    again = (
-        "not sent to server 0 yet: it pushes key 0, and server 0 has not answered handler 0, "
-        "which pushed key 0 before"
-    )
-    assert says(handlers[2]) == f"it is {again}"
-    assert says(handlers[3]) == f"it waits behind handler 2, which is {again}"
+    unsent = "it is not sent to server 0 yet"
+    assert says(handlers[2]) == f"{unsent} (key 0): it waits for handler 0"
+    assert says(handlers[3]) == f"{unsent} (key 2): it waits for handler 2"
     pair.server.fail(batches[0][0], "not now")
     with pytest.raises(fserver.RefusedError, match="not now"):
         pair.worker.wait(handlers[0])
