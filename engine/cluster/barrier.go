@@ -23,7 +23,7 @@ type call struct {
 // barrier counts a call, and releases it with the others if it is the last.
 func (s *Scheduler) barrier(c *conn, v *wire.Barrier) error {
 	if !v.Flags.Has(c.Role) {
-		return fmt.Errorf("cluster: %s calls a %v", c.who(), v.Flags)
+		return fmt.Errorf("cluster: %s calls a %v", c.Name(), v.Flags)
 	}
 	if v.View < s.era { // the call has crossed the news of a loss, which ends it
 		return nil

@@ -112,7 +112,7 @@ func (s *Scheduler) sit(c *conn, m *wire.Member) {
 }
 
 func (s *Scheduler) registered(c *conn) {
-	s.logf("%s at %s has registered, %d of %d", c.who(), c.address(), s.seated, len(s.seats))
+	s.logf("%s at %s has registered, %d of %d", c.Name(), c.address(), s.seated, len(s.seats))
 }
 
 // tellEvery is how often members hear at most what the cluster waits for.

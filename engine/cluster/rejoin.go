@@ -49,7 +49,7 @@ func (s *Scheduler) taken(old *conn) {
 	c := old.rival
 	old.rival, c.waits = nil, nil
 	why := isThere(old)
-	s.warnf("%s at %s is refused: %s", c.who(), c.remote, why)
+	s.warnf("%s at %s is refused: %s", c.Name(), c.remote, why)
 	s.refuse(c, why)
 }
 

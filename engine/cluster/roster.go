@@ -133,9 +133,7 @@ func (m *Member) joined(seat int, j wire.Member) {
 
 // lostBefore is the loss of a member of which only the result is known.
 func lostBefore(v *wire.Member) *LostError {
-	e := &LostError{Role: v.Role, Rank: v.Rank, Reason: "the process was lost and has not been replaced yet"}
-	e.Address = place(v)
-	return e
+	return &LostError{v.Role, v.Rank, place(v), "the process was lost and has not been replaced yet"}
 }
 
 // meet takes the first roster.

@@ -72,8 +72,6 @@ type conn struct {
 	waits   *conn // whose seat it wants
 }
 
-func (c *conn) who() string { return c.Name() }
-
 // address is where people find the member, or its connection.
 func (c *conn) address() string {
 	return cmp.Or(place(&c.Member), c.remote)
@@ -144,7 +142,7 @@ func (s *Scheduler) Next() int64 {
 // Name returns the name of the member on a connection, or an empty text: it has none.
 func (s *Scheduler) Name(conn int64) string {
 	if c := s.conns[conn]; c != nil && c.member {
-		return c.who()
+		return c.Name()
 	}
 	return ""
 }
@@ -315,7 +313,7 @@ func (s *Scheduler) wantsToLeave(c *conn) {
 	c.leaving, s.parting = true, true
 	s.leaving++
 	s.known[s.seat(&c.Member)].State = wire.Parting
-	s.logf("%s wants to leave, %d of %d", c.who(), s.leaving, s.seated)
+	s.logf("%s wants to leave, %d of %d", c.Name(), s.leaving, s.seated)
 	s.leaveTogether()
 }
 
@@ -373,10 +371,10 @@ func (s *Scheduler) drop(c *conn, why string) {
 	switch {
 	case c.leaving:
 		s.leaving--
-		s.logf("%s has left before the others", c.who())
+		s.logf("%s has left before the others", c.Name())
 	case c.done:
 		s.known[s.seat(&c.Member)].State = wire.Parting
-		s.logf("%s has left after its workers", c.who())
+		s.logf("%s has left after its workers", c.Name())
 	default:
 		err = s.lose(&c.Member, c.address(), why)
 	}
