@@ -249,7 +249,7 @@ func TestBringUpErrors(t *testing.T) {
 	n, err := Open(append(one.settings("worker", 0, 0, port), "FSERVER_INIT_TIMEOUT=3"), exchange.NewBuffers()) // enough for an attempt on a machine under load
 	require.NoError(t, err)
 	defer n.Free()
-	err = n.WaitReady(20 * time.Second)
+	err = ready(n)
 	require.ErrorContains(t, err, "scheduler at 127.0.0.1:"+port)
 	require.ErrorContains(t, err, "refused")
 	require.EqualValues(t, 110, Errno(err))
@@ -275,7 +275,7 @@ func TestStrangers(t *testing.T) {
 	for _, extra := range [][]string{{"FSERVER_SECRET=another secret, also long"}, {"FSERVER_CLUSTER=other", "FSERVER_SECRET=a secret of some length"}, {}} {
 		n, err := Open(append(shape{1, 1, 1}.settings("worker", 0, 0, port), extra...), m.buffers)
 		require.NoError(t, err)
-		err = n.WaitReady(20 * time.Second)
+		err = ready(n)
 		require.EqualValues(t, 22, Errno(err), "%v", err)
 		require.NoError(t, n.Free())
 	}

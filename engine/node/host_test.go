@@ -124,7 +124,7 @@ func TestProbe(t *testing.T) {
 		members = append(members, n)
 	}
 	for _, n := range members {
-		require.NoError(t, n.WaitReady(20*time.Second))
+		require.NoError(t, ready(n))
 	}
 	check()
 	for _, n := range append(members, scheduler) {

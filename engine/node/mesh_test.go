@@ -274,3 +274,12 @@ func oneToOne(t *testing.T, way ...string) {
 	}
 	m.stop()
 }
+
+// ready waits until n is connected, or says why it is not. A signal ends a wait early.
+func ready(n *Node) error {
+	for end := time.Now().Add(20 * time.Second); ; {
+		if err := n.WaitReady(time.Until(end)); err != ErrAgain || time.Now().After(end) {
+			return err
+		}
+	}
+}

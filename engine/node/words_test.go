@@ -185,7 +185,7 @@ func TestMissing(t *testing.T) {
 			server, seen := m.listen(s.settings("server", 0, 0, port, limit))
 			const names = "2 of 4 members have registered; missing: worker 0, server 1"
 			for n, log := range map[*Node]*observer.ObservedLogs{scheduler: logs, worker: told, server: seen} {
-				err := n.WaitReady(20 * time.Second)
+				err := ready(n)
 				require.ErrorContains(t, err, names)
 				require.EqualValues(t, 110, Errno(err))
 				lines := log.FilterMessageSnippet("waiting for the cluster to become complete: ").All()
@@ -210,7 +210,7 @@ func TestOutOfReach(t *testing.T) {
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	w := m.start(s.settings("worker", 0, 0, port, "FSERVER_TRANSPORT=cma"))
 	m.start(s.settings("server", 0, 0, port, "FSERVER_TRANSPORT=tcp"))
-	err := w.WaitReady(20 * time.Second)
+	err := ready(w)
 	require.ErrorContains(t, err, fmt.Sprintf("server 0 (pid %d on %s) cannot be reached over cma", os.Getpid(), hostName()))
 	require.ErrorContains(t, err, "server 0 does not offer it")
 	require.EqualValues(t, 22, Errno(err))
@@ -224,14 +224,14 @@ func TestRemedies(t *testing.T) {
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	for _, secret := range [][]string{{"FSERVER_SECRET=another secret, also long"}, nil} {
 		n := m.start(s.settings("worker", 0, 0, port, secret...))
-		err := n.WaitReady(20 * time.Second)
+		err := ready(n)
 		require.ErrorContains(t, err, "FSERVER_SECRET must be the same on all nodes")
 		require.ErrorContains(t, err, "FSERVER_SECRET_FILE")
 		require.NotContains(t, err.Error(), "DMLC_PS_ROOT")
 	}
 	require.NoError(t, m.scheduler.Close())
 	n := m.start(s.settings("worker", 0, 0, port, "FSERVER_INIT_TIMEOUT=0.3"))
-	require.ErrorContains(t, n.WaitReady(20*time.Second), "is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?")
+	require.ErrorContains(t, ready(n), "is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?")
 }
 
 // TestLeaveAfterWorkers: servers that end in whatever way once the workers have left are

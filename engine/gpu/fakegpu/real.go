@@ -1,9 +1,9 @@
 package fakegpu
 
 import (
+	"runtime"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -86,7 +86,7 @@ func (g *RealGPU) Write(to uint64, from []byte) error {
 
 func (g *RealGPU) copy(c cuda.Copy) error {
 	err := g.Enqueue(g.stream, 0, []cuda.Copy{c}, 0, 0)
-	for idle := false; err == nil && !idle; time.Sleep(10 * time.Microsecond) {
+	for idle := false; err == nil && !idle; runtime.Gosched() {
 		idle, err = g.Idle(g.stream)
 	}
 	return err
