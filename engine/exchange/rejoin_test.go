@@ -116,6 +116,33 @@ func TestExpect(t *testing.T) {
 	require.Equal(t, StateDone, p.state(second))
 }
 
+// TestLeftInOrder: a server that leaves in good order has ended its writes. The other server's push_pulls
+// register new memory at once; they would wait for the Conn of one that is lost.
+func TestLeftInOrder(t *testing.T) {
+	p := newPair(t, 2)
+	x, y := bytesOf(t, 1, 8, 5), bytesOf(t, 0, 8, 0)
+	one := func() uint64 {
+		id, err := p.pushPull([]Tensor{x}, []Tensor{bytesOf(t, 0, 8, 0), y})
+		require.NoError(t, err)
+		require.NoError(t, p.settle())
+		return id
+	}
+	first := one()
+	for i := range p.servers {
+		require.NoError(t, p.respond(i, p.take(i)[0], bytesOf(t, 0, 8, byte(7+i))))
+	}
+	require.NoError(t, p.settle())
+	require.Equal(t, StateDone, p.state(first))
+
+	p.w.Left(1, errGone)
+	require.Empty(t, p.w.servers[1].ring.calm)
+	require.Equal(t, StateFailed, p.state(one()))
+	p.w.Lose(0, errGone)
+	require.Len(t, p.w.servers[0].ring.calm, 1)
+	p.w.Closed(p.to[0])
+	p.w.Closed(p.to[1])
+}
+
 // TestKeysOfManyTickets loses one server after the other while many push_pulls are open, each
 // with an allocation of its own and one that all share.
 func TestKeysOfManyTickets(t *testing.T) {

@@ -384,6 +384,13 @@ func (w *Worker) answered(s *server, t *Ticket) {
 	}
 }
 
+// Left is Down for a server that has said so itself. Its frames come after its writes, so nobody
+// waits until its Conn is closed.
+func (w *Worker) Left(i int, err error) {
+	w.servers[i].conn = nil
+	w.Down(i, err)
+}
+
 // Down ends everything that waits for server i, or for its successor, with err.
 // The operations on its Conn must have ended, or be about to.
 func (w *Worker) Down(i int, err error) {

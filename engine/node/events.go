@@ -109,7 +109,7 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 		}
 	}
 	if n.worker != nil && l.left {
-		n.worker.Down(l.index, n.lostPeer(l, hasLeft))
+		n.worker.Left(l.index, n.lostPeer(l, hasLeft))
 		return nil
 	}
 	return n.side.Frame(l.index, ev.Data)
