@@ -269,9 +269,9 @@ func TestChannelRequests(t *testing.T) {
 		}
 		if turn < 2 {
 			s.Detach(at)
-			p.w.Leave(0, "a")
+			p.w.ChannelOver(0, "a")
 		} else {
-			p.w.Leave(0, "a")
+			p.w.ChannelOver(0, "a")
 			require.NoError(t, p.settle())
 			s.Detach(at)
 		}

@@ -262,7 +262,7 @@ func TestWrongAnswersAndDetach(t *testing.T) {
 		<-began
 		runtime.Gosched()
 		s.Detach(at)
-		p.w.Leave(0, "a")
+		p.w.ChannelOver(0, "a")
 		require.NoError(t, p.settle())
 		close(stop)
 		require.NoError(t, <-done)

@@ -95,9 +95,9 @@ func (s *server) takeback(t *Ticket) {
 	}
 }
 
-// Leave fails what was asked of server i through a channel that both have closed. The server
+// ChannelOver fails what was asked of server i through a channel that both have closed. The server
 // refuses what it has of it, and the next channel of that name gets none of the rest.
-func (w *Worker) Leave(i int, channel string) {
+func (w *Worker) ChannelOver(i int, channel string) {
 	for _, t := range w.active {
 		if t != nil && t.on == channel && t.legs[i].state != legEnded {
 			w.fail(t, errOver)

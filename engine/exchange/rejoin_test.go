@@ -116,8 +116,8 @@ func TestExpect(t *testing.T) {
 	require.Equal(t, StateDone, p.state(second))
 }
 
-// TestLeftInOrder: a server that leaves in good order has ended its writes. The other server's push_pulls
-// register new memory at once; they would wait for the Conn of one that is lost.
+// TestLeftInOrder: what is registered after a server has left does not wait for its Conn. After a loss
+// it does.
 func TestLeftInOrder(t *testing.T) {
 	p := newPair(t, 2)
 	x, y := bytesOf(t, 1, 8, 5), bytesOf(t, 0, 8, 0)

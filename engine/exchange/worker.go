@@ -384,8 +384,8 @@ func (w *Worker) answered(s *server, t *Ticket) {
 	}
 }
 
-// Left is Down for a server that has said so itself. Its frames come after its writes, so nobody
-// waits until its Conn is closed.
+// Left is Down for a server that has said that it leaves. That frame came after all its writes, so
+// what is registered next does not wait until its Conn is closed.
 func (w *Worker) Left(i int, err error) {
 	w.servers[i].conn = nil
 	w.Down(i, err)

@@ -193,7 +193,7 @@ func (n *Node) leaveChannel(ch *exchange.Channel) {
 	}
 	for i := range n.peers {
 		if n.worker != nil && ch.Parted(i) {
-			n.worker.Leave(i, ch.Name())
+			n.worker.ChannelOver(i, ch.Name())
 		}
 	}
 }

@@ -98,7 +98,7 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 	case wire.TypeChannel:
 		over, err := n.channels.Frame(l.index, ev.Data)
 		if over != "" && n.worker != nil {
-			n.worker.Leave(l.index, over)
+			n.worker.ChannelOver(l.index, over)
 		}
 		return err
 	case wire.TypeBye:

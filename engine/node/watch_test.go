@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/exchange"
+	"fserver/engine/transport/transporttest"
 )
 
 // newWatch opens a watch of a node, and gives the eventfd of its caller.
@@ -25,22 +26,14 @@ func newWatch(t *testing.T, n *Node) (id uint64, fd int) {
 // alarmed reports whether an eventfd is written to within a time, and makes it silent.
 func alarmed(t *testing.T, fd int, limit time.Duration) bool {
 	t.Helper()
-	end := time.Now().Add(limit)
-	fds := [1]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-	for {
-		n, err := unix.Poll(fds[:], int(max(0, time.Until(end))/time.Millisecond))
-		if err == unix.EINTR {
-			continue
-		}
-		require.NoError(t, err)
-		if n == 0 {
-			return false
-		}
+	ready, err := transporttest.Sleep([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, limit)
+	require.NoError(t, err)
+	if ready != 0 {
 		var buf [8]byte
 		_, err = unix.Read(fd, buf[:])
 		require.NoError(t, err)
-		return true
 	}
+	return ready != 0
 }
 
 // alarms arms a watch until something is met, and returns how long that took.

@@ -162,10 +162,12 @@ func TestBrokenHead(t *testing.T) {
 func TestPeerThatLetsNothingIn(t *testing.T) {
 	evil, victim := pair(t, Direct, Direct)
 	evil.conn.(*Conn).mine.over.Store(overCut)
+	posted := time.Now()
 	require.NoError(t, victim.post(1<<20, nil))
 	c := victim.conn.(*Conn)
 	now := time.Now()
 	before := c.stalled(now) // 0, unless a Poll has looked already
+	require.LessOrEqual(t, before, now.Sub(posted))
 	require.Equal(t, before+time.Second, c.stalled(now.Add(time.Second)))
 	evil.conn.(*Conn).mine.over.Store(0)
 	until(t, func() bool {

@@ -553,9 +553,7 @@ func TestLiftLater(t *testing.T) {
 		require.True(t, time.Now().Before(end))
 	}
 	require.False(t, a.c.Unsent())
-	for err = unix.EINTR; err == unix.EINTR; {
-		n, err = unix.Poll(fd, 20_000)
-	}
+	n, err = transporttest.Sleep(fd, 20*time.Second)
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
 	until(t, a, b, func() bool { return b.f.in.next == 1 && !b.f.in.waiting() })

@@ -18,6 +18,15 @@ var sleepCases = []testCase{
 	{"ArmForAnotherSleeper", testArmForOther},
 }
 
+// Sleep waits for one of some descriptors, at most for limit, and returns how many are ready. A signal
+// starts it again.
+func Sleep(fds []unix.PollFd, limit time.Duration) (ready int, err error) {
+	for err = unix.EINTR; err == unix.EINTR; {
+		ready, err = unix.Poll(fds, int(limit.Milliseconds()))
+	}
+	return ready, err
+}
+
 // Woken sleeps as the user of some Fabrics does, at most for limit, and returns the numbers of
 // those that have something to tell.
 func Woken(limit time.Duration, fabrics ...transport.Fabric) (which []int, err error) {
@@ -28,9 +37,7 @@ func Woken(limit time.Duration, fabrics ...transport.Fabric) (which []int, err e
 			limit = 0
 		}
 	}
-	for err = unix.EINTR; err == unix.EINTR; {
-		_, err = unix.Poll(fds, int(limit.Milliseconds()))
-	}
+	_, err = Sleep(fds, limit)
 	for i := range fabrics {
 		if again[i] || fds[i].Revents&unix.POLLIN != 0 {
 			which = append(which, i)
@@ -192,11 +199,8 @@ func testArmForOther(w *world) {
 		asleep := make(chan bool)
 		go func() {
 			fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-			err := error(unix.EINTR)
-			for err == unix.EINTR {
-				_, err = unix.Poll(fds, int(patience.Milliseconds()))
-			}
-			asleep <- err == nil && fds[0].Revents != 0
+			ready, err := Sleep(fds, patience)
+			asleep <- err == nil && ready != 0
 		}()
 		for range i {
 			b.n.poll()
