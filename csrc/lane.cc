@@ -76,7 +76,7 @@ constexpr uint32_t kEnded = 1, kParted = 2;
 // and in send.
 enum { kEnd, kWhy, kRecvWaits, kSendWaits, kParts };
 constexpr size_t kPage = 4 * FS_WATCH_WORDS;
-static_assert(kParts == CS_BIT);
+static_assert(int{kParts} == int{CS_BIT});
 
 // A stream writes kWaits, and the peer above it, before it waits, and kGoesOn
 // after it. The watcher makes the first kSeen: a word that still says so belongs to
