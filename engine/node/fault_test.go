@@ -175,11 +175,12 @@ func TestSchedulerLost(t *testing.T) {
 		require.NoError(t, wait(w, pushPull(t, w, []exchange.Tensor{x}, []exchange.Tensor{y})))
 	}
 	require.NoError(t, <-done)
-	lostWithin(t, func() error { return w.WaitBarrier(seq, 10*time.Second) }, "scheduler", 0)
+	barrier := func() error { return retried(func() error { return w.WaitBarrier(seq, 10*time.Second) }) }
+	lostWithin(t, barrier, "scheduler", 0)
 	seq, err = w.Barrier(everybody, 50*time.Millisecond)
 	require.NoError(t, err)
 	var late *TimeoutError
-	require.ErrorAs(t, w.WaitBarrier(seq, 10*time.Second), &late)
+	require.ErrorAs(t, barrier(), &late)
 }
 
 // TestWorkersLeave ends the server's loop when its workers stop.

@@ -2,7 +2,6 @@ package node
 
 import (
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -45,7 +44,7 @@ func TestDrop(t *testing.T) {
 	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0"))
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	w := m.start(s.settings("worker", 0, 0, port, "PS_DROP_MSG=100", "FSERVER_INIT_TIMEOUT=0.3"))
-	err := w.WaitReady(time.Second)
+	err := ready(w)
 	require.ErrorContains(t, err, "members are missing at the scheduler")
 	require.EqualValues(t, 110, Errno(err))
 }

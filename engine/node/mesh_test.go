@@ -196,8 +196,13 @@ func pushPull(tb testing.TB, n *Node, push, pull []exchange.Tensor) uint64 {
 }
 
 func wait(n *Node, id uint64) error {
+	return retried(func() error { return n.Wait(id, 100*time.Millisecond, true) })
+}
+
+// retried makes a call, which a signal may end early, until it gives something else than ErrAgain.
+func retried(call func() error) error {
 	for end := time.Now().Add(20 * time.Second); ; {
-		if err := n.Wait(id, 100*time.Millisecond, true); err != ErrAgain || time.Now().After(end) {
+		if err := call(); err != ErrAgain || time.Now().After(end) {
 			return err
 		}
 	}
@@ -227,12 +232,8 @@ func (b *batch) Batch(reqs []*exchange.Request) error {
 
 func getBatch(n *Node) (batch, error) {
 	var b batch
-	for end := time.Now().Add(20 * time.Second); ; {
-		err := n.GetBatch(&b, 0, 100*time.Millisecond, true)
-		if err != ErrAgain || time.Now().After(end) {
-			return b, err
-		}
-	}
+	err := retried(func() error { return n.GetBatch(&b, 0, 100*time.Millisecond, true) })
+	return b, err
 }
 
 func respond(tb testing.TB, n *Node, handler uint64, tensors ...exchange.Tensor) {
@@ -277,9 +278,5 @@ func oneToOne(t *testing.T, way ...string) {
 
 // ready waits until n is connected, or says why it is not. A signal ends a wait early.
 func ready(n *Node) error {
-	for end := time.Now().Add(20 * time.Second); ; {
-		if err := n.WaitReady(time.Until(end)); err != ErrAgain || time.Now().After(end) {
-			return err
-		}
-	}
+	return retried(func() error { return n.WaitReady(20 * time.Second) })
 }

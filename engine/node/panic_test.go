@@ -150,13 +150,9 @@ func guarded(n *Node, call func() error) (err error) {
 	return call()
 }
 
-// again makes a call until it gives something else than ErrAgain.
+// again is retried for a call of a node that may panic.
 func again(n *Node, call func() error) error {
-	for end := time.Now().Add(20 * time.Second); ; {
-		if err := guarded(n, call); err != ErrAgain || time.Now().After(end) {
-			return err
-		}
-	}
+	return retried(func() error { return guarded(n, call) })
 }
 
 // endsIn checks that a node has ended in the panic of the test, below a function, and
@@ -394,7 +390,7 @@ func TestPanicInClose(t *testing.T) {
 	n, err := open(cfg, logger(cfg), m.buffers, m.fabrics, nil)
 	require.NoError(t, err)
 	blocked := make(chan error, 1)
-	go func() { blocked <- n.WaitReady(time.Minute) }()
+	go func() { blocked <- ready(n) }()
 	require.ErrorContains(t, n.Close(), bang)
 	require.ErrorIs(t, <-blocked, ErrClosed)
 	require.ErrorContains(t, n.Free(), bang)

@@ -117,7 +117,7 @@ func slowly(net *inproc.Network) (Fabrics, func(n *Node) *slow) {
 func someBatch(t *testing.T, n *Node) request {
 	t.Helper()
 	var b batch
-	require.NoError(t, n.GetBatch(&b, 1, 10*time.Second, true))
+	require.NoError(t, retried(func() error { return n.GetBatch(&b, 1, 10*time.Second, true) }))
 	require.Len(t, b.reqs, 1)
 	return b.reqs[0]
 }

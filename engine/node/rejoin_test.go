@@ -264,7 +264,7 @@ func TestPatientWorker(t *testing.T) {
 	for _, n := range m.servers {
 		go func() { done <- barrierOf(n) }()
 	}
-	require.NoError(t, w.WaitBarrier(barrier, 10*time.Second))
+	require.NoError(t, retried(func() error { return w.WaitBarrier(barrier, 10*time.Second) }))
 	require.NoError(t, <-done)
 	require.NoError(t, <-done)
 	m.stop()
@@ -522,11 +522,7 @@ func TestRankTaken(t *testing.T) {
 	m := newMesh(t, openFabrics, sh)
 	_, port := splitPort(t, m.scheduler.Info().Address)
 	n := m.start(sh.settings("worker", 0, 0, port))
-	err := n.WaitReady(time.Second)
-	for err == ErrAgain {
-		err = n.WaitReady(time.Second)
-	}
-	require.ErrorContains(t, err, "worker 0 is there already")
+	require.ErrorContains(t, ready(n), "worker 0 is there already")
 	require.NoError(t, n.Close())
 	require.NoError(t, echo(t, m.workers[0], m.servers, 5, closed()))
 	m.stop()
@@ -578,9 +574,9 @@ func TestTickWakes(t *testing.T) {
 		return w.member.Next() != cluster.Never
 	}, 10*time.Second, time.Millisecond, "it counts the time until a successor is too late")
 	other, ended := make(chan error, 1), make(chan error, 1)
-	go func() { other <- w.Wait(id, time.Minute, true) }()
+	go func() { other <- retried(func() error { return w.Wait(id, time.Minute, true) }) }()
 	require.Eventually(t, func() bool { return w.sleeping.Load() && !w.resting.Load() }, 10*time.Second, time.Millisecond)
-	go func() { ended <- w.WaitBarrier(seq, time.Minute) }()
+	go func() { ended <- retried(func() error { return w.WaitBarrier(seq, time.Minute) }) }()
 	require.Eventually(t, func() bool { return w.count.Load() == 1 }, 10*time.Second, time.Millisecond)
 	lostWithin(t, func() error { return <-ended }, "worker", 1)
 	require.Empty(t, other)

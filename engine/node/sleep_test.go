@@ -40,7 +40,7 @@ func sleepersHear(t *testing.T, way ...string) {
 		require.NoError(t, err)
 		ended := make(chan time.Time, 1)
 		go func() {
-			if w.Wait(first, time.Minute, true) == nil {
+			if retried(func() error { return w.Wait(first, time.Minute, true) }) == nil {
 				ended <- time.Now()
 			}
 			close(ended)
@@ -82,7 +82,7 @@ func TestIdlePair(t *testing.T) {
 		require.NoError(t, echo(t, m.workers[0], m.servers, 5, closed()))
 		var b batch
 		came := make(chan error, 1)
-		go func() { came <- m.servers[0].GetBatch(&b, 0, 30*time.Second, true) }()
+		go func() { came <- retried(func() error { return m.servers[0].GetBatch(&b, 0, 30*time.Second, true) }) }()
 		require.Eventually(t, func() bool {
 			before := polls.Load()
 			time.Sleep(300 * time.Millisecond)
