@@ -162,7 +162,10 @@ func (f *Fabric) visitLater(c *Conn) {
 }
 
 // Counts is what a Fabric has asked of its NIC so far.
-type Counts struct{ Doorbells, Requests, Completions uint64 }
+type Counts struct {
+	Doorbells, Requests, Completions uint64
+	Refills                          uint64 // doorbells of receive queues, not among Doorbells
+}
 
 // Counts returns them.
 func (f *Fabric) Counts() Counts {

@@ -39,6 +39,7 @@ func (c *Conn) post(list []uint32) error {
 		s[i] = rdma.Slot{ID: recvMark | uint64(slot), To: rdma.Piece{Address: uint64(c.recv(slot).Addr), Len: slotBytes, LKey: c.mr.LKey}}
 	}
 	n, err := c.qp.PostRecv(s[:len(list)])
+	c.f.counts.Refills++
 	c.rx.posted += n
 	c.rx.spent = c.rx.spent[:0]
 	return err
@@ -131,10 +132,15 @@ func (c *Conn) assemble(b []byte) (frame []byte, whole bool, err error) {
 	return frame, true, nil
 }
 
-// repost posts again what is spent, and owes the credits.
+// repostAt is how many slots of frames are posted again together: one doorbell for all. Until then the
+// peer lacks their credits, and has enough others.
+const repostAt = slots / 4
+
+// repost posts again what is spent, and owes the credits. A slot that took a message without bytes
+// goes back at once: no credit bounds those messages, and spare slots are few.
 func (c *Conn) repost() {
 	r := &c.rx
-	if len(r.spent) == 0 || c.Err != nil {
+	if c.Err != nil || len(r.spent) < repostAt && len(r.spent) == r.freed {
 		return
 	}
 	c.tx.owed += r.freed
