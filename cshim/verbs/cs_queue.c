@@ -8,9 +8,9 @@
 
 // The queue keeps its lock, also where queue pairs have none: ibv_destroy_qp
 // takes it to remove completions, and may run beside a poll.
-int cs_ib_cq_create(cs_ib_device *d, int *entries, cs_ib_cq **cq, int *fd) {
+int cs_ib_cq_create(cs_ib_device *d, int *entries, cs_ib_cq *cq, int *fd) {
   int rc = 0;
-  cs_ib_cq *q = calloc(1, sizeof *q);
+  struct cs_ib_queue *q = calloc(1, sizeof *q);
   if (!q)
     return ENOMEM;
   errno = 0;
@@ -32,20 +32,26 @@ int cs_ib_cq_create(cs_ib_device *d, int *entries, cs_ib_cq **cq, int *fd) {
   }
   *entries = q->cq->cqe;
   *fd = q->channel->fd;
-  *cq = q;
+  *cq = (cs_ib_cq)q;
   return 0;
 }
 
-int cs_ib_cq_destroy(cs_ib_cq *q) {
+static struct cs_ib_queue *queue(cs_ib_cq cq) {
+  return (struct cs_ib_queue *)cq;
+}
+
+int cs_ib_cq_destroy(cs_ib_cq cq) {
+  struct cs_ib_queue *q = queue(cq);
   int first = cs_ib.destroy_cq(q->cq);
   int rc = cs_ib.destroy_comp_channel(q->channel);
   free(q);
   return first ? first : rc;
 }
 
-int cs_ib_arm(cs_ib_cq *q) { return ibv_req_notify_cq(q->cq, 0); }
+int cs_ib_arm(cs_ib_cq cq) { return ibv_req_notify_cq(queue(cq)->cq, 0); }
 
-int cs_ib_quiet(cs_ib_cq *q, int *count) {
+int cs_ib_quiet(cs_ib_cq cq, int *count) {
+  struct cs_ib_queue *q = queue(cq);
   struct ibv_cq *from;
   void *context;
   unsigned n = 0;
@@ -59,11 +65,11 @@ int cs_ib_quiet(cs_ib_cq *q, int *count) {
   return rc == EAGAIN || rc == EINTR ? 0 : rc;
 }
 
-int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq *cq, cs_ib_room *room,
-                    cs_ib_qp **qp, uint32_t *number) {
+int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq cq, cs_ib_room *room,
+                    cs_ib_qp *qp, uint32_t *number) {
   struct ibv_qp_init_attr a;
   memset(&a, 0, sizeof a);
-  a.send_cq = a.recv_cq = cq->cq;
+  a.send_cq = a.recv_cq = queue(cq)->cq;
   a.qp_type = IBV_QPT_RC;
   a.cap.max_send_wr = (uint32_t)room->send;
   a.cap.max_recv_wr = (uint32_t)room->recv;
@@ -84,7 +90,7 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq *cq, cs_ib_room *room,
   }
   room->send = (int32_t)a.cap.max_send_wr;
   room->recv = (int32_t)a.cap.max_recv_wr;
-  *qp = (cs_ib_qp *)q;
+  *qp = (cs_ib_qp)q;
   *number = q->qp_num;
   return 0;
 }
@@ -97,7 +103,7 @@ static enum ibv_mtu mtu_of(int bytes) {
   return (enum ibv_mtu)m;
 }
 
-int cs_ib_qp_connect(cs_ib_qp *qp, const cs_ib_path *p) {
+int cs_ib_qp_connect(cs_ib_qp qp, const cs_ib_path *p) {
   struct ibv_qp_attr a;
   memset(&a, 0, sizeof a);
   a.qp_state = IBV_QPS_RTR;
@@ -132,14 +138,14 @@ int cs_ib_qp_connect(cs_ib_qp *qp, const cs_ib_path *p) {
                              IBV_QP_MAX_QP_RD_ATOMIC);
 }
 
-int cs_ib_qp_error(cs_ib_qp *qp) {
+int cs_ib_qp_error(cs_ib_qp qp) {
   struct ibv_qp_attr a;
   memset(&a, 0, sizeof a);
   a.qp_state = IBV_QPS_ERR;
   return cs_ib.modify_qp((struct ibv_qp *)qp, &a, IBV_QP_STATE);
 }
 
-int cs_ib_qp_destroy(cs_ib_qp *qp) {
+int cs_ib_qp_destroy(cs_ib_qp qp) {
   return cs_ib.destroy_qp((struct ibv_qp *)qp);
 }
 
@@ -149,7 +155,7 @@ _Static_assert(sizeof(cs_ib_sge) == sizeof(struct ibv_sge) &&
                    offsetof(cs_ib_sge, lkey) == offsetof(struct ibv_sge, lkey),
                "a cs_ib_sge is an ibv_sge");
 
-int cs_ib_post_send(cs_ib_qp *qp, const cs_ib_wr *requests, int count,
+int cs_ib_post_send(cs_ib_qp qp, const cs_ib_wr *requests, int count,
                     int *posted) {
   struct ibv_send_wr list[CS_IB_CHAIN], *bad = list;
   *posted = 0;
@@ -173,7 +179,7 @@ int cs_ib_post_send(cs_ib_qp *qp, const cs_ib_wr *requests, int count,
   return rc;
 }
 
-int cs_ib_post_recv(cs_ib_qp *qp, const cs_ib_recv *receives, int count,
+int cs_ib_post_recv(cs_ib_qp qp, const cs_ib_recv *receives, int count,
                     int *posted) {
   struct ibv_recv_wr list[CS_IB_CHAIN], *bad = list;
   *posted = 0;
@@ -198,8 +204,8 @@ _Static_assert(sizeof(cs_ib_wc) == sizeof(struct ibv_wc) &&
                    offsetof(cs_ib_wc, qp) == offsetof(struct ibv_wc, qp_num),
                "a cs_ib_wc is an ibv_wc");
 
-int cs_ib_poll(cs_ib_cq *q, cs_ib_wc *completions, int room, int *count) {
-  int n = ibv_poll_cq(q->cq, room, (struct ibv_wc *)completions);
+int cs_ib_poll(cs_ib_cq cq, cs_ib_wc *completions, int room, int *count) {
+  int n = ibv_poll_cq(queue(cq)->cq, room, (struct ibv_wc *)completions);
   *count = n < 0 ? 0 : n;
   return n == -1 ? EIO : n < 0 ? -n : 0;
 }

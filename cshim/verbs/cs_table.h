@@ -67,7 +67,7 @@ struct cs_ib_device {
   struct ibv_pd *parent; /* of queue pairs; pd where there is no td */
 };
 
-struct cs_ib_cq {
+struct cs_ib_queue { /* a cs_ib_cq points to it */
   struct ibv_cq *cq;
   struct ibv_comp_channel *channel;
 };

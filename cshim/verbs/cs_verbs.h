@@ -22,9 +22,10 @@
 #include <stdint.h>
 
 typedef struct cs_ib_device cs_ib_device; /* an open device and its domains */
-typedef struct cs_ib_cq cs_ib_cq;         /* with a completion channel */
-typedef struct cs_ib_qp cs_ib_qp;         /* reliable connected */
 typedef struct cs_ib_mr cs_ib_mr;
+/* Numbers, because cgo checks each pointer to what it cannot see, at each call. */
+typedef uintptr_t cs_ib_cq; /* with a completion channel */
+typedef uintptr_t cs_ib_qp; /* reliable connected */
 
 typedef struct {
   char name[64];
@@ -154,20 +155,20 @@ int cs_ib_open(const char *path, char *why, size_t room);
      cs_ib_mr **mr, uint32_t *lkey, uint32_t *rkey))                           \
   X(cs_ib_deregister, (cs_ib_mr * mr))                                         \
   X(cs_ib_cq_create,                                                           \
-    (cs_ib_device * device, int *entries, cs_ib_cq **cq, int *fd))             \
-  X(cs_ib_cq_destroy, (cs_ib_cq * cq))                                         \
-  X(cs_ib_arm, (cs_ib_cq * cq))                                                \
-  X(cs_ib_quiet, (cs_ib_cq * cq, int *count))                                  \
-  X(cs_ib_qp_create, (cs_ib_device * device, cs_ib_cq * cq, cs_ib_room * room, \
-                      cs_ib_qp * *qp, uint32_t *number))                       \
-  X(cs_ib_qp_connect, (cs_ib_qp * qp, const cs_ib_path *path))                 \
-  X(cs_ib_qp_error, (cs_ib_qp * qp))                                           \
-  X(cs_ib_qp_destroy, (cs_ib_qp * qp))                                         \
+    (cs_ib_device * device, int *entries, cs_ib_cq *cq, int *fd))              \
+  X(cs_ib_cq_destroy, (cs_ib_cq cq))                                           \
+  X(cs_ib_arm, (cs_ib_cq cq))                                                  \
+  X(cs_ib_quiet, (cs_ib_cq cq, int *count))                                    \
+  X(cs_ib_qp_create, (cs_ib_device * device, cs_ib_cq cq, cs_ib_room * room,   \
+                      cs_ib_qp * qp, uint32_t *number))                        \
+  X(cs_ib_qp_connect, (cs_ib_qp qp, const cs_ib_path *path))                   \
+  X(cs_ib_qp_error, (cs_ib_qp qp))                                             \
+  X(cs_ib_qp_destroy, (cs_ib_qp qp))                                           \
   X(cs_ib_post_send,                                                           \
-    (cs_ib_qp * qp, const cs_ib_wr *requests, int count, int *posted))         \
+    (cs_ib_qp qp, const cs_ib_wr *requests, int count, int *posted))           \
   X(cs_ib_post_recv,                                                           \
-    (cs_ib_qp * qp, const cs_ib_recv *receives, int count, int *posted))       \
-  X(cs_ib_poll, (cs_ib_cq * cq, cs_ib_wc * completions, int room, int *count))
+    (cs_ib_qp qp, const cs_ib_recv *receives, int count, int *posted))         \
+  X(cs_ib_poll, (cs_ib_cq cq, cs_ib_wc * completions, int room, int *count))
 
 #define CS_IB_DECLARE(name, arguments) int name arguments;
 CS_IB_CALLS(CS_IB_DECLARE)

@@ -21,7 +21,7 @@ type Room struct {
 type QP struct {
 	Number uint32
 	Room   Room // at least what was wanted
-	c      *C.cs_ib_qp
+	c      C.cs_ib_qp
 }
 
 // NewQP makes a queue pair that completes on cq and takes PostRecv.

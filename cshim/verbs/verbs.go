@@ -157,7 +157,7 @@ func (r Region) Deregister() error { return failed(C.cs_ib_deregister(r.c), "der
 type CQ struct {
 	Entries int // how many completions there is room for
 	FD      int // readable when a completion has come since Arm, until Quiet
-	c       *C.cs_ib_cq
+	c       C.cs_ib_cq
 }
 
 // NewCQ makes a queue with room for at least entries completions. It is for its

@@ -236,12 +236,17 @@ func (f *Fabric) pollBare(ev []transport.Event) (int, error) {
 	n, err := f.Fabric.Poll(ev)
 	for i := range ev[:n] {
 		if ev[i].Kind == transport.EvAccept && f.wraps(ev[i].Conn) || f.tracked.Load() != 0 {
-			f.mu.Lock()
-			defer f.mu.Unlock()
-			p := link.Found{Events: ev, N: i}
-			f.take(f.ev[:copy(f.ev[:], ev[i:n])], &p)
-			return p.N, err
+			return f.takeFrom(ev, i, n), err
 		}
 	}
 	return n, err
+}
+
+// takeFrom takes the events of inner from i to n, with the lock. Those before i are handed on as they are.
+func (f *Fabric) takeFrom(ev []transport.Event, i, n int) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	p := link.Found{Events: ev, N: i}
+	f.take(f.ev[:copy(f.ev[:], ev[i:n])], &p)
+	return p.N
 }
