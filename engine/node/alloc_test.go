@@ -105,9 +105,13 @@ func must(tb testing.TB, err error) {
 // BenchmarkPushPull is a push_pull of 64 bytes and its answer, both sides in one
 // thread: what the engine costs, without waiting. `make pgo` profiles it.
 func BenchmarkPushPull(b *testing.B) {
-	for _, transport := range []string{"cma", "tcp"} {
+	for _, transport := range []string{"cma", "tcp", "verbs"} {
 		b.Run(transport, func(b *testing.B) {
-			m := newMesh(b, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT="+transport, "FSERVER_PROGRESS=caller", "FSERVER_LOG=error")
+			open := openFabrics
+			if transport == "verbs" {
+				open = newNICs(b).open
+			}
+			m := newMesh(b, open, shape{1, 1, 1}, "FSERVER_TRANSPORT="+transport, "FSERVER_PROGRESS=caller", "FSERVER_LOG=error")
 			once := m.once(tensor(b, 1, 16), tensor(b, 2, 16), tensor(b, 1, 16))
 			for b.Loop() {
 				once()
