@@ -23,7 +23,8 @@
 
 typedef struct cs_ib_device cs_ib_device; /* an open device and its domains */
 typedef struct cs_ib_mr cs_ib_mr;
-/* Numbers, because cgo checks each pointer to what it cannot see, at each call. */
+/* Addresses as numbers. cgo checks a pointer to an unknown type at each call,
+   and these are for the hot path. */
 typedef uintptr_t cs_ib_cq; /* with a completion channel */
 typedef uintptr_t cs_ib_qp; /* reliable connected */
 

@@ -100,7 +100,7 @@ static void end_amid_writes(int to_error) {
     double ended = (now() - begin) * 1e3;
     memset(b.memory, 0, HALF);
     nap(0.02);
-    // As a rule none; in 3 runs of 142 some of the packet that was worked on.
+    // None as a rule. In 3 runs of 142, a part of one packet.
     say("to ERR amid writes took %.1f ms; %zu bytes landed in the next 20 ms",
         ended, landed());
   }
@@ -109,7 +109,7 @@ static void end_amid_writes(int to_error) {
   b.qp = NULL;
   double ended = (now() - begin) * 1e3;
   memset(b.memory, 0, HALF);
-  // All before may have been done in time.
+  // The writes before it may all be done.
   post_write(&a, 99, 0, HALF, (uintptr_t)b.memory, b.mr->rkey);
   int status;
   int good = 0;

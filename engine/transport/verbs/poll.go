@@ -164,7 +164,7 @@ func (f *Fabric) visitLater(c *Conn) {
 // Counts is what a Fabric has asked of its NIC so far.
 type Counts struct {
 	Doorbells, Requests, Completions uint64
-	Refills                          uint64 // doorbells of receive queues, not among Doorbells
+	Refills                          uint64 // doorbells of receive queues; Doorbells are those of send queues
 }
 
 // Counts returns them.

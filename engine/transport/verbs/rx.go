@@ -132,12 +132,12 @@ func (c *Conn) assemble(b []byte) (frame []byte, whole bool, err error) {
 	return frame, true, nil
 }
 
-// repostAt is how many slots of frames are posted again together: one doorbell for all. Until then the
-// peer lacks their credits, and has enough others.
+// repostAt is how many slots of frames are posted again together, with one doorbell. Until then their
+// credits are held back. With those that are owed, that is less than all that the peer has, so it can go on.
 const repostAt = slots / 4
 
-// repost posts again what is spent, and owes the credits. A slot that took a message without bytes
-// goes back at once: no credit bounds those messages, and spare slots are few.
+// repost posts the spent slots again, and owes their credits. A slot that took a message without bytes is
+// posted at once: such messages take no credits, and there are few spare slots.
 func (c *Conn) repost() {
 	r := &c.rx
 	if c.Err != nil || len(r.spent) < repostAt && len(r.spent) == r.freed {
