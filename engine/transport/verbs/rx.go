@@ -39,7 +39,6 @@ func (c *Conn) post(list []uint32) error {
 		s[i] = rdma.Slot{ID: recvMark | uint64(slot), To: rdma.Piece{Address: uint64(c.recv(slot).Addr), Len: slotBytes, LKey: c.mr.LKey}}
 	}
 	n, err := c.qp.PostRecv(s[:len(list)])
-	c.f.counts.Refills++
 	c.rx.posted += n
 	c.rx.spent = c.rx.spent[:0]
 	return err
@@ -145,6 +144,7 @@ func (c *Conn) repost() {
 	}
 	c.tx.owed += r.freed
 	r.freed = 0
+	c.f.counts.Refills++
 	if err := c.post(r.spent); err != nil {
 		c.end(err)
 	}
