@@ -86,7 +86,7 @@ demo: ext ## serve a language model, split into attention and FFN, and compare
 test: ext ## all tests: go test and pytest
 	@status=0
 	$(GO) test -timeout 5m -short ./... || status=1
-	$(GO) test -timeout 5m -race ./... || status=1
+	$(GO) test -timeout 10m -race ./... || status=1
 	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n 2 || status=1
 	exit $$status
 
