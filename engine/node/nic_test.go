@@ -62,47 +62,42 @@ func TestOverNICs(t *testing.T) {
 
 // TestCreditBringsNoEvent: what Post has not taken is posted after the Poll that ends
 // back-pressure, also if that Poll finds no event. It was posted before the next Poll, and nobody
-// was woken for that: a call took until the sleep was over.
+// was woken for that, so a call went on only when its sleep had ended.
 func TestCreditBringsNoEvent(t *testing.T) {
 	m := newMesh(t, under(faults.Options{Starve: 0.5}, over(inproc.New())), shape{1, 1, 1})
 	require.NoError(t, echo(t, m.workers[0], m.servers, 500, closed()))
-	n := m.workers[0]
-	for !n.token.CompareAndSwap(false, true) {
-		time.Sleep(time.Millisecond)
-	}
-	order := &orderly{Side: n.side}
-	n.side = order
-	polled := n.planes[0].Fabric
-	n.planes[0].Fabric = &orderlyFabric{polled, order}
-	empty := false
-	for i := 0; i < 10 && !empty; i++ {
-		order.calls = ""
-		empty = n.pass(trace.Now()) == 0
-	}
-	n.side, n.planes[0].Fabric = order.Side, polled
-	n.giveBack()
+	n, empty, calls := m.workers[0], false, ""
+	require.True(t, n.under(func() {
+		side, fabric := n.side, n.planes[0].Fabric
+		defer func() { n.side, n.planes[0].Fabric = side, fabric }()
+		n.side, n.planes[0].Fabric = &orderlySide{side, &calls}, &orderlyFabric{fabric, &calls}
+		for i := 0; i < 10 && !empty; i++ {
+			calls = ""
+			empty = n.pass(trace.Now()) == 0
+		}
+	}))
 	require.True(t, empty)
-	require.Equal(t, "drain poll drain ", order.calls)
+	require.Equal(t, "drain poll drain ", calls)
 	m.stop()
 }
 
-// orderly writes down what is called.
-type orderly struct {
+// orderlySide and orderlyFabric write down what a pass calls.
+type orderlySide struct {
 	exchange.Side
-	calls string
+	calls *string
 }
 
-func (o *orderly) Drain() {
-	o.calls += "drain "
+func (o *orderlySide) Drain() {
+	*o.calls += "drain "
 	o.Side.Drain()
 }
 
 type orderlyFabric struct {
 	transport.Fabric
-	order *orderly
+	calls *string
 }
 
 func (f *orderlyFabric) Poll(ev []transport.Event) (int, error) {
-	f.order.calls += "poll "
+	*f.calls += "poll "
 	return f.Fabric.Poll(ev)
 }
