@@ -39,6 +39,7 @@ var layers = map[string][]string{
 	"transport/faults":        {"mem", "transport", "transport/link"},
 	"transport/inproc":        {"transport", "transport/link"},
 	"transport/link":          {"conf", "mem", "transport"},
+	"transport/rails":         {},
 	"transport/tcp":           {"conf", "mem", "transport", "transport/link"},
 	"transport/verbs":         {"conf", "mem", "transport", "transport/link"},
 	"topo":                    {"conf"},
