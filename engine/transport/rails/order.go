@@ -79,17 +79,18 @@ type statement struct {
 type kind uint8
 
 const (
-	none      kind = iota
-	frame          // a frame of the user
-	fence          // ends the writes of a member; it is numbered as frames are
-	bare           // an acknowledgement alone
-	stating        // a statement
-	lastKind  = stating
-	numbered  = fence // kinds from frame to here have a number and are acknowledged
-	nowhere   = -1    // of batch.at: to be posted again
-	arrived   = -2    // of batch.at: its member is gone, but the peer has it
-	never     = ^uint64(0)
-	dialAhead = 64 // bounds the numbers of members that one side may know of and the other not
+	none     kind = iota
+	frame         // a frame of the user
+	fence         // ends the writes of a member; it is numbered as frames are
+	bare          // an acknowledgement alone
+	stating       // a statement
+	lastKind = stating
+	numbered = fence // kinds from frame to here have a number and are acknowledged
+)
+
+const (
+	dialAhead = 64  // bounds the numbers of members that the dialer knows of and the peer may not
+	mostKept  = 256 // bounds members, and statements that the peer has not confirmed
 )
 
 // item is what travels as one frame of a member, less the bytes of the user's frame.
@@ -131,7 +132,8 @@ func (o *order) speaks(m *member) bool { return m.phase == live || m.phase == ha
 // unsettled. Call come or failed when the attempt has ended.
 func (o *order) dial() (id uint32, ok bool) {
 	id = o.seen.low
-	if o.over || len(o.members) > 0 && id-o.members[0].id >= dialAhead {
+	oldest := slices.IndexFunc(o.members, func(m member) bool { return m.phase != live && !m.theirs })
+	if o.over || len(o.members) >= mostKept || oldest >= 0 && id-o.members[oldest].id >= dialAhead {
 		return 0, false
 	}
 	o.seen.add(id)
@@ -144,7 +146,7 @@ func (o *order) dial() (id uint32, ok bool) {
 func (o *order) come(id uint32) bool {
 	m := o.find(id)
 	if !o.dialer {
-		if o.over || o.seen.add(id) != nil {
+		if o.over || len(o.members)+len(o.log) >= mostKept || o.seen.add(id) != nil {
 			return false
 		}
 		o.members = append(o.members, member{id: id, phase: half})

@@ -140,6 +140,9 @@ func (o *order) absent(s statement) error {
 	if s.n != 0 {
 		return fmt.Errorf("rails: %d frames of member %d have come, of 0", s.n, s.id)
 	}
+	if len(o.log) >= mostKept {
+		return fmt.Errorf("rails: member %d has closed, and %d statements are not confirmed", s.id, len(o.log))
+	}
 	o.state(statement{s.id, 0})
 	return nil
 }

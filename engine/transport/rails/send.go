@@ -1,9 +1,16 @@
 package rails
 
+// What batch.at and batch.pos may be instead of a place.
+const (
+	nowhere = -1         // to be posted again
+	arrived = -2         // its member is gone, but the peer has it
+	never   = ^uint64(0) // it was not posted on its member
+)
+
 // batch is the writes on one member up to a frame or fence, and that frame.
 type batch struct {
 	at     int    // its member, nowhere or arrived
-	pos    uint64 // its frame is numbered item pos of that member; never: it was not posted there
+	pos    uint64 // its frame is numbered item pos of that member, from 0, or never
 	bytes  int    // of its frame
 	writes int
 	held   int // ops that its member has not let go of
@@ -61,17 +68,17 @@ func (o *order) frame(id uint32, bytes int) (num uint64) {
 	b := o.at(num)
 	b.frame, b.bytes = true, bytes
 	o.bytes += bytes
-	first := o.sealed
-	o.sealed = o.next
-	for n := first; n < o.next; n++ {
-		if b := o.at(n); b.at != nowhere {
-			// If the member is not live, its batch waits for the peer's statement.
-			if m := o.find(uint32(b.at)); m.phase == live {
-				o.send(m, n, false)
-			}
-		}
+	lost := false
+	for ; o.sealed < o.next; o.sealed++ {
+		if b := o.at(o.sealed); b.at == nowhere {
+			lost = true
+		} else if m := o.find(uint32(b.at)); m.phase == live {
+			o.send(m, o.sealed, false)
+		} // else it waits for the peer's statement
 	}
-	o.resend()
+	if lost {
+		o.resend()
+	}
 	return num
 }
 
