@@ -725,8 +725,6 @@ func (m *model) run(breadth bool) (states int, bad string, trace []action) {
 var (
 	// cut is a frame behind a write, then one whose writes are cut over both members.
 	cut = []step{{1, 0}, {0, 0}, {2, 0}, {4, 1}, {0, 1}}
-	// swapped is the same, the other way around.
-	swapped = []step{{1, 1}, {0, 1}, {2, 1}, {4, 0}, {0, 0}}
 	// plain is two frames, on one member each.
 	plain = []step{{0, 0}, {1, 1}, {0, 1}}
 	// once is a frame behind a write, and newer the same on the late member.
