@@ -39,7 +39,7 @@ var layers = map[string][]string{
 	"transport/faults":        {"mem", "transport", "transport/link"},
 	"transport/inproc":        {"transport", "transport/link"},
 	"transport/link":          {"conf", "mem", "transport"},
-	"transport/rails":         {},
+	"transport/rails":         {"mem", "transport", "transport/link"},
 	"transport/tcp":           {"conf", "mem", "transport", "transport/link"},
 	"transport/verbs":         {"conf", "mem", "transport", "transport/link"},
 	"topo":                    {"conf"},
@@ -192,6 +192,7 @@ var goroutines = map[string]int{
 	"gpu/later.go":               1, // a chore at a time, in try
 	"node/panic.go":              1, // spawn
 	"transport/link/link.go":     1, // Task
+	"transport/rails/fabric.go":  1, // task
 	"transport/cudaipc/calls.go": 1, // the calls of the driver that may wait
 }
 

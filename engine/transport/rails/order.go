@@ -1,7 +1,3 @@
-// Package rails makes one Conn out of several member Conns.
-//
-// What is here so far is the protocol between the two sides: numbers, acknowledgements, and what
-// is posted again when a member is lost. It does no I/O and has no clock.
 package rails
 
 import (
@@ -256,6 +252,19 @@ func (o *order) end() {
 		}
 	}
 }
+
+// unsettled returns the first member that is closed here and whose end the peer has not stated.
+func (o *order) unsettled() (id uint32, ok bool) {
+	for i := range o.members {
+		if m := &o.members[i]; m.phase == closed && !m.theirs {
+			return m.id, true
+		}
+	}
+	return 0, false
+}
+
+// ready reports whether take has something to give, or a fence to pass.
+func (o *order) ready() bool { return o.in[o.given&uint64(len(o.in)-1)] != none }
 
 // forget drops members of which both sides know that the other has stated.
 func (o *order) forget() {

@@ -68,6 +68,13 @@ func (o *order) frame(id uint32, bytes int) (num uint64) {
 	b := o.at(num)
 	b.frame, b.bytes = true, bytes
 	o.bytes += bytes
+	o.seal()
+	return num
+}
+
+// seal ends the open batches. Those that have no frame end in a fence: frame calls it, and so does a user
+// whose writes no frame has followed so far.
+func (o *order) seal() {
 	lost := false
 	for ; o.sealed < o.next; o.sealed++ {
 		if b := o.at(o.sealed); b.at == nowhere {
@@ -79,7 +86,6 @@ func (o *order) frame(id uint32, bytes int) (num uint64) {
 	if lost {
 		o.resend()
 	}
-	return num
 }
 
 // send posts the frame of a batch on m, with again also its writes.

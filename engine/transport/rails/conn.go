@@ -1,0 +1,397 @@
+package rails
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/link"
+)
+
+// A Conn is made of members. The Fabric's mu guards it.
+type Conn struct {
+	f        *Fabric
+	order    *order
+	id       [16]byte       // the dialer has drawn it
+	about    transport.Peer // of member 0
+	peers    int            // Fabrics of the peer
+	rails    []*rail        // until they have ended
+	bound    map[uint64]*region
+	ctx      context.Context // of dialing
+	cancel   context.CancelFunc
+	attempts int           // Connects under way
+	heard    chan struct{} // closed when the peer has said something
+	hasHeard bool
+
+	sending
+	got     []frameIn // by number % window
+	waiting int       // bytes of the frames that are kept there
+	fed     int       // bytes of the frames that were given, and of which the peer was not told
+	age     int       // Polls since it has to be told
+	idle    int       // Polls since a Post
+
+	err     error // why the Conn is over
+	reason  error // for which a member was lost
+	orderly bool  // the peer has closed a member in good order
+	fresh   bool  // EvAccept is still to be given
+	closed  bool  // by its own user
+	downed  bool  // EvDown was given
+	listed  bool  // in busy
+	stuck   uint32
+	since   time.Time // when member stuck began to wait for the peer's statement
+}
+
+// frameIn is a frame that has come and was not given.
+type frameIn struct {
+	data   []byte
+	pooled bool
+}
+
+func (f *Fabric) conn(dialer bool, id [16]byte, peers int, about *transport.Peer) *Conn {
+	c := &Conn{f: f, order: newOrder(dialer, window, mostBytes), id: id, about: *about, peers: peers,
+		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([]frameIn, window)}
+	c.kept = make([]kept, window)
+	c.ctx, c.cancel = context.WithCancel(f.ctx)
+	f.conns = append(f.conns, c)
+	return c
+}
+
+// add makes r member id of c, and sends the greeting of a dialer. It is false where the member must be closed
+// and nobody told of it.
+func (c *Conn) add(r *rail, id uint32, greeting []byte) bool {
+	r.c, r.id = c, id
+	if greeting != nil {
+		r.push(entry{text: greeting, item: item{kind: kind(greeting[0])}})
+	}
+	if !c.order.come(id) {
+		r.c, r.queue = nil, nil
+		return false
+	}
+	for _, old := range c.rails {
+		if old.at == r.at { // its dialer knows of its end already
+			c.order.down(old.id)
+		}
+	}
+	c.rails = append(c.rails, r)
+	for _, k := range c.bound {
+		if err := r.bind(k); err != nil {
+			c.fail(err)
+		}
+	}
+	switch {
+	case r.over: // before Connect returned it
+		r.hasEnded()
+	case r.down != nil:
+		c.lose(r)
+	}
+	c.wake()
+	return true
+}
+
+// wake makes Polls look at c.
+func (c *Conn) wake() {
+	if !c.listed && !c.gone() {
+		c.listed = true
+		c.f.busy = append(c.f.busy, c)
+	}
+}
+
+// rail returns member id, or nil.
+func (c *Conn) rail(id uint32) *rail {
+	for _, r := range c.rails {
+		if r.id == id {
+			return r
+		}
+	}
+	return nil
+}
+
+// after does what order has answered.
+func (c *Conn) after() {
+	o := c.order
+	for o.over && c.err == nil || len(o.out)+len(o.done)+len(o.shut) != 0 {
+		if o.over && c.err == nil {
+			c.err = c.why()
+		}
+		c.sendAll()
+		for _, num := range o.done {
+			c.finish(num)
+		}
+		o.done = o.done[:0]
+		for _, id := range o.shut {
+			if r := c.rail(id); r != nil {
+				r.close()
+			}
+		}
+		o.shut = o.shut[:0]
+		if o.over {
+			c.cancel()
+			c.wake()
+		}
+	}
+	if c.hopeless && c.err == nil {
+		c.fail(fmt.Errorf("rails: %d members have ended with the same frame on its way: %w", maxTries, c.why()))
+	}
+	c.rails = slices.DeleteFunc(c.rails, func(r *rail) bool { return r.over })
+	for _, r := range c.rails {
+		r.flush()
+	}
+}
+
+// blame keeps the reason for which a member was lost that was not in use.
+func (c *Conn) blame(err error) {
+	if c.reason == nil {
+		c.reason = fmt.Errorf("rails: a member that was not used yet: %s", err) // what was io.EOF is no orderly end of c
+	}
+}
+
+// lose takes the loss of a member. Whoever closes a member in good order closes the whole Conn: a member that was
+// lost before is closed, too, but then it has ended for the peer already.
+func (c *Conn) lose(r *rail) {
+	m := c.order.find(r.id)
+	switch {
+	case m == nil || m.phase != live:
+		c.blame(r.down)
+	case orderly(r.down):
+		c.reason, c.orderly = r.down, true
+	case !c.orderly:
+		c.reason = r.down
+	}
+	c.order.down(r.id)
+	c.after()
+	c.wake()
+}
+
+// why is the reason for which no member is left.
+func (c *Conn) why() error {
+	if c.reason == nil {
+		return errors.New("rails: no member is left: the peer has closed them")
+	}
+	return fmt.Errorf("rails: no member is left: %w", c.reason)
+}
+
+// fail ends c for an error, and tells the peer, to whom it must not look like a close in good order.
+func (c *Conn) fail(err error) {
+	if c.err != nil {
+		return
+	}
+	c.err = err
+	text := append([]byte{byte(broken)}, err.Error()...)
+	text = text[:min(len(text), 1+maxReason)]
+	for _, r := range c.rails {
+		r.push(entry{text: text, item: item{kind: broken}})
+		r.flush()
+	}
+	c.order.end()
+	c.after()
+	c.wake()
+}
+
+// leave ends c for its own user.
+func (c *Conn) leave() {
+	if c.closed {
+		return
+	}
+	c.closed = true
+	if c.err == nil {
+		c.err = transport.ErrClosed
+	}
+	c.order.end()
+	c.after()
+	c.wake()
+}
+
+// Close implements transport.Conn.
+func (c *Conn) Close() { c.f.locked(c.leave) }
+
+// inspect ends c if the peer does not say what has come on a member that was lost.
+func (c *Conn) inspect(now time.Time) {
+	id, waits := c.order.unsettled()
+	switch {
+	case !waits || c.order.over:
+		c.since = time.Time{}
+	case c.since.IsZero() || id != c.stuck:
+		c.stuck, c.since = id, now
+	case now.Sub(c.since) >= c.f.o.Stall:
+		c.fail(fmt.Errorf("rails: the peer has not said for %v what has come on member %d, which was lost (Limits.Stall): %v", c.f.o.Stall, id, c.reason))
+		c.f.ring()
+	}
+}
+
+// recv takes an item of a member, and what is behind its header.
+func (c *Conn) recv(r *rail, it item, data []byte, p *link.Found) error {
+	if c.order.over {
+		return nil
+	}
+	if err := c.order.recv(r.id, it); err != nil {
+		return err
+	}
+	if !c.hasHeard {
+		c.hasHeard = true
+		close(c.heard)
+	}
+	if it.kind <= numbered {
+		s := &c.got[it.num%window]
+		if *s = (frameIn{data: data}); it.kind == frame && len(r.tail) > 0 {
+			c.keep(s, r.tail)
+			r.tail = r.tail[:0]
+		}
+		c.give(p)
+		if it.kind == frame && it.num >= c.order.given && !s.pooled {
+			c.keep(s, nil)
+		}
+		if c.waiting > mostBytes+2*transport.MaxFrame {
+			return fmt.Errorf("rails: %d bytes of frames have come ahead of frame %d: at most %d", c.waiting, c.order.given, mostBytes)
+		}
+	}
+	c.after()
+	c.wake()
+	return nil
+}
+
+// keep copies a frame that stays, with what belongs behind it.
+func (c *Conn) keep(s *frameIn, tail []byte) {
+	b := c.f.pool.get(len(s.data) + len(tail))
+	copy(b[copy(b, s.data):], tail)
+	*s = frameIn{b, true}
+	c.waiting += len(b)
+}
+
+// give gives the frames whose turn it is, as far as p has room.
+func (c *Conn) give(p *link.Found) {
+	for p.Room() && !c.fresh && !c.closed {
+		num, ok := c.order.take()
+		if !ok {
+			return
+		}
+		s := &c.got[num%window]
+		p.Put(transport.Event{Kind: transport.EvFrame, Conn: c, Data: s.data})
+		c.fed += len(s.data)
+		if s.pooled {
+			c.waiting -= len(s.data)
+			c.f.given = append(c.f.given, s.data)
+		}
+		*s = frameIn{}
+	}
+}
+
+// serve does what is due, and gives events as far as p has room.
+func (c *Conn) serve(p *link.Found) {
+	o := c.order
+	if c.fresh && !c.closed && p.Room() {
+		c.fresh = false
+		p.Put(transport.Event{Kind: transport.EvAccept, Conn: c})
+	}
+	c.give(p)
+	for _, r := range c.rails {
+		if r.refused != nil && r.down == nil && c.f.quiet[r.at] { // EvDown would have come
+			r.wentDown(r.refused)
+		}
+	}
+	if o.next > o.sealed && !o.over {
+		if c.idle++; c.idle > sealPolls {
+			o.seal()
+		}
+	}
+	if owed := o.owes(); owed == 0 {
+		c.fed, c.age = 0, 0
+	} else if c.age++; !o.over && (c.age > ackPolls || owed >= window/4 || c.fed >= mostBytes/4) {
+		o.acknowledge()
+	}
+	c.after()
+	if o.over && !c.downed && !c.closed && !c.fresh && !o.ready() && p.Room() {
+		c.downed = true
+		p.Put(transport.Event{Kind: transport.EvDown, Conn: c, Err: c.err})
+	}
+	if c.ended() && (c.fresh || p.Room()) {
+		if !c.fresh {
+			p.Put(transport.Event{Kind: transport.EvClosed, Conn: c})
+		}
+		c.forget()
+	}
+}
+
+// ended reports whether EvClosed is due.
+func (c *Conn) ended() bool {
+	return c.closed && len(c.rails) == 0 && c.attempts == 0 && c.open == 0
+}
+
+// due reports whether a Poll has to look at c.
+func (c *Conn) due() bool {
+	if c.gone() {
+		return false
+	}
+	for _, r := range c.rails {
+		if !r.shut && (len(r.queue) != 0 || r.refused != nil) {
+			return true
+		}
+	}
+	return c.news() || !c.order.over && c.order.owes() != 0
+}
+
+// news reports whether the next Poll finds something without anything more coming.
+func (c *Conn) news() bool {
+	o := c.order
+	return c.ended() || !c.closed && (c.fresh || o.ready() || o.over && !c.downed) || !o.over && o.next > o.sealed
+}
+
+// rest is what Arm does for c.
+func (c *Conn) rest() (again bool) {
+	if !c.order.over && c.order.owes() != 0 {
+		c.order.acknowledge()
+		c.after()
+	}
+	for _, r := range c.rails {
+		again = again || !r.shut && r.refused != nil
+	}
+	return again || c.news()
+}
+
+// gone reports whether c has given its last event.
+func (c *Conn) gone() bool { return c.got == nil }
+
+// forget lets go of what c holds. Its last event was given.
+func (c *Conn) forget() {
+	for i := range c.got {
+		if c.got[i].pooled {
+			c.f.pool.put(c.got[i].data)
+		}
+	}
+	for _, k := range c.bound {
+		k.only = nil
+	}
+	c.got, c.kept = nil, nil
+	clear(c.bound)
+	c.f.conns = slices.DeleteFunc(c.f.conns, func(o *Conn) bool { return o == c })
+}
+
+// Lends implements transport.Conn.
+func (c *Conn) Lends(mem.Span) bool { return false }
+
+// Peer implements transport.Conn.
+func (c *Conn) Peer() transport.Peer {
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	p, vias := c.about, []string{}
+	for _, r := range c.rails {
+		if m := c.order.find(r.id); m != nil && m.phase == live {
+			about := r.conn.Peer()
+			vias = append(vias, about.Via)
+			if p.Why == "" {
+				p.Why = about.Why
+			}
+		}
+	}
+	if len(vias) > 0 {
+		p.Via = strings.Join(vias, "+")
+	}
+	if all := min(len(c.f.members), c.peers); len(vias) < all && c.reason != nil {
+		p.Why = fmt.Sprintf("%d of %d members: %v", len(vias), all, c.reason)
+	}
+	return p
+}

@@ -1,0 +1,157 @@
+package rails
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"fmt"
+	"time"
+
+	"fserver/engine/transport"
+)
+
+// Connect implements transport.Fabric. The first Fabric that gets through makes member 0. The others are
+// dialed when the peer has answered on it, and again when they are lost.
+func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
+	ways, theirs, err := f.ways(peer)
+	if err != nil {
+		return nil, err
+	}
+	f.mu.Lock()
+	open := f.begin()
+	f.mu.Unlock()
+	if !open {
+		return nil, fmt.Errorf("rails: connect to %q: %w", peer, transport.ErrClosed)
+	}
+	defer f.tasks.Done()
+	for i, w := range ways {
+		in, bad := f.members[w.ours].Connect(ctx, theirs[w.theirs])
+		if bad == nil {
+			return f.dialed(in, ways, theirs, i)
+		}
+		if err == nil {
+			err = bad
+		}
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	return nil, err
+}
+
+// dialed makes a Conn of member 0, which is over ways[first].
+func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr, first int) (transport.Conn, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	r := f.find(ways[first].ours, in)
+	if f.closing {
+		in.Close()
+		return nil, transport.ErrClosed
+	}
+	var id [16]byte
+	rand.Read(id[:]) // never fails
+	about := in.Peer()
+	c := f.conn(true, id, len(theirs), &about)
+	r.theirs = ways[first].theirs
+	number, _ := c.order.dial() // a new Conn takes it
+	c.add(r, number, c.greeting(r.at, number))
+	for i, w := range ways {
+		k := keeper{c: c, way: w, to: theirs[w.theirs], heard: c.heard}
+		if i == first {
+			k.lost = r.lost
+		}
+		f.task(k.run)
+	}
+	c.after()
+	f.ring()
+	return c, nil
+}
+
+// greeting is the first frame on a member that we have dialed.
+func (c *Conn) greeting(at int, member uint32) []byte {
+	g := greet{conn: c.id, member: member, at: at, count: len(c.f.members)}
+	return g.append(nil)
+}
+
+// A keeper dials the members over one Fabric, one after the other.
+type keeper struct {
+	c     *Conn
+	way   pair
+	to    transport.Addr
+	heard <-chan struct{}
+	lost  <-chan struct{} // closed when the member has ended; nil: there is none
+}
+
+// run is a goroutine of the Fabric. It ends with the Conn.
+func (k *keeper) run() {
+	over, pause := k.c.ctx.Done(), k.c.f.o.Pause
+	if k.lost == nil {
+		select {
+		case <-k.heard:
+			k.lost = k.dial()
+		case <-over:
+			return
+		}
+	}
+	for {
+		began, failed := time.Now(), k.lost == nil
+		if !failed {
+			select {
+			case <-k.lost:
+			case <-over:
+				return
+			}
+		}
+		if failed || time.Since(began) <= pause {
+			pause = min(2*pause, MaxPause)
+		} else {
+			pause = k.c.f.o.Pause
+		}
+		select {
+		case <-time.After(pause):
+			k.lost = k.dial()
+		case <-over:
+			return
+		}
+	}
+}
+
+// dial makes one attempt.
+func (k *keeper) dial() (lost <-chan struct{}) {
+	c, f := k.c, k.c.f
+	f.mu.Lock()
+	id, ok := uint32(0), !c.orderly
+	if ok {
+		id, ok = c.order.dial()
+	}
+	if ok {
+		c.attempts++
+	}
+	f.mu.Unlock()
+	if !ok {
+		return nil
+	}
+	in, err := f.members[k.way.ours].Connect(c.ctx, k.to)
+	f.locked(func() {
+		c.attempts--
+		c.wake()
+		if err != nil {
+			c.blame(err)
+			c.order.failed(id)
+			c.after()
+			return
+		}
+		r := f.find(k.way.ours, in)
+		if !bytes.Equal(in.Peer().Hello, c.about.Hello) {
+			c.blame(fmt.Errorf("rails: %s is another peer by now", k.to))
+			c.order.failed(id)
+			in.Close()
+		} else if r.theirs = k.way.theirs; c.add(r, id, c.greeting(k.way.ours, id)) {
+			lost = r.lost
+		} else {
+			in.Close()
+		}
+		c.after()
+	})
+	return lost
+}

@@ -1,0 +1,264 @@
+package rails
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+)
+
+// A Fabric is made of members. Posts and Polls of the members, which do not wait, are made under mu.
+// Their Register and Connect, which may wait, are not.
+type Fabric struct {
+	members []transport.Fabric
+	o       Options
+	addr    transport.Addr
+	ctx     context.Context // ends with Close
+	cancel  context.CancelFunc
+	tasks   sync.WaitGroup // added to before closing is set
+	once    sync.Once      // Close
+	failed  error          // of Close
+
+	mu       sync.Mutex // guards the rest
+	closing  bool       // nothing new is taken
+	closed   bool       // there are no descriptors any more
+	panicked error      // of a task
+	epoll    int
+	bell     int  // an eventfd in epoll
+	rung     bool // until the next Poll
+	keys     keys
+	rails    map[transport.Conn]*rail
+	last     *rail    // that was looked for
+	fresh    []*rail  // that a peer has opened, and not said what for
+	conns    []*Conn  // that have events to come
+	busy     []*Conn  // that a Poll has to look at
+	pool     pool     // of frames
+	given    [][]byte // that the last Poll gave to the user
+	told     []transport.Event
+	quiet    []bool // members that had nothing for the last Poll
+	next     int    // the member that the next Poll asks first
+	ev       [64]transport.Event
+	ops      [16]transport.Op
+	heads    [16][headerLen + 1]byte // the frames of ops
+}
+
+var _ transport.Fabric = (*Fabric)(nil)
+
+func open(members []transport.Fabric, o Options) (*Fabric, error) {
+	f := &Fabric{members: slices.Clone(members), o: o, addr: join(members), epoll: -1, bell: -1,
+		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members))}
+	f.keys.init(len(members))
+	f.ctx, f.cancel = context.WithCancel(context.Background())
+	if err := f.watchMembers(); err != nil {
+		f.release()
+		return nil, fmt.Errorf("rails: %w (raise ulimit -n)", err)
+	}
+	f.task(f.watchStalls)
+	return f, nil
+}
+
+// watchMembers opens the descriptors.
+func (f *Fabric) watchMembers() (err error) {
+	if f.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+		return fmt.Errorf("open an epoll descriptor: %w", err)
+	}
+	if f.bell, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return fmt.Errorf("open an event descriptor: %w", err)
+	}
+	fds := []int{f.bell}
+	for _, m := range f.members {
+		fds = append(fds, m.FD())
+	}
+	for _, fd := range fds {
+		if err = unix.EpollCtl(f.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN}); err != nil {
+			return fmt.Errorf("watch a descriptor: %w", err)
+		}
+	}
+	return nil
+}
+
+func (f *Fabric) release() {
+	f.cancel()
+	for _, fd := range []int{f.epoll, f.bell} {
+		if fd >= 0 {
+			unix.Close(fd)
+		}
+	}
+}
+
+// ring makes FD readable until the next Poll. The caller holds mu.
+func (f *Fabric) ring() {
+	if !f.rung && !f.closed {
+		unix.Write(f.bell, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+	}
+	f.rung = true
+}
+
+// locked calls do under mu, and has the user look at what came of it.
+func (f *Fabric) locked(do func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	do()
+	f.ring()
+}
+
+// watchStalls ends Conns whose peer does not say what has come on a member that was lost.
+func (f *Fabric) watchStalls() {
+	tick := time.NewTicker(max(f.o.Stall/8, time.Millisecond))
+	defer tick.Stop()
+	for {
+		select {
+		case <-f.ctx.Done():
+			return
+		case <-tick.C:
+		}
+		f.inspect()
+	}
+}
+
+func (f *Fabric) inspect() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, c := range f.conns {
+		c.inspect(time.Now())
+	}
+}
+
+// task starts a goroutine of an open Fabric. A panic in it makes the Fabric unusable, as Poll says.
+func (f *Fabric) task(run func()) {
+	f.tasks.Go(func() {
+		defer func() {
+			if e := transport.Caught(recover()); e != nil {
+				f.locked(func() { f.panicked = e })
+			}
+		}()
+		run()
+	})
+}
+
+// Name implements transport.Fabric.
+func (f *Fabric) Name() string {
+	if f.o.Name != "" {
+		return f.o.Name
+	}
+	names := make([]string, len(f.members))
+	for i, m := range f.members {
+		names[i] = m.Name()
+	}
+	return "rails(" + strings.Join(names, "+") + ")"
+}
+
+// Addr implements transport.Fabric.
+func (f *Fabric) Addr() transport.Addr { return f.addr }
+
+// Caps implements transport.Fabric.
+func (f *Fabric) Caps() (c transport.Caps) {
+	for _, m := range f.members {
+		c.LocalKeys = c.LocalKeys || m.Caps().LocalKeys
+	}
+	return c
+}
+
+// Reaches implements transport.Fabric.
+func (f *Fabric) Reaches(peer transport.Addr) error {
+	_, _, err := f.ways(peer)
+	return err
+}
+
+// ways returns how peer is reached.
+func (f *Fabric) ways(peer transport.Addr) (ways []pair, theirs []transport.Addr, err error) {
+	if theirs, err = split(peer); err != nil {
+		return nil, nil, err
+	}
+	var why error
+	ways = match(len(f.members), theirs, func(i int, a transport.Addr) bool {
+		err := f.members[i].Reaches(a)
+		if why == nil {
+			why = err
+		}
+		return err == nil
+	})
+	if len(ways) == 0 {
+		return nil, nil, fmt.Errorf("rails: no fabric reaches one of %q: %w", peer, why)
+	}
+	return ways, theirs, nil
+}
+
+// FD implements transport.Fabric.
+func (f *Fabric) FD() int { return f.epoll }
+
+// Arm implements transport.Fabric. Acknowledgements that have waited for a frame to travel with go alone.
+func (f *Fabric) Arm() (again bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, c := range f.busy {
+		again = c.rest() || again
+	}
+	for _, m := range f.members {
+		again = m.Arm() || again
+	}
+	return again || len(f.told) != 0
+}
+
+// Close implements transport.Fabric.
+func (f *Fabric) Close() error {
+	f.once.Do(func() {
+		f.mu.Lock()
+		f.closing = true
+		for _, c := range f.conns {
+			c.leave()
+		}
+		for _, r := range f.fresh {
+			r.conn.Close()
+		}
+		f.mu.Unlock()
+		f.cancel()
+		for _, m := range f.members {
+			f.failed = errors.Join(f.failed, m.Close())
+		}
+		f.tasks.Wait()
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.closed = true
+		f.release()
+	})
+	return f.failed
+}
+
+// begin holds off Close until tasks.Done; it is false after Close. The caller holds mu.
+func (f *Fabric) begin() bool {
+	if !f.closing {
+		f.tasks.Add(1)
+	}
+	return !f.closing
+}
+
+// find returns the rail of a member Conn over member Fabric at, whose events may come before Connect returns
+// it.
+func (f *Fabric) find(at int, in transport.Conn) *rail {
+	if f.last != nil && f.last.conn == in {
+		return f.last
+	}
+	r := f.rails[in]
+	if r == nil {
+		r = &rail{f: f, conn: in, at: at, lost: make(chan struct{})}
+		f.rails[in] = r
+	}
+	f.last = r
+	return r
+}
+
+// forget drops a rail that has no more events to come.
+func (f *Fabric) forget(r *rail) {
+	delete(f.rails, r.conn)
+	if f.last == r {
+		f.last = nil
+	}
+}

@@ -1,0 +1,184 @@
+package rails
+
+import (
+	"errors"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/transport"
+	"fserver/engine/transport/link"
+)
+
+// Poll implements transport.Fabric. It asks each member once, since a frame of it stays valid until the
+// member is asked again.
+func (f *Fabric) Poll(ev []transport.Event) (int, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.rung && !f.closed {
+		var b [8]byte
+		unix.Read(f.bell, b[:])
+	}
+	f.rung = false
+	for _, b := range f.given {
+		f.pool.put(b)
+	}
+	f.given = f.given[:0]
+	p := link.Found{Events: ev}
+	f.tell(&p)
+	f.deliver(&p)
+	err := f.panicked
+	for again := err == nil; again; {
+		got := 0
+		if p.Room() {
+			got, err = f.look(&p)
+		}
+		f.serve(&p)
+		f.tell(&p)
+		again = f.closed && got > 0 && p.N == 0 // all was ours: more may come
+	}
+	if p.N != 0 || len(f.told) != 0 {
+		err = nil // it comes again
+	}
+	return p.N, err
+}
+
+// tell gives completions and freed keys, as far as p has room.
+func (f *Fabric) tell(p *link.Found) {
+	k := copy(p.Events[p.N:], f.told)
+	p.N += k
+	for i := range f.told[:k] {
+		if c, ok := f.told[i].Conn.(*Conn); ok {
+			if c.open--; c.open == 0 {
+				c.wake()
+			}
+		}
+	}
+	n := copy(f.told, f.told[k:])
+	clear(f.told[n:])
+	f.told = f.told[:n]
+}
+
+// look takes what the members have.
+func (f *Fabric) look(p *link.Found) (got int, err error) {
+	for i := range f.members {
+		at := (f.next + i) % len(f.members)
+		n, bad := f.members[at].Poll(f.ev[:])
+		f.quiet[at] = n == 0
+		for j := range f.ev[:n] {
+			f.event(at, &f.ev[j], p)
+		}
+		if bad != nil && (err == nil || !errors.Is(bad, transport.ErrClosed)) {
+			err = bad
+		}
+		got += n
+	}
+	f.next = (f.next + 1) % len(f.members)
+	return got, err
+}
+
+// event takes an event of member Fabric at.
+func (f *Fabric) event(at int, e *transport.Event, p *link.Found) {
+	if e.Kind == transport.EvFreed {
+		if id, ok := f.keys.freed(at, e.User); ok {
+			f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: id})
+		}
+		return
+	}
+	r := f.find(at, e.Conn)
+	switch e.Kind {
+	case transport.EvAccept:
+		f.accepted(r)
+	case transport.EvDone:
+		r.ended(e.User)
+	case transport.EvFrame:
+		r.frame(e.Data, p)
+	case transport.EvLent:
+		link.Drop(e)
+		r.breach(errors.New("rails: the peer lends memory, which rails does not"))
+	case transport.EvDown:
+		r.wentDown(e.Err)
+	case transport.EvClosed:
+		r.hasEnded()
+	}
+}
+
+// accepted takes a member that a peer has opened.
+func (f *Fabric) accepted(r *rail) {
+	r.accepted = true
+	if f.closing {
+		r.conn.Close()
+		return
+	}
+	if len(f.fresh) == maxFresh {
+		f.fresh[0].conn.Close()
+		f.fresh = slices.Delete(f.fresh, 0, 1)
+	}
+	r.fresh = true
+	f.fresh = append(f.fresh, r)
+}
+
+// greeted takes the first frame of a member that a peer has opened. A member that is refused is closed,
+// and nobody else hears of it.
+func (f *Fabric) greeted(r *rail, data []byte) {
+	f.unfresh(r)
+	g, err := parseGreeting(data)
+	if err != nil || f.closing {
+		r.conn.Close()
+		return
+	}
+	about := r.conn.Peer()
+	var c *Conn
+	for _, other := range f.conns {
+		if !other.order.dialer && other.id == g.conn {
+			c = other
+		}
+	}
+	switch {
+	case c == nil && g.member == 0:
+		c = f.conn(false, g.conn, g.count, &about)
+		c.fresh = true
+	case c == nil || g.member == 0 || g.count != c.peers || !slices.Equal(about.Hello, c.about.Hello):
+		r.conn.Close()
+		return
+	}
+	if r.theirs = g.at; !c.add(r, g.member, nil) {
+		r.conn.Close()
+	} else if g.member == 0 {
+		c.order.acknowledge() // the dialer then dials the others
+	}
+	c.after()
+}
+
+// unfresh says that r has said what it is for, or will not.
+func (f *Fabric) unfresh(r *rail) {
+	r.fresh = false
+	f.fresh = slices.DeleteFunc(f.fresh, func(o *rail) bool { return o == r })
+}
+
+// deliver gives what has come before, each time to another Conn first.
+func (f *Fabric) deliver(p *link.Found) {
+	if n := len(f.busy); n > 1 {
+		first := f.busy[0]
+		copy(f.busy, f.busy[1:])
+		f.busy[n-1] = first
+	}
+	for _, c := range f.busy {
+		c.give(p)
+	}
+}
+
+// serve does what is due on the Conns.
+func (f *Fabric) serve(p *link.Found) {
+	left := 0
+	for i := 0; i < len(f.busy); i++ { // one may wake another
+		c := f.busy[i]
+		c.serve(p)
+		if c.listed = c.due(); c.listed {
+			f.busy[left] = c
+			left++
+		}
+	}
+	clear(f.busy[left:])
+	f.busy = f.busy[:left]
+}

@@ -1,0 +1,276 @@
+package rails
+
+import (
+	"slices"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/link"
+)
+
+// sending is what a Conn keeps of what was posted on it.
+type sending struct {
+	kept   []kept  // by number % window
+	writes []write // User of the members' ops, from 1 on
+	spare  []uint32
+	ops    []userOp
+	unused []uint32
+	open   int     // ops that were taken, and whose EvDone was not given
+	usable []*rail // scratch
+	// hopeless says that a batch has been posted too often: members end because of it.
+	hopeless bool
+}
+
+// kept is the user's part of a batch.
+type kept struct {
+	frame  []byte // behind room for the header; nil: the batch ends in a fence
+	dev    mem.Device
+	op     uint32 // of the frame
+	sent   bool   // it was handed to a member, and its op has ended
+	tries  int
+	writes []uint32
+}
+
+// write is a write on one member, or a part of one.
+type write struct {
+	op    transport.Op
+	size  uint64
+	num   uint64 // its batch
+	of    uint32
+	spans []mem.Span // of a part
+}
+
+// userOp is an op of the user, until all of its parts have ended.
+type userOp struct {
+	user uint64
+	left int
+	err  error
+}
+
+func (c *Conn) at(num uint64) *kept { return &c.kept[num%window] }
+
+// Post implements transport.Conn.
+func (c *Conn) Post(ops []transport.Op) (n int, err error) {
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	for ; n < len(ops) && err == nil; n++ {
+		var taken bool
+		if taken, err = c.post(&ops[n]); !taken {
+			break
+		}
+	}
+	c.idle = 0
+	c.after()
+	if c.news() {
+		c.wake()
+	}
+	return n, err
+}
+
+// Unsent implements transport.Conn.
+func (c *Conn) Unsent() bool {
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	for _, r := range c.rails {
+		if !r.shut && (len(r.queue) != 0 || r.conn.Unsent()) {
+			return true
+		}
+	}
+	return !c.order.over && c.order.next > c.order.sealed
+}
+
+// post takes an op, if there is room for it.
+func (c *Conn) post(op *transport.Op) (taken bool, err error) {
+	if c.err != nil {
+		return false, c.err
+	}
+	size, err := link.Check("rails", op)
+	if err != nil {
+		return false, err
+	}
+	if op.Kind == transport.OpWrite {
+		if _, err := memberKey(&op.Key, c.peers-1); err != nil {
+			return false, err
+		}
+		taken = c.write(op, size)
+	} else if taken = c.order.room(0, len(op.Frame)); taken {
+		num := c.order.frame(c.best(c.lives()).id, len(op.Frame))
+		k := c.at(num)
+		k.frame = c.f.pool.get(headerLen + len(op.Frame))
+		copy(k.frame[headerLen:], op.Frame)
+		k.dev, k.op = op.Dev, c.begin(op.User, 1)
+		c.sendAll()
+	}
+	if taken {
+		c.open++
+	}
+	return taken, nil
+}
+
+// begin keeps an op of the user that has so many parts.
+func (c *Conn) begin(user uint64, parts int) (i uint32) {
+	if len(c.unused) == 0 {
+		c.unused = append(c.unused, uint32(len(c.ops)))
+		c.ops = append(c.ops, userOp{})
+	}
+	last := len(c.unused) - 1
+	i, c.unused = c.unused[last], c.unused[:last]
+	c.ops[i] = userOp{user: user, left: parts}
+	return i
+}
+
+// end ends a part of an op of the user.
+func (c *Conn) end(i uint32, err error) {
+	o := &c.ops[i]
+	o.left--
+	if o.err == nil {
+		o.err = err
+	}
+	if o.left == 0 {
+		c.f.told = append(c.f.told, transport.Event{Kind: transport.EvDone, Conn: c, User: o.user, Err: o.err})
+		*o = userOp{}
+		c.unused = append(c.unused, i)
+	}
+}
+
+// lives returns the members that take writes, until the next call.
+func (c *Conn) lives() []*rail {
+	c.usable = c.usable[:0]
+	for _, r := range c.rails {
+		if m := c.order.find(r.id); m != nil && m.phase == live {
+			c.usable = append(c.usable, r)
+		}
+	}
+	return c.usable
+}
+
+// best returns the member that the last batch is open on, or else the one with the least to do. So a small
+// push_pull is one message of the first member, unless that is busy.
+func (c *Conn) best(live []*rail) *rail {
+	o := c.order
+	if o.next > o.sealed {
+		if i := slices.IndexFunc(live, func(r *rail) bool { return int(r.id) == o.at(o.next-1).at }); i >= 0 {
+			return live[i]
+		}
+	}
+	best := live[0]
+	for _, r := range live {
+		if r.load < best.load {
+			best = r
+		}
+	}
+	return best
+}
+
+// write takes a write. A large one is cut over all members.
+func (c *Conn) write(op *transport.Op, size uint64) bool {
+	live := c.lives()
+	parts, share := 1, size
+	if size >= max(c.f.o.Split, 1) && len(live) > 1 {
+		n := uint64(len(live))
+		share = (size/n + min(size%n, 1) + 4095) &^ 4095
+		parts = int((size + share - 1) / share)
+	}
+	if len(c.writes)-len(c.spare)+parts > mostOps {
+		c.order.seal() // or they wait for a frame that the user cannot post
+		return false
+	}
+	if !c.order.room(parts, 0) {
+		return false
+	}
+	of := c.begin(op.User, parts)
+	if parts == 1 {
+		c.part(c.best(live), op, size, of)
+		return true
+	}
+	for i := range parts {
+		off := uint64(i) * share
+		w := c.part(live[i], op, min(share, size-off), of)
+		w.op.Off += off
+		w.spans = piecesOf(w.spans, op.Src, off, w.size)
+		w.op.Src = w.spans
+	}
+	return true
+}
+
+// part posts a write, or a part of one, on a member.
+func (c *Conn) part(r *rail, op *transport.Op, size uint64, of uint32) *write {
+	if len(c.spare) == 0 {
+		c.spare = append(c.spare, uint32(len(c.writes)))
+		c.writes = append(c.writes, write{})
+	}
+	last := len(c.spare) - 1
+	i := c.spare[last]
+	c.spare = c.spare[:last]
+	w := &c.writes[i]
+	*w = write{op: *op, size: size, num: c.order.write(r.id), of: of, spans: w.spans}
+	k := c.at(w.num)
+	k.writes = append(k.writes, i)
+	r.pushWrite(i)
+	return w
+}
+
+// piecesOf appends n bytes of src, from off on, to dst, which it empties first.
+func piecesOf(dst, src []mem.Span, off, n uint64) []mem.Span {
+	dst = dst[:0]
+	for _, s := range src {
+		if off >= s.Len {
+			off -= s.Len
+			continue
+		}
+		part := mem.Span{Addr: s.Addr + uintptr(off), Len: min(s.Len-off, n)}
+		dst = append(dst, part)
+		if off, n = 0, n-part.Len; n == 0 {
+			break
+		}
+	}
+	return dst
+}
+
+// sendAll hands what order has answered to the members.
+func (c *Conn) sendAll() {
+	for i := range c.order.out {
+		p := &c.order.out[i]
+		r := c.rail(p.to)
+		if p.again {
+			k := c.at(p.num)
+			if k.tries++; k.tries > maxTries {
+				c.hopeless = true
+			}
+			for _, w := range k.writes {
+				r.pushWrite(w)
+			}
+		}
+		r.pushItem(p.item)
+	}
+	c.order.out = c.order.out[:0]
+}
+
+// sent takes that a member has the frame of a batch. It has no source, so its op ends.
+func (c *Conn) sent(num uint64) {
+	if k := c.at(num); !k.sent {
+		k.sent = true
+		c.end(k.op, nil)
+	}
+}
+
+// finish ends a batch.
+func (c *Conn) finish(num uint64) {
+	k, err := c.at(num), error(nil)
+	if num >= c.order.acked {
+		err = c.err
+	}
+	for _, i := range k.writes {
+		w := &c.writes[i]
+		c.end(w.of, err)
+		w.op = transport.Op{}
+		c.spare = append(c.spare, i)
+	}
+	if k.frame != nil {
+		if !k.sent {
+			c.end(k.op, err)
+		}
+		c.f.pool.put(k.frame)
+	}
+	*k = kept{writes: k.writes[:0]}
+}

@@ -1,0 +1,228 @@
+package rails
+
+import (
+	"errors"
+	"fmt"
+	"io"
+
+	"fserver/engine/transport"
+	"fserver/engine/transport/link"
+)
+
+// A rail is a member Conn. The Fabric's mu guards it.
+type rail struct {
+	f      *Fabric
+	c      *Conn // nil until it is known
+	conn   transport.Conn
+	at     int    // our Fabric that it is over
+	theirs int    // the peer's
+	id     uint32 // in c
+	// accepted says that the peer has opened it, and fresh that it has not said what for since.
+	accepted, fresh bool
+	queue           []entry // to be posted from first on
+	first           int
+	load            uint64        // bytes of the writes that it has not let go of
+	tail            []byte        // of the next frame
+	refused         error         // why it takes no op; EvDown is to come
+	down            error         // why it is unusable
+	shut            bool          // we have closed it
+	over            bool          // it has given EvClosed
+	lost            chan struct{} // closed with over
+}
+
+// entry is an op that waits to be posted: a write, an item, or one of the other kinds of frames.
+type entry struct {
+	write uint32 // its number + 1
+	text  []byte // of a greeting, or a reason
+	item
+}
+
+func (r *rail) push(e entry) {
+	if r.shut {
+		return
+	}
+	r.queue = append(r.queue, e)
+}
+
+// pushItem queues an item, and what of its frame does not fit behind the header.
+func (r *rail) pushItem(it item) {
+	if it.kind == frame && len(r.c.at(it.num).frame) > transport.MaxFrame {
+		r.push(entry{item: item{kind: piece, num: it.num}})
+	}
+	r.push(entry{item: it})
+}
+
+func (r *rail) pushWrite(i uint32) {
+	r.load += r.c.writes[i].size
+	r.push(entry{write: i + 1})
+}
+
+// flush posts what waits, as far as it is taken.
+func (r *rail) flush() {
+	for r.first < len(r.queue) && r.refused == nil && !r.shut {
+		n := 0
+		for ; n < len(r.f.ops) && r.first+n < len(r.queue); n++ {
+			if err := r.op(&r.f.ops[n], r.f.heads[n][:], &r.queue[r.first+n]); err != nil {
+				r.c.fail(err)
+				return
+			}
+		}
+		taken, err := r.conn.Post(r.f.ops[:n])
+		for i := range r.queue[r.first : r.first+taken] {
+			if e := &r.queue[r.first+i]; e.write == 0 && e.kind == frame {
+				r.c.sent(e.num)
+			}
+		}
+		r.first += taken
+		if err != nil {
+			r.refused = err
+		}
+		if r.first == len(r.queue) {
+			clear(r.queue)
+			r.queue, r.first = r.queue[:0], 0
+		} else if r.first >= 64 {
+			k := copy(r.queue, r.queue[r.first:])
+			clear(r.queue[k:])
+			r.queue, r.first = r.queue[:k], 0
+		}
+		if taken < n {
+			r.c.wake()
+			return
+		}
+	}
+}
+
+// op makes the op of an entry. head is room for the frame of one.
+func (r *rail) op(op *transport.Op, head []byte, e *entry) error {
+	c := r.c
+	if e.write != 0 {
+		w := &c.writes[e.write-1]
+		*op = w.op
+		op.User = uint64(e.write)
+		op.Key, _ = memberKey(&w.op.Key, r.theirs) // Post has looked at it
+		return nil
+	}
+	*op = transport.Op{Kind: transport.OpFrame}
+	switch e.kind {
+	case greeting, broken:
+		op.Frame = e.text
+		return nil
+	case bare, fence, stating:
+		putItem(head, &e.item)
+		op.Frame = head[:headerLen]
+		return nil
+	}
+	if e.num < c.order.acked {
+		return fmt.Errorf("rails: the peer acknowledges frame %d, which was not sent", e.num)
+	}
+	k := c.at(e.num)
+	op.Dev = k.dev
+	if e.kind == piece {
+		head[0] = byte(piece)
+		op.Frame = head[:1+copy(head[1:], k.frame[transport.MaxFrame:])]
+		return nil
+	}
+	putItem(k.frame, &e.item)
+	op.Frame = k.frame[:min(len(k.frame), transport.MaxFrame)]
+	return nil
+}
+
+// ended takes the end of an op.
+func (r *rail) ended(user uint64) {
+	if user == 0 {
+		return
+	}
+	w := &r.c.writes[user-1]
+	r.load -= w.size
+	r.c.order.let(w.num)
+	r.c.after()
+}
+
+// close closes the member Conn and lets go of what it was not handed.
+func (r *rail) close() {
+	if r.shut {
+		return
+	}
+	r.shut = true
+	for _, e := range r.queue[r.first:] {
+		if e.write != 0 {
+			r.load -= r.c.writes[e.write-1].size
+			r.c.order.let(r.c.writes[e.write-1].num)
+		}
+	}
+	r.queue, r.first, r.tail = nil, 0, nil
+	r.conn.Close()
+}
+
+// frame takes a frame of the peer.
+func (r *rail) frame(data []byte, p *link.Found) {
+	switch {
+	case r.fresh:
+		r.f.greeted(r, data)
+	case r.c == nil:
+		r.breach(errors.New("rails: the peer speaks before it is greeted"))
+	case r.shut:
+	case len(data) > 0 && kind(data[0]) == piece:
+		if n := len(data) - 1; n < 1 || n > headerLen || len(r.tail) > 0 {
+			r.breach(fmt.Errorf("rails: a piece of %d bytes, behind one of %d: want one of 1 to %d", n, len(r.tail), headerLen))
+			return
+		}
+		r.tail = append(r.tail[:0], data[1:]...)
+	case len(data) > 0 && kind(data[0]) == broken:
+		r.c.fail(fmt.Errorf("rails: the peer has ended the connection: %q", data[1:min(len(data), 1+maxReason)]))
+	default:
+		it, err := parseItem(data)
+		if err == nil && len(r.tail) > 0 && (it.kind != frame || len(data) != transport.MaxFrame) {
+			err = fmt.Errorf("rails: an item of kind %d and %d bytes behind a piece", it.kind, len(data))
+		}
+		if err == nil {
+			err = r.c.recv(r, it, data[min(headerLen, len(data)):], p)
+		}
+		if err != nil {
+			r.breach(err)
+		}
+	}
+}
+
+// breach ends what r is for because of what the peer has done.
+func (r *rail) breach(err error) {
+	if r.c != nil {
+		r.c.fail(fmt.Errorf("%w (%s)", err, r.conn.Peer().Remote))
+		return
+	}
+	r.f.unfresh(r)
+	r.down = err
+	r.conn.Close()
+}
+
+// wentDown takes EvDown, or a refusal that no EvDown has followed.
+func (r *rail) wentDown(err error) {
+	r.down = err
+	switch {
+	case r.fresh:
+		r.f.unfresh(r)
+		r.conn.Close()
+	case r.c != nil && !r.shut:
+		r.c.lose(r)
+	}
+}
+
+// hasEnded takes EvClosed.
+func (r *rail) hasEnded() {
+	r.over = true
+	if r.fresh {
+		r.f.unfresh(r)
+	}
+	if r.c != nil {
+		r.f.forget(r)
+		close(r.lost)
+		r.c.order.closed(r.id)
+		r.c.after()
+		r.c.wake()
+	} else if r.accepted || r.f.closing { // else Connect has not returned it yet
+		r.f.forget(r)
+	}
+}
+
+// orderly reports whether err says that the peer closed a member in good order.
+func orderly(err error) bool { return errors.Is(err, io.EOF) }

@@ -1,0 +1,142 @@
+// Package rails makes one Fabric out of several: NICs, ports, queue pairs. A Conn of it is made of
+// member Conns, at most one over each member Fabric of either side, and survives the loss of all but
+// one.
+//
+// The protocol between the two sides of a Conn is in order.go, send.go and recv.go: numbers,
+// acknowledgements, and what is posted again when a member is lost. It does no I/O and has no clock,
+// and a test searches its states. The other files put it to work: fabric.go and poll.go are the
+// Fabric, conn.go and post.go the Conn, rail.go a member of it, wire.go what travels, dial.go how
+// members come and come back, keys.go the memory.
+//
+// # What a member must be
+//
+// The protocol counts what has come on a member, so a member must keep the order of its frames. Rails
+// therefore does not hand Op.Passes on: a frame that may pass others keeps its place. That is within the
+// contract as long as nothing waits for a device. So rails takes no Op with a Point, and it belongs below
+// whatever makes writes wait for a device, not above it.
+//
+// # What is posted again
+//
+// If a member is lost, a batch that has not come is posted again on another one: the same writes, to
+// the same places, and the same frame. Until its EvDone a source belongs to the Fabric, so the bytes are the
+// same too. The contract lets writes land in any order before their frame, so that a part of them may
+// have landed before does no harm: the peer's user has not been given the frame.
+package rails
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"fserver/engine/transport"
+)
+
+// Options say how Conns use their members. All fields may be zero.
+type Options struct {
+	Name string // what Fabric.Name gives; empty: made of the members' names
+	// Split is the size from which on a write is cut over all members; 0 means 1 MiB.
+	Split uint64
+	// Stall is how long a peer may take to say what has come on a member that was lost. Then the Conn ends.
+	// 0 means 30 s.
+	Stall time.Duration
+	// Pause is how long a lost member is not dialed again. It doubles, up to MaxPause, if the next one does
+	// not last longer than that. 0 means 100 ms.
+	Pause time.Duration
+}
+
+// MaxPause bounds the time for which a member that fails is mistrusted.
+const MaxPause = 30 * time.Second
+
+const (
+	window    = 256     // numbers of one direction that are not acknowledged
+	mostBytes = 4 << 20 // of the frames among them, or one larger one
+	mostOps   = 1024    // writes of one Conn, or parts of them, that have not ended
+	maxTries  = 8       // how often a batch is posted again
+	ackPolls  = 8       // Polls until an acknowledgement travels alone
+	sealPolls = 2       // Polls until writes that no frame follows get a fence
+	maxRails  = 64      // member Fabrics of one side
+	maxFresh  = 256     // members that have not said which Conn they belong to
+)
+
+const prefix = "rails:"
+
+// New returns a Fabric made of members, or the only one as it is. Its Close closes them. With an error they
+// are still the caller's.
+func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
+	switch {
+	case len(members) == 1:
+		return members[0], nil
+	case len(members) == 0 || len(members) > maxRails:
+		return nil, fmt.Errorf("rails: %d fabrics: want 1 to %d", len(members), maxRails)
+	}
+	if o.Split == 0 {
+		o.Split = 1 << 20
+	}
+	if o.Stall <= 0 {
+		o.Stall = 30 * time.Second
+	}
+	if o.Pause <= 0 {
+		o.Pause = 100 * time.Millisecond
+	}
+	return open(members, o)
+}
+
+// join makes one address of those of the members. One that takes no connections has an empty place.
+func join(members []transport.Fabric) transport.Addr {
+	escaped, listens := make([]string, len(members)), false
+	for i, m := range members {
+		listens = listens || m.Addr() != ""
+		escaped[i] = escape.Replace(string(m.Addr()))
+	}
+	if !listens {
+		return ""
+	}
+	return transport.Addr(prefix + strings.Join(escaped, ","))
+}
+
+var (
+	escape   = strings.NewReplacer("%", "%25", ",", "%2C")
+	unescape = strings.NewReplacer("%2C", ",", "%25", "%")
+)
+
+// split returns the addresses that join was given.
+func split(a transport.Addr) ([]transport.Addr, error) {
+	rest, ok := strings.CutPrefix(string(a), prefix)
+	if !ok || rest == "" {
+		return nil, fmt.Errorf("rails: address %q: want %sADDRESS,ADDRESS", a, prefix)
+	}
+	parts := strings.Split(rest, ",")
+	if len(parts) > maxRails {
+		return nil, fmt.Errorf("rails: address of %d fabrics: at most %d", len(parts), maxRails)
+	}
+	all := make([]transport.Addr, len(parts))
+	for i, p := range parts {
+		all[i] = transport.Addr(unescape.Replace(p))
+	}
+	return all, nil
+}
+
+// pair is a Fabric of ours and one of the peer's, by their places.
+type pair struct{ ours, theirs int }
+
+// match returns which Fabric of ours is to be connected with which of the peer's: by place where they
+// reach each other, then each that is left with the first that is left. No Fabric is in two pairs,
+// and no address, so that a Key that is bound to a Conn is bound to one member Conn.
+func match(ours int, theirs []transport.Addr, reaches func(i int, a transport.Addr) bool) (pairs []pair) {
+	taken, used := make([]bool, ours), map[transport.Addr]bool{"": true}
+	try := func(i, j int) {
+		if a := theirs[j]; !taken[i] && !used[a] && reaches(i, a) {
+			taken[i], used[a] = true, true
+			pairs = append(pairs, pair{i, j})
+		}
+	}
+	for i := range min(ours, len(theirs)) {
+		try(i, i)
+	}
+	for i := range ours {
+		for j := range theirs {
+			try(i, j)
+		}
+	}
+	return pairs
+}

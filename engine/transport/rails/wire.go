@@ -1,0 +1,82 @@
+package rails
+
+import (
+	"encoding/binary"
+	"fmt"
+)
+
+// What travels as a frame of a member starts with a byte that says its kind. An item of order has a
+// header of headerLen bytes: kind, number, and then acknowledgement and confirmations, or of a statement what
+// has come and on which member. All numbers are little-endian.
+//
+// The first frame of a member is its greeting, of the dialer. If a frame of the user does not fit behind the
+// header, its last bytes travel ahead of it, as a piece. A side that ends the Conn because of an error
+// says why.
+const (
+	greeting kind = 16 + iota
+	piece
+	broken
+
+	headerLen   = 1 + 3*8
+	greetingLen = 1 + 1 + 16 + 4 + 2 + 2
+	version     = 1
+	maxReason   = 500
+)
+
+func putItem(b []byte, it *item) {
+	b[0] = byte(it.kind)
+	binary.LittleEndian.PutUint64(b[1:], it.num)
+	first, second := it.ack, it.got
+	if it.kind == stating {
+		first, second = it.n, uint64(it.id)
+	}
+	binary.LittleEndian.PutUint64(b[9:], first)
+	binary.LittleEndian.PutUint64(b[17:], second)
+}
+
+func parseItem(b []byte) (it item, err error) {
+	if len(b) < headerLen {
+		return it, fmt.Errorf("rails: an item of %d bytes: at least %d", len(b), headerLen)
+	}
+	it.kind, it.num = kind(b[0]), binary.LittleEndian.Uint64(b[1:])
+	first, second := binary.LittleEndian.Uint64(b[9:]), binary.LittleEndian.Uint64(b[17:])
+	switch {
+	case len(b) > headerLen && it.kind != frame:
+		return it, fmt.Errorf("rails: an item of kind %d and %d bytes: want %d", it.kind, len(b), headerLen)
+	case it.kind != stating:
+		it.ack, it.got = first, second
+	case second > 1<<32-1:
+		return it, fmt.Errorf("rails: a statement about member %d, which is no number of a member", second)
+	default:
+		it.statement = statement{uint32(second), first}
+	}
+	return it, nil
+}
+
+// greet is what the first frame of a member says.
+type greet struct {
+	conn   [16]byte // the Conn that it belongs to
+	member uint32   // its number
+	at     int      // the dialer's Fabric that it is over
+	count  int      // Fabrics of the dialer
+}
+
+func (g *greet) append(b []byte) []byte {
+	b = append(append(b, byte(greeting), version), g.conn[:]...)
+	b = binary.LittleEndian.AppendUint32(b, g.member)
+	b = binary.LittleEndian.AppendUint16(b, uint16(g.at))
+	return binary.LittleEndian.AppendUint16(b, uint16(g.count))
+}
+
+func parseGreeting(b []byte) (g greet, err error) {
+	if len(b) != greetingLen || kind(b[0]) != greeting || b[1] != version {
+		return g, fmt.Errorf("rails: a member begins with % x: want a greeting of version %d", b[:min(len(b), 8)], version)
+	}
+	copy(g.conn[:], b[2:])
+	g.member = binary.LittleEndian.Uint32(b[18:])
+	g.at, g.count = int(binary.LittleEndian.Uint16(b[22:])), int(binary.LittleEndian.Uint16(b[24:]))
+	if g.at >= g.count || g.count > maxRails {
+		return g, fmt.Errorf("rails: a greeting of fabric %d of %d: at most %d", g.at, g.count, maxRails)
+	}
+	return g, nil
+}
