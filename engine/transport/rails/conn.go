@@ -35,15 +35,14 @@ type Conn struct {
 	age     int       // Polls since it has to be told
 	idle    int       // Polls since a Post
 
-	err     error // why the Conn is over
-	reason  error // for which a member was lost
-	orderly bool  // the peer has closed a member in good order
-	fresh   bool  // EvAccept is still to be given
-	closed  bool  // by its own user
-	downed  bool  // EvDown was given
-	listed  bool  // in busy
-	stuck   uint32
-	since   time.Time // when member stuck began to wait for the peer's statement
+	err    error // why the Conn is over
+	reason error // for which a member was lost
+	fresh  bool  // EvAccept is still to be given
+	closed bool  // by its own user
+	downed bool  // EvDown was given
+	listed bool  // in busy
+	stuck  uint32
+	since  time.Time // when member stuck began to wait for the peer's statement
 }
 
 // frameIn is a frame that has come and was not given.
@@ -150,17 +149,13 @@ func (c *Conn) blame(err error) {
 	}
 }
 
-// lose takes the loss of a member. Whoever closes a member in good order closes the whole Conn: a member that was
-// lost before is closed, too, but then it has ended for the peer already.
+// lose takes the loss of a member. The reason for the last one is that for the whole Conn, since a peer
+// that closes its Conn in good order closes all.
 func (c *Conn) lose(r *rail) {
-	m := c.order.find(r.id)
-	switch {
-	case m == nil || m.phase != live:
-		c.blame(r.down)
-	case orderly(r.down):
-		c.reason, c.orderly = r.down, true
-	case !c.orderly:
+	if m := c.order.find(r.id); m != nil && m.phase == live {
 		c.reason = r.down
+	} else {
+		c.blame(r.down)
 	}
 	c.order.down(r.id)
 	c.after()

@@ -1,6 +1,7 @@
 package rails_test
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"strings"
@@ -41,13 +42,20 @@ func (f whole) Connect(ctx context.Context, peer transport.Addr) (transport.Conn
 	return c, err
 }
 
-// armed is a Fabric whose user calls Arm after each Poll, because it may be the last one. A user that drives no
-// more without that leaves its peer without the last acknowledgement, and so without the last EvDone.
+// armed is a Fabric whose user sleeps after each Poll, because it may be the last one: it polls again as long as Arm
+// says so. A user that drives no more without that leaves its peer without the last acknowledgement, and
+// so without the last EvDone.
 type armed struct{ transport.Fabric }
 
-func (f armed) Poll(ev []transport.Event) (int, error) {
-	n, err := f.Fabric.Poll(ev)
-	f.Arm()
+func (f armed) Poll(ev []transport.Event) (n int, err error) {
+	for again := true; again && n < len(ev) && err == nil; again = f.Arm() {
+		var k int
+		k, err = f.Fabric.Poll(ev[n:])
+		for i := range ev[n : n+k] {
+			ev[n+i].Data = bytes.Clone(ev[n+i].Data)
+		}
+		n += k
+	}
 	return n, err
 }
 

@@ -120,10 +120,7 @@ func (k *keeper) run() {
 func (k *keeper) dial() (lost <-chan struct{}) {
 	c, f := k.c, k.c.f
 	f.mu.Lock()
-	id, ok := uint32(0), !c.orderly
-	if ok {
-		id, ok = c.order.dial()
-	}
+	id, ok := c.order.dial()
 	if ok {
 		c.attempts++
 	}

@@ -3,9 +3,47 @@ package rails
 import "fserver/engine/transport"
 
 // Live returns how many members of a Conn take frames and writes.
-func Live(conn transport.Conn) int {
+func Live(conn transport.Conn) int { return count(conn, live) }
+
+// LiveOver reports whether the member over Fabric at is one of them.
+func LiveOver(conn transport.Conn, at int) bool {
 	c := conn.(*Conn)
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
-	return len(c.lives())
+	for _, r := range c.lives() {
+		if r.at == at {
+			return true
+		}
+	}
+	return false
+}
+
+// Half returns how many have come, on which the peer was not heard.
+func Half(conn transport.Conn) int { return count(conn, half) }
+
+// Unsettled returns how many have ended here, of which the peer has not said so.
+func Unsettled(conn transport.Conn) int { return count(conn, down) + count(conn, closed) }
+
+func count(conn transport.Conn, p phase) (n int) {
+	c := conn.(*Conn)
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	for _, m := range c.order.members {
+		if m.phase == p {
+			n++
+		}
+	}
+	return n
+}
+
+// Greeting returns what a member of the same Conn begins with.
+func Greeting(conn transport.Conn, member uint32) []byte {
+	g := greet{conn: conn.(*Conn).id, member: member, at: 0, count: conn.(*Conn).peers}
+	return g.append(nil)
+}
+
+// GreetingOf returns the same for a Conn of that identity, and a dialer of two Fabrics.
+func GreetingOf(id [16]byte, member uint32) []byte {
+	g := greet{conn: id, member: member, count: 2}
+	return g.append(nil)
 }

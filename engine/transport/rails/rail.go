@@ -3,7 +3,6 @@ package rails
 import (
 	"errors"
 	"fmt"
-	"io"
 
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
@@ -223,6 +222,3 @@ func (r *rail) hasEnded() {
 		r.f.forget(r)
 	}
 }
-
-// orderly reports whether err says that the peer closed a member in good order.
-func orderly(err error) bool { return errors.Is(err, io.EOF) }
