@@ -90,18 +90,16 @@ func memberKey(k *transport.Key, at int) (m transport.Key, err error) {
 		}
 		b = b[keyBytes+n:]
 	}
-	if at >= count || len(b) != 0 {
-		return m, fmt.Errorf("rails: post: key %d is for %d fabrics, and %d bytes are behind them: the peer has one of number %d", k.ID, count, len(b), at)
+	switch {
+	case len(b) != 0:
+		return m, fmt.Errorf("rails: post: key %d of %d fabrics has %d bytes behind them", k.ID, count, len(b))
+	case at >= count:
+		return m, fmt.Errorf("rails: post: key %d is for %d fabrics: the peer has at least %d", k.ID, count, at+1)
 	}
 	return m, nil
 }
 
-func number(b string) (n uint64) {
-	for i := range 8 {
-		n |= uint64(b[i]) << (8 * i)
-	}
-	return n
-}
+func number(b string) uint64 { return binary.LittleEndian.Uint64([]byte(b[:8])) }
 
 // Register implements transport.Fabric.
 func (f *Fabric) Register(m mem.Region) (transport.Key, error) {

@@ -100,8 +100,10 @@ func (w *world) clone(to *world) {
 // step of a script: a write of a part, or, if that is 0, the next frame.
 type step struct {
 	part uint8
-	on   uint32 // the member, if it is usable
+	on   uint32 // the member, if it is usable; or sealing
 }
+
+const sealing = 255 // ends open batches in fences
 
 // A model is what is searched.
 type model struct {
@@ -136,7 +138,7 @@ const (
 func frames(script []step) (need []uint8) {
 	var parts uint8
 	for _, s := range script {
-		if parts |= s.part; s.part == 0 {
+		if parts |= s.part; s.part == 0 && s.on != sealing {
 			need, parts = append(need, parts), 0
 		}
 	}
@@ -330,6 +332,10 @@ func (x *search) post(i uint8) {
 	s := &x.w.sides[i]
 	st := x.script[i][s.step]
 	s.step++
+	if st.on == sealing {
+		s.seal()
+		return
+	}
 	m := s.find(st.on)
 	if m == nil || m.phase != live {
 		m = s.usable()
@@ -347,7 +353,7 @@ func (x *search) post(i uint8) {
 	}
 	var nth uint8
 	for _, before := range x.script[i][:s.step] {
-		if before.part == 0 {
+		if before.part == 0 && before.on != sealing {
 			nth++
 		}
 	}
@@ -656,15 +662,26 @@ func (s *side) key(buf []byte) []byte {
 	return buf
 }
 
+// origin is how a state was found first.
+type origin struct {
+	from uint32
+	by   action
+}
+
+// ledTo returns the actions that lead to state n, and last.
+func ledTo(origins []origin, n uint32, last []action) (trace []action) {
+	for trace = last; n != 0; n = origins[n].from {
+		trace = append(trace, origins[n].by)
+	}
+	slices.Reverse(trace)
+	return trace
+}
+
 // run searches all states, the nearest first if breadth is set. It returns how many there are, and
 // the violation with what led to it. Of a wrong variant it looks for the wanted violation, and does not look
 // behind others.
 func (m *model) run(breadth bool) (states int, bad string, trace []action) {
 	x := &search{model: m, need: [2][]uint8{frames(m.script[0]), frames(m.script[1])}}
-	type origin struct {
-		from uint32
-		by   action
-	}
 	type entry struct {
 		w *world
 		n uint32
@@ -678,10 +695,7 @@ func (m *model) run(breadth bool) (states int, bad string, trace []action) {
 		if x.bad == "" || !want.MatchString(x.bad) {
 			return false
 		}
-		for trace = last; n != 0; n = origins[n].from {
-			trace = append(trace, origins[n].by)
-		}
-		slices.Reverse(trace)
+		trace = ledTo(origins, n, last)
 		return true
 	}
 	for len(queue) > 0 {
@@ -727,9 +741,10 @@ var (
 	cut = []step{{1, 0}, {0, 0}, {2, 0}, {4, 1}, {0, 1}}
 	// plain is two frames, on one member each.
 	plain = []step{{0, 0}, {1, 1}, {0, 1}}
-	// once is a frame behind a write, and newer the same on the late member.
-	once  = []step{{1, 0}, {0, 0}}
-	newer = []step{{1, late}, {0, late}}
+	// once is a frame behind a write, newer the same on the late member, and sealed one behind fences.
+	once   = []step{{1, 0}, {0, 0}}
+	sealed = []step{{1, 0}, {0, sealing}, {2, 0}, {4, 1}, {0, sealing}, {0, 1}}
+	newer  = []step{{1, late}, {0, late}}
 )
 
 var models = []model{
@@ -741,6 +756,8 @@ var models = []model{
 	{name: "on the late member of the acceptor, two deaths", script: [2][]step{nil, newer}, deaths: 2, slow: true},
 	{name: "three deaths", script: [2][]step{once, nil}, deaths: 3, slow: true},
 	{name: "both ways", script: [2][]step{once, once}, deaths: 1, slow: true},
+	{name: "fences without a frame", script: [2][]step{sealed, nil}, deaths: 1, slow: true},
+	{name: "fences without a frame, the other way", script: [2][]step{nil, sealed}, deaths: 1, slow: true},
 	{name: "both ways, one cut", script: [2][]step{cut, once}, deaths: 1, slow: true},
 }
 

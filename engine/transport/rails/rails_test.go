@@ -1,0 +1,140 @@
+package rails
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/transport"
+)
+
+func TestMatch(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		theirs string
+		ours   string // of each of ours, the nets that it reaches
+		want   []pair
+	}{
+		{"by place", "a b", "a b", []pair{{0, 0}, {1, 1}}},
+		{"all reach all", "a b", "ab ab", []pair{{0, 0}, {1, 1}}},
+		{"crossed", "a b", "b a", []pair{{0, 1}, {1, 0}}},
+		{"the place comes first", "a b c", "abc b abc", []pair{{0, 0}, {1, 1}, {2, 2}}},
+		{"the place comes before the order", "a b", "b ab", []pair{{1, 1}}},
+		{"more of theirs", "a b c", "abc abc", []pair{{0, 0}, {1, 1}}},
+		{"more of ours", "a", "a a a", []pair{{0, 0}}},
+		{"more of ours, of which the last fits", "a", "b b a", []pair{{2, 0}}},
+		{"one of theirs takes no connections", "- b", "ab ab", []pair{{1, 1}}},
+		{"one of theirs stands there twice", "a a", "a a", []pair{{0, 0}}},
+		{"no way", "a b", "c c", nil},
+		{"some ways", "a b c d", "d x c", []pair{{2, 2}, {0, 3}}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var theirs []transport.Addr
+			for _, a := range strings.Fields(c.theirs) {
+				theirs = append(theirs, transport.Addr(strings.Trim(a, "-")))
+			}
+			ours := strings.Fields(c.ours)
+			got := match(len(ours), theirs, func(i int, a transport.Addr) bool { return strings.Contains(ours[i], string(a)) })
+			require.Equal(t, c.want, got)
+		})
+	}
+}
+
+// named is a Fabric of which only the address is asked.
+type named struct {
+	transport.Fabric
+	addr transport.Addr
+}
+
+func (n named) Addr() transport.Addr { return n.addr }
+
+func TestAddress(t *testing.T) {
+	for want, of := range map[transport.Addr][]transport.Addr{
+		"rails:tcp:1.2.3.4:5,tcp:[::1]:6": {"tcp:1.2.3.4:5", "tcp:[::1]:6"},
+		"rails:,tcp:a:1":                  {"", "tcp:a:1"},
+		"rails:x:a%2Cb,x:%252C%25":        {"x:a,b", "x:%2C%"},
+		"":                                {"", ""},
+	} {
+		var members []transport.Fabric
+		for _, a := range of {
+			members = append(members, named{addr: a})
+		}
+		got := join(members)
+		require.Equal(t, want, got)
+		if want != "" {
+			back, err := split(got)
+			require.NoError(t, err)
+			require.Equal(t, of, back)
+		}
+	}
+	_, err := split(transport.Addr(prefix + strings.Repeat("x,", maxRails)))
+	require.EqualError(t, err, "rails: address of 65 fabrics: at most 64")
+}
+
+func TestOneFabricIsNotWrapped(t *testing.T) {
+	one := named{addr: "x:1"}
+	f, err := New([]transport.Fabric{one}, Options{})
+	require.NoError(t, err)
+	require.Equal(t, transport.Fabric(one), f)
+	_, err = New(nil, Options{})
+	require.EqualError(t, err, "rails: 0 fabrics: want 1 to 64")
+	_, err = New(make([]transport.Fabric, 65), Options{})
+	require.EqualError(t, err, "rails: 65 fabrics: want 1 to 64")
+}
+
+func TestKeys(t *testing.T) {
+	members := []transport.Key{{ID: 7, Token: 1 << 63, Blob: "memory"}, {ID: 1 << 40, Token: 5}, {}}
+	k := transport.Key{ID: 9, Token: 0x1234}
+	k.Blob = blob(&k, members)
+	for i, want := range members {
+		got, err := memberKey(&k, i)
+		require.NoError(t, err)
+		require.Equal(t, want, got)
+		other := k
+		other.ID++
+		got, _ = memberKey(&other, i)
+		require.NotEqual(t, want.ID, got.ID, "another ID is another one for each member")
+		other = k
+		other.Token ^= 2
+		got, _ = memberKey(&other, i)
+		require.NotEqual(t, want.Token, got.Token)
+	}
+	for _, bad := range []string{"", "\x00", "\x01", k.Blob[:len(k.Blob)-1], k.Blob[:20], k.Blob + "x", "\x02" + k.Blob[1:], "\xff" + k.Blob[1:]} {
+		_, err := memberKey(&transport.Key{Blob: bad}, 0)
+		require.ErrorContains(t, err, "rails: post: key 0", "%q", bad)
+	}
+	_, err := memberKey(&k, 3)
+	require.EqualError(t, err, "rails: post: key 9 is for 3 fabrics: the peer has at least 4")
+	require.Zero(t, testing.AllocsPerRun(100, func() { _, _ = memberKey(&k, 1) }))
+}
+
+func TestItems(t *testing.T) {
+	for _, it := range []item{
+		{kind: frame, num: 1 << 60, ack: 1 << 61, got: 1 << 62},
+		{kind: bare, ack: 5},
+		{kind: stating, num: 3, statement: statement{1<<32 - 1, 1 << 63}},
+	} {
+		var b [headerLen]byte
+		putItem(b[:], &it)
+		got, err := parseItem(b[:])
+		require.NoError(t, err)
+		require.Equal(t, it, got)
+	}
+}
+
+func TestPool(t *testing.T) {
+	var p pool
+	for _, n := range []int{0, 1, 63, 64, 65, 4096, 4097, transport.MaxFrame + headerLen} {
+		b := p.get(n)
+		require.Len(t, b, n)
+		p.put(b)
+		again := p.get(n)
+		require.Same(t, &b[:1][0], &again[:1][0])
+		require.Zero(t, p.bytes)
+	}
+	for range 100 {
+		p.put(make([]byte, 1<<20))
+	}
+	require.LessOrEqual(t, p.bytes, poolBytes)
+}
