@@ -29,13 +29,8 @@ func (d *duo) stranger(hello string) *stranger {
 	require.NoError(d.t, err)
 	d.t.Cleanup(func() { f.Close() })
 	s := &stranger{d: d, f: f}
-	done := make(chan error)
-	go func() {
-		c, err := f.Connect(context.Background(), "inproc:b1")
-		s.c = c
-		done <- err
-	}()
-	require.NoError(d.t, <-done)
+	s.c, err = f.Connect(context.Background(), "inproc:b1")
+	require.NoError(d.t, err)
 	return s
 }
 

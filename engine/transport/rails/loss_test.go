@@ -213,18 +213,14 @@ func newDuo(t *testing.T, members int, seed uint64, nic bool, o rails.Options) *
 		d.nets = append(d.nets, inproc.New())
 	}
 	d.a, d.b = d.side("a", seed, nic, o), d.side("b", seed+100, nic, o)
-	go func() {
-		c, err := d.a.f.Connect(context.Background(), d.b.f.Addr())
-		if err != nil {
-			t.Errorf("connect: %v", err)
-		}
-		d.a.c = c
-	}()
+	var err error
+	d.a.c, err = d.a.f.Connect(context.Background(), d.b.f.Addr())
+	require.NoError(t, err)
 	d.until("the conn is open", func() bool { d.b.poll(); return d.b.c != nil })
 	d.until("all members are live", func() bool {
 		d.a.poll()
 		d.b.poll()
-		return d.a.c != nil && rails.Live(d.a.c) == members && rails.Live(d.b.c) == members
+		return rails.Live(d.a.c) == members && rails.Live(d.b.c) == members
 	})
 	d.a.theirs, d.b.theirs = d.b.key, d.a.key
 	require.NoError(t, d.a.f.Bind(d.a.key, d.a.c))
