@@ -12,27 +12,27 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // A Fabric is made of members. Posts and Polls of the members, which do not wait, are made under mu.
 // Their Register and Connect, which may wait, are not.
 type Fabric struct {
-	members []transport.Fabric
-	o       Options
-	addr    transport.Addr
-	ctx     context.Context // ends with Close
-	cancel  context.CancelFunc
-	tasks   sync.WaitGroup // added to before closing is set
-	once    sync.Once      // Close
-	failed  error          // of Close
+	link.Over // has the descriptors; all else of a Fabric is here
+	members   []transport.Fabric
+	o         Options
+	addr      transport.Addr
+	ctx       context.Context // ends with Close
+	cancel    context.CancelFunc
+	tasks     sync.WaitGroup // added to before closing is set
+	once      sync.Once      // Close
+	failed    error          // of Close
 
 	mu       sync.Mutex // guards the rest
 	closing  bool       // nothing new is taken
 	closed   bool       // there are no descriptors any more
 	panicked error      // of a task
-	epoll    int
-	bell     int  // an eventfd in epoll
-	rung     bool // until the next Poll
+	rung     bool       // until the next Poll
 	keys     keys
 	rails    map[transport.Conn]*rail
 	last     *rail    // that was looked for
@@ -42,8 +42,12 @@ type Fabric struct {
 	pool     pool     // of frames
 	given    [][]byte // that the last Poll gave to the user
 	told     []transport.Event
-	quiet    []bool // members that had nothing for the last Poll
-	next     int    // the member that the next Poll asks first
+	quiet    []bool   // members that had nothing for the last Poll
+	next     int      // the member that the next Poll asks first
+	armed    bool     // Arm was called since the last Poll
+	polls    uint64   // so far
+	seen     []uint64 // the Poll in which each member had something last
+	active   uint64   // the last of these
 	ev       [64]transport.Event
 	ops      [16]transport.Op
 	heads    [16][headerLen + 1]byte // the frames of ops
@@ -52,51 +56,34 @@ type Fabric struct {
 var _ transport.Fabric = (*Fabric)(nil)
 
 func open(members []transport.Fabric, o Options) (*Fabric, error) {
-	f := &Fabric{members: slices.Clone(members), o: o, addr: join(members), epoll: -1, bell: -1,
-		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members))}
+	f := &Fabric{Over: link.Over{Fabric: members[0]}, members: slices.Clone(members), o: o, addr: join(members),
+		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members)), seen: make([]uint64, len(members))}
 	f.keys.init(len(members))
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	if err := f.watchMembers(); err != nil {
-		f.release()
-		return nil, fmt.Errorf("rails: %w (raise ulimit -n)", err)
+		f.cancel()
+		f.Shut()
+		return nil, fmt.Errorf("rails: open descriptors to sleep on: %w (raise ulimit -n)", err)
 	}
 	f.task(f.watchStalls)
 	return f, nil
 }
 
 // watchMembers opens the descriptors.
-func (f *Fabric) watchMembers() (err error) {
-	if f.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
-		return fmt.Errorf("open an epoll descriptor: %w", err)
-	}
-	if f.bell, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
-		return fmt.Errorf("open an event descriptor: %w", err)
-	}
-	fds := []int{f.bell}
-	for _, m := range f.members {
-		fds = append(fds, m.FD())
-	}
-	for _, fd := range fds {
-		if err = unix.EpollCtl(f.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN}); err != nil {
-			return fmt.Errorf("watch a descriptor: %w", err)
+func (f *Fabric) watchMembers() error {
+	err := f.Open()
+	for _, m := range f.members[1:] {
+		if err == nil {
+			err = unix.EpollCtl(f.FD(), unix.EPOLL_CTL_ADD, m.FD(), &unix.EpollEvent{Events: unix.EPOLLIN})
 		}
 	}
-	return nil
-}
-
-func (f *Fabric) release() {
-	f.cancel()
-	for _, fd := range []int{f.epoll, f.bell} {
-		if fd >= 0 {
-			unix.Close(fd)
-		}
-	}
+	return err
 }
 
 // ring makes FD readable until the next Poll. The caller holds mu.
 func (f *Fabric) ring() {
-	if !f.rung && !f.closed {
-		unix.Write(f.bell, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+	if !f.rung {
+		f.Wake(1)
 	}
 	f.rung = true
 }
@@ -191,13 +178,11 @@ func (f *Fabric) ways(peer transport.Addr) (ways []pair, theirs []transport.Addr
 	return ways, theirs, nil
 }
 
-// FD implements transport.Fabric.
-func (f *Fabric) FD() int { return f.epoll }
-
 // Arm implements transport.Fabric. Acknowledgements that have waited for a frame to travel with go alone.
 func (f *Fabric) Arm() (again bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.armed = true
 	for _, c := range f.busy {
 		again = c.rest() || again
 	}
@@ -227,7 +212,7 @@ func (f *Fabric) Close() error {
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		f.closed = true
-		f.release()
+		f.Shut()
 	})
 	return f.failed
 }

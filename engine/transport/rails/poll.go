@@ -4,8 +4,6 @@ import (
 	"errors"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
 )
@@ -15,11 +13,10 @@ import (
 func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.rung && !f.closed {
-		var b [8]byte
-		unix.Read(f.bell, b[:])
+	if f.rung {
+		f.rung = false
+		f.Wake(0)
 	}
-	f.rung = false
 	for _, b := range f.given {
 		f.pool.put(b)
 	}
@@ -59,12 +56,24 @@ func (f *Fabric) tell(p *link.Found) {
 	f.told = f.told[:n]
 }
 
+// calm reports whether this Poll need not ask a member: for some time others have had something and it
+// had not. To ask costs a system call. Whoever sleeps, and is woken, asks all.
+func (f *Fabric) calm(at int) bool {
+	return f.polls-f.seen[at] > calmPolls && f.polls-f.active < calmPolls && f.polls%askPolls != 0 && !f.armed && !f.closing
+}
+
 // look takes what the members have.
 func (f *Fabric) look(p *link.Found) (got int, err error) {
+	f.polls++
 	for i := range f.members {
 		at := (f.next + i) % len(f.members)
+		if f.quiet[at] = false; f.calm(at) {
+			continue
+		}
 		n, bad := f.members[at].Poll(f.ev[:])
-		f.quiet[at] = n == 0
+		if f.quiet[at] = n == 0; n > 0 {
+			f.seen[at], f.active = f.polls, f.polls
+		}
 		for j := range f.ev[:n] {
 			f.event(at, &f.ev[j], p)
 		}
@@ -73,7 +82,7 @@ func (f *Fabric) look(p *link.Found) (got int, err error) {
 		}
 		got += n
 	}
-	f.next = (f.next + 1) % len(f.members)
+	f.next, f.armed = (f.next+1)%len(f.members), false
 	return got, err
 }
 

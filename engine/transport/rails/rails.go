@@ -54,6 +54,8 @@ const (
 	maxTries  = 8       // how often a batch is posted again
 	ackPolls  = 8       // Polls until an acknowledgement travels alone
 	sealPolls = 2       // Polls until writes that no frame follows get a fence
+	calmPolls = 64      // without an event, until a member is asked less often than others that have some:
+	askPolls  = 8       // only in one of so many Polls
 	maxRails  = 64      // member Fabrics of one side
 	maxFresh  = 256     // members that have not said which Conn they belong to
 )

@@ -1,0 +1,82 @@
+package rails_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/rails"
+	"fserver/engine/transport/tcp"
+	"fserver/engine/transport/transporttest"
+)
+
+// BenchmarkRoundTrip writes both ways in turn, over one tcp Fabric and over two.
+func BenchmarkRoundTrip(b *testing.B) {
+	for _, size := range []uint64{64, 4 << 10, 16 << 20} {
+		for _, members := range []int{1, 2} {
+			b.Run(fmt.Sprintf("%d bytes over %d", size, members), func(b *testing.B) { roundTrip(b, members, size) })
+		}
+	}
+}
+
+func roundTrip(b *testing.B, members int, size uint64) {
+	var f [2]transport.Fabric
+	for i := range f {
+		var all []transport.Fabric
+		for range members {
+			m, err := tcp.Open(tcp.Options{Listen: "127.0.0.1:0", Gate: transporttest.Gate{}})
+			require.NoError(b, err)
+			all = append(all, m)
+		}
+		var err error
+		f[i], err = rails.New(all, rails.Options{})
+		require.NoError(b, err)
+		defer f[i].Close()
+	}
+	var c [2]transport.Conn
+	var err error
+	c[0], err = f[0].Connect(context.Background(), f[1].Addr())
+	require.NoError(b, err)
+	ev := make([]transport.Event, 16)
+	whole := func() bool { return members == 1 || c[1] != nil && rails.Live(c[0]) == 2 && rails.Live(c[1]) == 2 }
+	for c[1] == nil || !whole() {
+		for i := range f {
+			if n, _ := f[i].Poll(ev); n > 0 && ev[0].Kind == transport.EvAccept {
+				c[1] = ev[0].Conn
+			}
+		}
+	}
+	var ops [2][]transport.Op
+	for i := range f {
+		r, err := mem.Map(size)
+		require.NoError(b, err)
+		defer func() { _ = mem.Unmap(r) }()
+		k, err := f[1-i].Register(r)
+		require.NoError(b, err)
+		ops[i] = []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{r.Span()}}, {Kind: transport.OpFrame, Frame: make([]byte, 64)}}
+	}
+	b.SetBytes(2 * int64(size))
+	b.ReportAllocs()
+	for b.Loop() {
+		for i := range f {
+			for posted, arrived := 0, false; !arrived; {
+				if posted < 2 {
+					k, err := c[i].Post(ops[i][posted:])
+					require.NoError(b, err)
+					posted += k
+				}
+				for j := range f {
+					n, err := f[j].Poll(ev)
+					require.NoError(b, err)
+					for _, e := range ev[:n] {
+						arrived = arrived || j != i && e.Kind == transport.EvFrame
+					}
+				}
+			}
+		}
+	}
+}
