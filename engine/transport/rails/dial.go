@@ -45,7 +45,7 @@ func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr,
 	defer f.mu.Unlock()
 	r := f.find(ways[first].ours, in)
 	if f.closing {
-		in.Close()
+		r.refuse()
 		return nil, transport.ErrClosed
 	}
 	var id [16]byte
@@ -69,8 +69,7 @@ func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr,
 
 // greeting is the first frame on a member that we have dialed.
 func (c *Conn) greeting(at int, member uint32) []byte {
-	g := greet{conn: c.id, member: member, at: at, count: len(c.f.members)}
-	return g.append(nil)
+	return greet{Conn: c.id, Member: member, At: uint16(at), Count: uint16(len(c.f.members))}.bytes()
 }
 
 // A keeper dials the members over one Fabric, one after the other.
@@ -142,11 +141,11 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 		if !bytes.Equal(in.Peer().Hello, c.about.Hello) {
 			c.blame(fmt.Errorf("rails: %s is another peer by now", k.to))
 			c.order.failed(id)
-			in.Close()
+			r.refuse()
 		} else if r.theirs = k.way.theirs; c.add(r, id, c.greeting(k.way.ours, id)) {
 			lost = r.lost
 		} else {
-			in.Close()
+			r.refuse()
 		}
 		c.after()
 	})

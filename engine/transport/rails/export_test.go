@@ -37,13 +37,17 @@ func count(conn transport.Conn, p phase) (n int) {
 }
 
 // Greeting returns what a member of the same Conn begins with.
-func Greeting(conn transport.Conn, member uint32) []byte {
-	g := greet{conn: conn.(*Conn).id, member: member, at: 0, count: conn.(*Conn).peers}
-	return g.append(nil)
-}
+func Greeting(conn transport.Conn, member uint32) []byte { return GreetingOf(conn.(*Conn).id, member) }
 
 // GreetingOf returns the same for a Conn of that identity, and a dialer of two Fabrics.
 func GreetingOf(id [16]byte, member uint32) []byte {
-	g := greet{conn: id, member: member, count: 2}
-	return g.append(nil)
+	return greet{Conn: id, Member: member, Count: 2}.bytes()
+}
+
+// Rails returns how many members a Fabric knows.
+func Rails(fabric transport.Fabric) int {
+	f := fabric.(*Fabric)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.rails)
 }

@@ -86,6 +86,7 @@ func TestStrangers(t *testing.T) {
 			require.Empty(t, s.got)
 			require.Equal(t, 2, rails.Live(d.a.c))
 			require.Equal(t, 2, rails.Live(d.b.c))
+			d.wait("the stranger is forgotten", func() bool { return rails.Rails(d.b.f) == 2 })
 			d.traffic(10, func() {})
 		})
 	}

@@ -319,7 +319,8 @@ func TestLossInTraffic(t *testing.T) {
 					return rails.Live(d.a.c) == c.members && rails.Live(d.b.c) == c.members
 				})
 				d.wait("nothing is kept of those that were lost", func() bool {
-					return rails.Unsettled(d.a.c) == 0 && rails.Unsettled(d.b.c) == 0
+					return rails.Unsettled(d.a.c) == 0 && rails.Unsettled(d.b.c) == 0 &&
+						rails.Rails(d.a.f) == c.members && rails.Rails(d.b.f) == c.members
 				})
 				d.traffic(50, func() {})
 				t.Logf("seed %d: %d members lost in %d messages each way", seed+1, ch.cuts, d.a.sent)

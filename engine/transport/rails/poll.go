@@ -114,16 +114,14 @@ func (f *Fabric) event(at int, e *transport.Event, p *link.Found) {
 
 // accepted takes a member that a peer has opened.
 func (f *Fabric) accepted(r *rail) {
-	r.accepted = true
 	if f.closing {
-		r.conn.Close()
+		r.refuse()
 		return
 	}
 	if len(f.fresh) == maxFresh {
-		f.fresh[0].conn.Close()
-		f.fresh = slices.Delete(f.fresh, 0, 1)
+		f.fresh[0].refuse()
 	}
-	r.fresh = true
+	r.fresh, r.known = true, true
 	f.fresh = append(f.fresh, r)
 }
 
@@ -133,27 +131,27 @@ func (f *Fabric) greeted(r *rail, data []byte) {
 	f.unfresh(r)
 	g, err := parseGreeting(data)
 	if err != nil || f.closing {
-		r.conn.Close()
+		r.refuse()
 		return
 	}
 	about := r.conn.Peer()
 	var c *Conn
 	for _, other := range f.conns {
-		if !other.order.dialer && other.id == g.conn {
+		if !other.order.dialer && other.id == g.Conn {
 			c = other
 		}
 	}
 	switch {
-	case c == nil && g.member == 0:
-		c = f.conn(false, g.conn, g.count, &about)
+	case c == nil && g.Member == 0:
+		c = f.conn(false, g.Conn, int(g.Count), &about)
 		c.fresh = true
-	case c == nil || g.member == 0 || g.count != c.peers || !slices.Equal(about.Hello, c.about.Hello):
-		r.conn.Close()
+	case c == nil || g.Member == 0 || int(g.Count) != c.peers || !slices.Equal(about.Hello, c.about.Hello):
+		r.refuse()
 		return
 	}
-	if r.theirs = g.at; !c.add(r, g.member, nil) {
-		r.conn.Close()
-	} else if g.member == 0 {
+	if r.theirs = int(g.At); !c.add(r, g.Member, nil) {
+		r.refuse()
+	} else if g.Member == 0 {
 		c.order.acknowledge() // the dialer then dials the others
 	}
 	c.after()

@@ -16,17 +16,18 @@ type rail struct {
 	at     int    // our Fabric that it is over
 	theirs int    // the peer's
 	id     uint32 // in c
-	// accepted says that the peer has opened it, and fresh that it has not said what for since.
-	accepted, fresh bool
-	queue           []entry // to be posted from first on
-	first           int
-	load            uint64        // bytes of the writes that it has not let go of
-	tail            []byte        // of the next frame
-	refused         error         // why it takes no op; EvDown is to come
-	down            error         // why it is unusable
-	shut            bool          // we have closed it
-	over            bool          // it has given EvClosed
-	lost            chan struct{} // closed with over
+	// known says that the peer has opened it, or that Connect has returned it, and fresh that the peer has
+	// not said what it is for.
+	known, fresh bool
+	queue        []entry // to be posted from first on
+	first        int
+	load         uint64        // bytes of the writes that it has not let go of
+	tail         []byte        // of the next frame
+	refused      error         // why it takes no op; EvDown is to come
+	down         error         // why it is unusable
+	shut         bool          // we have closed it
+	over         bool          // it has given EvClosed
+	lost         chan struct{} // closed with over
 }
 
 // entry is an op that waits to be posted: a write, an item, or one of the other kinds of frames.
@@ -189,8 +190,18 @@ func (r *rail) breach(err error) {
 		r.c.fail(fmt.Errorf("%w (%s)", err, r.conn.Peer().Remote))
 		return
 	}
-	r.f.unfresh(r)
 	r.down = err
+	r.conn.Close()
+}
+
+// refuse closes a member that no Conn has.
+func (r *rail) refuse() {
+	if r.fresh {
+		r.f.unfresh(r)
+	}
+	if r.known = true; r.over {
+		r.f.forget(r)
+	}
 	r.conn.Close()
 }
 
@@ -199,8 +210,7 @@ func (r *rail) wentDown(err error) {
 	r.down = err
 	switch {
 	case r.fresh:
-		r.f.unfresh(r)
-		r.conn.Close()
+		r.refuse()
 	case r.c != nil && !r.shut:
 		r.c.lose(r)
 	}
@@ -218,7 +228,7 @@ func (r *rail) hasEnded() {
 		r.c.order.closed(r.id)
 		r.c.after()
 		r.c.wake()
-	} else if r.accepted || r.f.closing { // else Connect has not returned it yet
+	} else if r.known {
 		r.f.forget(r)
 	}
 }

@@ -17,10 +17,9 @@ const (
 	piece
 	broken
 
-	headerLen   = 1 + 3*8
-	greetingLen = 1 + 1 + 16 + 4 + 2 + 2
-	version     = 1
-	maxReason   = 500
+	headerLen = 1 + 3*8
+	version   = 1
+	maxReason = 500
 )
 
 func putItem(b []byte, it *item) {
@@ -53,30 +52,28 @@ func parseItem(b []byte) (it item, err error) {
 	return it, nil
 }
 
-// greet is what the first frame of a member says.
+// greet is the first frame of a member.
 type greet struct {
-	conn   [16]byte // the Conn that it belongs to
-	member uint32   // its number
-	at     int      // the dialer's Fabric that it is over
-	count  int      // Fabrics of the dialer
+	Kind      kind
+	Version   uint8
+	Conn      [16]byte // that it belongs to
+	Member    uint32   // its number
+	At, Count uint16   // the dialer's Fabric that it is over, and how many it has
 }
 
-func (g *greet) append(b []byte) []byte {
-	b = append(append(b, byte(greeting), version), g.conn[:]...)
-	b = binary.LittleEndian.AppendUint32(b, g.member)
-	b = binary.LittleEndian.AppendUint16(b, uint16(g.at))
-	return binary.LittleEndian.AppendUint16(b, uint16(g.count))
+func (g greet) bytes() []byte {
+	g.Kind, g.Version = greeting, version
+	b, _ := binary.Append(nil, binary.LittleEndian, &g) // never fails
+	return b
 }
 
 func parseGreeting(b []byte) (g greet, err error) {
-	if len(b) != greetingLen || kind(b[0]) != greeting || b[1] != version {
+	n, err := binary.Decode(b, binary.LittleEndian, &g)
+	if err != nil || n != len(b) || g.Kind != greeting || g.Version != version {
 		return g, fmt.Errorf("rails: a member begins with % x: want a greeting of version %d", b[:min(len(b), 8)], version)
 	}
-	copy(g.conn[:], b[2:])
-	g.member = binary.LittleEndian.Uint32(b[18:])
-	g.at, g.count = int(binary.LittleEndian.Uint16(b[22:])), int(binary.LittleEndian.Uint16(b[24:]))
-	if g.at >= g.count || g.count > maxRails {
-		return g, fmt.Errorf("rails: a greeting of fabric %d of %d: at most %d", g.at, g.count, maxRails)
+	if g.At >= g.Count || g.Count > maxRails {
+		return g, fmt.Errorf("rails: a greeting of fabric %d of %d: at most %d", g.At, g.Count, maxRails)
 	}
 	return g, nil
 }
