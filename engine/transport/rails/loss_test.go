@@ -198,6 +198,26 @@ func (s *side) idle(peer *side) bool {
 	return s.sent == s.limit && peer.got == s.limit && len(s.open) == 0 && len(s.held) == 0 && len(s.pending) == 0 && len(s.free) == slots
 }
 
+// A spoiler is a Fabric whose frames are no more what they were at its next Poll.
+type spoiler struct {
+	transport.Fabric
+	last [][]byte
+}
+
+func (s *spoiler) Poll(ev []transport.Event) (int, error) {
+	for _, b := range s.last {
+		clear(b)
+	}
+	s.last = s.last[:0]
+	n, err := s.Fabric.Poll(ev)
+	for _, e := range ev[:n] {
+		if len(e.Data) > 0 {
+			s.last = append(s.last, e.Data)
+		}
+	}
+	return n, err
+}
+
 // A duo is two sides over so many Networks, each of which has one member Fabric of both.
 type duo struct {
 	t    *testing.T
@@ -240,7 +260,7 @@ func (d *duo) side(name string, seed uint64, nic bool, o rails.Options) *side {
 		f, err := faults.Wrap(in, worse)
 		require.NoError(d.t, err)
 		d.bad[fmt.Sprint(name, i)] = f.(*faults.Fabric)
-		members = append(members, f)
+		members = append(members, &spoiler{Fabric: f})
 	}
 	f, err := rails.New(members, o)
 	require.NoError(d.t, err)
