@@ -18,12 +18,34 @@ import (
 func BenchmarkRoundTrip(b *testing.B) {
 	for _, size := range []uint64{64, 4 << 10, 16 << 20} {
 		for _, members := range []int{1, 2} {
-			b.Run(fmt.Sprintf("%d bytes over %d", size, members), func(b *testing.B) { roundTrip(b, members, size) })
+			b.Run(fmt.Sprintf("%d bytes over %d", size, members), func(b *testing.B) {
+				round := roundTrip(b, members, size)
+				b.SetBytes(2 * int64(size))
+				b.ReportAllocs()
+				for b.Loop() {
+					round()
+				}
+			})
 		}
 	}
 }
 
-func roundTrip(b *testing.B, members int, size uint64) {
+// TestRoundTripAllocatesNothing, also of a write that is cut.
+func TestRoundTripAllocatesNothing(t *testing.T) {
+	if transporttest.RaceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	for _, size := range []uint64{64, 2 << 20} {
+		round := roundTrip(t, 2, size)
+		for range 300 {
+			round()
+		}
+		require.Zero(t, testing.AllocsPerRun(200, round), "%d bytes", size)
+	}
+}
+
+// roundTrip returns a function that writes so many bytes each way.
+func roundTrip(b testing.TB, members int, size uint64) func() {
 	var f [2]transport.Fabric
 	for i := range f {
 		var all []transport.Fabric
@@ -35,7 +57,7 @@ func roundTrip(b *testing.B, members int, size uint64) {
 		var err error
 		f[i], err = rails.New(all, rails.Options{})
 		require.NoError(b, err)
-		defer f[i].Close()
+		b.Cleanup(func() { f[i].Close() })
 	}
 	var c [2]transport.Conn
 	var err error
@@ -54,24 +76,26 @@ func roundTrip(b *testing.B, members int, size uint64) {
 	for i := range f {
 		r, err := mem.Map(size)
 		require.NoError(b, err)
-		defer func() { _ = mem.Unmap(r) }()
+		b.Cleanup(func() { _ = mem.Unmap(r) })
 		k, err := f[1-i].Register(r)
 		require.NoError(b, err)
 		ops[i] = []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{r.Span()}}, {Kind: transport.OpFrame, Frame: make([]byte, 64)}}
 	}
-	b.SetBytes(2 * int64(size))
-	b.ReportAllocs()
-	for b.Loop() {
+	return func() {
 		for i := range f {
 			for posted, arrived := 0, false; !arrived; {
 				if posted < 2 {
 					k, err := c[i].Post(ops[i][posted:])
-					require.NoError(b, err)
+					if err != nil {
+						b.Fatal(err)
+					}
 					posted += k
 				}
 				for j := range f {
 					n, err := f[j].Poll(ev)
-					require.NoError(b, err)
+					if err != nil {
+						b.Fatal(err)
+					}
 					for _, e := range ev[:n] {
 						arrived = arrived || j != i && e.Kind == transport.EvFrame
 					}

@@ -103,9 +103,13 @@ func (s *side) frame(kind byte, number, slot, n uint32, seed uint64) {
 	b = binary.LittleEndian.AppendUint32(b, slot)
 	b = binary.LittleEndian.AppendUint32(b, n)
 	b = binary.LittleEndian.AppendUint64(b, seed)
-	if s.r.IntN(4) == 0 {
+	switch s.r.IntN(100) {
+	case 0: // some do not fit behind the header of a member's frame
+		b = append(b, make([]byte, transport.MaxFrame-msgBytes-s.r.IntN(50))...)
+	case 1, 2, 3, 4, 5, 6, 7, 8:
 		b = append(b, make([]byte, s.r.IntN(5000))...)
 	}
+	b[len(b)-1] ^= kind // also of the last byte
 	s.push(transport.Op{Kind: transport.OpFrame, Frame: b}, slots)
 }
 
@@ -175,6 +179,9 @@ func (s *side) release(slot uint32) {
 }
 
 func (s *side) take(b []byte) {
+	if b[len(b)-1] ^= b[0]; len(b) > msgBytes {
+		require.Zero(s.t, b[len(b)-1], "%s: the last byte of a frame of %d", s.name, len(b))
+	}
 	number, slot := binary.LittleEndian.Uint32(b[1:]), binary.LittleEndian.Uint32(b[5:])
 	n, seed := binary.LittleEndian.Uint32(b[9:]), binary.LittleEndian.Uint64(b[13:])
 	if b[0] == 1 {
