@@ -234,15 +234,21 @@ type duo struct {
 	bad  map[string]*faults.Fabric
 }
 
-func newDuo(t *testing.T, members int, seed uint64, nic bool, o rails.Options) *duo {
+// apart opens both sides.
+func apart(t *testing.T, members int, seed uint64, nic bool, o rails.Options) *duo {
 	d := &duo{t: t, r: rand.New(rand.NewPCG(seed, 1)), bad: map[string]*faults.Fabric{}}
 	for range members {
 		d.nets = append(d.nets, inproc.New())
 	}
 	d.a, d.b = d.side("a", seed, nic, o), d.side("b", seed+100, nic, o)
+	return d
+}
+
+// connect makes the Conn, and waits until so many members are live.
+func (d *duo) connect(members int) {
 	var err error
 	d.a.c, err = d.a.f.Connect(context.Background(), d.b.f.Addr())
-	require.NoError(t, err)
+	require.NoError(d.t, err)
 	d.until("the conn is open", func() bool { d.b.poll(); return d.b.c != nil })
 	d.until("all members are live", func() bool {
 		d.a.poll()
@@ -250,8 +256,13 @@ func newDuo(t *testing.T, members int, seed uint64, nic bool, o rails.Options) *
 		return rails.Live(d.a.c) == members && rails.Live(d.b.c) == members
 	})
 	d.a.theirs, d.b.theirs = d.b.key, d.a.key
-	require.NoError(t, d.a.f.Bind(d.a.key, d.a.c))
-	require.NoError(t, d.b.f.Bind(d.b.key, d.b.c))
+	require.NoError(d.t, d.a.f.Bind(d.a.key, d.a.c))
+	require.NoError(d.t, d.b.f.Bind(d.b.key, d.b.c))
+}
+
+func newDuo(t *testing.T, members int, seed uint64, nic bool, o rails.Options) *duo {
+	d := apart(t, members, seed, nic, o)
+	d.connect(members)
 	return d
 }
 
@@ -390,6 +401,28 @@ func (c *chaos) step() {
 		c.state[i] = isCut
 		c.cuts++
 	}
+}
+
+// TestFirstWayIsClosed: another Fabric begins the Conn, and the first one gets a member later.
+func TestFirstWayIsClosed(t *testing.T) {
+	d := apart(t, 2, 1, false, rails.Options{Pause: time.Millisecond})
+	d.cut(0)
+	d.connect(1)
+	d.traffic(20, func() {})
+	require.False(t, rails.LiveOver(d.a.c, 0))
+	require.Contains(t, d.a.c.Peer().Why, "1 of 2 members: ")
+	require.Equal(t, "inproc", d.a.c.Peer().Via)
+	d.heal(0)
+	d.wait("the other one is there", func() bool { return rails.Live(d.a.c) == 2 && rails.Live(d.b.c) == 2 })
+	require.Equal(t, "inproc+inproc", d.a.c.Peer().Via)
+	require.Empty(t, d.a.c.Peer().Why)
+	d.traffic(20, func() {})
+
+	d = apart(t, 2, 1, false, rails.Options{})
+	d.cut(0)
+	d.cut(1)
+	_, err := d.a.f.Connect(context.Background(), d.b.f.Addr())
+	require.ErrorContains(t, err, "the network is cut")
 }
 
 func TestBothMembersAreLost(t *testing.T) {
