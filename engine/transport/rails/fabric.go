@@ -30,7 +30,6 @@ type Fabric struct {
 
 	mu       sync.Mutex // guards the rest
 	closing  bool       // nothing new is taken
-	closed   bool       // there are no descriptors any more
 	panicked error      // of a task
 	rung     bool       // until the next Poll
 	keys     keys
@@ -211,7 +210,6 @@ func (f *Fabric) Close() error {
 		f.tasks.Wait()
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		f.closed = true
 		f.Shut()
 	})
 	return f.failed

@@ -32,7 +32,7 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		}
 		f.serve(&p)
 		f.tell(&p)
-		again = f.closed && got > 0 && p.N == 0 // all was ours: more may come
+		again = f.closing && got > 0 && p.N == 0 // all was ours: more may come
 	}
 	if p.N != 0 || len(f.told) != 0 {
 		err = nil // it comes again

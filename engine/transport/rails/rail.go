@@ -3,6 +3,7 @@ package rails
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
@@ -19,8 +20,7 @@ type rail struct {
 	// known says that the peer has opened it, or that Connect has returned it, and fresh that the peer has
 	// not said what it is for.
 	known, fresh bool
-	queue        []entry // to be posted from first on
-	first        int
+	queue        []entry       // to be posted, in order
 	load         uint64        // bytes of the writes that it has not let go of
 	tail         []byte        // of the next frame
 	refused      error         // why it takes no op; EvDown is to come
@@ -59,32 +59,21 @@ func (r *rail) pushWrite(i uint32) {
 
 // flush posts what waits, as far as it is taken.
 func (r *rail) flush() {
-	for r.first < len(r.queue) && r.refused == nil && !r.shut {
-		n := 0
-		for ; n < len(r.f.ops) && r.first+n < len(r.queue); n++ {
-			if err := r.op(&r.f.ops[n], r.f.heads[n][:], &r.queue[r.first+n]); err != nil {
+	for len(r.queue) > 0 && r.refused == nil && !r.shut {
+		n := min(len(r.f.ops), len(r.queue))
+		for i := range n {
+			if err := r.op(&r.f.ops[i], r.f.heads[i][:], &r.queue[i]); err != nil {
 				r.c.fail(err)
 				return
 			}
 		}
 		taken, err := r.conn.Post(r.f.ops[:n])
-		for i := range r.queue[r.first : r.first+taken] {
-			if e := &r.queue[r.first+i]; e.write == 0 && e.kind == frame {
+		for i := range r.queue[:taken] {
+			if e := &r.queue[i]; e.write == 0 && e.kind == frame {
 				r.c.sent(e.num)
 			}
 		}
-		r.first += taken
-		if err != nil {
-			r.refused = err
-		}
-		if r.first == len(r.queue) {
-			clear(r.queue)
-			r.queue, r.first = r.queue[:0], 0
-		} else if r.first >= 64 {
-			k := copy(r.queue, r.queue[r.first:])
-			clear(r.queue[k:])
-			r.queue, r.first = r.queue[:k], 0
-		}
+		r.queue, r.refused = slices.Delete(r.queue, 0, taken), err
 		if taken < n {
 			r.c.wake()
 			return
@@ -144,13 +133,13 @@ func (r *rail) close() {
 		return
 	}
 	r.shut = true
-	for _, e := range r.queue[r.first:] {
+	for _, e := range r.queue {
 		if e.write != 0 {
 			r.load -= r.c.writes[e.write-1].size
 			r.c.order.let(r.c.writes[e.write-1].num)
 		}
 	}
-	r.queue, r.first, r.tail = nil, 0, nil
+	r.queue, r.tail = nil, nil
 	r.conn.Close()
 }
 
