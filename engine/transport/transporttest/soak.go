@@ -213,7 +213,7 @@ func (p *path) again(r *rand.Rand) {
 	}
 	end.close()
 	wake(w)
-	w.until("both ends of a closed conn are over", func() bool { return other.isDown && end.idle() })
+	w.until("both ends of a closed conn are over", func() bool { return other.isDown && end.idle() && other.idle() })
 	for _, d := range end.done {
 		if d.err != nil && !errors.Is(d.err, transport.ErrClosed) {
 			w.Errorf("an op on a conn that its user closed ended in %v", d.err)
