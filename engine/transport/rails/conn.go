@@ -31,8 +31,8 @@ type Conn struct {
 	sending
 	got     []frameIn // by number % window
 	waiting int       // bytes of the frames that are kept there
-	fed     int       // bytes of the frames that were given, and of which the peer was not told
-	age     int       // Polls since it has to be told
+	fed     int       // bytes of the frames that were given since the peer was last told
+	age     int       // Polls in which it had to be told, since then
 	idle    int       // Polls since a Post
 
 	err    error // why the Conn is over
@@ -115,7 +115,7 @@ func (c *Conn) after() {
 	o := c.order
 	for o.over && c.err == nil || len(o.out)+len(o.done)+len(o.shut) != 0 {
 		if o.over && c.err == nil {
-			c.err = c.why()
+			c.err = fmt.Errorf("rails: no member is left: %w", c.why())
 		}
 		c.sendAll()
 		for _, num := range o.done {
@@ -128,13 +128,12 @@ func (c *Conn) after() {
 			}
 		}
 		o.shut = o.shut[:0]
-		if o.over {
-			c.cancel()
-			c.wake()
-		}
 	}
-	if c.hopeless && c.err == nil {
-		c.fail(fmt.Errorf("rails: %d members have ended with the same frame on its way: %w", maxTries, c.why()))
+	if o.over {
+		c.cancel()
+		c.wake()
+	} else if c.doom != nil {
+		c.fail(c.doom)
 	}
 	c.rails = slices.DeleteFunc(c.rails, func(r *rail) bool { return r.over })
 	for _, r := range c.rails {
@@ -159,15 +158,14 @@ func (c *Conn) lose(r *rail) {
 	}
 	c.order.down(r.id)
 	c.after()
-	c.wake()
 }
 
-// why is the reason for which no member is left.
+// why is the reason for which a member was lost.
 func (c *Conn) why() error {
 	if c.reason == nil {
-		return errors.New("rails: no member is left: the peer has closed them")
+		return errors.New("the peer has closed it")
 	}
-	return fmt.Errorf("rails: no member is left: %w", c.reason)
+	return c.reason
 }
 
 // fail ends c for an error, and tells the peer, to whom it must not look like a close in good order.
@@ -176,15 +174,12 @@ func (c *Conn) fail(err error) {
 		return
 	}
 	c.err = err
-	text := append([]byte{byte(broken)}, err.Error()...)
-	text = text[:min(len(text), 1+maxReason)]
 	for _, r := range c.rails {
-		r.push(entry{text: text, item: item{kind: broken}})
+		r.push(entry{text: parting(err), item: item{kind: broken}})
 		r.flush()
 	}
 	c.order.end()
 	c.after()
-	c.wake()
 }
 
 // leave ends c for its own user.
@@ -198,7 +193,6 @@ func (c *Conn) leave() {
 	}
 	c.order.end()
 	c.after()
-	c.wake()
 }
 
 // Close implements transport.Conn.
@@ -213,7 +207,7 @@ func (c *Conn) inspect(now time.Time) {
 	case c.since.IsZero() || id != c.stuck:
 		c.stuck, c.since = id, now
 	case now.Sub(c.since) >= c.f.o.Stall:
-		c.fail(fmt.Errorf("rails: the peer has not said for %v what has come on member %d, which was lost (Limits.Stall): %v", c.f.o.Stall, id, c.reason))
+		c.fail(fmt.Errorf("rails: the peer has not said for %v what has come on member %d, which was lost (Limits.Stall): %v", c.f.o.Stall, id, c.why()))
 		c.f.ring()
 	}
 }
@@ -293,10 +287,10 @@ func (c *Conn) serve(p *link.Found) {
 			o.seal()
 		}
 	}
-	if owed := o.owes(); owed == 0 {
-		c.fed, c.age = 0, 0
-	} else if c.age++; !o.over && (c.age > ackPolls || owed >= window/4 || c.fed >= mostBytes/4) {
-		o.acknowledge()
+	if owed := o.owes(); owed != 0 && !o.over {
+		if c.age++; c.age > ackPolls || owed >= window/4 || c.fed >= mostBytes/4 {
+			o.acknowledge()
+		}
 	}
 	c.after()
 	if o.over && !c.downed && !c.closed && !c.fresh && !o.ready() && p.Room() {

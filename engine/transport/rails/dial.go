@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"time"
 
@@ -17,36 +18,50 @@ func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Co
 	if err != nil {
 		return nil, err
 	}
+	closed := fmt.Errorf("rails: connect to %q: %w", peer, transport.ErrClosed)
 	f.mu.Lock()
 	open := f.begin()
 	f.mu.Unlock()
 	if !open {
-		return nil, fmt.Errorf("rails: connect to %q: %w", peer, transport.ErrClosed)
+		return nil, closed
 	}
 	defer f.tasks.Done()
 	for i, w := range ways {
 		in, bad := f.members[w.ours].Connect(ctx, theirs[w.theirs])
 		if bad == nil {
-			return f.dialed(in, ways, theirs, i)
+			if c := f.dialed(in, ways, theirs, i); c != nil {
+				return c, nil
+			}
+			return nil, closed
 		}
-		if err == nil {
-			err = bad
-		}
+		err = and(err, bad)
 		if ctx.Err() != nil {
+			err = and(err, context.Cause(ctx))
 			break
 		}
 	}
 	return nil, err
 }
 
-// dialed makes a Conn of member 0, which is over ways[first].
-func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr, first int) (transport.Conn, error) {
+// and returns both errors in one, without one that is in the other.
+func and(err, more error) error {
+	switch {
+	case err == nil:
+		return more
+	case errors.Is(err, more):
+		return err
+	}
+	return fmt.Errorf("%w; %w", err, more)
+}
+
+// dialed makes a Conn of member 0, which is over ways[first]. It returns nil after Close.
+func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr, first int) *Conn {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	r := f.find(ways[first].ours, in)
 	if f.closing {
 		r.refuse()
-		return nil, transport.ErrClosed
+		return nil
 	}
 	var id [16]byte
 	rand.Read(id[:]) // never fails
@@ -64,7 +79,7 @@ func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr,
 	}
 	c.after()
 	f.ring()
-	return c, nil
+	return c
 }
 
 // greeting is the first frame on a member that we have dialed.
@@ -130,11 +145,10 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 	in, err := f.members[k.way.ours].Connect(c.ctx, k.to)
 	f.locked(func() {
 		c.attempts--
-		c.wake()
+		defer c.after()
 		if err != nil {
 			c.blame(err)
 			c.order.failed(id)
-			c.after()
 			return
 		}
 		r := f.find(k.way.ours, in)
@@ -147,7 +161,6 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 		} else {
 			r.refuse()
 		}
-		c.after()
 	})
 	return lost
 }

@@ -21,6 +21,9 @@ func LiveOver(conn transport.Conn, at int) bool {
 // Half returns how many have come, on which the peer was not heard.
 func Half(conn transport.Conn) int { return count(conn, half) }
 
+// Dialing returns how many the dialer waits for.
+func Dialing(conn transport.Conn) int { return count(conn, dialing) }
+
 // Unsettled returns how many have ended here, of which the peer has not said so.
 func Unsettled(conn transport.Conn) int { return count(conn, down) + count(conn, closed) }
 
@@ -50,4 +53,26 @@ func Rails(fabric transport.Fabric) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return len(f.rails)
+}
+
+// Queued returns how many entries wait for members.
+func Queued(fabric transport.Fabric) (n int) {
+	f := fabric.(*Fabric)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, r := range f.rails {
+		n += len(r.queue)
+	}
+	return n
+}
+
+// Item returns what travels as an item.
+func Item(of byte, num, first, second uint64) []byte {
+	b := make([]byte, headerLen)
+	it := item{kind: kind(of), num: num, ack: first, got: second}
+	if it.kind == stating {
+		it.statement = statement{uint32(second), first}
+	}
+	putItem(b, &it)
+	return b
 }

@@ -163,10 +163,10 @@ func (f *Fabric) ways(peer transport.Addr) (ways []pair, theirs []transport.Addr
 	if theirs, err = split(peer); err != nil {
 		return nil, nil, err
 	}
-	var why error
+	why := errors.New("none of them takes connections")
 	ways = match(len(f.members), theirs, func(i int, a transport.Addr) bool {
 		err := f.members[i].Reaches(a)
-		if why == nil {
+		if err != nil {
 			why = err
 		}
 		return err == nil

@@ -65,25 +65,30 @@ func (s *stranger) isClosed() {
 // TestStrangers: a member that belongs to no Conn is closed, and nobody else notices.
 func TestStrangers(t *testing.T) {
 	d := newDuo(t, 2, 1, false, rails.Options{})
+	newer := rails.GreetingOf([16]byte{1}, 0)
+	newer[1]++
 	for _, c := range []struct {
 		name, hello string
 		first       []byte
+		want        string // what it is told
 	}{
-		{"of another peer", "evil", rails.Greeting(d.a.c, 2)},
-		{"for an unknown Conn", "a", rails.GreetingOf([16]byte{1}, 1)},
-		{"that begins the same Conn", "a", rails.Greeting(d.a.c, 0)},
-		{"whose number was used", "a", rails.Greeting(d.a.c, 1)},
-		{"far ahead", "a", rails.Greeting(d.a.c, 1000)},
-		{"without a greeting", "a", []byte("good morning")},
-		{"without a word", "a", nil},
-		{"with another count of fabrics", "a", append(rails.Greeting(d.a.c, 2)[:24], 3, 0)},
-		{"of a fabric that it has not", "a", append(rails.Greeting(d.a.c, 2)[:22], 2, 0, 2, 0)},
+		{"of another peer", "evil", rails.Greeting(d.a.c, 2), ""},
+		{"for an unknown Conn", "a", rails.GreetingOf([16]byte{1}, 1), ""},
+		{"that begins the same Conn", "a", rails.Greeting(d.a.c, 0), ""},
+		{"whose number was used", "a", rails.Greeting(d.a.c, 1), ""},
+		{"far ahead", "a", rails.Greeting(d.a.c, 1000), ""},
+		{"without a greeting", "a", []byte("good morning"), ""},
+		{"without a word", "a", nil, ""},
+		{"with another count of fabrics", "a", append(rails.Greeting(d.a.c, 2)[:24], 3, 0), ""},
+		{"of a fabric that it has not", "a", append(rails.Greeting(d.a.c, 2)[:22], 2, 0, 2, 0), "rails: a greeting of fabric 2 of 2"},
+		{"of another version", "a", newer, "want a greeting of version 1"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := d.stranger(c.hello)
 			s.send(c.first)
 			s.isClosed()
-			require.Empty(t, s.got)
+			require.Contains(t, string(bytes.Join(s.got, nil)), c.want)
+			require.Equal(t, c.want == "", len(s.got) == 0)
 			require.Equal(t, 2, rails.Live(d.a.c))
 			require.Equal(t, 2, rails.Live(d.b.c))
 			d.wait("the stranger is forgotten", func() bool { return rails.Rails(d.b.f) == 2 })

@@ -162,8 +162,8 @@ func (f *Fabric) Deregister(k transport.Key) {
 // c has one.
 func (f *Fabric) Bind(k transport.Key, conn transport.Conn) error {
 	c, ok := conn.(*Conn)
-	if !ok {
-		return fmt.Errorf("rails: bind key %d: the connection belongs to another transport", k.ID)
+	if !ok || c.f != f {
+		return fmt.Errorf("rails: bind key %d: the connection belongs to another fabric", k.ID)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -22,7 +22,7 @@ import (
 )
 
 const (
-	patience  = 60 * time.Second
+	patience  = 60 * time.Second // of one wait
 	slots     = 8
 	slotBytes = 40 << 10
 	msgBytes  = 1 + 4 + 4 + 4 + 8
@@ -209,7 +209,8 @@ func (s *side) idle(peer *side) bool {
 // A spoiler is a Fabric whose frames are no more what they were at its next Poll.
 type spoiler struct {
 	transport.Fabric
-	last [][]byte
+	last  [][]byte
+	alone int // acknowledgements that were no part of another frame
 }
 
 func (s *spoiler) Poll(ev []transport.Event) (int, error) {
@@ -221,6 +222,9 @@ func (s *spoiler) Poll(ev []transport.Event) (int, error) {
 	for _, e := range ev[:n] {
 		if len(e.Data) > 0 {
 			s.last = append(s.last, e.Data)
+			if e.Data[0] == 3 {
+				s.alone++
+			}
 		}
 	}
 	return n, err
@@ -233,6 +237,7 @@ type duo struct {
 	a, b *side // a has dialed
 	r    *rand.Rand
 	bad  map[string]*faults.Fabric
+	all  []*spoiler // the members of both
 }
 
 // apart opens both sides.
@@ -270,7 +275,8 @@ func newDuo(t *testing.T, members int, seed uint64, nic bool, o rails.Options) *
 func (d *duo) side(name string, seed uint64, nic bool, o rails.Options) *side {
 	var members []transport.Fabric
 	for i, net := range d.nets {
-		in, err := net.Open(inproc.Options{Name: fmt.Sprint(name, i), Listen: true, Gate: transporttest.Gate{Hello: name}})
+		in, err := net.Open(inproc.Options{Name: fmt.Sprint(name, i), Listen: true, Gate: transporttest.Gate{Hello: name},
+			Limits: transport.Limits{Handshake: time.Hour}}) // a Connect that is held waits
 		require.NoError(d.t, err)
 		worse := faults.Options{}
 		if nic {
@@ -279,7 +285,7 @@ func (d *duo) side(name string, seed uint64, nic bool, o rails.Options) *side {
 		f, err := faults.Wrap(in, worse)
 		require.NoError(d.t, err)
 		d.bad[fmt.Sprint(name, i)] = f.(*faults.Fabric)
-		members = append(members, &spoiler{Fabric: f})
+		members = append(members, d.spoil(f))
 	}
 	f, err := rails.New(members, o)
 	require.NoError(d.t, err)
@@ -296,6 +302,20 @@ func (d *duo) side(name string, seed uint64, nic bool, o rails.Options) *side {
 	s.key, err = f.Register(s.mem)
 	require.NoError(d.t, err)
 	return s
+}
+
+func (d *duo) spoil(f transport.Fabric) transport.Fabric {
+	s := &spoiler{Fabric: f}
+	d.all = append(d.all, s)
+	return s
+}
+
+// alone returns how many acknowledgements have travelled alone.
+func (d *duo) alone() (n int) {
+	for _, s := range d.all {
+		n += s.alone
+	}
+	return n
 }
 
 func (d *duo) until(what string, cond func() bool) {

@@ -131,6 +131,9 @@ func (f *Fabric) greeted(r *rail, data []byte) {
 	f.unfresh(r)
 	g, err := parseGreeting(data)
 	if err != nil || f.closing {
+		if err != nil && len(data) > 0 && kind(data[0]) == greeting {
+			_, _ = r.conn.Post([]transport.Op{{Kind: transport.OpFrame, Frame: parting(err)}})
+		}
 		r.refuse()
 		return
 	}

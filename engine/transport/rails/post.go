@@ -1,6 +1,7 @@
 package rails
 
 import (
+	"fmt"
 	"slices"
 
 	"fserver/engine/mem"
@@ -17,8 +18,7 @@ type sending struct {
 	unused []uint32
 	open   int     // ops that were taken, and whose EvDone was not given
 	usable []*rail // scratch
-	// hopeless says that a batch has been posted too often: members end because of it.
-	hopeless bool
+	doom   error   // why c has to end
 }
 
 // kept is the user's part of a batch.
@@ -76,7 +76,7 @@ func (c *Conn) Unsent() bool {
 			return true
 		}
 	}
-	return !c.order.over && c.order.next > c.order.sealed
+	return c.order.unsent()
 }
 
 // post takes an op, if there is room for it.
@@ -235,13 +235,16 @@ func (c *Conn) sendAll() {
 		if p.again {
 			k := c.at(p.num)
 			if k.tries++; k.tries > maxTries {
-				c.hopeless = true
+				c.doom = fmt.Errorf("rails: %d members have ended with the same frame on its way: %v", maxTries, c.why())
 			}
 			for _, w := range k.writes {
 				r.pushWrite(w)
 			}
 		}
 		r.pushItem(p.item)
+		if p.kind != stating {
+			c.fed, c.age = 0, 0
+		}
 	}
 	c.order.out = c.order.out[:0]
 }

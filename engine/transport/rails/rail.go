@@ -38,10 +38,17 @@ type entry struct {
 }
 
 func (r *rail) push(e entry) {
-	if r.shut {
-		return
+	last := len(r.queue) - 1
+	switch {
+	case r.shut:
+	case last >= 0 && e.kind == bare && r.queue[last].kind == bare:
+		r.queue[last] = e // says all that the one before says
+	default:
+		r.queue = append(r.queue, e)
 	}
-	r.queue = append(r.queue, e)
+	if len(r.queue) > mostQueued {
+		r.c.doom = fmt.Errorf("rails: %d frames and writes wait for a peer that goes on sending, and takes none of them (%s)", len(r.queue), r.conn.Peer().Remote)
+	}
 }
 
 // pushItem queues an item, and what of its frame does not fit behind the header.
@@ -216,7 +223,6 @@ func (r *rail) hasEnded() {
 		close(r.lost)
 		r.c.order.closed(r.id)
 		r.c.after()
-		r.c.wake()
 	} else if r.known {
 		r.f.forget(r)
 	}

@@ -52,12 +52,14 @@ const (
 	mostBytes = 4 << 20 // of the frames among them, or one larger one
 	mostOps   = 1024    // writes of one Conn, or parts of them, that have not ended
 	maxTries  = 8       // how often a batch is posted again
-	ackPolls  = 8       // Polls until an acknowledgement travels alone
-	sealPolls = 2       // Polls until writes that no frame follows get a fence
-	calmPolls = 64      // without an event, until a member is asked less often than others that have some:
-	askPolls  = 8       // only in one of so many Polls
-	maxRails  = 64      // member Fabrics of one side
-	maxFresh  = 256     // members that have not said which Conn they belong to
+	// mostQueued is more than can wait for a member, as long as the peer confirms only statements that it has read.
+	mostQueued = 4 << 10
+	ackPolls   = 8   // Polls until an acknowledgement travels alone
+	sealPolls  = 2   // Polls until writes that no frame follows get a fence
+	calmPolls  = 64  // without an event, until a member is asked less often than others that have some:
+	askPolls   = 8   // only in one of so many Polls
+	maxRails   = 64  // member Fabrics of one side
+	maxFresh   = 256 // members that have not said which Conn they belong to
 )
 
 const prefix = "rails:"

@@ -1,5 +1,7 @@
 package rails
 
+import "slices"
+
 // What batch.at and batch.pos may be instead of a place.
 const (
 	nowhere = -1         // to be posted again
@@ -114,6 +116,18 @@ func (o *order) settle(m *member) {
 		}
 	}
 	o.resend()
+}
+
+// unsent reports whether writes wait for their frame, or a batch for a member or for the peer's statement.
+func (o *order) unsent() bool {
+	if !o.over && slices.ContainsFunc(o.members, func(m member) bool { return m.phase != live }) {
+		for num := o.acked; num < o.sealed; num++ {
+			if b := o.at(num); b.at == nowhere || b.at >= 0 && o.find(uint32(b.at)).phase != live {
+				return true
+			}
+		}
+	}
+	return !o.over && o.next > o.sealed
 }
 
 // resend posts again what settle has found to be lost, if there is a member for it.

@@ -52,6 +52,12 @@ func parseItem(b []byte) (it item, err error) {
 	return it, nil
 }
 
+// parting returns what tells the peer why a Conn ends because of an error.
+func parting(err error) []byte {
+	b := append([]byte{byte(broken)}, err.Error()...)
+	return b[:min(len(b), 1+maxReason)]
+}
+
 // greet is the first frame of a member.
 type greet struct {
 	Kind      kind
