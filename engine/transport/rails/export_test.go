@@ -76,3 +76,10 @@ func Item(of byte, num, first, second uint64) []byte {
 	putItem(b, &it)
 	return b
 }
+
+// KeyOf returns a key of rails that has these keys of its members.
+func KeyOf(members []transport.Key) transport.Key {
+	k := transport.Key{ID: 1, Token: 2}
+	k.Blob = blob(&k, members)
+	return k
+}
