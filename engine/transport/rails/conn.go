@@ -29,11 +29,12 @@ type Conn struct {
 	hasHeard bool
 
 	sending
-	got     []frameIn // by number % window
-	waiting int       // bytes of the frames that are kept there
-	fed     int       // bytes of the frames that were given since the peer was last told
-	age     int       // Polls in which it had to be told, since then
-	idle    int       // Polls since a Post
+	got     [][]byte // copies of frames that have come and were not given, by number % window
+	waiting int      // bytes of them
+	now     []byte   // the frame that comes now
+	fed     int      // bytes of the frames that were given since the peer was last told
+	age     int      // Polls in which it had to be told, since then
+	idle    int      // Polls since a Post
 
 	err    error // why the Conn is over
 	reason error // for which a member was lost
@@ -45,15 +46,9 @@ type Conn struct {
 	since  time.Time // when member stuck began to wait for the peer's statement
 }
 
-// frameIn is a frame that has come and was not given.
-type frameIn struct {
-	data   []byte
-	pooled bool
-}
-
 func (f *Fabric) conn(dialer bool, id [16]byte, peers int, about *transport.Peer) *Conn {
 	c := &Conn{f: f, order: newOrder(dialer, window, mostBytes), id: id, about: *about, peers: peers,
-		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([]frameIn, window)}
+		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([][]byte, window)}
 	c.kept = make([]kept, window)
 	c.ctx, c.cancel = context.WithCancel(f.ctx)
 	f.conns = append(f.conns, c)
@@ -63,7 +58,7 @@ func (f *Fabric) conn(dialer bool, id [16]byte, peers int, about *transport.Peer
 // add makes r member id of c, and sends the greeting of a dialer. It is false where the member must be closed
 // and nobody told of it.
 func (c *Conn) add(r *rail, id uint32, greeting []byte) bool {
-	r.c, r.id = c, id
+	r.c, r.id, r.known = c, id, true
 	if greeting != nil {
 		r.push(entry{text: greeting, item: item{kind: kind(greeting[0])}})
 	}
@@ -225,14 +220,13 @@ func (c *Conn) recv(r *rail, it item, data []byte, p *link.Found) error {
 		close(c.heard)
 	}
 	if it.kind <= numbered {
-		s := &c.got[it.num%window]
-		if *s = (frameIn{data: data}); it.kind == frame && len(r.tail) > 0 {
-			c.keep(s, r.tail)
+		if c.now = data; it.kind == frame && len(r.tail) > 0 {
+			c.keep(it.num, r.tail)
 			r.tail = r.tail[:0]
 		}
 		c.give(p)
-		if it.kind == frame && it.num >= c.order.given && !s.pooled {
-			c.keep(s, nil)
+		if it.kind == frame && it.num >= c.order.given && c.got[it.num%window] == nil {
+			c.keep(it.num, nil)
 		}
 		if c.waiting > mostBytes+2*transport.MaxFrame {
 			return fmt.Errorf("rails: %d bytes of frames have come ahead of frame %d: at most %d", c.waiting, c.order.given, mostBytes)
@@ -243,11 +237,11 @@ func (c *Conn) recv(r *rail, it item, data []byte, p *link.Found) error {
 	return nil
 }
 
-// keep copies a frame that stays, with what belongs behind it.
-func (c *Conn) keep(s *frameIn, tail []byte) {
-	b := c.f.pool.get(len(s.data) + len(tail))
-	copy(b[copy(b, s.data):], tail)
-	*s = frameIn{b, true}
+// keep copies the frame that comes now, with what belongs behind it.
+func (c *Conn) keep(num uint64, tail []byte) {
+	b := c.f.pool.get(len(c.now) + len(tail))
+	copy(b[copy(b, c.now):], tail)
+	c.got[num%window] = b
 	c.waiting += len(b)
 }
 
@@ -258,14 +252,16 @@ func (c *Conn) give(p *link.Found) {
 		if !ok {
 			return
 		}
-		s := &c.got[num%window]
-		p.Put(transport.Event{Kind: transport.EvFrame, Conn: c, Data: s.data})
-		c.fed += len(s.data)
-		if s.pooled {
-			c.waiting -= len(s.data)
-			c.f.given = append(c.f.given, s.data)
+		data := c.got[num%window]
+		if data == nil {
+			data = c.now
+		} else {
+			c.got[num%window] = nil
+			c.waiting -= len(data)
+			c.f.given = append(c.f.given, data)
 		}
-		*s = frameIn{}
+		p.Put(transport.Event{Kind: transport.EvFrame, Conn: c, Data: data})
+		c.fed += len(data)
 	}
 }
 
@@ -346,10 +342,8 @@ func (c *Conn) gone() bool { return c.got == nil }
 
 // forget lets go of what c holds. Its last event was given.
 func (c *Conn) forget() {
-	for i := range c.got {
-		if c.got[i].pooled {
-			c.f.pool.put(c.got[i].data)
-		}
+	for _, b := range c.got {
+		c.f.pool.put(b)
 	}
 	for _, k := range c.bound {
 		k.only = nil

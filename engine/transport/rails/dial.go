@@ -19,10 +19,7 @@ func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Co
 		return nil, err
 	}
 	closed := fmt.Errorf("rails: connect to %q: %w", peer, transport.ErrClosed)
-	f.mu.Lock()
-	open := f.begin()
-	f.mu.Unlock()
-	if !open {
+	if !f.begin() {
 		return nil, closed
 	}
 	defer f.tasks.Done()
@@ -71,7 +68,7 @@ func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr,
 	number, _ := c.order.dial() // a new Conn takes it
 	c.add(r, number, c.greeting(r.at, number))
 	for i, w := range ways {
-		k := keeper{c: c, way: w, to: theirs[w.theirs], heard: c.heard}
+		k := keeper{c: c, way: w, to: theirs[w.theirs]}
 		if i == first {
 			k.lost = r.lost
 		}
@@ -89,49 +86,45 @@ func (c *Conn) greeting(at int, member uint32) []byte {
 
 // A keeper dials the members over one Fabric, one after the other.
 type keeper struct {
-	c     *Conn
-	way   pair
-	to    transport.Addr
-	heard <-chan struct{}
-	lost  <-chan struct{} // closed when the member has ended; nil: there is none
+	c    *Conn
+	way  pair
+	to   transport.Addr
+	lost <-chan struct{} // closed when the member has ended; nil: there was none yet
 }
 
 // run is a goroutine of the Fabric. It ends with the Conn.
 func (k *keeper) run() {
-	over, pause := k.c.ctx.Done(), k.c.f.o.Pause
-	if k.lost == nil {
-		select {
-		case <-k.heard:
-			k.lost = k.dial()
-		case <-over:
-			return
-		}
+	next, pause, began := k.lost, k.c.f.o.Pause, time.Now()
+	if next == nil {
+		next = k.c.heard
 	}
 	for {
-		began, failed := time.Now(), k.lost == nil
-		if !failed {
-			select {
-			case <-k.lost:
-			case <-over:
-				return
-			}
-		}
-		if failed || time.Since(began) <= pause {
-			pause = min(2*pause, MaxPause)
-		} else {
-			pause = k.c.f.o.Pause
-		}
 		select {
-		case <-time.After(pause):
-			k.lost = k.dial()
-		case <-over:
+		case <-next:
+		case <-k.c.ctx.Done():
 			return
 		}
+		if k.lost != nil {
+			if time.Since(began) > pause {
+				pause = k.c.f.o.Pause
+			} else {
+				pause = min(2*pause, MaxPause)
+			}
+			rest, cancel := context.WithTimeout(k.c.ctx, pause)
+			<-rest.Done()
+			cancel()
+		}
+		k.lost = k.dial()
+		next, began = k.lost, time.Now()
 	}
 }
 
-// dial makes one attempt.
+// gone is closed.
+var gone = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
+
+// dial makes one attempt. What it returns is closed when the member has ended, or the attempt has failed.
 func (k *keeper) dial() (lost <-chan struct{}) {
+	lost = gone
 	c, f := k.c, k.c.f
 	f.mu.Lock()
 	id, ok := c.order.dial()
@@ -140,7 +133,7 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 	}
 	f.mu.Unlock()
 	if !ok {
-		return nil
+		return lost
 	}
 	in, err := f.members[k.way.ours].Connect(c.ctx, k.to)
 	f.locked(func() {

@@ -57,7 +57,10 @@ var _ transport.Fabric = (*Fabric)(nil)
 func open(members []transport.Fabric, o Options) (*Fabric, error) {
 	f := &Fabric{Over: link.Over{Fabric: members[0]}, members: slices.Clone(members), o: o, addr: join(members),
 		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members)), seen: make([]uint64, len(members))}
-	f.keys.init(len(members))
+	f.keys = keys{open: map[uint64]*region{}, ending: make([]map[uint64]*region, len(members))}
+	for i := range members {
+		f.keys.ending[i] = map[uint64]*region{}
+	}
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	if err := f.watchMembers(); err != nil {
 		f.cancel()
@@ -131,9 +134,6 @@ func (f *Fabric) task(run func()) {
 
 // Name implements transport.Fabric.
 func (f *Fabric) Name() string {
-	if f.o.Name != "" {
-		return f.o.Name
-	}
 	names := make([]string, len(f.members))
 	for i, m := range f.members {
 		names[i] = m.Name()
@@ -215,8 +215,10 @@ func (f *Fabric) Close() error {
 	return f.failed
 }
 
-// begin holds off Close until tasks.Done; it is false after Close. The caller holds mu.
+// begin holds off Close until tasks.Done; it is false after Close.
 func (f *Fabric) begin() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if !f.closing {
 		f.tasks.Add(1)
 	}

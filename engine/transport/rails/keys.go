@@ -31,13 +31,6 @@ type region struct {
 	only    *Conn // that it is bound to
 }
 
-func (k *keys) init(members int) {
-	k.open, k.ending = map[uint64]*region{}, make([]map[uint64]*region, members)
-	for i := range k.ending {
-		k.ending[i] = map[uint64]*region{}
-	}
-}
-
 // find returns the region of a key, or nil.
 func (k *keys) find(key *transport.Key) *region {
 	if r := k.open[key.ID]; r != nil && r.Token == key.Token {
@@ -78,10 +71,10 @@ func memberKey(k *transport.Key, at int) (m transport.Key, err error) {
 		b, count = b[1:], int(b[0])
 	}
 	for i := range count {
-		if len(b) < keyBytes {
-			return m, fmt.Errorf("rails: post: key %d of %d fabrics ends within that of number %d", k.ID, count, i)
+		n := 0
+		if len(b) >= keyBytes {
+			n = int(b[16]) | int(b[17])<<8
 		}
-		n := int(b[16]) | int(b[17])<<8
 		if len(b) < keyBytes+n {
 			return m, fmt.Errorf("rails: post: key %d of %d fabrics ends within that of number %d", k.ID, count, i)
 		}

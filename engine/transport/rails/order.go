@@ -121,9 +121,6 @@ func (o *order) find(id uint32) *member {
 	return nil
 }
 
-// speaks reports whether statements may be sent on m.
-func (o *order) speaks(m *member) bool { return m.phase == live || m.phase == half && o.dialer }
-
 // dial returns the number of a new member. It is false if the Conn has ended or too many members are
 // unsettled. Call come or failed when the attempt has ended.
 func (o *order) dial() (id uint32, ok bool) {
@@ -227,7 +224,7 @@ func (o *order) state(s statement) {
 	o.log = append(o.log, s)
 	o.stated++
 	for i := range o.members {
-		if m := &o.members[i]; o.speaks(m) {
+		if m := &o.members[i]; m.phase == live || m.phase == half && o.dialer {
 			o.emit(m, item{kind: stating, num: o.stated - 1, statement: s}, false)
 		}
 	}

@@ -1,6 +1,7 @@
 package rails
 
 import (
+	"bytes"
 	"errors"
 	"slices"
 
@@ -51,9 +52,7 @@ func (f *Fabric) tell(p *link.Found) {
 			}
 		}
 	}
-	n := copy(f.told, f.told[k:])
-	clear(f.told[n:])
-	f.told = f.told[:n]
+	f.told = slices.Delete(f.told, 0, k)
 }
 
 // calm reports whether this Poll need not ask a member: for some time others have had something and it
@@ -139,16 +138,14 @@ func (f *Fabric) greeted(r *rail, data []byte) {
 	}
 	about := r.conn.Peer()
 	var c *Conn
-	for _, other := range f.conns {
-		if !other.order.dialer && other.id == g.Conn {
-			c = other
-		}
+	if i := slices.IndexFunc(f.conns, func(c *Conn) bool { return !c.order.dialer && c.id == g.Conn }); i >= 0 {
+		c = f.conns[i]
 	}
 	switch {
 	case c == nil && g.Member == 0:
 		c = f.conn(false, g.Conn, int(g.Count), &about)
 		c.fresh = true
-	case c == nil || g.Member == 0 || int(g.Count) != c.peers || !slices.Equal(about.Hello, c.about.Hello):
+	case c == nil || g.Member == 0 || int(g.Count) != c.peers || !bytes.Equal(about.Hello, c.about.Hello):
 		r.refuse()
 		return
 	}
@@ -180,15 +177,9 @@ func (f *Fabric) deliver(p *link.Found) {
 
 // serve does what is due on the Conns.
 func (f *Fabric) serve(p *link.Found) {
-	left := 0
-	for i := 0; i < len(f.busy); i++ { // one may wake another
-		c := f.busy[i]
+	f.busy = slices.DeleteFunc(f.busy, func(c *Conn) bool { // none wakes another one
 		c.serve(p)
-		if c.listed = c.due(); c.listed {
-			f.busy[left] = c
-			left++
-		}
-	}
-	clear(f.busy[left:])
-	f.busy = f.busy[:left]
+		c.listed = c.due()
+		return !c.listed
+	})
 }

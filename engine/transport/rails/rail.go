@@ -218,12 +218,12 @@ func (r *rail) hasEnded() {
 	if r.fresh {
 		r.f.unfresh(r)
 	}
-	if r.c != nil {
+	if r.known {
 		r.f.forget(r)
+	}
+	if r.c != nil {
 		close(r.lost)
 		r.c.order.closed(r.id)
 		r.c.after()
-	} else if r.known {
-		r.f.forget(r)
 	}
 }

@@ -33,7 +33,6 @@ import (
 
 // Options say how Conns use their members. All fields may be zero.
 type Options struct {
-	Name string // what Fabric.Name gives; empty: made of the members' names
 	// Split is the size from which on a write is cut over all members; 0 means 1 MiB.
 	Split uint64
 	// Stall is how long a peer may take to say what has come on a member that was lost. Then the Conn ends.
