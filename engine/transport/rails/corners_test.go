@@ -4,7 +4,10 @@ import (
 	"context"
 	"runtime"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -184,4 +187,39 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestCallsFromOtherGoroutinesUnderLoss: what is safe from any goroutine is so while members go and come.
+func TestCallsFromOtherGoroutinesUnderLoss(t *testing.T) {
+	d := newDuo(t, 3, 1, false, rails.Options{Pause: time.Millisecond, Split: 8 << 10})
+	d.a.others, d.b.others = map[transport.Conn]error{}, map[transport.Conn]error{}
+	var stop atomic.Bool
+	var around sync.WaitGroup
+	for _, s := range []*side{d.a, d.b} {
+		f, c, addr, key, memory := s.f, s.c, d.b.f.Addr(), s.key, s.mem
+		around.Go(func() {
+			for !stop.Load() {
+				k, err := f.Register(memory)
+				if err != nil || f.Bind(key, c) != nil || f.Reaches(addr) != nil || c.Peer().Remote == "" {
+					t.Errorf("%s: register: %v", f.Name(), err)
+					return
+				}
+				f.Deregister(k)
+				f.Arm()
+			}
+		})
+	}
+	f := d.a.f
+	around.Go(func() {
+		for !stop.Load() {
+			if c, err := f.Connect(context.Background(), d.b.f.Addr()); err == nil {
+				c.Close()
+			}
+		}
+	})
+	ch := chaos{d: d, state: make([]int, 3)}
+	d.traffic(300, ch.step)
+	stop.Store(true)
+	around.Wait()
+	d.traffic(10, func() {})
 }
