@@ -193,11 +193,12 @@ func (c *Conn) leave() {
 // Close implements transport.Conn.
 func (c *Conn) Close() { c.f.locked(c.leave) }
 
-// inspect ends c if the peer does not say what has come on a member that was lost.
-func (c *Conn) inspect(now time.Time) {
+// inspect ends c if the peer does not say what has come on a member that was lost. read says that all was read that
+// it may have said.
+func (c *Conn) inspect(now time.Time, read bool) {
 	id, waits := c.order.unsettled()
 	switch {
-	case !waits || c.order.over:
+	case !waits || !read || c.order.over:
 		c.since = time.Time{}
 	case c.since.IsZero() || id != c.stuck:
 		c.stuck, c.since = id, now

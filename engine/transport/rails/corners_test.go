@@ -84,6 +84,21 @@ func TestUnsentWhileThePeerOwesAStatement(t *testing.T) {
 	d.until("the frame is on its way again", func() bool { poll(d.b); poll(d.a); return !d.a.c.Unsent() })
 }
 
+// TestStallDoesNotCountWhileNobodyPolls: what the peer has said is there, but was not read.
+func TestStallDoesNotCountWhileNobodyPolls(t *testing.T) {
+	const stall = 50 * time.Millisecond
+	d := newDuo(t, 2, 1, false, rails.Options{Stall: stall})
+	d.cut(0)
+	for _, s := range []*side{d.a, d.b} {
+		polls := 0
+		d.until("member 0 has ended", func() bool { s.poll(); polls++; return polls > 20 && rails.Live(s.c) == 1 })
+	}
+	require.Equal(t, 1, rails.Unsettled(d.a.c))
+	time.Sleep(4 * stall)
+	d.heal(0)
+	d.traffic(20, func() {})
+}
+
 // TestAcknowledgementsTravelWithFrames has a frame come in each Poll, and another one go after it: few
 // acknowledgements go alone.
 func TestAcknowledgementsTravelWithFrames(t *testing.T) {
@@ -206,13 +221,16 @@ func TestCallsFromOtherGoroutinesUnderLoss(t *testing.T) {
 				}
 				f.Deregister(k)
 				f.Arm()
+				time.Sleep(100 * time.Microsecond) // or Polls hardly get the lock
 			}
 		})
 	}
 	f := d.a.f
 	around.Go(func() {
 		for !stop.Load() {
-			if c, err := f.Connect(context.Background(), d.b.f.Addr()); err == nil {
+			if rails.Rails(f) > 12 { // those before have not ended
+				time.Sleep(100 * time.Microsecond)
+			} else if c, err := f.Connect(context.Background(), d.b.f.Addr()); err == nil {
 				c.Close()
 			}
 		}

@@ -102,22 +102,30 @@ func (f *Fabric) locked(do func()) {
 func (f *Fabric) watchStalls() {
 	tick := time.NewTicker(max(f.o.Stall/8, time.Millisecond))
 	defer tick.Stop()
-	for {
+	for last := uint64(0); ; {
 		select {
 		case <-f.ctx.Done():
 			return
 		case <-tick.C:
 		}
-		f.inspect()
+		last = f.inspect(last)
 	}
 }
 
-func (f *Fabric) inspect() {
+// inspect is told how many Polls there had been the last time. Without one since then, what the peer has said
+// may be unread, unless the user sleeps and nothing has come.
+func (f *Fabric) inspect(last uint64) (polls uint64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for _, c := range f.conns {
-		c.inspect(time.Now())
+	read := f.polls != last
+	if f.armed && !read {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(f.FD()), Events: unix.POLLIN}}, 0)
+		read = n == 0 && err == nil
 	}
+	for _, c := range f.conns {
+		c.inspect(time.Now(), read)
+	}
+	return f.polls
 }
 
 // task starts a goroutine of an open Fabric. A panic in it makes the Fabric unusable, as Poll says.

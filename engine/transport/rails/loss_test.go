@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"fserver/engine/mem"
 	"fserver/engine/transport"
@@ -145,8 +146,11 @@ func (s *side) poll() {
 	n, err := s.f.Poll(ev)
 	require.NoError(s.t, err)
 	for _, e := range ev[:n] {
-		if _, known := s.others[e.Conn]; known || s.others != nil && e.Kind == transport.EvAccept {
+		if s.others != nil && e.Conn != nil && e.Conn != s.c {
 			s.others[e.Conn] = e.Err
+			if e.Kind == transport.EvDown {
+				e.Conn.Close()
+			}
 			continue
 		}
 		switch e.Kind {
@@ -509,12 +513,26 @@ func TestHalfOpenMemberIsLost(t *testing.T) {
 
 // TestPeerThatSaysNothing has a peer that does not poll when a member is lost.
 func TestPeerThatSaysNothing(t *testing.T) {
+	for _, asleep := range []bool{false, true} {
+		t.Run(fmt.Sprint("asleep ", asleep), func(t *testing.T) { testPeerThatSaysNothing(t, asleep) })
+	}
+}
+
+func testPeerThatSaysNothing(t *testing.T, asleep bool) {
 	d := newDuo(t, 2, 1, false, rails.Options{Stall: 100 * time.Millisecond})
 	d.a.limit = 5
 	d.until("a has posted", func() bool { d.a.step(); return d.a.sent == 5 && len(d.a.pending) == 0 })
 	begin := time.Now()
 	d.cut(0)
-	d.until("a gives up", func() bool { d.a.step(); return d.a.down != nil })
+	d.until("a gives up", func() bool {
+		if asleep && !d.a.f.Arm() {
+			ready, err := transporttest.Sleep([]unix.PollFd{{Fd: int32(d.a.f.FD()), Events: unix.POLLIN}}, patience)
+			require.NoError(t, err)
+			require.Equal(t, 1, ready)
+		}
+		d.a.step()
+		return d.a.down != nil
+	})
 	require.GreaterOrEqual(t, time.Since(begin), 100*time.Millisecond)
 	require.ErrorContains(t, d.a.down, "the peer has not said for 100ms what has come on member 0, which was lost (Limits.Stall)")
 	d.until("b hears", func() bool { d.b.poll(); return d.b.down != nil })
