@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"fserver/engine/mem"
@@ -26,7 +27,7 @@ type Conn struct {
 	cancel   context.CancelFunc
 	attempts int           // Connects under way
 	heard    chan struct{} // closed when the peer has said something
-	hasHeard bool
+	hear     sync.Once     // closes it
 
 	sending
 	got     [][]byte // copies of frames that have come and were not given, by number % window
@@ -216,10 +217,7 @@ func (c *Conn) recv(r *rail, it item, data []byte, p *link.Found) error {
 	if err := c.order.recv(r.id, it); err != nil {
 		return err
 	}
-	if !c.hasHeard {
-		c.hasHeard = true
-		close(c.heard)
-	}
+	c.hear.Do(func() { close(c.heard) })
 	if it.kind <= numbered {
 		if c.now = data; it.kind == frame && len(r.tail) > 0 {
 			c.keep(it.num, r.tail)

@@ -62,24 +62,19 @@ func open(members []transport.Fabric, o Options) (*Fabric, error) {
 		f.keys.ending[i] = map[uint64]*region{}
 	}
 	f.ctx, f.cancel = context.WithCancel(context.Background())
-	if err := f.watchMembers(); err != nil {
+	err := f.Open()
+	for _, m := range members[1:] {
+		if err == nil {
+			err = unix.EpollCtl(f.FD(), unix.EPOLL_CTL_ADD, m.FD(), &unix.EpollEvent{Events: unix.EPOLLIN})
+		}
+	}
+	if err != nil {
 		f.cancel()
 		f.Shut()
 		return nil, fmt.Errorf("rails: open descriptors to sleep on: %w (raise ulimit -n)", err)
 	}
 	f.task(f.watchStalls)
 	return f, nil
-}
-
-// watchMembers opens the descriptors.
-func (f *Fabric) watchMembers() error {
-	err := f.Open()
-	for _, m := range f.members[1:] {
-		if err == nil {
-			err = unix.EpollCtl(f.FD(), unix.EPOLL_CTL_ADD, m.FD(), &unix.EpollEvent{Events: unix.EPOLLIN})
-		}
-	}
-	return err
 }
 
 // ring makes FD readable until the next Poll. The caller holds mu.

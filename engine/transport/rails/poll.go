@@ -165,13 +165,9 @@ func (f *Fabric) unfresh(r *rail) {
 
 // deliver gives what has come before, each time to another Conn first.
 func (f *Fabric) deliver(p *link.Found) {
-	if n := len(f.busy); n > 1 {
-		first := f.busy[0]
-		copy(f.busy, f.busy[1:])
-		f.busy[n-1] = first
-	}
-	for _, c := range f.busy {
-		c.give(p)
+	n := uint64(len(f.busy))
+	for i := range n {
+		f.busy[(f.polls+i)%n].give(p)
 	}
 }
 

@@ -1,7 +1,5 @@
 package rails
 
-import "slices"
-
 // What batch.at and batch.pos may be instead of a place.
 const (
 	nowhere = -1         // to be posted again
@@ -120,14 +118,12 @@ func (o *order) settle(m *member) {
 
 // unsent reports whether writes wait for their frame, or a batch for a member or for the peer's statement.
 func (o *order) unsent() bool {
-	if !o.over && slices.ContainsFunc(o.members, func(m member) bool { return m.phase != live }) {
-		for num := o.acked; num < o.sealed; num++ {
-			if b := o.at(num); b.at == nowhere || b.at >= 0 && o.find(uint32(b.at)).phase != live {
-				return true
-			}
+	for num := o.acked; !o.over && num < o.next; num++ {
+		if b := o.at(num); num >= o.sealed || b.at == nowhere || b.at >= 0 && o.find(uint32(b.at)).phase != live {
+			return true
 		}
 	}
-	return !o.over && o.next > o.sealed
+	return false
 }
 
 // resend posts again what settle has found to be lost, if there is a member for it.
