@@ -44,9 +44,9 @@ func (f whole) Connect(ctx context.Context, peer transport.Addr) (transport.Conn
 	return c, err
 }
 
-// armed is a Fabric whose user sleeps after each Poll, because it may be the last one: it polls again as long as Arm
-// or the descriptor says so within a moment, in which a frame that was lost is sent again. A user that drives no more without that leaves its peer without the last acknowledgement, and
-// so without the last EvDone.
+// armed is a Fabric whose user sleeps after each Poll, because it may be the last one. It polls again as long as Arm
+// says so, or the descriptor within a moment, in which a frame that was lost is sent again. A user that stops to
+// poll without Arm leaves its peer without the last acknowledgement, and so without the last EvDone.
 type armed struct{ transport.Fabric }
 
 func (f armed) Poll(ev []transport.Event) (n int, err error) {
