@@ -223,9 +223,21 @@ type Peer struct {
 	Remote string // its address, for messages
 	Via    string // how bytes travel: "cma/staged"
 	Why    string // what spoke against a better way, or empty
+	// Members are the connections that the Conn is made of, one for each Fabric of ours that it may use; nil: it
+	// is one connection.
+	Members []Member
 	// Dead reports whether the peer's process has ended, so that nothing it had begun goes on. It asks
 	// the system, so it is not for every Poll. It is nil where that cannot be seen.
 	Dead func() bool
+}
+
+// Member is a connection that a Conn is made of, or the place of one.
+type Member struct {
+	Name   string // of our Fabric that it is over
+	Remote string // the peer's address; empty: it is not connected
+	Via    string // as in Peer
+	Sent   uint64 // bytes of writes and frames that were given to it and those before it
+	Why    string // why it is not used, or empty
 }
 
 // A Gate decides who may talk: it runs over each new connection before the

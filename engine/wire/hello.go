@@ -131,6 +131,15 @@ func ParseHello(b []byte) (Hello, error) {
 	return h, err
 }
 
+// SamePeer reports whether two handshakes were with one process: what Handshake.Hello gave is equal but
+// for the nonce.
+func SamePeer(a, b []byte) bool {
+	x, err := ParseHello(a)
+	y, bad := ParseHello(b)
+	x.Nonce, y.Nonce = [32]byte{}, [32]byte{}
+	return err == nil && bad == nil && x == y
+}
+
 // HandshakeError says why two sides do not talk. Trying again does not help.
 type HandshakeError struct {
 	Reason string // in words that fit both ends

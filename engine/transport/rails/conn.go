@@ -37,19 +37,22 @@ type Conn struct {
 	age     int      // Polls in which it had to be told, since then
 	idle    int      // Polls since a Post
 
-	err    error // why the Conn is over
-	reason error // for which a member was lost
-	fresh  bool  // EvAccept is still to be given
-	closed bool  // by its own user
-	downed bool  // EvDown was given
-	listed bool  // in busy
+	err    error  // why the Conn is over
+	reason error  // for which a member was lost
+	stats  []stat // of each of our Fabrics
+	theirs uint64 // a bit for each of the peer's Fabrics that it says is away
+	hinted bool   // we have told it of ours
+	fresh  bool   // EvAccept is still to be given
+	closed bool   // by its own user
+	downed bool   // EvDown was given
+	listed bool   // in busy
 	stuck  uint32
 	since  time.Time // when member stuck began to wait for the peer's statement
 }
 
 func (f *Fabric) conn(dialer bool, id [16]byte, peers int, about *transport.Peer) *Conn {
 	c := &Conn{f: f, order: newOrder(dialer, window, mostBytes), id: id, about: *about, peers: peers,
-		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([][]byte, window)}
+		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([][]byte, window), stats: make([]stat, len(f.members))}
 	c.kept = make([]kept, window)
 	c.ctx, c.cancel = context.WithCancel(f.ctx)
 	f.conns = append(f.conns, c)
@@ -144,6 +147,12 @@ func (c *Conn) blame(err error) {
 	}
 }
 
+// stat is what a Conn has done over a Fabric.
+type stat struct {
+	sent uint64
+	why  error // why it has no member there; nil: it has one, or has not tried
+}
+
 // lose takes the loss of a member. The reason for the last one is that for the whole Conn, since a peer
 // that closes its Conn in good order closes all.
 func (c *Conn) lose(r *rail) {
@@ -152,6 +161,7 @@ func (c *Conn) lose(r *rail) {
 	} else {
 		c.blame(r.down)
 	}
+	c.stats[r.at].why = r.down
 	c.order.down(r.id)
 	c.after()
 }
@@ -218,6 +228,9 @@ func (c *Conn) recv(r *rail, it item, data []byte, p *link.Found) error {
 		return err
 	}
 	c.hear.Do(func() { close(c.heard) })
+	if c.f.ailing|c.theirs != 0 || c.hinted {
+		c.react()
+	}
 	if it.kind <= numbered {
 		if c.now = data; it.kind == frame && len(r.tail) > 0 {
 			c.keep(it.num, r.tail)
@@ -360,13 +373,20 @@ func (c *Conn) Peer() transport.Peer {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
 	p, vias := c.about, []string{}
-	for _, r := range c.rails {
-		if m := c.order.find(r.id); m != nil && m.phase == live {
-			about := r.conn.Peer()
-			vias = append(vias, about.Via)
-			if p.Why == "" {
-				p.Why = about.Why
-			}
+	p.Members = make([]transport.Member, len(c.f.members))
+	for i := range p.Members {
+		s := &c.stats[i]
+		p.Members[i] = transport.Member{Name: c.f.o.Names[i], Sent: s.sent, Why: "not connected yet"}
+		if s.why != nil {
+			p.Members[i].Why = s.why.Error()
+		}
+	}
+	for _, r := range c.lives() {
+		about, m := r.conn.Peer(), &p.Members[r.at]
+		m.Remote, m.Via, m.Why = about.Remote, about.Via, ""
+		vias = append(vias, about.Via)
+		if p.Why == "" {
+			p.Why = about.Why
 		}
 	}
 	if len(vias) > 0 {

@@ -124,7 +124,12 @@ func bed(o rails.Options, worse *faults.Options) func() transporttest.Bed {
 func TestContract(t *testing.T) { run(t, bed(rails.Options{}, nil)) }
 
 // TestContractOfSmallParts cuts each write above a page.
-func TestContractOfSmallParts(t *testing.T) { run(t, bed(rails.Options{Split: 1}, nil)) }
+func TestContractOfSmallParts(t *testing.T) {
+	if transporttest.RaceEnabled {
+		t.Skip("TestContractOfNICs cuts writes under the race detector")
+	}
+	run(t, bed(rails.Options{Split: 1}, nil))
+}
 
 // TestContractOfNICs has members behave like NICs, with fixed seeds and with one of the time, which the names
 // of the tests tell.
@@ -132,6 +137,8 @@ func TestContractOfNICs(t *testing.T) {
 	seeds := []uint64{1 << 10, 1 << 20, uint64(time.Now().UnixNano())}
 	if testing.Short() {
 		seeds = seeds[:1]
+	} else if transporttest.RaceEnabled {
+		seeds = seeds[1:]
 	}
 	for _, seed := range seeds {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
@@ -142,6 +149,9 @@ func TestContractOfNICs(t *testing.T) {
 }
 
 func TestContractUnderLoss(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it runs under the race detector")
+	}
 	worse := faults.NIC(1)
 	worse.Resend, worse.Drop, worse.Timeout = true, 0.1, 200*time.Microsecond
 	run(t, bed(rails.Options{}, &worse))

@@ -61,6 +61,15 @@ func TestConnectNamesEachFailure(t *testing.T) {
 	require.EqualError(t, d.a.f.Reaches("rails:,"), `rails: no fabric reaches one of "rails:,": none of them takes connections`)
 }
 
+// TestSilentWay: the second way is tried while the first one says nothing.
+func TestSilentWay(t *testing.T) {
+	d := apart(t, 2, 1, false, rails.Options{})
+	d.nets[0].Hold("a0", "b0")
+	d.connect(1)
+	d.traffic(20, func() {})
+	require.False(t, rails.LiveOver(d.a.c, 0))
+}
+
 // TestBindToAnotherFabric: a Conn of another Fabric is none of this one's.
 func TestBindToAnotherFabric(t *testing.T) {
 	d := newDuo(t, 2, 1, false, rails.Options{})

@@ -1,11 +1,11 @@
 package rails
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"fserver/engine/transport"
@@ -23,21 +23,79 @@ func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Co
 		return nil, closed
 	}
 	defer f.tasks.Done()
-	for i, w := range ways {
-		in, bad := f.members[w.ours].Connect(ctx, theirs[w.theirs])
-		if bad == nil {
-			if c := f.dialed(in, ways, theirs, i); c != nil {
-				return c, nil
-			}
-			return nil, closed
+	f.mu.Lock()
+	slices.SortStableFunc(ways, func(a, b pair) int { // those that are away last
+		return int(f.ailing>>a.ours&1) - int(f.ailing>>b.ours&1)
+	})
+	f.mu.Unlock()
+	a, err := f.first(ctx, ways, theirs)
+	if err != nil {
+		return nil, err
+	}
+	if c := f.dialed(a.in, ways, theirs, a.way); c != nil {
+		return c, nil
+	}
+	return nil, closed
+}
+
+// headStart is how long a way has before the next one is tried too.
+const headStart = 250 * time.Millisecond
+
+// attempt is what has come of dialing a way.
+type attempt struct {
+	way int
+	in  transport.Conn
+	err error
+}
+
+// first returns the first member that gets through. Each way is tried when the one before has failed, or has had
+// its head start: a NIC that is silent does not hold up the others.
+func (f *Fabric) first(parent context.Context, ways []pair, theirs []transport.Addr) (attempt, error) {
+	ctx, cancel := context.WithCancel(parent)
+	defer cancel()
+	came, begun := make(chan attempt, len(ways)), 0
+	dial := func() {
+		a, w := attempt{way: begun, err: errors.New("rails: dialing has panicked")}, ways[begun]
+		begun++
+		f.task(func() {
+			defer func() { came <- a }()
+			a.in, a.err = f.members[w.ours].Connect(ctx, theirs[w.theirs])
+		})
+	}
+	dial()
+	var err error
+	for failed := 0; failed < begun; {
+		var late <-chan time.Time
+		if begun < len(ways) {
+			late = time.After(headStart)
 		}
-		err = and(err, bad)
-		if ctx.Err() != nil {
-			err = and(err, context.Cause(ctx))
-			break
+		select {
+		case a := <-came:
+			if a.err == nil {
+				f.task(func() { f.drop(came, begun-failed-1, ways) })
+				return a, nil
+			}
+			failed++
+			err = and(err, a.err)
+		case <-late:
+		}
+		switch {
+		case parent.Err() != nil:
+			err = and(err, context.Cause(parent))
+		case begun < len(ways):
+			dial()
 		}
 	}
-	return nil, err
+	return attempt{}, err
+}
+
+// drop closes members that got through after the first.
+func (f *Fabric) drop(came <-chan attempt, left int, ways []pair) {
+	for range left {
+		if a := <-came; a.err == nil {
+			f.locked(func() { f.find(ways[a.way].ours, a.in).refuse() })
+		}
+	}
 }
 
 // and returns both errors in one, without one that is in the other.
@@ -94,18 +152,22 @@ type keeper struct {
 
 // run is a goroutine of the Fabric. It ends with the Conn.
 func (k *keeper) run() {
-	next, pause, began := k.lost, k.c.f.o.Pause, time.Now()
+	next, pause, began, over := k.lost, k.c.f.o.Pause, time.Now(), k.c.ctx.Done()
 	if next == nil {
 		next = k.c.heard
 	}
 	for {
 		select {
 		case <-next:
-		case <-k.c.ctx.Done():
+		case <-over:
+			return
+		}
+		waited, ok := k.wait()
+		if !ok {
 			return
 		}
 		if k.lost != nil {
-			if time.Since(began) > pause {
+			if waited || time.Since(began) > pause {
 				pause = k.c.f.o.Pause
 			} else {
 				pause = min(2*pause, MaxPause)
@@ -121,6 +183,13 @@ func (k *keeper) run() {
 
 // gone is closed.
 var gone = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
+
+// failed takes that an attempt of a keeper has failed.
+func (c *Conn) failed(k *keeper, id uint32, err error) {
+	c.stats[k.way.ours].why = err
+	c.blame(err)
+	c.order.failed(id)
+}
 
 // dial makes one attempt. What it returns is closed when the member has ended, or the attempt has failed.
 func (k *keeper) dial() (lost <-chan struct{}) {
@@ -140,14 +209,12 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 		c.attempts--
 		defer c.after()
 		if err != nil {
-			c.blame(err)
-			c.order.failed(id)
+			c.failed(k, id, err)
 			return
 		}
 		r := f.find(k.way.ours, in)
-		if !bytes.Equal(in.Peer().Hello, c.about.Hello) {
-			c.blame(fmt.Errorf("rails: %s is another peer by now", k.to))
-			c.order.failed(id)
+		if !f.o.Same(in.Peer().Hello, c.about.Hello) {
+			c.failed(k, id, fmt.Errorf("rails: %s is another peer by now", k.to))
 			r.refuse()
 		} else if r.theirs = k.way.theirs; c.add(r, id, c.greeting(k.way.ours, id)) {
 			lost = r.lost

@@ -47,6 +47,8 @@ type Fabric struct {
 	polls    uint64   // so far
 	seen     []uint64 // the Poll in which each member had something last
 	active   uint64   // the last of these
+	away     []away   // of each member
+	ailing   uint64   // a bit for each that is
 	ev       [64]transport.Event
 	ops      [16]transport.Op
 	heads    [16][headerLen + 1]byte // the frames of ops
@@ -56,7 +58,7 @@ var _ transport.Fabric = (*Fabric)(nil)
 
 func open(members []transport.Fabric, o Options) (*Fabric, error) {
 	f := &Fabric{Over: link.Over{Fabric: members[0]}, members: slices.Clone(members), o: o, addr: join(members),
-		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members)), seen: make([]uint64, len(members))}
+		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members)), seen: make([]uint64, len(members)), away: make([]away, len(members))}
 	f.keys = keys{open: map[uint64]*region{}, ending: make([]map[uint64]*region, len(members))}
 	for i := range members {
 		f.keys.ending[i] = map[uint64]*region{}
@@ -74,6 +76,9 @@ func open(members []transport.Fabric, o Options) (*Fabric, error) {
 		return nil, fmt.Errorf("rails: open descriptors to sleep on: %w (raise ulimit -n)", err)
 	}
 	f.task(f.watchStalls)
+	if o.Watch != nil {
+		f.task(func() { o.Watch(f.ctx, f.report) })
+	}
 	return f, nil
 }
 
@@ -137,11 +142,15 @@ func (f *Fabric) task(run func()) {
 
 // Name implements transport.Fabric.
 func (f *Fabric) Name() string {
-	names := make([]string, len(f.members))
-	for i, m := range f.members {
-		names[i] = m.Name()
+	return "rails(" + strings.Join(names(f.members), "+") + ")"
+}
+
+func names(members []transport.Fabric) []string {
+	list := make([]string, len(members))
+	for i, m := range members {
+		list[i] = m.Name()
 	}
-	return "rails(" + strings.Join(names, "+") + ")"
+	return list
 }
 
 // Addr implements transport.Fabric.

@@ -145,6 +145,7 @@ func TestBrokenPeer(t *testing.T) {
 			}
 			return all
 		}(), "bytes of frames have come ahead of frame 0"},
+		{"what is away, though it has dialed", [][]byte{append([]byte{19}, make([]byte, 8)...)}, "which members are away"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			d := newDuo(t, 2, 1, false, rails.Options{})

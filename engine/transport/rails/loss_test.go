@@ -363,7 +363,7 @@ func TestLossInTraffic(t *testing.T) {
 		members int
 		nic     bool
 		seeds   uint64
-	}{{"two members", 2, false, 8}, {"two NICs", 2, true, 8}, {"three members", 3, false, 6}, {"three NICs", 3, true, 6}} {
+	}{{"two members", 2, false, 5}, {"two NICs", 2, true, 5}, {"three members", 3, false, 4}, {"three NICs", 3, true, 4}} {
 		t.Run(c.name, func(t *testing.T) {
 			seeds := c.seeds
 			if testing.Short() {

@@ -1,7 +1,6 @@
 package rails
 
 import (
-	"bytes"
 	"errors"
 	"slices"
 
@@ -145,7 +144,7 @@ func (f *Fabric) greeted(r *rail, data []byte) {
 	case c == nil && g.Member == 0:
 		c = f.conn(false, g.Conn, int(g.Count), &about)
 		c.fresh = true
-	case c == nil || g.Member == 0 || int(g.Count) != c.peers || !bytes.Equal(about.Hello, c.about.Hello):
+	case c == nil || g.Member == 0 || int(g.Count) != c.peers || !f.o.Same(about.Hello, c.about.Hello):
 		r.refuse()
 		return
 	}

@@ -27,6 +27,8 @@ type rail struct {
 	down         error         // why it is unusable
 	shut         bool          // we have closed it
 	over         bool          // it has given EvClosed
+	hint         uint64        // that the peer was given on it
+	hinted       bool          // it was given one
 	lost         chan struct{} // closed with over
 }
 
@@ -56,11 +58,15 @@ func (r *rail) pushItem(it item) {
 	if it.kind == frame && len(r.c.at(it.num).frame) > transport.MaxFrame {
 		r.push(entry{item: item{kind: piece, num: it.num}})
 	}
+	if it.kind == frame {
+		r.c.stats[r.at].sent += uint64(len(r.c.at(it.num).frame) - headerLen)
+	}
 	r.push(entry{item: it})
 }
 
 func (r *rail) pushWrite(i uint32) {
 	r.load += r.c.writes[i].size
+	r.c.stats[r.at].sent += r.c.writes[i].size
 	r.push(entry{write: i + 1})
 }
 
@@ -100,7 +106,7 @@ func (r *rail) op(op *transport.Op, head []byte, e *entry) error {
 	}
 	*op = transport.Op{Kind: transport.OpFrame}
 	switch e.kind {
-	case greeting, broken:
+	case greeting, broken, ailing:
 		op.Frame = e.text
 		return nil
 	case bare, fence, stating:
@@ -164,6 +170,10 @@ func (r *rail) frame(data []byte, p *link.Found) {
 			return
 		}
 		r.tail = append(r.tail[:0], data[1:]...)
+	case len(data) > 0 && kind(data[0]) == ailing:
+		if err := r.c.hears(data); err != nil {
+			r.breach(err)
+		}
 	case len(data) > 0 && kind(data[0]) == broken:
 		r.c.fail(fmt.Errorf("rails: the peer has ended the connection: %q", data[1:min(len(data), 1+maxReason)]))
 	default:

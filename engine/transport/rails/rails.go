@@ -24,6 +24,8 @@
 package rails
 
 import (
+	"bytes"
+	"context"
 	"fmt"
 	"strings"
 	"time"
@@ -41,6 +43,13 @@ type Options struct {
 	// Pause is how long a lost member is not dialed again. It doubles, up to MaxPause, if the next one does
 	// not last longer than that. 0 means 100 ms.
 	Pause time.Duration
+	// Names are what Peer calls the members; nil: the names of the Fabrics.
+	Names []string
+	// Same reports whether what the Gate verified on two connections is of one peer; nil: if it is equal.
+	Same func(a, b []byte) bool
+	// Watch, if set, reports when nothing can travel over a member Fabric, with the reason, and when it works
+	// again, with nil. It runs in a goroutine, and returns when ctx ends. What is told of no member works.
+	Watch func(ctx context.Context, report func(member int, why error))
 }
 
 // MaxPause bounds the time for which a member that fails is mistrusted.
@@ -80,6 +89,12 @@ func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
 	}
 	if o.Pause <= 0 {
 		o.Pause = 100 * time.Millisecond
+	}
+	if o.Names == nil {
+		o.Names = names(members)
+	}
+	if o.Same == nil {
+		o.Same = bytes.Equal
 	}
 	return open(members, o)
 }

@@ -11,11 +11,12 @@ import (
 //
 // The first frame of a member is its greeting, of the dialer. If a frame of the user does not fit behind the
 // header, its last bytes travel ahead of it, as a piece. A side that ends the Conn because of an error
-// says why.
+// says why, and one that has accepted it says over which of its Fabrics nothing can travel.
 const (
 	greeting kind = 16 + iota
 	piece
 	broken
+	ailing
 
 	headerLen = 1 + 3*8
 	version   = 1
