@@ -47,7 +47,7 @@ var layers = map[string][]string{
 	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
 		"cluster", "conf", "exchange", "gpu", "mem", "topo", "trace", "transport",
-		"transport/all", "transport/faults", "wire",
+		"transport/all", "transport/faults", "transport/rails", "wire",
 	},
 	"cabi": {"conf", "gpu", "mem", "node"},
 }

@@ -110,11 +110,11 @@ type Config struct {
 	SchedulerPort int    // 0: any free one, only where this process listens on it
 	HostScheduler bool   // this server runs the scheduler too
 
-	NodeHost  string // name or address of this host to use; empty: not named
-	Interface string // interface to use; empty: not named
-	NearGPU   bool   // DMLC_INTERFACE=auto: prefer the NIC nearest the GPU
-	Port      int    // port to listen on; 0: any free one
-	Local     bool   // everything is on this host
+	NodeHost   string   // name or address of this host to use; empty: not named
+	Interfaces []string // to use, the first one for control; empty: not named
+	NearGPU    bool     // DMLC_INTERFACE=auto: prefer the NIC nearest the GPU
+	Port       int      // port to listen on; 0: any free one
+	Local      bool     // everything is on this host
 
 	Transport string // Auto, or the name of one of the transports
 	SameHost  bool   // transports inside a host may be used

@@ -249,7 +249,7 @@ func (p *parser) scheduler() {
 		p.warn("DMLC_PS_ROOT_URI=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", c.SchedulerHost)
 		c.SchedulerHost = "127.0.0.1"
 	case c.SchedulerHost != "":
-	case c.Local || c.Role == Joint || (c.NodeHost == "" || Loopback(c.NodeHost)) && (c.Interface == "" || c.Interface == "lo"):
+	case c.Local || c.Role == Joint || (c.NodeHost == "" || Loopback(c.NodeHost)) && (len(c.Interfaces) == 0 || slices.Equal(c.Interfaces, []string{"lo"})):
 		c.SchedulerHost = "127.0.0.1"
 	case p.refused("DMLC_PS_ROOT_URI"):
 	default:
@@ -265,10 +265,10 @@ func (p *parser) network() {
 	if c.NodeHost != "" && !Loopback(c.NodeHost) {
 		p.warn("DMLC_NODE_HOST=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", c.NodeHost)
 	}
-	if c.Interface != "" && c.Interface != "lo" {
-		p.warn("DMLC_INTERFACE=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", c.Interface)
+	if len(c.Interfaces) > 0 && !slices.Equal(c.Interfaces, []string{"lo"}) {
+		p.warn("DMLC_INTERFACE=%q has no effect: DMLC_LOCAL=1 keeps everything on 127.0.0.1", strings.Join(c.Interfaces, ","))
 	}
-	c.NodeHost, c.Interface = "", ""
+	c.NodeHost, c.Interfaces = "", nil
 }
 
 func (p *parser) secret() {

@@ -80,8 +80,8 @@ var table = []struct {
 			"whether this server also runs the scheduler, in its own process. For servers in Python only"),
 		host("DMLC_NODE_HOST", func(c *Config) *string { return &c.NodeHost },
 			"address of this host that the process uses. It takes precedence over DMLC_INTERFACE").or("chosen"),
-		iface("DMLC_INTERFACE",
-			"network interface that the process uses. `auto` takes the interface nearest to the GPU among those with an RDMA device, or else the one that routes to the scheduler").or("chosen"),
+		interfaces("DMLC_INTERFACE",
+			"network interfaces that the process uses. With several, tensors over TCP travel over all of them, and nothing is lost with one; see [several interfaces](rails.md). `auto` takes the interface nearest to the GPU among those with an RDMA device, or else the one that routes to the scheduler").or("chosen"),
 		number("DMLC_PORT", "0", 0, maxPort, func(c *Config) *int { return &c.Port },
 			"port that the process listens on; 0 takes any free port"),
 		flag("DMLC_LOCAL", "0", func(c *Config) *bool { return &c.Local },
@@ -297,10 +297,23 @@ func host(name string, at func(*Config) *string, meaning string) Option {
 	}, same, meaning)
 }
 
-func iface(name, meaning string) Option {
-	at := func(c *Config) *string { return &c.Interface }
-	o := text(name, "interface", "auto, or the name of an interface of at most 15 characters", at,
-		func(v string) bool { return visible(v, 15) && !strings.Contains(v, "/") }, meaning)
+// maxInterfaces bounds the names in DMLC_INTERFACE.
+const maxInterfaces = 4
+
+func interfaces(name, meaning string) Option {
+	want := fmt.Sprintf("auto, or the names of 1 to %d different interfaces, each of at most 15 characters, separated by commas", maxInterfaces)
+	at := func(c *Config) *[]string { return &c.Interfaces }
+	read := func(v string) ([]string, bool) {
+		names := strings.Split(v, ",")
+		for i, n := range names {
+			if !visible(n, 15) || strings.Contains(n, "/") || slices.Contains(names[:i], n) {
+				return nil, false
+			}
+		}
+		return names, len(names) <= maxInterfaces
+	}
+	show := func(names []string) string { return strings.Join(names, ",") }
+	o := option(name, "interfaces", want, "", at, read, show, meaning)
 	set, get := o.set, o.get
 	o.set = func(c *Config, v string) bool {
 		c.NearGPU = strings.EqualFold(v, "auto")

@@ -12,14 +12,14 @@ import (
 )
 
 // address is the host that this node listens on: what the user named (DMLC_NODE_HOST, then
-// DMLC_INTERFACE); else the address of this host that routes to a scheduler elsewhere; else loopback.
+// the first one of DMLC_INTERFACE); else the address of this host that routes to a scheduler elsewhere; else loopback.
 // A scheduler follows the same rule: the address that routes to its own address is that address.
 func address(cfg *conf.Config) (string, error) {
 	switch {
 	case cfg.NodeHost != "":
 		return cfg.NodeHost, nil
-	case cfg.Interface != "":
-		return interfaceAddress(cfg.Interface)
+	case len(cfg.Interfaces) > 0:
+		return interfaceAddress(cfg.Interfaces[0])
 	case conf.Loopback(cfg.SchedulerHost):
 		return "127.0.0.1", nil
 	}

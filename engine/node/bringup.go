@@ -86,6 +86,14 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 	if cfg.Role == conf.Scheduler {
 		return list, nil
 	}
+	if railed(cfg) {
+		f, err := openRails(cfg, g, log)
+		if err != nil {
+			closeAll(list)
+			return nil, err
+		}
+		list = []transport.Fabric{f, base}
+	}
 	failed := failures{}
 	drivers := all.Drivers()
 	for i := len(drivers) - 2; i >= 0; i-- {
@@ -99,9 +107,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 		case err == nil:
 			list = append(f, list...)
 		case cfg.Transport != conf.Auto:
-			for _, f := range list {
-				_ = f.Close()
-			}
+			closeAll(list)
 			if errors.As(err, &no) {
 				remedy := "set FSERVER_TRANSPORT=auto"
 				if no.Remedy != "" {
@@ -131,7 +137,7 @@ func carrier(cfg *conf.Config) string {
 func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string) *transport.Env {
 	e := &transport.Env{Config: cfg, Gate: g, Log: log, Refused: refused(log)}
 	e.Host, _ = address(cfg)
-	if cfg.NodeHost != "" || cfg.Interface != "" {
+	if cfg.NodeHost != "" || len(cfg.Interfaces) > 0 {
 		e.Bind = e.Host
 	}
 	if host, _, err := net.SplitHostPort(at); err == nil && cfg.Role == conf.Server {

@@ -371,6 +371,16 @@ type linkDescription struct {
 	Remote    string `json:"remote"`
 	Transport string `json:"transport"`
 	Reason    string `json:"reason"`
+
+	Members []memberDescription `json:"members"`
+}
+
+type memberDescription struct {
+	Interface string `json:"interface"`
+	Remote    string `json:"remote"`
+	Transport string `json:"transport"`
+	Sent      uint64 `json:"sent"`
+	Reason    string `json:"reason"`
 }
 
 // Describe gives JSON about the node: who it is, its links and its counters.
@@ -384,7 +394,12 @@ func (n *Node) Describe() ([]byte, error) {
 		for i, l := range n.peers {
 			if n.up(l) {
 				how, why := l.via()
-				links = append(links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, l.conn.Peer().Remote, how, why})
+				p := l.conn.Peer()
+				members := []memberDescription{}
+				for _, m := range p.Members {
+					members = append(members, memberDescription{m.Name, m.Remote, m.Via, m.Sent, m.Why})
+				}
+				links = append(links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, p.Remote, how, why, members})
 			}
 		}
 	})

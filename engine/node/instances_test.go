@@ -9,12 +9,12 @@ import (
 	"fserver/engine/exchange"
 )
 
-// TestRails runs 3 worker groups and 2 server groups of 2 instances: each
+// TestInstances runs 3 worker groups and 2 server groups of 2 instances: each
 // worker reaches the servers of its own instance, each server answers each
 // worker with what is its own.
-func TestRails(t *testing.T) { eachWay(t, rails) }
+func TestInstances(t *testing.T) { eachWay(t, instances) }
 
-func rails(t *testing.T, way ...string) {
+func instances(t *testing.T, way ...string) {
 	s := shape{3, 2, 2}
 	m := newMesh(t, openFabrics, s, way...)
 	const rounds = 20
