@@ -47,7 +47,7 @@ from fserver.fserver_lib import wait_flag as wait_flag
 from fserver.fserver_lib import worker_of as worker_of
 from fserver.fserver_lib import write_flag as write_flag
 from fserver.handle import Handle
-from fserver.link import Link
+from fserver.link import Link, LinkMember
 from fserver.memory import empty_shared, shared_like
 from fserver.node import Node, Scheduler
 from fserver.server import Server
@@ -61,6 +61,7 @@ __all__ = [
     "Handle",
     "LimitError",
     "Link",
+    "LinkMember",
     "Node",
     "PeerLostError",
     "RefusedError",

@@ -7,6 +7,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
+class LinkMember(NamedTuple):
+    """One of the connections over several interfaces that a link is made of.
+
+    Attributes:
+        interface: the network interface.
+        remote: the peer's address. Empty while there is no connection.
+        transport: as in ``Link``. Empty while there is no connection.
+        sent: bytes that were given to the connections over this interface so far.
+        reason: why there is no connection, or empty.
+    """
+
+    interface: str
+    remote: str
+    transport: str
+    sent: int
+    reason: str
+
+
 class Link(NamedTuple):
     """A connection of a node to one of its peers, as ``links()`` returns it.
 
@@ -20,6 +38,8 @@ class Link(NamedTuple):
             between GPUs of a host, by their copy engines.
         reason: why each better transport is not used, one after the other, separated by
             semicolons. Empty if there is no better one.
+        members: the connections that this one is made of, where ``DMLC_INTERFACE`` names several
+            interfaces; else empty.
     """
 
     role: str
@@ -27,6 +47,7 @@ class Link(NamedTuple):
     remote: str
     transport: str
     reason: str
+    members: tuple[LinkMember, ...] = ()
 
     def __repr__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
 from fserver.errors import ConfigError, Error
-from fserver.link import Link, linked
+from fserver.link import Link, LinkMember, linked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -294,7 +294,11 @@ class Node:
         Raises:
             ClosedError: the node is closed.
         """
-        return [Link(**link) for link in self.describe()["links"]]
+        links = []
+        for link in self.describe()["links"]:
+            link["members"] = tuple(LinkMember(**member) for member in link["members"])
+            links.append(Link(**link))
+        return links
 
     @property
     def rank(self) -> int:

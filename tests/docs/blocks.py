@@ -17,7 +17,8 @@ block of the same name replaces it.
 to its end, in the same folder; its variables do not reach the parts. Then all parts run at the
 same time, each in a shell of its own, and all have to succeed. Parts of different hosts run in
 network namespaces that a pair of virtual interfaces joins; each has the IPv4 address that its
-comment names. A block has two hosts or none. Without the right to make namespaces its test is
+comment names. ``# host ADDRESS and ADDRESS`` has two, and two such pairs, eth0 and eth1. A
+block has two hosts or none. Without the right to make namespaces its test is
 skipped. A part whose comment says ``Ctrl-C`` starts first; the others wait for its first line of
 output, and it is interrupted when they have ended.
 
@@ -98,10 +99,17 @@ class Part:
     text: str
 
     @property
+    def addresses(self) -> list[str]:
+        """The addresses of its host, one for each of its interfaces."""
+        words = [word.rstrip(":,;") for word in self.comment.split()]
+        if words[1:2] != ["host"]:
+            return []
+        return [words[2], words[4]] if words[3:4] == ["and"] else [words[2]]
+
+    @property
     def host(self) -> str:
-        """The address of its host, or an empty text."""
-        words = self.comment.split()
-        return words[2].rstrip(":,;") if words[1:2] == ["host"] else ""
+        """The first address of its host, or an empty text."""
+        return self.addresses[0] if self.addresses else ""
 
     @property
     def interrupted(self) -> bool:

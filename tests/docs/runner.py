@@ -115,32 +115,33 @@ class Process:
 
 
 @contextlib.contextmanager
-def networks(hosts: list[str]) -> Iterator[dict[str, list[str]]]:
-    """Gives for each host the command that starts others in its network namespace.
+def networks(hosts: list[list[str]]) -> Iterator[dict[str, list[str]]]:
+    """Gives for each host, by its first address, the command that starts others in its namespace.
 
     Without hosts there is one, whose name is empty: a namespace if this process may make one. The
     namespaces belong to processes that sleep, so nothing is left when these end.
     """
     if len(hosts) not in (0, 2):
-        raise Failed(f"a block has two hosts or none, not {', '.join(hosts)}")
+        raise Failed(f"a block has two hosts or none, not {hosts}")
     if not can_unshare():
         yield {"": []}
         return
     # "-" is there when the namespace is.
     holder = ["unshare", "--net", "sh", "-c", "ip link set lo up; echo -; exec sleep 600"]
-    sleepers = [subprocess.Popen(holder, stdout=subprocess.PIPE) for _ in hosts or [""]]
+    first = [host[0] for host in hosts] or [""]
+    sleepers = [subprocess.Popen(holder, stdout=subprocess.PIPE) for _ in first]
     try:
         for sleeper in sleepers:
             assert sleeper.stdout is not None and sleeper.stdout.readline() == b"-\n"
-        names = zip(hosts or [""], sleepers, strict=True)
+        names = zip(first, sleepers, strict=True)
         enter = {name: f"nsenter -t {sleeper.pid} -n".split() for name, sleeper in names}
-        if hosts:
+        for i, pair in enumerate(zip(*hosts, strict=True)):
             ours, theirs = (str(sleeper.pid) for sleeper in sleepers)
-            link = f"ip link add eth0 netns {ours} type veth peer name eth0 netns {theirs}"
+            link = f"ip link add eth{i} netns {ours} type veth peer name eth{i} netns {theirs}"
             subprocess.run(link.split(), check=True, timeout=10)
-        for host in hosts:
-            for step in (f"addr add {host}/24 dev eth0", "link set eth0 up"):
-                subprocess.run([*enter[host], "ip", *step.split()], check=True, timeout=10)
+            for host, address in zip(first, pair, strict=True):
+                for step in (f"addr add {address}/24 dev eth{i}", f"link set eth{i} up"):
+                    subprocess.run([*enter[host], "ip", *step.split()], check=True, timeout=10)
         yield enter
     finally:
         for sleeper in sleepers:
@@ -181,7 +182,8 @@ def _interrupted(process: Process, until: float) -> None:
 def together(these: list[Part], folder: Path, until: float, status: int = 0) -> str:
     """Runs parts at the same time and gives what they printed."""
     running: list[Process] = []
-    with networks(sorted({part.host for part in these if part.host})) as prefix:
+    hosts = {part.host: part.addresses for part in these if part.host}
+    with networks([hosts[name] for name in sorted(hosts)]) as prefix:
         try:
             for part in sorted(these, key=lambda part: not part.interrupted):
                 running.append(

@@ -1,0 +1,243 @@
+"""Two peers joined by two links (DMLC_INTERFACE names two): both carry tensors, and nothing is lost
+or comes twice while links go down and come back. FSERVER_TEST_ROUNDS makes the tests longer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from nodes import LIMIT, Child, Parent, together
+from test_containers import moved, needs, shell
+
+import fserver
+
+MakeChild = Callable[..., Child]
+ROUNDS = int(os.environ.get("FSERVER_TEST_ROUNDS", "60"))
+MIB = 1 << 20
+LINKS = (0, 1)
+
+
+def up(side: str, host: int) -> None:
+    for link in LINKS:
+        shell("ip", "addr", "add", f"10.77.{link}.{host}/24", "dev", f"{side}{link}")
+        shell("ip", "link", "set", f"{side}{link}", "up")
+
+
+def options(side: str, names: str) -> dict[str, Any]:
+    settings = {"FSERVER_LOG": "error", "DMLC_INTERFACE": names.replace("-", side)}
+    return {"backend": "CPU", "init_timeout": LIMIT, "settings": settings, "connect": False}
+
+
+def carried() -> list[int]:
+    """Bytes that each link has carried, both ways."""
+    totals = []
+    for link in LINKS:
+        [about] = json.loads(shell("ip", "-s", "-j", "link", "show", f"a{link}"))
+        totals.append(about["stats64"]["rx"]["bytes"] + about["stats64"]["tx"]["bytes"])
+    return totals
+
+
+class Pair:
+    """The worker's process, in which tests run; the server adds 1 in place and counts."""
+
+    def __init__(self, worker: fserver.Worker) -> None:
+        self.worker = worker
+        self.rounds = 0
+
+    def exchange(self, *sizes: int) -> float:
+        """Round trips, compared byte by byte, at the same time; gives the seconds."""
+        begin = time.monotonic()
+        trips = []
+        for key, size in enumerate(sizes):
+            x = torch.randint(0, 255, (size,), dtype=torch.uint8)
+            y = torch.empty_like(x)
+            trips.append((self.worker.push_pull([x], [2 * key], [y], [2 * key + 1]), x, y))
+        for handle, x, y in trips:
+            self.worker.wait(handle, timeout_ms=int(LIMIT * 1000))
+            assert torch.equal(x + 1, y), f"{x.numel()} bytes"
+        self.rounds += len(sizes)
+        return time.monotonic() - begin
+
+    def members(self, count: int) -> None:
+        """Waits until so many links are used."""
+        end = time.monotonic() + LIMIT
+        while len(self.worker.links()[0].transport.split("+")) != count:
+            assert time.monotonic() < end, self.worker.links()
+            self.exchange(64)
+
+
+def server_process(parent: Parent, names: str) -> None:
+    moved(parent)
+    scheduler = parent.get()
+    up("b", 2)
+    server = fserver.Server(scheduler=scheduler, **options("b", names))
+    server.connect()
+    rounds = 0
+    try:
+        while True:
+            for handler, [x], _ in server.get_batch():
+                x += 1
+                server.respond([x], handler)
+                rounds += 1
+    except fserver.ClosedError:
+        parent.put(rounds)
+    server.stop()
+
+
+def worker_process(parent: Parent, names: str, program: Callable[[Pair], Any]) -> None:
+    """The scheduler and the worker; it makes the links to the server's namespace."""
+    moved(parent)
+    other = str(parent.get())
+    for link in LINKS:
+        shell("ip", *f"link add a{link} type veth peer name b{link} netns {other}".split())
+    up("a", 1)
+    scheduler = fserver.Scheduler(scheduler="10.77.0.1:0", **options("a", names))
+    worker = fserver.Worker(scheduler=scheduler.scheduler, **options("a", names))
+    parent.put(scheduler.scheduler)
+    together([scheduler.connect, worker.connect])
+    pair = Pair(worker)
+    parent.put(program(pair))
+    parent.put(pair.rounds)
+    together([scheduler.stop, worker.stop])
+
+
+def run(
+    child: MakeChild, program: Callable[[Pair], Any], ours: str = "-0,-1", theirs: str = "-0,-1"
+) -> Any:
+    """Runs the program in a worker that is joined to a server; gives what it returns."""
+    needs("unshare", "ip")
+    worker = child(worker_process, ours, program)
+    server = child(server_process, theirs)
+    worker.get()
+    worker.put(server.get())
+    server.put(worker.get())
+    result = worker.get(LIMIT + ROUNDS)
+    assert server.get() == worker.get(), "exchanges that the server has seen, and the worker"
+    worker.end()
+    server.end()
+    return result
+
+
+def sizes_program(pair: Pair) -> tuple[list[int], fserver.Link]:
+    pair.members(2)
+    before = carried()
+    for size in (1, 64, 4096, 65536, MIB - 1, MIB, 3 * MIB + 5, 16 * MIB, 64 * MIB):
+        pair.exchange(size)
+        pair.exchange(size, size)
+    return [b - a for a, b in zip(before, carried(), strict=True)], pair.worker.links()[0]
+
+
+def test_both_links_carry(child: MakeChild) -> None:
+    bytes_of, link = run(child, sizes_program)
+    assert link.transport == "tcp+tcp"
+    assert min(bytes_of) > 0.3 * sum(bytes_of)
+    assert [m.interface for m in link.members] == ["a0", "a1"]
+    assert [m.remote.split(":")[0] for m in link.members] == ["10.77.0.2", "10.77.1.2"]
+    for member, both_ways in zip(link.members, bytes_of, strict=True):
+        assert 0.3 * both_ways < member.sent < 0.6 * both_ways
+        assert (member.transport, member.reason) == ("tcp", "")
+
+
+def lost_program(pair: Pair) -> fserver.Link:
+    pair.members(2)
+    shell("ip", "link", "set", "a1", "down")
+    pair.members(1)
+    return pair.worker.links()[0]
+
+
+def test_a_lost_link_is_named(child: MakeChild) -> None:
+    link = run(child, lost_program)
+    assert link.reason.endswith("1 of 2 members: interface a1 is down")
+    assert link.members[1].reason == "interface a1 is down"
+    assert link.members[1].transport == "" and link.members[0].transport == "tcp"
+
+
+def one_program(pair: Pair) -> str:
+    pair.exchange(1, 4096, 4 * MIB)
+    return pair.worker.links()[0].transport
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("-0", "-0,-1"), ("-0,-1", "-0"), ("-1,-0", "-0,-1")])
+def test_other_lists(child: MakeChild, ours: str, theirs: str) -> None:
+    """One side has one interface, or they are named in another order."""
+    assert run(child, one_program, ours, theirs) in ("tcp", "tcp+tcp")
+
+
+@contextmanager
+def flapping(act: Callable[[random.Random], None]) -> Iterator[None]:
+    """Acts again and again, until the block is over."""
+    over = threading.Event()
+    seed = int(time.time())
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+
+    def loop() -> None:
+        while not over.is_set():
+            act(chance)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def down_and_up(links: tuple[int, ...], seconds: float) -> None:
+    for link in links:
+        shell("ip", "link", "set", f"a{link}", "down")
+    time.sleep(seconds)
+    for link in links:
+        shell("ip", "link", "set", f"a{link}", "up")
+
+
+def either(chance: random.Random) -> None:
+    down_and_up((chance.choice(LINKS),), chance.uniform(0, 0.3))
+    time.sleep(chance.uniform(0, 0.6))
+
+
+def second(chance: random.Random) -> None:
+    down_and_up((1,), 0.1)
+    time.sleep(0.1)
+
+
+def both(chance: random.Random) -> None:
+    down_and_up((0, 1), chance.uniform(0, 0.3))
+    time.sleep(chance.uniform(0.5, 1.5))
+
+
+def flap_program(pair: Pair, act: Callable[[random.Random], None]) -> float:
+    pair.members(2)
+    chance, worst = random.Random(1), 0.0
+    with flapping(act):
+        for _ in range(ROUNDS):
+            sizes = [1 << chance.randrange(22) for _ in range(chance.randrange(1, 5))]
+            worst = max(worst, pair.exchange(*sizes, 4 * MIB))
+    pair.members(2)
+    return worst
+
+
+def either_program(pair: Pair) -> float:
+    return flap_program(pair, either)
+
+
+def second_program(pair: Pair) -> float:
+    return flap_program(pair, second)
+
+
+def both_program(pair: Pair) -> float:
+    return flap_program(pair, both)
+
+
+@pytest.mark.parametrize("program", [either_program, second_program, both_program])
+def test_links_go_down(child: MakeChild, program: Callable[[Pair], float]) -> None:
+    print(f"the longest exchange took {1000 * run(child, program):.0f} ms")
