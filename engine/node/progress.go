@@ -383,9 +383,10 @@ func (p *progress) relay() {
 // background drives when no caller does: heartbeats, timers, what is left to
 // be sent. While callers drive it looks on, less and less often: where all
 // threads share a core, each look takes 10 µs from them. It drives at once where a watch
-// is armed: then nobody else does before an event loop is told.
+// is armed: then nobody else does before an event loop is told. If the token stays taken, it naps as well: a
+// post may take many milliseconds, and whoever makes it may need this core.
 func (n *Node) background() {
-	tick := restTick
+	tick, failed := restTick, int64(0) // failed: since when the token is taken
 	for !n.stopped.Load() {
 		now := trace.Now()
 		idle := time.Duration(now - n.driven.Load())
@@ -403,15 +404,21 @@ func (n *Node) background() {
 		default:
 			tick = restTick
 			found, mine := n.drive(now)
-			if !mine {
+			if mine {
+				failed = 0
+			} else if failed == 0 {
+				failed = now
+			}
+			switch {
+			case !mine && now-failed < int64(yieldAfter):
 				yield() // who holds the token may need this core
+			case !mine:
+				n.nap(restTick)
+			case found == 0:
+				n.resting.Store(true)
+				n.rest(never, longSleep)
+				n.resting.Store(false)
 			}
-			if found > 0 || !mine {
-				continue
-			}
-			n.resting.Store(true)
-			n.rest(never, longSleep)
-			n.resting.Store(false)
 		}
 	}
 }
