@@ -402,18 +402,18 @@ func (n *Node) background() {
 				tick = min(2*tick, busyTick)
 			}
 		default:
-			tick = restTick
 			found, mine := n.drive(now)
 			if mine {
-				failed = 0
+				tick, failed = restTick, 0
 			} else if failed == 0 {
-				failed = now
+				tick, failed = restTick, now
 			}
 			switch {
 			case !mine && now-failed < int64(yieldAfter):
 				yield() // who holds the token may need this core
 			case !mine:
-				n.nap(restTick)
+				n.nap(tick)
+				tick = min(2*tick, busyTick)
 			case found == 0:
 				n.resting.Store(true)
 				n.rest(never, longSleep)
