@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class LinkMember(NamedTuple):
-    """One of the connections over several interfaces that a link is made of.
+    """One interface of a link that uses several (``DMLC_INTERFACE``), and the connection over it.
 
     Attributes:
         interface: the network interface.
         remote: the peer's address. Empty while there is no connection.
         transport: as in ``Link``. Empty while there is no connection.
-        sent: bytes that were given to the connections over this interface so far.
+        sent: bytes that this node has sent to the peer over this interface, repeated ones included.
         reason: why there is no connection, or empty.
     """
 
@@ -38,8 +38,7 @@ class Link(NamedTuple):
             between GPUs of a host, by their copy engines.
         reason: why each better transport is not used, one after the other, separated by
             semicolons. Empty if there is no better one.
-        members: the connections that this one is made of, where ``DMLC_INTERFACE`` names several
-            interfaces; else empty.
+        members: with several interfaces in ``DMLC_INTERFACE``, one entry for each; else empty.
     """
 
     role: str

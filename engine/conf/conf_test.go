@@ -109,7 +109,7 @@ func TestEverySpelling(t *testing.T) {
 		"DMLC_PS_ROOT_PORT":       whole(0, 65535),
 		"FSERVER_HOST_SCHEDULER":  onOff,
 		"DMLC_NODE_HOST":          hosts,
-		"DMLC_INTERFACE":          {map[string]string{"eth0": "eth0", "AUTO": "auto", "bond0.7": "bond0.7", "a,b,c,d": "a,b,c,d"}, []string{"a/b", "a b", "sixteencharacter", "a,,b", "a,a", "a,b,c,d,e"}},
+		"DMLC_INTERFACE":          {map[string]string{"eth0": "eth0", "AUTO": "auto", "bond0.7": "bond0.7", "a,b,c,d": "a,b,c,d"}, []string{"a/b", "a b", "sixteencharacter", "a,,b", "a,a", "a,b,c,d,e", "auto,a", "a,AUTO"}},
 		"DMLC_PORT":               whole(0, 65535),
 		"DMLC_LOCAL":              onOff,
 		"FSERVER_TRANSPORT":       {map[string]string{"auto": "auto", "TCP": "tcp", "near": "near"}, []string{"zmq", "1", "inproc"}},
@@ -355,7 +355,10 @@ func TestLocal(t *testing.T) {
 	c := good(t, with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=::1")...)
 	require.Equal(t, "[::1]:7000", c.Scheduler())
 
-	c, w, err := Parse(with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=10.0.0.9", "DMLC_NODE_HOST=10.0.0.9", "DMLC_INTERFACE=eth0"), ways)
+	_, w, err := Parse(with("DMLC_PS_ROOT_URI=10.0.0.9", "DMLC_NODE_HOST=10.0.0.9", "DMLC_INTERFACE=eth0,eth1"), ways)
+	require.NoError(t, err)
+	require.Equal(t, []Warning{`conf: DMLC_INTERFACE="eth0,eth1" has no effect: DMLC_NODE_HOST="10.0.0.9" names the one address to use (unset it, and tensors travel over all interfaces)`}, w)
+	c, w, err = Parse(with("DMLC_LOCAL=1", "DMLC_PS_ROOT_URI=10.0.0.9", "DMLC_NODE_HOST=10.0.0.9", "DMLC_INTERFACE=eth0"), ways)
 	require.NoError(t, err)
 	require.Equal(t, "127.0.0.1:7000", c.Scheduler())
 	require.Empty(t, c.NodeHost)

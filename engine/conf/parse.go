@@ -260,6 +260,9 @@ func (p *parser) scheduler() {
 func (p *parser) network() {
 	c := &p.cfg
 	if !c.Local {
+		if c.NodeHost != "" && len(c.Interfaces) > 1 {
+			p.warn("DMLC_INTERFACE=%q has no effect: DMLC_NODE_HOST=%q names the one address to use (unset it, and tensors travel over all interfaces)", strings.Join(c.Interfaces, ","), c.NodeHost)
+		}
 		return
 	}
 	if c.NodeHost != "" && !Loopback(c.NodeHost) {

@@ -301,12 +301,12 @@ func host(name string, at func(*Config) *string, meaning string) Option {
 const maxInterfaces = 4
 
 func interfaces(name, meaning string) Option {
-	want := fmt.Sprintf("auto, or the names of 1 to %d different interfaces, each of at most 15 characters, separated by commas", maxInterfaces)
+	want := fmt.Sprintf("auto alone, or the names of 1 to %d different interfaces, each of at most 15 characters, separated by commas", maxInterfaces)
 	at := func(c *Config) *[]string { return &c.Interfaces }
 	read := func(v string) ([]string, bool) {
 		names := strings.Split(v, ",")
 		for i, n := range names {
-			if !visible(n, 15) || strings.Contains(n, "/") || slices.Contains(names[:i], n) {
+			if len(names) > 1 && strings.EqualFold(n, "auto") || !visible(n, 15) || strings.Contains(n, "/") || slices.Contains(names[:i], n) {
 				return nil, false
 			}
 		}

@@ -26,31 +26,37 @@ func railed(cfg *conf.Config) bool {
 // the first of them too: it carries control, and the data of peers with one interface.
 func openRails(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
 	var members []transport.Fabric
-	f, err := transport.Fabric(nil), error(nil)
 	for _, name := range cfg.Interfaces {
-		var host string
-		if host, err = interfaceAddress(name); err != nil {
-			break
-		}
-		e := environment(cfg, g, log, net.JoinHostPort(host, "0"))
-		if e.Host = host; cfg.Role == conf.Worker {
-			e.Bind = host
-		}
-		var opened []transport.Fabric
-		if opened, err = base().Open(e); err != nil {
-			err = fmt.Errorf("node: DMLC_INTERFACE=%s: interface %s: %w", strings.Join(cfg.Interfaces, ","), name, err)
-			break
+		opened, err := openOver(cfg, g, log, name)
+		if err != nil {
+			closeAll(members)
+			return nil, err
 		}
 		members = append(members, opened...)
 	}
-	if err == nil {
-		f, err = rails.New(members, rails.Options{Names: cfg.Interfaces, Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(cfg.Interfaces, log)})
-	}
+	f, err := rails.New(members, rails.Options{Names: cfg.Interfaces, Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(cfg.Interfaces, log)})
 	if err != nil {
 		closeAll(members)
 		return nil, err
 	}
 	return f, nil
+}
+
+// openOver opens a Fabric over one interface.
+func openOver(cfg *conf.Config, g transport.Gate, log *zap.Logger, name string) ([]transport.Fabric, error) {
+	host, err := interfaceAddress(name)
+	if err != nil {
+		return nil, err
+	}
+	e := environment(cfg, g, log, net.JoinHostPort(host, "0"))
+	if e.Host = host; cfg.Role == conf.Worker {
+		e.Bind = host
+	}
+	opened, err := base().Open(e)
+	if err != nil {
+		return nil, fmt.Errorf("node: interface %s of DMLC_INTERFACE=%s: %w", name, strings.Join(cfg.Interfaces, ","), err)
+	}
+	return opened, nil
 }
 
 // watchLinks tells rails which interfaces are down, before anything stalls.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ import fserver
 MakeChild = Callable[..., Child]
 ROUNDS = int(os.environ.get("FSERVER_TEST_ROUNDS", "60"))
 MIB = 1 << 20
+DEADLY = MIB + 1
+"""A server that gets so many bytes kills itself."""
 LINKS = (0, 1)
 
 
@@ -32,7 +35,10 @@ def up(side: str, host: int) -> None:
 
 
 def options(side: str, names: str) -> dict[str, Any]:
+    """``tcp:-0,-1`` names the transport too."""
+    transport, _, names = names.rpartition(":")
     settings = {"FSERVER_LOG": "error", "DMLC_INTERFACE": names.replace("-", side)}
+    settings["FSERVER_TRANSPORT"] = transport or "auto"
     return {"backend": "CPU", "init_timeout": LIMIT, "settings": settings, "connect": False}
 
 
@@ -84,6 +90,8 @@ def server_process(parent: Parent, names: str) -> None:
     try:
         while True:
             for handler, [x], _ in server.get_batch():
+                if x.numel() == DEADLY:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 x += 1
                 server.respond([x], handler)
                 rounds += 1
@@ -146,6 +154,38 @@ def test_both_links_carry(child: MakeChild) -> None:
         assert (member.transport, member.reason) == ("tcp", "")
 
 
+def both_program_of_names(pair: Pair) -> str:
+    pair.members(2)
+    return pair.worker.links()[0].transport
+
+
+def test_tcp_by_name(child: MakeChild) -> None:
+    names = "tcp:-0,-1"
+    assert run(child, both_program_of_names, names, names) == "tcp+tcp"
+
+
+def killed_program(pair: Pair) -> tuple[float, str]:
+    pair.members(2)
+    x = torch.zeros(DEADLY, dtype=torch.uint8)
+    begin = time.monotonic()
+    with pytest.raises(fserver.PeerLostError) as caught:
+        pair.worker.wait(pair.worker.push_pull([x], [0], [x.clone()], [1]), timeout_ms=10000)
+    return time.monotonic() - begin, str(caught.value)
+
+
+def test_killed_server(child: MakeChild) -> None:
+    """The worker's call ends in an error that names the server, long before its time is up."""
+    needs("unshare", "ip")
+    worker = child(worker_process, "-0,-1", killed_program)
+    server = child(server_process, "-0,-1")
+    worker.get()
+    worker.put(server.get())
+    server.put(worker.get())
+    seconds, error = worker.get()
+    print(f"{seconds:.2f} s: {error}")
+    assert "server 0" in error
+
+
 def lost_program(pair: Pair) -> fserver.Link:
     pair.members(2)
     shell("ip", "link", "set", "a1", "down")
@@ -155,7 +195,7 @@ def lost_program(pair: Pair) -> fserver.Link:
 
 def test_a_lost_link_is_named(child: MakeChild) -> None:
     link = run(child, lost_program)
-    assert link.reason.endswith("1 of 2 members: interface a1 is down")
+    assert link.reason.endswith("members connected: 1 of 2 (interface a1 is down)")
     assert link.members[1].reason == "interface a1 is down"
     assert link.members[1].transport == "" and link.members[0].transport == "tcp"
 

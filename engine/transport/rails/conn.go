@@ -393,7 +393,7 @@ func (c *Conn) Peer() transport.Peer {
 		p.Via = strings.Join(vias, "+")
 	}
 	if all := min(len(c.f.members), c.peers); len(vias) < all && c.reason != nil {
-		p.Why = fmt.Sprintf("%d of %d members: %v", len(vias), all, c.reason)
+		p.Why = fmt.Sprintf("members connected: %d of %d (%v)", len(vias), all, c.reason)
 	}
 	return p
 }

@@ -140,9 +140,11 @@ func (f *Fabric) task(run func()) {
 	})
 }
 
-// Name implements transport.Fabric.
+// Name implements transport.Fabric: "tcp/eth0+eth1". It begins as that of the first member, since that transport
+// carries the bytes.
 func (f *Fabric) Name() string {
-	return "rails(" + strings.Join(names(f.members), "+") + ")"
+	kind, _, _ := strings.Cut(f.members[0].Name(), "/")
+	return kind + "/" + strings.ReplaceAll(strings.Join(f.o.Names, "+"), kind+"/", "")
 }
 
 func names(members []transport.Fabric) []string {
