@@ -19,14 +19,23 @@ LOST = """
 CAUSE = "raise KeyError('layer 3')"
 
 
+def meet(folder: Path, count: int) -> str:
+    """A line of code that waits until so many processes have come to it, however long each of them
+    has taken to import what it needs."""
+    at = repr(str(folder))
+    wait = f"[time.sleep(0.01) for _ in iter(lambda: len(os.listdir({at})) < {count}, False)]"
+    return f"import os, time; open(os.path.join({at}, str(os.getpid())), 'w').close(); {wait}"
+
+
 def pids_away(text: str) -> list[str]:
     return re.sub(r" \(pid \d+\)", "", text).splitlines()
 
 
-def test_the_cause_comes_first_and_others_without_traceback():
+def test_the_cause_comes_first_and_others_without_traceback(tmp_path: Path):
     """The servers lose the worker and end before it does."""
-    slow = "import atexit, time\natexit.register(time.sleep, 0.4)\n" + CAUSE
-    servers = [("server", i, LOST.format("")) for i in (0, 1)]
+    ready = meet(tmp_path, 3)
+    slow = f"import atexit; {ready}; atexit.register(time.sleep, 0.4)\n\n{CAUSE}"
+    servers = [("server", i, LOST.format(ready)) for i in (0, 1)]
     with Run(*servers, ("worker", 0, slow), ("worker", 1, FOREVER)) as run:
         status, _, err, _ = run.end()
     assert status == 1
@@ -51,15 +60,16 @@ def test_a_cause_that_ends_late_is_waited_for():
     assert pids_away(err)[0] == "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'"
 
 
-def test_an_error_from_a_lost_peer_is_no_cause():
-    chained = """
-        from fserver.errors import PeerLostError
+def test_an_error_from_a_lost_peer_is_no_cause(tmp_path: Path):
+    ready = meet(tmp_path, 2)
+    chained = f"""
+        from fserver.errors import PeerLostError; {ready}
         try:
             raise PeerLostError("worker 0 is gone")
         except PeerLostError as error:
             raise ValueError("no answer") from error
     """
-    with Run(("server", 0, chained), ("worker", 0, "import time; time.sleep(.3)\n" + CAUSE)) as run:
+    with Run(("server", 0, chained), ("worker", 0, f"{ready}; time.sleep(.3)\n{CAUSE}")) as run:
         _, _, err, _ = run.end()
     assert pids_away(err)[-2:] == [
         "fserver run: worker 0 failed with status 1: KeyError: 'layer 3'",
@@ -113,9 +123,10 @@ def test_the_last_line_of_a_program_that_printed_no_traceback():
     ]
 
 
-def test_a_process_that_is_killed():
-    kill = "import os; os.kill(os.getpid(), 9)"
-    worker = LOST.format("import time; time.sleep(0.3)")
+def test_a_process_that_is_killed(tmp_path: Path):
+    ready = meet(tmp_path, 2)
+    kill = f"{ready}; os.kill(os.getpid(), 9)"
+    worker = LOST.format(f"{ready}; time.sleep(0.3)")
     with Run(("server", 0, kill), ("worker", 0, worker)) as run:
         status, _, err, _ = run.end()
     assert status == 137
