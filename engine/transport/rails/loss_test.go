@@ -435,7 +435,7 @@ func TestFirstWayIsClosed(t *testing.T) {
 	d.connect(1)
 	d.traffic(20, func() {})
 	require.False(t, rails.LiveOver(d.a.c, 0))
-	d.wait("the reason is known", func() bool { return strings.HasPrefix(d.a.c.Peer().Why, "1 of 2 members: ") })
+	d.wait("the reason is known", func() bool { return strings.HasPrefix(d.a.c.Peer().Why, "members connected: 1 of 2 (") })
 	require.Equal(t, "inproc", d.a.c.Peer().Via)
 	d.heal(0)
 	d.wait("the other one is there", func() bool { return rails.Live(d.a.c) == 2 && rails.Live(d.b.c) == 2 })
