@@ -34,8 +34,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The functions of the GPU driver's library are bound when they are first used; some compilers
 # would have every test program bind them when it starts.
 export CGO_LDFLAGS ?= -O2 -g -Wl,-z,lazy
-# Go's cache does not notice that a header of the system has come. It does notice a flag.
-export CGO_CFLAGS ?= -O2 -g $(if $(wildcard /usr/include/infiniband/verbs.h),-DCS_VERBS_INSTALLED)
+# Go's cache does not notice that a header of the system has come. It does notice a flag. The flags may be those of a make
+# that has called this one, before the header came.
+CGO_CFLAGS := $(filter-out -DCS_VERBS_INSTALLED,$(or $(CGO_CFLAGS),-O2 -g)) \
+  $(if $(wildcard /usr/include/infiniband/verbs.h),-DCS_VERBS_INSTALLED)
+export CGO_CFLAGS
 # Expanded in recipes only, when setup has seen to it that there is one.
 GO = $(shell $(BUILDER) go)
 

@@ -111,8 +111,10 @@ def archive() -> Path:
     compiler("CC", "gcc")
     env = {**os.environ, "GOTOOLCHAIN": "local", "CGO_ENABLED": "1"}
     # As the Makefile sets it: Go's cache does not notice that a header of the system has come.
-    installed = os.path.exists("/usr/include/infiniband/verbs.h")
-    env.setdefault("CGO_CFLAGS", "-O2 -g" + installed * " -DCS_VERBS_INSTALLED")
+    flag = "-DCS_VERBS_INSTALLED"
+    env.setdefault("CGO_CFLAGS", "-O2 -g")
+    if os.path.exists("/usr/include/infiniband/verbs.h") and flag not in env["CGO_CFLAGS"]:
+        env["CGO_CFLAGS"] += f" {flag}"
     # A source distribution brings the modules. Go's own symbols stay for profilers; debug
     # information would double the file.
     modules = "-mod=vendor" if (ROOT / "vendor").is_dir() else "-mod=readonly"
