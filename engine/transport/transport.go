@@ -144,7 +144,8 @@ type Fabric interface {
 	Reaches(peer Addr) error
 	// Register makes r writable for peers that are given the Key. The memory
 	// stays the caller's and must stay mapped until EvFreed or Close. A
-	// region may be registered more than once; each Key counts for itself.
+	// region may be registered more than once; each Key counts for itself. The error is a *DeviceError where the
+	// device has failed.
 	Register(r mem.Region) (Key, error)
 	// Deregister starts the end of what a Key allows, and does not wait for it: EvFreed tells when
 	// the memory is the caller's again. A write that is under way may still land until then, and
@@ -280,6 +281,15 @@ func (e *ErrUnavailable) Error() string {
 	}
 	return s
 }
+
+// DeviceError is the error of a call because the device of the Fabric has failed. The whole Fabric is unusable, as Poll
+// will say.
+type DeviceError struct{ Err error }
+
+func (e *DeviceError) Error() string { return e.Err.Error() }
+
+// Unwrap returns what the device has said.
+func (e *DeviceError) Unwrap() error { return e.Err }
 
 // Limits are the bounds that a Fabric with connections keeps to.
 type Limits struct {

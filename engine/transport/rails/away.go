@@ -103,10 +103,10 @@ func (c *Conn) shed() {
 func (k *keeper) absent() <-chan struct{} {
 	k.c.f.mu.Lock()
 	defer k.c.f.mu.Unlock()
-	if a := &k.c.f.away[k.way.ours]; a.why != nil {
+	if a := &k.c.f.away[k.ours]; a.why != nil {
 		return a.back
 	}
-	if k.c.away(k.way.ours, k.way.theirs) == nil {
+	if k.c.away(k.ours, k.theirs) == nil {
 		return nil
 	}
 	soon := make(chan struct{})

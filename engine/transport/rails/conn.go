@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -21,6 +22,7 @@ type Conn struct {
 	id       [16]byte       // the dialer has drawn it
 	about    transport.Peer // of member 0
 	peers    int            // Fabrics of the peer
+	lanes    int            // of the peer
 	rails    []*rail        // until they have ended
 	bound    map[uint64]*region
 	ctx      context.Context // of dialing
@@ -39,7 +41,7 @@ type Conn struct {
 
 	err    error  // why the Conn is over
 	reason error  // for which a member was lost
-	stats  []stat // of each of our Fabrics
+	stats  []stat // of the lanes of each of our Fabrics
 	theirs uint64 // a bit for each of the peer's Fabrics that it says is away
 	hinted bool   // we have told it of ours
 	fresh  bool   // EvAccept is still to be given
@@ -50,9 +52,9 @@ type Conn struct {
 	since  time.Time // when member stuck began to wait for the peer's statement
 }
 
-func (f *Fabric) conn(dialer bool, id [16]byte, peers int, about *transport.Peer) *Conn {
-	c := &Conn{f: f, order: newOrder(dialer, window, mostBytes), id: id, about: *about, peers: peers,
-		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([][]byte, window), stats: make([]stat, len(f.members))}
+func (f *Fabric) conn(dialer bool, id [16]byte, peers, lanes int, about *transport.Peer) *Conn {
+	c := &Conn{f: f, order: newOrder(dialer, window, mostBytes), id: id, about: *about, peers: peers, lanes: lanes,
+		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([][]byte, window), stats: make([]stat, len(f.members)*f.o.Lanes)}
 	c.kept = make([]kept, window)
 	c.ctx, c.cancel = context.WithCancel(f.ctx)
 	f.conns = append(f.conns, c)
@@ -71,7 +73,7 @@ func (c *Conn) add(r *rail, id uint32, greeting []byte) bool {
 		return false
 	}
 	for _, old := range c.rails {
-		if old.at == r.at { // its dialer knows of its end already
+		if old.at == r.at && old.lane == r.lane { // its dialer knows of its end already
 			c.order.down(old.id)
 		}
 	}
@@ -147,11 +149,13 @@ func (c *Conn) blame(err error) {
 	}
 }
 
-// stat is what a Conn has done over a Fabric.
+// stat is what a Conn has done over a lane of a Fabric.
 type stat struct {
 	sent uint64
 	why  error // why it has no member there; nil: it has one, or has not tried
 }
+
+func (c *Conn) stat(at, lane int) *stat { return &c.stats[at*c.f.o.Lanes+lane] }
 
 // lose takes the loss of a member. The reason for the last one is that for the whole Conn, since a peer
 // that closes its Conn in good order closes all.
@@ -161,7 +165,7 @@ func (c *Conn) lose(r *rail) {
 	} else {
 		c.blame(r.down)
 	}
-	c.stats[r.at].why = r.down
+	c.stat(r.at, r.lane).why = r.down
 	c.order.down(r.id)
 	c.after()
 }
@@ -365,6 +369,24 @@ func (c *Conn) forget() {
 	c.f.conns = slices.DeleteFunc(c.f.conns, func(o *Conn) bool { return o == c })
 }
 
+// place describes where a member may be, as far as it is known without one.
+func (c *Conn) place(at, lane int) transport.Member {
+	s, why := c.stat(at, lane), errors.New("not connected yet")
+	switch {
+	case c.f.dead[at].why != nil:
+		why = c.f.dead[at].why
+	case s.why != nil:
+		why = s.why
+	case lane >= c.lanes:
+		why = fmt.Errorf("the peer has %d of these connections", c.lanes)
+	}
+	m := transport.Member{Name: c.f.o.Names[at], Sent: s.sent, Why: why.Error()}
+	if c.f.o.Lanes > 1 {
+		m.Name += "/" + strconv.Itoa(lane)
+	}
+	return m
+}
+
 // Lends implements transport.Conn.
 func (c *Conn) Lends(mem.Span) bool { return false }
 
@@ -373,16 +395,13 @@ func (c *Conn) Peer() transport.Peer {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
 	p, vias := c.about, []string{}
-	p.Members = make([]transport.Member, len(c.f.members))
+	lanes := c.f.o.Lanes
+	p.Members = make([]transport.Member, len(c.stats))
 	for i := range p.Members {
-		s := &c.stats[i]
-		p.Members[i] = transport.Member{Name: c.f.o.Names[i], Sent: s.sent, Why: "not connected yet"}
-		if s.why != nil {
-			p.Members[i].Why = s.why.Error()
-		}
+		p.Members[i] = c.place(i/lanes, i%lanes)
 	}
 	for _, r := range c.lives() {
-		about, m := r.conn.Peer(), &p.Members[r.at]
+		about, m := r.conn.Peer(), &p.Members[r.at*lanes+r.lane]
 		m.Remote, m.Via, m.Why = about.Remote, about.Via, ""
 		vias = append(vias, about.Via)
 		if p.Why == "" {
@@ -392,7 +411,7 @@ func (c *Conn) Peer() transport.Peer {
 	if len(vias) > 0 {
 		p.Via = strings.Join(vias, "+")
 	}
-	if all := min(len(c.f.members), c.peers); len(vias) < all && c.reason != nil {
+	if all := min(len(c.f.members), c.peers) * min(lanes, c.lanes); len(vias) < all && c.reason != nil {
 		p.Why = fmt.Sprintf("members connected: %d of %d (%v)", len(vias), all, c.reason)
 	}
 	return p

@@ -14,25 +14,26 @@ import (
 // Connect implements transport.Fabric. The first Fabric that gets through makes member 0. The others are
 // dialed when the peer has answered on it, and again when they are lost.
 func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
-	ways, theirs, err := f.ways(peer)
+	to, err := f.routes(peer)
 	if err != nil {
 		return nil, err
 	}
+	ways := to.first() // another lane would not do better
 	closed := fmt.Errorf("rails: connect to %q: %w", peer, transport.ErrClosed)
 	if !f.begin() {
 		return nil, closed
 	}
 	defer f.tasks.Done()
 	f.mu.Lock()
-	slices.SortStableFunc(ways, func(a, b pair) int { // those that are away last
+	slices.SortStableFunc(ways, func(a, b way) int { // those that are away last
 		return int(f.ailing>>a.ours&1) - int(f.ailing>>b.ours&1)
 	})
 	f.mu.Unlock()
-	a, err := f.first(ctx, ways, theirs)
+	a, err := f.first(ctx, ways)
 	if err != nil {
 		return nil, err
 	}
-	if c := f.dialed(a.in, ways, theirs, a.way); c != nil {
+	if c := f.dialed(a.in, to, a.way); c != nil {
 		return c, nil
 	}
 	return nil, closed
@@ -50,7 +51,7 @@ type attempt struct {
 
 // first returns the first member that gets through. Each way is tried when the one before has failed, or has had
 // its head start: a NIC that is silent does not hold up the others.
-func (f *Fabric) first(parent context.Context, ways []pair, theirs []transport.Addr) (attempt, error) {
+func (f *Fabric) first(parent context.Context, ways []way) (attempt, error) {
 	ctx, cancel := context.WithCancel(parent)
 	defer cancel()
 	came, begun := make(chan attempt, len(ways)), 0
@@ -59,7 +60,7 @@ func (f *Fabric) first(parent context.Context, ways []pair, theirs []transport.A
 		begun++
 		f.task(func() {
 			defer func() { came <- a }()
-			a.in, a.err = f.members[w.ours].Connect(ctx, theirs[w.theirs])
+			a.in, a.err = f.members[w.ours].Connect(ctx, w.to)
 		})
 	}
 	dial()
@@ -90,7 +91,7 @@ func (f *Fabric) first(parent context.Context, ways []pair, theirs []transport.A
 }
 
 // drop closes members that got through after the first.
-func (f *Fabric) drop(came <-chan attempt, left int, ways []pair) {
+func (f *Fabric) drop(came <-chan attempt, left int, ways []way) {
 	for range left {
 		if a := <-came; a.err == nil {
 			f.locked(func() { f.find(ways[a.way].ours, a.in).refuse() })
@@ -109,11 +110,12 @@ func and(err, more error) error {
 	return fmt.Errorf("%w; %w", err, more)
 }
 
-// dialed makes a Conn of member 0, which is over ways[first]. It returns nil after Close.
-func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr, first int) *Conn {
+// dialed makes a Conn of member 0, which is over to.ways[first]. It returns nil after Close.
+func (f *Fabric) dialed(in transport.Conn, to *routes, first int) *Conn {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	r := f.find(ways[first].ours, in)
+	at := &to.ways[first]
+	r := f.find(at.ours, in)
 	if f.closing {
 		r.refuse()
 		return nil
@@ -121,12 +123,12 @@ func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr,
 	var id [16]byte
 	rand.Read(id[:]) // never fails
 	about := in.Peer()
-	c := f.conn(true, id, len(theirs), &about)
-	r.theirs = ways[first].theirs
+	c := f.conn(true, id, to.fabrics, to.lanes, &about)
+	r.lane, r.theirs = at.lane, at.theirs
 	number, _ := c.order.dial() // a new Conn takes it
-	c.add(r, number, c.greeting(r.at, number))
-	for i, w := range ways {
-		k := keeper{c: c, way: w, to: theirs[w.theirs]}
+	c.add(r, number, c.greeting(at, number))
+	for i, w := range to.ways {
+		k := keeper{c: c, way: w}
 		if i == first {
 			k.lost = r.lost
 		}
@@ -138,19 +140,18 @@ func (f *Fabric) dialed(in transport.Conn, ways []pair, theirs []transport.Addr,
 }
 
 // greeting is the first frame on a member that we have dialed.
-func (c *Conn) greeting(at int, member uint32) []byte {
-	return greet{Conn: c.id, Member: member, At: uint16(at), Count: uint16(len(c.f.members))}.bytes()
+func (c *Conn) greeting(w *way, member uint32) []byte {
+	return greet{Conn: c.id, Member: member, At: uint16(w.ours), Count: uint16(len(c.f.members)), Lane: uint16(w.lane), Lanes: uint16(c.f.o.Lanes)}.bytes()
 }
 
-// A keeper dials the members over one Fabric, one after the other.
+// A keeper dials the members of one way, one after the other.
 type keeper struct {
-	c    *Conn
-	way  pair
-	to   transport.Addr
+	c *Conn
+	way
 	lost <-chan struct{} // closed when the member has ended; nil: there was none yet
 }
 
-// run is a goroutine of the Fabric. It ends with the Conn.
+// run is a goroutine of the Fabric. It ends with the Conn, or when the Fabric of ours has failed.
 func (k *keeper) run() {
 	next, pause, began, over := k.lost, k.c.f.o.Pause, time.Now(), k.c.ctx.Done()
 	if next == nil {
@@ -163,7 +164,7 @@ func (k *keeper) run() {
 			return
 		}
 		waited, ok := k.wait()
-		if !ok {
+		if !ok || k.c.f.works(k.ours) != nil {
 			return
 		}
 		if k.lost != nil {
@@ -186,7 +187,7 @@ var gone = func() chan struct{} { c := make(chan struct{}); close(c); return c }
 
 // failed takes that an attempt of a keeper has failed.
 func (c *Conn) failed(k *keeper, id uint32, err error) {
-	c.stats[k.way.ours].why = err
+	c.stat(k.ours, k.lane).why = err
 	c.blame(err)
 	c.order.failed(id)
 }
@@ -204,7 +205,7 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 	if !ok {
 		return lost
 	}
-	in, err := f.members[k.way.ours].Connect(c.ctx, k.to)
+	in, err := f.members[k.ours].Connect(c.ctx, k.to)
 	f.locked(func() {
 		c.attempts--
 		defer c.after()
@@ -212,11 +213,11 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 			c.failed(k, id, err)
 			return
 		}
-		r := f.find(k.way.ours, in)
+		r := f.find(k.ours, in)
 		if !f.o.Same(in.Peer().Hello, c.about.Hello) {
 			c.failed(k, id, fmt.Errorf("rails: %s is another peer by now", k.to))
 			r.refuse()
-		} else if r.theirs = k.way.theirs; c.add(r, id, c.greeting(k.way.ours, id)) {
+		} else if r.lane, r.theirs = k.lane, k.theirs; c.add(r, id, c.greeting(&k.way, id)) {
 			lost = r.lost
 		} else {
 			r.refuse()

@@ -31,6 +31,7 @@ type Fabric struct {
 	mu       sync.Mutex // guards the rest
 	closing  bool       // nothing new is taken
 	panicked error      // of a task
+	lost     error      // no member is left
 	rung     bool       // until the next Poll
 	keys     keys
 	rails    map[transport.Conn]*rail
@@ -48,6 +49,7 @@ type Fabric struct {
 	seen     []uint64 // the Poll in which each member had something last
 	active   uint64   // the last of these
 	away     []away   // of each member
+	dead     []dead   // of each member
 	ailing   uint64   // a bit for each that is
 	ev       [64]transport.Event
 	ops      [16]transport.Op
@@ -57,16 +59,23 @@ type Fabric struct {
 var _ transport.Fabric = (*Fabric)(nil)
 
 func open(members []transport.Fabric, o Options) (*Fabric, error) {
-	f := &Fabric{Over: link.Over{Fabric: members[0]}, members: slices.Clone(members), o: o, addr: join(members),
-		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members)), seen: make([]uint64, len(members)), away: make([]away, len(members))}
+	first := slices.IndexFunc(members, func(m transport.Fabric) bool { return !absent(m) })
+	if first < 0 {
+		return nil, fmt.Errorf("rails: no fabric works: %w", members[0].(*transport.Absent).Why)
+	}
+	f := &Fabric{Over: link.Over{Fabric: members[first]}, members: slices.Clone(members), o: o, addr: join(members, o.Lanes),
+		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members)), seen: make([]uint64, len(members)), away: make([]away, len(members)), dead: make([]dead, len(members))}
 	f.keys = keys{open: map[uint64]*region{}, ending: make([]map[uint64]*region, len(members))}
-	for i := range members {
+	for i, m := range members {
 		f.keys.ending[i] = map[uint64]*region{}
+		if a, ok := m.(*transport.Absent); ok {
+			f.dead[i] = dead{why: a.Why, over: true}
+		}
 	}
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	err := f.Open()
-	for _, m := range members[1:] {
-		if err == nil {
+	for i, m := range members {
+		if err == nil && i != first && !absent(m) {
 			err = unix.EpollCtl(f.FD(), unix.EPOLL_CTL_ADD, m.FD(), &unix.EpollEvent{Events: unix.EPOLLIN})
 		}
 	}
@@ -140,10 +149,10 @@ func (f *Fabric) task(run func()) {
 	})
 }
 
-// Name implements transport.Fabric: "tcp/eth0+eth1". It begins as that of the first member, since that transport
-// carries the bytes.
+// Name implements transport.Fabric: "tcp/eth0+eth1". It begins as that of the first member that works, since that
+// transport carries the bytes.
 func (f *Fabric) Name() string {
-	kind, _, _ := strings.Cut(f.members[0].Name(), "/")
+	kind, _, _ := strings.Cut(f.Fabric.Name(), "/")
 	return kind + "/" + strings.ReplaceAll(strings.Join(f.o.Names, "+"), kind+"/", "")
 }
 
@@ -160,7 +169,7 @@ func (f *Fabric) Addr() transport.Addr { return f.addr }
 
 // Caps implements transport.Fabric.
 func (f *Fabric) Caps() (c transport.Caps) {
-	for _, m := range f.members {
+	for _, m := range f.members { // also of those that have failed: it does not change
 		c.LocalKeys = c.LocalKeys || m.Caps().LocalKeys
 	}
 	return c
@@ -168,27 +177,37 @@ func (f *Fabric) Caps() (c transport.Caps) {
 
 // Reaches implements transport.Fabric.
 func (f *Fabric) Reaches(peer transport.Addr) error {
-	_, _, err := f.ways(peer)
+	_, err := f.routes(peer)
 	return err
 }
 
-// ways returns how peer is reached.
-func (f *Fabric) ways(peer transport.Addr) (ways []pair, theirs []transport.Addr, err error) {
-	if theirs, err = split(peer); err != nil {
-		return nil, nil, err
+// routes returns how peer is reached.
+func (f *Fabric) routes(peer transport.Addr) (*routes, error) {
+	to, lanes, err := split(peer)
+	if err != nil {
+		return nil, err
 	}
 	why := errors.New("none of them takes connections")
-	ways = match(len(f.members), theirs, func(i int, a transport.Addr) bool {
-		err := f.members[i].Reaches(a)
+	pairs := match(len(f.members), to, func(i int, a transport.Addr) bool {
+		err := f.works(i)
+		if err == nil {
+			err = f.members[i].Reaches(a)
+		}
 		if err != nil {
 			why = err
 		}
 		return err == nil
 	})
-	if len(ways) == 0 {
-		return nil, nil, fmt.Errorf("rails: no fabric reaches one of %q: %w", peer, why)
+	if len(pairs) == 0 {
+		return nil, fmt.Errorf("rails: no fabric reaches one of %q: %w", peer, why)
 	}
-	return ways, theirs, nil
+	r := &routes{fabrics: len(to), lanes: lanes}
+	for lane := range min(lanes, f.o.Lanes) {
+		for _, p := range pairs {
+			r.ways = append(r.ways, way{p, lane, to[p.theirs]})
+		}
+	}
+	return r, nil
 }
 
 // Arm implements transport.Fabric. Acknowledgements that have waited for a frame to travel with go alone.
@@ -199,8 +218,8 @@ func (f *Fabric) Arm() (again bool) {
 	for _, c := range f.busy {
 		again = c.rest() || again
 	}
-	for _, m := range f.members {
-		again = m.Arm() || again
+	for i, m := range f.members {
+		again = !f.dead[i].over && m.Arm() || again
 	}
 	return again || len(f.told) != 0
 }

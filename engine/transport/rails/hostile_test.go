@@ -79,9 +79,11 @@ func TestStrangers(t *testing.T) {
 		{"far ahead", "a", rails.Greeting(d.a.c, 1000), ""},
 		{"without a greeting", "a", []byte("good morning"), ""},
 		{"without a word", "a", nil, ""},
-		{"with another count of fabrics", "a", append(rails.Greeting(d.a.c, 2)[:24], 3, 0), ""},
-		{"of a fabric that it has not", "a", append(rails.Greeting(d.a.c, 2)[:22], 2, 0, 2, 0), "rails: a greeting of fabric 2 of 2"},
-		{"of another version", "a", newer, "want a greeting of version 1"},
+		{"with another count of fabrics", "a", append(rails.Greeting(d.a.c, 2)[:24], 3, 0, 0, 0, 1, 0), ""},
+		{"of a fabric that it has not", "a", append(rails.Greeting(d.a.c, 2)[:22], 2, 0, 2, 0, 0, 0, 1, 0), "rails: a greeting of fabric 2 of 2"},
+		{"of a lane that it has not", "a", append(rails.Greeting(d.a.c, 2)[:22], 0, 0, 2, 0, 1, 0, 1, 0), "lane 1 of 1"},
+		{"of a lane that we have not", "a", append(rails.Greeting(d.a.c, 2)[:22], 0, 0, 2, 0, 1, 0, 2, 0), ""},
+		{"of another version", "a", newer, "want a greeting of version 2"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := d.stranger(c.hello)
@@ -128,7 +130,7 @@ func TestBrokenPeer(t *testing.T) {
 		{"a short item", [][]byte{item(3, 0, 0, 0)[:24]}, "rails: an item of 24 bytes: at least 25"},
 		{"a long acknowledgement", [][]byte{append(item(3, 0, 0, 0), 1)}, "rails: an item of kind 3 and 26 bytes: want 25"},
 		{"an unknown kind", [][]byte{item(9, 0, 0, 0)}, "rails: an item of unknown kind 9 on member 0"},
-		{"a greeting again", [][]byte{rails.GreetingOf([16]byte{}, 0)}, "rails: an item of kind 16 and 26 bytes: want 25"},
+		{"a greeting again", [][]byte{rails.GreetingOf([16]byte{}, 0)}, "rails: an item of kind 16 and 30 bytes: want 25"},
 		{"an acknowledgement of nothing", [][]byte{item(3, 0, 1, 0)}, "rails: member 0 acknowledges 1 frames, of 0"},
 		{"a frame twice", [][]byte{item(1, 0, 0, 0), item(1, 0, 0, 0)}, "rails: frame 0 on member 0 has come before"},
 		{"a number far ahead", [][]byte{append([]byte{1, 0, 1}, make([]byte, 22)...)}, "rails: frame 256 on member 0: only 0 to 255 may come"},

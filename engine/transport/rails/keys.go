@@ -26,9 +26,9 @@ type keys struct {
 
 type region struct {
 	transport.Key
-	members []transport.Key
-	left    int   // members that have not freed it
-	only    *Conn // that it is bound to
+	members []transport.Key // zero, which no member knows: it has failed
+	left    int             // members that have not freed it
+	only    *Conn           // that it is bound to
 }
 
 // find returns the region of a key, or nil.
@@ -96,12 +96,15 @@ func number(b string) uint64 { return binary.LittleEndian.Uint64([]byte(b[:8])) 
 
 // Register implements transport.Fabric.
 func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
-	r := &region{left: len(f.members)}
+	r := &region{}
 	err := error(nil)
-	for _, member := range f.members {
+	for i := 0; i < len(f.members) && err == nil; i++ {
 		var k transport.Key
-		if k, err = member.Register(m); err != nil {
-			break
+		if f.works(i) == nil {
+			k, err = f.members[i].Register(m)
+		}
+		if f.gone(i, err) {
+			err = nil
 		}
 		r.members = append(r.members, k)
 	}
@@ -128,7 +131,9 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 // endMembers begins the end of what the members' keys allow.
 func (f *Fabric) endMembers(r *region) {
 	for i, k := range r.members {
-		f.members[i].Deregister(k)
+		if k.ID != 0 {
+			f.members[i].Deregister(k)
+		}
 	}
 }
 
@@ -145,7 +150,14 @@ func (f *Fabric) Deregister(k transport.Key) {
 		delete(r.only.bound, r.ID)
 	}
 	for i, k := range r.members {
-		f.keys.ending[i][k.ID] = r
+		if k.ID != 0 && !f.dead[i].over {
+			f.keys.ending[i][k.ID] = r
+			r.left++
+		}
+	}
+	if r.left == 0 {
+		f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: r.ID})
+		f.ring()
 	}
 	f.mu.Unlock()
 	f.endMembers(r)
@@ -181,6 +193,9 @@ func (f *Fabric) Bind(k transport.Key, conn transport.Conn) error {
 
 // bind keeps the key of m's Fabric to m.
 func (m *rail) bind(r *region) error {
+	if r.members[m.at].ID == 0 {
+		return nil
+	}
 	if err := m.f.members[m.at].Bind(r.members[m.at], m.conn); err != nil {
 		return fmt.Errorf("rails: %w", err)
 	}

@@ -8,6 +8,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -215,6 +216,28 @@ type spoiler struct {
 	transport.Fabric
 	last  [][]byte
 	alone int // acknowledgements that were no part of another frame
+
+	mu     sync.Mutex
+	broken error // what Poll gives until Close
+}
+
+// fail makes the Fabric unusable.
+func (s *spoiler) fail(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.broken = err
+}
+
+func (s *spoiler) fails() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.broken
+}
+
+func (s *spoiler) Close() error {
+	err := s.Fabric.Close()
+	s.fail(nil)
+	return err
 }
 
 func (s *spoiler) Poll(ev []transport.Event) (int, error) {
@@ -222,6 +245,9 @@ func (s *spoiler) Poll(ev []transport.Event) (int, error) {
 		clear(b)
 	}
 	s.last = s.last[:0]
+	if err := s.fails(); err != nil {
+		return 0, err
+	}
 	n, err := s.Fabric.Poll(ev)
 	for _, e := range ev[:n] {
 		if len(e.Data) > 0 {

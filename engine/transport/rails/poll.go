@@ -63,9 +63,13 @@ func (f *Fabric) calm(at int) bool {
 // look takes what the members have.
 func (f *Fabric) look(p *link.Found) (got int, err error) {
 	f.polls++
+	err = f.lost
 	for i := range f.members {
 		at := (f.next + i) % len(f.members)
-		if f.quiet[at] = false; f.calm(at) {
+		if f.quiet[at] = f.dead[at].over; f.quiet[at] {
+			continue
+		}
+		if f.calm(at) {
 			continue
 		}
 		n, bad := f.members[at].Poll(f.ev[:])
@@ -75,7 +79,7 @@ func (f *Fabric) look(p *link.Found) (got int, err error) {
 		for j := range f.ev[:n] {
 			f.event(at, &f.ev[j], p)
 		}
-		if bad != nil && (err == nil || !errors.Is(bad, transport.ErrClosed)) {
+		if bad = f.broke(at, n, bad); bad != nil && (err == nil || !errors.Is(bad, transport.ErrClosed)) {
 			err = bad
 		}
 		got += n
@@ -87,9 +91,7 @@ func (f *Fabric) look(p *link.Found) (got int, err error) {
 // event takes an event of member Fabric at.
 func (f *Fabric) event(at int, e *transport.Event, p *link.Found) {
 	if e.Kind == transport.EvFreed {
-		if id, ok := f.keys.freed(at, e.User); ok {
-			f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: id})
-		}
+		f.freed(at, e.User)
 		return
 	}
 	r := f.find(at, e.Conn)
@@ -141,14 +143,14 @@ func (f *Fabric) greeted(r *rail, data []byte) {
 		c = f.conns[i]
 	}
 	switch {
-	case c == nil && g.Member == 0:
-		c = f.conn(false, g.Conn, int(g.Count), &about)
+	case c == nil && g.Member == 0 && int(g.Lane) < f.o.Lanes:
+		c = f.conn(false, g.Conn, int(g.Count), int(g.Lanes), &about)
 		c.fresh = true
-	case c == nil || g.Member == 0 || int(g.Count) != c.peers || !f.o.Same(about.Hello, c.about.Hello):
+	case c == nil || g.Member == 0 || int(g.Lane) >= f.o.Lanes || int(g.Count) != c.peers || !f.o.Same(about.Hello, c.about.Hello):
 		r.refuse()
 		return
 	}
-	if r.theirs = int(g.At); !c.add(r, g.Member, nil) {
+	if r.lane, r.theirs = int(g.Lane), int(g.At); !c.add(r, g.Member, nil) {
 		r.refuse()
 	} else if g.Member == 0 {
 		c.order.acknowledge() // the dialer then dials the others

@@ -1,6 +1,6 @@
 // Package rails makes one Fabric out of several: NICs, ports, queue pairs. A Conn of it is made of
-// member Conns, at most one over each member Fabric of either side, and survives the loss of all but
-// one.
+// member Conns, and survives the loss of all but one. Between a Fabric of ours and one of the peer's there is
+// at most one member, or one in each lane (Options.Lanes).
 //
 // The protocol between the two sides of a Conn is in order.go, send.go and recv.go: numbers,
 // acknowledgements, and what is posted again when a member is lost. It does no I/O and has no clock,
@@ -27,6 +27,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
 
@@ -35,6 +36,10 @@ import (
 
 // Options say how Conns use their members. All fields may be zero.
 type Options struct {
+	// Lanes is how many members a Conn has between two Fabrics, such as queue pairs of two NICs; 0 means 1. If the two
+	// sides differ, the lower number counts. More than one needs Fabrics that keep no key to a Conn (Fabric.Bind):
+	// those whose NIC writes by itself.
+	Lanes int
 	// Split is the size from which on a write is cut over all members; 0 means 1 MiB.
 	Split uint64
 	// Stall is how long a peer may take to say what has come on a member that was lost. Then the Conn ends.
@@ -47,6 +52,9 @@ type Options struct {
 	Names []string
 	// Same reports whether what the Gate verified on two connections is of one peer; nil: if it is equal.
 	Same func(a, b []byte) bool
+	// Failed, if set, is told once of each member Fabric that has failed: it is not used any more. It runs in a
+	// goroutine.
+	Failed func(member int, why error)
 	// Watch, if set, reports when nothing can travel over a member Fabric, with the reason, and when it works
 	// again, with nil. It runs in a goroutine, and returns when ctx ends. What is told of no member works.
 	Watch func(ctx context.Context, report func(member int, why error))
@@ -72,14 +80,17 @@ const (
 
 const prefix = "rails:"
 
-// New returns a Fabric made of members, or the only one as it is. Its Close closes them. With an error they
-// are still the caller's.
+// New returns a Fabric made of members, or the only one as it is if it has one lane. Its Close closes them. With
+// an error they are still the caller's. A member that is a *transport.Absent keeps its place, and is not used.
 func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
+	o.Lanes = max(o.Lanes, 1)
 	switch {
-	case len(members) == 1:
+	case len(members) == 1 && o.Lanes == 1:
 		return members[0], nil
 	case len(members) == 0 || len(members) > maxRails:
 		return nil, fmt.Errorf("rails: %d fabrics: want 1 to %d", len(members), maxRails)
+	case len(members)*o.Lanes > maxRails:
+		return nil, fmt.Errorf("rails: %d connections over each of %d fabrics: at most %d in all", o.Lanes, len(members), maxRails)
 	}
 	if o.Split == 0 {
 		o.Split = 1 << 20
@@ -99,8 +110,9 @@ func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
 	return open(members, o)
 }
 
-// join makes one address of those of the members. One that takes no connections has an empty place.
-func join(members []transport.Fabric) transport.Addr {
+// join makes one address of those of the members. One that takes no connections has an empty place. More
+// than one lane is said in front of them.
+func join(members []transport.Fabric, lanes int) transport.Addr {
 	escaped, listens := make([]string, len(members)), false
 	for i, m := range members {
 		listens = listens || m.Addr() != ""
@@ -109,7 +121,11 @@ func join(members []transport.Fabric) transport.Addr {
 	if !listens {
 		return ""
 	}
-	return transport.Addr(prefix + strings.Join(escaped, ","))
+	front := prefix
+	if lanes > 1 {
+		front += strconv.Itoa(lanes) + "*"
+	}
+	return transport.Addr(front + strings.Join(escaped, ","))
 }
 
 var (
@@ -117,25 +133,53 @@ var (
 	unescape = strings.NewReplacer("%2C", ",", "%25", "%")
 )
 
-// split returns the addresses that join was given.
-func split(a transport.Addr) ([]transport.Addr, error) {
+// split returns what join was given.
+func split(a transport.Addr) (all []transport.Addr, lanes int, err error) {
 	rest, ok := strings.CutPrefix(string(a), prefix)
 	if !ok || rest == "" {
-		return nil, fmt.Errorf("rails: address %q: want %sADDRESS,ADDRESS", a, prefix)
+		return nil, 0, fmt.Errorf("rails: address %q: want %sADDRESS,ADDRESS", a, prefix)
+	}
+	lanes = 1
+	if count, more, found := strings.Cut(rest, "*"); found && rest[0] >= '0' && rest[0] <= '9' {
+		if lanes, err = strconv.Atoi(count); err != nil || lanes < 1 || lanes > maxRails {
+			return nil, 0, fmt.Errorf("rails: address of %q connections over each fabric: want 1 to %d", count, maxRails)
+		}
+		rest = more
 	}
 	parts := strings.Split(rest, ",")
 	if len(parts) > maxRails {
-		return nil, fmt.Errorf("rails: address of %d fabrics: at most %d", len(parts), maxRails)
+		return nil, 0, fmt.Errorf("rails: address of %d fabrics: at most %d", len(parts), maxRails)
 	}
-	all := make([]transport.Addr, len(parts))
-	for i, p := range parts {
-		all[i] = transport.Addr(unescape.Replace(p))
+	for _, p := range parts {
+		all = append(all, transport.Addr(unescape.Replace(p)))
 	}
-	return all, nil
+	return all, lanes, nil
 }
 
 // pair is a Fabric of ours and one of the peer's, by their places.
 type pair struct{ ours, theirs int }
+
+// way is where a member of a Conn may be.
+type way struct {
+	pair
+	lane int
+	to   transport.Addr
+}
+
+// routes are the ways to a peer, the first lane of each pair of Fabrics before the second of any.
+type routes struct {
+	ways           []way
+	fabrics, lanes int // of the peer
+}
+
+// first are those of the first lane.
+func (r *routes) first() []way {
+	n := 0
+	for n < len(r.ways) && r.ways[n].lane == 0 {
+		n++
+	}
+	return r.ways[:n]
+}
 
 // match returns which Fabric of ours is to be connected with which of the peer's: by place where they
 // reach each other, then each that is left with the first that is left. No Fabric is in two pairs,

@@ -54,22 +54,36 @@ func TestAddress(t *testing.T) {
 		"rails:tcp:1.2.3.4:5,tcp:[::1]:6": {"tcp:1.2.3.4:5", "tcp:[::1]:6"},
 		"rails:,tcp:a:1":                  {"", "tcp:a:1"},
 		"rails:x:a%2Cb,x:%252C%25":        {"x:a,b", "x:%2C%"},
+		"rails:3*x:1*y,3*z":               {"x:1*y", "3*z"},
 		"":                                {"", ""},
 	} {
 		var members []transport.Fabric
 		for _, a := range of {
 			members = append(members, named{addr: a})
 		}
-		got := join(members)
+		lanes := 1
+		if strings.HasPrefix(string(want), "rails:3*") {
+			lanes = 3
+		}
+		got := join(members, lanes)
 		require.Equal(t, want, got)
 		if want != "" {
-			back, err := split(got)
+			back, n, err := split(got)
 			require.NoError(t, err)
+			require.Equal(t, lanes, n)
 			require.Equal(t, of, back)
 		}
 	}
-	_, err := split(transport.Addr(prefix + strings.Repeat("x,", maxRails)))
-	require.EqualError(t, err, "rails: address of 65 fabrics: at most 64")
+	for _, c := range []struct{ address, want string }{
+		{prefix + strings.Repeat("x,", maxRails), "rails: address of 65 fabrics: at most 64"},
+		{prefix + "65*x", `rails: address of "65" connections over each fabric: want 1 to 64`},
+		{prefix + "0*x", `rails: address of "0" connections over each fabric: want 1 to 64`},
+		{prefix + "99999999999999999999*x", `rails: address of "99999999999999999999" connections over each fabric: want 1 to 64`},
+		{"tcp:1.2.3.4:5", `rails: address "tcp:1.2.3.4:5": want rails:ADDRESS,ADDRESS`},
+	} {
+		_, _, err := split(transport.Addr(c.address))
+		require.EqualError(t, err, c.want)
+	}
 }
 
 func TestOneFabricIsNotWrapped(t *testing.T) {
@@ -81,6 +95,8 @@ func TestOneFabricIsNotWrapped(t *testing.T) {
 	require.EqualError(t, err, "rails: 0 fabrics: want 1 to 64")
 	_, err = New(make([]transport.Fabric, 65), Options{})
 	require.EqualError(t, err, "rails: 65 fabrics: want 1 to 64")
+	_, err = New(make([]transport.Fabric, 4), Options{Lanes: 17})
+	require.EqualError(t, err, "rails: 17 connections over each of 4 fabrics: at most 64 in all")
 }
 
 func TestKeys(t *testing.T) {

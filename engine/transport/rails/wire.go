@@ -19,7 +19,7 @@ const (
 	ailing
 
 	headerLen = 1 + 3*8
-	version   = 1
+	version   = 2
 	maxReason = 500
 )
 
@@ -66,6 +66,8 @@ type greet struct {
 	Conn      [16]byte // that it belongs to
 	Member    uint32   // its number
 	At, Count uint16   // the dialer's Fabric that it is over, and how many it has
+	// Lane is that of the pair of Fabrics that it is between, and Lanes how many the dialer makes at most.
+	Lane, Lanes uint16
 }
 
 func (g greet) bytes() []byte {
@@ -79,8 +81,8 @@ func parseGreeting(b []byte) (g greet, err error) {
 	if err != nil || n != len(b) || g.Kind != greeting || g.Version != version {
 		return g, fmt.Errorf("rails: a member begins with % x: want a greeting of version %d", b[:min(len(b), 8)], version)
 	}
-	if g.At >= g.Count || g.Count > maxRails {
-		return g, fmt.Errorf("rails: a greeting of fabric %d of %d: at most %d", g.At, g.Count, maxRails)
+	if g.At >= g.Count || g.Count > maxRails || g.Lane >= g.Lanes || g.Lanes > maxRails {
+		return g, fmt.Errorf("rails: a greeting of fabric %d of %d, lane %d of %d: at most %d", g.At, g.Count, g.Lane, g.Lanes, maxRails)
 	}
 	return g, nil
 }

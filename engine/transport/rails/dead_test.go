@@ -1,0 +1,130 @@
+package rails_test
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/inproc"
+	"fserver/engine/transport/rails"
+	"fserver/engine/transport/transporttest"
+)
+
+// TestFabricFails: a member Fabric of either side fails in the middle of traffic. Nothing is lost, and keys that were
+// registered before and after come to their end.
+func TestFabricFails(t *testing.T) {
+	broken := errors.New("the device is gone")
+	for name, at := range map[string]int{"of the dialer": 0, "of the dialer, a later member": 1, "of the other side": 2, "of the other side, a later member": 3} {
+		for seed := range uint64(5) {
+			t.Run(name, func(t *testing.T) {
+				var mu sync.Mutex
+				var told []error
+				d := newDuo(t, 2, seed, true, rails.Options{Pause: time.Millisecond, Split: 8 << 10, Failed: func(_ int, why error) {
+					mu.Lock()
+					defer mu.Unlock()
+					told = append(told, why)
+				}})
+				s := []*side{d.a, d.b}[at/2]
+				before, err := s.f.Register(s.src)
+				require.NoError(t, err)
+				n := 0
+				d.traffic(100, func() {
+					if n++; n == 20 {
+						d.all[at].fail(broken)
+					}
+				})
+				d.wait("it is closed", func() bool { return !rails.LiveOver(s.c, at%2) && d.all[at].fails() == nil })
+				d.traffic(50, func() {})
+				require.Equal(t, 1, rails.Live(s.c))
+				m := s.c.Peer().Members
+				require.Equal(t, "the device is gone", m[at%2].Why)
+				require.Empty(t, m[1-at%2].Why)
+				mu.Lock()
+				require.Len(t, told, 1)
+				require.ErrorIs(t, told[0], broken)
+				mu.Unlock()
+
+				after, err := s.f.Register(s.src)
+				require.NoError(t, err)
+				s.frees(after)
+				s.frees(before)
+			})
+		}
+	}
+}
+
+// frees ends a key, and waits until it has ended.
+func (s *side) frees(k transport.Key) {
+	s.f.Deregister(k)
+	ev := make([]transport.Event, 16)
+	for end := time.Now().Add(patience); time.Now().Before(end); {
+		n, err := s.f.Poll(ev)
+		require.NoError(s.t, err)
+		for _, e := range ev[:n] {
+			if e.Kind == transport.EvFreed && e.User == k.ID {
+				return
+			}
+		}
+	}
+	require.Fail(s.t, "no EvFreed")
+}
+
+// TestAllFabricsFail: with the last one the whole fails.
+func TestAllFabricsFail(t *testing.T) {
+	d := newDuo(t, 2, 1, false, rails.Options{})
+	d.all[0].fail(errors.New("the first is gone"))
+	d.all[1].fail(errors.New("the second is gone"))
+	ev := make([]transport.Event, 16)
+	for end := time.Now().Add(patience); ; {
+		_, err := d.a.f.Poll(ev)
+		if err != nil {
+			require.ErrorContains(t, err, "rails: no fabric is left: ")
+			break
+		}
+		require.True(t, time.Now().Before(end))
+	}
+}
+
+// TestAbsent: a device that does not work keeps its place, and the others their numbers.
+func TestAbsent(t *testing.T) {
+	nets := []*inproc.Network{inproc.New(), inproc.New()}
+	open := func(name string, hole int) transport.Fabric {
+		var members []transport.Fabric
+		for i, n := range nets {
+			f, err := n.Open(inproc.Options{Name: name, Listen: true, Gate: transporttest.Gate{Hello: name}})
+			require.NoError(t, err)
+			members = append(members, f)
+			if i == hole {
+				require.NoError(t, f.Close())
+				members[i] = &transport.Absent{Device: "nic0", Why: errors.New("the cable is out")}
+			}
+		}
+		f, err := rails.New(members, rails.Options{})
+		require.NoError(t, err)
+		t.Cleanup(func() { f.Close() })
+		return f
+	}
+	a, b := open("a", 0), open("b", -1)
+	require.Equal(t, "inproc/nic0+a", a.Name())
+	require.NoError(t, a.Reaches(b.Addr()))
+	c, err := a.Connect(context.Background(), b.Addr())
+	require.NoError(t, err)
+	require.Equal(t, "the cable is out", c.Peer().Members[0].Why)
+	m, err := mem.Map(4096)
+	require.NoError(t, err)
+	defer mem.Unmap(m)
+	k, err := a.Register(m)
+	require.NoError(t, err)
+	require.NoError(t, a.Bind(k, c))
+	s := &side{t: t, f: a}
+	s.frees(k)
+
+	_, err = rails.New([]transport.Fabric{&transport.Absent{Device: "nic0", Why: errors.New("the cable is out")}, &transport.Absent{Device: "nic1", Why: errors.New("no such device")}}, rails.Options{})
+	require.EqualError(t, err, "rails: no fabric works: the cable is out")
+}
