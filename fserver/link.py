@@ -8,13 +8,18 @@ from typing import NamedTuple
 
 
 class LinkMember(NamedTuple):
-    """One interface of a link that uses several (``DMLC_INTERFACE``), and the connection over it.
+    """One connection of a link that uses several.
+
+    They are what ``DMLC_INTERFACE``, ``FSERVER_RDMA_DEVICE`` and ``STEPAF_QP_NUM`` ask for.
 
     Attributes:
-        interface: the network interface.
+        interface: the network interface; or the RDMA device with its port and, if it has several
+            queue pairs, the number of this one: ``"mlx5_0:1/0"``.
         remote: the peer's address. Empty while there is no connection.
-        transport: as in ``Link``. Empty while there is no connection.
-        sent: bytes that this node has sent to the peer over this interface, repeated ones included.
+        transport: as in ``Link``; over a bonded RDMA NIC with its port, ``"verbs/port2"``. Empty
+            while there is no connection.
+        sent: bytes that this node has sent to the peer over this connection, repeated ones
+            included.
         reason: why there is no connection, or empty.
     """
 
@@ -38,7 +43,8 @@ class Link(NamedTuple):
             between GPUs of a host, by their copy engines.
         reason: why each better transport is not used, one after the other, separated by
             semicolons. Empty if there is no better one.
-        members: with several interfaces in ``DMLC_INTERFACE``, one entry for each; else empty.
+        members: with several interfaces, RDMA devices or queue pairs, one entry for each; else
+            empty.
     """
 
     role: str

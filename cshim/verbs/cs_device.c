@@ -135,6 +135,7 @@ int cs_ib_gids(cs_ib_device *d, int port, cs_ib_gid *gids, int room,
     memcpy(gids[n].gid, e.gid.raw, sizeof gids[n].gid);
     gids[n].index = i;
     gids[n].type = (int32_t)e.gid_type;
+    gids[n].link = (int32_t)e.ndev_ifindex;
     n++;
   }
   if (!rc)

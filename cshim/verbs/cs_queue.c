@@ -119,6 +119,7 @@ int cs_ib_qp_connect(cs_ib_qp qp, const cs_ib_path *p) {
     memcpy(a.ah_attr.grh.dgid.raw, p->gid, sizeof p->gid);
     a.ah_attr.grh.sgid_index = (uint8_t)p->gid_index;
     a.ah_attr.grh.hop_limit = 64;
+    a.ah_attr.grh.flow_label = p->flow;
   }
   int rc = cs_ib.modify_qp(
       (struct ibv_qp *)qp, &a,
@@ -136,6 +137,13 @@ int cs_ib_qp_connect(cs_ib_qp qp, const cs_ib_path *p) {
                          IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
                              IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
                              IBV_QP_MAX_QP_RD_ATOMIC);
+}
+
+int cs_ib_qp_lag_port(cs_ib_qp qp, int port) {
+  struct ibv_qp *q = (struct ibv_qp *)qp;
+  if (!cs_mlx5.modify_qp_lag_port || !cs_mlx5.is_supported(q->context->device))
+    return EOPNOTSUPP;
+  return cs_mlx5.modify_qp_lag_port(q, (uint8_t)port);
 }
 
 int cs_ib_qp_error(cs_ib_qp qp) {

@@ -12,6 +12,7 @@
 #include <string.h>
 
 struct cs_ib_table cs_ib;
+struct cs_mlx5_table cs_mlx5;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char opened[PATH_MAX]; /* the library in use; empty: none */
@@ -19,6 +20,19 @@ static char opened[PATH_MAX]; /* the library in use; empty: none */
 // A function of the library is stored through a pointer to its field.
 static void set(void *field, void *function) {
   memcpy(field, &function, sizeof function);
+}
+
+// Looks in the library itself too, since one of tests has all in one.
+static void open_mlx5(void *library) {
+  static const char check[] = "mlx5dv_is_supported";
+  if (!dlsym(library, check))
+    library = dlopen("libmlx5.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!library)
+    return;
+  set(&cs_mlx5.is_supported, dlsym(library, check));
+  if (cs_mlx5.is_supported)
+    set(&cs_mlx5.modify_qp_lag_port,
+        dlsym(library, "mlx5dv_modify_qp_lag_port"));
 }
 
 static int open_library(const char *path, char *why, size_t room) {
@@ -43,18 +57,19 @@ static int open_library(const char *path, char *why, size_t room) {
   CS_IB_TABLE(FIND)
 #undef FIND
   cs_ib = table;
+  open_mlx5(library);
   strcpy(opened, path);
   return 0;
 }
 
 int cs_ib_open(const char *path, char *why, size_t room) {
   int rc = 0;
-  if (!path || !*path)
-    path = "libibverbs.so.1";
+  if (!path)
+    path = "";
   pthread_mutex_lock(&lock);
   if (!*opened) {
-    rc = open_library(path, why, room);
-  } else if (strcmp(opened, path) != 0) {
+    rc = open_library(*path ? path : "libibverbs.so.1", why, room);
+  } else if (*path && strcmp(opened, path) != 0) {
     snprintf(why, room, "this process already uses %s", opened);
     rc = EBUSY;
   }

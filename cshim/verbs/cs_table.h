@@ -60,6 +60,14 @@ struct cs_ib_table {
 
 extern struct cs_ib_table cs_ib; /* after cs_ib_open */
 
+// What libmlx5 adds for its devices; NULL where the system has none.
+struct cs_mlx5_table {
+  bool (*is_supported)(struct ibv_device *);
+  int (*modify_qp_lag_port)(struct ibv_qp *, uint8_t);
+};
+
+extern struct cs_mlx5_table cs_mlx5; /* after cs_ib_open */
+
 struct cs_ib_device {
   struct ibv_context *context;
   struct ibv_pd *pd;     /* of all memory */

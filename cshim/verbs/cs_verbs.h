@@ -52,6 +52,7 @@ typedef struct {
   uint8_t gid[16];
   int32_t index;
   int32_t type; /* CS_IB_GID_* */
+  int32_t link; /* index of its network interface, or 0 */
 } cs_ib_gid;
 
 enum { /* of cs_ib_register, joined by | */
@@ -70,6 +71,8 @@ typedef struct { /* to the peer's queue pair */
   uint32_t own_psn;       /* ours */
   int32_t gid_index, mtu; /* ours; mtu in bytes */
   int32_t lid;            /* the peer's, on InfiniBand */
+  uint32_t flow;          /* 20 bits, from which RoCE makes the UDP source
+                             port; 0: the device chooses */
   uint8_t timeout, retries, not_ready_retries;
   bool global; /* the way is by GID */
 } cs_ib_path;
@@ -114,9 +117,9 @@ typedef struct {
   uint32_t qp;  /* number of the queue pair of events 1 to 3, else 0 */
 } cs_ib_event;
 
-// Opens the library that path names, or libibverbs.so.1 if that is NULL or
-// empty. The first call that succeeds counts for the process; another path fails
-// from then on.
+// Opens the library that path names. The first call that succeeds counts for the
+// process; another path fails from then on. NULL or empty is the one that is
+// open, or else libibverbs.so.1.
 int cs_ib_open(const char *path, char *why, size_t room);
 
 // The calls. cs_table.c defines them all where the headers are missing.
@@ -136,6 +139,8 @@ int cs_ib_open(const char *path, char *why, size_t room);
 //                       is what is wanted, and then what there is. Receives may
 //                       be posted. The peer will be able to write
 // cs_ib_qp_connect      joins it to the peer's: both directions may be used
+// cs_ib_qp_lag_port     has a connected queue pair send over one port, from 1, of
+//                       a bonded mlx5 NIC; EOPNOTSUPP where it is not that
 // cs_ib_qp_error        to ERR: what is posted completes with status 5
 // cs_ib_qp_destroy      may block; completions that are not polled are dropped
 // cs_ib_post_send       hands 1 to CS_IB_CHAIN requests over in order, and says
@@ -163,6 +168,7 @@ int cs_ib_open(const char *path, char *why, size_t room);
   X(cs_ib_qp_create, (cs_ib_device * device, cs_ib_cq cq, cs_ib_room * room,   \
                       cs_ib_qp * qp, uint32_t *number))                        \
   X(cs_ib_qp_connect, (cs_ib_qp qp, const cs_ib_path *path))                   \
+  X(cs_ib_qp_lag_port, (cs_ib_qp qp, int port))                                \
   X(cs_ib_qp_error, (cs_ib_qp qp))                                             \
   X(cs_ib_qp_destroy, (cs_ib_qp qp))                                           \
   X(cs_ib_post_send,                                                           \

@@ -42,6 +42,7 @@ type Path struct {
 	GIDIndex int32    // ours
 	MTU      int32    // bytes; the smaller one of both ends
 	LID      int32    // the peer's, on InfiniBand
+	Flow     uint32   // of 20 bits, from which RoCE makes the UDP source port; 0: the device chooses
 
 	// When q gives the peer up.
 	Timeout  uint8 // 4.096 µs times 2 to this power without an acknowledgement, then again
@@ -56,6 +57,19 @@ func (q *QP) Connect(p Path) error {
 	rc := C.cs_ib_qp_connect(q.c, (*C.cs_ib_path)(unsafe.Pointer(&p)))
 	return failed(rc, "join queue pair %d to %d of %v", q.Number, p.QP, GID{Raw: p.GID})
 }
+
+// LagPort has a connected q send over one port, from 1, of a bonded mlx5 NIC. It is ErrNoLag where q's
+// device is not that.
+func (q *QP) LagPort(port int) error {
+	rc := C.cs_ib_qp_lag_port(q.c, C.int(port))
+	if errno(rc) == unix.EOPNOTSUPP {
+		return ErrNoLag
+	}
+	return failed(rc, "keep queue pair %d to port %d", q.Number, port)
+}
+
+// ErrNoLag says that a device's ports are not bonded, or that it is no mlx5 NIC.
+var ErrNoLag = errors.New("verbs: the device is not a bonded mlx5 NIC, so its port cannot be chosen")
 
 // Fail ends all traffic of q. What is posted, and what is posted later, completes as
 // Flushed; it may have been done all the same.

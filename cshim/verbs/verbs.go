@@ -29,9 +29,9 @@ import (
 	"unsafe"
 )
 
-// Open opens the library with that name; empty means libibverbs.so.1. The first
-// one that opens is the process's, and another name is an error from then on. The
-// error says what is missing.
+// Open opens the library with that name. The first one that opens is the process's, and
+// another name is an error from then on. Empty means the one that is open, or else
+// libibverbs.so.1. The error says what is missing.
 func Open(library string) error {
 	name := C.CString(library)
 	defer C.free(unsafe.Pointer(name))

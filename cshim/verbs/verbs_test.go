@@ -174,9 +174,9 @@ func TestLayouts(t *testing.T) {
 	require.Equal(t, uintptr(48), unsafe.Sizeof(Completion{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Facts{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Port{}))
-	require.Equal(t, uintptr(24), unsafe.Sizeof(GID{}))
-	require.Equal(t, uintptr(44), unsafe.Sizeof(Path{}))
-	require.Equal(t, uintptr(43), unsafe.Offsetof(Path{}.Global))
+	require.Equal(t, uintptr(28), unsafe.Sizeof(GID{}))
+	require.Equal(t, uintptr(48), unsafe.Sizeof(Path{}))
+	require.Equal(t, uintptr(47), unsafe.Offsetof(Path{}.Global))
 	require.Equal(t, uintptr(8), unsafe.Sizeof(Room{}))
 }
 

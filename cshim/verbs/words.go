@@ -70,6 +70,7 @@ type GID struct {
 	Raw   [16]byte
 	Index int32 // in the table of its port
 	Type  GIDType
+	Link  int32 // index of its network interface, or 0
 }
 
 // Addr is the GID as an IP address, which it is with RoCE v2.

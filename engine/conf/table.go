@@ -300,20 +300,27 @@ func host(name string, at func(*Config) *string, meaning string) Option {
 // maxInterfaces bounds the names in DMLC_INTERFACE.
 const maxInterfaces = 4
 
-func interfaces(name, meaning string) Option {
-	want := fmt.Sprintf("auto alone, or the names of 1 to %d different interfaces, each of at most 15 characters, separated by commas", maxInterfaces)
-	at := func(c *Config) *[]string { return &c.Interfaces }
+// names is a list of at most so many different names, separated by commas.
+func names(name, typ, want string, at func(*Config) *[]string, most int, allowed func(string) bool, meaning string) Option {
 	read := func(v string) ([]string, bool) {
-		names := strings.Split(v, ",")
-		for i, n := range names {
-			if len(names) > 1 && strings.EqualFold(n, "auto") || !visible(n, 15) || strings.Contains(n, "/") || slices.Contains(names[:i], n) {
+		list := strings.Split(v, ",")
+		for i, n := range list {
+			if !allowed(n) || slices.Contains(list[:i], n) {
 				return nil, false
 			}
 		}
-		return names, len(names) <= maxInterfaces
+		return list, len(list) <= most
 	}
-	show := func(names []string) string { return strings.Join(names, ",") }
-	o := option(name, "interfaces", want, "", at, read, show, meaning)
+	show := func(list []string) string { return strings.Join(list, ",") }
+	return option(name, typ, want, "", at, read, show, meaning)
+}
+
+func interfaces(name, meaning string) Option {
+	want := fmt.Sprintf("auto alone, or the names of 1 to %d different interfaces, each of at most 15 characters, separated by commas", maxInterfaces)
+	at := func(c *Config) *[]string { return &c.Interfaces }
+	o := names(name, "interfaces", want, at, maxInterfaces, func(n string) bool {
+		return !strings.EqualFold(n, "auto") && visible(n, 15) && !strings.Contains(n, "/")
+	}, meaning)
 	set, get := o.set, o.get
 	o.set = func(c *Config, v string) bool {
 		c.NearGPU = strings.EqualFold(v, "auto")

@@ -1,6 +1,7 @@
 package conf
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 )
@@ -34,9 +35,12 @@ func Choice[T ~uint8](name, def string, names []string, meaning string) Option {
 	return choice(name, def, names, kept[T](name), meaning)
 }
 
-// Word makes an option that is one word. Get gives it as a string; empty: it is not set.
-func Word(name, meaning string) Option {
-	return word(name, "", kept[string](name), meaning).or("chosen")
+// Names makes an option that is 1 to most different names, separated by commas. Get gives it as a []string; empty: it
+// is not set.
+func Names(name string, most int, meaning string) Option {
+	const longest = 64
+	want := fmt.Sprintf("1 to %d different names, each of at most %d visible ASCII characters without spaces, separated by commas", most, longest)
+	return names(name, "names", want, kept[[]string](name), most, func(n string) bool { return visible(n, longest) }, meaning).or("chosen")
 }
 
 // Get is the value of an option of a transport. T is what the constructor of the option says.

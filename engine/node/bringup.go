@@ -101,7 +101,11 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 		if absent(cfg, d) || excluded(cfg, d) != "" {
 			continue
 		}
-		f, err := d.Open(environment(cfg, g, log, location(base.Addr())))
+		e := environment(cfg, g, log, location(base.Addr()))
+		f, err := d.Open(e)
+		if err == nil {
+			f, err = join(cfg, d, e, f)
+		}
 		var no *transport.ErrUnavailable
 		switch {
 		case err == nil:
@@ -137,6 +141,7 @@ func carrier(cfg *conf.Config) string {
 func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string) *transport.Env {
 	e := &transport.Env{Config: cfg, Gate: g, Log: log, Refused: refused(log)}
 	e.Host, _ = address(cfg)
+	e.Hosts = hosts(cfg)
 	if cfg.NodeHost != "" || len(cfg.Interfaces) > 0 {
 		e.Bind = e.Host
 	}

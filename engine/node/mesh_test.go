@@ -116,15 +116,20 @@ func descriptors(tb testing.TB) int {
 
 // newMesh brings a cluster up.
 func newMesh(tb testing.TB, f Fabrics, s shape, extra ...string) *mesh {
+	return newMixedMesh(tb, f, s, func(string) []string { return extra })
+}
+
+// newMixedMesh brings up a cluster whose settings depend on the role.
+func newMixedMesh(tb testing.TB, f Fabrics, s shape, extra func(role string) []string) *mesh {
 	m := newCluster(tb, f)
-	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra...))
+	m.scheduler = m.start(s.settings("scheduler", 0, 0, "0", extra("scheduler")...))
 	_, port := splitPort(tb, m.scheduler.Info().Address)
 	for i := range s.instances {
 		for g := range s.workers {
-			m.workers = append(m.workers, m.start(s.settings("worker", g, i, port, extra...)))
+			m.workers = append(m.workers, m.start(s.settings("worker", g, i, port, extra("worker")...)))
 		}
 		for g := range s.servers {
-			m.servers = append(m.servers, m.start(s.settings("server", g, i, port, extra...)))
+			m.servers = append(m.servers, m.start(s.settings("server", g, i, port, extra("server")...)))
 		}
 	}
 	for _, n := range m.all() {

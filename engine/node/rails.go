@@ -15,11 +15,68 @@ import (
 	"fserver/engine/wire"
 )
 
+// hosts are the addresses of the interfaces that the user named, if there are several and all have one.
+func hosts(cfg *conf.Config) (all []string) {
+	if len(cfg.Interfaces) < 2 || cfg.NodeHost != "" {
+		return nil
+	}
+	for _, name := range cfg.Interfaces {
+		at, err := interfaceAddress(name)
+		if err != nil {
+			return nil
+		}
+		all = append(all, at)
+	}
+	return all
+}
+
 // railed says whether the data of peers that no better transport reaches is to travel over several
 // interfaces.
 func railed(cfg *conf.Config) bool {
 	return len(cfg.Interfaces) > 1 && cfg.NodeHost == "" && cfg.Role != conf.Scheduler &&
 		(cfg.Transport == conf.Auto || carrier(cfg) == base().Name)
+}
+
+// join makes one Fabric of those that a driver has opened, if they are several or several connections are wanted over
+// each. Beside it is one of the first device, for peers whose driver uses one.
+func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []transport.Fabric) ([]transport.Fabric, error) {
+	if d.Lanes == nil || len(opened) == 1 && d.Lanes(cfg) == 1 {
+		return opened, nil
+	}
+	var names, links []string
+	for _, f := range opened {
+		names = append(names, strings.TrimPrefix(f.Name(), d.Name+"/"))
+		name := ""
+		switch f := f.(type) {
+		case *transport.Absent:
+			e.Log.Warn("a device is not used", zap.String("device", f.Device), zap.Error(f.Why))
+		case interface{ Interface() string }:
+			name = f.Interface()
+		}
+		links = append(links, name)
+	}
+	f, err := rails.New(opened, options(cfg, e.Log, names, links, d.Lanes(cfg)))
+	if err != nil {
+		closeAll(opened)
+		return nil, fmt.Errorf("node: FSERVER_TRANSPORT=%s: %w", d.Name, err)
+	}
+	one := *e
+	one.One = true
+	beside, err := d.Open(&one)
+	if err != nil {
+		e.Log.Warn("peers that use one device cannot be reached by it", zap.String("transport", d.Name), zap.Error(err))
+	}
+	return append([]transport.Fabric{f}, beside...), nil
+}
+
+// options say how rails joins Fabrics. links are the network interfaces of each, or empty.
+func options(cfg *conf.Config, log *zap.Logger, names, links []string, lanes int) rails.Options {
+	return rails.Options{
+		Names: names, Lanes: lanes, Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(links, log),
+		Failed: func(member int, why error) {
+			log.Error("a device has failed", zap.Int("number", member), zap.Error(why))
+		},
+	}
 }
 
 // openRails opens one Fabric over all interfaces that the user named. The Fabric that reaches everybody uses
@@ -34,7 +91,7 @@ func openRails(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.F
 		}
 		members = append(members, opened...)
 	}
-	f, err := rails.New(members, rails.Options{Names: cfg.Interfaces, Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(cfg.Interfaces, log)})
+	f, err := rails.New(members, options(cfg, log, cfg.Interfaces, cfg.Interfaces, 1))
 	if err != nil {
 		closeAll(members)
 		return nil, err
@@ -59,7 +116,7 @@ func openOver(cfg *conf.Config, g transport.Gate, log *zap.Logger, name string) 
 	return opened, nil
 }
 
-// watchLinks tells rails which interfaces are down, before anything stalls.
+// watchLinks tells rails which interfaces are down, before anything stalls. Those without a name work.
 func watchLinks(names []string, log *zap.Logger) func(context.Context, func(int, error)) {
 	return func(ctx context.Context, report func(int, error)) {
 		err := topo.WatchLinks(ctx, names, func(i int, why error) {

@@ -1,7 +1,6 @@
 package node
 
 import (
-	"math/rand/v2"
 	"os"
 	"sync"
 	"testing"
@@ -89,20 +88,8 @@ func TestVerbs(t *testing.T) {
 					require.Equal(t, "verbs", how)
 				}
 			}
-			const rounds, keys = 10, 3
-			sizes := []int{1, 512, 1 << 17, 2 << 20}
-			done := make(chan error, len(m.servers)+len(m.workers))
-			for _, n := range m.servers {
-				go func() { done <- serve(t, n, rounds*keys) }()
-			}
-			for _, n := range m.workers {
-				rng := rand.New(rand.NewPCG(7, uint64(n.Info().Rank)))
-				go func() { done <- chaoticWorker(t, n, rng, rounds, keys) }()
-			}
-			for range cap(done) {
-				require.NoError(t, <-done)
-			}
-			for i, rows := range sizes {
+			m.exchange(t, 10)
+			for i, rows := range []int{1, 512, 1 << 17, 2 << 20} {
 				oneOf(t, m, rows, byte(i))
 			}
 			m.stop()

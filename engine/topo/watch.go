@@ -11,7 +11,7 @@ import (
 )
 
 // WatchLinks reports when one of the interfaces goes down, with the reason, and when it is up again, with
-// nil. All are up at first. It returns when ctx ends, or with an error if the kernel does not tell.
+// nil. All are up at first, and one without a name stays so. It returns when ctx ends, or with an error if the kernel does not tell.
 func WatchLinks(ctx context.Context, names []string, report func(i int, why error)) error {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {
@@ -26,6 +26,9 @@ func WatchLinks(ctx context.Context, names []string, report func(i int, why erro
 	down, message := make([]bool, len(names)), make([]byte, 1<<16)
 	for {
 		for i, name := range names {
+			if name == "" {
+				continue
+			}
 			if why := linkDown(name); (why != nil) != down[i] {
 				down[i] = why != nil
 				report(i, why)

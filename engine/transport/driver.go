@@ -23,9 +23,12 @@ type Driver struct {
 	GPU bool
 	// Probe says what works on this host, and what does not and why: for the doctor.
 	Probe func() []Finding
-	// Open opens a Fabric for each device that is to be used. It is an *ErrUnavailable
-	// where it cannot run, or is not to be used with these settings. Nil: see Wrap.
+	// Open opens a Fabric for each device that is to be used. One of several that does not work is a *Absent. It is
+	// an *ErrUnavailable where none works, or is not to be used with these settings. Nil: see Wrap.
 	Open func(*Env) ([]Fabric, error)
+	// Lanes says that the Fabrics are to be joined into one, and how many connections it has to a peer over
+	// each of them. Nil: they are not.
+	Lanes func(*conf.Config) int
 	// Wrap puts the driver around a Fabric of another one, or returns that Fabric if it has
 	// nothing to do there. Nil: it wraps none. With an error, the Fabric is still the caller's.
 	Wrap func(*Env, Fabric) (Fabric, error)
@@ -43,6 +46,10 @@ type Env struct {
 	Bind string
 	// Host is the address of this host by which its devices are chosen; empty: none is known.
 	Host string
+	// Hosts are the addresses of the interfaces that the user named, if there are several.
+	Hosts []string
+	// One asks for the Fabric of one device, the first that works.
+	One bool
 	// Refused is told of each connection that was taken and is of no use; it may be called
 	// by several goroutines at once.
 	Refused func(remote string, err error)

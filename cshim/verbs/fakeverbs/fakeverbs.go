@@ -41,10 +41,14 @@ var sources embed.FS
 
 var build = sync.OnceValues(compile)
 
-// Library compiles the fake, once for the process, and gives its path.
+// Library compiles the fake, once for the process, and gives its path. It is an error where libibverbs-dev is missing.
 func Library() (string, error) { return build() }
 
 func compile() (string, error) {
+	const header = "/usr/include/infiniband/verbs.h"
+	if _, err := os.Stat(header); err != nil {
+		return "", fmt.Errorf("no fake libibverbs without libibverbs-dev: %w", err)
+	}
 	dir, err := os.MkdirTemp("", "fakeverbs")
 	if err != nil {
 		return "", err
@@ -63,7 +67,7 @@ func compile() (string, error) {
 	cc := exec.Command(cmp.Or(os.Getenv("CC"), "cc"), "-O1", "-g", "-shared", "-fPIC", "-o", path,
 		filepath.Join(dir, "fake.c"), filepath.Join(dir, "move.c"))
 	if out, err := cc.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("compile the fake libibverbs (it needs libibverbs-dev): %w\n%s", err, out)
+		panic(fmt.Sprintf("fakeverbs: compile the fake libibverbs: %v\n%s", err, out))
 	}
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
@@ -87,8 +91,10 @@ func function(name string) unsafe.Pointer {
 
 // Set changes what the devices are like: "devices" (2 of at most 4), "td" (1: they
 // have thread domains), "cqe", "qps", "wr", "mr_size" (limits), "inline" (220 bytes),
-// "gids" (2: all; 1: no IPv4; 0: none), "down" (1: ports are down), "locked" (bytes that
-// may be registered in all; -1: any), "hold" (1: requests wait until it is 0).
+// "gids" (3: all, IPv4 in 127.0.77; 2: all; 1: no IPv4; 0: none), "down" (1: ports are down; else bit 1+N is that of
+// device N), "locked" (bytes that may be registered in all; -1: any), "hold" (1: requests wait until it is 0), "lag"
+// (1: the devices are bonded mlx5 NICs), "patient" (1: a queue pair waits for a peer that is gone for as long as a
+// test takes; else it gives it up at once).
 func Set(name string, value int) {
 	s := C.CString(name)
 	defer C.free(unsafe.Pointer(s))
@@ -134,8 +140,8 @@ func Event(device, kind, port int, number uint32) {
 // Vanish takes a device away, until Reset: everything but destroying fails.
 func Vanish(device int) { C.call_vanish(function("fake_vanish"), C.int(device)) }
 
-// Count is how many there are or have been: "contexts", "queues", "pairs" and
-// "regions" that exist; "registered", "doorbells", "requests", "receives", "polls" and
+// Count is how many there are or have been: "contexts", "queues", "pairs", "regions", pairs that
+// send over "port1" and "port2" of a bond, and different "flows" of pairs, that exist; "registered", "doorbells", "requests", "receives", "polls" and
 // "completions" so far.
 func Count(name string) int {
 	s := C.CString(name)

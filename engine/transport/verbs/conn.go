@@ -34,6 +34,8 @@ type Conn struct {
 	buf        mem.Region // send slots, receive slots
 	psn        uint32
 	peer       place
+	lag        int    // port of a bond that it sends over; 0: the NIC chooses
+	lagOf      string // the peer whose queue pairs that was chosen among
 
 	// The owner of the Fabric guards all below.
 	up         bool // set up: both ends may send
@@ -152,6 +154,7 @@ func (c *Conn) finish(ev []transport.Event) (n int) {
 	k, over := f.conns.End(c, true, ev[n:])
 	if over {
 		c.retired = true
+		f.lag.leave(c)
 		f.made--
 	}
 	return n + k

@@ -8,7 +8,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"fserver/cshim/verbs/fakeverbs"
-	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
 	"fserver/engine/transport/transporttest"
@@ -40,50 +39,13 @@ func devices() [2]string {
 	return [2]string{"fake0", "fake1"}
 }
 
-// known is host memory that all Fabrics of a test know, as they must know what they send.
-type known struct {
-	fabrics []*Fabric
-	regions []mem.Region
-}
-
-func (k *known) add(f *Fabric) {
-	k.fabrics = append(k.fabrics, f)
-	for _, r := range k.regions {
-		_, _ = f.Register(r)
-	}
-}
-
-func (k *known) Alloc(n uint64) (mem.Region, error) {
-	r, err := mem.Map(n)
-	if err == nil {
-		k.regions = append(k.regions, r)
-		for _, f := range k.fabrics {
-			_, _ = f.Register(r) // of one that is closed
-		}
-	}
-	return r, err
-}
-
-// Free is called when the Fabrics are closed.
-func (k *known) Free(r mem.Region) error { return mem.Unmap(r) }
-
-func (k *known) Load(dst []byte, s mem.Span) error {
-	copy(dst, s.Bytes())
-	return nil
-}
-
-func (k *known) Store(s mem.Span, src []byte) error {
-	copy(s.Bytes(), src)
-	return nil
-}
-
 // TestContract opens each second Fabric on the other device. Sources are registered, as exchange
 // does it; TestLockedMemory sends one that is not.
 func TestContract(t *testing.T) {
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
 		lib := library(tb)
 		opened := 0
-		all := &known{}
+		all := &transporttest.Known{}
 		return transporttest.Bed{
 			Memory: all,
 			Open: func(o transporttest.Options) (transport.Fabric, error) {
@@ -96,7 +58,7 @@ func TestContract(t *testing.T) {
 					return nil, err
 				}
 				opened++
-				all.add(f)
+				all.Add(f)
 				return f, nil
 			},
 			Kill: func(f transport.Fabric) {

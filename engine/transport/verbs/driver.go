@@ -1,6 +1,7 @@
 package verbs
 
 import (
+	"cmp"
 	"os"
 	"path/filepath"
 	"slices"
@@ -21,30 +22,75 @@ var Driver = transport.Driver{
 		names, _ := filepath.Glob("/sys/class/infiniband/*")
 		return !slices.ContainsFunc(names, func(at string) bool { return !software(filepath.Base(at)) })
 	},
-	Open: func(e *transport.Env) ([]transport.Fabric, error) {
-		if e.Config.TLS && !conf.Get[bool](e.Config, plaintext) {
-			return nil, &transport.ErrUnavailable{
-				Transport: "verbs", Reason: "FSERVER_TLS is on, and RDMA encrypts nothing: tensors would travel as plain text",
-				Remedy: "set FSERVER_RDMA_PLAINTEXT=1 to allow that",
-			}
-		}
-		o, err := link.From(e)
-		if err != nil {
-			return nil, err
-		}
-		f, err := Open(Options{Options: o, Device: conf.Get[string](e.Config, device), Near: e.Host})
-		if err != nil {
-			return nil, err
-		}
-		return []transport.Fabric{f}, nil
-	},
+	Open:  openAll,
+	Lanes: func(c *conf.Config) int { return conf.Get[int](c, pairs) },
 }
 
 const (
-	plaintext = "FSERVER_RDMA_PLAINTEXT"
-	device    = "FSERVER_RDMA_DEVICE"
-	noDevice  = "no RDMA device (/sys/class/infiniband is empty)"
+	plaintext  = "FSERVER_RDMA_PLAINTEXT"
+	device     = "FSERVER_RDMA_DEVICE"
+	pairs      = "STEPAF_QP_NUM"
+	splitLag   = "STEPMESH_SPLIT_QP_LAG"
+	noDevice   = "no RDMA device (/sys/class/infiniband is empty)"
+	maxDevices = 8
+	maxPairs   = 64
 )
+
+// openAll opens the devices that are named, or those of the interfaces that are, or one. One of several that
+// does not work keeps its place.
+func openAll(e *transport.Env) ([]transport.Fabric, error) {
+	if e.Config.TLS && !conf.Get[bool](e.Config, plaintext) {
+		return nil, &transport.ErrUnavailable{
+			Transport: "verbs", Reason: "FSERVER_TLS is on, and RDMA encrypts nothing: tensors would travel as plain text",
+			Remedy: "set FSERVER_RDMA_PLAINTEXT=1 to allow that",
+		}
+	}
+	base, err := link.From(e)
+	if err != nil {
+		return nil, err
+	}
+	o := Options{Options: base, Near: e.Host, Lag: conf.Get[Lag](e.Config, splitLag)}
+	var all []Options
+	for _, n := range conf.Get[[]string](e.Config, device) {
+		one := o
+		one.Device = n
+		all = append(all, one)
+	}
+	for i := 0; i < len(e.Hosts) && len(conf.Get[[]string](e.Config, device)) == 0; i++ {
+		one := o
+		one.Near, one.Only = e.Hosts[i], true
+		all = append(all, one)
+	}
+	if len(all) == 0 {
+		all = append(all, o)
+	}
+	return openEach(all, e)
+}
+
+// openEach opens Fabrics, or the first one that works if e asks for one.
+func openEach(all []Options, e *transport.Env) (list []transport.Fabric, err error) {
+	works := false
+	for i := range all {
+		all[i].Own = len(all) > 1
+		f, bad := Open(all[i])
+		switch {
+		case bad == nil:
+			list, works = append(list, f), true
+		case err == nil:
+			err = bad
+			fallthrough
+		default:
+			list = append(list, &transport.Absent{Device: cmp.Or(all[i].Device, all[i].Near), Why: bad})
+		}
+		if works && e.One {
+			return list[len(list)-1:], nil
+		}
+	}
+	if !works {
+		return nil, err
+	}
+	return list, nil
+}
 
 // software says whether a device has no hardware below it.
 func software(name string) bool {
@@ -52,13 +98,10 @@ func software(name string) bool {
 	return err == nil && strings.Contains(at, "/virtual/")
 }
 
-// Lag says how queue pairs use the ports of a bonded NIC.
-type Lag uint8
-
-// settings are those of this transport. Some wait for rails over several queue pairs.
+// settings are those of this transport. ps-lite's depths of the queues have no effect.
 func settings() []conf.Option {
-	lag := conf.Choice[Lag]("STEPMESH_SPLIT_QP_LAG", "0", []string{"0", "1", "port1", "port2"},
-		"ports of a bonded NIC that queue pairs use: 1 spreads them over both, port1 and port2 keep to one, 0 leaves it to the NIC. DMLC_SPLIT_QP_LAG counts otherwise: 0 spreads, 1 and 2 are ports, all else is off")
+	lag := conf.Choice[Lag](splitLag, "0", []string{"0", "1", "port1", "port2"},
+		"ports of a bonded NIC that queue pairs use: 1 spreads them over both, port1 and port2 keep to one, 0 leaves it to the NIC. With 1 each queue pair also has a UDP source port of its own, by which switches spread them. DMLC_SPLIT_QP_LAG counts otherwise: 0 spreads, 1 and 2 are ports, all else is off")
 	lag.Older = []conf.Spelling{{Name: "DMLC_SPLIT_QP_LAG", Want: "a whole number", To: func(v string) (string, bool) {
 		n, err := strconv.Atoi(v)
 		if names := []string{"1", "port1", "port2"}; err == nil && n >= 0 && n < len(names) {
@@ -66,15 +109,15 @@ func settings() []conf.Option {
 		}
 		return "0", err == nil
 	}}}
-	pairs := conf.Number("STEPAF_QP_NUM", "2", 1, 64, "number of queue pairs for each peer")
 	recv := conf.Number("BYTEPS_RDMA_RX_DEPTH", "256", 1, 65536, "depth of the receive queue")
 	send := conf.Number("BYTEPS_RDMA_START_DEPTH", "128", 1, 65536, "depth of the send queue")
-	all := []conf.Option{lag, pairs, recv, send}
-	for i := range all {
-		all[i].Effect = "rails over several queue pairs"
-	}
-	return append([]conf.Option{
-		conf.Word(device, "name of the RDMA device; its port 1 is used"),
+	recv.Effect = "queues of a depth that can be set"
+	send.Effect = recv.Effect
+	return []conf.Option{
+		conf.Names(device, maxDevices, "RDMA devices, of which port 1 is used. Tensors travel over all of them"),
+		conf.Number(pairs, "1", 1, maxPairs, "number of queue pairs to each peer over each device; with several devices at most 64 in all. A bonded NIC needs two or more to use both ports"),
+		lag,
 		conf.Flag(plaintext, "0", "whether tensors may travel over RDMA, where nothing is encrypted, although FSERVER_TLS is on"),
-	}, all...)
+		recv, send,
+	}
 }

@@ -285,18 +285,18 @@ func TestHostileMessages(t *testing.T) {
 	}
 }
 
-// TestPlace: a place is read as it was written, in 40 bytes, and one that cannot be is refused.
+// TestPlace: a place is read as it was written, in 44 bytes, and one that cannot be is refused.
 func TestPlace(t *testing.T) {
-	good := place{[16]byte{1, 15: 2}, 0x30405, 6, 1024, 7, slots, slotBytes}
+	good := place{[16]byte{1, 15: 2}, 0x30405, 6, 1024, 7, slots, slotBytes, 2}
 	b, err := binary.Append(nil, binary.LittleEndian, good)
 	require.NoError(t, err)
-	require.Equal(t, []byte{1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 5, 4, 3, 0, 6, 0, 0, 0, 0, 4, 0, 0, 7, 0, 0, 0, slots, 0, 0, 0, 0, 0x20, 0, 0}, b)
+	require.Equal(t, []byte{1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 5, 4, 3, 0, 6, 0, 0, 0, 0, 4, 0, 0, 7, 0, 0, 0, slots, 0, 0, 0, 0, 0x20, 0, 0, 2, 0, 0, 0}, b)
 	got, err := parsePlace(b)
 	require.NoError(t, err)
 	require.Equal(t, good, got)
 	_, err = parsePlace(b[1:])
-	require.EqualError(t, err, "the peer told of its queue pair in 39 bytes, want 40")
-	for at, value := range map[int]byte{19: 1, 23: 1, 25: 0, 32: 1, 34: 1, 37: 0} {
+	require.EqualError(t, err, "the peer told of its queue pair in 43 bytes, want 44")
+	for at, value := range map[int]byte{40: 3, 19: 1, 23: 1, 25: 0, 32: 1, 34: 1, 37: 0} {
 		bad := bytes.Clone(b)
 		bad[at] = value
 		_, err = parsePlace(bad)

@@ -92,6 +92,9 @@ func (f *Fabric) Register(r mem.Region) (transport.Key, error) {
 		if errors.Is(err, unix.EFAULT) { // memory that can only be read is good as a source
 			g.mr, err = f.dev.Register(g.start, r.Len, rdma.RelaxedOrdering)
 		}
+		if errors.Is(err, unix.EIO) || errors.Is(err, unix.ENODEV) {
+			err = &transport.DeviceError{Err: err}
+		}
 		if err != nil {
 			return transport.Key{}, err
 		}

@@ -26,6 +26,7 @@ type place struct {
 	LID     uint32
 	Slots   uint32 // that are posted for frames
 	Slot    uint32 // bytes of each
+	Port    uint32 // of a bond that it sends over, from 1; 0: the NIC chooses
 }
 
 func parsePlace(b []byte) (p place, err error) {
@@ -33,7 +34,7 @@ func parsePlace(b []byte) (p place, err error) {
 		return p, fmt.Errorf("the peer told of its queue pair in %d bytes, want %d", len(b), n)
 	}
 	_, _ = binary.Decode(b, binary.LittleEndian, &p) // it fits
-	if p.QP >= 1<<24 || p.PSN >= 1<<24 || p.MTU < 256 || p.Slots < 2 || p.Slots > 1<<15 || p.Slot < slotBytes {
+	if p.Port > bondPorts || p.QP >= 1<<24 || p.PSN >= 1<<24 || p.MTU < 256 || p.Slots < 2 || p.Slots > 1<<15 || p.Slot < slotBytes {
 		return p, fmt.Errorf("the peer's queue pair is %+v, which cannot be", p)
 	}
 	return p, nil
@@ -64,6 +65,7 @@ func (f *Fabric) adopt(s *link.Session) (transport.Conn, error) {
 		}
 		if err != nil {
 			delete(f.byQP, c.number)
+			f.lag.leave(c)
 			f.made--
 		}
 	})
@@ -99,6 +101,7 @@ func (f *Fabric) add(c *Conn) error {
 func (c *Conn) meet() error {
 	s := c.session
 	if s.Dialer {
+		c.choosePort(s.Remote, 0)
 		if err := c.tell(); err != nil {
 			return err
 		}
@@ -111,6 +114,9 @@ func (c *Conn) meet() error {
 		return err
 	}
 	c.tx.credits = int(c.peer.Slots)
+	if !s.Dialer {
+		c.choosePort(s.Remote, int(c.peer.Port))
+	}
 	if err = c.join(c.peer); err == nil {
 		c.f.Owned(func() { c.f.byQP[c.number] = c })
 	}
@@ -167,7 +173,7 @@ func (c *Conn) greet() (err error) {
 
 // tell tells the peer of the queue pair.
 func (c *Conn) tell() error {
-	p := place{c.f.gid.Raw, c.qp.Number, c.psn, uint32(c.f.port.MTU), uint32(c.f.port.LID), slots, slotBytes}
+	p := place{c.f.gid.Raw, c.qp.Number, c.psn, uint32(c.f.port.MTU), uint32(c.f.port.LID), slots, slotBytes, uint32(c.lag)}
 	b, _ := binary.Append(nil, binary.LittleEndian, p) // its size is fixed
 	return c.session.Tell(b)
 }
@@ -205,9 +211,13 @@ func (c *Conn) join(p place) error {
 	if err := c.post(c.rx.spent); err != nil {
 		return err
 	}
-	return c.qp.Connect(rdma.Path{
+	err := c.qp.Connect(rdma.Path{
 		GID: p.GID, QP: p.QP, PSN: p.PSN, OwnPSN: c.psn, LID: int32(p.LID), GIDIndex: c.f.gid.Index,
 		MTU: int32(min(p.MTU, uint32(c.f.port.MTU))), Global: c.f.port.Ethernet,
-		Timeout: 16, Retries: 6, NotReady: 7,
+		Timeout: 16, Retries: 6, NotReady: 7, Flow: c.flow(),
 	})
+	if err == nil {
+		err = c.keepTo()
+	}
+	return err
 }

@@ -25,6 +25,7 @@ package verbs
 
 import (
 	"fmt"
+	"net"
 	"net/netip"
 	"slices"
 	"strings"
@@ -46,8 +47,14 @@ type Options struct {
 	// Device is the name of the device, of which port 1 is used; empty means the first
 	// one whose port is up.
 	Device string
-	// Near is an address of this host; of several devices one that has it is taken.
+	// Near is an address of this host; of several devices one that has it is taken. With Only, no other one is.
 	Near string
+	Only bool
+	// Own has connections set up over the network of the device itself, where its port has an IP address, instead of
+	// that of Listen and Bind. So they share its fate.
+	Own bool
+	// Lag says which port of a bonded NIC queue pairs send over.
+	Lag Lag
 }
 
 // Fabric is one port of an RDMA device. See transport.Fabric.
@@ -64,6 +71,7 @@ type Fabric struct {
 	regions []region // by start
 	last    uint64   // the newest key
 	conns   link.Conns[*Conn]
+	lag     lag
 	byQP    map[uint32]*Conn  // by the number of the queue pair, also while they are set up
 	queue   link.Queue[*Conn] // what the next Poll visits
 	slept   bool              // Arm was called, and no Poll since
@@ -75,13 +83,21 @@ type Fabric struct {
 
 // Open opens a Fabric.
 func Open(o Options) (*Fabric, error) {
-	f := &Fabric{byQP: map[uint32]*Conn{}, frames: make([]byte, 0, frameRoom)}
-	kind := link.TCP("verbs", f.adopt)
-	kind.Caps.LocalKeys = true
-	if err := f.Fabric.Open(kind, o.Options); err != nil {
+	f := &Fabric{byQP: map[uint32]*Conn{}, frames: make([]byte, 0, frameRoom), lag: lag{how: o.Lag, used: map[string]*[2]int{}}}
+	if err := f.openDevice(o); err != nil {
 		return nil, err
 	}
-	if err := f.open(o); err != nil {
+	if o.Name == "" {
+		o.Name = fmt.Sprintf("verbs/%s:1", f.dev.Name)
+	}
+	kind := link.TCP("verbs", f.adopt)
+	kind.Caps.LocalKeys = true
+	err := f.Fabric.Open(kind, f.near(o))
+	if err != nil {
+		f.release()
+		return nil, err
+	}
+	if err = f.open(); err != nil {
 		f.release()
 		f.Release()
 		return nil, err
@@ -90,14 +106,27 @@ func Open(o Options) (*Fabric, error) {
 	return f, nil
 }
 
-// open acquires what release gives back.
-func (f *Fabric) open(o Options) (err error) {
-	if err = f.openDevice(o); err != nil {
-		return err
+// near says where connections are set up.
+func (f *Fabric) near(o Options) link.Options {
+	if at := f.gid.Addr(); o.Own && f.port.Ethernet && (at.Is4() || at.IsGlobalUnicast()) {
+		o.Bind = at.String()
+		if o.Listen != "" {
+			o.Listen = net.JoinHostPort(o.Bind, "0")
+		}
 	}
-	if o.Name == "" {
-		f.Options.Name = fmt.Sprintf("verbs/%s:1", f.dev.Name)
+	return o.Options
+}
+
+// Interface returns the name of the network interface of the device, or "" if it has none.
+func (f *Fabric) Interface() string {
+	if i, err := net.InterfaceByIndex(int(f.gid.Link)); err == nil {
+		return i.Name
 	}
+	return ""
+}
+
+// open acquires what release gives back, but for the device.
+func (f *Fabric) open() (err error) {
 	if f.cq, err = f.dev.NewCQ(int(min(f.dev.MaxCQE, 1<<15))); err != nil {
 		return err
 	}
@@ -128,6 +157,9 @@ func (f *Fabric) openDevice(o Options) error {
 	at, _ := netip.ParseAddr(o.Near)
 	for _, at := range []netip.Addr{at.Unmap(), {}} { // the device with that address, else any
 		for _, n := range names {
+			if o.Only && !at.IsValid() {
+				break
+			}
 			if o.Device != "" && n != o.Device {
 				continue
 			}

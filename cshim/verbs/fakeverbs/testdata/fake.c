@@ -27,8 +27,9 @@ struct mr *mrs;
 /* Options: what the devices are like. */
 static long opt_devices = 2, opt_td = 1, opt_cqe = 4096, opt_mr_size = 1L << 40,
             opt_inline = 220, opt_gids = 2, opt_down, opt_locked = -1,
-            opt_qps = 1000, opt_wr = 4096;
+            opt_qps = 1000, opt_wr = 4096, opt_lag;
 int opt_hold;
+long opt_patient;
 static long locked;
 
 static struct {
@@ -121,13 +122,14 @@ int gid_of(int device, int index, struct ibv_gid_entry *e) {
   e->gid_index = (uint32_t)index;
   e->port_num = 1;
   e->gid_type = (uint32_t)type[index];
-  e->ndev_ifindex = (uint32_t)device + 2;
+  e->ndev_ifindex = 1; /* lo */
   if (index == 4 || (opt_gids < 2 && index >= 2 && index < 4) || opt_gids < 1)
     return ENODATA;
   snprintf(text, sizeof text,
-           index < 2   ? "fe80::%d"
-           : index < 4 ? "::ffff:10.77.0.%d"
-                       : "fd00:77::%d",
+           index < 2 ? "fe80::%d"
+           : index < 4
+               ? opt_gids > 2 ? "::ffff:127.0.77.%d" : "::ffff:10.77.0.%d"
+               : "fd00:77::%d",
            device + 1);
   inet_pton(AF_INET6, text, e->gid.raw);
   return 0;
@@ -284,7 +286,8 @@ int ibv_query_port(struct ibv_context *c, uint8_t n,
   unlock();
   if (n != 1)
     return EINVAL;
-  a->state = opt_down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
+  int down = opt_down == 1 || opt_down >> (1 + of(c)->device) & 1;
+  a->state = down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
   a->link_layer = IBV_LINK_LAYER_ETHERNET;
   a->max_mtu = IBV_MTU_4096;
   a->active_mtu = IBV_MTU_1024;
@@ -560,6 +563,7 @@ static int to_state(struct qp *q, struct ibv_qp_attr *a, int mask) {
       return ETIMEDOUT; /* the neighbour is not found */
     q->peer = a->dest_qp_num;
     q->rq_psn = a->rq_psn;
+    q->flow = a->ah_attr.grh.flow_label;
     memcpy(q->gid, a->ah_attr.grh.dgid.raw, sizeof q->gid);
     return 0;
   case IBV_QPS_RTS:
@@ -591,6 +595,25 @@ int ibv_modify_qp(struct ibv_qp *v, struct ibv_qp_attr *a, int mask) {
   struct qp *p = find_qp(q->peer);
   if (!rc && p)
     run(p);
+  unlock();
+  return rc;
+}
+
+bool mlx5dv_is_supported(struct ibv_device *d) {
+  (void)d;
+  return true;
+}
+
+int mlx5dv_modify_qp_lag_port(struct ibv_qp *v, uint8_t port) {
+  struct qp *q = (struct qp *)v;
+  lock();
+  int rc = injected("mlx5dv_modify_qp_lag_port");
+  if (!rc && !opt_lag)
+    rc = EOPNOTSUPP;
+  if (!rc && (port < 1 || port > 2 || v->state != IBV_QPS_RTS))
+    rc = EINVAL;
+  if (!rc)
+    q->lag = port;
   unlock();
   return rc;
 }
@@ -633,7 +656,8 @@ static const struct {
     {"cqe", &opt_cqe, 4096},      {"mr_size", &opt_mr_size, 1L << 40},
     {"inline", &opt_inline, 220}, {"gids", &opt_gids, 2},
     {"down", &opt_down, 0},       {"locked", &opt_locked, -1},
-    {"qps", &opt_qps, 1000},      {"wr", &opt_wr, 4096}};
+    {"qps", &opt_qps, 1000},      {"wr", &opt_wr, 4096},
+    {"lag", &opt_lag, 0},         {"patient", &opt_patient, 0}};
 
 int fake_set(const char *name, long value) {
   lock();
@@ -706,9 +730,25 @@ void fake_vanish(int device) {
   unlock();
 }
 
+/* Queue pairs that send over a port of a bond, or, for port 3, that have a flow of
+ * their own. */
+static long sending_over(int port) {
+  long n = 0;
+  for (struct qp *q = qps; q; q = q->next) {
+    int other = 0;
+    for (struct qp *p = q->next; p; p = p->next)
+      other |= p->flow == q->flow;
+    n += port == 3 ? q->flow && !other : q->lag == port;
+  }
+  return n;
+}
+
 long fake_count(const char *name) {
   lock();
-  long value = *counter(name);
+  long value = !strcmp(name, "port1")   ? sending_over(1)
+               : !strcmp(name, "port2") ? sending_over(2)
+               : !strcmp(name, "flows") ? sending_over(3)
+                                        : *counter(name);
   unlock();
   return value;
 }

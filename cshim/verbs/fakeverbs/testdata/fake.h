@@ -6,6 +6,7 @@
 #define FAKE_VERBS_H
 
 #include <infiniband/verbs.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 enum { DEVICES = 4, SGES = 32, GIDS = 6 };
@@ -66,7 +67,8 @@ struct qp {
   unsigned access;
   uint32_t peer, rq_psn, sq_psn;
   uint8_t gid[16];
-  int retries;
+  uint32_t flow;
+  int retries, lag;          /* the port of a bond; 0: not chosen */
   struct sent *sends;        /* ring of cap.max_send_wr */
   struct ibv_recv_wr *recvs; /* ring of cap.max_recv_wr */
   struct ibv_sge *to;
@@ -80,6 +82,7 @@ extern struct context *contexts;
 extern struct qp *qps;
 extern struct mr *mrs;
 extern int opt_hold;
+extern long opt_patient;
 struct qp *find_qp(uint32_t number);
 int injected(const char *call);
 int gone(struct ibv_context *c);

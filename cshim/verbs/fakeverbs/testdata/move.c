@@ -116,10 +116,12 @@ static struct qp *reach(struct qp *q) {
   return NULL;
 }
 
+enum { WAITS = -1 };
+
 static int do_write(struct qp *q, struct sent *s) {
   struct qp *p = reach(q);
   if (!p)
-    return IBV_WC_RETRY_EXC_ERR;
+    return opt_patient ? WAITS : IBV_WC_RETRY_EXC_ERR;
   struct mr *m = find_mr(p->qp.context, s->rkey, s->remote, s->bytes);
   if (s->bytes && (!m || !(m->access & p->access & IBV_ACCESS_REMOTE_WRITE))) {
     notify(p->qp.context, IBV_EVENT_QP_ACCESS_ERR, p, 0);
@@ -130,12 +132,10 @@ static int do_write(struct qp *q, struct sent *s) {
   return IBV_WC_SUCCESS;
 }
 
-enum { WAITS = -1 };
-
 static int do_send(struct qp *q, struct sent *s) {
   struct qp *p = reach(q);
   if (!p)
-    return IBV_WC_RETRY_EXC_ERR;
+    return opt_patient ? WAITS : IBV_WC_RETRY_EXC_ERR;
   if (p->used == p->given)
     return q->retries == 7 ? WAITS : IBV_WC_RNR_RETRY_EXC_ERR;
   uint64_t at = p->used % p->cap.max_recv_wr, id = p->recvs[at].wr_id;
