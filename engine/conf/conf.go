@@ -119,6 +119,7 @@ type Config struct {
 	Transport string // Auto, or the name of one of the transports
 	SameHost  bool   // transports inside a host may be used
 	Loans     bool   // a server takes tensors that are lent
+	Split     int    // bytes from which on a tensor travels over several connections at once
 	Backend   Backend
 	Visible   string // CUDA_VISIBLE_DEVICES
 

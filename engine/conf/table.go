@@ -92,6 +92,8 @@ var table = []struct {
 			"whether `auto` may use the transports inside a host. 0 leaves TCP. A transport that FSERVER_TRANSPORT names is used all the same, but then GPUs do not map each other's memory"),
 		flag("FSERVER_LOANS", "1", func(c *Config) *bool { return &c.Loans },
 			"whether a server reads shared tensors (`empty_shared`) of workers on its host where they are. It cannot write to them. 0 copies them into receive buffers as other tensors"),
+		number("FSERVER_SPLIT_BYTES", "131072", 4096, 1<<40, func(c *Config) *int { return &c.Split },
+			"size in bytes from which on a tensor is cut, to travel over [several interfaces](rails.md), devices or queue pairs at once"),
 		choice("STEPMESH_BACKEND", "", backends, func(c *Config) *Backend { return &c.Backend },
 			"where tensors and receive buffers are. `CPU` uses no GPU; `GPU` uses GPU STEPMESH_GPU, and is an error on a host without one").or("GPU if there is one").older(Spelling{Name: "STEPMESH_BAKCEND"}),
 		text("CUDA_VISIBLE_DEVICES", "text", "as CUDA reads it", func(c *Config) *string { return &c.Visible }, func(string) bool { return true },

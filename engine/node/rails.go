@@ -72,7 +72,7 @@ func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []tran
 // options say how rails joins Fabrics. links are the network interfaces of each, or empty.
 func options(cfg *conf.Config, log *zap.Logger, names, links []string, lanes int) rails.Options {
 	return rails.Options{
-		Names: names, Lanes: lanes, Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(links, log),
+		Names: names, Lanes: lanes, Split: uint64(cfg.Split), Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(links, log),
 		Failed: func(member int, why error) {
 			log.Error("a device has failed", zap.Int("number", member), zap.Error(why))
 		},

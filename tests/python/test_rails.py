@@ -200,6 +200,48 @@ def test_a_lost_link_is_named(child: MakeChild) -> None:
     assert link.members[1].transport == "" and link.members[0].transport == "tcp"
 
 
+def timed_program(pair: Pair) -> list[tuple[float, float, float]]:
+    """Of a large exchange in milliseconds: its usual time; its time with a link lost in the middle; from
+    the loss until it is known."""
+    x = torch.randint(0, 255, (128 * MIB,), dtype=torch.uint8)
+    y = torch.empty_like(x)
+
+    def trip(disturb: Callable[[], None]) -> float:
+        y.zero_()
+        begin = time.monotonic()
+        handle = pair.worker.push_pull([x], [0], [y], [1])
+        disturb()
+        pair.worker.wait(handle, timeout_ms=int(LIMIT * 1000))
+        seconds = time.monotonic() - begin
+        assert torch.equal(x + 1, y)
+        pair.rounds += 1
+        return seconds
+
+    def lose() -> None:
+        nonlocal known
+        time.sleep(usual / 3)
+        begin = time.monotonic()
+        shell("ip", "link", "set", "a1", "down")
+        while not pair.worker.links()[0].members[1].reason:
+            time.sleep(0.0005)
+        known = time.monotonic() - begin
+
+    times = []
+    trip(lambda: None)
+    for _ in range(5):
+        pair.members(2)
+        usual, known = sorted(trip(lambda: None) for _ in range(3))[1], 0.0
+        times.append((1e3 * usual, 1e3 * trip(lose), 1e3 * known))
+        shell("ip", "link", "set", "a1", "up")
+    return times
+
+
+def test_the_time_of_a_loss(child: MakeChild) -> None:
+    """How much longer an exchange takes is printed, not judged."""
+    for usual, lossy, known in run(child, timed_program):
+        print(f"usual {usual:.1f} ms; with a loss {lossy:.1f} ms, known after {known:.1f} ms")
+
+
 def one_program(pair: Pair) -> str:
     pair.exchange(1, 4096, 4 * MIB)
     return pair.worker.links()[0].transport

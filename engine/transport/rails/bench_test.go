@@ -3,7 +3,9 @@ package rails_test
 import (
 	"context"
 	"fmt"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -19,7 +21,7 @@ func BenchmarkRoundTrip(b *testing.B) {
 	for _, size := range []uint64{64, 4 << 10, 16 << 20} {
 		for _, members := range []int{1, 2} {
 			b.Run(fmt.Sprintf("%d bytes over %d", size, members), func(b *testing.B) {
-				round := roundTrip(b, members, size)
+				round := roundTrip(b, members, size, 0)
 				b.SetBytes(2 * int64(size))
 				b.ReportAllocs()
 				for b.Loop() {
@@ -36,7 +38,7 @@ func TestRoundTripAllocatesNothing(t *testing.T) {
 		t.Skip("the race detector allocates")
 	}
 	for _, size := range []uint64{64, 2 << 20} {
-		round := roundTrip(t, 2, size)
+		round := roundTrip(t, 2, size, 0)
 		for range 300 {
 			round()
 		}
@@ -44,15 +46,106 @@ func TestRoundTripAllocatesNothing(t *testing.T) {
 	}
 }
 
-// roundTrip returns a function that writes so many bytes each way.
-func roundTrip(b testing.TB, members int, size uint64) func() {
+// BenchmarkHeld is the same with 16 MiB, where each member takes 300 MB/s.
+func BenchmarkHeld(b *testing.B) {
+	const size = 16 << 20
+	for _, members := range []int{1, 2} {
+		b.Run(fmt.Sprint("over ", members), func(b *testing.B) {
+			round := roundTrip(b, members, size, 300e6)
+			b.SetBytes(2 * size)
+			for b.Loop() {
+				round()
+			}
+		})
+	}
+}
+
+// held is a Fabric whose Conns take so many bytes a second.
+type held struct {
+	transport.Fabric
+	rate float64
+}
+
+type heldConn struct {
+	transport.Conn
+	rate float64
+	free time.Time
+}
+
+func (h held) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
+	c, err := h.Fabric.Connect(ctx, peer)
+	if err != nil {
+		return nil, err
+	}
+	return h.slow(c), nil
+}
+
+// slow returns the Conn that our user knows for one.
+func (h held) slow(c transport.Conn) transport.Conn {
+	slow.Lock()
+	defer slow.Unlock()
+	if slow.all[c] == nil {
+		slow.all[c] = &heldConn{Conn: c, rate: h.rate}
+	}
+	return slow.all[c]
+}
+
+var slow = struct {
+	sync.Mutex
+	all map[transport.Conn]*heldConn
+}{all: map[transport.Conn]*heldConn{}}
+
+func (h held) Poll(ev []transport.Event) (int, error) {
+	n, err := h.Fabric.Poll(ev)
+	for i := range ev[:n] {
+		if ev[i].Conn != nil {
+			ev[i].Conn = h.slow(ev[i].Conn)
+		}
+	}
+	return n, err
+}
+
+func (h held) Bind(k transport.Key, c transport.Conn) error {
+	return h.Fabric.Bind(k, c.(*heldConn).Conn)
+}
+
+func (c *heldConn) Post(ops []transport.Op) (n int, err error) {
+	for n < len(ops) && !time.Now().Before(c.free) {
+		k, err := c.Conn.Post(ops[n : n+1])
+		if k == 0 || err != nil {
+			return n, err
+		}
+		bytes := 0
+		for _, s := range ops[n].Src {
+			bytes += int(s.Len)
+		}
+		c.free = time.Now().Add(time.Duration(float64(bytes) / c.rate * 1e9))
+		n++
+	}
+	return n, nil
+}
+
+func mapped(b testing.TB, size uint64) mem.Region {
+	r, err := mem.Map(size)
+	require.NoError(b, err)
+	b.Cleanup(func() { _ = mem.Unmap(r) })
+	return r
+}
+
+// roundTrip returns a function that writes so many bytes each way, over members that take so many bytes a second; 0: as
+// they do.
+func roundTrip(b testing.TB, members int, size uint64, rate float64) func() {
 	var f [2]transport.Fabric
 	for i := range f {
 		var all []transport.Fabric
 		for range members {
 			m, err := tcp.Open(tcp.Options{Listen: "127.0.0.1:0", Gate: transporttest.Gate{}})
 			require.NoError(b, err)
-			all = append(all, m)
+			if rate > 0 {
+				all = append(all, held{m, rate})
+			} else {
+				all = append(all, m)
+			}
 		}
 		var err error
 		f[i], err = rails.New(all, rails.Options{})
@@ -74,9 +167,7 @@ func roundTrip(b testing.TB, members int, size uint64) func() {
 	}
 	var ops [2][]transport.Op
 	for i := range f {
-		r, err := mem.Map(size)
-		require.NoError(b, err)
-		b.Cleanup(func() { _ = mem.Unmap(r) })
+		r := mapped(b, size)
 		k, err := f[1-i].Register(r)
 		require.NoError(b, err)
 		ops[i] = []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{r.Span()}}, {Kind: transport.OpFrame, Frame: make([]byte, 64)}}

@@ -40,7 +40,7 @@ type Options struct {
 	// sides differ, the lower number counts. More than one needs Fabrics that keep no key to a Conn (Fabric.Bind):
 	// those whose NIC writes by itself.
 	Lanes int
-	// Split is the size from which on a write is cut over all members; 0 means 1 MiB.
+	// Split is the size from which on a write is cut over all members; 0 means 128 KiB.
 	Split uint64
 	// Stall is how long a peer may take to say what has come on a member that was lost. Then the Conn ends.
 	// 0 means 30 s.
@@ -93,7 +93,7 @@ func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
 		return nil, fmt.Errorf("rails: %d connections over each of %d fabrics: at most %d in all", o.Lanes, len(members), maxRails)
 	}
 	if o.Split == 0 {
-		o.Split = 1 << 20
+		o.Split = 128 << 10
 	}
 	if o.Stall <= 0 {
 		o.Stall = 30 * time.Second
