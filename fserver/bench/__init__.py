@@ -18,6 +18,7 @@ BENCHMARKS = {
     "matrix": "push, pull and push_pull; local, remote and joint; on CPU and GPU",
     "af": "the layers of a large model: round trip, where its time goes, tokens per second",
     "graph": "stream channels in CUDA graphs: layers of a model, round trips, effect on GEMMs",
+    "bond": "one connection over several interfaces, RDMA devices or queue pairs",
     "fanin": "one server with 1 to 40 worker groups, or with idle groups beside a busy one",
     "threads": "two Python threads of a worker compared with one, or one beside other calls",
     "verify": "random shapes, dtypes and counts, compared byte by byte; some are timed",

@@ -296,6 +296,8 @@ class Crew:
         host: str | None = None,
         scheduler: str | None = None,
         device: str = "cpu",
+        near: str | None = None,
+        by_role: Mapping[str, Mapping[str, str]] | None = None,
     ) -> Iterator[None]:
         """Makes nodes in the processes, connects them, and lets them leave together.
 
@@ -307,6 +309,8 @@ class Crew:
                 counterpart is elsewhere.
             device: where tensors are: "cpu", or "gpu": those of workers on the first, those of
                 servers on the last GPU.
+            near: address of this host for the scheduler alone (default: host).
+            by_role: more settings of workers and of servers.
         """
         sizes = [(counts or {}).get(p.name, p.member.nodes) for p in self.peers]
         total = {"worker": 0, "server": 0}
@@ -318,7 +322,7 @@ class Crew:
         if not scheduler and not {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(os.environ):
             settings["FSERVER_SECRET"] = secrets.token_hex(16)
         with contextlib.ExitStack() as stack:
-            address = scheduler or stack.enter_context(_port(host or "127.0.0.1"))
+            address = scheduler or stack.enter_context(_port(near or host or "127.0.0.1"))
             given = {"worker": 0, "server": 0}
             if device == "gpu":
                 self.gpus = (0, max(self.one(self.peers[0].name, "gpus") - 1, 0))
@@ -327,12 +331,11 @@ class Crew:
                 first = given[role]
                 given[role] += size
                 gpu = self.gpus[role == "server"] if device == "gpu" else None
+                own = {**settings, **(by_role or {}).get(role, {})}
                 peer.tell(
                     "connect",
                     [
-                        Place(
-                            role, r, total["worker"], total["server"], address, settings, host, gpu
-                        )
+                        Place(role, r, total["worker"], total["server"], address, own, host, gpu)
                         for r in range(first, first + size)
                     ],
                 )

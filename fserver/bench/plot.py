@@ -108,6 +108,16 @@ def _af(figure: Any, rows: Rows) -> None:
     axes.legend(fontsize=8, loc="right")
 
 
+def _bond(figure: Any, rows: Rows) -> None:
+    """A panel for each size: the speed of each way."""
+    by_size = _grouped(rows, "bytes_out")
+    panels = figure.subplots(1, len(by_size), squeeze=False)[0]
+    for axes, ((size,), some) in zip(panels, by_size.items(), strict=True):
+        axes.bar([row["over"] for row in some], [row["gbps"] for row in some])
+        axes.set(title=f"{size} bytes each way", ylabel="GB/s, both directions")
+        axes.tick_params(axis="x", labelsize=6)
+
+
 def _fanin(figure: Any, rows: Rows) -> None:
     """Time of a batch and of a request over the groups; or with and without idle groups."""
     if any(row["idle"] for row in rows):
@@ -204,6 +214,7 @@ DRAW: dict[str, Callable[[Any, Rows], None]] = {
     "ipc": _sizes,
     "matrix": _matrix,
     "af": _af,
+    "bond": _bond,
     "fanin": _fanin,
     "threads": _threads,
     "verify": _verify,

@@ -1322,6 +1322,7 @@ DRAWN = {
         {**ROW, "place": "joint", "device": "gpu", "skipped": "why"},
     ],
     "af": [{**ROW, "shape": "1 x 1", "parts_us": dict.fromkeys(stamps.PARTS, 5.0)}],
+    "bond": [{**ROW, "over": name, "gbps": 1.0} for name in ("eth0", "eth0+eth1")],
     "fanin": [
         {**ROW, "groups": n, "idle": 0, "per_request_us": 20.0, "p50_us": 20.0 * n} for n in (1, 2)
     ],

@@ -201,8 +201,8 @@ def test_a_lost_link_is_named(child: MakeChild) -> None:
 
 
 def timed_program(pair: Pair) -> list[tuple[float, float, float]]:
-    """Of a large exchange in milliseconds: its usual time; its time with a link lost in the middle; from
-    the loss until it is known."""
+    """Of a large exchange in milliseconds: its usual time; its time with a link lost in the middle;
+    the time from the loss until it is known."""
     x = torch.randint(0, 255, (128 * MIB,), dtype=torch.uint8)
     y = torch.empty_like(x)
 

@@ -1,0 +1,79 @@
+"""`fserver bench bond` over two links of one network namespace."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_containers import needs
+
+from fserver import bench
+from fserver.bench import bond
+
+LINKS = """
+ip link set lo up
+for link in 0 1; do
+  ip link add a$link type veth peer name b$link
+  ip addr add 10.77.$link.1/24 dev a$link
+  ip addr add 10.77.$link.2/24 dev b$link
+  ip link set a$link up
+  ip link set b$link up
+done
+exec "$@"
+"""
+
+
+def test_two_interfaces(tmp_path: Path) -> None:
+    needs("unshare", "ip")
+    out = tmp_path / "bond.json"
+    options = "--interfaces a0,a1 --server-interfaces b0,b1 --sizes 4K,1M --rounds 2 --iters 5"
+    command = [sys.executable, "-m", "fserver", "bench", "bond", *options.split(), "--json", out]
+    alone = ["unshare", "--net", "bash", "-euc", LINKS, "links"]
+    ran = subprocess.run([*alone, *command], capture_output=True, text=True, timeout=240)
+    print(ran.stdout + ran.stderr)
+    assert ran.returncode == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["over"], r["bytes_out"]) for r in rows] == [
+        ("a0", 4096),
+        ("a0+a1", 4096),
+        ("a0", 1 << 20),
+        ("a0+a1", 1 << 20),
+    ]
+    assert rows[0]["members"] == [] and rows[0]["ratio"] == 1
+    both = rows[3]["members"]
+    assert [m["interface"] for m in both] == ["a0", "a1"]
+    assert all(40 < m["share"] < 60 for m in both)
+    assert "a0 50 %, a1 50 %" in ran.stdout
+
+
+def test_ways() -> None:
+    made = bond._parser()
+    options = made.parse_args("--devices n0,n1 --pairs 1,2 --lag 0,port1".split())
+    names = [way.name for way in bond.ways(options)]
+    assert names == ["n0+n1 x 1", "n0+n1 x 2", "n0+n1 x 1, lag port1", "n0+n1 x 2, lag port1"]
+    last = bond.ways(options)[-1]
+    assert last.worker == last.server
+    assert last.worker["STEPAF_QP_NUM"] == "2" and last.worker["FSERVER_RDMA_DEVICE"] == "n0,n1"
+
+
+def test_shares() -> None:
+    def member(sent: int) -> dict[str, object]:
+        return {"interface": "n0", "transport": "verbs/port2", "sent": sent}
+
+    found = bond.shares([[member(1), member(2)], [member(3), member(4)]])
+    assert [m["sent"] for m in found] == [4, 6]
+    assert bond.show(found) == "n0 40 % (port2), n0 60 % (port2)"
+    assert bond.show([]) == "-"
+
+
+@pytest.mark.parametrize("options", [[], ["--interfaces", "a", "--devices", "b"]])
+def test_one_kind(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["bond", *options])
+    assert "give either --interfaces (TCP) or --devices (RDMA)" in capsys.readouterr().err
+
+
+def test_no_such_interface(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["bond", "--interfaces", "nope0", "--rounds", "1"]) == 1
+    assert "--interfaces: nope0 has no IPv4 address" in capsys.readouterr().err
