@@ -72,10 +72,26 @@ func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []tran
 // options say how rails joins Fabrics. links are the network interfaces of each, or empty.
 func options(cfg *conf.Config, log *zap.Logger, names, links []string, lanes int) rails.Options {
 	return rails.Options{
-		Names: names, Lanes: lanes, Split: uint64(cfg.Split), Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(links, log),
+		News: sayMember(log), Names: names, Lanes: lanes, Split: uint64(cfg.Split), Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(links, log),
 		Failed: func(member int, why error) {
 			log.Error("a device has failed", zap.Int("number", member), zap.Error(why))
 		},
+	}
+}
+
+// sayMember logs what becomes of the connections that one is made of.
+func sayMember(log *zap.Logger) func(transport.Peer, transport.Member) {
+	return func(peer transport.Peer, m transport.Member) {
+		who := zap.String("peer", peer.Remote)
+		if h, err := wire.ParseHello(peer.Hello); err == nil {
+			who = zap.String("peer", fmt.Sprintf("%v %d", h.Role, h.Rank))
+		}
+		fields := []zap.Field{who, zap.String("over", m.Name), zap.String("at", m.Remote), zap.String("transport", m.Via)}
+		if m.Why == "" {
+			log.Info("one more connection is used", fields...)
+		} else {
+			log.Warn("a connection is lost, and the others carry on", append(fields, zap.String("why", m.Why))...)
+		}
 	}
 }
 

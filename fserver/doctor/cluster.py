@@ -41,6 +41,8 @@ def check(report: Report, values: dict[str, str], host: dict) -> None:
     report.add(TITLE, _settings(of, role) if described else NONE)
     shared = next(c for c in report.sections[TRANSPORTS] if c.name == SHARED_MEMORY)
     report.add(TITLE, *_transport(of, role, shared))
+    if role != "scheduler":
+        report.add(TITLE, *_interfaces(of, host), *_rdma(of, host))
     if described:
         report.add(TITLE, *_gpu(host), *_addresses(of, role, host), *_secret(of, host))
 
@@ -79,6 +81,44 @@ def _transport(of: dict[str, str], role: str, shared: Check) -> Iterator[Check]:
         if not way:
             text, remedy = f"{name}, FSERVER_CMA=direct: {text}", f"{remedy} (or unset FSERVER_CMA)"
             yield Check("transport", "no", text, remedy, fatal=True)
+
+
+def _interfaces(of: dict[str, str], host: dict) -> Iterator[Check]:
+    """Tests each of several interfaces. One that is down now may come up later."""
+    names_ = of["DMLC_INTERFACE"].split(",")
+    nics = {n["name"]: n for n in host["nics"]}
+    for name in names_ if len(names_) > 1 else ():
+        nic = nics.get(name)
+        at = next((a for a in nic["addresses"] if not a.startswith("fe80:")), "") if nic else ""
+        if not nic:
+            text, remedy = "this host has no such interface", "correct DMLC_INTERFACE"
+        elif not at:
+            text, remedy = "it has no address", f"ip addr add ADDRESS/PREFIX dev {name}"
+        elif not nic["up"]:
+            text, remedy = f"{at}, down: no tensor travels over it", f"ip link set {name} up"
+        else:
+            yield Check(f"interface {name}", "yes", f"{at}, up")
+            continue
+        yield Check(f"interface {name}", "no", text, remedy, fatal=not at)
+
+
+def _rdma(of: dict[str, str], host: dict) -> Iterator[Check]:
+    """Tests each RDMA device that is named. One of several that does not work is done without."""
+    devices = of["FSERVER_RDMA_DEVICE"].split(",") if of["FSERVER_RDMA_DEVICE"] else []
+    if of["FSERVER_TRANSPORT"] != "verbs":
+        return
+    verbs = next(way for way in host["transports"] if way["name"] == "verbs")
+    found = {f["what"]: f for f in verbs["findings"]}
+    works = any(found.get(name, {}).get("state") == "yes" for name in devices)
+    for name in devices:
+        f = found.get(
+            name, {"state": "no", "text": "this host has no such RDMA device", "remedy": ""}
+        )
+        remedy = f["remedy"] or "correct FSERVER_RDMA_DEVICE (ibv_devinfo shows the devices)"
+        yes = f["state"] == "yes"
+        yield Check(
+            f"RDMA device {name}", f["state"], f["text"], "" if yes else remedy, fatal=not works
+        )
 
 
 def _addresses(of: dict[str, str], role: str, host: dict) -> Iterator[Check]:

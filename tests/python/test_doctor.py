@@ -366,6 +366,37 @@ def test_a_cluster_that_would_not_start(
     assert word in refusal(doctor, name)["text"]
 
 
+def test_several_interfaces(doctor: Doctor, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Each is tested. Without one that is not there the process does not start."""
+    common = {
+        "DMLC_ROLE": "server",
+        "DMLC_PS_ROOT_PORT": str(port),
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+    }
+    describe(monkeypatch, **common, DMLC_INTERFACE="lo,nosuch0", FSERVER_SECRET=SECRET)
+    check = refusal(doctor, "interface nosuch0")
+    assert check["text"] == "this host has no such interface"
+    _, found = doctor()
+    assert line(found, "Cluster", "interface lo")["text"] == "127.0.0.1/8, up"
+
+
+def test_rdma_devices() -> None:
+    """One of several may fail."""
+    findings = [
+        {"what": "mlx5_0", "state": "yes", "text": "port 1 is active", "remedy": ""},
+        {"what": "mlx5_1", "state": "no", "text": "port 1 is not active", "remedy": "a cable"},
+    ]
+    host = {"transports": [{"name": "verbs", "findings": findings}]}
+    of = {"FSERVER_TRANSPORT": "verbs", "FSERVER_RDMA_DEVICE": "mlx5_0,mlx5_1,mlx5_2"}
+    good, broken, absent = described._rdma(of, host)
+    assert (good.name, good.state, good.text) == ("RDMA device mlx5_0", "yes", "port 1 is active")
+    assert (broken.state, broken.remedy, broken.fatal) == ("no", "a cable", False)
+    assert absent.text == "this host has no such RDMA device" and "ibv_devinfo" in absent.remedy
+    (alone,) = described._rdma({**of, "FSERVER_RDMA_DEVICE": "mlx5_1"}, host)
+    assert alone.fatal
+    assert not list(described._rdma({**of, "FSERVER_TRANSPORT": "auto"}, host))
+
+
 @pytest.mark.parametrize("role", ["scheduler", "joint", "server", "worker"])
 def test_a_cluster_that_would_start(
     doctor: Doctor, monkeypatch: pytest.MonkeyPatch, port: int, role: str

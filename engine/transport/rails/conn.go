@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 	"strconv"
 	"strings"
@@ -166,6 +167,9 @@ func (c *Conn) lose(r *rail) {
 		c.blame(r.down)
 	}
 	c.stat(r.at, r.lane).why = r.down
+	if r.said && !errors.Is(r.down, io.EOF) { // else the peer ends the Conn, or its member for a reason that it knows
+		c.noted(r, r.down)
+	}
 	c.order.down(r.id)
 	c.after()
 }
@@ -230,6 +234,9 @@ func (c *Conn) recv(r *rail, it item, data []byte, p *link.Found) error {
 	}
 	if err := c.order.recv(r.id, it); err != nil {
 		return err
+	}
+	if !r.said {
+		c.noted(r, nil)
 	}
 	c.hear.Do(func() { close(c.heard) })
 	if c.f.ailing|c.theirs != 0 || c.hinted {

@@ -128,3 +128,38 @@ func TestAbsent(t *testing.T) {
 	_, err = rails.New([]transport.Fabric{&transport.Absent{Device: "nic0", Why: errors.New("the cable is out")}, &transport.Absent{Device: "nic1", Why: errors.New("no such device")}}, rails.Options{})
 	require.EqualError(t, err, "rails: no fabric works: the cable is out")
 }
+
+// TestNews: who wants to know is told which members are used and which are lost.
+func TestNews(t *testing.T) {
+	var mu sync.Mutex
+	var told []transport.Member
+	d := newDuo(t, 2, 1, false, rails.Options{Pause: time.Millisecond, News: func(p transport.Peer, m transport.Member) {
+		mu.Lock()
+		defer mu.Unlock()
+		told = append(told, m)
+	}})
+	// until waits for so many entries about member 1, and returns the last one.
+	until := func(what string, count int) (last transport.Member) {
+		d.wait(what, func() bool {
+			mu.Lock()
+			defer mu.Unlock()
+			n := 0
+			for _, m := range told {
+				if m.Name[len(m.Name)-1] == '1' {
+					n, last = n+1, m
+				}
+			}
+			return n == count
+		})
+		return last
+	}
+	require.Empty(t, until("both sides use it", 2).Why)
+	d.traffic(10, func() {})
+	d.cut(1)
+	lost := until("both sides have lost it", 4)
+	require.Contains(t, lost.Why, "the network is cut")
+	require.Equal(t, "inproc", lost.Via)
+	d.heal(1)
+	require.Empty(t, until("both sides use it again", 6).Why)
+	d.traffic(10, func() {})
+}

@@ -50,7 +50,9 @@ type Fabric struct {
 	active   uint64   // the last of these
 	away     []away   // of each member
 	dead     []dead   // of each member
-	ailing   uint64   // a bit for each that is
+	news     []news   // to be told
+	fresher  chan struct{}
+	ailing   uint64 // a bit for each that is
 	ev       [64]transport.Event
 	ops      [16]transport.Op
 	heads    [16][headerLen + 1]byte // the frames of ops
@@ -85,6 +87,10 @@ func open(members []transport.Fabric, o Options) (*Fabric, error) {
 		return nil, fmt.Errorf("rails: open descriptors to sleep on: %w (raise ulimit -n)", err)
 	}
 	f.task(f.watchStalls)
+	if o.News != nil {
+		f.fresher = make(chan struct{}, 1)
+		f.task(f.tellNews)
+	}
 	if o.Watch != nil {
 		f.task(func() { o.Watch(f.ctx, f.report) })
 	}

@@ -28,6 +28,7 @@ type rail struct {
 	down         error         // why it is unusable
 	shut         bool          // we have closed it
 	over         bool          // it has given EvClosed
+	said         bool          // News has it that it is used
 	hint         uint64        // that the peer was given on it
 	hinted       bool          // it was given one
 	lost         chan struct{} // closed with over

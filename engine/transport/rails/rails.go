@@ -52,6 +52,8 @@ type Options struct {
 	Names []string
 	// Same reports whether what the Gate verified on two connections is of one peer; nil: if it is equal.
 	Same func(a, b []byte) bool
+	// News, if set, is told of each member Conn: that it is used, or why it is not any more. It runs in a goroutine.
+	News func(peer transport.Peer, member transport.Member)
 	// Failed, if set, is told once of each member Fabric that has failed: it is not used any more. It runs in a
 	// goroutine.
 	Failed func(member int, why error)
