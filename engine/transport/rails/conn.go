@@ -126,6 +126,7 @@ func (c *Conn) after() {
 		o.done = o.done[:0]
 		for _, id := range o.shut {
 			if r := c.rail(id); r != nil {
+				c.unstated(r)
 				r.close()
 			}
 		}
@@ -172,6 +173,18 @@ func (c *Conn) lose(r *rail) {
 	}
 	c.order.down(r.id)
 	c.after()
+}
+
+// unstated takes that a member is to be closed. If it works here, the peer has said that it does not there.
+func (c *Conn) unstated(r *rail) {
+	if r.down != nil || c.order.over {
+		return
+	}
+	why := errors.New("rails: the peer has lost it")
+	c.stat(r.at, r.lane).why = why
+	if r.said {
+		c.noted(r, why)
+	}
 }
 
 // why is the reason for which a member was lost.
