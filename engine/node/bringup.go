@@ -94,6 +94,11 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 		}
 		list = []transport.Fabric{f, base}
 	}
+	at, err := hosts(cfg)
+	if err != nil {
+		closeAll(list)
+		return nil, err
+	}
 	failed := failures{}
 	drivers := all.Drivers()
 	for i := len(drivers) - 2; i >= 0; i-- {
@@ -102,6 +107,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 			continue
 		}
 		e := environment(cfg, g, log, location(base.Addr()))
+		e.Hosts = at
 		f, err := d.Open(e)
 		if err == nil {
 			f, err = join(cfg, d, e, f)
@@ -141,7 +147,6 @@ func carrier(cfg *conf.Config) string {
 func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string) *transport.Env {
 	e := &transport.Env{Config: cfg, Gate: g, Log: log, Refused: refused(log)}
 	e.Host, _ = address(cfg)
-	e.Hosts = hosts(cfg)
 	if cfg.NodeHost != "" || len(cfg.Interfaces) > 0 {
 		e.Bind = e.Host
 	}

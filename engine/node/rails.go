@@ -15,19 +15,19 @@ import (
 	"fserver/engine/wire"
 )
 
-// hosts are the addresses of the interfaces that the user named, if there are several and all have one.
-func hosts(cfg *conf.Config) (all []string) {
+// hosts are the addresses of the interfaces that the user named, if there are several.
+func hosts(cfg *conf.Config) (all []string, err error) {
 	if len(cfg.Interfaces) < 2 || cfg.NodeHost != "" {
-		return nil
+		return nil, nil
 	}
 	for _, name := range cfg.Interfaces {
 		at, err := interfaceAddress(name)
 		if err != nil {
-			return nil
+			return nil, err
 		}
 		all = append(all, at)
 	}
-	return all
+	return all, nil
 }
 
 // railed says whether the data of peers that no better transport reaches is to travel over several
@@ -37,8 +37,8 @@ func railed(cfg *conf.Config) bool {
 		(cfg.Transport == conf.Auto || carrier(cfg) == base().Name)
 }
 
-// join makes one Fabric of those that a driver has opened, if they are several or several connections are wanted over
-// each. Beside it is one of the first device, for peers whose driver uses one.
+// join makes one Fabric of those that a driver has opened, if there are several devices, or if several connections are
+// wanted over the one. It adds a Fabric of the first device alone, for peers that use one device.
 func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []transport.Fabric) ([]transport.Fabric, error) {
 	if d.Lanes == nil || len(opened) == 1 && d.Lanes(cfg) == 1 {
 		return opened, nil
@@ -74,7 +74,7 @@ func options(cfg *conf.Config, log *zap.Logger, names, links []string, lanes int
 	return rails.Options{
 		News: sayMember(log), Names: names, Lanes: lanes, Split: uint64(cfg.Split), Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(links, log),
 		Failed: func(member int, why error) {
-			log.Error("a device has failed", zap.Int("number", member), zap.Error(why))
+			log.Error("a device has failed", zap.String("device", names[member]), zap.Error(why))
 		},
 	}
 }

@@ -164,11 +164,29 @@ func TestBrokenNIC(t *testing.T) {
 	t.Run("all", func(t *testing.T) {
 		fakes(t)
 		fakeverbs.Set("down", 1)
-		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "7000", "FSERVER_TRANSPORT=verbs", "FSERVER_RDMA_DEVICE=fake0,fake1"), all.Ways())
-		require.NoError(t, err)
-		_, err = openFabrics(cfg, newGate(cfg), zap.NewNop())
-		require.ErrorContains(t, err, "port 1 of fake0 is not active")
+		require.ErrorContains(t, notOpened(t, "FSERVER_RDMA_DEVICE=fake0,fake1"), "port 1 of fake0 is not active")
 	})
+}
+
+// notOpened is why a worker with these settings does not open.
+func notOpened(t *testing.T, settings ...string) error {
+	cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "7000", append(settings, "FSERVER_TRANSPORT=verbs")...), all.Ways())
+	require.NoError(t, err)
+	_, err = openFabrics(cfg, newGate(cfg), zap.NewNop())
+	require.Error(t, err)
+	return err
+}
+
+// TestWrongDevices: each error names the setting, its value and the remedy.
+func TestWrongDevices(t *testing.T) {
+	fakes(t)
+	for want, settings := range map[string][]string{
+		"FSERVER_TRANSPORT=verbs: STEPAF_QP_NUM=33 over each of 2 devices: at most 64 queue pairs in all (set STEPAF_QP_NUM to 32 or less, or set FSERVER_TRANSPORT=auto)": {"FSERVER_RDMA_DEVICE=fake0,fake1", "STEPAF_QP_NUM=33"},
+		"node: DMLC_INTERFACE=nosuch0: no such network interface": {"DMLC_INTERFACE=lo,nosuch0"},
+		"no RDMA device nosuch":                                   {"FSERVER_RDMA_DEVICE=nosuch"},
+	} {
+		require.ErrorContains(t, notOpened(t, settings...), want)
+	}
 }
 
 // TestSplitLag: queue pairs use the ports of a bond as STEPMESH_SPLIT_QP_LAG says.

@@ -85,9 +85,9 @@ def _transport(of: dict[str, str], role: str, shared: Check) -> Iterator[Check]:
 
 def _interfaces(of: dict[str, str], host: dict) -> Iterator[Check]:
     """Tests each of several interfaces. One that is down now may come up later."""
-    names_ = of["DMLC_INTERFACE"].split(",")
+    listed = of["DMLC_INTERFACE"].split(",")
     nics = {n["name"]: n for n in host["nics"]}
-    for name in names_ if len(names_) > 1 else ():
+    for name in listed if len(listed) > 1 else ():
         nic = nics.get(name)
         at = next((a for a in nic["addresses"] if not a.startswith("fe80:")), "") if nic else ""
         if not nic:

@@ -126,7 +126,7 @@ func (c *Conn) after() {
 		o.done = o.done[:0]
 		for _, id := range o.shut {
 			if r := c.rail(id); r != nil {
-				c.unstated(r)
+				c.lostThere(r)
 				r.close()
 			}
 		}
@@ -168,15 +168,15 @@ func (c *Conn) lose(r *rail) {
 		c.blame(r.down)
 	}
 	c.stat(r.at, r.lane).why = r.down
-	if r.said && !errors.Is(r.down, io.EOF) { // else the peer ends the Conn, or its member for a reason that it knows
+	if r.said && !errors.Is(r.down, io.EOF) { // with io.EOF the peer has closed it, and knows why
 		c.noted(r, r.down)
 	}
 	c.order.down(r.id)
 	c.after()
 }
 
-// unstated takes that a member is to be closed. If it works here, the peer has said that it does not there.
-func (c *Conn) unstated(r *rail) {
+// lostThere notes why r is to be closed if it still works here: the peer has lost it.
+func (c *Conn) lostThere(r *rail) {
 	if r.down != nil || c.order.over {
 		return
 	}

@@ -42,17 +42,17 @@ type Fabric struct {
 	pool     pool     // of frames
 	given    [][]byte // that the last Poll gave to the user
 	told     []transport.Event
-	quiet    []bool   // members that had nothing for the last Poll
-	next     int      // the member that the next Poll asks first
-	armed    bool     // Arm was called since the last Poll
-	polls    uint64   // so far
-	seen     []uint64 // the Poll in which each member had something last
-	active   uint64   // the last of these
-	away     []away   // of each member
-	dead     []dead   // of each member
-	news     []news   // to be told
-	fresher  chan struct{}
-	ailing   uint64 // a bit for each that is
+	quiet    []bool        // members that had nothing for the last Poll
+	next     int           // the member that the next Poll asks first
+	armed    bool          // Arm was called since the last Poll
+	polls    uint64        // so far
+	seen     []uint64      // the Poll in which each member had something last
+	active   uint64        // the last of these
+	away     []away        // of each member
+	dead     []dead        // of each member
+	news     []news        // to be told
+	untold   chan struct{} // has an entry while news has some
+	ailing   uint64        // a bit for each that is
 	ev       [64]transport.Event
 	ops      [16]transport.Op
 	heads    [16][headerLen + 1]byte // the frames of ops
@@ -88,7 +88,7 @@ func open(members []transport.Fabric, o Options) (*Fabric, error) {
 	}
 	f.task(f.watchStalls)
 	if o.News != nil {
-		f.fresher = make(chan struct{}, 1)
+		f.untold = make(chan struct{}, 1)
 		f.task(f.tellNews)
 	}
 	if o.Watch != nil {

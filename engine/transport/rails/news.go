@@ -22,7 +22,7 @@ func (c *Conn) noted(r *rail, why error) {
 	}
 	f.news = append(f.news, news{c, m})
 	select {
-	case f.fresher <- struct{}{}:
+	case f.untold <- struct{}{}:
 	default:
 	}
 }
@@ -33,7 +33,7 @@ func (f *Fabric) tellNews() {
 		select {
 		case <-f.ctx.Done():
 			return
-		case <-f.fresher:
+		case <-f.untold:
 		}
 		f.mu.Lock()
 		list := f.news

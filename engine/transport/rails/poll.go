@@ -66,10 +66,7 @@ func (f *Fabric) look(p *link.Found) (got int, err error) {
 	err = f.lost
 	for i := range f.members {
 		at := (f.next + i) % len(f.members)
-		if f.quiet[at] = f.dead[at].over; f.quiet[at] {
-			continue
-		}
-		if f.calm(at) {
+		if f.quiet[at] = f.dead[at].over; f.quiet[at] || f.calm(at) {
 			continue
 		}
 		n, bad := f.members[at].Poll(f.ev[:])

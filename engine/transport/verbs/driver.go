@@ -2,6 +2,7 @@ package verbs
 
 import (
 	"cmp"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -33,7 +34,7 @@ const (
 	splitLag   = "STEPMESH_SPLIT_QP_LAG"
 	noDevice   = "no RDMA device (/sys/class/infiniband is empty)"
 	maxDevices = 8
-	maxPairs   = 64
+	maxPairs   = 64 // to a peer, over all devices: what package rails takes
 )
 
 // openAll opens the devices that are named, or those of the interfaces that are, or one. One of several that
@@ -63,6 +64,12 @@ func openAll(e *transport.Env) ([]transport.Fabric, error) {
 	}
 	if len(all) == 0 {
 		all = append(all, o)
+	}
+	if n := conf.Get[int](e.Config, pairs); n*len(all) > maxPairs {
+		return nil, &transport.ErrUnavailable{
+			Transport: "verbs", Reason: fmt.Sprintf("%s=%d over each of %d devices: at most %d queue pairs in all", pairs, n, len(all), maxPairs),
+			Remedy: fmt.Sprintf("set %s to %d or less", pairs, maxPairs/len(all)),
+		}
 	}
 	return openEach(all, e)
 }
