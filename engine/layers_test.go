@@ -44,9 +44,10 @@ var layers = map[string][]string{
 	"transport/verbs":         {"conf", "mem", "transport", "transport/link"},
 	"topo":                    {"conf"},
 	"cluster":                 {"wire"},
+	"peers":                   {"wire"},
 	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
-		"cluster", "conf", "exchange", "gpu", "mem", "topo", "trace", "transport",
+		"cluster", "conf", "exchange", "gpu", "mem", "peers", "topo", "trace", "transport",
 		"transport/all", "transport/faults", "transport/rails", "wire",
 	},
 	"cabi": {"conf", "gpu", "mem", "node"},

@@ -459,7 +459,7 @@ func TestLeft(t *testing.T) {
 	_, err := p.pushPull([]Tensor{bytesOf(t, 1, 8, 5)}, nil)
 	require.NoError(t, err)
 	require.NoError(t, p.settle())
-	require.NoError(t, p.servers[0].Frame(0, wire.AppendSignal(nil, wire.TypeBye)))
+	p.servers[0].Left(0, errGone)
 	require.Len(t, p.take(0), 1, "what was sent before the goodbye is served")
 	require.True(t, p.servers[0].Ready(1))
 	_, err = p.servers[0].Batch(1)

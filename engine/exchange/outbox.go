@@ -5,7 +5,7 @@ import "fserver/engine/transport"
 // outbox posts the operations of one ticket, or of none, to one Conn at a time
 // and keeps what back-pressure left over.
 type outbox struct {
-	conn   transport.Conn
+	conn   transport.Conn // nil: there is no path to the peer
 	ops    []transport.Op
 	next   int     // the first that has not been taken
 	ticket *Ticket // whose operations these are, or nil

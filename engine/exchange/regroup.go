@@ -48,7 +48,7 @@ func (w *Worker) Regroup(runs uint64, back bool, err error) {
 	}
 	w.runs = runs
 	for _, s := range w.servers {
-		if s.conn != nil && s.down == nil {
+		if s.conn != nil {
 			s.tell = max(s.tell, tellRuns)
 			if back {
 				s.tell = tellBack
@@ -157,7 +157,7 @@ func (s *Server) apart() bool {
 		return false
 	}
 	for _, c := range s.clients {
-		if c.down == nil && !c.left && c.runs != s.runs {
+		if c.conn != nil && c.down == nil && c.runs != s.runs {
 			return true
 		}
 	}

@@ -30,14 +30,13 @@ func (w *Worker) Lose(i int, err error) {
 	case !w.Patient:
 		w.Down(i, err)
 		return
-	case s.down != nil:
+	case s.conn == nil:
 		return
 	}
 	if !s.empty() && s.turn != nil {
 		s.turn.legs[i].sends++
 	}
-	w.part(s, err)
-	s.held = true
+	w.part(s, s.conn)
 	for q := range s.queues {
 		if s.queues[q].len() != 0 && s.queues[q].at(0).legs[i].sends >= maxSends {
 			w.endLeg(s.queues[q].pop(), s, err)
@@ -82,7 +81,7 @@ func (s *server) enqueue(again []*Ticket) {
 // turn comes.
 func (w *Worker) withdraw(t *Ticket) {
 	for i, s := range w.servers {
-		if s.down == nil && t.legs[i].state == legPosted {
+		if s.conn != nil && t.legs[i].state == legPosted {
 			s.takeback(t)
 		}
 	}
@@ -134,9 +133,10 @@ func (w *Worker) recalled(s *server, b []byte) error {
 	return nil
 }
 
-// part forgets what was agreed with a server that is gone.
-func (w *Worker) part(s *server, err error) {
-	s.down = err
+// part forgets what was agreed with a server that is gone. It may write until by has ended; nil:
+// it does not.
+func (w *Worker) part(s *server, by transport.Conn) {
+	s.conn = nil
 	s.drop()
 	s.lends, s.asked, s.turn = false, nil, nil
 	s.plans, s.recall, s.untold = nil, nil, 0
@@ -144,19 +144,19 @@ func (w *Worker) part(s *server, err error) {
 	s.back = nil
 	s.keys = map[uint64]*credit{}
 	if s.ring != nil {
-		w.keys.revoke(s.ring, w.lost(s.conn, s.ring.calm))
+		w.keys.revoke(s.ring, w.lost(by, s.ring.calm))
 	}
 }
 
 // Expect has push_pulls wait for server i, which was lost and is about to be Up again, or to be
 // lost.
-func (w *Worker) Expect(i int) { w.servers[i].held = w.servers[i].down != nil }
+func (w *Worker) Expect(i int) { w.servers[i].down = nil }
 
 // Up gives server i its rank and a path, its first or after it was down, and sends what has
 // waited for it.
 func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
-	s.down, s.held, s.tell = nil, false, tellRuns
+	s.down, s.tell = nil, tellRuns
 	s.rank, s.ring, s.conn = rank, w.keys.path(i, f), c
 	s.lends = f.Caps().Lends
 	w.advance(s)
@@ -167,11 +167,12 @@ func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 // patient, waits until Down. The operations on its Conn must have ended, or be
 // about to.
 func (s *Server) Lose(i int, err error) {
-	if c := s.clients[i]; c.down == nil {
-		s.part(c, err)
-		c.held = s.Patient
-		s.publish(s.batches)
+	if !s.Patient {
+		s.Down(i, err)
+		return
 	}
+	s.part(s.clients[i], err)
+	s.publish(s.batches)
 }
 
 // recall drops the requests that c takes back, unless they have been delivered:
@@ -204,7 +205,10 @@ func (s *Server) dismiss(c *client, r *Request) {
 // part ends what a worker that is gone has asked for, and its keys. A buffer that
 // the application still looks at stays mapped, and its successor gets another.
 func (s *Server) part(c *client, err error) {
-	c.down, c.lost = err, err
+	if c.conn == nil {
+		return
+	}
+	c.lost = err
 	c.life++
 	c.needing = false
 	c.outbox.drop()
@@ -222,14 +226,15 @@ func (s *Server) part(c *client, err error) {
 	for _, k := range c.keys {
 		s.retire(c.fabric, k)
 	}
+	c.conn = nil
 }
 
 // Up gives worker i a path, its first or after it was down.
 func (s *Server) Up(i, rank int, f transport.Fabric, conn transport.Conn) {
 	c := s.clients[i]
-	c.down, c.held, c.left, c.runs = nil, false, false, 0
+	c.down, c.runs = nil, 0
 	c.rank, c.fabric, c.conn = int32(rank), f, conn
 	s.keys.path(i, f)
-	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.conn == nil }))
+	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.fabric == nil }))
 	s.publish(s.batches)
 }

@@ -10,7 +10,7 @@ import (
 // order of submission is kept in each queue: a request that waits holds up those
 // behind it, because the server pairs the n-th requests of its workers.
 func (w *Worker) advance(s *server) {
-	if s.down != nil {
+	if s.conn == nil {
 		return
 	}
 	for {

@@ -39,15 +39,13 @@ type client struct {
 	replies  ring[[]byte]  // frames, likewise,
 	owed     int           // and their bytes
 	count    int           // requests that are not answered
-	left     bool
-	down     error    // why there is no path to it
-	held     bool     // down, and its successor is waited for
-	lost     error    // the last down
-	recalled []uint64 // requests that were taken back, which the worker is still to be told
-	runs     uint64   // of its last Regroup
-	life     uint32   // how often it was lost
-	needing  bool     // a helper makes what its Need lacks
-	calm     quiet    // its earlier runs write nothing any more
+	down     error         // why it sends no more and nobody is waited for; nil: it does, or a successor is
+	lost     error         // why its last connection has ended
+	recalled []uint64      // requests that were taken back, which the worker is still to be told
+	runs     uint64        // of its last Regroup
+	life     uint32        // how often it was lost
+	needing  bool          // a helper makes what its Need lacks
+	calm     quiet         // its earlier runs write nothing any more
 }
 
 // Server takes the requests of the workers of its rail and answers them.
@@ -204,7 +202,7 @@ func (s *Server) Drain() {
 		s.adopt(t)
 		s.counters.Responses.Add(1)
 		t.open = 1
-		if c.down != nil || t.request.life != c.life {
+		if c.conn == nil || t.request.life != c.life {
 			s.drop(t, c.lost)
 			continue
 		}
@@ -315,10 +313,6 @@ func (s *Server) Frame(i int, b []byte) error {
 		return s.recall(c, b)
 	case wire.TypeRegroup:
 		return s.regroup(c, b)
-	case wire.TypeBye:
-		c.left = true
-		s.publish(s.batches)
-		return nil
 	default:
 		return fmt.Errorf("exchange: worker %d sent a frame of type %d, which only servers send or this version does not know", c.rank, wire.FrameType(b))
 	}
@@ -367,15 +361,11 @@ func (s *Server) publish(l *lane) {
 		if l.queues[i].len() != 0 {
 			continue
 		}
-		switch {
-		case c.left:
+		if c.down != nil {
 			able--
-			if s.broken == nil {
-				s.broken = ErrLeft
+			if s.broken == nil || c.down != ErrLeft {
+				s.broken = c.down
 			}
-		case c.down != nil && !c.held:
-			able--
-			s.broken = c.down
 		}
 	}
 	if s.apart() {
@@ -429,10 +419,16 @@ func (s *Server) delivered(r *Request, now int64) {
 // longer.
 func (s *Server) Down(i int, err error) {
 	c := s.clients[i]
+	s.part(c, err)
 	if c.down == nil {
-		s.part(c, err)
+		c.down = err
 	}
-	c.held = false
+	s.publish(s.batches)
+}
+
+// Left takes note that worker i sends no requests any more. It may still be answered.
+func (s *Server) Left(i int, _ error) {
+	s.clients[i].down = ErrLeft
 	s.publish(s.batches)
 }
 

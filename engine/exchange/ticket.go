@@ -119,6 +119,8 @@ type Side interface {
 	// its successor until Down. Operations on its Conn must have ended, or be about to.
 	Lose(i int, err error)
 	Down(i int, err error)
+	// Left takes note that peer i has said that it leaves: that ends calls like Down.
+	Left(i int, err error)
 }
 
 // Table issues tickets and tells how they ended.

@@ -43,8 +43,7 @@ type server struct {
 	queues [2]ring[*Ticket] // those whose request is not wholly posted; see queue
 	asked  *Ticket          // whose Need is not answered yet, or nil
 	turn   *Ticket          // whose frames are in the outbox, while it is not empty, or nil
-	down   error            // why there is no path to it
-	held   bool             // down, and its push_pulls wait until it is up
+	down   error            // why push_pulls cannot end there; nil: they can, or wait until they can
 	recall []uint64         // push_pulls that have failed, which it is still to be told
 	tell   uint8            // the Regroup that is to be sent: tellNothing, tellRuns, tellBack;
 	untold int              // so many are not answered
@@ -193,7 +192,7 @@ func (w *Worker) start(t *Ticket) {
 // later.
 func (w *Worker) missing() error {
 	for _, s := range w.servers {
-		if s.down != nil && !s.held {
+		if s.down != nil {
 			return s.down
 		}
 	}
@@ -387,7 +386,9 @@ func (w *Worker) answered(s *server, t *Ticket) {
 // Left is Down for a server that has said that it leaves. That frame came after all its writes, so
 // what is registered next does not wait until its Conn is closed.
 func (w *Worker) Left(i int, err error) {
-	w.servers[i].conn = nil
+	if s := w.servers[i]; s.conn != nil {
+		w.part(s, nil)
+	}
 	w.Down(i, err)
 }
 
@@ -395,13 +396,13 @@ func (w *Worker) Left(i int, err error) {
 // The operations on its Conn must have ended, or be about to.
 func (w *Worker) Down(i int, err error) {
 	s := w.servers[i]
-	if s.down != nil && !s.held {
+	if s.down != nil {
 		return
 	}
-	if s.down == nil {
-		w.part(s, err)
+	if s.conn != nil {
+		w.part(s, s.conn)
 	}
-	s.held = false
+	s.down = err
 	s.back = nil
 	for i := range s.queues {
 		for s.queues[i].len() != 0 {

@@ -16,6 +16,7 @@ import (
 
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
+	"fserver/engine/peers"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
@@ -378,36 +379,35 @@ func (n *Node) dial(ctx context.Context, f transport.Fabric, at transport.Addr, 
 // introduced takes the roster: now we know whom to connect to, or to expect.
 // late says that the cluster runs already.
 func (n *Node) introduced(rail []wire.Member, late bool) {
-	n.rail, n.back.late = rail, late
 	if n.ctx.Err() != nil {
 		return // the time is up, as WaitReady says
 	}
-	for i := range n.rail {
-		switch {
-		case n.rail[i].State != wire.Present:
-			n.absent(i)
-		case n.worker != nil:
-			n.reach(i, 0)
+	for i, p := range n.peers {
+		m := &rail[i]
+		why := "the process was lost and has not been replaced yet"
+		if m.State == wire.Parting {
+			why = hasLeft
 		}
+		n.step(p, peers.Input{Kind: peers.Named, Member: m, Late: late, Err: &LostError{Role: m.Role, Rank: m.Rank, Reason: why}})
 	}
 	n.admitAll()
 	n.meet()
 }
 
-// connect connects a worker to server i. It runs in a goroutine of its own, and
-// gives up when ctx ends or m is not that server any more. A peer has one link, so a
+// connect connects a worker to p, which was m when it began. It runs in a goroutine of its
+// own, and gives up when ctx ends or p is another run. A peer has one link, so a
 // connection that stands when reach has begun another dial is closed: with two, the
 // server ends the older one, and that would be taken for the end of both.
-func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
+func (n *Node) connect(ctx context.Context, p *peer, m wire.Member) {
 	l, err := n.path(ctx, m)
 	if err != nil {
-		n.unreached(ctx, i, &m, fmt.Errorf("node: %s: %w", m.Name(), err))
+		n.unreached(ctx, p, &m, fmt.Errorf("node: %s: %w", m.Name(), err))
 		return
 	}
 	c := l.conn
 	h, err := wire.ParseHello(c.Peer().Hello)
 	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) || h.Epoch != m.Epoch {
-		n.unreached(ctx, i, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Peer().Remote, Reason: fmt.Sprintf("%v %d answered at this address", h.Role, h.Rank)})
+		n.unreached(ctx, p, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Peer().Remote, Reason: fmt.Sprintf("%v %d answered at this address", h.Role, h.Rank)})
 		c.Close()
 		return
 	}
@@ -416,13 +416,13 @@ func (n *Node) connect(ctx context.Context, i int, m wire.Member) {
 		return
 	}
 	defer n.disown()
-	if ctx.Err() != nil || !n.current(i, &m) {
+	if ctx.Err() != nil || !n.wants(p, &m) {
 		c.Close()
 		return
 	}
-	l.kind, l.index, l.hello, l.since = linkPeer, i, h, trace.Now()
+	l.hello = h
 	n.enlist(l)
-	n.linked(l)
+	n.linked(p, l)
 }
 
 // accept takes a new connection: of a member by the scheduler, of a worker by
@@ -453,13 +453,9 @@ func (n *Node) accept(p *plane, c transport.Conn) {
 
 // meet tells the cluster when all peers are connected, and say so.
 func (n *Node) meet() {
-	if n.rail == nil || n.phase.Load() != joining || n.met {
+	missing := func(p *peer) bool { return p.State() == peers.Absent || p.Missing() }
+	if n.phase.Load() != joining || n.met || slices.ContainsFunc(n.peers, missing) {
 		return
-	}
-	for i, l := range n.peers {
-		if n.rail[i].State == wire.Present && !(n.up(l) && l.used) {
-			return
-		}
 	}
 	n.met = true
 	n.outputs(n.member.Connected(trace.Now()))

@@ -65,11 +65,11 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 	if err := ch.ErrOf(i); err != nil {
 		return err
 	}
-	l := n.peers[i]
-	if !n.up(l) {
-		return &LostError{Role: n.rail[i].Role, Rank: n.rail[i].Rank, Reason: "not connected"}
+	p := n.peers[i]
+	if p.link == nil {
+		return p.lostError("not connected")
 	}
-	n.sendFrame(l, wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: ch.Name(), Text: text}))
+	n.sendFrame(p.link, wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: ch.Name(), Text: text}))
 	return nil
 }
 
@@ -179,8 +179,8 @@ func (n *Node) endChannel(ch *exchange.Channel, why string) {
 	if !ch.End() {
 		return
 	}
-	for _, l := range n.peers {
-		if n.up(l) {
+	for _, p := range n.peers {
+		if l := p.link; l != nil {
 			n.sendFrame(l, wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
 		}
 	}

@@ -10,6 +10,7 @@ import (
 
 	"fserver/engine/cluster"
 	"fserver/engine/exchange"
+	"fserver/engine/peers"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/wire"
@@ -35,7 +36,7 @@ func (n *Node) nextTimer() int64 {
 	if len(n.ailing) != 0 {
 		return 0
 	}
-	return min(n.sayAt, n.machine.Next(), n.back.next())
+	return min(n.sayAt, n.machine.Next(), n.nextOfPeers())
 }
 
 // outputs does what the state machine asks for. That may step the machine again,
@@ -74,7 +75,7 @@ func (n *Node) outputs(out []cluster.Output) {
 		case cluster.Running:
 			n.cancel() // the bring-up is over
 			n.phase.CompareAndSwap(joining, running)
-			n.reachAll()
+			n.stepAll(peers.Running)
 			if n.server != nil {
 				n.sayDone() // they may have left before it came
 			}
@@ -109,7 +110,7 @@ const maxStuck = 1024
 // reported before its link was known. The end of any other is reported by itself.
 func (n *Node) sendFrame(l *link, frame []byte) {
 	channel := wire.FrameType(frame) == wire.TypeChannel
-	if len(l.frames) == 0 && (l.used || !channel) {
+	if len(l.frames) == 0 && (!channel || l.peer.Heard()) {
 		// A device may wait for what is said of a channel.
 		n.frame[0] = transport.Op{Kind: transport.OpFrame, Frame: frame, Passes: channel}
 		k, err := l.conn.Post(n.frame[:])
@@ -138,9 +139,7 @@ func (n *Node) unstick() {
 		for _, f := range frames {
 			n.sendFrame(l, f)
 		}
-		if l.kind == linkPeer {
-			n.begin(l)
-		}
+		n.flushed(l)
 	}
 }
 
@@ -149,15 +148,15 @@ func (n *Node) unstick() {
 // silent.
 func (n *Node) nodeLost(err error, seqs []uint64) {
 	var lost *LostError
-	at := -1
+	var p *peer
 	if errors.As(err, &lost) {
-		at = n.place(lost.Role, lost.Rank)
+		p = n.place(lost.Role, lost.Rank)
 	}
-	peer := zap.Skip()
-	if at >= 0 {
-		peer = zap.String("peer", n.rail[at].Name())
+	name := zap.Skip()
+	if p != nil {
+		name = zap.String("peer", p.Member().Name())
 	}
-	n.log.Warn("a node is lost", peer, zap.Error(err))
+	n.log.Warn("a node is lost", name, zap.Error(err))
 	if n.scheduler != nil && n.phase.Load() == joining {
 		n.fail(err) // without it the cluster cannot come to be
 		return
@@ -166,8 +165,9 @@ func (n *Node) nodeLost(err error, seqs []uint64) {
 		n.stopErr = err
 	}
 	n.endBarriers(seqs, err)
-	if at >= 0 {
-		n.peerLost(at, err)
+	if p != nil {
+		n.step(p, peers.Input{Kind: peers.Gone, Err: err})
+		n.meet()
 	}
 }
 
@@ -355,10 +355,6 @@ func (n *Node) leave() {
 		}
 		return
 	}
-	for _, l := range n.peers {
-		if n.up(l) && l.begun { // else begin says it
-			n.sendFrame(l, wire.AppendSignal(nil, wire.TypeBye))
-		}
-	}
+	n.stepAll(peers.Leaving)
 	n.outputs(n.member.Leave(trace.Now()))
 }

@@ -9,6 +9,7 @@ import (
 	"go.uber.org/zap"
 
 	"fserver/engine/cluster"
+	"fserver/engine/peers"
 	"fserver/engine/transport"
 	"fserver/engine/wire"
 )
@@ -52,10 +53,13 @@ func (n *Node) event(p *plane, ev *transport.Event) {
 		n.down(l, ev.Err)
 	case l.kind == linkPeer:
 		err = n.data(l, ev)
-	case l.kind == linkWaiting:
+	case l.kind == linkStranger:
 		if err = l.told(n, ev); err == nil {
+			l.kind = linkWaiting
 			n.admitAll()
 		}
+	case l.kind == linkWaiting:
+		err = errors.New("node: the peer sent more than an Up before it was answered")
 	case ev.Kind == transport.EvFrame:
 		n.control(cluster.Input{Kind: cluster.Frame, Conn: l.id, Data: ev.Data})
 	default:
@@ -78,7 +82,7 @@ func (n *Node) protocol(l *link, err error) error {
 // lent takes a loan, and with it the hold on its view.
 func (n *Node) lent(l *link, ev *transport.Event) error {
 	if l.kind == linkPeer && n.server != nil {
-		return n.server.Lent(l.index, ev.Loan, ev.Span, ev.View)
+		return n.server.Lent(l.peer.index, ev.Loan, ev.Span, ev.View)
 	}
 	_ = ev.View.Drop()
 	return errors.New("node: the peer lent memory on a connection that does not accept loans")
@@ -86,9 +90,11 @@ func (n *Node) lent(l *link, ev *transport.Event) error {
 
 // data takes a frame of a peer.
 func (n *Node) data(l *link, ev *transport.Event) error {
-	if !l.used { // the server answers the Up
+	p := l.peer
+	if !p.Heard() { // the server answers the Up
 		err := l.told(n, ev)
 		if err == nil {
+			n.step(p, peers.Input{Kind: peers.Heard})
 			n.stuck = append(n.stuck, l)
 			n.unstick()
 		}
@@ -96,23 +102,19 @@ func (n *Node) data(l *link, ev *transport.Event) error {
 	}
 	switch wire.FrameType(ev.Data) {
 	case wire.TypeChannel:
-		over, err := n.channels.Frame(l.index, ev.Data)
+		over, err := n.channels.Frame(p.index, ev.Data)
 		if over != "" && n.worker != nil {
-			n.worker.ChannelOver(l.index, over)
+			n.worker.ChannelOver(p.index, over)
 		}
 		return err
 	case wire.TypeBye:
-		l.left = true
-		n.channels.Left(l.index)
-		if n.server != nil {
-			n.sayDone()
-		}
-	}
-	if n.worker != nil && l.left {
-		n.worker.Left(l.index, n.lostPeer(l, hasLeft))
+		n.step(p, peers.Input{Kind: peers.Bye, Err: p.lostError(hasLeft)})
 		return nil
 	}
-	return n.side.Frame(l.index, ev.Data)
+	if n.worker != nil && p.State() == peers.Left {
+		return nil
+	}
+	return n.side.Frame(p.index, ev.Data)
 }
 
 // breach ends a connection that is of no use: its peer does not keep to the protocol, or it
@@ -126,7 +128,7 @@ func (n *Node) breach(l *link, err error) {
 // was to be sent be wrong. The peer's last frames may be here: the next pass ends it after
 // its Poll, unless that reports the end.
 func (n *Node) broken(i int, err error) {
-	if l := n.peers[i]; n.up(l) && l.ailing == nil {
+	if l := n.peers[i].link; l != nil && l.ailing == nil {
 		l.ailing = err
 		n.ailing = append(n.ailing, l)
 		n.timer.Store(0)
@@ -146,7 +148,7 @@ func (n *Node) endAiling(ailing []*link) {
 
 // down takes the end of a connection.
 func (n *Node) down(l *link, err error) {
-	known := n.up(l)
+	known := n.links[l.conn] == l
 	n.unlink(l)
 	l.conn.Close()
 	switch l.kind {
@@ -155,12 +157,12 @@ func (n *Node) down(l *link, err error) {
 	case linkMember:
 		n.control(cluster.Input{Kind: cluster.Down, Conn: l.id, Err: err})
 	case linkPeer:
-		err = n.lostBy(l.index, err)
 		if known {
+			err = l.peer.lostBy(err)
 			n.ended[l.conn] = err
+			n.step(l.peer, peers.Input{Kind: peers.Down, Err: err})
 		}
-		n.peerDown(l, err)
-	case linkWaiting:
+	case linkStranger, linkWaiting:
 		n.waiting = slices.DeleteFunc(n.waiting, func(w *link) bool { return w == l })
 	}
 }
@@ -183,27 +185,10 @@ func (n *Node) unlink(l *link) {
 	switch {
 	case l.kind == linkPeer:
 		l.plane.peers--
+		l.peer.link = nil
 	case n.controls[l.id] == l:
 		delete(n.controls, l.id)
 	}
-}
-
-// lostPeer is the error for the loss of a peer.
-func (n *Node) lostPeer(l *link, why string) error {
-	m := &n.rail[l.index]
-	return &LostError{Role: m.Role, Rank: m.Rank, Address: l.conn.Peer().Remote, Reason: why}
-}
-
-// lostBy is lostPeer from what the connection of peer i said, unless that is none of
-// the peer's doing.
-func (n *Node) lostBy(i int, err error) error {
-	switch {
-	case errors.Is(err, transport.ErrClosed):
-		return closedError(err)
-	case scarce(err):
-		return fmt.Errorf("node: the connection to %v %d was ended here: %w", n.rail[i].Role, n.rail[i].Rank, err)
-	}
-	return n.lostPeer(n.peers[i], reason(err))
 }
 
 // operation is the error of an operation as the exchange is to tell it.
@@ -212,7 +197,7 @@ func (n *Node) operation(ev *transport.Event) error {
 		return nil
 	}
 	if l := n.links[ev.Conn]; l != nil && l.kind == linkPeer {
-		return n.lostBy(l.index, ev.Err)
+		return l.peer.lostBy(ev.Err)
 	}
 	if err := n.ended[ev.Conn]; err != nil {
 		return err

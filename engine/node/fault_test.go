@@ -318,7 +318,7 @@ func TestDoneAfterDown(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1})
 	s := m.servers[0]
 	s.under(func() {
-		l := s.peers[0]
+		l := s.peers[0].link
 		s.down(l, io.ErrUnexpectedEOF)
 		var lost *LostError
 		require.ErrorAs(t, s.operation(&transport.Event{Conn: l.conn, Err: errors.New("refused")}), &lost)

@@ -84,7 +84,7 @@ func (h *hostileMesh) attack(i int, ops ...transport.Op) {
 	require.True(h.tb, n.own())
 	defer n.disown()
 	for end := time.Now().Add(10 * time.Second); len(ops) > 0; {
-		k, err := n.peers[0].conn.Post(ops)
+		k, err := n.peers[0].link.conn.Post(ops)
 		require.NoError(h.tb, err)
 		ops = ops[k:]
 		require.True(h.tb, time.Now().Before(end))
@@ -158,7 +158,7 @@ func TestHostileWorker(t *testing.T) {
 				require.ErrorIs(t, m.workers[0].Wait(id, 50*time.Millisecond, true), ErrAgain, "the batch is not complete, as worker 1 is gone")
 				require.True(t, victim.own())
 				defer victim.disown()
-				require.Contains(t, victim.links, victim.peers[0].conn)
+				require.Contains(t, victim.links, victim.peers[0].link.conn)
 				var lines []string
 				for _, e := range m.logs[0].All() {
 					if e.Message != "a node is lost" {

@@ -11,6 +11,7 @@ import (
 
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/peers"
 	"fserver/engine/transport"
 	"fserver/engine/transport/tcp"
 )
@@ -52,8 +53,7 @@ func TestDialledTwice(t *testing.T) {
 		before := f.dials.Load()
 		for range late + 1 { // all but the last are late
 			require.True(t, w.own())
-			w.hangUp(0, w.lostPeer(w.peers[0], "the test ends it"))
-			w.reach(0, 0)
+			w.dialAnew("the test ends it")
 			w.disown()
 			require.Eventually(t, func() bool { return f.dials.Load() > before }, 10*time.Second, time.Millisecond)
 			before = f.dials.Load()
@@ -77,8 +77,7 @@ func TestBeforeTheServerAnswers(t *testing.T) {
 	require.NoError(t, echo(t, w, m.servers, 5, closed()))
 	require.True(t, s.own()) // it does nothing until disown
 	require.True(t, w.own())
-	w.hangUp(0, w.lostPeer(w.peers[0], "the test ends it"))
-	w.reach(0, 0)
+	w.dialAnew("the test ends it")
 	w.disown()
 	require.Eventually(t, func() bool { return peerLinks(w) == 1 }, 10*time.Second, time.Millisecond)
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, []exchange.Tensor{tensor(t, 0, 9)})
@@ -102,14 +101,19 @@ func TestBeforeTheServerAnswers(t *testing.T) {
 	m.stop()
 }
 
+// dialAnew has a worker end its connection to its first server and dial again, as for a successor.
+func (n *Node) dialAnew(why string) {
+	p := n.peers[0]
+	n.step(p, peers.Input{Kind: peers.Succeeded, Member: p.Member(), Err: p.lostError(why)})
+}
+
 // linkUsed reports whether the server has answered on the link that a worker uses.
 func linkUsed(w *Node) bool {
 	if !w.own() {
 		return false
 	}
 	defer w.disown()
-	l := w.peers[0]
-	return w.up(l) && l.used
+	return w.peers[0].Heard()
 }
 
 // peerLinks counts the connections of a node to peers.

@@ -88,13 +88,12 @@ type Node struct {
 	controls  map[int64]*link          // those of the cluster, by the numbers that its outputs give them
 	last      *link                    // whose event came last
 	lastID    int64                    // of a connection of the scheduler
-	peers     []*link                  // the other side of the rail, by group; nil: not connected
-	rail      []wire.Member            // those of peers; nil before the roster came
-	waiting   []*link                  // workers that connected before the roster came
+	peers     []*peer                  // the other side of the rail, by group
+	waiting   []*link                  // of workers that the scheduler has not named
+	oldest    int64                    // of those, when it came; or cluster.Never
 	met       bool                     // all peers are connected
 	sayAt     int64                    // when to say whom the cluster waits for
 	said      string                   // about that
-	back      comingBack               // of peers and of this node
 	stuck     []*link                  // with frames that back-pressure held up
 	ailing    []*link                  // that take no more, and are to be ended
 	frame     [1]transport.Op
@@ -126,11 +125,8 @@ type link struct {
 	tried  bool   // a better one was tried, in vain
 	kind   linkKind
 	id     int64 // of a member at the scheduler: its number; of the scheduler at a member: 0
-	index  int   // peer: place in the rail
+	peer   *peer // of linkPeer
 	hello  wire.Hello
-	left   bool     // it said Bye
-	used   bool     // it said Up
-	begun  bool     // calls use it
 	ailing error    // why it takes no more
 	frames [][]byte // not posted yet
 	since  int64    // when it was opened
@@ -139,7 +135,8 @@ type link struct {
 type linkKind uint8
 
 const (
-	linkWaiting   linkKind = iota // a worker that the scheduler has not named yet
+	linkStranger  linkKind = iota // a worker that has said nothing yet
+	linkWaiting                   // a worker that has said Up and that the scheduler has not named yet
 	linkScheduler                 // ours to the scheduler
 	linkMember                    // the scheduler's to a member
 	linkPeer                      // between worker and server
@@ -208,8 +205,8 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 	n := &Node{
 		cfg: cfg, log: log, gpu: gpu, spin: spins(cfg), yields: yieldsAfter(cfg, gpu, free), threaded: threaded(cfg, free),
 		links: map[transport.Conn]*link{}, ended: map[transport.Conn]error{}, controls: map[int64]*link{}, barriers: map[uint64]*barrier{},
-		deadline: time.Now().Add(cfg.InitTimeout),
-		gate:     newGate(cfg),
+		deadline: time.Now().Add(cfg.InitTimeout), oldest: cluster.Never,
+		gate: newGate(cfg),
 	}
 	n.life, n.die = context.WithCancel(context.Background())
 	n.ctx, n.cancel = context.WithDeadline(n.life, n.deadline)
@@ -227,14 +224,14 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 	}
 	switch n.cfg.Role {
 	case conf.Server:
-		n.peers = make([]*link, n.cfg.Workers)
+		n.meetPeers(n.cfg.Workers)
 		if n.server, err = exchange.NewServer(n.cfg.Workers, b, &n.counters, host); err != nil {
 			return err
 		}
 		n.side = n.server
 		n.server.RefuseLoans(!n.cfg.Loans)
 	case conf.Worker:
-		n.peers = make([]*link, n.cfg.Servers)
+		n.meetPeers(n.cfg.Servers)
 		if n.worker, err = exchange.NewWorker(n.cfg.Servers, &n.counters, host); err != nil {
 			return err
 		}
@@ -250,7 +247,6 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 		}
 		n.machine = n.scheduler
 	}
-	n.back.open(n)
 	n.channels = exchange.NewChannels(len(n.peers))
 	if n.gpu != nil && n.server != nil {
 		n.server.ReceiveIn(n.gpu)
@@ -391,15 +387,16 @@ func (n *Node) Describe() ([]byte, error) {
 	}
 	links := []linkDescription{}
 	n.under(func() {
-		for i, l := range n.peers {
-			if n.up(l) {
+		for _, p := range n.peers {
+			if l := p.link; l != nil {
+				m := p.Member()
 				how, why := l.via()
 				p := l.conn.Peer()
 				members := []memberDescription{}
-				for _, m := range p.Members {
-					members = append(members, memberDescription{m.Name, m.Remote, m.Via, m.Sent, m.Why})
+				for _, r := range p.Members {
+					members = append(members, memberDescription{r.Name, r.Remote, r.Via, r.Sent, r.Why})
 				}
-				links = append(links, linkDescription{n.rail[i].Role.String(), n.rail[i].Rank, p.Remote, how, why, members})
+				links = append(links, linkDescription{m.Role.String(), m.Rank, p.Remote, how, why, members})
 			}
 		}
 	})

@@ -216,8 +216,8 @@ func (n *Node) unsent() bool {
 	if n.side.Backlog() {
 		return true
 	}
-	for _, l := range n.peers {
-		if l != nil && l.conn.Unsent() {
+	for _, p := range n.peers {
+		if p.link != nil && p.link.conn.Unsent() {
 			return true
 		}
 	}

@@ -11,15 +11,11 @@ import (
 
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
+	"fserver/engine/peers"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/wire"
 )
-
-// Peers that are lost and come back, and schedulers that do. The scheduler says
-// which run of a process has a rank, by its epoch: a worker dials that run, a
-// server takes its connection, and nobody else's. A connection that breaks
-// between two that live is opened again by the worker.
 
 // hasLeft is why a peer that has said Bye is gone, and replaced why one is whose successor
 // has come.
@@ -31,79 +27,138 @@ const (
 // patience is how long a worker may be connected that the scheduler has not named.
 const patience = 10 * time.Second
 
-// steady is how long a connection must have lasted to be dialled again at once.
-const steady = time.Second
-
 // maxWaiting bounds the connections of one rank that a server keeps for workers that the
 // scheduler has not named.
 const maxWaiting = 4
 
-// comingBack is what a node knows of its peers' absence. Slices are by rail.
-type comingBack struct {
-	late   bool                 // this node came to a cluster that ran
-	dials  []context.CancelFunc // of the dial under way, or nil
-	breaks []int                // connections in turn that did not last
-	until  []int64              // when calls do not wait for the successor any more
-	why    []error              // the loss that they then end in
-	oldest int64                // of the workers that wait for their name, or Never
-	past   map[uint64]bool      // epochs of the rail that are over
-	seen   []bool               // a connection has been there before
+// peer is a worker or server on the other side of the rail.
+type peer struct {
+	peers.Peer
+	index int                // its place in the rail
+	link  *link              // nil: no connection stands
+	at    string             // the remote address of the last one
+	stop  context.CancelFunc // of the dial under way, or nil
 }
 
-func (b *comingBack) open(n *Node) {
-	k := len(n.peers)
-	b.dials, b.breaks, b.why, b.seen = make([]context.CancelFunc, k), make([]int, k), make([]error, k), make([]bool, k)
-	b.until = slices.Repeat([]int64{cluster.Never}, k)
-	b.oldest, b.past = cluster.Never, map[uint64]bool{}
+// meetPeers makes the peers, which nobody has named yet.
+func (n *Node) meetPeers(count int) {
+	cfg := peers.Config{Dials: n.cfg.Role == conf.Worker, Waits: n.patient(), Limit: n.cfg.RejoinTimeout}
+	for i := range count {
+		n.peers = append(n.peers, &peer{Peer: peers.New(cfg), index: i})
+	}
 }
 
-// next is when overdue has something to do.
-func (b *comingBack) next() int64 {
-	next := int64(cluster.Never)
-	if b.oldest != cluster.Never {
-		next = b.oldest + int64(patience)
+// lostError is the error for the loss of a peer.
+func (p *peer) lostError(why string) error {
+	m := p.Member()
+	return &LostError{Role: m.Role, Rank: m.Rank, Address: p.at, Reason: why}
+}
+
+// lostBy is lostError from what the connection said, unless that is none of the peer's doing.
+func (p *peer) lostBy(err error) error {
+	switch {
+	case errors.Is(err, transport.ErrClosed):
+		return closedError(err)
+	case scarce(err):
+		return fmt.Errorf("node: the connection to %v %d was ended here: %w", p.Member().Role, p.Member().Rank, err)
 	}
-	for _, t := range b.until {
-		next = min(next, t)
-	}
-	return next
+	return p.lostError(reason(err))
 }
 
 // patient says whether calls wait for the successor of a peer that is lost.
 func (n *Node) patient() bool { return n.cfg.OnPeerLost == conf.WaitForSuccessor }
 
-// place is the index of a member in the rail, or -1.
-func (n *Node) place(r wire.Role, rank int) int {
-	return slices.IndexFunc(n.rail, func(m wire.Member) bool { return m.Role == r && m.Rank == rank })
+// place is the peer with a role and rank, or nil.
+func (n *Node) place(r wire.Role, rank int) *peer {
+	for _, p := range n.peers {
+		if m := p.Member(); p.State() != peers.Absent && m.Role == r && m.Rank == rank {
+			return p
+		}
+	}
+	return nil
 }
 
-// current says whether m is the run of peer i that is to be connected.
-func (n *Node) current(i int, m *wire.Member) bool {
-	return n.rail[i].Epoch == m.Epoch && n.rail[i].State != wire.Gone && n.failed() == nil
-}
+// wants says whether m is the run of a peer that is to be connected.
+func (n *Node) wants(p *peer, m *wire.Member) bool { return p.Wants(m.Epoch) && n.failed() == nil }
 
-// up says whether the connection to a peer stands.
-func (n *Node) up(l *link) bool { return l != nil && n.links[l.conn] == l }
-
-// lose ends what waits for peer i, or lets it wait for the successor.
-func (n *Node) lose(i int, err error) {
-	n.channels.Lose(i, err)
-	n.side.Lose(i, err)
-	if n.patient() && n.back.until[i] == cluster.Never {
-		n.back.until[i], n.back.why[i] = trace.Now()+int64(n.cfg.RejoinTimeout), err
+// step tells a peer's machine what has happened, and does what that asks for.
+func (n *Node) step(p *peer, in peers.Input) {
+	for _, o := range p.Step(trace.Now(), in) {
+		n.act(p, o)
 	}
 	n.timer.Store(n.nextTimer())
 }
 
+func (n *Node) stepAll(kind peers.Kind) {
+	for _, p := range n.peers {
+		n.step(p, peers.Input{Kind: kind})
+	}
+}
+
+func (n *Node) act(p *peer, o peers.Output) {
+	switch o.Do {
+	case peers.Dial:
+		if n.failed() == nil {
+			n.reach(p, o.After)
+		}
+	case peers.Stop:
+		if p.stop != nil {
+			p.stop()
+		}
+	case peers.Close:
+		l := p.link
+		n.unlink(l)
+		n.ended[l.conn] = o.Err
+		l.conn.Close()
+	case peers.Greet:
+		if n.worker != nil { // what it has to send waits for the answer of the server
+			n.worker.Expect(p.index)
+		}
+		n.sendFrame(p.link, wire.Append(nil, wire.TypeUp, &wire.Text{Text: p.link.why}))
+	case peers.Begin:
+		n.sayLinked(p.link, o.Again)
+		n.side.Up(p.index, p.Member().Rank, p.link.plane.Fabric, p.link.conn)
+		n.meet()
+	case peers.SayBye:
+		n.sendFrame(p.link, wire.AppendSignal(nil, wire.TypeBye))
+	case peers.Part:
+		n.channels.Left(p.index)
+		n.side.Left(p.index, o.Err)
+		if n.server != nil {
+			n.sayDone()
+		}
+	case peers.Lose:
+		n.channels.Lose(p.index, o.Err)
+		n.side.Lose(p.index, o.Err)
+	case peers.GiveUp:
+		n.side.Down(p.index, o.Err)
+	case peers.Fail:
+		n.fail(closedError(o.Err))
+	case peers.Warn:
+		n.log.Warn(p.Member().Name()+" cannot be reached", zap.Error(o.Err))
+	}
+}
+
+// nextOfPeers is when overdue has something to do.
+func (n *Node) nextOfPeers() int64 {
+	next := int64(cluster.Never)
+	if n.oldest != cluster.Never {
+		next = n.oldest + int64(patience)
+	}
+	for _, p := range n.peers {
+		next = min(next, p.Next())
+	}
+	return next
+}
+
 // overdue ends what has waited for too long.
 func (n *Node) overdue(now int64) {
-	for i, t := range n.back.until {
-		if now >= t {
-			n.back.until[i] = cluster.Never
-			n.side.Down(i, n.back.why[i])
+	for _, p := range n.peers {
+		if now >= p.Next() {
+			n.step(p, peers.Input{Kind: peers.Tick})
 		}
 	}
-	if n.back.oldest != cluster.Never && now >= n.back.oldest+int64(patience) {
+	if n.oldest != cluster.Never && now >= n.oldest+int64(patience) {
 		for _, l := range slices.Clone(n.waiting) {
 			if now >= l.since+int64(patience) {
 				n.turnAway(l, "the scheduler has not named it, or it does not use the connection")
@@ -113,68 +168,11 @@ func (n *Node) overdue(now int64) {
 	}
 }
 
-// absent takes a peer that was not there when this node came.
-func (n *Node) absent(i int) {
-	m := &n.rail[i]
-	err := &LostError{Role: m.Role, Rank: m.Rank, Reason: "the process was lost and has not been replaced yet"}
-	switch {
-	case m.State == wire.Gone:
-		n.lose(i, err)
-	case n.worker != nil:
-		err.Reason = hasLeft
-		n.worker.Down(i, err)
-	default:
-		_ = n.server.Frame(i, wire.AppendSignal(nil, wire.TypeBye)) // as it would say itself
-	}
-}
-
-// hangUp ends the connection to peer i, if there is one.
-func (n *Node) hangUp(i int, err error) {
-	if l := n.peers[i]; n.up(l) {
-		n.unlink(l)
-		n.ended[l.conn] = err
-		l.conn.Close()
-	}
-	n.lose(i, err)
-}
-
-// peerDown takes the end of the connection to a peer.
-func (n *Node) peerDown(l *link, err error) {
-	if n.phase.Load() == joining && !n.back.late {
-		n.fail(err)
-		return
-	}
-	i := l.index
-	n.lose(i, err)
-	if n.worker == nil || l.left || n.rail[i].State == wire.Gone || n.failed() != nil || n.phase.Load() >= leaving {
-		return
-	}
-	// It may live, and only the connection be gone. If not, the scheduler says so.
-	wait := time.Duration(0)
-	if trace.Now()-l.since < int64(steady) {
-		wait = firstPause << min(n.back.breaks[i], 5)
-		n.back.breaks[i]++
-	} else {
-		n.back.breaks[i] = 0
-	}
-	n.reach(i, wait)
-}
-
-// peerLost takes the news that peer i is gone.
-func (n *Node) peerLost(i int, err error) {
-	n.rail[i].State = wire.Gone
-	if n.back.dials[i] != nil {
-		n.back.dials[i]()
-	}
-	n.hangUp(i, err)
-	n.meet()
-}
-
 // knownGone reports whether this node has already taken note that the server with the rank of m
 // was lost, whose successor m is.
 func (n *Node) knownGone(m *wire.Member) bool {
-	i := n.place(m.Role, m.Rank)
-	return m.Role == wire.RoleServer && i >= 0 && n.rail[i].State == wire.Gone
+	p := n.place(m.Role, m.Rank)
+	return m.Role == wire.RoleServer && p != nil && p.Lost()
 }
 
 // regroup has the workers and servers of a rail agree on what is paired with what, when one of
@@ -196,93 +194,60 @@ func (n *Node) joined(m wire.Member) {
 	if errors.As(n.stopErr, &lost) && lost.Role == m.Role && lost.Rank == m.Rank {
 		n.stopErr = nil
 	}
-	i := n.place(m.Role, m.Rank)
-	if i < 0 { // a peer is back when it is connected
+	p := n.place(m.Role, m.Rank)
+	if p == nil { // a peer is back when it is connected
 		n.log.Info(fmt.Sprintf("%v %d is back", m.Role, m.Rank), zap.Uint32("pid", m.Pid), zap.String("host", m.Host))
 	}
-	if i < 0 || n.failed() != nil {
+	if p == nil || n.failed() != nil {
 		return
 	}
-	n.back.seen[i] = true
-	n.hangUp(i, &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced})
-	if n.rail[i].Epoch != m.Epoch {
-		n.back.past[n.rail[i].Epoch] = true
-	}
-	n.rail[i] = m
-	n.back.breaks[i] = 0
-	if n.worker != nil {
-		n.reach(i, 0)
-	}
+	n.step(p, peers.Input{Kind: peers.Succeeded, Member: &m, Err: &LostError{Role: m.Role, Rank: m.Rank, Reason: replaced}})
 	n.admitAll()
 }
 
-// reachAll connects a worker to the servers that it has no connection to and that
-// have come, or come back, while the bring-up ended.
-func (n *Node) reachAll() {
-	for i := range n.rail {
-		if n.worker != nil && n.rail[i].State == wire.Present && !n.up(n.peers[i]) {
-			n.reach(i, 0)
-		}
-	}
-}
-
-// reach connects a worker to server i, after a while.
-func (n *Node) reach(i int, wait time.Duration) {
-	if n.back.dials[i] != nil {
-		n.back.dials[i]()
+// reach connects a worker to a server, after a while.
+func (n *Node) reach(p *peer, wait time.Duration) {
+	if p.stop != nil {
+		p.stop()
 	}
 	ctx, cancel := context.WithCancel(n.dialContext())
-	n.back.dials[i] = cancel
-	m := n.rail[i]
+	p.stop = cancel
+	m := *p.Member()
 	n.dialling(func() {
 		pause(ctx, wait)
-		n.connect(ctx, i, m)
+		n.connect(ctx, p, m)
 	})
 }
 
-// unreached takes the failure of connect: an error of the bring-up, and else
-// worth a line, unless the server has been lost or replaced meanwhile, or is
-// dialled anew.
-func (n *Node) unreached(ctx context.Context, i int, m *wire.Member, err error) {
+// unreached takes the failure of connect, unless the server has been lost or replaced
+// meanwhile, or is dialled anew.
+func (n *Node) unreached(ctx context.Context, p *peer, m *wire.Member, err error) {
 	if errors.Is(ctx.Err(), context.Canceled) || !n.own() {
 		return
 	}
 	defer n.disown()
-	switch {
-	case !n.current(i, m):
-	case n.phase.Load() == joining:
-		n.fail(closedError(err))
-	default:
-		n.log.Warn(m.Name()+" cannot be reached", zap.Error(err))
+	if n.wants(p, m) {
+		n.step(p, peers.Input{Kind: peers.Failed, Err: err})
 	}
 }
 
-// linked gives peer l.index its connection, and tells it so before anything else. What a worker
-// has to send waits from now on for the answer of the server, which has had the worker's Up.
-func (n *Node) linked(l *link) {
-	n.peers[l.index] = l
+// linked gives a peer its connection.
+func (n *Node) linked(p *peer, l *link) {
+	n.step(p, peers.Input{Kind: peers.Again, Err: p.lostError("it has connected again")})
+	heard := l.kind == linkWaiting
+	l.kind, l.peer = linkPeer, p
 	l.plane.peers++
-	if n.worker != nil {
-		n.worker.Expect(l.index)
-	}
-	n.sendFrame(l, wire.Append(nil, wire.TypeUp, &wire.Text{Text: l.why}))
-	n.begin(l)
+	p.link, p.at = l, l.conn.Peer().Remote
+	n.step(p, peers.Input{Kind: peers.Connected, Heard: heard})
+	n.flushed(l)
 }
 
-// begin lets the calls use the connection to a peer that uses it too, unless frames wait:
-// what the calls post would overtake them.
-func (n *Node) begin(l *link) {
-	if l.begun || !l.used || len(l.frames) != 0 || !n.up(l) {
-		return
+// flushed notes that all frames to a peer are posted, unless some wait, which what calls post
+// would overtake.
+func (n *Node) flushed(l *link) {
+	if l.kind == linkPeer && l.peer.link == l && len(l.frames) == 0 {
+		n.step(l.peer, peers.Input{Kind: peers.Flushed})
 	}
-	l.begun = true
-	n.sayLinked(l)
-	n.back.until[l.index] = cluster.Never
-	n.side.Up(l.index, n.rail[l.index].Rank, l.plane.Fabric, l.conn)
-	if n.phase.Load() == leaving {
-		n.sendFrame(l, wire.AppendSignal(nil, wire.TypeBye))
-	}
-	n.meet()
 }
 
 // hold keeps the connection of a worker until the scheduler has named it. Of too
@@ -300,25 +265,27 @@ func (n *Node) hold(l *link) {
 // scheduler has named them and they have said that they use the connection: one
 // that has dialled in vain may be late to close what it has opened.
 func (n *Node) admitAll() {
-	if n.rail == nil {
+	if n.peers[0].State() == peers.Absent {
 		return
 	}
 	waiting := n.waiting
-	n.waiting, n.back.oldest = nil, cluster.Never
+	n.waiting, n.oldest = nil, cluster.Never
 	for _, l := range waiting {
-		i := n.place(wire.RoleWorker, int(l.hello.Rank))
-		switch {
-		case i < 0:
+		p := n.place(wire.RoleWorker, int(l.hello.Rank))
+		if p == nil {
 			n.turnAway(l, "it is not of this rail")
-		case n.back.past[l.hello.Epoch]:
+			continue
+		}
+		switch v := p.Judge(l.hello.Epoch); {
+		case v == peers.Past:
 			n.turnAway(l, replaced)
-		case n.rail[i].State == wire.Gone && n.rail[i].Epoch == l.hello.Epoch:
+		case v == peers.Missed:
 			n.turnAway(l, "it was taken for lost")
-		case n.rail[i].Epoch != l.hello.Epoch || !l.used:
+		case v == peers.Wait || l.kind == linkStranger:
 			n.waiting = append(n.waiting, l)
-			n.back.oldest = min(n.back.oldest, l.since)
+			n.oldest = min(n.oldest, l.since)
 		default:
-			n.admit(i, l)
+			n.linked(p, l)
 		}
 	}
 	n.timer.Store(n.nextTimer())
@@ -327,24 +294,11 @@ func (n *Node) admitAll() {
 // told takes the first frame of the other side, its Up, and what that says of why no better
 // way was taken. What this side lacks itself, it knows better.
 func (l *link) told(n *Node, ev *transport.Event) error {
-	if l.used {
-		return errors.New("node: the peer sent more than an Up before it was answered")
-	}
-	l.used = true
 	said, err := wire.Parse[wire.Text](ev.Data, wire.TypeUp)
 	if said.Text != "" && n.lack == "" {
 		l.why = said.Text
 	}
 	return err
-}
-
-// admit makes a worker's connection that of peer i.
-func (n *Node) admit(i int, l *link) {
-	if old := n.peers[i]; old != nil {
-		n.hangUp(i, n.lostPeer(old, "it has connected again"))
-	}
-	l.kind, l.index = linkPeer, i
-	n.linked(l)
 }
 
 // turnAway ends the connection of a worker that waited.

@@ -297,8 +297,8 @@ func lostPeers(n *Node) (lost int) {
 		return 0
 	}
 	defer n.disown()
-	for _, l := range n.peers {
-		if !n.up(l) {
+	for _, p := range n.peers {
+		if p.link == nil {
 			lost++
 		}
 	}
@@ -468,7 +468,7 @@ func TestOldEpoch(t *testing.T) {
 	require.Eventually(t, func() bool {
 		require.True(t, s.own())
 		defer s.disown()
-		return s.rail[1].State == wire.Gone
+		return s.peers[1].Lost()
 	}, 10*time.Second, time.Millisecond)
 	refused("before")
 	m.restart(net, sh, m.workers[1])
@@ -487,7 +487,7 @@ func TestOldEpoch(t *testing.T) {
 	require.Eventually(t, func() bool {
 		require.True(t, s.own())
 		defer s.disown()
-		return len(s.waiting) == 1 && s.waiting[0].used
+		return len(s.waiting) == 1 && s.waiting[0].kind == linkWaiting
 	}, 10*time.Second, time.Millisecond)
 	for _, n := range m.workers {
 		pushPull(t, n, []exchange.Tensor{tensor(t, 1, 9)}, nil)

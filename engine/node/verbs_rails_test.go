@@ -52,7 +52,7 @@ func (m *mesh) exchange(t *testing.T, rounds int) {
 }
 
 // members are those of the connection between the first worker and the first server.
-func (m *mesh) members() []transport.Member { return m.workers[0].peers[0].conn.Peer().Members }
+func (m *mesh) members() []transport.Member { return m.workers[0].peers[0].link.conn.Peer().Members }
 
 // whole waits until all members are connected. Each round of the mesh gives them time.
 func (m *mesh) whole(t *testing.T, want int) []transport.Member {
@@ -96,7 +96,7 @@ func TestVerbsQueuePairs(t *testing.T) {
 					want += "/0"
 				}
 				require.Equal(t, want, list[0].Name)
-				peer := m.workers[0].peers[0].conn.Peer()
+				peer := m.workers[0].peers[0].link.conn.Peer()
 				require.Equal(t, strings.Repeat("+verbs", len(list))[1:], peer.Via)
 				require.Empty(t, peer.Why)
 				m.stop()
@@ -128,7 +128,7 @@ func TestVerbsUnlike(t *testing.T) {
 			} else {
 				m.whole(t, c.members)
 			}
-			how, _ := m.workers[0].peers[0].via()
+			how, _ := m.workers[0].peers[0].link.via()
 			require.True(t, strings.HasPrefix(how, "verbs"), how)
 			m.stop()
 		})
@@ -213,7 +213,7 @@ func TestSplitLag(t *testing.T) {
 			list := m.whole(t, 2)
 			for _, w := range m.workers {
 				for _, l := range w.peers[:len(m.servers)] {
-					for len(l.conn.Peer().Via) < len("verbs+verbs") {
+					for len(l.link.conn.Peer().Via) < len("verbs+verbs") {
 						oneOf(t, m, 1, 0)
 					}
 				}
@@ -222,7 +222,7 @@ func TestSplitLag(t *testing.T) {
 			require.Equal(t, c.other, fakeverbs.Count("port2"))
 			require.Equal(t, c.flows, fakeverbs.Count("flows"))
 			require.Equal(t, c.via, list[0].Via)
-			require.Equal(t, c.why, m.workers[0].peers[0].conn.Peer().Why)
+			require.Equal(t, c.why, m.workers[0].peers[0].link.conn.Peer().Why)
 			m.stop()
 		})
 	}

@@ -84,7 +84,7 @@ func TestVerbs(t *testing.T) {
 			m := newMesh(t, newNICs(t).open, s, extra...)
 			for _, w := range m.workers {
 				for _, l := range w.peers[:len(m.servers)] {
-					how, _ := l.via()
+					how, _ := l.link.via()
 					require.Equal(t, "verbs", how)
 				}
 			}

@@ -59,7 +59,7 @@ func kept(t *testing.T, n *Node, rank int32) (links, up int) {
 	for _, l := range n.waiting {
 		if l.hello.Rank == rank {
 			links++
-			if l.used {
+			if l.kind == linkWaiting {
 				up++
 			}
 		}

@@ -13,6 +13,7 @@ import (
 
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
+	"fserver/engine/peers"
 	"fserver/engine/trace"
 	"fserver/engine/transport/all"
 	"fserver/engine/wire"
@@ -42,7 +43,7 @@ func (n *Node) name(l *link) string {
 	case linkScheduler:
 		return n.theScheduler()
 	case linkPeer:
-		return n.rail[l.index].Name()
+		return l.peer.Member().Name()
 	case linkMember:
 		if name := n.scheduler.Name(l.id); name != "" {
 			return name
@@ -52,14 +53,14 @@ func (n *Node) name(l *link) string {
 }
 
 // sayLinked logs, once for each connection to a peer, how its data travels and why not
-// in a better way. A worker warns if it has tried one in vain.
-func (n *Node) sayLinked(l *link) {
-	m := &n.rail[l.index]
+// in a better way. A worker warns if it has tried one in vain. again says that the peer was
+// there before.
+func (n *Node) sayLinked(l *link, again bool) {
+	m := l.peer.Member()
 	what := "is connected"
-	if n.back.seen[l.index] {
+	if again {
 		what = "is back"
 	}
-	n.back.seen[l.index] = true
 	how, why := l.via()
 	fields := []zap.Field{zap.Uint32("pid", m.Pid), zap.String("host", m.Host), zap.String("transport", how)}
 	if why != "" {
@@ -94,9 +95,9 @@ func (n *Node) sayMissing(now int64) {
 // missing says what the cluster waits for before it runs.
 func (n *Node) missing() string {
 	var names []string
-	for i := range n.rail {
-		if l := n.peers[i]; n.rail[i].State == wire.Present && !(n.up(l) && l.used) {
-			names = append(names, n.rail[i].Name())
+	for _, p := range n.peers {
+		if p.Missing() {
+			names = append(names, p.Member().Name())
 		}
 	}
 	if len(names) != 0 {
@@ -163,12 +164,8 @@ func (n *Node) gives(name string) string {
 // sayDone tells the scheduler when all workers have left this server, which may end in
 // whatever way then.
 func (n *Node) sayDone() {
-	for i := range n.rail {
-		l, m := n.peers[i], &n.rail[i]
-		left := m.State == wire.Parting || l != nil && l.left && l.hello.Epoch == m.Epoch
-		if !left {
-			return
-		}
+	if slices.ContainsFunc(n.peers, func(p *peer) bool { return p.State() != peers.Left }) {
+		return
 	}
 	n.outputs(n.member.Done(trace.Now()))
 }

@@ -16,10 +16,10 @@ import (
 	"fserver/engine/exchange"
 	"fserver/engine/gpu"
 	"fserver/engine/gpu/fakegpu"
+	"fserver/engine/peers"
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
 	"fserver/engine/transport/cma"
-	"fserver/engine/wire"
 )
 
 // listen opens one node whose log is kept from info up.
@@ -293,8 +293,8 @@ func (n *Node) allLeft() bool {
 		return true
 	}
 	defer n.disown()
-	for _, l := range n.peers {
-		if !l.left {
+	for _, p := range n.peers {
+		if p.State() != peers.Left {
 			return false
 		}
 	}
@@ -360,7 +360,7 @@ func TestDoneIsOfTheRun(t *testing.T) {
 	require.Eventually(t, func() bool { // the scheduler says so
 		require.True(t, m.workers[0].own())
 		defer m.workers[0].disown()
-		return m.workers[0].rail[0].State == wire.Gone
+		return m.workers[0].peers[0].Lost()
 	}, 10*time.Second, time.Millisecond)
 	require.NoError(t, m.workers[0].Close())
 }
