@@ -79,8 +79,8 @@ int cs_ib_device_open(const char *name, cs_ib_device **device,
     return rc;
   }
   add_thread_domain(d);
-  *facts =
-      (cs_ib_facts){a.max_qp, a.max_cqe, d->context->async_fd, d->td != NULL};
+  *facts = (cs_ib_facts){a.max_qp, a.max_cqe, a.phys_port_cnt,
+                         d->context->async_fd, d->td != NULL};
   *device = d;
   return 0;
 }

@@ -79,7 +79,7 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq cq, cs_ib_room *room,
   if (!q)
     return cs_ib_errno();
   struct ibv_qp_attr init = {.qp_state = IBV_QPS_INIT,
-                             .port_num = 1,
+                             .port_num = (uint8_t)room->port,
                              .qp_access_flags = IBV_ACCESS_REMOTE_WRITE};
   int rc = cs_ib.modify_qp(q, &init,
                            IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
@@ -112,7 +112,8 @@ int cs_ib_qp_connect(cs_ib_qp qp, const cs_ib_path *p) {
   a.rq_psn = p->psn;
   a.max_dest_rd_atomic = 1;
   a.min_rnr_timer = 12; /* 0.64 ms */
-  a.ah_attr.port_num = 1;
+  a.ah_attr.port_num = (uint8_t)p->port;
+  a.ah_attr.sl = p->service_level;
   a.ah_attr.dlid = (uint16_t)p->lid;
   if (p->global) {
     a.ah_attr.is_global = 1;
@@ -120,6 +121,7 @@ int cs_ib_qp_connect(cs_ib_qp qp, const cs_ib_path *p) {
     a.ah_attr.grh.sgid_index = (uint8_t)p->gid_index;
     a.ah_attr.grh.hop_limit = 64;
     a.ah_attr.grh.flow_label = p->flow;
+    a.ah_attr.grh.traffic_class = p->traffic_class;
   }
   int rc = cs_ib.modify_qp(
       (struct ibv_qp *)qp, &a,

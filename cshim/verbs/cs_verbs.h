@@ -33,7 +33,7 @@ typedef struct {
 } cs_ib_name;
 
 typedef struct {
-  int32_t max_qp, max_cqe;
+  int32_t max_qp, max_cqe, ports;
   int32_t fd;     /* non-blocking, readable when cs_ib_async has an event */
   bool lock_free; /* posting takes no lock of the library */
 } cs_ib_facts;
@@ -63,6 +63,7 @@ enum { /* of cs_ib_register, joined by | */
 
 typedef struct {
   int32_t send, recv;
+  int32_t port; /* from 1 */
 } cs_ib_room;
 
 typedef struct { /* to the peer's queue pair */
@@ -73,7 +74,10 @@ typedef struct { /* to the peer's queue pair */
   int32_t lid;            /* the peer's, on InfiniBand */
   uint32_t flow;          /* 20 bits, from which RoCE makes the UDP source
                              port; 0: the device chooses */
+  int32_t port;           /* ours, from 1 */
   uint8_t timeout, retries, not_ready_retries;
+  uint8_t traffic_class; /* with global */
+  uint8_t service_level;
   bool global; /* the way is by GID */
 } cs_ib_path;
 
@@ -125,8 +129,7 @@ int cs_ib_open(const char *path, char *why, size_t room);
 // The calls. cs_table.c defines them all where the headers are missing.
 //
 // cs_ib_list            names at most room devices and says how many there are
-// cs_ib_device_open     opens a device, whose port 1 queue pairs use;
-//                       cs_ib_device_close needs all else closed
+// cs_ib_device_open     opens a device; cs_ib_device_close needs all else closed
 // cs_ib_gids            names at most room valid entries of the GID table
 // cs_ib_async           takes one event, EAGAIN if there is none
 // cs_ib_register        pins memory and makes it known to the device; may block
@@ -135,8 +138,8 @@ int cs_ib_open(const char *path, char *why, size_t room);
 //                       completion
 // cs_ib_arm             asks for one event when the next completion comes
 // cs_ib_quiet           takes the events that have come, and says how many
-// cs_ib_qp_create       makes a queue pair whose both queues complete on cq; room
-//                       is what is wanted, and then what there is. Receives may
+// cs_ib_qp_create       makes a queue pair of a port whose both queues complete on
+//                       cq; room is what is wanted, and then what there is. Receives may
 //                       be posted. The peer will be able to write
 // cs_ib_qp_connect      joins it to the peer's: both directions may be used
 // cs_ib_qp_lag_port     has a connected queue pair send over one port, from 1, of

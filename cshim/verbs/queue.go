@@ -15,6 +15,7 @@ import (
 // Room is what a queue pair has place for.
 type Room struct {
 	Send, Recv int32 // requests in each queue
+	Port       int32 // of the device, from 1
 }
 
 // A QP is a reliable connected queue pair.
@@ -44,10 +45,15 @@ type Path struct {
 	LID      int32    // the peer's, on InfiniBand
 	Flow     uint32   // of 20 bits, from which RoCE makes the UDP source port; 0: the device chooses
 
+	Port int32 // ours, from 1
+
 	// When q gives the peer up.
 	Timeout  uint8 // 4.096 µs times 2 to this power without an acknowledgement, then again
 	Retries  uint8 // 0 to 6; 7 is for ever on some devices
 	NotReady uint8 // tries while the peer has posted no receive; 7 is for ever
+
+	TrafficClass uint8 // of the packets, with Global: DSCP and ECN bits of RoCE v2
+	ServiceLevel uint8 // 0 to 15: a lane on InfiniBand, the priority of a VLAN on RoCE
 
 	Global bool // by GID: on Ethernet always
 }

@@ -67,6 +67,7 @@ type Device struct {
 // Facts are what opening a device tells of it.
 type Facts struct {
 	MaxQP, MaxCQE int32
+	Ports         int32 // numbered from 1
 	FD            int32 // readable when Async has something; the device's
 	LockFree      bool  // posting takes no lock of the library
 }

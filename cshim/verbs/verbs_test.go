@@ -81,8 +81,8 @@ func bestGID(t *testing.T, d *Device) GID {
 	require.NoError(t, err)
 	require.NotEmpty(t, gids)
 	best := gids[0]
-	for _, g := range gids {
-		if g.Better(best) {
+	for _, g := range gids { // RoCE v2 with an IPv4 address, else another one that is not of the link
+		if better := g.Type == RoCEv2 && !g.Addr().IsLinkLocalUnicast(); better && (g.Addr().Is4() || !best.Addr().Is4()) {
 			best = g
 		}
 	}
@@ -119,12 +119,12 @@ func newEnd(t *testing.T, i int, room Room) *end {
 
 func (e *end) connect(to *end) {
 	require.NoError(e.t, e.qp.Connect(Path{
-		GID: to.gid.Raw, QP: to.qp.Number, PSN: to.psn, OwnPSN: e.psn, GIDIndex: e.gid.Index, MTU: min(e.mtu, to.mtu), Global: true,
+		GID: to.gid.Raw, QP: to.qp.Number, PSN: to.psn, OwnPSN: e.psn, GIDIndex: e.gid.Index, MTU: min(e.mtu, to.mtu), Global: true, Port: 1,
 		Timeout: 12, Retries: 2, NotReady: 7,
 	}))
 }
 
-var small = Room{Send: 64, Recv: 64}
+var small = Room{Send: 64, Recv: 64, Port: 1}
 
 func pair(t *testing.T) (a, b *end) {
 	a, b = newEnd(t, 0, small), newEnd(t, 1, small)
@@ -172,12 +172,12 @@ func TestLayouts(t *testing.T) {
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Piece{}))
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Slot{}))
 	require.Equal(t, uintptr(48), unsafe.Sizeof(Completion{}))
-	require.Equal(t, uintptr(16), unsafe.Sizeof(Facts{}))
+	require.Equal(t, uintptr(20), unsafe.Sizeof(Facts{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Port{}))
 	require.Equal(t, uintptr(28), unsafe.Sizeof(GID{}))
-	require.Equal(t, uintptr(48), unsafe.Sizeof(Path{}))
-	require.Equal(t, uintptr(47), unsafe.Offsetof(Path{}.Global))
-	require.Equal(t, uintptr(8), unsafe.Sizeof(Room{}))
+	require.Equal(t, uintptr(56), unsafe.Sizeof(Path{}))
+	require.Equal(t, uintptr(53), unsafe.Offsetof(Path{}.Global))
+	require.Equal(t, uintptr(12), unsafe.Sizeof(Room{}))
 }
 
 func TestOpen(t *testing.T) {

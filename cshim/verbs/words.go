@@ -78,24 +78,6 @@ func (g GID) Addr() netip.Addr { return netip.AddrFrom16(g.Raw).Unmap() }
 
 func (g GID) String() string { return g.Addr().String() }
 
-// Better reports whether g should be preferred to o on Ethernet: RoCE v2 before v1,
-// then IPv4, then a global IPv6 address before a link-local one.
-func (g GID) Better(o GID) bool { return g.rank() > o.rank() }
-
-func (g GID) rank() int {
-	r := 0
-	if g.Type == RoCEv2 {
-		r += 4
-	}
-	switch a := g.Addr(); {
-	case a.Is4():
-		r += 2
-	case !a.IsLinkLocalUnicast():
-		r++
-	}
-	return r
-}
-
 // Status is how a request ended, by the numbers of the specification. Only Success and Flushed can
 // be relied on to say what happened: devices differ in the others.
 type Status uint32
@@ -142,6 +124,13 @@ const (
 	QPRequest   EventType = 2
 	QPAccess    EventType = 3
 	DeviceFatal EventType = 8
+)
+
+// Asynchronous events after which the addresses of a port may be others.
+const (
+	PortActive EventType = 9
+	LIDChange  EventType = 11
+	GIDChange  EventType = 18
 )
 
 var events = map[EventType]string{

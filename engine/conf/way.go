@@ -43,6 +43,9 @@ func Names(name string, most int, meaning string) Option {
 	return names(name, "names", want, kept[[]string](name), most, func(n string) bool { return visible(n, longest) }, meaning).or("chosen")
 }
 
+// Else gives o an older name, which takes the same values.
+func (o Option) Else(name string) Option { return o.older(Spelling{Name: name}) }
+
 // Get is the value of an option of a transport. T is what the constructor of the option says.
 func Get[T any](c *Config, name string) T { return *kept[T](name)(c) }
 

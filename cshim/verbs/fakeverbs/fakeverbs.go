@@ -93,7 +93,9 @@ func function(name string) unsafe.Pointer {
 // have thread domains), "cqe", "qps", "wr", "mr_size" (limits), "inline" (220 bytes),
 // "gids" (3: all, IPv4 in 127.0.77; 2: all; 1: no IPv4; 0: none), "down" (1: ports are down; else bit 1+N is that of
 // device N), "locked" (bytes that may be registered in all; -1: any), "hold" (1: requests wait until it is 0), "lag"
-// (1: the devices are bonded mlx5 NICs), "patient" (1: a queue pair waits for a peer that is gone for as long as a
+// (1: the devices are bonded mlx5 NICs), "infiniband" (1: ports are InfiniBand, in one subnet; 2: each device is in
+// one of its own), "away" (an entry of the GID table that is of another namespace; -1: none), "ports" (of a device; of two
+// the second is up), "patient" (1: a queue pair waits for a peer that is gone for as long as a
 // test takes; else it gives it up at once).
 func Set(name string, value int) {
 	s := C.CString(name)
@@ -141,7 +143,8 @@ func Event(device, kind, port int, number uint32) {
 func Vanish(device int) { C.call_vanish(function("fake_vanish"), C.int(device)) }
 
 // Count is how many there are or have been: "contexts", "queues", "pairs", "regions", pairs that
-// send over "port1" and "port2" of a bond, and different "flows" of pairs, that exist; "registered", "doorbells", "requests", "receives", "polls" and
+// send over "port1" and "port2" of a bond, and different "flows" of pairs, that exist; "tc", "sl", "mtu", "timeout" and "retries" of the
+// pair that was joined last; "registered", "doorbells", "requests", "receives", "polls" and
 // "completions" so far.
 func Count(name string) int {
 	s := C.CString(name)

@@ -33,6 +33,7 @@ type Conn struct {
 	registered bool
 	buf        mem.Region // send slots, receive slots
 	psn        uint32
+	at         address // where the queue pair is reached
 	peer       place
 	lag        int    // port of a bond that it sends over; 0: the NIC chooses
 	lagOf      string // the peer whose queue pairs that was chosen among

@@ -32,6 +32,12 @@ const (
 	device     = "FSERVER_RDMA_DEVICE"
 	pairs      = "STEPAF_QP_NUM"
 	splitLag   = "STEPMESH_SPLIT_QP_LAG"
+	gidIndex   = "FSERVER_GID_INDEX"
+	mtu        = "FSERVER_RDMA_MTU"
+	class      = "FSERVER_RDMA_TC"
+	level      = "FSERVER_RDMA_SL"
+	timeout    = "FSERVER_RDMA_TIMEOUT"
+	retries    = "FSERVER_RDMA_RETRIES"
 	noDevice   = "no RDMA device (/sys/class/infiniband is empty)"
 	maxDevices = 8
 	maxPairs   = 64 // to a peer, over all devices: what package rails takes
@@ -50,7 +56,7 @@ func openAll(e *transport.Env) ([]transport.Fabric, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := Options{Options: base, Near: e.Host, Lag: conf.Get[Lag](e.Config, splitLag)}
+	o := Options{Options: base, Near: e.Host, Lag: conf.Get[Lag](e.Config, splitLag), Path: pathOf(e.Config)}
 	var all []Options
 	for _, n := range conf.Get[[]string](e.Config, device) {
 		one := o
@@ -99,6 +105,24 @@ func openEach(all []Options, e *transport.Env) (list []transport.Fabric, err err
 	return list, nil
 }
 
+// pathOf is what the settings say of the packets.
+func pathOf(c *conf.Config) Path {
+	p := Path{
+		GID: int32(conf.Get[int](c, gidIndex)), TrafficClass: uint8(conf.Get[int](c, class)), ServiceLevel: uint8(conf.Get[int](c, level)),
+		Timeout: uint8(conf.Get[int](c, timeout)), Retries: uint8(conf.Get[int](c, retries)),
+	}
+	if p.Fixed = p.GID >= 0; !p.Fixed {
+		p.GID = 0
+	}
+	if size := conf.Get[packet](c, mtu); size > 0 {
+		p.MTU = 128 << size
+	}
+	return p
+}
+
+// packet is how large packets may be: 0 as the port says, else 128 bytes times 2 to the power of it.
+type packet uint8
+
 // software says whether a device has no hardware below it.
 func software(name string) bool {
 	at, err := os.Readlink(filepath.Join("/sys/class/infiniband", name))
@@ -116,14 +140,20 @@ func settings() []conf.Option {
 		}
 		return "0", err == nil
 	}}}
+	gid := conf.Number(gidIndex, "-1", -1, 255, "entry of the port's GID table that is used. With -1 it is chosen: RoCE v2 before v1, routable before private addresses, IPv4 before IPv6").Else("NCCL_IB_GID_INDEX")
+	tc := conf.Number(class, "0", 0, 255, "traffic class of RoCE v2 packets: the DSCP, times 4, and the ECN bits").Else("NCCL_IB_TC")
+	sl := conf.Number(level, "0", 0, 15, "service level of InfiniBand, and the priority of RoCE packets in a VLAN").Else("NCCL_IB_SL")
 	recv := conf.Number("BYTEPS_RDMA_RX_DEPTH", "256", 1, 65536, "depth of the receive queue")
 	send := conf.Number("BYTEPS_RDMA_START_DEPTH", "128", 1, 65536, "depth of the send queue")
 	recv.Effect = "queues of a depth that can be set"
 	send.Effect = recv.Effect
 	return []conf.Option{
-		conf.Names(device, maxDevices, "RDMA devices, of which port 1 is used. Tensors travel over all of them"),
+		conf.Names(device, maxDevices, "RDMA devices, each as NAME or NAME:PORT. Tensors travel over all of them. If no port is named, it is the first one that is up"),
 		conf.Number(pairs, "1", 1, maxPairs, "number of queue pairs to each peer over each device; with several devices at most 64 in all. A bonded NIC needs two or more to use both ports"),
-		lag,
+		lag, gid, tc, sl,
+		conf.Choice[packet](mtu, "port", []string{"port", "256", "512", "1024", "2048", "4096"}, "most bytes of a packet. The port of either end may allow less; `port` takes what it does"),
+		conf.Number(timeout, "16", 8, 21, "time until packets that are not acknowledged are sent again: 4.096 µs times 2 to this power, so 16 is 0.27 s"),
+		conf.Number(retries, "6", 1, 6, "how often they are. Then the connection ends"),
 		conf.Flag(plaintext, "0", "whether tensors may travel over RDMA, where nothing is encrypted, although FSERVER_TLS is on"),
 		recv, send,
 	}

@@ -113,7 +113,7 @@ func (w *two) bareEnds(size int) (e [2]bareEnd) {
 		m := w.memory(uint64(size) + 128)
 		cq, err := f.dev.NewCQ(64)
 		require.NoError(w.t, err)
-		qp, err := f.dev.NewQP(cq, rdma.Room{Send: 16, Recv: 16})
+		qp, err := f.dev.NewQP(cq, rdma.Room{Send: 16, Recv: 16, Port: 1})
 		require.NoError(w.t, err)
 		mr, err := f.dev.Register(uint64(m.Addr), m.Len, rdma.LocalWrite|rdma.RemoteWrite)
 		require.NoError(w.t, err)
@@ -122,7 +122,7 @@ func (w *two) bareEnds(size int) (e [2]bareEnd) {
 	for i := range e {
 		p := &e[1-i]
 		require.NoError(w.t, e[i].qp.Connect(rdma.Path{
-			GID: p.f.gid.Raw, QP: p.qp.Number, GIDIndex: e[i].f.gid.Index, MTU: p.f.port.MTU, Global: true, Timeout: 16, Retries: 6, NotReady: 7,
+			GID: p.f.at.gid().Raw, QP: p.qp.Number, GIDIndex: e[i].f.at.gid().Index, MTU: p.f.at.port.MTU, Global: true, Port: 1, Timeout: 16, Retries: 6, NotReady: 7,
 		}))
 	}
 	return e

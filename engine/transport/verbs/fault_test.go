@@ -399,17 +399,17 @@ func TestUnreachable(t *testing.T) {
 		t.Helper()
 		_, err := w.dial()
 		require.ErrorContains(t, err, reason)
-		require.ErrorContains(t, err, "no path from GID "+w.f[0].gid.String()+" of verbs/fake0:1 to GID "+w.f[1].gid.String()+" of the peer: ")
+		require.ErrorContains(t, err, "no path from GID "+w.f[0].at.gid().String()+" of verbs/fake0:1 to GID "+w.f[1].at.gid().String()+" of the peer: ")
 		w.until("nothing is left", func() bool { return fakeverbs.Count("pairs") == 0 })
 		require.Empty(t, w.fresh[1])
 	}
 	const retryExceeded = 12
 	fakeverbs.Status(fakeverbs.Write, 0, retryExceeded)
 	fails("the peer did not acknowledge in time (retries exceeded)")
-	good := w.f[1].gid
-	w.f[1].gid.Raw[15] ^= 0xff // of nobody
+	good := w.f[1].at
+	w.f[1].at.gids = []rdma.GID{{Raw: [16]byte{15: 0xff}, Index: good.gid().Index, Type: rdma.RoCEv2}} // of nobody
 	fails("join queue pair")
-	w.f[1].gid = good
+	w.f[1].at = good
 	fakeverbs.Set("hold", 1)
 	w.f[0].Limits.Handshake = 100 * time.Millisecond
 	fails("nothing was acknowledged in 100ms")
@@ -424,7 +424,7 @@ func TestIPv6(t *testing.T) {
 	fakeverbs.Set("gids", 1)
 	for i := range w.f {
 		w.f[i] = w.open(Options{Library: library2(t), Device: devices()[i]})
-		require.Equal(t, []string{"fd00:77::1", "fd00:77::2"}[i], w.f[i].gid.String())
+		require.Equal(t, []string{"fd00:77::1", "fd00:77::2"}[i], w.f[i].at.gid().String())
 	}
 	a, _ := w.pair()
 	w.echo(a)

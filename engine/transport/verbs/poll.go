@@ -115,6 +115,8 @@ func (f *Fabric) async() {
 			for _, c := range f.byQP {
 				c.end(errors.New(e.Type.String()))
 			}
+		case rdma.PortActive, rdma.LIDChange, rdma.GIDChange:
+			f.stale = true
 		case rdma.QPFatal, rdma.QPRequest, rdma.QPAccess:
 			if c := f.byQP[e.QP]; c != nil {
 				c.end(errors.New(e.Type.String()))

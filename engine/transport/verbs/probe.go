@@ -1,7 +1,9 @@
 package verbs
 
 import (
+	"cmp"
 	"fmt"
+	"net/netip"
 	"strings"
 
 	rdma "fserver/cshim/verbs"
@@ -30,22 +32,26 @@ func probe() []transport.Finding {
 	return all
 }
 
-// inspect opens a device and looks at its port.
+// inspect opens a device and looks at its ports.
 func inspect(name string) transport.Finding {
 	dev, err := rdma.OpenDevice(name)
 	if err != nil {
 		return no(name, err, "in a container, add --device /dev/infiniband")
 	}
 	defer dev.Close()
-	port, gids, err := usable(dev)
-	if err != nil {
+	var text []string
+	for n := int32(1); n <= max(dev.Ports, 1); n++ {
+		a, bad := addressOf(dev, n, Path{}, netip.Addr{})
+		if bad != nil {
+			err = cmp.Or(err, bad)
+			continue
+		}
+		text = append(text, fmt.Sprintf("port %d is active, packets of %d bytes, %s", n, a.port.MTU, list(a.gids)))
+	}
+	if len(text) == 0 {
 		return no(name, err, "check cable and switch, and the address of the network interface (ibv_devinfo shows the ports)")
 	}
-	text := []string{"port 1 is active", fmt.Sprintf("packets of %d bytes", port.MTU)}
-	for _, g := range gids {
-		text = append(text, fmt.Sprintf("GID %d %s (%s)", g.Index, g, g.Type))
-	}
-	return transport.Finding{What: name, State: transport.Yes, Text: strings.Join(text, ", ")}
+	return transport.Finding{What: name, State: transport.Yes, Text: strings.Join(text, "; ")}
 }
 
 // no is a finding that something cannot be used. The error's own remedy, if it has one, comes first.
@@ -55,18 +61,4 @@ func no(what string, err error, remedy string) transport.Finding {
 		remedy = strings.TrimSuffix(own, ")")
 	}
 	return transport.Finding{What: what, State: transport.No, Text: text, Remedy: remedy}
-}
-
-// usable is the port of a device that is to be used, and its GIDs.
-func usable(dev *rdma.Device) (port rdma.Port, gids []rdma.GID, err error) {
-	if port, err = dev.Port(1); err == nil && !port.Active {
-		err = fmt.Errorf("port 1 of %s is not active", dev.Name)
-	}
-	if err == nil {
-		gids, err = dev.GIDs(1)
-	}
-	if err == nil && len(gids) == 0 {
-		err = fmt.Errorf("port 1 of %s has no GID (give its network interface an address)", dev.Name)
-	}
-	return port, gids, err
 }

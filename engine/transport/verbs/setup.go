@@ -53,7 +53,9 @@ func (f *Fabric) adopt(s *link.Session) (transport.Conn, error) {
 		s.End(err)
 		return nil, err
 	}
+	f.refresh()
 	c := &Conn{f: f, session: s}
+	f.Owned(func() { c.at = f.at })
 	c.Open(s, c.end)
 	err := c.make()
 	if err == nil {
@@ -116,16 +118,19 @@ func (c *Conn) meet() error {
 	c.tx.credits = int(c.peer.Slots)
 	if !s.Dialer {
 		c.choosePort(s.Remote, int(c.peer.Port))
+		c.at = c.at.toward(rdma.GID{Raw: c.peer.GID})
 	}
 	if err = c.join(c.peer); err == nil {
 		c.f.Owned(func() { c.f.byQP[c.number] = c })
+	} else {
+		err = c.f.refused(c.at.gid(), err)
 	}
 	if err == nil && s.Dialer {
 		err = c.greet()
 	}
 	if err != nil {
 		return fmt.Errorf("no path from GID %v of %s to GID %v of the peer: %w (check that both are in one network, and that its switches and firewalls let RoCE pass, UDP port 4791; FSERVER_RDMA_DEVICE names another device)",
-			c.f.gid, c.f.Name(), rdma.GID{Raw: c.peer.GID}, err)
+			c.at.gid(), c.f.Name(), rdma.GID{Raw: c.peer.GID}, err)
 	}
 	if s.Dialer {
 		return s.Tell(nil)
@@ -173,7 +178,7 @@ func (c *Conn) greet() (err error) {
 
 // tell tells the peer of the queue pair.
 func (c *Conn) tell() error {
-	p := place{c.f.gid.Raw, c.qp.Number, c.psn, uint32(c.f.port.MTU), uint32(c.f.port.LID), slots, slotBytes, uint32(c.lag)}
+	p := place{c.at.gid().Raw, c.qp.Number, c.psn, uint32(c.at.port.MTU), uint32(c.at.port.LID), slots, slotBytes, uint32(c.lag)}
 	b, _ := binary.Append(nil, binary.LittleEndian, p) // its size is fixed
 	return c.session.Tell(b)
 }
@@ -188,7 +193,7 @@ func (c *Conn) make() (err error) {
 		return err
 	}
 	c.registered = true
-	qp, err := f.dev.NewQP(f.cq, rdma.Room{Send: sendRoom, Recv: slots + spare})
+	qp, err := f.dev.NewQP(f.cq, rdma.Room{Send: sendRoom, Recv: slots + spare, Port: c.at.number})
 	if err != nil {
 		return err
 	}
@@ -203,18 +208,17 @@ func (c *Conn) make() (err error) {
 	return nil
 }
 
-// join joins the queue pair to the peer's. It may block. What is not acknowledged within 0.27 s is
-// sent again, six times. In an emulated machine under load 67 ms (14) was too short: queue pairs with
-// large writes both ways ended (ADR 23). A peer that dies is known by its socket, long before. A peer
-// without a slot is waited for: the credits see to it that there is one.
+// join joins the queue pair to the peer's. It may block. A peer that dies is known by its socket, long before retries
+// are over. A peer without a slot is waited for: the credits see to it that there is one.
 func (c *Conn) join(p place) error {
 	if err := c.post(c.rx.spent); err != nil {
 		return err
 	}
 	err := c.qp.Connect(rdma.Path{
-		GID: p.GID, QP: p.QP, PSN: p.PSN, OwnPSN: c.psn, LID: int32(p.LID), GIDIndex: c.f.gid.Index,
-		MTU: int32(min(p.MTU, uint32(c.f.port.MTU))), Global: c.f.port.Ethernet,
-		Timeout: 16, Retries: 6, NotReady: 7, Flow: c.flow(),
+		GID: p.GID, QP: p.QP, PSN: p.PSN, OwnPSN: c.psn, LID: int32(p.LID), GIDIndex: c.at.gid().Index,
+		MTU: int32(min(p.MTU, uint32(c.at.port.MTU))), Global: c.at.across(p.GID), Port: c.at.number, Flow: c.flow(),
+		TrafficClass: c.f.path.TrafficClass, ServiceLevel: c.f.path.ServiceLevel,
+		Timeout: c.f.path.Timeout, Retries: c.f.path.Retries, NotReady: 7,
 	})
 	if err == nil {
 		err = c.keepTo()

@@ -24,10 +24,10 @@
 package verbs
 
 import (
+	"cmp"
 	"fmt"
 	"net"
 	"net/netip"
-	"slices"
 	"strings"
 	"time"
 
@@ -44,8 +44,8 @@ type Options struct {
 	link.Options
 	// Library is the file of libibverbs; empty means the system's.
 	Library string
-	// Device is the name of the device, of which port 1 is used; empty means the first
-	// one whose port is up.
+	// Device is the name of the device, or NAME:PORT; empty means the first one with a port that is up. Of the ports of a
+	// device, the first one that is up is used.
 	Device string
 	// Near is an address of this host; of several devices one that has it is taken. With Only, no other one is.
 	Near string
@@ -55,18 +55,23 @@ type Options struct {
 	Own bool
 	// Lag says which port of a bonded NIC queue pairs send over.
 	Lag Lag
+	// Path says how packets travel.
+	Path Path
 }
 
 // Fabric is one port of an RDMA device. See transport.Fabric.
 type Fabric struct {
 	link.Fabric
-	dev  *rdma.Device
-	cq   *rdma.CQ
-	port rdma.Port
-	gid  rdma.GID
-	most int // Conns
+	dev    *rdma.Device
+	cq     *rdma.CQ
+	most   int // Conns
+	path   Path
+	nearTo netip.Addr // that the GID has to have, if it is valid
 
 	// The owner guards the rest, and calls nothing that may block.
+	at      address
+	probes  int      // GIDs that the device has refused
+	stale   bool     // something has happened to the port
 	made    int      // queue pairs that exist or are being made
 	regions []region // by start
 	last    uint64   // the newest key
@@ -83,12 +88,13 @@ type Fabric struct {
 
 // Open opens a Fabric.
 func Open(o Options) (*Fabric, error) {
-	f := &Fabric{byQP: map[uint32]*Conn{}, frames: make([]byte, 0, frameRoom), lag: lag{how: o.Lag, used: map[string]*[2]int{}}}
+	f := &Fabric{byQP: map[uint32]*Conn{}, frames: make([]byte, 0, frameRoom), lag: lag{how: o.Lag, used: map[string]*[2]int{}}, path: o.Path}
+	f.path.Timeout, f.path.Retries = cmp.Or(o.Path.Timeout, 16), cmp.Or(o.Path.Retries, 6)
 	if err := f.openDevice(o); err != nil {
 		return nil, err
 	}
 	if o.Name == "" {
-		o.Name = fmt.Sprintf("verbs/%s:1", f.dev.Name)
+		o.Name = fmt.Sprintf("verbs/%s:%d", f.dev.Name, f.at.number)
 	}
 	kind := link.TCP("verbs", f.adopt)
 	kind.Caps.LocalKeys = true
@@ -108,7 +114,7 @@ func Open(o Options) (*Fabric, error) {
 
 // near says where connections are set up.
 func (f *Fabric) near(o Options) link.Options {
-	if at := f.gid.Addr(); o.Own && f.port.Ethernet && (at.Is4() || at.IsGlobalUnicast()) {
+	if at := f.at.gid().Addr(); o.Own && f.at.port.Ethernet && (at.Is4() || at.IsGlobalUnicast()) {
 		o.Bind = at.String()
 		if o.Listen != "" {
 			o.Listen = net.JoinHostPort(o.Bind, "0")
@@ -118,11 +124,13 @@ func (f *Fabric) near(o Options) link.Options {
 }
 
 // Interface returns the name of the network interface of the device, or "" if it has none.
-func (f *Fabric) Interface() string {
-	if i, err := net.InterfaceByIndex(int(f.gid.Link)); err == nil {
-		return i.Name
-	}
-	return ""
+func (f *Fabric) Interface() (name string) {
+	f.Owned(func() {
+		if i, err := net.InterfaceByIndex(int(f.at.gid().Link)); err == nil {
+			name = i.Name
+		}
+	})
+	return name
 }
 
 // open acquires what release gives back, but for the device.
@@ -154,45 +162,50 @@ func (f *Fabric) openDevice(o Options) error {
 		return unavailable(strings.TrimPrefix(err.Error(), "verbs: "), "load the kernel's modules: modprobe ib_uverbs")
 	}
 	why := noDevice
+	device, port, err := portOf(o.Device)
+	if err != nil {
+		return unavailable(err.Error(), "")
+	}
 	at, _ := netip.ParseAddr(o.Near)
 	for _, at := range []netip.Addr{at.Unmap(), {}} { // the device with that address, else any
 		for _, n := range names {
 			if o.Only && !at.IsValid() {
 				break
 			}
-			if o.Device != "" && n != o.Device {
+			if device != "" && n != device {
 				continue
 			}
-			if err = f.tryDevice(n, at); err == nil {
+			if err = f.tryDevice(n, port, at); err == nil {
 				return nil
 			}
 			why = strings.TrimPrefix(err.Error(), "verbs: ")
 		}
 	}
-	if o.Device != "" && err == nil && len(names) > 0 {
-		why = fmt.Sprintf("no RDMA device %s", o.Device)
+	if device != "" && err == nil && len(names) > 0 {
+		why = fmt.Sprintf("no RDMA device %s", device)
 	}
 	return unavailable(why, "ibv_devinfo shows the devices and their ports")
 }
 
-// tryDevice opens a device whose port is up and, if at is valid, has that address.
-func (f *Fabric) tryDevice(name string, at netip.Addr) error {
+// tryDevice opens a device with a port that is up and, if at is valid, has that address: the one with a number, or
+// the first.
+func (f *Fabric) tryDevice(name string, number int32, at netip.Addr) error {
 	dev, err := rdma.OpenDevice(name)
 	if err != nil {
 		return err
 	}
-	port, gids, err := usable(dev)
-	best := 0
-	for i, g := range gids {
-		if port.Ethernet && g.Better(gids[best]) {
-			best = i
-		}
+	first, last := number, number
+	if number == 0 {
+		first, last = 1, max(dev.Ports, 1)
 	}
-	if err == nil && at.IsValid() {
-		is := func(g rdma.GID) bool { return g.Addr() == at && g.Type == gids[best].Type }
-		if best = slices.IndexFunc(gids, is); best < 0 {
-			err = fmt.Errorf("port 1 of %s does not have the address %s", name, at)
+	var where address
+	for n := first; n <= last; n++ {
+		a, bad := addressOf(dev, n, f.path, at)
+		if bad == nil {
+			where, err = a, nil
+			break
 		}
+		err = cmp.Or(err, bad)
 	}
 	if err == nil {
 		err = lock(dev)
@@ -201,7 +214,7 @@ func (f *Fabric) tryDevice(name string, at netip.Addr) error {
 		_ = dev.Close() // nothing was made of it
 		return err
 	}
-	f.dev, f.port, f.gid = dev, port, gids[best]
+	f.dev, f.at, f.nearTo = dev, where, at
 	return nil
 }
 

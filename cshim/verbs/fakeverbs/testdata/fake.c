@@ -27,7 +27,8 @@ struct mr *mrs;
 /* Options: what the devices are like. */
 static long opt_devices = 2, opt_td = 1, opt_cqe = 4096, opt_mr_size = 1L << 40,
             opt_inline = 220, opt_gids = 2, opt_down, opt_locked = -1,
-            opt_qps = 1000, opt_wr = 4096, opt_lag;
+            opt_qps = 1000, opt_wr = 4096, opt_lag, opt_ib, opt_away = -1,
+            opt_ports = 1;
 int opt_hold;
 long opt_patient;
 static long locked;
@@ -121,8 +122,16 @@ int gid_of(int device, int index, struct ibv_gid_entry *e) {
   memset(e, 0, sizeof *e);
   e->gid_index = (uint32_t)index;
   e->port_num = 1;
+  if (opt_ib) {
+    snprintf(text, sizeof text, "fe80::%d:0:0:%d:%d", opt_ib > 1 ? device : 0,
+             index, device + 1);
+    inet_pton(AF_INET6, text, e->gid.raw);
+    if (opt_ib > 1)
+      e->gid.raw[7] = (uint8_t)(device + 1);
+    return index < 2 ? 0 : ENODATA;
+  }
   e->gid_type = (uint32_t)type[index];
-  e->ndev_ifindex = 1; /* lo */
+  e->ndev_ifindex = index == opt_away ? 9999 : 1; /* lo */
   if (index == 4 || (opt_gids < 2 && index >= 2 && index < 4) || opt_gids < 1)
     return ENODATA;
   snprintf(text, sizeof text,
@@ -273,7 +282,7 @@ int ibv_query_device(struct ibv_context *c, struct ibv_device_attr *a) {
   a->max_cqe = (int)opt_cqe;
   a->max_mr = 100000;
   a->max_qp_rd_atom = 16;
-  a->phys_port_cnt = 1;
+  a->phys_port_cnt = (uint8_t)opt_ports;
   unlock();
   return 0;
 }
@@ -284,11 +293,13 @@ int ibv_query_port(struct ibv_context *c, uint8_t n,
   lock();
   MAY_FAIL("ibv_query_port", c, error_);
   unlock();
-  if (n != 1)
+  if (n < 1 || n > opt_ports)
     return EINVAL;
-  int down = opt_down == 1 || opt_down >> (1 + of(c)->device) & 1;
+  int down = opt_down == 1 || opt_down >> (1 + of(c)->device) & 1 ||
+             (opt_ports > 1 && n == 1); /* of two the second is up */
   a->state = down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
-  a->link_layer = IBV_LINK_LAYER_ETHERNET;
+  a->link_layer = opt_ib ? IBV_LINK_LAYER_INFINIBAND : IBV_LINK_LAYER_ETHERNET;
+  a->lid = opt_ib ? (uint16_t)(70 + of(c)->device) : 0;
   a->max_mtu = IBV_MTU_4096;
   a->active_mtu = IBV_MTU_1024;
   a->gid_tbl_len = GIDS;
@@ -303,7 +314,8 @@ int _ibv_query_gid_ex(struct ibv_context *c, uint32_t port, uint32_t index,
   lock();
   MAY_FAIL("ibv_query_gid_ex", c, error_);
   unlock();
-  if (port != 1 || index >= GIDS || size != sizeof *e)
+  if (port < 1 || port > (uint32_t)opt_ports || index >= GIDS ||
+      size != sizeof *e)
     return EINVAL;
   return gid_of(of(c)->device, (int)index, e);
 }
@@ -551,12 +563,27 @@ static int to_state(struct qp *q, struct ibv_qp_attr *a, int mask) {
   switch (a->qp_state) {
   case IBV_QPS_INIT:
     q->access = a->qp_access_flags;
-    return q->qp.state != IBV_QPS_RESET || mask != init || a->port_num != 1
+    return q->qp.state != IBV_QPS_RESET || mask != init ||
+                   a->port_num != opt_ports
                ? EINVAL
                : 0;
   case IBV_QPS_RTR:
-    if (q->qp.state != IBV_QPS_INIT || mask != rtr || !a->ah_attr.is_global ||
-        a->ah_attr.grh.sgid_index >= GIDS ||
+    *counter("tc") = a->ah_attr.grh.traffic_class;
+    *counter("sl") = a->ah_attr.sl;
+    *counter("mtu") = 128 << a->path_mtu;
+    if (q->qp.state != IBV_QPS_INIT || mask != rtr ||
+        a->ah_attr.port_num != opt_ports ||
+        a->ah_attr.is_global != opt_ib % 2 ^ 1)
+      return EINVAL;
+    if (opt_ib == 1) { /* by LID */
+      q->peer = a->dest_qp_num;
+      q->rq_psn = a->rq_psn;
+      gid_of(a->ah_attr.dlid - 70, 0, &e);
+      memcpy(q->gid, e.gid.raw, sizeof q->gid);
+      return 0;
+    }
+    if (a->ah_attr.grh.sgid_index >= GIDS ||
+        a->ah_attr.grh.sgid_index == opt_away ||
         gid_of(of(q->qp.context)->device, a->ah_attr.grh.sgid_index, &e))
       return EINVAL;
     if (!known(a->ah_attr.grh.dgid.raw))
@@ -567,6 +594,8 @@ static int to_state(struct qp *q, struct ibv_qp_attr *a, int mask) {
     memcpy(q->gid, a->ah_attr.grh.dgid.raw, sizeof q->gid);
     return 0;
   case IBV_QPS_RTS:
+    *counter("timeout") = a->timeout;
+    *counter("retries") = a->retry_cnt;
     q->sq_psn = a->sq_psn;
     q->retries = a->rnr_retry;
     return q->qp.state != IBV_QPS_RTR || mask != rts ? EINVAL : 0;
@@ -657,7 +686,9 @@ static const struct {
     {"inline", &opt_inline, 220}, {"gids", &opt_gids, 2},
     {"down", &opt_down, 0},       {"locked", &opt_locked, -1},
     {"qps", &opt_qps, 1000},      {"wr", &opt_wr, 4096},
-    {"lag", &opt_lag, 0},         {"patient", &opt_patient, 0}};
+    {"lag", &opt_lag, 0},         {"patient", &opt_patient, 0},
+    {"infiniband", &opt_ib, 0},   {"away", &opt_away, -1},
+    {"ports", &opt_ports, 1}};
 
 int fake_set(const char *name, long value) {
   lock();
