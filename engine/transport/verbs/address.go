@@ -86,7 +86,7 @@ func order(gids []rdma.GID, ethernet bool, of func(link int32) netif) []rdma.GID
 			r += 100
 		}
 		switch a := g.Addr(); {
-		case a.IsPrivate():
+		case a.IsPrivate() || a.IsLoopback():
 			r += 10
 		case !a.IsGlobalUnicast():
 			r += 20
@@ -156,17 +156,61 @@ func list(gids []rdma.GID) string {
 	return strings.Join(text, ", ")
 }
 
-// portOf takes the number of a port from the name of a device, "mlx5_0:2"; 0: none is named.
-func portOf(device string) (name string, port int32, err error) {
-	name, number, named := strings.Cut(device, ":")
-	if !named {
-		return name, 0, nil
+// among reports whether a device is one of names, and which of its ports is; 0: any. No names are all. A name may be
+// NAME:PORT. One that ends in * stands for all that start so. With ^ before the first name, all others are meant.
+func among(names []string, device string) (port int32, is bool) {
+	if len(names) == 0 {
+		return 0, true
 	}
-	n, err := strconv.ParseUint(number, 10, 8)
-	if err != nil || n == 0 {
-		return name, 0, fmt.Errorf("%q names no port of a device (NAME or NAME:PORT, with ports from 1)", device)
+	not := strings.HasPrefix(names[0], "^")
+	for _, n := range names {
+		name, number, _ := strings.Cut(strings.TrimPrefix(n, "^"), ":")
+		start, many := strings.CutSuffix(name, "*")
+		if name == device || many && strings.HasPrefix(device, start) {
+			p, _ := strconv.Atoi(number)
+			return int32(p), !not
+		}
 	}
-	return name, int32(n), nil
+	return 0, not
+}
+
+// several reports whether names are devices that are all used; else one of those that they stand for is.
+func several(names []string) bool {
+	return !slices.ContainsFunc(names, func(n string) bool { return strings.ContainsAny(n, "*^") })
+}
+
+func checkNames(names []string) error {
+	for _, n := range names {
+		_, number, named := strings.Cut(n, ":")
+		if p, err := strconv.ParseUint(number, 10, 8); named && (err != nil || p == 0) {
+			return fmt.Errorf("%q names no port of a device (NAME or NAME:PORT, with ports from 1)", n)
+		}
+	}
+	return nil
+}
+
+// fromNCCL translates a value of NCCL_IB_HCA, where a name stands for all devices that start so unless = comes first.
+func fromNCCL(v string) (string, bool) {
+	v, not := strings.CutPrefix(v, "^")
+	v, exact := strings.CutPrefix(v, "=")
+	names := strings.Split(v, ",")
+	for i, n := range names {
+		name, port, named := strings.Cut(n, ":")
+		if name == "" {
+			return "", false
+		}
+		if !exact {
+			name += "*"
+		}
+		if named {
+			name += ":" + port
+		}
+		names[i] = name
+	}
+	if not {
+		names[0] = "^" + names[0]
+	}
+	return strings.Join(names, ","), true
 }
 
 // refresh looks at the port again if something has happened to it. It may block.

@@ -1,6 +1,7 @@
 package verbs
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -75,24 +76,53 @@ func TestToward(t *testing.T) {
 	require.Equal(t, int32(0), only.gid().Index)
 }
 
-func TestPortOf(t *testing.T) {
-	for text, want := range map[string]struct {
-		name string
-		port int32
-		err  string
-	}{
-		"mlx5_0": {"mlx5_0", 0, ""}, "mlx5_0:2": {"mlx5_0", 2, ""}, "": {"", 0, ""},
-		"mlx5_0:0": {"mlx5_0", 0, `"mlx5_0:0" names no port of a device`}, "mlx5_0:x": {"mlx5_0", 0, "names no port"}, "a:": {"a", 0, "names no port"},
+// TestAmong says which devices, and which ports of them, names stand for.
+func TestAmong(t *testing.T) {
+	for _, c := range []struct{ names, nccl, want string }{
+		{"mlx5_0", "=mlx5_0", "mlx5_0"},
+		{"mlx5_0:2", "=mlx5_0:2", "mlx5_0:2"},
+		{"mlx5_1*", "mlx5_1", "mlx5_1 mlx5_10"},
+		{"mlx5_1*:1", "mlx5_1:1", "mlx5_1:1 mlx5_10:1"},
+		{"mlx5_1,mlx4_0", "=mlx5_1,mlx4_0", "mlx5_1 mlx4_0"},
+		{"^mlx5_1", "^=mlx5_1", "mlx5_0 mlx5_10 mlx4_0"},
+		{"^mlx5_1*,mlx4*", "^mlx5_1,mlx4", "mlx5_0"},
+		{"", "", "mlx5_0 mlx5_1 mlx5_10 mlx4_0"},
+		{"none", "=none", ""},
 	} {
-		name, port, err := portOf(text)
-		require.Equal(t, want.name, name, text)
-		require.Equal(t, want.port, port, text)
-		if want.err != "" {
-			require.ErrorContains(t, err, want.err)
-		} else {
-			require.NoError(t, err)
+		var names, got []string
+		if c.names != "" {
+			names = strings.Split(c.names, ",")
+			translated, ok := fromNCCL(c.nccl)
+			require.True(t, ok)
+			require.Equal(t, c.names, translated)
 		}
+		for _, d := range []string{"mlx5_0", "mlx5_1", "mlx5_10", "mlx4_0"} {
+			switch port, is := among(names, d); {
+			case is && port != 0:
+				got = append(got, fmt.Sprintf("%s:%d", d, port))
+			case is:
+				got = append(got, d)
+			}
+		}
+		require.Equal(t, c.want, strings.Join(got, " "), c.names)
+		require.Equal(t, !strings.ContainsAny(c.names, "^*"), several(names))
 	}
+	for _, bad := range []string{"mlx5_0:0", "mlx5_0:x", "a:", "a:256"} {
+		require.ErrorContains(t, checkNames([]string{"mlx5_1:1", bad}), fmt.Sprintf("%q names no port of a device", bad))
+	}
+	_, ok := fromNCCL("^=")
+	require.False(t, ok)
+}
+
+// TestOneOfSeveral: of the devices that a pattern stands for, the first with a port that is up is used.
+func TestOneOfSeveral(t *testing.T) {
+	w := newTwo(t)
+	fakeverbs.Set("down", 2) // fake0
+	require.Equal(t, "verbs/fake1:1", w.open(Options{Library: library2(t), Device: "fake*"}).Name())
+	fakeverbs.Set("down", 0)
+	require.Equal(t, "verbs/fake1:1", w.open(Options{Library: library2(t), Device: "^fake0"}).Name())
+	_, err := Open(Options{Library: library2(t), Device: "mlx5*,mlx4*"})
+	require.ErrorContains(t, err, "no RDMA device mlx5*,mlx4*")
 }
 
 // reopen opens both Fabrics anew.

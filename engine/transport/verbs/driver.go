@@ -58,12 +58,18 @@ func openAll(e *transport.Env) ([]transport.Fabric, error) {
 	}
 	o := Options{Options: base, Near: e.Host, Lag: conf.Get[Lag](e.Config, splitLag), Path: pathOf(e.Config)}
 	var all []Options
-	for _, n := range conf.Get[[]string](e.Config, device) {
-		one := o
-		one.Device = n
-		all = append(all, one)
+	names := conf.Get[[]string](e.Config, device)
+	if !several(names) {
+		o.Device = strings.Join(names, ",")
 	}
-	for i := 0; i < len(e.Hosts) && len(conf.Get[[]string](e.Config, device)) == 0; i++ {
+	for _, n := range names {
+		if several(names) {
+			one := o
+			one.Device = n
+			all = append(all, one)
+		}
+	}
+	for i := 0; i < len(e.Hosts) && len(names) == 0; i++ {
 		one := o
 		one.Near, one.Only = e.Hosts[i], true
 		all = append(all, one)
@@ -140,6 +146,8 @@ func settings() []conf.Option {
 		}
 		return "0", err == nil
 	}}}
+	names := conf.Names(device, maxDevices, "RDMA devices, each as NAME or NAME:PORT. Tensors travel over all of them. If no port is named, it is the first one that is up. With NAME*, for all that start so, or ^ before the first name, for all others, one of those is used. NCCL_IB_HCA is written as for NCCL")
+	names.Older = []conf.Spelling{{Name: "NCCL_IB_HCA", Want: "names of devices as NCCL takes them", To: fromNCCL}}
 	gid := conf.Number(gidIndex, "-1", -1, 255, "entry of the port's GID table that is used. With -1 it is chosen: RoCE v2 before v1, routable before private addresses, IPv4 before IPv6").Else("NCCL_IB_GID_INDEX")
 	tc := conf.Number(class, "0", 0, 255, "traffic class of RoCE v2 packets: the DSCP, times 4, and the ECN bits").Else("NCCL_IB_TC")
 	sl := conf.Number(level, "0", 0, 15, "service level of InfiniBand, and the priority of RoCE packets in a VLAN").Else("NCCL_IB_SL")
@@ -148,7 +156,7 @@ func settings() []conf.Option {
 	recv.Effect = "queues of a depth that can be set"
 	send.Effect = recv.Effect
 	return []conf.Option{
-		conf.Names(device, maxDevices, "RDMA devices, each as NAME or NAME:PORT. Tensors travel over all of them. If no port is named, it is the first one that is up"),
+		names,
 		conf.Number(pairs, "1", 1, maxPairs, "number of queue pairs to each peer over each device; with several devices at most 64 in all. A bonded NIC needs two or more to use both ports"),
 		lag, gid, tc, sl,
 		conf.Choice[packet](mtu, "port", []string{"port", "256", "512", "1024", "2048", "4096"}, "most bytes of a packet. The port of either end may allow less; `port` takes what it does"),

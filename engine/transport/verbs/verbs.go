@@ -44,8 +44,8 @@ type Options struct {
 	link.Options
 	// Library is the file of libibverbs; empty means the system's.
 	Library string
-	// Device is the name of the device, or NAME:PORT; empty means the first one with a port that is up. Of the ports of a
-	// device, the first one that is up is used.
+	// Device is the name of the device, or several, separated by commas, of which the first with a port that is up is used;
+	// see among. Empty means all.
 	Device string
 	// Near is an address of this host; of several devices one that has it is taken. With Only, no other one is.
 	Near string
@@ -162,27 +162,33 @@ func (f *Fabric) openDevice(o Options) error {
 		return unavailable(strings.TrimPrefix(err.Error(), "verbs: "), "load the kernel's modules: modprobe ib_uverbs")
 	}
 	why := noDevice
-	device, port, err := portOf(o.Device)
-	if err != nil {
+	var wanted []string
+	if o.Device != "" {
+		wanted = strings.Split(o.Device, ",")
+	}
+	if err = checkNames(wanted); err != nil {
 		return unavailable(err.Error(), "")
 	}
+	tried := false
 	at, _ := netip.ParseAddr(o.Near)
 	for _, at := range []netip.Addr{at.Unmap(), {}} { // the device with that address, else any
 		for _, n := range names {
 			if o.Only && !at.IsValid() {
 				break
 			}
-			if device != "" && n != device {
+			port, is := among(wanted, n)
+			if !is {
 				continue
 			}
+			tried = true
 			if err = f.tryDevice(n, port, at); err == nil {
 				return nil
 			}
 			why = strings.TrimPrefix(err.Error(), "verbs: ")
 		}
 	}
-	if device != "" && err == nil && len(names) > 0 {
-		why = fmt.Sprintf("no RDMA device %s", device)
+	if !tried && len(names) > 0 && len(wanted) > 0 {
+		why = "no RDMA device " + o.Device
 	}
 	return unavailable(why, "ibv_devinfo shows the devices and their ports")
 }
