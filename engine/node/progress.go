@@ -47,41 +47,11 @@ type progress struct {
 	count  atomic.Int32 // of parked
 
 	epoll int
-	kick  bell // wakes whoever sleeps on the descriptors
-	nudge bell // ends a nap of the background goroutine
+	kick  bell  // wakes whoever sleeps on the descriptors
+	nudge bell  // ends a nap of the background goroutine
+	soon  timer // likewise, in a while
 
 	watches
-}
-
-// bell wakes one who sleeps on fd, an eventfd.
-type bell struct {
-	fd   int
-	rung atomic.Bool // fd has been written and not read
-}
-
-func (b *bell) open() (err error) {
-	b.fd, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-	return err
-}
-
-// ring is for those who know that the node is open: who count among callers, or
-// hold the token.
-func (b *bell) ring() {
-	if !b.rung.Swap(true) {
-		one := [8]byte{1}
-		_, _ = unix.Write(b.fd, one[:]) // full means that it is readable already
-	}
-}
-
-// hush says whether the bell has been rung, and makes it silent.
-func (b *bell) hush() bool {
-	if !b.rung.Load() {
-		return false
-	}
-	var buf [8]byte
-	_, _ = unix.Read(b.fd, buf[:])
-	b.rung.Store(false)
-	return true
 }
 
 // parking is where one caller waits without descriptors.
@@ -115,7 +85,7 @@ func (p *progress) open() error {
 	p.unpark(p.parking(0)) // one caller at a time then parks without an allocation
 	var err error
 	p.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC)
-	if err = errors.Join(err, p.kick.open(), p.nudge.open()); err == nil {
+	if err = errors.Join(err, p.kick.open(), p.nudge.open(), p.soon.open()); err == nil {
 		err = p.watch(p.kick.fd)
 	}
 	if err != nil {
@@ -131,6 +101,7 @@ func (p *progress) watch(fd int) error {
 
 // close closes the descriptors; those that could not be opened are -1.
 func (p *progress) close() {
+	unix.Close(p.soon.fd)
 	unix.Close(p.nudge.fd)
 	unix.Close(p.kick.fd)
 	unix.Close(p.epoll)
@@ -181,8 +152,8 @@ func (n *Node) owned(now int64) int {
 }
 
 // submit takes what the caller has just put into a queue of the exchange. What
-// the transport cannot send at once is left to the background goroutine, unless
-// a caller drives.
+// the transport cannot send at once is left to a caller, who most likely comes at once. If none
+// does, the background goroutine drives.
 func (n *Node) submit() {
 	for n.tickets().Pending() && n.token.CompareAndSwap(false, true) {
 		n.post()
@@ -196,8 +167,12 @@ func (n *Node) post() {
 	if n.armed.Load() > 0 && n.tickets().News() {
 		n.alarm(false)
 	}
-	if (n.callers.Load() == 0 || n.sleeping.Load()) && n.unsent() {
-		n.stir()
+	switch sleeps := n.sleeping.Load(); {
+	case !sleeps && (n.callers.Load() > 0 || n.threaded) || !n.unsent():
+	case sleeps:
+		n.kick.ring()
+	default:
+		n.soon.set(callerComes)
 	}
 }
 
@@ -231,6 +206,7 @@ func (n *Node) await(met func() bool, limit time.Duration, spin bool) bool {
 		return true
 	}
 	n.callers.Add(1)
+	n.soon.stop()
 	now := trace.Now()
 	defer func() {
 		n.driven.Store(now)
@@ -486,14 +462,3 @@ func (n *Node) stepAside() {
 }
 
 func never() bool { return false }
-
-// nap sleeps for d, by a system call: a channel and a timer would do, but for
-// each select Go takes records out of a list per core, and gives them back to the
-// list of the core it wakes on, so that memory grew by up to 12 KiB a core.
-// nudged says that somebody ended it earlier: the last caller that left, one that
-// left something to be sent, or Close.
-func (n *Node) nap(d time.Duration) (nudged bool) {
-	fds := [1]unix.PollFd{{Fd: int32(n.nudge.fd), Events: unix.POLLIN}}
-	_, _ = unix.Poll(fds[:], int(d/time.Millisecond))
-	return n.nudge.hush()
-}

@@ -1,0 +1,40 @@
+package node
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+)
+
+// rings says whether fd becomes readable within limit.
+func rings(fd int, limit time.Duration) bool {
+	fds := [...]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	n, _ := unix.Poll(fds[:], int(limit/time.Millisecond))
+	return n > 0
+}
+
+// TestTimer: a timer that is set rings once, and one that is stopped before does not.
+func TestTimer(t *testing.T) {
+	var soon timer
+	require.NoError(t, soon.open())
+	defer unix.Close(soon.fd)
+	require.False(t, soon.over())
+	soon.set(time.Microsecond)
+	require.True(t, rings(soon.fd, 10*time.Second))
+	require.True(t, soon.over())
+	require.False(t, soon.over())
+	soon.set(time.Hour)
+	soon.set(time.Microsecond) // it is pending already
+	require.False(t, rings(soon.fd, 20*time.Millisecond))
+	soon.stop()
+	soon.set(time.Microsecond)
+	require.True(t, rings(soon.fd, 10*time.Second))
+	soon.stop()
+	require.False(t, soon.over(), "it was stopped after its time")
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		soon.set(time.Hour)
+		soon.stop()
+	}))
+}
