@@ -1,6 +1,7 @@
 package topo
 
 import (
+	"fmt"
 	"net/netip"
 	"os"
 	"slices"
@@ -198,8 +199,8 @@ func (r *reader) hidden(n *NIC) string {
 			return "it has the name of a bridge or overlay of containers"
 		}
 	}
-	if r.exists(netClass + "/" + n.Name + "/brport") {
-		return "it is a port of the bridge " + r.base(netClass+"/"+n.Name+"/master")
+	if master := r.base(netClass + "/" + n.Name + "/master"); master != "" && r.kind(netClass+"/"+master) != "vrf" {
+		return fmt.Sprintf("it is a port of the %s %s", r.kind(netClass+"/"+master), master)
 	}
 	if !slices.ContainsFunc(n.Addresses, func(p netip.Prefix) bool { return public(p.Addr().Unmap()) }) {
 		return "it has no address that other hosts can use"
