@@ -46,7 +46,9 @@ def test_this_host(doctor: Doctor) -> None:
     } <= set(states(found, "Limits"))
     assert line(found, "Distances", "DMLC_INTERFACE=auto")["text"]
     known = {"gpus", "nics", "rdma", "numa", "cores", "limits", "clock", "kernel", "engine", "auto"}
-    assert {r["interface"] for r in found["host"]["auto_rails"]} == set(os.listdir("/sys/class/net"))
+    assert {r["interface"] for r in found["host"]["auto_rails"]} == set(
+        os.listdir("/sys/class/net")
+    )
     assert known | {"gpu_nic", "gpu_gpu", "modules", "notes"} <= set(found["host"])
     assert {nic["name"] for nic in found["host"]["nics"]} == set(os.listdir("/sys/class/net"))
     assert found["host"]["cores"]["free"] <= len(os.sched_getaffinity(0))

@@ -147,11 +147,16 @@ var (
 	unescape = strings.NewReplacer("%2C", ",", "%25", "%")
 )
 
+// Joined reports whether a is the address of several Fabrics, of which one has addresses of that scheme ("tcp").
+func Joined(a, scheme string) bool {
+	return strings.HasPrefix(a, prefix) && strings.Contains(a, scheme+":")
+}
+
 // split returns what join was given.
 func split(a transport.Addr) (all []transport.Addr, lanes int, err error) {
 	rest, ok := strings.CutPrefix(string(a), prefix)
 	if !ok || rest == "" {
-		return nil, 0, fmt.Errorf("rails: address %q: want %sADDRESS,ADDRESS", a, prefix)
+		return nil, 0, fmt.Errorf("rails: %q is the address of one interface or device", a)
 	}
 	lanes = 1
 	if count, more, found := strings.Cut(rest, "*"); found && rest[0] >= '0' && rest[0] <= '9' {

@@ -48,11 +48,13 @@ func TestAddress(t *testing.T) {
 		{prefix + "65*x", `rails: address of "65" connections over each fabric: want 1 to 64`},
 		{prefix + "0*x", `rails: address of "0" connections over each fabric: want 1 to 64`},
 		{prefix + "99999999999999999999*x", `rails: address of "99999999999999999999" connections over each fabric: want 1 to 64`},
-		{"tcp:1.2.3.4:5", `rails: address "tcp:1.2.3.4:5": want rails:ADDRESS,ADDRESS`},
+		{"tcp:1.2.3.4:5", `rails: "tcp:1.2.3.4:5" is the address of one interface or device`},
 	} {
 		_, _, err := split(transport.Addr(c.address))
 		require.EqualError(t, err, c.want)
 	}
+	require.True(t, Joined("rails:2*,tcp:1.2.3.4:5", "tcp"))
+	require.False(t, Joined("rails:tcp:1.2.3.4:5", "verbs") || Joined("tcp:1.2.3.4:5", "tcp"))
 }
 
 func TestOneFabricIsNotWrapped(t *testing.T) {
