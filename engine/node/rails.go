@@ -50,21 +50,20 @@ func nearRails(cfg *conf.Config, log *zap.Logger) (list []rail) {
 	if err != nil || conf.Loopback(route) {
 		return nil
 	}
-	found := railsAt(topo.Local().Read(), cfg, route)
-	for _, r := range found {
-		if r.Why == "" {
-			host := r.Address.Addr().Unmap().String()
-			list = append(list, rail{r.Interface, host, networks(r.Interface, host), r.RDMA != ""})
+	var used, not []string
+	for _, r := range railsAt(topo.Local().Read(), cfg, route) {
+		if r.Why != "" {
+			not = append(not, r.Interface+": "+r.Why)
+			continue
 		}
+		host := r.Address.Addr().Unmap().String()
+		used = append(used, r.Interface)
+		list = append(list, rail{r.Interface, host, networks(r.Interface, host), r.RDMA != ""})
 	}
 	if len(list) < 2 {
 		return nil
 	}
-	for _, r := range found {
-		if r.Why != "" {
-			log.Info("DMLC_INTERFACE=auto does not use an interface", zap.String("interface", r.Interface), zap.String("why", r.Why))
-		}
-	}
+	log.Info("interfaces chosen (DMLC_INTERFACE=auto)", zap.Strings("used", used), zap.Strings("not used", not))
 	return list
 }
 

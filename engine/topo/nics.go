@@ -1,7 +1,6 @@
 package topo
 
 import (
-	"fmt"
 	"net/netip"
 	"os"
 	"slices"
@@ -199,8 +198,14 @@ func (r *reader) hidden(n *NIC) string {
 			return "it has the name of a bridge or overlay of containers"
 		}
 	}
-	if master := r.base(netClass + "/" + n.Name + "/master"); master != "" && r.kind(netClass+"/"+master) != "vrf" {
-		return fmt.Sprintf("it is a port of the %s %s", r.kind(netClass+"/"+master), master)
+	if master := r.base(netClass + "/" + n.Name + "/master"); master != "" {
+		switch kind := r.kind(netClass + "/" + master); kind {
+		case "vrf": // its ports have their own addresses
+		case "bridge", "bond":
+			return "it is a port of the " + kind + " " + master
+		default:
+			return "it is a port of " + master
+		}
 	}
 	if !slices.ContainsFunc(n.Addresses, func(p netip.Prefix) bool { return public(p.Addr().Unmap()) }) {
 		return "it has no address that other hosts can use"

@@ -198,6 +198,12 @@ def test_tcp_by_name(child: MakeChild) -> None:
     assert run(child, both_program_of_names, names, names) == "tcp+tcp"
 
 
+def test_auto_and_a_lost_link(child: MakeChild) -> None:
+    """Only those that can be used are missed."""
+    link = run(child, lost_program, "auto", "auto", crossed=True)
+    assert link.reason.endswith("members connected: 1 of 2 (interface a1 is down)")
+
+
 def test_auto_and_names(child: MakeChild) -> None:
     """One side names the interfaces, in an order of its own, and the other one has auto."""
     assert run(child, both_program_of_names, "auto", "-1,-0", crossed=True) == "tcp+tcp"
