@@ -79,6 +79,10 @@ func excluded(cfg *conf.Config, d *transport.Driver) string {
 // openFabrics opens the transports of a node, the best first. The last one reaches everybody. The
 // error beside Fabrics is failures.
 func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+	over, err := railsOf(cfg, log)
+	if err != nil {
+		return nil, err
+	}
 	base, err := openBase(cfg, g, log)
 	if err != nil {
 		return nil, err
@@ -87,18 +91,13 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 	if cfg.Role == conf.Scheduler {
 		return list, nil
 	}
-	if railed(cfg) {
-		f, err := openRails(cfg, g, log)
+	if len(over) > 1 && railed(cfg) {
+		f, err := openRails(cfg, g, log, over)
 		if err != nil {
 			closeAll(list)
 			return nil, err
 		}
 		list = []transport.Fabric{f, base}
-	}
-	at, err := hosts(cfg)
-	if err != nil {
-		closeAll(list)
-		return nil, err
 	}
 	failed := failures{}
 	drivers := all.Drivers()
@@ -108,7 +107,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 			continue
 		}
 		e := environment(cfg, g, log, location(base.Addr()))
-		e.Hosts = at
+		e.Hosts = devicesAt(over)
 		f, err := d.Open(e)
 		if err == nil {
 			f, err = join(cfg, d, e, f)

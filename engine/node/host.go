@@ -36,12 +36,19 @@ func choose(h *topo.Host, cfg *conf.Config, route string) topo.Choice {
 	return h.Choose(cfg.GPU, cfg.Visible, a)
 }
 
+// railsAt says which interfaces DMLC_INTERFACE=auto uses, where route is the address that routes to the scheduler.
+func railsAt(h *topo.Host, cfg *conf.Config, route string) []topo.Rail {
+	a, _ := netip.ParseAddr(route) // not valid: not known
+	return h.Rails(cfg.GPU, cfg.Visible, a)
+}
+
 // hostDescription is the JSON of DescribeHost.
 type hostDescription struct {
 	*topo.Host
 	GPUNIC [][]topo.Distance `json:"gpu_nic"` // distance of each GPU from each NIC
 	GPUGPU [][]gpuPath       `json:"gpu_gpu"`
-	Auto   topo.Choice       `json:"auto"` // what DMLC_INTERFACE=auto comes to
+	Auto   topo.Choice       `json:"auto"`       // what DMLC_INTERFACE=auto comes to where one interface is used
+	Rails  []topo.Rail       `json:"auto_rails"` // each interface, and whether auto uses it
 	Listen string            `json:"listen"`
 	NoAddr string            `json:"listen_error"`
 	NoGPU  string            `json:"gpu_error"` // of settings that demand one
@@ -102,7 +109,7 @@ func DescribeHost(settings []string) ([]byte, error) {
 			}
 		}
 	}
-	d.Auto = choose(h, cfg, d.Listen)
+	d.Auto, d.Rails = choose(h, cfg, d.Listen), railsAt(h, cfg, d.Listen)
 	return json.Marshal(d)
 }
 

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 
 	"fserver/engine/trace"
 	"fserver/engine/transport"
+	"fserver/engine/transport/rails"
 	"fserver/engine/wire"
 )
 
@@ -165,18 +167,18 @@ func (n *Node) reaches(p *plane, m *wire.Member) (at transport.Addr, no string) 
 	if !n.carries(p) {
 		return "", "FSERVER_TRANSPORT=" + n.only + " at " + n.me()
 	}
-	no = fmt.Sprintf("%v %d does not offer it (see FSERVER_TRANSPORT, BYTEPS_ENABLE_IPC and the log there)", m.Role, m.Rank)
+	absent := fmt.Sprintf("%v %d does not offer it (see FSERVER_TRANSPORT, BYTEPS_ENABLE_IPC and the log there)", m.Role, m.Rank)
 	for _, a := range m.Addrs {
 		at = transport.Addr(a)
 		err := p.Reaches(at)
 		if err == nil {
 			return at, ""
 		}
-		if strings.HasPrefix(a, scheme(p)+":") {
+		if no == "" && (strings.HasPrefix(a, scheme(p)+":") || rails.Joined(a, scheme(p))) {
 			no = err.Error()
 		}
 	}
-	return "", no
+	return "", cmp.Or(no, absent)
 }
 
 // carries says whether the data of peers may travel over p: over all, unless

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"net/netip"
 	"strings"
 
 	"go.uber.org/zap"
@@ -15,9 +16,22 @@ import (
 	"fserver/engine/wire"
 )
 
-// hosts are the addresses of the interfaces that the user named, if there are several.
-func hosts(cfg *conf.Config) (all []string, err error) {
-	if len(cfg.Interfaces) < 2 || cfg.NodeHost != "" {
+// rail is an interface that data travels over, if there are several.
+type rail struct {
+	name, host string
+	networks   []netip.Prefix // of the family of host
+	rdma       bool           // it has an RDMA device that may be opened
+}
+
+// railsOf are the interfaces that the user named, or that DMLC_INTERFACE=auto comes to. There are none where one is used.
+func railsOf(cfg *conf.Config, log *zap.Logger) (list []rail, err error) {
+	if cfg.NodeHost != "" || cfg.Role == conf.Scheduler {
+		return nil, nil
+	}
+	if cfg.NearGPU {
+		return nearRails(cfg, log), nil
+	}
+	if len(cfg.Interfaces) == 1 {
 		return nil, nil
 	}
 	for _, name := range cfg.Interfaces {
@@ -25,16 +39,62 @@ func hosts(cfg *conf.Config) (all []string, err error) {
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, at)
+		list = append(list, rail{name: name, host: at, networks: networks(name, at), rdma: true})
 	}
-	return all, nil
+	return list, nil
 }
 
-// railed says whether the data of peers that no better transport reaches is to travel over several
-// interfaces.
+// nearRails are what DMLC_INTERFACE=auto comes to, if it is more than one interface.
+func nearRails(cfg *conf.Config, log *zap.Logger) (list []rail) {
+	route, err := address(cfg)
+	if err != nil || conf.Loopback(route) {
+		return nil
+	}
+	var used, not []string
+	for _, r := range railsAt(topo.Local().Read(), cfg, route) {
+		if r.Why != "" {
+			not = append(not, r.Interface+": "+r.Why)
+			continue
+		}
+		host := r.Address.Addr().Unmap().String()
+		used = append(used, r.Interface)
+		list = append(list, rail{r.Interface, host, networks(r.Interface, host), r.RDMA != ""})
+	}
+	if len(list) < 2 {
+		return nil
+	}
+	log.Info("interfaces chosen (DMLC_INTERFACE=auto)", zap.Strings("used", used), zap.Strings("not used", not))
+	return list
+}
+
+// networks are those of an interface, of the family of the address at, or of both if it is empty. It has none if it is
+// gone.
+func networks(name, at string) (list []netip.Prefix) {
+	all, _ := topo.Local().Addresses()
+	for _, p := range all[name] {
+		if like, err := netip.ParseAddr(at); err != nil || like.Is4() == p.Addr().Is4() {
+			list = append(list, p)
+		}
+	}
+	return list
+}
+
+// devicesAt are the addresses whose RDMA devices are used, if there are several.
+func devicesAt(list []rail) (hosts []string) {
+	for _, r := range list {
+		if r.rdma {
+			hosts = append(hosts, r.host)
+		}
+	}
+	if len(hosts) < 2 {
+		return nil
+	}
+	return hosts
+}
+
+// railed says whether the data of peers that no better transport reaches may travel over several interfaces.
 func railed(cfg *conf.Config) bool {
-	return len(cfg.Interfaces) > 1 && cfg.NodeHost == "" && cfg.Role != conf.Scheduler &&
-		(cfg.Transport == conf.Auto || carrier(cfg) == base().Name)
+	return cfg.Transport == conf.Auto || carrier(cfg) == base().Name
 }
 
 // join makes one Fabric of those that a driver has opened, if there are several devices, or if several connections are
@@ -55,7 +115,9 @@ func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []tran
 		}
 		links = append(links, name)
 	}
-	f, err := rails.New(opened, options(cfg, e.Log, names, links, d.Lanes(cfg)))
+	o := options(cfg, e.Log, names, links)
+	o.Lanes = d.Lanes(cfg)
+	f, err := rails.New(opened, o)
 	if err != nil {
 		closeAll(opened)
 		return nil, fmt.Errorf("node: FSERVER_TRANSPORT=%s: %w", d.Name, err)
@@ -70,13 +132,17 @@ func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []tran
 }
 
 // options say how rails joins Fabrics. links are the network interfaces of each, or empty.
-func options(cfg *conf.Config, log *zap.Logger, names, links []string, lanes int) rails.Options {
-	return rails.Options{
-		News: sayMember(log), Names: names, Lanes: lanes, Split: uint64(cfg.Split), Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(links, log),
+func options(cfg *conf.Config, log *zap.Logger, names, links []string) rails.Options {
+	o := rails.Options{
+		News: sayMember(log), Names: names, Split: uint64(cfg.Split), Stall: cfg.StallTimeout, Same: wire.SamePeer, Watch: watchLinks(links, log),
 		Failed: func(member int, why error) {
 			log.Error("a device has failed", zap.String("device", names[member]), zap.Error(why))
 		},
 	}
+	for _, name := range links {
+		o.Networks = append(o.Networks, networks(name, ""))
+	}
+	return o
 }
 
 // sayMember logs what becomes of the connections that one is made of.
@@ -95,19 +161,25 @@ func sayMember(log *zap.Logger) func(transport.Peer, transport.Member) {
 	}
 }
 
-// openRails opens one Fabric over all interfaces that the user named. The Fabric that reaches everybody uses
-// the first of them too: it carries control, and the data of peers with one interface.
-func openRails(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.Fabric, error) {
+// openRails opens one Fabric over several interfaces. The Fabric that reaches everybody uses one of them too: it
+// carries control, and the data of peers with one interface.
+func openRails(cfg *conf.Config, g transport.Gate, log *zap.Logger, list []rail) (transport.Fabric, error) {
 	var members []transport.Fabric
-	for _, name := range cfg.Interfaces {
-		opened, err := openOver(cfg, g, log, name)
+	var names []string
+	for _, r := range list {
+		opened, err := openOver(cfg, g, log, r)
 		if err != nil {
 			closeAll(members)
 			return nil, err
 		}
-		members = append(members, opened...)
+		members, names = append(members, opened...), append(names, r.name)
 	}
-	f, err := rails.New(members, options(cfg, log, cfg.Interfaces, cfg.Interfaces, 1))
+	o := options(cfg, log, names, names)
+	o.Common = cfg.NearGPU
+	for i, r := range list {
+		o.Networks[i] = r.networks
+	}
+	f, err := rails.New(members, o)
 	if err != nil {
 		closeAll(members)
 		return nil, err
@@ -116,18 +188,14 @@ func openRails(cfg *conf.Config, g transport.Gate, log *zap.Logger) (transport.F
 }
 
 // openOver opens a Fabric over one interface.
-func openOver(cfg *conf.Config, g transport.Gate, log *zap.Logger, name string) ([]transport.Fabric, error) {
-	host, err := interfaceAddress(name)
-	if err != nil {
-		return nil, err
-	}
-	e := environment(cfg, g, log, net.JoinHostPort(host, "0"))
-	if e.Host = host; cfg.Role == conf.Worker {
-		e.Bind = host
+func openOver(cfg *conf.Config, g transport.Gate, log *zap.Logger, r rail) ([]transport.Fabric, error) {
+	e := environment(cfg, g, log, net.JoinHostPort(r.host, "0"))
+	if e.Host = r.host; cfg.Role == conf.Worker {
+		e.Bind = r.host
 	}
 	opened, err := base().Open(e)
 	if err != nil {
-		return nil, fmt.Errorf("node: interface %s of DMLC_INTERFACE=%s: %w", name, strings.Join(cfg.Interfaces, ","), err)
+		return nil, fmt.Errorf("node: interface %s of DMLC_INTERFACE: %w", r.name, err)
 	}
 	return opened, nil
 }

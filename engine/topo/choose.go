@@ -96,13 +96,18 @@ func (h *Host) choice(n *NIC, g *GPU, a netip.Addr, why string) Choice {
 // are enough.
 func (h *Host) nearest(g *GPU, nics []*NIC) *NIC {
 	best := h.equallyNear(g, nics)
-	turn := 0
+	return best[h.turn(g, nics)%len(best)]
+}
+
+// turn is how many GPUs before g have the same NICs nearest.
+func (h *Host) turn(g *GPU, nics []*NIC) (turn int) {
+	best := h.equallyNear(g, nics)
 	for i := range h.GPUs {
 		if h.GPUs[i].Index < g.Index && slices.Equal(best, h.equallyNear(&h.GPUs[i], nics)) {
 			turn++
 		}
 	}
-	return best[turn%len(best)]
+	return turn
 }
 
 func (h *Host) equallyNear(g *GPU, nics []*NIC) []*NIC {

@@ -198,8 +198,14 @@ func (r *reader) hidden(n *NIC) string {
 			return "it has the name of a bridge or overlay of containers"
 		}
 	}
-	if r.exists(netClass + "/" + n.Name + "/brport") {
-		return "it is a port of the bridge " + r.base(netClass+"/"+n.Name+"/master")
+	if master := r.base(netClass + "/" + n.Name + "/master"); master != "" {
+		switch kind := r.kind(netClass + "/" + master); kind {
+		case "vrf": // its ports have their own addresses
+		case "bridge", "bond":
+			return "it is a port of the " + kind + " " + master
+		default:
+			return "it is a port of " + master
+		}
 	}
 	if !slices.ContainsFunc(n.Addresses, func(p netip.Prefix) bool { return public(p.Addr().Unmap()) }) {
 		return "it has no address that other hosts can use"

@@ -46,7 +46,7 @@ type Env struct {
 	Bind string
 	// Host is the address of this host by which its devices are chosen; empty: none is known.
 	Host string
-	// Hosts are the addresses of the interfaces that the user named, if there are several.
+	// Hosts are the addresses of the interfaces that the user named, or that `auto` uses, if there are several.
 	Hosts []string
 	// One asks for the Fabric of one device, the first that works.
 	One bool

@@ -214,11 +214,25 @@ def devices(report: Report, found: dict) -> None:
             cells[i] = "-"
             rows.append(cells + [found["gpu_nic"][i][j] for j in shown])
         report.tables[title] = list(_matrix(names, rows))
-    auto = found["auto"]
-    text = f"{auto['interface'] or 'no interface'}"
-    text += f" ({auto['address']})" if auto["address"] else ""
-    text += f", RDMA device {auto['rdma']}" if auto["rdma"] else ""
-    report.add(title, Check("DMLC_INTERFACE=auto", "info", f"{text}: {auto['why']}"))
+    report.add(title, *_auto(found["auto"], found["auto_rails"]))
+
+
+def _auto(one: dict, rails: list[dict]) -> Iterator[Check]:
+    """Yields what DMLC_INTERFACE=auto takes, and why not the other interfaces."""
+    used = [f"{r['interface']} ({r['address']})" for r in rails if not r["why_not"]]
+    text = f"{one['interface'] or 'no interface'}"
+    text += f" ({one['address']})" if one["address"] else ""
+    text += f", RDMA device {one['rdma']}" if one["rdma"] else ""
+    text += f": {one['why']}"
+    if len(used) > 1:
+        text = f"{', '.join(used)}: with each peer, those whose network the peer has too"
+    yield Check("DMLC_INTERFACE=auto", "info", text)
+    names: dict[str, list[str]] = {}
+    for r in rails:
+        if r["why_not"]:
+            names.setdefault(r["why_not"], []).append(r["interface"])
+    for why, several in names.items():
+        yield Check("not used by auto", "info", f"{', '.join(several)}: {why}")
 
 
 def _numa(thing: dict) -> str:

@@ -46,6 +46,9 @@ def test_this_host(doctor: Doctor) -> None:
     } <= set(states(found, "Limits"))
     assert line(found, "Distances", "DMLC_INTERFACE=auto")["text"]
     known = {"gpus", "nics", "rdma", "numa", "cores", "limits", "clock", "kernel", "engine", "auto"}
+    assert {r["interface"] for r in found["host"]["auto_rails"]} == set(
+        os.listdir("/sys/class/net")
+    )
     assert known | {"gpu_nic", "gpu_gpu", "modules", "notes"} <= set(found["host"])
     assert {nic["name"] for nic in found["host"]["nics"]} == set(os.listdir("/sys/class/net"))
     assert found["host"]["cores"]["free"] <= len(os.sched_getaffinity(0))
@@ -166,6 +169,7 @@ def recorded(gpus: int) -> dict:
         "gpu_gpu": [[{"pcie": "SYS", "nvlinks": 18}] * gpus] * gpus,
         "gpu_nic": [["PIX" if i == j else "NODE" for j in range(gpus)] for i in range(gpus)],
         "auto": {"interface": "rail0", "address": "10.2.0.1", "rdma": "mlx5_0", "why": "near"},
+        "auto_rails": [{"interface": "rail0", "address": "10.2.0.1/24", "why_not": ""}],
         "engine": {"transports": ["nic", "tcp"], "backends": ["CPU"]},
         "transports": [
             {
@@ -188,6 +192,22 @@ def recorded(gpus: int) -> dict:
         "cores": {"free": 1, "online": 64, "allowed": [0, 1], "quota": 1.5, "limit": "cpu.max"},
         "clock": {"source": "hpet", "resolution_ns": 1},
     }  # fmt: skip
+
+
+def test_what_auto_takes() -> None:
+    """All interfaces that are used, or the one with the reason; then why not the others."""
+
+    def rail(name: str, why: str = "") -> dict[str, str]:
+        return {"interface": name, "address": f"10.0.{name[-1]}.1/24", "why_not": why}
+
+    one = recorded(1)["auto"]
+    others = [rail("eth2", "it is slow"), rail("eth3"), rail("eth4", "it is slow")]
+    checks = list(host._auto(one, [rail("eth1"), *others]))
+    assert [c.name for c in checks] == ["DMLC_INTERFACE=auto", "not used by auto"]
+    assert checks[0].text.startswith("eth1 (10.0.1.1/24), eth3 (10.0.3.1/24): with each peer, ")
+    assert checks[1].text == "eth2, eth4: it is slow"
+    (alone,) = host._auto(one, [rail("rail0")])
+    assert alone.text == "rail0 (10.2.0.1), RDMA device mlx5_0: near"
 
 
 def test_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,21 @@ DEADLY = MIB + 1
 LINKS = (0, 1)
 
 
-def up(side: str, host: int) -> None:
-    for link in LINKS:
-        shell("ip", "addr", "add", f"10.77.{link}.{host}/24", "dev", f"{side}{link}")
-        shell("ip", "link", "set", f"{side}{link}", "up")
+def up(side: str, host: int, crossed: bool = False) -> None:
+    """Sets up the ends of one host. With crossed, a0 is joined to b1 and a1 to b0, and a2 to b2,
+    which have no network in common."""
+    ends = {link: f"10.77.{link}.{host}" for link in LINKS}
+    if crossed:
+        ends = {peer(link, side == "b"): at for link, at in ends.items()}
+        ends[2] = f"10.78.{host}.1"
+    for end, at in ends.items():
+        shell("ip", "addr", "add", f"{at}/24", "dev", f"{side}{end}")
+        shell("ip", "link", "set", f"{side}{end}", "up")
+
+
+def peer(link: int, crossed: bool) -> int:
+    """The number of the server's end of a link."""
+    return (1, 0, 2)[link] if crossed else link
 
 
 def options(side: str, names: str) -> dict[str, Any]:
@@ -80,10 +91,10 @@ class Pair:
             self.exchange(64)
 
 
-def server_process(parent: Parent, names: str) -> None:
+def server_process(parent: Parent, names: str, crossed: bool = False) -> None:
     moved(parent)
     scheduler = parent.get()
-    up("b", 2)
+    up("b", 2, crossed)
     server = fserver.Server(scheduler=scheduler, **options("b", names))
     server.connect()
     rounds = 0
@@ -100,13 +111,16 @@ def server_process(parent: Parent, names: str) -> None:
     server.stop()
 
 
-def worker_process(parent: Parent, names: str, program: Callable[[Pair], Any]) -> None:
+def worker_process(
+    parent: Parent, names: str, program: Callable[[Pair], Any], crossed: bool = False
+) -> None:
     """The scheduler and the worker; it makes the links to the server's namespace."""
     moved(parent)
     other = str(parent.get())
-    for link in LINKS:
-        shell("ip", *f"link add a{link} type veth peer name b{link} netns {other}".split())
-    up("a", 1)
+    for link in (*LINKS, 2) if crossed else LINKS:
+        ends = f"a{link} type veth peer name b{peer(link, crossed)}"
+        shell("ip", *f"link add {ends} netns {other}".split())
+    up("a", 1, crossed)
     scheduler = fserver.Scheduler(scheduler="10.77.0.1:0", **options("a", names))
     worker = fserver.Worker(scheduler=scheduler.scheduler, **options("a", names))
     parent.put(scheduler.scheduler)
@@ -118,12 +132,16 @@ def worker_process(parent: Parent, names: str, program: Callable[[Pair], Any]) -
 
 
 def run(
-    child: MakeChild, program: Callable[[Pair], Any], ours: str = "-0,-1", theirs: str = "-0,-1"
+    child: MakeChild,
+    program: Callable[[Pair], Any],
+    ours: str = "-0,-1",
+    theirs: str = "-0,-1",
+    crossed: bool = False,
 ) -> Any:
     """Runs the program in a worker that is joined to a server; gives what it returns."""
     needs("unshare", "ip")
-    worker = child(worker_process, ours, program)
-    server = child(server_process, theirs)
+    worker = child(worker_process, ours, program, crossed)
+    server = child(server_process, theirs, crossed)
     worker.get()
     worker.put(server.get())
     server.put(worker.get())
@@ -154,6 +172,22 @@ def test_both_links_carry(child: MakeChild) -> None:
         assert (member.transport, member.reason) == ("tcp", "")
 
 
+@pytest.mark.parametrize("names", ["auto", "-0,-1"])
+def test_crossed_links(child: MakeChild, names: str) -> None:
+    """The networks of both sides say which interface goes with which, whatever their order. auto
+    finds the interfaces, and does not use the third one, whose network the peer does not have."""
+    bytes_of, link = run(child, sizes_program, names, names, crossed=True)
+    assert link.transport == "tcp+tcp" and "members connected" not in link.reason
+    assert min(bytes_of) > 0.3 * sum(bytes_of)
+    assert [m.interface for m in link.members] == ["a0", "a1", "a2"][: len(link.members)]
+    assert [m.remote.split(":")[0] for m in link.members[:2]] == ["10.77.0.2", "10.77.1.2"]
+    for member, both_ways in zip(link.members[:2], bytes_of, strict=True):
+        assert 0.3 * both_ways < member.sent < 0.6 * both_ways
+    if names == "auto":
+        assert (link.members[2].sent, link.members[2].transport) == (0, "")
+        assert link.members[2].reason == "the peer has none in its network"
+
+
 def both_program_of_names(pair: Pair) -> str:
     pair.members(2)
     return pair.worker.links()[0].transport
@@ -162,6 +196,26 @@ def both_program_of_names(pair: Pair) -> str:
 def test_tcp_by_name(child: MakeChild) -> None:
     names = "tcp:-0,-1"
     assert run(child, both_program_of_names, names, names) == "tcp+tcp"
+
+
+def test_auto_and_a_lost_link(child: MakeChild) -> None:
+    """Only those that can be used are missed."""
+    link = run(child, lost_program, "auto", "auto", crossed=True)
+    assert link.reason.endswith("members connected: 1 of 2 (interface a1 is down)")
+
+
+def test_auto_and_names(child: MakeChild) -> None:
+    """One side names the interfaces, in an order of its own, and the other one has auto."""
+    assert run(child, both_program_of_names, "auto", "-1,-0", crossed=True) == "tcp+tcp"
+    assert run(child, both_program_of_names, "-1,-0", "auto", crossed=True) == "tcp+tcp"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("auto", "-1"), ("-0", "auto")])
+def test_auto_and_one(child: MakeChild, ours: str, theirs: str) -> None:
+    """A connection to a peer that has one interface has no members."""
+    link = run(child, one_program, ours, theirs, crossed=True)
+    assert (link.transport, link.members) == ("tcp", ())
+    assert ("is the address of one interface" in link.reason) == (ours == "auto")
 
 
 def killed_program(pair: Pair) -> tuple[float, str]:
@@ -242,15 +296,15 @@ def test_the_time_of_a_loss(child: MakeChild) -> None:
         print(f"usual {usual:.1f} ms; with a loss {lossy:.1f} ms, known after {known:.1f} ms")
 
 
-def one_program(pair: Pair) -> str:
+def one_program(pair: Pair) -> fserver.Link:
     pair.exchange(1, 4096, 4 * MIB)
-    return pair.worker.links()[0].transport
+    return pair.worker.links()[0]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("-0", "-0,-1"), ("-0,-1", "-0"), ("-1,-0", "-0,-1")])
 def test_other_lists(child: MakeChild, ours: str, theirs: str) -> None:
     """One side has one interface, or they are named in another order."""
-    assert run(child, one_program, ours, theirs) in ("tcp", "tcp+tcp")
+    assert run(child, one_program, ours, theirs).transport in ("tcp", "tcp+tcp")
 
 
 @contextmanager

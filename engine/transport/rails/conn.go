@@ -24,6 +24,7 @@ type Conn struct {
 	about    transport.Peer // of member 0
 	peers    int            // Fabrics of the peer
 	lanes    int            // of the peer
+	ways     int            // that members may be on; 0: as many as the Fabrics allow
 	rails    []*rail        // until they have ended
 	bound    map[uint64]*region
 	ctx      context.Context // of dialing
@@ -431,7 +432,11 @@ func (c *Conn) Peer() transport.Peer {
 	if len(vias) > 0 {
 		p.Via = strings.Join(vias, "+")
 	}
-	if all := min(len(c.f.members), c.peers) * min(lanes, c.lanes); len(vias) < all && c.reason != nil {
+	all := min(len(c.f.members), c.peers) * min(lanes, c.lanes)
+	if c.ways > 0 {
+		all = c.ways
+	}
+	if len(vias) < all && c.reason != nil {
 		p.Why = fmt.Sprintf("members connected: %d of %d (%v)", len(vias), all, c.reason)
 	}
 	return p

@@ -125,6 +125,7 @@ func (f *Fabric) dialed(in transport.Conn, to *routes, first int) *Conn {
 	about := in.Peer()
 	c := f.conn(true, id, to.fabrics, to.lanes, &about)
 	r.lane, r.theirs = at.lane, at.theirs
+	c.plan(to.ways)
 	number, _ := c.order.dial() // a new Conn takes it
 	c.add(r, number, c.greeting(at, number))
 	for i, w := range to.ways {
@@ -137,6 +138,19 @@ func (f *Fabric) dialed(in transport.Conn, to *routes, first int) *Conn {
 	c.after()
 	f.ring()
 	return c
+}
+
+// plan notes which members there will be, and why there are no others.
+func (c *Conn) plan(ways []way) {
+	why := errors.New("the peer has none that is left for it")
+	if c.f.o.Common {
+		c.ways, why = len(ways), errors.New("the peer has none in its network")
+	}
+	for i := range c.stats {
+		if !slices.ContainsFunc(ways, func(w way) bool { return w.ours*c.f.o.Lanes+w.lane == i }) && i%c.f.o.Lanes < c.lanes {
+			c.stats[i].why = why
+		}
+	}
 }
 
 // greeting is the first frame on a member that we have dialed.

@@ -194,7 +194,10 @@ func (f *Fabric) routes(peer transport.Addr) (*routes, error) {
 		return nil, err
 	}
 	why := errors.New("none of them takes connections")
-	pairs := match(len(f.members), to, func(i int, a transport.Addr) bool {
+	if f.o.Common {
+		why = errors.New("none of them is in a network of ours")
+	}
+	pairs := match(f.o.Networks, to, f.o.Common, func(i int, a transport.Addr) bool {
 		err := f.works(i)
 		if err == nil {
 			err = f.members[i].Reaches(a)

@@ -27,6 +27,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"net/netip"
 	"strconv"
 	"strings"
 	"time"
@@ -50,6 +51,12 @@ type Options struct {
 	Pause time.Duration
 	// Names are what Peer calls the members; nil: the names of the Fabrics.
 	Names []string
+	// Networks are those that the interface of each member is in; nil, or none for a member: not known. A member connects
+	// to that of the peer whose address is in one of them, as match says.
+	Networks [][]netip.Prefix
+	// Common says that a member connects only where it has a network in common with the peer's. Else two in the same
+	// place are tried too, because a router may join their networks.
+	Common bool
 	// Same reports whether what the Gate verified on two connections is of one peer; nil: if it is equal.
 	Same func(a, b []byte) bool
 	// News, if set, is told of each member Conn: that it is used, or why it is not any more. It runs in a goroutine.
@@ -91,6 +98,8 @@ func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
 		return members[0], nil
 	case len(members) == 0 || len(members) > maxRails:
 		return nil, fmt.Errorf("rails: %d fabrics: want 1 to %d", len(members), maxRails)
+	case o.Networks != nil && len(o.Networks) != len(members):
+		return nil, fmt.Errorf("rails: networks of %d fabrics, of which there are %d", len(o.Networks), len(members))
 	case len(members)*o.Lanes > maxRails:
 		return nil, fmt.Errorf("rails: %d connections over each of %d fabrics: at most %d in all", o.Lanes, len(members), maxRails)
 	}
@@ -105,6 +114,9 @@ func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
 	}
 	if o.Names == nil {
 		o.Names = names(members)
+	}
+	if o.Networks == nil {
+		o.Networks = make([][]netip.Prefix, len(members))
 	}
 	if o.Same == nil {
 		o.Same = bytes.Equal
@@ -135,11 +147,16 @@ var (
 	unescape = strings.NewReplacer("%2C", ",", "%25", "%")
 )
 
+// Joined reports whether a is the address of several Fabrics, of which one has addresses of that scheme ("tcp").
+func Joined(a, scheme string) bool {
+	return strings.HasPrefix(a, prefix) && strings.Contains(a, scheme+":")
+}
+
 // split returns what join was given.
 func split(a transport.Addr) (all []transport.Addr, lanes int, err error) {
 	rest, ok := strings.CutPrefix(string(a), prefix)
 	if !ok || rest == "" {
-		return nil, 0, fmt.Errorf("rails: address %q: want %sADDRESS,ADDRESS", a, prefix)
+		return nil, 0, fmt.Errorf("rails: %q is the address of one interface or device", a)
 	}
 	lanes = 1
 	if count, more, found := strings.Cut(rest, "*"); found && rest[0] >= '0' && rest[0] <= '9' {
@@ -157,9 +174,6 @@ func split(a transport.Addr) (all []transport.Addr, lanes int, err error) {
 	}
 	return all, lanes, nil
 }
-
-// pair is a Fabric of ours and one of the peer's, by their places.
-type pair struct{ ours, theirs int }
 
 // way is where a member of a Conn may be.
 type way struct {
@@ -181,26 +195,4 @@ func (r *routes) first() []way {
 		n++
 	}
 	return r.ways[:n]
-}
-
-// match returns which Fabric of ours is to be connected with which of the peer's: by place where they
-// reach each other, then each that is left with the first that is left. No Fabric is in two pairs,
-// and no address, so that a Key that is bound to a Conn is bound to one member Conn.
-func match(ours int, theirs []transport.Addr, reaches func(i int, a transport.Addr) bool) (pairs []pair) {
-	taken, used := make([]bool, ours), map[transport.Addr]bool{"": true}
-	try := func(i, j int) {
-		if a := theirs[j]; !taken[i] && !used[a] && reaches(i, a) {
-			taken[i], used[a] = true, true
-			pairs = append(pairs, pair{i, j})
-		}
-	}
-	for i := range min(ours, len(theirs)) {
-		try(i, i)
-	}
-	for i := range ours {
-		for j := range theirs {
-			try(i, j)
-		}
-	}
-	return pairs
 }

@@ -1,6 +1,7 @@
 package rails
 
 import (
+	"net/netip"
 	"strings"
 	"testing"
 
@@ -8,38 +9,6 @@ import (
 
 	"fserver/engine/transport"
 )
-
-func TestMatch(t *testing.T) {
-	for _, c := range []struct {
-		name   string
-		theirs string
-		ours   string // of each of ours, the nets that it reaches
-		want   []pair
-	}{
-		{"by place", "a b", "a b", []pair{{0, 0}, {1, 1}}},
-		{"all reach all", "a b", "ab ab", []pair{{0, 0}, {1, 1}}},
-		{"crossed", "a b", "b a", []pair{{0, 1}, {1, 0}}},
-		{"the place comes first", "a b c", "abc b abc", []pair{{0, 0}, {1, 1}, {2, 2}}},
-		{"the place comes before the order", "a b", "b ab", []pair{{1, 1}}},
-		{"more of theirs", "a b c", "abc abc", []pair{{0, 0}, {1, 1}}},
-		{"more of ours", "a", "a a a", []pair{{0, 0}}},
-		{"more of ours, of which the last fits", "a", "b b a", []pair{{2, 0}}},
-		{"one of theirs takes no connections", "- b", "ab ab", []pair{{1, 1}}},
-		{"one of theirs stands there twice", "a a", "a a", []pair{{0, 0}}},
-		{"no way", "a b", "c c", nil},
-		{"some ways", "a b c d", "d x c", []pair{{2, 2}, {0, 3}}},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			var theirs []transport.Addr
-			for _, a := range strings.Fields(c.theirs) {
-				theirs = append(theirs, transport.Addr(strings.Trim(a, "-")))
-			}
-			ours := strings.Fields(c.ours)
-			got := match(len(ours), theirs, func(i int, a transport.Addr) bool { return strings.Contains(ours[i], string(a)) })
-			require.Equal(t, c.want, got)
-		})
-	}
-}
 
 // named is a Fabric of which only the address is asked.
 type named struct {
@@ -79,11 +48,13 @@ func TestAddress(t *testing.T) {
 		{prefix + "65*x", `rails: address of "65" connections over each fabric: want 1 to 64`},
 		{prefix + "0*x", `rails: address of "0" connections over each fabric: want 1 to 64`},
 		{prefix + "99999999999999999999*x", `rails: address of "99999999999999999999" connections over each fabric: want 1 to 64`},
-		{"tcp:1.2.3.4:5", `rails: address "tcp:1.2.3.4:5": want rails:ADDRESS,ADDRESS`},
+		{"tcp:1.2.3.4:5", `rails: "tcp:1.2.3.4:5" is the address of one interface or device`},
 	} {
 		_, _, err := split(transport.Addr(c.address))
 		require.EqualError(t, err, c.want)
 	}
+	require.True(t, Joined("rails:2*,tcp:1.2.3.4:5", "tcp"))
+	require.False(t, Joined("rails:tcp:1.2.3.4:5", "verbs") || Joined("tcp:1.2.3.4:5", "tcp"))
 }
 
 func TestOneFabricIsNotWrapped(t *testing.T) {
@@ -95,6 +66,8 @@ func TestOneFabricIsNotWrapped(t *testing.T) {
 	require.EqualError(t, err, "rails: 0 fabrics: want 1 to 64")
 	_, err = New(make([]transport.Fabric, 65), Options{})
 	require.EqualError(t, err, "rails: 65 fabrics: want 1 to 64")
+	_, err = New(make([]transport.Fabric, 4), Options{Networks: make([][]netip.Prefix, 3)})
+	require.EqualError(t, err, "rails: networks of 3 fabrics, of which there are 4")
 	_, err = New(make([]transport.Fabric, 4), Options{Lanes: 17})
 	require.EqualError(t, err, "rails: 17 connections over each of 4 fabrics: at most 64 in all")
 }
