@@ -18,6 +18,8 @@ package verbs
 #cgo noescape cs_ib_quiet
 #cgo nocallback cs_ib_quiet
 #cgo nocallback cs_ib_arm
+#cgo noescape cs_ib_async
+#cgo nocallback cs_ib_async
 #include <stdlib.h>
 #include "cs_verbs.h"
 */
@@ -113,14 +115,13 @@ func (d *Device) GIDs(port int) ([]GID, error) {
 func (d *Device) Async() (Event, bool, error) {
 	var e C.cs_ib_event
 	rc := C.cs_ib_async(d.c, &e)
-	switch err := failed(rc, "take an event of %s", d.Name); {
-	case err == nil:
+	switch {
+	case rc == 0:
 		return Event{EventType(e._type), uint32(e.qp)}, true, nil
-	case again(rc):
+	case again(rc): // as a rule, so nothing is made of it
 		return Event{}, false, nil
-	default:
-		return Event{}, false, err
 	}
+	return Event{}, false, failed(rc, "take an event of %s", d.Name)
 }
 
 // Access says what a registration allows.

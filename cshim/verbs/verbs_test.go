@@ -213,6 +213,9 @@ func TestDevice(t *testing.T) {
 	_, found, err := d.Async()
 	require.NoError(t, err)
 	_ = found // a port may have changed before the test
+	require.Zero(t, testing.AllocsPerRun(100, func() { // a sleeper asks each time that it wakes
+		_, _, _ = d.Async()
+	}))
 }
 
 // TestBatch: a chain of writes and a send go out with one doorbell and one signalled
