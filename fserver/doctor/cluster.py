@@ -1,5 +1,6 @@
 """Tests whether a process of the cluster that the environment describes can start on this host."""
 
+import fnmatch
 import socket
 from collections.abc import Iterator
 
@@ -109,16 +110,37 @@ def _rdma(of: dict[str, str], host: dict) -> Iterator[Check]:
         return
     verbs = next(way for way in host["transports"] if way["name"] == "verbs")
     found = {f["what"]: f for f in verbs["findings"]}
-    works = any(found.get(name, {}).get("state") == "yes" for name in devices)
+    if any(c in name for name in devices for c in "*^"):
+        yield _one_of(devices, found)
+        return
+    works = any(_finding(name, found)["state"] == "yes" for name in devices)
     for name in devices:
-        f = found.get(
-            name, {"state": "no", "text": "this host has no such RDMA device", "remedy": ""}
-        )
+        f = _finding(name, found)
         remedy = f["remedy"] or "correct FSERVER_RDMA_DEVICE (ibv_devinfo shows the devices)"
         yes = f["state"] == "yes"
         yield Check(
             f"RDMA device {name}", f["state"], f["text"], "" if yes else remedy, fatal=not works
         )
+
+
+def _finding(name: str, found: dict[str, dict]) -> dict:
+    """What is known of the device in ``NAME`` or ``NAME:PORT``."""
+    none = {"state": "no", "text": "this host has no such RDMA device", "remedy": ""}
+    return found.get(name.partition(":")[0], none)
+
+
+def _one_of(patterns: list[str], found: dict[str, dict]) -> Check:
+    """Tests whether a device that the patterns stand for works."""
+    wanted = [p.removeprefix("^").partition(":")[0] for p in patterns]
+    named = [n for n in found if any(fnmatch.fnmatchcase(n, w) for w in wanted)]
+    if patterns[0].startswith("^"):
+        named = [n for n in found if n not in named]
+    works = [n for n in named if found[n]["state"] == "yes"]
+    what = f"RDMA device {','.join(patterns)}"
+    if works:
+        return Check(what, "yes", f"the first that is up of {', '.join(works)}")
+    text = "; ".join(f"{n}: {found[n]['text']}" for n in named) or "it stands for no device"
+    return Check(what, "no", text, "correct FSERVER_RDMA_DEVICE or NCCL_IB_HCA", fatal=True)
 
 
 def _addresses(of: dict[str, str], role: str, host: dict) -> Iterator[Check]:

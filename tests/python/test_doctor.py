@@ -415,6 +415,16 @@ def test_rdma_devices() -> None:
     (alone,) = described._rdma({**of, "FSERVER_RDMA_DEVICE": "mlx5_1"}, host)
     assert alone.fatal
     assert not list(described._rdma({**of, "FSERVER_TRANSPORT": "auto"}, host))
+    for names, state, text in [
+        ("mlx5_0:1", "yes", "port 1 is active"),
+        ("mlx5_*", "yes", "the first that is up of mlx5_0"),
+        ("^mlx5_0", "no", "mlx5_1: "),
+        ("mlx4*,bnxt*", "no", "it stands for no device"),
+    ]:
+        (found,) = described._rdma({**of, "FSERVER_RDMA_DEVICE": names}, host)
+        assert (found.name, found.state) == (f"RDMA device {names}", state)
+        assert found.fatal == (state == "no")
+        assert text in found.text
 
 
 @pytest.mark.parametrize("role", ["scheduler", "joint", "server", "worker"])
