@@ -10,13 +10,14 @@
 #   chaos   1,000 kills in a cluster, over tcp, cma and auto
 #   soak    10^6 push_pulls each way: does anything grow?
 #   fuzz    every parser
-#   softroce  100 kills, and the whole contract of verbs, in the emulated machine
+#   softroce  100 kills, the whole contract of verbs, and SOFTROCE_ROUNDS (20) rounds of a pulled cable, in the emulated machine
+#   seeds   losses of members over every seed of faults
 #
 # `make check-long PARTS="wheel sdist"` builds what they need first, and sets BIN and MAKE.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-all=(wheel sdist site demo chaos soak fuzz softroce)
+all=(wheel sdist site demo chaos soak fuzz softroce seeds)
 python=${BIN:-$PWD/.venv/bin}/python
 make=${MAKE:-make}
 
@@ -40,7 +41,14 @@ part_chaos() {
 }
 part_soak() { "$make" soak; }
 part_fuzz() { "$make" fuzz; }
-part_softroce() { SOFTROCE_SECONDS=1800 "$make" softroce CASES="kill_long verbs_long"; }
+part_softroce() {
+  local rounds=${SOFTROCE_ROUNDS:-20}
+  SOFTROCE_SECONDS=$((1800 + 60 * rounds)) SOFTROCE_ROUNDS=$rounds "$make" softroce CASES="kill_long verbs_long cable_long"
+}
+part_seeds() {
+  "$("$python" tools/builder.py go)" test -count 1 -timeout 20m ./engine/transport/rails ./engine/node \
+    -run 'TestLateWrites|TestOneEachAtOnce|TestSecondLoss|TestLossInARestart'
+}
 
 # They are no tests of `make test`: pytest runs them only by name, without its limit of silence.
 long() { "$python" -m pytest -o faulthandler_timeout=0 "$@"; }

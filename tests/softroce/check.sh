@@ -4,7 +4,7 @@
 #   tests/softroce/check.sh [NAME...]      cases of tests/softroce/cases; without names: all but *_long
 #
 # `make softroce` installs what it needs first. GO and BIN name the toolchain and the virtual environment.
-# SOFTROCE_SECONDS is the time until the machine is stopped.
+# SOFTROCE_SECONDS is the time until the machine is stopped, and SOFTROCE_ROUNDS how many rounds cable_long makes (20).
 set -euo pipefail
 
 # The transports that the cases with tests/cabi/mesh try.
@@ -59,4 +59,4 @@ for ((i = 0; i < ${#packages[@]}; i += 2)); do
 done
 seconds=${SOFTROCE_SECONDS:-350}
 exec "$here/vm.sh" run --time "$seconds" -- \
-  env SOFTROCE_SECONDS="$seconds" SOFTROCE_SHARE="$share" SOFTROCE_TRANSPORTS="$transports" SOFTROCE_PYTHON="${BIN:+$BIN/}python3" "$here/guest/cases.sh" "$@"
+  env SOFTROCE_SECONDS="$seconds" SOFTROCE_ROUNDS="${SOFTROCE_ROUNDS:-20}" SOFTROCE_SHARE="$share" SOFTROCE_TRANSPORTS="$transports" SOFTROCE_PYTHON="${BIN:+$BIN/}python3" "$here/guest/cases.sh" "$@"

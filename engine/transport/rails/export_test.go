@@ -83,3 +83,24 @@ func KeyOf(members []transport.Key) transport.Key {
 	k.Blob = blob(&k, members)
 	return k
 }
+
+// Stating returns how many statements the peer has not confirmed.
+func Stating(conn transport.Conn) int {
+	c := conn.(*Conn)
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	return len(c.order.log)
+}
+
+// Placed returns the members that frames without an acknowledgement were posted on last, by the numbers of the frames.
+// A negative one means that the frame waits for a member, or has come though its member is gone.
+func Placed(conn transport.Conn) map[uint64]int {
+	c := conn.(*Conn)
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	at := map[uint64]int{}
+	for num := c.order.acked; num < c.order.sealed; num++ {
+		at[num] = c.order.at(num).at
+	}
+	return at
+}

@@ -268,6 +268,8 @@ type duo struct {
 	r    *rand.Rand
 	bad  map[string]*faults.Fabric
 	all  []*spoiler // the members of both
+
+	inner func(transport.Fabric) transport.Fabric // if set, goes around a member, below its faults
 }
 
 // apart opens both sides.
@@ -285,7 +287,7 @@ func (d *duo) connect(members int) {
 	var err error
 	d.a.c, err = d.a.f.Connect(context.Background(), d.b.f.Addr())
 	require.NoError(d.t, err)
-	d.until("the conn is open", func() bool { d.b.poll(); return d.b.c != nil })
+	d.until("the conn is open", func() bool { d.a.poll(); d.b.poll(); return d.b.c != nil }) // a may have had no credit for its greeting
 	d.until("all members are live", func() bool {
 		d.a.poll()
 		d.b.poll()
@@ -312,7 +314,11 @@ func (d *duo) side(name string, seed uint64, nic bool, o rails.Options) *side {
 		if nic {
 			worse = faults.NIC(seed + uint64(i))
 		}
-		f, err := faults.Wrap(in, worse)
+		inner := transport.Fabric(in)
+		if d.inner != nil {
+			inner = d.inner(in)
+		}
+		f, err := faults.Wrap(inner, worse)
 		require.NoError(d.t, err)
 		d.bad[fmt.Sprint(name, i)] = f.(*faults.Fabric)
 		members = append(members, d.spoil(f))

@@ -19,15 +19,16 @@ ipv4() { echo "10.77.$(($1 / 2)).$((1 + $1 % 2))"; }
 ipv6() { (($1 < 2)) && echo "fd77::$((1 + $1))" || echo "fd77:1::$(($1 - 1))"; }
 other() { echo $(($1 ^ 1)); }
 
-add_routes() {
-  local i peer
+add_routes() { # by one process: each takes long while others are busy
+  local i peer mac
   for i in 0 1 2 3; do
     peer=$(other $i)
-    ip route replace "$(ipv4 "$peer")" dev rdma$i table $((100 + i))
-    ip addr replace "$(ipv6 $i)/64" dev rdma$i nodad
-    ip -6 route replace "$(ipv6 "$peer")" dev rdma$i table $((100 + i))
-    ip -6 neigh replace "$(ipv6 "$peer")" dev rdma$i lladdr "$(cat "/sys/class/net/rdma$peer/address")"
-  done
+    read -r mac <"/sys/class/net/rdma$peer/address"
+    echo "route replace $(ipv4 "$peer") dev rdma$i table $((100 + i))"
+    echo "addr replace $(ipv6 $i)/64 dev rdma$i nodad"
+    echo "route replace $(ipv6 "$peer") dev rdma$i table $((100 + i))"
+    echo "neigh replace $(ipv6 "$peer") dev rdma$i lladdr $mac"
+  done | ip -batch -
 }
 
 if [[ ${1:-} == again ]]; then
