@@ -1,10 +1,12 @@
 """`fserver bench bond`: one connection over several interfaces, RDMA devices or queue pairs."""
 
 import argparse
+import contextlib
 import fcntl
 import itertools
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from . import peers, report
 from .crew import Case, Crew, Member, Nodes, start
 from .errors import BenchError
 from .options import CHECKED, SHOWN, choose_cores, numbers, one_of, parser, positive, sizes
+from .remote import CommandingWorker
 from .turns import CrewPlayer, take_turns
 
 LAGS = ("0", "1", "port1", "port2")
@@ -36,7 +39,7 @@ class Way(NamedTuple):
     server: Mapping[str, str]
 
 
-class BondWorker(peers.WorkerPart):
+class Members(peers.WorkerPart):
     """A worker that knows what its connection is made of."""
 
     def whole(self) -> None:
@@ -50,18 +53,32 @@ class BondWorker(peers.WorkerPart):
         return [m._asdict() for m in self.nodes[0].links()[0].members]
 
 
+class BondWorker(Members):
+    """Its server is on this host."""
+
+
+class FarBondWorker(Members, CommandingWorker):
+    """Its server is on another host."""
+
+
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
     made = _parser()
     options = made.parse_args(argv)
     if bool(options.interfaces) == bool(options.devices):
         made.error("give either --interfaces (TCP) or --devices (RDMA)")
+    if bool(options.scheduler) != bool(options.role):
+        made.error(
+            "--scheduler and --role: give both, or neither (run one command on each of two hosts)"
+        )
     cores = choose_cores(options.cores)
     facts = report.begin(options, cores)
+    compared = ways(options)
+    if options.role == "server":
+        return _serve(options, compared, cores, nodes)
     table = report.Table(COLUMNS)
     print(table.header(), flush=True)
     rows = []
-    compared = ways(options)
     for row in _run(options, compared, cores, nodes):
         print(table.line(row), flush=True)
         rows.append(row)
@@ -141,6 +158,8 @@ def _run(
         Member("worker", "bond.BondWorker", "worker", worker_core),
         Member("server", "peers.ServerPart", "server", server_core),
     ]
+    if options.role:
+        members = [Member("worker", "bond.FarBondWorker", "worker", worker_core)]
     results: dict[tuple[int, int], list[tuple[dict[str, Any], list[dict[str, Any]]]]] = {}
     with start(members, nodes) as crew:
         turns = itertools.product(range(options.rounds), range(len(compared)))
@@ -159,11 +178,7 @@ def _round(
     crew: Crew, way: Way, options: argparse.Namespace
 ) -> Iterator[tuple[int, tuple[dict[str, Any], list[dict[str, Any]]]]]:
     """Of each size, the figures of a round and what each member has sent in it."""
-    near = way.server.get("DMLC_INTERFACE", "").split(",")[0]
-    by_role = {"worker": way.worker, "server": way.server}
-    with crew.cluster(
-        way.worker["FSERVER_TRANSPORT"], near=near and address(near), by_role=by_role
-    ):
+    with _cluster(crew, way, options):
         crew.one("worker", "whole")
         player = CrewPlayer(crew)
         for size in options.sizes:
@@ -176,6 +191,31 @@ def _round(
                 for then, now in zip(before, after, strict=True)
             ]
             yield size, (figures, sent)
+
+
+def _cluster(
+    crew: Crew, way: Way, options: argparse.Namespace
+) -> contextlib.AbstractContextManager[None]:
+    near = way.server.get("DMLC_INTERFACE", "").split(",")[0]
+    return crew.cluster(
+        way.worker["FSERVER_TRANSPORT"],
+        scheduler=options.scheduler,
+        near=address(near) if near and not options.scheduler else None,
+        by_role={"worker": way.worker, "server": way.server},
+    )
+
+
+def _serve(
+    options: argparse.Namespace, compared: list[Way], cores: tuple[int, int] | None, nodes: Nodes
+) -> int:
+    """The server of two hosts: a cluster for each one of the worker's, in the same order."""
+    member = Member("server", "remote.ObeyingServer", "server", cores and cores[1])
+    print(f"bench: the server waits for the worker at {options.scheduler}", file=sys.stderr)
+    with start([member], nodes) as crew:
+        for _, way in itertools.product(range(options.rounds), compared):
+            with _cluster(crew, way, options):
+                crew.all("serve", timeout=24 * 3600)
+    return 0
 
 
 def shares(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -195,10 +235,12 @@ def _names(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     made = parser(
         "bond",
-        "Measures push_pulls between two processes of this host whose connection is made of "
-        "several: network interfaces, RDMA devices, or queue pairs over a bonded NIC. Prints the "
-        "round trip, the ratio to the first line of that size, and which share of the bytes each "
-        f"part of the connection has carried. The ways take turns. {CHECKED}",
+        "Measures push_pulls between two processes whose connection is made of several: network "
+        "interfaces, RDMA devices, or queue pairs over a bonded NIC. Prints the round trip, the "
+        "ratio to the first line of that size, and which share of the bytes each part of the "
+        f"connection has carried. The ways take turns. {CHECKED} For two hosts, run the command on "
+        "both, with the same options, --role, and --scheduler HOST:PORT, an address of the "
+        "server's host.",
         seconds=(0.2, "approximate length of a round, for each way and size"),
         transport=None,
     )
@@ -236,4 +278,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"values of STEPMESH_SPLIT_QP_LAG, of {', '.join(LAGS)} {SHOWN}",
     )
     add("--sizes", type=sizes, default="4K,1M,16M", metavar="LIST", help=f"bytes each way {SHOWN}")
+    add("--scheduler", metavar="HOST:PORT", help="two hosts: an address of the server's host")
+    add("--role", choices=("worker", "server"), help="two hosts: the role of this host")
     return made

@@ -1,6 +1,7 @@
-"""`fserver bench bond` over two links of one network namespace."""
+"""`fserver bench bond` over two links of one network namespace, and between two namespaces."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,45 @@ def test_two_interfaces(tmp_path: Path) -> None:
     assert "a0 50 %, a1 50 %" in ran.stdout
 
 
+HOSTS = """
+ip link set lo up
+unshare --net sleep 300 &
+other=$!
+trap 'kill $other' EXIT
+until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do sleep 0.01; done
+nsenter --net=/proc/$other/ns/net ip link set lo up
+for link in 0 1; do
+  ip link add a$link type veth peer name b$link netns $other
+  ip addr add 10.77.$link.1/24 dev a$link
+  nsenter --net=/proc/$other/ns/net ip addr add 10.77.$link.2/24 dev b$link
+  ip link set a$link up
+  nsenter --net=/proc/$other/ns/net ip link set b$link up
+done
+nsenter --net=/proc/$other/ns/net "$@" --role server &
+server=$!
+"$@" --role worker --json "$OUT"
+wait $server
+"""
+
+
+def test_two_hosts(tmp_path: Path) -> None:
+    needs("unshare", "nsenter", "ip")
+    out = tmp_path / "bond.json"
+    options = "--interfaces a0,a1 --server-interfaces b0,b1 --sizes 4K,1M --rounds 2 --iters 5"
+    where = "--scheduler 10.77.0.2:7000"
+    command = [sys.executable, "-m", "fserver", "bench", "bond", *options.split(), *where.split()]
+    alone = ["unshare", "--net", "bash", "-euc", HOSTS, "hosts"]
+    env = {**os.environ, "OUT": str(out)}
+    ran = subprocess.run([*alone, *command], capture_output=True, text=True, timeout=240, env=env)
+    print(ran.stdout + ran.stderr)
+    assert ran.returncode == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["over"] for r in rows] == ["a0", "a0+a1"] * 2
+    assert [m["interface"] for m in rows[3]["members"]] == ["a0", "a1"]
+    assert all(40 < m["share"] < 60 for m in rows[3]["members"])
+    assert all(m["remote"].startswith(f"10.77.{i}.2:") for i, m in enumerate(rows[3]["members"]))
+
+
 def test_ways() -> None:
     made = bond._parser()
     options = made.parse_args("--devices n0,n1 --pairs 1,2 --lag 0,port1".split())
@@ -72,6 +112,12 @@ def test_one_kind(options: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         bench.main(["bond", *options])
     assert "give either --interfaces (TCP) or --devices (RDMA)" in capsys.readouterr().err
+
+
+def test_a_role_wants_a_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["bond", "--interfaces", "a0", "--role", "server"])
+    assert "--scheduler and --role: give both, or neither" in capsys.readouterr().err
 
 
 def test_no_such_interface(capsys: pytest.CaptureFixture[str]) -> None:
