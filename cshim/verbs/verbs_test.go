@@ -212,7 +212,7 @@ func TestDevice(t *testing.T) {
 	require.True(t, g.Addr().Is4())
 	_, found, err := d.Async()
 	require.NoError(t, err)
-	_ = found // a port may have changed before the test
+	_ = found                                          // a port may have changed before the test
 	require.Zero(t, testing.AllocsPerRun(100, func() { // a sleeper asks each time that it wakes
 		_, _, _ = d.Async()
 	}))

@@ -186,6 +186,6 @@ func TestLateWrites(t *testing.T) {
 			})
 		}
 	}
-	require.Greater(t, landed, 50)
+	require.Positive(t, landed, "the test is of no use without late writes")
 	t.Logf("%d writes have landed late", landed)
 }
