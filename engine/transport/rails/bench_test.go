@@ -3,6 +3,7 @@ package rails_test
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -21,7 +22,7 @@ func BenchmarkRoundTrip(b *testing.B) {
 	for _, size := range []uint64{64, 4 << 10, 16 << 20} {
 		for _, members := range []int{1, 2} {
 			b.Run(fmt.Sprintf("%d bytes over %d", size, members), func(b *testing.B) {
-				round := roundTrip(b, members, size, 0)
+				round, _ := trip{members: members, size: size}.begin(b)
 				b.SetBytes(2 * int64(size))
 				b.ReportAllocs()
 				for b.Loop() {
@@ -32,13 +33,43 @@ func BenchmarkRoundTrip(b *testing.B) {
 	}
 }
 
+// BenchmarkSmall alternates between one tcp Fabric and two, in short turns, and reports the median of each. So what else
+// the machine does hits both.
+func BenchmarkSmall(b *testing.B) {
+	for _, size := range []uint64{64, 4 << 10} {
+		b.Run(fmt.Sprint(size, " bytes"), func(b *testing.B) {
+			const turn = 200
+			var round [2]func()
+			var took [2][]float64
+			for i := range round {
+				round[i], _ = trip{members: 1 + i, size: size}.begin(b)
+			}
+			for b.Loop() {
+				for i := range round {
+					begin := time.Now()
+					for range turn {
+						round[i]()
+					}
+					took[i] = append(took[i], float64(time.Since(begin).Nanoseconds())/turn)
+				}
+			}
+			for i := range took {
+				slices.Sort(took[i])
+				b.ReportMetric(took[i][len(took[i])/2], fmt.Sprintf("ns-over-%d", i+1))
+			}
+			b.ReportMetric(took[1][len(took[1])/2]/took[0][len(took[0])/2], "times")
+			b.ReportMetric(0, "ns/op")
+		})
+	}
+}
+
 // TestRoundTripAllocatesNothing, also of a write that is cut.
 func TestRoundTripAllocatesNothing(t *testing.T) {
 	if transporttest.RaceEnabled {
 		t.Skip("the race detector allocates")
 	}
 	for _, size := range []uint64{64, 2 << 20} {
-		round := roundTrip(t, 2, size, 0)
+		round, _ := trip{members: 2, size: size}.begin(t)
 		for range 300 {
 			round()
 		}
@@ -51,7 +82,7 @@ func BenchmarkHeld(b *testing.B) {
 	const size = 16 << 20
 	for _, members := range []int{1, 2} {
 		b.Run(fmt.Sprint("over ", members), func(b *testing.B) {
-			round := roundTrip(b, members, size, 300e6)
+			round, _ := trip{members: members, size: size, rates: []float64{300e6, 300e6}}.begin(b)
 			b.SetBytes(2 * size)
 			for b.Loop() {
 				round()
@@ -60,16 +91,75 @@ func BenchmarkHeld(b *testing.B) {
 	}
 }
 
-// held is a Fabric whose Conns take so many bytes a second.
+// BenchmarkUneven is the same where one member takes 100 MB/s and the other 300 MB/s: a write in equal halves, and one
+// that is cut by the rates.
+func BenchmarkUneven(b *testing.B) {
+	const size = 16 << 20
+	for _, halves := range []bool{true, false} {
+		name := map[bool]string{true: "equal halves", false: "by rates"}[halves]
+		b.Run(name, func(b *testing.B) {
+			round, _ := trip{members: 2, size: size, rates: []float64{100e6, 300e6}, halves: halves}.begin(b)
+			for range 10 {
+				round()
+			}
+			b.SetBytes(2 * size)
+			for b.Loop() {
+				round()
+			}
+		})
+	}
+}
+
+// TestSharesByRates: members at 100 and 300 MB/s carry bytes as 1 to 3, and so they do when the rates change.
+func TestSharesByRates(t *testing.T) {
+	rates := []float64{100e6, 300e6}
+	round, c := trip{members: 2, size: 2 << 20, rates: rates}.begin(t)
+	shares := func() float64 {
+		for range 20 {
+			round()
+		}
+		before := c.Peer().Members
+		for range 20 {
+			round()
+		}
+		after := c.Peer().Members
+		first, second := after[0].Sent-before[0].Sent, after[1].Sent-before[1].Sent
+		return float64(first) / float64(first+second)
+	}
+	require.InDelta(t, 0.25, shares(), 0.08)
+	rates[0], rates[1] = 300e6, 100e6
+	require.InDelta(t, 0.75, shares(), 0.08)
+}
+
+// TestSlowMemberIsProbed: a member that is far slower gets hardly anything, and its share when it has recovered.
+func TestSlowMemberIsProbed(t *testing.T) {
+	rates := []float64{1e6, 300e6}
+	round, c := trip{members: 2, size: 256 << 10, rates: rates}.begin(t)
+	sent := func(rounds int) float64 {
+		before := c.Peer().Members
+		for range rounds {
+			round()
+		}
+		after := c.Peer().Members
+		return float64(after[0].Sent-before[0].Sent) / float64(rounds*256<<10)
+	}
+	sent(10)
+	require.InDelta(t, 0, sent(130), 0.01)
+	rates[0] = 300e6
+	sent(400)
+	require.InDelta(t, 0.5, sent(50), 0.1)
+}
+
+// held is a Fabric whose Conns take so many bytes a second. An op is passed on when its time has ended.
 type held struct {
 	transport.Fabric
-	rate float64
+	rate *float64
 }
 
 type heldConn struct {
 	transport.Conn
-	rate float64
-	free time.Time
+	rate  *float64
+	began time.Time // the time of the next op; zero: it has not been seen
 }
 
 func (h held) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
@@ -110,16 +200,22 @@ func (h held) Bind(k transport.Key, c transport.Conn) error {
 }
 
 func (c *heldConn) Post(ops []transport.Op) (n int, err error) {
-	for n < len(ops) && !time.Now().Before(c.free) {
-		k, err := c.Conn.Post(ops[n : n+1])
-		if k == 0 || err != nil {
-			return n, err
-		}
+	for n < len(ops) {
 		bytes := 0
 		for _, s := range ops[n].Src {
 			bytes += int(s.Len)
 		}
-		c.free = time.Now().Add(time.Duration(float64(bytes) / c.rate * 1e9))
+		if c.began.IsZero() {
+			c.began = time.Now()
+		}
+		if time.Since(c.began) < time.Duration(float64(bytes) / *c.rate * 1e9) {
+			return n, nil
+		}
+		k, err := c.Conn.Post(ops[n : n+1])
+		if k == 0 || err != nil {
+			return n, err
+		}
+		c.began = time.Time{}
 		n++
 	}
 	return n, nil
@@ -132,23 +228,34 @@ func mapped(b testing.TB, size uint64) mem.Region {
 	return r
 }
 
-// roundTrip returns a function that writes so many bytes each way, over members that take so many bytes a second; 0: as
-// they do.
-func roundTrip(b testing.TB, members int, size uint64, rate float64) func() {
+// A trip is a write of size bytes each way.
+type trip struct {
+	members int
+	size    uint64
+	rates   []float64 // bytes a second that the members take; nil: as they do
+	halves  bool      // it is two writes, which are not cut
+}
+
+// begin returns a function that makes the trip, and the Conn of one side.
+func (t trip) begin(b testing.TB) (func(), transport.Conn) {
 	var f [2]transport.Fabric
 	for i := range f {
 		var all []transport.Fabric
-		for range members {
+		for j := range t.members {
 			m, err := tcp.Open(tcp.Options{Listen: "127.0.0.1:0", Gate: transporttest.Gate{}})
 			require.NoError(b, err)
-			if rate > 0 {
-				all = append(all, held{m, rate})
+			if t.rates != nil {
+				all = append(all, held{m, &t.rates[j]})
 			} else {
 				all = append(all, m)
 			}
 		}
 		var err error
-		f[i], err = rails.New(all, rails.Options{})
+		o := rails.Options{}
+		if t.halves {
+			o.Split = 1 << 40
+		}
+		f[i], err = rails.New(all, o)
 		require.NoError(b, err)
 		b.Cleanup(func() { f[i].Close() })
 	}
@@ -157,7 +264,7 @@ func roundTrip(b testing.TB, members int, size uint64, rate float64) func() {
 	c[0], err = f[0].Connect(context.Background(), f[1].Addr())
 	require.NoError(b, err)
 	ev := make([]transport.Event, 16)
-	whole := func() bool { return members == 1 || c[1] != nil && rails.Live(c[0]) == 2 && rails.Live(c[1]) == 2 }
+	whole := func() bool { return t.members == 1 || c[1] != nil && rails.Live(c[0]) == 2 && rails.Live(c[1]) == 2 }
 	for c[1] == nil || !whole() {
 		for i := range f {
 			if n, _ := f[i].Poll(ev); n > 0 && ev[0].Kind == transport.EvAccept {
@@ -167,15 +274,28 @@ func roundTrip(b testing.TB, members int, size uint64, rate float64) func() {
 	}
 	var ops [2][]transport.Op
 	for i := range f {
-		r := mapped(b, size)
+		r := mapped(b, t.size)
 		k, err := f[1-i].Register(r)
 		require.NoError(b, err)
-		ops[i] = []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{r.Span()}}, {Kind: transport.OpFrame, Frame: make([]byte, 64)}}
+		write, parts := transport.Op{Kind: transport.OpWrite, Key: k}, []mem.Span{r.Span()}
+		if t.halves {
+			parts = []mem.Span{{Addr: r.Addr, Len: t.size / 2}, {Addr: r.Addr + uintptr(t.size/2), Len: t.size / 2}}
+		}
+		for _, p := range parts {
+			write.Off, write.Src = uint64(p.Addr-r.Addr), []mem.Span{p}
+			ops[i] = append(ops[i], write)
+		}
+		ops[i] = append(ops[i], transport.Op{Kind: transport.OpFrame, Frame: make([]byte, 64)})
 	}
+	return trips(b, &f, &c, &ops, ev), c[0]
+}
+
+// trips returns a function that posts all ops of each side in turn, and polls both until a frame has arrived.
+func trips(b testing.TB, f *[2]transport.Fabric, c *[2]transport.Conn, ops *[2][]transport.Op, ev []transport.Event) func() {
 	return func() {
 		for i := range f {
 			for posted, arrived := 0, false; !arrived; {
-				if posted < 2 {
+				if posted < len(ops[i]) {
 					k, err := c[i].Post(ops[i][posted:])
 					if err != nil {
 						b.Fatal(err)
