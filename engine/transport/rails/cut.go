@@ -1,15 +1,22 @@
 package rails
 
-import "time"
+import (
+	"math"
+	"time"
+)
 
 const (
 	grain = 4 << 10 // parts of a write begin at multiples of it
 	// fewest is the share of a write that is not worth a part of its own, in parts of an equal share.
 	fewest = 8
-	// probeCuts is the number of cut writes after which a member that got no part gets one of at most probeBytes, so
-	// that its rate is measured again.
-	probeCuts  = 64
-	probeBytes = 256 << 10
+	// noise is the ratio up to which rates count as equal, since they are only measured.
+	noise = 1.25
+	// sampleBytes is what a member has to take at a time for a sample of its rate. A socket buffers so much by itself
+	// (net.ipv4.tcp_wmem), and takes what fits there as fast as memory is.
+	sampleBytes = 4 << 20
+	// probeCuts is the number of cut writes after which one gives each member at least sampleBytes, so that all rates
+	// are measured again.
+	probeCuts = 128
 )
 
 // portion is one member's part of a write.
@@ -22,7 +29,7 @@ type portion struct {
 
 // divide cuts a write over members so that their parts end at the same time, as far as their rates are known: it fills
 // in size. The sizes add up to that of the write. A member whose rate is not known counts as the mean of the others. A
-// member that would get less than an eighth of an equal share gets nothing, or a small part if probe is set.
+// member that would get less than an eighth of an equal share gets nothing. With probe, each gets enough to measure its rate.
 func divide(size uint64, to []portion, probe bool) {
 	guess(to)
 	rate, load := 0.0, 0.0
@@ -51,17 +58,18 @@ func divide(size uint64, to []portion, probe bool) {
 	}
 	share(size, ends, to)
 	if probe {
-		probes(min(uint64(least), probeBytes)&^(grain-1), to)
+		probes(to)
 	}
 }
 
-// guess gives members whose rate is not known the mean of the others.
+// guess gives members whose rate is not known the mean of the others, and all of them if their rates hardly differ.
 func guess(to []portion) {
-	known, sum := 0, 0.0
+	known, sum, low, high := 0, 0.0, math.Inf(1), 0.0
 	for i := range to {
-		if to[i].rate > 0 {
+		if r := to[i].rate; r > 0 {
 			known++
-			sum += to[i].rate
+			sum += r
+			low, high = min(low, r), max(high, r)
 		}
 	}
 	mean := 1.0
@@ -69,7 +77,7 @@ func guess(to []portion) {
 		mean = sum / float64(known)
 	}
 	for i := range to {
-		if to[i].rate <= 0 {
+		if to[i].rate <= 0 || high <= noise*low {
 			to[i].rate = mean
 		}
 	}
@@ -99,8 +107,8 @@ func share(size uint64, ends float64, to []portion) {
 	}
 }
 
-// probes moves so many bytes from the largest part to each member that is out and idle.
-func probes(bytes uint64, to []portion) {
+// probes gives each idle member at least sampleBytes, from the largest part, as far as that stays as large.
+func probes(to []portion) {
 	for i := range to {
 		most := 0
 		for j := range to {
@@ -108,16 +116,15 @@ func probes(bytes uint64, to []portion) {
 				most = j
 			}
 		}
-		if to[i].out && to[i].load == 0 && to[most].size >= 2*bytes {
-			to[i].size += bytes
-			to[most].size -= bytes
+		if more := sampleBytes - min(to[i].size, sampleBytes); to[i].load == 0 && to[most].size >= sampleBytes+more {
+			to[i].size += more
+			to[most].size -= more
 		}
 	}
 }
 
 // A meter estimates the rate of a member: what it lets go of, by the time that it needs. It runs while a part of a cut
-// write is on its way. So small writes cost no look at the clock. What a member still holds by itself when it
-// lets go of a source, as a socket does, counts as sent.
+// write is on its way. So small writes cost no look at the clock.
 type meter struct {
 	rate  float64       // bytes a second; 0: not known
 	on    bool          // it runs,
@@ -132,13 +139,13 @@ func (m *meter) start(now time.Duration) {
 	}
 }
 
-// stop takes what was let go of until now, and stops if the member has nothing more to send. The estimate moves by a
-// quarter of the difference, and at most doubles: one part that a member has only buffered does not make it fast.
+// stop takes what was let go of until now, if that is enough for a sample, and stops if the member has nothing more to
+// send. The estimate moves by half of the difference.
 func (m *meter) stop(now time.Duration, idle bool) {
-	if took := (now - m.since).Seconds(); m.took > 0 && took > 0 {
+	if took := (now - m.since).Seconds(); m.took >= sampleBytes && took > 0 {
 		rate := float64(m.took) / took
 		if m.rate > 0 {
-			rate = min(m.rate+(rate-m.rate)/4, 2*m.rate)
+			rate = (rate + m.rate) / 2
 		}
 		m.rate, m.since, m.took = rate, now, 0
 	}

@@ -19,11 +19,14 @@ func TestDivide(t *testing.T) {
 		"equal rates":                {16 * mib, []portion{{rate: 1e9}, {rate: 1e9}}, false, []uint64{8 * mib, 8 * mib}},
 		"no rate is known":           {16 * mib, []portion{{}, {}}, false, []uint64{8 * mib, 8 * mib}},
 		"3 to 1":                     {16 * mib, []portion{{rate: 3e8}, {rate: 1e8}}, false, []uint64{12 * mib, 4 * mib}},
+		"hardly different":           {16 * mib, []portion{{rate: 1e9}, {rate: 1.25e9}}, false, []uint64{8 * mib, 8 * mib}},
+		"a little different":         {16 * mib, []portion{{rate: 3e9}, {rate: 5e9}}, false, []uint64{6 * mib, 10 * mib}},
 		"one is not known":           {12 * mib, []portion{{rate: 1e9}, {}, {rate: 3e9}}, false, []uint64{2 * mib, 4 * mib, 6 * mib}},
 		"only one is left":           {5 * mib, []portion{{rate: 1e9}}, false, []uint64{5 * mib}},
 		"far slower":                 {16 * mib, []portion{{rate: 1e9}, {rate: 1e7}}, false, []uint64{16 * mib, 0}},
-		"far slower, probed":         {16 * mib, []portion{{rate: 1e9}, {rate: 1e7}}, true, []uint64{16*mib - 256*kib, 256 * kib}},
-		"far slower, small probe":    {256 * kib, []portion{{rate: 1e9}, {rate: 1e7}}, true, []uint64{240 * kib, 16 * kib}},
+		"far slower, probed":         {16 * mib, []portion{{rate: 1e9}, {rate: 1e7}}, true, []uint64{12 * mib, 4 * mib}},
+		"too small for a sample":     {7 * mib, []portion{{rate: 1e9}, {rate: 1e7}}, true, []uint64{7 * mib, 0}},
+		"a small part, probed":       {16 * mib, []portion{{rate: 7e9}, {rate: 1e9}}, true, []uint64{12 * mib, 4 * mib}},
 		"far slower, busy, probed":   {16 * mib, []portion{{rate: 1e9}, {rate: 1e7, load: 1}}, true, []uint64{16 * mib, 0}},
 		"none is out, probed":        {16 * mib, []portion{{rate: 1e9}, {rate: 1e9}}, true, []uint64{8 * mib, 8 * mib}},
 		"one has much to send":       {8 * mib, []portion{{rate: 1e9, load: 8 * mib}, {rate: 1e9}}, false, []uint64{0, 8 * mib}},
@@ -83,26 +86,26 @@ func TestMeter(t *testing.T) {
 		m.stop(now, true)
 		now += time.Hour // idle time does not count
 	}
-	part(1e6, time.Millisecond)
-	require.InDelta(t, 1e9, m.rate, 1, "the first part counts as it is")
-	part(1e6, time.Millisecond)
-	require.InDelta(t, 1e9, m.rate, 1)
-	part(1e6, time.Second)
-	require.InDelta(t, 0.75e9, m.rate, 1e6, "a quarter")
-	part(1e6, time.Nanosecond)
-	require.InDelta(t, 1.5e9, m.rate, 2e6, "it doubles at most")
+	const bytes = 10e6
+	part(sampleBytes-1, time.Microsecond)
+	require.Zero(t, m.rate, "a socket may have buffered it")
+	part(bytes, 10*time.Millisecond)
+	require.InDelta(t, 1e9, m.rate, 1, "the first sample counts as it is")
+	part(bytes, 10*time.Second)
+	require.InDelta(t, 0.5e9, m.rate, 1e6, "half of the difference")
+	part(sampleBytes-1, time.Microsecond)
+	part(0, time.Second)
+	require.InDelta(t, 0.5e9, m.rate, 1e6, "too little")
 	for range 40 {
-		part(1e6, 10*time.Millisecond)
+		part(bytes, 100*time.Millisecond)
 	}
-	require.InDelta(t, 1e8, m.rate, 1e5)
-	part(0, time.Millisecond)
-	require.InDelta(t, 1e8, m.rate, 1e5, "nothing was let go of: it tells nothing")
+	require.InDelta(t, 1e8, m.rate, 1e3)
 
 	m.start(now) // two parts, one behind the other
-	m.took += 1e6
-	m.stop(now+10*time.Millisecond, false)
-	m.start(now + 15*time.Millisecond) // it runs already
-	m.took += 1e6
-	m.stop(now+20*time.Millisecond, true)
-	require.InDelta(t, 1e8, m.rate, 1e5)
+	m.took += bytes
+	m.stop(now+100*time.Millisecond, false)
+	m.start(now + 150*time.Millisecond) // it runs already
+	m.took += bytes
+	m.stop(now+200*time.Millisecond, true)
+	require.InDelta(t, 1e8, m.rate, 1e3)
 }
