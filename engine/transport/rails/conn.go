@@ -38,7 +38,7 @@ type Conn struct {
 	waiting int      // bytes of them
 	now     []byte   // the frame that comes now
 	fed     int      // bytes of the frames that were given since the peer was last told
-	age     int      // Polls in which it had to be told, since then
+	owing   uint64   // the Poll in which it was first found to be owed an acknowledgement; 0: none was
 	idle    int      // Polls since a Post
 
 	err    error  // why the Conn is over
@@ -97,6 +97,12 @@ func (c *Conn) add(r *rail, id uint32, greeting []byte) bool {
 
 // wake makes Polls look at c.
 func (c *Conn) wake() {
+	c.f.stirred = true
+	c.list()
+}
+
+// list makes those Polls look at c that look at all.
+func (c *Conn) list() {
 	if !c.listed && !c.gone() {
 		c.listed = true
 		c.f.busy = append(c.f.busy, c)
@@ -115,6 +121,24 @@ func (c *Conn) rail(id uint32) *rail {
 
 // after does what order has answered.
 func (c *Conn) after() {
+	if c.asks() {
+		c.carryOut()
+	}
+	for _, r := range c.rails {
+		if len(r.queue) != 0 {
+			r.flush()
+		}
+	}
+}
+
+// asks reports whether carryOut has something to do.
+func (c *Conn) asks() bool {
+	o := c.order
+	return len(o.out)+len(o.done)+len(o.shut) != 0 || o.over || c.doom != nil
+}
+
+// carryOut does what order asks for, but for what is queued on members.
+func (c *Conn) carryOut() {
 	o := c.order
 	for o.over && c.err == nil || len(o.out)+len(o.done)+len(o.shut) != 0 {
 		if o.over && c.err == nil {
@@ -138,10 +162,6 @@ func (c *Conn) after() {
 		c.wake()
 	} else if c.doom != nil {
 		c.fail(c.doom)
-	}
-	c.rails = slices.DeleteFunc(c.rails, func(r *rail) bool { return r.over })
-	for _, r := range c.rails {
-		r.flush()
 	}
 }
 
@@ -269,8 +289,13 @@ func (c *Conn) recv(r *rail, it item, data []byte, p *link.Found) error {
 			return fmt.Errorf("rails: %d bytes of frames have come ahead of frame %d: at most %d", c.waiting, c.order.given, mostBytes)
 		}
 	}
-	c.after()
-	c.wake()
+	if c.asks() {
+		c.after()
+	}
+	c.list()
+	if c.order.owes() >= window/4 || c.fed >= mostBytes/4 || c.stirs() {
+		c.wake()
+	}
 	return nil
 }
 
@@ -297,7 +322,8 @@ func (c *Conn) give(p *link.Found) {
 			c.waiting -= len(data)
 			c.f.given = append(c.f.given, data)
 		}
-		p.Put(transport.Event{Kind: transport.EvFrame, Conn: c, Data: data})
+		e := put(p)
+		e.Kind, e.Conn, e.Data = transport.EvFrame, c, data
 		c.fed += len(data)
 	}
 }
@@ -311,7 +337,7 @@ func (c *Conn) serve(p *link.Found) {
 	}
 	c.give(p)
 	for _, r := range c.rails {
-		if r.refused != nil && r.down == nil && c.f.quiet[r.at] { // EvDown would have come
+		if r.refused != nil && r.down == nil && c.f.asked[r.at].quiet { // EvDown would have come
 			r.wentDown(r.refused)
 		}
 	}
@@ -321,7 +347,10 @@ func (c *Conn) serve(p *link.Found) {
 		}
 	}
 	if owed := o.owes(); owed != 0 && !o.over {
-		if c.age++; c.age > ackPolls || owed >= window/4 || c.fed >= mostBytes/4 {
+		if c.owing == 0 {
+			c.owing = c.f.polls
+		}
+		if c.f.polls-c.owing >= ackPolls || owed >= window/4 || c.fed >= mostBytes/4 {
 			o.acknowledge()
 		}
 	}
@@ -343,8 +372,8 @@ func (c *Conn) ended() bool {
 	return c.closed && len(c.rails) == 0 && c.attempts == 0 && c.open == 0
 }
 
-// due reports whether a Poll has to look at c.
-func (c *Conn) due() bool {
+// stirs reports whether the next Poll has to look at c.
+func (c *Conn) stirs() bool {
 	if c.gone() {
 		return false
 	}
@@ -353,7 +382,7 @@ func (c *Conn) due() bool {
 			return true
 		}
 	}
-	return c.news() || !c.order.over && c.order.owes() != 0
+	return c.news()
 }
 
 // news reports whether the next Poll finds something without anything more coming.

@@ -76,6 +76,6 @@ func (f *Fabric) bury(at int) {
 // freed takes that a member has let go of a key.
 func (f *Fabric) freed(at int, key uint64) {
 	if id, ok := f.keys.freed(at, key); ok {
-		f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: id})
+		f.told = append(f.told, done{user: id})
 	}
 }

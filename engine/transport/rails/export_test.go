@@ -2,6 +2,9 @@ package rails
 
 import "fserver/engine/transport"
 
+// AskBusy is in how many Polls that find something a quiet member is asked once.
+const AskBusy = askBusy
+
 // Live returns how many members of a Conn take frames and writes.
 func Live(conn transport.Conn) int { return count(conn, live) }
 
@@ -16,6 +19,24 @@ func LiveOver(conn transport.Conn, at int) bool {
 		}
 	}
 	return false
+}
+
+// ProbeNext has the next cut write measure all members.
+func ProbeNext(conn transport.Conn) {
+	c := conn.(*Conn)
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	c.cuts = probeCuts - 1
+}
+
+// ForgetRates makes the rates of all members unknown.
+func ForgetRates(conn transport.Conn) {
+	c := conn.(*Conn)
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	for _, r := range c.rails {
+		r.meter.rate = 0
+	}
 }
 
 // Half returns how many have come, on which the peer was not heard.

@@ -41,21 +41,31 @@ type Fabric struct {
 	busy     []*Conn  // that a Poll has to look at
 	pool     pool     // of frames
 	given    [][]byte // that the last Poll gave to the user
-	told     []transport.Event
-	quiet    []bool        // members that had nothing for the last Poll
+	stirred  bool     // the next Poll has to look at busy; else each few Polls do
+	told     []done   // to be given
+	asked    []asked
 	next     int           // the member that the next Poll asks first
 	armed    bool          // Arm was called since the last Poll
 	polls    uint64        // so far
-	seen     []uint64      // the Poll in which each member had something last
-	active   uint64        // the last of these
+	active   uint64        // the Poll in which a member had something last
+	skipped  int           // weighs the Polls since all members were asked
 	away     []away        // of each member
 	dead     []dead        // of each member
 	news     []news        // to be told
 	untold   chan struct{} // has an entry while news has some
 	ailing   uint64        // a bit for each that is
+	began    time.Time
+	timed    []*rail // that have let go of writes in this Poll, while their meter runs
+	portions [maxRails]portion
 	ev       [64]transport.Event
 	ops      [16]transport.Op
 	heads    [16][headerLen + 1]byte // the frames of ops
+}
+
+// asked is what Polls have found on a member.
+type asked struct {
+	quiet bool   // the last one found nothing, or it is not asked any more
+	seen  uint64 // the last one that found something
 }
 
 var _ transport.Fabric = (*Fabric)(nil)
@@ -65,8 +75,8 @@ func open(members []transport.Fabric, o Options) (*Fabric, error) {
 	if first < 0 {
 		return nil, fmt.Errorf("rails: no fabric works: %w", members[0].(*transport.Absent).Why)
 	}
-	f := &Fabric{Over: link.Over{Fabric: members[first]}, members: slices.Clone(members), o: o, addr: join(members, o.Lanes),
-		rails: map[transport.Conn]*rail{}, quiet: make([]bool, len(members)), seen: make([]uint64, len(members)), away: make([]away, len(members)), dead: make([]dead, len(members))}
+	f := &Fabric{Over: link.Over{Fabric: members[first]}, members: slices.Clone(members), o: o, addr: join(members, o.Lanes), began: time.Now(),
+		rails: map[transport.Conn]*rail{}, asked: make([]asked, len(members)), away: make([]away, len(members)), dead: make([]dead, len(members))}
 	f.keys = keys{open: map[uint64]*region{}, ending: make([]map[uint64]*region, len(members))}
 	for i, m := range members {
 		f.keys.ending[i] = map[uint64]*region{}

@@ -156,7 +156,7 @@ func (f *Fabric) Deregister(k transport.Key) {
 		}
 	}
 	if r.left == 0 {
-		f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: r.ID})
+		f.told = append(f.told, done{user: r.ID})
 		f.ring()
 	}
 	f.mu.Unlock()

@@ -38,6 +38,9 @@ type order struct {
 
 	over bool // no member is left, or end was called
 
+	turn  int // counts changes of the members that are live
+	ended int // members that are closed, and not forgotten
+
 	out  []post   // what the user has to send, in order on each member
 	done []uint64 // batches whose ops are done; once over is set, those not acknowledged have failed
 	shut []uint32 // members that the user has to close
@@ -148,6 +151,7 @@ func (o *order) come(id uint32) bool {
 		return false
 	}
 	m.phase = half
+	o.turn++
 	switch {
 	case o.over || m.theirs:
 		o.lose(m)
@@ -185,6 +189,7 @@ func (o *order) down(id uint32) {
 // lose begins the end of a member.
 func (o *order) lose(m *member) {
 	m.phase = down
+	o.turn++
 	o.shut = append(o.shut, m.id)
 	o.judge()
 }
@@ -208,6 +213,7 @@ func (o *order) closed(id uint32) {
 
 func (o *order) close(m *member) {
 	m.phase, m.log = closed, o.stated
+	o.ended++
 	o.state(statement{m.id, m.came})
 	if m.theirs {
 		o.settle(m)
@@ -236,6 +242,7 @@ func (o *order) end() {
 		return
 	}
 	o.over = true
+	o.turn++
 	o.log = o.log[:0]
 	for i := range o.members {
 		if m := &o.members[i]; m.phase == half || m.phase == live {
@@ -265,10 +272,14 @@ func (o *order) ready() bool { return o.in[o.given&uint64(len(o.in)-1)] != none 
 
 // forget drops members of which both sides know that the other has stated.
 func (o *order) forget() {
-	confirmed := o.stated - uint64(len(o.log))
+	if o.ended == 0 {
+		return
+	}
+	before, confirmed := len(o.members), o.stated-uint64(len(o.log))
 	o.members = slices.DeleteFunc(o.members, func(m member) bool {
 		return m.phase == closed && (o.over || m.theirs && m.log < confirmed)
 	})
+	o.ended -= before - len(o.members)
 }
 
 // emit hands out an item with what the peer is to know. The peer may not have a member yet that is not

@@ -3,6 +3,7 @@ package rails
 import (
 	"errors"
 	"slices"
+	"time"
 
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
@@ -17,20 +18,26 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		f.rung = false
 		f.Wake(0)
 	}
-	for _, b := range f.given {
-		f.pool.put(b)
+	if len(f.given) != 0 {
+		for _, b := range f.given {
+			f.pool.put(b)
+		}
+		f.given = f.given[:0]
 	}
-	f.given = f.given[:0]
 	p := link.Found{Events: ev}
 	f.tell(&p)
-	f.deliver(&p)
+	if f.stirred {
+		f.deliver(&p)
+	}
 	err := f.panicked
 	for again := err == nil; again; {
 		got := 0
 		if p.Room() {
 			got, err = f.look(&p)
 		}
-		f.serve(&p)
+		if f.stirred || f.polls%agePolls == 0 {
+			f.serve(&p)
+		}
 		f.tell(&p)
 		again = f.closing && got > 0 && p.N == 0 // all was ours: more may come
 	}
@@ -40,50 +47,109 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	return p.N, err
 }
 
-// tell gives completions and freed keys, as far as p has room.
-func (f *Fabric) tell(p *link.Found) {
-	k := copy(p.Events[p.N:], f.told)
-	p.N += k
-	for i := range f.told[:k] {
-		if c, ok := f.told[i].Conn.(*Conn); ok {
-			if c.open--; c.open == 0 {
-				c.wake()
-			}
-		}
-	}
-	f.told = slices.Delete(f.told, 0, k)
+// done is what told has of an EvDone, or of an EvFreed if c is nil.
+type done struct {
+	c    *Conn
+	user uint64
+	err  error
 }
 
-// calm reports whether this Poll need not ask a member: for some time others have had something and it
-// had not. To ask costs a system call. Whoever sleeps, and is woken, asks all.
-func (f *Fabric) calm(at int) bool {
-	return f.polls-f.seen[at] > calmPolls && f.polls-f.active < calmPolls && f.polls%askPolls != 0 && !f.armed && !f.closing
+// put returns the next event of p, for which there is room, to be filled in place.
+func put(p *link.Found) *transport.Event {
+	e := &p.Events[p.N]
+	p.N++
+	*e = transport.Event{}
+	return e
+}
+
+// tell gives completions and freed keys, as far as p has room.
+func (f *Fabric) tell(p *link.Found) {
+	k := min(len(f.told), len(p.Events)-p.N)
+	if k == 0 {
+		return
+	}
+	for i := range f.told[:k] {
+		d, e := &f.told[i], put(p)
+		if e.User = d.user; d.c == nil {
+			e.Kind = transport.EvFreed
+			continue
+		}
+		e.Kind, e.Conn, e.Err = transport.EvDone, d.c, d.err
+		if d.c.open--; d.c.open == 0 && d.c.closed {
+			d.c.wake()
+		}
+	}
+	left := copy(f.told, f.told[k:])
+	clear(f.told[left:])
+	f.told = f.told[:left]
+}
+
+// calm reports whether this Poll need not ask members that have had nothing for some time, while others had
+// something. To ask costs a system call. A Poll that finds nothing has time for it, so more of those ask. A Poll
+// after Arm asks all.
+func (f *Fabric) calm() bool {
+	return f.skipped < askBusy && f.polls-f.active < calmPolls && !f.armed && !f.closing
 }
 
 // look takes what the members have.
 func (f *Fabric) look(p *link.Found) (got int, err error) {
 	f.polls++
 	err = f.lost
-	for i := range f.members {
-		at := (f.next + i) % len(f.members)
-		if f.quiet[at] = f.dead[at].over; f.quiet[at] || f.calm(at) {
+	calm := f.calm()
+	for i, at := 0, f.next; i < len(f.members); i, at = i+1, at+1 {
+		if at == len(f.members) {
+			at = 0
+		}
+		a := &f.asked[at]
+		if a.quiet = f.dead[at].over; a.quiet || calm && f.polls-a.seen > calmPolls {
 			continue
 		}
 		n, bad := f.members[at].Poll(f.ev[:])
-		if f.quiet[at] = n == 0; n > 0 {
-			f.seen[at], f.active = f.polls, f.polls
+		if a.quiet = n == 0; n > 0 {
+			a.seen, f.active = f.polls, f.polls
 		}
 		for j := range f.ev[:n] {
-			f.event(at, &f.ev[j], p)
+			if e := &f.ev[j]; e.Kind != transport.EvDone || e.User != 0 { // else it is of a frame
+				f.event(at, e, p)
+			}
 		}
-		if bad = f.broke(at, n, bad); bad != nil && (err == nil || !errors.Is(bad, transport.ErrClosed)) {
-			err = bad
+		if bad != nil {
+			if bad = f.broke(at, n, bad); bad != nil && (err == nil || !errors.Is(bad, transport.ErrClosed)) {
+				err = bad
+			}
 		}
 		got += n
 	}
-	f.next, f.armed = (f.next+1)%len(f.members), false
+	if len(f.timed) != 0 {
+		f.measure()
+	}
+	switch {
+	case !calm:
+		f.skipped = 0
+	case got > 0:
+		f.skipped++
+	default:
+		f.skipped += askBusy / askIdle
+	}
+	if f.next++; f.next == len(f.members) {
+		f.next = 0
+	}
+	f.armed = false
 	return got, err
 }
+
+// measure takes how long members needed for the writes that they have let go of in this Poll.
+func (f *Fabric) measure() {
+	now := f.now()
+	for _, r := range f.timed {
+		r.meter.stop(now, r.load == 0)
+	}
+	clear(f.timed)
+	f.timed = f.timed[:0]
+}
+
+// now is a time, of a clock that begins with the Fabric.
+func (f *Fabric) now() time.Duration { return time.Since(f.began) }
 
 // event takes an event of member Fabric at.
 func (f *Fabric) event(at int, e *transport.Event, p *link.Found) {
@@ -171,9 +237,12 @@ func (f *Fabric) deliver(p *link.Found) {
 
 // serve does what is due on the Conns.
 func (f *Fabric) serve(p *link.Found) {
+	f.stirred = false
 	f.busy = slices.DeleteFunc(f.busy, func(c *Conn) bool { // none wakes another one
 		c.serve(p)
-		c.listed = c.due()
+		stirred := c.stirs()
+		f.stirred = f.stirred || stirred
+		c.listed = stirred || !c.order.over && c.order.owes() != 0
 		return !c.listed
 	})
 }

@@ -17,7 +17,9 @@ type sending struct {
 	ops    []userOp
 	unused []uint32
 	open   int     // ops that were taken, and whose EvDone was not given
-	usable []*rail // scratch
+	usable []*rail // what lives has returned,
+	turn   int     // when order had this turn
+	cuts   uint64  // writes that were cut
 	doom   error   // why c has to end
 }
 
@@ -33,7 +35,10 @@ type kept struct {
 
 // write is a write on one member, or a part of one.
 type write struct {
-	op    transport.Op
+	key   transport.Key
+	off   uint64
+	src   []mem.Span
+	dev   mem.Device
 	size  uint64
 	num   uint64 // its batch
 	of    uint32
@@ -127,14 +132,18 @@ func (c *Conn) end(i uint32, err error) {
 		o.err = err
 	}
 	if o.left == 0 {
-		c.f.told = append(c.f.told, transport.Event{Kind: transport.EvDone, Conn: c, User: o.user, Err: o.err})
-		*o = userOp{}
+		c.f.told = append(c.f.told, done{c, o.user, o.err})
+		o.err = nil
 		c.unused = append(c.unused, i)
 	}
 }
 
 // lives returns the members that take writes, until the next call.
 func (c *Conn) lives() []*rail {
+	if c.turn == c.order.turn {
+		return c.usable
+	}
+	c.turn = c.order.turn
 	c.usable = c.usable[:0]
 	for _, r := range c.rails {
 		if m := c.order.find(r.id); m != nil && m.phase == live {
@@ -162,33 +171,53 @@ func (c *Conn) best(live []*rail) *rail {
 	return best
 }
 
-// write takes a write. A large one is cut over all members.
+// write takes a write. A large one is cut over the members.
 func (c *Conn) write(op *transport.Op, size uint64) bool {
 	live := c.lives()
-	parts, share := 1, size
 	if size >= max(c.f.o.Split, 1) && len(live) > 1 {
-		n := uint64(len(live))
-		share = (size/n + min(size%n, 1) + 4095) &^ 4095
-		parts = int((size + share - 1) / share)
+		return c.spread(live, op, size)
 	}
+	taken := c.fits(1)
+	if taken {
+		c.part(c.best(live), op, size, c.begin(op.User, 1))
+	}
+	return taken
+}
+
+// fits reports whether there is room for so many parts of a write.
+func (c *Conn) fits(parts int) bool {
 	if len(c.writes)-len(c.spare)+parts > mostOps {
 		c.order.seal() // or they wait for a frame that the user cannot post
 		return false
 	}
-	if !c.order.room(parts, 0) {
+	return c.order.room(parts, 0)
+}
+
+// spread takes a write in parts, as divide says.
+func (c *Conn) spread(live []*rail, op *transport.Op, size uint64) bool {
+	to, parts := c.f.portions[:len(live)], 0
+	for i, r := range live {
+		to[i] = portion{rate: r.meter.rate, load: r.load}
+	}
+	divide(size, to, c.cuts%probeCuts == probeCuts-1)
+	for i := range to {
+		parts += int(min(to[i].size, 1))
+	}
+	if !c.fits(parts) {
 		return false
 	}
-	of := c.begin(op.User, parts)
-	if parts == 1 {
-		c.part(c.best(live), op, size, of)
-		return true
-	}
-	for i := range parts {
-		off := uint64(i) * share
-		w := c.part(live[i], op, min(share, size-off), of)
-		w.op.Off += off
+	c.cuts++
+	of, off, now := c.begin(op.User, parts), uint64(0), c.f.now()
+	for i, r := range live {
+		if to[i].size == 0 {
+			continue
+		}
+		r.meter.start(now)
+		w := c.part(r, op, to[i].size, of)
+		w.off += off
 		w.spans = piecesOf(w.spans, op.Src, off, w.size)
-		w.op.Src = w.spans
+		w.src = w.spans
+		off += w.size
 	}
 	return true
 }
@@ -203,7 +232,8 @@ func (c *Conn) part(r *rail, op *transport.Op, size uint64, of uint32) *write {
 	i := c.spare[last]
 	c.spare = c.spare[:last]
 	w := &c.writes[i]
-	*w = write{op: *op, size: size, num: c.order.write(r.id), of: of, spans: w.spans}
+	w.key, w.off, w.src, w.dev = op.Key, op.Off, op.Src, op.Dev
+	w.size, w.num, w.of = size, c.order.write(r.id), of
 	k := c.at(w.num)
 	k.writes = append(k.writes, i)
 	r.pushWrite(i)
@@ -243,7 +273,7 @@ func (c *Conn) sendAll() {
 		}
 		r.pushItem(p.item)
 		if p.kind != stating {
-			c.fed, c.age = 0, 0
+			c.fed, c.owing = 0, 0
 		}
 	}
 	c.order.out = c.order.out[:0]
@@ -266,7 +296,7 @@ func (c *Conn) finish(num uint64) {
 	for _, i := range k.writes {
 		w := &c.writes[i]
 		c.end(w.of, err)
-		w.op = transport.Op{}
+		w.src, w.key.Blob = nil, ""
 		c.spare = append(c.spare, i)
 	}
 	if k.frame != nil {

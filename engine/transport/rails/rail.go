@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 
+	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
 )
@@ -23,6 +24,7 @@ type rail struct {
 	known, fresh bool
 	queue        []entry       // to be posted, in order
 	load         uint64        // bytes of the writes that it has not let go of
+	meter        meter         // of its rate
 	tail         []byte        // of the next frame
 	refused      error         // why it takes no op; EvDown is to come
 	down         error         // why it is unusable
@@ -49,6 +51,7 @@ func (r *rail) push(e entry) {
 		r.queue[last] = e // says all that the one before says
 	default:
 		r.queue = append(r.queue, e)
+		r.f.asked[r.at].seen = r.f.polls // what comes of it is not to wait
 	}
 	if len(r.queue) > mostQueued {
 		r.c.doom = fmt.Errorf("rails: %d frames and writes wait for a peer that goes on sending, and takes none of them (%s)", len(r.queue), r.conn.Peer().Remote)
@@ -88,8 +91,12 @@ func (r *rail) flush() {
 				r.c.sent(e.num)
 			}
 		}
-		r.queue, r.refused = slices.Delete(r.queue, 0, taken), err
-		if taken < n {
+		if r.refused = err; taken == len(r.queue) {
+			r.queue = r.queue[:0]
+		} else {
+			r.queue = slices.Delete(r.queue, 0, taken)
+		}
+		if taken < n || err != nil {
 			r.c.wake()
 			return
 		}
@@ -101,12 +108,11 @@ func (r *rail) op(op *transport.Op, head []byte, e *entry) error {
 	c := r.c
 	if e.write != 0 {
 		w := &c.writes[e.write-1]
-		*op = w.op
-		op.User = uint64(e.write)
-		op.Key, _ = memberKey(&w.op.Key, r.theirs) // Post has looked at it
+		op.Kind, op.User, op.Off, op.Src, op.Dev, op.Frame = transport.OpWrite, uint64(e.write), w.off, w.src, w.dev, nil
+		op.Key, _ = memberKey(&w.key, r.theirs) // Post has looked at it
 		return nil
 	}
-	*op = transport.Op{Kind: transport.OpFrame}
+	op.Kind, op.User, op.Src, op.Dev, op.Frame = transport.OpFrame, 0, nil, mem.CPU, nil
 	switch e.kind {
 	case greeting, broken, ailing:
 		op.Frame = e.text
@@ -133,13 +139,16 @@ func (r *rail) op(op *transport.Op, head []byte, e *entry) error {
 
 // ended takes the end of an op.
 func (r *rail) ended(user uint64) {
-	if user == 0 {
-		return
-	}
 	w := &r.c.writes[user-1]
 	r.load -= w.size
+	if r.meter.on {
+		r.meter.took += w.size
+		r.f.timed = append(r.f.timed, r)
+	}
 	r.c.order.let(w.num)
-	r.c.after()
+	if r.c.asks() {
+		r.c.after()
+	}
 }
 
 // close closes the member Conn and lets go of what it was not handed.
@@ -237,5 +246,6 @@ func (r *rail) hasEnded() {
 		close(r.lost)
 		r.c.order.closed(r.id)
 		r.c.after()
+		r.c.rails = slices.DeleteFunc(r.c.rails, func(o *rail) bool { return o == r })
 	}
 }

@@ -79,10 +79,12 @@ const (
 	maxTries  = 8       // how often a batch is posted again
 	// mostQueued is more than can wait for a member, as long as the peer confirms only statements that it has read.
 	mostQueued = 4 << 10
-	ackPolls   = 8   // Polls until an acknowledgement travels alone
+	ackPolls   = 8   // Polls until an acknowledgement travels alone,
+	agePolls   = 4   // each so many of which look whether it is due
 	sealPolls  = 2   // Polls until writes that no frame follows get a fence
 	calmPolls  = 64  // without an event, until a member is asked less often than others that have some:
-	askPolls   = 8   // only in one of so many Polls
+	askBusy    = 64  // only in one of so many Polls that find something,
+	askIdle    = 8   // and of so many that find nothing
 	maxRails   = 64  // member Fabrics of one side
 	maxFresh   = 256 // members that have not said which Conn they belong to
 )

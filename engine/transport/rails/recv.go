@@ -29,6 +29,7 @@ func (o *order) recv(id uint32, it item) error {
 // lift makes a member usable: the peer has it.
 func (o *order) lift(m *member) {
 	m.phase = live
+	o.turn++
 	if !o.dialer {
 		o.greet(m)
 	}
