@@ -99,6 +99,9 @@ func (p *progress) watch(fd int) error {
 	return unix.EpollCtl(p.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(fd)})
 }
 
+// unwatched undoes watch.
+func (p *progress) unwatched(fd int) { _ = unix.EpollCtl(p.epoll, unix.EPOLL_CTL_DEL, fd, nil) }
+
 // close closes the descriptors; those that could not be opened are -1.
 func (p *progress) close() {
 	unix.Close(p.soon.fd)
@@ -280,7 +283,7 @@ func (n *Node) rest(met func() bool, limit time.Duration) (interrupted bool) {
 // come already.
 func (n *Node) arm() (again bool) {
 	for _, p := range n.planes {
-		again = p.Arm() || again
+		again = !p.lost && p.Arm() || again
 	}
 	return again
 }

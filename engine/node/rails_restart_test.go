@@ -70,6 +70,7 @@ type restarts struct {
 	nets     []*inproc.Network
 	victim   atomic.Int64   // its index in alive
 	alive    []*Node        // the worker and the servers
+	dead     sync.Map       // those that were killed
 	quit     [2]atomic.Bool // the worker, the servers
 	good     atomic.Uint64  // push_pulls whose bytes were right
 	runs     uint64         // of workers
@@ -165,6 +166,7 @@ func (r *restarts) turn(victim int, moment when) {
 // kill ends all Fabrics of a node.
 func (r *restarts) kill(victim int) {
 	r.victim.Store(int64(victim))
+	r.dead.Store(r.alive[victim], true)
 	who := name(r.alive[victim].cfg)
 	for _, i := range r.rng.Perm(1 + len(r.nets)) {
 		if i == len(r.nets) {
@@ -207,7 +209,8 @@ func (r *restarts) begin(i int) {
 	}
 	number := r.runs
 	loops.Go(func() {
-		if err := run(n, number); err != nil && n.failed() == nil { // else it was killed
+		err := run(n, number)
+		if _, killed := r.dead.Load(n); err != nil && !killed {
 			r.errs <- fmt.Errorf("%s: %w", name(n.cfg), err)
 		}
 	})

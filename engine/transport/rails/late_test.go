@@ -186,6 +186,6 @@ func TestLateWrites(t *testing.T) {
 			})
 		}
 	}
-	require.Positive(t, landed, "the test is of no use without late writes")
+	require.Greater(t, landed, len(seeds()))
 	t.Logf("%d writes have landed late", landed)
 }
