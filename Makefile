@@ -105,7 +105,7 @@ bench: ext ## round trips between two processes, against raw C (fserver bench --
 	@$(BIN)/fserver bench pingpong $(ARGS)
 
 pgo: setup ## measure what the engine does, for the compiler: engine/cabi/default.pgo
-	@$(GO) test ./engine/node -run '^$$' -bench PushPull -benchtime 300000x -cpuprofile engine/cabi/default.pgo -o build/node.test
+	@$(GO) test ./engine/node -run '^$$' -bench PushPull -benchtime 1000000x -cpuprofile engine/cabi/default.pgo -o build/node.test
 
 chaos: ext ## kill N members of a cluster at random and start them again (N=50, SEED=..., TRANSPORT=auto)
 	@$(BIN)/python tests/chaos/chaos.py --kills $(N) --transport $(TRANSPORT) $(if $(SEED),--seed $(SEED)) $(ARGS)

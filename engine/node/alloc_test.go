@@ -9,9 +9,12 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
 
+	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
+	"fserver/engine/transport"
 )
 
 // counter takes a batch without keeping it.
@@ -96,6 +99,16 @@ func (m *mesh) once(x, y, out Tensor) func() {
 	}
 }
 
+// overTwo is openFabrics for two interfaces, which are the same.
+func overTwo(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+	list, err := openFabrics(cfg, g, log)
+	if err != nil || cfg.Role == conf.Scheduler {
+		return list, err
+	}
+	f, err := openRails(cfg, g, log, []rail{{name: "lo", host: "127.0.0.1"}, {name: "lo", host: "127.0.0.1"}})
+	return append([]transport.Fabric{f}, list...), err
+}
+
 func must(tb testing.TB, err error) {
 	if err != nil {
 		tb.Fatal(err)
@@ -105,11 +118,14 @@ func must(tb testing.TB, err error) {
 // BenchmarkPushPull is a push_pull of 64 bytes and its answer, both sides in one
 // thread: what the engine costs, without waiting. `make pgo` profiles it.
 func BenchmarkPushPull(b *testing.B) {
-	for _, transport := range []string{"cma", "tcp", "verbs"} {
-		b.Run(transport, func(b *testing.B) {
-			open := openFabrics
-			if transport == "verbs" {
+	for _, way := range []string{"cma", "tcp", "verbs", "rails"} {
+		b.Run(way, func(b *testing.B) {
+			open, transport := openFabrics, way
+			switch way {
+			case "verbs":
 				open = newNICs(b).open
+			case "rails":
+				open, transport = overTwo, "tcp"
 			}
 			m := newMesh(b, open, shape{1, 1, 1}, "FSERVER_TRANSPORT="+transport, "FSERVER_PROGRESS=caller", "FSERVER_LOG=error")
 			once := m.once(tensor(b, 1, 16), tensor(b, 2, 16), tensor(b, 1, 16))

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"fserver/engine/trace"
@@ -19,8 +20,8 @@ import (
 // reaches. The others carry only data.
 type plane struct {
 	transport.Fabric
-	peers int  // connections to peers on it; for the owner of the node
-	lost  bool // it has failed: there is nothing to ask it any more
+	peers int         // connections to peers on it; for the owner of the node
+	lost  atomic.Bool // it has failed: there is nothing to ask it any more
 }
 
 // restPasses is how many passes go by between two looks at a Fabric that
@@ -62,7 +63,7 @@ func (n *Node) poll() (found int) {
 		n.woken.Store(false)
 	}
 	for _, p := range n.planes {
-		if p.lost || p.peers == 0 && !all {
+		if p.lost.Load() || p.peers == 0 && !all {
 			continue
 		}
 		k, err := p.Poll(n.events[:])
@@ -76,7 +77,7 @@ func (n *Node) poll() (found int) {
 			if e := (*transport.PanicError)(nil); errors.As(err, &e) {
 				panic(e) // of a goroutine of the Fabric: it ends the node like one of ours
 			}
-			p.lost = true
+			p.lost.Store(true)
 			n.unwatched(p.FD())
 			n.fail(fmt.Errorf("node: %s: %w", p.Name(), err))
 		}

@@ -283,7 +283,7 @@ func (n *Node) rest(met func() bool, limit time.Duration) (interrupted bool) {
 // come already.
 func (n *Node) arm() (again bool) {
 	for _, p := range n.planes {
-		again = !p.lost && p.Arm() || again
+		again = !p.lost.Load() && p.Arm() || again
 	}
 	return again
 }
