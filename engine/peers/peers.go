@@ -177,7 +177,7 @@ func (p *Peer) Judge(epoch uint64) Verdict {
 	return Admit
 }
 
-// Step takes one input at a time in nanoseconds. What it returns is valid until the next call.
+// Step takes one input at a time in nanoseconds. What it returns is the caller's: to do it may call Step again.
 func (p *Peer) Step(now int64, in Input) []Output {
 	p.out = nil
 	switch in.Kind {

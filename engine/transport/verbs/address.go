@@ -179,11 +179,18 @@ func several(names []string) bool {
 	return !slices.ContainsFunc(names, func(n string) bool { return strings.ContainsAny(n, "*^") })
 }
 
+// checkNames refuses names that can stand for no device.
 func checkNames(names []string) error {
-	for _, n := range names {
-		_, number, named := strings.Cut(n, ":")
+	for i, n := range names {
+		name, number, named := strings.Cut(n, ":")
 		if p, err := strconv.ParseUint(number, 10, 8); named && (err != nil || p == 0) {
 			return fmt.Errorf("%q names no port of a device (NAME or NAME:PORT, with ports from 1)", n)
+		}
+		if i == 0 {
+			name = strings.TrimPrefix(name, "^")
+		}
+		if name == "" || strings.Contains(name, "^") || strings.Contains(strings.TrimSuffix(name, "*"), "*") {
+			return fmt.Errorf("%q names no device (NAME, NAME* for all that start so, and ^ before the first name for all others)", n)
 		}
 	}
 	return nil

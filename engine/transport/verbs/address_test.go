@@ -110,6 +110,10 @@ func TestAmong(t *testing.T) {
 	for _, bad := range []string{"mlx5_0:0", "mlx5_0:x", "a:", "a:256"} {
 		require.ErrorContains(t, checkNames([]string{"mlx5_1:1", bad}), fmt.Sprintf("%q names no port of a device", bad))
 	}
+	for _, bad := range []string{"", "^", "mlx5_0,^mlx5_1", "mlx*5", ":1"} {
+		require.ErrorContains(t, checkNames(strings.Split(bad, ",")), "names no device")
+	}
+	require.NoError(t, checkNames([]string{"^mlx5_0", "mlx4*:1"}))
 	_, ok := fromNCCL("^=")
 	require.False(t, ok)
 }
