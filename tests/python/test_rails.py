@@ -185,7 +185,7 @@ def test_crossed_links(child: MakeChild, names: str) -> None:
         assert 0.3 * both_ways < member.sent < 0.6 * both_ways
     if names == "auto":
         assert (link.members[2].sent, link.members[2].transport) == (0, "")
-        assert link.members[2].reason == "the peer has none in its network"
+        assert link.members[2].reason == "the peer has no interface in its network"
 
 
 def both_program_of_names(pair: Pair) -> str:

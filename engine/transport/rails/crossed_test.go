@@ -47,12 +47,12 @@ func TestCrossed(t *testing.T) {
 	}{
 		{"two", false, []string{"127.1.0.1/16", "127.2.0.1/16"}, []string{"127.2.0.2/16", "127.1.0.2/16"}, []string{"127.1.0.2", "127.2.0.2"}},
 		{"each has one more", true, []string{"127.9.0.1/16", "127.1.0.1/16", "127.2.0.1/16"}, []string{"127.2.0.2/16", "127.1.0.2/16", "127.8.0.2/16"},
-			[]string{"the peer has none in its network", "127.1.0.2", "127.2.0.2"}},
+			[]string{"the peer has no interface in its network", "127.1.0.2", "127.2.0.2"}},
 		{"each has one more, that a router may join", false, []string{"127.9.0.1/16", "127.1.0.1/16", "127.2.0.1/16"}, []string{"127.2.0.2/16", "127.1.0.2/16", "127.8.0.2/16"},
 			[]string{"127.8.0.2", "127.1.0.2", "127.2.0.2"}},
 		{"routers", false, []string{"127.1.0.0/31", "127.2.0.0/31"}, []string{"127.3.0.0/31", "127.4.0.0/31"}, []string{"127.3.0.0", "127.4.0.0"}},
 		{"one of ours is left", false, []string{"127.1.0.1/16", "127.2.0.1/16", "127.3.0.1/16"}, []string{"127.3.0.2/16", "127.1.0.2/16"},
-			[]string{"127.1.0.2", "the peer has none that is left for it", "127.3.0.2"}},
+			[]string{"127.1.0.2", "the peer has no interface left for it", "127.3.0.2"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			a, b := overTCP(t, false, c.common, c.ours...), overTCP(t, true, false, c.theirs...)

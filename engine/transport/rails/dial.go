@@ -142,9 +142,9 @@ func (f *Fabric) dialed(in transport.Conn, to *routes, first int) *Conn {
 
 // plan notes which members there will be, and why there are no others.
 func (c *Conn) plan(ways []way) {
-	why := errors.New("the peer has none that is left for it")
+	why := errors.New("the peer has no interface left for it")
 	if c.f.o.Common {
-		c.ways, why = len(ways), errors.New("the peer has none in its network")
+		c.ways, why = len(ways), errors.New("the peer has no interface in its network")
 	}
 	for i := range c.stats {
 		if !slices.ContainsFunc(ways, func(w way) bool { return w.ours*c.f.o.Lanes+w.lane == i }) && i%c.f.o.Lanes < c.lanes {
