@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: tests eager channel bench af ringx waits
+#   tools/gpu_check.sh PART...        parts: tests eager channel bench staged af ringx waits
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
 # multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
@@ -20,6 +20,10 @@
 # ROUNDS of each size (default 5), RUNS of 20 round trips through a channel (default 1000). All that it
 # leaves is one file, bench.tgz.
 #
+# staged needs the archive and nvcc: GPU tensors over TCP, CPU tensors over TCP, and copies between a GPU and
+# pinned memory, ROUNDS of each in turn (default 4), and prints how they compare, within 4 minutes. All that
+# it leaves is one file, staged.tgz.
+#
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
 #
@@ -36,7 +40,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-parts="tests eager channel bench af ringx waits"
+parts="tests eager channel bench staged af ringx waits"
 
 wrong() {
   echo "gpu_check: $1; usage: tools/gpu_check.sh PART... (parts: $parts)" >&2
@@ -230,6 +234,25 @@ bench_steps() {
   graph_step bench trips 190 --modes kernel copy --runs "${RUNS:-1000}"
 }
 
+# GPU tensors over a transport that takes host memory alone.
+staged_steps() {
+  local cores=${CORES:-4,6} round device
+  step machine machine
+  step build build
+  [[ -e fserver/include/fserver.h ]] || return
+  step floor floor
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  for ((round = 1; round <= ${ROUNDS:-4}; round++)); do
+    step "copies-$round" within 20 "$OUT/gpu_floor" copies 0 "${cores%,*}" 4096 1048576 67108864
+    for device in cpu gpu; do
+      step "$device-$round" within 60 "$PYTHON" -m fserver bench pingpong --device "$device" --transport tcp --sizes 4K,1M,64M \
+        --ops push_pull --rounds 3 --cores "$cores" --beside none --json "$OUT/$device-$round.json"
+    done
+  done
+  step staged "$PYTHON" tools/gpu_staged.py "$OUT"
+  cat "$OUT/staged.txt"
+}
+
 tests() {
   local files
   read -rd '' -a files <<<"${FILES:-tests/gpu}"
@@ -295,7 +318,7 @@ af_steps() {
 
 for part in "$@"; do
   case $part in
-    eager | bench | af) packed "$part" ;;
+    eager | bench | staged | af) packed "$part" ;;
     tests | channel | ringx | waits) "$part" ;;
     *) wrong "no part $part" ;;
   esac

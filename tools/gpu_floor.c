@@ -10,7 +10,13 @@
  *   gpu_floor calls GPU_A GPU_B
  *
  * prints what single calls of the driver take on an idle GPU: median and 99th
- * percentile in nanoseconds, and the name. */
+ * percentile in nanoseconds, and the name.
+ *
+ *   gpu_floor copies GPU CORE BYTES...
+ *
+ * copies each size from the GPU to pinned host memory, and then back, with a
+ * number that the stream stores behind each copy. Prints the bytes and the two
+ * medians in nanoseconds, from the call until the CPU sees the number. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -110,7 +116,50 @@ static int calls(int a, int b) {
   return 0;
 }
 
+static void bind_to(int core) {
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(core, &one);
+  MUST(sched_setaffinity(0, sizeof one, &one));
+}
+
+static int copies(int gpu, int core, char **sizes) {
+  bind_to(core);
+  MUST(cudaSetDevice(gpu));
+  cudaStream_t stream;
+  MUST(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  volatile unsigned long long *page;
+  CUdeviceptr flag;
+  MUST(cudaHostAlloc((void **)&page, 4096, cudaHostAllocMapped));
+  MUST(cudaHostGetDevicePointer((void **)&flag, (void *)page, 0));
+  for (unsigned long long number = *page = 0; *sizes; sizes++) {
+    const size_t bytes = strtoull(*sizes, NULL, 10);
+    static long long took[2][TIMES];
+    void *here, *there;
+    MUST(cudaHostAlloc(&here, bytes, cudaHostAllocDefault));
+    MUST(cudaMalloc(&there, bytes));
+    for (int i = -50; i < TIMES; i++)
+      for (int up = 0; up < 2; up++) {
+        const CUdeviceptr from = (CUdeviceptr)(up ? here : there);
+        const long long start = now();
+        MUST(cuMemcpyAsync((CUdeviceptr)(up ? there : here), from, bytes, stream));
+        MUST(cuStreamWriteValue64(stream, flag, ++number, 0));
+        while (*page != number)
+          ;
+        took[up][i < 0 ? 0 : i] = now() - start;
+      }
+    for (int up = 0; up < 2; up++)
+      qsort(took[up], TIMES, sizeof **took, by_size);
+    printf("%zu %lld %lld\n", bytes, took[0][TIMES / 2], took[1][TIMES / 2]);
+    MUST(cudaFreeHost(here));
+    MUST(cudaFree(there));
+  }
+  return 0;
+}
+
 int main(int argc, char **argv) {
+  if (argc > 4 && strcmp(argv[1], "copies") == 0)
+    return copies(atoi(argv[2]), atoi(argv[3]), argv + 4);
   if (argc == 4 && strcmp(argv[1], "calls") == 0)
     return calls(atoi(argv[2]), atoi(argv[3]));
   if (argc < 6 || argc > 5 + MOST)
@@ -133,10 +182,7 @@ int main(int argc, char **argv) {
                             MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   int me = fork() == 0;
   struct side *mine = &sides[me], *theirs = &sides[1 - me];
-  cpu_set_t core;
-  CPU_ZERO(&core);
-  CPU_SET(atoi(argv[3 + me]), &core);
-  MUST(sched_setaffinity(0, sizeof core, &core));
+  bind_to(atoi(argv[3 + me]));
 
   MUST(cudaSetDevice(gpus[me]));
   MUST(cudaFree(0));
