@@ -4,7 +4,8 @@
 #   tests/softroce/check.sh [NAME...]      cases of tests/softroce/cases; without names: all but *_long
 #
 # `make softroce` installs what it needs first. GO and BIN name the toolchain and the virtual environment.
-# SOFTROCE_SECONDS is the time until the machine is stopped, and SOFTROCE_ROUNDS how many rounds cable_long makes (20).
+# SOFTROCE_SECONDS is the time until the machine is stopped, SOFTROCE_ROUNDS how many rounds cable_long makes (20), and
+# SOFTROCE_MEMORY the machine's memory in MiB (2048; demo_long needs 6000).
 set -euo pipefail
 
 # The transports that the cases with tests/cabi/mesh try.
@@ -47,6 +48,9 @@ cabi() { # PROGRAM FILE...
   ${CC:-cc} -std=c11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror -Iengine/cabi -o "$share/$1" "${@:2}" build/libfserver.a -pthread \
     -lresolv -Wl,-z,lazy,--unresolved-symbols=ignore-in-object-files,--export-dynamic
 }
+if needed model "$@"; then
+  PYTHONPATH=$PWD "${BIN:+$BIN/}python3" "$here/model.py" "$share/model"
+fi
 names=("$@")
 cabi abi_test tests/cabi/abi_test.c
 cabi mesh tests/cabi/mesh*.c
@@ -58,5 +62,5 @@ for ((i = 0; i < ${#packages[@]}; i += 2)); do
   "${GO:-go}" test -c -o "$share/${packages[i]}.test" "${packages[i + 1]}"
 done
 seconds=${SOFTROCE_SECONDS:-350}
-exec "$here/vm.sh" run --time "$seconds" -- \
+exec "$here/vm.sh" run --time "$seconds" --memory "${SOFTROCE_MEMORY:-2048}" -- \
   env SOFTROCE_SECONDS="$seconds" SOFTROCE_ROUNDS="${SOFTROCE_ROUNDS:-20}" SOFTROCE_SHARE="$share" SOFTROCE_TRANSPORTS="$transports" SOFTROCE_PYTHON="${BIN:+$BIN/}python3" "$here/guest/cases.sh" "$@"
