@@ -179,12 +179,8 @@ def _verdict(found: dict[str, Any], wanted: str) -> Iterator[Check]:
     if wanted != "auto":
         yield Check("RDMA", "info", f"not used, because FSERVER_TRANSPORT={wanted}")
         return
-    whys = dict.fromkeys(
-        why
-        for side in (here, there)
-        for why in side["reason"].split("; ")
-        if why.startswith(f"{RDMA}:")
-    )
+    said = [why for side in (here, there) for why in side["reason"].split("; ")]
+    whys = list(dict.fromkeys(why for why in said if why.startswith(f"{RDMA}:")))
     if whys:
         yield Check("RDMA", "note", f"not used, tensors went by {way}: {'; '.join(whys)}", DEVICES)
     else:
