@@ -13,6 +13,7 @@
 #   SECONDS_EACH=120  time limit of a step
 #   WAIT=600          how long one host waits for the other one
 #   MOST=67108864     bytes of the largest tensor
+#   ITERS=1000        messages of each size for perftest
 #   TOKENS=5          tokens of 61 layers x 3 stages
 #   STEPS="..."       which steps, in this order: doctor peer bytes gpu layers tcp perftest nccl ucx; the same on both
 #   PYTHON=python3    which has fserver
@@ -135,7 +136,7 @@ perftest() {
     meet "$test" "$((limit + 30))"
     [[ $role == server ]] || sleep 1 # until it listens
     # shellcheck disable=SC2046 # the client alone names the server
-    try "$test" "$test" -d "$name" -i "$number" -x "$gid" -p $((port + 5)) -F -a $([[ $role == server ]] || echo "$server") || bad=1
+    try "$test" "$test" -d "$name" -i "$number" -x "$gid" -p $((port + 5)) -F -a -n "${ITERS:-1000}" $([[ $role == server ]] || echo "$server") || bad=1
   done
   ((bad)) || line ok perftest "$(awk '$1 == 1048576 { print FILENAME ": 1 MiB " $0 }' "$results"/ib_write_*.log | sed 's|.*/||' | tr -s ' \n' ' ')"
 }

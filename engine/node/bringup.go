@@ -78,7 +78,7 @@ func excluded(cfg *conf.Config, d *transport.Driver) string {
 	case d.Inside && cfg.Transport == conf.Auto && !cfg.SameHost:
 		return "BYTEPS_ENABLE_IPC=0"
 	case d.Plain && cfg.Transport == conf.Auto && cfg.TLS:
-		return "FSERVER_TLS is on, and it encrypts nothing"
+		return "FSERVER_TLS is on, and " + d.Name + " encrypts nothing"
 	}
 	return ""
 }

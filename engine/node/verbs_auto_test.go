@@ -135,6 +135,74 @@ func TestAutoNamedSoftware(t *testing.T) {
 	names, _, err := opened(t, append([]string{"FSERVER_RDMA_DEVICE=fake1"}, apart...)...)
 	require.NoError(t, err)
 	require.Equal(t, "verbs/fake1:1", names[0])
+
+	kernelShows(t, "fake0*", "fake1")
+	names, _, err = opened(t, apart...)
+	require.NoError(t, err)
+	require.Equal(t, "verbs/fake1:1", names[0], "the one with hardware")
+}
+
+// TestAutoNearest: with a GPU the nearest device comes first, unless the user has said which interface is used.
+func TestAutoNearest(t *testing.T) {
+	fakes(t)
+	kernelShows(t, "fake0", "fake1")
+	cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("worker", 0, 0, "7000", apart[0], "FSERVER_RDMA_DEVICE=fake*"), all.Ways())
+	require.NoError(t, err)
+	e := environment(cfg, newGate(cfg), zap.NewNop(), "")
+	require.Nil(t, e.Nearest)
+	for _, down := range []int{0, 4} { // then fake1 is
+		fakeverbs.Set("down", down)
+		e.Nearest = func(names []string) []string {
+			require.Equal(t, []string{"fake0", "fake1"}, names)
+			return []string{"fake1", "fake0"}
+		}
+		for _, d := range all.Drivers() {
+			if d.Named == nil {
+				continue
+			}
+			list, err := d.Open(e)
+			require.NoError(t, err)
+			require.Equal(t, map[int]string{0: "verbs/fake1:1", 4: "verbs/fake0:1"}[down], list[0].Name())
+			closeAll(list)
+		}
+	}
+	near := *cfg
+	near.Backend = conf.GPU
+	require.NotNil(t, environment(&near, newGate(cfg), zap.NewNop(), "").Nearest)
+	near.Interfaces = []string{"lo"}
+	require.Nil(t, environment(&near, newGate(cfg), zap.NewNop(), "").Nearest)
+}
+
+// TestProbe: the doctor says of each device whether it can be used, and what is to be done.
+func TestProbe(t *testing.T) {
+	for _, c := range []struct {
+		set    func()
+		state  transport.State
+		text   string // of the first device
+		remedy string
+	}{
+		{func() {}, transport.Yes, "port 1 is active, packets of 1024 bytes, GID 3 127.0.77.1 (RoCE v2)", ""},
+		{func() {}, transport.Yes, "it has no hardware and is slower than TCP, so auto does not take it unless FSERVER_RDMA_DEVICE names it", ""},
+		{func() { fakeverbs.Set("down", 2) }, transport.No, "port 1 of fake0 is not active", "check cable and switch"},
+		{func() { fakeverbs.Set("locked", 0) }, transport.No, "register", "locked-memory limit, ulimit -l"},
+		{func() { fakeverbs.Fail("ibv_open_device", syscall.EACCES, 0, 1) }, transport.No, "permission denied", "let this user read and write"},
+	} {
+		fakes(t)
+		kernelShows(t, "fake0*", "fake1")
+		c.set()
+		for _, d := range all.Drivers() {
+			if d.Named == nil {
+				continue
+			}
+			found := d.Probe()
+			require.Len(t, found, 2)
+			require.Equal(t, "fake0", found[0].What)
+			require.Equal(t, c.state, found[0].State)
+			require.Contains(t, found[0].Text, c.text)
+			require.Contains(t, found[0].Remedy, c.remedy)
+			require.NotContains(t, found[1].Text, "no hardware")
+		}
+	}
 }
 
 // TestAutoFallsBack: a peer that RDMA does not reach, or whose connection does not come up, is reached by TCP, and
