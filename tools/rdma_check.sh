@@ -87,12 +87,16 @@ meet() { # STEP SECONDS [SAY]: the other host is at this step too; sets heard
 }
 
 facts() {
+  local command words
   for command in "uname -a" "ip -br addr" "ip route" "rdma link" "ibv_devinfo -v" "nvidia-smi" "nvidia-smi topo -m" "ulimit -a" "lsmod" "lscpu" "env"; do
     echo "== $command"
     case $command in
     ulimit*) ulimit -a ;;
     env) env | grep -E '^(DMLC|FSERVER|STEP|BYTEPS|PS|NCCL|UCX|CUDA)_' | grep -v '^FSERVER_SECRET=' ;;
-    *) if has "${command%% *}"; then timeout 30 $command 2>&1; else echo "missing"; fi ;;
+    *)
+      read -ra words <<<"$command"
+      if has "${words[0]}"; then timeout 30 "${words[@]}" 2>&1; else echo "missing"; fi
+      ;;
     esac
   done >"$results/facts.txt"
 }
@@ -163,7 +167,10 @@ for step in $steps; do
   meet "$step" "$((2 * limit + 60))" # the other host may be busy with its part of the last one
   began=$SECONDS
   case $step in
-  doctor | peer | perftest | ucx) "$step" ;;
+  doctor) doctor ;;
+  peer) peer ;;
+  perftest) perftest ;;
+  ucx) ucx ;;
   bytes) part bytes bytes 2 --most "${MOST:-67108864}" ;;
   gpu) if both gpu gpu; then part gpu bytes 3 --most "${MOST:-67108864}" --device gpu; fi ;;
   layers) part layers layers 4 --tokens "${TOKENS:-5}" ;;

@@ -173,8 +173,8 @@ func TestAutoNearest(t *testing.T) {
 	require.Nil(t, environment(&near, newGate(cfg), zap.NewNop(), "").Nearest)
 }
 
-// TestProbe: the doctor says of each device whether it can be used, and what is to be done.
-func TestProbe(t *testing.T) {
+// TestProbeRDMA: the doctor says of each device whether it can be used, and what is to be done.
+func TestProbeRDMA(t *testing.T) {
 	for _, c := range []struct {
 		set    func()
 		state  transport.State

@@ -3,8 +3,7 @@
 #
 #   check.sh PYTHON
 set -uo pipefail
-results=$(dirname "$SOFTROCE_STATUS")/rdma-check
-[[ -w $(dirname "$SOFTROCE_STATUS") ]] || results=/tmp/rdma-check
+results=$SOFTROCE_SHARE/rdma-check
 mkdir -p "$results"
 export PYTHON=$1 TRANSPORT=verbs FSERVER_SPIN_US=0 STEPS="bytes perftest" MOST=1048576 ITERS=5 SECONDS_EACH=240 WAIT=120
 half() { # ROLE DEVICE HOST [SERVER]
