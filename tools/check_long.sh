@@ -43,7 +43,7 @@ part_soak() { "$make" soak; }
 part_fuzz() { "$make" fuzz; }
 part_softroce() {
   local rounds=${SOFTROCE_ROUNDS:-20}
-  SOFTROCE_SECONDS=$((1800 + 60 * rounds)) SOFTROCE_ROUNDS=$rounds "$make" softroce CASES="kill_long verbs_long cable_long"
+  SOFTROCE_SECONDS=$((1800 + 60 * rounds)) SOFTROCE_ROUNDS=$rounds "$make" softroce CASES="kill_long verbs_long check_long cable_long"
 }
 part_seeds() {
   "$("$python" tools/builder.py go)" test -count 1 -timeout 20m ./engine/transport/rails ./engine/node \

@@ -102,11 +102,11 @@ facts() {
 }
 gpu() { has nvidia-smi && "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
 mine() { # what this host has
-  local words=""
-  if gpu; then words+=" gpu"; fi
-  if has ib_write_lat && has ib_write_bw; then words+=" perftest"; fi
-  if has ucx_perftest; then words+=" ucx"; fi
-  echo "$words"
+  local found=""
+  if gpu; then found+=" gpu"; fi
+  if has ib_write_lat && has ib_write_bw; then found+=" perftest"; fi
+  if has ucx_perftest; then found+=" ucx"; fi
+  echo "$found"
 }
 both() { # STEP WORD: both hosts have it
   if [[ " $own " == *" $2 "* && " $theirs " == *" $2 "* ]]; then return 0; fi
@@ -142,7 +142,8 @@ perftest() {
     # shellcheck disable=SC2046 # the client alone names the server
     try "$test" "$test" -d "$name" -i "$number" -x "$gid" -p $((port + 5)) -F -a -n "${ITERS:-1000}" $([[ $role == server ]] || echo "$server") || bad=1
   done
-  ((bad)) || line ok perftest "$(awk '$1 == 1048576 { print FILENAME ": 1 MiB " $0 }' "$results"/ib_write_*.log | sed 's|.*/||' | tr -s ' \n' ' ')"
+  ((bad)) || line ok perftest "$(awk '$1 == 64 { if (FILENAME ~ /lat/) printf "64 B %s us, ", $5 }
+    $1 == 1048576 { if (FILENAME ~ /lat/) printf "1 MiB %s us, ", $5; else printf "%s MB/s", $4 }' "$results"/ib_write_lat.log "$results"/ib_write_bw.log)"
 }
 ucx() {
   both ucx ucx || return

@@ -184,7 +184,7 @@ func TestProbeRDMA(t *testing.T) {
 		{func() {}, transport.Yes, "port 1 is active, packets of 1024 bytes, GID 3 127.0.77.1 (RoCE v2)", ""},
 		{func() {}, transport.Yes, "it has no hardware and is slower than TCP, so auto does not take it unless FSERVER_RDMA_DEVICE names it", ""},
 		{func() { fakeverbs.Set("down", 2) }, transport.No, "port 1 of fake0 is not active", "check cable and switch"},
-		{func() { fakeverbs.Set("locked", 0) }, transport.No, "register", "locked-memory limit, ulimit -l"},
+		{func() { fakeverbs.Set("locked", 0) }, transport.No, "register", "raise the locked-memory limit: ulimit -l"},
 		{func() { fakeverbs.Fail("ibv_open_device", syscall.EACCES, 0, 1) }, transport.No, "permission denied", "let this user read and write"},
 	} {
 		fakes(t)
