@@ -134,7 +134,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 			}
 			return nil, err
 		default:
-			log.Log(onceWarn(err), "cannot use the transport "+d.Name, zap.Error(err))
+			log.Log(onceWarn(d.Name), "cannot use the transport "+d.Name, zap.Error(err))
 			failed[d.Name] = err
 		}
 	}
@@ -144,12 +144,12 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 	return list, failed
 }
 
-// warned holds the errors that this process has warned of.
+// warned holds the names of the drivers that this process has warned of.
 var warned sync.Map
 
-// onceWarn is the level at which err is told: the second node of a process that meets it does not warn again.
-func onceWarn(err error) zapcore.Level {
-	if _, again := warned.LoadOrStore(err.Error(), true); again {
+// onceWarn is the level at which it is told that a driver cannot be used: a process warns once, whatever nodes it has.
+func onceWarn(driver string) zapcore.Level {
+	if _, again := warned.LoadOrStore(driver, true); again {
 		return zap.DebugLevel
 	}
 	return zap.WarnLevel

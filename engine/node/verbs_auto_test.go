@@ -11,6 +11,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
+	"golang.org/x/sys/unix"
 
 	"fserver/cshim/verbs/fakeverbs"
 	"fserver/engine/conf"
@@ -140,6 +141,33 @@ func TestAutoNamedSoftware(t *testing.T) {
 	names, _, err = opened(t, apart...)
 	require.NoError(t, err)
 	require.Equal(t, "verbs/fake1:1", names[0], "the one with hardware")
+}
+
+// TestAutoLocks: auto leaves RDMA alone where so little memory can be locked that tensors would be refused.
+func TestAutoLocks(t *testing.T) {
+	var was unix.Rlimit
+	require.NoError(t, unix.Getrlimit(unix.RLIMIT_MEMLOCK, &was))
+	low := unix.Rlimit{Cur: min(was.Cur, 8<<20), Max: was.Max}
+	require.NoError(t, unix.Setrlimit(unix.RLIMIT_MEMLOCK, &low))
+	t.Cleanup(func() { require.NoError(t, unix.Setrlimit(unix.RLIMIT_MEMLOCK, &was)) })
+	fakes(t)
+	kernelShows(t, "fake0")
+	fakeverbs.Set("devices", 1)
+	fakeverbs.Set("locked", 32<<20)
+	names, logs, err := opened(t, apart...)
+	require.Len(t, names, 1)
+	require.ErrorContains(t, err, "raise the locked-memory limit: ulimit -l, now")
+	require.Len(t, logs.FilterLevelExact(zapcore.WarnLevel).All(), 1)
+	_, logs, err = opened(t, apart...)
+	require.Error(t, err)
+	require.Empty(t, logs.FilterLevelExact(zapcore.WarnLevel).All(), "the next node of the process")
+	names, _, err = opened(t, append([]string{"FSERVER_TRANSPORT=verbs"}, apart...)...)
+	require.NoError(t, err)
+	require.Len(t, names, 2)
+	fakeverbs.Set("locked", 128<<20) // a process with the capability
+	names, _, err = opened(t, apart...)
+	require.NoError(t, err)
+	require.Len(t, names, 2)
 }
 
 // TestAutoNearest: with a GPU the nearest device comes first, unless the user has said which interface is used.

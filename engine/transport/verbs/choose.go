@@ -53,11 +53,22 @@ func spelled(names []string, device string) bool {
 // auto are the options where the user has not asked for RDMA; named says whether devices are named.
 func (o Options) auto(e *transport.Env, named bool) Options {
 	o.Hardware, o.Common = true, !named
+	o.Lock = lockable()
 	o.Own = !conf.Loopback(e.Host) // else the set-up would open this host to others
 	if e.Nearest != nil {
 		o.Near, o.Order = "", e.Nearest
 	}
 	return o
+}
+
+// lockable is how many bytes auto wants to lock. With the limits that are usual where nobody has raised them, tensors
+// would be refused that TCP takes. Where there is no limit nothing has to be tried.
+func lockable() uint64 {
+	var l unix.Rlimit
+	if unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l) == nil && l.Cur == unix.RLIM_INFINITY {
+		return 0
+	}
+	return 64 << 20
 }
 
 // unavailable takes the remedy that is at the end of a reason, in brackets, or else the one that is given.
@@ -137,7 +148,7 @@ func (f *Fabric) firstDevice(o Options, names, wanted []string) error {
 		}
 		for _, n := range names {
 			port, _ := among(wanted, n)
-			err := f.tryDevice(n, port, at)
+			err := f.tryDevice(n, port, at, o.Lock)
 			if err == nil {
 				return nil
 			}
@@ -150,8 +161,8 @@ func (f *Fabric) firstDevice(o Options, names, wanted []string) error {
 }
 
 // tryDevice opens a device with a port that is up and, if at is valid, has that address: the one with a number, or
-// the first.
-func (f *Fabric) tryDevice(name string, number int32, at netip.Addr) error {
+// the first. So many bytes can be locked.
+func (f *Fabric) tryDevice(name string, number int32, at netip.Addr, locked uint64) error {
 	dev, err := open(name)
 	if err != nil {
 		return err
@@ -170,7 +181,7 @@ func (f *Fabric) tryDevice(name string, number int32, at netip.Addr) error {
 		err = cmp.Or(err, bad)
 	}
 	if err == nil {
-		err = lock(dev)
+		err = lock(dev, locked)
 	}
 	if err != nil {
 		_ = dev.Close() // nothing was made of it

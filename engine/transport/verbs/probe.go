@@ -47,7 +47,7 @@ func inspect(name string) transport.Finding {
 	if len(text) == 0 {
 		return no(name, err, "check cable and switch, and the address of the network interface (ibv_devinfo shows the ports)")
 	}
-	if err = lock(dev); err != nil {
+	if err = lock(dev, 0); err != nil {
 		return no(name, err, "raise the locked-memory limit: ulimit -l unlimited")
 	}
 	if software(name) {

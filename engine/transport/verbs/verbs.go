@@ -58,6 +58,8 @@ type Options struct {
 	Hardware bool
 	// Common has Reaches refuse peers that have no network in common with the device.
 	Common bool
+	// Lock is how many bytes it must be possible to lock, at least those of one Conn.
+	Lock uint64
 	// Lag says which port of a bonded NIC queue pairs send over.
 	Lag Lag
 	// Path says how packets travel.
@@ -157,10 +159,10 @@ func (f *Fabric) open() (err error) {
 	return nil
 }
 
-// lock says whether the memory of a Conn can be locked, which would else be noticed by the first
+// lock says whether so many bytes can be locked, at least those of a Conn, which would else be noticed by the first
 // peer alone.
-func lock(dev *rdma.Device) error {
-	buf, err := mem.Map(bufBytes)
+func lock(dev *rdma.Device, bytes uint64) error {
+	buf, err := mem.Map(max(bufBytes, bytes))
 	if err != nil {
 		return err
 	}
