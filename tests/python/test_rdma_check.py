@@ -105,6 +105,23 @@ def test_a_step_that_fails(spaces: dict[str, str], tmp_path: Path) -> None:
         assert states(out)["doctor"] == "ok", out
 
 
+def test_a_step_that_hangs(spaces: dict[str, str], tmp_path: Path) -> None:
+    """It is ended when its time is over, and the next step runs."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *"rdma_steps.py bytes"*) sleep 100 ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    steps = {"STEPS": "bytes perftest", "SECONDS_EACH": "2", "PYTHON": str(python)}
+    both = {role: start(spaces, role, tmp_path / role, **steps) for role in HOSTS}
+    for process in both.values():
+        out, _ = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert states(out)["bytes"] == "FAIL" and "no end within 2 s" in out, out
+        assert states(out)["perftest"] == "skip", out
+
+
 def test_nobody_there(spaces: dict[str, str], tmp_path: Path) -> None:
     """A host whose other one does not come ends, and says so."""
     for role in HOSTS:
