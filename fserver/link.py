@@ -21,6 +21,7 @@ class LinkMember(NamedTuple):
         sent: bytes that this node has sent to the peer over this connection, repeated ones
             included.
         reason: why there is no connection, or empty.
+        path: as in ``Link``.
     """
 
     interface: str
@@ -28,6 +29,7 @@ class LinkMember(NamedTuple):
     transport: str
     sent: int
     reason: str
+    path: str = ""
 
 
 class Link(NamedTuple):
@@ -40,11 +42,13 @@ class Link(NamedTuple):
         transport: how tensors travel to and from the peer. ``"tcp"``: sockets. ``"tcp/tls"``:
             sockets, encrypted. ``"cma"``: inside a host, one copy from process to process.
             ``"cma/staged"``: inside a host, two copies through shared memory. ``"cudaipc"``:
-            between GPUs of a host, by their copy engines.
+            between GPUs of a host, by their copy engines. ``"verbs"``: RDMA.
         reason: why each better transport is not used, one after the other, separated by
             semicolons. Empty if there is no better one.
         members: with several interfaces, RDMA devices or queue pairs, one entry for each; else
             empty.
+        path: over RDMA, this node's device, port and GID, the peer's GID, bytes of a packet and
+            traffic class; else empty.
     """
 
     role: str
@@ -53,6 +57,7 @@ class Link(NamedTuple):
     transport: str
     reason: str
     members: tuple[LinkMember, ...] = ()
+    path: str = ""
 
     def __repr__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""

@@ -44,7 +44,7 @@ part_soak() { "$make" soak; }
 part_fuzz() { "$make" fuzz; }
 part_softroce() {
   local rounds=${SOFTROCE_ROUNDS:-20}
-  SOFTROCE_SECONDS=$((1800 + 60 * rounds)) SOFTROCE_ROUNDS=$rounds "$make" softroce CASES="kill_long verbs_long cable_long" &&
+  SOFTROCE_SECONDS=$((1800 + 60 * rounds)) SOFTROCE_ROUNDS=$rounds "$make" softroce CASES="kill_long verbs_long check_long cable_long" &&
     SOFTROCE_SECONDS=2500 SOFTROCE_MEMORY=6000 "$make" softroce CASES=demo_long
 }
 part_seeds() {

@@ -9,14 +9,17 @@ import (
 	"net"
 	"os"
 	"slices"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
 	"fserver/engine/peers"
+	"fserver/engine/topo"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
@@ -60,8 +63,12 @@ func (f failures) Error() string { return errors.Join(slices.Collect(maps.Values
 
 // absent says whether d has nothing to do on this host, and nobody asks for it.
 func absent(cfg *conf.Config, d *transport.Driver) bool {
-	return d.Open == nil || d.Absent != nil && d.Absent() && d.Name != carrier(cfg)
+	inside := d.Plain && conf.Loopback(cfg.SchedulerHost) && cfg.NodeHost == "" && !devicesNamed(cfg, d)
+	return d.Open == nil || d.Name != carrier(cfg) && (inside || d.Absent != nil && d.Absent(cfg))
 }
+
+// devicesNamed says whether the settings name the devices of d.
+func devicesNamed(cfg *conf.Config, d *transport.Driver) bool { return d.Named != nil && d.Named(cfg) }
 
 // excluded says which setting keeps a node from opening a transport; empty: none.
 func excluded(cfg *conf.Config, d *transport.Driver) string {
@@ -70,8 +77,8 @@ func excluded(cfg *conf.Config, d *transport.Driver) string {
 		return "FSERVER_TRANSPORT=" + cfg.Transport
 	case d.Inside && cfg.Transport == conf.Auto && !cfg.SameHost:
 		return "BYTEPS_ENABLE_IPC=0"
-	case d.ByName && cfg.Transport == conf.Auto:
-		return "used only with FSERVER_TRANSPORT=" + d.Name
+	case d.Plain && cfg.Transport == conf.Auto && cfg.TLS:
+		return "FSERVER_TLS is on, and " + d.Name + " encrypts nothing"
 	}
 	return ""
 }
@@ -127,7 +134,7 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 			}
 			return nil, err
 		default:
-			log.Warn("cannot use the transport "+d.Name, zap.Error(err))
+			log.Log(onceWarn(d.Name), "cannot use the transport "+d.Name, zap.Error(err))
 			failed[d.Name] = err
 		}
 	}
@@ -135,6 +142,17 @@ func openFabrics(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transpo
 		return list, nil
 	}
 	return list, failed
+}
+
+// warned holds the names of the drivers that this process has warned of.
+var warned sync.Map
+
+// onceWarn is the level at which it is told that a driver cannot be used: a process warns once, whatever nodes it has.
+func onceWarn(driver string) zapcore.Level {
+	if _, again := warned.LoadOrStore(driver, true); again {
+		return zap.DebugLevel
+	}
+	return zap.WarnLevel
 }
 
 // carrier is the transport whose connections carry the data of peers, or conf.Auto.
@@ -149,6 +167,9 @@ func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string)
 	e.Host, _ = address(cfg)
 	if cfg.NodeHost != "" || len(cfg.Interfaces) > 0 {
 		e.Bind = e.Host
+	}
+	if cfg.Backend == conf.GPU && cfg.NodeHost == "" && len(cfg.Interfaces) == 0 {
+		e.Nearest = func(names []string) []string { return topo.Local().Read().Devices(cfg.GPU, cfg.Visible, names) }
 	}
 	if host, _, err := net.SplitHostPort(at); err == nil && cfg.Role == conf.Server {
 		e.Listen, e.Host, e.Bind = net.JoinHostPort(host, "0"), host, ""

@@ -76,6 +76,7 @@ func (m *mesh) open(cfg *conf.Config, log *zap.Logger) *Node {
 // newCluster is a mesh without nodes. When the test has ended and all its nodes
 // are freed, nothing of them is left.
 func newCluster(tb testing.TB, f Fabrics) *mesh {
+	warned.Clear()
 	m := &mesh{tb: tb, fabrics: f, buffers: exchange.NewBuffers()}
 	r, w, err := os.Pipe() // makes the runtime open its own poller, which it keeps
 	require.NoError(tb, err)

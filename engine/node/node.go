@@ -369,6 +369,7 @@ type linkDescription struct {
 	Reason    string `json:"reason"`
 
 	Members []memberDescription `json:"members"`
+	Path    string              `json:"path"`
 }
 
 type memberDescription struct {
@@ -377,6 +378,7 @@ type memberDescription struct {
 	Transport string `json:"transport"`
 	Sent      uint64 `json:"sent"`
 	Reason    string `json:"reason"`
+	Path      string `json:"path"`
 }
 
 // Describe gives JSON about the node: who it is, its links and its counters.
@@ -394,9 +396,9 @@ func (n *Node) Describe() ([]byte, error) {
 				p := l.conn.Peer()
 				members := []memberDescription{}
 				for _, r := range p.Members {
-					members = append(members, memberDescription{r.Name, r.Remote, r.Via, r.Sent, r.Why})
+					members = append(members, memberDescription{r.Name, r.Remote, r.Via, r.Sent, r.Why, r.Path})
 				}
-				links = append(links, linkDescription{m.Role.String(), m.Rank, p.Remote, how, why, members})
+				links = append(links, linkDescription{m.Role.String(), m.Rank, p.Remote, how, why, members, p.Path})
 			}
 		}
 	})

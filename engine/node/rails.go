@@ -117,6 +117,7 @@ func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []tran
 	}
 	o := options(cfg, e.Log, names, links)
 	o.Lanes = d.Lanes(cfg)
+	o.Common = (cfg.NearGPU || cfg.Transport == conf.Auto) && !devicesNamed(cfg, d)
 	f, err := rails.New(opened, o)
 	if err != nil {
 		closeAll(opened)

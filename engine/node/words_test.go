@@ -119,7 +119,7 @@ func TestNoReason(t *testing.T) {
 	m, of := pairLogs(t, openFabrics, nil, nil)
 	m.echoes(t)
 	for _, n := range []*Node{m.workers[0], m.servers[0]} {
-		require.Equal(t, linkDescription{linkOf(t, n).Role, 0, linkOf(t, n).Remote, "cma", "", []memberDescription{}}, linkOf(t, n))
+		require.Equal(t, linkDescription{linkOf(t, n).Role, 0, linkOf(t, n).Remote, "cma", "", []memberDescription{}, ""}, linkOf(t, n))
 	}
 	for _, line := range append(of["worker"].FilterMessageSnippet(" is connected").All(), of["server"].FilterMessageSnippet(" is connected").All()...) {
 		require.Equal(t, "cma", line.ContextMap()["transport"])

@@ -1,6 +1,7 @@
 package topo
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -123,6 +124,61 @@ func (h *Host) equallyNear(g *GPU, nics []*NIC) []*NIC {
 		}
 	}
 	return best
+}
+
+// Devices gives the names of RDMA devices in the order in which a process on a GPU (see Device) tries them: the nearest
+// first. Of those that are equally near and have a link, the GPUs that have the same ones nearest take turns. Names
+// that Read has not found come last, in their order. Without a GPU the order stays.
+func (h *Host) Devices(device int, visible string, names []string) []string {
+	gpu, list := h.Device(device, visible), slices.Clone(names)
+	if gpu == nil {
+		return list
+	}
+	slices.SortStableFunc(list, func(a, b string) int { return cmp.Compare(h.deviceDistance(gpu, a), h.deviceDistance(gpu, b)) })
+	near := h.nearDevices(gpu, names)
+	turn := 0
+	for i := range h.GPUs {
+		if g := &h.GPUs[i]; g.Index < gpu.Index && slices.Equal(near, h.nearDevices(g, names)) {
+			turn++
+		}
+	}
+	if len(near) > 0 {
+		turn %= len(near)
+	}
+	for i, name := range slices.Concat(near[turn:], near[:turn]) {
+		at := slices.Index(list, name)
+		list = slices.Insert(slices.Delete(list, at, at+1), i, name)
+	}
+	return list
+}
+
+// nearDevices are those of names with a link that may be opened and that are as near to g as the nearest of them.
+func (h *Host) nearDevices(g *GPU, names []string) (best []string) {
+	at := Unknown
+	for _, name := range names {
+		i := slices.IndexFunc(h.RDMA, func(d RDMADevice) bool { return d.Name == name })
+		if i < 0 || !h.RDMA[i].Active() || !h.RDMA[i].Usable() {
+			continue
+		}
+		d := h.deviceDistance(g, name)
+		if d < at {
+			best, at = nil, d
+		}
+		if d == at {
+			best = append(best, name)
+		}
+	}
+	return best
+}
+
+// deviceDistance is how far the RDMA device with a name is from g.
+func (h *Host) deviceDistance(g *GPU, name string) Distance {
+	for i := range h.RDMA {
+		if h.RDMA[i].Name == name {
+			return distance(g.at, h.RDMA[i].at, h.NUMA)
+		}
+	}
+	return Unknown
 }
 
 // holder is the interface with an address, or nil.

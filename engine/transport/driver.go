@@ -14,11 +14,15 @@ type Driver struct {
 	// Inside says that it reaches processes of this host alone: BYTEPS_ENABLE_IPC=0 excludes it
 	// where it is not named.
 	Inside bool
-	// Absent says that this host has no device for it, so that nobody needs to be told why it is not
-	// used. Nil: there is always one.
-	Absent func() bool
-	// ByName says that it is used only where the user names it.
-	ByName bool
+	// Absent says that this host has no device that `auto` would use with these settings, so that nobody needs to be
+	// told why it is not used. Nil: there is always one.
+	Absent func(*conf.Config) bool
+	// Named says whether the settings name the devices. Those that they do not name are used, with `auto`, only
+	// between two that have a network in common. Nil: it has no devices that can be named.
+	Named func(*conf.Config) bool
+	// Plain says that it reaches other hosts and encrypts nothing: `auto` does not use it with FSERVER_TLS, nor, unless
+	// devices are named, where the scheduler is on the loopback of this host.
+	Plain bool
 	// GPU says that it is for GPU tensors alone.
 	GPU bool
 	// Probe says what works on this host, and what does not and why: for the doctor.
@@ -48,6 +52,9 @@ type Env struct {
 	Host string
 	// Hosts are the addresses of the interfaces that the user named, or that `auto` uses, if there are several.
 	Hosts []string
+	// Nearest puts names of devices into the order in which they are to be tried, the nearest to the GPU of the node
+	// first. It may take seconds. Nil: there is no GPU, or the user has said which interface is used.
+	Nearest func(names []string) []string
 	// One asks for the Fabric of one device, the first that works.
 	One bool
 	// Refused is told of each connection that was taken and is of no use; it may be called

@@ -224,6 +224,7 @@ type Peer struct {
 	Remote string // its address, for messages
 	Via    string // how bytes travel: "cma/staged"
 	Why    string // what spoke against a better way, or empty
+	Path   string // devices and addresses at both ends, for people; empty: Remote says all
 	// Members are the connections that the Conn is made of, one for each Fabric of ours that it may use; nil: it
 	// is one connection.
 	Members []Member
@@ -237,6 +238,7 @@ type Member struct {
 	Name   string // of our Fabric that it is over
 	Remote string // the peer's address; empty: it is not connected
 	Via    string // as in Peer
+	Path   string // as in Peer
 	Sent   uint64 // bytes of writes and frames that were given to it and those before it
 	Why    string // why it is not used, or empty
 }

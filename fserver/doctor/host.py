@@ -21,6 +21,7 @@ from .report import Check, Report, size
 MIB = 1 << 20
 TRANSPORTS = "Transports"
 SHARED_MEMORY = "shared memory"
+SOFTWARE = ", software, which auto does not take unless FSERVER_RDMA_DEVICE names it"
 
 MODULES = (
     "nvidia", "nvidia_peermem", "gdrdrv", "mlx5_core", "mlx5_ib", "ib_core", "irdma", "efa",
@@ -265,9 +266,9 @@ def _rdma(d: dict) -> Check:
             "check cable and switch (ibstat and `rdma link` show the ports)",
         )
     if not any("/uverbs" in node for node in d["nodes"]):
-        remedy = "in a container, add --device /dev/infiniband"
+        remedy = "in a container, add --device /dev/infiniband; else modprobe ib_uverbs"
         return Check(d["name"], "no", f"{text}, it has no /dev/infiniband/uverbs* here", remedy)
-    return Check(d["name"], "yes", text + (", software" if d["software"] else ""))
+    return Check(d["name"], "yes", text + (SOFTWARE if d["software"] else ""))
 
 
 def _matrix(names: list[str], rows: list[list[str]], width: int = 92) -> Iterator[str]:

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 
-from . import names, protocol
+from . import names, pair, protocol
 from .protocol import Channel, ProtocolError, SecretError, Type
 from .report import say
 
@@ -85,6 +85,8 @@ def _requests(channel: Channel) -> None:
             protocol.stream(channel, struct.unpack("<I", data)[0] / 1000)
         elif kind == Type.CALL and len(data) == 18:
             channel.send(Type.DONE, _call(channel, bytes(data)).encode())
+        elif kind == Type.PAIR:
+            pair.serve(channel)
         else:
             return
 

@@ -13,7 +13,7 @@ import time
 from fserver import _loader
 from fserver.errors import Error
 
-from . import names, protocol
+from . import names, pair, protocol
 from .protocol import Channel, ProtocolError, SecretError, Type
 from .report import Check, Report
 
@@ -46,7 +46,7 @@ def check(report: Report, host: str, port: int, values: dict[str, str]) -> None:
     report.add(title)
     address = _reach(report, title, found, host, port)
     if address and not _node(report, title, found, address, port, values):
-        _doctor(report, title, found, address, port, values)
+        _doctor(report, title, found, host, address, port, values)
 
 
 def _reach(report: Report, title: str, found: dict, host: str, port: int) -> str:
@@ -184,7 +184,13 @@ def _refused(found: dict, probe: dict) -> Check:
 
 
 def _doctor(
-    report: Report, title: str, found: dict, address: str, port: int, values: dict[str, str]
+    report: Report,
+    title: str,
+    found: dict,
+    host: str,
+    address: str,
+    port: int,
+    values: dict[str, str],
 ) -> None:
     try:
         key = protocol.secret(values)
@@ -209,6 +215,9 @@ def _doctor(
             _bandwidth(report, title, found, channel)
             step = "way back"
             _back(report, title, found, channel, values)
+            step = "tensors"
+            wanted = values.get("FSERVER_TRANSPORT") or "auto"
+            pair.check(report, names.join(host, port), address, channel, wanted)
     except SecretError as e:
         found["kind"], found["secret"] = "doctor", e.args[0]
         report.add(

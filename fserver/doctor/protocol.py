@@ -15,6 +15,8 @@ address that the connection came from. It serves a limited number of requests fo
     DATA.. END ->  DONE             upload
     FETCH  ->  DATA.. END           download
     CALL   ->  DONE                 connect back
+    PAIR   ->  DONE                 open a server, for tensors; JSON: the port of its scheduler
+    LINK   ->  DONE                 end it; JSON: how it saw the caller's worker
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ import struct
 import time
 
 MAGIC = b"fsdr"
-VERSION = 1
+VERSION = 2
 CHUNK = 256 << 10
 _HEADER = struct.Struct("<4sBI")
 _HELLO = struct.Struct("<BB32s")
 
 HANDSHAKE_LIMIT = 10.0  # seconds, for each message
 STEP_LIMIT = 10.0  # for each message after that
-SESSION_LIMIT = 30.0  # for a whole connection
+SESSION_LIMIT = 60.0  # for a whole connection
+PAIR_LIMIT = 10.0  # for the two nodes to find each other
 STREAM_LIMIT = 2.0  # for one stream of data
 MAX_ECHOES = 10_000
 MAX_ECHO = 64
@@ -54,6 +57,8 @@ class Type(enum.IntEnum):
     FETCH = 19
     CALL = 20
     DONE = 21
+    PAIR = 22
+    LINK = 23
 
 
 class ProtocolError(Exception):

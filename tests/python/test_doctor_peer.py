@@ -22,10 +22,17 @@ import pytest
 from nodes import LIMIT, Cluster, eventually
 from reports import Doctor, line, states
 
+import fserver
 from fserver.doctor import listen, protocol
 from fserver.doctor.protocol import Channel, Type
 
 SECRET = "a secret of decent length"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tensors of each size."""
+    monkeypatch.setattr("fserver.doctor.pair.SECONDS", 0.001)
 
 
 # -- the path to others
@@ -70,6 +77,45 @@ def test_peer(
     assert 0 < peer["latency_us"]["p50"] <= peer["latency_us"]["p99"]
     assert peer["bandwidth_gb_s"]["out"] > 0 and peer["bandwidth_gb_s"]["in"] > 0
     assert [a["error"] for a in peer["addresses"]] == [""]
+
+
+def test_tensors_with_wrong_bytes(
+    doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wrong byte is found, at any size, and the doctor says where."""
+
+    def echo(server: fserver.Server) -> None:
+        with contextlib.suppress(fserver.Error):
+            server.connect()
+            while True:
+                for handler, (x,), _ in server.get_batch():
+                    if len(x) == 4096:
+                        x = x.clone()
+                        x[77] += 1
+                    server.respond([x], handler)
+
+    monkeypatch.setattr("fserver.doctor.pair._echo", echo)
+    at = listener("")
+    status, found = doctor("--peer", at)
+    check = line(found, f"Tensors to {at}", "tensors")
+    assert status == 1 and check["text"].startswith("of 4096 bytes the one at 77 came back wrong")
+
+
+def test_one_pair_at_a_time(
+    doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = listener("")
+    one = channel(at)
+    with one.sock:
+        protocol.call(one, b"")
+        one.send(Type.PAIR)
+        assert json.loads(bytes(one.expect(Type.DONE)))["port"] > 0
+        status, found = doctor("--peer", at)
+        check = line(found, f"Tensors to {at}", "tensors")
+        assert status == 1 and "another caller" in check["text"]
+        one.send(Type.LINK)
+        assert "no worker" in json.loads(bytes(one.expect(Type.DONE)))["error"]
+    eventually(lambda: doctor("--peer", at)[0] == 0)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +422,7 @@ def test_nothing_is_done_before_the_secret(listener: Callable[[str], str]) -> No
     # Who does not know the secret cannot pass with the listener's own proof.
     one = channel(at)
     with one.sock:
-        hello = struct.pack("<BB32s", 1, 1, bytes(32))
+        hello = struct.pack("<BB32s", protocol.VERSION, 1, bytes(32))
         one.send(Type.HELLO, hello)
         welcome = bytes(one.expect(Type.WELCOME))
         one.send(Type.PROOF, welcome[-32:])

@@ -3,11 +3,13 @@ pairs of one process."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nodes import LIMIT
@@ -42,6 +44,16 @@ print(*counts)
 """
 
 
+DOCTORS = """
+import sys, threading
+from fserver import cli
+from fserver.doctor import listen
+server = listen.listen("127.0.0.1", 0)
+threading.Thread(target=listen.serve, args=(server, b""), daemon=True).start()
+sys.exit(cli.main(["doctor", "--json", "--peer", f"127.0.0.1:{server.getsockname()[1]}"]))
+"""
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not Path("/usr/include/infiniband/verbs.h").exists():
@@ -69,3 +81,77 @@ def test_memory_is_registered_once(library: Path) -> None:
     first, *later = map(int, done.stdout.split())
     assert first > 0
     assert later == [first] * 4
+
+
+def doctors(library: Path, **settings: str) -> tuple[int, dict[str, Any], dict[str, dict]]:
+    """A doctor that asks another one of its process. Its status, what it found, and its lines about
+    tensors."""
+    done = subprocess.run(
+        [sys.executable, "-c", DOCTORS],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "LD_LIBRARY_PATH": str(library),
+            "FSERVER_LOG": "error",
+            **settings,
+        },
+        capture_output=True,
+        text=True,
+        timeout=2 * LIMIT,
+    )
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    (title,) = (t for t in found["sections"] if t.startswith("Tensors to "))
+    return done.returncode, found, {check["name"]: check for check in found["sections"][title]}
+
+
+def test_doctors_over_rdma(library: Path) -> None:
+    """`fserver doctor --peer` writes each size over RDMA and names device, port and GID of both."""
+    settings = {
+        "FSERVER_TRANSPORT": "verbs",
+        "FSERVER_RDMA_TC": "106",
+        "FSERVER_RDMA_DEVICE": "fake1",
+    }
+    status, found, lines = doctors(library, **settings)
+    assert status == 0, lines
+    path = (
+        "fake1 port 1, GID 3 10.77.0.2 (RoCE v2) to GID 10.77.0.2, packets of 1024 bytes, "
+        "traffic class 106"
+    )
+    assert lines["RDMA here"]["text"] == lines["RDMA there"]["text"] == path
+    assert lines["transport"]["text"] == "verbs (FSERVER_TRANSPORT=verbs)"
+    assert "1 B to 16 MiB was right" in lines["bytes"]["text"]
+    assert "RDMA" not in lines
+    sizes = found["tensors"]["sizes"]
+    assert [s["bytes"] for s in sizes] == [4**i for i in range(13)]
+    assert all(s["count"] >= 3 and s["round_trip_us"] > 0 and s["gb_s"] >= 0 for s in sizes)
+
+
+def test_doctors_over_several_queue_pairs(library: Path) -> None:
+    settings = {"FSERVER_TRANSPORT": "verbs", "STEPAF_QP_NUM": "2"}
+    status, _, lines = doctors(library, **settings)
+    assert status == 0 and lines["transport"]["text"].startswith("verbs"), lines
+    assert lines["RDMA here"]["text"].startswith("fake0 port 1, GID 3 10.77.0.1 (RoCE v2) to GID ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "state", "text"),
+    [
+        (
+            {"FSERVER_TRANSPORT": "verbs", "FSERVER_RDMA_DEVICE": "nosuch"},
+            "tensors",
+            "no",
+            "the listener cannot open a server: FSERVER_TRANSPORT=verbs: no RDMA device nosuch",
+        ),
+        ({"FSERVER_TRANSPORT": "tcp"}, "RDMA", "info", "not used, because FSERVER_TRANSPORT=tcp"),
+        ({"BYTEPS_ENABLE_IPC": "0"}, "RDMA", "info", "not used, tensors went by tcp: one of"),
+        ({}, "RDMA", "info", "not needed: cma"),
+    ],
+)
+def test_doctors_without_rdma(
+    library: Path, settings: dict[str, str], name: str, state: str, text: str
+) -> None:
+    """Who asks for RDMA and gets none is told so; with auto the doctor says what carried."""
+    status, _, lines = doctors(library, **settings)
+    assert (status, lines[name]["state"]) == (int(state == "no"), state), lines
+    assert lines[name]["text"].startswith(text)

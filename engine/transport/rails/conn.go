@@ -452,7 +452,7 @@ func (c *Conn) Peer() transport.Peer {
 	}
 	for _, r := range c.lives() {
 		about, m := r.conn.Peer(), &p.Members[r.at*lanes+r.lane]
-		m.Remote, m.Via, m.Why = about.Remote, about.Via, ""
+		m.Remote, m.Via, m.Path, m.Why = about.Remote, about.Via, about.Path, ""
 		vias = append(vias, about.Via)
 		if p.Why == "" {
 			p.Why = about.Why

@@ -17,7 +17,7 @@ func (c *Conn) noted(r *rail, why error) {
 	}
 	m := c.place(r.at, r.lane)
 	about := r.conn.Peer()
-	if m.Remote, m.Via, m.Why = about.Remote, about.Via, ""; why != nil {
+	if m.Remote, m.Via, m.Path, m.Why = about.Remote, about.Via, about.Path, ""; why != nil {
 		m.Why = why.Error()
 	}
 	f.news = append(f.news, news{c, m})

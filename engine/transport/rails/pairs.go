@@ -2,12 +2,11 @@ package rails
 
 import (
 	"cmp"
-	"net"
 	"net/netip"
 	"slices"
-	"strings"
 
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // pair is a Fabric of ours and one of the peer's, by their places.
@@ -27,9 +26,9 @@ func match(networks [][]netip.Prefix, theirs []transport.Addr, common bool, reac
 	}
 	var all []candidate
 	for j, a := range theirs {
-		at := hostOf(a)
+		at := link.HostOf(a)
 		for i, list := range networks {
-			if bits := longest(list, at); bits >= 0 || !common {
+			if bits := link.Longest(list, at); bits >= 0 || !common {
 				all = append(all, candidate{pair{i, j}, bits})
 			}
 		}
@@ -53,27 +52,4 @@ func apart(p pair) int {
 		return 0
 	}
 	return 1
-}
-
-// longest returns how long the longest prefix is that contains at, or -1. Link-local addresses are those of one link,
-// which nobody can tell from another one by the address, so they are in no network.
-func longest(networks []netip.Prefix, at netip.Addr) (bits int) {
-	bits = -1
-	for _, p := range networks {
-		if p.Contains(at) && !at.IsLinkLocalUnicast() {
-			bits = max(bits, p.Bits())
-		}
-	}
-	return bits
-}
-
-// hostOf returns the IP address in "tcp:HOST:PORT". It is not valid if there is none.
-func hostOf(a transport.Addr) netip.Addr {
-	_, at, _ := strings.Cut(string(a), ":")
-	host, _, err := net.SplitHostPort(at)
-	if err != nil {
-		return netip.Addr{}
-	}
-	ip, _ := netip.ParseAddr(host)
-	return ip.Unmap()
 }

@@ -230,6 +230,9 @@ func (f *Fabric) refresh() {
 	a, err := addressOf(f.dev, f.at.number, f.path, f.nearTo)
 	if err == nil {
 		f.Owned(func() { f.at, f.probes = a, 0 })
+		if f.common != nil {
+			f.common.read(a.gid())
+		}
 	}
 }
 

@@ -11,6 +11,8 @@ import (
 
 	rdma "fserver/cshim/verbs"
 	"fserver/cshim/verbs/fakeverbs"
+	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // gids makes a table. An entry is "INDEX ADDRESS TYPE LINK": v1, v2 or ib; the link is that of an
@@ -247,4 +249,47 @@ func TestSecondPort(t *testing.T) {
 	_, err = Open(Options{Library: library2(t), Device: "fake0:none"})
 	require.ErrorContains(t, err, "names no port of a device")
 	require.Equal(t, "verbs/fake0:2", w.open(Options{Library: library2(t), Device: "fake0:2"}).Name())
+}
+
+// TestCommonNetwork: Reaches refuses a peer that has no network in common, if it is asked to.
+func TestCommonNetwork(t *testing.T) {
+	ethernet := &Fabric{common: new(networks)}
+	ethernet.common.list.Store(&[]netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")})
+	other := &Fabric{}
+	band := &Fabric{subnet: "fe80000000000000", common: new(networks)}
+	for _, f := range []*Fabric{ethernet, other, band} {
+		f.Gate = gate{}
+		kind := linkKind()
+		require.NoError(t, f.Fabric.Open(kind, f.Options))
+		defer f.Release()
+	}
+	for _, c := range []struct {
+		f    *Fabric
+		peer transport.Addr
+		why  string
+	}{
+		{ethernet, "verbs:10.0.0.7:700", ""},
+		{ethernet, "verbs:10.0.1.7:700", "the peer's address 10.0.1.7 is in none of them"},
+		{ethernet, "verbs:10.0.0.7:700/fe80000000000000", "InfiniBand and that of the other is Ethernet"},
+		{ethernet, "tcp:10.0.0.7:700", "want verbs:HOST:PORT"},
+		{other, "verbs:10.0.1.7:700", ""},
+		{band, "verbs:10.0.1.7:700/fe80000000000000", ""},
+		{band, "verbs:10.0.1.7:700/fe80000000000001", "is in the InfiniBand subnet fe80000000000000, and the peer in fe80000000000001"},
+		{band, "verbs:10.0.1.7:700", "InfiniBand and that of the other is Ethernet"},
+	} {
+		err := c.f.Reaches(c.peer)
+		if c.why == "" {
+			require.NoError(t, err, c.peer)
+		} else {
+			require.ErrorContains(t, err, c.why)
+		}
+	}
+}
+
+type gate struct{ transport.Gate }
+
+func linkKind() link.Kind {
+	k := link.TCP("verbs", nil)
+	k.Target = target(k.Target)
+	return k
 }

@@ -3,9 +3,6 @@ package verbs
 import (
 	"cmp"
 	"fmt"
-	"os"
-	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -16,15 +13,13 @@ import (
 
 // Driver opens RDMA NICs.
 var Driver = transport.Driver{
-	Way:    conf.Way{Name: "verbs", Aliases: []string{"ibverbs", "multivan", "1"}, About: "RDMA between hosts, which `auto` does not take yet", Options: settings()},
+	Way:    conf.Way{Name: "verbs", Aliases: []string{"ibverbs", "multivan", "1"}, About: "RDMA between hosts", Options: settings()},
 	Probe:  probe,
-	ByName: true, // it has not run on hardware
-	Absent: func() bool {
-		names, _ := filepath.Glob("/sys/class/infiniband/*")
-		return !slices.ContainsFunc(names, func(at string) bool { return !software(filepath.Base(at)) })
-	},
-	Open:  openAll,
-	Lanes: func(c *conf.Config) int { return conf.Get[int](c, pairs) },
+	Plain:  true,
+	Absent: absent,
+	Named:  func(c *conf.Config) bool { return len(conf.Get[[]string](c, device)) > 0 },
+	Open:   openAll,
+	Lanes:  func(c *conf.Config) int { return conf.Get[int](c, pairs) },
 }
 
 const (
@@ -38,7 +33,6 @@ const (
 	level      = "FSERVER_RDMA_SL"
 	timeout    = "FSERVER_RDMA_TIMEOUT"
 	retries    = "FSERVER_RDMA_RETRIES"
-	noDevice   = "no RDMA device (/sys/class/infiniband is empty)"
 	maxDevices = 8
 	maxPairs   = 64 // to a peer, over all devices: what package rails takes
 )
@@ -59,6 +53,9 @@ func openAll(e *transport.Env) ([]transport.Fabric, error) {
 	o := Options{Options: base, Near: e.Host, Lag: conf.Get[Lag](e.Config, splitLag), Path: pathOf(e.Config)}
 	var all []Options
 	names := conf.Get[[]string](e.Config, device)
+	if e.Config.Transport == conf.Auto {
+		o = o.auto(e, len(names) > 0)
+	}
 	if !several(names) {
 		o.Device = strings.Join(names, ",")
 	}
@@ -90,7 +87,7 @@ func openAll(e *transport.Env) ([]transport.Fabric, error) {
 func openEach(all []Options, e *transport.Env) (list []transport.Fabric, err error) {
 	works := false
 	for i := range all {
-		all[i].Own = len(all) > 1
+		all[i].Own = all[i].Own || len(all) > 1
 		f, bad := Open(all[i])
 		switch {
 		case bad == nil:
@@ -129,12 +126,6 @@ func pathOf(c *conf.Config) Path {
 // packet is how large packets may be: 0 as the port says, else 128 bytes times 2 to the power of it.
 type packet uint8
 
-// software says whether a device has no hardware below it.
-func software(name string) bool {
-	at, err := os.Readlink(filepath.Join("/sys/class/infiniband", name))
-	return err == nil && strings.Contains(at, "/virtual/")
-}
-
 // settings are those of this transport. ps-lite's depths of the queues have no effect.
 func settings() []conf.Option {
 	lag := conf.Choice[Lag](splitLag, "0", []string{"0", "1", "port1", "port2"},
@@ -146,7 +137,7 @@ func settings() []conf.Option {
 		}
 		return "0", err == nil
 	}}}
-	names := conf.Names(device, maxDevices, "RDMA devices, each as NAME or NAME:PORT. Tensors travel over all of them. If no port is named, it is the first one that is up. With NAME*, for all that start so, or ^ before the first name, for all others, one of those is used. NCCL_IB_HCA is written as for NCCL")
+	names := conf.Names(device, maxDevices, "RDMA devices, each as NAME or NAME:PORT. Tensors travel over all of them. If none is named, `auto` takes the one nearest to the GPU, and no software device. If no port is named, it is the first one that is up. With NAME*, for all that start so, or ^ before the first name, for all others, one of those is used. NCCL_IB_HCA is written as for NCCL")
 	names.Older = []conf.Spelling{{Name: "NCCL_IB_HCA", Want: "names of devices as NCCL takes them", To: fromNCCL}}
 	gid := conf.Number(gidIndex, "-1", -1, 255, "entry of the port's GID table that is used. With -1 it is chosen: RoCE v2 before v1, routable before private addresses, IPv4 before IPv6").Else("NCCL_IB_GID_INDEX")
 	tc := conf.Number(class, "0", 0, 255, "traffic class of RoCE v2 packets: the DSCP, times 4, and the ECN bits").Else("NCCL_IB_TC")

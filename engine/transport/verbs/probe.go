@@ -2,6 +2,7 @@ package verbs
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -12,18 +13,13 @@ import (
 
 // probe says of the library and of each device whether they can be used.
 func probe() []transport.Finding {
-	if err := rdma.Open(""); err != nil {
-		return []transport.Finding{no("library", err, "install libibverbs1 and ibverbs-providers")}
-	}
-	names, err := rdma.Names()
-	if err != nil {
-		return []transport.Finding{no("devices", err, "load the kernel's modules: modprobe ib_uverbs")}
-	}
-	if len(names) == 0 {
-		return []transport.Finding{{
-			What: "devices", State: transport.No, Text: noDevice,
-			Remedy: "use tcp, or, for tests, add a software device: rdma link add rxe0 type rxe netdev INTERFACE",
-		}}
+	names, err := listDevices("")
+	if no := (*transport.ErrUnavailable)(nil); errors.As(err, &no) {
+		what := "devices"
+		if rdma.Open("") != nil {
+			what = "library"
+		}
+		return []transport.Finding{{What: what, State: transport.No, Text: no.Reason, Remedy: no.Remedy}}
 	}
 	var all []transport.Finding
 	for _, n := range names {
@@ -34,9 +30,9 @@ func probe() []transport.Finding {
 
 // inspect opens a device and looks at its ports.
 func inspect(name string) transport.Finding {
-	dev, err := rdma.OpenDevice(name)
+	dev, err := open(name)
 	if err != nil {
-		return no(name, err, "in a container, add --device /dev/infiniband")
+		return no(name, err, giveFiles)
 	}
 	defer dev.Close()
 	var text []string
@@ -50,6 +46,12 @@ func inspect(name string) transport.Finding {
 	}
 	if len(text) == 0 {
 		return no(name, err, "check cable and switch, and the address of the network interface (ibv_devinfo shows the ports)")
+	}
+	if err = lock(dev, 0); err != nil {
+		return no(name, err, "raise the locked-memory limit: ulimit -l unlimited")
+	}
+	if software(name) {
+		text = append(text, "it has no hardware and is slower than TCP, so auto does not take it unless FSERVER_RDMA_DEVICE names it")
 	}
 	return transport.Finding{What: name, State: transport.Yes, Text: strings.Join(text, "; ")}
 }

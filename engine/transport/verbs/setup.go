@@ -120,6 +120,7 @@ func (c *Conn) meet() error {
 		c.choosePort(s.Remote, int(c.peer.Port))
 		c.at = c.at.toward(rdma.GID{Raw: c.peer.GID})
 	}
+	c.About.Path = c.journey()
 	if err = c.join(c.peer); err == nil {
 		c.f.Owned(func() { c.f.byQP[c.number] = c })
 	} else {

@@ -28,7 +28,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -53,6 +52,14 @@ type Options struct {
 	// Own has connections set up over the network of the device itself, where its port has an IP address, instead of
 	// that of Listen and Bind. So they share its fate.
 	Own bool
+	// Order, if set, puts the names of devices into the order in which they are tried; it may take seconds.
+	Order func(names []string) []string
+	// Hardware leaves out devices without hardware, unless Device names them.
+	Hardware bool
+	// Common has Reaches refuse peers that have no network in common with the device.
+	Common bool
+	// Lock is how many bytes it must be possible to lock, at least those of one Conn.
+	Lock uint64
 	// Lag says which port of a bonded NIC queue pairs send over.
 	Lag Lag
 	// Path says how packets travel.
@@ -67,6 +74,8 @@ type Fabric struct {
 	most   int // Conns
 	path   Path
 	nearTo netip.Addr // that the GID has to have, if it is valid
+	subnet string     // of an InfiniBand port, the first half of its GIDs; empty: it is an Ethernet port
+	common *networks  // what Reaches looks for; nil: nothing
 
 	// The owner guards the rest, and calls nothing that may block.
 	at      address
@@ -97,7 +106,8 @@ func Open(o Options) (*Fabric, error) {
 		o.Name = fmt.Sprintf("verbs/%s:%d", f.dev.Name, f.at.number)
 	}
 	kind := link.TCP("verbs", f.adopt)
-	kind.Caps.LocalKeys = true
+	kind.Caps.LocalKeys, kind.Target = true, target(kind.Target)
+	f.locate(o.Common)
 	err := f.Fabric.Open(kind, f.near(o))
 	if err != nil {
 		f.release()
@@ -149,85 +159,10 @@ func (f *Fabric) open() (err error) {
 	return nil
 }
 
-// openDevice opens the library and the device.
-func (f *Fabric) openDevice(o Options) error {
-	unavailable := func(reason, remedy string) error {
-		return &transport.ErrUnavailable{Transport: "verbs", Reason: reason, Remedy: remedy}
-	}
-	if err := rdma.Open(o.Library); err != nil {
-		return unavailable(strings.TrimPrefix(err.Error(), "verbs: "), "")
-	}
-	names, err := rdma.Names()
-	if err != nil {
-		return unavailable(strings.TrimPrefix(err.Error(), "verbs: "), "load the kernel's modules: modprobe ib_uverbs")
-	}
-	why := noDevice
-	var wanted []string
-	if o.Device != "" {
-		wanted = strings.Split(o.Device, ",")
-	}
-	if err = checkNames(wanted); err != nil {
-		return unavailable(err.Error(), "")
-	}
-	tried := false
-	at, _ := netip.ParseAddr(o.Near)
-	for _, at := range []netip.Addr{at.Unmap(), {}} { // the device with that address, else any
-		for _, n := range names {
-			if o.Only && !at.IsValid() {
-				break
-			}
-			port, is := among(wanted, n)
-			if !is {
-				continue
-			}
-			tried = true
-			if err = f.tryDevice(n, port, at); err == nil {
-				return nil
-			}
-			why = strings.TrimPrefix(err.Error(), "verbs: ")
-		}
-	}
-	if !tried && len(names) > 0 && len(wanted) > 0 {
-		why = "no RDMA device " + o.Device
-	}
-	return unavailable(why, "ibv_devinfo shows the devices and their ports")
-}
-
-// tryDevice opens a device with a port that is up and, if at is valid, has that address: the one with a number, or
-// the first.
-func (f *Fabric) tryDevice(name string, number int32, at netip.Addr) error {
-	dev, err := rdma.OpenDevice(name)
-	if err != nil {
-		return err
-	}
-	first, last := number, number
-	if number == 0 {
-		first, last = 1, max(dev.Ports, 1)
-	}
-	var where address
-	for n := first; n <= last; n++ {
-		a, bad := addressOf(dev, n, f.path, at)
-		if bad == nil {
-			where, err = a, nil
-			break
-		}
-		err = cmp.Or(err, bad)
-	}
-	if err == nil {
-		err = lock(dev)
-	}
-	if err != nil {
-		_ = dev.Close() // nothing was made of it
-		return err
-	}
-	f.dev, f.at, f.nearTo = dev, where, at
-	return nil
-}
-
-// lock says whether the memory of a Conn can be locked, which would else be noticed by the first
+// lock says whether so many bytes can be locked, at least those of a Conn, which would else be noticed by the first
 // peer alone.
-func lock(dev *rdma.Device) error {
-	buf, err := mem.Map(bufBytes)
+func lock(dev *rdma.Device, bytes uint64) error {
+	buf, err := mem.Map(max(bufBytes, bytes))
 	if err != nil {
 		return err
 	}

@@ -1,0 +1,139 @@
+"""tools/rdma_check.sh between two network namespaces, as two hosts would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_containers import needs
+
+SCRIPT = Path(__file__).parents[2] / "tools/rdma_check.sh"
+HOSTS = {"server": "10.79.0.1", "client": "10.79.0.2"}
+SHORT = {
+    "MOST": "5000",
+    "TOKENS": "1",
+    "SECONDS_EACH": "60",
+    "WAIT": "60",
+    "PYTHON": sys.executable,
+}
+
+
+@pytest.fixture
+def spaces() -> Iterator[dict[str, str]]:
+    """Two network namespaces with a wire between them, by role."""
+    if os.getuid():
+        pytest.skip("only root makes network namespaces")
+    needs("ip")
+    names = {role: f"fserver-{role}-{os.getpid()}" for role in HOSTS}
+    try:
+        for name in names.values():
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        wire = ("type", "veth", "peer", "name", "wire", "netns", names["client"])
+        ip("-n", names["server"], "link", "add", "wire", *wire)
+        for role, host in HOSTS.items():
+            ip("-n", names[role], "addr", "add", f"{host}/24", "dev", "wire")
+            ip("-n", names[role], "link", "set", "wire", "up")
+        yield names
+    finally:
+        for name in names.values():
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no network namespaces: {done.stderr.strip()}")
+
+
+def start(
+    names: dict[str, str], role: str, results: Path, **settings: str
+) -> subprocess.Popen[str]:
+    words = [role] if role == "server" else [role, HOSTS["server"]]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", names[role], str(SCRIPT), *words],
+        env={**os.environ, **SHORT, "RESULTS": str(results), **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def states(out: str) -> dict[str, str]:
+    """The state of each step."""
+    return {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
+
+
+def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
+    steps = {"STEPS": "doctor peer bytes layers tcp perftest gpu nccl"}
+    both = {role: start(spaces, role, tmp_path / role, **steps) for role in HOSTS}
+    out = {role: process.communicate(timeout=300)[0] for role, process in both.items()}
+    for role, process in both.items():
+        assert process.returncode == 0, out
+        found = states(out[role])
+        assert [found[s] for s in ("start", "doctor", "peer", "bytes", "layers", "tcp")] == [
+            "ok"
+        ] * 6
+        assert "skip" == found["perftest"], out[role]
+        assert len(out[role].splitlines()) < 25, "it fits on a screen"
+        with tarfile.open(tmp_path / f"{role}.tar.gz") as packed:
+            files = {Path(name).name for name in packed.getnames()}
+        assert {"summary.txt", "facts.txt", "doctor.log", "bytes.json", "layers.json"} <= files
+    sizes = json.loads((tmp_path / "client/bytes.json").read_text())["sizes"]
+    assert [s["bytes"] for s in sizes] == sorted(
+        {1, 2, *(4**i + d for i in range(1, 7) for d in (-1, 0, 1))}
+    )
+    assert "transport  tcp" in (tmp_path / "client/peer.log").read_text()
+    assert json.loads((tmp_path / "client/layers.json").read_text())["p50_us"] > 0
+
+
+def test_a_step_that_fails(spaces: dict[str, str], tmp_path: Path) -> None:
+    """RDMA is demanded, and there is none: the step fails on both sides, and the next ones run."""
+    steps = {"STEPS": "bytes doctor", "TRANSPORT": "verbs", "SECONDS_EACH": "20"}
+    both = {role: start(spaces, role, tmp_path / role, **steps) for role in HOSTS}
+    for process in both.values():
+        out, _ = process.communicate(timeout=200)
+        assert process.returncode == 1
+        assert states(out)["bytes"] == "FAIL" and "FSERVER_TRANSPORT=verbs" in out
+        assert states(out)["doctor"] == "ok", out
+
+
+def test_a_step_that_hangs(spaces: dict[str, str], tmp_path: Path) -> None:
+    """It is ended when its time is over, and the next step runs."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *"rdma_steps.py bytes"*) sleep 100 ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    steps = {"STEPS": "bytes perftest", "SECONDS_EACH": "2", "PYTHON": str(python)}
+    both = {role: start(spaces, role, tmp_path / role, **steps) for role in HOSTS}
+    for process in both.values():
+        out, _ = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert states(out)["bytes"] == "FAIL" and "no end within 2 s" in out, out
+        assert states(out)["perftest"] == "skip", out
+
+
+def test_nobody_there(spaces: dict[str, str], tmp_path: Path) -> None:
+    """A host whose other one does not come ends, and says so."""
+    for role in HOSTS:
+        begin = time.monotonic()
+        process = start(spaces, role, tmp_path / role, WAIT="1")
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 1 and states(out)["start"] == "FAIL"
+        assert "7471" in out and time.monotonic() - begin < 60
+        assert (tmp_path / f"{role}.tar.gz").exists()
+
+
+def test_usage() -> None:
+    for words in ([], ["client"], ["other"]):
+        done = subprocess.run([SCRIPT, *words], capture_output=True, text=True)
+        assert done.returncode == 2 and "rdma_check.sh client SERVER" in done.stdout

@@ -1,0 +1,184 @@
+#!/usr/bin/env bash
+# Tests and measures fserver between two hosts, over RDMA if they have it.
+#
+#   tools/rdma_check.sh server              on one host, first
+#   tools/rdma_check.sh client SERVER       on the other one; SERVER is an address of the first
+#
+# Each host writes to a folder of its own and packs it. Nothing of the hosts is changed. The settings of fserver
+# (FSERVER_SECRET, FSERVER_RDMA_DEVICE, FSERVER_RDMA_TC, DMLC_INTERFACE, ...) are those of the environment. Besides:
+#
+#   PORT=7471         the first of 8 TCP ports of the server's host; further ports are chosen by its kernel
+#   RESULTS=DIR       the folder (rdma-check-HOST-ROLE)
+#   TRANSPORT=auto    verbs: RDMA or nothing
+#   SECONDS_EACH=120  time limit of a step
+#   WAIT=600          how long one host waits for the other one
+#   MOST=67108864     bytes of the largest tensor
+#   ITERS=1000        messages of each size for perftest
+#   TOKENS=5          tokens of 61 layers x 3 stages
+#   STEPS="..."       which steps, in this order: doctor peer bytes gpu layers tcp perftest nccl ucx; the same on both
+#   PYTHON=python3    which has fserver
+#
+# The exit status is 1 if a step failed. A step that cannot run is skipped, with the reason.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+role=${1:-} server=${2:-}
+case $role in
+server) ;;
+client) [[ $server ]] || role="" ;;
+*) role="" ;;
+esac
+if [[ ! $role ]]; then
+  sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  exit 2
+fi
+port=${PORT:-7471} limit=${SECONDS_EACH:-120} python=${PYTHON:-python3}
+results=${RESULTS:-rdma-check-$(hostname)-$role}
+steps=${STEPS:-doctor peer bytes gpu layers tcp perftest nccl ucx}
+wait=${WAIT:-600}
+export FSERVER_TRANSPORT=${TRANSPORT:-${FSERVER_TRANSPORT:-auto}} PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p "$results"
+results=$(cd "$results" && pwd)
+summary=$results/summary.txt
+: >"$summary"
+failed=0 listener="" began=0
+
+line() { # STATE STEP TEXT
+  printf '%-4s %-9s %4ss  %.130s\n' "$1" "$2" "$((SECONDS - began))" "$3" | tee -a "$summary"
+  [[ $1 != FAIL ]] || failed=1
+}
+finish() {
+  [[ ! $listener ]] || kill "$listener" 2>/dev/null
+  tar -C "$(dirname "$results")" -czf "$results.tar.gz" "$(basename "$results")"
+  echo "results: $results.tar.gz (send those of both hosts)"
+  exit "$failed"
+}
+trap 'failed=1; finish' INT TERM
+
+# Runs a command with the time limit, its output in $results/STEP.log. What it prints last is the reason of a failure.
+try() { # STEP COMMAND...
+  local step=$1
+  shift
+  timeout -k 5 "$limit" "$@" >"$results/$step.log" 2>&1
+  local status=$?
+  case $status in
+  0) return 0 ;;
+  124 | 137) line FAIL "$step" "no end within $limit s (SECONDS_EACH); see $step.log" ;;
+  *) line FAIL "$step" "$(grep -v '^ *$' "$results/$step.log" | tail -n 1)" ;;
+  esac
+  return 1
+}
+part() { # STEP PROGRAM NUMBER [OPTION...]: both hosts run PROGRAM of rdma_steps.py
+  local step=$1 program=$2 number=$3
+  shift 3
+  if try "$step" "$python" "$here/rdma_steps.py" "$program" --role "$role" --at "$(join "$server" $((port + number)))" \
+    --seconds "$limit" --json "$results/$step.json" "$@"; then
+    line ok "$step" "$("$python" "$here/rdma_steps.py" headline "$results/$step.json")"
+  fi
+}
+join() { if [[ $1 == *:* ]]; then echo "[$1]:$2"; else echo "$1:$2"; fi; }
+has() { command -v "$1" >/dev/null; }
+meet() { # STEP SECONDS [SAY]: the other host is at this step too; sets heard
+  local at=$server
+  if [[ $role == server ]]; then at=${LISTEN:-0.0.0.0}; fi
+  heard=$("$python" "$here/rdma_steps.py" meet --role "$role" --at "$(join "$at" "$port")" --name "$1" --seconds "$2" --say "${3:-}" \
+    2>"$results/meet.log") && return
+  line FAIL "$1" "$(tail -n 1 "$results/meet.log")"
+  finish
+}
+
+facts() {
+  local command words
+  for command in "uname -a" "ip -br addr" "ip route" "rdma link" "ibv_devinfo -v" "nvidia-smi" "nvidia-smi topo -m" "ulimit -a" "lsmod" "lscpu" "env"; do
+    echo "== $command"
+    case $command in
+    ulimit*) ulimit -a ;;
+    env) env | grep -E '^(DMLC|FSERVER|STEP|BYTEPS|PS|NCCL|UCX|CUDA)_' | grep -v '^FSERVER_SECRET=' ;;
+    *)
+      read -ra words <<<"$command"
+      if has "${words[0]}"; then timeout 30 "${words[@]}" 2>&1; else echo "missing"; fi
+      ;;
+    esac
+  done >"$results/facts.txt"
+}
+gpu() { has nvidia-smi && "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
+mine() { # what this host has
+  local found=""
+  if gpu; then found+=" gpu"; fi
+  if has ib_write_lat && has ib_write_bw; then found+=" perftest"; fi
+  if has ucx_perftest; then found+=" ucx"; fi
+  echo "$found"
+}
+both() { # STEP WORD: both hosts have it
+  if [[ " $own " == *" $2 "* && " $theirs " == *" $2 "* ]]; then return 0; fi
+  line skip "$1" "only if both hosts have it: $2"
+  return 1
+}
+
+doctor() {
+  try doctor "$python" -m fserver doctor || return
+  local found
+  found=$(grep -E '^ *(yes|no|note) +verbs' "$results/doctor.log" | head -n 1 | tr -s ' ')
+  line ok doctor "${found# }"
+}
+peer() {
+  if [[ $role == server ]]; then
+    line ok peer "answered the doctor of the client (listen.log)"
+    return
+  fi
+  try peer "$python" -m fserver doctor --peer "$(join "$server" $((port + 1)))" || return
+  line ok peer "$(grep -E '^ *yes +transport' "$results/peer.log" | tr -s ' '); $(tail -n 1 "$results/peer.log" | tr -s ' ')"
+}
+perftest() {
+  both perftest perftest || return
+  local name number gid test bad=0
+  read -r name number gid < <("$python" "$here/rdma_steps.py" device "$results/bytes.json" 2>/dev/null)
+  if [[ ! ${gid:-} ]]; then
+    line skip perftest "the step bytes did not go over RDMA"
+    return
+  fi
+  for test in ib_write_lat ib_write_bw; do
+    meet "$test" "$((limit + 30))"
+    [[ $role == server ]] || sleep 1 # until it listens
+    # shellcheck disable=SC2046 # the client alone names the server
+    try "$test" "$test" -d "$name" -i "$number" -x "$gid" -p $((port + 5)) -F -a -n "${ITERS:-1000}" $([[ $role == server ]] || echo "$server") || bad=1
+  done
+  ((bad)) || line ok perftest "$(awk '$1 == 64 { if (FILENAME ~ /lat/) printf "64 B %s us, ", $5 }
+    $1 == 1048576 { if (FILENAME ~ /lat/) printf "1 MiB %s us, ", $5; else printf "%s MB/s", $4 }' "$results"/ib_write_lat.log "$results"/ib_write_bw.log)"
+}
+ucx() {
+  both ucx ucx || return
+  [[ $role == server ]] || sleep 1
+  # shellcheck disable=SC2046
+  try ucx ucx_perftest -t ucp_put_lat -s 917504 -n 1000 -p $((port + 7)) $([[ $role == server ]] || echo "$server") || return
+  line ok ucx "$(tail -n 1 "$results/ucx.log" | tr -s ' ')"
+}
+
+facts
+own=$(mine)
+meet start "$wait" "$own"
+read -r address theirs <<<"$heard"
+[[ $role == client ]] || server=$address
+line ok start "$role; the server is $server; here:${own:- no perftest, GPU, ucx}; there: ${theirs:-no perftest, GPU, ucx}"
+if [[ $role == server ]]; then
+  "$python" -m fserver doctor --listen "$(join "$server" $((port + 1)))" >"$results/listen.log" 2>&1 &
+  listener=$!
+fi
+for step in $steps; do
+  began=$SECONDS
+  meet "$step" "$((2 * limit + 60))" # the other host may be busy with its part of the last one
+  began=$SECONDS
+  case $step in
+  doctor) doctor ;;
+  peer) peer ;;
+  perftest) perftest ;;
+  ucx) ucx ;;
+  bytes) part bytes bytes 2 --most "${MOST:-67108864}" ;;
+  gpu) if both gpu gpu; then part gpu bytes 3 --most "${MOST:-67108864}" --device gpu; fi ;;
+  layers) part layers layers 4 --tokens "${TOKENS:-5}" ;;
+  tcp) FSERVER_TRANSPORT=tcp part tcp layers 4 --tokens "${TOKENS:-5}" ;;
+  nccl) if both nccl gpu; then part nccl nccl 6; fi ;;
+  *) line FAIL "$step" "no such step (STEPS)" ;;
+  esac
+done
+meet end "$((2 * limit + 60))"
+finish
