@@ -154,6 +154,9 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	case carry != 0:
 		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
 	}
+	if k, taken, err := f.registerDirect(m); taken || err != nil {
+		return k, err
+	}
 	r := &region{Region: m}
 	var err error
 	if r.shadow, err = reserve(m.Len); err != nil {
@@ -281,6 +284,7 @@ func (f *Fabric) Deregister(k transport.Key) {
 func (f *Fabric) remove(k transport.Key) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.direct.drop(k)
 	r := f.regions[k.ID]
 	if r == nil || r.key.Token != k.Token || f.closed {
 		return

@@ -348,7 +348,7 @@ func TestLocal(t *testing.T) {
 	register := func(r mem.Region) (transport.Key, uint32) {
 		k, err := f.Register(r)
 		require.NoError(t, err)
-		return k, f.regions[slices.IndexFunc(f.regions, func(g region) bool { return g.id == k.ID })].mr.LKey
+		return k, f.regions[slices.IndexFunc(f.regions, func(g region) bool { return g.id == k.ID })].mrs[0].LKey
 	}
 	is := func(want uint32, off, n uint64) {
 		t.Helper()
@@ -387,8 +387,8 @@ func TestReadOnlySource(t *testing.T) {
 	r := w.memory(4096)
 	_, err := w.f[0].Register(r)
 	require.NoError(t, err)
-	_, ok := w.f[0].local(r.Span())
-	require.True(t, ok)
+	_, n := w.f[0].local(r.Span())
+	require.Equal(t, r.Len, n)
 }
 
 // TestUnreachable: Connect notices that the queue pair does not reach the peer's, and says by which

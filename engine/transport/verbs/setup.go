@@ -57,6 +57,7 @@ func (f *Fabric) adopt(s *link.Session) (transport.Conn, error) {
 	c := &Conn{f: f, session: s}
 	f.Owned(func() { c.at = f.at })
 	c.Open(s, c.end)
+	c.About.Why = f.direct.why
 	err := c.make()
 	if err == nil {
 		err = c.meet()
