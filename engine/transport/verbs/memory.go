@@ -132,7 +132,7 @@ func (f *Fabric) local(s mem.Span) (lkey uint32, n uint64) {
 			newest = g
 		}
 	}
-	if newest == nil {
+	if newest == nil || s.Len == 0 {
 		return 0, 0
 	}
 	off := start - newest.start
