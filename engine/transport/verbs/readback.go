@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/gpu"
@@ -43,6 +44,8 @@ const (
 	readRoom = 16   // reads under way
 	pageLen  = 4096 // of the GPU; it gives more
 	readLen  = 8
+
+	pageLimit = 5 * time.Second
 )
 
 // openReadback makes it, at the opening of the Fabric.
@@ -92,6 +95,13 @@ func (b *readback) close() {
 	}
 	if page := b.page; page != 0 {
 		b.later.Do(gpu.Memory, pageLen, func() { _ = b.dev.Free(page) })
+	}
+}
+
+// wait waits until the page has gone back, for a while: a kernel may keep it from going.
+func (b *readback) wait() {
+	if b != nil {
+		b.later.Wait(pageLimit)
 	}
 }
 

@@ -282,6 +282,7 @@ func (f *Fabric) Close() error {
 		f.regions = nil
 		f.release()
 	})
+	f.back.wait()
 	return nil
 }
 
