@@ -106,3 +106,12 @@ func source(op *transport.Op) mem.Device {
 	}
 	return mem.CPU
 }
+
+// innerKey is what inner is to be told of a key.
+func innerKey(k transport.Key) transport.Key {
+	var r remote
+	if k.Blob != "" && r.decode(k) {
+		return r.key
+	}
+	return k
+}

@@ -40,8 +40,8 @@ const (
 	reachFDs           // by descriptors, piece by piece
 )
 
-// A remote is a key of GPU memory as a writer sees it: Key.Blob. That of host memory has no
-// Blob. All numbers are little-endian.
+// A remote is a key of GPU memory as a writer sees it: Key.Blob. If the memory cannot be mapped, the Blob of inner's key
+// is behind it. All numbers are little-endian.
 type remote struct {
 	reach        uint8
 	key          transport.Key
@@ -78,7 +78,7 @@ func (r *remote) encode() string {
 	b := append(make([]byte, 0, 256), blobVersion, r.reach)
 	for i, v := range r.numbers() {
 		if i == 3 && r.reach == reachStaged {
-			return string(b)
+			return string(append(b, r.key.Blob...))
 		}
 		b = binary.LittleEndian.AppendUint64(b, *v)
 	}
@@ -105,6 +105,7 @@ func (r *remote) decode(k transport.Key) bool {
 	}
 	switch rest := b[at:]; r.reach {
 	case reachStaged:
+		r.key.Blob = rest
 		return true
 	case reachIPC:
 		if r.handle = rest; len(rest) != 64 {
