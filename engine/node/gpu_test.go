@@ -41,12 +41,16 @@ func contents(t *testing.T, g *fakegpu.GPU, s mem.Span) []byte {
 // TestGPUTensors moves tensors of a GPU between two nodes over each transport, from
 // behind a stream that is held up.
 func TestGPUTensors(t *testing.T) {
-	for _, transport := range []string{"cma", "cudaipc", "tcp"} {
+	for _, transport := range []string{"cma", "cudaipc", "tcp", "verbs"} {
 		for _, pieces := range []bool{false, true} {
 			t.Run(fmt.Sprint(transport, pieces), func(t *testing.T) {
 				g := fakegpu.New()
 				g.Pieces = pieces
 				t.Cleanup(func() { g.Empty(t) })
+				reads := func() int { return 0 }
+				if transport == "verbs" {
+					reads = directNICs(t, g)
+				}
 				m := newGPUPair(t, transport, func(int) (gpu.Device, error) { return g, nil })
 				worker, server := m.workers[0], m.servers[0]
 				require.Equal(t, mem.GPU(0), worker.Info().Device)
@@ -102,9 +106,10 @@ func TestGPUTensors(t *testing.T) {
 				b, err := worker.Describe()
 				require.NoError(t, err)
 				want := `"transport":"cudaipc"`
-				if transport == "tcp" {
-					want = `"transport":"tcp"`
+				if transport == "tcp" || transport == "verbs" {
+					want = `"transport":"` + transport + `"`
 				}
+				require.Equal(t, transport == "verbs", reads() > 0, "the NIC writes into the GPU")
 				require.Contains(t, string(b), want)
 				m.stop()
 				for _, n := range m.all() {
