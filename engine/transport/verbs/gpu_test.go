@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"fserver/cshim/cuda"
+	rdma "fserver/cshim/verbs"
 	"fserver/cshim/verbs/fakeverbs"
 	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
@@ -553,4 +554,47 @@ func TestNeedsReadback(t *testing.T) {
 	} {
 		require.Equal(t, c.want, needsReadback(c.d, c.nic), "%+v and %s", c.d, c.nic)
 	}
+}
+
+// TestProbeGPU: the doctor says of each device how it reaches each GPU, or why not and what helps.
+func TestProbeGPU(t *testing.T) {
+	folder, old := withoutModule(t), gpus
+	t.Cleanup(func() { gpus = old })
+	if err := withLibrary(t); err != nil {
+		t.Skip(err)
+	}
+	find := func(what string) (f transport.Finding, found bool) {
+		for _, f := range probe() {
+			if f.What == what {
+				return f, true
+			}
+		}
+		return f, false
+	}
+	whole := cuda.Direct{GPUDirect: true, DMABuf: true, Ordering: cuda.OwnerOrdering}
+	closed := whole
+	closed.DMABuf, closed.Ordering = false, 0
+	gpus = func() []cuda.Direct { return nil }
+	_, found := find("fake0 GPUDirect")
+	require.False(t, found)
+	gpus = func() []cuda.Direct { return []cuda.Direct{whole, closed, {}} }
+	f, _ := find("fake0 GPUDirect")
+	require.Equal(t, transport.Finding{
+		What: "fake0 GPUDirect", State: transport.Note, Remedy: directRemedy,
+		Text: "gpu 0: by dma-buf; gpu 1: through host memory (by dma-buf: the GPU's driver gives no dma-buf; by nvidia-peermem: the kernel module nvidia-peermem is not loaded); " +
+			"gpu 2: through host memory (by dma-buf: this GPU has no GPUDirect RDMA; by nvidia-peermem: this GPU has no GPUDirect RDMA)",
+	}, f)
+	fakeverbs.Set("dmabuf", 0)
+	require.NoError(t, os.Mkdir(filepath.Join(folder, "nvidia_peermem"), 0o700))
+	gpus = func() []cuda.Direct { return []cuda.Direct{whole, whole, whole, closed} }
+	f, _ = find("fake1 GPUDirect")
+	require.Equal(t, transport.Finding{What: "fake1 GPUDirect", State: transport.Yes, Text: "gpu 0 to 2: by nvidia-peermem; gpu 3: by nvidia-peermem, with a read behind writes"}, f)
+}
+
+// withLibrary opens the fake, as the first library of the process.
+func withLibrary(t *testing.T) error {
+	if onHardware() {
+		return errors.New("verbs: only the fake library can imitate this")
+	}
+	return rdma.Open(library(t))
 }
