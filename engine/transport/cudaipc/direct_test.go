@@ -57,8 +57,35 @@ func overNICs(tb testing.TB, g *fakegpu.GPU) below {
 	}
 }
 
+// overSockets joins two Fabrics of tcp by rails. They take no memory of a GPU.
+func overSockets(testing.TB, *fakegpu.GPU) below {
+	return func(o transporttest.Options) (transport.Fabric, error) {
+		a, err := overTCP(o)
+		if err != nil {
+			return nil, err
+		}
+		b, err := overTCP(o)
+		if err != nil {
+			return nil, err
+		}
+		return rails.New([]transport.Fabric{a, b}, rails.Options{})
+	}
+}
+
 // refused has the NIC refuse the next memory of a GPU.
 func refused() { fakeverbs.Fail("ibv_reg_dmabuf_mr", unix.EINVAL, 0, 1) }
+
+// TestStagedOverRails: the key of a shadow has what the keys of the members need.
+func TestStagedOverRails(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overSockets(t, g), false)
+	src, dst := onGPU(t, g, 2<<20, 5), onGPU(t, g, 2<<20, 1)
+	k := b.key(t, dst)
+	a.post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	holds(t, g, dst, 5)
+	b.free(t, k)
+}
 
 // TestDirect: GPU memory travels without a copy where the NIC takes both ends, through host memory at the end that it does
 // not take, and the frame behind a write comes when the GPU has it.

@@ -29,10 +29,10 @@ const (
 
 // direct is the GPU whose memory the NIC reads and writes by itself (GPUDirect). The zero value is none.
 type direct struct {
-	dev         gpu.Device
-	at          mem.Device // mem.CPU where the NIC takes no memory of a GPU
-	buf, peer   error      // why not by dma-buf, and why not by peer memory; nil: that way may be tried
-	why, remedy string     // of a node with a GPU whose memory is not taken
+	dev       gpu.Device
+	at        mem.Device // mem.CPU where the NIC takes no memory of a GPU
+	buf, peer error      // why not by dma-buf, and why not by peer memory; nil: that way may be tried
+	why       string     // a node has a GPU whose memory is not taken
 }
 
 // A DirectError says why memory of a GPU cannot be registered with a NIC.
