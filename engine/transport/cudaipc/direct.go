@@ -2,7 +2,6 @@ package cudaipc
 
 import (
 	"cmp"
-	"errors"
 	"slices"
 
 	"fserver/engine/mem"
@@ -63,24 +62,20 @@ func (d *direct) has(s mem.Span) bool {
 
 func byStart(g directRegion, start uint64) int { return cmp.Compare(g.start, start) }
 
-// registerDirect registers memory of the GPU with inner. False without an error: inner does not take it, and
-// it is to be staged.
-func (f *Fabric) registerDirect(m mem.Region) (k transport.Key, taken bool, err error) {
+// registerDirect registers memory of the GPU with inner. False: inner does not take it, and it is to be staged. If inner has
+// failed, the registration of the shadow says so.
+func (f *Fabric) registerDirect(m mem.Region) (k transport.Key, taken bool) {
 	if m.Len == 0 || f.Caps().GPU != m.Dev {
-		return k, false, nil
+		return k, false
 	}
-	k, err = f.Fabric.Register(m)
-	var broken *transport.DeviceError
-	switch {
-	case errors.As(err, &broken), errors.Is(err, transport.ErrClosed):
-		return k, false, err
-	case err != nil:
-		return k, false, nil
+	k, err := f.Fabric.Register(m)
+	if err != nil {
+		return k, false
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.direct.add(m, k)
-	return k, true, nil
+	return k, true
 }
 
 // reads reports whether inner can read the source of op, which is on the GPU.

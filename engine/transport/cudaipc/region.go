@@ -155,8 +155,8 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	case carry != 0:
 		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
 	}
-	if k, taken, err := f.registerDirect(m); taken || err != nil {
-		return k, err
+	if k, taken := f.registerDirect(m); taken {
+		return k, nil
 	}
 	r := &region{Region: m}
 	var err error

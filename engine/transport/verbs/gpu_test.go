@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -502,22 +503,23 @@ func TestFreedWhileRegistered(t *testing.T) {
 // goes while it is sent ends its Conn.
 func TestSourceGone(t *testing.T) {
 	w := newGPUPair(t, nil)
-	from, k := w.alloc(0, 1<<20)
-	_, key := w.alloc(1, 1<<20)
+	stays, _ := w.alloc(0, 4096)
+	from, k := w.alloc(0, 4096)
+	_, key := w.alloc(1, 2<<20)
+	spans := slices.Repeat([]mem.Span{stays.Span()}, wrDepth+1)
+	spans = append(spans, from.Span())
 	fakeverbs.Set("hold", 1)
-	for range opDepth {
-		n, err := w.a.Post([]transport.Op{{Kind: transport.OpWrite, Key: key, Src: []mem.Span{from.Span()}, Dev: from.Dev}})
-		require.NoError(t, err)
-		if n == 0 {
-			break
-		}
-	}
-	require.True(t, w.a.Unsent())
+	n, err := w.a.Post([]transport.Op{{Kind: transport.OpWrite, Key: key, Src: spans, Dev: from.Dev}})
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	require.True(t, w.a.tx.cur.active)
 	w.f[0].Deregister(k)
 	fakeverbs.Set("hold", 0)
 	w.until("the Conn goes down", func() bool { return w.down[0][w.a] != nil })
+	why := w.down[0][w.a]
 	w.a, w.b = w.pair()
-	_, err := w.a.Post([]transport.Op{{Kind: transport.OpWrite, Key: key, Src: []mem.Span{from.Span()}, Dev: from.Dev}})
+	require.ErrorContains(t, why, "which are not registered, or no longer")
+	_, err = w.a.Post([]transport.Op{{Kind: transport.OpWrite, Key: key, Src: []mem.Span{from.Span()}, Dev: from.Dev}})
 	require.ErrorContains(t, err, "which are not registered, or no longer")
 	w.echo(w.a)
 }
