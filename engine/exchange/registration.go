@@ -221,17 +221,22 @@ func (ks *keys) call(ring *keyring, r mem.Region) (transport.Key, error) {
 	if err := calm.wait(); err != nil {
 		return transport.Key{}, err
 	}
-	k, err := ring.fabric.Register(r)
+	return ks.register(ring.fabric, r)
+}
+
+// register registers with a Fabric, and gives up what nobody uses if no more memory can be locked. It may block.
+func (ks *keys) register(f transport.Fabric, r mem.Region) (transport.Key, error) {
+	k, err := f.Register(r)
 	if errors.Is(err, syscall.ENOMEM) && ks.spare() {
 		for wait := time.Millisecond; errors.Is(err, syscall.ENOMEM) && wait < spareLimit; wait *= 2 {
-			time.Sleep(wait) // what is not used any more is let go of meanwhile
-			k, err = ring.fabric.Register(r)
+			time.Sleep(wait) // what is given up is let go of meanwhile
+			k, err = f.Register(r)
 		}
 	}
 	return k, err
 }
 
-// spareLimit bounds how long call waits for the memory of registrations that it has given up.
+// spareLimit bounds how long register waits for the memory of registrations that it has given up.
 const spareLimit = 256 * time.Millisecond
 
 // spare gives up all registrations that no ticket names, because no more memory can be locked. It reports whether there

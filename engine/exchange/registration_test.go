@@ -271,6 +271,12 @@ func TestLockedMemory(t *testing.T) {
 	_, err = use(0, 3)
 	require.ErrorIs(t, err, syscall.ENOMEM)
 	require.Len(t, f.keys, 2, "tickets name them")
+	far, err = use(1, 0)
+	require.NoError(t, err)
+	ks.letGo(far)
+	_, err = ks.register(&locker{newFabric(), 0}, all[3].Base) // a receive buffer
+	require.ErrorIs(t, err, syscall.ENOMEM)
+	require.Empty(t, other.keys)
 	again, err := use(0, 2)
 	require.NoError(t, err)
 	require.NotNil(t, again[0])
