@@ -81,6 +81,8 @@ func directNICs(t testing.TB, g *fakegpu.GPU) func() int {
 	}
 	newNICs(t)
 	t.Cleanup(fakeverbs.Reset)
+	fakeverbs.Set("gids", 3)
+	fakeverbs.Set("cqe", 1<<15)
 	fakeverbs.Set("late", 1)
 	g.NIC.Ordering = 0
 	before := fakeverbs.Count("reads")
