@@ -280,22 +280,31 @@ func TestNoReadback(t *testing.T) {
 	require.Zero(t, w.reads())
 }
 
-// TestReadbackFails: a GPU that does not answer ends the Conns whose frames wait for it, with words, and later marked
-// frames do. Frames behind host memory are given on new Conns.
+// TestReadbackFails: a GPU that does not answer ends the Conns whose frames wait for it, with words, and others when
+// a marked frame comes. Frames behind host memory are given. The next Conn has the reads made anew.
 func TestReadbackFails(t *testing.T) {
 	w := newGPUPair(t, unordered)
 	from, _ := w.alloc(0, 4096)
-	_, key := w.alloc(1, 4096)
+	to, key := w.alloc(1, 4096)
+	w.store(from, pattern(from.Len, 1))
+	other, far := w.two.pair()
 	fakeverbs.Status(fakeverbs.Read, 0, 11)
 	w.mustPost(from, key)
 	w.until("the Conn goes down", func() bool { return w.down[1][w.b] != nil && w.down[0][w.a] != nil })
-	require.ErrorContains(t, w.down[1][w.b], "read back what was written to gpu 0 by GPUDirect: the peer could not complete the request (check the GPU with nvidia-smi; FSERVER_RDMA_GPUDIRECT=0 does without GPUDirect)")
+	const words = "read back what was written to gpu 0 by GPUDirect: the peer could not complete the request (check the GPU with nvidia-smi; FSERVER_RDMA_GPUDIRECT=0 does without GPUDirect)"
+	require.ErrorContains(t, w.down[1][w.b], words)
 	require.Empty(t, w.frames[1])
-	w.a, w.b = w.pair()
-	w.echo(w.a)
+	w.echo(other)
+	w.a, w.b = other, far
 	w.mustPost(from, key)
-	w.until("the Conn goes down", func() bool { return w.down[1][w.b] != nil })
-	require.ErrorContains(t, w.down[1][w.b], "read back what was written to gpu 0")
+	w.until("the other Conn goes down", func() bool { return w.down[1][far] != nil && w.down[0][other] != nil })
+	require.ErrorContains(t, w.down[1][far], words)
+
+	pairs := fakeverbs.Count("pairs")
+	w.a, w.b = w.pair()
+	w.until("the queue pairs of the Conns that have ended are destroyed", func() bool { return fakeverbs.Count("pairs") <= pairs+2 })
+	w.send(from, key)
+	require.Equal(t, w.load(from), w.load(to))
 }
 
 // TestParts: regions that exceed what the device registers at a time are registered in parts, and writes

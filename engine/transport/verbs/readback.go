@@ -19,19 +19,20 @@ import (
 //
 // The owner of the Fabric guards it after open.
 type readback struct {
-	dev    gpu.Device
-	later  *gpu.Later
-	qp     *rdma.QP
-	page   uint64 // of the GPU
-	from   region // of it
-	buf    mem.Region
-	to     rdma.Region // of buf
-	pinned bool        // to is registered
-	begun  uint64      // reads that were posted
-	done   uint64      // those that have completed
-	wanted bool        // another one is
-	waits  []waiting
-	broken error // nothing can be read any more
+	dev     gpu.Device
+	later   *gpu.Later
+	qp      *rdma.QP
+	page    uint64 // of the GPU
+	from    region // of it
+	buf     mem.Region
+	to      rdma.Region // of buf
+	pinned  bool        // to is registered
+	begun   uint64      // reads that were posted
+	done    uint64      // those that have completed
+	wanted  bool        // another one is
+	waits   []waiting
+	broken  error // nothing can be read, until mend
+	mending bool
 }
 
 // waiting is a Conn with a frame that waits for a read.
@@ -67,15 +68,56 @@ func (f *Fabric) openReadback(d gpu.Device, later *gpu.Later) (err error) {
 		return err
 	}
 	b.pinned = true
-	if b.qp, err = f.dev.NewQP(f.cq, rdma.Room{Send: readRoom, Recv: 1, Port: f.at.number, Readable: true}); err != nil {
-		return err
+	b.qp, err = f.loop(f.at)
+	return err
+}
+
+// loop makes a queue pair of a port that is joined to itself.
+func (f *Fabric) loop(at address) (*rdma.QP, error) {
+	qp, err := f.dev.NewQP(f.cq, rdma.Room{Send: readRoom, Recv: 1, Port: at.number, Readable: true})
+	if err != nil {
+		return nil, err
 	}
-	own := f.at.gid()
-	return b.qp.Connect(rdma.Path{
-		GID: own.Raw, QP: b.qp.Number, LID: f.at.port.LID, GIDIndex: own.Index, MTU: f.at.port.MTU,
-		Global: f.at.across(own.Raw), Port: f.at.number, Timeout: f.path.Timeout, Retries: f.path.Retries,
+	own := at.gid()
+	err = qp.Connect(rdma.Path{
+		GID: own.Raw, QP: qp.Number, LID: at.port.LID, GIDIndex: own.Index, MTU: at.port.MTU,
+		Global: at.across(own.Raw), Port: at.number, Timeout: f.path.Timeout, Retries: f.path.Retries,
 		ServiceLevel: f.path.ServiceLevel, TrafficClass: f.path.TrafficClass, NotReady: 7,
 	})
+	if err != nil {
+		_ = qp.Destroy()
+		return nil, err
+	}
+	return qp, nil
+}
+
+// mend makes the queue pair anew when a read has failed: the addresses of the port may be others. A Conn that is set up
+// calls it. It may block. If it fails too, the next Conn tries again.
+func (f *Fabric) mend() {
+	b := f.back
+	if b == nil {
+		return
+	}
+	var at address
+	begun := false
+	f.Owned(func() {
+		if begun = b.broken != nil && !b.mending; begun {
+			b.mending, at = true, f.at
+		}
+	})
+	if !begun {
+		return
+	}
+	qp, err := f.loop(at)
+	f.Owned(func() {
+		if b.mending = false; err == nil {
+			b.qp, qp = qp, b.qp
+			b.broken, b.wanted, b.done = nil, false, b.begun // nobody waits for a read of the other one
+		}
+	})
+	if qp != nil {
+		_ = qp.Destroy()
+	}
 }
 
 // close gives back what openReadback took, also after an error. The page goes back when that makes nobody wait.
@@ -156,7 +198,7 @@ func (b *readback) completed(f *Fabric, w *rdma.Completion) {
 	})
 }
 
-// fail ends the Conns whose frames can never be given, and all that a marked frame comes on from now on.
+// fail ends the Conns whose frames can never be given, and, until mend, all that a marked frame comes on.
 func (b *readback) fail(err error) {
 	if b.broken != nil {
 		return
