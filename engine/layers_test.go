@@ -41,7 +41,7 @@ var layers = map[string][]string{
 	"transport/link":          {"conf", "mem", "transport"},
 	"transport/rails":         {"mem", "transport", "transport/link"},
 	"transport/tcp":           {"conf", "mem", "transport", "transport/link"},
-	"transport/verbs":         {"conf", "mem", "transport", "transport/link"},
+	"transport/verbs":         {"conf", "gpu", "mem", "transport", "transport/link"},
 	"topo":                    {"conf"},
 	"cluster":                 {"wire"},
 	"peers":                   {"wire"},

@@ -20,6 +20,14 @@ typedef struct {
   bool on_gpu, legacy_ipc, descriptor; /* as Memory of Go has them */
 } cs_memory;
 
+// What a NIC has to know of a GPU to use its memory.
+typedef struct {
+  int32_t domain, bus, slot; /* on PCI */
+  int32_t ordering;          /* CS_ORDERING_*, of what NICs write */
+  bool gpu_direct, dma_buf;  /* peer memory; descriptors of its memory */
+  bool c2c;                  /* it is joined to its CPU by C2C */
+} cs_direct;
+
 // What a call changes for its thread, which may be the application's, and puts
 // back. While any thread captures a graph, others must not make calls that might
 // disturb that, unless they say that they know what they do: none of ours touches
@@ -63,6 +71,26 @@ static int cs_retain(int ordinal, uint64_t *context) {
   return rc == CS_CU_SUCCESS
              ? cs_cu.DevicePrimaryCtxRetain((cs_context *)context, device)
              : rc;
+}
+
+// Needs no context. An attribute that the driver does not know is 0.
+static int cs_direct_of(int ordinal, cs_direct *out) {
+  cs_device device;
+  int rc = cs_cu.DeviceGet(&device, ordinal);
+  if (rc != CS_CU_SUCCESS)
+    return rc;
+  const int what[] = {CS_DEV_PCI_DOMAIN,      CS_DEV_PCI_BUS,
+                      CS_DEV_PCI_SLOT,        CS_DEV_GPU_DIRECT_WRITES_ORDERING,
+                      CS_DEV_GPU_DIRECT,      CS_DEV_DMA_BUF,
+                      CS_DEV_HOST_PAGE_TABLES};
+  enum { COUNT = sizeof what / sizeof *what };
+  int value[COUNT] = {0};
+  for (int i = 0; i < COUNT; i++)
+    if (cs_cu.DeviceGetAttribute(&value[i], what[i], device) != CS_CU_SUCCESS)
+      value[i] = 0;
+  *out = (cs_direct){value[0], value[1], value[2], value[3],
+                     value[4], value[5], value[6]};
+  return rc;
 }
 
 // A call that takes one number at most, on, and makes one at most.
@@ -195,6 +223,15 @@ static int cs_export_fd(uint64_t context, uint64_t address, int *fd) {
   rc = cs_cu.MemExportToShareableHandle(fd, handle, CS_HANDLE_POSIX_FD, 0);
   cs_cu.MemRelease(handle);
   return rc;
+}
+
+// A range of whole pages, for the kernel's drivers of other devices, as a
+// descriptor, which is the caller's.
+static int cs_export_dma_buf(uint64_t context, uint64_t address, uint64_t bytes,
+                             int *fd) {
+  ENTER(context);
+  return cs_cu.MemGetHandleForAddressRange(fd, address, bytes,
+                                           CS_RANGE_DMA_BUF_FD, 0);
 }
 
 // Unmaps the first n pieces of a range of total bytes, and gives it back.

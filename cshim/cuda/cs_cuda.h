@@ -53,8 +53,15 @@ enum {
 
 // Of DeviceGetAttribute.
 enum {
+  CS_DEV_PCI_BUS = 33,
+  CS_DEV_PCI_SLOT = 34,
+  CS_DEV_PCI_DOMAIN = 50,
   CS_DEV_COMPUTE_CAPABILITY_MAJOR = 75,
   CS_DEV_COMPUTE_CAPABILITY_MINOR = 76,
+  CS_DEV_HOST_PAGE_TABLES = 100, /* the GPU walks those of the CPU: C2C */
+  CS_DEV_GPU_DIRECT = 116,
+  CS_DEV_GPU_DIRECT_WRITES_ORDERING = 118, /* CS_ORDERING_* */
+  CS_DEV_DMA_BUF = 124,
 };
 
 // Of PointerGetAttribute.
@@ -83,6 +90,8 @@ enum { CS_CAPTURE_MODE_GLOBAL = 0, CS_CAPTURE_MODE_RELAXED = 2 };
 enum { CS_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1 };
 enum { CS_GRAPH_USER_OBJECT_MOVE = 1 };
 enum { CS_HANDLE_POSIX_FD = 1 };
+enum { CS_RANGE_DMA_BUF_FD = 1 };
+enum { CS_ORDERING_NONE = 0, CS_ORDERING_OWNER = 100 };
 enum { CS_LOCATION_DEVICE = 1 };
 enum { CS_ACCESS_READWRITE = 3 };
 enum { CS_FUNC_NUM_REGS = 4 };
@@ -148,6 +157,9 @@ enum { CS_CUDA_OLDEST = 11070 };
   F(MemAlloc, 3020, (cs_ptr * address, size_t bytes))                          \
   F(MemFree, 3020, (cs_ptr address))                                           \
   F(MemGetAddressRange, 3020, (cs_ptr * base, size_t *bytes, cs_ptr address))  \
+  F(MemGetHandleForAddressRange, 11070,                                        \
+    (void *handle, cs_ptr address, size_t bytes, int type,                     \
+     unsigned long long flags))                                                \
   F(PointerGetAttribute, 4000, (void *value, int what, cs_ptr address))        \
   F(MemHostAlloc, 2020, (void **address, size_t bytes, unsigned flags))        \
   F(MemFreeHost, 2000, (void *address))                                        \

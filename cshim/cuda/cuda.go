@@ -66,6 +66,28 @@ func Count() (int, error) {
 	return int(n), err
 }
 
+// Direct is what a NIC has to know of a GPU to use its memory.
+type Direct struct {
+	Domain, Bus, Slot int32 // on PCI
+	Ordering          int32 // what of a NIC's writes the GPU sees in order; see OwnerOrdering
+	GPUDirect         bool  // NICs can use its memory
+	DMABuf            bool  // ExportDMABuf works
+	C2C               bool  // it is joined to its CPU by C2C
+}
+
+// OwnerOrdering is the Direct.Ordering from which on the GPU itself sees what a NIC has written when the NIC
+// has told the CPU of it.
+const OwnerOrdering = C.CS_ORDERING_OWNER
+
+// DirectOf says it of visible GPU ordinal. It needs no context.
+func DirectOf(ordinal int) (d Direct, err error) {
+	err = failed(C.cs_direct_of(C.int(ordinal), (*C.cs_direct)(unsafe.Pointer(&d))), "ask what gpu %d can do", ordinal)
+	return d, err
+}
+
+// Direct is DirectOf the GPU.
+func (d *Device) Direct() (Direct, error) { return DirectOf(d.ordinal) }
+
 // Device is a GPU whose primary context this process holds, from Retain to its end.
 type Device struct {
 	ordinal int
@@ -252,6 +274,14 @@ func (d *Device) Reach(ordinal int) error {
 func (d *Device) ExportFD(address uint64) (int, error) {
 	var fd C.int
 	err := failed(C.cs_export_fd(d.context, C.uint64_t(address), &fd), "export the memory at %#x", address)
+	return int(fd), err
+}
+
+// ExportDMABuf gives n bytes at address as a descriptor for the drivers of NICs, which is the caller's. Both are
+// whole pages of the host, of one allocation, or of a reserved range that is mapped there.
+func (d *Device) ExportDMABuf(address, n uint64) (int, error) {
+	var fd C.int
+	err := failed(C.cs_export_dma_buf(d.context, C.uint64_t(address), C.uint64_t(n), &fd), "export %d bytes at %#x of gpu %d as a dma-buf", n, address, d.ordinal)
 	return int(fd), err
 }
 

@@ -71,18 +71,61 @@ func TestMemoryLayout(t *testing.T) {
 	})
 }
 
+// TestDirectLayout: Direct is laid out as cs_direct.
+func TestDirectLayout(t *testing.T) {
+	var d Direct
+	require.Equal(t, [...]uintptr{0, 4, 8, 12, 16, 17, 18, 20}, [...]uintptr{
+		unsafe.Offsetof(d.Domain), unsafe.Offsetof(d.Bus), unsafe.Offsetof(d.Slot), unsafe.Offsetof(d.Ordering),
+		unsafe.Offsetof(d.GPUDirect), unsafe.Offsetof(d.DMABuf), unsafe.Offsetof(d.C2C), unsafe.Sizeof(d),
+	})
+}
+
+// inChild runs the test in a child over testdata/driver.c, and reports whether this is the child.
+func inChild(t *testing.T) bool {
+	if os.Getenv("FAKE_SEES") != "" {
+		return true
+	}
+	folder := t.TempDir()
+	out, err := exec.Command(cmp.Or(os.Getenv("CC"), "cc"), "-shared", "-fPIC", "-o", filepath.Join(folder, "libcuda.so.1"), "testdata/driver.c").CombinedOutput()
+	require.NoError(t, err, string(out))
+	child := exec.Command(os.Args[0], "-test.run=^"+t.Name()+"$", "-test.v")
+	child.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, "FAKE_SEES=0")
+	out, err = child.CombinedOutput()
+	require.NoError(t, err, string(out))
+	require.Contains(t, string(out), "--- PASS: "+t.Name())
+	return false
+}
+
+// TestDirect: the attributes are asked of the GPU with the number, by the numbers of CUDA, without a context; a
+// descriptor is made in the GPU's context, which the thread loses again.
+func TestDirect(t *testing.T) {
+	if !inChild(t) {
+		return
+	}
+	require.NoError(t, Open())
+	t.Setenv("FAKE_SEES", "31")
+	for i, number := range []int32{3, 1} {
+		d, err := DirectOf(i)
+		require.NoError(t, err)
+		require.Equal(t, Direct{Domain: number*1000 + 50, Bus: number*1000 + 33, Slot: number*1000 + 34, Ordering: number*1000 + 118, GPUDirect: true, DMABuf: true, C2C: true}, d)
+	}
+	_, err := DirectOf(2)
+	require.ErrorContains(t, err, "cuda: ask what gpu 2 can do: ")
+	d, err := Retain(1)
+	require.NoError(t, err)
+	fd, err := d.ExportDMABuf(0x7000, 0x2000)
+	require.NoError(t, err)
+	require.Equal(t, 101, fd, "the context is that of GPU 1 of the host")
+	_, err = Count()
+	require.NoError(t, err, "no call leaves its context to the thread")
+	_, err = d.ExportDMABuf(0x7008, 0x2000)
+	require.ErrorContains(t, err, "cuda: export 8192 bytes at 0x7008 of gpu 1 as a dma-buf: ")
+}
+
 // TestReach: the memory that is used is that of the GPU which has the number in this process,
 // whatever number it has in the host. It runs in a child, over a driver of its own.
 func TestReach(t *testing.T) {
-	if os.Getenv("FAKE_SEES") == "" {
-		folder := t.TempDir()
-		out, err := exec.Command(cmp.Or(os.Getenv("CC"), "cc"), "-shared", "-fPIC", "-o", filepath.Join(folder, "libcuda.so.1"), "testdata/driver.c").CombinedOutput()
-		require.NoError(t, err, string(out))
-		child := exec.Command(os.Args[0], "-test.run=^TestReach$", "-test.v")
-		child.Env = append(os.Environ(), "LD_LIBRARY_PATH="+folder, "FAKE_SEES=0")
-		out, err = child.CombinedOutput()
-		require.NoError(t, err, string(out))
-		require.Contains(t, string(out), "--- PASS: TestReach")
+	if !inChild(t) {
 		return
 	}
 	require.NoError(t, Open())

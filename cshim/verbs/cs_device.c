@@ -79,8 +79,9 @@ int cs_ib_device_open(const char *name, cs_ib_device **device,
     return rc;
   }
   add_thread_domain(d);
-  *facts = (cs_ib_facts){a.max_qp, a.max_cqe, a.phys_port_cnt,
-                         d->context->async_fd, d->td != NULL};
+  *facts = (cs_ib_facts){
+      a.max_mr_size,        a.max_qp,     a.max_cqe, a.phys_port_cnt,
+      d->context->async_fd, d->td != NULL};
   *device = d;
   return 0;
 }
@@ -157,21 +158,53 @@ int cs_ib_async(cs_ib_device *d, cs_ib_event *event) {
   return 0;
 }
 
-int cs_ib_register(cs_ib_device *d, uint64_t address, uint64_t bytes,
-                   int access, cs_ib_mr **mr, uint32_t *lkey, uint32_t *rkey) {
+static unsigned access_of(int access) {
   unsigned a = 0;
   a |= access & CS_IB_LOCAL_WRITE ? IBV_ACCESS_LOCAL_WRITE : 0;
   a |= access & CS_IB_REMOTE_WRITE ? IBV_ACCESS_REMOTE_WRITE : 0;
+  a |= access & CS_IB_REMOTE_READ ? IBV_ACCESS_REMOTE_READ : 0;
   a |= access & CS_IB_RELAXED_ORDERING ? IBV_ACCESS_RELAXED_ORDERING : 0;
-  errno = 0;
-  struct ibv_mr *m =
-      cs_ib.reg_mr(d->pd, (void *)(uintptr_t)address, bytes, address, a);
+  return a;
+}
+
+static int registered(struct ibv_mr *m, cs_ib_mr **mr, uint32_t *lkey,
+                      uint32_t *rkey) {
   if (!m)
     return cs_ib_errno();
   *mr = (cs_ib_mr *)m;
   *lkey = m->lkey;
   *rkey = m->rkey;
   return 0;
+}
+
+int cs_ib_register(cs_ib_device *d, uint64_t address, uint64_t bytes,
+                   int access, cs_ib_mr **mr, uint32_t *lkey, uint32_t *rkey) {
+  errno = 0;
+  return registered(cs_ib.reg_mr(d->pd, (void *)(uintptr_t)address, bytes,
+                                 address, access_of(access)),
+                    mr, lkey, rkey);
+}
+
+// A descriptor that is none is refused as such only where others are taken.
+int cs_ib_dma_buf(cs_ib_device *d) {
+  if (!cs_dma_buf.reg_mr)
+    return ENOSYS;
+  errno = 0;
+  struct ibv_mr *m = cs_dma_buf.reg_mr(d->pd, 0, 0, 0, -1, 0);
+  if (m)
+    return cs_ib.dereg_mr(m);
+  return errno == EOPNOTSUPP || errno == EPROTONOSUPPORT ? EOPNOTSUPP : 0;
+}
+
+int cs_ib_register_dma_buf(cs_ib_device *d, int fd, uint64_t offset,
+                           uint64_t bytes, uint64_t address, int access,
+                           cs_ib_mr **mr, uint32_t *lkey, uint32_t *rkey) {
+  if (!cs_dma_buf.reg_mr)
+    return ENOSYS;
+  errno = 0;
+  return registered(cs_dma_buf.reg_mr(d->pd, offset, bytes, address, fd,
+                                      (int)access_of(access)),
+                    mr, lkey, rkey);
 }
 
 int cs_ib_deregister(cs_ib_mr *mr) {

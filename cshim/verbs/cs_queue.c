@@ -80,7 +80,9 @@ int cs_ib_qp_create(cs_ib_device *d, cs_ib_cq cq, cs_ib_room *room,
     return cs_ib_errno();
   struct ibv_qp_attr init = {.qp_state = IBV_QPS_INIT,
                              .port_num = (uint8_t)room->port,
-                             .qp_access_flags = IBV_ACCESS_REMOTE_WRITE};
+                             .qp_access_flags = room->readable
+                                                    ? IBV_ACCESS_REMOTE_READ
+                                                    : IBV_ACCESS_REMOTE_WRITE};
   int rc = cs_ib.modify_qp(q, &init,
                            IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
                                IBV_QP_ACCESS_FLAGS);
@@ -179,7 +181,9 @@ int cs_ib_post_send(cs_ib_qp qp, const cs_ib_wr *requests, int count,
     w->next = i + 1 < count ? w + 1 : NULL;
     w->sg_list = (struct ibv_sge *)(uintptr_t)&f->from;
     w->num_sge = f->from.bytes != 0;
-    w->opcode = f->op == CS_IB_WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_SEND;
+    w->opcode = f->op == CS_IB_WRITE  ? IBV_WR_RDMA_WRITE
+                : f->op == CS_IB_READ ? IBV_WR_RDMA_READ
+                                      : IBV_WR_SEND;
     w->send_flags = f->flags & CS_IB_SIGNALED ? IBV_SEND_SIGNALED : 0;
     w->wr.rdma.remote_addr = f->remote;
     w->wr.rdma.rkey = f->rkey;

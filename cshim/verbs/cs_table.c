@@ -13,6 +13,7 @@
 
 struct cs_ib_table cs_ib;
 struct cs_mlx5_table cs_mlx5;
+struct cs_dma_buf_table cs_dma_buf;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char opened[PATH_MAX]; /* the library in use; empty: none */
@@ -57,6 +58,7 @@ static int open_library(const char *path, char *why, size_t room) {
   CS_IB_TABLE(FIND)
 #undef FIND
   cs_ib = table;
+  set(&cs_dma_buf.reg_mr, dlsym(library, "ibv_reg_dmabuf_mr"));
   open_mlx5(library);
   strcpy(opened, path);
   return 0;

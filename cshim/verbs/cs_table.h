@@ -68,6 +68,14 @@ struct cs_mlx5_table {
 
 extern struct cs_mlx5_table cs_mlx5; /* after cs_ib_open */
 
+// What rdma-core 34 added; NULL in 33.
+struct cs_dma_buf_table {
+  struct ibv_mr *(*reg_mr)(struct ibv_pd *, uint64_t, size_t, uint64_t, int,
+                           int);
+};
+
+extern struct cs_dma_buf_table cs_dma_buf; /* after cs_ib_open */
+
 struct cs_ib_device {
   struct ibv_context *context;
   struct ibv_pd *pd;     /* of all memory */

@@ -33,6 +33,7 @@ typedef struct {
 } cs_ib_name;
 
 typedef struct {
+  uint64_t max_mr; /* bytes of one registration; 0: any */
   int32_t max_qp, max_cqe, ports;
   int32_t fd;     /* non-blocking, readable when cs_ib_async has an event */
   bool lock_free; /* posting takes no lock of the library */
@@ -59,11 +60,13 @@ enum { /* of cs_ib_register, joined by | */
        CS_IB_LOCAL_WRITE = 1,
        CS_IB_REMOTE_WRITE = 2,
        CS_IB_RELAXED_ORDERING = 4, /* where the device knows it */
+       CS_IB_REMOTE_READ = 8,
 };
 
 typedef struct {
   int32_t send, recv;
-  int32_t port; /* from 1 */
+  int32_t port;  /* from 1 */
+  bool readable; /* the peer will be able to read, and not to write */
 } cs_ib_room;
 
 typedef struct { /* to the peer's queue pair */
@@ -81,7 +84,7 @@ typedef struct { /* to the peer's queue pair */
   bool global; /* the way is by GID */
 } cs_ib_path;
 
-enum { CS_IB_SEND = 1, CS_IB_WRITE = 2 };
+enum { CS_IB_SEND = 1, CS_IB_WRITE = 2, CS_IB_READ = 3 };
 enum { CS_IB_SIGNALED = 1 };
 
 typedef struct {
@@ -91,11 +94,12 @@ typedef struct {
 
 typedef struct {
   uint64_t id;
-  uint64_t remote; /* a write's address at the peer */
+  uint64_t remote; /* the address at the peer, of a write or a read */
   uint32_t rkey;
-  uint8_t op; /* CS_IB_SEND, CS_IB_WRITE */
+  uint8_t op; /* CS_IB_SEND, CS_IB_WRITE, CS_IB_READ */
   uint8_t flags;
-  cs_ib_sge from; /* nothing else is looked at if it has no bytes */
+  cs_ib_sge from; /* of a read: where it goes. Nothing else is looked at if it
+                     has no bytes */
 } cs_ib_wr;
 
 typedef struct {
@@ -133,6 +137,11 @@ int cs_ib_open(const char *path, char *why, size_t room);
 // cs_ib_gids            names at most room valid entries of the GID table
 // cs_ib_async           takes one event, EAGAIN if there is none
 // cs_ib_register        pins memory and makes it known to the device; may block
+// cs_ib_dma_buf         0 if the device takes descriptors of memory of others;
+//                       EOPNOTSUPP if its driver does not, ENOSYS if the library
+// cs_ib_register_dma_buf  cs_ib_register of the bytes at offset of a dma-buf, which
+//                       requests name from address on. Both have the same place in a
+//                       page. The descriptor stays the caller's
 // cs_ib_cq_create       makes a queue of at least entries, and says how many; fd
 //                       is non-blocking, readable after cs_ib_arm and a
 //                       completion
@@ -162,6 +171,10 @@ int cs_ib_open(const char *path, char *why, size_t room);
   X(cs_ib_register,                                                            \
     (cs_ib_device * device, uint64_t address, uint64_t bytes, int access,      \
      cs_ib_mr **mr, uint32_t *lkey, uint32_t *rkey))                           \
+  X(cs_ib_dma_buf, (cs_ib_device * device))                                    \
+  X(cs_ib_register_dma_buf, (cs_ib_device * device, int fd, uint64_t offset,   \
+                             uint64_t bytes, uint64_t address, int access,     \
+                             cs_ib_mr **mr, uint32_t *lkey, uint32_t *rkey))   \
   X(cs_ib_deregister, (cs_ib_mr * mr))                                         \
   X(cs_ib_cq_create,                                                           \
     (cs_ib_device * device, int *entries, cs_ib_cq *cq, int *fd))              \

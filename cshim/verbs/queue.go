@@ -16,6 +16,7 @@ import (
 type Room struct {
 	Send, Recv int32 // requests in each queue
 	Port       int32 // of the device, from 1
+	Readable   bool  // the peer can read, and not write
 }
 
 // A QP is a reliable connected queue pair.
@@ -91,10 +92,11 @@ func (q *QP) Destroy() error {
 // Op tells requests apart.
 type Op uint8
 
-// A Send goes into what the peer has posted with PostRecv, a Write to Remote.
+// A Send goes into what the peer has posted with PostRecv, a Write to Remote. A Read is of Remote.
 const (
 	Send  Op = C.CS_IB_SEND
 	Write Op = C.CS_IB_WRITE
+	Read  Op = C.CS_IB_READ
 )
 
 // Flags of a Request.
@@ -111,7 +113,7 @@ type Request struct {
 	RKey   uint32 // that the peer gave
 	Op     Op
 	Flags  Flags
-	From   Piece // of 0 bytes: none. A Write without bytes needs no key
+	From   Piece // of a Read: where it goes. Of 0 bytes: none. A Write without bytes needs no key
 }
 
 // A Piece is a part of registered memory.

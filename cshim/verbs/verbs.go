@@ -29,6 +29,8 @@ import (
 	"errors"
 	"fmt"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 // Open opens the library with that name. The first one that opens is the process's, and
@@ -68,6 +70,7 @@ type Device struct {
 
 // Facts are what opening a device tells of it.
 type Facts struct {
+	MaxMR         uint64 // bytes that one registration may have; 0: any
 	MaxQP, MaxCQE int32
 	Ports         int32 // numbered from 1
 	FD            int32 // readable when Async has something; the device's
@@ -132,6 +135,7 @@ const (
 	LocalWrite      Access = C.CS_IB_LOCAL_WRITE
 	RemoteWrite     Access = C.CS_IB_REMOTE_WRITE
 	RelaxedOrdering Access = C.CS_IB_RELAXED_ORDERING // where the device knows it
+	RemoteRead      Access = C.CS_IB_REMOTE_READ      // over a queue pair that is Readable
 )
 
 // A Region is registered memory.
@@ -150,6 +154,31 @@ func (d *Device) Register(address, n uint64, access Access) (Region, error) {
 	}
 	err := failed(rc, "register %d bytes at %#x on %s", n, address, d.Name)
 	return Region{}, fmt.Errorf("%w%s", err, lockedMemory(errno(rc)))
+}
+
+// DMABuf says why RegisterDMABuf cannot work with the device; nil: it can.
+func (d *Device) DMABuf() error {
+	switch rc := C.cs_ib_dma_buf(d.c); errno(rc) {
+	case 0:
+		return nil
+	case unix.ENOSYS:
+		return errors.New("verbs: libibverbs has no function ibv_reg_dmabuf_mr (want rdma-core 34 or later)")
+	case unix.EOPNOTSUPP:
+		return fmt.Errorf("verbs: the driver of %s takes no dma-buf (want Linux 5.12 or later, and a NIC whose driver has it, such as mlx5)", d.Name)
+	default:
+		return failed(rc, "ask whether %s takes a dma-buf", d.Name)
+	}
+}
+
+// RegisterDMABuf is Register of n bytes at an offset of a dma-buf, whose descriptor stays the caller's. Requests
+// name the bytes from address on, which has the same place in its page as the offset.
+func (d *Device) RegisterDMABuf(fd int, offset, n, address uint64, access Access) (Region, error) {
+	var r Region
+	rc := C.cs_ib_register_dma_buf(d.c, C.int(fd), C.uint64_t(offset), C.uint64_t(n), C.uint64_t(address), C.int(access), &r.c, (*C.uint32_t)(&r.LKey), (*C.uint32_t)(&r.RKey))
+	if rc == 0 {
+		return r, nil
+	}
+	return Region{}, failed(rc, "register %d bytes at offset %d of a dma-buf on %s", n, offset, d.Name)
 }
 
 // Deregister lets go of the memory. It may block.

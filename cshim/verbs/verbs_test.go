@@ -172,12 +172,12 @@ func TestLayouts(t *testing.T) {
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Piece{}))
 	require.Equal(t, uintptr(24), unsafe.Sizeof(Slot{}))
 	require.Equal(t, uintptr(48), unsafe.Sizeof(Completion{}))
-	require.Equal(t, uintptr(20), unsafe.Sizeof(Facts{}))
+	require.Equal(t, uintptr(32), unsafe.Sizeof(Facts{}))
 	require.Equal(t, uintptr(16), unsafe.Sizeof(Port{}))
 	require.Equal(t, uintptr(28), unsafe.Sizeof(GID{}))
 	require.Equal(t, uintptr(56), unsafe.Sizeof(Path{}))
 	require.Equal(t, uintptr(53), unsafe.Offsetof(Path{}.Global))
-	require.Equal(t, uintptr(12), unsafe.Sizeof(Room{}))
+	require.Equal(t, uintptr(16), unsafe.Sizeof(Room{}))
 }
 
 func TestOpen(t *testing.T) {

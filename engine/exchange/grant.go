@@ -173,7 +173,7 @@ func (s *Server) make(p *provision, calm quiet) {
 			k.id, k.region, p.err = s.buffers.make(k.in, k.cap)
 		}
 		if p.err == nil {
-			k.token, p.err = p.fabric.Register(k.region)
+			k.token, p.err = s.keys.register(p.fabric, k.region)
 		}
 		if p.err != nil {
 			return

@@ -23,13 +23,16 @@ type fakeFabric struct {
 	room  *int     // registrations that there is room for; nil: any number
 	blob  string
 	local bool // it sends what is registered
+	gpu   mem.Device
 }
 
 func newFabric() *fakeFabric { return &fakeFabric{keys: map[transport.Key]mem.Region{}} }
 
-func (f *fakeFabric) Name() string                 { return "fake" }
-func (f *fakeFabric) Addr() transport.Addr         { return "fake:" }
-func (f *fakeFabric) Caps() transport.Caps         { return transport.Caps{Lends: true, LocalKeys: f.local} }
+func (f *fakeFabric) Name() string         { return "fake" }
+func (f *fakeFabric) Addr() transport.Addr { return "fake:" }
+func (f *fakeFabric) Caps() transport.Caps {
+	return transport.Caps{Lends: true, LocalKeys: f.local, GPU: f.gpu}
+}
 func (f *fakeFabric) Reaches(transport.Addr) error { return nil }
 func (f *fakeFabric) Register(r mem.Region) (transport.Key, error) {
 	if f.room != nil {

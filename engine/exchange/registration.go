@@ -1,9 +1,11 @@
 package exchange
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"fserver/engine/mem"
@@ -108,6 +110,7 @@ type registration struct {
 type keyring struct {
 	fabric transport.Fabric
 	local  bool                     // the Fabric sends what is registered
+	gpu    mem.Device               // whose memory it takes by itself, or mem.CPU
 	at     int                      // in keys.rings
 	all    map[uint64]*registration // by allocation
 	era    uint64                   // how often peers on the Fabric were lost; the owner writes it
@@ -133,7 +136,8 @@ func (ks *keys) path(i int, f transport.Fabric) *keyring {
 			return r
 		}
 	}
-	r := &keyring{fabric: f, local: f.Caps().LocalKeys, at: len(ks.rings), all: map[uint64]*registration{}}
+	caps := f.Caps()
+	r := &keyring{fabric: f, local: caps.LocalKeys, gpu: caps.GPU, at: len(ks.rings), all: map[uint64]*registration{}}
 	ks.rings, ks.paths[i] = append(ks.rings, r), r
 	if r.local {
 		ks.local.Store(true)
@@ -174,7 +178,7 @@ func (ks *keys) source(t *Ticket) error {
 	for ; t.rings < len(ks.rings); t.rings++ {
 		ring := ks.rings[t.rings]
 		for j := 0; ring.local && j < len(t.push); j++ {
-			if t.push[j].Span.Len == 0 || t.push[j].Dev != mem.CPU {
+			if dev := t.push[j].Dev; t.push[j].Span.Len == 0 || dev != mem.CPU && dev != ring.gpu {
 				continue
 			}
 			r, err := ks.use(ring, &t.push[j])
@@ -217,7 +221,39 @@ func (ks *keys) call(ring *keyring, r mem.Region) (transport.Key, error) {
 	if err := calm.wait(); err != nil {
 		return transport.Key{}, err
 	}
-	return ring.fabric.Register(r)
+	return ks.register(ring.fabric, r)
+}
+
+// register registers with a Fabric, and gives up what nobody uses if no more memory can be locked. It may block.
+func (ks *keys) register(f transport.Fabric, r mem.Region) (transport.Key, error) {
+	k, err := f.Register(r)
+	if errors.Is(err, syscall.ENOMEM) && ks.spare() {
+		for wait := time.Millisecond; errors.Is(err, syscall.ENOMEM) && wait < spareLimit; wait *= 2 {
+			time.Sleep(wait) // what is given up is let go of meanwhile
+			k, err = f.Register(r)
+		}
+	}
+	return k, err
+}
+
+// spareLimit bounds how long register waits for the memory of registrations that it has given up.
+const spareLimit = 256 * time.Millisecond
+
+// spare gives up all registrations that no ticket names, because no more memory can be locked. It reports whether there
+// were any.
+func (ks *keys) spare() (found bool) {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for _, ring := range ks.rings {
+		for alloc, r := range ring.all {
+			if r.uses == 0 {
+				delete(ring.all, alloc)
+				r.uncache()
+				found = true
+			}
+		}
+	}
+	return found
 }
 
 // uncache ends r if no ticket names it, as it reports. The caller takes it from its ring.

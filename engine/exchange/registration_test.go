@@ -1,7 +1,9 @@
 package exchange
 
 import (
+	"fmt"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -226,6 +228,71 @@ func TestSourcesOfAnotherFabric(t *testing.T) {
 	require.NoError(t, p.respond(0, p.take(0)[0], bytesOf(t, 0, 8, 6)))
 	require.NoError(t, p.settle())
 	require.Equal(t, StateDone, p.state(id))
+}
+
+// locker is a Fabric that locks the memory of so many registrations.
+type locker struct {
+	*fakeFabric
+	most int
+}
+
+func (f *locker) Register(r mem.Region) (transport.Key, error) {
+	if len(f.keys) >= f.most {
+		return transport.Key{}, fmt.Errorf("fake: register: %w", syscall.ENOMEM)
+	}
+	return f.fakeFabric.Register(r)
+}
+
+// TestLockedMemory: where no more memory can be locked, registrations that no ticket names are given up, at all Fabrics; if
+// there are none, or that is not enough, the error comes.
+func TestLockedMemory(t *testing.T) {
+	ks := keys{paths: make([]*keyring, 2)}
+	f, other := &locker{newFabric(), 2}, newFabric()
+	ks.path(0, f)
+	ks.path(1, other)
+	all := []Tensor{bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0), bytesOf(t, 0, 8, 0)}
+	use := func(server, i int) ([]*registration, error) {
+		regs := make([]*registration, 1)
+		return regs, ks.acquire(server, all[i:i+1], regs)
+	}
+	far, err := use(1, 0)
+	require.NoError(t, err)
+	ks.letGo(far)
+	first, err := use(0, 0)
+	require.NoError(t, err)
+	_, err = use(0, 1)
+	require.NoError(t, err)
+	require.Len(t, other.keys, 1)
+	ks.letGo(first)
+	_, err = use(0, 2)
+	require.NoError(t, err)
+	require.Len(t, f.keys, 2)
+	require.Empty(t, other.keys)
+	_, err = use(0, 3)
+	require.ErrorIs(t, err, syscall.ENOMEM)
+	require.Len(t, f.keys, 2, "tickets name them")
+	far, err = use(1, 0)
+	require.NoError(t, err)
+	ks.letGo(far)
+	_, err = ks.register(&locker{newFabric(), 0}, all[3].Base) // a receive buffer
+	require.ErrorIs(t, err, syscall.ENOMEM)
+	require.Empty(t, other.keys)
+	again, err := use(0, 2)
+	require.NoError(t, err)
+	require.NotNil(t, again[0])
+}
+
+// TestSourcesOnAGPU: memory of the GPU that a Fabric takes by itself is made known to it, and that of no other.
+func TestSourcesOnAGPU(t *testing.T) {
+	for _, gpu := range []mem.Device{mem.CPU, mem.GPU(0), mem.GPU(1)} {
+		ks, f := keys{paths: make([]*keyring, 1)}, newFabric()
+		f.local, f.gpu = true, gpu
+		ks.path(0, f)
+		x := bytesOf(t, 1, 8, 5)
+		x.Dev = mem.GPU(0)
+		require.NoError(t, ks.source(&Ticket{push: []Tensor{x}}))
+		require.Equal(t, gpu == x.Dev, f.knows(x.Span))
+	}
 }
 
 // BenchmarkKnownMemory is what a push_pull with two pull tensors pays to find their keys and to let

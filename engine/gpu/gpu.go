@@ -35,6 +35,8 @@ type Device interface {
 	ExportFD(address uint64) (int, error)
 	MapFDs(fds []int32, lens []uint64) (uint64, error)
 	UnmapFDs(base uint64, lens []uint64) error
+	Direct() (cuda.Direct, error)
+	ExportDMABuf(address, n uint64) (int, error)
 }
 
 // A GPU is a Device and what gives back its memory: the transport.Env.Device of a node that

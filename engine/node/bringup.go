@@ -30,6 +30,7 @@ import (
 // gate checks who connects, and says who we are.
 type gate struct {
 	me     wire.Hello
+	device any // the GPU of the node, as drivers know it; nil: none. me tells peers of it
 	secret []byte
 }
 
@@ -165,6 +166,9 @@ func carrier(cfg *conf.Config) string {
 func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string) *transport.Env {
 	e := &transport.Env{Config: cfg, Gate: g, Log: log, Refused: refused(log)}
 	e.Host, _ = address(cfg)
+	if own, ok := g.(*gate); ok {
+		e.Device = own.device
+	}
 	if cfg.NodeHost != "" || len(cfg.Interfaces) > 0 {
 		e.Bind = e.Host
 	}

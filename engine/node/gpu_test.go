@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -41,13 +42,19 @@ func contents(t *testing.T, g *fakegpu.GPU, s mem.Span) []byte {
 // TestGPUTensors moves tensors of a GPU between two nodes over each transport, from
 // behind a stream that is held up.
 func TestGPUTensors(t *testing.T) {
-	for _, transport := range []string{"cma", "cudaipc", "tcp"} {
+	for _, way := range []string{"cma", "cudaipc", "tcp", "verbs", "verbs FSERVER_RDMA_DEVICE=fake0,fake1"} {
+		transport, more, _ := strings.Cut(way, " ")
+		settings := strings.Fields(more)
 		for _, pieces := range []bool{false, true} {
-			t.Run(fmt.Sprint(transport, pieces), func(t *testing.T) {
+			t.Run(fmt.Sprint(way, pieces), func(t *testing.T) {
 				g := fakegpu.New()
 				g.Pieces = pieces
 				t.Cleanup(func() { g.Empty(t) })
-				m := newGPUPair(t, transport, func(int) (gpu.Device, error) { return g, nil })
+				reads := func() int { return 0 }
+				if transport == "verbs" {
+					reads = directNICs(t, g)
+				}
+				m := newGPUPair(t, transport, func(int) (gpu.Device, error) { return g, nil }, settings...)
 				worker, server := m.workers[0], m.servers[0]
 				require.Equal(t, mem.GPU(0), worker.Info().Device)
 				stream, err := g.NewStream()
@@ -102,9 +109,10 @@ func TestGPUTensors(t *testing.T) {
 				b, err := worker.Describe()
 				require.NoError(t, err)
 				want := `"transport":"cudaipc"`
-				if transport == "tcp" {
-					want = `"transport":"tcp"`
+				if transport == "tcp" || transport == "verbs" {
+					want = `"transport":"` + transport + strings.Repeat("+verbs", strings.Count(more, ",")) + `"`
 				}
+				require.Equal(t, transport == "verbs", reads() > 0, "the NIC writes into the GPU")
 				require.Contains(t, string(b), want)
 				m.stop()
 				for _, n := range m.all() {

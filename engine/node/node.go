@@ -212,6 +212,7 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 	n.ctx, n.cancel = context.WithDeadline(n.life, n.deadline)
 	if gpu != nil {
 		n.gate.me.Caps |= wire.CapGPU
+		n.gate.device = gpu.GPU
 	}
 	return n
 }
@@ -276,9 +277,6 @@ func (n *Node) openPlanes(fabrics Fabrics) error {
 	if n.scheduler == nil {
 		e := environment(n.cfg, n.gate, n.log, "")
 		e.HasGPU = hasGPU
-		if n.gpu != nil {
-			e.Device = n.gpu.GPU
-		}
 		err = wrap(e, list)
 	}
 	if err = errors.Join(err, n.lossy(list), n.enter(list)); err != nil {

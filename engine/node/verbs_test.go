@@ -12,6 +12,7 @@ import (
 	"fserver/cshim/verbs/fakeverbs"
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
+	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/transport"
 	"fserver/engine/transport/verbs"
 )
@@ -70,6 +71,22 @@ func (n *nics) open(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]tran
 	defer n.mu.Unlock()
 	n.all = append(n.all, f)
 	return []transport.Fabric{f, base}, nil
+}
+
+// directNICs has the NICs of the fake library take memory of g, which sees what they write after a read only. The func
+// returns how many reads there were.
+func directNICs(t testing.TB, g *fakegpu.GPU) func() int {
+	if os.Getenv("FSERVER_TEST_RDMA") != "" {
+		t.Skip("the GPU is that of tests, which only the fake library reaches")
+	}
+	newNICs(t)
+	t.Cleanup(fakeverbs.Reset)
+	fakeverbs.Set("gids", 3)
+	fakeverbs.Set("cqe", 1<<15)
+	fakeverbs.Set("late", 1)
+	g.NIC.Ordering = 0
+	before := fakeverbs.Count("reads")
+	return func() int { return fakeverbs.Count("reads") - before }
 }
 
 // TestVerbs runs push_pulls of 8 B to 16 MiB and of random sizes between nodes on two

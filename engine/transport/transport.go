@@ -125,6 +125,10 @@ type Caps struct {
 	// LocalKeys says that it reads the sources of writes by their registrations: host memory is
 	// registered before it is sent, as memory is that peers write to.
 	LocalKeys bool
+	// GPU is the GPU whose memory it takes by itself, as it takes host memory; mem.CPU: of none. Register may still
+	// refuse some of that memory. It gives no Fabric below others a Point: whoever hands it such a source
+	// waits until the source may be read.
+	GPU mem.Device
 }
 
 // A Fabric is one transport on one device: a NIC port, a GPU, the host.
@@ -145,7 +149,7 @@ type Fabric interface {
 	// Register makes r writable for peers that are given the Key. The memory
 	// stays the caller's and must stay mapped until EvFreed or Close. A
 	// region may be registered more than once; each Key counts for itself. The error is a *DeviceError where the
-	// device has failed.
+	// device has failed. It wraps unix.ENOMEM if no more memory can be locked for the device.
 	Register(r mem.Region) (Key, error)
 	// Deregister starts the end of what a Key allows, and does not wait for it: EvFreed tells when
 	// the memory is the caller's again. A write that is under way may still land until then, and

@@ -1,4 +1,4 @@
-/* A libcuda.so.1 for tests of Reach. FAKE_SEES has the numbers of the GPUs that the process sees,
+/* A libcuda.so.1 for tests of Reach and GPUDirect. FAKE_SEES has the numbers of the GPUs that the process sees,
  * in its order, as CUDA_VISIBLE_DEVICES has it; FAKE_PEER that of the one whose memory is to be
  * reached. Numbers are those of the host. */
 #include <stdint.h>
@@ -39,6 +39,19 @@ static int set_context(intptr_t context) {
   current = context;
   return 0;
 }
+/* Tells the GPU and what was asked for. */
+static int attribute(int *out, int what, int number) {
+  *out = number * 1000 + what;
+  return 0;
+}
+/* Gives the context in place of a descriptor. */
+static int dma_buf(int *fd, uint64_t address, size_t bytes, int type,
+                   unsigned long long flags) {
+  if (!current || address % 4096 || bytes % 4096 || type != 1 || flags)
+    return INVALID;
+  *fd = (int)current;
+  return 0;
+}
 static int enable(intptr_t context) {
   return context == current || context != 100 + atoi(getenv("FAKE_PEER"))
              ? INVALID
@@ -55,6 +68,8 @@ static const struct {
     {"cuDevicePrimaryCtxRetain", (void *)retain},
     {"cuCtxGetCurrent", (void *)get_context},
     {"cuCtxSetCurrent", (void *)set_context},
+    {"cuDeviceGetAttribute", (void *)attribute},
+    {"cuMemGetHandleForAddressRange", (void *)dma_buf},
     {"cuCtxEnablePeerAccess", (void *)enable},
 };
 

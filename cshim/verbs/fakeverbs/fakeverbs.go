@@ -20,6 +20,9 @@ static void call_event(void *f, int device, int type, int port, uint32_t number)
   ((void (*)(int, int, int, uint32_t))f)(device, type, port, number);
 }
 static void call_vanish(void *f, int device) { ((void (*)(int))f)(device); }
+static int call_peer(void *f, uint64_t start, uint64_t alias, uint64_t n) {
+  return ((int (*)(uint64_t, uint64_t, uint64_t))f)(start, alias, n);
+}
 static long call_count(void *f, const char *name) { return ((long (*)(const char *))f)(name); }
 */
 import "C"
@@ -54,7 +57,7 @@ func compile() (string, error) {
 		return "", err
 	}
 	defer os.RemoveAll(dir) // what is loaded stays
-	for _, name := range []string{"fake.c", "move.c", "fake.h"} {
+	for _, name := range []string{"fake.c", "gpu.c", "move.c", "fake.h"} {
 		text, err := sources.ReadFile("testdata/" + name)
 		if err == nil {
 			err = os.WriteFile(filepath.Join(dir, name), text, 0o600)
@@ -65,7 +68,7 @@ func compile() (string, error) {
 	}
 	path := filepath.Join(dir, "libibverbs.so.1")
 	cc := exec.Command(cmp.Or(os.Getenv("CC"), "cc"), "-O1", "-g", "-shared", "-fPIC", "-o", path,
-		filepath.Join(dir, "fake.c"), filepath.Join(dir, "move.c"))
+		filepath.Join(dir, "fake.c"), filepath.Join(dir, "gpu.c"), filepath.Join(dir, "move.c"))
 	if out, err := cc.CombinedOutput(); err != nil {
 		panic(fmt.Sprintf("fakeverbs: compile the fake libibverbs: %v\n%s", err, out))
 	}
@@ -92,7 +95,8 @@ func function(name string) unsafe.Pointer {
 // Set changes what the devices are like: "devices" (2 of at most 4), "td" (1: they
 // have thread domains), "cqe", "qps", "wr", "mr_size" (limits), "inline" (220 bytes),
 // "gids" (3: all, IPv4 in 127.0.77; 2: all; 1: no IPv4; 0: none), "down" (1: ports are down; else bit 1+N is that of
-// device N), "locked" (bytes that may be registered in all; -1: any), "hold" (1: requests wait until it is 0), "lag"
+// device N), "locked" (bytes that may be registered in all; -1: any), "hold" (1: requests wait until it is 0; 2: reads alone do), "late" (1: writes
+// to memory of a GPU reach it with the next read of one), "dmabuf" (0: devices take no dma-buf), "lag"
 // (1: the devices are bonded mlx5 NICs), "infiniband" (1: ports are InfiniBand, in one subnet; 2: each device is in
 // one of its own), "away" (an entry of the GID table that is of another namespace; -1: none), "ports" (of a device; of two
 // the second is up), "patient" (1: a queue pair waits for a peer that is gone for as long as a
@@ -126,6 +130,7 @@ const (
 	Send Op = 1 + iota
 	Write
 	Recv
+	Read
 )
 
 // Status makes the next request of a kind, after some that are done, end with an
@@ -142,9 +147,23 @@ func Event(device, kind, port int, number uint32) {
 // Vanish takes a device away, until Reset: everything but destroying fails.
 func Vanish(device int) { C.call_vanish(function("fake_vanish"), C.int(device)) }
 
+// Peer has peer memory know n bytes of a GPU, which the CPU sees at alias.
+func Peer(start, alias, n uint64) {
+	if C.call_peer(function("fake_peer"), C.uint64_t(start), C.uint64_t(alias), C.uint64_t(n)) != 0 {
+		panic("fakeverbs: too much peer memory")
+	}
+}
+
+// Unpeer frees what Peer was told of. Registrations of it are void from then on.
+func Unpeer(start, n uint64) {
+	if C.call_peer(function("fake_peer"), C.uint64_t(start), 0, C.uint64_t(n)) != 0 {
+		panic("fakeverbs: no such peer memory")
+	}
+}
+
 // Count is how many there are or have been: "contexts", "queues", "pairs", "regions", pairs that
 // send over "port1" and "port2" of a bond, and different "flows" of pairs, that exist; "tc", "sl", "mtu", "timeout" and "retries" of the
-// pair that was joined last; "registered", "doorbells", "requests", "receives", "polls" and
+// pair that was joined last; "registered", "dmabufs" (of those), "reads", "doorbells", "requests", "receives", "polls" and
 // "completions" so far.
 func Count(name string) int {
 	s := C.CString(name)

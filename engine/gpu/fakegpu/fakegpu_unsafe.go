@@ -25,6 +25,8 @@ type GPU struct {
 	Delay  time.Duration // of each copy
 	Pieces bool          // memory is in pieces, each with a descriptor
 	Alone  bool          // memory cannot be shared
+	// NIC is what NICs have to know of it.
+	NIC cuda.Direct
 	// Instant has copies made by whoever enqueues them, without an allocation.
 	Instant bool
 
@@ -52,6 +54,7 @@ type alloc struct {
 	whole       uint64 // bytes of the allocation, at its first piece
 	fd          int
 	alias       []byte
+	lent        bool // a NIC may have it, for as long as it likes
 }
 
 // pinAt is where pinned memory is for the GPU, from where it is for the host.
@@ -61,7 +64,8 @@ var errFake = errors.New("cuda: injected failure")
 
 // New makes one.
 func New() *GPU {
-	return &GPU{pins: map[uint64]uint64{}, next: 1, streams: map[cuda.Stream]*stream{}, events: map[cuda.Event]chan struct{}{}, fail: map[string]int{}}
+	return &GPU{pins: map[uint64]uint64{}, next: 1, streams: map[cuda.Stream]*stream{}, events: map[cuda.Event]chan struct{}{}, fail: map[string]int{},
+		NIC: cuda.Direct{GPUDirect: true, DMABuf: true, Ordering: cuda.OwnerOrdering}}
 }
 
 // Mapped is an ImportIPC of what lies where something else of that process is mapped from.
@@ -225,7 +229,9 @@ func (g *GPU) hide(a *alloc) {
 			break
 		}
 	}
-	unix.Munmap(a.alias)
+	if !a.lent {
+		unix.Munmap(a.alias)
+	}
 	unix.Syscall(unix.SYS_MUNMAP, uintptr(a.base), uintptr(a.n), 0)
 	unix.Close(a.fd)
 }
@@ -438,6 +444,62 @@ func (g *GPU) UnmapFDs(base uint64, lens []uint64) error {
 		base += n
 	}
 	return nil
+}
+
+// Direct implements gpu.Device.
+func (g *GPU) Direct() (cuda.Direct, error) {
+	g.enter("Direct")
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.NIC, g.fails("Direct")
+}
+
+// ExportDMABuf gives a descriptor that package fakeverbs understands: of each piece, where the CPU sees it,
+// and its length. Memory that has been exported stays there when it is freed, as a dma-buf keeps it.
+func (g *GPU) ExportDMABuf(address, n uint64) (int, error) {
+	g.enter("ExportDMABuf")
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if err := g.fails("ExportDMABuf"); err != nil {
+		return 0, err
+	}
+	var table []byte
+	list, err := g.seen(address, n)
+	for _, p := range list {
+		table = binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(table, p.Alias), p.Len)
+	}
+	if err != nil || address%4096 != 0 || n%4096 != 0 {
+		return 0, errors.Join(err, errFake)
+	}
+	fd, err := unix.MemfdCreate("dma-buf", unix.MFD_CLOEXEC)
+	if err == nil {
+		_, err = unix.Write(fd, table)
+	}
+	return fd, err
+}
+
+// A Piece is memory of the GPU and where the CPU sees it.
+type Piece struct{ Start, Alias, Len uint64 }
+
+// Seen returns the pieces of n bytes at an address, for fakeverbs.Peer.
+func (g *GPU) Seen(address, n uint64) ([]Piece, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.seen(address, n)
+}
+
+func (g *GPU) seen(address, n uint64) (list []Piece, err error) {
+	for n > 0 {
+		a := g.at(address)
+		if a == nil {
+			return nil, errFake
+		}
+		a.lent = true
+		b := g.bytes(address, n)
+		list = append(list, Piece{address, uint64(mem.Of(b).Addr), uint64(len(b))})
+		address, n = address+uint64(len(b)), n-uint64(len(b))
+	}
+	return list, nil
 }
 
 // stream runs what is enqueued in a goroutine.

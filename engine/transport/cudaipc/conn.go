@@ -132,7 +132,7 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 		return false, fmt.Errorf("cudaipc: post: memory on %v, behind a stream of %v: this node uses %v (STEPMESH_GPU)", op.Dev, op.After.Dev, c.f.name())
 	case gpu && op.Kind != transport.OpWrite:
 		return false, fmt.Errorf("cudaipc: post: an operation of kind %d has memory on %v: only writes may have GPU memory", op.Kind, op.Dev)
-	case !waits && (!gpu || n == 0):
+	case !waits && (!gpu || n == 0 || c.f.reads(op)):
 		return c.write(op, n, job{user: op.User})
 	}
 	return c.queue(op, n), nil

@@ -104,6 +104,7 @@ type Fabric struct {
 	used     uint32                   // slots that were ever used
 	table    *mem.Shared
 	in       landing
+	direct   direct
 	scan     time.Time // of the last tick
 	polls    uint64
 	slept    bool // Arm was called, and no Poll since

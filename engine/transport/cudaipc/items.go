@@ -32,7 +32,7 @@ type item struct {
 
 const (
 	wayNone   = iota // not decided
-	wayHeld          // host memory, behind a point in a stream
+	wayHeld          // memory that inner reads, behind a point in a stream
 	wayBehind        // a frame or a loan, behind what was posted before it
 	wayMapped        // into the peer's memory
 	wayStaged        // in pieces, through host memory
@@ -208,7 +208,7 @@ func (c *Conn) decide(it *item) bool {
 	case it.op.Kind != transport.OpWrite && it.op.After.Event == 0, it.op.Kind == transport.OpFrame:
 		it.way = wayBehind
 		return true
-	case it.op.Dev == mem.CPU || it.n == 0:
+	case it.op.Dev == mem.CPU || it.n == 0 || it.op.After.Event != 0 && c.f.reads(&it.op):
 		it.way = wayHeld
 		return true
 	}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 
-	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
 )
@@ -111,7 +110,8 @@ func (c *Conn) write(op *transport.Op, n uint64, j job) (taken bool, err error) 
 // operation, the trailer stays, and flush sends it before anything else.
 func (c *Conn) pass(op *transport.Op, j job) (taken bool, err error) {
 	host := *op
-	host.After, host.Dev = transport.Point{}, mem.CPU
+	host.Key = innerKey(op.Key)
+	host.After, host.Dev = transport.Point{}, source(op)
 	k, err := c.Pass(&host, j, c.trailer)
 	if k == 1 && len(c.trailer) > 0 {
 		c.wake()

@@ -40,8 +40,8 @@ const (
 	reachFDs           // by descriptors, piece by piece
 )
 
-// A remote is a key of GPU memory as a writer sees it: Key.Blob. That of host memory has no
-// Blob. All numbers are little-endian.
+// A remote is a key of GPU memory as a writer sees it: Key.Blob. If the memory cannot be mapped, the Blob of inner's key
+// is behind it. All numbers are little-endian.
 type remote struct {
 	reach        uint8
 	key          transport.Key
@@ -78,7 +78,7 @@ func (r *remote) encode() string {
 	b := append(make([]byte, 0, 256), blobVersion, r.reach)
 	for i, v := range r.numbers() {
 		if i == 3 && r.reach == reachStaged {
-			return string(b)
+			return string(append(b, r.key.Blob...))
 		}
 		b = binary.LittleEndian.AppendUint64(b, *v)
 	}
@@ -105,6 +105,7 @@ func (r *remote) decode(k transport.Key) bool {
 	}
 	switch rest := b[at:]; r.reach {
 	case reachStaged:
+		r.key.Blob = rest
 		return true
 	case reachIPC:
 		if r.handle = rest; len(rest) != 64 {
@@ -153,6 +154,9 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes on %v: this node uses %v (STEPMESH_GPU)", m.Len, m.Dev, f.name())
 	case carry != 0:
 		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
+	}
+	if k, taken := f.registerDirect(m); taken {
+		return k, nil
 	}
 	r := &region{Region: m}
 	var err error
@@ -281,6 +285,7 @@ func (f *Fabric) Deregister(k transport.Key) {
 func (f *Fabric) remove(k transport.Key) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.direct.drop(k)
 	r := f.regions[k.ID]
 	if r == nil || r.key.Token != k.Token || f.closed {
 		return

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
 )
@@ -185,8 +186,17 @@ func (f *Fabric) Addr() transport.Addr { return f.addr }
 
 // Caps implements transport.Fabric.
 func (f *Fabric) Caps() (c transport.Caps) {
+	known := false
 	for _, m := range f.members { // also of those that have failed: it does not change
-		c.LocalKeys = c.LocalKeys || m.Caps().LocalKeys
+		of := m.Caps()
+		c.LocalKeys = c.LocalKeys || of.LocalKeys
+		switch {
+		case absent(m): // nothing is registered with it
+		case !known:
+			c.GPU, known = of.GPU, true
+		case c.GPU != of.GPU:
+			c.GPU = mem.CPU
+		}
 	}
 	return c
 }

@@ -166,7 +166,7 @@ func (c *Conn) due() bool {
 	switch {
 	case c.retired:
 		return false
-	case !c.Closed && (c.Fresh || c.rx.n > 0):
+	case !c.Closed && (c.Fresh || c.ready()):
 		return true
 	case c.Err == nil:
 		return c.tx.Done != c.tx.Sent || c.tx.over()

@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"fserver/engine/conf"
+	"fserver/engine/gpu"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
 )
@@ -31,6 +32,7 @@ const (
 	mtu        = "FSERVER_RDMA_MTU"
 	class      = "FSERVER_RDMA_TC"
 	level      = "FSERVER_RDMA_SL"
+	gpuDirect  = "FSERVER_RDMA_GPUDIRECT"
 	timeout    = "FSERVER_RDMA_TIMEOUT"
 	retries    = "FSERVER_RDMA_RETRIES"
 	maxDevices = 8
@@ -51,6 +53,9 @@ func openAll(e *transport.Env) ([]transport.Fabric, error) {
 		return nil, err
 	}
 	o := Options{Options: base, Near: e.Host, Lag: conf.Get[Lag](e.Config, splitLag), Path: pathOf(e.Config)}
+	if g, ok := e.Device.(gpu.GPU); ok {
+		o.GPU, o.Later, o.GPUDirect = g.Device, g.Later, conf.Get[Ways](e.Config, gpuDirect)
+	}
 	var all []Options
 	names := conf.Get[[]string](e.Config, device)
 	if e.Config.Transport == conf.Auto {
@@ -153,6 +158,8 @@ func settings() []conf.Option {
 		conf.Choice[packet](mtu, "port", []string{"port", "256", "512", "1024", "2048", "4096"}, "most bytes of a packet. The port of either end may allow less; `port` takes what it does"),
 		conf.Number(timeout, "16", 8, 21, "time until packets that are not acknowledged are sent again: 4.096 µs times 2 to this power, so 16 is 0.27 s"),
 		conf.Number(retries, "6", 1, 6, "how often they are. Then the connection ends"),
+		conf.Choice[Ways](gpuDirect, "auto", []string{"auto", "0", "dmabuf", "peermem"},
+			"how the NIC reads and writes GPU memory by itself: by dma-buf, by the kernel module nvidia-peermem, or with `auto` by the first of the two that works. 0 has GPU tensors go through host memory"),
 		conf.Flag(plaintext, "0", "whether tensors may travel over RDMA, where nothing is encrypted, although FSERVER_TLS is on"),
 		recv, send,
 	}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"strings"
 
 	rdma "fserver/cshim/verbs"
 )
@@ -82,11 +83,14 @@ func (c *Conn) keepTo() error {
 	case err == nil:
 		c.About.Via += fmt.Sprintf("/port%d", c.lag)
 	case errors.Is(err, rdma.ErrNoLag):
-		c.About.Why = fmt.Sprintf("STEPMESH_SPLIT_QP_LAG: %s is not a bonded mlx5 NIC, so its port cannot be chosen", c.f.dev.Name)
+		c.About.Why = also(c.About.Why, fmt.Sprintf("STEPMESH_SPLIT_QP_LAG: %s is not a bonded mlx5 NIC, so its port cannot be chosen", c.f.dev.Name))
 		err = nil
 	}
 	return err
 }
+
+// also joins two reasons, of which either may be empty.
+func also(a, b string) string { return strings.TrimPrefix(a+"; "+b, "; ") }
 
 // flow gives the queue pair a UDP source port of its own if queue pairs are to be spread. Switches, and bonds of NICs
 // whose port cannot be chosen, spread packets by that port.

@@ -56,6 +56,9 @@ func (f *Fabric) collect() error {
 			w := &f.found[i]
 			c := f.byQP[w.QP]
 			if c == nil {
+				if b := f.back; b != nil && w.QP == b.qp.Number {
+					b.completed(f, w)
+				}
 				continue
 			}
 			if w.ID&recvMark != 0 {
@@ -66,6 +69,7 @@ func (f *Fabric) collect() error {
 			f.push(c)
 		}
 		if n < len(f.found) {
+			f.back.post(f)
 			return nil
 		}
 	}
@@ -166,6 +170,7 @@ func (f *Fabric) visitLater(c *Conn) {
 // Counts is what a Fabric has asked of its NIC so far.
 type Counts struct {
 	Doorbells, Requests, Completions uint64
+	Readbacks                        uint64 // reads of a GPU's memory; see readback
 	Refills                          uint64 // doorbells of receive queues; Doorbells are those of send queues
 }
 

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"strings"
 
+	"fserver/cshim/cuda"
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/transport"
 )
@@ -23,18 +24,76 @@ func probe() []transport.Finding {
 	}
 	var all []transport.Finding
 	for _, n := range names {
-		all = append(all, inspect(n))
+		all = append(all, inspect(n)...)
 	}
 	return all
 }
 
-// inspect opens a device and looks at its ports.
-func inspect(name string) transport.Finding {
+// inspect opens a device, and looks at its ports and at what it can do with the GPUs.
+func inspect(name string) []transport.Finding {
 	dev, err := open(name)
 	if err != nil {
-		return no(name, err, giveFiles)
+		return []transport.Finding{no(name, err, giveFiles)}
 	}
 	defer dev.Close()
+	list := []transport.Finding{ports(dev)}
+	if all := gpus(); len(all) > 0 {
+		list = append(list, gpuDirectOf(name, dev.DMABuf(), all))
+	}
+	return list
+}
+
+// gpus are those that this process sees. No context is made for that.
+var gpus = func() (all []cuda.Direct) {
+	if cuda.Open() != nil {
+		return nil
+	}
+	n, _ := cuda.Count()
+	for i := range n {
+		d, _ := cuda.DirectOf(i) // of one that does not answer nothing works
+		all = append(all, d)
+	}
+	return all
+}
+
+// gpuDirectOf says of a device how it reads and writes the memory of GPUs, or why it cannot. noBuf says why it takes no
+// dma-buf.
+func gpuDirectOf(name string, noBuf error, all []cuda.Direct) transport.Finding {
+	f := transport.Finding{What: name + " GPUDirect", State: transport.Yes}
+	var texts []string
+	first := 0 // of those of which the same is to be said
+	for i, d := range all {
+		buf, peer := ways(d, noBuf, AnyWay)
+		text := "by nvidia-peermem"
+		switch {
+		case buf == nil && peer == nil:
+			text = "by dma-buf, else by nvidia-peermem"
+		case buf == nil:
+			text = "by dma-buf"
+		case peer != nil:
+			text = fmt.Sprintf("through host memory (by dma-buf: %s; by nvidia-peermem: %s)", bare(buf), bare(peer))
+			f.State = transport.Note
+			if d.GPUDirect {
+				f.Remedy = directRemedy
+			}
+		}
+		if (buf == nil || peer == nil) && needsReadback(d, name) {
+			text += ", with a read behind writes"
+		}
+		switch last := len(texts) - 1; {
+		case last >= 0 && strings.HasSuffix(texts[last], ": "+text):
+			texts[last] = fmt.Sprintf("gpu %d to %d: %s", first, i, text)
+		default:
+			first, texts = i, append(texts, fmt.Sprintf("gpu %d: %s", i, text))
+		}
+	}
+	f.Text = strings.Join(texts, "; ")
+	return f
+}
+
+// ports says which ports of a device can be used.
+func ports(dev *rdma.Device) (f transport.Finding) {
+	name, err := dev.Name, error(nil)
 	var text []string
 	for n := int32(1); n <= max(dev.Ports, 1); n++ {
 		a, bad := addressOf(dev, n, Path{}, netip.Addr{})

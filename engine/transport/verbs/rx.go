@@ -25,6 +25,7 @@ type rx struct {
 type arrival struct {
 	slot uint32
 	n    int
+	read uint64 // that must have completed; 0: none. See readback
 }
 
 // recv is the memory of a slot to receive in.
@@ -77,15 +78,26 @@ func (c *Conn) received(w *rdma.Completion) {
 	case b[2] != kindData:
 		c.end(fmt.Errorf("the peer sent a message of unknown kind %d", b[2]))
 	default:
-		r.got[(r.at+r.n)%len(r.got)] = arrival{slot, n}
+		a := arrival{slot: slot, n: n}
+		if back := c.f.back; back != nil && b[3]&behindGPU != 0 {
+			if a.read = back.after(c); a.read == 0 {
+				return
+			}
+		}
+		r.got[(r.at+r.n)%len(r.got)] = a
 		r.n++
 	}
+}
+
+// ready reports whether a message can be given.
+func (c *Conn) ready() bool {
+	return c.rx.n > 0 && (c.f.back == nil || c.f.back.passed(c.rx.got[c.rx.at].read))
 }
 
 // give reports frames.
 func (c *Conn) give(ev []transport.Event) (n int) {
 	r := &c.rx
-	for r.n > 0 && n < len(ev) && cap(c.f.frames)-len(c.f.frames) >= slotBytes {
+	for c.ready() && n < len(ev) && cap(c.f.frames)-len(c.f.frames) >= slotBytes {
 		a := r.got[r.at]
 		r.at = (r.at + 1) % len(r.got)
 		r.n--

@@ -54,9 +54,11 @@ func (f *Fabric) adopt(s *link.Session) (transport.Conn, error) {
 		return nil, err
 	}
 	f.refresh()
+	f.mend()
 	c := &Conn{f: f, session: s}
 	f.Owned(func() { c.at = f.at })
 	c.Open(s, c.end)
+	c.About.Why = f.direct.why
 	err := c.make()
 	if err == nil {
 		err = c.meet()

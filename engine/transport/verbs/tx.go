@@ -18,6 +18,8 @@ const (
 	signalAt = 4 << 20 // bytes after which a request is signalled, so that progress is seen
 	headLen  = 8
 	kindData = 1 // a piece of a frame
+
+	behindGPU = 1 // flag of a message: writes to memory of a GPU came before it
 )
 
 // tx is the sending half: operations, the requests that they are made into, and the
@@ -34,7 +36,8 @@ type tx struct {
 	ends             [slots]uint32 // acked must have come so far for a slot to be free
 	slotHead, slotAt uint32
 	credits          int
-	owed             int // credits to return
+	owed             int  // credits to return
+	onGPU            bool // a write to memory of a GPU was made since the last frame
 }
 
 type sendOp struct {
@@ -48,19 +51,24 @@ type sendWR struct {
 }
 
 type cursor struct {
-	active  bool
-	frame   []byte // of a long frame, what is left
-	total   uint32
-	src     []mem.Span
-	off     uint64 // into src[0]
-	address uint64 // at the peer
-	rkey    uint32
+	active bool
+	frame  []byte // of a long frame, what is left
+	total  uint32
+	src    []mem.Span
+	off    uint64 // into src[0]
+	dev    mem.Device
+	to     remote
+	at     uint64 // of the next byte, into the peer's region
 }
 
 // take takes an operation if there is room. An error means that there never will be.
 func (c *Conn) take(op *transport.Op) (bool, error) {
 	t := &c.tx
-	if _, err := link.Check("verbs", op); err != nil {
+	n, err := link.Check("verbs", op)
+	if err == nil && n > 0 && op.Kind == transport.OpWrite && op.Dev != mem.CPU {
+		err = c.f.checkSource(op)
+	}
+	if err != nil {
 		return false, err
 	}
 	c.prepare()
@@ -69,8 +77,8 @@ func (c *Conn) take(op *transport.Op) (bool, error) {
 	}
 	switch {
 	case op.Kind == transport.OpWrite:
-		address, rkey := remote(&op.Key) // the NIC at the peer refuses what is none
-		t.cur = cursor{active: true, src: op.Src, address: address + op.Off, rkey: rkey}
+		t.cur = cursor{active: true, src: op.Src, dev: op.Dev, to: remoteOf(&op.Key), at: op.Off} // the NIC at the peer refuses what is none
+		t.onGPU = t.onGPU || t.cur.to.gpu && n > 0
 	case len(op.Frame) <= slotBytes-headLen:
 		slot, ok := c.slot()
 		if !ok {
@@ -117,7 +125,12 @@ func (c *Conn) send(slot uint32) []byte {
 // piece makes a request of a piece of a frame that has total bytes.
 func (c *Conn) piece(slot uint32, b []byte, total uint32) {
 	s := c.send(slot)
-	binary.LittleEndian.PutUint32(s, kindData<<16)
+	head := uint32(kindData << 16)
+	if c.tx.onGPU {
+		head |= behindGPU << 24
+		c.tx.onGPU = false
+	}
+	binary.LittleEndian.PutUint32(s, head)
 	binary.LittleEndian.PutUint32(s[4:], total)
 	n := headLen + copy(s[headLen:], b)
 	c.use(slot, n, sendWR{r: rdma.Request{Op: rdma.Send}, frame: true})
@@ -151,25 +164,47 @@ func (c *Conn) prepare() {
 	}
 }
 
+// checkSource refuses a source on a GPU that cannot be read, because nothing else can.
+func (f *Fabric) checkSource(op *transport.Op) error {
+	if op.Dev != f.direct.at {
+		return fmt.Errorf("verbs: post: a write of memory on %v: this NIC takes no such memory by itself", op.Dev)
+	}
+	for _, s := range op.Src {
+		if _, n := f.local(s); s.Len > 0 && n == 0 {
+			return fmt.Errorf("verbs: post: %w", notRegistered(s, op.Dev))
+		}
+	}
+	return nil
+}
+
+func notRegistered(s mem.Span, dev mem.Device) error {
+	return fmt.Errorf("a write of %d bytes at %#x on %v, which are not registered, or no longer: register memory of a GPU before it is sent", s.Len, s.Addr, dev)
+}
+
 // prepareWrite makes one request of the write; false: there is no slot.
 func (c *Conn) prepareWrite() bool {
 	t := &c.tx
 	cur := &t.cur
-	w := sendWR{r: rdma.Request{Remote: cur.address, RKey: cur.rkey, Op: rdma.Write}}
+	rkey, there := cur.to.at(cur.at)
+	w := sendWR{r: rdma.Request{Remote: cur.to.address + cur.at, RKey: rkey, Op: rdma.Write}}
 	src := mem.Span{Addr: cur.src[0].Addr + uintptr(cur.off), Len: cur.src[0].Len - cur.off}
-	n := min(src.Len, longest)
-	if lkey, ok := c.f.local(src); ok {
+	n := min(src.Len, longest, there)
+	if lkey, here := c.f.local(src); here > 0 {
+		n = min(n, here)
 		w.r.From = rdma.Piece{Address: uint64(src.Addr), Len: uint32(n), LKey: lkey}
 		t.wrs[t.prepared%wrDepth] = w
 		t.prepared++
+	} else if cur.dev != mem.CPU {
+		c.end(notRegistered(src, cur.dev))
+		return false
 	} else if slot, ok := c.slot(); ok {
-		n = uint64(copy(c.send(slot), src.Bytes()))
+		n = uint64(copy(c.send(slot), mem.Span{Addr: src.Addr, Len: n}.Bytes()))
 		c.use(slot, int(n), w)
 	} else {
 		return false
 	}
 	cur.off += n
-	cur.address += n
+	cur.at += n
 	return true
 }
 

@@ -1,4 +1,5 @@
-// Package verbs is the transport over an RDMA NIC, for host memory. A Conn is one
+// Package verbs is the transport over an RDMA NIC, for host memory, and for memory of a GPU
+// that the NIC reaches (gpu.go). A Conn is one
 // reliable connected queue pair: a write is an RDMA WRITE, a frame is a SEND into
 // one of the slots that the peer has posted, and the NIC keeps the order of both, so a
 // frame comes after the writes before it. The receiver sees a frame by its completion
@@ -14,7 +15,10 @@
 // A region is registered with the NIC by Register, and its key carries what the NIC
 // calls it. The source of a write is registered in the same way, before it is posted. The
 // Fabric finds its registration by its address. A source that has none is copied, in pieces, into
-// slots, which are registered.
+// slots, which are registered. A source on a GPU must have one.
+//
+// The receiving NIC is not told that a write is for a GPU, so the sender marks the next frame. The receiver
+// gives such a frame when the GPU sees the bytes (readback.go).
 //
 // # The end
 //
@@ -33,6 +37,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	rdma "fserver/cshim/verbs"
+	"fserver/engine/gpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
@@ -64,6 +69,11 @@ type Options struct {
 	Lag Lag
 	// Path says how packets travel.
 	Path Path
+	// GPU is the GPU of the node, nil: none. GPUDirect says how the NIC may be shown its memory, and Later gives
+	// memory of it back; nil: nobody else does.
+	GPU       gpu.Device
+	GPUDirect Ways
+	Later     *gpu.Later
 }
 
 // Fabric is one port of an RDMA device. See transport.Fabric.
@@ -76,6 +86,7 @@ type Fabric struct {
 	nearTo netip.Addr // that the GID has to have, if it is valid
 	subnet string     // of an InfiniBand port, the first half of its GIDs; empty: it is an Ethernet port
 	common *networks  // what Reaches looks for; nil: nothing
+	direct direct
 
 	// The owner guards the rest, and calls nothing that may block.
 	at      address
@@ -92,6 +103,7 @@ type Fabric struct {
 	found   [64]rdma.Completion
 	batch   [rdma.Chain]rdma.Request // what goes to the NIC at once
 	frames  []byte                   // what events of the last Poll point to
+	back    *readback                // nil: none is needed
 	counts  Counts
 }
 
@@ -105,8 +117,10 @@ func Open(o Options) (*Fabric, error) {
 	if o.Name == "" {
 		o.Name = fmt.Sprintf("verbs/%s:%d", f.dev.Name, f.at.number)
 	}
+	facts := f.openGPU(o.GPU, o.GPUDirect)
 	kind := link.TCP("verbs", f.adopt)
-	kind.Caps.LocalKeys, kind.Target = true, target(kind.Target)
+	kind.Caps = transport.Caps{LocalKeys: true, GPU: f.direct.at}
+	kind.Target = target(kind.Target)
 	f.locate(o.Common)
 	err := f.Fabric.Open(kind, f.near(o))
 	if err != nil {
@@ -118,6 +132,7 @@ func Open(o Options) (*Fabric, error) {
 		f.Release()
 		return nil, err
 	}
+	f.openGPUReads(o, facts)
 	f.Start(f.inspect)
 	return f, nil
 }
@@ -148,7 +163,11 @@ func (f *Fabric) open() (err error) {
 	if f.cq, err = f.dev.NewCQ(int(min(f.dev.MaxCQE, 1<<15))); err != nil {
 		return err
 	}
-	if f.most = min(f.cq.Entries/(sendRoom+slots+spare), int(f.dev.MaxQP)); f.most == 0 {
+	entries, pairs := f.cq.Entries, int(f.dev.MaxQP)
+	if f.direct.at != mem.CPU { // for the reads
+		entries, pairs = entries-readRoom-1, pairs-1
+	}
+	if f.most = min(entries/(sendRoom+slots+spare), pairs); f.most <= 0 {
 		return fmt.Errorf("verbs: %s: room for %d completions and %d queue pairs, which is too little for one connection", f.Name(), f.cq.Entries, f.dev.MaxQP)
 	}
 	for _, fd := range []int{f.cq.FD, int(f.dev.FD)} {
@@ -176,6 +195,7 @@ func lock(dev *rdma.Device, bytes uint64) error {
 
 // release gives back what open acquired.
 func (f *Fabric) release() {
+	f.back.close()
 	if f.cq != nil {
 		_ = f.cq.Destroy()
 	}
@@ -200,6 +220,7 @@ func (f *Fabric) Close() error {
 		f.regions = nil
 		f.release()
 	})
+	f.back.wait()
 	return nil
 }
 

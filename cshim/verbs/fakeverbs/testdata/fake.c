@@ -28,9 +28,9 @@ struct mr *mrs;
 static long opt_devices = 2, opt_td = 1, opt_cqe = 4096, opt_mr_size = 1L << 40,
             opt_inline = 220, opt_gids = 2, opt_down, opt_locked = -1,
             opt_qps = 1000, opt_wr = 4096, opt_lag, opt_ib, opt_away = -1,
-            opt_ports = 1;
+            opt_ports = 1, opt_dmabuf = 1;
 int opt_hold;
-long opt_patient;
+long opt_patient, opt_late;
 static long locked;
 
 static struct {
@@ -69,7 +69,7 @@ int injected(const char *call) {
 
 static struct {
   int status, after;
-} statuses[4]; /* by op */
+} statuses[5]; /* by op */
 
 int injected_status(int op) {
   int s = statuses[op].status;
@@ -378,35 +378,72 @@ static int mapped(void *addr, size_t length) {
   return ok;
 }
 
-struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *v, void *addr, size_t length,
-                                uint64_t iova, unsigned access) {
+static int allowed(size_t length, unsigned access) {
+  return length && length <= (size_t)opt_mr_size &&
+         (!(access & IBV_ACCESS_REMOTE_WRITE) ||
+          access & IBV_ACCESS_LOCAL_WRITE);
+}
+
+static void drop(struct mr *m) {
+  free(m->piece);
+  free(m);
+}
+
+/* Takes m, which is prepared, or lets go of it for an error. Unlocks. */
+static struct ibv_mr *taken(struct mr *m, struct ibv_pd *v, size_t length,
+                            int rc) {
   static uint32_t last = 0x1000;
-  lock();
-  MAY_FAIL("ibv_reg_mr", v->context, NULL);
-  int rc =
-      length == 0 || length > (size_t)opt_mr_size               ? EINVAL
-      : !mapped(addr, length)                                   ? EFAULT
-      : (opt_locked >= 0 && locked + (long)length > opt_locked) ? ENOMEM
-      : (access & IBV_ACCESS_REMOTE_WRITE) && !(access & IBV_ACCESS_LOCAL_WRITE)
-          ? EINVAL
-          : 0;
-  if (rc || iova != (uintptr_t)addr) {
+  if (rc) {
+    drop(m);
     unlock();
-    errno = rc ? rc : EINVAL;
+    errno = rc;
     return NULL;
   }
-  struct mr *m = calloc(1, sizeof *m);
   last += 0x101;
-  m->mr = (struct ibv_mr){v->context, v, addr, length, 0, last, last};
-  m->access = access;
+  m->mr = (struct ibv_mr){
+      v->context, v, (void *)(uintptr_t)m->start, length, 0, last, last};
   m->next = mrs;
   mrs = m;
   ((struct pd *)v)->users++;
-  locked += (long)length;
+  locked += m->pieces ? 0 : (long)length;
   count("regions", 1);
   count("registered", 1);
   unlock();
   return &m->mr;
+}
+
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *v, void *addr, size_t length,
+                                uint64_t iova, unsigned access) {
+  lock();
+  MAY_FAIL("ibv_reg_mr", v->context, NULL);
+  struct mr *m = calloc(1, sizeof *m);
+  m->start = iova;
+  m->access = access;
+  int rc = !allowed(length, access) || iova != (uintptr_t)addr     ? EINVAL
+           : peer_pieces(iova, length, m)                          ? 0
+           : !mapped(addr, length) || !seen(addr, length)          ? EFAULT
+           : opt_locked >= 0 && locked + (long)length > opt_locked ? ENOMEM
+                                                                   : 0;
+  return taken(m, v, length, rc);
+}
+
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *v, uint64_t offset,
+                                 size_t length, uint64_t iova, int fd,
+                                 int access) {
+  lock();
+  MAY_FAIL("ibv_reg_dmabuf_mr", v->context, NULL);
+  struct mr *m = calloc(1, sizeof *m);
+  m->start = iova;
+  m->access = (unsigned)access;
+  int rc = !opt_dmabuf                             ? EOPNOTSUPP
+           : fcntl(fd, F_GETFD) < 0                ? EBADF
+           : !allowed(length, m->access)           ? EINVAL
+           : (iova ^ offset) % 4096                ? EINVAL
+           : dma_buf_pieces(fd, offset, length, m) ? EINVAL
+                                                   : 0;
+  if (!rc)
+    count("dmabufs", 1);
+  return taken(m, v, length, rc);
 }
 
 int ibv_dereg_mr(struct ibv_mr *v) {
@@ -418,9 +455,11 @@ int ibv_dereg_mr(struct ibv_mr *v) {
       at = &(*at)->next;
     *at = (*at)->next;
     ((struct pd *)v->pd)->users--;
-    locked -= (long)v->length;
+    struct mr *m = (struct mr *)v;
+    arrive(m);
+    locked -= m->pieces ? 0 : (long)v->length;
     count("regions", -1);
-    free(v);
+    drop(m);
   }
   unlock();
   return rc;
@@ -688,14 +727,15 @@ static const struct {
     {"qps", &opt_qps, 1000},      {"wr", &opt_wr, 4096},
     {"lag", &opt_lag, 0},         {"patient", &opt_patient, 0},
     {"infiniband", &opt_ib, 0},   {"away", &opt_away, -1},
-    {"ports", &opt_ports, 1}};
+    {"ports", &opt_ports, 1},     {"dmabuf", &opt_dmabuf, 1},
+    {"late", &opt_late, 0}};
 
 int fake_set(const char *name, long value) {
   lock();
   int found = !strcmp(name, "hold");
   if (found) {
     opt_hold = (int)value;
-    for (struct qp *q = qps; !value && q; q = q->next)
+    for (struct qp *q = qps; value != 1 && q; q = q->next)
       run(q);
   }
   for (size_t i = 0; i < sizeof options / sizeof *options; i++)
@@ -703,6 +743,8 @@ int fake_set(const char *name, long value) {
       *options[i].value = value;
       found = 1;
     }
+  if (!opt_late)
+    arrive(NULL);
   unlock();
   return found ? 0 : -1;
 }

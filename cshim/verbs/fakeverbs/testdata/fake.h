@@ -29,10 +29,28 @@ struct td {
   struct ibv_td td;
 };
 
+/* Memory of a GPU, which the CPU sees at alias. */
+struct piece {
+  uint64_t start, alias, length;
+};
+
 struct mr {
   struct ibv_mr mr;
+  uint64_t start;
   unsigned access;
+  int pieces; /* of a GPU's memory; 0: it is the host's */
+  int peer;   /* by peer memory, so it ends when the memory is freed */
+  int freed;
+  struct piece *piece;
   struct mr *next;
+};
+
+/* A write to a GPU that has not reached its memory. */
+struct late {
+  struct mr *mr;
+  uint64_t at, length;
+  struct late *next;
+  char bytes[];
 };
 
 struct cqe {
@@ -82,7 +100,7 @@ extern struct context *contexts;
 extern struct qp *qps;
 extern struct mr *mrs;
 extern int opt_hold;
-extern long opt_patient;
+extern long opt_patient, opt_late;
 struct qp *find_qp(uint32_t number);
 int injected(const char *call);
 int gone(struct ibv_context *c);
@@ -91,6 +109,15 @@ void notify(struct ibv_context *c, enum ibv_event_type type, void *element,
             int port);
 void count(const char *name, long by);
 int gid_of(int device, int index, struct ibv_gid_entry *entry);
+
+/* gpu.c, likewise */
+int peer_pieces(uint64_t start, uint64_t length, struct mr *m);
+int dma_buf_pieces(int fd, uint64_t offset, uint64_t length, struct mr *m);
+int seen(void *addr, size_t length);
+void copy_in(struct mr *m, uint64_t at, const char *from, uint64_t n);
+void copy_out(struct mr *m, uint64_t at, char *to, uint64_t n);
+void put_off(struct mr *m, uint64_t at, char *from, uint64_t n);
+void arrive(struct mr *m);
 
 /* move.c */
 void complete(struct qp *q, struct cq *cq, struct ibv_wc wc, uint64_t retires);

@@ -36,7 +36,9 @@ void complete(struct qp *q, struct cq *cq, struct ibv_wc wc, uint64_t retires) {
 
 static void complete_send(struct qp *q, struct sent *s, int status) {
   struct ibv_wc wc = {.wr_id = s->id, .status = (enum ibv_wc_status)status};
-  wc.opcode = s->op == IBV_WR_SEND ? IBV_WC_SEND : IBV_WC_RDMA_WRITE;
+  wc.opcode = s->op == IBV_WR_SEND         ? IBV_WC_SEND
+              : s->op == IBV_WR_RDMA_WRITE ? IBV_WC_RDMA_WRITE
+                                           : IBV_WC_RDMA_READ;
   free(s->inlined);
   s->inlined = NULL;
   q->done++;
@@ -71,10 +73,9 @@ void end(struct qp *q) {
 static struct mr *find_mr(struct ibv_context *c, uint32_t key, uint64_t address,
                           uint64_t bytes) {
   for (struct mr *m = mrs; m; m = m->next) {
-    uint64_t start = (uintptr_t)m->mr.addr;
     if (m->mr.lkey == key && m->mr.context == c)
-      return address >= start && bytes <= m->mr.length &&
-                     address - start <= m->mr.length - bytes
+      return !m->freed && address >= m->start && bytes <= m->mr.length &&
+                     address - m->start <= m->mr.length - bytes
                  ? m
                  : NULL;
   }
@@ -90,15 +91,17 @@ static int readable(struct qp *q, struct sent *s) {
   return 1;
 }
 
-static void gather(struct sent *s, uint64_t to) {
-  char *at = (char *)(uintptr_t)to;
+static void gather(struct qp *q, struct sent *s, char *at) {
   if (s->inlined) {
     memcpy(at, s->inlined, s->bytes);
     return;
   }
   for (int i = 0; i < s->count; i++) {
-    memcpy(at, (void *)(uintptr_t)s->sges[i].addr, s->sges[i].length);
-    at += s->sges[i].length;
+    struct ibv_sge *e = &s->sges[i];
+    if (e->length) /* readable has found its region */
+      copy_out(find_mr(q->qp.context, e->lkey, e->addr, e->length), e->addr, at,
+               e->length);
+    at += e->length;
   }
 }
 
@@ -128,7 +131,46 @@ static int do_write(struct qp *q, struct sent *s) {
     end(p);
     return IBV_WC_REM_ACCESS_ERR;
   }
-  gather(s, s->remote);
+  if (s->bytes && m->pieces) {
+    char *all = malloc(s->bytes);
+    gather(q, s, all);
+    if (opt_late)
+      put_off(m, s->remote, all, s->bytes);
+    else
+      copy_in(m, s->remote, all, s->bytes);
+    free(all);
+  } else {
+    gather(q, s, (char *)(uintptr_t)s->remote);
+  }
+  return IBV_WC_SUCCESS;
+}
+
+/* A read of a GPU comes behind the writes to it. */
+static int do_read(struct qp *q, struct sent *s) {
+  struct qp *p = reach(q);
+  if (!p)
+    return IBV_WC_RETRY_EXC_ERR;
+  struct mr *m = find_mr(p->qp.context, s->rkey, s->remote, s->bytes);
+  if (!m || !(m->access & p->access & IBV_ACCESS_REMOTE_READ)) {
+    notify(p->qp.context, IBV_EVENT_QP_ACCESS_ERR, p, 0);
+    end(p);
+    return IBV_WC_REM_ACCESS_ERR;
+  }
+  if (m->pieces)
+    arrive(NULL);
+  uint64_t at = s->remote;
+  for (int i = 0; i < s->count; i++) {
+    struct ibv_sge *e = &s->sges[i];
+    struct mr *to = find_mr(q->qp.context, e->lkey, e->addr, e->length);
+    if (!(to->access & IBV_ACCESS_LOCAL_WRITE))
+      return IBV_WC_LOC_PROT_ERR;
+    char *all = malloc(e->length + 1);
+    copy_out(m, at, all, e->length);
+    copy_in(to, e->addr, all, e->length);
+    free(all);
+    at += e->length;
+  }
+  count("reads", 1);
   return IBV_WC_SUCCESS;
 }
 
@@ -155,20 +197,22 @@ static int do_send(struct qp *q, struct sent *s) {
     end(p);
     return theirs;
   }
-  gather(s, to.addr);
+  gather(q, s, (char *)(uintptr_t)to.addr);
   complete_recv(p, id, IBV_WC_SUCCESS, s->bytes);
   return IBV_WC_SUCCESS;
 }
 
 void run(struct qp *q) {
-  while (q->done < q->posted && q->qp.state == IBV_QPS_RTS && !opt_hold) {
+  while (q->done < q->posted && q->qp.state == IBV_QPS_RTS && opt_hold != 1) {
     struct sent *s = &q->sends[q->done % q->cap.max_send_wr];
-    int write = s->op == IBV_WR_RDMA_WRITE;
-    int status = injected_status(write ? 2 : 1);
+    int write = s->op == IBV_WR_RDMA_WRITE, read = s->op == IBV_WR_RDMA_READ;
+    if (read && opt_hold)
+      return;
+    int status = injected_status(read ? 4 : write ? 2 : 1);
     if (!status && !readable(q, s))
       status = IBV_WC_LOC_PROT_ERR;
     if (!status)
-      status = write ? do_write(q, s) : do_send(q, s);
+      status = read ? do_read(q, s) : write ? do_write(q, s) : do_send(q, s);
     if (status == WAITS)
       return;
     if (q->qp.state == IBV_QPS_ERR)
@@ -181,7 +225,8 @@ void run(struct qp *q) {
 
 static int take(struct qp *q, struct ibv_send_wr *w) {
   if (w->num_sge > (int)q->cap.max_send_sge || w->num_sge > SGES ||
-      (w->opcode != IBV_WR_SEND && w->opcode != IBV_WR_RDMA_WRITE))
+      (w->opcode != IBV_WR_SEND && w->opcode != IBV_WR_RDMA_WRITE &&
+       w->opcode != IBV_WR_RDMA_READ))
     return EINVAL;
   if (q->posted - q->retired >= q->cap.max_send_wr)
     return ENOMEM;
@@ -199,7 +244,7 @@ static int take(struct qp *q, struct ibv_send_wr *w) {
     if (s->bytes > q->cap.max_inline_data)
       return EINVAL;
     void *copy = malloc(s->bytes + 1);
-    gather(s, (uintptr_t)copy);
+    gather(q, s, copy);
     s->inlined = copy;
   }
   q->posted++;

@@ -1,0 +1,240 @@
+package cudaipc
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"fserver/cshim/verbs/fakeverbs"
+	"fserver/engine/gpu/fakegpu"
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+	"fserver/engine/transport/rails"
+	"fserver/engine/transport/transporttest"
+	"fserver/engine/transport/verbs"
+)
+
+// overNIC opens Fabrics whose NIC takes memory of g by itself, unless g says otherwise. The GPU sees what it has written
+// after a read only.
+func overNIC(tb testing.TB, g *fakegpu.GPU) below {
+	lib, err := fakeverbs.Library()
+	if err != nil {
+		tb.Skip(err)
+	}
+	fakeverbs.Reset()
+	tb.Cleanup(fakeverbs.Reset)
+	fakeverbs.Set("cqe", 1<<15)
+	fakeverbs.Set("late", 1)
+	g.NIC.Ordering = 0
+	opened := 0
+	return func(o transporttest.Options) (transport.Fabric, error) {
+		in := verbs.Options{Library: lib, Device: [...]string{"fake0", "fake1"}[opened%2], GPU: g, GPUDirect: verbs.ByDMABuf}
+		opened++
+		in.Gate, in.Limits = o.Gate, o.Limits
+		if o.Listen {
+			in.Listen = "127.0.0.1:0"
+		}
+		return verbs.Open(in)
+	}
+}
+
+// overNICs joins two of them by rails.
+func overNICs(tb testing.TB, g *fakegpu.GPU) below {
+	one := overNIC(tb, g)
+	return func(o transporttest.Options) (transport.Fabric, error) {
+		var members []transport.Fabric
+		for range 2 {
+			f, err := one(o)
+			if err != nil {
+				return nil, err
+			}
+			members = append(members, f)
+		}
+		return rails.New(members, rails.Options{})
+	}
+}
+
+// overSockets joins two Fabrics of tcp by rails. They take no memory of a GPU.
+func overSockets(testing.TB, *fakegpu.GPU) below {
+	return func(o transporttest.Options) (transport.Fabric, error) {
+		a, err := overTCP(o)
+		if err != nil {
+			return nil, err
+		}
+		b, err := overTCP(o)
+		if err != nil {
+			return nil, err
+		}
+		return rails.New([]transport.Fabric{a, b}, rails.Options{})
+	}
+}
+
+// refused has the NIC refuse the next memory of a GPU.
+func refused() { fakeverbs.Fail("ibv_reg_dmabuf_mr", unix.EINVAL, 0, 1) }
+
+// TestStagedOverRails: the key of a shadow has what the keys of the members need.
+func TestStagedOverRails(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overSockets(t, g), false)
+	src, dst := onGPU(t, g, 2<<20, 5), onGPU(t, g, 2<<20, 1)
+	k := b.key(t, dst)
+	a.post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	holds(t, g, dst, 5)
+	b.free(t, k)
+}
+
+// TestDirect: GPU memory travels without a copy where the NIC takes both ends, through host memory at the end that it does
+// not take, and the frame behind a write comes when the GPU has it.
+func TestDirect(t *testing.T) {
+	for name, under := range map[string]func(testing.TB, *fakegpu.GPU) below{"one NIC": overNIC, "two NICs": overNICs} {
+		for _, direct := range [][2]bool{{true, true}, {true, false}, {false, true}, {false, false}} {
+			g := fakegpu.New()
+			a, b := pairOf(t, g, under(t, g), false)
+			require.Equal(t, mem.GPU(0), a.f.Caps().GPU)
+			src, dst := onGPU(t, g, 2<<20, 5), onGPU(t, g, 2<<20, 1)
+			if direct[0] {
+				a.key(t, src)
+			}
+			if !direct[1] {
+				refused()
+			}
+			k := b.key(t, dst)
+			require.Equal(t, !direct[1], ofGPU(k))
+			a.post(t, write(k, src, transport.Point{}))
+			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+			require.NoError(t, a.done[0])
+			holds(t, g, dst, 5)
+			require.Equal(t, direct[0], a.below().lane.staged == 0, "%s %v", name, direct)
+			require.Equal(t, direct[1], b.f.in.next == 0, "%s %v", name, direct)
+			b.free(t, k)
+		}
+	}
+}
+
+// TestDirectPoint: a source that the NIC reads is not read before its stream has passed the point. A frame
+// waits for it; host memory and frames that pass do not.
+func TestDirectPoint(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overNIC(t, g), false)
+	src, dst := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 0)
+	a.key(t, src)
+	k := b.key(t, dst)
+	point, open := heldUp(t, g, a.f)
+	a.post(t, write(k, src, point))
+	a.post(t, []transport.Op{{Kind: transport.OpFrame, Frame: []byte("behind")}, {Kind: transport.OpFrame, Frame: []byte("passes"), Passes: true}})
+	until(t, a, b, func() bool { return len(b.frames) == 1 })
+	require.Equal(t, "passes", b.frames[0])
+	require.True(t, a.c.Unsent())
+	for range 100 {
+		a.poll(t)
+		b.poll(t)
+	}
+	require.Empty(t, b.writes)
+	holds(t, g, dst, 0)
+	m := fakegpu.Memory{G: g}
+	require.NoError(t, m.Store(src.Span(), slices.Repeat([]byte{7}, 4096)))
+	open()
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(b.frames) == 2 })
+	holds(t, g, dst, 7)
+}
+
+// TestDirectRefused: memory that the NIC refuses is staged, and a NIC that has failed is an error.
+func TestDirectRefused(t *testing.T) {
+	g := fakegpu.New()
+	a, _ := pairOf(t, g, overNIC(t, g), false)
+	r := onGPU(t, g, 4096, 1)
+	g.Fail("ExportDMABuf", 1)
+	k := a.key(t, r)
+	require.True(t, ofGPU(k))
+	require.False(t, a.f.direct.has(r.Span()))
+	a.free(t, k)
+	k = a.key(t, r)
+	require.False(t, ofGPU(k))
+	require.True(t, a.f.direct.has(r.Span()))
+	again := a.key(t, r)
+	a.free(t, k)
+	require.True(t, a.f.direct.has(r.Span()), "another key has it")
+	a.free(t, again)
+	require.Empty(t, a.f.direct.list)
+	fakeverbs.Vanish(0)
+	_, err := a.f.Register(r)
+	require.ErrorAs(t, err, new(*transport.DeviceError))
+	fakeverbs.Reset()
+}
+
+// TestDirectGone: a source whose key goes before its point has passed ends the Conn. No CPU looks at it.
+func TestDirectGone(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overNIC(t, g), false)
+	src, dst := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 0)
+	own, k := a.key(t, src), b.key(t, dst)
+	point, open := heldUp(t, g, a.f)
+	a.post(t, write(k, src, point))
+	until(t, a, b, func() bool { return a.below().items[a.below().first%depth].way == wayHeld })
+	a.free(t, own)
+	open()
+	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
+	require.ErrorContains(t, a.down, "which are not registered, or no longer")
+	require.Empty(t, b.writes)
+}
+
+// TestContractDirect: the suite with memory of a GPU that the NIC takes, and sources that it does not: they are staged.
+func TestContractDirect(t *testing.T) {
+	variant(t)
+	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
+		g := fakegpu.New()
+		b := bed(tb, g, overNIC(tb, g), false, true, true)
+		b.Alone = true // the NIC
+		return b
+	})
+}
+
+// TestDirectAllocatesNothing, also with a point.
+func TestDirectAllocatesNothing(t *testing.T) {
+	if transporttest.RaceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	g := fakegpu.New()
+	g.Instant = true
+	a, b := pairOf(t, g, overNIC(t, g), false)
+	src, dst := onGPU(t, g, 100000, 5), onGPU(t, g, 100000, 1)
+	a.key(t, src)
+	k := b.key(t, dst)
+	e, err := g.NewEvent()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, g.FreeEvent(e)) })
+	for _, after := range []transport.Point{{}, {Dev: mem.GPU(0), Event: uint64(e)}} {
+		ops := write(k, src, after)
+		ops = append(ops, markOf(&ops[0]))
+		var ev [16]transport.Event
+		round := func() {
+			if n, err := a.c.Post(ops); n != 2 || err != nil {
+				t.Fatalf("post: %d, %v", n, err)
+			}
+			end := time.Now().Add(20 * time.Second)
+			for seen := 0; seen < 3; {
+				for _, s := range [...]*side{a, b} {
+					n, err := s.f.Poll(ev[:])
+					if err != nil || time.Now().After(end) {
+						t.Fatal(err)
+					}
+					for i := range ev[:n] {
+						if ev[i].Kind == transport.EvDone || ev[i].Kind == transport.EvFrame {
+							seen++
+						}
+					}
+				}
+			}
+		}
+		for range 1000 {
+			round()
+		}
+		require.Zero(t, testing.AllocsPerRun(1000, round))
+		require.Zero(t, a.below().lane.staged)
+	}
+	require.NotZero(t, fakeverbs.Count("reads"))
+}
