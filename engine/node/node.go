@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/cpu"
 
+	"fserver/engine/channel"
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
@@ -46,7 +47,7 @@ type Node struct {
 	yields   time.Duration // how long it polls before polls are followed by yields
 	threaded bool          // the poller drives when no caller does
 	counters trace.Counters
-	channels *exchange.Channels
+	channels *channel.Channels
 	planes   []*plane         // the best first, the one that reaches everybody last
 	only     string           // the transport that the user wants for data; empty: any
 	lack     string           // why this node lacks a transport inside the host; empty: it does not
@@ -247,7 +248,7 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 		}
 		n.machine = n.scheduler
 	}
-	n.channels = exchange.NewChannels(len(n.peers))
+	n.channels = channel.NewChannels(len(n.peers))
 	if n.gpu != nil && n.server != nil {
 		n.server.ReceiveIn(n.gpu)
 	}
