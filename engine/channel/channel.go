@@ -197,6 +197,13 @@ func (ch *Channel) end(err error) {
 	}
 }
 
+// fail ends the channel, on this side alone.
+func (ch *Channel) fail(err error) {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	ch.end(err)
+}
+
 // Left notes that peer i has left in good order.
 func (cs *Channels) Left(i int) {
 	cs.mu.Lock()
@@ -279,6 +286,9 @@ func (ch *Channel) Err() error { return ch.Missing(func(int) bool { return true 
 // Attach has the requests of the channel come to q. To be called before others know the channel.
 func (ch *Channel) Attach(q Queue) { ch.queue = q }
 
+// Queue is what Attach was given.
+func (ch *Channel) Queue() Queue { return ch.queue }
+
 // Taken reports whether a message of all peers is here. Safe from any goroutine.
 func (ch *Channel) Taken() bool { return ch.queue != nil && ch.queue.Full() }
 
@@ -337,6 +347,13 @@ func (ch *Channel) Leave() bool {
 	first := !ch.left
 	ch.left = true
 	return first
+}
+
+// Ended reports whether this side has ended the channel.
+func (ch *Channel) Ended() bool {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	return ch.ended
 }
 
 // Parted says whether peer i has closed its side, or is gone.

@@ -21,11 +21,14 @@ func parting(channel string, i int) error {
 
 // Lane has the requests of a channel at a server that are not delivered, or those for batches.
 type Lane struct {
+	name   string           // of the channel; empty: batches
 	queues []ring[*Request] // by client
 	ready  atomic.Int32     // clients with a request
 }
 
-func (s *Server) newLane() *Lane { return &Lane{queues: make([]ring[*Request], len(s.clients))} }
+func (s *Server) newLane(name string) *Lane {
+	return &Lane{name: name, queues: make([]ring[*Request], len(s.clients))}
+}
 
 func (l *Lane) publish() {
 	ready := int32(0)
@@ -45,7 +48,7 @@ func (l *Lane) Full() bool { return int(l.ready.Load()) == len(l.queues) }
 
 // Attach makes requests that name a channel wait for Take. For the owner, as all below.
 func (s *Server) Attach(channel string) *Lane {
-	l := s.newLane()
+	l := s.newLane(channel)
 	s.lanes[channel] = l
 	return l
 }

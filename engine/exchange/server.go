@@ -97,7 +97,7 @@ func NewServer(n int, b *Buffers, c *trace.Counters, h Host) (*Server, error) {
 		s.clients = append(s.clients, &client{index: i, keys: map[uint64]*receiver{}})
 		tb.outs = append(tb.outs, &s.clients[i].outbox)
 	}
-	s.batches = s.newLane()
+	s.batches = s.newLane("")
 	s.lanes = map[string]*Lane{"": s.batches}
 	return s, nil
 }

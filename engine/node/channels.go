@@ -180,6 +180,7 @@ func (n *Node) endChannel(ch *channel.Channel, why string) {
 	if !ch.End() {
 		return
 	}
+	n.proxies.end(ch)
 	for _, p := range n.peers {
 		if l := p.link; l != nil {
 			n.sendFrame(l, wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
@@ -189,7 +190,7 @@ func (n *Node) endChannel(ch *channel.Channel, why string) {
 
 // leaveChannel drops what a channel that is closed on this side still has to do.
 func (n *Node) leaveChannel(ch *channel.Channel) {
-	if n.server != nil && ch.Leave() {
+	if ch.Leave() && n.server != nil {
 		n.server.Detach(ch.Name())
 	}
 	for i := range n.peers {

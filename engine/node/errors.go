@@ -100,7 +100,7 @@ func Errno(err error) syscall.Errno {
 		return syscall.EXFULL
 	case is[*RefusedError](err):
 		return syscall.EREMOTEIO
-	case is[*TimeoutError](err):
+	case is[*TimeoutError](err), is[*channel.TimeoutError](err):
 		return syscall.ETIMEDOUT
 	case is[*settingError](err), is[*cluster.RefusedError](err), refusal(err):
 		return syscall.EINVAL

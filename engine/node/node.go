@@ -48,6 +48,7 @@ type Node struct {
 	threaded bool          // the poller drives when no caller does
 	counters trace.Counters
 	channels *channel.Channels
+	proxies  proxies
 	planes   []*plane         // the best first, the one that reaches everybody last
 	only     string           // the transport that the user wants for data; empty: any
 	lack     string           // why this node lacks a transport inside the host; empty: it does not
@@ -451,10 +452,12 @@ func (n *Node) pass(now int64) int {
 	ailing := n.ailing
 	n.ailing = nil
 	found := n.poll()
-	if found == 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
+	carried := n.attend(now)
+	if found == 0 || carried > 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
 		n.side.Drain()
 		n.unstick()
 	}
+	found += carried
 	if ailing != nil {
 		n.endAiling(ailing)
 	}
