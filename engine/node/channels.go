@@ -190,6 +190,7 @@ func (n *Node) endChannel(ch *channel.Channel, why string) {
 
 // leaveChannel drops what a channel that is closed on this side still has to do.
 func (n *Node) leaveChannel(ch *channel.Channel) {
+	defer n.proxies.sweep()
 	if ch.Leave() && n.server != nil {
 		n.server.Detach(ch.Name())
 	}

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -80,23 +81,27 @@ func (n *Node) attend(now int64) (found int) {
 	if len(ps.all) == 0 {
 		return 0
 	}
-	kept := ps.all[:0]
+	ended := false
 	for _, p := range ps.all {
 		if !p.Ended() {
 			if found += p.Step(now); p.Ended() {
 				ps.running.Add(-1)
 			}
 		}
-		if !p.Over(false) {
-			kept = append(kept, p)
-		}
+		ended = ended || p.Ended()
 	}
-	clear(ps.all[len(kept):])
-	ps.all = kept
+	if ended {
+		ps.sweep()
+	}
 	if found > 0 {
 		ps.stirred.Store(now)
 	}
 	return found
+}
+
+// sweep forgets the proxies whose memory nobody touches any more. For the owner.
+func (ps *proxies) sweep() {
+	ps.all = slices.DeleteFunc(ps.all, func(p *channel.Proxy) bool { return p.Over(false) })
 }
 
 // end ends the proxy of a channel, or all with nil. For the owner.
