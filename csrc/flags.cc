@@ -1,8 +1,5 @@
 #include "flags.h"
 
-#include <sched.h>
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -124,7 +124,16 @@ func (p *Proxy) Step(now int64) (found int) {
 func (p *Proxy) next(now int64) (over, more bool, err error) {
 	switch p.order[p.at] {
 	case ringing:
-		return p.words[WordRung].Load() >= p.number, false, nil
+		if p.words[WordRung].Load() >= p.number {
+			return true, false, nil
+		}
+		if !p.due(now) {
+			return false, false, nil
+		}
+		if err := p.ch.Err(); !IsOver(err) { // of a peer that has closed, the next wait learns
+			return false, false, err
+		}
+		return false, false, nil
 	case sending:
 		sent, err := p.carrier.Send()
 		if sent {
@@ -137,15 +146,23 @@ func (p *Proxy) next(now int64) (over, more bool, err error) {
 			p.asked, p.parted = 0, 0
 			return here, more, err
 		}
-		if now-p.looked < lookEvery {
+		if !p.due(now) {
 			return false, false, nil
 		}
-		p.looked = now
 		return false, false, p.late(now)
 	default: // the data is there before the word: the store is a release
 		p.words[WordDone].Store(p.number)
 		return true, false, nil
 	}
+}
+
+// due reports whether to look at what ends a wait.
+func (p *Proxy) due(now int64) bool {
+	due := now-p.looked >= lookEvery
+	if due {
+		p.looked = now
+	}
+	return due
 }
 
 // late is why the message is not waited for any more, or nil.

@@ -9,14 +9,11 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"go.uber.org/zap"
 
 	"fserver/engine/channel"
-	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
 	"fserver/engine/trace"
-	"fserver/engine/transport"
 )
 
 // counter takes a batch without keeping it.
@@ -96,12 +93,16 @@ func (m *mesh) message(w, s *proxied) func() {
 
 // TestProxyAllocations: a message through proxies allocates nothing, at neither side.
 func TestProxyAllocations(t *testing.T) {
-	for _, way := range []string{"cma", "tcp"} {
+	for _, way := range []string{"cma", "tcp", "rails"} {
 		t.Run(way, func(t *testing.T) {
-			if way == "cma" {
+			open, transport := openFabrics, way
+			switch way {
+			case "cma":
 				skipWithoutCMA(t)
+			case "rails":
+				open, transport = overTwo, "tcp"
 			}
-			m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT="+way, "FSERVER_PROGRESS=caller")
+			m := newMesh(t, open, shape{1, 1, 1}, "FSERVER_TRANSPORT="+transport, "FSERVER_PROGRESS=caller")
 			message := m.message(carriedPair(t, m, "a", 512, longest))
 			for range 1000 {
 				message()
@@ -159,16 +160,6 @@ func (m *mesh) once(x, y, out Tensor) func() {
 			sink.lent = 0
 		}
 	}
-}
-
-// overTwo is openFabrics for two interfaces, which are the same.
-func overTwo(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-	list, err := openFabrics(cfg, g, log)
-	if err != nil || cfg.Role == conf.Scheduler {
-		return list, err
-	}
-	f, err := openRails(cfg, g, log, []rail{{name: "lo", host: "127.0.0.1"}, {name: "lo", host: "127.0.0.1"}})
-	return append([]transport.Fabric{f}, list...), err
 }
 
 func must(tb testing.TB, err error) {

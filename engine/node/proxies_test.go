@@ -7,10 +7,15 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
 
 	"fserver/engine/channel"
+	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
+	"fserver/engine/trace"
+	"fserver/engine/transport"
+	"fserver/engine/transport/inproc"
 	"fserver/engine/wire"
 )
 
@@ -121,6 +126,16 @@ func carriedPair(tb testing.TB, m *mesh, name string, rows int, patience time.Du
 	w = carry(tb, m.workers[0], name, 1, one(1), one(2), patience)
 	s = carry(tb, m.servers[0], name, 1, one(2), one(1), patience)
 	return w, s
+}
+
+// overTwo is openFabrics for two interfaces, which are the same.
+func overTwo(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
+	list, err := openFabrics(cfg, g, log)
+	if err != nil || cfg.Role == conf.Scheduler {
+		return list, err
+	}
+	f, err := openRails(cfg, g, log, []rail{{name: "lo", host: "127.0.0.1"}, {name: "lo", host: "127.0.0.1"}})
+	return append([]transport.Fabric{f}, list...), err
 }
 
 const longest = 20 * time.Second
@@ -340,6 +355,66 @@ func TestProxyLosesItsPeer(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestProxyAfterARestart: whichever process comes back, both open another channel. What the old one had
+// under way is not sent to it.
+func TestProxyAfterARestart(t *testing.T) {
+	for _, who := range []string{"worker", "server"} {
+		t.Run(who, func(t *testing.T) {
+			net, sh := inproc.New(), shape{1, 1, 1}
+			patient := []string{"FSERVER_ON_PEER_LOST=wait"}
+			m := newMesh(t, over(net), sh, patient...)
+			for turn, name := range []string{"a", "b", "c"} {
+				w, s := carriedPair(t, m, name, 10, longest)
+				for i := 1; i <= 3; i++ {
+					fill(w.out[0], byte(10*turn+i))
+					w.ring(i)
+					s.done(i)
+					require.Equal(t, w.out[0].Span.Bytes(), s.in[0].Span.Bytes())
+					s.ring(i)
+					w.done(i)
+				}
+				w.ring(4)
+				s.done(4)
+				stays, old := w, m.servers[0]
+				if who == "worker" {
+					stays, old = s, m.workers[0]
+				}
+				m.restart(net, sh, old, patient...)
+				m.meet()
+				eventually(t, stays.ended)
+				var lost *LostError
+				require.ErrorAs(t, stays.state(), &lost)
+				stays.close()
+			}
+			m.stop()
+		})
+	}
+}
+
+// TestProxyIsAttended: while a proxy runs, somebody looks at its words also when nobody calls, at last
+// every millisecond.
+func TestProxyIsAttended(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_PROGRESS=caller")
+	w, s := carriedPair(t, m, "a", 10, longest)
+	n := w.n
+	require.True(t, n.watched())
+	n.proxies.stirred.Store(trace.Now() - int64(time.Hour))
+	require.Equal(t, time.Millisecond, n.proxies.lull())
+	n.proxies.stirred.Store(trace.Now() - int64(8*time.Millisecond))
+	require.Greater(t, n.proxies.lull(), 400*time.Microsecond)
+	n.proxies.stirred.Store(trace.Now() + int64(time.Hour))
+	require.Zero(t, n.proxies.lull())
+	n.proxies.stirred.Store(trace.Now())
+	time.Sleep(20 * time.Millisecond) // everybody sleeps
+	w.ring(1)
+	s.done(1)
+	w.close()
+	require.False(t, n.watched())
+	require.Equal(t, longSleep, n.proxies.lull())
+	s.close()
+	m.stop()
 }
 
 // TestProxyTimeOut counts from when the stream waits, and ends the wait.
