@@ -274,7 +274,7 @@ class StreamSide(Side):
 def _with_counts(
     tensors: Sequence[Tensor], keys: Sequence[int], counts: Tensor, peers: int
 ) -> tuple[list[Tensor], list[int]]:
-    """Returns the tensors of each peer with its row counts behind them, as a CPU side sends them."""
+    """Returns the tensors of each peer with its row counts behind them, as CPU sides send them."""
     each = len(tensors) // peers
     if not each:
         return [], []
