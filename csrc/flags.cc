@@ -1,8 +1,5 @@
 #include "flags.h"
 
-#include <sched.h>
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -295,27 +292,6 @@ void launch(const char *call, int which, Counter *counters, size_t n, bool kept,
     fail(call, tried);
 }
 
-// How long a wait for a word looks at it all the time, and how long it sleeps at
-// most in between after that: a sixteenth of what it has waited.
-constexpr int64_t kLook = 100000, kLongest = 1000000;
-
-bool reached(const int64_t *word, int64_t value, int64_t limit_ns) {
-  const int64_t start = now_ns();
-  for (;;) {
-    if (__atomic_load_n(word, __ATOMIC_ACQUIRE) >= value)
-      return true;
-    const int64_t waited = now_ns() - start;
-    if (waited >= limit_ns)
-      return false;
-    if (waited < kLook) {
-      sched_yield();
-      continue;
-    }
-    const timespec nap{0, std::min(waited / 16, kLongest)};
-    nanosleep(&nap, nullptr);
-  }
-}
-
 } // namespace
 
 void write_flag(PyObject *flag, PyObject *seq, bool kept) {
@@ -397,14 +373,6 @@ void wait_value(PyObject *flag, PyObject *value) {
     refuse_captured("wait_value", device);
   if (!tried.good())
     fail("wait_value", tried);
-}
-
-bool wait_word(PyObject *word, PyObject *value, PyObject *timeout_ms) {
-  enter("wait_word");
-  const int64_t *w = read_word(word, {"wait_word", "word"});
-  const auto v = static_cast<int64_t>(read_u64(value, {"wait_word", "value"}));
-  const int64_t limit = read_ms(timeout_ms, {"wait_word", "timeout_ms"});
-  return unlocked([&] { return reached(w, v, limit); });
 }
 
 void set_word(PyObject *word, PyObject *value) {

@@ -27,11 +27,9 @@ void waits_again();
 // kernel; not while it is captured.
 void wait_value(PyObject *flag, PyObject *value);
 
-// For the other side of such a flag, on the CPU: whether word, one int64 there, is
-// at least value within the time; without the GIL, and with less and less use of
-// the processor. And the store that makes what was written before it visible, also
-// when the interpreter is ending: a stream may wait for it.
-bool wait_word(PyObject *word, PyObject *value, PyObject *timeout_ms);
+// For the other side of such a flag, on the CPU: the store to word, one int64 there, that
+// makes what was written before it visible, also when the interpreter is ending: a stream
+// may wait for it.
 void set_word(PyObject *word, PyObject *value);
 
 // A tensor of GPU index over the memory of a pinned one.

@@ -161,6 +161,14 @@ void define(py::module_ &m) {
            })
       .def("channel_state",
            [](Node &n, uint64_t channel) { n.channel_state(channel); })
+      .def("channel_carry",
+           [](Node &n, uint64_t channel, py::handle words, py::handle out,
+              py::handle out_keys, py::handle in, py::handle in_keys,
+              py::handle rows, py::handle counts, py::handle timeout_ms) {
+             n.channel_carry(channel, words.ptr(), out.ptr(), out_keys.ptr(),
+                             in.ptr(), in_keys.ptr(), rows.ptr(), counts.ptr(),
+                             timeout_ms.ptr());
+           })
       .def("channel_end", &Node::channel_end)
       .def("channel_close",
            [](Node &n, uint64_t channel, py::handle timeout_ms,
@@ -340,13 +348,6 @@ void define(py::module_ &m) {
       },
       py::arg("flag"), py::arg("value"),
       "The stream waits until flag >= value.");
-  m.def(
-      "wait_word",
-      [](py::handle word, py::handle value, py::handle timeout_ms) {
-        return wait_word(word.ptr(), value.ptr(), timeout_ms.ptr());
-      },
-      py::arg("word"), py::arg("value"), py::arg("timeout_ms"),
-      "Whether a word on the CPU is at least value within the time.");
   m.def(
       "set_word",
       [](py::handle word, py::handle value) {

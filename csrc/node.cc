@@ -177,6 +177,49 @@ void Node::channel_state(uint64_t channel, uint64_t ticket) {
   check("channel", rc);
 }
 
+void Node::channel_carry(uint64_t channel, PyObject *words, PyObject *out,
+                         PyObject *out_keys, PyObject *in, PyObject *in_keys,
+                         PyObject *rows, PyObject *counts,
+                         PyObject *timeout_ms) {
+  enter_connected("channel");
+  std::vector<Memory> kept; // for the call; then the caller does
+  auto numbers = [&](PyObject *o) -> int64_t * {
+    fs_tensor t{};
+    if (o != Py_None)
+      kept.push_back(
+          read_tensor(o, {"channel", "words"}, -1, Access::kLook, -1, &t));
+    return static_cast<int64_t *>(t.data);
+  };
+  auto list = [&](PyObject *tensors, PyObject *keys, const char *name) {
+    const Items items = tensor_items(tensors, {"channel", name});
+    const Items all_keys(keys, {"channel", name}, "ints");
+    std::vector<fs_tensor> all(items.size());
+    for (size_t i = 0; i < all.size(); i++) {
+      const auto at = static_cast<Py_ssize_t>(i);
+      Memory m = read_tensor(items.at(i), {"channel", name}, at, Access::kLook,
+                             info_.device, &all[i]);
+      all[i].key = read_u64(all_keys.at(i), {"channel", name}, at);
+      if (all[i].bytes)
+        allocations_.number(id_, m, all[i]);
+      kept.push_back(std::move(m));
+    }
+    return all;
+  };
+  const std::vector<fs_tensor> o = list(out, out_keys, "outgoing");
+  const std::vector<fs_tensor> i = list(in, in_keys, "incoming");
+  fs_carried c{};
+  c.words = numbers(words);
+  c.rows = numbers(rows);
+  c.counts = numbers(counts);
+  c.out = o.data();
+  c.nout = o.size();
+  c.in = i.data();
+  c.nin = i.size();
+  c.timeout_ns = read_ms(timeout_ms, {"channel", "timeout_ms"});
+  check("channel",
+        unlocked([&] { return fs_channel_carry(id_, channel, &c); }));
+}
+
 void Node::channel_end(uint64_t channel, const std::string &why) {
   enter("channel");
   unlocked([&] {

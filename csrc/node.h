@@ -39,6 +39,11 @@ public:
   std::string channel_text(uint64_t channel, uint32_t peer,
                            PyObject *timeout_ms);
   void channel_state(uint64_t channel, uint64_t ticket = 0);
+  // Has the engine exchange the messages of a channel, see fs_channel_carry. The caller keeps
+  // the tensors. words, rows and counts are int64 of the CPU; rows and counts may be None.
+  void channel_carry(uint64_t channel, PyObject *words, PyObject *out,
+                     PyObject *out_keys, PyObject *in, PyObject *in_keys,
+                     PyObject *rows, PyObject *counts, PyObject *timeout_ms);
   // False: peers have not closed their sides, and this one is forgotten.
   bool channel_close(uint64_t channel, PyObject *timeout_ms,
                      const std::string &why);

@@ -43,11 +43,12 @@ var layers = map[string][]string{
 	"transport/tcp":           {"conf", "mem", "transport", "transport/link"},
 	"transport/verbs":         {"conf", "gpu", "mem", "transport", "transport/link"},
 	"topo":                    {"conf"},
+	"channel":                 {"mem", "wire"},
 	"cluster":                 {"wire"},
 	"peers":                   {"wire"},
 	"exchange":                {"mem", "trace", "transport", "wire"},
 	"node": {
-		"cluster", "conf", "exchange", "gpu", "mem", "peers", "topo", "trace", "transport",
+		"channel", "cluster", "conf", "exchange", "gpu", "mem", "peers", "topo", "trace", "transport",
 		"transport/all", "transport/faults", "transport/rails", "wire",
 	},
 	"cabi": {"conf", "gpu", "mem", "node"},

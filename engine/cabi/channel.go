@@ -35,6 +35,11 @@ func fs_channel_watch(h C.fs_node, channel C.fs_channel, word *C.uint32_t) C.int
 	return on(h, func(nd *node.Node) error { return nd.WatchChannel(uint64(channel), addressOf(word)) })
 }
 
+//export fs_channel_carry
+func fs_channel_carry(h C.fs_node, channel C.fs_channel, what *C.fs_carried) C.int {
+	return on(h, func(nd *node.Node) error { return nd.CarryChannel(uint64(channel), carried(what)) })
+}
+
 //export fs_channel_tell
 func fs_channel_tell(h C.fs_node, channel C.fs_channel, peer C.uint32_t, text *C.char, bytes C.size_t) C.int {
 	return on(h, func(nd *node.Node) error { return nd.TellChannel(uint64(channel), int(peer), goText(text, bytes)) })

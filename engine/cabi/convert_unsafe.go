@@ -6,6 +6,7 @@ import "C"
 import (
 	"sync"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"fserver/engine/mem"
@@ -146,6 +147,20 @@ func (s *sink) Batch(reqs []*node.Request) error {
 func goText(p *C.char, n C.size_t) string { return C.GoStringN(p, C.int(n)) }
 
 func addressOf(p *C.uint32_t) uintptr { return uintptr(unsafe.Pointer(p)) }
+
+// carried translates; the dims alias C's.
+func carried(c *C.fs_carried) node.Carried {
+	list := func(p *C.fs_tensor, n C.size_t) (all []node.Tensor) {
+		for i := range tensors(p, n) {
+			all = append(all, tensor(&tensors(p, n)[i]))
+		}
+		return all
+	}
+	return node.Carried{
+		Words: uintptr(unsafe.Pointer(c.words)), Rows: uintptr(unsafe.Pointer(c.rows)), Counts: uintptr(unsafe.Pointer(c.counts)),
+		Out: list(c.out, c.nout), In: list(c.in, c.nin), Patience: time.Duration(c.timeout_ns),
+	}
+}
 
 // space is where C wants a text.
 type space struct {

@@ -37,7 +37,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 11
+#define FS_ABI 12
 
 typedef uint64_t fs_node;    // one worker, server or scheduler
 typedef uint64_t fs_shared;  // memory of fs_shared_alloc
@@ -260,6 +260,43 @@ int fs_channel_open(fs_node node, const char *name, fs_channel *out);
 #define FS_WATCH_WORDS 4096
 int fs_channel_watch(fs_node node, fs_channel channel,
                      uint32_t words[FS_WATCH_WORDS]);
+
+// The words of fs_channel_carry, which count messages. A stream writes RUNG (it has filled, or
+// emptied, the memory of so many) and ASKED (it waits until so many are done). The engine writes
+// DONE (it is through with so many; INT64_MAX: the channel has ended, see fs_channel_state), SENT
+// (it has sent so many) and, at last, OVER: it touches none of the memory any more.
+enum {
+  FS_CARRY_RUNG = 0,
+  FS_CARRY_ASKED = 1,
+  FS_CARRY_DONE = 8,
+  FS_CARRY_SENT = 9,
+  FS_CARRY_OVER = 10,
+  FS_CARRY_WORDS = 16
+};
+
+typedef struct fs_carried {
+  int64_t *words; // FS_CARRY_WORDS zeros
+  // What goes out. Worker: what it pushes to every server. Server: what it answers, in
+  // equal shares for its workers, in their order.
+  const fs_tensor *out;
+  size_t nout;
+  // What comes in. Worker: pull tensors, as of fs_push_pull. Server: tensors of the CPU
+  // that take what is pushed, in equal shares as above.
+  const fs_tensor *in;
+  size_t nin;
+  int64_t *rows;      // worker: how many rows of each of out are to be sent
+  int64_t *counts;    // server: takes how many rows of each of in have come
+  int64_t timeout_ns; // of a stream that waits for one message
+} fs_carried;
+
+// Has the engine exchange all messages of a channel that is open at all peers, for streams
+// that count them in words; nothing else may use the channel then. At a worker a message is
+// sent when RUNG has reached it, and DONE reaches it when what all servers answer is in
+// `in`. At a server DONE reaches it when the message of each worker is in `in`, and the
+// answers are sent when RUNG has; with nin = 0, DONE when they have been. Data is in memory
+// before the word that says so. If this returns 0, the memory must stay valid until OVER
+// is 1, at the latest when fs_close has returned. It may register memory, and blocks for that.
+int fs_channel_carry(fs_node node, fs_channel channel, const fs_carried *what);
 
 // Tells a peer bytes of text about this side, once.
 int fs_channel_tell(fs_node node, fs_channel channel, uint32_t peer,

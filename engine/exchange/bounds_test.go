@@ -149,11 +149,9 @@ func TestNoRequestIsFreedTwice(t *testing.T) {
 // TestPlansOfChannelsHaveTheirNumbers makes more plans of both kinds than are known at a time.
 func TestPlansOfChannelsHaveTheirNumbers(t *testing.T) {
 	p := newPair(t, 1)
-	ch, err := NewChannels(1).Open("a")
-	require.NoError(t, err)
 	for i := range uint64(2 * planShare) {
-		p.through(nil, i, 8, 1)
-		p.through(ch, wire.MaxPlans+i, 8, 1)
+		p.through("", i, 8, 1)
+		p.through("a", wire.MaxPlans+i, 8, 1)
 		p.w.Drain()
 		batch, channel := p.w.numbers[ofBatches], p.w.numbers[ofChannels]
 		at := i % planShare

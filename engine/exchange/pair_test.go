@@ -250,16 +250,14 @@ func deliver(c *wireConn, to *fakeFabric, copies bool, done func(uint64, error),
 }
 
 // through pushes a tensor of a key and pulls another of that size, through a channel if
-// it is not nil.
-func (p *pair) through(ch *Channel, key, n uint64, fill byte) (uint64, Tensor) {
+// it has a name.
+func (p *pair) through(ch string, key, n uint64, fill byte) (uint64, Tensor) {
 	tk, err := p.w.Begin()
 	require.NoError(p.t, err)
 	x, y := bytesOf(p.t, key, n, fill), bytesOf(p.t, key, n, 0)
 	require.NoError(p.t, tk.AddPush(x))
 	require.NoError(p.t, tk.AddPull(y))
-	if ch != nil {
-		tk.Through(ch)
-	}
+	tk.Through(ch)
 	id := tk.ID()
 	require.NoError(p.t, p.w.Submit(tk))
 	return id, y

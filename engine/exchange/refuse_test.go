@@ -222,19 +222,17 @@ func TestUnfitAndLost(t *testing.T) {
 func TestWrongAnswersAndDetach(t *testing.T) {
 	p := newPair(t, 1)
 	s := p.servers[0]
-	at, err := NewChannels(1).Open("a")
-	require.NoError(t, err)
 	x := bytesOf(t, 1, 8, 1)
 	for range 300 {
-		s.Attach(at)
+		s.Attach("a")
 		tk, err := p.w.Begin()
 		require.NoError(t, err)
 		require.NoError(t, tk.AddPush(x))
-		tk.Through(at)
+		tk.Through("a")
 		id := tk.ID()
 		require.NoError(t, p.w.Submit(tk))
 		require.NoError(t, p.settle())
-		h := s.Take(at)[0].Handler()
+		h := s.Take("a")[0].Handler()
 		s.Deliver()
 		began, stop, done := make(chan bool), make(chan bool), make(chan error)
 		go func() {
@@ -261,7 +259,7 @@ func TestWrongAnswersAndDetach(t *testing.T) {
 		}()
 		<-began
 		runtime.Gosched()
-		s.Detach(at)
+		s.Detach("a")
 		p.w.ChannelOver(0, "a")
 		require.NoError(t, p.settle())
 		close(stop)

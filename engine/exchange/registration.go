@@ -191,6 +191,54 @@ func (ks *keys) source(t *Ticket) error {
 	return nil
 }
 
+// find is acquire for the owner: it gives the keys that there are, and blocks for none.
+func (ks *keys) find(i int, tensors []Tensor, regs []*registration) {
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for j := range tensors {
+		if ks.paths[i] != nil && tensors[j].Span.Len != 0 {
+			regs[j] = ks.paths[i].known(&tensors[j])
+		}
+	}
+}
+
+// findSources is source for the owner, likewise; false: there is not each of them.
+func (ks *keys) findSources(t *Ticket) bool {
+	if !ks.local.Load() {
+		return true
+	}
+	ks.mu.Lock()
+	defer ks.mu.Unlock()
+	for ; t.rings < len(ks.rings); t.rings++ {
+		ring, had := ks.rings[t.rings], len(t.regs)
+		for j := 0; ring.local && j < len(t.push); j++ {
+			if t.push[j].Span.Len == 0 || t.push[j].Dev != mem.CPU {
+				continue
+			}
+			r := ring.known(&t.push[j])
+			if r == nil { // source begins with this ring again
+				for _, r := range t.regs[had:] {
+					r.uses-- // it is cached
+				}
+				t.regs = t.regs[:had]
+				return false
+			}
+			t.regs = append(t.regs, r)
+		}
+	}
+	return true
+}
+
+// known is the key of the allocation of x for a ticket, or nil. The lock is held.
+func (ring *keyring) known(x *Tensor) *registration {
+	r := ring.all[x.Alloc]
+	if r == nil || r.region != x.Base {
+		return nil
+	}
+	r.uses++
+	return r
+}
+
 // use finds or makes the key of the allocation of x for a ticket. It gives the lock back while the
 // Fabric registers.
 func (ks *keys) use(ring *keyring, x *Tensor) (*registration, error) {

@@ -105,11 +105,10 @@ func (w *Worker) ChannelOver(i int, channel string) {
 	w.advance(w.servers[i])
 }
 
-// Missing is why a push_pull on ch will not be answered, or nil: the channel has ended, or a
-// server that has not answered has closed its side.
-func (w *Worker) Missing(ch *Channel, id uint64) error {
+// Awaits reports whether server i has not answered a push_pull that is under way.
+func (w *Worker) Awaits(id uint64, i int) bool {
 	t := w.ticket(id)
-	return ch.missing(func(i int) bool { return t != nil && t.legs[i].state != legEnded })
+	return t != nil && t.legs[i].state != legEnded
 }
 
 // recalled takes the word of s that it will not deliver push_pulls.

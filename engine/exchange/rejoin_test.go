@@ -381,13 +381,11 @@ func TestUntaken(t *testing.T) {
 		p.w.Up(0, 10, p.wf, p.to[0])
 	}
 
-	ch, err := NewChannels(1).Open("c")
-	require.NoError(t, err)
-	s.Attach(ch)
+	s.Attach("c")
 	on, err := p.w.Begin()
 	require.NoError(t, err)
 	require.NoError(t, on.AddPush(bytesOf(t, 3, 8, 5)))
-	on.Through(ch)
+	on.Through("c")
 	require.NoError(t, p.w.Submit(on))
 	push(1)
 	require.Equal(t, 2, p.buffers.Len())

@@ -57,8 +57,8 @@ type Server struct {
 	clients  []*client
 	requests requests
 	batch    []*Request       // scratch
-	lanes    map[string]*lane // by channel; batches have no name
-	batches  *lane
+	lanes    map[string]*Lane // by channel; batches have no name
+	batches  *Lane
 	able     atomic.Int32 // workers that have one, or may still send one
 	ranked   atomic.Bool  // all clients have their ranks
 	broken   error        // why not all workers are able, if so
@@ -97,8 +97,8 @@ func NewServer(n int, b *Buffers, c *trace.Counters, h Host) (*Server, error) {
 		s.clients = append(s.clients, &client{index: i, keys: map[uint64]*receiver{}})
 		tb.outs = append(tb.outs, &s.clients[i].outbox)
 	}
-	s.batches = s.newLane()
-	s.lanes = map[string]*lane{"": s.batches}
+	s.batches = s.newLane("")
+	s.lanes = map[string]*Lane{"": s.batches}
 	return s, nil
 }
 
@@ -350,7 +350,7 @@ func (s *Server) plan(c *client, b []byte) error {
 
 // publish has callers see what a lane has; of batches also how many requests one can have as things
 // stand.
-func (s *Server) publish(l *lane) {
+func (s *Server) publish(l *Lane) {
 	l.publish()
 	if l != s.batches {
 		return

@@ -369,7 +369,7 @@ func (tb *Table) Free() error { return mem.Unmap(tb.region) }
 func (t *Ticket) ID() uint64 { return t.id }
 
 // Through makes t a push_pull on a channel.
-func (t *Ticket) Through(ch *Channel) { t.on = ch.name }
+func (t *Ticket) Through(channel string) { t.on = channel }
 
 // After has the pushed tensors sent when p has passed. Host.Passed is told of p.
 func (t *Ticket) After(p transport.Point) { t.after = p }

@@ -109,9 +109,7 @@ func (w *Worker) Submit(t *Ticket) error {
 		w.Abandon(t)
 		return err
 	}
-	t.legs = slices.Grow(t.legs, len(w.servers))[:len(w.servers)] // keeps the memory of the legs' keys
-	t.regs = slices.Grow(t.regs[:0], len(t.pull))[:len(t.pull)]
-	t.open = len(w.servers)
+	w.outfit(t)
 	for i := range w.servers {
 		if err := w.acquire(t, i); err != nil {
 			w.Abandon(t)
@@ -124,6 +122,13 @@ func (w *Worker) Submit(t *Ticket) error {
 	}
 	w.inbox.put(submission{ticket: t})
 	return nil
+}
+
+// outfit gives t what it has of each server.
+func (w *Worker) outfit(t *Ticket) {
+	t.legs = slices.Grow(t.legs, len(w.servers))[:len(w.servers)] // keeps the memory of the legs' keys
+	t.regs = slices.Grow(t.regs[:0], len(t.pull))[:len(t.pull)]
+	t.open = len(w.servers)
 }
 
 func (w *Worker) check(t *Ticket) error {

@@ -9,12 +9,11 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"go.uber.org/zap"
 
-	"fserver/engine/conf"
+	"fserver/engine/channel"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
-	"fserver/engine/transport"
+	"fserver/engine/trace"
 )
 
 // counter takes a batch without keeping it.
@@ -73,6 +72,70 @@ func TestVerbsAllocations(t *testing.T) {
 	m.stop()
 }
 
+// message is a function that exchanges one message through proxies, both sides driven by its caller.
+func (m *mesh) message(w, s *proxied) func() {
+	i := 0
+	reaches := func(p *proxied) {
+		for p.words[channel.WordDone].Load() < int64(i) {
+			for _, n := range []*Node{m.workers[0], m.servers[0]} {
+				n.drive(trace.Now())
+			}
+		}
+	}
+	return func() {
+		i++
+		w.ring(i)
+		reaches(s)
+		s.ring(i)
+		reaches(w)
+	}
+}
+
+// TestProxyAllocations: a message through proxies allocates nothing, at neither side.
+func TestProxyAllocations(t *testing.T) {
+	for _, way := range []string{"cma", "tcp", "rails"} {
+		t.Run(way, func(t *testing.T) {
+			open, transport := openFabrics, way
+			switch way {
+			case "cma":
+				skipWithoutCMA(t)
+			case "rails":
+				open, transport = overTwo, "tcp"
+			}
+			m := newMesh(t, open, shape{1, 1, 1}, "FSERVER_TRANSPORT="+transport, "FSERVER_PROGRESS=caller")
+			message := m.message(carriedPair(t, m, "a", 512, longest))
+			for range 1000 {
+				message()
+			}
+			require.Zero(t, testing.AllocsPerRun(2000, message))
+			m.stop()
+		})
+	}
+}
+
+// BenchmarkChannel is a message of 4 KiB and its answer: as a push_pull, and through proxies, with both
+// sides in one thread. What the second takes more is what the words and copies cost.
+func BenchmarkChannel(b *testing.B) {
+	for _, way := range []string{"cma", "tcp"} {
+		m := newMesh(b, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT="+way, "FSERVER_PROGRESS=caller", "FSERVER_LOG=error")
+		calls := m.once(tensor(b, 11, 512), tensor(b, 12, 0), tensor(b, 11, 512))
+		b.Run(way+"/push_pull", func(b *testing.B) {
+			for b.Loop() {
+				calls()
+				runtime.Gosched() // see BenchmarkPushPull
+			}
+		})
+		message := m.message(carriedPair(b, m, "a", 512, longest))
+		b.Run(way+"/proxy", func(b *testing.B) {
+			for b.Loop() {
+				message()
+				runtime.Gosched()
+			}
+		})
+		m.stop()
+	}
+}
+
 // once is a function that pushes x and y, pulls out, and answers with x.
 func (m *mesh) once(x, y, out Tensor) func() {
 	w, s := m.workers[0], m.servers[0]
@@ -97,16 +160,6 @@ func (m *mesh) once(x, y, out Tensor) func() {
 			sink.lent = 0
 		}
 	}
-}
-
-// overTwo is openFabrics for two interfaces, which are the same.
-func overTwo(cfg *conf.Config, g transport.Gate, log *zap.Logger) ([]transport.Fabric, error) {
-	list, err := openFabrics(cfg, g, log)
-	if err != nil || cfg.Role == conf.Scheduler {
-		return list, err
-	}
-	f, err := openRails(cfg, g, log, []rail{{name: "lo", host: "127.0.0.1"}, {name: "lo", host: "127.0.0.1"}})
-	return append([]transport.Fabric{f}, list...), err
 }
 
 func must(tb testing.TB, err error) {

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"fserver/engine/channel"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
 	"fserver/engine/trace"
@@ -226,7 +227,7 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 }
 
 // takeBatch gives the next batch, or that of a channel, to s.
-func (n *Node) takeBatch(s BatchSink, ch *exchange.Channel, least int) (taken bool, err error) {
+func (n *Node) takeBatch(s BatchSink, ch *channel.Channel, least int) (taken bool, err error) {
 	if !n.own() {
 		return false, n.failed()
 	}
@@ -234,7 +235,7 @@ func (n *Node) takeBatch(s BatchSink, ch *exchange.Channel, least int) (taken bo
 	defer n.giveBack()
 	var reqs []*Request
 	if ch != nil {
-		reqs = n.server.Take(ch)
+		reqs = n.server.Take(ch.Name())
 	} else if reqs, err = n.server.Batch(least); err != nil {
 		return false, err
 	}

@@ -4,13 +4,14 @@ import (
 	"fmt"
 	"time"
 
+	"fserver/engine/channel"
 	"fserver/engine/exchange"
 	"fserver/engine/trace"
 	"fserver/engine/wire"
 )
 
 // channel is that of a handle.
-func (n *Node) channel(h uint64) (*exchange.Channel, error) {
+func (n *Node) channel(h uint64) (*channel.Channel, error) {
 	if ch := n.channels.Get(h); ch != nil {
 		return ch, nil
 	}
@@ -32,20 +33,20 @@ func (n *Node) OpenChannel(name string) (uint64, error) {
 		return 0, err
 	}
 	if n.server != nil {
-		n.server.Attach(ch)
+		ch.Attach(n.server.Attach(ch.Name()))
 	}
 	return ch.Handle(), nil
 }
 
-// WatchChannel has exchange.WatchWords words of 32 bits at address say what has become of the
-// channel (see exchange.Channel.Watch). They must stay valid until CloseChannel has returned
+// WatchChannel has channel.WatchWords words of 32 bits at address say what has become of the
+// channel (see channel.Channel.Watch). They must stay valid until CloseChannel has returned
 // nil, or WatchChannel has with another address, or with 0 for none.
 func (n *Node) WatchChannel(h uint64, address uintptr) error {
 	ch, err := n.channel(h)
 	if err != nil {
 		return err
 	}
-	ch.Watch(exchange.WordsAt(address))
+	ch.Watch(channel.WordsAt(address))
 	return nil
 }
 
@@ -99,8 +100,8 @@ func (n *Node) ChannelState(h, id uint64) error {
 		return err
 	}
 	err = ch.Err()
-	if id != 0 && n.worker != nil && exchange.IsOver(err) {
-		n.under(func() { err = n.worker.Missing(ch, id) })
+	if id != 0 && n.worker != nil && isOver(err) {
+		n.under(func() { err = ch.Missing(func(i int) bool { return n.worker.Awaits(id, i) }) })
 	}
 	return err
 }
@@ -115,7 +116,7 @@ func (n *Node) PushPullOn(h uint64, t *Ticket) error {
 		n.Abandon(t)
 		return err
 	}
-	t.Through(ch)
+	t.Through(ch.Name())
 	return n.PushPull(t)
 }
 
@@ -138,8 +139,8 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 			return ErrAgain
 		}
 		if err := ch.Err(); err != nil && !ch.Taken() {
-			if exchange.IsOver(err) && !n.await(ch.Taken, min(limit, afterwards), false) {
-				n.under(func() { err = n.server.Missing(ch) })
+			if isOver(err) && !n.await(ch.Taken, min(limit, afterwards), false) {
+				n.under(func() { err = ch.Untaken() })
 			}
 			if err != nil && !ch.Taken() {
 				return err
@@ -175,10 +176,11 @@ func (n *Node) CloseChannel(h uint64, why string, limit time.Duration) error {
 }
 
 // endChannel ends this side of a channel and tells the peers, once.
-func (n *Node) endChannel(ch *exchange.Channel, why string) {
+func (n *Node) endChannel(ch *channel.Channel, why string) {
 	if !ch.End() {
 		return
 	}
+	n.proxies.end(ch)
 	for _, p := range n.peers {
 		if l := p.link; l != nil {
 			n.sendFrame(l, wire.Append(nil, wire.TypeChannel, &wire.Channel{Name: ch.Name(), Closes: true, Text: why}))
@@ -187,9 +189,10 @@ func (n *Node) endChannel(ch *exchange.Channel, why string) {
 }
 
 // leaveChannel drops what a channel that is closed on this side still has to do.
-func (n *Node) leaveChannel(ch *exchange.Channel) {
-	if n.server != nil {
-		n.server.Detach(ch)
+func (n *Node) leaveChannel(ch *channel.Channel) {
+	defer n.proxies.sweep()
+	if ch.Leave() && n.server != nil {
+		n.server.Detach(ch.Name())
 	}
 	for i := range n.peers {
 		if n.worker != nil && ch.Parted(i) {

@@ -94,7 +94,7 @@ func channelsOf(t *testing.T, way ...string) {
 
 	require.Equal(t, ErrAgain, s.CloseChannel(at, "", 0))
 	for i, w := range m.workers {
-		require.Eventually(t, func() bool { return exchange.IsOver(w.ChannelState(from[i], 0)) }, 20*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return isOver(w.ChannelState(from[i], 0)) }, 20*time.Second, time.Millisecond)
 		require.NoError(t, w.CloseChannel(from[i], "", 20*time.Second))
 		require.NoError(t, w.CloseChannel(from[i], "", 0))
 	}

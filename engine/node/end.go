@@ -80,6 +80,7 @@ func (n *Node) shut(err error) {
 		step(func() { n.drain(p) })
 	}
 	step(n.tickets().Over)
+	step(n.proxies.forget)
 	if n.server != nil {
 		step(func() { errs = append(errs, n.server.Close()) })
 	}

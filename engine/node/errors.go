@@ -7,6 +7,7 @@ import (
 	"syscall"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/channel"
 	"fserver/engine/cluster"
 	"fserver/engine/exchange"
 	"fserver/engine/transport"
@@ -78,6 +79,9 @@ func scarce(err error) bool {
 		errors.Is(err, syscall.ENOMEM) || errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
+// isOver reports whether err is that a side has closed the channel.
+func isOver(err error) bool { return channel.IsOver(err) || exchange.IsOver(err) }
+
 // is reports whether err is, or wraps, a T.
 func is[T error](err error) bool {
 	var e T
@@ -90,17 +94,17 @@ func Errno(err error) syscall.Errno {
 	switch {
 	case is[*LostError](err):
 		return syscall.ECONNRESET
-	case is[*exchange.ShapeError](err), is[*TypeError](err):
+	case is[*exchange.ShapeError](err), is[*channel.ShapeError](err), is[*TypeError](err):
 		return syscall.EMSGSIZE
 	case errors.Is(err, exchange.ErrFull):
 		return syscall.EXFULL
 	case is[*RefusedError](err):
 		return syscall.EREMOTEIO
-	case is[*TimeoutError](err):
+	case is[*TimeoutError](err), is[*channel.TimeoutError](err):
 		return syscall.ETIMEDOUT
 	case is[*settingError](err), is[*cluster.RefusedError](err), refusal(err):
 		return syscall.EINVAL
-	case errors.Is(err, errClosed), errors.Is(err, exchange.ErrLeft), exchange.IsOver(err), is[*cluster.EndedError](err), errors.Is(err, cluster.ErrNotRunning):
+	case errors.Is(err, errClosed), errors.Is(err, exchange.ErrLeft), isOver(err), is[*cluster.EndedError](err), errors.Is(err, cluster.ErrNotRunning):
 		return syscall.ESHUTDOWN
 	case errors.Is(err, exchange.ErrNoTicket):
 		return syscall.EBADF

@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/cpu"
 
+	"fserver/engine/channel"
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
@@ -46,7 +47,8 @@ type Node struct {
 	yields   time.Duration // how long it polls before polls are followed by yields
 	threaded bool          // the poller drives when no caller does
 	counters trace.Counters
-	channels *exchange.Channels
+	channels *channel.Channels
+	proxies  proxies
 	planes   []*plane         // the best first, the one that reaches everybody last
 	only     string           // the transport that the user wants for data; empty: any
 	lack     string           // why this node lacks a transport inside the host; empty: it does not
@@ -248,7 +250,7 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 		}
 		n.machine = n.scheduler
 	}
-	n.channels = exchange.NewChannels(len(n.peers))
+	n.channels = channel.NewChannels(len(n.peers))
 	if n.gpu != nil && n.server != nil {
 		n.server.ReceiveIn(n.gpu)
 	}
@@ -450,10 +452,12 @@ func (n *Node) pass(now int64) int {
 	ailing := n.ailing
 	n.ailing = nil
 	found := n.poll()
-	if found == 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
+	carried := n.attend(now)
+	if found == 0 || carried > 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
 		n.side.Drain()
 		n.unstick()
 	}
+	found += carried
 	if ailing != nil {
 		n.endAiling(ailing)
 	}

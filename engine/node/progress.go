@@ -258,6 +258,10 @@ func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 // rest sleeps until there may be something to do, at most limit. True means
 // that a signal came.
 func (n *Node) rest(met func() bool, limit time.Duration) (interrupted bool) {
+	if n.proxies.lull() == 0 {
+		yield()
+		return false
+	}
 	n.counters.Sleeps.Add(1)
 	if n.sleeping.CompareAndSwap(false, true) {
 		defer n.sleeping.Store(false)
@@ -302,9 +306,15 @@ func (n *Node) sleep(limit time.Duration) (interrupted bool) {
 	if n.arm() {
 		return false
 	}
-	var ev [4]unix.EpollEvent
-	ms := min(limit, longSleep, time.Duration(n.timer.Load()-trace.Now()))
-	_, err := unix.EpollWait(n.epoll, ev[:], int(max(0, (ms+time.Millisecond-1)/time.Millisecond)))
+	lull := n.proxies.lull()
+	ms := min(limit, lull, time.Duration(n.timer.Load()-trace.Now()))
+	var err error
+	if lull < time.Millisecond {
+		err = n.doze(ms)
+	} else {
+		var ev [4]unix.EpollEvent
+		_, err = unix.EpollWait(n.epoll, ev[:], int(max(0, (ms+time.Millisecond-1)/time.Millisecond)))
+	}
 	n.kick.hush()
 	return err == unix.EINTR
 }
@@ -362,7 +372,7 @@ func (p *progress) relay() {
 // background drives when no caller does: heartbeats, timers, what is left to
 // be sent. While callers drive it looks on, less and less often: where all
 // threads share a core, each look takes 10 µs from them. It drives at once where a watch
-// is armed: then nobody else does before an event loop is told. If the token stays taken, it naps as well: a
+// is armed or a proxy runs: then nobody else does before an event loop is told, or a stream's word is seen. If the token stays taken, it naps as well: a
 // post may take many milliseconds, and whoever makes it may need this core.
 func (n *Node) background() {
 	tick, failed := restTick, int64(0) // failed: since when the token is taken
@@ -373,7 +383,7 @@ func (n *Node) background() {
 		case n.callers.Load() > 0 && n.sleeping.Load():
 			tick = restTick
 			n.stepAside()
-		case n.callers.Load() > 0 || idle < restTick && n.armed.Load() == 0:
+		case n.callers.Load() > 0 || idle < restTick && !n.watched():
 			runtime.Gosched() // see busyTick
 			if n.nap(tick) {
 				tick = restTick

@@ -102,10 +102,14 @@ func (p *watches) alarm(every bool) {
 	}
 }
 
-// unattended reports whether a watch is armed and the background goroutine may be in a nap, so
-// that nobody would find what comes.
+// watched reports whether what comes is to be found also while no caller drives: a watch is armed, or
+// a proxy runs.
+func (n *Node) watched() bool { return n.armed.Load() > 0 || n.proxies.running.Load() > 0 }
+
+// unattended reports whether that is so and the background goroutine may be in a nap, so that nobody
+// would find it.
 func (n *Node) unattended() bool {
-	return !n.threaded && n.armed.Load() > 0 && !n.resting.Load()
+	return !n.threaded && n.watched() && !n.resting.Load()
 }
 
 // rouse ends a nap of the background goroutine, unless the node is closed. It does not take the

@@ -97,8 +97,10 @@ def _drop(node: Any, handle: int, side: Any, path: str, on_close: Callable[[], N
     """Ends a channel that was garbage-collected without close()."""
     on_close()
     if path == "host":
-        side.stop()
-        node.channel_close(handle, 0, "")
+        try:
+            node.channel_close(handle, 0, "")
+        finally:
+            side.close()
     else:
         part(node, handle, side, 0)
 
@@ -188,7 +190,7 @@ class Channel:
         self.number = next(_numbers)
         _open[self.number] = self
         self._dropped = weakref.finalize(self, _drop, node, handle, side, path, on_close)
-        self._dropped.atexit = path == "host"  # a thread that is to end
+        self._dropped.atexit = False
 
     def send(self, rows: Sequence[int] | None = None) -> None:
         """Sends ``outgoing`` after the work that is already queued on the current stream.
@@ -208,7 +210,7 @@ class Channel:
         """
         self._enter("send", True)
         with self._explained():
-            if self.path == "host" and self._side.capturable:  # by a thread, which learns it later
+            if self.path == "host" and self._side.capturable:  # the stream learns it later
                 self._node.channel_state(self._handle)
             self._side.send(rows)
         self._sends_next = False
@@ -338,9 +340,8 @@ class Channel:
         return True
 
     def _say_closed(self) -> None:
-        """Tells the peers, and the channel's thread if there is one, without waiting for them."""
+        """Tells the peers, without waiting for them."""
         if self.path == "host":
-            self._side.stop()
             return
         with contextlib.suppress(Error):  # the node is closed, and its peers know
             self._node.channel_end(self._handle, "")
@@ -349,9 +350,7 @@ class Channel:
         """Waits for the peers until ``end``, a time of the monotonic clock, and drops all
         resources."""
         try:
-            if self.path == "host":
-                self._side.close()
-            else:
+            if self.path != "host":
                 part(self._node, self._handle, self._side, max(0.0, end - time.monotonic()))
         finally:
             self._dropped()  # what is left of it: the keys are free

@@ -117,9 +117,6 @@ class Side:
     def finish(self) -> None:
         """Waits for the enqueued work, for a limited time."""
 
-    def stop(self) -> None:
-        """Is called when the channel is not used any more."""
-
 
 class WorkerSide(Side):
     """One side of a worker.

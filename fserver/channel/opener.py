@@ -198,12 +198,14 @@ class Opener:
                     it.side = None
 
                 def make(out: Any, into: Any, caller: Caller) -> WorkerSide:
-                    flat = [key for share in keys for key in share]
                     return WorkerSide(
                         self._node, it.handle, out, push_keys, into, flat, servers, caller
                     )
 
-                it.side = _carried(device, push, pull, make, how.timeout_ms)
+                flat = [key for share in keys for key in share]
+                it.side = self._carried(
+                    it.handle, device, push, push_keys, pull, flat, servers, True, make, how
+                )
             elif path == how.mode and it.side:
                 it.side.attach(plans)
             else:
@@ -289,7 +291,9 @@ class Opener:
                     return ServerSide(self._node, it.handle, rows, back, caller)
 
                 flat = [t for row in into for t in row]
-                it.side = _carried(device, pull, flat, make, how.timeout_ms)
+                it.side = self._carried(
+                    it.handle, device, pull, [0] * len(pull), flat, [], workers, False, make, how
+                )
             reason = "; ".join(filter(None, reasons))
             return self._made(it, how, path, reason, pull, into, push_keys, device, False)
 
@@ -351,6 +355,27 @@ class Opener:
         for i in (i for i in peers if i != lost):
             with contextlib.suppress(Error):
                 self._node.channel_tell(handle, i, describe.refusal(mode, error))
+
+    def _carried(
+        self,
+        handle: int,
+        device: Any,
+        outgoing: Sequence[Tensor],
+        out_keys: Sequence[int],
+        incoming: Sequence[Tensor],
+        in_keys: Sequence[int],
+        peers: int,
+        worker: bool,
+        make: Callable[[Any, Any, Caller], WorkerSide | ServerSide],
+        how: How,
+    ) -> Any:
+        """Returns a side whose messages the engine carries. ``make`` makes that of CPU tensors."""
+        if device.type == "cuda":
+            return StreamSide(
+                self._node, handle, Gpu(device), outgoing, out_keys, incoming, in_keys, peers,
+                worker, how.timeout_ms,
+            )  # fmt: skip
+        return make(list(outgoing), list(incoming), Caller(how.timeout_ms))
 
     def _made(
         self,
@@ -434,19 +459,6 @@ def _same(
         )
     describe.match(peer, "outgoing", out, theirs["in"])
     describe.match(peer, "incoming", into, theirs["out"])
-
-
-def _carried(
-    device: Any,
-    outgoing: Sequence[Tensor],
-    incoming: Sequence[Tensor],
-    make: Callable[[Any, Any, Caller], WorkerSide | ServerSide],
-    timeout_ms: float,
-) -> Any:
-    """A side whose messages the engine carries."""
-    if device.type == "cuda":
-        return StreamSide(Gpu(device), outgoing, incoming, make, timeout_ms)
-    return make(list(outgoing), list(incoming), Caller(timeout_ms))
 
 
 def _gpu(

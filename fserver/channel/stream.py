@@ -1,41 +1,41 @@
 """The side of a channel of path "host" with GPU tensors, whose messages the engine carries. The
-calls enqueue copies to and from pinned host memory, and flags. A thread of the channel waits for
-the flags and exchanges the messages. So the calls return at once and can be captured in a CUDA
-graph, as with the other paths."""
+calls enqueue copies to and from pinned host memory, and words that count the messages. The engine
+looks at the words and exchanges the messages. So the calls return at once and can be captured in a
+CUDA graph, as with the other paths."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fserver import _loader
-from fserver.channel.cpu import (
-    REOPEN,
-    SLICE_MS,
-    Caller,
-    Side,
-    WorkerSide,
-    check_rows,
-    part,
-    rows_of,
-)
-from fserver.errors import ConfigError, Error, TimeoutError
+from fserver.channel.cpu import Side, check_rows, part, rows_of
+from fserver.errors import ConfigError, Error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fserver.channel.cpu import ServerSide
-
-_NEVER = 2**63 - 1  # no message has this number
+# Of fserver.h: how many words count messages, and which is which.
+_WORDS = 16
+_RUNG, _ASKED, _DONE, _SENT, _OVER = 0, 1, 8, 9, 10
+_NEVER = 2**63 - 1  # done, when the channel has ended
 
 # How long close() waits for what is beyond a time-out of the channel.
 _PARTING_S = 2.0
 
-# Memory to which a stream that did not end may still write.
+# Memory to which a stream that did not end, or a peer, may still write.
 _kept: list[Any] = []
+
+
+def sweep() -> None:
+    """Lets go of the memory of closed sides that nobody uses any more."""
+    for side in list(_kept):
+        if side._gpu.idle() and side._word(_OVER):
+            side._forget()
+            with contextlib.suppress(ValueError):  # another thread's sweep
+                _kept.remove(side)
 
 
 class Gpu:
@@ -121,23 +121,23 @@ class Gpu:
         return True
 
 
-class _Ended(Exception):
-    """The channel is being closed."""
+class StreamSide(Side):
+    """One side whose messages the engine exchanges, from and into pinned memory of the host.
 
-
-class StreamSide(Side, Caller):
-    """One side over another that is in host memory.
-
-    Three flags in host memory count messages. ``ring``: the stream has filled, or emptied, the
-    host memory of a message. ``done``: the exchange is through with one. ``asked``: the stream
-    waits for that, and its time-out counts.
+    The words count messages. ``_RUNG``: the stream has filled, or emptied, the host memory of a
+    message. ``_ASKED``: the stream waits for one, and its time-out counts. The engine answers with
+    ``_DONE``, when it is through with one.
 
     Args:
+        node: the extension's Worker or Server.
+        channel: its handle.
         gpu: of the tensors; a Gpu.
-        outgoing: those that go out, in the order of their row counts.
+        outgoing: those that go out: a worker's push tensors, or the answers for each worker in
+            one list.
         incoming: those that come in, by peer, in one list.
-        make: gives the WorkerSide or ServerSide in host memory, for the tensors there of outgoing
-            and of incoming, and for the Caller that uses it.
+        out_keys, in_keys: their keys. A server's are not looked at.
+        peers: their number.
+        worker: whether this is the side of a worker.
         timeout_ms: how long the stream waits for a peer.
     """
 
@@ -145,48 +145,63 @@ class StreamSide(Side, Caller):
 
     def __init__(
         self,
+        node: Any,
+        channel: int,
         gpu: Any,
         outgoing: Sequence[Tensor],
+        out_keys: Sequence[int],
         incoming: Sequence[Tensor],
-        make: Callable[[list[Tensor], list[Tensor], Caller], WorkerSide | ServerSide],
+        in_keys: Sequence[int],
+        peers: int,
+        worker: bool,
         timeout_ms: float,
     ) -> None:
-        super().__init__(timeout_ms)
         import torch
 
-        self._gpu, self._extension = gpu, _loader.load()
+        sweep()
+        self._node, self._channel, self._gpu, self._worker = node, channel, gpu, worker
+        self._timeout = timeout_ms
         self._out, self._in = list(outgoing), list(incoming)
         self._out_host = [gpu.host(t) for t in self._out]
         self._in_host = [gpu.host(t) for t in self._in]
-        word = torch.zeros(1, dtype=torch.int64)
-        self._ring, self._done, self._asked = (gpu.host(word) for _ in range(3))
-        self._flags = [gpu.flag(w) for w in (self._ring, self._done, self._asked)]
+        self._words = gpu.host(torch.zeros(_WORDS, dtype=torch.int64))
+        self._flags = [gpu.flag(self._words[i : i + 1]) for i in (_RUNG, _DONE, _ASKED)]
         self._rung, self._waited = gpu.zeros(1), gpu.zeros(1)
         self._all = [rows_of(t) for t in self._out]
         self._told = gpu.zeros(len(self._all))
-        self._rows_out = self.counts(len(self._all))
+        self._rows_out = self._numbers(len(self._out))
         self._rows_out.copy_(torch.tensor(self._all, dtype=torch.int64))
+        self._rows_in = self._numbers(len(self._in))
         self._short = False  # the last message told its rows
-        self._side = make(self._out_host, self._in_host, self)
-        self._worker = isinstance(self._side, WorkerSide)
-        self._counts = self._side.rows()
-        self._rows = [gpu.zeros(len(c)) for c in self._counts]
+        each = len(self._in) // peers
+        self._counts = [self._rows_in[i * each : (i + 1) * each] for i in range(peers)]
+        self._rows = [gpu.zeros(each) for _ in self._counts]
         gpu.settle()
-        self._number = 0  # of the message that the thread is at
-        self._sent = 0  # of the newest that has been handed to the node
-        self._since: float | None = None  # when the stream was first seen to wait for it
-        self._stopping = False
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="fserver-channel", daemon=True)
-        self._thread.start()
+        if worker:
+            ours = (self._out_host, list(out_keys))
+            theirs = _with_counts(self._in_host, in_keys, self._rows_in, peers)
+            numbers: tuple[Any, Any] = (self._rows_out, None)
+        else:
+            ours = _with_counts(self._out_host, out_keys, self._rows_out, peers)
+            theirs = (self._in_host, [0] * len(self._in))
+            numbers = (None, self._rows_in)
+        node.channel_carry(channel, self._words, *ours, *theirs, *numbers, timeout_ms)
+
+    def _numbers(self, n: int) -> Tensor:
+        import torch
+
+        return self._gpu.host(torch.zeros(n, dtype=torch.int64))
+
+    def _word(self, which: int) -> int:
+        return int(self._words[which])
 
     def rows(self) -> list[Tensor]:
         return self._rows
 
     def check_error(self) -> None:
         """Raises what has ended the channel."""
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # it would grow with each call
+        if self._word(_DONE) == _NEVER:
+            self._node.channel_state(self._channel)
 
     # What the streams do
 
@@ -232,107 +247,41 @@ class StreamSide(Side, Caller):
         self._gpu.show(self._flags[2], number)
         self._gpu.wait(self._flags[1], number)
 
-    # What the thread does
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._number += 1
-                self._since = None
-                self._message()
-        except _Ended:
-            pass
-        except Exception as error:  # to the next call
-            self._error = error
-        self._extension.set_word(self._done, _NEVER)
-
-    def _message(self) -> None:
-        side = self._side
-        if isinstance(side, WorkerSide):
-            self._wait_for_ring()
-            if self._out:
-                side.send(self._rows_out.tolist())
-                self._sent = self._number
-            side.recv()
-            self._tell_done()
-        elif self._in:
-            side.accept()
-            self._tell_done()
-            self._wait_for_ring()
-            side.answer(self._rows_out.tolist())
-        else:
-            self._wait_for_ring()
-            side.send(self._rows_out.tolist())
-            self._tell_done()
-        self._sent = self._number
-
-    def _wait_for_ring(self) -> None:
-        while not self._extension.wait_word(self._ring, self._number, SLICE_MS):
-            if self._stopping:
-                raise _Ended
-
-    def _tell_done(self) -> None:
-        self._extension.set_word(self._done, self._number)
-
-    # What the side in host memory calls
-
-    def staged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)  # the stream fills them when they have been sent
-
-    def counts(self, n: int) -> Tensor:
-        import torch
-
-        return self._gpu.host(torch.zeros(n, dtype=torch.int64))
-
-    def begin(self, call: str) -> None:
-        pass  # when the stream does
-
-    def slice_ms(self) -> float:
-        return SLICE_MS
-
-    def check(self) -> None:
-        if self._stopping:
-            raise _Ended
-        if int(self._asked) < self._number:
-            return
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        if now - self._since > self._timeout / 1000:
-            raise TimeoutError(
-                f"channel: no message came within timeout_ms={self._timeout:g}, so the channel has "
-                f"ended ({REOPEN})"
-            )
-
     # The end
 
     def finish(self) -> None:
         """Waits for what is enqueued, and until it has been sent; bounded."""
         end = time.monotonic() + _PARTING_S
         if self._gpu.finished(self._timeout / 1000 + _PARTING_S):
-            while self._thread.is_alive() and self._sent < int(self._ring):
+            while self._word(_DONE) != _NEVER and self._word(_SENT) < self._word(_RUNG):
                 if time.monotonic() > end:
                     break
                 time.sleep(0.0002)
 
-    def stop(self) -> None:
-        """Has the thread end, within a slice."""
-        self._stopping = True
-
     def close(self) -> None:
-        self.stop()
-        self._thread.join()
-        self._side.close()
-        if self._gpu.finished(_PARTING_S):
-            self._forget()
-        else:
-            _kept.append(self)
-        for side in list(_kept):
-            if side._gpu.idle():
-                side._forget()
-                with contextlib.suppress(ValueError):  # another thread's close
-                    _kept.remove(side)
+        """Lets go of the memory, when the node has closed the channel: at once, or with the next
+        side after neither the stream nor a peer can write to it any more."""
+        self._gpu.finished(_PARTING_S)
+        _kept.append(self)
+        sweep()
 
     def _forget(self) -> None:
         """Lets go of what the stream has used: who keeps an error of a call, keeps its frames, and
         so this side."""
         self._out, self._in, self._out_host, self._in_host, self._flags = [], [], [], [], []
+
+
+def _with_counts(
+    tensors: Sequence[Tensor], keys: Sequence[int], counts: Tensor, peers: int
+) -> tuple[list[Tensor], list[int]]:
+    """Returns the tensors of each peer with its row counts behind them, as CPU sides send them."""
+    each = len(tensors) // peers
+    if not each:
+        return [], []
+    all_tensors: list[Tensor] = []
+    all_keys: list[int] = []
+    for i in range(peers):
+        mine = slice(i * each, (i + 1) * each)
+        all_tensors += [*tensors[mine], counts[mine]]
+        all_keys += [*keys[mine], 0]
+    return all_tensors, all_keys

@@ -13,7 +13,6 @@ import (
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/gpu"
 	"fserver/engine/mem"
-	"fserver/engine/transport"
 )
 
 // Ways is how the NIC may be shown memory of the GPU.

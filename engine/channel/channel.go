@@ -1,4 +1,7 @@
-package exchange
+// Package channel is the stream channels of a node, as far as the engine takes part: how they are
+// opened, described and ended. What travels through one is the affair of its two sides: of GPUs that
+// reach each other, or of requests of package exchange that name the channel.
+package channel
 
 import (
 	"errors"
@@ -16,8 +19,8 @@ import (
 // maxEarly bounds the channels that one peer has opened and we have not.
 const maxEarly = 256
 
-// errOver is why a channel that this side has closed is of no use.
-var errOver = errors.New("exchange: the channel is closed")
+// errOver is why a channel that a side has closed is of no use.
+var errOver = errors.New("channel: closed")
 
 // WatchWords is how many words Watch takes: there are bits for wire.MaxMembers peers.
 const WatchWords = 4096
@@ -52,6 +55,21 @@ func NewChannels(n int) *Channels {
 	return cs
 }
 
+// Queue has the requests that have come through a channel.
+type Queue interface {
+	// Full reports whether there is one of each peer. Safe from any goroutine.
+	Full() bool
+	// Lacks reports whether there is none of peer i. For the owner.
+	Lacks(i int) bool
+}
+
+// ShapeError says that a name or a number of a call is of no use.
+type ShapeError struct{ text string }
+
+func (e *ShapeError) Error() string { return e.text }
+
+func shapef(format string, args ...any) error { return &ShapeError{fmt.Sprintf(format, args...)} }
+
 // Channel is this side of one channel.
 type Channel struct {
 	of     *Channels
@@ -61,7 +79,8 @@ type Channel struct {
 	peers  []counterpart
 	err    error // why it has ended
 	ended  bool  // by this side
-	lane   *lane // of a server: requests that come through the CPU
+	left   bool
+	queue  Queue // of a server: requests that come through the CPU; else nil
 }
 
 // counterpart is a peer's side.
@@ -79,9 +98,9 @@ func (cs *Channels) Open(name string) (*Channel, error) {
 	case cs.over != nil:
 		return nil, cs.over
 	case name == "" || len(name) > wire.MaxChannelName || strings.ContainsFunc(name, unprintable):
-		return nil, Shapef("exchange: channel name %q: give 1 to %d bytes of printable text", name, wire.MaxChannelName)
+		return nil, shapef("channel: channel name %q: give 1 to %d bytes of printable text", name, wire.MaxChannelName)
 	case cs.open[name] != nil:
-		return nil, Shapef("exchange: channel %q is open already: close it first, or give this one another name", name)
+		return nil, shapef("channel: channel %q is open already: close it first, or give this one another name", name)
 	}
 	ch := &Channel{of: cs, name: name, peers: make([]counterpart, len(cs.early))}
 	for i, m := range cs.early {
@@ -134,7 +153,7 @@ func (cs *Channels) Frame(i int, b []byte) (over string, err error) {
 		return "", nil
 	}
 	if waits && !p.parted || !waits && !cs.room(i) {
-		return "", fmt.Errorf("exchange: peer %d opened channel %q twice, or opened more than %d channels that are not open here", i, v.Name, maxEarly)
+		return "", fmt.Errorf("channel: peer %d opened channel %q twice, or opened more than %d channels that are not open here", i, v.Name, maxEarly)
 	}
 	early[v.Name] = counterpart{text: v.Text, told: true}
 	return "", nil
@@ -176,6 +195,13 @@ func (ch *Channel) end(err error) {
 	if ch.words != nil {
 		ch.words[0].Store(wordEnded)
 	}
+}
+
+// fail ends the channel, on this side alone.
+func (ch *Channel) fail(err error) {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	ch.end(err)
 }
 
 // Left notes that peer i has left in good order.
@@ -250,16 +276,31 @@ func (ch *Channel) Told(i int) (text string, ok bool, err error) {
 
 // parting says that peer i has closed its side of a channel.
 func parting(channel string, i int) error {
-	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this side and open a new channel): %w", channel, i, errOver)
+	return fmt.Errorf("channel: channel %q: peer %d has closed its side (close this side and open a new channel): %w", channel, i, errOver)
 }
 
 // Err is why the next message cannot come through the channel, or nil: it has ended, or
 // a peer has closed its side.
-func (ch *Channel) Err() error { return ch.missing(func(int) bool { return true }) }
+func (ch *Channel) Err() error { return ch.Missing(func(int) bool { return true }) }
 
-// missing is why a message cannot become whole of which the parts of the peers that lacks
+// Attach has the requests of the channel come to q. To be called before others know the channel.
+func (ch *Channel) Attach(q Queue) { ch.queue = q }
+
+// Queue is what Attach was given.
+func (ch *Channel) Queue() Queue { return ch.queue }
+
+// Taken reports whether a message of all peers is here. Safe from any goroutine.
+func (ch *Channel) Taken() bool { return ch.queue != nil && ch.queue.Full() }
+
+// Untaken is why none will be, or nil: the channel has ended, or a peer of which there is no request
+// has closed its side. For the owner.
+func (ch *Channel) Untaken() error {
+	return ch.Missing(func(i int) bool { return ch.queue == nil || ch.queue.Lacks(i) })
+}
+
+// Missing is why a message cannot become whole of which the parts of the peers that lacks
 // says are not here, or nil.
-func (ch *Channel) missing(lacks func(i int) bool) error {
+func (ch *Channel) Missing(lacks func(i int) bool) error {
 	ch.of.mu.Lock()
 	defer ch.of.mu.Unlock()
 	for i := range ch.peers {
@@ -274,7 +315,7 @@ func (ch *Channel) missing(lacks func(i int) bool) error {
 // exist.
 func (ch *Channel) why(i int) error {
 	if i < 0 || i >= len(ch.peers) {
-		return Shapef("exchange: channel %q has %d peers, and none of number %d", ch.name, len(ch.peers), i)
+		return shapef("channel: channel %q has %d peers, and none of number %d", ch.name, len(ch.peers), i)
 	}
 	if ch.err == nil && ch.peers[i].parted {
 		return parting(ch.name, i)
@@ -297,6 +338,22 @@ func (ch *Channel) End() bool {
 	ch.ended = true
 	ch.end(errOver)
 	return first
+}
+
+// Leave reports whether it is the first call: what the channel has of others is to be dropped once.
+func (ch *Channel) Leave() bool {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	first := !ch.left
+	ch.left = true
+	return first
+}
+
+// Ended reports whether this side has ended the channel.
+func (ch *Channel) Ended() bool {
+	ch.of.mu.Lock()
+	defer ch.of.mu.Unlock()
+	return ch.ended
 }
 
 // Parted says whether peer i has closed its side, or is gone.
@@ -326,114 +383,3 @@ func (ch *Channel) Forget() {
 
 // IsOver says whether err is that a side has closed the channel.
 func IsOver(err error) bool { return errors.Is(err, errOver) }
-
-// lane has the requests of a channel at a server that are not delivered, or those for batches.
-type lane struct {
-	queues []ring[*Request] // by client
-	ready  atomic.Int32     // clients with a request
-}
-
-func (s *Server) newLane() *lane { return &lane{queues: make([]ring[*Request], len(s.clients))} }
-
-func (l *lane) publish() {
-	ready := int32(0)
-	for i := range l.queues {
-		if l.queues[i].len() != 0 {
-			ready++
-		}
-	}
-	l.ready.Store(ready)
-}
-
-// Missing is why Take will give nothing, or nil: the channel has ended, or a worker of which
-// there is no request has closed its side.
-func (s *Server) Missing(ch *Channel) error {
-	return ch.missing(func(i int) bool { return ch.lane == nil || ch.lane.queues[i].len() == 0 })
-}
-
-// full reports whether there is a request of each client.
-func (l *lane) full() bool { return int(l.ready.Load()) == len(l.queues) }
-
-// Attach makes requests that name ch wait for Take. For the owner, as all below.
-func (s *Server) Attach(ch *Channel) {
-	ch.lane = s.newLane()
-	s.lanes[ch.name] = ch.lane
-}
-
-// Detach undoes Attach. Requests that were not answered are refused.
-func (s *Server) Detach(ch *Channel) {
-	l := s.lanes[ch.name]
-	if l == nil || l != ch.lane {
-		return
-	}
-	delete(s.lanes, ch.name)
-	for i := range l.queues {
-		for l.queues[i].len() != 0 {
-			s.turnAway(l.queues[i].pop())
-		}
-	}
-	l.publish()
-	for _, r := range s.requests.strand(ch.name) {
-		s.turnAway(r)
-	}
-}
-
-// turnAway has the worker told that the channel of a request is closed.
-func (s *Server) turnAway(r *Request) {
-	c := r.client
-	if err := s.refuse(c, r, wire.RefusedClosed, ""); err != nil {
-		s.Broken(c.index, err)
-	}
-}
-
-// Taken says whether Take would give requests. Safe from any goroutine.
-func (ch *Channel) Taken() bool { return ch.lane != nil && ch.lane.full() }
-
-// Take gives one request of each worker on a channel, or nil; they stay until
-// Deliver. The slice is valid until the next call.
-func (s *Server) Take(ch *Channel) []*Request {
-	if !ch.Taken() {
-		return nil
-	}
-	return s.heads(ch.lane)
-}
-
-// heads gives the first request of each client that has one.
-func (s *Server) heads(l *lane) []*Request {
-	s.batch = s.batch[:0]
-	for i := range l.queues {
-		if l.queues[i].len() != 0 {
-			s.batch = append(s.batch, l.queues[i].at(0))
-		}
-	}
-	return s.batch
-}
-
-// lane is that of a channel that is open here, or nil; batches have no name.
-func (s *Server) lane(channel string) *lane {
-	if channel == "" {
-		return s.batches
-	}
-	return s.lanes[channel]
-}
-
-// route puts a complete request where its caller looks for it.
-func (s *Server) route(c *client, r *Request) {
-	l := s.lane(r.channel)
-	if l == nil {
-		s.turnAway(r)
-		return
-	}
-	l.queues[c.index].push(r)
-	s.publish(l)
-}
-
-// unlane frees the requests of a client that is gone and that were not delivered.
-func (s *Server) unlane(c *client) {
-	for _, l := range s.lanes {
-		for l.queues[c.index].len() != 0 {
-			s.put(l.queues[c.index].pop())
-		}
-		s.publish(l)
-	}
-}

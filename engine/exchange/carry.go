@@ -1,0 +1,294 @@
+package exchange
+
+import (
+	"sync/atomic"
+
+	"fserver/engine/mem"
+	"fserver/engine/trace"
+)
+
+// What follows exchanges fixed tensors again and again through a channel. Their memory is
+// registered once, by who makes a Carried; the owner does the rest, without waiting and without an
+// allocation.
+
+// Asking is the worker's side of such an exchange: each message is a push_pull.
+type Asking struct {
+	w    *Worker
+	on   string
+	push []Tensor
+	pull []Tensor
+	most []int64        // rows of push
+	row  []uint64       // bytes of a row
+	rows []atomic.Int64 // that are to be sent of them, at the time of Send
+	id   uint64         // of the last push_pull
+}
+
+// Carry makes the worker's side of a channel. rows has the rows to send of each push tensor. It
+// registers the memory of the tensors, which may block. Safe from any goroutine.
+func (w *Worker) Carry(channel string, push, pull []Tensor, rows []atomic.Int64) (*Asking, error) {
+	a := &Asking{w: w, on: channel, push: owned(push), pull: owned(pull), rows: rows}
+	for i := range a.push {
+		x := &a.push[i]
+		if len(x.Dims) == 0 { // one row, which is sent or not
+			x.Dims = []int64{1}
+		}
+		a.most = append(a.most, x.Dims[0])
+		a.row = append(a.row, x.Span.Len/uint64(max(x.Dims[0], 1)))
+	}
+	t, err := w.Begin()
+	if err != nil {
+		return nil, err
+	}
+	defer w.Abandon(t)
+	t.Through(channel)
+	if err := a.fill(t); err != nil {
+		return nil, err
+	}
+	if err := w.check(t); err != nil {
+		return nil, err
+	}
+	w.outfit(t)
+	for i := range w.servers {
+		if err := w.acquire(t, i); err != nil {
+			return nil, err
+		}
+	}
+	return a, w.source(t)
+}
+
+// owned is a copy of tensors with dims of its own.
+func owned(tensors []Tensor) []Tensor {
+	list := append([]Tensor(nil), tensors...)
+	for i := range list {
+		list[i].Dims = append([]int64(nil), list[i].Dims...)
+	}
+	return list
+}
+
+func (a *Asking) fill(t *Ticket) error {
+	for i := range a.push {
+		if err := t.AddPush(a.push[i]); err != nil {
+			return err
+		}
+	}
+	for i := range a.pull {
+		if err := t.AddPull(a.pull[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Send starts a push_pull. False: there is no room for one.
+func (a *Asking) Send() (bool, error) {
+	for i := range a.push {
+		x := &a.push[i]
+		n := a.rows[i].Load()
+		if n < 0 || n > a.most[i] {
+			return false, Shapef("exchange: channel %q: %d rows of tensor %d are to be sent, but it has %d", a.on, n, i, a.most[i])
+		}
+		x.Dims[0], x.Span.Len = n, a.row[i]*uint64(n)
+	}
+	t, err := a.w.Begin()
+	if err == ErrFull {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	t.Through(a.on)
+	if err := a.fill(t); err != nil {
+		a.w.Abandon(t)
+		return false, err
+	}
+	a.id = t.id
+	a.w.outfit(t)
+	for i := range a.w.servers {
+		first, end := a.w.share(t, i)
+		a.w.keys.find(i, t.pull[first:end], t.regs[first:end])
+	}
+	a.w.keys.findSources(t) // what is not found, a helper registers: see keyed
+	a.w.start(t)
+	return true, nil
+}
+
+// Arrived reports whether the push_pull is done.
+func (a *Asking) Arrived() (here, more bool, err error) {
+	switch state, ok := a.w.State(a.id); {
+	case ok && state == StateOpen:
+		return false, false, nil
+	case ok && state == StateDone:
+		return true, false, nil
+	}
+	return false, false, a.w.Result(a.id)
+}
+
+// Lacks reports whether server i has not answered.
+func (a *Asking) Lacks(i int) bool { return a.w.Awaits(a.id, i) }
+
+// Over reports whether the tensors are not in use.
+func (a *Asking) Over() bool { return a.w.rests(a.id) }
+
+// rests reports whether the memory of a ticket, or of none, is not in use any more.
+func (tb *Table) rests(id uint64) bool {
+	state, ok := tb.State(id)
+	return !ok || state == StateDone || state == StateFailed
+}
+
+// Answering is the server's side: each message of the workers is a request, and this side's is its
+// answer.
+type Answering struct {
+	s        *Server
+	on       string
+	lane     *Lane
+	into     [][]Tensor // by worker
+	out      [][]Tensor // likewise
+	counts   []atomic.Int64
+	handlers []uint64 // of the requests that are not answered
+	answered int      // of them
+	ids      []uint64 // of the last answers, by worker
+	err      error    // of a helper
+
+	worker, tensor int    // where the copy of the next message is
+	off            uint64 // likewise
+}
+
+// Carry makes the server's side of a channel. into are the tensors that the workers' go to, those of
+// worker 0 first, and counts takes their rows; out are the answers. The memory of those is
+// registered, which may block. Safe from any goroutine.
+func (s *Server) Carry(l *Lane, into, out []Tensor, counts []atomic.Int64) (*Answering, error) {
+	k := len(s.clients)
+	if len(into)%k != 0 || len(out)%k != 0 {
+		return nil, Shapef("exchange: channel: %d tensors from and %d to %d workers: give the same number for each worker, those of worker 0 first", len(into), len(out), k)
+	}
+	a := &Answering{s: s, on: l.name, lane: l, counts: counts, ids: make([]uint64, k)}
+	t, err := s.Begin()
+	if err != nil {
+		return nil, err
+	}
+	defer s.Abandon(t)
+	for i := range k {
+		a.into = append(a.into, owned(into[i*len(into)/k:(i+1)*len(into)/k]))
+		a.out = append(a.out, owned(out[i*len(out)/k:(i+1)*len(out)/k]))
+		for j := range a.out[i] {
+			if err := t.AddPush(a.out[i][j]); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return a, s.source(t)
+}
+
+// landStep is how many bytes Arrived copies in one call, which takes about 100 µs.
+const landStep = 1 << 20
+
+// Arrived copies the next message of all workers to where it belongs, and reports whether it has, or
+// there is more to copy.
+func (a *Answering) Arrived() (here, more bool, err error) {
+	reqs := a.s.Take(a.on)
+	if reqs == nil {
+		a.worker, a.tensor, a.off = 0, 0, 0
+		return false, false, nil
+	}
+	for room := uint64(landStep); a.worker < len(reqs); {
+		r, into := reqs[a.worker], a.into[a.worker]
+		if a.tensor == 0 && a.off == 0 {
+			if err := a.fits(r, into); err != nil {
+				return false, false, err
+			}
+		}
+		if a.tensor == len(into) {
+			a.worker, a.tensor = a.worker+1, 0
+			continue
+		}
+		from := r.push[a.tensor].Span
+		n := min(room, from.Len-a.off)
+		if n != 0 {
+			copy(into[a.tensor].Span.Bytes()[a.off:a.off+n], from.Bytes()[a.off:])
+		}
+		if a.off += n; a.off < from.Len {
+			return false, true, nil // the rest in another pass
+		}
+		a.counts[a.worker*len(into)+a.tensor].Store(r.push[a.tensor].Rows)
+		room -= n
+		a.tensor, a.off = a.tensor+1, 0
+	}
+	a.worker = 0
+	a.handlers, a.answered = a.handlers[:0], 0
+	now := trace.Now()
+	for i, r := range reqs {
+		a.handlers = append(a.handlers, r.handler)
+		a.lane.queues[i].pop()
+		r.stamps[trace.Delivered-trace.Received] = now
+		r.state.Store(reqDelivered) // its buffers are not handed on: nobody but this has seen them
+	}
+	a.s.publish(a.lane)
+	return true, false, nil
+}
+
+// fits is why a request is not a message of this channel, or nil: its plan is its sender's.
+func (a *Answering) fits(r *Request, into []Tensor) error {
+	if len(r.push) != len(into) {
+		return Shapef("exchange: channel %q: worker %d sent %d tensors, want %d: run the same version of fserver on both sides", a.on, r.client.rank, len(r.push), len(into))
+	}
+	for j := range r.push {
+		v, x := &r.push[j], &into[j]
+		rows := v.Rows
+		if v.NDim == 0 {
+			rows = 1
+		}
+		if v.DType != x.DType || rows < 0 || rows > x.rows() || v.Span.Len > x.Span.Len || v.Span.Len != x.Span.Len/uint64(max(x.rows(), 1))*uint64(rows) || v.Span.Len != 0 && v.Dev != mem.CPU {
+			return Shapef("exchange: channel %q: worker %d sent %d bytes in %d rows of dtype %d for tensor %d, which has %d in %d of %d: run the same version of fserver on both sides", a.on, r.client.rank, v.Span.Len, v.Rows, v.DType, j, x.Span.Len, x.rows(), x.DType)
+		}
+	}
+	return nil
+}
+
+// Send answers the requests that have arrived. False: there is no room for all answers.
+func (a *Answering) Send() (bool, error) {
+	for ; a.answered < len(a.handlers); a.answered++ {
+		if a.err != nil {
+			return false, a.err
+		}
+		t, err := a.s.Begin()
+		if err == ErrFull {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+		for j := range a.out[a.answered] {
+			if err := t.AddPush(a.out[a.answered][j]); err != nil {
+				a.s.Abandon(t)
+				return false, err
+			}
+		}
+		handler := a.handlers[a.answered]
+		a.ids[a.answered] = t.id
+		if !a.s.keys.findSources(t) { // a path that was not there at opening
+			a.later(handler, t)
+		} else if err := a.s.Respond(handler, t); err != nil {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// later has a helper register what t sends, and then answer.
+func (a *Answering) later(handler uint64, t *Ticket) {
+	var err error
+	a.s.later(func() { err = a.s.Respond(handler, t) }, func() { a.err = err })
+}
+
+// Lacks reports whether there is no request of worker i.
+func (a *Answering) Lacks(i int) bool { return a.lane.Lacks(i) }
+
+// Over reports whether the tensors are not in use.
+func (a *Answering) Over() bool {
+	for _, id := range a.ids {
+		if !a.s.rests(id) {
+			return false
+		}
+	}
+	return true
+}

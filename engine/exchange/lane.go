@@ -1,0 +1,127 @@
+package exchange
+
+import (
+	"errors"
+	"fmt"
+	"sync/atomic"
+
+	"fserver/engine/wire"
+)
+
+// errOver is why a request through a channel that a side has closed is not answered.
+var errOver = errors.New("exchange: the channel is closed")
+
+// IsOver says whether err is that a side has closed the channel of a request.
+func IsOver(err error) bool { return errors.Is(err, errOver) }
+
+// parting says that server i has closed its side of a channel.
+func parting(channel string, i int) error {
+	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this side and open a new channel): %w", channel, i, errOver)
+}
+
+// Lane has the requests of a channel at a server that are not delivered, or those for batches.
+type Lane struct {
+	name   string           // of the channel; empty: batches
+	queues []ring[*Request] // by client
+	ready  atomic.Int32     // clients with a request
+}
+
+func (s *Server) newLane(name string) *Lane {
+	return &Lane{name: name, queues: make([]ring[*Request], len(s.clients))}
+}
+
+func (l *Lane) publish() {
+	ready := int32(0)
+	for i := range l.queues {
+		if l.queues[i].len() != 0 {
+			ready++
+		}
+	}
+	l.ready.Store(ready)
+}
+
+// Lacks reports whether there is no request of client i. For the owner.
+func (l *Lane) Lacks(i int) bool { return l.queues[i].len() == 0 }
+
+// Full reports whether there is a request of each client. Safe from any goroutine.
+func (l *Lane) Full() bool { return int(l.ready.Load()) == len(l.queues) }
+
+// Attach makes requests that name a channel wait for Take. For the owner, as all below.
+func (s *Server) Attach(channel string) *Lane {
+	l := s.newLane(channel)
+	s.lanes[channel] = l
+	return l
+}
+
+// Detach undoes Attach. Requests that were not answered are refused.
+func (s *Server) Detach(channel string) {
+	l := s.lanes[channel]
+	delete(s.lanes, channel)
+	for i := range l.queues {
+		for l.queues[i].len() != 0 {
+			s.turnAway(l.queues[i].pop())
+		}
+	}
+	l.publish()
+	for _, r := range s.requests.strand(channel) {
+		s.turnAway(r)
+	}
+}
+
+// turnAway has the worker told that the channel of a request is closed.
+func (s *Server) turnAway(r *Request) {
+	c := r.client
+	if err := s.refuse(c, r, wire.RefusedClosed, ""); err != nil {
+		s.Broken(c.index, err)
+	}
+}
+
+// Take gives one request of each worker on a channel, or nil; they stay until
+// Deliver. The slice is valid until the next call.
+func (s *Server) Take(channel string) []*Request {
+	l := s.lanes[channel]
+	if l == nil || !l.Full() {
+		return nil
+	}
+	return s.heads(l)
+}
+
+// heads gives the first request of each client that has one.
+func (s *Server) heads(l *Lane) []*Request {
+	s.batch = s.batch[:0]
+	for i := range l.queues {
+		if l.queues[i].len() != 0 {
+			s.batch = append(s.batch, l.queues[i].at(0))
+		}
+	}
+	return s.batch
+}
+
+// lane is that of a channel that is open here, or nil; batches have no name.
+func (s *Server) lane(channel string) *Lane {
+	if channel == "" {
+		return s.batches
+	}
+	return s.lanes[channel]
+}
+
+// route puts a complete request where its caller looks for it.
+func (s *Server) route(c *client, r *Request) {
+	l := s.lane(r.channel)
+	if l == nil {
+		s.turnAway(r)
+		return
+	}
+	l.queues[c.index].push(r)
+	s.publish(l)
+}
+
+// unlane frees the requests of a client that is gone and that were not delivered.
+func (s *Server) unlane(c *client) {
+	for _, l := range s.lanes {
+		for l.queues[c.index].len() != 0 {
+			s.put(l.queues[c.index].pop())
+		}
+		s.publish(l)
+	}
+}
