@@ -108,6 +108,7 @@ type registration struct {
 type keyring struct {
 	fabric transport.Fabric
 	local  bool                     // the Fabric sends what is registered
+	points bool                     // it takes points
 	at     int                      // in keys.rings
 	all    map[uint64]*registration // by allocation
 	era    uint64                   // how often peers on the Fabric were lost; the owner writes it
@@ -133,7 +134,7 @@ func (ks *keys) path(i int, f transport.Fabric) *keyring {
 			return r
 		}
 	}
-	r := &keyring{fabric: f, local: f.Caps().LocalKeys, at: len(ks.rings), all: map[uint64]*registration{}}
+	r := &keyring{fabric: f, local: f.Caps().LocalKeys, points: f.Caps().Points, at: len(ks.rings), all: map[uint64]*registration{}}
 	ks.rings, ks.paths[i] = append(ks.rings, r), r
 	if r.local {
 		ks.local.Store(true)

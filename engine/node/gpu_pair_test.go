@@ -37,7 +37,7 @@ func BenchmarkGPURoundTrip(b *testing.B) {
 	})
 }
 
-// TestGPUAllocations gates the hot path with tensors on a GPU, behind a stream.
+// TestGPUAllocations gates the hot path with tensors on a GPU, and some on the CPU, behind a stream.
 func TestGPUAllocations(t *testing.T) {
 	g := fakegpu.New()
 	g.Instant = true
@@ -46,11 +46,11 @@ func TestGPUAllocations(t *testing.T) {
 	stream, err := g.NewStream()
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, g.FreeStream(stream)) })
+	mixed := m.once(gpuTensor(t, g, 4, 64, 1), tensor(t, 5, 64), gpuTensor(t, g, 6, 64, 1))
+	m.behind = uint64(stream)
 	round := func() {
-		point, err := m.workers[0].gpu.point(uint64(stream))
-		must(t, err)
 		once()
-		m.workers[0].gpu.passed(point)
+		mixed()
 	}
 	for range 1000 {
 		round()

@@ -2,6 +2,7 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 	"slices"
 	"sync"
@@ -50,6 +51,7 @@ type progress struct {
 	kick  bell  // wakes whoever sleeps on the descriptors
 	nudge bell  // ends a nap of the background goroutine
 	soon  timer // likewise, in a while
+	again timer // wakes whoever sleeps on the descriptors, in a while
 
 	watches
 }
@@ -85,8 +87,8 @@ func (p *progress) open() error {
 	p.unpark(p.parking(0)) // one caller at a time then parks without an allocation
 	var err error
 	p.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC)
-	if err = errors.Join(err, p.kick.open(), p.nudge.open(), p.soon.open()); err == nil {
-		err = p.watch(p.kick.fd)
+	if err = errors.Join(err, p.kick.open(), p.nudge.open(), p.soon.open(), p.again.open()); err == nil {
+		err = errors.Join(p.watch(p.kick.fd), p.watch(p.again.fd))
 	}
 	if err != nil {
 		p.close()
@@ -104,6 +106,7 @@ func (p *progress) unwatched(fd int) { _ = unix.EpollCtl(p.epoll, unix.EPOLL_CTL
 
 // close closes the descriptors; those that could not be opened are -1.
 func (p *progress) close() {
+	unix.Close(p.again.fd)
 	unix.Close(p.soon.fd)
 	unix.Close(p.nudge.fd)
 	unix.Close(p.kick.fd)
@@ -137,6 +140,11 @@ func (p *progress) wakeAll() {
 // drive makes a pass if nobody else does; false if somebody else does. now is
 // the time, give or take what a pass takes.
 func (n *Node) drive(now int64) (found int, mine bool) {
+	if n.gpu != nil && n.failure.Load() == nil {
+		if err := n.gpu.look(now); err != nil {
+			n.under(func() { n.fail(fmt.Errorf("node: %v does not work any more: %w", n.gpu.device(), err)) })
+		}
+	}
 	for n.token.CompareAndSwap(false, true) {
 		found, mine = found+n.owned(now), true
 		// What was submitted after the pass looked, by somebody who then
@@ -171,7 +179,7 @@ func (n *Node) post() {
 		n.alarm(false)
 	}
 	switch sleeps := n.sleeping.Load(); {
-	case !sleeps && (n.callers.Load() > 0 || n.threaded) || !n.unsent():
+	case !sleeps && (n.callers.Load() > 0 || n.threaded) || !n.unsent() && !n.tickets().Held():
 	case sleeps:
 		n.kick.ring()
 	default:
@@ -214,6 +222,9 @@ func (n *Node) await(met func() bool, limit time.Duration, spin bool) bool {
 	defer func() {
 		n.driven.Store(now)
 		n.rearm()
+		if !n.threaded && n.tickets().Held() {
+			n.soon.set(callerComes)
+		}
 		if n.callers.Add(-1) > 0 {
 			n.relay()
 		} else if n.dozing.Load() || n.unattended() {
@@ -296,11 +307,18 @@ func (n *Node) rearm() {
 	}
 }
 
+// heldEvery is how often a sleeper looks whether a stream has come to what waits for it: a stream rings no bell.
+const heldEvery = 50 * time.Microsecond
+
 // sleep waits on the descriptors, for at most limit or until the next timer.
 func (n *Node) sleep(limit time.Duration) (interrupted bool) {
 	defer n.woken.Store(true)
 	if n.arm() {
 		return false
+	}
+	if n.tickets().Held() {
+		n.again.set(heldEvery)
+		defer n.again.stop()
 	}
 	var ev [4]unix.EpollEvent
 	ms := min(limit, longSleep, time.Duration(n.timer.Load()-trace.Now()))

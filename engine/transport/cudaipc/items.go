@@ -3,8 +3,6 @@ package cudaipc
 import (
 	"fmt"
 
-	"fserver/cshim/cuda"
-	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
 
@@ -32,7 +30,6 @@ type item struct {
 
 const (
 	wayNone   = iota // not decided
-	wayHeld          // host memory, behind a point in a stream
 	wayBehind        // a frame or a loan, behind what was posted before it
 	wayMapped        // into the peer's memory
 	wayStaged        // in pieces, through host memory
@@ -163,20 +160,6 @@ func (c *Conn) start(it *item) bool {
 		return false
 	}
 	switch it.way {
-	case wayHeld:
-		passed, err := c.f.passed(cuda.Event(it.op.After.Event))
-		switch {
-		case err != nil:
-			c.fail(err)
-			return false
-		case !passed:
-			return false
-		case it.op.Kind == transport.OpWrite:
-			taken, err := c.write(&it.op, it.n, job{user: it.op.User})
-			return c.took(it, taken, err)
-		}
-		it.way = wayBehind
-		fallthrough
 	case wayBehind:
 		it.number = c.ahead()
 		return true
@@ -189,11 +172,6 @@ func (c *Conn) start(it *item) bool {
 // dispatch hands a frame or a loan to inner.
 func (c *Conn) dispatch(it *item) bool {
 	taken, err := c.send(&it.op, it.number)
-	return c.took(it, taken, err)
-}
-
-// took takes what inner said to an item.
-func (c *Conn) took(it *item, taken bool, err error) bool {
 	if taken {
 		c.handed(it)
 	} else if err != nil {
@@ -204,12 +182,8 @@ func (c *Conn) took(it *item, taken bool, err error) bool {
 
 // decide finds the way of an item; false if that is not known yet.
 func (c *Conn) decide(it *item) bool {
-	switch {
-	case it.op.Kind != transport.OpWrite && it.op.After.Event == 0, it.op.Kind == transport.OpFrame:
+	if it.op.Kind != transport.OpWrite {
 		it.way = wayBehind
-		return true
-	case it.op.Dev == mem.CPU || it.n == 0:
-		it.way = wayHeld
 		return true
 	}
 	var r remote
