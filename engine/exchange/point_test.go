@@ -122,14 +122,18 @@ func TestForms(t *testing.T) {
 			id := p.behind(push, nil)
 			require.Equal(t, c.want, d.made)
 			require.NoError(t, p.settle())
+			var held [2]bool
 			for i := range p.servers {
-				held := c.want != nil && !(c.want[0][0] && c.points[i])
-				require.Equal(t, held, len(p.take(i)) == 0, i)
+				held[i] = c.want != nil && !(c.want[0][0] && c.points[i])
+				require.Equal(t, held[i], len(p.take(i)) == 0, i)
 			}
 			require.Equal(t, c.want != nil && c.want[0][1], p.w.Held())
 			d.pass()
 			require.NoError(t, p.settle())
 			require.False(t, p.w.Held())
+			for i := range p.servers {
+				require.Equal(t, held[i], len(p.take(i)) == 1, i)
+			}
 			p.w.Down(0, errors.New("over"))
 			p.w.Down(1, errors.New("over"))
 			require.Equal(t, StateFailed, p.state(id))

@@ -87,6 +87,27 @@ func TestHostMemoryBehindAStream(t *testing.T) {
 	}
 }
 
+// TestDeviceWaits: where the Fabric takes points, the device waits for the stream, and no word is made.
+func TestDeviceWaits(t *testing.T) {
+	for _, transport := range []string{"tcp", "cudaipc"} {
+		t.Run(transport, func(t *testing.T) {
+			m, g, stream, open := heldPair(t, transport)
+			x, y := gpuTensor(t, g, 1, 64, 1), tensor(t, 2, 64)
+			id := pushBehind(t, m.workers[0], stream, x, y)
+			require.Equal(t, ErrAgain, m.servers[0].GetBatch(&taken{}, 0, 20*time.Millisecond, true))
+			require.Zero(t, words(m.workers[0]))
+			open()
+			b, err := getBatch(m.servers[0])
+			require.NoError(t, err)
+			respond(t, m.servers[0], b.reqs[0].handler, y)
+			require.NoError(t, wait(m.workers[0], id))
+			require.NoError(t, g.FreeStream(stream))
+			m.stop()
+			m.letGo(t)
+		})
+	}
+}
+
 // TestSomebodyDrives: between push_pull and wait nobody calls the worker, and what is held back is sent all the
 // same when its stream has come there.
 func TestSomebodyDrives(t *testing.T) {
@@ -95,8 +116,13 @@ func TestSomebodyDrives(t *testing.T) {
 			m, g, stream, open := heldPair(t, "tcp", "FSERVER_PROGRESS="+progress)
 			worker, server := m.workers[0], m.servers[0]
 			x, y := tensor(t, 1, 64), tensor(t, 2, 64)
-			for range 3 {
+			for round := range 3 {
 				id := pushBehind(t, worker, stream, x, y)
+				sleeps := worker.counters.Sleeps.Load()
+				looks := func() bool { return worker.counters.Sleeps.Load() > sleeps+20 }
+				if round > 0 { // the first has a question for the server
+					require.Eventually(t, looks, 5*time.Second, time.Millisecond)
+				}
 				require.Equal(t, ErrAgain, server.GetBatch(&taken{}, 0, 50*time.Millisecond, true))
 				require.Equal(t, ErrAgain, worker.Wait(id, time.Millisecond, true)) // and leaves
 				require.Equal(t, ErrAgain, server.GetBatch(&taken{}, 0, 50*time.Millisecond, true))
@@ -242,6 +268,7 @@ func TestStreamThatDoesNotEnd(t *testing.T) {
 	require.NoError(t, err)
 	g.passed(p)
 	g.close()
+	g.Later.Wait(freeLimit)
 	open()
 	require.NoError(t, fake.FreeStream(stream))
 	require.Equal(t, p.Value, p.Word.Load())

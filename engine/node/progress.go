@@ -380,7 +380,7 @@ func (p *progress) relay() {
 // background drives when no caller does: heartbeats, timers, what is left to
 // be sent. While callers drive it looks on, less and less often: where all
 // threads share a core, each look takes 10 µs from them. It drives at once where a watch
-// is armed: then nobody else does before an event loop is told. If the token stays taken, it naps as well: a
+// is armed, or something waits for a stream: then nobody else does before an event loop is told. If the token stays taken, it naps as well: a
 // post may take many milliseconds, and whoever makes it may need this core.
 func (n *Node) background() {
 	tick, failed := restTick, int64(0) // failed: since when the token is taken
@@ -391,7 +391,7 @@ func (n *Node) background() {
 		case n.callers.Load() > 0 && n.sleeping.Load():
 			tick = restTick
 			n.stepAside()
-		case n.callers.Load() > 0 || idle < restTick && n.armed.Load() == 0:
+		case n.callers.Load() > 0 || idle < restTick && n.armed.Load() == 0 && !n.tickets().Held():
 			runtime.Gosched() // see busyTick
 			if n.nap(tick) {
 				tick = restTick
