@@ -256,7 +256,7 @@ std::string Worker::why_open(fs_ticket ticket) const {
   const std::string unsent = "it is not sent to " + at + " yet" + key + ": ";
   if (!p.behind)
     return unsent + "that is lost, has no receive buffer for it yet, or takes "
-                    "no more for now; ";
+                    "no more for now, or a stream has not come to it; ";
   const Request &r = requests_[p.behind & (requests_.size() - 1)];
   return unsent + "it waits for " +
          (r.ticket == p.behind ? "handler " + std::to_string(r.first)

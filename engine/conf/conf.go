@@ -121,6 +121,7 @@ type Config struct {
 	Loans     bool   // a server takes tensors that are lent
 	Split     int    // bytes from which on a tensor travels over several connections at once
 	Backend   Backend
+	Flags     bool   // streams store in memory how far they are; else events are asked
 	Visible   string // CUDA_VISIBLE_DEVICES
 
 	Cluster    string // only nodes of the same cluster id talk to each other

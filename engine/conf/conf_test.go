@@ -63,7 +63,7 @@ func TestDefaults(t *testing.T) {
 	require.Equal(t, &Config{
 		Role: Server, Workers: 1, Servers: 1, GroupSize: 1,
 		SchedulerHost: "127.0.0.1", SchedulerPort: 7000,
-		Transport: Auto, SameHost: true, Loans: true, Split: 1 << 17, Backend: AnyBackend,
+		Transport: Auto, SameHost: true, Loans: true, Split: 1 << 17, Backend: AnyBackend, Flags: true,
 		Cluster:     "default",
 		InitTimeout: time.Minute, StopTimeout: 30 * time.Second, BarrierTimeout: 5 * time.Minute,
 		StallTimeout: 30 * time.Second, HeartbeatInterval: time.Second, HeartbeatTimeout: 10 * time.Second, RejoinTimeout: 60 * time.Second,
@@ -125,6 +125,7 @@ func TestEverySpelling(t *testing.T) {
 		"BYTEPS_ENABLE_IPC":       onOff,
 		"FSERVER_LOANS":           onOff,
 		"FSERVER_SPLIT_BYTES":     whole(4096, 1<<40),
+		"STEPMESH_MEM_SYNC":       onOff,
 		"STEPMESH_BACKEND":        {map[string]string{"CPU": "CPU", "gpu": "GPU"}, []string{"any", "ROCM"}},
 		"STEPMESH_BAKCEND":        {map[string]string{"cpu": "CPU", "GPU": "GPU"}, []string{"any", "ROCM"}},
 		"CUDA_VISIBLE_DEVICES":    {map[string]string{"0, 1": "0, 1", "-1": "-1", "GPU-0a1b": "GPU-0a1b"}, nil},

@@ -6,6 +6,8 @@ import "fserver/engine/transport"
 // and keeps what back-pressure left over.
 type outbox struct {
 	conn   transport.Conn // nil: there is no path to the peer
+	points bool           // its Fabric takes points
+	held   bool           // a ticket waits for its point; see Table.holds
 	ops    []transport.Op
 	next   int     // the first that has not been taken
 	ticket *Ticket // whose operations these are, or nil
@@ -28,13 +30,14 @@ func (o *outbox) ordered() { o.passes = false }
 
 // write adds a write of pushed tensor i of the ticket.
 func (o *outbox) write(i int, to transport.Key, off uint64) {
-	o.ops = append(o.ops, transport.Op{
-		Kind: transport.OpWrite, Key: to, Off: off, Src: o.ticket.source(i),
-		Dev: o.ticket.push[i].Dev, After: o.ticket.after,
-	})
+	op := transport.Op{Kind: transport.OpWrite, Key: to, Off: off, Src: o.ticket.source(i), Dev: o.ticket.push[i].Dev}
+	if o.points {
+		op.After = o.ticket.after.Point
+	}
+	o.ops = append(o.ops, op)
 }
 
-// lend adds a loan of pushed tensor i of the ticket, which has no point to wait for.
+// lend adds a loan of pushed tensor i of the ticket.
 func (o *outbox) lend(i int) {
 	o.ops = append(o.ops, transport.Op{Kind: transport.OpLend, Src: o.ticket.source(i), Passes: o.passes})
 }

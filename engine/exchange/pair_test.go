@@ -16,14 +16,15 @@ import (
 
 // fakeFabric registers and moves nothing.
 type fakeFabric struct {
-	next  uint64
-	keys  map[transport.Key]mem.Region
-	busy  bool     // writes are under way
-	freed []uint64 // keys that are to be freed
-	room  *int     // registrations that there is room for; nil: any number
-	blob  string
-	local bool // it sends what is registered
-	gpu   mem.Device
+	next   uint64
+	keys   map[transport.Key]mem.Region
+	busy   bool     // writes are under way
+	freed  []uint64 // keys that are to be freed
+	room   *int     // registrations that there is room for; nil: any number
+	blob   string
+	local  bool // it sends what is registered
+	gpu    mem.Device
+	points bool // it takes points
 }
 
 func newFabric() *fakeFabric { return &fakeFabric{keys: map[transport.Key]mem.Region{}} }
@@ -31,7 +32,7 @@ func newFabric() *fakeFabric { return &fakeFabric{keys: map[transport.Key]mem.Re
 func (f *fakeFabric) Name() string         { return "fake" }
 func (f *fakeFabric) Addr() transport.Addr { return "fake:" }
 func (f *fakeFabric) Caps() transport.Caps {
-	return transport.Caps{Lends: true, LocalKeys: f.local, GPU: f.gpu}
+	return transport.Caps{Lends: true, LocalKeys: f.local, GPU: f.gpu, Points: f.points}
 }
 func (f *fakeFabric) Reaches(transport.Addr) error { return nil }
 func (f *fakeFabric) Register(r mem.Region) (transport.Key, error) {
@@ -104,6 +105,9 @@ func (c *wireConn) Post(ops []transport.Op) (int, error) {
 	n := min(len(ops), c.room)
 	for _, o := range ops[:n] {
 		o.Frame = append([]byte(nil), o.Frame...)
+		if o.After.Event != 0 && (o.Dev == mem.CPU || c.of == nil || !c.of.points) {
+			return 0, errors.New("fake: a point where none is taken")
+		}
 		if o.Kind == transport.OpWrite && c.of != nil && c.of.local && !c.of.knows(o.Src[0]) {
 			return 0, errors.New("fake: the source is not registered")
 		}

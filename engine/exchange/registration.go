@@ -111,6 +111,7 @@ type keyring struct {
 	fabric transport.Fabric
 	local  bool                     // the Fabric sends what is registered
 	gpu    mem.Device               // whose memory it takes by itself, or mem.CPU
+	points bool                     // it takes points
 	at     int                      // in keys.rings
 	all    map[uint64]*registration // by allocation
 	era    uint64                   // how often peers on the Fabric were lost; the owner writes it
@@ -137,7 +138,7 @@ func (ks *keys) path(i int, f transport.Fabric) *keyring {
 		}
 	}
 	caps := f.Caps()
-	r := &keyring{fabric: f, local: caps.LocalKeys, gpu: caps.GPU, at: len(ks.rings), all: map[uint64]*registration{}}
+	r := &keyring{fabric: f, local: caps.LocalKeys, gpu: caps.GPU, points: caps.Points, at: len(ks.rings), all: map[uint64]*registration{}}
 	ks.rings, ks.paths[i] = append(ks.rings, r), r
 	if r.local {
 		ks.local.Store(true)

@@ -157,7 +157,7 @@ func (w *Worker) Up(i, rank int, f transport.Fabric, c transport.Conn) {
 	s := w.servers[i]
 	s.down, s.tell = nil, tellRuns
 	s.rank, s.ring, s.conn = rank, w.keys.path(i, f), c
-	s.lends = f.Caps().Lends
+	s.lends, s.points = f.Caps().Lends, s.ring.points
 	w.advance(s)
 }
 
@@ -211,8 +211,10 @@ func (s *Server) part(c *client, err error) {
 	c.life++
 	c.needing = false
 	c.outbox.drop()
-	for c.answers.len() != 0 {
-		s.drop(c.answers.pop(), err)
+	for i := range c.answers {
+		for c.answers[i].len() != 0 {
+			s.drop(c.answers[i].pop(), err)
+		}
 	}
 	for c.replies.len() != 0 {
 		c.replies.pop()
@@ -233,7 +235,7 @@ func (s *Server) Up(i, rank int, f transport.Fabric, conn transport.Conn) {
 	c := s.clients[i]
 	c.down, c.runs = nil, 0
 	c.rank, c.fabric, c.conn = int32(rank), f, conn
-	s.keys.path(i, f)
+	c.points = s.keys.path(i, f).points
 	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.fabric == nil }))
 	s.publish(s.batches)
 }

@@ -142,18 +142,19 @@ func (rs *requests) find(handler uint64) *Request {
 	return nil
 }
 
-// rank is the worker of the request of a handler; not ok if nobody waits for its answer.
-func (rs *requests) rank(handler uint64) (rank int32, ok bool) {
+// asker is the place and the rank of the worker of the request of a handler; not ok if nobody waits for its
+// answer.
+func (rs *requests) asker(handler uint64) (index int, rank int32, ok bool) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	r := rs.find(handler)
 	if r == nil {
-		return 0, false
+		return 0, 0, false
 	}
 	if s := r.state.Load(); s != reqDelivered && s != reqLost {
-		return 0, false
+		return 0, 0, false
 	}
-	return r.client.rank, true
+	return r.client.index, r.client.rank, true
 }
 
 // strand gives the requests that were delivered on a channel, and that nobody will

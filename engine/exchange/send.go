@@ -10,6 +10,7 @@ import (
 // order of submission is kept in each queue: a request that waits holds up those
 // behind it, because the server pairs the n-th requests of its workers.
 func (w *Worker) advance(s *server) {
+	s.held = false
 	if s.conn == nil {
 		return
 	}
@@ -103,8 +104,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	s.needs, l.lends = s.needs[:0], l.lends[:0]
 	for i, k := range l.keys {
 		x := &t.push[i]
-		// A loan cannot be held back behind a device stream, as what is written there is.
-		lend := s.lends && t.after.Event == 0 && (k.lend && s.conn.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
+		lend := s.lends && (k.lend && s.conn.Lends(x.Span) || !k.asked && mem.SharedAt(x.Span) != nil)
 		l.lends = append(l.lends, lend)
 		if lend && k.lend { // it touches no buffer
 			continue
@@ -126,6 +126,9 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	known := w.know(s, t)
 	if known == nil {
 		return true
+	}
+	if w.holds(&s.outbox, t) {
+		return false
 	}
 	w.request(s, t, l, known)
 	return true

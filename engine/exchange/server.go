@@ -34,18 +34,18 @@ type client struct {
 	fabric   transport.Fabric
 	plans    []*clientPlan
 	keys     map[uint64]*receiver
-	loans    []loan        // whose request is not here
-	answers  ring[*Ticket] // not wholly posted
-	replies  ring[[]byte]  // frames, likewise,
-	owed     int           // and their bytes
-	count    int           // requests that are not answered
-	down     error         // why it sends no more and nobody is waited for; nil: it does, or a successor is
-	lost     error         // why its last connection has ended
-	recalled []uint64      // requests that were taken back, which the worker is still to be told
-	runs     uint64        // of its last Regroup
-	life     uint32        // how often it was lost
-	needing  bool          // a helper makes what its Need lacks
-	calm     quiet         // its earlier runs write nothing any more
+	loans    []loan           // whose request is not here
+	answers  [2]ring[*Ticket] // not wholly posted, by class
+	replies  ring[[]byte]     // frames, likewise,
+	owed     int              // and their bytes
+	count    int              // requests that are not answered
+	down     error            // why it sends no more and nobody is waited for; nil: it does, or a successor is
+	lost     error            // why its last connection has ended
+	recalled []uint64         // requests that were taken back, which the worker is still to be told
+	runs     uint64           // of its last Regroup
+	life     uint32           // how often it was lost
+	needing  bool             // a helper makes what its Need lacks
+	calm     quiet            // its earlier runs write nothing any more
 }
 
 // Server takes the requests of the workers of its rail and answers them.
@@ -154,6 +154,10 @@ func (s *Server) Respond(handler uint64, t *Ticket) error {
 		s.Abandon(t)
 		return err
 	}
+	if err := s.behind(handler, t); err != nil {
+		s.Abandon(t)
+		return err
+	}
 	r, lost, err := s.requests.claim(handler, t)
 	if err != nil {
 		s.Abandon(t)
@@ -171,9 +175,21 @@ func (s *Server) Respond(handler uint64, t *Ticket) error {
 	return nil
 }
 
+// behind makes the point of an answer. A handler that is not known is refused later.
+func (s *Server) behind(handler uint64, t *Ticket) error {
+	if !t.behind {
+		return nil
+	}
+	i, _, ok := s.requests.asker(handler)
+	if !ok {
+		return nil
+	}
+	return s.point(t, i, i+1)
+}
+
 // WorkerOf is the rank of the worker whose request has a handler. Safe from any goroutine.
 func (s *Server) WorkerOf(handler uint64) (int32, error) {
-	rank, ok := s.requests.rank(handler)
+	_, rank, ok := s.requests.asker(handler)
 	if !ok {
 		return 0, Shapef("exchange: worker_of handler %d: no such request is waiting for an answer (ask before respond)", handler)
 	}
@@ -206,14 +222,18 @@ func (s *Server) Drain() {
 			s.drop(t, c.lost)
 			continue
 		}
-		c.answers.push(t)
+		c.answers[t.class()].push(t)
 	}
 	for _, c := range s.clients {
-		if c.answers.len()+c.replies.len()+len(c.recalled) != 0 || !c.empty() {
+		if c.held = false; c.waiting()+c.replies.len()+len(c.recalled) != 0 || !c.empty() {
 			s.advance(c)
 		}
 	}
+	s.tellHeld()
 }
+
+// waiting returns how many answers are not wholly posted.
+func (c *client) waiting() int { return c.answers[ofChannels].len() + c.answers[ofBatches].len() }
 
 // put frees r.
 func (s *Server) put(r *Request) {
@@ -230,6 +250,7 @@ func (s *Server) drop(t *Ticket, err error) {
 
 // advance posts answers to c until there is none or back-pressure.
 func (s *Server) advance(c *client) {
+	c.held = false
 	for {
 		if err := c.flush(); err != nil {
 			s.Broken(c.index, err)
@@ -239,7 +260,7 @@ func (s *Server) advance(c *client) {
 			return
 		}
 		if t := c.ticket; t != nil {
-			c.answers.pop()
+			c.answers[t.class()].pop()
 			c.ticket = nil
 			c.count--
 			s.put(t.request)
@@ -257,12 +278,21 @@ func (s *Server) advance(c *client) {
 			c.frame = append(c.frame, c.replies.pop()...)
 			c.owed -= len(c.frame) + owedExtra
 			c.send()
-		case c.answers.len() != 0:
-			s.compose(c, c.answers.at(0))
-		default:
+		case !s.proceed(c):
 			return
 		}
 	}
+}
+
+// proceed puts the next answer into the outbox of c; false: there is none, or it must wait.
+func (s *Server) proceed(c *client) bool {
+	for i := range c.answers {
+		if c.answers[i].len() != 0 && !s.holds(&c.outbox, c.answers[i].at(0)) {
+			s.compose(c, c.answers[i].at(0))
+			return true
+		}
+	}
+	return false
 }
 
 func (s *Server) compose(c *client, t *Ticket) {

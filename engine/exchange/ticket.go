@@ -47,9 +47,12 @@ type Ticket struct {
 	open  int    // legs that have not ended
 	ops   int    // operations that have not ended
 	err   error
-	turn  uint64          // of a push_pull: its place among all of its worker
-	torn  bool            // see Regroup
-	after transport.Point // the pushed tensors are not read before this has passed
+	turn  uint64 // of a push_pull: its place among all of its worker
+	torn  bool   // see Regroup
+
+	stream uint64 // what is pushed is not read before what was queued there has run,
+	behind bool   // if this says so: then
+	after  Point  // stands for that
 
 	regs     []*registration // of pull, nil: there is none yet; then those of what is sent
 	rings    int             // Fabrics that know what is sent, if they must
@@ -94,9 +97,15 @@ type Host struct {
 	Aside func(f func())
 	// Patient has what waits for a peer that is lost wait for its successor.
 	Patient bool
-	// Passed is told of each point that a ticket was given and needs no more; from any goroutine.
-	// Nil: no ticket is given one.
-	Passed func(transport.Point)
+	// Point makes a point of what is queued on a stream of the device so far, in the forms that are
+	// asked for. It may wait, and is called from any goroutine without a lock. Nil: there is no device.
+	Point func(stream uint64, event, word bool) (Point, error)
+	// Word gives a point that has the form of an event that of a word too. It does not wait. If there are
+	// too many it does nothing, and is called again.
+	Word func(*Point)
+	// Passed is told of each point that is not needed any more, whether or not the stream has passed
+	// it; from any goroutine.
+	Passed func(Point)
 	// Takes refuses tensors on a device. It is for any goroutine; its error follows the name of a tensor.
 	Takes func(d mem.Device) error
 }
@@ -139,6 +148,8 @@ type Table struct {
 	found  int64     // when the events at hand were
 	news   bool      // the result of a ticket has become known since News
 
+	held atomic.Bool // see Held
+
 	mu     sync.Mutex // held for a few instructions, never while waiting
 	next   uint64
 	free   []*Ticket
@@ -155,7 +166,7 @@ func newTable(n int, c *trace.Counters, h Host) (*Table, error) {
 	return &Table{
 		Host: h, counters: c,
 		region: r,
-		words:  wordsIn(r, Window),
+		words:  WordsIn(r, Window),
 		next:   1,
 		ends:   ends{freed: map[freed]func(){}, closed: map[transport.Conn]chan struct{}{}},
 		active: make([]*Ticket, Window),
@@ -298,10 +309,11 @@ func (tb *Table) release(t *Ticket) {
 	if t.err != nil {
 		state = StateFailed
 	}
-	if t.after.Event != 0 {
+	if t.after != (Point{}) {
 		tb.Passed(t.after)
-		t.after = transport.Point{}
+		t.after = Point{}
 	}
+	t.behind = false
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
 	t.plan, t.on, t.err, t.request, t.open, t.torn, t.renewing = nil, "", nil, nil, 0, false, false
 	t.regs, t.rings = t.regs[:0], 0
@@ -370,9 +382,6 @@ func (t *Ticket) ID() uint64 { return t.id }
 
 // Through makes t a push_pull on a channel.
 func (t *Ticket) Through(channel string) { t.on = channel }
-
-// After has the pushed tensors sent when p has passed. Host.Passed is told of p.
-func (t *Ticket) After(p transport.Point) { t.after = p }
 
 // AddPush adds a tensor to push, or to answer with. x.Dims is copied.
 func (t *Ticket) AddPush(x Tensor) error {

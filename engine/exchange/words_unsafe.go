@@ -7,7 +7,7 @@ import (
 	"fserver/engine/mem"
 )
 
-// wordsIn lays n words over memory that C can watch.
-func wordsIn(r mem.Region, n int) []atomic.Uint64 {
+// WordsIn lays n words over memory that C can watch.
+func WordsIn(r mem.Region, n int) []atomic.Uint64 {
 	return unsafe.Slice((*atomic.Uint64)(unsafe.Pointer(r.Span().Ptr())), n)
 }

@@ -116,7 +116,11 @@ func (w *Worker) Submit(t *Ticket) error {
 			return err
 		}
 	}
-	if err := w.source(t); err != nil {
+	err := w.source(t)
+	if err == nil && t.behind {
+		err = w.point(t, 0, len(w.servers))
+	}
+	if err != nil {
 		w.Abandon(t)
 		return err
 	}
@@ -167,10 +171,11 @@ func (w *Worker) Drain() {
 		}
 	}
 	for _, s := range w.servers {
-		if s.waiting() != 0 || !s.empty() || len(s.recall)+len(s.back) != 0 || s.tell != tellNothing {
+		if s.held = false; s.waiting() != 0 || !s.empty() || len(s.recall)+len(s.back) != 0 || s.tell != tellNothing {
 			w.advance(s)
 		}
 	}
+	w.tellHeld()
 }
 
 func (w *Worker) start(t *Ticket) {

@@ -146,12 +146,18 @@ func (m *mesh) once(x, y, out Tensor) func() {
 		must(m.tb, ticket.AddPush(x))
 		must(m.tb, ticket.AddPush(y))
 		must(m.tb, ticket.AddPull(out))
+		if m.behind != 0 {
+			must(m.tb, w.After(ticket, m.behind))
+		}
 		id := ticket.ID()
 		must(m.tb, w.PushPull(ticket))
 		must(m.tb, s.GetBatch(&sink, 0, 1e9, true))
 		answer, err := s.BeginAnswer()
 		must(m.tb, err)
 		must(m.tb, answer.AddPush(x))
+		if m.behind != 0 {
+			must(m.tb, s.After(answer, m.behind))
+		}
 		must(m.tb, s.Respond(sink.handler, answer))
 		s.Flush()
 		must(m.tb, w.Wait(id, 1e9, true))

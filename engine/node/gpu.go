@@ -2,7 +2,6 @@ package node
 
 import (
 	"fmt"
-	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -19,11 +18,8 @@ import (
 // card is the GPU of a node.
 type card struct {
 	gpu.GPU
+	points
 	log *zap.Logger
-
-	mu   sync.Mutex // guards what follows; no call of the driver is made under it
-	free []cuda.Event
-	all  []cuda.Event
 }
 
 // openGPU finds the GPU that the settings ask for; nil: tensors are on the CPU.
@@ -40,7 +36,7 @@ func openGPU(cfg *conf.Config, find gpu.Opener, log *zap.Logger) (*card, error) 
 	d, err := find(cfg.GPU)
 	switch {
 	case err == nil:
-		return &card{GPU: gpu.GPU{Device: d, Later: gpu.LaterOf(cfg.GPU)}, log: log}, nil
+		return newCard(d, gpu.LaterOf(cfg.GPU), cfg.Flags, log)
 	case cfg.Backend == conf.GPU:
 		return nil, badSetting("STEPMESH_BACKEND=GPU: %v", err)
 	case named.GPU:
@@ -94,58 +90,4 @@ func (g *card) Free(r mem.Region) error {
 		}
 	})
 	return nil
-}
-
-// point is what is queued on a stream so far. Whether anything is left of it is not
-// asked: that takes the driver longer (1.4 µs on an H200) than the event and the wait
-// for it together. It waits while the stream is full.
-func (g *card) point(stream uint64) (transport.Point, error) {
-	e, err := g.event()
-	if err != nil {
-		return transport.Point{}, err
-	}
-	p := transport.Point{Dev: g.device(), Event: uint64(e)}
-	if err := g.Device.Record(e, cuda.Stream(stream)); err != nil {
-		g.passed(p)
-		return transport.Point{}, err
-	}
-	return p, nil
-}
-
-// event takes an event that nobody uses, or makes one.
-func (g *card) event() (cuda.Event, error) {
-	g.mu.Lock()
-	if i := len(g.free) - 1; i >= 0 {
-		e := g.free[i]
-		g.free = g.free[:i]
-		g.mu.Unlock()
-		return e, nil
-	}
-	g.mu.Unlock()
-	e, err := g.Device.NewEvent()
-	if err != nil {
-		return 0, err
-	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.all = append(g.all, e)
-	return e, nil
-}
-
-// passed takes back a point that nobody waits for any more.
-func (g *card) passed(p transport.Point) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.free = append(g.free, cuda.Event(p.Event))
-}
-
-// close gives back the events. Nothing waits for any.
-func (g *card) close() {
-	g.mu.Lock()
-	all := g.all
-	g.all, g.free = nil, nil
-	g.mu.Unlock()
-	for _, e := range all {
-		_ = g.Device.FreeEvent(e)
-	}
 }

@@ -32,6 +32,7 @@ type mesh struct {
 	scheduler *Node
 	workers   []*Node
 	servers   []*Node
+	behind    uint64 // a stream that what once sends is behind; 0: none
 }
 
 // shape of a cluster: groups, and instances of each group.

@@ -189,6 +189,7 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 	n = newNode(cfg, log, gpu)
 	if err = n.progress.open(); err != nil {
 		n.die()
+		n.freeWords()
 		return nil, err
 	}
 	if err = n.takeRole(b); err == nil {
@@ -223,7 +224,7 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 	host := exchange.Host{Broken: n.broken, Aside: n.aside, Takes: n.takes, Patient: n.patient()}
 	if n.gpu != nil {
-		host.Passed = n.gpu.passed
+		host.Point, host.Word, host.Passed = n.gpu.point, n.gpu.word, n.gpu.passed
 	}
 	switch n.cfg.Role {
 	case conf.Server:

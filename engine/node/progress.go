@@ -2,6 +2,7 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 	"slices"
 	"sync"
@@ -137,6 +138,11 @@ func (p *progress) wakeAll() {
 // drive makes a pass if nobody else does; false if somebody else does. now is
 // the time, give or take what a pass takes.
 func (n *Node) drive(now int64) (found int, mine bool) {
+	if n.gpu != nil && n.failure.Load() == nil {
+		if err := n.gpu.look(now); err != nil {
+			n.under(func() { n.fail(fmt.Errorf("node: %v does not work any more: %w", n.gpu.device(), err)) })
+		}
+	}
 	for n.token.CompareAndSwap(false, true) {
 		found, mine = found+n.owned(now), true
 		// What was submitted after the pass looked, by somebody who then
@@ -171,7 +177,7 @@ func (n *Node) post() {
 		n.alarm(false)
 	}
 	switch sleeps := n.sleeping.Load(); {
-	case !sleeps && (n.callers.Load() > 0 || n.threaded) || !n.unsent():
+	case !sleeps && (n.callers.Load() > 0 || n.threaded) || !n.unsent() && !n.tickets().Held():
 	case sleeps:
 		n.kick.ring()
 	default:
@@ -214,6 +220,9 @@ func (n *Node) await(met func() bool, limit time.Duration, spin bool) bool {
 	defer func() {
 		n.driven.Store(now)
 		n.rearm()
+		if !n.threaded && n.tickets().Held() {
+			n.soon.set(callerComes)
+		}
 		if n.callers.Add(-1) > 0 {
 			n.relay()
 		} else if n.dozing.Load() || n.unattended() {
@@ -300,15 +309,27 @@ func (n *Node) rearm() {
 	}
 }
 
+// heldEvery is how often a sleeper looks whether a stream has come to what waits for it: a stream rings no bell.
+const heldEvery = 50 * time.Microsecond
+
+// lull is how long a sleeper may sleep before he looks at the words of streams.
+func (n *Node) lull() time.Duration {
+	lull := n.proxies.lull()
+	if n.tickets().Held() {
+		lull = min(lull, heldEvery)
+	}
+	return lull
+}
+
 // sleep waits on the descriptors, for at most limit or until the next timer.
 func (n *Node) sleep(limit time.Duration) (interrupted bool) {
 	defer n.woken.Store(true)
 	if n.arm() {
 		return false
 	}
-	lull := n.proxies.lull()
-	ms := min(limit, lull, time.Duration(n.timer.Load()-trace.Now()))
 	var err error
+	lull := n.lull()
+	ms := min(limit, lull, time.Duration(n.timer.Load()-trace.Now()))
 	if lull < time.Millisecond {
 		err = n.doze(ms)
 	} else {
@@ -372,7 +393,8 @@ func (p *progress) relay() {
 // background drives when no caller does: heartbeats, timers, what is left to
 // be sent. While callers drive it looks on, less and less often: where all
 // threads share a core, each look takes 10 µs from them. It drives at once where a watch
-// is armed or a proxy runs: then nobody else does before an event loop is told, or a stream's word is seen. If the token stays taken, it naps as well: a
+// is armed, a proxy runs, or something waits for a stream: then nobody else does before an event loop is told, or
+// the word of a stream is seen. If the token stays taken, it naps as well: a
 // post may take many milliseconds, and whoever makes it may need this core.
 func (n *Node) background() {
 	tick, failed := restTick, int64(0) // failed: since when the token is taken
@@ -383,7 +405,7 @@ func (n *Node) background() {
 		case n.callers.Load() > 0 && n.sleeping.Load():
 			tick = restTick
 			n.stepAside()
-		case n.callers.Load() > 0 || idle < restTick && !n.watched():
+		case n.callers.Load() > 0 || idle < restTick && !n.watched() && !n.tickets().Held():
 			runtime.Gosched() // see busyTick
 			if n.nap(tick) {
 				tick = restTick

@@ -32,7 +32,8 @@ type Key struct {
 	Blob  string // what a peer needs once to reach the memory; may be empty
 }
 
-// Point is a point in a device stream. The zero Point has always passed.
+// Point is a point in a device stream, for a Fabric that takes points (Caps.Points). The zero Point
+// has always passed.
 type Point struct {
 	Dev   mem.Device
 	Event uint64
@@ -64,10 +65,12 @@ type Op struct {
 	Frame []byte
 	Src   []mem.Span
 	Dev   mem.Device // where Src lies
-	After Point      // the source is not read before this has passed
+	// After is for writes of device memory, where Caps.Points says so: the source is not read
+	// before this has passed.
+	After Point
 	// Passes is for frames and loans that must not wait for a device: they may arrive
-	// before writes of device memory and writes behind a Point that were posted before
-	// them, and before the frames and loans behind those. Among themselves they keep their
+	// before writes of device memory that were posted before them, and before the frames
+	// and loans behind those. Among themselves they keep their
 	// order, and they arrive after all other writes that were posted before them.
 	Passes bool
 }
@@ -126,9 +129,11 @@ type Caps struct {
 	// registered before it is sent, as memory is that peers write to.
 	LocalKeys bool
 	// GPU is the GPU whose memory it takes by itself, as it takes host memory; mem.CPU: of none. Register may still
-	// refuse some of that memory. It gives no Fabric below others a Point: whoever hands it such a source
-	// waits until the source may be read.
+	// refuse some of that memory.
 	GPU mem.Device
+	// Points says that Op.After may be set for writes of device memory: the device waits for the
+	// Point, and no CPU. Any other Fabric is given no Point, and each Op when its source is ready.
+	Points bool
 }
 
 // A Fabric is one transport on one device: a NIC port, a GPU, the host.

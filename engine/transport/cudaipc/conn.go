@@ -124,15 +124,17 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 	}
 	gpu, waits := op.Dev != mem.CPU, op.After.Event != 0
 	switch {
-	case op.Kind == transport.OpFrame || op.Kind == transport.OpLend && !waits && !gpu:
+	case waits && !gpu:
+		return false, fmt.Errorf("cudaipc: post: an operation of kind %d on host memory waits for a point on %v: only writes of GPU memory may (Caps.Points)", op.Kind, op.After.Dev)
+	case op.Kind == transport.OpFrame || op.Kind == transport.OpLend && !gpu:
 		return c.order(op)
 	case many:
 		return false, fmt.Errorf("cudaipc: post: write of %d spans: more than 2^64 bytes", len(op.Src))
-	case (gpu || waits) && c.f.dev == nil, gpu && op.Dev != c.f.name(), waits && op.After.Dev != c.f.name():
+	case gpu && c.f.dev == nil, gpu && op.Dev != c.f.name(), waits && op.After.Dev != c.f.name():
 		return false, fmt.Errorf("cudaipc: post: memory on %v, behind a stream of %v: this node uses %v (STEPMESH_GPU)", op.Dev, op.After.Dev, c.f.name())
 	case gpu && op.Kind != transport.OpWrite:
 		return false, fmt.Errorf("cudaipc: post: an operation of kind %d has memory on %v: only writes may have GPU memory", op.Kind, op.Dev)
-	case !waits && (!gpu || n == 0 || c.f.reads(op)):
+	case !gpu || n == 0 || !waits && c.f.reads(op):
 		return c.write(op, n, job{user: op.User})
 	}
 	return c.queue(op, n), nil

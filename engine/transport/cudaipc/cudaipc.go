@@ -1,7 +1,7 @@
 // Package cudaipc lets GPU memory travel over another Fabric, inner, which carries host
 // memory alone: connections, and who may talk, are inner's.
 //
-// # Three ways of a write
+// # Two ways of a write
 //
 // Mapped: inner is of this host, and the peer's GPU memory can be mapped. The copy engine
 // writes it there, and the stream then stores the write's number into host memory that both
@@ -13,9 +13,6 @@
 // which such writes land in. Its key is what a peer sees as that of the memory. Behind each
 // write the sender tells the receiver to lift it, that is, to copy it from the shadow to the
 // GPU (land.go).
-//
-// Held: host memory that a stream is still to fill waits here until the stream has passed the
-// point (Op.After).
 //
 // # Frames
 //
@@ -154,6 +151,13 @@ func (f *Fabric) release() {
 		_ = mem.FreeShared(f.table.ID())
 		f.table = nil
 	}
+}
+
+// Caps implements transport.Fabric.
+func (f *Fabric) Caps() transport.Caps {
+	c := f.Fabric.Caps()
+	c.Points = f.dev != nil
+	return c
 }
 
 // Connect implements transport.Fabric.

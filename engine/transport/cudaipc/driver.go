@@ -18,15 +18,12 @@ func Driver(over string) transport.Driver {
 		Over:  over,
 		GPU:   true,
 		Probe: probe,
-		Way: conf.Way{Name: "cudaipc", About: over + " between processes with GPUs, of which each maps the other's memory", Options: []conf.Option{
-			conf.Flag("STEPMESH_MEM_SYNC", "1",
-				"how the CPU learns that a stream has reached a point: 1 by a flag in memory, 0 by an event. For GPU tensors"),
-		}},
+		Way:   conf.Way{Name: "cudaipc", About: over + " between processes with GPUs, of which each maps the other's memory"},
 		Wrap: func(e *transport.Env, f transport.Fabric) (transport.Fabric, error) {
 			o := Options{HasGPU: e.HasGPU}
 			if g, ok := e.Device.(gpu.GPU); ok {
 				o.Device, o.Later = g.Device, g.Later
-				o.Events = !conf.Get[bool](e.Config, "STEPMESH_MEM_SYNC")
+				o.Events = !e.Config.Flags
 				o.Share = f.Caps().Lends && e.Config.SameHost
 			}
 			return Wrap(f, o)

@@ -4,7 +4,6 @@ import (
 	"fmt"
 
 	"fserver/cshim/cuda"
-	"fserver/engine/mem"
 	"fserver/engine/transport"
 )
 
@@ -32,7 +31,7 @@ type item struct {
 
 const (
 	wayNone   = iota // not decided
-	wayHeld          // memory that inner reads, behind a point in a stream
+	wayHeld          // memory of the GPU that inner reads, behind a point in a stream
 	wayBehind        // a frame or a loan, behind what was posted before it
 	wayMapped        // into the peer's memory
 	wayStaged        // in pieces, through host memory
@@ -164,19 +163,7 @@ func (c *Conn) start(it *item) bool {
 	}
 	switch it.way {
 	case wayHeld:
-		passed, err := c.f.passed(cuda.Event(it.op.After.Event))
-		switch {
-		case err != nil:
-			c.fail(err)
-			return false
-		case !passed:
-			return false
-		case it.op.Kind == transport.OpWrite:
-			taken, err := c.write(&it.op, it.n, job{user: it.op.User})
-			return c.took(it, taken, err)
-		}
-		it.way = wayBehind
-		fallthrough
+		return c.startHeld(it)
 	case wayBehind:
 		it.number = c.ahead()
 		return true
@@ -184,6 +171,19 @@ func (c *Conn) start(it *item) bool {
 		return true
 	}
 	return c.stage(it)
+}
+
+// startHeld hands inner a write from the memory of the GPU if its stream has passed the point.
+func (c *Conn) startHeld(it *item) bool {
+	passed, err := c.f.passed(cuda.Event(it.op.After.Event))
+	if err != nil {
+		c.fail(err)
+	}
+	if !passed || err != nil {
+		return false
+	}
+	taken, err := c.write(&it.op, it.n, job{user: it.op.User})
+	return c.took(it, taken, err)
 }
 
 // dispatch hands a frame or a loan to inner.
@@ -205,10 +205,10 @@ func (c *Conn) took(it *item, taken bool, err error) bool {
 // decide finds the way of an item; false if that is not known yet.
 func (c *Conn) decide(it *item) bool {
 	switch {
-	case it.op.Kind != transport.OpWrite && it.op.After.Event == 0, it.op.Kind == transport.OpFrame:
+	case it.op.Kind != transport.OpWrite:
 		it.way = wayBehind
 		return true
-	case it.op.Dev == mem.CPU || it.n == 0 || it.op.After.Event != 0 && c.f.reads(&it.op):
+	case it.op.After.Event != 0 && c.f.reads(&it.op):
 		it.way = wayHeld
 		return true
 	}

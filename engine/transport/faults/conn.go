@@ -124,7 +124,7 @@ func (c *Conn) holdBack(op *transport.Op, wait time.Duration) bool {
 	h := held{op: *op, owner: owner{user: op.User}, due: f.polls}
 	if op.Kind == transport.OpWrite {
 		h.due = f.later(f.o.LateWrite)
-		h.device = op.Dev != mem.CPU || op.After != transport.Point{}
+		h.device = op.Dev != mem.CPU
 		c.device = c.device || h.device
 		if size, err := link.Check("faults", op); !h.device && err == nil && size <= earlyMax && f.chance(f.o.Early) {
 			h.owner = owner{silent: true}
