@@ -609,7 +609,7 @@ CASE(panic_closes_the_node) {
   CHECK(pthread_create(&thread, NULL, blocked_get_batch, &c) == 0);
   int64_t start = fs_now();
   FAILS(fs_channel_close(m.server, channel, NULL, 0, SECOND), EIO,
-        "at exchange.(*Channel)");
+        "at channel.(*Channel)");
   CHECK(pthread_join(thread, NULL) == 0);
   CHECK(c.rc == -EIO && strstr(c.error.text, "engine: panic: "));
   FAILS(fs_get_batch(m.server, 0, 0, &word, 1, &need, SECOND, 0), EIO,
