@@ -142,7 +142,8 @@ static int copies(int gpu, int core, char **sizes) {
       for (int up = 0; up < 2; up++) {
         const CUdeviceptr from = (CUdeviceptr)(up ? here : there);
         const long long start = now();
-        MUST(cuMemcpyAsync((CUdeviceptr)(up ? there : here), from, bytes, stream));
+        MUST(cuMemcpyAsync((CUdeviceptr)(up ? there : here), from, bytes,
+                           stream));
         MUST(cuStreamWriteValue64(stream, flag, ++number, 0));
         while (*page != number)
           ;
