@@ -54,6 +54,7 @@ type Node struct {
 	lack     string           // why this node lacks a transport inside the host; empty: it does not
 	gpu      *card            // nil: tensors are on the CPU
 	side     exchange.Side    // the one of these that is not nil; of a scheduler, one without peers
+	table    *exchange.Table  // of side
 	worker   *exchange.Worker // of a worker, else nil
 	server   *exchange.Server // of a server, else nil
 
@@ -251,6 +252,7 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 		}
 		n.machine = n.scheduler
 	}
+	n.table = n.side.Tickets()
 	n.channels = channel.NewChannels(len(n.peers))
 	if n.gpu != nil && n.server != nil {
 		n.server.ReceiveIn(n.gpu)
@@ -359,7 +361,7 @@ func (n *Node) Info() Info {
 	return v
 }
 
-func (n *Node) tickets() *exchange.Table { return n.side.Tickets() }
+func (n *Node) tickets() *exchange.Table { return n.table }
 
 // linkDescription is a link in the JSON of Describe.
 type linkDescription struct {

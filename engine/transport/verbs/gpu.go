@@ -13,6 +13,7 @@ import (
 	rdma "fserver/cshim/verbs"
 	"fserver/engine/gpu"
 	"fserver/engine/mem"
+	"fserver/engine/transport"
 )
 
 // Ways is how the NIC may be shown memory of the GPU.
@@ -138,6 +139,13 @@ func (g *direct) deny(d gpu.Device, why, remedy string) {
 		why += " (" + remedy + ")"
 	}
 	*g = direct{why: fmt.Sprintf("no GPUDirect between the NIC and %v, so its tensors go through host memory: %s", mem.GPU(d.Ordinal()), why)}
+}
+
+// Caps implements transport.Fabric.
+func (f *Fabric) Caps() transport.Caps {
+	c := f.Fabric.Caps()
+	c.GPU = f.direct.at
+	return c
 }
 
 // registerGPU registers memory of the GPU with the NIC. It calls the drivers of both.

@@ -119,8 +119,7 @@ func Open(o Options) (*Fabric, error) {
 	}
 	facts := f.openGPU(o.GPU, o.GPUDirect)
 	kind := link.TCP("verbs", f.adopt)
-	kind.Caps = transport.Caps{LocalKeys: true, GPU: f.direct.at}
-	kind.Target = target(kind.Target)
+	kind.Caps.LocalKeys, kind.Target = true, target(kind.Target)
 	f.locate(o.Common)
 	err := f.Fabric.Open(kind, f.near(o))
 	if err != nil {
