@@ -133,7 +133,7 @@ func (n *Node) freeWords() error {
 	if n.gpu != nil {
 		n.gpu.close()
 	}
-	if n.side == nil { // it could not be opened
+	if n.table == nil { // it could not be opened
 		return nil
 	}
 	return n.tickets().Free()

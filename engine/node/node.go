@@ -233,26 +233,25 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 		if n.server, err = exchange.NewServer(n.cfg.Workers, b, &n.counters, host); err != nil {
 			return err
 		}
-		n.side = n.server
+		n.side, n.table = n.server, n.server.Tickets()
 		n.server.RefuseLoans(!n.cfg.Loans)
 	case conf.Worker:
 		n.meetPeers(n.cfg.Servers)
 		if n.worker, err = exchange.NewWorker(n.cfg.Servers, &n.counters, host); err != nil {
 			return err
 		}
-		n.side = n.worker
+		n.side, n.table = n.worker, n.worker.Tickets()
 	case conf.Scheduler:
 		idle, err := exchange.NewWorker(0, &n.counters, host)
 		if err != nil {
 			return err
 		}
-		n.side = idle
+		n.side, n.table = idle, idle.Tickets()
 		if n.scheduler, err = cluster.NewScheduler(n.shape(), n.timing()); err != nil {
 			return err
 		}
 		n.machine = n.scheduler
 	}
-	n.table = n.side.Tickets()
 	n.channels = channel.NewChannels(len(n.peers))
 	if n.gpu != nil && n.server != nil {
 		n.server.ReceiveIn(n.gpu)
