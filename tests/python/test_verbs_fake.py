@@ -45,12 +45,14 @@ print(*counts)
 
 
 DOCTORS = """
-import sys, threading
+import os, sys, threading
 from fserver import cli
 from fserver.doctor import listen
 server = listen.listen("127.0.0.1", 0)
 threading.Thread(target=listen.serve, args=(server, b""), daemon=True).start()
-sys.exit(cli.main(["doctor", "--json", "--peer", f"127.0.0.1:{server.getsockname()[1]}"]))
+status = cli.main(["doctor", "--json", "--peer", f"127.0.0.1:{server.getsockname()[1]}"])
+sys.stdout.flush()
+os._exit(status)  # an interpreter that ends aborts if a daemon thread is in a call of an extension
 """
 
 
