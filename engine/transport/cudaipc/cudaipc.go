@@ -1,12 +1,15 @@
 // Package cudaipc lets GPU memory travel over another Fabric, inner, which carries host
 // memory alone: connections, and who may talk, are inner's.
 //
-// # Two ways of a write
+// # Three ways of a write
 //
 // Mapped: inner is of this host, and the peer's GPU memory can be mapped. The copy engine
 // writes it there, and the stream then stores the write's number into host memory that both
 // processes map (segment_unsafe.go). No CPU takes part after Post, no call into the driver
 // waits, no SM is used.
+//
+// Direct: inner reads the GPU's memory by itself, as a NIC with GPUDirect does. The write goes to
+// inner as it is, when its stream has passed the point (direct.go).
 //
 // Staged: the copy engine brings the source to pinned host memory in pieces, and each goes
 // over inner while the next is copied (stage.go). GPU memory has a shadow in host memory,
