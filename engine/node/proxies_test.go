@@ -158,13 +158,14 @@ func exchangeMessages(t *testing.T, m *mesh) {
 	const rows, turns = 1000, 60
 	names := []string{"a", "b"}
 	end := make(chan bool, 8)
+	var streams []func() // they begin when all sides are open, as a channel's have to
 	run := func(p *proxied, body func(p *proxied, i int)) {
-		go func() {
+		streams = append(streams, func() {
 			for i := 1; i <= turns; i++ {
 				body(p, i)
 			}
 			end <- true
-		}()
+		})
 	}
 	value := func(who, i int) byte { return byte(17*who + 5*i) }
 	var sides []*proxied
@@ -202,6 +203,9 @@ func exchangeMessages(t *testing.T, m *mesh) {
 				p.ring(i)
 			})
 		}
+	}
+	for _, stream := range streams {
+		go stream()
 	}
 	for range turns {
 		var ids []uint64
