@@ -107,7 +107,7 @@ func (d *Driver) stepAside() {
 	d.dozing.Store(true)
 	d.rearm() // our last pass may have taken what was to wake a caller who sleeps
 	if d.callers.Load() > 0 {
-		d.nap(LongSleep)
+		d.nap(d.longest)
 	}
 	d.dozing.Store(false)
 }
@@ -115,7 +115,7 @@ func (d *Driver) stepAside() {
 // idle sleeps on the descriptors, as the background goroutine or the poller.
 func (d *Driver) idle() {
 	d.resting.Store(true)
-	d.rest(never, LongSleep)
+	d.rest(never, d.longest)
 	d.resting.Store(false)
 }
 

@@ -61,6 +61,7 @@ type Settings struct {
 type Driver struct {
 	work     Work
 	settings Settings
+	longest  time.Duration // LongSleep, but in tests
 
 	_     cpu.CacheLinePad
 	token atomic.Bool // held: somebody makes a pass
@@ -98,7 +99,7 @@ type Driver struct {
 // Open makes a Driver. It drives when it has been started.
 func Open(work Work, settings Settings) (*Driver, error) {
 	settings.Yield = max(settings.Yield, yieldAfter)
-	d := &Driver{work: work, settings: settings, watches: watches{all: map[uint64]*watch{}}}
+	d := &Driver{work: work, settings: settings, longest: LongSleep, watches: watches{all: map[uint64]*watch{}}}
 	d.unpark(d.parking(0)) // one caller at a time then parks without an allocation
 	var err error
 	d.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC)

@@ -1,6 +1,7 @@
 package progress
 
 import (
+	"math"
 	"sync/atomic"
 	"time"
 
@@ -29,11 +30,10 @@ func (s *streams) Streams(more int32) { s.running.Add(more) }
 // Stirred says that such a stream has done something.
 func (s *streams) Stirred(now int64) { s.stirred.Store(now) }
 
-// lull is how long a sleeper may sleep before somebody looks at the words; 0: not at all. Without streams it
-// is LongSleep.
+// lull is how long a sleeper may sleep before somebody looks at the words; 0: not at all.
 func (s *streams) lull() time.Duration {
 	if s.running.Load() == 0 {
-		return LongSleep
+		return math.MaxInt64
 	}
 	idle := time.Duration(trace.Now() - s.stirred.Load())
 	if idle < lookAllTheTime {
@@ -47,7 +47,7 @@ const heldEvery = 50 * time.Microsecond
 
 // lull is how long a sleeper may sleep before he looks at the words of streams.
 func (d *Driver) lull() time.Duration {
-	lull := d.streams.lull()
+	lull := min(d.longest, d.streams.lull())
 	if d.work.Held() {
 		lull = min(lull, heldEvery)
 	}
