@@ -202,20 +202,22 @@ func TestPanicked(t *testing.T) {
 	require.ErrorContains(t, *f.shut.Load(), "first")
 }
 
-// TestAside: a job runs without the token, and what it submits is taken.
+// TestAside: a job runs without the token, and what it has submitted is taken. Join waits for it.
 func TestAside(t *testing.T) {
 	d, f := newFake(t, Settings{})
 	require.True(t, d.Own())
-	ran, taken := make(chan struct{}), atomic.Bool{}
+	ran, gate := make(chan struct{}), make(chan struct{})
+	d.Aside(func() { close(ran); <-gate })
+	<-ran
+	d.GiveBack()
+	close(gate)
+	var taken atomic.Bool
 	d.Aside(func() {
 		f.mu.Lock()
+		defer f.mu.Unlock()
 		f.submitted = append(f.submitted, func() { taken.Store(true) })
 		f.pending.Store(true)
-		f.mu.Unlock()
-		close(ran)
 	})
-	<-ran
-	d.Disown()
 	require.Eventually(t, taken.Load, 30*time.Second, time.Millisecond)
 	d.Shut(errOver)
 	d.Join(f.take)
