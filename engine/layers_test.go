@@ -47,8 +47,9 @@ var layers = map[string][]string{
 	"cluster":                 {"wire"},
 	"peers":                   {"wire"},
 	"exchange":                {"mem", "trace", "transport", "wire"},
+	"progress":                {"trace", "transport"},
 	"node": {
-		"channel", "cluster", "conf", "exchange", "gpu", "mem", "peers", "topo", "trace", "transport",
+		"channel", "cluster", "conf", "exchange", "gpu", "mem", "peers", "progress", "topo", "trace", "transport",
 		"transport/all", "transport/faults", "transport/rails", "wire",
 	},
 	"cabi": {"conf", "gpu", "mem", "node"},
@@ -192,7 +193,7 @@ func TestLeavesTheProcessAlone(t *testing.T) {
 // test of the package has one panic in each that starts there.
 var goroutines = map[string]int{
 	"gpu/later.go":               1, // a chore at a time, in try
-	"node/panic.go":              1, // spawn
+	"progress/token.go":          1, // Spawn
 	"transport/link/link.go":     1, // Task
 	"transport/rails/fabric.go":  1, // task
 	"transport/cudaipc/calls.go": 1, // the calls of the driver that may wait

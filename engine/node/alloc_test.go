@@ -50,7 +50,7 @@ func allocations(t *testing.T, way ...string) {
 		once()
 	}
 	runs := 2000
-	if m.workers[0].threaded {
+	if m.workers[0].driver.Settings().Thread {
 		runs = 50 // AllocsPerRun leaves one P to all, which the pollers hold for 10 ms at a time
 	}
 	require.Zero(t, testing.AllocsPerRun(runs, once))
@@ -78,7 +78,7 @@ func (m *mesh) message(w, s *proxied) func() {
 	reaches := func(p *proxied) {
 		for p.words[channel.WordDone].Load() < int64(i) {
 			for _, n := range []*Node{m.workers[0], m.servers[0]} {
-				n.drive(trace.Now())
+				n.driver.Drive(trace.Now())
 			}
 		}
 	}

@@ -8,29 +8,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 
 	"fserver/engine/conf"
 	"fserver/engine/transport"
 )
-
-// TestBackgroundNapsBesideAPost: while somebody has the token for long, as who posts to a NIC that does its work in
-// the system call, the background goroutine leaves the core to others. It called sched_yield all that time.
-func TestBackgroundNapsBesideAPost(t *testing.T) {
-	m := newMesh(t, openFabrics, shape{1, 1, 1})
-	const held = 300 * time.Millisecond
-	var before, after unix.Rusage
-	n := m.workers[0]
-	require.True(t, n.under(func() {
-		n.kick.ring() // its sleep ends, and it finds the token taken
-		require.NoError(t, unix.Getrusage(unix.RUSAGE_SELF, &before))
-		time.Sleep(held)
-		require.NoError(t, unix.Getrusage(unix.RUSAGE_SELF, &after))
-	}))
-	used := after.Utime.Nano() + after.Stime.Nano() - before.Utime.Nano() - before.Stime.Nano()
-	require.Less(t, time.Duration(used), held/2, "processor time of all threads")
-	m.stop()
-}
 
 // brokenFabric is a Fabric whose Poll fails once it is told to, and whose descriptor is readable then.
 type brokenFabric struct {
@@ -62,8 +43,10 @@ func TestFailedFabricIsLeftAlone(t *testing.T) {
 	}, shape{1, 1, 1})
 	f, n := all[0], m.workers[0]
 	f.fails.Store(true)
-	n.under(func() { n.woken.Store(true) })
-	n.rouse()
+	n.driver.Under(func() {
+		n.passes = restPasses // the next pass looks at every Fabric
+		n.driver.Stir()
+	})
 	require.Eventually(t, func() bool { return n.failed() != nil }, 10*time.Second, time.Millisecond)
 	require.ErrorContains(t, n.failed(), "the device is gone")
 	before := f.polls.Load()

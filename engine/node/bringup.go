@@ -307,7 +307,7 @@ func (n *Node) dialContext() context.Context {
 // dialling starts a goroutine that connects, which Close waits for.
 func (n *Node) dialling(f func()) {
 	n.dials.Add(1)
-	n.spawn(f, n.dials.Done)
+	n.driver.Spawn(f, n.dials.Done)
 }
 
 // join connects a member to the scheduler, in a goroutine of its own. In the bring-up, which
@@ -325,7 +325,7 @@ func (n *Node) join(ctx context.Context) {
 		case err == nil:
 			return
 		case ctx == n.ctx:
-			n.under(func() { n.fail(closedError(err)) })
+			n.driver.Under(func() { n.fail(closedError(err)) })
 			return
 		}
 		n.log.Warn("waiting for the scheduler", zap.String("at", n.cfg.Scheduler()), zap.Error(err))
@@ -351,11 +351,11 @@ func (n *Node) meetScheduler(ctx context.Context) error {
 		c.Close()
 		return badSetting("node: what listens at %s is %v %d, not a scheduler (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)", n.cfg.Scheduler(), h.Role, h.Rank)
 	}
-	if !n.own() {
+	if !n.driver.Own() {
 		c.Close()
 		return nil
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	n.enlist(&link{conn: c, plane: base, kind: linkScheduler, hello: h})
 	n.control(cluster.Input{Kind: cluster.Up, Remote: c.Peer().Remote})
 	return nil
@@ -435,11 +435,11 @@ func (n *Node) connect(ctx context.Context, p *peer, m wire.Member) {
 		c.Close()
 		return
 	}
-	if !n.own() {
+	if !n.driver.Own() {
 		c.Close()
 		return
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	if ctx.Err() != nil || !n.wants(p, &m) {
 		c.Close()
 		return

@@ -69,12 +69,10 @@ func (n *Node) beginAnswer(call string) (*Ticket, error) {
 	if err != exchange.ErrFull {
 		return t, err
 	}
-	for end := trace.Now() + int64(answerRoom); err == exchange.ErrFull && trace.Now() < end; t, err = n.server.Begin() {
-		if found, _ := n.drive(trace.Now()); found == 0 {
-			yield()
-		}
-	}
-	n.rearm()
+	n.driver.Spin(func() bool {
+		t, err = n.server.Begin()
+		return err != exchange.ErrFull
+	}, answerRoom)
 	return t, err
 }
 
@@ -87,19 +85,13 @@ func (n *Node) Abandon(t *Ticket) { n.tickets().Abandon(t) }
 // PushPull starts the push-pull of t. It registers memory that is new, which may take
 // milliseconds. With an error t is gone.
 func (n *Node) PushPull(t *Ticket) error {
-	n.helpers.Add(1) // Close waits for this
-	defer n.helpers.Add(-1)
+	n.driver.Enter() // Close waits for this
+	defer n.driver.Leave()
 	if err := n.worker.Submit(t); err != nil {
 		return cmp.Or(n.failed(), closedError(err))
 	}
-	n.submit()
+	n.driver.Submit()
 	return nil
-}
-
-// aside calls f, which may block, in a goroutine that does not hold the token. What f leaves in the
-// inbox is taken then. Close waits for it.
-func (n *Node) aside(f func()) {
-	n.help(func() { f(); n.submit() })
 }
 
 // Respond answers the request of a handler with t. Flush after the last one.
@@ -117,12 +109,12 @@ func (n *Node) Fail(handler uint64, text string) error {
 	if err := n.server.Fail(handler, t, strings.Join(strings.Fields(text), " ")); err != nil {
 		return err
 	}
-	n.submit()
+	n.driver.Submit()
 	return nil
 }
 
 // Flush posts what Respond was given.
-func (n *Node) Flush() { n.submit() }
+func (n *Node) Flush() { n.driver.Submit() }
 
 // After has the tensors that t pushes, or answers with, sent when what is queued so
 // far on a stream of the node's GPU has run. Between Begin and PushPull or Respond.
@@ -156,7 +148,7 @@ func (n *Node) Wait(id uint64, limit time.Duration, spin bool) error {
 		state, ok := tb.State(id)
 		return ok && state == exchange.StateOpen
 	}
-	if !n.await(func() bool { return !open() || n.stopped.Load() }, limit, spin) {
+	if !n.driver.Await(func() bool { return !open() || n.driver.Stopped() }, limit, spin) {
 		return ErrAgain
 	}
 	if open() {
@@ -170,10 +162,10 @@ func (n *Node) Waits(id uint64) (exchange.Pending, error) {
 	if n.worker == nil {
 		return exchange.Pending{}, badSetting("node: a %v has no push_pulls that wait for an answer", n.cfg.Role)
 	}
-	if !n.own() {
+	if !n.driver.Own() {
 		return exchange.Pending{}, ErrClosed
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	n.side.Drain() // it may have just been submitted
 	return n.worker.Waits(id)
 }
@@ -206,7 +198,7 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 	}
 	ready := func() bool { return n.server.Ready(least) || n.failure.Load() != nil }
 	for end := int64(0); ; {
-		if !n.await(ready, limit, spin) {
+		if !n.driver.Await(ready, limit, spin) {
 			return ErrAgain
 		}
 		if err := n.failed(); err != nil {
@@ -225,11 +217,11 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 
 // takeBatch gives the next batch, or that of a channel, to s.
 func (n *Node) takeBatch(s BatchSink, ch *channel.Channel, least int) (taken bool, err error) {
-	if !n.own() {
+	if !n.driver.Own() {
 		return false, n.failed()
 	}
-	defer n.submit()
-	defer n.giveBack()
+	defer n.driver.Submit()
+	defer n.driver.GiveBack()
 	var reqs []*Request
 	if ch != nil {
 		reqs = n.server.Take(ch.Name())

@@ -24,10 +24,10 @@ func (n *Node) OpenChannel(name string) (uint64, error) {
 	if err := n.ready(n.scheduler == nil, "channel", "worker or server"); err != nil {
 		return 0, err
 	}
-	if !n.own() {
+	if !n.driver.Own() {
 		return 0, n.failed()
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	ch, err := n.channels.Open(name)
 	if err != nil {
 		return 0, err
@@ -59,10 +59,10 @@ func (n *Node) TellChannel(h uint64, i int, text string) error {
 	if len(text) > wire.MaxChannelText {
 		return exchange.Shapef("node: channel %q: its description has %d bytes, and there is room for %d: use fewer tensors", ch.Name(), len(text), wire.MaxChannelText)
 	}
-	if !n.own() {
+	if !n.driver.Own() {
 		return n.failed()
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	if err := ch.ErrOf(i); err != nil {
 		return err
 	}
@@ -85,7 +85,7 @@ func (n *Node) ChannelText(h uint64, i int, limit time.Duration) (string, error)
 		_, ok, err := ch.Told(i)
 		return ok || err != nil
 	}
-	if !n.await(told, limit, false) {
+	if !n.driver.Await(told, limit, false) {
 		return "", ErrAgain
 	}
 	text, _, err := ch.Told(i)
@@ -101,7 +101,7 @@ func (n *Node) ChannelState(h, id uint64) error {
 	}
 	err = ch.Err()
 	if id != 0 && n.worker != nil && isOver(err) {
-		n.under(func() { err = ch.Missing(func(i int) bool { return n.worker.Awaits(id, i) }) })
+		n.driver.Under(func() { err = ch.Missing(func(i int) bool { return n.worker.Awaits(id, i) }) })
 	}
 	return err
 }
@@ -135,12 +135,12 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 		return err
 	}
 	for end := trace.Now() + int64(min(limit, forever)); ; limit = time.Duration(end - trace.Now()) {
-		if !n.await(func() bool { return ch.Taken() || ch.Err() != nil }, limit, spin) {
+		if !n.driver.Await(func() bool { return ch.Taken() || ch.Err() != nil }, limit, spin) {
 			return ErrAgain
 		}
 		if err := ch.Err(); err != nil && !ch.Taken() {
-			if isOver(err) && !n.await(ch.Taken, min(limit, afterwards), false) {
-				n.under(func() { err = ch.Untaken() })
+			if isOver(err) && !n.driver.Await(ch.Taken, min(limit, afterwards), false) {
+				n.driver.Under(func() { err = ch.Untaken() })
 			}
 			if err != nil && !ch.Taken() {
 				return err
@@ -164,12 +164,12 @@ func (n *Node) CloseChannel(h uint64, why string, limit time.Duration) error {
 	if len(why) > wire.MaxChannelText {
 		why = ""
 	}
-	if n.under(func() { n.endChannel(ch, why) }) {
+	if n.driver.Under(func() { n.endChannel(ch, why) }) {
 		alone := func() bool { return ch.Alone() || n.failed() != nil }
-		if limit >= 0 && !n.await(alone, limit, false) {
+		if limit >= 0 && !n.driver.Await(alone, limit, false) {
 			return ErrAgain
 		}
-		n.under(func() { n.leaveChannel(ch) })
+		n.driver.Under(func() { n.leaveChannel(ch) })
 	}
 	ch.Forget()
 	return nil

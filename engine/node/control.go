@@ -19,7 +19,7 @@ import (
 // control hands an input to the state machine of the cluster.
 func (n *Node) control(in cluster.Input) {
 	n.outputs(n.machine.Step(trace.Now(), in))
-	n.timer.Store(n.nextTimer())
+	n.reschedule()
 }
 
 // tick tells the state machine the time, and ends what is overdue here.
@@ -29,14 +29,6 @@ func (n *Node) tick() {
 		n.sayMissing(trace.Now())
 		n.control(cluster.Input{Kind: cluster.Tick})
 	}
-}
-
-// nextTimer is when tick must be called.
-func (n *Node) nextTimer() int64 {
-	if len(n.ailing) != 0 {
-		return 0
-	}
-	return min(n.sayAt, n.machine.Next(), n.nextOfPeers())
 }
 
 // outputs does what the state machine asks for. That may step the machine again,
@@ -230,10 +222,10 @@ func (n *Node) Barrier(flags uint32, timeout time.Duration) (uint64, error) {
 	if timeout <= 0 {
 		timeout = n.cfg.BarrierTimeout
 	}
-	if !n.own() {
+	if !n.driver.Own() {
 		return 0, n.failed()
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	if err := n.failed(); err != nil {
 		return 0, err
 	}
@@ -249,20 +241,20 @@ func (n *Node) Barrier(flags uint32, timeout time.Duration) (uint64, error) {
 // WaitBarrier waits for a barrier, at most limit; then ErrAgain.
 func (n *Node) WaitBarrier(seq uint64, limit time.Duration) error {
 	var b *barrier
-	if !n.under(func() { b = n.barriers[seq] }) {
+	if !n.driver.Under(func() { b = n.barriers[seq] }) {
 		return n.failed()
 	}
 	if b == nil {
 		return fmt.Errorf("node: %w: no barrier %d is under way", exchange.ErrNoTicket, seq)
 	}
-	done := n.await(b.done.Load, min(limit, time.Until(b.deadline)), true)
+	done := n.driver.Await(b.done.Load, min(limit, time.Until(b.deadline)), true)
 	if !done && time.Now().Before(b.deadline) {
 		return ErrAgain
 	}
-	if !n.own() {
+	if !n.driver.Own() {
 		return n.failed()
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	delete(n.barriers, seq)
 	if !b.done.Load() {
 		n.member.GiveUp(seq)
@@ -274,10 +266,10 @@ func (n *Node) WaitBarrier(seq uint64, limit time.Duration) error {
 // DropBarrier says that nobody waits for a barrier any more. This node has
 // reached it all the same: its next barrier of the same kind goes on with it.
 func (n *Node) DropBarrier(seq uint64) {
-	if !n.own() {
+	if !n.driver.Own() {
 		return
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	if n.barriers[seq] != nil {
 		delete(n.barriers, seq)
 		n.member.GiveUp(seq)
@@ -287,7 +279,7 @@ func (n *Node) DropBarrier(seq uint64) {
 // reachesPhase waits, driving, until the node has come to a phase or failed, or until limit has passed:
 // then it returns false.
 func (n *Node) reachesPhase(phase int32, limit time.Duration, spin bool) bool {
-	return n.await(func() bool { return n.phase.Load() >= phase || n.failure.Load() != nil }, limit, spin)
+	return n.driver.Await(func() bool { return n.phase.Load() >= phase || n.failure.Load() != nil }, limit, spin)
 }
 
 // WaitReady waits until the cluster is complete, at most limit; then ErrAgain.
@@ -309,7 +301,7 @@ func (n *Node) WaitReady(limit time.Duration) error {
 // late fails the node because the cluster did not come to be in time.
 func (n *Node) late() error {
 	n.dials.Wait() // its goroutines end with the deadline and know more
-	n.under(func() {
+	n.driver.Under(func() {
 		if n.failed() != nil || n.phase.Load() != joining {
 			return
 		}
@@ -322,7 +314,7 @@ func (n *Node) late() error {
 // then ErrAgain. With any other result the node is closed: the error says who
 // was lost meanwhile, or that not all left in time.
 func (n *Node) Stop(limit time.Duration) error {
-	open := n.under(func() {
+	open := n.driver.Under(func() {
 		if n.failed() == nil && n.phase.Load() <= running {
 			n.leave()
 		}

@@ -42,9 +42,9 @@ func (n *Node) finish() {
 		return
 	}
 	parting := false
-	n.under(func() {
+	n.driver.Under(func() {
 		for looks := 1; looks <= 64; looks++ { // what has come counts; but it may come for ever
-			if n.woken.Store(true); n.pass(trace.Now()) == 0 {
+			if found, _ := (work{n}).Pass(trace.Now(), true); found == 0 {
 				break
 			}
 		}
@@ -85,10 +85,6 @@ func (n *Node) shut(err error) {
 		step(func() { errs = append(errs, n.server.Close()) })
 	}
 	n.closeErr = errors.Join(errs...)
-	n.stopped.Store(true)
-	n.wakeAll()
-	n.alarm(true)
-	n.nudge.ring()
 }
 
 // Close ends the node at once; a scheduler whose members are leaving lets them do so
@@ -98,22 +94,14 @@ func (n *Node) shut(err error) {
 func (n *Node) Close() error {
 	n.closeOnce.Do(func() {
 		_ = n.attempt(n.finish)
-		if n.own() { // else a panic has shut it
-			n.shut(ErrClosed)
-		}
+		n.driver.Shut(ErrClosed) // unless a panic has
 		if n.gpu != nil {
 			n.unwatch()
 			n.gpu.Later.Wait(freeLimit)
 		}
 		n.dials.Wait()
-		for n.callers.Load() > 0 || n.calls.Load() > 0 || n.helpers.Load() > 0 || n.tickets().Pending() {
-			_ = n.attempt(n.side.Drain) // what ended behind shut
-			n.kick.ring()
-			n.nudge.ring()
-			n.wakeAll()
-			time.Sleep(100 * time.Microsecond)
-		}
-		n.progress.close()
+		n.driver.Join(func() { _ = n.attempt(n.side.Drain) }) // what ended behind shut
+		n.driver.Close()
 		_ = n.log.Sync()
 	})
 	return n.closeErr
@@ -123,7 +111,7 @@ func (n *Node) Close() error {
 func (n *Node) Free() error {
 	err := n.Close()
 	n.freeOnce.Do(func() {
-		n.unwatchIf(func(uint64) bool { return true })
+		n.driver.UnwatchAll()
 		err = errors.Join(err, n.freeWords())
 	})
 	return err

@@ -131,8 +131,8 @@ func (n *Node) broken(i int, err error) {
 	if l := n.peers[i].link; l != nil && l.ailing == nil {
 		l.ailing = err
 		n.ailing = append(n.ailing, l)
-		n.timer.Store(0)
-		n.stir()
+		n.driver.Schedule(0)
+		n.driver.Stir()
 	}
 }
 
@@ -143,7 +143,7 @@ func (n *Node) endAiling(ailing []*link) {
 			n.breach(l, l.ailing)
 		}
 	}
-	n.timer.Store(n.nextTimer())
+	n.reschedule()
 }
 
 // down takes the end of a connection.

@@ -121,8 +121,8 @@ func TestLostInInit(t *testing.T) {
 	w := m.start(s.settings("worker", 0, 0, port))
 	lone := m.start(s.settings("server", 0, 0, port))
 	require.Eventually(t, func() bool {
-		require.True(t, m.scheduler.own())
-		defer m.scheduler.disown()
+		require.True(t, m.scheduler.driver.Own())
+		defer m.scheduler.driver.Disown()
 		return strings.HasPrefix(m.scheduler.scheduler.Waiting(), "2 of 3 members")
 	}, 10*time.Second, time.Millisecond)
 	require.NoError(t, lone.Close())
@@ -218,7 +218,7 @@ func TestSchedulerFollows(t *testing.T) {
 		defer close(stopped)
 		m.stop()
 	}()
-	require.Eventually(t, func() bool { return m.workers[0].stopped.Load() && m.servers[0].stopped.Load() }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return m.workers[0].driver.Stopped() && m.servers[0].driver.Stopped() }, 10*time.Second, time.Millisecond)
 	next := m.start(shape{1, 1, 1}.settings("scheduler", 0, 0, port))
 	require.Equal(t, "127.0.0.1:"+port, next.Info().Address)
 	<-stopped
@@ -305,7 +305,7 @@ func closing(t *testing.T, way ...string) {
 			}
 		}
 	}()
-	require.Eventually(t, func() bool { return w.callers.Load() > 0 && s.callers.Load() > 0 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return w.driver.State().Callers > 0 && s.driver.State().Callers > 0 }, 10*time.Second, time.Millisecond)
 	require.NoError(t, w.Close())
 	require.ErrorIs(t, <-waited, ErrClosed)
 	require.NoError(t, s.Close())
@@ -317,14 +317,14 @@ func closing(t *testing.T, way ...string) {
 func TestDoneAfterDown(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1})
 	s := m.servers[0]
-	s.under(func() {
+	s.driver.Under(func() {
 		l := s.peers[0].link
 		s.down(l, io.ErrUnexpectedEOF)
 		var lost *LostError
 		require.ErrorAs(t, s.operation(&transport.Event{Conn: l.conn, Err: errors.New("refused")}), &lost)
 	})
 	require.Eventually(t, func() (over bool) {
-		s.under(func() { over = len(s.ended) == 0 })
+		s.driver.Under(func() { over = len(s.ended) == 0 })
 		return over
 	}, 10*time.Second, time.Millisecond)
 	m.stop()

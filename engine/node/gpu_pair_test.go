@@ -55,7 +55,7 @@ func BenchmarkHeldPass(b *testing.B) {
 	must(b, err)
 	must(b, errors.Join(ticket.AddPush(x), ticket.AddPull(out), n.After(ticket, uint64(stream)), n.PushPull(ticket)))
 	for b.Loop() {
-		n.drive(trace.Now())
+		n.driver.Drive(trace.Now())
 	}
 	require.True(b, n.tickets().Held())
 	close(gate)

@@ -187,7 +187,7 @@ func TestGPUUntaken(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, ticket.AddPush(gpuTensor(t, g, 1, 5000, 1)))
 	require.NoError(t, worker.PushPull(ticket))
-	require.True(t, server.await(func() bool { return server.server.Ready(1) }, 10*time.Second, true))
+	require.True(t, server.driver.Await(func() bool { return server.server.Ready(1) }, 10*time.Second, true))
 	require.Equal(t, 1, m.buffers.Len())
 	for _, n := range m.all() {
 		require.NoError(t, n.Free())

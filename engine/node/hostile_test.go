@@ -69,10 +69,10 @@ func newHostileMesh(t *testing.T, s shape, way ...string) *hostileMesh {
 		return list, err
 	}, s, way...)
 	for _, n := range h.servers {
-		require.True(t, n.own())
+		require.True(t, n.driver.Own())
 		core, logs := observer.New(zapcore.WarnLevel)
 		n.log = zap.New(core)
-		n.disown()
+		n.driver.Disown()
 		h.logs = append(h.logs, logs)
 	}
 	return h
@@ -81,8 +81,8 @@ func newHostileMesh(t *testing.T, s shape, way ...string) *hostileMesh {
 // attack lets worker i send ops to server 0 behind the engine's back.
 func (h *hostileMesh) attack(i int, ops ...transport.Op) {
 	n := h.workers[i]
-	require.True(h.tb, n.own())
-	defer n.disown()
+	require.True(h.tb, n.driver.Own())
+	defer n.driver.Disown()
 	for end := time.Now().Add(10 * time.Second); len(ops) > 0; {
 		k, err := n.peers[0].link.conn.Post(ops)
 		require.NoError(h.tb, err)
@@ -142,9 +142,9 @@ func TestHostileWorker(t *testing.T) {
 				require.Len(t, m.spies[1].keys, 1)
 				other, own := m.spies[0].keys[0], m.spies[1].keys[0]
 				victim := m.servers[0]
-				require.True(t, victim.own())
+				require.True(t, victim.driver.Own())
 				require.Empty(t, m.logs[0].All())
-				victim.disown()
+				victim.driver.Disown()
 
 				x := tensor(t, 1, 8)
 				fill(x, 99)
@@ -156,8 +156,8 @@ func TestHostileWorker(t *testing.T) {
 				// Worker 0 is still connected, and its buffer is as it was.
 				id := pushPull(t, m.workers[0], []exchange.Tensor{tensor(t, 1, 9)}, nil)
 				require.ErrorIs(t, m.workers[0].Wait(id, 50*time.Millisecond, true), ErrAgain, "the batch is not complete, as worker 1 is gone")
-				require.True(t, victim.own())
-				defer victim.disown()
+				require.True(t, victim.driver.Own())
+				defer victim.driver.Disown()
 				require.Contains(t, victim.links, victim.peers[0].link.conn)
 				var lines []string
 				for _, e := range m.logs[0].All() {

@@ -52,9 +52,9 @@ func TestDialledTwice(t *testing.T) {
 		f.late.Store(late)
 		before := f.dials.Load()
 		for range late + 1 { // all but the last are late
-			require.True(t, w.own())
+			require.True(t, w.driver.Own())
 			w.dialAnew("the test ends it")
-			w.disown()
+			w.driver.Disown()
 			require.Eventually(t, func() bool { return f.dials.Load() > before }, 10*time.Second, time.Millisecond)
 			before = f.dials.Load()
 		}
@@ -75,10 +75,10 @@ func TestBeforeTheServerAnswers(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT=tcp")
 	w, s := m.workers[0], m.servers[0]
 	require.NoError(t, echo(t, w, m.servers, 5, closed()))
-	require.True(t, s.own()) // it does nothing until disown
-	require.True(t, w.own())
+	require.True(t, s.driver.Own()) // it does nothing until disown
+	require.True(t, w.driver.Own())
 	w.dialAnew("the test ends it")
-	w.disown()
+	w.driver.Disown()
 	require.Eventually(t, func() bool { return peerLinks(w) == 1 }, 10*time.Second, time.Millisecond)
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, []exchange.Tensor{tensor(t, 0, 9)})
 	ch, err := w.OpenChannel("a")
@@ -86,7 +86,7 @@ func TestBeforeTheServerAnswers(t *testing.T) {
 	require.NoError(t, w.TellChannel(ch, 0, "of the worker"))
 	require.Equal(t, ErrAgain, w.Wait(id, 50*time.Millisecond, true))
 	require.False(t, linkUsed(w))
-	s.disown()
+	s.driver.Disown()
 	require.Eventually(t, func() bool { return linkUsed(w) }, 10*time.Second, time.Millisecond)
 	require.NoError(t, serve(t, s, 1))
 	require.NoError(t, wait(w, id))
@@ -109,19 +109,19 @@ func (n *Node) dialAnew(why string) {
 
 // linkUsed reports whether the server has answered on the link that a worker uses.
 func linkUsed(w *Node) bool {
-	if !w.own() {
+	if !w.driver.Own() {
 		return false
 	}
-	defer w.disown()
+	defer w.driver.Disown()
 	return w.peers[0].Heard()
 }
 
 // peerLinks counts the connections of a node to peers.
 func peerLinks(n *Node) (count int) {
-	if !n.own() {
+	if !n.driver.Own() {
 		return 0
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	for _, l := range n.links {
 		if l.kind == linkPeer || l.kind == linkWaiting {
 			count++

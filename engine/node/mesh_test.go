@@ -116,6 +116,9 @@ func descriptors(tb testing.TB) int {
 	return count
 }
 
+// callerSleeps reports whether a caller sleeps on the descriptors.
+func (n *Node) callerSleeps() bool { return n.driver.State().Sleeping && !n.driver.State().Resting }
+
 // newMesh brings a cluster up.
 func newMesh(tb testing.TB, f Fabrics, s shape, extra ...string) *mesh {
 	return newMixedMesh(tb, f, s, func(string) []string { return extra })

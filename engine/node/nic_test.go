@@ -70,13 +70,14 @@ func TestCreditBringsNoEvent(t *testing.T) {
 	m := newMesh(t, orderly(under(faults.Options{Starve: 0.5}, over(inproc.New())), &calls), shape{1, 1, 1})
 	require.NoError(t, echo(t, m.workers[0], m.servers, 500, closed()))
 	n, empty, seen := m.workers[0], false, ""
-	require.True(t, n.under(func() {
+	require.True(t, n.driver.Under(func() {
 		side := n.side
 		defer func() { n.side = side }()
 		n.side = &orderlySide{side, &calls}
 		for i := 0; i < 10 && !empty; i++ {
 			calls = ""
-			empty = n.pass(trace.Now()) == 0
+			found, _ := work{n}.Pass(trace.Now(), false)
+			empty = found == 0
 		}
 		seen = calls
 	}))

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -23,7 +22,7 @@ import (
 	"fserver/engine/exchange"
 	"fserver/engine/gpu"
 	"fserver/engine/mem"
-	"fserver/engine/topo"
+	"fserver/engine/progress"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
@@ -39,13 +38,10 @@ const Version = "0.1.0"
 // Node is one worker, server or scheduler. All methods are safe from any
 // goroutine.
 type Node struct {
-	progress
+	driver   *progress.Driver
 	cfg      *conf.Config
 	log      *zap.Logger
 	gate     *gate
-	spin     time.Duration
-	yields   time.Duration // how long it polls before polls are followed by yields
-	threaded bool          // the poller drives when no caller does
 	counters trace.Counters
 	channels *channel.Channels
 	proxies  proxies
@@ -69,17 +65,12 @@ type Node struct {
 	phase   atomic.Int32
 	failure atomic.Pointer[error] // why the node is of no use any more
 
-	stopped   atomic.Bool
 	closeOnce sync.Once
 	closeErr  error
 	unwatch   func() // of the GPU's Later; nil: none
 	freeOnce  sync.Once
 
-	_       cpu.CacheLinePad
-	timer   atomic.Int64 // when pass must look at the clock
-	woken   atomic.Bool  // somebody has slept: the next pass looks at everything
-	helpers atomic.Int32 // goroutines of help, and callers who may register memory
-
+	_ cpu.CacheLinePad
 	// What follows belongs to who holds the token.
 	events    [64]transport.Event
 	passes    int                // since the last look at every Fabric
@@ -188,11 +179,12 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 		return nil, err
 	}
 	n = newNode(cfg, log, gpu)
-	if err = n.progress.open(); err != nil {
+	if n.driver, err = progress.Open(work{n}, n.waits()); err != nil {
 		n.die()
 		n.freeWords()
 		return nil, err
 	}
+	n.proxies.driver = n.driver
 	if err = n.takeRole(b); err == nil {
 		err = n.openPlanes(fabrics)
 	}
@@ -205,9 +197,8 @@ func open(cfg *conf.Config, log *zap.Logger, b *exchange.Buffers, fabrics Fabric
 }
 
 func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
-	free := topo.FreeCores().Free
 	n := &Node{
-		cfg: cfg, log: log, gpu: gpu, spin: spins(cfg), yields: yieldsAfter(cfg, gpu, free), threaded: threaded(cfg, free),
+		cfg: cfg, log: log, gpu: gpu,
 		links: map[transport.Conn]*link{}, ended: map[transport.Conn]error{}, controls: map[int64]*link{}, barriers: map[uint64]*barrier{},
 		deadline: time.Now().Add(cfg.InitTimeout), oldest: cluster.Never,
 		gate: newGate(cfg),
@@ -223,7 +214,7 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 
 // takeRole makes what a worker, a server or a scheduler has.
 func (n *Node) takeRole(b *exchange.Buffers) (err error) {
-	host := exchange.Host{Broken: n.broken, Aside: n.aside, Takes: n.takes, Patient: n.patient()}
+	host := exchange.Host{Broken: n.broken, Aside: n.driver.Aside, Takes: n.takes, Patient: n.patient()}
 	if n.gpu != nil {
 		host.Point, host.Word, host.Passed = n.gpu.point, n.gpu.word, n.gpu.passed
 	}
@@ -299,15 +290,11 @@ func (n *Node) openPlanes(fabrics Fabrics) error {
 // start lets the node run.
 func (n *Node) start() {
 	n.sayAt = trace.Now() + sayEvery
-	n.timer.Store(n.nextTimer())
+	n.reschedule()
 	if n.gpu != nil {
 		n.unwatch = n.gpu.Later.OnPanic(func(err error) { _ = n.Panicked(err) })
 	}
-	drive := n.background
-	if n.threaded {
-		drive = n.poller
-	}
-	n.help(drive)
+	n.driver.Start()
 	if n.member != nil {
 		n.dialling(func() { n.join(n.ctx) })
 	}
@@ -319,7 +306,7 @@ func (n *Node) abandon() {
 	for _, p := range n.planes {
 		_ = p.Close()
 	}
-	n.progress.close()
+	n.driver.Close()
 	n.freeWords()
 }
 
@@ -390,7 +377,7 @@ func (n *Node) Describe() ([]byte, error) {
 		fabrics = append(fabrics, p.Name())
 	}
 	links := []linkDescription{}
-	n.under(func() {
+	n.driver.Under(func() {
 		for _, p := range n.peers {
 			if l := p.link; l != nil {
 				m := p.Member()
@@ -410,66 +397,6 @@ func (n *Node) Describe() ([]byte, error) {
 		"address": location(n.base().Addr()), "fabrics": fabrics, "links": links,
 		"push_pulls": c.PushPulls.Load(), "requests": c.Requests.Load(), "responses": c.Responses.Load(),
 		"bytes_out": c.BytesOut.Load(), "bytes_in": c.BytesIn.Load(),
-		"loans": c.Loans.Load(), "sleeps": c.Sleeps.Load(),
+		"loans": c.Loans.Load(), "sleeps": n.driver.Sleeps(),
 	})
-}
-
-// own takes the token, waiting for the pass that is under way. False means
-// that the node is closed, and failed says why. Whoever has it defers disown or
-// giveBack.
-func (n *Node) own() bool {
-	if n.token.CompareAndSwap(false, true) {
-		return true
-	}
-	n.wanted.Add(1)
-	defer n.wanted.Add(-1)
-	for looks := 1; !n.token.CompareAndSwap(false, true); looks++ {
-		if n.stopped.Load() {
-			return false
-		}
-		if looks%1000 == 0 { // 1 to 2 ns each: whoever holds it does not run
-			runtime.Gosched()
-			yield()
-		}
-	}
-	return true
-}
-
-// disown gives the token back and makes the pass that others may have missed. It is to
-// be deferred.
-func (n *Node) disown() {
-	if p := recover(); p != nil {
-		panic(n.crashed(p))
-	}
-	n.timer.Store(n.nextTimer())
-	n.token.Store(false)
-	n.wakeAll()
-	n.submit()
-}
-
-// pass makes one round over everything, and returns how much it found.
-func (n *Node) pass(now int64) int {
-	n.side.Drain()
-	n.unstick()
-	ailing := n.ailing
-	n.ailing = nil
-	found := n.poll()
-	carried := n.attend(now)
-	if found == 0 || carried > 0 { // else there is another pass; a Poll that ends back-pressure may find nothing
-		n.side.Drain()
-		n.unstick()
-	}
-	found += carried
-	if ailing != nil {
-		n.endAiling(ailing)
-	}
-	due := now >= n.timer.Load()
-	if due {
-		n.tick()
-		n.timer.Store(n.nextTimer())
-	}
-	if (found > 0 || due || n.tickets().News()) && n.others() { // they may wait for what has just ended
-		n.wakeAll()
-	}
-	return found
 }

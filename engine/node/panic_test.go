@@ -175,10 +175,10 @@ func endsIn(t *testing.T, n *Node, err error, below string) {
 // others lose no more than that node.
 func TestPanicInGoroutine(t *testing.T) {
 	for _, c := range []struct{ mode, call, below string }{
-		{"caller", "Poll", "(*Node).background"},
-		{"caller", "Arm", "(*Node).background"},
-		{"thread", "Poll", "(*Node).poller"},
-		{"thread", "Arm", "(*Node).poller"},
+		{"caller", "Poll", "(*Driver).background"},
+		{"caller", "Arm", "(*Driver).background"},
+		{"thread", "Poll", "(*Driver).poller"},
+		{"thread", "Arm", "(*Driver).poller"},
 	} {
 		t.Run(c.below+" "+c.call, func(t *testing.T) {
 			var f *mined
@@ -186,9 +186,8 @@ func TestPanicInGoroutine(t *testing.T) {
 			w, s := m.workers[0], m.servers[0]
 			id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, []exchange.Tensor{tensor(t, 0, 9)})
 			f.mine.Store(&mine{c.call, c.below})
-			w.nudge.ring()
-			w.kick.ring()
-			require.Eventually(t, w.stopped.Load, 10*time.Second, time.Millisecond)
+			w.driver.Stir()
+			require.Eventually(t, w.driver.Stopped, 10*time.Second, time.Millisecond)
 			endsIn(t, w, wait(w, id), c.below)
 			lostWithin(t, func() error {
 				for {
@@ -310,7 +309,7 @@ func TestPanicInCall(t *testing.T) {
 			call := c.start(m)
 			blocked := make(chan error, 1)
 			go func() { blocked <- again(w, func() error { return w.Wait(id, time.Minute, true) }) }()
-			require.Eventually(t, func() bool { return w.sleeping.Load() && !w.resting.Load() }, 10*time.Second, time.Millisecond)
+			require.Eventually(t, w.callerSleeps, 10*time.Second, time.Millisecond)
 			f.mine.Store(&mine{c.call, c.below})
 			err := again(w, call)
 			endsIn(t, w, err, c.below)
@@ -405,7 +404,7 @@ func TestPanicBesideGPU(t *testing.T) {
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, nil)
 	gpu.LaterOf(w.cfg.GPU).Do(gpu.Rest, 0, func() { panic(bang) })
 	for _, n := range []*Node{w, s} {
-		require.Eventually(t, n.stopped.Load, 10*time.Second, time.Millisecond)
+		require.Eventually(t, n.driver.Stopped, 10*time.Second, time.Millisecond)
 	}
 	endsIn(t, w, again(w, func() error { return w.Wait(id, time.Second, true) }), "TestPanicBesideGPU")
 	endsIn(t, s, again(s, func() error { return s.GetBatch(&batch{}, 0, time.Second, true) }), "TestPanicBesideGPU")
@@ -420,6 +419,6 @@ func TestPanicInFabric(t *testing.T) {
 	w := m.workers[0]
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, nil)
 	f.broken.Store(&transport.PanicError{Value: bang, Stack: "\tat somewhere\n"})
-	w.kick.ring()
+	w.driver.Stir()
 	endsIn(t, w, again(w, func() error { return w.Wait(id, time.Second, true) }), "somewhere")
 }

@@ -35,7 +35,7 @@ func (n *Node) enter(fabrics []transport.Fabric) (err error) {
 	for _, f := range fabrics {
 		n.planes = append(n.planes, &plane{Fabric: f})
 		if err == nil {
-			err = n.watch(f.FD())
+			err = n.driver.Add(f.FD())
 		}
 	}
 	return err
@@ -55,12 +55,10 @@ func (n *Node) addrs() []string {
 	return all
 }
 
-// poll polls the Fabrics and hands on what they found.
-func (n *Node) poll() (found int) {
-	all := n.phase.Load() != running || n.woken.Load()
-	if n.passes++; n.passes >= restPasses || all {
+// poll polls the Fabrics and hands on what they found. all: also those without peers.
+func (n *Node) poll(all bool) (found int) {
+	if n.passes++; n.passes >= restPasses || all || n.phase.Load() != running {
 		n.passes, all = 0, true
-		n.woken.Store(false)
 	}
 	for _, p := range n.planes {
 		if p.lost.Load() || p.peers == 0 && !all {
@@ -78,7 +76,7 @@ func (n *Node) poll() (found int) {
 				panic(e) // of a goroutine of the Fabric: it ends the node like one of ours
 			}
 			p.lost.Store(true)
-			n.unwatched(p.FD())
+			n.driver.Remove(p.FD())
 			n.fail(fmt.Errorf("node: %s: %w", p.Name(), err))
 		}
 		found += k

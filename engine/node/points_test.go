@@ -118,8 +118,8 @@ func TestSomebodyDrives(t *testing.T) {
 			x, y := tensor(t, 1, 64), tensor(t, 2, 64)
 			for round := range 3 {
 				id := pushBehind(t, worker, stream, x, y)
-				sleeps := worker.counters.Sleeps.Load()
-				looks := func() bool { return worker.counters.Sleeps.Load() > sleeps+20 }
+				sleeps := worker.driver.Sleeps()
+				looks := func() bool { return worker.driver.Sleeps() > sleeps+20 }
 				if round > 0 { // the first has a question for the server
 					require.Eventually(t, looks, 5*time.Second, time.Millisecond)
 				}

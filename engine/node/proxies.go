@@ -2,31 +2,20 @@ package node
 
 import (
 	"slices"
-	"sync/atomic"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"fserver/engine/channel"
 	"fserver/engine/exchange"
+	"fserver/engine/progress"
 	"fserver/engine/trace"
 )
 
-// proxies are those of the stream channels whose messages the engine carries. A stream writes a word
-// and tells nobody, so as long as there is one somebody looks at the words: who drives, in each pass,
-// and who sleeps, ever more seldom.
+// proxies are those of the stream channels whose messages the engine carries. The Driver has somebody look at
+// their words, as those that have not ended are Streams of it. For the owner.
 type proxies struct {
-	running atomic.Int32     // those that have not ended
-	stirred atomic.Int64     // when one of them has done something; nanoseconds
-	all     []*channel.Proxy // of the owner; those that have ended stay until nobody touches their memory
+	driver *progress.Driver
+	all    []*channel.Proxy // those that have ended stay until nobody touches their memory
 }
-
-// How long after a proxy has done something somebody looks all the time, and how long he sleeps
-// between looks at most after that: a sixteenth of the time since.
-const (
-	lookAllTheTime = 100 * time.Microsecond
-	lookAtLast     = time.Millisecond
-)
 
 // Carried is what a proxy is made of.
 type Carried struct {
@@ -45,8 +34,8 @@ func (n *Node) CarryChannel(h uint64, c Carried) error {
 	if err != nil {
 		return err
 	}
-	n.helpers.Add(1) // Close waits for this
-	defer n.helpers.Add(-1)
+	n.driver.Enter() // Close waits for this
+	defer n.driver.Leave()
 	kind := channel.Asks
 	var by channel.Carrier
 	if n.worker != nil {
@@ -61,17 +50,17 @@ func (n *Node) CarryChannel(h uint64, c Carried) error {
 		return err
 	}
 	p := channel.NewProxy(ch, kind, channel.ProxyWordsAt(c.Words), by, c.Patience)
-	if !n.own() {
+	if !n.driver.Own() {
 		return n.failed()
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	if ch.Ended() {
 		return errClosed
 	}
 	n.proxies.all = append(n.proxies.all, p)
-	n.proxies.running.Add(1)
-	n.proxies.stirred.Store(trace.Now())
-	n.stir()
+	n.driver.Streams(1)
+	n.driver.Stirred(trace.Now())
+	n.driver.Stir()
 	return nil
 }
 
@@ -85,7 +74,7 @@ func (n *Node) attend(now int64) (found int) {
 	for _, p := range ps.all {
 		if !p.Ended() {
 			if found += p.Step(now); p.Ended() {
-				ps.running.Add(-1)
+				ps.driver.Streams(-1)
 			}
 		}
 		ended = ended || p.Ended()
@@ -94,7 +83,7 @@ func (n *Node) attend(now int64) (found int) {
 		ps.sweep()
 	}
 	if found > 0 {
-		ps.stirred.Store(now)
+		ps.driver.Stirred(now)
 	}
 	return found
 }
@@ -109,7 +98,7 @@ func (ps *proxies) end(ch *channel.Channel) {
 	for _, p := range ps.all {
 		if (ch == nil || p.Of(ch)) && !p.Ended() {
 			p.End()
-			ps.running.Add(-1)
+			ps.driver.Streams(-1)
 		}
 	}
 }
@@ -121,25 +110,4 @@ func (ps *proxies) forget() {
 		p.Over(true)
 	}
 	ps.all = nil
-}
-
-// lull is how long a sleeper may sleep before he looks at the words; 0: not at all. Without proxies it
-// is longSleep.
-func (ps *proxies) lull() time.Duration {
-	if ps.running.Load() == 0 {
-		return longSleep
-	}
-	idle := time.Duration(trace.Now() - ps.stirred.Load())
-	if idle < lookAllTheTime {
-		return 0
-	}
-	return min(idle/16, lookAtLast)
-}
-
-// doze waits on the descriptors for less than a millisecond.
-func (n *Node) doze(d time.Duration) error {
-	fds := [...]unix.PollFd{{Fd: int32(n.epoll), Events: unix.POLLIN}}
-	t := unix.NsecToTimespec(int64(max(0, d)))
-	_, err := unix.Ppoll(fds[:], &t, nil)
-	return err
 }

@@ -13,7 +13,6 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
-	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/transport/inproc"
 	"fserver/engine/wire"
@@ -403,20 +402,12 @@ func TestProxyIsAttended(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_PROGRESS=caller")
 	w, s := carriedPair(t, m, "a", 10, longest)
 	n := w.n
-	require.True(t, n.watched())
-	n.proxies.stirred.Store(trace.Now() - int64(time.Hour))
-	require.Equal(t, time.Millisecond, n.proxies.lull())
-	n.proxies.stirred.Store(trace.Now() - int64(8*time.Millisecond))
-	require.Greater(t, n.proxies.lull(), 400*time.Microsecond)
-	n.proxies.stirred.Store(trace.Now() + int64(time.Hour))
-	require.Zero(t, n.proxies.lull())
-	n.proxies.stirred.Store(trace.Now())
+	require.Equal(t, 1, n.driver.State().Streams)
 	time.Sleep(20 * time.Millisecond) // everybody sleeps
 	w.ring(1)
 	s.done(1)
 	w.close()
-	require.False(t, n.watched())
-	require.Equal(t, longSleep, n.proxies.lull())
+	require.Zero(t, n.driver.State().Streams)
 	s.close()
 	m.stop()
 }

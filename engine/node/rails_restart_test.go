@@ -353,7 +353,7 @@ func (r *restarts) progress(count uint64) {
 // links are the members between the worker and each server; none if they are not connected by them.
 func (r *restarts) links() (all [2][]transport.Member) {
 	w := r.alive[0]
-	w.under(func() {
+	w.driver.Under(func() {
 		for i, p := range w.peers {
 			if p.State() == peers.Ready && p.link.plane == w.planes[0] {
 				all[i] = p.link.conn.Peer().Members

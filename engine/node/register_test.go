@@ -323,7 +323,7 @@ func TestCloseWhileRegistering(t *testing.T) {
 			if role == "worker" {
 				require.ErrorIs(t, wait(w, under), ErrClosed)
 			}
-			require.Eventually(t, n.stopped.Load, 10*time.Second, time.Millisecond)
+			require.Eventually(t, n.driver.Stopped, 10*time.Second, time.Millisecond)
 			require.Empty(t, closed)
 			close(h.let)
 			require.NoError(t, <-closed)

@@ -86,7 +86,7 @@ func (n *Node) step(p *peer, in peers.Input) {
 	for _, o := range p.Step(trace.Now(), in) {
 		n.act(p, o)
 	}
-	n.timer.Store(n.nextTimer())
+	n.reschedule()
 }
 
 func (n *Node) stepAll(kind peers.Kind) {
@@ -222,10 +222,10 @@ func (n *Node) reach(p *peer, wait time.Duration) {
 // unreached takes the failure of connect, unless the server has been lost or replaced
 // meanwhile, or is dialled anew.
 func (n *Node) unreached(ctx context.Context, p *peer, m *wire.Member, err error) {
-	if errors.Is(ctx.Err(), context.Canceled) || !n.own() {
+	if errors.Is(ctx.Err(), context.Canceled) || !n.driver.Own() {
 		return
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	if n.wants(p, m) {
 		n.step(p, peers.Input{Kind: peers.Failed, Err: err})
 	}
@@ -288,7 +288,7 @@ func (n *Node) admitAll() {
 			n.linked(p, l)
 		}
 	}
-	n.timer.Store(n.nextTimer())
+	n.reschedule()
 }
 
 // told takes the first frame of the other side, its Up, and what that says of why no better

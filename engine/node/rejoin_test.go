@@ -293,10 +293,10 @@ func TestUpComesFirst(t *testing.T) {
 
 // lostPeers counts the peers of a node that it has no connection to.
 func lostPeers(n *Node) (lost int) {
-	if !n.own() {
+	if !n.driver.Own() {
 		return 0
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	for _, p := range n.peers {
 		if p.link == nil {
 			lost++
@@ -399,10 +399,10 @@ func TestSchedulerRestarts(t *testing.T) {
 
 // orphan says whether a node has no connection to a scheduler.
 func orphan(n *Node) bool {
-	if !n.own() {
+	if !n.driver.Own() {
 		return true
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	for _, l := range n.links {
 		if l.kind == linkScheduler {
 			return false
@@ -466,8 +466,8 @@ func TestOldEpoch(t *testing.T) {
 	net.Kill("worker-1")
 	lostWithin(t, func() error { _, err := getBatch(s); return err }, "worker", 1)
 	require.Eventually(t, func() bool {
-		require.True(t, s.own())
-		defer s.disown()
+		require.True(t, s.driver.Own())
+		defer s.driver.Disown()
 		return s.peers[1].Lost()
 	}, 10*time.Second, time.Millisecond)
 	refused("before")
@@ -485,8 +485,8 @@ func TestOldEpoch(t *testing.T) {
 	_, err = c.Post([]transport.Op{{Kind: transport.OpFrame, Frame: wire.Append(nil, wire.TypeUp, &wire.Text{})}})
 	require.NoError(t, err)
 	require.Eventually(t, func() bool {
-		require.True(t, s.own())
-		defer s.disown()
+		require.True(t, s.driver.Own())
+		defer s.driver.Disown()
 		return len(s.waiting) == 1 && s.waiting[0].kind == linkWaiting
 	}, 10*time.Second, time.Millisecond)
 	for _, n := range m.workers {
@@ -569,15 +569,15 @@ func TestTickWakes(t *testing.T) {
 	id := pushPull(t, w, []exchange.Tensor{tensor(t, 1, 9)}, nil)
 	net.Kill("worker-1")
 	require.Eventually(t, func() bool {
-		require.True(t, w.own())
-		defer w.disown()
+		require.True(t, w.driver.Own())
+		defer w.driver.Disown()
 		return w.member.Next() != cluster.Never
 	}, 10*time.Second, time.Millisecond, "it counts the time until a successor is too late")
 	other, ended := make(chan error, 1), make(chan error, 1)
 	go func() { other <- retried(func() error { return w.Wait(id, time.Minute, true) }) }()
-	require.Eventually(t, func() bool { return w.sleeping.Load() && !w.resting.Load() }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, w.callerSleeps, 10*time.Second, time.Millisecond)
 	go func() { ended <- retried(func() error { return w.WaitBarrier(seq, time.Minute) }) }()
-	require.Eventually(t, func() bool { return w.count.Load() == 1 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return w.driver.State().Parked == 1 }, 10*time.Second, time.Millisecond)
 	lostWithin(t, func() error { return <-ended }, "worker", 1)
 	require.Empty(t, other)
 	require.NoError(t, w.Close())

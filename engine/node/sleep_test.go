@@ -20,6 +20,7 @@ import (
 	"fserver/engine/conf"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
+	"fserver/engine/progress"
 	"fserver/engine/topo"
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
@@ -45,13 +46,13 @@ func sleepersHear(t *testing.T, way ...string) {
 			}
 			close(ended)
 		}()
-		require.Eventually(t, func() bool { return w.sleeping.Load() || w.count.Load() > 0 }, 10*time.Second, 100*time.Microsecond)
+		require.Eventually(t, func() bool { return w.driver.State().Sleeping || w.driver.State().Parked > 0 }, 10*time.Second, 100*time.Microsecond)
 		require.ErrorIs(t, w.Wait(first, 100*time.Microsecond, true), ErrAgain)
 		respond(t, s, b.reqs[0].handler)
 		answered := time.Now()
 		at, ok := <-ended
 		require.True(t, ok)
-		require.Less(t, at.Sub(answered), longSleep/2)
+		require.Less(t, at.Sub(answered), progress.LongSleep/2)
 	}
 	m.stop()
 }
@@ -176,7 +177,7 @@ func TestProgressOnOneCore(t *testing.T) {
 		}()
 		<-done
 		require.NoError(t, err)
-		require.Equal(t, len(cores) > 1 && every.Free >= coresPerNode, n.threaded)
+		require.Equal(t, len(cores) > 1 && every.Free >= coresPerNode, n.driver.Settings().Thread)
 		require.NoError(t, n.Free())
 	}
 }
@@ -228,7 +229,7 @@ func TestPollerIsBound(t *testing.T) {
 			fmt.Sprint("STEPMESH_CPU_START_OFFSET=", first), fmt.Sprint("STEPMESH_CPU_CORES_PER_GPU=", apart),
 			fmt.Sprint("STEPMESH_CPU_CORES_PER_SOCKET=", 2*apart)))
 		if c.mode == "thread" {
-			require.Eventually(t, n.resting.Load, 10*time.Second, time.Millisecond) // it has been bound
+			require.Eventually(t, func() bool { return n.driver.State().Resting }, 10*time.Second, time.Millisecond) // it has been bound
 		}
 		for i, want := range []int{c.first, c.second} {
 			require.Len(t, boundTo(t, cores[i]), len(before[i])+want, "core %d, GPU %d, %s, %s", cores[i], c.gpu, c.mode, c.bind)
@@ -268,18 +269,18 @@ func pressed(t *testing.T, f Fabrics, way ...string) {
 	}
 	// Nobody waits at n, and its background goroutine sleeps on the descriptors.
 	asleep := func(n *Node) {
-		require.Eventually(t, func() bool { return n.callers.Load() == 0 && n.sleeping.Load() && n.resting.Load() }, 10*time.Second, 100*time.Microsecond)
+		require.Eventually(t, func() bool { return n.driver.State() == progress.State{Sleeping: true, Resting: true} }, 10*time.Second, 100*time.Microsecond)
 		time.Sleep(5 * time.Millisecond) // it is about to, until then
 	}
 	// Another thread waits at n, and sleeps on the descriptors.
 	waits := func(n *Node, met func() error) (end func()) {
 		done := make(chan error, 1)
 		go func() { done <- met() }()
-		require.Eventually(t, func() bool { return n.callers.Load() == 1 && n.sleeping.Load() && !n.resting.Load() }, 10*time.Second, 100*time.Microsecond)
+		require.Eventually(t, func() bool { return n.driver.State() == progress.State{Callers: 1, Sleeping: true} }, 10*time.Second, 100*time.Microsecond)
 		time.Sleep(5 * time.Millisecond)
 		return func() { require.NoError(t, <-done) }
 	}
-	// Without a wake-up each of them takes almost longSleep. A loaded machine may be slow too, so of some
+	// Without a wake-up each of them takes almost progress.LongSleep. A loaded machine may be slow too, so of some
 	// rounds of each kind one has to be quick.
 	var pushed, answered [2]bool // while nobody waits at the worker, and while another thread does
 	for round := range 9 {
@@ -300,7 +301,7 @@ func pressed(t *testing.T, f Fabrics, way ...string) {
 		next, err := getBatch(s)
 		require.NoError(t, err)
 		kind := round % 2 // the first round asks for buffers
-		pushed[kind] = pushed[kind] || round > 0 && time.Since(since) < longSleep/2
+		pushed[kind] = pushed[kind] || round > 0 && time.Since(since) < progress.LongSleep/2
 		if another {
 			respond(t, s, b.reqs[0].handler, list[0])
 			ended()
@@ -315,7 +316,7 @@ func pressed(t *testing.T, f Fabrics, way ...string) {
 		require.NoError(t, s.Respond(next.reqs[0].handler, answer))
 		s.Flush()
 		require.NoError(t, wait(w, id))
-		answered[kind] = answered[kind] || time.Since(since) < longSleep/2
+		answered[kind] = answered[kind] || time.Since(since) < progress.LongSleep/2
 		if both := [2]bool{true, true}; pushed == both && answered == both {
 			break
 		}
@@ -329,7 +330,7 @@ func pressed(t *testing.T, f Fabrics, way ...string) {
 // FSERVER_SPIN_US after each heartbeat made a push_pull take three to six times as long.
 func TestSchedulerDoesNotPoll(t *testing.T) {
 	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_SPIN_US=1000000")
-	require.Zero(t, m.scheduler.spin)
-	require.Equal(t, time.Second, m.workers[0].spin)
+	require.Zero(t, m.scheduler.driver.Settings().Spin)
+	require.Equal(t, time.Second, m.workers[0].driver.Settings().Spin)
 	m.stop()
 }

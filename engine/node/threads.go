@@ -2,13 +2,13 @@ package node
 
 import (
 	"runtime"
-	"sync"
 	"time"
 
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"fserver/engine/conf"
+	"fserver/engine/progress"
 	"fserver/engine/topo"
 )
 
@@ -29,6 +29,14 @@ func threaded(cfg *conf.Config, free int) bool {
 	return free >= coresPerNode*cfg.GroupSize
 }
 
+// waits is how the node waits.
+func (n *Node) waits() progress.Settings {
+	free := topo.FreeCores().Free
+	return progress.Settings{
+		Spin: spins(n.cfg), Yield: yieldsAfter(n.cfg, n.gpu, free), Thread: threaded(n.cfg, free), Bind: n.bind,
+	}
+}
+
 // spins is how long a waiting call polls before it sleeps. A scheduler carries no tensors: it does not
 // poll, because workers and servers of its host may need the core.
 func spins(cfg *conf.Config) time.Duration {
@@ -45,23 +53,13 @@ const (
 	gpuYieldAfter = 200 * time.Microsecond
 )
 
-// yieldsAfter is how long a node polls before it gives its core to others between
+// yieldsAfter is how long a node with a GPU polls at least before it gives its core to others between
 // polls.
 func yieldsAfter(cfg *conf.Config, g *card, free int) time.Duration {
 	if g == nil || free < coresToSpin*cfg.GroupSize {
-		return yieldAfter
+		return 0
 	}
-	return max(yieldAfter, min(gpuYieldAfter, cfg.Spin))
-}
-
-// A poller holds a P for as long as there is traffic. So many more there are,
-// that callers never wait for one to enter Go.
-var moreProcs sync.Mutex
-
-func addProcs(n int) {
-	moreProcs.Lock()
-	defer moreProcs.Unlock()
-	runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + n)
+	return min(gpuYieldAfter, cfg.Spin)
 }
 
 // bind binds the calling goroutine to the core that the settings name for it, and

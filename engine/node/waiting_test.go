@@ -54,8 +54,8 @@ func (s *stranger) ended() bool {
 // kept is how many connections of a rank a server keeps that the scheduler has not named, and how
 // many of these have said Up.
 func kept(t *testing.T, n *Node, rank int32) (links, up int) {
-	require.True(t, n.own())
-	defer n.disown()
+	require.True(t, n.driver.Own())
+	defer n.driver.Disown()
 	for _, l := range n.waiting {
 		if l.hello.Rank == rank {
 			links++

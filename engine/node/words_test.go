@@ -289,10 +289,10 @@ func (m *mesh) close(t *testing.T, nodes ...*Node) {
 
 // allLeft says whether all workers of a server have said that they leave.
 func (n *Node) allLeft() bool {
-	if !n.own() {
+	if !n.driver.Own() {
 		return true
 	}
-	defer n.disown()
+	defer n.driver.Disown()
 	for _, p := range n.peers {
 		if p.State() != peers.Left {
 			return false
@@ -358,8 +358,8 @@ func TestDoneIsOfTheRun(t *testing.T) {
 	require.ErrorContains(t, m.workers[1].Stop(20*time.Second), "FSERVER_STOP_TIMEOUT")
 	require.NoError(t, m.servers[0].Close())
 	require.Eventually(t, func() bool { // the scheduler says so
-		require.True(t, m.workers[0].own())
-		defer m.workers[0].disown()
+		require.True(t, m.workers[0].driver.Own())
+		defer m.workers[0].driver.Disown()
 		return m.workers[0].peers[0].Lost()
 	}, 10*time.Second, time.Millisecond)
 	require.NoError(t, m.workers[0].Close())

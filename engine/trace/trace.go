@@ -31,7 +31,6 @@ type Counters struct {
 	PushPulls, Requests, Responses atomic.Uint64
 	BytesOut, BytesIn              atomic.Uint64 // tensors, not frames; none of a loan
 	Loans                          atomic.Uint64 // tensors that were lent, and not sent
-	Sleeps                         atomic.Uint64 // times that a waiting thread went to sleep
 }
 
 var (

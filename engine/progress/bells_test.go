@@ -1,4 +1,4 @@
-package node
+package progress
 
 import (
 	"testing"

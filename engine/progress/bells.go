@@ -1,4 +1,4 @@
-package node
+package progress
 
 import (
 	"sync/atomic"
@@ -18,8 +18,8 @@ func (b *bell) open() (err error) {
 	return err
 }
 
-// ring is for those who know that the node is open: who count among callers, or
-// hold the token.
+// ring is for those who know that fd is open: they count among callers, or hold
+// the token.
 func (b *bell) ring() {
 	if !b.rung.Swap(true) {
 		one := [8]byte{1}
@@ -79,17 +79,17 @@ func (t *timer) over() bool {
 	return n == len(buf) && t.pending.Swap(false)
 }
 
-// nap sleeps for d, by a system call: a channel and a timer would do, but for
+// nap sleeps for limit, by a system call: a channel and a timer would do, but for
 // each select Go takes records out of a list per core, and gives them back to the
 // list of the core it wakes on, so that memory grew by up to 12 KiB a core.
 // nudged says that somebody ended it earlier: the last caller that left, the time for callers to come, or
-// Close.
-func (n *Node) nap(d time.Duration) (nudged bool) {
-	fds := [...]unix.PollFd{{Fd: int32(n.nudge.fd), Events: unix.POLLIN}, {Fd: int32(n.soon.fd), Events: unix.POLLIN}}
-	_, _ = unix.Poll(fds[:], int(d/time.Millisecond))
-	if fds[1].Revents != 0 && n.soon.over() { // nobody has come: drive at once
-		n.driven.Store(0)
+// Shut.
+func (d *Driver) nap(limit time.Duration) (nudged bool) {
+	fds := [...]unix.PollFd{{Fd: int32(d.nudge.fd), Events: unix.POLLIN}, {Fd: int32(d.soon.fd), Events: unix.POLLIN}}
+	_, _ = unix.Poll(fds[:], int(limit/time.Millisecond))
+	if fds[1].Revents != 0 && d.soon.over() { // nobody has come: drive at once
+		d.driven.Store(0)
 		nudged = true
 	}
-	return n.nudge.hush() || nudged
+	return d.nudge.hush() || nudged
 }

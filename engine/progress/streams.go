@@ -1,0 +1,63 @@
+package progress
+
+import (
+	"math"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/trace"
+)
+
+// streams are what CUDA streams do that write a word and tell nobody. As long as some run, somebody looks at
+// the words: the owner in each pass, and whoever sleeps, ever more seldom.
+type streams struct {
+	running atomic.Int32
+	stirred atomic.Int64 // when one of them has done something; nanoseconds
+}
+
+// How long after a stream has done something somebody looks all the time, and how long a sleeper sleeps
+// between looks at most after that: a sixteenth of the time since.
+const (
+	lookAllTheTime = 100 * time.Microsecond
+	lookAtLast     = time.Millisecond
+)
+
+// Streams adds to the number of streams whose words Pass looks at.
+func (s *streams) Streams(more int32) { s.running.Add(more) }
+
+// Stirred says that such a stream has done something.
+func (s *streams) Stirred(now int64) { s.stirred.Store(now) }
+
+// lull is how long a sleeper may sleep before somebody looks at the words; 0: not at all.
+func (s *streams) lull() time.Duration {
+	if s.running.Load() == 0 {
+		return math.MaxInt64
+	}
+	idle := time.Duration(trace.Now() - s.stirred.Load())
+	if idle < lookAllTheTime {
+		return 0
+	}
+	return min(idle/16, lookAtLast)
+}
+
+// heldEvery is how often a sleeper looks whether a stream has come to what waits for it: a stream rings no bell.
+const heldEvery = 50 * time.Microsecond
+
+// lull is how long a sleeper may sleep before he looks at the words of streams.
+func (d *Driver) lull() time.Duration {
+	lull := min(d.longest, d.streams.lull())
+	if d.work.Held() {
+		lull = min(lull, heldEvery)
+	}
+	return lull
+}
+
+// doze waits on the descriptors for less than a millisecond.
+func (d *Driver) doze(limit time.Duration) error {
+	fds := [...]unix.PollFd{{Fd: int32(d.epoll), Events: unix.POLLIN}}
+	t := unix.NsecToTimespec(int64(max(0, limit)))
+	_, err := unix.Ppoll(fds[:], &t, nil)
+	return err
+}

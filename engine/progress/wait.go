@@ -1,0 +1,224 @@
+package progress
+
+import (
+	"runtime"
+	"slices"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/trace"
+)
+
+// Waiting callers and the background goroutine look at the clock and at each
+// other at these intervals.
+const (
+	yieldAfter = 20 * time.Microsecond // of polling; then every poll is followed by a yield; see Settings
+	restTick   = time.Millisecond      // without callers, until the background goroutine drives
+	// At most between its looks while callers drive. Where a goroutine has its turn for
+	// 10 ms, or is in a system call for that long, Go's monitor takes the P from it and
+	// then wakes every 20 µs for a while: 3,400 times a second, 9 % of the core if the
+	// callers have but one. So no nap is that long, and before each the turn is ended.
+	busyTick = 8 * time.Millisecond
+	// LongSleep is how long a sleeper sleeps at most, and a nap while a caller sleeps; see nudge.
+	LongSleep = time.Second
+)
+
+// Await drives or waits until met, which is asked without the token, or until limit has passed.
+// spin says whether to poll before sleeping. False means that the time is up.
+func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
+	if met() {
+		return true
+	}
+	d.callers.Add(1)
+	d.soon.stop()
+	now := trace.Now()
+	defer func() {
+		d.driven.Store(now)
+		d.rearm()
+		if !d.settings.Thread && d.work.Held() {
+			d.soon.set(callerComes)
+		}
+		if d.callers.Add(-1) > 0 {
+			d.relay()
+		} else if d.dozing.Load() || d.unattended() {
+			d.rouse()
+		}
+	}()
+	end := now + int64(max(0, min(limit, 1<<61)))
+	quiet := now // since when nothing was found
+	if !spin {
+		quiet = now - int64(d.settings.Spin)
+	}
+	for {
+		found, mine := d.Drive(now)
+		if met() {
+			return true
+		}
+		now = trace.Now()
+		if now >= end {
+			return false
+		}
+		if found > 0 {
+			quiet = now
+			continue
+		}
+		switch idle := now - quiet; {
+		case idle < int64(d.settings.Yield) && mine:
+		case idle < int64(d.settings.Spin):
+			yield()
+		default:
+			if d.rest(met, time.Duration(end-now)) {
+				return false // a signal: the caller wants to look at it
+			}
+			now = trace.Now()
+			quiet = now - int64(d.settings.Spin) + int64(yieldAfter)
+		}
+	}
+}
+
+// yield gives the core to whoever else wants it, another process above all.
+func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
+
+// rest sleeps until there may be something to do, at most limit. True means
+// that a signal came.
+func (d *Driver) rest(met func() bool, limit time.Duration) (interrupted bool) {
+	if d.streams.lull() == 0 {
+		yield()
+		return false
+	}
+	d.sleeps.Add(1)
+	if d.sleeping.CompareAndSwap(false, true) {
+		defer d.sleeping.Store(false)
+		// Between our pass and the line above, somebody else may have ended
+		// what we wait for without seeing us sleep.
+		if met() || d.work.Pending() {
+			return false
+		}
+		return d.sleep(limit)
+	}
+	d.rearm()
+	if d.resting.Load() { // the background goroutine has the descriptors: take them over
+		d.kick.ring()
+		runtime.Gosched()
+		yield()
+		return false
+	}
+	d.park(met, limit)
+	return false
+}
+
+// rearm arms the descriptors for a sleeper. A Fabric that is polled tells nobody, so a thread that has
+// polled while somebody slept calls rearm when it stops.
+func (d *Driver) rearm() {
+	if d.sleeping.Load() && d.work.Arm() {
+		d.ring(&d.kick)
+	}
+}
+
+// sleep waits on the descriptors, for at most limit or until the next timer.
+func (d *Driver) sleep(limit time.Duration) (interrupted bool) {
+	defer d.woken.Store(true)
+	if d.work.Arm() {
+		return false
+	}
+	var err error
+	lull := d.lull()
+	ms := min(limit, lull, time.Duration(d.timer.Load()-trace.Now()))
+	if lull < time.Millisecond {
+		err = d.doze(ms)
+	} else {
+		var ev [4]unix.EpollEvent
+		_, err = unix.EpollWait(d.epoll, ev[:], int(max(0, (ms+time.Millisecond-1)/time.Millisecond)))
+	}
+	d.kick.hush()
+	return err == unix.EINTR
+}
+
+// park waits until somebody calls wakeAll or relay.
+func (d *Driver) park(met func() bool, limit time.Duration) {
+	k := d.parking(limit)
+	defer d.unpark(k)
+	if met() || !d.sleeping.Load() {
+		return
+	}
+	select {
+	case <-k.wake:
+	case <-k.timer.C:
+	}
+}
+
+func (d *Driver) parking(limit time.Duration) *parking {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var k *parking
+	if i := len(d.spare) - 1; i >= 0 {
+		k, d.spare = d.spare[i], d.spare[:i]
+		k.timer.Reset(limit)
+	} else {
+		k = &parking{make(chan struct{}, 1), time.NewTimer(limit)}
+	}
+	d.parked = append(d.parked, k)
+	d.count.Add(1)
+	return k
+}
+
+func (d *Driver) unpark(k *parking) {
+	k.timer.Stop()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.parked = slices.DeleteFunc(d.parked, func(o *parking) bool { return o == k })
+	d.count.Add(-1)
+	select {
+	case <-k.wake:
+	default:
+	}
+	d.spare = append(d.spare, k)
+}
+
+// relay wakes one parked caller, to take over from one who leaves.
+func (d *Driver) relay() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.parked) > 0 {
+		d.parked[0].rouse()
+	}
+}
+
+// parking is where one caller waits without descriptors.
+type parking struct {
+	wake  chan struct{} // of size 1
+	timer *time.Timer
+}
+
+func (k *parking) rouse() {
+	select {
+	case k.wake <- struct{}{}:
+	default:
+	}
+}
+
+// others reports whether a caller sleeps or is parked, or a watch is armed. The caller who asks
+// does not sleep.
+func (d *Driver) others() bool {
+	return d.count.Load() > 0 || d.armed.Load() > 0 || d.sleeping.Load() && !d.resting.Load()
+}
+
+// wakeAll makes everybody who sleeps look again, and the event loops that have armed a watch.
+func (d *Driver) wakeAll() {
+	if d.sleeping.Load() {
+		d.kick.ring()
+	}
+	if d.armed.Load() > 0 {
+		d.alarm(false)
+	}
+	if d.count.Load() == 0 {
+		return
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, k := range d.parked {
+		k.rouse()
+	}
+}

@@ -1,0 +1,302 @@
+package progress
+
+import (
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"fserver/engine/trace"
+)
+
+// TestAwait drives until met, or until the limit. What is met already needs no pass.
+func TestAwait(t *testing.T) {
+	d, f := newFake(t, Settings{Spin: time.Hour})
+	require.True(t, d.Await(func() bool { return true }, 0, true))
+	require.Zero(t, f.passes.Load())
+	asked := 0
+	require.True(t, d.Await(func() bool { asked++; return asked == 10 }, time.Hour, true))
+	require.EqualValues(t, 9, f.passes.Load())
+	require.False(t, d.Await(never, 0, true))
+	require.EqualValues(t, 10, f.passes.Load())
+	require.False(t, d.Await(never, time.Millisecond, true))
+	require.Zero(t, d.Sleeps())
+	require.Zero(t, d.callers.Load())
+}
+
+// TestSleep: a caller without spin sleeps at once, is woken by the descriptors, and then has everything looked at.
+func TestSleep(t *testing.T) {
+	d, f := newFake(t, Settings{Spin: time.Hour})
+	a := f.await(false)
+	f.reaches(State{Callers: 1, Sleeping: true})
+	f.asleep()
+	require.Zero(t, f.all.Load())
+	f.arrives(func() { a.met.Store(true) })
+	require.True(t, <-a.done)
+	require.Equal(t, []int64{1, 1}, []int64{int64(d.Sleeps()), f.all.Load()})
+	d.Drive(0)
+	require.EqualValues(t, 1, f.all.Load())
+}
+
+// TestSleepEnds: a sleeper sleeps no longer than its limit, or until Due.
+func TestSleepEnds(t *testing.T) {
+	d, f := newFake(t, Settings{})
+	require.False(t, d.Await(never, time.Millisecond, false))
+	require.NotZero(t, d.Sleeps())
+	d.Schedule(0)
+	passes := f.passes.Load()
+	require.True(t, d.Await(func() bool { return f.passes.Load() >= passes+10 }, time.Hour, false))
+}
+
+// TestNoSleep: who is about to sleep does not if that has come meanwhile what it waits for, if something was
+// submitted, if Arm says that something has come, or while a stream is to be looked at all the time.
+func TestNoSleep(t *testing.T) {
+	d, f := newFake(t, Settings{})
+	require.False(t, d.rest(func() bool { return true }, time.Hour))
+	f.pending.Store(true)
+	require.False(t, d.rest(never, time.Hour))
+	f.pending.Store(false)
+	f.arrives(func() {})
+	require.False(t, d.rest(never, time.Hour))
+	require.EqualValues(t, 3, d.Sleeps())
+	require.False(t, d.sleeping.Load())
+	d.Streams(1)
+	d.Stirred(trace.Now() + int64(time.Hour))
+	require.False(t, d.rest(never, time.Hour))
+	require.EqualValues(t, 3, d.Sleeps())
+}
+
+// TestRelay: a caller that leaves has one that is parked take over the descriptors, and wakes nobody else.
+func TestRelay(t *testing.T) {
+	d, f := newFake(t, Settings{})
+	first := f.await(false)
+	f.reaches(State{Callers: 1, Sleeping: true})
+	f.asleep()
+	second, third := f.await(false), f.await(false)
+	f.reaches(State{Callers: 3, Parked: 2, Sleeping: true})
+	first.met.Store(true)
+	d.kick.ring() // nothing has ended, so nobody else is woken
+	require.True(t, <-first.done)
+	f.reaches(State{Callers: 2, Parked: 1, Sleeping: true})
+	for _, a := range []*awaits{second, third} {
+		require.True(t, d.Under(func() { a.met.Store(true) })) // wakes all
+		require.True(t, <-a.done)
+	}
+	f.reaches(State{})
+}
+
+// TestParkedHear: a parked caller is woken when something has ended, whoever drove, and ends at its limit.
+func TestParkedHear(t *testing.T) {
+	d, f := newFake(t, Settings{})
+	first := f.await(false)
+	f.reaches(State{Callers: 1, Sleeping: true})
+	f.asleep()
+	require.False(t, d.Await(never, time.Millisecond, false))
+	require.EqualValues(t, 2, d.Sleeps())
+	second := f.await(false)
+	f.reaches(State{Callers: 2, Parked: 1, Sleeping: true})
+	f.arrives(func() { second.met.Store(true) }) // the sleeper finds it
+	require.True(t, <-second.done)
+	f.reaches(State{Callers: 1, Sleeping: true})
+	f.asleep()
+	second = f.await(false)
+	f.reaches(State{Callers: 2, Parked: 1, Sleeping: true})
+	f.arrives(func() { second.met.Store(true); first.met.Store(true) })
+	require.True(t, <-first.done)
+	require.True(t, <-second.done)
+	require.Len(t, d.spare, 1) // it was used again
+}
+
+// TestTakesOver: a caller takes the descriptors over from the background goroutine, which then leaves it alone, and
+// has them back.
+func TestTakesOver(t *testing.T) {
+	for _, thread := range []bool{false, true} {
+		d, f := newFake(t, Settings{Thread: thread})
+		d.Start()
+		for range 3 {
+			f.reaches(State{Sleeping: true, Resting: true})
+			a := f.await(false)
+			f.reaches(State{Callers: 1, Sleeping: true})
+			require.Eventually(t, d.dozing.Load, 30*time.Second, time.Millisecond)
+			require.True(t, d.Under(func() { a.met.Store(true) }))
+			require.True(t, <-a.done)
+		}
+		f.reaches(State{Sleeping: true, Resting: true})
+	}
+}
+
+// TestRearm: who has polled while another one sleeps arms the descriptors before it goes, and wakes the sleeper if
+// something has come.
+func TestRearm(t *testing.T) {
+	d, f := newFake(t, Settings{Spin: time.Hour})
+	a := f.await(false)
+	f.reaches(State{Callers: 1, Sleeping: true})
+	f.asleep()
+	for name, polls := range map[string]func(){
+		"Await": func() { require.False(t, d.Await(never, 0, true)) },
+		"Spin":  func() { d.Spin(never, time.Millisecond) },
+	} {
+		arms := f.arms.Load()
+		polls()
+		require.Greater(t, f.arms.Load(), arms, name)
+		f.asleep()
+	}
+	// It has come between the last pass and Arm.
+	f.stage = func(at string) {
+		if at == "Arm" {
+			f.stage = func(string) {}
+			f.mu.Lock()
+			f.events = append(f.events, func() { a.met.Store(true) })
+			f.mu.Unlock()
+		}
+	}
+	require.False(t, d.Await(never, 0, true))
+	require.True(t, <-a.done)
+}
+
+// TestLeaving says whom a caller that leaves tells: the background goroutine, if it naps and has to drive.
+func TestLeaving(t *testing.T) {
+	type told struct{ nudge, soon bool }
+	for _, c := range []struct {
+		name                           string
+		dozing, held, watched, resting bool
+		thread, others                 bool
+		want                           told
+	}{
+		{name: "nothing to do"},
+		{name: "it naps for long", dozing: true, want: told{nudge: true}},
+		{name: "another caller drives", dozing: true, watched: true, others: true},
+		{name: "a watch is armed", watched: true, want: told{nudge: true}},
+		{name: "a watch is armed, and it sleeps", watched: true, resting: true},
+		{name: "a watch is armed, and the poller drives", watched: true, thread: true},
+		{name: "something waits for a stream", held: true, want: told{soon: true}},
+		{name: "something waits for a stream, and the poller drives", held: true, thread: true},
+	} {
+		d, f := newFake(t, Settings{Thread: c.thread})
+		d.dozing.Store(c.dozing)
+		f.held.Store(c.held)
+		d.resting.Store(c.resting)
+		if c.watched {
+			d.Streams(1)
+		}
+		if c.others {
+			d.callers.Add(1)
+		}
+		require.False(t, d.Await(never, 0, true))
+		require.Equal(t, c.want, told{d.nudge.rung.Load(), d.soon.pending.Load()}, c.name)
+		d.callers.Store(0)
+	}
+}
+
+// TestLull: who sleeps looks at the words of streams all the time at first, then ever more seldom.
+func TestLull(t *testing.T) {
+	d, f := newFake(t, Settings{})
+	require.Equal(t, time.Hour, d.lull())
+	f.held.Store(true)
+	require.Equal(t, heldEvery, d.lull())
+	f.held.Store(false)
+	d.Streams(1)
+	d.Stirred(trace.Now() - int64(time.Hour))
+	require.Equal(t, lookAtLast, d.lull())
+	d.Stirred(trace.Now() - int64(8*time.Millisecond))
+	require.GreaterOrEqual(t, d.lull(), 500*time.Microsecond)
+	d.Stirred(trace.Now() + int64(time.Hour))
+	require.Zero(t, d.lull())
+	d.Streams(-1)
+	require.Equal(t, time.Hour, d.lull())
+}
+
+// TestLooksWhileItSleeps: a sleeper makes passes while a stream runs, or something waits for one.
+func TestLooksWhileItSleeps(t *testing.T) {
+	for _, held := range []bool{false, true} {
+		d, f := newFake(t, Settings{})
+		f.held.Store(held)
+		if !held {
+			d.Streams(1)
+			d.Stirred(trace.Now() - int64(time.Hour))
+		}
+		require.True(t, d.Await(func() bool { return f.passes.Load() >= 10 }, time.Hour, false))
+	}
+}
+
+// TestNothingIsMissed has callers and an event loop wait, in both modes, for what comes from a peer, from calls and
+// from what they submit themselves. If one of them were not woken, it would sleep for an hour.
+func TestNothingIsMissed(t *testing.T) {
+	for name, s := range map[string]Settings{
+		"caller":        {Spin: 50 * time.Microsecond},
+		"caller, spin":  {Spin: time.Millisecond, Yield: time.Millisecond},
+		"caller, sleep": {},
+		"thread":        {Spin: 50 * time.Microsecond, Thread: true},
+		"thread, sleep": {Thread: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, f := newFake(t, s)
+			d.Start()
+			peer := make(chan func(), 64)
+			var all sync.WaitGroup
+			for range 5 {
+				all.Go(func() {
+					for range 300 {
+						waitsOnce(t, f, peer)
+					}
+				})
+			}
+			all.Go(func() { loops(t, f, peer) })
+			over := make(chan struct{})
+			go func() { all.Wait(); close(over) }()
+			for limit := time.After(2 * time.Minute); ; {
+				select {
+				case event := <-peer:
+					if rand.IntN(2) == 0 {
+						yield()
+					}
+					f.arrives(event)
+					continue
+				case <-over:
+				case <-limit:
+					require.Fail(t, "somebody was not woken", "%+v", d.State())
+				}
+				break
+			}
+		})
+	}
+}
+
+// waitsOnce waits for something that is on its way.
+func waitsOnce(t *testing.T, f *fake, peer chan<- func()) {
+	a := &awaits{}
+	met := func() { a.met.Store(true) }
+	switch rand.IntN(4) {
+	case 0:
+		f.submit(met)
+	case 1:
+		go f.d.Under(met)
+	case 2:
+		f.d.Aside(func() { f.submit(met) })
+	default:
+		peer <- met
+	}
+	if rand.IntN(4) == 0 { // and goes
+		f.d.Await(a.met.Load, time.Duration(rand.IntN(100))*time.Microsecond, true)
+	}
+	for !f.d.Await(a.met.Load, time.Hour, rand.IntN(2) == 0) {
+		if f.d.Stopped() { // else a signal of the runtime's
+			t.Error("the work has been shut")
+			return
+		}
+	}
+}
+
+// loops is an event loop that waits for something from a peer, again and again.
+func loops(t *testing.T, f *fake, peer chan<- func()) {
+	id, fd := newWatch(t, f.d)
+	for range 300 {
+		a := &awaits{}
+		peer <- func() { a.met.Store(true) }
+		for f.d.Arm(id) && !a.met.Load() && !f.d.Stopped() {
+			_ = alarmed(fd, time.Hour)
+		}
+	}
+}
