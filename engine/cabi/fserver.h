@@ -37,7 +37,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 12
+#define FS_ABI 13
 
 typedef uint64_t fs_node;    // one worker, server or scheduler
 typedef uint64_t fs_shared;  // memory of fs_shared_alloc
@@ -136,6 +136,13 @@ int fs_push_pull(fs_node node, fs_channel channel, const uint64_t *stream,
                  const fs_tensor *push, size_t np, const fs_tensor *pull,
                  size_t nq, fs_ticket *out);
 
+// Worker: fs_push_pull with one server of the rail alone, 0 to servers - 1 of fs_info; all nq pull
+// tensors are its. Such a request is in no batch: the server takes it with FS_UNICASTS. It waits for
+// those before it that push a key of it, until they are answered, and passes up to 64 others that wait.
+int fs_push_pull_to(fs_node node, int32_t server, const uint64_t *stream,
+                    const fs_tensor *push, size_t np, const fs_tensor *pull,
+                    size_t nq, fs_ticket *out);
+
 #define FS_NOSPIN 1u // goes on with a wait whose slice was over: no spinning
 
 // Waits until the ticket is done or failed, at most slice_ns (then -EAGAIN).
@@ -156,7 +163,8 @@ int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out);
 
 // Server: takes one request of each worker group of the rail; with least above 0,
 // of each that has one, when at least so many have. With a channel (0: none), it takes
-// the requests on that, and least must be 0. Waits at most slice_ns (then -EAGAIN). Fills buf, an array of cap 64-bit words:
+// the requests on that, and least must be 0. With FS_UNICASTS in flags, one of each worker
+// that has sent one by fs_push_pull_to, when any has; channel and least must be 0. Waits at most slice_ns (then -EAGAIN). Fills buf, an array of cap 64-bit words:
 //
 //  n
 //  n times: handler, worker rank, np, nq,
@@ -177,6 +185,7 @@ int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
                  uint64_t *buf, size_t cap, size_t *need, int64_t slice_ns,
                  uint32_t flags);
 
+#define FS_UNICASTS 2u
 #define FS_LENT UINT64_MAX
 
 // The rank of the worker whose request, not answered yet, has a handler.

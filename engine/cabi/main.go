@@ -95,6 +95,14 @@ func fs_push_pull(h C.fs_node, channel C.fs_channel, stream *C.uint64_t, push *C
 	})
 }
 
+//export fs_push_pull_to
+func fs_push_pull_to(h C.fs_node, server C.int32_t, stream *C.uint64_t, push *C.fs_tensor, np C.size_t, pull *C.fs_tensor, nq C.size_t, out *C.fs_ticket) C.int {
+	return on(h, func(nd *node.Node) error {
+		submit := func(t *node.Ticket) error { return nd.PushPullTo(int(server), t) }
+		return issue(nd, nd.BeginPushPull, stream, tensors(push, np), tensors(pull, nq), out, submit)
+	})
+}
+
 //export fs_wait
 func fs_wait(h C.fs_node, ticket C.fs_ticket, slice C.int64_t, flags C.uint32_t) C.int {
 	return on(h, func(nd *node.Node) error {
@@ -122,7 +130,12 @@ func fs_get_batch(h C.fs_node, channel C.fs_channel, least C.uint32_t, buf *C.ui
 	return on(h, func(nd *node.Node) error {
 		return take(buf, room, need, func(s *sink) error {
 			limit, spin := time.Duration(slice), flags&C.FS_NOSPIN == 0
-			if channel != 0 {
+			switch {
+			case flags&C.FS_UNICASTS != 0 && (channel != 0 || least != 0):
+				return fmt.Errorf("engine: %w: fs_get_batch: channel is %d and least %d, want 0 with FS_UNICASTS", syscall.EINVAL, channel, least)
+			case flags&C.FS_UNICASTS != 0:
+				return nd.TakeUnicasts(s, limit, spin)
+			case channel != 0:
 				return nd.TakeOn(uint64(channel), s, limit, spin)
 			}
 			return nd.GetBatch(s, int(least), limit, spin)

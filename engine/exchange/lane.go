@@ -19,9 +19,10 @@ func parting(channel string, i int) error {
 	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this side and open a new channel): %w", channel, i, errOver)
 }
 
-// Lane has the requests of a channel at a server that are not delivered, or those for batches.
+// Lane has the requests of a channel at a server that are not delivered, those for batches, or
+// unicasts.
 type Lane struct {
-	name   string           // of the channel; empty: batches
+	name   string           // of the channel; empty: batches; onUnicasts
 	queues []ring[*Request] // by client
 	ready  atomic.Int32     // clients with a request
 }
@@ -97,10 +98,13 @@ func (s *Server) heads(l *Lane) []*Request {
 	return s.batch
 }
 
-// lane is that of a channel that is open here, or nil; batches have no name.
+// lane is that of a channel that is open here, or nil; of batches and unicasts it is always there.
 func (s *Server) lane(channel string) *Lane {
-	if channel == "" {
+	switch channel {
+	case "":
 		return s.batches
+	case onUnicasts:
+		return s.unicasts
 	}
 	return s.lanes[channel]
 }

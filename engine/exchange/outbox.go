@@ -21,7 +21,7 @@ type outbox struct {
 // comes after them. For frames of no ticket, see ordered.
 func (o *outbox) begin(t *Ticket) {
 	o.ops, o.next, o.ticket, o.frame = o.ops[:0], 0, t, o.frame[:0]
-	o.passes = t == nil || t.on != ""
+	o.passes = t == nil || t.class() == ofChannels
 }
 
 // ordered keeps the frame of the set behind the requests and answers that were posted before:

@@ -7,7 +7,7 @@ type Pending struct {
 	Rank   int    // of the server
 	Key    uint64 // the first key that it pushes, or pulls if it pushes none
 	Sent   bool   // the server has it and has not answered
-	Behind uint64 // else, the one before it that it waits for: the first that was not sent, or pushed a key of it; 0: none
+	Behind uint64 // else, the one before it that it waits for: the first that was not sent, of unicasts the first with a key of it, or the one that pushed a key of it; 0: none
 }
 
 // Waits returns what a push_pull that is under way waits for, at the first server that has
@@ -29,7 +29,7 @@ func (s *server) waits(t *Ticket) Pending {
 	if p.Sent {
 		return p
 	}
-	if head := s.queue(t).at(0); head != t {
+	if head := s.ahead(t); head != t {
 		p.Behind = head.id
 		return p
 	}
@@ -46,6 +46,9 @@ func (s *server) waits(t *Ticket) Pending {
 func (t *Ticket) firstKey(server int) uint64 {
 	if len(t.push) != 0 {
 		return t.push[0].Key
+	}
+	if t.only != nowhere {
+		return t.pull[0].Key
 	}
 	return t.pull[server*len(t.pull)/len(t.legs)].Key
 }

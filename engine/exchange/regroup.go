@@ -69,7 +69,7 @@ func (w *Worker) Regroup(runs uint64, back bool, err error) {
 func (w *Worker) beginEra() {
 	w.era++
 	for _, t := range w.active {
-		if t != nil && t.on == "" {
+		if t != nil && t.class() == ofBatches {
 			t.torn = t.torn || w.sentOf(t)
 		}
 	}

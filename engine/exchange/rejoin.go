@@ -33,13 +33,15 @@ func (w *Worker) Lose(i int, err error) {
 	case s.conn == nil:
 		return
 	}
-	if !s.empty() && s.turn != nil {
-		s.turn.legs[i].sends++
+	turn := s.turn
+	if s.empty() {
+		turn = nil
 	}
 	w.part(s, s.conn)
-	for q := range s.queues {
-		if s.queues[q].len() != 0 && s.queues[q].at(0).legs[i].sends >= maxSends {
-			w.endLeg(s.queues[q].pop(), s, err)
+	if turn != nil {
+		if turn.legs[i].sends++; turn.legs[i].sends >= maxSends {
+			s.unqueue(turn)
+			w.endLeg(turn, s, err)
 		}
 	}
 	var again []*Ticket
@@ -87,9 +89,9 @@ func (w *Worker) withdraw(t *Ticket) {
 	}
 }
 
-// takeback has s told that t is not to be answered. A push_pull of a channel pairs with none.
+// takeback has s told that t is not to be answered. One that is in no batch pairs with none.
 func (s *server) takeback(t *Ticket) {
-	if t.on == "" {
+	if t.class() == ofBatches {
 		s.recall = append(s.recall, t.id)
 	}
 }

@@ -229,7 +229,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 	if len(q.Push) != len(p.plan.Push) || len(q.Pull) != len(p.plan.Pull) {
 		return fmt.Errorf("exchange: worker %d sent a request with %d pushed and %d pulled tensors, but its plan has %d and %d", c.rank, len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
-	r.channel, r.refusal = p.plan.Channel, p.refusal
+	r.channel, r.refusal = p.on, p.refusal
 	r.client, r.life, r.seq = c, c.life, q.Seq
 	r.push, r.keys, r.pull = r.push[:0], p.keys, r.pull[:0]
 	for i := range q.Push {

@@ -23,6 +23,14 @@ func (r *ring[T]) push(v T) {
 
 func (r *ring[T]) at(i int) T { return r.buf[(r.head+i)&(len(r.buf)-1)] }
 
+// remove takes out what is at i.
+func (r *ring[T]) remove(i int) {
+	for ; i > 0; i-- {
+		r.buf[(r.head+i)&(len(r.buf)-1)] = r.at(i - 1)
+	}
+	r.pop()
+}
+
 func (r *ring[T]) pop() T {
 	var zero T
 	v := r.buf[r.head]

@@ -25,7 +25,7 @@ func (w *Worker) advance(s *server) {
 		if t := s.ticket; t != nil { // its request is out
 			t.legs[s.index].state = legPosted
 			t.legs[s.index].sends++
-			s.queue(t).pop()
+			s.unqueue(t)
 			s.ticket = nil
 			if t.err != nil {
 				s.takeback(t)
@@ -61,7 +61,7 @@ func (w *Worker) advance(s *server) {
 // proceed ends the first ticket of a queue, if it has failed, or puts into the outbox of s what
 // it needs next; false if all must wait.
 func (w *Worker) proceed(s *server) bool {
-	for i := range s.queues {
+	for i := range s.queues[:ofUnicasts] {
 		if s.queues[i].len() == 0 {
 			continue
 		}
@@ -82,7 +82,7 @@ func (w *Worker) proceed(s *server) bool {
 			return true
 		}
 	}
-	return false
+	return w.unicast(s)
 }
 
 // compose puts into the outbox of s what t needs next; false if t must wait.
@@ -90,17 +90,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	if !w.keyed(t, s) {
 		return false
 	}
-	l := &t.legs[s.index]
-	if len(l.keys) == 0 {
-		for i := range t.push {
-			k := s.keys[t.push[i].Key]
-			if k == nil {
-				k = &credit{}
-				s.keys[t.push[i].Key] = k
-			}
-			l.keys = append(l.keys, k)
-		}
-	}
+	l := s.credits(t)
 	s.needs, l.lends = s.needs[:0], l.lends[:0]
 	for i, k := range l.keys {
 		x := &t.push[i]
@@ -113,7 +103,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 			return false
 		}
 		if lend || x.Span.Len > k.cap {
-			s.needs = append(s.needs, wire.Need{Key: x.Key, Bytes: x.Span.Len, Lend: lend, Host: t.on != ""})
+			s.needs = append(s.needs, wire.Need{Key: x.Key, Bytes: x.Span.Len, Lend: lend, Host: t.class() == ofChannels})
 		}
 	}
 	if len(s.needs) != 0 {
@@ -132,6 +122,23 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 	}
 	w.request(s, t, l, known)
 	return true
+}
+
+// credits gives t what is known of the keys that it pushes to s.
+func (s *server) credits(t *Ticket) *leg {
+	l := &t.legs[s.index]
+	if len(l.keys) != 0 {
+		return l
+	}
+	for i := range t.push {
+		k := s.keys[t.push[i].Key]
+		if k == nil {
+			k = &credit{}
+			s.keys[t.push[i].Key] = k
+		}
+		l.keys = append(l.keys, k)
+	}
+	return l
 }
 
 // keyed reports whether the pull tensors that s is to write, and what it is sent, have keys that
@@ -176,10 +183,14 @@ func (w *Worker) know(s *server, t *Ticket) *sent {
 	first, end := w.share(t, s.index)
 	k := &sent{plan: t.plan, targets: make([]target, end-first)}
 	s.begin(nil)
-	if t.class() == ofBatches {
+	if t.class() != ofChannels {
 		s.ordered()
 	}
-	s.frame = wire.Append(s.frame, wire.TypePlan, &wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first:end]})
+	of := wire.Plan{Number: n, Channel: t.on, Push: t.plan.push, Pull: t.plan.pull[first:end]}
+	if t.class() == ofUnicasts {
+		of.Channel, of.Unicast = "", true
+	}
+	s.frame = wire.Append(s.frame, wire.TypePlan, &of)
 	s.send()
 	for uint64(len(s.plans)) <= n {
 		s.plans = append(s.plans, k)

@@ -20,6 +20,7 @@ var ErrLeft = errors.New("exchange: a worker has left, so no further batch can b
 // clientPlan is a plan of a worker, with what it means here.
 type clientPlan struct {
 	plan    *wire.Plan
+	on      string // the lane of its requests
 	keys    []*receiver
 	targets []target
 	rows    []uint64 // bytes of a row of each pushed tensor; nil: they are not checked
@@ -34,18 +35,18 @@ type client struct {
 	fabric   transport.Fabric
 	plans    []*clientPlan
 	keys     map[uint64]*receiver
-	loans    []loan           // whose request is not here
-	answers  [2]ring[*Ticket] // not wholly posted, by class
-	replies  ring[[]byte]     // frames, likewise,
-	owed     int              // and their bytes
-	count    int              // requests that are not answered
-	down     error            // why it sends no more and nobody is waited for; nil: it does, or a successor is
-	lost     error            // why its last connection has ended
-	recalled []uint64         // requests that were taken back, which the worker is still to be told
-	runs     uint64           // of its last Regroup
-	life     uint32           // how often it was lost
-	needing  bool             // a helper makes what its Need lacks
-	calm     quiet            // its earlier runs write nothing any more
+	loans    []loan                 // whose request is not here
+	answers  [classes]ring[*Ticket] // not wholly posted, by class
+	replies  ring[[]byte]           // frames, likewise,
+	owed     int                    // and their bytes
+	count    int                    // requests that are not answered
+	down     error                  // why it sends no more and nobody is waited for; nil: it does, or a successor is
+	lost     error                  // why its last connection has ended
+	recalled []uint64               // requests that were taken back, which the worker is still to be told
+	runs     uint64                 // of its last Regroup
+	life     uint32                 // how often it was lost
+	needing  bool                   // a helper makes what its Need lacks
+	calm     quiet                  // its earlier runs write nothing any more
 }
 
 // Server takes the requests of the workers of its rail and answers them.
@@ -59,6 +60,7 @@ type Server struct {
 	batch    []*Request       // scratch
 	lanes    map[string]*Lane // by channel; batches have no name
 	batches  *Lane
+	unicasts *Lane
 	able     atomic.Int32 // workers that have one, or may still send one
 	ranked   atomic.Bool  // all clients have their ranks
 	broken   error        // why not all workers are able, if so
@@ -98,7 +100,8 @@ func NewServer(n int, b *Buffers, c *trace.Counters, h Host) (*Server, error) {
 		tb.outs = append(tb.outs, &s.clients[i].outbox)
 	}
 	s.batches = s.newLane("")
-	s.lanes = map[string]*Lane{"": s.batches}
+	s.unicasts = s.newLane(onUnicasts)
+	s.lanes = map[string]*Lane{"": s.batches, onUnicasts: s.unicasts}
 	return s, nil
 }
 
@@ -233,7 +236,12 @@ func (s *Server) Drain() {
 }
 
 // waiting returns how many answers are not wholly posted.
-func (c *client) waiting() int { return c.answers[ofChannels].len() + c.answers[ofBatches].len() }
+func (c *client) waiting() (n int) {
+	for i := range c.answers {
+		n += c.answers[i].len()
+	}
+	return n
+}
 
 // put frees r.
 func (s *Server) put(r *Request) {
@@ -356,7 +364,13 @@ func (s *Server) plan(c *client, b []byte) error {
 	if p.Number >= wire.MaxPlans {
 		return fmt.Errorf("exchange: worker %d sent plan %d, want at most %d", c.rank, p.Number, wire.MaxPlans-1)
 	}
-	cp := &clientPlan{plan: p, targets: make([]target, len(p.Pull))}
+	if p.Unicast && p.Channel != "" {
+		return fmt.Errorf("exchange: worker %d sent plan %d of unicasts on channel %q, want one of both", c.rank, p.Number, p.Channel)
+	}
+	cp := &clientPlan{plan: p, on: p.Channel, targets: make([]target, len(p.Pull))}
+	if p.Unicast {
+		cp.on = onUnicasts
+	}
 	fresh := 0
 	for i := range p.Push {
 		if c.keys[p.Push[i].Key] == nil {

@@ -43,7 +43,8 @@ type Ticket struct {
 	dims  []int64    // what the tensors' Dims point to
 	legs  []leg      // one per server
 	plan  *plan
-	on    string // the channel that it goes through
+	on    string // the channel that it goes through; onUnicasts: one server alone has it,
+	only  place  // this one
 	open  int    // legs that have not ended
 	ops   int    // operations that have not ended
 	err   error
@@ -315,7 +316,7 @@ func (tb *Table) release(t *Ticket) {
 	}
 	t.behind = false
 	t.push, t.pull, t.spans, t.dims, t.legs = t.push[:0], t.pull[:0], t.spans[:0], t.dims[:0], t.legs[:0]
-	t.plan, t.on, t.err, t.request, t.open, t.torn, t.renewing = nil, "", nil, nil, 0, false, false
+	t.plan, t.on, t.only, t.err, t.request, t.open, t.torn, t.renewing = nil, "", nowhere, nil, nil, 0, false, false
 	t.regs, t.rings = t.regs[:0], 0
 	t.fails, t.why = false, ""
 	tb.mu.Lock()

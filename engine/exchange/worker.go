@@ -17,6 +17,7 @@ type credit struct {
 	holder uint64 // the push_pull that was written and is not answered: it must not be overwritten; 0: none
 	asked  bool   // whether tensors of the key may be lent,
 	lend   bool   // and they may
+	passed uint64 // the scan in which a unicast with the key had to wait
 }
 
 // target is where a pull tensor was, the last time the server was told.
@@ -40,38 +41,60 @@ type server struct {
 	lends  bool     // the Fabric lends memory
 	plans  []*sent  // by number
 	keys   map[uint64]*credit
-	queues [2]ring[*Ticket] // those whose request is not wholly posted; see queue
-	asked  *Ticket          // whose Need is not answered yet, or nil
-	turn   *Ticket          // whose frames are in the outbox, while it is not empty, or nil
-	down   error            // why push_pulls cannot end there; nil: they can, or wait until they can
-	recall []uint64         // push_pulls that have failed, which it is still to be told
-	tell   uint8            // the Regroup that is to be sent: tellNothing, tellRuns, tellBack;
-	untold int              // so many are not answered
-	back   []*Ticket        // push_pulls that were given back
-	pairs  bool             // it makes batches of all workers, as its last Regroup says
-	needs  []wire.Need      // scratch
+	queues [classes]ring[*Ticket] // those whose request is not wholly posted; see queue
+	asked  *Ticket                // whose Need is not answered yet, or nil
+	turn   *Ticket                // whose frames are in the outbox, while it is not empty, or nil
+	down   error                  // why push_pulls cannot end there; nil: they can, or wait until they can
+	recall []uint64               // push_pulls that have failed, which it is still to be told
+	tell   uint8                  // the Regroup that is to be sent: tellNothing, tellRuns, tellBack;
+	untold int                    // so many are not answered
+	back   []*Ticket              // push_pulls that were given back
+	pairs  bool                   // it makes batches of all workers, as its last Regroup says
+	needs  []wire.Need            // scratch
 	req    wire.Request
 }
 
 // The classes of tickets. Messages of channels go first, and wait for none of the others: a
-// push_pull may wait for a device stream that waits for such a message.
+// push_pull may wait for a device stream that waits for such a message. Unicasts keep no order but
+// that of their keys; see unicast.go.
 const (
 	ofChannels = iota
 	ofBatches
+	ofUnicasts
+	classes
 )
 
 func (t *Ticket) class() int {
-	if t.on != "" {
-		return ofChannels
+	switch t.on {
+	case "":
+		return ofBatches
+	case onUnicasts:
+		return ofUnicasts
 	}
-	return ofBatches
+	return ofChannels
 }
 
 // queue returns the queue in which t waits until its request is posted.
 func (s *server) queue(t *Ticket) *ring[*Ticket] { return &s.queues[t.class()] }
 
+// unqueue takes t out of its queue, where it is the first, unless it is a unicast.
+func (s *server) unqueue(t *Ticket) {
+	q := s.queue(t)
+	for i := range q.len() {
+		if q.at(i) == t {
+			q.remove(i)
+			return
+		}
+	}
+}
+
 // waiting returns how many tickets are in the queues.
-func (s *server) waiting() int { return s.queues[0].len() + s.queues[1].len() }
+func (s *server) waiting() (n int) {
+	for i := range s.queues {
+		n += s.queues[i].len()
+	}
+	return n
+}
 
 // Worker pushes to every server of its rail and takes their answers.
 type Worker struct {
@@ -80,6 +103,7 @@ type Worker struct {
 	plans   map[uint64]*plan    // by signature
 	numbers [2][planShare]*plan // by class, which has its share of the numbers
 	planned [2]uint64           // plans so far, likewise
+	scans   uint64              // looks for a unicast that can go
 	turns   uint64              // push_pulls so far
 	runs    uint64              // of the members of the rail, see Regroup
 	era     uint64              // how often what servers have not delivered was to be given back
@@ -118,7 +142,11 @@ func (w *Worker) Submit(t *Ticket) error {
 	}
 	err := w.source(t)
 	if err == nil && t.behind {
-		err = w.point(t, 0, len(w.servers))
+		first, end := 0, len(w.servers)
+		if t.only != nowhere {
+			first, end = t.only.index(), t.only.index()+1
+		}
+		err = w.point(t, first, end)
 	}
 	if err != nil {
 		w.Abandon(t)
@@ -133,16 +161,26 @@ func (w *Worker) outfit(t *Ticket) {
 	t.legs = slices.Grow(t.legs, len(w.servers))[:len(w.servers)] // keeps the memory of the legs' keys
 	t.regs = slices.Grow(t.regs[:0], len(t.pull))[:len(t.pull)]
 	t.open = len(w.servers)
+	if t.only != nowhere {
+		t.open = 1
+	}
 }
 
 func (w *Worker) check(t *Ticket) error {
 	if len(t.push)+len(t.pull) == 0 {
 		return Shapef("exchange: push_pull of no tensors at all")
 	}
-	if len(t.pull)%len(w.servers) != 0 {
+	servers := len(w.servers)
+	if t.class() == ofUnicasts {
+		if i := t.only.index(); i < 0 || i >= servers {
+			return Shapef("exchange: push_pull with server %d: there are %d (give 0 to %d)", i, servers, servers-1)
+		}
+		servers = 1
+	}
+	if len(t.pull)%servers != 0 {
 		return Shapef("exchange: %d pull tensors for %d servers: give the same number for each server, those of server 0 first", len(t.pull), len(w.servers))
 	}
-	if n := t.planBytes(len(t.pull) / len(w.servers)); n > transport.MaxFrame {
+	if n := t.planBytes(len(t.pull) / servers); n > transport.MaxFrame {
 		return Shapef("exchange: push_pull: the description of %d push and %d pull tensors takes %d bytes, and a frame has at most %d (push fewer tensors in one call, or of fewer dimensions)", len(t.push), len(t.pull), n, transport.MaxFrame)
 	}
 	return nil
@@ -156,6 +194,12 @@ func (w *Worker) acquire(t *Ticket, i int) error {
 
 // share returns which pull tensors of t server i is to write.
 func (w *Worker) share(t *Ticket, i int) (first, end int) {
+	if t.only != nowhere {
+		if i != t.only.index() {
+			return 0, 0
+		}
+		return 0, len(t.pull)
+	}
 	n := len(t.pull) / len(w.servers)
 	return i * n, (i + 1) * n
 }
@@ -183,26 +227,29 @@ func (w *Worker) start(t *Ticket) {
 	w.turns++
 	t.turn = w.turns
 	w.counters.PushPulls.Add(1)
-	err := w.missing()
+	err := w.missing(t)
 	if err == nil {
 		err = w.assign(t)
 	}
 	for i, s := range w.servers {
 		t.legs[i] = leg{keys: t.legs[i].keys[:0], lends: t.legs[i].lends[:0]}
-		if err != nil {
+		switch {
+		case !t.goesTo(i):
+			t.legs[i].state = legEnded
+		case err != nil:
 			w.endLeg(t, s, err)
-		} else {
+		default:
 			s.queue(t).push(t)
 		}
 	}
 }
 
-// missing is why no push_pull can complete now, or nil. One that cannot is sent
+// missing is why t cannot complete now, or nil. A push_pull that cannot is sent
 // to nobody: a server that has it would pair it with what another worker pushes
 // later.
-func (w *Worker) missing() error {
-	for _, s := range w.servers {
-		if s.down != nil {
+func (w *Worker) missing(t *Ticket) error {
+	for i, s := range w.servers {
+		if s.down != nil && t.goesTo(i) {
 			return s.down
 		}
 	}
@@ -242,13 +289,14 @@ func (w *Worker) newPlan(h uint64, t *Ticket) (*plan, error) {
 	return p, nil
 }
 
-// planShare is how many plans of a class are known at a time: batches have the numbers below it,
-// channels those above. Plans of channels pass requests with plans of batches, so none may take
+// planShare is how many plans are known at a time: batches and unicasts have the numbers below it,
+// channels those above. Plans of channels pass requests with other plans, so none may take
 // the number of one of the others.
 const planShare = wire.MaxPlans / 2
 
 // number gives p a number of its class, and forgets the plan that had it.
 func (w *Worker) number(p *plan, class int) {
+	class = min(class, ofBatches)
 	at := w.planned[class] % planShare
 	w.planned[class]++
 	if old := w.numbers[class][at]; old != nil && w.plans[old.hash] == old {
@@ -334,22 +382,22 @@ func (w *Worker) Frame(i int, b []byte) error {
 // disown forgets the keys of a Need that was refused and of which nothing has come.
 func (s *server) disown() {
 	for _, n := range s.needs {
-		if k := s.keys[n.Key]; k != nil && *k == (credit{}) {
+		if k := s.keys[n.Key]; k != nil && *k == (credit{passed: k.passed}) {
 			delete(s.keys, n.Key)
 		}
 	}
-	for i := range s.queues {
-		if s.queues[i].len() != 0 { // it may have looked one of them up
-			l := &s.queues[i].at(0).legs[s.index]
+	for i := range s.queues { // some may have looked one of them up
+		for j := range s.queues[i].len() {
+			l := &s.queues[i].at(j).legs[s.index]
 			l.keys = l.keys[:0]
 		}
 	}
 }
 
-// granted takes the answer to the Need of t, which is the first of its queue.
+// granted takes the answer to the Need of t, which is in its queue.
 func (w *Worker) granted(s *server, t *Ticket, v *wire.Buffers) error {
 	if v.Reason != "" {
-		s.queue(t).pop()
+		s.unqueue(t)
 		s.disown()
 		w.endLeg(t, s, Shapef("exchange: server %d has no receive buffer: %s", s.rank, v.Reason))
 		w.advance(s)

@@ -57,6 +57,34 @@ func allocations(t *testing.T, way ...string) {
 	m.stop()
 }
 
+// TestUnicastAllocations: a push_pull with one server allocates nothing, at neither side.
+func TestUnicastAllocations(t *testing.T) {
+	m := newMesh(t, openFabrics, shape{1, 1, 1}, "FSERVER_TRANSPORT=tcp", "FSERVER_PROGRESS=caller")
+	w, s := m.workers[0], m.servers[0]
+	x, out := tensor(t, 1, 512), tensor(t, 1, 512)
+	var last counter
+	once := func() {
+		ticket, err := w.BeginPushPull()
+		must(t, err)
+		must(t, ticket.AddPush(x))
+		must(t, ticket.AddPull(out))
+		id := ticket.ID()
+		must(t, w.PushPullTo(0, ticket))
+		must(t, s.TakeUnicasts(&last, 1e9, true))
+		answer, err := s.BeginAnswer()
+		must(t, err)
+		must(t, answer.AddPush(x))
+		must(t, s.Respond(last.handler, answer))
+		s.Flush()
+		must(t, w.Wait(id, 1e9, true))
+	}
+	for range 1000 {
+		once()
+	}
+	require.Zero(t, testing.AllocsPerRun(2000, once))
+	m.stop()
+}
+
 // TestVerbsAllocations: a push_pull over verbs allocates nothing either.
 func TestVerbsAllocations(t *testing.T) {
 	if os.Getenv("FSERVER_TEST_RDMA") != "" {

@@ -6,7 +6,6 @@ import (
 	"strings"
 	"time"
 
-	"fserver/engine/channel"
 	"fserver/engine/exchange"
 	"fserver/engine/mem"
 	"fserver/engine/trace"
@@ -92,6 +91,13 @@ func (n *Node) PushPull(t *Ticket) error {
 	}
 	n.driver.Submit()
 	return nil
+}
+
+// PushPullTo is PushPull with one server alone, which is an index as that of the pull tensors of a
+// push_pull, in the order of the groups. At the server TakeUnicasts gives it.
+func (n *Node) PushPullTo(server int, t *Ticket) error {
+	t.To(server)
+	return n.PushPull(t)
 }
 
 // Respond answers the request of a handler with t. Flush after the last one.
@@ -197,6 +203,21 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 		least = all
 	}
 	ready := func() bool { return n.server.Ready(least) || n.failure.Load() != nil }
+	return n.takeWhen(ready, func() ([]*Request, error) { return n.server.Batch(least) }, s, limit, spin)
+}
+
+// TakeUnicasts gives one request of each worker that has sent one to this server alone to s, when there is
+// any. It waits for at most limit; then ErrAgain.
+func (n *Node) TakeUnicasts(s BatchSink, limit time.Duration, spin bool) error {
+	if err := n.ready(n.server != nil, "get_batch", "server"); err != nil {
+		return err
+	}
+	ready := func() bool { return n.server.HasUnicasts() || n.failure.Load() != nil }
+	return n.takeWhen(ready, n.server.Unicasts, s, limit, spin)
+}
+
+// takeWhen gives the requests that next gives to s, when ready says that there are any.
+func (n *Node) takeWhen(ready func() bool, next func() ([]*Request, error), s BatchSink, limit time.Duration, spin bool) error {
 	for end := int64(0); ; {
 		if !n.driver.Await(ready, limit, spin) {
 			return ErrAgain
@@ -204,7 +225,7 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 		if err := n.failed(); err != nil {
 			return err
 		}
-		if taken, err := n.takeBatch(s, nil, least); taken || err != nil {
+		if taken, err := n.take(s, next); taken || err != nil {
 			return err
 		}
 		// Another thread was faster. The limit counts from here.
@@ -215,21 +236,16 @@ func (n *Node) GetBatch(s BatchSink, least int, limit time.Duration, spin bool) 
 	}
 }
 
-// takeBatch gives the next batch, or that of a channel, to s.
-func (n *Node) takeBatch(s BatchSink, ch *channel.Channel, least int) (taken bool, err error) {
+// take gives the requests that next gives to s.
+func (n *Node) take(s BatchSink, next func() ([]*Request, error)) (taken bool, err error) {
 	if !n.driver.Own() {
 		return false, n.failed()
 	}
 	defer n.driver.Submit()
 	defer n.driver.GiveBack()
-	var reqs []*Request
-	if ch != nil {
-		reqs = n.server.Take(ch.Name())
-	} else if reqs, err = n.server.Batch(least); err != nil {
+	reqs, err := next()
+	if reqs == nil || err != nil {
 		return false, err
-	}
-	if reqs == nil {
-		return false, nil
 	}
 	if err = s.Batch(reqs); err != nil {
 		return false, err

@@ -146,7 +146,7 @@ func (n *Node) TakeOn(h uint64, s BatchSink, limit time.Duration, spin bool) err
 				return err
 			}
 		}
-		if taken, err := n.takeBatch(s, ch, 0); taken || err != nil {
+		if taken, err := n.take(s, func() ([]*Request, error) { return n.server.Take(ch.Name()), nil }); taken || err != nil {
 			return err
 		}
 	}

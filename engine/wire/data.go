@@ -54,6 +54,7 @@ const MaxPlans = 1024
 type Plan struct {
 	Number  uint64
 	Channel string // that its requests go through; empty: none
+	Unicast bool   // they are sent to this server alone, and are in no batch
 	Push    []PlanTensor
 	Pull    []PlanPull
 }
@@ -70,6 +71,7 @@ const AnyType = 255
 func (p *Plan) walk(c *codec) {
 	number(c, "plan", &p.Number, math.MaxUint64)
 	c.words("bytes of a channel's name", &p.Channel, MaxChannelName)
+	c.flag(&p.Unicast)
 	list(c, "pushed tensors", &p.Push, MaxTensors, 10, func(t *PlanTensor) {
 		c.word(&t.Key)
 		octet(c, "type", &t.DType, math.MaxUint8)

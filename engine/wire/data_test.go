@@ -21,6 +21,7 @@ var data = []struct {
 	{"channel", Append(nil, TypeChannel, &Channel{Name: "decode 0", Text: "{}"}), again[Channel](TypeChannel)},
 	{"end of a channel", Append(nil, TypeChannel, &Channel{Name: "decode 0", Closes: true}), again[Channel](TypeChannel)},
 	{"refusal of a channel", Append(nil, TypeChannel, &Channel{Name: "decode 0", Closes: true, Text: "no memory"}), again[Channel](TypeChannel)},
+	{"plan of unicasts", Append(nil, TypePlan, &Plan{Number: 2, Unicast: true, Pull: []PlanPull{{3, 4}}}), again[Plan](TypePlan)},
 	{"plan of nothing", Append(nil, TypePlan, &Plan{}), again[Plan](TypePlan)},
 	{"need", Append(nil, TypeNeed, &Needs{{1, 4096, false, true}, {1<<64 - 1, 1 << 40, true, false}}), again[Needs](TypeNeed)},
 	{"buffers", Append(nil, TypeBuffers, &Buffers{List: []Buffer{

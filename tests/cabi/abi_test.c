@@ -247,6 +247,8 @@ CASE(no_such_node) {
     FAILS(fs_get_info(node, &info), EBADF, "handle");
     FAILS(fs_push_pull(node, 0, NULL, &t, 1, NULL, 0, &ticket), EBADF,
           "handle");
+    FAILS(fs_push_pull_to(node, 0, NULL, &t, 1, NULL, 0, &ticket), EBADF,
+          "handle");
     FAILS(fs_wait(node, 0, 0, 0), EBADF, "handle");
     FAILS(fs_get_batch(node, 0, 0, &word, 1, &need, 0, 0), EBADF, "handle");
     FAILS(fs_respond(node, NULL, &word, &count, 1, NULL, &ticket, &need), EBADF,
@@ -467,6 +469,66 @@ CASE(own_receive_buffer) {
   CHECK(fs_respond(m.server, NULL, &batch[1], &count, 1, NULL, &answer,
                    &done) == 0);
   CHECK(wait_ticket(m.worker, ticket) == 0);
+  free_mesh(&m);
+}
+
+/* A push_pull with one server, which is in no batch. */
+CASE(unicast) {
+  struct mesh m = open_mesh();
+  char out[64], back[64] = "", answer[64];
+  const int64_t dims[] = {1, 64};
+  fs_tensor push = tensor(out, dims, 1), pull = tensor(back, dims, 1),
+            reply = tensor(answer, dims, 1);
+  fs_ticket ticket, behind, other, answered;
+  uint64_t batch[32];
+  size_t need, count = 1, none = 0, done;
+  memset(out, 'o', sizeof out);
+  memset(answer, 'a', sizeof answer);
+  FAILS(fs_push_pull_to(m.worker, 1, NULL, &push, 1, NULL, 0, &ticket),
+        EMSGSIZE, "give 0 to 0");
+  FAILS(fs_push_pull_to(m.server, 0, NULL, &push, 1, NULL, 0, &ticket), EINVAL,
+        "only a worker");
+  FAILS(
+      fs_get_batch(m.server, 0, 1, batch, COUNT(batch), &need, 0, FS_UNICASTS),
+      EINVAL, "least 1");
+  FAILS(
+      fs_get_batch(m.worker, 0, 0, batch, COUNT(batch), &need, 0, FS_UNICASTS),
+      EINVAL, "only a server");
+  CHECK(fs_get_batch(m.server, 0, 0, batch, COUNT(batch), &need, 0,
+                     FS_UNICASTS) == -EAGAIN);
+
+  CHECK(fs_push_pull_to(m.worker, 0, NULL, &push, 1, &pull, 1, &ticket) == 0);
+  CHECK(fs_push_pull_to(m.worker, 0, NULL, &push, 1, NULL, 0, &behind) == 0);
+  push.key = 2;
+  CHECK(fs_push_pull_to(m.worker, 0, NULL, &push, 1, NULL, 0, &other) == 0);
+  uint64_t handlers[3], keys[] = {1, 2, 1}, owed[2] = {0, 0};
+  fs_ticket of[] = {ticket, other, behind};
+  for (int i = 0; i < 3; i++) {
+    int rc;
+    while ((rc = fs_get_batch(m.server, 0, 0, batch, COUNT(batch), &need,
+                              SECOND, FS_UNICASTS)) == -EAGAIN) {
+    }
+    CHECK(rc == 0 && batch[0] == 1 && batch[5] == keys[i]);
+    CHECK(memcmp((void *)(uintptr_t)batch[8], out, sizeof out) == 0);
+    handlers[i] = batch[1];
+    if (i < 2)
+      owed[i] = batch[7];
+    if (i == 0) /* the one behind it waits, the other passes */
+      continue;
+    if (i == 1)
+      CHECK(fs_respond(m.server, NULL, &handlers[0], &count, 1, &reply,
+                       &answered, &done) == 0);
+    CHECK(fs_respond(m.server, NULL, &handlers[i], &none, 1, NULL, &answered,
+                     &done) == 0);
+  }
+  for (int i = 0; i < 3; i++)
+    CHECK(wait_ticket(m.worker, of[i]) == 0);
+  CHECK(memcmp(back, answer, sizeof back) == 0);
+  CHECK(fs_get_batch(m.server, 0, 0, batch, COUNT(batch), &need, 0, 0) ==
+        -EAGAIN);
+  for (int i = 0; i < 2; i++)
+    if (owed[i])
+      CHECK(fs_buffer_release(owed[i]) == 0);
   free_mesh(&m);
 }
 

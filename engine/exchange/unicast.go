@@ -1,0 +1,104 @@
+package exchange
+
+// A unicast is a push_pull with one server alone. It is in no batch, so nothing pairs it with what other
+// workers push, and it keeps no order but that of its keys: one that has to wait, for the credit of a key
+// or for its point, holds up only those behind it that push a key of it.
+
+// onUnicasts is what unicasts have for the name of a channel. No channel has it: those have printable names.
+const onUnicasts = "\x00"
+
+// place is a server of a unicast, as its index plus 1; the zero value is none.
+type place int
+
+const nowhere place = 0
+
+func (p place) index() int { return int(p) - 1 }
+
+// To makes t a unicast to a server, which is an index as that of the pull tensors of a push_pull. All its pull
+// tensors are for that server.
+func (t *Ticket) To(server int) {
+	t.on, t.only = onUnicasts, place(server+1)
+}
+
+// goesTo reports whether server i is to answer t.
+func (t *Ticket) goesTo(i int) bool { return t.only == nowhere || t.only.index() == i }
+
+// overtakeMost bounds how many unicasts that wait are passed by others, so that a look at all takes a
+// few microseconds. Those behind them wait for them, whatever their keys.
+const overtakeMost = 64
+
+// unicast is proceed for unicasts.
+func (w *Worker) unicast(s *server) bool {
+	q := &s.queues[ofUnicasts]
+	if q.len() == 0 {
+		return false
+	}
+	w.scans++
+	for i := range min(q.len(), overtakeMost) {
+		t := q.at(i)
+		if t.err != nil {
+			q.remove(i)
+			w.endLeg(t, s, t.err)
+			return true
+		}
+		if !s.overtakes(t, w.scans) || !w.compose(s, t) {
+			s.wait(t, w.scans)
+			continue
+		}
+		s.turn = t
+		return true
+	}
+	return false
+}
+
+// overtakes reports whether t pushes no key of those that have to wait in a scan.
+func (s *server) overtakes(t *Ticket, scan uint64) bool {
+	for _, k := range s.credits(t).keys {
+		if k.passed == scan {
+			return false
+		}
+	}
+	return true
+}
+
+// wait notes that t has to wait in a scan.
+func (s *server) wait(t *Ticket, scan uint64) {
+	for _, k := range s.credits(t).keys {
+		k.passed = scan
+	}
+}
+
+// ahead returns the first ticket in the queue of t that t waits for, or t.
+func (s *server) ahead(t *Ticket) *Ticket {
+	q := s.queue(t)
+	if t.only == nowhere {
+		return q.at(0)
+	}
+	for i := range q.len() {
+		o := q.at(i)
+		for j := range o.push {
+			for k := range t.push {
+				if o.push[j].Key == t.push[k].Key {
+					return o
+				}
+			}
+		}
+	}
+	return t
+}
+
+// Unicasts gives one request of each worker that has sent one to this server alone; nil: none has;
+// an error if none will as things stand. The requests stay until Deliver. The slice is valid until
+// the next call.
+func (s *Server) Unicasts() ([]*Request, error) {
+	if s.unicasts.ready.Load() != 0 {
+		return s.heads(s.unicasts), nil
+	}
+	if s.able.Load() == 0 {
+		return nil, s.broken
+	}
+	return nil, nil
+}
+
+// HasUnicasts says whether Unicasts would give requests, or an error. Safe from any goroutine.
+func (s *Server) HasUnicasts() bool { return s.unicasts.ready.Load() != 0 || s.able.Load() == 0 }
