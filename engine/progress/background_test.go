@@ -53,14 +53,14 @@ func TestBackgroundDrives(t *testing.T) {
 // have begun.
 func TestBackgroundStandsAside(t *testing.T) {
 	for _, thread := range []bool{false, true} {
-		d, f := newFake(t, Settings{Spin: time.Hour, Thread: thread})
+		d, f := newFake(t, Settings{Spin: time.Hour, Yield: time.Hour, Thread: thread})
 		d.Start()
 		var asked, before int64
 		require.True(t, d.Await(func() bool {
 			if asked++; asked == 2 { // the caller counts, and has made a pass
 				before = f.looks.Load()
 			}
-			return asked > 50_000
+			return asked > 20_000
 		}, time.Hour, true))
 		require.LessOrEqual(t, f.looks.Load()-before, asked-2+1)
 	}

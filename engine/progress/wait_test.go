@@ -51,7 +51,8 @@ func TestSleepEnds(t *testing.T) {
 }
 
 // TestNoSleep: who is about to sleep does not if that has come meanwhile what it waits for, if something was
-// submitted, if Arm says that something has come, or while a stream is to be looked at all the time.
+// submitted, if Arm says that something has come, or while a stream is to be looked at all the time. Nor does a caller
+// park if the sleeper has gone.
 func TestNoSleep(t *testing.T) {
 	d, f := newFake(t, Settings{})
 	require.False(t, d.rest(func() bool { return true }, time.Hour))
@@ -62,6 +63,10 @@ func TestNoSleep(t *testing.T) {
 	require.False(t, d.rest(never, time.Hour))
 	require.EqualValues(t, 3, d.Sleeps())
 	require.False(t, d.sleeping.Load())
+	d.park(never, time.Hour) // nobody sleeps
+	d.sleeping.Store(true)
+	d.park(func() bool { return true }, time.Hour)
+	d.sleeping.Store(false)
 	d.Streams(1)
 	d.Stirred(trace.Now() + int64(time.Hour))
 	require.False(t, d.rest(never, time.Hour))
