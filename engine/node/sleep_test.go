@@ -69,7 +69,8 @@ func (c counted) Poll(ev []transport.Event) (int, error) {
 }
 
 // TestIdlePair has a server wait for requests that do not come: soon nobody polls, on
-// either side, but for heartbeats.
+// either side. There are no heartbeats: after each of them a node polls for FSERVER_SPIN_US, and on a loaded machine
+// there may be one in each window.
 func TestIdlePair(t *testing.T) {
 	eachWay(t, func(t *testing.T, way ...string) {
 		var polls atomic.Int64
@@ -79,7 +80,7 @@ func TestIdlePair(t *testing.T) {
 				list[i] = counted{f, &polls}
 			}
 			return list, err
-		}, shape{1, 1, 1}, way...)
+		}, shape{1, 1, 1}, append(way, "PS_HEARTBEAT_INTERVAL=0", "PS_HEARTBEAT_TIMEOUT=0")...)
 		require.NoError(t, echo(t, m.workers[0], m.servers, 5, closed()))
 		var b batch
 		came := make(chan error, 1)

@@ -13,7 +13,7 @@ import (
 // threads share a core, each check takes 10 µs from them. It drives at once where a watch
 // is armed, or a stream writes words that Pass looks at, or something waits for a stream: nobody else does
 // before an event loop is told, or the word of a stream is seen. If the token stays taken, it naps as well: a
-// post may take many milliseconds, and whoever makes it may need this core.
+// post may take many milliseconds, and the thread that makes it may need this core.
 func (d *Driver) background() {
 	tick, failed := restTick, int64(0) // failed: since when the token is taken
 	for !d.stopped.Load() {
@@ -39,7 +39,7 @@ func (d *Driver) background() {
 			}
 			switch {
 			case !mine && now-failed < int64(yieldAfter):
-				yield() // who holds the token may need this core
+				yield() // the owner may need this core
 			case !mine:
 				d.nap(tick)
 				tick = min(2*tick, busyTick)
@@ -50,9 +50,9 @@ func (d *Driver) background() {
 	}
 }
 
-// The poller leaves the node to callers for so long after the last of them has left:
-// one who calls again soon finds the token free. It looks for them no more often than
-// lookTick, as each look takes a cache line from whoever drives.
+// The poller leaves the work to callers for so long after the last of them has left:
+// one that calls again soon finds the token free. The poller looks for them no more often than
+// lookTick, as each look takes a cache line from the thread that drives.
 const (
 	grace    = 20 * time.Microsecond
 	lookTick = 2 * time.Microsecond
@@ -102,10 +102,10 @@ func (d *Driver) poller() {
 	}
 }
 
-// stepAside naps for long, while there are callers: whoever leaves last ends the nap.
+// stepAside naps for long, while there are callers: the last one that leaves ends the nap.
 func (d *Driver) stepAside() {
 	d.dozing.Store(true)
-	d.rearm() // our last pass may have taken what was to wake a caller who sleeps
+	d.rearm() // our last pass may have taken what was to wake a caller that sleeps
 	if d.callers.Load() > 0 {
 		d.nap(d.longest)
 	}

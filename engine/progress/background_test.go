@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"fserver/engine/trace"
 )
 
 // TestNap: a nap ends when somebody nudges, when the time for callers to come is over, or by itself.
@@ -53,17 +55,49 @@ func TestBackgroundDrives(t *testing.T) {
 // have begun.
 func TestBackgroundStandsAside(t *testing.T) {
 	for _, thread := range []bool{false, true} {
-		d, f := newFake(t, Settings{Spin: time.Hour, Thread: thread})
+		d, f := newFake(t, Settings{Spin: time.Hour, Yield: time.Hour, Thread: thread})
 		d.Start()
 		var asked, before int64
 		require.True(t, d.Await(func() bool {
 			if asked++; asked == 2 { // the caller counts, and has made a pass
 				before = f.looks.Load()
 			}
-			return asked > 50_000
+			return asked > 20_000
 		}, time.Hour, true))
 		require.LessOrEqual(t, f.looks.Load()-before, asked-2+1)
 	}
+}
+
+// TestBackgroundLooks: just after a caller has left, the background goroutine naps, unless a stream runs or something
+// waits for one.
+func TestBackgroundLooks(t *testing.T) {
+	for _, held := range []bool{false, true} {
+		d, f := newFake(t, Settings{})
+		d.driven.Store(trace.Now() + int64(time.Hour))
+		d.Start()
+		time.Sleep(20 * time.Millisecond)
+		require.Zero(t, f.looks.Load())
+		if f.held.Store(held); !held {
+			d.Streams(1)
+		}
+		require.Eventually(t, func() bool { return f.passes.Load() > 10 }, 30*time.Second, time.Millisecond)
+	}
+}
+
+// TestStepAside: while a caller sleeps, who steps aside arms the descriptors for it, as its own last pass may have
+// taken what was to wake it. Without callers there is nobody to step aside for.
+func TestStepAside(t *testing.T) {
+	d, f := newFake(t, Settings{})
+	d.stepAside()
+	require.Zero(t, f.arms.Load())
+	d.sleeping.Store(true)
+	d.callers.Add(1)
+	d.nudge.ring() // it does not nap
+	d.stepAside()
+	require.EqualValues(t, 1, f.arms.Load())
+	require.False(t, d.dozing.Load())
+	d.sleeping.Store(false)
+	d.callers.Store(0)
 }
 
 // TestBackgroundNapsBesideAPost: while somebody has the token for long, as a thread that posts to a NIC that does its

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// bell wakes one who sleeps on fd, an eventfd.
+// bell wakes a thread that sleeps on fd, an eventfd.
 type bell struct {
 	fd   int
 	rung atomic.Bool // fd has been written and not read
@@ -18,8 +18,7 @@ func (b *bell) open() (err error) {
 	return err
 }
 
-// ring is for those who know that fd is open: they count among callers, or hold
-// the token.
+// ring is to be called only while counted among callers or holding the token: then fd is open.
 func (b *bell) ring() {
 	if !b.rung.Swap(true) {
 		one := [8]byte{1}
@@ -43,7 +42,7 @@ func (b *bell) hush() bool {
 // small message takes, above all where both share a core: 33 µs of 93 (GPU tensors of 4 KiB over TCP).
 const callerComes = 50 * time.Microsecond
 
-// timer wakes one who sleeps on fd, a timerfd, unless it is stopped before.
+// timer wakes a thread that sleeps on fd, a timerfd, unless it is stopped before.
 type timer struct {
 	fd      int
 	pending atomic.Bool

@@ -65,9 +65,9 @@ type Driver struct {
 
 	_     cpu.CacheLinePad
 	token atomic.Bool // held: somebody makes a pass
-	// The poller looks at what follows, and whoever drives writes the token all the time.
+	// The poller looks at what follows, and the threads that drive write the token all the time.
 	_       cpu.CacheLinePad
-	wanted  atomic.Int32 // who waits for the token; the poller lets them go first
+	wanted  atomic.Int32 // threads that wait for the token; the poller lets them go first
 	callers atomic.Int32 // inside Await
 	driven  atomic.Int64 // when the last caller left Await, nanoseconds
 	_       cpu.CacheLinePad
@@ -88,7 +88,7 @@ type Driver struct {
 	count  atomic.Int32 // of parked
 
 	epoll int
-	kick  bell  // wakes whoever sleeps on the descriptors
+	kick  bell  // wakes the thread that sleeps on the descriptors
 	nudge bell  // ends a nap of the background goroutine
 	soon  timer // likewise, in a while
 
@@ -136,7 +136,7 @@ func (d *Driver) Schedule(at int64) { d.timer.Store(at) }
 // Due reports whether the time of Schedule has come.
 func (d *Driver) Due(now int64) bool { return now >= d.timer.Load() }
 
-// Shut shuts the work, unless that has been done. Whoever waits, and every later call, gets err.
+// Shut shuts the work, unless that has been done. Calls that wait, and all later ones, get err.
 func (d *Driver) Shut(err error) {
 	if d.Own() {
 		d.shut(err)

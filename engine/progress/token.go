@@ -8,14 +8,14 @@ import (
 	"fserver/engine/transport"
 )
 
-// Drive makes a pass if nobody else does; false if somebody else does. now is
-// the time, give or take what a pass takes.
+// Drive makes a pass if nobody else does, and reports whether it did. now is the time, give or take what a
+// pass takes.
 func (d *Driver) Drive(now int64) (found int, mine bool) {
 	d.work.Look(now)
 	for d.token.CompareAndSwap(false, true) {
 		found, mine = found+d.owned(now), true
-		// What was submitted after the pass looked, by somebody who then
-		// found the token taken, is ours.
+		// What was submitted after the pass looked, by a thread that then found the token
+		// taken, is ours.
 		if !d.work.Pending() {
 			break
 		}
@@ -23,7 +23,7 @@ func (d *Driver) Drive(now int64) (found int, mine bool) {
 	return found, mine
 }
 
-// owned is a pass of whoever has just taken the token.
+// owned is a pass. Its caller has just taken the token.
 func (d *Driver) owned(now int64) int {
 	defer d.GiveBack()
 	all := d.woken.Load()
@@ -50,15 +50,16 @@ func (d *Driver) Spin(met func() bool, limit time.Duration) {
 	d.rearm()
 }
 
-// Submit takes what the caller has just submitted. What the transport cannot send at once is left to
-// a caller, who most likely comes at once. If none does, the background goroutine drives.
+// Submit takes what has just been submitted, if the token is free; else the owner does. What the
+// transport cannot send at once is left to a caller, which most likely comes at once. If none does,
+// the background goroutine drives.
 func (d *Driver) Submit() {
 	for d.work.Pending() && d.token.CompareAndSwap(false, true) {
 		d.post()
 	}
 }
 
-// post is Submit for whoever has just taken the token.
+// post is Submit. Its caller has just taken the token.
 func (d *Driver) post() {
 	defer d.GiveBack()
 	d.work.Drain()
@@ -74,8 +75,8 @@ func (d *Driver) post() {
 	}
 }
 
-// Stir has somebody make a pass soon: the sleeper, or else the background goroutine. For the
-// owner. Whoever goes to sleep after this has looked for a sleeper asks the descriptors first.
+// Stir has another thread make a pass soon: the one that sleeps, or else the background goroutine. For the
+// owner. A thread that goes to sleep after Stir has looked for a sleeper asks the descriptors first.
 func (d *Driver) Stir() {
 	if d.sleeping.Load() {
 		d.kick.ring()
@@ -85,7 +86,7 @@ func (d *Driver) Stir() {
 }
 
 // Own takes the token, waiting for the pass that is under way. False means that the work has been
-// shut. Whoever has the token defers Disown or GiveBack.
+// shut. Its caller defers Disown or GiveBack.
 func (d *Driver) Own() bool {
 	if d.token.CompareAndSwap(false, true) {
 		return true
@@ -96,7 +97,7 @@ func (d *Driver) Own() bool {
 		if d.stopped.Load() {
 			return false
 		}
-		if looks%1000 == 0 { // 1 to 2 ns each: whoever holds it does not run
+		if looks%1000 == 0 { // 1 to 2 ns each: the thread that holds it does not run
 			runtime.Gosched()
 			yield()
 		}
@@ -112,8 +113,8 @@ func (d *Driver) GiveBack() {
 	d.token.Store(false)
 }
 
-// Disown is GiveBack for whoever may have changed what others wait for. It makes the pass that they
-// may have missed, and wakes them.
+// Disown gives the token back after something may have ended that others wait for. It wakes them, and
+// takes what was submitted meanwhile. It is to be deferred.
 func (d *Driver) Disown() {
 	if p := recover(); p != nil {
 		panic(d.crashed(p))

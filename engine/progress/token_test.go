@@ -85,7 +85,8 @@ func TestOwnWaits(t *testing.T) {
 	require.Zero(t, d.wanted.Load())
 }
 
-// TestShut: who waits for the token hears of the end, and nobody drives again. Join drains what is still submitted.
+// TestShut: who waits for the token hears of the end, and nobody drives again. Join drains what is still submitted, and
+// waits for calls and goroutines.
 func TestShut(t *testing.T) {
 	d, f := newFake(t, Settings{})
 	require.True(t, d.Own())
@@ -103,18 +104,18 @@ func TestShut(t *testing.T) {
 	done := false
 	f.submit(func() { done = true })
 	require.False(t, done)
-	d.Enter()
-	joined := make(chan struct{})
-	go func() { defer close(joined); d.Join(f.take) }()
-	require.Eventually(t, func() bool { return !f.Pending() }, 30*time.Second, time.Millisecond)
-	select {
-	case <-joined:
-		require.Fail(t, "Join did not wait for Leave")
-	default:
-	}
-	d.Leave()
-	<-joined
+	d.Join(f.take)
 	require.True(t, done)
+	for name, use := range map[string]*atomic.Int32{"Await": &d.callers, "ring": &d.calls, "Enter": &d.helpers} {
+		use.Add(1)
+		looks := 0
+		d.Join(func() {
+			if looks++; looks == 3 {
+				use.Add(-1)
+			}
+		})
+		require.Equal(t, 3, looks, name)
+	}
 }
 
 const bang = "a fault of the test's own"

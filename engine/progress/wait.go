@@ -81,7 +81,7 @@ func (d *Driver) Await(met func() bool, limit time.Duration, spin bool) bool {
 // yield gives the core to whoever else wants it, another process above all.
 func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 
-// rest sleeps until there may be something to do, at most limit. True means
+// rest sleeps until there may be something to do, at most for limit. True means
 // that a signal came.
 func (d *Driver) rest(met func() bool, limit time.Duration) (interrupted bool) {
 	if d.streams.lull() == 0 {
@@ -91,7 +91,7 @@ func (d *Driver) rest(met func() bool, limit time.Duration) (interrupted bool) {
 	d.sleeps.Add(1)
 	if d.sleeping.CompareAndSwap(false, true) {
 		defer d.sleeping.Store(false)
-		// Between our pass and the line above, somebody else may have ended
+		// Between our pass and the line above, another thread may have ended
 		// what we wait for without seeing us sleep.
 		if met() || d.work.Pending() {
 			return false
@@ -177,7 +177,7 @@ func (d *Driver) unpark(k *parking) {
 	d.spare = append(d.spare, k)
 }
 
-// relay wakes one parked caller, to take over from one who leaves.
+// relay wakes one parked caller, to take over from one that leaves.
 func (d *Driver) relay() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -199,13 +199,13 @@ func (k *parking) rouse() {
 	}
 }
 
-// others reports whether a caller sleeps or is parked, or a watch is armed. The caller who asks
+// others reports whether a caller sleeps or is parked, or a watch is armed. The caller that asks
 // does not sleep.
 func (d *Driver) others() bool {
 	return d.count.Load() > 0 || d.armed.Load() > 0 || d.sleeping.Load() && !d.resting.Load()
 }
 
-// wakeAll makes everybody who sleeps look again, and the event loops that have armed a watch.
+// wakeAll makes each thread that sleeps look again, and each event loop that has armed a watch.
 func (d *Driver) wakeAll() {
 	if d.sleeping.Load() {
 		d.kick.ring()

@@ -42,16 +42,17 @@ func TestSleep(t *testing.T) {
 
 // TestSleepEnds: a sleeper sleeps no longer than its limit, or until Due.
 func TestSleepEnds(t *testing.T) {
-	d, f := newFake(t, Settings{})
+	d, _ := newFake(t, Settings{})
 	require.False(t, d.Await(never, time.Millisecond, false))
 	require.NotZero(t, d.Sleeps())
 	d.Schedule(0)
-	passes := f.passes.Load()
-	require.True(t, d.Await(func() bool { return f.passes.Load() >= passes+10 }, time.Hour, false))
+	sleeps := d.Sleeps()
+	require.True(t, d.Await(func() bool { return d.Sleeps() > sleeps+10 }, time.Hour, false))
 }
 
 // TestNoSleep: who is about to sleep does not if that has come meanwhile what it waits for, if something was
-// submitted, if Arm says that something has come, or while a stream is to be looked at all the time.
+// submitted, if Arm says that something has come, or while a stream is to be looked at all the time. Nor does a caller
+// park if the sleeper has gone.
 func TestNoSleep(t *testing.T) {
 	d, f := newFake(t, Settings{})
 	require.False(t, d.rest(func() bool { return true }, time.Hour))
@@ -62,6 +63,10 @@ func TestNoSleep(t *testing.T) {
 	require.False(t, d.rest(never, time.Hour))
 	require.EqualValues(t, 3, d.Sleeps())
 	require.False(t, d.sleeping.Load())
+	d.park(never, time.Hour) // nobody sleeps
+	d.sleeping.Store(true)
+	d.park(func() bool { return true }, time.Hour)
+	d.sleeping.Store(false)
 	d.Streams(1)
 	d.Stirred(trace.Now() + int64(time.Hour))
 	require.False(t, d.rest(never, time.Hour))
@@ -217,7 +222,7 @@ func TestLooksWhileItSleeps(t *testing.T) {
 			d.Streams(1)
 			d.Stirred(trace.Now() - int64(time.Hour))
 		}
-		require.True(t, d.Await(func() bool { return f.passes.Load() >= 10 }, time.Hour, false))
+		require.True(t, d.Await(func() bool { return d.Sleeps() > 10 }, time.Hour, false))
 	}
 }
 

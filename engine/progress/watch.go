@@ -11,7 +11,7 @@ import (
 
 // watches are how event loops wait: threads that sleep on descriptors of their own, in no call of
 // the Driver. A loop arms its watch, looks whether what it waits for has come, and sleeps on an
-// eventfd. When something has ended, whoever drives writes to the eventfds of the watches that
+// eventfd. When something has ended, the owner writes to the eventfds of the watches that
 // are armed, once for each time that they were.
 type watches struct {
 	armed  atomic.Int32 // how many are

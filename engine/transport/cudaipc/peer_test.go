@@ -69,7 +69,7 @@ func TestNothingToLend(t *testing.T) {
 	a, b := pairOf(t, g, overCMA, true)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 	k := b.key(t, dst)
-	a.below().Conn = miser{a.below().Conn}
+	a.below().Conn, a.below().asked = miser{a.below().Conn}, time.Time{} // so that it waits for answerLimit
 	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	holds(t, g, dst, 5)

@@ -152,6 +152,9 @@ func pairOf(t *testing.T, g *fakegpu.GPU, under below, share bool) (a, b *side) 
 	require.NoError(t, err)
 	a.c = c
 	until(t, a, b, func() bool { return b.c != nil })
+	if share { // a write waits for the introductions for as long as this machine takes, and is not staged meanwhile
+		a.below().asked = time.Now().Add(time.Hour)
+	}
 	return a, b
 }
 
