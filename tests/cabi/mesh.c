@@ -354,6 +354,8 @@ static bool report(const struct cluster *c, double seconds) {
     least = o->sizes[i] < least ? o->sizes[i] : least;
     most = o->sizes[i] > most ? o->sizes[i] : most;
   }
+  if (o->mode == CARRY)
+    least = 0, most = carried_most();
   for (int i = 0; i < c->rows; i++) {
     open = c->board->rows[i].open > open ? c->board->rows[i].open : open;
     if (!*why)

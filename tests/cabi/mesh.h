@@ -152,6 +152,8 @@ void disturb_all(struct cluster *c);
 
 /* mesh_carry.c */
 void carry_all(struct cluster *c);
+/* The bytes of the largest tensor; some have none. */
+uint64_t carried_most(void);
 /* The messages that all members have together. */
 int64_t carried(const struct options *o);
 /* What a worker or server does with its channels. Its node is closed if somebody was to be lost. */

@@ -54,6 +54,10 @@ static int64_t messages(const struct options *o, int kind) {
   return (o->count + kinds[kind].one_in - 1) / kinds[kind].one_in;
 }
 
+uint64_t carried_most(void) {
+  return (uint64_t)(kinds[LANES - 1].rows * kinds[LANES - 1].row);
+}
+
 int64_t carried(const struct options *o) {
   int64_t sum = 0;
   for (int i = 0; i < LANES; i++)
