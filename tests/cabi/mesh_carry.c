@@ -328,7 +328,7 @@ void carry_all(struct cluster *c) {
     c->kills++;
     const int64_t since = fs_now();
     good = wait_until(c, all_have_ended, victim, "not every channel has ended");
-    if (c->o->verbose)
+    if (good && c->o->verbose)
       printf("mesh: %s was killed: all channels had ended after %.3f s\n",
              name_of(victim), (double)(fs_now() - since) / 1e9);
     c->board->quit = 1;
