@@ -15,7 +15,7 @@
 #   MOST=67108864     bytes of the largest tensor
 #   ITERS=1000        messages of each size for perftest
 #   TOKENS=5          tokens of 61 layers x 3 stages
-#   STEPS="..."       which steps, in this order: doctor peer bytes gpu layers tcp perftest nccl ucx; the same on both
+#   STEPS="..."       which steps, in this order: doctor peer bytes gpu layers tcp perftest nccl nixl ucx; the same on both
 #   PYTHON=python3    which has fserver
 #
 # The exit status is 1 if a step failed. A step that cannot run is skipped, with the reason.
@@ -33,7 +33,7 @@ if [[ ! $role ]]; then
 fi
 port=${PORT:-7471} limit=${SECONDS_EACH:-120} python=${PYTHON:-python3}
 results=${RESULTS:-rdma-check-$(hostname)-$role}
-steps=${STEPS:-doctor peer bytes gpu layers tcp perftest nccl ucx}
+steps=${STEPS:-doctor peer bytes gpu layers tcp perftest nccl nixl ucx}
 wait=${WAIT:-600}
 export FSERVER_TRANSPORT=${TRANSPORT:-${FSERVER_TRANSPORT:-auto}} PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$results"
@@ -101,15 +101,18 @@ facts() {
   done >"$results/facts.txt"
 }
 gpu() { has nvidia-smi && "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
+nixl() { "$python" -c 'import sys; from fserver.bench import ways; sys.exit(ways.missing("nixl"))' 2>/dev/null; }
 mine() { # what this host has
   local found=""
   if gpu; then found+=" gpu"; fi
   if has ib_write_lat && has ib_write_bw; then found+=" perftest"; fi
   if has ucx_perftest; then found+=" ucx"; fi
+  if [[ " $steps " == *" nixl "* ]] && nixl; then found+=" nixl"; fi
   echo "$found"
 }
+have() { [[ " $own " == *" $1 "* && " $theirs " == *" $1 "* ]]; } # WORD: both hosts
 both() { # STEP WORD: both hosts have it
-  if [[ " $own " == *" $2 "* && " $theirs " == *" $2 "* ]]; then return 0; fi
+  if have "$2"; then return 0; fi
   line skip "$1" "only if both hosts have it: $2"
   return 1
 }
@@ -158,7 +161,7 @@ own=$(mine)
 meet start "$wait" "$own"
 read -r address theirs <<<"$heard"
 [[ $role == client ]] || server=$address
-line ok start "$role; the server is $server; here:${own:- no perftest, GPU, ucx}; there: ${theirs:-no perftest, GPU, ucx}"
+line ok start "$role; the server is $server; here:${own:- no perftest, GPU, ucx, nixl}; there: ${theirs:-no perftest, GPU, ucx, nixl}"
 if [[ $role == server ]]; then
   "$python" -m fserver doctor --listen "$(join "$server" $((port + 1)))" >"$results/listen.log" 2>&1 &
   listener=$!
@@ -177,6 +180,7 @@ for step in $steps; do
   layers) part layers layers 4 --tokens "${TOKENS:-5}" ;;
   tcp) FSERVER_TRANSPORT=tcp part tcp layers 4 --tokens "${TOKENS:-5}" ;;
   nccl) if both nccl gpu; then part nccl nccl 6; fi ;;
+  nixl) if both nixl nixl; then part nixl nixl 6 --device "$(have gpu && echo gpu || echo cpu)"; fi ;;
   *) line FAIL "$step" "no such step (STEPS)" ;;
   esac
 done

@@ -4,6 +4,7 @@ rdma_steps.py meet    --role R --at HOST:PORT --name STEP --seconds S [--say WOR
 rdma_steps.py bytes   --role R --at HOST:PORT --seconds S --json FILE [--most BYTES] [--device D]
 rdma_steps.py layers  --role R --at HOST:PORT --seconds S --json FILE [--tokens N]
 rdma_steps.py nccl    --role R --at HOST:PORT --json FILE
+rdma_steps.py nixl    --role R --at HOST:PORT --seconds S --json FILE [--device D]
 rdma_steps.py device  FILE       prints device, port and GID index of a result of bytes, if any
 rdma_steps.py headline FILE      prints one line of a result
 """
@@ -11,6 +12,7 @@ rdma_steps.py headline FILE      prints one line of a result
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import re
@@ -23,6 +25,7 @@ from typing import Any
 LAYERS, STAGES = 61, 3
 TENSORS, OUT, BACK = 7, 128 << 10, 256 << 10  # 896 KiB to the server, 1.75 MiB back
 BUDGET_US = 1e6 / (LAYERS * STAGES * 20)  # a round trip, at 20 tokens/s
+NIXL, NIXL_WARM, NIXL_COUNT = (4 << 10, 1 << 20), 20, 200
 LINE = 500  # bytes that a host says at a meeting, at most
 
 
@@ -203,6 +206,61 @@ def nccl(options: argparse.Namespace) -> dict[str, Any]:
     return _percentiles(times[50:])
 
 
+class Pair:
+    """The two hosts, as fserver.bench.ways wants the sides of a way. The client sends first."""
+
+    def __init__(self, options: argparse.Namespace, device: Any) -> None:
+        server, end = options.role == "server", time.monotonic() + options.seconds
+        self.index, self.device = int(server), device
+        self._sock = _server(options, end) if server else _client(options, end)
+        self._sock.settimeout(options.seconds)
+        self._lines = self._sock.makefile()
+
+    def exchange(self, mine: Any) -> Any:
+        """Gives the other host bytes, or what JSON has, and takes its own."""
+        coded = isinstance(mine, bytes)
+        text = json.dumps([coded, base64.b64encode(mine).decode() if coded else mine])
+        self._sock.sendall(text.encode() + b"\n")
+        if not (line := self._lines.readline()):
+            sys.exit("the other host has ended this step (its log says why)")
+        coded, theirs = json.loads(line)
+        return base64.b64decode(theirs) if coded else theirs
+
+    def barrier(self) -> None:
+        self.exchange(None)
+
+
+def nixl(options: argparse.Namespace) -> dict[str, Any]:
+    """WRITEs of 4 KiB and 1 MiB by NIXL, there and back, and a notification behind each. Compares
+    every byte. What is timed is the round trip, as in bytes."""
+    import torch
+
+    from fserver.bench import ways
+
+    device = torch.device("cuda", 0) if options.device == "gpu" else torch.device("cpu")
+    pair = Pair(options, device)
+    make = ways.join("nixl", pair, max(NIXL))
+    found: dict[str, Any] = {"memory": f"{options.device} memory"}
+    for count in NIXL:
+        way, times = make(count, count), []
+        for turn in range(NIXL_WARM + NIXL_COUNT):
+            way.source.fill_((turn + 100 * pair.index) % 251)
+            if options.device == "gpu":
+                torch.cuda.synchronize()
+            pair.barrier()  # both are filled, and what came last was compared
+            begin = time.monotonic_ns()
+            for call in (way.recv, way.send) if pair.index else (way.send, way.recv):
+                call()
+            times.append(time.monotonic_ns() - begin)
+            if (way.landing != (turn + 100 * (1 - pair.index)) % 251).any():
+                sys.exit(f"of {count} bytes by NIXL some came wrong")
+        if pair.index == 0:  # the server's times begin before the client sends
+            each = {"bytes": count, "count": NIXL_COUNT, **_percentiles(times[NIXL_WARM:])}
+            found.setdefault("sizes", []).append(each)
+    pair.barrier()  # nobody ends while the other one writes
+    return found
+
+
 # -- results
 
 
@@ -217,6 +275,8 @@ def headline(file: str) -> None:
     parts = []
     if "link" in found:
         parts.append(found["link"]["transport"])
+    if "memory" in found:
+        parts.append(found["memory"])
     for s in found.get("sizes", []):
         if s["bytes"] in (1, 4096, 1 << 20, found["sizes"][-2]["bytes"]):
             parts.append(f"{s['bytes']} B {s['p50_us']:.0f} us")
@@ -232,7 +292,7 @@ def main() -> None:
         {"device": device, "headline": headline}[sys.argv[1]](sys.argv[2])
         return
     parser = argparse.ArgumentParser()
-    parser.add_argument("step", choices=("meet", "bytes", "layers", "nccl"))
+    parser.add_argument("step", choices=("meet", "bytes", "layers", "nccl", "nixl"))
     parser.add_argument("--role", choices=("server", "client"), required=True)
     parser.add_argument("--at", required=True)
     parser.add_argument("--seconds", type=float, default=60)
@@ -246,7 +306,8 @@ def main() -> None:
     if options.step == "meet":
         meet(options)
         return
-    found = {"bytes": exchange, "layers": layers, "nccl": nccl}[options.step](options)
+    steps = {"bytes": exchange, "layers": layers, "nccl": nccl, "nixl": nixl}
+    found = steps[options.step](options)
     Path(options.json).write_text(json.dumps(found, indent=1))
 
 

@@ -149,15 +149,16 @@ def _nixl(side: Side, room: int) -> Open:
     package = next(name for name in _NIXL if importlib.util.find_spec(name))
     api = importlib.import_module(f"{package}._api")
     agent = api.nixl_agent(f"side{side.index}", api.nixl_agent_config(enable_prog_thread=False))
-    outgoing, incoming, at = _empty(side, room), _empty(side, room), side.device.index
+    outgoing, incoming, at = _empty(side, room), _empty(side, room), side.device.index or 0
+    kind = "VRAM" if side.device.type == "cuda" else "DRAM"
     agent.register_memory([outgoing, incoming])
     peer = agent.add_remote_agent(side.exchange(agent.get_agent_metadata()))
     peer = peer.decode() if isinstance(peer, bytes) else peer
     address, device = side.exchange((incoming.data_ptr(), at))
 
     def make(out: int, into: int) -> Way:
-        ours = agent.get_xfer_descs([(outgoing.data_ptr(), out, at)], "VRAM")
-        theirs = agent.get_xfer_descs([(address, out, device)], "VRAM")
+        ours = agent.get_xfer_descs([(outgoing.data_ptr(), out, at)], kind)
+        theirs = agent.get_xfer_descs([(address, out, device)], kind)
         transfer = agent.initialize_xfer("WRITE", ours, theirs, peer, b"sent")
 
         def send() -> None:

@@ -29,6 +29,12 @@ static const char usage[] =
     "with wait\n"
     "disturb   runs --command --times times, in both ways, while push_pulls go "
     "on\n"
+    "carry     messages on three channels, which the engine carries for "
+    "threads "
+    "that play\n"
+    "          streams: --count on each of two; then --times members are "
+    "killed while\n"
+    "          messages are under way, each of another cluster\n"
     "\n"
     "--transport NAME   FSERVER_TRANSPORT (default auto)\n"
     "--link NAME        each link must be of this transport (default: that of\n"
@@ -148,8 +154,8 @@ static void set_option(struct options *o, const char *name, const char *value) {
 }
 
 static void set_mode(struct options *o, const char *name) {
-  static const char *const modes[] = {"exchange", "kill", "disturb"};
-  for (int i = 0; i < 3; i++) {
+  static const char *const modes[] = {"exchange", "kill", "disturb", "carry"};
+  for (int i = 0; i < 4; i++) {
     if (strcmp(name, modes[i]) == 0) {
       o->mode = i;
       return;
@@ -329,12 +335,13 @@ static bool through_or_on(struct cluster *c) {
   return on || c->board->quit;
 }
 
-static void exchange(struct cluster *c) {
+bool exchange(struct cluster *c) {
   bool good = start_all(c);
   while (good && !c->board->quit)
     good = wait_until(c, through_or_on, -1, "no exchange has been made");
   good = good && wait_left(c);
   end_all(c, c->hangs != 0);
+  return good;
 }
 
 /* The last line. */
@@ -347,6 +354,8 @@ static bool report(const struct cluster *c, double seconds) {
     least = o->sizes[i] < least ? o->sizes[i] : least;
     most = o->sizes[i] > most ? o->sizes[i] : most;
   }
+  if (o->mode == CARRY)
+    least = 0, most = carried_most();
   for (int i = 0; i < c->rows; i++) {
     open = c->board->rows[i].open > open ? c->board->rows[i].open : open;
     if (!*why)
@@ -358,7 +367,7 @@ static bool report(const struct cluster *c, double seconds) {
   printf("mesh: %s, seed %lld: ", o->transport, (long long)o->seed);
   if (o->mode != EXCHANGE)
     printf("%lld %s, ", (long long)c->kills,
-           o->mode == KILL ? "kills" : "disturbances");
+           o->mode == DISTURB ? "disturbances" : "kills");
   printf("%lld exchanges, %lld tensors of %llu to %llu bytes and %lld bytes "
          "compared, at most %lld open, %lld hangs, %lld wrong bytes, %lld "
          "other ends, %.1f s\n",
@@ -366,14 +375,17 @@ static bool report(const struct cluster *c, double seconds) {
          (unsigned long long)least, (unsigned long long)most,
          (long long)TOTAL(c, bytes), (long long)open, (long long)c->hangs,
          (long long)TOTAL(c, wrong), (long long)c->ends, seconds);
-  const bool enough = o->mode != EXCHANGE ||
-                      TOTAL(c, exchanges) == (1 + SERVERS) * WORKERS * o->count;
+  const bool enough =
+      o->mode == EXCHANGE
+          ? TOTAL(c, exchanges) == (1 + SERVERS) * WORKERS * o->count
+      : o->mode == CARRY ? TOTAL(c, exchanges) >= carried(o)
+                         : true;
   return enough && !c->hangs && !c->ends && !TOTAL(c, wrong);
 }
 
 /* The memory that all processes share: standard input of the members. */
 static struct board *map_board(const struct options *o, int fd) {
-  const size_t rows = 2 * MEMBERS + (size_t)o->times;
+  const size_t rows = MEMBERS * (2 + (size_t)o->times);
   const size_t bytes = sizeof(struct board) + rows * sizeof(struct row);
   struct board *b = MAP_FAILED;
   if (fd >= 0 && ftruncate(fd, (off_t)bytes) == 0)
@@ -405,6 +417,8 @@ int main(int argc, char **argv) {
   const int64_t begin = fs_now();
   if (o.mode == EXCHANGE)
     exchange(&c);
+  else if (o.mode == CARRY)
+    carry_all(&c);
   else
     disturb_all(&c);
   return report(&c, (double)(fs_now() - begin) / 1e9) ? 0 : 1;

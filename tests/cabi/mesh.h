@@ -1,7 +1,7 @@
 /*
  * What the parts of the program `mesh` share. mesh.c starts the processes,
- * mesh_kill.c disturbs them, mesh_node.c is a member of the cluster, and
- * mesh_bytes.c says which bytes a tensor has.
+ * mesh_kill.c disturbs them, mesh_node.c is a member of the cluster, mesh_carry.c
+ * the channels of one, and mesh_bytes.c says which bytes a tensor has.
  */
 #ifndef MESH_H
 #define MESH_H
@@ -41,7 +41,7 @@ const char *name_of(int member);
 
 /* The command line. */
 struct options {
-  enum { EXCHANGE, KILL, DISTURB } mode;
+  enum { EXCHANGE, KILL, DISTURB, CARRY } mode;
   const char *transport;  /* FSERVER_TRANSPORT */
   const char *link;       /* what each link must be; NULL: anything */
   const char *hosts[2];   /* of workers and of servers */
@@ -50,7 +50,7 @@ struct options {
   int nsettings;
   uint64_t sizes[MAX_SIZES];
   int nsizes;
-  int64_t count; /* push_pulls of each worker (EXCHANGE) */
+  int64_t count; /* push_pulls of each worker (EXCHANGE), or messages (CARRY) */
   int64_t keys;
   int64_t open;  /* push_pulls that a worker has under way */
   int64_t pause; /* ns; after a push_pull or a loss, unless EXCHANGE */
@@ -66,9 +66,11 @@ struct options {
 struct row {
   _Atomic int64_t run; /* of its member, once it is in the cluster */
   _Atomic int64_t exchanges, tensors, bytes, wrong;
-  _Atomic int64_t open;          /* the most push_pulls that were under way */
-  _Atomic int64_t barriers;      /* that it has come through */
-  _Atomic int64_t barrier_at;    /* the last one */
+  _Atomic int64_t open;       /* the most push_pulls that were under way */
+  _Atomic int64_t barriers;   /* that it has come through */
+  _Atomic int64_t barrier_at; /* the last one */
+  _Atomic int64_t
+      closed; /* channels that ended because a peer closed its side */
   _Atomic int64_t losses;        /* errors that named a member as lost */
   _Atomic int64_t lost[MEMBERS]; /* of these, by the member */
   _Atomic int64_t met[MEMBERS];  /* the peer's run in the last right exchange */
@@ -77,7 +79,9 @@ struct row {
 
 struct board {
   _Atomic int32_t port; /* of the scheduler */
-  _Atomic int32_t wait; /* FSERVER_ON_PEER_LOST=wait, else raise */
+  _Atomic int32_t
+      wait; /* FSERVER_ON_PEER_LOST=wait, else raise; with CARRY, messages go on until
+                           somebody is lost */
   _Atomic int32_t done; /* workers that have made all their exchanges */
   _Atomic int32_t quit; /* everybody leaves */
   struct row rows[];
@@ -105,6 +109,11 @@ int32_t key_of(const struct options *o, uint64_t seq, int index);
 
 /* mesh_node.c: the life of a member. Its exit status is that of the process. */
 enum { TAKEN_FOR_LOST = 3 };
+_Noreturn void die(const char *format, ...);
+/* Ends the process unless rc is 0. */
+void check(int rc, const char *what);
+/* A call has given rc: a member is lost. The error names it, or the process ends. */
+void lose(int rc, const char *what);
 int live(const struct options *o, struct board *board, int member, int run,
          int row);
 
@@ -133,10 +142,22 @@ bool wait_until(struct cluster *c, bool (*met)(struct cluster *), int but,
                 const char *otherwise);
 bool start_all(struct cluster *c);
 bool wait_left(struct cluster *c);
+/* A cluster from its start to its end, which comes when the workers are through. */
+bool exchange(struct cluster *c);
 /* Ends what runs. If something is wrong, it says first where it is. */
 void end_all(struct cluster *c, bool wrong);
 
 /* mesh_kill.c */
 void disturb_all(struct cluster *c);
+
+/* mesh_carry.c */
+void carry_all(struct cluster *c);
+/* The bytes of the largest tensor; some have none. */
+uint64_t carried_most(void);
+/* The messages that all members have together. */
+int64_t carried(const struct options *o);
+/* What a worker or server does with its channels. Its node is closed if somebody was to be lost. */
+void carry(const struct options *o, struct board *board, struct row *row,
+           fs_node node, int member);
 
 #endif

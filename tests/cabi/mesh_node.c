@@ -52,7 +52,7 @@ struct member {
 
 static struct member self;
 
-static void die(const char *format, ...) {
+void die(const char *format, ...) {
   fs_error e = {0};
   char text[300];
   va_list args;
@@ -65,13 +65,12 @@ static void die(const char *format, ...) {
   _exit(more && e.code == -ESHUTDOWN ? TAKEN_FOR_LOST : 1);
 }
 
-static void check(int rc, const char *what) {
+void check(int rc, const char *what) {
   if (rc != 0)
     die("%s gives %d", what, rc);
 }
 
-/* A call has given rc: a member is lost. The error names it, or the process ends. */
-static void lose(int rc, const char *what) {
+void lose(int rc, const char *what) {
   fs_error e;
   if (rc != -ECONNRESET)
     check(rc, what);
@@ -514,7 +513,8 @@ static void open_node(void) {
   SET("DMLC_PS_ROOT_PORT=%d", self.board->port);
   SET("DMLC_NODE_HOST=%s", self.o->hosts[role == FS_ROLE_SERVER]);
   SET("FSERVER_TRANSPORT=%s", self.o->transport);
-  SET("FSERVER_ON_PEER_LOST=%s", self.board->wait ? "wait" : "raise");
+  SET("FSERVER_ON_PEER_LOST=%s",
+      self.board->wait && self.o->mode != CARRY ? "wait" : "raise");
   SET("FSERVER_INIT_TIMEOUT=%g", limit);
   SET("FSERVER_STOP_TIMEOUT=%g", limit);
   SET("FSERVER_REJOIN_TIMEOUT=%g", limit);
@@ -557,7 +557,7 @@ static void check_links(void) {
     if (strncmp(at, self.o->link, strlen(self.o->link)) != 0)
       die("a link is not %s: %s", self.o->link, json);
   }
-  if (self.o->mode == EXCHANGE && links != WORKERS)
+  if ((self.o->mode == EXCHANGE || self.o->mode == CARRY) && links != WORKERS)
     die("%d links: %s", links, json);
 }
 
@@ -599,10 +599,14 @@ int live(const struct options *o, struct board *board, int member, int run,
   check(rc, "fs_wait_ready");
   check_links();
   self.row->run = run;
-  const bool meets = role != FS_ROLE_SCHEDULER && o->mode != EXCHANGE;
+  const bool meets =
+      role != FS_ROLE_SCHEDULER && o->mode != EXCHANGE && o->mode != CARRY;
   if (meets && pthread_create(&thread, NULL, meet, NULL) != 0)
     die("no thread");
-  if (role == FS_ROLE_SERVER)
+  bool leaves = o->mode != CARRY || !board->wait;
+  if (o->mode == CARRY && role != FS_ROLE_SCHEDULER)
+    carry(o, board, self.row, self.node, member);
+  else if (role == FS_ROLE_SERVER)
     work_as_server();
   else if (role == FS_ROLE_WORKER)
     work_as_worker();
@@ -612,6 +616,9 @@ int live(const struct options *o, struct board *board, int member, int run,
     nap(20 * MS);
   if (meets)
     pthread_join(thread, NULL);
-  leave();
+  if (leaves)
+    leave();
+  else
+    check(fs_free(self.node), "fs_free");
   return 0;
 }

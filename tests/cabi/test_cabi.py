@@ -51,12 +51,14 @@ def test_case(program: Path, case: str) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "cma"])
 def test_mesh(mesh: Path, transport: str) -> None:
-    """2 workers and 2 servers: all sizes, a burst of 10,000 requests, and kill -9 of some."""
+    """2 workers and 2 servers: all sizes, a burst of 10,000 requests, kill -9 of some, and channels that
+    the engine carries, with one of each role killed in the middle."""
     sizes = "1,7,48,4096,65537,1048576,16777216"
     for work in (
         ("exchange", "--sizes", sizes, "--count", "7"),
         ("exchange", "--sizes", "1,64,1000", "--count", "2500", "--open", "4096", "--keys", "64"),
         ("kill", "--times", "4"),
+        ("carry", "--count", "200", "--times", "2"),
     ):
         out = run(mesh, *work, "--transport", transport)
         assert "0 hangs, 0 wrong bytes, 0 other ends" in out
@@ -66,6 +68,7 @@ def test_mesh(mesh: Path, transport: str) -> None:
     ("options", "part"),
     [
         (("exchange", "--spoil", "20"), "0 hangs, 4 wrong bytes, 0 other ends"),
+        (("carry", "--spoil", "20"), "0 hangs, 8 wrong bytes, 0 other ends"),
         (("disturb", "--command", "set -- $PIDS; kill -9 $2"), "0 hangs, 0 wrong bytes, 1 other"),
         (("disturb", "--command", "set -- $PIDS; kill -STOP $4", "--limit", "1"), "1 hangs"),
         (("disturb", "--command", "exit 7"), "1 other ends"),

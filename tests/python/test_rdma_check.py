@@ -72,7 +72,7 @@ def states(out: str) -> dict[str, str]:
 
 
 def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
-    steps = {"STEPS": "doctor peer bytes layers tcp perftest gpu nccl"}
+    steps = {"STEPS": "doctor peer bytes layers tcp perftest gpu nccl nixl"}
     both = {role: start(spaces, role, tmp_path / role, **steps) for role in HOSTS}
     out = {role: process.communicate(timeout=300)[0] for role, process in both.items()}
     for role, process in both.items():
@@ -81,7 +81,8 @@ def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
         assert [found[s] for s in ("start", "doctor", "peer", "bytes", "layers", "tcp")] == [
             "ok"
         ] * 6
-        assert "skip" == found["perftest"], out[role]
+        assert "skip" == found["perftest"] == found["nixl"], out[role]
+        assert "only if both hosts have it: nixl" in out[role]
         assert len(out[role].splitlines()) < 25, "it fits on a screen"
         with tarfile.open(tmp_path / f"{role}.tar.gz") as packed:
             files = {Path(name).name for name in packed.getnames()}
@@ -92,6 +93,64 @@ def test_two_hosts(spaces: dict[str, str], tmp_path: Path) -> None:
     )
     assert "transport  tcp" in (tmp_path / "client/peer.log").read_text()
     assert json.loads((tmp_path / "client/layers.json").read_text())["p50_us"] > 0
+
+
+# A module that plays NIXL between processes of one machine: a WRITE goes by /proc/PID/mem.
+NIXL = """
+import os, socket
+
+class nixl_agent_config:
+    def __init__(self, enable_prog_thread):
+        assert enable_prog_thread is False
+
+class nixl_agent:
+    def __init__(self, name, config):
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(f"{os.environ['FAKE_NIXL']}/{name}")
+        self.socket.setblocking(False)
+        self.name = name
+    def register_memory(self, tensors):
+        assert [t.device.type for t in tensors] == ["cpu"] * 2
+    def get_agent_metadata(self):
+        return f"{os.getpid()} {self.name}".encode()
+    def add_remote_agent(self, metadata):
+        return metadata
+    def get_xfer_descs(self, rows, kind):
+        assert kind == "DRAM"
+        return rows[0][:2]
+    def initialize_xfer(self, what, ours, theirs, peer, note):
+        assert what == "WRITE" and ours[1] == theirs[1]
+        return ours, theirs, peer.split()
+    def transfer(self, transfer, note):
+        (source, n), (target, _), (pid, name) = transfer
+        with open("/proc/self/mem", "rb", 0) as a, open(f"/proc/{pid}/mem", "wb", 0) as b:
+            os.pwrite(b.fileno(), os.pread(a.fileno(), n, source), target)
+        self.socket.sendto(note, f"{os.environ['FAKE_NIXL']}/{name}")
+        return "DONE"
+    def get_new_notifs(self):
+        try:
+            return {"peer": [self.socket.recv(100)]}
+        except BlockingIOError:
+            return {}
+"""
+
+
+def test_nixl(spaces: dict[str, str], tmp_path: Path) -> None:
+    """The step of a host that has NIXL, which is played here: what is written, and what is said."""
+    module = tmp_path / "modules/nixl_cu12"
+    module.mkdir(parents=True)
+    (module / "__init__.py").touch()
+    (module / "_api.py").write_text(NIXL)
+    more = {"STEPS": "nixl", "PYTHONPATH": str(module.parent), "FAKE_NIXL": str(tmp_path)}
+    both = {role: start(spaces, role, tmp_path / role, **more) for role in HOSTS}
+    out = {role: process.communicate(timeout=100)[0] for role, process in both.items()}
+    for role, process in both.items():
+        assert process.returncode == 0, out
+        assert states(out[role])["nixl"] == "ok", out
+    assert "cpu memory, 4096 B" in out["client"] and ", 1048576 B" in out["client"]
+    sizes = json.loads((tmp_path / "client/nixl.json").read_text())["sizes"]
+    assert [(s["bytes"], s["count"]) for s in sizes] == [(4096, 200), (1 << 20, 200)]
+    assert all(0 < s["p50_us"] <= s["p99_us"] for s in sizes)
 
 
 def test_a_step_that_fails(spaces: dict[str, str], tmp_path: Path) -> None:

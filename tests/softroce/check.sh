@@ -42,6 +42,9 @@ for program in floor facts; do
   needed "$program" "$@" || continue
   ${CC:-cc} -O2 -Wall -Wextra -Werror -o "$share/$program" "$here/$program"*.c "$here/rdma.c" -libverbs
 done
+if needed dmabuf.so "$@"; then
+  ${CC:-cc} -O2 -Wall -Wextra -Werror -shared -fPIC -o "$share/dmabuf.so" "$here/dmabuf.c" -libverbs
+fi
 # As tests/cabi/test_cabi.py builds them.
 cabi() { # PROGRAM FILE...
   needed "$1" "${names[@]}" || return 0

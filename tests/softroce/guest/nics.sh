@@ -64,24 +64,29 @@ for i in 0 1 2 3; do
   ip rule add pref $((1 + i)) iif lo from "$(ipv4 $i)" to "$(ipv4 "$(other $i)")" table $((100 + i))
   ip -6 rule add pref $((1 + i)) oif rdma$i table $((100 + i))
 done
-add_routes
-
 for i in 0 1 2 3; do
   rdma link add rxe$i type rxe netdev rdma$i
 done
-for i in 0 1 2 3; do
-  port=/sys/class/infiniband/rxe$i/ports/1
-  for ((n = 0; n < 200; n++)); do
-    read -r state <$port/state
-    read -r gid <$port/gids/1
-    [[ $state == 4:* && $gid == *:ffff:* ]] && break
-    sleep 0.05
+await() { # INDEX PATTERN, of a GID of each device
+  local i n port state gid
+  for i in 0 1 2 3; do
+    port=/sys/class/infiniband/rxe$i/ports/1
+    for ((n = 0; n < 200; n++)); do
+      read -r state <$port/state
+      read -r gid <"$port/gids/$1"
+      # shellcheck disable=SC2053 # it is a pattern
+      [[ $state == 4:* && $gid == $2 ]] && break
+      sleep 0.05
+    done
+    ((n < 200)) || {
+      echo "softroce: rxe$i is not ACTIVE with GID $1 like $2: $state, $gid" >&2
+      exit 1
+    }
   done
-  ((n < 200)) || {
-    echo "softroce: rxe$i is not ACTIVE with an IPv4 GID: $state, $gid" >&2
-    exit 1
-  }
-done
+}
+await 1 '*:ffff:*' # the first free entry, if there is no global IPv6 address yet
+add_routes
+await 2 'fd77:*'
 
 # The kernel's thread for packets waits up to 4 ms behind a program that polls, unless it comes first.
 for pid in $(pgrep ksoftirqd); do
