@@ -286,7 +286,25 @@ type trip struct {
 
 // begin returns a function that makes the trip, and the Conns of both sides.
 func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
-	var f [2]transport.Fabric
+	f, c, ops := t.open(b)
+	round := trips(b, &f, &c, &ops, make([]transport.Event, 16))
+	if t.halves {
+		return func() { rails.ForgetRates(c[0]); rails.ForgetRates(c[1]); round() }, c
+	}
+	return round, c
+}
+
+// sides returns both ends.
+func (t trip) sides(b testing.TB) (s [2]tripSide) {
+	f, c, ops := t.open(b)
+	for i := range s {
+		s[i] = tripSide{b: b, f: f[i], c: c[i], ops: ops[i], ev: make([]transport.Event, 16)}
+	}
+	return s
+}
+
+// open returns the Fabrics and Conns of both sides, and what each posts.
+func (t trip) open(b testing.TB) (f [2]transport.Fabric, c [2]transport.Conn, ops [2][]transport.Op) {
 	for i := range f {
 		var all []transport.Fabric
 		for j := range t.members {
@@ -306,7 +324,6 @@ func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
 		require.NoError(b, err)
 		b.Cleanup(func() { f[i].Close() })
 	}
-	var c [2]transport.Conn
 	var err error
 	c[0], err = f[0].Connect(context.Background(), f[1].Addr())
 	require.NoError(b, err)
@@ -319,18 +336,13 @@ func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
 			}
 		}
 	}
-	var ops [2][]transport.Op
 	for i := range f {
 		r := mapped(b, t.size)
 		k, err := f[1-i].Register(r)
 		require.NoError(b, err)
 		ops[i] = []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{r.Span()}}, {Kind: transport.OpFrame, Frame: make([]byte, 64)}}
 	}
-	round := trips(b, &f, &c, &ops, ev)
-	if t.halves {
-		return func() { rails.ForgetRates(c[0]); rails.ForgetRates(c[1]); round() }, c
-	}
-	return round, c
+	return f, c, ops
 }
 
 // trips returns a function that posts all ops of each side in turn, and polls both until a frame has arrived.
