@@ -294,15 +294,6 @@ func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
 	return round, c
 }
 
-// sides returns both ends.
-func (t trip) sides(b testing.TB) (s [2]tripSide) {
-	f, c, ops := t.open(b)
-	for i := range s {
-		s[i] = tripSide{b: b, f: f[i], c: c[i], ops: ops[i], ev: make([]transport.Event, 16)}
-	}
-	return s
-}
-
 // open returns the Fabrics and Conns of both sides, and what each posts.
 func (t trip) open(b testing.TB) (f [2]transport.Fabric, c [2]transport.Conn, ops [2][]transport.Op) {
 	for i := range f {
