@@ -286,7 +286,16 @@ type trip struct {
 
 // begin returns a function that makes the trip, and the Conns of both sides.
 func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
-	var f [2]transport.Fabric
+	f, c, ops := t.open(b)
+	round := trips(b, &f, &c, &ops, make([]transport.Event, 16))
+	if t.halves {
+		return func() { rails.ForgetRates(c[0]); rails.ForgetRates(c[1]); round() }, c
+	}
+	return round, c
+}
+
+// open returns the Fabrics and Conns of both sides, and what each posts.
+func (t trip) open(b testing.TB) (f [2]transport.Fabric, c [2]transport.Conn, ops [2][]transport.Op) {
 	for i := range f {
 		var all []transport.Fabric
 		for j := range t.members {
@@ -306,7 +315,6 @@ func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
 		require.NoError(b, err)
 		b.Cleanup(func() { f[i].Close() })
 	}
-	var c [2]transport.Conn
 	var err error
 	c[0], err = f[0].Connect(context.Background(), f[1].Addr())
 	require.NoError(b, err)
@@ -319,18 +327,13 @@ func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
 			}
 		}
 	}
-	var ops [2][]transport.Op
 	for i := range f {
 		r := mapped(b, t.size)
 		k, err := f[1-i].Register(r)
 		require.NoError(b, err)
 		ops[i] = []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{r.Span()}}, {Kind: transport.OpFrame, Frame: make([]byte, 64)}}
 	}
-	round := trips(b, &f, &c, &ops, ev)
-	if t.halves {
-		return func() { rails.ForgetRates(c[0]); rails.ForgetRates(c[1]); round() }, c
-	}
-	return round, c
+	return f, c, ops
 }
 
 // trips returns a function that posts all ops of each side in turn, and polls both until a frame has arrived.

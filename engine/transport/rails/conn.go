@@ -66,7 +66,7 @@ func (f *Fabric) conn(dialer bool, id [16]byte, peers, lanes int, about *transpo
 // add makes r member id of c, and sends the greeting of a dialer. It is false where the member must be closed
 // and nobody told of it.
 func (c *Conn) add(r *rail, id uint32, greeting []byte) bool {
-	r.c, r.id, r.known = c, id, true
+	r.c, r.id, r.known, r.stat = c, id, true, c.stat(r.at, r.lane)
 	if greeting != nil {
 		r.push(entry{text: greeting, item: item{kind: kind(greeting[0])}})
 	}
@@ -337,7 +337,7 @@ func (c *Conn) serve(p *link.Found) {
 	}
 	c.give(p)
 	for _, r := range c.rails {
-		if r.refused != nil && r.down == nil && c.f.asked[r.at].quiet { // EvDown would have come
+		if r.refused != nil && r.down == nil && c.f.asked[r.at].empty == c.f.polls { // EvDown would have come
 			r.wentDown(r.refused)
 		}
 	}
@@ -364,6 +364,13 @@ func (c *Conn) serve(p *link.Found) {
 			p.Put(transport.Event{Kind: transport.EvClosed, Conn: c})
 		}
 		c.forget()
+	}
+}
+
+// told takes that the user is told of the end of an op.
+func (c *Conn) told() {
+	if c.open--; c.open == 0 && c.closed {
+		c.wake()
 	}
 }
 

@@ -36,14 +36,15 @@ type Fabric struct {
 	rung     bool       // until the next Poll
 	keys     keys
 	rails    map[transport.Conn]*rail
-	last     *rail    // that was looked for
-	fresh    []*rail  // that a peer has opened, and not said what for
-	conns    []*Conn  // that have events to come
-	busy     []*Conn  // that a Poll has to look at
-	pool     pool     // of frames
-	given    [][]byte // that the last Poll gave to the user
-	stirred  bool     // the next Poll has to look at busy; else each few Polls do
-	told     []done   // to be given
+	last     *rail      // that was looked for
+	fresh    []*rail    // that a peer has opened, and not said what for
+	conns    []*Conn    // that have events to come
+	busy     []*Conn    // that a Poll has to look at
+	pool     pool       // of frames
+	given    [][]byte   // that the last Poll gave to the user
+	stirred  bool       // the next Poll has to look at busy; else each few Polls do
+	told     []done     // to be given
+	found    link.Found // of the Poll that runs
 	asked    []asked
 	next     int           // the member that the next Poll asks first
 	armed    bool          // Arm was called since the last Poll
@@ -60,12 +61,13 @@ type Fabric struct {
 	portions [maxRails]portion
 	ev       [64]transport.Event
 	ops      [16]transport.Op
+	sizes    [16]uint64
 	heads    [16][headerLen + 1]byte // the frames of ops
 }
 
 // asked is what Polls have found on a member.
 type asked struct {
-	quiet bool   // the last one found nothing, or it is not asked any more
+	empty uint64 // the last one that found nothing, or that did not ask because it is over
 	seen  uint64 // the last one that found something
 }
 

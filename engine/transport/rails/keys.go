@@ -64,8 +64,8 @@ func blob(key *transport.Key, members []transport.Key) string {
 }
 
 // memberKey returns the key of the owner's Fabric number at, or an error if k has not those of as many as it
-// says. It is on the way of each write, so it allocates nothing.
-func memberKey(k *transport.Key, at int) (m transport.Key, err error) {
+// says, or of less than least. It is on the way of each write, so it allocates nothing.
+func memberKey(k *transport.Key, at, least int) (m transport.Key, err error) {
 	b, count := k.Blob, 0
 	if len(b) > 0 {
 		b, count = b[1:], int(b[0])
@@ -86,8 +86,8 @@ func memberKey(k *transport.Key, at int) (m transport.Key, err error) {
 	switch {
 	case len(b) != 0:
 		return m, fmt.Errorf("rails: post: key %d of %d fabrics has %d bytes behind them", k.ID, count, len(b))
-	case at >= count:
-		return m, fmt.Errorf("rails: post: key %d is for %d fabrics: the peer has at least %d", k.ID, count, at+1)
+	case count < least:
+		return m, fmt.Errorf("rails: post: key %d is for %d fabrics: the peer has at least %d", k.ID, count, least)
 	}
 	return m, nil
 }

@@ -24,23 +24,25 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		}
 		f.given = f.given[:0]
 	}
-	p := link.Found{Events: ev}
-	f.tell(&p)
+	p := &f.found
+	p.Events, p.N = ev, 0
+	f.rest(p)
 	if f.stirred {
-		f.deliver(&p)
+		f.deliver(p)
 	}
 	err := f.panicked
 	for again := err == nil; again; {
 		got := 0
 		if p.Room() {
-			got, err = f.look(&p)
+			got, err = f.look(p)
 		}
-		if f.stirred || f.polls%agePolls == 0 {
-			f.serve(&p)
+		if f.stirred || f.polls%agePolls == 0 && (f.polls-f.active >= agePolls || f.polls%(8*agePolls) == 0) {
+			f.serve(p)
 		}
-		f.tell(&p)
+		f.rest(p)
 		again = f.closing && got > 0 && p.N == 0 // all was ours: more may come
 	}
+	p.Events = nil
 	if p.N != 0 || len(f.told) != 0 {
 		err = nil // it comes again
 	}
@@ -62,8 +64,19 @@ func put(p *link.Found) *transport.Event {
 	return e
 }
 
-// tell gives completions and freed keys, as far as p has room.
-func (f *Fabric) tell(p *link.Found) {
+// tell gives EvDone, in this Poll if that has room.
+func (f *Fabric) tell(c *Conn, user uint64, err error) {
+	if p := &f.found; p.Room() && len(f.told) == 0 {
+		e := put(p)
+		e.Kind, e.User, e.Conn, e.Err = transport.EvDone, user, c, err
+		c.told()
+		return
+	}
+	f.told = append(f.told, done{c, user, err})
+}
+
+// rest gives completions and freed keys that wait, as far as p has room.
+func (f *Fabric) rest(p *link.Found) {
 	k := min(len(f.told), len(p.Events)-p.N)
 	if k == 0 {
 		return
@@ -75,9 +88,7 @@ func (f *Fabric) tell(p *link.Found) {
 			continue
 		}
 		e.Kind, e.Conn, e.Err = transport.EvDone, d.c, d.err
-		if d.c.open--; d.c.open == 0 && d.c.closed {
-			d.c.wake()
-		}
+		d.c.told()
 	}
 	left := copy(f.told, f.told[k:])
 	clear(f.told[left:])
@@ -101,11 +112,17 @@ func (f *Fabric) look(p *link.Found) (got int, err error) {
 			at = 0
 		}
 		a := &f.asked[at]
-		if a.quiet = f.dead[at].over; a.quiet || calm && f.polls-a.seen > calmPolls {
+		if calm && f.polls-a.seen > calmPolls {
+			continue
+		}
+		if f.dead[at].over {
+			a.empty = f.polls
 			continue
 		}
 		n, bad := f.members[at].Poll(f.ev[:])
-		if a.quiet = n == 0; n > 0 {
+		if n == 0 {
+			a.empty = f.polls
+		} else {
 			a.seen, f.active = f.polls, f.polls
 		}
 		for j := range f.ev[:n] {

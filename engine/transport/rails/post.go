@@ -27,7 +27,7 @@ type sending struct {
 type kept struct {
 	frame  []byte // behind room for the header; nil: the batch ends in a fence
 	dev    mem.Device
-	op     uint32 // of the frame
+	user   uint64 // of the frame's op
 	sent   bool   // it was handed to a member, and its op has ended
 	tries  int
 	writes []uint32
@@ -40,12 +40,13 @@ type write struct {
 	src   []mem.Span
 	dev   mem.Device
 	size  uint64
-	num   uint64 // its batch
-	of    uint32
+	num   uint64     // its batch
+	user  uint64     // of its op; of a part, the number of the userOp
+	cut   bool       // it is a part
 	spans []mem.Span // of a part
 }
 
-// userOp is an op of the user, until all of its parts have ended.
+// userOp is a write of the user that is cut, until all of its parts have ended.
 type userOp struct {
 	user uint64
 	left int
@@ -58,6 +59,9 @@ func (c *Conn) at(num uint64) *kept { return &c.kept[num%window] }
 func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
+	if c.postSmall(ops) {
+		return len(ops), nil
+	}
 	for ; n < len(ops) && err == nil; n++ {
 		var taken bool
 		if taken, err = c.post(&ops[n]); !taken {
@@ -94,16 +98,13 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 		return false, err
 	}
 	if op.Kind == transport.OpWrite {
-		if _, err := memberKey(&op.Key, c.peers-1); err != nil {
+		if _, err := memberKey(&op.Key, 0, c.peers); err != nil {
 			return false, err
 		}
 		taken = c.write(op, size)
 	} else if taken = c.order.room(0, len(op.Frame)); taken {
 		num := c.order.frame(c.best(c.lives()).id, len(op.Frame))
-		k := c.at(num)
-		k.frame = c.f.pool.get(headerLen + len(op.Frame))
-		copy(k.frame[headerLen:], op.Frame)
-		k.dev, k.op = op.Dev, c.begin(op.User, 1)
+		c.keepFrame(c.at(num), op)
 		c.sendAll()
 	}
 	if taken {
@@ -112,7 +113,7 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 	return taken, nil
 }
 
-// begin keeps an op of the user that has so many parts.
+// begin keeps a write of the user that is cut into so many parts.
 func (c *Conn) begin(user uint64, parts int) (i uint32) {
 	if len(c.unused) == 0 {
 		c.unused = append(c.unused, uint32(len(c.ops)))
@@ -124,17 +125,21 @@ func (c *Conn) begin(user uint64, parts int) (i uint32) {
 	return i
 }
 
-// end ends a part of an op of the user.
-func (c *Conn) end(i uint32, err error) {
-	o := &c.ops[i]
+// end ends a write, or a part of one.
+func (c *Conn) end(w *write, err error) {
+	if !w.cut {
+		c.f.tell(c, w.user, err)
+		return
+	}
+	o := &c.ops[w.user]
 	o.left--
 	if o.err == nil {
 		o.err = err
 	}
 	if o.left == 0 {
-		c.f.told = append(c.f.told, done{c, o.user, o.err})
+		c.f.tell(c, o.user, o.err)
 		o.err = nil
-		c.unused = append(c.unused, i)
+		c.unused = append(c.unused, uint32(w.user))
 	}
 }
 
@@ -179,7 +184,7 @@ func (c *Conn) write(op *transport.Op, size uint64) bool {
 	}
 	taken := c.fits(1)
 	if taken {
-		c.part(c.best(live), op, size, c.begin(op.User, 1))
+		c.part(c.best(live), op, size)
 	}
 	return taken
 }
@@ -213,7 +218,8 @@ func (c *Conn) spread(live []*rail, op *transport.Op, size uint64) bool {
 			continue
 		}
 		r.meter.start(now)
-		w := c.part(r, op, to[i].size, of)
+		w := c.part(r, op, to[i].size)
+		w.cut, w.user = true, uint64(of)
 		w.off += off
 		w.spans = piecesOf(w.spans, op.Src, off, w.size)
 		w.src = w.spans
@@ -223,21 +229,13 @@ func (c *Conn) spread(live []*rail, op *transport.Op, size uint64) bool {
 }
 
 // part posts a write, or a part of one, on a member.
-func (c *Conn) part(r *rail, op *transport.Op, size uint64, of uint32) *write {
-	if len(c.spare) == 0 {
-		c.spare = append(c.spare, uint32(len(c.writes)))
-		c.writes = append(c.writes, write{})
-	}
-	last := len(c.spare) - 1
-	i := c.spare[last]
-	c.spare = c.spare[:last]
-	w := &c.writes[i]
-	w.key, w.off, w.src, w.dev = op.Key, op.Off, op.Src, op.Dev
-	w.size, w.num, w.of = size, c.order.write(r.id), of
-	k := c.at(w.num)
+func (c *Conn) part(r *rail, op *transport.Op, size uint64) *write {
+	num := c.order.write(r.id)
+	i := c.keepWrite(op, size, num)
+	k := c.at(num)
 	k.writes = append(k.writes, i)
 	r.pushWrite(i)
-	return w
+	return &c.writes[i]
 }
 
 // piecesOf appends n bytes of src, from off on, to dst, which it empties first.
@@ -283,7 +281,7 @@ func (c *Conn) sendAll() {
 func (c *Conn) sent(num uint64) {
 	if k := c.at(num); !k.sent {
 		k.sent = true
-		c.end(k.op, nil)
+		c.f.tell(c, k.user, nil)
 	}
 }
 
@@ -295,13 +293,13 @@ func (c *Conn) finish(num uint64) {
 	}
 	for _, i := range k.writes {
 		w := &c.writes[i]
-		c.end(w.of, err)
+		c.end(w, err)
 		w.src, w.key.Blob = nil, ""
 		c.spare = append(c.spare, i)
 	}
 	if k.frame != nil {
 		if !k.sent {
-			c.end(k.op, err)
+			c.f.tell(c, k.user, err)
 		}
 		c.f.pool.put(k.frame)
 	}

@@ -23,6 +23,7 @@ type rail struct {
 	// not said what it is for.
 	known, fresh bool
 	queue        []entry       // to be posted, in order
+	stat         *stat         // of its place
 	load         uint64        // bytes of the writes that it has not let go of
 	meter        meter         // of its rate
 	tail         []byte        // of the next frame
@@ -109,7 +110,7 @@ func (r *rail) op(op *transport.Op, head []byte, e *entry) error {
 	if e.write != 0 {
 		w := &c.writes[e.write-1]
 		op.Kind, op.User, op.Off, op.Src, op.Dev, op.Frame = transport.OpWrite, uint64(e.write), w.off, w.src, w.dev, nil
-		op.Key, _ = memberKey(&w.key, r.theirs) // Post has looked at it
+		op.Key, _ = memberKey(&w.key, r.theirs, 0) // Post has looked at it
 		return nil
 	}
 	op.Kind, op.User, op.Src, op.Dev, op.Frame = transport.OpFrame, 0, nil, mem.CPU, nil
@@ -170,6 +171,7 @@ func (r *rail) close() {
 // frame takes a frame of the peer.
 func (r *rail) frame(data []byte, p *link.Found) {
 	switch {
+	case r.recvSmall(data, p):
 	case r.fresh:
 		r.f.greeted(r, data)
 	case r.c == nil:

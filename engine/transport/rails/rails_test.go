@@ -77,25 +77,25 @@ func TestKeys(t *testing.T) {
 	k := transport.Key{ID: 9, Token: 0x1234}
 	k.Blob = blob(&k, members)
 	for i, want := range members {
-		got, err := memberKey(&k, i)
+		got, err := memberKey(&k, i, 3)
 		require.NoError(t, err)
 		require.Equal(t, want, got)
 		other := k
 		other.ID++
-		got, _ = memberKey(&other, i)
+		got, _ = memberKey(&other, i, 3)
 		require.NotEqual(t, want.ID, got.ID, "another ID is another one for each member")
 		other = k
 		other.Token ^= 2
-		got, _ = memberKey(&other, i)
+		got, _ = memberKey(&other, i, 3)
 		require.NotEqual(t, want.Token, got.Token)
 	}
 	for _, bad := range []string{"", "\x00", "\x01", k.Blob[:len(k.Blob)-1], k.Blob[:20], k.Blob + "x", "\x02" + k.Blob[1:], "\xff" + k.Blob[1:]} {
-		_, err := memberKey(&transport.Key{Blob: bad}, 0)
+		_, err := memberKey(&transport.Key{Blob: bad}, 0, 1)
 		require.ErrorContains(t, err, "rails: post: key 0", "%q", bad)
 	}
-	_, err := memberKey(&k, 3)
+	_, err := memberKey(&k, 3, 4)
 	require.EqualError(t, err, "rails: post: key 9 is for 3 fabrics: the peer has at least 4")
-	require.Zero(t, testing.AllocsPerRun(100, func() { _, _ = memberKey(&k, 1) }))
+	require.Zero(t, testing.AllocsPerRun(100, func() { _, _ = memberKey(&k, 1, 3) }))
 }
 
 func TestItems(t *testing.T) {
