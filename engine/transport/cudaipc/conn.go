@@ -97,7 +97,7 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 			return n, c.why(err)
 		}
 	}
-	c.f.mu.Lock()
+	c.f.lock()
 	defer c.f.mu.Unlock()
 	switch {
 	case c.over != nil:
@@ -246,7 +246,7 @@ func (c *Conn) stop() {
 
 // Close implements transport.Conn.
 func (c *Conn) Close() {
-	c.f.mu.Lock()
+	c.f.lock()
 	defer c.f.mu.Unlock()
 	c.stop()
 	c.Conn.Close()

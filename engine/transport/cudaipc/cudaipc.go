@@ -33,6 +33,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"fserver/engine/gpu"
@@ -62,6 +63,7 @@ type Fabric struct {
 	closed  bool
 	ended   error
 	conns   map[transport.Conn]*Conn // by inner's
+	last    *Conn                    // that an event was of; nil: none
 	busy    []*Conn                  // that a Poll has to look at; see due
 	told    []transport.Event        // completions, to be given first
 	ev      [64]transport.Event      // of inner
@@ -73,6 +75,9 @@ type Fabric struct {
 	scan    time.Time // of the last tick
 	polls   uint64
 	slept   bool // Arm was called, and no Poll since
+
+	spins uint64      // Polls, of those that look at nothing too; for whoever polls
+	calm  atomic.Bool // a Poll has nothing to look at but inner; see lock
 }
 
 // Wrap puts a Fabric over inner, which lends, and which the Fabric's Close closes. With an error, inner is
@@ -150,7 +155,7 @@ func (f *Fabric) Close() error {
 
 // end waits for what is under way, and gives back what f holds.
 func (f *Fabric) end() error {
-	f.mu.Lock()
+	f.lock()
 	defer f.mu.Unlock()
 	if f.closed {
 		return f.ended

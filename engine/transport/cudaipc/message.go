@@ -147,18 +147,17 @@ func (c *Conn) control(kind uint8, number uint64, p *link.Found) error {
 
 // lent takes a loan of inner.
 func (c *Conn) lent(e *transport.Event, p *link.Found) error {
-	out := *e
-	out.Conn = c
+	e.Conn = c
 	switch {
 	case c.expect > 0:
 		return c.greeted(e)
 	case !c.marked:
-		return c.arrive(&out, 0, p)
+		return c.arrive(e, 0, p)
 	case c.loan.View != nil:
 		link.Drop(e)
 		return errors.New("the peer lent memory twice, and announced one loan")
 	}
-	c.loan = out // its trailer follows
+	c.loan = *e // its trailer follows
 	return nil
 }
 

@@ -11,10 +11,19 @@ import (
 // ring.
 const pollEvery = 50 * time.Microsecond
 
+// tickPolls is after how many Polls to look at the clock, for tick.
+const tickPolls = 1 << 16
+
+// lock takes f.mu for what a Poll may have to look at.
+func (f *Fabric) lock() {
+	f.mu.Lock()
+	f.calm.Store(false)
+}
+
 // Arm implements transport.Fabric.
 func (f *Fabric) Arm() (again bool) {
 	again = f.Fabric.Arm()
-	f.mu.Lock()
+	f.lock()
 	defer f.mu.Unlock()
 	if !f.closed {
 		f.slept = true
@@ -81,13 +90,16 @@ func (f *Fabric) tick() {
 
 // Poll implements transport.Fabric. It finds nothing while a Post is in the driver.
 func (f *Fabric) Poll(ev []transport.Event) (int, error) {
+	if f.spins++; f.calm.Load() && f.spins%tickPolls != 0 {
+		return f.pollCalm(ev)
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.calls.Inside {
 		return 0, nil
 	}
 	f.polls++
-	f.drive(f.slept || f.polls%(1<<16) == 0)
+	f.drive(f.slept || f.spins%tickPolls == 0)
 	f.slept, f.refused = false, false
 	p := link.Found{Events: ev}
 	f.tell(&p)
@@ -109,6 +121,23 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	return p.N, err
 }
 
+// pollCalm is Poll when there is nothing to look at but inner.
+func (f *Fabric) pollCalm(ev []transport.Event) (int, error) {
+	n, err := f.Fabric.Poll(ev)
+	if n == 0 {
+		return 0, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.polls++
+	p := link.Found{Events: ev}
+	f.take(ev[:n], &p)
+	if p.N != 0 {
+		err = nil // it comes again
+	}
+	return p.N, err
+}
+
 // ask polls inner, which may call the device, for at most n events.
 func (f *Fabric) ask(n int) (int, error) {
 	defer f.calls.Leave().Back()
@@ -123,7 +152,7 @@ func (f *Fabric) tell(p *link.Found) {
 }
 
 // take takes events of inner, for which p has room, and gives what follows from them, as far as p
-// has room.
+// has room. They may lie where p puts its own: none is put behind the one that it comes of.
 func (f *Fabric) take(ev []transport.Event, p *link.Found) {
 	for i := range ev {
 		f.event(&ev[i], p)
@@ -131,6 +160,7 @@ func (f *Fabric) take(ev []transport.Event, p *link.Found) {
 	f.tell(p)
 	f.service(p)
 	f.tell(p)
+	f.calm.Store(len(f.busy)+len(f.told)+len(f.ending) == 0 && !f.calls.Busy() && f.calls.Panicked == nil && !f.closed)
 }
 
 // event takes one event of inner, for which p has room.
@@ -144,7 +174,10 @@ func (f *Fabric) event(e *transport.Event, p *link.Found) {
 		}
 		return
 	}
-	c := f.conns[e.Conn]
+	c := f.last
+	if c == nil || c.Conn != e.Conn {
+		c = f.conns[e.Conn]
+	}
 	if c == nil {
 		if f.closed { // nobody knows it
 			link.Drop(e)
@@ -152,6 +185,7 @@ func (f *Fabric) event(e *transport.Event, p *link.Found) {
 		}
 		c = f.conn(e.Conn)
 	}
+	f.last = c
 	c.event(e, p)
 }
 
@@ -161,11 +195,10 @@ func (c *Conn) event(e *transport.Event, p *link.Found) {
 	switch {
 	case e.Kind == transport.EvDone && e.User&c.Mark != 0: // of ours
 	case e.Kind == transport.EvDone:
-		out := *e
-		if out.Conn = c; out.Err != nil && c.over != nil {
-			out.Err = c.over
+		if e.Conn = c; e.Err != nil && c.over != nil {
+			e.Err = c.over
 		}
-		p.Put(out)
+		p.Put(*e)
 	case e.Kind == transport.EvClosed:
 		c.left = true
 		c.wake()
@@ -178,9 +211,8 @@ func (c *Conn) event(e *transport.Event, p *link.Found) {
 	case e.Kind == transport.EvFrame:
 		err = c.message(e.Data, p)
 	default:
-		out := *e
-		out.Conn = c
-		p.Put(out)
+		e.Conn = c
+		p.Put(*e)
 	}
 	if err != nil {
 		c.fail(err)
@@ -206,6 +238,7 @@ func (f *Fabric) service(p *link.Found) {
 		if c.through() && !c.writing() && !c.waits && p.Room() && len(f.told) == 0 {
 			c.release()
 			delete(f.conns, c.Conn)
+			f.last = nil
 			p.Put(transport.Event{Kind: transport.EvClosed, Conn: c})
 		} else if c.listed = c.due(); c.listed {
 			f.busy[left] = c

@@ -269,7 +269,7 @@ func (f *Fabric) Deregister(k transport.Key) {
 // remove takes a key out of the table, if it is there, and notes who may be about to
 // write there.
 func (f *Fabric) remove(k transport.Key) {
-	f.mu.Lock()
+	f.lock()
 	defer f.mu.Unlock()
 	r := f.regions[k.ID]
 	if r == nil || r.key.Token != k.Token || f.closed {

@@ -11,10 +11,19 @@ import (
 // ring.
 const pollEvery = 50 * time.Microsecond
 
+// tickPolls is after how many Polls to look at the clock, for tick.
+const tickPolls = 1 << 16
+
+// lock takes f.mu for what a Poll may have to look at.
+func (f *Fabric) lock() {
+	f.mu.Lock()
+	f.calm.Store(false)
+}
+
 // Arm implements transport.Fabric.
 func (f *Fabric) Arm() (again bool) {
 	again = f.Fabric.Arm()
-	f.mu.Lock()
+	f.lock()
 	defer f.mu.Unlock()
 	if f.calls.Dev != nil && !f.closed {
 		f.slept = true
@@ -85,8 +94,8 @@ func (f *Fabric) tick() {
 
 // Poll implements transport.Fabric. It finds nothing while a Post is in the driver.
 func (f *Fabric) Poll(ev []transport.Event) (int, error) {
-	if f.calls.Dev == nil && f.tracked.Load() == 0 {
-		return f.pollBare(ev)
+	if f.spins++; f.calm.Load() && f.spins%tickPolls != 0 {
+		return f.pollCalm(ev)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -94,7 +103,7 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 		return 0, nil
 	}
 	f.polls++
-	f.drive(f.slept || f.polls%(1<<16) == 0)
+	f.drive(f.slept || f.spins%tickPolls == 0)
 	f.slept, f.refused = false, false
 	p := link.Found{Events: ev}
 	f.tell(&p)
@@ -124,7 +133,7 @@ func (f *Fabric) tell(p *link.Found) {
 }
 
 // take takes events of inner, for which p has room, and gives what follows from them, as far as p
-// has room.
+// has room. They may lie where p puts its own: none is put behind the one that it comes of.
 func (f *Fabric) take(ev []transport.Event, p *link.Found) {
 	for i := range ev {
 		f.event(&ev[i], p)
@@ -132,6 +141,7 @@ func (f *Fabric) take(ev []transport.Event, p *link.Found) {
 	f.tell(p)
 	f.service(p)
 	f.tell(p)
+	f.calm.Store(len(f.busy)+len(f.told)+len(f.ending) == 0 && !f.calls.Busy() && f.calls.Panicked == nil && !f.closed && !f.in.waiting())
 }
 
 // event takes one event of inner, for which p has room.
@@ -145,7 +155,10 @@ func (f *Fabric) event(e *transport.Event, p *link.Found) {
 		}
 		return
 	}
-	c := f.conns[e.Conn]
+	c := f.last
+	if c == nil || c.Conn != e.Conn {
+		c = f.conns[e.Conn]
+	}
 	if c == nil {
 		// It may be the first event of its Conn. Events of Conns that are not wrapped cost no look
 		// at the Conn.
@@ -160,6 +173,7 @@ func (f *Fabric) event(e *transport.Event, p *link.Found) {
 		}
 		c = f.conn(e.Conn)
 	}
+	f.last = c
 	c.event(e, p)
 }
 
@@ -170,11 +184,10 @@ func (c *Conn) event(e *transport.Event, p *link.Found) {
 	case e.Kind == transport.EvDone && e.User&c.Mark != 0:
 		c.finish(e.User, e.Err)
 	case e.Kind == transport.EvDone:
-		out := *e
-		if out.Conn = c; out.Err != nil && c.over != nil {
-			out.Err = c.over
+		if e.Conn = c; e.Err != nil && c.over != nil {
+			e.Err = c.over
 		}
-		p.Put(out)
+		p.Put(*e)
 	case e.Kind == transport.EvClosed:
 		c.left = true
 		c.wake()
@@ -184,13 +197,12 @@ func (c *Conn) event(e *transport.Event, p *link.Found) {
 		c.end(e.Err)
 	case e.Kind == transport.EvFrame:
 		err = c.message(e.Data, p)
+	case e.Kind == transport.EvLent:
+		e.Conn = c
+		err = c.arrive(e, p)
 	default:
-		out := *e
-		if out.Conn = c; e.Kind == transport.EvLent {
-			err = c.arrive(&out, p)
-		} else {
-			p.Put(out)
-		}
+		e.Conn = c
+		p.Put(*e)
 	}
 	if err != nil {
 		c.fail(err)
@@ -228,25 +240,28 @@ func (f *Fabric) wraps(in transport.Conn) bool {
 	return f.calls.Dev != nil || f.hasGPU != nil && f.hasGPU(in.Peer().Hello)
 }
 
-// pollBare is Poll for a Fabric without a Device that wraps no Conn yet. It hands on what
+// pollCalm is Poll when there is nothing to look at but inner. On a Fabric without a Device it hands on what
 // inner gives, until an event is of a Conn that has to be wrapped.
-func (f *Fabric) pollBare(ev []transport.Event) (int, error) {
-	ev = ev[:min(len(ev), len(f.ev))]
-	n, err := f.Fabric.Poll(ev)
+func (f *Fabric) pollCalm(ev []transport.Event) (n int, err error) {
+	n, err = f.Fabric.Poll(ev)
 	for i := range ev[:n] {
-		if ev[i].Kind == transport.EvAccept && f.wraps(ev[i].Conn) || f.tracked.Load() != 0 {
-			return f.takeFrom(ev, i, n), err
+		if f.calls.Dev != nil || f.tracked.Load() != 0 || ev[i].Kind == transport.EvAccept && f.wraps(ev[i].Conn) {
+			if n = f.takeFrom(ev, i, n); n != 0 {
+				err = nil // it comes again
+			}
+			break
 		}
 	}
 	return n, err
 }
 
 // takeFrom takes the events i to n of inner, and returns how many events ev has then. Those before i stay as
-// they are. It is no part of pollBare because a defer in a loop slows each call.
+// they are. It is no part of pollCalm because a defer in a loop slows each call.
 func (f *Fabric) takeFrom(ev []transport.Event, i, n int) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.polls++
 	p := link.Found{Events: ev, N: i}
-	f.take(f.ev[:copy(f.ev[:], ev[i:n])], &p)
+	f.take(ev[i:n], &p)
 	return p.N
 }

@@ -116,7 +116,7 @@ func (f *Fabric) Deregister(k transport.Key) {
 
 // remove forgets a key of GPU memory, if it is one.
 func (f *Fabric) remove(k transport.Key) {
-	f.mu.Lock()
+	f.lock()
 	defer f.mu.Unlock()
 	f.direct.drop(k)
 	if r := f.regions[k.ID]; r != nil && r.key.Token == k.Token && !f.closed {

@@ -61,6 +61,7 @@ type Fabric struct {
 	closed  bool
 	ended   error
 	conns   map[transport.Conn]*Conn // by inner's
+	last    *Conn                    // that an event was of; nil: none
 	busy    []*Conn                  // that a Poll has to look at; see due
 	told    []transport.Event        // completions, to be given first
 	ev      [64]transport.Event      // of inner
@@ -71,6 +72,9 @@ type Fabric struct {
 	scan    time.Time // of the last tick
 	polls   uint64
 	slept   bool // Arm was called, and no Poll since
+
+	spins uint64      // Polls, of those that look at nothing too; for whoever polls
+	calm  atomic.Bool // a Poll has nothing to look at but inner; see lock
 
 	tracked atomic.Int32 // without a Device: Conns that are wrapped, and Connects under way
 }
@@ -87,6 +91,7 @@ func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 	}
 	f.calls = gpu.Calls{Mu: &f.mu, Dev: o.Device, Later: o.Later, Events: o.Events}
 	if o.Device == nil {
+		f.calm.Store(true)
 		return f, nil
 	}
 	if err := errors.Join(f.Over.Open(), f.in.open(f)); err != nil {
@@ -147,6 +152,7 @@ func (f *Fabric) conn(in transport.Conn) *Conn {
 func (f *Fabric) forget(c *Conn) {
 	c.lane.close(f)
 	delete(f.conns, c.Conn)
+	f.last = nil
 	f.tracked.Add(-1)
 }
 
@@ -176,7 +182,7 @@ func (f *Fabric) Close() error {
 
 // end waits for what is under way, and gives back what f holds.
 func (f *Fabric) end() error {
-	f.mu.Lock()
+	f.lock()
 	defer f.mu.Unlock()
 	if f.closed {
 		return f.ended
