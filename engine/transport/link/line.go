@@ -39,7 +39,8 @@ func (l *Line[O]) Push(op *transport.Op, is O) (taken bool) {
 		l.list = make([]Waiting[O], LineMost)
 	}
 	w := l.At(l.End)
-	*w = Waiting[O]{Op: *op, Is: is, frame: append(w.frame, op.Frame...)}
+	w.Op, w.Is, w.Over = *op, is, false
+	w.frame = append(w.frame[:0], op.Frame...)
 	w.Op.Frame = w.frame
 	l.bytes += len(w.frame)
 	l.End++
