@@ -143,6 +143,7 @@ softroce: setup ## run RDMA tests in an emulated machine with two software NICs;
 device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPUs, without Go or network
 	@mkdir -p build/tests
 	$(GO) test -c -o build/tests/cuda.test ./cshim/cuda
+	$(GO) test -c -o build/tests/stage.test ./engine/transport/stage
 	$(GO) test -c -o build/tests/cudaipc.test ./engine/transport/cudaipc
 	$(GO) test -c -o build/tests/node.test ./engine/node
 	git describe --always --dirty >build/commit || echo "no commit" >build/commit

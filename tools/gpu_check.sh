@@ -204,6 +204,7 @@ for r in result["rows"]:
               *f["stamps_us"])
 END
   step go-cuda within 10 env -C cshim/cuda "$PWD/build/tests/cuda.test"
+  step go-stage within 40 build/tests/stage.test -test.run GPU -test.timeout 38s
   step go-cudaipc within 40 build/tests/cudaipc.test -test.run GPU -test.timeout 38s
   step go-node within 12 build/tests/node.test -test.run RealGPU -test.timeout 11s
 }

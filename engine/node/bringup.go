@@ -18,12 +18,14 @@ import (
 
 	"fserver/engine/cluster"
 	"fserver/engine/conf"
+	"fserver/engine/gpu"
 	"fserver/engine/peers"
 	"fserver/engine/topo"
 	"fserver/engine/trace"
 	"fserver/engine/transport"
 	"fserver/engine/transport/all"
 	"fserver/engine/transport/faults"
+	"fserver/engine/transport/stage"
 	"fserver/engine/wire"
 )
 
@@ -181,18 +183,27 @@ func environment(cfg *conf.Config, g transport.Gate, log *zap.Logger, at string)
 	return e
 }
 
-// wrap puts the drivers that wrap others around the Fabrics.
+// wrap has the Fabrics take GPU memory, and puts the drivers that wrap others around them.
 func wrap(e *transport.Env, list []transport.Fabric) error {
-	for _, d := range all.Drivers() {
-		for i := range list {
+	o := stage.Options{HasGPU: hasGPU, Events: !e.Config.Flags}
+	if g, ok := e.Device.(gpu.GPU); ok {
+		o.Device, o.Later = g.Device, g.Later
+	}
+	for i := range list {
+		f, err := stage.Wrap(list[i], o)
+		if err != nil {
+			return err
+		}
+		list[i] = f
+		for _, d := range all.Drivers() {
 			if d.Wrap == nil {
 				continue
 			}
-			f, err := d.Wrap(e, list[i])
+			over, err := d.Wrap(e, list[i])
 			if err != nil {
 				return err
 			}
-			list[i] = f
+			list[i] = over
 		}
 	}
 	return nil

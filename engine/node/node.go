@@ -270,9 +270,7 @@ func (n *Node) openPlanes(fabrics Fabrics) error {
 	}
 	var err error
 	if n.scheduler == nil {
-		e := environment(n.cfg, n.gate, n.log, "")
-		e.HasGPU = hasGPU
-		err = wrap(e, list)
+		err = wrap(environment(n.cfg, n.gate, n.log, ""), list)
 	}
 	if err = errors.Join(err, n.lossy(list), n.enter(list)); err != nil {
 		return err

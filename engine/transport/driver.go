@@ -62,8 +62,6 @@ type Env struct {
 	Refused func(remote string, err error)
 	// Device is the GPU of the node, in the form that drivers for GPUs know; nil: none.
 	Device any
-	// HasGPU says by its hello whether a peer may have tensors on a GPU.
-	HasGPU func(hello []byte) bool
 }
 
 // A Finding is what a Probe says of one thing.

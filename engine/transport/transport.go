@@ -59,7 +59,7 @@ const (
 type Op struct {
 	Kind  OpKind
 	Loan  uint32 // OpLend: what the peer knows it by
-	User  uint64 // comes back in the completion event
+	User  uint64 // comes back in the completion event; less than 2^62: the bits above are for Fabrics around others
 	Off   uint64 // bytes into the peer's region
 	Key   Key
 	Frame []byte

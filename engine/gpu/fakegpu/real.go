@@ -1,9 +1,11 @@
 package fakegpu
 
 import (
+	"errors"
 	"runtime"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -90,4 +92,62 @@ func (g *RealGPU) copy(c cuda.Copy) error {
 		idle, err = g.Idle(g.stream)
 	}
 	return err
+}
+
+// WarmUp has the driver open what it keeps open, so that no test counts that as left.
+func (g *RealGPU) WarmUp(tb testing.TB) {
+	s, err := g.NewStream()
+	require.NoError(tb, err)
+	r, err := mem.Map(4096)
+	require.NoError(tb, err)
+	seen, err := g.Pin(uint64(r.Addr), r.Len)
+	require.NoError(tb, err)
+	a, err := g.Alloc(4096)
+	require.NoError(tb, err)
+	require.NoError(tb, g.Enqueue(s, 0, []cuda.Copy{{To: a, From: seen, Len: 2048}}, seen, 1))
+	require.Eventually(tb, func() bool { idle, err := g.Idle(s); return idle && err == nil }, 10*time.Second, time.Millisecond)
+	require.Equal(tb, byte(1), r.Span().Bytes()[0])
+	require.NoError(tb, errors.Join(g.Free(a), g.Unpin(uint64(r.Addr)), mem.Unmap(r), g.FreeStream(s)))
+}
+
+// RealMemory is that of a RealGPU, and of the CPU.
+type RealMemory struct{ G *RealGPU }
+
+// Alloc gives memory of the GPU.
+func (m RealMemory) Alloc(n uint64) (mem.Region, error) {
+	a, err := m.G.Alloc(max(n, 1)) // the driver has nothing of 0 bytes
+	return mem.Region{Addr: uintptr(a), Len: n, Dev: mem.GPU(m.G.Ordinal())}, err
+}
+
+// Free returns what Alloc gave.
+func (m RealMemory) Free(r mem.Region) error { return m.G.Free(uint64(r.Addr)) }
+
+// host says whether s is memory of the CPU, as what is lent is.
+func (m RealMemory) host(s mem.Span) bool {
+	k, err := m.G.Describe(uint64(s.Addr))
+	return err != nil || !k.OnGPU
+}
+
+// Load reads memory of both kinds.
+func (m RealMemory) Load(dst []byte, s mem.Span) error {
+	switch {
+	case len(dst) == 0:
+		return nil
+	case m.host(s):
+		copy(dst, s.Bytes())
+		return nil
+	}
+	return m.G.Read(dst, uint64(s.Addr))
+}
+
+// Store writes to it.
+func (m RealMemory) Store(s mem.Span, src []byte) error {
+	switch {
+	case len(src) == 0:
+		return nil
+	case m.host(s):
+		copy(s.Bytes(), src)
+		return nil
+	}
+	return m.G.Write(uint64(s.Addr), src)
 }

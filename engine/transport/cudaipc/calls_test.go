@@ -51,41 +51,26 @@ func (s *side) aside(t *testing.T, spare mem.Region, to transport.Addr) {
 // all others go on, and so does the Conn itself with what needs no GPU.
 func TestDriverWaits(t *testing.T) {
 	for _, c := range []struct {
-		call                      string
-		lands, share, pieces, own bool
+		call        string
+		pieces, own bool
 	}{
-		{call: "Pin", share: true},       // of the segment
-		{call: "NewStream", share: true}, // of the Conn
-		{call: "Pin"},
-		{call: "Pin", lands: true}, // of the shadow
-		{call: "ImportIPC", share: true},
-		{call: "Describe", share: true},
-		{call: "MapFDs", share: true, pieces: true},
-		{call: "Reach", share: true, own: true},
+		{call: "Pin"},       // of the segment
+		{call: "NewStream"}, // of the Conn
+		{call: "ImportIPC"},
+		{call: "Describe"},
+		{call: "MapFDs", pieces: true},
+		{call: "Reach", own: true},
 	} {
-		name := c.call
-		for what, is := range map[string]bool{", lands": c.lands, ", mapped": c.share} {
-			if is {
-				name += what
-			}
-		}
-		t.Run(name, func(t *testing.T) {
+		t.Run(c.call, func(t *testing.T) {
 			g := fakegpu.New()
 			g.Pieces = c.pieces
-			a, b := pairOf(t, g, overCMA, c.share)
+			a, b := pairOf(t, g, overCMA)
 			if c.own {
 				b.f.own = a.f.own
 			}
 			src, dst, spare := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
 			k, free := b.key(t, dst), b.key(t, spare)
 			first, there := a.c, b.c
-			waits := a.f
-			if c.lands {
-				waits = b.f
-				a.post(t, write(free, src, transport.Point{})) // a has all it needs
-				until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-				a.done, b.writes = nil, nil
-			}
 			in, end := g.Block(t, c.call)
 			soon(t, "Post", func() { a.post(t, write(k, src, transport.Point{})) })
 			soon(t, "Poll", func() {
@@ -99,20 +84,14 @@ func TestDriverWaits(t *testing.T) {
 					}
 				}
 			})
-			for _, s := range []*side{a, b} {
-				if s.f == waits {
-					s.aside(t, mem.Region{Addr: spare.Addr, Len: 1024, Dev: spare.Dev}, b.f.Addr())
-				}
-			}
+			a.aside(t, mem.Region{Addr: spare.Addr, Len: 1024, Dev: spare.Dev}, b.f.Addr())
 			soon(t, "another Conn", func() {
 				var err error
 				b.c = nil
 				a.c, err = a.f.Connect(context.Background(), b.f.Addr())
 				require.NoError(t, err)
 				until(t, a, b, func() bool { return b.c != nil })
-				if !c.lands { // copies of the other Conn land behind that one
-					a.post(t, write(free, src, transport.Point{}))
-				}
+				a.post(t, write(free, src, transport.Point{}))
 				host := []byte("host")
 				text := transport.Op{Kind: transport.OpFrame, Frame: host, Passes: true}
 				for _, at := range []transport.Conn{a.c, first} {
@@ -120,14 +99,10 @@ func TestDriverWaits(t *testing.T) {
 					n, err := at.Post([]transport.Op{text})
 					require.NoError(t, err)
 					require.Equal(t, 1, n)
-					if !c.lands || at != first {
-						until(t, a, b, func() bool { return len(b.frames) == 1 })
-					}
+					until(t, a, b, func() bool { return len(b.frames) == 1 })
 				}
-				if !c.lands {
-					until(t, a, b, func() bool { return len(b.writes) == 1 })
-					holds(t, g, spare, 5)
-				}
+				until(t, a, b, func() bool { return len(b.writes) == 1 })
+				holds(t, g, spare, 5)
 				a.c.Close()
 				runtime.KeepAlive(host)
 			})
@@ -138,11 +113,7 @@ func TestDriverWaits(t *testing.T) {
 			}())
 			end()
 			a.c, b.c = first, there
-			want := 2
-			if c.lands {
-				want = 1
-			}
-			until(t, a, b, func() bool { return len(b.writes) == want })
+			until(t, a, b, func() bool { return len(b.writes) == 2 })
 			holds(t, g, dst, 5)
 			b.free(t, k)
 			b.free(t, free)
@@ -153,18 +124,17 @@ func TestDriverWaits(t *testing.T) {
 // TestDriverWaitsInPost: while a Post waits in the driver, as behind a stream whose queue is
 // full, whoever needs no GPU goes on, and a Poll finds nothing.
 func TestDriverWaitsInPost(t *testing.T) {
-	for _, call := range []string{"Enqueue", "NewEvent", "Record"} {
-		t.Run(call, func(t *testing.T) {
+	for name, alone := range map[string]bool{"mapped": false, "staged": true} { // the call is ours, or that of the Fabric below
+		t.Run(name, func(t *testing.T) {
+			const call = "Enqueue"
 			g := fakegpu.New()
-			a, b := pairOf(t, g, overCMA, call == "Enqueue")
-			a.f.o.Events = call == "NewEvent" || call == "Record"
+			g.Alone = alone
+			a, b := pairOf(t, g, overCMA)
 			src, dst, spare := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
 			k := b.key(t, dst)
-			if call != "NewEvent" {
-				a.post(t, write(k, src, transport.Point{}))
-				until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-				a.done, b.writes = nil, nil
-			}
+			a.post(t, write(k, src, transport.Point{}))
+			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+			a.done, b.writes = nil, nil
 			ops := write(k, src, transport.Point{})
 			other, err := a.f.Connect(context.Background(), b.f.Addr())
 			require.NoError(t, err)
@@ -241,8 +211,8 @@ func (panics) ImportIPC(cuda.IPCHandle) (uint64, error) { panic("a driver's own"
 // TestDriverPanics: Poll tells of a panic beside it, and the Fabric still closes.
 func TestDriverPanics(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
-	a.f.dev = panics{g}
+	a, b := pairOf(t, g, overCMA)
+	a.f.calls.Dev = panics{g}
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 	a.post(t, write(b.key(t, dst), src, transport.Point{}))
 	var err error

@@ -11,55 +11,55 @@ import (
 	"fserver/engine/transport/link"
 )
 
-// A Conn is one of inner, for GPU memory too. f.mu guards all.
+// A Conn is one of inner, for GPU memory that is mapped. f.mu guards all but plain.
 type Conn struct {
-	f                  *Fabric
-	link.OverConn[job]           // a job says what an operation of inner's belongs to
-	over               error     // why nothing can be posted any more, and what EvDown is to say
-	since              time.Time // when over was set
-	down               bool      // EvDown was given, or will not come
-	closed             bool      // by its user
-	left               bool      // inner's has given its EvClosed
-	listed             bool      // in f.busy
-	asks               time.Time // when to ask whether the peer lives, if over is set
-	silent             bool      // it does not, or that cannot be seen: see quiet
-	waits              bool      // calls of the driver for it are made aside, and it keeps what it has
+	f *Fabric
+	// Operations of ours have no owner. Those of the user's own are inner's too.
+	link.OverConn[struct{}]
+	plain  atomic.Bool // operations without a GPU go to inner as they are
+	over   error       // why nothing can be posted any more, and what EvDown is to say
+	since  time.Time   // when over was set
+	down   bool        // EvDown was given, or will not come
+	closed bool        // by its user
+	left   bool        // inner's has given its EvClosed
+	listed bool        // in f.busy
+	asks   time.Time   // when to ask whether the peer lives, if over is set
+	silent bool        // it does not, or that cannot be seen: see quiet
+	waits  bool        // calls of the driver for it are made aside, and it keeps what it has
 
 	head    []byte // a frame with its head, for inner.Post
-	trailer []byte // a frame of ours, right behind the operation that is or was posted
-	marks   bool   // we have written to GPU memory of the peer: see send
+	trailer []byte // a frame right behind the operation that is or was posted
+	below   bool   // inner may have GPU memory of ours to send
 
-	// Operations that a GPU has to do with, and what waits for them: items[first:last]. Those from
-	// next on have not, or not wholly, been started. Nothing of those
-	// before passed is left to hand to inner.
-	items                     []item
-	first, passed, next, last uint32
-	queued                    int // bytes of frames there
-	lane                      lane
+	// Writes that may be mapped, and what waits for them. Those from next on have not been started.
+	line link.Line[item]
+	next uint32
+	lane lane
 
 	// Writing by mapping.
-	asked  time.Time // when the first write waited for the introductions
-	shown  int       // operations of ours that have been posted
-	expect int       // loans that belong to the peer's introduction
-	views  [2]*mem.View
-	peers  []atomic.Uint64 // the peer's table of keys
-	theirs *segment        // the peer's; nil before it has introduced itself
-	ways   map[uint64]*way // to the peer's memory, by key
-	maps   []*mapping
-	mapped bool   // a write has gone by mapping
-	apart  bool   // neither can map memory of the other
-	staged string // why a write has not gone by mapping, or could not
+	equipped bool      // the lane is there, or is being made
+	asked    time.Time // when the first write waited for the introductions
+	shown    int       // operations of our introduction that have been posted
+	expect   int       // loans that belong to the peer's introduction
+	views    [2]*mem.View
+	peers    []atomic.Uint64 // the peer's table of keys
+	theirs   *segment        // the peer's; nil before it has introduced itself
+	ways     map[uint64]*way // to the peer's memory, by key
+	maps     []*mapping
+	mapped   bool   // a write has gone by mapping
+	apart    bool   // neither can map memory of the other
+	staged   string // why a write has not gone by mapping, or could not
 
 	// What comes.
-	marked  bool            // the peer marks
-	loan    transport.Event // of the peer, which is still to say behind what it comes
-	partial []byte          // the beginning of a frame; nil: none has come
-	landed  uint64          // number of the newest copy from a shadow that the peer has asked for
-	held    [2]queue        // what waits, and what passes
+	marked   bool            // the peer has introduced itself: it tells what each loan comes behind
+	loan     transport.Event // of the peer, which is still to say that
+	numbered bool            // number is that of the next frame
+	number   uint64
+	held     link.Held
 }
 
 // Peer implements transport.Conn. Via is how GPU memory travels once it has, and how host memory
-// does before. Why says also why GPU memory is staged where peers share this host.
+// does before. Why says also why GPU memory is not mapped.
 func (c *Conn) Peer() transport.Peer {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
@@ -75,21 +75,36 @@ func (c *Conn) Peer() transport.Peer {
 
 // Unsent implements transport.Conn.
 func (c *Conn) Unsent() bool {
+	if c.plain.Load() {
+		return c.Conn.Unsent()
+	}
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
-	return c.passed != c.last || len(c.trailer) > 0 || c.Conn.Unsent()
+	return c.next != c.line.End || len(c.trailer) > 0 || c.Conn.Unsent()
 }
 
 // Post implements transport.Conn.
 func (c *Conn) Post(ops []transport.Op) (n int, err error) {
-	c.f.mu.Lock()
+	if c.plain.Load() {
+		k := 0
+		for k < len(ops) && isPlain(&ops[k]) {
+			k++
+		}
+		if k > 0 {
+			n, err = c.Conn.Post(ops[:k])
+		}
+		if n == len(ops) || n < k {
+			return n, c.why(err)
+		}
+	}
+	c.f.lock()
 	defer c.f.mu.Unlock()
 	switch {
 	case c.over != nil:
-		return 0, c.over
-	case c.f.inside:
+		return n, c.over
+	case c.f.calls.Inside:
 		c.f.refused = true
-		return 0, nil
+		return n, nil
 	}
 	for n < len(ops) {
 		taken, bad := c.post(&ops[n])
@@ -98,14 +113,38 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 		}
 		n++
 	}
-	if c.first != c.last {
+	if !c.line.Empty() {
 		c.advance()
 		c.wake()
 	}
-	if c.first != c.last || c.over != nil {
+	if !c.line.Empty() || c.over != nil {
 		c.f.rouse()
 	}
+	c.review()
 	return n, err
+}
+
+// isPlain says whether inner may be handed an operation as it is.
+func isPlain(op *transport.Op) bool {
+	return op.Dev == mem.CPU && op.User&link.MappedMark == 0 && (op.Kind != transport.OpFrame || len(op.Frame) == 0 || op.Frame[0] != escape)
+}
+
+// review finds out whether c is plain. It becomes so in a Post or Poll alone.
+func (c *Conn) review() {
+	c.plain.Store(c.over == nil && c.line.Empty() && len(c.trailer) == 0 && c.shown == 0 && !c.below)
+}
+
+// why is an error of inner, or why c has ended.
+func (c *Conn) why(err error) error {
+	if err == nil {
+		return nil
+	}
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	if c.over != nil {
+		return c.over
+	}
+	return err
 }
 
 // rouse wakes a sleeper, who has not heard of what there is to do now.
@@ -114,30 +153,6 @@ func (f *Fabric) rouse() {
 		f.slept = false
 		f.Wake(pollEvery)
 	}
-}
-
-func (c *Conn) post(op *transport.Op) (taken bool, err error) {
-	n, many := uint64(0), false
-	for _, s := range op.Src {
-		many = many || n+s.Len < n
-		n += s.Len
-	}
-	gpu, waits := op.Dev != mem.CPU, op.After.Event != 0
-	switch {
-	case waits && !gpu:
-		return false, fmt.Errorf("cudaipc: post: an operation of kind %d on host memory waits for a point on %v: only writes of GPU memory may (Caps.Points)", op.Kind, op.After.Dev)
-	case op.Kind == transport.OpFrame || op.Kind == transport.OpLend && !gpu:
-		return c.order(op)
-	case many:
-		return false, fmt.Errorf("cudaipc: post: write of %d spans: more than 2^64 bytes", len(op.Src))
-	case gpu && c.f.dev == nil, gpu && op.Dev != c.f.name(), waits && op.After.Dev != c.f.name():
-		return false, fmt.Errorf("cudaipc: post: memory on %v, behind a stream of %v: this node uses %v (STEPMESH_GPU)", op.Dev, op.After.Dev, c.f.name())
-	case gpu && op.Kind != transport.OpWrite:
-		return false, fmt.Errorf("cudaipc: post: an operation of kind %d has memory on %v: only writes may have GPU memory", op.Kind, op.Dev)
-	case !gpu || n == 0 || !waits && c.f.reads(op):
-		return c.write(op, n, job{user: op.User})
-	}
-	return c.queue(op, n), nil
 }
 
 // done tells how an operation of the user's ended.
@@ -173,13 +188,13 @@ func (c *Conn) quiet() bool {
 
 // due says whether a Poll has to look at c.
 func (c *Conn) due() bool {
-	return c.over != nil && !c.down || c.closed || c.first != c.last || len(c.trailer) > 0 || c.holds() || c.unanswered()
+	return c.over != nil && !c.down || c.closed || !c.line.Empty() || len(c.trailer) > 0 || c.held.Len() > 0 || c.unanswered()
 }
 
-// aside is Fabric.aside for c, which starts nothing before then has been called.
+// aside is gpu.Calls.Aside for c, which starts nothing before then has been called.
 func (c *Conn) aside(calls, then func()) {
 	c.waits = true
-	c.f.aside(calls, func() {
+	c.f.calls.Aside(calls, func() {
 		c.waits = false
 		then()
 		c.wake()
@@ -199,6 +214,7 @@ func (c *Conn) end(err error) {
 	if c.over == nil {
 		c.over, c.since = err, time.Now()
 		c.asks = c.since.Add(lastWrites)
+		c.plain.Store(false)
 		c.trailer = nil
 		link.Drop(&c.loan)
 		if s := c.lane.seg; s != nil {
@@ -213,7 +229,7 @@ func (c *Conn) end(err error) {
 func (c *Conn) fail(err error) {
 	if c.over == nil {
 		c.end(fmt.Errorf("cudaipc: %s: %w", c.Conn.Peer().Remote, err))
-		c.giveUp()
+		c.held.Drop(c.f.polls)
 		c.signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: ^uint64(0)}})
 		c.Conn.Close()
 	}
@@ -223,32 +239,22 @@ func (c *Conn) fail(err error) {
 func (c *Conn) stop() {
 	if !c.closed {
 		c.end(transport.ErrClosed)
-		c.giveUp()
+		c.held.Drop(c.f.polls)
 		c.down, c.closed = true, true
 	}
 }
 
 // Close implements transport.Conn.
 func (c *Conn) Close() {
-	c.f.mu.Lock()
+	c.f.lock()
 	defer c.f.mu.Unlock()
 	c.stop()
 	c.Conn.Close()
 	c.f.rouse()
 }
 
-// ended says whether EvDown is due.
-func (c *Conn) ended() bool { return c.over != nil && !c.down && !c.holds() }
-
 // through says whether c is closed and nothing of ours is left to do for it.
-func (c *Conn) through() bool {
-	return c.closed && c.Open == 0 && c.first == c.last && !c.lane.working()
-}
-
-// gone says whether EvClosed is due, but for completions that are still to be given.
-func (c *Conn) gone() bool {
-	return c.through() && c.left && !c.writing() && !c.waits && c.f.in.reached(c.landed)
-}
+func (c *Conn) through() bool { return c.closed && c.left && c.line.Empty() && !c.lane.working() }
 
 // release gives back what c holds. Its copies are over.
 func (c *Conn) release() {

@@ -11,8 +11,7 @@ import (
 	"fserver/engine/transport"
 )
 
-// Driver lets GPU memory travel: mapped over the transport that lends memory, which is named over,
-// and staged over all others.
+// Driver lets GPU memory be mapped by peers of the transport that lends memory, which is named over.
 func Driver(over string) transport.Driver {
 	return transport.Driver{
 		Over:  over,
@@ -20,13 +19,11 @@ func Driver(over string) transport.Driver {
 		Probe: probe,
 		Way:   conf.Way{Name: "cudaipc", About: over + " between processes with GPUs, of which each maps the other's memory"},
 		Wrap: func(e *transport.Env, f transport.Fabric) (transport.Fabric, error) {
-			o := Options{HasGPU: e.HasGPU}
-			if g, ok := e.Device.(gpu.GPU); ok {
-				o.Device, o.Later = g.Device, g.Later
-				o.Events = !e.Config.Flags
-				o.Share = f.Caps().Lends && e.Config.SameHost
+			g, ok := e.Device.(gpu.GPU)
+			if !ok || !f.Caps().Lends || !e.Config.SameHost {
+				return f, nil
 			}
-			return Wrap(f, o)
+			return Wrap(f, Options{Device: g.Device, Later: g.Later})
 		},
 	}
 }

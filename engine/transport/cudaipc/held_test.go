@@ -2,8 +2,6 @@ package cudaipc
 
 import (
 	"bytes"
-	"context"
-	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -42,17 +40,17 @@ func polls(t *testing.T, a, b *side) {
 func TestPasses(t *testing.T) {
 	for _, c := range []struct {
 		name        string
-		under       below
-		share, warm bool
+		alone, warm bool
 	}{
-		{"mapped", overCMA, true, true},
-		{"to be mapped", overCMA, true, false},
-		{"staged", overCMA, false, true},
-		{"staged over tcp", overTCP, false, false},
+		{"mapped", false, true},
+		{"to be mapped", false, false},
+		{"staged", true, true},
+		{"to be staged", true, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			g := fakegpu.New()
-			a, b := pairOf(t, g, c.under, c.share)
+			g.Alone = c.alone
+			a, b := pairOf(t, g, overCMA)
 			src, dst, second := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
 			host := bytes.Repeat([]byte{7}, 4096)
 			k := b.key(t, dst)
@@ -119,37 +117,18 @@ func TestPasses(t *testing.T) {
 	}
 }
 
-// TestPassesBehindLanding: a frame that passes waits all the same for what is copied from a
-// shadow, as that may be memory of the host; the copy waits for nobody.
-func TestPassesBehindLanding(t *testing.T) {
-	g := fakegpu.New()
-	a, b := pairOf(t, g, overTCP, false)
-	dst := onGPU(t, g, 4096, 1)
-	k := b.key(t, dst)
-	gate := make(chan struct{})
-	g.Put(b.f.in.stream, func() { <-gate })
-	src := bytes.Repeat([]byte{5}, 4096)
-	a.post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(src)}}, text("passes", true), text("waits", false)})
-	until(t, a, b, func() bool { return b.f.in.next == 1 })
-	polls(t, a, b)
-	require.Empty(t, b.frames)
-	close(gate)
-	until(t, a, b, func() bool { return len(b.frames) == 2 })
-	holds(t, g, dst, 5)
-	runtime.KeepAlive(src)
-}
-
 // TestLongWait: a stream of the application's that waits for longer than a peer may leave
 // bytes unseen ends no Conn, however much is posted behind it.
 func TestLongWait(t *testing.T) {
 	const stall = 100 * time.Millisecond
-	for name, share := range map[string]bool{"mapped": true, "staged": false} {
+	for name, alone := range map[string]bool{"mapped": false, "staged": true} {
 		t.Run(name, func(t *testing.T) {
 			g := fakegpu.New()
+			g.Alone = alone
 			a, b := pairOf(t, g, func(o transporttest.Options) (transport.Fabric, error) {
 				o.Limits.Stall = stall
 				return overCMA(o)
-			}, share)
+			})
 			src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 			k := b.key(t, dst)
 			a.post(t, write(k, src, transport.Point{}))
@@ -180,7 +159,7 @@ func TestHeldAtTheEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			g := fakegpu.New()
 			a, b, dst, _, _, open := underWay(t, g)
-			until(t, a, b, func() bool { return b.below().holds() })
+			until(t, a, b, func() bool { return b.below().held.Len() > 0 })
 			a.c.Close()
 			until(t, a, b, func() bool { return b.below().over != nil })
 			require.NoError(t, b.down)
@@ -198,168 +177,4 @@ func TestHeldAtTheEnd(t *testing.T) {
 			}
 		})
 	}
-}
-
-// TestQueue holds much, and uses its buffers again, but not those that were given in the same
-// Poll.
-func TestQueue(t *testing.T) {
-	var q queue
-	now := uint64(1)
-	put := func(s string) { require.NoError(t, q.push(&transport.Event{Data: []byte(s)}, 0, 0, now)) }
-	for i := range 100 {
-		put(fmt.Sprint(i))
-	}
-	var got [][]byte
-	for i := range 100 {
-		got = append(got, q.pop(now).Data)
-		put(fmt.Sprint(100 + i))
-	}
-	for i := range 100 {
-		require.Equal(t, fmt.Sprint(i), string(got[i]))
-		require.Equal(t, fmt.Sprint(100+i), string(q.pop(now).Data))
-	}
-	require.Zero(t, q.bytes)
-
-	now++
-	e := transport.Event{Data: make([]byte, 1000)}
-	require.Zero(t, testing.AllocsPerRun(1000, func() {
-		now++
-		for range 3 {
-			_ = q.push(&e, 1, 1, now)
-		}
-		for range 3 {
-			q.pop(now)
-		}
-	}))
-	e.Data = make([]byte, heldBytes)
-	require.NoError(t, q.push(&e, 0, 0, now), "the first may be of any size")
-	e.Data = make([]byte, 1)
-	require.Error(t, q.push(&e, 0, 0, now))
-	q.pop(now)
-	for range heldMost {
-		require.NoError(t, q.push(&e, 0, 0, now))
-	}
-	require.Error(t, q.push(&e, 0, 0, now))
-}
-
-// mixed is a Conn from one Fabric with a hello to another, each with a GPU if its hello says
-// so.
-func mixed(t *testing.T, g *fakegpu.GPU, under below, from, to string) (a, b *side) {
-	t.Cleanup(func() { g.Empty(t) })
-	open := func(hello string) *side {
-		in, err := under(transporttest.Options{Listen: true, Gate: transporttest.Gate{Hello: hello}})
-		require.NoError(t, err)
-		o := Options{HasGPU: func(hello []byte) bool { return string(hello) == "gpu" }}
-		if hello == "gpu" {
-			o.Device, o.Share = g, true
-		}
-		f, err := Wrap(in, o)
-		require.NoError(t, err)
-		t.Cleanup(func() { require.NoError(t, f.Close()) })
-		return &side{f: f}
-	}
-	a, b = open(from), open(to)
-	connect(t, a, b)
-	return a, b
-}
-
-func connect(t *testing.T, a, b *side) {
-	var err error
-	a.c, err = a.f.Connect(context.Background(), b.f.Addr())
-	require.NoError(t, err)
-	until(t, a, b, func() bool { return b.c != nil })
-}
-
-// TestNodeWithoutGPU: it writes to GPU memory of a peer, and is written to from there. Only
-// its Conns to such peers are ours.
-func TestNodeWithoutGPU(t *testing.T) {
-	for _, c := range []struct {
-		name     string
-		under    below
-		from, to string
-	}{
-		{"it dials, tcp", overTCP, "cpu", "gpu"},
-		{"it is dialed, tcp", overTCP, "gpu", "cpu"},
-		{"it dials, cma", overCMA, "cpu", "gpu"},
-		{"it is dialed, cma", overCMA, "gpu", "cpu"},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			g := fakegpu.New()
-			cpu, gpu := mixed(t, g, c.under, c.from, c.to)
-			if c.from == "gpu" {
-				cpu, gpu = gpu, cpu
-			}
-			require.NotNil(t, cpu.below())
-			there, from := onGPU(t, g, 3<<20, 1), onGPU(t, g, 3<<20, 6)
-			src, err := mem.Map(3 << 20)
-			require.NoError(t, err)
-			here, err := mem.Map(3 << 20)
-			require.NoError(t, err)
-			copy(src.Span().Bytes(), bytes.Repeat([]byte{5}, 3<<20))
-			to, back := gpu.key(t, there), cpu.key(t, here)
-			require.Empty(t, back.Blob)
-			for i := range 3 {
-				cpu.post(t, write(to, src, transport.Point{}))
-				gpu.post(t, write(back, from, transport.Point{}))
-				until(t, cpu, gpu, func() bool { return len(cpu.writes) == i+1 && len(gpu.writes) == i+1 })
-				require.Equal(t, bytes.Repeat([]byte{6}, 3<<20), here.Span().Bytes())
-				holds(t, g, there, 5)
-				clear(here.Span().Bytes())
-				require.NoError(t, fakegpu.Memory{G: g}.Store(there.Span(), make([]byte, there.Len)))
-			}
-			for i, f := range []string{"", "\xff", "frame", strings.Repeat("\xff", transport.MaxFrame)} {
-				cpu.post(t, []transport.Op{text(f, i%2 == 0)})
-				gpu.post(t, []transport.Op{text(f, i%2 == 1)})
-				until(t, cpu, gpu, func() bool { return len(cpu.frames) == i+1 && len(gpu.frames) == i+1 })
-				require.True(t, cpu.frames[i] == f && gpu.frames[i] == f)
-			}
-			_, err = cpu.c.Post(write(to, src, transport.Point{Dev: mem.GPU(0), Event: 1}))
-			require.ErrorContains(t, err, "only writes of GPU memory may")
-			gpu.free(t, to)
-			cpu.free(t, back)
-			gpu.c.Close()
-			until(t, cpu, gpu, func() bool { return cpu.down != nil })
-			cpu.c.Close()
-			until(t, cpu, gpu, func() bool { return cpu.f.tracked.Load() == 0 && len(gpu.f.conns) == 0 })
-			require.NoError(t, errors.Join(mem.Unmap(src), mem.Unmap(here)))
-		})
-	}
-}
-
-// TestNobodyHasAGPU: the Conns are those of the Fabric below.
-func TestNobodyHasAGPU(t *testing.T) {
-	a, b := mixed(t, fakegpu.New(), overTCP, "cpu", "cpu")
-	require.Nil(t, a.below())
-	require.Nil(t, b.below())
-	host, err := mem.Map(4096)
-	require.NoError(t, err)
-	k := b.key(t, host)
-	require.NoError(t, b.f.Bind(k, b.c))
-	a.post(t, append(write(k, host, transport.Point{}), text("\xff", false)))
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(b.frames) == 1 })
-	require.Equal(t, "\xff", b.frames[0])
-	require.Zero(t, a.f.tracked.Load()+b.f.tracked.Load())
-	_, err = a.f.Register(mem.Region{Addr: host.Addr, Len: 1, Dev: mem.GPU(0)})
-	require.ErrorContains(t, err, "this node uses")
-
-	// A peer with a GPU joins them.
-	g := fakegpu.New()
-	in, err := overTCP(transporttest.Options{Gate: transporttest.Gate{Hello: "gpu"}})
-	require.NoError(t, err)
-	f, err := Wrap(in, Options{Device: g})
-	require.NoError(t, err)
-	c := &side{f: f}
-	old := b.c
-	b.c = nil
-	connect(t, c, b)
-	require.NotNil(t, b.below())
-	dst := onGPU(t, g, 4096, 1)
-	b.post(t, write(c.key(t, dst), host, transport.Point{}))
-	until(t, c, b, func() bool { return len(c.writes) == 1 })
-	holds(t, g, dst, 0)
-	b.c = old
-	b.post(t, []transport.Op{text("still", false)})
-	until(t, a, b, func() bool { return len(a.frames) == 1 })
-	require.NoError(t, f.Close())
-	require.NoError(t, mem.Unmap(host))
 }

@@ -4,215 +4,190 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"slices"
+	"math"
+	"time"
 
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
 )
 
 // escape is the first byte of every message of this package; docs/wire.md lists them. A frame
-// of the user's that starts with it is sent with a header. Package wire uses it for no frame.
-const escape = 0xff
+// of the user's that starts with it is sent with a header. Package wire uses it for no frame, nor does an inner Fabric.
+const escape = 0xfe
 
-// The kinds of messages, and what follows the kind. A number is that of the last mapped write
-// of the Conn that has to land first.
+// The kinds of messages, and what follows the kind. A number is that of the last mapped write of the Conn that has to land
+// first: 0 is none, and passes is none either, nor does such a frame or loan wait for what is before it.
 const (
-	kindPlain        = iota // no message of ours: a frame of the user's as it is
-	kindFrame               // a number, a frame of the user's
-	kindFramePass           // 0, a frame of the user's that passes
-	kindMore                // 0, the beginning of a frame that is too large with its header
-	kindLoan                // a number: it belongs to the loan just before
-	kindLoanPass            // 0: the loan just before passes
-	kindLift                // key, token, offset and length of the write just before
-	kindIntroduction        // 0: two loans follow
+	kindFrame        = iota + 1 // a number, a frame of the user's
+	kindNext                    // a number: it belongs to the next frame, which is too large with its header
+	kindLoan                    // a number: it belongs to the loan just before
+	kindIntroduction            // 0: two loans follow
+
+	passes = math.MaxUint64
 )
 
-const (
-	headLen = 2 + 8
-	liftLen = 2 + 4*8
-)
+const headLen = 2 + 8
 
 func appendHead(b []byte, kind uint8, number uint64) []byte {
 	return binary.LittleEndian.AppendUint64(append(b, escape, kind), number)
 }
 
-// send hands inner a frame or a loan of the user's that comes behind mapped write number. As
-// long as c has not written to GPU memory of the peer, the peer holds nothing of c. Until
-// then, loans need no trailer, and frames that pass no header.
-func (c *Conn) send(op *transport.Op, number uint64) (taken bool, err error) {
+// send hands inner a frame or a loan of the user's. As long as c has not introduced itself, the peer holds nothing of c.
+// Until then, loans need no trailer, and frames that pass no header.
+func (c *Conn) send(op *transport.Op) (taken bool, err error) {
 	if !c.flush() || op.Kind == transport.OpLend && c.introducing() {
 		return false, nil
 	}
-	j := job{user: op.User}
-	passes := op.Passes && c.marks
-	if op.Kind == transport.OpLend {
-		if c.marks {
-			c.trailer = appendHead(c.trailer, kindOf(kindLoan, passes), number)
+	number, b := c.ahead(), op.Frame
+	if op.Passes {
+		if number = 0; c.shown > 0 {
+			number = passes
 		}
-		return c.pass(op, j)
 	}
-	b := op.Frame
-	bare := number == 0 && !passes && (len(b) == 0 || b[0] != escape)
-	if bare || len(b) > transport.MaxFrame { // that one inner refuses
-		return c.pass(op, j)
+	switch {
+	case op.Kind == transport.OpLend:
+		if c.shown > 0 {
+			c.trailer = appendHead(c.trailer, kindLoan, number)
+		}
+		return c.pass(op)
+	case number == 0 && (len(b) == 0 || b[0] != escape), len(b) > transport.MaxFrame: // that inner refuses
+		return c.pass(op)
 	}
-	kind := kindOf(kindFrame, passes)
+	kind := uint8(kindFrame)
 	if len(b) > transport.MaxFrame-headLen {
-		c.trailer = append(appendHead(c.trailer, kind, number), b[len(b)/2:]...)
-		b, kind, number = b[:len(b)/2], kindMore, 0
+		kind, b = kindNext, nil
+		c.trailer = append(c.trailer, op.Frame...)
 	}
 	c.head = append(appendHead(c.head[:0], kind, number), b...)
-	out := transport.Op{Kind: transport.OpFrame, Frame: c.head}
-	taken, err = c.pass(&out, j)
-	c.head = trim(c.head)
-	return taken, err
-}
-
-// kindOf returns the kind of a frame or a loan. What passes has the next number.
-func kindOf(kind uint8, passes bool) uint8 {
-	if passes {
-		kind++
-	}
-	return kind
-}
-
-// keepMost is the largest buffer for a frame that is kept.
-const keepMost = 64 << 10
-
-// trim returns b empty, for the next frame, or nil if it is large.
-func trim(b []byte) []byte {
-	if cap(b) > keepMost {
-		return nil
-	}
-	return b[:0]
-}
-
-// write hands inner a write of n bytes of host memory. The peer lifts them if the key is of GPU
-// memory.
-func (c *Conn) write(op *transport.Op, n uint64, j job) (taken bool, err error) {
-	if !c.flush() {
-		return false, nil
-	}
-	lift := n > 0 && ofGPU(op.Key)
-	if lift {
-		b := append(c.trailer, escape, kindLift)
-		for _, v := range [...]uint64{op.Key.ID, op.Key.Token, op.Off, n} {
-			b = binary.LittleEndian.AppendUint64(b, v)
-		}
-		c.trailer = b
-	}
-	taken, err = c.pass(op, j)
-	c.marks = c.marks || taken && lift
+	taken, err = c.pass(&transport.Op{Kind: transport.OpFrame, User: op.User, Frame: c.head, Passes: op.Passes})
+	c.head = link.Trim(c.head)
 	return taken, err
 }
 
 // pass hands inner an operation, and c.trailer right behind it. If inner takes only the
-// operation, the trailer stays, and flush sends it before anything else.
-func (c *Conn) pass(op *transport.Op, j job) (taken bool, err error) {
-	host := *op
-	host.Key = innerKey(op.Key)
-	host.After, host.Dev = transport.Point{}, source(op)
-	k, err := c.Pass(&host, j, c.trailer)
+// operation, the trailer stays, and flush sends it before anything else. Inner may call the device meanwhile.
+func (c *Conn) pass(op *transport.Op) (taken bool, err error) {
+	k, err := c.posts(op, op.User)
 	if k == 1 && len(c.trailer) > 0 {
 		c.wake()
 	} else {
-		c.trailer = trim(c.trailer)
+		c.trailer = link.Trim(c.trailer)
 	}
 	return k > 0, err
 }
 
-// flush sends a trailer that inner has not taken yet; false is back-pressure.
+// posts posts an operation on inner's Conn, which may call the device, and c.trailer right behind it.
+func (c *Conn) posts(op *transport.Op, user uint64) (int, error) {
+	behind := c.trailer
+	defer c.f.calls.Leave().Back()
+	return c.PassAs(op, user, behind)
+}
+
+// flush sends a trailer that inner has not taken yet; false is back-pressure. What it belongs to may have passed.
 func (c *Conn) flush() bool {
-	if len(c.trailer) > 0 && c.signal(transport.Op{Kind: transport.OpFrame, Frame: c.trailer}) {
-		c.trailer = trim(c.trailer)
+	if b := c.trailer; len(b) > 0 {
+		c.trailer = nil
+		if !c.signal(transport.Op{Kind: transport.OpFrame, Frame: b, Passes: true}) {
+			c.trailer = b
+			return false
+		}
+		c.trailer = link.Trim(b)
 	}
-	return len(c.trailer) == 0
+	return true
 }
 
 // signal posts an operation whose end nobody waits for; false is back-pressure.
 func (c *Conn) signal(op transport.Op) bool {
-	k, _ := c.Pass(&op, job{ours: true}, nil)
+	k, _ := c.posts(&op, c.Mark)
 	return k == 1
 }
 
-// lengths are those of the messages of each kind that have one.
-var lengths = [kindIntroduction + 1]int{kindLoan: headLen, kindLoanPass: headLen, kindLift: liftLen, kindIntroduction: headLen}
-
-// parse reads the head of a frame that starts with escape.
-func parse(b []byte) (kind uint8, number uint64, err error) {
-	if len(b) >= headLen {
-		kind = b[1]
-	}
-	if kind == 0 || kind > kindIntroduction || lengths[kind] != 0 && lengths[kind] != len(b) {
-		return 0, 0, fmt.Errorf("the peer sent a message of kind %d and %d bytes, which this version does not know (run the same version of fserver on both sides)", kind, len(b))
-	}
-	if kind != kindLift {
-		number = field(b, 0)
-	}
-	if number > 0 && kind != kindFrame && kind != kindLoan {
-		return 0, 0, fmt.Errorf("the peer sent a message of kind %d with the number %d, want 0", kind, number)
-	}
-	return kind, number, nil
-}
-
-// field returns the i-th number behind the kind.
-func field(b []byte, i int) uint64 { return binary.LittleEndian.Uint64(b[2+8*i:]) }
-
 // message takes a frame of inner, for which p has room.
 func (c *Conn) message(b []byte, p *link.Found) error {
-	kind, number, body := uint8(kindPlain), uint64(0), b
-	if len(b) > 0 && b[0] == escape {
-		var err error
-		if kind, number, err = parse(b); err != nil {
-			return err
-		}
-		body = b[headLen:]
-	}
+	number := uint64(0)
 	switch {
-	case c.partial != nil && kind != kindFrame && kind != kindFramePass:
-		return errors.New("the peer sent the beginning of a frame, and then not its end")
-	case number > 0 && (c.theirs == nil || number > c.theirs.begun.Load()):
-		return fmt.Errorf("the peer sent a frame that waits for its write %d, which it has not begun", number)
+	case c.numbered:
+		number, c.numbered = c.number, false
+	case len(b) > 0 && b[0] == escape:
+		kind := uint8(0)
+		if len(b) >= headLen {
+			kind = b[1]
+		}
+		if kind == 0 || kind > kindIntroduction || kind != kindFrame && len(b) != headLen {
+			return fmt.Errorf("the peer sent a message of kind %d and %d bytes, which this version does not know (run the same version of fserver on both sides)", kind, len(b))
+		}
+		number = binary.LittleEndian.Uint64(b[2:])
+		if number != 0 && number != passes && (c.theirs == nil || number > c.theirs.begun.Load()) {
+			return fmt.Errorf("the peer sent a frame that waits for its write %d, which it has not begun", number)
+		}
+		if kind != kindFrame {
+			return c.control(kind, number, p)
+		}
+		b = b[headLen:]
 	}
+	return c.arrive(&transport.Event{Kind: transport.EvFrame, Conn: c, Data: b}, number, p)
+}
+
+// control takes a message without a frame.
+func (c *Conn) control(kind uint8, number uint64, p *link.Found) error {
 	switch kind {
-	case kindLift:
-		c.marked = true
-		return c.lift(transport.Key{ID: field(b, 0), Token: field(b, 1)}, field(b, 2), field(b, 3))
+	case kindNext:
+		c.number, c.numbered = number, true
+		return nil
 	case kindIntroduction:
 		c.marked = true
 		return c.meet()
-	case kindLoan, kindLoanPass:
-		v := c.loan
-		if c.loan = (transport.Event{}); v.View == nil {
-			return errors.New("the peer announced a loan, but did not lend the memory")
-		}
-		return c.arrive(&v, number, kind == kindLoanPass, p)
-	case kindMore:
-		c.partial = slices.Clone(body)
-		return nil
 	}
-	if c.partial != nil {
-		body, c.partial = append(c.partial, body...), nil
+	v := c.loan
+	if c.loan = (transport.Event{}); v.View == nil {
+		return errors.New("the peer announced a loan, but did not lend the memory")
 	}
-	if len(body) > transport.MaxFrame {
-		return fmt.Errorf("the peer sent a frame of %d bytes, want at most %d", len(body), transport.MaxFrame)
-	}
-	return c.arrive(&transport.Event{Kind: transport.EvFrame, Conn: c, Data: body}, number, kind == kindFramePass, p)
+	return c.arrive(&v, number, p)
 }
 
 // lent takes a loan of inner.
 func (c *Conn) lent(e *transport.Event, p *link.Found) error {
-	out := *e
-	out.Conn = c
+	e.Conn = c
 	switch {
 	case c.expect > 0:
 		return c.greeted(e)
 	case !c.marked:
-		return c.arrive(&out, 0, false, p)
+		return c.arrive(e, 0, p)
 	case c.loan.View != nil:
 		link.Drop(e)
 		return errors.New("the peer lent memory twice, and announced one loan")
 	}
-	c.loan = out // its trailer follows
+	c.loan = *e // its trailer follows
 	return nil
+}
+
+// arrive gives an event of the peer's, for which p has room, or holds it until its mapped write
+// has landed, and the events before it have been given. One that passes waits for nothing.
+func (c *Conn) arrive(e *transport.Event, number uint64, p *link.Found) error {
+	if number == passes || c.held.Len() == 0 && c.reached(number) {
+		p.Put(*e)
+		return nil
+	}
+	c.wake()
+	return c.held.Push(e, number, c.f.polls)
+}
+
+// reached reports whether mapped write number of the peer has landed; 0 is none.
+func (c *Conn) reached(number uint64) bool {
+	return number == 0 || c.theirs.done.Load() >= number
+}
+
+// give gives the events whose turn has come, as far as p has room. When the Conn has ended,
+// mapped writes may still land: give waits for them for lastWrites, and then drops all events.
+func (c *Conn) give(p *link.Found) {
+	for c.held.Len() > 0 && p.Room() {
+		switch {
+		case c.reached(c.held.Number()):
+			p.Put(c.held.Pop(c.f.polls))
+		case c.over != nil && time.Since(c.since) > lastWrites:
+			c.held.Drop(c.f.polls)
+		default:
+			return
+		}
+	}
 }

@@ -34,11 +34,11 @@ type mapping struct {
 
 // unmap closes a mapping, later.
 func (f *Fabric) unmap(m *mapping) {
-	m.chore = f.o.Later.Do(gpu.Mapping, m.size, func() {
+	m.chore = f.calls.Later.Do(gpu.Mapping, m.size, func() {
 		if m.reach == reachIPC {
-			_ = f.dev.CloseIPC(m.at)
+			_ = f.calls.Dev.CloseIPC(m.at)
 		} else {
-			_ = f.dev.UnmapFDs(m.at, m.lens)
+			_ = f.calls.Dev.UnmapFDs(m.at, m.lens)
 		}
 		m.closed.Store(true)
 	})
@@ -58,14 +58,17 @@ type way struct {
 	m     *mapping
 }
 
-// mapInto starts a write by mapping if it can; it gives the way of the write, or wayNone: not now.
-func (c *Conn) mapInto(it *item, r *remote) (way uint8) {
-	switch {
-	case !c.f.o.Share || c.apart:
-		return wayStaged
-	case r.reach == reachStaged:
-		c.staged = "the driver shares no such memory of the peer's GPU (of a memory pool, for one)"
-		return wayStaged
+// What mapInto says of a write.
+const (
+	notNow  = iota
+	mapped  // it has begun
+	toInner // it cannot be mapped
+)
+
+// mapInto starts a write by mapping if it can.
+func (c *Conn) mapInto(wr *waiting, r *remote) int {
+	if c.apart {
+		return toInner
 	}
 	if c.asked.IsZero() {
 		c.asked = time.Now()
@@ -73,12 +76,13 @@ func (c *Conn) mapInto(it *item, r *remote) (way uint8) {
 	// Before the peer knows our segment, the end of a key would not wait for us.
 	if !c.introduce() || c.theirs == nil || c.theirs.met.Load() == 0 {
 		if c.introducing() || time.Since(c.asked) < answerLimit {
-			return wayNone
+			return notNow
 		}
-		return wayStaged
+		return toInner
 	}
-	if r.fabric != c.theirs.fabric || it.op.Off > r.n || it.n > r.n-it.op.Off {
-		return wayStaged // inner refuses it
+	n := wr.Is.n
+	if r.fabric != c.theirs.fabric || wr.Op.Off > r.n || n > r.n-wr.Op.Off {
+		return toInner // which refuses it
 	}
 	w := c.ways[r.key.ID]
 	if w == nil {
@@ -86,9 +90,9 @@ func (c *Conn) mapInto(it *item, r *remote) (way uint8) {
 	}
 	switch {
 	case c.waits:
-		return wayNone
+		return notNow
 	case w == nil || w.at == 0:
-		return wayStaged
+		return toInner
 	}
 	l := &c.lane
 	s := l.seg
@@ -97,18 +101,78 @@ func (c *Conn) mapInto(it *item, r *remote) (way uint8) {
 	s.begun.Store(number)
 	if c.peers[w.slot].Load() != r.key.ID || c.theirs.over.Load() != 0 {
 		s.begun.Store(number - 1) // the key is gone, or the Conn: inner refuses it
-		return wayStaged
+		return toInner
 	}
-	it.sent = 0
-	l.gather(it, w.at+it.op.Off, it.n)
+	l.copies = gpu.Gather(l.copies[:0], wr.Op.Src, 0, w.at+wr.Op.Off, n)
 	// After an error, a part of it may be under way: tick finds out when that is over.
-	it.way, it.number = wayMapped, number
-	if err := c.f.enqueue(l.stream, it.op.After, l.copies, l.mapped, number); err != nil {
-		c.fail(fmt.Errorf("write %d bytes into the peer's memory: %w", it.n, err))
-		return wayMapped
+	wr.Is.number = number
+	if err := c.f.calls.Enqueue(l.stream, wr.Op.After, l.copies, l.mapped, number); err != nil {
+		c.fail(fmt.Errorf("write %d bytes into the peer's memory: %w", n, err))
+		return mapped
 	}
 	c.mapped = true
-	return wayMapped
+	return mapped
+}
+
+// lane is the stream of a Conn on which its copies are made, and its segment, where the stream says how far it is.
+type lane struct {
+	stream cuda.Stream
+	shared *mem.Shared
+	seg    *segment
+	mapped gpu.Word // seg.done; it is the GPU that stores it, also where our own CPU asks events
+	copies []cuda.Copy
+	broken bool // the device does nothing any more
+}
+
+// equip gives c what it needs for GPU memory, once.
+func (c *Conn) equip() {
+	if c.equipped {
+		return
+	}
+	c.equipped = true
+	var l lane
+	var err error
+	c.aside(func() { err = l.open(c.f) }, func() {
+		if err != nil {
+			c.fail(fmt.Errorf("set up the memory that shows the progress of writes: %w", err))
+			return
+		}
+		c.lane = l
+		c.met()
+	})
+}
+
+func (l *lane) open(f *Fabric) (err error) {
+	if l.shared, err = mem.NewNamed("fserver-cudaipc", uint64(segmentSize)); err != nil {
+		return gpu.Scarce(err)
+	}
+	r := l.shared.Region()
+	seen, err := f.calls.Pin(r)
+	if err != nil {
+		_ = mem.FreeShared(l.shared.ID())
+		return err
+	}
+	l.seg = segmentIn(r)
+	l.mapped = gpu.Word{At: seen + uint64(doneAt)}
+	l.seg.spaces, l.seg.magic, l.seg.fabric = f.spaces, segmentMagic, f.id
+	if l.stream, err = f.calls.Dev.NewStream(); err != nil {
+		l.close(f)
+	}
+	return err
+}
+
+// close gives back what open acquired.
+func (l *lane) close(f *Fabric) {
+	f.calls.FreeStream(l.stream)
+	if s := l.shared; s != nil {
+		f.calls.Unpin(s.Region(), func() { _ = mem.FreeShared(s.ID()) })
+	}
+	*l = lane{}
+}
+
+// working says whether copies are under way.
+func (l *lane) working() bool {
+	return l.seg != nil && !l.broken && l.seg.done.Load() < l.seg.begun.Load()
 }
 
 // introduction is how many operations introduce tells the peer with.
@@ -135,7 +199,6 @@ func (c *Conn) introduce() bool {
 		if !c.signal(ops[c.shown]) {
 			return false
 		}
-		c.marks = true
 	}
 	return true
 }
@@ -147,7 +210,7 @@ func (c *Conn) unanswered() bool {
 
 // meet begins to take the peer's introduction: two loans follow.
 func (c *Conn) meet() error {
-	if c.f.dev == nil || !c.f.Caps().Lends || c.theirs != nil || c.expect > 0 || c.loan.View != nil {
+	if c.theirs != nil || c.expect > 0 || c.loan.View != nil {
 		return errors.New("the peer introduced itself where that is not allowed")
 	}
 	c.expect = 2
@@ -173,9 +236,8 @@ func (c *Conn) greeted(e *transport.Event) error {
 	if why := c.f.spaces.apart(theirs.spaces); why != "" {
 		c.apart, c.staged = true, why
 	}
-	if c.met(); c.items == nil {
-		c.equip()
-	}
+	c.met()
+	c.equip()
 	c.wake()
 	return nil
 }
@@ -191,7 +253,7 @@ func (c *Conn) met() {
 // lay at the address before is still mapped.
 func (c *Conn) reach(arg *remote) *way {
 	r := *arg // it may outlive the operation
-	id, dev, there := r.key.ID, c.f.dev, &c.peers[r.slot]
+	id, dev, there := r.key.ID, c.f.calls.Dev, &c.peers[r.slot]
 	w := &way{slot: r.slot}
 	var err error
 	if ordinal, ours := c.f.ours(&r); ours && r.reach == reachIPC {
@@ -209,7 +271,7 @@ func (c *Conn) reach(arg *remote) *way {
 	for _, m := range c.maps {
 		switch {
 		case m.closed.Load() || !m.over(&r):
-		case m.is(&r) && (m.chore == nil || c.f.o.Later.Cancel(m.chore)):
+		case m.is(&r) && (m.chore == nil || c.f.calls.Later.Cancel(m.chore)):
 			m.chore = nil
 			c.ways[id] = w
 			w.through(m, &r)

@@ -16,7 +16,7 @@ import (
 func TestMappingFails(t *testing.T) {
 	for _, call := range []string{"ImportIPC", "ExportIPC"} {
 		g := fakegpu.New()
-		a, b := pairOf(t, g, overCMA, true)
+		a, b := pairOf(t, g, overCMA)
 		src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
 		g.Fail(call, 1)
 		k := b.key(t, dst)
@@ -34,7 +34,7 @@ func TestMappingFails(t *testing.T) {
 // wait for at the end of a key.
 func TestNobodyMapsUnseen(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 8192, 1)
 	there := b.key(t, mem.Region{Addr: dst.Addr, Len: 4096, Dev: dst.Dev})
 	back := a.key(t, mem.Region{Addr: dst.Addr + 4096, Len: 4096, Dev: dst.Dev})
@@ -66,7 +66,7 @@ func (miser) Lends(mem.Span) bool { return false }
 // already, writes by another way.
 func TestNothingToLend(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 	k := b.key(t, dst)
 	a.below().Conn, a.below().asked = miser{a.below().Conn}, time.Time{} // so that it waits for answerLimit
@@ -79,7 +79,7 @@ func TestNothingToLend(t *testing.T) {
 // TestLoanBesideIntroduction: a loan does not come into the middle of the introduction, where the peer would take it for one of that.
 func TestLoanBesideIntroduction(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	shared, err := mem.NewShared(4096)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
@@ -87,6 +87,7 @@ func TestLoanBesideIntroduction(t *testing.T) {
 	require.True(t, a.c.Lends(loan.Src[0]))
 	c := a.below()
 	c.shown = 1
+	c.review()
 	n, err := a.c.Post([]transport.Op{loan})
 	require.NoError(t, err)
 	require.Zero(t, n)
@@ -134,11 +135,8 @@ func TestNumbersOfGPUs(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			g := fakegpu.New()
-			a, b := pairOf(t, g, overCMA, true)
-			va := &view{GPU: g, ordinal: c.a, near: c.near}
-			a.f.dev = va
-			vb := &view{GPU: g, ordinal: c.b}
-			b.f.dev = vb
+			va, vb := &view{GPU: g, ordinal: c.a, near: c.near}, &view{GPU: g, ordinal: c.b}
+			a, b := pairWith(t, g, va, vb)
 			if c.own {
 				b.f.own = a.f.own
 			}
@@ -165,7 +163,7 @@ func TestNumbersOfGPUs(t *testing.T) {
 // comes to lie there.
 func TestMappingsEnd(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 1<<20, 1)
 	send := func(k transport.Key) {
 		a.done, b.writes = nil, nil
@@ -220,7 +218,7 @@ func (d lateToClose) CloseIPC(base uint64) error {
 // goes by the host meanwhile.
 func TestMappingsEndLater(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 	conn := a.below()
 	send := func(k transport.Key) {
@@ -237,7 +235,7 @@ func TestMappingsEndLater(t *testing.T) {
 	k := b.key(t, dst)
 	send(k)
 	at := conn.maps[0].at
-	a.f.o.Later.Hold()
+	a.f.calls.Later.Hold()
 	b.free(t, k)
 	sweep()
 	sweep()
@@ -248,10 +246,10 @@ func TestMappingsEndLater(t *testing.T) {
 	require.Equal(t, at, conn.maps[0].at)
 	require.Nil(t, conn.maps[0].chore)
 
-	a.f.o.Later.Release(0)
+	a.f.calls.Later.Release(0)
 	b.free(t, k)
 	now, began := make(chan struct{}), make(chan struct{})
-	a.f.dev = lateToClose{g, began, now}
+	a.f.calls.Dev = lateToClose{g, began, now}
 	sweep()
 	sweep()
 	<-began
@@ -260,9 +258,9 @@ func TestMappingsEndLater(t *testing.T) {
 	require.Empty(t, conn.ways)
 	require.Equal(t, 1, g.Imports())
 	close(now)
-	require.True(t, a.f.o.Later.Wait(time.Second))
+	require.True(t, a.f.calls.Later.Wait(time.Second))
 	require.Zero(t, g.Imports())
-	a.f.dev = g
+	a.f.calls.Dev = g
 	send(k)
 	require.Len(t, conn.ways, 1)
 	require.Equal(t, 1, g.Imports())
@@ -272,7 +270,7 @@ func TestMappingsEndLater(t *testing.T) {
 // by the host until that is not there.
 func TestAddressIsTaken(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 	k := b.key(t, dst)
 	send := func() {
@@ -297,7 +295,7 @@ func TestAddressIsTaken(t *testing.T) {
 func TestWaysEnd(t *testing.T) {
 	for _, own := range []bool{false, true} {
 		g := fakegpu.New()
-		a, b := pairOf(t, g, overCMA, true)
+		a, b := pairOf(t, g, overCMA)
 		if own {
 			b.f.own = a.f.own
 		}
@@ -324,7 +322,7 @@ func TestWaysEnd(t *testing.T) {
 func TestSharedPieces(t *testing.T) {
 	g := fakegpu.New()
 	g.Pieces = true
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	const piece = 64 << 10
 	src, dst := onGPU(t, g, 2*piece, 5), onGPU(t, g, 3*piece, 1)
 	point, open := heldUp(t, g, a.f)
@@ -341,7 +339,7 @@ func TestSharedPieces(t *testing.T) {
 	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
 	holds(t, g, dst, 5)
 
-	a.f.o.Later.Hold() // so the second mapping is put off, which is in nobody's way
+	a.f.calls.Later.Hold() // so the second mapping is put off, which is in nobody's way
 	b.free(t, k)
 	until(t, a, b, func() bool {
 		a.f.scan = time.Time{}
@@ -353,5 +351,5 @@ func TestSharedPieces(t *testing.T) {
 	a.post(t, write(k, mem.Region{Addr: src.Addr, Len: piece, Dev: src.Dev}, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 3 && len(a.done) == 3 })
 	require.Equal(t, 3, g.Imports())
-	a.f.o.Later.Release(0)
+	a.f.calls.Later.Release(0)
 }

@@ -11,12 +11,21 @@ import (
 // ring.
 const pollEvery = 50 * time.Microsecond
 
+// tickPolls is after how many Polls to look at the clock, for tick.
+const tickPolls = 1 << 16
+
+// lock takes f.mu for what a Poll may have to look at.
+func (f *Fabric) lock() {
+	f.mu.Lock()
+	f.calm.Store(false)
+}
+
 // Arm implements transport.Fabric.
 func (f *Fabric) Arm() (again bool) {
 	again = f.Fabric.Arm()
-	f.mu.Lock()
+	f.lock()
 	defer f.mu.Unlock()
-	if f.dev != nil && !f.closed {
+	if !f.closed {
 		f.slept = true
 		f.Wake(f.rest())
 	}
@@ -25,7 +34,7 @@ func (f *Fabric) Arm() (again bool) {
 
 // rest returns when to look how far GPUs are; 0: nothing waits for one.
 func (f *Fabric) rest() time.Duration {
-	working, left := f.inside || f.in.waiting() || f.asides > 0 || len(f.marks) > 0, len(f.ending) > 0
+	working, left := f.calls.Busy(), len(f.ending) > 0
 	for _, c := range f.conns {
 		if c.through() && c.writing() { // for as long as the peer likes
 			left = true
@@ -45,17 +54,11 @@ func (f *Fabric) rest() time.Duration {
 // drive takes what calls aside have made, finds out how far the GPU is, and goes on with what
 // is not of one Conn.
 func (f *Fabric) drive(tick bool) {
-	if !f.inside {
-		for _, then := range f.prepared {
-			f.asides--
-			then()
-		}
-		f.prepared = f.prepared[:0]
+	if !f.calls.Inside {
+		f.calls.Proceed()
 		if tick {
 			f.tick()
 		}
-		f.look()
-		f.land()
 	}
 	for _, r := range f.ending {
 		f.settle(r)
@@ -70,21 +73,12 @@ func (f *Fabric) tick() {
 		return
 	}
 	f.scan = now
-	if l := &f.in; l.word.here != nil && l.word.here.Load() < l.begun && l.broken == nil {
-		idle, err := f.idle(l.stream)
-		switch {
-		case err != nil:
-			l.fail(f, err)
-		case idle && l.word.here.Load() < l.begun: // the number of the last copy was not enqueued
-			l.word.here.Store(l.begun)
-		}
-	}
 	for _, c := range f.conns {
 		if !c.lane.working() {
 			c.sweep()
 			continue
 		}
-		idle, err := f.idle(c.lane.stream)
+		idle, err := f.calls.Idle(c.lane.stream)
 		if err != nil || idle && c.over != nil && c.lane.working() { // what is left was not enqueued
 			c.lane.broken = true
 			c.lane.seg.begun.Store(c.lane.seg.done.Load()) // for the peer: none is under way
@@ -96,27 +90,27 @@ func (f *Fabric) tick() {
 
 // Poll implements transport.Fabric. It finds nothing while a Post is in the driver.
 func (f *Fabric) Poll(ev []transport.Event) (int, error) {
-	if f.dev == nil && f.tracked.Load() == 0 {
-		return f.pollBare(ev)
+	if f.spins++; f.calm.Load() && f.spins%tickPolls != 0 {
+		return f.pollCalm(ev)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.inside {
+	if f.calls.Inside {
 		return 0, nil
 	}
 	f.polls++
-	f.drive(f.slept || f.polls%(1<<16) == 0)
+	f.drive(f.slept || f.spins%tickPolls == 0)
 	f.slept, f.refused = false, false
 	p := link.Found{Events: ev}
 	f.tell(&p)
 	for _, c := range f.busy {
 		c.give(&p)
 	}
-	err := f.panicked
+	err := f.calls.Panicked
 	for again := true; again; {
 		got := 0
 		if err == nil && p.Room() {
-			got, err = f.Fabric.Poll(f.ev[:min(len(f.ev), len(ev)-p.N)])
+			got, err = f.ask(min(len(f.ev), len(ev)-p.N))
 		}
 		f.take(f.ev[:got], &p)
 		again = f.closed && got > 0 && p.N == 0 // all was dropped: more may come
@@ -127,6 +121,29 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	return p.N, err
 }
 
+// pollCalm is Poll when there is nothing to look at but inner.
+func (f *Fabric) pollCalm(ev []transport.Event) (int, error) {
+	n, err := f.Fabric.Poll(ev)
+	if n == 0 {
+		return 0, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.polls++
+	p := link.Found{Events: ev}
+	f.take(ev[:n], &p)
+	if p.N != 0 {
+		err = nil // it comes again
+	}
+	return p.N, err
+}
+
+// ask polls inner, which may call the device, for at most n events.
+func (f *Fabric) ask(n int) (int, error) {
+	defer f.calls.Leave().Back()
+	return f.Fabric.Poll(f.ev[:n])
+}
+
 // tell gives the completions that wait, as far as p has room.
 func (f *Fabric) tell(p *link.Found) {
 	k := copy(p.Events[p.N:], f.told)
@@ -135,7 +152,7 @@ func (f *Fabric) tell(p *link.Found) {
 }
 
 // take takes events of inner, for which p has room, and gives what follows from them, as far as p
-// has room.
+// has room. They may lie where p puts its own: none is put behind the one that it comes of.
 func (f *Fabric) take(ev []transport.Event, p *link.Found) {
 	for i := range ev {
 		f.event(&ev[i], p)
@@ -143,6 +160,7 @@ func (f *Fabric) take(ev []transport.Event, p *link.Found) {
 	f.tell(p)
 	f.service(p)
 	f.tell(p)
+	f.calm.Store(len(f.busy)+len(f.told)+len(f.ending) == 0 && !f.calls.Busy() && f.calls.Panicked == nil && !f.closed)
 }
 
 // event takes one event of inner, for which p has room.
@@ -156,25 +174,31 @@ func (f *Fabric) event(e *transport.Event, p *link.Found) {
 		}
 		return
 	}
-	c := f.conns[e.Conn]
+	c := f.last
+	if c == nil || c.Conn != e.Conn {
+		c = f.conns[e.Conn]
+	}
 	if c == nil {
-		// It may be the first event of its Conn. Events of Conns that are not wrapped cost no look
-		// at the Conn.
-		first := f.dev != nil || e.Kind == transport.EvAccept || int(f.tracked.Load()) > len(f.conns)
-		if !first || !f.wraps(e.Conn) {
-			p.Put(*e)
-			return
-		}
 		if f.closed { // nobody knows it
 			link.Drop(e)
 			return
 		}
 		c = f.conn(e.Conn)
 	}
+	f.last = c
+	c.event(e, p)
+}
+
+// event takes one event of inner's Conn, for which p has room.
+func (c *Conn) event(e *transport.Event, p *link.Found) {
 	var err error
 	switch {
+	case e.Kind == transport.EvDone && e.User&c.Mark != 0: // of ours
 	case e.Kind == transport.EvDone:
-		c.finish(e.User, e.Err)
+		if e.Conn = c; e.Err != nil && c.over != nil {
+			e.Err = c.over
+		}
+		p.Put(*e)
 	case e.Kind == transport.EvClosed:
 		c.left = true
 		c.wake()
@@ -187,9 +211,8 @@ func (f *Fabric) event(e *transport.Event, p *link.Found) {
 	case e.Kind == transport.EvFrame:
 		err = c.message(e.Data, p)
 	default:
-		out := *e
-		out.Conn = c
-		p.Put(out)
+		e.Conn = c
+		p.Put(*e)
 	}
 	if err != nil {
 		c.fail(err)
@@ -207,12 +230,15 @@ func (f *Fabric) service(p *link.Found) {
 		if c.unanswered() {
 			c.introduce()
 		}
-		if c.ended() && p.Room() && len(f.told) == 0 {
+		c.review()
+		if c.over != nil && !c.down && c.held.Len() == 0 && p.Room() && len(f.told) == 0 {
 			c.down = true
 			p.Put(transport.Event{Kind: transport.EvDown, Conn: c, Err: c.over})
 		}
-		if c.gone() && p.Room() && len(f.told) == 0 {
-			f.forget(c)
+		if c.through() && !c.writing() && !c.waits && p.Room() && len(f.told) == 0 {
+			c.release()
+			delete(f.conns, c.Conn)
+			f.last = nil
 			p.Put(transport.Event{Kind: transport.EvClosed, Conn: c})
 		} else if c.listed = c.due(); c.listed {
 			f.busy[left] = c
@@ -221,33 +247,4 @@ func (f *Fabric) service(p *link.Found) {
 	}
 	clear(f.busy[left:])
 	f.busy = f.busy[:left]
-}
-
-// wraps reports whether this Fabric wraps a Conn of inner. A Fabric with a Device wraps all.
-// One without wraps those to peers that may have a GPU.
-func (f *Fabric) wraps(in transport.Conn) bool {
-	return f.dev != nil || f.o.HasGPU != nil && f.o.HasGPU(in.Peer().Hello)
-}
-
-// pollBare is Poll for a Fabric without a Device that wraps no Conn yet. It hands on what
-// inner gives, until an event is of a Conn that has to be wrapped.
-func (f *Fabric) pollBare(ev []transport.Event) (int, error) {
-	ev = ev[:min(len(ev), len(f.ev))]
-	n, err := f.Fabric.Poll(ev)
-	for i := range ev[:n] {
-		if ev[i].Kind == transport.EvAccept && f.wraps(ev[i].Conn) || f.tracked.Load() != 0 {
-			return f.takeFrom(ev, i, n), err
-		}
-	}
-	return n, err
-}
-
-// takeFrom takes the events i to n of inner, and returns how many events ev has then. Those before i stay as
-// they are. It is no part of pollBare because a defer in a loop slows each call.
-func (f *Fabric) takeFrom(ev []transport.Event, i, n int) int {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	p := link.Found{Events: ev, N: i}
-	f.take(f.ev[:copy(f.ev[:], ev[i:n])], &p)
-	return p.N
 }

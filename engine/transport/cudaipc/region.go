@@ -16,36 +16,30 @@ import (
 	"fserver/engine/transport"
 )
 
-// region is GPU memory that a key stands for.
+// region is GPU memory that a key stands for, and that can be mapped.
 type region struct {
 	mem.Region
-	key    transport.Key // of the shadow, for inner
-	shadow mem.Region    // where writes over inner land
-	seen   uint64        // the shadow's address for the GPU; 0: it is still to be pinned
-	pinned bool
-	slot   uint32
-	copied uint64 // the number of the newest copy from the shadow
-	only   *Conn  // that may write here; nil: all
-	fds    []int
+	key  transport.Key // without its Blob
+	slot uint32
+	fds  []int
 	// When the key is gone, the region is in f.ending until it is quiet.
-	pinning bool
-	freed   bool     // inner has let go of the shadow
-	writers []writer // who may be about to write here by mapping
+	freed   bool     // inner has let go of it
+	writers []writer // who may be about to write here
 }
 
 // How the memory of a key can be reached.
 const (
-	reachStaged = iota // it cannot be mapped
-	reachIPC           // by an IPC handle
-	reachFDs           // by descriptors, piece by piece
+	reachNone = iota // it cannot be mapped
+	reachIPC         // by an IPC handle
+	reachFDs         // by descriptors, piece by piece
 )
 
-// A remote is a key of GPU memory as a writer sees it: Key.Blob. If the memory cannot be mapped, the Blob of inner's key
-// is behind it. All numbers are little-endian.
+// A remote is a key of GPU memory as a writer sees it: what is behind inner's in Key.Blob. All numbers are little-endian.
+// Its length, as 2 bytes, and a version are behind it.
 type remote struct {
 	reach        uint8
-	key          transport.Key
-	n            uint64 // bytes of the region
+	key          transport.Key // without its Blob
+	n            uint64        // bytes of the region
 	fabric       uint64
 	slot         uint64
 	addr         uint64 // for the owner
@@ -62,39 +56,51 @@ const (
 	pieceLen  = 12
 )
 
-// numbers are the 64-bit numbers of a Blob, in order. Those after the first three, and what follows
+// numbers are the 64-bit numbers of a remote, in order. Those after the first two, and what follows
 // them, are there only if the memory can be mapped.
 func (r *remote) numbers() [10]*uint64 {
 	return [...]*uint64{&r.key.ID, &r.key.Token, &r.n, &r.fabric, &r.slot, &r.addr, &r.base, &r.size, &r.id, &r.pid}
 }
 
 const (
-	blobVersion = 4
-	blobShort   = 2 + 3*8
-	blobLong    = blobShort + 7*8
+	blobVersion = 5
+	blobShort   = 1 + 2*8
+	blobLong    = blobShort + 8*8
+	blobEnd     = 2 + 1
 )
 
-func (r *remote) encode() string {
-	b := append(make([]byte, 0, 256), blobVersion, r.reach)
+// encode returns inner's Blob with r behind it.
+func (r *remote) encode(inner string) string {
+	b := append(append(make([]byte, 0, 256), inner...), r.reach)
 	for i, v := range r.numbers() {
-		if i == 3 && r.reach == reachStaged {
-			return string(append(b, r.key.Blob...))
+		if i == 2 && r.reach == reachNone {
+			break
 		}
 		b = binary.LittleEndian.AppendUint64(b, *v)
 	}
-	return string(append(append(b, r.handle...), r.fdsAndPieces...))
+	b = append(append(b, r.handle...), r.fdsAndPieces...)
+	return string(append(binary.LittleEndian.AppendUint16(b, uint16(len(b)-len(inner))), blobVersion))
 }
 
-// decode reads the Blob of k. False: it is of no wrapped Fabric, or not of k.
+// decode reads what is in the Blob of k. False: it is of no Fabric of this package, or not of k.
 func (r *remote) decode(k transport.Key) bool {
 	b := k.Blob
-	if len(b) < blobShort || b[0] != blobVersion || b[1] > reachFDs || b[1] > reachStaged && len(b) <= blobLong {
+	end := len(b) - blobEnd
+	if end < 0 || b[end+2] != blobVersion {
 		return false
 	}
-	*r = remote{reach: b[1]}
-	at := 2
+	n := int(b[end]) | int(b[end+1])<<8
+	if n < blobShort || n > end {
+		return false
+	}
+	b = b[end-n : end]
+	if b[0] > reachFDs || b[0] == reachNone && n != blobShort || b[0] > reachNone && n <= blobLong {
+		return false
+	}
+	*r = remote{reach: b[0]}
+	at := 1
 	for i, v := range r.numbers() {
-		if i == 3 && r.reach == reachStaged {
+		if i == 2 && r.reach == reachNone {
 			break
 		}
 		*v = u64(b, at)
@@ -104,8 +110,7 @@ func (r *remote) decode(k transport.Key) bool {
 		return false
 	}
 	switch rest := b[at:]; r.reach {
-	case reachStaged:
-		r.key.Blob = rest
+	case reachNone:
 		return true
 	case reachIPC:
 		if r.handle = rest; len(rest) != 64 {
@@ -116,8 +121,8 @@ func (r *remote) decode(k transport.Key) bool {
 			return false
 		}
 	}
-	end, carry := bits.Add64(r.addr, r.n, 0)
-	return r.slot < maxRegions && carry == 0 && r.addr >= r.base && end-r.base <= r.size
+	last, carry := bits.Add64(r.addr, r.n, 0)
+	return r.slot < maxRegions && carry == 0 && r.addr >= r.base && last-r.base <= r.size
 }
 
 // piecesOf reports whether pieces are all of an allocation of some size: writes are checked against
@@ -136,45 +141,26 @@ func piecesOf(pieces string, size uint64) bool {
 	return size == 0
 }
 
-// ofGPU says whether a key is of GPU memory.
-func ofGPU(k transport.Key) bool {
-	var r remote
-	return k.Blob != "" && r.decode(k)
-}
-
 // u64 is the number at b[i:]; the caller has checked the length.
 func u64(b string, i int) uint64 { return binary.LittleEndian.Uint64([]byte(b[i : i+8])) }
 
 // Register implements transport.Fabric.
 func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
-	switch _, carry := bits.Add64(uint64(m.Addr), m.Len, 0); {
-	case m.Dev == mem.CPU:
-		return f.Fabric.Register(m)
-	case m.Dev != f.name():
-		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes on %v: this node uses %v (STEPMESH_GPU)", m.Len, m.Dev, f.name())
-	case carry != 0:
-		return transport.Key{}, fmt.Errorf("cudaipc: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
+	k, err := f.Fabric.Register(m)
+	if err != nil || m.Dev == mem.CPU {
+		return k, err
 	}
-	if k, taken := f.registerDirect(m); taken {
-		return k, nil
-	}
-	r := &region{Region: m}
-	var err error
-	if r.shadow, err = reserve(m.Len); err != nil {
-		return transport.Key{}, err
-	}
-	var v remote
-	if r.key, err = f.Fabric.Register(mem.Region{Addr: r.shadow.Addr, Len: m.Len}); err == nil {
-		v = f.share(r)
+	r := &region{Region: m, key: transport.Key{ID: k.ID, Token: k.Token}}
+	v := f.share(r)
+	if v.reach != reachNone {
 		if err = f.admit(r, &v); err != nil {
-			f.Fabric.Deregister(r.key)
+			f.Fabric.Deregister(k)
+			r.closeFDs()
+			return transport.Key{}, err
 		}
 	}
-	if err != nil {
-		f.discard(r)
-		return transport.Key{}, err
-	}
-	return transport.Key{ID: r.key.ID, Token: r.key.Token, Blob: v.encode()}, nil
+	k.Blob = v.encode(k.Blob)
+	return k, nil
 }
 
 // admit puts r into the table.
@@ -193,7 +179,7 @@ func (f *Fabric) admit(r *region, v *remote) error {
 		r.slot = f.used // 0 is none
 	}
 	v.slot = uint64(r.slot)
-	f.own.Store(ownKey{f.id, r.key.ID, r.key.Token}, [3]uint64{uint64(r.Addr), r.Len, uint64(f.dev.Ordinal())})
+	f.own.Store(ownKey{f.id, r.key.ID, r.key.Token}, [3]uint64{uint64(r.Addr), r.Len, uint64(f.calls.Dev.Ordinal())})
 	f.regions[r.key.ID] = r
 	f.slot(r).Store(r.key.ID)
 	return nil
@@ -219,15 +205,15 @@ func (f *Fabric) ours(r *remote) (ordinal int, ours bool) {
 // share says how a peer can map r. What cannot be mapped is staged.
 func (f *Fabric) share(r *region) (v remote) {
 	v = remote{key: r.key, n: r.Len, fabric: f.id, addr: uint64(r.Addr)}
-	if !f.o.Share || r.Len == 0 {
+	if r.Len == 0 {
 		return v
 	}
-	m, err := f.dev.Describe(uint64(r.Addr))
+	m, err := f.calls.Dev.Describe(uint64(r.Addr))
 	if err != nil || !m.OnGPU || m.ID == 0 {
 		return v
 	}
 	if m.LegacyIPC {
-		h, err := f.dev.ExportIPC(m.Base)
+		h, err := f.calls.Dev.ExportIPC(m.Base)
 		if err != nil || uint64(r.Addr)-m.Base+r.Len > m.Len {
 			return v
 		}
@@ -238,7 +224,7 @@ func (f *Fabric) share(r *region) (v remote) {
 		return v
 	}
 	defer func() {
-		if v.reach == reachStaged { // descriptors may be what is short
+		if v.reach == reachNone { // descriptors may be what is short
 			r.closeFDs()
 		}
 	}()
@@ -246,10 +232,10 @@ func (f *Fabric) share(r *region) (v remote) {
 	end := uint64(r.Addr) + r.Len
 	var list []byte
 	for at := m.Base; at < end; at += m.Len {
-		if m, err = f.dev.Describe(at); err != nil || !m.Descriptor || m.Base != at || m.Len == 0 || len(r.fds) == pieceMost {
+		if m, err = f.calls.Dev.Describe(at); err != nil || !m.Descriptor || m.Base != at || m.Len == 0 || len(r.fds) == pieceMost {
 			return v
 		}
-		fd, err := f.dev.ExportFD(at)
+		fd, err := f.calls.Dev.ExportFD(at)
 		if err != nil {
 			return v
 		}
@@ -273,19 +259,18 @@ func (r *region) closeFDs() {
 // way. The wire needs microseconds; a copy may wait behind a kernel though.
 const settleLimit = 5 * time.Second
 
-// Deregister implements transport.Fabric. A region of the GPU is in f.ending until the copies to it
-// have ended and inner has let go of its shadow.
+// Deregister implements transport.Fabric. A region that can be mapped is in f.ending until the copies to it
+// have ended and inner has let go of it.
 func (f *Fabric) Deregister(k transport.Key) {
 	f.remove(k)
 	f.Fabric.Deregister(k)
 }
 
-// remove takes a key of GPU memory, if it is one, out of the table, and notes who may be about to
+// remove takes a key out of the table, if it is there, and notes who may be about to
 // write there.
 func (f *Fabric) remove(k transport.Key) {
-	f.mu.Lock()
+	f.lock()
 	defer f.mu.Unlock()
-	f.direct.drop(k)
 	r := f.regions[k.ID]
 	if r == nil || r.key.Token != k.Token || f.closed {
 		return
@@ -329,16 +314,11 @@ func (w *writer) over(key uint64) bool {
 	return true
 }
 
-// quiet reports whether nobody touches the memory of a region any more whose key is gone.
-func (f *Fabric) quiet(r *region) bool {
-	r.writers = slices.DeleteFunc(r.writers, func(w writer) bool { return w.over(r.key.ID) })
-	return len(r.writers) == 0 && !r.pinning && f.in.reached(r.copied) && (r.freed || f.closed)
-}
-
-// settle gives back a region in f.ending, if it is quiet. Here, and nowhere else, the end of a key
+// settle gives back a region in f.ending, if nobody touches its memory any more. Here, and nowhere else, the end of its key
 // is complete.
 func (f *Fabric) settle(r *region) {
-	if f.quiet(r) {
+	r.writers = slices.DeleteFunc(r.writers, func(w writer) bool { return w.over(r.key.ID) })
+	if len(r.writers) == 0 && (r.freed || f.closed) {
 		delete(f.ending, r.key.ID)
 		f.discard(r)
 		f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: r.key.ID})
@@ -348,25 +328,5 @@ func (f *Fabric) settle(r *region) {
 // discard gives back what r holds; nobody writes to it any more.
 func (f *Fabric) discard(r *region) {
 	f.own.Delete(ownKey{f.id, r.key.ID, r.key.Token})
-	if r.pinned {
-		f.unmapPinned(r.shadow)
-	} else {
-		_ = mem.Unmap(r.shadow)
-	}
 	r.closeFDs()
-}
-
-// reserve gives addresses for n bytes, whole pages of them, which take no memory
-// until they are written to.
-func reserve(n uint64) (mem.Region, error) {
-	n = max(4096, (n+4095)&^4095)
-	if n > 1<<46 {
-		return mem.Region{}, fmt.Errorf("cudaipc: register %d bytes: want at most 2^46", n)
-	}
-	b, err := unix.Mmap(-1, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
-	if err != nil {
-		return mem.Region{}, fmt.Errorf("cudaipc: reserve %d bytes of host addresses for staging: %w", n, err)
-	}
-	s := mem.Of(b)
-	return mem.Region{Addr: s.Addr, Len: s.Len}, nil
 }

@@ -16,53 +16,63 @@ import (
 func TestDescriptorsEnd(t *testing.T) {
 	g := fakegpu.New()
 	g.Pieces = true
-	_, b := pairOf(t, g, overCMA, true)
+	_, b := pairOf(t, g, overCMA)
 	dst := onGPU(t, g, 4*64<<10, 1)
 	for call := range 8 { // Describe, and a pair of calls for each piece
 		g.FailAt(call + 1)
-		k := b.key(t, dst)
+		r := &region{Region: dst}
+		v := b.f.share(r)
 		require.NotEmpty(t, g.Failed())
-		require.Empty(t, b.f.regions[k.ID].fds)
-		b.free(t, k)
+		require.Zero(t, v.reach)
+		require.Empty(t, r.fds)
 	}
 	k := b.key(t, dst)
 	require.Len(t, b.f.regions[k.ID].fds, 4)
 }
 
-// TestBlob refuses what is no description of a key.
+// TestBlob refuses what is no description of a key, and keeps what is before it.
 func TestBlob(t *testing.T) {
 	v := remote{reach: reachIPC, key: transport.Key{ID: 3, Token: 4}, n: 10,
 		addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
-	k := transport.Key{ID: 3, Token: 4, Blob: v.encode()}
+	of := func(blob string) transport.Key { return transport.Key{ID: 3, Token: 4, Blob: blob} }
 	var r remote
-	require.True(t, r.decode(k))
-	require.Equal(t, v, r)
-	for i := range k.Blob {
-		require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: k.Blob[:i]}), "%d bytes", i)
+	for _, inner := range []string{"", "inner's", string(make([]byte, 300))} {
+		k := of(v.encode(inner))
+		require.Equal(t, inner, k.Blob[:len(inner)])
+		require.True(t, r.decode(k))
+		require.Equal(t, v, r)
+		for i := range k.Blob {
+			require.False(t, r.decode(of(k.Blob[:i])), "%d bytes", i)
+		}
+		for i := len(inner) + 1; i <= len(k.Blob); i++ {
+			require.False(t, r.decode(of(k.Blob[i:])), "%d bytes", i)
+		}
 	}
-	require.False(t, r.decode(transport.Key{ID: 3, Token: 5, Blob: k.Blob}))
+	require.False(t, r.decode(transport.Key{ID: 3, Token: 5, Blob: v.encode("")}))
 	v.base = 101
-	require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
+	require.False(t, r.decode(of(v.encode(""))))
 	v.base, v.slot = 90, maxRegions
-	require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
+	require.False(t, r.decode(of(v.encode(""))))
 
 	v.slot, v.reach, v.handle, v.fdsAndPieces = 7, reachFDs, "", pieces(32, 18)
-	require.True(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}))
+	require.True(t, r.decode(of(v.encode(""))))
 	require.Equal(t, v, r)
 	for _, lens := range [][]uint64{{32}, {32, 19}, {1 << 63, 1 << 63, 50}} {
 		v.fdsAndPieces = pieces(lens...)
-		require.False(t, r.decode(transport.Key{ID: 3, Token: 4, Blob: v.encode()}), "%v of %d bytes", lens, v.size)
+		require.False(t, r.decode(of(v.encode(""))), "%v of %d bytes", lens, v.size)
 	}
+	require.True(t, r.decode(of((&remote{key: v.key}).encode("inner's"))))
+	require.Equal(t, remote{key: v.key}, r)
 }
 
 // TestForgedKey: who has seen a key of ours cannot make another that is taken for
 // one of this process, whose addresses are used as they are.
 func TestForgedKey(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	at, err := g.Alloc(1 << 20)
 	require.NoError(t, err)
-	k := a.key(t, mem.Region{Addr: uintptr(at), Len: 4096, Dev: a.f.name()})
+	k := a.key(t, mem.Region{Addr: uintptr(at), Len: 4096, Dev: a.f.calls.Name()})
 	var r remote
 	require.True(t, r.decode(k))
 	require.Equal(t, uint8(reachIPC), r.reach)
@@ -93,7 +103,7 @@ func TestForgedKey(t *testing.T) {
 // not mapped, so that nothing is copied behind its end.
 func TestShortAllocation(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overCMA, true)
+	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 	k := b.key(t, dst)
 	var r remote
@@ -112,7 +122,7 @@ func TestShortAllocation(t *testing.T) {
 	}
 	a.done, b.writes = nil, nil
 	r.size, r.n = 1<<20, 1<<20
-	k.Blob = r.encode()
+	k.Blob = r.encode(k.Blob)
 	a.post(t, write(k, src, transport.Point{}))
 	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 	holds(t, g, dst, 5) // by way of the host
@@ -133,32 +143,34 @@ func pieces(lens ...uint64) string {
 func FuzzBlob(f *testing.F) {
 	v := remote{reach: reachIPC, key: transport.Key{ID: 3, Token: 4}, n: 10,
 		addr: 100, base: 90, size: 50, slot: 7, handle: string(make([]byte, 64))}
-	f.Add(v.encode())
+	f.Add(v.encode(""))
 	v.reach, v.handle, v.fdsAndPieces = reachFDs, "", pieces(32, 18)
-	f.Add(v.encode())
+	f.Add(v.encode(""))
 	v.size = 60
-	f.Add(v.encode())
+	f.Add(v.encode(""))
 	v.addr, v.n = 1<<64-8, 16
-	f.Add(v.encode())
+	f.Add(v.encode(""))
 	for v.reach = range uint8(reachIPC) {
-		f.Add(v.encode())
+		f.Add(v.encode(""))
 	}
 	f.Add(string(make([]byte, blobShort)))
 	f.Add("")
 	f.Fuzz(func(t *testing.T, b string) {
 		k := transport.Key{Blob: b}
-		if len(b) >= blobShort { // a fuzzer cannot guess the key
-			k.ID, k.Token = u64(b, 2), u64(b, 10)
+		if end := len(b) - blobEnd; end >= 0 { // a fuzzer cannot guess the key
+			if at := end - int(b[end]) - int(b[end+1])<<8; at >= 0 && at+blobShort <= len(b) {
+				k.ID, k.Token = u64(b, at+1), u64(b, at+9)
+			}
 		}
 		var r, again remote
 		if !r.decode(k) {
 			return
 		}
 		require.Equal(t, transport.Key{ID: k.ID, Token: k.Token}, r.key)
-		require.True(t, again.decode(transport.Key{ID: k.ID, Token: k.Token, Blob: r.encode()}))
+		require.True(t, again.decode(transport.Key{ID: k.ID, Token: k.Token, Blob: r.encode("inner")}))
 		require.Equal(t, r, again)
 		require.False(t, again.decode(transport.Key{ID: k.ID, Token: k.Token + 1, Blob: b}))
-		if r.reach == reachStaged {
+		if r.reach == reachNone {
 			return
 		}
 		require.Less(t, r.slot, uint64(maxRegions))

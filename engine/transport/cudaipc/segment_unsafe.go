@@ -5,6 +5,7 @@ import (
 	"unsafe"
 
 	"fserver/engine/mem"
+	"fserver/engine/transport/link"
 )
 
 // Each side of a Conn has a segment of shared memory, which the other maps for
@@ -28,9 +29,6 @@ type segment struct {
 	done atomic.Uint64 // stored by the GPU
 	_    [120]byte
 
-	staged atomic.Uint64 // stored by the GPU; its owner alone looks
-	_      [120]byte
-
 	begun atomic.Uint64
 	_     [120]byte
 
@@ -38,10 +36,9 @@ type segment struct {
 }
 
 const (
-	depth        = 512 // items of a Conn
-	segmentMagic = 0x6673_6375_6461_0006
+	depth        = link.LineMost // mapped writes of a Conn that have not ended
+	segmentMagic = 0x6673_6375_6461_0007
 	segmentSize  = unsafe.Sizeof(segment{})
-	stagedAt     = unsafe.Offsetof(segment{}.staged)
 	doneAt       = unsafe.Offsetof(segment{}.done)
 
 	maxRegions = 1 << 16
@@ -57,6 +54,3 @@ func segmentIn(r mem.Region) *segment { return (*segment)(unsafe.Pointer(r.Span(
 func tableIn(r mem.Region) []atomic.Uint64 {
 	return unsafe.Slice((*atomic.Uint64)(unsafe.Pointer(r.Span().Ptr())), maxRegions)
 }
-
-// wordIn is the word at the start of a region.
-func wordIn(r mem.Region) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(r.Span().Ptr())) }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/gpu"
 	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
@@ -40,7 +41,7 @@ type landed struct {
 }
 
 // aMark is the User of a mark.
-const aMark = 1 << 63
+const aMark = 1 << 61
 
 const markText = "\x01a write has landed:"
 
@@ -136,26 +137,33 @@ func (s *side) poll(t *testing.T) {
 }
 
 // pairOf is a Conn between two Fabrics over one GPU.
-func pairOf(t *testing.T, g *fakegpu.GPU, under below, share bool) (a, b *side) {
+func pairOf(t *testing.T, g *fakegpu.GPU, under below) (a, b *side) { return pairAs(t, g, under, g, g) }
+
+// pairWith is pairOf, where each side sees the GPU as a Device of its own.
+func pairWith(t *testing.T, g *fakegpu.GPU, da, db gpu.Device) (a, b *side) {
+	return pairAs(t, g, overCMA, da, db)
+}
+
+func pairAs(t *testing.T, g *fakegpu.GPU, under below, da, db gpu.Device) (a, b *side) {
 	t.Cleanup(func() { g.Empty(t) })
-	open := func(name string) *side {
-		in, err := under(transporttest.Options{Listen: true, Gate: transporttest.Gate{Hello: name}})
+	open := func(name string, d gpu.Device) *side {
+		f, err := opens(d, under, true, true)(transporttest.Options{Listen: true, Gate: transporttest.Gate{Hello: name}})
 		require.NoError(t, err)
-		f, err := Wrap(in, Options{Device: g, Share: share})
-		require.NoError(t, err)
-		f.own = new(sync.Map)
 		t.Cleanup(func() { require.NoError(t, f.Close()) })
-		return &side{f: f}
+		return &side{f: f.(*Fabric)}
 	}
-	a, b = open("a"), open("b")
-	c, err := a.f.Connect(context.Background(), b.f.Addr())
-	require.NoError(t, err)
-	a.c = c
-	until(t, a, b, func() bool { return b.c != nil })
-	if share { // a write waits for the introductions for as long as this machine takes, and is not staged meanwhile
-		a.below().asked = time.Now().Add(time.Hour)
-	}
+	a, b = open("a", da), open("b", db)
+	connect(t, a, b)
+	// A write waits for the introductions for as long as this machine takes, and is not staged meanwhile.
+	a.below().asked = time.Now().Add(time.Hour)
 	return a, b
+}
+
+func connect(t *testing.T, a, b *side) {
+	var err error
+	a.c, err = a.f.Connect(context.Background(), b.f.Addr())
+	require.NoError(t, err)
+	until(t, a, b, func() bool { return b.c != nil })
 }
 
 func until(t *testing.T, a, b *side, met func() bool) {
@@ -205,10 +213,24 @@ func heldUp(t *testing.T, g *fakegpu.GPU, f *Fabric) (transport.Point, func()) {
 	return transport.Point{Dev: mem.GPU(0), Event: uint64(e)}, open
 }
 
+// below is the Conn of one end; nil if it is inner's.
+func (s *side) below() *Conn {
+	c, _ := s.c.(*Conn)
+	return c
+}
+
+// raw posts operations of the Fabric below.
+func (s *side) raw(t *testing.T, ops ...transport.Op) {
+	t.Helper()
+	n, err := s.below().Conn.Post(ops)
+	require.NoError(t, err)
+	require.Len(t, ops, n)
+}
+
 // underWay is two sides of which a has begun a write of 4 KiB to a key of b's, whose copy
 // waits until open is called. s is a's segment.
 func underWay(t *testing.T, g *fakegpu.GPU) (a, b *side, dst mem.Region, k transport.Key, s *segment, open func()) {
-	a, b = pairOf(t, g, overCMA, true)
+	a, b = pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 	point, open := heldUp(t, g, a.f)
 	k = b.key(t, dst)

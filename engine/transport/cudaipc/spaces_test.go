@@ -47,9 +47,9 @@ func TestContainers(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			g := fakegpu.New()
 			g.Pieces = c.pieces
-			a, b := pairOf(t, g, overCMA, true)
+			a, b := pairOf(t, g, overCMA)
 			da, db := &importing{GPU: g}, &importing{GPU: g}
-			a.f.dev, b.f.dev = da, db
+			a.f.calls.Dev, b.f.calls.Dev = da, db
 			for i, d := range c.spaces {
 				require.NotZero(t, b.f.spaces[i])
 				b.f.spaces[i] += d
@@ -94,7 +94,7 @@ func TestWhyStaged(t *testing.T) {
 	} {
 		g := fakegpu.New()
 		g.Alone = c.alone
-		a, b := pairOf(t, g, overCMA, true)
+		a, b := pairOf(t, g, overCMA)
 		src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
 		if c.call != "" {
 			g.Fail(c.call, 1)

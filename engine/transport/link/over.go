@@ -60,18 +60,25 @@ func (o *Over) Wake(after time.Duration) {
 	}
 }
 
-// OverConn is a Conn over an inner one. It keeps the owner of each operation on the inner Conn by
-// the operation's User. User 0 has no owner.
+// The top bits of Op.User belong to Fabrics around others. One that hands on its user's operations with their own User
+// marks those of its own with its bit, and refuses a User that has it.
+const (
+	StageMark  = 1 << 63 // of the Fabric that stages
+	MappedMark = 1 << 62 // of a Fabric over that one
+)
+
+// OverConn is a Conn over an inner one. It keeps the owners of operations on the inner Conn by the operation's User. A
+// User without the Mark is its user's own, and so is the operation; the Mark alone has no owner.
 type OverConn[T any] struct {
-	transport.Conn     // the inner one
-	Open           int // operations that it has not ended
-	owners         []T // by their User, from 1 on
+	transport.Conn        // the inner one
+	Mark           uint64 // 0: all operations have an owner, or User 0
+	Open           int    // operations with an owner that it has not ended
+	owners         []T    // by their User, from 1 on
 	free           []uint64
 	scratch        [2]transport.Op
 }
 
-// Pass posts an operation of owner's on the inner Conn, and right behind it a frame, if it is not
-// empty. It returns how many of the two were taken.
+// Pass posts an operation of owner's on the inner Conn. It returns how many were taken.
 func (c *OverConn[T]) Pass(op *transport.Op, owner T, behind []byte) (taken int, err error) {
 	if len(c.free) == 0 {
 		c.owners = append(c.owners, owner)
@@ -80,28 +87,35 @@ func (c *OverConn[T]) Pass(op *transport.Op, owner T, behind []byte) (taken int,
 	last := len(c.free) - 1
 	user := c.free[last]
 	c.owners[user-1] = owner
-	c.scratch[0] = *op
-	c.scratch[0].User = user
-	ops := c.scratch[:1]
-	if len(behind) > 0 {
-		c.scratch[1] = transport.Op{Kind: transport.OpFrame, Frame: behind}
-		ops = c.scratch[:]
-	}
-	taken, err = c.Conn.Post(ops)
-	clear(c.scratch[:])
-	c.Open += taken
+	taken, err = c.PassAs(op, user|c.Mark, behind)
 	if taken > 0 {
+		c.Open++
 		c.free = c.free[:last]
 	}
 	return taken, err
 }
 
+// PassAs posts an operation on the inner Conn with another User, and right behind it a frame of ours that passes, if it
+// is not empty. It returns how many of the two were taken.
+func (c *OverConn[T]) PassAs(op *transport.Op, user uint64, behind []byte) (taken int, err error) {
+	c.scratch[0] = *op
+	c.scratch[0].User = user
+	ops := c.scratch[:1]
+	if len(behind) > 0 {
+		c.scratch[1] = transport.Op{Kind: transport.OpFrame, Frame: behind, User: c.Mark, Passes: true}
+		ops = c.scratch[:]
+	}
+	taken, err = c.Conn.Post(ops)
+	clear(c.scratch[:])
+	return taken, err
+}
+
 // Whose returns the owner of an operation that has ended; false if it has none.
 func (c *OverConn[T]) Whose(user uint64) (owner T, known bool) {
-	c.Open--
-	if user == 0 {
+	if user &^= c.Mark; user == 0 {
 		return owner, false
 	}
+	c.Open--
 	c.free = append(c.free, user)
 	at := &c.owners[user-1]
 	owner, *at = *at, owner

@@ -55,7 +55,7 @@ type loan struct {
 const markMagic = 0x1e9d_35c2_77a0_f14b
 
 // aMark is what the User of a mark has in common.
-const aMark = 1 << 63
+const aMark = 1 << 61
 
 func markOf(op *transport.Op) transport.Op {
 	n := uint64(0)

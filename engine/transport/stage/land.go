@@ -1,18 +1,20 @@
-package cudaipc
+package stage
 
 import (
 	"fmt"
 
 	"fserver/cshim/cuda"
+	"fserver/engine/gpu"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link"
 )
 
 // landing brings what has arrived in shadows to the GPU, on a stream of its own, in the order
 // of arrival. Nothing there waits for work of the application's, so it is never held up.
 type landing struct {
 	stream cuda.Stream
-	page   pinned
-	word   word
+	page   gpu.Pinned
+	word   gpu.Word
 	queue  []lift // of copies that have not been enqueued
 	begun  uint64 // number of the newest that has
 	next   uint64 // number of the newest copy
@@ -28,17 +30,17 @@ type lift struct {
 }
 
 func (l *landing) open(f *Fabric) (err error) {
-	if l.page, err = f.mapPinned(4096); err != nil {
+	if l.page, err = f.calls.Map(4096); err != nil {
 		return err
 	}
-	l.word = wordAt(l.page, 0)
-	l.stream, err = f.dev.NewStream()
+	l.word = l.page.Word(0)
+	l.stream, err = f.calls.Dev.NewStream()
 	return err
 }
 
 func (l *landing) close(f *Fabric) {
-	f.freeStream(l.stream)
-	f.unmapPinned(l.page.Region)
+	f.calls.FreeStream(l.stream)
+	f.calls.Unmap(l.page.Region)
 	*l = landing{broken: transport.ErrClosed}
 }
 
@@ -47,7 +49,7 @@ func (l *landing) waiting() bool { return !l.reached(l.next) }
 
 // reached says whether a copy is over, or as good as that; 0 is none.
 func (l *landing) reached(number uint64) bool {
-	return number == 0 || l.broken != nil || l.word.here.Load() >= number
+	return number == 0 || l.broken != nil || l.word.Here.Load() >= number
 }
 
 // fail ends the Conns whose writes do not reach the GPU any more.
@@ -73,8 +75,8 @@ func (c *Conn) lift(k transport.Key, off, n uint64) error {
 		return fmt.Errorf("the peer wrote to key %d, which belongs to another peer", k.ID)
 	case l.broken != nil:
 		return l.broken
-	case len(l.queue) == heldMost:
-		return fmt.Errorf("the peer wrote to key %d while %d copies to %v wait", k.ID, heldMost, f.name())
+	case len(l.queue) == link.HeldMost:
+		return fmt.Errorf("the peer wrote to key %d while %d copies to %v wait", k.ID, link.HeldMost, f.calls.Name())
 	}
 	// The GPU looks at no bounds.
 	if _, err := r.Slice(off, n); err != nil || n == 0 {
@@ -100,8 +102,8 @@ func (f *Fabric) land() {
 		l.queue = l.queue[:copy(l.queue, l.queue[1:])]
 		l.begun++
 		l.copies[0] = cuda.Copy{To: uint64(q.r.Addr) + q.off, From: q.r.seen + q.off, Len: q.n}
-		if err := f.enqueue(l.stream, transport.Point{}, l.copies[:], l.word, l.begun); err != nil {
-			q.c.fail(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.name(), err))
+		if err := f.calls.Enqueue(l.stream, transport.Point{}, l.copies[:], l.word, l.begun); err != nil {
+			q.c.fail(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.calls.Name(), err))
 		}
 	}
 }
@@ -114,7 +116,7 @@ func (f *Fabric) pinShadow(r *region) {
 	}
 	r.pinning = true
 	seen, err := uint64(0), error(nil)
-	f.aside(func() { seen, err = f.dev.Pin(uint64(r.shadow.Addr), r.shadow.Len) }, func() {
+	f.calls.Aside(func() { seen, err = f.calls.Dev.Pin(uint64(r.shadow.Addr), r.shadow.Len) }, func() {
 		r.pinning, r.pinned, r.seen = false, err == nil, seen
 		if err != nil {
 			r.seen = uint64(r.shadow.Addr)

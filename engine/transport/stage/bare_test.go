@@ -1,4 +1,4 @@
-package cudaipc
+package stage
 
 import (
 	"context"

@@ -1,4 +1,4 @@
-package cudaipc
+package stage
 
 import (
 	"cmp"
@@ -65,7 +65,7 @@ func byStart(g directRegion, start uint64) int { return cmp.Compare(g.start, sta
 // registerDirect registers memory of the GPU with inner. False: inner does not take it, and it is to be staged. If inner has
 // failed, the registration of the shadow says so.
 func (f *Fabric) registerDirect(m mem.Region) (k transport.Key, taken bool) {
-	if m.Len == 0 || f.Caps().GPU != m.Dev {
+	if m.Len == 0 || f.Fabric.Caps().GPU != m.Dev {
 		return k, false
 	}
 	k, err := f.Fabric.Register(m)
@@ -100,13 +100,4 @@ func source(op *transport.Op) mem.Device {
 		}
 	}
 	return mem.CPU
-}
-
-// innerKey is what inner is to be told of a key.
-func innerKey(k transport.Key) transport.Key {
-	var r remote
-	if k.Blob != "" && r.decode(k) {
-		return r.key
-	}
-	return k
 }

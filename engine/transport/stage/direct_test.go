@@ -1,4 +1,4 @@
-package cudaipc
+package stage
 
 import (
 	"slices"
@@ -78,7 +78,7 @@ func refused() { fakeverbs.Fail("ibv_reg_dmabuf_mr", unix.EINVAL, 0, 1) }
 // TestStagedOverRails: the key of a shadow has what the keys of the members need.
 func TestStagedOverRails(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overSockets(t, g), false)
+	a, b := pairOf(t, g, overSockets(t, g))
 	src, dst := onGPU(t, g, 2<<20, 5), onGPU(t, g, 2<<20, 1)
 	k := b.key(t, dst)
 	a.post(t, write(k, src, transport.Point{}))
@@ -93,7 +93,7 @@ func TestDirect(t *testing.T) {
 	for name, under := range map[string]func(testing.TB, *fakegpu.GPU) below{"one NIC": overNIC, "two NICs": overNICs} {
 		for _, direct := range [][2]bool{{true, true}, {true, false}, {false, true}, {false, false}} {
 			g := fakegpu.New()
-			a, b := pairOf(t, g, under(t, g), false)
+			a, b := pairOf(t, g, under(t, g))
 			require.Equal(t, mem.GPU(0), a.f.Caps().GPU)
 			src, dst := onGPU(t, g, 2<<20, 5), onGPU(t, g, 2<<20, 1)
 			if direct[0] {
@@ -103,7 +103,7 @@ func TestDirect(t *testing.T) {
 				refused()
 			}
 			k := b.key(t, dst)
-			require.Equal(t, !direct[1], ofGPU(k))
+			require.Equal(t, !direct[1], ofShadow(k))
 			a.post(t, write(k, src, transport.Point{}))
 			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
 			require.NoError(t, a.done[0])
@@ -119,7 +119,7 @@ func TestDirect(t *testing.T) {
 // waits for it; host memory and frames that pass do not.
 func TestDirectPoint(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overNIC(t, g), false)
+	a, b := pairOf(t, g, overNIC(t, g))
 	src, dst := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 0)
 	a.key(t, src)
 	k := b.key(t, dst)
@@ -145,15 +145,15 @@ func TestDirectPoint(t *testing.T) {
 // TestDirectRefused: memory that the NIC refuses is staged, and a NIC that has failed is an error.
 func TestDirectRefused(t *testing.T) {
 	g := fakegpu.New()
-	a, _ := pairOf(t, g, overNIC(t, g), false)
+	a, _ := pairOf(t, g, overNIC(t, g))
 	r := onGPU(t, g, 4096, 1)
 	g.Fail("ExportDMABuf", 1)
 	k := a.key(t, r)
-	require.True(t, ofGPU(k))
+	require.True(t, ofShadow(k))
 	require.False(t, a.f.direct.has(r.Span()))
 	a.free(t, k)
 	k = a.key(t, r)
-	require.False(t, ofGPU(k))
+	require.False(t, ofShadow(k))
 	require.True(t, a.f.direct.has(r.Span()))
 	again := a.key(t, r)
 	a.free(t, k)
@@ -169,12 +169,12 @@ func TestDirectRefused(t *testing.T) {
 // TestDirectGone: a source whose key goes before its point has passed ends the Conn. No CPU looks at it.
 func TestDirectGone(t *testing.T) {
 	g := fakegpu.New()
-	a, b := pairOf(t, g, overNIC(t, g), false)
+	a, b := pairOf(t, g, overNIC(t, g))
 	src, dst := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 0)
 	own, k := a.key(t, src), b.key(t, dst)
 	point, open := heldUp(t, g, a.f)
 	a.post(t, write(k, src, point))
-	until(t, a, b, func() bool { return a.below().items[a.below().first%depth].way == wayHeld })
+	until(t, a, b, func() bool { return a.below().line.At(a.below().line.First).Is.way == wayHeld })
 	a.free(t, own)
 	open()
 	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
@@ -187,7 +187,7 @@ func TestContractDirect(t *testing.T) {
 	variant(t)
 	transporttest.Run(t, func(tb testing.TB) transporttest.Bed {
 		g := fakegpu.New()
-		b := bed(tb, g, overNIC(tb, g), false, true, true)
+		b := bed(tb, g, overNIC(tb, g), Options{Device: g}, true)
 		b.Alone = true // the NIC
 		return b
 	})
@@ -200,7 +200,7 @@ func TestDirectAllocatesNothing(t *testing.T) {
 	}
 	g := fakegpu.New()
 	g.Instant = true
-	a, b := pairOf(t, g, overNIC(t, g), false)
+	a, b := pairOf(t, g, overNIC(t, g))
 	src, dst := onGPU(t, g, 100000, 5), onGPU(t, g, 100000, 1)
 	a.key(t, src)
 	k := b.key(t, dst)

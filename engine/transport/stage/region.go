@@ -1,0 +1,161 @@
+package stage
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math/bits"
+
+	"golang.org/x/sys/unix"
+
+	"fserver/engine/mem"
+	"fserver/engine/transport"
+)
+
+// region is GPU memory that a key stands for.
+type region struct {
+	mem.Region
+	key    transport.Key // of the shadow, for inner
+	shadow mem.Region    // where writes over inner land
+	seen   uint64        // the shadow's address for the GPU; 0: it is still to be pinned
+	pinned bool
+	copied uint64 // the number of the newest copy from the shadow
+	only   *Conn  // that may write here; nil: all
+	// When the key is gone, the region is in f.ending until it is quiet.
+	pinning bool
+	freed   bool // inner has let go of the shadow
+}
+
+// The Blob of a key of a shadow: a version, ID and Token of the key, the length of the Blob of inner's key, and that
+// Blob. All numbers are little-endian. What is behind it belongs to a Fabric over this one.
+const (
+	blobVersion = 5
+	blobLen     = 1 + 2*8 + 2
+)
+
+// shadowKey is what a peer is to be told of inner's key of a shadow.
+func shadowKey(k transport.Key) transport.Key {
+	b := append(make([]byte, 0, blobLen+len(k.Blob)), blobVersion)
+	b = binary.LittleEndian.AppendUint64(b, k.ID)
+	b = binary.LittleEndian.AppendUint64(b, k.Token)
+	b = binary.LittleEndian.AppendUint16(b, uint16(len(k.Blob)))
+	k.Blob = string(append(b, k.Blob...))
+	return k
+}
+
+// innerKey is inner's key of a shadow. False: k is of no shadow.
+func innerKey(k transport.Key) (inner transport.Key, ours bool) {
+	b := k.Blob
+	if len(b) < blobLen || b[0] != blobVersion || u64(b, 1) != k.ID || u64(b, 9) != k.Token {
+		return k, false
+	}
+	n := int(b[17]) | int(b[18])<<8
+	if n > len(b)-blobLen {
+		return k, false
+	}
+	k.Blob = b[blobLen : blobLen+n]
+	return k, true
+}
+
+// ofShadow says whether a key is of GPU memory that has a shadow.
+func ofShadow(k transport.Key) bool {
+	_, ours := innerKey(k)
+	return ours
+}
+
+// u64 is the number at b[i:]; the caller has checked the length.
+func u64(b string, i int) uint64 { return binary.LittleEndian.Uint64([]byte(b[i : i+8])) }
+
+// Register implements transport.Fabric.
+func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
+	own := f.calls.Name()
+	switch _, carry := bits.Add64(uint64(m.Addr), m.Len, 0); {
+	case m.Dev == mem.CPU:
+		return f.Fabric.Register(m)
+	case m.Dev != own:
+		return transport.Key{}, fmt.Errorf("stage: register %d bytes on %v: this node uses %v (STEPMESH_GPU)", m.Len, m.Dev, own)
+	case carry != 0:
+		return transport.Key{}, fmt.Errorf("stage: register %d bytes at %#x: not a range of addresses", m.Len, m.Addr)
+	}
+	if k, taken := f.registerDirect(m); taken {
+		return k, nil
+	}
+	r := &region{Region: m}
+	var err error
+	if r.shadow, err = reserve(m.Len); err != nil {
+		return transport.Key{}, err
+	}
+	if r.key, err = f.Fabric.Register(mem.Region{Addr: r.shadow.Addr, Len: m.Len}); err == nil {
+		if err = f.admit(r); err != nil {
+			f.Fabric.Deregister(r.key)
+		}
+	}
+	if err != nil {
+		f.discard(r)
+		return transport.Key{}, err
+	}
+	return shadowKey(r.key), nil
+}
+
+// admit notes a region.
+func (f *Fabric) admit(r *region) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return fmt.Errorf("stage: register %d bytes: %w", r.Len, transport.ErrClosed)
+	}
+	f.regions[r.key.ID] = r
+	return nil
+}
+
+// Deregister implements transport.Fabric. A region of the GPU is in f.ending until the copies to it
+// have ended and inner has let go of its shadow.
+func (f *Fabric) Deregister(k transport.Key) {
+	f.remove(k)
+	f.Fabric.Deregister(k)
+}
+
+// remove forgets a key of GPU memory, if it is one.
+func (f *Fabric) remove(k transport.Key) {
+	f.lock()
+	defer f.mu.Unlock()
+	f.direct.drop(k)
+	if r := f.regions[k.ID]; r != nil && r.key.Token == k.Token && !f.closed {
+		delete(f.regions, k.ID)
+		f.ending[k.ID] = r
+		f.rouse()
+	}
+}
+
+// settle gives back a region in f.ending, if it is quiet: nobody touches its memory any more. Here, and nowhere else, the
+// end of a key is complete.
+func (f *Fabric) settle(r *region) {
+	if !r.pinning && f.in.reached(r.copied) && (r.freed || f.closed) {
+		delete(f.ending, r.key.ID)
+		f.discard(r)
+		f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: r.key.ID})
+	}
+}
+
+// discard gives back what r holds; nobody writes to it any more.
+func (f *Fabric) discard(r *region) {
+	if r.pinned {
+		f.calls.Unmap(r.shadow)
+	} else {
+		_ = mem.Unmap(r.shadow)
+	}
+}
+
+// reserve gives addresses for n bytes, whole pages of them, which take no memory
+// until they are written to.
+func reserve(n uint64) (mem.Region, error) {
+	n = max(4096, (n+4095)&^4095)
+	if n > 1<<46 {
+		return mem.Region{}, fmt.Errorf("stage: register %d bytes: want at most 2^46", n)
+	}
+	b, err := unix.Mmap(-1, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return mem.Region{}, fmt.Errorf("stage: reserve %d bytes of host addresses for staging: %w", n, err)
+	}
+	s := mem.Of(b)
+	return mem.Region{Addr: s.Addr, Len: s.Len}, nil
+}
