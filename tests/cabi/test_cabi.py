@@ -51,8 +51,8 @@ def test_case(program: Path, case: str) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "cma"])
 def test_mesh(mesh: Path, transport: str) -> None:
-    """2 workers and 2 servers: all sizes, a burst of 10,000 requests, kill -9 of some, and channels that
-    the engine carries, with one of each role killed in the middle."""
+    """2 workers and 2 servers: all sizes, a burst of 10,000 requests, kill -9 of some, and channels
+    that the engine carries, with one of each role killed in the middle."""
     sizes = "1,7,48,4096,65537,1048576,16777216"
     for work in (
         ("exchange", "--sizes", sizes, "--count", "7"),
