@@ -85,4 +85,3 @@ func (s *end) poll() (arrived bool) {
 	}
 	return arrived
 }
-
