@@ -113,7 +113,7 @@ func BenchmarkUneven(b *testing.B) {
 // TestSharesByRates: members at 100 and 300 MB/s carry bytes as 1 to 3, and so they do when the rates change.
 func TestSharesByRates(t *testing.T) {
 	rates := []float64{100e6, 300e6}
-	round, c := trip{members: 2, size: 32 << 20, rates: rates}.begin(t)
+	round, c := trip{members: 2, size: 32 << 20, rates: rates, clock: new(time.Duration)}.begin(t)
 	for range 6 {
 		round()
 	}
@@ -128,7 +128,7 @@ func TestSharesByRates(t *testing.T) {
 // TestSlowMemberIsProbed: a member that is far slower gets nothing, and its share when it has recovered.
 func TestSlowMemberIsProbed(t *testing.T) {
 	rates := []float64{10e6, 300e6}
-	round, c := trip{members: 2, size: 16 << 20, rates: rates}.begin(t)
+	round, c := trip{members: 2, size: 16 << 20, rates: rates, clock: new(time.Duration)}.begin(t)
 	for range 5 { // the first sample of the fast one may be bad
 		round()
 	}
@@ -146,7 +146,7 @@ func TestSlowMemberIsProbed(t *testing.T) {
 
 // TestSmallPartsAreNotMeasured: members take what fits into their buffers at any rate, so it says nothing about them.
 func TestSmallPartsAreNotMeasured(t *testing.T) {
-	round, c := trip{members: 2, size: 1 << 20, rates: []float64{100e6, 300e6}}.begin(t)
+	round, c := trip{members: 2, size: 1 << 20, rates: []float64{100e6, 300e6}, clock: new(time.Duration)}.begin(t)
 	require.InDelta(t, 0.5, share(c[0], 30, round), 0.001)
 }
 
@@ -201,12 +201,14 @@ func (c counted) Poll(ev []transport.Event) (int, error) {
 type held struct {
 	transport.Fabric
 	rate *float64
+	now  func() time.Duration
 }
 
 type heldConn struct {
 	transport.Conn
 	rate  *float64
-	began time.Time // the time of the next op; zero: it has not been seen
+	now   func() time.Duration
+	began time.Duration // the time of the next op; negative: it has not been seen
 }
 
 func (h held) Connect(ctx context.Context, peer transport.Addr) (transport.Conn, error) {
@@ -222,7 +224,7 @@ func (h held) slow(c transport.Conn) transport.Conn {
 	slow.Lock()
 	defer slow.Unlock()
 	if slow.all[c] == nil {
-		slow.all[c] = &heldConn{Conn: c, rate: h.rate}
+		slow.all[c] = &heldConn{Conn: c, rate: h.rate, now: h.now, began: -1}
 	}
 	return slow.all[c]
 }
@@ -252,17 +254,17 @@ func (c *heldConn) Post(ops []transport.Op) (n int, err error) {
 		for _, s := range ops[n].Src {
 			bytes += int(s.Len)
 		}
-		if c.began.IsZero() {
-			c.began = time.Now()
+		if c.began < 0 {
+			c.began = c.now()
 		}
-		if time.Since(c.began) < time.Duration(float64(bytes) / *c.rate * 1e9) {
+		if c.now()-c.began < time.Duration(float64(bytes) / *c.rate * 1e9) {
 			return n, nil
 		}
 		k, err := c.Conn.Post(ops[n : n+1])
 		if k == 0 || err != nil {
 			return n, err
 		}
-		c.began = time.Time{}
+		c.began = -1
 		n++
 	}
 	return n, nil
@@ -281,13 +283,16 @@ type trip struct {
 	size    uint64
 	rates   []float64 // bytes a second that the members take; nil: as they do
 	halves  bool      // what is known of the rates is forgotten each time, so that writes are cut in equal parts
-	polls   []int     // counts those of the members of one side; nil: they are not counted
+	// clock is the time that the members take, which goes on with each look at the Fabrics; nil: it is that of the machine.
+	// So a machine that has other things to do changes no rate.
+	clock *time.Duration
+	polls []int // counts those of the members of one side; nil: they are not counted
 }
 
 // begin returns a function that makes the trip, and the Conns of both sides.
 func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
 	f, c, ops := t.open(b)
-	round := trips(b, &f, &c, &ops, make([]transport.Event, 16))
+	round := t.trips(b, &f, &c, &ops)
 	if t.halves {
 		return func() { rails.ForgetRates(c[0]); rails.ForgetRates(c[1]); round() }, c
 	}
@@ -296,6 +301,11 @@ func (t trip) begin(b testing.TB) (func(), [2]transport.Conn) {
 
 // open returns the Fabrics and Conns of both sides, and what each posts.
 func (t trip) open(b testing.TB) (f [2]transport.Fabric, c [2]transport.Conn, ops [2][]transport.Op) {
+	began := time.Now()
+	now := func() time.Duration { return time.Since(began) }
+	if t.clock != nil {
+		now = func() time.Duration { return *t.clock }
+	}
 	for i := range f {
 		var all []transport.Fabric
 		for j := range t.members {
@@ -303,7 +313,7 @@ func (t trip) open(b testing.TB) (f [2]transport.Fabric, c [2]transport.Conn, op
 			require.NoError(b, err)
 			switch {
 			case t.rates != nil:
-				all = append(all, held{m, &t.rates[j]})
+				all = append(all, held{m, &t.rates[j], now})
 			case t.polls != nil && i == 0:
 				all = append(all, counted{m, &t.polls[j]})
 			default:
@@ -313,6 +323,9 @@ func (t trip) open(b testing.TB) (f [2]transport.Fabric, c [2]transport.Conn, op
 		var err error
 		f[i], err = rails.New(all, rails.Options{})
 		require.NoError(b, err)
+		if t.clock != nil {
+			rails.SetClock(f[i], now)
+		}
 		b.Cleanup(func() { f[i].Close() })
 	}
 	var err error
@@ -337,7 +350,8 @@ func (t trip) open(b testing.TB) (f [2]transport.Fabric, c [2]transport.Conn, op
 }
 
 // trips returns a function that posts all ops of each side in turn, and polls both until a frame has arrived.
-func trips(b testing.TB, f *[2]transport.Fabric, c *[2]transport.Conn, ops *[2][]transport.Op, ev []transport.Event) func() {
+func (t trip) trips(b testing.TB, f *[2]transport.Fabric, c *[2]transport.Conn, ops *[2][]transport.Op) func() {
+	ev := make([]transport.Event, 16)
 	return func() {
 		for i := range f {
 			for posted, arrived := 0, false; !arrived; {
@@ -347,6 +361,9 @@ func trips(b testing.TB, f *[2]transport.Fabric, c *[2]transport.Conn, ops *[2][
 						b.Fatal(err)
 					}
 					posted += k
+				}
+				if t.clock != nil {
+					*t.clock += 20 * time.Microsecond
 				}
 				for j := range f {
 					n, err := f[j].Poll(ev)

@@ -1,6 +1,10 @@
 package rails
 
-import "fserver/engine/transport"
+import (
+	"time"
+
+	"fserver/engine/transport"
+)
 
 // AskBusy is in how many Polls that find something a quiet member is asked once.
 const AskBusy = askBusy
@@ -28,6 +32,9 @@ func ProbeNext(conn transport.Conn) {
 	defer c.f.mu.Unlock()
 	c.cuts = probeCuts - 1
 }
+
+// SetClock sets the clock that rates are measured with.
+func SetClock(fabric transport.Fabric, now func() time.Duration) { fabric.(*Fabric).now = now }
 
 // ForgetRates makes the rates of all members unknown.
 func ForgetRates(conn transport.Conn) {

@@ -46,18 +46,18 @@ type Fabric struct {
 	told     []done     // to be given
 	found    link.Found // of the Poll that runs
 	asked    []asked
-	next     int           // the member that the next Poll asks first
-	armed    bool          // Arm was called since the last Poll
-	polls    uint64        // so far
-	active   uint64        // the Poll in which a member had something last
-	skipped  int           // weighs the Polls since all members were asked
-	away     []away        // of each member
-	dead     []dead        // of each member
-	news     []news        // to be told
-	untold   chan struct{} // has an entry while news has some
-	ailing   uint64        // a bit for each that is
-	began    time.Time
-	timed    []*rail // that have let go of writes in this Poll, while their meter runs
+	next     int                  // the member that the next Poll asks first
+	armed    bool                 // Arm was called since the last Poll
+	polls    uint64               // so far
+	active   uint64               // the Poll in which a member had something last
+	skipped  int                  // weighs the Polls since all members were asked
+	away     []away               // of each member
+	dead     []dead               // of each member
+	news     []news               // to be told
+	untold   chan struct{}        // has an entry while news has some
+	ailing   uint64               // a bit for each that is
+	now      func() time.Duration // of a clock that begins with the Fabric
+	timed    []*rail              // that have let go of writes in this Poll, while their meter runs
 	portions [maxRails]portion
 	ev       [64]transport.Event
 	ops      [16]transport.Op
@@ -78,8 +78,10 @@ func open(members []transport.Fabric, o Options) (*Fabric, error) {
 	if first < 0 {
 		return nil, fmt.Errorf("rails: no fabric works: %w", members[0].(*transport.Absent).Why)
 	}
-	f := &Fabric{Over: link.Over{Fabric: members[first]}, members: slices.Clone(members), o: o, addr: join(members, o.Lanes), began: time.Now(),
+	f := &Fabric{Over: link.Over{Fabric: members[first]}, members: slices.Clone(members), o: o, addr: join(members, o.Lanes),
 		rails: map[transport.Conn]*rail{}, asked: make([]asked, len(members)), away: make([]away, len(members)), dead: make([]dead, len(members))}
+	began := time.Now()
+	f.now = func() time.Duration { return time.Since(began) }
 	f.keys = keys{open: map[uint64]*region{}, ending: make([]map[uint64]*region, len(members))}
 	for i, m := range members {
 		f.keys.ending[i] = map[uint64]*region{}

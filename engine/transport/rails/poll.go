@@ -3,7 +3,6 @@ package rails
 import (
 	"errors"
 	"slices"
-	"time"
 
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
@@ -164,9 +163,6 @@ func (f *Fabric) measure() {
 	clear(f.timed)
 	f.timed = f.timed[:0]
 }
-
-// now is a time, of a clock that begins with the Fabric.
-func (f *Fabric) now() time.Duration { return time.Since(f.began) }
 
 // event takes an event of member Fabric at.
 func (f *Fabric) event(at int, e *transport.Event, p *link.Found) {

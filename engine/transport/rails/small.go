@@ -148,7 +148,7 @@ func (o *order) postWhole(id uint32, writes, bytes int) item {
 // acknowledgement. If it is something else, or wrong, recvNext changes nothing.
 func (o *order) recvNext(id uint32, num, ack, got uint64) bool {
 	m := o.find(id)
-	if num != o.given || o.over || o.ready() || o.ended != 0 || m == nil || m.phase != live || got != m.got || ack < m.ack || ack > o.sealed {
+	if num != o.given || o.over || o.ready() || m == nil || m.phase != live || got != m.got || ack < m.ack || ack > o.sealed {
 		return false
 	}
 	for i := o.acked; i < ack; i++ {

@@ -79,6 +79,10 @@ func busy(t *testing.T, random *rand.Rand) *order {
 	switch random.IntN(8) {
 	case 0:
 		o.down(2)
+	case 3:
+		o.write(2)
+		o.down(2)
+		o.frame(0, 10) // the write's fence waits for what the peer says of member 2
 	case 1:
 		o.down(2)
 		o.closed(2)
