@@ -27,7 +27,7 @@ type fake struct {
 	stage  func(at string) // called where a method has just begun, by its name
 
 	looks, passes, all, drains, arms atomic.Int64 // calls
-	unsent, held, broken             atomic.Bool
+	unsent, held                     atomic.Bool
 	shut                             atomic.Pointer[error]
 	shuts                            atomic.Int32
 
