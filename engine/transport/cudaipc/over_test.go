@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -200,7 +201,10 @@ func TestDriverWaitsInPoll(t *testing.T) {
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
-		until(t, a, b, func() bool { return len(b.writes) == 1 })
+		until(t, a, b, func() bool {
+			b.f.Arm() // so that the next Poll looks at all
+			return len(b.writes) == 1
+		})
 	}()
 	<-in
 	b.aside(t, spare, a.f.Addr())
@@ -209,4 +213,20 @@ func TestDriverWaitsInPoll(t *testing.T) {
 	holds(t, g, dst, 5)
 	b.free(t, k)
 	runtime.KeepAlive(host)
+}
+
+// TestCalmPollsTick: Polls that find nothing look at the clock now and then.
+func TestCalmPollsTick(t *testing.T) {
+	g := fakegpu.New()
+	a, b := pairOf(t, g, overCMA)
+	k := b.key(t, onGPU(t, g, 4096, 1))
+	a.post(t, write(k, onGPU(t, g, 4096, 5), transport.Point{}))
+	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	b.free(t, k)
+	until(t, a, b, a.f.calm.Load)
+	c := a.below()
+	require.Len(t, c.ways, 1)
+	a.f.scan, a.f.spins = time.Time{}, tickPolls-1
+	a.poll(t)
+	require.Empty(t, c.ways)
 }
