@@ -181,7 +181,7 @@ const introduction = 3
 var meeting = appendHead(nil, kindIntroduction, 0)
 
 // introduce shows the peer our table of keys and our segment; false: not wholly,
-// for now.
+// for now. It passes what inner has not sent, so that no loan with a number comes before it.
 func (c *Conn) introduce() bool {
 	if c.shown == introduction || c.lane.seg == nil {
 		return c.lane.seg != nil
@@ -191,9 +191,9 @@ func (c *Conn) introduce() bool {
 		return false
 	}
 	ops := [introduction]transport.Op{
-		{Kind: transport.OpFrame, Frame: meeting},
-		{Kind: transport.OpLend, Src: []mem.Span{table}},
-		{Kind: transport.OpLend, Src: []mem.Span{seg}},
+		{Kind: transport.OpFrame, Frame: meeting, Passes: true},
+		{Kind: transport.OpLend, Src: []mem.Span{table}, Passes: true},
+		{Kind: transport.OpLend, Src: []mem.Span{seg}, Passes: true},
 	}
 	for ; c.shown < introduction; c.shown++ {
 		if !c.signal(ops[c.shown]) {
