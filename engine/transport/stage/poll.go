@@ -141,7 +141,7 @@ func (f *Fabric) take(ev []transport.Event, p *link.Found) {
 	f.tell(p)
 	f.service(p)
 	f.tell(p)
-	f.calm.Store(len(f.busy)+len(f.told)+len(f.ending) == 0 && !f.calls.Busy() && f.calls.Panicked == nil && !f.closed && !f.in.waiting())
+	f.calm.Store(len(f.busy)+len(f.told)+len(f.ending) == 0 && !f.calls.Busy() && f.calls.Panicked == nil && !f.closed)
 }
 
 // event takes one event of inner, for which p has room.
