@@ -16,12 +16,14 @@ if [[ ${1:-} == --matrix ]]; then
   shift
 fi
 
+torch=$(python -c 'import importlib.util as u; s = u.find_spec("torch"); print(s.submodule_search_locations[0] if s else "")')
+
 tests() { # with one compiler and standard
   local cxx=$1 standard=$2
   shift 2
   local build=build/cpp/${cxx##*/}-$standard
   echo "cpp: $cxx, C++$standard"
-  cmake -S tests/cpp -B "$build" -Dfserver_DIR="$PWD/fserver/lib/cmake/fserver" -DPYTHON="$(realpath -s "$BIN")/python" \
+  cmake -S tests/cpp -B "$build" -Dfserver_DIR="$PWD/fserver/lib/cmake/fserver" -DPYTHON="$(realpath -s "$BIN")/python" -DTORCH="$torch" \
     -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_CXX_STANDARD="$standard" >"$build.log" 2>&1 || {
     cat "$build.log"
     return 1

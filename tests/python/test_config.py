@@ -106,6 +106,10 @@ def test_the_headers_are_those_of_this_tree() -> None:
         assert copy.read_text() == path.read_text(), "make ext"
 
 
+def test_the_page_has_the_example() -> None:
+    assert (ROOT / "examples/cpp/echo.cc").read_text() in (ROOT / "docs/cpp.md").read_text()
+
+
 def test_wrong_use() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fserver", "config"], capture_output=True, text=True
