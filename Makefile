@@ -86,11 +86,12 @@ demo: ext ## serve a language model, split into attention and FFN, and compare
 
 # go test runs twice: short, which holds the allocation gates, and whole with the race detector. Every
 # suite runs, also after a failure.
-test: ext ## all tests: go test and pytest
+test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	@status=0
 	$(GO) test -timeout 5m -short ./... || status=1
 	$(GO) test -timeout 10m -race ./... || status=1
 	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n 2 || status=1
+	BIN=$(BIN) tools/cpp_tests.sh || status=1
 	exit $$status
 
 lint: setup ## format, vet, types, static checks, generated files
@@ -131,7 +132,7 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	  done
 	done
 
-check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz softroce seeds links (PARTS="wheel sdist")
+check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz softroce seeds cpp links (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
 softroce: setup ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")
@@ -147,12 +148,12 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	$(GO) test -c -o build/tests/node.test ./engine/node
 	git describe --always --dirty >build/commit || echo "no commit" >build/commit
 	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='*.so' \
-	  --exclude=docs/results --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples fserver \
+	  --exclude=docs/results --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples include fserver \
 	  fserver_lib.py docs requirements tests tools pyproject.toml Makefile NOTICES README.md setup.py
 	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
 	echo "  FSERVER_ARCHIVE=build/libfserver.a python3 tools/builder.py ext && python3 -m pytest tests/python"
 	echo "  OUT=build/gpu tools/gpu_check.sh eager"
 
 clean: ## remove what was built, not .venv
-	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_torch/*.so fserver/_commit fserver/include .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_torch/*.so fserver/_commit fserver/include fserver/lib .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -69,6 +69,7 @@ class BuildExtension(build_ext):
         root = builder.ROOT if self.inplace else Path(self.build_lib)
         with one_line():
             builder.extension(root / "fserver")
+            builder.sdk(root / "fserver")
 
 
 def build_requirements() -> list[str]:

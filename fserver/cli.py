@@ -12,6 +12,7 @@ COMMANDS = {
     "bench": ("fserver.bench", "measure speed and memory use, and verify data"),
     "doctor": ("fserver.doctor", "report what works on this host, and how to fix what does not"),
     "env": ("fserver.env", "print every setting, with its value, origin and meaning"),
+    "config": ("fserver.config", "print how to compile and link programs in C and C++"),
     "scheduler": ("fserver.run.scheduler", "run the scheduler of a cluster"),
 }
 

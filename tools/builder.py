@@ -2,7 +2,8 @@
 setup.py.
 
     python tools/builder.py engine   build/libfserver.a
-    python tools/builder.py ext      the archive, fserver/_C.*.so from it and csrc/, and an adapter
+    python tools/builder.py ext      the archive, fserver/_C.*.so from it and csrc/, and an adapter;
+                                     fserver/include and fserver/lib for programs in C and C++
     python tools/builder.py adapter [--torch DIR] [--out PATH]
                                      one adapter from fserver/_torch/, and print where it is
     python tools/builder.py go       print the Go toolchain that is used
@@ -32,6 +33,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -58,6 +60,8 @@ from needs import (
 BUILD = ROOT / "build"
 GENERATED = BUILD / "generated"
 HEADER = ROOT / "engine/cabi/fserver.h"
+FORWARD = ROOT / "cshim/nvml/forward.cc"
+SDK = ROOT / "tools/sdk"
 
 # Two Go runtimes live in one process as long as neither sees the other's symbols.
 EXPORTS = "{ global: PyInit_*; local: *; };\n"
@@ -232,7 +236,7 @@ def _replace(path: Path, made: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(made.read_bytes())
-    part.chmod(0o755 if path.suffix == ".so" else 0o644)
+    part.chmod(0o755 if ".so" in path.suffixes else 0o644)
     part.replace(path)
 
 
@@ -275,7 +279,8 @@ def _units(torch: Path) -> list[tuple[Path, Path, list[str], str]]:
 
 
 def extension(package: Path) -> Path:
-    """Builds into a package folder: the extension, its adapters, and fserver.h."""
+    """Builds the extension and its adapters into a package folder, with the header of the engine,
+    which adapters are compiled with."""
     need_platform()
     torches = need_torches()
     made = _work() / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -322,6 +327,80 @@ def _adapter(version: str, torch: Path) -> Path:
     return made
 
 
+# For programs in C and C++
+
+
+def sdk(package: Path) -> None:
+    """Builds into a package folder what programs in C and C++ need: include/ and lib/, with the
+    archive, the shared library, and files for CMake and pkg-config."""
+    with _lock():
+        _headers(package / "include")
+        header = HEADER.read_text()
+        abi = re.findall(r"^#define FS_ABI (\d+)$", header, re.MULTILINE)[0]
+        for made in _libraries(header, abi, prebuilt() or BUILD / "libfserver.a"):
+            _replace(package / "lib" / made.name, made)
+        init = (ROOT / "fserver/__init__.py").read_text()
+        version = re.findall(r'^__version__ = "(.+?)"', init, re.MULTILINE)[0]
+        for source in SDK.iterdir():
+            folder = "cmake/fserver" if source.suffix == ".cmake" else "pkgconfig"
+            text = source.read_text().replace("@ABI@", abi).replace("@VERSION@", version)
+            _write(package / "lib" / folder / source.name, text)
+
+
+def _headers(to: Path) -> None:
+    """Copies the headers, and removes those that are gone."""
+    headers = {
+        path.relative_to(ROOT / "include"): path for path in (ROOT / "include").rglob("*.h*")
+    }
+    headers[Path(HEADER.name)] = HEADER
+    for name, path in headers.items():
+        _replace(to / name, path)
+    for path in to.rglob("*.h*"):
+        if path.relative_to(to) not in headers:
+            path.unlink()
+
+
+def _libraries(header: str, abi: str, archive: Path) -> list[Path]:
+    """The archive, the shared library, and a stub of that for the linker.
+
+    A wheel can hold no symbolic link. So programs are linked with libfserver.so, which has the
+    names of the functions alone, and load the library by its soname.
+    """
+    name = f"libfserver.so.{abi}"
+    exports, stub = BUILD / "fserver.map", BUILD / "stub.cc"
+    _write(exports, f"FSERVER_{abi} {{ global: fs_*; local: *; }};\n")
+    functions = sorted(set(re.findall(r"\b(fs_\w+)\(", re.sub("//.*", "", header))))
+    bodies = "".join(f"void {function}() {{}}\n" for function in functions)
+    _write(stub, f'extern "C" {{\n{bodies}}}\n')
+    undefined = subprocess.run(["nm", "-u", archive], capture_output=True, text=True).stdout
+    forwarded = sorted(set(re.findall(r"\bnvml\w+", undefined)))
+    _write(GENERATED / "forwarded.inc", "".join(f"FORWARD({f})\n" for f in forwarded))
+
+    stub_object, forward = BUILD / "stub.o", BUILD / "forward.o"
+    command = [*_cxx()[0], "-O2", "-fPIC", f'-DFORWARDED="{GENERATED}/forwarded.inc"']
+    for source, obj in ((stub, stub_object), (FORWARD, forward)):
+        _compile(source, obj, command, _key(command))
+    flags = [flag for flag in LINK_FLAGS if "exclude-libs" not in flag]
+    flags += [f"-Wl,--version-script={exports}", f"-Wl,-soname,{name}", "-Wl,-z,defs"]
+    flags += ["-lresolv", "-lpthread", "-ldl", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    _link(BUILD / "libfserver.so", [stub_object], flags)
+    # The linker is told to take the functions of the archive: nothing names them.
+    named = [f"-Wl,-u,{function}" for function in functions]
+    _link(BUILD / name, [forward, archive], [*named, *flags])
+    return [_whole(archive, forward), BUILD / name, BUILD / "libfserver.so"]
+
+
+def _whole(archive: Path, more: Path) -> Path:
+    """A copy of an archive with one more object."""
+    made = BUILD / "sdk/libfserver.a"
+    key_file, key = made.with_suffix(".key"), _digest(archive.read_bytes(), more.read_bytes())
+    if not (made.is_file() and key_file.is_file() and key_file.read_text() == key):
+        _replace(made, archive)
+        _run(["ar", "r", str(made), str(more)])
+        key_file.write_text(key)
+    return made
+
+
 def adapter(torch: str | None, out: str | None) -> Path:
     """Builds one adapter to a file or into a folder; see above."""
     version, home = torch_in(torch, "--torch") if torch else need_torch()
@@ -351,6 +430,7 @@ def main(arguments: Sequence[str]) -> int:
                 _say(f"{os.path.relpath(archive(), ROOT)} is ready")
         elif options.command == "ext":
             _say(f"{extension(ROOT / 'fserver').relative_to(ROOT)} is ready")
+            sdk(ROOT / "fserver")
         elif options.command == "adapter":
             print(adapter(options.torch, options.out))
         else:

@@ -12,13 +12,14 @@
 #   fuzz    every parser
 #   softroce  100 kills, the whole contract of verbs, SOFTROCE_ROUNDS (20) rounds of a pulled cable, and the demo, in the emulated machine
 #   seeds   losses of members over every seed of faults
+#   cpp     the tests of the C++ headers with each compiler and standard
 #   links   10^4 exchanges while the links between two network namespaces go down and come back (needs root)
 #
 # `make check-long PARTS="wheel sdist"` builds what they need first, and sets BIN and MAKE.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-all=(wheel sdist site demo chaos soak fuzz softroce seeds links)
+all=(wheel sdist site demo chaos soak fuzz softroce seeds cpp links)
 python=${BIN:-$PWD/.venv/bin}/python
 make=${MAKE:-make}
 
@@ -51,6 +52,8 @@ part_seeds() {
   "$("$python" tools/builder.py go)" test -count 1 -timeout 20m ./engine/transport/rails ./engine/node \
     -run 'TestLateWrites|TestOneEachAtOnce|TestSecondLoss|TestLossInARestart'
 }
+
+part_cpp() { tools/cpp_tests.sh --matrix; }
 
 part_links() {
   LINKS_ROUNDS=${LINKS_ROUNDS:-3400} "$python" -m pytest -o faulthandler_timeout=0 -s tests/python/test_rails.py -k links_go_down

@@ -30,7 +30,7 @@ shell_syntax() {
   return $status
 }
 
-mapfile -t c_files < <(find csrc cshim engine fserver/_torch fserver/bench tests tools -name '*.[ch]' -o -name '*.cc' | sort)
+mapfile -t c_files < <(find csrc cshim engine examples fserver/_torch fserver/bench include tests tools -name '*.[ch]' -o -name '*.cc' -o -name '*.hpp' | sort)
 
 check gofmt gofmt_clean
 check "go mod tidy" "$GO" mod tidy -diff

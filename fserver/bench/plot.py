@@ -212,6 +212,7 @@ def _grouped(rows: Rows, *keys: str) -> dict[tuple[Any, ...], list[dict[str, Any
 DRAW: dict[str, Callable[[Any, Rows], None]] = {
     "pingpong": _sizes,
     "ipc": _sizes,
+    "cpp": _sizes,
     "matrix": _matrix,
     "af": _af,
     "bond": _bond,

@@ -1315,6 +1315,7 @@ ROW = {
 DRAWN = {
     "pingpong": [ROW, {**ROW, "transport": "gloo"}, {**ROW, "op": "push", "bytes_out": 4096}],
     "ipc": [ROW, {**ROW, "transport": "raw tcp", "ratio": None, "baseline_p50_us": None}],
+    "cpp": [{**ROW, "transport": name} for name in ("cma C++", "cma Python")],
     "matrix": [
         {**ROW, "place": "local", "device": "cpu"},
         {**ROW, "place": "local", "device": "gpu"},
