@@ -14,6 +14,7 @@
 
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
+#include "ps/internal/threadsafe_queue.h"
 #include "ps/kv_app.h"
 
 namespace ps {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <map>
@@ -81,10 +83,17 @@ inline fserver::Options options_of(int index, int rank) {
   return o;
 }
 
+// The oldest push_pull under way. handle has no id if it is being started.
+struct Oldest {
+  std::uint64_t id = UINT64_MAX; // or one before it
+  fserver::Handle handle;
+};
+
 // Something that has push_pulls under way.
 class Looks {
 public:
-  virtual void look() = 0; // notes which have ended
+  // Notes which have ended, and gives the oldest that has not.
+  virtual Oldest look() = 0;
 
 protected:
   ~Looks() = default;
@@ -94,23 +103,40 @@ protected:
 struct WorkerNode {
   WorkerNode(int index, int rank) : worker(options_of(index, rank)) {}
 
-  // An engine forgets how a push_pull has ended when 4,096 later ones have been started. So all look after
-  // each 1,024.
   void issued(const fserver::Handle &h) {
-    std::uint64_t last = newest.load(std::memory_order_relaxed);
+    std::uint64_t last = newest.load();
     while (last < h.id() && !newest.compare_exchange_weak(last, h.id())) {
     }
   }
-  void look_in_time() {
+  // Reports whether another push_pull may be started. An engine forgets how one has ended when 4,096 later
+  // ones have been started. So all look after each 256, and the oldest under way is at most 3,000 behind.
+  // If it is more, this waits a moment for it and returns false: call again.
+  bool has_room() {
     if (newest.load() - looked.load() < kLook)
-      return;
-    std::lock_guard<std::mutex> lock(looking);
+      return true;
+    std::unique_lock<std::mutex> lock(looking);
     const std::uint64_t now = newest.load();
     if (now - looked.load() < kLook)
-      return;
-    for (const auto &[id, l] : all)
-      l->look();
-    looked.store(now);
+      return true;
+    Oldest oldest;
+    for (const auto &[id, l] : all) {
+      if (const Oldest o = l->look(); o.id < oldest.id)
+        oldest = o;
+    }
+    if (oldest.id > now || now - oldest.id < kBehind) {
+      looked.store(now);
+      return true;
+    }
+    lock.unlock();
+    if (!oldest.handle.id()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      return false;
+    }
+    try {
+      worker.wait(oldest.handle, std::chrono::milliseconds(10));
+    } catch (const fserver::Error &) { // the next look has it
+    }
+    return false;
   }
   // One for each app and customer. Throws ConfigError if there is one.
   void add(int app, int customer, Looks *l) {
@@ -145,7 +171,7 @@ struct WorkerNode {
     return shared_key(key);
   }
 
-  static constexpr std::uint64_t kLook = 1024;
+  static constexpr std::uint64_t kLook = 256, kBehind = 3000;
 
   fserver::Worker worker;
   std::mutex looking;

@@ -1,6 +1,7 @@
 // Records of requests of a worker, and the memory of their heads. For the other headers alone.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -70,6 +71,8 @@ struct Record {
   std::vector<Part> parts; // one for each server
   std::size_t used = 0;    // parts of this request
   std::exception_ptr error;
+  // While it is being sent: no push_pull of it under way has this number or a smaller one.
+  std::atomic<std::uint64_t> floor{0};
 
   bool open() const {
     for (std::size_t i = 0; i < used; i++) {

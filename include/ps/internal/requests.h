@@ -47,7 +47,6 @@ public:
   // Starts a request, and returns its timestamp. Throws if an argument is wrong.
   int start(Ask ask) {
     check(ask);
-    node_->look_in_time();
     std::unique_lock<std::mutex> lock(mutex_);
     wait_for_room(lock);
     if (ask.done && !thread_.joinable())
@@ -55,7 +54,7 @@ public:
     Record &r = *records_.get();
     r.number = next_++;
     at(r.number) = &r;
-    r.state = Record::kSending;
+    begin_to_send(r);
     r.ask = std::move(ask);
     const auto timestamp = static_cast<int>(r.number & kMask);
     lock.unlock();
@@ -122,13 +121,26 @@ public:
     }
   }
 
-  // Notes which push_pulls have ended, before the engine forgets them.
-  void look() override {
+  Oldest look() override {
     std::lock_guard<std::mutex> lock(mutex_);
+    Oldest oldest;
     for (std::int64_t n = low_; n < next_; n++) {
-      if (Record *r = at(n); r && r->state == Record::kOpen)
-        settle(*r);
+      Record *r = at(n);
+      if (!r)
+        continue;
+      if (r->state == Record::kSending) {
+        if (const std::uint64_t id = r->floor.load(); id < oldest.id)
+          oldest = {id, {}};
+        continue;
+      }
+      settle(*r);
+      for (std::size_t i = 0; i < r->used; i++) {
+        const Part &p = r->parts[i];
+        if (p.open && p.handle.id() < oldest.id)
+          oldest = {p.handle.id(), p.handle};
+      }
     }
+    return oldest;
   }
 
 private:
@@ -246,7 +258,7 @@ private:
   // lock while it sends and while a callback runs.
   bool complete(Record &r, Lock &lock) {
     if (r.op == Op::kSize && !r.error) {
-      r.state = Record::kSending;
+      begin_to_send(r);
       lock.unlock();
       try {
         second_step(r);
@@ -277,6 +289,10 @@ private:
     return true;
   }
 
+  void begin_to_send(Record &r) {
+    r.floor = node_->newest.load();
+    r.state = Record::kSending;
+  }
   void sent(Record &r) {
     r.state = Record::kOpen;
     changed_.notify_all();
@@ -364,14 +380,20 @@ private:
       pull[nq++] = fserver::Tensor(
           p.lens_to, fserver::DType::kUInt8,
           {static_cast<std::int64_t>(p.nkeys * sizeof(int))}, key);
+    wait_for_ticket(r);
+    p.handle = issue(p.server, {push, np}, {pull, nq});
+    p.open = true;
+    node_->issued(p.handle);
+  }
+
+  fserver::Handle issue(int server, fserver::Tensors push,
+                        fserver::Tensors pull) {
     for (;;) {
       try {
-        p.handle = node_->worker.push_pull_to(p.server, {push, np}, {pull, nq});
-        p.open = true;
-        node_->issued(p.handle);
-        return;
-      } catch (const fserver::LimitError &) {
-        wait_for_ticket(r);
+        return node_->worker.push_pull_to(server, push, pull);
+      } catch (
+          const fserver::LimitError &) { // the node is used for more than ps
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     }
   }
@@ -404,20 +426,16 @@ private:
                   p.nlens * sizeof(int));
   }
 
-  // The node has as many push_pulls under way as it may: waits for an old one of ours, or a moment.
-  void wait_for_ticket(Record &sending) {
-    settle(sending);
-    node_->look_in_time();
-    Lock lock(mutex_);
-    for (std::int64_t n = low_; n < next_; n++) {
-      Record *r = at(n);
-      if (!r || r->state != Record::kOpen)
-        continue;
-      settle(*r);
-      if (Part *p = first_open(*r))
-        return wait_for(p->handle, lock);
+  // Waits until a request that is being sent may start another push_pull.
+  void wait_for_ticket(Record &r) {
+    for (;;) {
+      const std::uint64_t newest = node_->newest.load();
+      settle(r);
+      const Part *p = first_open(r);
+      r.floor = p ? p->handle.id() - 1 : newest;
+      if (node_->has_room())
+        return;
     }
-    changed_.wait_for(lock, std::chrono::milliseconds(1));
   }
 
   void start_thread() {
