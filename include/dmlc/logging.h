@@ -8,6 +8,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <iostream> // programs count on it
 #include <sstream>
 #include <string>
 

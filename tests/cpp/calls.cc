@@ -291,6 +291,12 @@ CASE(shared_memory_is_lent) {
   const char *way = std::getenv("FSERVER_TRANSPORT");
   const bool lends = !way || std::string(way) != "tcp";
   EXPECT_EQ(p.w().describe().find("\"loans\":0") == std::string::npos, lends);
+  // The next call gives back what was lent.
+  EXPECT(!p.s().get_batch(b, milliseconds(0)));
+  std::int64_t nodes, buffers, goroutines;
+  EXPECT_EQ(fs_live(&nodes, &buffers, &goroutines), 0);
+  if (lends)
+    EXPECT_EQ(buffers, 0);
   p.stop();
 }
 

@@ -29,7 +29,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static volatile uint64_t words[MASK + 1];
 static struct request requests[MASK + 1]; // by ticket
 static fs_ticket last, taken;
-static uint64_t closed; // by node, a bit each
+static char closed[MASK + 1]; // by node
 static char buffers[KEYS][BUFFER];
 static fs_node nodes;
 
@@ -131,7 +131,7 @@ int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags) {
   int rc = 0;
   pthread_mutex_lock(&mutex);
   while (rc == 0 && words[ticket & MASK] == ticket << 2)
-    rc = closed >> node & 1 ? fail(-ESHUTDOWN) : change(&until);
+    rc = closed[node & MASK] ? fail(-ESHUTDOWN) : change(&until);
   pthread_mutex_unlock(&mutex);
   return rc;
 }
@@ -143,7 +143,8 @@ int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out) {
   return 0;
 }
 
-// Writes a request as fs_get_batch does. Odd keys are lent; others are in the key's buffer.
+// Writes a request as fs_get_batch does. Odd keys are lent; others are in the key's buffer, each
+// time in another slot.
 static size_t write_request(struct request *r, uint64_t *w) {
   const uint64_t *begin = w;
   *w++ = 1;
@@ -157,7 +158,7 @@ static size_t write_request(struct request *r, uint64_t *w) {
     char *to = lent ? malloc(t->bytes) : buffers[t->key % KEYS];
     memcpy(to, t->data, t->bytes);
     *w++ = t->key;
-    *w++ = lent ? FS_LENT : t->key;
+    *w++ = lent ? FS_LENT : r->ticket & MASK;
     *w++ = lent ? (uint64_t)(uintptr_t)to : t->key + 1;
     *w++ = (uint64_t)(uintptr_t)to;
     *w++ = t->bytes;
@@ -184,7 +185,7 @@ int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
   int rc = 0;
   pthread_mutex_lock(&mutex);
   while (rc == 0 && taken == last)
-    rc = closed >> node & 1 ? fail(-ESHUTDOWN) : change(&until);
+    rc = closed[node & MASK] ? fail(-ESHUTDOWN) : change(&until);
   if (rc == 0) {
     struct request *r = &requests[++taken & MASK];
     r->state = TAKEN;
@@ -223,7 +224,7 @@ int fs_respond(fs_node node, const uint64_t *stream, const uint64_t *handlers,
 
 int fs_close(fs_node node) {
   pthread_mutex_lock(&mutex);
-  closed |= UINT64_C(1) << node;
+  closed[node & MASK] = 1;
   pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&mutex);
   return 0;

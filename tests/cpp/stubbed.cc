@@ -97,7 +97,7 @@ CASE(nodes_come_and_go) {
   std::vector<std::thread> all;
   for (int k = 0; k < 4; k++)
     all.emplace_back([] {
-      for (int i = 0; i < 3; i++) {
+      for (int i = 0; i < 100; i++) {
         Worker w(quick());
         Memory m = Memory::shared(64);
         EXPECT(w.describe() == "{}");

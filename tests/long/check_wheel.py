@@ -23,6 +23,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = re.findall(r"^torch==(\S+)$", (ROOT / "requirements/torches.txt").read_text(), re.MULTILINE)
 TORCHES = os.environ.get("WHEEL_TORCHES", f"{KNOWN[0]} {KNOWN[-1]}").split()
+HEADER = (ROOT / "engine/cabi/fserver.h").read_text()
+ABI = re.findall(r"^#define FS_ABI (\d+)$", HEADER, re.MULTILINE)[0]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 # The newest that a host of manylinux_2_28 has.
@@ -84,7 +86,9 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_name_and_contents(wheel: Path, unpacked: Path) -> None:
     assert re.search(r"-manylinux_2_28_(x86_64|aarch64)\.whl$", wheel.name)
     files = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
-    objects = sorted(name for name in files if ".so" in name)
+    libraries = {"fserver/lib/libfserver.so", f"fserver/lib/libfserver.so.{ABI}"}
+    assert libraries | {"fserver/lib/libfserver.a", "fserver/include/ps/ps.h"} <= files
+    objects = sorted(name for name in files - libraries if ".so" in name)
     suffix = re.findall(r"fserver/_C(.*)", objects[0])[0]
     adapters = ["_".join(version.split(".")[:2]) for version in KNOWN]
     assert objects == [f"fserver/_C{suffix}", *(f"fserver/_torch/{a}{suffix}" for a in adapters)]
@@ -96,7 +100,9 @@ def test_name_and_contents(wheel: Path, unpacked: Path) -> None:
 
 
 def test_symbols(unpacked: Path) -> None:
-    for path in unpacked.rglob("*.so"):
+    for path in unpacked.rglob("*.so*"):
+        if path.name == "libfserver.so":
+            continue  # for the linker alone
         section = run("readelf", "-dW", path)
         assert not re.search("RPATH|RUNPATH|TEXTREL", section), path
         needed = {name.split(".so")[0] for name in re.findall(r"NEEDED.*\[(.+)\]", section)}
@@ -111,7 +117,10 @@ def test_symbols(unpacked: Path) -> None:
         for family, version in versions:
             assert tuple(map(int, version.split("."))) <= NEWEST[family], (path, family, version)
         defined = re.findall(r"^\S+ [A-Za-z] (\w+)", symbols, re.MULTILINE)
-        assert defined == ["fserver_adapter" if adapter else "PyInit__C"], path
+        if path.parent.name == "lib":
+            assert all(name.startswith("fs_") for name in defined if name != f"FSERVER_{ABI}")
+        else:
+            assert defined == ["fserver_adapter" if adapter else "PyInit__C"], path
 
 
 def test_verbs_is_built_in(unpacked: Path) -> None:

@@ -393,6 +393,13 @@ def test_wheel(tmp_path: Path) -> None:
         *(EXTENSION, f"_torch/{ADAPTER}", "_torch/adapter.cc", "_torch/adapter.h"),
         *("_torch/build.py", "_torch/exports.map", "_C.pyi", "py.typed"),
         *("__init__.py", "_loader.py", "worker.py", "include/fserver.h", "examples/afd/model.py"),
+        *(
+            "include/fserver/fserver.hpp",
+            "include/ps/ps.h",
+            "lib/libfserver.a",
+            "lib/libfserver.so",
+        ),
+        *("lib/cmake/fserver/fserver-config.cmake", "lib/pkgconfig/fserver.pc", "bench/cppecho.cc"),
         *("bench/raw.h", "bench/rawecho.c", "bench/rawcma.c", "bench/rawchannel.cu"),
     ):
         assert f"fserver/{name}" in names

@@ -1,0 +1,344 @@
+// The tensor API of StepMesh, over tensors of torch: AFTensorWorker and AFTensorServer.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ps/internal/trace.h"
+#include "ps/ps.h"
+
+namespace ps {
+
+enum {
+  AF_FLAG_BATCH_START = 1,
+  AF_FLAG_BATCH_MIDDLE = 2,
+  AF_FLAG_BATCH_END = 3
+};
+
+struct KeyTensor {
+  Key key = 0;
+  at::Tensor val;
+};
+using KeyTensorBatch = std::vector<KeyTensor>;
+
+namespace internal {
+
+// A view of a tensor. Throws ShapeError unless it is contiguous.
+inline fserver::Tensor View(const char *call, const KeyTensor &kt) {
+  const at::Tensor &t = kt.val;
+  if (!t.defined() || !t.is_contiguous())
+    throw fserver::ShapeError(std::string(call) + ": the tensor of key " +
+                              std::to_string(kt.key) +
+                              " is not contiguous or not defined: pass "
+                              ".contiguous()");
+  return fserver::Tensor(
+      t.data_ptr(), static_cast<fserver::DType>(t.scalar_type()),
+      fserver::Shape(t.sizes().data(), static_cast<std::size_t>(t.dim())),
+      kt.key,
+      t.is_cpu() ? fserver::kCpu : static_cast<int>(t.device().index()));
+}
+
+// The current stream of the device of the first tensor that is on one.
+inline std::optional<fserver::Stream> CurrentStream(const KeyTensorBatch &all) {
+  for (const KeyTensor &kt : all) {
+    if (kt.val.is_cpu())
+      continue;
+    const c10::impl::VirtualGuardImpl guard(kt.val.device().type());
+    void *stream = guard.getStream(kt.val.device()).native_handle();
+    return fserver::Stream{reinterpret_cast<std::uintptr_t>(stream)};
+  }
+  return std::nullopt;
+}
+
+// Operations under way, and the tensors that they use.
+class Kept {
+public:
+  void Add(const fserver::Handle &h, KeyTensorBatch tensors) {
+    while (!all_.empty() && all_.front().first.done())
+      all_.pop_front();
+    all_.emplace_back(h, std::move(tensors));
+  }
+
+private:
+  std::deque<std::pair<fserver::Handle, KeyTensorBatch>> all_;
+};
+
+} // namespace internal
+
+// The worker of this process, which StartPS has opened. Its calls may come from several threads.
+class AFTensorWorker {
+public:
+  // Throws ClosedError if StartPS has not started that worker.
+  explicit AFTensorWorker(int instance_idx = 0)
+      : node_(Postoffice::GetWorker(instance_idx)->worker("AFTensorWorker")),
+        worker_(node_->worker) {}
+
+  // Sends all push tensors to every server, and has every server write its answers into the pull
+  // tensors: pull[i * Q + j] takes answer j of server i. Returns at once; the tensors are kept until
+  // the request has completed. need_event: tensors on a GPU are sent behind what is queued on the
+  // current stream. Returns the first of P + Q numbers, counted from 0 in a process.
+  //
+  // Throws what fserver::Worker::push_pull throws.
+  int ZBatchPushPull(KeyTensorBatch &push, KeyTensorBatch &pull,
+                     bool need_event = true) {
+    std::vector<fserver::Tensor> out, in;
+    for (const KeyTensor &kt : push)
+      out.push_back(internal::View("ZBatchPushPull", kt));
+    for (const KeyTensor &kt : pull)
+      in.push_back(internal::View("ZBatchPushPull", kt));
+    KeyTensorBatch kept = push;
+    kept.insert(kept.end(), pull.begin(), pull.end());
+    const auto after =
+        need_event ? internal::CurrentStream(kept) : std::nullopt;
+    const auto started = std::chrono::steady_clock::now();
+    const std::size_t servers = static_cast<std::size_t>(worker_.servers());
+    const int count = static_cast<int>(push.size() + pull.size() / servers);
+
+    std::lock_guard<std::mutex> lock(mutex_);
+    const fserver::Handle h = worker_.push_pull(out, in, after);
+    kept_.Add(h, std::move(kept));
+    const int first = Next().fetch_add(count);
+    requests_[first] = {h, count, started};
+    if (requests_.size() > kRemembered)
+      requests_.erase(requests_.begin());
+    return first;
+  }
+
+  // Returns when the request that a number belongs to has completed. timeout_ms counts from its
+  // ZBatchPushPull. Throws TimeoutError, after which the number stays valid, ConfigError for an
+  // unknown number (4,096 are remembered), and what fserver::Handle::wait throws.
+  void Wait(int timestamp, std::uint64_t timeout_ms = 10000) {
+    const Request r = Find("Wait", timestamp);
+    constexpr std::uint64_t kYear = 366ull * 24 * 3600 * 1000;
+    const std::chrono::milliseconds limit(std::min(timeout_ms, kYear));
+    worker_.wait(r.handle,
+                 r.started + limit - std::chrono::steady_clock::now());
+  }
+
+  // All numbers of the request that a number belongs to.
+  std::vector<int> GetAllHandlers(int timestamp) {
+    int first = 0;
+    const Request r = Find("GetAllHandlers", timestamp, &first);
+    std::vector<int> all;
+    for (int i = 0; i < r.count; i++)
+      all.push_back(first + i);
+    return all;
+  }
+
+  // The stamps of a completed request, and of its answer.
+  std::pair<Trace, Trace> FetchTrace(int timestamp) {
+    const auto t = worker_.trace(Find("FetchTrace", timestamp).handle);
+    const auto four = [&t](std::size_t i) {
+      const auto at = [&](std::size_t k) {
+        return static_cast<std::uint64_t>(t[i + k]);
+      };
+      return Trace{at(0), at(1), at(2), at(3)};
+    };
+    return {four(0), four(4)};
+  }
+
+private:
+  struct Request {
+    fserver::Handle handle;
+    int count = 0;
+    std::chrono::steady_clock::time_point started;
+  };
+  static constexpr std::size_t kRemembered = 4096;
+
+  static std::atomic<int> &Next() {
+    static std::atomic<int> next{0};
+    return next;
+  }
+
+  Request Find(const char *call, int timestamp, int *first = nullptr) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto it = requests_.upper_bound(timestamp);
+    if (it == requests_.begin() ||
+        timestamp - (--it)->first >= it->second.count)
+      throw fserver::ConfigError(std::string(call) + ": timestamp " +
+                                 std::to_string(timestamp) +
+                                 " is not known: pass one of the last 4,096 "
+                                 "of ZBatchPushPull");
+    if (first)
+      *first = it->first;
+    return it->second;
+  }
+
+  const std::shared_ptr<detail::WorkerNode> node_;
+  fserver::Worker &worker_;
+  std::mutex mutex_;
+  internal::Kept kept_;
+  std::map<int, Request> requests_; // by their first number
+};
+
+// A request: what was pushed, and what is to be answered.
+struct AFTensorMeta {
+  int sender = 0;      // the worker's number
+  int sender_rank = 0; // its rank
+  bool single = false; // one tensor in all
+  int last_timestamp = 0;
+  std::vector<KVMeta> push_metas;
+  std::vector<KeyTensor> push_tensors; // views, valid until the answer
+  std::vector<KVMeta> pull_metas;
+  // One for each tensor of the answer, in the order of the worker's pull tensors. The values are not
+  // defined. The keys are not those of the worker, which do not travel: they count from 0.
+  std::vector<KeyTensor> pull_tensors;
+
+  std::uint64_t handler = 0; // of fserver::Server
+};
+
+// The server of this process, which StartPS has opened. A thread of its own takes the requests.
+class AFTensorServer {
+public:
+  using AFServerRequestHandle =
+      std::function<void(const AFTensorMeta &, AFTensorServer *)>;
+
+  // gpu: unused; the node's device is STEPMESH_GPU. Throws ClosedError if StartPS has started no
+  // server.
+  explicit AFTensorServer(int gpu)
+      : node_(Postoffice::GetServer()->server("AFTensorServer")),
+        server_(node_->server) {
+    (void)gpu;
+  }
+  AFTensorServer(const AFTensorServer &) = delete;
+  AFTensorServer &operator=(const AFTensorServer &) = delete;
+  // Takes no further requests. Waits for the handle to return, and at most 0.1 s beside.
+  ~AFTensorServer() {
+    ending_.store(true);
+    if (thread_.joinable())
+      thread_.join();
+  }
+
+  // Has `handle` called for each request, one at a time, in their order. It calls Response, then or
+  // later. What it throws is told to the worker, whose Wait throws RefusedError. Throws ConfigError
+  // if the handle is empty, or there is one already.
+  void SetRequestHandle(const AFServerRequestHandle &handle) {
+    if (!handle || thread_.joinable())
+      throw fserver::ConfigError("SetRequestHandle: the handle is empty, or "
+                                 "there is one already: set one, once");
+    handle_ = handle;
+    thread_ = std::thread([this] { Serve(); });
+  }
+
+  // Answers a request, once, with a tensor for each pull tensor, in their order: the keys do not
+  // count. The tensors are kept until they are sent. need_event as of ZBatchPushPull.
+  //
+  // Throws what fserver::Server::respond throws.
+  void Response(const AFTensorMeta &meta, KeyTensorBatch tensors = {},
+                bool need_event = true) {
+    std::vector<fserver::Tensor> t;
+    for (const KeyTensor &kt : tensors)
+      t.push_back(internal::View("Response", kt));
+    const auto after =
+        need_event ? internal::CurrentStream(tensors) : std::nullopt;
+    std::lock_guard<std::mutex> lock(mutex_);
+    const fserver::Handle h = server_.respond(t, meta.handler, after);
+    kept_.Add(h, std::move(tensors));
+  }
+
+  // Receives in memory of the caller's: the tensor is cut into equal parts, and part i receives
+  // keys[i] of worker worker_ranks[i]. It is kept. Throws what fserver::Server::register_recv throws.
+  void RegisterRecvTensor(const at::Tensor &tensor,
+                          std::vector<int> &worker_ranks,
+                          std::vector<Key> &keys) {
+    server_.register_recv(internal::View("RegisterRecvTensor", {0, tensor}),
+                          worker_ranks, keys);
+    std::lock_guard<std::mutex> lock(mutex_);
+    registered_.push_back(tensor);
+  }
+
+private:
+  void Serve() {
+    fserver::Batch batch;
+    while (!ending_.load()) {
+      try {
+        if (!server_.get_batch(batch, std::chrono::milliseconds(100), 1))
+          continue;
+      } catch (const fserver::PeerLostError &) {
+        std::this_thread::yield(); // another process may take its rank
+        continue;
+      } catch (const fserver::Error &) {
+        return; // the workers have left, or the node is closed
+      }
+      for (fserver::Request &r : batch)
+        Handle(std::make_shared<fserver::Request>(std::move(r)));
+    }
+  }
+
+  void Handle(const std::shared_ptr<fserver::Request> &r) {
+    try {
+      try {
+        handle_(Meta(r), this);
+      } catch (const std::exception &e) {
+        server_.fail(*r, e.what());
+      }
+    } catch (const fserver::Error &) {
+      // It was answered before, or the worker is gone.
+    }
+  }
+
+  static AFTensorMeta Meta(const std::shared_ptr<fserver::Request> &r) {
+    AFTensorMeta m;
+    m.handler = r->handler();
+    m.sender_rank = r->worker();
+    m.sender = Postoffice::WorkerRankToID(r->worker());
+    m.last_timestamp = static_cast<int>(r->handler());
+    m.single = r->tensors().size() + r->answers().size() == 1;
+    KVMeta kv;
+    kv.sender = m.sender;
+    kv.timestamp = m.last_timestamp;
+    for (const fserver::Tensor &t : r->tensors()) {
+      const at::Device device =
+          t.device < 0
+              ? at::Device(at::kCPU)
+              : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(t.device));
+      const auto options = at::TensorOptions().device(device).dtype(
+          static_cast<at::ScalarType>(t.dtype));
+      // The tensor keeps the request.
+      m.push_tensors.push_back(
+          {t.key, at::from_blob(
+                      t.data, at::IntArrayRef(t.shape.data(), t.shape.size()),
+                      [r](void *) {}, options)});
+      kv.push = true;
+      kv.key = t.key;
+      kv.addr = reinterpret_cast<std::uintptr_t>(t.data);
+      kv.val_len = static_cast<int>(t.bytes);
+      m.push_metas.push_back(kv);
+    }
+    for (std::size_t j = 0; j < r->answers().size(); j++) {
+      kv.push = false;
+      kv.key = j;
+      kv.addr = 0;
+      kv.val_len = static_cast<int>(r->answers()[j]);
+      m.pull_metas.push_back(kv);
+      m.pull_tensors.push_back({j, at::Tensor()});
+    }
+    return m;
+  }
+
+  const std::shared_ptr<detail::ServerNode> node_;
+  fserver::Server &server_;
+  AFServerRequestHandle handle_;
+  std::mutex mutex_;
+  internal::Kept kept_;
+  std::vector<at::Tensor> registered_;
+  std::atomic<bool> ending_{false};
+  std::thread thread_;
+};
+
+} // namespace ps

@@ -1,0 +1,124 @@
+// A program of StepMesh's kind: workers push and pull tensors of torch, servers answer.
+#include "ps/af_tensor_app.h"
+
+using namespace ps;
+
+namespace {
+
+constexpr Key kRegistered = 50;
+
+// Throws, which CHECK does not, so that the other processes end, too.
+void Expect(bool good, const char *what) {
+  if (!good)
+    throw std::runtime_error(what);
+}
+
+template <class E, class F> void ExpectThrow(const char *part, F &&f) {
+  try {
+    f();
+  } catch (const E &e) {
+    Expect(std::string(e.what()).find(part) != std::string::npos, e.what());
+    return;
+  }
+  Expect(false, part);
+}
+
+void Answer(const AFTensorMeta &meta, AFTensorServer *server) {
+  if (meta.push_tensors.empty()) // a pull alone
+    return server->Response(meta, {{0, at::full({4}, 5, at::kFloat)}});
+  const at::Tensor &x = meta.push_tensors[0].val;
+  if (meta.push_tensors[0].key == 99)
+    throw std::runtime_error("key 99 is not served");
+  if (meta.pull_tensors.empty())
+    return server->Response(meta);
+  KeyTensorBatch answer;
+  for (std::size_t j = 0; j < meta.pull_tensors.size(); j++)
+    answer.push_back({meta.pull_tensors[j].key,
+                      x * static_cast<double>(j + 2) + meta.sender_rank});
+  server->Response(meta, answer);
+}
+
+void Serve(Node::Role role) {
+  AFTensorServer server(GetGpuId());
+  const at::Tensor mine = at::zeros({2, 8});
+  std::vector<int> ranks{0, 1};
+  std::vector<Key> keys{kRegistered, kRegistered};
+  server.RegisterRecvTensor(mine, ranks, keys);
+  ExpectThrow<fserver::ShapeError>(
+      "", [&] { server.RegisterRecvTensor(mine, ranks, keys); });
+  ExpectThrow<fserver::ConfigError>("SetRequestHandle: the handle is empty",
+                                    [&] { server.SetRequestHandle(nullptr); });
+  server.SetRequestHandle(Answer);
+  Postoffice::GetServer()->Barrier(0, kWorkerGroup + kServerGroup);
+  Postoffice::GetServer()->Barrier(0, kWorkerGroup + kServerGroup);
+  Expect(mine[0][7].item<float>() == 1 && mine[1][7].item<float>() == 2,
+         "the registered memory has what both workers pushed");
+  Finalize(0, role, true);
+}
+
+void Echo(AFTensorWorker &w, int servers) {
+  for (int step = 0; step < 50; step++) {
+    KeyTensorBatch push{{1, at::full({3, 4}, step, at::kBFloat16)}}, pull;
+    for (int i = 0; i < servers * 2; i++)
+      pull.push_back({static_cast<Key>(i), at::empty({3, 4}, at::kBFloat16)});
+    const int ts = w.ZBatchPushPull(push, pull);
+    const std::vector<int> all = w.GetAllHandlers(ts);
+    Expect(all.size() == 3 && all[0] == ts && all[2] == ts + 2,
+           "P + Q numbers");
+    w.Wait(ts + 2);
+    w.Wait(ts);
+    for (int i = 0; i < servers * 2; i++)
+      Expect(at::equal(pull[static_cast<std::size_t>(i)].val,
+                       push[0].val * (i % 2 + 2) + MyRank()),
+             "the answer");
+    const auto [request, response] = w.FetchTrace(ts);
+    Expect(request.start && request.start <= response.process, "the trace");
+  }
+}
+
+void Work(Node::Role role) {
+  AFTensorWorker w;
+  Postoffice::GetWorker()->Barrier(0, kWorkerGroup + kServerGroup);
+  const int servers = NumServers();
+  Echo(w, servers);
+
+  KeyTensorBatch none;
+  KeyTensorBatch push{{kRegistered, at::full({8}, MyRank() + 1, at::kFloat)}};
+  w.Wait(w.ZBatchPushPull(push, none)); // a push alone
+  KeyTensorBatch pull;
+  for (int i = 0; i < servers; i++)
+    pull.push_back({7, at::empty({4})});
+  w.Wait(w.ZBatchPushPull(none, pull)); // a pull alone
+  Expect(pull.back().val[3].item<float>() == 5, "the pull");
+
+  ExpectThrow<fserver::ConfigError>("timestamp 1000000 is not known",
+                                    [&] { w.Wait(1000000); });
+  ExpectThrow<fserver::ShapeError>("both empty",
+                                   [&] { w.ZBatchPushPull(none, none); });
+  KeyTensorBatch bad{{3, at::zeros({4, 4}).t()}};
+  ExpectThrow<fserver::ShapeError>("key 3 is not contiguous",
+                                   [&] { w.ZBatchPushPull(bad, none); });
+  KeyTensorBatch refused{{99, at::zeros({4})}};
+  const int ts = w.ZBatchPushPull(refused, pull);
+  ExpectThrow<fserver::RefusedError>("key 99 is not served",
+                                     [&] { w.Wait(ts); });
+  Postoffice::GetWorker()->Barrier(0, kWorkerGroup + kServerGroup);
+  Finalize(0, role, true);
+  std::cout << "worker is done" << std::endl;
+}
+
+} // namespace
+
+int main(int, char **argv) {
+  try {
+    const Node::Role role = GetRole(Environment::Get()->find("DMLC_ROLE"));
+    StartPS(0, role, -1, true, argv[0]);
+    if (role == Node::WORKER)
+      Work(role);
+    else
+      Serve(role);
+  } catch (const std::exception &e) {
+    std::cerr << "ps_af: " << e.what() << std::endl;
+    return 1;
+  }
+}

@@ -1,0 +1,37 @@
+"""Runs a program as a scheduler, a server and two workers, as scripts of ps-lite do.
+
+python ps_roles.py PROGRAM
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+
+def main(program: str) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {**os.environ, "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
+    env |= {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port)}
+    roles = [("scheduler", 0), ("server", 0), ("worker", 0), ("worker", 1)]
+    started = [
+        subprocess.Popen(
+            [program],
+            env={**env, "DMLC_ROLE": role, "DMLC_NODE_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for role, rank in roles
+    ]
+    status = 0
+    for (role, _), process in zip(roles, started, strict=True):
+        out, _ = process.communicate(timeout=60)
+        status |= process.returncode or out != f"{role} is done\n"
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
