@@ -26,7 +26,7 @@ namespace ps {
 // are handled there in the order of the calls; other requests in any order.
 //
 // Each request returns a timestamp, for Wait. A callback is called once, when the last server has answered or the
-// request has failed, in a thread of this object; callbacks may start requests, and wait for them.
+// request has failed, in a thread of this object. It may start requests, and wait for them; it must not throw.
 template <class Val> class KVWorker {
 public:
   using Callback = std::function<void()>;

@@ -139,3 +139,19 @@ BARE_SCENE(closed_with_requests_under_way, 1, 1) {
   } catch (const fserver::PeerLostError &) { // the worker has just gone
   }
 }
+
+// Those that end first wait for the others, however long these work: FSERVER_STOP_TIMEOUT is for leaving alone.
+BARE_SCENE(a_worker_that_takes_longer, 2, 1) {
+  Environment::Init({{"FSERVER_STOP_TIMEOUT", "0.2"}});
+  StartPS(0, own_role(), -1, true);
+  if (IsServer())
+    serve<float>(KVServerDefaultHandle<float>());
+  if (IsWorker() && MyRank() == 1) {
+    KVWorker<float> kv(0, 0);
+    for (int i = 0; i < 10; i++) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      kv.Wait(kv.Push({1}, {1}));
+    }
+  }
+  Finalize(0, own_role());
+}
