@@ -61,8 +61,9 @@ public:
                  cb);
   }
 
-  // Pulls into *vals. If that is empty, the servers are asked first how many values they have, and it gets as many; else they
-  // must have as many as it has. lens: gets the number of values of each key. Both stay until the request has ended.
+  // Pulls into *vals. If that is empty, the servers are asked first how many values they have, and it
+  // gets as many; else they must have as many as it has. lens: gets the number of values of each key.
+  // Both stay where they are until the request has ended.
   int Pull(const std::vector<Key> &keys, std::vector<Val> *vals,
            std::vector<int> *lens = nullptr, int cmd = 0,
            const Callback &cb = nullptr) {

@@ -46,9 +46,10 @@ struct KVMeta {
 
 // Takes the requests of an app at this process's server, and answers them.
 //
-// One thread of each server calls the handlers of all its apps, in the order in which requests come. Keys, values and lens that a
-// handler is given are views of received memory. They are valid until Response is called for that request: copy
-// what is to stay. A handler that throws refuses its request with the exception's text.
+// One thread of each server calls the handlers of all its apps, in the order in which requests come.
+// Keys, values and lens that a handler is given are views of received memory. They are valid until
+// Response is called for that request: copy what is to stay. A handler that throws refuses its request
+// with the exception's text.
 template <class Val> class KVServer {
 public:
   using ReqHandle = std::function<void(
@@ -86,8 +87,8 @@ public:
     send(req, res);
   }
 
-  // Has what a worker pushes under keys[0] received in vals, whose memory stays until Finalize. Call it before the first push of the
-  // key, for example before a Barrier. worker_id is an ID, see Postoffice::WorkerRankToID.
+  // Has what a worker pushes under keys[0] received in vals, whose memory stays until Finalize. Call it
+  // before the first push of the key, for example before a Barrier. worker_id is an ID, see Postoffice::WorkerRankToID.
   //
   // Throws fserver::ShapeError if there is no such worker, or its key has been pushed.
   void RegisterRecvBuffer(int worker_id, SArray<Key> &keys,

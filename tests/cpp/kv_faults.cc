@@ -1,5 +1,7 @@
 // KVWorker and KVServer when something is wrong: arguments, answers, peers.
 #include <atomic>
+#include <cstdlib>
+#include <new>
 #include <thread>
 
 #include "scenes.hpp"
@@ -97,7 +99,122 @@ SCENE(refused_by_the_server, 1, 2) {
   kv.Wait(kv.Push(both, {1, 1})); // all is well
 }
 
-// Sends heads that no KVWorker makes.
+namespace {
+
+constexpr std::int64_t kHead = sizeof(detail::Head), kAll = kHead + 16;
+
+// A head with two keys and room for two lens.
+struct Body {
+  detail::Head head;
+  Key keys[2] = {666, 667};
+  int lens[2] = {1, 1};
+};
+
+void keep(Body &) {}
+
+// Sends a push of two floats that `change` makes a wrong one, with so many bytes of head. It has to be
+// refused. With nvals below 0 it has no values. nanswer: bytes of a pull tensor; 0: none.
+void send(const std::string &why, std::int64_t bytes, int nvals,
+          std::int64_t nanswer, void (*change)(Body &)) {
+  Body body;
+  body.head.width = 4;
+  body.head.keys = body.head.vals = 2;
+  change(body);
+  float vals[2] = {};
+  std::uint64_t answer[2] = {};
+  const Tensor push[2] = {
+      Tensor(&body, DType::kUInt8, {bytes}, 1),
+      Tensor(vals, DType::kUInt8, {std::abs(nvals) * 4}, 2)};
+  const Tensor pull(answer, DType::kUInt8, {nanswer}, 1);
+  const auto h = Postoffice::Get()->worker("test")->worker.push_pull_to(
+      0, {push, nvals < 0 ? 1u : 2u}, {&pull, nanswer ? 1u : 0u});
+  EXPECT_THROW(fserver::RefusedError, why, h.wait());
+}
+
+void wrong_fields() {
+  send("no head", 0, 2, 0, keep);
+  send("no head", kHead - 1, 2, 0, keep);
+  send("begins with 7", kAll, 2, 0, [](Body &b) { b.head.magic = 7; });
+  send("has version 2, want 1", kAll, 2, 0,
+       [](Body &b) { b.head.version = 2; });
+  send("operation 0", kAll, 2, 0,
+       [](Body &b) { b.head.op = static_cast<detail::Op>(0); });
+  send("operation 5", kAll, 2, 0,
+       [](Body &b) { b.head.op = static_cast<detail::Op>(5); });
+  send("flags 2", kAll, 2, 0, [](Body &b) { b.head.flags = 2; });
+  send("asks for lens", kAll, 2, 0, [](Body &b) { b.head.flags = 1; });
+  send("timestamp is negative", kAll, 2, 0,
+       [](Body &b) { b.head.timestamp = -1; });
+}
+
+void wrong_counts() {
+  send("0 keys", kHead, 2, 0, [](Body &b) { b.head.keys = 0; });
+  send("cannot have 3 keys", kAll, 2, 0, [](Body &b) { b.head.keys = 3; });
+  send("cannot have 1 keys", kAll, 2, 0, [](Body &b) { b.head.keys = 1; });
+  send("cannot have 9223372036854775810 keys", kAll, 2, 0,
+       [](Body &b) { b.head.keys = (UINT64_C(1) << 63) + 2; });
+  send("1 lens", kAll, 2, 0, [](Body &b) { b.head.lens = 1; });
+  send("2 lens", kAll, 2, 0, [](Body &b) { b.head.lens = 2; });
+  send("1 tensors came", kAll, -1, 0, keep);
+  send("2 tensors came", kAll, 2, 8,
+       [](Body &b) { b.head.op = detail::Op::kPull; });
+  send("3 values", kAll, 2, 0, [](Body &b) { b.head.vals = 3; });
+  send("values of 0 bytes", kAll, 2, 0, [](Body &b) { b.head.width = 0; });
+  send("4611686018427387906 values", kAll, 2, 0,
+       [](Body &b) { b.head.vals = (UINT64_C(1) << 62) + 2; });
+  send("values have 2 bytes at the worker, and 4", kAll, 2, 0, [](Body &b) {
+    b.head.width = 2;
+    b.head.vals = 4;
+  });
+}
+
+void wrong_lists_and_answers() {
+  send("pull tensors", kAll, 2, 8, keep);
+  send("pull tensors", kAll, -1, 0,
+       [](Body &b) { b.head.op = detail::Op::kPull; });
+  send("pull tensors", kAll, -1, 4,
+       [](Body &b) { b.head.op = detail::Op::kSize; });
+  send("pull tensors", kAll, -1, 8, [](Body &b) {
+    b.head.op = detail::Op::kPull;
+    b.head.flags = 1;
+  });
+  send("keys[1] is 666, want more", kAll, 2, 0,
+       [](Body &b) { b.keys[1] = 666; });
+  send("lens[1] is negative", kHead + 24, 2, 0, [](Body &b) {
+    b.head.lens = 2;
+    b.lens[0] = 3;
+    b.lens[1] = -1;
+  });
+  send("lens sum up to 3, want 2", kHead + 24, 2, 0, [](Body &b) {
+    b.head.lens = 2;
+    b.lens[0] = 2;
+  });
+  send("not equally many", kAll, 1, 0, [](Body &b) { b.head.vals = 1; });
+  send("does not keep these values", kAll, -1, 8,
+       [](Body &b) { b.head.op = detail::Op::kFetch; });
+}
+
+// A good head in memory that the server reads in place.
+void shared_head() {
+  fserver::Memory m = fserver::Memory::shared(4096);
+  auto *body = new (m.data()) Body;
+  body->head.op = detail::Op::kPull;
+  body->head.width = 4;
+  body->head.keys = body->head.vals = 2;
+  body->keys[0] = 1;
+  float got[2] = {};
+  Postoffice::Get()
+      ->worker("test")
+      ->worker
+      .push_pull_to(0, m.tensor(DType::kUInt8, {kAll}, 1),
+                    Tensor(got, DType::kUInt8, {8}, 1))
+      .wait();
+  EXPECT_EQ(got[1], 1.f);
+}
+
+} // namespace
+
+// Heads that no KVWorker makes.
 SCENE(heads_of_a_hostile_peer, 2, 1) {
   if (IsServer()) {
     serve<float>([](const KVMeta &meta, const KVPairs<float> &data,
@@ -110,95 +227,17 @@ SCENE(heads_of_a_hostile_peer, 2, 1) {
     });
     return;
   }
+  KVWorker<float> kv(0, 0);
   if (MyRank() == 1) { // whose requests are answered meanwhile
-    KVWorker<float> kv(0, 0);
     for (int i = 0; i < 1000; i++)
       kv.Wait(kv.Push({1, 2}, {1, 1}));
     return;
   }
-  fserver::Worker &w = Postoffice::Get()->worker("test")->worker;
-  detail::Head good;
-  good.width = 4;
-  good.keys = good.vals = 2;
-  struct Body {
-    detail::Head head;
-    Key keys[2] = {666, 667};
-    int lens[2] = {1, 1};
-  } body;
-  float vals[2] = {};
-  std::uint64_t answer[2] = {};
-  using Change = void (*)(Body &);
-  const auto send = [&](const std::string &why, std::int64_t bytes, int nvals,
-                        std::int64_t nanswer, Change change) {
-    body = Body();
-    body.head = good;
-    change(body);
-    fserver::Tensor push[2] = {
-        Tensor(&body, DType::kUInt8, {bytes}, 1),
-        Tensor(vals, DType::kUInt8, {std::abs(nvals) * 4}, 2)};
-    const Tensor pull(answer, DType::kUInt8, {nanswer}, 1);
-    const auto h = w.push_pull_to(0, {push, nvals < 0 ? 1u : 2u},
-                                  {&pull, nanswer ? 1u : 0u});
-    EXPECT_THROW(fserver::RefusedError, why, h.wait());
-  };
-  const auto keep = [](Body &) {};
-  const std::int64_t head = sizeof(detail::Head), all = head + 16;
-  send("no head", 0, 2, 0, keep);
-  send("no head", head - 1, 2, 0, keep);
-  send("begins with 7", all, 2, 0, [](Body &b) { b.head.magic = 7; });
-  send("has version 2, want 1", all, 2, 0, [](Body &b) { b.head.version = 2; });
-  send("operation 0", all, 2, 0,
-       [](Body &b) { b.head.op = static_cast<detail::Op>(0); });
-  send("operation 5", all, 2, 0,
-       [](Body &b) { b.head.op = static_cast<detail::Op>(5); });
-  send("flags 2", all, 2, 0, [](Body &b) { b.head.flags = 2; });
-  send("asks for lens", all, 2, 0, [](Body &b) { b.head.flags = 1; });
-  send("timestamp is negative", all, 2, 0,
-       [](Body &b) { b.head.timestamp = -1; });
-  send("0 keys", head, 2, 0, [](Body &b) { b.head.keys = 0; });
-  send("cannot have 3 keys", all, 2, 0, [](Body &b) { b.head.keys = 3; });
-  send("cannot have 1 keys", all, 2, 0, [](Body &b) { b.head.keys = 1; });
-  send("cannot have 9223372036854775810 keys", all, 2, 0,
-       [](Body &b) { b.head.keys = (UINT64_C(1) << 63) + 2; });
-  send("1 lens", all, 2, 0, [](Body &b) { b.head.lens = 1; });
-  send("2 lens", all, 2, 0, [](Body &b) { b.head.lens = 2; });
-  send("1 tensors came", all, -1, 0, keep);
-  send("2 tensors came", all, 2, 8,
-       [](Body &b) { b.head.op = detail::Op::kPull; });
-  send("3 values", all, 2, 0, [](Body &b) { b.head.vals = 3; });
-  send("values of 0 bytes", all, 2, 0, [](Body &b) { b.head.width = 0; });
-  send("4611686018427387906 values", all, 2, 0,
-       [](Body &b) { b.head.vals = (UINT64_C(1) << 62) + 2; });
-  send("values have 2 bytes at the worker, and 4", all, 2, 0, [](Body &b) {
-    b.head.width = 2;
-    b.head.vals = 4;
-  });
-  send("pull tensors", all, 2, 8, keep);
-  send("pull tensors", all, -1, 0,
-       [](Body &b) { b.head.op = detail::Op::kPull; });
-  send("pull tensors", all, -1, 4,
-       [](Body &b) { b.head.op = detail::Op::kSize; });
-  send("pull tensors", all, -1, 8, [](Body &b) {
-    b.head.op = detail::Op::kPull;
-    b.head.flags = 1;
-  });
-  send("keys[1] is 666, want more", all, 2, 0,
-       [](Body &b) { b.keys[1] = 666; });
-  send("lens[1] is negative", head + 24, 2, 0, [](Body &b) {
-    b.head.lens = 2;
-    b.lens[0] = 3;
-    b.lens[1] = -1;
-  });
-  send("lens sum up to 3, want 2", head + 24, 2, 0, [](Body &b) {
-    b.head.lens = 2;
-    b.lens[0] = 2;
-  });
-  send("not equally many", all, 1, 0, [](Body &b) { b.head.vals = 1; });
-  send("does not keep these values", all, -1, 8,
-       [](Body &b) { b.head.op = detail::Op::kFetch; });
-  // The server goes on with good ones.
-  KVWorker<float> kv(0, 0);
-  std::vector<float> got(2);
+  wrong_fields();
+  wrong_counts();
+  wrong_lists_and_answers();
+  shared_head();
+  std::vector<float> got(2); // the server goes on
   kv.Wait(kv.Pull({1, 2}, &got));
   EXPECT_EQ(got[1], 1.f);
 }
@@ -258,4 +297,51 @@ BARE_SCENE(a_lost_server, 1, 2) {
   if (role == Node::WORKER)
     EXPECT_THROW(fserver::ClosedError, "",
                  KVWorker<float>(0, 0).Push({1}, {1}));
+}
+
+// The server answers it late, and goes on with the other.
+BARE_SCENE(a_lost_worker, 2, 1) {
+  const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+  StartPS(0, role, -1, true);
+  if (role == Node::SERVER)
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &data,
+                    KVServer<float> *server) {
+      static std::vector<KVMeta> of_the_lost;
+      if (Postoffice::IDtoRank(meta.sender) == 1) {
+        of_the_lost.push_back(meta);
+        return;
+      }
+      KVPairs<float> res;
+      res.vals = SArray<float>(2, static_cast<float>(of_the_lost.size()));
+      if (meta.cmd == 1) {
+        for (const KVMeta &m : of_the_lost)
+          server->Response(m, res);
+      }
+      server->Response(meta, res);
+      EXPECT_EQ(data.keys.size(), 2u);
+    });
+  if (role == Node::WORKER) {
+    KVWorker<float> kv(0, 0);
+    std::vector<float> got(2), size;
+    if (MyRank() == 1) {
+      kv.Push({1, 2}, {1, 1});
+      kv.Pull({3, 4}, &got);
+      kv.Pull({5, 6}, &size);
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      std::_Exit(0);
+    }
+    while (got[0] != 3)
+      kv.Wait(kv.Pull({1, 2}, &got));
+    try {
+      Postoffice::Get()->Barrier(0, kWorkerGroup); // until the other has gone
+    } catch (const fserver::PeerLostError &e) {
+      EXPECT_EQ(e.rank(), 1);
+    }
+    kv.Wait(kv.Pull({1, 2}, &got, nullptr, 1));
+    EXPECT_EQ(got[1], 3.f);
+  }
+  try {
+    Finalize(0, role, true);
+  } catch (const fserver::PeerLostError &) {
+  }
 }

@@ -49,14 +49,13 @@ inline std::size_t bytes_of_head(std::size_t keys, std::size_t lens) {
   return sizeof(Head) + keys * sizeof(Key) + lens * sizeof(int);
 }
 
-// A number that looks random, different for each x.
+// A number that looks random, different for each x: the finalizer of SplitMix64 (Steele, Lea, Flood: Fast
+// Splittable Pseudorandom Number Generators, 2014).
 constexpr std::uint64_t mix(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
-// The finalizer above is that of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-// Generators, 2014).
 
 constexpr std::size_t kOwnKeys = 8192;      // first keys with keys of their own
 constexpr std::uint64_t kSharedKeys = 4096; // keys that the others share
