@@ -1,98 +1,130 @@
-// CHECK and LOG, as programs of ps-lite use them. They are the program's: a CHECK that fails, and
-// LOG(FATAL), end the process with SIGABRT after a line on standard error. Nothing in include/ uses
-// them: what fails there throws.
+// CHECK and LOG, for programs that were written for ps-lite. What another header has defined stays.
+//
+// LOG(INFO) << "text" writes a line to the standard error. A CHECK that fails, and LOG(FATAL), write one and
+// end the process: they are the program's own. fserver throws instead, see fserver/error.hpp.
 #pragma once
 
+#include <ctime>
+
+#include <cstdio>
 #include <cstdlib>
-#include <iostream>
+#include <iostream> // programs count on it
 #include <sstream>
 #include <string>
 
 namespace dmlc {
 
-// A line that is written when it ends.
-class LogLine {
+// Programs may call it first. Nothing needs it.
+inline void InitLogging(const char *) {}
+
+// One line of the log, which is written, in one piece, by the destructor.
+class LogMessage {
 public:
-  LogLine(const char *level, const char *file, int line, bool fatal = false)
-      : fatal_(fatal) {
-    const std::string path = file;
-    text_ << level << ' ' << path.substr(path.rfind('/') + 1) << ':' << line
-          << ": ";
+  LogMessage(const char *level, const char *file, int line) {
+    const std::time_t now = std::time(nullptr);
+    std::tm local{};
+    localtime_r(&now, &local);
+    char at[16];
+    std::strftime(at, sizeof at, "%H:%M:%S", &local);
+    stream_ << "[" << at << "] " << level << " " << file << ":" << line << ": ";
   }
-  LogLine(const LogLine &) = delete;
-  LogLine &operator=(const LogLine &) = delete;
-  ~LogLine() {
-    text_ << '\n';
-    std::cerr << text_.str() << std::flush;
-    if (fatal_)
-      std::abort();
+  LogMessage(const LogMessage &) = delete;
+  LogMessage &operator=(const LogMessage &) = delete;
+  ~LogMessage() {
+    stream_ << "\n";
+    const std::string text = stream_.str();
+    std::fwrite(text.data(), 1, text.size(), stderr);
   }
-  std::ostream &stream() { return text_; }
+  std::ostream &stream() { return stream_; }
 
 private:
-  std::ostringstream text_;
-  bool fatal_;
+  std::ostringstream stream_;
 };
 
-// What `<<` gives, as void, so that both sides of ?: have one type.
-struct Voidify {
+// The last line of a process.
+class LogMessageFatal {
+public:
+  LogMessageFatal(const char *file, int line) {
+    message_ = new LogMessage("FATAL", file, line);
+  }
+  LogMessageFatal(const LogMessageFatal &) = delete;
+  LogMessageFatal &operator=(const LogMessageFatal &) = delete;
+  [[noreturn]] ~LogMessageFatal() {
+    delete message_;
+    std::abort();
+  }
+  std::ostream &stream() { return message_->stream(); }
+
+private:
+  LogMessage *message_;
+};
+
+namespace detail {
+
+// Makes an expression with << one of type void, for the conditional operator.
+struct Nothing {
   void operator&(std::ostream &) {}
 };
 
-// "(1 vs. 2) " of two values that a CHECK has compared.
 template <class A, class B> std::string both(const A &a, const B &b) {
-  std::ostringstream text;
-  text << '(' << a << " vs. " << b << ") ";
-  return text.str();
+  std::ostringstream s;
+  s << " (" << a << " and " << b << ") ";
+  return s.str();
 }
 
 template <class T>
-T *check_not_null(T *p, const char *what, const char *file, int line) {
-  if (!p)
-    LogLine("FATAL", file, line, true).stream() << what << " is null";
-  return p;
+T not_null(const char *file, int line, const char *what, T &&p) {
+  if (p == nullptr)
+    LogMessageFatal(file, line).stream()
+        << "check failed: " << what << " is null";
+  return static_cast<T &&>(p);
 }
 
-// Whether messages of a level are wanted: PS_VERBOSE is that or more.
-inline bool verbose(int level) {
-  static const int wanted = [] {
-    const char *text = std::getenv("PS_VERBOSE");
-    return text ? std::atoi(text) : 0;
-  }();
-  return level <= wanted;
-}
-
+} // namespace detail
 } // namespace dmlc
 
-#define DMLC_LOG_INFO ::dmlc::LogLine("INFO", __FILE__, __LINE__)
-#define DMLC_LOG_WARNING ::dmlc::LogLine("WARNING", __FILE__, __LINE__)
-#define DMLC_LOG_ERROR ::dmlc::LogLine("ERROR", __FILE__, __LINE__)
-#define DMLC_LOG_FATAL ::dmlc::LogLine("FATAL", __FILE__, __LINE__, true)
-#define DMLC_WHEN(condition, line)                                             \
-  !(condition) ? (void)0 : ::dmlc::Voidify() & line.stream()
+#define FSERVER_LOG_INFO ::dmlc::LogMessage("INFO", __FILE__, __LINE__)
+#define FSERVER_LOG_WARNING ::dmlc::LogMessage("WARNING", __FILE__, __LINE__)
+#define FSERVER_LOG_ERROR ::dmlc::LogMessage("ERROR", __FILE__, __LINE__)
+#define FSERVER_LOG_FATAL ::dmlc::LogMessageFatal(__FILE__, __LINE__)
+#define FSERVER_LOG_DEBUG FSERVER_LOG_INFO
+#define FSERVER_LOG_IF(condition, severity)                                    \
+  !(condition) ? (void)0                                                       \
+               : ::dmlc::detail::Nothing() & FSERVER_LOG_##severity.stream()
+#define FSERVER_CHECK(condition)                                               \
+  FSERVER_LOG_IF(!(condition), FATAL) << "check failed: " #condition " "
+// Compares values, and says which they were.
+#define FSERVER_CHECK_OP(a, op, b)                                             \
+  FSERVER_LOG_IF(!((a)op(b)), FATAL)                                           \
+      << "check failed: " #a " " #op " " #b << ::dmlc::detail::both((a), (b))
+#define FSERVER_CHECK_NOTNULL(p)                                               \
+  ::dmlc::detail::not_null(__FILE__, __LINE__, #p, p)
 
-#define LOG(level) DMLC_LOG_##level.stream()
-#define LOG_IF(level, condition) DMLC_WHEN(condition, DMLC_LOG_##level)
-#define CHECK(x) DMLC_WHEN(!(x), DMLC_LOG_FATAL) << "Check failed: " #x " "
-#define DMLC_CHECK_OP(op, x, y)                                                \
-  DMLC_WHEN(!((x)op(y)), DMLC_LOG_FATAL)                                       \
-      << "Check failed: " #x " " #op " " #y " " << ::dmlc::both(x, y)
-#define CHECK_EQ(x, y) DMLC_CHECK_OP(==, x, y)
-#define CHECK_NE(x, y) DMLC_CHECK_OP(!=, x, y)
-#define CHECK_LT(x, y) DMLC_CHECK_OP(<, x, y)
-#define CHECK_LE(x, y) DMLC_CHECK_OP(<=, x, y)
-#define CHECK_GT(x, y) DMLC_CHECK_OP(>, x, y)
-#define CHECK_GE(x, y) DMLC_CHECK_OP(>=, x, y)
-#define CHECK_NOTNULL(x) ::dmlc::check_not_null((x), #x, __FILE__, __LINE__)
-
-// The names of StepMesh.
-#define PS_LOG(level) LOG(level)
-#define PS_VLOG(level) DMLC_WHEN(::dmlc::verbose(level), DMLC_LOG_INFO)
-#define PS_CHECK(x) CHECK(x)
-#define PS_CHECK_EQ(x, y) CHECK_EQ(x, y)
-#define PS_CHECK_NE(x, y) CHECK_NE(x, y)
-#define PS_CHECK_LT(x, y) CHECK_LT(x, y)
-#define PS_CHECK_LE(x, y) CHECK_LE(x, y)
-#define PS_CHECK_GT(x, y) CHECK_GT(x, y)
-#define PS_CHECK_GE(x, y) CHECK_GE(x, y)
-#define PS_CHECK_NOTNULL(x) CHECK_NOTNULL(x)
+#ifndef LOG
+#define LOG(severity) FSERVER_LOG_##severity.stream()
+#define LOG_IF(severity, condition) FSERVER_LOG_IF(condition, severity)
+#endif
+#ifndef CHECK
+#define CHECK(condition) FSERVER_CHECK(condition)
+#define CHECK_EQ(a, b) FSERVER_CHECK_OP(a, ==, b)
+#define CHECK_NE(a, b) FSERVER_CHECK_OP(a, !=, b)
+#define CHECK_LT(a, b) FSERVER_CHECK_OP(a, <, b)
+#define CHECK_LE(a, b) FSERVER_CHECK_OP(a, <=, b)
+#define CHECK_GT(a, b) FSERVER_CHECK_OP(a, >, b)
+#define CHECK_GE(a, b) FSERVER_CHECK_OP(a, >=, b)
+#define CHECK_NOTNULL(p) FSERVER_CHECK_NOTNULL(p)
+#endif
+#ifndef DCHECK
+#ifdef NDEBUG
+// Compiled, and never evaluated.
+#define DCHECK(condition) FSERVER_CHECK(true || (condition))
+#else
+#define DCHECK(condition) FSERVER_CHECK(condition)
+#endif
+#define DCHECK_EQ(a, b) DCHECK((a) == (b))
+#define DCHECK_NE(a, b) DCHECK((a) != (b))
+#define DCHECK_LT(a, b) DCHECK((a) < (b))
+#define DCHECK_LE(a, b) DCHECK((a) <= (b))
+#define DCHECK_GT(a, b) DCHECK((a) > (b))
+#define DCHECK_GE(a, b) DCHECK((a) >= (b))
+#endif

@@ -20,4 +20,5 @@
 #include "fserver/scheduler.hpp"
 #include "fserver/server.hpp"
 #include "fserver/tensor.hpp"
+#include "fserver/watch.hpp"
 #include "fserver/worker.hpp"

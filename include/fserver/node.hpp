@@ -142,6 +142,16 @@ public:
       detail::wait(s.id, h.ticket_, limit);
   }
 
+  // Reports whether an operation of this node has ended, by its completion word alone: makes no call of the
+  // engine, and so does not look for what has arrived.
+  bool ended(const Handle &h) const noexcept {
+    const std::uint64_t word = __atomic_load_n(
+        &state_->info.words[h.ticket_ & state_->info.mask], __ATOMIC_ACQUIRE);
+    return word >> 2 != h.ticket_ || (word & 3) == 1 || (word & 3) == 2;
+  }
+  // The node's handle for calls of fserver.h.
+  fs_node id() const { return enter("id").id; }
+
   // The number of the node within its role.
   int rank() const { return enter("rank").info.rank; }
   // The node's group within its role.

@@ -53,6 +53,8 @@ public:
   const std::vector<std::uint64_t> &answers() const noexcept {
     return answers_;
   }
+  // Reports whether a tensor lies in memory that the worker shares, and may still change.
+  bool lent() const noexcept { return !loans_.empty(); }
 
 private:
   friend class Server;
@@ -118,29 +120,17 @@ public:
     if (at_least < 0)
       throw ConfigError("get_batch: at_least is " + std::to_string(at_least) +
                         ", want 0 (all) to the number of worker groups");
-    batch.n_ = 0;
-    for (Request &r : batch.requests_)
-      r.give_back();
-    if (batch.words_.empty())
-      batch.words_.resize(512);
-    const std::int64_t deadline = detail::deadline_of(limit);
-    for (;;) {
-      std::size_t need = 0;
-      const int rc = detail::in_slices(
-          deadline, [&](std::int64_t slice, std::uint32_t flags) {
-            return fs_get_batch(s.id, 0, static_cast<std::uint32_t>(at_least),
-                                batch.words_.data(), batch.words_.size(), &need,
-                                slice, flags);
-          });
-      if (rc == -EAGAIN)
-        return false;
-      if (rc != -ENOBUFS) {
-        detail::check("get_batch", rc);
-        take(batch);
-        return true;
-      }
-      batch.words_.resize(need); // the batch waits for us
-    }
+    return fill("get_batch", s, batch, limit,
+                static_cast<std::uint32_t>(at_least), 0);
+  }
+
+  // Takes the requests of Worker::push_pull_to: one of each worker that has one, as soon as any has.
+  // Returns false, with an empty batch, if the limit is over.
+  //
+  // Throws ClosedError if all workers have left, and PeerLostError if all are gone.
+  bool get_unicasts(Batch &batch, Timeout limit = kNoLimit) {
+    return fill("get_unicasts", enter_connected("get_unicasts"), batch, limit,
+                0, FS_UNICASTS);
   }
 
   // Answers a request, once. Returns at once. Do not change the tensors before the returned handle
@@ -241,6 +231,32 @@ public:
   }
 
 private:
+  bool fill(const char *call, State &s, Batch &batch, Timeout limit,
+            std::uint32_t least, std::uint32_t how) {
+    batch.n_ = 0;
+    for (Request &r : batch.requests_)
+      r.give_back();
+    if (batch.words_.empty())
+      batch.words_.resize(512);
+    const std::int64_t deadline = detail::deadline_of(limit);
+    for (;;) {
+      std::size_t need = 0;
+      const int rc = detail::in_slices(
+          deadline, [&](std::int64_t slice, std::uint32_t flags) {
+            return fs_get_batch(s.id, 0, least, batch.words_.data(),
+                                batch.words_.size(), &need, slice, flags | how);
+          });
+      if (rc == -EAGAIN)
+        return false;
+      if (rc != -ENOBUFS) {
+        detail::check(call, rc);
+        take(batch);
+        return true;
+      }
+      batch.words_.resize(need); // the batch waits for us
+    }
+  }
+
   struct Hosted {
     detail::Settings settings;
     std::unique_ptr<Scheduler> scheduler;

@@ -43,16 +43,7 @@ public:
     const auto servers = static_cast<std::size_t>(s.info.servers);
     if (np + nq == 0 || nq % servers)
       refuse_counts(nq, servers);
-    fs_tensor *t = detail::scratch<fs_tensor>(np + nq);
-    for (std::size_t i = 0; i < np; i++)
-      detail::describe("push_pull", "push", i, push[i], s.info.device, &t[i]);
-    for (std::size_t j = 0; j < nq; j++)
-      detail::describe("push_pull", "pull", j, pull[j], s.info.device,
-                       &t[np + j]);
-    if (np > 1)
-      check_distinct(push);
-    if (nq > 1 || (np && servers > 1))
-      check_overlap(t, np, nq, servers > 1);
+    fs_tensor *t = list("push_pull", push, pull, s.info.device, servers > 1);
     fs_ticket ticket = 0;
     detail::check("push_pull",
                   fs_push_pull(s.id, 0, after ? &after->handle : nullptr, t, np,
@@ -60,7 +51,43 @@ public:
     return handle(s.id, ticket);
   }
 
+  // push_pull with one server of the rail, 0 to servers() - 1: all pull tensors are for it. The server
+  // takes such a request with get_unicasts. Requests keep no order but that of the keys that they push.
+  Handle push_pull_to(int server, Tensors push, Tensors pull,
+                      std::optional<Stream> after = std::nullopt) {
+    State &s = enter_connected("push_pull_to");
+    const std::size_t np = push.size(), nq = pull.size();
+    if (server < 0 || server >= s.info.servers)
+      throw ConfigError("push_pull_to: server is " + std::to_string(server) +
+                        ", want 0 to " + std::to_string(s.info.servers - 1));
+    if (np + nq == 0)
+      refuse_counts(0, 1);
+    fs_tensor *t = list("push_pull_to", push, pull, s.info.device, false);
+    fs_ticket ticket = 0;
+    detail::check("push_pull_to",
+                  fs_push_pull_to(s.id, server,
+                                  after ? &after->handle : nullptr, t, np,
+                                  t + np, nq, &ticket));
+    return handle(s.id, ticket);
+  }
+
 private:
+  // Checks the tensors of a call and describes them for the engine: those pushed, then those pulled.
+  static fs_tensor *list(const char *call, Tensors push, Tensors pull,
+                         int device, bool strict) {
+    const std::size_t np = push.size(), nq = pull.size();
+    fs_tensor *t = detail::scratch<fs_tensor>(np + nq);
+    for (std::size_t i = 0; i < np; i++)
+      detail::describe(call, "push", i, push[i], device, &t[i]);
+    for (std::size_t j = 0; j < nq; j++)
+      detail::describe(call, "pull", j, pull[j], device, &t[np + j]);
+    if (np > 1)
+      check_distinct(push);
+    if (nq > 1 || (np && strict))
+      check_overlap(t, np, nq, strict);
+    return t;
+  }
+
   [[noreturn]] static void refuse_counts(std::size_t nq, std::size_t servers) {
     if (nq % servers == 0)
       throw ShapeError("push_pull: push and pull are both empty: give at least "

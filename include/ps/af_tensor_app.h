@@ -85,7 +85,8 @@ class AFTensorWorker {
 public:
   // Throws ClosedError if StartPS has not started that worker.
   explicit AFTensorWorker(int instance_idx = 0)
-      : worker_(Postoffice::GetWorker(instance_idx)->worker()) {}
+      : node_(Postoffice::GetWorker(instance_idx)->worker("AFTensorWorker")),
+        worker_(node_->worker) {}
 
   // Sends all push tensors to every server, and has every server write its answers into the pull
   // tensors: pull[i * Q + j] takes answer j of server i. Returns at once; the tensors are kept until
@@ -178,23 +179,11 @@ private:
     return it->second;
   }
 
+  const std::shared_ptr<detail::WorkerNode> node_;
   fserver::Worker &worker_;
   std::mutex mutex_;
   internal::Kept kept_;
   std::map<int, Request> requests_; // by their first number
-};
-
-// A pushed or a pulled tensor of a request.
-struct KVMeta {
-  int cmd = 0;
-  bool push = false;
-  int sender = 0; // the node's number, as of Postoffice::WorkerRankToID
-  int timestamp = 0;
-  int customer_id = 0;
-  Key key = 0;
-  std::uint64_t addr = 0;
-  int val_len = 0;
-  int option = 0;
 };
 
 // A request: what was pushed, and what is to be answered.
@@ -222,7 +211,8 @@ public:
   // gpu: unused; the node's device is STEPMESH_GPU. Throws ClosedError if StartPS has started no
   // server.
   explicit AFTensorServer(int gpu)
-      : server_(Postoffice::GetServer()->server()) {
+      : node_(Postoffice::GetServer()->server("AFTensorServer")),
+        server_(node_->server) {
     (void)gpu;
   }
   AFTensorServer(const AFTensorServer &) = delete;
@@ -341,6 +331,7 @@ private:
     return m;
   }
 
+  const std::shared_ptr<detail::ServerNode> node_;
   fserver::Server &server_;
   AFServerRequestHandle handle_;
   std::mutex mutex_;

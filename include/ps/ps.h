@@ -1,36 +1,25 @@
-// The life cycle of programs that were written for ps-lite or StepMesh. ps/af_tensor_app.h has the
-// tensor API, which needs torch. What fails throws a fserver::Error.
+// The interface of ps-lite: programs that were written for it include this file.
+//
+//   ps::StartPS(0, ps::GetRole(getenv("DMLC_ROLE")), -1, true);
+//   ... KVWorker, KVServer ...
+//   ps::Finalize(0, role);
+//
+// docs/ps-lite.md says what is the same as there and what is not. What fserver finds wrong it throws, see
+// fserver/error.hpp.
 #pragma once
 
-#include <exception>
 #include <functional>
 #include <string>
-#include <thread>
+#include <vector>
 
-#include "dmlc/logging.h"
 #include "ps/base.h"
 #include "ps/internal/postoffice.h"
-#include "ps/internal/utils.h"
-#include "ps/range.h"
-#include "ps/sarray.h"
+#include "ps/internal/threadsafe_queue.h"
+#include "ps/kv_app.h"
 
 namespace ps {
 
-// Groups of workers, and of servers.
-inline int NumWorkers() { return Postoffice::Get()->num_workers(); }
-inline int NumServers() { return Postoffice::Get()->num_servers(); }
-inline bool IsWorker() { return Postoffice::Get()->is_worker(); }
-inline bool IsServer() { return Postoffice::Get()->is_server(); }
-inline bool IsScheduler() { return Postoffice::Get()->is_scheduler(); }
-// The rank of this process's group within its role.
-inline int MyRank() {
-  return Postoffice::Get()->my_rank() / Postoffice::Get()->group_size();
-}
-inline int GetNodeRank() { return GetEnv("DMLC_NODE_RANK", -1); }
-inline int GetGroupSize() { return GetEnv("DMLC_GROUP_SIZE", 1); }
-inline int GetGpuId() { return GetEnv("STEPMESH_GPU", 0); }
-
-// The role of a name: "worker", "server", "scheduler", "joint". Throws ConfigError.
+// The role of a name: worker, server, scheduler or joint. Throws fserver::ConfigError for others.
 inline Node::Role GetRole(const std::string &name) {
   if (name == "worker")
     return Node::WORKER;
@@ -40,69 +29,97 @@ inline Node::Role GetRole(const std::string &name) {
     return Node::SCHEDULER;
   if (name == "joint")
     return Node::JOINT;
-  throw fserver::ConfigError("GetRole: the role is \"" + name +
+  throw fserver::ConfigError("GetRole: role is \"" + name +
                              "\", want worker, server, scheduler or joint");
 }
 
-namespace internal {
+inline int NumWorkers() { return Postoffice::Get()->num_workers(); }
+inline int NumServers() { return Postoffice::Get()->num_servers(); }
+inline bool IsWorker() { return Postoffice::Get()->is_worker(); }
+inline bool IsServer() { return Postoffice::Get()->is_server(); }
+inline bool IsScheduler() { return Postoffice::Get()->is_scheduler(); }
+// The number of this process's group within its role.
+inline int MyRank() { return Postoffice::Get()->my_rank(); }
+inline int GetNodeRank() { return detail::number("DMLC_NODE_RANK", 0, 0); }
+inline int GetGroupSize() { return detail::number("DMLC_GROUP_SIZE", 1, 1); }
+inline int GetGpuId() { return detail::number("STEPMESH_GPU", 0, 0); }
 
-// Runs both at the same time, and throws what the first of them threw.
-template <class F, class G> void Both(F &&f, G &&g) {
-  std::exception_ptr thrown;
-  std::thread other([&] {
-    try {
-      g();
-    } catch (...) {
-      thrown = std::current_exception();
-    }
-  });
-  try {
-    f();
-  } catch (...) {
-    other.join();
-    throw;
+namespace detail {
+
+// The nodes of a role in this process.
+inline std::vector<Postoffice *> offices_of(Node::Role role) {
+  if (role == Node::SCHEDULER)
+    return {Postoffice::GetScheduler()};
+  std::vector<Postoffice *> offices;
+  for (int i = 0; i < instances_here(); i++) {
+    if (role != Node::SERVER)
+      offices.push_back(Postoffice::GetWorker(i));
+    if (role != Node::WORKER)
+      offices.push_back(Postoffice::GetServer(i));
   }
-  other.join();
-  if (thrown)
-    std::rethrow_exception(thrown);
+  return offices;
 }
 
-inline Postoffice *Office(Node::Role role) {
-  return role == Node::WORKER   ? Postoffice::GetWorker()
-         : role == Node::SERVER ? Postoffice::GetServer()
-                                : Postoffice::GetScheduler();
+inline Node::Role role_of(const Postoffice &p) {
+  return p.is_worker()   ? Node::WORKER
+         : p.is_server() ? Node::SERVER
+                         : Node::SCHEDULER;
 }
 
-} // namespace internal
+} // namespace detail
 
-// Opens the node of this process, and waits until the cluster is complete. JOINT opens a server and a
-// worker. rank: of the instance within its role; -1: as the environment says. Each process has one
-// instance: start DMLC_GROUP_SIZE processes for a group.
+// Opens the nodes of a role in this process, and waits until the cluster is complete, at most
+// FSERVER_INIT_TIMEOUT. Settings come from the environment.
+//
+// customer_id: a number of the caller's. A process may start several; the first opens the nodes.
+// rank: of the group, if the process runs all instances of it; else of the process. -1: as DMLC_NODE_RANK,
+//     DMLC_GROUP_SIZE and STEPMESH_GPU say.
+// do_barrier: waits until all workers and servers have been started, too.
+//
+// Throws fserver::ConfigError, TimeoutError, and PeerLostError.
 inline void StartPS(int customer_id, Node::Role role, int rank, bool do_barrier,
                     const char *argv0 = nullptr) {
-  const auto start = [=](Node::Role one) {
-    internal::Office(one)->Start(customer_id, one, rank, do_barrier, argv0);
-  };
-  if (role == Node::JOINT)
-    internal::Both([&] { start(Node::SERVER); }, [&] { start(Node::WORKER); });
-  else
-    start(role);
+  std::vector<std::function<void()>> starts;
+  for (Postoffice *p : detail::offices_of(role))
+    starts.push_back([=] {
+      p->Start(customer_id, detail::role_of(*p), rank, do_barrier, argv0);
+    });
+  detail::at_once(starts);
 }
 
-// Leaves the cluster, with do_barrier together with all others. It may be called again.
+// StartPS with the role of DMLC_ROLE (server).
+inline void Start(int customer_id, const char *argv0 = nullptr) {
+  const char *role = Environment::Get()->find("DMLC_ROLE");
+  StartPS(customer_id, GetRole(role ? role : "server"), -1, true, argv0);
+}
+// As Start, without the barrier.
+inline void StartAsync(int customer_id, const char *argv0 = nullptr) {
+  const char *role = Environment::Get()->find("DMLC_ROLE");
+  StartPS(customer_id, GetRole(role ? role : "server"), -1, false, argv0);
+}
+
+// Leaves the cluster, when it has been called for each customer that was started. Does nothing without StartPS.
+//
+// A worker waits until all workers have called it, at most FSERVER_BARRIER_TIMEOUT. A server serves until all
+// workers have left or are gone. Then all nodes leave together, within FSERVER_STOP_TIMEOUT. Without
+// do_barrier the nodes are closed at once; for the others they are lost.
+//
+// Throws what has gone wrong, fserver::PeerLostError or TimeoutError; the nodes are closed then, too.
 inline void Finalize(int customer_id, Node::Role role, bool do_barrier = true) {
-  const auto end = [=](Node::Role one) {
-    internal::Office(one)->Finalize(customer_id, do_barrier);
-  };
-  if (role == Node::JOINT)
-    internal::Both([&] { end(Node::SERVER); }, [&] { end(Node::WORKER); });
-  else
-    end(role);
+  std::vector<std::function<void()>> ends;
+  for (Postoffice *p : detail::offices_of(role))
+    ends.push_back([=] { p->Finalize(customer_id, do_barrier); });
+  detail::at_once(ends);
+}
+// Finalize for the role of DMLC_ROLE (server).
+inline void Finalize(int customer_id, bool do_barrier = true) {
+  const char *role = Environment::Get()->find("DMLC_ROLE");
+  Finalize(customer_id, GetRole(role ? role : "server"), do_barrier);
 }
 
-// Has Finalize call cb at its end.
-inline void RegisterExitCallback(const std::function<void()> &cb) {
-  Postoffice::Get()->RegisterExitCallback(cb);
+// Has f called by Finalize, when the first node of this process has ended.
+inline void RegisterExitCallback(const std::function<void()> &f) {
+  Postoffice::Get()->RegisterExitCallback(f);
 }
 
 } // namespace ps

@@ -3,139 +3,204 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <functional>
+#include <cstring>
+#include <initializer_list>
 #include <memory>
+#include <ostream>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "fserver/error.hpp"
 #include "ps/internal/message.h"
+#include "ps/range.h"
 
 namespace ps {
 
-// A shared array: copying it, segment() and the conversion between element types share the memory,
-// which goes with the last of them. Elements are plain data.
+// An array of plain values. A copy and a segment share its memory, which goes with the last of them;
+// none of it is copied. To grow beyond the capacity moves this SArray alone to new memory.
 template <class V> class SArray {
+  static_assert(std::is_trivially_copyable<V>::value,
+                "SArray: want a type that memcpy may copy");
+
 public:
   SArray() = default;
-
-  // size elements that are zero.
   explicit SArray(std::size_t size, V value = V()) { resize(size, value); }
+  // Copies a list.
+  SArray(const std::initializer_list<V> &list) {
+    CopyFrom(list.begin(), list.size());
+  }
+  explicit SArray(const std::vector<V> &list) {
+    CopyFrom(list.data(), list.size());
+  }
+  // Shares a vector, which must not grow.
+  explicit SArray(const std::shared_ptr<std::vector<V>> &list)
+      : ptr_(list, list->data()), size_(list->size()), capacity_(size_) {}
+  // Shares memory of the caller's. `deletable`: of new V[], which the last SArray deletes.
+  SArray(V *data, std::size_t size, bool deletable = false) {
+    if (deletable)
+      reset(data, size, std::default_delete<V[]>());
+    else
+      *this = view(data, size);
+  }
+  template <class Deleter,
+            class = std::enable_if_t<std::is_invocable_v<Deleter, V *>>>
+  SArray(V *data, std::size_t size, Deleter deleter) {
+    reset(data, size, deleter);
+  }
 
-  // Shares with an array of another type. Throws ShapeError if the bytes are no whole elements.
+  // Shares memory as that of another type. Throws fserver::ShapeError if the bytes are not those of
+  // whole elements.
   template <class W> explicit SArray(const SArray<W> &other) { *this = other; }
   template <class W> SArray &operator=(const SArray<W> &other) {
     const std::size_t bytes = other.size() * sizeof(W);
     if (bytes % sizeof(V))
-      throw fserver::ShapeError("SArray: " + std::to_string(bytes) +
-                                " bytes are no whole elements of " +
-                                std::to_string(sizeof(V)));
+      throw fserver::ShapeError(
+          "SArray: " + std::to_string(bytes) + " bytes are no multiple of " +
+          std::to_string(sizeof(V)) + ", the size of the other type");
+    ptr_ = std::shared_ptr<V>(other.ptr(), reinterpret_cast<V *>(other.data()));
     size_ = bytes / sizeof(V);
     capacity_ = other.capacity() * sizeof(W) / sizeof(V);
-    owner_ =
-        std::shared_ptr<V>(other.ptr(), reinterpret_cast<V *>(other.data()));
     src_device_type_ = other.src_device_type_;
-    src_device_id_ = other.src_device_id_;
     dst_device_type_ = other.dst_device_type_;
+    src_device_id_ = other.src_device_id_;
     dst_device_id_ = other.dst_device_id_;
     return *this;
   }
 
-  // Memory of the caller's; with deletable the array deletes it.
-  SArray(V *data, std::size_t size, bool deletable = false) {
-    if (deletable)
-      reset(data, size, [](V *p) { delete[] p; });
-    else
-      reset(data, size, [](V *) {});
+  // Memory of the caller's, which stays for as long as it is used. Allocates nothing.
+  static SArray view(V *data, std::size_t size) {
+    SArray a;
+    a.ptr_ = std::shared_ptr<V>(std::shared_ptr<void>(), data);
+    a.size_ = a.capacity_ = size;
+    return a;
   }
 
-  // Copies.
-  explicit SArray(const std::vector<V> &v) { CopyFrom(v.data(), v.size()); }
-  SArray(std::initializer_list<V> v) { CopyFrom(v.begin(), v.size()); }
-  // Shares with a vector, which the array keeps.
-  explicit SArray(const std::shared_ptr<std::vector<V>> &v)
-      : owner_(v, v->data()), size_(v->size()), capacity_(v->size()) {}
-
-  // Memory of the caller's, which deleter(data) gives back with the last copy.
+  // Takes other memory. The last SArray that has it calls deleter(data).
   template <class Deleter>
-  void reset(V *data, std::size_t size, Deleter deleter) {
-    owner_.reset(data, std::move(deleter));
+  void reset(V *data, std::size_t size, Deleter deleter,
+             DeviceType src_device_type = UNK, int src_device_id = -1,
+             DeviceType dst_device_type = UNK, int dst_device_id = -1) {
+    ptr_.reset(data, deleter);
     size_ = capacity_ = size;
+    src_device_type_ = src_device_type;
+    src_device_id_ = src_device_id;
+    dst_device_type_ = dst_device_type;
+    dst_device_id_ = dst_device_id;
   }
-
-  // Takes size elements; those that are new are value. It shares no more if it has to grow.
-  void resize(std::size_t size, V value = V()) {
-    const std::size_t old = size_;
-    reserve(size);
-    size_ = size;
-    if (size > old)
-      std::fill(data() + old, data() + size, value);
-  }
-
+  // Takes memory of the CPU for at least so many elements, and keeps the elements.
   void reserve(std::size_t capacity) {
     if (capacity <= capacity_)
       return;
-    V *fresh = new V[capacity];
-    std::copy(begin(), end(), fresh);
-    owner_.reset(fresh, [](V *p) { delete[] p; });
+    V *data = new V[capacity];
+    if (size_)
+      std::memcpy(static_cast<void *>(data), ptr_.get(), size_ * sizeof(V));
+    ptr_.reset(data, std::default_delete<V[]>());
     capacity_ = capacity;
+    src_device_type_ = dst_device_type_ = UNK;
+    src_device_id_ = dst_device_id_ = -1;
   }
-
-  void push_back(const V &value) {
-    if (size_ == capacity_)
-      reserve(std::max<std::size_t>(2 * size_, 5));
-    data()[size_++] = value;
+  // Changes the number of elements. New ones have the value.
+  void resize(std::size_t size, V value = V()) {
+    reserve(size);
+    if (size > size_)
+      std::fill(data() + size_, data() + size, value);
+    size_ = size;
   }
+  void clear() { *this = SArray(); }
 
-  void CopyFrom(const V *from, std::size_t size) {
-    SArray fresh;
-    fresh.reserve(size);
-    std::copy(from, from + size, fresh.data());
-    owner_ = std::move(fresh.owner_);
-    size_ = capacity_ = size;
+  // Copies elements into this memory, which grows as needed.
+  void CopyFrom(const V *data, std::size_t size) {
+    reserve(size);
+    if (size)
+      std::memmove(static_cast<void *>(ptr_.get()), data, size * sizeof(V));
+    size_ = size;
   }
   void CopyFrom(const SArray &other) { CopyFrom(other.data(), other.size()); }
-  template <class It> void CopyFrom(It first, It last) {
-    const std::vector<V> v(first, last);
-    CopyFrom(v.data(), v.size());
+  template <class Iterator> void CopyFrom(Iterator begin, Iterator end) {
+    const auto size = static_cast<std::size_t>(std::distance(begin, end));
+    reserve(size);
+    std::copy(begin, end, ptr_.get());
+    size_ = size;
   }
 
-  // The elements from begin to end, without end, of the same memory. Throws ShapeError.
+  // The elements from begin up to, but not including, end; shares. Throws fserver::ShapeError if they are not
+  // within the array.
   SArray segment(std::size_t begin, std::size_t end) const {
     if (begin > end || end > size_)
-      throw fserver::ShapeError("SArray::segment: [" + std::to_string(begin) +
-                                ", " + std::to_string(end) + ") is not in " +
-                                std::to_string(size_) + " elements");
+      throw fserver::ShapeError(
+          "SArray::segment: from " + std::to_string(begin) + " to " +
+          std::to_string(end) + " of " + std::to_string(size_) + " elements");
     SArray part = *this;
-    part.owner_ = std::shared_ptr<V>(owner_, data() + begin);
-    part.size_ = part.capacity_ = end - begin;
+    part.ptr_ = std::shared_ptr<V>(ptr_, data() + begin);
+    part.size_ = end - begin;
+    part.capacity_ = capacity_ - begin;
     return part;
   }
-
-  void clear() {
-    owner_.reset();
-    size_ = capacity_ = 0;
+  void append(const SArray &other) {
+    const std::size_t at = size_;
+    const SArray kept = other; // which may be this one
+    resize(size_ + kept.size());
+    std::copy(kept.begin(), kept.end(), data() + at);
+  }
+  void push_back(const V &value) {
+    const V kept = value;
+    if (size_ == capacity_)
+      reserve(size_ * 2 + 5);
+    ptr_.get()[size_++] = kept;
+  }
+  void pop_back() {
+    if (size_)
+      size_--;
   }
 
-  V *data() const { return owner_.get(); }
+  V *data() const { return ptr_.get(); }
   std::size_t size() const { return size_; }
   std::size_t capacity() const { return capacity_; }
   bool empty() const { return size_ == 0; }
   V *begin() const { return data(); }
   V *end() const { return data() + size_; }
   V &operator[](std::size_t i) const { return data()[i]; }
-  V front() const { return data()[0]; }
-  V back() const { return data()[size_ - 1]; }
-  const std::shared_ptr<V> &ptr() const { return owner_; }
+  V &front() const { return data()[0]; }
+  V &back() const { return data()[size_ - 1]; }
+  // What keeps the memory.
+  const std::shared_ptr<V> &ptr() const { return ptr_; }
+  std::shared_ptr<V> &ptr() { return ptr_; }
 
-  // Where the memory is, at the sender and at the receiver.
-  DeviceType src_device_type_ = UNK, dst_device_type_ = UNK;
-  int src_device_id_ = -1, dst_device_id_ = -1;
+  // Where the memory is (UNK: the CPU), and where it goes to, which fserver does not look at.
+  DeviceType src_device_type_ = UNK;
+  int src_device_id_ = -1;
+  DeviceType dst_device_type_ = UNK;
+  int dst_device_id_ = -1;
 
 private:
-  std::shared_ptr<V> owner_;
+  std::shared_ptr<V> ptr_;
   std::size_t size_ = 0, capacity_ = 0;
 };
+
+// The indices of the elements of a sorted array that lie in a range of values.
+template <class V> Range FindRange(const SArray<V> &sorted, V lower, V upper) {
+  if (upper <= lower)
+    return Range(0, 0);
+  const V *first = std::lower_bound(sorted.begin(), sorted.end(), lower);
+  const V *last = std::lower_bound(sorted.begin(), sorted.end(), upper);
+  return Range(static_cast<std::uint64_t>(first - sorted.begin()),
+               static_cast<std::uint64_t>(last - sorted.begin()));
+}
+
+// "[1, 2, 3]", with at most the first and last five.
+template <class V>
+std::ostream &operator<<(std::ostream &out, const SArray<V> &all) {
+  out << "[";
+  for (std::size_t i = 0; i < all.size(); i++) {
+    if (all.size() > 10 && i == 5) {
+      out << ", ...";
+      i = all.size() - 5;
+    }
+    out << (i ? ", " : "") << +all[i];
+  }
+  return out << "]";
+}
 
 } // namespace ps

@@ -335,3 +335,62 @@ CASE(many_threads) {
     t.join();
   p.leave();
 }
+
+CASE(push_pull_with_one_server) {
+  Cluster c(2, 2);
+  c.connect();
+  Memory m(4096);
+  const Tensor x = floats(m, 0, 4, 1), y = floats(m, 4, 4, 1);
+  x.as<float>()[3] = 5;
+  // To one server each: no batch comes of it, and the other server and worker have no part in it.
+  const Handle h = c.worker[1].push_pull_to(1, x, y);
+  Batch batch;
+  EXPECT(c.server[1].get_unicasts(batch, seconds(10)));
+  EXPECT_EQ(batch.size(), 1u);
+  EXPECT_EQ(batch[0].worker(), 1);
+  EXPECT(!batch[0].lent());
+  EXPECT_EQ(batch[0][0].as<float>()[3], 5.f);
+  EXPECT(!c.worker[1].ended(h));
+  EXPECT(!c.server[0].get_unicasts(batch, milliseconds(0)));
+  EXPECT(batch.empty());
+  EXPECT(!c.server[1].get_batch(batch, milliseconds(0), 1));
+  const Handle again = c.worker[1].push_pull_to(1, x, y); // waits for its key
+  const Handle other =
+      c.worker[1].push_pull_to(1, floats(m, 8, 4, 2), {}); // passes it
+  EXPECT(c.server[1].get_unicasts(batch, seconds(10)));
+  EXPECT_EQ(batch[0][0].key, 2u);
+  c.server[1].respond({}, batch[0]);
+  other.wait();
+  EXPECT(c.worker[1].ended(other) && !c.worker[1].ended(again));
+  EXPECT_THROW(ConfigError, "server is 2, want 0 to 1",
+               c.worker[0].push_pull_to(2, x, y));
+  EXPECT_THROW(ConfigError, "server is -1", c.worker[0].push_pull_to(-1, x, y));
+  EXPECT_THROW(ShapeError, "push_pull: push and pull are both empty",
+               c.worker[0].push_pull_to(0, {}, {}));
+}
+
+CASE(a_watch_wakes_a_thread) {
+  Pair p;
+  Memory m(4096);
+  const Tensor x = floats(m, 0, 4, 1), y = floats(m, 4, 4, 1);
+  Watch at_worker(p.w()), at_server(p.s());
+  Batch batch;
+  for (int i = 0; i < 20; i++) {
+    EXPECT(at_server.arm());
+    const Handle h = p.w().push_pull_to(0, x, y);
+    while (!p.s().get_unicasts(batch, milliseconds(0))) {
+      at_server.sleep();
+      EXPECT(at_server.arm());
+    }
+    EXPECT(at_worker.arm() && !p.w().ended(h));
+    p.s().respond(batch[0].tensors(), batch[0]);
+    while (!p.w().ended(h)) { // in no call of the worker's
+      at_worker.sleep();
+      EXPECT(at_worker.arm());
+    }
+  }
+  at_worker.wake();
+  at_worker.sleep(); // returns at once
+  p.w().close();
+  EXPECT(!at_worker.arm());
+}

@@ -1,131 +1,255 @@
-// What programs of ps-lite use without a cluster: arrays, ranges, variables, CHECK and LOG.
+// What needs no cluster: arrays, ranges, numbers of nodes, settings, the log.
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdlib>
+#include <numeric>
+#include <sstream>
+
+#include "ps/internal/threadsafe_queue.h"
 #include "ps/ps.h"
 #include "test.hpp"
 
 using namespace ps;
 
-CASE(arrays_share) {
-  SArray<int> a{1, 2, 3, 4};
+CASE(copies_of_an_array_share) {
+  SArray<int> a{1, 2, 3};
   SArray<int> b = a, part = a.segment(1, 3);
-  b[1] = 7;
+  part[0] = 7;
+  EXPECT_EQ(b[1], 7);
+  EXPECT(a.data() == b.data() && part.data() == a.data() + 1);
   EXPECT_EQ(part.size(), 2u);
-  EXPECT_EQ(part[0], 7);
-  EXPECT_EQ(a.back(), 4);
-  SArray<char> raw(a);
-  EXPECT_EQ(raw.size(), 4 * sizeof(int));
-  EXPECT_EQ(static_cast<void *>(raw.data()), static_cast<void *>(a.data()));
-  a.clear();
-  EXPECT(a.empty());
-  EXPECT_EQ(SArray<int>(raw)[1], 7);
-  EXPECT_THROW(fserver::ShapeError, "3 bytes are no whole elements of 4",
-               SArray<int> x(raw.segment(0, 3)));
-  EXPECT_THROW(fserver::ShapeError, "[2, 5) is not in 4 elements",
-               b.segment(2, 5));
+  b.push_back(4); // moves b alone
+  b[0] = 9;
+  EXPECT_EQ(a[0], 1);
+  EXPECT_EQ(b.back(), 4);
+  EXPECT_THROW(fserver::ShapeError, "from 2 to 4 of 3", a.segment(2, 4));
+  EXPECT_THROW(fserver::ShapeError, "from 2 to 1", a.segment(2, 1));
+  const auto list = std::make_shared<std::vector<int>>(3, 5);
+  SArray<int> c(list);
+  c[2] = 6;
+  EXPECT_EQ((*list)[2], 6);
+  EXPECT_EQ(list.use_count(), 2);
+  c.clear();
+  EXPECT_EQ(list.use_count(), 1);
 }
 
-CASE(arrays_own) {
-  int gone = 0;
+CASE(an_array_keeps_what_it_is_given) {
+  int deleted = 0;
   {
-    SArray<int> a;
-    int mine[2] = {1, 2};
-    a.reset(mine, 2, [&gone](int *) { gone++; });
-    SArray<char> raw(a);
-    const SArray<int> part = a.segment(1, 2);
+    int memory[4] = {1, 2, 3, 4};
+    SArray<int> a(memory, 4, [&deleted](int *) { deleted++; });
+    SArray<int> last = a.segment(3, 4);
     a.clear();
-    EXPECT_EQ(gone, 0);
-    EXPECT_EQ(part[0], 2);
+    EXPECT_EQ(deleted, 0);
+    EXPECT_EQ(last[0], 4);
+    SArray<int> owned(new int[2], 2, true);
+    SArray<int> view(memory, 2);
+    EXPECT(view.data() == memory);
   }
-  EXPECT_EQ(gone, 1);
-  SArray<int> grows(2, 9);
-  SArray<int> before = grows;
-  grows.push_back(1);
-  grows.resize(5, 3);
-  EXPECT_EQ(before.size(), 2u);
-  EXPECT(grows[1] == 9 && grows[2] == 1 && grows[4] == 3);
-  SArray<int> owned(new int[3]{1, 2, 3}, 3, true);
-  EXPECT_EQ(owned[2], 3);
-  const auto kept = std::make_shared<std::vector<int>>(3, 5);
-  SArray<int> shares(kept);
-  (*kept)[0] = 6;
-  EXPECT_EQ(shares[0], 6);
-  const std::vector<int> v{4, 5};
-  SArray<int> copies(v);
-  copies.CopyFrom(copies.data() + 1, 1);
-  EXPECT(copies.size() == 1 && copies[0] == 5);
+  EXPECT_EQ(deleted, 1);
+  const std::vector<int> from{1, 2, 3};
+  SArray<int> copy(from), into(8);
+  EXPECT(copy.data() != from.data());
+  into.CopyFrom(from.begin(), from.end());
+  EXPECT(into.size() == 3 && into[2] == 3);
+  into.CopyFrom(copy.segment(1, 3));
+  EXPECT(into.size() == 2 && into[0] == 2);
 }
 
-CASE(variables) {
-  setenv("PS_TEST_NUMBER", "12", 1);
-  unsetenv("PS_TEST_NONE");
-  const Environment *env = Environment::Get();
-  EXPECT(std::string(env->find("PS_TEST_NUMBER")) == "12");
-  EXPECT(env->find("PS_TEST_NONE") == nullptr);
-  int n = 0;
-  env->find("PS_TEST_NUMBER", &n, 3);
-  EXPECT_EQ(n, 12);
-  env->find("PS_TEST_NONE", &n, 3);
-  EXPECT_EQ(n, 3);
-  Environment::Get()->Set("PS_TEST_NUMBER", "twelve");
-  EXPECT_THROW(fserver::ConfigError, "PS_TEST_NUMBER=twelve: want a number",
-               GetEnv("PS_TEST_NUMBER", 1));
+CASE(an_array_changes_its_size) {
+  SArray<float> a(2, 1.f);
+  a.resize(5, 2.f);
+  EXPECT(a[1] == 1.f && a[4] == 2.f);
+  const float *data = a.data();
+  a.resize(3);
+  EXPECT(a.size() == 3 && a.data() == data && a.capacity() == 5);
+  a.resize(4);
+  EXPECT(a.data() == data && a[3] == 0.f);
+  a.append(a);
+  EXPECT(a.size() == 8 && a[4] == 1.f);
+  a.pop_back();
+  EXPECT_EQ(a.size(), 7u);
+  a.reserve(100);
+  EXPECT(a.size() == 7 && a.capacity() == 100 && a[0] == 1.f);
+  EXPECT_EQ(std::accumulate(a.begin(), a.end(), 0.f), 8.f);
+  std::ostringstream s;
+  s << SArray<char>{1, 2} << SArray<int>(11, 3);
+  EXPECT(s.str() == "[1, 2][3, 3, 3, 3, 3, ..., 3, 3, 3, 3, 3]");
 }
 
-CASE(numbers_and_ranges) {
-  setenv("DMLC_NUM_SERVER", "3", 1);
-  const auto &ranges = Postoffice::GetServer()->GetServerKeyRanges();
-  EXPECT_EQ(ranges.size(), 3u);
-  EXPECT_EQ(ranges[0].begin(), 0u);
-  EXPECT_EQ(ranges[1].begin(), ranges[0].end());
-  EXPECT_EQ(ranges[2].size(), kMaxKey / 3);
-  unsetenv("DMLC_NUM_SERVER");
-  EXPECT_EQ(Postoffice::WorkerRankToID(2), 13);
-  EXPECT_EQ(Postoffice::ServerRankToID(2), 12);
-  EXPECT_EQ(Postoffice::IDtoRank(13), 2);
-  EXPECT(GetRole("server") == Node::SERVER);
-  EXPECT_THROW(fserver::ConfigError, "the role is \"cook\"", GetRole("cook"));
-  EXPECT_THROW(fserver::ClosedError, "StartPS has not been called", MyRank());
-  EXPECT_THROW(fserver::ClosedError, "no worker has been started",
-               Postoffice::GetWorker()->worker());
-  Finalize(0, Node::WORKER); // does nothing
+CASE(an_array_of_another_type) {
+  SArray<float> a(2);
+  a.reset(a.data(), 2, [keep = a](float *) {}, GPU, 3, CPU, 1);
+  const SArray<char> bytes(a);
+  EXPECT_EQ(bytes.size(), 8u);
+  EXPECT(bytes.src_device_type_ == GPU && bytes.src_device_id_ == 3);
+  EXPECT(bytes.dst_device_type_ == CPU && bytes.dst_device_id_ == 1);
+  SArray<float> back;
+  back = bytes;
+  EXPECT(back.size() == 2 && back.data() == a.data());
+  EXPECT_THROW(fserver::ShapeError, "7 bytes are no multiple of 4",
+               SArray<float>(bytes.segment(0, 7)));
 }
+
+CASE(ranges_of_sorted_keys) {
+  const SArray<Key> keys{1, 3, 5, 7};
+  const Range r = FindRange<Key>(keys, 3, 7);
+  EXPECT(r.begin() == 1 && r.end() == 3 && r.size() == 2);
+  EXPECT_EQ(FindRange<Key>(keys, 8, 100).size(), 0u);
+  EXPECT_EQ(FindRange<Key>(keys, 5, 5).size(), 0u);
+}
+
+CASE(the_key_space_is_cut_evenly) {
+  Environment::Init({{"DMLC_NUM_SERVER", "3"},
+                     {"DMLC_NUM_WORKER", "5"},
+                     {"DMLC_GROUP_SIZE", "2"},
+                     {"DMLC_ROLE", "worker"}});
+  Postoffice *p = Postoffice::Get();
+  EXPECT(p == Postoffice::GetWorker() && p->is_worker());
+  const std::vector<Range> &all = p->GetServerKeyRanges();
+  EXPECT_EQ(all.size(), 3u);
+  EXPECT(all[0].begin() == 0 && all[2].end() == kMaxKey);
+  for (std::size_t i = 1; i < 3; i++)
+    EXPECT(all[i].begin() == all[i - 1].end() &&
+           all[i].size() == all[0].size());
+  EXPECT_EQ(p->num_workers(), 5);
+  EXPECT_EQ(p->num_worker_instances(), 10);
+  EXPECT_EQ(p->num_server_instances(), 6);
+  EXPECT_EQ(p->GroupWorkerRankToInstanceID(2, 1), 19);
+  EXPECT_EQ(p->GroupServerRankToInstanceID(2, 1), 18);
+  EXPECT_EQ(p->InstanceIDtoGroupRank(19), 2);
+  EXPECT_EQ(p->GetNodeIDs(kScheduler + kServerGroup).size(), 7u);
+  EXPECT_EQ(p->GetNodeIDs(kWorkerGroup).at(9), 27);
+  EXPECT_EQ(p->GetNodeIDs(11).at(0), 11);
+  EXPECT(Postoffice::GetWorker(1) != p);
+  EXPECT_THROW(fserver::ConfigError, "instance is 2, want 0 to 1",
+               Postoffice::GetWorker(2));
+  EXPECT(!p->started());
+  EXPECT_THROW(fserver::ClosedError, "call StartPS first", KVWorker<int>(0, 0));
+}
+
+CASE(ids) {
+  for (int rank : {0, 1, 40}) {
+    EXPECT_EQ(Postoffice::WorkerRankToID(rank), 2 * rank + 9);
+    EXPECT_EQ(Postoffice::ServerRankToID(rank), 2 * rank + 8);
+    EXPECT_EQ(Postoffice::IDtoRank(2 * rank + 9), rank);
+    EXPECT_EQ(Postoffice::IDtoRank(2 * rank + 8), rank);
+  }
+  EXPECT_EQ(Postoffice::IDtoRank(kScheduler), 0);
+  EXPECT(GetRole("joint") == Node::JOINT && GetRole("server") == Node::SERVER);
+  EXPECT_THROW(fserver::ConfigError, "role is \"boss\"", GetRole("boss"));
+}
+
+CASE(settings) {
+  Environment::Init({{"A", "12"}, {"B", "x"}, {"C", "1.5"}});
+  const Environment *e = Environment::Get();
+  setenv("KV_TEST", "of the process", 1);
+  EXPECT_EQ(std::string(e->find("KV_TEST")), "of the process");
+  EXPECT(e->find("KV_TEST_UNSET") == nullptr);
+  int i = 0;
+  double d = 0;
+  EXPECT(e->find("A", &i, 3) && i == 12);
+  EXPECT(!e->find("KV_TEST_UNSET", &i, 3) && i == 3);
+  EXPECT(e->find("C", &d, 3.0) && d == 1.5);
+  EXPECT_THROW(fserver::ConfigError, "B=x: want", e->find("B", &i, 3));
+  EXPECT_THROW(fserver::ConfigError, "C=1.5: want", e->find("C", &i, 3));
+  Environment::Init({});
+}
+
+CASE(a_queue_between_threads) {
+  ThreadsafeQueue<std::unique_ptr<int>> q;
+  std::thread t([&] {
+    for (int i = 0; i < 100; i++)
+      q.Push(std::make_unique<int>(i));
+  });
+  std::unique_ptr<int> got;
+  for (int i = 0; i < 100; i++) {
+    q.WaitAndPop(&got);
+    EXPECT_EQ(*got, i);
+  }
+  t.join();
+  EXPECT(!q.TryPop(&got) && q.Size() == 0);
+}
+
+namespace {
+
+// What f writes to the standard error, and how its process ends.
+template <class F> std::pair<std::string, int> output(F &&f) {
+  int ends[2];
+  EXPECT(pipe(ends) == 0);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    dup2(ends[1], 2);
+    f();
+    std::_Exit(0);
+  }
+  close(ends[1]);
+  std::string text;
+  char c;
+  while (read(ends[0], &c, 1) == 1)
+    text += c;
+  close(ends[0]);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  return {text, WIFSIGNALED(status) ? WTERMSIG(status) : 0};
+}
+
+bool ends_with(const std::string &text, const std::string &end) {
+  return text.size() >= end.size() &&
+         text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+} // namespace
 
 CASE(a_check_that_fails_ends_the_program) {
-  CHECK(true) << "not shown";
-  CHECK_EQ(2, 1 + 1);
-  CHECK_LT(1, 2);
-  EXPECT_EQ(*CHECK_NOTNULL(std::make_unique<int>(4).get()), 4);
-  LOG(INFO) << "a line";
-  PS_VLOG(9) << "not shown";
-  if (false)
-    CHECK_NE(1, 1);
+  int calls = 0;
+  const auto one = [&calls] { return ++calls; };
+  CHECK(one() == 1) << "not evaluated " << ++calls;
+  CHECK_LT(calls, 2);
+  EXPECT_EQ(*CHECK_NOTNULL(&calls), 1);
+  if (calls)
+    CHECK_EQ(calls, 1);
   else
-    CHECK_GE(1, 1); // each is one statement
-  for (int way = 0; way < 3; way++) {
-    int out[2];
-    EXPECT_EQ(pipe(out), 0);
-    const pid_t pid = fork();
-    if (pid == 0) {
-      dup2(out[1], 2);
-      if (way == 0)
-        CHECK_EQ(1, 2) << "why";
-      else if (way == 1)
-        LOG(FATAL) << "why";
-      else
-        PS_CHECK_NOTNULL(static_cast<int *>(nullptr));
-      _exit(0);
+    failed(__FILE__, __LINE__, "the else of another if");
+  auto [text, signal] = output([] { CHECK_EQ(1 + 1, 3) << "sums"; });
+  EXPECT_EQ(signal, SIGABRT);
+  EXPECT(ends_with(text, ": check failed: 1 + 1 == 3 (2 and 3) sums\n"));
+  std::tie(text, signal) = output([] { PS_CHECK(false) << "why"; });
+  EXPECT(signal == SIGABRT && ends_with(text, "check failed: false why\n"));
+  std::tie(text, signal) = output([] { LOG(FATAL) << "the end"; });
+  EXPECT(signal == SIGABRT && ends_with(text, "the end\n"));
+  std::tie(text, signal) =
+      output([] { CHECK_NOTNULL(static_cast<int *>(nullptr)); });
+  EXPECT(signal == SIGABRT && ends_with(text, "is null\n"));
+}
+
+CASE(lines_of_the_log) {
+  auto [text, signal] = output([] { LOG(INFO) << "a" << 1; });
+  EXPECT(signal == 0 && text[0] == '[');
+  EXPECT(text.find("] INFO ") == 9 && ends_with(text, ": a1\n"));
+  std::tie(text, signal) = output([] { PS_VLOG(1) << "more"; });
+  EXPECT(text.empty());
+  std::tie(text, signal) = output([] {
+    PS_LOG(WARNING) << "careful";
+    LOG_IF(ERROR, false) << "not this";
+  });
+  EXPECT(ends_with(text, ": careful\n"));
+}
+
+// No two requests of an app share an engine key by accident, and shared ones are few.
+CASE(engine_keys) {
+  std::set<std::uint64_t> keys, shared;
+  for (int app = 0; app < 3; app++) {
+    for (Key k = 0; k < 10000; k++) {
+      const std::uint64_t key = detail::engine_key(app, k << 40);
+      EXPECT_EQ(key & 3, 0u);
+      keys.insert(key);
+      shared.insert(detail::shared_key(key));
     }
-    close(out[1]);
-    char text[512];
-    const ssize_t n = read(out[0], text, sizeof text - 1);
-    text[n < 0 ? 0 : n] = 0;
-    int status = 0;
-    waitpid(pid, &status, 0);
-    EXPECT(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
-    const char *want[] = {"Check failed: 1 == 2 (1 vs. 2) why", "why",
-                          " is null"};
-    EXPECT(std::strstr(text, want[way]) != nullptr);
   }
+  EXPECT_EQ(keys.size(), 30000u);
+  EXPECT(shared.size() <= detail::kSharedKeys && shared.size() > 4000);
+  for (std::uint64_t key : shared)
+    EXPECT_EQ(key & 3, 2u);
 }

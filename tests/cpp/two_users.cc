@@ -15,7 +15,8 @@ int main(int argc, char **argv) {
   const auto end = reinterpret_cast<void (*)()>(dlsym(plugin, "plugin_end"));
   Dl_info ours{}, theirs{};
   EXPECT(dladdr(reinterpret_cast<void *>(&fs_abi), &ours) != 0);
-  void *library = dlopen("libfserver.so.12", RTLD_NOW | RTLD_NOLOAD);
+  const std::string name = "libfserver.so." + std::to_string(FS_ABI);
+  void *library = dlopen(name.c_str(), RTLD_NOW | RTLD_NOLOAD);
   EXPECT(library != nullptr);
   EXPECT(dladdr(dlsym(library, "fs_abi"), &theirs) != 0);
   EXPECT(ours.dli_fbase != theirs.dli_fbase);

@@ -1,67 +1,63 @@
-// Environment: the variables of the process, and those that a program sets instead.
+// Environment: the settings that a program was started with.
 #pragma once
 
 #include <cstdlib>
-#include <map>
-#include <mutex>
 #include <sstream>
 #include <string>
-#include <type_traits>
+#include <unordered_map>
 
 #include "fserver/error.hpp"
 
 namespace ps {
 
+// The variables of the process, and those that Init has set, which come first.
 class Environment {
 public:
   static Environment *Get() {
-    static Environment *one = new Environment; // never destroyed
-    return one;
+    static Environment *environment = new Environment;
+    return environment;
+  }
+  // Sets variables for this process. Call it before StartPS, and before threads read any.
+  static Environment *
+  Init(const std::unordered_map<std::string, std::string> &all) {
+    Get()->set_ = all;
+    return Get();
   }
 
-  // The value of a variable; nullptr: it is not set. A value that the program has set (Set) comes
-  // before that of the process.
+  // The value of a variable; null if it is not set.
   const char *find(const char *name) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = own_.find(name);
-    return it != own_.end() ? it->second.c_str() : std::getenv(name);
+    const auto it = set_.find(name);
+    return it != set_.end() ? it->second.c_str() : std::getenv(name);
   }
-
-  // Reads a variable into *out, which gets `otherwise` if it is not set. Throws ConfigError if the
-  // value is not of the type.
-  template <class T> void find(const char *name, T *out, T otherwise) const {
+  // Reads a variable into *out, which is `otherwise` if it is not set. Returns its text, or null. Throws
+  // fserver::ConfigError if the text is no T.
+  template <class T>
+  const char *find(const char *name, T *out, T otherwise) const {
+    *out = otherwise;
     const char *text = find(name);
-    if (!text) {
-      *out = otherwise;
-      return;
-    }
-    if constexpr (std::is_same_v<T, std::string>) {
-      *out = text;
-    } else {
-      std::istringstream in(text);
-      std::string more;
-      if (!(in >> *out) || in >> more)
-        throw fserver::ConfigError(std::string(name) + "=" + text +
-                                   ": want a number");
-    }
+    if (!text)
+      return nullptr;
+    std::istringstream in(text);
+    if (!(in >> *out) || !(in >> std::ws).eof())
+      throw fserver::ConfigError(std::string(name) + "=" + text +
+                                 ": want a value of the kind of " +
+                                 show(otherwise));
+    return text;
   }
 
-  // Sets a variable for this process alone: nodes that are started later have it, too.
-  void Set(const std::string &name, const std::string &value) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    own_[name] = value;
-  }
-  // What Set has set.
-  std::map<std::string, std::string> own() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return own_;
+  // What Init has set.
+  const std::unordered_map<std::string, std::string> &set() const {
+    return set_;
   }
 
 private:
   Environment() = default;
-
-  mutable std::mutex mutex_;
-  std::map<std::string, std::string> own_;
+  template <class T> static std::string show(const T &value) {
+    std::ostringstream s;
+    s << value;
+    return s.str();
+  }
+  std::unordered_map<std::string, std::string> set_;
 };
 
 } // namespace ps

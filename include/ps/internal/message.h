@@ -1,13 +1,27 @@
-// Roles of nodes, and kinds of devices.
+// Node: who takes part. DeviceType: where memory is.
 #pragma once
+
+#include <string>
 
 namespace ps {
 
-enum DeviceType { UNK, CPU, GPU };
+enum DeviceType { UNK = 0, CPU = 1, GPU = 2 };
 
+static const char *const DeviceTypeName[] = {"UNK", "CPU", "GPU"};
+
+// A member of the cluster.
 struct Node {
-  // JOINT: a worker and a server in one process.
   enum Role { SERVER, WORKER, SCHEDULER, JOINT };
+  static const int kEmpty = -1;
+
+  Role role = SCHEDULER;
+  int id = kEmpty; // see Postoffice::WorkerRankToID
+  int customer_id = 0;
+  std::string hostname; // where the others reach it
+  int port = kEmpty;
+  bool is_recovery =
+      false; // always false: the engine has a process that is started again take its rank back
+  int aux_id = kEmpty; // the rank that StartPS was given
 };
 
 } // namespace ps

@@ -1,10 +1,12 @@
-// Postoffice: a node of this process, and its cluster.
+// Postoffice: a node of this process.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,200 +14,291 @@
 #include "fserver/fserver.hpp"
 #include "ps/base.h"
 #include "ps/internal/env.h"
-#include "ps/internal/message.h"
-#include "ps/internal/utils.h"
+#include "ps/internal/logging.h"
+#include "ps/internal/nodes.h"
+#include "ps/internal/serving.h"
+#include "ps/internal/van.h"
 #include "ps/range.h"
 
 namespace ps {
 
-// A worker, server or scheduler of this process. Start opens its node. All of its calls throw what
-// fserver throws; a call that needs the node throws ClosedError before Start and after Finalize.
+// A worker, a server or the scheduler. There is one for each that this process may run; StartPS opens them.
+// None is ever destroyed: objects of static storage may use them.
+//
+// A group of workers or servers has DMLC_GROUP_SIZE nodes, its instances. If STEPMESH_GPU, DMLC_INSTANCE_ID
+// or DMLC_RANK_OFFSET is set, a process runs that one of them; else it runs all.
 class Postoffice {
 public:
-  // The node of this process: its worker, else its server, else its scheduler.
-  static Postoffice *Get() {
-    for (Node::Role role : {Node::WORKER, Node::SERVER, Node::SCHEDULER}) {
-      Postoffice *one = At(role, 0);
-      if (one->node())
-        return one;
-    }
-    return At(Node::WORKER, 0);
-  }
-  // The i-th worker or server that this process has started.
+  // The node of instance `index` of this process. Throws fserver::ConfigError if the process has fewer.
   static Postoffice *GetWorker(int index = 0) {
-    return At(Node::WORKER, index);
+    return get(Node::WORKER, index);
   }
   static Postoffice *GetServer(int index = 0) {
-    return At(Node::SERVER, index);
+    return get(Node::SERVER, index);
   }
-  static Postoffice *GetScheduler() { return At(Node::SCHEDULER, 0); }
-
-  // Opens the node and waits until the cluster is complete. rank: of the instance; below 0: as the
-  // environment says. With do_barrier it also waits until all others have started.
-  void Start(int customer_id, Node::Role role, int rank, bool do_barrier,
-             const char *argv0 = nullptr) {
-    (void)argv0;
-    preferred_rank_ = rank;
-    const fserver::Options options = Settings(rank);
-    if (role == Node::WORKER)
-      worker_ = std::make_unique<fserver::Worker>(options);
-    else if (role == Node::SERVER)
-      server_ = std::make_unique<fserver::Server>(options);
-    else
-      scheduler_ = std::make_unique<fserver::Scheduler>(options);
-    if (do_barrier)
-      DoBarrier(customer_id, kScheduler + kServerGroup + kWorkerGroup, true);
+  static Postoffice *GetScheduler() { return get(Node::SCHEDULER, 0); }
+  // The first node of the process, by what StartPS was called with, or else by DMLC_ROLE (a server). With
+  // JOINT: the worker.
+  static Postoffice *Get() {
+    const char *name = Environment::Get()->find("DMLC_ROLE");
+    const std::string role = name ? name : "server";
+    for (Node::Role r : {Node::WORKER, Node::SERVER, Node::SCHEDULER}) {
+      if (Postoffice *p = known(r); p && p->started())
+        return p;
+    }
+    return role == "worker" || role == "joint" ? GetWorker()
+           : role == "scheduler"               ? GetScheduler()
+                                               : GetServer();
   }
 
-  // Leaves the cluster, together with all others if do_barrier, and calls what RegisterExitCallback
-  // was given. Does nothing if the node is not open. Bounded as fserver::Node::stop.
-  void Finalize(int customer_id, bool do_barrier = true) {
-    (void)customer_id;
-    fserver::Node *n = node();
-    if (!n || n->closed())
-      return;
-    if (worker_)
-      End(*worker_, do_barrier);
-    else if (server_)
-      End(*server_, do_barrier);
-    else
-      End(*scheduler_, do_barrier);
-    if (exit_callback_)
-      std::exchange(exit_callback_, nullptr)();
+  // Groups, which are counted by num_workers and num_servers; nodes by the others.
+  int num_workers() const { return workers_; }
+  int num_servers() const { return servers_; }
+  int group_size() const { return size_; }
+  int num_worker_instances() const { return workers_ * size_; }
+  int num_server_instances() const { return servers_ * size_; }
+  // The number of this node's group within its role; of the node within its group.
+  int my_rank() const { return std::max(0, rank_) / size_; }
+  int instance_idx() const { return index_; }
+  // The rank that StartPS was given; -1: none.
+  int preferred_rank() const { return preferred_; }
+  bool is_worker() const { return role_ == Node::WORKER; }
+  bool is_server() const { return role_ == Node::SERVER; }
+  bool is_scheduler() const { return role_ == Node::SCHEDULER; }
+  std::string role_str() const {
+    return is_worker() ? "worker" : is_server() ? "server" : "scheduler";
+  }
+  int verbose() const { return detail::verbose(); }
+  // Always false: the engine itself has a process that is started again take its rank back.
+  bool is_recovery() const { return false; }
+  Van *van() { return &van_; }
+
+  // The key space, cut evenly over the server groups. Key kMaxKey belongs to the last one.
+  const std::vector<Range> &GetServerKeyRanges() const { return ranges_; }
+
+  static int WorkerRankToID(int rank) { return rank * 2 + 9; }
+  static int ServerRankToID(int rank) { return rank * 2 + 8; }
+  static int IDtoRank(int id) { return std::max((id - 8) / 2, 0); }
+  int GroupWorkerRankToInstanceID(int rank, int instance) const {
+    return WorkerRankToID(rank * size_ + instance);
+  }
+  int GroupServerRankToInstanceID(int rank, int instance) const {
+    return ServerRankToID(rank * size_ + instance);
+  }
+  int InstanceIDtoGroupRank(int id) const { return IDtoRank(id) / size_; }
+  // The IDs of the nodes of groups. One that is no group is itself an ID.
+  std::vector<int> GetNodeIDs(int groups) const {
+    if (groups >= 8)
+      return {groups};
+    std::vector<int> ids;
+    if (groups & kScheduler)
+      ids.push_back(kScheduler);
+    for (int i = 0; groups & kServerGroup && i < num_server_instances(); i++)
+      ids.push_back(ServerRankToID(i));
+    for (int i = 0; groups & kWorkerGroup && i < num_worker_instances(); i++)
+      ids.push_back(WorkerRankToID(i));
+    return ids;
   }
 
-  void RegisterExitCallback(const std::function<void()> &cb) {
-    exit_callback_ = cb;
-  }
-
-  // Waits until one instance of each group of the named roles has called it. A scheduler takes part
-  // in none.
-  void Barrier(int customer_id, int node_group) {
-    DoBarrier(customer_id, node_group, false);
-  }
-  // The same; instance_barrier: every instance has to call it.
-  void DoBarrier(int customer_id, int node_group, bool instance_barrier) {
+  // Waits until all nodes of the groups have called it: each instance, or one of each group. The
+  // scheduler takes part in none: its call returns at once, and the others do not wait for it.
+  // Throws as fserver::Node::barrier.
+  void Barrier(int customer_id, int node_group, bool instance_barrier = true) {
     (void)customer_id;
     std::uint32_t who = 0;
     if (node_group & kServerGroup)
       who |= fserver::kServers;
     if (node_group & kWorkerGroup)
       who |= fserver::kWorkers;
-    if (scheduler_ || !who)
+    if (who && !is_scheduler())
+      node("Barrier").barrier(static_cast<fserver::Members>(who),
+                              instance_barrier ? fserver::Each::kInstance
+                                               : fserver::Each::kGroup);
+  }
+  void DoBarrier(int customer_id, int node_group,
+                 bool instance_barrier = true) {
+    Barrier(customer_id, node_group, instance_barrier);
+  }
+
+  // Has f called by Finalize, when the node has ended.
+  void RegisterExitCallback(const std::function<void()> &f) { at_exit_ = f; }
+
+  // Opens the node, and waits until the cluster is complete. Once for each customer; only the first opens.
+  void Start(int customer_id, Node::Role role, int rank, bool do_barrier,
+             const char *argv0 = nullptr) {
+    (void)argv0;
+    if (role != role_)
+      throw fserver::ConfigError("Postoffice::Start: this is a " + role_str());
+    if (open(customer_id, rank))
+      connect(do_barrier);
+  }
+  // Ends what Start has begun: the last customer's call leaves the cluster; see Finalize of ps.h.
+  void Finalize(int customer_id, bool do_barrier = true) {
+    if (!close(customer_id))
       return;
-    Open().barrier(static_cast<fserver::Members>(who),
-                   instance_barrier ? fserver::Each::kInstance
-                                    : fserver::Each::kGroup);
+    try {
+      leave(do_barrier);
+    } catch (...) {
+      ended();
+      throw;
+    }
+    ended();
   }
 
-  // Groups of the roles, and their instances.
-  int num_workers() const { return GetEnv("DMLC_NUM_WORKER", 1); }
-  int num_servers() const { return GetEnv("DMLC_NUM_SERVER", 1); }
-  int group_size() const { return GetEnv("DMLC_GROUP_SIZE", 1); }
-  int num_worker_instances() const { return num_workers() * group_size(); }
-  int num_server_instances() const { return num_servers() * group_size(); }
-
-  // The rank of the instance within its role.
-  int my_rank() const { return Open().rank(); }
-  int preferred_rank() const { return preferred_rank_; }
-  bool is_worker() const { return worker_ != nullptr; }
-  bool is_server() const { return server_ != nullptr; }
-  bool is_scheduler() const { return scheduler_ != nullptr; }
-  std::string role_str() const {
-    return is_worker()      ? "worker"
-           : is_server()    ? "server"
-           : is_scheduler() ? "scheduler"
-                            : "";
+  bool started() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return !customers_.empty();
   }
-  int verbose() const { return GetEnv("PS_VERBOSE", 0); }
-
-  // The keys, cut evenly over the server groups.
-  const std::vector<Range> &GetServerKeyRanges() {
-    std::call_once(ranges_made_, [this] {
-      const auto n = static_cast<std::uint64_t>(num_servers());
-      for (std::uint64_t i = 0; i < n; i++)
-        ranges_.emplace_back(kMaxKey / n * i, kMaxKey / n * (i + 1));
-    });
-    return ranges_;
+  // The node, for KVWorker and KVServer. Throws fserver::ClosedError if StartPS has not opened it.
+  std::shared_ptr<detail::WorkerNode> worker(const char *call) const {
+    return opened(call, worker_);
   }
-
-  // Numbers of nodes: even ones from 8 on are servers, odd ones from 9 on workers.
-  static int WorkerRankToID(int rank) { return 2 * rank + 9; }
-  static int ServerRankToID(int rank) { return 2 * rank + 8; }
-  static int IDtoRank(int id) { return id < 8 ? 0 : (id - 8) / 2; }
-  int GroupWorkerRankToInstanceID(int rank, int instance) const {
-    return WorkerRankToID(rank * group_size() + instance);
-  }
-  int GroupServerRankToInstanceID(int rank, int instance) const {
-    return ServerRankToID(rank * group_size() + instance);
-  }
-  int InstanceIDtoGroupRank(int id) const {
-    return IDtoRank(id) / group_size();
-  }
-
-  // The node. Throws ClosedError if this is not a started worker, or server.
-  fserver::Worker &worker() const {
-    if (!worker_)
-      throw fserver::ClosedError("Postoffice: no worker has been started here");
-    return *worker_;
-  }
-  fserver::Server &server() const {
-    if (!server_)
-      throw fserver::ClosedError("Postoffice: no server has been started here");
-    return *server_;
+  std::shared_ptr<detail::ServerNode> server(const char *call) const {
+    return opened(call, server_);
   }
 
 private:
-  Postoffice() = default;
-
-  // Made when they are first asked for, and never destroyed.
-  static Postoffice *At(Node::Role role, int index) {
-    static std::mutex *mutex = new std::mutex;
-    static auto *all = new std::map<std::pair<int, int>, Postoffice *>;
-    std::lock_guard<std::mutex> lock(*mutex);
-    Postoffice *&one = (*all)[{static_cast<int>(role), index}];
-    if (!one)
-      one = new Postoffice;
-    return one;
+  struct All {
+    std::mutex mutex;
+    std::map<std::pair<int, int>, Postoffice *> by; // by role and index
+  };
+  static All &all() {
+    static All *all = new All;
+    return *all;
+  }
+  static Postoffice *known(Node::Role role) {
+    std::lock_guard<std::mutex> lock(all().mutex);
+    const auto it = all().by.find({role, 0});
+    return it == all().by.end() ? nullptr : it->second;
+  }
+  static Postoffice *get(Node::Role role, int index) {
+    const int most = role == Node::SCHEDULER ? 1 : detail::instances_here();
+    if (index < 0 || index >= most)
+      throw fserver::ConfigError("Postoffice: instance is " +
+                                 std::to_string(index) + ", want 0 to " +
+                                 std::to_string(most - 1) +
+                                 ": this process runs " + std::to_string(most));
+    std::lock_guard<std::mutex> lock(all().mutex);
+    Postoffice *&p = all().by[{role, index}];
+    if (!p)
+      p = new Postoffice(role, index);
+    return p;
   }
 
-  static fserver::Options Settings(int rank) {
-    fserver::Options o;
-    o.settings = Environment::Get()->own();
-    if (rank >= 0) { // rank = group_size * node_rank + gpu + rank_offset
-      const int size = GetEnv("DMLC_GROUP_SIZE", 1);
-      o.node_rank = rank / size;
-      o.rank_offset = rank % size - GetEnv("STEPMESH_GPU", 0);
+  Postoffice(Node::Role role, int index)
+      : role_(role), index_(index),
+        workers_(detail::number("DMLC_NUM_WORKER", 1, 1)),
+        servers_(detail::number("DMLC_NUM_SERVER", 1, 1)),
+        size_(detail::number("DMLC_GROUP_SIZE", 1, 1)) {
+    const std::uint64_t each = kMaxKey / static_cast<std::uint64_t>(servers_);
+    for (int i = 0; i < servers_; i++) {
+      const auto n = static_cast<std::uint64_t>(i);
+      ranges_.emplace_back(each * n,
+                           i + 1 == servers_ ? kMaxKey : each * (n + 1));
     }
-    return o;
   }
 
-  template <class N> static void End(N &node, bool together) {
-    if (together)
-      node.stop();
+  template <class T>
+  std::shared_ptr<T> opened(const char *call,
+                            const std::shared_ptr<T> &node) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!node)
+      throw fserver::ClosedError(std::string(call) + ": there is no " +
+                                 role_str() + " " + std::to_string(index_) +
+                                 " in this process: call StartPS first");
+    return node;
+  }
+  fserver::Node &node(const char *call) const {
+    if (is_worker())
+      return worker(call)->worker;
+    if (is_server())
+      return server(call)->server;
+    return *opened(call, scheduler_);
+  }
+
+  // Reports whether this customer is the first.
+  bool open(int customer_id, int rank) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!customers_.empty()) {
+      customers_.insert(customer_id);
+      return false;
+    }
+    if (is_worker())
+      worker_ = std::make_shared<detail::WorkerNode>(index_, rank);
+    else if (is_server())
+      server_ = std::make_shared<detail::ServerNode>(index_, rank);
     else
-      node.close();
+      scheduler_ =
+          std::make_shared<fserver::Scheduler>(detail::options_of(0, -1));
+    preferred_ = rank;
+    customers_.insert(customer_id);
+    return true;
+  }
+  void connect(bool do_barrier) {
+    fserver::Node &n = node("StartPS");
+    try {
+      n.connect();
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      customers_.clear();
+      throw;
+    }
+    rank_ = n.rank();
+    van_.node_.role = role_;
+    van_.node_.id = is_worker()   ? WorkerRankToID(rank_)
+                    : is_server() ? ServerRankToID(rank_)
+                                  : kScheduler;
+    van_.node_.aux_id = preferred_;
+    const std::string address = n.address(); // "tcp:10.0.0.1:7000"
+    const std::size_t host = address.find(':') + 1,
+                      port = address.rfind(':') + 1;
+    if (host && port > host) {
+      van_.node_.hostname = address.substr(host, port - 1 - host);
+      van_.node_.port = std::atoi(address.c_str() + port);
+    }
+    van_.ready_ = true;
+    if (do_barrier)
+      Barrier(0, kServerGroup + kWorkerGroup);
   }
 
-  fserver::Node *node() const {
-    if (worker_)
-      return worker_.get();
-    return server_ ? static_cast<fserver::Node *>(server_.get())
-                   : scheduler_.get();
+  // Reports whether this customer is the last.
+  bool close(int customer_id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return customers_.erase(customer_id) && customers_.empty();
   }
-  fserver::Node &Open() const {
-    if (!node())
-      throw fserver::ClosedError("Postoffice: StartPS has not been called");
-    return *node();
+  void leave(bool do_barrier) {
+    fserver::Node &n = node("Finalize");
+    if (!do_barrier)
+      n.close();
+    else if (is_server())
+      server("Finalize")->finish();
+    else if (is_worker() && num_worker_instances() > 1)
+      n.barrier(fserver::kWorkers);
+    if (is_server())
+      static_cast<fserver::Server &>(n).stop();
+    else
+      n.stop();
+  }
+  void ended() {
+    van_.ready_ = false;
+    node("Finalize").close();
+    const std::function<void()> f = std::move(at_exit_);
+    at_exit_ = nullptr;
+    if (f)
+      f();
   }
 
-  std::unique_ptr<fserver::Worker> worker_;
-  std::unique_ptr<fserver::Server> server_;
-  std::unique_ptr<fserver::Scheduler> scheduler_;
-  int preferred_rank_ = -1;
-  std::function<void()> exit_callback_;
-  std::once_flag ranges_made_;
+  const Node::Role role_;
+  const int index_, workers_, servers_, size_;
   std::vector<Range> ranges_;
+  int rank_ = -1, preferred_ = -1;
+  Van van_;
+  std::function<void()> at_exit_;
+  mutable std::mutex mutex_; // of what follows
+  std::set<int> customers_;
+  std::shared_ptr<detail::WorkerNode> worker_;
+  std::shared_ptr<detail::ServerNode> server_;
+  std::shared_ptr<fserver::Scheduler> scheduler_;
 };
 
 } // namespace ps

@@ -1,16 +1,22 @@
-// GetEnv: a number in the environment.
+// Small things that programs of ps-lite use.
 #pragma once
 
+#include <cstdlib>
+
 #include "dmlc/logging.h"
-#include "ps/internal/env.h"
+
+#ifndef DISALLOW_COPY_AND_ASSIGN
+#define DISALLOW_COPY_AND_ASSIGN(Type)                                         \
+  Type(const Type &) = delete;                                                 \
+  void operator=(const Type &) = delete
+#endif
 
 namespace ps {
 
-// The variable as a number, or `otherwise` if it is not set. Throws ConfigError if it is no number.
-template <class T> T GetEnv(const char *name, T otherwise) {
-  T value;
-  Environment::Get()->find(name, &value, otherwise);
-  return value;
+// A variable of the environment as a number; `otherwise` if it is not set.
+template <class V> V GetEnv(const char *name, V otherwise) {
+  const char *value = std::getenv(name);
+  return value ? static_cast<V>(std::atoi(value)) : otherwise;
 }
 
 } // namespace ps

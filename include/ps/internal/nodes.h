@@ -1,0 +1,184 @@
+// How the nodes of a process are opened and ended. For the other headers alone.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "fserver/fserver.hpp"
+#include "ps/internal/env.h"
+#include "ps/internal/message.h"
+#include "ps/internal/wire.h"
+
+namespace ps::detail {
+
+// Runs all of some things at once, and throws what the first of them that failed has thrown.
+inline void at_once(const std::vector<std::function<void()>> &all) {
+  std::vector<std::exception_ptr> thrown(all.size());
+  std::vector<std::thread> threads;
+  const auto run = [&](std::size_t i) {
+    try {
+      all[i]();
+    } catch (...) {
+      thrown[i] = std::current_exception();
+    }
+  };
+  for (std::size_t i = 1; i < all.size(); i++)
+    threads.emplace_back(run, i);
+  if (!all.empty())
+    run(0);
+  for (std::thread &t : threads)
+    t.join();
+  for (const std::exception_ptr &e : thrown) {
+    if (e)
+      std::rethrow_exception(e);
+  }
+}
+
+// A number of the environment, from `least` on.
+inline int number(const char *name, int otherwise, int least) {
+  int value = otherwise;
+  Environment::Get()->find(name, &value, otherwise);
+  if (value < least)
+    throw fserver::ConfigError(std::string(name) + "=" + std::to_string(value) +
+                               ": want at least " + std::to_string(least));
+  return value;
+}
+
+// Nodes of a group in this process: one, if a setting says which of the group it is; else the whole group.
+inline int instances_here() {
+  for (const char *name :
+       {"DMLC_INSTANCE_ID", "STEPMESH_GPU", "DMLC_RANK_OFFSET"}) {
+    if (Environment::Get()->find(name))
+      return 1;
+  }
+  return number("DMLC_GROUP_SIZE", 1, 1);
+}
+
+// What an instance of this process is opened with. rank: of StartPS; -1: as the environment says.
+inline fserver::Options options_of(int index, int rank) {
+  fserver::Options o;
+  for (const auto &[name, value] : Environment::Get()->set())
+    o.settings[name] = value;
+  o.connect = false;
+  const int size = number("DMLC_GROUP_SIZE", 1, 1);
+  if (instances_here() > 1) {
+    if (rank >= 0)
+      o.node_rank = rank;
+    o.gpu = index;
+  } else if (rank >= 0) {
+    o.node_rank = rank / size;
+    o.rank_offset = rank % size - number("STEPMESH_GPU", 0, 0);
+  }
+  return o;
+}
+
+// The oldest push_pull under way. handle has no id if it is being started.
+struct Oldest {
+  std::uint64_t id = UINT64_MAX; // or one before it
+  fserver::Handle handle;
+};
+
+// Something that has push_pulls under way.
+class Looks {
+public:
+  // Notes which have ended, and gives the oldest that has not.
+  virtual Oldest look() = 0;
+
+protected:
+  ~Looks() = default;
+};
+
+// A worker, and the engine's keys that its requests have.
+struct WorkerNode {
+  WorkerNode(int index, int rank) : worker(options_of(index, rank)) {}
+
+  void issued(const fserver::Handle &h) {
+    std::uint64_t last = newest.load();
+    while (last < h.id() && !newest.compare_exchange_weak(last, h.id())) {
+    }
+  }
+  // Reports whether another push_pull may be started. An engine forgets how one has ended when 4,096 later
+  // ones have been started. So all look after each 256, and the oldest under way is at most 3,000 behind.
+  // If it is more, this waits a moment for it and returns false: call again.
+  bool has_room() {
+    if (newest.load() - looked.load() < kLook)
+      return true;
+    std::unique_lock<std::mutex> lock(looking);
+    const std::uint64_t now = newest.load();
+    if (now - looked.load() < kLook)
+      return true;
+    Oldest oldest;
+    for (const auto &[id, l] : all) {
+      if (const Oldest o = l->look(); o.id < oldest.id)
+        oldest = o;
+    }
+    if (oldest.id > now || now - oldest.id < kBehind) {
+      looked.store(now);
+      return true;
+    }
+    lock.unlock();
+    if (!oldest.handle.id()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      return false;
+    }
+    try {
+      worker.wait(oldest.handle, std::chrono::milliseconds(10));
+    } catch (const fserver::Error &) { // the next look has it
+    }
+    return false;
+  }
+  // One for each app and customer. Throws ConfigError if there is one.
+  void add(int app, int customer, Looks *l) {
+    std::lock_guard<std::mutex> lock(looking);
+    if (!all.emplace(std::make_pair(app, customer), l).second)
+      throw fserver::ConfigError(
+          "KVWorker: app_id " + std::to_string(app) +
+          " has a KVWorker with customer_id " + std::to_string(customer) +
+          " already: use another number, or delete that first");
+  }
+  void remove(int app, int customer) {
+    std::lock_guard<std::mutex> lock(looking);
+    all.erase({app, customer});
+  }
+
+  // The engine's key of a request for a server: of the head, and that plus 1 of the values. An engine
+  // takes 32,768 keys of one worker. So requests with new first keys have keys in common from some number
+  // of them on, which only orders these requests.
+  std::uint64_t key_for(int server, int app, Key first) {
+    const std::uint64_t key = engine_key(app, first);
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto s = static_cast<std::size_t>(server);
+    if (known.size() <= s)
+      known.resize(s + 1);
+    std::unordered_set<std::uint64_t> &own = known[s];
+    if (own.count(key))
+      return key;
+    if (own.size() < kOwnKeys) {
+      own.insert(key);
+      return key;
+    }
+    return shared_key(key);
+  }
+
+  static constexpr std::uint64_t kLook = 256, kBehind = 3000;
+
+  fserver::Worker worker;
+  std::mutex looking;
+  std::map<std::pair<int, int>, Looks *> all;
+  std::atomic<std::uint64_t> newest{0}, looked{0};
+  std::mutex mutex;
+  std::vector<std::unordered_set<std::uint64_t>> known; // by server
+};
+
+} // namespace ps::detail

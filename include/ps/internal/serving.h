@@ -1,0 +1,293 @@
+// How a server takes requests and hands them to its apps. For the other headers alone.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "fserver/fserver.hpp"
+#include "ps/internal/logging.h"
+#include "ps/internal/nodes.h"
+#include "ps/internal/wire.h"
+#include "ps/sarray.h"
+
+namespace ps::detail {
+
+// How long a request waits for a KVServer of its app that has a handler, in milliseconds.
+inline std::atomic<int> app_wait_ms{10000};
+
+// A request that has been checked, and its keys and lens.
+struct Taken {
+  const fserver::Request &request;
+  const Head &head;
+  const Key *keys;
+  const int *lens; // head.lens of them
+};
+
+// What takes the requests of an app.
+class App {
+public:
+  virtual bool ready() const = 0;
+  virtual void take(const Taken &taken) = 0;
+
+protected:
+  ~App() = default;
+};
+
+// A server, and the thread that takes its requests, which add() starts.
+class ServerNode {
+public:
+  ServerNode(int index, int rank) : server(options_of(index, rank)) {}
+  ServerNode(const ServerNode &) = delete;
+  ServerNode &operator=(const ServerNode &) = delete;
+  ~ServerNode() {
+    server.close();
+    end();
+  }
+
+  // Throws ConfigError if there is such an app.
+  void add(int id, App *app) {
+    std::lock_guard<std::recursive_mutex> lock(calling_);
+    if (!apps_.emplace(id, app).second)
+      throw fserver::ConfigError(
+          "KVServer: app_id " + std::to_string(id) +
+          " has a KVServer already: use another number, or delete that first");
+    serve();
+  }
+  // No handler of the app runs when this has returned.
+  void remove(int id) {
+    std::lock_guard<std::recursive_mutex> lock(calling_);
+    apps_.erase(id);
+  }
+  // Runs f while no handler runs.
+  template <class F> void apart(F &&f) {
+    std::lock_guard<std::recursive_mutex> lock(calling_);
+    f();
+  }
+  void serve() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!thread_.joinable())
+      thread_ = std::thread([this] { run(); });
+  }
+  // Serves until all workers have left or are gone.
+  void finish() {
+    serve();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      leaving_ = true;
+    }
+    changed_.notify_all();
+    end();
+  }
+
+  // Answers a request. `keep` is let go of when the answer has been sent. Does nothing if the worker is gone.
+  struct Answer {
+    fserver::Handle handle;
+    bool tried = false; // respond has returned
+    SArray<char> vals;
+    SArray<int> lens;
+    std::uint64_t count = 0;
+  };
+  template <class Fill> void answer(std::uint64_t handler, Fill &&fill) {
+    Answer &a = answer();
+    fserver::Tensor tensors[2];
+    const std::size_t n = fill(a, tensors);
+    try {
+      a.handle = respond(handler, {tensors, n});
+    } catch (const fserver::PeerLostError &) { // nobody waits for it
+    } catch (...) {
+      tried(a);
+      release(handler);
+      throw;
+    }
+    tried(a);
+    release(handler);
+  }
+
+  void fail(std::uint64_t handler, const std::string &text) noexcept {
+    try {
+      server.fail(handler, text);
+    } catch (
+        const fserver::Error &) { // answered already, or nobody waits for it
+    }
+    release(handler);
+  }
+
+  fserver::Server server;
+
+private:
+  // A request whose memory the worker shares with us, or whose head was copied, until it is answered.
+  struct Held {
+    fserver::Request request;
+    std::vector<std::uint64_t> head;
+  };
+  struct Parked {
+    fserver::Request request;
+    std::int64_t deadline;
+  };
+  static constexpr std::size_t kMostParked = 1024;
+
+  void end() {
+    std::thread thread;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      thread.swap(thread_);
+    }
+    if (thread.joinable())
+      thread.join();
+  }
+
+  void run() {
+    fserver::Batch batch;
+    for (;;) {
+      try {
+        const bool got = server.get_unicasts(
+            batch, parked_.empty() ? fserver::kNoLimit
+                                   : std::chrono::milliseconds(20));
+        retry();
+        for (std::size_t i = 0; got && i < batch.size(); i++)
+          take(batch[i]);
+      } catch (const fserver::PeerLostError
+                   &) { // of the last worker; another process may follow it
+        std::unique_lock<std::mutex> lock(mutex_);
+        if (leaving_)
+          return;
+        changed_.wait_for(lock, std::chrono::milliseconds(100));
+      } catch (const fserver::Error &e) {
+        if (e.code() != ESHUTDOWN)
+          PS_LOG(ERROR) << "the server takes no more requests: " << e.what();
+        return;
+      }
+    }
+  }
+
+  // Hands a request to its app, or keeps it until there is one.
+  void take(fserver::Request &r) {
+    Head h;
+    std::string wrong = read_head(r, &h);
+    if (wrong.empty())
+      wrong = check_answers(r, h);
+    if (!wrong.empty())
+      return fail(r.handler(), wrong);
+    std::lock_guard<std::recursive_mutex> lock(calling_);
+    if (App *app = ready(h.app))
+      return hand(*app, r, h);
+    if (parked_.size() == kMostParked)
+      return fail(r.handler(), missing(h.app) + ", and " +
+                                   std::to_string(kMostParked) +
+                                   " requests wait for one");
+    const std::int64_t limit = app_wait_ms.load() * INT64_C(1000000);
+    parked_.push_back({std::move(r), fserver::detail::now_ns() + limit});
+  }
+
+  static std::string missing(int app) {
+    return "this server has no KVServer with a handler for app_id " +
+           std::to_string(app);
+  }
+  App *ready(int id) {
+    const auto it = apps_.find(id);
+    return it != apps_.end() && it->second->ready() ? it->second : nullptr;
+  }
+
+  // Hands on the requests whose app has come, in their order, and refuses those that have waited too long.
+  void retry() {
+    std::lock_guard<std::recursive_mutex> lock(calling_);
+    for (std::size_t i = 0; i < parked_.size();) {
+      Head h;
+      std::memcpy(&h, parked_[i].request[0].data, sizeof h);
+      App *app = ready(h.app);
+      if (!app && fserver::detail::now_ns() < parked_[i].deadline) {
+        i++;
+        continue;
+      }
+      fserver::Request r = std::move(parked_[i].request);
+      parked_.erase(parked_.begin() + static_cast<std::ptrdiff_t>(i));
+      if (app)
+        take(r);
+      else
+        fail(r.handler(), missing(h.app));
+    }
+  }
+
+  void hand(App &app, fserver::Request &request, const Head &h) {
+    const std::uint64_t handler = request.handler();
+    const fserver::Request *r = &request;
+    const char *body = r->tensors()[0].as<char>() + sizeof(Head);
+    // Keys in memory that the worker can still change would be other ones than those checked.
+    if (r->lent() || reinterpret_cast<std::uintptr_t>(body) % alignof(Key)) {
+      Held &held = hold(handler, request);
+      r = &held.request;
+      body = reinterpret_cast<const char *>(held.head.data());
+    }
+    const auto *keys = reinterpret_cast<const Key *>(body);
+    const auto *lens = reinterpret_cast<const int *>(keys + h.keys);
+    if (const std::string wrong = check_keys(h, keys, lens); !wrong.empty())
+      return fail(handler, wrong);
+    try {
+      app.take({*r, h, keys, lens});
+    } catch (const std::exception &e) {
+      fail(handler, e.what());
+    }
+  }
+
+  Held &hold(std::uint64_t handler, fserver::Request &request) {
+    const fserver::Tensor &t = request.tensors()[0];
+    const std::size_t bytes = t.bytes - sizeof(Head);
+    Held held;
+    held.head.resize((bytes + 7) / 8);
+    std::memcpy(held.head.data(), t.as<char>() + sizeof(Head), bytes);
+    held.request = std::move(request);
+    std::lock_guard<std::mutex> lock(mutex_);
+    return held_[handler] = std::move(held);
+  }
+  void release(std::uint64_t handler) noexcept {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_.erase(handler);
+  }
+
+  // A new answer, which stays where it is until it has been sent.
+  Answer &answer() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (!answers_.empty() && answers_.front().tried &&
+           (!answers_.front().handle.id() ||
+            server.ended(answers_.front().handle)))
+      answers_.pop_front();
+    return answers_.emplace_back();
+  }
+  void tried(Answer &a) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    a.tried = true;
+  }
+
+  // Server::respond; waits while 4,096 answers have not left.
+  fserver::Handle respond(std::uint64_t handler, fserver::Tensors tensors) {
+    for (;;) {
+      try {
+        return server.respond(tensors, handler);
+      } catch (const fserver::LimitError &) {
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+    }
+  }
+
+  std::recursive_mutex calling_; // of apps_, and while a handler runs
+  std::map<int, App *> apps_;
+  std::vector<Parked> parked_; // of the thread, in the order of their arrival
+  std::mutex mutex_;           // of what follows
+  std::condition_variable changed_;
+  bool leaving_ = false;
+  std::thread thread_;
+  std::unordered_map<std::uint64_t, Held> held_; // by handler
+  std::deque<Answer> answers_;                   // in the order of their start
+};
+
+} // namespace ps::detail

@@ -1,0 +1,302 @@
+// KVServer: answers the requests of KVWorkers. Include ps/kv_app.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "ps/base.h"
+#include "ps/internal/postoffice.h"
+#include "ps/internal/serving.h"
+#include "ps/sarray.h"
+
+namespace ps {
+
+// Keys, and the values of all of them, one after the other.
+template <class Val> struct KVPairs {
+  SArray<Key> keys;
+  SArray<Val> vals;
+  SArray<int> lens; // values of each key; empty: all have as many
+};
+
+// About a request. Response takes it, or a copy.
+struct KVMeta {
+  int cmd = 0;            // of the call
+  bool push = false;      // else a pull
+  int sender = 0;         // the worker's ID
+  int timestamp = 0;      // of the worker
+  int customer_id = 0;    // of the worker
+  Key key = 0;            // the first key
+  std::uint64_t addr = 0; // names the request for Response
+  int val_len =
+      0; // values that were pushed, or are asked for; 0: any number of them
+  int option = 0;
+  // What is to be answered.
+  detail::Op op = detail::Op::kPush;
+  bool wants_lens = false;
+  std::uint64_t keys = 0, vals = 0;
+};
+
+// Takes the requests of an app at this process's server, and answers them.
+//
+// One thread of each server calls the handlers of all its apps, in the order in which requests come.
+// Keys, values and lens that a handler is given are views of received memory. They are valid until
+// Response is called for that request: copy what is to stay. A handler that throws refuses its request
+// with the exception's text.
+template <class Val> class KVServer {
+public:
+  using ReqHandle = std::function<void(
+      const KVMeta &req_meta, const KVPairs<Val> &req_data, KVServer *server)>;
+
+  // Throws fserver::ClosedError before StartPS, and ConfigError if the server has a KVServer of this app.
+  explicit KVServer(int app_id, bool is_scheduler = false, int instance_idx = 0)
+      : node_(Postoffice::GetServer(instance_idx)->server("KVServer")),
+        app_id_(app_id), app_(*this) {
+    (void)is_scheduler;
+    node_->add(app_id_, &app_);
+  }
+  KVServer(const KVServer &) = delete;
+  KVServer &operator=(const KVServer &) = delete;
+  // No handler runs any more when it has returned.
+  virtual ~KVServer() { node_->remove(app_id_); }
+
+  // Requests that come before wait for it, at most 10 seconds.
+  void set_request_handle(const ReqHandle &handle) {
+    node_->apart([&] { handle_ = handle; });
+  }
+
+  // Answers a request, once: now or later, from any thread. A pull needs res.vals, with res.lens if the keys
+  // have different numbers of values. The memory of res is kept until it has been sent; if an SArray does not own
+  // its memory, the program keeps it, unchanged, until the worker's next request.
+  //
+  // If res does not have what the worker has asked for, the request is refused, and the worker's Wait throws. Does
+  // nothing if the worker is gone. Throws fserver::ShapeError if the request has been answered.
+  void Response(const KVMeta &req, const KVPairs<Val> &res = KVPairs<Val>()) {
+    if (req.push)
+      return node_->answer(req.addr,
+                           [](Answer &, fserver::Tensor *) { return 0u; });
+    if (req.op == detail::Op::kSize)
+      return keep(req, res);
+    send(req, res);
+  }
+
+  // Has what a worker pushes under keys[0] received in vals, whose memory stays until Finalize. Call it
+  // before the first push of the key, for example before a Barrier. worker_id is an ID, see Postoffice::WorkerRankToID.
+  //
+  // Throws fserver::ShapeError if there is no such worker, or its key has been pushed.
+  void RegisterRecvBuffer(int worker_id, SArray<Key> &keys,
+                          const SArray<Val> &vals, const SArray<int> &lens = {},
+                          int cmd = 0) {
+    RegisterRecvBufferWithRank(Postoffice::IDtoRank(worker_id), keys, vals,
+                               lens, cmd);
+  }
+  void RegisterRecvBufferWithRank(int worker_rank, SArray<Key> &keys,
+                                  const SArray<Val> &vals,
+                                  const SArray<int> &lens = {}, int cmd = 0) {
+    (void)lens, (void)cmd;
+    if (keys.empty() || vals.empty())
+      throw fserver::ShapeError("RegisterRecvBuffer: keys or vals is empty: "
+                                "give the first key, and memory for its push");
+    const auto bytes = static_cast<std::int64_t>(vals.size() * sizeof(Val));
+    const int device =
+        vals.src_device_type_ == GPU ? vals.src_device_id_ : fserver::kCpu;
+    node_->server.register_recv(
+        fserver::Tensor(vals.data(), fserver::DType::kUInt8, {bytes}, 0,
+                        device),
+        {worker_rank}, {detail::engine_key(app_id_, keys[0]) + 1});
+    node_->apart([&] { registered_[{worker_rank, keys[0]}] = vals; });
+  }
+
+private:
+  using Answer = detail::ServerNode::Answer;
+
+  // What a worker has asked the size of, and has not fetched yet.
+  struct Kept {
+    SArray<Val> vals;
+    SArray<int> lens;
+  };
+  static constexpr std::size_t kMostKept = 4096; // of one worker
+
+  class TheApp : public detail::App {
+  public:
+    explicit TheApp(KVServer &server) : server_(server) {}
+    bool ready() const override { return static_cast<bool>(server_.handle_); }
+    void take(const detail::Taken &taken) override { server_.take(taken); }
+
+  private:
+    KVServer &server_;
+  };
+
+  void take(const detail::Taken &t) {
+    const detail::Head &h = t.head;
+    KVMeta meta;
+    meta.cmd = h.cmd;
+    meta.push = h.op == detail::Op::kPush;
+    meta.sender = Postoffice::WorkerRankToID(t.request.worker());
+    meta.timestamp = h.timestamp;
+    meta.customer_id = h.customer;
+    meta.key = t.keys[0];
+    meta.addr = t.request.handler();
+    meta.val_len = static_cast<int>(std::min<std::uint64_t>(h.vals, INT32_MAX));
+    meta.option = h.option;
+    meta.op = h.op;
+    meta.wants_lens = h.flags & detail::kWantsLens;
+    meta.keys = h.keys;
+    meta.vals = h.vals;
+    if (h.width != sizeof(Val))
+      return node_->fail(meta.addr, "values have " + std::to_string(h.width) +
+                                        " bytes at the worker, and " +
+                                        std::to_string(sizeof(Val)) +
+                                        " at the server");
+    if (h.op == detail::Op::kFetch)
+      return fetch(meta);
+    KVPairs<Val> data;
+    data.keys = SArray<Key>::view(const_cast<Key *>(t.keys), h.keys);
+    if (h.lens)
+      data.lens = SArray<int>::view(const_cast<int *>(t.lens), h.lens);
+    if (meta.push && !values(t, &data.vals))
+      return node_->fail(meta.addr, "the values are not aligned");
+    handle_(meta, data, this);
+  }
+
+  // The values of a push, in registered memory if there is any for them.
+  bool values(const detail::Taken &t, SArray<Val> *out) {
+    const fserver::Tensor &v = t.request.tensors()[1];
+    if (reinterpret_cast<std::uintptr_t>(v.data) % alignof(Val))
+      return false;
+    *out = SArray<Val>::view(v.as<Val>(), t.head.vals);
+    if (v.device != fserver::kCpu) {
+      out->src_device_type_ = GPU;
+      out->src_device_id_ = v.device;
+    }
+    const auto it = registered_.find({t.request.worker(), t.keys[0]});
+    if (it == registered_.end() || v.data == it->second.data() ||
+        v.device != fserver::kCpu || it->second.src_device_type_ == GPU ||
+        t.head.vals > it->second.size())
+      return true;
+    // Past the worker's first 8,192 keys its keys share buffers of the engine.
+    std::memcpy(static_cast<void *>(it->second.data()), v.data, v.bytes);
+    *out = it->second.segment(0, t.head.vals);
+    return true;
+  }
+
+  // Answers a pull.
+  void send(const KVMeta &req, const KVPairs<Val> &res) {
+    if (res.vals.size() != req.vals)
+      return node_->fail(req.addr,
+                         "the server has " + std::to_string(res.vals.size()) +
+                             " values, want " + std::to_string(req.vals));
+    SArray<int> lens;
+    if (req.wants_lens && !lens_of(req, res, &lens))
+      return node_->fail(req.addr,
+                         "the server has " + std::to_string(res.lens.size()) +
+                             " lens for " + std::to_string(req.keys) + " keys");
+    node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
+      a.vals = SArray<char>(res.vals);
+      a.lens = lens;
+      const auto bytes = static_cast<std::int64_t>(a.vals.size());
+      const int device = a.vals.src_device_type_ == GPU ? a.vals.src_device_id_
+                                                        : fserver::kCpu;
+      t[0] = fserver::Tensor(a.vals.data(), fserver::DType::kUInt8, {bytes}, 0,
+                             device);
+      if (req.wants_lens)
+        t[1] = fserver::Tensor(
+            a.lens.data(), fserver::DType::kUInt8,
+            {static_cast<std::int64_t>(a.lens.size() * sizeof(int))});
+      return req.wants_lens ? 2u : 1u;
+    });
+  }
+
+  // The lens that were asked for. Returns false if there are others.
+  static bool lens_of(const KVMeta &req, const KVPairs<Val> &res,
+                      SArray<int> *out) {
+    if (res.lens.empty() && res.vals.size() % req.keys == 0) {
+      *out =
+          SArray<int>(req.keys, static_cast<int>(res.vals.size() / req.keys));
+      return true;
+    }
+    *out = res.lens;
+    return res.lens.size() == req.keys;
+  }
+
+  using KeptBy = std::pair<int, int>; // customer_id and timestamp
+
+  // Answers how many values there are, and keeps them until the worker fetches them.
+  void keep(const KVMeta &req, const KVPairs<Val> &res) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto &kept = kept_[req.sender];
+      if (kept.size() == kMostKept)
+        kept.erase(kept.begin());
+      kept[KeptBy(req.customer_id, req.timestamp)] = {res.vals, res.lens};
+    }
+    node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
+      a.count = res.vals.size();
+      t[0] =
+          fserver::Tensor(&a.count, fserver::DType::kUInt8, {sizeof a.count});
+      return 1u;
+    });
+  }
+
+  void fetch(const KVMeta &req) {
+    KVPairs<Val> res;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto &kept = kept_[req.sender];
+      const auto it = kept.find(KeptBy(req.customer_id, req.timestamp));
+      if (it == kept.end())
+        return node_->fail(req.addr,
+                           "the server does not keep these values any more: a "
+                           "worker has asked for too many sizes at once");
+      res.vals = it->second.vals;
+      res.lens = it->second.lens;
+      kept.erase(it);
+    }
+    send(req, res);
+  }
+
+  const std::shared_ptr<detail::ServerNode> node_;
+  const int app_id_;
+  TheApp app_;
+  // Of the thread that serves.
+  ReqHandle handle_;
+  std::map<std::pair<int, Key>, SArray<Val>>
+      registered_;   // by worker rank and first key
+  std::mutex mutex_; // of what follows
+  std::unordered_map<int, std::map<KeptBy, Kept>> kept_; // by sender
+};
+
+// A handler that adds up what is pushed under each key, and answers pulls with the sums. All keys have one value.
+template <class Val> struct KVServerDefaultHandle {
+  void operator()(const KVMeta &meta, const KVPairs<Val> &data,
+                  KVServer<Val> *server) {
+    const std::size_t n = data.keys.size();
+    if (meta.push && data.vals.size() != n)
+      throw fserver::ShapeError(
+          "KVServerDefaultHandle: " + std::to_string(data.vals.size()) +
+          " values for " + std::to_string(n) + " keys, want one for each");
+    KVPairs<Val> res;
+    if (!meta.push) {
+      res.keys = data.keys;
+      res.vals.resize(n);
+    }
+    for (std::size_t i = 0; i < n; i++) {
+      Val &sum = store[data.keys[i]];
+      if (meta.push)
+        sum += data.vals[i];
+      else
+        res.vals[i] = sum;
+    }
+    server->Response(meta, res);
+  }
+  std::unordered_map<Key, Val> store;
+};
+
+} // namespace ps

@@ -1,0 +1,347 @@
+// KVWorker and KVServer when something is wrong: arguments, answers, peers.
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <thread>
+
+#include "scenes.hpp"
+
+using namespace ps;
+using fserver::DType;
+using fserver::Tensor;
+
+int main(int argc, char **argv) { return run_scenes(argc, argv); }
+
+SCENE(wrong_arguments, 1, 2) {
+  if (IsServer()) {
+    serve<float>(KVServerDefaultHandle<float>());
+    return;
+  }
+  KVWorker<float> kv(0, 0);
+  EXPECT_THROW(fserver::ConfigError,
+               "keys[1] is 1 after 2: keys must be sorted",
+               kv.Push({2, 1}, {1, 1}));
+  EXPECT_THROW(fserver::ConfigError, "keys[1] is 2 after 2",
+               kv.Push({2, 2}, {1, 1}));
+  EXPECT_THROW(fserver::ShapeError, "vals has 3 values for 2 keys",
+               kv.Push({1, 2}, {1, 1, 1}));
+  EXPECT_THROW(fserver::ShapeError, "lens has 1 lengths for 2 keys",
+               kv.Push({1, 2}, {1, 1}, {2}));
+  EXPECT_THROW(fserver::ShapeError, "vals has 2 values, but lens sum up to 3",
+               kv.Push({1, 2}, {1, 1}, {1, 2}));
+  EXPECT_THROW(fserver::ShapeError, "lens[1] is -1",
+               kv.Push({1, 2}, {1, 1}, {3, -1}));
+  EXPECT_THROW(fserver::ShapeError, "but there is no key", kv.Push({}, {1}));
+  EXPECT_THROW(fserver::ConfigError, "vals is null",
+               kv.Pull({1}, static_cast<std::vector<float> *>(nullptr)));
+  SArray<float> on_gpu(1);
+  on_gpu.src_device_type_ = GPU;
+  on_gpu.src_device_id_ = 3;
+  EXPECT_THROW(fserver::ConfigError, "is on GPU 3",
+               kv.ZPush(SArray<Key>{1}, on_gpu));
+  EXPECT_THROW(fserver::ConfigError, "timestamp is 1000", kv.Wait(1000));
+  EXPECT_THROW(fserver::ConfigError, "timestamp is -1", kv.Wait(-1));
+  EXPECT_THROW(fserver::ConfigError, "instance is 1, want 0 to 0",
+               KVWorker<float>(0, 1, 1));
+  EXPECT_THROW(fserver::ClosedError, "call StartPS first", KVServer<float>(0));
+  kv.set_slicer([](const KVPairs<float> &, const std::vector<Range> &,
+                   KVWorker<float>::SlicedKVs *sliced) { sliced->resize(2); });
+  EXPECT_THROW(fserver::ShapeError, "parts with 0 keys of 1",
+               kv.Push({1}, {1}));
+  kv.set_slicer(nullptr);
+  kv.Wait(kv.Push({1}, {1})); // nothing of it has been sent
+  std::vector<float> got;
+  kv.Wait(kv.Pull({1}, &got));
+  EXPECT_EQ(got[0], 1.f);
+}
+
+SCENE(refused_by_the_server, 1, 2) {
+  if (IsServer()) {
+    detail::app_wait_ms = 200;
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &data,
+                    KVServer<float> *server) {
+      KVPairs<float> res;
+      if (meta.cmd == 1)
+        throw std::runtime_error("no such table");
+      if (meta.cmd == 2)
+        res.vals = SArray<float>(data.keys.size() + 1, 0);
+      server->Response(meta, res);
+      if (meta.cmd == 3)
+        EXPECT_THROW(fserver::ShapeError, "", server->Response(meta, res));
+    });
+    return;
+  }
+  KVWorker<float> kv(0, 0), nowhere(77, 0);
+  const std::vector<Key> both{1, kMaxKey};
+  std::vector<float> two(2), grown;
+  std::vector<int> lens;
+  EXPECT_THROW(fserver::RefusedError, "no such table",
+               kv.Wait(kv.Push(both, {1, 1}, {}, 1)));
+  EXPECT_THROW(fserver::RefusedError, "the server has 2 values, want 1",
+               kv.Wait(kv.Pull(both, &two, nullptr, 2)));
+  std::vector<float> three(3);
+  EXPECT_THROW(fserver::RefusedError, "0 lens for 2 keys",
+               kv.Wait(kv.Pull({1, 2}, &three, &lens, 2)));
+  EXPECT_THROW(fserver::RefusedError,
+               "no KVServer with a handler for app_id 77",
+               nowhere.Wait(nowhere.Push(both, {1, 1})));
+  kv.Wait(kv.Push(both, {1, 1}, {}, 3));
+  // With a callback, too; and each time that it is asked.
+  std::atomic<int> called{0};
+  const int t = kv.Push(both, {1, 1}, {}, 1, [&] { called++; });
+  for (int i = 0; i < 2; i++)
+    EXPECT_THROW(fserver::RefusedError, "no such table", kv.Wait(t));
+  EXPECT_EQ(called.load(), 1);
+  const int s = kv.Pull(both, &grown, nullptr, 1, [&] { called++; });
+  EXPECT_THROW(fserver::RefusedError, "no such table", kv.Wait(s));
+  EXPECT_EQ(called.load(), 2);
+  EXPECT(grown.empty());
+  kv.Wait(kv.Push(both, {1, 1})); // all is well
+}
+
+namespace {
+
+constexpr std::int64_t kHead = sizeof(detail::Head), kAll = kHead + 16;
+
+// A head with two keys and room for two lens.
+struct Body {
+  detail::Head head;
+  Key keys[2] = {666, 667};
+  int lens[2] = {1, 1};
+};
+
+void keep(Body &) {}
+
+// Sends a push of two floats that `change` makes a wrong one, with so many bytes of head. It has to be
+// refused. With nvals below 0 it has no values. nanswer: bytes of a pull tensor; 0: none.
+void send(const std::string &why, std::int64_t bytes, int nvals,
+          std::int64_t nanswer, void (*change)(Body &)) {
+  Body body;
+  body.head.width = 4;
+  body.head.keys = body.head.vals = 2;
+  change(body);
+  float vals[2] = {};
+  std::uint64_t answer[2] = {};
+  const Tensor push[2] = {
+      Tensor(&body, DType::kUInt8, {bytes}, 1),
+      Tensor(vals, DType::kUInt8, {std::abs(nvals) * 4}, 2)};
+  const Tensor pull(answer, DType::kUInt8, {nanswer}, 1);
+  const auto h = Postoffice::Get()->worker("test")->worker.push_pull_to(
+      0, {push, nvals < 0 ? 1u : 2u}, {&pull, nanswer ? 1u : 0u});
+  EXPECT_THROW(fserver::RefusedError, why, h.wait());
+}
+
+void wrong_fields() {
+  send("no head", 0, 2, 0, keep);
+  send("no head", kHead - 1, 2, 0, keep);
+  send("begins with 7", kAll, 2, 0, [](Body &b) { b.head.magic = 7; });
+  send("has version 2, want 1", kAll, 2, 0,
+       [](Body &b) { b.head.version = 2; });
+  send("operation 0", kAll, 2, 0,
+       [](Body &b) { b.head.op = static_cast<detail::Op>(0); });
+  send("operation 5", kAll, 2, 0,
+       [](Body &b) { b.head.op = static_cast<detail::Op>(5); });
+  send("flags 2", kAll, 2, 0, [](Body &b) { b.head.flags = 2; });
+  send("asks for lens", kAll, 2, 0, [](Body &b) { b.head.flags = 1; });
+  send("timestamp is negative", kAll, 2, 0,
+       [](Body &b) { b.head.timestamp = -1; });
+}
+
+void wrong_counts() {
+  send("0 keys", kHead, 2, 0, [](Body &b) { b.head.keys = 0; });
+  send("cannot have 3 keys", kAll, 2, 0, [](Body &b) { b.head.keys = 3; });
+  send("cannot have 1 keys", kAll, 2, 0, [](Body &b) { b.head.keys = 1; });
+  send("cannot have 9223372036854775810 keys", kAll, 2, 0,
+       [](Body &b) { b.head.keys = (UINT64_C(1) << 63) + 2; });
+  send("1 lens", kAll, 2, 0, [](Body &b) { b.head.lens = 1; });
+  send("2 lens", kAll, 2, 0, [](Body &b) { b.head.lens = 2; });
+  send("1 tensors came", kAll, -1, 0, keep);
+  send("2 tensors came", kAll, 2, 8,
+       [](Body &b) { b.head.op = detail::Op::kPull; });
+  send("3 values", kAll, 2, 0, [](Body &b) { b.head.vals = 3; });
+  send("values of 0 bytes", kAll, 2, 0, [](Body &b) { b.head.width = 0; });
+  send("4611686018427387906 values", kAll, 2, 0,
+       [](Body &b) { b.head.vals = (UINT64_C(1) << 62) + 2; });
+  send("values have 2 bytes at the worker, and 4", kAll, 2, 0, [](Body &b) {
+    b.head.width = 2;
+    b.head.vals = 4;
+  });
+}
+
+void wrong_lists_and_answers() {
+  send("pull tensors", kAll, 2, 8, keep);
+  send("pull tensors", kAll, -1, 0,
+       [](Body &b) { b.head.op = detail::Op::kPull; });
+  send("pull tensors", kAll, -1, 4,
+       [](Body &b) { b.head.op = detail::Op::kSize; });
+  send("pull tensors", kAll, -1, 8, [](Body &b) {
+    b.head.op = detail::Op::kPull;
+    b.head.flags = 1;
+  });
+  send("keys[1] is 666, want more", kAll, 2, 0,
+       [](Body &b) { b.keys[1] = 666; });
+  send("lens[1] is negative", kHead + 24, 2, 0, [](Body &b) {
+    b.head.lens = 2;
+    b.lens[0] = 3;
+    b.lens[1] = -1;
+  });
+  send("lens sum up to 3, want 2", kHead + 24, 2, 0, [](Body &b) {
+    b.head.lens = 2;
+    b.lens[0] = 2;
+  });
+  send("not equally many", kAll, 1, 0, [](Body &b) { b.head.vals = 1; });
+  send("does not keep these values", kAll, -1, 8,
+       [](Body &b) { b.head.op = detail::Op::kFetch; });
+}
+
+// A good head in memory that the server reads in place.
+void shared_head() {
+  fserver::Memory m = fserver::Memory::shared(4096);
+  auto *body = new (m.data()) Body;
+  body->head.op = detail::Op::kPull;
+  body->head.width = 4;
+  body->head.keys = body->head.vals = 2;
+  body->keys[0] = 1;
+  float got[2] = {};
+  Postoffice::Get()
+      ->worker("test")
+      ->worker
+      .push_pull_to(0, m.tensor(DType::kUInt8, {kAll}, 1),
+                    Tensor(got, DType::kUInt8, {8}, 1))
+      .wait();
+  EXPECT_EQ(got[1], 1.f);
+}
+
+} // namespace
+
+// Heads that no KVWorker makes.
+SCENE(heads_of_a_hostile_peer, 2, 1) {
+  if (IsServer()) {
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &data,
+                    KVServer<float> *server) {
+      EXPECT(meta.key != 666); // of a wrong head
+      KVPairs<float> res;
+      if (!meta.push)
+        res.vals = SArray<float>(data.keys.size(), 1);
+      server->Response(meta, res);
+    });
+    return;
+  }
+  KVWorker<float> kv(0, 0);
+  if (MyRank() == 1) { // whose requests are answered meanwhile
+    for (int i = 0; i < 1000; i++)
+      kv.Wait(kv.Push({1, 2}, {1, 1}));
+    return;
+  }
+  wrong_fields();
+  wrong_counts();
+  wrong_lists_and_answers();
+  shared_head();
+  std::vector<float> got(2); // the server goes on
+  kv.Wait(kv.Pull({1, 2}, &got));
+  EXPECT_EQ(got[1], 1.f);
+}
+
+// Its memory is lent, and the server looks at a copy of the keys.
+SCENE(memory_that_is_shared, 1, 1) {
+  if (IsServer()) {
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &data,
+                    KVServer<float> *server) {
+      EXPECT_EQ(data.vals.size(), 100000u);
+      EXPECT_EQ(data.vals[99999], static_cast<float>(meta.cmd));
+      server->Response(meta);
+    });
+    return;
+  }
+  KVWorker<float> kv(0, 0);
+  fserver::Memory m = fserver::Memory::shared(400000);
+  const SArray<float> vals(m.as<float>(), 100000);
+  for (int i = 0; i < 20; i++) {
+    vals[99999] = static_cast<float>(i);
+    kv.Wait(kv.ZPush(SArray<Key>{3}, vals, {}, i));
+  }
+}
+
+BARE_SCENE(a_lost_server, 1, 2) {
+  const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+  StartPS(0, role, -1, true);
+  if (role == Node::SERVER) {
+    auto *server = serve<float>(
+        [](const KVMeta &meta, const KVPairs<float> &, KVServer<float> *s) {
+          if (meta.cmd == 1 && MyRank() == 1)
+            std::_Exit(0);
+          s->Response(meta);
+        });
+    (void)server;
+  }
+  if (role == Node::WORKER) {
+    KVWorker<float> kv(0, 0);
+    kv.Wait(kv.Push({1, kMaxKey}, {1, 1}));
+    std::atomic<int> called{0};
+    std::vector<float> got;
+    const int a = kv.Push({1, kMaxKey}, {1, 1}, {}, 1);
+    const int b =
+        kv.Pull({2, kMaxKey - 1}, &got, nullptr, 1, [&] { called++; });
+    const auto lost =
+        EXPECT_THROW(fserver::PeerLostError, "server 1", kv.Wait(a));
+    EXPECT_EQ(lost.rank(), 1);
+    EXPECT_THROW(fserver::PeerLostError, "server 1", kv.Wait(b));
+    EXPECT_EQ(called.load(), 1);
+    kv.Wait(kv.Push({1}, {1})); // the other server is there
+  }
+  try { // bounded, and the node is closed
+    Finalize(0, role, true);
+  } catch (const fserver::PeerLostError &) {
+  }
+  Finalize(0, role, true); // nothing
+  if (role == Node::WORKER)
+    EXPECT_THROW(fserver::ClosedError, "",
+                 KVWorker<float>(0, 0).Push({1}, {1}));
+}
+
+// The server answers it late, and goes on with the other.
+BARE_SCENE(a_lost_worker, 2, 1) {
+  const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+  StartPS(0, role, -1, true);
+  if (role == Node::SERVER)
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &data,
+                    KVServer<float> *server) {
+      static std::vector<KVMeta> of_the_lost;
+      if (Postoffice::IDtoRank(meta.sender) == 1) {
+        of_the_lost.push_back(meta);
+        return;
+      }
+      KVPairs<float> res;
+      res.vals = SArray<float>(2, static_cast<float>(of_the_lost.size()));
+      if (meta.cmd == 1) {
+        for (const KVMeta &m : of_the_lost)
+          server->Response(m, res);
+      }
+      server->Response(meta, res);
+      EXPECT_EQ(data.keys.size(), 2u);
+    });
+  if (role == Node::WORKER) {
+    KVWorker<float> kv(0, 0);
+    std::vector<float> got(2), size;
+    if (MyRank() == 1) {
+      kv.Push({1, 2}, {1, 1});
+      kv.Pull({3, 4}, &got);
+      kv.Pull({5, 6}, &size);
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      std::_Exit(0);
+    }
+    while (got[0] != 3)
+      kv.Wait(kv.Pull({1, 2}, &got));
+    try {
+      Postoffice::Get()->Barrier(0, kWorkerGroup); // until the other has gone
+    } catch (const fserver::PeerLostError &e) {
+      EXPECT_EQ(e.rank(), 1);
+    }
+    kv.Wait(kv.Pull({1, 2}, &got, nullptr, 1));
+    EXPECT_EQ(got[1], 3.f);
+  }
+  try {
+    Finalize(0, role, true);
+  } catch (const fserver::PeerLostError &) {
+  }
+}

@@ -1,0 +1,157 @@
+// How programs start and end.
+#include <atomic>
+#include <thread>
+
+#include "scenes.hpp"
+
+using namespace ps;
+
+int main(int argc, char **argv) { return run_scenes(argc, argv); }
+
+namespace {
+
+Node::Role own_role() { return GetRole(std::getenv("DMLC_ROLE")); }
+
+void push_and_pull(int instance) {
+  KVWorker<float> kv(0, 0, instance);
+  std::vector<float> got;
+  kv.Wait(kv.Push({1, kMaxKey}, {1, 2}));
+  kv.Wait(kv.Pull({1, kMaxKey}, &got));
+  EXPECT(got[0] >= 1 && got[1] >= 2); // others push at the same time
+}
+
+} // namespace
+
+BARE_SCENE(the_shortest_program, 2, 1) {
+  static int ended = 0;
+  Start(0);
+  EXPECT(Postoffice::Get()->van()->IsReady());
+  if (IsServer())
+    serve<float>(KVServerDefaultHandle<float>());
+  if (IsWorker())
+    push_and_pull(0);
+  RegisterExitCallback([] { ended++; });
+  if (IsScheduler())
+    EXPECT_EQ(Postoffice::Get()->van()->my_node().id, kScheduler);
+  else
+    EXPECT_EQ(Postoffice::Get()->van()->my_node().id,
+              IsWorker() ? 9 + 2 * MyRank() : 8);
+  Finalize(0, true);
+  EXPECT_EQ(ended, 1);
+  Finalize(0, true); // nothing
+  EXPECT_EQ(ended, 1);
+  EXPECT(!Postoffice::Get()->van()->IsReady());
+}
+
+// One process is worker and server.
+BARE_SCENE(joint, 2, 0) {
+  const Node::Role role =
+      own_role() == Node::SCHEDULER ? Node::SCHEDULER : Node::JOINT;
+  Environment::Init({{"DMLC_NUM_SERVER", "2"}});
+  StartPS(0, role, GetNodeRank(), true);
+  if (role == Node::JOINT) {
+    EXPECT(IsWorker());
+    EXPECT_EQ(Postoffice::GetServer()->my_rank(), GetNodeRank());
+    KVServer<float> server(0);
+    server.set_request_handle(KVServerDefaultHandle<float>());
+    push_and_pull(0);
+    Postoffice::Get()->Barrier(0, kWorkerGroup);
+    Finalize(0, role);
+    return;
+  }
+  Finalize(0, role);
+}
+
+// One process runs the whole group: two rails.
+BARE_SCENE(all_instances_of_a_group, 2, 1) {
+  Environment::Init({{"DMLC_GROUP_SIZE", "2"}});
+  StartPS(0, own_role(), -1, true);
+  if (IsScheduler())
+    return Finalize(0, own_role());
+  for (int i = 0; i < 2; i++) {
+    if (IsServer()) {
+      (new KVServer<float>(0, false, i))
+          ->set_request_handle(KVServerDefaultHandle<float>());
+      continue;
+    }
+    Postoffice *p = Postoffice::GetWorker(i);
+    EXPECT(p->my_rank() == GetNodeRank() && p->instance_idx() == i);
+    EXPECT_EQ(p->van()->my_node().id,
+              p->GroupWorkerRankToInstanceID(p->my_rank(), i));
+  }
+  if (IsWorker()) {
+    std::thread other([] { push_and_pull(1); });
+    push_and_pull(0);
+    other.join();
+  }
+  Finalize(0, own_role());
+}
+
+// Ranks that the program gives, and several customers: the last Finalize ends the node.
+BARE_SCENE(ranks_and_customers, 2, 1) {
+  const Node::Role role = own_role();
+  const int rank = role == Node::WORKER ? 1 - GetNodeRank() : -1;
+  StartPS(0, role, rank, true);
+  StartPS(1, role, rank, false);
+  if (role == Node::WORKER)
+    EXPECT(MyRank() == rank && Postoffice::Get()->preferred_rank() == rank);
+  if (role == Node::SERVER)
+    serve<float>(KVServerDefaultHandle<float>());
+  Finalize(0, role);
+  if (role == Node::WORKER)
+    push_and_pull(0);
+  Finalize(1, role);
+  EXPECT(!Postoffice::Get()->started());
+}
+
+// Barriers of some roles, and of one process of each group.
+SCENE(barriers, 2, 2) {
+  Postoffice *p = Postoffice::Get();
+  for (int i = 0; i < 3; i++) {
+    p->Barrier(0, p->is_worker() ? kWorkerGroup : kServerGroup);
+    p->Barrier(0, kWorkerGroup + kServerGroup + kScheduler);
+    p->DoBarrier(0, kWorkerGroup + kServerGroup, false);
+    p->Barrier(0, kScheduler); // which nobody waits for
+  }
+}
+
+// Requests that have not ended when the node is closed: Wait throws, callbacks are called, and kv ends.
+BARE_SCENE(closed_with_requests_under_way, 1, 1) {
+  StartPS(0, own_role(), -1, true);
+  if (IsWorker()) {
+    std::atomic<int> called{0};
+    KVWorker<float> kv(0, 0);
+    const int a = kv.Push({1}, {1}),
+              b = kv.Push({1}, {1}, {}, 0, [&] { called++; });
+    std::thread waits(
+        [&] { EXPECT_THROW(fserver::ClosedError, "", kv.Wait(a)); });
+    Finalize(0, own_role(), false);
+    waits.join();
+    EXPECT_THROW(fserver::ClosedError, "", kv.Wait(b));
+    EXPECT_EQ(called.load(), 1);
+    return;
+  }
+  if (IsServer()) // which answers nothing
+    serve<float>(
+        [](const KVMeta &, const KVPairs<float> &, KVServer<float> *) {});
+  try {
+    Finalize(0, own_role());
+  } catch (const fserver::PeerLostError &) { // the worker has just gone
+  }
+}
+
+// Those that end first wait for the others, however long these work: FSERVER_STOP_TIMEOUT is for leaving alone.
+BARE_SCENE(a_worker_that_takes_longer, 2, 1) {
+  Environment::Init({{"FSERVER_STOP_TIMEOUT", "0.2"}});
+  StartPS(0, own_role(), -1, true);
+  if (IsServer())
+    serve<float>(KVServerDefaultHandle<float>());
+  if (IsWorker() && MyRank() == 1) {
+    KVWorker<float> kv(0, 0);
+    for (int i = 0; i < 10; i++) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      kv.Wait(kv.Push({1}, {1}));
+    }
+  }
+  Finalize(0, own_role());
+}
