@@ -84,11 +84,11 @@ af: ext ## engine and extension (default)
 demo: ext ## serve a language model, split into attention and FFN, and compare
 	@$(BIN)/fserver demo $(ARGS)
 
-# go test runs twice: short, which holds the allocation gates, and whole with the race detector. Every
-# suite runs, also after a failure.
+# go test runs twice: whole with the race detector, and before that what cannot run with it: allocation gates, and
+# the model of rails. Every suite runs, also after a failure.
 test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	@status=0
-	$(GO) test -timeout 5m -short ./... || status=1
+	$(GO) test -timeout 5m -short -run 'Alloc|Model' ./... || status=1
 	$(GO) test -timeout 10m -race ./... || status=1
 	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n 2 || status=1
 	BIN=$(BIN) tools/cpp_tests.sh || status=1

@@ -3,8 +3,8 @@
 #
 #   tools/cpp_tests.sh [--matrix] [options of ctest]
 #
-# --matrix builds them with each of g++ and clang++ that is installed, as C++17 and C++20. Otherwise
-# CXX (g++) and C++17 are used. BIN names the folder of the Python that has fserver.
+# --matrix builds them with each of g++ and clang++ that is installed, as C++17 and C++20, and more of them with
+# AddressSanitizer. Otherwise CXX (g++) and C++17 are used. BIN names the folder of the Python that has fserver.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 BIN=${BIN:-.venv/bin}
@@ -24,7 +24,7 @@ tests() { # with one compiler and standard
   local build=build/cpp/${cxx##*/}-$standard
   echo "cpp: $cxx, C++$standard"
   cmake -S tests/cpp -B "$build" -Dfserver_DIR="$PWD/fserver/lib/cmake/fserver" -DPYTHON="$(realpath -s "$BIN")/python" -DTORCH="$torch" \
-    -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_CXX_STANDARD="$standard" >"$build.log" 2>&1 || {
+    -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_CXX_STANDARD="$standard" -DTHOROUGH="$matrix" >"$build.log" 2>&1 || {
     cat "$build.log"
     return 1
   }

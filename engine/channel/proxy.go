@@ -31,7 +31,7 @@ type Carrier interface {
 	Arrived() (here, more bool, err error)
 	// Lacks reports whether nothing of the next message of peer i is here.
 	Lacks(i int) bool
-	// Over reports whether nobody reads or writes the memory any more.
+	// Over reports whether nobody reads or writes the memory, until the next Send or Arrived.
 	Over() bool
 }
 
@@ -49,13 +49,15 @@ const (
 	ringing  = iota // until the stream has reached the message
 	sending         // until it is handed on
 	arriving        // until that of all peers is here
+	leaving         // until the memory of what was handed on is not read any more
 	telling         // the stream that
 )
 
-var orders = [...][4]uint8{
+// Only Sends has to wait for what leaves. In the other orders the peers' next part comes after they have what was sent.
+var orders = [...][]uint8{
 	Asks:    {ringing, sending, arriving, telling},
 	Answers: {arriving, telling, ringing, sending},
-	Sends:   {ringing, arriving, sending, telling},
+	Sends:   {ringing, arriving, sending, leaving, telling},
 }
 
 const (
@@ -75,7 +77,7 @@ type Proxy struct {
 	ch       *Channel
 	words    []atomic.Int64
 	carrier  Carrier
-	order    *[4]uint8
+	order    []uint8
 	patience time.Duration
 	at       int   // in order
 	number   int64 // of the message
@@ -88,7 +90,7 @@ type Proxy struct {
 // NewProxy makes the proxy of ch. words are ProxyWords zeros; patience is how long a stream waits
 // for one message.
 func NewProxy(ch *Channel, k Kind, words []atomic.Int64, c Carrier, patience time.Duration) *Proxy {
-	return &Proxy{ch: ch, words: words, carrier: c, order: &orders[k], patience: patience, number: 1}
+	return &Proxy{ch: ch, words: words, carrier: c, order: orders[k], patience: patience, number: 1}
 }
 
 // Of reports whether p is the proxy of ch.
@@ -150,6 +152,18 @@ func (p *Proxy) next(now int64) (over, more bool, err error) {
 			return false, false, nil
 		}
 		return false, false, p.late(now)
+	case leaving:
+		if p.carrier.Over() {
+			p.asked = 0
+			return true, false, nil
+		}
+		if !p.due(now) {
+			return false, false, nil
+		}
+		if err := p.ch.Err(); err != nil && !IsOver(err) {
+			return false, false, err
+		}
+		return false, false, p.overdue(now, "a message has not left")
 	default: // the data is there before the word: the store is a release
 		p.words[WordDone].Store(p.number)
 		return true, false, nil
@@ -178,12 +192,17 @@ func (p *Proxy) late(now int64) error {
 	case now-p.parted > afterwards:
 		return err
 	}
+	return p.overdue(now, "no message came")
+}
+
+// overdue is that the stream has waited for too long, or nil.
+func (p *Proxy) overdue(now int64, what string) error {
 	switch {
 	case p.words[WordAsked].Load() < p.number:
 	case p.asked == 0:
 		p.asked = now
 	case now-p.asked > int64(p.patience):
-		return &TimeoutError{fmt.Sprintf("channel: no message came within timeout_ms=%g, so the channel has ended (call close() on this channel, then open a new one on both sides)", float64(p.patience)/1e6)}
+		return &TimeoutError{fmt.Sprintf("channel: %s within timeout_ms=%g, so the channel has ended (call close() on this channel, then open a new one on both sides)", what, float64(p.patience)/1e6)}
 	}
 	return nil
 }

@@ -89,7 +89,13 @@ func TestProxySteps(t *testing.T) {
 				s.here = true
 				require.Equal(t, 2, p.Step(0))
 			} else {
-				require.Equal(t, 4, p.Step(0))
+				s.used = true
+				require.Equal(t, 3, p.Step(0))
+				require.Zero(t, p.Step(0), "the memory is read")
+				require.Equal(t, i+1, words[WordSent].Load())
+				require.Equal(t, i, words[WordDone].Load())
+				s.used = false
+				require.Equal(t, 2, p.Step(0))
 			}
 			require.Equal(t, i+1, words[WordDone].Load())
 			require.Equal(t, i+1, words[WordSent].Load())
@@ -155,9 +161,22 @@ func TestProxyWaits(t *testing.T) {
 	require.True(t, p.Ended())
 	require.True(t, IsOver(p.ch.Err()))
 
+	p, s, _, words = newScripted(t, Sends, 300*time.Millisecond)
+	s.here, s.used = true, true
+	words[WordRung].Store(1)
+	words[WordAsked].Store(1)
+	require.NoError(t, step(ms))
+	require.NoError(t, step(299*ms))
+	require.ErrorAs(t, step(2*ms), &late)
+	require.ErrorContains(t, late, "a message has not left within timeout_ms=300")
+
 	gone := errors.New("gone")
-	for _, k := range []Kind{Asks, Answers} { // one waits for its stream, one for its peer
-		p, _, cs, words = newScripted(t, k, time.Hour)
+	for _, k := range []Kind{Asks, Answers, Sends} { // one waits for its stream, one for its peer, one for its memory
+		p, s, cs, words = newScripted(t, k, time.Hour)
+		if k == Sends {
+			s.here, s.used = true, true
+			words[WordRung].Store(1)
+		}
 		step(ms)
 		cs.Lose(0, gone)
 		step(ms)

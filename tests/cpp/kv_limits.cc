@@ -65,15 +65,19 @@ SCENE(steady_requests_allocate_nothing, 1, 3) {
     for (int i = 0; i < n; i++)
       kv.Wait(open[i]);
   };
-  for (int i = 0; i < 200; i++)
-    all();
   const long before = allocated;
   std::make_unique<std::vector<int>>(); // the counter counts
   EXPECT_EQ(allocated - before, 1);
-  for (int i = 0; i < 500; i++)
+  // A record gets memory for large heads when a large request has it for the first time. When that is depends
+  // on when callbacks return, so the steady state may begin late.
+  int rounds = 0;
+  for (int quiet = 0; quiet < 500 && rounds < 5000; rounds++) {
+    const long last = allocated;
     all();
-  EXPECT_EQ(allocated - before, 1);
-  EXPECT_EQ(called.load(), 700);
+    quiet = allocated == last ? quiet + 1 : 0;
+  }
+  EXPECT(rounds < 5000);
+  EXPECT_EQ(called.load(), rounds);
   EXPECT_EQ(got[2999], 1.f);
 }
 

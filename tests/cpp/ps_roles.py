@@ -5,15 +5,24 @@ python ps_roles.py PROGRAM
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
 
 
+def free_port() -> int:
+    """A port that no process gets that asks for any, as a server may before the scheduler does."""
+    for port in random.sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("100 ports from 20000 to 32000 are in use")
+
+
 def main(program: str) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     env = {**os.environ, "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
     env |= {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port)}
     roles = [("scheduler", 0), ("server", 0), ("worker", 0), ("worker", 1)]

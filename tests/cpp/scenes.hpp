@@ -10,7 +10,9 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,17 +32,23 @@ inline std::vector<Scene> &scenes() {
   return all;
 }
 
-// A TCP port that is free now.
+// A free TCP port that no process gets that asks for any, as a server may before the scheduler does.
 inline int free_port() {
-  sockaddr_in a{};
-  a.sin_family = AF_INET;
-  a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t n = sizeof a;
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  EXPECT(bind(fd, reinterpret_cast<sockaddr *>(&a), n) == 0);
-  EXPECT(getsockname(fd, reinterpret_cast<sockaddr *>(&a), &n) == 0);
-  close(fd);
-  return ntohs(a.sin_port);
+  std::random_device random;
+  bool free = false;
+  int port = 0;
+  for (int tries = 0; !free && tries < 100; tries++) {
+    port = 20000 + static_cast<int>(random() % 12000);
+    sockaddr_in a{};
+    a.sin_family = AF_INET;
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    a.sin_port = htons(static_cast<std::uint16_t>(port));
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    free = bind(fd, reinterpret_cast<sockaddr *>(&a), sizeof a) == 0;
+    close(fd);
+  }
+  EXPECT(free);
+  return port;
 }
 
 inline pid_t start_process(const Scene &s, const char *role, int rank,
