@@ -136,9 +136,9 @@ int fs_push_pull(fs_node node, fs_channel channel, const uint64_t *stream,
                  const fs_tensor *push, size_t np, const fs_tensor *pull,
                  size_t nq, fs_ticket *out);
 
-// Worker: fs_push_pull with one server of the rail alone, 0 to servers - 1 of fs_info; all nq pull
-// tensors are its. Such a request is in no batch: the server takes it with FS_UNICASTS. It waits for
-// those before it that push a key of it, until they are answered, and passes up to 64 others that wait.
+// Worker: fs_push_pull with one server of the rail alone: 0 to servers - 1 of fs_info. All nq pull
+// tensors are for that server. The request is in no batch: the server takes it with FS_UNICASTS. It
+// waits until earlier requests that push one of its keys are answered. It passes up to 64 others that wait.
 int fs_push_pull_to(fs_node node, int32_t server, const uint64_t *stream,
                     const fs_tensor *push, size_t np, const fs_tensor *pull,
                     size_t nq, fs_ticket *out);
@@ -164,7 +164,8 @@ int fs_waits_for(fs_node node, fs_ticket ticket, fs_pending *out);
 // Server: takes one request of each worker group of the rail; with least above 0,
 // of each that has one, when at least so many have. With a channel (0: none), it takes
 // the requests on that, and least must be 0. With FS_UNICASTS in flags, one of each worker
-// that has sent one by fs_push_pull_to, when any has; channel and least must be 0. Waits at most slice_ns (then -EAGAIN). Fills buf, an array of cap 64-bit words:
+// that has sent one by fs_push_pull_to, when any has; channel and least must be 0. Waits at
+// most slice_ns (then -EAGAIN). Fills buf, an array of cap 64-bit words:
 //
 //  n
 //  n times: handler, worker rank, np, nq,

@@ -7,7 +7,7 @@ type Pending struct {
 	Rank   int    // of the server
 	Key    uint64 // the first key that it pushes, or pulls if it pushes none
 	Sent   bool   // the server has it and has not answered
-	Behind uint64 // else, the one before it that it waits for: the first that was not sent, of unicasts the first with a key of it, or the one that pushed a key of it; 0: none
+	Behind uint64 // else, the one before it that it waits for: the first that was not sent, of unicasts the first with one of its keys, or the one that pushed such a key; 0: none
 }
 
 // Waits returns what a push_pull that is under way waits for, at the first server that has

@@ -1,10 +1,10 @@
 package exchange
 
 // A unicast is a push_pull with one server alone. It is in no batch, so nothing pairs it with what other
-// workers push, and it keeps no order but that of its keys: one that has to wait, for the credit of a key
-// or for its point, holds up only those behind it that push a key of it.
+// workers push. Only unicasts that push the same key keep their order. A unicast may have to wait for the
+// credit of a key, or for its point. Then those behind it that push one of its keys wait too, and others pass.
 
-// onUnicasts is what unicasts have for the name of a channel. No channel has it: those have printable names.
+// onUnicasts stands for the name of a channel in unicasts. The name of a channel is printable, so none has it.
 const onUnicasts = "\x00"
 
 // place is a server of a unicast, as its index plus 1; the zero value is none.
@@ -14,8 +14,8 @@ const nowhere place = 0
 
 func (p place) index() int { return int(p) - 1 }
 
-// To makes t a unicast to a server, which is an index as that of the pull tensors of a push_pull. All its pull
-// tensors are for that server.
+// To makes t a unicast to the server with an index, from 0 in the order of the groups. All pull tensors of t
+// are for that server.
 func (t *Ticket) To(server int) {
 	t.on, t.only = onUnicasts, place(server+1)
 }
@@ -23,8 +23,8 @@ func (t *Ticket) To(server int) {
 // goesTo reports whether server i is to answer t.
 func (t *Ticket) goesTo(i int) bool { return t.only == nowhere || t.only.index() == i }
 
-// overtakeMost bounds how many unicasts that wait are passed by others, so that a look at all takes a
-// few microseconds. Those behind them wait for them, whatever their keys.
+// overtakeMost is how many waiting unicasts the others may pass, so that one scan takes a few
+// microseconds. A unicast further back waits, whatever its keys.
 const overtakeMost = 64
 
 // unicast is proceed for unicasts.

@@ -93,8 +93,8 @@ func (n *Node) PushPull(t *Ticket) error {
 	return nil
 }
 
-// PushPullTo is PushPull with one server alone, which is an index as that of the pull tensors of a
-// push_pull, in the order of the groups. At the server TakeUnicasts gives it.
+// PushPullTo is PushPull with one server alone, from 0 in the order of the groups. At the server
+// TakeUnicasts gives the request.
 func (n *Node) PushPullTo(server int, t *Ticket) error {
 	t.To(server)
 	return n.PushPull(t)

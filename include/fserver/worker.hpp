@@ -52,7 +52,7 @@ public:
   }
 
   // push_pull with one server of the rail, 0 to servers() - 1: all pull tensors are for it. The server
-  // takes such a request with get_unicasts. Requests keep no order but that of the keys that they push.
+  // takes such a request with get_unicasts. Only requests that push the same key keep their order.
   Handle push_pull_to(int server, Tensors push, Tensors pull,
                       std::optional<Stream> after = std::nullopt) {
     State &s = enter_connected("push_pull_to");
