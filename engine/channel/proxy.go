@@ -132,10 +132,7 @@ func (p *Proxy) next(now int64) (over, more bool, err error) {
 		if !p.due(now) {
 			return false, false, nil
 		}
-		if err := p.ch.Err(); !IsOver(err) { // of a peer that has closed, the next wait learns
-			return false, false, err
-		}
-		return false, false, nil
+		return false, false, p.broken()
 	case sending:
 		sent, err := p.carrier.Send()
 		if sent {
@@ -160,7 +157,7 @@ func (p *Proxy) next(now int64) (over, more bool, err error) {
 		if !p.due(now) {
 			return false, false, nil
 		}
-		if err := p.ch.Err(); err != nil && !IsOver(err) {
+		if err := p.broken(); err != nil {
 			return false, false, err
 		}
 		return false, false, p.overdue(now, "a message has not left")
@@ -193,6 +190,15 @@ func (p *Proxy) late(now int64) error {
 		return err
 	}
 	return p.overdue(now, "no message came")
+}
+
+// broken is why the channel has ended, or nil. That a peer has closed its side is for the next step that waits for
+// peers.
+func (p *Proxy) broken() error {
+	if err := p.ch.Err(); !IsOver(err) {
+		return err
+	}
+	return nil
 }
 
 // overdue is that the stream has waited for too long, or nil.
