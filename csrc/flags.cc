@@ -4,113 +4,20 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <mutex>
-#include <new>
 #include <thread>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "args.h"
 #include "driver.h"
 #include "error.h"
 #include "keeper.h"
+#include "kernels.h"
 #include "process.h"
 #include "tensor.h"
 
 namespace fserver {
 namespace {
 
-// Release and acquire at system scope: what was written before the flag, by this
-// GPU, is seen by whoever has seen the flag, also the CPU or another GPU.
-constexpr char kCode[] = R"(
-.version 6.4
-.target sm_70
-.address_size 64
-
-.visible .entry fs_write_flag(.param .u64 flag, .param .u64 seq)
-{
-  .reg .b64 %rd<4>;
-  ld.param.u64 %rd1, [flag];
-  ld.param.u64 %rd2, [seq];
-  ld.relaxed.sys.u64 %rd3, [%rd2];
-  st.release.sys.u64 [%rd1], %rd3;
-  ret;
-}
-
-.visible .entry fs_wait_flag(.param .u64 flag, .param .u64 seq, .param .u64 page, .param .u64 since, .param .u64 patience)
-{
-  .reg .b64 %rd<10>;
-  .reg .b32 %r<3>;
-  .reg .pred %p;
-  ld.param.u64 %rd1, [flag];
-  ld.param.u64 %rd2, [seq];
-  ld.param.u64 %rd5, [page];
-  ld.relaxed.sys.s64 %rd3, [%rd2];
-  mov.u64 %rd8, 0;
-  mov.u32 %r1, 0;
-again:
-  ld.acquire.sys.s64 %rd4, [%rd1];
-  setp.ge.s64 %p, %rd4, %rd3;
-  @%p bra over;
-  add.u32 %r1, %r1, 1;
-  and.b32 %r2, %r1, 1023;
-  setp.ne.u32 %p, %r2, 0;
-  @%p bra nap;
-  ld.relaxed.sys.u64 %rd6, [%rd5];
-  ld.param.u64 %rd7, [since];
-  setp.eq.s64 %p, %rd7, -1;
-  @%p ld.relaxed.sys.u64 %rd7, [%rd5+8];
-  setp.ne.u64 %p, %rd6, %rd7;
-  @%p bra over;
-  ld.param.u64 %rd7, [patience];
-  setp.eq.u64 %p, %rd7, 0;
-  @%p bra nap;
-  mov.u64 %rd9, %globaltimer;
-  setp.eq.u64 %p, %rd8, 0;
-  @%p mov.u64 %rd8, %rd9;
-  sub.u64 %rd9, %rd9, %rd8;
-  setp.lt.u64 %p, %rd9, %rd7;
-  @%p bra nap;
-  mov.u64 %rd9, 1;
-  st.relaxed.sys.u64 [%rd5+16], %rd9;
-  bra over;
-nap:
-  nanosleep.u32 64;
-  bra again;
-over:
-  ret;
-}
-
-.visible .entry fs_seq_add_one(.param .u64 seq)
-{
-  .reg .b64 %rd<4>;
-  ld.param.u64 %rd1, [seq];
-  ld.relaxed.sys.u64 %rd2, [%rd1];
-  add.s64 %rd3, %rd2, 1;
-  st.relaxed.sys.u64 [%rd1], %rd3;
-  ret;
-}
-)";
-
-constexpr const char *kNames[] = {"fs_write_flag", "fs_wait_flag",
-                                  "fs_seq_add_one"};
-enum { kWrite, kWait, kAdd };
-
-struct Kernels {
-  cs_function function[3];
-};
-
-std::mutex mutex; // guards what follows; no call of the driver is made under it
-std::unordered_map<int, Kernels> loaded; // by device
-
-// What a kernel that waits looks at now and then, in pinned memory.
-struct Page {
-  volatile uint64_t ended; // counts the times that all waits were to end
-  volatile uint64_t
-      before; // those of them that a captured wait is not to end for
-  volatile uint64_t late; // a wait has lasted for its time
-};
-std::atomic<Page *> page{nullptr};
 std::atomic<int64_t> ended_at{0}; // nanoseconds
 
 // A wait asks within so long whether it is to end: nanoseconds.
@@ -119,70 +26,17 @@ constexpr int64_t kAsks = 20'000'000;
 // The interpreter is ending, and nothing waits any more.
 constexpr uint64_t kForGood = ~uint64_t{0} - 1;
 
-// since, of a wait that is captured: it looks at `before`.
-constexpr uint64_t kCaptured = ~uint64_t{0};
-
 [[noreturn]] void fail(const char *call, const Tried &tried) {
   char text[160];
   cs_cuda_text(tried.rc(), text, sizeof text);
   raise(Kind::kError, "%s: %s: %s", call, tried.what(), text);
 }
 
-// What follows, up to launch, is called without the GIL.
-
-// A kernel of a device, which is current. Loading is allowed while a stream
-// is being captured: it is no work of the stream's. Asking for an attribute loads a
-// kernel. At its first launch it would be too late: fs_wait_flag may be running then,
-// for which the driver waits.
-cs_function kernel(int device, int which, Tried *tried) {
-  {
-    const std::lock_guard<std::mutex> locked(mutex);
-    const auto it = loaded.find(device);
-    if (it != loaded.end())
-      return it->second.function[which];
-  }
-  static const char *const what = "load the kernels for flags";
-  Kernels k{};
-  cs_module module = nullptr;
-  int registers;
-  bool ok = tried->ok(what, cs_cu.ModuleLoadData(&module, kCode));
-  for (int i = 0; i < 3; i++)
-    ok = ok &&
-         tried->ok(what, cs_cu.ModuleGetFunction(&k.function[i], module,
-                                                 kNames[i])) &&
-         tried->ok(what, cs_cu.FuncGetAttribute(&registers, CS_FUNC_NUM_REGS,
-                                                k.function[i]));
-  if (!ok)
-    return nullptr;
-  const std::lock_guard<std::mutex> locked(mutex);
-  return loaded.emplace(device, k).first->second.function[which];
-}
-
-// Where the GPU that is current finds memory of the host.
-uint64_t seen(void *host, Tried *tried) {
-  cs_ptr address = 0;
-  tried->ok("get the GPU address of a pinned tensor",
-            cs_cu.MemHostGetDevicePointer(&address, host, 0));
-  return address;
-}
+// What follows, up to enqueue, is called without the GIL.
 
 uint64_t seen(const Counter &c, Tried *tried) {
   return c.device >= 0 ? c.address
                        : seen(reinterpret_cast<void *>(c.address), tried);
-}
-
-// The page, made if there is none. Of two that are made at once, one stays unused.
-Page *the_page(Tried *tried) {
-  if (Page *p = page.load())
-    return p;
-  void *made = nullptr;
-  if (!tried->ok("allocate pinned memory",
-                 cs_cu.MemHostAlloc(&made, sizeof(Page),
-                                    CS_HOST_PORTABLE | CS_HOST_DEVICEMAP)))
-    return nullptr;
-  auto *p = new (made) Page{};
-  Page *none = nullptr;
-  return page.compare_exchange_strong(none, p) ? p : none;
 }
 
 // What the kernel of a wait is given beside the flag and the number.
@@ -190,8 +44,8 @@ struct Wait {
   int64_t limit; // nanoseconds; 0: none
 };
 
-bool enqueue(int device, int which, const Counter *counters, size_t n,
-             const Wait *wait, Kept *kept, Tried *tried) {
+bool enqueue(int device, Kernel which, const Counter *counters, size_t n,
+             const Wait *wait, Kept kept, Tried *tried) {
   const OnDevice guard(device);
   const Relaxed relaxed;
   const auto stream = reinterpret_cast<cs_stream>(guard.stream());
@@ -203,21 +57,15 @@ bool enqueue(int device, int which, const Counter *counters, size_t n,
   if (wait && tried->good()) {
     if (Page *p = the_page(tried)) {
       values[2] = seen(p, tried);
-      values[3] = capturing(stream) ? kCaptured : p->ended;
+      values[3] = since(p, capturing(stream));
       values[4] = static_cast<uint64_t>(wait->limit);
     }
   }
   for (size_t i = 0; i < 5; i++)
     arguments[i] = &values[i];
-  cs_launch_config c{};
-  c.grid_x = c.grid_y = c.grid_z = c.block_x = c.block_y = c.block_z = 1;
-  c.stream = stream;
-  if (!tried->good() ||
-      !tried->ok("launch a kernel",
-                 cs_cu.LaunchKernelEx(&c, f, arguments, nullptr)))
+  if (!start(f, stream, 1, arguments, tried))
     return false;
-  if (kept)
-    keep(stream, std::move(*kept));
+  keep(stream, std::move(kept));
   return true;
 }
 
@@ -236,20 +84,6 @@ void release_seen(void *p) {
     fs_gpu_release(seen->device, 0);
 }
 
-// Has nothing given back that would keep others from the GPU until a wait for a flag is
-// over. Of memory that nobody has mapped, it is not known for how long.
-void hold(const char *call, PyObject *flag, const Counter &c, int device) {
-  static std::unordered_set<int> for_good; // guarded by the GIL
-  auto *seen = static_cast<Seen *>(adopted(flag, release_seen));
-  if (seen ? seen->holds.load()
-           : c.device >= 0 || !for_good.insert(device).second)
-    return;
-  if (seen)
-    seen->holds = true;
-  const int gpu = seen ? seen->device : device;
-  check(call, unlocked([&] { return fs_gpu_hold(gpu); }));
-}
-
 Kept both(Counter *counters, size_t n) {
   Kept kept;
   for (size_t i = 0; i < n; i++)
@@ -259,8 +93,8 @@ Kept both(Counter *counters, size_t n) {
 
 // Launches kernel which of one thread. The driver waits while the stream has no
 // room, for a flag that another Python thread may be about to set. wait: for the first
-// counter, which is in a tensor. kept: the caller keeps the memory.
-void launch(const char *call, int which, Counter *counters, size_t n, bool kept,
+// counter, which is in a tensor.
+void launch(const char *call, Kernel which, Counter *counters, size_t n,
             const Wait *wait = nullptr, PyObject *flag = nullptr) {
   int device = -1;
   for (size_t i = 0; i < n; i++) {
@@ -281,27 +115,37 @@ void launch(const char *call, int which, Counter *counters, size_t n, bool kept,
   open_driver(call);
   if (wait)
     hold(call, flag, counters[0], device);
-  Kept memory;
-  if (!kept)
-    memory = both(counters, n);
+  Kept memory = both(counters, n);
   Tried tried;
   if (!unlocked([&] {
-        return enqueue(device, which, counters, n, wait,
-                       kept ? nullptr : &memory, &tried);
+        return enqueue(device, which, counters, n, wait, std::move(memory),
+                       &tried);
       }))
     fail(call, tried);
 }
 
 } // namespace
 
-void write_flag(PyObject *flag, PyObject *seq, bool kept) {
+void hold(const char *call, PyObject *flag, const Counter &c, int device) {
+  static std::unordered_set<int> for_good; // guarded by the GIL
+  auto *seen = static_cast<Seen *>(adopted(flag, release_seen));
+  if (seen ? seen->holds.load()
+           : c.device >= 0 || !for_good.insert(device).second)
+    return;
+  if (seen)
+    seen->holds = true;
+  const int gpu = seen ? seen->device : device;
+  check(call, unlocked([&] { return fs_gpu_hold(gpu); }));
+}
+
+void write_flag(PyObject *flag, PyObject *seq) {
   enter("write_flag");
   Counter c[] = {read_counter(flag, {"write_flag", "flag"}),
                  read_counter(seq, {"write_flag", "seq"})};
-  launch("write_flag", kWrite, c, 2, kept);
+  launch("write_flag", Kernel::kWriteFlag, c, 2);
 }
 
-void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms, bool kept) {
+void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms) {
   enter("wait_flag");
   Counter c[] = {read_counter(flag, {"wait_flag", "flag"}),
                  read_counter(seq, {"wait_flag", "seq"})};
@@ -309,7 +153,7 @@ void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms, bool kept) {
   if (timeout_ms && timeout_ms != Py_None)
     wait.limit =
         std::max<int64_t>(1, read_ms(timeout_ms, {"wait_flag", "timeout_ms"}));
-  if (Page *p = page.load(); p && p->late) {
+  if (Page *p = page_there(); p && p->late) {
     p->late = 0;
     raise(Kind::kTimeout,
           "wait_flag: an earlier wait_flag lasted longer than its timeout_ms, "
@@ -317,23 +161,23 @@ void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms, bool kept) {
           "nothing (call it again to wait)");
   }
   waits_again();
-  launch("wait_flag", kWait, c, 2, kept, &wait, flag);
+  launch("wait_flag", Kernel::kWaitFlag, c, 2, &wait, flag);
 }
 
-void seq_add_one(PyObject *seq, bool kept) {
+void seq_add_one(PyObject *seq) {
   enter("seq_add_one");
   Counter c = read_counter(seq, {"seq_add_one", "seq"});
-  launch("seq_add_one", kAdd, &c, 1, kept);
+  launch("seq_add_one", Kernel::kSeqAddOne, &c, 1);
 }
 
 void end_waits(bool for_good) {
   ended_at = now_ns();
-  if (Page *p = page.load(); p && p->ended != kForGood)
+  if (Page *p = page_there(); p && p->ended != kForGood)
     p->ended = for_good ? kForGood : p->ended + 1;
 }
 
 void waits_again() {
-  Page *p = page.load();
+  Page *p = page_there();
   if (!p || p->before == p->ended || p->ended == kForGood)
     return;
   const int64_t left = ended_at + kAsks - now_ns();

@@ -3,18 +3,24 @@
 
 #include <Python.h>
 
+#include "tensor.h"
+
 namespace fserver {
+
+// Has nothing given back that would keep others from the GPU until a wait for a flag is
+// over. Of memory that nobody has mapped, it is not known for how long.
+void hold(const char *call, PyObject *flag, const Counter &c, int device);
 
 // Each enqueues one small kernel on the current stream of its device, and can be
 // captured into a CUDA graph. The tensors are one int64 each, on a GPU or in
 // pinned host memory, at least one of them on a GPU. Their memory is kept until the stream
-// has passed, or, of a captured stream, as long as the graph; kept: the caller does that.
-void write_flag(PyObject *flag, PyObject *seq, bool kept);
-void seq_add_one(PyObject *seq, bool kept);
+// has passed, or, of a captured stream, as long as the graph.
+void write_flag(PyObject *flag, PyObject *seq);
+void seq_add_one(PyObject *seq);
 
 // Until *flag >= *seq, or end_waits(), or for timeout_ms, which may be None or nullptr; the
 // call after a wait that has lasted for so long raises that.
-void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms, bool kept);
+void wait_flag(PyObject *flag, PyObject *seq, PyObject *timeout_ms);
 
 // Has all waits of streams for flags end: those that are enqueued now, and those of graphs
 // until waits_again(), or for good. It calls no driver.

@@ -1,4 +1,4 @@
-// Registers what stream channels use: Lane, Mark, and functions about GPUs.
+// Registers what stream channels use: Lane, HostCall, Mark, and functions about GPUs.
 
 #include "bind.h"
 
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "args.h"
+#include "host_call.h"
 #include "lane.h"
 #include "mark.h"
 
@@ -132,10 +133,24 @@ void define_lanes(py::module_ &m) {
   py::class_<Mark>(m, "Mark", py::module_local(),
                    "How far a stream of a GPU is.")
       .def(py::init<int>(), py::arg("device"))
-      .def("capturing", &Mark::capturing)
-      .def("elsewhere", &Mark::elsewhere)
-      .def("record", &Mark::record)
       .def("passed", &Mark::passed);
+  py::class_<HostCall>(m, "HostCall", py::module_local(),
+                       "What one call of a channel enqueues whose messages the "
+                       "engine carries.")
+      .def(py::init<Mark &, int, std::string>(), py::keep_alive<1, 2>(),
+           py::arg("mark"), py::arg("device"), py::arg("call"))
+      .def("ring", [](HostCall &c, py::handle count, py::handle flag,
+                      bool last) { c.ring(count.ptr(), flag.ptr(), last); })
+      .def("wait",
+           [](HostCall &c, py::handle count, uint64_t add, py::handle asked,
+              py::handle done) {
+             c.wait(count.ptr(), add, asked.ptr(), done.ptr());
+           })
+      .def("copy", [](HostCall &c, py::handle to,
+                      py::handle from) { c.copy(to.ptr(), from.ptr()); })
+      .def("run", [](HostCall &c, py::handle bytes) {
+        return static_cast<int>(c.run(bytes.ptr()));
+      });
   m.def("synchronize", &synchronize, py::arg("device"),
         "Waits for all that a GPU has to do.");
   m.def("settle", &settle, py::arg("device"),

@@ -29,44 +29,28 @@ Mark::~Mark() {
     });
 }
 
-bool Mark::capturing() {
-  return unlocked([&] {
-    return fserver::capturing(static_cast<cs_stream>(native_stream(device_)));
-  });
+bool Mark::elsewhere(cs_stream s) const {
+  return used_ && s != stream_ && cs_cu.EventQuery(event_) == CS_CU_NOT_READY;
 }
 
-cs_result Mark::query() const {
-  const OnDevice guard(device_);
-  const Relaxed relaxed;
-  return cs_cu.EventQuery(event_);
-}
-
-bool Mark::elsewhere() {
-  return used_ && unlocked([&] {
-           return native_stream(device_) != stream_ &&
-                  query() == CS_CU_NOT_READY;
-         });
-}
-
-void Mark::record() {
-  const cs_result rc = unlocked([&] {
-    const OnDevice guard(device_);
-    const Relaxed relaxed;
-    cs_result done = event_
-                         ? CS_CU_SUCCESS
-                         : cs_cu.EventCreate(&event_, CS_EVENT_DISABLE_TIMING);
-    stream_ = static_cast<cs_stream>(native_stream(device_));
-    if (done == CS_CU_SUCCESS)
-      done = cs_cu.EventRecord(event_, stream_);
-    return done;
-  });
-  if (rc != CS_CU_SUCCESS)
-    fail("record an event", rc);
-  used_ = true;
+cs_result Mark::record(cs_stream s) {
+  cs_result rc = event_ ? CS_CU_SUCCESS
+                        : cs_cu.EventCreate(&event_, CS_EVENT_DISABLE_TIMING);
+  if (rc == CS_CU_SUCCESS)
+    rc = cs_cu.EventRecord(event_, s);
+  if (rc == CS_CU_SUCCESS) {
+    stream_ = s;
+    used_ = true;
+  }
+  return rc;
 }
 
 bool Mark::passed() {
-  return !used_ || unlocked([&] { return query(); }) != CS_CU_NOT_READY;
+  return !used_ || unlocked([&] {
+                     const OnDevice guard(device_);
+                     const Relaxed relaxed;
+                     return cs_cu.EventQuery(event_);
+                   }) != CS_CU_NOT_READY;
 }
 
 void synchronize(int device) {

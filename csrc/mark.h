@@ -7,9 +7,7 @@
 
 namespace fserver {
 
-// What is enqueued on a stream. All methods are called with the GIL, and call the driver
-// without: torch's own events keep all other threads from running where the driver waits
-// for the GPU.
+// What is enqueued on a stream.
 class Mark {
 public:
   explicit Mark(int device) : device_(device) { open_driver("channel"); }
@@ -17,14 +15,16 @@ public:
   Mark(const Mark &) = delete;
   Mark &operator=(const Mark &) = delete;
 
-  // Whether the current stream of the GPU is being captured into a graph.
-  bool capturing();
-  // Whether the mark is on another stream than that, which has not passed it.
-  bool elsewhere();
-  // Puts the mark behind all that is on the current stream now.
-  void record();
-  // Whether the stream has passed the mark; true if there has been none.
+  // Whether the stream has passed the mark; true if there has been none. It is called with the
+  // GIL, and calls the driver without: torch's own events keep all other threads from running
+  // where the driver waits for the GPU.
   bool passed();
+
+  // Without the GIL, on its GPU:
+  // Whether the mark is on another stream, which has not passed it.
+  bool elsewhere(cs_stream s) const;
+  // Puts the mark behind all that is on a stream now.
+  cs_result record(cs_stream s);
 
 private:
   cs_result query() const; // without the GIL

@@ -323,24 +323,20 @@ void define(py::module_ &m) {
       py::arg("bytes"), "A tensor of uint8 in shared memory.");
   m.def(
       "write_flag",
-      [](py::handle flag, py::handle seq, bool kept) {
-        write_flag(flag.ptr(), seq.ptr(), kept);
+      [](py::handle flag, py::handle seq) {
+        write_flag(flag.ptr(), seq.ptr());
       },
-      py::arg("flag"), py::arg("seq"), py::arg("kept") = false,
-      "Writes seq to flag on the stream. kept: the caller keeps both until it "
-      "has.");
+      py::arg("flag"), py::arg("seq"), "Writes seq to flag on the stream.");
   m.def(
       "wait_flag",
-      [](py::handle flag, py::handle seq, py::handle timeout_ms, bool kept) {
-        wait_flag(flag.ptr(), seq.ptr(), timeout_ms.ptr(), kept);
+      [](py::handle flag, py::handle seq, py::handle timeout_ms) {
+        wait_flag(flag.ptr(), seq.ptr(), timeout_ms.ptr());
       },
       py::arg("flag"), py::arg("seq"), py::arg("timeout_ms") = py::none(),
-      py::arg("kept") = false, "The stream waits until flag >= seq.");
+      "The stream waits until flag >= seq.");
   m.def(
-      "seq_add_one",
-      [](py::handle seq, bool kept) { seq_add_one(seq.ptr(), kept); },
-      py::arg("seq"), py::arg("kept") = false,
-      "Adds one to seq on the stream.");
+      "seq_add_one", [](py::handle seq) { seq_add_one(seq.ptr()); },
+      py::arg("seq"), "Adds one to seq on the stream.");
   m.def(
       "wait_value",
       [](py::handle flag, py::handle value) {

@@ -17,12 +17,9 @@ type streams struct {
 	stirred atomic.Int64 // when one of them has done something; nanoseconds
 }
 
-// How long after a stream has done something somebody looks all the time, and how long a sleeper sleeps
-// between looks at most after that: a sixteenth of the time since.
-const (
-	lookAllTheTime = 100 * time.Microsecond
-	lookAtLast     = time.Millisecond
-)
+// After a stream has done something, somebody looks all the time for as long as a caller would poll. Then a
+// sleeper sleeps between looks for a sixteenth of the time since, and at most so long.
+const lookAtLast = time.Millisecond
 
 // Streams adds to the number of streams whose words Pass looks at.
 func (s *streams) Streams(more int32) { s.running.Add(more) }
@@ -30,13 +27,17 @@ func (s *streams) Streams(more int32) { s.running.Add(more) }
 // Stirred says that such a stream has done something.
 func (s *streams) Stirred(now int64) { s.stirred.Store(now) }
 
-// lull is how long a sleeper may sleep before somebody looks at the words; 0: not at all.
-func (s *streams) lull() time.Duration {
+// idle is for how long no stream has done anything.
+func (s *streams) idle() time.Duration { return time.Duration(trace.Now() - s.stirred.Load()) }
+
+// lull is how long a sleeper may sleep before somebody looks at the words; 0: not at all. spin is how long a
+// caller polls.
+func (s *streams) lull(spin time.Duration) time.Duration {
 	if s.running.Load() == 0 {
 		return math.MaxInt64
 	}
-	idle := time.Duration(trace.Now() - s.stirred.Load())
-	if idle < lookAllTheTime {
+	idle := s.idle()
+	if idle < spin {
 		return 0
 	}
 	return min(idle/16, lookAtLast)
@@ -47,7 +48,7 @@ const heldEvery = 50 * time.Microsecond
 
 // lull is how long a sleeper may sleep before he looks at the words of streams.
 func (d *Driver) lull() time.Duration {
-	lull := min(d.longest, d.streams.lull())
+	lull := min(d.longest, d.streams.lull(d.settings.Spin))
 	if d.work.Held() {
 		lull = min(lull, heldEvery)
 	}

@@ -84,8 +84,10 @@ func yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
 // rest sleeps until there may be something to do, at most for limit. True means
 // that a signal came.
 func (d *Driver) rest(met func() bool, limit time.Duration) (interrupted bool) {
-	if d.streams.lull() == 0 {
-		yield()
+	if d.streams.lull(d.settings.Spin) == 0 {
+		if d.streams.idle() >= d.settings.Yield {
+			yield()
+		}
 		return false
 	}
 	d.sleeps.Add(1)

@@ -209,6 +209,11 @@ func TestLull(t *testing.T) {
 	require.GreaterOrEqual(t, d.lull(), 500*time.Microsecond)
 	d.Stirred(trace.Now() + int64(time.Hour))
 	require.Zero(t, d.lull())
+	d.settings.Spin = 20 * time.Millisecond
+	d.Stirred(trace.Now() - int64(time.Millisecond))
+	require.Zero(t, d.lull(), "a caller would poll")
+	d.Stirred(trace.Now() - int64(time.Hour))
+	require.Equal(t, lookAtLast, d.lull())
 	d.Streams(-1)
 	require.Equal(t, time.Hour, d.lull())
 }

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fserver import _loader
 from fserver.channel.cpu import Side, check_rows, part, rows_of
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 _WORDS = 16
 _RUNG, _ASKED, _DONE, _SENT, _OVER = 0, 1, 8, 9, 10
 _NEVER = 2**63 - 1  # done, when the channel has ended
+
+# Of HostCall.run: the stream is captured; nothing is enqueued, as another stream has not passed.
+_CAPTURED, _ELSEWHERE = 1, 2
+
+
+class Call(Protocol):
+    """Enqueues what a call of a channel does, with so many bytes of each copy; None: all."""
+
+    def __call__(self, sizes: Sequence[int] | None = None) -> None: ...
+
 
 # How long close() waits for what is beyond a time-out of the channel.
 _PARTING_S = 2.0
@@ -46,7 +56,7 @@ class Gpu:
 
         self._torch, self.device = torch, device
         self._extension = _loader.load()
-        self._mark = self._extension.Mark(device.index)  # behind what was enqueued last
+        self._mark = self._extension.Mark(device.index)  # behind what was enqueued last, by calls
         self._captured = False
 
     def host(self, like: Tensor) -> Tensor:
@@ -73,36 +83,53 @@ class Gpu:
         """Waits for what has filled the memory."""
         self._extension.settle(self.device.index)
 
-    @contextlib.contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """Around what is enqueued for one call."""
-        with self._torch.cuda.device(self.device):
-            capturing = self._mark.capturing()
-            if not capturing and self._mark.elsewhere():
+    def call(
+        self,
+        name: str,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+        ring: tuple[Tensor, Tensor] | None = None,
+        wait: tuple[Tensor, int, Tensor, Tensor] | None = None,
+        ring_first: bool = False,
+    ) -> Call:
+        """Makes one call of a channel, which enqueues a wait, copies and a ring in this order.
+
+        Args:
+            name: of the call, for errors.
+            copies: to, from; each on the GPU, or what flag() has given.
+            ring: count, flag. The stream adds one to count and shows the number in flag.
+            wait: count, add, asked, done. The stream adds to count, shows the number in asked,
+                and waits until done is that.
+            ring_first: the ring comes before the wait.
+        """
+        made = self._host_call(name)
+        if ring:
+            made.ring(*ring, not ring_first)
+        if wait:
+            made.wait(*wait)
+        for to, what in copies:
+            made.copy(to, what)
+
+        def run(sizes: Sequence[int] | None = None) -> None:
+            how = made.run(sizes)
+            if how == _ELSEWHERE:
                 raise ConfigError(
                     f"{name}: the channel is still in use on another stream (synchronize that "
                     "stream first, or open a channel for each stream)"
                 )
-            yield
-            if capturing:
+            if how == _CAPTURED:
                 self._captured = True
-            else:
-                self._mark.record()
 
-    def copy(self, to: Tensor, what: Tensor) -> None:
-        to.copy_(what, non_blocking=True)
+        return run
 
-    def fill(self, word: Tensor, value: int) -> None:
-        word.fill_(value)
+    def _host_call(self, name: str) -> Any:
+        return self._extension.HostCall(self._mark, self.device.index, name)
 
-    def count(self, counter: Tensor) -> None:
-        self._extension.seq_add_one(counter, kept=True)  # all by the side, until it is idle
-
-    def show(self, flag: Tensor, counter: Tensor) -> None:
-        self._extension.write_flag(flag, counter, kept=True)
-
-    def wait(self, flag: Tensor, counter: Tensor) -> None:
-        self._extension.wait_flag(flag, counter, kept=True)
+    def numbers(self, to: Tensor, through: Tensor, values: Sequence[int]) -> None:
+        """Enqueues that pinned memory gets values, through memory of the GPU."""
+        with self._torch.cuda.device(self.device):
+            for i, value in enumerate(values):
+                through[i : i + 1].fill_(value)
+            to.copy_(through, non_blocking=True)
 
     def idle(self) -> bool:
         """Whether all is over that was enqueued outside of graphs."""
@@ -165,8 +192,6 @@ class StreamSide(Side):
         self._out_host = [gpu.host(t) for t in self._out]
         self._in_host = [gpu.host(t) for t in self._in]
         self._words = gpu.host(torch.zeros(_WORDS, dtype=torch.int64))
-        self._flags = [gpu.flag(self._words[i : i + 1]) for i in (_RUNG, _DONE, _ASKED)]
-        self._rung, self._waited = gpu.zeros(1), gpu.zeros(1)
         self._all = [rows_of(t) for t in self._out]
         self._told = gpu.zeros(len(self._all))
         self._rows_out = self._numbers(len(self._out))
@@ -174,8 +199,9 @@ class StreamSide(Side):
         self._rows_in = self._numbers(len(self._in))
         self._short = False  # the last message told its rows
         each = len(self._in) // peers
-        self._counts = [self._rows_in[i * each : (i + 1) * each] for i in range(peers)]
-        self._rows = [gpu.zeros(each) for _ in self._counts]
+        rows = gpu.zeros(len(self._in))
+        self._rows = [rows[i * each : (i + 1) * each] for i in range(peers)]
+        self._free, self._send, self._recv = self._calls(rows)
         gpu.settle()
         if worker:
             ours = (self._out_host, list(out_keys))
@@ -205,47 +231,44 @@ class StreamSide(Side):
 
     # What the streams do
 
+    def _calls(self, rows: Tensor) -> tuple[Call, Call, Call]:
+        """What waits until the memory of a message is free, send() and recv()."""
+        gpu, worker = self._gpu, self._worker
+        rung, done, asked = (gpu.flag(self._words[i : i + 1]) for i in (_RUNG, _DONE, _ASKED))
+        sent, waited = gpu.zeros(1), gpu.zeros(1)
+        ring = (sent, rung)
+        # With nothing that comes, nothing else says that the memory is free.
+        free = None if self._in else (sent, 0, asked, done)
+        out = [(gpu.flag(host), t) for t, host in zip(self._out, self._out_host, strict=True)]
+        into = [(t, gpu.flag(host)) for t, host in zip(self._in, self._in_host, strict=True)]
+        into.append((rows, gpu.flag(self._rows_in)))
+        return (
+            gpu.call("send", wait=free),
+            gpu.call("send", wait=free, copies=out, ring=ring),
+            gpu.call(
+                "recv",
+                ring=None if self._out else ring,
+                wait=(waited, 1, asked, done),
+                copies=into,
+                ring_first=worker,
+            ),
+        )
+
     def send(self, rows: Sequence[int] | None = None) -> None:
         counts = check_rows(rows, self._out)
         self.check_error()
-        gpu = self._gpu
-        with gpu.call("send"):
-            if not self._in:  # nothing else says that the memory is free
-                self._await(self._rung)
-            for t, host, n in zip(self._out, self._out_host, counts, strict=True):
-                if part(t, n).numel():
-                    gpu.copy(part(host, n), part(t, n))
-            if self._short or counts != self._all:
-                for i, n in enumerate(counts):
-                    gpu.fill(self._told[i : i + 1], n)
-                gpu.copy(self._rows_out, self._told)
-                self._short = counts != self._all
-            self._ring_bell()
+        whole = counts == self._all
+        if self._short or not whole:
+            self._free()
+            self._gpu.numbers(self._rows_out, self._told, counts)
+            self._short = not whole
+        self._send(
+            None if whole else [part(t, n).nbytes for t, n in zip(self._out, counts, strict=True)]
+        )
 
     def recv(self) -> None:
         self.check_error()
-        gpu = self._gpu
-        with gpu.call("recv"):
-            if self._worker and not self._out:
-                self._ring_bell()
-            gpu.count(self._waited)
-            self._await(self._waited)
-            for t, host in zip(self._in, self._in_host, strict=True):
-                if t.numel():
-                    gpu.copy(t, host)
-            for rows, counts in zip(self._rows, self._counts, strict=True):
-                if rows.numel():
-                    gpu.copy(rows, counts)
-            if not self._worker and not self._out:
-                self._ring_bell()
-
-    def _ring_bell(self) -> None:
-        self._gpu.count(self._rung)
-        self._gpu.show(self._flags[0], self._rung)
-
-    def _await(self, number: Tensor) -> None:
-        self._gpu.show(self._flags[2], number)
-        self._gpu.wait(self._flags[1], number)
+        self._recv()
 
     # The end
 
@@ -268,7 +291,8 @@ class StreamSide(Side):
     def _forget(self) -> None:
         """Lets go of what the stream has used: who keeps an error of a call, keeps its frames, and
         so this side."""
-        self._out, self._in, self._out_host, self._in_host, self._flags = [], [], [], [], []
+        self._out, self._in, self._out_host, self._in_host = [], [], [], []
+        del self._free, self._send, self._recv
 
 
 def _with_counts(

@@ -41,8 +41,9 @@ int fail_launch;    /* so many launches: the capture is invalid */
 int fail_launch_at; /* the launch of this number, from 1 on */
 int foreign;        /* memory that did not come from here: no handle names it */
 int no_access;      /* from one GPU to another */
-int missed;         /* segments that a kernel would have waited for */
+int missed; /* segments, or words, that a kernel would have waited for */
 int launches, copies; /* made */
+int small_copies;     /* by fs_ring and fs_await */
 int held; /* memory, streams, contexts and modules that were not given back */
 int spoiled;        /* calls that a capture in another thread forbids */
 int waited_in_vain; /* streams that went on, so that a test ends */
@@ -52,7 +53,7 @@ int asked;     /* streams whether they have */
 int behind; /* so many streams, from the next on, are behind one that waits */
 int waits; /* for this to be 0 again: what frees memory, launches, and batches */
 int waiting;  /* calls that wait so */
-int unloaded; /* launches of kernels of flags.cc that were not loaded before */
+int unloaded; /* launches of kernels of kernels.cc that were not loaded before */
 int captures; /* a stream of another thread is captured, in the mode "global" */
 int with_gil; /* calls of a thread that kept other Python threads from running */
 uint64_t launched_bytes; /* of the first segment of the newest launch */
@@ -413,7 +414,7 @@ static int find_kernel(cs_function *out, cs_module module, const char *name) {
   return CS_CU_SUCCESS;
 }
 
-static unsigned loaded; /* kernels of flags.cc */
+static unsigned loaded; /* kernels of kernels.cc */
 static int load_kernel(int *value, int what, cs_function f) {
   called(__func__);
   (void)what;
@@ -421,15 +422,43 @@ static int load_kernel(int *value, int what, cs_function f) {
   loaded += strncmp((const char *)f, "fs_", 3) == 0;
   return CS_CU_SUCCESS;
 }
+static void *at(uint64_t address) { return (void *)(uintptr_t)address; }
+
 /* What the newest wait for a flag was given. */
 uint64_t wait_page, wait_since, wait_patience;
+/* What fs_ring and fs_await copy: their arguments from n on. */
+static void copy_small(void **arguments) {
+  const uint64_t *c = arguments[1];
+  for (uint32_t i = 0; i < *(uint32_t *)arguments[0]; i++, c += 3) {
+    small_copies++;
+    memcpy(at(c[0]), at(c[1]), c[2]);
+  }
+}
 static int launch_one(const cs_launch_config *c, cs_function f,
                       void **arguments) {
   const unsigned size =
       c->grid_x * c->grid_y * c->grid_z * c->block_x * c->block_y * c->block_z;
-  if (size != 1 || c->count != 0)
+  const int rings = strcmp((const char *)f, "fs_ring") == 0;
+  const int awaits = strcmp((const char *)f, "fs_await") == 0;
+  if (size != (rings || awaits ? 32 : 1) || c->count != 0)
     return UNKNOWN;
-  unloaded += loaded < 3;
+  if (++launches == fail_launch_at)
+    return UNKNOWN;
+  unloaded += loaded < 5;
+  if (rings) {
+    copy_small(arguments + 2);
+    *(uint64_t *)at(*(uint64_t *)arguments[1]) =
+        ++*(uint64_t *)at(*(uint64_t *)arguments[0]);
+  }
+  if (awaits) {
+    uint64_t *count = at(*(uint64_t *)arguments[0]);
+    *count += *(uint64_t *)arguments[1];
+    *(uint64_t *)at(*(uint64_t *)arguments[2]) = *count;
+    missed += *(uint64_t *)at(*(uint64_t *)arguments[3]) < *count;
+    wait_page = *(uint64_t *)arguments[4];
+    wait_since = *(uint64_t *)arguments[5];
+    copy_small(arguments + 6);
+  }
   if (strcmp((const char *)f, "fs_wait_flag") == 0) {
     wait_page = *(uint64_t *)arguments[2];
     wait_since = *(uint64_t *)arguments[3];
@@ -438,7 +467,6 @@ static int launch_one(const cs_launch_config *c, cs_function f,
   return wait_for_it();
 }
 
-static void *at(uint64_t address) { return (void *)(uintptr_t)address; }
 static size_t part(uint64_t bytes, uint64_t begin) {
   return bytes - begin < 8 ? bytes - begin : 8;
 }

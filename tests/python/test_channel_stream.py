@@ -72,6 +72,47 @@ class Stream:
         assert not self._thread.is_alive(), "something in the stream waits for ever"
 
 
+class FakeCall:
+    """HostCall, with memory of the CPU."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.first: list[Work] = []
+        self.waits: list[Work] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.last: list[Work] = []
+
+    def ring(self, count: torch.Tensor, flag: torch.Tensor, last: bool) -> None:
+        def ring() -> None:
+            count.add_(1)
+            flag.copy_(count)
+
+        (self.last if last else self.first).append(ring)
+
+    def wait(self, count: torch.Tensor, add: int, asked: torch.Tensor, done: torch.Tensor) -> None:
+        def until() -> None:
+            count.add_(add)
+            asked.copy_(count)
+            while int(done) < int(count):
+                time.sleep(0.0001)
+
+        self.waits.append(until)
+
+    def copy(self, to: torch.Tensor, what: torch.Tensor) -> None:
+        self.copies.append((to, what))
+
+    def run(self, sizes: list[int] | None) -> int:
+        works = self.first + self.waits
+        for i, (to, what) in enumerate(self.copies):
+            n = what.nbytes if sizes is None else sizes[i]
+            if n:
+                to, what = (t.reshape(-1).view(torch.uint8)[:n] for t in (to, what))
+                works = [*works, lambda to=to, what=what: void(to.copy_(what))]
+        for work in works + self.last:
+            self.stream.put(work)
+        return 0
+
+
 class FakeGpu:
     """Gpu, with memory of the CPU."""
 
@@ -90,28 +131,13 @@ class FakeGpu:
     def settle(self) -> None:
         pass
 
-    @contextlib.contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        yield
+    call = Gpu.call
 
-    def copy(self, to: torch.Tensor, what: torch.Tensor) -> None:
-        self.stream.put(lambda: void(to.copy_(what)))
+    def _host_call(self, name: str) -> FakeCall:
+        return FakeCall(self.stream)
 
-    def fill(self, word: torch.Tensor, value: int) -> None:
-        self.stream.put(lambda: void(word.fill_(value)))
-
-    def count(self, counter: torch.Tensor) -> None:
-        self.stream.put(lambda: void(counter.add_(1)))
-
-    def show(self, flag: torch.Tensor, counter: torch.Tensor) -> None:
-        self.stream.put(lambda: void(flag.copy_(counter)))
-
-    def wait(self, flag: torch.Tensor, counter: torch.Tensor) -> None:
-        def until() -> None:
-            while int(flag) < int(counter):
-                time.sleep(0.0001)
-
-        self.stream.put(until)
+    def numbers(self, to: torch.Tensor, through: torch.Tensor, values: list[int]) -> None:
+        self.stream.put(lambda: void(to.copy_(torch.tensor(values))))
 
     def idle(self) -> bool:
         return self.stream.over(0)
@@ -121,20 +147,27 @@ class FakeGpu:
 
 
 class TwoStreams(FakeGpu):
-    """With what Gpu asks torch of its streams."""
-
-    call = Gpu.call
+    """With what a HostCall finds out about its streams."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream)
-        self.current, self.capturing, self.device = "first", False, 0
+        self.current, self.capturing = "first", False
         self._last = ""
-        self._mark = SimpleNamespace(
-            record=lambda: setattr(self, "_last", self.current),
-            elsewhere=lambda: self._last not in ("", self.current) and not stream.over(0),
-            capturing=lambda: self.capturing,
-        )
-        self._torch = SimpleNamespace(cuda=SimpleNamespace(device=contextlib.nullcontext))
+
+    def _host_call(self, name: str) -> FakeCall:
+        call = FakeCall(self.stream)
+        enqueue = call.run
+
+        def run(sizes: list[int] | None) -> int:
+            if self.capturing:
+                return max(1, enqueue(sizes))
+            if self._last not in ("", self.current) and not self.stream.over(0):
+                return 2
+            self._last = self.current
+            return enqueue(sizes)
+
+        call.run = run  # type: ignore[method-assign]
+        return call
 
 
 def void(tensor: torch.Tensor) -> None:
@@ -370,7 +403,7 @@ def test_time_out(pair: Cluster, on: On) -> None:
             call()
     w.close()
     s.close()
-    eventually(lambda: sweep() or w._side._flags == s._side._flags == [])  # nobody uses them
+    eventually(lambda: sweep() or w._side._out == s._side._out == [])  # nobody uses them
 
 
 @pytest.mark.parametrize("first", ["worker", "server"])

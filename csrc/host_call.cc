@@ -1,0 +1,166 @@
+#include "host_call.h"
+
+#include <algorithm>
+
+#include "error.h"
+#include "flags.h"
+#include "process.h"
+
+namespace fserver {
+namespace {
+
+// Threads of a kernel. More would copy no faster, and keep others from a multiprocessor
+// while it waits.
+constexpr unsigned kWarp = 32;
+
+} // namespace
+
+uint64_t HostCall::counter(PyObject *o, const char *name) {
+  Counter c = read_counter(o, {call_.c_str(), name});
+  if (c.device != device_)
+    raise(Kind::kConfig, "%s: %s is on another device than cuda:%d",
+          call_.c_str(), name, device_);
+  const void *start = start_of(c.memory);
+  held_.push_back({std::move(c.memory), start});
+  return c.address;
+}
+
+uint64_t HostCall::read(PyObject *o, const char *name, uint64_t *bytes) {
+  fs_tensor t;
+  Memory m =
+      read_tensor(o, {call_.c_str(), name}, -1, Access::kLook, device_, &t);
+  const void *start = start_of(m);
+  held_.push_back({std::move(m), start});
+  *bytes = t.bytes;
+  return reinterpret_cast<uint64_t>(t.data);
+}
+
+void HostCall::ring(PyObject *count, PyObject *flag, bool last) {
+  (last ? last_ : first_) = true;
+  ring_ = {counter(count, "count"), counter(flag, "flag")};
+}
+
+void HostCall::wait(PyObject *count, uint64_t add, PyObject *asked,
+                    PyObject *done) {
+  waits_ = true;
+  wait_ = {counter(count, "count"), add, counter(asked, "asked"),
+           counter(done, "done")};
+  done_ = Ref::borrow(done);
+}
+
+void HostCall::copy(PyObject *to, PyObject *from) {
+  uint64_t room, bytes;
+  const uint64_t at = read(to, "to", &room);
+  const uint64_t there = read(from, "from", &bytes);
+  if (room != bytes)
+    raise(Kind::kShape, "%s: a tensor of %llu bytes is copied to one of %llu",
+          call_.c_str(), static_cast<unsigned long long>(bytes),
+          static_cast<unsigned long long>(room));
+  copies_.push_back({at, there, bytes});
+}
+
+void HostCall::have() const {
+  for (const Held &h : held_)
+    if (start_of(h.memory) != h.start)
+      raise(Kind::kConfig,
+            "%s: a tensor of the channel has lost its memory (by resize_() or "
+            "untyped_storage().resize_()): keep its size while the channel is "
+            "open",
+            call_.c_str());
+}
+
+HostCall::Enqueued HostCall::run(PyObject *bytes) {
+  have();
+  const size_t n = copies_.size();
+  Array<uint64_t, 16> count(n);
+  for (size_t i = 0; i < n; i++)
+    count[i] = copies_[i].bytes;
+  if (bytes != Py_None) {
+    const Arg arg{call_.c_str(), "bytes"};
+    const Items items(bytes, arg, "ints");
+    for (size_t i = 0; i < n && i < items.size(); i++)
+      count[i] = std::min(
+          count[i], read_u64(items.at(i), arg, static_cast<Py_ssize_t>(i)));
+  }
+  if (waits_) {
+    waits_again();
+    if (!holds_)
+      hold(call_.c_str(), done_.get(), {wait_.done, device_, Memory()},
+           device_);
+    holds_ = true;
+  }
+  Tried tried;
+  const Enqueued how = unlocked([&] {
+    const OnDevice guard(device_);
+    const Relaxed relaxed;
+    const auto s = reinterpret_cast<cs_stream>(guard.stream());
+    const bool captured = capturing(s);
+    if (!captured && mark_.elsewhere(s))
+      return Enqueued::kElsewhere;
+    if (enqueue(s, captured, count.data(), &tried) && !captured)
+      tried.ok("record an event", mark_.record(s));
+    return captured ? Enqueued::kGraph : Enqueued::kStream;
+  });
+  if (!tried.good()) {
+    char text[160];
+    cs_cuda_text(tried.rc(), text, sizeof text);
+    raise(Kind::kError, "%s: %s: %s", call_.c_str(), tried.what(), text);
+  }
+  return how;
+}
+
+// A few small copies are made by the kernel of a ring behind them, or of the wait before
+// them: to change from a kernel to a copy engine, or back, takes longer.
+bool HostCall::enqueue(cs_stream s, bool captured, const uint64_t *bytes,
+                       Tried *tried) {
+  SmallCopies with{};
+  const SmallCopies none{};
+  uint64_t sum = 0;
+  bool small = last_ || waits_;
+  for (size_t i = 0; i < copies_.size(); i++) {
+    const SmallCopy &c = copies_[i];
+    if (!bytes[i])
+      continue;
+    sum += bytes[i];
+    small = small && with.n < kSmallCopies && sum <= kSmallest &&
+            (c.to | c.from) % 16 == 0;
+    if (small)
+      with.copies[with.n++] = {c.to, c.from, bytes[i]};
+  }
+  if (!small)
+    with.n = 0;
+  if (first_ && !start_ring(s, none, tried))
+    return false;
+  if (waits_ && !start_wait(s, captured, last_ ? none : with, tried))
+    return false;
+  for (size_t i = 0; i < copies_.size() && !small; i++)
+    if (bytes[i] && !tried->ok("copy a tensor of the channel",
+                               cs_cu.MemcpyAsync(copies_[i].to, copies_[i].from,
+                                                 bytes[i], s)))
+      return false;
+  return !last_ || start_ring(s, with, tried);
+}
+
+bool HostCall::start_ring(cs_stream s, const SmallCopies &with, Tried *tried) {
+  Ring r = ring_;
+  SmallCopies w = with;
+  void *arguments[] = {&r.count, &r.flag, &w.n, w.copies};
+  return start(kernel(device_, Kernel::kRing, tried), s, kWarp, arguments,
+               tried);
+}
+
+bool HostCall::start_wait(cs_stream s, bool captured, const SmallCopies &with,
+                          Tried *tried) {
+  Page *p = the_page(tried);
+  if (!p)
+    return false;
+  Wait wait = wait_;
+  SmallCopies w = with;
+  uint64_t page = seen(p, tried), from = since(p, captured);
+  void *arguments[] = {&wait.count, &wait.add, &wait.asked, &wait.done,
+                       &page,       &from,     &w.n,        w.copies};
+  return start(kernel(device_, Kernel::kAwait, tried), s, kWarp, arguments,
+               tried);
+}
+
+} // namespace fserver
