@@ -4,6 +4,7 @@
 
 #include "error.h"
 #include "flags.h"
+#include "lane.h"
 #include "process.h"
 
 namespace fserver {
@@ -20,8 +21,7 @@ uint64_t HostCall::counter(PyObject *o, const char *name) {
   if (c.device != device_)
     raise(Kind::kConfig, "%s: %s is on another device than cuda:%d",
           call_.c_str(), name, device_);
-  const void *start = start_of(c.memory);
-  held_.push_back({std::move(c.memory), start});
+  held_.add(std::move(c.memory));
   return c.address;
 }
 
@@ -29,8 +29,7 @@ uint64_t HostCall::read(PyObject *o, const char *name, uint64_t *bytes) {
   fs_tensor t;
   Memory m =
       read_tensor(o, {call_.c_str(), name}, -1, Access::kLook, device_, &t);
-  const void *start = start_of(m);
-  held_.push_back({std::move(m), start});
+  held_.add(std::move(m));
   *bytes = t.bytes;
   return reinterpret_cast<uint64_t>(t.data);
 }
@@ -59,18 +58,8 @@ void HostCall::copy(PyObject *to, PyObject *from) {
   copies_.push_back({at, there, bytes});
 }
 
-void HostCall::have() const {
-  for (const Held &h : held_)
-    if (start_of(h.memory) != h.start)
-      raise(Kind::kConfig,
-            "%s: a tensor of the channel has lost its memory (by resize_() or "
-            "untyped_storage().resize_()): keep its size while the channel is "
-            "open",
-            call_.c_str());
-}
-
 HostCall::Enqueued HostCall::run(PyObject *bytes) {
-  have();
+  held_.check(call_.c_str(), kReopen);
   const size_t n = copies_.size();
   Array<uint64_t, 16> count(n);
   for (size_t i = 0; i < n; i++)

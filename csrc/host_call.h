@@ -55,7 +55,6 @@ private:
 
   uint64_t counter(PyObject *o, const char *name);
   uint64_t read(PyObject *o, const char *name, uint64_t *bytes);
-  void have() const;
   // The calls without the GIL, on stream s.
   bool enqueue(cs_stream s, bool captured, const uint64_t *bytes, Tried *tried);
   bool start_ring(cs_stream s, const SmallCopies &with, Tried *tried);
@@ -70,11 +69,7 @@ private:
   Wait wait_;
   Ref done_; // its tensor, for hold()
   std::vector<SmallCopy> copies_;
-  struct Held {
-    Memory memory;
-    const void *start;
-  };
-  std::vector<Held> held_; // of the application's tensors, and ours
+  InUse held_; // of the application's tensors, and ours
 };
 
 } // namespace fserver

@@ -19,6 +19,10 @@
 
 namespace fserver {
 
+// How to go on when a channel has ended.
+constexpr char kReopen[] =
+    "call close() on this channel, then open a new one on both sides";
+
 // The source of the kernels, for NVRTC.
 std::string lane_source();
 
@@ -124,7 +128,6 @@ private:
   bool load(const void *image, Tried *tried);
   void settle(); // waits for what is enqueued
   void turn(const char *call, bool sends);
-  void have(const char *call) const;
   template <class F> void message(const char *call, cs_stream s, F enqueue);
   cs_result prepare(cs_stream s);
   cs_result launch(Way &way, cs_stream s);
@@ -160,11 +163,7 @@ private:
     uint64_t address, bytes;
   };
   std::vector<Owned> owned_;
-  struct Held {
-    Memory memory;
-    const void *start; // of it, as it was
-  };
-  std::vector<Held> held_;
+  InUse held_;
   PyObject *explain_ = nullptr;
   std::vector<uint32_t> most_, rows_; // of each tensor: there, and to be sent
   std::vector<cs_memory_op> ops_;

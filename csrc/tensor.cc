@@ -141,6 +141,21 @@ Memory read_tensor(PyObject *o, Arg arg, Py_ssize_t i, Access access,
   return ask.fix ? Memory(storage, ask.fixed) : Memory(storage);
 }
 
+void InUse::add(Memory m) {
+  const void *start = start_of(m);
+  places_.push_back({std::move(m), start});
+}
+
+void InUse::check(const char *call, const char *remedy) const {
+  for (const Place &p : places_)
+    if (start_of(p.memory) != p.start)
+      raise(Kind::kConfig,
+            "%s: a tensor of the channel has lost its memory (by "
+            "untyped_storage().resize_ or set_): keep the memory while the "
+            "channel is open, or %s",
+            call, remedy);
+}
+
 Memory read_pinned(PyObject *o, Arg arg, fs_tensor *t) {
   const int gpu = is_tensor(o) ? torch.gpu_of(o) : -1;
   if (gpu >= 0)

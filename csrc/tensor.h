@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "args.h"
 #include "fserver.h"
@@ -83,6 +84,22 @@ private:
 
 // Where a storage begins now.
 const void *start_of(const Memory &m);
+
+// Memory of tensors whose addresses are in use. A tensor that is made to give it up frees it,
+// whoever keeps it.
+class InUse {
+public:
+  void add(Memory m);
+  // Raises, naming a call, if a tensor has lost its memory. remedy: what else helps.
+  void check(const char *call, const char *remedy) const;
+
+private:
+  struct Place {
+    Memory memory;
+    const void *start; // of it, as it was
+  };
+  std::vector<Place> places_;
+};
 
 bool is_tensor(PyObject *o);
 

@@ -43,7 +43,7 @@ MOST_SEGMENTS = 24  # of a launch: CS_MANY
 # Blocks of one launch that wait: they must not fill the GPU.
 BUSY_BLOCKS = 96
 
-FILL = 64 << 10  # bytes: kFill of csrc/lane.cc
+FILL = 64 << 10  # bytes: kFill of csrc/lane_watch.cc
 
 _ALIGN = 128
 

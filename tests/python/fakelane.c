@@ -1,4 +1,4 @@
-/* A libcuda.so.1 for tests of csrc/lane.cc, which run in one process: GPU memory is memory of
+/* A libcuda.so.1 for tests of csrc/lane*.cc, which run in one process: GPU memory is memory of
  * the process, what is enqueued on a stream has run when a call returns, and a kernel does, in one
  * block for each segment, what that of channel.cu does, but for waiting. Each fail_... has calls fail, each count can be read. (fakecuda.c is the one for the raw
  * baselines of the bench, which are two processes without kernels.) */

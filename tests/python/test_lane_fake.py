@@ -1,4 +1,4 @@
-"""The device's part of stream channels (csrc/lane.cc), and whole channels, over a driver without a
+"""The device's part of stream channels (csrc/lane*.cc), and whole channels, over a driver without a
 GPU: what they do when something goes wrong. Each check runs in a process of its own, which finds
 this driver first; tests/gpu/test_lane.py has the messages themselves."""
 
