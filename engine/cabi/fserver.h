@@ -37,7 +37,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 13
+#define FS_ABI 14
 
 typedef uint64_t fs_node;    // one worker, server or scheduler
 typedef uint64_t fs_shared;  // memory of fs_shared_alloc
@@ -78,14 +78,16 @@ typedef struct fs_tensor {
 
 typedef struct fs_info {
   int32_t role;      // FS_ROLE_*
-  int32_t rank;      // within the role
-  int32_t group;     // index of the group
+  int32_t rank;      // within the role; -1 until fs_wait_ready has returned 0,
+                     // if the scheduler assigns it
+  int32_t group;     // index of the group; as rank
   int32_t instance;  // rail
   int32_t workers;   // worker groups: requests in a batch
   int32_t servers;   // server groups: answers to a push_pull
   int32_t device;    // -1: CPU
   int32_t registers; // what is sent is registered, too: alloc of pushed tensors
                      // and of answers saves doing that for each call
+  int32_t recovery;  // 1: it has the place of a node that was lost
   const volatile uint64_t *words; // completion words, see fs_push_pull
   uint64_t mask;
   char address[128]; // where peers find this node; empty if nowhere

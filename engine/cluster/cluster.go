@@ -141,10 +141,16 @@ func seatOf(s wire.Shape, r wire.Role, rank int) int {
 	return -1
 }
 
+// NoRank is the rank of a member that the scheduler is to assign one.
+const NoRank = -1
+
 // who names a node for people.
 func who(r wire.Role, rank int) string {
-	if r == wire.RoleScheduler {
+	switch {
+	case r == wire.RoleScheduler:
 		return "the scheduler"
+	case rank == NoRank:
+		return fmt.Sprintf("a %v without a rank", r)
 	}
 	return fmt.Sprintf("%v %d", r, rank)
 }

@@ -9,7 +9,7 @@ import (
 
 // MemberConfig is what a Member is told.
 type MemberConfig struct {
-	Self      wire.Member
+	Self      wire.Member // with rank and group NoRank, the scheduler assigns them; see Rank
 	Shape     wire.Shape
 	Scheduler string // its address, for people
 	Timing    Timing
@@ -75,6 +75,9 @@ func (m *Member) Step(now int64, in Input) []Output {
 	case in.Kind == Up && !m.online && (m.stage == alone || m.stage == active):
 		m.online, m.known, m.heard = true, false, now
 		g := wire.Register{Shape: m.cfg.Shape, Member: m.cfg.Self}
+		if g.Rank == NoRank {
+			g.Any, g.Rank, g.Group = true, 0, 0
+		}
 		if m.stage == active {
 			g.Known = &wire.Roster{View: m.view, Running: true, Members: m.roster}
 		} else {
@@ -131,6 +134,9 @@ func (m *Member) Waiting() string {
 	}
 	return "nothing"
 }
+
+// Rank returns the rank of this member, which is NoRank until the Roster if the scheduler assigns it.
+func (m *Member) Rank() int { return m.cfg.Self.Rank }
 
 // Connected says that the connections to all peers of the Roster stand.
 func (m *Member) Connected(now int64) []Output {

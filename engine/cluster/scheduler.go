@@ -34,6 +34,7 @@ type Scheduler struct {
 	view     uint64        // changes of known so far
 	era      uint64        // the view of the last loss: barrier calls from before it are over
 	heard    uint64        // the latest view that a member of an earlier scheduler had
+	hopeful  []*conn       // without a rank, and wait for one to be lost; in the order in which they came
 	changed  []bool        // seats whose owner has been lost, or has come, since then
 	barriers [wire.BarrierKinds]barrier
 	scan     int64  // no connection's time is up before this
@@ -63,6 +64,7 @@ type conn struct {
 	remote  string
 	heard   int64 // or when it opened, or was told to go
 	member  bool  // has registered
+	any     bool  // has come without a rank
 	told    bool  // has been told to go
 	ready   bool
 	leaving bool
@@ -70,6 +72,7 @@ type conn struct {
 	calls   int   // barrier calls that are pending
 	rival   *conn // who wants its seat, and waits to see whether it answers
 	waits   *conn // whose seat it wants
+	giveUp  int64 // of one of hopeful: when it is refused
 }
 
 // address is where people find the member, or its connection.
@@ -205,7 +208,10 @@ func (s *Scheduler) names(chosen func(*conn) bool) string {
 
 // deadline is when the time of a connection is up.
 func (s *Scheduler) deadline(c *conn) int64 {
-	if c.member || c.waits != nil && s.hb.timeout != 0 {
+	switch {
+	case c.giveUp != 0:
+		return c.giveUp
+	case c.member || c.waits != nil && s.hb.timeout != 0:
 		return s.hb.silence(c.heard)
 	}
 	return c.heard + int64(patience)
@@ -231,6 +237,9 @@ func (s *Scheduler) tick() {
 			case c.waits != nil:
 				s.taken(c.waits)
 				continue
+			case c.giveUp != 0:
+				s.despair(c)
+				continue
 			case c.member:
 				why = s.hb.reason()
 			}
@@ -249,12 +258,18 @@ func (s *Scheduler) tick() {
 				s.send(c.rival, beat)
 			}
 		}
+		for _, c := range s.hopeful {
+			s.send(c, beat)
+		}
 	}
 	if s.now >= s.tellBy {
 		s.tell()
 	}
 	if s.now >= s.expectBy {
 		s.giveUp()
+	}
+	if len(s.hopeful) != 0 && s.phase == running {
+		s.fill()
 	}
 	if s.now >= s.emptyBy && s.phase == running {
 		s.end(s.err)
@@ -276,9 +291,9 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 	}
 	c.heard = s.now
 	switch {
-	case t == wire.TypeRegister && !c.member:
+	case t == wire.TypeRegister && !c.member && c.waits == nil && c.giveUp == 0:
 		err = with(data, func(g *wire.Register) error { return s.register(c, g) })
-	case t == wire.TypeHeartbeat && (c.member || c.waits != nil):
+	case t == wire.TypeHeartbeat && (c.member || c.waits != nil || c.giveUp != 0):
 		err = wire.ParseSignal(data)
 	case !c.member:
 		err = unexpected(t)
@@ -352,6 +367,7 @@ func (s *Scheduler) drop(c *conn, why string) {
 	if old := c.waits; old != nil {
 		old.rival, c.waits = nil, nil
 	}
+	s.hopeful = slices.DeleteFunc(s.hopeful, func(h *conn) bool { return h == c })
 	if !c.member {
 		switch {
 		case c.told:

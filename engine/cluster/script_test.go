@@ -29,8 +29,9 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //
 //	cluster workers=1 servers=1 size=1 interval=1s timeout=5s leave=10s rejoin=0s
 //	form           all members connect; it is not shown
-//	start w0-3 [group=] [instance=] [workers=] [servers=] [size=] [slow] [patient]
-//	               members connect; slow ones wait for the command connected
+//	start w0-3 [group=] [instance=] [workers=] [servers=] [size=] [slow] [patient] [any]
+//	               members connect; slow ones wait for the command connected, the
+//	               scheduler assigns ranks to any
 //	connected w0   it is connected to its peers
 //	barrier w0-3 servers|workers|all [groups]
 //	giveup w0 1    it waits for its call 1 no more
@@ -103,6 +104,7 @@ type node struct {
 	name      string
 	m         *Member // nil: its process is gone, or it never was a member
 	slow      bool
+	any       bool // has come without a rank
 	dials     bool // it was asked to dial again
 	held      bool
 	muted     bool
@@ -221,9 +223,9 @@ func (w *world) command(f []string) {
 			old.name, old.m = "", nil
 		}
 	case "start":
-		slow, patient := slices.Contains(args, "slow"), slices.Contains(args, "patient")
+		slow, patient, free := slices.Contains(args, "slow"), slices.Contains(args, "patient"), slices.Contains(args, "any")
 		for _, a := range args {
-			if a == "slow" || a == "patient" {
+			if a == "slow" || a == "patient" || a == "any" {
 				continue
 			}
 			for _, name := range w.names(a) {
@@ -243,10 +245,13 @@ func (w *world) command(f []string) {
 					Instance: number("instance", rank%shape.GroupSize),
 					Epoch:    uint64(len(w.nodes) + 1),
 				}
+				if free {
+					self.Rank, self.Group = NoRank, NoRank
+				}
 				if role == wire.RoleServer {
 					self.Addrs = []string{fmt.Sprintf("tcp:10.0.1.%d:7000", rank)}
 				}
-				w.dial(&node{name: name, slow: slow, m: NewMember(MemberConfig{
+				w.dial(&node{name: name, slow: slow, any: free, m: NewMember(MemberConfig{
 					Self: self, Shape: shape, Scheduler: "10.0.0.1:7000", Timing: w.time, Patient: patient,
 				})})
 			}
@@ -485,6 +490,9 @@ func (w *world) fromMember(n *node, out []Output) {
 				peers = append(peers, text+[]string{"", " (gone)", " (parting)"}[p.State])
 			}
 			w.say("%s: roster of %d, peers: %s", n.name, len(o.Members), strings.Join(peers, ", "))
+			if n.any {
+				w.say("%s: is %s", n.name, who(n.m.cfg.Self.Role, n.m.Rank()))
+			}
 			ready = !n.slow
 		case Running:
 			w.say("%s: running", n.name)
@@ -547,6 +555,9 @@ func describe(b []byte) string {
 	case wire.TypeRegister:
 		if g, err := wire.Parse[wire.Register](b, wire.TypeRegister); err == nil {
 			text := fmt.Sprintf("register %v %d, group %d, instance %d", g.Role, g.Rank, g.Group, g.Instance)
+			if g.Any {
+				text = fmt.Sprintf("register a %v without a rank", g.Role)
+			}
 			if g.Known != nil {
 				text += fmt.Sprintf(", runs with view %d", g.Known.View)
 			}

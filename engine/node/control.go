@@ -62,6 +62,8 @@ func (n *Node) outputs(out []cluster.Output) {
 				n.dialling(func() { n.join(ctx) })
 			}
 		case cluster.Roster:
+			n.named()
+			n.later.Store(o.Late)
 			n.regroup(true, nil)
 			n.introduced(o.Peers, o.Late)
 		case cluster.Running:

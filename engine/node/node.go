@@ -63,6 +63,7 @@ type Node struct {
 	deadline time.Time    // of the bring-up
 
 	phase   atomic.Int32
+	later   atomic.Bool           // the cluster ran before this member came: it has the place of one that is gone
 	failure atomic.Pointer[error] // why the node is of no use any more
 
 	closeOnce sync.Once
@@ -164,7 +165,7 @@ func logger(cfg *conf.Config) *zap.Logger {
 	enc.CallerKey, enc.StacktraceKey, enc.NameKey = "", "", "node"
 	core := zapcore.NewCore(zapcore.NewConsoleEncoder(enc), stderr{}, level)
 	name := cfg.Role.String()
-	if cfg.Role != conf.Scheduler {
+	if cfg.Role != conf.Scheduler && cfg.Rank != conf.NoRank {
 		name = fmt.Sprintf("%s %d", name, cfg.Rank)
 	}
 	return zap.New(core).Named(name)
@@ -318,11 +319,23 @@ func (n *Node) self() wire.Member {
 	return m
 }
 
+// rank is the number of the node within its role; conf.NoRank: the scheduler has not assigned it yet.
+func (n *Node) rank() int { return int(n.gate.rank.Load()) }
+
+// group is the index of the node's group, as rank.
+func (n *Node) group() int {
+	if n.cfg.Rank == conf.NoRank {
+		return n.rank() // which is assigned in groups of one
+	}
+	return n.cfg.Group
+}
+
 // Info is what is known of a node from outside.
 type Info struct {
 	Role                  int
-	Rank, Group, Instance int
-	Workers, Servers      int // groups
+	Rank, Group, Instance int  // rank and group: conf.NoRank until the scheduler has assigned them
+	Recovery              bool // it has the place of one that was lost
+	Workers, Servers      int  // groups
 	Device                mem.Device
 	Registers             bool       // what is sent is registered with a Fabric
 	Words                 mem.Region // of the tickets; none for a scheduler
@@ -332,7 +345,7 @@ type Info struct {
 // Info describes the node.
 func (n *Node) Info() Info {
 	v := Info{
-		Role: int(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group, Instance: n.cfg.Instance,
+		Role: int(n.cfg.Role), Rank: n.rank(), Group: n.group(), Instance: n.cfg.Instance, Recovery: n.later.Load(),
 		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: n.gpu.device(),
 		Address: location(n.base().Addr()),
 	}
@@ -391,7 +404,7 @@ func (n *Node) Describe() ([]byte, error) {
 	})
 	c := &n.counters
 	return json.Marshal(map[string]any{
-		"role": n.cfg.Role.String(), "rank": n.cfg.Rank, "group": n.cfg.Group, "instance": n.cfg.Instance,
+		"role": n.cfg.Role.String(), "rank": n.rank(), "group": n.group(), "instance": n.cfg.Instance,
 		"address": location(n.base().Addr()), "fabrics": fabrics, "links": links,
 		"push_pulls": c.PushPulls.Load(), "requests": c.Requests.Load(), "responses": c.Responses.Load(),
 		"bytes_out": c.BytesOut.Load(), "bytes_in": c.BytesIn.Load(),

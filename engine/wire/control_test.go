@@ -41,6 +41,7 @@ var control = []struct {
 }{
 	{"register", Append(nil, TypeRegister, &Register{Shape: Shape{3, 2, 4}, Member: member}), again[Register](TypeRegister)},
 	{"register without addresses", Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: RoleWorker}}), again[Register](TypeRegister)},
+	{"register of one without a rank", Append(nil, TypeRegister, &Register{Shape: Shape{2, 1, 1}, Member: Member{Role: RoleWorker, Epoch: 7}, Any: true}), again[Register](TypeRegister)},
 	{"register of one that runs", Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: member, Known: roster}), again[Register](TypeRegister)},
 	{"roster", Append(nil, TypeRoster, roster), again[Roster](TypeRoster)},
 	{"ready", AppendSignal(nil, TypeReady), signal},

@@ -152,9 +152,11 @@ public:
   // The node's handle for calls of fserver.h.
   fs_node id() const { return enter("id").id; }
 
-  // The number of the node within its role.
+  // The number of the node within its role. If the scheduler assigns it: -1 until connect() has returned.
   int rank() const { return enter("rank").info.rank; }
-  // The node's group within its role.
+  // Whether the node has the place of one that was lost.
+  bool recovery() const { return enter("recovery").info.recovery != 0; }
+  // The node's group within its role; as rank().
   int group() const { return enter("group").info.group; }
   // The rail: the node talks to the nodes of the other role that have the same.
   int instance() const { return enter("instance").info.instance; }

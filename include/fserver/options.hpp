@@ -22,7 +22,9 @@ struct Options {
   std::optional<int> workers;     // worker groups (1)
   std::optional<int> servers;     // server groups (1)
   std::optional<int> group_size;  // nodes in a group (1)
-  std::optional<int> node_rank;   // this node's group within its role (0)
+  std::optional<int> node_rank;   // this node's group within its role; -1: the
+                                  // scheduler assigns it (`fserver env` says when
+                                  // that is the default; else 0)
   std::optional<int> gpu;         // this node within its group, and its GPU (0)
   std::optional<int> rank_offset; // added to rank and instance (0)
   std::optional<int> instance;    // the rail (gpu + rank_offset)

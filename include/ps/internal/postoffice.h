@@ -69,8 +69,8 @@ public:
     return is_worker() ? "worker" : is_server() ? "server" : "scheduler";
   }
   int verbose() const { return detail::verbose(); }
-  // Always false: the engine itself has a process that is started again take its rank back.
-  bool is_recovery() const { return false; }
+  // Whether the node has the place of one that was lost. The scheduler never has.
+  bool is_recovery() const { return van_.node_.is_recovery; }
   Van *van() { return &van_; }
 
   // The key space, cut evenly over the server groups. Key kMaxKey belongs to the last one.
@@ -249,6 +249,7 @@ private:
                     : is_server() ? ServerRankToID(rank_)
                                   : kScheduler;
     van_.node_.aux_id = preferred_;
+    van_.node_.is_recovery = n.recovery();
     const std::string address = n.address(); // "tcp:10.0.0.1:7000"
     const std::size_t host = address.find(':') + 1,
                       port = address.rfind(':') + 1;
