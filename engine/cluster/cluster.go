@@ -62,6 +62,8 @@ const (
 	Released                       // Member: the barrier call Seq is over
 	Lost                           // a node is gone, and so are the barriers in Seqs: Err is a *LostError
 	Overdue                        // Member: a lost one has no successor in time, and the barriers in Seqs end in Err
+	Mail                           // a message has come; see Mail and Received
+	Sent                           // message Seq has been taken by all whom it was for, or Err
 	Joined                         // the only one of Members has the place of one that is gone
 	Ended                          // the last output: close everything; Err is nil after an orderly end
 )
@@ -220,6 +222,7 @@ func (h *heartbeat) silence(heard int64) int64 {
 
 // machine is what both state machines have.
 type machine struct {
+	inbox
 	hb  heartbeat
 	now int64
 	out []Output

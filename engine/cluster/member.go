@@ -43,6 +43,9 @@ type Member struct {
 	losses  []loss        // members that are gone, in order
 	seq     uint64        // barrier calls so far
 	calls   []ownCall     // those that are not over, in order
+	sends   uint64        // messages so far
+	unsent  []ownSend     // those that are not answered, in order
+	sending room          // of those
 }
 
 // stage is where a Member is in its life.
@@ -224,6 +227,7 @@ func (m *Member) schedulerLost(why string) {
 		// Some may have seen a barrier open and some not: it cannot be called again.
 		m.agreed, m.orphan = false, e
 		m.emit(Output{Kind: Lost, Err: e, Seqs: m.abandon()})
+		m.unsend(e)
 	}
 	m.emit(Output{Kind: Redial})
 }
@@ -253,6 +257,10 @@ func (m *Member) frame(data []byte) error {
 		m.emit(Output{Kind: Running})
 	case t == wire.TypeRelease && m.agreed:
 		return with(data, m.release)
+	case t == wire.TypeMessage && m.roster != nil:
+		return with(data, m.mailed)
+	case t == wire.TypeSent && m.agreed:
+		return with(data, m.isSent)
 	case t == wire.TypeLost:
 		return with(data, m.isLost)
 	case t == wire.TypeJoined && m.roster != nil:

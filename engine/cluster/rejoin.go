@@ -167,6 +167,7 @@ func (s *Scheduler) learn(r *wire.Roster) {
 			s.seats[i] = nil
 			s.seated--
 			s.refuse(c, takenForLost)
+			s.unanswered(c, takenForLost)
 		}
 		if *was = *m; m.State == wire.Gone {
 			s.lose(m, lostBefore(m).Address, lostBefore(m).Reason)

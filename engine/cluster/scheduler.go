@@ -20,6 +20,7 @@ import (
 // that starts while a cluster runs collects its members.
 type Scheduler struct {
 	machine
+	Run      uint64 // of its process, which messages name; set before the first Step
 	shape    wire.Shape
 	rejoin   int64
 	phase    phase
@@ -37,6 +38,7 @@ type Scheduler struct {
 	hopeful  []*conn       // without a rank, and wait for one to be lost; in the order in which they came
 	changed  []bool        // seats whose owner has been lost, or has come, since then
 	barriers [wire.BarrierKinds]barrier
+	sends    uint64 // messages of its own so far
 	scan     int64  // no connection's time is up before this
 	told     string // what the members have heard that the cluster waits for
 	tellBy   int64  // when they hear it again
@@ -68,11 +70,14 @@ type conn struct {
 	told    bool  // has been told to go
 	ready   bool
 	leaving bool
-	done    bool  // a server whose workers have left
-	calls   int   // barrier calls that are pending
-	rival   *conn // who wants its seat, and waits to see whether it answers
-	waits   *conn // whose seat it wants
-	giveUp  int64 // of one of hopeful: when it is refused
+	done    bool   // a server whose workers have left
+	calls   int    // barrier calls that are pending
+	sends   int    // its messages that are not answered
+	owed    []owed // messages for it that it has not answered, in order
+	owing   room   // of those
+	rival   *conn  // who wants its seat, and waits to see whether it answers
+	waits   *conn  // whose seat it wants
+	giveUp  int64  // of one of hopeful: when it is refused
 }
 
 // address is where people find the member, or its connection.
@@ -307,6 +312,10 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 		}
 	case t == wire.TypeBarrier && s.phase == running && c.ready && !c.leaving:
 		err = with(data, func(v *wire.Barrier) error { return s.barrier(c, v) })
+	case t == wire.TypeSend && s.phase == running && c.ready && !c.leaving:
+		err = with(data, func(v *wire.Send) error { return s.passOn(c, v) })
+	case t == wire.TypeTaken:
+		err = with(data, func(v *wire.Taken) error { return s.answer(c, v) })
 	case t == wire.TypeDone && s.phase == running && c.Role == wire.RoleServer:
 		err = wire.ParseSignal(data)
 		c.done, s.parting = true, true
@@ -394,6 +403,7 @@ func (s *Scheduler) drop(c *conn, why string) {
 	default:
 		err = s.lose(&c.Member, c.address(), why)
 	}
+	s.unanswered(c, why)
 	switch {
 	case s.phase < running:
 		s.end(err)

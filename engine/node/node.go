@@ -66,6 +66,9 @@ type Node struct {
 	later   atomic.Bool           // the cluster ran before this member came: it has the place of one that is gone
 	failure atomic.Pointer[error] // why the node is of no use any more
 
+	mails   atomic.Int64  // messages that nobody has received
+	mailbox chan struct{} // has one if that has changed
+
 	closeOnce sync.Once
 	closeErr  error
 	unwatch   func() // of the GPU's Later; nil: none
@@ -95,6 +98,7 @@ type Node struct {
 	todo      []cluster.Output // of the calls of outputs under way
 	stopErr   error            // what happened while leaving
 	barriers  map[uint64]*barrier
+	sent      map[uint64]*ending // messages whose outcome nobody has asked for
 }
 
 // machine is the node's part in the cluster.
@@ -102,6 +106,10 @@ type machine interface {
 	Step(now int64, in cluster.Input) []cluster.Output
 	Next() int64
 	Waiting() string
+	Send(now int64, to wire.Destination, data []byte) (seq uint64, out []cluster.Output, err error)
+	Mail() (n int, first *wire.Message)
+	Received()
+	Statuses(now int64) []cluster.Status
 }
 
 // The phases of a node, in order.
@@ -201,6 +209,7 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 	n := &Node{
 		cfg: cfg, log: log, gpu: gpu,
 		links: map[transport.Conn]*link{}, ended: map[transport.Conn]error{}, controls: map[int64]*link{}, barriers: map[uint64]*barrier{},
+		sent: map[uint64]*ending{}, mailbox: make(chan struct{}, 1),
 		deadline: time.Now().Add(cfg.InitTimeout), oldest: cluster.Never,
 		gate: newGate(cfg),
 	}
@@ -242,6 +251,7 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 		if n.scheduler, err = cluster.NewScheduler(n.shape(), n.timing()); err != nil {
 			return err
 		}
+		n.scheduler.Run = n.gate.me.Epoch
 		n.machine = n.scheduler
 	}
 	n.channels = channel.NewChannels(len(n.peers))

@@ -156,7 +156,8 @@ BARE_SCENE(ranks_of_the_scheduler, 3, 2) {
   }
   try {
     Finalize(0, role);
-  } catch (const fserver::PeerLostError &) { // of the one that was lost, if it is not back
+  } catch (const fserver::PeerLostError
+               &) { // of the one that was lost, if it is not back
   }
 }
 

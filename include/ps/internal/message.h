@@ -20,7 +20,7 @@ struct Node {
   std::string hostname; // where the others reach it
   int port = kEmpty;
   bool is_recovery = false; // it has the place of one that was lost
-  int aux_id = kEmpty; // the rank that StartPS was given
+  int aux_id = kEmpty;      // the rank that StartPS was given
 };
 
 } // namespace ps
