@@ -16,6 +16,7 @@
 #include "ps/internal/postoffice.h"
 #include "ps/internal/threadsafe_queue.h"
 #include "ps/kv_app.h"
+#include "ps/simple_app.h"
 
 namespace ps {
 
