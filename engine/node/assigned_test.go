@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/conf"
 	"fserver/engine/exchange"
 )
 
@@ -34,10 +35,13 @@ func assignedRanks(t *testing.T, way ...string) {
 	m.ranked()
 	exchangeRanks(t, m)
 
+	// A worker may dial a server that does not know its own rank yet.
+	m.servers[0].gate.rank.Store(conf.NoRank)
 	lost := m.workers[0].Info().Rank
 	require.NoError(t, m.workers[0].Free())
 	m.workers[0] = m.start(sh.same("worker", port, way...))
 	waitReady(t, m.workers[0])
+	m.servers[0].gate.rank.Store(0)
 	require.Equal(t, lost, m.workers[0].Info().Rank)
 	require.True(t, m.workers[0].Info().Recovery)
 	require.False(t, m.workers[1].Info().Recovery)

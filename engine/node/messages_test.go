@@ -3,6 +3,7 @@ package node
 import (
 	"bytes"
 	"fmt"
+	"runtime"
 	"sync"
 	"syscall"
 	"testing"
@@ -222,6 +223,11 @@ func TestMessagesClosed(t *testing.T) {
 	for range 3 {
 		go func() { ended <- m.servers[0].Receive(nil, time.Minute) }()
 	}
+	require.Eventually(t, func() bool { // all wait
+		stacks := make([]byte, 1<<20)
+		stacks = stacks[:runtime.Stack(stacks, true)]
+		return bytes.Count(stacks, []byte("[select]:\nfserver/engine/node.(*Node).Receive(")) == 3
+	}, longest, time.Millisecond)
 	require.NoError(t, m.servers[0].Close())
 	for range 3 {
 		require.ErrorIs(t, <-ended, ErrClosed)
