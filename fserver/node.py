@@ -91,7 +91,10 @@ class Node:
         workers: number of worker groups (default 1).
         servers: number of server groups (default 1).
         group_size: number of nodes in a group (default 1).
-        node_rank: index of this node's group within its role (default 0).
+        node_rank: index of this node's group within its role. -1: the scheduler assigns the
+            lowest free one, and the place of a lost node if there is one. The default is -1 if
+            there are several groups of one node, and neither ``gpu`` nor ``rank_offset`` is given;
+            else 0.
         gpu: index of this node within its group, and of its GPU (default 0). The rank is
             ``group_size * node_rank + gpu + rank_offset``.
         rank_offset: added to the rank and to the instance (default 0).
@@ -302,12 +305,15 @@ class Node:
 
     @property
     def rank(self) -> int:
-        """The number of the node within its role."""
+        """The number of the node within its role.
+
+        If the scheduler assigns it, it is -1 until the node is connected.
+        """
         return self._node.rank
 
     @property
     def group(self) -> int:
-        """The index of the node's group within its role."""
+        """The index of the node's group within its role. As ``rank``."""
         return self._node.group
 
     @property

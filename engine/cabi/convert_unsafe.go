@@ -191,6 +191,9 @@ func fillInfo(out *C.fs_info, v node.Info) {
 	if v.Registers {
 		out.registers = 1
 	}
+	if v.Recovery {
+		out.recovery = 1
+	}
 	if v.Words.Len != 0 {
 		out.words = (*C.uint64_t)(unsafe.Pointer(v.Words.Span().Ptr()))
 		out.mask = C.uint64_t(v.Words.Len/8 - 1)

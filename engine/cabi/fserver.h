@@ -9,7 +9,8 @@
 // The errno values in use and what they mean:
 //  EINVAL       an argument or a setting is wrong              (ConfigError)
 //  EMSGSIZE     a count, shape or size of tensors is wrong      (ShapeError)
-//  EXFULL       4,096 tickets are under way, which is the limit (LimitError)
+//  EXFULL       4,096 tickets are under way, which is the limit, or a queue of
+//               messages is full                              (LimitError)
 //  ETIMEDOUT    the time given to the operation is up         (TimeoutError)
 //  ECONNRESET   a peer is gone; fs_error names it            (PeerLostError)
 //  EREMOTEIO    a server has refused the request; fs_error names it and says
@@ -37,7 +38,7 @@
 extern "C" {
 #endif
 
-#define FS_ABI 13
+#define FS_ABI 14
 
 typedef uint64_t fs_node;    // one worker, server or scheduler
 typedef uint64_t fs_shared;  // memory of fs_shared_alloc
@@ -78,14 +79,16 @@ typedef struct fs_tensor {
 
 typedef struct fs_info {
   int32_t role;      // FS_ROLE_*
-  int32_t rank;      // within the role
-  int32_t group;     // index of the group
+  int32_t rank;      // within the role; -1 until fs_wait_ready has returned 0,
+                     // if the scheduler assigns it
+  int32_t group;     // index of the group; as rank
   int32_t instance;  // rail
   int32_t workers;   // worker groups: requests in a batch
   int32_t servers;   // server groups: answers to a push_pull
   int32_t device;    // -1: CPU
   int32_t registers; // what is sent is registered, too: alloc of pushed tensors
                      // and of answers saves doing that for each call
+  int32_t recovery;  // 1: it has the place of a node that was lost
   const volatile uint64_t *words; // completion words, see fs_push_pull
   uint64_t mask;
   char address[128]; // where peers find this node; empty if nowhere
@@ -233,6 +236,57 @@ int fs_barrier(fs_node node, uint32_t flags, int64_t timeout_ns,
 // Nobody waits for this barrier any more. The node has reached it all the same:
 // the next barrier of the same kind goes on with it.
 int fs_barrier_drop(fs_node node, uint64_t token);
+
+// Small messages between any two nodes, the scheduler too. They go by the connections to the
+// scheduler, which passes them on and keeps none. Those of one sender to one receiver keep their order.
+#define FS_MAX_MESSAGE 1000000 // bytes
+
+// For whom: a role, or several.
+#define FS_TO_SCHEDULER 1u
+#define FS_TO_SERVERS 2u
+#define FS_TO_WORKERS 4u
+
+// Sends bytes of data, which are copied, to the node of one role with a rank, or with rank -1 to
+// all nodes of the roles `to`, this one included if its role is. With run above 0 (fs_mail, fs_member), only to
+// that run of the node, not to a process that has taken its place.
+//
+// *token is 0 for a new message and is set; call again with it after -EAGAIN. 0: all whom it is
+// for have it in their queues (1,024 messages, or 16 MiB, that fs_receive has not taken).
+// -ECONNRESET: one of them is gone, or leaves; -EXFULL: the queue of one of them is full, or it does not
+// answer (128 messages, or 4 MiB), or 256 messages, or 16 MiB, of this node have no answer yet. The
+// others have got it. -EINVAL before fs_wait_ready has returned 0, -ESHUTDOWN when this node leaves.
+int fs_send(fs_node node, uint32_t to, int32_t rank, uint64_t run,
+            const void *data, size_t bytes, uint64_t *token, int64_t slice_ns);
+
+// Nobody asks any more what has become of a message. It is sent all the same.
+int fs_send_drop(fs_node node, uint64_t token);
+
+typedef struct fs_mail {
+  int32_t role; // of the sender, FS_ROLE_*
+  int32_t rank; // 0 for the scheduler
+  uint64_t run; // which run of that process
+} fs_mail;
+
+// Takes the oldest message that has come; waits for one, at most slice_ns (then -EAGAIN), without
+// moving other data. *need is its size; if cap is smaller, -ENOBUFS, and the message stays.
+int fs_receive(fs_node node, fs_mail *from, void *buf, size_t cap, size_t *need,
+               int64_t slice_ns);
+
+enum { FS_PRESENT = 0, FS_LOST = 1, FS_LEFT = 2 };
+
+typedef struct fs_member {
+  int32_t role, rank; // FS_ROLE_*; 0 for the scheduler
+  int32_t state;      // FS_PRESENT, FS_LOST (its place is free), FS_LEFT (in
+                      // order, or about to)
+  int32_t reserved;
+  uint64_t run;      // of the last process that had its place; 0: not known
+  int64_t silent_ns; // since it was last heard; -1: not heard by this node
+                     // directly, as members are not by members
+} fs_member;
+
+// What this node knows of the scheduler and of all workers and servers, in this order by role
+// and rank: *need of them. If cap is smaller, -ENOBUFS.
+int fs_members(fs_node node, fs_member *out, size_t cap, size_t *need);
 
 typedef uint64_t fs_watch; // of one node; a number is never used twice
 

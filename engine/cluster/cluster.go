@@ -62,6 +62,8 @@ const (
 	Released                       // Member: the barrier call Seq is over
 	Lost                           // a node is gone, and so are the barriers in Seqs: Err is a *LostError
 	Overdue                        // Member: a lost one has no successor in time, and the barriers in Seqs end in Err
+	Mail                           // a message has come; see Mail and Received
+	Sent                           // message Seq has been taken by all whom it was for, or Err
 	Joined                         // the only one of Members has the place of one that is gone
 	Ended                          // the last output: close everything; Err is nil after an orderly end
 )
@@ -141,10 +143,16 @@ func seatOf(s wire.Shape, r wire.Role, rank int) int {
 	return -1
 }
 
+// NoRank is the rank of a member that the scheduler is to assign one.
+const NoRank = -1
+
 // who names a node for people.
 func who(r wire.Role, rank int) string {
-	if r == wire.RoleScheduler {
+	switch {
+	case r == wire.RoleScheduler:
 		return "the scheduler"
+	case rank == NoRank:
+		return fmt.Sprintf("a %v without a rank", r)
 	}
 	return fmt.Sprintf("%v %d", r, rank)
 }
@@ -214,6 +222,7 @@ func (h *heartbeat) silence(heard int64) int64 {
 
 // machine is what both state machines have.
 type machine struct {
+	inbox
 	hb  heartbeat
 	now int64
 	out []Output

@@ -9,7 +9,7 @@ import (
 
 // MemberConfig is what a Member is told.
 type MemberConfig struct {
-	Self      wire.Member
+	Self      wire.Member // with rank and group NoRank, the scheduler assigns them; see Rank
 	Shape     wire.Shape
 	Scheduler string // its address, for people
 	Timing    Timing
@@ -43,6 +43,9 @@ type Member struct {
 	losses  []loss        // members that are gone, in order
 	seq     uint64        // barrier calls so far
 	calls   []ownCall     // those that are not over, in order
+	sends   uint64        // messages so far
+	unsent  []ownSend     // those that are not answered, in order
+	sending room          // of those
 }
 
 // stage is where a Member is in its life.
@@ -75,6 +78,9 @@ func (m *Member) Step(now int64, in Input) []Output {
 	case in.Kind == Up && !m.online && (m.stage == alone || m.stage == active):
 		m.online, m.known, m.heard = true, false, now
 		g := wire.Register{Shape: m.cfg.Shape, Member: m.cfg.Self}
+		if g.Rank == NoRank {
+			g.Any, g.Rank, g.Group = true, 0, 0
+		}
 		if m.stage == active {
 			g.Known = &wire.Roster{View: m.view, Running: true, Members: m.roster}
 		} else {
@@ -131,6 +137,9 @@ func (m *Member) Waiting() string {
 	}
 	return "nothing"
 }
+
+// Rank returns the rank of this member, which is NoRank until the Roster if the scheduler assigns it.
+func (m *Member) Rank() int { return m.cfg.Self.Rank }
 
 // Connected says that the connections to all peers of the Roster stand.
 func (m *Member) Connected(now int64) []Output {
@@ -218,6 +227,7 @@ func (m *Member) schedulerLost(why string) {
 		// Some may have seen a barrier open and some not: it cannot be called again.
 		m.agreed, m.orphan = false, e
 		m.emit(Output{Kind: Lost, Err: e, Seqs: m.abandon()})
+		m.unsend(e)
 	}
 	m.emit(Output{Kind: Redial})
 }
@@ -247,6 +257,10 @@ func (m *Member) frame(data []byte) error {
 		m.emit(Output{Kind: Running})
 	case t == wire.TypeRelease && m.agreed:
 		return with(data, m.release)
+	case t == wire.TypeMessage && m.roster != nil:
+		return with(data, m.mailed)
+	case t == wire.TypeSent && m.agreed:
+		return with(data, m.isSent)
 	case t == wire.TypeLost:
 		return with(data, m.isLost)
 	case t == wire.TypeJoined && m.roster != nil:

@@ -19,6 +19,9 @@ func (s *Scheduler) register(c *conn, g *wire.Register) error {
 		return nil
 	}
 	why := s.judge(g)
+	if c.any = g.Any; g.Any {
+		g.Rank, g.Group = NoRank, NoRank
+	}
 	switch {
 	case why != "":
 	case g.Known != nil:
@@ -48,6 +51,9 @@ func (s *Scheduler) judge(g *wire.Register) (why string) {
 		return "it is a scheduler, and there is one already"
 	}
 	groups, size := s.shape.Groups(g.Role), s.shape.GroupSize
+	if g.Any && (size > 1 || g.Known != nil) {
+		return fmt.Sprintf("it has no rank: the scheduler assigns ranks only to new members, and to groups of one process; this cluster has %v (set DMLC_NODE_RANK)", s.shape)
+	}
 	for _, v := range []struct {
 		what   string
 		is, to int
@@ -61,13 +67,24 @@ func (s *Scheduler) judge(g *wire.Register) (why string) {
 
 // isThere says why nobody else can have the seat of c.
 func isThere(c *conn) string {
+	if c.any {
+		return fmt.Sprintf("%s is there already, at %s, where the scheduler has assigned that rank: "+
+			"set DMLC_NODE_RANK for each %v, or for none", who(c.Role, c.Rank), c.address(), c.Role)
+	}
 	return fmt.Sprintf("%s is there already, at %s: each %v needs a rank of its own "+
 		"(DMLC_GROUP_SIZE × DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET)", who(c.Role, c.Rank), c.address(), c.Role)
 }
 
 // comes takes a member before the cluster runs.
 func (s *Scheduler) comes(c *conn, g *wire.Register) (why string) {
-	if c := s.seats[s.seat(&g.Member)]; c != nil {
+	if g.Any {
+		free := s.lowest(g.Role, func(i int) bool { return s.seats[i] == nil })
+		if free == NoRank {
+			return s.full(g.Role)
+		}
+		g.Rank, g.Group = free, free
+	}
+	if c := s.seats[s.seat(&g.Member)]; c != nil && !s.yields(c) {
 		return isThere(c)
 	}
 	same := func(o *conn) bool {

@@ -25,6 +25,10 @@ const takenForLost = "it was taken for lost, and the others have gone on without
 // succeeds takes a new member of a cluster that runs. If its seat is taken, it
 // waits until the one who has it answers, or is lost.
 func (s *Scheduler) succeeds(c *conn, g *wire.Register) (why string) {
+	if g.Any {
+		s.hope(c, &g.Member)
+		return ""
+	}
 	was := &s.known[s.seat(&g.Member)]
 	if g.Group != was.Group || g.Instance != was.Instance {
 		return fmt.Sprintf("the %s of this cluster is instance %d of group %d, and it says that it is instance %d of group %d: "+
@@ -95,7 +99,7 @@ func (s *Scheduler) comesBack(c *conn, g *wire.Register) (why string) {
 		return fmt.Sprintf("its list of %d members is not that of a cluster of %v with itself in it", len(g.Known.Members), s.shape)
 	}
 	if s.phase != running {
-		if c := s.seats[seat]; c != nil {
+		if c := s.seats[seat]; c != nil && !c.any {
 			return isThere(c)
 		}
 		s.resume(g.Known)
@@ -142,7 +146,7 @@ func (s *Scheduler) resume(r *wire.Roster) {
 			continue
 		}
 		c.member = false
-		if why := s.succeeds(c, &wire.Register{Member: c.Member}); why != "" {
+		if why := s.succeeds(c, &wire.Register{Member: c.Member, Any: c.any}); why != "" {
 			s.refuse(c, why)
 		}
 	}
@@ -163,6 +167,7 @@ func (s *Scheduler) learn(r *wire.Roster) {
 			s.seats[i] = nil
 			s.seated--
 			s.refuse(c, takenForLost)
+			s.unanswered(c, takenForLost)
 		}
 		if *was = *m; m.State == wire.Gone {
 			s.lose(m, lostBefore(m).Address, lostBefore(m).Reason)

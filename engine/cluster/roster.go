@@ -138,6 +138,14 @@ func lostBefore(v *wire.Member) *LostError {
 
 // meet takes the first roster.
 func (m *Member) meet(r *wire.Roster) error {
+	if self := &m.cfg.Self; self.Rank == NoRank {
+		own := func(v wire.Member) bool {
+			return v.Role == self.Role && v.Epoch == self.Epoch && v.State == wire.Present
+		}
+		if i := slices.IndexFunc(r.Members, own); i >= 0 {
+			self.Rank, self.Group = r.Members[i].Rank, r.Members[i].Group
+		}
+	}
 	peers, err := m.peers(r.Members)
 	if err != nil {
 		return err

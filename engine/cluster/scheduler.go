@@ -20,6 +20,7 @@ import (
 // that starts while a cluster runs collects its members.
 type Scheduler struct {
 	machine
+	Run      uint64 // of its process, which messages name; set before the first Step
 	shape    wire.Shape
 	rejoin   int64
 	phase    phase
@@ -34,8 +35,10 @@ type Scheduler struct {
 	view     uint64        // changes of known so far
 	era      uint64        // the view of the last loss: barrier calls from before it are over
 	heard    uint64        // the latest view that a member of an earlier scheduler had
+	hopeful  []*conn       // without a rank, and wait for one to be lost; in the order in which they came
 	changed  []bool        // seats whose owner has been lost, or has come, since then
 	barriers [wire.BarrierKinds]barrier
+	sends    uint64 // messages of its own so far
 	scan     int64  // no connection's time is up before this
 	told     string // what the members have heard that the cluster waits for
 	tellBy   int64  // when they hear it again
@@ -63,13 +66,18 @@ type conn struct {
 	remote  string
 	heard   int64 // or when it opened, or was told to go
 	member  bool  // has registered
+	any     bool  // has come without a rank
 	told    bool  // has been told to go
 	ready   bool
 	leaving bool
-	done    bool  // a server whose workers have left
-	calls   int   // barrier calls that are pending
-	rival   *conn // who wants its seat, and waits to see whether it answers
-	waits   *conn // whose seat it wants
+	done    bool   // a server whose workers have left
+	calls   int    // barrier calls that are pending
+	sends   int    // its messages that are not answered
+	owed    []owed // messages for it that it has not answered, in order
+	owing   room   // of those
+	rival   *conn  // who wants its seat, and waits to see whether it answers
+	waits   *conn  // whose seat it wants
+	giveUp  int64  // of one of hopeful: when it is refused
 }
 
 // address is where people find the member, or its connection.
@@ -205,7 +213,10 @@ func (s *Scheduler) names(chosen func(*conn) bool) string {
 
 // deadline is when the time of a connection is up.
 func (s *Scheduler) deadline(c *conn) int64 {
-	if c.member || c.waits != nil && s.hb.timeout != 0 {
+	switch {
+	case c.giveUp != 0:
+		return c.giveUp
+	case c.member || c.waits != nil && s.hb.timeout != 0:
 		return s.hb.silence(c.heard)
 	}
 	return c.heard + int64(patience)
@@ -231,6 +242,9 @@ func (s *Scheduler) tick() {
 			case c.waits != nil:
 				s.taken(c.waits)
 				continue
+			case c.giveUp != 0:
+				s.despair(c)
+				continue
 			case c.member:
 				why = s.hb.reason()
 			}
@@ -249,12 +263,18 @@ func (s *Scheduler) tick() {
 				s.send(c.rival, beat)
 			}
 		}
+		for _, c := range s.hopeful {
+			s.send(c, beat)
+		}
 	}
 	if s.now >= s.tellBy {
 		s.tell()
 	}
 	if s.now >= s.expectBy {
 		s.giveUp()
+	}
+	if len(s.hopeful) != 0 && s.phase == running {
+		s.fill()
 	}
 	if s.now >= s.emptyBy && s.phase == running {
 		s.end(s.err)
@@ -276,9 +296,9 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 	}
 	c.heard = s.now
 	switch {
-	case t == wire.TypeRegister && !c.member:
+	case t == wire.TypeRegister && !c.member && c.waits == nil && c.giveUp == 0:
 		err = with(data, func(g *wire.Register) error { return s.register(c, g) })
-	case t == wire.TypeHeartbeat && (c.member || c.waits != nil):
+	case t == wire.TypeHeartbeat && (c.member || c.waits != nil || c.giveUp != 0):
 		err = wire.ParseSignal(data)
 	case !c.member:
 		err = unexpected(t)
@@ -292,6 +312,10 @@ func (s *Scheduler) frame(c *conn, data []byte) {
 		}
 	case t == wire.TypeBarrier && s.phase == running && c.ready && !c.leaving:
 		err = with(data, func(v *wire.Barrier) error { return s.barrier(c, v) })
+	case t == wire.TypeSend && s.phase == running && c.ready && !c.leaving:
+		err = with(data, func(v *wire.Send) error { return s.passOn(c, v) })
+	case t == wire.TypeTaken:
+		err = with(data, func(v *wire.Taken) error { return s.answer(c, v) })
 	case t == wire.TypeDone && s.phase == running && c.Role == wire.RoleServer:
 		err = wire.ParseSignal(data)
 		c.done, s.parting = true, true
@@ -352,6 +376,7 @@ func (s *Scheduler) drop(c *conn, why string) {
 	if old := c.waits; old != nil {
 		old.rival, c.waits = nil, nil
 	}
+	s.hopeful = slices.DeleteFunc(s.hopeful, func(h *conn) bool { return h == c })
 	if !c.member {
 		switch {
 		case c.told:
@@ -378,6 +403,7 @@ func (s *Scheduler) drop(c *conn, why string) {
 	default:
 		err = s.lose(&c.Member, c.address(), why)
 	}
+	s.unanswered(c, why)
 	switch {
 	case s.phase < running:
 		s.end(err)

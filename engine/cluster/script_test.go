@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -29,14 +30,18 @@ var update = flag.Bool("update", false, "rewrite the transcripts in testdata")
 //
 //	cluster workers=1 servers=1 size=1 interval=1s timeout=5s leave=10s rejoin=0s
 //	form           all members connect; it is not shown
-//	start w0-3 [group=] [instance=] [workers=] [servers=] [size=] [slow] [patient]
-//	               members connect; slow ones wait for the command connected
+//	start w0-3 [group=] [instance=] [workers=] [servers=] [size=] [slow] [patient] [any]
+//	               members connect; slow ones wait for the command connected, the
+//	               scheduler assigns ranks to any
 //	connected w0   it is connected to its peers
 //	barrier w0-3 servers|workers|all [groups]
 //	giveup w0 1    it waits for its call 1 no more
 //	leave w0-3
 //	done s0        its workers have left
 //	finish         the scheduler is about to go
+//	send w0 w1|scheduler|servers|workers|all [run=] [bytes=] [times=]
+//	               a message from it; S sends too
+//	receive w0-3   all messages that have come
 //	kill w0 [why]  its process is gone, or the scheduler's (kill S)
 //	scheduler      a new one starts
 //	redial w0-3    members that dial again reach it
@@ -103,6 +108,7 @@ type node struct {
 	name      string
 	m         *Member // nil: its process is gone, or it never was a member
 	slow      bool
+	any       bool // has come without a rank
 	dials     bool // it was asked to dial again
 	held      bool
 	muted     bool
@@ -116,6 +122,9 @@ func (w *world) say(format string, args ...any) {
 	w.lines = append(w.lines, fmt.Sprintf(format, args...))
 }
 
+// numbered are the numbers of messages, which are not shown when equal outputs are counted.
+var numbered = regexp.MustCompile(`\b(send|sent) \d+`)
+
 // flush writes what the command made happen.
 func (w *world) flush() {
 	if w.quiet {
@@ -125,6 +134,7 @@ func (w *world) flush() {
 			if _, text, ok := strings.Cut(l, ": "); ok && !strings.HasPrefix(l, "S: ") {
 				l = "members: " + text
 			}
+			l = numbered.ReplaceAllString(l, "$1")
 			if count[l]++; count[l] == 1 {
 				order = append(order, l)
 			}
@@ -221,9 +231,9 @@ func (w *world) command(f []string) {
 			old.name, old.m = "", nil
 		}
 	case "start":
-		slow, patient := slices.Contains(args, "slow"), slices.Contains(args, "patient")
+		slow, patient, free := slices.Contains(args, "slow"), slices.Contains(args, "patient"), slices.Contains(args, "any")
 		for _, a := range args {
-			if a == "slow" || a == "patient" {
+			if a == "slow" || a == "patient" || a == "any" {
 				continue
 			}
 			for _, name := range w.names(a) {
@@ -243,10 +253,13 @@ func (w *world) command(f []string) {
 					Instance: number("instance", rank%shape.GroupSize),
 					Epoch:    uint64(len(w.nodes) + 1),
 				}
+				if free {
+					self.Rank, self.Group = NoRank, NoRank
+				}
 				if role == wire.RoleServer {
 					self.Addrs = []string{fmt.Sprintf("tcp:10.0.1.%d:7000", rank)}
 				}
-				w.dial(&node{name: name, slow: slow, m: NewMember(MemberConfig{
+				w.dial(&node{name: name, slow: slow, any: free, m: NewMember(MemberConfig{
 					Self: self, Shape: shape, Scheduler: "10.0.0.1:7000", Timing: w.time, Patient: patient,
 				})})
 			}
@@ -279,6 +292,21 @@ func (w *world) command(f []string) {
 			}
 			w.say("%s: call %d", name, seq)
 			w.fromMember(n, out)
+		}
+	case "send":
+		for range number("times", 1) {
+			w.message(args[0], args[1], uint64(number("run", 0)), number("bytes", 5))
+		}
+	case "receive":
+		for _, name := range w.names(args[0]) {
+			box := &w.s.inbox
+			if name != "S" {
+				box = &w.find(name).m.inbox
+			}
+			for n, first := box.Mail(); n > 0; n, first = box.Mail() {
+				w.say("%s: received of %s, run %d: %d bytes", name, who(first.Role, first.Rank), first.Run, len(first.Data))
+				box.Received()
+			}
 		}
 	case "giveup":
 		w.find(args[0]).m.GiveUp(uint64(w.number(args[1])))
@@ -345,6 +373,36 @@ func (w *world) command(f []string) {
 	default:
 		w.t.Fatalf("unknown command %q", f[0])
 	}
+}
+
+// message has a node, or the scheduler, send one.
+func (w *world) message(from, to string, run uint64, bytes int) {
+	d := wire.Destination{Rank: wire.All, Run: run}
+	switch to {
+	case "scheduler":
+		d.Roles = wire.ToScheduler
+	case "servers":
+		d.Roles = wire.ToServers
+	case "workers":
+		d.Roles = wire.ToWorkers
+	case "all":
+		d.Roles = wire.ToScheduler | wire.ToServers | wire.ToWorkers
+	default:
+		d.Rank = w.number(to[1:])
+		if d.Roles = wire.ToWorkers; to[0] == 's' {
+			d.Roles = wire.ToServers
+		}
+	}
+	if from == "S" {
+		seq, out, err := w.s.Send(w.now, d, make([]byte, bytes))
+		w.say("S: send %d: %v", seq, err)
+		w.fromScheduler(out)
+		return
+	}
+	n := w.find(from)
+	seq, out, err := n.m.Send(w.now, d, make([]byte, bytes))
+	w.say("%s: send %d: %v", from, seq, err)
+	w.fromMember(n, out)
 }
 
 func (w *world) dial(n *node) {
@@ -450,6 +508,10 @@ func (w *world) fromScheduler(out []Output) {
 			w.say("S: lost: %v", o.Err)
 		case Joined:
 			w.say("S: joined: %s", who(o.Members[0].Role, o.Members[0].Rank))
+		case Mail:
+			w.say("S: mail")
+		case Sent:
+			w.say("S: sent %d: %v", o.Seq, o.Err)
 		case Ended:
 			w.say("S: ended: %v", o.Err)
 			require.Empty(w.t, w.s.Step(w.now, Input{}))
@@ -485,6 +547,9 @@ func (w *world) fromMember(n *node, out []Output) {
 				peers = append(peers, text+[]string{"", " (gone)", " (parting)"}[p.State])
 			}
 			w.say("%s: roster of %d, peers: %s", n.name, len(o.Members), strings.Join(peers, ", "))
+			if n.any {
+				w.say("%s: is %s", n.name, who(n.m.cfg.Self.Role, n.m.Rank()))
+			}
 			ready = !n.slow
 		case Running:
 			w.say("%s: running", n.name)
@@ -501,6 +566,10 @@ func (w *world) fromMember(n *node, out []Output) {
 				text += fmt.Sprintf(", which ends calls %v", o.Seqs)
 			}
 			w.say("%s: %s", n.name, text)
+		case Mail:
+			w.say("%s: mail", n.name)
+		case Sent:
+			w.say("%s: sent %d: %v", n.name, o.Seq, o.Err)
 		case Ended:
 			w.say("%s: ended: %v", n.name, o.Err)
 			n.ended = true
@@ -547,6 +616,9 @@ func describe(b []byte) string {
 	case wire.TypeRegister:
 		if g, err := wire.Parse[wire.Register](b, wire.TypeRegister); err == nil {
 			text := fmt.Sprintf("register %v %d, group %d, instance %d", g.Role, g.Rank, g.Group, g.Instance)
+			if g.Any {
+				text = fmt.Sprintf("register a %v without a rank", g.Role)
+			}
 			if g.Known != nil {
 				text += fmt.Sprintf(", runs with view %d", g.Known.View)
 			}
@@ -580,6 +652,22 @@ func describe(b []byte) string {
 	case wire.TypeLost:
 		if l, err := wire.Parse[wire.Lost](b, wire.TypeLost); err == nil {
 			return fmt.Sprintf("lost %v %d, view %d", l.Role, l.Rank, l.View)
+		}
+	case wire.TypeSend:
+		if v, err := wire.Parse[wire.Send](b, wire.TypeSend); err == nil {
+			return fmt.Sprintf("send %d, roles %d, rank %d, %d bytes", v.Seq, v.To.Roles, v.To.Rank, len(v.Data))
+		}
+	case wire.TypeMessage:
+		if v, err := wire.Parse[wire.Message](b, wire.TypeMessage); err == nil {
+			return fmt.Sprintf("message of %s, %d bytes", who(v.Role, v.Rank), len(v.Data))
+		}
+	case wire.TypeTaken:
+		if v, err := wire.Parse[wire.Taken](b, wire.TypeTaken); err == nil {
+			return map[bool]string{false: "taken", true: "full"}[v.Full]
+		}
+	case wire.TypeSent:
+		if v, err := wire.Parse[wire.Sent](b, wire.TypeSent); err == nil {
+			return fmt.Sprintf("sent %d, outcome %d", v.Seq, v.Outcome)
 		}
 	case wire.TypeWaiting:
 		if v, err := wire.Parse[wire.Text](b, wire.TypeWaiting); err == nil {

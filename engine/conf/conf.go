@@ -29,6 +29,9 @@ const (
 
 func (r Role) String() string { return nameOf(roles, r) }
 
+// NoRank is the Rank and Group of a node that the scheduler assigns one.
+const NoRank = -1
+
 // Progress says who drives a node.
 type Progress uint8
 
@@ -101,7 +104,8 @@ type Config struct {
 
 	// Derived: Rank is GroupSize*NodeRank + GPU + RankOffset, Group is
 	// Rank/GroupSize, and Instance (the rail) is DMLC_INSTANCE_ID, else
-	// GPU + RankOffset. All three are 0 for a scheduler and for Joint.
+	// GPU + RankOffset. All three are 0 for a scheduler and for Joint. NoRank as Rank and
+	// Group: the scheduler assigns them.
 	Rank     int
 	Group    int
 	Instance int

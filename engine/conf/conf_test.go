@@ -101,7 +101,7 @@ func TestEverySpelling(t *testing.T) {
 		"DMLC_NUM_WORKER":         whole(1, 65535),
 		"DMLC_NUM_SERVER":         whole(1, 65535),
 		"DMLC_GROUP_SIZE":         whole(1, 1024),
-		"DMLC_NODE_RANK":          whole(0, 65534),
+		"DMLC_NODE_RANK":          whole(-1, 65534),
 		"DMLC_RANK_OFFSET":        whole(-65535, 65535),
 		"DMLC_INSTANCE_ID":        whole(0, 1023),
 		"STEPMESH_GPU":            whole(0, 1023),
@@ -309,6 +309,17 @@ func TestRanks(t *testing.T) {
 		{"DMLC_ROLE=worker DMLC_NUM_WORKER=4 STEPMESH_GPU=3 DMLC_INSTANCE_ID=0", 3, 3, 0},
 		{"DMLC_ROLE=scheduler DMLC_NODE_RANK=7 STEPMESH_GPU=3 DMLC_INSTANCE_ID=2", 0, 0, 0},
 		{"DMLC_ROLE=joint STEPMESH_GPU=3", 0, 0, 0},
+		// Assigned.
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=2", -1, -1, 0},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=2 DMLC_NODE_RANK=-1 STEPMESH_GPU=3 DMLC_RANK_OFFSET=1", -1, -1, 0},
+		{"DMLC_ROLE=server DMLC_NUM_SERVER=2 DMLC_NODE_RANK= DMLC_INSTANCE_ID=0", -1, -1, 0},
+		// Not assigned: it is the only one, or something says which it is.
+		{"DMLC_ROLE=worker DMLC_NODE_RANK=-1 STEPMESH_GPU=3", 0, 0, 0},
+		{"DMLC_ROLE=worker DMLC_GROUP_SIZE=4 DMLC_NODE_RANK=-1 STEPMESH_GPU=3", 3, 0, 3},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=2 DMLC_NODE_RANK=0", 0, 0, 0},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=2 STEPMESH_GPU=0", 0, 0, 0},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=2 DMLC_RANK_OFFSET=1 DMLC_INSTANCE_ID=0", 1, 1, 0},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=2 DMLC_GROUP_SIZE=2", 0, 0, 0},
 	} {
 		got := good(t, append(strings.Fields(c.settings), "DMLC_PS_ROOT_PORT=7000")...)
 		require.Equal(t, []int{c.rank, c.group, c.instance}, []int{got.Rank, got.Group, got.Instance}, c.settings)
@@ -321,6 +332,9 @@ func TestRanks(t *testing.T) {
 	require.Equal(t, "conf: instance 3: want 0 to 0, for DMLC_GROUP_SIZE=1 (the instance is DMLC_INSTANCE_ID or, if that is not set, STEPMESH_GPU 3 + DMLC_RANK_OFFSET 0)",
 		bad(t, with("DMLC_NUM_WORKER=4", "STEPMESH_GPU=3")...))
 	require.Contains(t, bad(t, with("DMLC_INSTANCE_ID=1")...), "instance 1: want 0 to 0")
+	require.Equal(t, "conf: DMLC_NODE_RANK=-1 with DMLC_GROUP_SIZE=2 and DMLC_NUM_WORKER=3: the scheduler assigns ranks to groups of one process only: want 0 to 2",
+		bad(t, with("DMLC_NODE_RANK=-1", "DMLC_GROUP_SIZE=2", "DMLC_NUM_WORKER=3")...))
+	require.Equal(t, "conf: DMLC_INSTANCE_ID=1: want 0, for DMLC_GROUP_SIZE=1", bad(t, with("DMLC_INSTANCE_ID=1", "DMLC_NUM_WORKER=2")...))
 }
 
 func TestScheduler(t *testing.T) {

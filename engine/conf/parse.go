@@ -209,6 +209,9 @@ func (p *parser) rank() {
 	if c.Role == Server {
 		groups, variable = c.Servers, "DMLC_NUM_SERVER"
 	}
+	if p.assigned(groups, variable) {
+		return
+	}
 	// Where no instance is given, the rank's own mistake is reported alone.
 	c.Rank = c.GroupSize*c.NodeRank + c.GPU + c.RankOffset
 	if c.Rank < 0 || c.Rank >= groups*c.GroupSize {
@@ -225,6 +228,34 @@ func (p *parser) rank() {
 		p.fail("instance %d: want 0 to %d, for DMLC_GROUP_SIZE=%d (the instance is DMLC_INSTANCE_ID or, if that is not set, STEPMESH_GPU %d + DMLC_RANK_OFFSET %d)",
 			c.Instance, c.GroupSize-1, c.GroupSize, c.GPU, c.RankOffset)
 	}
+}
+
+// assigned reports whether the rank follows from no setting: it is the only one of its role, the
+// scheduler assigns it, or there is an error.
+func (p *parser) assigned(groups int, variable string) bool {
+	c := &p.cfg
+	given := func(name string) bool { return p.given[name] != "" }
+	asked := c.NodeRank == NoRank
+	silent := c.GroupSize == 1 && groups > 1 && !given("DMLC_NODE_RANK") && !given("STEPMESH_GPU") && !given("DMLC_RANK_OFFSET")
+	switch {
+	case asked && c.GroupSize > 1 && groups > 1:
+		p.fail("DMLC_NODE_RANK=-1 with DMLC_GROUP_SIZE=%d and %s=%d: the scheduler assigns ranks to groups of one process only: want 0 to %d",
+			c.GroupSize, variable, groups, groups-1)
+		return true
+	case asked && c.GroupSize > 1:
+		c.NodeRank = 0 // there is one group
+		return false
+	case !asked && !silent:
+		return false
+	}
+	c.Rank, c.Group = 0, 0
+	if groups > 1 {
+		c.Rank, c.Group = NoRank, NoRank
+	}
+	if c.Instance != 0 {
+		p.fail("DMLC_INSTANCE_ID=%d: want 0, for DMLC_GROUP_SIZE=1", c.Instance)
+	}
+	return true
 }
 
 // refused says whether a setting without older spellings was given a value that is

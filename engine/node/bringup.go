@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -32,15 +33,17 @@ import (
 // gate checks who connects, and says who we are.
 type gate struct {
 	me     wire.Hello
-	device any // the GPU of the node, as drivers know it; nil: none. me tells peers of it
+	rank   *atomic.Int32 // conf.NoRank until the scheduler has assigned it; nil: that of me
+	device any           // the GPU of the node, as drivers know it; nil: none. me tells peers of it
 	secret []byte
 }
 
 func newGate(cfg *conf.Config) *gate {
-	g := &gate{me: wire.Hello{
+	g := &gate{rank: new(atomic.Int32), me: wire.Hello{
 		Build: "fserver " + Version, Cluster: cfg.Cluster, Role: wire.Role(cfg.Role), Rank: int32(cfg.Rank),
 		Epoch: uint64(time.Now().UnixNano()),
 	}}
+	g.rank.Store(int32(cfg.Rank))
 	if cfg.Secret.IsSet() {
 		g.secret = cfg.Secret.Bytes()
 	}
@@ -49,7 +52,11 @@ func newGate(cfg *conf.Config) *gate {
 
 // Open implements transport.Gate.
 func (g *gate) Open(dialer bool) transport.Handshake {
-	return wire.NewHandshake(g.me, g.secret, dialer)
+	me := g.me
+	if g.rank != nil {
+		me.Rank = g.rank.Load()
+	}
+	return wire.NewHandshake(me, g.secret, dialer)
 }
 
 // stderr is where the log goes. The descriptor is looked up at each line, so
@@ -429,6 +436,15 @@ func (n *Node) introduced(rail []wire.Member, late bool) {
 	n.meet()
 }
 
+// named takes the rank that the scheduler has assigned to this node. A server may be dialled before it
+// knows its rank: then its workers know it by its epoch.
+func (n *Node) named() {
+	if n.rank() == conf.NoRank {
+		n.gate.rank.Store(int32(n.member.Rank()))
+		n.log.Info("the scheduler has assigned a rank", zap.Int("rank", n.rank()))
+	}
+}
+
 // connect connects a worker to p, which was m when it began. It runs in a goroutine of its
 // own, and gives up when ctx ends or p is another run. A peer has one link, so a
 // connection that stands when reach has begun another dial is closed: with two, the
@@ -441,7 +457,7 @@ func (n *Node) connect(ctx context.Context, p *peer, m wire.Member) {
 	}
 	c := l.conn
 	h, err := wire.ParseHello(c.Peer().Hello)
-	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) || h.Epoch != m.Epoch {
+	if err != nil || h.Role != wire.RoleServer || h.Rank != int32(m.Rank) && h.Rank != conf.NoRank || h.Epoch != m.Epoch {
 		n.unreached(ctx, p, &m, &LostError{Role: m.Role, Rank: m.Rank, Address: c.Peer().Remote, Reason: fmt.Sprintf("%v %d answered at this address", h.Role, h.Rank)})
 		c.Close()
 		return

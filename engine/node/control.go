@@ -62,6 +62,8 @@ func (n *Node) outputs(out []cluster.Output) {
 				n.dialling(func() { n.join(ctx) })
 			}
 		case cluster.Roster:
+			n.named()
+			n.later.Store(o.Late)
 			n.regroup(true, nil)
 			n.introduced(o.Peers, o.Late)
 		case cluster.Running:
@@ -77,6 +79,12 @@ func (n *Node) outputs(out []cluster.Output) {
 		case cluster.Released:
 			if b := n.barriers[o.Seq]; b != nil {
 				b.end(nil)
+			}
+		case cluster.Mail:
+			n.mailed()
+		case cluster.Sent:
+			if e := n.sent[o.Seq]; e != nil {
+				e.end(o.Err)
 			}
 		case cluster.Lost:
 			n.nodeLost(o.Err, o.Seqs)
@@ -190,20 +198,25 @@ func (n *Node) over(err error) {
 	n.fail(err)
 }
 
+// ending is the end of something that a caller waits for.
+type ending struct {
+	done atomic.Bool
+	err  error // valid when done
+}
+
+func (e *ending) end(err error) {
+	if !e.done.Load() {
+		e.err = err
+		e.done.Store(true)
+	}
+}
+
 // barrier is one call of Barrier.
 type barrier struct {
+	ending
 	flags    wire.BarrierFlags
 	deadline time.Time
 	timeout  time.Duration
-	done     atomic.Bool
-	err      error // valid when done
-}
-
-func (b *barrier) end(err error) {
-	if !b.done.Load() {
-		b.err = err
-		b.done.Store(true)
-	}
 }
 
 // Barrier begins a barrier; WaitBarrier waits for it. flags are wire.BarrierFlags. timeout

@@ -22,6 +22,10 @@ func (n *Node) fail(err error) {
 	for _, b := range n.barriers {
 		b.end(err)
 	}
+	for _, e := range n.sent {
+		e.end(err)
+	}
+	n.ringMailbox()
 }
 
 // failed is the error of fail, or nil.

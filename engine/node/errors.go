@@ -96,7 +96,7 @@ func Errno(err error) syscall.Errno {
 		return syscall.ECONNRESET
 	case is[*exchange.ShapeError](err), is[*channel.ShapeError](err), is[*TypeError](err):
 		return syscall.EMSGSIZE
-	case errors.Is(err, exchange.ErrFull):
+	case errors.Is(err, exchange.ErrFull), is[*cluster.FullError](err):
 		return syscall.EXFULL
 	case is[*RefusedError](err):
 		return syscall.EREMOTEIO

@@ -136,7 +136,8 @@ func Probe(settings []string, limit time.Duration) ([]byte, error) {
 		return nil, &settingError{err.Error(), err}
 	}
 	g := newGate(cfg)
-	g.me.Role, g.me.Rank = wire.RoleWorker, -1
+	g.me.Role = wire.RoleWorker
+	g.rank.Store(conf.NoRank)
 	list, err := base().Open(&transport.Env{Config: cfg, Gate: g, Log: zap.NewNop()})
 	if err != nil {
 		return nil, fmt.Errorf("node: probe: %w", err)

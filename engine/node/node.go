@@ -63,7 +63,11 @@ type Node struct {
 	deadline time.Time    // of the bring-up
 
 	phase   atomic.Int32
+	later   atomic.Bool           // the cluster ran before this member came: it has the place of one that is gone
 	failure atomic.Pointer[error] // why the node is of no use any more
+
+	mails   atomic.Int64  // messages that nobody has received
+	mailbox chan struct{} // has one if that has changed
 
 	closeOnce sync.Once
 	closeErr  error
@@ -94,6 +98,7 @@ type Node struct {
 	todo      []cluster.Output // of the calls of outputs under way
 	stopErr   error            // what happened while leaving
 	barriers  map[uint64]*barrier
+	sent      map[uint64]*ending // messages whose outcome nobody has asked for
 }
 
 // machine is the node's part in the cluster.
@@ -101,6 +106,10 @@ type machine interface {
 	Step(now int64, in cluster.Input) []cluster.Output
 	Next() int64
 	Waiting() string
+	Send(now int64, to wire.Destination, data []byte) (seq uint64, out []cluster.Output, err error)
+	Mail() (n int, first *wire.Message)
+	Received()
+	Statuses(now int64) []cluster.Status
 }
 
 // The phases of a node, in order.
@@ -164,7 +173,7 @@ func logger(cfg *conf.Config) *zap.Logger {
 	enc.CallerKey, enc.StacktraceKey, enc.NameKey = "", "", "node"
 	core := zapcore.NewCore(zapcore.NewConsoleEncoder(enc), stderr{}, level)
 	name := cfg.Role.String()
-	if cfg.Role != conf.Scheduler {
+	if cfg.Role != conf.Scheduler && cfg.Rank != conf.NoRank {
 		name = fmt.Sprintf("%s %d", name, cfg.Rank)
 	}
 	return zap.New(core).Named(name)
@@ -200,6 +209,7 @@ func newNode(cfg *conf.Config, log *zap.Logger, gpu *card) *Node {
 	n := &Node{
 		cfg: cfg, log: log, gpu: gpu,
 		links: map[transport.Conn]*link{}, ended: map[transport.Conn]error{}, controls: map[int64]*link{}, barriers: map[uint64]*barrier{},
+		sent: map[uint64]*ending{}, mailbox: make(chan struct{}, 1),
 		deadline: time.Now().Add(cfg.InitTimeout), oldest: cluster.Never,
 		gate: newGate(cfg),
 	}
@@ -241,6 +251,7 @@ func (n *Node) takeRole(b *exchange.Buffers) (err error) {
 		if n.scheduler, err = cluster.NewScheduler(n.shape(), n.timing()); err != nil {
 			return err
 		}
+		n.scheduler.Run = n.gate.me.Epoch
 		n.machine = n.scheduler
 	}
 	n.channels = channel.NewChannels(len(n.peers))
@@ -318,11 +329,23 @@ func (n *Node) self() wire.Member {
 	return m
 }
 
+// rank is the number of the node within its role; conf.NoRank: the scheduler has not assigned it yet.
+func (n *Node) rank() int { return int(n.gate.rank.Load()) }
+
+// group is the index of the node's group, as rank.
+func (n *Node) group() int {
+	if n.cfg.Rank == conf.NoRank {
+		return n.rank() // which is assigned in groups of one
+	}
+	return n.cfg.Group
+}
+
 // Info is what is known of a node from outside.
 type Info struct {
 	Role                  int
-	Rank, Group, Instance int
-	Workers, Servers      int // groups
+	Rank, Group, Instance int  // rank and group: conf.NoRank until the scheduler has assigned them
+	Recovery              bool // it has the place of one that was lost
+	Workers, Servers      int  // groups
 	Device                mem.Device
 	Registers             bool       // what is sent is registered with a Fabric
 	Words                 mem.Region // of the tickets; none for a scheduler
@@ -332,7 +355,7 @@ type Info struct {
 // Info describes the node.
 func (n *Node) Info() Info {
 	v := Info{
-		Role: int(n.cfg.Role), Rank: n.cfg.Rank, Group: n.cfg.Group, Instance: n.cfg.Instance,
+		Role: int(n.cfg.Role), Rank: n.rank(), Group: n.group(), Instance: n.cfg.Instance, Recovery: n.later.Load(),
 		Workers: n.cfg.Workers, Servers: n.cfg.Servers, Device: n.gpu.device(),
 		Address: location(n.base().Addr()),
 	}
@@ -391,7 +414,7 @@ func (n *Node) Describe() ([]byte, error) {
 	})
 	c := &n.counters
 	return json.Marshal(map[string]any{
-		"role": n.cfg.Role.String(), "rank": n.cfg.Rank, "group": n.cfg.Group, "instance": n.cfg.Instance,
+		"role": n.cfg.Role.String(), "rank": n.rank(), "group": n.group(), "instance": n.cfg.Instance,
 		"address": location(n.base().Addr()), "fabrics": fabrics, "links": links,
 		"push_pulls": c.PushPulls.Load(), "requests": c.Requests.Load(), "responses": c.Responses.Load(),
 		"bytes_out": c.BytesOut.Load(), "bytes_in": c.BytesIn.Load(),

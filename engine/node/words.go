@@ -31,7 +31,7 @@ func hostName() string {
 }
 
 // me names this node in reasons that peers are told too.
-func (n *Node) me() string { return fmt.Sprintf("%v %d", n.cfg.Role, n.cfg.Rank) }
+func (n *Node) me() string { return fmt.Sprintf("%v %d", n.cfg.Role, n.rank()) }
 
 // theScheduler names the scheduler.
 func (n *Node) theScheduler() string { return "the scheduler at " + n.cfg.Scheduler() }

@@ -45,6 +45,10 @@ const (
 	TypePing      Type = 13 // scheduler -> member, and back at once: are you alive
 	TypeWaiting   Type = 14 // scheduler -> member: what the cluster waits for before it runs
 	TypeDone      Type = 15 // server -> scheduler: my workers have left, so my end is no loss
+	TypeSend      Type = 16 // member -> scheduler: a message for other nodes
+	TypeMessage   Type = 17 // scheduler -> member: a message of another node
+	TypeTaken     Type = 18 // member -> scheduler: I have that message, or no room for it
+	TypeSent      Type = 19 // scheduler -> member: what has become of your message
 
 	TypePlan     Type = 32 // worker -> server: the shape of a push-pull, under a number
 	TypeNeed     Type = 33 // worker -> server: receive buffers must grow

@@ -129,12 +129,14 @@ func (v *Roster) walk(c *codec) {
 type Register struct {
 	Shape Shape // as the member is configured
 	Member
+	Any   bool    // it has no rank: the scheduler is to assign one. Rank and group are 0
 	Known *Roster // of a member that runs and has lost its scheduler; nil: it is new
 }
 
 func (g *Register) walk(c *codec) {
 	g.Shape.walk(c)
 	g.Member.walk(c)
+	c.flag(&g.Any)
 	known := g.Known != nil
 	if c.flag(&known); !known {
 		return

@@ -41,6 +41,7 @@ var control = []struct {
 }{
 	{"register", Append(nil, TypeRegister, &Register{Shape: Shape{3, 2, 4}, Member: member}), again[Register](TypeRegister)},
 	{"register without addresses", Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: Member{Role: RoleWorker}}), again[Register](TypeRegister)},
+	{"register of one without a rank", Append(nil, TypeRegister, &Register{Shape: Shape{2, 1, 1}, Member: Member{Role: RoleWorker, Epoch: 7}, Any: true}), again[Register](TypeRegister)},
 	{"register of one that runs", Append(nil, TypeRegister, &Register{Shape: Shape{1, 1, 1}, Member: member, Known: roster}), again[Register](TypeRegister)},
 	{"roster", Append(nil, TypeRoster, roster), again[Roster](TypeRoster)},
 	{"ready", AppendSignal(nil, TypeReady), signal},
@@ -56,6 +57,11 @@ var control = []struct {
 	{"ping", AppendSignal(nil, TypePing), signal},
 	{"waiting", Append(nil, TypeWaiting, &Text{"1 of 2 members have registered; missing: worker 0"}), again[Text](TypeWaiting)},
 	{"done", AppendSignal(nil, TypeDone), signal},
+	{"send to one", Append(nil, TypeSend, &Send{300, Destination{ToWorkers, 5, 0x1122334455667788}, Data("hello")}), again[Send](TypeSend)},
+	{"send to groups", Append(nil, TypeSend, &Send{1, Destination{ToScheduler | ToServers, All, 0}, nil}), again[Send](TypeSend)},
+	{"message", Append(nil, TypeMessage, &Message{RoleServer, 5, 0x1122334455667788, Data("hello")}), again[Message](TypeMessage)},
+	{"taken", Append(nil, TypeTaken, &Taken{true}), again[Taken](TypeTaken)},
+	{"sent", Append(nil, TypeSent, &Sent{300, WasLost, RoleServer, 5, "10.0.0.9:7000", "connection reset by peer"}), again[Sent](TypeSent)},
 }
 
 var roster = &Roster{View: 300, Running: true, Members: []Member{
@@ -175,6 +181,19 @@ func TestControlBounds(t *testing.T) {
 	require.ErrorContains(t, err, "1025 bytes of a reason")
 	_, err = Parse[Roster](control[0].frame, TypeRoster)
 	require.ErrorContains(t, err, "frame of type 1, want 2")
+	for want, v := range map[string]*Send{
+		"roles 8: want at most 7":             {To: Destination{Roles: 8}},
+		"no set of scheduler (1)":             {},
+		"for rank 1 of several roles":         {To: Destination{Roles: ToServers | ToWorkers, Rank: 1}},
+		"one run of all ranks":                {To: Destination{Roles: ToServers, Rank: All, Run: 1}},
+		"rank 65537: want at most 65536":      {To: Destination{Roles: ToServers, Rank: MaxMembers}},
+		"announces 1000001 bytes of a messag": {To: Destination{Roles: ToServers}, Data: make(Data, MaxMessage+1)},
+	} {
+		_, err := Parse[Send](Append(nil, TypeSend, v), TypeSend)
+		require.ErrorContains(t, err, want)
+	}
+	_, err = Parse[Sent](Append(nil, TypeSent, &Sent{Outcome: 3}), TypeSent)
+	require.ErrorContains(t, err, "outcome 3: want at most 2")
 }
 
 // TestControlRoster shows how large a cluster a roster holds.

@@ -470,3 +470,23 @@ func TestHelloGolden(t *testing.T) {
 	g.compare(t, "testdata/hello_golden.txt")
 	require.EqualValues(t, Version, binary.LittleEndian.Uint32(hd.mine[5:]))
 }
+
+// TestSamePeer: a process is the same after it has learned its rank, and no other has its epoch.
+func TestSamePeer(t *testing.T) {
+	hello := func(change func(*Hello)) []byte {
+		me := worker()
+		me.Rank, me.Epoch = 3, 7
+		change(&me)
+		out, _, err := NewHandshake(me, nil, true).Next(nil)
+		require.NoError(t, err)
+		return out
+	}
+	known := hello(func(*Hello) {})
+	require.True(t, SamePeer(known, hello(func(*Hello) {})))
+	require.True(t, SamePeer(known, hello(func(h *Hello) { h.Rank = -1 })))
+	require.True(t, SamePeer(hello(func(h *Hello) { h.Rank = -1 }), known))
+	require.False(t, SamePeer(known, hello(func(h *Hello) { h.Rank = 4 })))
+	require.False(t, SamePeer(known, hello(func(h *Hello) { h.Epoch = 8 })))
+	require.False(t, SamePeer(known, hello(func(h *Hello) { h.Rank, h.Role = -1, RoleServer })))
+	require.False(t, SamePeer(known, known[:9]))
+}

@@ -15,6 +15,7 @@
 #include "fserver/error.hpp"
 #include "fserver/handle.hpp"
 #include "fserver/memory.hpp"
+#include "fserver/message.hpp"
 #include "fserver/node.hpp"
 #include "fserver/options.hpp"
 #include "fserver/scheduler.hpp"

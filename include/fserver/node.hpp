@@ -1,6 +1,7 @@
 // Node: what workers, servers and schedulers have in common.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -8,10 +9,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "fserver/handle.hpp"
+#include "fserver/message.hpp"
 #include "fserver/options.hpp"
 #include "fserver/process.hpp"
 #include "fserver/tensor.hpp"
@@ -107,6 +110,80 @@ public:
     detail::check("barrier", rc);
   }
 
+  // Sends a message to another node, or to all nodes of some roles, and waits until all of them have it in
+  // their queues. For up to kMaxMessage bytes; tensors are faster. Throws PeerLostError if a receiver is gone
+  // or leaves, LimitError if one does not receive its messages, ConfigError, TimeoutError (the
+  // message may yet arrive), and ClosedError. In each case the other receivers have got it.
+  void send(const Address &to, std::string_view data,
+            Timeout limit = std::chrono::seconds(10)) {
+    State &s = enter_connected("send");
+    std::uint64_t token = 0;
+    const int rc = detail::in_slices(
+        detail::deadline_of(limit), [&](std::int64_t slice, std::uint32_t) {
+          return fs_send(s.id, to.roles, to.rank, to.run, data.data(),
+                         data.size(), &token, slice);
+        });
+    if (rc == -EAGAIN) {
+      fs_send_drop(s.id, token);
+      throw TimeoutError("send: not all have taken the message within " +
+                         detail::in_ms(limit));
+    }
+    detail::check("send", rc);
+  }
+
+  // Takes the oldest message that has come to this node. Waits for one; returns false if none has come
+  // within the limit. Throws ClosedError. Waiting here costs other calls nothing.
+  bool receive(Mail &out, Timeout limit = kNoLimit) {
+    State &s = enter_connected("receive");
+    const std::int64_t deadline = detail::deadline_of(limit);
+    fs_mail from{};
+    if (out.data.size() < 256)
+      out.data.resize(256);
+    for (;;) {
+      std::size_t need = 0;
+      const std::int64_t left = deadline == detail::kForever
+                                    ? detail::kForever
+                                    : deadline - detail::now_ns();
+      const int rc =
+          fs_receive(s.id, &from, out.data.data(), out.data.size(), &need,
+                     std::clamp<std::int64_t>(left, 0, 100 * detail::kSlice));
+      if (rc == -ENOBUFS) {
+        out.data.resize(need);
+        continue;
+      }
+      if (rc == -EAGAIN && left > 0)
+        continue;
+      if (rc == -EAGAIN)
+        return false;
+      detail::check("receive", rc);
+      out.data.resize(need);
+      out.role = static_cast<Role>(from.role);
+      out.rank = from.rank;
+      out.run = from.run;
+      return true;
+    }
+  }
+
+  // What this node knows of the scheduler and of all workers and servers.
+  std::vector<Member> members() const {
+    State &s = enter_connected("members");
+    std::vector<fs_member> all(64);
+    for (;;) {
+      std::size_t need = 0;
+      const int rc = fs_members(s.id, all.data(), all.size(), &need);
+      all.resize(need);
+      if (rc == -ENOBUFS)
+        continue;
+      detail::check("members", rc);
+      std::vector<Member> out;
+      for (const fs_member &m : all)
+        out.push_back({static_cast<Role>(m.role), m.rank,
+                       static_cast<Member::State>(m.state), m.run,
+                       std::chrono::nanoseconds(m.silent_ns)});
+      return out;
+    }
+  }
+
   // JSON about the node: who it is, its links and how tensors travel on each, counters.
   std::string describe() const {
     State &s = enter("describe");
@@ -152,9 +229,11 @@ public:
   // The node's handle for calls of fserver.h.
   fs_node id() const { return enter("id").id; }
 
-  // The number of the node within its role.
+  // The number of the node within its role. If the scheduler assigns it: -1 until connect() has returned.
   int rank() const { return enter("rank").info.rank; }
-  // The node's group within its role.
+  // Whether the node has the place of one that was lost.
+  bool recovery() const { return enter("recovery").info.recovery != 0; }
+  // The node's group within its role; as rank().
   int group() const { return enter("group").info.group; }
   // The rail: the node talks to the nodes of the other role that have the same.
   int instance() const { return enter("instance").info.instance; }

@@ -18,11 +18,13 @@ namespace fserver {
 // What a node is opened with. A field that is not set (an empty string) is taken from the
 // environment, then from the default; `fserver env` prints all settings.
 struct Options {
-  std::string scheduler;          // its address, "host:port", "[::1]:7000"
-  std::optional<int> workers;     // worker groups (1)
-  std::optional<int> servers;     // server groups (1)
-  std::optional<int> group_size;  // nodes in a group (1)
-  std::optional<int> node_rank;   // this node's group within its role (0)
+  std::string scheduler;         // its address, "host:port", "[::1]:7000"
+  std::optional<int> workers;    // worker groups (1)
+  std::optional<int> servers;    // server groups (1)
+  std::optional<int> group_size; // nodes in a group (1)
+  std::optional<int> node_rank;  // this node's group within its role; -1: the
+  // scheduler assigns it (`fserver env` says when
+  // that is the default; else 0)
   std::optional<int> gpu;         // this node within its group, and its GPU (0)
   std::optional<int> rank_offset; // added to rank and instance (0)
   std::optional<int> instance;    // the rail (gpu + rank_offset)

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "ps/internal/backend.h"
 #include "ps/internal/trace.h"
 #include "ps/ps.h"
 

@@ -16,6 +16,7 @@
 #include "ps/internal/postoffice.h"
 #include "ps/internal/threadsafe_queue.h"
 #include "ps/kv_app.h"
+#include "ps/simple_app.h"
 
 namespace ps {
 
@@ -40,7 +41,11 @@ inline bool IsServer() { return Postoffice::Get()->is_server(); }
 inline bool IsScheduler() { return Postoffice::Get()->is_scheduler(); }
 // The number of this process's group within its role.
 inline int MyRank() { return Postoffice::Get()->my_rank(); }
-inline int GetNodeRank() { return detail::number("DMLC_NODE_RANK", 0, 0); }
+// That number as DMLC_NODE_RANK gives it, or as the scheduler has assigned it.
+inline int GetNodeRank() {
+  const int given = detail::number("DMLC_NODE_RANK", -1, -1);
+  return given < 0 ? MyRank() : given;
+}
 inline int GetGroupSize() { return detail::number("DMLC_GROUP_SIZE", 1, 1); }
 inline int GetGpuId() { return detail::number("STEPMESH_GPU", 0, 0); }
 
@@ -60,6 +65,20 @@ inline std::vector<Postoffice *> offices_of(Node::Role role) {
   return offices;
 }
 
+// The worker and the server of a process have one rank, so the scheduler does not assign it.
+inline void check_joint() {
+  const bool several = number("DMLC_NUM_WORKER", 1, 1) > 1 ||
+                       number("DMLC_NUM_SERVER", 1, 1) > 1;
+  bool given = number("DMLC_GROUP_SIZE", 1, 1) > 1 ||
+               number("DMLC_NODE_RANK", -1, -1) >= 0;
+  for (const char *name : {"STEPMESH_GPU", "DMLC_RANK_OFFSET"})
+    given = given || Environment::Get()->find(name);
+  if (several && !given)
+    throw fserver::ConfigError(
+        "StartPS: JOINT without a rank: worker and server of a process have "
+        "the same one: pass rank, or set DMLC_NODE_RANK");
+}
+
 inline Node::Role role_of(const Postoffice &p) {
   return p.is_worker()   ? Node::WORKER
          : p.is_server() ? Node::SERVER
@@ -73,12 +92,14 @@ inline Node::Role role_of(const Postoffice &p) {
 //
 // customer_id: a number of the caller's. A process may start several; the first opens the nodes.
 // rank: of the group, if the process runs all instances of it; else of the process. -1: as DMLC_NODE_RANK,
-//     DMLC_GROUP_SIZE and STEPMESH_GPU say.
+//     DMLC_GROUP_SIZE and STEPMESH_GPU say, and if these are not set, as the scheduler assigns it.
 // do_barrier: waits until all workers and servers have been started, too.
 //
 // Throws fserver::ConfigError, TimeoutError, and PeerLostError.
 inline void StartPS(int customer_id, Node::Role role, int rank, bool do_barrier,
                     const char *argv0 = nullptr) {
+  if (role == Node::JOINT && rank < 0)
+    detail::check_joint();
   std::vector<std::function<void()>> starts;
   for (Postoffice *p : detail::offices_of(role))
     starts.push_back([=] {

@@ -240,6 +240,7 @@ CASE(no_such_node) {
   int64_t stamps[8], dims[] = {1, 1};
   int32_t rank = 0;
   fs_pending pending;
+  fs_mail mail;
   char byte;
   fs_tensor t = tensor(&byte, dims, 0);
   for (fs_node node = 0; node < 3; node++) {
@@ -266,6 +267,11 @@ CASE(no_such_node) {
     FAILS(fs_get_batch(node, 1, 0, &word, 1, &need, 0, 0), EBADF, "handle");
     FAILS(fs_channel_close(node, 1, "", 0, 0), EBADF, "handle");
     FAILS(fs_barrier(node, FS_BARRIER_WORKERS, 0, &token, 0), EBADF, "handle");
+    FAILS(fs_send(node, FS_TO_SERVERS, 0, 0, "", 0, &token, 0), EBADF,
+          "handle");
+    FAILS(fs_send_drop(node, 1), EBADF, "handle");
+    FAILS(fs_receive(node, &mail, &byte, 1, &need, 0), EBADF, "handle");
+    FAILS(fs_members(node, NULL, 0, &need), EBADF, "handle");
     FAILS(fs_trace(node, 0, stamps), EBADF, "handle");
     FAILS(fs_forget(node, 1), EBADF, "handle");
     FAILS(fs_watch_open(node, 0, &word), EBADF, "handle");

@@ -394,3 +394,50 @@ CASE(a_watch_wakes_a_thread) {
   p.w().close();
   EXPECT(!at_worker.arm());
 }
+
+CASE(messages_between_nodes) {
+  Cluster c(2, 2);
+  EXPECT_THROW(fserver::ClosedError, "not connected",
+               c.worker[0].send({fserver::Role::kWorker, 1}, "early"));
+  c.connect();
+  using fserver::Address;
+  using fserver::Mail;
+  using fserver::Role;
+  Mail m;
+  EXPECT(!c.worker[1].receive(m, milliseconds(0)));
+  c.worker[0].send({Role::kWorker, 1}, "to a worker");
+  EXPECT(c.worker[1].receive(m));
+  EXPECT(m.role == Role::kWorker && m.rank == 0 && m.data == "to a worker");
+  c.server[1].send({m.role, m.rank, m.run}, std::string(100000, 'x'));
+  EXPECT(c.worker[0].receive(m));
+  EXPECT(m.role == Role::kServer && m.rank == 1 &&
+         m.data == std::string(100000, 'x'));
+  c.worker[1].send(Address::all(FS_TO_WORKERS | FS_TO_SERVERS), "");
+  for (fserver::Node *n : std::initializer_list<fserver::Node *>{
+           &c.worker[0], &c.worker[1], &c.server[0], &c.server[1]})
+    EXPECT(n->receive(m, seconds(10)) && m.data.empty() && m.rank == 1);
+  EXPECT_THROW(ConfigError, "want at most 1000000",
+               c.worker[0].send({Role::kServer, 0},
+                                std::string(fserver::kMaxMessage + 1, ' ')));
+  EXPECT_THROW(ConfigError, "rank 2 of the servers",
+               c.worker[0].send({Role::kServer, 2}, ""));
+
+  std::thread waits([&] {
+    Mail none;
+    EXPECT_THROW(fserver::ClosedError, "", c.worker[1].receive(none));
+  });
+  EXPECT_EQ(c.server[0].members().size(), 5u);
+  const std::uint64_t run = c.server[0].members()[2].run;
+  c.worker[1].close();
+  waits.join();
+  while (c.server[0].members()[2].state != fserver::Member::kLost)
+    std::this_thread::yield();
+  const auto e =
+      EXPECT_THROW(fserver::PeerLostError, "worker 1",
+                   c.server[0].send({Role::kWorker, 1, run}, "too late"));
+  EXPECT(e.rank() == 1 && e.role() == FS_ROLE_WORKER);
+  for (int i = 0; i < 1024; i++)
+    c.worker[0].send({Role::kServer, 0}, "not received");
+  EXPECT_THROW(fserver::LimitError, "server 0 does not receive its messages",
+               c.worker[0].send({Role::kServer, 0}, "one too many"));
+}

@@ -19,9 +19,8 @@ struct Node {
   int customer_id = 0;
   std::string hostname; // where the others reach it
   int port = kEmpty;
-  bool is_recovery =
-      false; // always false: the engine has a process that is started again take its rank back
-  int aux_id = kEmpty; // the rank that StartPS was given
+  bool is_recovery = false; // it has the place of one that was lost
+  int aux_id = kEmpty;      // the rank that StartPS was given
 };
 
 } // namespace ps

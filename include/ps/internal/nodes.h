@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_set>
@@ -65,12 +66,45 @@ inline int instances_here() {
   return number("DMLC_GROUP_SIZE", 1, 1);
 }
 
+// The name that STEPMESH_BACKEND has, or its older spelling; empty: none.
+inline std::string backend_name() {
+  for (const char *name : {"STEPMESH_BACKEND", "STEPMESH_BAKCEND"}) {
+    const char *value = Environment::Get()->find(name);
+    if (value && *value)
+      return value;
+  }
+  return "";
+}
+
+// The names of backends that the program has registered.
+struct OtherBackends {
+  static OtherBackends &all() {
+    static OtherBackends *all = new OtherBackends;
+    return *all;
+  }
+  std::mutex mutex;
+  std::set<std::string> names;
+};
+inline void register_backend(const std::string &name) {
+  std::lock_guard<std::mutex> lock(OtherBackends::all().mutex);
+  if (name != "CPU" && name != "GPU")
+    OtherBackends::all().names.insert(name);
+}
+inline bool is_other_backend(const std::string &name) {
+  std::lock_guard<std::mutex> lock(OtherBackends::all().mutex);
+  return OtherBackends::all().names.count(name) != 0;
+}
+
 // What an instance of this process is opened with. rank: of StartPS; -1: as the environment says.
 inline fserver::Options options_of(int index, int rank) {
   fserver::Options o;
   for (const auto &[name, value] : Environment::Get()->set())
     o.settings[name] = value;
   o.connect = false;
+  if (is_other_backend(backend_name())) { // which the engine does not know
+    o.backend = "CPU";
+    o.settings["STEPMESH_BAKCEND"] = "";
+  }
   const int size = number("DMLC_GROUP_SIZE", 1, 1);
   if (instances_here() > 1) {
     if (rank >= 0)

@@ -2,18 +2,22 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "fserver/fserver.hpp"
 #include "ps/base.h"
+#include "ps/internal/customer.h"
 #include "ps/internal/env.h"
+#include "ps/internal/letters.h"
 #include "ps/internal/logging.h"
 #include "ps/internal/nodes.h"
 #include "ps/internal/serving.h"
@@ -69,8 +73,8 @@ public:
     return is_worker() ? "worker" : is_server() ? "server" : "scheduler";
   }
   int verbose() const { return detail::verbose(); }
-  // Always false: the engine itself has a process that is started again take its rank back.
-  bool is_recovery() const { return false; }
+  // Whether the node has the place of one that was lost. The scheduler never has.
+  bool is_recovery() const { return van_.node_.is_recovery; }
   Van *van() { return &van_; }
 
   // The key space, cut evenly over the server groups. Key kMaxKey belongs to the last one.
@@ -120,6 +124,35 @@ public:
     Barrier(customer_id, node_group, instance_barrier);
   }
 
+  // The IDs of the nodes that are gone and whose place is free, and of those that were not heard for so
+  // many seconds. A worker or server knows the latter of the scheduler alone.
+  std::vector<int> GetDeadNodes(int seconds = 60) const {
+    std::vector<int> ids;
+    for (const fserver::Member &m : node("GetDeadNodes").members()) {
+      if (m.state != fserver::Member::kLost &&
+          m.silent < std::chrono::seconds(std::max(seconds, 0)))
+        continue;
+      if (m.state == fserver::Member::kLeft ||
+          (is_scheduler() && m.role == fserver::Role::kScheduler))
+        continue;
+      ids.push_back(m.role == fserver::Role::kWorker   ? WorkerRankToID(m.rank)
+                    : m.role == fserver::Role::kServer ? ServerRankToID(m.rank)
+                                                       : kScheduler);
+    }
+    return ids;
+  }
+  // The customer of a SimpleApp of this node; null if there is none within so many seconds.
+  Customer *GetCustomer(int app_id, int customer_id, int timeout = 0) const {
+    const auto until =
+        std::chrono::steady_clock::now() + std::chrono::seconds(timeout);
+    for (;;) {
+      Customer *c = letters("GetCustomer")->customer(app_id, customer_id);
+      if (c || std::chrono::steady_clock::now() >= until)
+        return c;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+
   // Has f called by Finalize, when the node has ended.
   void RegisterExitCallback(const std::function<void()> &f) { at_exit_ = f; }
 
@@ -155,6 +188,11 @@ public:
   }
   std::shared_ptr<detail::ServerNode> server(const char *call) const {
     return opened(call, server_);
+  }
+
+  // The messages of the node, for SimpleApp. Throws as worker().
+  std::shared_ptr<detail::Letters> letters(const char *call) const {
+    return opened(call, letters_);
   }
 
 private:
@@ -249,6 +287,7 @@ private:
                     : is_server() ? ServerRankToID(rank_)
                                   : kScheduler;
     van_.node_.aux_id = preferred_;
+    van_.node_.is_recovery = n.recovery();
     const std::string address = n.address(); // "tcp:10.0.0.1:7000"
     const std::size_t host = address.find(':') + 1,
                       port = address.rfind(':') + 1;
@@ -257,6 +296,17 @@ private:
       van_.node_.port = std::atoi(address.c_str() + port);
     }
     van_.ready_ = true;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (is_worker())
+        letters_ = std::make_shared<detail::Letters>(
+            std::shared_ptr<fserver::Node>(worker_, &n));
+      else if (is_server())
+        letters_ = std::make_shared<detail::Letters>(
+            std::shared_ptr<fserver::Node>(server_, &n));
+      else
+        letters_ = std::make_shared<detail::Letters>(scheduler_);
+    }
     if (do_barrier)
       Barrier(0, kServerGroup + kWorkerGroup);
   }
@@ -282,6 +332,7 @@ private:
   void ended() {
     van_.ready_ = false;
     node("Finalize").close();
+    letters("Finalize")->end();
     const std::function<void()> f = std::move(at_exit_);
     at_exit_ = nullptr;
     if (f)
@@ -299,6 +350,7 @@ private:
   std::shared_ptr<detail::WorkerNode> worker_;
   std::shared_ptr<detail::ServerNode> server_;
   std::shared_ptr<fserver::Scheduler> scheduler_;
+  std::shared_ptr<detail::Letters> letters_;
 };
 
 } // namespace ps
