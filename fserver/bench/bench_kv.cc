@@ -110,6 +110,7 @@ public:
     array.reset(
         static_cast<char *>(gpu.alloc(bytes)), bytes,
         [&gpu](char *at) { gpu.free(at); }, ps::GPU, id, ps::GPU, id);
+    array.register_once();
   }
   void put(const ps::SArray<char> &from) { move(array, from); }
   void get(ps::SArray<char> &to) const { move(to, array); }

@@ -5,7 +5,7 @@ using namespace ps;
 
 namespace {
 
-constexpr Key kRegistered = 50;
+constexpr Key kRegistered = 50, kPulled = 700;
 
 // Throws, which CHECK does not, so that the other processes end, too.
 void Expect(bool good, const char *what) {
@@ -31,6 +31,12 @@ void Answer(const AFTensorMeta &meta, AFTensorServer *server) {
     throw std::runtime_error("key 99 is not served");
   if (meta.pull_tensors.empty())
     return server->Response(meta);
+  const std::size_t q = meta.pull_tensors.size();
+  for (std::size_t j = 0; j < q; j++)
+    Expect(meta.pull_tensors[j].key ==
+                   kPulled + q * static_cast<Key>(MyRank()) + j &&
+               meta.pull_metas[j].key == meta.pull_tensors[j].key,
+           "the keys of the pull tensors");
   KeyTensorBatch answer;
   for (std::size_t j = 0; j < meta.pull_tensors.size(); j++)
     answer.push_back({meta.pull_tensors[j].key,
@@ -60,7 +66,8 @@ void Echo(AFTensorWorker &w, int servers) {
   for (int step = 0; step < 50; step++) {
     KeyTensorBatch push{{1, at::full({3, 4}, step, at::kBFloat16)}}, pull;
     for (int i = 0; i < servers * 2; i++)
-      pull.push_back({static_cast<Key>(i), at::empty({3, 4}, at::kBFloat16)});
+      pull.push_back(
+          {kPulled + static_cast<Key>(i), at::empty({3, 4}, at::kBFloat16)});
     const int ts = w.ZBatchPushPull(push, pull);
     const std::vector<int> all = w.GetAllHandlers(ts);
     Expect(all.size() == 3 && all[0] == ts && all[2] == ts + 2,
