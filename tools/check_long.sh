@@ -53,7 +53,7 @@ part_seeds() {
     -run 'TestLateWrites|TestOneEachAtOnce|TestSecondLoss|TestLossInARestart'
 }
 
-part_cpp() { tools/cpp_tests.sh --matrix; }
+part_cpp() { tools/install_deps.sh --cpp && tools/cpp_tests.sh --matrix; }
 
 part_links() {
   LINKS_ROUNDS=${LINKS_ROUNDS:-3400} "$python" -m pytest -o faulthandler_timeout=0 -s tests/python/test_rails.py -k links_go_down

@@ -130,7 +130,7 @@ private:
   };
   static constexpr std::size_t kMostKept = 4096; // of one worker
 
-  class TheApp : public detail::App {
+  class TheApp final : public detail::App {
   public:
     explicit TheApp(KVServer &server) : server_(server) {}
     bool ready() const override { return static_cast<bool>(server_.handle_); }

@@ -23,7 +23,7 @@
 namespace ps::detail {
 
 // The requests of one KVWorker. Each has a number, from 0; its timestamp is the lower 31 bits.
-class Requests : public Looks {
+class Requests final : public Looks {
 public:
   Requests(std::shared_ptr<WorkerNode> node, int app, int customer,
            std::vector<Range> ranges)
