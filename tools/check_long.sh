@@ -10,7 +10,7 @@
 #   chaos   1,000 kills in a cluster, over tcp, cma and auto
 #   soak    10^6 push_pulls each way: does anything grow?
 #   fuzz    every parser
-#   softroce  100 kills, the whole contract of verbs, 6,000 messages of channels, SOFTROCE_ROUNDS (20) rounds of a pulled cable, and the demo, in the emulated machine
+#   softroce  100 kills, the whole contract of verbs, 6,000 messages of channels, SOFTROCE_ROUNDS (20) rounds of a pulled cable, C++ programs, and the demo, in the emulated machine
 #   seeds   losses of members over every seed of faults
 #   cpp     the tests of the C++ headers with each compiler and standard
 #   links   10^4 exchanges while the links between two network namespaces go down and come back (needs root)
@@ -45,7 +45,7 @@ part_soak() { "$make" soak; }
 part_fuzz() { "$make" fuzz; }
 part_softroce() {
   local rounds=${SOFTROCE_ROUNDS:-20}
-  SOFTROCE_SECONDS=$((2400 + 60 * rounds)) SOFTROCE_ROUNDS=$rounds "$make" softroce CASES="kill_long carry_long verbs_long check_long cable_long" &&
+  SOFTROCE_SECONDS=$((2400 + 60 * rounds)) SOFTROCE_ROUNDS=$rounds "$make" softroce CASES="kill_long carry_long verbs_long check_long cpp_long cable_long" &&
     SOFTROCE_SECONDS=2500 SOFTROCE_MEMORY=6000 "$make" softroce CASES=demo_long
 }
 part_seeds() {
@@ -53,7 +53,7 @@ part_seeds() {
     -run 'TestLateWrites|TestOneEachAtOnce|TestSecondLoss|TestLossInARestart'
 }
 
-part_cpp() { tools/cpp_tests.sh --matrix; }
+part_cpp() { tools/install_deps.sh --cpp && tools/cpp_tests.sh --matrix; }
 
 part_links() {
   LINKS_ROUNDS=${LINKS_ROUNDS:-3400} "$python" -m pytest -o faulthandler_timeout=0 -s tests/python/test_rails.py -k links_go_down

@@ -3,8 +3,9 @@
 #
 #   tools/cpp_tests.sh [--matrix] [options of ctest]
 #
-# --matrix builds them with each of g++ and clang++ that is installed, as C++17 and C++20, and more of them with
-# AddressSanitizer. Otherwise CXX (g++) and C++17 are used. BIN names the folder of the Python that has fserver.
+# --matrix builds them with each of COMPILERS ("g++ clang++", of tools/install_deps.sh --cpp), as C++17 and C++20, and
+# more of them with AddressSanitizer; it fails if one of these is not installed. Otherwise CXX (g++) and C++17 are used.
+# BIN names the folder of the Python that has fserver.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 BIN=${BIN:-.venv/bin}
@@ -41,11 +42,14 @@ if [[ $matrix == no ]]; then
   tests "${CXX:-g++}" 17 "$@"
   exit
 fi
-for cxx in g++ clang++; do
-  if ! command -v "$cxx" >/dev/null; then
-    echo "cpp: not run: $cxx, which is not installed"
-    continue
-  fi
+read -ra compilers <<<"${COMPILERS:-g++ clang++}"
+for cxx in "${compilers[@]}"; do
+  command -v "$cxx" >/dev/null || {
+    echo "cpp: --matrix: $cxx is not installed (run tools/install_deps.sh --cpp, or set COMPILERS)" >&2
+    exit 1
+  }
+done
+for cxx in "${compilers[@]}"; do
   for standard in 17 20; do
     tests "$cxx" "$standard" "$@"
   done

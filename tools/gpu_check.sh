@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: tests eager channel bench staged af ringx waits
+#   tools/gpu_check.sh PART...        parts: tests eager channel bench staged af ringx waits cpp
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
 # multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
@@ -35,12 +35,15 @@
 # there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs). On
 # one GPU with MPS=1 it checks only, with RANKS processes (default "2 3 4"; 2 minutes each).
 #
+# cpp needs the archive and a C++ compiler (CXX, default c++): the tests of tests/cpp that need a GPU, those of them with torch,
+# and `fserver bench kv` with values on GPUs, within 10 minutes. It leaves kv.json.
+#
 # waits needs a C compiler alone: which calls of the driver wait for a stream that waits for a message, and
 # for each other (tools/gpu_waits.c), within 2 minutes.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-parts="tests eager channel bench staged af ringx waits"
+parts="tests eager channel bench staged af ringx waits cpp"
 
 wrong() {
   echo "gpu_check: $1; usage: tools/gpu_check.sh PART... (parts: $parts)" >&2
@@ -304,6 +307,33 @@ channel() {
   tar -czf "$OUT/channel.tgz" -C "$OUT" --exclude=channel.tgz .
 }
 
+# compiled NAME SOURCE OPTION...: a program with the headers of C++, in $OUT.
+compiled() {
+  local name=$1 source=$2
+  shift 2
+  step "$name-build" within 180 "${CXX:-c++}" -std=c++20 -O1 -Wall -Wextra -Ifserver/include -o "$OUT/$name" "$source" "$@" \
+    -Lfserver/lib "-Wl,-rpath,$PWD/fserver/lib" -lfserver -pthread -ldl
+}
+
+cpp() {
+  local torch transport
+  step build build
+  [[ -e fserver/include/fserver.h ]] || return
+  local -x PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} FSERVER_LOG=error
+  torch=$("$PYTHON" -c 'import importlib.util; print(importlib.util.find_spec("torch").submodule_search_locations[0])') || exit
+  compiled cpp-gpu tests/cpp/gpu.cc
+  compiled cpp-af tests/cpp/ps_af.cc -isystem "$torch/include" "$torch/lib/libtorch_cpu.so" "$torch/lib/libc10.so" "-Wl,-rpath,$torch/lib"
+  for transport in auto cma tcp; do
+    FSERVER_TRANSPORT=$transport step "cpp-gpu-$transport" within 60 "$OUT/cpp-gpu"
+    FSERVER_TRANSPORT=$transport STEPMESH_BACKEND=GPU step "cpp-af-$transport" within 60 "$PYTHON" -m fserver run \
+      --workers 2 --servers 2 -- "$OUT/cpp-af"
+  done
+  step cpp-kv within 180 "$PYTHON" -m fserver bench kv --memory cpu,cpu:gpu,gpu:cpu,gpu --transport auto,tcp --places local \
+    --sizes 4K,1M --keys 10 --rounds 3 --json "$OUT/kv.json"
+  cat "$OUT/cpp-kv.txt"
+  rm -f "$OUT/cpp-gpu" "$OUT/cpp-af"
+}
+
 af_steps() {
   step machine machine
   step build build
@@ -320,7 +350,7 @@ af_steps() {
 for part in "$@"; do
   case $part in
     eager | bench | staged | af) packed "$part" ;;
-    tests | channel | ringx | waits) "$part" ;;
+    tests | channel | ringx | waits | cpp) "$part" ;;
     *) wrong "no part $part" ;;
   esac
 done

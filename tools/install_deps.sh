@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Installs what a build needs from the system, on Debian or Ubuntu. Run it as often as you like.
 #
-#   tools/install_deps.sh [--wheels] [--softroce] [--dry-run]
+#   tools/install_deps.sh [--wheels] [--softroce] [--cpp] [--dry-run]
 #
 # --wheels adds what tools/wheels.sh needs to build for 64-bit Arm and to try that here.
 # --softroce adds what the emulated machine of tests/softroce needs.
+# --cpp adds the second compiler of tools/cpp_tests.sh --matrix.
 # The rest comes with `make setup`, a Go toolchain included if there is none.
 set -euo pipefail
 
@@ -18,9 +19,16 @@ for option in "$@"; do
     packages+=(qemu-system-x86 busybox-static kmod iproute2 procps xz-utils zstd)
     packages+=(libibverbs-dev ibverbs-providers ibverbs-utils perftest)
     ;;
+  --cpp)
+    packages+=(clang)
+    # The sanitizers of clang, where they are a package of their own.
+    if apt-cache show libclang-rt-dev >/dev/null 2>&1; then
+      packages+=(libclang-rt-dev)
+    fi
+    ;;
   --dry-run) run=(echo) ;;
   *)
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
   esac

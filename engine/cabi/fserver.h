@@ -195,6 +195,15 @@ int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
 // The rank of the worker whose request, not answered yet, has a handler.
 int fs_worker_of(fs_node node, uint64_t handler, int32_t *rank);
 
+// The keys of the pull tensors of such a request, in their order. *need is their number;
+// if cap is smaller, -ENOBUFS.
+int fs_pull_keys(fs_node node, uint64_t handler, uint64_t *keys, size_t cap,
+                 size_t *need);
+
+// Server: how often the worker with a rank was lost. If that has grown, the process that
+// has asked for something is gone, and another one may have its rank.
+int fs_losses(fs_node node, int32_t rank, uint32_t *losses);
+
 // Gives back a receive buffer; also valid after its node has been closed.
 int fs_buffer_release(uint64_t buffer);
 

@@ -152,6 +152,27 @@ func fs_worker_of(h C.fs_node, handler C.uint64_t, rank *C.int32_t) C.int {
 	})
 }
 
+//export fs_pull_keys
+func fs_pull_keys(h C.fs_node, handler C.uint64_t, keys *C.uint64_t, room C.size_t, need *C.size_t) C.int {
+	return on(h, func(nd *node.Node) error {
+		n, err := nd.PullKeys(uint64(handler), array[uint64](keys, room))
+		*need = C.size_t(n)
+		if err == nil && C.size_t(n) > room {
+			return syscall.ENOBUFS
+		}
+		return err
+	})
+}
+
+//export fs_losses
+func fs_losses(h C.fs_node, rank C.int32_t, losses *C.uint32_t) C.int {
+	return on(h, func(nd *node.Node) error {
+		n, err := nd.Losses(int32(rank))
+		*losses = C.uint32_t(n)
+		return err
+	})
+}
+
 //export fs_buffer_release
 func fs_buffer_release(id C.uint64_t) C.int {
 	return call(func() error { return buffers.Release(uint64(id)) })

@@ -95,7 +95,7 @@ func (s *Server) need(c *client, b []byte) error {
 	if c.needing {
 		return fmt.Errorf("exchange: worker %d requested buffers again before the answer", c.rank)
 	}
-	return s.provide(&provision{client: c, life: c.life, fabric: c.fabric, needs: *needs})
+	return s.provide(&provision{client: c, life: c.life.Load(), fabric: c.fabric, needs: *needs})
 }
 
 // provide answers a Need, now or when a helper has made what there is to be made.
@@ -195,7 +195,7 @@ func (s *Server) waste(p *provision) {
 // provided goes on with a Need when a helper has done its part.
 func (s *Server) provided(p *provision) {
 	c := p.client
-	if c.life != p.life { // it is another run's, or nobody's
+	if c.life.Load() != p.life { // it is another run's, or nobody's
 		s.waste(p)
 		return
 	}

@@ -210,7 +210,6 @@ func (s *Server) part(c *client, err error) {
 		return
 	}
 	c.lost = err
-	c.life++
 	c.needing = false
 	c.outbox.drop()
 	for i := range c.answers {
@@ -225,6 +224,7 @@ func (s *Server) part(c *client, err error) {
 	c.dropLoans()
 	c.plans, c.recalled, c.count, c.owed = nil, nil, 0, 0
 	s.requests.lose(c, s.buffers)
+	c.life.Add(1) // behind that: nobody who sees it answers a request of the life before
 	c.calm = s.ends.lost(c.conn, c.calm)
 	for _, k := range c.keys {
 		s.retire(c.fabric, k)
@@ -236,7 +236,10 @@ func (s *Server) part(c *client, err error) {
 func (s *Server) Up(i, rank int, f transport.Fabric, conn transport.Conn) {
 	c := s.clients[i]
 	c.down, c.runs = nil, 0
-	c.rank, c.fabric, c.conn = int32(rank), f, conn
+	if c.rank != int32(rank) { // callers read it, from the first time on
+		c.rank = int32(rank)
+	}
+	c.fabric, c.conn = f, conn
 	c.points = s.keys.path(i, f).points
 	s.ranked.Store(!slices.ContainsFunc(s.clients, func(c *client) bool { return c.fabric == nil }))
 	s.publish(s.batches)

@@ -44,6 +44,7 @@ type Request struct {
 
 // answer is where a pull tensor of a request is to be written.
 type answer struct {
+	key   uint64
 	bytes uint64
 	dtype uint8
 	target
@@ -147,14 +148,37 @@ func (rs *requests) find(handler uint64) *Request {
 func (rs *requests) asker(handler uint64) (index int, rank int32, ok bool) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
-	r := rs.find(handler)
+	r := rs.waiting(handler)
 	if r == nil {
 		return 0, 0, false
 	}
-	if s := r.state.Load(); s != reqDelivered && s != reqLost {
-		return 0, 0, false
-	}
 	return r.client.index, r.client.rank, true
+}
+
+// pullKeys copies the keys of the pull tensors of such a request, as many as fit, and gives their number.
+func (rs *requests) pullKeys(handler uint64, keys []uint64) (n int, ok bool) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	r := rs.waiting(handler)
+	if r == nil {
+		return 0, false
+	}
+	for i := range min(len(keys), len(r.pull)) {
+		keys[i] = r.pull[i].key
+	}
+	return len(r.pull), true
+}
+
+// waiting returns the request of a handler if the application has it and has not answered it, or nil. The lock is held.
+func (rs *requests) waiting(handler uint64) *Request {
+	r := rs.find(handler)
+	if r == nil {
+		return nil
+	}
+	if s := r.state.Load(); s != reqDelivered && s != reqLost {
+		return nil
+	}
+	return r
 }
 
 // strand gives the requests that were delivered on a channel, and that nobody will
@@ -230,7 +254,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		return fmt.Errorf("exchange: worker %d sent a request with %d pushed and %d pulled tensors, but its plan has %d and %d", c.rank, len(q.Push), len(q.Pull), len(p.plan.Push), len(p.plan.Pull))
 	}
 	r.channel, r.refusal = p.on, p.refusal
-	r.client, r.life, r.seq = c, c.life, q.Seq
+	r.client, r.life, r.seq = c, c.life.Load(), q.Seq
 	r.push, r.keys, r.pull = r.push[:0], p.keys, r.pull[:0]
 	for i := range q.Push {
 		x, d, k := &q.Push[i], &p.plan.Push[i], p.keys[i]
@@ -260,7 +284,7 @@ func (r *Request) fill(c *client, p *clientPlan, q *wire.Request) error {
 		if t.Changed {
 			p.targets[j] = target{transportKey(t.Region), t.Off}
 		}
-		r.pull = append(r.pull, answer{t.Bytes, p.plan.Pull[j].DType, p.targets[j]})
+		r.pull = append(r.pull, answer{p.plan.Pull[j].Key, t.Bytes, p.plan.Pull[j].DType, p.targets[j]})
 	}
 	return nil
 }

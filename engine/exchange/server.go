@@ -44,7 +44,7 @@ type client struct {
 	lost     error                  // why its last connection has ended
 	recalled []uint64               // requests that were taken back, which the worker is still to be told
 	runs     uint64                 // of its last Regroup
-	life     uint32                 // how often it was lost
+	life     atomic.Uint32          // how often it was lost
 	needing  bool                   // a helper makes what its Need lacks
 	calm     quiet                  // its earlier runs write nothing any more
 }
@@ -190,15 +190,6 @@ func (s *Server) behind(handler uint64, t *Ticket) error {
 	return s.point(t, i, i+1)
 }
 
-// WorkerOf is the rank of the worker whose request has a handler. Safe from any goroutine.
-func (s *Server) WorkerOf(handler uint64) (int32, error) {
-	_, rank, ok := s.requests.asker(handler)
-	if !ok {
-		return 0, Shapef("exchange: worker_of handler %d: no such request is waiting for an answer (ask before respond)", handler)
-	}
-	return rank, nil
-}
-
 // Workers is how many there are.
 func (s *Server) Workers() int { return len(s.clients) }
 
@@ -221,7 +212,7 @@ func (s *Server) Drain() {
 		s.adopt(t)
 		s.counters.Responses.Add(1)
 		t.open = 1
-		if c.conn == nil || t.request.life != c.life {
+		if c.conn == nil || t.request.life != c.life.Load() {
 			s.drop(t, c.lost)
 			continue
 		}

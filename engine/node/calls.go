@@ -184,6 +184,23 @@ func (n *Node) WorkerOf(handler uint64) (int32, error) {
 	return n.server.WorkerOf(handler)
 }
 
+// PullKeys copies the keys of the pull tensors of the request with a handler to keys, as many as fit, and gives their
+// number.
+func (n *Node) PullKeys(handler uint64, keys []uint64) (int, error) {
+	if err := n.ready(n.server != nil, "pull_keys", "server"); err != nil {
+		return 0, err
+	}
+	return n.server.PullKeys(handler, keys)
+}
+
+// Losses is how often the worker with a rank was lost.
+func (n *Node) Losses(rank int32) (uint32, error) {
+	if err := n.ready(n.server != nil, "losses", "server"); err != nil {
+		return 0, err
+	}
+	return n.server.Losses(rank)
+}
+
 // BatchSink takes a batch of requests. With an error the batch stays.
 type BatchSink interface {
 	Batch(reqs []*Request) error

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "pingpong": "round trips between two pinned processes, compared with the same copies in C",
     "ipc": "all transports inside a host (tcp, cma), compared with raw programs in C",
     "cpp": "the C++ interface, compared with Python's and with the same copies in C",
+    "kv": "keys and values through the C++ headers of ps-lite: goodput of pushes and pulls",
     "matrix": "push, pull and push_pull; local, remote and joint; on CPU and GPU",
     "af": "the layers of a large model: round trip, where its time goes, tokens per second",
     "graph": "stream channels in CUDA graphs: layers of a model, round trips, effect on GEMMs",

@@ -63,24 +63,28 @@ class Program(Baseline):
         self._start("C++", ["env", *command, str(worker), str(server)])
 
 
-def compiled(folder: Path) -> Path:
-    """Compiles cppecho.cc into a folder.
+def compiled(folder: Path, source: str = "cppecho.cc") -> Path:
+    """Compiles a program that uses the C++ headers into a folder.
+
+    Args:
+        folder: where the program is put.
+        source: beside this file.
 
     Raises:
         BenchError: there is no compiler, it failed, or the libraries are not there.
     """
-    program = folder / "cppecho"
+    program = folder / Path(source).stem
     lib = config.HOME / "lib"
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", f"-I{config.HOME / 'include'}"]
-    command += [str(SOURCES / "cppecho.cc"), "-o", str(program), f"-L{lib}", f"-Wl,-rpath,{lib}"]
+    command += [str(SOURCES / source), "-o", str(program), f"-L{lib}", f"-Wl,-rpath,{lib}"]
     try:
         subprocess.run(
-            [*command, "-lfserver", "-pthread"], check=True, capture_output=True, text=True
+            [*command, "-lfserver", "-pthread", "-ldl"], check=True, capture_output=True, text=True
         )
     except FileNotFoundError:
         raise BenchError(f"{command[0]}: not found (run apt-get install g++)") from None
     except subprocess.CalledProcessError as error:
-        raise BenchError(f"cannot compile cppecho.cc:\n{error.stderr}") from None
+        raise BenchError(f"cannot compile {source}:\n{error.stderr}") from None
     return program
 
 

@@ -322,7 +322,7 @@ class Crew:
         if not scheduler and not {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(os.environ):
             settings["FSERVER_SECRET"] = secrets.token_hex(16)
         with contextlib.ExitStack() as stack:
-            address = scheduler or stack.enter_context(_port(near or host or "127.0.0.1"))
+            address = scheduler or stack.enter_context(free_port(near or host or "127.0.0.1"))
             given = {"worker": 0, "server": 0}
             if device == "gpu":
                 self.gpus = (0, max(self.one(self.peers[0].name, "gpus") - 1, 0))
@@ -422,7 +422,7 @@ def pair_of(
 
 
 @contextlib.contextmanager
-def _port(host: str) -> Iterator[str]:
+def free_port(host: str) -> Iterator[str]:
     """A port that nobody else is given meanwhile: a socket that is bound and does not listen
     holds it, and the scheduler, which sets SO_REUSEADDR too, can listen there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:

@@ -25,7 +25,7 @@ CHECKED = (
 def parser(
     name: str,
     description: str,
-    seconds: tuple[float | None, str],
+    seconds: tuple[float | None, str] | None,
     transport: str | None = "tcp",
     rounds: int | None = None,
 ) -> argparse.ArgumentParser:
@@ -34,18 +34,19 @@ def parser(
     Args:
         name: the name of the benchmark.
         description: the description in its help.
-        seconds: default and meaning of --seconds.
+        seconds: default and meaning of --seconds. None: the benchmark does not have it.
         transport: default of --transport. None: the benchmark adds its own option.
         rounds: default of --rounds. None: the benchmark has no baseline that takes turns with it.
     """
     made = argparse.ArgumentParser(prog=f"fserver bench {name}", description=description)
-    default, meaning = seconds
-    made.add_argument(
-        "--seconds",
-        type=positive_seconds,
-        default=default,
-        help=f"{meaning} {SHOWN}" if default else meaning,
-    )
+    if seconds is not None:
+        default, meaning = seconds
+        made.add_argument(
+            "--seconds",
+            type=positive_seconds,
+            default=default,
+            help=f"{meaning} {SHOWN}" if default else meaning,
+        )
     made.add_argument(
         "--json", metavar="FILE", type=output, help="also write the results to FILE, as JSON"
     )

@@ -118,6 +118,22 @@ def _bond(figure: Any, rows: Rows) -> None:
         axes.tick_params(axis="x", labelsize=6)
 
 
+def _kv(figure: Any, rows: Rows) -> None:
+    """Goodput and messages per second over the size."""
+    goodput, messages = figure.subplots(1, 2)
+    for key, line in _grouped(rows, "place", "memory", "transport", "op").items():
+        found = [row["bytes"] for row in line]
+        for axes, what in ((goodput, "goodput_gbps"), (messages, "messages")):
+            axes.plot(found, [row[what] for row in line], marker="o", label=" ".join(key))
+    goodput.set(title="Goodput of one direction, median", ylabel="Gbit/s", ylim=(0, None))
+    messages.set(title="Messages, median", ylabel="messages/s", ylim=(0, None))
+    for axes in (goodput, messages):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("bytes of a key")
+        axes.grid(alpha=0.3)
+    goodput.legend(fontsize=7)
+
+
 def _fanin(figure: Any, rows: Rows) -> None:
     """Time of a batch and of a request over the groups; or with and without idle groups."""
     if any(row["idle"] for row in rows):
@@ -213,6 +229,7 @@ DRAW: dict[str, Callable[[Any, Rows], None]] = {
     "pingpong": _sizes,
     "ipc": _sizes,
     "cpp": _sizes,
+    "kv": _kv,
     "matrix": _matrix,
     "af": _af,
     "bond": _bond,

@@ -201,6 +201,26 @@ public:
                   fs_register_recv(s.id, &t, r.data(), keys.data(), n));
   }
 
+  // The keys of the pull tensors of a request that is not answered yet, in the order of answers(). Throws ShapeError if
+  // it has been answered.
+  std::vector<std::uint64_t> pull_keys(const Request &request) const {
+    const State &s = enter_connected("pull_keys");
+    std::vector<std::uint64_t> keys(request.answers().size());
+    std::size_t need = 0;
+    detail::check("pull_keys", fs_pull_keys(s.id, request.handler(),
+                                            keys.data(), keys.size(), &need));
+    return keys;
+  }
+
+  // How often the worker with a rank was lost. If that has grown, what is kept for it is of no use any more: another
+  // process may have its rank. Throws ShapeError if no worker of this rail has the rank.
+  std::uint32_t losses(int worker) const {
+    const State &s = enter_connected("losses");
+    std::uint32_t n = 0;
+    detail::check("losses", fs_losses(s.id, worker, &n));
+    return n;
+  }
+
   // Leaves the cluster, and so does the scheduler that this server hosts; as Node::stop.
   void stop() {
     try {

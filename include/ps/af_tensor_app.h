@@ -196,8 +196,8 @@ struct AFTensorMeta {
   std::vector<KVMeta> push_metas;
   std::vector<KeyTensor> push_tensors; // views, valid until the answer
   std::vector<KVMeta> pull_metas;
-  // One for each tensor of the answer, in the order of the worker's pull tensors. The values are not
-  // defined. The keys are not those of the worker, which do not travel: they count from 0.
+  // One for each tensor of the answer, in the order of the worker's pull tensors, with their keys. The values are not
+  // defined.
   std::vector<KeyTensor> pull_tensors;
 
   std::uint64_t handler = 0; // of fserver::Server
@@ -293,7 +293,7 @@ private:
     }
   }
 
-  static AFTensorMeta Meta(const std::shared_ptr<fserver::Request> &r) {
+  AFTensorMeta Meta(const std::shared_ptr<fserver::Request> &r) const {
     AFTensorMeta m;
     m.handler = r->handler();
     m.sender_rank = r->worker();
@@ -321,13 +321,14 @@ private:
       kv.val_len = static_cast<int>(t.bytes);
       m.push_metas.push_back(kv);
     }
-    for (std::size_t j = 0; j < r->answers().size(); j++) {
+    const std::vector<std::uint64_t> keys = server_.pull_keys(*r);
+    for (std::size_t j = 0; j < keys.size(); j++) {
       kv.push = false;
-      kv.key = j;
+      kv.key = keys[j];
       kv.addr = 0;
       kv.val_len = static_cast<int>(r->answers()[j]);
       m.pull_metas.push_back(kv);
-      m.pull_tensors.push_back({j, at::Tensor()});
+      m.pull_tensors.push_back({keys[j], at::Tensor()});
     }
     return m;
   }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -79,9 +80,10 @@ public:
   // If res does not have what the worker has asked for, the request is refused, and the worker's Wait throws. Does
   // nothing if the worker is gone. Throws fserver::ShapeError if the request has been answered.
   void Response(const KVMeta &req, const KVPairs<Val> &res = KVPairs<Val>()) {
-    if (req.push)
-      return node_->answer(req.addr,
-                           [](Answer &, fserver::Tensor *) { return 0u; });
+    if (req.push) {
+      node_->answer(req.addr, [](Answer &, fserver::Tensor *) { return 0u; });
+      return;
+    }
     if (req.op == detail::Op::kSize)
       return keep(req, res);
     send(req, res);
@@ -122,13 +124,18 @@ private:
     SArray<Val> vals;
     SArray<int> lens;
   };
+  struct KeptFor {
+    std::uint32_t losses = 0;                // of the worker, when it has asked
+    std::map<std::pair<int, int>, Kept> all; // by customer_id and timestamp
+  };
   static constexpr std::size_t kMostKept = 4096; // of one worker
 
-  class TheApp : public detail::App {
+  class TheApp final : public detail::App {
   public:
     explicit TheApp(KVServer &server) : server_(server) {}
     bool ready() const override { return static_cast<bool>(server_.handle_); }
     void take(const detail::Taken &taken) override { server_.take(taken); }
+    void tend() override { server_.tend(); }
 
   private:
     KVServer &server_;
@@ -201,15 +208,13 @@ private:
     node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
       a.vals = SArray<char>(res.vals);
       a.lens = lens;
-      const auto bytes = static_cast<std::int64_t>(a.vals.size());
       const int device = a.vals.src_device_type_ == GPU ? a.vals.src_device_id_
                                                         : fserver::kCpu;
-      t[0] = fserver::Tensor(a.vals.data(), fserver::DType::kUInt8, {bytes}, 0,
-                             device);
+      t[0] = detail::tensor_of(a.vals.ptr(), a.vals.data(), a.vals.size(), 0,
+                               device);
       if (req.wants_lens)
-        t[1] = fserver::Tensor(
-            a.lens.data(), fserver::DType::kUInt8,
-            {static_cast<std::int64_t>(a.lens.size() * sizeof(int))});
+        t[1] = detail::tensor_of(a.lens.ptr(), a.lens.data(),
+                                 a.lens.size() * sizeof(int), 0, fserver::kCpu);
       return req.wants_lens ? 2u : 1u;
     });
   }
@@ -226,40 +231,63 @@ private:
     return res.lens.size() == req.keys;
   }
 
-  using KeptBy = std::pair<int, int>; // customer_id and timestamp
+  // How often a worker was lost.
+  std::uint32_t losses(int sender) const {
+    return node_->server.losses(Postoffice::IDtoRank(sender));
+  }
 
-  // Answers how many values there are, and keeps them until the worker fetches them.
+  // Answers how many values there are, and keeps them until the worker fetches them or is lost.
   void keep(const KVMeta &req, const KVPairs<Val> &res) {
+    const std::pair<int, int> by(req.customer_id, req.timestamp);
+    // Before the answer, which fails if the worker was lost before.
+    const std::uint32_t lost = losses(req.sender);
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      auto &kept = kept_[req.sender];
-      if (kept.size() == kMostKept)
-        kept.erase(kept.begin());
-      kept[KeptBy(req.customer_id, req.timestamp)] = {res.vals, res.lens};
+      KeptFor &kept = kept_[req.sender];
+      if (kept.losses != lost)
+        kept.all.clear();
+      kept.losses = lost;
+      if (kept.all.size() == kMostKept)
+        kept.all.erase(kept.all.begin());
+      kept.all[by] = {res.vals, res.lens};
     }
-    node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
-      a.count = res.vals.size();
-      t[0] =
-          fserver::Tensor(&a.count, fserver::DType::kUInt8, {sizeof a.count});
-      return 1u;
-    });
+    const bool there =
+        node_->answer(req.addr, [&](Answer &a, fserver::Tensor *t) {
+          a.count = res.vals.size();
+          t[0] = fserver::Tensor(&a.count, fserver::DType::kUInt8,
+                                 {sizeof a.count});
+          return 1u;
+        });
+    if (!there) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      kept_[req.sender].all.erase(by);
+    }
   }
 
   void fetch(const KVMeta &req) {
     KVPairs<Val> res;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      auto &kept = kept_[req.sender];
-      const auto it = kept.find(KeptBy(req.customer_id, req.timestamp));
+      auto &kept = kept_[req.sender].all;
+      const auto it = kept.find({req.customer_id, req.timestamp});
       if (it == kept.end())
         return node_->fail(req.addr,
-                           "the server does not keep these values any more: a "
-                           "worker has asked for too many sizes at once");
+                           "the server does not keep these values any more: "
+                           "the worker was lost in between, or has asked for "
+                           "too many sizes at once");
       res.vals = it->second.vals;
       res.lens = it->second.lens;
       kept.erase(it);
     }
     send(req, res);
+  }
+
+  // Lets go of what is kept for workers that are lost.
+  void tend() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = kept_.begin(); it != kept_.end();)
+      it = it->second.losses == losses(it->first) ? std::next(it)
+                                                  : kept_.erase(it);
   }
 
   const std::shared_ptr<detail::ServerNode> node_;
@@ -268,9 +296,9 @@ private:
   // Of the thread that serves.
   ReqHandle handle_;
   std::map<std::pair<int, Key>, SArray<Val>>
-      registered_;   // by worker rank and first key
-  std::mutex mutex_; // of what follows
-  std::unordered_map<int, std::map<KeptBy, Kept>> kept_; // by sender
+      registered_;                        // by worker rank and first key
+  std::mutex mutex_;                      // of what follows
+  std::unordered_map<int, KeptFor> kept_; // by sender
 };
 
 // A handler that adds up what is pushed under each key, and answers pulls with the sums. All keys have one value.

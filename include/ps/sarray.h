@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "fserver/error.hpp"
+#include "ps/internal/block.h"
 #include "ps/internal/message.h"
 #include "ps/range.h"
 
@@ -20,6 +21,10 @@ namespace ps {
 
 // An array of plain values. A copy and a segment share its memory, which goes with the last of them;
 // none of it is copied. To grow beyond the capacity moves this SArray alone to new memory.
+//
+// Memory that an SArray has allocated, or deletes, is registered with the network when it is pushed or pulled for the
+// second time, and stays so until it goes. Other memory is the program's, which may free it before the SArray goes: it
+// is registered by each request, unless register_once says that it stays.
 template <class V> class SArray {
   static_assert(std::is_trivially_copyable<V>::value,
                 "SArray: want a type that memcpy may copy");
@@ -40,7 +45,7 @@ public:
   // Shares memory of the caller's. `deletable`: of new V[], which the last SArray deletes.
   SArray(V *data, std::size_t size, bool deletable = false) {
     if (deletable)
-      reset(data, size, std::default_delete<V[]>());
+      own(std::unique_ptr<V[]>(data), size), size_ = size;
     else
       *this = view(data, size);
   }
@@ -89,15 +94,23 @@ public:
     dst_device_type_ = dst_device_type;
     dst_device_id_ = dst_device_id;
   }
+  // Says that the memory stays where it is until the last SArray that shares it from now on has gone: this one, and its
+  // later copies and segments. So it is registered with the network once, at its next use, and not by each request.
+  // The memory is that of the CPU, or with src_device_type_ GPU that of GPU src_device_id_.
+  void register_once() {
+    const int device = src_device_type_ == GPU ? src_device_id_ : fserver::kCpu;
+    auto block = std::make_unique<detail::Block>(data(), capacity_ * sizeof(V),
+                                                 device, 1, nullptr, ptr_);
+    V *const at = data();
+    ptr_ = std::shared_ptr<V>(at, detail::Owner{block.release()});
+  }
   // Takes memory of the CPU for at least so many elements, and keeps the elements.
   void reserve(std::size_t capacity) {
     if (capacity <= capacity_)
       return;
-    V *data = new V[capacity];
-    if (size_)
-      std::memcpy(static_cast<void *>(data), ptr_.get(), size_ * sizeof(V));
-    ptr_.reset(data, std::default_delete<V[]>());
-    capacity_ = capacity;
+    std::unique_ptr<V[]> data(new V[capacity]);
+    std::copy_n(begin(), std::min(size_, capacity), data.get());
+    own(std::move(data), capacity);
     src_device_type_ = dst_device_type_ = UNK;
     src_device_id_ = dst_device_id_ = -1;
   }
@@ -175,6 +188,16 @@ public:
   int dst_device_id_ = -1;
 
 private:
+  // Takes memory of new V[].
+  void own(std::unique_ptr<V[]> data, std::size_t capacity) {
+    auto block = std::make_unique<detail::Block>(
+        data.get(), capacity * sizeof(V), fserver::kCpu, 2,
+        [](void *p) { delete[] static_cast<V *>(p); });
+    V *const at = data.release();
+    ptr_ = std::shared_ptr<V>(at, detail::Owner{block.release()});
+    capacity_ = capacity;
+  }
+
   std::shared_ptr<V> ptr_;
   std::size_t size_ = 0, capacity_ = 0;
 };

@@ -503,6 +503,13 @@ CASE(unicast) {
   CHECK(fs_get_batch(m.server, 0, 0, batch, COUNT(batch), &need, 0,
                      FS_UNICASTS) == -EAGAIN);
 
+  uint64_t asked[2] = {0, 0};
+  uint32_t losses = 7;
+  CHECK(fs_losses(m.server, 0, &losses) == 0 && losses == 0);
+  FAILS(fs_losses(m.server, 1, &losses), EMSGSIZE, "worker 1 is not one");
+  FAILS(fs_losses(m.worker, 0, &losses), EINVAL, "only a server");
+  FAILS(fs_pull_keys(m.worker, 0, asked, 2, &need), EINVAL, "only a server");
+  pull.key = 77;
   CHECK(fs_push_pull_to(m.worker, 0, NULL, &push, 1, &pull, 1, &ticket) == 0);
   CHECK(fs_push_pull_to(m.worker, 0, NULL, &push, 1, NULL, 0, &behind) == 0);
   push.key = 2;
@@ -517,6 +524,13 @@ CASE(unicast) {
     CHECK(rc == 0 && batch[0] == 1 && batch[5] == keys[i]);
     CHECK(memcmp((void *)(uintptr_t)batch[8], out, sizeof out) == 0);
     handlers[i] = batch[1];
+    CHECK(fs_pull_keys(m.server, batch[1], asked, 2, &need) == 0);
+    CHECK(need == (i == 0) && asked[0] == 77 && asked[1] == 0);
+    if (i == 0)
+      CHECK(fs_pull_keys(m.server, batch[1], NULL, 0, &need) == -ENOBUFS &&
+            need == 1);
+    FAILS(fs_pull_keys(m.server, batch[1] + 1, asked, 2, &need), EMSGSIZE,
+          "pull_keys handler");
     if (i < 2)
       owed[i] = batch[7];
     if (i == 0) /* the one behind it waits, the other passes */

@@ -187,10 +187,10 @@ SCENE(callbacks_run_once, 2, 2) {
     serve<int>(KVServerDefaultHandle<int>());
     return;
   }
-  KVWorker<int> kv(0, 0);
+  std::atomic<int> pushed{0}, pulled{0}, nested{0};
+  KVWorker<int> kv(0, 0); // whose end waits for callbacks
   const SArray<Key> keys(spread(10, static_cast<Key>(MyRank())));
   const SArray<int> vals(10, 1);
-  std::atomic<int> pushed{0}, pulled{0}, nested{0};
   std::vector<int> open;
   for (int i = 0; i < 500; i++)
     open.push_back(kv.ZPush(keys, vals, {}, 0, [&] { pushed++; }));

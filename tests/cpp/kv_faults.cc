@@ -345,3 +345,65 @@ BARE_SCENE(a_lost_worker, 2, 1) {
   } catch (const fserver::PeerLostError &) {
   }
 }
+
+// What a worker has asked the size of goes when the worker is lost, and what another one keeps asking for does not.
+BARE_SCENE(sizes_of_a_lost_worker, 2, 1) {
+  const Node::Role role = GetRole(std::getenv("DMLC_ROLE"));
+  StartPS(0, role, -1, true);
+  if (role == Node::SERVER) {
+    static std::atomic<int> kept{0};
+    serve<float>([](const KVMeta &meta, const KVPairs<float> &,
+                    KVServer<float> *server) {
+      KVPairs<float> res;
+      if (meta.cmd == 1) { // how many there are
+        res.vals = SArray<float>(1, static_cast<float>(kept.load()));
+      } else {
+        kept++;
+        res.vals.reset(new float[3], 3, [](float *p) {
+          kept--;
+          delete[] p;
+        });
+      }
+      server->Response(meta, res);
+    });
+  }
+  if (role == Node::WORKER) {
+    KVWorker<float> kv(0, 0);
+    // Asks for a size, and not for the values.
+    const auto ask = [](int timestamp) {
+      Body body;
+      body.head.op = detail::Op::kSize;
+      body.head.width = 4;
+      body.head.keys = 2;
+      body.head.customer = 9;
+      body.head.timestamp = timestamp;
+      body.keys[0] = 1, body.keys[1] = 2;
+      std::uint64_t count = 0;
+      Postoffice::Get()
+          ->worker("test")
+          ->worker
+          .push_pull_to(0, Tensor(&body, DType::kUInt8, {kAll}, 1),
+                        Tensor(&count, DType::kUInt8, {8}, 1))
+          .wait();
+      EXPECT_EQ(count, 3u);
+    };
+    for (int i = 0; i < (MyRank() == 1 ? 100 : 1); i++)
+      ask(i);
+    Postoffice::Get()->Barrier(0, kWorkerGroup);
+    if (MyRank() == 1)
+      std::_Exit(0);
+    std::vector<float> left(1);
+    do {
+      kv.Wait(kv.Pull({1}, &left, nullptr, 1));
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    } while (left[0] > 1);
+    EXPECT_EQ(left[0], 1.f); // that of this worker
+    ask(1);
+    kv.Wait(kv.Pull({1}, &left, nullptr, 1));
+    EXPECT_EQ(left[0], 2.f);
+  }
+  try {
+    Finalize(0, role, true);
+  } catch (const fserver::PeerLostError &) {
+  }
+}

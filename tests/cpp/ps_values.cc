@@ -57,6 +57,80 @@ CASE(an_array_keeps_what_it_is_given) {
   EXPECT(into.size() == 2 && into[0] == 2);
 }
 
+namespace {
+
+// The number that the engine gets of the memory of an array; 0: it registers the memory for this call alone.
+template <class V> std::uint64_t number_of(const SArray<V> &a) {
+  const fserver::Tensor t =
+      detail::tensor_of(a.ptr(), a.data(), a.size() * sizeof(V), 7,
+                        a.src_device_type_ == GPU ? a.src_device_id_ : -1);
+  EXPECT(t.data == a.data() && t.bytes == a.size() * sizeof(V) && t.key == 7);
+  EXPECT(t.base <= t.data && static_cast<char *>(t.base) + t.base_bytes >=
+                                 static_cast<char *>(t.data) + t.bytes);
+  return t.alloc;
+}
+
+} // namespace
+
+CASE(memory_of_an_array_is_registered_once) {
+  SArray<float> a(2000);
+  EXPECT_EQ(number_of(a), 0u);
+  const std::uint64_t number = number_of(a);
+  EXPECT(number != 0);
+  SArray<char> bytes(a);
+  EXPECT_EQ(number_of(bytes), number);
+  EXPECT_EQ(number_of(a.segment(10, 20)), number);
+  SArray<float> longer = a;
+  longer.resize(2001); // moves
+  EXPECT_EQ(number_of(longer), 0u);
+  EXPECT(number_of(longer) != number);
+  EXPECT_EQ(number_of(a), number);
+  SArray<float> deleted(new float[2000], 2000, true);
+  EXPECT_EQ(deleted.size(), 2000u);
+  number_of(deleted);
+  EXPECT(number_of(deleted) != 0);
+  // As if it were elsewhere.
+  a.src_device_type_ = GPU;
+  a.src_device_id_ = 0;
+  EXPECT_EQ(number_of(a), 0u);
+}
+
+CASE(memory_of_the_program_is_registered_when_it_says_so) {
+  std::vector<int> memory(2000);
+  const auto list = std::make_shared<std::vector<int>>(2000);
+  SArray<int> small(100), view(memory.data(), 2000), shared(list),
+      given(memory.data(), 2000, [](int *) {});
+  for (SArray<int> *a : {&small, &view, &shared, &given}) {
+    for (int i = 0; i < 3; i++)
+      EXPECT_EQ(number_of(*a), 0u);
+  }
+  const SArray<int> before = shared;
+  shared.register_once();
+  EXPECT(number_of(shared) != 0);
+  EXPECT_EQ(number_of(shared.segment(5, 1500)), number_of(shared));
+  EXPECT_EQ(number_of(before), 0u);
+  EXPECT_EQ(list.use_count(), 3);
+  shared.clear();
+  EXPECT_EQ(list.use_count(), 2);
+  view.src_device_type_ = GPU;
+  view.src_device_id_ = 3;
+  view.register_once();
+  EXPECT(number_of(view) != 0);
+  // Only so many are.
+  std::vector<SArray<char>> all;
+  int registered = 0;
+  for (int i = 0; i < detail::Block::kMost; i++) {
+    all.emplace_back(std::size_t{4096});
+    number_of(all.back());
+    registered += number_of(all.back()) != 0;
+  }
+  EXPECT_EQ(registered, detail::Block::kMost - 1); // and that of view
+  all.clear();
+  all.emplace_back(std::size_t{4096});
+  number_of(all[0]);
+  EXPECT(number_of(all[0]) != 0);
+}
+
 CASE(an_array_changes_its_size) {
   SArray<float> a(2, 1.f);
   a.resize(5, 2.f);

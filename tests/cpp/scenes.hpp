@@ -27,6 +27,19 @@ struct Scene {
   void (*run)();
 };
 
+// Where the tensors of nodes are: CPU or GPU.
+inline const char *backend = "CPU";
+
+// SCENE_DEVICES="rxe0 rxe1": the RDMA device of workers, and that of servers. Empty: any.
+inline std::string device_of(const std::string &role) {
+  const char *both = std::getenv("SCENE_DEVICES");
+  const std::string names = both && role != "scheduler" ? both : "";
+  const std::size_t space = names.find(' ');
+  return role == "worker" || space == std::string::npos
+             ? names.substr(0, space)
+             : names.substr(space + 1);
+}
+
 inline std::vector<Scene> &scenes() {
   static std::vector<Scene> all;
   return all;
@@ -63,7 +76,9 @@ inline pid_t start_process(const Scene &s, const char *role, int rank,
   all.push_back("DMLC_NUM_SERVER=" + std::to_string(s.servers));
   all.push_back("DMLC_PS_ROOT_URI=127.0.0.1");
   all.push_back("DMLC_PS_ROOT_PORT=" + port);
-  all.push_back("STEPMESH_BACKEND=CPU");
+  all.push_back(std::string("STEPMESH_BACKEND=") + backend);
+  if (const std::string device = device_of(role); !device.empty())
+    all.push_back("FSERVER_RDMA_DEVICE=" + device);
   std::vector<char *> env;
   for (std::string &line : all)
     env.push_back(line.data());

@@ -1,11 +1,12 @@
-// fserver.h in C, as far as include/fserver calls it: one worker and one server of one process, which
-// pass requests through a list. For ThreadSanitizer, which does not see how the engine's Go
+// fserver.h in C, as far as include/fserver and include/ps call it: one worker and one server of one process, which
+// pass requests through a list, unicasts too. For ThreadSanitizer, which does not see how the engine's Go
 // synchronises.
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "fserver.h"
 
@@ -29,7 +30,13 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static volatile uint64_t words[MASK + 1];
 static struct request requests[MASK + 1]; // by ticket
 static fs_ticket last, taken;
-static char closed[MASK + 1]; // by node
+static char closed[MASK + 1], worker[MASK + 1]; // by node
+static char left; // the last worker is closed, so no unicasts come any more
+static struct watch {
+  int fd;
+  char open, armed;
+} watches[MASK + 1]; // by number
+static fs_watch watching;
 static char buffers[KEYS][BUFFER];
 static fs_node nodes;
 
@@ -59,9 +66,12 @@ int fs_errmsg(fs_error *out) {
 }
 
 int fs_open(const char *const *settings, size_t n, fs_node *out) {
-  (void)settings, (void)n;
   pthread_mutex_lock(&mutex);
   *out = ++nodes;
+  for (size_t i = 0; i < n; i++) {
+    if (strcmp(settings[i], "DMLC_ROLE=worker") == 0)
+      worker[*out & MASK] = 1, left = 0;
+  }
   pthread_mutex_unlock(&mutex);
   return 0;
 }
@@ -80,6 +90,17 @@ int fs_get_info(fs_node node, fs_info *out) {
   out->mask = MASK;
   strcpy(out->address, "127.0.0.1:1");
   return 0;
+}
+
+// Says that there is one. The mutex is held.
+static void changes(void) {
+  const uint64_t one = 1;
+  pthread_cond_broadcast(&changed);
+  for (fs_watch i = 1; i <= watching; i++) {
+    struct watch *w = &watches[i & MASK];
+    if (w->open && w->armed && write(w->fd, &one, sizeof one) == sizeof one)
+      w->armed = 0;
+  }
 }
 
 // Waits for a change. 0: look again; -EAGAIN: the slice is over. The mutex is held.
@@ -120,9 +141,16 @@ int fs_push_pull(fs_node node, fs_channel channel, const uint64_t *stream,
   if (nq)
     memcpy(r->pull, pull, nq * sizeof *pull);
   __atomic_store_n(&words[last & MASK], last << 2, __ATOMIC_RELEASE);
-  pthread_cond_broadcast(&changed);
+  changes();
   pthread_mutex_unlock(&mutex);
   return 0;
+}
+
+int fs_push_pull_to(fs_node node, int32_t server, const uint64_t *stream,
+                    const fs_tensor *push, size_t np, const fs_tensor *pull,
+                    size_t nq, fs_ticket *out) {
+  (void)server;
+  return fs_push_pull(node, 0, stream, push, np, pull, nq, out);
 }
 
 int fs_wait(fs_node node, fs_ticket ticket, int64_t slice_ns, uint32_t flags) {
@@ -159,7 +187,7 @@ static size_t write_request(struct request *r, uint64_t *w) {
     memcpy(to, t->data, t->bytes);
     *w++ = t->key;
     *w++ = lent ? FS_LENT : r->ticket & MASK;
-    *w++ = lent ? (uint64_t)(uintptr_t)to : t->key + 1;
+    *w++ = lent ? (uint64_t)(uintptr_t)to : t->key % KEYS + 1;
     *w++ = (uint64_t)(uintptr_t)to;
     *w++ = t->bytes;
     *w++ = t->dtype;
@@ -176,7 +204,7 @@ static size_t write_request(struct request *r, uint64_t *w) {
 int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
                  uint64_t *buf, size_t cap, size_t *need, int64_t slice_ns,
                  uint32_t flags) {
-  (void)channel, (void)least, (void)flags;
+  (void)channel, (void)least;
   if (cap < 512) {
     *need = 512;
     return -ENOBUFS;
@@ -184,8 +212,10 @@ int fs_get_batch(fs_node node, fs_channel channel, uint32_t least,
   const struct timespec until = after(slice_ns);
   int rc = 0;
   pthread_mutex_lock(&mutex);
-  while (rc == 0 && taken == last)
-    rc = closed[node & MASK] ? fail(-ESHUTDOWN) : change(&until);
+  while (rc == 0 && taken == last) {
+    const int over = closed[node & MASK] || (flags & FS_UNICASTS && left);
+    rc = over ? fail(-ESHUTDOWN) : change(&until);
+  }
   if (rc == 0) {
     struct request *r = &requests[++taken & MASK];
     r->state = TAKEN;
@@ -217,15 +247,16 @@ int fs_respond(fs_node node, const uint64_t *stream, const uint64_t *handlers,
     __atomic_store_n(&words[r->ticket & MASK], r->ticket << 2 | 1,
                      __ATOMIC_RELEASE);
   }
-  pthread_cond_broadcast(&changed);
+  changes();
   pthread_mutex_unlock(&mutex);
   return *answered == nh ? 0 : fail(-EMSGSIZE);
 }
 
 int fs_close(fs_node node) {
   pthread_mutex_lock(&mutex);
+  left |= worker[node & MASK] && !closed[node & MASK];
   closed[node & MASK] = 1;
-  pthread_cond_broadcast(&changed);
+  changes();
   pthread_mutex_unlock(&mutex);
   return 0;
 }
@@ -236,6 +267,35 @@ int fs_stop(fs_node node, int64_t slice_ns) {
 }
 
 int fs_free(fs_node node) { return fs_close(node); }
+
+int fs_losses(fs_node node, int32_t rank, uint32_t *losses) {
+  (void)node, (void)rank;
+  *losses = 0;
+  return 0;
+}
+
+int fs_watch_open(fs_node node, int fd, fs_watch *out) {
+  (void)node;
+  pthread_mutex_lock(&mutex);
+  *out = ++watching;
+  watches[*out & MASK] = (struct watch){.fd = fd, .open = 1};
+  pthread_mutex_unlock(&mutex);
+  return 0;
+}
+int fs_watch_arm(fs_node node, fs_watch watch) {
+  pthread_mutex_lock(&mutex);
+  watches[watch & MASK].armed = 1;
+  const int rc = closed[node & MASK] ? fail(-ESHUTDOWN) : 0;
+  pthread_mutex_unlock(&mutex);
+  return rc;
+}
+int fs_watch_close(fs_node node, fs_watch watch) {
+  (void)node;
+  pthread_mutex_lock(&mutex);
+  watches[watch & MASK].open = 0;
+  pthread_mutex_unlock(&mutex);
+  return 0;
+}
 
 int fs_forget(fs_node node, uint64_t alloc) {
   (void)node, (void)alloc;

@@ -969,7 +969,7 @@ def test_idle(tmp_path, capsys):
 
 
 def test_port_is_held():
-    with crew._port("127.0.0.1") as address:
+    with crew.free_port("127.0.0.1") as address:
         port = int(address.rpartition(":")[2])
         with Listener(("127.0.0.1", port)) as listener:
             assert listener.address[1] == port

@@ -23,7 +23,7 @@
 namespace ps::detail {
 
 // The requests of one KVWorker. Each has a number, from 0; its timestamp is the lower 31 bits.
-class Requests : public Looks {
+class Requests final : public Looks {
 public:
   Requests(std::shared_ptr<WorkerNode> node, int app, int customer,
            std::vector<Range> ranges)
@@ -377,9 +377,8 @@ private:
     else
       pull[nq++] = vals;
     if (a.wants_lens && r.op != Op::kSize && r.op != Op::kPush)
-      pull[nq++] = fserver::Tensor(
-          p.lens_to, fserver::DType::kUInt8,
-          {static_cast<std::int64_t>(p.nkeys * sizeof(int))}, key);
+      pull[nq++] = tensor_of(a.lens.ptr(), p.lens_to, p.nkeys * sizeof(int),
+                             key, fserver::kCpu);
     wait_for_ticket(r);
     p.handle = issue(p.server, {push, np}, {pull, nq});
     p.open = true;
@@ -402,9 +401,7 @@ private:
                                 std::uint64_t key) {
     const int device =
         a.vals.src_device_type_ == GPU ? a.vals.src_device_id_ : fserver::kCpu;
-    return fserver::Tensor(p.vals, fserver::DType::kUInt8,
-                           {static_cast<std::int64_t>(p.nvals * a.width)}, key,
-                           device);
+    return tensor_of(a.vals.ptr(), p.vals, p.nvals * a.width, key, device);
   }
 
   void write_head(const Record &r, const Part &p, char *to) const {

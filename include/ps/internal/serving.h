@@ -38,6 +38,8 @@ class App {
 public:
   virtual bool ready() const = 0;
   virtual void take(const Taken &taken) = 0;
+  // Lets go of what is kept for workers that are lost. Called now and then.
+  virtual void tend() = 0;
 
 protected:
   ~App() = default;
@@ -89,7 +91,7 @@ public:
     end();
   }
 
-  // Answers a request. `keep` is let go of when the answer has been sent. Does nothing if the worker is gone.
+  // Answers a request. The answer is let go of when it has been sent. Returns false if the worker is gone.
   struct Answer {
     fserver::Handle handle;
     bool tried = false; // respond has returned
@@ -97,13 +99,15 @@ public:
     SArray<int> lens;
     std::uint64_t count = 0;
   };
-  template <class Fill> void answer(std::uint64_t handler, Fill &&fill) {
+  template <class Fill> bool answer(std::uint64_t handler, Fill &&fill) {
     Answer &a = answer();
+    bool there = true;
     fserver::Tensor tensors[2];
     const std::size_t n = fill(a, tensors);
     try {
       a.handle = respond(handler, {tensors, n});
     } catch (const fserver::PeerLostError &) { // nobody waits for it
+      there = false;
     } catch (...) {
       tried(a);
       release(handler);
@@ -111,6 +115,7 @@ public:
     }
     tried(a);
     release(handler);
+    return there;
   }
 
   void fail(std::uint64_t handler, const std::string &text) noexcept {
@@ -135,6 +140,7 @@ private:
     std::int64_t deadline;
   };
   static constexpr std::size_t kMostParked = 1024;
+  static constexpr std::int64_t kTend = INT64_C(1000000000);
 
   void end() {
     std::thread thread;
@@ -150,9 +156,8 @@ private:
     fserver::Batch batch;
     for (;;) {
       try {
-        const bool got = server.get_unicasts(
-            batch, parked_.empty() ? fserver::kNoLimit
-                                   : std::chrono::milliseconds(20));
+        tend();
+        const bool got = server.get_unicasts(batch, patience());
         retry();
         for (std::size_t i = 0; got && i < batch.size(); i++)
           take(batch[i]);
@@ -170,6 +175,24 @@ private:
     }
   }
 
+  // How long to wait for requests before there is something else to do.
+  fserver::Timeout patience() const {
+    if (!parked_.empty())
+      return std::chrono::milliseconds(20);
+    return sized_ ? fserver::Timeout(kTend) : fserver::kNoLimit;
+  }
+
+  // Has the apps let go of what they keep for workers that are lost, once a second.
+  void tend() {
+    const std::int64_t now = fserver::detail::now_ns();
+    if (!sized_ || now < tended_ + kTend)
+      return;
+    tended_ = now;
+    std::lock_guard<std::recursive_mutex> lock(calling_);
+    for (const auto &[id, app] : apps_)
+      app->tend();
+  }
+
   // Hands a request to its app, or keeps it until there is one.
   void take(fserver::Request &r) {
     Head h;
@@ -178,6 +201,7 @@ private:
       wrong = check_answers(r, h);
     if (!wrong.empty())
       return fail(r.handler(), wrong);
+    sized_ = sized_ || h.op == Op::kSize;
     std::lock_guard<std::recursive_mutex> lock(calling_);
     if (App *app = ready(h.app))
       return hand(*app, r, h);
@@ -281,8 +305,12 @@ private:
 
   std::recursive_mutex calling_; // of apps_, and while a handler runs
   std::map<int, App *> apps_;
-  std::vector<Parked> parked_; // of the thread, in the order of their arrival
-  std::mutex mutex_;           // of what follows
+  // Of the thread: requests in the order of their arrival; whether a worker has asked for a size, since when apps may
+  // keep something; when they were tended.
+  std::vector<Parked> parked_;
+  bool sized_ = false;
+  std::int64_t tended_ = 0;
+  std::mutex mutex_; // of what follows
   std::condition_variable changed_;
   bool leaving_ = false;
   std::thread thread_;

@@ -1,0 +1,33 @@
+package exchange
+
+// WorkerOf is the rank of the worker whose request has a handler. Safe from any goroutine.
+func (s *Server) WorkerOf(handler uint64) (int32, error) {
+	_, rank, ok := s.requests.asker(handler)
+	if !ok {
+		return 0, Shapef("exchange: worker_of handler %d: no such request is waiting for an answer (ask before respond)", handler)
+	}
+	return rank, nil
+}
+
+// PullKeys copies the keys of the pull tensors of the request with a handler to keys, as many as fit, and gives their
+// number. Safe from any goroutine.
+func (s *Server) PullKeys(handler uint64, keys []uint64) (int, error) {
+	n, ok := s.requests.pullKeys(handler, keys)
+	if !ok {
+		return 0, Shapef("exchange: pull_keys handler %d: no such request is waiting for an answer (ask before respond)", handler)
+	}
+	return n, nil
+}
+
+// Losses is how often the worker with a rank was lost. What the application keeps for it is of no use to the process
+// that takes its place. Safe from any goroutine.
+func (s *Server) Losses(rank int32) (uint32, error) {
+	if s.ranked.Load() {
+		for _, c := range s.clients {
+			if c.rank == rank {
+				return c.life.Load(), nil
+			}
+		}
+	}
+	return 0, Shapef("exchange: losses: worker %d is not one of this server's", rank)
+}
