@@ -94,13 +94,10 @@ func (c *Conn) quiet() bool {
 	return c.silent
 }
 
-// Due implements over.Conn.
-func (c *Conn) Due() bool { return c.unanswered() }
-
 // Serve implements over.Conn. When the Conn has ended, mapped writes may still land: it waits for them for lastWrites, and
 // then drops all events.
 func (c *Conn) Serve() {
-	if c.unanswered() {
+	if c.Owes {
 		c.introduce()
 	}
 	if c.Err != nil && c.Held.Len() > 0 && !c.Reached(c.Held.Number()) && time.Since(c.since) > lastWrites {

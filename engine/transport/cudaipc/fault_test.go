@@ -148,35 +148,10 @@ func TestDeregisterBesideOthers(t *testing.T) {
 	holds(t, g, dst, 5)
 }
 
-// TestFailsHalfWay: where the driver takes the copies of a write and then fails, neither
-// side lets go of the memory before they are over.
 func TestFailsHalfWay(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
-	src, warm, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
-	a.Post(t, write(b.Key(t, warm), src, transport.Point{})) // both sides know each other
-	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
-	point, open := heldUp(t, g, a.F)
-	k := b.Key(t, dst)
-	g.Fail("Enqueue", 1)
-	a.Post(t, write(k, src, point))
-	until(t, a, b, func() bool { return b.Down != nil })
-	b.F.Deregister(k)
-	time.Sleep(2 * lastWrites)
-	b.Poll(t)
-	b.Poll(t)
-	a.Look()
-	a.Poll(t)
-	require.Len(t, a.Done, 1)
-	require.Empty(t, b.Freed)
-	open()
-	until(t, a, b, func() bool {
-		a.Look()
-		return len(a.Done) == 2 && a.Down != nil
-	})
-	require.ErrorContains(t, a.Done[1], "injected failure")
-	until(t, a, b, func() bool { return len(b.Freed) == 1 })
-	holds(t, g, dst, 5)
+	overtest.FailsHalfWay(t, g, a, b, 2*lastWrites)
 }
 
 // ghost is a Conn of a process that has ended.

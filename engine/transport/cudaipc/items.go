@@ -91,9 +91,6 @@ func (c *Conn) ahead() uint64 {
 
 // Advance implements over.Conn.
 func (c *Conn) Advance() {
-	if c.Line.Empty() {
-		return
-	}
 	for c.Err == nil && c.next != c.Line.End && c.start(c.Line.At(c.next)) {
 		c.next++
 	}

@@ -200,12 +200,8 @@ func (c *Conn) introduce() bool {
 			return false
 		}
 	}
+	c.Owes = false
 	return true
-}
-
-// unanswered reports whether the peer has introduced itself, and we have not.
-func (c *Conn) unanswered() bool {
-	return c.theirs != nil && c.Err == nil && c.shown < introduction
 }
 
 // meet begins to take the peer's introduction: two loans follow.
@@ -233,6 +229,7 @@ func (c *Conn) greeted(e *transport.Event) error {
 	}
 	theirs := segmentIn(seg)
 	c.peers, c.theirs, c.ways = tableIn(table), theirs, map[uint64]*way{}
+	c.Owes = c.shown < introduction // our own, in answer
 	if why := c.f.spaces.apart(theirs.spaces); why != "" {
 		c.apart, c.staged = true, why
 	}

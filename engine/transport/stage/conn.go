@@ -87,8 +87,7 @@ func (c *Conn) Break() { c.lane.broken = true }
 // Free implements over.Conn.
 func (c *Conn) Free() { c.lane.close(c.f) }
 
-// Plain, Due, Serve and Stopped implement over.Conn. There is nothing but what the Path knows of.
+// Plain, Serve and Stopped implement over.Conn. There is nothing but what the Path knows of.
 func (*Conn) Plain() bool { return true }
-func (*Conn) Due() bool   { return false }
 func (*Conn) Serve()      {}
 func (*Conn) Stopped()    {}

@@ -198,31 +198,10 @@ func TestHeldBack(t *testing.T) {
 	}
 }
 
-// TestFailsHalfWay: where the driver takes the copies of a write and then fails, neither
-// side lets go of the memory before they are over.
 func TestFailsHalfWay(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
-	src, warm, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
-	a.Post(t, write(b.Key(t, warm), src, transport.Point{})) // both sides know each other
-	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
-	point, open := heldUp(t, g, a.F)
-	k := b.Key(t, dst)
-	g.Fail("Enqueue", 1)
-	a.Post(t, write(k, src, point))
-	until(t, a, b, func() bool { return b.Down != nil })
-	b.F.Deregister(k)
-	until(t, b, b, func() bool { return len(b.Freed) == 1 })
-	a.Look()
-	a.Poll(t)
-	require.Len(t, a.Done, 1)
-	require.Len(t, b.Freed, 1) // nothing was written there
-	open()
-	until(t, a, b, func() bool {
-		a.Look()
-		return len(a.Done) == 2 && a.Down != nil
-	})
-	require.ErrorContains(t, a.Done[1], "injected failure")
+	overtest.FailsHalfWay(t, g, a, b, 0)
 }
 
 // TestDeregisterBesideClose: who looks for the end of a copy to the GPU does not look at memory that

@@ -64,9 +64,6 @@ func (c *Conn) Done(user uint64, err error) {
 
 // Advance implements over.Conn.
 func (c *Conn) Advance() {
-	if c.Line.Empty() {
-		return
-	}
 	for c.Err == nil && c.next != c.Line.End && c.start(c.Line.At(c.next)) {
 		c.next++
 	}

@@ -215,8 +215,7 @@ func (b *Base) idles() bool {
 		return false
 	}
 	for _, c := range b.Conns {
-		c.Advance()
-		if !c.empty() || c.Working() || c.Lingers() { // a copy may have ended since Advance looked
+		if !c.advance() || c.Working() || c.Lingers() { // a copy may have ended since Advance looked
 			return false
 		}
 	}

@@ -20,11 +20,10 @@ type Conn interface {
 	Plain() bool
 	// Take takes an operation of the user's; false without an error is back-pressure.
 	Take(op *transport.Op) (taken bool, err error)
-	// Advance starts what can be started of the Line, and notes what has ended.
+	// Advance starts what can be started of the Line, which is not empty, and notes what has ended.
 	Advance()
-	// Serve does what else is due, and Due reports whether there is something to do.
+	// Serve does what else is due: what the Conn owes, and what there is to do at its end.
 	Serve()
-	Due() bool
 	// Pends reports whether operations in the Line have not gone, or not wholly.
 	Pends() bool
 
@@ -33,7 +32,7 @@ type Conn interface {
 	// Frame and Lent take a frame and a loan of inner, for which p has room.
 	Frame(b []byte, p *link.Found) error
 	Lent(e *transport.Event, p *link.Found) error
-	// Reached reports whether a write or copy of the peer's has landed.
+	// Reached reports whether a write or copy of the peer's has landed; 0 is none.
 	Reached(number uint64) bool
 
 	// Stopped is called once, when nothing can be posted any more.
@@ -47,7 +46,7 @@ type Conn interface {
 	// Free gives back what the Conn holds. Its copies are over.
 	Free()
 
-	empty() bool
+	advance() (empty bool)
 	stop()
 	through() bool
 	due() bool
@@ -71,6 +70,7 @@ type Path[I any] struct {
 	left   bool        // inner's has given its EvClosed
 	listed bool        // in Base.busy
 	Waits  bool        // calls of the driver for it are made aside, and it keeps what it has
+	Owes   bool        // there is something to do for Conn.Serve
 
 	Trailer []byte // a frame of ours, right behind the operation that is or was posted
 	Line    link.Line[I]
@@ -244,7 +244,7 @@ func (c *Path[I]) end(err error) {
 	if c.Err == nil {
 		c.Err = err
 		c.plain.Store(false)
-		c.Trailer = nil
+		c.Trailer, c.Owes = nil, false
 		c.own.Stopped()
 	}
 	c.Wake()
@@ -282,11 +282,17 @@ func (c *Path[I]) Close() {
 	c.base.rouse()
 }
 
-func (c *Path[I]) empty() bool { return c.Line.Empty() }
+// advance does what can be done for the Line, and reports whether it is empty then.
+func (c *Path[I]) advance() (empty bool) {
+	if !c.Line.Empty() {
+		c.own.Advance()
+	}
+	return c.Line.Empty()
+}
 
 // due says whether a Poll has to look at c.
 func (c *Path[I]) due() bool {
-	return c.Err != nil && !c.down || c.closed || !c.Line.Empty() || len(c.Trailer) > 0 || c.Held.Len() > 0 || c.own.Due()
+	return c.Err != nil && !c.down || c.closed || !c.Line.Empty() || len(c.Trailer) > 0 || c.Held.Len() > 0 || c.Owes
 }
 
 // through says whether c is closed and nothing of ours is left to do for it.
@@ -343,7 +349,7 @@ func (c *Path[I]) ArriveFrame(b []byte, number uint64, p *link.Found) error {
 // Arrive gives an event of the peer's, for which p has room, or holds it until a number has been reached, and the events
 // before it have been given.
 func (c *Path[I]) Arrive(e *transport.Event, number uint64, p *link.Found) error {
-	if c.Held.Len() == 0 && c.own.Reached(number) {
+	if c.Held.Len() == 0 && (number == 0 || c.own.Reached(number)) {
 		p.Put(*e)
 		return nil
 	}
@@ -361,9 +367,11 @@ func (c *Path[I]) give(p *link.Found) {
 // serve does what is due on a Conn, and reports whether it has to be called again.
 func (c *Path[I]) serve(p *link.Found) (again bool) {
 	c.give(p)
-	c.own.Advance()
+	c.advance()
 	c.Flush()
-	c.own.Serve()
+	if c.Owes || c.Err != nil {
+		c.own.Serve()
+	}
 	c.review()
 	if c.Err != nil && !c.down && c.Held.Len() == 0 && p.Room() && len(c.base.told) == 0 {
 		c.down = true

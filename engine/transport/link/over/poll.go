@@ -73,8 +73,10 @@ func (b *Base) drive(tick bool) {
 		b.Calls.Look()
 		b.layer.Proceed()
 	}
-	for id, e := range b.ending {
-		b.settle(id, e)
+	if len(b.ending) > 0 { // to range over an empty map costs time
+		for id, e := range b.ending {
+			b.settle(id, e)
+		}
 	}
 }
 

@@ -66,6 +66,40 @@ func DeviceFails[F Fabric](t *testing.T, g *fakegpu.GPU, a, b *Side[F]) mem.Regi
 	return dst
 }
 
+// FailsHalfWay: where the driver takes the copies of a write and then fails, neither
+// side lets go of the memory before they are over. If they write to the memory of b, its key has not ended after some time, reached.
+// If reached is 0, they do not.
+func FailsHalfWay[F Fabric](t *testing.T, g *fakegpu.GPU, a, b *Side[F], reached time.Duration) {
+	src, warm, dst := OnGPU(t, g, 4096, 5), OnGPU(t, g, 4096, 1), OnGPU(t, g, 4096, 1)
+	a.Post(t, Write(b.Key(t, warm), src, transport.Point{})) // both sides know each other
+	Until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+	point, open := HeldUp(t, g, a.F)
+	k := b.Key(t, dst)
+	g.Fail("Enqueue", 1)
+	a.Post(t, Write(k, src, point))
+	Until(t, a, b, func() bool { return b.Down != nil })
+	b.F.Deregister(k)
+	if reached == 0 {
+		Until(t, b, b, func() bool { return len(b.Freed) == 1 })
+	}
+	time.Sleep(reached)
+	b.Poll(t)
+	b.Poll(t)
+	a.Look()
+	a.Poll(t)
+	require.Len(t, a.Done, 1)
+	require.Equal(t, reached == 0, len(b.Freed) == 1)
+	open()
+	Until(t, a, b, func() bool {
+		a.Look()
+		return len(a.Done) == 2 && a.Down != nil && len(b.Freed) == 1
+	})
+	require.ErrorContains(t, a.Done[1], "injected failure")
+	if reached > 0 {
+		Holds(t, g, dst, 5)
+	}
+}
+
 // late is a Fabric whose Connect returns when its user has closed it.
 type late struct {
 	transport.Fabric

@@ -164,7 +164,13 @@ func (s *sweep[F]) write(a, b *Side[F], keys []transport.Key, from, to []mem.Reg
 	ended := func() bool {
 		return a.Down != nil && b.Down != nil && took == [2]int{len(a.Done), len(b.Done)}
 	}
-	Until(t, a, b, func() bool { return whole() || ended() })
+	Until(t, a, b, func() bool {
+		if s.g.Failed() != "" { // the Fabrics look at the device once a second
+			a.Look()
+			b.Look()
+		}
+		return whole() || ended()
+	})
 	for _, w := range append(a.Writes, b.Writes...) {
 		i := w.Number
 		require.Equal(t, []uint64{keys[i].ID, 0, to[i].Len}, []uint64{w.Key, w.Off, w.Len})
