@@ -8,7 +8,7 @@
 # COUNT=1000000   push_pulls of each part of `make soak`
 # CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
 # PARTS="wheel sdist"   parts of `make check-long`; default: all
-# JOBS=4      processes of `make test` at a time: they wait as long as they work, so more than there are cores
+# JOBS=3      processes of `make test` at a time: they wait as long as they work, so more than there are cores
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,7 +26,7 @@ SEED ?=
 TRANSPORT ?= auto
 COUNT ?= 1000000
 PARTS ?=
-JOBS ?= 4
+JOBS ?= 3
 CASES ?=
 
 BIN := $(abspath $(VENV))/bin
