@@ -18,7 +18,6 @@ type side = overtest.Side[*Fabric]
 var (
 	until   = overtest.Until[*Fabric]
 	connect = overtest.Connect[*Fabric]
-	polls   = overtest.Polls[*Fabric]
 	onGPU   = overtest.OnGPU
 	holds   = overtest.Holds
 	heldUp  = overtest.HeldUp

@@ -46,6 +46,11 @@ type Conn interface {
 	// Free gives back what the Conn holds. Its copies are over.
 	Free()
 
+	path
+}
+
+// path is what a Base asks of the Path of a Conn.
+type path interface {
 	advance() (empty bool)
 	stop()
 	through() bool
@@ -55,6 +60,8 @@ type Conn interface {
 	give(p *link.Found)
 	serve(p *link.Found) (again bool)
 }
+
+var _ path = (*Path[struct{}])(nil)
 
 // A Path is the part of a Conn that does not depend on how it copies. I is what the Conn has to know of an operation
 // that waits.
