@@ -65,7 +65,7 @@ type Fabric struct {
 func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 	f := &Fabric{own: &registered, id: rand.Uint64(), spaces: ownSpaces(), regions: map[uint64]*region{}}
 	f.Below = true
-	err := f.Begin("cudaipc", f, inner, gpu.Calls{Dev: o.Device, Later: o.Later})
+	err := f.Begin("cudaipc", link.MappedMark, f, inner, gpu.Calls{Dev: o.Device, Later: o.Later})
 	if err == nil {
 		f.table, err = mem.NewNamed("fserver-cudaipc", tableSize)
 	}
@@ -87,7 +87,7 @@ func (f *Fabric) Bind(k transport.Key, conn transport.Conn) error {
 // Wrap implements over.Layer.
 func (f *Fabric) Wrap(in transport.Conn) over.Conn {
 	c := &Conn{f: f}
-	c.Begin(&f.Base, c, in, link.MappedMark)
+	c.Begin(&f.Base, c, in)
 	return c
 }
 

@@ -59,7 +59,7 @@ type Fabric struct {
 // still the caller's.
 func Wrap(inner transport.Fabric, o Options) (*Fabric, error) {
 	f := &Fabric{regions: map[uint64]*region{}}
-	err := f.Begin("stage", f, inner, gpu.Calls{Dev: o.Device, Later: o.Later, Events: o.Events})
+	err := f.Begin("stage", link.StageMark, f, inner, gpu.Calls{Dev: o.Device, Later: o.Later, Events: o.Events})
 	if o.Device == nil {
 		f.Wraps = func(in transport.Conn) bool { return o.HasGPU != nil && o.HasGPU(in.Peer().Hello) }
 	} else {
@@ -95,7 +95,7 @@ func (f *Fabric) Bind(k transport.Key, conn transport.Conn) error {
 // Wrap implements over.Layer.
 func (f *Fabric) Wrap(in transport.Conn) over.Conn {
 	c := &Conn{f: f}
-	c.Begin(&f.Base, c, in, link.StageMark)
+	c.Begin(&f.Base, c, in)
 	return c
 }
 

@@ -57,6 +57,7 @@ type Base struct {
 
 	layer Layer
 	name  string // for errors
+	mark  uint64 // in the User of operations of ours
 
 	Mu      sync.Mutex // not held during calls of the device
 	Calls   gpu.Calls
@@ -81,13 +82,13 @@ type Base struct {
 	Tracked atomic.Int32 // Conns that are wrapped, and Connects under way
 }
 
-// Begin begins a Base that is the one of layer, around inner. Undo undoes it, also after an error.
-func (b *Base) Begin(name string, layer Layer, inner transport.Fabric, calls gpu.Calls) error {
+// Begin begins a Base that is the one of layer, around inner. The operations of ours have the mark in their User. Undo undoes it, also after an error.
+func (b *Base) Begin(name string, mark uint64, layer Layer, inner transport.Fabric, calls gpu.Calls) error {
 	if calls.Later == nil {
 		calls.Later = new(gpu.Later)
 	}
 	calls.Mu = &b.Mu
-	b.Over, b.name, b.layer, b.Calls = link.Over{Fabric: inner}, name, layer, calls
+	b.Over, b.name, b.mark, b.layer, b.Calls = link.Over{Fabric: inner}, name, mark, layer, calls
 	b.Conns, b.ending = map[transport.Conn]Conn{}, map[uint64]*ending{}
 	if calls.Dev == nil {
 		b.Calm.Store(true)

@@ -90,9 +90,9 @@ type Piece[I any] struct {
 	Buf uint8
 }
 
-// Begin begins the Path of a Conn over one of inner's. The operations of ours have the mark in their User.
-func (c *Path[I]) Begin(b *Base, own Conn, in transport.Conn, mark uint64) {
-	c.base, c.own, c.Conn, c.Mark = b, own, in, mark
+// Begin begins the Path of a Conn over one of inner's.
+func (c *Path[I]) Begin(b *Base, own Conn, in transport.Conn) {
+	c.base, c.own, c.Conn, c.Mark = b, own, in, b.mark
 	c.plain.Store(true)
 }
 
@@ -322,8 +322,8 @@ func (c *Path[I]) event(e *transport.Event, p *link.Found) {
 	switch {
 	case e.Kind == transport.EvDone && e.User&c.Mark != 0:
 		c.own.Done(e.User, e.Err)
-	case e.Kind == transport.EvDone:
-		if e.Conn = c.own; e.Err != nil && c.Err != nil {
+	case e.Kind == transport.EvDone: // with an error
+		if e.Conn = c.own; c.Err != nil {
 			e.Err = c.Err
 		}
 		p.Put(*e)
@@ -373,9 +373,13 @@ func (c *Path[I]) give(p *link.Found) {
 
 // serve does what is due on a Conn, and reports whether it has to be called again.
 func (c *Path[I]) serve(p *link.Found) (again bool) {
-	c.give(p)
+	if c.Held.Len() > 0 {
+		c.give(p)
+	}
 	c.advance()
-	c.Flush()
+	if len(c.Trailer) > 0 {
+		c.Flush()
+	}
 	if c.Owes || c.Err != nil {
 		c.own.Serve()
 	}

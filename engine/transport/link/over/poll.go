@@ -215,6 +215,11 @@ func (b *Base) event(e *transport.Event, p *link.Found) {
 		}
 		b.last, b.lastIn = c, e.Conn
 	}
+	if e.Kind == transport.EvDone && e.User&b.mark == 0 && e.Err == nil { // the most frequent
+		e.Conn = b.last
+		p.Put(*e)
+		return
+	}
 	b.last.event(e, p)
 }
 
