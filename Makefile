@@ -8,6 +8,7 @@
 # COUNT=1000000   push_pulls of each part of `make soak`
 # CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
 # PARTS="wheel sdist"   parts of `make check-long`; default: all
+# JOBS=3      processes of `make test` at a time: they wait as long as they work, so more than there are cores
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,6 +26,7 @@ SEED ?=
 TRANSPORT ?= auto
 COUNT ?= 1000000
 PARTS ?=
+JOBS ?= 3
 CASES ?=
 
 BIN := $(abspath $(VENV))/bin
@@ -84,13 +86,14 @@ af: ext ## engine and extension (default)
 demo: ext ## serve a language model, split into attention and FFN, and compare
 	@$(BIN)/fserver demo $(ARGS)
 
-# go test runs twice: whole with the race detector, and before that what cannot run with it: allocation gates, and
-# the model of rails. Every suite runs, also after a failure.
+# go test runs twice: with the race detector, and before that what cannot run with it, or has one goroutine and many
+# cases: allocation gates, models and searches. Seeds and variants that the race detector leaves out are in the part
+# engine of check-long. Every suite runs, also after a failure.
 test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	@status=0
-	$(GO) test -timeout 5m -short -run 'Alloc|Model' ./... || status=1
-	$(GO) test -timeout 10m -race ./... || status=1
-	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n 2 || status=1
+	$(GO) test -timeout 5m -p $(JOBS) -run 'Alloc|Model|EverySequence|RandomPeer' ./... || status=1
+	$(GO) test -timeout 10m -p $(JOBS) -race ./... || status=1
+	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal || status=1
 	BIN=$(BIN) tools/cpp_tests.sh || status=1
 	exit $$status
 
@@ -132,7 +135,7 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	  done
 	done
 
-check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz softroce seeds cpp links (PARTS="wheel sdist")
+check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz softroce engine cpp links (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
 softroce: setup ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")

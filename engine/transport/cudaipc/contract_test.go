@@ -11,10 +11,8 @@ import (
 	"fserver/engine/transport/cma"
 	"fserver/engine/transport/stage"
 	"fserver/engine/transport/transporttest"
+	"fserver/engine/transport/transporttest/overtest"
 )
-
-// below opens the Fabric that is wrapped.
-type below func(o transporttest.Options) (transport.Fabric, error)
 
 func overCMA(o transporttest.Options) (transport.Fabric, error) {
 	in := cma.Options{}
@@ -26,7 +24,7 @@ func overCMA(o transporttest.Options) (transport.Fabric, error) {
 }
 
 // opens opens a Fabric of d, which plays a process of its own if apart is true. Without share it has staging alone.
-func opens(d gpu.Device, under below, share, apart bool) func(transporttest.Options) (transport.Fabric, error) {
+func opens(d gpu.Device, under overtest.Below, share, apart bool) func(transporttest.Options) (transport.Fabric, error) {
 	return func(o transporttest.Options) (transport.Fabric, error) {
 		in, err := under(o)
 		if err != nil {
@@ -52,7 +50,7 @@ func opens(d gpu.Device, under below, share, apart bool) func(transporttest.Opti
 }
 
 // bed is the contract's, over a GPU of our own making.
-func bed(tb testing.TB, g *fakegpu.GPU, under below, onGPU, apart bool) transporttest.Bed {
+func bed(tb testing.TB, g *fakegpu.GPU, under overtest.Below, onGPU, apart bool) transporttest.Bed {
 	tb.Cleanup(func() { g.Empty(tb) })
 	b := transporttest.Bed{Open: opens(g, under, true, apart), Offloads: onGPU}
 	if onGPU {

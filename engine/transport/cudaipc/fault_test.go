@@ -1,9 +1,6 @@
 package cudaipc
 
 import (
-	"bytes"
-	"context"
-	"errors"
 	"io"
 	"math"
 	"testing"
@@ -17,7 +14,9 @@ import (
 	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link/over"
 	"fserver/engine/transport/transporttest"
+	"fserver/engine/transport/transporttest/overtest"
 )
 
 // slow is a Device whose driver takes its time.
@@ -37,43 +36,34 @@ func TestPollBesidePost(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k := b.key(t, dst)
-	a.post(t, write(k, src, transport.Point{}))
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	k := b.Key(t, dst)
+	a.Post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 
-	d := slow{a.f.calls.Dev, make(chan struct{}), make(chan struct{})}
-	a.f.calls.Dev = d
+	d := slow{a.F.Calls.Dev, make(chan struct{}), make(chan struct{})}
+	a.F.Calls.Dev = d
 	posted := make(chan error)
 	go func() {
-		_, err := a.try(write(k, src, transport.Point{}))
+		_, err := a.Try(write(k, src, transport.Point{}))
 		posted <- err
 	}()
 	<-d.in
 	var ev [1]transport.Event
-	n, err := a.f.Poll(ev[:])
+	n, err := a.F.Poll(ev[:])
 	require.NoError(t, err)
 	require.Zero(t, n)
 	close(d.out)
 	require.NoError(t, <-posted)
-	a.f.calls.Dev = d.Device
-	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
+	a.F.Calls.Dev = d.Device
+	until(t, a, b, func() bool { return len(b.Writes) == 2 && len(a.Done) == 2 })
 	holds(t, g, dst, 5)
-	b.free(t, k)
+	b.Free(t, k)
 }
 
-// TestDeviceFails: the Conn ends with the reason, and at the peer not in good order.
 func TestDeviceFails(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
-	src, dst := onGPU(t, g, 1<<20, 5), onGPU(t, g, 1<<20, 1)
-	k := b.key(t, dst)
-	g.Fail("Enqueue", 1)
-	a.post(t, write(k, src, transport.Point{}))
-	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
-	require.ErrorContains(t, a.down, "injected failure")
-	require.NotErrorIs(t, b.down, io.EOF)
-	until(t, a, b, func() bool { return len(a.done) == 1 })
-	require.Error(t, a.done[0])
+	overtest.DeviceFails(t, g, a, b)
 }
 
 // TestNotEquipped: without a descriptor or pinned memory for its segment a side says so, and what to do; the Conn ends with
@@ -82,7 +72,7 @@ func TestNotEquipped(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 1000, 5), onGPU(t, g, 1000, 1)
-	k := b.key(t, dst)
+	k := b.Key(t, dst)
 	var files unix.Rlimit
 	require.NoError(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &files))
 	limit := func(n uint64) {
@@ -101,68 +91,35 @@ func TestNotEquipped(t *testing.T) {
 		who, told := a, b
 		if c.theirs {
 			who, told = b, a
-			conn := a.below()
-			a.f.mu.Lock()
+			conn := ours(a)
+			a.F.Mu.Lock()
 			conn.equip()
-			a.f.mu.Unlock()
-			until(t, a, b, func() bool { return !conn.waits })
+			a.F.Mu.Unlock()
+			until(t, a, b, func() bool { return !conn.Waits })
 		}
 		c.fail()
-		a.post(t, write(k, src, transport.Point{}))
-		until(t, a, b, func() bool { return a.down != nil && b.down != nil && len(a.done) == 1 })
+		a.Post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return a.Down != nil && b.Down != nil && len(a.Done) == 1 })
 		limit(files.Cur)
-		require.ErrorContains(t, who.down, c.says)
-		require.Error(t, a.done[0])
-		require.NotErrorIs(t, told.down, io.EOF)
-		_, err := a.c.Post(write(k, src, transport.Point{}))
-		require.Equal(t, a.down, err)
-		a.done, a.down, b.down, b.c = nil, nil, nil, nil
+		require.ErrorContains(t, who.Down, c.says)
+		require.Error(t, a.Done[0])
+		require.NotErrorIs(t, told.Down, io.EOF)
+		_, err := a.C.Post(write(k, src, transport.Point{}))
+		require.Equal(t, a.Down, err)
+		a.Done, a.Down, b.Down, b.C = nil, nil, nil, nil
 		connect(t, a, b)
 	}
-	a.post(t, write(k, src, transport.Point{}))
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	a.Post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 	holds(t, g, dst, 5)
 }
 
-// TestHeldBack: nothing is read before the stream has passed the point, and host memory has none.
 func TestHeldBack(t *testing.T) {
 	for _, alone := range []bool{false, true} {
 		g := fakegpu.New()
 		g.Alone = alone
 		a, b := pairOf(t, g, overCMA)
-		stream, err := g.NewStream()
-		require.NoError(t, err)
-		e, err := g.NewEvent()
-		require.NoError(t, err)
-		host, err := mem.Map(4096)
-		require.NoError(t, err)
-		gpu, dst := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 0)
-		gate := make(chan struct{})
-		g.Put(stream, func() {
-			<-gate
-			m := fakegpu.Memory{G: g}
-			_ = m.Store(gpu.Span(), bytes.Repeat([]byte{7}, 4096))
-		})
-		require.NoError(t, g.Record(e, stream))
-		point := transport.Point{Dev: mem.GPU(0), Event: uint64(e)}
-		k := b.key(t, dst)
-		for _, op := range []transport.Op{write(k, host, point)[0], {Kind: transport.OpFrame, After: point}, {Kind: transport.OpLend, After: point}} {
-			n, err := a.c.Post([]transport.Op{op})
-			require.Zero(t, n)
-			require.ErrorContains(t, err, "only writes of GPU memory may")
-		}
-		a.post(t, write(k, gpu, point))
-		for range 1000 {
-			a.poll(t)
-			b.poll(t)
-		}
-		require.Empty(t, b.writes)
-		require.Empty(t, a.done)
-		close(gate)
-		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-		holds(t, g, dst, 7)
-		require.NoError(t, g.FreeStream(stream))
-		require.NoError(t, errors.Join(g.FreeEvent(e), mem.Unmap(host)))
+		overtest.HeldBack(t, g, a, b)
 	}
 }
 
@@ -172,56 +129,29 @@ func TestHeldBack(t *testing.T) {
 func TestDeregisterBesideOthers(t *testing.T) {
 	g := fakegpu.New()
 	a, b, dst, k, s, open := underWay(t, g)
-	b.free(t, b.key(t, onGPU(t, g, 4096, 1)))
+	b.Free(t, b.Key(t, onGPU(t, g, 4096, 1)))
 	require.Zero(t, s.done.Load())
 
 	s.keys[2] = k.ID
 	s.begun.Store(2)
-	w := writer{b.below(), 2}
+	w := writer{ours(b), 2}
 	s.begun.Store(1)
 	require.False(t, w.over(k.ID))
 	open()
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 	require.True(t, w.over(k.ID))
 	s.begun.Store(math.MaxUint64)
 	w.begun = math.MaxUint64
 	require.False(t, w.over(k.ID))
 	s.begun.Store(1)
-	b.free(t, k)
+	b.Free(t, k)
 	holds(t, g, dst, 5)
 }
 
-// TestFailsHalfWay: where the driver takes the copies of a write and then fails, neither
-// side lets go of the memory before they are over.
 func TestFailsHalfWay(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
-	src, warm, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
-	a.post(t, write(b.key(t, warm), src, transport.Point{})) // both sides know each other
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-	point, open := heldUp(t, g, a.f)
-	k := b.key(t, dst)
-	g.Fail("Enqueue", 1)
-	a.post(t, write(k, src, point))
-	until(t, a, b, func() bool { return b.down != nil })
-	b.f.Deregister(k)
-	time.Sleep(2 * lastWrites)
-	b.poll(t)
-	b.poll(t)
-	a.f.scan = time.Time{}
-	a.f.Arm() // looks at the device
-	a.poll(t)
-	require.Len(t, a.done, 1)
-	require.Empty(t, b.freed)
-	open()
-	until(t, a, b, func() bool {
-		a.f.scan = time.Time{}
-		a.f.Arm()
-		return len(a.done) == 2 && a.down != nil
-	})
-	require.ErrorContains(t, a.done[1], "injected failure")
-	until(t, a, b, func() bool { return len(b.freed) == 1 })
-	holds(t, g, dst, 5)
+	overtest.FailsHalfWay(t, g, a, b, 2*lastWrites)
 }
 
 // ghost is a Conn of a process that has ended.
@@ -240,23 +170,23 @@ func TestDeregisterBehindAConn(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			g := fakegpu.New()
 			_, b, dst, k, s, open := underWay(t, g)
-			if c := b.below(); dead {
+			if c := ours(b); dead {
 				c.Conn = ghost{c.Conn}
 			}
-			b.c.Close()
-			b.f.Deregister(k)
+			b.C.Close()
+			b.F.Deregister(k)
 			if dead {
-				until(t, b, b, func() bool { return len(b.freed) == 1 })
+				until(t, b, b, func() bool { return len(b.Freed) == 1 })
 				require.Zero(t, s.done.Load())
 				open()
 				return
 			}
 			for end := time.Now().Add(3 * lastWrites); time.Now().Before(end); {
-				b.poll(t)
+				b.Poll(t)
 			}
-			require.Empty(t, b.freed)
+			require.Empty(t, b.Freed)
 			open()
-			until(t, b, b, func() bool { return len(b.freed) == 1 })
+			until(t, b, b, func() bool { return len(b.Freed) == 1 })
 			holds(t, g, dst, 5)
 		})
 	}
@@ -268,19 +198,18 @@ func TestDeregisterBehindADevice(t *testing.T) {
 	g := fakegpu.New()
 	a, b, _, k, _, open := underWay(t, g)
 	g.Fail("Idle", 1)
-	a.f.scan = time.Time{}
-	a.f.Arm()
-	a.poll(t) // looks at the device
-	for end := time.Now().Add(settleLimit); b.down == nil && time.Now().Before(end); {
-		b.poll(t)
+	a.Look()
+	a.Poll(t) // looks at the device
+	for end := time.Now().Add(over.SettleLimit); b.Down == nil && time.Now().Before(end); {
+		b.Poll(t)
 	}
-	require.Error(t, b.down)
-	b.c.Close()
-	for end := time.Now().Add(settleLimit); len(b.f.conns) > 0 && time.Now().Before(end); {
-		b.poll(t)
+	require.Error(t, b.Down)
+	b.C.Close()
+	for end := time.Now().Add(over.SettleLimit); len(b.F.Conns) > 0 && time.Now().Before(end); {
+		b.Poll(t)
 	}
-	require.Empty(t, b.f.conns)
-	b.free(t, k)
+	require.Empty(t, b.F.Conns)
+	b.Free(t, k)
 	open() // the fake goes on after all
 }
 
@@ -290,53 +219,38 @@ func TestStuckPeer(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 3*4096, 1)
-	point, open := heldUp(t, g, a.f)
+	point, open := heldUp(t, g, a.F)
 	var keys []transport.Key
 	for i := range uintptr(3) {
-		keys = append(keys, b.key(t, mem.Region{Addr: dst.Addr + i*4096, Len: 4096, Dev: dst.Dev}))
-		a.post(t, write(keys[i], src, point))
+		keys = append(keys, b.Key(t, mem.Region{Addr: dst.Addr + i*4096, Len: 4096, Dev: dst.Dev}))
+		a.Post(t, write(keys[i], src, point))
 	}
-	s := a.segment(t, b)
+	s := segmentOf(t, a, b)
 	until(t, a, b, func() bool { return s.begun.Load() == 3 })
-	b.c.Close()
+	b.C.Close()
 	for _, k := range keys {
-		b.f.Deregister(k)
+		b.F.Deregister(k)
 	}
-	b.poll(t)
+	b.Poll(t)
 
 	wakes := 0
 	for end := time.Now().Add(500 * time.Millisecond); time.Now().Before(end); wakes++ {
-		_, err := transporttest.Woken(time.Second, b.f)
+		_, err := transporttest.Woken(time.Second, b.F)
 		require.NoError(t, err)
-		b.poll(t)
+		b.Poll(t)
 	}
 	require.LessOrEqual(t, wakes, 100)
 
-	require.Empty(t, b.freed)
-	require.Len(t, b.f.conns, 1)
+	require.Empty(t, b.Freed)
+	require.Len(t, b.F.Conns, 1)
 	open()
-	until(t, a, b, func() bool { return len(b.f.conns) == 0 && len(b.freed) == len(keys) })
+	until(t, a, b, func() bool { return len(b.F.Conns) == 0 && len(b.Freed) == len(keys) })
 }
 
-// late is a Fabric whose Connect returns when its user has closed it.
-type late struct {
-	transport.Fabric
-	close func() error
-}
-
-func (l late) Connect(ctx context.Context, to transport.Addr) (transport.Conn, error) {
-	c, err := l.Fabric.Connect(ctx, to)
-	return c, errors.Join(err, l.close())
-}
-
-// TestConnectBesideClose: nothing comes out of a Fabric that is closed.
 func TestConnectBesideClose(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
-	a.f.Fabric = late{a.f.Fabric, a.f.Close}
-	_, err := a.f.Connect(context.Background(), b.f.Addr())
-	require.ErrorIs(t, err, transport.ErrClosed)
-	require.Len(t, a.f.conns, 1)
+	overtest.ConnectBesideClose(t, a, b)
 }
 
 // TestAllocatesNothing: neither of the ways of GPU memory does, when all is set up.
@@ -349,35 +263,8 @@ func TestAllocatesNothing(t *testing.T) {
 		g.Instant, g.Alone = true, alone
 		a, b := pairOf(t, g, overCMA)
 		src, dst := onGPU(t, g, 100000, 5), onGPU(t, g, 100000, 1)
-		k := b.key(t, dst)
-		ops := write(k, src, transport.Point{})
-		ops = append(ops, markOf(&ops[0]))
-		var ev [16]transport.Event
-		round := func() {
-			if n, err := a.c.Post(ops); n != 2 || err != nil {
-				t.Fatalf("post: %d, %v", n, err)
-			}
-			for done, written := 0, 0; done+written < 3; {
-				for _, s := range [...]*side{a, b} {
-					n, err := s.f.Poll(ev[:])
-					if err != nil {
-						t.Fatal(err)
-					}
-					for i := range ev[:n] {
-						switch ev[i].Kind {
-						case transport.EvDone:
-							done++
-						case transport.EvFrame:
-							written++
-						}
-					}
-				}
-			}
-		}
-		for range 1000 {
-			round()
-		}
-		require.Equal(t, !alone, a.c.Peer().Via == "cudaipc")
-		require.Zero(t, testing.AllocsPerRun(1000, round), "mapped: %v", !alone)
+		allocs := overtest.Allocations(t, a, b, write(b.Key(t, dst), src, transport.Point{}))
+		require.Equal(t, !alone, a.C.Peer().Via == "cudaipc")
+		require.Zero(t, allocs, "mapped: %v", !alone)
 	}
 }

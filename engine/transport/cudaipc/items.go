@@ -16,8 +16,8 @@ type item struct {
 
 type waiting = link.Waiting[item]
 
-// post takes an operation.
-func (c *Conn) post(op *transport.Op) (taken bool, err error) {
+// Take implements over.Conn.
+func (c *Conn) Take(op *transport.Op) (taken bool, err error) {
 	switch {
 	case op.User&(link.MappedMark|link.StageMark) != 0:
 		return false, fmt.Errorf("cudaipc: post: the User of an operation is %#x, want less than 2^62", op.User)
@@ -31,7 +31,7 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 			c.staged = "the driver shares no such memory of the peer's GPU (of a memory pool, for one)"
 		case !c.apart:
 			c.equip()
-			return c.line.Push(op, item{n: n}), nil
+			return c.Line.Push(op, item{n: n}), nil
 		}
 	}
 	return c.hand(op)
@@ -39,7 +39,7 @@ func (c *Conn) post(op *transport.Op) (taken bool, err error) {
 
 // length returns the bytes of a write. False: it is not of memory of our GPU alone, or it is wrong, as inner will say.
 func (f *Fabric) length(op *transport.Op) (n uint64, ours bool) {
-	own := f.calls.Name()
+	own := f.Calls.Name()
 	ours = op.Dev == own && (op.After.Event == 0 || op.After.Dev == own)
 	for _, s := range op.Src {
 		ours = ours && n+s.Len >= n
@@ -50,10 +50,10 @@ func (f *Fabric) length(op *transport.Op) (n uint64, ours bool) {
 
 // hand hands inner a write. If that is of GPU memory, frames wait until inner has sent it.
 func (c *Conn) hand(op *transport.Op) (taken bool, err error) {
-	if !c.flush() {
+	if !c.Flush() {
 		return false, nil
 	}
-	taken, err = c.pass(op)
+	taken, err = c.Hand(op, op.User)
 	c.below = c.below || taken && op.Dev != mem.CPU
 	return taken, err
 }
@@ -61,16 +61,16 @@ func (c *Conn) hand(op *transport.Op) (taken bool, err error) {
 // order posts a frame or a loan. One that passes goes to inner at once. Any other one goes when
 // everything before it has been started, and sent if inner has it, and else becomes an item.
 func (c *Conn) order(op *transport.Op) (taken bool, err error) {
-	if !op.Passes && !c.line.Empty() {
-		c.advance()
+	if !op.Passes && !c.Line.Empty() {
+		c.Advance()
 	}
 	switch {
-	case c.over != nil:
-		return false, c.over
-	case op.Passes, c.next == c.line.End && !c.sends(), len(op.Frame) > transport.MaxFrame: // which inner refuses
+	case c.Err != nil:
+		return false, c.Err
+	case op.Passes, c.next == c.Line.End && !c.sends(), len(op.Frame) > transport.MaxFrame: // which inner refuses
 		return c.send(op)
 	}
-	return c.line.Push(op, item{}), nil
+	return c.Line.Push(op, item{}), nil
 }
 
 // sends says whether inner has GPU memory of ours that it has not sent.
@@ -89,33 +89,21 @@ func (c *Conn) ahead() uint64 {
 	return 0
 }
 
-// complete ends an operation that waits.
-func (c *Conn) complete(w *waiting, err error) {
-	if !w.Over {
-		user := w.Op.User
-		c.line.Finish(w)
-		c.done(user, err)
-	}
-}
-
-// advance starts what can be started and notes what has ended.
-func (c *Conn) advance() {
-	if c.line.Empty() {
-		return
-	}
-	for c.over == nil && c.next != c.line.End && c.start(c.line.At(c.next)) {
+// Advance implements over.Conn.
+func (c *Conn) Advance() {
+	for c.Err == nil && c.next != c.Line.End && c.start(c.Line.At(c.next)) {
 		c.next++
 	}
-	for i := c.line.First; i != c.line.End; i++ {
-		switch w := c.line.At(i); {
+	for i := c.Line.First; i != c.Line.End; i++ {
+		switch w := c.Line.At(i); {
 		case w.Over:
 		case w.Is.number != 0 && w.Is.number <= c.lane.seg.done.Load():
-			c.complete(w, nil)
-		case c.over != nil && (w.Is.number == 0 || c.lane.broken):
-			c.complete(w, c.over)
+			c.Complete(w, nil)
+		case c.Err != nil && (w.Is.number == 0 || c.lane.broken):
+			c.Complete(w, c.Err)
 		}
 	}
-	c.line.Take(&c.next)
+	c.Line.Take(&c.next)
 }
 
 // start starts an operation: it maps a write, or hands inner what is not mapped. False: not now.
@@ -123,7 +111,7 @@ func (c *Conn) start(w *waiting) bool {
 	var taken bool
 	var err error
 	switch {
-	case c.waits:
+	case c.Waits:
 		return false
 	case w.Op.Kind != transport.OpWrite:
 		if c.sends() {
@@ -134,15 +122,10 @@ func (c *Conn) start(w *waiting) bool {
 		var r remote
 		r.decode(w.Op.Key)
 		way := c.mapInto(w, &r)
-		if way != toInner || c.over != nil {
+		if way != toInner || c.Err != nil {
 			return way == mapped
 		}
 		taken, err = c.hand(&w.Op)
 	}
-	if taken {
-		c.line.Finish(w)
-	} else if err != nil {
-		c.fail(err)
-	}
-	return taken
+	return c.Took(w, taken, err)
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"time"
 
 	"fserver/engine/transport"
 	"fserver/engine/transport/link"
@@ -35,7 +34,7 @@ func appendHead(b []byte, kind uint8, number uint64) []byte {
 // send hands inner a frame or a loan of the user's. As long as c has not introduced itself, the peer holds nothing of c.
 // Until then, loans need no trailer, and frames that pass no header.
 func (c *Conn) send(op *transport.Op) (taken bool, err error) {
-	if !c.flush() || op.Kind == transport.OpLend && c.introducing() {
+	if !c.Flush() || op.Kind == transport.OpLend && c.introducing() {
 		return false, nil
 	}
 	number, b := c.ahead(), op.Frame
@@ -47,63 +46,25 @@ func (c *Conn) send(op *transport.Op) (taken bool, err error) {
 	switch {
 	case op.Kind == transport.OpLend:
 		if c.shown > 0 {
-			c.trailer = appendHead(c.trailer, kindLoan, number)
+			c.Trailer = appendHead(c.Trailer, kindLoan, number)
 		}
-		return c.pass(op)
+		return c.Hand(op, op.User)
 	case number == 0 && (len(b) == 0 || b[0] != escape), len(b) > transport.MaxFrame: // that inner refuses
-		return c.pass(op)
+		return c.Hand(op, op.User)
 	}
 	kind := uint8(kindFrame)
 	if len(b) > transport.MaxFrame-headLen {
 		kind, b = kindNext, nil
-		c.trailer = append(c.trailer, op.Frame...)
+		c.Trailer = append(c.Trailer, op.Frame...)
 	}
 	c.head = append(appendHead(c.head[:0], kind, number), b...)
-	taken, err = c.pass(&transport.Op{Kind: transport.OpFrame, User: op.User, Frame: c.head, Passes: op.Passes})
+	taken, err = c.Hand(&transport.Op{Kind: transport.OpFrame, Frame: c.head, Passes: op.Passes}, op.User)
 	c.head = link.Trim(c.head)
 	return taken, err
 }
 
-// pass hands inner an operation, and c.trailer right behind it. If inner takes only the
-// operation, the trailer stays, and flush sends it before anything else. Inner may call the device meanwhile.
-func (c *Conn) pass(op *transport.Op) (taken bool, err error) {
-	k, err := c.posts(op, op.User)
-	if k == 1 && len(c.trailer) > 0 {
-		c.wake()
-	} else {
-		c.trailer = link.Trim(c.trailer)
-	}
-	return k > 0, err
-}
-
-// posts posts an operation on inner's Conn, which may call the device, and c.trailer right behind it.
-func (c *Conn) posts(op *transport.Op, user uint64) (int, error) {
-	behind := c.trailer
-	defer c.f.calls.Leave().Back()
-	return c.PassAs(op, user, behind)
-}
-
-// flush sends a trailer that inner has not taken yet; false is back-pressure. What it belongs to may have passed.
-func (c *Conn) flush() bool {
-	if b := c.trailer; len(b) > 0 {
-		c.trailer = nil
-		if !c.signal(transport.Op{Kind: transport.OpFrame, Frame: b, Passes: true}) {
-			c.trailer = b
-			return false
-		}
-		c.trailer = link.Trim(b)
-	}
-	return true
-}
-
-// signal posts an operation whose end nobody waits for; false is back-pressure.
-func (c *Conn) signal(op transport.Op) bool {
-	k, _ := c.posts(&op, c.Mark)
-	return k == 1
-}
-
-// message takes a frame of inner, for which p has room.
-func (c *Conn) message(b []byte, p *link.Found) error {
+// Frame implements over.Conn.
+func (c *Conn) Frame(b []byte, p *link.Found) error {
 	number := uint64(0)
 	switch {
 	case c.numbered:
@@ -145,9 +106,8 @@ func (c *Conn) control(kind uint8, number uint64, p *link.Found) error {
 	return c.arrive(&v, number, p)
 }
 
-// lent takes a loan of inner.
-func (c *Conn) lent(e *transport.Event, p *link.Found) error {
-	e.Conn = c
+// Lent implements over.Conn.
+func (c *Conn) Lent(e *transport.Event, p *link.Found) error {
 	switch {
 	case c.expect > 0:
 		return c.greeted(e)
@@ -161,33 +121,16 @@ func (c *Conn) lent(e *transport.Event, p *link.Found) error {
 	return nil
 }
 
-// arrive gives an event of the peer's, for which p has room, or holds it until its mapped write
-// has landed, and the events before it have been given. One that passes waits for nothing.
+// arrive is Arrive for an event that may pass: then it waits for nothing.
 func (c *Conn) arrive(e *transport.Event, number uint64, p *link.Found) error {
-	if number == passes || c.held.Len() == 0 && c.reached(number) {
+	if number == passes {
 		p.Put(*e)
 		return nil
 	}
-	c.wake()
-	return c.held.Push(e, number, c.f.polls)
+	return c.Arrive(e, number, p)
 }
 
-// reached reports whether mapped write number of the peer has landed; 0 is none.
-func (c *Conn) reached(number uint64) bool {
+// Reached implements over.Conn; 0 is none.
+func (c *Conn) Reached(number uint64) bool {
 	return number == 0 || c.theirs.done.Load() >= number
-}
-
-// give gives the events whose turn has come, as far as p has room. When the Conn has ended,
-// mapped writes may still land: give waits for them for lastWrites, and then drops all events.
-func (c *Conn) give(p *link.Found) {
-	for c.held.Len() > 0 && p.Room() {
-		switch {
-		case c.reached(c.held.Number()):
-			p.Put(c.held.Pop(c.f.polls))
-		case c.over != nil && time.Since(c.since) > lastWrites:
-			c.held.Drop(c.f.polls)
-		default:
-			return
-		}
-	}
 }

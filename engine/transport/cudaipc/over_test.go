@@ -14,6 +14,7 @@ import (
 	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/mem"
 	"fserver/engine/transport"
+	"fserver/engine/transport/link/over"
 	"fserver/engine/transport/transporttest"
 )
 
@@ -100,17 +101,17 @@ func pairs(t *testing.T, when int, little bool) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	maps := write(b.key(t, dst), src, transport.Point{})
+	maps := write(b.Key(t, dst), src, transport.Point{})
 	if when < 0 {
-		a.post(t, maps)
-		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		a.Post(t, maps)
+		until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 	}
 	g.Alone = true
-	k := b.key(t, onGPU(t, g, 4096, 1))
+	k := b.Key(t, onGPU(t, g, 4096, 1))
 	shared, err := mem.NewShared(4096)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
-	point, open := heldUp(t, g, a.f)
+	point, open := heldUp(t, g, a.F)
 	ops := write(k, src, point)
 	large := bytes.Repeat([]byte{escape}, transport.MaxFrame)
 	want := map[bool][]string{} // by whether it passes
@@ -121,7 +122,7 @@ func pairs(t *testing.T, when int, little bool) {
 		passes := i%2 == 0
 		name := fmt.Sprint("frame ", i)
 		loan := transport.Op{Kind: transport.OpLend, Loan: uint32(i), Passes: passes, Src: []mem.Span{shared.Region().Span()}}
-		require.True(t, a.c.Lends(loan.Src[0]))
+		require.True(t, a.C.Lends(loan.Src[0]))
 		ops = append(ops, loan, text(name, passes))
 		want[passes] = append(want[passes], fmt.Sprint("loan ", i), name)
 		switch {
@@ -132,27 +133,27 @@ func pairs(t *testing.T, when int, little bool) {
 			want[false] = append(want[false], string(large))
 		}
 	}
-	c := a.below()
+	c := ours(a)
 	under := c.Conn
 	if little {
 		c.Conn = &one{Conn: under}
 	}
 	polls := 0
 	until(t, a, b, func() bool {
-		n, err := a.c.Post(ops)
-		require.NoError(t, err, "%v", b.below().over)
+		n, err := a.C.Post(ops)
+		require.NoError(t, err, "%v", ours(b).Err)
 		if ops = ops[n:]; len(ops) == 0 {
 			polls++
 		}
 		if polls == 1000 {
 			open()
 		}
-		return len(b.frames) == len(want[true])+len(want[false])
+		return len(b.Frames) == len(want[true])+len(want[false])
 	})
 	for _, list := range want {
-		require.True(t, slices.Equal(list, slices.DeleteFunc(slices.Clone(b.frames), func(s string) bool { return !slices.Contains(list, s) })))
+		require.True(t, slices.Equal(list, slices.DeleteFunc(slices.Clone(b.Frames), func(s string) bool { return !slices.Contains(list, s) })))
 	}
-	require.Equal(t, [2]error{}, [2]error{a.down, b.down})
+	require.Equal(t, [2]error{}, [2]error{a.Down, b.Down})
 	c.Conn = under
 }
 
@@ -161,22 +162,22 @@ func TestUserOfAnOperation(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k := b.key(t, dst)
+	k := b.Key(t, dst)
 	for range 2 { // before and after a write was mapped
 		for _, op := range append([]transport.Op{text("frame", false), text("passes", true)}, write(k, src, transport.Point{})...) {
 			for _, user := range []uint64{1 << 62, 1 << 63, 3 << 62} {
 				op.User = user
-				n, err := a.c.Post([]transport.Op{op})
+				n, err := a.C.Post([]transport.Op{op})
 				require.Zero(t, n)
 				require.ErrorContains(t, err, "want less than 2^62")
 			}
 			op.User = 1<<62 - 1
-			n, err := a.c.Post([]transport.Op{op})
+			n, err := a.C.Post([]transport.Op{op})
 			require.NoError(t, err)
 			require.Equal(t, 1, n)
-			for done := false; !done; b.poll(t) {
+			for done := false; !done; b.Poll(t) {
 				var ev [4]transport.Event
-				n, err := a.f.Poll(ev[:])
+				n, err := a.F.Poll(ev[:])
 				require.NoError(t, err)
 				for _, e := range ev[:n] {
 					require.Equal(t, transport.EvDone, e.Kind)
@@ -186,7 +187,7 @@ func TestUserOfAnOperation(t *testing.T) {
 			}
 		}
 	}
-	require.True(t, a.below().mapped)
+	require.True(t, ours(a).mapped)
 }
 
 // TestDriverWaitsInPoll: while a Poll of the Fabric below waits in the driver, whoever needs no GPU goes on.
@@ -195,23 +196,23 @@ func TestDriverWaitsInPoll(t *testing.T) {
 	a, b := pairOf(t, g, overCMA)
 	dst, spare := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 1)
 	host := bytes.Repeat([]byte{5}, 4096)
-	k := b.key(t, dst)
+	k := b.Key(t, dst)
 	in, end := g.Block(t, "Enqueue")
-	a.post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(host)}}})
+	a.Post(t, []transport.Op{{Kind: transport.OpWrite, Key: k, Src: []mem.Span{mem.Of(host)}}})
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
 		until(t, a, b, func() bool {
-			b.f.Arm() // so that the next Poll looks at all
-			return len(b.writes) == 1
+			b.F.Arm() // so that the next Poll looks at all
+			return len(b.Writes) == 1
 		})
 	}()
 	<-in
-	b.aside(t, spare, a.f.Addr())
+	b.Aside(t, spare, a.F.Addr())
 	end()
 	<-over
 	holds(t, g, dst, 5)
-	b.free(t, k)
+	b.Free(t, k)
 	runtime.KeepAlive(host)
 }
 
@@ -219,14 +220,16 @@ func TestDriverWaitsInPoll(t *testing.T) {
 func TestCalmPollsTick(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
-	k := b.key(t, onGPU(t, g, 4096, 1))
-	a.post(t, write(k, onGPU(t, g, 4096, 5), transport.Point{}))
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-	b.free(t, k)
-	until(t, a, b, a.f.calm.Load)
-	c := a.below()
+	k := b.Key(t, onGPU(t, g, 4096, 1))
+	a.Post(t, write(k, onGPU(t, g, 4096, 5), transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+	b.Free(t, k)
+	until(t, a, b, a.F.Calm.Load)
+	c := ours(a)
 	require.Len(t, c.ways, 1)
-	a.f.scan, a.f.spins = time.Time{}, tickPolls-1
-	a.poll(t)
+	a.F.Looked = time.Time{}
+	for range over.TickPolls {
+		a.Poll(t)
+	}
 	require.Empty(t, c.ways)
 }

@@ -34,11 +34,11 @@ type mapping struct {
 
 // unmap closes a mapping, later.
 func (f *Fabric) unmap(m *mapping) {
-	m.chore = f.calls.Later.Do(gpu.Mapping, m.size, func() {
+	m.chore = f.Calls.Later.Do(gpu.Mapping, m.size, func() {
 		if m.reach == reachIPC {
-			_ = f.calls.Dev.CloseIPC(m.at)
+			_ = f.Calls.Dev.CloseIPC(m.at)
 		} else {
-			_ = f.calls.Dev.UnmapFDs(m.at, m.lens)
+			_ = f.Calls.Dev.UnmapFDs(m.at, m.lens)
 		}
 		m.closed.Store(true)
 	})
@@ -89,7 +89,7 @@ func (c *Conn) mapInto(wr *waiting, r *remote) int {
 		w = c.reach(r)
 	}
 	switch {
-	case c.waits:
+	case c.Waits:
 		return notNow
 	case w == nil || w.at == 0:
 		return toInner
@@ -106,8 +106,8 @@ func (c *Conn) mapInto(wr *waiting, r *remote) int {
 	l.copies = gpu.Gather(l.copies[:0], wr.Op.Src, 0, w.at+wr.Op.Off, n)
 	// After an error, a part of it may be under way: tick finds out when that is over.
 	wr.Is.number = number
-	if err := c.f.calls.Enqueue(l.stream, wr.Op.After, l.copies, l.mapped, number); err != nil {
-		c.fail(fmt.Errorf("write %d bytes into the peer's memory: %w", n, err))
+	if err := c.f.Calls.Enqueue(l.stream, wr.Op.After, l.copies, l.mapped, number); err != nil {
+		c.Fail(fmt.Errorf("write %d bytes into the peer's memory: %w", n, err))
 		return mapped
 	}
 	c.mapped = true
@@ -132,9 +132,9 @@ func (c *Conn) equip() {
 	c.equipped = true
 	var l lane
 	var err error
-	c.aside(func() { err = l.open(c.f) }, func() {
+	c.Aside(func() { err = l.open(c.f) }, func() {
 		if err != nil {
-			c.fail(fmt.Errorf("set up the memory that shows the progress of writes: %w", err))
+			c.Fail(fmt.Errorf("set up the memory that shows the progress of writes: %w", err))
 			return
 		}
 		c.lane = l
@@ -147,7 +147,7 @@ func (l *lane) open(f *Fabric) (err error) {
 		return gpu.Scarce(err)
 	}
 	r := l.shared.Region()
-	seen, err := f.calls.Pin(r)
+	seen, err := f.Calls.Pin(r)
 	if err != nil {
 		_ = mem.FreeShared(l.shared.ID())
 		return err
@@ -155,7 +155,7 @@ func (l *lane) open(f *Fabric) (err error) {
 	l.seg = segmentIn(r)
 	l.mapped = gpu.Word{At: seen + uint64(doneAt)}
 	l.seg.spaces, l.seg.magic, l.seg.fabric = f.spaces, segmentMagic, f.id
-	if l.stream, err = f.calls.Dev.NewStream(); err != nil {
+	if l.stream, err = f.Calls.Dev.NewStream(); err != nil {
 		l.close(f)
 	}
 	return err
@@ -163,9 +163,9 @@ func (l *lane) open(f *Fabric) (err error) {
 
 // close gives back what open acquired.
 func (l *lane) close(f *Fabric) {
-	f.calls.FreeStream(l.stream)
+	f.Calls.FreeStream(l.stream)
 	if s := l.shared; s != nil {
-		f.calls.Unpin(s.Region(), func() { _ = mem.FreeShared(s.ID()) })
+		f.Calls.Unpin(s.Region(), func() { _ = mem.FreeShared(s.ID()) })
 	}
 	*l = lane{}
 }
@@ -187,7 +187,7 @@ func (c *Conn) introduce() bool {
 		return c.lane.seg != nil
 	}
 	table, seg := c.f.table.Region().Span(), c.lane.shared.Region().Span()
-	if !c.Conn.Lends(table) || !c.Conn.Lends(seg) || !c.flush() {
+	if !c.Conn.Lends(table) || !c.Conn.Lends(seg) || !c.Flush() {
 		return false
 	}
 	ops := [introduction]transport.Op{
@@ -196,16 +196,12 @@ func (c *Conn) introduce() bool {
 		{Kind: transport.OpLend, Src: []mem.Span{seg}, Passes: true},
 	}
 	for ; c.shown < introduction; c.shown++ {
-		if !c.signal(ops[c.shown]) {
+		if !c.Signal(ops[c.shown]) {
 			return false
 		}
 	}
+	c.Owes = false
 	return true
-}
-
-// unanswered reports whether the peer has introduced itself, and we have not.
-func (c *Conn) unanswered() bool {
-	return c.theirs != nil && c.over == nil && c.shown < introduction
 }
 
 // meet begins to take the peer's introduction: two loans follow.
@@ -233,12 +229,13 @@ func (c *Conn) greeted(e *transport.Event) error {
 	}
 	theirs := segmentIn(seg)
 	c.peers, c.theirs, c.ways = tableIn(table), theirs, map[uint64]*way{}
+	c.Owes = c.shown < introduction // our own, in answer
 	if why := c.f.spaces.apart(theirs.spaces); why != "" {
 		c.apart, c.staged = true, why
 	}
 	c.met()
 	c.equip()
-	c.wake()
+	c.Wake()
 	return nil
 }
 
@@ -253,12 +250,12 @@ func (c *Conn) met() {
 // lay at the address before is still mapped.
 func (c *Conn) reach(arg *remote) *way {
 	r := *arg // it may outlive the operation
-	id, dev, there := r.key.ID, c.f.calls.Dev, &c.peers[r.slot]
+	id, dev, there := r.key.ID, c.f.Calls.Dev, &c.peers[r.slot]
 	w := &way{slot: r.slot}
 	var err error
 	if ordinal, ours := c.f.ours(&r); ours && r.reach == reachIPC {
 		// An IPC handle cannot be opened where it comes from, and need not.
-		c.aside(func() { err = dev.Reach(ordinal) }, func() {
+		c.Aside(func() { err = dev.Reach(ordinal) }, func() {
 			if c.ways[id] = w; err == nil {
 				w.at = r.addr
 			} else {
@@ -271,7 +268,7 @@ func (c *Conn) reach(arg *remote) *way {
 	for _, m := range c.maps {
 		switch {
 		case m.closed.Load() || !m.over(&r):
-		case m.is(&r) && (m.chore == nil || c.f.calls.Later.Cancel(m.chore)):
+		case m.is(&r) && (m.chore == nil || c.f.Calls.Later.Cancel(m.chore)):
 			m.chore = nil
 			c.ways[id] = w
 			w.through(m, &r)
@@ -288,7 +285,7 @@ func (c *Conn) reach(arg *remote) *way {
 		return nil
 	}
 	m := &mapping{id: r.id, base: r.base, size: r.size, reach: r.reach}
-	c.aside(func() { err = m.open(dev, &r, func() bool { return there.Load() == id }) }, func() {
+	c.Aside(func() { err = m.open(dev, &r, func() bool { return there.Load() == id }) }, func() {
 		switch c.ways[id] = w; {
 		case err == nil:
 			c.maps = append(c.maps, m)

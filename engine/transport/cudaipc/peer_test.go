@@ -19,14 +19,14 @@ func TestMappingFails(t *testing.T) {
 		a, b := pairOf(t, g, overCMA)
 		src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
 		g.Fail(call, 1)
-		k := b.key(t, dst)
-		a.post(t, write(k, src, transport.Point{}))
-		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-		require.NoError(t, a.done[0])
-		require.Equal(t, uint64(3<<20), b.writes[0].Len)
-		require.Equal(t, []uint64{k.ID, 0}, []uint64{b.writes[0].Key, b.writes[0].Off})
+		k := b.Key(t, dst)
+		a.Post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+		require.NoError(t, a.Done[0])
+		require.Equal(t, uint64(3<<20), b.Writes[0].Len)
+		require.Equal(t, []uint64{k.ID, 0}, []uint64{b.Writes[0].Key, b.Writes[0].Off})
 		holds(t, g, dst, 5)
-		require.NotEqual(t, "cudaipc", a.c.Peer().Via)
+		require.NotEqual(t, "cudaipc", a.C.Peer().Via)
 	}
 }
 
@@ -36,25 +36,25 @@ func TestNobodyMapsUnseen(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 8192, 1)
-	there := b.key(t, mem.Region{Addr: dst.Addr, Len: 4096, Dev: dst.Dev})
-	back := a.key(t, mem.Region{Addr: dst.Addr + 4096, Len: 4096, Dev: dst.Dev})
-	point, open := heldUp(t, g, b.f)
-	a.post(t, write(there, src, transport.Point{}))
-	from, to := b.below(), a.below()
-	for ; to.shown < introduction; a.poll(t) { // and then it sees nothing of b's
+	there := b.Key(t, mem.Region{Addr: dst.Addr, Len: 4096, Dev: dst.Dev})
+	back := a.Key(t, mem.Region{Addr: dst.Addr + 4096, Len: 4096, Dev: dst.Dev})
+	point, open := heldUp(t, g, b.F)
+	a.Post(t, write(there, src, transport.Point{}))
+	from, to := ours(b), ours(a)
+	for ; to.shown < introduction; a.Poll(t) { // and then it sees nothing of b's
 	}
-	for ; from.shown < introduction; b.poll(t) {
+	for ; from.shown < introduction; b.Poll(t) {
 	}
-	b.post(t, write(back, src, point))
+	b.Post(t, write(back, src, point))
 	require.Nil(t, to.theirs)
 	require.Zero(t, from.lane.seg.begun.Load())
 	until(t, a, b, func() bool { return from.lane.seg.begun.Load() == 1 })
 	require.NotNil(t, to.theirs)
 	open()
-	until(t, a, b, func() bool { return len(a.writes) == 1 && len(b.writes) == 1 && len(b.done) == 1 })
+	until(t, a, b, func() bool { return len(a.Writes) == 1 && len(b.Writes) == 1 && len(b.Done) == 1 })
 	holds(t, g, dst, 5)
-	b.free(t, there)
-	a.free(t, back)
+	b.Free(t, there)
+	a.Free(t, back)
 }
 
 // miser is a Conn that lends nothing.
@@ -68,12 +68,12 @@ func TestNothingToLend(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k := b.key(t, dst)
-	a.below().Conn, a.below().asked = miser{a.below().Conn}, time.Time{} // so that it waits for answerLimit
-	a.post(t, write(k, src, transport.Point{}))
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	k := b.Key(t, dst)
+	ours(a).Conn, ours(a).asked = miser{ours(a).Conn}, time.Time{} // so that it waits for answerLimit
+	a.Post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 	holds(t, g, dst, 5)
-	require.Equal(t, "cma", a.c.Peer().Via)
+	require.Equal(t, "cma", a.C.Peer().Via)
 }
 
 // TestLoanBesideIntroduction: a loan does not come into the middle of the introduction, where the peer would take it for one of that.
@@ -84,17 +84,20 @@ func TestLoanBesideIntroduction(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, mem.FreeShared(shared.ID())) })
 	loan := transport.Op{Kind: transport.OpLend, Src: []mem.Span{shared.Region().Span()}}
-	require.True(t, a.c.Lends(loan.Src[0]))
-	c := a.below()
+	require.True(t, a.C.Lends(loan.Src[0]))
+	c := ours(a)
 	c.shown = 1
-	c.review()
-	n, err := a.c.Post([]transport.Op{loan})
+	a.F.Lock()
+	c.Wake() // so that the next Poll notices
+	a.F.Mu.Unlock()
+	a.Poll(t)
+	n, err := a.C.Post([]transport.Op{loan})
 	require.NoError(t, err)
 	require.Zero(t, n)
 	c.shown = introduction
-	a.post(t, []transport.Op{loan})
-	until(t, a, b, func() bool { return len(a.done) == 1 })
-	require.NoError(t, a.done[0])
+	a.Post(t, []transport.Op{loan})
+	until(t, a, b, func() bool { return len(a.Done) == 1 })
+	require.NoError(t, a.Done[0])
 }
 
 // view is a GPU as one process sees it: with a number of that process, and the number of the
@@ -138,17 +141,17 @@ func TestNumbersOfGPUs(t *testing.T) {
 			va, vb := &view{GPU: g, ordinal: c.a, near: c.near}, &view{GPU: g, ordinal: c.b}
 			a, b := pairWith(t, g, va, vb)
 			if c.own {
-				b.f.own = a.f.own
+				b.F.own = a.F.own
 			}
 			src, dst := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
 			src.Dev, dst.Dev = mem.GPU(c.a), mem.GPU(c.b)
-			k := b.key(t, dst)
-			a.post(t, write(k, src, transport.Point{}))
-			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-			require.NoError(t, a.done[0])
+			k := b.Key(t, dst)
+			a.Post(t, write(k, src, transport.Point{}))
+			until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+			require.NoError(t, a.Done[0])
 			holds(t, g, dst, 5)
 			require.Equal(t, c.imports, g.Imports())
-			require.Contains(t, a.c.Peer().Via, c.via)
+			require.Contains(t, a.C.Peer().Via, c.via)
 			if c.own {
 				require.Equal(t, []int{c.b}, va.asked)
 			} else {
@@ -166,36 +169,36 @@ func TestMappingsEnd(t *testing.T) {
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 1<<20, 1)
 	send := func(k transport.Key) {
-		a.done, b.writes = nil, nil
-		a.post(t, write(k, src, transport.Point{}))
-		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		a.Done, b.Writes = nil, nil
+		a.Post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 	}
 	for i := range uint64(20) {
-		k := b.key(t, mem.Region{Addr: dst.Addr + uintptr(i)*4096, Len: 8192, Dev: dst.Dev})
+		k := b.Key(t, mem.Region{Addr: dst.Addr + uintptr(i)*4096, Len: 8192, Dev: dst.Dev})
 		send(k)
 		require.Equal(t, 1, g.Imports())
 		if i > 0 {
-			b.free(t, k)
+			b.Free(t, k)
 		}
 	}
-	k := b.key(t, dst)
+	k := b.Key(t, dst)
 	send(k)
-	require.Equal(t, "cudaipc", a.c.Peer().Via)
-	conn := a.below()
+	require.Equal(t, "cudaipc", a.C.Peer().Via)
+	conn := ours(a)
 	require.Len(t, conn.ways, 21) // those of keys that are gone are swept with time
-	a.f.mu.Lock()
+	a.F.Mu.Lock()
 	conn.sweep()
 	require.Len(t, conn.ways, 2)
-	a.f.mu.Unlock()
+	a.F.Mu.Unlock()
 	require.Equal(t, 1, g.Imports())
 
-	for _, r := range b.f.regions {
-		b.free(t, r.key)
+	for _, r := range b.F.regions {
+		b.Free(t, r.key)
 	}
 	for range 2 {
-		a.f.scan = time.Time{}
-		a.f.Arm()
-		a.poll(t)
+		a.F.Looked = time.Time{}
+		a.F.Arm()
+		a.Poll(t)
 	}
 	until(t, a, b, func() bool { return g.Imports() == 0 })
 	require.Empty(t, conn.ways)
@@ -220,47 +223,47 @@ func TestMappingsEndLater(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	conn := a.below()
+	conn := ours(a)
 	send := func(k transport.Key) {
-		a.done, b.writes = nil, nil
-		a.post(t, write(k, src, transport.Point{}))
-		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		a.Done, b.Writes = nil, nil
+		a.Post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 		holds(t, g, dst, 5)
 	}
 	sweep := func() {
-		a.f.scan = time.Time{}
-		a.f.Arm()
-		a.poll(t)
+		a.F.Looked = time.Time{}
+		a.F.Arm()
+		a.Poll(t)
 	}
-	k := b.key(t, dst)
+	k := b.Key(t, dst)
 	send(k)
 	at := conn.maps[0].at
-	a.f.calls.Later.Hold()
-	b.free(t, k)
+	a.F.Calls.Later.Hold()
+	b.Free(t, k)
 	sweep()
 	sweep()
 	require.NotNil(t, conn.maps[0].chore) // it is counted
-	k = b.key(t, dst)
+	k = b.Key(t, dst)
 	send(k)
 	require.Len(t, conn.maps, 1)
 	require.Equal(t, at, conn.maps[0].at)
 	require.Nil(t, conn.maps[0].chore)
 
-	a.f.calls.Later.Release(0)
-	b.free(t, k)
+	a.F.Calls.Later.Release(0)
+	b.Free(t, k)
 	now, began := make(chan struct{}), make(chan struct{})
-	a.f.calls.Dev = lateToClose{g, began, now}
+	a.F.Calls.Dev = lateToClose{g, began, now}
 	sweep()
 	sweep()
 	<-began
-	k = b.key(t, dst)
+	k = b.Key(t, dst)
 	send(k)
 	require.Empty(t, conn.ways)
 	require.Equal(t, 1, g.Imports())
 	close(now)
-	require.True(t, a.f.calls.Later.Wait(time.Second))
+	require.True(t, a.F.Calls.Later.Wait(time.Second))
 	require.Zero(t, g.Imports())
-	a.f.calls.Dev = g
+	a.F.Calls.Dev = g
 	send(k)
 	require.Len(t, conn.ways, 1)
 	require.Equal(t, 1, g.Imports())
@@ -272,20 +275,20 @@ func TestAddressIsTaken(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k := b.key(t, dst)
+	k := b.Key(t, dst)
 	send := func() {
-		a.done, b.writes = nil, nil
-		a.post(t, write(k, src, transport.Point{}))
-		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		a.Done, b.Writes = nil, nil
+		a.Post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 		holds(t, g, dst, 5)
 	}
 	g.Fail(fakegpu.Mapped, 1)
 	send()
 	send()
 	require.Zero(t, g.Imports())
-	a.f.scan = time.Time{}
-	a.f.Arm() // ticks
-	a.poll(t)
+	a.F.Looked = time.Time{}
+	a.F.Arm() // ticks
+	a.Poll(t)
 	send()
 	require.Equal(t, 1, g.Imports())
 }
@@ -297,22 +300,22 @@ func TestWaysEnd(t *testing.T) {
 		g := fakegpu.New()
 		a, b := pairOf(t, g, overCMA)
 		if own {
-			b.f.own = a.f.own
+			b.F.own = a.F.own
 		}
 		src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
 		g.Fail("ImportIPC", 20)
 		for range 20 {
-			a.done, b.writes = nil, nil
-			k := b.key(t, dst)
-			a.post(t, write(k, src, transport.Point{}))
-			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-			b.free(t, k)
+			a.Done, b.Writes = nil, nil
+			k := b.Key(t, dst)
+			a.Post(t, write(k, src, transport.Point{}))
+			until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+			b.Free(t, k)
 		}
 		require.Zero(t, g.Imports())
-		c := a.below()
+		c := ours(a)
 		require.NotEmpty(t, c.ways)
-		a.f.scan = time.Time{}
-		a.f.Arm() // ticks
+		a.F.Looked = time.Time{}
+		a.F.Arm() // ticks
 		until(t, a, b, func() bool { return len(c.ways) == 0 })
 	}
 }
@@ -325,31 +328,31 @@ func TestSharedPieces(t *testing.T) {
 	a, b := pairOf(t, g, overCMA)
 	const piece = 64 << 10
 	src, dst := onGPU(t, g, 2*piece, 5), onGPU(t, g, 3*piece, 1)
-	point, open := heldUp(t, g, a.f)
+	point, open := heldUp(t, g, a.F)
 	var k transport.Key
 	for i := range uintptr(2) {
-		k = b.key(t, mem.Region{Addr: dst.Addr + i*piece, Len: 2 * piece, Dev: dst.Dev})
-		a.post(t, write(k, src, point))
+		k = b.Key(t, mem.Region{Addr: dst.Addr + i*piece, Len: 2 * piece, Dev: dst.Dev})
+		a.Post(t, write(k, src, point))
 		until(t, a, b, func() bool { return g.Imports() == int(i)+1 })
 	}
-	c := a.below()
+	c := ours(a)
 	until(t, a, b, func() bool { return c.lane.seg.begun.Load() == 2 })
 	require.Len(t, c.maps, 2)
 	open()
-	until(t, a, b, func() bool { return len(b.writes) == 2 && len(a.done) == 2 })
+	until(t, a, b, func() bool { return len(b.Writes) == 2 && len(a.Done) == 2 })
 	holds(t, g, dst, 5)
 
-	a.f.calls.Later.Hold() // so the second mapping is put off, which is in nobody's way
-	b.free(t, k)
+	a.F.Calls.Later.Hold() // so the second mapping is put off, which is in nobody's way
+	b.Free(t, k)
 	until(t, a, b, func() bool {
-		a.f.scan = time.Time{}
-		a.f.Arm()
-		a.poll(t)
+		a.F.Looked = time.Time{}
+		a.F.Arm()
+		a.Poll(t)
 		return c.maps[1].chore != nil
 	})
-	k = b.key(t, mem.Region{Addr: dst.Addr + 2*piece, Len: piece, Dev: dst.Dev})
-	a.post(t, write(k, mem.Region{Addr: src.Addr, Len: piece, Dev: src.Dev}, transport.Point{}))
-	until(t, a, b, func() bool { return len(b.writes) == 3 && len(a.done) == 3 })
+	k = b.Key(t, mem.Region{Addr: dst.Addr + 2*piece, Len: piece, Dev: dst.Dev})
+	a.Post(t, write(k, mem.Region{Addr: src.Addr, Len: piece, Dev: src.Dev}, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 3 && len(a.Done) == 3 })
 	require.Equal(t, 3, g.Imports())
-	a.f.calls.Later.Release(0)
+	a.F.Calls.Later.Release(0)
 }

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -19,12 +18,12 @@ import (
 // region is GPU memory that a key stands for, and that can be mapped.
 type region struct {
 	mem.Region
+	f    *Fabric
 	key  transport.Key // without its Blob
 	slot uint32
 	fds  []int
-	// When the key is gone, the region is in f.ending until it is quiet.
-	freed   bool     // inner has let go of it
-	writers []writer // who may be about to write here
+	// When the key is gone: who may be about to write here.
+	writers []writer
 }
 
 // How the memory of a key can be reached.
@@ -150,7 +149,7 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	if err != nil || m.Dev == mem.CPU {
 		return k, err
 	}
-	r := &region{Region: m, key: transport.Key{ID: k.ID, Token: k.Token}}
+	r := &region{Region: m, f: f, key: transport.Key{ID: k.ID, Token: k.Token}}
 	v := f.share(r)
 	if v.reach != reachNone {
 		if err = f.admit(r, &v); err != nil {
@@ -165,10 +164,10 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 
 // admit puts r into the table.
 func (f *Fabric) admit(r *region, v *remote) error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
+	f.Mu.Lock()
+	defer f.Mu.Unlock()
 	switch {
-	case f.closed:
+	case f.Closed:
 		return fmt.Errorf("cudaipc: register %d bytes: %w", r.Len, transport.ErrClosed)
 	case len(f.free) > 0:
 		r.slot, f.free = f.free[len(f.free)-1], f.free[:len(f.free)-1]
@@ -179,7 +178,7 @@ func (f *Fabric) admit(r *region, v *remote) error {
 		r.slot = f.used // 0 is none
 	}
 	v.slot = uint64(r.slot)
-	f.own.Store(ownKey{f.id, r.key.ID, r.key.Token}, [3]uint64{uint64(r.Addr), r.Len, uint64(f.calls.Dev.Ordinal())})
+	f.own.Store(ownKey{f.id, r.key.ID, r.key.Token}, [3]uint64{uint64(r.Addr), r.Len, uint64(f.Calls.Dev.Ordinal())})
 	f.regions[r.key.ID] = r
 	f.slot(r).Store(r.key.ID)
 	return nil
@@ -208,12 +207,12 @@ func (f *Fabric) share(r *region) (v remote) {
 	if r.Len == 0 {
 		return v
 	}
-	m, err := f.calls.Dev.Describe(uint64(r.Addr))
+	m, err := f.Calls.Dev.Describe(uint64(r.Addr))
 	if err != nil || !m.OnGPU || m.ID == 0 {
 		return v
 	}
 	if m.LegacyIPC {
-		h, err := f.calls.Dev.ExportIPC(m.Base)
+		h, err := f.Calls.Dev.ExportIPC(m.Base)
 		if err != nil || uint64(r.Addr)-m.Base+r.Len > m.Len {
 			return v
 		}
@@ -232,10 +231,10 @@ func (f *Fabric) share(r *region) (v remote) {
 	end := uint64(r.Addr) + r.Len
 	var list []byte
 	for at := m.Base; at < end; at += m.Len {
-		if m, err = f.calls.Dev.Describe(at); err != nil || !m.Descriptor || m.Base != at || m.Len == 0 || len(r.fds) == pieceMost {
+		if m, err = f.Calls.Dev.Describe(at); err != nil || !m.Descriptor || m.Base != at || m.Len == 0 || len(r.fds) == pieceMost {
 			return v
 		}
-		fd, err := f.calls.Dev.ExportFD(at)
+		fd, err := f.Calls.Dev.ExportFD(at)
 		if err != nil {
 			return v
 		}
@@ -255,11 +254,7 @@ func (r *region) closeFDs() {
 	r.fds = nil
 }
 
-// settleLimit bounds how long Close waits for copies that are under
-// way. The wire needs microseconds; a copy may wait behind a kernel though.
-const settleLimit = 5 * time.Second
-
-// Deregister implements transport.Fabric. A region that can be mapped is in f.ending until the copies to it
+// Deregister implements transport.Fabric. The key of a region that can be mapped ends when the copies to it
 // have ended and inner has let go of it.
 func (f *Fabric) Deregister(k transport.Key) {
 	f.remove(k)
@@ -269,22 +264,21 @@ func (f *Fabric) Deregister(k transport.Key) {
 // remove takes a key out of the table, if it is there, and notes who may be about to
 // write there.
 func (f *Fabric) remove(k transport.Key) {
-	f.lock()
-	defer f.mu.Unlock()
+	f.Lock()
+	defer f.Mu.Unlock()
 	r := f.regions[k.ID]
-	if r == nil || r.key.Token != k.Token || f.closed {
+	if r == nil || r.key.Token != k.Token || f.Closed {
 		return
 	}
 	delete(f.regions, k.ID)
 	f.slot(r).Store(0)
 	f.free = append(f.free, r.slot)
-	for _, c := range f.conns {
-		if c.theirs != nil && !c.quiet() {
+	for _, c := range f.Conns {
+		if c := c.(*Conn); c.theirs != nil && !c.quiet() {
 			r.writers = append(r.writers, writer{c, c.theirs.begun.Load()})
 		}
 	}
-	f.ending[r.key.ID] = r
-	f.rouse()
+	f.End(r.key.ID, r)
 }
 
 // A writer is a peer that may be about to write by mapping.
@@ -314,19 +308,14 @@ func (w *writer) over(key uint64) bool {
 	return true
 }
 
-// settle gives back a region in f.ending, if nobody touches its memory any more. Here, and nowhere else, the end of its key
-// is complete.
-func (f *Fabric) settle(r *region) {
+// Quiet implements over.Memory.
+func (r *region) Quiet() bool {
 	r.writers = slices.DeleteFunc(r.writers, func(w writer) bool { return w.over(r.key.ID) })
-	if len(r.writers) == 0 && (r.freed || f.closed) {
-		delete(f.ending, r.key.ID)
-		f.discard(r)
-		f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: r.key.ID})
-	}
+	return len(r.writers) == 0
 }
 
-// discard gives back what r holds; nobody writes to it any more.
-func (f *Fabric) discard(r *region) {
-	f.own.Delete(ownKey{f.id, r.key.ID, r.key.Token})
+// Discard implements over.Memory.
+func (r *region) Discard() {
+	r.f.own.Delete(ownKey{r.f.id, r.key.ID, r.key.Token})
 	r.closeFDs()
 }

@@ -21,13 +21,13 @@ func TestDescriptorsEnd(t *testing.T) {
 	for call := range 8 { // Describe, and a pair of calls for each piece
 		g.FailAt(call + 1)
 		r := &region{Region: dst}
-		v := b.f.share(r)
+		v := b.F.share(r)
 		require.NotEmpty(t, g.Failed())
 		require.Zero(t, v.reach)
 		require.Empty(t, r.fds)
 	}
-	k := b.key(t, dst)
-	require.Len(t, b.f.regions[k.ID].fds, 4)
+	k := b.Key(t, dst)
+	require.Len(t, b.F.regions[k.ID].fds, 4)
 }
 
 // TestBlob refuses what is no description of a key, and keeps what is before it.
@@ -72,13 +72,13 @@ func TestForgedKey(t *testing.T) {
 	a, b := pairOf(t, g, overCMA)
 	at, err := g.Alloc(1 << 20)
 	require.NoError(t, err)
-	k := a.key(t, mem.Region{Addr: uintptr(at), Len: 4096, Dev: a.f.calls.Name()})
+	k := a.Key(t, mem.Region{Addr: uintptr(at), Len: 4096, Dev: a.F.Calls.Name()})
 	var r remote
 	require.True(t, r.decode(k))
 	require.Equal(t, uint8(reachIPC), r.reach)
-	_, ours := a.f.ours(&r)
+	_, ours := a.F.ours(&r)
 	require.True(t, ours)
-	_, ours = b.f.ours(&r)
+	_, ours = b.F.ours(&r)
 	require.False(t, ours, "of another process")
 	for _, forge := range []func(r *remote){
 		func(r *remote) { r.addr += 8 },
@@ -90,11 +90,11 @@ func TestForgedKey(t *testing.T) {
 	} {
 		forged := r
 		forge(&forged)
-		_, ours = a.f.ours(&forged)
+		_, ours = a.F.ours(&forged)
 		require.False(t, ours)
 	}
-	a.free(t, k)
-	_, ours = a.f.ours(&r)
+	a.Free(t, k)
+	_, ours = a.F.ours(&r)
 	require.False(t, ours, "it is gone")
 	require.NoError(t, g.Free(at))
 }
@@ -105,7 +105,7 @@ func TestShortAllocation(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overCMA)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k := b.key(t, dst)
+	k := b.Key(t, dst)
 	var r remote
 	require.True(t, r.decode(k))
 	for _, more := range []uint64{1, 0} {
@@ -118,13 +118,13 @@ func TestShortAllocation(t *testing.T) {
 		} else {
 			require.NoError(t, err)
 		}
-		a.f.unmap(m)
+		a.F.unmap(m)
 	}
-	a.done, b.writes = nil, nil
+	a.Done, b.Writes = nil, nil
 	r.size, r.n = 1<<20, 1<<20
 	k.Blob = r.encode(k.Blob)
-	a.post(t, write(k, src, transport.Point{}))
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	a.Post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 	holds(t, g, dst, 5) // by way of the host
 	until(t, a, b, func() bool { return g.Imports() == 0 })
 }

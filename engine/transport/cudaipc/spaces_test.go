@@ -49,24 +49,24 @@ func TestContainers(t *testing.T) {
 			g.Pieces = c.pieces
 			a, b := pairOf(t, g, overCMA)
 			da, db := &importing{GPU: g}, &importing{GPU: g}
-			a.f.calls.Dev, b.f.calls.Dev = da, db
+			a.F.Calls.Dev, b.F.Calls.Dev = da, db
 			for i, d := range c.spaces {
-				require.NotZero(t, b.f.spaces[i])
-				b.f.spaces[i] += d
+				require.NotZero(t, b.F.spaces[i])
+				b.F.spaces[i] += d
 			}
 			one, other := onGPU(t, g, 3<<20, 5), onGPU(t, g, 3<<20, 1)
-			to, back := b.key(t, other), a.key(t, one)
+			to, back := b.Key(t, other), a.Key(t, one)
 			for fill := byte(6); fill < 9; fill++ {
 				src := onGPU(t, g, 3<<20, fill)
-				a.done, b.done, a.writes, b.writes = nil, nil, nil, nil
-				a.post(t, write(to, src, transport.Point{}))
-				b.post(t, write(back, src, transport.Point{}))
-				until(t, a, b, func() bool { return len(a.writes) == 1 && len(b.writes) == 1 && len(a.done) == 1 && len(b.done) == 1 })
+				a.Done, b.Done, a.Writes, b.Writes = nil, nil, nil, nil
+				a.Post(t, write(to, src, transport.Point{}))
+				b.Post(t, write(back, src, transport.Point{}))
+				until(t, a, b, func() bool { return len(a.Writes) == 1 && len(b.Writes) == 1 && len(a.Done) == 1 && len(b.Done) == 1 })
 				holds(t, g, one, fill)
 				holds(t, g, other, fill)
 			}
 			for _, s := range []*side{a, b} {
-				l := s.c.Peer()
+				l := s.C.Peer()
 				if c.why == "" {
 					require.Equal(t, []string{"cudaipc", ""}, []string{l.Via, l.Why})
 					continue
@@ -75,8 +75,8 @@ func TestContainers(t *testing.T) {
 				require.Contains(t, l.Why, "cudaipc: the two processes are in "+c.why)
 			}
 			require.Equal(t, c.why != "", da.tries+db.tries == 0)
-			b.free(t, to)
-			a.free(t, back)
+			b.Free(t, to)
+			a.Free(t, back)
 		})
 	}
 }
@@ -99,14 +99,14 @@ func TestWhyStaged(t *testing.T) {
 		if c.call != "" {
 			g.Fail(c.call, 1)
 		}
-		require.Empty(t, a.c.Peer().Why)
-		k := b.key(t, dst)
-		a.post(t, write(k, src, transport.Point{}))
-		until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+		require.Empty(t, a.C.Peer().Why)
+		k := b.Key(t, dst)
+		a.Post(t, write(k, src, transport.Point{}))
+		until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 		holds(t, g, dst, 5)
-		require.Equal(t, "cma", a.c.Peer().Via)
-		require.Contains(t, a.c.Peer().Why, c.why)
-		b.free(t, k)
+		require.Equal(t, "cma", a.C.Peer().Via)
+		require.Contains(t, a.C.Peer().Why, c.why)
+		b.Free(t, k)
 	}
 }
 

@@ -3,8 +3,6 @@ package stage
 import (
 	"testing"
 
-	"github.com/stretchr/testify/require"
-
 	"fserver/engine/gpu/fakegpu"
 	"fserver/engine/transport"
 	"fserver/engine/transport/cma"
@@ -12,10 +10,8 @@ import (
 	"fserver/engine/transport/inproc"
 	"fserver/engine/transport/tcp"
 	"fserver/engine/transport/transporttest"
+	"fserver/engine/transport/transporttest/overtest"
 )
-
-// below opens the Fabric that is wrapped.
-type below func(o transporttest.Options) (transport.Fabric, error)
 
 func overCMA(o transporttest.Options) (transport.Fabric, error) { return openCMA(o, cma.Auto) }
 
@@ -39,7 +35,7 @@ func overTCP(o transporttest.Options) (transport.Fabric, error) {
 }
 
 // overProc opens Fabrics of one process.
-func overProc() below {
+func overProc() overtest.Below {
 	net := inproc.New()
 	return func(o transporttest.Options) (transport.Fabric, error) {
 		return net.Open(inproc.Options{Listen: o.Listen, Gate: o.Gate, Limits: o.Limits})
@@ -47,7 +43,7 @@ func overProc() below {
 }
 
 // worse puts faults over what a Fabric is opened by.
-func worse(under below, o faults.Options) below {
+func worse(under overtest.Below, o faults.Options) overtest.Below {
 	return func(t transporttest.Options) (transport.Fabric, error) {
 		in, err := under(t)
 		if err != nil {
@@ -59,22 +55,11 @@ func worse(under below, o faults.Options) below {
 }
 
 // bed is the contract's, over a GPU of our own making.
-func bed(tb testing.TB, g *fakegpu.GPU, under below, o Options, onGPU bool) transporttest.Bed {
+func bed(tb testing.TB, g *fakegpu.GPU, under overtest.Below, o Options, onGPU bool) transporttest.Bed {
 	tb.Cleanup(func() { g.Empty(tb) })
 	b := transporttest.Bed{
 		Offloads: onGPU,
-		Open: func(t transporttest.Options) (transport.Fabric, error) {
-			in, err := under(t)
-			if err != nil {
-				return nil, err
-			}
-			f, err := Wrap(in, o)
-			if err != nil {
-				require.NoError(tb, in.Close())
-				return nil, err
-			}
-			return f, nil
-		},
+		Open:     func(t transporttest.Options) (transport.Fabric, error) { return wraps(under, o)(t) },
 	}
 	if onGPU {
 		b.Memory, b.Allocates = fakegpu.Memory{G: g}, "the GPU that tests use allocates"

@@ -72,8 +72,8 @@ func (f *Fabric) registerDirect(m mem.Region) (k transport.Key, taken bool) {
 	if err != nil {
 		return k, false
 	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
+	f.Mu.Lock()
+	defer f.Mu.Unlock()
 	f.direct.add(m, k)
 	return k, true
 }

@@ -3,7 +3,6 @@ package stage
 import (
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -14,12 +13,13 @@ import (
 	"fserver/engine/transport"
 	"fserver/engine/transport/rails"
 	"fserver/engine/transport/transporttest"
+	"fserver/engine/transport/transporttest/overtest"
 	"fserver/engine/transport/verbs"
 )
 
 // overNIC opens Fabrics whose NIC takes memory of g by itself, unless g says otherwise. The GPU sees what it has written
 // after a read only.
-func overNIC(tb testing.TB, g *fakegpu.GPU) below {
+func overNIC(tb testing.TB, g *fakegpu.GPU) overtest.Below {
 	lib, err := fakeverbs.Library()
 	if err != nil {
 		tb.Skip(err)
@@ -42,7 +42,7 @@ func overNIC(tb testing.TB, g *fakegpu.GPU) below {
 }
 
 // overNICs joins two of them by rails.
-func overNICs(tb testing.TB, g *fakegpu.GPU) below {
+func overNICs(tb testing.TB, g *fakegpu.GPU) overtest.Below {
 	one := overNIC(tb, g)
 	return func(o transporttest.Options) (transport.Fabric, error) {
 		var members []transport.Fabric
@@ -58,7 +58,7 @@ func overNICs(tb testing.TB, g *fakegpu.GPU) below {
 }
 
 // overSockets joins two Fabrics of tcp by rails. They take no memory of a GPU.
-func overSockets(testing.TB, *fakegpu.GPU) below {
+func overSockets(testing.TB, *fakegpu.GPU) overtest.Below {
 	return func(o transporttest.Options) (transport.Fabric, error) {
 		a, err := overTCP(o)
 		if err != nil {
@@ -80,37 +80,37 @@ func TestStagedOverRails(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overSockets(t, g))
 	src, dst := onGPU(t, g, 2<<20, 5), onGPU(t, g, 2<<20, 1)
-	k := b.key(t, dst)
-	a.post(t, write(k, src, transport.Point{}))
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
+	k := b.Key(t, dst)
+	a.Post(t, write(k, src, transport.Point{}))
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 	holds(t, g, dst, 5)
-	b.free(t, k)
+	b.Free(t, k)
 }
 
 // TestDirect: GPU memory travels without a copy where the NIC takes both ends, through host memory at the end that it does
 // not take, and the frame behind a write comes when the GPU has it.
 func TestDirect(t *testing.T) {
-	for name, under := range map[string]func(testing.TB, *fakegpu.GPU) below{"one NIC": overNIC, "two NICs": overNICs} {
+	for name, under := range map[string]func(testing.TB, *fakegpu.GPU) overtest.Below{"one NIC": overNIC, "two NICs": overNICs} {
 		for _, direct := range [][2]bool{{true, true}, {true, false}, {false, true}, {false, false}} {
 			g := fakegpu.New()
 			a, b := pairOf(t, g, under(t, g))
-			require.Equal(t, mem.GPU(0), a.f.Caps().GPU)
+			require.Equal(t, mem.GPU(0), a.F.Caps().GPU)
 			src, dst := onGPU(t, g, 2<<20, 5), onGPU(t, g, 2<<20, 1)
 			if direct[0] {
-				a.key(t, src)
+				a.Key(t, src)
 			}
 			if !direct[1] {
 				refused()
 			}
-			k := b.key(t, dst)
+			k := b.Key(t, dst)
 			require.Equal(t, !direct[1], ofShadow(k))
-			a.post(t, write(k, src, transport.Point{}))
-			until(t, a, b, func() bool { return len(b.writes) == 1 && len(a.done) == 1 })
-			require.NoError(t, a.done[0])
+			a.Post(t, write(k, src, transport.Point{}))
+			until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
+			require.NoError(t, a.Done[0])
 			holds(t, g, dst, 5)
-			require.Equal(t, direct[0], a.below().lane.staged == 0, "%s %v", name, direct)
-			require.Equal(t, direct[1], b.f.in.next == 0, "%s %v", name, direct)
-			b.free(t, k)
+			require.Equal(t, direct[0], ours(a).lane.staged == 0, "%s %v", name, direct)
+			require.Equal(t, direct[1], b.F.in.next == 0, "%s %v", name, direct)
+			b.Free(t, k)
 		}
 	}
 }
@@ -121,24 +121,24 @@ func TestDirectPoint(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overNIC(t, g))
 	src, dst := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 0)
-	a.key(t, src)
-	k := b.key(t, dst)
-	point, open := heldUp(t, g, a.f)
-	a.post(t, write(k, src, point))
-	a.post(t, []transport.Op{{Kind: transport.OpFrame, Frame: []byte("behind")}, {Kind: transport.OpFrame, Frame: []byte("passes"), Passes: true}})
-	until(t, a, b, func() bool { return len(b.frames) == 1 })
-	require.Equal(t, "passes", b.frames[0])
-	require.True(t, a.c.Unsent())
+	a.Key(t, src)
+	k := b.Key(t, dst)
+	point, open := heldUp(t, g, a.F)
+	a.Post(t, write(k, src, point))
+	a.Post(t, []transport.Op{{Kind: transport.OpFrame, Frame: []byte("behind")}, {Kind: transport.OpFrame, Frame: []byte("passes"), Passes: true}})
+	until(t, a, b, func() bool { return len(b.Frames) == 1 })
+	require.Equal(t, "passes", b.Frames[0])
+	require.True(t, a.C.Unsent())
 	for range 100 {
-		a.poll(t)
-		b.poll(t)
+		a.Poll(t)
+		b.Poll(t)
 	}
-	require.Empty(t, b.writes)
+	require.Empty(t, b.Writes)
 	holds(t, g, dst, 0)
 	m := fakegpu.Memory{G: g}
 	require.NoError(t, m.Store(src.Span(), slices.Repeat([]byte{7}, 4096)))
 	open()
-	until(t, a, b, func() bool { return len(b.writes) == 1 && len(b.frames) == 2 })
+	until(t, a, b, func() bool { return len(b.Writes) == 1 && len(b.Frames) == 2 })
 	holds(t, g, dst, 7)
 }
 
@@ -148,20 +148,20 @@ func TestDirectRefused(t *testing.T) {
 	a, _ := pairOf(t, g, overNIC(t, g))
 	r := onGPU(t, g, 4096, 1)
 	g.Fail("ExportDMABuf", 1)
-	k := a.key(t, r)
+	k := a.Key(t, r)
 	require.True(t, ofShadow(k))
-	require.False(t, a.f.direct.has(r.Span()))
-	a.free(t, k)
-	k = a.key(t, r)
+	require.False(t, a.F.direct.has(r.Span()))
+	a.Free(t, k)
+	k = a.Key(t, r)
 	require.False(t, ofShadow(k))
-	require.True(t, a.f.direct.has(r.Span()))
-	again := a.key(t, r)
-	a.free(t, k)
-	require.True(t, a.f.direct.has(r.Span()), "another key has it")
-	a.free(t, again)
-	require.Empty(t, a.f.direct.list)
+	require.True(t, a.F.direct.has(r.Span()))
+	again := a.Key(t, r)
+	a.Free(t, k)
+	require.True(t, a.F.direct.has(r.Span()), "another key has it")
+	a.Free(t, again)
+	require.Empty(t, a.F.direct.list)
 	fakeverbs.Vanish(0)
-	_, err := a.f.Register(r)
+	_, err := a.F.Register(r)
 	require.ErrorAs(t, err, new(*transport.DeviceError))
 	fakeverbs.Reset()
 }
@@ -171,15 +171,15 @@ func TestDirectGone(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overNIC(t, g))
 	src, dst := onGPU(t, g, 4096, 1), onGPU(t, g, 4096, 0)
-	own, k := a.key(t, src), b.key(t, dst)
-	point, open := heldUp(t, g, a.f)
-	a.post(t, write(k, src, point))
-	until(t, a, b, func() bool { return a.below().line.At(a.below().line.First).Is.way == wayHeld })
-	a.free(t, own)
+	own, k := a.Key(t, src), b.Key(t, dst)
+	point, open := heldUp(t, g, a.F)
+	a.Post(t, write(k, src, point))
+	until(t, a, b, func() bool { return ours(a).Line.At(ours(a).Line.First).Is.way == wayHeld })
+	a.Free(t, own)
 	open()
-	until(t, a, b, func() bool { return a.down != nil && b.down != nil })
-	require.ErrorContains(t, a.down, "which are not registered, or no longer")
-	require.Empty(t, b.writes)
+	until(t, a, b, func() bool { return a.Down != nil && b.Down != nil })
+	require.ErrorContains(t, a.Down, "which are not registered, or no longer")
+	require.Empty(t, b.Writes)
 }
 
 // TestContractDirect: the suite with memory of a GPU that the NIC takes, and sources that it does not: they are staged.
@@ -202,39 +202,14 @@ func TestDirectAllocatesNothing(t *testing.T) {
 	g.Instant = true
 	a, b := pairOf(t, g, overNIC(t, g))
 	src, dst := onGPU(t, g, 100000, 5), onGPU(t, g, 100000, 1)
-	a.key(t, src)
-	k := b.key(t, dst)
+	a.Key(t, src)
+	k := b.Key(t, dst)
 	e, err := g.NewEvent()
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, g.FreeEvent(e)) })
 	for _, after := range []transport.Point{{}, {Dev: mem.GPU(0), Event: uint64(e)}} {
-		ops := write(k, src, after)
-		ops = append(ops, markOf(&ops[0]))
-		var ev [16]transport.Event
-		round := func() {
-			if n, err := a.c.Post(ops); n != 2 || err != nil {
-				t.Fatalf("post: %d, %v", n, err)
-			}
-			end := time.Now().Add(20 * time.Second)
-			for seen := 0; seen < 3; {
-				for _, s := range [...]*side{a, b} {
-					n, err := s.f.Poll(ev[:])
-					if err != nil || time.Now().After(end) {
-						t.Fatal(err)
-					}
-					for i := range ev[:n] {
-						if ev[i].Kind == transport.EvDone || ev[i].Kind == transport.EvFrame {
-							seen++
-						}
-					}
-				}
-			}
-		}
-		for range 1000 {
-			round()
-		}
-		require.Zero(t, testing.AllocsPerRun(1000, round))
-		require.Zero(t, a.below().lane.staged)
+		require.Zero(t, overtest.Allocations(t, a, b, write(k, src, after)))
+		require.Zero(t, ours(a).lane.staged)
 	}
 	require.NotZero(t, fakeverbs.Count("reads"))
 }

@@ -30,17 +30,17 @@ type lift struct {
 }
 
 func (l *landing) open(f *Fabric) (err error) {
-	if l.page, err = f.calls.Map(4096); err != nil {
+	if l.page, err = f.Calls.Map(4096); err != nil {
 		return err
 	}
 	l.word = l.page.Word(0)
-	l.stream, err = f.calls.Dev.NewStream()
+	l.stream, err = f.Calls.Dev.NewStream()
 	return err
 }
 
 func (l *landing) close(f *Fabric) {
-	f.calls.FreeStream(l.stream)
-	f.calls.Unmap(l.page.Region)
+	f.Calls.FreeStream(l.stream)
+	f.Calls.Unmap(l.page.Region)
 	*l = landing{broken: transport.ErrClosed}
 }
 
@@ -54,12 +54,26 @@ func (l *landing) reached(number uint64) bool {
 
 // fail ends the Conns whose writes do not reach the GPU any more.
 func (l *landing) fail(f *Fabric, err error) {
-	for _, c := range f.conns {
-		if !l.reached(c.landed) {
-			c.fail(err)
+	for _, c := range f.Conns {
+		if c := c.(*Conn); !l.reached(c.landed) {
+			c.Fail(err)
 		}
 	}
 	l.broken, l.queue = err, nil
+}
+
+// look finds out whether the device still makes copies.
+func (l *landing) look(f *Fabric) {
+	if l.word.Here == nil || l.word.Here.Load() >= l.begun || l.broken != nil {
+		return
+	}
+	idle, err := f.Calls.Idle(l.stream)
+	switch {
+	case err != nil:
+		l.fail(f, err)
+	case idle && l.word.Here.Load() < l.begun: // the number of the last copy was not enqueued
+		l.word.Here.Store(l.begun)
+	}
 }
 
 // lift begins the copy of n bytes at off from the shadow of a region to the GPU.
@@ -76,7 +90,7 @@ func (c *Conn) lift(k transport.Key, off, n uint64) error {
 	case l.broken != nil:
 		return l.broken
 	case len(l.queue) == link.HeldMost:
-		return fmt.Errorf("the peer wrote to key %d while %d copies to %v wait", k.ID, link.HeldMost, f.calls.Name())
+		return fmt.Errorf("the peer wrote to key %d while %d copies to %v wait", k.ID, link.HeldMost, f.Calls.Name())
 	}
 	// The GPU looks at no bounds.
 	if _, err := r.Slice(off, n); err != nil || n == 0 {
@@ -102,8 +116,8 @@ func (f *Fabric) land() {
 		l.queue = l.queue[:copy(l.queue, l.queue[1:])]
 		l.begun++
 		l.copies[0] = cuda.Copy{To: uint64(q.r.Addr) + q.off, From: q.r.seen + q.off, Len: q.n}
-		if err := f.calls.Enqueue(l.stream, transport.Point{}, l.copies[:], l.word, l.begun); err != nil {
-			q.c.fail(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.calls.Name(), err))
+		if err := f.Calls.Enqueue(l.stream, transport.Point{}, l.copies[:], l.word, l.begun); err != nil {
+			q.c.Fail(fmt.Errorf("copy %d bytes to %v: %w", q.n, f.Calls.Name(), err))
 		}
 	}
 }
@@ -116,7 +130,7 @@ func (f *Fabric) pinShadow(r *region) {
 	}
 	r.pinning = true
 	seen, err := uint64(0), error(nil)
-	f.calls.Aside(func() { seen, err = f.calls.Dev.Pin(uint64(r.shadow.Addr), r.shadow.Len) }, func() {
+	f.Calls.Aside(func() { seen, err = f.Calls.Dev.Pin(uint64(r.shadow.Addr), r.shadow.Len) }, func() {
 		r.pinning, r.pinned, r.seen = false, err == nil, seen
 		if err != nil {
 			r.seen = uint64(r.shadow.Addr)

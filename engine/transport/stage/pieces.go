@@ -32,9 +32,9 @@ type lane struct {
 func (c *Conn) provide() {
 	var l lane
 	var err error
-	c.aside(func() { err = l.open(&c.f.calls) }, func() {
+	c.Aside(func() { err = l.open(&c.f.Calls) }, func() {
 		if c.lane = l; err != nil {
-			c.fail(err)
+			c.Fail(err)
 		}
 	})
 }
@@ -53,8 +53,8 @@ func (l *lane) open(calls *gpu.Calls) (err error) {
 }
 
 func (l *lane) close(f *Fabric) {
-	f.calls.FreeStream(l.stream)
-	f.calls.Unmap(l.pool.Region)
+	f.Calls.FreeStream(l.stream)
+	f.Calls.Unmap(l.pool.Region)
 	*l = lane{}
 }
 
@@ -83,8 +83,8 @@ func (c *Conn) stage(w *waiting) bool {
 		}
 		it.sent += n
 		// After an error, a part of it may be under way: tick finds out when that is over.
-		if err := c.f.calls.Enqueue(l.stream, after, l.copies, l.word, l.staged); err != nil {
-			c.fail(fmt.Errorf("copy %d bytes to the host: %w", n, err))
+		if err := c.f.Calls.Enqueue(l.stream, after, l.copies, l.word, l.staged); err != nil {
+			c.Fail(fmt.Errorf("copy %d bytes to the host: %w", n, err))
 			return false
 		}
 	}
@@ -99,15 +99,15 @@ func (c *Conn) handPiece(w *waiting) bool {
 	switch {
 	case number > l.word.Here.Load() && !l.broken:
 		return false
-	case c.over != nil:
+	case c.Err != nil:
 		l.buffers |= 1 << buf
 	default:
 		l.spans[buf] = mem.Span{Addr: l.pool.Addr + uintptr(buf*pieceSize), Len: n}
 		op := transport.Op{Kind: transport.OpWrite, Key: w.Op.Key, Off: w.Op.Off + it.passed, Src: l.spans[buf : buf+1]}
-		taken, err := c.write(&op, n, piece{w, uint8(buf)})
+		taken, err := c.write(&op, n, piece{Of: w, Buf: uint8(buf)})
 		if !taken {
 			if err != nil {
-				c.fail(err)
+				c.Fail(err)
 			}
 			return false
 		}

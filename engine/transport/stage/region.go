@@ -14,15 +14,15 @@ import (
 // region is GPU memory that a key stands for.
 type region struct {
 	mem.Region
+	f      *Fabric
 	key    transport.Key // of the shadow, for inner
 	shadow mem.Region    // where writes over inner land
 	seen   uint64        // the shadow's address for the GPU; 0: it is still to be pinned
 	pinned bool
 	copied uint64 // the number of the newest copy from the shadow
 	only   *Conn  // that may write here; nil: all
-	// When the key is gone, the region is in f.ending until it is quiet.
+	// The shadow is being pinned.
 	pinning bool
-	freed   bool // inner has let go of the shadow
 }
 
 // The Blob of a key of a shadow: a version, ID and Token of the key, the length of the Blob of inner's key, and that
@@ -67,7 +67,7 @@ func u64(b string, i int) uint64 { return binary.LittleEndian.Uint64([]byte(b[i 
 
 // Register implements transport.Fabric.
 func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
-	own := f.calls.Name()
+	own := f.Calls.Name()
 	switch _, carry := bits.Add64(uint64(m.Addr), m.Len, 0); {
 	case m.Dev == mem.CPU:
 		return f.Fabric.Register(m)
@@ -79,7 +79,7 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 	if k, taken := f.registerDirect(m); taken {
 		return k, nil
 	}
-	r := &region{Region: m}
+	r := &region{Region: m, f: f}
 	var err error
 	if r.shadow, err = reserve(m.Len); err != nil {
 		return transport.Key{}, err
@@ -90,7 +90,7 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 		}
 	}
 	if err != nil {
-		f.discard(r)
+		r.Discard()
 		return transport.Key{}, err
 	}
 	return shadowKey(r.key), nil
@@ -98,16 +98,16 @@ func (f *Fabric) Register(m mem.Region) (transport.Key, error) {
 
 // admit notes a region.
 func (f *Fabric) admit(r *region) error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.closed {
+	f.Mu.Lock()
+	defer f.Mu.Unlock()
+	if f.Closed {
 		return fmt.Errorf("stage: register %d bytes: %w", r.Len, transport.ErrClosed)
 	}
 	f.regions[r.key.ID] = r
 	return nil
 }
 
-// Deregister implements transport.Fabric. A region of the GPU is in f.ending until the copies to it
+// Deregister implements transport.Fabric. The key of a region of the GPU ends when the copies to it
 // have ended and inner has let go of its shadow.
 func (f *Fabric) Deregister(k transport.Key) {
 	f.remove(k)
@@ -116,30 +116,22 @@ func (f *Fabric) Deregister(k transport.Key) {
 
 // remove forgets a key of GPU memory, if it is one.
 func (f *Fabric) remove(k transport.Key) {
-	f.lock()
-	defer f.mu.Unlock()
+	f.Lock()
+	defer f.Mu.Unlock()
 	f.direct.drop(k)
-	if r := f.regions[k.ID]; r != nil && r.key.Token == k.Token && !f.closed {
+	if r := f.regions[k.ID]; r != nil && r.key.Token == k.Token && !f.Closed {
 		delete(f.regions, k.ID)
-		f.ending[k.ID] = r
-		f.rouse()
+		f.End(k.ID, r)
 	}
 }
 
-// settle gives back a region in f.ending, if it is quiet: nobody touches its memory any more. Here, and nowhere else, the
-// end of a key is complete.
-func (f *Fabric) settle(r *region) {
-	if !r.pinning && f.in.reached(r.copied) && (r.freed || f.closed) {
-		delete(f.ending, r.key.ID)
-		f.discard(r)
-		f.told = append(f.told, transport.Event{Kind: transport.EvFreed, User: r.key.ID})
-	}
-}
+// Quiet implements over.Memory.
+func (r *region) Quiet() bool { return !r.pinning && r.f.in.reached(r.copied) }
 
-// discard gives back what r holds; nobody writes to it any more.
-func (f *Fabric) discard(r *region) {
+// Discard implements over.Memory.
+func (r *region) Discard() {
 	if r.pinned {
-		f.calls.Unmap(r.shadow)
+		r.f.Calls.Unmap(r.shadow)
 	} else {
 		_ = mem.Unmap(r.shadow)
 	}

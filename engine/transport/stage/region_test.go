@@ -15,16 +15,16 @@ func TestUserOfAnOperation(t *testing.T) {
 	g := fakegpu.New()
 	a, b := pairOf(t, g, overTCP)
 	src, dst := onGPU(t, g, 4096, 5), onGPU(t, g, 4096, 1)
-	k := b.key(t, dst)
+	k := b.Key(t, dst)
 	for _, op := range append([]transport.Op{text("frame", false), text("passes", true)}, write(k, src, transport.Point{})...) {
 		op.User = 1 << 63
-		n, err := a.c.Post([]transport.Op{op})
+		n, err := a.C.Post([]transport.Op{op})
 		require.Zero(t, n)
 		require.ErrorContains(t, err, "want less than 2^62")
 		op.User = 1 << 62
-		a.post(t, []transport.Op{op})
+		a.Post(t, []transport.Op{op})
 	}
-	until(t, a, b, func() bool { return len(a.done) == 3 && len(b.writes) == 1 })
+	until(t, a, b, func() bool { return len(a.Done) == 3 && len(b.Writes) == 1 })
 }
 
 // TestBlob refuses what is no key of a shadow, and leaves alone what is behind it.
