@@ -5,6 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"fserver/engine/mem"
 	"fserver/engine/wire"
 )
 
@@ -52,6 +53,30 @@ func (p *pair) took(i int) *Request {
 func (p *pair) answered(r *Request, tensors ...Tensor) {
 	require.NoError(p.t, p.respond(0, r, tensors...))
 	require.NoError(p.t, p.settle())
+}
+
+// elsewhere is memory of the CPU that stands for that of another device.
+type elsewhere struct {
+	CPU
+	made int
+}
+
+func (e *elsewhere) Alloc(n uint64) (mem.Region, error) {
+	e.made++
+	return e.CPU.Alloc(n)
+}
+
+// TestUnicastFromTheCPU: a server with a GPU receives its tensors on the CPU, and those of all others on the GPU.
+func TestUnicastFromTheCPU(t *testing.T) {
+	p := newPair(t, 1)
+	e := &elsewhere{}
+	p.servers[0].memory = e
+	id := p.asked(7, 9)
+	require.Zero(t, e.made)
+	p.answered(p.took(0))
+	require.Equal(t, StateDone, p.state(id))
+	p.answer(p.push(8, 8), 8)
+	require.Equal(t, 1, e.made)
 }
 
 // TestUnicast: one server alone has it, and the others' batches are as without it.
