@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and times what needs GPUs, from the source tree or an unpacked device bundle.
 #
-#   tools/gpu_check.sh PART...        parts: tests eager channel bench staged af ringx waits cpp
+#   tools/gpu_check.sh PART...        parts: tests eager channel bench staged af ringx cpp
 #
 # OUT=DIR for results (default build/gpu), PYTHON, QUICK=1 for fewer runs. MPS=1 runs NVIDIA's
 # multi-process service meanwhile: the processes of a test then use one GPU at the same time, where they
@@ -37,13 +37,10 @@
 #
 # cpp needs the archive and a C++ compiler (CXX, default c++): the tests of tests/cpp that need a GPU, those of them with torch,
 # and `fserver bench kv` with values on GPUs, within 10 minutes. It leaves kv.json.
-#
-# waits needs a C compiler alone: which calls of the driver wait for a stream that waits for a message, and
-# for each other (tools/gpu_waits.c), within 2 minutes.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-parts="tests eager channel bench staged af ringx waits cpp"
+parts="tests eager channel bench staged af ringx cpp"
 
 wrong() {
   echo "gpu_check: $1; usage: tools/gpu_check.sh PART... (parts: $parts)" >&2
@@ -128,20 +125,6 @@ ringx() {
     files+=("$OUT/ringx-full-$n.json" "$OUT/ringx-slow-$n.json")
   done
   step ringx-plot "$PYTHON" tools/ringx_bench.py plot "$OUT/ringx.png" "${files[@]}"
-}
-
-waits() {
-  step waits-build cc -O2 -pthread -o "$OUT/gpu_waits" tools/gpu_waits.c cshim/cuda/cs_cuda.c -ldl
-  step waits within 120 "$OUT/gpu_waits" 0
-  step queues queues
-  cat "$OUT/waits.txt" "$OUT/queues.txt"
-  rm -f "$OUT/gpu_waits"
-}
-
-queues() {
-  local n
-  within 20 "$OUT/gpu_waits" 0 streams || return
-  for n in 1 2 4 8 32; do CUDA_DEVICE_MAX_CONNECTIONS=$n within 20 "$OUT/gpu_waits" 0 streams || return; done
 }
 
 machine() {
@@ -350,7 +333,7 @@ af_steps() {
 for part in "$@"; do
   case $part in
     eager | bench | staged | af) packed "$part" ;;
-    tests | channel | ringx | waits | cpp) "$part" ;;
+    tests | channel | ringx | cpp) "$part" ;;
     *) wrong "no part $part" ;;
   esac
 done
