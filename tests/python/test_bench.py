@@ -1316,6 +1316,18 @@ DRAWN = {
     "pingpong": [ROW, {**ROW, "transport": "gloo"}, {**ROW, "op": "push", "bytes_out": 4096}],
     "ipc": [ROW, {**ROW, "transport": "raw tcp", "ratio": None, "baseline_p50_us": None}],
     "cpp": [{**ROW, "transport": name} for name in ("cma C++", "cma Python")],
+    "kv": [
+        {
+            "place": "local",
+            "memory": memory,
+            "transport": "tcp",
+            "op": "push",
+            "bytes": 4096,
+            "goodput_gbps": 3.2,
+            "messages": 97000.0,
+        }
+        for memory in ("cpu", "cpu:gpu")
+    ],
     "matrix": [
         {**ROW, "place": "local", "device": "cpu"},
         {**ROW, "place": "local", "device": "gpu"},
