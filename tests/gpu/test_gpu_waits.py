@@ -298,7 +298,8 @@ def beside_a_capture(pipe: Connection, device: int) -> list[str]:
             fserver.seq_add_one(seq)
             extension.wait_value(flag, 1)
             mark = extension.Mark(device)
-            assert extension.HostCall(mark, device, "send").run(None) == 0  # this one is not captured
+            how = extension.HostCall(mark, device, "send").run(None)
+            assert how == 0  # this stream is not captured
             while not mark.passed():
                 time.sleep(0.001)
             del flag
