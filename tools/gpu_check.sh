@@ -20,9 +20,9 @@
 # ROUNDS of each size (default 5), RUNS of 20 round trips through a channel (default 1000). All that it
 # leaves is one file, bench.tgz.
 #
-# staged needs the archive and nvcc: GPU tensors over TCP, CPU tensors over TCP, and copies between a GPU and
-# pinned memory, ROUNDS of each in turn (default 4), and prints how they compare, within 4 minutes. All that
-# it leaves is one file, staged.tgz.
+# staged needs the archive and nvcc: GPU tensors over TCP, CPU tensors over TCP, copies between a GPU and
+# pinned memory, and a program in C that does the same, ROUNDS of each in turn (default 4), and prints how they
+# compare, within 5 minutes. All that it leaves is one file, staged.tgz.
 #
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
@@ -223,7 +223,8 @@ bench_steps() {
 
 # GPU tensors over a transport that takes host memory alone.
 staged_steps() {
-  local cores=${CORES:-4,6} round device
+  local cores=${CORES:-4,6} round device last
+  last=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() - 1)') || exit
   step machine machine
   step build build
   [[ -e fserver/include/fserver.h ]] || return
@@ -231,6 +232,7 @@ staged_steps() {
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   for ((round = 1; round <= ${ROUNDS:-4}; round++)); do
     step "copies-$round" within 20 "$OUT/gpu_floor" copies 0 "${cores%,*}" 4096 1048576 67108864
+    step "floor-$round" within 40 "$OUT/gpu_floor" staged 0 "$last" "${cores%,*}" "${cores#*,}" 4096 1048576 67108864
     for device in cpu gpu; do
       step "$device-$round" within 60 "$PYTHON" -m fserver bench pingpong --device "$device" --transport tcp --sizes 4K,1M,64M \
         --ops push_pull --rounds 3 --cores "$cores" --beside none --json "$OUT/$device-$round.json"

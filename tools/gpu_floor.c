@@ -16,15 +16,24 @@
  *
  * copies each size from the GPU to pinned host memory, and then back, with a
  * number that the stream stores behind each copy. Prints the bytes and the two
- * medians in nanoseconds, from the call until the CPU sees the number. */
+ * medians in nanoseconds, from the call until the CPU sees the number.
+ *
+ *   gpu_floor staged GPU_A GPU_B CORE_A CORE_B BYTES...
+ *
+ * sends each size from one GPU to the other and back, through pinned memory and
+ * a TCP socket of this host, in pieces that are copied while others travel.
+ * Prints the bytes and the median of the round trips in nanoseconds. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -158,7 +167,116 @@ static int copies(int gpu, int core, char **sizes) {
   return 0;
 }
 
+#define PIECE ((size_t)512 << 10)
+
+/* One of the two processes. */
+struct staging {
+  int socket;
+  cudaStream_t out, in;
+  char *gpu, *sent, *came; /* memory of the GPU, and pinned */
+  volatile unsigned long long *page;
+  CUdeviceptr flag; /* of out, and behind it that of in */
+  unsigned long long outs, ins;
+};
+
+static size_t piece(size_t bytes, size_t at) {
+  return bytes - at < PIECE ? bytes - at : PIECE;
+}
+
+static void push(struct staging *s, size_t bytes) {
+  unsigned long long number = s->outs;
+  for (size_t at = 0; at < bytes; at += PIECE) {
+    MUST(cuMemcpyAsync((CUdeviceptr)(s->sent + at), (CUdeviceptr)(s->gpu + at),
+                       piece(bytes, at), s->out));
+    MUST(cuStreamWriteValue64(s->out, s->flag, ++s->outs, 0));
+  }
+  for (size_t at = 0; at < bytes; at += PIECE) {
+    for (number++; s->page[0] < number;)
+      ;
+    for (size_t done = 0, n = piece(bytes, at); done < n;) {
+      const ssize_t k =
+          send(s->socket, s->sent + at + done, n - done, MSG_NOSIGNAL);
+      MUST(k <= 0);
+      done += (size_t)k;
+    }
+  }
+}
+
+static void pull(struct staging *s, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += PIECE) {
+    for (size_t done = 0, n = piece(bytes, at); done < n;) {
+      const ssize_t k =
+          recv(s->socket, s->came + at + done, n - done, MSG_DONTWAIT);
+      MUST(k == 0);
+      done += k > 0 ? (size_t)k : 0;
+    }
+    MUST(cuMemcpyAsync((CUdeviceptr)(s->gpu + at), (CUdeviceptr)(s->came + at),
+                       piece(bytes, at), s->in));
+    MUST(cuStreamWriteValue64(s->in, s->flag + 64, ++s->ins, 0));
+  }
+  while (s->page[8] < s->ins)
+    ;
+}
+
+/* Connects two processes; the child's is the other end. */
+static int apart(int *me) {
+  struct sockaddr_in at = {.sin_family = AF_INET,
+                           .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t n = sizeof at;
+  const int door = socket(AF_INET, SOCK_STREAM, 0), on = 1;
+  MUST(bind(door, (void *)&at, sizeof at) || listen(door, 1) ||
+       getsockname(door, (void *)&at, &n));
+  *me = fork() == 0;
+  int s = socket(AF_INET, SOCK_STREAM, 0);
+  if (*me)
+    MUST(connect(s, (void *)&at, sizeof at));
+  else
+    MUST((s = accept(door, NULL, NULL)) < 0);
+  MUST(setsockopt(s, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on));
+  return s;
+}
+
+static int staged(char **argv) {
+  int me;
+  struct staging s = {.socket = apart(&me)};
+  bind_to(atoi(argv[2 + me]));
+  MUST(cudaSetDevice(atoi(argv[me])));
+  MUST(cudaStreamCreateWithFlags(&s.out, cudaStreamNonBlocking));
+  MUST(cudaStreamCreateWithFlags(&s.in, cudaStreamNonBlocking));
+  MUST(cudaHostAlloc((void **)&s.page, 4096, cudaHostAllocMapped));
+  MUST(cudaHostGetDevicePointer((void **)&s.flag, (void *)s.page, 0));
+  memset((void *)s.page, 0, 4096);
+  for (char **size = argv + 4; *size; size++) {
+    const size_t bytes = strtoull(*size, NULL, 10);
+    const int times = bytes < 4 << 20 ? TIMES : 50;
+    static long long took[TIMES];
+    MUST(cudaMalloc((void **)&s.gpu, bytes));
+    MUST(cudaHostAlloc((void **)&s.sent, bytes, cudaHostAllocDefault));
+    MUST(cudaHostAlloc((void **)&s.came, bytes, cudaHostAllocDefault));
+    for (int i = -10; i < times; i++) {
+      if (!me) /* as who has just computed something */
+        MUST(cudaMemset(s.gpu, i, 8) || cudaDeviceSynchronize());
+      const long long start = now();
+      if (me)
+        pull(&s, bytes);
+      push(&s, bytes);
+      if (!me)
+        pull(&s, bytes);
+      took[i < 0 ? 0 : i] = now() - start;
+    }
+    qsort(took, (size_t)times, sizeof *took, by_size);
+    if (!me)
+      printf("%zu %lld\n", bytes, took[times / 2]);
+    MUST(cudaFree(s.gpu) || cudaFreeHost(s.sent) || cudaFreeHost(s.came));
+  }
+  if (!me)
+    wait(0);
+  return 0;
+}
+
 int main(int argc, char **argv) {
+  if (argc > 6 && strcmp(argv[1], "staged") == 0)
+    return staged(argv + 2);
   if (argc > 4 && strcmp(argv[1], "copies") == 0)
     return copies(atoi(argv[2]), atoi(argv[3]), argv + 4);
   if (argc == 4 && strcmp(argv[1], "calls") == 0)

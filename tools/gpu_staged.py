@@ -1,5 +1,6 @@
-"""Compares GPU tensors over TCP with CPU tensors over TCP and with copies between a GPU and pinned
-host memory, from what `tools/gpu_check.sh staged` has measured in turn: medians over its rounds.
+"""Compares GPU tensors over TCP with CPU tensors over TCP, with copies between a GPU and pinned
+host memory, and with a program in C that does the same, from what `tools/gpu_check.sh staged` has
+measured in turn: medians over its rounds.
 
     python3 tools/gpu_staged.py FOLDER
 """
@@ -24,18 +25,28 @@ def main(folder: Path) -> None:
             size, down, up = map(int, line.split())
             took[size]["down"].append(down / 1000)
             took[size]["up"].append(up / 1000)
-    names = ("gpu", "cpu", "raw", "down", "up")
-    print("us per round trip; raw: sockets in C; down and up: one copy from and to the GPU")
+    for file in folder.glob("floor-*.txt"):
+        for line in file.read_text().splitlines():
+            size, ns = map(int, line.split())
+            took[size]["floor"].append(ns / 1000)
+    names = ("gpu", "cpu", "raw", "down", "up", "floor")
     print(
-        f"{'bytes':>9}", *(f"{name:>10}" for name in names), " gpu/cpu  gpu/(cpu + 4 copies)  rate"
+        "us per round trip; raw: sockets in C; down and up: one copy from and to the GPU; "
+        "floor: all of it in C"
+    )
+    print(
+        f"{'bytes':>9}",
+        *(f"{name:>10}" for name in names),
+        " gpu/cpu  gpu/(cpu + 4 copies)  rate gpu/floor",
     )
     for size, of in sorted(took.items()):
-        gpu, cpu, raw, down, up = (median(of[name] or [float("nan")]) for name in names)
+        gpu, cpu, raw, down, up, floor = (median(of[name] or [float("nan")]) for name in names)
         slowest = max(raw / 2, down, up)  # one direction at the rate of the slower: socket or copy
         print(
             f"{size:9}",
-            *(f"{x:10.1f}" for x in (gpu, cpu, raw, down, up)),
+            *(f"{x:10.1f}" for x in (gpu, cpu, raw, down, up, floor)),
             f"{gpu / cpu:8.2f} {gpu / (cpu + 2 * (down + up)):21.2f} {2 * slowest / gpu:5.2f}",
+            f"{gpu / floor:9.2f}",
         )
 
 
