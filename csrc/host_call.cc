@@ -86,7 +86,8 @@ HostCall::Enqueued HostCall::run(PyObject *bytes) {
     const bool captured = capturing(s);
     if (!captured && mark_.elsewhere(s))
       return Enqueued::kElsewhere;
-    if (enqueue(s, captured, count.data(), &tried) && !captured)
+    enqueue(s, captured, count.data(), &tried);
+    if (!captured) // also behind a part of it
       tried.ok("record an event", mark_.record(s));
     return captured ? Enqueued::kGraph : Enqueued::kStream;
   });
@@ -100,7 +101,7 @@ HostCall::Enqueued HostCall::run(PyObject *bytes) {
 
 // A few small copies are made by the kernel of a ring behind them, or of the wait before
 // them: to change from a kernel to a copy engine, or back, takes longer.
-bool HostCall::enqueue(cs_stream s, bool captured, const uint64_t *bytes,
+void HostCall::enqueue(cs_stream s, bool captured, const uint64_t *bytes,
                        Tried *tried) {
   SmallCopies with{};
   const SmallCopies none{};
@@ -118,38 +119,36 @@ bool HostCall::enqueue(cs_stream s, bool captured, const uint64_t *bytes,
   }
   if (!small)
     with.n = 0;
-  if (first_ && !start_ring(s, none, tried))
-    return false;
-  if (waits_ && !start_wait(s, captured, last_ ? none : with, tried))
-    return false;
-  for (size_t i = 0; i < copies_.size() && !small; i++)
-    if (bytes[i] && !tried->ok("copy a tensor of the channel",
-                               cs_cu.MemcpyAsync(copies_[i].to, copies_[i].from,
-                                                 bytes[i], s)))
-      return false;
-  return !last_ || start_ring(s, with, tried);
+  if (first_)
+    start_ring(s, none, tried);
+  if (waits_)
+    start_wait(s, captured, last_ ? none : with, tried);
+  for (size_t i = 0; i < copies_.size() && !small && tried->good(); i++)
+    if (bytes[i])
+      tried->ok("copy a tensor of the channel",
+                cs_cu.MemcpyAsync(copies_[i].to, copies_[i].from, bytes[i], s));
+  if (last_)
+    start_ring(s, with, tried);
 }
 
-bool HostCall::start_ring(cs_stream s, const SmallCopies &with, Tried *tried) {
+void HostCall::start_ring(cs_stream s, const SmallCopies &with, Tried *tried) {
   Ring r = ring_;
   SmallCopies w = with;
   void *arguments[] = {&r.count, &r.flag, &w.n, w.copies};
-  return start(kernel(device_, Kernel::kRing, tried), s, kWarp, arguments,
-               tried);
+  start(kernel(device_, Kernel::kRing, tried), s, kWarp, arguments, tried);
 }
 
-bool HostCall::start_wait(cs_stream s, bool captured, const SmallCopies &with,
+void HostCall::start_wait(cs_stream s, bool captured, const SmallCopies &with,
                           Tried *tried) {
   Page *p = the_page(tried);
   if (!p)
-    return false;
+    return;
   Wait wait = wait_;
   SmallCopies w = with;
   uint64_t page = seen(p, tried), from = since(p, captured);
   void *arguments[] = {&wait.count, &wait.add, &wait.asked, &wait.done,
                        &page,       &from,     &w.n,        w.copies};
-  return start(kernel(device_, Kernel::kAwait, tried), s, kWarp, arguments,
-               tried);
+  start(kernel(device_, Kernel::kAwait, tried), s, kWarp, arguments, tried);
 }
 
 } // namespace fserver

@@ -55,10 +55,10 @@ private:
 
   uint64_t counter(PyObject *o, const char *name);
   uint64_t read(PyObject *o, const char *name, uint64_t *bytes);
-  // The calls without the GIL, on stream s.
-  bool enqueue(cs_stream s, bool captured, const uint64_t *bytes, Tried *tried);
-  bool start_ring(cs_stream s, const SmallCopies &with, Tried *tried);
-  bool start_wait(cs_stream s, bool captured, const SmallCopies &with,
+  // Without the GIL, on stream s. Nothing is enqueued after an error.
+  void enqueue(cs_stream s, bool captured, const uint64_t *bytes, Tried *tried);
+  void start_ring(cs_stream s, const SmallCopies &with, Tried *tried);
+  void start_wait(cs_stream s, bool captured, const SmallCopies &with,
                   Tried *tried);
 
   Mark &mark_;

@@ -149,7 +149,10 @@ def wrong() -> None:
         DRIVER.fail_launch_at = DRIVER.launches + fails
         refuses(lambda call=call: call.made.run(None), fserver.Error, "^send: launch a kernel: ")
         DRIVER.fail_launch_at = 0
-        assert call.mark.passed()  # nothing was marked
+        assert value(call.flag) == 0
+        DRIVER.unpassed = 1
+        assert not call.mark.passed()  # a part of it may wait
+        DRIVER.unpassed = 0
     call = Call().copies((floats(3000), floats(3000)))
     DRIVER.fail_copy = DRIVER.copies + 1
     refuses(lambda: call.made.run(None), fserver.Error, "^send: copy a tensor of the channel: ")
