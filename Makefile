@@ -8,7 +8,7 @@
 # COUNT=1000000   push_pulls of each part of `make soak`
 # CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
 # PARTS="wheel sdist"   parts of `make check-long`; default: all
-# JOBS=3      processes of `make test` at a time: they wait as long as they work, so more than there are cores
+# JOBS=2      processes of pytest at a time in `make test`
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,7 +26,7 @@ SEED ?=
 TRANSPORT ?= auto
 COUNT ?= 1000000
 PARTS ?=
-JOBS ?= 3
+JOBS ?= 2
 CASES ?=
 
 BIN := $(abspath $(VENV))/bin
@@ -91,8 +91,8 @@ demo: ext ## serve a language model, split into attention and FFN, and compare
 # engine of check-long. Every suite runs, also after a failure.
 test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	@status=0
-	$(GO) test -timeout 5m -p $(JOBS) -run 'Alloc|Model|EverySequence|RandomPeer' ./... || status=1
-	$(GO) test -timeout 10m -p $(JOBS) -race ./... || status=1
+	$(GO) test -timeout 5m -run 'Alloc|Model|EverySequence|RandomPeer' ./... || status=1
+	$(GO) test -timeout 10m -p 3 -race ./... || status=1
 	timeout --signal=INT --kill-after=30 15m $(BIN)/python -m pytest -n $(JOBS) --dist worksteal || status=1
 	BIN=$(BIN) tools/cpp_tests.sh || status=1
 	exit $$status
