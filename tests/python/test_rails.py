@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from nodes import LIMIT, Child, Parent, together
+from nodes import LIMIT, Child, Parent, eventually, together
 from test_containers import moved, needs, shell
 
 import fserver
@@ -39,6 +39,17 @@ def up(side: str, host: int, crossed: bool = False) -> None:
     for end, at in ends.items():
         shell("ip", "addr", "add", f"{at}/24", "dev", f"{side}{end}")
         shell("ip", "link", "set", f"{side}{end}", "up")
+
+
+def joined(side: str) -> None:
+    """Waits until the kernel says that the ends of a host are: a node tells its peers that nothing
+    can travel over an interface that has no carrier."""
+
+    def ready() -> bool:
+        ends = [json.loads(shell("ip", "-j", "link", "show", f"{side}{link}")) for link in LINKS]
+        return all(about["operstate"] == "UP" for [about] in ends)
+
+    eventually(ready)
 
 
 def peer(link: int, crossed: bool) -> int:
@@ -108,6 +119,7 @@ def server_process(parent: Parent, names: str, crossed: bool = False) -> None:
     moved(parent)
     scheduler = parent.get()
     up("b", 2, crossed)
+    joined("b")
     server = fserver.Server(scheduler=scheduler, **options("b", names))
     server.connect()
     rounds = 0
@@ -137,6 +149,7 @@ def worker_process(
     scheduler = fserver.Scheduler(scheduler="10.77.0.1:0", **options("a", names))
     worker = fserver.Worker(scheduler=scheduler.scheduler, **options("a", names))
     parent.put(scheduler.scheduler)
+    joined("a")  # when the server has set up its ends
     together([scheduler.connect, worker.connect])
     pair = Pair(worker)
     parent.put(program(pair))
