@@ -53,6 +53,24 @@ namespace {
                  "  bra next;\n"                                               \
                  "copied:\n"
 
+// One look of a wait. It branches to `over` when the flag at %rd1 has reached %rd3. Each 1024th look also
+// reads the page at %rd5, branches to `over` if waits are to end, and else falls through. All other looks
+// branch to `nap`. p is a predicate; looks and low are registers of 32 bits.
+#define LOOK(p, looks, low, over)                                              \
+  "  ld.acquire.sys.s64 %rd4, [%rd1];\n"                                       \
+  "  setp.ge.s64 " p ", %rd4, %rd3;\n"                                         \
+  "  @" p " bra " over ";\n"                                                   \
+  "  add.u32 " looks ", " looks ", 1;\n"                                       \
+  "  and.b32 " low ", " looks ", 1023;\n"                                      \
+  "  setp.ne.u32 " p ", " low ", 0;\n"                                         \
+  "  @" p " bra nap;\n"                                                        \
+  "  ld.relaxed.sys.u64 %rd6, [%rd5];\n"                                       \
+  "  ld.param.u64 %rd7, [since];\n"                                            \
+  "  setp.eq.s64 " p ", %rd7, -1;\n"                                           \
+  "  @" p " ld.relaxed.sys.u64 %rd7, [%rd5+8];\n"                              \
+  "  setp.ne.u64 " p ", %rd6, %rd7;\n"                                         \
+  "  @" p " bra " over ";\n"
+
 // Release and acquire at system scope: what was written before the flag, by this
 // GPU, is seen by whoever has seen the flag, also the CPU or another GPU. The barrier has
 // a release of one thread cover what the others have written before it, and has what they read
@@ -84,20 +102,7 @@ constexpr char kCode[] = R"(
   mov.u64 %rd8, 0;
   mov.u32 %r1, 0;
 again:
-  ld.acquire.sys.s64 %rd4, [%rd1];
-  setp.ge.s64 %p, %rd4, %rd3;
-  @%p bra over;
-  add.u32 %r1, %r1, 1;
-  and.b32 %r2, %r1, 1023;
-  setp.ne.u32 %p, %r2, 0;
-  @%p bra nap;
-  ld.relaxed.sys.u64 %rd6, [%rd5];
-  ld.param.u64 %rd7, [since];
-  setp.eq.s64 %p, %rd7, -1;
-  @%p ld.relaxed.sys.u64 %rd7, [%rd5+8];
-  setp.ne.u64 %p, %rd6, %rd7;
-  @%p bra over;
-  ld.param.u64 %rd7, [patience];
+)" LOOK("%p", "%r1", "%r2", "over") R"(  ld.param.u64 %rd7, [patience];
   setp.eq.u64 %p, %rd7, 0;
   @%p bra nap;
   mov.u64 %rd9, %globaltimer;
@@ -163,20 +168,7 @@ over:
   ld.param.u64 %rd5, [page];
   mov.u32 %r5, 0;
 again:
-  ld.acquire.sys.s64 %rd4, [%rd1];
-  setp.ge.s64 %q, %rd4, %rd3;
-  @%q bra here;
-  add.u32 %r5, %r5, 1;
-  and.b32 %r6, %r5, 1023;
-  setp.ne.u32 %q, %r6, 0;
-  @%q bra nap;
-  ld.relaxed.sys.u64 %rd6, [%rd5];
-  ld.param.u64 %rd7, [since];
-  setp.eq.s64 %q, %rd7, -1;
-  @%q ld.relaxed.sys.u64 %rd7, [%rd5+8];
-  setp.ne.u64 %q, %rd6, %rd7;
-  @%q bra here;
-nap:
+)" LOOK("%q", "%r5", "%r6", "here") R"(nap:
   nanosleep.u32 64;
   bra again;
 here:

@@ -103,8 +103,7 @@ func (w *Worker) compose(s *server, t *Ticket) bool {
 			return false
 		}
 		if lend || x.Span.Len > k.cap {
-			// The tensors of a unicast are received where they are sent from: among them are those that say
-			// what the others are.
+			// A unicast's CPU tensors are received on the CPU: its server reads in one of them what the others are.
 			host := t.class() == ofChannels || t.class() == ofUnicasts && x.Dev == mem.CPU
 			s.needs = append(s.needs, wire.Need{Key: x.Key, Bytes: x.Span.Len, Lend: lend, Host: host})
 		}

@@ -22,7 +22,8 @@ _WORDS = 16
 _RUNG, _ASKED, _DONE, _SENT, _OVER = 0, 1, 8, 9, 10
 _NEVER = 2**63 - 1  # done, when the channel has ended
 
-# Of HostCall.run: the stream is captured; nothing is enqueued, as another stream has not passed.
+# What HostCall.run returns: the stream is captured; or nothing was enqueued, because the channel is
+# still in use on another stream.
 _CAPTURED, _ELSEWHERE = 1, 2
 
 
