@@ -45,14 +45,14 @@ func (s *Scheduler) full(r wire.Role) string {
 		"start as many as DMLC_NUM_WORKER and DMLC_NUM_SERVER say", s.shape.Groups(r), r)
 }
 
-// hope gives a member without a rank a place in a cluster that runs. If there is none, it waits for one.
-func (s *Scheduler) hope(c *conn, m *wire.Member) {
+// seek gives a member without a rank a place in a cluster that runs. If there is none, it waits for one.
+func (s *Scheduler) seek(c *conn, m *wire.Member) {
 	c.Member = *m
 	c.giveUp = s.now + max(s.hb.timeout, int64(patience))
 	if s.expectBy != Never {
 		c.giveUp = max(c.giveUp, s.expectBy+1)
 	}
-	s.hopeful = append(s.hopeful, c)
+	s.seeking = append(s.seeking, c)
 	s.scan = min(s.scan, c.giveUp)
 	if s.fill(); c.giveUp == 0 {
 		return
@@ -63,7 +63,7 @@ func (s *Scheduler) hope(c *conn, m *wire.Member) {
 // fill gives the places of members that are gone to those that wait for one. A seat whose member has
 // yet to come to this scheduler is not free.
 func (s *Scheduler) fill() {
-	for _, c := range slices.Clone(s.hopeful) {
+	for _, c := range slices.Clone(s.seeking) {
 		free := NoRank
 		for _, state := range []wire.State{wire.Gone, wire.Parting} {
 			if free == NoRank {
@@ -73,7 +73,7 @@ func (s *Scheduler) fill() {
 		if free == NoRank {
 			continue
 		}
-		s.hopeful = slices.DeleteFunc(s.hopeful, func(h *conn) bool { return h == c })
+		s.seeking = slices.DeleteFunc(s.seeking, func(o *conn) bool { return o == c })
 		c.giveUp = 0
 		c.Rank, c.Group = free, free
 		m := c.Member
@@ -82,9 +82,9 @@ func (s *Scheduler) fill() {
 	}
 }
 
-// despair refuses a member that has waited for a place in vain.
-func (s *Scheduler) despair(c *conn) {
-	s.hopeful = slices.DeleteFunc(s.hopeful, func(h *conn) bool { return h == c })
+// refuseSeeker refuses a member that has waited for a place in vain.
+func (s *Scheduler) refuseSeeker(c *conn) {
+	s.seeking = slices.DeleteFunc(s.seeking, func(o *conn) bool { return o == c })
 	c.giveUp = 0
 	why := s.full(c.Role)
 	s.warnf("%s at %s is refused: %s", who(c.Role, NoRank), c.remote, why)

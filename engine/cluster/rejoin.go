@@ -26,7 +26,7 @@ const takenForLost = "it was taken for lost, and the others have gone on without
 // waits until the one who has it answers, or is lost.
 func (s *Scheduler) succeeds(c *conn, g *wire.Register) (why string) {
 	if g.Any {
-		s.hope(c, &g.Member)
+		s.seek(c, &g.Member)
 		return ""
 	}
 	was := &s.known[s.seat(&g.Member)]

@@ -35,7 +35,7 @@ type Scheduler struct {
 	view     uint64        // changes of known so far
 	era      uint64        // the view of the last loss: barrier calls from before it are over
 	heard    uint64        // the latest view that a member of an earlier scheduler had
-	hopeful  []*conn       // without a rank, and wait for one to be lost; in the order in which they came
+	seeking  []*conn       // without a rank, and wait for one to be lost; in the order in which they came
 	changed  []bool        // seats whose owner has been lost, or has come, since then
 	barriers [wire.BarrierKinds]barrier
 	sends    uint64 // messages of its own so far
@@ -77,7 +77,7 @@ type conn struct {
 	owing   room   // of those
 	rival   *conn  // who wants its seat, and waits to see whether it answers
 	waits   *conn  // whose seat it wants
-	giveUp  int64  // of one of hopeful: when it is refused
+	giveUp  int64  // of one of seeking: when it is refused
 }
 
 // address is where people find the member, or its connection.
@@ -243,7 +243,7 @@ func (s *Scheduler) tick() {
 				s.taken(c.waits)
 				continue
 			case c.giveUp != 0:
-				s.despair(c)
+				s.refuseSeeker(c)
 				continue
 			case c.member:
 				why = s.hb.reason()
@@ -263,7 +263,7 @@ func (s *Scheduler) tick() {
 				s.send(c.rival, beat)
 			}
 		}
-		for _, c := range s.hopeful {
+		for _, c := range s.seeking {
 			s.send(c, beat)
 		}
 	}
@@ -273,7 +273,7 @@ func (s *Scheduler) tick() {
 	if s.now >= s.expectBy {
 		s.giveUp()
 	}
-	if len(s.hopeful) != 0 && s.phase == running {
+	if len(s.seeking) != 0 && s.phase == running {
 		s.fill()
 	}
 	if s.now >= s.emptyBy && s.phase == running {
@@ -376,7 +376,7 @@ func (s *Scheduler) drop(c *conn, why string) {
 	if old := c.waits; old != nil {
 		old.rival, c.waits = nil, nil
 	}
-	s.hopeful = slices.DeleteFunc(s.hopeful, func(h *conn) bool { return h == c })
+	s.seeking = slices.DeleteFunc(s.seeking, func(o *conn) bool { return o == c })
 	if !c.member {
 		switch {
 		case c.told:
