@@ -231,10 +231,10 @@ func TestReadback(t *testing.T) {
 
 // mustPost posts a write and a frame without a Poll.
 func (w *gpuPair) mustPost(from mem.Region, key transport.Key) {
-	n, err := w.a.Post([]transport.Op{
-		{Kind: transport.OpWrite, Key: key, Src: []mem.Span{from.Span()}, Dev: from.Dev},
-		{Kind: transport.OpFrame, Frame: []byte("behind")},
-	})
+	n, err := w.post(w.a,
+		transport.Op{Kind: transport.OpWrite, Key: key, Src: []mem.Span{from.Span()}, Dev: from.Dev},
+		transport.Op{Kind: transport.OpFrame, Frame: []byte("behind")},
+	)
 	require.NoError(w.t, err)
 	require.Equal(w.t, 2, n)
 }
@@ -433,7 +433,7 @@ func TestNoWay(t *testing.T) {
 		require.Contains(t, a.Peer().Why, c.why)
 		_, err := f.Register(mem.Region{Addr: 4096, Len: 4096, Dev: mem.GPU(0)})
 		require.ErrorContains(t, err, "want host memory")
-		_, err = a.Post([]transport.Op{{Kind: transport.OpWrite, Src: []mem.Span{{Addr: 4096, Len: 1}}, Dev: mem.GPU(0)}})
+		_, err = w.post(a, transport.Op{Kind: transport.OpWrite, Src: []mem.Span{{Addr: 4096, Len: 1}}, Dev: mem.GPU(0)})
 		require.ErrorContains(t, err, "this NIC takes no such memory by itself")
 		w.echo(a)
 		g.Empty(t)
@@ -523,7 +523,7 @@ func TestSourceGone(t *testing.T) {
 	spans := slices.Repeat([]mem.Span{stays.Span()}, wrDepth+1)
 	spans = append(spans, from.Span())
 	fakeverbs.Set("hold", 1)
-	n, err := w.a.Post([]transport.Op{{Kind: transport.OpWrite, Key: key, Src: spans, Dev: from.Dev}})
+	n, err := w.post(w.a, transport.Op{Kind: transport.OpWrite, Key: key, Src: spans, Dev: from.Dev})
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
 	require.True(t, w.a.tx.cur.active)
@@ -533,7 +533,7 @@ func TestSourceGone(t *testing.T) {
 	why := w.down[0][w.a]
 	w.a, w.b = w.pair()
 	require.ErrorContains(t, why, "which are not registered, or no longer")
-	_, err = w.a.Post([]transport.Op{{Kind: transport.OpWrite, Key: key, Src: []mem.Span{from.Span()}, Dev: from.Dev}})
+	_, err = w.post(w.a, transport.Op{Kind: transport.OpWrite, Key: key, Src: []mem.Span{from.Span()}, Dev: from.Dev})
 	require.ErrorContains(t, err, "which are not registered, or no longer")
 	w.echo(w.a)
 }
