@@ -23,16 +23,23 @@ from typing import Any
 from fserver import Error
 
 from .errors import BenchError, WrongDataError
-from .spawned import by_the_byte, environment, first_on_path
 
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
 KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all its memory
+OTHERS = ("DMLC_", "STEPMESH_")  # variables with roles, ranks and addresses of others
 
 
 def transport_settings(transport: str) -> dict[str, str]:
     """The settings that choose a transport: all that a benchmark knows about the choice."""
     return {"FSERVER_TRANSPORT": transport, "BYTEPS_ENABLE_IPC": "0" if transport == "tcp" else "1"}
+
+
+def secret() -> dict[str, str]:
+    """A secret for a cluster of this host alone, unless there is one in the environment."""
+    if {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(os.environ):
+        return {}
+    return {"FSERVER_SECRET": secrets.token_hex(16)}
 
 
 @dataclass(frozen=True)
@@ -73,20 +80,12 @@ def real_node(place: Place) -> Any:
     return fserver.Server(**options, host_scheduler=place.rank == 0)
 
 
-def real_other(place: Place, *args: Any) -> Any:
-    """A side of another's way: a beside.Side of that place and arguments."""
-    from .beside import Side
-
-    return Side(place, *args)
-
-
 @dataclass(frozen=True)
 class Nodes:
-    """Who plays: fserver and others, or what a test puts in their place. Picklable."""
+    """Who plays: fserver, or what a test puts in its place. Picklable."""
 
     worker: Factory = real_node
     server: Factory = real_node
-    other: Callable[..., Any] = real_other
 
 
 @dataclass(frozen=True)
@@ -119,17 +118,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the crew. `part` is the class of peers.py or another module of this package
-    that obeys in it, as "module.Class"; it holds nodes of one role."""
+    """A process of the crew, with nodes of one role.
+
+    `part` is the class that obeys in it: "module.Class" of this package, or a class. It is made
+    with a Factory and `args`.
+    """
 
     name: str
-    part: str
+    part: str | type
     role: str
     core: int | None = None
     nodes: int = 1
-    exact: bool = False  # its memory is counted by the byte
+    args: tuple[Any, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)  # of its environment, and no fork
     path: Path | None = None  # its sys.path begins with this folder, and no fork
+
+    @property
+    def fresh(self) -> bool:
+        """It needs an environment of its own from the start, so it is no fork."""
+        return bool(self.variables) or self.path is not None
 
 
 class Peer:
@@ -148,21 +155,13 @@ class Peer:
         Raises:
             BenchError: it cannot be started.
         """
-        fresh = member.exact or bool(member.variables) or member.path is not None
-        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        if not fresh:
-            context.set_forkserver_preload([f"{__package__}.peers"])
+        context: Any = multiprocessing.get_context("spawn" if member.fresh else "forkserver")
+        if not member.fresh:
+            context.set_forkserver_preload([f"{__package__}.parts"])
         conn, theirs = context.Pipe()
         make = nodes.worker if member.role == "worker" else nodes.server
-        process = context.Process(
-            target=_child, args=(theirs, member.part, make, member.core), daemon=True
-        )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(environment(member.variables))
-            if member.path:
-                stack.enter_context(first_on_path(member.path))
-            if member.exact:
-                stack.enter_context(by_the_byte())
+        process = context.Process(target=_child, args=(theirs, member, make), daemon=True)
+        with environment(member.variables), first_on_path(member.path):
             try:
                 process.start()
             except (EOFError, OSError) as error:
@@ -245,17 +244,17 @@ class Crew:
 
     def workers(self, method: str, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         """The same; only the results of processes that hold workers."""
-        results = self.all(method, *args, timeout=timeout)
-        return [
-            result
-            for peer, result in zip(self.peers, results, strict=True)
-            if peer.member.role == "worker"
-        ]
+        results = zip(self.peers, self.all(method, *args, timeout=timeout), strict=True)
+        return [result for peer, result in results if peer.member.role == "worker"]
 
     def one(self, name: str, method: str, *args: Any) -> Any:
         """Runs a method in one process alone."""
         self[name].tell(method, *args)
         return self.results(peers=[self[name]])[0]
+
+    def transport(self) -> str:
+        """What the first process that holds workers uses; "a+b" if that is several."""
+        return "+".join(self.workers("links")[0])
 
     def results(self, timeout: float = TIMEOUT, peers: Sequence[Peer] | None = None) -> list[Any]:
         """Waits for all (of `peers`).
@@ -292,7 +291,7 @@ class Crew:
     def cluster(
         self,
         transport: str,
-        counts: dict[str, int] | None = None,
+        counts: Mapping[str, int] | None = None,
         host: str | None = None,
         scheduler: str | None = None,
         device: str = "cpu",
@@ -318,9 +317,7 @@ class Crew:
             total[peer.member.role] += size
         if scheduler:
             total = {"worker": 1, "server": 1}
-        settings = transport_settings(transport)
-        if not scheduler and not {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(os.environ):
-            settings["FSERVER_SECRET"] = secrets.token_hex(16)
+        settings = {**transport_settings(transport), **({} if scheduler else secret())}
         with contextlib.ExitStack() as stack:
             address = scheduler or stack.enter_context(free_port(near or host or "127.0.0.1"))
             given = {"worker": 0, "server": 0}
@@ -328,17 +325,12 @@ class Crew:
                 self.gpus = (0, max(self.one(self.peers[0].name, "gpus") - 1, 0))
             for peer, size in zip(self.peers, sizes, strict=True):
                 role = peer.member.role
-                first = given[role]
+                ranks = range(given[role], given[role] + size)
                 given[role] += size
                 gpu = self.gpus[role == "server"] if device == "gpu" else None
                 own = {**settings, **(by_role or {}).get(role, {})}
-                peer.tell(
-                    "connect",
-                    [
-                        Place(role, r, total["worker"], total["server"], address, own, host, gpu)
-                        for r in range(first, first + size)
-                    ],
-                )
+                where = total["worker"], total["server"], address, own, host, gpu
+                peer.tell("connect", [Place(role, rank, *where) for rank in ranks])
             self.results(START_TIMEOUT)
             yield
             self.all("leave")
@@ -399,25 +391,26 @@ def pair(
     nodes: Nodes,
     transport: str,
     cores: tuple[int, int] | None,
-    host: str | None = None,
-    worker: str = "peers.WorkerPart",
-    device: str = "cpu",
-    exact: bool = False,
+    worker: str | type = "parts.WorkerPart",
+    server: str | type = "parts.ServerPart",
+    **how: Any,
 ) -> Iterator[Crew]:
-    """A worker and a server, connected. Results come in this order."""
-    with start(pair_of(cores, worker, exact=exact), nodes) as crew:
-        with crew.cluster(transport, host=host, device=device):
-            yield crew
+    """A worker and a server, connected; `how` is of Crew.cluster. Results come in this order."""
+    with start(pair_of(cores, worker, server), nodes) as crew, crew.cluster(transport, **how):
+        yield crew
 
 
 def pair_of(
-    cores: tuple[int, int] | None, worker: str = "peers.WorkerPart", **more: Any
+    cores: tuple[int, int] | None,
+    worker: str | type = "parts.WorkerPart",
+    server: str | type = "parts.ServerPart",
+    **more: Any,
 ) -> list[Member]:
     """The members of a pair; `more` is of both."""
     worker_core, server_core = cores or (None, None)
     return [
         Member("worker", worker, "worker", worker_core, **more),
-        Member("server", "peers.ServerPart", "server", server_core, **more),
+        Member("server", server, "server", server_core, **more),
     ]
 
 
@@ -425,32 +418,59 @@ def pair_of(
 def free_port(host: str) -> Iterator[str]:
     """A port that nobody else is given meanwhile: a socket that is bound and does not listen
     holds it, and the scheduler, which sets SO_REUSEADDR too, can listen there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+    six = ":" in host
+    with socket.socket(socket.AF_INET6 if six else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))
-        yield (
-            f"[{host}]:{holder.getsockname()[1]}"
-            if ":" in host
-            else (f"{host}:{holder.getsockname()[1]}")
-        )
+        yield f"{f'[{host}]' if six else host}:{holder.getsockname()[1]}"
 
 
-def _child(conn: Connection, part: str, make: Factory, core: int | None) -> None:
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What processes that are spawned meanwhile have in their environment."""
+    given = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in given.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def first_on_path(folder: Path | None) -> Iterator[None]:
+    """In processes that are spawned meanwhile, sys.path begins with this folder, if any."""
+    if folder:
+        sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if folder:
+            sys.path.remove(str(folder))
+
+
+def _child(conn: Connection, member: Member, make: Factory) -> None:
     """Life of one process: pinned before any library starts a thread, then orders."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    if core is not None:
-        os.sched_setaffinity(0, {core})
+    if member.core is not None:
+        os.sched_setaffinity(0, {member.core})
     for variable in list(os.environ):
-        if variable.startswith(("DMLC_", "STEPMESH_")):  # roles, ranks and addresses of others
+        if variable.startswith(OTHERS):
             del os.environ[variable]
     os.environ["STEPMESH_BACKEND"] = "CPU"  # but for those with a Place on a GPU
-    obey(conn, lambda: load(part)(make))
+    obey(conn, lambda: load(member.part)(make, *member.args))
 
 
-def load(part: str) -> type:
+def load(part: str | type) -> type:
     """The class that "module.Class" of this package names."""
+    if isinstance(part, type):
+        return part
     module, _, name = part.rpartition(".")
-    return getattr(importlib.import_module(f".{module}", __package__), name)
+    found: type = getattr(importlib.import_module(f".{module}", __package__), name)
+    return found
 
 
 def obey(conn: Connection, make: Callable[[], Any]) -> None:

@@ -1,143 +1,84 @@
 """The options that all benchmarks share, and their types."""
 
 import argparse
-import contextlib
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import baseline, report
-from .errors import BenchError
+from . import report
 
-SHOWN = "(default %(default)s)"
 TRANSPORTS = "tcp, cma (inside a host), cudaipc (between GPUs), or auto (the best available)"
-
-MakeBaseline = Callable[[str, tuple[int, int] | None, str | None], baseline.Baseline]
-"""Starts a baseline. The arguments are those of Baseline."""
-
 CHECKED = (
     "The number in every answer is checked. Between rounds, all bytes of an exchange are compared, "
     "in memory that held other values before."
 )
+ROLES = ("worker", "server")
+
+Option = tuple[str, Callable[[str], Any] | tuple[str, ...], Any, str]
+"""A flag, its type or the words that it allows, its default (None: nothing is shown) and its help.
+A type that is `bool` makes a switch."""
 
 
-def parser(
-    name: str,
-    description: str,
-    seconds: tuple[float | None, str] | None,
-    transport: str | None = "tcp",
-    rounds: int | None = None,
-) -> argparse.ArgumentParser:
-    """Returns a parser with the common options.
+def parser(name: str, text: str, *options: Option, rounds: int | None = None) -> "Parser":
+    """Returns the parser of a benchmark: with these options and those that all have.
 
     Args:
         name: the name of the benchmark.
-        description: the description in its help.
-        seconds: default and meaning of --seconds. None: the benchmark does not have it.
-        transport: default of --transport. None: the benchmark adds its own option.
-        rounds: default of --rounds. None: the benchmark has no baseline that takes turns with it.
+        text: the description in its help.
+        options: its own.
+        rounds: default of --rounds. None: nothing takes turns with a raw baseline.
     """
-    made = argparse.ArgumentParser(prog=f"fserver bench {name}", description=description)
-    if seconds is not None:
-        default, meaning = seconds
-        made.add_argument(
-            "--seconds",
-            type=positive_seconds,
-            default=default,
-            help=f"{meaning} {SHOWN}" if default else meaning,
-        )
-    made.add_argument(
-        "--json", metavar="FILE", type=output, help="also write the results to FILE, as JSON"
-    )
-    made.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=output,
-        help="also draw the results to FILE (.png, .svg or .pdf; needs matplotlib)",
-    )
-    made.add_argument(
-        "--cores",
-        type=_cores,
-        metavar="A,B",
-        help="run the workers on core A and the servers on core B (default: the first two cores "
-        "that this process may use)",
-    )
-    if transport:
-        made.add_argument(
-            "--transport", default=transport, help=f"the transport: {TRANSPORTS} {SHOWN}"
-        )
+    made = Parser(prog=f"fserver bench {name}", description=text)
+    made.option("--json", output, None, "also write the results to this file, as JSON")
+    core = "run the workers on core A and the servers on core B, A,B (default: the first two)"
+    made.option("--cores", _cores, None, core)
     if rounds is not None:
-        made.add_argument(
-            "--rounds", type=positive, default=rounds, help=f"number of rounds {SHOWN}"
-        )
-        made.add_argument(
-            "--iters",
-            type=positive,
-            metavar="N",
-            help="make N exchanges in a round, instead of --seconds",
-        )
-        add_no_baseline(made)
+        made.option("--rounds", positive, rounds, "number of rounds")
+        made.option("--iters", positive, None, "exchanges in a round, instead of --seconds")
+        made.option("--no-baseline", bool, False, "no raw baseline, which needs a C compiler")
+    for option in options:
+        made.option(*option)
     return made
 
 
-def add_no_baseline(made: argparse.ArgumentParser) -> None:
-    """Adds the option that leaves the raw baseline out."""
-    made.add_argument(
-        "--no-baseline",
-        action="store_const",
-        const="--no-baseline",  # which is the reason in the rows
-        help="do not run the raw baseline, which needs a C compiler",
-    )
+class Parser(argparse.ArgumentParser):
+    """A parser whose options are rows."""
+
+    def option(self, flag: str, kind: Any, default: Any, text: str) -> None:
+        """Adds an option; see Option."""
+        if kind is bool:
+            self.add_argument(flag, action="store_true", help=text)
+            return
+        how = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        if default is not None:
+            text += f" (default {default})"
+        unit = None if "choices" in how else getattr(kind, "__name__", "value").strip("_").upper()
+        self.add_argument(flag, default=default, help=text, metavar=unit, **how)
 
 
-def open_baseline(
-    stack: contextlib.ExitStack,
-    options: argparse.Namespace,
-    way: str | None,
-    cores: tuple[int, int] | None,
-    where: str | None = None,
-    make: MakeBaseline = baseline.Baseline,
-) -> tuple[baseline.Baseline | None, dict[str, Any]]:
-    """Returns the raw baseline of a way, and the arguments of report.row about it. Without a
-    compiler, or if the system refuses its calls, there is no baseline, and the rows say why."""
-    if options.no_baseline:
-        return None, {"missing": options.no_baseline}
-    if way is None:
-        return None, {"missing": "there is no raw program that does the same"}
-    try:
-        with contextlib.ExitStack() as own:
-            raw = own.enter_context(make(way, cores, where))
-            raw.prepare(8, 8)
-            raw.measure(0, 1)
-            stack.enter_context(own.pop_all())
-    except BenchError as error:
-        print(f"bench: there is no baseline: {error}", file=sys.stderr)
-        return None, {"missing": str(error)}
-    return raw, {"way": way}
+def seconds_of(default: float | None, text: str = "approximate length of a round") -> Option:
+    """The option --seconds."""
+    return "--seconds", seconds, default, text
 
 
-def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns the cores of workers and servers, or None if processes cannot be pinned."""
-    if not hasattr(os, "sched_getaffinity"):
-        print(
-            "bench: this system cannot pin processes to cores, so the results will be noisy",
-            file=sys.stderr,
+def transport_of(default: str) -> Option:
+    """The option --transport."""
+    return "--transport", str, default, f"the transport: {TRANSPORTS}"
+
+
+def two_hosts(made: Parser) -> None:
+    """Adds the options of a benchmark between two hosts."""
+    made.option("--scheduler", str, None, "two hosts: HOST:PORT, an address of the servers' host")
+    made.option("--role", ROLES, None, "two hosts: the role of this host")
+    made.option("--host", str, None, "two hosts: the address of this host to use")
+
+
+def check_hosts(made: Parser, options: argparse.Namespace) -> None:
+    """Ends the program if only half of them is given."""
+    if bool(options.scheduler) != bool(options.role):
+        made.error(
+            "--scheduler and --role: give both, or neither (run one command on each of two hosts)"
         )
-        return None
-    usable = sorted(os.sched_getaffinity(0))
-    if asked is None:
-        asked = (usable[0], usable[1 if len(usable) > 1 else 0])
-    for core in asked:
-        if core not in usable:
-            raise BenchError(f"--cores: core {core}: want one of {_ranges(usable)}")
-    if asked[0] == asked[1]:
-        print(
-            f"bench: both processes share core {asked[0]}, so the times are those of the kernel's "
-            "scheduler, not of a transport (give two cores with --cores)",
-            file=sys.stderr,
-        )
-    return asked
 
 
 def output(text: str) -> str:
@@ -163,17 +104,8 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def positive_seconds(text: str) -> float:
+def seconds(text: str, unit: str = "seconds") -> float:
     """Returns a number of seconds, more than 0."""
-    return _above_zero(text, "seconds")
-
-
-def positive_milliseconds(text: str) -> float:
-    """Returns a number of milliseconds, more than 0."""
-    return _above_zero(text, "milliseconds")
-
-
-def _above_zero(text: str, unit: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -181,6 +113,11 @@ def _above_zero(text: str, unit: str) -> float:
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r}: want {unit}, more than 0")
     return value
+
+
+def milliseconds(text: str) -> float:
+    """Returns a number of milliseconds, more than 0."""
+    return seconds(text, "milliseconds")
 
 
 def size(text: str) -> int:
@@ -213,17 +150,22 @@ def numbers(text: str) -> list[int]:
     return sorted({positive(part) for part in text.split(",")})
 
 
-def one_of(allowed: tuple[str, ...]) -> Any:
+def names(text: str) -> list[str]:
+    """Returns a list of words."""
+    return text.split(",")
+
+
+def some_of(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
     """Returns the type of an option that is a list of these words."""
 
-    def parse(text: str) -> list[str]:
-        words = text.split(",")
-        for word in words:
+    def words(text: str) -> list[str]:
+        found = text.split(",")
+        for word in found:
             if word not in allowed:
-                raise argparse.ArgumentTypeError(f"{word!r}: want one of {', '.join(allowed)}")
-        return words
+                raise argparse.ArgumentTypeError(f"{word!r}: want some of {', '.join(allowed)}")
+        return found
 
-    return parse
+    return words
 
 
 def _cores(text: str) -> tuple[int, int]:
@@ -231,14 +173,3 @@ def _cores(text: str) -> tuple[int, int]:
     if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}: want two core numbers, A,B")
     return int(parts[0]), int(parts[1])
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Formats sorted numbers: 0-3,8."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,6 +1,5 @@
 """Rows of results: their arithmetic, tables, files, and what machine they are from."""
 
-import argparse
 import json
 import os
 import platform
@@ -9,14 +8,15 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import plot
 from .errors import BenchError
+
+Figures = dict[str, Any]
+"""Of one round: iters, p50_us, p99_us, ... and what a benchmark adds."""
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -24,6 +24,18 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def percentile(ordered: Sequence[float], percent: int) -> float:
     """The smallest sample that at least `percent` of the sorted ones do not exceed."""
     return ordered[-(-len(ordered) * percent // 100) - 1]
+
+
+def figures(samples: list[int]) -> Figures:
+    """Times in nanoseconds, as figures in microseconds. Sorts the samples."""
+    samples.sort()
+    return {
+        "iters": len(samples),
+        "p50_us": percentile(samples, 50) / 1e3,
+        "p99_us": percentile(samples, 99) / 1e3,
+        "min_us": samples[0] / 1e3,
+        "mean_us": sum(samples) / len(samples) / 1e3,
+    }
 
 
 def parse_size(text: str) -> int:
@@ -52,17 +64,15 @@ def row(
     op: str,
     out: int,
     back: int,
-    measured: list[dict[str, Any]],
-    baseline: list[dict[str, Any]],
-    way: str | None = None,
-    missing: str | None = None,
+    measured: Sequence[Figures] = (),
+    raw: Sequence[Figures] = (),
     **more: Any,
 ) -> dict[str, Any]:
     """One result: medians over the rounds, and the ratio of the medians.
 
-    `measured` and `baseline` hold the figures of each round, in µs; both may be empty. `way`
-    names the baseline, `missing` says why there is none. GB/s counts the bytes of both directions
-    over the median round trip.
+    `measured` and `raw` hold the figures of each round, in µs; both may be empty. GB/s counts
+    the bytes of both directions over the median round trip. `more` may say the name of the
+    baseline, why there is none (baseline_missing), and why nothing was measured (skipped).
     """
     result: dict[str, Any] = {
         "transport": transport,
@@ -72,27 +82,17 @@ def row(
         "iters": measured[0]["iters"] if measured else None,
         "rounds": len(measured),
     }
-    for prefix, rounds in (("", measured), ("baseline_", baseline)):
+    for prefix, rounds in (("", measured), ("baseline_", raw)):
         for key in ("p50_us", "p99_us"):
-            result[prefix + key] = (
-                round(statistics.median(r[key] for r in rounds), 3) if rounds else None
-            )
+            found = [r[key] for r in rounds]
+            result[prefix + key] = round(statistics.median(found), 3) if found else None
         p50 = result[prefix + "p50_us"]
         result[prefix + "gbps"] = round(gigabytes_per_second(out + back, p50), 4) if p50 else None
         result[prefix + "p50_us_rounds"] = [r["p50_us"] for r in rounds]
-    both = measured and baseline
+    both = measured and raw
     result["ratio"] = round(result["p50_us"] / result["baseline_p50_us"], 3) if both else None
-    result["baseline"] = way if baseline else None
-    result["baseline_missing"] = None if baseline else missing
-    result["skipped"] = None
+    result |= {"baseline": None, "baseline_missing": None, "skipped": None}
     return {**result, **more}
-
-
-def skipped(
-    transport: str, op: str, out: int, back: int, reason: str, **more: Any
-) -> dict[str, Any]:
-    """The row of what could not be measured."""
-    return {**row(transport, op, out, back, [], [], **more), "skipped": reason}
 
 
 class Column(NamedTuple):
@@ -101,94 +101,70 @@ class Column(NamedTuple):
     title: str
     width: int
     key: str
-    show: Callable[[Any], str]
+    show: Callable[[Any], str] = str
+
+    def cell(self, text: str) -> str:
+        """The text, as wide as the column."""
+        return text.rjust(self.width) if self.width > 0 else text.ljust(-self.width)
 
 
-OP = Column("op", -9, "op", str)
-TRANSPORT = Column("transport", -10, "transport", str)
+def number(title: str, width: int, key: str, digits: int = 1) -> Column:
+    """A column of numbers with so many digits after the point."""
+    return Column(title, width, key, f"{{:.{digits}f}}".format)
+
+
+OP = Column("op", -9, "op")
+TRANSPORT = Column("transport", -10, "transport")
 MOVED = (
     Column("out", 8, "bytes_out", show_size),
     Column("back", 8, "bytes_back", show_size),
 )
-TIMES = (
-    Column("p50 µs", 11, "p50_us", "{:.1f}".format),
-    Column("p99 µs", 11, "p99_us", "{:.1f}".format),
-)
-SPEED = Column("GB/s", 7, "gbps", "{:.3f}".format)
+TIMES = (number("p50 µs", 11, "p50_us"), number("p99 µs", 11, "p99_us"))
+SPEED = number("GB/s", 7, "gbps", 3)
+RAW_P50 = number("raw p50", 11, "baseline_p50_us")
 RAW = (
-    Column("raw p50", 11, "baseline_p50_us", "{:.1f}".format),
-    Column("raw p99", 11, "baseline_p99_us", "{:.1f}".format),
-    Column("raw GB/s", 8, "baseline_gbps", "{:.3f}".format),
+    RAW_P50,
+    number("raw p99", 11, "baseline_p99_us"),
+    number("raw GB/s", 8, "baseline_gbps", 3),
 )
-RATIO = Column("ratio", 6, "ratio", "{:.2f}".format)
+RATIO = number("ratio", 6, "ratio", 2)
 COLUMNS = (TRANSPORT, OP, *MOVED, *TIMES, SPEED, *RAW, RATIO)
 
 
-class Table:
-    """Prints rows when they are there."""
-
-    def __init__(self, columns: Sequence[Column] = COLUMNS):
-        self._columns = columns
-
-    def header(self) -> str:
-        """The titles."""
-        return self._line(column.title for column in self._columns)
-
-    def line(self, result: dict[str, Any]) -> str:
-        """A row; one that was skipped ends in the reason."""
-        cells = ["-" if result[c.key] is None else c.show(result[c.key]) for c in self._columns]
-        reason = result.get("skipped")
-        return self._line(cells) + (f"  skipped: {reason}" if reason else "")
-
-    def _line(self, cells: Iterable[str]) -> str:
-        return "  ".join(
-            text.rjust(column.width) if column.width > 0 else text.ljust(-column.width)
-            for text, column in zip(cells, self._columns, strict=True)
-        ).rstrip()
+def header(columns: Sequence[Column]) -> str:
+    """The titles of a table."""
+    return _line(columns, (column.title for column in columns))
 
 
-class Progress:
-    """A bar on standard error, where that is a terminal and tqdm is installed."""
+def line(columns: Sequence[Column], result: dict[str, Any]) -> str:
+    """A row; one that was skipped ends in the reason."""
+    cells = ("-" if result[c.key] is None else c.show(result[c.key]) for c in columns)
+    reason = result.get("skipped")
+    return _line(columns, cells) + (f"  skipped: {reason}" if reason else "")
 
-    def __init__(self, total: float, name: str, unit: str = "round"):
-        self._bar = None
-        if sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return
-            self._bar = tqdm(total=total, desc=name, unit=unit, leave=False)
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def step(self, count: float = 1) -> None:
-        """So much more is done."""
-        if self._bar is not None:
-            self._bar.update(count)
-
-    def print(self, text: str) -> None:
-        """A line of output, above the bar."""
-        if self._bar is not None:
-            self._bar.clear()
-        print(text, flush=True)
-        if self._bar is not None:
-            self._bar.refresh()
+def _line(columns: Sequence[Column], cells: Iterable[str]) -> str:
+    made = (column.cell(text) for column, text in zip(columns, cells, strict=True))
+    return "  ".join(made).rstrip()
 
 
 def machine(cores: tuple[int, ...] | None) -> dict[str, Any]:
     """What the figures are measured on. Warns if the cores have other work to do."""
-    busy = _busy(cores) if cores else None
-    if busy and max(busy) > 10:
-        print(
-            f"bench: cores {cores} are {' and '.join(map(str, busy))} % busy with other programs, "
-            "so the results will be noisy, most of all those of the raw baseline, which spins",
-            file=sys.stderr,
-        )
+    try:
+        import psutil
+    except ImportError:
+        raise BenchError("psutil is missing (run pip install 'fserver[bench]')") from None
+    busy = None
+    if cores:
+        load = psutil.cpu_percent(0.3, percpu=True)
+        busy = [round(load[core]) for core in cores]
+        if max(busy) > 10:
+            print(
+                f"bench: cores {cores} are {' and '.join(map(str, busy))} % busy with other "
+                "programs, so the results will be noisy, most of all those of the raw baseline, "
+                "which spins",
+                file=sys.stderr,
+            )
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -212,36 +188,12 @@ def show_machine(facts: dict[str, Any]) -> str:
     )
 
 
-def _busy(cores: tuple[int, ...], seconds: float = 0.3) -> list[int]:
-    """Percent of each core that others use, the hypervisor included."""
-
-    def ticks(core: int) -> tuple[int, int]:
-        with open("/proc/stat") as stat:
-            for text in stat:
-                name, *fields = text.split()
-                if name == f"cpu{core}":
-                    user_to_steal = [int(field) for field in fields[:8]]
-                    return sum(user_to_steal[3:5]), sum(user_to_steal)
-        return 0, 0
-
-    before = [ticks(core) for core in cores]
-    time.sleep(seconds)
-    after = [ticks(core) for core in cores]
-    busy = []
-    for (idle0, all0), (idle1, all1) in zip(before, after, strict=True):
-        busy.append(round(100 - 100 * (idle1 - idle0) / max(all1 - all0, 1)))
-    return busy
-
-
 def _cpu_model() -> str:
     try:
-        with open("/proc/cpuinfo") as cpuinfo:
-            for text in cpuinfo:
-                if text.startswith("model name"):
-                    return text.partition(":")[2].strip()
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def commit(root: Path) -> str | None:
@@ -270,50 +222,13 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _need_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BenchError("--device gpu: torch sees no GPU (run `fserver doctor` for the reason)")
-
-
-def begin(options: argparse.Namespace, cores: tuple[int, ...] | None) -> dict[str, Any]:
-    """Before anything is measured or printed: checks that there is a GPU if one is asked for, and
-    that the results can be kept. Then prints on what is measured, and returns it.
-
-    Raises:
-        BenchError: one of them is missing.
-    """
-    if getattr(options, "device", "cpu") == "gpu":
-        _need_gpu()
-    if options.plot:
-        plot.need()
-    facts = machine(cores)
-    print(show_machine(facts), flush=True)
-    return facts
-
-
-def finish(
-    options: argparse.Namespace,
-    bench: str,
-    facts: dict[str, Any],
-    rows: list[dict[str, Any]],
-    **more: Any,
-) -> None:
-    """Writes the files that were asked for."""
-    if options.json:
-        results = {"bench": bench, "rows": rows, **more, "machine": facts}
-        save(options.json, {**results, "command": shlex.join(["fserver", *sys.argv[1:]])})
-    if options.plot:
-        plot.save(options.plot, bench, rows, show_machine(facts))
-
-
 def save(path: str, results: dict[str, Any]) -> None:
-    """Writes what --json asks for.
+    """Writes what --json asks for, with the command.
 
     Raises:
         BenchError: the file cannot be written, though it seemed so at the beginning.
     """
+    results = {**results, "command": shlex.join(["fserver", *sys.argv[1:]])}
     try:
         with open(path, "w") as out:
             json.dump(results, out, indent=1)

@@ -3,13 +3,11 @@ else the machine does hits all of them."""
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from .crew import Case, Crew
 from .errors import GaveUpError
-
-Figures = dict[str, Any]
-"""Of one round: iters, p50_us, p99_us, ... and what a benchmark adds."""
+from .report import Figures
 
 
 class Player(Protocol):

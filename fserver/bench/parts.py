@@ -7,10 +7,7 @@ number. On a GPU a server handles no numbers in timed exchanges: that takes long
 """
 
 import ctypes
-import gc
-import os
-import resource
-import sys
+import faulthandler
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +20,7 @@ import fserver
 
 from .crew import Case, Factory, Place
 from .errors import WrongDataError
-from .report import percentile
+from .report import figures
 
 TIMEOUT_MS = 60_000
 POISON = 0xA5
@@ -94,93 +91,6 @@ def own_seed(seed: int, role: str, rank: int, position: int) -> int:
     return seed + position + 37 * rank + (128 if role == "server" else 0)
 
 
-class _Mallinfo2(ctypes.Structure):
-    """struct mallinfo2 of glibc."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-        )
-    )
-
-
-def malloc_bytes() -> int:
-    """Bytes that malloc has given and not got back; -1 if the C library does not tell (glibc does
-    from 2.33 on)."""
-    try:
-        info = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
-        return -1
-    info.restype = _Mallinfo2
-    now = info()
-    return int(now.uordblks + now.hblkhd)
-
-
-def in_use(gpu: int | None) -> dict[str, int]:
-    """Memory that the engine has asked for (if its allocations are recorded), that Go, malloc and
-    Python have given out, and what all processes have of its GPU, if it has one. To count Go's
-    takes collections, which touch pages."""
-    from fserver import _loader
-
-    gc.collect()
-    go, engine = _loader.load().heap()
-    found = {
-        "engine_bytes": engine,
-        "go_bytes": go,
-        "malloc_bytes": malloc_bytes(),
-        "python_blocks": sys.getallocatedblocks(),
-    }
-    if gpu is not None:
-        free, total = torch.cuda.mem_get_info(gpu)
-        found["gpu_bytes"] = total - free
-    return found
-
-
-def resident() -> int:
-    """Resident memory of this process in bytes, after a collection: heaps, stacks and other
-    anonymous memory. Pages of files that happen to be mapped, the code above all, are the
-    kernel's to keep or drop.
-
-    From smaps_rollup, which counts pages; the kernel's running count in statm and status is off
-    by up to 32 pages per core.
-    """
-    gc.collect()
-    with open("/proc/self/smaps_rollup") as rollup:
-        for line in rollup:
-            if line.startswith("Anonymous:"):
-                return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/self/smaps_rollup has no line Anonymous")
-
-
-class Clock:
-    """CPU time of this process, all its threads, as a share of the time that passes."""
-
-    def __init__(self) -> None:
-        self._wall, self._cpu = time.monotonic(), self._used()
-
-    @staticmethod
-    def _used() -> float:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return usage.ru_utime + usage.ru_stime
-
-    def percent(self) -> float:
-        """Percent of one core since the clock was made."""
-        return 100 * (self._used() - self._cpu) / (time.monotonic() - self._wall)
-
-
-def figures(samples: list[int]) -> dict[str, Any]:
-    """Times in nanoseconds, as figures in microseconds."""
-    samples.sort()
-    return {
-        "iters": len(samples),
-        "p50_us": percentile(samples, 50) / 1e3,
-        "p99_us": percentile(samples, 99) / 1e3,
-        "min_us": samples[0] / 1e3,
-        "mean_us": sum(samples) / len(samples) / 1e3,
-    }
-
-
 class Part:
     """The nodes of one process, all workers or all servers."""
 
@@ -233,32 +143,18 @@ class Part:
             return torch.device("cpu")
         return torch.device("cuda", self.places[0].gpu or 0)
 
+    def within(self, limit: float, method: str, *args: Any) -> Any:
+        """Calls a method, and prints where it is if that takes longer than so many seconds."""
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(limit)
+        try:
+            return getattr(self, method)(*args)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
     def links(self) -> list[str]:
         """The transports that this process's nodes use."""
         return sorted({link.transport for node in self.nodes for link in node.links()})
-
-    def counts(self) -> dict[str, int]:
-        """What must not grow: resident memory in bytes, open descriptors, goroutines; and threads,
-        of which Go may start one when it likes, up to a number."""
-        from fserver import _loader
-
-        goroutines = _loader.load().live()[2]
-        return {
-            "resident_bytes": resident(),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "goroutines": goroutines,
-            "threads": len(os.listdir("/proc/self/task")),
-        }
-
-    def freeze(self) -> None:
-        """Later collections leave out the objects that exist now: what torch has imported, most
-        of all."""
-        gc.collect()
-        gc.freeze()
-
-    def in_use(self) -> dict[str, int]:
-        """`in_use`, in this process."""
-        return in_use(self.places[0].gpu)
 
 
 class Lane:
@@ -332,21 +228,6 @@ class WorkerPart(Part):
     def run(self, count: int) -> None:
         """`count` exchanges."""
         self.exchange(count)
-
-    def blocked_get_batch(self, seconds: float) -> float:
-        """CPU percent while nothing is called and the server waits for a request."""
-        clock = Clock()
-        time.sleep(seconds)
-        return clock.percent()
-
-    def blocked_wait(self, seconds: float) -> float:
-        """CPU percent inside a wait that lasts that long."""
-        self.sequence += 1
-        lane = self.lanes[0][0]
-        lane.sent.value = self.sequence
-        clock = Clock()
-        lane.node.wait(lane.post(), int(seconds * 1e3) + TIMEOUT_MS)
-        return clock.percent()
 
     def exchange(self, count: int, sampled: bool = False) -> list[int]:
         """Does `count` exchanges; writing and checking the numbers is not in the times (ns)."""
@@ -459,23 +340,6 @@ class ServerPart(Part):
                     respond([], request[0], need_event=False)
             del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
-
-    def blocked_get_batch(self, seconds: float) -> float:
-        """CPU percent inside a get_batch that lasts that long."""
-        clock = Clock()
-        batch = self.nodes[0].get_batch(timeout_ms=int(seconds * 1e3))
-        if batch:
-            raise AssertionError("a request came while there was none")
-        return clock.percent()
-
-    def blocked_wait(self, seconds: float) -> float:
-        """CPU percent while a request is left unanswered for so long."""
-        batch = self.next_batch()
-        clock = Clock()
-        time.sleep(seconds)
-        percent = clock.percent()
-        self.answer(batch, 0)
-        return percent
 
     def next_batch(self) -> list[tuple[int, list[torch.Tensor], list[int]]]:
         """The requests of the next exchange."""
