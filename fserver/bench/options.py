@@ -13,6 +13,15 @@ CHECKED = (
     "in memory that held other values before."
 )
 ROLES = ("worker", "server")
+VALUES = {  # of options, in their help, by type; else a list
+    "str": "NAME",
+    "output": "FILE",
+    "_cores": "A,B",
+    "positive": "N",
+    "size": "BYTES",
+    "seconds": "SECONDS",
+    "milliseconds": "MS",
+}
 
 Option = tuple[str, Callable[[str], Any] | tuple[str, ...], Any, str]
 """A flag, its type or the words that it allows, its default (None: nothing is shown) and its help.
@@ -30,7 +39,7 @@ def parser(name: str, text: str, *options: Option, rounds: int | None = None) ->
     """
     made = Parser(prog=f"fserver bench {name}", description=text)
     made.option("--json", output, None, "also write the results to this file, as JSON")
-    core = "run the workers on core A and the servers on core B, A,B (default: the first two)"
+    core = "run the workers on core A and the servers on core B (default: the first two)"
     made.option("--cores", _cores, None, core)
     if rounds is not None:
         made.option("--rounds", positive, rounds, "number of rounds")
@@ -52,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         how = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
         if default is not None:
             text += f" (default {default})"
-        unit = None if "choices" in how else getattr(kind, "__name__", "value").strip("_").upper()
+        unit = None if "choices" in how else VALUES.get(getattr(kind, "__name__", ""), "LIST")
         self.add_argument(flag, default=default, help=text, metavar=unit, **how)
 
 
