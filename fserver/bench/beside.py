@@ -4,7 +4,6 @@ on the CPU, in which the host waits for its stream at each round trip, as push_p
 What goes wrong with one of them is its own affair: it is out, with its processes, and says why.
 """
 
-import argparse
 import contextlib
 import faulthandler
 import os
@@ -21,9 +20,8 @@ import torch
 from . import others, ways
 from .crew import Crew, Member, Nodes, Peer, Place, end_all, start
 from .errors import BenchError, GaveUpError, WrongDataError
-from .options import one_of
-from .peers import POISON, Part, figures, first_difference, own_seed
-from .turns import Figures
+from .parts import POISON, Part, first_difference, own_seed
+from .report import Figures, figures
 
 WAYS = (*ways.ON_GPUS, *ways.ON_CPU)
 START = 120.0  # seconds; imports of torch in many processes
@@ -165,7 +163,7 @@ class Other:
         from_the_start = {} if self.way in ways.ON_CPU else others.ENVIRONMENT
         with contextlib.suppress(GaveUpError), self._guarded():
             for role, link, own in zip(("worker", "server"), links, _apart(cores), strict=True):
-                make = partial(_make, nodes.other, self.way, link, room, own)
+                make = partial(_make, Side, self.way, link, room, own)
                 member = Member(role, "beside.OtherPart", role, variables=from_the_start)
                 self._crew.peers.append(Peer.spawn(member, Nodes(make, make)))
         for link in links:
@@ -304,22 +302,6 @@ def _close(players: Sequence[Other]) -> None:
         player.leave()
     for player in players:
         player.close(2)
-
-
-def add_option(made: argparse.ArgumentParser, default: str) -> None:
-    """Adds the option --beside, a list of WAYS. `default` is shown as its default."""
-    made.add_argument(
-        "--beside",
-        type=_names,
-        metavar="LIST",
-        help=f"other libraries that take turns with fserver: some of {', '.join(WAYS)}, or none "
-        f"(default {default})",
-    )
-
-
-def _names(text: str) -> list[str]:
-    words: list[str] = one_of((*WAYS, "none"))(text)
-    return [word for word in words if word != "none"]
 
 
 def _apart(cores: tuple[int, int] | None) -> tuple[list[int], list[int]]:

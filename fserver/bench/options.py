@@ -21,6 +21,7 @@ VALUES = {  # of options, in their help, by type; else a list
     "size": "BYTES",
     "seconds": "SECONDS",
     "milliseconds": "MS",
+    "checkout": "DIR",
 }
 
 Option = tuple[str, Callable[[str], Any] | tuple[str, ...], Any, str]
