@@ -12,7 +12,7 @@ import torch
 from .baseline import Baseline, FarBaseline, FarServer, compiled
 from .crew import Case, Crew
 from .errors import BenchError
-from .peers import TIMEOUT_MS, ServerPart, WorkerPart
+from .parts import TIMEOUT_MS, ServerPart, WorkerPart
 
 CONTROL = 1 << 63
 METHODS = ("prepare", "verify", "measure")
