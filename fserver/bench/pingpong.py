@@ -11,12 +11,23 @@ from typing import Any, NamedTuple
 
 from . import against, beside, others, report, ways
 from .baseline import Baseline, baseline_of, compiled
-from .crew import Case, Crew, Member, Nodes, pair, start, transport_settings
+from .crew import (
+    NO_ADDRESS,
+    Case,
+    Crew,
+    Member,
+    Nodes,
+    own_address,
+    pair,
+    start,
+    transport_settings,
+)
 from .errors import BenchError, GaveUpError
 from .joint import joint
 from .options import (
     CHECKED,
     TRANSPORTS,
+    TWO_HOSTS,
     check_hosts,
     exchanges,
     names,
@@ -24,9 +35,8 @@ from .options import (
     positive,
     seconds_of,
     some_of,
-    two_hosts,
 )
-from .remote import NO_ADDRESS, far_baseline, own_address
+from .remote import far_baseline
 from .run import Raw, Run, need_gpu
 from .turns import CrewPlayer, Figures
 
@@ -71,9 +81,9 @@ PARSER = parser(
         f"exit status is 1 if the interval of a ratio lies wholly above {against.LIMIT}",
     ),
     seconds_of(0.2, "approximate length of a round of each way"),
+    *TWO_HOSTS,
     rounds=7,
 )
-two_hosts(PARSER)
 
 
 class Way(NamedTuple):

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import secrets
-import socket
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -22,18 +21,6 @@ CONTROL = 1 << 63
 METHODS = ("prepare", "verify", "measure")
 REPLY = 4096  # bytes of the answer to "listen": JSON, and spaces
 TOKEN = "RAWECHO_TOKEN"
-NO_ADDRESS = "this host has only a loopback address (use two hosts, --scheduler and --role)"
-
-
-def own_address() -> str | None:
-    """An IPv4 address of this host that is not loopback: the one that routes out. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        address = probe.getsockname()[0]
-    return None if address.startswith("127.") else address
 
 
 def far_baseline(

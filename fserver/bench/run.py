@@ -43,9 +43,10 @@ class Run(contextlib.ExitStack):
         self,
         name: str,
         options: argparse.Namespace,
-        nodes: Nodes,
+        nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
         columns: Sequence[report.Column] = report.COLUMNS,
         steps: float = 0,
+        pin: bool = True,
     ):
         """Checks that there is a GPU if one is asked for, and prints on what is measured.
 
@@ -54,6 +55,7 @@ class Run(contextlib.ExitStack):
             options, nodes: see the attributes.
             columns: of its table.
             steps: how often `step` will be called.
+            pin: choose cores, if the options name none.
 
         Raises:
             BenchError: there is none.
@@ -64,7 +66,7 @@ class Run(contextlib.ExitStack):
         self._raw = Raw()
         if getattr(options, "device", None) in ("gpu", ["gpu"]):
             need_gpu()
-        self.cores = choose_cores(options.cores)
+        self.cores = choose_cores(options.cores) if pin else options.cores
         self.facts = report.machine(self.cores)
         print(report.show_machine(self.facts), flush=True)
         self._bar: Any = None
