@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import Pipe as socket_pipe
@@ -28,7 +27,6 @@ from fserver.bench import (
     baseline,
     crew,
     fanin,
-    graph,
     ipc,
     matrix,
     options,
@@ -45,8 +43,6 @@ from fserver.bench import (
 )
 from fserver.bench.crew import Case, Nodes, Place, real_node
 from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
-from fserver.bench.graph import summary
-from fserver.bench.graph.overlap import BLOCKS, _compared
 
 
 def received(data: bytes) -> torch.Tensor:
@@ -405,12 +401,6 @@ def test_units_are_counted():
         (["af", "--layers", "2000"], "want at most 4096"),
         (["fanin", "--groups", "0"], "'0': want a whole number, 1 or more"),
         (["verify", "--seconds", "0"], "want seconds, more than 0"),
-        (["graph", "trips", "--runs", "0"], "--runs: '0': want a whole number, 1 or more"),
-        (["graph", "overlap", "--rounds", "-1"], "--rounds: '-1': want a whole number, 1 or more"),
-        (["graph", "overlap", "--ms", "0"], "--ms: '0': want milliseconds, more than 0"),
-        (["graph", "af", "--width", "7"], "--width: '7': want a multiple of 4"),
-        (["graph", "af", "--shape", "2"], "--shape: '2': want workers x servers, for example"),
-        (["graph", "af", "--shape", "0x1"], "--shape: '0x1': want workers x servers"),
         (
             ["pingpong", "--beside", "mpi"],
             "'mpi': want one of nccl, symm, nvshmem, nixl, gloo, none",
@@ -460,11 +450,6 @@ def test_a_disk_that_is_full(capsys):
     assert capsys.readouterr().err.endswith(
         "bench: --json /dev/full: No space left on device: free some space, or give another file\n"
     )
-    with pytest.raises(BenchError, match="--json /dev/full: No space left"):
-        graph.main(
-            ["af", "--dry", "--shape", "1x1", "--modes", "--beside", "nvshmem", "--json"]
-            + ["/dev/full"]
-        )
 
 
 def test_core_that_is_not_ours(capsys):
@@ -1063,102 +1048,6 @@ def test_af(tmp_path, capsys):
     assert all(us >= 0 for us in row["parts_us"].values())
     # With two under way a request waits for the one before it, inside of these parts.
     assert sum(row["parts_us"].values()) < 3 * row["p99_us"]
-
-
-@pytest.mark.parametrize("shape", ["1x1", "2x2"])
-def test_graph(tmp_path, shape):
-    """On the CPU: the program, not the speed."""
-    path = tmp_path / "rows.json"
-    argv = ["--dry", "--shape", shape, "--layers", "3", "--stages", "2", "--rows", "2"]
-    argv += ["--width", "64", "--replays", "3", "--modes", "copy"]
-    assert bench.main(["graph", "af", *argv, "--json", str(path)]) == 0
-    ours, nccl, *others = json.loads(path.read_text())["rows"]
-    assert (ours["mode"], nccl["by"]) == ("copy", "nccl")
-    for row in (ours, nccl):
-        assert row["wrong"] == 0 and row["micro_batch_us"] > 0
-    assert "meets" in ours and "meets" not in nccl
-    skipped = [(row["by"], row["skipped"]) for row in others]
-    assert skipped == [(by, "it takes GPUs") for by in ("symm", "nvshmem")]
-
-
-def test_graph_overlap(tmp_path):
-    """On the CPU: the program, not the speed."""
-    path = tmp_path / "rows.json"
-    argv = ["--dry", "--shape", "1x1", "--layers", "2", "--stages", "2", "--rows", "2"]
-    argv += ["--width", "64", "--size", "32", "--rounds", "3", "--ms", "8", "--modes", "copy"]
-    assert bench.main(["graph", "overlap", *argv, "--json", str(path), "--beside", "nccl"]) == 0
-    *ours, nccl = json.loads(path.read_text())["rows"]
-    assert [row["compute"] for row in ours] == [False, True] and nccl["by"] == "nccl"
-    for row in (*ours, nccl):
-        low, high = row["between"]
-        assert low <= row["gemms_slowed_percent"] <= high
-        assert row["wrong"] == 0 and row["rounds"] == 3
-    for row in ours:
-        if row["meets"] == "cannot be told":
-            assert row["between"][0] <= 0.5 <= row["between"][1]
-    assert "meets" not in nccl
-
-
-def test_graph_overlap_compares_what_was_beside():
-    """A block takes 1 ms alone and 3 beside traffic, which begins late, and once ends late."""
-    ends, at, traffic = [0.0], 0.0, []
-    for part in range(5):
-        for i in range(BLOCKS):
-            at += 3.0 if part % 2 and i >= 2 or part == 2 and i < 2 else 1.0
-            ends.append(at)
-    for part in (1, 3):
-        first = ends[part * BLOCKS + 2]
-        last = ends[(part + 1) * BLOCKS + (2 if part == 1 else 0)]
-        traffic.append([(first - 0.5, first), (first, (first + last) / 2), (last - 1, last)])
-    rows = _compared(ends, traffic, dry=False)
-    assert [row["blocks"] for row in rows] == [[8, 6, 6], [6, 6, 8]]
-    assert [row["slowed"] for row in rows] == [2.0, 2.0] and rows[0]["noise"] == 0.0
-    assert _compared(ends, [[(0.0, 0.1), (0.1, at)]], dry=False) == []
-
-
-def test_graph_overlap_counts_rounds_of_a_steady_clock():
-    args = Namespace(dry=False, rounds=4, shape=(1, 1))
-
-    def side(*rounds):
-        rows = [{"slowed": s, "noise": n, "traffic_ms": 2.0} for s, n in rounds]
-        return {"rounds": rows, "quiet_ms": 1.0, "part_ms": 30.0}
-
-    steady = side((0.001, 0.0), (0.002, -0.002), (0.003, 0.003), (0.2, 0.01), (-0.2, -0.01))
-    row = summary.OF["overlap"]([side((0.0, 0.0)), steady], args)
-    assert (row["gemms_slowed_percent"], row["of_each_gpu"]) == (0.2, [0.0, 0.2])
-    assert (row["rounds"], row["of"], row["between"], row["meets"]) == (3, 5, [0.1, 0.3], True)
-    with pytest.raises(BenchError, match=r"within 0.3% of each other.*--rounds is 4: want more"):
-        summary.OF["overlap"]([steady, side((0.1, 0.01))], args)
-    with pytest.raises(
-        BenchError, match=r"took turns.*A part takes 30 ms, a replay alone takes 1.0"
-    ):
-        summary.OF["overlap"]([steady, side()], args)
-
-
-def test_graph_between():
-    """Of 100 values, the 40th and the 61st have it between them in 96 of 100 cases."""
-    assert summary.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
-    assert summary.between([3.0, 1.0, 2.0]) == (1.0, 3.0)
-
-
-def test_graph_zero_sm(tmp_path):
-    """What came is looked at, of each kind."""
-    path = tmp_path / "rows.json"
-    argv = ["--dry", "--rows", "2", "--width", "64", "--trips", "3", "--json", str(path)]
-    assert bench.main(["graph", "zero-sm", *argv]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["kind"] for row in rows] == ["eager", "copy", "copy graph", "kernel"]
-    assert all(row["wrong"] == 0 and row["profiler_sees_kernels"] is False for row in rows)
-
-
-def test_graph_wants_gpus(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert bench.main(["graph", "af"]) == 1
-    assert (
-        "torch sees 0 GPUs, but 2 are needed (use NVIDIA's multi-process service"
-        in capsys.readouterr().err
-    )
 
 
 def test_fanin(tmp_path, capsys):
