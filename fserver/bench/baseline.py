@@ -111,8 +111,8 @@ class Baseline:
 
 
 def compiled(source: str, compiler: Sequence[str] | None = None) -> Path:
-    """The program of a source beside this file, compiled if this version of it has not been yet. The
-    name of its file holds a digest of all that it depends on, so it is never stale.
+    """The program of a source beside this file, compiled if this version of it has not been yet.
+    The name of its file holds a digest of all that it depends on, so it is never stale.
 
     `compiler` is a command with its options, instead of that of LANGUAGES.
 

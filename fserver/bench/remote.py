@@ -112,5 +112,6 @@ class ObeyingServer(ServerPart):
         process = subprocess.Popen(command, env={**os.environ, TOKEN: token}, text=True, **pipes)
         raw.enter_context(process)
         raw.callback(process.kill)
+        assert process.stdout is not None
         line = process.stdout.readline().strip()
         return {"host": host, "port": line} if line.isdecimal() else {"error": line[: REPLY // 8]}

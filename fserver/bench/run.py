@@ -133,17 +133,17 @@ class Run(contextlib.ExitStack):
         """The figures of the players, each in all rounds, in turn with the baseline that was opened
         last, or with `raws`. These move so many bytes there and home."""
         options = self.options
-        beside = [raw for raw in raws or [self._raw] if raw.player]
-        for raw in beside:
-            raw.player.prepare(out, back)
+        beside = [(raw, raw.player) for raw in raws or [self._raw] if raw.player]
+        for _, player in beside:
+            player.prepare(out, back)
         found = take_turns(
-            [*(raw.player for raw in beside), *players],
+            [*(player for _, player in beside), *players],
             options.rounds,
             options.seconds,
             options.iters,
             done=self.step,
         )
-        for raw in beside:
+        for raw, _ in beside:
             raw.rounds = found.pop(0)
         return found
 
@@ -157,8 +157,9 @@ class Run(contextlib.ExitStack):
     ) -> dict[str, Any]:
         """A row of what `turns` gave, beside the baseline that was opened last, or `raw`."""
         raw = raw or self._raw
-        moved = sum(case.out), sum(case.back)
-        return report.row(transport, case.op, *moved, measured, raw.rounds, **raw.says, **more)
+        out, back = sum(case.out), sum(case.back)
+        says = {**raw.says, **more}
+        return report.row(transport, case.op, out, back, measured, raw.rounds, **says)
 
 
 def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:

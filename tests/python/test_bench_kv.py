@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,14 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield baseline.compiled("bench_kv.cc")
+def program() -> Path:
+    return baseline.compiled("bench_kv.cc")
 
 
 @pytest.fixture
 def ready(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command finds the program compiled."""
-    monkeypatch.setattr(kv, "compiled", lambda folder, source: program)
+    monkeypatch.setattr(kv, "compiled", lambda source: program)
 
 
 @needs_compiler
