@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import Pipe as socket_pipe
