@@ -156,7 +156,7 @@ class Rival:
             try:
                 yield self.team
                 return
-            except BenchError as error:
+            except (BenchError, OSError) as error:
                 print(f"bench: {self.way}:\n{error}", file=sys.stderr, flush=True)
                 self.reason = reason(error)
         raise GaveUpError(f"{self.way}: {self.reason}")
