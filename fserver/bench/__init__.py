@@ -1,8 +1,7 @@
 """`fserver bench`: measures fserver on this host. See --help of each benchmark.
 
-The things that are compared take turns (turns.py). The processes of fserver are a crew (crew.py) of
-parts (peers.py), and so are the processes of other libraries (beside.py, ways.py). The raw
-baselines are programs in C (baseline.py). `graph` has processes of its own (sides.py).
+A Run (run.py) has the table and the raw baseline, a program in C (baseline.py). What is compared
+takes turns (turns.py). The processes of fserver are a crew (crew.py) of parts (parts.py).
 """
 
 import argparse
@@ -14,18 +13,12 @@ from .errors import BenchError
 
 BENCHMARKS = {
     "pingpong": "round trips between two pinned processes, compared with the same copies in C",
-    "ipc": "all transports inside a host (tcp, cma), compared with raw programs in C",
-    "cpp": "the C++ interface, compared with Python's and with the same copies in C",
     "kv": "keys and values through the C++ headers of ps-lite: goodput of pushes and pulls",
-    "matrix": "push, pull and push_pull; local, remote and joint; on CPU and GPU",
     "af": "the layers of a large model: round trip, where its time goes, tokens per second",
     "graph": "stream channels in CUDA graphs: layers of a model, round trips, effect on GEMMs",
     "bond": "one connection over several interfaces, RDMA devices or queue pairs",
     "fanin": "one server with 1 to 40 worker groups, or with idle groups beside a busy one",
     "threads": "two Python threads of a worker compared with one, or one beside other calls",
-    "verify": "random shapes, dtypes and counts, compared byte by byte; some are timed",
-    "soak": "memory, descriptors and threads over many push_pulls",
-    "idle": "CPU time of calls that wait",
 }
 
 

@@ -1,148 +1,193 @@
 """`fserver bench af`: the traffic between attention and FFN processes, layer by layer."""
 
-import argparse
-import contextlib
 import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from . import report
 from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
-from .options import choose_cores, open_baseline, parser, positive, size
-from .stamps import BUDGET_US, PARTS
-from .turns import CrewPlayer, take_turns
+from .options import parser, positive, seconds_of, size, transport_of
+from .parts import TIMEOUT_MS, WorkerPart
+from .run import Run
+from .turns import CrewPlayer
 
+BUDGET_US = 273.0  # of a round trip: 61 layers x 3 stages at 20 tokens/s
 TRACES = 4096  # push_pulls whose stamps a worker remembers
+
+# The parts of a round trip, from the 8 stamps of fetch_trace, in the order in which they happen;
+# that in the network is there and back. They add up to the whole. Differences are taken within one
+# process, so the clocks of the two need not agree.
+PARTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "post": ("worker: from push_pull to the post", (1, 0)),
+    "network": ("network, both directions: (6 - 1) - (5 - 2)", (6, 1, 2, 5)),
+    "deliver": ("server: from the receipt to get_batch's return", (3, 2)),
+    "serve": ("server: the application, until it calls respond", (4, 3)),
+    "answer": ("server: from respond to the post", (5, 4)),
+    "complete": ("worker: from the receipt to the completion", (7, 6)),
+}
 COLUMNS = (
-    report.Column("transport", -9, "transport", str),
-    report.Column("W x S", 7, "shape", str),
+    report.Column("transport", -9, "transport"),
+    report.Column("W x S", 7, "shape"),
     *report.MOVED,
     *report.TIMES,
-    report.Column("of 273 µs", 9, "of_budget", "{:.2f}".format),
-    report.Column("tokens/s", 9, "tokens_per_s", "{:.1f}".format),
-    report.Column("step ms", 9, "step_ms", "{:.2f}".format),
-    report.Column("raw p50", 11, "baseline_p50_us", "{:.1f}".format),
+    report.number("of 273 µs", 9, "of_budget", 2),
+    report.number("tokens/s", 9, "tokens_per_s"),
+    report.number("step ms", 9, "step_ms", 2),
+    report.RAW_P50,
     report.RATIO,
 )
+PARSER = parser(
+    "af",
+    "Measures the traffic of a disaggregated model. In each layer and for each stage "
+    "(micro-batch), every worker pushes its tensors to all servers and waits for all answers. The "
+    "table shows the round trip of a stage in a layer, its share of the 273 µs that are available "
+    "with 61 layers, 3 stages and 20 tokens/s, and the tokens/s that it allows. The time stamps "
+    "of fetch_trace show where the time goes (with several servers, those of the last answer). "
+    "With --in-flight above 1, a round trip includes the wait for earlier stages. Every worker "
+    "and every server is a process; the workers share one core and the servers another. The "
+    "baseline is a raw round trip of the bytes of one worker. The number in every answer is "
+    "checked, and between rounds all bytes of an exchange of each stage.",
+    ("--workers", positive, 1, "number of worker groups"),
+    ("--servers", positive, 1, "number of server groups"),
+    ("--layers", positive, 61, "number of layers"),
+    ("--stages", positive, 3, "number of stages (micro-batches) in a layer"),
+    ("--in-flight", positive, 1, "number of stages that are in flight at a time"),
+    ("--tensors", positive, 7, "number of tensors in a push"),
+    ("--back-tensors", positive, 7, "number of tensors in the answer of each server"),
+    ("--bytes", size, "128K", "bytes of each pushed tensor"),
+    ("--back-bytes", size, "256K", "bytes of each answer"),
+    seconds_of(1.0),
+    transport_of("tcp"),
+    rounds=5,
+)
+
+
+class LayersPart(WorkerPart):
+    """One worker that goes through layers and stages; `count` counts steps through all layers."""
+
+    def __init__(self, make: Any, layers: int, in_flight: int):
+        super().__init__(make)
+        self._layers, self._in_flight = layers, in_flight
+
+    def measure(self, warmup: int, count: int) -> dict[str, Any]:
+        """Times each stage of each layer in `count` steps."""
+        for _ in range(warmup):
+            self._step([])
+        samples: list[int] = []
+        steps, traces = [], []
+        fetch = self.nodes[0].fetch_trace
+        for _ in range(count):
+            start = time.perf_counter_ns()
+            handles = self._step(samples)
+            steps.append(time.perf_counter_ns() - start)
+            traces += [fetch(handle) for handle in handles]
+        return {
+            **report.figures(samples),
+            "step_ms": sorted(steps)[len(steps) // 2] / 1e6,
+            "parts_us": medians(traces),
+        }
+
+    def _step(self, samples: list[int]) -> list[int]:
+        """All layers once; adds the time of each round trip, in nanoseconds, and gives their
+        handles."""
+        now = time.perf_counter_ns
+        wait = self.nodes[0].wait
+        lanes = [lanes[0] for lanes in self.lanes]
+        under_way: deque = deque()
+        handles = []
+
+        def finish() -> None:
+            i, lane, start, handle = under_way.popleft()
+            wait(handle, TIMEOUT_MS)
+            samples.append(now() - start)
+            self.check_numbers(lane, i)
+
+        for _ in range(self._layers):
+            for lane in lanes:
+                if len(under_way) == self._in_flight:
+                    finish()
+                self.sequence += 1
+                lane.sent.value = self.sequence
+                start = now()
+                handle = lane.post()
+                under_way.append((self.sequence, lane, start, handle))
+                handles.append(handle)
+        while under_way:
+            finish()
+        return handles
+
+
+def parts(t: Sequence[int]) -> dict[str, int]:
+    """Nanoseconds of each part of a round trip with these stamps."""
+    return {
+        name: sum(t[at[i]] - t[at[i + 1]] for i in range(0, len(at), 2))
+        for name, (_, at) in PARTS.items()
+    }
+
+
+def medians(traces: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Of each part, in microseconds."""
+    found = [parts(t) for t in traces]
+    return {name: statistics.median(p[name] for p in found) / 1e3 for name in PARTS}
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
-    made = _parser()
-    options = made.parse_args(argv)
+    options = PARSER.parse_args(argv)
     if options.in_flight > options.stages:
-        made.error(f"--in-flight {options.in_flight}: want at most --stages {options.stages}")
+        PARSER.error(f"--in-flight {options.in_flight}: want at most --stages {options.stages}")
     if options.layers * options.stages > TRACES:
-        made.error(f"--layers {options.layers} x --stages {options.stages}: want at most {TRACES}")
-    cores = choose_cores(options.cores)
-    facts = report.begin(options, cores)
-    table = report.Table(COLUMNS)
-    print(table.header(), flush=True)
-    with report.Progress(options.rounds, "af") as bar:
-        row = _measure(options, cores, nodes, bar)
-        bar.print(table.line(row))
-    print(f"\n{'median time of each part of a round trip':<52}{'µs':>9}")
-    for name, text in PARTS.items():
-        print(f"  {text:<50}{row['parts_us'][name]:>9.1f}")
-    report.finish(options, "af", facts, [row], budget_us=BUDGET_US)
+        shape = f"--layers {options.layers} x --stages {options.stages}"
+        PARSER.error(f"{shape}: want at most {TRACES}")
+    with Run("af", options, nodes, COLUMNS, options.rounds) as run:
+        run.header()
+        row = _measure(run)
+        run.add(row)
+        print(f"\n{'median time of each part of a round trip':<52}{'µs':>9}")
+        for name, (text, _) in PARTS.items():
+            print(f"  {text:<50}{row['parts_us'][name]:>9.1f}")
+        run.finish(budget_us=BUDGET_US)
     return 0
 
 
-def _measure(
-    options: argparse.Namespace,
-    cores: tuple[int, int] | None,
-    nodes: Nodes,
-    bar: report.Progress,
-) -> dict[str, Any]:
-    worker_core, server_core = cores or (None, None)
+def _measure(run: Run) -> dict[str, Any]:
+    options, cores = run.options, run.cores or (None, None)
+    plan = (options.layers, options.in_flight)
+    workers, servers = range(options.workers), range(options.servers)
     members = [
-        Member(f"worker {i}", "layers.LayersPart", "worker", worker_core)
-        for i in range(options.workers)
+        *(Member(f"worker {i}", LayersPart, "worker", cores[0], args=plan) for i in workers),
+        *(Member(f"server {i}", "parts.ServerPart", "server", cores[1]) for i in servers),
     ]
-    members += [
-        Member(f"server {i}", "peers.ServerPart", "server", server_core)
-        for i in range(options.servers)
-    ]
-    case = Case(
-        "pull",
-        (options.bytes,) * options.tensors,
-        (options.back_bytes,) * options.back_tensors,
-        stages=options.stages,
-        unit=options.layers * options.stages,
-    )
+    out = (options.bytes,) * options.tensors
+    back = (options.back_bytes,) * options.back_tensors
+    unit = options.layers * options.stages
+    case = Case("pull", out, back, stages=options.stages, unit=unit)
+    crew = run.enter_context(start(members, run.nodes))
+    run.enter_context(crew.cluster(options.transport))
+    transport = crew.transport()
+    run.open_raw(baseline_of(transport))
+    player = CrewPlayer(crew)
+    player.prepare(case)
     # What one worker moves in one exchange.
-    out = sum(case.out) * options.servers
-    back = sum(case.back) * options.servers
-    with contextlib.ExitStack() as stack:
-        crew = stack.enter_context(start(members, nodes))
-        stack.enter_context(crew.cluster(options.transport))
-        transport = "+".join(crew.workers("links")[0])
-        raw, says = open_baseline(stack, options, baseline_of(transport), cores)
-        player = CrewPlayer(crew)
-        for worker in members[: options.workers]:
-            crew.one(worker.name, "plan", options.layers, options.in_flight)
-        player.prepare(case)
-        if raw:
-            raw.prepare(out, back)
-        *baseline, measured = take_turns(
-            [raw, player] if raw else [player],
-            options.rounds,
-            options.seconds,
-            options.iters,
-            done=bar.step,
-        )
-    row = report.row(transport, "af", out, back, measured, baseline[0] if raw else [], **says)
-    medians = {
-        name: round(statistics.median(r["parts_us"][name] for r in measured), 3) for name in PARTS
-    }
+    whole = Case("af", out * options.servers, back * options.servers)
+    [measured] = run.turns([player], sum(whole.out), sum(whole.back))
+    row = run.row(transport, whole, measured)
+    asked = ("workers", "servers", "layers", "stages", "in_flight", "tensors", "back_tensors")
+
+    def middle(of: Any) -> float:
+        return round(statistics.median(map(of, measured)), 3)
+
     return {
         **row,
+        **{name: getattr(options, name) for name in asked},
         "shape": f"{options.workers} x {options.servers}",
-        "workers": options.workers,
-        "servers": options.servers,
-        "layers": options.layers,
-        "stages": options.stages,
-        "in_flight": options.in_flight,
-        "tensors": options.tensors,
         "tensor_bytes": options.bytes,
-        "back_tensors": options.back_tensors,
         "back_tensor_bytes": options.back_bytes,
-        "tokens_per_s": round(1e6 / (case.unit * row["p50_us"]), 3),
+        "tokens_per_s": round(1e6 / (unit * row["p50_us"]), 3),
         "of_budget": round(row["p50_us"] / BUDGET_US, 3),
-        "step_ms": round(statistics.median(r["step_ms"] for r in measured), 3),
-        "parts_us": medians,
+        "step_ms": middle(lambda figures: figures["step_ms"]),
+        "parts_us": {name: middle(lambda found, n=name: found["parts_us"][n]) for name in PARTS},
     }
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = parser(
-        "af",
-        "Measures the traffic of a disaggregated model. In each layer and for each stage "
-        "(micro-batch), every worker pushes its tensors to all servers and waits for all answers. "
-        "The benchmark prints the round trip of a stage in a layer. It also prints the tokens/s "
-        "that this round trip allows, 1 / (layers x stages x round trip), and its share of the "
-        "273 µs that are available with 61 layers, 3 stages and 20 tokens/s. The time stamps of "
-        "fetch_trace show where the time goes (with several servers, those of the last answer). "
-        "With --in-flight above 1, a round trip includes the wait for earlier stages. Every "
-        "worker and every server is a process. The workers share one core and the servers "
-        "another. The baseline is a raw round trip of the bytes of one worker. The number in "
-        "every answer is checked. Between rounds, all bytes of an exchange of each stage are "
-        "compared.",
-        seconds=(1.0, "approximate length of a round"),
-        rounds=5,
-    )
-    add = made.add_argument
-    for name, default, what in (
-        ("workers", 1, "number of worker groups"),
-        ("servers", 1, "number of server groups"),
-        ("layers", 61, "number of layers"),
-        ("stages", 3, "number of stages (micro-batches) in a layer"),
-        ("in-flight", 1, "number of stages that are in flight at a time"),
-        ("tensors", 7, "number of tensors in a push"),
-        ("back-tensors", 7, "number of tensors in the answer of each server"),
-    ):
-        shown = f"{what} (default {default})"
-        add(f"--{name}", type=positive, metavar="N", default=default, help=shown)
-    add("--bytes", type=size, default="128K", help="bytes of each pushed tensor (default 128K)")
-    add("--back-bytes", type=size, default="256K", help="bytes of each answer (default 256K)")
-    return made

@@ -18,8 +18,9 @@ from typing import Any
 from fserver import _loader
 
 from . import report
-from .crew import Case, Crew, Nodes, pair_of, start
+from .crew import Case, Crew, pair_of, start
 from .errors import BenchError
+from .run import Run
 from .turns import CrewPlayer, Figures, take_turns
 
 ROUNDS = 20
@@ -31,11 +32,11 @@ COLUMNS = (
     report.OP,
     *report.MOVED,
     *report.TIMES,
-    report.Column("its p50", 11, "baseline_p50_us", "{:.1f}".format),
-    report.Column("its p99", 11, "baseline_p99_us", "{:.1f}".format),
-    report.Column("ratio", 6, "ratio", "{:.3f}".format),
-    report.Column("95 % from", 9, "ratio_low", "{:.3f}".format),
-    report.Column("to", 6, "ratio_high", "{:.3f}".format),
+    report.number("its p50", 11, "baseline_p50_us"),
+    report.number("its p99", 11, "baseline_p99_us"),
+    report.number("ratio", 6, "ratio", 3),
+    report.number("95 % from", 9, "ratio_low", 3),
+    report.number("to", 6, "ratio_high", 3),
 )
 
 
@@ -70,14 +71,7 @@ def name(root: Path) -> str:
     return f"{root} ({commit})" if commit else str(root)
 
 
-def run(
-    options: argparse.Namespace,
-    transport: str,
-    planned: list[Case],
-    cores: tuple[int, int] | None,
-    nodes: Nodes,
-    bar: report.Progress,
-) -> Iterator[dict[str, Any]]:
+def rows(run: Run, transport: str, planned: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Measures the cases with a pair of processes of each build on the same cores, and gives the
     rows when all is done.
 
@@ -89,54 +83,42 @@ def run(
     other. "ratio" is the median of the ratios of the rounds, each of this build's p50 to the
     other's; "ratio_low" and "ratio_high" are its 95 % interval.
     """
+    options = run.options
+    found: dict[int, list[list[Figures]]] = {case.key: [[], []] for case in planned}
+    ways: dict[str, None] = {}
     with contextlib.ExitStack() as stack:
-        crews = [_start(stack, root, cores, nodes) for root in (HERE, options.against)]
-        found: dict[int, list[list[Figures]]] = {case.key: [[], []] for case in planned}
-        ways: dict[str, None] = {}
+        crews = [_start(stack, root, run) for root in (HERE, options.against)]
         for turn in range(options.rounds):
             order = 1 if turn % 2 == 0 else -1
             with contextlib.ExitStack() as clusters:
                 for crew in crews[::order]:
-                    clusters.enter_context(crew.cluster(transport, device=options.device))
+                    clusters.enter_context(crew.cluster(transport, device=planned[0].device))
                 players = [CrewPlayer(crew) for crew in crews[::order]]
                 for case in planned:
                     for player in players:
                         player.prepare(case)
-                    figures = take_turns(players, 1, options.seconds, options.iters)
+                    figures = take_turns(players, 1, options.seconds, options.iters, run.step)
                     for mine, (one,) in zip(found[case.key], figures[::order], strict=True):
                         mine.append(one)
-                    bar.step()
-                ways.update(("+".join(crew.workers("links")[0]), None) for crew in crews)
+                ways.update((crew.transport(), None) for crew in crews)
     for case in planned:
-        yield _row("/".join(ways), case, options.against, *found[case.key])
+        ours, theirs = found[case.key]
+        ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(ours, theirs, strict=True)]
+        row = report.row("/".join(ways), case.op, sum(case.out), sum(case.back), ours, theirs)
+        names = "ratio", "ratio_low", "ratio_high"
+        values = statistics.median(ratios), *median_interval(ratios)
+        yield {
+            **row,
+            "baseline": str(options.against),
+            **{name: round(value, 4) for name, value in zip(names, values, strict=True)},
+        }
 
 
-def _start(
-    stack: contextlib.ExitStack, root: Path, cores: tuple[int, int] | None, nodes: Nodes
-) -> Crew:
+def _start(stack: contextlib.ExitStack, root: Path, run: Run) -> Crew:
     """The processes of one build. They end with the stack."""
     path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fserver-bench-")))
     _package(path, root)
-    return stack.enter_context(start(pair_of(cores, path=path), nodes))
-
-
-def _row(
-    transport: str, case: Case, root: Path, ours: list[Figures], theirs: list[Figures]
-) -> dict[str, Any]:
-    ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(ours, theirs, strict=True)]
-    low, high = median_interval(ratios)
-    return report.row(
-        transport,
-        case.op,
-        sum(case.out),
-        sum(case.back),
-        ours,
-        theirs,
-        str(root),
-        ratio=round(statistics.median(ratios), 4),
-        ratio_low=round(low, 4),
-        ratio_high=round(high, 4),
-    )
+    return stack.enter_context(start(pair_of(run.cores, path=path), run.nodes))
 
 
 def judge(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:

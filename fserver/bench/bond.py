@@ -2,33 +2,50 @@
 
 import argparse
 import contextlib
-import fcntl
 import itertools
-import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from . import peers, report
-from .crew import Case, Crew, Member, Nodes, start
+from . import options as opts
+from . import report
+from .crew import Case, Crew, Member, Nodes, pair_of, start
 from .errors import BenchError
-from .options import CHECKED, SHOWN, choose_cores, numbers, one_of, parser, positive, sizes
+from .parts import WorkerPart
 from .remote import CommandingWorker
+from .run import Run
 from .turns import CrewPlayer, take_turns
 
 LAGS = ("0", "1", "port1", "port2")
 COLUMNS = (
-    report.Column("over", -24, "over", str),
+    report.Column("over", -24, "over"),
     report.Column("bytes", 8, "bytes_out", report.show_size),
     *report.TIMES,
     report.SPEED,
     report.RATIO,
     report.Column("share of each", -40, "members", lambda members: show(members)),
 )
-SIOCGIFADDR = 0x8915
 PATIENCE = 5.0  # seconds until all members are connected
+PARSER = opts.parser(
+    "bond",
+    "Measures push_pulls between two processes whose connection is made of several: network "
+    "interfaces, RDMA devices, or queue pairs over a bonded NIC. Prints the round trip, the ratio "
+    "to the first line of that size, and which share of the bytes each part of the connection has "
+    f"carried. The ways take turns. {opts.CHECKED} For two hosts, run the command on both, with "
+    "the same options.",
+    ("--interfaces", opts.names, None, "network interfaces of the worker, for TCP"),
+    ("--server-interfaces", opts.names, None, "those of the server (default: the same)"),
+    ("--devices", opts.names, None, "RDMA devices of the worker"),
+    ("--server-devices", opts.names, None, "those of the server (default: the same)"),
+    ("--pairs", opts.numbers, "1,2,4", "queue pairs over each device"),
+    ("--lag", opts.some_of(LAGS), "0", f"of STEPMESH_SPLIT_QP_LAG, of {', '.join(LAGS)}"),
+    ("--sizes", opts.sizes, "4K,1M,16M", "bytes each way"),
+    ("--rounds", opts.positive, 5, "number of rounds"),
+    ("--iters", opts.positive, None, "exchanges in a round, instead of --seconds"),
+    opts.seconds_of(0.2, "approximate length of a round, for each way and size"),
+    *opts.TWO_HOSTS,
+)
 
 
 class Way(NamedTuple):
@@ -39,7 +56,7 @@ class Way(NamedTuple):
     server: Mapping[str, str]
 
 
-class Members(peers.WorkerPart):
+class Members(WorkerPart):
     """A worker that knows what its connection is made of."""
 
     def whole(self) -> None:
@@ -53,36 +70,25 @@ class Members(peers.WorkerPart):
         return [m._asdict() for m in self.nodes[0].links()[0].members]
 
 
-class BondWorker(Members):
-    """Its server is on this host."""
-
-
-class FarBondWorker(Members, CommandingWorker):
+class FarMembers(Members, CommandingWorker):
     """Its server is on another host."""
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
-    made = _parser()
-    options = made.parse_args(argv)
+    options = PARSER.parse_args(argv)
     if bool(options.interfaces) == bool(options.devices):
-        made.error("give either --interfaces (TCP) or --devices (RDMA)")
-    if bool(options.scheduler) != bool(options.role):
-        made.error(
-            "--scheduler and --role: give both, or neither (run one command on each of two hosts)"
-        )
-    cores = choose_cores(options.cores)
-    facts = report.begin(options, cores)
+        PARSER.error("give either --interfaces (TCP) or --devices (RDMA)")
+    opts.check_hosts(PARSER, options)
     compared = ways(options)
-    if options.role == "server":
-        return _serve(options, compared, cores, nodes)
-    table = report.Table(COLUMNS)
-    print(table.header(), flush=True)
-    rows = []
-    for row in _run(options, compared, cores, nodes):
-        print(table.line(row), flush=True)
-        rows.append(row)
-    report.finish(options, "bond", facts, rows)
+    with Run("bond", options, nodes, COLUMNS, options.rounds * len(compared)) as run:
+        if options.role == "server":
+            _serve(run, compared)
+            return 0
+        run.header()
+        for row in _rows(run, compared):
+            run.add(row)
+        run.finish()
     return 0
 
 
@@ -90,50 +96,36 @@ def ways(options: argparse.Namespace) -> list[Way]:
     """What is compared, the baseline first."""
     if options.interfaces:
         theirs = options.server_interfaces or options.interfaces
+        both = [(options.interfaces[:1], theirs[:1]), (options.interfaces, theirs)]
         return [
-            _over_tcp(options.interfaces[:1], theirs[:1]),
-            _over_tcp(options.interfaces, theirs),
+            Way("+".join(mine), *({"DMLC_INTERFACE": ",".join(each)} for each in (mine, others)))
+            for mine, others in both
         ]
     theirs = options.server_devices or options.devices
-    return [
-        _over_verbs(options.devices, theirs, pairs, lag)
-        for lag, pairs in itertools.product(options.lag, options.pairs)
-    ]
+    found = []
+    for lag, pairs in itertools.product(options.lag, options.pairs):
+        name = f"{'+'.join(options.devices)} x {pairs}" + (f", lag {lag}" if lag != "0" else "")
+        common = {"STEPAF_QP_NUM": str(pairs), "STEPMESH_SPLIT_QP_LAG": lag}
+        mine, others = (
+            {**common, "FSERVER_RDMA_DEVICE": ",".join(each)} for each in (options.devices, theirs)
+        )
+        found.append(Way(name, mine, others))
+    return found
 
 
-def _over_tcp(ours: list[str], theirs: list[str]) -> Way:
-    settings = {"FSERVER_TRANSPORT": "tcp"}
-    return Way(
-        "+".join(ours),
-        {**settings, "DMLC_INTERFACE": ",".join(ours)},
-        {**settings, "DMLC_INTERFACE": ",".join(theirs)},
-    )
-
-
-def _over_verbs(ours: list[str], theirs: list[str], pairs: int, lag: str) -> Way:
-    settings = {
-        "FSERVER_TRANSPORT": "verbs",
-        "STEPAF_QP_NUM": str(pairs),
-        "STEPMESH_SPLIT_QP_LAG": lag,
-    }
-    return Way(
-        f"{'+'.join(ours)} x {pairs}" + (f", lag {lag}" if lag != "0" else ""),
-        {**settings, "FSERVER_RDMA_DEVICE": ",".join(ours)},
-        {**settings, "FSERVER_RDMA_DEVICE": ",".join(theirs)},
-    )
+def transport(options: argparse.Namespace) -> str:
+    """What carries the bytes."""
+    return "tcp" if options.interfaces else "verbs"
 
 
 def address(interface: str) -> str:
     """The IPv4 address of a network interface of this host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        try:
-            found = fcntl.ioctl(asker, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError as error:
-            raise BenchError(
-                f"--interfaces: {interface} has no IPv4 address: {error.strerror} (ip addr shows "
-                "the interfaces)"
-            ) from None
-    return socket.inet_ntoa(found[20:24])
+    import psutil
+
+    for found in psutil.net_if_addrs().get(interface, []):
+        if found.family.name == "AF_INET":
+            return str(found.address)
+    raise BenchError(f"--interfaces: {interface} has no IPv4 address (ip addr shows them)")
 
 
 def show(members: list[dict[str, Any]]) -> str:
@@ -146,37 +138,28 @@ def show(members: list[dict[str, Any]]) -> str:
     return ", ".join(parts) or "-"
 
 
-def _run(
-    options: argparse.Namespace,
-    compared: list[Way],
-    cores: tuple[int, int] | None,
-    nodes: Nodes,
-) -> Iterator[dict[str, Any]]:
+def _rows(run: Run, compared: list[Way]) -> Iterator[dict[str, Any]]:
     """A cluster for each way and round, in the same two processes."""
-    worker_core, server_core = cores or (None, None)
-    members = [
-        Member("worker", "bond.BondWorker", "worker", worker_core),
-        Member("server", "peers.ServerPart", "server", server_core),
-    ]
-    if options.role:
-        members = [Member("worker", "bond.FarBondWorker", "worker", worker_core)]
-    results: dict[tuple[int, int], list[tuple[dict[str, Any], list[dict[str, Any]]]]] = {}
-    with start(members, nodes) as crew:
-        turns = itertools.product(range(options.rounds), range(len(compared)))
-        for _, at in turns:
-            for size, found in _round(crew, compared[at], options):
-                results.setdefault((size, at), []).append(found)
+    options = run.options
+    worker, server = pair_of(run.cores, FarMembers if options.role else Members)
+    crew = run.enter_context(start([worker] if options.role else [worker, server], run.nodes))
+    results: dict[tuple[int, int], list[tuple[report.Figures, list[dict[str, Any]]]]] = {}
+    for _, at in itertools.product(range(options.rounds), range(len(compared))):
+        for size, found in _round(crew, compared[at], options):
+            results.setdefault((size, at), []).append(found)
+        run.step()
     for (size, at), rounds in sorted(results.items()):
         measured = [figures for figures, _ in rounds]
         first = [figures for figures, _ in results[size, 0]]
-        transport = compared[at].worker["FSERVER_TRANSPORT"]
-        row = report.row(transport, "push_pull", size, size, measured, first, compared[0].name)
-        yield {**row, "over": compared[at].name, "members": shares([m for _, m in rounds])}
+        over = {"over": compared[at].name, "baseline": compared[0].name}
+        members = shares([m for _, m in rounds])
+        how = transport(options), "push_pull", size, size
+        yield report.row(*how, measured, first, **over, members=members)
 
 
 def _round(
     crew: Crew, way: Way, options: argparse.Namespace
-) -> Iterator[tuple[int, tuple[dict[str, Any], list[dict[str, Any]]]]]:
+) -> Iterator[tuple[int, tuple[report.Figures, list[dict[str, Any]]]]]:
     """Of each size, the figures of a round and what each member has sent in it."""
     with _cluster(crew, way, options):
         crew.one("worker", "whole")
@@ -185,11 +168,8 @@ def _round(
             player.prepare(Case("push_pull", (size,), (size,)))
             before = crew.one("worker", "members")
             [[figures]] = take_turns([player], 1, options.seconds, options.iters)
-            after = crew.one("worker", "members")
-            sent = [
-                {**now, "sent": now["sent"] - then["sent"]}
-                for then, now in zip(before, after, strict=True)
-            ]
+            after = zip(before, crew.one("worker", "members"), strict=True)
+            sent = [{**now, "sent": now["sent"] - then["sent"]} for then, now in after]
             yield size, (figures, sent)
 
 
@@ -198,24 +178,23 @@ def _cluster(
 ) -> contextlib.AbstractContextManager[None]:
     near = way.server.get("DMLC_INTERFACE", "").split(",")[0]
     return crew.cluster(
-        way.worker["FSERVER_TRANSPORT"],
+        transport(options),
         scheduler=options.scheduler,
+        host=options.host,
         near=address(near) if near and not options.scheduler else None,
         by_role={"worker": way.worker, "server": way.server},
     )
 
 
-def _serve(
-    options: argparse.Namespace, compared: list[Way], cores: tuple[int, int] | None, nodes: Nodes
-) -> int:
+def _serve(run: Run, compared: list[Way]) -> None:
     """The server of two hosts: a cluster for each one of the worker's, in the same order."""
-    member = Member("server", "remote.ObeyingServer", "server", cores and cores[1])
+    options = run.options
+    member = Member("server", "remote.ObeyingServer", "server", run.cores and run.cores[1])
     print(f"bench: the server waits for the worker at {options.scheduler}", file=sys.stderr)
-    with start([member], nodes) as crew:
+    with start([member], run.nodes) as crew:
         for _, way in itertools.product(range(options.rounds), compared):
             with _cluster(crew, way, options):
                 crew.all("serve", timeout=24 * 3600)
-    return 0
 
 
 def shares(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -226,58 +205,3 @@ def shares(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         sent = sum(members[i]["sent"] for members in rounds)
         found.append({**last, "sent": sent, "share": 100 * sent / total})
     return found
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = parser(
-        "bond",
-        "Measures push_pulls between two processes whose connection is made of several: network "
-        "interfaces, RDMA devices, or queue pairs over a bonded NIC. Prints the round trip, the "
-        "ratio to the first line of that size, and which share of the bytes each part of the "
-        f"connection has carried. The ways take turns. {CHECKED} For two hosts, run the command on "
-        "both, with the same options, --role, and --scheduler HOST:PORT, an address of the "
-        "server's host.",
-        seconds=(0.2, "approximate length of a round, for each way and size"),
-        transport=None,
-    )
-    add = made.add_argument
-    add("--rounds", type=positive, default=5, help=f"number of rounds {SHOWN}")
-    add("--iters", type=positive, metavar="N", help="make N exchanges a round, not --seconds")
-    add(
-        "--interfaces", type=_names, metavar="A,B", help="network interfaces of the worker, for TCP"
-    )
-    add(
-        "--server-interfaces",
-        type=_names,
-        metavar="A,B",
-        help="those of the server (default: the same)",
-    )
-    add("--devices", type=_names, metavar="A,B", help="RDMA devices of the worker")
-    add(
-        "--server-devices",
-        type=_names,
-        metavar="A,B",
-        help="those of the server (default: the same)",
-    )
-    add(
-        "--pairs",
-        type=numbers,
-        default="1,2,4",
-        metavar="LIST",
-        help=f"queue pairs over each device {SHOWN}",
-    )
-    add(
-        "--lag",
-        type=one_of(LAGS),
-        default="0",
-        metavar="LIST",
-        help=f"values of STEPMESH_SPLIT_QP_LAG, of {', '.join(LAGS)} {SHOWN}",
-    )
-    add("--sizes", type=sizes, default="4K,1M,16M", metavar="LIST", help=f"bytes each way {SHOWN}")
-    add("--scheduler", metavar="HOST:PORT", help="two hosts: an address of the server's host")
-    add("--role", choices=("worker", "server"), help="two hosts: the role of this host")
-    return made

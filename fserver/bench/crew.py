@@ -27,6 +27,7 @@ from .errors import BenchError, WrongDataError
 START_TIMEOUT = 180.0  # seconds; imports of torch on a busy machine
 TIMEOUT = 600.0  # seconds; what a benchmark does between two answers
 KILL_TIMEOUT = 10.0  # seconds; what the kernel takes to end a process, with all its memory
+NO_ADDRESS = "this host has only a loopback address (use two hosts, --scheduler and --role)"
 OTHERS = ("DMLC_", "STEPMESH_")  # variables with roles, ranks and addresses of others
 
 
@@ -423,6 +424,17 @@ def free_port(host: str) -> Iterator[str]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))
         yield f"{f'[{host}]' if six else host}:{holder.getsockname()[1]}"
+
+
+def own_address() -> str | None:
+    """An IPv4 address of this host that is not loopback: the one that routes out. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+    return None if address.startswith("127.") else address
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from pathlib import Path
 from .crew import START_TIMEOUT, Crew, Member, Peer, Place, ending, load, obey, transport_settings
 from .errors import BenchError
 
-PARTS = {"worker": "peers.WorkerPart", "server": "peers.ServerPart"}
+PARTS = {"worker": "parts.WorkerPart", "server": "parts.ServerPart"}
 
 
 @contextlib.contextmanager

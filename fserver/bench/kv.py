@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import os
 import re
-import secrets
 import statistics
 import subprocess
 import tempfile
@@ -18,16 +17,16 @@ from typing import IO, Any, NamedTuple
 
 from fserver.run.gpus import seen
 
+from . import options as opts
 from . import report
-from .cpp import compiled
-from .crew import free_port, transport_settings
+from .baseline import compiled
+from .crew import NO_ADDRESS, OTHERS, free_port, own_address, secret, transport_settings
 from .errors import BenchError
-from .matrix import NO_ADDRESS, PLACES, own_address
-from .options import SHOWN, choose_cores, one_of, parser, positive, sizes
+from .run import Run
 
+PLACES = ("local", "remote", "joint")
 OPS = ("push", "pull", "push_pull")
 MEMORY = ("cpu", "cpu:gpu", "gpu:cpu", "gpu")
-TRANSPORTS = "tcp, cma (inside a host), verbs, or auto (the best available)"
 ROUND_BYTES = 64 << 20  # of a round, if --iters is not given
 TIMEOUT = 600.0  # seconds; one line of the table
 LINE = re.compile(
@@ -35,16 +34,45 @@ LINE = re.compile(
     r"([\d.]+) messages/s\. count = (\d+)"
 )
 COLUMNS = (
-    report.Column("place", -6, "place", str),
-    report.Column("memory", -7, "memory", str),
+    report.Column("place", -6, "place"),
+    report.Column("memory", -7, "memory"),
     report.TRANSPORT,
     report.OP,
-    report.Column("keys", 6, "keys", str),
+    report.Column("keys", 6, "keys"),
     report.Column("bytes", 8, "bytes", report.show_size),
-    report.Column("Gbps", 9, "goodput_gbps", "{:.3f}".format),
-    report.Column("min", 9, "goodput_min", "{:.3f}".format),
-    report.Column("max", 9, "goodput_max", "{:.3f}".format),
-    report.Column("messages/s", 11, "messages", "{:.0f}".format),
+    report.number("Gbps", 9, "goodput_gbps", 3),
+    report.number("min", 9, "goodput_min", 3),
+    report.number("max", 9, "goodput_max", 3),
+    report.number("messages/s", 11, "messages", 0),
+)
+PARSER = opts.parser(
+    "kv",
+    "Measures pushes and pulls of keys and values between C++ programs that use ps/ps.h, as "
+    "ps-lite's benchmark does. Each key has a request of its own. A round sends requests for all "
+    "keys some number of times, and waits for them each time. The table shows the median goodput "
+    "over the rounds, in 10^9 bits per second of one direction, the slowest and the fastest round, "
+    "and the messages per second; workers are summed up. Before and after the rounds, all bytes "
+    "are pushed, pulled and compared. Places are as in `fserver bench pingpong`; remote is over "
+    "TCP, and joint has processes that are worker and server. For two hosts, run the command on "
+    "both, with the same options. Each line of the table uses the next port.",
+    ("--places", opts.some_of(PLACES), "local,joint", f"places, of {', '.join(PLACES)}"),
+    (
+        "--memory",
+        opts.some_of(MEMORY),
+        "cpu",
+        f"where values are, at the workers and at the servers, of {', '.join(MEMORY)}",
+    ),
+    ("--ops", opts.some_of(OPS), ",".join(OPS), f"operations, of {', '.join(OPS)}"),
+    ("--transport", opts.names, "tcp,cma", "transports: tcp, cma (inside a host), verbs, or auto"),
+    ("--sizes", opts.sizes, "4K,64K,1M", "bytes of a key"),
+    ("--keys", opts.positive, 40, "keys at each server"),
+    ("--workers", opts.positive, 1, "number of workers"),
+    ("--servers", opts.positive, 1, "number of servers"),
+    ("--threads", opts.positive, 1, "threads of a worker"),
+    ("--rounds", opts.positive, 5, "number of rounds"),
+    ("--iters", opts.positive, None, "how often a round sends all keys (default: 64 MiB in all)"),
+    ("--registered", bool, False, "servers receive pushes in registered memory"),
+    *opts.TWO_HOSTS,
 )
 
 
@@ -55,12 +83,13 @@ class Case(NamedTuple):
     memory: str
     transport: str
     op: str
-    size: int
+    bytes: int
 
     def on_gpu(self, role: str) -> bool:
-        """Whether the values of workers, of servers are on a GPU."""
+        """Whether the values of a process of that role are on a GPU."""
         worker, _, server = self.memory.partition(":")
-        return (worker if role == "worker" else server or worker) == "gpu"
+        where = {"worker": worker, "server": server or worker, "joint": self.memory}
+        return "gpu" in where.get(role, "")
 
 
 class Process(NamedTuple):
@@ -78,30 +107,24 @@ class Process(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark; returns the exit status."""
-    made = _parser()
-    options = made.parse_args(argv)
-    _check(made, options)
-    cores = choose_cores(options.cores)
-    facts = report.begin(options, cores)
+    options = PARSER.parse_args(argv)
+    _check(options)
     planned = cases(options)
-    table, rows = report.Table(COLUMNS), []
-    with contextlib.ExitStack() as stack:
-        program = compiled(Path(stack.enter_context(tempfile.TemporaryDirectory())), "bench_kv.cc")
+    with Run("kv", options, columns=COLUMNS, steps=len(planned)) as run:
+        program = compiled("bench_kv.cc")
         if options.role != "server":
-            print(table.header(), flush=True)
-        bar = stack.enter_context(report.Progress(len(planned), "kv", "line"))
+            run.header()
         for at, case in enumerate(planned):
-            row = _measure(program, case, options, cores, at)
-            if row:
-                bar.print(table.line(row))
-                rows.append(row)
-            bar.step()
-    report.finish(options, "kv", facts, rows)
+            row = _measure(program, case, run, at)
+            if options.role != "server":
+                run.add(row)
+            run.step()
+        run.finish()
     return 0
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """The lines of the table. A remote place has tcp alone, as matrix has."""
+    """The lines of the table. On one host, a remote place has tcp alone."""
     return [
         Case(place, memory, transport, op, size)
         for place in options.places
@@ -112,112 +135,81 @@ def cases(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-def iterations(options: argparse.Namespace, case: Case) -> int:
-    """How often a round sends all keys."""
-    if options.iters:
-        return int(options.iters)
-    return min(max(ROUND_BYTES // (case.size * options.keys * options.servers), 10), 1000)
-
-
-def _measure(
-    program: Path,
-    case: Case,
-    options: argparse.Namespace,
-    cores: tuple[int, int] | None,
-    at: int,
-) -> dict[str, Any] | None:
-    """Runs a cluster; None at the host of the servers."""
-    known = {
-        "place": case.place,
-        "memory": case.memory,
-        "transport": case.transport,
-        "op": case.op,
-        "bytes": case.size,
-        "keys": options.keys,
-        "workers": options.workers,
-        "servers": options.servers,
-        "threads": options.threads,
-        "iters": iterations(options, case),
-    }
+def _measure(program: Path, case: Case, run: Run, at: int) -> dict[str, Any]:
+    """Runs a cluster. `at`: the number of the line."""
+    options = run.options
+    count = ROUND_BYTES // (case.bytes * options.keys * options.servers)
+    iters = options.iters or min(max(count, 10), 1000)
+    row = {**case._asdict(), "iters": iters, "skipped": None}
+    row |= {name: getattr(options, name) for name in ("keys", "workers", "servers", "threads")}
     host = options.host
     if case.place == "remote" and not options.role:
         host = own_address()
         if not host:
-            return {**known, **figures({}), "skipped": NO_ADDRESS}
+            return {**row, **figures({}), "skipped": NO_ADDRESS}
     with contextlib.ExitStack() as stack:
-        where = host or "127.0.0.1"
-        address = options.scheduler or stack.enter_context(free_port(where))
-        name, _, port = address.rpartition(":")
-        common = _environment(options, case)
+        where = options.scheduler or stack.enter_context(free_port(host or "127.0.0.1"))
+        name, _, port = where.rpartition(":")
+        common = _environment(options, case, iters)
         common["DMLC_PS_ROOT_URI"] = name.strip("[]")
         common["DMLC_PS_ROOT_PORT"] = str(int(port) + (at if options.scheduler else 0))
         if host:
             common["DMLC_NODE_HOST"] = host
-        command = [str(program), str(case.size), str(options.rounds * known["iters"]), case.op]
+        command = [str(program), str(case.bytes), str(options.rounds * iters), case.op]
         processes: list[Process] = []
         stack.callback(_end, processes)
-        for process in members(options, case.place):
-            processes.append(_start(command, common, process, case, cores, stack))
-        text = _wait(processes)
-    if options.role == "server":
-        return None
-    return {**known, **figures(lines(text)), "skipped": None}
+        for role, rank in members(options, case.place):
+            env, pinned = _own(common, role, case, run.cores)
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            env["DMLC_NODE_RANK"] = str(rank)
+            process = subprocess.Popen([*pinned, *command], env=env, stdout=log, stderr=log)
+            processes.append(Process(f"{role} {rank}", process, log))
+        return {**row, **figures(lines(_wait(processes)))}
 
 
 def members(options: argparse.Namespace, place: str) -> list[tuple[str, int]]:
     """The processes of this host: role and rank of each."""
-    servers = [("scheduler", 0), *(("server", i) for i in range(options.servers))]
     workers = [("worker", i) for i in range(options.workers)]
+    servers = [("scheduler", 0), *(("server", i) for i in range(options.servers))]
     if place == "joint":
         return [servers[0], *(("joint", i) for i in range(options.workers))]
-    if options.role:
-        return servers if options.role == "server" else workers
-    return servers + workers
-
-
-def _environment(options: argparse.Namespace, case: Case) -> dict[str, str]:
-    """What all processes have in common."""
-    own = ("DMLC_", "STEPMESH_", "BENCHMARK_", "TEST_NUM_GPU_")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(own)}
-    env.pop("TOTAL_DURATION", None)
-    env.update(transport_settings(case.transport))
-    env.update(
-        DMLC_NUM_WORKER=str(options.workers),
-        DMLC_NUM_SERVER=str(options.servers),
-        NUM_KEY_PER_SERVER=str(options.keys),
-        LOG_DURATION=str(iterations(options, case)),
-        BENCHMARK_NTHREAD=str(options.threads),
-        ENABLE_RECV_BUFFER=str(int(options.registered)),
-        TEST_NUM_GPU_WORKER=str(int(case.on_gpu("worker"))),
-        TEST_NUM_GPU_SERVER=str(int(case.on_gpu("server"))),
+    return (servers if options.role != "worker" else []) + (
+        workers if options.role != "server" else []
     )
-    if not options.role and not {"FSERVER_SECRET", "FSERVER_SECRET_FILE"} & set(env):
-        env["FSERVER_SECRET"] = secrets.token_hex(16)
-    return env
 
 
-def _start(
-    command: list[str],
-    common: Mapping[str, str],
-    member: tuple[str, int],
-    case: Case,
-    cores: tuple[int, int] | None,
-    stack: contextlib.ExitStack,
-) -> Process:
-    role, rank = member
-    env = {**common, "DMLC_ROLE": role, "DMLC_NODE_RANK": str(rank), "STEPMESH_BACKEND": "CPU"}
-    if any(case.on_gpu(r) for r in ("worker", "server") if role in (r, "joint")):
+def _environment(options: argparse.Namespace, case: Case, iters: int) -> dict[str, str]:
+    """What all processes have in common."""
+    own = (*OTHERS, "BENCHMARK_", "TEST_NUM_GPU_", "TOTAL_DURATION")
+    numbers = {
+        "DMLC_NUM_WORKER": options.workers,
+        "DMLC_NUM_SERVER": options.servers,
+        "NUM_KEY_PER_SERVER": options.keys,
+        "LOG_DURATION": iters,
+        "BENCHMARK_NTHREAD": options.threads,
+        "ENABLE_RECV_BUFFER": int(options.registered),
+        "TEST_NUM_GPU_WORKER": int(case.on_gpu("worker")),
+        "TEST_NUM_GPU_SERVER": int(case.on_gpu("server")),
+    }
+    return {
+        **{k: v for k, v in os.environ.items() if not k.startswith(own)},
+        **transport_settings(case.transport),
+        **{name: str(value) for name, value in numbers.items()},
+        **({} if options.role else secret()),
+    }
+
+
+def _own(
+    common: Mapping[str, str], role: str, case: Case, cores: tuple[int, int] | None
+) -> tuple[dict[str, str], list[str]]:
+    """The environment of a process, and the command that pins it."""
+    env = {**common, "DMLC_ROLE": role, "STEPMESH_BACKEND": "CPU"}
+    if case.on_gpu(role):
         gpu = seen(common) - 1 if role == "server" else 0
         env.update(STEPMESH_BACKEND="GPU", STEPMESH_GPU=str(gpu))
-    usable = {"worker": cores and cores[:1], "server": cores and cores[1:]}.get(role, cores)
-    if usable and role != "scheduler":
-        command = ["taskset", "-c", ",".join(map(str, usable)), *command]
-    log = stack.enter_context(tempfile.TemporaryFile("w+"))
-    try:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-    except FileNotFoundError:
-        raise BenchError(f"{command[0]}: not found (run apt-get install util-linux)") from None
-    return Process(f"{role} {rank}", process, log)
+    usable = {"worker": cores and cores[:1], "server": cores and cores[1:], "joint": cores}
+    pinned = usable.get(role)
+    return env, ["taskset", "-c", ",".join(map(str, pinned))] if pinned else []
 
 
 def _wait(processes: list[Process]) -> str:
@@ -227,28 +219,23 @@ def _wait(processes: list[Process]) -> str:
         BenchError: one has failed, or they take too long.
     """
     end = time.monotonic() + TIMEOUT
-    while any(p.process.poll() is None for p in processes):
-        _raise_failed(processes)
+    while True:
+        running = [p.name for p in processes if p.process.poll() is None]
+        for p in processes:
+            if p.process.poll():
+                text = p.text().strip() or "it has printed nothing"
+                raise BenchError(f"{p.name} ended with status {p.process.returncode}: {text}")
+        if not running:
+            return "\n".join(p.text() for p in processes)
         if time.monotonic() > end:
-            names = ", ".join(p.name for p in processes if p.process.poll() is None)
-            raise BenchError(f"bench_kv: {names} did not end within {TIMEOUT:g} s")
+            raise BenchError(f"bench_kv: {', '.join(running)} did not end within {TIMEOUT:g} s")
         time.sleep(0.01)
-    _raise_failed(processes)
-    return "\n".join(p.text() for p in processes)
-
-
-def _raise_failed(processes: list[Process]) -> None:
-    for p in processes:
-        if p.process.poll():
-            text = p.text().strip() or "it has printed nothing"
-            raise BenchError(f"{p.name} ended with status {p.process.returncode}: {text}")
 
 
 def _end(processes: list[Process]) -> None:
     """Ends those that still run."""
     for p in processes:
-        if p.process.poll() is None:
-            p.process.kill()
+        p.process.kill()
         p.process.wait()
 
 
@@ -263,30 +250,26 @@ def lines(text: str) -> dict[str, list[tuple[float, float]]]:
 def figures(found: Mapping[str, list[tuple[float, float]]]) -> dict[str, Any]:
     """Medians over the rounds, and the slowest and the fastest one. Workers and threads are summed
     up."""
-    result: dict[str, Any] = {"rounds": max(map(len, found.values()), default=0)}
 
     def total(column: int, what: Any) -> float | None:
         values = [what([line[column] for line in rounds]) for rounds in found.values()]
         return round(sum(values), 4) if values else None
 
-    result["goodput_gbps"] = total(0, statistics.median)
-    result["goodput_min"] = total(0, min)
-    result["goodput_max"] = total(0, max)
-    result["messages"] = total(1, statistics.median)
-    return result
+    return {
+        "rounds": max(map(len, found.values()), default=0),
+        "goodput_gbps": total(0, statistics.median),
+        "goodput_min": total(0, min),
+        "goodput_max": total(0, max),
+        "messages": total(1, statistics.median),
+    }
 
 
-def _check(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if bool(options.scheduler) != bool(options.role):
-        made.error(
-            "--scheduler and --role: give both, or neither (run one command on each of two hosts)"
-        )
-    if options.scheduler and not re.fullmatch(r".+:\d{1,5}", options.scheduler):
-        made.error(f"--scheduler {options.scheduler}: want HOST:PORT")
+def _check(options: argparse.Namespace) -> None:
+    opts.check_hosts(PARSER, options)
     if options.role:
         options.places = ["remote"]
     if "joint" in options.places and options.workers != options.servers:
-        made.error(
+        PARSER.error(
             f"--places joint: --workers {options.workers} and --servers {options.servers} differ, "
             "but each process is a worker and a server: give the same number"
         )
@@ -295,51 +278,3 @@ def _check(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             f"--memory {','.join(options.memory)}: this host has no GPU that can be used (run "
             "`fserver doctor` for the reason, or give --memory cpu)"
         )
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = parser(
-        "kv",
-        "Measures pushes and pulls of keys and values between C++ programs that use ps/ps.h, as "
-        "ps-lite's benchmark does. Each key has a request of its own. A round sends requests for "
-        "all keys some number of times, and waits for them each time. The table shows the median "
-        "goodput over the rounds, in 10^9 bits per second of one direction, the slowest and the "
-        "fastest round, and the messages per second; workers are summed up. Before and after the "
-        "rounds, all bytes are pushed, pulled and compared. There are three places, as in "
-        "`fserver bench matrix`: local, remote (over TCP, through an address of this host that is "
-        "not loopback, or between two hosts), and joint (each process is a worker and a server). "
-        "For two hosts, run the command on both, with the same options, --role, and --scheduler "
-        "HOST:PORT, an address of the servers' host. Each line of the table uses the next port.",
-        seconds=None,
-        transport=None,
-    )
-    add = made.add_argument
-    for name, allowed, default in (
-        ("places", PLACES, "local,joint"),
-        ("memory", MEMORY, "cpu"),
-        ("ops", OPS, ",".join(OPS)),
-    ):
-        text = f"{name}, of {', '.join(allowed)} {SHOWN}"
-        if name == "memory":
-            text = f"where values are, at the workers and at the servers: {text}"
-        add(f"--{name}", type=one_of(allowed), default=default, metavar="LIST", help=text)
-    transports = f"transports: {TRANSPORTS} {SHOWN}"
-    add("--transport", type=_words, default="tcp,cma", metavar="LIST", help=transports)
-    add("--sizes", type=sizes, default="4K,64K,1M", metavar="LIST", help=f"bytes a key {SHOWN}")
-    add("--keys", type=positive, default=40, help=f"keys at each server {SHOWN}")
-    add("--workers", type=positive, default=1, help=f"number of workers {SHOWN}")
-    add("--servers", type=positive, default=1, help=f"number of servers {SHOWN}")
-    add("--threads", type=positive, default=1, help=f"threads of a worker {SHOWN}")
-    add("--rounds", type=positive, default=5, help=f"number of rounds {SHOWN}")
-    text = "send all keys N times in a round (default: as often as makes 64 MiB, 10 to 1,000 times)"
-    add("--iters", type=positive, metavar="N", help=text)
-    text = "servers receive pushes in registered memory (RegisterRecvBuffer)"
-    add("--registered", action="store_true", help=text)
-    add("--scheduler", metavar="HOST:PORT", help="two hosts: an address of the servers' host")
-    add("--role", choices=("worker", "server"), help="two hosts: the role of this host")
-    add("--host", metavar="ADDRESS", help="two hosts: the address of this host to use")
-    return made
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")

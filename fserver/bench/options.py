@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,19 @@ VALUES = {  # of options, in their help, by type; else a list
     "size": "BYTES",
     "seconds": "SECONDS",
     "milliseconds": "MS",
+    "checkout": "DIR",
 }
 
 Option = tuple[str, Callable[[str], Any] | tuple[str, ...], Any, str]
 """A flag, its type or the words that it allows, its default (None: nothing is shown) and its help.
 A type that is `bool` makes a switch."""
+
+
+TWO_HOSTS: tuple[Option, ...] = (
+    ("--scheduler", str, None, "two hosts: HOST:PORT, an address of the servers' host"),
+    ("--role", ROLES, None, "two hosts: the role of this host"),
+    ("--host", str, None, "two hosts: the address of this host to use"),
+)
 
 
 def parser(name: str, text: str, *options: Option, rounds: int | None = None) -> "Parser":
@@ -75,19 +84,14 @@ def transport_of(default: str) -> Option:
     return "--transport", str, default, f"the transport: {TRANSPORTS}"
 
 
-def two_hosts(made: Parser) -> None:
-    """Adds the options of a benchmark between two hosts."""
-    made.option("--scheduler", str, None, "two hosts: HOST:PORT, an address of the servers' host")
-    made.option("--role", ROLES, None, "two hosts: the role of this host")
-    made.option("--host", str, None, "two hosts: the address of this host to use")
-
-
 def check_hosts(made: Parser, options: argparse.Namespace) -> None:
-    """Ends the program if only half of them is given."""
+    """Ends the program if TWO_HOSTS do not go together."""
     if bool(options.scheduler) != bool(options.role):
         made.error(
             "--scheduler and --role: give both, or neither (run one command on each of two hosts)"
         )
+    if options.scheduler and not re.fullmatch(r".+:\d{1,5}", options.scheduler):
+        made.error(f"--scheduler {options.scheduler}: want HOST:PORT")
 
 
 def output(text: str) -> str:

@@ -2,149 +2,127 @@
 
 import argparse
 import contextlib
+import dataclasses
+import functools
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import against, beside, report, ways
-from .baseline import Baseline, baseline_of
-from .crew import Case, Crew, Nodes, pair
-from .errors import BenchError
+from . import against, beside, others, report, ways
+from .baseline import Baseline, baseline_of, compiled
+from .crew import (
+    NO_ADDRESS,
+    Case,
+    Crew,
+    Member,
+    Nodes,
+    own_address,
+    pair,
+    start,
+    transport_settings,
+)
+from .errors import BenchError, GaveUpError
+from .joint import joint
 from .options import (
     CHECKED,
-    SHOWN,
     TRANSPORTS,
-    MakeBaseline,
-    choose_cores,
+    TWO_HOSTS,
+    check_hosts,
     exchanges,
-    one_of,
-    open_baseline,
+    names,
     parser,
     positive,
+    seconds_of,
+    some_of,
 )
-from .others import reason
-from .turns import CrewPlayer, Player, take_turns
+from .remote import far_baseline
+from .run import Raw, Run, need_gpu
+from .turns import CrewPlayer, Figures
 
-SIZES = "64,4K,64K,1M,16M,64M"
+PLACES = ("local", "remote", "joint")
 OPS = ("push", "pull", "push_pull")
+SIZES = "64,4K,64K,1M,16M,64M"
 SMALL = 64  # bytes that a pull sends, and that the baseline sends for an answer without data
+BESIDE = (*beside.WAYS, "shm", "c++", "none")
+COLUMNS = (
+    report.Column("place", -6, "place"),
+    report.Column("device", -6, "device"),
+    *report.COLUMNS,
+)
+PARSER = parser(
+    "pingpong",
+    "Measures push_pull and wait between a worker and a server: two processes, each on a core of "
+    "its own. The transports take turns, and so do two processes in C that move the same bytes on "
+    "the same cores (the columns raw). The figures are medians over the rounds. GB/s counts the "
+    f"bytes of both directions. The ratio is p50 divided by raw p50. {CHECKED} With tensors on "
+    "GPUs, the numbers in the answers to push and pull are checked between rounds only. If "
+    "several transports, devices or places are given, one that cannot be had is skipped with the "
+    "reason. docs/benchmarks.md describes the places, what is beside fserver, and two hosts.",
+    ("--transport", names, "auto", f"the transports: {TRANSPORTS}"),
+    ("--places", some_of(PLACES), "local", f"some of {', '.join(PLACES)}"),
+    ("--device", some_of(("cpu", "gpu")), "cpu", "where the tensors are: cpu, gpu, or both"),
+    ("--sizes", exchanges, SIZES, "sizes in bytes, for both directions or as OUT:BACK"),
+    ("--tensors", positive, 1, "tensors of that size in each push and in each answer"),
+    ("--ops", some_of(OPS), ",".join(OPS), "operations to measure"),
+    ("--shared", bool, False, "measure each transport also with pushes of shared tensors"),
+    (
+        "--beside",
+        some_of(BESIDE),
+        None,
+        f"what takes turns too in place local: some of {', '.join(BESIDE)} (default "
+        f"{','.join(ways.ON_GPUS)} for tensors on GPUs, else none)",
+    ),
+    (
+        "--against",
+        against.checkout,
+        None,
+        f"compare with another checkout of fserver, by {against.ROUNDS} rounds of each build. The "
+        f"exit status is 1 if the interval of a ratio lies wholly above {against.LIMIT}",
+    ),
+    seconds_of(0.2, "approximate length of a round of each way"),
+    *TWO_HOSTS,
+    rounds=7,
+)
+
+
+class Way(NamedTuple):
+    """What takes turns under a name, or why it cannot."""
+
+    name: str
+    player: Any = None
+    raw: Raw | None = None
+    reason: str | None = None
+    shared: bool = False  # it pushes tensors in shared memory
+    gpus: tuple[int, int] | None = None
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
     options = _options(argv)
-    cores = choose_cores(options.cores)
-    facts = report.begin(options, cores)
+    apart = [(place, device) for place in options.places for device in options.device]
+    planned = [cases(options.sizes, options.ops, device, options.tensors) for _, device in apart]
+    steps = sum(map(len, planned)) * options.rounds
+    columns = COLUMNS if len(apart) > 1 else report.COLUMNS
     if options.against:
-        facts["against"] = against.name(options.against)
-        print(f"against {facts['against']}", flush=True)
-    table = report.Table(against.COLUMNS if options.against else report.COLUMNS)
-    rows: list[dict[str, Any]] = []
-    print(table.header(), flush=True)
-    planned = cases(options.sizes, options.ops, options.device, options.tensors)
-    steps = len(options.transport) * len(planned) * options.rounds
-    with report.Progress(steps, "pingpong") as bar:
-        for transport in options.transport:
-            play = against.run if options.against else _run
-            for row in play(options, transport, planned, cores, nodes, bar):
-                bar.print(table.line(row))
-                rows.append(row)
-    report.finish(options, "pingpong", facts, rows)
-    return against.judge(options, rows) if options.against else 0
-
-
-def _run(
-    options: argparse.Namespace,
-    transport: str,
-    planned: list[Case],
-    cores: tuple[int, int] | None,
-    nodes: Nodes,
-    bar: report.Progress,
-) -> Iterator[dict[str, Any]]:
-    """Measures the cases between two processes of this host, and gives each row when it is done."""
-    with pair(nodes, transport, cores, device=options.device) as crew:
-        yield from measure(crew, options, planned, cores, bar, nodes=nodes)
-
-
-def measure(
-    crew: Crew,
-    options: argparse.Namespace,
-    planned: list[Case],
-    cores: tuple[int, int] | None,
-    bar: report.Progress,
-    host: str | None = None,
-    make: MakeBaseline = Baseline,
-    nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
-    names: Sequence[str] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The same with a pair that is there, in turn with the baseline of what connects it, which
-    `make` starts, and with others' ways of these names (None: as the options say): the rows of
-    these follow each of ours."""
-    names = options.beside if names is None else names
-    gpus = crew.gpus if planned[0].device == "gpu" else None
-    with contextlib.ExitStack() as stack:
-        player = CrewPlayer(crew)
-        if gpus:  # how that travels is known when it has
-            player.prepare(planned[0])
-            player.check(0)
-        transport = "+".join(crew.workers("links")[0])
-        way = baseline_of(transport)
-        where = "{},{}".format(*crew.gpus) if way == "raw gpu" else host
-        raw, says = open_baseline(stack, options, way, cores, where, make)
-        room = max(max(_moved(case)) for case in planned)
-        others = beside.beside(stack, names, gpus, room, cores, nodes)
-        wire = _wire(gpus) if gpus and names else None
-        for case in planned:
-            out, back = sum(case.out), sum(case.back)
-            player.prepare(case)
-            rivals: list[Baseline | beside.Other] = [*([raw] if raw else []), *others]
-            for one in rivals:
-                one.prepare(*_moved(case))
-            players: list[Player] = [*([raw] if raw else []), player, *others]
-            results = take_turns(
-                players, options.rounds, options.seconds, options.iters, done=bar.step
-            )
-            baseline = results.pop(0) if raw else []
-            yield report.row(transport, case.op, out, back, results[0], baseline, **says)
-            for one, figures in zip(others, results[1:], strict=True):
-                if one.reason:
-                    yield report.skipped(one.way, case.op, out, back, one.reason)
-                else:
-                    yield report.row(one.way, case.op, out, back, figures, baseline, **says)
-            if wire:
-                yield _wire_row(wire, case, baseline, says)
-
-
-def _moved(case: Case) -> tuple[int, int]:
-    """Bytes there and home of those that need an answer to know that what they sent has come."""
-    return sum(case.out), sum(case.back) or SMALL
-
-
-def _wire(gpus: tuple[int, int]) -> dict[str, Any]:
-    """Figures of a block between two GPUs, or the reason why there are none."""
-    if gpus[0] == gpus[1]:
-        return {"reason": "it takes two GPUs, and there is one"}
-    try:
-        return beside.wire(gpus)
-    except BenchError as error:
-        print(f"bench: wire: {error}", file=sys.stderr, flush=True)
-        return {"reason": reason(error)}
-
-
-def _wire_row(
-    wire: dict[str, Any], case: Case, baseline: list[dict[str, Any]], says: dict[str, Any]
-) -> dict[str, Any]:
-    """What the bytes of a case take at the speed of a block."""
-    out, back = sum(case.out), sum(case.back)
-    if "reason" in wire:
-        return report.skipped("wire", case.op, out, back, wire["reason"])
-    share = (out + back) / ways.BIG
-    figures = {"iters": wire["iters"], **{k: share * wire[k] for k in ("p50_us", "p99_us")}}
-    return report.row("wire", case.op, out, back, [figures], baseline, **says)
+        columns, steps = against.COLUMNS, steps * len(options.transport)
+    with Run("pingpong", options, nodes, columns, steps) as run:
+        if options.role == "server":
+            _serve(run)
+            return 0
+        if options.against:
+            run.facts["against"] = against.name(options.against)
+            print(f"against {run.facts['against']}", flush=True)
+        run.header()
+        for (place, device), some in zip(apart, planned, strict=True):
+            for row in _rows(run, place, some):
+                run.add({"place": place, "device": device, **row})
+        run.finish()
+    return against.judge(options, run.rows) if options.against else 0
 
 
 def cases(
-    sizes: list[tuple[int, int]], ops: list[str], device: str = "cpu", tensors: int = 1
+    sizes: Sequence[tuple[int, int]], ops: Sequence[str], device: str = "cpu", tensors: int = 1
 ) -> list[Case]:
     """Each size, there and home, with every op, each under keys of its own. A push and an answer
     have as many tensors of that size as `tensors` says."""
@@ -163,82 +141,191 @@ def cases(
 
 def _options(argv: list[str]) -> argparse.Namespace:
     """The options, checked, with defaults that depend on others."""
-    made = _parser()
-    options = made.parse_args(argv)
+    options = PARSER.parse_args(argv)
+    check_hosts(PARSER, options)
+    if options.role:
+        options.places = ["remote"]
+    here = (options.places, options.device) == (["local"], ["cpu"])
+    if options.shared and not here:
+        PARSER.error("--shared: want --places local and --device cpu")
     if options.against:
-        made.set_defaults(rounds=against.ROUNDS)
-        options = made.parse_args(argv)
-        if options.beside or options.plot:
-            made.error("--against cannot be combined with --beside or --plot")
+        if options.beside or options.shared or options.places != ["local"] or options.device[1:]:
+            PARSER.error("--against: want --places local, one --device, no --beside, no --shared")
+        options = PARSER.parse_args(argv, argparse.Namespace(rounds=against.ROUNDS))
         against.check(options.against, options.rounds)
-    if options.beside is None:
-        options.beside = ways.ON_GPUS if options.device == "gpu" else ()
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = parser(
-        "pingpong",
-        "Measures push_pull and wait between a worker and a server: two processes, each on a "
-        "core of its own. In turn with them, two processes in C move the same bytes on the same "
-        "cores (the columns raw). For tcp they use a socket, for cma process_vm_writev and a "
-        "flag in shared memory, for cudaipc the copy engine and a flag in host memory. The "
-        "figures are medians over the rounds. GB/s counts the bytes of both directions. The "
-        f"ratio is p50 divided by raw p50. {CHECKED} With tensors on GPUs, the numbers in the "
-        "answers to push and pull are checked between rounds only. Other libraries take turns "
-        "too, in processes of their own on the same GPUs. They wait for their stream at each "
-        "round trip. With tensors on GPUs, they are NCCL's send and recv, torch's symmetric "
-        "memory with its own kernels and with NVSHMEM, and NIXL. With tensors on the CPU, it is "
-        f"gloo. With these libraries, the answer to a push has {SMALL} B. A library that is "
-        "missing or fails is skipped with the reason. The row wire shows how long the same "
-        "bytes take at the speed of a copy of 64 MiB by the copy engine.",
-        seconds=(0.2, "approximate length of a round of each way"),
-        transport=None,
-        rounds=7,
-    )
-    made.add_argument(
-        "--transport",
-        type=lambda text: text.split(","),
-        default="auto",
-        metavar="LIST",
-        help=f"the transports, measured one after the other: {TRANSPORTS} {SHOWN}",
-    )
-    made.add_argument(
-        "--against",
-        type=against.checkout,
-        metavar="DIR",
-        help="compare with another checkout of fserver whose extension is built, instead of the "
-        f"baseline and other libraries, by {against.ROUNDS} rounds of each. Prints the median of "
-        "the ratios of this build's p50 to the other's, and its 95 %% interval (by order "
-        f"statistics). The exit status is 1 if a whole interval is above {against.LIMIT}",
-    )
-    made.add_argument(
-        "--device",
-        choices=("cpu", "gpu"),
-        default="cpu",
-        help="where the tensors are. gpu: the worker's on the first GPU, the server's on the last "
-        f"{SHOWN}",
-    )
-    made.add_argument(
-        "--sizes",
-        type=exchanges,
-        default=SIZES,
-        metavar="LIST",
-        help=f"sizes in bytes, for both directions or as OUT:BACK (default {SIZES})",
-    )
-    made.add_argument(
-        "--tensors",
-        type=positive,
-        default=1,
-        metavar="N",
-        help=f"number of tensors of that size in each push and in each answer {SHOWN}",
-    )
-    made.add_argument(
-        "--ops",
-        type=one_of(OPS),
-        default=",".join(OPS),
-        metavar="LIST",
-        help=f"operations to measure {SHOWN}",
-    )
-    beside.add_option(made, f"{','.join(ways.ON_GPUS)} for tensors on GPUs, else none")
-    return made
+def _serve(run: Run) -> None:
+    """The server's host, of two."""
+    print(f"bench: the server waits for the worker at {run.options.scheduler}", file=sys.stderr)
+    crew = run.enter_context(_far(run, "remote.ObeyingServer", "server"))
+    crew.all("serve", timeout=24 * 3600)
+
+
+@contextlib.contextmanager
+def _far(run: Run, part: str, role: str) -> Iterator[Crew]:
+    """The process of this host, of two."""
+    options, core = run.options, run.cores and run.cores[role == "server"]
+    with start([Member(role, part, role, core)], run.nodes) as crew:
+        with crew.cluster("tcp", host=options.host, scheduler=options.scheduler):
+            yield crew
+
+
+def _rows(run: Run, place: str, planned: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """The rows of a place and a device."""
+    if run.options.against:
+        for transport in run.options.transport:
+            yield from against.rows(run, transport, planned)
+        return
+    with contextlib.ExitStack() as stack:
+        compared = [*_ours(run, stack, place, planned)]
+        if place == "local":
+            compared += _others(run, stack, compared, planned)
+        for case in planned:
+            yield from _measured(run, compared, case)
+
+
+def _ours(
+    run: Run, stack: contextlib.ExitStack, place: str, planned: Sequence[Case]
+) -> Iterator[Way]:
+    """A pair for each transport, and another one for shared tensors. They end with the stack."""
+    options, device = run.options, planned[0].device
+    transports = ["tcp"] if place == "remote" else options.transport
+    alone = len(transports) * len(options.places) * len(options.device) == 1
+    host = own_address() if place == "remote" and not options.role else None
+    raws: dict[str | None, Raw] = {}
+    for transport, shared in itertools.product(transports, [False, True][: 1 + options.shared]):
+        try:
+            crew = stack.enter_context(_pair(run, place, transport, device, host))
+        except BenchError as error:
+            if alone:
+                raise
+            yield Way(transport, reason=error.reason)
+            continue
+        player = CrewPlayer(crew)
+        if device == "gpu":  # how that travels is known when it has
+            player.prepare(planned[0])
+            player.check(0)
+        name = crew.transport()
+        way = baseline_of(name)
+        if way not in raws:
+            where = "{},{}".format(*crew.gpus) if way == "raw gpu" else host
+            make = functools.partial(far_baseline, crew) if options.role else Baseline
+            raws[way] = run.open_raw(way, where, make, stack)
+        yield Way(name, player, raws[way], None, shared, crew.gpus)
+
+
+@contextlib.contextmanager
+def _pair(run: Run, place: str, transport: str, device: str, host: str | None) -> Iterator[Crew]:
+    """Worker and server of a place; between two hosts, the worker."""
+    if device == "gpu":
+        need_gpu()
+    if run.options.role:
+        if device == "gpu":
+            raise BenchError("between two hosts, only CPU tensors are measured")
+        made = _far(run, "remote.CommandingWorker", "worker")
+    elif place == "joint":
+        made = joint(transport, run.cores, device)
+    elif place == "remote" and not host:
+        raise BenchError(NO_ADDRESS)
+    else:
+        made = pair(run.nodes, transport, run.cores, host=host, device=device)
+    with made as crew:
+        yield crew
+
+
+def _others(
+    run: Run, stack: contextlib.ExitStack, ours: Sequence[Way], planned: Sequence[Case]
+) -> Iterator[Way]:
+    """What takes turns with our pairs. They end with the stack."""
+    on_gpu = planned[0].device == "gpu"
+    names = run.options.beside
+    if names is None:
+        names = ways.ON_GPUS if on_gpu else ()
+    pairs = [way for way in ours if way.player]
+    if not pairs:
+        return
+    gpus, raw = pairs[0].gpus if on_gpu else None, pairs[0].raw
+    room = max(max(_moved(case)) for case in planned)
+    libraries = [name for name in names if name in beside.WAYS]
+    for one in beside.beside(stack, libraries, gpus, room, run.cores, run.nodes):
+        yield Way(one.way, one, raw)
+    if gpus and libraries:
+        yield Way("wire", Wire(gpus), raw)
+    if "shm" in names:
+        yield _program(run, stack, "raw shm", Raw())
+    for way in pairs:
+        if "c++" in names and not way.shared:
+            yield _program(run, stack, f"{way.name} C++", way.raw, way.name.partition("/")[0])
+
+
+def _program(
+    run: Run, stack: contextlib.ExitStack, name: str, raw: Raw | None, transport: str | None = None
+) -> Way:
+    """A raw baseline with a row of its own; or cppecho.cc, over this transport."""
+    how: dict[str, Any] = {}
+    try:
+        if transport:
+            cores = [str(core) for core in run.cores or (-1, -1)]
+            settings = {**transport_settings(transport), "FSERVER_LOG": "warn"}
+            how = {"command": [str(compiled("cppecho.cc")), *cores], "variables": settings}
+        return Way(name, stack.enter_context(Baseline(name, run.cores, **how)), raw)
+    except BenchError as error:
+        return Way(name, reason=error.reason)
+
+
+class Wire:
+    """The time that the same bytes take at the speed of a copy of 64 MiB by the copy engine."""
+
+    unit = 1
+
+    def __init__(self, gpus: tuple[int, int]):
+        self.reason: str | None = None
+        self._share, self._block = 0.0, Figures()
+        try:
+            if gpus[0] == gpus[1]:
+                raise BenchError("it takes two GPUs, and there is one")
+            self._block = beside.wire(gpus)
+        except BenchError as error:
+            print(f"bench: wire: {error}", file=sys.stderr, flush=True)
+            self.reason = others.reason(error)
+
+    def prepare(self, out: int, back: int) -> None:
+        """The bytes there and home."""
+        self._share = (out + back) / ways.BIG
+
+    def check(self, seed: int) -> None:
+        if self.reason:
+            raise GaveUpError(self.reason)
+
+    def measure(self, warmup: int, count: int) -> Figures:
+        times = {key: self._share * self._block[key] for key in ("p50_us", "p99_us")}
+        return {"iters": self._block["iters"], **times}
+
+
+def _moved(case: Case) -> tuple[int, int]:
+    """Bytes there and home of those that need an answer to know that what they sent has come."""
+    return sum(case.out), sum(case.back) or SMALL
+
+
+def _measured(run: Run, compared: Sequence[Way], case: Case) -> Iterator[dict[str, Any]]:
+    """A row of each, of a case."""
+    playing = [way for way in compared if way.player]
+    for way in playing:
+        if isinstance(way.player, CrewPlayer):
+            way.player.prepare(dataclasses.replace(case, shared=way.shared))
+        else:
+            way.player.prepare(*_moved(case))
+    raws = {id(way.raw): way.raw for way in playing if way.raw}
+    players = [way.player for way in playing]
+    found = iter(run.turns(players, *_moved(case), [*raws.values()]) if playing else [])
+    for way in compared:
+        name = f"{way.name} shared" if way.shared else way.name
+        figures = next(found) if way.player else []
+        reason = way.reason or getattr(way.player, "reason", None)
+        if reason:
+            moved = sum(case.out), sum(case.back)
+            yield report.row(name, case.op, *moved, skipped=reason)
+        else:
+            yield run.row(name, case, figures, way.raw)

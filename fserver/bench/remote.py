@@ -1,33 +1,39 @@
 """A pair on two hosts: the worker tells the server what to do through fserver itself, with pushes
 of JSON under a key that no case has."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import secrets
-import sys
+import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .baseline import Baseline, FarBaseline, FarServer, compiled
+from .baseline import Baseline, compiled
 from .crew import Case, Crew
 from .errors import BenchError
-from .peers import TIMEOUT_MS, ServerPart, WorkerPart
+from .parts import TIMEOUT_MS, ServerPart, WorkerPart
 
 CONTROL = 1 << 63
 METHODS = ("prepare", "verify", "measure")
 REPLY = 4096  # bytes of the answer to "listen": JSON, and spaces
+TOKEN = "RAWECHO_TOKEN"
 
 
 def far_baseline(
     crew: Crew, way: str, cores: tuple[int, int] | None, where: str | None
 ) -> Baseline:
     """Starts raw tcp between the two hosts. `where` is not used: the server says where it is."""
-    compiled("rawecho.c")  # now, while nobody waits for it
+    program = compiled("rawecho.c")  # now, while nobody waits for it
     found = crew.one("worker", "listen")
     if "error" in found:
         raise BenchError(f"the host of the server: {found['error']}")
-    return FarBaseline(cores and cores[0], **found)
+    core = str(cores[0] if cores else -1)
+    command = [str(program), "connect", found["host"], found["port"], core]
+    return Baseline(way, command=command, variables={TOKEN: found["token"]})
 
 
 class CommandingWorker(WorkerPart):
@@ -45,45 +51,31 @@ class CommandingWorker(WorkerPart):
         self._command("measure", warmup, count)
         return super().measure(warmup, count)
 
-    def listen(self) -> dict[str, Any]:
+    def listen(self) -> dict[str, str]:
         """Has the server start that of the baseline: where it is and the token that it wants, or
         the error."""
         token = secrets.token_hex(16)
         reply = torch.zeros(REPLY, dtype=torch.uint8)
-        self._command("listen", token, reply=reply)
-        found = json.loads(bytes(reply.tolist()))
-        return found if "error" in found else {**found, "token": token}
+        self._command("listen", token, reply=[reply])
+        return {"token": token, **json.loads(bytes(reply.tolist()))}
 
-    def _command(self, method: str, *args: Any, reply: torch.Tensor | None = None) -> None:
-        text = bytearray(json.dumps([method, *args]).encode())
-        pull = [] if reply is None else [reply]
+    def _command(self, method: str, *args: Any, reply: Sequence[torch.Tensor] = ()) -> None:
+        text = torch.frombuffer(bytearray(json.dumps([method, *args]).encode()), dtype=torch.uint8)
+        keys = [CONTROL] * len(reply)
         node = self.nodes[0]
-        node.wait(
-            node.push_pull(
-                [torch.frombuffer(text, dtype=torch.uint8)],
-                [CONTROL],
-                pull,
-                [CONTROL] * len(pull),
-                need_event=False,
-            ),
-            TIMEOUT_MS,
-        )
+        handle = node.push_pull([text], [CONTROL], [*reply], keys, need_event=False)
+        node.wait(handle, TIMEOUT_MS)
 
 
 class ObeyingServer(ServerPart):
     """Does what the worker says."""
 
-    raw: FarServer | None = None
-
     def serve(self) -> None:
         """Returns when the worker has left."""
-        try:
-            self._obey()
-        finally:
-            if self.raw is not None:
-                self.raw.close()
+        with contextlib.ExitStack() as raw:
+            self._obey(raw)
 
-    def _obey(self) -> None:
+    def _obey(self, raw: contextlib.ExitStack) -> None:
         from fserver import ClosedError
 
         node = self.nodes[0]
@@ -95,31 +87,31 @@ class ObeyingServer(ServerPart):
             if keys != [CONTROL]:
                 raise AssertionError(f"a push of keys {keys}, where a command was to come")
             method, *args = json.loads(bytes(tensors[0].tolist()))
+            answer = []
             if method == "listen":
-                self._listen(handler, *args)
-                continue
-            node.respond([], handler, need_event=False)
-            if method not in METHODS:
+                raw.close()
+                text = json.dumps(self._listen(raw, *args)).ljust(REPLY)
+                answer = [torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)]
+            node.respond(answer, handler, need_event=False)
+            if method == "prepare":  # JSON has made lists of its tuples, which do as well
+                args = [Case(**args[0])]
+            if method in METHODS:
+                getattr(self, method)(*args)
+            elif method != "listen":
                 raise AssertionError(f"{method!r}: no such command")
-            if method == "prepare":
-                (fields,) = args
-                fields = {**fields, "out": tuple(fields["out"]), "back": tuple(fields["back"])}
-                args = [Case(**fields)]
-            getattr(self, method)(*args)
 
-    def _listen(self, handler: int, token: str) -> None:
-        """Starts the server of the baseline, on the address that fserver has here."""
-        if self.raw is not None:
-            self.raw.close()
-            self.raw = None
-        node = self.nodes[0]
-        host = node.address.rpartition(":")[0].strip("[]")
+    def _listen(self, raw: contextlib.ExitStack, token: str) -> dict[str, str]:
+        """Starts the server of the baseline, on the address that fserver has here, for as long as
+        `raw` is open. Returns where it is, or the error."""
+        host = self.nodes[0].address.rpartition(":")[0].strip("[]")
         try:
-            self.raw = FarServer(host, token)
-            reply: dict[str, Any] = {"host": host, "port": self.raw.port}
+            command = [str(compiled("rawecho.c")), "listen", host]
         except BenchError as error:
-            reply = {"error": str(error)[: REPLY // 8]}  # of which JSON makes six times as much
-        text = bytearray(json.dumps(reply).ljust(REPLY).encode())
-        node.respond([torch.frombuffer(text, dtype=torch.uint8)], handler, need_event=False)
-        if self.raw is not None and not self.raw.accept():
-            print("bench: there is no baseline: its client did not connect", file=sys.stderr)
+            return {"error": str(error)[: REPLY // 8]}  # of which JSON makes six times as much
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env={**os.environ, TOKEN: token}, text=True, **pipes)
+        raw.enter_context(process)
+        raw.callback(process.kill)
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        return {"host": host, "port": line} if line.isdecimal() else {"error": line[: REPLY // 8]}

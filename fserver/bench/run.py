@@ -5,6 +5,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import report
@@ -12,6 +13,20 @@ from .baseline import Baseline
 from .crew import Case, Nodes
 from .errors import BenchError
 from .turns import Figures, Player, take_turns
+
+
+@dataclass
+class Raw:
+    """A raw baseline that takes turns, or none.
+
+    Attributes:
+        says: its name, or why there is none, as a row has it.
+        rounds: its figures beside those that were measured last.
+    """
+
+    player: Baseline | None = None
+    says: dict[str, Any] = field(default_factory=dict)
+    rounds: list[Figures] = field(default_factory=list)
 
 
 class Run(contextlib.ExitStack):
@@ -28,9 +43,10 @@ class Run(contextlib.ExitStack):
         self,
         name: str,
         options: argparse.Namespace,
-        nodes: Nodes,
+        nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
         columns: Sequence[report.Column] = report.COLUMNS,
         steps: float = 0,
+        pin: bool = True,
     ):
         """Checks that there is a GPU if one is asked for, and prints on what is measured.
 
@@ -39,6 +55,7 @@ class Run(contextlib.ExitStack):
             options, nodes: see the attributes.
             columns: of its table.
             steps: how often `step` will be called.
+            pin: choose cores, if the options name none.
 
         Raises:
             BenchError: there is none.
@@ -46,12 +63,10 @@ class Run(contextlib.ExitStack):
         super().__init__()
         self.options, self.nodes, self.rows = options, nodes, list[dict[str, Any]]()
         self._name, self._columns = name, columns
-        self._raw: Baseline | None = None
-        self._raw_rounds: list[Figures] = []
-        self._says: dict[str, Any] = {}
-        if getattr(options, "device", "cpu") == "gpu":
-            _need_gpu()
-        self.cores = choose_cores(options.cores)
+        self._raw = Raw()
+        if getattr(options, "device", None) in ("gpu", ["gpu"]):
+            need_gpu()
+        self.cores = choose_cores(options.cores) if pin else options.cores
         self.facts = report.machine(self.cores)
         print(report.show_machine(self.facts), flush=True)
         self._bar: Any = None
@@ -85,20 +100,20 @@ class Run(contextlib.ExitStack):
         where: str | None = None,
         make: Callable[..., Baseline] = Baseline,
         stack: contextlib.ExitStack | None = None,
-    ) -> None:
-        """Starts the raw baseline of a way. Without a compiler, or if the system refuses its calls,
-        there is none, and the rows say why.
+    ) -> Raw:
+        """Starts the raw baseline of a way, for `turns` and `row`. Without a compiler, or if the
+        system refuses its calls, there is none, and the rows say why.
 
         Args:
             way: one of baseline.WAYS; None: there is none.
             where, make: see Baseline.
             stack: it ends with that, if not with the run.
         """
-        self._raw = None
+        self._raw = Raw()
         if self.options.no_baseline or way is None:
             missing = "--no-baseline" if way else "there is no raw program that does the same"
-            self._says = {"baseline_missing": missing}
-            return
+            self._raw.says["baseline_missing"] = missing
+            return self._raw
         try:
             with contextlib.ExitStack() as own:
                 raw = own.enter_context(make(way, self.cores, where))
@@ -107,34 +122,44 @@ class Run(contextlib.ExitStack):
                 (stack or self).enter_context(own.pop_all())
         except BenchError as error:
             print(f"bench: there is no baseline: {error}", file=sys.stderr)
-            self._says = {"baseline_missing": str(error)}
-            return
-        self._raw, self._says = raw, {"baseline": way}
+            self._raw.says["baseline_missing"] = str(error)
+        else:
+            self._raw = Raw(raw, {"baseline": way})
+        return self._raw
 
-    def turns(self, players: Sequence[Player], out: int, back: int) -> list[list[Figures]]:
-        """The figures of the players, each in all rounds, in turn with the baseline, which moves so
-        many bytes there and home."""
+    def turns(
+        self, players: Sequence[Player], out: int, back: int, raws: Sequence[Raw] | None = None
+    ) -> list[list[Figures]]:
+        """The figures of the players, each in all rounds, in turn with the baseline that was opened
+        last, or with `raws`. These move so many bytes there and home."""
         options = self.options
-        if self._raw:
-            self._raw.prepare(out, back)
+        beside = [(raw, raw.player) for raw in raws or [self._raw] if raw.player]
+        for _, player in beside:
+            player.prepare(out, back)
         found = take_turns(
-            [*([self._raw] if self._raw else []), *players],
+            [*(player for _, player in beside), *players],
             options.rounds,
             options.seconds,
             options.iters,
             done=self.step,
         )
-        self._raw_rounds = found.pop(0) if self._raw else []
+        for raw, _ in beside:
+            raw.rounds = found.pop(0)
         return found
 
     def row(
-        self, transport: str, case: Case, measured: Sequence[Figures], **more: Any
+        self,
+        transport: str,
+        case: Case,
+        measured: Sequence[Figures],
+        raw: Raw | None = None,
+        **more: Any,
     ) -> dict[str, Any]:
-        """A row of what `turns` gave, beside the baseline of the same call."""
-        moved = sum(case.out), sum(case.back)
-        return report.row(
-            transport, case.op, *moved, measured, self._raw_rounds, **self._says, **more
-        )
+        """A row of what `turns` gave, beside the baseline that was opened last, or `raw`."""
+        raw = raw or self._raw
+        out, back = sum(case.out), sum(case.back)
+        says = {**raw.says, **more}
+        return report.row(transport, case.op, out, back, measured, raw.rounds, **says)
 
 
 def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -159,7 +184,8 @@ def choose_cores(asked: tuple[int, int] | None) -> tuple[int, int] | None:
     return asked
 
 
-def _need_gpu() -> None:
+def need_gpu() -> None:
+    """Raises BenchError if there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():

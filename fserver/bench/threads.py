@@ -1,6 +1,5 @@
 """`fserver bench threads`: threads of one worker, each with a micro-batch of its own."""
 
-import argparse
 import contextlib
 import statistics
 import subprocess
@@ -13,24 +12,38 @@ from concurrent.futures import ThreadPoolExecutor
 from . import report
 from .crew import TIMEOUT, Case, Crew, Nodes, pair
 from .errors import BenchError
-from .options import parser, positive, size
-from .peers import WorkerPart, figures
+from .options import parser, positive, seconds_of, size, transport_of
+from .parts import WorkerPart
+from .run import Run
 
 COLUMNS = (
     report.TRANSPORT,
-    report.Column("threads", 7, "threads", str),
-    report.Column("µs/exchange", 11, "per_exchange_us", "{:.2f}".format),
-    report.Column("p50", 8, "p50_us", "{:.2f}".format),
-    report.Column("p99", 8, "p99_us", "{:.1f}".format),
+    report.Column("threads", 7, "threads"),
+    report.number("µs/exchange", 11, "per_exchange_us", 2),
+    report.number("p50", 8, "p50_us", 2),
+    report.number("p99", 8, "p99_us"),
 )
-
-
 BESIDE = {
     "links": "a thread that calls links() every 10 ms",
     "doctor": "`fserver doctor --json`, again and again",
 }
-SECONDS = {"doctor": 2.0}  # of a round; a doctor takes one or two
 DOCTOR = [sys.executable, "-m", "fserver", "doctor", "--json"]
+PARSER = parser(
+    "threads",
+    "Compares two Python threads of one worker with one thread. Each thread calls push_pull and "
+    "wait in a loop, with tensors and keys of its own. The table shows the elapsed time divided by "
+    "the number of exchanges of all threads. A ratio below 1 means that the threads overlap, a "
+    "ratio above 1 that they slow each other. With --beside, there is one thread, and something "
+    "else runs in every second round. A doctor is a new Python process each time and uses a whole "
+    "core, so it slows the pair if no core is free. Processes are "
+    "pinned only with --cores.",
+    ("--size", size, "4K", "bytes in each direction"),
+    ("--beside", tuple(BESIDE), None, "compare one thread alone with one beside this"),
+    seconds_of(None, "length of a round (default 0.2; beside a doctor, which takes one or two, 2)"),
+    transport_of("tcp"),
+    ("--rounds", positive, 7, "number of rounds"),
+    ("--iters", positive, None, "exchanges in a round, instead of --seconds"),
+)
 
 
 class ThreadsPart(WorkerPart):
@@ -62,7 +75,7 @@ class ThreadsPart(WorkerPart):
             samples = [took for each in running for took in each.result()]
             end = time.perf_counter_ns()
         self.sequence = before + threads * count  # as the server has counted them
-        found = figures(samples)
+        found = report.figures(samples)
         return {
             "per_exchange_us": (end - start) / 1e3 / len(samples),
             "p50_us": found["p50_us"],
@@ -72,45 +85,45 @@ class ThreadsPart(WorkerPart):
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
-    options = _parser().parse_args(argv)
-    facts = report.begin(options, options.cores)
-    case = Case("push_pull", (options.size,), (options.size,), stages=2, unit=2)
-    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
-    with (
-        pair(nodes, options.transport, options.cores, worker="threads.ThreadsPart") as two,
-        report.Progress(options.rounds, "threads") as bar,
-    ):
-        two.all("prepare", case)
+    options = PARSER.parse_args(argv)
+    # Two threads on one core take turns: processes are not pinned, unless --cores says so.
+    with Run("threads", options, nodes, COLUMNS, options.rounds, pin=False) as run:
+        two = run.enter_context(pair(nodes, options.transport, run.cores, ThreadsPart))
+        two.all("prepare", Case("push_pull", (options.size,), (options.size,), stages=2, unit=2))
         two.all("verify", 0)
-        transport = "+".join(two.workers("links")[0])
-        trial = _run(two, 200, "together", 1, 200)["per_exchange_us"]
-        seconds = options.seconds or SECONDS.get(options.beside, 0.2)
-        count = options.iters or max(100, int(seconds * 1e6 / trial))
-        for _ in range(options.rounds):
-            alone = _run(two, count, "together", 1, count)
-            if options.beside == "links":
-                other = _run(two, count, "asked", count)
-            elif options.beside == "doctor":
-                with _meanwhile(_doctors):
-                    other = _run(two, count, "together", 1, count)
-            else:
-                other = _run(two, 2 * count, "together", 2, count)
-            rounds.append((alone, other))
-            bar.step()
+        transport = two.transport()
+        rounds, count = _measure(run, two)
         two.all("verify", 1)
-    table = report.Table(COLUMNS)
-    print(table.header())
-    rows = []
-    names = (1, options.beside or 2)
-    for threads, found in zip(names, zip(*rounds, strict=True), strict=True):
-        row = {key: statistics.median(each[key] for each in found) for key in found[0]}
-        rows.append({"transport": transport, "threads": threads, "iters": count, **row})
-        print(table.line(rows[-1]))
-    ratio = statistics.median(b["per_exchange_us"] / a["per_exchange_us"] for a, b in rounds)
-    beside = f"beside {BESIDE[options.beside]}" if options.beside else "of two threads"
-    print(f"\nan exchange {beside} takes {ratio:.2f} times as long as one of one thread alone")
-    report.finish(options, "threads", facts, rows, ratio=round(ratio, 3))
+        run.header()
+        names = (1, options.beside or 2)
+        for threads, found in zip(names, zip(*rounds, strict=True), strict=True):
+            row = {key: statistics.median(each[key] for each in found) for key in found[0]}
+            run.add({"transport": transport, "threads": threads, "iters": count, **row})
+        ratio = statistics.median(b["per_exchange_us"] / a["per_exchange_us"] for a, b in rounds)
+        beside = f"beside {BESIDE[options.beside]}" if options.beside else "of two threads"
+        print(f"\nan exchange {beside} takes {ratio:.2f} times as long as one of one thread alone")
+        run.finish(ratio=round(ratio, 3))
     return 0
+
+
+def _measure(run: Run, two: Crew) -> tuple[list[tuple[dict[str, float], dict[str, float]]], int]:
+    """The figures of both ways in each round, and the exchanges of a round."""
+    options, rounds = run.options, []
+    trial = _run(two, 200, "together", 1, 200)["per_exchange_us"]
+    seconds = options.seconds or (2.0 if options.beside == "doctor" else 0.2)
+    count = options.iters or max(100, int(seconds * 1e6 / trial))
+    for _ in range(options.rounds):
+        alone = _run(two, count, "together", 1, count)
+        if options.beside == "links":
+            other = _run(two, count, "asked", count)
+        elif options.beside == "doctor":
+            with _meanwhile(_doctors):
+                other = _run(two, count, "together", 1, count)
+        else:
+            other = _run(two, 2 * count, "together", 2, count)
+        rounds.append((alone, other))
+        run.step()
+    return rounds, count
 
 
 def _run(two: Crew, requests: int, method: str, *args: int) -> dict[str, float]:
@@ -118,7 +131,8 @@ def _run(two: Crew, requests: int, method: str, *args: int) -> dict[str, float]:
     worker, server = two.peers
     server.tell("run", requests)
     worker.tell(method, *args)
-    return two.results()[0]
+    found: dict[str, float] = two.results()[0]
+    return found
 
 
 @contextlib.contextmanager
@@ -142,28 +156,3 @@ def _doctors(done: threading.Event) -> None:
             raise BenchError(
                 f"fserver doctor ended with status {ended.returncode}: {ended.stderr.strip()}"
             )
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = parser(
-        "threads",
-        "Compares two Python threads of one worker with one thread. Each thread calls push_pull "
-        "and wait in a loop, with tensors and keys of its own. The benchmark prints the elapsed "
-        "time divided by the number of exchanges of all threads. A ratio below 1 means that the "
-        "threads overlap, a ratio above 1 that they slow each other. With --beside, there is one "
-        "thread, and something else runs in every second round. A doctor is a new Python process "
-        "each time and uses a whole core, so it slows the pair if no core is free. Processes are "
-        "pinned only with --cores, and a doctor never is. Use taskset -c to give both sides "
-        "several cores.",
-        seconds=(None, "length of each round (default 0.2, with --beside doctor 2)"),
-    )
-    made.add_argument(
-        "--beside",
-        choices=tuple(BESIDE),
-        help="; ".join(f"{name}: {what}" for name, what in BESIDE.items()),
-    )
-    add = made.add_argument
-    add("--rounds", type=positive, default=5, help="number of rounds (default 5)")
-    add("--iters", type=positive, metavar="N", help="make N exchanges, instead of --seconds")
-    add("--size", type=size, default=4096, help="bytes in each direction (default 4K)")
-    return made

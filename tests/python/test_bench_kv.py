@@ -7,27 +7,26 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fserver import bench
-from fserver.bench import cpp, crew, kv
+from fserver.bench import baseline, crew, kv
 from fserver.bench.errors import BenchError
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield cpp.compiled(tmp_path_factory.mktemp("kv"), "bench_kv.cc")
+def program() -> Path:
+    return baseline.compiled("bench_kv.cc")
 
 
 @pytest.fixture
 def ready(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command finds the program compiled."""
-    monkeypatch.setattr(kv, "compiled", lambda folder, source: program)
+    monkeypatch.setattr(kv, "compiled", lambda source: program)
 
 
 @needs_compiler
@@ -116,9 +115,9 @@ def test_a_process_that_fails(ready: None, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("--keys 0", "argument --keys: '0': want a whole number, 1 or more"),
         ("--sizes 4", "argument --sizes: '4': want 8 bytes or more"),
-        ("--ops sum", "argument --ops: 'sum': want one of push, pull, push_pull"),
-        ("--places moon", "argument --places: 'moon': want one of local, remote, joint"),
-        ("--memory disk", "argument --memory: 'disk': want one of cpu, cpu:gpu, gpu:cpu, gpu"),
+        ("--ops sum", "argument --ops: 'sum': want some of push, pull, push_pull"),
+        ("--places moon", "argument --places: 'moon': want some of local, remote, joint"),
+        ("--memory disk", "argument --memory: 'disk': want some of cpu, cpu:gpu, gpu:cpu, gpu"),
         ("--workers 2", "--places joint: --workers 2 and --servers 1 differ"),
         ("--role worker", "--scheduler and --role: give both, or neither"),
         ("--role worker --scheduler here", "--scheduler here: want HOST:PORT"),

@@ -88,7 +88,7 @@ def test_two_hosts(tmp_path: Path) -> None:
 
 
 def test_ways() -> None:
-    made = bond._parser()
+    made = bond.PARSER
     options = made.parse_args("--devices n0,n1 --pairs 1,2 --lag 0,port1".split())
     names = [way.name for way in bond.ways(options)]
     assert names == ["n0+n1 x 1", "n0+n1 x 2", "n0+n1 x 1, lag port1", "n0+n1 x 2, lag port1"]

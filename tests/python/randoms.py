@@ -1,15 +1,16 @@
-"""What `fserver bench verify` moves: drawn from a seed, so that both sides know what is right."""
+"""Random requests and answers: drawn from a seed, so that both sides know what is right."""
+
+from __future__ import annotations
 
 import random
-import time
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .errors import WrongDataError
-from .peers import POISON, TIMEOUT_MS, Part, first_difference
+from fserver.bench.errors import WrongDataError
+from fserver.bench.parts import POISON, TIMEOUT_MS, Part, first_difference
 
 MAX_DIMS = 10
 KEYS = 12  # few, so that each comes again with another shape and type
@@ -136,26 +137,6 @@ class RandomPart(Part):
     def _step(self, name: str, step: list[list[Request]], moved: dict[str, int]) -> None:
         raise NotImplementedError
 
-    def ready(self, seed: int, step: int, limit: int) -> None:
-        """Makes all tensors of a step, for `timed`."""
-        place = self.places[0]
-        steps = plan(seed, step, place.workers, place.servers, limit, usable_dtypes())
-        self.rounds = [self._made(requests) for requests in steps]
-
-    def _made(self, requests: list[Request]) -> Any:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A round: what all workers ask at once, one request of each. Times in microseconds, from the
-    first push_pull to the end of the last wait."""
-
-    bytes_out: int  # to all servers
-    bytes_back: int
-    first_us: float  # after a round of other shapes
-    again_us: float  # the same round again
-
 
 class RandomWorkers(RandomPart):
     """All workers."""
@@ -186,38 +167,6 @@ class RandomWorkers(RandomPart):
                     )
                     want.check(next(got), what)
 
-    def _made(self, requests: list[Request]) -> list[tuple[Any, ...]]:
-        """The arguments of each push_pull."""
-        return [
-            (
-                [t.make() for t in request.push],
-                [t.key for t in request.push],
-                [t.make() for answers in request.pull for t in answers],
-                request.pull_keys,
-            )
-            for request in requests
-        ]
-
-    def timed(self) -> list[Timed]:
-        """Makes each round of the step that is ready twice, and times it."""
-        servers = self.places[0].servers
-        found = []
-        for calls in self.rounds:
-            out = servers * sum(t.nbytes for push, _, _, _ in calls for t in push)
-            back = sum(t.nbytes for _, _, pull, _ in calls for t in pull)
-            found.append(Timed(out, back, self._once(calls), self._once(calls)))
-        return found
-
-    def _once(self, calls: list[tuple[Any, ...]]) -> float:
-        nodes = self.nodes
-        start = time.perf_counter_ns()
-        handles = [
-            node.push_pull(*call, need_event=False) for node, call in zip(nodes, calls, strict=True)
-        ]
-        for node, handle in zip(nodes, handles, strict=True):
-            node.wait(handle, TIMEOUT_MS)
-        return (time.perf_counter_ns() - start) / 1e3
-
 
 class RandomServers(RandomPart):
     """All servers."""
@@ -240,20 +189,3 @@ class RandomServers(RandomPart):
                         want.check(got, f"{what}: tensor {j}")
                     answer = [t.make() for t in request.pull[server]]
                     node.respond(answer, handler, need_event=False)
-
-    def _made(self, requests: list[Request]) -> list[list[list[torch.Tensor]]]:
-        """The answers of each server to each worker."""
-        return [
-            [[t.make() for t in request.pull[server]] for request in requests]
-            for server in range(len(self.nodes))
-        ]
-
-    def timed(self) -> None:
-        """Answers each round of the step that is ready twice."""
-        for answers in self.rounds:
-            for _ in range(2):
-                for node, own in zip(self.nodes, answers, strict=True):
-                    batch = node.get_batch(timeout_ms=TIMEOUT_MS)
-                    for (handler, _, _), answer in zip(batch, own, strict=True):
-                        node.respond(answer, handler, need_event=False)
-                    del batch

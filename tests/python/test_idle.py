@@ -1,0 +1,66 @@
+"""What calls that wait cost the CPU: all threads of a worker and a server, as a share of a core."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fserver.bench.crew import Case, Nodes, pair
+from fserver.bench.parts import TIMEOUT_MS, ServerPart, WorkerPart
+
+SECONDS = 1.0  # of each state
+LIMIT = 0.1  # of a core; what polls takes all of one
+
+
+def share(call: Callable[[], object]) -> float:
+    """CPU time of this process, all its threads, by the time that the call takes."""
+    start, used = time.monotonic(), time.process_time()
+    call()
+    return (time.process_time() - used) / (time.monotonic() - start)
+
+
+class IdleWorker(WorkerPart):
+    def blocked_get_batch(self) -> float:
+        """While nothing is called and the server waits for a request."""
+        return share(lambda: time.sleep(SECONDS))
+
+    def blocked_wait(self) -> float:
+        """Inside a wait."""
+        self.sequence += 1
+        lane = self.lanes[0][0]
+        lane.sent.value = self.sequence
+        return share(lambda: lane.node.wait(lane.post(), TIMEOUT_MS))
+
+
+class IdleServer(ServerPart):
+    def blocked_get_batch(self) -> float:
+        """Inside a get_batch."""
+        return share(lambda: self.nodes[0].get_batch(timeout_ms=int(SECONDS * 1e3)))
+
+    def blocked_wait(self) -> float:
+        """While a request is left unanswered."""
+        batch = self.next_batch()
+        found = share(lambda: time.sleep(SECONDS))
+        self.answer(batch, 0)
+        return found
+
+
+def shares(settings: dict[str, str]) -> dict[str, float]:
+    """Of each state."""
+    how = {"by_role": {"worker": settings, "server": settings}}
+    with pair(Nodes(), "auto", None, IdleWorker, IdleServer, **how) as crew:
+        crew.all("prepare", Case("push_pull", (4096,), (4096,)))
+        crew.all("verify", 1)
+        nothing, get_batch = crew.all("blocked_get_batch")
+        wait, open_request = crew.all("blocked_wait")
+    return {"no call": nothing, "get_batch": get_batch, "wait": wait, "a request": open_request}
+
+
+def test_calls_that_wait_sleep() -> None:
+    found = shares({})
+    assert max(found.values()) < LIMIT, found
+
+
+def test_a_call_that_polls_is_seen() -> None:
+    found = shares({"FSERVER_SPIN_US": "1000000"})
+    assert min(found["get_batch"], found["wait"]) > LIMIT, found
