@@ -207,7 +207,7 @@ def nccl(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Pair:
-    """The two hosts, as fserver.bench.ways wants the sides of a way. The client sends first."""
+    """The two hosts, as fserver.bench.libraries wants the sides. The client sends first."""
 
     def __init__(self, options: argparse.Namespace, device: Any) -> None:
         server, end = options.role == "server", time.monotonic() + options.seconds
@@ -216,15 +216,16 @@ class Pair:
         self._sock.settimeout(options.seconds)
         self._lines = self._sock.makefile()
 
-    def exchange(self, mine: Any) -> Any:
-        """Gives the other host bytes, or what JSON has, and takes its own."""
+    def exchange(self, mine: Any) -> list[Any]:
+        """Gives the other host bytes, or what JSON has, and takes its own: those of both."""
         coded = isinstance(mine, bytes)
         text = json.dumps([coded, base64.b64encode(mine).decode() if coded else mine])
         self._sock.sendall(text.encode() + b"\n")
         if not (line := self._lines.readline()):
             sys.exit("the other host has ended this step (its log says why)")
         coded, theirs = json.loads(line)
-        return base64.b64decode(theirs) if coded else theirs
+        theirs = base64.b64decode(theirs) if coded else theirs
+        return [theirs, mine] if self.index else [mine, theirs]
 
     def barrier(self) -> None:
         self.exchange(None)
@@ -235,11 +236,11 @@ def nixl(options: argparse.Namespace) -> dict[str, Any]:
     every byte. What is timed is the round trip, as in bytes."""
     import torch
 
-    from fserver.bench import ways
+    from fserver.bench import libraries
 
     device = torch.device("cuda", 0) if options.device == "gpu" else torch.device("cpu")
     pair = Pair(options, device)
-    make = ways.join("nixl", pair, max(NIXL))
+    make = libraries.pair("nixl", pair, max(NIXL))
     found: dict[str, Any] = {"memory": f"{options.device} memory"}
     for count in NIXL:
         way, times = make(count, count), []

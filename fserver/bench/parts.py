@@ -137,7 +137,7 @@ class Part:
         """GPUs that this process sees."""
         return torch.cuda.device_count()
 
-    def device(self, case: Case) -> torch.device:
+    def device_of(self, case: Case) -> torch.device:
         """Where the tensors of a case are."""
         if case.device == "cpu":
             return torch.device("cpu")
@@ -192,7 +192,7 @@ class WorkerPart(Part):
         self.case = case
         self.lanes = [
             [
-                Lane(node, case, stage, place, self.device(case))
+                Lane(node, case, stage, place, self.device_of(case))
                 for node, place in zip(self.nodes, self.places, strict=True)
             ]
             for stage in range(case.stages)
@@ -287,7 +287,7 @@ class ServerPart(Part):
         self.answers = [
             # One that echoes needs none.
             [
-                torch.empty(n, dtype=torch.uint8, device=self.device(case))
+                torch.empty(n, dtype=torch.uint8, device=self.device_of(case))
                 for n in case.back
                 if not case.echoes
             ]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from . import against, beside, others, report, ways
+from . import against, report, rivals
 from .baseline import Baseline, baseline_of, compiled
 from .crew import (
     NO_ADDRESS,
@@ -44,7 +44,7 @@ PLACES = ("local", "remote", "joint")
 OPS = ("push", "pull", "push_pull")
 SIZES = "64,4K,64K,1M,16M,64M"
 SMALL = 64  # bytes that a pull sends, and that the baseline sends for an answer without data
-BESIDE = (*beside.WAYS, "shm", "c++", "none")
+BESIDE = (*rivals.WAYS, "shm", "c++", "none")
 COLUMNS = (
     report.Column("place", -6, "place"),
     report.Column("device", -6, "device"),
@@ -71,7 +71,7 @@ PARSER = parser(
         some_of(BESIDE),
         None,
         f"what takes turns too in place local: some of {', '.join(BESIDE)} (default "
-        f"{','.join(ways.ON_GPUS)} for tensors on GPUs, else none)",
+        f"{','.join(rivals.ON_GPUS)} for tensors on GPUs, else none)",
     ),
     (
         "--against",
@@ -242,14 +242,14 @@ def _others(
     on_gpu = planned[0].device == "gpu"
     names = run.options.beside
     if names is None:
-        names = ways.ON_GPUS if on_gpu else ()
+        names = rivals.ON_GPUS if on_gpu else ()
     pairs = [way for way in ours if way.player]
     if not pairs:
         return
     gpus, raw = pairs[0].gpus if on_gpu else None, pairs[0].raw
     room = max(max(_moved(case)) for case in planned)
-    libraries = [name for name in names if name in beside.WAYS]
-    for one in beside.beside(stack, libraries, gpus, room, run.cores, run.nodes):
+    libraries = [name for name in names if name in rivals.WAYS]
+    for one in rivals.beside(stack, libraries, gpus, room, run.cores, run.nodes):
         yield Way(one.way, one, raw)
     if gpus and libraries:
         yield Way("wire", Wire(gpus), raw)
@@ -286,14 +286,14 @@ class Wire:
         try:
             if gpus[0] == gpus[1]:
                 raise BenchError("it takes two GPUs, and there is one")
-            self._block = beside.wire(gpus)
+            self._block = rivals.wire(gpus)
         except BenchError as error:
             print(f"bench: wire: {error}", file=sys.stderr, flush=True)
-            self.reason = others.reason(error)
+            self.reason = rivals.reason(error)
 
     def prepare(self, out: int, back: int) -> None:
         """The bytes there and home."""
-        self._share = (out + back) / ways.BIG
+        self._share = (out + back) / rivals.BIG
 
     def check(self, seed: int) -> None:
         if self.reason:

@@ -9,8 +9,7 @@ import torch
 from fserver import bench
 from fserver.bench import graph
 from fserver.bench.errors import BenchError
-from fserver.bench.graph import summary
-from fserver.bench.graph.overlap import BLOCKS, _compared
+from fserver.bench.graph import overlap
 
 
 @pytest.mark.parametrize(
@@ -77,17 +76,17 @@ def test_graph_overlap_compares_what_was_beside():
     """A block takes 1 ms alone and 3 beside traffic, which begins late, and once ends late."""
     ends, at, traffic = [0.0], 0.0, []
     for part in range(5):
-        for i in range(BLOCKS):
+        for i in range(overlap.BLOCKS):
             at += 3.0 if part % 2 and i >= 2 or part == 2 and i < 2 else 1.0
             ends.append(at)
     for part in (1, 3):
-        first = ends[part * BLOCKS + 2]
-        last = ends[(part + 1) * BLOCKS + (2 if part == 1 else 0)]
+        first = ends[part * overlap.BLOCKS + 2]
+        last = ends[(part + 1) * overlap.BLOCKS + (2 if part == 1 else 0)]
         traffic.append([(first - 0.5, first), (first, (first + last) / 2), (last - 1, last)])
-    rows = _compared(ends, traffic, dry=False)
+    rows = overlap.compared(ends, traffic, dry=False)
     assert [row["blocks"] for row in rows] == [[8, 6, 6], [6, 6, 8]]
     assert [row["slowed"] for row in rows] == [2.0, 2.0] and rows[0]["noise"] == 0.0
-    assert _compared(ends, [[(0.0, 0.1), (0.1, at)]], dry=False) == []
+    assert overlap.compared(ends, [[(0.0, 0.1), (0.1, at)]], dry=False) == []
 
 
 def test_graph_overlap_counts_rounds_of_a_steady_clock():
@@ -98,31 +97,21 @@ def test_graph_overlap_counts_rounds_of_a_steady_clock():
         return {"rounds": rows, "quiet_ms": 1.0, "part_ms": 30.0}
 
     steady = side((0.001, 0.0), (0.002, -0.002), (0.003, 0.003), (0.2, 0.01), (-0.2, -0.01))
-    row = summary.OF["overlap"]([side((0.0, 0.0)), steady], args)
+    row = overlap.summary([side((0.0, 0.0)), steady], args)
     assert (row["gemms_slowed_percent"], row["of_each_gpu"]) == (0.2, [0.0, 0.2])
     assert (row["rounds"], row["of"], row["between"], row["meets"]) == (3, 5, [0.1, 0.3], True)
     with pytest.raises(BenchError, match=r"within 0.3% of each other.*--rounds is 4: want more"):
-        summary.OF["overlap"]([steady, side((0.1, 0.01))], args)
+        overlap.summary([steady, side((0.1, 0.01))], args)
     with pytest.raises(
         BenchError, match=r"took turns.*A part takes 30 ms, a replay alone takes 1.0"
     ):
-        summary.OF["overlap"]([steady, side()], args)
+        overlap.summary([steady, side()], args)
 
 
 def test_graph_between():
     """Of 100 values, the 40th and the 61st have it between them in 96 of 100 cases."""
-    assert summary.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
-    assert summary.between([3.0, 1.0, 2.0]) == (1.0, 3.0)
-
-
-def test_graph_zero_sm(tmp_path):
-    """What came is looked at, of each kind."""
-    path = tmp_path / "rows.json"
-    argv = ["--dry", "--rows", "2", "--width", "64", "--trips", "3", "--json", str(path)]
-    assert bench.main(["graph", "zero-sm", *argv]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["kind"] for row in rows] == ["eager", "copy", "copy graph", "kernel"]
-    assert all(row["wrong"] == 0 and row["profiler_sees_kernels"] is False for row in rows)
+    assert overlap.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
+    assert overlap.between([3.0, 1.0, 2.0]) == (1.0, 3.0)
 
 
 def test_graph_wants_gpus(capsys):

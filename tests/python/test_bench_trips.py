@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fserver import bench
-from fserver.bench import baseline, sides, trips
+from fserver.bench import baseline, team
 from fserver.bench.errors import BenchError
+from fserver.bench.graph import trips
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def planned(monkeypatch, *work):
 
 
 def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch, capsys):
-    monkeypatch.setattr(sides, "PARTING_S", 0.5)
+    monkeypatch.setattr(team, "PARTING_S", 0.5)
     first, second = {"how": "graph x20", "by": "nccl"}, {"how": "enqueued x20", "by": "nccl"}
     mine = {"mode": "copy", "how": "graph x20"}
     work = (failing, first), (good, first), (dying, second), (good, mine), (good, mine)
@@ -101,7 +102,7 @@ def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch,
     status, rows = run(path)
     assert status == 0
     assert [row.get("skipped") for row in rows[:2]] == ["LookupError: nothing here"] * 2
-    assert rows[2]["skipped"] == "side 1: exit status 7: crashed, or hung and was ended"
+    assert rows[2]["skipped"] == "the server 0 ended with status 7"
     assert 1 < rows[3]["p50_us"] == rows[4]["p50_us"]  # the same process
     assert capsys.readouterr().err.count("LookupError: nothing here\n") == 1
 
@@ -143,11 +144,11 @@ def test_wrong_bytes_are_counted():
     patterns = [trips._pattern(landing, 1, salt) for salt in (1, 2)]
     assert bool((patterns[0] != patterns[1]).all()) and int(max(map(torch.max, patterns))) < 251
     salts = iter(patterns)
-    assert trips._wrong(Alone(), [(source, landing)], lambda: landing.copy_(next(salts))) == 0
+    assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: landing.copy_(next(salts))) == 0
     salts = iter(patterns)
     short = landing[:-1]
-    assert trips._wrong(Alone(), [(source, landing)], lambda: short.copy_(next(salts)[:-1])) == 2
-    assert trips._wrong(Alone(), [(source, landing)], lambda: landing.copy_(patterns[0])) == 300
+    assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: short.copy_(next(salts)[:-1])) == 2
+    assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: landing.copy_(patterns[0])) == 300
 
 
 def graph_of(mode, how, at, p50, p99=0.0):
@@ -198,7 +199,7 @@ def test_targets(row, met):
 
 def test_raw_rows():
     line = {"work": "raw copy engine one way, enqueued x20", "push": 64, "pull": 0, "p50_us": 1.0}
-    rows = trips.summary({"by": "raw", "wrong": 0}, {"rows": [trips._of_raw(line)] * 2}, [])
+    rows = trips.summary({"by": "raw", "wrong": 0}, {"rows": [trips.of_raw(line)] * 2}, [])
     assert len(rows) == 2 and rows[1]["what"] == "copy engine one way"
     assert rows[0]["how"] == "enqueued x20" and rows[0]["by"] == "raw" and rows[0]["push"] == 64
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from .. import others
-from ..sides import Side
-from .traffic import Traffic, joined, ours
+from ..errors import BenchError
+from .side import GraphSide
+from .traffic import Traffic, opened, ours
 
 BLOCKS = 8  # of GEMMs, of a part of overlap
 AHEAD = 3  # parts that are enqueued
+STEADY = 0.003  # GEMMs before and after a part differ by no more, else the clock has changed
 
 
-class Plain:
+class Plain(Traffic):
     """Copies to all peers, and pauses, as a graph as long as that of Traffic over `copy`:
     what copies cost that nobody waits for. With a pace of 0 there are no copies.
 
@@ -29,27 +30,24 @@ class Plain:
         pace_us: of the copies of a micro-batch and the pause after it.
     """
 
-    def __init__(self, side: Side, shape: tuple[int, ...], pace_us: float) -> None:
+    def __init__(self, side: GraphSide, shape: tuple[int, ...], pace_us: float) -> None:
         self.side, self.main = side, side.stream(-1)
         layers, stages, rows, width = shape
-        dtype = torch.int8 if side.is_worker else torch.bfloat16
-        theirs = torch.bfloat16 if side.is_worker else torch.int8
-        peers = range(side.workers, side.workers + side.servers)
+        dtype, theirs = torch.int8, torch.bfloat16
+        peers = range(side.workers, side.count)
         if not side.is_worker:
-            peers = range(side.workers)
-        self.out = torch.zeros(rows, width, dtype=dtype, device=side.device)
-        self.incoming = [torch.zeros(rows, width, dtype=theirs, device=side.device) for _ in peers]
+            dtype, theirs, peers = theirs, dtype, range(side.workers)
+        self.data = torch.zeros(rows, width, dtype=dtype, device=side.device)
+        self.landing = [torch.zeros(rows, width, dtype=theirs, device=side.device) for _ in peers]
         side.sync()
-        mine = side.folder / str(side.index)
-        mine.write_bytes(pickle.dumps([reduce_tensor(t) for t in self.incoming]))
-        side.barrier()
+        given = side.exchange([reduce_tensor(t) for t in self.landing])
         self.peers = []
         for peer in peers:
-            make, given = pickle.loads((side.folder / str(peer)).read_bytes())[side.rank]
+            make, what = given[peer][side.rank]
             # Opened as memory of this GPU, which reaches it: torch has copies between two wait for
             # a stream of each.
-            assert given[6] == peer, given
-            self.peers.append(make(*given[:6], side.index, *given[7:-1], False))  # is synchronized
+            assert what[6] == peer, what
+            self.peers.append(make(*what[:6], side.index, *what[7:-1], False))  # is synchronized
         side.barrier()
         self.pause = self._cycles(pace_us)
 
@@ -64,7 +62,7 @@ class Plain:
 
     def _copies(self) -> None:
         for to in self.peers:
-            to.copy_(self.out, non_blocking=True)
+            to.copy_(self.data, non_blocking=True)
 
     def _cycles(self, pace_us: float) -> int:
         """Of the pause that fills the pace, or of 30 us."""
@@ -82,12 +80,11 @@ class Plain:
         million = 1e3 * moments[1].elapsed_time(moments[2])
         return max(1, int(1e6 * ((pace_us - copies) if pace_us else 30) / million))
 
-    run, timed = Traffic.run, Traffic.timed
-
     def check(self) -> None:
-        pass
+        """There are no channels."""
 
     def close(self) -> None:
+        """Both sides call it."""
         self.side.sync()
         self.side.barrier()
         self.replay = lambda: None
@@ -96,95 +93,103 @@ class Plain:
 
 
 def overlap(
-    side: Side, mode: str, compute: bool, shape: tuple[int, ...], **how: Any
+    side: GraphSide,
+    shape: tuple[int, ...],
+    compute: bool,
+    mode: str | None = None,
+    by: str | None = None,
+    streams: str = "one",
+    **how: Any,
 ) -> dict[str, Any]:
-    """GEMMs beside channels of ours, or beside what `none` and `plain` have."""
-    with side.node() as own:
+    """GEMMs beside channels, or beside what the modes `none` and `plain` have."""
+    if mode in ("none", "plain"):
         pace = 0.0
-        if mode in ("none", "plain"):
-            if mode == "plain":
-                like = Traffic(side, ours(side, own, "copy", shape), shape, compute)
-                like.capture()
-                pace = 1e3 * max(side.share(median(like.timed(5)))) / like.per
-                like.close()
-            t: Any = Plain(side, shape, pace)
-        else:
-            t = Traffic(side, ours(side, own, mode, shape), shape, compute)
-            t.capture()
-        return _beside(side, t, compute, **how)
-
-
-def overlap_by(
-    side: Side, by: str, compute: bool, shape: tuple[int, ...], streams: str, **how: Any
-) -> dict[str, Any]:
-    """GEMMs beside another's way, in a process that did not use one before."""
-    with joined(side, by):
-        t = Traffic(side, others.channels(by, side, shape), shape, compute, streams)
+        if mode == "plain":
+            like = Traffic(side, ours(side, "copy", shape), shape, compute)
+            like.capture()
+            pace = 1e3 * max(side.exchange(median(like.timed(5)))) / like.per
+            like.close()
+        return _beside(side, Plain(side, shape, pace), compute, **how)
+    with opened(side, shape, mode, by) as channels:
+        t = Traffic(side, channels, shape, compute, streams)
         t.capture()
         return _beside(side, t, compute, **how)
 
 
+class _Gemms:
+    """Multiplications on a stream of their own, in blocks that are captured."""
+
+    def __init__(self, side: GraphSide, size: int) -> None:
+        self.side, self.stream = side, side.stream()
+        self.a, self.b = (
+            torch.randn(size, size, device=side.device).to(torch.bfloat16) for _ in range(2)
+        )
+        self.c = torch.empty_like(self.a)
+        self._multiply(10)
+        side.sync()
+        begin, end = self._multiply(10)
+        side.sync()
+        self.ms = max(side.exchange(begin.elapsed_time(end) / 10))  # of one
+        self.block: Callable[[], object] = lambda: None
+
+    def _multiply(self, count: int) -> tuple[Any, Any]:
+        with self.side.on(self.stream):
+            begin = self.side.mark()
+            for _ in range(count):
+                torch.mm(self.a, self.b, out=self.c)
+            return begin, self.side.mark()
+
+    def resize(self, count: int) -> None:
+        """Makes blocks of so many."""
+        with self.side.on(self.stream):
+            self.count, self.block = (
+                count,
+                self.side.captured(
+                    lambda: [torch.mm(self.a, self.b, out=self.c) for _ in range(count)],
+                    self.stream,
+                ),
+            )
+
+    def part(self, marks: list[Any]) -> None:
+        """A part of the loop; the moments when its blocks have ended."""
+        with self.side.on(self.stream):
+            for _ in range(BLOCKS):
+                self.block()
+                marks.append(self.side.mark())
+
+
 def _beside(
-    side: Side, t: Any, compute: bool, size: int, rounds: int, ms: float, seconds: float
+    side: GraphSide, t: Traffic, compute: bool, size: int, rounds: int, ms: float, seconds: float
 ) -> dict[str, Any]:
     """A loop of GEMMs that never pauses, as a GPU that does changes its clock, and traffic beside
     every second part of it. Each part is so many blocks, and lasts ms or, where that is longer, as
     long as three replays of the traffic; blocks that traffic surely was beside are compared with
     those before and after it that none was beside. Data is checked where the kernels make it."""
-    a, b = (torch.randn(size, size, device=side.device).to(torch.bfloat16) for _ in range(2))
-    c, stream = torch.empty_like(a), side.stream()
-
-    def multiply(count: int) -> tuple[Any, Any]:
-        with side.on(stream):
-            begin = side.mark()
-            for _ in range(count):
-                torch.mm(a, b, out=c)
-            return begin, side.mark()
-
-    multiply(10)
-    side.sync()
-    begin, end = multiply(10)
-    side.sync()
-    gemm = max(side.share(begin.elapsed_time(end) / 10))
-
-    def blocks_of(count: int) -> Callable[[list[Any]], None]:
-        with side.on(stream):
-            block = side.captured(lambda: [torch.mm(a, b, out=c) for _ in range(count)], stream)
-
-        def part(marks: list[Any]) -> None:
-            with side.on(stream):
-                for _ in range(BLOCKS):
-                    block()
-                    marks.append(side.mark())
-
-        return part
-
-    count = max(1, round(ms / BLOCKS / gemm))
-    part = blocks_of(count)
-    quiet = max(side.share(median(t.timed(5))))
+    loop = _Gemms(side, size)
+    loop.resize(max(1, round(ms / BLOCKS / loop.ms)))
+    quiet = max(side.exchange(median(t.timed(5))))
     side.barrier()
     tried: list[Any] = []
-    part(tried)
+    loop.part(tried)
     loaded = t.run(4)
     while not loaded[-1][1].query():  # else the last ones had the GPU for themselves
-        part(tried)
+        loop.part(tried)
         tried[-BLOCKS].synchronize()
     side.sync()
-    slowest = max(side.share(max(x.elapsed_time(y) for x, y in loaded[1:])))
+    slowest = max(side.exchange(max(x.elapsed_time(y) for x, y in loaded[1:])))
     lasts = max(ms, 3 * slowest)
     if lasts > ms:
-        count = max(1, math.ceil(lasts / BLOCKS / gemm))
-        part = blocks_of(count)
+        loop.resize(max(1, math.ceil(lasts / BLOCKS / loop.ms)))
     replays = 1 + max(2, math.floor(lasts / slowest))
     rounds = min(rounds, max(2, int(1e3 * seconds / (2 * lasts))))
-    with side.on(stream):
+    with side.on(loop.stream):
         marks = [side.mark()]
     traffic = []
     for number in range(2 * rounds + 1):
         if number >= AHEAD:
             marks[(number - AHEAD + 1) * BLOCKS].synchronize()
         side.barrier()
-        part(marks)
+        loop.part(marks)
         if number % 2:  # this takes long, while the loop goes on with what is ahead of it
             if not side.dry:
                 t.main.wait_event(marks[number * BLOCKS])
@@ -198,12 +203,12 @@ def _beside(
     at = [marks[0].elapsed_time(mark) for mark in marks]
     times = [[tuple(marks[0].elapsed_time(m) for m in both) for both in one] for one in traffic]
     t.close()
-    rows = _compared(at, times, side.dry)
-    found = {"rounds": rows, "gemms": count, "replays": replays, "quiet_ms": quiet}
+    rows = compared(at, times, side.dry)
+    found = {"rounds": rows, "gemms": loop.count, "replays": replays, "quiet_ms": quiet}
     return {**found, "part_ms": lasts, "wrong": wrong}
 
 
-def _compared(
+def compared(
     at: list[float], traffic: list[list[tuple[float, ...]]], dry: bool
 ) -> list[dict[str, Any]]:
     """Of each round by how much GEMMs were slowed.
@@ -228,19 +233,62 @@ def _compared(
 
     rows = []
     for r, one in enumerate(traffic):
-        before, inside, after = (
-            blocks(2 * r, False),
-            blocks(2 * r + 1, True),
-            blocks(2 * r + 2, False),
-        )
-        if before and inside and after:
-            quiet = (median(before) + median(after)) / 2
+        parts = blocks(2 * r, False), blocks(2 * r + 1, True), blocks(2 * r + 2, False)
+        if all(parts):
+            before, inside, after = map(median, parts)
             rows.append(
                 {
-                    "slowed": median(inside) / quiet - 1,
-                    "noise": median(after) / median(before) - 1,
-                    "blocks": [len(before), len(inside), len(after)],
+                    "slowed": inside / ((before + after) / 2) - 1,
+                    "noise": after / before - 1,
+                    "blocks": [len(part) for part in parts],
                     "traffic_ms": median(y - x for x, y in one[1:]),
                 }
             )
     return rows
+
+
+def between(values: Sequence[float]) -> tuple[float, float]:
+    """Two of the values, between which the median of all that could be measured is with 95 %
+    confidence (how many are below it is binomial); of few values, the least and the most."""
+    ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
+    low = max(0, math.floor(len(ordered) / 2 - half) - 1)
+    high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
+    return ordered[low], ordered[high]
+
+
+def summary(results: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The numbers of a row. Of several GPUs the worst counts."""
+    if not all(r["rounds"] for r in results):
+        part, replay = (max(r[k] for r in results) for k in ("part_ms", "quiet_ms"))
+        raise BenchError(
+            "GEMMs and traffic took turns: no round has GEMMs beside traffic and others apart "
+            f"from it. A part takes {part:.0f} ms, a replay alone takes {replay:.1f} ms: use "
+            "longer parts (--ms). If that does not help, they really take turns"
+        )
+    steady = [
+        [x["slowed"] for x in r["rounds"] if args.dry or abs(x["noise"]) <= STEADY] for r in results
+    ]
+    if not all(steady):
+        raise BenchError(
+            f"GEMMs before and after a part were never within {STEADY:.1%} of each other, "
+            f"because the GPU's clock changes; --rounds is {args.rounds}: want more"
+        )
+    worst = max(steady, key=median)
+    slowed = [median(x) for x in steady]
+    low, high = between(worst)
+    target = 0.005  # of copy, without kernels
+    return {
+        "gemms_slowed_percent": round(100 * max(slowed), 2),
+        "between": [round(100 * low, 2), round(100 * high, 2)],
+        "of_each_gpu": [round(100 * s, 2) for s in slowed],
+        "noise_percent": round(
+            100 * median(abs(x["noise"]) for r in results for x in r["rounds"]), 2
+        ),
+        "traffic_slowed_percent": round(
+            100 * median(x["traffic_ms"] / r["quiet_ms"] - 1 for r in results for x in r["rounds"]),
+            1,
+        ),
+        "rounds": len(worst),
+        "of": max(len(r["rounds"]) for r in results),
+        "meets": True if high <= target else False if low > target else "cannot be told",
+    }

@@ -3,47 +3,94 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .. import others
-from ..sides import Side
+from .. import libraries
+from .side import GraphSide
 
 POISON = 0x5A5A5A5A
+Opened = Sequence[tuple[torch.Tensor, torch.Tensor, Any]]
+"""For each stage: int8 [rows, width] on a worker and [workers, rows, width] on a server, bf16
+[servers, rows, width] or [workers, rows, width], and the channel for them."""
 
 
-def _addend(layer: int, server: int, half: int) -> int:
-    return 1 + 64 * layer + 2 * server + half
+@contextlib.contextmanager
+def opened(
+    side: GraphSide, shape: tuple[int, ...], mode: str | None, by: str | None
+) -> Iterator[Opened]:
+    """Channels of fserver in that mode, or of another library, which a process joins once."""
+    if by is None:
+        yield ours(side, mode, shape)
+    else:
+        yield theirs(side, by, shape)
+        dist.destroy_process_group()
 
 
-Opened = list[tuple[torch.Tensor, torch.Tensor, Any]]
-
-
-def ours(side: Side, own: Any, mode: str, shape: tuple[int, ...]) -> Opened:
-    """For each stage: int8 [rows, width] on a worker and [workers, rows, width] on a server, bf16
-    [servers, rows, width] or [workers, rows, width], and a channel of the node for them."""
+def ours(side: GraphSide, mode: str | None, shape: tuple[int, ...]) -> Opened:
+    """Channels of the node of this side."""
     _, stages, rows, width = shape
-    options = {"mode": mode, "timeout_ms": 20000.0}
     count = side.servers if side.is_worker else side.workers
-    opened: Opened = []
+    found = []
     for stage in range(stages):
         small = torch.zeros(count, rows, width, dtype=torch.int8, device=side.device)
         large = torch.zeros(count, rows, width, dtype=torch.bfloat16, device=side.device)
         key, wide = [stage], list(large.unbind(0))
-        options["name"] = f"stage {stage}"
+        options = {"mode": mode, "timeout_ms": 20000.0, "name": f"stage {stage}"}
         if side.is_worker:
             small = small[0].clone()
-            channel = own.channel([small], key, wide, key, **options)
+            channel = side.nodes[0].channel([small], key, wide, key, **options)
         else:
-            channel = own.channel(key, wide, key, push=list(small.unbind(0)), **options)
-        if channel.path != ("host" if side.dry else mode):
-            raise RuntimeError(f"the channel goes by {channel.path!r}, and mode is {mode!r}")
-        opened.append((small, large, channel))
-    return opened
+            push = list(small.unbind(0))
+            channel = side.nodes[0].channel(key, wide, key, push=push, **options)
+        path = "host" if side.dry else mode
+        if channel.path != path:
+            raise RuntimeError(f"the channel goes by {channel.path!r}, and not by {path!r}")
+        found.append((small, large, channel))
+    return found
+
+
+def theirs(side: GraphSide, by: str, shape: tuple[int, ...]) -> Opened:
+    """Channels of another library. Each has been used once, on the current stream: NCCL connects
+    when it is first used, and no kernel should be loaded beside one that waits."""
+    layers, stages, rows, width = shape
+    if by == "nvshmem" and layers < 2:
+        raise ValueError(f"layers is {layers}: nvshmem wants 2, for signals that differ")
+    workers, servers, rank = side.workers, side.servers, side.rank
+    # In small a slot for each worker, in large one for each server and worker.
+    sizes = [2 * stages * servers * workers * rows * width, stages * workers * rows * width]
+    library = libraries.join(by, side, sum(sizes), stages)
+    first, second = library.memory.split(sizes)
+    large = first.view(torch.bfloat16).view(stages, servers, workers, rows, width)
+    small = second.view(torch.int8).view(stages, workers, rows, width)
+    found = []
+    for stage in range(stages):
+        if side.is_worker:
+            peers, mine, wide = (
+                range(workers, side.count),
+                small[stage, rank],
+                large[stage, :, rank],
+            )
+            sent, came = [mine] * servers, list(wide)
+        else:
+            peers, mine, wide = range(workers), small[stage], large[stage, rank]
+            sent, came = list(wide), list(mine)
+        ends = [list(zip(peers, tensors, strict=True)) for tensors in (sent, came)]
+        channel = library.open(stage, *ends)
+        calls = channel.send, channel.recv
+        for call in calls if side.is_worker else calls[::-1]:
+            call()
+        side.sync()
+        side.barrier()
+        found.append((mine, wide, channel))
+    return found
+
+
+def _addend(layer: int, server: int, half: int) -> int:
+    return 1 + 64 * layer + 2 * server + half
 
 
 class Traffic:
@@ -56,7 +103,7 @@ class Traffic:
 
     Args:
         side: the process.
-        opened: what it sends and receives, as ours gives it.
+        opened: what it sends and receives, see Opened.
         shape: layers, stages, rows, width.
         compute: have the kernels in between.
         streams: one of STREAMS.
@@ -64,7 +111,7 @@ class Traffic:
 
     def __init__(
         self,
-        side: Side,
+        side: GraphSide,
         opened: Opened,
         shape: tuple[int, ...],
         compute: bool = True,
@@ -233,13 +280,3 @@ class Traffic:
         for channel in self.channels:
             channel.close()
         self.side.barrier()
-
-
-@contextlib.contextmanager
-def joined(side: Side, by: str) -> Iterator[None]:
-    """The process group of another's way: once in the life of a process."""
-    os.environ.update(others.ENVIRONMENT)
-    count = side.workers + side.servers
-    others.join(by, side.index, count, side.device, lambda port: int(max(side.share(port))))
-    yield
-    dist.destroy_process_group()

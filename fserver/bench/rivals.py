@@ -1,0 +1,225 @@
+"""Other libraries as players beside ours: each has two processes of its own, on the same two GPUs
+or on the CPU."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from .crew import Member, Nodes, start
+from .errors import BenchError, GaveUpError, WrongDataError
+from .libraries import BIG, ENVIRONMENT, NIXL, ON_CPU, ON_GPUS, copies, pair
+from .parts import POISON, Part, first_difference, own_seed
+from .report import Figures, figures
+from .team import SidePart, Team
+
+__all__ = ("BIG", "ON_CPU", "ON_GPUS", "WAYS", "Rival", "beside", "reason", "wire")
+
+WAYS = (*ON_GPUS, *ON_CPU)
+LIMIT = 20.0  # seconds; what is done in one go, the first of which takes longest; to join: twice
+CORES = 4  # of each process
+
+
+class RivalPart(SidePart):
+    """One of two processes, in which the host waits for its stream at each round trip, as
+    push_pull and wait do."""
+
+    def join(self, way: str, room: int, gpus: tuple[int, int] | None) -> None:
+        """Joins the other. `room`: bytes of the largest message."""
+        if gpus:
+            self.use(gpus[self.index])
+            torch.cuda.set_stream(torch.cuda.Stream())
+        self.open = pair(way, self, room)
+
+    def prepare(self, out: int, back: int) -> None:
+        """Opens the way for so many bytes there and home."""
+        self.way = self.open(*((back, out) if self.index else (out, back)))
+
+    def trip(self) -> None:
+        """One round trip; the first side's is over when the answer is there."""
+        calls = self.way.send, self.way.recv
+        for call in calls[::-1] if self.index else calls:
+            call()
+        self.settle()
+
+    def verify(self, seed: int) -> None:
+        """A round trip of new data into poisoned memory, compared byte by byte."""
+        way, roles = self.way, ("worker", "server")
+        mine, theirs = (own_seed(seed, roles[i], 0, 0) for i in (self.index, 1 - self.index))
+        self.pattern.fill(way.source, mine)
+        way.landing.fill_(POISON)
+        self.settle()
+        self.barrier()
+        self.trip()
+        want = torch.empty_like(way.landing)
+        self.pattern.fill(want, theirs)
+        difference = first_difference(way.landing, want)
+        if difference:
+            raise WrongDataError(difference)
+        self.barrier()
+
+    def measure(self, warmup: int, count: int) -> Figures:
+        """Times `count` round trips on the side that begins."""
+        for _ in range(warmup):
+            self.trip()
+        now, samples = time.perf_counter_ns, []
+        for _ in range(count):
+            start = now()
+            self.trip()
+            samples.append(now() - start)
+        return figures(samples)
+
+
+class WirePart(Part):
+    """A process that sees both GPUs."""
+
+    def wire(self, *gpus: int) -> Figures:
+        """`copies`."""
+        return copies((gpus[0], gpus[1]))
+
+
+def wire(gpus: tuple[int, int]) -> Figures:
+    """`copies` in a process of its own.
+
+    Raises:
+        BenchError: that went wrong.
+    """
+    with start([Member("wire", WirePart, "worker")], Nodes()) as crew:
+        found: Figures = crew.all("wire", *gpus, timeout=LIMIT)[0]
+        return found
+
+
+class Rival:
+    """A library as a player, with two processes of its own. What goes wrong with it is its own
+    affair: it is out, with its processes, and says why.
+
+    Attributes:
+        way: its name.
+        reason: why it can do no more, in one line; None: it can.
+    """
+
+    unit = 1
+
+    def __init__(self, way: str, reason: str | None = None) -> None:
+        self.way, self.reason = way, reason
+        self.team: Team | None = None
+        self._p50_us = 0.0  # of the last round
+
+    def start(
+        self, gpus: tuple[int, int] | None, cores: tuple[int, int] | None, nodes: Nodes
+    ) -> None:
+        """Starts the processes, and does not wait for them."""
+        with contextlib.suppress(GaveUpError), self._guarded():
+            variables = ENVIRONMENT if gpus else {}
+            self.team = Team(RivalPart, (1, 1), (), _apart(cores), variables, nodes)
+
+    def join(self, gpus: tuple[int, int] | None, room: int) -> None:
+        """Has them join, with tensors on these two or on the CPU."""
+        with contextlib.suppress(GaveUpError), self._guarded() as team:
+            team.results()
+            team.call(2 * LIMIT, "join", self.way, room, gpus)
+
+    def prepare(self, out: int, back: int) -> None:
+        """The bytes there and home of the next rounds."""
+        with contextlib.suppress(GaveUpError), self._guarded() as team:
+            team.call(LIMIT, "prepare", out, back)
+
+    def check(self, seed: int) -> None:
+        """A round trip that is compared."""
+        with self._guarded() as team:
+            team.call(LIMIT, "verify", seed)
+
+    def measure(self, warmup: int, count: int) -> Figures:
+        """As the side sees it that begins."""
+        with self._guarded() as team:
+            # Ten times what is to be expected, of an exchange that took as long as the last ones.
+            more = 10 * (warmup + count) * self._p50_us / 1e6
+            found: Figures = team.call(LIMIT + more, "measure", warmup, count)[0]
+        self._p50_us = found["p50_us"]
+        return found
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[Any]:
+        """The team; keeps the reason when something goes wrong.
+
+        Raises:
+            GaveUpError: something did, now or before.
+        """
+        if self.reason is None:
+            try:
+                yield self.team
+                return
+            except (BenchError, OSError) as error:
+                print(f"bench: {self.way}:\n{error}", file=sys.stderr, flush=True)
+                self.reason = reason(error)
+        raise GaveUpError(f"{self.way}: {self.reason}")
+
+
+def beside(
+    stack: contextlib.ExitStack,
+    names: Sequence[str],
+    gpus: tuple[int, int] | None,
+    room: int,
+    cores: tuple[int, int] | None,
+    nodes: Nodes,
+) -> list[Rival]:
+    """A player for each of the names of WAYS; those that cannot play know why. They end with the
+    stack.
+
+    Args:
+        gpus: of the two sides of ours; None: tensors are on the CPU.
+        room: bytes of the largest message.
+        cores: of the two sides of ours.
+    """
+    players = [Rival(way, _unable(way, gpus)) for way in names]
+    able = [player for player in players if player.reason is None]
+    stack.callback(_close, able)
+    for player in able:
+        player.start(gpus, cores, nodes)
+    with ThreadPoolExecutor(max(len(able), 1)) as pool:
+        list(pool.map(lambda player: player.join(gpus, room), able))
+    return players
+
+
+def _unable(way: str, gpus: tuple[int, int] | None) -> str | None:
+    """Why a library cannot play, if it is known before it is tried."""
+    if way not in (ON_GPUS if gpus else ON_CPU):
+        return f"it takes tensors on {'the CPU' if gpus else 'GPUs'}"
+    if gpus and gpus[0] == gpus[1]:
+        return "it takes two GPUs, and there is one"
+    if way == "nixl" and not any(importlib.util.find_spec(name) for name in NIXL):
+        return f"no module of {', '.join(NIXL)} is installed"
+    return None
+
+
+def _close(players: Sequence[Rival]) -> None:
+    teams = [player.team for player in players if player.team]
+    for team in teams:
+        team.leave()
+    for team in teams:
+        team.close()
+
+
+def _apart(cores: tuple[int, int] | None) -> tuple[Sequence[int], ...]:
+    """Cores for two processes, others than those: a library may have threads that never sleep.
+    None where there are not enough."""
+    free = sorted(os.sched_getaffinity(0) - set(cores)) if cores else []
+    return (free[:CORES], free[CORES : 2 * CORES]) if len(free) >= 2 * CORES else ((), ())
+
+
+def reason(error: BaseException) -> str:
+    """The line that says most of what the sides reported: the cause, not that another is gone."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|.* ended with ", line)]
+    gone = "EOFError|Pipe|does not answer|by peer"
+    first = [line for line in named if not re.search(gone, line)]
+    if named and not first:
+        return f"{named[0]}: it crashed, or hung and was ended; standard error says where"
+    return (first or lines[-1:])[0][:300]
