@@ -1,8 +1,7 @@
 """This build and that of another checkout, in turn: `fserver bench pingpong --against DIR`.
 
-Both builds are measured by this checkout's benchmark, which uses no more of a package fserver than
-its public API: each build has a pair of processes that import that build's package, with this
-checkout's `fserver.bench` in it.
+Each build has processes that import its package, with this checkout's `fserver.bench` in it, which
+uses no more of a package fserver than its public API.
 """
 
 import argparse
@@ -72,16 +71,14 @@ def name(root: Path) -> str:
 
 
 def rows(run: Run, transport: str, planned: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Measures the cases with a pair of processes of each build on the same cores, and gives the
-    rows when all is done.
+    """Measures the cases with a pair of processes of each build on the same cores.
 
-    Each round has new nodes, new connections and new tensors, because where memory lies can change
-    a round trip by more than what is looked for. In a round the builds take turns case by case,
-    and the build that is first changes with the round. The pair that does not measure is blocked.
+    Each round has new nodes, connections and tensors, because where memory lies can change a round
+    trip by more than what is looked for. In a round the builds take turns case by case, and the
+    build that is first changes with the round. The pair that does not measure is blocked.
 
-    In the rows the figures without prefix are those of this build, those with "baseline_" of the
-    other. "ratio" is the median of the ratios of the rounds, each of this build's p50 to the
-    other's; "ratio_low" and "ratio_high" are its 95 % interval.
+    In a row, "baseline_" is of the other build. "ratio" is the median of the ratios of the rounds,
+    of this build's p50 to the other's; "ratio_low" and "ratio_high" are its 95 % interval.
     """
     options = run.options
     found: dict[int, list[list[Figures]]] = {case.key: [[], []] for case in planned}
@@ -104,21 +101,26 @@ def rows(run: Run, transport: str, planned: Sequence[Case]) -> Iterator[dict[str
     for case in planned:
         ours, theirs = found[case.key]
         ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(ours, theirs, strict=True)]
-        row = report.row("/".join(ways), case.op, sum(case.out), sum(case.back), ours, theirs)
-        names = "ratio", "ratio_low", "ratio_high"
-        values = statistics.median(ratios), *median_interval(ratios)
-        yield {
-            **row,
-            "baseline": str(options.against),
-            **{name: round(value, 4) for name, value in zip(names, values, strict=True)},
-        }
+        low, high = median_interval(ratios)
+        yield report.row(
+            *("/".join(ways), case.op, sum(case.out), sum(case.back), ours, theirs),
+            baseline=str(options.against),
+            ratio=round(statistics.median(ratios), 4),
+            ratio_low=round(low, 4),
+            ratio_high=round(high, 4),
+        )
 
 
 def _start(stack: contextlib.ExitStack, root: Path, run: Run) -> Crew:
-    """The processes of one build. They end with the stack."""
-    path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fserver-bench-")))
-    _package(path, root)
-    return stack.enter_context(start(pair_of(run.cores, path=path), run.nodes))
+    """The processes of one build, with a package of the checkout and of this benchmark."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fserver-bench-")))
+    made = folder / "fserver"
+    made.mkdir()
+    for entry in (root / "fserver").iterdir():
+        if entry.name not in ("bench", "__pycache__"):
+            (made / entry.name).symlink_to(entry)
+    (made / "bench").symlink_to(Path(__file__).resolve().parent)
+    return stack.enter_context(start(pair_of(run.cores, path=folder), run.nodes))
 
 
 def judge(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
@@ -136,13 +138,10 @@ def judge(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the median, whatever the distribution: the r-th smallest and the r-th
-    largest sample, with the largest r at which both together leave out the median with a
-    probability of at most 5 %, 2 P(Binomial(n, 1/2) < r). (H. A. David, H. N. Nagaraja: Order
-    Statistics, 3rd edition, 2003, section 7.1.) Of 20 samples these are the 6th and the 15th.
-
-    Raises:
-        ValueError: there are fewer than 6.
+    """A 95 % interval of the median of 6 samples or more, whatever the distribution: the r-th
+    smallest and the r-th largest, with the largest r at which both together leave out the median
+    with a probability of at most 5 %, 2 P(Binomial(n, 1/2) < r). (H. A. David, H. N. Nagaraja:
+    Order Statistics, 3rd edition, 2003, section 7.1.) Of 20 samples these are the 6th and the 15th.
     """
     rank = _rank(len(samples))
     if rank == 0:
@@ -158,13 +157,3 @@ def _rank(count: int) -> int:
         left_out += math.comb(count, rank) / 2**count
         rank += 1
     return rank - 1
-
-
-def _package(folder: Path, root: Path) -> None:
-    """Makes a package fserver in the folder: that of the checkout, with this benchmark in it."""
-    made = folder / "fserver"
-    made.mkdir()
-    for entry in (root / "fserver").iterdir():
-        if entry.name not in ("bench", "__pycache__"):
-            (made / entry.name).symlink_to(entry)
-    (made / "bench").symlink_to(Path(__file__).resolve().parent)
