@@ -240,3 +240,18 @@ def test_baseline_is_compiled_once_for_each_version(monkeypatch, tmp_path):
         out.write("/* newer */\n")
     monkeypatch.setattr(baseline, "SOURCES", sources)
     assert baseline.compiled("rawecho.c") != first
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+def test_a_program_in_cpp_depends_on_fservers_headers(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(baseline, "SOURCES", tmp_path)
+    monkeypatch.setattr(baseline, "INCLUDE", tmp_path / "include")
+    (tmp_path / "empty.cc").write_text("int main() {}\n")
+    header = tmp_path / "include/ps/ps.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("// old\n")
+    first = baseline.compiled("empty.cc")
+    assert baseline.compiled("empty.cc") == first
+    header.write_text("// new\n")
+    assert baseline.compiled("empty.cc") != first
