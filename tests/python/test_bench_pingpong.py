@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from bench_fakes import (
 from fserver import bench
 from fserver.bench import baseline, pingpong, run, turns
 from fserver.bench.crew import Nodes, own_address
-from fserver.bench.errors import BenchError, WrongDataError
+from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
 from fserver.bench.options import exchanges
 
 
@@ -206,3 +208,51 @@ def test_two_hosts_where_the_other_has_no_compiler(tmp_path, port, capsys):
     assert row["p50_us"] > 0 and row["ratio"] is None
     assert row["baseline_missing"].startswith("the host of the server: no-such-compiler: not found")
     assert "there is no baseline: the host of the server" in capsys.readouterr().err
+
+
+class GpuCrew:
+    """A pair with tensors on two GPUs, which knows how they travel when they have."""
+
+    gpus = (0, 1)
+    moved = False
+
+    def all(self, method, *_):
+        self.moved = self.moved or method == "verify"
+
+    def workers(self, method, warmup, count):
+        return [{"iters": count, "p50_us": 20.0, "p99_us": 30.0}]
+
+    def transport(self):
+        return "cudaipc" if self.moved else ""
+
+
+def test_on_gpus(monkeypatch, tmp_path):
+    """Which raw program, which libraries, and the row of the copy engine."""
+    opened = []
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(pingpong, "_pair", lambda *_: nullcontext(GpuCrew()))
+    monkeypatch.setattr(run.Run, "open_raw", lambda *args: opened.append(args[1:3]) or run.Raw())
+    beside = [Namespace(way=way, reason="not here", unit=1) for way in pingpong.rivals.ON_GPUS]
+    for one in beside:
+        one.prepare = lambda *_: None
+        one.check = lambda _: (_ for _ in ()).throw(GaveUpError("not here"))
+    asked = []
+    monkeypatch.setattr(pingpong.rivals, "beside", lambda *args: asked.append(args) or beside)
+    wire = {"iters": 9, "p50_us": 1000.0, "p99_us": 2000.0}
+    monkeypatch.setattr(pingpong.rivals, "wire", lambda gpus: wire)
+    argv = ["--device", "gpu", "--sizes", "4M", "--ops", "push_pull", "--rounds", "2"]
+    assert pingpong.main([*argv, "--iters", "5", "--json", str(path)]) == 0
+    assert opened == [("raw gpu", "0,1")]
+    assert asked[0][1:4] == ([*pingpong.rivals.ON_GPUS], (0, 1), 4 << 20)
+    ours, *others, wired = written(path, "pingpong")
+    assert (ours["transport"], ours["p50_us"], ours["device"]) == ("cudaipc", 20.0, "gpu")
+    assert [row["transport"] for row in others] == [*pingpong.rivals.ON_GPUS]
+    assert all(row["skipped"] == "not here" and row["p50_us"] is None for row in others)
+    assert (wired["transport"], wired["p50_us"], wired["p99_us"]) == ("wire", 125.0, 250.0)
+
+
+def test_one_gpu_has_no_wire(capsys):
+    way = pingpong._made("wire", None, lambda: pingpong.Wire((0, 0)))
+    assert way.player is None and way.reason == "it takes two GPUs, and there is one"
+    assert "bench: wire: it takes two GPUs" in capsys.readouterr().err
