@@ -6,7 +6,6 @@ uses no more of a package fserver than its public API.
 
 import argparse
 import contextlib
-import math
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from .turns import CrewPlayer, Figures, take_turns
 
 ROUNDS = 20
 LIMIT = 1.03  # a ratio that is surely above means slower
-LEVEL = 0.95  # confidence of the interval
 HERE = Path(__file__).resolve().parents[2]
 COLUMNS = (
     report.TRANSPORT,
@@ -50,15 +48,10 @@ def checkout(text: str) -> Path:
 
 
 def check(root: Path, rounds: int) -> None:
-    """Checks what can be checked before anything is measured.
-
-    Raises:
-        BenchError: there are too few rounds.
-        LoadError: a build has no extension, or one for another Python.
-    """
-    if _rank(rounds) == 0:
+    """Raises BenchError if there are too few rounds, and LoadError if a build has no extension."""
+    if report.median_rank(rounds) == 0:
         raise BenchError(
-            f"--rounds {rounds}: want 6 or more, because fewer give no {LEVEL:.0%} interval"
+            f"--rounds {rounds}: want 6 or more, because fewer give no {report.LEVEL:.0%} interval"
         )
     for folder in (HERE, root):
         _loader.check(folder / "fserver")
@@ -101,7 +94,7 @@ def rows(run: Run, transport: str, planned: Sequence[Case]) -> Iterator[dict[str
     for case in planned:
         ours, theirs = found[case.key]
         ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(ours, theirs, strict=True)]
-        low, high = median_interval(ratios)
+        low, high = report.median_interval(ratios)
         yield report.row(
             *("/".join(ways), case.op, sum(case.out), sum(case.back), ours, theirs),
             baseline=str(options.against),
@@ -130,30 +123,8 @@ def judge(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
         print(
             f"bench: slower than {options.against}: {row['transport']}, {row['op']}, "
             f"{report.show_size(row['bytes_out'])} out, {report.show_size(row['bytes_back'])} "
-            f"back: {row['ratio']:.3f} times ({LEVEL:.0%}: {row['ratio_low']:.3f} to "
+            f"back: {row['ratio']:.3f} times ({report.LEVEL:.0%}: {row['ratio_low']:.3f} to "
             f"{row['ratio_high']:.3f}; the limit is {LIMIT})",
             file=sys.stderr,
         )
     return 1 if slower else 0
-
-
-def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the median of 6 samples or more, whatever the distribution: the r-th
-    smallest and the r-th largest, with the largest r at which both together leave out the median
-    with a probability of at most 5 %, 2 P(Binomial(n, 1/2) < r). (H. A. David, H. N. Nagaraja:
-    Order Statistics, 3rd edition, 2003, section 7.1.) Of 20 samples these are the 6th and the 15th.
-    """
-    rank = _rank(len(samples))
-    if rank == 0:
-        raise ValueError(f"{len(samples)} samples: want 6 or more")
-    ordered = sorted(samples)
-    return ordered[rank - 1], ordered[-rank]
-
-
-def _rank(count: int) -> int:
-    """The r of median_interval; 0 if there is none."""
-    rank, left_out = 0, 0.0
-    while left_out <= (1 - LEVEL) / 2:  # which P(Binomial < rank) is
-        left_out += math.comb(count, rank) / 2**count
-        rank += 1
-    return rank - 1

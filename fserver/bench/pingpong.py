@@ -75,9 +75,8 @@ class Way(NamedTuple):
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Runs the benchmark; returns the exit status."""
     options = _options(argv)
-    apart = [(place, device) for place in options.places for device in options.device]
-    planned = [cases(options.sizes, options.ops, device, options.tensors) for _, device in apart]
-    steps = sum(map(len, planned)) * options.rounds
+    apart = list(itertools.product(options.places, options.device))
+    steps = len(apart) * len(options.sizes) * len(options.ops) * options.rounds
     columns = COLUMNS if len(apart) > 1 else report.COLUMNS
     if options.against:
         columns, steps = against.COLUMNS, steps * len(options.transport)
@@ -89,8 +88,9 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
             run.facts["against"] = against.name(options.against)
             print(f"against {run.facts['against']}", flush=True)
         run.header()
-        for (place, device), some in zip(apart, planned, strict=True):
-            for row in _rows(run, place, some):
+        for place, device in apart:
+            planned = cases(options.sizes, options.ops, device, options.tensors)
+            for row in _rows(run, place, planned):
                 run.add({"place": place, "device": device, **row})
         run.finish()
     return against.judge(options, run.rows) if options.against else 0

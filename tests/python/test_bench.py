@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from argparse import Namespace
@@ -26,6 +27,23 @@ def test_percentile_is_nearest_rank():
     assert report.percentile([1, 2, 3], 50) == 2
     assert report.percentile(range(1, 101), 99) == 99
     assert report.percentile(range(1, 102), 99) == 100
+
+
+def test_interval_of_the_median():
+    assert report.median_interval([*range(20, 0, -1)]) == (6, 15)
+    assert report.median_interval([*range(1, 7)]) == (1, 6)
+    assert report.median_interval([*range(1, 101)]) == (40, 61)
+    assert report.median_interval([3, 1, 2]) == (1, 3)
+
+
+@pytest.mark.parametrize("count", [6, 20, 51])
+def test_interval_has_the_median_at_least_19_times_in_20(count):
+    draw = random.Random(count)
+    hits = 0
+    for _ in range(2000):  # of a distribution that leans far to one side; its median is 1
+        low, high = report.median_interval([draw.expovariate(1) for _ in range(count)])
+        hits += low <= 0.693147 <= high
+    assert hits >= 0.94 * 2000
 
 
 @pytest.mark.parametrize(
