@@ -106,11 +106,14 @@ def team(shape: tuple[int, int], dry: bool, part: type[GraphSide] = GraphSide, *
     return made
 
 
-def play(made: Team, function: Callable[..., Any], what: dict[str, Any], limit: float) -> list[Any]:
-    """Runs a function in all processes: with nodes of a cluster, unless it is `by` another library.
-    After an error the processes are not used again."""
+def play(
+    made: Team, function: Callable[..., Any], what: dict[str, Any], limit: float, **how: Any
+) -> list[Any]:
+    """Runs a function in all processes, with a cluster of nodes unless it is `by` another library;
+    `how` is of Crew.cluster. After an error the processes are not used again."""
     transport = what.pop("transport", "auto")
-    with contextlib.nullcontext() if "by" in what else Crew(made.peers).cluster(transport):
+    cluster = Crew(made.peers).cluster(transport, **how)
+    with contextlib.nullcontext() if "by" in what else cluster:
         return made.call(limit, "run", function, what)
 
 
