@@ -54,8 +54,8 @@ class Symmetric:
 
         handle = SimpleNamespace(
             get_buffer=lambda rank, shape, dtype: self.memory[rank][: shape[0]],
-            get_signal_pad=lambda rank, shape, dtype: (
-                self.pads[rank][: shape[0] * shape[1]].view(*shape)
+            get_signal_pad=lambda rank, shape, dtype: self.pads[rank][: shape[0] * shape[1]].view(
+                *shape
             ),
             put_signal=lambda rank, channel: flag(me, rank, channel).release(),
             wait_signal=lambda rank, channel: flag(rank, me, channel).acquire(timeout=10),

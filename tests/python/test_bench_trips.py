@@ -122,7 +122,8 @@ def test_what_fails_of_ours_fails(path, monkeypatch, capsys):
     assert status == 1 and len(rows) == 3  # no more after two
     assert "nothing here" in rows[0]["error"] and rows[2]["wrong"] == 3
     out = capsys.readouterr().out
-    assert "FAIL trips {'mode': 'kernel', 'how': 'one way'}:" in out and "FAIL wrong data: " in out
+    failed = "FAIL work=trips  mode=kernel  how=one way"
+    assert f"{failed}\nTraceback" in out and f"{failed}  p50_us=1.0  wrong=3" in out
 
 
 # What is in the works.
@@ -147,8 +148,12 @@ def test_wrong_bytes_are_counted():
     assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: landing.copy_(next(salts))) == 0
     salts = iter(patterns)
     short = landing[:-1]
-    assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: short.copy_(next(salts)[:-1])) == 2
-    assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: landing.copy_(patterns[0])) == 300
+    assert (
+        trips.wrong_bytes(Alone(), [(source, landing)], lambda: short.copy_(next(salts)[:-1])) == 2
+    )
+    assert (
+        trips.wrong_bytes(Alone(), [(source, landing)], lambda: landing.copy_(patterns[0])) == 300
+    )
 
 
 def graph_of(mode, how, at, p50, p99=0.0):
