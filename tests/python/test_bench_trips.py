@@ -3,6 +3,7 @@ works does with one that fails."""
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -83,14 +84,20 @@ def failing(side, **what):
     side.exchange(None)
 
 
+def stuck(side, **what):
+    if side.index:
+        raise LookupError("nothing here")
+    time.sleep(1000)
+
+
 def dying(side, **what):
     if side.index:
         os._exit(7)
     side.exchange(None)
 
 
-def planned(monkeypatch, *work):
-    monkeypatch.setattr(trips, "rows", lambda *_: [(f, what, 20.0) for f, what in work])
+def planned(monkeypatch, *work, limit=20.0):
+    monkeypatch.setattr(trips, "rows", lambda *_: [(f, what, limit) for f, what in work])
 
 
 def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch, capsys):
@@ -105,6 +112,13 @@ def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch,
     assert rows[2]["skipped"] == "the server 0 ended with status 7"
     assert 1 < rows[3]["p50_us"] == rows[4]["p50_us"]  # the same process
     assert capsys.readouterr().err.count("LookupError: nothing here\n") == 1
+
+
+def test_a_side_that_fails_ends_one_that_hangs(path, monkeypatch):
+    """Not after the limit, but soon."""
+    monkeypatch.setattr(team, "PARTING_S", 0.5)
+    planned(monkeypatch, (stuck, {"how": "graph x20", "by": "nccl"}), limit=900.0)
+    assert run(path)[1][0]["skipped"] == "LookupError: nothing here"
 
 
 def test_processes_of_others_do_nothing_else(path, monkeypatch):
