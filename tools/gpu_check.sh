@@ -27,9 +27,9 @@
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
 #
-# af needs the archive alone, and 2 or 4 GPUs: fserver bench graph, all of it, within 9 minutes (it takes
-# about 5, and others' ways up to one more). It leaves one file, af.tgz. QUICK=1 for fewer exchanges and
-# rounds.
+# af needs the archive alone, and 2 or 4 GPUs: fserver bench graph af and overlap, and the tests of memory and
+# of kernels on the timeline, within 9 minutes (it takes about 5, and others' ways up to one more). It leaves one
+# file, af.tgz. QUICK=1 for fewer exchanges and rounds.
 #
 # ringx, which needs no extension: RANKS="2 4" for the numbers of GPUs (default: 2 and 4 of those
 # there are), TOKENS=8K,32K,... for the lengths (default 8K to 128K; 256K takes 7 minutes on 4 GPUs). On
@@ -324,12 +324,13 @@ af_steps() {
   step build build
   [[ -e fserver/include/fserver.h ]] || return
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-  local rounds=() exchanges=()
-  [[ -n ${QUICK:-} ]] && rounds=(--rounds 20) exchanges=(--exchanges 50000)
+  local rounds=() exchanges=1000000 tests=("$PYTHON" -m pytest -v -s -p no:cacheprovider)
+  [[ -n ${QUICK:-} ]] && rounds=(--rounds 20) exchanges=50000
   graph_step af af 180
-  graph_step af zero-sm 60
+  step af-zero-sm within 60 "${tests[@]}" tests/gpu/test_zero_sm.py
   graph_step af overlap 210 --seconds 12 "${rounds[@]}"
-  graph_step af memory 120 "${exchanges[@]}"
+  EXCHANGES=$exchanges step af-memory within 120 "${tests[@]}" tests/gpu/test_growth.py
+  grep -h ' exchanges by ' "$OUT/af-memory.txt"
 }
 
 for part in "$@"; do

@@ -6,39 +6,42 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from on_graphs import CheckedSide, zero_sm
 
-Crew = Callable[[str], list[dict[str, Any]]]
+from fserver.bench import graph
+from fserver.bench.team import Team
+
+Profiled = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def profiled(gpus: int) -> Iterator[Crew]:
+def profiled(gpus: int) -> Iterator[Profiled]:
     """Has a worker and a server, a GPU each, make round trips of one kind; gives what each saw."""
     if gpus < 2:
         pytest.skip(f"needs two GPUs, this machine has {gpus}")
-    from fserver.bench import graph
-
-    crews: list[graph.Crew] = []
+    teams: list[Team] = []
 
     def run(kind: str) -> list[dict[str, Any]]:
-        if not crews:
-            crews.append(graph.Crew((1, 1), dry=False))
-        options = {"kind": kind, "shape": (0, 0, 128, 7168), "trips": 20}
+        if not teams:
+            teams.append(graph.team((1, 1), False, CheckedSide))
+        what = {"kind": kind, "shape": (0, 0, 128, 7168), "trips": 20}
         try:
-            return crews[0].run(graph.zero_sm, 40, options)
+            device = "gpu" if kind == "eager" else "cpu"
+            return graph.play(teams[0], zero_sm, what, 40, device=device)
         except BaseException:
-            crews.pop().close()
+            teams.pop().close(0)
             raise
 
     yield run
-    for crew in crews:
-        crew.close()
+    for team in teams:
+        team.close()
 
 
 @pytest.mark.parametrize(
     ("kind", "path"),
     [("eager", "cudaipc"), ("copy", "copy"), ("copy graph", "copy"), ("kernel", "kernel")],
 )
-def test_kernels(profiled: Crew, kind: str, path: str) -> None:
+def test_kernels(profiled: Profiled, kind: str, path: str) -> None:
     """push_pull and mode "copy" use no SM. Mode "kernel" does, which shows that kernels
     of a channel are seen, as those of torch are."""
     for seen in profiled(kind):

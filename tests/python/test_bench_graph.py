@@ -1,7 +1,9 @@
 """`fserver bench graph` on the CPU: the program, not the speed; its options, and its arithmetic."""
 
+import importlib
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,55 @@ def test_graph_between():
     """Of 100 values, the 40th and the 61st have it between them in 96 of 100 cases."""
     assert overlap.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
     assert overlap.between([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """What tests/gpu have the sides do, which runs on the CPU too."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "gpu"))
+    return importlib.import_module("on_graphs")
+
+
+def test_the_timeline_dry(checks):
+    """What came is looked at, of each kind."""
+    team = graph.team((1, 1), True, checks.CheckedSide)
+    try:
+        for kind in ("eager", "copy", "copy graph", "kernel"):
+            what = {"kind": kind, "shape": (0, 0, 2, 64), "trips": 3}
+            for side in graph.play(team, checks.zero_sm, what, 20):
+                assert side["wrong"] == 0 and not side["control"]
+                assert side["transport"] == ("cma" if kind == "eager" else "host")
+    finally:
+        team.close()
+
+
+def hoarding(side, **what):
+    """The side keeps a thousand objects at each check of its channels."""
+    import on_graphs
+
+    class Hoard(on_graphs.Traffic):
+        kept = []
+
+        def check(self):
+            super().check()
+            self.kept += [object() for _ in range(1000)]
+
+    on_graphs.Traffic = Hoard
+    return on_graphs.memory(side, **what)
+
+
+def test_memory_dry(checks):
+    """It counts exchanges and what grows."""
+    what = {"mode": "copy", "shape": (3, 2, 2, 64), "exchanges": 60, "seconds": 5}
+    team = graph.team((1, 1), True, checks.CheckedSide, variables=checks.by_the_byte())
+    try:
+        for function, seen in ((checks.memory, False), (hoarding, True)):
+            for side in graph.play(team, function, dict(what), 20):
+                assert side["wrong"] == 0 and side["exchanges"] == 60
+                assert side["growth"].keys() >= {*checks.LIMITS, "engine_bytes"}
+                assert (side["growth"]["python_blocks"] >= 5000) == seen
+    finally:
+        team.close()
 
 
 def test_graph_wants_gpus(capsys):

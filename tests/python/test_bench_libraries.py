@@ -52,13 +52,16 @@ class Symmetric:
         def flag(*key):
             return self.flags.setdefault(key, threading.Semaphore(0))
 
+        def wait_signal(rank, channel):
+            assert flag(rank, me, channel).acquire(timeout=10)
+
         handle = SimpleNamespace(
             get_buffer=lambda rank, shape, dtype: self.memory[rank][: shape[0]],
-            get_signal_pad=lambda rank, shape, dtype: (
-                self.pads[rank][: shape[0] * shape[1]].view(*shape)
+            get_signal_pad=lambda rank, shape, dtype: self.pads[rank][: shape[0] * shape[1]].view(
+                *shape
             ),
             put_signal=lambda rank, channel: flag(me, rank, channel).release(),
-            wait_signal=lambda rank, channel: flag(rank, me, channel).acquire(timeout=10),
+            wait_signal=wait_signal,
         )
         return memory, handle
 
@@ -187,7 +190,7 @@ def test_stages_between_several(fakes, name):
         peers = range(2, 4) if side.is_worker else range(2)
         assert [large.shape for _, large, _ in opened] == [(2, rows, width)] * stages
         for turn in range(3):
-            for stage, (small, large, channel) in enumerate(opened):
+            for stage, (small, large, _) in enumerate(opened):
                 mine, came = (small, large) if side.is_worker else (large, small)
                 mine.fill_(20 * turn + 4 * stage + side.index)
                 came.fill_(100)

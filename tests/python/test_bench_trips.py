@@ -3,6 +3,7 @@ works does with one that fails."""
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -83,14 +84,20 @@ def failing(side, **what):
     side.exchange(None)
 
 
+def stuck(side, **what):
+    if side.index:
+        raise LookupError("nothing here")
+    time.sleep(1000)
+
+
 def dying(side, **what):
     if side.index:
         os._exit(7)
     side.exchange(None)
 
 
-def planned(monkeypatch, *work):
-    monkeypatch.setattr(trips, "rows", lambda *_: [(f, what, 20.0) for f, what in work])
+def planned(monkeypatch, *work, limit=20.0):
+    monkeypatch.setattr(trips, "rows", lambda *_: [(f, what, limit) for f, what in work])
 
 
 def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch, capsys):
@@ -105,6 +112,13 @@ def test_what_fails_of_others_is_skipped_and_the_rest_goes_on(path, monkeypatch,
     assert rows[2]["skipped"] == "the server 0 ended with status 7"
     assert 1 < rows[3]["p50_us"] == rows[4]["p50_us"]  # the same process
     assert capsys.readouterr().err.count("LookupError: nothing here\n") == 1
+
+
+def test_a_side_that_fails_ends_one_that_hangs(path, monkeypatch):
+    """Not after the limit, but soon."""
+    monkeypatch.setattr(team, "PARTING_S", 0.5)
+    planned(monkeypatch, (stuck, {"how": "graph x20", "by": "nccl"}), limit=900.0)
+    assert run(path)[1][0]["skipped"] == "LookupError: nothing here"
 
 
 def test_processes_of_others_do_nothing_else(path, monkeypatch):
@@ -122,7 +136,8 @@ def test_what_fails_of_ours_fails(path, monkeypatch, capsys):
     assert status == 1 and len(rows) == 3  # no more after two
     assert "nothing here" in rows[0]["error"] and rows[2]["wrong"] == 3
     out = capsys.readouterr().out
-    assert "FAIL trips {'mode': 'kernel', 'how': 'one way'}:" in out and "FAIL wrong data: " in out
+    failed = "FAIL work=trips  mode=kernel  how=one way"
+    assert f"{failed}\nTraceback" in out and f"{failed}  p50_us=1.0  wrong=3" in out
 
 
 # What is in the works.
@@ -147,8 +162,12 @@ def test_wrong_bytes_are_counted():
     assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: landing.copy_(next(salts))) == 0
     salts = iter(patterns)
     short = landing[:-1]
-    assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: short.copy_(next(salts)[:-1])) == 2
-    assert trips.wrong_bytes(Alone(), [(source, landing)], lambda: landing.copy_(patterns[0])) == 300
+    assert (
+        trips.wrong_bytes(Alone(), [(source, landing)], lambda: short.copy_(next(salts)[:-1])) == 2
+    )
+    assert (
+        trips.wrong_bytes(Alone(), [(source, landing)], lambda: landing.copy_(patterns[0])) == 300
+    )
 
 
 def graph_of(mode, how, at, p50, p99=0.0):

@@ -21,43 +21,22 @@ from ..errors import BenchError
 from ..options import Option, Parser, milliseconds, output, positive, seconds
 from ..report import save
 from ..team import Team
-from . import af, overlap, trips
+from . import overlap, traffic, trips
 from .side import GraphSide
 
-TEXT = """\
-Measures stream channels in CUDA graphs, with the traffic of a disaggregated model.
-
-There are workers (attention) and servers (FFN), one process for each GPU. In each layer and for
-each stage (micro-batch, with a channel of its own), a worker sends int8 [rows, width] to every
-server and receives bf16 [rows, width] from each. Both sides run a light kernel in between. Each
-side captures all layers and stages in one graph and replays it.
-
-af       the time of a micro-batch (the time of a graph divided by layers x stages), and the spread
-         of the time of a graph (one token). Data is checked. Streams: with `two`, sends have a
-         stream of their own; with `one`, everything is on one stream; with `each`, the graph has a
-         branch for each stage. In rows with `by`, another library moves the same tensors between
-         the same kernels: NCCL's send and recv, copies and flags in torch's symmetric memory, or
-         puts of NVSHMEM. A library that does not work here is `skipped`. --modes or --beside
-         without a name leaves these rows out.
-overlap  how much a loop of GEMMs and this traffic slow each other, with and without the kernels of
-         the model in the traffic. `none` has no traffic and shows the error of the measurement.
-         `plain` makes the same copies as `copy` at the same rate, but nothing waits for them. The
-         columns `between` are the limits of the 95 % confidence interval of the median.
-trips    round trips of a channel between one worker and one server, and messages of 64 MiB. The
-         same is measured with other libraries, with plain copies (`wire`), and with a program in
-         CUDA (`raw`), if nvcc is installed. Mode `host` is measured over cma and tcp. Times are
-         microseconds of a round trip or of a message. The host's clock measures from before the
-         launch until the stream is idle; times with the prefix `gpu_` are from CUDA events. Data is
-         compared before and after each timing, in memory that held other values.
-
---dry uses tensors on the CPU, loops instead of graphs, and gloo instead of NCCL: it checks the
-program, not the speed. The JSON file is written after each row. The exit status is 1 if a row
-failed or data was wrong. It is 0 if only a target was missed.
-"""
+TEXT = (
+    "Measures stream channels in CUDA graphs, with the traffic of a disaggregated model. af: the "
+    "time of a micro-batch, and the spread of the time of a token. overlap: how much a loop of "
+    "GEMMs and this traffic slow each other. trips: round trips of a channel, and messages of "
+    "64 MiB. Other libraries move the same tensors in rows with `by`; one that does not work here "
+    "is skipped. docs/benchmarks.md describes the rows. The file of --json is written after each "
+    "row. The exit status is 1 if a row failed or data was wrong. It is 0 if only a target was "
+    "missed."
+)
 MODES = ("kernel", "copy")  # of channels on GPUs
 OPTIONS: tuple[Option, ...] = (
     ("--json", output, None, "also write the results to this file, as JSON"),
-    ("--dry", bool, False, "use tensors on the CPU"),
+    ("--dry", bool, False, "on the CPU, without graphs: check the program, not the speed"),
     ("--layers", positive, 61, "number of layers"),
     ("--stages", positive, 3, "number of micro-batches"),
     ("--rows", positive, 128, "rows of a tensor"),
@@ -80,9 +59,9 @@ def _rows(args: argparse.Namespace) -> Iterator[trips.Row]:
     elif args.work == "af":
         for how in ("one",) if args.dry else ("two", "one", "each"):
             for mode in args.modes:
-                yield af.af, {"mode": mode, "streams": how}, 40
+                yield traffic.af, {"mode": mode, "streams": how}, 40
         for by in args.beside:
-            yield af.af, {"by": by, "streams": streams}, 30
+            yield traffic.af, {"by": by, "streams": streams}, 30
     else:
         limit = 2 * args.seconds + 40
         for mode in () if args.dry else ("none", "plain"):
@@ -106,11 +85,14 @@ def team(shape: tuple[int, int], dry: bool, part: type[GraphSide] = GraphSide, *
     return made
 
 
-def play(made: Team, function: Callable[..., Any], what: dict[str, Any], limit: float) -> list[Any]:
-    """Runs a function in all processes: with nodes of a cluster, unless it is `by` another library.
-    After an error the processes are not used again."""
+def play(
+    made: Team, function: Callable[..., Any], what: dict[str, Any], limit: float, **how: Any
+) -> list[Any]:
+    """Runs a function in all processes, with a cluster of nodes unless it is `by` another library;
+    `how` is of Crew.cluster. After an error the processes are not used again."""
     transport = what.pop("transport", "auto")
-    with contextlib.nullcontext() if "by" in what else Crew(made.peers).cluster(transport):
+    cluster = Crew(made.peers).cluster(transport, **how)
+    with contextlib.nullcontext() if "by" in what else cluster:
         return made.call(limit, "run", function, what)
 
 
@@ -147,7 +129,7 @@ def _measured(args: argparse.Namespace) -> Generator[list[dict[str, Any]], None,
                 if args.work == "trips":
                     rows = trips.summary(row, results[0], done)
                 else:
-                    module = af if args.work == "af" else overlap
+                    module = traffic if args.work == "af" else overlap
                     rows = [{**row, "sides": results, **module.summary(results, args)}]
                     if by:
                         del rows[0]["meets"]  # a target of ours
@@ -169,12 +151,9 @@ def _measured(args: argparse.Namespace) -> Generator[list[dict[str, Any]], None,
 
 
 def _print(row: dict[str, Any]) -> None:
-    if "error" in row:
-        what = {k: v for k, v in row.items() if k not in ("work", "error")}
-        print(f"FAIL {row['work']} {what}:\n{row['error']}", flush=True)
-        return
-    shown = "  ".join(f"{k}={v}" for k, v in row.items() if k != "sides")
-    print(f"FAIL wrong data: {shown}" if row.get("wrong") else shown, flush=True)
+    failed = "FAIL " if "error" in row or row.get("wrong") else ""
+    shown = "  ".join(f"{k}={v}" for k, v in row.items() if k not in ("sides", "error"))
+    print(f"{failed}{shown}", *([row["error"]] if "error" in row else []), sep="\n", flush=True)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -195,23 +174,19 @@ def _width(text: str) -> int:
 
 
 def _parser() -> Parser:
-    made = Parser(
-        prog="fserver bench graph",
-        description=TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = Parser(prog="fserver bench graph", description=TEXT)
     add = made.add_argument
-    add("work", choices=("af", "overlap", "trips"), help="the measurement, see above")
+    add("work", choices=("af", "overlap", "trips"), help="the measurement")
     for option in OPTIONS:
         made.option(*option)
     text = "width of a tensor, a multiple of 4 (default 7168)"
     add("--width", type=_width, metavar="N", default=7168, help=text)
     text = "numbers of workers and servers (default: 2x2 with 4 or more GPUs, else 1x1)"
     add("--shape", type=_shape, metavar="AxF", help=text)
-    text = "modes of the channels (default: all, but host only with trips)"
+    text = "modes of the channels (default: all, but host only with trips); without a name: none"
     add("--modes", nargs="*", type=mode_named, choices=trips.MODES, help=text)
     ways = libraries.ON_STREAMS
-    text = "other libraries to compare with (default: all)"
+    text = "other libraries (default: all); without a name: none"
     add("--beside", nargs="*", default=ways, choices=ways, help=text)
     return made
 

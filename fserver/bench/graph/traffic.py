@@ -1,8 +1,11 @@
-"""The channels of one side and the traffic of a disaggregated model over them, as a CUDA graph."""
+"""The channels of one side and the traffic of a disaggregated model over them, as a CUDA graph; its
+time for `fserver bench graph af`."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from .. import libraries
+from ..report import percentile
 from .side import GraphSide
 
 POISON = 0x5A5A5A5A
+WIRE = 395e9  # bytes per second of the copy engine between two H200
 Opened = Sequence[tuple[torch.Tensor, torch.Tensor, Any]]
 """For each stage: int8 [rows, width] on a worker and [workers, rows, width] on a server, bf16
 [servers, rows, width] or [workers, rows, width], and the channel for them."""
@@ -182,19 +187,15 @@ class Traffic:
         """All layers; without talk only what is in between."""
         if self.compute:
             self.turn.add_(1)
-        if not self.branches:
-            self._layers(range(self.stages), talk)
-            return
-        main = torch.cuda.current_stream()
-        if self.apart:
-            self.apart.wait_stream(main)
-            self._layers(range(self.stages), talk)
-            main.wait_stream(self.apart)
-            return
-        for stage, stream in enumerate(self.branches):
+        main: Any = torch.cuda.current_stream() if self.branches else None
+        for stream in self.branches:
             stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                self._layers(range(stage, stage + 1), talk)
+        if self.apart or not self.branches:
+            self._layers(range(self.stages), talk)
+        else:
+            for stage, stream in enumerate(self.branches):
+                with torch.cuda.stream(stream):
+                    self._layers(range(stage, stage + 1), talk)
         for stream in self.branches:
             main.wait_stream(stream)
 
@@ -280,3 +281,52 @@ class Traffic:
         for channel in self.channels:
             channel.close()
         self.side.barrier()
+
+
+def af(
+    side: GraphSide,
+    shape: tuple[int, ...],
+    streams: str,
+    replays: int,
+    parts: int,
+    mode: str | None = None,
+    by: str | None = None,
+) -> dict[str, Any]:
+    """Times replays in so many parts, each of which begins with a checked one."""
+    with opened(side, shape, mode, by) as channels:
+        t = Traffic(side, channels, shape, streams=streams)
+        t.capture()
+        wrong, took = t.checked(), []
+        t.timed(min(20, replays))
+        for _ in range(parts):
+            wrong += t.checked()
+            took += t.timed(math.ceil(replays / parts))
+            with side.on(t.main):
+                wrong += t.wrong()
+        with side.on(t.main):
+            idle = side.captured(lambda: t.body(talk=False), t.main)
+            idle()
+            begin = side.mark()
+            idle()
+            end = side.mark()
+        t.close()
+        kernels = 1e3 * begin.elapsed_time(end) / t.per
+    return {"took_ms": took, "wrong": wrong, "kernels_us": kernels}
+
+
+def summary(results: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The numbers of a row. Of several GPUs the worst counts."""
+    workers, servers = args.shape
+    per = args.layers * args.stages
+    tokens = [sorted(r["took_ms"]) for r in results[:workers]]
+    p50 = max(percentile(t, 50) for t in tokens)
+    spread = max(percentile(t, 99) / percentile(t, 50) for t in tokens)
+    return {
+        "micro_batch_us": round(1e3 * p50 / per, 2),
+        "token_p50_ms": round(p50, 3),
+        "token_p99_by_p50": round(spread, 3),
+        "token_max_by_p50": round(max(t[-1] / percentile(t, 50) for t in tokens), 3),
+        "wire_us": round(1e6 * 2 * args.rows * args.width * max(workers, servers) / WIRE, 2),
+        "kernels_us": [round(r["kernels_us"], 2) for r in results],
+        "meets": 1e3 * p50 / per <= 20 and spread <= 1.05,
+    }
