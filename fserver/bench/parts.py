@@ -124,15 +124,6 @@ class Part:
         with ThreadPoolExecutor(max(len(items), 1)) as pool:
             return list(pool.map(call, items))
 
-    def problem(self, settings: dict[str, str]) -> str | None:
-        """Why this build or host makes no node with these settings; None if it does."""
-        options: dict[str, Any] = {"settings": settings, "connect": False}
-        try:
-            fserver.Server(scheduler="127.0.0.1:0", host_scheduler=True, **options).stop()
-        except fserver.Error as error:
-            return str(error)
-        return None
-
     def gpus(self) -> int:
         """GPUs that this process sees."""
         return torch.cuda.device_count()

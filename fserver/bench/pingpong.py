@@ -62,7 +62,7 @@ PARSER = opts.parser(
 
 
 class Way(NamedTuple):
-    """What takes turns under a name, or why it cannot."""
+    """A player and the name of its rows, or the reason why there is no player."""
 
     name: str
     player: Any = None
@@ -131,14 +131,14 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _serve(run: Run) -> None:
-    """The server's host, of two."""
+    """Does what the worker says, which is on the other host."""
     print(f"bench: the server waits for the worker at {run.options.scheduler}", file=sys.stderr)
     run.enter_context(_far(run, "remote.ObeyingServer", "server")).all("serve", timeout=24 * 3600)
 
 
 @contextlib.contextmanager
 def _far(run: Run, part: str, role: str) -> Iterator[Crew]:
-    """The process of this host, of two."""
+    """The process of this host; the other one is on the other host."""
     options, core = run.options, run.cores and run.cores[role == "server"]
     with crew.start([Member(role, part, role, core)], run.nodes) as one:
         with one.cluster("tcp", host=options.host, scheduler=options.scheduler):
@@ -193,10 +193,10 @@ def _pair(
     run: Run, place: str, transport: str, device: str, host: str | None
 ) -> contextlib.AbstractContextManager[Crew]:
     """Worker and server of a place; between two hosts, the worker."""
-    if device == "gpu":
-        need_gpu()
     if run.options.role and device == "gpu":
         raise BenchError("between two hosts, only CPU tensors are measured")
+    if device == "gpu":
+        need_gpu()
     if run.options.role:
         return _far(run, "remote.CommandingWorker", "worker")
     if place == "joint":
@@ -209,7 +209,7 @@ def _pair(
 def _others(
     run: Run, stack: contextlib.ExitStack, ours: Sequence[Way], planned: Sequence[Case]
 ) -> Iterator[Way]:
-    """What takes turns with our pairs. They end with the stack."""
+    """The other libraries and the programs of --beside. They end with the stack."""
     names, pairs = run.options.beside, [way for way in ours if way.player]
     on_gpu = planned[0].device == "gpu"
     if names is None:
@@ -270,12 +270,12 @@ class Wire:
 
 
 def _moved(case: Case) -> tuple[int, int]:
-    """Bytes there and home of those that need an answer to know that what they sent has come."""
+    """Bytes there and home, for programs and libraries: their pushes need an answer too."""
     return sum(case.out), sum(case.back) or SMALL
 
 
 def _measured(run: Run, compared: Sequence[Way], case: Case) -> Iterator[dict[str, Any]]:
-    """A row of each, of a case."""
+    """Measures a case, and gives a row for each way."""
     playing = [way for way in compared if way.player]
     for way in playing:
         if isinstance(way.player, CrewPlayer):
