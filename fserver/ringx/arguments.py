@@ -269,12 +269,10 @@ FACTS = (
 
 def facts_of(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float,
-    sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool,
+    sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool, gradients: bool,
 ) -> list[int]:  # fmt: skip
     """Returns a number for each of FACTS."""
     which = [*ALGORITHMS, "auto"].index(algorithm)
-    wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
-    gradients = wanted and torch.is_grad_enabled()
     same = sink is not None, DTYPES.index(reduce_dtype), bool(copies), gradients
     shape = q.shape[0], *q.shape[2:], k.shape[2]
     scale_bits = struct.unpack("q", struct.pack("d", scale))[0]

@@ -27,6 +27,7 @@ from fserver.ringx import (
     shard,
     unshard,
 )
+from fserver.ringx import reference as functions
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.schedules import Job
 
@@ -311,10 +312,10 @@ def test_deterministic(world: World):
     assert "rank 1 of the group has refused its own arguments" in first
     assert "ringx: deterministic True: torch decides which kernels it uses (call " in second
     arguments = X.as_subclass(OnGpu), 0.0, (-1, -1), None, True, False
-    assert "torch decides" in str(api._reference_problem(*arguments))
+    assert "torch decides" in str(functions._reference_problem(*arguments))
     torch.use_deterministic_algorithms(True)
     try:
-        assert api._reference_problem(*arguments) is None
+        assert functions._reference_problem(*arguments) is None
     finally:
         torch.use_deterministic_algorithms(False)
     assert refused_nothing(world, [{**REFERENCE, "deterministic": True}])
