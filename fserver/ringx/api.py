@@ -27,7 +27,7 @@ from .arguments import (
     kernel_problem,
     ranks_of,
 )
-from .kernels import Given, accumulator, capturing
+from .kernels import Given, Triple, accumulator, capturing
 from .ranks import Ranks
 from .schedules import Job
 from .window import window_of
@@ -213,10 +213,10 @@ def run(
         )
 
 
-def _even(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _even(q: Tensor, k: Tensor, v: Tensor) -> Triple:
     """cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
     those of out and its gradient are: these have to be as q is."""
-    return tuple(t.contiguous() for t in tensors)
+    return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 def _chosen(
@@ -307,7 +307,8 @@ def _name_of(group: dist.ProcessGroup | None) -> str:
 
 
 def _group_of(name: str) -> dist.ProcessGroup | None:
-    return _resolve_process_group(name) if name else None
+    named: Any = name  # a type of str that torch has for it since 2.11
+    return _resolve_process_group(named) if name else None
 
 
 @torch.library.custom_op("fserver::ringx_attention", mutates_args=())
@@ -344,12 +345,13 @@ def _opaque_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k, v and sink; without a sink, an empty one."""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    job = _job(ranks_of(_group_of(group)), factor, *lengths.tolist(), reduce_dtype, q, sink)
+    of_q, of_k = lengths.tolist()
+    job = _job(ranks_of(_group_of(group)), factor, of_q, of_k, reduce_dtype, q, sink)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         how = _chosen(job, algorithm, q, k, causal, copies)
-        *found, dsink = backward_of(Given(*_even(dout, q, k, v), out, lse), sink, *how)
-    dq, dk, dv = (_alone(t) for t in found)
-    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+        given = Given(dout.contiguous(), *_even(q, k, v), out, lse)
+        dq, dk, dv, dsink = backward_of(given, sink, *how)
+    return _alone(dq), _alone(dk), _alone(dv), q.new_empty(0) if dsink is None else dsink
 
 
 def _alone(t: Tensor) -> Tensor:
