@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fserver.errors import ConfigError, Error
@@ -25,10 +26,9 @@ from .arguments import (
     facts_of,
     flag_problem,
     kernel_problem,
-    ranks_of,
 )
 from .kernels import Given, Triple, accumulator, capturing
-from .ranks import Ranks
+from .ranks import Group, Ranks, ranks_of
 from .schedules import Job
 from .window import window_of
 
@@ -117,7 +117,7 @@ def ringx_attention(
     causal: bool,
     layout: str | None = None,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     sink: Tensor | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     return_lse: bool = False,
@@ -145,7 +145,7 @@ def ringx_attention(
             raises an error if the algorithm needs another layout. None: the layout is not checked,
             and with a causal mask the wrong layout gives wrong results.
         scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
-        group: the process group. None: all ranks.
+        group: the process group, or a DeviceMesh with one dimension. None: all ranks.
         sink: ``[H]``, for each head the score of a key that has no value. Each rank gets the
             gradient of its local queries. As for any replicated weight, the caller has to sum the
             gradients of the ranks.
@@ -185,7 +185,7 @@ def ringx_attention(
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
-    group: dist.ProcessGroup | None, sink: Tensor | None, reduce_dtype: torch.dtype,
+    group: Group | None, sink: Tensor | None, reduce_dtype: torch.dtype,
     more: Callable[[], Error | None], layout: str | None = None, agreed: bool = False,
     copies: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -301,13 +301,15 @@ def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
 # Under torch.compile: two operators that the compiler does not look into
 
 
-def _name_of(group: dist.ProcessGroup | None) -> str:
+def _name_of(group: Group | None) -> str:
     """Returns what _group_of takes; empty for all ranks."""
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
     return "" if group is None else group.group_name
 
 
 def _group_of(name: str) -> dist.ProcessGroup | None:
-    named: Any = name  # a type of str that torch has for it since 2.11
+    named: Any = name  # torch has a type of its own for it
     return _resolve_process_group(named) if name else None
 
 

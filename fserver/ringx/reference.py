@@ -9,7 +9,6 @@ from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fserver.errors import ConfigError, Error
@@ -17,6 +16,7 @@ from fserver.errors import ConfigError, Error
 from .algorithms import ALGORITHMS
 from .api import run
 from .arguments import flag_problem
+from .ranks import Group
 
 
 def _reference_problem(
@@ -54,7 +54,7 @@ def _like_reference(algorithm: str) -> Callable[..., Any]:
         alibi_slopes: Tensor | None = None,
         deterministic: bool = False,
         return_attn_probs: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, None]:
         theirs = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
         more = partial(_reference_problem, q, *theirs)
@@ -75,7 +75,7 @@ def _like_reference(algorithm: str) -> Callable[..., Any]:
         alibi_slopes: must be None.
         deterministic: True needs ``torch.use_deterministic_algorithms(True)`` on GPUs.
         return_attn_probs: whether to return ``(out, lse, None)``.
-        group: the process group. None: all ranks.
+        group: the process group, or a DeviceMesh with one dimension. None: all ranks.
 
     Returns:
         out, ``[B, Sq, H, D]`` of the dtype of q. With return_attn_probs ``(out, lse, None)``.

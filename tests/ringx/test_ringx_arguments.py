@@ -274,7 +274,10 @@ def wrong_groups(me: Rank) -> list[str]:
 
 def test_what_is_no_group(world: World):
     three, name, tensor, gone = world.run((0,), wrong_groups)[0]
-    assert three == "ringx: group 3 of type int: want a group from new_group, or None for all ranks"
+    assert three == (
+        "ringx: group 3 of type int: want a group from new_group, a DeviceMesh with one "
+        "dimension, or None for all ranks"
+    )
     assert "group 'world' of type str: want" in name
     assert "of type Tensor: want" in tensor
     assert "of type ProcessGroup: " in gone and "(make a new group)" in gone
