@@ -6,6 +6,7 @@ guide. docs/ringx.md describes the algorithms, and how much data each one moves.
 
 from fserver.ringx.api import ringx_attention
 from fserver.ringx.arguments import layout_of
+from fserver.ringx.integration import register_attention
 from fserver.ringx.layout import positions, shard, unshard
 from fserver.ringx.reference import (
     ringX1_attn_func,
@@ -21,6 +22,7 @@ from fserver.ringx.reference import (
 __all__ = [
     "layout_of",
     "positions",
+    "register_attention",
     "ringX1_attn_func",
     "ringX1o_attn_func",
     "ringX2_attn_func",
