@@ -140,7 +140,7 @@ func (tb *Table) rests(id uint64) bool {
 type Answering struct {
 	s        *Server
 	on       string
-	lane     *Lane
+	arrivals *Arrivals
 	into     [][]Tensor // by worker
 	out      [][]Tensor // likewise
 	counts   []atomic.Int64
@@ -156,12 +156,12 @@ type Answering struct {
 // Carry makes the server's side of a channel. into are the tensors that the workers' go to, those of
 // worker 0 first, and counts takes their rows; out are the answers. The memory of those is
 // registered, which may block. Safe from any goroutine.
-func (s *Server) Carry(l *Lane, into, out []Tensor, counts []atomic.Int64) (*Answering, error) {
+func (s *Server) Carry(l *Arrivals, into, out []Tensor, counts []atomic.Int64) (*Answering, error) {
 	k := len(s.clients)
 	if len(into)%k != 0 || len(out)%k != 0 {
 		return nil, Shapef("exchange: channel: %d tensors from and %d to %d workers: give the same number for each worker, those of worker 0 first", len(into), len(out), k)
 	}
-	a := &Answering{s: s, on: l.name, lane: l, counts: counts, ids: make([]uint64, k)}
+	a := &Answering{s: s, on: l.name, arrivals: l, counts: counts, ids: make([]uint64, k)}
 	t, err := s.Begin()
 	if err != nil {
 		return nil, err
@@ -218,11 +218,11 @@ func (a *Answering) Arrived() (here, more bool, err error) {
 	now := trace.Now()
 	for i, r := range reqs {
 		a.handlers = append(a.handlers, r.handler)
-		a.lane.queues[i].pop()
+		a.arrivals.queues[i].pop()
 		r.stamps[trace.Delivered-trace.Received] = now
 		r.state.Store(reqDelivered) // its buffers are not handed on: nobody but this has seen them
 	}
-	a.s.publish(a.lane)
+	a.s.publish(a.arrivals)
 	return true, false, nil
 }
 
@@ -281,7 +281,7 @@ func (a *Answering) later(handler uint64, t *Ticket) {
 }
 
 // Lacks reports whether there is no request of worker i.
-func (a *Answering) Lacks(i int) bool { return a.lane.Lacks(i) }
+func (a *Answering) Lacks(i int) bool { return a.arrivals.Lacks(i) }
 
 // Over reports whether the tensors are not in use.
 func (a *Answering) Over() bool {

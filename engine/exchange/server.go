@@ -20,7 +20,7 @@ var ErrLeft = errors.New("exchange: a worker has left, so no further batch can b
 // clientPlan is a plan of a worker, with what it means here.
 type clientPlan struct {
 	plan    *wire.Plan
-	on      string // the lane of its requests
+	on      string // which of arrivals has its requests
 	keys    []*receiver
 	targets []target
 	rows    []uint64 // bytes of a row of each pushed tensor; nil: they are not checked
@@ -57,10 +57,10 @@ type Server struct {
 	memory   Memory // of new buffers
 	clients  []*client
 	requests requests
-	batch    []*Request       // scratch
-	lanes    map[string]*Lane // by channel; batches have no name
-	batches  *Lane
-	unicasts *Lane
+	batch    []*Request           // scratch
+	arrivals map[string]*Arrivals // by channel; batches have no name
+	batches  *Arrivals
+	unicasts *Arrivals
 	able     atomic.Int32 // workers that have one, or may still send one
 	ranked   atomic.Bool  // all clients have their ranks
 	broken   error        // why not all workers are able, if so
@@ -99,9 +99,9 @@ func NewServer(n int, b *Buffers, c *trace.Counters, h Host) (*Server, error) {
 		s.clients = append(s.clients, &client{index: i, keys: map[uint64]*receiver{}})
 		tb.outs = append(tb.outs, &s.clients[i].outbox)
 	}
-	s.batches = s.newLane("")
-	s.unicasts = s.newLane(onUnicasts)
-	s.lanes = map[string]*Lane{"": s.batches, onUnicasts: s.unicasts}
+	s.batches = s.newArrivals("")
+	s.unicasts = s.newArrivals(onUnicasts)
+	s.arrivals = map[string]*Arrivals{"": s.batches, onUnicasts: s.unicasts}
 	return s, nil
 }
 
@@ -383,9 +383,9 @@ func (s *Server) plan(c *client, b []byte) error {
 	return nil
 }
 
-// publish has callers see what a lane has; of batches also how many requests one can have as things
+// publish has callers see what has arrived; of batches also how many requests one can have as things
 // stand.
-func (s *Server) publish(l *Lane) {
+func (s *Server) publish(l *Arrivals) {
 	l.publish()
 	if l != s.batches {
 		return
@@ -429,7 +429,7 @@ func (s *Server) Batch(least int) ([]*Request, error) {
 // Deliver takes what Batch or Take gave out of the queues.
 func (s *Server) Deliver() {
 	now := trace.Now()
-	l := s.lane(s.batch[0].channel)
+	l := s.arrivalsOf(s.batch[0].channel)
 	for _, r := range s.batch {
 		s.delivered(l.queues[r.client.index].pop(), now)
 	}

@@ -111,9 +111,9 @@ type Host struct {
 	Takes func(d mem.Device) error
 }
 
-// Side is what a Worker and a Server have in common beside their Table. Tickets is for any
+// Party is what a Worker and a Server have in common beside their Table. Tickets is for any
 // goroutine, the rest for the owner.
-type Side interface {
+type Party interface {
 	Tickets() *Table
 	// Drain takes what callers have submitted and posts what can be posted, and Backlog reports
 	// whether back-pressure holds something up.

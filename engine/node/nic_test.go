@@ -88,13 +88,13 @@ func TestCreditBringsNoEvent(t *testing.T) {
 
 // orderlySide and orderlyFabric write down what a pass calls.
 type orderlySide struct {
-	exchange.Side
+	exchange.Party
 	calls *string
 }
 
 func (o *orderlySide) Drain() {
 	*o.calls += "drain "
-	o.Side.Drain()
+	o.Party.Drain()
 }
 
 // orderly wraps the Fabrics of a worker so.

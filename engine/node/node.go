@@ -49,7 +49,7 @@ type Node struct {
 	only     string           // the transport that the user wants for data; empty: any
 	lack     string           // why this node lacks a transport inside the host; empty: it does not
 	gpu      *card            // nil: tensors are on the CPU
-	side     exchange.Side    // the one of these that is not nil; of a scheduler, one without peers
+	side     exchange.Party   // the one of these that is not nil; of a scheduler, one without peers
 	table    *exchange.Table  // of side
 	worker   *exchange.Worker // of a worker, else nil
 	server   *exchange.Server // of a server, else nil

@@ -44,7 +44,7 @@ func (n *Node) CarryChannel(h uint64, c Carried) error {
 		if kind = channel.Answers; len(c.In) == 0 {
 			kind = channel.Sends
 		}
-		by, err = n.server.Carry(ch.Queue().(*exchange.Lane), c.In, c.Out, channel.CountsAt(c.Counts, len(c.In)))
+		by, err = n.server.Carry(ch.Queue().(*exchange.Arrivals), c.In, c.Out, channel.CountsAt(c.Counts, len(c.In)))
 	}
 	if err != nil {
 		return err

@@ -100,7 +100,7 @@ func railed(cfg *conf.Config) bool {
 // join makes one Fabric of those that a driver has opened, if there are several devices, or if several connections are
 // wanted over the one. It adds a Fabric of the first device alone, for peers that use one device.
 func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []transport.Fabric) ([]transport.Fabric, error) {
-	if d.Lanes == nil || len(opened) == 1 && d.Lanes(cfg) == 1 {
+	if d.Strands == nil || len(opened) == 1 && d.Strands(cfg) == 1 {
 		return opened, nil
 	}
 	var names, links []string
@@ -116,7 +116,7 @@ func join(cfg *conf.Config, d *transport.Driver, e *transport.Env, opened []tran
 		links = append(links, name)
 	}
 	o := options(cfg, e.Log, names, links)
-	o.Lanes = d.Lanes(cfg)
+	o.Strands = d.Strands(cfg)
 	o.Common = (cfg.NearGPU || cfg.Transport == conf.Auto) && !devicesNamed(cfg, d)
 	f, err := rails.New(opened, o)
 	if err != nil {

@@ -290,7 +290,7 @@ func TestAutoPairsNetworks(t *testing.T) {
 		cfg, _, err := conf.Parse(shape{1, 1, 1}.settings("server", 0, 0, "7000", settings...), all.Ways())
 		require.NoError(t, err)
 		for _, d := range all.Drivers() {
-			if d.Lanes == nil {
+			if d.Strands == nil {
 				continue
 			}
 			e := environment(cfg, newGate(cfg), zap.NewNop(), "127.0.0.1:0")

@@ -30,9 +30,9 @@ type Driver struct {
 	// Open opens a Fabric for each device that is to be used. One of several that does not work is a *Absent. It is
 	// an *ErrUnavailable where none works, or is not to be used with these settings. Nil: see Wrap.
 	Open func(*Env) ([]Fabric, error)
-	// Lanes says that the Fabrics are to be joined into one, and how many connections it has to a peer over
+	// Strands says that the Fabrics are to be joined into one, and how many connections it has to a peer over
 	// each of them. Nil: they are not.
-	Lanes func(*conf.Config) int
+	Strands func(*conf.Config) int
 	// Wrap puts the driver around a Fabric of another one, or returns that Fabric if it has
 	// nothing to do there. Nil: it wraps none. With an error, the Fabric is still the caller's.
 	Wrap func(*Env, Fabric) (Fabric, error)

@@ -4,7 +4,11 @@ It needs ``torch.distributed``, but neither the engine nor a scheduler. docs/lon
 guide. docs/ringx.md describes the algorithms, and how much data each one moves.
 """
 
-from fserver.ringx.api import (
+from fserver.ringx.api import ringx_attention
+from fserver.ringx.arguments import layout_of
+from fserver.ringx.integration import register_attention
+from fserver.ringx.layout import positions, shard, unshard
+from fserver.ringx.reference import (
     ringX1_attn_func,
     ringX1o_attn_func,
     ringX2_attn_func,
@@ -13,14 +17,12 @@ from fserver.ringx.api import (
     ringX3b_attn_func,
     ringX4_attn_func,
     ringX4o_attn_func,
-    ringx_attention,
 )
-from fserver.ringx.arguments import layout_of
-from fserver.ringx.layout import positions, shard, unshard
 
 __all__ = [
     "layout_of",
     "positions",
+    "register_attention",
     "ringX1_attn_func",
     "ringX1o_attn_func",
     "ringX2_attn_func",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fserver.errors import ConfigError, Error
 
@@ -26,9 +26,9 @@ from .arguments import (
     facts_of,
     flag_problem,
     kernel_problem,
-    ranks_of,
 )
-from .kernels import Given, accumulator, capturing
+from .kernels import Given, Triple, accumulator, capturing
+from .ranks import Group, Ranks, ranks_of
 from .schedules import Job
 from .window import window_of
 
@@ -48,23 +48,47 @@ def _way(
     return partial(how.backward if backward else how.forward, blocks=how.blocks), nullcontext()
 
 
+def forward_of(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, how: Algorithm, job: Job
+) -> tuple[Tensor, Tensor]:
+    """Returns out and lse, ``[B, Sq, H, D]`` and ``[B, H, Sq]``."""
+    job.ranks.step = "forward"
+    forward, turn = _way(how, job, k, backward=False)
+    with turn, torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
+        out, lse = forward(job, q, k, v)
+    if sink is not None:
+        level = sink.to(lse.dtype)[:, None]
+        out = out * torch.sigmoid(lse - level).transpose(1, 2)[..., None]
+        lse = torch.logaddexp(lse, level)
+    return out.to(q.dtype).contiguous(), lse
+
+
+def backward_of(
+    given: Given, sink: Tensor | None, how: Algorithm, job: Job
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of q, k, v and sink. A schedule's backward is written in terms of the
+    global out and lse."""
+    dout, q, k, v, out, lse = given
+    job.ranks.step = "backward"
+    backward, turn = _way(how, job, k, backward=True)
+    with turn, torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv = backward(job, given)
+    dsink = None
+    if sink is not None:
+        share = torch.exp(sink.to(lse.dtype)[:, None] - lse).transpose(1, 2)
+        dsink = -(share * (dout * out).sum(-1, dtype=lse.dtype)).sum((0, 1)).to(sink.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+
+
 class _Attention(torch.autograd.Function):
-    """Saves the global out and lse; a schedule's backward is written in terms of them."""
+    """Saves out and lse for backward."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, how: Algorithm, job: Job
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        job.ranks.step = "forward"
-        forward, turn = _way(how, job, k, backward=False)
-        with turn, torch.autocast(q.device.type, enabled=False):  # types are what the caller gave
-            out, lse = forward(job, q, k, v)
-        if sink is not None:
-            level = sink.to(lse.dtype)[:, None]
-            out = out * torch.sigmoid(lse - level).transpose(1, 2)[..., None]
-            lse = torch.logaddexp(lse, level)
-        out = out.to(q.dtype).contiguous()
+        out, lse = forward_of(q, k, v, sink, how, job)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.how, ctx.job = how, job
         return out, lse
@@ -80,17 +104,8 @@ class _Attention(torch.autograd.Function):
             )
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        how: Algorithm = ctx.how
-        job: Job = ctx.job
-        job.ranks.step = "backward"
-        backward, turn = _way(how, job, k, backward=True)
-        with turn, torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv = backward(job, Given(dout, q, k, v, out, lse))
-        dsink = None
-        if sink is not None:
-            share = torch.exp(sink.to(lse.dtype)[:, None] - lse).transpose(1, 2)
-            dsink = -(share * (dout * out).sum(-1, dtype=lse.dtype)).sum((0, 1)).to(sink.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
+        given = Given(dout, q, k, v, out, lse)
+        return *backward_of(given, sink, ctx.how, ctx.job), None, None
 
 
 def ringx_attention(
@@ -102,7 +117,7 @@ def ringx_attention(
     causal: bool,
     layout: str | None = None,
     scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     sink: Tensor | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     return_lse: bool = False,
@@ -130,7 +145,7 @@ def ringx_attention(
             raises an error if the algorithm needs another layout. None: the layout is not checked,
             and with a causal mask the wrong layout gives wrong results.
         scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
-        group: the process group. None: all ranks.
+        group: the process group, or a DeviceMesh with one dimension. None: all ranks.
         sink: ``[H]``, for each head the score of a key that has no value. Each rank gets the
             gradient of its local queries. As for any replicated weight, the caller has to sum the
             gradients of the ranks.
@@ -161,21 +176,66 @@ def ringx_attention(
             *Ranks that do not come* in docs/ringx.md.
     """
     more = partial(flag_problem, agreed=agreed, copies=copies, return_lse=return_lse)
-    out, lse = _run(
+    out, lse = run(
         q, k, v, algorithm, causal, scale, group, sink, reduce_dtype, more,
         layout=layout, agreed=agreed, copies=copies,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-def _run(
+def run(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float | None,
-    group: dist.ProcessGroup | None, sink: Tensor | None, reduce_dtype: torch.dtype,
+    group: Group | None, sink: Tensor | None, reduce_dtype: torch.dtype,
     more: Callable[[], Error | None], layout: str | None = None, agreed: bool = False,
     copies: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As ringx_attention. `more` checks the arguments that only the calling function has."""
+    if torch.compiler.is_compiling():
+        problem = more()
+        if problem:
+            raise problem
+        gradients = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (q, k, v, sink)
+        )
+        out, lse, _ = _opaque(
+            q, k, v, sink, _name_of(group), algorithm, causal, layout, scale, reduce_dtype, agreed,
+            copies, gradients,
+        )  # fmt: skip
+        return out, lse.detach()
     ranks = ranks_of(group)
+    job = _planned(
+        ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout, agreed, copies, None,
+        more,
+    )  # fmt: skip
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        return _Attention.apply(
+            *_even(q, k, v), sink, *_chosen(job, algorithm, q, k, causal, copies)
+        )
+
+
+def _even(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    """cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
+    those of out and its gradient are: these have to be as q is."""
+    return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def _chosen(
+    job: Job, algorithm: str, q: Tensor, k: Tensor, causal: bool, copies: bool
+) -> tuple[Algorithm, Job]:
+    """Returns the algorithm, and the work with the window by which it copies, if it does."""
+    how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
+    if copies and how.together:
+        job = replace(job, window=window_of(job.ranks, q.device, len(FACTS)))
+    return how, job
+
+
+def _planned(
+    ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool,
+    scale: float | None, sink: Tensor | None, reduce_dtype: torch.dtype, layout: str | None,
+    agreed: bool, copies: bool, gradients: bool | None, more: Callable[[], Error | None],
+) -> Job:  # fmt: skip
+    """Checks the arguments here and on all ranks, and returns the work. `gradients`: whether a
+    backward may follow; None: as the tensors say."""
     facts = [1] + [0] * (len(FACTS) - 1)
     factor = 0.0
     q_lengths: Sequence[int]
@@ -189,7 +249,12 @@ def _run(
             problem = kernel_problem(q, k, v, causal)
         if not problem:
             factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-            facts = facts_of(q, k, v, algorithm, causal, factor, sink, reduce_dtype, copies)
+            if gradients is None:
+                wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
+                gradients = wanted and torch.is_grad_enabled()
+            facts = facts_of(
+                q, k, v, algorithm, causal, factor, sink, reduce_dtype, copies, gradients
+            )
     except Exception as error:  # the other ranks would wait
         problem = ConfigError(f"ringx: the arguments cannot be checked: {error!r} (see its cause)")
         problem.__cause__ = error
@@ -206,17 +271,16 @@ def _run(
                 "ringx_attention(agreed=True))"
             )
         q_lengths, k_lengths = agree(ranks, device, facts, algorithm, causal, problem)
+    return _job(ranks, factor, q_lengths, k_lengths, reduce_dtype, q, sink)
+
+
+def _job(
+    ranks: Ranks, factor: float, q_lengths: Sequence[int], k_lengths: Sequence[int],
+    reduce_dtype: torch.dtype, q: Tensor, sink: Tensor | None,
+) -> Job:  # fmt: skip
     reduce_dtype = torch.promote_types(reduce_dtype, q.dtype)
     out_dtype = q.dtype if sink is None else accumulator(q.dtype)
-    job = Job(ranks, factor, q_lengths, k_lengths, reduce_dtype, out_dtype)
-    how = ALGORITHMS[_auto(job, q, k, causal) if algorithm == "auto" else algorithm]
-    # cuDNN keeps the plan of a backward by the strides of q, k and v, and uses it again whatever
-    # those of out and its gradient are: these have to be as q is.
-    q, k, v = (t.contiguous() for t in (q, k, v))
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        if copies and how.together:
-            job = replace(job, window=window_of(ranks, q.device, len(FACTS)))
-        return _Attention.apply(q, k, v, sink, how, job)
+    return Job(ranks, factor, q_lengths, k_lengths, reduce_dtype, out_dtype)
 
 
 def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
@@ -234,82 +298,89 @@ def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
     return "X1o" if batch * heads * row * sum(job.q_lengths) < moved * k.element_size() else "X3b"
 
 
-# The functions of the reference
+# Under torch.compile: two operators that the compiler does not look into
 
 
-def _reference_problem(
-    q: Tensor, dropout_p: object, window_size: tuple[int, int], alibi_slopes: Tensor | None,
-    deterministic: bool, return_attn_probs: bool,
-) -> Error | None:  # fmt: skip
-    """Checks the arguments that `ringx_attention` does not have. Returns the error, or None."""
-    if not isinstance(dropout_p, Real) or dropout_p != 0:
-        return ConfigError(f"ringx: dropout_p {reprlib.repr(dropout_p)}: not supported (use 0.0)")
-    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
-        window = reprlib.repr(window_size)
-        return ConfigError(f"ringx: window_size {window}: not supported (use (-1, -1))")
-    if alibi_slopes is not None:
-        return ConfigError("ringx: alibi_slopes: not supported (use None)")
-    problem = flag_problem(deterministic=deterministic, return_attn_probs=return_attn_probs)
-    if problem:
-        return problem
-    if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        return ConfigError(
-            "ringx: deterministic True: torch decides which kernels it uses (call "
-            "torch.use_deterministic_algorithms(True) first, or use deterministic=False)"
-        )
-    return None
+def _name_of(group: Group | None) -> str:
+    """Returns what _group_of takes; empty for all ranks."""
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    return "" if group is None else group.group_name
 
 
-def _like_reference(algorithm: str) -> Callable[..., Any]:
-    def function(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, None]:
-        theirs = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
-        more = partial(_reference_problem, q, *theirs)
-        out, lse = _run(q, k, v, algorithm, causal, softmax_scale, group, None, torch.float32, more)
-        return (out, lse, None) if return_attn_probs else out
-
-    function.__name__ = function.__qualname__ = f"ring{algorithm}_attn_func"
-    function.__doc__ = f"""Computes attention by algorithm {algorithm}, with the arguments of RingX.
-
-    Args:
-        q: ``[B, Sq, H, D]``, the local queries.
-        k: ``[B, Sk, Hkv, D]``, the local keys.
-        v: ``[B, Sk, Hkv, D]``, the local values.
-        dropout_p: must be 0.
-        softmax_scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
-        causal: must be {ALGORITHMS[algorithm].causal}.
-        window_size: must be ``(-1, -1)``.
-        alibi_slopes: must be None.
-        deterministic: True needs ``torch.use_deterministic_algorithms(True)`` on GPUs.
-        return_attn_probs: whether to return ``(out, lse, None)``.
-        group: the process group. None: all ranks.
-
-    Returns:
-        out, ``[B, Sq, H, D]`` of the dtype of q. With return_attn_probs ``(out, lse, None)``.
-
-    Raises:
-        ConfigError: as ``ringx_attention``.
-        ShapeError: as ``ringx_attention``.
-    """
-    return function
+def _group_of(name: str) -> dist.ProcessGroup | None:
+    named: Any = name  # torch has a type of its own for it
+    return _resolve_process_group(named) if name else None
 
 
-ringX1_attn_func = _like_reference("X1")
-ringX1o_attn_func = _like_reference("X1o")
-ringX2_attn_func = _like_reference("X2")
-ringX2o_attn_func = _like_reference("X2o")
-ringX3_attn_func = _like_reference("X3")
-ringX3b_attn_func = _like_reference("X3b")
-ringX4_attn_func = _like_reference("X4")
-ringX4o_attn_func = _like_reference("X4o")
+@torch.library.custom_op("fserver::ringx_attention", mutates_args=())
+def _opaque(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: str, algorithm: str, causal: bool,
+    layout: str | None, scale: float | None, reduce_dtype: torch.dtype, agreed: bool, copies: bool,
+    gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns out, lse, and the lengths of q and k on all ranks, ``[2, N]``, on the CPU."""
+    job = _planned(
+        ranks_of(_group_of(group)), q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout,
+        agreed, copies, gradients, lambda: None,
+    )  # fmt: skip
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        out, lse = forward_of(*_even(q, k, v), sink, *_chosen(job, algorithm, q, k, causal, copies))
+    return out, lse, torch.tensor([job.q_lengths, job.k_lengths])
+
+
+@_opaque.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: str, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, rows, heads, _dim = q.shape
+    lse = q.new_empty((batch, heads, rows), dtype=accumulator(q.dtype))
+    lengths = torch.empty((2, ranks_of(_group_of(group)).size), dtype=torch.int64)
+    return q.new_empty(q.shape), lse, lengths
+
+
+@torch.library.custom_op("fserver::ringx_attention_backward", mutates_args=())
+def _opaque_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
+    lengths: Tensor, group: str, algorithm: str, causal: bool, scale: float | None,
+    reduce_dtype: torch.dtype, copies: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of q, k, v and sink; without a sink, an empty one."""
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    of_q, of_k = lengths.tolist()
+    job = _job(ranks_of(_group_of(group)), factor, of_q, of_k, reduce_dtype, q, sink)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        how = _chosen(job, algorithm, q, k, causal, copies)
+        given = Given(dout.contiguous(), *_even(q, k, v), out, lse)
+        dq, dk, dv, dsink = backward_of(given, sink, *how)
+    return _alone(dq), _alone(dk), _alone(dv), q.new_empty(0) if dsink is None else dsink
+
+
+def _alone(t: Tensor) -> Tensor:
+    """Returns a contiguous tensor with memory of its own, as an operator has to: schedules give dk
+    and dv as views of one buffer."""
+    whole = t.untyped_storage().nbytes() == t.nbytes and t.is_contiguous()
+    return t if whole else t.clone(memory_format=torch.contiguous_format)
+
+
+@_opaque_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, sink, group, algorithm, causal, _, scale, reduce_dtype, _, copies, _ = inputs
+    ctx.save_for_backward(q, k, v, sink, *output)
+    ctx.how = group, algorithm, causal, scale, reduce_dtype, copies
+
+
+def _gradients(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    sink = ctx.saved_tensors[3]
+    *found, dsink = _opaque_backward(dout, *ctx.saved_tensors, *ctx.how)
+    return *found, None if sink is None else dsink, *[None] * 9
+
+
+_opaque.register_autograd(_gradients, setup_context=_keep)

@@ -18,28 +18,8 @@ from fserver.errors import ConfigError, Error, ShapeError
 from .algorithms import ALGORITHMS
 from .kernels import DTYPES, choose
 from .layout import check_layout
-from .ranks import Ranks
+from .ranks import Ranks, said
 from .window import known
-
-
-def ranks_of(group: object) -> Ranks:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(
-            "ringx: torch.distributed is not initialized (call init_process_group first)"
-        )
-    group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError(
-            "ringx: group: this process is not a member (call the function on members only)"
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(
-            f"ringx: group {said(group)}: want a group from new_group, or None for all ranks"
-        )
-    try:
-        return Ranks(group)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"ringx: group {said(group)}: {error} (make a new group)") from error
 
 
 def _backends(ranks: Ranks) -> dict[str, str]:
@@ -57,11 +37,6 @@ def device_of(ranks: Ranks, q: object) -> torch.device:
     if torch.cuda.is_available() and backends.get("cuda", "gloo") != "gloo":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def said(value: object) -> str:
-    """Formats a value for a message."""
-    return f"{reprlib.repr(value)} of type {type(value).__name__}"
 
 
 def flag_problem(**flags: object) -> Error | None:
@@ -269,12 +244,10 @@ FACTS = (
 
 def facts_of(
     q: Tensor, k: Tensor, v: Tensor, algorithm: str, causal: bool, scale: float,
-    sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool,
+    sink: Tensor | None, reduce_dtype: torch.dtype, copies: bool, gradients: bool,
 ) -> list[int]:  # fmt: skip
     """Returns a number for each of FACTS."""
     which = [*ALGORITHMS, "auto"].index(algorithm)
-    wanted = any(t is not None and t.requires_grad for t in (q, k, v, sink))
-    gradients = wanted and torch.is_grad_enabled()
     same = sink is not None, DTYPES.index(reduce_dtype), bool(copies), gradients
     shape = q.shape[0], *q.shape[2:], k.shape[2]
     scale_bits = struct.unpack("q", struct.pack("d", scale))[0]

@@ -18,11 +18,19 @@ from torch import Tensor
 
 from fserver.errors import ConfigError, ShapeError
 
+from .ranks import Group, Ranks, ranks_of
+
 LAYOUTS = ("contiguous", "zigzag")
 
 
 def positions(
-    length: int, layout: str, rank: int, size: int, device: torch.device | str | None = None
+    length: int,
+    layout: str,
+    rank: int | None = None,
+    size: int | None = None,
+    device: torch.device | str | None = None,
+    *,
+    group: Group | None = None,
 ) -> Tensor:
     """Returns the positions that a rank holds, as an int64 tensor in the order of its rows.
 
@@ -31,15 +39,18 @@ def positions(
     Args:
         length: number of tokens of the whole sequence.
         layout: ``"contiguous"`` or ``"zigzag"``.
-        rank: the rank, 0 to size - 1.
+        rank: the rank, 0 to size - 1. None, as size: that of this process in the group.
         size: number of ranks.
         device: device of the result. None: the CPU.
+        group: the process group, or a DeviceMesh with one dimension, if rank and size are left out.
+            None: all ranks.
 
     Raises:
         ConfigError: the layout, rank, size or length is not valid.
         ShapeError: the layout is zigzag, and the length is not a multiple of 2 * size.
     """
     check_layout(layout)
+    rank, size = _place(rank, size, group)
     length, size = _whole("length", length, 0), _whole("size", size, 1)
     if not 0 <= _whole("rank", rank, 0) < size:
         raise ConfigError(f"ringx: rank {rank} with size {size}: want 0 to {size - 1}")
@@ -56,15 +67,24 @@ def positions(
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
-def shard(x: Tensor, layout: str, rank: int, size: int, dim: int = 1) -> Tensor:
+def shard(
+    x: Tensor,
+    layout: str,
+    rank: int | None = None,
+    size: int | None = None,
+    dim: int = 1,
+    *,
+    group: Group | None = None,
+) -> Tensor:
     """Returns the part of a tensor that a rank holds, as a copy.
 
     Args:
         x: the whole tensor.
         layout: ``"contiguous"`` or ``"zigzag"``.
-        rank: the rank, 0 to size - 1.
+        rank: the rank, 0 to size - 1. None, as size: that of this process in the group.
         size: number of ranks.
         dim: the dimension of the tokens.
+        group: as in `positions`.
 
     Raises:
         ConfigError: the layout, rank or size is not valid, or x is not a tensor with this
@@ -72,21 +92,31 @@ def shard(x: Tensor, layout: str, rank: int, size: int, dim: int = 1) -> Tensor:
         ShapeError: the layout is zigzag, and the length is not a multiple of 2 * size.
     """
     _has_dim("x", x, dim)
-    return x.index_select(dim, positions(x.shape[dim], layout, rank, size, x.device))
+    return x.index_select(
+        dim, positions(x.shape[dim], layout, *_place(rank, size, group), x.device)
+    )
 
 
-def unshard(parts: Sequence[Tensor], layout: str, dim: int = 1) -> Tensor:
-    """Joins the parts of all ranks. Returns the whole tensor, as a copy.
+def unshard(
+    parts: Sequence[Tensor] | Tensor, layout: str, dim: int = 1, *, group: Group | None = None
+) -> Tensor:
+    """Joins the parts of all ranks. Returns the whole tensor, as a copy without a gradient.
 
     Args:
-        parts: the parts, one for each rank, in the order of the ranks.
+        parts: the parts, one for each rank, in the order of the ranks. Or the part of this rank:
+            then all ranks of the group have to make the call, with tensors of one dtype.
         layout: ``"contiguous"`` or ``"zigzag"``.
         dim: the dimension of the tokens.
+        group: the process group, or a DeviceMesh with one dimension, if parts is one tensor. None:
+            all ranks.
 
     Raises:
         ConfigError: the layout is not valid, or a part is not a tensor with this dimension.
         ShapeError: the parts are not the shards of one tensor.
     """
+    if isinstance(parts, Tensor):
+        _has_dim("parts", parts, dim)
+        parts = _gathered(parts, dim, ranks_of(group))
     parts = tuple(parts)
     if not parts:
         raise ConfigError("ringx: parts (): want one tensor for each rank")
@@ -103,6 +133,35 @@ def unshard(parts: Sequence[Tensor], layout: str, dim: int = 1) -> Tensor:
                 f"part of rank {rank} of {size} of a sequence of {length})"
             )
     return torch.cat(parts, dim).index_select(dim, torch.cat(places).argsort())
+
+
+def _place(rank: int | None, size: int | None, group: Group | None) -> tuple[int, int]:
+    """Returns rank and size; those of this process in the group, if both are None."""
+    if rank is not None and size is not None and group is None:
+        return rank, size
+    if rank is not None or size is not None:
+        raise ConfigError(
+            f"ringx: rank {rank!r}, size {size!r}, group {group!r}: want rank and size, or a group "
+            "without them"
+        )
+    ranks = ranks_of(group)
+    return ranks.rank, ranks.size
+
+
+def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
+    """Returns the parts of all ranks, whose lengths may differ."""
+    ranks.step = "joining the parts"
+    mine = torch.tensor([part.shape[dim]], device=part.device)
+    lengths = mine.new_empty(ranks.size)
+    ranks.gather(lengths, mine).wait()
+    rows = part.detach().movedim(dim, 0)
+    longest = int(lengths.max())
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    everybody = padded.new_empty((ranks.size * longest, *rows.shape[1:]))
+    ranks.gather(everybody, padded).wait()
+    found = zip(everybody.split(longest), lengths.tolist(), strict=True)
+    return [whole[:length].movedim(0, dim) for whole, length in found]
 
 
 def check_layout(layout: str) -> None:

@@ -10,10 +10,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from fserver.errors import Error, TimeoutError
+from fserver.errors import ConfigError, Error, TimeoutError
 
 T = TypeVar("T")
+
+Group = dist.ProcessGroup | DeviceMesh
+"""What names the ranks of a call."""
 
 UNUSABLE = "The group is no longer usable: end its processes, or make a new group."
 """The remedy in messages."""
@@ -97,6 +101,44 @@ class Ranks:
                 " If ranks are only slow, give init_process_group or new_group a longer timeout."
             )
         return (TimeoutError if over else Error)(f"{text} torch.distributed says: {error}")
+
+
+def said(value: object) -> str:
+    """Formats a value for a message."""
+    return f"{reprlib.repr(value)} of type {type(value).__name__}"
+
+
+def ranks_of(group: object) -> Ranks:
+    """Returns the ranks of a group, of a DeviceMesh with one dimension, or, for None, all.
+
+    Raises:
+        ConfigError: it is none of these, or this process is not a member.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "ringx: torch.distributed is not initialized (call init_process_group first)"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"ringx: group is a DeviceMesh with {group.ndim} dimensions: want one (such as "
+                'mesh["cp"], the one that splits the sequence)'
+            )
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "ringx: group: this process is not a member (call the function on members only)"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"ringx: group {said(group)}: want a group from new_group, a DeviceMesh with one "
+            "dimension, or None for all ranks"
+        )
+    try:
+        return Ranks(group)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"ringx: group {said(group)}: {error} (make a new group)") from error
 
 
 class Collective:

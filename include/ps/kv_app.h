@@ -16,10 +16,11 @@
 #include "ps/internal/requests.h"
 #include "ps/kv_server.h"
 #include "ps/sarray.h"
+#include "ps/simple_app.h"
 
 namespace ps {
 
-// What a worker pushes to the servers and pulls from them. Methods may be called from several threads.
+// What a worker pushes to the servers and pulls from them; and a SimpleApp. Methods may be called from several threads.
 //
 // The keys of a request are sorted, and each occurs once. Each key goes to the server whose range has it
 // (Postoffice::GetServerKeyRanges); a server without keys gets nothing. Requests with the same first key at a server
@@ -27,7 +28,7 @@ namespace ps {
 //
 // Each request returns a timestamp, for Wait. A callback is called once, when the last server has answered or the
 // request has failed, in a thread of this object. It may start requests, and wait for them; it must not throw.
-template <class Val> class KVWorker {
+template <class Val> class KVWorker : public SimpleApp {
 public:
   using Callback = std::function<void()>;
   using SlicedKVs = std::vector<std::pair<bool, KVPairs<Val>>>;
@@ -38,7 +39,9 @@ public:
   // app_id: that of the KVServers. customer_id: any number; servers see it in KVMeta. instance_idx: the instance of
   // this process. Throws fserver::ClosedError before StartPS.
   explicit KVWorker(int app_id, int customer_id, int instance_idx = 0)
-      : ranges_(Postoffice::GetWorker(instance_idx)->GetServerKeyRanges()),
+      : SimpleApp(app_id, customer_id, Postoffice::GetWorker(instance_idx),
+                  detail::Requests::kTimestamps),
+        ranges_(Postoffice::GetWorker(instance_idx)->GetServerKeyRanges()),
         requests_(new detail::Requests(
             Postoffice::GetWorker(instance_idx)->worker("KVWorker"), app_id,
             customer_id, ranges_)) {}
@@ -46,7 +49,7 @@ public:
   KVWorker &operator=(const KVWorker &) = delete;
   // Waits until all requests have ended and their callbacks have returned, at most 5 seconds. What has not ended
   // then keeps its memory for good.
-  virtual ~KVWorker() {
+  ~KVWorker() override {
     if (!requests_->drain(std::chrono::seconds(5)))
       (void)requests_.release();
   }
@@ -93,8 +96,13 @@ public:
   //
   // Throws what the request has ended with, also if it has a callback: fserver::PeerLostError if a
   // server is gone, RefusedError if one has refused it, ShapeError if *vals has another size than the servers' values,
-  // ClosedError after Finalize.
-  void Wait(int timestamp) { requests_->wait(timestamp); }
+  // ClosedError after Finalize. Also waits for a Request.
+  void Wait(int timestamp) override {
+    if (timestamp >= detail::Requests::kTimestamps)
+      SimpleApp::Wait(timestamp);
+    else
+      requests_->wait(timestamp);
+  }
 
   // Cuts requests in place of the default. sliced->at(i) is for server i, and its first says whether that gets any.
   // What a pull's slicer makes has keys alone. Not while requests are started.

@@ -17,6 +17,7 @@
 #include "ps/internal/postoffice.h"
 #include "ps/internal/serving.h"
 #include "ps/sarray.h"
+#include "ps/simple_app.h"
 
 namespace ps {
 
@@ -45,20 +46,21 @@ struct KVMeta {
   std::uint64_t keys = 0, vals = 0;
 };
 
-// Takes the requests of an app at this process's server, and answers them.
+// Takes the requests of an app at this process's server, and answers them; and a SimpleApp, whose customer_id is app_id.
 //
 // One thread of each server calls the handlers of all its apps, in the order in which requests come.
 // Keys, values and lens that a handler is given are views of received memory. They are valid until
 // Response is called for that request: copy what is to stay. A handler that throws refuses its request
 // with the exception's text.
-template <class Val> class KVServer {
+template <class Val> class KVServer : public SimpleApp {
 public:
   using ReqHandle = std::function<void(
       const KVMeta &req_meta, const KVPairs<Val> &req_data, KVServer *server)>;
 
   // Throws fserver::ClosedError before StartPS, and ConfigError if the server has a KVServer of this app.
   explicit KVServer(int app_id, bool is_scheduler = false, int instance_idx = 0)
-      : node_(Postoffice::GetServer(instance_idx)->server("KVServer")),
+      : SimpleApp(app_id, app_id, Postoffice::GetServer(instance_idx)),
+        node_(Postoffice::GetServer(instance_idx)->server("KVServer")),
         app_id_(app_id), app_(*this) {
     (void)is_scheduler;
     node_->add(app_id_, &app_);
@@ -66,9 +68,12 @@ public:
   KVServer(const KVServer &) = delete;
   KVServer &operator=(const KVServer &) = delete;
   // No handler runs any more when it has returned.
-  virtual ~KVServer() { node_->remove(app_id_); }
+  ~KVServer() override { node_->remove(app_id_); }
 
-  // Requests that come before wait for it, at most 10 seconds.
+  using SimpleApp::Response;
+  using SimpleApp::set_request_handle; // of what Request has sent
+
+  // What is done with pushes and pulls. Those that come before wait for it, at most 10 seconds.
   void set_request_handle(const ReqHandle &handle) {
     node_->apart([&] { handle_ = handle; });
   }

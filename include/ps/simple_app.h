@@ -43,13 +43,7 @@ public:
   // office: the node, if the process has several; else Postoffice::Get(). Throws ConfigError if there is an app with
   // these numbers, and ClosedError before StartPS.
   SimpleApp(int app_id, int customer_id, Postoffice *office = nullptr)
-      : customer_(app_id, customer_id),
-        letters_((office ? office : Postoffice::Get())->letters("SimpleApp")),
-        on_request_(
-            [](const SimpleData &r, SimpleApp *app) { app->Response(r); }),
-        on_response_([](const SimpleData &, SimpleApp *) {}) {
-    letters_->add(app_id, customer_id, this);
-    thread_ = std::thread([this] { run(); });
+      : SimpleApp(app_id, customer_id, office ? office : Postoffice::Get(), 0) {
   }
   SimpleApp(const SimpleApp &) = delete;
   SimpleApp &operator=(const SimpleApp &) = delete;
@@ -109,7 +103,7 @@ public:
   // one that has ended.
   virtual void Wait(int timestamp) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (timestamp < 0 || timestamp >= next_)
+    if (timestamp < first_ || timestamp >= next_)
       throw fserver::ConfigError("SimpleApp: Wait: timestamp is " +
                                  std::to_string(timestamp) +
                                  ", want one that Request has returned");
@@ -162,6 +156,18 @@ public:
     set(on_response_, response_handle, "set_response_handle");
   }
   virtual Customer *get_customer() { return &customer_; }
+
+protected:
+  // first: the timestamp of the first request.
+  SimpleApp(int app_id, int customer_id, Postoffice *office, int first)
+      : customer_(app_id, customer_id), letters_(office->letters("SimpleApp")),
+        on_request_(
+            [](const SimpleData &r, SimpleApp *app) { app->Response(r); }),
+        on_response_([](const SimpleData &, SimpleApp *) {}), first_(first),
+        next_(first) {
+    letters_->add(app_id, customer_id, this);
+    thread_ = std::thread([this] { run(); });
+  }
 
 private:
   struct Peer {
@@ -377,7 +383,8 @@ private:
   std::deque<detail::Letter> letters_in_;
   std::size_t bytes_in_ = 0;
   std::map<int, Asked> asked_; // by timestamp
-  int next_ = 0;
+  const int first_;
+  int next_; // timestamp
   bool closed_ = false, ends_ = false;
   bool handles_ = false; // set_request_handle has been called
   const std::chrono::steady_clock::time_point default_from_ =

@@ -219,7 +219,8 @@ SCENE(several_apps_and_customers, 2, 2) {
   if (IsServer()) {
     serve<float>(KVServerDefaultHandle<float>(), 1);
     serve<std::uint64_t>(KVServerDefaultHandle<std::uint64_t>(), 2);
-    EXPECT_THROW(fserver::ConfigError, "app_id 2 has a KVServer already",
+    EXPECT_THROW(fserver::ConfigError,
+                 "app_id 2 has a SimpleApp with customer_id 2 already",
                  KVServer<int>(2));
     return;
   }
@@ -344,4 +345,50 @@ SCENE(a_slicer_of_the_program, 1, 2) {
   EXPECT(lens == (std::vector<int>{1, 1, 1, 1}));
   kv.Wait(kv.Pull({1, 2, 3, 5}, &known));
   EXPECT(known == got);
+}
+
+// As parameter servers send commands: by the apps that have the values, before and between pushes.
+SCENE(commands_beside_values, 2, 2) {
+  static std::atomic<int> factor{1};
+  const std::vector<Key> keys = spread(4);
+  if (IsServer()) {
+    auto *server = new KVServer<float>(0);
+    RegisterExitCallback([server] { delete server; });
+    static_cast<SimpleApp *>(server)->set_request_handle(
+        [](const SimpleData &r, SimpleApp *app) {
+          EXPECT_EQ(r.body, "scale");
+          factor = r.head;
+          app->Response(r, "scaled");
+        });
+    server->set_request_handle(
+        [](const KVMeta &meta, const KVPairs<float> &, KVServer<float> *s) {
+          KVPairs<float> res;
+          res.vals = SArray<float>(2, static_cast<float>(factor.load()));
+          s->Response(meta, meta.push ? KVPairs<float>() : res);
+        });
+    return;
+  }
+  KVWorker<float> kv(0, 3);
+  EXPECT_EQ(kv.get_customer()->customer_id(), 3);
+  EXPECT(Postoffice::Get()->GetCustomer(0, 3) == kv.get_customer());
+  std::atomic<int> scaled{0};
+  kv.set_response_handle([&](const SimpleData &r, SimpleApp *app) {
+    EXPECT(app == &kv && r.customer_id == 3);
+    scaled += r.body == "scaled";
+  });
+  kv.Wait(kv.Push(keys, {1, 1, 1, 1}));
+  if (MyRank() == 0) {
+    const int command = kv.Request(6, "scale", kServerGroup);
+    const int push = kv.Push(keys, {1, 1, 1, 1});
+    EXPECT(command != push);
+    kv.Wait(command);
+    EXPECT_EQ(scaled.load(), 2);
+    kv.Wait(push);
+    kv.Wait(command);
+    EXPECT_THROW(fserver::ConfigError, "timestamp is", kv.Wait(command + 1));
+  }
+  Postoffice::Get()->Barrier(0, kWorkerGroup);
+  std::vector<float> got;
+  kv.Wait(kv.Pull(keys, &got));
+  EXPECT(got == std::vector<float>(4, 6));
 }

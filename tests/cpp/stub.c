@@ -354,8 +354,14 @@ int fs_send_drop(fs_node node, uint64_t token) {
 
 int fs_receive(fs_node node, fs_mail *from, void *buf, size_t cap, size_t *need,
                int64_t slice_ns) {
-  (void)node, (void)from, (void)buf, (void)cap, (void)need, (void)slice_ns;
-  return fail(-ESHUTDOWN);
+  (void)from, (void)buf, (void)cap, (void)need;
+  const struct timespec until = after(slice_ns);
+  int rc = 0;
+  pthread_mutex_lock(&mutex);
+  while (!closed[node & MASK] && rc == 0)
+    rc = change(&until); // no message ever comes
+  pthread_mutex_unlock(&mutex);
+  return rc ? rc : fail(-ESHUTDOWN);
 }
 
 int fs_members(fs_node node, fs_member *out, size_t cap, size_t *need) {

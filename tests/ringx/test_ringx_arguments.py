@@ -27,6 +27,7 @@ from fserver.ringx import (
     shard,
     unshard,
 )
+from fserver.ringx import reference as functions
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.schedules import Job
 
@@ -273,7 +274,10 @@ def wrong_groups(me: Rank) -> list[str]:
 
 def test_what_is_no_group(world: World):
     three, name, tensor, gone = world.run((0,), wrong_groups)[0]
-    assert three == "ringx: group 3 of type int: want a group from new_group, or None for all ranks"
+    assert three == (
+        "ringx: group 3 of type int: want a group from new_group, a DeviceMesh with one "
+        "dimension, or None for all ranks"
+    )
     assert "group 'world' of type str: want" in name
     assert "of type Tensor: want" in tensor
     assert "of type ProcessGroup: " in gone and "(make a new group)" in gone
@@ -311,10 +315,10 @@ def test_deterministic(world: World):
     assert "rank 1 of the group has refused its own arguments" in first
     assert "ringx: deterministic True: torch decides which kernels it uses (call " in second
     arguments = X.as_subclass(OnGpu), 0.0, (-1, -1), None, True, False
-    assert "torch decides" in str(api._reference_problem(*arguments))
+    assert "torch decides" in str(functions._reference_problem(*arguments))
     torch.use_deterministic_algorithms(True)
     try:
-        assert api._reference_problem(*arguments) is None
+        assert functions._reference_problem(*arguments) is None
     finally:
         torch.use_deterministic_algorithms(False)
     assert refused_nothing(world, [{**REFERENCE, "deterministic": True}])

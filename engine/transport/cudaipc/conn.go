@@ -24,11 +24,11 @@ type Conn struct {
 	head  []byte // a frame with its head, for inner.Post
 	below bool   // inner may have GPU memory of ours to send
 
-	next uint32 // operations from next on have not been started
-	lane lane
+	next   uint32 // operations from next on have not been started
+	sender sender
 
 	// Writing by mapping.
-	equipped bool      // the lane is there, or is being made
+	equipped bool      // the sender is there, or is being made
 	asked    time.Time // when the first write waited for the introductions
 	shown    int       // operations of our introduction that have been posted
 	expect   int       // loans that belong to the peer's introduction
@@ -110,7 +110,7 @@ func (c *Conn) Stopped() {
 	c.since = time.Now()
 	c.asks = c.since.Add(lastWrites)
 	link.Drop(&c.loan)
-	if s := c.lane.seg; s != nil {
+	if s := c.sender.seg; s != nil {
 		s.over.Store(1)
 	}
 }
@@ -122,20 +122,20 @@ func (c *Conn) Lingers() bool { return c.writing() }
 func (*Conn) Done(uint64, error) {}
 
 // Working implements over.Conn.
-func (c *Conn) Working() bool { return c.lane.working() }
+func (c *Conn) Working() bool { return c.sender.working() }
 
 // Stream implements over.Conn.
-func (c *Conn) Stream() cuda.Stream { return c.lane.stream }
+func (c *Conn) Stream() cuda.Stream { return c.sender.stream }
 
 // Break implements over.Conn.
 func (c *Conn) Break() {
-	c.lane.broken = true
-	c.lane.seg.begun.Store(c.lane.seg.done.Load()) // for the peer: none is under way
+	c.sender.broken = true
+	c.sender.seg.begun.Store(c.sender.seg.done.Load()) // for the peer: none is under way
 }
 
 // Free implements over.Conn.
 func (c *Conn) Free() {
-	c.lane.close(c.f)
+	c.sender.close(c.f)
 	for _, m := range c.maps {
 		if m.chore == nil {
 			c.f.unmap(m)

@@ -100,7 +100,7 @@ func (*Fabric) Proceed() {}
 // Look implements over.Layer. It finds out which mappings are not used any more.
 func (f *Fabric) Look() {
 	for _, c := range f.Conns {
-		if c := c.(*Conn); !c.lane.working() {
+		if c := c.(*Conn); !c.sender.working() {
 			c.sweep()
 		}
 	}

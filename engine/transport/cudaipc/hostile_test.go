@@ -91,7 +91,7 @@ func TestHostilePeerMapped(t *testing.T) {
 		until(t, evil, d.Victim, func() bool { return len(d.Victim.Writes) == 1 && len(evil.Done) == 1 })
 		require.Equal(t, "cudaipc", ours(evil).Peer().Via)
 		d.Victim.Writes = nil
-		return evil, ours(evil).lane.seg
+		return evil, ours(evil).sender.seg
 	}
 	evil, _ := begin()
 	evil.Raw(t, message(appendHead(nil, kindFrame, 2)))

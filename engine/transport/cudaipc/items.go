@@ -81,7 +81,7 @@ func (c *Conn) sends() bool {
 
 // ahead returns the number of the newest mapped write, or 0 if all have ended.
 func (c *Conn) ahead() uint64 {
-	if s := c.lane.seg; s != nil {
+	if s := c.sender.seg; s != nil {
 		if n := s.begun.Load(); s.done.Load() < n {
 			return n
 		}
@@ -97,9 +97,9 @@ func (c *Conn) Advance() {
 	for i := c.Line.First; i != c.Line.End; i++ {
 		switch w := c.Line.At(i); {
 		case w.Over:
-		case w.Is.number != 0 && w.Is.number <= c.lane.seg.done.Load():
+		case w.Is.number != 0 && w.Is.number <= c.sender.seg.done.Load():
 			c.Complete(w, nil)
-		case c.Err != nil && (w.Is.number == 0 || c.lane.broken):
+		case c.Err != nil && (w.Is.number == 0 || c.sender.broken):
 			c.Complete(w, c.Err)
 		}
 	}

@@ -94,7 +94,7 @@ func (c *Conn) mapInto(wr *waiting, r *remote) int {
 	case w == nil || w.at == 0:
 		return toInner
 	}
-	l := &c.lane
+	l := &c.sender
 	s := l.seg
 	number := s.begun.Load() + 1
 	s.keys[number%depth] = r.key.ID
@@ -114,8 +114,8 @@ func (c *Conn) mapInto(wr *waiting, r *remote) int {
 	return mapped
 }
 
-// lane is the stream of a Conn on which its copies are made, and its segment, where the stream says how far it is.
-type lane struct {
+// sender is the stream of a Conn on which its copies are made, and its segment, where the stream says how far it is.
+type sender struct {
 	stream cuda.Stream
 	shared *mem.Shared
 	seg    *segment
@@ -130,19 +130,19 @@ func (c *Conn) equip() {
 		return
 	}
 	c.equipped = true
-	var l lane
+	var l sender
 	var err error
 	c.Aside(func() { err = l.open(c.f) }, func() {
 		if err != nil {
 			c.Fail(fmt.Errorf("set up the memory that shows the progress of writes: %w", err))
 			return
 		}
-		c.lane = l
+		c.sender = l
 		c.met()
 	})
 }
 
-func (l *lane) open(f *Fabric) (err error) {
+func (l *sender) open(f *Fabric) (err error) {
 	if l.shared, err = mem.NewNamed("fserver-cudaipc", uint64(segmentSize)); err != nil {
 		return gpu.Scarce(err)
 	}
@@ -162,16 +162,16 @@ func (l *lane) open(f *Fabric) (err error) {
 }
 
 // close gives back what open acquired.
-func (l *lane) close(f *Fabric) {
+func (l *sender) close(f *Fabric) {
 	f.Calls.FreeStream(l.stream)
 	if s := l.shared; s != nil {
 		f.Calls.Unpin(s.Region(), func() { _ = mem.FreeShared(s.ID()) })
 	}
-	*l = lane{}
+	*l = sender{}
 }
 
 // working says whether copies are under way.
-func (l *lane) working() bool {
+func (l *sender) working() bool {
 	return l.seg != nil && !l.broken && l.seg.done.Load() < l.seg.begun.Load()
 }
 
@@ -183,10 +183,10 @@ var meeting = appendHead(nil, kindIntroduction, 0)
 // introduce shows the peer our table of keys and our segment; false: not wholly,
 // for now. It passes what inner has not sent, so that no loan with a number comes before it.
 func (c *Conn) introduce() bool {
-	if c.shown == introduction || c.lane.seg == nil {
-		return c.lane.seg != nil
+	if c.shown == introduction || c.sender.seg == nil {
+		return c.sender.seg != nil
 	}
-	table, seg := c.f.table.Region().Span(), c.lane.shared.Region().Span()
+	table, seg := c.f.table.Region().Span(), c.sender.shared.Region().Span()
 	if !c.Conn.Lends(table) || !c.Conn.Lends(seg) || !c.Flush() {
 		return false
 	}
@@ -241,8 +241,8 @@ func (c *Conn) greeted(e *transport.Event) error {
 
 // met tells the peer that we know its segment, when we have one ourselves.
 func (c *Conn) met() {
-	if c.theirs != nil && c.lane.seg != nil {
-		c.lane.seg.met.Store(1)
+	if c.theirs != nil && c.sender.seg != nil {
+		c.sender.seg.met.Store(1)
 	}
 }
 

@@ -47,8 +47,8 @@ func TestNobodyMapsUnseen(t *testing.T) {
 	}
 	b.Post(t, write(back, src, point))
 	require.Nil(t, to.theirs)
-	require.Zero(t, from.lane.seg.begun.Load())
-	until(t, a, b, func() bool { return from.lane.seg.begun.Load() == 1 })
+	require.Zero(t, from.sender.seg.begun.Load())
+	until(t, a, b, func() bool { return from.sender.seg.begun.Load() == 1 })
 	require.NotNil(t, to.theirs)
 	open()
 	until(t, a, b, func() bool { return len(a.Writes) == 1 && len(b.Writes) == 1 && len(b.Done) == 1 })
@@ -336,7 +336,7 @@ func TestSharedPieces(t *testing.T) {
 		until(t, a, b, func() bool { return g.Imports() == int(i)+1 })
 	}
 	c := ours(a)
-	until(t, a, b, func() bool { return c.lane.seg.begun.Load() == 2 })
+	until(t, a, b, func() bool { return c.sender.seg.begun.Load() == 2 })
 	require.Len(t, c.maps, 2)
 	open()
 	until(t, a, b, func() bool { return len(b.Writes) == 2 && len(a.Done) == 2 })

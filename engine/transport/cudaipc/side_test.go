@@ -77,7 +77,7 @@ func underWay(t *testing.T, g *fakegpu.GPU) (a, b *side, dst mem.Region, k trans
 
 // segmentOf is the segment of a, which has posted a write of GPU memory to b.
 func segmentOf(t *testing.T, a, b *side) *segment {
-	l := &ours(a).lane
+	l := &ours(a).sender
 	until(t, a, b, func() bool { return l.seg != nil })
 	return l.seg
 }

@@ -24,14 +24,14 @@ type Conn struct {
 	Closed bool // by its own user
 	downed bool // EvDown was given
 	Err    error
-	In     Progress
-	Out    Progress
+	In     Meter
+	Out    Meter
 }
 
 // Open makes c the Conn of s. The owner calls end once, when c is closed, whether it has ended
 // before or not.
 func (c *Conn) Open(s *Session, end func(why error)) {
-	now := Progress{since: time.Now()}
+	now := Meter{since: time.Now()}
 	about := transport.Peer{Hello: s.Hello, Remote: s.Remote, Via: s.f.kind.Name}
 	*c = Conn{f: s.f, end: end, About: about, FD: -1, Fresh: !s.Dialer, In: now, Out: now}
 }
@@ -101,31 +101,31 @@ func (c *Conn) Ends(quiet bool) bool {
 	return c.Err != nil && !c.downed
 }
 
-// Progress watches one direction of a Conn.
-type Progress struct {
+// Meter watches one direction of a Conn.
+type Meter struct {
 	seen  uint64
 	since time.Time // when seen was new, or nothing was owed
 }
 
 // Stalled is for how long bytes have been owed while their count did not
 // change.
-func (p *Progress) Stalled(now time.Time, owed bool, count uint64) time.Duration {
+func (p *Meter) Stalled(now time.Time, owed bool, count uint64) time.Duration {
 	if !owed || count != p.seen {
 		p.seen, p.since = count, now
 	}
 	return now.Sub(p.since)
 }
 
-// Part is a transport's Conn, which embeds Conn.
-type Part interface {
+// Derived is a transport's Conn, which embeds Conn.
+type Derived interface {
 	transport.Conn
-	part() *Conn
+	base() *Conn
 }
 
-func (c *Conn) part() *Conn { return c }
+func (c *Conn) base() *Conn { return c }
 
 // Conns is the Conns of a Fabric with events to come.
-type Conns[C Part] struct {
+type Conns[C Derived] struct {
 	All  []C
 	byFD []C // by descriptor, which is a small number
 }
@@ -133,28 +133,28 @@ type Conns[C Part] struct {
 // Leave closes all.
 func (l *Conns[C]) Leave() {
 	for _, c := range l.All {
-		c.part().leave()
+		c.base().leave()
 	}
 }
 
 // Add adds c.
 func (l *Conns[C]) Add(c C) {
-	c.part().at = len(l.All)
+	c.base().at = len(l.All)
 	l.All = append(l.All, c)
 }
 
 // End gives the last events of c, which has ended and so have its operations. It forgets c when no
 // event is left to give, which over says; quiet says that the peer touches no memory any more.
 func (l *Conns[C]) End(c C, quiet bool, ev []transport.Event) (n int, over bool) {
-	n = c.part().Down(c, ev)
+	n = c.base().Down(c, ev)
 	if !quiet {
 		return n, false
 	}
-	k, over := c.part().gone(c, ev[n:])
+	k, over := c.base().gone(c, ev[n:])
 	if over {
-		at, last := c.part().at, len(l.All)-1
+		at, last := c.base().at, len(l.All)-1
 		l.All[at] = l.All[last]
-		l.All[at].part().at = at
+		l.All[at].base().at = at
 		clear(l.All[last:])
 		l.All = l.All[:last]
 	}
@@ -166,7 +166,7 @@ func (l *Conns[C]) Watch(f *Fabric, events uint32, c C) error {
 	if f.Closing {
 		return transport.ErrClosed
 	}
-	fd := c.part().FD
+	fd := c.base().FD
 	if err := f.Watch(fd, events); err != nil {
 		return err
 	}
@@ -175,7 +175,7 @@ func (l *Conns[C]) Watch(f *Fabric, events uint32, c C) error {
 	}
 	l.byFD[fd] = c
 	l.Add(c)
-	if c.part().Fresh {
+	if c.base().Fresh {
 		f.Ring()
 	}
 	return nil
@@ -183,7 +183,7 @@ func (l *Conns[C]) Watch(f *Fabric, events uint32, c C) error {
 
 // Unwatch ends Watch before the socket is closed.
 func (l *Conns[C]) Unwatch(f *Fabric, c C) {
-	fd := c.part().FD
+	fd := c.base().FD
 	l.byFD[fd] = *new(C)
 	unix.EpollCtl(f.Epoll, unix.EPOLL_CTL_DEL, fd, &unix.EpollEvent{})
 }
@@ -197,14 +197,14 @@ func (l *Conns[C]) At(fd int32) (c C) {
 }
 
 // Queue holds Conns, each once, in the order in which they came.
-type Queue[C Part] []C
+type Queue[C Derived] []C
 
 // Len is how many there are.
 func (q Queue[C]) Len() int { return len(q) }
 
 // Push adds c if it is not there.
 func (q *Queue[C]) Push(c C) {
-	if p := c.part(); !p.queued {
+	if p := c.base(); !p.queued {
 		p.queued = true
 		*q = append(*q, c)
 	}
@@ -217,7 +217,7 @@ func (q *Queue[C]) Pop() C {
 	copy(all, all[1:])
 	clear(all[last:])
 	*q = all[:last]
-	c.part().queued = false
+	c.base().queued = false
 	return c
 }
 

@@ -23,7 +23,7 @@ type Conn struct {
 	id       [16]byte       // the dialer has drawn it
 	about    transport.Peer // of member 0
 	peers    int            // Fabrics of the peer
-	lanes    int            // of the peer
+	strands  int            // of the peer
 	ways     int            // that members may be on; 0: as many as the Fabrics allow
 	rails    []*rail        // until they have ended
 	bound    map[uint64]*region
@@ -43,7 +43,7 @@ type Conn struct {
 
 	err    error  // why the Conn is over
 	reason error  // for which a member was lost
-	stats  []stat // of the lanes of each of our Fabrics
+	stats  []stat // of the strands of each of our Fabrics
 	theirs uint64 // a bit for each of the peer's Fabrics that it says is away
 	hinted bool   // we have told it of ours
 	fresh  bool   // EvAccept is still to be given
@@ -54,9 +54,9 @@ type Conn struct {
 	since  time.Time // when member stuck began to wait for the peer's statement
 }
 
-func (f *Fabric) conn(dialer bool, id [16]byte, peers, lanes int, about *transport.Peer) *Conn {
-	c := &Conn{f: f, order: newOrder(dialer, window, mostBytes), id: id, about: *about, peers: peers, lanes: lanes,
-		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([][]byte, window), stats: make([]stat, len(f.members)*f.o.Lanes)}
+func (f *Fabric) conn(dialer bool, id [16]byte, peers, strands int, about *transport.Peer) *Conn {
+	c := &Conn{f: f, order: newOrder(dialer, window, mostBytes), id: id, about: *about, peers: peers, strands: strands,
+		bound: map[uint64]*region{}, heard: make(chan struct{}), got: make([][]byte, window), stats: make([]stat, len(f.members)*f.o.Strands)}
 	c.kept = make([]kept, window)
 	c.ctx, c.cancel = context.WithCancel(f.ctx)
 	f.conns = append(f.conns, c)
@@ -66,7 +66,7 @@ func (f *Fabric) conn(dialer bool, id [16]byte, peers, lanes int, about *transpo
 // add makes r member id of c, and sends the greeting of a dialer. It is false where the member must be closed
 // and nobody told of it.
 func (c *Conn) add(r *rail, id uint32, greeting []byte) bool {
-	r.c, r.id, r.known, r.stat = c, id, true, c.stat(r.at, r.lane)
+	r.c, r.id, r.known, r.stat = c, id, true, c.stat(r.at, r.strand)
 	if greeting != nil {
 		r.push(entry{text: greeting, item: item{kind: kind(greeting[0])}})
 	}
@@ -75,7 +75,7 @@ func (c *Conn) add(r *rail, id uint32, greeting []byte) bool {
 		return false
 	}
 	for _, old := range c.rails {
-		if old.at == r.at && old.lane == r.lane { // its dialer knows of its end already
+		if old.at == r.at && old.strand == r.strand { // its dialer knows of its end already
 			c.order.down(old.id)
 		}
 	}
@@ -172,13 +172,13 @@ func (c *Conn) blame(err error) {
 	}
 }
 
-// stat is what a Conn has done over a lane of a Fabric.
+// stat is what a Conn has done over a strand of a Fabric.
 type stat struct {
 	sent uint64
 	why  error // why it has no member there; nil: it has one, or has not tried
 }
 
-func (c *Conn) stat(at, lane int) *stat { return &c.stats[at*c.f.o.Lanes+lane] }
+func (c *Conn) stat(at, strand int) *stat { return &c.stats[at*c.f.o.Strands+strand] }
 
 // lose takes the loss of a member. The reason for the last one is that for the whole Conn, since a peer
 // that closes its Conn in good order closes all.
@@ -188,7 +188,7 @@ func (c *Conn) lose(r *rail) {
 	} else {
 		c.blame(r.down)
 	}
-	c.stat(r.at, r.lane).why = r.down
+	c.stat(r.at, r.strand).why = r.down
 	if r.said && !errors.Is(r.down, io.EOF) { // with io.EOF the peer has closed it, and knows why
 		c.noted(r, r.down)
 	}
@@ -202,7 +202,7 @@ func (c *Conn) lostThere(r *rail) {
 		return
 	}
 	why := errors.New("rails: the peer has lost it")
-	c.stat(r.at, r.lane).why = why
+	c.stat(r.at, r.strand).why = why
 	if r.said {
 		c.noted(r, why)
 	}
@@ -427,19 +427,19 @@ func (c *Conn) forget() {
 }
 
 // place describes where a member may be, as far as it is known without one.
-func (c *Conn) place(at, lane int) transport.Member {
-	s, why := c.stat(at, lane), errors.New("not connected yet")
+func (c *Conn) place(at, strand int) transport.Member {
+	s, why := c.stat(at, strand), errors.New("not connected yet")
 	switch {
 	case c.f.dead[at].why != nil:
 		why = c.f.dead[at].why
 	case s.why != nil:
 		why = s.why
-	case lane >= c.lanes:
-		why = fmt.Errorf("the peer has %d of these connections", c.lanes)
+	case strand >= c.strands:
+		why = fmt.Errorf("the peer has %d of these connections", c.strands)
 	}
 	m := transport.Member{Name: c.f.o.Names[at], Sent: s.sent, Why: why.Error()}
-	if c.f.o.Lanes > 1 {
-		m.Name += "/" + strconv.Itoa(lane)
+	if c.f.o.Strands > 1 {
+		m.Name += "/" + strconv.Itoa(strand)
 	}
 	return m
 }
@@ -452,13 +452,13 @@ func (c *Conn) Peer() transport.Peer {
 	c.f.mu.Lock()
 	defer c.f.mu.Unlock()
 	p, vias := c.about, []string{}
-	lanes := c.f.o.Lanes
+	strands := c.f.o.Strands
 	p.Members = make([]transport.Member, len(c.stats))
 	for i := range p.Members {
-		p.Members[i] = c.place(i/lanes, i%lanes)
+		p.Members[i] = c.place(i/strands, i%strands)
 	}
 	for _, r := range c.lives() {
-		about, m := r.conn.Peer(), &p.Members[r.at*lanes+r.lane]
+		about, m := r.conn.Peer(), &p.Members[r.at*strands+r.strand]
 		m.Remote, m.Via, m.Path, m.Why = about.Remote, about.Via, about.Path, ""
 		vias = append(vias, about.Via)
 		if p.Why == "" {
@@ -468,7 +468,7 @@ func (c *Conn) Peer() transport.Peer {
 	if len(vias) > 0 {
 		p.Via = strings.Join(vias, "+")
 	}
-	all := min(len(c.f.members), c.peers) * min(lanes, c.lanes)
+	all := min(len(c.f.members), c.peers) * min(strands, c.strands)
 	if c.ways > 0 {
 		all = c.ways
 	}

@@ -18,7 +18,7 @@ func (f *Fabric) Connect(ctx context.Context, peer transport.Addr) (transport.Co
 	if err != nil {
 		return nil, err
 	}
-	ways := to.first() // another lane would not do better
+	ways := to.first() // another strand would not do better
 	closed := fmt.Errorf("rails: connect to %q: %w", peer, transport.ErrClosed)
 	if !f.begin() {
 		return nil, closed
@@ -123,8 +123,8 @@ func (f *Fabric) dialed(in transport.Conn, to *routes, first int) *Conn {
 	var id [16]byte
 	rand.Read(id[:]) // never fails
 	about := in.Peer()
-	c := f.conn(true, id, to.fabrics, to.lanes, &about)
-	r.lane, r.theirs = at.lane, at.theirs
+	c := f.conn(true, id, to.fabrics, to.strands, &about)
+	r.strand, r.theirs = at.strand, at.theirs
 	c.plan(to.ways)
 	number, _ := c.order.dial() // a new Conn takes it
 	c.add(r, number, c.greeting(at, number))
@@ -147,7 +147,7 @@ func (c *Conn) plan(ways []way) {
 		c.ways, why = len(ways), errors.New("the peer has no interface in its network")
 	}
 	for i := range c.stats {
-		if !slices.ContainsFunc(ways, func(w way) bool { return w.ours*c.f.o.Lanes+w.lane == i }) && i%c.f.o.Lanes < c.lanes {
+		if !slices.ContainsFunc(ways, func(w way) bool { return w.ours*c.f.o.Strands+w.strand == i }) && i%c.f.o.Strands < c.strands {
 			c.stats[i].why = why
 		}
 	}
@@ -155,7 +155,7 @@ func (c *Conn) plan(ways []way) {
 
 // greeting is the first frame on a member that we have dialed.
 func (c *Conn) greeting(w *way, member uint32) []byte {
-	return greet{Conn: c.id, Member: member, At: uint16(w.ours), Count: uint16(len(c.f.members)), Lane: uint16(w.lane), Lanes: uint16(c.f.o.Lanes)}.bytes()
+	return greet{Conn: c.id, Member: member, At: uint16(w.ours), Count: uint16(len(c.f.members)), Strand: uint16(w.strand), Strands: uint16(c.f.o.Strands)}.bytes()
 }
 
 // A keeper dials the members of one way, one after the other.
@@ -201,7 +201,7 @@ var gone = func() chan struct{} { c := make(chan struct{}); close(c); return c }
 
 // failed takes that an attempt of a keeper has failed.
 func (c *Conn) failed(k *keeper, id uint32, err error) {
-	c.stat(k.ours, k.lane).why = err
+	c.stat(k.ours, k.strand).why = err
 	c.blame(err)
 	c.order.failed(id)
 }
@@ -231,7 +231,7 @@ func (k *keeper) dial() (lost <-chan struct{}) {
 		if !f.o.Same(in.Peer().Hello, c.about.Hello) {
 			c.failed(k, id, fmt.Errorf("rails: %s is another peer by now", k.to))
 			r.refuse()
-		} else if r.lane, r.theirs = k.lane, k.theirs; c.add(r, id, c.greeting(&k.way, id)) {
+		} else if r.strand, r.theirs = k.strand, k.theirs; c.add(r, id, c.greeting(&k.way, id)) {
 			lost = r.lost
 		} else {
 			r.refuse()

@@ -72,7 +72,7 @@ func Greeting(conn transport.Conn, member uint32) []byte { return GreetingOf(con
 
 // GreetingOf returns the same for a Conn of that identity, and a dialer of two Fabrics.
 func GreetingOf(id [16]byte, member uint32) []byte {
-	return greet{Conn: id, Member: member, Count: 2, Lanes: 1}.bytes()
+	return greet{Conn: id, Member: member, Count: 2, Strands: 1}.bytes()
 }
 
 // Rails returns how many members a Fabric knows.

@@ -78,7 +78,7 @@ func open(members []transport.Fabric, o Options) (*Fabric, error) {
 	if first < 0 {
 		return nil, fmt.Errorf("rails: no fabric works: %w", members[0].(*transport.Absent).Why)
 	}
-	f := &Fabric{Over: link.Over{Fabric: members[first]}, members: slices.Clone(members), o: o, addr: join(members, o.Lanes),
+	f := &Fabric{Over: link.Over{Fabric: members[first]}, members: slices.Clone(members), o: o, addr: join(members, o.Strands),
 		rails: map[transport.Conn]*rail{}, asked: make([]asked, len(members)), away: make([]away, len(members)), dead: make([]dead, len(members))}
 	began := time.Now()
 	f.now = func() time.Duration { return time.Since(began) }
@@ -213,7 +213,7 @@ func (f *Fabric) Reaches(peer transport.Addr) error {
 
 // routes returns how peer is reached.
 func (f *Fabric) routes(peer transport.Addr) (*routes, error) {
-	to, lanes, err := split(peer)
+	to, strands, err := split(peer)
 	if err != nil {
 		return nil, err
 	}
@@ -234,10 +234,10 @@ func (f *Fabric) routes(peer transport.Addr) (*routes, error) {
 	if len(pairs) == 0 {
 		return nil, fmt.Errorf("rails: no fabric reaches one of %q: %w", peer, why)
 	}
-	r := &routes{fabrics: len(to), lanes: lanes}
-	for lane := range min(lanes, f.o.Lanes) {
+	r := &routes{fabrics: len(to), strands: strands}
+	for strand := range min(strands, f.o.Strands) {
 		for _, p := range pairs {
-			r.ways = append(r.ways, way{p, lane, to[p.theirs]})
+			r.ways = append(r.ways, way{p, strand, to[p.theirs]})
 		}
 	}
 	return r, nil

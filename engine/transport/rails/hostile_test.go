@@ -81,8 +81,8 @@ func TestStrangers(t *testing.T) {
 		{"without a word", "a", nil, ""},
 		{"with another count of fabrics", "a", append(rails.Greeting(d.a.c, 2)[:24], 3, 0, 0, 0, 1, 0), ""},
 		{"of a fabric that it has not", "a", append(rails.Greeting(d.a.c, 2)[:22], 2, 0, 2, 0, 0, 0, 1, 0), "rails: a greeting of fabric 2 of 2"},
-		{"of a lane that it has not", "a", append(rails.Greeting(d.a.c, 2)[:22], 0, 0, 2, 0, 1, 0, 1, 0), "lane 1 of 1"},
-		{"of a lane that we have not", "a", append(rails.Greeting(d.a.c, 2)[:22], 0, 0, 2, 0, 1, 0, 2, 0), ""},
+		{"of a strand that it has not", "a", append(rails.Greeting(d.a.c, 2)[:22], 0, 0, 2, 0, 1, 0, 1, 0), "strand 1 of 1"},
+		{"of a strand that we have not", "a", append(rails.Greeting(d.a.c, 2)[:22], 0, 0, 2, 0, 1, 0, 2, 0), ""},
 		{"of another version", "a", newer, "want a greeting of version 2"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

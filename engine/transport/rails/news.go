@@ -15,7 +15,7 @@ func (c *Conn) noted(r *rail, why error) {
 	if f.o.News == nil {
 		return
 	}
-	m := c.place(r.at, r.lane)
+	m := c.place(r.at, r.strand)
 	about := r.conn.Peer()
 	if m.Remote, m.Via, m.Path, m.Why = about.Remote, about.Via, about.Path, ""; why != nil {
 		m.Why = why.Error()

@@ -219,14 +219,14 @@ func (f *Fabric) greeted(r *rail, data []byte) {
 		c = f.conns[i]
 	}
 	switch {
-	case c == nil && g.Member == 0 && int(g.Lane) < f.o.Lanes:
-		c = f.conn(false, g.Conn, int(g.Count), int(g.Lanes), &about)
+	case c == nil && g.Member == 0 && int(g.Strand) < f.o.Strands:
+		c = f.conn(false, g.Conn, int(g.Count), int(g.Strands), &about)
 		c.fresh = true
-	case c == nil || g.Member == 0 || int(g.Lane) >= f.o.Lanes || int(g.Count) != c.peers || !f.o.Same(about.Hello, c.about.Hello):
+	case c == nil || g.Member == 0 || int(g.Strand) >= f.o.Strands || int(g.Count) != c.peers || !f.o.Same(about.Hello, c.about.Hello):
 		r.refuse()
 		return
 	}
-	if r.lane, r.theirs = int(g.Lane), int(g.At); !c.add(r, g.Member, nil) {
+	if r.strand, r.theirs = int(g.Strand), int(g.At); !c.add(r, g.Member, nil) {
 		r.refuse()
 	} else if g.Member == 0 {
 		c.order.acknowledge() // the dialer then dials the others

@@ -16,7 +16,7 @@ type rail struct {
 	c      *Conn // nil until it is known
 	conn   transport.Conn
 	at     int    // our Fabric that it is over
-	lane   int    // of the pair of Fabrics that it is between
+	strand int    // of the pair of Fabrics that it is between
 	theirs int    // the peer's
 	id     uint32 // in c
 	// known says that the peer has opened it, or that Connect has returned it, and fresh that the peer has
@@ -65,14 +65,14 @@ func (r *rail) pushItem(it item) {
 		r.push(entry{item: item{kind: piece, num: it.num}})
 	}
 	if it.kind == frame {
-		r.c.stat(r.at, r.lane).sent += uint64(len(r.c.at(it.num).frame) - headerLen)
+		r.c.stat(r.at, r.strand).sent += uint64(len(r.c.at(it.num).frame) - headerLen)
 	}
 	r.push(entry{item: it})
 }
 
 func (r *rail) pushWrite(i uint32) {
 	r.load += r.c.writes[i].size
-	r.c.stat(r.at, r.lane).sent += r.c.writes[i].size
+	r.c.stat(r.at, r.strand).sent += r.c.writes[i].size
 	r.push(entry{write: i + 1})
 }
 

@@ -1,6 +1,6 @@
 // Package rails makes one Fabric out of several: NICs, ports, queue pairs. A Conn of it is made of
 // member Conns, and survives the loss of all but one. Between a Fabric of ours and one of the peer's there is
-// at most one member, or one in each lane (Options.Lanes).
+// at most one member, or one in each strand (Options.Strands).
 //
 // The protocol between the two sides of a Conn is in order.go, send.go and recv.go: numbers,
 // acknowledgements, and what is posted again when a member is lost. It does no I/O and has no clock,
@@ -37,10 +37,10 @@ import (
 
 // Options say how Conns use their members. All fields may be zero.
 type Options struct {
-	// Lanes is how many members a Conn has between two Fabrics, such as queue pairs of two NICs; 0 means 1. If the two
+	// Strands is how many members a Conn has between two Fabrics, such as queue pairs of two NICs; 0 means 1. If the two
 	// sides differ, the lower number counts. More than one needs Fabrics that keep no key to a Conn (Fabric.Bind):
 	// those whose NIC writes by itself.
-	Lanes int
+	Strands int
 	// Split is the size from which on a write is cut over all members; 0 means 128 KiB.
 	Split uint64
 	// Stall is how long a peer may take to say what has come on a member that was lost. Then the Conn ends.
@@ -91,19 +91,19 @@ const (
 
 const prefix = "rails:"
 
-// New returns a Fabric made of members, or the only one as it is if it has one lane. Its Close closes them. With
+// New returns a Fabric made of members, or the only one as it is if it has one strand. Its Close closes them. With
 // an error they are still the caller's. A member that is a *transport.Absent keeps its place, and is not used.
 func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
-	o.Lanes = max(o.Lanes, 1)
+	o.Strands = max(o.Strands, 1)
 	switch {
-	case len(members) == 1 && o.Lanes == 1:
+	case len(members) == 1 && o.Strands == 1:
 		return members[0], nil
 	case len(members) == 0 || len(members) > maxRails:
 		return nil, fmt.Errorf("rails: %d fabrics: want 1 to %d", len(members), maxRails)
 	case o.Networks != nil && len(o.Networks) != len(members):
 		return nil, fmt.Errorf("rails: networks of %d fabrics, of which there are %d", len(o.Networks), len(members))
-	case len(members)*o.Lanes > maxRails:
-		return nil, fmt.Errorf("rails: %d connections over each of %d fabrics: at most %d in all", o.Lanes, len(members), maxRails)
+	case len(members)*o.Strands > maxRails:
+		return nil, fmt.Errorf("rails: %d connections over each of %d fabrics: at most %d in all", o.Strands, len(members), maxRails)
 	}
 	if o.Split == 0 {
 		o.Split = 128 << 10
@@ -127,8 +127,8 @@ func New(members []transport.Fabric, o Options) (transport.Fabric, error) {
 }
 
 // join makes one address of those of the members. One that takes no connections has an empty place. More
-// than one lane is said in front of them.
-func join(members []transport.Fabric, lanes int) transport.Addr {
+// than one strand is said in front of them.
+func join(members []transport.Fabric, strands int) transport.Addr {
 	escaped, listens := make([]string, len(members)), false
 	for i, m := range members {
 		listens = listens || m.Addr() != ""
@@ -138,8 +138,8 @@ func join(members []transport.Fabric, lanes int) transport.Addr {
 		return ""
 	}
 	front := prefix
-	if lanes > 1 {
-		front += strconv.Itoa(lanes) + "*"
+	if strands > 1 {
+		front += strconv.Itoa(strands) + "*"
 	}
 	return transport.Addr(front + strings.Join(escaped, ","))
 }
@@ -155,14 +155,14 @@ func Joined(a, scheme string) bool {
 }
 
 // split returns what join was given.
-func split(a transport.Addr) (all []transport.Addr, lanes int, err error) {
+func split(a transport.Addr) (all []transport.Addr, strands int, err error) {
 	rest, ok := strings.CutPrefix(string(a), prefix)
 	if !ok || rest == "" {
 		return nil, 0, fmt.Errorf("rails: %q is the address of one interface or device", a)
 	}
-	lanes = 1
+	strands = 1
 	if count, more, found := strings.Cut(rest, "*"); found && rest[0] >= '0' && rest[0] <= '9' {
-		if lanes, err = strconv.Atoi(count); err != nil || lanes < 1 || lanes > maxRails {
+		if strands, err = strconv.Atoi(count); err != nil || strands < 1 || strands > maxRails {
 			return nil, 0, fmt.Errorf("rails: address of %q connections over each fabric: want 1 to %d", count, maxRails)
 		}
 		rest = more
@@ -174,26 +174,26 @@ func split(a transport.Addr) (all []transport.Addr, lanes int, err error) {
 	for _, p := range parts {
 		all = append(all, transport.Addr(unescape.Replace(p)))
 	}
-	return all, lanes, nil
+	return all, strands, nil
 }
 
 // way is where a member of a Conn may be.
 type way struct {
 	pair
-	lane int
-	to   transport.Addr
+	strand int
+	to     transport.Addr
 }
 
-// routes are the ways to a peer, the first lane of each pair of Fabrics before the second of any.
+// routes are the ways to a peer, the first strand of each pair of Fabrics before the second of any.
 type routes struct {
-	ways           []way
-	fabrics, lanes int // of the peer
+	ways             []way
+	fabrics, strands int // of the peer
 }
 
-// first are those of the first lane.
+// first are those of the first strand.
 func (r *routes) first() []way {
 	n := 0
-	for n < len(r.ways) && r.ways[n].lane == 0 {
+	for n < len(r.ways) && r.ways[n].strand == 0 {
 		n++
 	}
 	return r.ways[:n]

@@ -30,16 +30,16 @@ func TestAddress(t *testing.T) {
 		for _, a := range of {
 			members = append(members, named{addr: a})
 		}
-		lanes := 1
+		strands := 1
 		if strings.HasPrefix(string(want), "rails:3*") {
-			lanes = 3
+			strands = 3
 		}
-		got := join(members, lanes)
+		got := join(members, strands)
 		require.Equal(t, want, got)
 		if want != "" {
 			back, n, err := split(got)
 			require.NoError(t, err)
-			require.Equal(t, lanes, n)
+			require.Equal(t, strands, n)
 			require.Equal(t, of, back)
 		}
 	}
@@ -68,7 +68,7 @@ func TestOneFabricIsNotWrapped(t *testing.T) {
 	require.EqualError(t, err, "rails: 65 fabrics: want 1 to 64")
 	_, err = New(make([]transport.Fabric, 4), Options{Networks: make([][]netip.Prefix, 3)})
 	require.EqualError(t, err, "rails: networks of 3 fabrics, of which there are 4")
-	_, err = New(make([]transport.Fabric, 4), Options{Lanes: 17})
+	_, err = New(make([]transport.Fabric, 4), Options{Strands: 17})
 	require.EqualError(t, err, "rails: 17 connections over each of 4 fabrics: at most 64 in all")
 }
 

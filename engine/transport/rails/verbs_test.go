@@ -24,7 +24,7 @@ func TestContractOverVerbs(t *testing.T) {
 		all := &transporttest.Known{}
 		return transporttest.Bed{Memory: all, Offloads: true, Alone: true, Open: func(w transporttest.Options) (transport.Fabric, error) {
 			devices := []string{"fake1", "fake0"}
-			f, err := opened(w, rails.Options{Lanes: 2}, func() (transport.Fabric, error) {
+			f, err := opened(w, rails.Options{Strands: 2}, func() (transport.Fabric, error) {
 				o := verbs.Options{Options: link.Options{Gate: w.Gate, Limits: w.Limits}, Library: lib, Device: devices[len(devices)-1]}
 				devices = devices[:len(devices)-1]
 				if w.Listen {

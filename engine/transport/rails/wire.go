@@ -66,8 +66,8 @@ type greet struct {
 	Conn      [16]byte // that it belongs to
 	Member    uint32   // its number
 	At, Count uint16   // the dialer's Fabric that it is over, and how many it has
-	// Lane is that of the pair of Fabrics that it is between, and Lanes how many the dialer makes at most.
-	Lane, Lanes uint16
+	// Strand is that of the pair of Fabrics that it is between, and Strands how many the dialer makes at most.
+	Strand, Strands uint16
 }
 
 func (g greet) bytes() []byte {
@@ -81,8 +81,8 @@ func parseGreeting(b []byte) (g greet, err error) {
 	if err != nil || n != len(b) || g.Kind != greeting || g.Version != version {
 		return g, fmt.Errorf("rails: a member begins with % x: want a greeting of version %d", b[:min(len(b), 8)], version)
 	}
-	if g.At >= g.Count || g.Count > maxRails || g.Lane >= g.Lanes || g.Lanes > maxRails {
-		return g, fmt.Errorf("rails: a greeting of fabric %d of %d, lane %d of %d: at most %d", g.At, g.Count, g.Lane, g.Lanes, maxRails)
+	if g.At >= g.Count || g.Count > maxRails || g.Strand >= g.Strands || g.Strands > maxRails {
+		return g, fmt.Errorf("rails: a greeting of fabric %d of %d, strand %d of %d: at most %d", g.At, g.Count, g.Strand, g.Strands, maxRails)
 	}
 	return g, nil
 }

@@ -18,7 +18,7 @@ type Conn struct {
 
 	// Operations from next on have not, or not wholly, been started. Nothing of those before passed is left to hand to inner.
 	passed, next uint32
-	lane         lane
+	sender       sender
 
 	// What comes.
 	bare   bool   // the next frame is the user's, whatever it starts with
@@ -76,16 +76,16 @@ func (c *Conn) Reached(number uint64) bool { return c.f.in.reached(number) }
 func (c *Conn) Lingers() bool { return !c.f.in.reached(c.landed) }
 
 // Working implements over.Conn.
-func (c *Conn) Working() bool { return c.lane.working() }
+func (c *Conn) Working() bool { return c.sender.working() }
 
 // Stream implements over.Conn.
-func (c *Conn) Stream() cuda.Stream { return c.lane.stream }
+func (c *Conn) Stream() cuda.Stream { return c.sender.stream }
 
 // Break implements over.Conn.
-func (c *Conn) Break() { c.lane.broken = true }
+func (c *Conn) Break() { c.sender.broken = true }
 
 // Free implements over.Conn.
-func (c *Conn) Free() { c.lane.close(c.f) }
+func (c *Conn) Free() { c.sender.close(c.f) }
 
 // Plain, Serve and Stopped implement over.Conn. There is nothing but what the Path knows of.
 func (*Conn) Plain() bool { return true }

@@ -108,7 +108,7 @@ func TestDirect(t *testing.T) {
 			until(t, a, b, func() bool { return len(b.Writes) == 1 && len(a.Done) == 1 })
 			require.NoError(t, a.Done[0])
 			holds(t, g, dst, 5)
-			require.Equal(t, direct[0], ours(a).lane.staged == 0, "%s %v", name, direct)
+			require.Equal(t, direct[0], ours(a).sender.staged == 0, "%s %v", name, direct)
 			require.Equal(t, direct[1], b.F.in.next == 0, "%s %v", name, direct)
 			b.Free(t, k)
 		}
@@ -209,7 +209,7 @@ func TestDirectAllocatesNothing(t *testing.T) {
 	t.Cleanup(func() { require.NoError(t, g.FreeEvent(e)) })
 	for _, after := range []transport.Point{{}, {Dev: mem.GPU(0), Event: uint64(e)}} {
 		require.Zero(t, overtest.Allocations(t, a, b, write(k, src, after)))
-		require.Zero(t, ours(a).lane.staged)
+		require.Zero(t, ours(a).sender.staged)
 	}
 	require.NotZero(t, fakeverbs.Count("reads"))
 }

@@ -50,7 +50,7 @@ func (c *Conn) Done(user uint64, err error) {
 	if !known {
 		return
 	}
-	c.lane.buffers |= 1 << p.Buf
+	c.sender.buffers |= 1 << p.Buf
 	it := &p.Of.Is
 	it.open--
 	if it.err == nil {

@@ -13,11 +13,11 @@ import (
 // copied. 512 KiB take the copy engine 10 µs, and a network at 400 Gbps as long.
 const (
 	pieceSize = 512 << 10
-	buffers   = 4 // of a Conn; its lane.buffers has a bit for each
+	buffers   = 4 // of a Conn; its sender.buffers has a bit for each
 )
 
-// lane is the stream of a Conn on which its copies are made, and the buffers of staging. It is made when it is first used.
-type lane struct {
+// sender is the stream of a Conn on which its copies are made, and the buffers of staging. It is made when it is first used.
+type sender struct {
 	stream  cuda.Stream
 	pool    gpu.Pinned // the buffers, and behind them a page for word
 	word    gpu.Word   // where the stream says how far it is
@@ -28,18 +28,18 @@ type lane struct {
 	broken  bool              // the device does nothing any more
 }
 
-// provide makes the lane.
+// provide makes the sender.
 func (c *Conn) provide() {
-	var l lane
+	var l sender
 	var err error
 	c.Aside(func() { err = l.open(&c.f.Calls) }, func() {
-		if c.lane = l; err != nil {
+		if c.sender = l; err != nil {
 			c.Fail(err)
 		}
 	})
 }
 
-func (l *lane) open(calls *gpu.Calls) (err error) {
+func (l *sender) open(calls *gpu.Calls) (err error) {
 	if l.pool, err = calls.Map(buffers*pieceSize + 4096); err != nil {
 		return err
 	}
@@ -47,24 +47,24 @@ func (l *lane) open(calls *gpu.Calls) (err error) {
 	l.buffers = 1<<buffers - 1
 	if l.stream, err = calls.Dev.NewStream(); err != nil {
 		calls.Unmap(l.pool.Region)
-		*l = lane{}
+		*l = sender{}
 	}
 	return err
 }
 
-func (l *lane) close(f *Fabric) {
+func (l *sender) close(f *Fabric) {
 	f.Calls.FreeStream(l.stream)
 	f.Calls.Unmap(l.pool.Region)
-	*l = lane{}
+	*l = sender{}
 }
 
 // working says whether copies are under way.
-func (l *lane) working() bool { return l.stream != 0 && !l.broken && l.word.Here.Load() < l.staged }
+func (l *sender) working() bool { return l.stream != 0 && !l.broken && l.word.Here.Load() < l.staged }
 
 // stage starts the copies of a write to the buffers, as far as there are any; true
 // when all have been started.
 func (c *Conn) stage(w *waiting) bool {
-	l, it := &c.lane, &w.Is
+	l, it := &c.sender, &w.Is
 	if l.stream == 0 {
 		c.provide()
 		return false
@@ -93,7 +93,7 @@ func (c *Conn) stage(w *waiting) bool {
 
 // handPiece hands inner the next piece of a write, if it has reached its buffer.
 func (c *Conn) handPiece(w *waiting) bool {
-	l, it := &c.lane, &w.Is
+	l, it := &c.sender, &w.Is
 	number, n := it.number+it.passed/pieceSize, min(it.n-it.passed, pieceSize)
 	buf := number % buffers
 	switch {

@@ -19,18 +19,18 @@ var soakCases = []testCase{
 
 // Each direction of a Conn has so many places in the memory of both ends.
 const (
-	laneSlots = 6
+	flowSlots = 6
 	slotBytes = 96 << 10
 )
 
-// A lane is one direction of one Conn under soak. It checks every byte that
+// A flow is one direction of one Conn under soak. It checks every byte that
 // arrives, and spoils every source whose op has ended.
-type lane struct {
+type flow struct {
 	w           *world
 	from, to    *link
 	dst         target
 	src         mem.Span
-	slots       [laneSlots]slot
+	slots       [flowSlots]slot
 	bySource    map[uint64]*slot // by the op's User
 	byNumber    map[uint32]*slot
 	writes      uint32 // posted so far
@@ -47,8 +47,8 @@ type slot struct {
 	targetInUse bool // until its mark
 }
 
-func newLane(w *world, from, to *link, dst target, src mem.Span) *lane {
-	l := &lane{w: w, from: from, to: to, dst: dst, src: src,
+func newFlow(w *world, from, to *link, dst target, src mem.Span) *flow {
+	l := &flow{w: w, from: from, to: to, dst: dst, src: src,
 		bySource: map[uint64]*slot{}, byNumber: map[uint32]*slot{}}
 	for i := range l.slots {
 		l.slots[i].at = uint64(i) * slotBytes
@@ -58,7 +58,7 @@ func newLane(w *world, from, to *link, dst target, src mem.Span) *lane {
 	return l
 }
 
-func (l *lane) done(user uint64, err error) {
+func (l *flow) done(user uint64, err error) {
 	if err != nil && !l.cut {
 		l.w.Errorf("an op failed on a conn that nobody closed: %v", err)
 	}
@@ -69,7 +69,7 @@ func (l *lane) done(user uint64, err error) {
 	}
 }
 
-func (l *lane) written(number uint32, n uint64) {
+func (l *flow) written(number uint32, n uint64) {
 	s := l.byNumber[number]
 	if s == nil || s.n != n {
 		l.w.Errorf("write %d of %d bytes was not posted", number, n)
@@ -82,7 +82,7 @@ func (l *lane) written(number uint32, n uint64) {
 	delete(l.byNumber, number)
 }
 
-func (l *lane) frame(data []byte) {
+func (l *flow) frame(data []byte) {
 	want := pattern(uint64(l.got), uint64(len(data)))
 	if len(data) < 4 || binary.LittleEndian.Uint32(data) != l.got {
 		l.w.Errorf("frame %d came in place of frame %d", data, l.got)
@@ -95,7 +95,7 @@ func (l *lane) frame(data []byte) {
 }
 
 // post posts one random batch, as far as it is taken.
-func (l *lane) post(r *rand.Rand) {
+func (l *flow) post(r *rand.Rand) {
 	var ops []transport.Op
 	var used []*slot // of the ops, nil for a frame
 	number, write := l.frames, l.writes
@@ -107,7 +107,7 @@ func (l *lane) post(r *rand.Rand) {
 			number++
 			continue
 		}
-		s := &l.slots[r.IntN(laneSlots)]
+		s := &l.slots[r.IntN(flowSlots)]
 		if s.sourceInUse || s.targetInUse {
 			continue
 		}
@@ -141,12 +141,12 @@ func (l *lane) post(r *rand.Rand) {
 }
 
 // quiet says whether all that was taken has ended and arrived.
-func (l *lane) quiet() bool { return l.from.idle() && len(l.byNumber) == 0 && l.got == l.frames }
+func (l *flow) quiet() bool { return l.from.idle() && len(l.byNumber) == 0 && l.got == l.frames }
 
 // A path is one Conn under soak.
 type path struct {
 	a, b     *node
-	to, back *lane
+	to, back *flow
 }
 
 // soak runs random traffic between a few Fabrics whose users are slow at
@@ -160,8 +160,8 @@ func soak(w *world, seed uint64, loss float64) {
 		for _, b := range w.nodes[:i] {
 			la, lb := w.connect(a, b)
 			paths = append(paths, &path{a, b,
-				newLane(w, la, lb, b.target(laneSlots*slotBytes), w.alloc(laneSlots*slotBytes).Span()),
-				newLane(w, lb, la, a.target(laneSlots*slotBytes), w.alloc(laneSlots*slotBytes).Span())})
+				newFlow(w, la, lb, b.target(flowSlots*slotBytes), w.alloc(flowSlots*slotBytes).Span()),
+				newFlow(w, lb, la, a.target(flowSlots*slotBytes), w.alloc(flowSlots*slotBytes).Span())})
 		}
 	}
 	for range steps {
@@ -220,6 +220,6 @@ func (p *path) again(r *rand.Rand) {
 		}
 	}
 	a, b := w.connect(p.a, p.b)
-	p.to = newLane(w, a, b, p.to.dst, p.to.src)
-	p.back = newLane(w, b, a, p.back.dst, p.back.src)
+	p.to = newFlow(w, a, b, p.to.dst, p.to.src)
+	p.back = newFlow(w, b, a, p.back.dst, p.back.src)
 }

@@ -14,13 +14,13 @@ import (
 
 // Driver opens RDMA NICs.
 var Driver = transport.Driver{
-	Way:    conf.Way{Name: "verbs", Aliases: []string{"ibverbs", "multivan", "1"}, About: "RDMA between hosts", Options: settings()},
-	Probe:  probe,
-	Plain:  true,
-	Absent: absent,
-	Named:  func(c *conf.Config) bool { return len(conf.Get[[]string](c, device)) > 0 },
-	Open:   openAll,
-	Lanes:  func(c *conf.Config) int { return conf.Get[int](c, pairs) },
+	Way:     conf.Way{Name: "verbs", Aliases: []string{"ibverbs", "multivan", "1"}, About: "RDMA between hosts", Options: settings()},
+	Probe:   probe,
+	Plain:   true,
+	Absent:  absent,
+	Named:   func(c *conf.Config) bool { return len(conf.Get[[]string](c, device)) > 0 },
+	Open:    openAll,
+	Strands: func(c *conf.Config) int { return conf.Get[int](c, pairs) },
 }
 
 const (

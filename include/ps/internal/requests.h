@@ -22,9 +22,12 @@
 
 namespace ps::detail {
 
-// The requests of one KVWorker. Each has a number, from 0; its timestamp is the lower 31 bits.
+// The requests of one KVWorker. Each has a number, from 0; its timestamp is the lower 30 bits. Timestamps from kTimestamps
+// on are those of the SimpleApp that the KVWorker is.
 class Requests final : public Looks {
 public:
+  static constexpr int kTimestamps = 1 << 30;
+
   Requests(std::shared_ptr<WorkerNode> node, int app, int customer,
            std::vector<Range> ranges)
       : node_(std::move(node)), app_(app), customer_(customer),
@@ -146,7 +149,7 @@ public:
 private:
   static constexpr std::int64_t kWindow =
       8192; // from the oldest under way to the newest
-  static constexpr std::int64_t kMask = INT32_MAX;
+  static constexpr std::int64_t kMask = kTimestamps - 1;
   static constexpr std::size_t kFailures = 4096;
   using Lock = std::unique_lock<std::mutex>;
 
@@ -160,7 +163,7 @@ private:
   std::int64_t number_of(int timestamp) const {
     std::int64_t number = (next_ & ~kMask) | timestamp;
     if (number >= next_)
-      number -= kMask + 1;
+      number -= kTimestamps;
     if (timestamp < 0 || number < 0)
       throw fserver::ConfigError("Wait: timestamp is " +
                                  std::to_string(timestamp) +

@@ -19,19 +19,19 @@ func parting(channel string, i int) error {
 	return fmt.Errorf("exchange: channel %q: peer %d has closed its side (close this side and open a new channel): %w", channel, i, errOver)
 }
 
-// Lane has the requests of a channel at a server that are not delivered, those for batches, or
+// Arrivals is the requests of a channel at a server that are not delivered, those for batches, or
 // unicasts.
-type Lane struct {
+type Arrivals struct {
 	name   string           // of the channel; empty: batches; onUnicasts
 	queues []ring[*Request] // by client
 	ready  atomic.Int32     // clients with a request
 }
 
-func (s *Server) newLane(name string) *Lane {
-	return &Lane{name: name, queues: make([]ring[*Request], len(s.clients))}
+func (s *Server) newArrivals(name string) *Arrivals {
+	return &Arrivals{name: name, queues: make([]ring[*Request], len(s.clients))}
 }
 
-func (l *Lane) publish() {
+func (l *Arrivals) publish() {
 	ready := int32(0)
 	for i := range l.queues {
 		if l.queues[i].len() != 0 {
@@ -42,22 +42,22 @@ func (l *Lane) publish() {
 }
 
 // Lacks reports whether there is no request of client i. For the owner.
-func (l *Lane) Lacks(i int) bool { return l.queues[i].len() == 0 }
+func (l *Arrivals) Lacks(i int) bool { return l.queues[i].len() == 0 }
 
 // Full reports whether there is a request of each client. Safe from any goroutine.
-func (l *Lane) Full() bool { return int(l.ready.Load()) == len(l.queues) }
+func (l *Arrivals) Full() bool { return int(l.ready.Load()) == len(l.queues) }
 
 // Attach makes requests that name a channel wait for Take. For the owner, as all below.
-func (s *Server) Attach(channel string) *Lane {
-	l := s.newLane(channel)
-	s.lanes[channel] = l
+func (s *Server) Attach(channel string) *Arrivals {
+	l := s.newArrivals(channel)
+	s.arrivals[channel] = l
 	return l
 }
 
 // Detach undoes Attach. Requests that were not answered are refused.
 func (s *Server) Detach(channel string) {
-	l := s.lanes[channel]
-	delete(s.lanes, channel)
+	l := s.arrivals[channel]
+	delete(s.arrivals, channel)
 	for i := range l.queues {
 		for l.queues[i].len() != 0 {
 			s.turnAway(l.queues[i].pop())
@@ -80,7 +80,7 @@ func (s *Server) turnAway(r *Request) {
 // Take gives one request of each worker on a channel, or nil; they stay until
 // Deliver. The slice is valid until the next call.
 func (s *Server) Take(channel string) []*Request {
-	l := s.lanes[channel]
+	l := s.arrivals[channel]
 	if l == nil || !l.Full() {
 		return nil
 	}
@@ -88,7 +88,7 @@ func (s *Server) Take(channel string) []*Request {
 }
 
 // heads gives the first request of each client that has one.
-func (s *Server) heads(l *Lane) []*Request {
+func (s *Server) heads(l *Arrivals) []*Request {
 	s.batch = s.batch[:0]
 	for i := range l.queues {
 		if l.queues[i].len() != 0 {
@@ -98,20 +98,20 @@ func (s *Server) heads(l *Lane) []*Request {
 	return s.batch
 }
 
-// lane is that of a channel that is open here, or nil; of batches and unicasts it is always there.
-func (s *Server) lane(channel string) *Lane {
+// arrivalsOf is that of a channel that is open here, or nil; of batches and unicasts it is always there.
+func (s *Server) arrivalsOf(channel string) *Arrivals {
 	switch channel {
 	case "":
 		return s.batches
 	case onUnicasts:
 		return s.unicasts
 	}
-	return s.lanes[channel]
+	return s.arrivals[channel]
 }
 
 // route puts a complete request where its caller looks for it.
 func (s *Server) route(c *client, r *Request) {
-	l := s.lane(r.channel)
+	l := s.arrivalsOf(r.channel)
 	if l == nil {
 		s.turnAway(r)
 		return
@@ -122,7 +122,7 @@ func (s *Server) route(c *client, r *Request) {
 
 // unlane frees the requests of a client that is gone and that were not delivered.
 func (s *Server) unlane(c *client) {
-	for _, l := range s.lanes {
+	for _, l := range s.arrivals {
 		for l.queues[c.index].len() != 0 {
 			s.put(l.queues[c.index].pop())
 		}

@@ -1,0 +1,81 @@
+"""ringx as an attention implementation of transformers."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+from torch import Tensor
+
+from fserver.errors import ConfigError
+
+from .api import ringx_attention
+from .ranks import Group
+
+REFUSED = ("sliding_window", "softcap", "position_bias", "cache")
+
+
+def register_attention(
+    name: str = "ringx", *, group: Group | None = None, layout: str = "zigzag", **options: Any
+) -> None:
+    """Registers `ringx_attention` with transformers, for ``attn_implementation=name``.
+
+    Each rank gives the model its part of the tokens, with their ``position_ids``
+    (``positions(...)[None]``), and computes the loss of its part. A mask of padding is refused,
+    unless it hides nothing: under a causal mask, padding behind the tokens needs none.
+
+    Args:
+        name: the name of the implementation.
+        group: the process group, or a DeviceMesh with one dimension. None: all ranks.
+        layout: how the tokens are split: ``"zigzag"`` for models with a causal mask,
+            ``"contiguous"`` for those with a full one.
+        options: ``algorithm``, ``reduce_dtype``, ``agreed`` and ``copies`` of `ringx_attention`.
+
+    Raises:
+        ConfigError: transformers is not installed, or is too old. A call of the model raises it for
+            dropout, a sliding window, and what else ringx does not compute.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ConfigError(
+            f"ringx: transformers: {error} (install transformers 4.53 or newer)"
+        ) from error
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+        s_aux: Tensor | None = None, **more: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        given = {"attention_mask": attention_mask, "dropout": dropout or None}
+        for what, given_value in {**given, **{name: more.get(name) for name in REFUSED}}.items():
+            if given_value is not None:
+                raise ConfigError(
+                    f"ringx: {what} {reprlib.repr(given_value)}: not supported (use another "
+                    "attn_implementation, or a model without it)"
+                )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        out = ringx_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            causal=causal,
+            layout=layout,
+            scale=scaling,
+            sink=s_aux,
+            group=group,
+            **options,
+        )
+        assert isinstance(out, Tensor)
+        return out, None
+
+    def mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+        """The mask that attention is given: none."""
+        if attention_mask is not None and not attention_mask.all():
+            raise ConfigError(
+                "ringx: attention_mask hides tokens: not supported (pad behind the tokens, leave "
+                "the mask out, and leave the padding out of the loss)"
+            )
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)

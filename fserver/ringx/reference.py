@@ -1,0 +1,97 @@
+"""The functions of RingX, by `ringx_attention`'s algorithms."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fserver.errors import ConfigError, Error
+
+from .algorithms import ALGORITHMS
+from .api import run
+from .arguments import flag_problem
+from .ranks import Group
+
+
+def _reference_problem(
+    q: Tensor, dropout_p: object, window_size: tuple[int, int], alibi_slopes: Tensor | None,
+    deterministic: bool, return_attn_probs: bool,
+) -> Error | None:  # fmt: skip
+    """Checks the arguments that `ringx_attention` does not have. Returns the error, or None."""
+    if not isinstance(dropout_p, Real) or dropout_p != 0:
+        return ConfigError(f"ringx: dropout_p {reprlib.repr(dropout_p)}: not supported (use 0.0)")
+    if not isinstance(window_size, (tuple, list)) or tuple(window_size) != (-1, -1):
+        window = reprlib.repr(window_size)
+        return ConfigError(f"ringx: window_size {window}: not supported (use (-1, -1))")
+    if alibi_slopes is not None:
+        return ConfigError("ringx: alibi_slopes: not supported (use None)")
+    problem = flag_problem(deterministic=deterministic, return_attn_probs=return_attn_probs)
+    if problem:
+        return problem
+    if deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        return ConfigError(
+            "ringx: deterministic True: torch decides which kernels it uses (call "
+            "torch.use_deterministic_algorithms(True) first, or use deterministic=False)"
+        )
+    return None
+
+
+def _like_reference(algorithm: str) -> Callable[..., Any]:
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: Group | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, None]:
+        theirs = (dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
+        more = partial(_reference_problem, q, *theirs)
+        out, lse = run(q, k, v, algorithm, causal, softmax_scale, group, None, torch.float32, more)
+        return (out, lse, None) if return_attn_probs else out
+
+    function.__name__ = function.__qualname__ = f"ring{algorithm}_attn_func"
+    function.__doc__ = f"""Computes attention by algorithm {algorithm}, with the arguments of RingX.
+
+    Args:
+        q: ``[B, Sq, H, D]``, the local queries.
+        k: ``[B, Sk, Hkv, D]``, the local keys.
+        v: ``[B, Sk, Hkv, D]``, the local values.
+        dropout_p: must be 0.
+        softmax_scale: factor of the scores, above 0. None: ``1 / sqrt(D)``.
+        causal: must be {ALGORITHMS[algorithm].causal}.
+        window_size: must be ``(-1, -1)``.
+        alibi_slopes: must be None.
+        deterministic: True needs ``torch.use_deterministic_algorithms(True)`` on GPUs.
+        return_attn_probs: whether to return ``(out, lse, None)``.
+        group: the process group, or a DeviceMesh with one dimension. None: all ranks.
+
+    Returns:
+        out, ``[B, Sq, H, D]`` of the dtype of q. With return_attn_probs ``(out, lse, None)``.
+
+    Raises:
+        ConfigError: as ``ringx_attention``.
+        ShapeError: as ``ringx_attention``.
+    """
+    return function
+
+
+ringX1_attn_func = _like_reference("X1")
+ringX1o_attn_func = _like_reference("X1o")
+ringX2_attn_func = _like_reference("X2")
+ringX2o_attn_func = _like_reference("X2o")
+ringX3_attn_func = _like_reference("X3")
+ringX3b_attn_func = _like_reference("X3b")
+ringX4_attn_func = _like_reference("X4")
+ringX4o_attn_func = _like_reference("X4o")

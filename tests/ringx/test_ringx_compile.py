@@ -1,0 +1,119 @@
+"""ringx under torch.compile: one graph, with one operator forward and one backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import exact
+import pytest
+import torch
+from exact import Problem, attend, check
+from world import Rank, World
+
+from fserver.ringx import ringX3_attn_func, ringx_attention, shard
+
+TWO = (2, 3)
+"""A group of two that does not start at rank 0."""
+
+
+def compiled(me: Rank, *args: Any, backend: str = "aot_eager", **options: Any) -> Any:
+    """As attend, with the call compiled."""
+    torch._dynamo.reset()
+    exact.ringx_attention = torch.compile(ringx_attention, fullgraph=True, backend=backend)
+    try:
+        return attend(me, *args, **options)
+    finally:
+        exact.ringx_attention = ringx_attention
+
+
+@pytest.mark.parametrize("algorithm", ["X1o", "X2", "X3", "X3b", "X4o"])
+def test_is_exact(world: World, algorithm: str):
+    problem = Problem(batch=2, heads=4, kv_heads=2, sink=True)
+    check(world, (1, 2, 3), problem, algorithm, function=compiled)
+
+
+def test_lengths_that_differ(world: World):
+    problem, lengths = Problem(rows=12, keys=12), ((5, 7), (5, 7))
+    check(world, TWO, problem, "X2", lengths, function=compiled)
+
+
+class Block(torch.nn.Module):
+    """What a trainer compiles: attention between products."""
+
+    def __init__(self, **how: Any):
+        super().__init__()
+        torch.manual_seed(7)
+        self.qkv = torch.nn.Linear(16, 48, dtype=torch.float64)
+        self.out = torch.nn.Linear(16, 16, dtype=torch.float64)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).unbind(2)
+        y = ringx_attention(q, k, v, **self.how)
+        return torch.nn.functional.gelu(self.out(y.flatten(2)))
+
+
+def trained(me: Rank, backend: str) -> tuple[float, list[int]]:
+    """The largest error of outputs and gradients against the same module uncompiled, for three
+    lengths, and how many graphs were compiled before and after the third."""
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1  # no pool of processes that outlives the test
+    how = {"causal": True, "layout": "zigzag", "group": me.group}
+    worst, graphs = 0.0, []
+    block, plain = Block(**how), Block(**how)
+    fast = torch.compile(block, fullgraph=True, backend=backend)
+    for length in (16, 32, 64):
+        x = torch.randn(2, length, 16, dtype=torch.float64, generator=torch.manual_seed(length))
+        x = shard(x, "zigzag", me.rank, me.size)
+        pairs = []
+        for module in (fast, plain):
+            y = module(x)
+            grads = torch.autograd.grad(y.square().sum(), [*module.parameters()])
+            pairs.append((y, *grads))
+        for got, want in zip(*pairs, strict=True):
+            worst = max(worst, float((got - want).abs().max() / want.abs().max()))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return worst, graphs
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_module(world: World, backend: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("world.LIMIT", 300.0)  # a compiler of C++
+    for worst, graphs in world.run(TWO, trained, backend):
+        assert worst < 1e-12
+        assert graphs[1] == graphs[2], "a graph for each length"
+
+
+def like_the_reference(me: Rank) -> float:
+    """The difference to the same call that is not compiled."""
+    torch._dynamo.reset()
+    call = partial(ringX3_attn_func, causal=True, group=me.group)
+    q, k, v = torch.randn(3, 1, 8, 2, 8, dtype=torch.float64, generator=torch.manual_seed(me.rank))
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    with pytest.raises(Exception, match="dropout_p 0.5: not supported"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, dropout_p=0.5)
+    return float((out - call(q, k, v)).abs().max())
+
+
+def test_functions_of_the_reference(world: World):
+    assert world.run(TWO, like_the_reference) == [0, 0]
+
+
+def refused(me: Rank) -> list[str]:
+    """What a compiled call raises when one rank has another head dimension."""
+    torch._dynamo.reset()
+    call = torch.compile(
+        partial(ringx_attention, causal=False, group=me.group), fullgraph=True, backend="eager"
+    )
+    q = torch.zeros(1, 4, 2, 8 if me.rank else 16)
+    try:
+        call(q, q, q)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def test_all_ranks_refuse(world: World):
+    for kind, text in world.run(TWO, refused):
+        assert kind == "ShapeError" and "q.shape[3] is 16 on rank 0 and 8 on rank 1" in text
