@@ -54,11 +54,12 @@ class Pair:
                     sys.exit(f"{options.at}: {e} ({remedy})")
                 time.sleep(0.1)
         self.socket.settimeout(options.seconds)
-        self._lines = self.socket.makefile("rw")
+        self._lines = self.socket.makefile()
 
     def exchange(self, mine: Any) -> Any:
         """Gives the other host bytes, or what JSON has, and takes its own."""
-        print(json.dumps(mine, default=lambda b: {"hex": b.hex()}), file=self._lines, flush=True)
+        text = json.dumps(mine, default=lambda b: {"hex": b.hex()})
+        self.socket.sendall(f"{text}\n".encode())
         if not (line := self._lines.readline(LINE)):
             sys.exit("the other host has ended this step (its log says why)")
         return json.loads(line, object_hook=lambda found: bytes.fromhex(found["hex"]))
