@@ -8,24 +8,17 @@ Their texts come from the module cache, Go's own from its toolchain. The texts o
 are in tools/licences.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import needs
+from needs import ROOT
 
-ROOT = needs.ROOT
-NOTICES = ROOT / "NOTICES"
-PROCESSORS = ("amd64", "arm64")
 TEXTS = re.compile(r"(LICEN[CS]E|COPYING|NOTICE|PATENTS)(\..*)?", re.IGNORECASE)
 RULE = "=" * 80
-
 HEAD = """\
 Notices of software that is part of fserver's built packages. tools/notices.py makes this file.
 
@@ -34,71 +27,51 @@ wheels, the GNU C++ library. Nothing is said here about the licence of fserver i
 """
 
 
-def packages(processor: str) -> list[dict]:
-    """What `go list` says of each package that the engine is linked from."""
-    env = {**os.environ, "GOTOOLCHAIN": "local", "GOARCH": processor, "CGO_ENABLED": "1"}
-    command = [needs.find_go(), "list", "-deps", "-json=ImportPath,Module", "./engine/cabi"]
+def go(*arguments: str, **env: str) -> str:
+    """What Go prints. Raises BuildError if it fails."""
+    command = [needs.find_go(), *arguments]
+    env = {**os.environ, "GOTOOLCHAIN": "local", **env}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise needs.BuildError(f"go list: {done.stderr.strip()}")
-    decoder, text, found = json.JSONDecoder(), done.stdout.strip(), []
-    while text:
-        package, end = decoder.raw_decode(text)
-        found.append(package)
-        text = text[end:].lstrip()
-    return found
+        raise needs.BuildError(f"go {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()
 
 
 def modules() -> dict[str, Path]:
     """The modules that are linked, with their versions, and where their sources are."""
-    found = {}
-    for processor in PROCESSORS:
-        for package in packages(processor):
-            module = package.get("Module")
-            if module and not module.get("Main"):
-                found[f"{module['Path']} {module['Version']}"] = Path(module["Dir"])
-    return dict(sorted(found.items()))
+    text = "{{with .Module}}{{if not .Main}}{{.Path}} {{.Version}}\t{{.Dir}}{{end}}{{end}}"
+    lines = set()
+    for processor in ("amd64", "arm64"):
+        found = go(
+            "list", "-deps", f"-f={text}", "./engine/cabi", GOARCH=processor, CGO_ENABLED="1"
+        )
+        lines |= set(filter(None, found.splitlines()))
+    return {name: Path(folder) for name, folder in sorted(line.split("\t") for line in lines)}
 
 
-def texts(title: str, folder: Path) -> Iterator[str]:
-    """The licence files of a folder.
-
-    Raises BuildError if there is none.
-    """
-    files = sorted(path for path in folder.iterdir() if TEXTS.fullmatch(path.name))
-    if not files:
-        raise needs.BuildError(f"{title}: no licence file in {folder}")
-    for path in files:
-        yield f"{RULE}\n{title}: {path.name}\n{RULE}\n\n{path.read_text().strip()}\n"
-
-
-def notices() -> str:
-    """The contents of NOTICES."""
+def main(arguments: list[str]) -> None:
     parts = [HEAD]
-    for title, folder in modules().items():
-        parts += texts(title, folder)
-    command = [needs.find_go(), "env", "GOROOT"]
-    root = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    parts += texts("The Go runtime and standard library", Path(root))
-    for path in sorted((ROOT / "tools/licences").glob("*.txt")):
-        parts.append(f"{RULE}\n{path.stem}\n{RULE}\n\n{path.read_text().strip()}\n")
-    return "\n".join(parts)
 
+    def add(title: str, path: Path) -> None:
+        parts.append(f"{RULE}\n{title}\n{RULE}\n\n{path.read_text().strip()}\n")
 
-def main(arguments: list[str]) -> int:
-    try:
-        text = notices()
-    except needs.BuildError as error:
-        print(f"notices: {error}", file=sys.stderr)
-        return 1
-    if arguments == ["--check"]:
-        if NOTICES.read_text() != text:
-            print("notices: NOTICES is not up to date: run tools/notices.py", file=sys.stderr)
-            return 1
-    else:
-        NOTICES.write_text(text)
-    return 0
+    runtime = {"The Go runtime and standard library": Path(go("env", "GOROOT"))}
+    for title, folder in {**modules(), **runtime}.items():
+        files = sorted(path for path in folder.iterdir() if TEXTS.fullmatch(path.name))
+        if not files:
+            raise needs.BuildError(f"{title}: no licence file in {folder}")
+        for path in files:
+            add(f"{title}: {path.name}", path)
+    for path in sorted(ROOT.glob("tools/licences/*.txt")):
+        add(path.stem, path)
+    if arguments != ["--check"]:
+        (ROOT / "NOTICES").write_text("\n".join(parts))
+    elif (ROOT / "NOTICES").read_text() != "\n".join(parts):
+        raise needs.BuildError("NOTICES is not up to date: run tools/notices.py")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        main(sys.argv[1:])
+    except needs.BuildError as error:
+        sys.exit(f"notices: {error}")

@@ -1,16 +1,12 @@
 """What a source distribution has beside the files of the tree, for setup.py."""
 
-from __future__ import annotations
-
-import contextlib
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import builder
 import needs
+import notices
 
 LINK = re.compile(r"(?<!\w)(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s]+)\)")
 
@@ -21,31 +17,21 @@ def complete(tree: Path) -> None:
 
     Raises BuildError if the modules cannot be had.
     """
-    commit = builder.commit()
-    if commit:
+    if commit := builder.commit():
         (tree / "COMMIT").write_text(f"{commit}\n")
     vendor = tree / "vendor"
     if vendor.is_dir():
         return  # this is made from a source distribution
-    command = [needs.find_go(), "mod", "vendor", "-o", str(vendor.absolute())]
-    done = subprocess.run(command, cwd=builder.ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise needs.BuildError(f"go mod vendor: {done.stderr.strip()}")
-    _prune(vendor)
-
-
-def _prune(vendor: Path) -> None:
-    """Removes the modules that only tests need. modules.txt, which Go compares with go.mod, keeps
-    naming them."""
-    import notices
-
+    notices.go("mod", "vendor", "-o", str(vendor.absolute()))
+    # Modules that only tests need are removed. modules.txt, which Go compares with go.mod, keeps
+    # naming them.
     needed = {name.split()[0] for name in notices.modules()}
     named = re.findall(r"^# (\S+) v", (vendor / "modules.txt").read_text(), re.MULTILINE)
     for module in set(named) - needed:
         shutil.rmtree(vendor / module, ignore_errors=True)
-    for folder, _, _ in os.walk(vendor, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)  # those that are empty now
+    for folder in sorted((path for path in vendor.rglob("*") if path.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
     if missing := [module for module in sorted(needed) if not (vendor / module).is_dir()]:
         raise needs.BuildError(f"go mod vendor: no {', '.join(missing)}")
 
