@@ -88,8 +88,8 @@ def without_collectives() -> Iterator[None]:
 def without_kernels() -> Iterator[None]:
     """Schedules exchange and merge, and the kernels do nothing."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> kernels.Pair:
-        return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1]).float()
+    def forward(q: Tensor, *_: Any) -> kernels.Pair:
+        return torch.empty_like(q), torch.empty_like(q[..., 0].mT, dtype=torch.float32)
 
     def backward(given: kernels.Given, *_: Any) -> list[Tensor]:
         return [torch.empty_like(t) for t in given[1:4]]
@@ -137,14 +137,15 @@ def measure_one(
     }  # fmt: skip
     ranks, rank = (1, 0) if way.whole else (size, dist.get_rank())
     where = positions(tokens, way.layout, rank, ranks, whole[0].device)
-    q, k, v, dout = (t[:, where].requires_grad_() for t in whole)
+    parts = whole if way.whole else [t[:, where] for t in whole]
+    q, k, v = (t.detach().requires_grad_() for t in parts[:3])
 
     def forward() -> None:
         with torch.no_grad():
             way.attend(q, k, v)
 
     def both() -> None:
-        torch.autograd.grad(way.attend(q, k, v), (q, k, v), dout)
+        torch.autograd.grad(way.attend(q, k, v), (q, k, v), parts[3])
 
     flop = 4 * tokens**2 * heads * dim * (0.5 if causal else 1) / ranks
     try:

@@ -1,14 +1,33 @@
 """What a source distribution has beside the files of the tree, for setup.py."""
 
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import builder
 import needs
-import notices
 
 LINK = re.compile(r"(?<!\w)(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s]+)\)")
+
+
+def modules() -> set[str]:
+    """The Go modules that the engine is built from, on any processor that wheels are built for."""
+    text = "-f={{with .Module}}{{if not .Main}}{{.Path}}{{end}}{{end}}"
+    found = [
+        _go("list", "-deps", text, "./engine/cabi", GOARCH=arch) for arch in ("amd64", "arm64")
+    ]
+    return set("".join(found).split())
+
+
+def _go(*arguments: str, **env: str) -> str:
+    command = [needs.find_go(), *arguments]
+    env = {**os.environ, "GOTOOLCHAIN": "local", "CGO_ENABLED": "1", **env}
+    done = subprocess.run(command, cwd=needs.ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise needs.BuildError(f"go {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def complete(tree: Path) -> None:
@@ -22,10 +41,10 @@ def complete(tree: Path) -> None:
     vendor = tree / "vendor"
     if vendor.is_dir():
         return  # this is made from a source distribution
-    notices.go("mod", "vendor", "-o", str(vendor.absolute()))
+    _go("mod", "vendor", "-o", str(vendor.absolute()))
     # Modules that only tests need are removed. modules.txt, which Go compares with go.mod, keeps
     # naming them.
-    needed = {name.split()[0] for name in notices.modules()}
+    needed = modules()
     named = re.findall(r"^# (\S+) v", (vendor / "modules.txt").read_text(), re.MULTILINE)
     for module in set(named) - needed:
         shutil.rmtree(vendor / module, ignore_errors=True)
