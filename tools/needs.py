@@ -161,46 +161,32 @@ def _torch_home() -> Path | None:
     return Path(done.stdout.strip()).parent if done.stdout.strip() else None
 
 
-def _version(home: Path) -> str:
-    return runpy.run_path(str(home / "version.py"))["__version__"]
-
-
-def torch_version() -> str | None:
-    """The version of the torch of this Python, without importing it; None if there is none."""
-    home = _torch_home()
-    return _version(home) if home else None
-
-
 def need_torch() -> tuple[str, Path]:
-    """Version and folder of the torch of this Python.
+    """Version and folder of the torch of this Python, without importing it.
 
     Raises BuildError if there is none, or if it is too old.
     """
-    version, home = torch_version(), _torch_home()
-    if version is None or home is None:
+    home = _torch_home()
+    if home is None:
         raise BuildError(
             f"{sys.executable} has no torch to build for: install torch {adapters().LEAST} or "
             "later in that environment first; a front end that builds in an environment of its "
             "own (uv, python -m build) needs --no-build-isolation or --no-isolation"
         )
-    return _new_enough(version), home
+    return torch_in(home, sys.executable)
 
 
-def _new_enough(version: str) -> str:
-    how = adapters()
-    if how.minor(version) < how.MIN_TORCH:
-        remedy = _install(f"'torch>={how.LEAST}'")
-        raise BuildError(f"torch {version} is too old: {how.LEAST} or later is needed ({remedy})")
-    return version
-
-
-def torch_in(folder: str, name: str) -> tuple[str, Path]:
+def torch_in(folder: str | Path, name: str) -> tuple[str, Path]:
     """Version and folder of a torch that a variable or an option names."""
-    home = Path(folder).resolve()
+    home, how = Path(folder).resolve(), adapters()
     for part in ("version.py", "include", "lib"):
         if not (home / part).exists():
             raise BuildError(f"{name}: {folder}: no package torch: there is no {part} in it")
-    return _new_enough(_version(home)), home
+    version = runpy.run_path(str(home / "version.py"))["__version__"]
+    if how.minor(version) < how.MIN_TORCH:
+        remedy = _install(f"'torch>={how.LEAST}'")
+        raise BuildError(f"torch {version} is too old: {how.LEAST} or later is needed ({remedy})")
+    return version, home
 
 
 def need_torches() -> list[tuple[str, Path]]:

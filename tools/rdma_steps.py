@@ -34,11 +34,10 @@ class Pair:
         self.index, self.device = int(options.role == "server"), device
         host, _, port = options.at.rpartition(":")
         host, end = host.strip("[]"), time.monotonic() + options.seconds
+        six = ":" in host
         if self.index:
-            six = ":" in host
-            family = socket.AF_INET6 if six else socket.AF_INET
-            at = (host, int(port))
-            with socket.create_server(at, family=family, dualstack_ipv6=six) as listener:
+            more = {"family": socket.AF_INET6, "dualstack_ipv6": True} if six else {}
+            with socket.create_server((host, int(port)), **more) as listener:
                 listener.settimeout(options.seconds)
                 try:
                     self.socket = listener.accept()[0]
@@ -50,8 +49,7 @@ class Pair:
                 break
             except OSError as e:
                 if time.monotonic() > end:
-                    remedy = "is rdma_check.sh running there, and the port open?"
-                    sys.exit(f"{options.at}: {e} ({remedy})")
+                    sys.exit(f"{options.at}: {e} (is rdma_check.sh running there, the port open?)")
                 time.sleep(0.1)
         self.socket.settimeout(options.seconds)
         self._lines = self.socket.makefile()
@@ -75,7 +73,7 @@ def meet(options: Options) -> None:
     pair.socket.settimeout(10)
     try:
         step, said = pair.exchange([options.name, options.say])
-    except ValueError:
+    except (KeyError, TypeError, ValueError):
         step, said = "no step of rdma_check.sh", ""
     if step != options.name:
         sys.exit(f"the other host is at another step: {step[:60]!r} (start both anew)")
@@ -185,14 +183,11 @@ def nccl(options: Options) -> Result:
 
     rank = int(options.role == "client")
     dist.init_process_group("nccl", init_method=f"tcp://{options.at}", rank=rank, world_size=2)
-    out, back = (torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (OUT, BACK))
-    out, back = out.repeat(TENSORS), back.repeat(TENSORS)
-    calls = (
-        [(dist.recv, out), (dist.send, back)]
-        if rank == 0
-        else [(dist.send, out), (dist.recv, back)]
-    )
-    times = []
+    sizes = TENSORS * OUT, TENSORS * BACK
+    out, back = (torch.zeros(n, dtype=torch.uint8, device="cuda") for n in sizes)
+    calls, times = [(dist.send, out), (dist.recv, back)], []
+    if rank == 0:
+        calls = [(dist.recv, out), (dist.send, back)]
     for _ in range(50 + LAYERS * STAGES):
         begin = time.monotonic_ns()
         for call, tensor in calls:
