@@ -35,7 +35,14 @@ class Rank:
 
 
 class World:
-    """The processes. Each is on a GPU of its own, or on the only one, where a GPU is meant."""
+    """The processes.
+
+    Args:
+        directory: an empty folder, where they meet.
+        size: how many there are.
+        device: "cpu", or "cuda": then each has a GPU of its own and the group is NCCL's. If there
+            are too few GPUs, processes share them and the group is gloo's.
+    """
 
     def __init__(self, directory: Path, size: int = SIZE, device: str = "cpu"):
         self.size, self.device = size, device
