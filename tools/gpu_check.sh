@@ -130,6 +130,11 @@ build() { FSERVER_ARCHIVE=build/libfserver.a within 60 "$PYTHON" tools/builder.p
 
 floor() { within 30 nvcc -O2 -o "$OUT/gpu_floor" tools/gpu_floor.c -lcuda -lcudart; }
 
+# round_trips GPU ROUNDS
+round_trips() {
+  within $((60 + $2 / 1000)) "$PYTHON" tools/gpu_eager.py "$OUT/gpu_floor" 0 "$1" "$2" >"$OUT/eager.json"
+}
+
 # pack FILE DIR leaves what is in DIR as one file.
 pack() {
   rm -f "$2/gpu_floor"
@@ -157,10 +162,26 @@ eager_steps() {
   step eager-tests within 240 "$PYTHON" -m pytest -v -p no:cacheprovider --maxfail=4 --durations=8 \
     tests/gpu -k "not lane and not channel" --junitxml="$OUT/eager-tests.xml"
   step floor floor
-  bench_step pingpong 160 --device gpu --transport auto --sizes 4K,64K,896K:1792K,64M --ops push_pull --beside none
-  step eager-bench within $((60 + ${ROUNDS:-10000} / 1000)) "$PYTHON" tools/gpu_eager.py "$OUT/eager.json" 0 "$last" "${ROUNDS:-10000}"
-  step calls within 30 "$OUT/gpu_floor" calls 0 "$last"
-  cat "$OUT"/{eager-bench,calls}.txt
+  step eager-bench round_trips "$last" "${ROUNDS:-10000}"
+  grep -h '^cores' "$OUT/eager-bench.txt"
+  "$PYTHON" - "$OUT/eager.json" <<'END'
+import json, sys
+try:
+    result = json.load(open(sys.argv[1]))
+except (OSError, ValueError) as error:
+    sys.exit(f"no result of the benchmark: {error}")
+for call in result["calls_ns"]:
+    print(f"call p50 {call['p50']:6} ns, p99 {call['p99']:6} ns  {call['call']}")
+for r in result["rows"]:
+    b = r["floor"]
+    print(f"{r['name']:28} {'floor':20} p50 {b['p50_us']:7.1f} us          p99 {b['p99_us']:7.1f}")
+    for kind, how in r["transport"].items():
+        f = r[kind]
+        print(f"{'':28} {kind + ' (' + how + ')':20} p50 {f['p50_us']:7.1f} us x {f['p50_ratio']:5.2f}  "
+              f"p99 {f['p99_us']:7.1f} x {f['p99_ratio']:5.2f}")
+        print(" " * 28, "  start posted received delivered respond answered arrived done | push_pull, wait returned:",
+              *f["stamps_us"])
+END
   step go-cuda within 10 env -C cshim/cuda "$PWD/build/tests/cuda.test"
   step go-stage within 40 build/tests/stage.test -test.run GPU -test.timeout 38s
   step go-cudaipc within 40 build/tests/cudaipc.test -test.run GPU -test.timeout 38s

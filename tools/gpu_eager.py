@@ -1,11 +1,12 @@
-"""Where the time of push_pull between two GPUs goes: round trips with their stamps.
+"""Round trips of push_pull between two GPUs, beside those of C on the same GPUs.
 
-    python tools/gpu_eager.py RESULT.json [GPU_A GPU_B] [ROUNDS]
+    python tools/gpu_eager.py FLOOR [GPU_A GPU_B] [ROUNDS] > result.json
 
-Takes turns with tensors on the GPUs (gpu), the same without pollers (gpu-caller), and tensors on
-the CPU (cpu), which takes all but the GPUs. The stamps are the medians of those of fetch_trace, and
-of the returns of push_pull and wait, as microseconds since the first. Processes run on cores near
-their GPU; no core has two. `fserver bench pingpong --device gpu` compares with a program in C.
+FLOOR is tools/gpu_floor.c, built. All take turns: C, and push_pull with tensors on the GPUs (gpu),
+the same without pollers (gpu-caller), and with tensors on the CPU (cpu), which takes all but the
+GPUs. The JSON has p50 and p99 in microseconds, how the tensors travelled, and the medians of the
+eight stamps of fetch_trace, as microseconds since the first. Processes run on cores near their GPU;
+no core has two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SHAPES = [  # name, bytes there and back, divisor of the rounds
+SHAPES = [  # the name, bytes there and back, the part of the rounds that is made
     ("4 KiB echo", 4096, 4096, 1),
     ("64 KiB echo", 65536, 65536, 1),
     ("896 KiB out, 1.75 MiB back", 128 * 7168, 2 * 128 * 7168, 1),
@@ -122,9 +123,20 @@ def cores_of(a: int, b: int) -> list[list[int]]:
     return [sorted(side) for side in sides]
 
 
-def turns(gpus: tuple[int, int], cores: list[list[int]], each: list[int]) -> Any:
-    """The results of `measure`, by key and kind."""
-    found: list[dict[str, list[Any]]] = [{kind: [] for kind in KINDS} for _ in SHAPES]
+def summary(values: list[int], moved: int) -> dict[str, float]:
+    from fserver.bench.report import percentile
+
+    values = sorted(values)
+    found = {f"p{p}_us": percentile(values, p) / 1e3 for p in (50, 99)}
+    rate = {"gbps_p50": moved / percentile(values, 50)}
+    return {**found, "min_us": values[0] / 1e3, "count": len(values), **rate}
+
+
+def turns(floor: list[str], gpus: tuple[int, int], cores: list[list[int]], each: list[int]) -> Any:
+    """Nanoseconds and stamps by kind and key, and how the tensors of each kind travelled."""
+    took: dict[str, list[list[int]]] = {kind: [[] for _ in SHAPES] for kind in ("floor", *KINDS)}
+    stamps: dict[str, list[Any]] = {kind: [[] for _ in SHAPES] for kind in KINDS}
+    how = {}
     with ExitStack() as stack:  # which ends the processes
         pool = multiprocessing.get_context("spawn").Pool
         workers, servers = (
@@ -142,35 +154,40 @@ def turns(gpus: tuple[int, int], cores: list[list[int]], each: list[int]) -> Any
                 for kind in KINDS:
                     # On the CPU 64 MiB take a hundred times as long, and are not what is asked.
                     work = (key, rounds // 10 if kind == "cpu" else rounds)
-                    found[key][kind].append(workers[kind].apply_async(measure, work).get(LIMIT))
+                    some, seen, how[kind] = workers[kind].apply_async(measure, work).get(LIMIT)
+                    took[kind][key] += some
+                    stamps[kind][key] += seen
+            done = subprocess.run(floor, check=True, capture_output=True, text=True)
+            for key, lines in enumerate(done.stdout.split("\n\n")[: len(SHAPES)]):
+                took["floor"][key] += map(int, lines.split())
         for one in [workers[k].apply_async(leave) for k in KINDS] + served:
             one.get(LIMIT)
-    return found
+    return took, stamps, how
 
 
-def main(file: str, a: int = 0, b: int = 1, rounds: int = 10000) -> None:
-    from fserver.bench.report import percentile
-
-    cores, rows = cores_of(a, b), []
-    print("cores", json.dumps(cores), flush=True)
-    print("stamps: start posted received delivered respond answered arrived done, returns of both")
+def main(floor: str, a: int = 0, b: int = 1, rounds: int = 10000) -> None:
+    cores = cores_of(a, b)
+    print("cores", json.dumps(cores), file=sys.stderr, flush=True)
+    calls = subprocess.run([floor, "calls", str(a), str(b)], capture_output=True, text=True)
+    print(calls.stdout, calls.stderr, file=sys.stderr, flush=True)
     each = [max(20, rounds // share // TURNS) for *_, share in SHAPES]
-    for (name, out, back, _), kinds in zip(SHAPES, turns((a, b), cores, each), strict=True):
-        for kind, rounds_of in kinds.items():
-            times, stamps, how = zip(*rounds_of, strict=True)
-            took = sorted(ns for some in times for ns in some)
-            columns = zip(*(trip for some in stamps for trip in some), strict=True)
-            row = {"name": name, "out": out, "back": back, "kind": kind, "transport": how[-1]}
-            row |= {f"p{p}_us": percentile(took, p) / 1e3 for p in (50, 99)}
-            row |= {"min_us": took[0] / 1e3, "count": len(took)}
-            row["gbps_p50"] = (out + back) / percentile(took, 50)
-            row["stamps_us"] = [round(median(column) / 1e3, 2) for column in columns]
-            rows.append(row)
-            way = f"{kind} ({how[-1]})"
-            print(f"{name:28}{way:22}p50 {row['p50_us']:8.1f} us  p99 {row['p99_us']:8.1f}")
-            print(" " * 28, *row["stamps_us"])
+    sizes = [f"{out}:{back}:{n}" for (_, out, back, _), n in zip(SHAPES, each, strict=True)]
+    command = [floor, str(a), str(b), str(cores[0][0]), str(cores[1][0]), *sizes]
+    took, stamps, how = turns(command, (a, b), cores, each)
+    rows = []
+    for key, (name, out, back, _) in enumerate(SHAPES):
+        row: dict[str, Any] = {"name": name, "out": out, "back": back, "transport": how}
+        row |= {kind: summary(took[kind][key], out + back) for kind in took}
+        for kind in KINDS:
+            columns = zip(*stamps[kind][key], strict=True)
+            row[kind]["stamps_us"] = [round(median(column) / 1e3, 2) for column in columns]
+            for p in ("p50", "p99"):
+                row[kind][f"{p}_ratio"] = row[kind][f"{p}_us"] / row["floor"][f"{p}_us"]
+        rows.append(row)
     result = {"gpus": [a, b], "cores": cores, "rounds": rounds, "turns": TURNS, "rows": rows}
-    Path(file).write_text(json.dumps(result, indent=1))
+    words = [line.split(" ", 2) for line in calls.stdout.splitlines()]
+    result["calls_ns"] = [{"call": c, "p50": int(p50), "p99": int(p99)} for p50, p99, c in words]
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
