@@ -89,17 +89,14 @@ step() {
 }
 
 ringx() {
-  local gpus ranks=${RANKS:-} tokens=${TOKENS:-8K,16K,32K,64K,128K} n files=()
+  local gpus ranks=${RANKS:-} tokens=${TOKENS:-8K,16K,32K,64K,128K} n
   gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || exit
-  if ((gpus == 1)) && [[ -n ${MPS:-} ]]; then
-    for n in ${ranks:-2 3 4}; do
-      step "ringx-shared-$n" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" \
-        tools/ringx_bench.py check --shared --json "$OUT/ringx-shared-$n.json"
-    done
-    return
-  fi
   if [[ -z $ranks ]]; then
-    for n in 2 4; do ((n <= gpus)) && ranks+=" $n"; done
+    if ((gpus == 1)) && [[ -n ${MPS:-} ]]; then
+      ranks="2 3 4"
+    else
+      for n in 2 4; do ((n <= gpus)) && ranks+=" $n"; done
+    fi
   fi
   if [[ -z $ranks ]]; then
     echo "FAIL ringx: $gpus GPUs, and 2 are the least"
@@ -107,24 +104,20 @@ ringx() {
     return
   fi
   [[ -n ${QUICK:-} ]] && tokens=8K,32K
-  step ringx-tests "$PYTHON" -m pytest -q tests/ringx/test_ringx_streams.py tests/ringx/test_ringx_combine.py
+  ((gpus > 1)) && step ringx-tests "$PYTHON" -m pytest -q tests/ringx/test_ringx_streams.py tests/ringx/test_ringx_combine.py
   for n in $ranks; do
-    local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py)
-    step "ringx-check-$n" "${run[@]}" check --json "$OUT/ringx-check-$n.json"
-    grep -h '^FAIL\|^SKIP' "$OUT/ringx-check-$n.txt"
-    step "ringx-graph-$n" within 60 "${run[@]}" graph
-    step "ringx-causal-$n" "${run[@]}" time --parts --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
+    RANKS=$n step "ringx-check-$n" "$PYTHON" -m pytest -v -rs tests/ringx/test_ringx_ranks.py
+    ((n <= gpus)) || continue
+    local run=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$n" tools/ringx_bench.py time)
+    step "ringx-causal-$n" "${run[@]}" --parts --tokens "$tokens" --json "$OUT/ringx-causal-$n.json"
     grep -h '^table' "$OUT/ringx-causal-$n.txt"
-    files+=("$OUT/ringx-causal-$n.json")
     [[ -n ${QUICK:-} ]] && continue
-    step "ringx-full-$n" "${run[@]}" time --parts --mask full --tokens 8K,32K,64K --json "$OUT/ringx-full-$n.json"
+    step "ringx-full-$n" "${run[@]}" --parts --mask full --tokens 8K,32K,64K --json "$OUT/ringx-full-$n.json"
     grep -h '^table' "$OUT/ringx-full-$n.txt"
-    NCCL_P2P_DISABLE=1 step "ringx-slow-$n" "${run[@]}" time --tokens 8K,32K,64K --label "slow link (NCCL_P2P_DISABLE=1)" \
+    NCCL_P2P_DISABLE=1 step "ringx-slow-$n" "${run[@]}" --tokens 8K,32K,64K --label "slow link (NCCL_P2P_DISABLE=1)" \
       --json "$OUT/ringx-slow-$n.json"
     grep -h '^table' "$OUT/ringx-slow-$n.txt"
-    files+=("$OUT/ringx-full-$n.json" "$OUT/ringx-slow-$n.json")
   done
-  step ringx-plot "$PYTHON" tools/ringx_bench.py plot "$OUT/ringx.png" "${files[@]}"
 }
 
 machine() {

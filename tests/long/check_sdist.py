@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import builder  # noqa: E402
 import needs  # noqa: E402
-import notices  # noqa: E402
+import source  # noqa: E402
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -55,8 +55,7 @@ def test_contents(tree: Path) -> None:
     for name in ("go.mod", "NOTICES", "README.md", "engine/cabi/fserver.h", "tools/builder.py"):
         assert name in found
     assert (tree / "COMMIT").read_text().strip() == builder.commit()
-    vendored = {name.split()[0] for name in notices.modules()}
-    modules = {f"vendor/{module}" for module in vendored}
+    modules = {f"vendor/{module}" for module in source.modules()}
     inside = {name for name in found if name.startswith("vendor/")} - {"vendor/modules.txt"}
     assert all(any(name.startswith(f"{m}/") for name in inside) for m in modules)
     assert not [name for name in inside if not any(name.startswith(f"{m}/") for m in modules)]

@@ -339,7 +339,10 @@ def test_missing_python_headers(tmp_path: Path, monkeypatch) -> None:
     ("version", "error"), [("2.6.0+cu124", "2.6.0.cu124 is too old: 2.11"), (None, "has no torch")]
 )
 def test_unfit_torch(tmp_path: Path, monkeypatch, version: str | None, error: str) -> None:
-    monkeypatch.setattr(needs, "torch_version", lambda: version)
+    for part in ("include", "lib"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "version.py").write_text(f"__version__ = {version!r}")
+    monkeypatch.setattr(needs, "_torch_home", lambda: tmp_path if version else None)
     with pytest.raises(needs.BuildError, match=error):
         builder.extension(tmp_path)
 
@@ -436,7 +439,7 @@ def test_isolated_builds_find_the_torch_of_the_environment(tmp_path: Path) -> No
     command = [sys.executable, "-c", textwrap.dedent(code), ROOT / "tools"]
     done = subprocess.run(command, env=isolated(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str((torch.__version__, Path(torch.__file__).parent))
+    assert done.stdout.strip() == str((torch.__version__, Path(torch.__file__).resolve().parent))
 
 
 def test_a_build_without_torch_stops_before_anything_is_fetched(tmp_path: Path) -> None:

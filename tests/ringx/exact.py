@@ -38,13 +38,15 @@ class Problem:
     sink: bool = False
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    device: str = "cpu"
 
     def tensors(self) -> list[Tensor]:
-        """q, k, v, the gradient of out, and the sink."""
-        generator = torch.Generator().manual_seed(self.seed)
+        """q, k, v, the gradient of out, and the sink. The same on all ranks."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        kind = {"dtype": torch.float64, "device": self.device, "generator": generator}
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+            return torch.randn(*shape, **kind)
 
         q = random(self.batch, self.rows, self.heads, self.dim)
         k, v = (random(self.batch, self.keys, self.kv_heads, self.dim) for _ in range(2))
@@ -55,20 +57,27 @@ class Problem:
         return [t.to(self.dtype) for t in found]
 
 
-def dense(problem: Problem, causal: bool) -> dict[str, Tensor]:
-    """out, lse and the gradients by autograd, in float64, of the problem as its type has it."""
+def dense(problem: Problem, causal: bool, at_once: int = 2048) -> dict[str, Tensor]:
+    """out, lse and the gradients by autograd, in float64, of the problem as its type has it. One
+    head and `at_once` rows at a time, so that long sequences have room."""
     q, k, v, dout, sink = (t.double().requires_grad_() for t in problem.tensors())
-    every_k, every_v = (t.repeat_interleave(problem.heads // problem.kv_heads, 2) for t in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, every_k) * problem.dim**-0.5
-    if causal:
-        unseen = torch.ones(problem.rows, problem.keys, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(unseen, -torch.inf)
-    if problem.sink:
-        level = sink[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, level), -1)
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., : problem.keys], every_v)
-    out.backward(dout)
-    found = {"out": out, "lse": scores.logsumexp(-1), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    out, lse = torch.empty_like(q), q.new_empty(problem.batch, problem.heads, problem.rows)
+    at = torch.arange(max(problem.rows, problem.keys), device=q.device)
+    for head in range(problem.heads):
+        near = head * problem.kv_heads // problem.heads
+        for rows in at[: problem.rows].split(at_once):
+            here = slice(int(rows[0]), int(rows[-1]) + 1)
+            scores = q[:, here, head] @ k[:, :, near].mT * problem.dim**-0.5
+            if causal:
+                scores = scores.masked_fill(at[: problem.keys] > rows[:, None], -torch.inf)
+            if problem.sink:
+                level = sink[head].expand(*scores.shape[:2], 1)
+                scores = torch.cat((scores, level), -1)
+            answer = scores.softmax(-1)[..., : problem.keys] @ v[:, :, near]
+            answer.backward(dout[:, here, head])
+            with torch.no_grad():
+                out[:, here, head], lse[:, head, here] = answer, scores.logsumexp(-1)
+    found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
     return {**found, "dsink": sink.grad} if problem.sink else found
 
 
@@ -80,39 +89,65 @@ def split(length: int, lengths: Sequence[int] | None, layout: str, rank: int, si
     return torch.arange(start, start + lengths[rank])
 
 
+@dataclass
+class Shard:
+    """What one rank has of a problem."""
+
+    leaves: list[Tensor]  # q, k and v, and the sink if there is one
+    dout: Tensor
+    rows: Tensor
+    keys: Tensor  # the positions of both
+
+
+def shard(
+    me: Rank,
+    problem: Problem,
+    layout: str,
+    lengths: Lengths | None = None,
+    strided: bool = False,
+) -> Shard:
+    q, k, v, dout, sink = problem.tensors()
+    of_q, of_k = lengths or (None, None)
+    rows = split(problem.rows, of_q, layout, me.rank, me.size)
+    keys = split(problem.keys, of_k, layout, me.rank, me.size)
+    parts = [q[:, rows], k[:, keys], v[:, keys]]
+    if strided:  # the heads before the sequence in memory, every other number
+        parts = [spread(t) for t in parts]
+    leaves = [t.requires_grad_() for t in parts]
+    leaves += [sink.requires_grad_()] if problem.sink else []
+    return Shard(leaves, dout[:, rows], rows, keys)
+
+
+def call(
+    me: Rank, mine: Shard, algorithm: str, repeats: int = 1, **options: Any
+) -> dict[str, Tensor]:
+    """out, lse and gradients of a shard."""
+    out, lse = ringx_attention(
+        *mine.leaves[:3],
+        algorithm=algorithm,
+        causal=ALGORITHMS[algorithm].causal,
+        group=me.group,
+        sink=mine.leaves[3] if len(mine.leaves) > 3 else None,
+        return_lse=True,
+        **options,
+    )
+    for _ in range(repeats):
+        grads = torch.autograd.grad(out, mine.leaves, mine.dout, retain_graph=True)
+    names = ("out", "lse", "dq", "dk", "dv", "dsink")
+    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))
+
+
 def attend(
     me: Rank,
     problem: Problem,
     algorithm: str,
     lengths: Lengths | None = None,
     strided: bool = False,
-    repeats: int = 1,
     **options: Any,
 ) -> dict[str, Tensor]:
     """out, lse and gradients of this rank's shards."""
-    how = ALGORITHMS[algorithm]
-    q, k, v, dout, sink = problem.tensors()
-    of_q, of_k = lengths or (None, None)
-    rows = split(problem.rows, of_q, how.layout, me.rank, me.size)
-    keys = split(problem.keys, of_k, how.layout, me.rank, me.size)
-    parts = [q[:, rows], k[:, keys], v[:, keys]]
-    if strided:  # the heads before the sequence in memory, every other number
-        parts = [spread(t) for t in parts]
-    leaves = [t.requires_grad_() for t in parts]
-    leaves += [sink.requires_grad_()] if problem.sink else []
-    out, lse = ringx_attention(
-        *leaves[:3],
-        algorithm=algorithm,
-        causal=how.causal,
-        group=me.group,
-        sink=leaves[3] if problem.sink else None,
-        return_lse=True,
-        **options,
-    )
-    for _ in range(repeats):
-        grads = torch.autograd.grad(out, leaves, dout[:, rows], retain_graph=True)
-    names = ("out", "lse", "dq", "dk", "dv", "dsink")
-    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))
+    mine = shard(me, problem, ALGORITHMS[algorithm].layout, lengths, strided)
+    return call(me, mine, algorithm, **options)
 
 
 def spread(x: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Four processes over gloo, started once. A test sends them a function; every rank of a group runs
-it and answers."""
+"""Processes that are started once: four over gloo, or some on GPUs. A test sends them a function;
+every rank of a group runs it and answers."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fserver.ringx import window
+
 SIZE = 4
-LIMIT = 60.0
+LIMIT = {"cpu": 60.0, "cuda": 300.0}
 """Seconds after which ranks that have not answered hang."""
 
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (3,), (2, 3), (1, 2, 3))
@@ -32,15 +35,25 @@ class Rank:
 
 
 class World:
-    """The processes."""
+    """The processes.
 
-    def __init__(self, directory: Path):
+    Args:
+        directory: an empty folder, where they meet.
+        size: how many there are.
+        device: "cpu", or "cuda": then each has a GPU of its own and the group is NCCL's. If there
+            are too few GPUs, processes share them and the group is gloo's.
+    """
+
+    def __init__(self, directory: Path, size: int = SIZE, device: str = "cpu"):
+        self.size, self.device = size, device
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "fserver"])
-        pipes = [context.Pipe() for _ in range(SIZE)]
+        pipes = [context.Pipe() for _ in range(size)]
         self._connections = [mine for mine, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, str(directory / "store"), theirs))
+            context.Process(
+                target=_serve, args=(rank, size, device, str(directory / "store"), theirs)
+            )
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -60,7 +73,7 @@ class World:
             self._connections[member].send((tuple(members), function, args, options))
         answers = []
         for member in members:
-            assert self._connections[member].poll(LIMIT), f"rank {member} hangs"
+            assert self._connections[member].poll(LIMIT[self.device]), f"rank {member} hangs"
             answers.append(self._connections[member].recv())
         for member, (good, value) in zip(members, answers, strict=True):
             assert good, f"rank {member}:\n{value}"
@@ -74,10 +87,22 @@ class World:
             process.kill()
 
 
-def _serve(rank: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, device: str, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
-    groups = {members: dist.new_group(list(members)) for members in GROUPS}
+    where = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if gpus:
+        torch.cuda.set_device(rank % gpus)
+    if 0 < gpus < size:  # NCCL wants a GPU for each rank, and so does a window
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        window._reach = lambda ranks, device: True
+    if gpus < size:
+        dist.init_process_group("gloo", **where)
+    else:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank), **where)
+    groups = {(*range(size),): dist.group.WORLD}
+    for members in GROUPS if device == "cpu" else ():
+        groups[members] = dist.new_group(list(members))
     while True:
         try:
             members, function, args, options = connection.recv()

@@ -1,0 +1,255 @@
+"""Attention over ranks by every kernel of the device, beside one process alone: errors against
+float64, calls right behind each other, and CUDA graphs; and others' ways of tools/ringx_bench.py.
+
+On the CPU this runs over gloo. On GPUs there are as many processes as RANKS says ("2 4" is the
+default, if there are so many GPUs), over NCCL. On a single GPU with RANKS, all processes share it,
+over gloo and by copies, which needs NVIDIA's multi-process service (MPS).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exact import Problem, Shard, call, dense, shard
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from world import Rank, World
+
+from fserver.errors import ConfigError
+from fserver.ringx import kernels
+from fserver.ringx.algorithms import ALGORITHMS
+from fserver.ringx.kernels import Given
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import ringx_ways  # noqa: E402
+
+GPUS = torch.cuda.device_count()
+SIZES = os.environ.get("RANKS", "").split() or [n for n in (2, 4) if n <= GPUS] or ["gloo"]
+ON_GPU = SIZES != ["gloo"]
+ROUNDING = 2e-2 if ON_GPU else 1e-6
+"""Of the largest number. GPUs add up in any order, and round to 16 bits."""
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Kernels and types; rows of each rank, heads of q and of k and v. 1,000 is no multiple of a block.
+if ON_GPU:
+    KINDS = [(kernel, dtype) for kernel in ("cudnn", "flash", "efficient") for dtype in (BF16, F16)]
+    KINDS.append(("efficient", F32))
+    SHAPES, LONG, DIM = [(1024, 8, 2), (1000, 4, 4)], [(8192, 4, 2), (8192, 4, 4)], 128
+else:
+    KINDS = [("cpu", dtype) for dtype in (BF16, F16, F32)]
+    SHAPES, LONG, DIM = [(64, 4, 2)], [], 16
+CASES = [(*kind, shape) for kind in KINDS for shape in SHAPES]
+CASES += [(*KINDS[0], shape) for shape in LONG]
+
+Call = Callable[[Shard], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    if not ON_GPU:
+        yield request.getfixturevalue("world")
+        return
+    made = World(tmp_path_factory.mktemp("gpus"), int(request.param), "cuda")
+    yield made
+    made.close()
+
+
+def run(ranks: World, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return ranks.run(range(ranks.size), function, *args)
+
+
+def problem_of(me: Rank, dtype: torch.dtype, shape: tuple[int, int, int]) -> Problem:
+    rows, heads, kv_heads = shape
+    where = f"cuda:{torch.cuda.current_device()}" if ON_GPU else "cpu"
+    length = rows * me.size
+    return Problem(1, length, length, heads, kv_heads, DIM, dtype=dtype, device=where)
+
+
+def by(kernel: str) -> AbstractContextManager[Any]:
+    return sdpa_kernel(ringx_ways.KERNELS[kernel]) if kernel != "cpu" else nullcontext()
+
+
+def ours(me: Rank, causal: bool) -> Iterator[tuple[str, str, Call]]:
+    """Name, layout and call of each algorithm with each option."""
+    for way in ringx_ways.of_ringx(causal):
+        name, *options = way.name.split()
+        given = dict.fromkeys(options, True)
+        yield way.name, way.layout, partial(call, me, algorithm=name, **given)
+
+
+def alone(problem: Problem, causal: bool) -> dict[str, Tensor]:
+    """The kernel in one process."""
+    q, k, v, dout, _ = problem.tensors()
+    out, lse = kernels.forward(q, k, v, causal, problem.dim**-0.5)
+    given = Given(dout, q, k, v, out.contiguous(), lse)
+    grads = kernels.backward(given, causal, problem.dim**-0.5)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
+
+
+def error(found: Tensor, want: Tensor) -> float:
+    """Root mean square."""
+    return float((found.double() - want).square().mean().sqrt())
+
+
+def errors(
+    me: Rank, problem: Problem, causal: bool, calls: Iterator[tuple[str, str, Call]]
+) -> dict[str, Any]:
+    """The errors of each call in the rows of this rank, each beside that of one process there; of a
+    call that no kernel takes, which raises before anything is sent, the reason."""
+    want, single = dense(problem, causal), alone(problem, causal)
+    found: dict[str, Any] = {}
+    for name, layout, function in calls:
+        mine = shard(me, problem, layout)
+        try:
+            got = function(mine)
+        except ConfigError as refusal:
+            found[name] = str(refusal)
+            continue
+        found[name] = {}
+        for what in single:
+            right = want[what][:, mine.rows]
+            pair = error(got[what], right), error(single[what][:, mine.rows], right)
+            found[name][what] = pair
+    return found
+
+
+def errors_of_ours(me: Rank, kernel: str, dtype: Any, shape: Any, causal: bool) -> dict[str, Any]:
+    with by(kernel):
+        return errors(me, problem_of(me, dtype, shape), causal, ours(me, causal))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_that_of_one_process(ranks: World, case: tuple, causal: bool):
+    judge(run(ranks, errors_of_ours, *case, causal))
+
+
+def judge(answers: list[dict[str, Any]]) -> None:
+    wrong = {
+        (rank, name, what): pair
+        for rank, found in enumerate(answers)
+        for name, pairs in found.items()
+        if not isinstance(pairs, str)
+        for what, pair in pairs.items()
+        if not pair[0] <= 2 * pair[1]
+    }
+    assert answers[0] and not wrong, wrong
+    if refusals := [pairs for pairs in answers[0].values() if isinstance(pairs, str)]:
+        pytest.skip(f"{len(refusals)} of {len(answers[0])} ways: {refusals[0]}")
+
+
+def differences(me: Rank, kernel: str, dtype: Any, shape: Any, causal: bool) -> dict[str, float]:
+    """The largest difference between calls, each with other numbers, right behind each other and
+    the same calls each alone, over the largest number."""
+
+    def settle() -> None:
+        if ON_GPU:
+            torch.cuda.synchronize()
+        dist.barrier(me.group)
+
+    problem, found = problem_of(me, dtype, shape), {}
+    for name, layout, function in ours(me, causal):
+        shards = [shard(me, replace(problem, seed=seed), layout) for seed in range(4)]
+        one_by_one = []
+        with by(kernel):
+            for mine in shards:
+                settle()
+                one_by_one.append(function(mine))
+            settle()
+            together = [function(mine) for mine in shards]
+            settle()
+        pairs = zip(one_by_one, together, strict=True)
+        found[name] = max(worst(others, some) for some, others in pairs)
+    return found
+
+
+def worst(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """The largest difference, over the largest number. NaN is infinite."""
+    each = (
+        (found[n] - want[n]).abs().max() / want[n].abs().max() for n in ("out", "dq", "dk", "dv")
+    )
+    return max(float(torch.nan_to_num(e, nan=torch.inf)) for e in each)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls_right_behind_each_other(ranks: World, case: tuple, causal: bool):
+    for found in run(ranks, differences, *case, causal):
+        assert found and max(found.values()) <= ROUNDING, found
+
+
+def replayed(me: Rank, causal: bool) -> dict[str, float]:
+    """The largest difference between each agreed call and its replay from a CUDA graph."""
+    problem, found = problem_of(me, BF16, SHAPES[0]), {}
+    stream = torch.cuda.Stream()
+    for name, layout, function in ours(me, causal):
+        with torch.cuda.stream(stream):  # what autograd keeps is of the stream that made it
+            mine = shard(me, problem, layout)
+            want = function(mine, agreed=True)
+            stream.synchronize()
+            dist.barrier(me.group)
+            torch.cuda.synchronize()  # also NCCL's streams, whose watchdog asks events of theirs
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+                got = function(mine, agreed=True)
+            for _ in range(2):
+                for tensor in got.values():
+                    tensor.fill_(torch.nan)
+                captured.replay()
+            stream.synchronize()
+        found[name] = worst(got, want)
+    return found
+
+
+def need_nccl(ranks: World) -> None:
+    if ON_GPU and GPUS < ranks.size:
+        pytest.skip("NCCL needs a GPU for each rank")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs GPUs")
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_replays_of_graphs(ranks: World, causal: bool):
+    need_nccl(ranks)
+    for found in run(ranks, replayed, causal):
+        assert found and max(found.values()) <= ROUNDING, found
+
+
+def errors_of_others(me: Rank, kernel: str, dtype: Any, causal: bool) -> dict[str, Any]:
+    problem = problem_of(me, dtype, (SHAPES[0][0], 8, 4))
+
+    def calls() -> Iterator[tuple[str, str, Call]]:
+        for way in ringx_ways.ways(causal, problem.rows, torch.device(problem.device)):
+            torchs = way.name.startswith("torch")
+            if not (way.whole or way.name.split()[0] in ALGORITHMS or torchs and not ON_GPU):
+                yield way.name, way.layout, partial(attended, way)
+
+    with by(kernel):
+        return errors(me, problem, causal, calls())
+
+
+def attended(way: ringx_ways.Way, mine: Shard) -> dict[str, Tensor]:
+    with way.around():
+        out = way.attend(*mine.leaves)
+        grads = torch.autograd.grad(out, mine.leaves, mine.dout)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_others_are_right_too(ranks: World, kind: tuple, causal: bool):
+    """A comparison with wrong answers would be worth nothing."""
+    need_nccl(ranks)
+    judge(run(ranks, errors_of_others, *kind, causal))
