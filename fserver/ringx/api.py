@@ -28,7 +28,7 @@ from .arguments import (
     kernel_problem,
     ranks_of,
 )
-from .kernels import Given, accumulator, capturing
+from .kernels import Given, accumulator, capturing, enabled, enabling
 from .schedules import Job
 from .window import window_of
 
@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
             lse = torch.logaddexp(lse, level)
         out = out.to(q.dtype).contiguous()
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.how, ctx.job = how, job
+        ctx.how, ctx.job, ctx.enabled = how, job, enabled()
         return out, lse
 
     @staticmethod
@@ -84,7 +84,8 @@ class _Attention(torch.autograd.Function):
         job: Job = ctx.job
         job.ranks.step = "backward"
         backward, turn = _way(how, job, k, backward=True)
-        with turn, torch.autocast(q.device.type, enabled=False):
+        autocast = torch.autocast(q.device.type, enabled=False)
+        with turn, autocast, enabling(ctx.enabled):  # the kernels of forward
             dq, dk, dv = backward(job, Given(dout, q, k, v, out, lse))
         dsink = None
         if sink is not None:
