@@ -152,12 +152,12 @@ device-bundle: engine ## pack build/fserver-device.tar.gz for a machine with GPU
 	$(GO) test -c -o build/tests/node.test ./engine/node
 	git describe --always --dirty >build/commit || echo "no commit" >build/commit
 	tar -czf build/fserver-device.tar.gz --exclude=__pycache__ --exclude='*.so' \
-	  --exclude=docs/results --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples include fserver \
+	  --exclude=docs/results --transform='s,^,fserver/,' build/libfserver.a build/tests build/commit engine/cabi/fserver.h go.mod csrc cshim examples include integrations fserver \
 	  fserver_lib.py docs requirements tests tools pyproject.toml Makefile NOTICES README.md setup.py
 	echo "build/fserver-device.tar.gz: unpack it there; in fserver/:"
 	echo "  FSERVER_ARCHIVE=build/libfserver.a python3 tools/builder.py ext && python3 -m pytest tests/python"
 	echo "  OUT=build/gpu tools/gpu_check.sh eager"
 
 clean: ## remove what was built, not .venv
-	@rm -rf build dist *.egg-info fserver/_C.*.so fserver/_torch/*.so fserver/_commit fserver/include fserver/lib .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf build dist *.egg-info integrations/*/build integrations/*/*.egg-info fserver/_C.*.so fserver/_torch/*.so fserver/_commit fserver/include fserver/lib .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

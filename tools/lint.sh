@@ -42,6 +42,7 @@ check "ruff check" "$BIN/ruff" check .
 check "ruff format" "$BIN/ruff" format --check .
 check "notices (tools/notices.sh)" env GO="$GO" tools/notices.sh --check
 check mypy "$BIN/mypy"
+check "mypy (integrations)" "$BIN/mypy" --no-warn-unused-configs integrations/ringx_attn
 check clang-format "$BIN/clang-format" --dry-run -Werror "${c_files[@]}"
 check "bash -n" shell_syntax
 

@@ -28,7 +28,7 @@ Result = dict[str, Any]
 
 
 class Pair:
-    """A connection of the two hosts, as fserver.bench.libraries wants it. The client sends first."""
+    """A connection of the two hosts, for fserver.bench.libraries. The client sends first."""
 
     def __init__(self, options: Options, device: Any = None) -> None:
         self.index, self.device = int(options.role == "server"), device

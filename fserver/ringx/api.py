@@ -27,7 +27,7 @@ from .arguments import (
     flag_problem,
     kernel_problem,
 )
-from .kernels import Given, Triple, accumulator, capturing
+from .kernels import Given, Triple, accumulator, capturing, enabled, enabling
 from .ranks import Group, Ranks, ranks_of
 from .schedules import Job
 from .window import window_of
@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         out, lse = forward_of(q, k, v, sink, how, job)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.how, ctx.job = how, job
+        ctx.how, ctx.job, ctx.enabled = how, job, enabled()
         return out, lse
 
     @staticmethod
@@ -105,7 +105,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         given = Given(dout, q, k, v, out, lse)
-        return *backward_of(given, sink, ctx.how, ctx.job), None, None
+        with enabling(ctx.enabled):  # the kernels of forward
+            return *backward_of(given, sink, ctx.how, ctx.job), None, None
 
 
 def ringx_attention(

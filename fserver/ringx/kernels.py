@@ -13,6 +13,7 @@ Inside a kernel the heads come before the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fserver.errors import ConfigError, ShapeError
 
@@ -105,18 +107,35 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+ENABLED = {
+    SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: cuda.math_sdp_enabled,
+}
+
+
+def enabled() -> list[SDPBackend]:
+    """Returns the backends that `torch.nn.attention.sdpa_kernel` leaves enabled here."""
+    return [backend for backend, flag in ENABLED.items() if flag()]
+
+
+def enabling(backends: list[SDPBackend]) -> AbstractContextManager[object]:
+    """Returns a context in which exactly these backends are enabled."""
+    return nullcontext() if backends == enabled() else sdpa_kernel(backends)
+
+
 def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
     """The first kernel that is enabled and takes these tensors, [B, H, S, D].
 
     Raises:
         ConfigError: there is none.
     """
-    flags = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled)
     if q.dtype in DTYPES[:3]:
         for kernel in KERNELS.get(q.device.type, ()):
             if kernel.usable(q, *_as_heads(kernel, q, k, v), causal):
                 return kernel
-    if q.dtype is torch.float64 or (q.dtype in DTYPES and not any(flag() for flag in flags)):
+    if q.dtype is torch.float64 or (q.dtype in DTYPES and not {*enabled()} - {SDPBackend.MATH}):
         return REFERENCE
     raise ConfigError(
         f"ringx: no attention kernel for q.dtype {q.dtype}, head dimension {q.shape[-1]} on "

@@ -54,6 +54,7 @@ def test_contents(tree: Path) -> None:
     found = files(tree)
     for name in ("go.mod", "NOTICES", "README.md", "engine/cabi/fserver.h", "tools/builder.py"):
         assert name in found
+    assert "integrations/ringx_attn/ringX_attn/ringX3_attn.py" in found
     assert (tree / "COMMIT").read_text().strip() == builder.commit()
     modules = {f"vendor/{module}" for module in source.modules()}
     inside = {name for name in found if name.startswith("vendor/")} - {"vendor/modules.txt"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from exact import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from world import GROUPS, Rank, World
 
-from fserver.ringx import positions, ringx_attention, shard, unshard
+from fserver.ringx import kernels, positions, ringx_attention, shard, unshard
 from fserver.ringx.algorithms import ALGORITHMS
 from fserver.ringx.ranks import Ranks
 
@@ -121,6 +122,33 @@ def reference(me: Rank, *args) -> dict[str, torch.Tensor]:
 def test_other_kernels_can_be_chosen_and_types_stay(world: World):
     problem = Problem(heads=4, kv_heads=2, dtype=torch.float32)
     check(world, (0, 1), problem, "X3", function=reference, limit=1e-5)
+
+
+def kernels_of_backward(me: Rank, algorithm: str) -> tuple[set[str], str]:
+    """The kernels of a backward outside of the context of its forward, and the one behind it."""
+    q, k, v, *_ = (t.requires_grad_() for t in Problem(dtype=torch.float32).tensors())
+    where = positions(24, ALGORITHMS[algorithm].layout, me.rank, me.size)
+    options: Any = {"algorithm": algorithm, "causal": ALGORITHMS[algorithm].causal}
+    with sdpa_kernel(SDPBackend.MATH):
+        out = ringx_attention(q[:, where], k[:, where], v[:, where], group=me.group, **options)
+    names = set()
+
+    def noted(*args: Any) -> kernels.Kernel:
+        kernel = choose(*args)
+        names.add(kernel.name)
+        return kernel
+
+    choose = kernels.choose
+    with mock.patch.object(kernels, "choose", noted):
+        out.sum().backward()
+    return names, kernels.choose(*(t.transpose(1, 2) for t in (q, k, v)), False).name
+
+
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_backward_has_the_kernels_of_forward(world: World, algorithm: str):
+    """Behind it, all are enabled again."""
+    found = world.run((0, 1), kernels_of_backward, algorithm)
+    assert found == [({"reference"}, "cpu flash")] * 2
 
 
 def perturbed(me: Rank, algorithm: str, position: int) -> tuple[bool, bool]:

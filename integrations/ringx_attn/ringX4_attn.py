@@ -1,0 +1,5 @@
+"""RingX's module of this name, for programs that import it without its package."""
+
+from ringX_attn.ringX4_attn import ringX4_attn_func
+
+__all__ = ["ringX4_attn_func"]
