@@ -24,6 +24,7 @@ from .crew import (
 )
 from .errors import BenchError, GaveUpError
 from .joint import joint
+from .libraries import BIG, ON_GPUS
 from .options import (
     CHECKED,
     TRANSPORTS,
@@ -71,7 +72,7 @@ PARSER = parser(
         some_of(BESIDE),
         None,
         f"what takes turns too in place local: some of {', '.join(BESIDE)} (default "
-        f"{','.join(rivals.ON_GPUS)} for tensors on GPUs, else none)",
+        f"{','.join(ON_GPUS)} for tensors on GPUs, else none)",
     ),
     (
         "--against",
@@ -242,7 +243,7 @@ def _others(
     on_gpu = planned[0].device == "gpu"
     names = run.options.beside
     if names is None:
-        names = rivals.ON_GPUS if on_gpu else ()
+        names = ON_GPUS if on_gpu else ()
     pairs = [way for way in ours if way.player]
     if not pairs:
         return
@@ -293,7 +294,7 @@ class Wire:
 
     def prepare(self, out: int, back: int) -> None:
         """The bytes there and home."""
-        self._share = (out + back) / rivals.BIG
+        self._share = (out + back) / BIG
 
     def check(self, seed: int) -> None:
         if self.reason:
