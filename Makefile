@@ -122,7 +122,7 @@ soak: ext ## COUNT (1,000,000) push_pulls each way inside a host and in both mod
 	  for mode in caller thread; do
 	    read -r transport copies <<<"$$way"
 	    echo "soak: $$way, progress by $$mode"
-	    FSERVER_CMA=$$copies FSERVER_PROGRESS=$$mode $(BIN)/fserver bench soak --transport $$transport \
+	    FSERVER_CMA=$$copies FSERVER_PROGRESS=$$mode $(BIN)/python tests/long/soak.py --transport $$transport \
 	      --warmup $(COUNT) --count $(COUNT) --limit 65536 $(ARGS) || status=1
 	  done
 	done
@@ -135,7 +135,7 @@ fuzz: setup ## run each fuzz target for FUZZTIME (30s)
 	  done
 	done
 
-check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak fuzz softroce engine cpp links (PARTS="wheel sdist")
+check-long: ext ## what takes too long for `make test`: wheel sdist site demo chaos soak random fuzz softroce engine cpp links (PARTS="wheel sdist")
 	@BIN=$(BIN) MAKE="$(MAKE)" tools/check_long.sh $(PARTS)
 
 softroce: setup ## run RDMA tests in an emulated machine with two software NICs; installs qemu (CASES="floor tcp")

@@ -9,6 +9,7 @@
 #   demo    the demo with its packaged model
 #   chaos   1,000 kills in a cluster, over tcp, cma and auto
 #   soak    10^6 push_pulls each way: does anything grow?
+#   random  RANDOM_STEPS (5,000) steps of random requests over tcp, cma and auto, of a random seed, compared byte by byte
 #   fuzz    every parser
 #   softroce  100 kills, the whole contract of verbs, 6,000 messages of channels, SOFTROCE_ROUNDS (20) rounds of a pulled cable, C++ programs, and the demo, in the emulated machine
 #   engine  go test without the race detector: every seed of faults, and every variant of the contract
@@ -19,7 +20,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
-all=(wheel sdist site demo chaos soak fuzz softroce engine cpp links)
+all=(wheel sdist site demo chaos soak random fuzz softroce engine cpp links)
 python=${BIN:-$PWD/.venv/bin}/python
 make=${MAKE:-make}
 
@@ -42,6 +43,9 @@ part_chaos() {
   return $status
 }
 part_soak() { "$make" soak; }
+part_random() {
+  RANDOM_STEPS=${RANDOM_STEPS:-5000} RANDOM_SEED=${RANDOM_SEED:-$RANDOM} long tests/python/test_random.py
+}
 part_fuzz() { "$make" fuzz; }
 part_softroce() {
   local rounds=${SOFTROCE_ROUNDS:-20}

@@ -15,7 +15,7 @@
 # eager needs a device bundle, or what `make device-bundle` builds: ROUNDS for the round trips of
 # each size (default 10000). All that it leaves is one file, eager.tgz: logs and JSON.
 #
-# bench needs the archive alone, and 2 GPUs: `fserver bench` pingpong, matrix and graph trips with tensors
+# bench needs the archive alone, and 2 GPUs: `fserver bench` pingpong (all places too) and graph trips with tensors
 # on GPUs, each in turn with others' ways or beside them, and prints what they say, within 9 minutes:
 # ROUNDS of each size (default 5), RUNS of 20 round trips through a channel (default 1000). All that it
 # leaves is one file, bench.tgz.
@@ -203,11 +203,11 @@ graph_step() {
   grep -hE '^(FAIL .*)?work=' "$OUT/$name.txt"
 }
 
-# bench_step NAME SECONDS OPTION...: its table goes to the terminal.
+# bench_step NAME SECONDS OPTION...: fserver bench pingpong, whose table goes to the terminal.
 bench_step() {
   local name=$1 limit=$2
   shift 2
-  step "bench-$name" within "$limit" "$PYTHON" -m fserver bench "$name" --json "$OUT/$name.json" "$@"
+  step "bench-$name" within "$limit" "$PYTHON" -m fserver bench pingpong --json "$OUT/$name.json" "$@"
   cat "$OUT/bench-$name.txt"
 }
 
@@ -217,7 +217,7 @@ bench_steps() {
   [[ -e fserver/include/fserver.h ]] || return
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
   bench_step pingpong 160 --device gpu --transport auto --sizes 4K,896K:1792K,64M --rounds "${ROUNDS:-5}"
-  bench_step matrix 130 --sizes 4K,1M --rounds 3 --seconds 0.1
+  bench_step places 130 --places local,remote,joint --device cpu,gpu --sizes 4K,1M --rounds 3 --seconds 0.1
   graph_step bench trips 190 --modes kernel copy --runs "${RUNS:-1000}"
 }
 

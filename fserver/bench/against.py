@@ -1,13 +1,11 @@
 """This build and that of another checkout, in turn: `fserver bench pingpong --against DIR`.
 
-Both builds are measured by this checkout's benchmark, which uses no more of a package fserver than
-its public API: each build has a pair of processes that import that build's package, with this
-checkout's `fserver.bench` in it.
+Each build has processes that import its package, with this checkout's `fserver.bench` in it, which
+uses no more of a package fserver than its public API.
 """
 
 import argparse
 import contextlib
-import math
 import statistics
 import sys
 import tempfile
@@ -25,7 +23,6 @@ from .turns import CrewPlayer, Figures, take_turns
 
 ROUNDS = 20
 LIMIT = 1.03  # a ratio that is surely above means slower
-LEVEL = 0.95  # confidence of the interval
 HERE = Path(__file__).resolve().parents[2]
 COLUMNS = (
     report.TRANSPORT,
@@ -51,15 +48,10 @@ def checkout(text: str) -> Path:
 
 
 def check(root: Path, rounds: int) -> None:
-    """Checks what can be checked before anything is measured.
-
-    Raises:
-        BenchError: there are too few rounds.
-        LoadError: a build has no extension, or one for another Python.
-    """
-    if _rank(rounds) == 0:
+    """Raises BenchError if there are too few rounds, and LoadError if a build has no extension."""
+    if report.median_rank(rounds) == 0:
         raise BenchError(
-            f"--rounds {rounds}: want 6 or more, because fewer give no {LEVEL:.0%} interval"
+            f"--rounds {rounds}: want 6 or more, because fewer give no {report.LEVEL:.0%} interval"
         )
     for folder in (HERE, root):
         _loader.check(folder / "fserver")
@@ -72,16 +64,14 @@ def name(root: Path) -> str:
 
 
 def rows(run: Run, transport: str, planned: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Measures the cases with a pair of processes of each build on the same cores, and gives the
-    rows when all is done.
+    """Measures the cases with a pair of processes of each build on the same cores.
 
-    Each round has new nodes, new connections and new tensors, because where memory lies can change
-    a round trip by more than what is looked for. In a round the builds take turns case by case,
-    and the build that is first changes with the round. The pair that does not measure is blocked.
+    Each round has new nodes, connections and tensors, because where memory lies can change a round
+    trip by more than what is looked for. In a round the builds take turns case by case, and the
+    build that is first changes with the round. The pair that does not measure is blocked.
 
-    In the rows the figures without prefix are those of this build, those with "baseline_" of the
-    other. "ratio" is the median of the ratios of the rounds, each of this build's p50 to the
-    other's; "ratio_low" and "ratio_high" are its 95 % interval.
+    In a row, "baseline_" is of the other build. "ratio" is the median of the ratios of the rounds,
+    of this build's p50 to the other's; "ratio_low" and "ratio_high" are its 95 % interval.
     """
     options = run.options
     found: dict[int, list[list[Figures]]] = {case.key: [[], []] for case in planned}
@@ -104,21 +94,26 @@ def rows(run: Run, transport: str, planned: Sequence[Case]) -> Iterator[dict[str
     for case in planned:
         ours, theirs = found[case.key]
         ratios = [a["p50_us"] / b["p50_us"] for a, b in zip(ours, theirs, strict=True)]
-        row = report.row("/".join(ways), case.op, sum(case.out), sum(case.back), ours, theirs)
-        names = "ratio", "ratio_low", "ratio_high"
-        values = statistics.median(ratios), *median_interval(ratios)
-        yield {
-            **row,
-            "baseline": str(options.against),
-            **{name: round(value, 4) for name, value in zip(names, values, strict=True)},
-        }
+        low, high = report.median_interval(ratios)
+        yield report.row(
+            *("/".join(ways), case.op, sum(case.out), sum(case.back), ours, theirs),
+            baseline=str(options.against),
+            ratio=round(statistics.median(ratios), 4),
+            ratio_low=round(low, 4),
+            ratio_high=round(high, 4),
+        )
 
 
 def _start(stack: contextlib.ExitStack, root: Path, run: Run) -> Crew:
-    """The processes of one build. They end with the stack."""
-    path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fserver-bench-")))
-    _package(path, root)
-    return stack.enter_context(start(pair_of(run.cores, path=path), run.nodes))
+    """The processes of one build, with a package of the checkout and of this benchmark."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fserver-bench-")))
+    made = folder / "fserver"
+    made.mkdir()
+    for entry in (root / "fserver").iterdir():
+        if entry.name not in ("bench", "__pycache__"):
+            (made / entry.name).symlink_to(entry)
+    (made / "bench").symlink_to(Path(__file__).resolve().parent)
+    return stack.enter_context(start(pair_of(run.cores, path=folder), run.nodes))
 
 
 def judge(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
@@ -128,43 +123,8 @@ def judge(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
         print(
             f"bench: slower than {options.against}: {row['transport']}, {row['op']}, "
             f"{report.show_size(row['bytes_out'])} out, {report.show_size(row['bytes_back'])} "
-            f"back: {row['ratio']:.3f} times ({LEVEL:.0%}: {row['ratio_low']:.3f} to "
+            f"back: {row['ratio']:.3f} times ({report.LEVEL:.0%}: {row['ratio_low']:.3f} to "
             f"{row['ratio_high']:.3f}; the limit is {LIMIT})",
             file=sys.stderr,
         )
     return 1 if slower else 0
-
-
-def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the median, whatever the distribution: the r-th smallest and the r-th
-    largest sample, with the largest r at which both together leave out the median with a
-    probability of at most 5 %, 2 P(Binomial(n, 1/2) < r). (H. A. David, H. N. Nagaraja: Order
-    Statistics, 3rd edition, 2003, section 7.1.) Of 20 samples these are the 6th and the 15th.
-
-    Raises:
-        ValueError: there are fewer than 6.
-    """
-    rank = _rank(len(samples))
-    if rank == 0:
-        raise ValueError(f"{len(samples)} samples: want 6 or more")
-    ordered = sorted(samples)
-    return ordered[rank - 1], ordered[-rank]
-
-
-def _rank(count: int) -> int:
-    """The r of median_interval; 0 if there is none."""
-    rank, left_out = 0, 0.0
-    while left_out <= (1 - LEVEL) / 2:  # which P(Binomial < rank) is
-        left_out += math.comb(count, rank) / 2**count
-        rank += 1
-    return rank - 1
-
-
-def _package(folder: Path, root: Path) -> None:
-    """Makes a package fserver in the folder: that of the checkout, with this benchmark in it."""
-    made = folder / "fserver"
-    made.mkdir()
-    for entry in (root / "fserver").iterdir():
-        if entry.name not in ("bench", "__pycache__"):
-            (made / entry.name).symlink_to(entry)
-    (made / "bench").symlink_to(Path(__file__).resolve().parent)

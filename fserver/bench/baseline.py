@@ -123,10 +123,8 @@ def compiled(source: str, compiler: Sequence[str] | None = None) -> Path:
     variable, usual, libraries, needs = LANGUAGES[language]
     command = [*(compiler or [os.environ.get(variable, usual[0]), *usual[1:]])]
     digest = hashlib.sha256(" ".join(command).encode())
-    headers = [SOURCES / "raw.h"]
-    if language == "cc":
-        headers = sorted(path for path in INCLUDE.rglob("*") if path.is_file())
-    for path in (*headers, SOURCES / source):
+    included = INCLUDE.rglob("*.h*") if language == "cc" else ()
+    for path in sorted([*SOURCES.glob("*.h"), *included, SOURCES / source]):
         digest.update(path.read_bytes())
     directory = _cache()
     binary = directory / f"{program}-{digest.hexdigest()[:16]}"

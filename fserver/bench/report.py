@@ -1,6 +1,7 @@
 """Rows of results: their arithmetic, tables, files, and what machine they are from."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -18,12 +19,32 @@ from .errors import BenchError
 Figures = dict[str, Any]
 """Of one round: iters, p50_us, p99_us, ... and what a benchmark adds."""
 
+LEVEL = 0.95  # confidence of the interval of a median
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
     """The smallest sample that at least `percent` of the sorted ones do not exceed."""
     return ordered[-(-len(ordered) * percent // 100) - 1]
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the median, whatever the distribution; of fewer than 6 samples, the least
+    and the largest."""
+    rank, ordered = max(median_rank(len(samples)), 1), sorted(samples)
+    return ordered[rank - 1], ordered[-rank]
+
+
+def median_rank(count: int) -> int:
+    """The largest r at which the r-th smallest and the r-th largest of so many samples leave out
+    the median with a probability of at most 5 %, 2 P(Binomial(count, 1/2) < r); 0 if there is none,
+    of fewer than 6. (H. A. David, H. N. Nagaraja: Order Statistics, 3rd edition, 2003, section
+    7.1.) Of 20 samples it is 6."""
+    rank, left_out = 0, 0.0
+    while left_out <= (1 - LEVEL) / 2:  # which P(Binomial < rank) is
+        left_out += math.comb(count, rank) / 2**count
+        rank += 1
+    return rank - 1
 
 
 def figures(samples: list[int]) -> Figures:

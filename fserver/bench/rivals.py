@@ -15,10 +15,12 @@ import torch
 
 from .crew import Member, Nodes, start
 from .errors import BenchError, GaveUpError, WrongDataError
-from .libraries import ENVIRONMENT, NIXL, ON_CPU, ON_GPUS, copies, pair
+from .libraries import BIG, ENVIRONMENT, NIXL, ON_CPU, ON_GPUS, copies, pair
 from .parts import POISON, Part, first_difference, own_seed
 from .report import Figures, figures
 from .team import SidePart, Team
+
+__all__ = ("BIG", "ON_CPU", "ON_GPUS", "WAYS", "Rival", "beside", "reason", "wire")
 
 WAYS = (*ON_GPUS, *ON_CPU)
 LIMIT = 20.0  # seconds; what is done in one go, the first of which takes longest; to join: twice

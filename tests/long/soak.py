@@ -33,6 +33,7 @@ from fserver.bench.errors import BenchError
 from fserver.bench.options import Parser, output, positive, size
 from fserver.bench.parts import Part, ServerPart, WorkerPart
 from fserver.bench.report import show_size
+from fserver.bench.run import choose_cores, need_gpu
 
 CHECKS = 12  # before the first count
 PARTS = 10  # the counts are read after each, so that the results show when they grew
@@ -142,7 +143,9 @@ class SoakServer(SoakPart, ServerPart):
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)
     """Returns the exit status."""
     options = parser().parse_args(argv)
-    members = pair_of(None, SoakWorker, SoakServer, variables=by_the_byte())
+    if options.device == "gpu":
+        need_gpu()
+    members = pair_of(choose_cores(None), SoakWorker, SoakServer, variables=by_the_byte())
     with start(members, nodes) as two, two.cluster(options.transport, device=options.device):
         links = two.transport()
         case = Case("push_pull", (options.size,), (options.size,), device=options.device)

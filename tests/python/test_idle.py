@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from fserver.bench.crew import Case, Nodes, pair
 from fserver.bench.parts import TIMEOUT_MS, ServerPart, WorkerPart
@@ -45,22 +46,23 @@ class IdleServer(ServerPart):
         return found
 
 
-def shares(settings: dict[str, str]) -> dict[str, float]:
-    """Of each state."""
-    how = {"by_role": {"worker": settings, "server": settings}}
-    with pair(Nodes(), "auto", None, IdleWorker, IdleServer, **how) as crew:
+def test_calls_that_wait_sleep() -> None:
+    with pair(Nodes(), "auto", None, IdleWorker, IdleServer) as crew:
         crew.all("prepare", Case("push_pull", (4096,), (4096,)))
         crew.all("verify", 1)
         nothing, get_batch = crew.all("blocked_get_batch")
-        wait, open_request = crew.all("blocked_wait")
-    return {"no call": nothing, "get_batch": get_batch, "wait": wait, "a request": open_request}
-
-
-def test_calls_that_wait_sleep() -> None:
-    found = shares({})
+        wait, answering = crew.all("blocked_wait")
+    found = {"no call": nothing, "get_batch": get_batch, "wait": wait, "a request": answering}
     assert max(found.values()) < LIMIT, found
 
 
-def test_a_call_that_polls_is_seen() -> None:
-    found = shares({"FSERVER_SPIN_US": "1000000"})
-    assert min(found["get_batch"], found["wait"]) > LIMIT, found
+def test_the_time_of_all_threads_counts() -> None:
+    def spin() -> None:
+        end = time.thread_time() + 0.1
+        while time.thread_time() < end:
+            pass
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        found = share(lambda: [*pool.map(lambda _: spin(), range(2))])
+    assert found * (time.monotonic() - start) >= 0.2

@@ -49,7 +49,7 @@ def test_benchmarks_log_what_they_are_asked_to(
 ) -> None:
     """A table is not to be lost among lines of connections."""
     from fserver import bench
-    from fserver.bench import idle
+    from fserver.bench import pingpong
 
     seen: list[str | None] = []
     for name in ("FSERVER_LOG", "PS_VERBOSE"):
@@ -57,7 +57,7 @@ def test_benchmarks_log_what_they_are_asked_to(
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    monkeypatch.setattr(idle, "main", lambda _: seen.append(os.environ.get("FSERVER_LOG")) or 0)
-    assert bench.main(["idle"]) == 0
+    monkeypatch.setattr(pingpong, "main", lambda _: seen.append(os.environ.get("FSERVER_LOG")) or 0)
+    assert bench.main(["pingpong"]) == 0
     assert seen == [level]
     assert dict(os.environ) == before

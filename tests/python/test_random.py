@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import randoms
 import torch
+from bench_fakes import corrupting_node
 
 from fserver.bench.crew import Member, Nodes, Place, real_node, start
 from fserver.bench.errors import WrongDataError
@@ -52,35 +53,6 @@ def played(
 def test_every_byte_arrives(transport: str, workers: int, servers: int) -> None:
     moved = played(transport, workers, servers)
     assert moved["requests"] >= STEPS * workers and moved["tensors"] and moved["bytes"]
-
-
-class CorruptingNode:
-    """A server of fserver that changes a byte of each answer from the tenth on."""
-
-    def __init__(self, node: Any):
-        self._node = node
-        self._answers = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, name)
-
-    def __enter__(self) -> CorruptingNode:
-        return self
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._node.__exit__(*error)
-
-    def respond(self, tensors: list[torch.Tensor], handler: int, need_event: bool) -> None:
-        for t in tensors:
-            data = randoms.as_bytes(t)
-            self._answers += len(data) > 0
-            if self._answers >= 10 and len(data):
-                data[len(data) // 2] ^= 1
-        self._node.respond(tensors, handler, need_event)
-
-
-def corrupting_node(place: Place) -> CorruptingNode:
-    return CorruptingNode(real_node(place))
 
 
 def test_one_wrong_byte_is_seen() -> None:

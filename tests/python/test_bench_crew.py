@@ -1,0 +1,173 @@
+"""The processes of a benchmark: what they do with nodes that go wrong, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe as socket_pipe
+from multiprocessing import forkserver
+from multiprocessing.connection import Listener
+
+import pytest
+import torch
+from bench_fakes import CorruptingServer, FakeServer, FakeWorker, RepeatingServer
+
+from fserver import bench
+from fserver.bench import crew, parts, pingpong
+from fserver.bench.crew import Case, Place
+from fserver.bench.errors import BenchError, WrongDataError
+
+
+def play(kind, op, *calls):
+    """Makes the calls at both peers at once; the worker's error, if any, is raised."""
+    ours, theirs = socket_pipe()
+    case = Case(op, (64,), () if op == "push" else (64,))
+    two = (
+        parts.WorkerPart(lambda place: FakeWorker(ours)),
+        parts.ServerPart(lambda place: kind(theirs)),
+    )
+    for part, role in zip(two, ("worker", "server"), strict=True):
+        part.connect([Place(role, 0, 1, 1, "", {})])
+    with ThreadPoolExecutor(2) as pool:
+        for method, *args in [("prepare", case), *calls]:
+            jobs = [pool.submit(getattr(peer, method), *args) for peer in two]
+            result = jobs[0].result()
+            jobs[1].result()
+    return result
+
+
+@pytest.mark.parametrize("op", pingpong.OPS)
+def test_parts_move_and_measure(op):
+    figures = play(FakeServer, op, ("verify", 1), ("run", 10), ("measure", 2, 50), ("verify", 2))
+    assert figures is None
+    figures = play(FakeServer, op, ("measure", 2, 50))
+    assert 0 < figures["min_us"] <= figures["p50_us"] <= figures["p99_us"]
+
+
+def test_parts_see_one_wrong_byte():
+    text = r"answer 0 of server 0 to worker 0: byte 63 of 64 is \d+, not \d+ \(exchange 1\)"
+    for op in ("pull", "push_pull"):
+        with pytest.raises(WrongDataError, match=text):
+            play(CorruptingServer, op, ("verify", 1))
+
+
+def test_parts_see_old_data():
+    for op in ("pull", "push_pull"):
+        with pytest.raises(WrongDataError, match="exchange 4 brought the answer to 3"):
+            play(RepeatingServer, op, ("run", 3), ("run", 1))
+
+
+def test_pattern_is_everywhere_and_changes():
+    pattern = parts.Pattern()
+    t = torch.zeros(3 * parts.PERIOD + 11, dtype=torch.uint8)
+    pattern.fill(t, 1)
+    other = t.clone()
+    pattern.fill(other, 2)
+    assert bool((t != other).all())
+    parts.number(t).value = 7
+    pattern.check(t, 1, 7, "t")
+    t[2 * parts.PERIOD + 5] += 1
+    with pytest.raises(WrongDataError, match=f"byte {2 * parts.PERIOD + 5} of {len(t)}"):
+        pattern.check(t, 1, 7, "t")
+
+
+def test_a_fork_server_that_is_killed(monkeypatch, capsys):
+    """While it is to start a process, of which it has been told."""
+    read = forkserver.read_signed
+
+    def killing(fd):
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        return read(fd)
+
+    forkserver.ensure_running()
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGSTOP)
+    monkeypatch.setattr(forkserver, "read_signed", killing)
+    assert bench.main(["pingpong", "--sizes", "64", "--no-baseline"]) == 1
+    text = "bench: the worker cannot be started: the fork server of multiprocessing has ended ("
+    assert text in capsys.readouterr().err
+
+
+def said(*messages):
+    """A peer of each message that has been received from it."""
+    made = []
+    for i, message in enumerate(messages):
+        ours, theirs = socket_pipe()
+        theirs.send(message)
+        made.append(crew.Peer(crew.Member(f"worker {i}", "", "worker"), ours))
+    return crew.Crew(made)
+
+
+def test_wrong_data_comes_before_other_failures():
+    lost, wrong = ("failed", ("worker 1 is gone", "worker 1 is gone")), ("wrong", "byte 3")
+    assert said(("ok", 1), ("ok", 2)).results() == [1, 2]
+    with pytest.raises(WrongDataError, match="the worker 1 received wrong data: byte 3"):
+        said(lost, wrong).results()
+    with pytest.raises(BenchError, match="(?s)the worker 0 failed: .*the worker 1 failed: "):
+        said(lost, lost).results()
+    with pytest.raises(BenchError, match="the worker 0 failed: worker 1 is gone$"):
+        said(lost, ("ok", 1)).results()
+
+
+STAYS = """
+import multiprocessing, os, signal
+from fserver.bench import crew
+
+def stay(conn):
+    os.closerange(1, 3)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    conn.send(None)
+    signal.pause()
+
+crew.KILL_TIMEOUT = 2
+context = multiprocessing.get_context("fork")
+peers = []
+for name in ("worker", "server"):
+    ours, theirs = context.Pipe()
+    process = context.Process(target=stay, args=(theirs,), daemon=True)
+    process.start()
+    ours.recv()
+    peers.append(crew.Peer(crew.Member(name, "", name), ours, process))
+    print(process.pid)
+process.kill = lambda: None  # the server, which the kernel does not let go
+try:
+    with crew.ending(peers):
+        raise ZeroDivisionError
+except ZeroDivisionError as error:
+    print(type(error).__name__)
+try:
+    crew.end_all(peers[1:], 0)
+except crew.BenchError as error:
+    print(error)
+"""
+
+
+def test_a_process_that_cannot_be_killed():
+    """It is told, the others are ended, and this one does not wait for it when it leaves."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STAYS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = parent.communicate(timeout=60)
+        killed, stayed, failed, told = out.splitlines()
+        assert not os.path.exists(f"/proc/{killed}")
+        os.kill(int(stayed), 0)
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+    text = f"the server (pid {stayed}) has not ended 2 s after SIGKILL, because the kernel holds it"
+    assert told.startswith(text) and f"/proc/{stayed}/stack" in told
+    assert failed == "ZeroDivisionError" and err.startswith(f"bench: {text}")
+    assert parent.returncode == 1
+
+
+def test_port_is_held():
+    with crew.free_port("127.0.0.1") as address:
+        port = int(address.rpartition(":")[2])
+        with Listener(("127.0.0.1", port)) as listener:
+            assert listener.address[1] == port

@@ -1,0 +1,258 @@
+"""`fserver bench pingpong`: places, devices, transports, and what is beside fserver."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+from bench_fakes import (
+    corrupting_server,
+    dying_server,
+    needs_compiler,
+    worker,
+    written,
+)
+
+from fserver import bench
+from fserver.bench import baseline, pingpong, run, turns
+from fserver.bench.crew import Nodes, own_address
+from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
+from fserver.bench.options import exchanges
+
+
+def test_cases():
+    moved = [(c.op, c.out, c.back) for c in pingpong.cases([(4096, 8192)], list(pingpong.OPS))]
+    assert moved == [
+        ("push", (4096,), ()),
+        ("pull", (64,), (8192,)),
+        ("push_pull", (4096,), (8192,)),
+    ]
+    answered = [pingpong._moved(c) for c in pingpong.cases([(4096, 8192)], list(pingpong.OPS))]
+    assert answered == [(4096, 64), (64, 8192), (4096, 8192)]
+    assert exchanges("64,4K:8K") == [(64, 64), (4096, 8192)]
+    keys = [c.key for c in pingpong.cases([(64, 64), (4096, 4096)], ["push", "pull"])]
+    assert len(set(keys)) == 4
+    several = pingpong.cases([(64, 32), (8, 8)], ["push", "push_pull"], tensors=3)
+    assert several[1].out == (64,) * 3 and several[1].back == (32,) * 3
+    assert [c.key for c in several] == [0, 3, 6, 9]
+
+
+@needs_compiler
+def test_pingpong(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    argv = ["--sizes", "64,4K,64:4K", "--rounds", "2", "--iters", "20", "--json", str(path)]
+    affinity = os.sched_getaffinity(0)
+    assert bench.main(["pingpong", "--transport", "tcp,auto", *argv]) == 0
+    assert os.sched_getaffinity(0) == affinity
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:2] == ["transport", "op"] and len(lines) == 2 + 18
+    rows = written(path, "pingpong")
+    for transport, some in (("tcp", rows[::2]), ("cma", rows[1::2])):
+        assert [(r["op"], r["bytes_out"], r["bytes_back"]) for r in some] == [
+            ("push", 64, 0),
+            ("pull", 64, 64),
+            ("push_pull", 64, 64),
+            ("push", 4096, 0),
+            ("pull", 64, 4096),
+            ("push_pull", 4096, 4096),
+            ("push", 64, 0),
+            ("pull", 64, 4096),
+            ("push_pull", 64, 4096),
+        ]
+        for row in some:
+            assert (row["place"], row["device"]) == ("local", "cpu")
+            assert (row["transport"], row["baseline"]) == (transport, f"raw {transport}")
+            assert (row["iters"], row["rounds"]) == (20, 2)
+            assert 0 < row["p50_us"] <= row["p99_us"] and 0 < row["baseline_p50_us"]
+            assert row["ratio"] == pytest.approx(row["p50_us"] / row["baseline_p50_us"], abs=0.001)
+            assert len(row["p50_us_rounds"]) == len(row["baseline_p50_us_rounds"]) == 2
+
+
+def test_pair_reports_a_peer_that_died():
+    with pytest.raises(BenchError, match="the server ended with status 9"):
+        pingpong.main(["--sizes", "64", "--no-baseline"], Nodes(worker, dying_server))
+
+
+def test_pingpong_ends_at_wrong_data():
+    with pytest.raises(WrongDataError, match="the worker received wrong data: .* byte 63 of 64"):
+        pingpong.main(["--sizes", "64", "--ops", "pull"], Nodes(worker, corrupting_server))
+
+
+def test_what_cannot_be_had_is_skipped(tmp_path, capsys):
+    """If there is something else. Alone, it is an error."""
+    path = tmp_path / "rows.json"
+    argv = ["pingpong", "--sizes", "64", "--ops", "push", "--iters", "10", "--no-baseline"]
+    assert bench.main([*argv, "--transport", "pigeon"]) == 1
+    assert 'failed: conf: FSERVER_TRANSPORT="pigeon": ' in capsys.readouterr().err
+    assert bench.main([*argv, "--transport", "pigeon,tcp", "--json", str(path)]) == 0
+    pigeon, tcp = written(path, "pingpong")
+    assert (pigeon["transport"], pigeon["p50_us"]) == ("pigeon", None)
+    assert pigeon["skipped"].startswith('conf: FSERVER_TRANSPORT="pigeon": ')
+    assert tcp["p50_us"] > 0 and tcp["skipped"] is None
+    assert pigeon.keys() == tcp.keys()
+
+
+@needs_compiler
+def test_inside_a_host(tmp_path):
+    """All transports, with shared tensors, C++ and the raw program that has no transport."""
+    path = tmp_path / "rows.json"
+    argv = ["--sizes", "64K:64", "--rounds", "2", "--iters", "20", "--json", str(path)]
+    argv += ["--ops", "push_pull", "--transport", "tcp,cma", "--shared", "--beside", "shm,c++"]
+    assert bench.main(["pingpong", *argv]) == 0
+    rows = {row["transport"]: row for row in written(path, "pingpong")}
+    ours = ["tcp", "tcp shared", "cma", "cma shared"]
+    assert list(rows) == [*ours, "raw shm", "tcp C++", "cma C++"]
+    for name, row in rows.items():
+        assert (row["op"], row["bytes_out"], row["bytes_back"]) == ("push_pull", 64 << 10, 64)
+        assert (row["iters"], row["rounds"]) == (20, 2) and row["p50_us"] > 0
+        transport = name.partition(" ")[0]
+        if transport in rows:
+            assert row["baseline"] == f"raw {transport}"
+            both = row["baseline_p50_us_rounds"], rows[transport]["baseline_p50_us_rounds"]
+            assert both[0] == both[1]  # they took turns with the same
+            assert row["ratio"] == pytest.approx(row["p50_us"] / row["baseline_p50_us"], abs=0.001)
+    assert rows["raw shm"]["ratio"] is None and rows["raw shm"]["baseline"] is None
+
+
+def test_shared_tensors_are_shared(monkeypatch):
+    """Only those of the second pair."""
+    seen = []
+    monkeypatch.setattr(turns.CrewPlayer, "prepare", lambda self, case: seen.append(case.shared))
+    monkeypatch.setattr(run.Run, "turns", lambda self, players, *_: [[] for _ in players])
+    argv = ["--sizes", "64,4K", "--ops", "push", "--transport", "cma", "--shared", "--no-baseline"]
+    assert pingpong.main(argv) == 0
+    assert seen == [False, True] * 2
+
+
+def test_a_program_in_cpp_that_fails(monkeypatch, tmp_path):
+    """It is skipped, and the others are measured."""
+    argv = ["pingpong", "--sizes", "64", "--ops", "push", "--iters", "10", "--no-baseline"]
+    argv += ["--beside", "c++", "--json", str(tmp_path / "rows.json")]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert bench.main(argv) == 0
+    ours, cpp = written(tmp_path / "rows.json", "pingpong")
+    assert ours["p50_us"] > 0 and "no-such-compiler: not found" in cpp["skipped"]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+def test_the_program_in_cpp():
+    command = [str(baseline.compiled("cppecho.cc")), "-1", "-1"]
+    settings = {"FSERVER_TRANSPORT": "pigeon"}
+    with baseline.Baseline("C++", command=command, variables=settings) as failing:
+        failing.prepare(64, 64)
+        with pytest.raises(BenchError, match='FSERVER_TRANSPORT="pigeon"'):
+            failing.measure(1, 1)
+    settings = {"FSERVER_TRANSPORT": "tcp"}
+    with baseline.Baseline("C++", command=command, variables=settings) as right:
+        right.prepare(64, 32)  # not an echo
+        assert right.measure(1, 5)["iters"] == 5
+
+
+def test_places_and_devices(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    argv = ["--sizes", "64", "--rounds", "1", "--iters", "10", "--json", str(path)]
+    argv += ["--places", ",".join(pingpong.PLACES), "--device", "cpu,gpu", "--beside", "none"]
+    assert bench.main(["pingpong", *argv, "--ops", "push,push_pull"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["place", "device", "transport"]
+    rows = written(path, "pingpong")
+    assert [(r["place"], r["op"]) for r in rows if r["device"] == "cpu"] == [
+        (place, op) for place in pingpong.PLACES for op in ("push", "push_pull")
+    ]
+    for row in rows:
+        if row["device"] == "gpu" and not torch.cuda.is_available():
+            assert row["p50_us"] is None and "GPU" in row["skipped"]
+        elif row["place"] == "remote" and not own_address():
+            assert "only a loopback address" in row["skipped"]
+        else:
+            assert row["p50_us"] > 0 and row["skipped"] is None
+    assert all(r["transport"] == "tcp" for r in rows if r["place"] == "remote" and r["p50_us"])
+
+
+TWO = ["--sizes", "4K", "--ops", "pull", "--rounds", "1", "--iters", "10"]
+
+
+@needs_compiler
+def test_two_hosts(tmp_path, port):
+    path = tmp_path / "rows.json"
+    common = ["pingpong", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
+    argv = [*TWO, "--device", "cpu,gpu", "--json", str(path)]
+    with ThreadPoolExecutor(1) as pool:
+        server_status = pool.submit(bench.main, [*common, "--role", "server"])
+        assert bench.main([*common, "--role", "worker", *argv]) == 0
+        assert server_status.result(60) == 0
+    row, gpu = written(path, "pingpong")
+    assert row["place"] == gpu["place"] == "remote"
+    assert row["bytes_back"] == 4096 and row["p50_us"] > 0 and gpu["skipped"]
+    assert row["baseline"] == "raw tcp" and row["ratio"] > 0
+    assert len(row["baseline_p50_us_rounds"]) == row["rounds"] == 1
+
+
+@needs_compiler
+def test_two_hosts_where_the_other_has_no_compiler(tmp_path, port, capsys):
+    path = tmp_path / "rows.json"
+    common = ["pingpong", "--scheduler", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
+    env = {**os.environ, "CC": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "fserver", "bench", *common, "--role", "server"]
+    with subprocess.Popen(command, env=env) as other:
+        assert bench.main([*common, "--role", "worker", *TWO, "--json", str(path)]) == 0
+        assert other.wait(60) == 0
+    (row,) = written(path, "pingpong")
+    assert row["p50_us"] > 0 and row["ratio"] is None
+    assert row["baseline_missing"].startswith("the host of the server: no-such-compiler: not found")
+    assert "there is no baseline: the host of the server" in capsys.readouterr().err
+
+
+class GpuCrew:
+    """A pair with tensors on two GPUs, which knows how they travel when they have."""
+
+    gpus = (0, 1)
+    moved = False
+
+    def all(self, method, *_):
+        self.moved = self.moved or method == "verify"
+
+    def workers(self, method, warmup, count):
+        return [{"iters": count, "p50_us": 20.0, "p99_us": 30.0}]
+
+    def transport(self):
+        return "cudaipc" if self.moved else ""
+
+
+def test_on_gpus(monkeypatch, tmp_path):
+    """Which raw program, which libraries, and the row of the copy engine."""
+    opened = []
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(pingpong, "_pair", lambda *_: nullcontext(GpuCrew()))
+    monkeypatch.setattr(run.Run, "open_raw", lambda *args: opened.append(args[1:3]) or run.Raw())
+    beside = [Namespace(way=way, reason="not here", unit=1) for way in pingpong.rivals.ON_GPUS]
+    for one in beside:
+        one.prepare = lambda *_: None
+        one.check = lambda _: (_ for _ in ()).throw(GaveUpError("not here"))
+    asked = []
+    monkeypatch.setattr(pingpong.rivals, "beside", lambda *args: asked.append(args) or beside)
+    wire = {"iters": 9, "p50_us": 1000.0, "p99_us": 2000.0}
+    monkeypatch.setattr(pingpong.rivals, "wire", lambda gpus: wire)
+    argv = ["--device", "gpu", "--sizes", "4M", "--ops", "push_pull", "--rounds", "2"]
+    assert pingpong.main([*argv, "--iters", "5", "--json", str(path)]) == 0
+    assert opened == [("raw gpu", "0,1")]
+    assert asked[0][1:4] == ([*pingpong.rivals.ON_GPUS], (0, 1), 4 << 20)
+    ours, *others, wired = written(path, "pingpong")
+    assert (ours["transport"], ours["p50_us"], ours["device"]) == ("cudaipc", 20.0, "gpu")
+    assert [row["transport"] for row in others] == [*pingpong.rivals.ON_GPUS]
+    assert all(row["skipped"] == "not here" and row["p50_us"] is None for row in others)
+    assert (wired["transport"], wired["p50_us"], wired["p99_us"]) == ("wire", 125.0, 250.0)
+
+
+def test_one_gpu_has_no_wire(capsys):
+    way = pingpong._made("wire", None, lambda: pingpong.Wire((0, 0)))
+    assert way.player is None and way.reason == "it takes two GPUs, and there is one"
+    assert "bench: wire: it takes two GPUs" in capsys.readouterr().err
