@@ -188,7 +188,7 @@ def test_they_have_cores_of_their_own(monkeypatch):
         ("the worker 0 failed: \nTraceback:\n  raise x\nValueError: wrong data: 3 of 8 bytes\n",
          "ValueError: wrong data: 3 of 8 bytes"),
         ("the worker 0 failed: \nTimeoutError: the other side does not answer\n\n"
-         "the server 0 failed:\n  File\ntorch.AcceleratorError: CUDA error: no\nCUDA errors might be late\n",
+         "the server 0 failed:\n  File\ntorch.AcceleratorError: CUDA error: no\nMight be late\n",
          "torch.AcceleratorError: CUDA error: no"),
         ("the worker 0 failed:\nConnectionResetError: [Errno 104] Connection reset by peer\n"
          "the server 0 failed:\nValueError: no", "ValueError: no"),
