@@ -101,7 +101,7 @@ facts() {
   done >"$results/facts.txt"
 }
 gpu() { has nvidia-smi && "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
-nixl() { "$python" -c 'import sys; from fserver.bench import ways; sys.exit(ways.missing("nixl"))' 2>/dev/null; }
+nixl() { "$python" -c 'import sys; from fserver.bench import libraries; sys.exit(libraries.missing("nixl"))' 2>/dev/null; }
 mine() { # what this host has
   local found=""
   if gpu; then found+=" gpu"; fi

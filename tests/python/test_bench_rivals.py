@@ -165,9 +165,9 @@ def test_those_of_gpus_have_their_environment_from_the_start(monkeypatch):
 
 
 def test_nixl_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: name == "nixl_cu12")
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: name == "nixl_cu12")
     assert rivals._unable("nixl", (0, 1)) is None
-    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
     why = "no module of nixl_cu13, nixl_cu12, nixl is installed"
     assert rivals._unable("nixl", (0, 1)) == why
     assert rivals._unable("nccl", (0, 1)) is None and rivals._unable("gloo", None) is None
