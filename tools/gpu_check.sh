@@ -27,7 +27,7 @@
 # channel needs the archive alone: RUNS of each measurement (default 40), SWEEP=1 for other
 # thresholds too, FULL=1 for the sanitizer.
 #
-# af needs the archive alone, and 2 or 4 GPUs: fserver bench graph af and overlap, and the tests of memory and
+# af needs the archive, psutil, and 2 or 4 GPUs: fserver bench graph af and overlap, and the tests of memory and
 # of kernels on the timeline, within 9 minutes (it takes about 5, and others' ways up to one more). It leaves one
 # file, af.tgz. QUICK=1 for fewer exchanges and rounds.
 #

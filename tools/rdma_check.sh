@@ -101,7 +101,7 @@ facts() {
   done >"$results/facts.txt"
 }
 gpu() { has nvidia-smi && "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
-nixl() { "$python" -c 'import importlib.util as u, sys; from fserver.bench.libraries import NIXL; sys.exit(not any(map(u.find_spec, NIXL)))' 2>/dev/null; }
+nixl() { "$python" -c 'import sys; from fserver.bench import libraries; sys.exit(libraries.missing("nixl"))' 2>/dev/null; }
 mine() { # what this host has
   local found=""
   if gpu; then found+=" gpu"; fi

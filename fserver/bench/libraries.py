@@ -64,6 +64,13 @@ class Library(NamedTuple):
     open: Callable[[int, Ends, Ends], Channel]
 
 
+def missing(way: str) -> str | None:
+    """Why this machine has not what a library takes, if it is known before it is tried."""
+    if way == "nixl" and not any(importlib.util.find_spec(name) for name in NIXL):
+        return f"no module of {', '.join(NIXL)} is installed"
+    return None
+
+
 def join(way: str, side: SidePart, room: int, stages: int = 1) -> Library:
     """Makes this process one of several for a library, with so many bytes of memory.
 

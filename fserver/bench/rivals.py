@@ -2,7 +2,6 @@
 or on the CPU."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import sys
@@ -15,7 +14,7 @@ import torch
 
 from .crew import Member, Nodes, start
 from .errors import BenchError, GaveUpError, WrongDataError
-from .libraries import BIG, ENVIRONMENT, NIXL, ON_CPU, ON_GPUS, copies, pair
+from .libraries import BIG, ENVIRONMENT, ON_CPU, ON_GPUS, copies, missing, pair
 from .parts import POISON, Part, first_difference, own_seed
 from .report import Figures, figures
 from .team import SidePart, Team
@@ -194,9 +193,7 @@ def _unable(way: str, gpus: tuple[int, int] | None) -> str | None:
         return f"it takes tensors on {'the CPU' if gpus else 'GPUs'}"
     if gpus and gpus[0] == gpus[1]:
         return "it takes two GPUs, and there is one"
-    if way == "nixl" and not any(importlib.util.find_spec(name) for name in NIXL):
-        return f"no module of {', '.join(NIXL)} is installed"
-    return None
+    return missing(way)
 
 
 def _close(players: Sequence[Rival]) -> None:

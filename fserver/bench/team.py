@@ -20,22 +20,15 @@ APART_S = 0.5  # so that they do not say at the same time where they hang
 PARTING_S = 1.0  # for the others to say what they have seen, once one has failed
 
 
-class SidePart(Part):
-    """One of the processes.
+Links = Sequence[Connection | None]
 
-    Attributes:
-        index: number among all; the workers come first.
-        rank: number among those of its role.
-        device: where its tensors are.
-    """
+
+class SidePart(Part):
+    """One of the processes. `index` is its number among all, of which the workers come first, and
+    `rank` that among those of its role; its tensors are on `device`."""
 
     def __init__(
-        self,
-        make: Factory,
-        index: int,
-        shape: tuple[int, int],
-        links: Sequence[Connection | None],
-        cores: Sequence[int],
+        self, make: Factory, index: int, shape: tuple[int, int], links: Links, cores: Sequence[int]
     ):
         if cores:  # other processes are not in the way of the timings
             os.sched_setaffinity(0, set(cores))
@@ -82,12 +75,8 @@ class Team:
         variables: Mapping[str, str] | None = None,
         nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
     ):
-        """Args:
-        part: of each process, made with what SidePart takes and `args`.
-        shape: numbers of workers and servers.
-        cores: of each process.
-        variables: of their environment from the start.
-        """
+        """Starts so many workers and servers: `part` is made with what SidePart takes and `args`.
+        The environment of the processes has these variables from the start."""
         count = sum(shape)
         links: list[list[Connection | None]] = [[None] * count for _ in range(count)]
         for a, b in itertools.combinations(range(count), 2):

@@ -110,12 +110,6 @@ def test_graph_overlap_counts_rounds_of_a_steady_clock():
         overlap.summary([steady, side()], args)
 
 
-def test_graph_between():
-    """Of 100 values, the 40th and the 61st have it between them in 96 of 100 cases."""
-    assert overlap.between([float(i) for i in range(100, 0, -1)]) == (40.0, 61.0)
-    assert overlap.between([3.0, 1.0, 2.0]) == (1.0, 3.0)
-
-
 @pytest.fixture
 def checks(monkeypatch):
     """What tests/gpu have the sides do, which runs on the CPU too."""

@@ -165,9 +165,9 @@ def test_those_of_gpus_have_their_environment_from_the_start(monkeypatch):
 
 
 def test_nixl_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: name == "nixl_cu12")
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: name == "nixl_cu12")
     assert rivals._unable("nixl", (0, 1)) is None
-    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
     why = "no module of nixl_cu13, nixl_cu12, nixl is installed"
     assert rivals._unable("nixl", (0, 1)) == why
     assert rivals._unable("nccl", (0, 1)) is None and rivals._unable("gloo", None) is None
@@ -188,7 +188,7 @@ def test_they_have_cores_of_their_own(monkeypatch):
         ("the worker 0 failed: \nTraceback:\n  raise x\nValueError: wrong data: 3 of 8 bytes\n",
          "ValueError: wrong data: 3 of 8 bytes"),
         ("the worker 0 failed: \nTimeoutError: the other side does not answer\n\n"
-         "the server 0 failed:\n  File\ntorch.AcceleratorError: CUDA error: no\nCUDA kernel errors might be late\n",
+         "the server 0 failed:\n  File\ntorch.AcceleratorError: CUDA error: no\nMight be late\n",
          "torch.AcceleratorError: CUDA error: no"),
         ("the worker 0 failed:\nConnectionResetError: [Errno 104] Connection reset by peer\n"
          "the server 0 failed:\nValueError: no", "ValueError: no"),

@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..errors import BenchError
+from ..report import median_interval
 from .side import GraphSide
 from .traffic import Traffic, opened, ours
 
@@ -247,15 +248,6 @@ def compared(
     return rows
 
 
-def between(values: Sequence[float]) -> tuple[float, float]:
-    """Two of the values, between which the median of all that could be measured is with 95 %
-    confidence (how many are below it is binomial); of few values, the least and the most."""
-    ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
-    low = max(0, math.floor(len(ordered) / 2 - half) - 1)
-    high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
-    return ordered[low], ordered[high]
-
-
 def summary(results: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The numbers of a row. Of several GPUs the worst counts."""
     if not all(r["rounds"] for r in results):
@@ -275,7 +267,7 @@ def summary(results: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
         )
     worst = max(steady, key=median)
     slowed = [median(x) for x in steady]
-    low, high = between(worst)
+    low, high = median_interval(worst)
     target = 0.005  # of copy, without kernels
     return {
         "gemms_slowed_percent": round(100 * max(slowed), 2),

@@ -46,6 +46,18 @@ class GraphSide(SidePart):
         """Runs a function of this side."""
         return function(self, **what)
 
+    def channel(self, name: str, key: int, mode: Any, out: Any, into: Any = None) -> Any:
+        """A channel for tensors that go out and that come; a server may have it make the latter."""
+        keys, how = [key], {"mode": mode, "timeout_ms": 20000.0, "name": name}
+        if self.is_worker:
+            made = self.nodes[0].channel(out, keys, into, keys, **how)
+        else:
+            made = self.nodes[0].channel(keys, out, keys, push=into, **how)
+        path = "host" if self.dry else mode
+        if made.path != path:
+            raise RuntimeError(f"the channel goes by {made.path!r}, and not by {path!r}")
+        return made
+
     def together(self) -> None:
         """A barrier that all leave at the same moment: nobody is woken, which would take one of
         them tens of microseconds."""

@@ -43,18 +43,12 @@ def ours(side: GraphSide, mode: str | None, shape: tuple[int, ...]) -> Opened:
     for stage in range(stages):
         small = torch.zeros(count, rows, width, dtype=torch.int8, device=side.device)
         large = torch.zeros(count, rows, width, dtype=torch.bfloat16, device=side.device)
-        key, wide = [stage], list(large.unbind(0))
-        options = {"mode": mode, "timeout_ms": 20000.0, "name": f"stage {stage}"}
         if side.is_worker:
             small = small[0].clone()
-            channel = side.nodes[0].channel([small], key, wide, key, **options)
+            out, into = [small], list(large.unbind(0))
         else:
-            push = list(small.unbind(0))
-            channel = side.nodes[0].channel(key, wide, key, push=push, **options)
-        path = "host" if side.dry else mode
-        if channel.path != path:
-            raise RuntimeError(f"the channel goes by {channel.path!r}, and not by {path!r}")
-        found.append((small, large, channel))
+            out, into = list(large.unbind(0)), list(small.unbind(0))
+        found.append((small, large, side.channel(f"stage {stage}", stage, mode, out, into)))
     return found
 
 

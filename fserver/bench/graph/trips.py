@@ -124,17 +124,10 @@ def _opened(side: GraphSide, mode: str, sizes: Sequence[tuple[int, int]]) -> Ite
     """Channels of ours, of so many bytes that a worker pushes and pulls."""
     ways, channels = [], []
     for key, (push, pull) in enumerate(sizes):
-        options = {"mode": mode, "timeout_ms": 20000.0, "name": f"trips {key}"}
         source = _bytes(side, push if side.is_worker else pull)
-        if side.is_worker:
-            landing = _bytes(side, pull)
-            channel = side.nodes[0].channel([source], [key], [landing], [key], **options)
-        else:
-            channel = side.nodes[0].channel([key], [source], [key], **options)
-            [[landing]] = channel.tensors
-        path = "host" if side.dry else mode
-        if channel.path != path:
-            raise RuntimeError(f"the channel goes by {channel.path!r}, and not by {path!r}")
+        into = [_bytes(side, pull)] if side.is_worker else None
+        channel = side.channel(f"trips {key}", key, mode, [source], into)
+        [landing] = into or channel.tensors[0]
         ways.append(Way(source, landing, channel.send, channel.recv))
         channels.append(channel)
     yield ways
