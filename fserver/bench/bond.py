@@ -151,10 +151,13 @@ def _rows(run: Run, compared: list[Way]) -> Iterator[dict[str, Any]]:
     for (size, at), rounds in sorted(results.items()):
         measured = [figures for figures, _ in rounds]
         first = [figures for figures, _ in results[size, 0]]
-        over = {"over": compared[at].name, "baseline": compared[0].name}
-        members = shares([m for _, m in rounds])
         how = transport(options), "push_pull", size, size
-        yield report.row(*how, measured, first, **over, members=members)
+        yield {
+            **report.row(*how, measured, first),
+            "over": compared[at].name,
+            "baseline": compared[0].name,
+            "members": shares([m for _, m in rounds]),
+        }
 
 
 def _round(
