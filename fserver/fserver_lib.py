@@ -25,6 +25,8 @@ from fserver.worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fserver import _C
+
 __all__ = [
     "SimpleNotify",
     "barrier",
@@ -53,15 +55,17 @@ __all__ = [
 class _Worker(Worker):
     """Keeps to StepMesh, and goes on counting handlers where the worker before has stopped."""
 
-    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
-        return extension.StepmeshWorker(lines, _next_handler)
+    def _make(self, extension: ModuleType, lines: list[str]) -> _C.Worker:
+        node: _C.Worker = extension.StepmeshWorker(lines, _next_handler)
+        return node
 
 
 class _Server(Server):
     """Keeps to StepMesh."""
 
-    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
-        return extension.StepmeshServer(lines)
+    def _make(self, extension: ModuleType, lines: list[str]) -> _C.Server:
+        node: _C.Server = extension.StepmeshServer(lines)
+        return node
 
 
 _node: Node | None = None
@@ -214,7 +218,8 @@ def push_pull(
         f.wait(handler)  # y has the server's answer
         ```
     """
-    return _method("push_pull")(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
+    handle: int = _method("push_pull")(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
+    return handle
 
 
 def wait(handler: int, timeout_ms: float = 10000) -> None:
@@ -256,7 +261,8 @@ def get_all_handlers(handler: int) -> list[int]:
         assert f.get_all_handlers(handler) == [handler, handler + 1]
         ```
     """
-    return _method("get_all_handlers")(handler)
+    handlers: list[int] = _method("get_all_handlers")(handler)
+    return handlers
 
 
 def fetch_trace(handler: int) -> list[int]:
@@ -281,7 +287,8 @@ def fetch_trace(handler: int) -> list[int]:
         print((t[7] - t[0]) / 1e3, "us in all")
         ```
     """
-    return _method("fetch_trace")(handler)
+    times: list[int] = _method("fetch_trace")(handler)
+    return times
 
 
 def get_batch(
@@ -311,7 +318,8 @@ def get_batch(
             f.respond([tensors[0] * 2], handler)
         ```
     """
-    return _method("get_batch")(timeout_ms, at_least)
+    batch: list[tuple[int, list[Tensor], list[int]]] = _method("get_batch")(timeout_ms, at_least)
+    return batch
 
 
 def worker_of(handler: int) -> int:
@@ -330,7 +338,8 @@ def worker_of(handler: int) -> int:
             f.respond([tensors[0]], handler)
         ```
     """
-    return _method("worker_of")(handler)
+    rank: int = _method("worker_of")(handler)
+    return rank
 
 
 def respond(tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:

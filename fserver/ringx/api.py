@@ -216,7 +216,8 @@ def _run(
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         if copies and how.together:
             job = replace(job, window=window_of(ranks, q.device, len(FACTS)))
-        return _Attention.apply(q, k, v, sink, how, job)
+        out, lse = _Attention.apply(q, k, v, sink, how, job)
+        return out, lse
 
 
 def _auto(job: Job, q: Tensor, k: Tensor, causal: bool) -> str:
