@@ -17,17 +17,9 @@ check() {
 gofmt_clean() {
   local files
   files=$("$("$GO" env GOROOT)/bin/gofmt" -l -s engine cshim) && [[ -z $files ]] || {
-    echo "gofmt -s -w" $files
+    printf 'gofmt -s -w %s\n' "$files"
     return 1
   }
-}
-
-shell_syntax() {
-  local script status=0
-  for script in .ci/run tools/*.sh tests/softroce/*.sh tests/softroce/guest/*; do
-    bash -n "$script" || status=1
-  done
-  return $status
 }
 
 mapfile -t c_files < <(find csrc cshim engine examples fserver/_torch fserver/bench include tests tools -name '*.[ch]' -o -name '*.cc' -o -name '*.hpp' | sort)
@@ -43,7 +35,7 @@ check "ruff format" "$BIN/ruff" format --check .
 check "notices (tools/notices.py)" "$BIN/python" tools/notices.py --check
 check mypy "$BIN/mypy"
 check clang-format "$BIN/clang-format" --dry-run -Werror "${c_files[@]}"
-check "bash -n" shell_syntax
+check shellcheck "$BIN/shellcheck" .ci/run tools/*.sh tests/softroce/*.sh tests/softroce/guest/*
 
 if ((${#failed[@]})); then
   printf 'lint: failed: %s\n' "${failed[@]}" >&2
