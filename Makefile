@@ -97,7 +97,7 @@ test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	BIN=$(BIN) tools/cpp_tests.sh || status=1
 	exit $$status
 
-lint: setup ## format, vet, types, static checks, generated files
+lint: setup ## format, vet, types, static checks, generated files, sizes
 	@GO="$(GO)" BIN=$(BIN) tools/lint.sh
 
 docs: setup ## build the site of docs/ into build/site

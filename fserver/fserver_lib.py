@@ -25,8 +25,6 @@ from fserver.worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fserver import _C
-
 __all__ = [
     "SimpleNotify",
     "barrier",
@@ -55,17 +53,15 @@ __all__ = [
 class _Worker(Worker):
     """Keeps to StepMesh, and goes on counting handlers where the worker before has stopped."""
 
-    def _make(self, extension: ModuleType, lines: list[str]) -> _C.Worker:
-        node: _C.Worker = extension.StepmeshWorker(lines, _next_handler)
-        return node
+    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
+        return extension.StepmeshWorker(lines, _next_handler)
 
 
 class _Server(Server):
     """Keeps to StepMesh."""
 
-    def _make(self, extension: ModuleType, lines: list[str]) -> _C.Server:
-        node: _C.Server = extension.StepmeshServer(lines)
-        return node
+    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
+        return extension.StepmeshServer(lines)
 
 
 _node: Node | None = None
@@ -218,8 +214,7 @@ def push_pull(
         f.wait(handler)  # y has the server's answer
         ```
     """
-    handle: int = _method("push_pull")(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
-    return handle
+    return int(_method("push_pull")(push_tensors, push_keys, pull_tensors, pull_keys, need_event))
 
 
 def wait(handler: int, timeout_ms: float = 10000) -> None:
@@ -261,8 +256,7 @@ def get_all_handlers(handler: int) -> list[int]:
         assert f.get_all_handlers(handler) == [handler, handler + 1]
         ```
     """
-    handlers: list[int] = _method("get_all_handlers")(handler)
-    return handlers
+    return list(_method("get_all_handlers")(handler))
 
 
 def fetch_trace(handler: int) -> list[int]:
@@ -287,8 +281,7 @@ def fetch_trace(handler: int) -> list[int]:
         print((t[7] - t[0]) / 1e3, "us in all")
         ```
     """
-    times: list[int] = _method("fetch_trace")(handler)
-    return times
+    return list(_method("fetch_trace")(handler))
 
 
 def get_batch(
@@ -318,8 +311,7 @@ def get_batch(
             f.respond([tensors[0] * 2], handler)
         ```
     """
-    batch: list[tuple[int, list[Tensor], list[int]]] = _method("get_batch")(timeout_ms, at_least)
-    return batch
+    return list(_method("get_batch")(timeout_ms, at_least))
 
 
 def worker_of(handler: int) -> int:
@@ -338,8 +330,7 @@ def worker_of(handler: int) -> int:
             f.respond([tensors[0]], handler)
         ```
     """
-    rank: int = _method("worker_of")(handler)
-    return rank
+    return int(_method("worker_of")(handler))
 
 
 def respond(tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:
