@@ -6,10 +6,6 @@
 #include <string.h>
 #include <unistd.h>
 
-static struct context *of(struct ibv_context *c) {
-  return (struct context *)((char *)c - offsetof(struct context, v.context));
-}
-
 void complete(struct qp *q, struct cq *cq, struct ibv_wc wc, uint64_t retires) {
   if (cq->dead)
     return;
