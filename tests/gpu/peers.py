@@ -75,7 +75,7 @@ def _main(pipe: Connection, env: dict[str, str]) -> None:
 
 
 class Process:
-    """A process that runs functions of this file. To start one and to make its CUDA contexts
+    """A process that runs functions of modules. To start one and to make its CUDA contexts
     takes seconds, so that tests share them."""
 
     idle: dict[frozenset[tuple[str, str]], list[Process]] = {}
@@ -116,7 +116,7 @@ class Process:
 
 
 class Child:
-    """A function of this file that runs in a process of its own. Settings of fserver are those of
+    """A function of a module that runs in a process of its own. Settings of fserver are those of
     the function, other variables those of the process."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, **env: str) -> None:
