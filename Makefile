@@ -7,8 +7,8 @@
 # N=50 SEED=7 TRANSPORT=auto   for `make chaos`: kills, their seed, how bytes travel
 # COUNT=1000000   push_pulls of each part of `make soak`
 # CASES="floor tcp"   cases of `make softroce` (tests/softroce/cases); default: all but *_long
-# PARTS="wheel sdist"   parts of `make check-long`; default: all
-# JOBS=2      processes of pytest at a time in `make test`
+# PARTS="wheel sdist"   parts of `make check-long`, or of `make coverage`; default: all
+# JOBS=2      processes of pytest at a time in `make test` and `make coverage`
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -48,7 +48,7 @@ GO = $(shell $(BUILDER) go)
 REQUIREMENTS := $(shell cat requirements/*.txt | sha256sum | cut -c1-16)
 PACKAGING := $(CURDIR) $(shell cat pyproject.toml setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup engine ext af demo test lint docs bench pgo chaos soak fuzz check-long softroce device-bundle clean
+.PHONY: help setup engine ext af demo test coverage lint docs bench pgo chaos soak fuzz check-long softroce device-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s%s\n", $$1, $$2 }' Makefile
@@ -97,7 +97,10 @@ test: ext ## all tests: go test, pytest and the tests of the C++ headers
 	BIN=$(BIN) tools/cpp_tests.sh || status=1
 	exit $$status
 
-lint: setup ## format, vet, types, static checks, generated files
+coverage: ext ## print which lines the tests run: Go, Python, the C++ headers (PARTS="go python cpp")
+	@GO="$(GO)" BIN=$(BIN) JOBS=$(JOBS) tools/coverage.sh $(PARTS)
+
+lint: setup ## format, vet, types, static checks, generated files, sizes
 	@GO="$(GO)" BIN=$(BIN) tools/lint.sh
 
 docs: setup ## build the site of docs/ into build/site

@@ -109,7 +109,7 @@ void HostCall::enqueue(cs_stream s, bool captured, const uint64_t *bytes,
   bool small = last_ || waits_;
   for (size_t i = 0; i < copies_.size(); i++) {
     const SmallCopy &c = copies_[i];
-    if (!bytes[i])
+    if (!bytes[i]) // NOLINT(clang-analyzer-core.uninitialized.Branch)
       continue;
     sum += bytes[i];
     small = small && with.n < kSmallCopies && sum <= kSmallest &&
@@ -124,7 +124,7 @@ void HostCall::enqueue(cs_stream s, bool captured, const uint64_t *bytes,
   if (waits_)
     start_wait(s, captured, last_ ? none : with, tried);
   for (size_t i = 0; i < copies_.size() && !small && tried->good(); i++)
-    if (bytes[i])
+    if (bytes[i]) // NOLINT(clang-analyzer-core.uninitialized.Branch)
       tried->ok("copy a tensor of the channel",
                 cs_cu.MemcpyAsync(copies_[i].to, copies_[i].from, bytes[i], s));
   if (last_)

@@ -173,7 +173,7 @@ Keeper &keeper = *new Keeper; // memory may go after what is static
 
 void graph_is_gone(void *memory) { keeper.drop(static_cast<Kept *>(memory)); }
 
-// Has the graph that s is captured into keep memory, if it can.
+// Has the graph that s is captured into keep memory. If it cannot, the memory is kept for good.
 void keep_with_graph(cs_stream s, Kept *memory) {
   int state = CS_CAPTURE_NONE;
   cs_graph graph = nullptr;
@@ -192,7 +192,7 @@ void keep_with_graph(cs_stream s, Kept *memory) {
 void keep(cs_stream s, Kept memory) {
   if (capturing(s)) {
     keep_with_graph(s, new Kept(std::move(memory)));
-    return;
+    return; // NOLINT(clang-analyzer-cplusplus.NewDeleteLeaks)
   }
   cs_context context = nullptr;
   cs_cu.CtxGetCurrent(&context);

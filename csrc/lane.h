@@ -142,7 +142,7 @@ private:
     uint64_t since = 0, parted = 0;
   };
   void time_out(int which, Seen *seen);
-  cs_ptr word(int which) const { return seen_ + 4u * which; }
+  cs_ptr word(int which) const { return seen_ + 4ull * which; }
   void need(const char *call) const;
   bool by_engine(const Segment &g) const;
   template <class F>

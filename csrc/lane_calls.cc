@@ -95,7 +95,7 @@ void Lane::plan(bool sends, std::vector<Step> steps, uint64_t counts,
       l.lands = l.lands || (!sends && s.kind == CS_BY_LANDING);
       l.args.segment[i] = s;
     }
-    counts += 4 * l.grid;
+    counts += 4ull * l.grid;
     l.segments = std::move(step.segments);
     way.launches.push_back(std::move(l));
   }

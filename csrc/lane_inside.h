@@ -28,7 +28,7 @@ constexpr uint32_t kEnded = 1, kParted = 2;
 // fs_channel_watch and cs_launch_head have them, and what a stream waits for in recv
 // and in send.
 enum { kEnd, kWhy, kRecvWaits, kSendWaits, kParts };
-constexpr size_t kPage = 4 * FS_WATCH_WORDS;
+constexpr size_t kPage = size_t{4} * FS_WATCH_WORDS;
 static_assert(int{kParts} == int{CS_BIT});
 
 // A stream writes kWaits, and the peer above it, before it waits, and kGoesOn

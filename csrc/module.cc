@@ -8,6 +8,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "args.h"
@@ -121,7 +122,7 @@ Settings read_settings(const py::handle &list) {
 void define(py::module_ &m) {
   py::register_local_exception_translator([](std::exception_ptr p) {
     try {
-      std::rethrow_exception(p);
+      std::rethrow_exception(std::move(p));
     } catch (const Raised &) { // the Python error is set
     }
   });

@@ -118,7 +118,7 @@ void Node::released() {
                    open_nodes.end());
   if (open_nodes.empty()) // nobody is left to set a flag
     end_waits(false);
-  forget();
+  forget(); // NOLINT(clang-analyzer-optin.cplusplus.VirtualCall): see shut()
   holder_.clear();
 }
 

@@ -150,10 +150,12 @@ class Loops:
         limit = _seconds(timeout_ms)
         begin = time.monotonic()
         while True:
-            if batch := node.get_batch(0, at_least):
+            batch: list[tuple[int, list[Tensor], list[int]]] = node.get_batch(0, at_least)
+            if batch:
                 return batch
             with self._watch(node).future(_BATCH) as future:
-                if batch := node.get_batch(0, at_least):  # it may have come before
+                batch = node.get_batch(0, at_least)  # it may have come before
+                if batch:
                     return batch
                 left = None if limit is None else begin + limit - time.monotonic()
                 if left is not None and left <= 0:

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fserver: no such command: {argv[0]}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+        return int(importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
     except _loader.LoadError as e:
         print(e, file=sys.stderr)
         return 1

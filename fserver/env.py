@@ -5,6 +5,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Set
+from typing import Any
 
 from fserver import _loader
 from fserver.node import inherited
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
     return status
 
 
-def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict:
+def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict[str, Any]:
     """What the engine makes of these values; docs/settings.md has the names.
 
     Keys: ``settings`` (each with ``name``, ``value``, ``default``, ``origin``, ``source``,
@@ -67,7 +68,9 @@ def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict:
 
     Raises LoadError where there is no engine.
     """
-    found = json.loads(_loader.load().settings([f"{n}={v}" for n, v in values.items()]))
+    found: dict[str, Any] = json.loads(
+        _loader.load().settings([f"{n}={v}" for n, v in values.items()])
+    )
     for s in found["settings"]:
         if s["source"] == "default":
             s["origin"] = "default"
@@ -76,7 +79,7 @@ def settings(values: dict[str, str], arguments: Set[str] = frozenset()) -> dict:
     return found
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The settings as text of at most 100 columns."""
     lines = []
     section = ""

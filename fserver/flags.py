@@ -29,7 +29,8 @@ def map_pinned_tensor(tensor: Tensor, device_index: int) -> Tensor:
         seen = f.map_pinned_tensor(flag, 0)  # on cuda:0, over the same memory
         ```
     """
-    return _loader.load().map_pinned_tensor(tensor, device_index)
+    mapped: Tensor = _loader.load().map_pinned_tensor(tensor, device_index)
+    return mapped
 
 
 def write_flag(flag: Tensor, seq: Tensor) -> None:

@@ -11,16 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fserver._stepmesh import StepmeshServer, StepmeshWorker
 from fserver.errors import ClosedError, ConfigError, Error
 from fserver.flags import map_pinned_tensor, seq_add_one, wait_flag, write_flag
 from fserver.link import Link
 from fserver.node import Node, Scheduler
-from fserver.notify import SimpleNotify
-from fserver.server import Server
-from fserver.worker import Worker
+from fserver.notify import Notify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,22 +48,7 @@ __all__ = [
 ]
 
 
-class _Worker(Worker):
-    """Keeps to StepMesh, and goes on counting handlers where the worker before has stopped."""
-
-    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
-        return extension.StepmeshWorker(lines, _next_handler)
-
-
-class _Server(Server):
-    """Keeps to StepMesh."""
-
-    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
-        return extension.StepmeshServer(lines)
-
-
 _node: Node | None = None
-_next_handler = 0
 _slow: dict[str, Any] = {}  # the functions below, while faster ones are in their place
 
 
@@ -97,7 +80,7 @@ def init() -> None:
 
         become_launcher()
     classes: dict[str, type[Node]]
-    classes = {"worker": _Worker, "server": _Server, "scheduler": Scheduler}
+    classes = {"worker": StepmeshWorker, "server": StepmeshServer, "scheduler": Scheduler}
     if role not in classes:
         raise ConfigError(
             f"DMLC_ROLE={os.environ['DMLC_ROLE']!r}: want worker, server, scheduler or joint"
@@ -123,7 +106,7 @@ def stop() -> None:
         f.stop()
         ```
     """
-    global _node, _next_handler
+    global _node
     node = _node
     if node is None:
         return
@@ -131,8 +114,8 @@ def stop() -> None:
         node.stop()
     finally:
         if node.closed and _node is node:
-            if isinstance(node, Worker):
-                _next_handler = node._node.next_handler
+            if isinstance(node, StepmeshWorker):
+                StepmeshWorker.next_handler = node._node.next_handler
             _unbind()
             _node = None
 
@@ -214,7 +197,7 @@ def push_pull(
         f.wait(handler)  # y has the server's answer
         ```
     """
-    return _method("push_pull")(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
+    return int(_method("push_pull")(push_tensors, push_keys, pull_tensors, pull_keys, need_event))
 
 
 def wait(handler: int, timeout_ms: float = 10000) -> None:
@@ -256,7 +239,7 @@ def get_all_handlers(handler: int) -> list[int]:
         assert f.get_all_handlers(handler) == [handler, handler + 1]
         ```
     """
-    return _method("get_all_handlers")(handler)
+    return list(_method("get_all_handlers")(handler))
 
 
 def fetch_trace(handler: int) -> list[int]:
@@ -281,7 +264,7 @@ def fetch_trace(handler: int) -> list[int]:
         print((t[7] - t[0]) / 1e3, "us in all")
         ```
     """
-    return _method("fetch_trace")(handler)
+    return list(_method("fetch_trace")(handler))
 
 
 def get_batch(
@@ -311,7 +294,7 @@ def get_batch(
             f.respond([tensors[0] * 2], handler)
         ```
     """
-    return _method("get_batch")(timeout_ms, at_least)
+    return list(_method("get_batch")(timeout_ms, at_least))
 
 
 def worker_of(handler: int) -> int:
@@ -330,7 +313,7 @@ def worker_of(handler: int) -> int:
             f.respond([tensors[0]], handler)
         ```
     """
-    return _method("worker_of")(handler)
+    return int(_method("worker_of")(handler))
 
 
 def respond(tensors: Sequence[Tensor], handler: int, need_event: bool = False) -> None:
@@ -498,3 +481,20 @@ def get_nanosecond() -> int:
         ```
     """
     return time.monotonic_ns()
+
+
+class SimpleNotify(Notify):
+    """Lets the current CUDA stream wait for a request or a batch, without blocking the caller.
+
+    Example:
+        ```python
+        notify = f.SimpleNotify()
+        notify.init()
+        handler = f.push_pull([x], [0], [y], [1])
+        notify.stream_wait_event(handler)  # kernels enqueued from here on find the answer in y
+        notify.wait_event_done()
+        ```
+    """
+
+    def __init__(self) -> None:  # init() puts others in the place of these functions
+        super().__init__(lambda handler: wait(handler), lambda: get_batch())

@@ -15,6 +15,9 @@ from fserver.link import Link, LinkMember, linked
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fserver import _C
+    from fserver.channel.opener import Opener
+
 _PREFIXES = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_", "FSERVER_")
 
 _VARIABLES = {
@@ -193,8 +196,9 @@ class Node:
         for name in self._methods:
             setattr(self, name, getattr(self._node, name))
 
-    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
-        return getattr(extension, self._role.capitalize())(lines)
+    def _make(self, extension: ModuleType, lines: list[str]) -> _C.Node:
+        node: _C.Node = getattr(extension, self._role.capitalize())(lines)
+        return node
 
     def connect(self) -> None:
         """Waits until all nodes of the cluster are connected.
@@ -241,15 +245,16 @@ class Node:
         if self._channels is not None:
             self._channels.close()
 
-    _channels: Any = None
+    _channels: Opener | None = None
 
-    def _opener(self) -> Any:
+    def _opener(self) -> Opener:
         """What opens the channels of this node."""
         if self._channels is None:
             from fserver.channel.opener import Opener
 
             # Another thread may be here too, and names have to come from one.
-            return self.__dict__.setdefault("_channels", Opener(self._node))
+            opener: Opener = self.__dict__.setdefault("_channels", Opener(self._node))
+            return opener
         return self._channels
 
     def barrier(
@@ -287,7 +292,8 @@ class Node:
         Raises:
             ClosedError: the node is closed.
         """
-        return json.loads(self._node.describe())
+        described: dict[str, Any] = json.loads(self._node.describe())
+        return described
 
     def links(self) -> list[Link]:
         """Returns the connections to the peers, and how tensors travel to each.

@@ -154,27 +154,3 @@ class Notify:
         if self._batch is None:
             raise ConfigError("get_future_batch_data: no batch has been asked for")
         return self._batch.result()
-
-
-class SimpleNotify(Notify):
-    """Lets the current CUDA stream wait for a request or a batch, without blocking the caller.
-
-    One thread of the object waits, however many
-    calls there are.
-
-    Example:
-        ```python
-        notify = f.SimpleNotify()
-        notify.init()
-        handler = f.push_pull([x], [0], [y], [1])
-        notify.stream_wait_event(handler)  # kernels enqueued from here on find the answer in y
-        z = y + 1
-        notify.wait_event_done()
-        ```
-    """
-
-    def __init__(self) -> None:
-        from fserver import fserver_lib as lib
-
-        # init() puts others in the place of these functions.
-        super().__init__(lambda handler: lib.wait(handler), lambda: lib.get_batch())

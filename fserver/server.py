@@ -11,6 +11,7 @@ from fserver.node import Node, Scheduler, split_address
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fserver import _C
     from fserver.aio import Loops
     from fserver.channel import Channel
 
@@ -30,6 +31,7 @@ class Server(Node):
         ```
     """
 
+    _node: _C.Server
     _role = "server"
     _methods = (
         "barrier",
@@ -215,7 +217,8 @@ class Server(Node):
             from fserver.aio import Loops
 
             # Another thread may be here too, and both have to wait for one.
-            return self.__dict__.setdefault("_loops", Loops(self._node))
+            loops: Loops = self.__dict__.setdefault("_loops", Loops(self._node))
+            return loops
         return self._loops
 
     _loops: Loops | None = None

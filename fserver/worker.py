@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from fserver.handle import Handle, handles_of
 from fserver.node import Node
@@ -12,6 +12,7 @@ from fserver.node import Node
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fserver import _C
     from fserver.channel import Channel
 
 __all__ = ["Worker"]
@@ -30,6 +31,7 @@ class Worker(Node):
         ```
     """
 
+    _node: _C.Worker
     _role = "worker"
     _methods = ("barrier", "push_pull", "wait", "get_all_handlers", "fetch_trace")
 
@@ -79,7 +81,8 @@ class Worker(Node):
             LimitError: 4,096 push_pulls of this worker have not completed. Wait for one of them,
                 then call again.
         """
-        return self._node.push_pull(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
+        handler = self._node.push_pull(push_tensors, push_keys, pull_tensors, pull_keys, need_event)
+        return cast(Handle, handler)  # the class that _make has given to the extension
 
     def wait(self, handler: int, timeout_ms: float = 10000) -> None:
         """Returns when all answers of a push_pull have been written.
@@ -162,10 +165,10 @@ class Worker(Node):
             how = How(mode_named(mode), called, timeout_ms, tune)
             return opener.worker(push, push_keys, pull, pull_keys, how)
 
-    def _make(self, extension: ModuleType, lines: list[str]) -> Any:
+    def _make(self, extension: ModuleType, lines: list[str]) -> _C.Worker:
         from fserver.aio import Loops
 
-        node = extension.Worker(lines)
+        node: _C.Worker = extension.Worker(lines)
         node.give_handles(handles_of(Loops(node)))
         return node
 

@@ -5,7 +5,7 @@
 #
 # --matrix builds them with each of COMPILERS ("g++ clang++", of tools/install_deps.sh --cpp), as C++17 and C++20, and
 # more of them with AddressSanitizer; it fails if one of these is not installed. Otherwise CXX (g++) and C++17 are used.
-# BIN names the folder of the Python that has fserver.
+# BIN names the folder of the Python that has fserver, BUILD another folder than build/cpp.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 BIN=${BIN:-.venv/bin}
@@ -22,7 +22,7 @@ torch=$(python -c 'import importlib.util as u; s = u.find_spec("torch"); print(s
 tests() { # with one compiler and standard
   local cxx=$1 standard=$2
   shift 2
-  local build=build/cpp/${cxx##*/}-$standard
+  local build=${BUILD:-build/cpp}/${cxx##*/}-$standard
   echo "cpp: $cxx, C++$standard"
   cmake -S tests/cpp -B "$build" -Dfserver_DIR="$PWD/fserver/lib/cmake/fserver" -DPYTHON="$(realpath -s "$BIN")/python" -DTORCH="$torch" \
     -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_CXX_STANDARD="$standard" -DTHOROUGH="$matrix" >"$build.log" 2>&1 || {
@@ -36,7 +36,7 @@ tests() { # with one compiler and standard
   ctest --test-dir "$build" --output-on-failure --no-tests=error "$@"
 }
 
-mkdir -p build/cpp
+mkdir -p "${BUILD:-build/cpp}"
 export PYTHONPATH=$PWD
 if [[ $matrix == no ]]; then
   tests "${CXX:-g++}" 17 "$@"

@@ -60,7 +60,7 @@ static int open_library(const char *path, char *why, size_t room) {
   cs_ib = table;
   set(&cs_dma_buf.reg_mr, dlsym(library, "ibv_reg_dmabuf_mr"));
   open_mlx5(library);
-  strcpy(opened, path);
+  snprintf(opened, sizeof opened, "%s", path);
   return 0;
 }
 
@@ -78,8 +78,6 @@ int cs_ib_open(const char *path, char *why, size_t room) {
   pthread_mutex_unlock(&lock);
   return rc;
 }
-
-int cs_ib_errno(void) { return errno ? errno : EIO; }
 
 int cs_ib_nonblocking(int fd) {
   int flags = fcntl(fd, F_GETFL);

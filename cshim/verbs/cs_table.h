@@ -11,6 +11,7 @@
 #endif
 
 #ifdef CS_VERBS_BUILT_IN
+#include <errno.h>
 #include <infiniband/verbs.h>
 
 // X(field, symbol, result, arguments). Calls that verbs.h makes through the
@@ -89,7 +90,7 @@ struct cs_ib_queue { /* a cs_ib_cq points to it */
 };
 
 // The errno of a call that has failed, which some providers forget to set.
-int cs_ib_errno(void);
+static inline int cs_ib_errno(void) { return errno ? errno : EIO; }
 
 // Makes a descriptor non-blocking.
 int cs_ib_nonblocking(int fd);

@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
     asked = {"FSERVER_LOG", "PS_VERBOSE"} & set(os.environ)
     try:
         with environment({} if asked else {"FSERVER_LOG": "warn"}):
-            return importlib.import_module(f".{options.benchmark}", __name__).main(options.args)
+            benchmark = importlib.import_module(f".{options.benchmark}", __name__)
+            return int(benchmark.main(options.args))
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

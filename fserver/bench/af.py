@@ -96,7 +96,7 @@ class LayersPart(WorkerPart):
         now = time.perf_counter_ns
         wait = self.nodes[0].wait
         lanes = [lanes[0] for lanes in self.lanes]
-        under_way: deque = deque()
+        under_way: deque[tuple[int, Any, int, int]] = deque()
         handles = []
 
         def finish() -> None:
@@ -178,7 +178,7 @@ def _measure(run: Run) -> dict[str, Any]:
     asked = ("workers", "servers", "layers", "stages", "in_flight", "tensors", "back_tensors")
 
     def middle(of: Any) -> float:
-        return round(statistics.median(map(of, measured)), 3)
+        return round(float(statistics.median(map(of, measured))), 3)
 
     return {
         **row,

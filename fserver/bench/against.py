@@ -18,8 +18,9 @@ from fserver import _loader
 from . import report
 from .crew import Case, Crew, pair_of, start
 from .errors import BenchError
+from .report import Figures
 from .run import Run
-from .turns import CrewPlayer, Figures, take_turns
+from .turns import CrewPlayer, take_turns
 
 ROUNDS = 20
 LIMIT = 1.03  # a ratio that is surely above means slower

@@ -107,7 +107,8 @@ class Baseline:
             errors = self._process.communicate()[1].strip()
             status = self._process.returncode
             raise BenchError(f"the baseline {self.way} ended with status {status}: {errors}")
-        return json.loads(text)
+        found: dict[str, Any] = json.loads(text)
+        return found
 
 
 def compiled(source: str, compiler: Sequence[str] | None = None) -> Path:

@@ -10,8 +10,9 @@ from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
 from .options import CHECKED, numbers, parser, positive, seconds_of, size, transport_of
 from .parts import Part, ServerPart
+from .report import Figures
 from .run import Run
-from .turns import CrewPlayer, Figures
+from .turns import CrewPlayer
 
 COLUMNS = (
     report.TRANSPORT,
@@ -60,7 +61,8 @@ class FirstPlayer(CrewPlayer):
     """A crew whose first member is the worker that is measured."""
 
     def measure(self, warmup: int, count: int) -> Figures:
-        return self._crew.workers("measure", warmup, count)[0]
+        found: Figures = self._crew.workers("measure", warmup, count)[0]
+        return found
 
 
 def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutable)

@@ -57,7 +57,7 @@ def joint(transport: str, cores: tuple[int, int] | None, device: str = "cpu") ->
         crew.all("leave")
 
 
-def _end(launcher: subprocess.Popen) -> None:
+def _end(launcher: subprocess.Popen[bytes]) -> None:
     """It ends with its processes, or is told to."""
     try:
         launcher.wait(30)

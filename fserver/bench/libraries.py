@@ -180,7 +180,8 @@ def _symm(side: SidePart, room: int, stages: int) -> Library:
     def there(peer: int, mine: torch.Tensor) -> torch.Tensor:
         theirs = handle.get_buffer(peer, memory.shape, torch.uint8)
         at = mine.data_ptr() - memory.data_ptr()
-        return theirs[at : at + mine.nbytes].view(mine.dtype).view(mine.shape)
+        found: torch.Tensor = theirs[at : at + mine.nbytes].view(mine.dtype).view(mine.shape)
+        return found
 
     def open(stage: int, sends: Ends, recvs: Ends) -> Channel:
         copies = [(peer, mine, there(peer, mine)) for peer, mine in sends]

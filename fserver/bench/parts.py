@@ -23,6 +23,9 @@ from .errors import WrongDataError
 from .report import figures
 
 TIMEOUT_MS = 60_000
+Batch = list[tuple[int, list[torch.Tensor], list[int]]]
+"""Requests: handler, tensors and keys of each."""
+
 POISON = 0xA5
 PERIOD = (1 << 20) + 17  # of the pattern: no multiple of a page, a segment or a chunk
 
@@ -170,9 +173,10 @@ class Lane:
 
     def post(self) -> int:
         """Starts an exchange."""
-        return self.node.push_pull(
+        handle: int = self.node.push_pull(
             self.push, self.push_keys, self.pull, self.pull_keys, need_event=True
         )
+        return handle
 
 
 class WorkerPart(Part):
@@ -332,15 +336,15 @@ class ServerPart(Part):
             del batch, request  # now, while the worker is busy, not before the next answer
         self.sequence += count
 
-    def next_batch(self) -> list[tuple[int, list[torch.Tensor], list[int]]]:
+    def next_batch(self) -> Batch:
         """The requests of the next exchange."""
         self.sequence += 1
-        batch = self.nodes[0].get_batch(TIMEOUT_MS, self.at_least)
+        batch: Batch = self.nodes[0].get_batch(TIMEOUT_MS, self.at_least)
         if not batch:
             raise AssertionError(f"{self.case}: exchange {self.sequence}: no request came")
         return batch
 
-    def answer(self, batch: list[tuple[int, list[torch.Tensor], list[int]]], stage: int) -> None:
+    def answer(self, batch: Batch, stage: int) -> None:
         """Answers them."""
         for stamp in self.stamps[stage]:
             stamp.value = self.sequence

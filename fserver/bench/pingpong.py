@@ -16,8 +16,9 @@ from .crew import Case, Crew, Member, Nodes
 from .errors import BenchError
 from .joint import joint
 from .remote import far_baseline
+from .report import Figures
 from .run import Raw, Run, need_gpu
-from .turns import CrewPlayer, Figures
+from .turns import CrewPlayer
 
 PLACES = ("local", "remote", "joint")
 OPS = ("push", "pull", "push_pull")

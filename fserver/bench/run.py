@@ -12,7 +12,8 @@ from . import report
 from .baseline import Baseline
 from .crew import Case, Nodes
 from .errors import BenchError
-from .turns import Figures, Player, take_turns
+from .report import Figures
+from .turns import Player, take_turns
 
 
 @dataclass

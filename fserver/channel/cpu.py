@@ -13,6 +13,8 @@ from fserver.errors import ClosedError, ConfigError, ShapeError, TimeoutError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fserver import _C
+
 
 # Between two looks at whether a peer has closed its side.
 SLICE_MS = 200.0
@@ -215,7 +217,7 @@ class ServerSide(Side):
 
     def __init__(
         self,
-        node: Any,
+        node: _C.Server,
         channel: int,
         into: Sequence[Sequence[Tensor]],
         out: Sequence[Sequence[Tensor]],
@@ -232,7 +234,7 @@ class ServerSide(Side):
     def rows(self) -> list[Tensor]:
         return self._counts
 
-    def _take(self, call: str) -> list[Any]:
+    def _take(self, call: str) -> list[tuple[int, list[Tensor], list[int]]]:
         self._caller.begin(call)
         while not (batch := self._node.channel_take(self._channel, self._caller.slice_ms())):
             self._caller.check()

@@ -152,7 +152,7 @@ def read(peer: int, received: str) -> dict[str, Any]:
         Error: it is malformed, or has another version.
     """
     try:
-        theirs = json.loads(received)
+        theirs: dict[str, Any] = json.loads(received)
         if theirs["v"] != VERSION:
             raise Error(
                 f"channel: peer {peer} describes channels in format {theirs['v']!r:.20}, but this "

@@ -13,6 +13,8 @@ from fserver.channel.plan import TABLE, Piece, Plan, Table
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fserver import _C
+
 
 def piece(tensor: Tensor) -> Piece:
     """Returns the memory of a contiguous tensor. A tensor without dimensions is one row."""
@@ -60,7 +62,7 @@ class GpuSide:
         extension = _loader.load()
         arch = extension.lane_arch(device)
         image = nvrtc.image(extension.lane_source(), arch) if mode == "kernel" else b""
-        self.lane = extension.Lane(device, image, timeout_ms, arch >= 90)
+        self.lane: _C.Lane = extension.Lane(device, image, timeout_ms, arch >= 90)
         try:
             self.plan = Plan(
                 self.lane,

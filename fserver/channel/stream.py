@@ -78,7 +78,8 @@ class Gpu:
 
     def flag(self, word: Tensor) -> Tensor:
         """What host() gave, for show() and wait()."""
-        return self._extension.map_pinned_tensor(word, self.device.index)
+        flag: Tensor = self._extension.map_pinned_tensor(word, self.device.index)
+        return flag
 
     def settle(self) -> None:
         """Waits for what has filled the memory."""
@@ -134,7 +135,7 @@ class Gpu:
 
     def idle(self) -> bool:
         """Whether all is over that was enqueued outside of graphs."""
-        return self._mark.passed()
+        return bool(self._mark.passed())
 
     def finished(self, seconds: float) -> bool:
         """Waits for what is enqueued; false: not within the time. A graph may be replayed on any
@@ -217,7 +218,8 @@ class StreamSide(Side):
     def _numbers(self, n: int) -> Tensor:
         import torch
 
-        return self._gpu.host(torch.zeros(n, dtype=torch.int64))
+        words: Tensor = self._gpu.host(torch.zeros(n, dtype=torch.int64))
+        return words
 
     def _word(self, which: int) -> int:
         return int(self._words[which])

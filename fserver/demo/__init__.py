@@ -220,7 +220,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _results(folder: Path, role: str, count: int) -> list[dict]:
+def _results(folder: Path, role: str, count: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{role}-{i}.json").read_text()) for i in range(count)]
 
 
@@ -240,7 +240,7 @@ def _gguf_read_once() -> Iterator[None]:
     import gguf
     import numpy as np
 
-    class Reader(gguf.GGUFReader):
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]  # mypy does not read gguf
         @property
         def data(self) -> Any:
             return self._data
@@ -270,7 +270,7 @@ def _save(tokenizer: Any, model: Any, folder: Path) -> None:
 
 def _unsplit(
     afd: ModuleType, tokenizer: Any, model: Any, options: argparse.Namespace
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """Returns what transformers alone generates: for each prompt the token ids, their logits, and
     their leads over the next best token."""
     import torch

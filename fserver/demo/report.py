@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def compare(tokenizer: Any, prompts: list[str], workers: list[dict], whole: list[dict]) -> bool:
+def compare(
+    tokenizer: Any, prompts: list[str], workers: list[dict[str, Any]], whole: list[dict[str, Any]]
+) -> bool:
     """Prints both texts of each prompt side by side. Reports whether all token ids are equal."""
     split = {text["prompt"]: (i, text) for i, w in enumerate(workers) for text in w["texts"]}
     width = min(shutil.get_terminal_size().columns, 140)
@@ -39,7 +41,9 @@ def compare(tokenizer: Any, prompts: list[str], workers: list[dict], whole: list
     return not unequal
 
 
-def table(workers: list[dict], servers: list[dict], whole: dict) -> None:
+def table(
+    workers: list[dict[str, Any]], servers: list[dict[str, Any]], whole: dict[str, Any]
+) -> None:
     """Prints the weights, tokens, latencies and traffic of each process."""
     rows = [
         ("", "weights", "tokens", "tokens/s", "round trip of a layer", "network", "out", "back"),
@@ -99,7 +103,7 @@ def _side_by_side(titles: Sequence[str], texts: Sequence[str], width: int) -> st
     return "\n".join(f"  {a:<{half}} | {b}".rstrip() for a, b in rows)
 
 
-def _speed(run: dict) -> tuple[str, str, str]:
+def _speed(run: dict[str, Any]) -> tuple[str, str, str]:
     """Weights, tokens, and tokens per second."""
     tokens = sum(len(text["ids"]) for text in run["texts"])
     return _mb(run["weights"]), str(tokens), f"{tokens / run['seconds']:.1f}"

@@ -3,6 +3,7 @@
 import fnmatch
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 from fserver import env
 from fserver.node import environment
@@ -21,7 +22,7 @@ NONE = Check(
 )
 
 
-def check(report: Report, values: dict[str, str], host: dict) -> None:
+def check(report: Report, values: dict[str, str], host: dict[str, Any]) -> None:
     """Tests the settings, addresses and ports of the process that the environment describes.
 
     If the environment describes no cluster, no setting is missing, and only the settings that are
@@ -54,7 +55,7 @@ def _settings(of: dict[str, str], role: str) -> Check:
     return Check("settings", "yes", text)
 
 
-def _gpu(host: dict) -> Iterator[Check]:
+def _gpu(host: dict[str, Any]) -> Iterator[Check]:
     if host["gpu_error"]:
         text, _, remedy = host["gpu_error"].rpartition(" (")
         remedy = remedy.rstrip(")")
@@ -84,7 +85,7 @@ def _transport(of: dict[str, str], role: str, shared: Check) -> Iterator[Check]:
             yield Check("transport", "no", text, remedy, fatal=True)
 
 
-def _interfaces(of: dict[str, str], host: dict) -> Iterator[Check]:
+def _interfaces(of: dict[str, str], host: dict[str, Any]) -> Iterator[Check]:
     """Tests each of several interfaces. One that is down now may come up later."""
     listed = of["DMLC_INTERFACE"].split(",")
     nics = {n["name"]: n for n in host["nics"]}
@@ -103,7 +104,7 @@ def _interfaces(of: dict[str, str], host: dict) -> Iterator[Check]:
         yield Check(f"interface {name}", "no", text, remedy, fatal=not at)
 
 
-def _rdma(of: dict[str, str], host: dict) -> Iterator[Check]:
+def _rdma(of: dict[str, str], host: dict[str, Any]) -> Iterator[Check]:
     """Tests each RDMA device that is named. One of several that does not work is done without."""
     devices = of["FSERVER_RDMA_DEVICE"].split(",") if of["FSERVER_RDMA_DEVICE"] else []
     if of["FSERVER_TRANSPORT"] != "verbs":
@@ -123,13 +124,13 @@ def _rdma(of: dict[str, str], host: dict) -> Iterator[Check]:
         )
 
 
-def _finding(name: str, found: dict[str, dict]) -> dict:
+def _finding(name: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What is known of the device in ``NAME`` or ``NAME:PORT``."""
     none = {"state": "no", "text": "this host has no such RDMA device", "remedy": ""}
     return found.get(name.partition(":")[0], none)
 
 
-def _one_of(patterns: list[str], found: dict[str, dict]) -> Check:
+def _one_of(patterns: list[str], found: dict[str, dict[str, Any]]) -> Check:
     """Tests whether a device that the patterns stand for works."""
     wanted = [p.removeprefix("^").partition(":")[0] for p in patterns]
     named = [n for n in found if any(fnmatch.fnmatchcase(n, w) for w in wanted)]
@@ -143,7 +144,7 @@ def _one_of(patterns: list[str], found: dict[str, dict]) -> Check:
     return Check(what, "no", text, "correct FSERVER_RDMA_DEVICE or NCCL_IB_HCA", fatal=True)
 
 
-def _addresses(of: dict[str, str], role: str, host: dict) -> Iterator[Check]:
+def _addresses(of: dict[str, str], role: str, host: dict[str, Any]) -> Iterator[Check]:
     at, port = of["DMLC_PS_ROOT_URI"], int(of["DMLC_PS_ROOT_PORT"] or 0)
     hosted = of["FSERVER_HOST_SCHEDULER"] == "1"
     if role in ("scheduler", "joint") or hosted:
@@ -194,7 +195,7 @@ def _resolves(host: str, port: int) -> Check:
     return Check("scheduler", "yes", text, remedy)
 
 
-def _secret(of: dict[str, str], host: dict) -> Iterator[Check]:
+def _secret(of: dict[str, str], host: dict[str, Any]) -> Iterator[Check]:
     if of["FSERVER_SECRET"] or of["FSERVER_SECRET_FILE"]:
         yield Check("secret", "yes", "a secret is set")
     elif host["listen"].startswith("127.") or host["listen"] in ("::1", "localhost"):

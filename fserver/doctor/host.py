@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fserver
 from fserver import _loader
@@ -29,7 +30,7 @@ MODULES = (
 )  # fmt: skip
 
 
-def engine(report: Report, values: dict[str, str]) -> dict | None:
+def engine(report: Report, values: dict[str, str]) -> dict[str, Any] | None:
     """Reports the versions of all parts. Returns what the engine and the kernel say of this host,
     or None if the engine cannot be loaded."""
     title = "Versions"
@@ -41,7 +42,9 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
         remedy = remedy.rstrip(")") if text else "run `make af`"
         report.add(title, Check("engine", "no", text or str(e), remedy, fatal=True))
         return None
-    found = json.loads(extension.host([f"{n}={v}" for n, v in values.items()])) | kernel()
+    found: dict[str, Any] = (
+        json.loads(extension.host([f"{n}={v}" for n, v in values.items()])) | kernel()
+    )
     report.data["host"] = found
     about = found["engine"]
     report.add(
@@ -57,7 +60,7 @@ def engine(report: Report, values: dict[str, str]) -> dict | None:
     return found
 
 
-def kernel(root: str = "/") -> dict:
+def kernel(root: str = "/") -> dict[str, Any]:
     """Returns limits, clock, name and modules of the kernel, for this process. A limit of -1 is
     none; so is a ptrace scope of -1, where the kernel has no Yama. root is for tests."""
 
@@ -107,7 +110,7 @@ def _versions(file: str | None) -> Iterator[Check]:
     yield Check("Python", "info", f"{platform.python_version()}, {sys.executable}")
 
 
-def _drivers(found: dict) -> Iterator[Check]:
+def _drivers(found: dict[str, Any]) -> Iterator[Check]:
     driver = found["gpu_driver"]
     if driver["version"]:
         yield Check("GPU driver", "info", f"{driver['version']}, for CUDA up to {driver['cuda']}")
@@ -116,7 +119,7 @@ def _drivers(found: dict) -> Iterator[Check]:
         yield Check("kernel modules", "info", ", ".join(modules))
 
 
-def transports(report: Report, found: dict) -> None:
+def transports(report: Report, found: dict[str, Any]) -> None:
     """Reports for each transport whether it works here. The last one reaches everybody."""
     for way in found["transports"]:
         if way["name"] == "cma":
@@ -126,7 +129,7 @@ def transports(report: Report, found: dict) -> None:
     report.add(TRANSPORTS, _shared_memory(found["limits"]))
 
 
-def _findings(way: dict, last: bool) -> Iterator[Check]:
+def _findings(way: dict[str, Any], last: bool) -> Iterator[Check]:
     """Yields what a transport's own probe says. The first line says whether one of its devices
     can be used."""
     found = sorted(way["findings"], key=lambda f: ("yes", "note", "no", "info").index(f["state"]))
@@ -145,7 +148,7 @@ def _cma() -> Check:
     return Check("cma", "note", f"two copies through shared memory, because {text}", remedy)
 
 
-def _shared_memory(limits: dict) -> Check:
+def _shared_memory(limits: dict[str, Any]) -> Check:
     """Tests anonymous shared memory, which is passed to another process as a file descriptor."""
     try:
         fd = os.memfd_create("fserver", os.MFD_CLOEXEC)
@@ -178,7 +181,7 @@ def _shared_memory(limits: dict) -> Check:
     return Check(SHARED_MEMORY, "yes", text)
 
 
-def devices(report: Report, found: dict) -> None:
+def devices(report: Report, found: dict[str, Any]) -> None:
     """Reports the GPUs, the network interfaces, their distances, and what `auto` chooses."""
     gpus, nics = found["gpus"], found["nics"]
     title = "GPUs"
@@ -218,7 +221,7 @@ def devices(report: Report, found: dict) -> None:
     report.add(title, *_auto(found["auto"], found["auto_rails"]))
 
 
-def _auto(one: dict, rails: list[dict]) -> Iterator[Check]:
+def _auto(one: dict[str, Any], rails: list[dict[str, Any]]) -> Iterator[Check]:
     """Yields what DMLC_INTERFACE=auto takes, and why not the other interfaces."""
     used = [f"{r['interface']} ({r['address']})" for r in rails if not r["why_not"]]
     text = f"{one['interface'] or 'no interface'}"
@@ -236,11 +239,11 @@ def _auto(one: dict, rails: list[dict]) -> Iterator[Check]:
         yield Check("not used by auto", "info", f"{', '.join(several)}: {why}")
 
 
-def _numa(thing: dict) -> str:
+def _numa(thing: dict[str, Any]) -> str:
     return f"NUMA node {thing['numa']}" if thing["numa"] >= 0 else ""
 
 
-def _nic(n: dict) -> str:
+def _nic(n: dict[str, Any]) -> str:
     addresses = " ".join(a for a in n["addresses"] if not a.startswith("fe80:"))
     parts = [n["kind"], "up" if n["up"] else "down", addresses, f"MTU {n['mtu']}"]
     if n["mbit_s"]:
@@ -255,7 +258,7 @@ def _nic(n: dict) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _rdma(d: dict) -> Check:
+def _rdma(d: dict[str, Any]) -> Check:
     ports = [f"port {p['number']} {p['link_layer']} {p['rate']}" for p in d["ports"] if p["active"]]
     text = ", ".join(filter(None, ["RDMA device", *ports, d["pci"], _numa(d)]))
     if not ports:
@@ -288,7 +291,7 @@ def _matrix(names: list[str], rows: list[list[str]], width: int = 92) -> Iterato
         start = end
 
 
-def limits(report: Report, found: dict) -> None:
+def limits(report: Report, found: dict[str, Any]) -> None:
     """Reports the limits of this process."""
     title = "Limits"
     values, cores, clock = found["limits"], found["cores"], found["clock"]
@@ -362,7 +365,7 @@ def _count(n: int) -> str:
     return "unlimited" if n < 0 else str(n)
 
 
-def _cores(cores: dict) -> Check:
+def _cores(cores: dict[str, Any]) -> Check:
     text = (
         f"{cores['free']} ({cores['online']} online, {len(cores['allowed'])} in the affinity mask"
     )

@@ -2,14 +2,15 @@
 
 import socket
 import threading
+from typing import Any
 
 LIMIT = 10.0  # seconds, for a name
 
 
-def resolve(host: str, port: int) -> list[tuple]:
+def resolve(host: str, port: int) -> list[tuple[Any, ...]]:
     """Returns the result of socket.getaddrinfo for TCP. Raises OSError if it takes longer than
     LIMIT, or if there is no result."""
-    found: list[list[tuple]] = []
+    found: list[list[tuple[Any, ...]]] = []
     errors: list[OSError] = []
 
     def ask() -> None:

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from typing import Any
 
 from fserver import _loader
 from fserver.errors import Error
@@ -49,7 +50,7 @@ def check(report: Report, host: str, port: int, values: dict[str, str]) -> None:
         _doctor(report, title, found, host, address, port, values)
 
 
-def _reach(report: Report, title: str, found: dict, host: str, port: int) -> str:
+def _reach(report: Report, title: str, found: dict[str, Any], host: str, port: int) -> str:
     """Tries all addresses of a host. Returns the first one that accepts a connection, or ""."""
     try:
         all_ = names.resolve(host, port)
@@ -108,7 +109,7 @@ def _path_mtu(sock: socket.socket) -> int:
         return 0
 
 
-def _mtu(report: Report, title: str, found: dict, sock: socket.socket) -> None:
+def _mtu(report: Report, title: str, found: dict[str, Any], sock: socket.socket) -> None:
     mtu = _path_mtu(sock)
     found["mtu"], found["from"] = mtu, sock.getsockname()[0]
     text = f"MTU {mtu or 'unknown'} on the path from {sock.getsockname()[0]}"
@@ -118,7 +119,12 @@ def _mtu(report: Report, title: str, found: dict, sock: socket.socket) -> None:
 
 
 def _node(
-    report: Report, title: str, found: dict, address: str, port: int, values: dict[str, str]
+    report: Report,
+    title: str,
+    found: dict[str, Any],
+    address: str,
+    port: int,
+    values: dict[str, str],
 ) -> bool:
     """Asks a node of fserver for its identity. Returns False if it is not a node that listens."""
     settings = {n: v for n, v in values.items() if n in SHARED or n.startswith("FSERVER_TLS")}
@@ -161,7 +167,7 @@ def _node(
     return True
 
 
-def _apart(found: dict, probe: dict) -> Check:
+def _apart(found: dict[str, Any], probe: dict[str, Any]) -> Check:
     """Returns the finding for two sides that fail because of TLS."""
     if found["tls"] == "only here":
         text = "this side uses TLS, but the node there does not"
@@ -174,7 +180,7 @@ def _apart(found: dict, probe: dict) -> Check:
     return Check("tls", "no", text, remedy, fatal=True)
 
 
-def _refused(found: dict, probe: dict) -> Check:
+def _refused(found: dict[str, Any], probe: dict[str, Any]) -> Check:
     """Returns the finding for a node that refuses this side, or that this side refuses."""
     if probe["secret"]:
         found["secret"] = probe["secret"]
@@ -186,7 +192,7 @@ def _refused(found: dict, probe: dict) -> Check:
 def _doctor(
     report: Report,
     title: str,
-    found: dict,
+    found: dict[str, Any],
     host: str,
     address: str,
     port: int,
@@ -237,7 +243,7 @@ def _doctor(
         report.add(title, Check(step, "no", text, remedy, fatal=True))
 
 
-def _latency(report: Report, title: str, found: dict, channel: Channel) -> None:
+def _latency(report: Report, title: str, found: dict[str, Any], channel: Channel) -> None:
     times = []
     end = time.monotonic() + ECHO_LIMIT
     for i in range(ECHOES):
@@ -255,7 +261,7 @@ def _latency(report: Report, title: str, found: dict, channel: Channel) -> None:
     report.add(title, Check("latency", "yes", text))
 
 
-def _bandwidth(report: Report, title: str, found: dict, channel: Channel) -> None:
+def _bandwidth(report: Report, title: str, found: dict[str, Any], channel: Channel) -> None:
     protocol.stream(channel, STREAM)
     count, took = struct.unpack("<QQ", channel.expect(Type.DONE))
     out = count / max(took, 1)
@@ -274,7 +280,7 @@ def _bandwidth(report: Report, title: str, found: dict, channel: Channel) -> Non
 
 
 def _back(
-    report: Report, title: str, found: dict, channel: Channel, values: dict[str, str]
+    report: Report, title: str, found: dict[str, Any], channel: Channel, values: dict[str, str]
 ) -> None:
     """Tests whether the peer can connect to this host, as workers connect to servers."""
     nonce = secrets.token_bytes(16)

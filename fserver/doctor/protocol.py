@@ -151,7 +151,7 @@ def _parse(data: memoryview) -> bool:
         raise ProtocolError(
             f"it is a doctor of protocol version {version}, but this one has version {VERSION}"
         )
-    return flag == 1
+    return bool(flag == 1)
 
 
 def call(channel: Channel, key: bytes) -> None:

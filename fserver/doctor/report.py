@@ -4,7 +4,7 @@ import os
 import sys
 import textwrap
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 WIDTH = 100
 COLOURS = {"yes": 32, "no": 31, "note": 33}
@@ -57,7 +57,7 @@ class Report:
         checks = [check for section in self.sections.values() for check in section]
         return int(any(check.fatal and check.state == "no" for check in checks))
 
-    def json(self) -> dict:
+    def json(self) -> dict[str, Any]:
         sections = {
             title: [
                 {"name": c.name, "state": c.state, "text": c.text, "remedy": c.remedy}

@@ -198,20 +198,20 @@ def run(
         gradients = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (q, k, v, sink)
         )
-        out, lse, _ = _opaque(
+        found: tuple[Tensor, Tensor, Tensor] = _opaque(
             q, k, v, sink, _name_of(group), algorithm, causal, layout, scale, reduce_dtype, agreed,
             copies, gradients,
         )  # fmt: skip
-        return out, lse.detach()
+        return found[0], found[1].detach()
     ranks = ranks_of(group)
     job = _planned(
         ranks, q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout, agreed, copies, None,
         more,
     )  # fmt: skip
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        return _Attention.apply(
-            *_even(q, k, v), sink, *_chosen(job, algorithm, q, k, causal, copies)
-        )
+        how = _chosen(job, algorithm, q, k, causal, copies)
+        out, lse = _Attention.apply(*_even(q, k, v), sink, *how)
+        return out, lse
 
 
 def _even(q: Tensor, k: Tensor, v: Tensor) -> Triple:

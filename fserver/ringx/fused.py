@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 VALUES = 4096  # of a program: 32 for each thread
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations, and knows none of these
     out, lse, values, lses, strides, bounds, total, length, heads, dim,
     WEIGHED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -107,7 +107,7 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-ENABLED = {
+ENABLED: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
@@ -187,7 +187,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _cudnn_lse_dims(device: torch.device) -> int:
     """lse of cuDNN has a last dimension of 1 in some versions of torch."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.float16, device=device)
-    return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
+    lse: Tensor = aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1]
+    return lse.dim()
 
 
 def _cudnn_backward(given: Given, causal: bool, scale: float) -> Triple:
@@ -196,17 +197,22 @@ def _cudnn_backward(given: Given, causal: bool, scale: float) -> Triple:
     backward = aten._scaled_dot_product_cudnn_attention_backward
     state = _no_dropout(lse.device, torch.int64)
     none = (None, None, None)  # bias, and the lengths of packed sequences
-    return backward(*given[:5], lse, *state, *none, *lengths, 0.0, causal, scale=scale)
+    grads: Triple = backward(
+        *given[:5], lse, *state, *none, *lengths, 0.0, causal, scale=scale
+    )  # fmt: skip
+    return grads
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
 
 
 def _flash_backward(given: Given, causal: bool, scale: float) -> Triple:
     lengths, state = (given.q.shape[2], given.k.shape[2]), _no_dropout(given.q.device, torch.uint64)
     backward = aten._scaled_dot_product_flash_attention_backward
-    return backward(*given, None, None, *lengths, 0.0, causal, *state, scale=scale)
+    grads: Triple = backward(*given, None, None, *lengths, 0.0, causal, *state, scale=scale)
+    return grads
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
@@ -220,18 +226,22 @@ def _efficient_backward(given: Given, causal: bool, scale: float) -> Triple:
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # rows that give nothing: exp(-inf)
     state, wanted = _no_dropout(q.device, torch.int64), [True, True, True, False]
     backward = aten._scaled_dot_product_efficient_attention_backward
-    return backward(
+    dq, dk, dv, *_ = backward(
         dout, q, k, v, None, out, lse, *state, 0.0, wanted, causal, scale=scale
-    )[:3]  # fmt: skip
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Pair:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = forward(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
 
 
 def _cpu_backward(given: Given, causal: bool, scale: float) -> Triple:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(*given, 0.0, causal, scale=scale)
+    grads: Triple = backward(*given, 0.0, causal, scale=scale)
+    return grads
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
@@ -254,7 +264,7 @@ def _reference_backward(given: Given, causal: bool, scale: float) -> Triple:
 
 
 def _enabled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    return cuda.flash_sdp_enabled()
+    return bool(cuda.flash_sdp_enabled())
 
 
 def _always(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:

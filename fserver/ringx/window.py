@@ -191,7 +191,8 @@ class Window:
         self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
     ) -> Tensor:
         """The memory of a rank, from its element `start` on."""
-        return self._memory[name].handle.get_buffer(rank, shape, dtype, start)
+        memory: Tensor = self._memory[name].handle.get_buffer(rank, shape, dtype, start)
+        return memory
 
     @contextmanager
     def call(self) -> Iterator[None]:

@@ -176,6 +176,7 @@ public:
         continue;
       detail::check("members", rc);
       std::vector<Member> out;
+      out.reserve(all.size());
       for (const fs_member &m : all)
         out.push_back({static_cast<Role>(m.role), m.rank,
                        static_cast<Member::State>(m.state), m.run,

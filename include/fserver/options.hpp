@@ -80,9 +80,11 @@ public:
 
   int open(fs_node *out) const {
     std::vector<std::string> lines;
+    lines.reserve(all_.size());
     for (const auto &[name, value] : all_)
       lines.push_back(name + "=" + value);
     std::vector<const char *> list;
+    list.reserve(lines.size());
     for (const std::string &line : lines)
       list.push_back(line.c_str());
     return fs_open(list.data(), list.size(), out);

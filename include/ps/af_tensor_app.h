@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
@@ -135,9 +136,8 @@ public:
   std::vector<int> GetAllHandlers(int timestamp) {
     int first = 0;
     const Request r = Find("GetAllHandlers", timestamp, &first);
-    std::vector<int> all;
-    for (int i = 0; i < r.count; i++)
-      all.push_back(first + i);
+    std::vector<int> all(static_cast<std::size_t>(r.count));
+    std::iota(all.begin(), all.end(), first);
     return all;
   }
 
@@ -169,8 +169,10 @@ private:
   Request Find(const char *call, int timestamp, int *first = nullptr) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = requests_.upper_bound(timestamp);
-    if (it == requests_.begin() ||
-        timestamp - (--it)->first >= it->second.count)
+    const bool known = it != requests_.begin();
+    if (known)
+      --it;
+    if (!known || timestamp - it->first >= it->second.count)
       throw fserver::ConfigError(std::string(call) + ": timestamp " +
                                  std::to_string(timestamp) +
                                  " is not known: pass one of the last 4,096 "

@@ -2,6 +2,7 @@
 in every folder of tests, and children find functions by the name of their module."""
 
 from forked import programs  # noqa: F401
+from lanes import driver  # noqa: F401
 from nodes import (  # noqa: F401
     _clean_environment,
     child,

@@ -7,23 +7,19 @@ import atexit
 import ctypes
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import lanes
 import pytest
-import test_lane_fake as lanes
 import torch
 from forked import Forks
+from lanes import DRIVER, over, refuses, released, run_check
 from nodes import LIMIT, eventually, in_thread, open_cluster
-from test_lane_fake import Driver, driver, over, refuses, released
 
 import fserver
 from fserver import _loader
-
-__all__ = ["driver"]
-
 
 # What follows, up to the tests, runs in a child.
 
@@ -261,7 +257,4 @@ def test_calls(driver: Forks, check: Callable[[], None]) -> None:  # noqa: F811
 
 
 if __name__ == "__main__":
-    DRIVER = lanes.DRIVER = Driver()  # type: ignore[attr-defined]
-    globals()[sys.argv[1]](*sys.argv[2:])
-    assert DRIVER.with_gil == 0
-    print("checked")
+    run_check(globals())

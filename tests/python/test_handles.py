@@ -78,7 +78,7 @@ def test_a_handle_is_the_int_that_it_was(pair: Cluster) -> None:
 def test_the_functions_of_stepmesh_give_plain_ints(
     cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fserver, "Worker", fserver_lib._Worker)
+    monkeypatch.setattr(fserver, "Worker", fserver_lib.StepmeshWorker)
     pair = cluster()
     assert type(pair.worker.push_pull([torch.zeros(1)], [0], [], [])) is int
 

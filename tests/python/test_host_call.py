@@ -4,22 +4,18 @@ GPU."""
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import test_gpu_calls as calls
-import test_lane_fake as lanes
 import torch
 from forked import Forks
+from lanes import DRIVER, over, refuses, released, run_check
 from test_gpu_calls import on_host, page, word
-from test_lane_fake import Driver, driver, over, refuses, released
 
 import fserver
 from fserver import _loader
-
-__all__ = ["driver"]
 
 STREAM, GRAPH, ELSEWHERE = 0, 1, 2  # what run() returns
 
@@ -168,7 +164,4 @@ def test_host_call(driver: Forks, check: Callable[[], None]) -> None:  # noqa: F
 
 
 if __name__ == "__main__":
-    DRIVER = calls.DRIVER = lanes.DRIVER = Driver()  # type: ignore[attr-defined]
-    globals()[sys.argv[1]](*sys.argv[2:])
-    assert DRIVER.with_gil == 0
-    print("checked")
+    run_check(globals())

@@ -81,9 +81,9 @@ pack_initramfs() {
 }
 
 export PATH=$PATH:/sbin:/usr/sbin
-lacks=$(missing)
-if [[ -n $lacks ]]; then
-  sed 's/^/softroce: /' <<<"$lacks" >&2
+mapfile -t lacks < <(missing)
+if ((${#lacks[@]})); then
+  printf 'softroce: %s\n' "${lacks[@]}" >&2
   echo "softroce: make softroce installs what is missing" >&2
   exit 1
 fi

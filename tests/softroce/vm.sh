@@ -89,6 +89,7 @@ write_job() {
   {
     printf 'cd %q || exit 125\n' "$PWD"
     printf 'export HOME=/tmp/softroce-home PATH=%q PYTHONPATH=%q\n' "$PATH:/sbin:/usr/sbin" "${PYTHONPATH:-}"
+    # shellcheck disable=SC2016 # the guest's
     echo 'mkdir -p "$HOME"'
     printf 'ulimit -l %s\n' "${memlock:-unlimited}"
     printf '%q ' exec ${before[@]+"${before[@]}"} "${job[@]}"

@@ -9,6 +9,14 @@ enum { INVALID = 1, NO_DEVICE = 101 };
 
 static intptr_t current;
 
+/* A variable that the test has set. */
+static const char *variable(const char *name) {
+  const char *value = getenv(name);
+  if (!value)
+    abort();
+  return value;
+}
+
 static int good(void) { return 0; }
 static int version(int *out) {
   *out = 13000;
@@ -16,7 +24,7 @@ static int version(int *out) {
 }
 /* Refused while a thread has the context of a call that is over. */
 static int count(int *out) {
-  *out = (int)strlen(getenv("FAKE_SEES"));
+  *out = (int)strlen(variable("FAKE_SEES"));
   return current ? INVALID : 0;
 }
 static int device(int *out, int ordinal) {
@@ -24,7 +32,7 @@ static int device(int *out, int ordinal) {
   count(&n);
   if (ordinal < 0 || ordinal >= n)
     return NO_DEVICE;
-  *out = getenv("FAKE_SEES")[ordinal] - '0';
+  *out = variable("FAKE_SEES")[ordinal] - '0';
   return 0;
 }
 static int retain(intptr_t *out, int number) {
@@ -53,7 +61,7 @@ static int dma_buf(int *fd, uint64_t address, size_t bytes, int type,
   return 0;
 }
 static int enable(intptr_t context) {
-  return context == current || context != 100 + atoi(getenv("FAKE_PEER"))
+  return context == current || context != 100 + atoi(variable("FAKE_PEER"))
              ? INVALID
              : 0;
 }

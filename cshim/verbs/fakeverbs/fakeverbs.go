@@ -57,7 +57,7 @@ func compile() (string, error) {
 		return "", err
 	}
 	defer os.RemoveAll(dir) // what is loaded stays
-	for _, name := range []string{"fake.c", "gpu.c", "move.c", "fake.h"} {
+	for _, name := range []string{"fake.c", "gpu.c", "move.c", "pair.c", "fake.h"} {
 		text, err := sources.ReadFile("testdata/" + name)
 		if err == nil {
 			err = os.WriteFile(filepath.Join(dir, name), text, 0o600)
@@ -68,7 +68,8 @@ func compile() (string, error) {
 	}
 	path := filepath.Join(dir, "libibverbs.so.1")
 	cc := exec.Command(cmp.Or(os.Getenv("CC"), "cc"), "-O1", "-g", "-shared", "-fPIC", "-o", path,
-		filepath.Join(dir, "fake.c"), filepath.Join(dir, "gpu.c"), filepath.Join(dir, "move.c"))
+		filepath.Join(dir, "fake.c"), filepath.Join(dir, "gpu.c"), filepath.Join(dir, "move.c"),
+		filepath.Join(dir, "pair.c"))
 	if out, err := cc.CombinedOutput(); err != nil {
 		panic(fmt.Sprintf("fakeverbs: compile the fake libibverbs: %v\n%s", err, out))
 	}

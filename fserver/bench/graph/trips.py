@@ -276,7 +276,7 @@ def _met(row: dict[str, Any], before: Sequence[dict[str, Any]]) -> bool | None:
     )
     if mode == "kernel" and how in TARGETS:
         target: float = TARGETS[how][size]  # type: ignore[index]
-        return p50 <= target and (how == "enqueued x20" or row["p99_us"] <= SPREAD * p50)
+        return bool(p50 <= target and (how == "enqueued x20" or row["p99_us"] <= SPREAD * p50))
     raw = [one for one in before if one.get("by") == "raw" and "p50_us" in one]
     if mode == "copy" and how == "graph x20" and size == SIZES[-1]:
         same = {"what": "copy engine", "how": how, "push": size[0], "pull": size[1]}

@@ -13,7 +13,7 @@ read -r ours theirs <<<"${DEVICES:-rxe0 rxe1}"
 sent() { cat "/sys/class/net/rdma${1:-0}/statistics/tx_bytes"; }
 ipv6() { awk '$1 == "Ip6InOctets" { print $2 }' /proc/net/snmp6; }
 status=0
-for transport in $transports; do
+for transport in ${transports:?}; do
   before=$(sent) before2=$(sent 2) before6=$(ipv6)
   "$@" --transport "$transport" --set FSERVER_SPIN_US=0 --worker-host "$workers" --server-host "$servers" \
     --worker-device "$ours" --server-device "$theirs" | tee /tmp/mesh.log || status=1

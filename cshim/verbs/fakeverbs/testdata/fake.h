@@ -5,6 +5,7 @@
 #ifndef FAKE_VERBS_H
 #define FAKE_VERBS_H
 
+#include <errno.h>
 #include <infiniband/verbs.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -97,18 +98,37 @@ struct qp {
 
 /* fake.c, all under the lock */
 extern struct context *contexts;
-extern struct qp *qps;
 extern struct mr *mrs;
 extern int opt_hold;
-extern long opt_patient, opt_late;
-struct qp *find_qp(uint32_t number);
+extern long opt_patient, opt_late, opt_devices, opt_inline, opt_qps, opt_wr,
+    opt_lag, opt_ib, opt_away, opt_ports;
+struct context *of(struct ibv_context *c);
 int injected(const char *call);
 int gone(struct ibv_context *c);
 int injected_status(int op);
 void notify(struct ibv_context *c, enum ibv_event_type type, void *element,
             int port);
 void count(const char *name, long by);
+long *counter(const char *name);
+void take_back(struct qp *q);
 int gid_of(int device, int index, struct ibv_gid_entry *entry);
+
+/* Fails a call: with what is injected, or because the device is gone. */
+#define MAY_FAIL(call, context, fails)                                         \
+  do {                                                                         \
+    int error_ = injected(call);                                               \
+    if (!error_ && (context) && gone(context))                                 \
+      error_ = EIO;                                                            \
+    if (error_) {                                                              \
+      unlock();                                                                \
+      errno = error_;                                                          \
+      return fails;                                                            \
+    }                                                                          \
+  } while (0)
+
+/* pair.c, likewise */
+extern struct qp *qps;
+struct qp *find_qp(uint32_t number);
 
 /* gpu.c, likewise */
 int peer_pieces(uint64_t start, uint64_t length, struct mr *m);

@@ -15,7 +15,10 @@ static struct piece peers[PEERS]; /* of length 0: none */
 static struct late *first, **last = &first;
 
 static void add(struct mr *m, struct piece p) {
-  m->piece = realloc(m->piece, (size_t)(m->pieces + 1) * sizeof p);
+  struct piece *more = realloc(m->piece, (size_t)(m->pieces + 1) * sizeof p);
+  if (!more)
+    abort();
+  m->piece = more;
   m->piece[m->pieces++] = p;
 }
 

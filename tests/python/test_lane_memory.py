@@ -1,0 +1,175 @@
+"""The memory of stream channels: when it is given back, and what happens without it.
+
+Over a driver without a GPU: see lanes.py."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import torch
+from lanes import (
+    DRIVER,
+    UNSUPPORTED,
+    Side,
+    at_rest,
+    exchange,
+    exchanged,
+    on_gpus,
+    opened,
+    over_driver,
+    pair,
+    refuses,
+    released,
+    run_check,
+)
+from nodes import LIMIT as WAIT
+from nodes import open_cluster
+
+import fserver
+
+
+@over_driver()
+def test_memory_is_put_off() -> None:
+    """A lane gives nothing back while a stream of the process may wait for another lane, or for a
+    flag: the driver would keep all others from the GPU until that wait is over."""
+    at_rest()
+    flag, seq = (fserver.map_pinned_tensor(torch.zeros(1, dtype=torch.int64), 0) for _ in "12")
+    fserver.wait_flag(seq, seq)  # loads kernels, and has a page of pinned memory, for good
+    before = DRIVER.held
+    first, second = pair("copy"), pair("copy")
+    for w, s in (first, second):
+        exchange(w, s, 1)
+    fserver.wait_flag(flag, seq)
+    held = DRIVER.held
+    DRIVER.waits = 1
+    for side in first:
+        side.lane.close()
+    assert (DRIVER.waiting, DRIVER.waited_in_vain) == (0, 0)
+    DRIVER.waits = 0
+    assert before < DRIVER.held <= held
+    exchange(*second, 2)
+    for side in second:
+        side.lane.close()
+    assert DRIVER.held > before
+    del seq
+    time.sleep(0.05)
+    assert DRIVER.held > before
+    del flag
+    end = time.monotonic() + WAIT
+    while DRIVER.held > before and time.monotonic() < end:
+        time.sleep(0.001)
+    assert DRIVER.held == before
+
+
+@over_driver()
+def test_what_is_put_off_makes_room() -> None:
+    """Where memory is short, and where it lies at addresses of a peer that are used again."""
+    stays = pair("copy")
+    for side in pair("copy"):
+        side.lane.close()
+    made: list[tuple[Side, Side]] = []
+    for what in ("full", "full_host"):
+        setattr(DRIVER, what, 1)
+        released(lambda: made.append(pair("copy")))
+        assert getattr(DRIVER, what) == 0
+    w, s = made[1]
+    exchange(w, s, 1)
+    told = {**s.plan.describe(0), "proof": ""}
+    for again in (0, 1):
+        DRIVER.taken = again
+        x = Side(0, "copy", 10000, 64, 1)
+        x.plan.attach(0, told)
+        x.lane.close()
+    assert DRIVER.taken == 0
+    exchange(*stays, 2)
+
+
+@over_driver()
+def test_no_pinned_memory() -> None:
+    w, _ = pair("copy")
+    DRIVER.fail_host = 1
+    text = "allocate pinned memory: out of memory .*open fewer channels, or raise ulimit -l"
+    refuses(lambda: w.lane.peek(w.plan.arena, 64), fserver.Error, text)
+    refuses(lambda: pair("copy"), fserver.Error, text)
+
+
+REMEDIES = {
+    "fail_alloc": "torch.cuda.empty_cache()",
+    "fail_host": "open fewer channels, or raise ulimit -l",
+    "fail_load": "torch.cuda.empty_cache()",
+    "fail_stream": "torch.cuda.empty_cache()",
+}
+
+
+@over_driver(
+    *product(("copy",), ("fail_alloc", "fail_host", "fail_stream"), ("worker", "server")),
+    *product(("kernel",), ("fail_load",), ("worker", "server")),
+)
+def test_no_memory(mode: str, what: str, who: str) -> None:
+    """One side has none: both say so, nothing is kept, and the next channel opens."""
+    on_gpus()
+    pair = open_cluster()
+    exchanged(*opened(pair, "host", "before"), 1)
+    before = at_rest()
+    setattr(DRIVER, what, 1 if who == "worker" else 2)
+    errors = dict(zip(("worker", "server"), opened(pair, mode, "none"), strict=True))
+    mine = errors.pop(who)
+    (told,) = errors.values()
+    assert type(mine) is fserver.Error
+    assert "out of memory" in str(mine) and REMEDIES[what] in str(mine)
+    assert f"{who} 0 refuses: {mine}" in str(told)
+    assert DRIVER.held == before
+    setattr(DRIVER, what, 0)
+    w, s = opened(pair, mode, "none")  # its name and its keys are free
+    if mode == "copy":
+        exchanged(w, s, 2)
+    pair.close()
+    assert DRIVER.held == before
+
+
+@over_driver("kernel", "copy")
+def test_gpus_without_peer_access(mode: str) -> None:
+    """Of one process, and of two."""
+    on_gpus()
+    pair = open_cluster()
+    before = at_rest()
+    DRIVER.no_access = 1
+    for mine, error in zip((0, 1), opened(pair, mode, "none"), strict=True):
+        assert type(error) is fserver.ConfigError, error
+        assert f"gpu {mine} cannot use the memory of gpu {1 - mine}: no peer access" in str(error)
+        assert 'use mode="host"' in str(error)
+    assert DRIVER.held == before
+    w, s = opened(pair, "host", "none")  # as it says
+    exchanged(w, s, 1)
+    pair.close()
+
+    w, s = (Side(i, mode, 10000, 64, 1) for i in (0, 1))
+    told = {**s.plan.describe(0), "device": 5, "proof": ""}
+    DRIVER.fail_import = UNSUPPORTED
+    refuses(
+        lambda: w.plan.attach(0, told),
+        fserver.ConfigError,
+        "gpu 0 cannot use the memory of gpu 5 of peer 0, as its process counts: no peer access .*"
+        'use mode="host"',
+    )
+    w.lane.close()
+    s.lane.close()
+    assert DRIVER.held == before
+
+
+@over_driver()
+def test_old_driver() -> None:
+    """Neither channels nor flags use it."""
+    DRIVER.old = 1
+    word = torch.zeros(1, dtype=torch.int64)
+    for name, call in (
+        ("map_pinned_tensor", lambda: fserver.map_pinned_tensor(word, 0)),
+        ("channel", lambda: pair("copy")),
+    ):
+        text = f"^{name}: cannot use a GPU: this driver supports CUDA 11.6, want 11.7 or later "
+        refuses(call, fserver.ConfigError, text + r"\(install an NVIDIA driver for CUDA 11.7")
+
+
+if __name__ == "__main__":
+    run_check(globals())
