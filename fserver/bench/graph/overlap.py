@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from ..errors import BenchError
 from ..report import median_interval
 from .side import GraphSide
-from .traffic import Traffic, opened, ours
+from .traffic import Shape, Traffic, opened, ours
 
 BLOCKS = 8  # of GEMMs, of a part of overlap
 AHEAD = 3  # parts that are enqueued
@@ -22,16 +22,11 @@ STEADY = 0.003  # GEMMs before and after a part differ by no more, else the cloc
 
 
 class Plain(Traffic):
-    """Copies to all peers, and pauses, as a graph as long as that of Traffic over `copy`:
-    what copies cost that nobody waits for. With a pace of 0 there are no copies.
+    """Copies to all peers, and pauses, as a graph as long as that of Traffic over `copy`: what
+    copies cost that nobody waits for. `pace_us` is of the copies of a micro-batch and the pause
+    after it; with 0 there are no copies."""
 
-    Args:
-        side: the process.
-        shape: layers, stages, rows, width.
-        pace_us: of the copies of a micro-batch and the pause after it.
-    """
-
-    def __init__(self, side: GraphSide, shape: tuple[int, ...], pace_us: float) -> None:
+    def __init__(self, side: GraphSide, shape: Shape, pace_us: float) -> None:
         self.side, self.main = side, side.stream(-1)
         layers, stages, rows, width = shape
         dtype, theirs = torch.int8, torch.bfloat16
@@ -95,11 +90,11 @@ class Plain(Traffic):
 
 def overlap(
     side: GraphSide,
-    shape: tuple[int, ...],
+    shape: Shape,
     compute: bool,
-    mode: str | None = None,
-    by: str | None = None,
     streams: str = "one",
+    mode: str = "",
+    by: str = "",
     **how: Any,
 ) -> dict[str, Any]:
     """GEMMs beside channels, or beside what the modes `none` and `plain` have."""
@@ -212,14 +207,10 @@ def _beside(
 def compared(
     at: list[float], traffic: list[list[tuple[float, ...]]], dry: bool
 ) -> list[dict[str, Any]]:
-    """Of each round by how much GEMMs were slowed.
-
-    Args:
-        at: when the loop began and when each of its blocks ended; BLOCKS of them are a part, and
-            round r has the parts 2 r, 2 r + 1 and 2 r + 2.
-        traffic: of each round, when each replay began and ended. In the first the sides meet.
-        dry: nothing runs beside anything.
-    """
+    """By how much GEMMs were slowed in each round. `at`: when the loop began and when each of its
+    blocks ended; BLOCKS of them are a part, and round r has the parts 2 r to 2 r + 2. `traffic`: of
+    each round, when each replay began and ended; in the first the sides meet. `dry`: nothing runs
+    beside anything."""
     spans = [(one[1][0], one[-1][1]) for one in traffic]
 
     def blocks(part: int, beside: bool) -> list[float]:
@@ -265,21 +256,18 @@ def summary(results: Sequence[Any], args: argparse.Namespace) -> dict[str, Any]:
             f"GEMMs before and after a part were never within {STEADY:.1%} of each other, "
             f"because the GPU's clock changes; --rounds is {args.rounds}: want more"
         )
-    worst = max(steady, key=median)
-    slowed = [median(x) for x in steady]
+    worst, slowed = max(steady, key=median), [median(x) for x in steady]
     low, high = median_interval(worst)
+    every = [(x, r) for r in results for x in r["rounds"]]
+    noise = median(abs(x["noise"]) for x, _ in every)
+    traffic = median(x["traffic_ms"] / r["quiet_ms"] - 1 for x, r in every)
     target = 0.005  # of copy, without kernels
     return {
         "gemms_slowed_percent": round(100 * max(slowed), 2),
         "between": [round(100 * low, 2), round(100 * high, 2)],
         "of_each_gpu": [round(100 * s, 2) for s in slowed],
-        "noise_percent": round(
-            100 * median(abs(x["noise"]) for r in results for x in r["rounds"]), 2
-        ),
-        "traffic_slowed_percent": round(
-            100 * median(x["traffic_ms"] / r["quiet_ms"] - 1 for r in results for x in r["rounds"]),
-            1,
-        ),
+        "noise_percent": round(100 * noise, 2),
+        "traffic_slowed_percent": round(100 * traffic, 1),
         "rounds": len(worst),
         "of": max(len(r["rounds"]) for r in results),
         "meets": True if high <= target else False if low > target else "cannot be told",

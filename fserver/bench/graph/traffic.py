@@ -18,24 +18,21 @@ from .side import GraphSide
 
 POISON = 0x5A5A5A5A
 WIRE = 395e9  # bytes per second of the copy engine between two H200
+Shape = tuple[int, ...]  # layers, stages, rows, width
 Opened = Sequence[tuple[torch.Tensor, torch.Tensor, Any]]
 """For each stage: int8 [rows, width] on a worker and [workers, rows, width] on a server, bf16
 [servers, rows, width] or [workers, rows, width], and the channel for them."""
 
 
 @contextlib.contextmanager
-def opened(
-    side: GraphSide, shape: tuple[int, ...], mode: str | None, by: str | None
-) -> Iterator[Opened]:
+def opened(side: GraphSide, shape: Shape, mode: str = "", by: str = "") -> Iterator[Opened]:
     """Channels of fserver in that mode, or of another library, which a process joins once."""
-    if by is None:
-        yield ours(side, mode, shape)
-    else:
-        yield theirs(side, by, shape)
+    yield theirs(side, by, shape) if by else ours(side, mode, shape)
+    if by:
         dist.destroy_process_group()
 
 
-def ours(side: GraphSide, mode: str | None, shape: tuple[int, ...]) -> Opened:
+def ours(side: GraphSide, mode: str, shape: Shape) -> Opened:
     """Channels of the node of this side."""
     _, stages, rows, width = shape
     count = side.servers if side.is_worker else side.workers
@@ -52,7 +49,7 @@ def ours(side: GraphSide, mode: str | None, shape: tuple[int, ...]) -> Opened:
     return found
 
 
-def theirs(side: GraphSide, by: str, shape: tuple[int, ...]) -> Opened:
+def theirs(side: GraphSide, by: str, shape: Shape) -> Opened:
     """Channels of another library. Each has been used once, on the current stream: NCCL connects
     when it is first used, and no kernel should be loaded beside one that waits."""
     layers, stages, rows, width = shape
@@ -93,28 +90,16 @@ def _addend(layer: int, server: int, half: int) -> int:
 
 
 class Traffic:
-    """The channels of one side, and all layers as a graph.
+    """The channels of one side, and all layers as a graph; `compute` has kernels in between.
 
     Tensors are looked at as int32, so that sums wrap and are exact. A server answers x with
     x + addend twice, in each half of the answer, and a worker goes on with the first half of one
     server's answer minus two times the second half of the next one's: -x and a number. So what is
     wrong anywhere in a layer is wrong in the end.
-
-    Args:
-        side: the process.
-        opened: what it sends and receives, see Opened.
-        shape: layers, stages, rows, width.
-        compute: have the kernels in between.
-        streams: one of STREAMS.
     """
 
     def __init__(
-        self,
-        side: GraphSide,
-        opened: Opened,
-        shape: tuple[int, ...],
-        compute: bool = True,
-        streams: str = "one",
+        self, side: GraphSide, of: Opened, shape: Shape, compute: bool = True, streams: str = "one"
     ) -> None:
         self.side, self.compute = side, compute
         self.layers, self.stages, rows, width = shape
@@ -123,7 +108,7 @@ class Traffic:
         branches = {"one": 0, "two": 1, "each": self.stages}[streams]
         self.branches = [side.stream(-1) for _ in range(branches)]
         self.apart = self.branches[0] if streams == "two" else None  # for what is sent
-        self.channels = [channel for _, _, channel in opened]
+        self.channels = [channel for _, _, channel in of]
         self.out: list[torch.Tensor] = []
         self.incoming: list[torch.Tensor] = []
         self.first: list[torch.Tensor] = []
@@ -133,7 +118,7 @@ class Traffic:
             dtype=torch.int32,
             device=side.device,
         )
-        for stage, (small, large, _) in enumerate(opened):
+        for stage, (small, large, _) in enumerate(of):
             words, answers = small.view(torch.int32), large.view(torch.int32)
             answers = answers.view(len(large), 2, -1)
             if side.is_worker:
@@ -278,16 +263,10 @@ class Traffic:
 
 
 def af(
-    side: GraphSide,
-    shape: tuple[int, ...],
-    streams: str,
-    replays: int,
-    parts: int,
-    mode: str | None = None,
-    by: str | None = None,
+    side: GraphSide, shape: Shape, streams: str, replays: int, parts: int, **which: str
 ) -> dict[str, Any]:
     """Times replays in so many parts, each of which begins with a checked one."""
-    with opened(side, shape, mode, by) as channels:
+    with opened(side, shape, **which) as channels:
         t = Traffic(side, channels, shape, streams=streams)
         t.capture()
         wrong, took = t.checked(), []
