@@ -39,7 +39,7 @@ UNSUPPORTED = 217  # of the driver: peer access
 ENDED, PARTED = 1, 2  # what the engine writes into the word that ends a channel
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Starts processes that find our libcuda.so.1, and libfakeguard.so, which gives torch its
     streams."""
