@@ -1,8 +1,8 @@
 """`fserver bench`: measures fserver on this host. See --help of each benchmark.
 
 A Run (run.py) has the table and the raw baseline, a program in C (baseline.py). What is compared
-takes turns (turns.py). The processes of fserver are a crew (crew.py) of parts (parts.py). Those of
-other libraries (rivals.py, libraries.py) and of graphs are a team (team.py).
+takes turns (turns.py). The processes of fserver are a crew (crew.py) of actors (actors.py). Those
+of other libraries (rivals.py, libraries.py) and of graphs are a team (team.py).
 """
 
 import argparse

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import report
+from .actors import TIMEOUT_MS, WorkerActor
 from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
 from .options import parser, positive, seconds_of, size, transport_of
-from .parts import TIMEOUT_MS, WorkerPart
 from .run import Run
 from .turns import CrewPlayer
 
@@ -65,7 +65,7 @@ PARSER = parser(
 )
 
 
-class LayersPart(WorkerPart):
+class LayersActor(WorkerActor):
     """One worker that goes through layers and stages; `count` counts steps through all layers."""
 
     def __init__(self, make: Any, layers: int, in_flight: int):
@@ -95,25 +95,25 @@ class LayersPart(WorkerPart):
         handles."""
         now = time.perf_counter_ns
         wait = self.nodes[0].wait
-        lanes = [lanes[0] for lanes in self.lanes]
+        requests = [requests[0] for requests in self.requests]
         under_way: deque[tuple[int, Any, int, int]] = deque()
         handles = []
 
         def finish() -> None:
-            i, lane, start, handle = under_way.popleft()
+            i, request, start, handle = under_way.popleft()
             wait(handle, TIMEOUT_MS)
             samples.append(now() - start)
-            self.check_numbers(lane, i)
+            self.check_numbers(request, i)
 
         for _ in range(self._layers):
-            for lane in lanes:
+            for request in requests:
                 if len(under_way) == self._in_flight:
                     finish()
                 self.sequence += 1
-                lane.sent.value = self.sequence
+                request.sent.value = self.sequence
                 start = now()
-                handle = lane.post()
-                under_way.append((self.sequence, lane, start, handle))
+                handle = request.post()
+                under_way.append((self.sequence, request, start, handle))
                 handles.append(handle)
         while under_way:
             finish()
@@ -158,8 +158,8 @@ def _measure(run: Run) -> dict[str, Any]:
     plan = (options.layers, options.in_flight)
     workers, servers = range(options.workers), range(options.servers)
     members = [
-        *(Member(f"worker {i}", LayersPart, "worker", cores[0], args=plan) for i in workers),
-        *(Member(f"server {i}", "parts.ServerPart", "server", cores[1]) for i in servers),
+        *(Member(f"worker {i}", LayersActor, "worker", cores[0], args=plan) for i in workers),
+        *(Member(f"server {i}", "actors.ServerActor", "server", cores[1]) for i in servers),
     ]
     out = (options.bytes,) * options.tensors
     back = (options.back_bytes,) * options.back_tensors

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from . import options as opts
 from . import report
+from .actors import WorkerActor
 from .crew import Case, Crew, Member, Nodes, pair_of, start
 from .errors import BenchError
-from .parts import WorkerPart
 from .remote import CommandingWorker
 from .run import Run
 from .turns import CrewPlayer, take_turns
@@ -56,7 +56,7 @@ class Way(NamedTuple):
     server: Mapping[str, str]
 
 
-class Members(WorkerPart):
+class Members(WorkerActor):
     """A worker that knows what its connection is made of."""
 
     def whole(self) -> None:

@@ -121,12 +121,12 @@ class Case:
 class Member:
     """A process of the crew, with nodes of one role.
 
-    `part` is the class that obeys in it: "module.Class" of this package, or a class. It is made
+    `actor` is the class that obeys in it: "module.Class" of this package, or a class. It is made
     with a Factory and `args`.
     """
 
     name: str
-    part: str | type
+    actor: str | type
     role: str
     core: int | None = None
     nodes: int = 1
@@ -158,7 +158,7 @@ class Peer:
         """
         context: Any = multiprocessing.get_context("spawn" if member.fresh else "forkserver")
         if not member.fresh:
-            context.set_forkserver_preload([f"{__package__}.parts"])
+            context.set_forkserver_preload([f"{__package__}.actors"])
         conn, theirs = context.Pipe()
         make = nodes.worker if member.role == "worker" else nodes.server
         process = context.Process(target=_child, args=(theirs, member, make), daemon=True)
@@ -392,8 +392,8 @@ def pair(
     nodes: Nodes,
     transport: str,
     cores: tuple[int, int] | None,
-    worker: str | type = "parts.WorkerPart",
-    server: str | type = "parts.ServerPart",
+    worker: str | type = "actors.WorkerActor",
+    server: str | type = "actors.ServerActor",
     **how: Any,
 ) -> Iterator[Crew]:
     """A worker and a server, connected; `how` is of Crew.cluster. Results come in this order."""
@@ -403,8 +403,8 @@ def pair(
 
 def pair_of(
     cores: tuple[int, int] | None,
-    worker: str | type = "parts.WorkerPart",
-    server: str | type = "parts.ServerPart",
+    worker: str | type = "actors.WorkerActor",
+    server: str | type = "actors.ServerActor",
     **more: Any,
 ) -> list[Member]:
     """The members of a pair; `more` is of both."""
@@ -473,14 +473,14 @@ def _child(conn: Connection, member: Member, make: Factory) -> None:
         if variable.startswith(OTHERS):
             del os.environ[variable]
     os.environ["STEPMESH_BACKEND"] = "CPU"  # but for those with a Place on a GPU
-    obey(conn, lambda: load(member.part)(make, *member.args))
+    obey(conn, lambda: load(member.actor)(make, *member.args))
 
 
-def load(part: str | type) -> type:
+def load(actor: str | type) -> type:
     """The class that "module.Class" of this package names."""
-    if isinstance(part, type):
-        return part
-    module, _, name = part.rpartition(".")
+    if isinstance(actor, type):
+        return actor
+    module, _, name = actor.rpartition(".")
     found: type = getattr(importlib.import_module(f".{module}", __package__), name)
     return found
 
@@ -491,15 +491,15 @@ def obey(conn: Connection, make: Callable[[], Any]) -> None:
     Each answer is a pair: "ok" and what the method returned, "wrong" and the text of a
     WrongDataError, or "failed", what to print and the text of the error.
     """
-    part = None
+    actor = None
     try:
-        part = make()
+        actor = make()
         conn.send(("ok", None))
         while True:
             method, args = conn.recv()
             if method == "end":
                 return
-            conn.send(("ok", getattr(part, method)(*args)))
+            conn.send(("ok", getattr(actor, method)(*args)))
     except EOFError:
         status = 1  # the parent is gone
     except WrongDataError as error:
@@ -508,8 +508,8 @@ def obey(conn: Connection, make: Callable[[], Any]) -> None:
         expected = isinstance(error, Error)  # its text says it all
         text = str(error) if expected else f"\n{traceback.format_exc()}"
         status = _report(conn, "failed", (text, str(error)))
-    if part is not None:
-        part.close()
+    if actor is not None:
+        actor.close()
     sys.exit(status)
 
 

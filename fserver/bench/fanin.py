@@ -6,10 +6,10 @@ from statistics import correlation, linear_regression
 from typing import Any
 
 from . import report
+from .actors import Actor, ServerActor
 from .baseline import baseline_of
 from .crew import Case, Member, Nodes, start
 from .options import CHECKED, numbers, parser, positive, seconds_of, size, transport_of
-from .parts import Part, ServerPart
 from .report import Figures
 from .run import Run
 from .turns import CrewPlayer
@@ -41,7 +41,7 @@ PARSER = parser(
 )
 
 
-class IdlersPart(Part):
+class IdlersActor(Actor):
     """Worker groups that are connected and do nothing."""
 
     def prepare(self, case: Case) -> None: ...
@@ -51,7 +51,7 @@ class IdlersPart(Part):
     def measure(self, warmup: int, count: int) -> None: ...
 
 
-class EagerServerPart(ServerPart):
+class EagerServerActor(ServerActor):
     """A server that waits for no group in particular."""
 
     at_least = 1
@@ -106,8 +106,8 @@ def _groups(run: Run) -> Iterator[dict[str, Any]]:
     """A cluster after the other, in the same processes."""
     options, cores = run.options, run.cores or (None, None)
     names = [f"worker {i}" for i in range(options.processes)]
-    members = [Member(name, "parts.WorkerPart", "worker", cores[0]) for name in names]
-    members.append(Member("server", "parts.ServerPart", "server", cores[1]))
+    members = [Member(name, "actors.WorkerActor", "worker", cores[0]) for name in names]
+    members.append(Member("server", "actors.ServerActor", "server", cores[1]))
     crew = run.enter_context(start(members, run.nodes))
     for groups in options.groups:
         dealt = {name: len(range(i, groups, len(names))) for i, name in enumerate(names)}
@@ -122,9 +122,9 @@ def _groups(run: Run) -> Iterator[dict[str, Any]]:
 def _idle(run: Run) -> Iterator[dict[str, Any]]:
     """A pair alone and a pair with idle groups beside it, in turn."""
     options, cores = run.options, run.cores or (None, None)
-    worker = Member("worker", "parts.WorkerPart", "worker", cores[0])
-    server = Member("server", "fanin.EagerServerPart", "server", cores[1])
-    idlers = Member("idlers", "fanin.IdlersPart", "worker", cores[0], options.idle)
+    worker = Member("worker", "actors.WorkerActor", "worker", cores[0])
+    server = Member("server", "fanin.EagerServerActor", "server", cores[1])
+    idlers = Member("idlers", "fanin.IdlersActor", "worker", cores[0], options.idle)
     crews = [
         run.enter_context(start(members, run.nodes))
         for members in ([worker, server], [worker, idlers, server])

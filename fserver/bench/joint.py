@@ -20,7 +20,7 @@ from pathlib import Path
 from .crew import START_TIMEOUT, Crew, Member, Peer, Place, ending, load, obey, transport_settings
 from .errors import BenchError
 
-PARTS = {"worker": "parts.WorkerPart", "server": "parts.ServerPart"}
+ACTORS = {"worker": "actors.WorkerActor", "server": "actors.ServerActor"}
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def joint(transport: str, cores: tuple[int, int] | None, device: str = "cpu") ->
             with contextlib.suppress(TimeoutError):
                 conn = Connection(listener.accept()[0].detach())
                 role = conn.recv()
-                peers.append(Peer(Member(role, PARTS[role], role), conn))
+                peers.append(Peer(Member(role, ACTORS[role], role), conn))
         peers.sort(key=lambda peer: peer.name == "server")
         crew = Crew(peers)
         crew.results(START_TIMEOUT)
@@ -71,7 +71,7 @@ def main() -> None:
     path, worker_core, server_core = sys.argv[1:]
     role = os.environ["DMLC_ROLE"]
     core = int(worker_core if role == "worker" else server_core)
-    if role in PARTS and core >= 0:
+    if role in ACTORS and core >= 0:
         os.sched_setaffinity(0, {core})
     import fserver
     from fserver import fserver_lib
@@ -81,9 +81,9 @@ def main() -> None:
         sock.connect(path)
         conn = Connection(sock.detach())
     conn.send(role)
-    part = load(PARTS[role])(lambda place: fserver_lib._node)
-    part.connect([Place(role, 0, 1, 1, "", {})])
-    obey(conn, lambda: part)
+    actor = load(ACTORS[role])(lambda place: fserver_lib._node)
+    actor.connect([Place(role, 0, 1, 1, "", {})])
+    obey(conn, lambda: actor)
 
 
 if __name__ == "__main__":

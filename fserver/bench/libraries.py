@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .errors import WrongDataError
 from .report import Figures, percentile
-from .team import SidePart
+from .team import SideActor
 
 ON_STREAMS = ("nccl", "symm", "nvshmem")  # a CUDA graph can hold their calls
 ON_GPUS = (*ON_STREAMS, "nixl")
@@ -71,7 +71,7 @@ def missing(way: str) -> str | None:
     return None
 
 
-def join(way: str, side: SidePart, room: int, stages: int = 1) -> Library:
+def join(way: str, side: SideActor, room: int, stages: int = 1) -> Library:
     """Makes this process one of several for a library, with so many bytes of memory.
 
     Raises:
@@ -87,7 +87,7 @@ def join(way: str, side: SidePart, room: int, stages: int = 1) -> Library:
     return library
 
 
-def _group(way: str, side: SidePart) -> None:
+def _group(way: str, side: SideActor) -> None:
     """The process group of torch, by loopback."""
     if way == "nvshmem":
         import torch.distributed._symmetric_memory as symm
@@ -105,11 +105,11 @@ def _group(way: str, side: SidePart) -> None:
     dist.barrier()
 
 
-def _zeros(side: SidePart, count: int) -> torch.Tensor:
+def _zeros(side: SideActor, count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8, device=side.device)
 
 
-def _symmetric(side: SidePart, count: int) -> tuple[torch.Tensor, Any]:
+def _symmetric(side: SideActor, count: int) -> tuple[torch.Tensor, Any]:
     """Zeros in symmetric memory, and what torch knows of them in all processes."""
     import torch.distributed._symmetric_memory as symm
 
@@ -120,7 +120,7 @@ def _symmetric(side: SidePart, count: int) -> tuple[torch.Tensor, Any]:
     return memory.zero_(), handle
 
 
-def _send_recv(side: SidePart, room: int, stages: int) -> Library:
+def _send_recv(side: SideActor, room: int, stages: int) -> Library:
     """NCCL; gloo on the CPU. What goes to all peers is one call, and so is what comes from them.
 
     A send may wait for its recv, and a communicator does one call after the other. With several
@@ -171,7 +171,7 @@ def _send_recv(side: SidePart, room: int, stages: int) -> Library:
     return Library(memory, open_pair if pair else open_many)
 
 
-def _symm(side: SidePart, room: int, stages: int) -> Library:
+def _symm(side: SideActor, room: int, stages: int) -> Library:
     """Copies into a peer's memory, and a flag. Nobody overwrites what is not read: a worker sends
     the next message of a stage after it received this one's answer, and a server answers what it
     received."""
@@ -200,7 +200,7 @@ def _symm(side: SidePart, room: int, stages: int) -> Library:
     return Library(memory, open)
 
 
-def _nvshmem(side: SidePart, room: int, stages: int) -> Library:
+def _nvshmem(side: SideActor, room: int, stages: int) -> Library:
     """Puts with a signal, to the same address at the peer. A signal must equal what is waited for,
     which a replayed graph meets too if the last value of a replay is not the first of the next: a
     graph has two messages of each stage or more. Channels of a stage go on counting."""
@@ -227,7 +227,7 @@ def _nvshmem(side: SidePart, room: int, stages: int) -> Library:
     return Library(memory, open)
 
 
-def _nixl(side: SidePart, room: int, stages: int) -> Library:
+def _nixl(side: SideActor, room: int, stages: int) -> Library:
     """Of a pair with one stage: a notification does not say what it is of. The agents write into
     each other's memory, registered once; without NIXL's own thread, which makes it slower."""
     package = next(name for name in NIXL if importlib.util.find_spec(name))
@@ -279,7 +279,7 @@ the same order, and use one at a time. A round trip is a send and a recv on one 
 a send on the other."""
 
 
-def pair(way: str, side: SidePart, room: int) -> Open:
+def pair(way: str, side: SideActor, room: int) -> Open:
     """Joins as one of two. `room`: the most bytes of a message, the same on both sides."""
     room = -(-room // 256) * 256
     mine, peer = side.index, 1 - side.index
@@ -309,31 +309,31 @@ def copies(devices: tuple[int, int]) -> Figures:
     for directions in ([devices], [devices, devices[::-1]]):
         tried = []
         for flying in (1, 2):
-            lanes = [_lane(a, b) for a, b in directions for _ in range(flying)]
-            _copy(lanes, devices, 1)
-            if any(not torch.equal(lane[0].cpu(), lane[1].cpu()) for lane in lanes):
+            pairs = [_tensors(a, b) for a, b in directions for _ in range(flying)]
+            _copy(pairs, devices, 1)
+            if any(not torch.equal(one[0].cpu(), one[1].cpu()) for one in pairs):
                 raise WrongDataError("wire: what a copy brought is not what was sent")
             tried.append(
-                sorted(_copy(lanes, devices, count) / count / flying for _ in range(rounds))
+                sorted(_copy(pairs, devices, count) / count / flying for _ in range(rounds))
             )
         best.append(min(tried, key=lambda took: percentile(took, 50)))
     found = {f"p{p}_us": percentile(best[0], p) for p in (50, 99)}
     return {**found, "both_ways_p50_us": percentile(best[1], 50), "iters": count * rounds}
 
 
-def _lane(a: int, b: int) -> tuple[Any, ...]:
+def _tensors(a: int, b: int) -> tuple[Any, ...]:
     source = torch.randint(0, 251, (BIG,), dtype=torch.uint8, device=f"cuda:{a}")
     landing = torch.full_like(source, 255, device=f"cuda:{b}")
     return source, landing, torch.cuda.Stream(a), torch.cuda.Stream(b)
 
 
-def _copy(lanes: Sequence[Any], devices: Sequence[int], count: int) -> float:
-    """Microseconds of so many copies of each lane."""
+def _copy(pairs: Sequence[Any], devices: Sequence[int], count: int) -> float:
+    """Microseconds of so many copies of each pair."""
     for device in devices:
         torch.cuda.synchronize(device)
     started = time.perf_counter_ns()
     for _ in range(count):
-        for source, landing, here, there in lanes:
+        for source, landing, here, there in pairs:
             with torch.cuda.stream(there), torch.cuda.stream(here):
                 landing.copy_(source, non_blocking=True)
     for device in devices:

@@ -138,10 +138,10 @@ def _serve(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def _far(run: Run, part: str, role: str) -> Iterator[Crew]:
+def _far(run: Run, actor: str, role: str) -> Iterator[Crew]:
     """The process of this host; the other one is on the other host."""
     options, core = run.options, run.cores and run.cores[role == "server"]
-    with crew.start([Member(role, part, role, core)], run.nodes) as one:
+    with crew.start([Member(role, actor, role, core)], run.nodes) as one:
         with one.cluster("tcp", host=options.host, scheduler=options.scheduler):
             yield one
 

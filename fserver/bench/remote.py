@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from .actors import TIMEOUT_MS, ServerActor, WorkerActor
 from .baseline import Baseline, compiled
 from .crew import Case, Crew
 from .errors import BenchError
-from .parts import TIMEOUT_MS, ServerPart, WorkerPart
 
 CONTROL = 1 << 63
 METHODS = ("prepare", "verify", "measure")
@@ -36,7 +36,7 @@ def far_baseline(
     return Baseline(way, command=command, variables={TOKEN: found["token"]})
 
 
-class CommandingWorker(WorkerPart):
+class CommandingWorker(WorkerActor):
     """Does what its parent says, and has the server do its part of it."""
 
     def prepare(self, case: Case) -> None:
@@ -67,7 +67,7 @@ class CommandingWorker(WorkerPart):
         node.wait(handle, TIMEOUT_MS)
 
 
-class ObeyingServer(ServerPart):
+class ObeyingServer(ServerActor):
     """Does what the worker says."""
 
     def serve(self) -> None:

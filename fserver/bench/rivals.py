@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from .actors import POISON, Actor, first_difference, own_seed
 from .crew import Member, Nodes, start
 from .errors import BenchError, GaveUpError, WrongDataError
 from .libraries import BIG, ENVIRONMENT, ON_CPU, ON_GPUS, copies, missing, pair
-from .parts import POISON, Part, first_difference, own_seed
 from .report import Figures, figures
-from .team import SidePart, Team
+from .team import SideActor, Team
 
 __all__ = ("BIG", "ON_CPU", "ON_GPUS", "WAYS", "Rival", "beside", "reason", "wire")
 
@@ -26,7 +26,7 @@ LIMIT = 20.0  # seconds; what is done in one go, the first of which takes longes
 CORES = 4  # of each process
 
 
-class RivalPart(SidePart):
+class RivalActor(SideActor):
     """One of two processes, in which the host waits for its stream at each round trip, as
     push_pull and wait do."""
 
@@ -76,7 +76,7 @@ class RivalPart(SidePart):
         return figures(samples)
 
 
-class WirePart(Part):
+class WireActor(Actor):
     """A process that sees both GPUs."""
 
     def wire(self, *gpus: int) -> Figures:
@@ -90,7 +90,7 @@ def wire(gpus: tuple[int, int]) -> Figures:
     Raises:
         BenchError: that went wrong.
     """
-    with start([Member("wire", WirePart, "worker")], Nodes()) as crew:
+    with start([Member("wire", WireActor, "worker")], Nodes()) as crew:
         found: Figures = crew.all("wire", *gpus, timeout=LIMIT)[0]
         return found
 
@@ -117,7 +117,7 @@ class Rival:
         """Starts the processes, and does not wait for them."""
         with contextlib.suppress(GaveUpError), self._guarded():
             variables = ENVIRONMENT if gpus else {}
-            self.team = Team(RivalPart, (1, 1), (), _apart(cores), variables, nodes)
+            self.team = Team(RivalActor, (1, 1), (), _apart(cores), variables, nodes)
 
     def join(self, gpus: tuple[int, int] | None, room: int) -> None:
         """Has them join, with tensors on these two or on the CPU."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from .actors import Actor
 from .crew import Factory, Member, Nodes, Peer, end_all
 from .errors import BenchError, WrongDataError
-from .parts import Part
 
 START_S = 120.0  # imports of torch in many processes
 APART_S = 0.5  # so that they do not say at the same time where they hang
@@ -23,7 +23,7 @@ PARTING_S = 1.0  # for the others to say what they have seen, once one has faile
 Links = Sequence[Connection | None]
 
 
-class SidePart(Part):
+class SideActor(Actor):
     """One of the processes. `index` is its number among all, of which the workers come first, and
     `rank` that among those of its role; its tensors are on `device`."""
 
@@ -68,14 +68,14 @@ class Team:
 
     def __init__(
         self,
-        part: type[SidePart],
+        actor: type[SideActor],
         shape: tuple[int, int],
         args: tuple[Any, ...] = (),
         cores: Sequence[Sequence[int]] = (),
         variables: Mapping[str, str] | None = None,
         nodes: Nodes = Nodes(),  # noqa: B008 (immutable)
     ):
-        """Starts so many workers and servers: `part` is made with what SidePart takes and `args`.
+        """Starts so many workers and servers: `actor` is made with what SideActor takes and `args`.
         The environment of the processes has these variables from the start."""
         count = sum(shape)
         links: list[list[Connection | None]] = [[None] * count for _ in range(count)]
@@ -86,7 +86,7 @@ class Team:
             for i in range(count):
                 role, rank = ("worker", i) if i < shape[0] else ("server", i - shape[0])
                 own = i, shape, links[i], cores[i] if cores else (), *args
-                member = Member(f"{role} {rank}", part, role, args=own, variables=variables or {})
+                member = Member(f"{role} {rank}", actor, role, args=own, variables=variables or {})
                 self.peers.append(Peer.spawn(member, nodes))
         except BaseException:
             self.close(0)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from . import report
+from .actors import WorkerActor
 from .crew import TIMEOUT, Case, Crew, Nodes, pair
 from .errors import BenchError
 from .options import parser, positive, seconds_of, size, transport_of
-from .parts import WorkerPart
 from .run import Run
 
 COLUMNS = (
@@ -46,7 +46,7 @@ PARSER = parser(
 )
 
 
-class ThreadsPart(WorkerPart):
+class ThreadsActor(WorkerActor):
     """A worker whose stages belong to a thread each."""
 
     def asked(self, count: int) -> dict[str, float]:
@@ -66,7 +66,7 @@ class ThreadsPart(WorkerPart):
 
         def alone(stage: int) -> list[int]:
             gate.wait()
-            return self._alone(self.lanes[stage][0], count, sampled=True)
+            return self._alone(self.requests[stage][0], count, sampled=True)
 
         with ThreadPoolExecutor(threads) as pool:
             running = [pool.submit(alone, stage) for stage in range(threads)]
@@ -88,7 +88,7 @@ def main(argv: list[str], nodes: Nodes = Nodes()) -> int:  # noqa: B008 (immutab
     options = PARSER.parse_args(argv)
     # Two threads on one core take turns: processes are not pinned, unless --cores says so.
     with Run("threads", options, nodes, COLUMNS, options.rounds, pin=False) as run:
-        two = run.enter_context(pair(nodes, options.transport, run.cores, ThreadsPart))
+        two = run.enter_context(pair(nodes, options.transport, run.cores, ThreadsActor))
         two.all("prepare", Case("push_pull", (options.size,), (options.size,), stages=2, unit=2))
         two.all("verify", 0)
         transport = two.transport()

@@ -21,7 +21,7 @@ from fserver.bench.graph.traffic import Traffic, ours
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "long"))
 
-from soak import SoakPart, by_the_byte  # noqa: E402
+from soak import SoakActor, by_the_byte  # noqa: E402
 
 __all__ = ("LIMITS", "CheckedSide", "by_the_byte", "memory", "zero_sm")
 
@@ -35,7 +35,7 @@ LIMITS = {
 }
 
 
-class CheckedSide(GraphSide, SoakPart):
+class CheckedSide(GraphSide, SoakActor):
     """A side that knows what its process has in use."""
 
     def gpus(self) -> int:

@@ -28,10 +28,10 @@ import psutil
 import torch
 
 from fserver import _loader
+from fserver.bench.actors import Actor, ServerActor, WorkerActor
 from fserver.bench.crew import Case, Crew, Nodes, environment, pair_of, start
 from fserver.bench.errors import BenchError
 from fserver.bench.options import Parser, output, positive, size
-from fserver.bench.parts import Part, ServerPart, WorkerPart
 from fserver.bench.report import show_size
 from fserver.bench.run import choose_cores, need_gpu
 
@@ -95,7 +95,7 @@ def resident() -> int:
     return int(found.split()[1]) * 1024
 
 
-class SoakPart(Part):
+class SoakActor(Actor):
     """Counts what must not grow in its process."""
 
     def counts(self) -> dict[str, int]:
@@ -132,11 +132,11 @@ class SoakPart(Part):
         gc.freeze()
 
 
-class SoakWorker(SoakPart, WorkerPart):
+class SoakWorker(SoakActor, WorkerActor):
     pass
 
 
-class SoakServer(SoakPart, ServerPart):
+class SoakServer(SoakActor, ServerActor):
     pass
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fserver.bench.actors import POISON, TIMEOUT_MS, Actor, first_difference
 from fserver.bench.errors import WrongDataError
-from fserver.bench.parts import POISON, TIMEOUT_MS, Part, first_difference
 
 MAX_DIMS = 10
 KEYS = 12  # few, so that each comes again with another shape and type
@@ -121,7 +121,7 @@ def _tensor(
     return Tensor(key, dtype, tuple(shape), zlib.crc32(name.encode()))
 
 
-class RandomPart(Part):
+class RandomActor(Actor):
     """One side, with all its nodes driven by one thread."""
 
     def play(self, seed: int, first: int, count: int, limit: int) -> dict[str, int]:
@@ -138,7 +138,7 @@ class RandomPart(Part):
         raise NotImplementedError
 
 
-class RandomWorkers(RandomPart):
+class RandomWorkers(RandomActor):
     """All workers."""
 
     def _step(self, name: str, step: list[list[Request]], moved: dict[str, int]) -> None:
@@ -168,7 +168,7 @@ class RandomWorkers(RandomPart):
                     want.check(next(got), what)
 
 
-class RandomServers(RandomPart):
+class RandomServers(RandomActor):
     """All servers."""
 
     def _step(self, name: str, step: list[list[Request]], moved: dict[str, int]) -> None:

@@ -16,7 +16,7 @@ import torch
 from bench_fakes import CorruptingServer, FakeServer, FakeWorker, RepeatingServer
 
 from fserver import bench
-from fserver.bench import crew, parts, pingpong
+from fserver.bench import actors, crew, pingpong
 from fserver.bench.crew import Case, Place
 from fserver.bench.errors import BenchError, WrongDataError
 
@@ -26,11 +26,11 @@ def play(kind, op, *calls):
     ours, theirs = socket_pipe()
     case = Case(op, (64,), () if op == "push" else (64,))
     two = (
-        parts.WorkerPart(lambda place: FakeWorker(ours)),
-        parts.ServerPart(lambda place: kind(theirs)),
+        actors.WorkerActor(lambda place: FakeWorker(ours)),
+        actors.ServerActor(lambda place: kind(theirs)),
     )
-    for part, role in zip(two, ("worker", "server"), strict=True):
-        part.connect([Place(role, 0, 1, 1, "", {})])
+    for actor, role in zip(two, ("worker", "server"), strict=True):
+        actor.connect([Place(role, 0, 1, 1, "", {})])
     with ThreadPoolExecutor(2) as pool:
         for method, *args in [("prepare", case), *calls]:
             jobs = [pool.submit(getattr(peer, method), *args) for peer in two]
@@ -61,16 +61,16 @@ def test_parts_see_old_data():
 
 
 def test_pattern_is_everywhere_and_changes():
-    pattern = parts.Pattern()
-    t = torch.zeros(3 * parts.PERIOD + 11, dtype=torch.uint8)
+    pattern = actors.Pattern()
+    t = torch.zeros(3 * actors.PERIOD + 11, dtype=torch.uint8)
     pattern.fill(t, 1)
     other = t.clone()
     pattern.fill(other, 2)
     assert bool((t != other).all())
-    parts.number(t).value = 7
+    actors.number(t).value = 7
     pattern.check(t, 1, 7, "t")
-    t[2 * parts.PERIOD + 5] += 1
-    with pytest.raises(WrongDataError, match=f"byte {2 * parts.PERIOD + 5} of {len(t)}"):
+    t[2 * actors.PERIOD + 5] += 1
+    with pytest.raises(WrongDataError, match=f"byte {2 * actors.PERIOD + 5} of {len(t)}"):
         pattern.check(t, 1, 7, "t")
 
 

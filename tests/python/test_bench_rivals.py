@@ -20,7 +20,7 @@ COUNT = 20
 TRIPS = 2 * (2 + COUNT + 1) + 1  # of a case of those
 
 
-class OddPart(rivals.RivalPart):
+class OddActor(rivals.RivalActor):
     """Does something after one of its round trips; only the first side does."""
 
     at = 0
@@ -32,25 +32,25 @@ class OddPart(rivals.RivalPart):
             self.act()
 
 
-class CorruptingPart(OddPart):
+class CorruptingActor(OddActor):
     def act(self):
         if self.at == TRIPS:
             self.way.landing[-1] ^= 1
 
 
-class DyingPart(OddPart):
+class DyingActor(OddActor):
     def act(self):
         if self.at == TRIPS + 5:
             os._exit(9)
 
 
-class HangingPart(OddPart):
+class HangingActor(OddActor):
     def act(self):
         if self.at == 5:
             time.sleep(1000)
 
 
-class FailingPart(rivals.RivalPart):
+class FailingActor(rivals.RivalActor):
     """Of the two it is the other that fails first, as this one is gone."""
 
     def join(self, *args):
@@ -74,9 +74,9 @@ class Ours:
         return {"iters": count, "p50_us": 1.0, "p99_us": 1.0}
 
 
-def measured(monkeypatch, part=rivals.RivalPart):
+def measured(monkeypatch, actor=rivals.RivalActor):
     """Of each case, the figures of ours and of gloo, and why there are none of gloo."""
-    monkeypatch.setattr(rivals, "RivalPart", part)
+    monkeypatch.setattr(rivals, "RivalActor", actor)
     found = []
     with contextlib.ExitStack() as stack:
         [gloo] = rivals.beside(stack, ["gloo"], None, 1 << 16, None, Nodes())
@@ -117,13 +117,13 @@ def test_pingpong_beside_gloo(tmp_path):
 
 def test_one_that_brings_wrong_data(monkeypatch, capsys):
     told = "the worker 0 received wrong data: byte 63 of 64 is "
-    for theirs, reason in measured(monkeypatch, CorruptingPart):
+    for theirs, reason in measured(monkeypatch, CorruptingActor):
         assert reason.startswith(told) and theirs == []
     assert f"bench: gloo:\n{told}" in capsys.readouterr().err
 
 
 def test_one_that_dies(monkeypatch):
-    first, *later = measured(monkeypatch, DyingPart)
+    first, *later = measured(monkeypatch, DyingActor)
     assert first[1] is None and len(first[0]) == 2
     assert later == [([], "the worker 0 ended with status 9")] * 2
 
@@ -132,13 +132,13 @@ def test_one_that_hangs(monkeypatch, capfd):
     forkserver._forkserver._stop()  # the next one has the standard error of this test
     monkeypatch.setattr(rivals, "LIMIT", 4.0)
     why = "no answer from worker 0 and server 0 within 6 s"
-    assert measured(monkeypatch, HangingPart) == [([], why)] * 3
+    assert measured(monkeypatch, HangingActor) == [([], why)] * 3
     assert " in act\n" in capfd.readouterr().err  # where it was
 
 
 def test_one_that_cannot_start(monkeypatch, capsys):
     why = "LookupError: there is no such thing here"
-    assert measured(monkeypatch, FailingPart) == [([], why)] * 3
+    assert measured(monkeypatch, FailingActor) == [([], why)] * 3
     assert "Traceback" in (err := capsys.readouterr().err) and why in err
 
 
@@ -154,7 +154,7 @@ def test_those_of_gpus_have_their_environment_from_the_start(monkeypatch):
     started = []
 
     class NoTeam(team.Team):
-        def __init__(self, part, shape, args, cores, variables, nodes):
+        def __init__(self, actor, shape, args, cores, variables, nodes):
             started.append(variables)
             raise OSError("not here")
 

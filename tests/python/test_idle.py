@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from fserver.bench.actors import TIMEOUT_MS, ServerActor, WorkerActor
 from fserver.bench.crew import Case, Nodes, pair
-from fserver.bench.parts import TIMEOUT_MS, ServerPart, WorkerPart
 
 SECONDS = 1.0  # of each state
 LIMIT = 0.1  # of a core; what polls takes all of one
@@ -20,7 +20,7 @@ def share(call: Callable[[], object]) -> float:
     return (time.process_time() - used) / (time.monotonic() - start)
 
 
-class IdleWorker(WorkerPart):
+class IdleWorker(WorkerActor):
     def blocked_get_batch(self) -> float:
         """While nothing is called and the server waits for a request."""
         return share(lambda: time.sleep(SECONDS))
@@ -33,7 +33,7 @@ class IdleWorker(WorkerPart):
         return share(lambda: lane.node.wait(lane.post(), TIMEOUT_MS))
 
 
-class IdleServer(ServerPart):
+class IdleServer(ServerActor):
     def blocked_get_batch(self) -> float:
         """Inside a get_batch."""
         return share(lambda: self.nodes[0].get_batch(timeout_ms=int(SECONDS * 1e3)))

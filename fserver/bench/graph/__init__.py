@@ -73,14 +73,14 @@ def _rows(args: argparse.Namespace) -> Iterator[trips.Row]:
             yield overlap.overlap, {"by": by, "compute": True, "streams": streams}, limit
 
 
-def team(shape: tuple[int, int], dry: bool, part: type[GraphSide] = GraphSide, **how: Any) -> Team:
+def team(shape: tuple[int, int], dry: bool, actor: type[GraphSide] = GraphSide, **how: Any) -> Team:
     """The processes; `how` is of Team."""
     count = sum(shape)
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // count
     own = [cores[i * each : (i + 1) * each] if each >= 4 else [] for i in range(count)]
     turns = multiprocessing.RawArray("Q", count)
-    made = Team(part, shape, (dry, turns), own, **how)
+    made = Team(actor, shape, (dry, turns), own, **how)
     made.results()
     return made
 

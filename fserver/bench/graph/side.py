@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..team import SidePart
+from ..team import SideActor
 
 LIMIT_S = 60.0  # for another side
 
@@ -30,9 +30,9 @@ class _Mark:
         return True
 
 
-class GraphSide(SidePart):
+class GraphSide(SideActor):
     """What a function that runs in one of the processes is given: streams, graphs and moments. It
-    is made with what SidePart takes, whether tensors are on the CPU, and a number for each side in
+    is made with what SideActor takes, whether tensors are on the CPU, and a number for each side in
     shared memory."""
 
     def __init__(self, *args: Any) -> None:

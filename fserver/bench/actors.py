@@ -94,7 +94,7 @@ def own_seed(seed: int, role: str, rank: int, position: int) -> int:
     return seed + position + 37 * rank + (128 if role == "server" else 0)
 
 
-class Part:
+class Actor:
     """The nodes of one process, all workers or all servers."""
 
     def __init__(self, make: Factory):
@@ -151,7 +151,7 @@ class Part:
         return sorted({link.transport for node in self.nodes for link in node.links()})
 
 
-class Lane:
+class Request:
     """The tensors of one worker for one stage."""
 
     def __init__(self, node: Any, case: Case, stage: int, place: Place, device: torch.device):
@@ -179,15 +179,15 @@ class Lane:
         return handle
 
 
-class WorkerPart(Part):
+class WorkerActor(Actor):
     """Workers that push at the same time, and measure until the last of them is done."""
 
     def prepare(self, case: Case) -> None:
         """Makes the tensors of a case."""
         self.case = case
-        self.lanes = [
+        self.requests = [
             [
-                Lane(node, case, stage, place, self.device_of(case))
+                Request(node, case, stage, place, self.device_of(case))
                 for node, place in zip(self.nodes, self.places, strict=True)
             ]
             for stage in range(case.stages)
@@ -195,24 +195,24 @@ class WorkerPart(Part):
 
     def verify(self, seed: int) -> None:
         """An exchange of each stage, of new data into poisoned memory, compared byte by byte."""
-        for lanes in self.lanes:
+        for requests in self.requests:
             self.sequence += 1
-            for lane in lanes:
-                for j, t in enumerate(lane.push):
-                    self.pattern.fill(t, own_seed(seed, "worker", lane.rank, j))
+            for request in requests:
+                for j, t in enumerate(request.push):
+                    self.pattern.fill(t, own_seed(seed, "worker", request.rank, j))
                     number(t).value = self.sequence
-                for t in lane.pull:
+                for t in request.pull:
                     t.fill_(POISON)
-            handles = [lane.post() for lane in lanes]
-            for lane, handle in zip(lanes, handles, strict=True):
-                lane.node.wait(handle, TIMEOUT_MS)
-                for k, t in enumerate(lane.pull):
+            handles = [request.post() for request in requests]
+            for request, handle in zip(requests, handles, strict=True):
+                request.node.wait(handle, TIMEOUT_MS)
+                for k, t in enumerate(request.pull):
                     server, j = divmod(k, len(self.case.back))
                     if self.case.echoes:
-                        want = own_seed(seed, "worker", lane.rank, j)
+                        want = own_seed(seed, "worker", request.rank, j)
                     else:
                         want = own_seed(seed, "server", server, j)
-                    what = f"{self.case}: answer {j} of server {server} to worker {lane.rank}"
+                    what = f"{self.case}: answer {j} of server {server} to worker {request.rank}"
                     self.pattern.check(t, want, self.sequence, what)
 
     def measure(self, warmup: int, count: int) -> dict[str, Any]:
@@ -226,31 +226,36 @@ class WorkerPart(Part):
 
     def exchange(self, count: int, sampled: bool = False) -> list[int]:
         """Does `count` exchanges; writing and checking the numbers is not in the times (ns)."""
-        lanes = self.lanes[0]
-        if len(lanes) == 1:
-            return self._alone(lanes[0], count, sampled)
+        requests = self.requests[0]
+        if len(requests) == 1:
+            return self._alone(requests[0], count, sampled)
         now = time.perf_counter_ns
         samples = []
         for i in range(self.sequence + 1, self.sequence + 1 + count):
-            for lane in lanes:
-                lane.sent.value = i
+            for request in requests:
+                request.sent.value = i
             start = now()
-            handles = [lane.post() for lane in lanes]
-            for lane, handle in zip(lanes, handles, strict=True):
-                lane.node.wait(handle, TIMEOUT_MS)
+            handles = [request.post() for request in requests]
+            for request, handle in zip(requests, handles, strict=True):
+                request.node.wait(handle, TIMEOUT_MS)
             end = now()
             if sampled:
                 samples.append(end - start)
-            for lane in lanes:
-                self.check_numbers(lane, i)
+            for request in requests:
+                self.check_numbers(request, i)
         self.sequence += count
         return samples
 
-    def _alone(self, lane: Lane, count: int, sampled: bool) -> list[int]:
+    def _alone(self, request: Request, count: int, sampled: bool) -> list[int]:
         """The same for one worker, with nothing but the two calls between the times."""
-        push_pull, wait, now = lane.node.push_pull, lane.node.wait, time.perf_counter_ns
-        push, push_keys, pull, pull_keys = lane.push, lane.push_keys, lane.pull, lane.pull_keys
-        sent = lane.sent
+        push_pull, wait, now = request.node.push_pull, request.node.wait, time.perf_counter_ns
+        push, push_keys, pull, pull_keys = (
+            request.push,
+            request.push_keys,
+            request.pull,
+            request.pull_keys,
+        )
+        sent = request.sent
         samples = []
         for i in range(self.sequence + 1, self.sequence + 1 + count):
             sent.value = i
@@ -260,18 +265,18 @@ class WorkerPart(Part):
             end = now()
             if sampled:
                 samples.append(end - start)
-            self.check_numbers(lane, i)
+            self.check_numbers(request, i)
         self.sequence += count
         return samples
 
-    def check_numbers(self, lane: Lane, i: int) -> None:
+    def check_numbers(self, request: Request, i: int) -> None:
         """The answers are those of exchange i."""
-        for got in lane.got:
+        for got in request.got:
             if got.value != i:
                 raise WrongDataError(f"{self.case}: exchange {i} brought the answer to {got.value}")
 
 
-class ServerPart(Part):
+class ServerActor(Actor):
     """A server that answers a batch after the other."""
 
     at_least: int | None = None  # groups whose requests make a batch; None: all
