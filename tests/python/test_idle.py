@@ -28,9 +28,9 @@ class IdleWorker(WorkerActor):
     def blocked_wait(self) -> float:
         """Inside a wait."""
         self.sequence += 1
-        lane = self.lanes[0][0]
-        lane.sent.value = self.sequence
-        return share(lambda: lane.node.wait(lane.post(), TIMEOUT_MS))
+        request = self.requests[0][0]
+        request.sent.value = self.sequence
+        return share(lambda: request.node.wait(request.post(), TIMEOUT_MS))
 
 
 class IdleServer(ServerActor):
