@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("benchmark", choices=BENCHMARKS, help="one of the benchmarks below")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the options of the benchmark")
     options = parser.parse_args(argv)
-    from .crew import environment
+    from .host import environment
 
     # A row of a table says the transport; a line of each connection would hide the table.
     asked = {"FSERVER_LOG", "PS_VERBOSE"} & set(os.environ)

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from .crew import START_TIMEOUT, Crew, Member, Peer, Place, ending, load, obey, transport_settings
+from .crew import START_TIMEOUT, Crew, Member, Peer, Place, ending, load, obey
 from .errors import BenchError
+from .host import transport_settings
 
 ACTORS = {"worker": "actors.WorkerActor", "server": "actors.ServerActor"}
 

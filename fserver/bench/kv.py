@@ -20,8 +20,8 @@ from fserver.run.gpus import seen
 from . import options as opts
 from . import report
 from .baseline import compiled
-from .crew import NO_ADDRESS, OTHERS, free_port, own_address, secret, transport_settings
 from .errors import BenchError
+from .host import NO_ADDRESS, OTHERS, free_port, own_address, secret, transport_settings
 from .run import Run
 
 PLACES = ("local", "remote", "joint")

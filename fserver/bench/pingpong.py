@@ -14,6 +14,7 @@ from . import options as opts
 from .baseline import Baseline, baseline_of, compiled
 from .crew import Case, Crew, Member, Nodes
 from .errors import BenchError
+from .host import NO_ADDRESS, own_address, transport_settings
 from .joint import joint
 from .remote import far_baseline
 from .report import Figures
@@ -167,7 +168,7 @@ def _ours(
     options, device = run.options, planned[0].device
     transports = ["tcp"] if place == "remote" else options.transport
     alone = len(transports) * len(options.places) * len(options.device) == 1
-    host = crew.own_address() if place == "remote" and not options.role else None
+    host = own_address() if place == "remote" and not options.role else None
     raws: dict[str | None, Raw] = {}
     for transport, shared in itertools.product(transports, [False, True][: 1 + options.shared]):
         try:
@@ -203,7 +204,7 @@ def _pair(
     if place == "joint":
         return joint(transport, run.cores, device)
     if place == "remote" and not host:
-        raise BenchError(crew.NO_ADDRESS)
+        raise BenchError(NO_ADDRESS)
     return crew.pair(run.nodes, transport, run.cores, host=host, device=device)
 
 
@@ -244,7 +245,7 @@ def _made(name: str, raw: Raw | None, make: Callable[[], Any]) -> Way:
 def _cpp(run: Run, stack: contextlib.ExitStack, transport: str) -> Baseline:
     """cppecho.cc, over a transport."""
     command = [str(compiled("cppecho.cc")), *map(str, run.cores or (-1, -1))]
-    settings = {**crew.transport_settings(transport), "FSERVER_LOG": "warn"}
+    settings = {**transport_settings(transport), "FSERVER_LOG": "warn"}
     return stack.enter_context(Baseline("C++", command=command, variables=settings))
 
 

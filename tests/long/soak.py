@@ -29,8 +29,9 @@ import torch
 
 from fserver import _loader
 from fserver.bench.actors import Actor, ServerActor, WorkerActor
-from fserver.bench.crew import Case, Crew, Nodes, environment, pair_of, start
+from fserver.bench.crew import Case, Crew, Nodes, pair_of, start
 from fserver.bench.errors import BenchError
+from fserver.bench.host import environment
 from fserver.bench.options import Parser, output, positive, size
 from fserver.bench.report import show_size
 from fserver.bench.run import choose_cores, need_gpu

@@ -16,7 +16,7 @@ import torch
 from bench_fakes import CorruptingServer, FakeServer, FakeWorker, RepeatingServer
 
 from fserver import bench
-from fserver.bench import actors, crew, pingpong
+from fserver.bench import actors, crew, host, pingpong
 from fserver.bench.crew import Case, Place
 from fserver.bench.errors import BenchError, WrongDataError
 
@@ -167,7 +167,7 @@ def test_a_process_that_cannot_be_killed():
 
 
 def test_port_is_held():
-    with crew.free_port("127.0.0.1") as address:
+    with host.free_port("127.0.0.1") as address:
         port = int(address.rpartition(":")[2])
         with Listener(("127.0.0.1", port)) as listener:
             assert listener.address[1] == port

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fserver import bench
-from fserver.bench import baseline, crew, kv
+from fserver.bench import baseline, kv
 from fserver.bench.errors import BenchError
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
@@ -52,7 +52,7 @@ def test_rows(ready: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @needs_compiler
 def test_two_hosts(program: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    with crew.free_port("127.0.0.1") as address:
+    with host.free_port("127.0.0.1") as address:
         command = [sys.executable, "-m", "fserver", "bench", "kv", "--scheduler", address]
         command += "--sizes 64,1K --keys 2 --rounds 2 --iters 2 --ops pull --transport tcp".split()
         server = subprocess.Popen([*command, "--role", "server"])

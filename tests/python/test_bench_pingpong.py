@@ -22,8 +22,9 @@ from bench_fakes import (
 
 from fserver import bench
 from fserver.bench import baseline, pingpong, run, turns
-from fserver.bench.crew import Nodes, own_address
+from fserver.bench.crew import Nodes
 from fserver.bench.errors import BenchError, GaveUpError, WrongDataError
+from fserver.bench.host import own_address
 from fserver.bench.options import exchanges
 
 
