@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fserver import bench
-from fserver.bench import baseline, kv
+from fserver.bench import baseline, host, kv
 from fserver.bench.errors import BenchError
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
