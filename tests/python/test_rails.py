@@ -114,6 +114,13 @@ class Pair:
             assert time.monotonic() < end, self.worker.links()
             self.exchange(64)
 
+    def says(self, text: str) -> None:
+        """Waits until the link has this reason."""
+        end = time.monotonic() + LIMIT
+        while text not in self.worker.links()[0].reason:
+            assert time.monotonic() < end, self.worker.links()
+            self.exchange(64)
+
 
 def server_process(parent: Parent, names: str, crossed: bool = False) -> None:
     moved(parent)
@@ -279,6 +286,7 @@ def lost_program(pair: Pair) -> fserver.Link:
     pair.members(2)
     shell("ip", "link", "set", "a1", "down")
     pair.members(1)
+    pair.says("interface a1 is down")  # the peer may say first that nothing travels over its end
     return pair.worker.links()[0]
 
 

@@ -9,7 +9,7 @@ import exact
 import pytest
 import torch
 from exact import Problem, attend, check
-from world import Rank, World
+from world import LIMIT, Rank, World
 
 from fserver.ringx import ringX3_attn_func, ringx_attention, shard
 
@@ -79,7 +79,7 @@ def trained(me: Rank, backend: str) -> tuple[float, list[int]]:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_module(world: World, backend: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("world.LIMIT", 300.0)  # a compiler of C++
+    monkeypatch.setitem(LIMIT, "cpu", 300.0)  # a compiler of C++
     for worst, graphs in world.run(TWO, trained, backend):
         assert worst < 1e-12
         assert graphs[1] == graphs[2], "a graph for each length"

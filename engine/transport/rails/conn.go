@@ -432,6 +432,8 @@ func (c *Conn) place(at, strand int) transport.Member {
 	switch {
 	case c.f.dead[at].why != nil:
 		why = c.f.dead[at].why
+	case c.f.away[at].why != nil:
+		why = c.f.away[at].why // which may be known after the peer has said so
 	case s.why != nil:
 		why = s.why
 	case strand >= c.strands:
@@ -473,7 +475,11 @@ func (c *Conn) Peer() transport.Peer {
 		all = c.ways
 	}
 	if len(vias) < all && c.reason != nil {
-		p.Why = fmt.Sprintf("members connected: %d of %d (%v)", len(vias), all, c.reason)
+		why := c.reason
+		if i := slices.IndexFunc(c.f.away, func(a away) bool { return a.why != nil }); i >= 0 {
+			why = c.f.away[i].why
+		}
+		p.Why = fmt.Sprintf("members connected: %d of %d (%v)", len(vias), all, why)
 	}
 	return p
 }
