@@ -107,9 +107,8 @@ def write(path: Path, out: Tensor, config: Config) -> None:
     """Writes the output for one picture, [1, S, 3], as PNG."""
     from PIL import Image
 
-    height, width = SIZES[config.tokens]
     pixels = ((out[0].float().cpu() + 0.5) * 255).round().clamp(0, 255).to(torch.uint8)
-    Image.frombytes("RGB", (width, height), bytes(pixels.flatten().tolist())).save(path)
+    Image.fromarray(pixels.view(*SIZES[config.tokens], 3).numpy()).save(path)
 
 
 def load(path: str) -> tuple[Config, dict[str, Tensor]]:

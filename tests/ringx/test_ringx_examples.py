@@ -164,11 +164,12 @@ def test_neighbours_are_those_of_the_first_name(world: World):
     assert ranks[2] == {"cp": [0, 2], "tp": [2], "dp": [2, 3], "same": [0, 1, 2, 3]}
 
 
-def test_prediction(tmp_path: Path):
+def test_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Four ranks train, with weights in parts. Two predict, as one process does."""
     pytest.importorskip("sklearn", reason="no scikit-learn: pip install 'fserver[ringx]'")
     from PIL import Image
 
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     weights, out, mine = (str(tmp_path / name) for name in ("vit.pt", "out", "mine.png"))
     Image.effect_noise((40, 20), 50).save(mine)
     program = EXAMPLES / "vit.py"
@@ -187,18 +188,30 @@ def test_prediction(tmp_path: Path):
 
 def predicted(weights: str, name: str) -> Tensor:
     """The output for a picture, as bytes of its pixels, of the model in this process."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import common
-        import vit
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    import common
+    import vit
+
     config, kept = vit.load(weights)
     model = vit.built(config, kept, torch.device("cpu"), torch.float64)
     x = vit.as_tokens(vit.read(name), config)
     with torch.no_grad():
         out = model.outputs(x, torch.arange(config.tokens), common.whole(vit.EXAMPLE))
     return ((out + 0.5).clamp(0, 1) * 255).round().flatten()
+
+
+def test_a_picture_of_the_size_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    Image = pytest.importorskip("PIL.Image", reason="no Pillow: pip install 'fserver[ringx]'")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import vit
+
+    noise = Image.effect_noise((720, 360), 50).convert("RGB")
+    noise.save(tmp_path / "noise.png")
+    config = vit.CONFIGS["360x720"]
+    vit.write(
+        tmp_path / "out.png", vit.as_tokens(vit.read(str(tmp_path / "noise.png")), config), config
+    )
+    with Image.open(tmp_path / "out.png") as out:
+        assert out.size == (720, 360) and out.tobytes() == noise.tobytes()
 
 
 def refusal(
