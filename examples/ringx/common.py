@@ -1,222 +1,98 @@
-"""The parts that both examples share: transformer, training, comparison and estimate."""
+"""The parts that both examples share: training, comparison and the command line."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from estimate import estimate
+from parallel import ORDERS, Ranks, counts_of, ranks_of
+from torch import Tensor
+from transformer import Attend, Config, Example, Transformer
 
 from fserver import ConfigError
 from fserver.ringx import layout_of, positions, ringx_attention, shard
-from fserver.ringx.api import GATHER_LIMIT
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Batch = tuple[Tensor, Tensor]  # input and target, [B, S, ...]
-
-
-@dataclass(frozen=True)
-class Config:
-    """A model and its training. ``tokens`` is the length of the whole sequence."""
-
-    tokens: int
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    hidden: int  # width of the feed-forward part
-    batch: int = 1
-    steps: int = 1
-    rate: float = 3e-4
-    large: bool = False  # needs GPUs: weights are sharded, and blocks are recomputed in backward
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
-
-
-def rotate(x: Tensor, where: Tensor, base: float = 500000.0) -> Tensor:
-    """Applies the rotary embedding to [B, S, H, D], whose rows have the positions `where`, [S]."""
-    half = x.shape[-1] // 2
-    speed = base ** -(torch.arange(half, device=x.device, dtype=torch.float64) / half)
-    angle = (where[:, None] * speed)[:, None]  # [S, 1, D/2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
-
-class Block(nn.Module):
-    """A block of Llama: attention and a gated feed-forward part."""
-
-    def __init__(self, config: Config, rotary: bool):
-        super().__init__()
-        self.config, self.rotary = config, rotary
-        wide = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.norm1, self.norm2 = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
-        self.qkv = nn.Linear(config.dim, wide, bias=False)
-        self.out = nn.Linear(config.dim, config.dim, bias=False)
-        self.up = nn.Linear(config.dim, 2 * config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.dim, bias=False)
-
-    def forward(self, x: Tensor, where: Tensor, attend: Attend) -> Tensor:
-        config = self.config
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, config.head_dim))
-        q, k, v = qkv.split((config.heads, config.kv_heads, config.kv_heads), 2)
-        if self.rotary:
-            q, k = rotate(q, where), rotate(k, where)
-        x = x + self.out(attend(q, k, v).flatten(2))
-        gate, up = self.up(self.norm2(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-
-class Transformer(nn.Module):
-    """Blocks between an embedding and a head. Everything except attention works row by row."""
-
-    def __init__(self, config: Config, embed: nn.Module, head: nn.Module, rotary: bool):
-        super().__init__()
-        self.config, self.embed, self.head = config, embed, head
-        self.place = None if rotary else nn.Embedding(config.tokens, config.dim)
-        self.blocks = nn.ModuleList(Block(config, rotary) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim)
-
-    def forward(
-        self, x: Tensor, target: Tensor, where: Tensor, attend: Attend, loss: Callable[..., Tensor]
-    ) -> Tensor:
-        """Returns the sum of the loss over these rows, which have the positions `where`."""
-        x = self.embed(x)
-        if self.place is not None:
-            x = x + self.place(where)
-        for block in self.blocks:
-            if self.config.large:
-                x = checkpoint(block, x, where, attend, use_reentrant=False)
-            else:
-                x = block(x, where, attend)
-        x = self.norm(x)
-        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        for rows, wanted in zip(x.split(8192, 1), target.split(8192, 1), strict=True):
-            if self.config.large:  # the outputs of a million rows do not fit into memory
-                total = total + checkpoint(self._loss, rows, wanted, loss, use_reentrant=False)
-            else:
-                total = total + self._loss(rows, wanted, loss)
-        return total
-
-    def _loss(self, rows: Tensor, wanted: Tensor, loss: Callable[..., Tensor]) -> Tensor:
-        return loss(self.head(rows), wanted)
 
 
 @dataclass
-class Example:
-    """One of the two examples: its model, data and mask."""
+class Trained:
+    """The result of training."""
 
-    name: str
-    configs: dict[str, Config]  # the first is the default
-    model: Callable[[Config], Transformer]
-    batches: Callable[[Config], Iterator[Batch]]  # the same on all ranks
-    loss: Callable[[Tensor, Tensor], Tensor]  # summed over rows
-    causal: bool
+    model: Transformer
+    losses: list[float]  # of each step
+    seconds: float  # per step, without the first
+    memory: float  # peak on the GPU, in GB
 
 
 def train(
-    example: Example, config: Config, rank: int, size: int, attend: Attend, layout: str,
+    example: Example, config: Config, ranks: Ranks | None, attend: Attend, layout: str,
     device: torch.device, dtype: torch.dtype,
-) -> tuple[list[float], float, float]:  # fmt: skip
-    """Returns the loss of each step, the seconds per step (without the first), and the peak of GPU
-    memory in GB.
+) -> Trained:  # fmt: skip
+    """Trains a model. Without ranks, this process has all of it.
 
-    Each rank has its rows of each sequence, in the layout that `attend` needs. The gradients of a
-    rank are those of its rows, so they are added up over the ranks, as in data-parallel training.
+    A data rank has its samples of each batch, and a context rank its rows of them, in the layout
+    that `attend` needs. The gradients of a rank are those of its rows, so they are added up over
+    the ranks with the same weights, as in data-parallel training.
     """
     torch.manual_seed(0)
     with torch.device(device):
         model = example.model(config)
-    sharded = config.large and size > 1
+    which: dict[str, Any] = {"rank": 0, "size": 1}
+    samples, same = slice(None), 1
+    if ranks:
+        model.divide(ranks.mesh["tp"])
+        each = config.batch // ranks.mesh["dp"].size()
+        first = ranks.mesh.get_local_rank("dp") * each
+        which, samples = {"group": ranks.mesh["cp"]}, slice(first, first + each)
+        same = ranks.same.size()
+    sharded = config.large and same > 1
     if sharded:  # FSDP takes the mean over the ranks; the loss is multiplied by N to get the sum
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for part in (*model.blocks, model):
-            fully_shard(part, mp_policy=policy)
+            fully_shard(part, mesh=ranks.same, mp_policy=policy)
     else:
         model = model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), config.rate)
-    where = positions(config.tokens, layout, rank, size, device)
+    where = positions(config.tokens, layout, device=device, **which)
     losses, times = [], []
     batches = example.batches(config)
     for _ in range(config.steps):
         start = time.perf_counter()
-        x, target = (shard(t.to(device), layout, rank, size) for t in next(batches))
+        x, target = (shard(t[samples].to(device), layout, **which) for t in next(batches))
         x, target = (t.to(dtype) if t.is_floating_point() else t for t in (x, target))
         loss = model(x, target, where, attend, example.loss) / (config.batch * config.tokens)
-        (loss * size if sharded else loss).backward()
+        (loss * same if sharded else loss).backward()
         total = loss.detach().clone()
-        if size > 1:
-            dist.all_reduce(total)
+        if same > 1:
+            dist.all_reduce(total, group=ranks.same.get_group())
             if not sharded:
-                grads = [parameter.grad for parameter in model.parameters()]
-                summed = torch.cat([grad.flatten() for grad in grads])  # one collective
-                dist.all_reduce(summed)
-                for grad, part in zip(grads, summed.split([g.numel() for g in grads]), strict=True):
-                    grad.copy_(part.view_as(grad))
+                add_gradients(model, ranks.same.get_group())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(total))
         times.append(time.perf_counter() - start)
     used = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-    return losses, sum(times[1:]) / max(len(times) - 1, 1), used
+    return Trained(model, losses, sum(times[1:]) / max(len(times) - 1, 1), used)
 
 
-def estimate(example: Example, config: Config, options: argparse.Namespace, size: int) -> None:
-    """Prints the calculated memory and time of a step. docs/ringx.md has the formulas."""
-    with torch.device("meta"):
-        model = example.model(config)
-    weights = sum(p.numel() for p in model.parameters())
-    in_blocks = sum(p.numel() for p in model.blocks.parameters())
-    rows = config.batch * config.tokens
-    mine, width = rows / size, config.heads * config.head_dim
-    keys = 2 * config.kv_heads * config.head_dim
-    gathered = rows * keys * (2 + 4)
-    bounded = example.causal and gathered > GATHER_LIMIT
-    exchanged = mine * keys * (4 * 2 + 2 * 4) if bounded else rows * keys * (2 * 2 + 4)
-    memory = {
-        "inputs of blocks, kept (bf16)": 2 * mine * config.dim * config.layers,
-        "one block at work (bf16)": 2 * mine * (6 * config.dim + 2 * width + 4 * config.hidden),
-        "sums of out and dq (fp32)": 2 * 4 * mine * width,
-    }
-    if size == 1:
-        memory["weights, gradients, AdamW (bf16)"] = 8 * weights
-    else:
-        how = "X4" if bounded else "X3" if example.causal else "X3b"
-        memory["weights, gradients, AdamW (fp32, sharded)"] = 16 * weights / size
-        memory["two blocks gathered (bf16)"] = 4 * in_blocks / config.layers
-        memory[f"keys of others and their gradients ({how})"] = exchanged
-    what = f"{config.tokens:,} tokens, world size {size}"
-    print(f"{example.name}, {what}: {weights / 1e9:.2f}e9 weights")
-    for name, count in memory.items():
-        print(f"  {name:<52}{count / 1e9:10.2f} GB")
-    print(f"  {'memory of a GPU':<52}{sum(memory.values()) / 1e9:10.2f} GB")
-    # cost of forward, recomputed forward and backward: products 1 + 1 + 2, attention 1 + 1 + 2.5
-    products = 2 * (weights - (model.place.weight.numel() if model.place else 0)) * rows * 4
-    scores = 4 * config.batch * config.tokens**2 * width * (0.5 if example.causal else 1)
-    attention = config.layers * scores * 4.5
-    moved = config.layers * rows * keys * (3 * 2 + 4)  # keys three times, gradients once
-    rate = options.tflops * 1e12 * size
-    times = {
-        f"products at {options.tflops:g} TFLOP/s": products / rate,
-        f"attention at {options.tflops:g} TFLOP/s": attention / rate,
-    }
-    for name, seconds in times.items():
-        print(f"  {name:<52}{seconds:10.2f} s")
-    print(f"  {'time of a step':<52}{sum(times.values()):10.2f} s")
-    link = moved * (size - 1) / size / (options.gbs * 1e9)
-    print(f"  {f'beside it, keys at {options.gbs:g} GB/s (partly overlapped)':<52}{link:10.2f} s")
+def add_gradients(model: Transformer, group: dist.ProcessGroup) -> None:
+    """Adds up the gradients over the group, in one collective."""
+    grads = [parameter.grad for parameter in model.parameters()]
+    total = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(total, group=group)
+    for grad, part in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def plot(path: str, name: str, losses: list[float], alone: list[float], size: int) -> None:
@@ -235,41 +111,49 @@ def plot(path: str, name: str, losses: list[float], alone: list[float], size: in
     figure.savefig(path, dpi=120)
 
 
-def main(example: Example) -> None:
-    """The command line of an example."""
-    parser = argparse.ArgumentParser(description=f"Trains a {example.name} with ringx.")
-    names = [*example.configs]
-    parser.add_argument(
-        "--config", choices=names, default=names[0], help=f"the model (default {names[0]})"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that training and prediction share."""
     add = parser.add_argument
     add("--algorithm", default="auto", help="the algorithm of ringx_attention (default auto)")
     add("--dtype", help="dtype (default float64; bfloat16 for large configurations)")
-    add("--steps", type=int, help="number of steps (default: that of the configuration)")
-    add("--tokens", type=int, help="length of a sequence (default: that of the configuration)")
-    add("--layers", type=int, help="number of layers (default: that of the configuration)")
-    add("--plot", metavar="FILE", help="draw the losses to FILE")
-    add("--ranks", type=int, metavar="N", help="print only the estimate, for N GPUs")
-    add("--tflops", type=float, default=500, help="TFLOP/s of a GPU in the estimate (default 500)")
-    add("--gbs", type=float, default=300, help="GB/s of a link in the estimate (default 300)")
-    options = parser.parse_args()
-    config = example.configs[options.config]
-    for field in ("steps", "tokens", "layers"):
-        if getattr(options, field):
-            config = dataclasses.replace(config, **{field: getattr(options, field)})
-    try:
-        layout = layout_of(options.algorithm, example.causal)
-    except ConfigError as error:
-        parser.error(str(error))
+    add(
+        "--context-parallel", type=int, metavar="N",
+        help="ranks that share a sequence (default: all ranks, divided by the tensor ranks)",
+    )  # fmt: skip
+    add(
+        "--tensor-parallel", type=int, default=1, metavar="M",
+        help="ranks that share the weights of the blocks (default 1). The ranks that are left, "
+        "divided by N and M, have different samples: they are the data ranks",
+    )  # fmt: skip
+    add(
+        "--parallel-order", default=ORDERS[0], choices=ORDERS,
+        help="context, tensor and data ranks, neighbours first (default %(default)s)",
+    )  # fmt: skip
 
-    size = options.ranks or int(os.environ.get("WORLD_SIZE", 1))
-    on_gpus = torch.cuda.is_available() and not options.ranks
-    if config.large and int(os.environ.get("RANK", 0)) == 0:
-        estimate(example, config, options, size)
-    if options.ranks or (config.large and not on_gpus):
-        print("not run: training needs GPUs, and torchrun with one process for each GPU")
-        return
 
+def plan(
+    example: Example, config: Config, options: argparse.Namespace, size: int
+) -> tuple[str, dict[str, int]]:
+    """Returns the layout, and the numbers of context, tensor and data ranks.
+
+    Raises:
+        ConfigError: an option does not fit the others, the model or the number of ranks.
+    """
+    layout = layout_of(options.algorithm, example.causal)
+    counts = counts_of(size, options.context_parallel, options.tensor_parallel)
+    most = math.gcd(config.heads, config.kv_heads, config.hidden)
+    if most % counts["tp"]:
+        raise ConfigError(
+            f"--tensor-parallel {counts['tp']}: the model has heads={config.heads}, "
+            f"kv_heads={config.kv_heads} and hidden={config.hidden}, which have to be multiples of "
+            f"it (want a number that divides {most})"
+        )
+    return layout, counts
+
+
+def start(counts: dict[str, int], order: str) -> tuple[Ranks, torch.device]:
+    """Joins the ranks that torchrun has started, or makes a world of one."""
+    on_gpus = torch.cuda.is_available()
     device = torch.device("cpu")
     if on_gpus:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -278,36 +162,130 @@ def main(example: Example) -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dtype = getattr(torch, options.dtype or ("bfloat16" if config.large else "float64"))
+    return ranks_of(counts, order, device.type), device
 
-    def sharded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+def stop() -> None:
+    """Leaves the ranks, after a barrier: a thread of gloo that still holds the tensor of a
+    collective when Python exits aborts the process."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def dtype_of(options: argparse.Namespace, config: Config) -> torch.dtype:
+    return getattr(torch, options.dtype or ("bfloat16" if config.large else "float64"))
+
+
+def sharded(example: Example, algorithm: str, layout: str, ranks: Ranks) -> Attend:
+    """Returns the attention over a sequence that the context ranks share."""
+    group = ranks.mesh["cp"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ringx_attention(
-            q, k, v, causal=example.causal, algorithm=options.algorithm, layout=layout
+            q, k, v, causal=example.causal, algorithm=algorithm, layout=layout, group=group
         )
 
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend
+
+
+def whole(example: Example) -> Attend:
+    """Returns torch's attention over a whole sequence."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(
             *heads_first, is_causal=example.causal, enable_gqa=True
         )
         return out.transpose(1, 2)
 
-    losses, seconds, used = train(example, config, rank, size, sharded, layout, device, dtype)
-    if rank == 0:
-        print(f"{example.name}: {config.tokens:,} tokens, world size {size}, {config.steps} steps")
-        print(f"  loss {losses[0]:.6f} -> {losses[-1]:.6f}, {seconds:.3f} s a step", end="")
-        print(f", at most {used:.1f} GB" if used else "")
+    return attend
+
+
+def judge(what: str, apart: float, dtype: torch.dtype) -> None:
+    """Prints whether these values are equal to those of one process, and exits with 1 if not."""
+    limit = min(1e4 * torch.finfo(dtype).eps, 0.1)
+    verdict = "equal" if apart <= limit else "DIFFERENT"
+    print(f"  {what} {verdict}: at most {apart:.1e} apart, relative (limit {limit:.0e})")
+    if not apart <= limit:
+        raise SystemExit(1)
+
+
+def main(example: Example, epilog: str | None = None) -> None:
+    """The command line of an example: training."""
+    parser = argparse.ArgumentParser(
+        description=f"Trains a {example.name} with ringx.", epilog=epilog
+    )
+    names = [*example.configs]
+    parser.add_argument(
+        "--config", choices=names, default=names[0], help=f"the model (default {names[0]})"
+    )
+    add_options(parser)
+    add = parser.add_argument
+    numbers = {
+        "steps": "number of steps",
+        "batch": "samples of a step, of all data ranks together",
+        "tokens": "length of a sequence",
+        "layers": "number of layers",
+    }
+    for field, what in numbers.items():
+        add(f"--{field}", type=int, help=f"{what} (default: that of the configuration)")
+    add("--plot", metavar="FILE", help="draw the losses to FILE")
+    add("--save", metavar="FILE", help="keep the weights in FILE")
+    add("--ranks", type=int, metavar="N", help="print only the estimate, for N GPUs")
+    add("--tflops", type=float, default=500, help="TFLOP/s of a GPU in the estimate (default 500)")
+    add("--gbs", type=float, default=300, help="GB/s of a link in the estimate (default 300)")
+    options = parser.parse_args()
+    config = example.configs[options.config]
+    given = {field: getattr(options, field) for field in numbers if getattr(options, field)}
+    config = dataclasses.replace(config, **given)
+    size = options.ranks or int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        layout, counts = plan(example, config, options, size)
+    except ConfigError as error:
+        parser.error(str(error))
+    data = counts["dp"]
+    if config.batch % data:
+        parser.error(
+            f"--batch {config.batch} with {data} data ranks ({size} ranks, of which "
+            f"{counts['cp']} x {counts['tp']} share a sample): want a multiple of {data}"
+        )
+    if options.save and not Path(options.save).absolute().parent.is_dir():
+        parser.error(f"--save {options.save}: its folder does not exist (make it first)")
+    if config.large and int(os.environ.get("RANK", 0)) == 0:
+        estimate(example, config, options, counts)
+    if options.ranks or (config.large and not torch.cuda.is_available()):
+        print("not run: training needs GPUs, and torchrun with one process for each GPU")
+        return
+    run(example, config, options, layout, counts)
+
+
+def run(
+    example: Example, config: Config, options: argparse.Namespace, layout: str,
+    counts: dict[str, int],
+) -> None:  # fmt: skip
+    """Trains on all ranks, then, if the model is small, in one process, and compares."""
+    ranks, device = start(counts, options.parallel_order)
+    dtype = dtype_of(options, config)
+    attend = sharded(example, options.algorithm, layout, ranks)
+    trained = train(example, config, ranks, attend, layout, device, dtype)
+    if options.save:
+        weights = trained.model.whole_weights(ranks.mesh["tp"])
+        if dist.get_rank() == 0:
+            kept = {"name": example.name, "config": dataclasses.asdict(config), "weights": weights}
+            torch.save(kept, options.save)
+    if dist.get_rank() == 0:
+        losses, size = trained.losses, dist.get_world_size()
+        split = "{cp} context x {tp} tensor x {dp} data".format_map(counts)
+        print(f"{example.name}: {config.tokens:,} tokens, world size {size} ({split}), ", end="")
+        print(f"{config.steps} steps")
+        print(f"  loss {losses[0]:.6f} -> {losses[-1]:.6f}, {trained.seconds:.3f} s a step", end="")
+        print(f", at most {trained.memory:.1f} GB" if trained.memory else "")
         if not config.large:
-            alone, seconds, _ = train(example, config, 0, 1, whole, layout, device, dtype)
-            apart = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True))
-            print(f"  one process, torch's attention: -> {alone[-1]:.6f}, {seconds:.3f} s a step")
-            limit = 1e4 * torch.finfo(dtype).eps
-            verdict = "equal" if apart <= limit else "DIFFERENT"
-            print(f"  losses {verdict}: at most {apart:.1e} apart, relative (limit {limit:.0e})")
+            alone = train(example, config, None, whole(example), layout, device, dtype)
+            print(f"  one process, torch's attention: -> {alone.losses[-1]:.6f}, ", end="")
+            print(f"{alone.seconds:.3f} s a step")
             if options.plot:
-                plot(options.plot, example.name, losses, alone, size)
-            if apart > limit:
-                raise SystemExit(1)
-    dist.barrier()
-    dist.destroy_process_group()
+                plot(options.plot, example.name, losses, alone.losses, size)
+            pairs = zip(losses, alone.losses, strict=True)
+            judge("losses", max(abs(a - b) / abs(b) for a, b in pairs), dtype)
+    stop()

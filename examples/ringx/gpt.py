@@ -1,6 +1,7 @@
 """Trains a GPT (blocks of Llama, rotary positions) on Python's documentation, byte by byte.
 
 torchrun --nproc-per-node 2 examples/ringx/gpt.py --plot gpt.png
+torchrun --nproc-per-node 4 examples/ringx/gpt.py --context-parallel 2 --tensor-parallel 2
 torchrun --nproc-per-node 4 examples/ringx/gpt.py --config llama3-8b-1m   # GPUs
 python examples/ringx/gpt.py --config llama3-8b-1m --ranks 64             # the estimate only
 """
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from common import Batch, Config, Example, Transformer, main
+from common import main
 from torch import Tensor, nn
+from transformer import Batch, Config, Example, Transformer
 
 CONFIGS = {
     "small": Config(
