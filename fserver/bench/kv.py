@@ -24,7 +24,6 @@ from .errors import BenchError
 from .host import NO_ADDRESS, OTHERS, free_port, own_address, secret, transport_settings
 from .run import Run
 
-PLACES = ("local", "remote", "joint")
 OPS = ("push", "pull", "push_pull")
 MEMORY = ("cpu", "cpu:gpu", "gpu:cpu", "gpu")
 ROUND_BYTES = 64 << 20  # of a round, if --iters is not given
@@ -55,7 +54,7 @@ PARSER = opts.parser(
     "are pushed, pulled and compared. Places are as in `fserver bench pingpong`; remote is over "
     "TCP, and joint has processes that are worker and server. For two hosts, run the command on "
     "both, with the same options. Each line of the table uses the next port.",
-    ("--places", opts.some_of(PLACES), "local,joint", f"places, of {', '.join(PLACES)}"),
+    ("--places", opts.some_of(opts.PLACES), "local,joint", f"places, of {', '.join(opts.PLACES)}"),
     (
         "--memory",
         opts.some_of(MEMORY),

@@ -13,6 +13,7 @@ CHECKED = (
     "The number in every answer is checked. Between rounds, all bytes of an exchange are compared, "
     "in memory that held other values before."
 )
+PLACES = ("local", "remote", "joint")
 ROLES = ("worker", "server")
 VALUES = {  # of options, in their help, by type; else a list
     "str": "NAME",

@@ -21,7 +21,6 @@ from .report import Figures
 from .run import Raw, Run, need_gpu
 from .turns import CrewPlayer
 
-PLACES = ("local", "remote", "joint")
 OPS = ("push", "pull", "push_pull")
 SIZES = "64,4K,64K,1M,16M,64M"
 SMALL = 64  # bytes that a pull sends, and that the baseline sends for an answer without data
@@ -49,7 +48,7 @@ PARSER = opts.parser(
     "several transports, devices or places are given, one that cannot be had is skipped with the "
     "reason. docs/benchmarks.md describes the places, what is beside fserver, and two hosts.",
     ("--transport", opts.names, "auto", f"the transports: {opts.TRANSPORTS}"),
-    ("--places", opts.some_of(PLACES), "local", f"some of {', '.join(PLACES)}"),
+    ("--places", opts.some_of(opts.PLACES), "local", f"some of {', '.join(opts.PLACES)}"),
     ("--device", opts.some_of(("cpu", "gpu")), "cpu", "where the tensors are: cpu, gpu, or both"),
     ("--sizes", opts.exchanges, SIZES, "sizes in bytes, for both directions or as OUT:BACK"),
     ("--tensors", opts.positive, 1, "tensors of that size in each push and in each answer"),

@@ -27,7 +27,7 @@ from .arguments import (
     flag_problem,
     kernel_problem,
 )
-from .kernels import Given, Triple, accumulator, capturing, enabled, enabling
+from .kernels import ENABLED, Given, Triple, accumulator, capturing, enabled, enabling
 from .ranks import Group, Ranks, ranks_of
 from .schedules import Job
 from .window import window_of
@@ -320,14 +320,16 @@ def _opaque(
     layout: str | None, scale: float | None, reduce_dtype: torch.dtype, agreed: bool, copies: bool,
     gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns out, lse, and the lengths of q and k on all ranks, ``[2, N]``, on the CPU."""
+    """Returns out, lse, and for backward, on the CPU: the lengths of q and of k on all ranks, and
+    which kernels were enabled, ``[2 N + 4]``."""
     job = _planned(
         ranks_of(_group_of(group)), q, k, v, algorithm, causal, scale, sink, reduce_dtype, layout,
         agreed, copies, gradients, lambda: None,
     )  # fmt: skip
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         out, lse = forward_of(*_even(q, k, v), sink, *_chosen(job, algorithm, q, k, causal, copies))
-    return out, lse, torch.tensor([job.q_lengths, job.k_lengths])
+    kept = [*job.q_lengths, *job.k_lengths, *(backend in enabled() for backend in ENABLED)]
+    return out, lse, torch.tensor(kept, dtype=torch.int64)
 
 
 @_opaque.register_fake
@@ -336,24 +338,27 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, rows, heads, _dim = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulator(q.dtype))
-    lengths = torch.empty((2, ranks_of(_group_of(group)).size), dtype=torch.int64)
-    return q.new_empty(q.shape), lse, lengths
+    size = ranks_of(_group_of(group)).size
+    return q.new_empty(q.shape), lse, torch.empty(2 * size + len(ENABLED), dtype=torch.int64)
 
 
 @torch.library.custom_op("fserver::ringx_attention_backward", mutates_args=())
 def _opaque_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
-    lengths: Tensor, group: str, algorithm: str, causal: bool, scale: float | None,
+    kept: Tensor, group: str, algorithm: str, causal: bool, scale: float | None,
     reduce_dtype: torch.dtype, copies: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k, v and sink; without a sink, an empty one."""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    of_q, of_k = lengths.tolist()
-    job = _job(ranks_of(_group_of(group)), factor, of_q, of_k, reduce_dtype, q, sink)
+    ranks, numbers = ranks_of(_group_of(group)), kept.tolist()
+    lengths, flags = numbers[: 2 * ranks.size], numbers[2 * ranks.size :]
+    of_q, of_k = lengths[: ranks.size], lengths[ranks.size :]
+    job = _job(ranks, factor, of_q, of_k, reduce_dtype, q, sink)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         how = _chosen(job, algorithm, q, k, causal, copies)
         given = Given(dout.contiguous(), *_even(q, k, v), out, lse)
-        dq, dk, dv, dsink = backward_of(given, sink, *how)
+        with enabling([one for one, flag in zip(ENABLED, flags, strict=True) if flag]):
+            dq, dk, dv, dsink = backward_of(given, sink, *how)
     return _alone(dq), _alone(dk), _alone(dv), q.new_empty(0) if dsink is None else dsink
 
 

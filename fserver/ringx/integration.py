@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fserver.errors import ConfigError
@@ -16,7 +17,14 @@ REFUSED = ("sliding_window", "softcap", "position_bias", "cache")
 
 
 def register_attention(
-    name: str = "ringx", *, group: Group | None = None, layout: str = "zigzag", **options: Any
+    name: str = "ringx",
+    *,
+    group: Group | None = None,
+    layout: str = "zigzag",
+    algorithm: str = "auto",
+    reduce_dtype: torch.dtype = torch.float32,
+    agreed: bool = False,
+    copies: bool = False,
 ) -> None:
     """Registers `ringx_attention` with transformers, for ``attn_implementation=name``.
 
@@ -29,7 +37,7 @@ def register_attention(
         group: the process group, or a DeviceMesh with one dimension. None: all ranks.
         layout: how the tokens are split: ``"zigzag"`` for models with a causal mask,
             ``"contiguous"`` for those with a full one.
-        options: ``algorithm``, ``reduce_dtype``, ``agreed`` and ``copies`` of `ringx_attention`.
+        algorithm, reduce_dtype, agreed, copies: those of `ringx_attention`.
 
     Raises:
         ConfigError: transformers is not installed, or is too old. A call of the model raises it for
@@ -64,7 +72,10 @@ def register_attention(
             scale=scaling,
             sink=s_aux,
             group=group,
-            **options,
+            algorithm=algorithm,
+            reduce_dtype=reduce_dtype,
+            agreed=agreed,
+            copies=copies,
         )
         assert isinstance(out, Tensor)
         return out, None

@@ -12,11 +12,12 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from operator import index
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from fserver.errors import ConfigError, ShapeError
+from fserver.errors import ConfigError, Error, ShapeError
 
 from .ranks import Group, Ranks, ranks_of
 
@@ -115,7 +116,6 @@ def unshard(
         ShapeError: the parts are not the shards of one tensor.
     """
     if isinstance(parts, Tensor):
-        _has_dim("parts", parts, dim)
         parts = _gathered(parts, dim, ranks_of(group))
     parts = tuple(parts)
     if not parts:
@@ -149,19 +149,40 @@ def _place(rank: int | None, size: int | None, group: Group | None) -> tuple[int
 
 
 def _gathered(part: Tensor, dim: int, ranks: Ranks) -> list[Tensor]:
-    """Returns the parts of all ranks, whose lengths may differ."""
+    """Returns the parts of all ranks, whose lengths may differ. What else differs, or is wrong on
+    a rank, is an error on all, before the parts travel."""
     ranks.step = "joining the parts"
-    mine = torch.tensor([part.shape[dim]], device=part.device)
-    lengths = mine.new_empty(ranks.size)
-    ranks.gather(lengths, mine).wait()
+    problem: Error | None = None
+    length, kind = 0, 0
+    try:
+        _has_dim("parts", part, dim)
+        length = part.shape[dim]
+        rest = [size for at, size in enumerate(part.shape) if at != dim % part.dim()]
+        kind = 1 + crc32(repr((dim % part.dim(), part.dtype, rest)).encode())
+    except ConfigError as error:
+        problem = error
+    mine = torch.tensor([length, kind], device=part.device)
+    found = mine.new_empty(2 * ranks.size)
+    ranks.gather(found, mine).wait()
+    lengths, kinds = found.view(-1, 2).T.tolist()
+    if problem:
+        raise problem
+    if len({*kinds}) > 1:
+        other = next(rank for rank in range(ranks.size) if kinds[rank] != kind)
+        raise ShapeError(
+            f"ringx: parts of rank {other} of the group differs from that of rank {ranks.rank}, "
+            f"{part.dtype} {tuple(part.shape)} with dim {dim}, in more than the length: want one "
+            "dtype and shape"
+        )
     rows = part.detach().movedim(dim, 0)
-    longest = int(lengths.max())
+    longest = max(lengths)
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: len(rows)] = rows
     everybody = padded.new_empty((ranks.size * longest, *rows.shape[1:]))
     ranks.gather(everybody, padded).wait()
-    found = zip(everybody.split(longest), lengths.tolist(), strict=True)
-    return [whole[:length].movedim(0, dim) for whole, length in found]
+    return [
+        everybody[rank * longest :][:length].movedim(0, dim) for rank, length in enumerate(lengths)
+    ]
 
 
 def check_layout(layout: str) -> None:

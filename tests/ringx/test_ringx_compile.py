@@ -9,9 +9,10 @@ import exact
 import pytest
 import torch
 from exact import Problem, attend, check
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from world import LIMIT, Rank, World
 
-from fserver.ringx import ringX3_attn_func, ringx_attention, shard
+from fserver.ringx import kernels, ringX3_attn_func, ringx_attention, shard
 
 TWO = (2, 3)
 """A group of two that does not start at rank 0."""
@@ -59,6 +60,7 @@ def trained(me: Rank, backend: str) -> tuple[float, list[int]]:
     lengths, and how many graphs were compiled before and after the third."""
     torch._dynamo.reset()
     torch._inductor.config.compile_threads = 1  # no pool of processes that outlives the test
+    torch._inductor.config.force_disable_caches = True  # which know operators by name alone
     how = {"causal": True, "layout": "zigzag", "group": me.group}
     worst, graphs = 0.0, []
     block, plain = Block(**how), Block(**how)
@@ -98,6 +100,33 @@ def like_the_reference(me: Rank) -> float:
 
 def test_functions_of_the_reference(world: World):
     assert world.run(TWO, like_the_reference) == [0, 0]
+
+
+def kernels_of_backward(me: Rank) -> list[str]:
+    """The kernels of a compiled forward and of its backward, which runs outside of the context."""
+    torch._dynamo.reset()
+    used: list[str] = []
+    choose = kernels.choose
+
+    def noted(*args: Any) -> Any:
+        used.append((kernel := choose(*args)).name)
+        return kernel
+
+    kernels.choose = noted
+    try:
+        q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 8, 2, 8))
+        call = partial(ringx_attention, causal=True, group=me.group, agreed=True)
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+        out.sum().backward()
+    finally:
+        kernels.choose = choose
+    return used
+
+
+def test_backward_has_the_kernels_of_forward(world: World):
+    for used in world.run(TWO, kernels_of_backward):
+        assert len(used) > 2 and {*used} == {"reference"}
 
 
 def refused(me: Rank) -> list[str]:

@@ -95,3 +95,24 @@ def half(me: Rank) -> list[str]:
 def test_half_a_place(world: World):
     for said in world.run((2, 3), half):
         assert all("want rank and size, or a group without them" in text for text in said)
+
+
+def unlike(me: Rank) -> list[str]:
+    """What each rank is told when one has another shape, dtype, or no such dimension."""
+    said = []
+    first = me.rank == 0
+    for part, dim in (
+        (torch.zeros(1, 4, 2 + first), 1),
+        (torch.zeros(1, 4, dtype=torch.float64 if first else torch.float32), 1),
+        (torch.zeros(1, 4), 5 if first else 1),
+    ):
+        with pytest.raises(ValueError) as raised:
+            unshard(part, "contiguous", dim, group=me.group)
+        said.append(str(raised.value))
+    return said
+
+
+def test_parts_that_do_not_fit_are_an_error_on_all(world: World):
+    first, second = world.run((2, 3), unlike)
+    assert all("want one dtype and shape" in text for text in (*first[:2], *second))
+    assert "dim 5: parts.shape is (1, 4)" in first[2]
