@@ -50,6 +50,7 @@ type Conn struct {
 	closed bool   // by its own user
 	downed bool   // EvDown was given
 	listed bool   // in busy
+	late   bool   // in the Fabric's late
 	stuck  uint32
 	since  time.Time // when member stuck began to wait for the peer's statement
 }
@@ -183,6 +184,7 @@ func (c *Conn) stat(at, strand int) *stat { return &c.stats[at*c.f.o.Strands+str
 // lose takes the loss of a member. The reason for the last one is that for the whole Conn, since a peer
 // that closes its Conn in good order closes all.
 func (c *Conn) lose(r *rail) {
+	c.catchUp()
 	if m := c.order.find(r.id); m != nil && m.phase == live {
 		c.reason = r.down
 	} else {
@@ -221,6 +223,7 @@ func (c *Conn) fail(err error) {
 	if c.err != nil {
 		return
 	}
+	c.catchUp()
 	c.err = err
 	for _, r := range c.rails {
 		r.push(entry{text: parting(err), item: item{kind: broken}})
@@ -235,6 +238,7 @@ func (c *Conn) leave() {
 	if c.closed {
 		return
 	}
+	c.catchUp()
 	c.closed = true
 	if c.err == nil {
 		c.err = transport.ErrClosed

@@ -22,6 +22,7 @@ type Fabric struct {
 	link.Over // has the descriptors; all else of a Fabric is here
 	members   []transport.Fabric
 	o         Options
+	local     bool // sources of writes are read by their registrations
 	addr      transport.Addr
 	ctx       context.Context // ends with Close
 	cancel    context.CancelFunc
@@ -40,6 +41,7 @@ type Fabric struct {
 	fresh    []*rail    // that a peer has opened, and not said what for
 	conns    []*Conn    // that have events to come
 	busy     []*Conn    // that a Poll has to look at
+	late     []*Conn    // whose confirm was put off
 	pool     pool       // of frames
 	given    [][]byte   // that the last Poll gave to the user
 	stirred  bool       // the next Poll has to look at busy; else each few Polls do
@@ -89,6 +91,7 @@ func open(members []transport.Fabric, o Options) (*Fabric, error) {
 			f.dead[i] = dead{why: a.Why, over: true}
 		}
 	}
+	f.local = f.Caps().LocalKeys
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	err := f.Open()
 	for i, m := range members {
@@ -248,6 +251,7 @@ func (f *Fabric) Arm() (again bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.armed = true
+	f.catchUp()
 	for _, c := range f.busy {
 		again = c.rest() || again
 	}

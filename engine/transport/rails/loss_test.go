@@ -47,6 +47,7 @@ type side struct {
 	open        map[uint64]uint32 // writes without EvDone: the slot of their source
 	held        []heldSlot
 	credit      [slots]int // what a slot waits for until it is free: EvDone, and the peer's word
+	unread      [slots]int // writes of a slot without EvDone: after the last one, its source changes
 	limit       uint32     // messages to send
 	sent, got   uint32
 	polls       int
@@ -79,7 +80,7 @@ func (s *side) message() {
 	n, seed := 1+s.r.IntN(slotBytes>>s.r.IntN(12)), s.r.Uint64()
 	b := s.slot(s.src, slot)[:n]
 	fill(b, seed)
-	s.credit[slot] = 1
+	s.credit[slot], s.unread[slot] = 1, 0
 	for parts := 1 + s.r.IntN(2); len(b) > 0; parts-- {
 		k := len(b)
 		if parts > 1 {
@@ -88,6 +89,7 @@ func (s *side) message() {
 		off := slotBytes*uint64(slot) + uint64(n-len(b))
 		s.push(transport.Op{Kind: transport.OpWrite, Key: s.theirs, Off: off, Src: []mem.Span{mem.Of(b[:k])}}, slot)
 		s.credit[slot]++
+		s.unread[slot]++
 		b = b[k:]
 	}
 	s.frame(0, s.sent, slot, uint32(n), seed)
@@ -163,6 +165,9 @@ func (s *side) poll() {
 			require.True(s.t, ok, "%s: an op ends twice", s.name)
 			delete(s.open, e.User)
 			if slot < slots {
+				if s.unread[slot]--; s.unread[slot] == 0 {
+					clear(s.slot(s.src, slot))
+				}
 				s.release(slot)
 			}
 			s.failed = errors.Join(s.failed, e.Err)
@@ -179,7 +184,6 @@ func (s *side) poll() {
 // release takes one of the things that a slot waits for.
 func (s *side) release(slot uint32) {
 	if s.credit[slot]--; s.credit[slot] == 0 {
-		clear(s.slot(s.src, slot))
 		s.free = append(s.free, slot)
 	}
 }

@@ -23,7 +23,8 @@ type order struct {
 	// let go, up to sealed those on their way, up to next those whose frame is not posted yet.
 	batches                   []batch // by number % its length, which is a power of two
 	tail, acked, sealed, next uint64
-	bytes, most               int // of the frames that are kept, and the bound
+	noted                     uint64 // the peer has acknowledged these; acked goes there with confirm
+	bytes, most               int    // of the frames that are kept, and the bound
 
 	// What comes. Numbers in [given, given+len(in)) may come.
 	in    []kind // by number % its length, which is that of the peer's batches

@@ -25,6 +25,7 @@ func (f *Fabric) Poll(ev []transport.Event) (int, error) {
 	}
 	p := &f.found
 	p.Events, p.N = ev, 0
+	f.catchUp()
 	f.rest(p)
 	if f.stirred {
 		f.deliver(p)
@@ -125,7 +126,11 @@ func (f *Fabric) look(p *link.Found) (got int, err error) {
 			a.seen, f.active = f.polls, f.polls
 		}
 		for j := range f.ev[:n] {
-			if e := &f.ev[j]; e.Kind != transport.EvDone || e.User != 0 { // else it is of a frame
+			e := &f.ev[j]
+			switch {
+			case e.Kind == transport.EvDone && e.User == 0: // of a frame
+			case e.Kind == transport.EvFrame && f.last != nil && f.last.conn == e.Conn && f.last.recvSmall(e.Data, p):
+			default:
 				f.event(at, e, p)
 			}
 		}

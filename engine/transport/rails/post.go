@@ -31,6 +31,7 @@ type kept struct {
 	sent   bool   // it was handed to a member, and its op has ended
 	tries  int
 	writes []uint32
+	copies []byte // of what they send; nil: there are none
 }
 
 // write is a write on one member, or a part of one.
@@ -43,7 +44,10 @@ type write struct {
 	num   uint64     // its batch
 	user  uint64     // of its op; of a part, the number of the userOp
 	cut   bool       // it is a part
-	spans []mem.Span // of a part
+	spans []mem.Span // of a part, or of a copy
+
+	copied bool // src is a copy, so its op ends when the member has let go of it,
+	ended  bool // which it has
 }
 
 // userOp is a write of the user that is cut, until all of its parts have ended.
@@ -62,6 +66,7 @@ func (c *Conn) Post(ops []transport.Op) (n int, err error) {
 	if c.postSmall(ops) {
 		return len(ops), nil
 	}
+	c.catchUp()
 	for ; n < len(ops) && err == nil; n++ {
 		var taken bool
 		if taken, err = c.post(&ops[n]); !taken {
@@ -293,7 +298,9 @@ func (c *Conn) finish(num uint64) {
 	}
 	for _, i := range k.writes {
 		w := &c.writes[i]
-		c.end(w, err)
+		if !w.ended {
+			c.end(w, err)
+		}
 		w.src, w.key.Blob = nil, ""
 		c.spare = append(c.spare, i)
 	}
@@ -303,5 +310,6 @@ func (c *Conn) finish(num uint64) {
 		}
 		c.f.pool.put(k.frame)
 	}
+	c.f.pool.put(k.copies)
 	*k = kept{writes: k.writes[:0]}
 }

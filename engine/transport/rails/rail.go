@@ -146,6 +146,10 @@ func (r *rail) ended(user uint64) {
 		r.meter.took += w.size
 		r.f.timed = append(r.f.timed, r)
 	}
+	if w.copied && !w.ended {
+		w.ended = true
+		r.c.end(w, nil)
+	}
 	r.c.order.let(w.num)
 	if r.c.asks() {
 		r.c.after()

@@ -84,7 +84,7 @@ const (
 	sealPolls  = 2   // Polls until writes that no frame follows get a fence
 	calmPolls  = 64  // without an event, until a member is asked less often than others that have some:
 	askBusy    = 64  // only in one of so many Polls that find something,
-	askIdle    = 8   // and of so many that find nothing
+	askIdle    = 16  // and of so many that find nothing
 	maxRails   = 64  // member Fabrics of one side
 	maxFresh   = 256 // members that have not said which Conn they belong to
 )

@@ -58,6 +58,7 @@ func (o *order) heard(m *member, ack, got uint64) error {
 			o.finish(o.acked)
 		}
 	}
+	o.noted = max(o.noted, ack)
 	if first := o.stated - uint64(len(o.log)); got > first {
 		o.log = o.log[:copy(o.log, o.log[got-first:])]
 	}

@@ -31,9 +31,11 @@ func (o *order) usable() *member {
 }
 
 // room reports whether writes on so many members and a frame of so many bytes can be taken now.
-func (o *order) room(members, bytes int) bool {
-	return o.next-o.tail+uint64(members)+1 <= uint64(len(o.batches)) &&
-		(o.bytes == 0 || o.bytes+bytes <= o.most) && o.usable() != nil
+func (o *order) room(members, bytes int) bool { return o.holds(members, bytes) && o.usable() != nil }
+
+// holds is room, but for a member that takes them.
+func (o *order) holds(members, bytes int) bool {
+	return o.next-o.tail+uint64(members)+1 <= uint64(len(o.batches)) && (o.bytes == 0 || o.bytes+bytes <= o.most)
 }
 
 // open begins a batch on member id, for which there is room.

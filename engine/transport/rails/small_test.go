@@ -23,7 +23,8 @@ func TestPostWholeIsWriteAndFrame(t *testing.T) {
 				a.write(1)
 			}
 			a.frame(1, 20)
-			it := b.postWhole(1, writes, 20)
+			it := b.upcoming()
+			b.postWhole(1, writes, 20)
 			require.Equal(t, []post{{to: 1, item: it}}, a.out)
 			a.out = a.out[:0]
 			require.Equal(t, a, b)
@@ -44,6 +45,7 @@ func TestRecvNextIsRecvAndTake(t *testing.T) {
 			all[i] = busy(t, rand.New(rand.NewPCG(setup, 1)))
 		}
 		taken := all[1].recvNext(id, it.num, it.ack, it.got)
+		all[1].confirm()
 		if !taken {
 			require.Equal(t, all[2], all[1])
 			seen["refused"]++
