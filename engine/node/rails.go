@@ -153,7 +153,7 @@ func sayMember(log *zap.Logger) func(transport.Peer, transport.Member) {
 		if h, err := wire.ParseHello(peer.Hello); err == nil {
 			who = zap.String("peer", fmt.Sprintf("%v %d", h.Role, h.Rank))
 		}
-		fields := []zap.Field{who, zap.String("over", m.Name), zap.String("at", m.Remote), zap.String("transport", m.Via)}
+		fields := []zap.Field{who, zap.String("over", m.Name), zap.String("at", m.Remote), zap.String("transport", m.Via), zap.Uint64("bytes", m.Sent)}
 		if m.Why == "" {
 			log.Info("one more connection is used", fields...)
 		} else {

@@ -43,11 +43,16 @@ def _settings(scheduler: str) -> dict[str, Any]:
     }
 
 
-def _link(node: fserver.Node) -> dict[str, str]:
+def _link(node: fserver.Node) -> dict[str, Any]:
     """How the only link of a node travels. Several connections have a path each."""
     (link,) = node.links()
     paths = dict.fromkeys(m.path for m in link.members if m.path) or [link.path]
-    return {"transport": link.transport, "reason": link.reason, "path": "; ".join(paths)}
+    return {
+        "transport": link.transport,
+        "reason": link.reason,
+        "path": "; ".join(paths),
+        "members": [m._asdict() for m in link.members],
+    }
 
 
 # -- the listener
@@ -169,6 +174,8 @@ def _verdict(found: dict[str, Any], wanted: str) -> Iterator[Check]:
     yield Check("bytes", "yes", text)
     way = here["transport"]
     yield Check("transport", "yes", f"{way} (FSERVER_TRANSPORT={wanted})")
+    for side, members in (("here", here["members"]), ("there", there["members"])):
+        yield from _members(side, members)
     if way.startswith(RDMA):
         yield Check("RDMA here", "yes", here["path"])
         yield Check("RDMA there", "yes", there["path"])
@@ -186,6 +193,18 @@ def _verdict(found: dict[str, Any], wanted: str) -> Iterator[Check]:
     else:
         text = f"not used, tensors went by {way}: one of the hosts has no device that auto takes"
         yield Check("RDMA", "info", text if way.startswith("tcp") else f"not needed: {way}")
+
+
+def _members(side: str, members: list[dict[str, Any]]) -> Iterator[Check]:
+    """Each of several connections: whether it is used, and which share of the bytes it has sent."""
+    total = sum(m["sent"] for m in members) or 1
+    for m in members:
+        name = f"{m['interface']} {side}"
+        if m["remote"]:
+            share = f"{100 * m['sent'] / total:.0f} % of the bytes"
+            yield Check(name, "yes", f"to {m['remote']} by {m['transport']}, {share}")
+        else:
+            yield Check(name, "note", f"not used: {m['reason']}")
 
 
 def _table(sizes: list[dict[str, float]]) -> Iterator[str]:

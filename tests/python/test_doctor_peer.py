@@ -18,12 +18,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from nodes import LIMIT, Cluster, eventually
 from reports import Doctor, line, states
 
 import fserver
-from fserver.doctor import listen, protocol
+from fserver.doctor import listen, pair, protocol
 from fserver.doctor.protocol import Channel, Type
 
 SECRET = "a secret of decent length"
@@ -99,6 +100,35 @@ def test_tensors_with_wrong_bytes(
     status, found = doctor("--peer", at)
     check = line(found, f"Tensors to {at}", "tensors")
     assert status == 1 and check["text"].startswith("of 4096 bytes the one at 77 came back wrong")
+
+
+def test_several_connections(
+    doctor: Doctor, listener: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each connection has a line with its share; one that is not used says why."""
+    other = next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if name != "lo" and any(a.family == socket.AF_INET for a in addresses)
+        ),
+        None,
+    )
+    if other is None:
+        pytest.skip("this host has the loopback interface alone")
+    monkeypatch.setenv("DMLC_INTERFACE", f"lo,{other}")
+    monkeypatch.setenv("FSERVER_TRANSPORT", "tcp")
+    at = listener("")
+    status, found = doctor("--peer", at)
+    assert status == 0, found["sections"][f"Tensors to {at}"]
+    for name in ("lo here", f"{other} here", "lo there", f"{other} there"):
+        check = line(found, f"Tensors to {at}", name)
+        share = re.fullmatch(r"to [^ ]+ by tcp, (\d+) % of the bytes", check["text"])
+        assert check["state"] == "yes" and share and 10 <= int(share[1]) <= 90
+
+    lost = {"interface": "eth9", "remote": "", "transport": "", "sent": 0, "reason": "no carrier"}
+    (check,) = pair._members("here", [lost])
+    assert (check.name, check.state, check.text) == ("eth9 here", "note", "not used: no carrier")
 
 
 def test_one_pair_at_a_time(
